@@ -1,0 +1,1 @@
+"""Fully asynchronous reinforcement learning of language-model policies on JAX."""

@@ -1,0 +1,286 @@
+"""Every setting of a run, and what must hold between them.
+
+A config file's `get_config(variant)` returns a `Config`; absl's
+`--config.section.field=value` overrides single fields; `validate` then checks
+what belongs together. Dataclasses here are neither frozen nor checked in
+`__post_init__`, because overrides arrive after construction.
+"""
+
+import dataclasses
+import enum
+import json
+from typing import Any
+
+from ml_collections import config_dict
+
+
+class ConfigError(ValueError):
+  """A setting is wrong; the message is one line that names the field."""
+
+
+class KvOnAdopt(enum.Enum):
+  """What happens to running sequences' caches when new weights arrive."""
+
+  RECOMPUTE = "recompute"
+  KEEP = "keep"
+
+
+class Channel(enum.Enum):
+  """How weights travel from the trainer to the engines."""
+
+  ORBAX = "orbax"
+  DIRECT = "direct"
+
+
+class AdvantageScale(enum.Enum):
+  """What a group's centred rewards are divided by."""
+
+  STD = "std"
+  NONE = "none"
+
+
+class BehaviorWeightCapMode(enum.Enum):
+  """What happens to tokens whose pi_prox / pi_behav exceeds the cap."""
+
+  MASK = "mask"
+  TRUNCATE = "truncate"
+
+
+class OptimizerName(enum.Enum):
+  """Optimizers of the two stages."""
+
+  ADAMW = "adamw"
+  MUON = "muon"
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class ModelSection:
+  """Which decoder, and the type it computes in.
+
+  Attributes:
+    name: a key of `models.configs.MODELS`.
+    compute_dtype: activations of the trainer; master weights are float32.
+    remat: recompute activations of each layer in the backward pass.
+  """
+
+  name: str = "quickstart"
+  compute_dtype: str = "float32"
+  remat: bool = True
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class MeshSection:
+  """How many devices each slice takes, by axis; -1 is "what is left".
+
+  With a single device both slices share it.
+  """
+
+  train_data: int = 1
+  train_fsdp: int = 1
+  train_tensor: int = 1
+  rollout_data: int = 1
+  rollout_tensor: int = 1
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class TaskSection:
+  """Where prompts come from and how answers are read and scored.
+
+  Attributes:
+    dataset: any dataset of reasoning-gym by name.
+    params: its parameters.
+    template: str.format template of the prompt; fields are "question" and the
+      keys of the item's metadata.
+    answer_prefix: the extracted answer is what follows the last occurrence of
+      this in the completion, up to the end of its line; "" takes the whole
+      completion, stripped.
+    reward_timeout_s: deadline of one score.
+    reward_workers: processes that score.
+    reward_retries: further attempts before a group is `failed`.
+    max_failed_groups: that many failed groups in a row end the run.
+  """
+
+  dataset: str = "chain_sum"
+  params: config_dict.ConfigDict = dataclasses.field(
+    default_factory=config_dict.ConfigDict
+  )
+  template: str = "{question}\n"
+  answer_prefix: str = "="
+  reward_timeout_s: float = 10.0
+  reward_workers: int = 1
+  reward_retries: int = 1
+  max_failed_groups: int = 8
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class OptimizerSection:
+  """An Optax optimizer with linear warmup and global-norm clipping."""
+
+  name: OptimizerName = OptimizerName.ADAMW
+  learning_rate: float = 3e-4
+  warmup_steps: int = 0
+  b1: float = 0.9
+  b2: float = 0.99
+  eps: float = 1e-8
+  weight_decay: float = 0.0
+  max_grad_norm: float = 1.0
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class WarmStartSection:
+  """Supervised first stage on worked solutions; num_steps = 0 skips it.
+
+  Attributes:
+    solver: a key of `worked_solutions.SOLVERS`.
+    num_examples: distinct worked solutions.
+    corrupted_frac: share of intermediate results that are written wrong and
+      carried on, so that the policy has something left to learn.
+    decay: final learning rate over peak, reached by cosine.
+  """
+
+  num_steps: int = 0
+  rows_per_batch: int = 32
+  solver: str = "chain_sum"
+  num_examples: int = 20_000
+  corrupted_frac: float = 0.2
+  decay: float = 0.1
+  optimizer: OptimizerSection = dataclasses.field(
+    default_factory=OptimizerSection
+  )
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class RolloutSection:
+  """The generation slice.
+
+  Attributes:
+    num_slots: sequences decoded side by side.
+    max_prompt_tokens: longer prompts are skipped and counted, never cut.
+    max_completion_tokens: at most that many written tokens a trajectory.
+    cache_tokens: cached tokens a slot, at least prompt + completion.
+    decode_steps_per_call: tokens a sequence may gain between two looks of the
+      host.
+    prefill_rows: sequences of one prefill call.
+    prefill_buckets: padded lengths of prefill calls, ascending; the last one
+      equals cache_tokens.
+    window_buckets: attended cache lengths of decode calls, ascending; the last
+      one equals cache_tokens.
+    temperature: of sampling; the trainer scales by the same.
+    dtype: of rollout weights and cache.
+  """
+
+  num_slots: int = 32
+  max_prompt_tokens: int = 64
+  max_completion_tokens: int = 64
+  cache_tokens: int = 128
+  decode_steps_per_call: int = 16
+  prefill_rows: int = 8
+  prefill_buckets: tuple[int, ...] = (64, 128)
+  window_buckets: tuple[int, ...] = (64, 128)
+  kv_on_adopt: KvOnAdopt = KvOnAdopt.RECOMPUTE
+  temperature: float = 1.0
+  dtype: str = "float32"
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class AlgorithmSection:
+  """Group-relative advantages and the decoupled PPO loss.
+
+  Attributes:
+    max_staleness: train version minus token version, at most; 0 is
+      synchronous.
+    filter_zero_std: drop groups whose rewards are all equal; they teach
+      nothing.
+  """
+
+  max_staleness: int = 4
+  group_size: int = 16
+  groups_per_step: int = 32
+  num_minibatches: int = 4
+  clip_low: float = 0.2
+  clip_high: float = 0.2
+  behavior_weight_cap: float = 5.0
+  behavior_weight_cap_mode: BehaviorWeightCapMode = BehaviorWeightCapMode.MASK
+  advantage_scale: AdvantageScale = AdvantageScale.STD
+  filter_zero_std: bool = False
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class TrainSection:
+  """The training slice.
+
+  Attributes:
+    num_steps: train steps of the whole run.
+    tokens_per_row: packed length of a row.
+    rows_per_microbatch: rows of one forward and backward.
+    max_bad_updates: that many non-finite updates in a row end the run.
+    vocab_chunk: vocabulary entries a chunk of the logprob walk.
+  """
+
+  num_steps: int = 60
+  tokens_per_row: int = 512
+  rows_per_microbatch: int = 8
+  max_bad_updates: int = 3
+  vocab_chunk: int = 4096
+  optimizer: OptimizerSection = dataclasses.field(
+    default_factory=OptimizerSection
+  )
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class TransferSection:
+  """Weight transfer between the slices.
+
+  Attributes:
+    directory: where versions are written; "" is a memory-backed directory of
+      this host where there is one, else the workdir.
+  """
+
+  channel: Channel = Channel.ORBAX
+  directory: str = ""
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class EvalSection:
+  """Held-out accuracy, with stated settings.
+
+  Attributes:
+    num_items: distinct held-out questions.
+    every: train steps between evaluations; 0 evaluates at start and end only.
+    temperature: of the sampled accuracy; the greedy one stands beside it.
+  """
+
+  num_items: int = 256
+  every: int = 10
+  temperature: float = 1.0
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class RunSection:
+  """Supervision and persistence."""
+
+  checkpoint_every: int = 20
+  keep_checkpoints: int = 2
+  stall_timeout_s: float = 300.0
+  join_timeout_s: float = 30.0
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Config:
+  """A whole run."""
+
+  seed: int = 0
+  model: ModelSection = dataclasses.field(default_factory=ModelSection)
+  mesh: MeshSection = dataclasses.field(default_factory=MeshSection)
+  task: TaskSection = dataclasses.field(default_factory=TaskSection)
+  warm_start: WarmStartSection = dataclasses.field(
+    default_factory=WarmStartSection
+  )
+  rollout: RolloutSection = dataclasses.field(default_factory=RolloutSection)
+  algorithm: AlgorithmSection = dataclasses.field(
+    default_factory=AlgorithmSection
+  )
+  train: TrainSection = dataclasses.field(default_factory=TrainSection)
+  transfer: TransferSection = dataclasses.field(default_factory=TransferSection)
+  eval: EvalSection = dataclasses.field(default_factory=EvalSection)
+  run: RunSection = dataclasses.field(default_factory=RunSection)
