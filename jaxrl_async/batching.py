@@ -1,0 +1,246 @@
+"""Trajectories of any length become a few arrays of fixed shape.
+
+Trajectories are dealt to minibatches, those of a minibatch are packed into
+rows, and rows are cut into microbatches:
+
+  [num_minibatches, num_microbatches, rows_per_microbatch, tokens_per_row]
+
+A row holds several trajectories side by side, its segments, then padding.
+Attention within a segment needs nothing but `segment_ids` or `segment_start`:
+token q sees token k iff segment_ids[k] == segment_ids[q] and k <= q, which is
+the same as segment_start[q] <= k <= q. Padding obeys both, as a segment of its
+own with id 0, so that no token is left without anything to attend to.
+
+XLA compiles once per shape, and only num_microbatches varies from step to step.
+It is the same for all minibatches and rounded up to 1, 2, 3, 4, 6, 8, 12, ...
+(2^k and 3 * 2^k): a run that needs between 1 and n microbatches sees about
+2 log2(n) shapes, and less than a third of the microbatches is padding (an
+eighth on average). Rows without a trajectory come last in each minibatch.
+"""
+
+import dataclasses
+import heapq
+from typing import NamedTuple
+
+from jaxtyping import Array, Bool, Float, Int, Shaped
+import numpy as np
+
+from jaxrl_async.types import RolloutGroup, Trajectory
+
+
+class PackedBatch(NamedTuple):
+  """One train step's trajectories; numpy until it is moved to a device.
+
+  A pytree, so that `jax.tree.map` cuts it: a minibatch or a microbatch is a
+  `PackedBatch` again, with fewer leading axes. Position t of every array is
+  about token t.
+
+  Attributes:
+    tokens: int32; 0 in padding.
+    segment_ids: int32; 1, 2, ... along the row, 0 in padding.
+    positions: int32; place within the trajectory, 0 in padding.
+    segment_start: int32; column where the token's segment begins; in padding,
+      the first column of padding.
+    loss_mask: bool; True where the policy wrote the token.
+    advantages: float32; its trajectory's at each token, 0 in padding.
+    behavior_logprobs: float32; 0 where loss_mask is False.
+    policy_versions: int32; -1 where loss_mask is False.
+  """
+
+  tokens: Int[Array | np.ndarray, "*leading B T"]
+  segment_ids: Int[Array | np.ndarray, "*leading B T"]
+  positions: Int[Array | np.ndarray, "*leading B T"]
+  segment_start: Int[Array | np.ndarray, "*leading B T"]
+  loss_mask: Bool[Array | np.ndarray, "*leading B T"]
+  advantages: Float[Array | np.ndarray, "*leading B T"]
+  behavior_logprobs: Float[Array | np.ndarray, "*leading B T"]
+  policy_versions: Int[Array | np.ndarray, "*leading B T"]
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Placement:
+  """Where each trajectory went, in the order it was given; never on device.
+
+  Attributes:
+    starts: index of its first token in the flattened packed array;
+      `np.unravel_index` gives minibatch, microbatch, row and column.
+    lengths: number of its tokens.
+    shape: of the packed arrays.
+  """
+
+  starts: Int[np.ndarray, "trajectories"]
+  lengths: Int[np.ndarray, "trajectories"]
+  shape: tuple[int, int, int, int]
+
+  @property
+  def pack_efficiency(self) -> float:
+    """Share of the packed tokens that is not padding."""
+    return float(self.lengths.sum() / np.prod(self.shape))
+
+
+def pack(
+  groups: list[RolloutGroup],
+  advantages: Float[np.ndarray, "trajectories"],
+  *,
+  tokens_per_row: int,
+  rows_per_microbatch: int,
+  num_minibatches: int,
+) -> tuple[PackedBatch, Placement]:
+  """Pack all trajectories of the groups, the same way for the same input.
+
+  Args:
+    groups: their trajectories, group by group, are "the trajectories".
+    advantages: one per trajectory.
+    tokens_per_row: the longest trajectory must fit.
+    rows_per_microbatch: rows of one forward and backward.
+    num_minibatches: trajectories, not groups, are dealt to them, longest
+      completion first to the one with the fewest loss tokens, so that loss
+      tokens differ by at most one completion and lengths are mixed alike.
+
+  Raises:
+    ValueError: a trajectory does not fit, does not begin with a prompt token,
+      or has no advantage.
+  """
+  trajectories = [t for group in groups for t in group.trajectories]
+  lengths = np.array([len(t.tokens) for t in trajectories], np.int64)
+  _check(trajectories, lengths, advantages, tokens_per_row)
+
+  minibatch = _deal(trajectories, lengths, num_minibatches)
+  row = np.zeros_like(lengths)
+  column = np.zeros_like(lengths)
+  segment = np.zeros_like(lengths)
+  row_tokens = []  # per minibatch, tokens in each of its rows
+  for m in range(num_minibatches):
+    members = np.flatnonzero(minibatch == m)
+    row[members], column[members], segment[members], used = _first_fit(
+      lengths[members], tokens_per_row
+    )
+    row_tokens.append(used)
+
+  num_rows = max(1, *map(len, row_tokens))
+  num_microbatches = _round_up(-(-num_rows // rows_per_microbatch))
+  rows_per_minibatch = num_microbatches * rows_per_microbatch
+  shape = (
+    num_minibatches,
+    num_microbatches,
+    rows_per_microbatch,
+    tokens_per_row,
+  )
+  starts = (minibatch * rows_per_minibatch + row) * tokens_per_row + column
+
+  # All tokens of all trajectories, one after the other, and their places.
+  first = np.cumsum(lengths) - lengths
+  position = np.arange(lengths.sum()) - np.repeat(first, lengths)
+  place = np.repeat(starts, lengths) + position
+
+  def filled(padding, values, dtype):
+    packed = np.full(np.prod(shape), padding, dtype)
+    packed[place] = values
+    return packed.reshape(shape)
+
+  def joined(name):
+    return np.concatenate([getattr(t, name) for t in trajectories])
+
+  padding_start = np.zeros((num_minibatches, rows_per_minibatch), np.int32)
+  for m, used in enumerate(row_tokens):
+    padding_start[m, : len(used)] = used
+  batch = PackedBatch(
+    tokens=filled(0, joined("tokens"), np.int32),
+    segment_ids=filled(0, np.repeat(segment, lengths), np.int32),
+    positions=filled(0, position, np.int32),
+    segment_start=filled(
+      np.repeat(padding_start.reshape(-1), tokens_per_row),
+      np.repeat(column, lengths),
+      np.int32,
+    ),
+    loss_mask=filled(False, joined("loss_mask"), np.bool_),
+    advantages=filled(0, np.repeat(advantages, lengths), np.float32),
+    behavior_logprobs=filled(0, joined("behavior_logprobs"), np.float32),
+    policy_versions=filled(-1, joined("policy_versions"), np.int32),
+  )
+  return batch, Placement(starts=starts, lengths=lengths, shape=shape)
+
+
+def unpack(
+  packed: Shaped[Array | np.ndarray, "M K B T"], placement: Placement
+) -> list[np.ndarray]:
+  """Cut a packed array back into one array per trajectory, in order given."""
+  flat = np.asarray(packed).reshape(-1)
+  return [
+    flat[start : start + length]
+    for start, length in zip(placement.starts, placement.lengths, strict=True)
+  ]
+
+
+def _check(
+  trajectories: list[Trajectory],
+  lengths: Int[np.ndarray, "trajectories"],
+  advantages: Float[np.ndarray, "given"],
+  tokens_per_row: int,
+):
+  if not trajectories:
+    raise ValueError("no trajectories to pack")
+  if len(advantages) != len(trajectories):
+    raise ValueError(
+      f"{len(advantages)} advantages for {len(trajectories)} trajectories"
+    )
+  if lengths.max() > tokens_per_row:
+    raise ValueError(
+      f"a trajectory of {lengths.max()} tokens does not fit: tokens_per_row "
+      f"is {tokens_per_row}"
+    )
+  # Nothing precedes a first token, so it has no logprob to learn from.
+  if lengths.min() == 0 or any(t.loss_mask[0] for t in trajectories):
+    raise ValueError("a trajectory must begin with a token of its prompt")
+
+
+def _deal(
+  trajectories: list[Trajectory],
+  lengths: Int[np.ndarray, "trajectories"],
+  num_minibatches: int,
+) -> Int[np.ndarray, "trajectories"]:
+  """Give each trajectory a minibatch; loss tokens even, then tokens."""
+  loss_tokens = np.array([t.num_completion_tokens for t in trajectories])
+  minibatch = np.zeros_like(lengths)
+  heap = [(0, 0, m) for m in range(num_minibatches)]
+  for i in np.lexsort((-lengths, -loss_tokens)).tolist():
+    num_loss, num_all, m = heap[0]
+    minibatch[i] = m
+    item = (num_loss + int(loss_tokens[i]), num_all + int(lengths[i]), m)
+    heapq.heapreplace(heap, item)
+  return minibatch
+
+
+def _first_fit(
+  lengths: Int[np.ndarray, "trajectories"], tokens_per_row: int
+) -> tuple[
+  Int[np.ndarray, "trajectories"],
+  Int[np.ndarray, "trajectories"],
+  Int[np.ndarray, "trajectories"],
+  Int[np.ndarray, "rows"],
+]:
+  """First-fit decreasing: longest first, each into the first row with room.
+
+  Returns:
+    Row, column of the first token and segment id of each trajectory; tokens
+    in each row.
+  """
+  row = np.zeros_like(lengths)
+  column = np.zeros_like(lengths)
+  segment = np.zeros_like(lengths)
+  used = np.zeros(len(lengths), np.int64)
+  num_segments = np.zeros(len(lengths), np.int64)
+  for i in np.argsort(-lengths, kind="stable").tolist():
+    # A row that was never used has room, so there is always a first one.
+    r = int(np.argmax(used + lengths[i] <= tokens_per_row))
+    row[i], column[i] = r, used[r]
+    used[r] += lengths[i]
+    num_segments[r] += 1
+    segment[i] = num_segments[r]
+  return row, column, segment, used[: np.count_nonzero(used)]
+
+
+def _round_up(count: int) -> int:
+  """Smallest of 1, 2, 3, 4, 6, 8, 12, 16, ... that is not below count."""
+  power = 1 << (count - 1).bit_length()
+  return power * 3 // 4 if count <= power * 3 // 4 else power

@@ -1,0 +1,91 @@
+"""What a config asks of the machine, before anything compiles."""
+
+from collections.abc import Sequence
+
+from jaxrl_async import config as config_lib
+from jaxrl_async.models import configs
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def _size(num_bytes: int) -> str:
+  if num_bytes < 1 << 30:
+    return f"{num_bytes / (1 << 20):,.1f} MiB"
+  return f"{num_bytes / (1 << 30):,.1f} GiB"
+
+
+def _slice(devices: Sequence[object], shape: tuple[int, int, int]) -> str:
+  axes = " x ".join(
+    f"{name} {size}"
+    for name, size in zip(("data", "fsdp", "tensor"), shape, strict=True)
+  )
+  return f"{', '.join(str(device) for device in devices)}   ({axes})"
+
+
+def report(
+  config: config_lib.Config,
+  model: configs.ModelConfig,
+  *,
+  optimizer_bytes: int,
+  train_devices: Sequence[object],
+  rollout_devices: Sequence[object],
+) -> str:
+  """The batch arithmetic, parameters, memory and devices, as a text.
+
+  Args:
+    config: validated.
+    model: with the tokenizer's vocabulary.
+    optimizer_bytes: of the whole optimizer state, before it is sharded.
+    train_devices: of the training slice.
+    rollout_devices: of the generation slice.
+  """
+  algorithm, rollout, train = config.algorithm, config.rollout, config.train
+  trajectories = algorithm.group_size * algorithm.groups_per_step
+  longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
+  microbatch = train.rows_per_microbatch * train.tokens_per_row
+  per_minibatch = trajectories // algorithm.num_minibatches
+  # Rows that are packed whole: a row holds at least this many of the longest.
+  per_row = train.tokens_per_row // longest
+  max_rows = -(-per_minibatch // per_row)
+  max_groups = (algorithm.max_staleness + 1) * algorithm.groups_per_step
+  train_shape, rollout_shape = config_lib.slice_shapes(
+    config.mesh, len({*train_devices, *rollout_devices})
+  )
+  weights = 4 * model.num_params
+  copy = _BYTES[rollout.dtype] * model.num_params
+  cache = model.cache_bytes(
+    slots=rollout.num_slots,
+    tokens=rollout.cache_tokens,
+    itemsize=_BYTES[rollout.dtype],
+  )
+  lines = [
+    "Batch",
+    f"  a train step     {algorithm.groups_per_step} groups x"
+    f" {algorithm.group_size} = {trajectories:,} trajectories,"
+    f" at most {trajectories * longest:,} tokens",
+    f"  an update        {per_minibatch:,} trajectories;"
+    f" {algorithm.num_minibatches} updates a step,"
+    f" {algorithm.num_minibatches * train.num_steps:,} in the run",
+    f"  a microbatch     {train.rows_per_microbatch} rows x"
+    f" {train.tokens_per_row} = {microbatch:,} tokens; at most"
+    f" {-(-max_rows // train.rows_per_microbatch)} an update",
+    f"  outstanding      at most {max_groups:,} groups ="
+    f" {max_groups * algorithm.group_size:,} trajectories"
+    f" (max_staleness {algorithm.max_staleness});"
+    f" {rollout.num_slots} are decoded at once",
+    f"  the run          {train.num_steps * trajectories:,} trajectories in"
+    f" {train.num_steps} train steps",
+    "Model",
+    f"  {config.model.name:<16} {model.num_params:,} parameters,"
+    f" vocabulary {model.vocab_size:,}",
+    "Memory, before it is sharded",
+    f"  training slice   weights {_size(weights)}, gradients"
+    f" {_size(weights)}, optimizer {_size(optimizer_bytes)}",
+    f"  rollout slice    weights {_size(copy)}, cache {_size(cache)}",
+    "Devices",
+    f"  training slice   {_slice(train_devices, train_shape)}",
+    f"  rollout slice    {_slice(rollout_devices, rollout_shape)}",
+  ]
+  if set(train_devices) & set(rollout_devices):
+    lines.append("  both slices share a device")
+  return "\n".join(lines)

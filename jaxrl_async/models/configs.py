@@ -1,0 +1,101 @@
+"""Architectures of the Qwen2 / Qwen3 / Llama family, by name."""
+
+import dataclasses
+import math
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+  """Sizes and switches of a decoder.
+
+  Attributes:
+    vocab_size: entries of the embedding; a run sets it to its tokenizer's.
+    has_qkv_bias: Qwen2's biases on queries, keys and values.
+    has_qk_norm: Qwen3's RMSNorm on each query and key head.
+    has_tied_head: the output head is the embedding, transposed.
+  """
+
+  vocab_size: int
+  model_dim: int
+  num_layers: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  mlp_dim: int
+  rope_theta: float = 10_000.0
+  norm_eps: float = 1e-6
+  has_qkv_bias: bool = False
+  has_qk_norm: bool = False
+  has_tied_head: bool = True
+
+  def __post_init__(self):
+    if self.num_heads % self.num_kv_heads:
+      raise ValueError(
+        f"num_heads {self.num_heads} is not a multiple of num_kv_heads"
+        f" {self.num_kv_heads}"
+      )
+    if self.head_dim % 2:
+      raise ValueError(f"head_dim {self.head_dim} is odd; rotary needs pairs")
+
+  @property
+  def num_params(self) -> int:
+    """Parameters, the tied head counted once."""
+    d, h = self.model_dim, self.head_dim
+    qkv = d * h * (self.num_heads + 2 * self.num_kv_heads)
+    bias = h * (self.num_heads + 2 * self.num_kv_heads) * self.has_qkv_bias
+    qk_norm = 2 * h * self.has_qk_norm
+    block = qkv + bias + qk_norm + self.num_heads * h * d
+    block += 3 * d * self.mlp_dim + 2 * d
+    heads = 1 if self.has_tied_head else 2
+    return self.num_layers * block + heads * self.vocab_size * d + d
+
+  def cache_bytes(self, *, slots: int, tokens: int, itemsize: int) -> int:
+    """Memory of a key-value cache with that many slots and tokens a slot."""
+    per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim
+    return math.prod((per_token, slots, tokens, itemsize))
+
+
+MODELS = {
+  "tiny": ModelConfig(  # tests
+    vocab_size=97,
+    model_dim=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=64,
+    has_qk_norm=True,
+  ),
+  "quickstart": ModelConfig(
+    vocab_size=97,
+    model_dim=128,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    mlp_dim=256,
+    has_qk_norm=True,
+  ),
+  "qwen2-0.5b": ModelConfig(
+    vocab_size=151_936,
+    model_dim=896,
+    num_layers=24,
+    num_heads=14,
+    num_kv_heads=2,
+    head_dim=64,
+    mlp_dim=4_864,
+    rope_theta=1e6,
+    has_qkv_bias=True,
+  ),
+  "qwen2-1.5b": ModelConfig(
+    vocab_size=151_936,
+    model_dim=1_536,
+    num_layers=28,
+    num_heads=12,
+    num_kv_heads=2,
+    head_dim=128,
+    mlp_dim=8_960,
+    rope_theta=1e6,
+    has_qkv_bias=True,
+  ),
+}

@@ -1,0 +1,254 @@
+"""The decoder: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU.
+
+One NNX module serves both sides. The trainer holds its layers stacked, scanned
+and rematerialised; the engine holds them one by one, because a scan over the
+cache would copy it. What attention reads is the caller's: `attend(layer, q, k,
+v)` returns the mixed values and whatever the caller wants to keep per layer
+(the trainer nothing, prefill the keys and values, decode the updated cache).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+import jax
+from jax import numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxrl_async.models import configs
+
+Params = dict[str, Any]
+Attend = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+
+
+def rms_norm(
+  x: Float[Array, "*B D"], scale: Float[Array, "D"], eps: float
+) -> Float[Array, "*B D"]:
+  """x / sqrt(mean(x^2) + eps) * scale, in float32 (arXiv:1910.07467)."""
+  wide = x.astype(jnp.float32)
+  variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+  normed = wide * jax.lax.rsqrt(variance + jnp.float32(eps))
+  scale = scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+  return (normed * scale).astype(x.dtype)
+
+
+def rotary(
+  x: Float[Array, "*B N H"], positions: Int[Array, "*B"], theta: float
+) -> Float[Array, "*B N H"]:
+  """Rotates the two halves of each head by position (arXiv:2104.09864)."""
+  half = x.shape[-1] // 2
+  exponents = jnp.arange(half, dtype=jnp.float32) / jnp.float32(half)
+  frequencies = jnp.float32(theta) ** -exponents
+  frequencies = frequencies.reshape((1,) * positions.ndim + (1, half))
+  angles = positions.astype(jnp.float32)[..., None, None] * frequencies
+  cos, sin = jnp.cos(angles), jnp.sin(angles)
+  wide = x.astype(jnp.float32)
+  first, second = wide[..., :half], wide[..., half:]
+  rotated = (first * cos - second * sin, second * cos + first * sin)
+  return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
+def _param(rngs: nnx.Rngs, shape, axes, *, fan_in: int) -> nnx.Param:
+  """Truncated normal with deviation 1 / sqrt(fan_in)."""
+  init = jax.nn.initializers.truncated_normal(stddev=fan_in**-0.5)
+  value = init(rngs.params(), shape, jnp.float32)
+  return nnx.Param(value, logical_axes=axes)
+
+
+def _constant(value: float, shape, axes) -> nnx.Param:
+  return nnx.Param(jnp.full(shape, value, jnp.float32), logical_axes=axes)
+
+
+class Block(nnx.Module):
+  """One pre-norm layer."""
+
+  def __init__(self, config: configs.ModelConfig, *, rngs: nnx.Rngs):
+    c = config
+    d, n, k, h = c.model_dim, c.num_heads, c.num_kv_heads, c.head_dim
+    self.config = c
+    self.attention_norm = _constant(1.0, (d,), (None,))
+    self.query = _param(rngs, (d, n, h), ("embed", "heads", "head"), fan_in=d)
+    self.key = _param(rngs, (d, k, h), ("embed", "kv_heads", "head"), fan_in=d)
+    self.value = _param(
+      rngs, (d, k, h), ("embed", "kv_heads", "head"), fan_in=d
+    )
+    self.output = _param(
+      rngs, (n, h, d), ("heads", "head", "embed"), fan_in=n * h
+    )
+    if c.has_qkv_bias:
+      self.query_bias = _constant(0.0, (n, h), ("heads", "head"))
+      self.key_bias = _constant(0.0, (k, h), ("kv_heads", "head"))
+      self.value_bias = _constant(0.0, (k, h), ("kv_heads", "head"))
+    if c.has_qk_norm:
+      self.query_norm = _constant(1.0, (h,), (None,))
+      self.key_norm = _constant(1.0, (h,), (None,))
+    self.mlp_norm = _constant(1.0, (d,), (None,))
+    self.gate = _param(rngs, (d, c.mlp_dim), ("embed", "mlp"), fan_in=d)
+    self.up = _param(rngs, (d, c.mlp_dim), ("embed", "mlp"), fan_in=d)
+    self.down = _param(
+      rngs, (c.mlp_dim, d), ("mlp", "embed"), fan_in=c.mlp_dim
+    )
+
+  def _heads(self, x, kernel, bias, norm):
+    heads = jnp.einsum("...d,dnh->...nh", x, kernel[...].astype(x.dtype))
+    if bias is not None:
+      shape = (1,) * (x.ndim - 1) + bias.shape
+      heads = heads + bias[...].astype(x.dtype).reshape(shape)
+    if norm is not None:
+      heads = rms_norm(heads, norm[...], self.config.norm_eps)
+    return heads
+
+  def __call__(
+    self,
+    x: Float[Array, "*B D"],
+    positions: Int[Array, "*B"],
+    layer: Any,
+    attend: Attend,
+  ) -> tuple[Float[Array, "*B D"], Any]:
+    c = self.config
+    biases = (
+      (self.query_bias, self.key_bias, self.value_bias)
+      if c.has_qkv_bias
+      else (None, None, None)
+    )
+    norms = (
+      (self.query_norm, self.key_norm) if c.has_qk_norm else (None, None)
+    )
+    h = rms_norm(x, self.attention_norm[...], c.norm_eps)
+    query = self._heads(h, self.query, biases[0], norms[0])
+    key = self._heads(h, self.key, biases[1], norms[1])
+    value = self._heads(h, self.value, biases[2], None)
+    query = rotary(query, positions, c.rope_theta)
+    key = rotary(key, positions, c.rope_theta)
+    mixed, kept = attend(layer, query, key, value)
+    output = self.output[...].astype(x.dtype)
+    x = x + jnp.einsum("...nh,nhd->...d", mixed, output)
+    h = rms_norm(x, self.mlp_norm[...], c.norm_eps)
+    gate = jax.nn.silu(h @ self.gate[...].astype(x.dtype))
+    up = h @ self.up[...].astype(x.dtype)
+    return x + (gate * up) @ self.down[...].astype(x.dtype), kept
+
+
+class Decoder(nnx.Module):
+  """Embedding, layers, final norm; `head` gives the output matrix.
+
+  Args:
+    is_stacked: hold the layers as one stacked block (trainer) or as a list
+      (engine).
+    remat: recompute each stacked layer's activations in the backward pass.
+  """
+
+  def __init__(
+    self,
+    config: configs.ModelConfig,
+    *,
+    rngs: nnx.Rngs,
+    is_stacked: bool = True,
+    remat: bool = False,
+  ):
+    c = config
+    self.config = c
+    self.is_stacked = is_stacked
+    self.remat = remat
+    self.embedding = _param(
+      rngs, (c.vocab_size, c.model_dim), ("vocab", "embed"), fan_in=c.model_dim
+    )
+    if is_stacked:
+      stack = nnx.vmap(lambda r: Block(c, rngs=r))
+      self.layers = stack(rngs.split(c.num_layers))
+    else:
+      self.layers = nnx.List(
+        [Block(c, rngs=rngs) for _ in range(c.num_layers)]
+      )
+    self.final_norm = _constant(1.0, (c.model_dim,), (None,))
+    if not c.has_tied_head:
+      self.output_head = _param(
+        rngs,
+        (c.model_dim, c.vocab_size),
+        ("embed", "vocab"),
+        fan_in=c.model_dim,
+      )
+
+  def head(self) -> Float[Array, "D V"]:
+    """The matrix from the last hidden state to logits."""
+    if self.config.has_tied_head:
+      return self.embedding[...].T
+    return self.output_head[...]
+
+  def hidden(
+    self,
+    tokens: Int[Array, "*B"],
+    positions: Int[Array, "*B"],
+    attend: Attend,
+    dtype: jnp.dtype,
+  ) -> tuple[Float[Array, "*B D"], Any]:
+    """Normed hidden states, and what `attend` kept for each layer."""
+    x = self.embedding[...].astype(dtype)[tokens]
+    if self.is_stacked:
+      block_def, stacked = nnx.split(self.layers)
+
+      def step(x, layer_params):
+        block = nnx.merge(block_def, layer_params)
+        return block(x, positions, None, attend)
+
+      body = jax.checkpoint(step) if self.remat else step
+      x, kept = jax.lax.scan(body, x, stacked)
+    else:
+      kept = []
+      for layer, block in enumerate(self.layers):
+        x, kept_here = block(x, positions, layer, attend)
+        kept.append(kept_here)
+    return rms_norm(x, self.final_norm[...], self.config.norm_eps), kept
+
+
+def _abstract(config: configs.ModelConfig, *, is_stacked: bool) -> Decoder:
+  return nnx.eval_shape(
+    lambda: Decoder(config, rngs=nnx.Rngs(0), is_stacked=is_stacked)
+  )
+
+
+def logical_axes(config: configs.ModelConfig, *, is_stacked: bool) -> Params:
+  """Names of the axes of every parameter, in the tree of the parameters."""
+  state = nnx.state(_abstract(config, is_stacked=is_stacked), nnx.Param)
+
+  def axes(path, variable):
+    names = variable.get_metadata()["logical_axes"]
+    return ("layers", *names) if is_stacked and path[0] == "layers" else names
+
+  flat = [(path, axes(path, v)) for path, v in nnx.to_flat_state(state)]
+  tree = nnx.to_pure_dict(nnx.from_flat_state(flat))
+  if not is_stacked:
+    tree["layers"] = [tree["layers"][i] for i in range(config.num_layers)]
+  return tree
+
+
+def bind(
+  config: configs.ModelConfig,
+  params: Params,
+  *,
+  is_stacked: bool,
+  remat: bool = False,
+) -> Decoder:
+  """A decoder around these parameters; costs nothing but tracing time."""
+  model = _abstract(config, is_stacked=is_stacked)
+  model.remat = remat
+  graph, state = nnx.split(model)
+  if not is_stacked:
+    params = {**params, "layers": dict(enumerate(params["layers"]))}
+  nnx.replace_by_pure_dict(state, params)
+  return nnx.merge(graph, state)
+
+
+def init_params(config: configs.ModelConfig, key: jax.Array) -> Params:
+  """Fresh float32 parameters, layers stacked. Call it inside jit."""
+  model = Decoder(config, rngs=nnx.Rngs(params=key))
+  return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+def unstack(params: Params, num_layers: int) -> Params:
+  """The engine's tree from the trainer's: `layers` is a list."""
+  layers = [
+    jax.tree.map(lambda x, i=i: x[i], params["layers"])
+    for i in range(num_layers)
+  ]
+  return {**params, "layers": layers}

@@ -1,0 +1,142 @@
+"""What the user sees while a run goes on, on stderr.
+
+On a terminal a live line; elsewhere a plain line every few seconds. stdout
+stays free: its last line is the summary.
+"""
+
+import dataclasses
+import time
+from typing import Any
+
+import rich.console
+import rich.progress
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class StepReport:
+  """One train step in a line.
+
+  Attributes:
+    step: completed train steps.
+    reward: mean over the step's trajectories.
+    staleness_mean: over the step's tokens, in versions.
+    staleness_max: of the step's tokens.
+    tokens_per_s: written by the rollout slice.
+    rollout_busy_frac: share of the time since the last step spent inside
+      device programs.
+    train_busy_frac: the same of the training slice.
+  """
+
+  step: int
+  reward: float
+  staleness_mean: float
+  staleness_max: int
+  tokens_per_s: float
+  rollout_busy_frac: float
+  train_busy_frac: float
+
+
+def _clock(seconds: float) -> str:
+  minutes, rest = divmod(round(seconds), 60)
+  hours, minutes = divmod(minutes, 60)
+  return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class _Left:
+  """Time left, from the pace of the steps since the second report.
+
+  The first step waits for the compilations of both slices.
+  """
+
+  def __init__(self, num_steps: int):
+    self._num_steps = num_steps
+    self._first: tuple[int, float] | None = None
+
+  def after(self, step: int, now_s: float) -> str:
+    if self._first is None:
+      self._first = (step, now_s)
+    first_step, first_s = self._first
+    if step == first_step:
+      return "?"
+    per_step_s = (now_s - first_s) / (step - first_step)
+    return _clock(per_step_s * max(self._num_steps - step, 0))
+
+
+class Progress:
+  """Shows stages and train steps; a context manager.
+
+  Threads: used by the thread that trains; rich draws from a thread of its own.
+  """
+
+  def __init__(
+    self,
+    num_steps: int,
+    *,
+    console: rich.console.Console | None = None,
+    every_s: float = 5.0,
+  ):
+    """Prepares a display for `num_steps` train steps.
+
+    Args:
+      num_steps: of the whole run, those before a resume included.
+      console: stderr if not given.
+      every_s: least time between two plain lines when it is no terminal.
+    """
+    self._num_steps = num_steps
+    self._console = console or rich.console.Console(stderr=True)
+    self._every_s = every_s
+    self._last_line_s = -every_s
+    self._left = _Left(num_steps)
+    self._live: rich.progress.Progress | None = None
+    self._task = rich.progress.TaskID(0)
+
+  def __enter__(self) -> "Progress":
+    if self._console.is_terminal:
+      self._live = rich.progress.Progress(
+        rich.progress.TextColumn("[bold]{task.description}"),
+        rich.progress.BarColumn(bar_width=20),
+        rich.progress.TextColumn("{task.fields[text]}"),
+        console=self._console,
+        refresh_per_second=4,
+      )
+      self._task = self._live.add_task("starting", total=None, text="")
+      self._live.start()
+    return self
+
+  def __exit__(self, *_: Any) -> None:
+    if self._live is not None:
+      self._live.stop()
+      self._live = None
+
+  def note(self, text: str) -> None:
+    """Print a line that stays, above the live one."""
+    self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+  def stage(self, name: str, done: int, total: int, text: str = "") -> None:
+    """Show how far a stage is, such as the warm start or an evaluation."""
+    if self._live is not None:
+      self._live.update(
+        self._task, description=name, completed=done, total=total, text=text
+      )
+    elif self._is_due() or done == total:
+      self.note(f"{name} {done}/{total} {text}".rstrip())
+
+  def step(self, report: StepReport) -> None:
+    """Show a finished train step."""
+    left = self._left.after(report.step, time.monotonic())
+    text = (
+      f"reward {report.reward:.3f}"
+      f" · staleness {report.staleness_mean:.1f} (max {report.staleness_max})"
+      f" · {report.tokens_per_s:,.0f} tokens/s"
+      f" · busy: rollout {report.rollout_busy_frac:.0%},"
+      f" train {report.train_busy_frac:.0%}"
+      f" · {left} left"
+    )
+    self.stage("step", report.step, self._num_steps, text)
+
+  def _is_due(self) -> bool:
+    now = time.monotonic()
+    if now - self._last_line_s < self._every_s:
+      return False
+    self._last_line_s = now
+    return True

@@ -1,0 +1,1 @@
+"""Scores of completions, computed in processes that never import jax."""

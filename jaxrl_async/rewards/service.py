@@ -1,0 +1,367 @@
+"""Scores whole groups in a pool of processes, each score with a deadline.
+
+A reward is other people's code run on text that a policy made up: it may raise,
+hang, exit or return no number. Each of these is a `RewardFailure`, after the
+configured retries; a failure is never turned into a score.
+
+One group is one pool task: 32 groups of 16 cost 32 round trips, not 512.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent import futures
+import dataclasses
+import math
+import multiprocessing
+import signal
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+import pebble
+
+from jaxrl_async.rewards import extraction
+from jaxrl_async.rewards import reasoning
+
+# (types.Prompt.item, extracted answer or None) -> score. A function of a module
+# that imports neither jax nor the launch file.
+Scorer = Callable[[dict[str, Any], str | None], float]
+
+_PRELOAD = "jaxrl_async.rewards.preload"
+# Processor seconds past its deadline after which a score that does not return
+# to the interpreter (a long loop in C, say) has its process killed.
+_KILL_GRACE_S = 1.0
+# Seconds past all its scores' deadlines after which a group is given up.
+_GROUP_GRACE_S = 2.0
+_KILLED = "timeout: the scorer did not return; its process was killed"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RewardFailure:
+  """Why a group has no scores.
+
+  Attributes:
+    reason: one line that starts with "timeout", "error" or "nan".
+    traceback: of the scorer, "" where its process died.
+  """
+
+  reason: str
+  traceback: str = ""
+
+
+class RewardService:
+  """A pool of processes that score groups.
+
+  Invariant: each submitted group ends as scores or as a `RewardFailure`, within
+  (num_retries + 1) * (group size * timeout_s + 2 s) of being picked up, for as
+  long as its owner polls. Why: each score runs under a timer in its process; a
+  process that ignores it is killed by the kernel or, at last, by pebble; a pool
+  that broke is replaced, and the groups it held count a failed attempt.
+
+  Threads: any thread may submit, and owns the handle it got. `_lock` guards the
+  pool in use and the counters.
+  """
+
+  def __init__(
+    self,
+    *,
+    num_workers: int,
+    timeout_s: float,
+    num_retries: int,
+    answer_prefix: str,
+    scorer: Scorer = reasoning.score,
+  ):
+    """Start the processes; they import their libraries in the background.
+
+    Args:
+      num_workers: processes that score.
+      timeout_s: deadline of one score.
+      num_retries: further attempts at a group before it is a failure.
+      answer_prefix: see `extraction.extract_answer`.
+      scorer: a function of an importable module, so not of the main script.
+    """
+    self._num_workers = num_workers
+    self._timeout_s = timeout_s
+    self._num_retries = num_retries
+    self._answer_prefix = answer_prefix
+    self._scorer = scorer
+    self._lock = threading.Lock()
+    self._is_closed = False
+    self._stopping: list[threading.Thread] = []
+    self._num_timeouts = 0
+    self._num_errors = 0
+    self._latencies_s: list[float] = []
+    multiprocessing.set_forkserver_preload([_PRELOAD])
+    self._pool = self._new_pool()
+    self._greetings: list[futures.Future] = []
+    starter = futures.ThreadPoolExecutor(1, "start reward processes")
+    self._started = starter.submit(self._start)
+    starter.shutdown(wait=False)
+
+  def warm_up(self, timeout_s: float = 120.0) -> None:
+    """Wait until the processes are ready, and check what they imported.
+
+    Raises:
+      TimeoutError: they were not ready in time.
+      RuntimeError: they imported jax, or not what they should.
+    """
+    deadline = time.monotonic() + timeout_s
+    self._started.result(timeout=timeout_s)
+    for greeting in self._greetings:
+      is_preloaded, has_jax = greeting.result(
+        timeout=max(0.0, deadline - time.monotonic())
+      )
+      if has_jax:
+        raise RuntimeError("a reward process imported jax; its scorer must not")
+      if not is_preloaded:
+        raise RuntimeError(
+          "reward processes lack their libraries: a fork server was running "
+          "before the reward service; make the service first"
+        )
+
+  def submit(
+    self, item: dict[str, Any], completions: Sequence[str]
+  ) -> "ScoreHandle":
+    """Begin to score a group; returns at once."""
+    return ScoreHandle(self, item, list(completions))
+
+  def metrics(self) -> dict[str, float]:
+    """Failed attempts so far; seconds an attempt, since the last call."""
+    with self._lock:
+      latencies_s, self._latencies_s = self._latencies_s, []
+      return {
+        "reward_service/timeouts": float(self._num_timeouts),
+        "reward_service/errors": float(self._num_errors),
+        "reward_service/latency_s": (
+          sum(latencies_s) / len(latencies_s) if latencies_s else 0.0
+        ),
+      }
+
+  def close(self, timeout_s: float = 10.0) -> None:
+    """End the processes; what is still being scored is given up.
+
+    Raises:
+      TimeoutError: they did not end in time.
+    """
+    with self._lock:
+      if not self._is_closed:
+        self._is_closed = True
+        self._stop(self._pool)
+      stopping = list(self._stopping)
+    deadline = time.monotonic() + timeout_s
+    for thread in stopping:
+      thread.join(max(0.0, deadline - time.monotonic()))
+      if thread.is_alive():
+        raise TimeoutError(
+          f"reward processes did not end within {timeout_s:g} s"
+        )
+
+  def _start(self) -> None:
+    """Fork the processes; blocks until the fork server has its libraries."""
+    with self._lock:
+      if not self._is_closed:
+        # One for each process, so that all of them start now.
+        self._greetings = [
+          self._pool.schedule(_loaded_modules) for _ in range(self._num_workers)
+        ]
+
+  def _new_pool(self) -> pebble.ProcessPool:
+    return pebble.ProcessPool(
+      max_workers=self._num_workers,
+      context=multiprocessing.get_context("forkserver"),
+    )
+
+  def _stop(self, pool: pebble.ProcessPool) -> None:
+    """Stop a pool on a thread of its own; pebble's join has no deadline."""
+    pool.stop()
+    thread = threading.Thread(
+      target=pool.join, name="stop reward processes", daemon=True
+    )
+    thread.start()
+    self._stopping.append(thread)
+
+  def _schedule(
+    self, item: dict[str, Any], completions: list[str]
+  ) -> tuple[pebble.ProcessPool, futures.Future]:
+    with self._lock:
+      if self._is_closed:
+        raise RuntimeError("the reward service is closed")
+      if not self._pool.active:
+        self._stop(self._pool)
+        self._pool = self._new_pool()
+      future = self._pool.schedule(
+        _score_group,
+        args=(
+          self._scorer,
+          item,
+          completions,
+          self._answer_prefix,
+          self._timeout_s,
+        ),
+        timeout=len(completions) * self._timeout_s + _GROUP_GRACE_S,
+      )
+      submitted_s = time.monotonic()
+      future.add_done_callback(
+        lambda _: self._count_latency(time.monotonic() - submitted_s)
+      )
+      return self._pool, future
+
+  def _count_failure(self, failure: RewardFailure) -> None:
+    with self._lock:
+      if failure.reason.startswith("timeout"):
+        self._num_timeouts += 1
+      else:
+        self._num_errors += 1
+
+  def _count_latency(self, latency_s: float) -> None:
+    # Without the lock: runs on a thread of the pool, or inside `_schedule`,
+    # which holds it. Appending is atomic.
+    self._latencies_s.append(latency_s)
+
+
+class ScoreHandle:
+  """A group being scored. Retries happen when its owner polls."""
+
+  def __init__(
+    self, service: RewardService, item: dict[str, Any], completions: list[str]
+  ):
+    self._service = service
+    self._item = item
+    self._completions = completions
+    self._attempts_left = service._num_retries
+    self._outcome: list[float] | RewardFailure | None = None
+    self._begin()
+
+  def done(self) -> bool:
+    """Whether the result is there; does not block.
+
+    Raises:
+      RuntimeError: the service was closed meanwhile.
+    """
+    if self._outcome is not None:
+      return True
+    if not self._future.done():
+      if self._service._is_closed:
+        raise RuntimeError("the reward service is closed")
+      if self._pool.active:
+        return False
+    self._settle(_outcome(self._future))
+    return self._outcome is not None
+
+  def result(self) -> list[float] | RewardFailure:
+    """Wait for the scores, in the order of the completions."""
+    while not self.done():
+      # Not for ever: a closed or broken pool never completes its futures.
+      futures.wait([self._future], timeout=0.1)
+    assert self._outcome is not None
+    return self._outcome
+
+  def _begin(self) -> None:
+    self._pool, self._future = self._service._schedule(
+      self._item, self._completions
+    )
+
+  def _settle(self, outcome: list[float] | RewardFailure) -> None:
+    if isinstance(outcome, RewardFailure):
+      self._service._count_failure(outcome)
+      if self._attempts_left > 0:
+        self._attempts_left -= 1
+        self._begin()
+        return
+    self._outcome = outcome
+
+
+def _outcome(future: futures.Future) -> list[float] | RewardFailure:
+  """What became of one attempt."""
+  if not future.done():
+    return RewardFailure("error: the pool of reward processes broke")
+  if future.cancelled():
+    return RewardFailure("error: cancelled")
+  error = future.exception()
+  if error is None:
+    return future.result()
+  if isinstance(error, pebble.ProcessExpired):
+    if error.exitcode == -signal.SIGVTALRM:
+      return RewardFailure(_KILLED)
+    return RewardFailure(
+      f"error: the reward process died with exit code {error.exitcode}"
+    )
+  if isinstance(error, TimeoutError):
+    return RewardFailure(_KILLED)
+  return RewardFailure(
+    f"error: {_one_line(error)}", "".join(traceback.format_exception(error))
+  )
+
+
+# What follows runs in a reward process.
+
+
+class _ScoreTimeout(BaseException):
+  """Raised inside a scorer whose time is up; no `except Exception` stops it."""
+
+
+def _loaded_modules() -> tuple[bool, bool]:
+  return _PRELOAD in sys.modules, "jax" in sys.modules
+
+
+def _score_group(
+  scorer: Scorer,
+  item: dict[str, Any],
+  completions: list[str],
+  answer_prefix: str,
+  timeout_s: float,
+) -> list[float] | RewardFailure:
+  """Score each completion, or say why the first that failed did."""
+  scores = []
+  for completion in completions:
+    answer = extraction.extract_answer(completion, answer_prefix)
+    score = _score_before_deadline(scorer, item, answer, timeout_s)
+    if isinstance(score, RewardFailure):
+      return score
+    scores.append(score)
+  return scores
+
+
+def _score_before_deadline(
+  scorer: Scorer, item: dict[str, Any], answer: str | None, timeout_s: float
+) -> float | RewardFailure:
+  ran_out = False
+
+  def run_out(signum, frame):
+    nonlocal ran_out
+    ran_out = True
+    raise _ScoreTimeout
+
+  signal.signal(signal.SIGALRM, run_out)
+  # Again every second, since a bare `except` in the scorer swallows the first.
+  signal.setitimer(signal.ITIMER_REAL, timeout_s, 1.0)
+  # Left at its default action, which ends the process even while it is in C.
+  signal.setitimer(signal.ITIMER_VIRTUAL, timeout_s + _KILL_GRACE_S)
+  error = None
+  try:
+    score = scorer(item, answer)
+  except BaseException as raised:  # SystemExit too: user code, counted
+    error, score = raised, None
+  finally:
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+  where = "".join(traceback.format_exception(error)) if error else ""
+  if ran_out:
+    return RewardFailure(
+      f"timeout: a score took longer than {timeout_s:g} s", where
+    )
+  if error is not None:
+    return RewardFailure(f"error: {_one_line(error)}", where)
+  try:
+    value = float(score)  # pyright: ignore[reportArgumentType]
+  except (TypeError, ValueError):
+    return RewardFailure(f"error: the scorer returned {score!r:.80}, no number")
+  if not math.isfinite(value):
+    return RewardFailure(f"nan: the scorer returned {value}")
+  return value
+
+
+def _one_line(error: BaseException) -> str:
+  message = " ".join(str(error).split())
+  return f"{type(error).__name__}: {message}"

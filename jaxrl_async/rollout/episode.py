@@ -1,0 +1,52 @@
+"""The unit of work: a generator that yields prompts and receives completions.
+
+    def episode(prompt):
+      completion = yield prompt.tokens          # first turn
+      completion = yield environment(completion)  # tokens of the next one
+      # returning ends the trajectory
+
+What it yields is appended to the trajectory with a False `loss_mask`; what the
+policy writes after it is sent in. An episode that raises fails its group.
+"""
+
+from collections.abc import Callable, Generator
+
+import numpy as np
+
+from jaxrl_async import types
+
+Turns = Generator[np.ndarray, np.ndarray, None]
+Episode = Callable[[types.Prompt], Turns]
+
+
+def single_turn(prompt: types.Prompt) -> Turns:
+  """One prompt, one completion."""
+  yield prompt.tokens
+
+
+def replay(turns: Turns, trajectory: types.Trajectory) -> np.ndarray | None:
+  """Brings a fresh episode to where a recorded trajectory stopped.
+
+  Args:
+    turns: of the same prompt, not started.
+    trajectory: with the completions to be sent again.
+
+  Returns:
+    Tokens still to be appended as the next prompt (empty when the policy was
+    in the middle of writing), or None when the episode is over.
+  """
+  mask, tokens = trajectory.loss_mask, trajectory.tokens
+  edges = np.flatnonzero(np.diff(mask.astype(np.int8))) + 1
+  runs = np.split(np.arange(len(tokens)), edges)
+  pending = next(turns)
+  for run in runs:
+    if not mask[run[0]]:
+      if not np.array_equal(tokens[run], pending):
+        raise ValueError("an episode yielded other prompts than were recorded")
+      pending = pending[:0]
+    elif run[-1] + 1 < len(tokens) or trajectory.finish_reason is not None:
+      try:
+        pending = turns.send(tokens[run])
+      except StopIteration:
+        return None
+  return pending

@@ -1,0 +1,377 @@
+"""The rollout worker: admits groups, writes them, has them scored.
+
+One thread a worker. Its loop consumes prompts, new weights and finished
+scores; it waits for admission (training is behind) or for weights; it is
+unblocked by the buffer and the channel. Between two decode calls it looks for
+newer weights, which is all there is to interruption.
+"""
+
+from collections.abc import Callable
+import contextlib
+import dataclasses
+import threading
+import time
+
+from jaxrl_async import buffer as buffer_lib
+from jaxrl_async import ledger as ledger_lib
+from jaxrl_async import metrics
+from jaxrl_async import prompts
+from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async import types
+from jaxrl_async import weight_transfer
+from jaxrl_async.rewards import service
+from jaxrl_async.rollout import episode as episode_lib
+from jaxrl_async.rollout import sampling
+from jaxrl_async.rollout import scheduler as scheduler_lib
+
+_IDLE_S = 0.005
+
+
+class RewardError(RuntimeError):
+  """Too many groups in a row failed; the message holds the first traceback."""
+
+
+class Running:
+  """A group that has not reached the buffer: being written or scored."""
+
+  def __init__(self, admission: buffer_lib.Admission, prompt: types.Prompt):
+    self.admission = admission
+    self.prompt = prompt
+    self.turns: dict[int, episode_lib.Turns] = {}
+    self.writing: dict[int, scheduler_lib.Sequence] = {}
+    self.finished: dict[int, types.Trajectory] = {}
+    self.score: service.ScoreHandle | None = None
+    self.times_s: dict[str, float] = {}
+
+  def group(self) -> types.RolloutGroup:
+    """What is there now, members in order, partial ones included."""
+    members = {m: s.trajectory() for m, s in self.writing.items()}
+    members |= self.finished
+    return types.RolloutGroup(
+      index=self.admission.index,
+      birth=self.admission.birth,
+      deadline=self.admission.deadline,
+      prompt=self.prompt,
+      trajectories=[members[m] for m in sorted(members)],
+      times_s=dict(self.times_s),
+    )
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class WorkerSettings:
+  """What a worker needs of the configuration."""
+
+  group_size: int
+  max_completion_tokens: int
+  temperature: float
+  filter_zero_std: bool
+  max_failed_groups: int
+
+
+class RolloutWorker:
+  """Drives one scheduler with training groups.
+
+  Invariant: every group it has admitted is in exactly one place: in `_running`
+  (being written or scored), or handed to the buffer, or ended in the ledger;
+  all moves between them happen in the worker's thread.
+
+  Threads: `run` belongs to the worker's thread, and so does every attribute
+  while it runs. Others may call `paused`, `stop` and `status`; inside `paused`
+  the worker stands between two decode calls and may be read and used.
+  """
+
+  def __init__(
+    self,
+    settings: WorkerSettings,
+    *,
+    scheduler: scheduler_lib.Scheduler,
+    stream: prompts.PromptStream,
+    buffer: buffer_lib.Buffer,
+    channel: weight_transfer.WeightChannel,
+    rewards: service.RewardService,
+    ledger: ledger_lib.Ledger,
+    tokenizer: tokenizer_lib.Tokenizer,
+    busy: metrics.BusyClock,
+    episode: episode_lib.Episode = episode_lib.single_turn,
+    on_adopt: Callable[[int], None] = lambda version: None,
+  ):
+    self.settings = settings
+    self.scheduler = scheduler
+    self.stream = stream
+    self.wait_for_admission_s = 0.0
+    self.adopt_s = 0.0
+    self._buffer = buffer
+    self._channel = channel
+    self._rewards = rewards
+    self._ledger = ledger
+    self._tokenizer = tokenizer
+    self._busy = busy
+    self._episode = episode
+    self._on_adopt = on_adopt
+    self._running: dict[int, Running] = {}
+    self._failures: list[str] = []  # of the last groups in a row
+    self._status = "not started"
+    self._gate = threading.Condition()
+    self._num_pausers = 0
+    self._is_parked = False
+    self._is_stopping = False
+    self._has_ended = False
+
+  # -- other threads --------------------------------------------------------
+
+  def status(self) -> str:
+    """What the worker is doing, for the stall report."""
+    return (
+      f"rollout worker: {self._status}, holding version"
+      f" {self.scheduler.version}, {len(self._running)} groups running"
+    )
+
+  def stop(self) -> None:
+    """Ends `run` at the next call boundary."""
+    with self._gate:
+      self._is_stopping = True
+      self._gate.notify_all()
+
+  @contextlib.contextmanager
+  def paused(self, timeout_s: float):
+    """Holds the worker between two decode calls.
+
+    Raises:
+      TimeoutError: it did not get there in time.
+    """
+    with self._gate:
+      self._num_pausers += 1
+      try:
+        if not self._gate.wait_for(
+          lambda: self._is_parked or self._has_ended, timeout_s
+        ):
+          raise TimeoutError(f"no pause in {timeout_s} s; {self.status()}")
+      except BaseException:
+        self._num_pausers -= 1
+        raise
+    try:
+      yield
+    finally:
+      with self._gate:
+        self._num_pausers -= 1
+        self._gate.notify_all()
+
+  def groups(self) -> dict[int, types.RolloutGroup]:
+    """Copies of the groups being written or scored. Only while paused."""
+    return {index: r.group() for index, r in self._running.items()}
+
+  def restore(
+    self, groups: list[tuple[buffer_lib.Admission, types.RolloutGroup]]
+  ) -> None:
+    """Takes up groups of a checkpoint, partial trajectories included.
+
+    Call it before `run`.
+    """
+    for admission, group in groups:
+      running = Running(admission, group.prompt)
+      running.times_s = dict(group.times_s)
+      self._running[admission.index] = running
+      for trajectory in group.trajectories:
+        self._restore_member(running, trajectory)
+      self._score_if_done(running)
+
+  # -- the worker's thread --------------------------------------------------
+
+  def run(self) -> None:
+    """Generates until stopped; a closed buffer ends it without an error."""
+    try:
+      while self._pass_gate():
+        self._adopt()
+        self._collect_scores()
+        self._admit()
+        if self.scheduler.is_idle:
+          self._wait()
+        else:
+          self._status = "decoding"
+          for sequence in self.scheduler.step():
+            self._advance(sequence)
+    except buffer_lib.BufferClosed:
+      pass
+    finally:
+      with self._gate:
+        self._has_ended = True
+        self._status = "ended"
+        self._gate.notify_all()
+
+  def _pass_gate(self) -> bool:
+    with self._gate:
+      while self._num_pausers and not self._is_stopping:
+        self._is_parked = True
+        self._status = "paused"
+        self._gate.notify_all()
+        self._gate.wait()
+      self._is_parked = False
+      return not self._is_stopping
+
+  def _adopt(self) -> None:
+    version = self.scheduler.version
+    if self._channel.newest_version() <= version:
+      return
+    self._status = "adopting"
+    start_s = time.perf_counter()
+    adopted = self._channel.adopt(version)
+    if adopted is None:
+      return
+    weights, version = adopted
+    with self._busy.record("adopt"):
+      params = self.scheduler.engine.load_params(weights, version)
+      self.scheduler.adopt(params, version)
+    self.adopt_s += time.perf_counter() - start_s
+    self._on_adopt(version)
+
+  def _admit(self) -> None:
+    if self.scheduler.version < 0:
+      return
+    while self.scheduler.num_free > 0:
+      admission = self._buffer.try_admit(self.scheduler.version)
+      if admission is None:
+        return
+      self._start(Running(admission, self.stream.next()))
+
+  def _wait(self) -> None:
+    """Nothing to decode: wait for admission, weights or scores."""
+    start_s = time.perf_counter()
+    version = self.scheduler.version
+    seen = self._buffer.policy_version
+    is_scoring = any(r.score is not None for r in self._running.values())
+    timeout_s = _IDLE_S if is_scoring else 10 * _IDLE_S
+    if version < seen:
+      self._status = f"waiting for weights of version {seen}"
+      self._channel.wait_for_version(version, timeout_s)
+    else:
+      self._status = "waiting for admission or scores"
+      self._buffer.wait_for_admission(version, seen, timeout_s)
+    if not is_scoring:
+      self.wait_for_admission_s += time.perf_counter() - start_s
+
+  def _start(self, running: Running) -> None:
+    running.times_s["admitted"] = self._busy.now()
+    self._running[running.admission.index] = running
+    for member in range(self.settings.group_size):
+      self._start_member(running, member)
+
+  def _start_member(self, running: Running, member: int) -> None:
+    turns = self._episode(running.prompt)
+    running.turns[member] = turns
+    self._submit(running, self._sequence(running, member, next(turns)))
+
+  def _sequence(self, running: Running, member: int, tokens):
+    limit = len(running.prompt.tokens) + self.settings.max_completion_tokens
+    return scheduler_lib.Sequence(
+      tokens,
+      limit=min(limit, self.scheduler.engine.sizes.cache_tokens),
+      stream=sampling.Stream.TRAIN,
+      group=running.admission.index,
+      member=member,
+      temperature=self.settings.temperature,
+      owner=running,
+    )
+
+  def _submit(self, running: Running, sequence) -> None:
+    running.writing[sequence.member] = sequence
+    self.scheduler.submit(sequence)
+
+  def _restore_member(
+    self, running: Running, trajectory: types.Trajectory
+  ) -> None:
+    """Takes up one member: finished, in the middle, or between two turns."""
+    member = trajectory.member
+    turns = self._episode(running.prompt)
+    running.turns[member] = turns
+    pending = episode_lib.replay(turns, trajectory)
+    if pending is None:
+      running.finished[member] = dataclasses.replace(trajectory, reward=None)
+      return
+    sequence = self._sequence(running, member, trajectory.tokens)
+    n = sequence.length
+    sequence.loss_mask[:n] = trajectory.loss_mask
+    sequence.behavior_logprobs[:n] = trajectory.behavior_logprobs
+    sequence.policy_versions[:n] = trajectory.policy_versions
+    sequence.extend_prompt(pending)
+    self._submit(running, sequence)
+
+  def _advance(self, sequence: scheduler_lib.Sequence) -> None:
+    """A sequence ended its turn: tell its episode, go on or finish."""
+    running = sequence.owner
+    assert isinstance(running, Running)
+    if self._running.get(running.admission.index) is not running:
+      return  # its group failed meanwhile
+    written = sequence.loss_mask[: sequence.length]
+    start = sequence.length - int((~written[::-1]).argmax())
+    try:
+      more = running.turns[sequence.member].send(
+        sequence.tokens[start : sequence.length].copy()
+      )
+    except StopIteration:
+      more = None
+    except Exception as error:  # user code: counted, reported, never a score
+      self._fail(running, f"episode: {error!r}", f"{error!r}")
+      return
+    if more is not None and sequence.length + len(more) < sequence.limit:
+      sequence.extend_prompt(more)
+      sequence.finish_reason = None
+      self.scheduler.submit(sequence)
+      return
+    if more is not None:
+      sequence.finish_reason = types.FinishReason.LENGTH
+    del running.writing[sequence.member]
+    running.finished[sequence.member] = sequence.trajectory()
+    self._score_if_done(running)
+
+  def _score_if_done(self, running: Running) -> None:
+    if running.writing or running.score is not None:
+      return
+    running.times_s["generated"] = self._busy.now()
+    texts = [
+      self._tokenizer.decode(trajectory.tokens[trajectory.loss_mask])
+      for _, trajectory in sorted(running.finished.items())
+    ]
+    running.score = self._rewards.submit(running.prompt.item, texts)
+
+  def _collect_scores(self) -> None:
+    scored = [
+      r
+      for r in self._running.values()
+      if r.score is not None and r.score.done()
+    ]
+    for running in scored:
+      self._finish(running)
+
+  def _finish(self, running: Running) -> None:
+    assert running.score is not None
+    outcome = running.score.result()
+    if isinstance(outcome, service.RewardFailure):
+      self._fail(running, outcome.reason, outcome.traceback)
+      return
+    self._failures.clear()
+    running.times_s["scored"] = self._busy.now()
+    group = running.group()
+    for trajectory, reward in zip(group.trajectories, outcome, strict=True):
+      trajectory.reward = reward
+    index = running.admission.index
+    del self._running[index]
+    if self.settings.filter_zero_std and len(set(outcome)) == 1:
+      self._ledger.add_filtered(group)
+      self._buffer.drop(index)
+    else:
+      self._buffer.put(group)
+
+  def _fail(self, running: Running, reason: str, traceback: str) -> None:
+    self.scheduler.cancel(running)
+    for sequence in running.writing.values():
+      sequence.finish_reason = types.FinishReason.ABORTED
+    index = running.admission.index
+    del self._running[index]
+    self._ledger.add_failed(running.group(), reason)
+    self._buffer.drop(index)
+    self._failures.append(f"group {index}: {reason}\n{traceback}".rstrip())
+    if len(self._failures) >= self.settings.max_failed_groups:
+      raise RewardError(
+        f"{len(self._failures)} groups in a row failed"
+        f" (task.max_failed_groups); the first: {self._failures[0]}"
+      )

@@ -1,0 +1,686 @@
+"""Builds a run, starts its threads, supervises it, shuts it down.
+
+The main thread trains. One rollout thread generates. The channel has a thread
+that writes weights, rewards run in processes. The first failure anywhere
+closes the buffer, everything is joined with a deadline, and the failure is
+raised with the name of the thread it came from.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import pathlib
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_async import assembly
+from jaxrl_async import buffer as buffer_lib
+from jaxrl_async import checkpoint
+from jaxrl_async import config as config_lib
+from jaxrl_async import config_json
+from jaxrl_async import evaluate
+from jaxrl_async import ledger as ledger_lib
+from jaxrl_async import mesh as mesh_lib
+from jaxrl_async import metrics as metrics_lib
+from jaxrl_async import progress as progress_lib
+from jaxrl_async import prompts
+from jaxrl_async import run_record
+from jaxrl_async import summary
+from jaxrl_async import supervisor
+from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async import trainer as trainer_lib
+from jaxrl_async import types
+from jaxrl_async import weight_transfer
+from jaxrl_async.rewards import service
+from jaxrl_async.rollout import scheduler as scheduler_lib
+from jaxrl_async.rollout import worker as worker_lib
+
+
+class StallError(RuntimeError):
+  """Nothing moved for `run.stall_timeout_s`; says who waits for what."""
+
+
+class BadUpdatesError(RuntimeError):
+  """Too many updates in a row were not finite; names step and groups."""
+
+
+class Interrupted(RuntimeError):
+  """The run was asked to end and has written a checkpoint."""
+
+
+class Run:
+  """All parts of one run and the loop that drives them.
+
+  Threads: everything here belongs to the main thread.
+  """
+
+  def __init__(
+    self,
+    config: config_lib.Config,
+    workdir: pathlib.Path,
+    progress: progress_lib.Progress,
+    stop: supervisor.StopRequest,
+    *,
+    initial_params: Any = None,
+  ):
+    started_s = time.perf_counter()
+    self.config, self.workdir = config, workdir
+    self.progress, self.stop = progress, stop
+    self.tokenizer = tokenizer_lib.character_level()
+    self.model = assembly.model_config(config, self.tokenizer.vocab_size)
+    self._initial_params = initial_params
+    self._checkpoints = workdir / "checkpoints"
+    self.resumed_step = checkpoint.latest(self._checkpoints)
+    self._stored = self._stored_host_state()
+    self.record = run_record.RunRecord(**self._stored.get("record", {}))
+    origin_s = started_s - self.record.wall_s
+    self.busy = {
+      name: metrics_lib.BusyClock(origin_s) for name in ("rollout", "train")
+    }
+    self.clock = self.busy["train"]
+    # First of all: its processes must not come from a fork beside JAX.
+    self.rewards = service.RewardService(
+      num_workers=config.task.reward_workers,
+      timeout_s=config.task.reward_timeout_s,
+      num_retries=config.task.reward_retries,
+      answer_prefix=config.task.answer_prefix,
+    )
+    train_shape, rollout_shape = config_lib.slice_shapes(
+      config.mesh, len(jax.devices())
+    )
+    self.train_mesh, self.rollout_mesh = mesh_lib.cut_devices(
+      jax.devices(), train_shape=train_shape, rollout_shape=rollout_shape
+    )
+    self.trainer = assembly.make_trainer(
+      config, self.model, self.train_mesh, self.busy["train"]
+    )
+    self.engine = assembly.make_engine(
+      config, self.model, self.rollout_mesh, self.tokenizer.eos_id
+    )
+    self.buffer = buffer_lib.Buffer(
+      config.algorithm.groups_per_step, config.algorithm.max_staleness
+    )
+    self.writer = metrics_lib.MetricsWriter(workdir)
+    self.supervisor = supervisor.Supervisor(on_failure=self.buffer.close)
+    self._bad_updates = 0
+    self._has_worker = False
+    self._rl_start_s: float | None = None
+    self._rl_end_s: float | None = None
+    self._last_totals: dict[str, float] = {}
+
+  # -- assembly -------------------------------------------------------------
+
+  def _stored_host_state(self) -> dict[str, Any]:
+    if self.resumed_step is None:
+      return {}
+    path = self._checkpoints / str(self.resumed_step) / "host_state.json"
+    return json.loads(path.read_text())
+
+  def open(self) -> int:
+    """Warm start or restore, first evaluation, threads; gives the step."""
+    config = self.config
+    self.stream = prompts.PromptStream(
+      prompts.PromptSource(
+        config.task,
+        self.tokenizer,
+        seed=config.seed,
+        split=prompts.Split.TRAIN,
+      ),
+      max_prompt_tokens=config.rollout.max_prompt_tokens,
+    )
+    self.held_out = prompts.held_out(
+      config.task,
+      self.tokenizer,
+      seed=config.seed,
+      max_prompt_tokens=config.rollout.max_prompt_tokens,
+      num_items=config.eval.num_items,
+    )
+    outstanding = self._restore() if self.resumed_step is not None else []
+    if self.resumed_step is None:
+      self._warm_start()
+    step = self.resumed_step or 0
+    self.rewards.warm_up()
+    self.ledger = ledger_lib.Ledger(
+      self.workdir / "ledger.jsonl",
+      ledger_lib.LedgerState(**self._stored.get("ledger", {})),
+    )
+    self.channel = self._make_channel()
+    self.scheduler = scheduler_lib.Scheduler(
+      self.engine,
+      kv_on_adopt=config.rollout.kv_on_adopt,
+      busy=self.busy["rollout"],
+    )
+    self.worker = worker_lib.RolloutWorker(
+      worker_lib.WorkerSettings(
+        group_size=config.algorithm.group_size,
+        max_completion_tokens=config.rollout.max_completion_tokens,
+        temperature=config.rollout.temperature,
+        filter_zero_std=config.algorithm.filter_zero_std,
+        max_failed_groups=config.task.max_failed_groups,
+      ),
+      scheduler=self.scheduler,
+      stream=self.stream,
+      buffer=self.buffer,
+      channel=self.channel,
+      rewards=self.rewards,
+      ledger=self.ledger,
+      tokenizer=self.tokenizer,
+      busy=self.busy["rollout"],
+    )
+    self.worker.restore(outstanding)
+    params = self.trainer.published()
+    if self.resumed_step is None:
+      self._evaluate(0, params)
+      self._save(0)
+    self._rl_start_s = self.clock.now()
+    self._publish(params, step)
+    self._last_totals = self._totals()
+    self._has_worker = True
+    self.supervisor.spawn("rollout worker", self.worker.run)
+    return step
+
+  def _warm_start(self) -> None:
+    start_s = self.clock.now()
+    params = self._initial_params
+    if params is None:
+      params = assembly.warm_start(
+        self.config, self.model, self.train_mesh, self.tokenizer, self.progress
+      )
+    self.trainer.start(params)
+    self.tokenizer.save(self.workdir / "tokenizer")
+    self.record.warm_start_s = self.clock.now() - start_s
+
+  def _restore(self) -> list:
+    step = self.resumed_step
+    assert step is not None
+    source = prompts.PromptSource(
+      self.config.task,
+      self.tokenizer,
+      seed=self.config.seed,
+      split=prompts.Split.TRAIN,
+    )
+
+    def item_of(prompt_id: str) -> dict[str, Any]:
+      prompt = source.prompt_at(int(prompt_id.rsplit("/", 1)[1]))
+      assert prompt is not None
+      return prompt.item
+
+    self.trainer.state, _, groups = checkpoint.restore(
+      self._checkpoints, step, self.trainer.abstract_state(), item_of
+    )
+    stored = self._stored
+    self.stream.restore(stored["stream"])
+    self.writer.restore(stored["metrics"])
+    admissions = {
+      g.index: buffer_lib.Admission(
+        index=g.index, birth=g.birth, deadline=g.deadline
+      )
+      for g in groups
+      if g.status == "running"
+    }
+    self.buffer.restore(
+      buffer_lib.BufferState(
+        groups_per_step=stored["groups_per_step"],
+        next_step=step,
+        next_index=stored["next_index"],
+        running=list(admissions.values()),
+        finished=[g.group for g in groups if g.status == "finished" and g.group],
+      )
+    )
+    self.progress.note(
+      f"continuing {self.workdir} from step {step} with {len(groups)}"
+      " outstanding groups"
+    )
+    return [
+      (admissions[g.index], g.group) for g in groups if g.status == "running"
+    ]
+
+  def _make_channel(self) -> weight_transfer.WeightChannel:
+    shapes = self.trainer.published_shapes()
+    target = jax.tree.map(
+      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+      shapes,
+      self.engine.params_sharding.weights,
+    )
+    num_bytes = sum(
+      math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(target)
+    )
+    return weight_transfer.make_channel(
+      self.config.transfer.channel,
+      directory=weight_transfer.run_directory(
+        self.config.transfer.directory, self.workdir, num_bytes
+      ),
+      incarnation=weight_transfer.new_incarnation(),
+      target=target,
+      coalesce=self.config.algorithm.max_staleness > 0,
+    )
+
+  # -- the loop -------------------------------------------------------------
+
+  def loop(self, step: int) -> int:
+    """Trains until num_steps or until asked to stop; gives the step.
+
+    Consumes batches of the buffer; waits for finished groups; is unblocked by
+    the rollout worker's `put`, by a failure (which closes the buffer) and by a
+    stop request.
+    """
+    pending = None
+    run, num_steps = self.config.run, self.config.train.num_steps
+    while step < num_steps and not self.stop.is_set:
+      wait_start_s = time.perf_counter()
+      groups = self._next_batch(step)
+      if groups is None:
+        break
+      waited_s = time.perf_counter() - wait_start_s
+      dispatched = self.trainer.step(step, groups)
+      dispatched.times_s["wait_for_rollouts_s"] = waited_s
+      step += 1
+      dispatched.times_s["publish_s"] = self._publish(
+        self.trainer.published(), step
+      )
+      if pending is not None:
+        self._record_step(pending)
+      pending = dispatched
+      every = self.config.eval.every
+      is_last = step == num_steps
+      has_eval = is_last or (every > 0 and step % every == 0)
+      has_checkpoint = is_last or step % run.checkpoint_every == 0
+      if has_eval or has_checkpoint or self.stop.is_set:
+        self._record_step(pending)
+        pending = None
+      if is_last:
+        self._rl_end_s = self.clock.now()
+      if has_eval:
+        self._evaluate(step, self.trainer.published())
+      if has_checkpoint:
+        self._save(step)
+    if pending is not None:
+      self._record_step(pending)
+    return step
+
+  def _next_batch(self, step: int) -> list[types.RolloutGroup] | None:
+    watch = supervisor.StallWatch(self.config.run.stall_timeout_s)
+    while not self.stop.is_set:
+      try:
+        groups = self.buffer.get_batch(step, timeout_s=0.2)
+      except buffer_lib.BufferClosed:
+        self.supervisor.check()
+        raise
+      if groups is not None:
+        return groups
+      stats = self.scheduler.stats
+      state = (stats.generated_tokens, self.scheduler.version)
+      if watch.is_stalled((state, len(self.buffer.state().finished))):
+        raise StallError(
+          f"nothing moved for {self.config.run.stall_timeout_s:g} s"
+          " (run.stall_timeout_s)\n"
+          + "\n".join([*self.buffer.waiting(), self.worker.status()])
+        )
+    return None
+
+  def _publish(self, params: Any, version: int) -> float:
+    blocked_s = self.channel.publish(params, version)
+    self.buffer.set_policy_version(version)
+    return blocked_s
+
+  def _totals(self) -> dict[str, float]:
+    stats = dataclasses.asdict(self.scheduler.stats)
+    start_s, now_s = self._rl_start_s, self.clock.now()
+    windows = self.record.windows
+    return {
+      **stats,
+      "wait_s": self.worker.wait_for_admission_s,
+      "adopt_s": self.worker.adopt_s,
+      "now_s": now_s,
+      "evaluated_s": sum(end - start for start, end in windows),
+      **{
+        f"{name}_busy_s": clock.busy_s(start_s, now_s, windows)
+        for name, clock in self.busy.items()
+      },
+    }
+
+  def _record_step(self, pending: trainer_lib.Pending) -> None:
+    """Fetches a step's metrics, writes them and the ledger's lines."""
+    values, is_bad = pending.metrics()
+    for group in pending.groups:
+      self.ledger.add_trained(
+        group, step=pending.step, skipped_update=any(is_bad)
+      )
+    totals, last = self._totals(), self._last_totals
+    delta = {name: totals[name] - last[name] for name in totals}
+    self._last_totals = totals
+    step_s = max(delta["now_s"] - delta["evaluated_s"], 1e-9)
+    trained = sum(g.num_completion_tokens for g in pending.groups)
+    values |= self._rollout_metrics(delta, step_s)
+    values |= self.rewards.metrics()
+    values |= {
+      "time/step_s": step_s,
+      "train/tokens_per_s": trained / step_s,
+      "train/busy_frac": min(delta["train_busy_s"] / step_s, 1.0),
+    }
+    values |= self._ledger_metrics()
+    self.record.add_step(totals["now_s"], values)
+    if not self.record.first_step_s:
+      self.record.first_step_s = totals["now_s"] - self._rl_start_s
+    self.writer.write(pending.step + 1, values)
+    self.progress.step(
+      progress_lib.StepReport(
+        step=pending.step + 1,
+        reward=values["reward/mean"],
+        staleness_mean=values["staleness/mean"],
+        staleness_max=values["staleness/max"],
+        tokens_per_s=values["rollout/tokens_per_s"],
+        rollout_busy_frac=values["rollout/busy_frac"],
+        train_busy_frac=values["train/busy_frac"],
+      )
+    )
+    self._check_updates(pending, is_bad)
+
+  def _rollout_metrics(
+    self, delta: dict[str, float], step_s: float
+  ) -> dict[str, float]:
+    slot_steps = delta["waiting_slot_steps"]
+    prefill = delta["prefill_tokens"]
+    occupancy = delta["busy_slot_steps"] / slot_steps if slot_steps else 1.0
+    all_tokens = prefill + delta["generated_tokens"]
+    return {
+      "rollout/tokens_per_s": delta["generated_tokens"] / step_s,
+      "rollout/slot_occupancy": occupancy,
+      "rollout/prefill_frac": prefill / max(all_tokens, 1),
+      "rollout/recompute_tokens": delta["recompute_tokens"],
+      "rollout/interruptions": delta["interruptions"],
+      "rollout/wait_for_admission_s": delta["wait_s"],
+      "rollout/busy_frac": min(delta["rollout_busy_s"] / step_s, 1.0),
+      "time/adopt_s": delta["adopt_s"],
+    }
+
+  def _ledger_metrics(self) -> dict[str, int]:
+    ledger = self.ledger.state()
+    generated = (
+      self.record.generated_tokens + self.scheduler.stats.generated_tokens
+    )
+    ended = (
+      ledger.trained_tokens + ledger.filtered_tokens + ledger.failed_tokens
+    )
+    return {
+      "ledger/generated_tokens": generated,
+      "ledger/trained_tokens": ledger.trained_tokens,
+      "ledger/filtered_tokens": ledger.filtered_tokens,
+      "ledger/failed_tokens": ledger.failed_tokens,
+      "ledger/in_flight_tokens": generated - ended,
+    }
+
+  def _check_updates(
+    self, pending: trainer_lib.Pending, is_bad: list[bool]
+  ) -> None:
+    for bad in is_bad:
+      self._bad_updates = self._bad_updates + 1 if bad else 0
+      if self._bad_updates >= self.config.train.max_bad_updates:
+        indices = [group.index for group in pending.groups]
+        raise BadUpdatesError(
+          f"step {pending.step}: {self._bad_updates} updates in a row had a"
+          f" loss or gradient that is not finite (train.max_bad_updates);"
+          f" groups {indices}"
+        )
+
+  # -- evaluation, checkpoints, the end -------------------------------------
+
+  def _evaluate(self, step: int, params: Any) -> None:
+    """Held-out accuracies of these weights; both slices rest meanwhile."""
+    config = self.config
+    is_end = step in (0, config.train.num_steps)
+    start_s = self.clock.now()
+    with self._paused():
+      engine_params = self.engine.load_params(params, step)
+
+      def accuracy(temperature):
+        return evaluate.evaluate(
+          self.engine,
+          engine_params,
+          self.held_out,
+          temperature=temperature,
+          max_completion_tokens=config.rollout.max_completion_tokens,
+          tokenizer=self.tokenizer,
+          rewards=self.rewards,
+        )
+
+      sampled = accuracy(config.eval.temperature)
+      greedy = accuracy(0.0).accuracy if is_end else None
+      if config.eval.temperature == config.rollout.temperature:
+        kl = evaluate.mismatch_kl(sampled.trajectories, self.trainer.logprobs)
+        self.record.evaluation_kls.append(kl)
+    now_s = self.clock.now()
+    self.record.windows.append((start_s, now_s))
+    self.record.evaluations.append((now_s, step, sampled.accuracy, greedy))
+    beside = "" if greedy is None else f", greedy {greedy:.3f}"
+    self.progress.note(
+      f"step {step}: held-out accuracy {sampled.accuracy:.3f}{beside}"
+      f" ({len(self.held_out)} questions)"
+    )
+
+  def _paused(self):
+    if not self._has_worker:
+      return contextlib.nullcontext()
+    return self.worker.paused(self.config.run.join_timeout_s)
+
+  def _in_flight(self) -> list[checkpoint.OutstandingGroup]:
+    """Every outstanding group, while the worker is paused."""
+    state = self.buffer.state()
+    running = self.worker.groups()
+    groups = [
+      checkpoint.OutstandingGroup(
+        index=a.index,
+        birth=a.birth,
+        deadline=a.deadline,
+        status="running",
+        group=running[a.index],
+      )
+      for a in state.running
+    ]
+    groups += [
+      checkpoint.OutstandingGroup(
+        index=g.index,
+        birth=g.birth,
+        deadline=g.deadline,
+        status="finished",
+        group=g,
+      )
+      for g in state.finished
+    ]
+    return groups
+
+  def _tokens(self, groups: list[checkpoint.OutstandingGroup]):
+    """Where the generated tokens are; raises unless they balance."""
+    ledger = self.ledger.state()
+    tokens = {
+      "generated": self.record.generated_tokens
+      + self.scheduler.stats.generated_tokens,
+      "trained": ledger.trained_tokens,
+      "filtered": ledger.filtered_tokens,
+      "failed": ledger.failed_tokens,
+      "in_flight": sum(g.group.num_completion_tokens for g in groups if g.group),
+    }
+    ledger_lib.check_balance(**tokens)
+    return tokens
+
+  def _save(self, step: int) -> None:
+    """A checkpoint of everything; the worker stands still for the copy."""
+    with self._paused():
+      groups = self._in_flight()
+      tokens = self._tokens(groups)
+      host_state = {
+        "groups_per_step": self.config.algorithm.groups_per_step,
+        "next_index": self.buffer.state().next_index,
+        "stream": self.stream.state(),
+        "ledger": dataclasses.asdict(self.ledger.state()),
+        "metrics": self.writer.state(),
+        "record": self._record_until_now(tokens["generated"]),
+      }
+    checkpoint.save(
+      self._checkpoints,
+      step,
+      self.trainer.state,
+      host_state,
+      groups,
+      keep=self.config.run.keep_checkpoints,
+    )
+
+  def _record_until_now(self, generated_tokens: int) -> dict[str, Any]:
+    now_s = self.clock.now()
+    rl_s, busy_s = self._rl_times(now_s)
+    record = dataclasses.replace(
+      self.record,
+      wall_s=now_s,
+      rl_s=rl_s,
+      busy_s=busy_s,
+      generated_tokens=generated_tokens,
+    )
+    return dataclasses.asdict(record)
+
+  def _rl_times(self, now_s: float) -> tuple[float, dict[str, float]]:
+    """Seconds of the RL stage without evaluation, and busy ones of a slice."""
+    record = self.record
+    if self._rl_start_s is None:
+      return record.rl_s, dict(record.busy_s)
+    start_s = self._rl_start_s
+    inside = [w for w in record.windows if w[1] > start_s]
+    rl_s = now_s - start_s - sum(end - start for start, end in inside)
+    busy_s = {
+      name: record.busy_s[name] + clock.busy_s(start_s, now_s, inside)
+      for name, clock in self.busy.items()
+    }
+    return record.rl_s + rl_s, busy_s
+
+  def interrupt(self, step: int) -> None:
+    """Writes a checkpoint and raises Interrupted."""
+    self._save(step)
+    raise Interrupted(
+      f"stopped after step {step}; the same command on {self.workdir} goes on"
+    )
+
+  def finish(self, step: int, extra: dict[str, Any]) -> str:
+    """Writes summary.json and summary.png; gives the summary's line."""
+    record = self.record
+    self._rl_end_s = self._rl_end_s or self.clock.now()
+    rl_s, busy_s = self._rl_times(self._rl_end_s)
+    tokens = self._tokens(self._in_flight())
+    first, last = record.evaluations[0], record.evaluations[-1]
+    algorithm = self.config.algorithm
+    summary.draw(
+      self.workdir / "summary.png",
+      record.history(
+        max_staleness=algorithm.max_staleness,
+        intervals={
+          name: clock.intervals() for name, clock in self.busy.items()
+        },
+      ),
+    )
+    return summary.write(
+      self.workdir,
+      summary.Summary(
+        eval_before=first[2],
+        eval_after=last[2],
+        wall_s=self.clock.now(),
+        warm_start_s=record.warm_start_s,
+        train_steps=step,
+        staleness_mean=record.staleness_mean,
+        staleness_max=record.staleness_max,
+        mismatch_kl_mean=record.mismatch_kl_mean,
+        tokens=summary.Tokens(**tokens),
+        rollout_busy_frac=busy_s["rollout"] / rl_s,
+        train_busy_frac=busy_s["train"] / rl_s,
+        versions_per_trajectory_mean=record.versions_per_trajectory_mean,
+        extra={
+          "eval_before_greedy": first[3],
+          "eval_after_greedy": last[3],
+          "mismatch_kl_max": max(
+            record.mismatch_kls + record.evaluation_kls, default=0.0
+          ),
+          "rl_s": rl_s,
+          "first_step_s": record.first_step_s,
+          "prompts_too_long": self.stream.num_too_long,
+          "peak_memory_bytes": metrics_lib.peak_memory_bytes(),
+          **extra,
+        },
+      ),
+      max_staleness=algorithm.max_staleness,
+    )
+
+  def close(self, error: BaseException | None) -> None:
+    """Ends threads and processes, each with a deadline."""
+    timeout_s = self.config.run.join_timeout_s
+    self.buffer.close(error)
+    if self._has_worker:
+      self.worker.stop()
+    late = self.supervisor.join(timeout_s)
+    self.rewards.close(timeout_s)
+    if self._has_worker:
+      self.channel.close(timeout_s)
+      self.ledger.close()
+    self.writer.close()
+    if late and error is None:
+      raise TimeoutError(f"{', '.join(late)} did not end in {timeout_s} s")
+
+
+def prepare_workdir(config: config_lib.Config, workdir: pathlib.Path) -> None:
+  """Writes config.json, or checks that the one there allows to go on.
+
+  Raises:
+    ConfigError: the workdir holds another config.
+  """
+  path = workdir / "config.json"
+  if path.exists():
+    stored = config_json.from_dict(json.loads(path.read_text()))
+    config_json.check_resumable(stored, config, str(workdir))
+  workdir.mkdir(parents=True, exist_ok=True)
+  path.write_text(json.dumps(config_json.to_dict(config), indent=2) + "\n")
+
+
+def run(
+  config: config_lib.Config,
+  workdir: pathlib.Path,
+  *,
+  initial_params: Any = None,
+) -> str:
+  """Runs or continues a whole run; gives its summary on one line.
+
+  Args:
+    config: validated.
+    workdir: of this run alone; the same one continues from its newest
+      checkpoint.
+    initial_params: stacked float32 parameters instead of a warm start.
+
+  Raises:
+    Interrupted: it was asked to end, and can be continued.
+    ThreadFailed, StallError, BadUpdatesError: what they say.
+  """
+  prepare_workdir(config, workdir)
+  stop = supervisor.StopRequest()
+  with (
+    progress_lib.Progress(config.train.num_steps) as progress,
+    metrics_lib.CompilationCounter() as compilations,
+    stop.on_signals(progress.note),
+  ):
+    this = Run(config, workdir, progress, stop, initial_params=initial_params)
+    error: BaseException | None = None
+    try:
+      step = this.loop(this.open())
+      if stop.is_set and step < config.train.num_steps:
+        this.interrupt(step)
+      return this.finish(
+        step,
+        {
+          "num_programs": compilations.num_programs,
+          "num_compilations": compilations.num_compiled,
+          "compile_s": compilations.total_s,
+        },
+      )
+    except BaseException as raised:
+      error = raised
+      raise
+    finally:
+      this.close(error)

@@ -1,0 +1,112 @@
+"""The warm start: supervised training on worked solutions.
+
+Everything is packed once into rows; a step takes the next rows of a shuffled
+order, anew for each pass.
+"""
+
+from collections.abc import Callable, Iterable
+import functools
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import numpy as np
+
+from jaxrl_async import batching
+from jaxrl_async import config
+from jaxrl_async import mesh as mesh_lib
+from jaxrl_async import prompts
+from jaxrl_async import train_step
+from jaxrl_async import trainer
+from jaxrl_async import types
+from jaxrl_async.models import transformer
+
+
+def pack_examples(
+  examples: Iterable[prompts.WorkedExample], *, tokens_per_row: int
+) -> batching.PackedBatch:
+  """Rows of worked solutions, [R T] arrays."""
+  trajectories = []
+  for member, example in enumerate(examples):
+    p, c = len(example.prompt_tokens), len(example.completion_tokens)
+    trajectories.append(
+      types.Trajectory(
+        member=member,
+        tokens=np.concatenate(
+          [example.prompt_tokens, example.completion_tokens]
+        ),
+        loss_mask=np.arange(p + c) >= p,
+        behavior_logprobs=np.zeros((p + c,), np.float32),
+        policy_versions=np.full((p + c,), -1, np.int32),
+      )
+    )
+  nothing = types.Prompt(prompt_id="", tokens=np.zeros(1, np.int32), item={})
+  group = types.RolloutGroup(
+    index=0, birth=0, deadline=0, prompt=nothing, trajectories=trajectories
+  )
+  packed, _ = batching.pack(
+    [group],
+    np.zeros((len(trajectories),), np.float32),
+    tokens_per_row=tokens_per_row,
+    rows_per_microbatch=1,
+    num_minibatches=1,
+  )
+  rows = jax.tree.map(lambda x: x.reshape(-1, tokens_per_row), packed)
+  used = rows.segment_ids.any(axis=1)
+  return jax.tree.map(lambda x: x[used], rows)
+
+
+def warm_start(
+  section: config.WarmStartSection,
+  rows: batching.PackedBatch,
+  *,
+  params: transformer.Params | None,
+  mesh: Mesh,
+  forward: train_step.ForwardSettings,
+  seed: int,
+  on_step: Callable[[int, float], None] = lambda step, loss: None,
+) -> transformer.Params:
+  """Trains on the rows; the result is version 0 of the policy.
+
+  Args:
+    section: steps, rows of a step, optimizer.
+    rows: of `pack_examples`.
+    params: to start from; None initialises them.
+    mesh: of the training slice.
+    forward: settings of the forward pass.
+    seed: of initialisation and order.
+    on_step: told step and loss after each step.
+  """
+  schedule = train_step.learning_rate_schedule(
+    section.optimizer, total_steps=section.num_steps, decay=section.decay
+  )
+  optimizer = train_step.make_optimizer(section.optimizer, schedule)
+  params_sharding = mesh_lib.shardings(
+    mesh,
+    mesh_lib.TRAIN_RULES,
+    transformer.logical_axes(forward.model, is_stacked=True),
+  )
+  sharding = trainer.state_sharding(mesh, forward, optimizer, params_sharding)
+  if params is None:
+    init = jax.jit(
+      functools.partial(transformer.init_params, forward.model),
+      out_shardings=params_sharding,
+    )
+    params = init(jax.random.key(seed))
+  init_opt = jax.jit(optimizer.init, out_shardings=sharding.opt_state)
+  state = train_step.TrainState(params=params, opt_state=init_opt(params))
+  update = jax.jit(
+    functools.partial(train_step.supervised_update, forward, optimizer),
+    donate_argnums=0,
+    out_shardings=(sharding, mesh_lib.replicated(mesh)),
+  )
+  batch_sharding = NamedSharding(mesh, P(None, mesh_lib.TRAIN_RULES.batch))
+  rng = np.random.default_rng(seed)
+  order = np.zeros((0,), np.int64)
+  for step in range(section.num_steps):
+    while len(order) < section.rows_per_batch:
+      order = np.append(order, rng.permutation(len(rows.tokens)))
+    chosen, order = np.split(order, [section.rows_per_batch])
+    batch = jax.tree.map(lambda x, chosen=chosen: x[chosen][None], rows)
+    state, metrics = update(state, jax.device_put(batch, batch_sharding))
+    on_step(step + 1, float(metrics["loss"]))
+  return state.params

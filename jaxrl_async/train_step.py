@@ -1,0 +1,311 @@
+"""The trainer's device programs, as pure functions of state and batch.
+
+A train step is `proximal_logprobs` under the weights before it, then `update`:
+num_minibatches optimizer steps, each summing microbatch gradients whose loss
+is divided by the loss tokens of the whole minibatch. `supervised_update` is
+the same optimizer step on plain cross-entropy, for the warm start.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+from jaxtyping import Array, Float
+import optax
+
+from jaxrl_async import batching
+from jaxrl_async import config
+from jaxrl_async import losses
+from jaxrl_async.models import attention
+from jaxrl_async.models import configs
+from jaxrl_async.models import transformer
+
+Metrics = dict[str, jax.Array]
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=["params", "opt_state"],
+  meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+  """Float32 master weights (layers stacked) and the optimizer's state."""
+
+  params: transformer.Params
+  opt_state: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForwardSettings:
+  """What the forward pass depends on beside parameters and batch."""
+
+  model: configs.ModelConfig
+  compute_dtype: str
+  remat: bool
+  temperature: float
+  vocab_chunk: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossSettings:
+  """The constants of the decoupled PPO loss."""
+
+  clip_low: float
+  clip_high: float
+  behavior_weight_cap: float
+  cap_mode: config.BehaviorWeightCapMode
+
+
+def learning_rate_schedule(
+  section: config.OptimizerSection, *, total_steps: int = 0, decay: float = 1.0
+) -> Callable[[Any], Any]:
+  """Linear warmup, then constant, or cosine to `decay` of the peak.
+
+  Args:
+    section: peak and warmup, in optimizer steps.
+    total_steps: end of the cosine; 0 keeps the rate constant.
+    decay: final rate over peak.
+  """
+  peak, warmup = section.learning_rate, section.warmup_steps
+  # The first update already moves: warmup starts at peak / (warmup + 1).
+  ramp = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
+  if total_steps:
+    after = optax.cosine_decay_schedule(
+      peak, max(total_steps - warmup, 1), alpha=decay
+    )
+  else:
+    after = optax.constant_schedule(peak)
+  return optax.join_schedules([ramp, after], [warmup])
+
+
+def make_optimizer(
+  section: config.OptimizerSection, schedule: Callable[[Any], Any]
+) -> optax.GradientTransformation:
+  """Global-norm clipping, then AdamW or Muon (AdamW for what is no matrix)."""
+  if section.name is config.OptimizerName.MUON:
+    optimizer = optax.contrib.muon(
+      schedule,
+      adam_b1=section.b1,
+      adam_b2=section.b2,
+      weight_decay=section.weight_decay,
+      consistent_rms=0.2,  # one learning rate for both, arXiv:2502.16982
+      muon_weight_dimension_numbers=muon_dimensions,
+    )
+  else:
+    optimizer = optax.adamw(
+      schedule,
+      b1=section.b1,
+      b2=section.b2,
+      eps=section.eps,
+      weight_decay=section.weight_decay,
+    )
+  return optax.chain(
+    optax.clip_by_global_norm(section.max_grad_norm), optimizer
+  )
+
+
+def muon_dimensions(params: transformer.Params) -> Any:
+  """Which axes of each parameter Muon orthogonalises; None leaves it to AdamW.
+
+  Matrices of the blocks only, layers kept apart; heads belong to the side
+  they are summed on.
+  """
+  axes = {
+    "query": ((1,), (2, 3)),
+    "key": ((1,), (2, 3)),
+    "value": ((1,), (2, 3)),
+    "output": ((1, 2), (3,)),
+    "gate": ((1,), (2,)),
+    "up": ((1,), (2,)),
+    "down": ((1,), (2,)),
+  }
+
+  def dimensions(path, _):
+    names = [entry.key for entry in path]
+    if names[0] != "layers" or names[-1] not in axes:
+      return None
+    reduction, output = axes[names[-1]]
+    return optax.contrib.MuonDimensionNumbers(reduction, output)
+
+  return jax.tree_util.tree_map_with_path(dimensions, params)
+
+
+def token_logprobs(
+  settings: ForwardSettings,
+  params: transformer.Params,
+  batch: batching.PackedBatch,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+  """Logprobs and entropies of one packed microbatch."""
+  model = transformer.bind(
+    settings.model, params, is_stacked=True, remat=settings.remat
+  )
+  mask = attention.packed_mask(batch.segment_ids)
+
+  def attend(layer, query, key, value):
+    del layer
+    return attention.IMPLEMENTATIONS["xla"](query, key, value, mask), None
+
+  hidden, _ = model.hidden(
+    batch.tokens, batch.positions, attend, jnp.dtype(settings.compute_dtype)
+  )
+  return losses.token_logprobs_and_entropy(
+    hidden,
+    model.head(),
+    batch.tokens,
+    batch.segment_ids,
+    temperature=settings.temperature,
+    vocab_chunk=settings.vocab_chunk,
+  )
+
+
+def proximal_logprobs(
+  settings: ForwardSettings,
+  params: transformer.Params,
+  batch: batching.PackedBatch,
+) -> Float[Array, "M K B T"]:
+  """Logprobs of every token of the train step's batch, one forward."""
+  shape = batch.tokens.shape
+  flat = jax.tree.map(lambda x: x.reshape((-1, *shape[2:])), batch)
+  logprobs = jax.lax.map(
+    lambda micro: token_logprobs(settings, params, micro)[0], flat
+  )
+  return logprobs.reshape(shape)
+
+
+def _apply_gradients(
+  optimizer: optax.GradientTransformation,
+  state: TrainState,
+  gradients: transformer.Params,
+  loss: Float[Array, ""],
+) -> tuple[TrainState, Metrics]:
+  """One optimizer step, or none if loss or gradient is not finite."""
+  norm = optax.tree.norm(gradients)
+  is_good = jnp.isfinite(loss) & jnp.isfinite(norm)
+  # Optax multiplies by its int32 step count.
+  with jax.numpy_dtype_promotion("standard"):
+    updates, opt_state = optimizer.update(
+      gradients, state.opt_state, state.params
+    )
+  after = TrainState(
+    params=optax.apply_updates(state.params, updates), opt_state=opt_state
+  )
+  after = jax.tree.map(lambda new, old: jnp.where(is_good, new, old), after, state)
+  return after, {
+    "loss": loss,
+    "grad_norm": norm,
+    "bad_updates": (~is_good).astype(jnp.float32),
+  }
+
+
+def _accumulate(
+  loss_fn: Callable[..., tuple[jax.Array, Metrics]],
+  params: transformer.Params,
+  microbatches: Any,
+) -> tuple[Float[Array, ""], transformer.Params, Metrics]:
+  """Sums loss, gradients and metric sums over the leading axis."""
+  gradient_fn = jax.value_and_grad(loss_fn, has_aux=True)
+  first = jax.tree.map(lambda x: x[0], microbatches)
+  shapes = jax.eval_shape(gradient_fn, params, first)
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+  def step(total, micro):
+    return jax.tree.map(jnp.add, total, gradient_fn(params, micro)), None
+
+  ((loss, sums), gradients), _ = jax.lax.scan(step, zeros, microbatches)
+  return loss, gradients, sums
+
+
+def update(
+  settings: ForwardSettings,
+  loss_settings: LossSettings,
+  optimizer: optax.GradientTransformation,
+  state: TrainState,
+  batch: batching.PackedBatch,
+  proximal: Float[Array, "M K B T"],
+  policy_version: jax.Array,
+) -> tuple[TrainState, Metrics]:
+  """The optimizer steps of one train step, a minibatch each.
+
+  Args:
+    settings: of the forward pass.
+    loss_settings: of the loss.
+    optimizer: of `make_optimizer`.
+    state: before the step.
+    batch: [M, K, B, T] arrays: minibatches of microbatches.
+    proximal: of `proximal_logprobs` under `state`.
+    policy_version: of `state`; decides which tokens count as mismatch.
+
+  Returns:
+    The new state, and for each minibatch [M] the loss, the gradient norm,
+    whether the update was skipped, and the metric sums with `num_loss_tokens`.
+  """
+
+  def minibatch_step(state, minibatch):
+    packed, _ = minibatch
+    num_loss_tokens = jnp.sum(packed.loss_mask, dtype=jnp.float32)
+
+    def loss_fn(params, micro):
+      packed, proximal = micro
+      logprobs, entropy = token_logprobs(settings, params, packed)
+      loss, sums = losses.decoupled_ppo_loss(
+        logprobs,
+        proximal,
+        packed.behavior_logprobs,
+        packed.advantages,
+        packed.loss_mask,
+        clip_low=loss_settings.clip_low,
+        clip_high=loss_settings.clip_high,
+        behavior_weight_cap=loss_settings.behavior_weight_cap,
+        cap_mode=loss_settings.cap_mode,
+        num_loss_tokens=num_loss_tokens,
+      )
+      kl_sums = losses.behavior_kl_sums(
+        proximal,
+        packed.behavior_logprobs,
+        packed.loss_mask,
+        packed.policy_versions == policy_version,
+      )
+      entropy_sum = losses.masked_sum(entropy, packed.loss_mask)
+      return loss, {**sums, **kl_sums, "entropy_sum": entropy_sum}
+
+    loss, gradients, sums = _accumulate(loss_fn, state.params, minibatch)
+    state, metrics = _apply_gradients(optimizer, state, gradients, loss)
+    return state, {**metrics, **sums, "num_loss_tokens": num_loss_tokens}
+
+  return jax.lax.scan(minibatch_step, state, (batch, proximal))
+
+
+def supervised_update(
+  settings: ForwardSettings,
+  optimizer: optax.GradientTransformation,
+  state: TrainState,
+  batch: batching.PackedBatch,
+) -> tuple[TrainState, Metrics]:
+  """One optimizer step of cross-entropy on a [K, B, T] batch."""
+  num_loss_tokens = jnp.sum(batch.loss_mask, dtype=jnp.float32)
+
+  def loss_fn(params, micro):
+    logprobs, _ = token_logprobs(settings, params, micro)
+    loss = losses.next_token_loss(
+      logprobs, micro.loss_mask, num_loss_tokens=num_loss_tokens
+    )
+    return loss, {}
+
+  loss, gradients, _ = _accumulate(loss_fn, state.params, batch)
+  return _apply_gradients(optimizer, state, gradients, loss)
+
+
+def published_params(
+  params: transformer.Params, num_layers: int, dtype: str
+) -> transformer.Params:
+  """What travels to the engines: layers unstacked, cast. Call it in a jit.
+
+  The outputs of the jit are fresh buffers, so that the trainer may go on to
+  donate its own.
+  """
+  cast = jax.tree.map(lambda x: x.astype(dtype), params)
+  return transformer.unstack(cast, num_layers)

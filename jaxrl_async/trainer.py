@@ -1,0 +1,332 @@
+"""The training side: groups in, a new policy version out.
+
+`Trainer.step` consumes the groups of one train step and dispatches proximal
+logprobs, updates and the cast of what is published; it waits for nothing but
+its device. Its metrics stay on device until `Pending.metrics` fetches them,
+which the caller does after it has dispatched the next step.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+import time
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import numpy as np
+
+from jaxrl_async import advantages as advantages_lib
+from jaxrl_async import batching
+from jaxrl_async import config
+from jaxrl_async import mesh as mesh_lib
+from jaxrl_async import metrics as metrics_lib
+from jaxrl_async import train_step
+from jaxrl_async import types
+from jaxrl_async.models import transformer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchSettings:
+  """How groups become arrays."""
+
+  tokens_per_row: int
+  rows_per_microbatch: int
+  num_minibatches: int
+  advantage_scale: config.AdvantageScale
+
+
+@dataclasses.dataclass(kw_only=True)
+class Pending:
+  """A dispatched train step whose metrics were not fetched yet."""
+
+  step: int
+  groups: list[types.RolloutGroup]
+  placement: batching.Placement
+  arrays: train_step.Metrics
+  learning_rate: float
+  times_s: dict[str, float]
+
+  def metrics(self) -> tuple[dict[str, Any], list[bool]]:
+    """Named metrics of the step, and which of its updates were skipped."""
+    sums = {k: np.asarray(v, np.float64) for k, v in self.arrays.items()}
+    count = max(sums["num_loss_tokens"].sum(), 1.0)
+
+    def mean(name):
+      return sums[name].sum() / count
+
+    weights = sums["behavior_weight_sum"].sum()
+    squares = sums["behavior_weight_square_sum"].sum()
+    trajectories = [t for g in self.groups for t in g.trajectories]
+    values = {
+      **_reward_metrics(self.groups),
+      **_completion_metrics(trajectories),
+      **_staleness_metrics(trajectories, self.step),
+      "policy/entropy": mean("entropy_sum"),
+      "policy/loss": sums["loss"].mean(),
+      "policy/clip_frac": mean("clip_count"),
+      "policy/grad_norm": sums["grad_norm"].mean(),
+      "policy/approx_kl": mean("approx_kl_sum"),
+      "policy/lr": self.learning_rate,
+      "offpolicy/behavior_kl": mean("behavior_kl_sum"),
+      "offpolicy/behavior_weight_mean": mean("behavior_weight_sum"),
+      "offpolicy/behavior_weight_capped_frac": mean(
+        "behavior_weight_capped_count"
+      ),
+      "offpolicy/ess": weights**2 / max(count * squares, 1e-30),
+      "train/pack_efficiency": self.placement.pack_efficiency,
+      "train/bad_updates": sums["bad_updates"].sum(),
+      **{f"time/{name}": value for name, value in self.times_s.items()},
+    }
+    mismatch_count = sums["mismatch_count"].sum()
+    if mismatch_count:
+      values["offpolicy/mismatch_kl"] = (
+        sums["mismatch_kl_sum"].sum() / mismatch_count
+      )
+    return values, [bool(x) for x in sums["bad_updates"]]
+
+
+def _reward_metrics(groups: list[types.RolloutGroup]) -> dict[str, Any]:
+  rewards = [np.array([t.reward for t in g.trajectories]) for g in groups]
+  flat = np.concatenate(rewards)
+  return {
+    "reward/mean": flat.mean(),
+    "reward/std": flat.std(),
+    "reward/frac_groups_zero_std": np.mean([r.std() == 0 for r in rewards]),
+  }
+
+
+def _completion_metrics(
+  trajectories: list[types.Trajectory],
+) -> dict[str, Any]:
+  lengths = np.array([t.num_completion_tokens for t in trajectories])
+  truncated = [t.finish_reason is types.FinishReason.LENGTH for t in trajectories]
+  return {
+    "completion/tokens_mean": lengths.mean(),
+    "completion/tokens_max": lengths.max(),
+    "completion/frac_truncated": np.mean(truncated),
+  }
+
+
+def _staleness_metrics(
+  trajectories: list[types.Trajectory], step: int
+) -> dict[str, Any]:
+  versions = [t.policy_versions[t.loss_mask] for t in trajectories]
+  staleness = step - np.concatenate(versions)
+  num_versions = [len(np.unique(v)) for v in versions]
+  return {
+    "staleness/mean": staleness.mean(),
+    "staleness/max": int(staleness.max()),
+    "staleness/histogram": np.bincount(staleness).tolist(),
+    "staleness/versions_per_trajectory": np.mean(num_versions),
+    "staleness/versions_histogram": np.bincount(num_versions).tolist(),
+  }
+
+
+class Trainer:
+  """Train state and the compiled programs that change it.
+
+  Threads: belongs to the thread that trains.
+  """
+
+  def __init__(
+    self,
+    *,
+    mesh: Mesh,
+    forward: train_step.ForwardSettings,
+    loss: train_step.LossSettings,
+    batch: BatchSettings,
+    optimizer: config.OptimizerSection,
+    rollout_dtype: str,
+    busy: metrics_lib.BusyClock,
+  ):
+    self.forward = forward
+    self.batch_settings = batch
+    self.state: train_step.TrainState | None = None
+    self._busy = busy
+    self._schedule = train_step.learning_rate_schedule(optimizer)
+    self._optimizer = train_step.make_optimizer(optimizer, self._schedule)
+    self._params_sharding = mesh_lib.shardings(
+      mesh,
+      mesh_lib.TRAIN_RULES,
+      transformer.logical_axes(forward.model, is_stacked=True),
+    )
+    self._state_sharding = state_sharding(
+      mesh, forward, self._optimizer, self._params_sharding
+    )
+    replicated = mesh_lib.replicated(mesh)
+    self._batch_sharding = NamedSharding(
+      mesh, P(None, None, mesh_lib.TRAIN_RULES.batch)
+    )
+    self._init_opt = jax.jit(
+      self._optimizer.init, out_shardings=self._state_sharding.opt_state
+    )
+    self._proximal = jax.jit(
+      functools.partial(train_step.proximal_logprobs, forward),
+      out_shardings=self._batch_sharding,
+    )
+    self._update = jax.jit(
+      functools.partial(train_step.update, forward, loss, self._optimizer),
+      donate_argnums=0,
+      out_shardings=(self._state_sharding, replicated),
+    )
+    self._publish_fn = functools.partial(
+      train_step.published_params,
+      num_layers=forward.model.num_layers,
+      dtype=rollout_dtype,
+    )
+    self._publish = jax.jit(self._publish_fn)
+
+  def start(self, params: transformer.Params) -> None:
+    """Takes parameters (of `init_params` or the warm start) as version 0."""
+    params = jax.device_put(params, self._params_sharding)
+    self.state = train_step.TrainState(
+      params=params, opt_state=self._init_opt(params)
+    )
+
+  def abstract_state(self) -> train_step.TrainState:
+    """Shapes and shardings of the state, to restore into."""
+    shapes = abstract_train_state(self.forward, self._optimizer)
+    return jax.tree.map(
+      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+      shapes,
+      self._state_sharding,
+    )
+
+  def published_shapes(self) -> transformer.Params:
+    """Shapes and types of `published`."""
+    return jax.eval_shape(self._publish_fn, self.abstract_state().params)
+
+  def published(self) -> transformer.Params:
+    """The current weights as engines want them, in buffers of their own."""
+    assert self.state is not None
+    with self._busy.record("publish"):
+      return jax.block_until_ready(self._publish(self.state.params))
+
+  def prepare(
+    self, groups: list[types.RolloutGroup]
+  ) -> tuple[batching.PackedBatch, batching.Placement]:
+    """Advantages and packing; host work."""
+    rewards = np.array([t.reward for g in groups for t in g.trajectories])
+    group_ids = np.repeat(
+      np.arange(len(groups)), [len(g.trajectories) for g in groups]
+    )
+    settings = self.batch_settings
+    return batching.pack(
+      groups,
+      advantages_lib.group_relative_advantages(
+        rewards.astype(np.float64),
+        group_ids,
+        len(groups),
+        scale=settings.advantage_scale,
+      ),
+      tokens_per_row=settings.tokens_per_row,
+      rows_per_microbatch=settings.rows_per_microbatch,
+      num_minibatches=settings.num_minibatches,
+    )
+
+  def step(self, step: int, groups: list[types.RolloutGroup]) -> Pending:
+    """Trains on the groups of one train step.
+
+    Args:
+      step: completed train steps, which is the version of the weights.
+      groups: of the buffer, scored.
+    """
+    assert self.state is not None
+    times = {}
+    start_s = time.perf_counter()
+    packed, placement = self.prepare(groups)
+    times["prepare_batch_s"] = time.perf_counter() - start_s
+    batch = jax.device_put(packed, self._batch_sharding)
+    start_s = time.perf_counter()
+    with self._busy.record("proximal"):
+      proximal = jax.block_until_ready(self._proximal(self.state.params, batch))
+    times["proximal_s"] = time.perf_counter() - start_s
+    start_s = time.perf_counter()
+    with self._busy.record("update"):
+      self.state, arrays = self._update(
+        self.state, batch, proximal, np.int32(step)
+      )
+      jax.block_until_ready(arrays)
+    times["update_s"] = time.perf_counter() - start_s
+    minibatches = self.batch_settings.num_minibatches
+    return Pending(
+      step=step,
+      groups=groups,
+      placement=placement,
+      arrays=arrays,
+      learning_rate=float(self._schedule(step * minibatches)),
+      times_s=times,
+    )
+
+  def logprobs(
+    self, trajectories: Sequence[types.Trajectory]
+  ) -> list[np.ndarray]:
+    """Each trajectory's logprobs under the current weights, [T] each."""
+    assert self.state is not None
+    group = types.RolloutGroup(
+      index=0,
+      birth=0,
+      deadline=0,
+      prompt=types.Prompt(prompt_id="", tokens=np.zeros(1, np.int32), item={}),
+      trajectories=list(trajectories),
+    )
+    settings = self.batch_settings
+    packed, placement = batching.pack(
+      [group],
+      np.zeros((len(trajectories),), np.float32),
+      tokens_per_row=settings.tokens_per_row,
+      rows_per_microbatch=settings.rows_per_microbatch,
+      num_minibatches=settings.num_minibatches,
+    )
+    batch = jax.device_put(packed, self._batch_sharding)
+    return batching.unpack(
+      np.asarray(self._proximal(self.state.params, batch)), placement
+    )
+
+
+def abstract_train_state(
+  forward: train_step.ForwardSettings, optimizer: Any
+) -> train_step.TrainState:
+  """Shapes of parameters and optimizer state, without making them."""
+
+  def init(key):
+    params = transformer.init_params(forward.model, key)
+    return train_step.TrainState(params=params, opt_state=optimizer.init(params))
+
+  return jax.eval_shape(init, jax.random.key(0))
+
+
+def state_sharding(
+  mesh: Mesh,
+  forward: train_step.ForwardSettings,
+  optimizer: Any,
+  params_sharding: transformer.Params,
+) -> train_step.TrainState:
+  """Optimizer moments sharded like their parameters, the rest replicated.
+
+  A leaf of the optimizer's state is a parameter's moment when its path ends in
+  the parameter's and their shapes agree.
+  """
+  state = abstract_train_state(forward, optimizer)
+  params = {
+    tuple(map(str, path)): (x.shape, sharding)
+    for (path, x), sharding in zip(
+      jax.tree_util.tree_leaves_with_path(state.params),
+      jax.tree.leaves(params_sharding),
+      strict=True,
+    )
+  }
+
+  def like_param(path, leaf):
+    keys = tuple(map(str, path))
+    for start in range(len(keys)):
+      shape, sharding = params.get(keys[start:], (None, None))
+      if shape == leaf.shape:
+        return sharding
+    return mesh_lib.replicated(mesh)
+
+  return train_step.TrainState(
+    params=params_sharding,
+    opt_state=jax.tree_util.tree_map_with_path(like_param, state.opt_state),
+  )

@@ -1,0 +1,62 @@
+"""Rewards that misbehave, for test_rewards.py. Imported by reward processes."""
+
+import os
+import sys
+import time
+
+
+def length(item, answer):
+  return 0.0 if answer is None else float(len(answer))
+
+
+def reports_jax(item, answer):
+  return float("jax" in sys.modules)
+
+
+def raises(item, answer):
+  raise LookupError(f"no such\nanswer {answer}")
+
+
+def raises_on_b(item, answer):
+  return length(item, answer) if answer != "b" else raises(item, answer)
+
+
+def hangs(item, answer):
+  time.sleep(60)
+  return 1.0
+
+
+def hangs_and_swallows(item, answer):
+  try:
+    time.sleep(60)
+  except:  # noqa: E722
+    pass
+  return 1.0
+
+
+def hangs_in_c(item, answer):
+  return float(sum(range(10**12)))
+
+
+def returns_nan(item, answer):
+  return float("nan")
+
+
+def returns_text(item, answer):
+  return "very good"
+
+
+def exits(item, answer):
+  sys.exit(3)
+
+
+def dies(item, answer):
+  os._exit(3)
+
+
+def fails_first(item, answer):
+  """Raise unless a file exists, and make it."""
+  if not os.path.exists(item["path"]):
+    with open(item["path"], "w"):
+      raise RuntimeError("first attempt")
+  return 1.0

@@ -1,0 +1,322 @@
+import pathlib
+import tempfile
+
+from hypothesis import given, settings, strategies as st
+from hypothesis.extra import numpy as hnp
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+
+from jaxrl_async import checkpoint, manifest, types
+
+
+def _sharding(shape: tuple[int, ...], spec: P) -> NamedSharding:
+  devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+  names = ("data", "fsdp")[: len(shape)]
+  auto = (AxisType.Auto,) * len(shape)
+  return NamedSharding(Mesh(devices, names, axis_types=auto), spec)
+
+
+def _train_state(seed: int = 0):
+  """Params and AdamW's state on a (2, 2) mesh, all leaves different."""
+  rng = np.random.default_rng(seed)
+  params = {
+    "kernel": rng.normal(size=(8, 4)).astype(np.float32),
+    "scale": rng.normal(size=(8,)).astype(jnp.bfloat16),
+  }
+  state = {"params": params, "opt_state": optax.adamw(1e-3).init(params)}
+  sharding = _sharding((2, 2), P("fsdp"))
+  return jax.tree.map(
+    lambda x: jax.device_put(x, sharding if x.ndim else _sharding((2, 2), P())),
+    state,
+  )
+
+
+def _abstract(state, sharding=None):
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=sharding or x.sharding
+    ),
+    state,
+  )
+
+
+def _trajectory(rng, member, num_tokens, **rest):
+  logprobs = rng.normal(size=num_tokens).astype(np.float32)
+  return types.Trajectory(
+    member=member,
+    tokens=rng.integers(0, 99, num_tokens).astype(np.int32),
+    loss_mask=rng.integers(0, 2, num_tokens).astype(bool),
+    behavior_logprobs=logprobs,
+    policy_versions=rng.integers(-1, 5, num_tokens).astype(np.int32),
+    **rest,
+  )
+
+
+def _groups():
+  rng = np.random.default_rng(3)
+  group = types.RolloutGroup(
+    index=7,
+    birth=2,
+    deadline=6,
+    prompt=types.Prompt(
+      prompt_id="chain_sum/train/12",
+      tokens=np.arange(5, dtype=np.int32),
+      item={"metadata": (1, object())},
+    ),
+    trajectories=[
+      _trajectory(
+        rng, 0, 9, finish_reason=types.FinishReason.EOS, reward=0.1 + 0.2
+      ),
+      _trajectory(rng, 1, 7),
+      _trajectory(rng, 3, 0),
+    ],
+    times_s={"admitted": 1 / 3},
+  )
+  return [
+    checkpoint.OutstandingGroup(
+      index=6, birth=2, deadline=6, status="running", group=None
+    ),
+    checkpoint.OutstandingGroup(
+      index=7, birth=2, deadline=6, status="running", group=group
+    ),
+  ]
+
+
+def _item_of(prompt_id: str) -> dict[str, str]:
+  return {"regenerated": prompt_id}
+
+
+def _assert_same_bits(got, wanted):
+  assert got.dtype == wanted.dtype and got.shape == wanted.shape
+  assert np.asarray(got).tobytes() == np.asarray(wanted).tobytes()
+
+
+def _assert_same_groups(got, wanted):
+  assert len(got) == len(wanted)
+  for one, other in zip(got, wanted, strict=True):
+    for field in ("index", "birth", "deadline", "status"):
+      assert getattr(one, field) == getattr(other, field)
+    assert (one.group is None) == (other.group is None)
+    if one.group is None:
+      continue
+    for field in ("index", "birth", "deadline", "times_s"):
+      assert getattr(one.group, field) == getattr(other.group, field)
+    assert one.group.prompt.prompt_id == other.group.prompt.prompt_id
+    assert one.group.prompt.item == _item_of(other.group.prompt.prompt_id)
+    _assert_same_bits(one.group.prompt.tokens, other.group.prompt.tokens)
+    pairs = zip(one.group.trajectories, other.group.trajectories, strict=True)
+    for mine, theirs in pairs:
+      assert mine.member == theirs.member
+      assert mine.finish_reason is theirs.finish_reason
+      assert repr(mine.reward) == repr(theirs.reward)
+      _assert_same_bits(mine.tokens, theirs.tokens)
+      _assert_same_bits(mine.loss_mask, theirs.loss_mask)
+      _assert_same_bits(mine.behavior_logprobs, theirs.behavior_logprobs)
+      _assert_same_bits(mine.policy_versions, theirs.policy_versions)
+
+
+def _restore(directory, step, state):
+  return checkpoint.restore(directory, step, _abstract(state), _item_of)
+
+
+def test_everything_comes_back_bit_for_bit(tmp_path):
+  state, host_state = _train_state(), {"cursor": 12, "t": 0.1, "x": [None, "é"]}
+  checkpoint.save(tmp_path, 20, state, host_state, _groups())
+  assert checkpoint.latest(tmp_path) == 20
+  got, got_host_state, got_groups = _restore(tmp_path, 20, state)
+  assert jax.tree.structure(got) == jax.tree.structure(state)
+  jax.tree.map(_assert_same_bits, got, state)
+  jax.tree.map(lambda x, y: x.sharding == y.sharding or 1 / 0, got, state)
+  assert got_host_state == host_state
+  _assert_same_groups(got_groups, _groups())
+
+
+@pytest.mark.parametrize(
+  ("shape", "spec"), [((1,), P()), ((8,), P("data")), ((4, 2), P("fsdp"))]
+)
+def test_a_train_state_loads_onto_other_shardings(tmp_path, shape, spec):
+  state = {"params": _train_state()["params"]}
+  checkpoint.save(tmp_path, 1, state, {}, [])
+  sharding = _sharding(shape, spec)
+  got, _, _ = checkpoint.restore(
+    tmp_path, 1, _abstract(state, sharding), _item_of
+  )
+  jax.tree.map(_assert_same_bits, got, state)
+  assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(got))
+
+
+# Strategies give plain values: types may not be built inside of one, because
+# the checks of their shapes use `random`.
+@st.composite
+def _trajectory_fields(draw):
+  num_tokens = draw(st.integers(0, 6))
+
+  def array(dtype):
+    return draw(hnp.arrays(dtype, num_tokens))
+
+  return dict(
+    member=draw(st.integers(0, 15)),
+    tokens=array(np.int32),
+    loss_mask=array(np.bool_),
+    behavior_logprobs=array(np.float32),
+    policy_versions=array(np.int32),
+    finish_reason=draw(st.none() | st.sampled_from(types.FinishReason)),
+    reward=draw(st.none() | st.floats()),
+  )
+
+
+_NUMBERS = st.integers(0, 2**40)
+_GROUP_FIELDS = st.fixed_dictionaries(
+  {
+    "index": _NUMBERS,
+    "birth": _NUMBERS,
+    "deadline": _NUMBERS,
+    "prompt_id": st.text(max_size=5),
+    "prompt_tokens": hnp.arrays(np.int32, st.integers(0, 5)),
+    "trajectories": st.lists(_trajectory_fields(), max_size=4),
+    "times_s": st.dictionaries(
+      st.text(max_size=3), st.floats(0, 1e6), max_size=3
+    ),
+  }
+)
+
+
+def _build_group(prompt_id, prompt_tokens, trajectories, **rest):
+  return types.RolloutGroup(
+    prompt=types.Prompt(prompt_id=prompt_id, tokens=prompt_tokens, item={}),
+    trajectories=[types.Trajectory(**fields) for fields in trajectories],
+    **rest,
+  )
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+  all_fields=st.lists(
+    st.tuples(_NUMBERS, st.text(max_size=5), st.none() | _GROUP_FIELDS),
+    max_size=4,
+  )
+)
+def test_any_groups_come_back_bit_for_bit(all_fields):
+  groups = [
+    checkpoint.OutstandingGroup(
+      index=number,
+      birth=number + 1,
+      deadline=number + 2,
+      status=status,
+      group=None if fields is None else _build_group(**fields),
+    )
+    for number, status, fields in all_fields
+  ]
+  state = {"w": jnp.zeros(1)}
+  with tempfile.TemporaryDirectory() as directory:
+    checkpoint.save(pathlib.Path(directory), 0, state, {}, groups)
+    _, _, got = _restore(pathlib.Path(directory), 0, state)
+  _assert_same_groups(got, groups)
+
+
+def test_arrays_of_restored_trajectories_can_be_written_to(tmp_path):
+  state = {"w": jnp.zeros(1)}
+  checkpoint.save(tmp_path, 0, state, {}, _groups())
+  _, _, groups = _restore(tmp_path, 0, state)
+  first, second = groups[1].group.trajectories[:2]
+  before = second.tokens.copy()
+  first.tokens[:] = -5
+  _assert_same_bits(second.tokens, before)
+
+
+def test_no_flipped_bit_is_ever_restored(tmp_path):
+  state = _train_state()
+  checkpoint.save(tmp_path, 4, state, {"cursor": 1}, _groups())
+  rng = np.random.default_rng(0)
+  for path in (tmp_path / "4").rglob("*"):
+    whole = path.read_bytes() if path.is_file() else b""
+    for _ in range(3 if whole else 0):
+      flipped = bytearray(whole)
+      flipped[rng.integers(len(whole))] ^= 1 << int(rng.integers(8))
+      path.write_bytes(flipped)
+      with pytest.raises(checkpoint.CheckpointError, match=path.name):
+        _restore(tmp_path, 4, state)
+    if whole:
+      path.write_bytes(whole)
+  assert checkpoint.latest(tmp_path) == 4
+  _restore(tmp_path, 4, state)
+
+
+def test_a_crash_while_saving_leaves_the_previous_checkpoint(tmp_path):
+  state = _train_state()
+  checkpoint.save(tmp_path, 4, state, {"cursor": 1}, _groups())
+  checkpoint.save(tmp_path, 8, state, {"cursor": 2}, _groups())
+  # As a crash before the manifest and one before the rename leave it.
+  (tmp_path / "8").rename(tmp_path / "8.incomplete")
+  assert checkpoint.latest(tmp_path) == 4
+  (tmp_path / "8.incomplete").rename(tmp_path / "8")
+  (tmp_path / "8" / manifest.NAME).unlink()
+  assert checkpoint.latest(tmp_path) == 4
+  assert _restore(tmp_path, 4, state)[1] == {"cursor": 1}
+  checkpoint.save(tmp_path, 8, state, {"cursor": 3}, _groups())
+  assert checkpoint.latest(tmp_path) == 8
+  assert _restore(tmp_path, 8, state)[1] == {"cursor": 3}
+
+
+def test_a_save_that_raises_leaves_the_previous_checkpoint(tmp_path):
+  state = _train_state()
+  checkpoint.save(tmp_path, 4, state, {}, [])
+  with pytest.raises(TypeError):
+    checkpoint.save(tmp_path, 8, state, {"cursor": object()}, [])
+  assert checkpoint.latest(tmp_path) == 4
+  checkpoint.save(tmp_path, 8, state, {}, [])
+  assert sorted(p.name for p in tmp_path.iterdir()) == ["4", "8"]
+
+
+def test_the_newest_checkpoints_are_kept(tmp_path):
+  assert checkpoint.latest(tmp_path) is None
+  assert checkpoint.latest(tmp_path / "missing") is None
+  state = {"w": jnp.zeros(1)}
+  for step in (9, 10, 100):
+    checkpoint.save(tmp_path, step, state, {}, [], keep=2)
+  assert sorted(p.name for p in tmp_path.iterdir()) == ["10", "100"]
+  assert checkpoint.latest(tmp_path) == 100
+
+
+def test_the_same_step_is_replaced(tmp_path):
+  state = {"w": jnp.zeros(1)}
+  checkpoint.save(tmp_path, 3, state, {"n": 1}, [])
+  checkpoint.save(tmp_path, 3, state, {"n": 2}, [])
+  assert _restore(tmp_path, 3, state)[1] == {"n": 2}
+
+
+@pytest.mark.parametrize("wrong", ["name", "shape", "dtype"])
+def test_another_train_state_is_refused_by_name(tmp_path, wrong):
+  state = {"kernel": jnp.zeros((2, 3))}
+  checkpoint.save(tmp_path, 0, state, {}, [])
+  other = {
+    "name": {"bias": jnp.zeros((2, 3))},
+    "shape": {"kernel": jnp.zeros((3, 2))},
+    "dtype": {"kernel": jnp.zeros((2, 3), jnp.int32)},
+  }[wrong]
+  with pytest.raises(checkpoint.CheckpointError, match="bias|kernel"):
+    _restore(tmp_path, 0, other)
+
+
+def test_a_renamed_checkpoint_is_refused(tmp_path):
+  state = {"w": jnp.zeros(1)}
+  checkpoint.save(tmp_path, 3, state, {}, [])
+  (tmp_path / "3").rename(tmp_path / "5")
+  with pytest.raises(checkpoint.CheckpointError, match="holds step 3"):
+    _restore(tmp_path, 5, state)
+
+
+def test_arrays_that_do_not_align_are_not_saved(tmp_path):
+  groups = _groups()
+  groups[1].group.trajectories[1].loss_mask = np.ones(3, bool)
+  with pytest.raises(checkpoint.CheckpointError, match="loss_mask"):
+    checkpoint.save(tmp_path, 0, {"w": jnp.zeros(1)}, {}, groups)
+  groups = _groups()
+  trajectory = groups[1].group.trajectories[1]
+  trajectory.tokens = trajectory.tokens.astype(np.int64)
+  with pytest.raises(checkpoint.CheckpointError, match="tokens mixes"):
+    checkpoint.save(tmp_path, 0, {"w": jnp.zeros(1)}, {}, groups)

@@ -1,0 +1,220 @@
+"""Wrong settings are refused in one line; a config survives JSON."""
+
+import json
+
+from ml_collections import config_dict
+import pytest
+
+from jaxrl_async import config as config_lib
+from jaxrl_async import config_json
+
+
+def put(config, path, value):
+  *sections, name = path.split(".")
+  for section in sections:
+    config = getattr(config, section)
+  setattr(config, name, value)
+
+
+def test_the_defaults_are_valid():
+  config_lib.validate(config_lib.Config(), 2)
+  config_lib.validate(config_lib.Config(), 1)
+
+
+@pytest.mark.parametrize(
+  "path, value",
+  [
+    # wrong types
+    ("train.num_steps", 1.5),
+    ("train.num_steps", True),
+    ("train.num_steps", "60"),
+    ("train.optimizer.learning_rate", "3e-4"),
+    ("train.optimizer.learning_rate", float("nan")),
+    ("train.optimizer.name", "adamw"),
+    ("rollout.prefill_buckets", (64, 128.0)),
+    ("rollout.prefill_buckets", [64, 128]),
+    ("model.remat", 1),
+    ("task.params", {}),
+    ("eval", None),
+    # bounds
+    ("algorithm.max_staleness", -1),
+    ("algorithm.group_size", 1),
+    ("algorithm.groups_per_step", 0),
+    ("algorithm.behavior_weight_cap", 0.5),
+    ("algorithm.clip_low", 1.5),
+    ("algorithm.clip_high", -0.1),
+    ("warm_start.num_steps", -1),
+    ("warm_start.corrupted_frac", 1.01),
+    ("rollout.num_slots", 0),
+    ("rollout.temperature", 0.0),
+    ("eval.temperature", -1.0),
+    ("run.stall_timeout_s", 0.0),
+    ("train.optimizer.b2", 1.0),
+    ("train.optimizer.max_grad_norm", 0.0),
+    ("warm_start.optimizer.eps", 0.0),
+    ("seed", 256),
+    ("seed", -1),
+    ("model.compute_dtype", "float31"),
+    ("rollout.dtype", "int8"),
+    # lengths
+    ("rollout.cache_tokens", 127),
+    ("rollout.prefill_buckets", ()),
+    ("rollout.prefill_buckets", (64, 64, 128)),
+    ("rollout.prefill_buckets", (0, 128)),
+    ("rollout.window_buckets", (64,)),
+    ("train.tokens_per_row", 127),
+    # sizes that do not divide
+    ("algorithm.num_minibatches", 3),
+    ("algorithm.num_minibatches", 1024),
+    # text
+    ("task.template", "{question"),
+    ("task.template", "{}"),
+    ("task.template", "the same for all"),
+    # devices
+    ("mesh.train_data", 0),
+    ("mesh.rollout_data", -2),
+  ],
+)
+def test_a_wrong_setting_is_refused_in_one_line_that_names_it(path, value):
+  config = config_lib.Config()
+  put(config, path, value)
+  with pytest.raises(config_lib.ConfigError) as caught:
+    config_lib.validate(config, 2)
+  message = str(caught.value)
+  assert message.startswith(path + ": ")
+  assert "\n" not in message
+
+
+def test_the_message_says_what_would_be_right():
+  config = config_lib.Config()
+  config.algorithm.max_staleness = -1
+  with pytest.raises(config_lib.ConfigError) as caught:
+    config_lib.validate(config, 2)
+  assert str(caught.value) == (
+    "algorithm.max_staleness: -1 is negative; use 0 (synchronous) or more"
+  )
+
+
+def test_edges_of_the_allowed_are_allowed():
+  config = config_lib.Config()
+  config.algorithm.max_staleness = 0
+  config.algorithm.num_minibatches = 512
+  config.eval.temperature = 0.0
+  config.eval.every = 0
+  config.warm_start.num_steps = 0
+  config.train.tokens_per_row = config.rollout.cache_tokens
+  config.rollout.max_prompt_tokens = 64
+  config.rollout.prefill_buckets = (128,)
+  config.train.optimizer.learning_rate = 1
+  config.seed = 255
+  config.task.template = "{question} {{literally}} {difficulty[terms]}"
+  config_lib.validate(config, 2)
+
+
+@pytest.mark.parametrize(
+  "settings, num_devices, shapes",
+  [
+    ({}, 1, ((1, 1, 1), (1, 1, 1))),
+    ({}, 8, ((1, 1, 1), (1, 1, 1))),
+    ({"train_fsdp": -1}, 1, ((1, 1, 1), (1, 1, 1))),
+    ({"train_fsdp": -1}, 8, ((1, 7, 1), (1, 1, 1))),
+    ({"train_fsdp": -1, "train_tensor": 2}, 8, ((1, 3, 2), (1, 1, 1))),
+    ({"train_data": 4, "rollout_data": -1}, 8, ((4, 1, 1), (4, 1, 1))),
+    ({"rollout_tensor": 2, "train_data": 6}, 8, ((6, 1, 1), (1, 1, 2))),
+  ],
+)
+def test_the_slices_take_the_devices_that_are_left(
+  settings, num_devices, shapes
+):
+  mesh = config_lib.MeshSection(**settings)
+  assert config_lib.slice_shapes(mesh, num_devices) == shapes
+
+
+@pytest.mark.parametrize(
+  "settings, num_devices, field",
+  [
+    ({"train_data": 8}, 8, "mesh"),
+    ({"train_data": 2}, 1, "mesh"),
+    ({"train_data": 4, "rollout_data": 8, "rollout_tensor": -1}, 8, "mesh"),
+    ({"train_data": -1, "rollout_data": -1}, 8, "mesh.rollout_data"),
+  ],
+)
+def test_more_devices_than_there_are_is_an_error(settings, num_devices, field):
+  mesh = config_lib.MeshSection(**settings)
+  with pytest.raises(config_lib.ConfigError, match=f"^{field}: "):
+    config_lib.slice_shapes(mesh, num_devices)
+
+
+@pytest.mark.parametrize(
+  "path, value, axis",
+  [
+    ("train.rows_per_microbatch", 7, "train_fsdp"),
+    ("warm_start.rows_per_batch", 31, "train_data"),
+    ("rollout.num_slots", 31, "rollout_data"),
+  ],
+)
+def test_rows_and_slots_divide_over_their_axis(path, value, axis):
+  config = config_lib.Config()
+  put(config, f"mesh.{axis}", 2)
+  config_lib.validate(config, 8)
+  put(config, path, value)
+  with pytest.raises(config_lib.ConfigError, match=path):
+    config_lib.validate(config, 8)
+
+
+def changed_config():
+  config = config_lib.Config()
+  config.task.params = config_dict.ConfigDict({"min_terms": 3, "sizes": [1]})
+  config.rollout.kv_on_adopt = config_lib.KvOnAdopt.KEEP
+  config.rollout.prefill_buckets = (32, 64, 128)
+  config.train.optimizer.learning_rate = 1e-3
+  return config
+
+
+def test_a_config_survives_json():
+  text = json.dumps(config_json.to_dict(changed_config()), allow_nan=False)
+  read = config_json.from_dict(json.loads(text))
+  assert read == changed_config()
+  assert read != config_lib.Config()
+  config_lib.validate(read, 2)
+
+
+def test_a_stored_config_with_other_fields_is_refused():
+  values = config_json.to_dict(config_lib.Config())
+  del values["train"]["vocab_chunk"]
+  with pytest.raises(config_lib.ConfigError, match="^train.vocab_chunk: miss"):
+    config_json.from_dict(values)
+  values["train"]["vocab_chunk"] = 1
+  values["train"]["vocab_chunks"] = 1
+  with pytest.raises(config_lib.ConfigError, match="^train.vocab_chunks: not"):
+    config_json.from_dict(values)
+  del values["train"]["vocab_chunks"]
+  values["transfer"]["channel"] = "pigeon"
+  with pytest.raises(config_lib.ConfigError, match="one of orbax, direct"):
+    config_json.from_dict(values)
+
+
+def test_differences_name_the_fields():
+  found = config_json.differences(config_lib.Config(), changed_config())
+  assert [text.split(":")[0] for text in found] == [
+    "task.params",
+    "rollout.prefill_buckets",
+    "rollout.kv_on_adopt",
+    "train.optimizer.learning_rate",
+  ]
+  assert found[-1].endswith(": 0.0003 and 0.001")
+
+
+def test_a_run_may_go_on_longer_but_not_with_other_groups():
+  stored, config = config_lib.Config(), config_lib.Config()
+  config.train.num_steps += 10
+  config.run.checkpoint_every = 1
+  config.eval.every = 1
+  config_json.check_resumable(stored, config, "/runs/a")
+  config.algorithm.group_size = 8
+  config.eval.num_items = 1
+  with pytest.raises(config_lib.ConfigError) as caught:
+    config_json.check_resumable(stored, config, "/runs/a")
+  assert "algorithm.group_size: 16 and 8" in str(caught.value)
+  assert "eval.num_items" in str(caught.value)
+  assert "num_steps" not in str(caught.value)

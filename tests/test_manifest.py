@@ -1,0 +1,65 @@
+import pathlib
+import tempfile
+
+from hypothesis import given, settings, strategies as st
+import pytest
+
+from jaxrl_async import manifest
+
+
+def _directory_with(files: dict[str, bytes]) -> pathlib.Path:
+  directory = pathlib.Path(tempfile.mkdtemp())
+  for name, data in files.items():
+    (directory / name).parent.mkdir(parents=True, exist_ok=True)
+    (directory / name).write_bytes(data)
+  return directory
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_what_was_written_about_a_whole_directory_is_read_back(sync):
+  directory = _directory_with({"a": b"1", "b/c": b"", "b/manifest.json": b"2"})
+  manifest.write(directory, {"version": 3, "name": "x\ny"}, sync=sync)
+  assert manifest.verify(directory) == {"version": 3, "name": "x\ny"}
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), contents=st.lists(st.binary(max_size=40), max_size=3))
+def test_any_single_flipped_bit_is_refused_and_its_file_named(data, contents):
+  names = [f"d{i}/f" for i in range(len(contents))]
+  directory = _directory_with(dict(zip(names, contents, strict=True)))
+  manifest.write(directory, {"version": 1})
+  sizes = {n: (directory / n).stat().st_size for n in [*names, manifest.NAME]}
+  name = data.draw(st.sampled_from([n for n in sizes if sizes[n]]))
+  bit = data.draw(st.integers(0, 8 * sizes[name] - 1))
+  flipped = bytearray((directory / name).read_bytes())
+  flipped[bit // 8] ^= 1 << bit % 8
+  (directory / name).write_bytes(bytes(flipped))
+  with pytest.raises(manifest.ManifestError, match=f"{name} is corrupted"):
+    manifest.verify(directory)
+
+
+def test_a_directory_without_a_manifest_is_refused():
+  with pytest.raises(manifest.ManifestError, match="manifest.json is missing"):
+    manifest.verify(_directory_with({"a": b"1"}))
+
+
+def test_a_cut_manifest_is_refused_at_every_length():
+  directory = _directory_with({"a": b"1"})
+  manifest.write(directory, {"version": 1})
+  whole = (directory / manifest.NAME).read_bytes()
+  for length in range(len(whole)):
+    (directory / manifest.NAME).write_bytes(whole[:length])
+    with pytest.raises(manifest.ManifestError, match="is corrupted"):
+      manifest.verify(directory)
+
+
+def test_a_lost_and_an_added_file_are_refused_by_name():
+  directory = _directory_with({"a": b"1", "b/c": b"2"})
+  manifest.write(directory, {})
+  (directory / "b/d").write_bytes(b"")
+  with pytest.raises(manifest.ManifestError, match="b/d does not belong here"):
+    manifest.verify(directory)
+  (directory / "b/d").unlink()
+  (directory / "b/c").unlink()
+  with pytest.raises(manifest.ManifestError, match="b/c is missing"):
+    manifest.verify(directory)

@@ -1,0 +1,230 @@
+"""Metrics stay valid JSON across a resume; busy time is counted once."""
+
+import json
+import struct
+import threading
+
+import jax
+from jax import numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
+import numpy as np
+import pytest
+from tensorboardX.proto import event_pb2
+
+from jaxrl_async import metrics
+
+
+def lines(workdir):
+  def refuse(constant):
+    raise ValueError(constant)
+
+  text = (workdir / "metrics.jsonl").read_text()
+  return [json.loads(x, parse_constant=refuse) for x in text.splitlines()]
+
+
+def events(workdir):
+  """Every TensorBoard event of a folder, in the order it was written."""
+  for path in sorted((workdir / "tensorboard").iterdir()):
+    data = path.read_bytes()
+    at = 0
+    while at < len(data):
+      (size,) = struct.unpack_from("<Q", data, at)
+      yield event_pb2.Event.FromString(data[at + 12 : at + 12 + size])
+      at += 12 + size + 4
+
+
+def test_a_step_is_one_json_object(tmp_path):
+  writer = metrics.MetricsWriter(tmp_path)
+  writer.write(
+    1,
+    {
+      "reward/mean": np.float32(0.5),
+      "policy/loss": jnp.float32(2),
+      "completion/tokens_max": 7,
+      "staleness/histogram": np.array([4, 0, 1]),
+    },
+  )
+  writer.write(2, {"policy/loss": float("nan"), "policy/lr": -np.inf})
+  writer.close()
+  assert lines(tmp_path) == [
+    {
+      "step": 1,
+      "reward/mean": 0.5,
+      "policy/loss": 2.0,
+      "completion/tokens_max": 7,
+      "staleness/histogram": [4, 0, 1],
+    },
+    {"step": 2, "policy/loss": None, "policy/lr": None},
+  ]
+
+
+def test_tensorboard_gets_scalars_and_the_histogram(tmp_path):
+  writer = metrics.MetricsWriter(tmp_path)
+  writer.write(3, {"reward/mean": 0.25, "staleness/histogram": [0, 4, 1]})
+  writer.close()
+  values = {
+    v.tag: (e.step, v) for e in events(tmp_path) for v in e.summary.value
+  }
+  step, reward = values["reward/mean"]
+  assert (step, reward.simple_value) == (3, 0.25)
+  histogram = values["staleness/histogram"][1].histo
+  assert (histogram.min, histogram.max, histogram.num) == (1, 2, 5)
+  assert (histogram.sum, histogram.sum_squares) == (6, 8)
+  counts = dict(zip(histogram.bucket_limit, histogram.bucket, strict=True))
+  assert counts[1.5] == 4 and counts[2.5] == 1
+
+
+def test_a_resume_drops_what_came_after_the_checkpoint(tmp_path):
+  writer = metrics.MetricsWriter(tmp_path)
+  writer.write(1, {"x": 1})
+  writer.write(2, {"x": 2})
+  state = json.loads(json.dumps(writer.state()))
+  writer.write(3, {"x": 3})
+  writer.close()
+  resumed = metrics.MetricsWriter(tmp_path)
+  resumed.restore(state)
+  assert [x["step"] for x in lines(tmp_path)] == [1, 2]
+  assert resumed.state() == state
+  resumed.write(3, {"x": 30})
+  resumed.close()
+  assert [x["x"] for x in lines(tmp_path)] == [1, 2, 30]
+  starts = [e for e in events(tmp_path) if e.session_log.status]
+  assert [e.step for e in starts] == [0, 3]
+
+
+def test_a_writer_that_is_not_restored_begins_anew(tmp_path):
+  for value in (1, 2):
+    writer = metrics.MetricsWriter(tmp_path)
+    writer.write(1, {"x": value})
+    writer.close()
+  assert lines(tmp_path) == [{"step": 1, "x": 2}]
+
+
+def test_a_file_shorter_than_the_checkpoint_knows_is_refused(tmp_path):
+  writer = metrics.MetricsWriter(tmp_path)
+  with pytest.raises(ValueError, match="has 0 bytes"):
+    writer.restore({"num_bytes": 10, "last_step": 1})
+
+
+def test_a_step_is_written_once_and_only_numbers_are(tmp_path):
+  writer = metrics.MetricsWriter(tmp_path)
+  writer.write(1, {"x": 1})
+  with pytest.raises(ValueError, match="step 1"):
+    writer.write(1, {"x": 2})
+  for value in ("text", None, [[1, 2]]):
+    with pytest.raises(TypeError, match="metric y"):
+      writer.write(2, {"y": value})
+  writer.close()
+  assert len(lines(tmp_path)) == 1
+
+
+def clock_with(*intervals):
+  clock = metrics.BusyClock()
+  for start_s, end_s in intervals:
+    clock.add("decode", float(start_s), float(end_s))
+  return clock
+
+
+def test_overlapping_time_counts_once():
+  clock = clock_with((1, 3), (2, 4), (2, 3), (6, 7))
+  assert clock.busy_s(0.0, 10.0) == 4
+  assert clock.busy_frac(0.0, 10.0) == 0.4
+
+
+def test_busy_time_ends_at_the_window():
+  clock = clock_with((0, 2), (4, 8), (20, 30))
+  assert clock.busy_s(1.0, 6.0) == 3
+  assert clock.busy_s(9.0, 10.0) == 0
+  assert clock.busy_frac(5.0, 5.0) == 0.0
+
+
+def test_evaluations_leave_busy_time_and_window():
+  clock = clock_with((0, 4), (5, 6))
+  # 1 to 3 and 5.5 to 8 are evaluations; 10 seconds are 5.5 without them.
+  excluded = [(1.0, 3.0), (5.5, 8.0), (2.0, 3.0)]
+  assert clock.busy_s(0.0, 10.0, excluded) == 2.5
+  assert clock.busy_frac(0.0, 10.0, excluded) == 2.5 / 5.5
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_busy_time_equals_counting_ticks(seed):
+  rng = np.random.default_rng(seed)
+
+  def windows(count):
+    starts = rng.integers(0, 60, count)
+    return [(int(a), int(a + rng.integers(0, 9))) for a in starts]
+
+  busy, excluded = windows(12), windows(3)
+  start, end = 10, 50
+
+  def ticks(spans):
+    return {t for a, b in spans for t in range(a, b) if start <= t < end}
+
+  expected = len(ticks(busy) - ticks(excluded))
+  out = [(float(a), float(b)) for a, b in excluded]
+  assert clock_with(*busy).busy_s(float(start), float(end), out) == expected
+
+
+def test_recording_survives_an_error_and_many_threads():
+  clock = metrics.BusyClock()
+
+  def work():
+    for _ in range(200):
+      with pytest.raises(KeyError), clock.record("decode"):
+        raise KeyError
+
+  threads = [threading.Thread(target=work) for _ in range(4)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join(timeout=30)
+  intervals = clock.intervals()
+  assert len(intervals) == 800
+  assert {x.activity for x in intervals} == {"decode"}
+  assert all(0 <= x.start_s <= x.end_s for x in intervals)
+
+
+def test_clocks_of_one_run_share_their_origin():
+  early = metrics.BusyClock(origin_s=0.0)
+  late = metrics.BusyClock(origin_s=100.0)
+  assert early.now() - late.now() == pytest.approx(100, abs=1)
+
+
+def test_every_compiled_program_is_counted_once():
+  def program(x):
+    return x * 3 + 1
+
+  x = np.ones(3, np.float32)
+  compiled = jax.jit(program)
+  with metrics.CompilationCounter() as counter:
+    compiled(x)
+    compiled(x)
+    assert counter.num_programs == 1
+    compiled(np.ones(4, np.float32))
+  jax.jit(lambda x: x - 5)(x)
+  assert counter.num_programs == 2
+  assert 0 <= counter.num_cache_hits <= 2
+  assert counter.num_compiled == 2 - counter.num_cache_hits
+  assert counter.total_s > 0
+
+
+def test_what_the_cache_held_is_not_a_compilation(tmp_path):
+  before = jax.config.jax_compilation_cache_dir
+  x = np.ones(5, np.float32)
+  try:
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    compilation_cache.reset_cache()
+    counts = []
+    for _ in range(2):
+      jax.clear_caches()
+      with metrics.CompilationCounter() as counter:
+        jax.jit(lambda x: x * 7 - 2)(x)
+      counts.append((counter.num_programs, counter.num_cache_hits))
+  finally:
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+  assert counts == [(1, 0), (1, 1)]
+
+
+def test_peak_memory_is_that_of_a_process_with_jax():
+  assert 50 << 20 < metrics.peak_memory_bytes() < 64 << 30

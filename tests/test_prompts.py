@@ -1,0 +1,289 @@
+"""Prompts: splits, resuming, lengths, and what a wrong task says."""
+
+import itertools
+
+from ml_collections import config_dict
+import numpy as np
+import pytest
+
+from jaxrl_async import config
+from jaxrl_async import prompts
+from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async.rewards import extraction
+from jaxrl_async.rewards import reasoning
+
+TOKENIZER = tokenizer_lib.character_level()
+
+
+def chain_sum(template="{expression}\n", dataset="chain_sum", **params):
+  params = params or {
+    "min_terms": 3,
+    "max_terms": 6,
+    "min_digits": 1,
+    "max_digits": 1,
+  }
+  return config.TaskSection(
+    dataset=dataset,
+    params=config_dict.ConfigDict(params),
+    template=template,
+  )
+
+
+def source(task=None, *, seed=0, split=prompts.Split.TRAIN):
+  return prompts.PromptSource(
+    task or chain_sum(), TOKENIZER, seed=seed, split=split
+  )
+
+
+def stream(task=None, *, max_prompt_tokens=24, **kwargs):
+  return prompts.PromptStream(
+    source(task, **kwargs), max_prompt_tokens=max_prompt_tokens
+  )
+
+
+def test_ranges_of_seed_plus_index_are_disjoint_and_below_two_to_the_32():
+  starts = sorted(
+    prompts.first_dataset_seed(seed, split)
+    for seed in range(prompts.MAX_SEED + 1)
+    for split in prompts.Split
+  )
+  gaps = np.diff(np.array(starts, np.int64))
+  assert (gaps >= prompts.ITEMS_PER_SPLIT).all()
+  assert starts[0] == 0
+  assert starts[-1] + prompts.ITEMS_PER_SPLIT <= 2**32
+  assert prompts.MAX_SEED == 255
+
+
+def test_an_item_has_the_text_of_its_dataset_seed_plus_index():
+  # What makes disjoint ranges necessary.
+  first = prompts.first_dataset_seed(3, prompts.Split.WARM_START)
+  questions = prompts.QuestionSource(
+    chain_sum(), seed=3, split=prompts.Split.WARM_START
+  )
+  shifted = reasoning.create_dataset(
+    "chain_sum", chain_sum().params.to_dict(), seed=first + 5, size=1
+  )
+  assert questions[5]["question"] == shifted[0]["question"]
+  assert len(questions) == prompts.ITEMS_PER_SPLIT
+
+
+def test_no_question_belongs_to_two_splits():
+  texts = {}
+  for split in prompts.Split:
+    # Two-term sums: few enough that each split meets most of them.
+    each = source(
+      chain_sum(min_terms=2, max_terms=2, max_digits=1), split=split
+    )
+    found = [each.prompt_at(i) for i in range(1500)]
+    texts[split] = {p.item["question"] for p in found if p is not None}
+  for a, b in itertools.combinations(prompts.Split, 2):
+    assert not texts[a] & texts[b]
+  assert sum(map(len, texts.values())) > 150  # of 200
+  assert len(texts["eval"]) < len(texts["warm_start"]) < len(texts["train"])
+
+
+def test_an_items_prompt_depends_on_seed_split_and_index_only():
+  one, other = source(), source()
+  backwards = [other.prompt_at(i) for i in reversed(range(40))][::-1]
+  for i, again in enumerate(backwards):
+    prompt = one.prompt_at(i)
+    assert (prompt is None) == (again is None)
+    if prompt is not None:
+      assert prompt.prompt_id == again.prompt_id == f"chain_sum/train/{i}"
+      assert prompt.item == again.item
+      np.testing.assert_array_equal(prompt.tokens, again.tokens)
+  first = {
+    (seed, split): stream(seed=seed, split=split).next().item["question"]
+    for seed in (0, 1, 255)
+    for split in prompts.Split
+  }
+  assert len(set(first.values())) == len(first)
+
+
+def test_a_prompt_is_the_filled_in_template():
+  task = chain_sum("Q: {question} [{num_terms}, {difficulty[num_terms][0]}]")
+  prompt = stream(task, max_prompt_tokens=200).next()
+  item = prompt.item
+  assert TOKENIZER.decode(prompt.tokens) == (
+    f"Q: {item['question']} [{item['metadata']['num_terms']}, 3]"
+  )
+  assert reasoning.score(item, item["answer"]) == 1.0
+
+
+def test_a_restored_stream_goes_on_exactly():
+  uninterrupted = stream(max_prompt_tokens=15)
+  for _ in range(20):
+    uninterrupted.next()
+  state = uninterrupted.state()
+  rest = [uninterrupted.next() for _ in range(20)]
+  resumed = stream(max_prompt_tokens=15)
+  resumed.restore(state)
+  for prompt in rest:
+    again = resumed.next()
+    assert again.prompt_id == prompt.prompt_id
+    np.testing.assert_array_equal(again.tokens, prompt.tokens)
+  assert resumed.state() == uninterrupted.state()
+  with pytest.raises(KeyError):
+    resumed.restore({"next_index": 3})
+
+
+def test_a_prompt_that_is_too_long_is_skipped_and_counted():
+  limited, every = stream(max_prompt_tokens=15), stream()
+  expected, num_long = [], 0
+  while len(expected) < 30:
+    prompt = every.next()
+    if len(prompt.tokens) <= 15:
+      expected.append(prompt.prompt_id)
+    elif len(expected) < 30:
+      num_long += 1
+  assert [limited.next().prompt_id for _ in range(30)] == expected
+  assert limited.num_too_long == num_long > 0
+
+
+def test_a_stream_without_a_prompt_that_fits_is_an_error():
+  with pytest.raises(
+    config.ConfigError, match="rollout.max_prompt_tokens: 9, .* has 10 tokens"
+  ):
+    stream(max_prompt_tokens=9).next()
+
+
+def test_a_small_dataset_begins_again():
+  task = chain_sum("{question}", dataset="word_ladder", max_word_length=4)
+  small = source(task)
+  index = next(i for i in range(99) if small.prompt_at(i) is not None)
+  again = small.prompt_at(index + 20_000)
+  assert again.prompt_id == small.prompt_at(index).prompt_id
+
+
+def test_held_out_questions_are_distinct_and_in_no_other_split():
+  found = prompts.held_out(
+    chain_sum(), TOKENIZER, seed=0, max_prompt_tokens=24, num_items=64
+  )
+  texts = [prompt.item["question"] for prompt in found]
+  assert len(set(texts)) == len(texts) == 64
+  assert {prompts.split_of(text) for text in texts} == {prompts.Split.EVAL}
+  fewer = prompts.held_out(
+    chain_sum(), TOKENIZER, seed=0, max_prompt_tokens=24, num_items=16
+  )
+  assert [p.prompt_id for p in fewer] == [p.prompt_id for p in found[:16]]
+
+
+def test_too_few_held_out_questions_is_an_error():
+  with pytest.raises(config.ConfigError, match="eval.num_items: 999, but"):
+    prompts.held_out(
+      chain_sum(min_terms=2, max_terms=2, max_digits=1),
+      TOKENIZER,
+      seed=0,
+      max_prompt_tokens=24,
+      num_items=999,
+    )
+
+
+def worked_examples(task=None, **kwargs):
+  return list(
+    prompts.worked_examples(
+      task or chain_sum(),
+      config.WarmStartSection(**kwargs),
+      TOKENIZER,
+      seed=0,
+      max_prompt_tokens=24,
+    )
+  )
+
+
+def test_a_worked_solution_is_not_repeated_and_too_few_is_an_error():
+  # 200 questions, of which 4 of 10 belong to the warm start.
+  task = chain_sum(min_terms=2, max_terms=2, max_digits=1)
+  examples = worked_examples(task, num_examples=50, corrupted_frac=0.0)
+  texts = {TOKENIZER.decode(e.completion_tokens) for e in examples}
+  assert len(examples) == len(texts) == 50
+  with pytest.raises(config.ConfigError, match="warm_start.num_examples: 300"):
+    worked_examples(task, num_examples=300, corrupted_frac=0.0)
+  # With mistakes there are more of them.
+  worked_examples(task, num_examples=120, corrupted_frac=0.5)
+
+
+def test_worked_examples_are_distinct_solved_and_reproducible():
+  examples = worked_examples(num_examples=200, corrupted_frac=0.0)
+  texts = set()
+  for example in examples:
+    assert example.completion_tokens.dtype == np.int32
+    assert example.completion_tokens[-1] == TOKENIZER.eos_id
+    prompt = TOKENIZER.decode(example.prompt_tokens)
+    solution = TOKENIZER.decode(example.completion_tokens)
+    answer = extraction.extract_answer(solution, "=")
+    assert int(answer) == eval(prompt)
+    texts.add((prompt, solution))
+  assert len(texts) == 200
+  again = worked_examples(num_examples=200, corrupted_frac=0.0)
+  for one, other in zip(examples, again, strict=True):
+    np.testing.assert_array_equal(
+      one.completion_tokens, other.completion_tokens
+    )
+
+
+def test_a_shorter_warm_start_is_the_beginning_of_a_longer_one():
+  long = worked_examples(num_examples=40)
+  for one, other in zip(worked_examples(num_examples=20), long, strict=False):
+    np.testing.assert_array_equal(
+      one.completion_tokens, other.completion_tokens
+    )
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"dataset": "chain_sums"}, "task.dataset: .*did you mean chain_sum"),
+    ({"dataset": "zzz"}, "task.dataset: .*'zzz'; there is "),
+    ({"dataset": "composite"}, "task.dataset: "),
+    ({"min_term": 3}, r"task.params.min_term: .*did you mean min_terms"),
+    ({"seed": 3}, "task.params.seed: is set by the run"),
+    ({"min_terms": 5, "max_terms": 4}, "task.params: .*max_terms must be"),
+    ({"min_terms": "a"}, "task.params: chain_sum refuses"),
+    ({"template": "{expresion}"}, "task.template: .*did you mean expression"),
+    ({"template": "{question"}, "task.template: "),
+    ({"template": "{}"}, "task.template: "),
+    ({"template": "{num_terms[3]}"}, "task.template: "),
+    ({"template": "é {question}"}, "task.dataset: .*U\\+00E9"),
+  ],
+)
+def test_a_wrong_task_is_named_in_one_line(changes, message):
+  with pytest.raises(config.ConfigError, match=message) as raised:
+    prompts.validate_task(
+      chain_sum(**changes), TOKENIZER, seed=0, max_prompt_tokens=200
+    )
+  assert "\n" not in str(raised.value)
+
+
+def test_a_seed_out_of_range_is_named():
+  for seed in (-1, 256):
+    with pytest.raises(config.ConfigError, match="seed: .*0 to 255"):
+      source(seed=seed)
+
+
+@pytest.mark.parametrize(
+  ("task", "solver", "message"),
+  [
+    (chain_sum(), "chain_sun", "warm_start.solver: .*did you mean chain_sum"),
+    (
+      chain_sum("{question}", dataset="leg_counting", max_animals=3),
+      "chain_sum",
+      "warm_start.solver: .*cannot solve leg_counting",
+    ),
+    (
+      config.TaskSection(answer_prefix="answer:"),
+      "chain_sum",
+      "task.answer_prefix: 'answer:' finds None",
+    ),
+  ],
+)
+def test_a_warm_start_that_cannot_work_is_named(task, solver, message):
+  with pytest.raises(config.ConfigError, match=message):
+    prompts.validate_warm_start(
+      task, config.WarmStartSection(solver=solver), seed=0
+    )
+
+
+def test_a_right_task_passes():
+  prompts.validate_task(chain_sum(), TOKENIZER, seed=0, max_prompt_tokens=24)
+  prompts.validate_warm_start(chain_sum(), config.WarmStartSection(), seed=0)

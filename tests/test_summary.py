@@ -1,0 +1,199 @@
+"""The last line of a run is right, and its picture can be drawn."""
+
+import io
+import json
+
+from PIL import Image
+import pytest
+import rich.console
+
+from jaxrl_async import config as config_lib
+from jaxrl_async import dry_run
+from jaxrl_async import metrics
+from jaxrl_async import progress
+from jaxrl_async import summary as summary_lib
+from jaxrl_async.models import configs
+
+
+def make_summary(**changes):
+  values = {
+    "eval_before": 0.4,
+    "eval_after": 0.9,
+    "wall_s": 300.0,
+    "warm_start_s": 100.0,
+    "train_steps": 60,
+    "staleness_mean": 1.5,
+    "staleness_max": 4,
+    "mismatch_kl_mean": 1e-9,
+    "tokens": summary_lib.Tokens(
+      generated=100, trained=80, filtered=10, failed=6, in_flight=4
+    ),
+    "rollout_busy_frac": 0.8,
+    "train_busy_frac": 0.7,
+    "versions_per_trajectory_mean": 1.25,
+  }
+  return summary_lib.Summary(**{**values, **changes})
+
+
+def test_the_summary_is_one_line_and_the_same_in_the_file(tmp_path):
+  summary = make_summary(extra={"num_compilations": 12})
+  line = summary_lib.write(tmp_path, summary, max_staleness=4)
+  assert "\n" not in line
+  values = json.loads(line)
+  assert values == json.loads((tmp_path / "summary.json").read_text())
+  assert values.keys() == {
+    "eval_before",
+    "eval_after",
+    "wall_s",
+    "warm_start_s",
+    "train_steps",
+    "staleness_mean",
+    "staleness_max",
+    "mismatch_kl_mean",
+    "tokens",
+    "rollout_busy_frac",
+    "train_busy_frac",
+    "versions_per_trajectory_mean",
+    "num_compilations",
+  }
+  assert values["tokens"] == {
+    "generated": 100,
+    "trained": 80,
+    "filtered": 10,
+    "failed": 6,
+    "in_flight": 4,
+  }
+
+
+@pytest.mark.parametrize(
+  "changes, names",
+  [
+    (
+      {
+        "tokens": summary_lib.Tokens(
+          generated=100, trained=80, filtered=10, failed=6, in_flight=5
+        )
+      },
+      "do not add up",
+    ),
+    ({"staleness_max": 5}, "staleness_max 5 exceeds 4"),
+    ({"eval_after": 1.2}, "eval_after"),
+    ({"train_busy_frac": -0.1}, "train_busy_frac"),
+    ({"mismatch_kl_mean": float("nan")}, "mismatch_kl_mean is nan"),
+    ({"warm_start_s": 301.0}, "warm_start_s"),
+    ({"extra": {"wall_s": 1}}, "extra has wall_s"),
+  ],
+)
+def test_numbers_that_contradict_each_other_are_refused(
+  tmp_path, changes, names
+):
+  with pytest.raises(ValueError, match=names):
+    summary_lib.write(tmp_path, make_summary(**changes), max_staleness=4)
+  assert not list(tmp_path.iterdir())
+
+
+def make_history(num_steps):
+  train, rollout, ends = [], [], []
+  for step in map(float, range(num_steps)):
+    train.append(metrics.Interval(step, step + 0.5, "update"))
+    train.append(metrics.Interval(step + 0.5, step + 0.6, "something new"))
+    rollout.append(metrics.Interval(step, step + 0.9, "decode"))
+    ends.append(step + 0.6)
+  return summary_lib.History(
+    max_staleness=4,
+    evaluations=[(0.0, 0.4), (float(num_steps), 0.9)],
+    rewards=[(end, 0.5) for end in ends],
+    staleness_counts=[10, 30, 5],
+    versions_counts=[0, 3, 1],
+    intervals={"train": train, "rollout": rollout},
+    evaluation_windows=[(num_steps / 2, num_steps / 2 + 0.5)],
+    step_ends_s=ends,
+  )
+
+
+@pytest.mark.parametrize("num_steps", [0, 2, 20])
+def test_the_picture_is_drawn_for_runs_of_any_length(tmp_path, num_steps):
+  path = tmp_path / "summary.png"
+  summary_lib.draw(path, make_history(num_steps))
+  with Image.open(path) as image:
+    assert image.width > 1000 and image.height > 600
+    assert len(image.convert("RGB").getcolors(1 << 24)) > 20
+
+
+def test_the_zoom_is_three_steps_without_an_evaluation():
+  history = make_history(20)
+  start_s, end_s = summary_lib._zoom(history)
+  assert end_s - start_s == pytest.approx(3)
+  assert start_s in history.step_ends_s
+  ((a, b),) = history.evaluation_windows
+  assert end_s <= a or start_s >= b
+
+
+def report(step):
+  return progress.StepReport(
+    step=step,
+    reward=0.5,
+    staleness_mean=1.25,
+    staleness_max=4,
+    tokens_per_s=12_345.0,
+    rollout_busy_frac=0.8,
+    train_busy_frac=0.75,
+  )
+
+
+def test_progress_off_a_terminal_is_plain_lines():
+  console = rich.console.Console(file=io.StringIO(), width=40)
+  with progress.Progress(3, console=console, every_s=0.0) as shown:
+    shown.note("reads [/tmp/x]")
+    shown.step(report(1))
+    shown.step(report(2))
+  lines = console.file.getvalue().splitlines()
+  assert lines[0] == "reads [/tmp/x]"
+  assert len(lines) == 3
+  assert lines[2].startswith("step 2/3 reward 0.500 · staleness 1.2 (max 4)")
+  assert "12,345 tokens/s · busy: rollout 80%, train 75%" in lines[2]
+
+
+def test_progress_is_silent_between_its_lines_but_not_at_the_end():
+  console = rich.console.Console(file=io.StringIO(), width=200)
+  with progress.Progress(30, console=console, every_s=1000.0) as shown:
+    for step in range(1, 31):
+      shown.step(report(step))
+  lines = console.file.getvalue().splitlines()
+  assert [line.split()[1] for line in lines] == ["1/30", "30/30"]
+
+
+def test_progress_on_a_terminal_is_live():
+  console = rich.console.Console(
+    file=io.StringIO(), width=160, force_terminal=True
+  )
+  with progress.Progress(30, console=console) as shown:
+    shown.stage("warm start", 5, 10)
+    shown.step(report(1))
+  assert "reward 0.500" in console.file.getvalue()
+
+
+def test_time_left_ignores_the_first_step():
+  left = progress._Left(10)
+  assert left.after(1, 100.0) == "?"
+  assert left.after(3, 104.0) == "0:14"
+  assert left.after(10, 4000.0) == "0:00"
+  assert progress._clock(3725.0) == "1:02:05"
+
+
+def test_a_dry_run_says_what_a_config_asks_of_the_machine():
+  config = config_lib.Config()
+  model = configs.MODELS["quickstart"]
+  text = dry_run.report(
+    config,
+    model,
+    optimizer_bytes=8 << 20,
+    train_devices=["cpu:0"],
+    rollout_devices=["cpu:1"],
+  )
+  assert "32 groups x 16 = 512 trajectories" in text
+  assert "128 trajectories; 4 updates a step, 240 in the run" in text
+  assert "at most 160 groups = 2,560 trajectories" in text
+  assert f"{model.num_params:,} parameters" in text
+  assert "optimizer 8.0 MiB" in text
+  assert "share" not in text

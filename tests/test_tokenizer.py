@@ -1,0 +1,89 @@
+"""Text to token ids and back."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from jaxrl_async import tokenizer as tokenizer_lib
+
+GPT2 = pathlib.Path(__file__).parents[1] / "../shared/data/gpt2_tokenizer"
+
+
+def test_pad_and_eos_come_first_then_newline_and_printable_ascii():
+  tokenizer = tokenizer_lib.character_level()
+  assert (tokenizer.pad_id, tokenizer.eos_id) == (0, 1)
+  assert tokenizer.vocab_size == 2 + 1 + 95
+  np.testing.assert_array_equal(tokenizer.encode("\n ~"), [2, 3, 97])
+  assert tokenizer.encode("\n ~").dtype == np.int32
+
+
+def test_each_character_is_a_token_and_comes_back():
+  tokenizer = tokenizer_lib.character_level()
+  text = tokenizer_lib.ALPHABET + "  two  spaces\n\n<eos></s>" + "4 - 1 = 3"
+  tokens = tokenizer.encode(text)
+  assert len(tokens) == len(text)
+  assert tokenizer.decode(tokens) == text
+  assert tokenizer.encode("").shape == (0,)
+
+
+def test_decode_leaves_special_tokens_out():
+  tokenizer = tokenizer_lib.character_level()
+  tokens = np.concatenate([tokenizer.encode("a b"), [1, 0, 0]])
+  assert tokenizer.decode(tokens) == "a b"
+  assert tokenizer.decode([]) == ""
+
+
+@pytest.mark.parametrize("character", ["é", "\t", "\r", "⟨", "²"])
+def test_a_character_outside_the_alphabet_is_named(character):
+  tokenizer = tokenizer_lib.character_level()
+  with pytest.raises(ValueError, match=f"U\\+{ord(character):04X}"):
+    tokenizer.encode(f"ab{character}c")
+
+
+def test_no_text_spells_a_special_token():
+  tokenizer = tokenizer_lib.character_level()
+  for token in (tokenizer_lib.PAD_TOKEN, tokenizer_lib.EOS_TOKEN):
+    with pytest.raises(ValueError, match="alphabet"):
+      tokenizer.encode(token)
+
+
+def test_a_saved_tokenizer_loads_as_it_was(tmp_path):
+  tokenizer = tokenizer_lib.character_level()
+  tokenizer.save(tmp_path / "deep" / "tokenizer")
+  loaded = tokenizer_lib.load(tmp_path / "deep" / "tokenizer")
+  text = "(1 + 2)*3 = 9\n"
+  np.testing.assert_array_equal(loaded.encode(text), tokenizer.encode(text))
+  assert loaded.decode(loaded.encode(text)) == text
+  assert (loaded.pad_id, loaded.eos_id, loaded.vocab_size) == (0, 1, 98)
+  with pytest.raises(ValueError, match="alphabet"):
+    loaded.encode("é")
+
+
+def test_a_directory_without_a_tokenizer_is_named(tmp_path):
+  with pytest.raises(FileNotFoundError, match="tokenizer.json does not exist"):
+    tokenizer_lib.load(tmp_path)
+
+
+def test_an_unknown_end_of_sequence_is_an_error(tmp_path):
+  tokenizer_lib.character_level().save(tmp_path)
+  (tmp_path / "tokenizer_config.json").write_text("{}")
+  with pytest.raises(ValueError, match="needs an eos_token"):
+    tokenizer_lib.load(tmp_path)
+  (tmp_path / "tokenizer_config.json").write_text(
+    json.dumps({"eos_token": {"content": "~"}})
+  )
+  loaded = tokenizer_lib.load(tmp_path)
+  assert loaded.eos_id == loaded.pad_id == 97
+
+
+def test_a_real_byte_level_tokenizer_loads():
+  if not GPT2.is_dir():
+    pytest.skip(f"{GPT2} is absent")
+  tokenizer = tokenizer_lib.load(GPT2)
+  assert tokenizer.vocab_size == 50257
+  assert tokenizer.eos_id == tokenizer.pad_id == 50256
+  np.testing.assert_array_equal(tokenizer.encode("Hello world"), [15496, 995])
+  text = "Café costs 3² €\n\tand more  "
+  assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -1,0 +1,90 @@
+"""Worked solutions of the warm start."""
+
+import numpy as np
+import pytest
+
+from jaxrl_async import worked_solutions
+from jaxrl_async.rewards import extraction
+from jaxrl_async.rewards import reasoning
+
+
+def items(num_items, **params):
+  dataset = reasoning.create_dataset(
+    "chain_sum", params, seed=7, size=num_items
+  )
+  for i in range(num_items):
+    yield {"dataset": "chain_sum", "params": params, **dataset[i]}
+
+
+QUICKSTART = {"min_terms": 3, "max_terms": 6, "min_digits": 1, "max_digits": 1}
+
+
+def test_the_partial_sums_are_written_from_left_to_right():
+  item = {"metadata": {"expression": "4 - 1 - 7 + 7"}}
+  solution = worked_solutions.chain_sum(item, np.random.default_rng(0), 0.0)
+  assert solution == "4-1=3\n3-7=-4\n-4+7=3"
+
+
+@pytest.mark.parametrize(
+  "params",
+  [
+    QUICKSTART,
+    {"min_terms": 1, "max_terms": 8, "max_digits": 4, "allow_negation": True},
+  ],
+)
+def test_an_uncorrupted_solution_always_scores_one(params):
+  rng = np.random.default_rng(0)
+  for item in items(300, **params):
+    solution = worked_solutions.chain_sum(item, rng, 0.0)
+    answer = extraction.extract_answer(solution, "=")
+    assert reasoning.score(item, answer) == 1.0
+
+
+def test_every_line_is_wrong_by_one_to_three_when_all_are_corrupted():
+  rng = np.random.default_rng(0)
+  errors = set()
+  for item in items(200, **QUICKSTART):
+    solution = worked_solutions.chain_sum(item, rng, 1.0)
+    carried = item["metadata"]["expression"].split()[0]
+    for line in solution.split("\n"):
+      left, right = line.split("=")
+      assert left.startswith(carried)  # the wrong sum is carried on
+      errors.add(int(right) - eval(left.replace("--", "+")))
+      carried = right
+  assert errors == {-3, -2, -1, 1, 2, 3}
+
+
+def test_corrupted_solutions_are_wrong_about_as_often_as_expected():
+  corrupted_frac, num_items = 0.2, 2000
+  rng = np.random.default_rng(0)
+  steps = [-3, -2, -1, 1, 2, 3]
+  expected, wrong = [], 0
+  for item in items(num_items, **QUICKSTART):
+    solution = worked_solutions.chain_sum(item, rng, corrupted_frac)
+    answer = extraction.extract_answer(solution, "=")
+    wrong += reasoning.score(item, answer) != 1.0
+    # Errors may cancel: follow the distribution of their sum.
+    sums = {0: 1.0}
+    for _ in range(item["metadata"]["num_terms"] - 1):
+      after = {}
+      for total, p in sums.items():
+        for step, q in [(0, 1 - corrupted_frac)] + [
+          (step, corrupted_frac / 6) for step in steps
+        ]:
+          after[total + step] = after.get(total + step, 0.0) + p * q
+      sums = after
+    expected.append(1 - sums[0])
+  mean = np.mean(expected)
+  deviation = np.sqrt(mean * (1 - mean) / num_items)
+  assert 0.3 < mean < 0.7
+  assert abs(wrong / num_items - mean) < 4 * deviation
+
+
+def test_the_quickstarts_solutions_are_short_with_a_tail():
+  rng = np.random.default_rng(0)
+  lengths = [
+    len(worked_solutions.chain_sum(item, rng, 0.2)) + 1
+    for item in items(1000, **QUICKSTART)
+  ]
+  assert 22 < np.mean(lengths) < 32
+  assert max(lengths) <= 51
