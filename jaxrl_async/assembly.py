@@ -1,11 +1,17 @@
-"""From a config to the parts of a run: the one place that takes it apart."""
+"""From a config to the parts of a run."""
 
+from collections.abc import Sequence
 import dataclasses
+import math
+import pathlib
 from typing import Any
 
 import jax
 
+from jaxrl_async import checkpoint
 from jaxrl_async import config as config_lib
+from jaxrl_async import dry_run
+from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import metrics as metrics_lib
 from jaxrl_async import progress as progress_lib
 from jaxrl_async import prompts
@@ -14,6 +20,7 @@ from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async import train_step
 from jaxrl_async import trainer as trainer_lib
 from jaxrl_async.models import configs
+from jaxrl_async.models import transformer
 from jaxrl_async.rollout import engine as engine_lib
 
 
@@ -104,6 +111,8 @@ def warm_start(
 ) -> Any:
   """The first stage: parameters after supervised training, or fresh ones."""
   section = config.warm_start
+  if section.checkpoint:
+    return load_params(section.checkpoint, model, mesh)
   rows = None
   if section.num_steps:
     examples = prompts.worked_examples(
@@ -127,3 +136,101 @@ def warm_start(
       "warm start", step, section.num_steps, f"loss {loss:.3f}"
     ),
   )
+
+
+def check(config: config_lib.Config) -> None:
+  """Checks what `config.validate` cannot: names, data and template.
+
+  Raises:
+    ConfigError: one line that names the field.
+  """
+  tokenizer = tokenizer_lib.character_level()
+  model_config(config, tokenizer.vocab_size)
+  prompts.validate_task(
+    config.task,
+    tokenizer,
+    seed=config.seed,
+    max_prompt_tokens=config.rollout.max_prompt_tokens,
+  )
+  if config.warm_start.num_steps:
+    prompts.validate_warm_start(
+      config.task, config.warm_start, seed=config.seed
+    )
+
+
+def cut_devices(
+  config: config_lib.Config, devices: Sequence[jax.Device]
+) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
+  """Train and rollout mesh."""
+  train_shape, rollout_shape = config_lib.slice_shapes(
+    config.mesh, len(devices)
+  )
+  return mesh_lib.cut_devices(
+    devices, train_shape=train_shape, rollout_shape=rollout_shape
+  )
+
+
+def describe(config: config_lib.Config, devices: Sequence[jax.Device]) -> str:
+  """What `--dry_run` prints: sizes, memory and devices; compiles nothing.
+
+  Raises:
+    ConfigError: as a run would.
+  """
+  check(config)
+  model = model_config(config, tokenizer_lib.character_level().vocab_size)
+  train_mesh, rollout_mesh = cut_devices(config, devices)
+  section = config.train.optimizer
+  optimizer = train_step.make_optimizer(
+    section, train_step.learning_rate_schedule(section)
+  )
+  state = trainer_lib.abstract_train_state(
+    forward_settings(config, model, 1.0), optimizer
+  )
+  return dry_run.report(
+    config,
+    model,
+    optimizer_bytes=sum(
+      math.prod(x.shape) * x.dtype.itemsize
+      for x in jax.tree.leaves(state.opt_state)
+    ),
+    train_devices=list(train_mesh.devices.flat),
+    rollout_devices=list(rollout_mesh.devices.flat),
+  )
+
+
+def save_params(directory: pathlib.Path, params: Any) -> None:
+  """Writes parameters where `warm_start.checkpoint` can name them."""
+  checkpoint.save(directory, 0, params, {}, [])
+
+
+def load_params(
+  directory: str, model: configs.ModelConfig, mesh: jax.sharding.Mesh
+) -> Any:
+  """Reads what `save_params` wrote, sharded over a mesh.
+
+  Raises:
+    ConfigError: there is nothing of that shape.
+  """
+  shapes = jax.eval_shape(
+    lambda key: transformer.init_params(model, key), jax.random.key(0)
+  )
+  target = jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    shapes,
+    mesh_lib.shardings(
+      mesh,
+      mesh_lib.TRAIN_RULES,
+      transformer.logical_axes(model, is_stacked=True),
+    ),
+  )
+  path = pathlib.Path(directory)
+  if checkpoint.latest(path) is None:
+    raise config_lib.ConfigError(
+      f"warm_start.checkpoint: {directory} holds no parameters; launch/sft.py"
+      " writes them to WORKDIR/params"
+    )
+  try:
+    params, _, _ = checkpoint.restore(path, 0, target, lambda _: {})
+  except checkpoint.CheckpointError as error:
+    raise config_lib.ConfigError(f"warm_start.checkpoint: {error}") from error
+  return params

@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async import manifest, pytree_files
+from jaxrl_async import manifest
+from jaxrl_async import pytree_files
 from jaxrl_async.types import FinishReason, Prompt, RolloutGroup, Trajectory
 
 _ARRAY_FIELDS = (
@@ -86,12 +87,12 @@ def save(
   records, arrays = _pack(groups)
   incomplete = directory / f"{step}.incomplete"
   incomplete.mkdir()
-  wait_until_saved = pytree_files.save_async(incomplete / "train_state", named)
   (incomplete / "host_state.json").write_text(json.dumps(host_state))
   (incomplete / "groups.json").write_text(json.dumps(records))
   for field, array in arrays.items():
     np.save(incomplete / f"{field}.npy", array, allow_pickle=False)
-  wait_until_saved()
+  # Last, so that nothing can raise while it writes in the background.
+  pytree_files.save_async(incomplete / "train_state", named)()
   about = {"step": step, "layout": pytree_files.layout(named)}
   manifest.write(incomplete, about, sync=True)
   _remove(directory, step)

@@ -138,9 +138,11 @@ class WarmStartSection:
     corrupted_frac: share of intermediate results that are written wrong and
       carried on, so that the policy has something left to learn.
     decay: final learning rate over peak, reached by cosine.
+    checkpoint: directory of parameters to take instead, of `launch/sft.py`.
   """
 
   num_steps: int = 0
+  checkpoint: str = ""
   rows_per_batch: int = 32
   solver: str = "chain_sum"
   num_examples: int = 20_000

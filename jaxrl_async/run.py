@@ -24,12 +24,10 @@ from jaxrl_async import config as config_lib
 from jaxrl_async import config_json
 from jaxrl_async import evaluate
 from jaxrl_async import ledger as ledger_lib
-from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import metrics as metrics_lib
 from jaxrl_async import progress as progress_lib
 from jaxrl_async import prompts
 from jaxrl_async import run_record
-from jaxrl_async import summary
 from jaxrl_async import supervisor
 from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async import trainer as trainer_lib
@@ -89,11 +87,8 @@ class Run:
       num_retries=config.task.reward_retries,
       answer_prefix=config.task.answer_prefix,
     )
-    train_shape, rollout_shape = config_lib.slice_shapes(
-      config.mesh, len(jax.devices())
-    )
-    self.train_mesh, self.rollout_mesh = mesh_lib.cut_devices(
-      jax.devices(), train_shape=train_shape, rollout_shape=rollout_shape
+    self.train_mesh, self.rollout_mesh = assembly.cut_devices(
+      config, jax.devices()
     )
     self.trainer = assembly.make_trainer(
       config, self.model, self.train_mesh, self.busy["train"]
@@ -108,9 +103,6 @@ class Run:
     self.supervisor = supervisor.Supervisor(on_failure=self.buffer.close)
     self._bad_updates = 0
     self._has_worker = False
-    self._rl_start_s: float | None = None
-    self._rl_end_s: float | None = None
-    self._last_totals: dict[str, float] = {}
 
   # -- assembly -------------------------------------------------------------
 
@@ -172,13 +164,22 @@ class Run:
       busy=self.busy["rollout"],
     )
     self.worker.restore(outstanding)
+    self.recorder = run_record.Recorder(
+      self.record,
+      workdir=self.workdir,
+      writer=self.writer,
+      ledger=self.ledger,
+      worker=self.worker,
+      rewards=self.rewards,
+      busy=self.busy,
+      progress=self.progress,
+    )
     params = self.trainer.published()
     if self.resumed_step is None:
       self._evaluate(0, params)
       self._save(0)
-    self._rl_start_s = self.clock.now()
+    self.recorder.start_rl()
     self._publish(params, step)
-    self._last_totals = self._totals()
     self._has_worker = True
     self.supervisor.spawn("rollout worker", self.worker.run)
     return step
@@ -240,10 +241,9 @@ class Run:
     ]
 
   def _make_channel(self) -> weight_transfer.WeightChannel:
-    shapes = self.trainer.published_shapes()
     target = jax.tree.map(
       lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-      shapes,
+      self.trainer.published_shapes(),
       self.engine.params_sharding.weights,
     )
     num_bytes = sum(
@@ -283,23 +283,23 @@ class Run:
         self.trainer.published(), step
       )
       if pending is not None:
-        self._record_step(pending)
+        self._record(pending)
       pending = dispatched
       every = self.config.eval.every
       is_last = step == num_steps
       has_eval = is_last or (every > 0 and step % every == 0)
       has_checkpoint = is_last or step % run.checkpoint_every == 0
       if has_eval or has_checkpoint or self.stop.is_set:
-        self._record_step(pending)
+        self._record(pending)
         pending = None
       if is_last:
-        self._rl_end_s = self.clock.now()
+        self.recorder.end_rl()
       if has_eval:
         self._evaluate(step, self.trainer.published())
       if has_checkpoint:
         self._save(step)
     if pending is not None:
-      self._record_step(pending)
+      self._record(pending)
     return step
 
   def _next_batch(self, step: int) -> list[types.RolloutGroup] | None:
@@ -327,97 +327,9 @@ class Run:
     self.buffer.set_policy_version(version)
     return blocked_s
 
-  def _totals(self) -> dict[str, float]:
-    stats = dataclasses.asdict(self.scheduler.stats)
-    start_s, now_s = self._rl_start_s, self.clock.now()
-    windows = self.record.windows
-    return {
-      **stats,
-      "wait_s": self.worker.wait_for_admission_s,
-      "adopt_s": self.worker.adopt_s,
-      "now_s": now_s,
-      "evaluated_s": sum(end - start for start, end in windows),
-      **{
-        f"{name}_busy_s": clock.busy_s(start_s, now_s, windows)
-        for name, clock in self.busy.items()
-      },
-    }
-
-  def _record_step(self, pending: trainer_lib.Pending) -> None:
-    """Fetches a step's metrics, writes them and the ledger's lines."""
-    values, is_bad = pending.metrics()
-    for group in pending.groups:
-      self.ledger.add_trained(
-        group, step=pending.step, skipped_update=any(is_bad)
-      )
-    totals, last = self._totals(), self._last_totals
-    delta = {name: totals[name] - last[name] for name in totals}
-    self._last_totals = totals
-    step_s = max(delta["now_s"] - delta["evaluated_s"], 1e-9)
-    trained = sum(g.num_completion_tokens for g in pending.groups)
-    values |= self._rollout_metrics(delta, step_s)
-    values |= self.rewards.metrics()
-    values |= {
-      "time/step_s": step_s,
-      "train/tokens_per_s": trained / step_s,
-      "train/busy_frac": min(delta["train_busy_s"] / step_s, 1.0),
-    }
-    values |= self._ledger_metrics()
-    self.record.add_step(totals["now_s"], values)
-    if not self.record.first_step_s:
-      self.record.first_step_s = totals["now_s"] - self._rl_start_s
-    self.writer.write(pending.step + 1, values)
-    self.progress.step(
-      progress_lib.StepReport(
-        step=pending.step + 1,
-        reward=values["reward/mean"],
-        staleness_mean=values["staleness/mean"],
-        staleness_max=values["staleness/max"],
-        tokens_per_s=values["rollout/tokens_per_s"],
-        rollout_busy_frac=values["rollout/busy_frac"],
-        train_busy_frac=values["train/busy_frac"],
-      )
-    )
-    self._check_updates(pending, is_bad)
-
-  def _rollout_metrics(
-    self, delta: dict[str, float], step_s: float
-  ) -> dict[str, float]:
-    slot_steps = delta["waiting_slot_steps"]
-    prefill = delta["prefill_tokens"]
-    occupancy = delta["busy_slot_steps"] / slot_steps if slot_steps else 1.0
-    all_tokens = prefill + delta["generated_tokens"]
-    return {
-      "rollout/tokens_per_s": delta["generated_tokens"] / step_s,
-      "rollout/slot_occupancy": occupancy,
-      "rollout/prefill_frac": prefill / max(all_tokens, 1),
-      "rollout/recompute_tokens": delta["recompute_tokens"],
-      "rollout/interruptions": delta["interruptions"],
-      "rollout/wait_for_admission_s": delta["wait_s"],
-      "rollout/busy_frac": min(delta["rollout_busy_s"] / step_s, 1.0),
-      "time/adopt_s": delta["adopt_s"],
-    }
-
-  def _ledger_metrics(self) -> dict[str, int]:
-    ledger = self.ledger.state()
-    generated = (
-      self.record.generated_tokens + self.scheduler.stats.generated_tokens
-    )
-    ended = (
-      ledger.trained_tokens + ledger.filtered_tokens + ledger.failed_tokens
-    )
-    return {
-      "ledger/generated_tokens": generated,
-      "ledger/trained_tokens": ledger.trained_tokens,
-      "ledger/filtered_tokens": ledger.filtered_tokens,
-      "ledger/failed_tokens": ledger.failed_tokens,
-      "ledger/in_flight_tokens": generated - ended,
-    }
-
-  def _check_updates(
-    self, pending: trainer_lib.Pending, is_bad: list[bool]
-  ) -> None:
-    for bad in is_bad:
+  def _record(self, pending: trainer_lib.Pending) -> None:
+    """Writes a step down; too many skipped updates end the run."""
+    for bad in self.recorder.step(pending):
       self._bad_updates = self._bad_updates + 1 if bad else 0
       if self._bad_updates >= self.config.train.max_bad_updates:
         indices = [group.index for group in pending.groups]
@@ -493,32 +405,18 @@ class Run:
     ]
     return groups
 
-  def _tokens(self, groups: list[checkpoint.OutstandingGroup]):
-    """Where the generated tokens are; raises unless they balance."""
-    ledger = self.ledger.state()
-    tokens = {
-      "generated": self.record.generated_tokens
-      + self.scheduler.stats.generated_tokens,
-      "trained": ledger.trained_tokens,
-      "filtered": ledger.filtered_tokens,
-      "failed": ledger.failed_tokens,
-      "in_flight": sum(g.group.num_completion_tokens for g in groups if g.group),
-    }
-    ledger_lib.check_balance(**tokens)
-    return tokens
-
   def _save(self, step: int) -> None:
     """A checkpoint of everything; the worker stands still for the copy."""
     with self._paused():
       groups = self._in_flight()
-      tokens = self._tokens(groups)
+      self.recorder.tokens(_count_tokens(groups))
       host_state = {
         "groups_per_step": self.config.algorithm.groups_per_step,
         "next_index": self.buffer.state().next_index,
         "stream": self.stream.state(),
         "ledger": dataclasses.asdict(self.ledger.state()),
         "metrics": self.writer.state(),
-        "record": self._record_until_now(tokens["generated"]),
+        "record": self.recorder.state(),
       }
     checkpoint.save(
       self._checkpoints,
@@ -529,85 +427,22 @@ class Run:
       keep=self.config.run.keep_checkpoints,
     )
 
-  def _record_until_now(self, generated_tokens: int) -> dict[str, Any]:
-    now_s = self.clock.now()
-    rl_s, busy_s = self._rl_times(now_s)
-    record = dataclasses.replace(
-      self.record,
-      wall_s=now_s,
-      rl_s=rl_s,
-      busy_s=busy_s,
-      generated_tokens=generated_tokens,
+  def finish(self, step: int, extra: dict[str, Any]) -> str:
+    """Writes summary.json and summary.png; gives the summary's line."""
+    with self._paused():
+      in_flight = _count_tokens(self._in_flight())
+    return self.recorder.finish(
+      step=step,
+      in_flight=in_flight,
+      max_staleness=self.config.algorithm.max_staleness,
+      extra=extra,
     )
-    return dataclasses.asdict(record)
-
-  def _rl_times(self, now_s: float) -> tuple[float, dict[str, float]]:
-    """Seconds of the RL stage without evaluation, and busy ones of a slice."""
-    record = self.record
-    if self._rl_start_s is None:
-      return record.rl_s, dict(record.busy_s)
-    start_s = self._rl_start_s
-    inside = [w for w in record.windows if w[1] > start_s]
-    rl_s = now_s - start_s - sum(end - start for start, end in inside)
-    busy_s = {
-      name: record.busy_s[name] + clock.busy_s(start_s, now_s, inside)
-      for name, clock in self.busy.items()
-    }
-    return record.rl_s + rl_s, busy_s
 
   def interrupt(self, step: int) -> None:
     """Writes a checkpoint and raises Interrupted."""
     self._save(step)
     raise Interrupted(
       f"stopped after step {step}; the same command on {self.workdir} goes on"
-    )
-
-  def finish(self, step: int, extra: dict[str, Any]) -> str:
-    """Writes summary.json and summary.png; gives the summary's line."""
-    record = self.record
-    self._rl_end_s = self._rl_end_s or self.clock.now()
-    rl_s, busy_s = self._rl_times(self._rl_end_s)
-    tokens = self._tokens(self._in_flight())
-    first, last = record.evaluations[0], record.evaluations[-1]
-    algorithm = self.config.algorithm
-    summary.draw(
-      self.workdir / "summary.png",
-      record.history(
-        max_staleness=algorithm.max_staleness,
-        intervals={
-          name: clock.intervals() for name, clock in self.busy.items()
-        },
-      ),
-    )
-    return summary.write(
-      self.workdir,
-      summary.Summary(
-        eval_before=first[2],
-        eval_after=last[2],
-        wall_s=self.clock.now(),
-        warm_start_s=record.warm_start_s,
-        train_steps=step,
-        staleness_mean=record.staleness_mean,
-        staleness_max=record.staleness_max,
-        mismatch_kl_mean=record.mismatch_kl_mean,
-        tokens=summary.Tokens(**tokens),
-        rollout_busy_frac=busy_s["rollout"] / rl_s,
-        train_busy_frac=busy_s["train"] / rl_s,
-        versions_per_trajectory_mean=record.versions_per_trajectory_mean,
-        extra={
-          "eval_before_greedy": first[3],
-          "eval_after_greedy": last[3],
-          "mismatch_kl_max": max(
-            record.mismatch_kls + record.evaluation_kls, default=0.0
-          ),
-          "rl_s": rl_s,
-          "first_step_s": record.first_step_s,
-          "prompts_too_long": self.stream.num_too_long,
-          "peak_memory_bytes": metrics_lib.peak_memory_bytes(),
-          **extra,
-        },
-      ),
-      max_staleness=algorithm.max_staleness,
     )
 
   def close(self, error: BaseException | None) -> None:
@@ -624,6 +459,10 @@ class Run:
     self.writer.close()
     if late and error is None:
       raise TimeoutError(f"{', '.join(late)} did not end in {timeout_s} s")
+
+
+def _count_tokens(groups: list[checkpoint.OutstandingGroup]) -> int:
+  return sum(g.group.num_completion_tokens for g in groups if g.group)
 
 
 def prepare_workdir(config: config_lib.Config, workdir: pathlib.Path) -> None:
@@ -658,6 +497,7 @@ def run(
     Interrupted: it was asked to end, and can be continued.
     ThreadFailed, StallError, BadUpdatesError: what they say.
   """
+  assembly.check(config)
   prepare_workdir(config, workdir)
   stop = supervisor.StopRequest()
   with (

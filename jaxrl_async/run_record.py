@@ -1,10 +1,20 @@
-"""What a run remembers about itself across restarts, for its summary."""
+"""What a run writes down: a line a step, and at the end its summary.
+
+`RunRecord` is what it remembers about itself across restarts; `Recorder` reads
+the parts of a running one.
+"""
 
 import dataclasses
+import pathlib
 from typing import Any
 
+from jaxrl_async import ledger as ledger_lib
 from jaxrl_async import metrics
+from jaxrl_async import progress as progress_lib
 from jaxrl_async import summary
+from jaxrl_async import trainer as trainer_lib
+from jaxrl_async.rewards import service
+from jaxrl_async.rollout import worker as worker_lib
 
 
 def _add_counts(total: list[int], more: list[int]) -> list[int]:
@@ -105,3 +115,226 @@ class RunRecord:
       evaluation_windows=self.windows,
       step_ends_s=[time_s for time_s, _ in self.rewards],
     )
+
+
+class Recorder:
+  """Fetches a step's metrics and writes them everywhere they belong.
+
+  Threads: belongs to the main thread; what it reads of the worker are plain
+  counters.
+  """
+
+  def __init__(
+    self,
+    record: RunRecord,
+    *,
+    workdir: pathlib.Path,
+    writer: metrics.MetricsWriter,
+    ledger: ledger_lib.Ledger,
+    worker: worker_lib.RolloutWorker,
+    rewards: service.RewardService,
+    busy: dict[str, metrics.BusyClock],
+    progress: progress_lib.Progress,
+  ):
+    self.record = record
+    self._workdir = workdir
+    self._writer = writer
+    self._ledger = ledger
+    self._worker = worker
+    self._rewards = rewards
+    self._busy = busy
+    self._progress = progress
+    self._clock = busy["train"]
+    self._rl_start_s: float | None = None
+    self._rl_end_s: float | None = None
+    self._last: dict[str, float] = {}
+
+  def start_rl(self) -> None:
+    """The RL stage begins: everything from here on counts."""
+    self._rl_start_s = self._clock.now()
+    self._last = self._totals()
+
+  def end_rl(self) -> None:
+    """The last train step is done; evaluating and closing do not count."""
+    self._rl_end_s = self._clock.now()
+
+  def step(self, pending: trainer_lib.Pending) -> list[bool]:
+    """Writes metrics and ledger of a step; tells which updates were skipped."""
+    values, is_bad = pending.metrics()
+    for group in pending.groups:
+      self._ledger.add_trained(
+        group, step=pending.step, skipped_update=any(is_bad)
+      )
+    totals = self._totals()
+    delta = {name: totals[name] - self._last[name] for name in totals}
+    self._last = totals
+    step_s = max(delta["now_s"] - delta["evaluated_s"], 1e-9)
+    trained = sum(g.num_completion_tokens for g in pending.groups)
+    values |= _rollout_metrics(delta, step_s)
+    values |= self._rewards.metrics()
+    values |= {
+      "time/step_s": step_s,
+      "train/tokens_per_s": trained / step_s,
+      "train/busy_frac": min(delta["train_busy_s"] / step_s, 1.0),
+    }
+    ledger = self._ledger.state()
+    ended = (
+      ledger.trained_tokens + ledger.filtered_tokens + ledger.failed_tokens
+    )
+    values |= {
+      "ledger/generated_tokens": self._generated_tokens(),
+      "ledger/trained_tokens": ledger.trained_tokens,
+      "ledger/filtered_tokens": ledger.filtered_tokens,
+      "ledger/failed_tokens": ledger.failed_tokens,
+      "ledger/in_flight_tokens": self._generated_tokens() - ended,
+    }
+    self.record.add_step(totals["now_s"], values)
+    if not self.record.first_step_s and self._rl_start_s is not None:
+      self.record.first_step_s = totals["now_s"] - self._rl_start_s
+    self._writer.write(pending.step + 1, values)
+    self._progress.step(
+      progress_lib.StepReport(
+        step=pending.step + 1,
+        reward=values["reward/mean"],
+        staleness_mean=values["staleness/mean"],
+        staleness_max=values["staleness/max"],
+        tokens_per_s=values["rollout/tokens_per_s"],
+        rollout_busy_frac=values["rollout/busy_frac"],
+        train_busy_frac=values["train/busy_frac"],
+      )
+    )
+    return is_bad
+
+  def tokens(self, in_flight: int) -> dict[str, int]:
+    """Where the generated tokens are.
+
+    Args:
+      in_flight: counted over the outstanding groups, while the worker pauses.
+
+    Raises:
+      RuntimeError: they do not balance.
+    """
+    ledger = self._ledger.state()
+    tokens = {
+      "generated": self._generated_tokens(),
+      "trained": ledger.trained_tokens,
+      "filtered": ledger.filtered_tokens,
+      "failed": ledger.failed_tokens,
+      "in_flight": in_flight,
+    }
+    ledger_lib.check_balance(**tokens)
+    return tokens
+
+  def state(self) -> dict[str, Any]:
+    """The record as of now, for a checkpoint."""
+    now_s = self._clock.now()
+    rl_s, busy_s = self._rl_times(now_s)
+    return dataclasses.asdict(
+      dataclasses.replace(
+        self.record,
+        wall_s=now_s,
+        rl_s=rl_s,
+        busy_s=busy_s,
+        generated_tokens=self._generated_tokens(),
+      )
+    )
+
+  def finish(
+    self,
+    *,
+    step: int,
+    in_flight: int,
+    max_staleness: int,
+    extra: dict[str, Any],
+  ) -> str:
+    """Writes summary.json and summary.png; gives the summary's line."""
+    record = self.record
+    rl_s, busy_s = self._rl_times(self._rl_end_s or self._clock.now())
+    summary.draw(
+      self._workdir / "summary.png",
+      record.history(
+        max_staleness=max_staleness,
+        intervals={n: clock.intervals() for n, clock in self._busy.items()},
+      ),
+    )
+    first, last = record.evaluations[0], record.evaluations[-1]
+    kls = record.mismatch_kls + record.evaluation_kls
+    return summary.write(
+      self._workdir,
+      summary.Summary(
+        eval_before=first[2],
+        eval_after=last[2],
+        wall_s=self._clock.now(),
+        warm_start_s=record.warm_start_s,
+        train_steps=step,
+        staleness_mean=record.staleness_mean,
+        staleness_max=record.staleness_max,
+        mismatch_kl_mean=record.mismatch_kl_mean,
+        tokens=summary.Tokens(**self.tokens(in_flight)),
+        rollout_busy_frac=busy_s["rollout"] / rl_s,
+        train_busy_frac=busy_s["train"] / rl_s,
+        versions_per_trajectory_mean=record.versions_per_trajectory_mean,
+        extra={
+          "eval_before_greedy": first[3],
+          "eval_after_greedy": last[3],
+          "mismatch_kl_max": max(kls, default=0.0),
+          "rl_s": rl_s,
+          "first_step_s": record.first_step_s,
+          "prompts_too_long": self._worker.stream.num_too_long,
+          "peak_memory_bytes": metrics.peak_memory_bytes(),
+          **extra,
+        },
+      ),
+      max_staleness=max_staleness,
+    )
+
+  def _generated_tokens(self) -> int:
+    stats = self._worker.scheduler.stats
+    return self.record.generated_tokens + stats.generated_tokens
+
+  def _rl_times(self, now_s: float) -> tuple[float, dict[str, float]]:
+    """Seconds of the RL stage without evaluation, and busy ones of a slice."""
+    record, start_s = self.record, self._rl_start_s
+    if start_s is None:
+      return record.rl_s, dict(record.busy_s)
+    inside = [
+      w for w in record.windows if w[1] > start_s and w[0] < now_s
+    ]
+    rl_s = now_s - start_s - sum(end - start for start, end in inside)
+    busy_s = {
+      name: record.busy_s[name] + clock.busy_s(start_s, now_s, inside)
+      for name, clock in self._busy.items()
+    }
+    return record.rl_s + rl_s, busy_s
+
+  def _totals(self) -> dict[str, float]:
+    now_s = self._clock.now()
+    _, busy_s = self._rl_times(now_s)
+    windows = self.record.windows
+    return {
+      **dataclasses.asdict(self._worker.scheduler.stats),
+      "wait_s": self._worker.wait_for_admission_s,
+      "adopt_s": self._worker.adopt_s,
+      "now_s": now_s,
+      "evaluated_s": sum(end - start for start, end in windows),
+      **{f"{name}_busy_s": value for name, value in busy_s.items()},
+    }
+
+
+def _rollout_metrics(
+  delta: dict[str, float], step_s: float
+) -> dict[str, float]:
+  slot_steps = delta["waiting_slot_steps"]
+  prefill = delta["prefill_tokens"]
+  occupancy = delta["busy_slot_steps"] / slot_steps if slot_steps else 1.0
+  all_tokens = prefill + delta["generated_tokens"]
+  return {
+    "rollout/tokens_per_s": delta["generated_tokens"] / step_s,
+    "rollout/slot_occupancy": occupancy,
+    "rollout/prefill_frac": prefill / max(all_tokens, 1),
+    "rollout/recompute_tokens": delta["recompute_tokens"],
+    "rollout/interruptions": delta["interruptions"],
+    "rollout/wait_for_admission_s": delta["wait_s"],
+    "rollout/busy_frac": min(delta["rollout_busy_s"] / step_s, 1.0),
+    "time/adopt_s": delta["adopt_s"],
+  }

@@ -27,7 +27,8 @@ from typing import Any
 
 import jax
 
-from jaxrl_async import manifest, pytree_files
+from jaxrl_async import manifest
+from jaxrl_async import pytree_files
 from jaxrl_async.config import Channel
 
 _MEMORY_BACKED = pathlib.Path("/dev/shm")

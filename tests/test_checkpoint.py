@@ -1,16 +1,21 @@
 import pathlib
 import tempfile
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
 
-from jaxrl_async import checkpoint, manifest, types
+from jaxrl_async import checkpoint
+from jaxrl_async import manifest
+from jaxrl_async import types
 
 
 def _sharding(shape: tuple[int, ...], spec: P) -> NamedSharding:
@@ -193,7 +198,7 @@ def _build_group(prompt_id, prompt_tokens, trajectories, **rest):
   )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
   all_fields=st.lists(
     st.tuples(_NUMBERS, st.text(max_size=5), st.none() | _GROUP_FIELDS),

@@ -203,13 +203,14 @@ def test_no_array_is_larger_than_a_chunk():
   assert f"{rows},{tokens},{vocab}]" not in text
 
 
-# Log-ratios (theta / proximal, proximal / behavior) and advantages of six loss
-# tokens and two others: clipped above and below, past the clip on the side
-# where it does not bind, inside, capped; twice over two rows.
+# Seven loss tokens and one other, log-ratios (theta / proximal, proximal /
+# behavior) and advantages: clipped above, clipped below, past the clip on the
+# side where it does not bind (twice), inside (twice), clipped above again, so
+# that clipped and not binding differ in number. Two weights exceed the cap.
 LOG_RATIOS = np.log([1.5, 0.6, 1.4, 0.7, 1.1, 0.95, 1.3, 1.0])
 LOG_WEIGHTS = np.log([0.8, 1.3, 3.0, 0.5, 1.0, 4.0, 2.0, 1.5])
 ADVANTAGES = np.array([1.0, -2.0, -0.5, 0.7, 1.5, -1.2, 2.0, 1.0])
-LOSS_MASK = np.array([1, 1, 1, 1, 1, 1, 0, 0], bool)
+LOSS_MASK = np.array([1, 1, 1, 1, 1, 1, 1, 0], bool)
 CLIP_LOW, CLIP_HIGH, CAP = 0.2, 0.25, 2.5
 
 
@@ -230,7 +231,7 @@ def ppo_inputs():
 
 
 def ppo_loss(
-  arrays, *, cap_mode=BehaviorWeightCapMode.MASK, num_loss_tokens=12, **changes
+  arrays, *, cap_mode=BehaviorWeightCapMode.MASK, num_loss_tokens=14, **changes
 ):
   arrays = {k: jnp.asarray(v) for k, v in (arrays | changes).items()}
   return losses.decoupled_ppo_loss(
@@ -288,7 +289,7 @@ def transcribed_ppo(arrays, cap_mode, num_loss_tokens):
 def test_decoupled_ppo_equals_the_formula_in_every_branch(cap_mode):
   arrays = ppo_inputs()
   loss, sums, gradient = ppo_gradient(arrays, cap_mode=cap_mode)
-  *expected, branches = transcribed_ppo(arrays, cap_mode, 12)
+  *expected, branches = transcribed_ppo(arrays, cap_mode, 14)
   assert branches == {
     *("above+", "above-", "below+", "below-", "inside+", "inside-"),
     *("capped", "masked"),
@@ -359,7 +360,7 @@ def test_on_policy_the_gradient_is_reinforce():
   logprobs = arrays["logprobs"]
   on_policy = {"proximal_logprobs": logprobs, "behavior_logprobs": logprobs}
   _, sums, gradient = ppo_gradient(arrays | on_policy)
-  reinforce = np.where(mask, -arrays["advantages"], 0) / np.float32(12)
+  reinforce = np.where(mask, -arrays["advantages"], 0) / np.float32(14)
   np.testing.assert_allclose(gradient, reinforce, rtol=1e-6)
   assert sums["clip_count"] == sums["approx_kl_sum"] == 0
   assert float(sums["behavior_weight_sum"]) == mask.sum()
@@ -390,7 +391,7 @@ def test_behavior_kl_sums_equal_the_formula_and_ignore_the_rest():
   arrays = ppo_inputs()
   mask = arrays["loss_mask"]
   is_current = np.zeros((2, 8), bool)
-  is_current[0, ::2] = True
+  is_current[0, 1::2] = True
   assert (is_current & ~mask).any() and (is_current & mask).any()
   expected = dict.fromkeys(
     ("behavior_kl_sum", "mismatch_kl_sum", "mismatch_count"), 0.0
@@ -419,8 +420,8 @@ def test_next_token_loss_is_the_mean_cross_entropy_of_the_mask():
   mask = arrays["loss_mask"]
   logprobs = np.where(mask, arrays["logprobs"], np.nan)
   loss, gradient = jax.value_and_grad(
-    lambda x: losses.next_token_loss(x, jnp.asarray(mask), num_loss_tokens=12)
+    lambda x: losses.next_token_loss(x, jnp.asarray(mask), num_loss_tokens=14)
   )(jnp.asarray(logprobs))
-  expected = -sum(float(x) for x in logprobs[mask]) / 12
+  expected = -sum(float(x) for x in logprobs[mask]) / 14
   np.testing.assert_allclose(loss, expected, rtol=1e-5)
-  np.testing.assert_allclose(gradient, np.where(mask, -1 / 12, 0), rtol=1e-6)
+  np.testing.assert_allclose(gradient, np.where(mask, -1 / 14, 0), rtol=1e-6)

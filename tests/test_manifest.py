@@ -1,7 +1,9 @@
 import pathlib
 import tempfile
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
 import pytest
 
 from jaxrl_async import manifest

@@ -10,11 +10,14 @@ import time
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from jaxrl_async import config, manifest, weight_transfer
+from jaxrl_async import config
+from jaxrl_async import manifest
+from jaxrl_async import weight_transfer
 
 DEADLINE_S = 60.0
 INCARNATION = "now"

@@ -1,0 +1,107 @@
+"""What the launch scripts share: devices, flags, one-line errors.
+
+Import it first: it sets XLA's environment, which JAX reads once.
+"""
+
+from collections.abc import Callable
+import os
+import pathlib
+import re
+import sys
+
+_HOST_DEVICES = "--xla_force_host_platform_device_count"
+if _HOST_DEVICES not in os.environ.get("XLA_FLAGS", ""):
+  # Two slices on a CPU are two virtual devices; other platforms ignore it.
+  os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + f" {_HOST_DEVICES}=2"
+  ).strip()
+
+from absl import app
+from absl import flags
+from absl import logging
+import jax
+from ml_collections import config_flags
+
+from jaxrl_async import config as config_lib
+from jaxrl_async import run
+
+CONFIG = config_flags.DEFINE_config_file(
+  "config", None, "Python file with get_config(); fields can be overridden."
+)
+WORKDIR = flags.DEFINE_string("workdir", "", "Where the run writes.")
+_COMPILE_CACHE = flags.DEFINE_string(
+  "compile_cache", "", "Persistent XLA cache; by default in the workdir."
+)
+
+
+def workdir() -> pathlib.Path:
+  """The flag's directory, absolute; XLA's cache goes there too.
+
+  Raises:
+    ConfigError: it was not given.
+  """
+  if not WORKDIR.value:
+    raise config_lib.ConfigError("workdir: missing; use --workdir=DIRECTORY")
+  path = pathlib.Path(WORKDIR.value).absolute()
+  cache = _COMPILE_CACHE.value or str(path / "compile_cache")
+  jax.config.update("jax_compilation_cache_dir", cache)
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+  return path
+
+
+def _one_line(error: BaseException) -> str:
+  """The last ConfigError inside a message, or its first line."""
+  text = str(error.args[0]) if error.args else str(error)
+  inner = re.findall(r"ConfigError: (.*)", text)
+  missing = re.fullmatch(r"[\"']*(\w+)[\"']*", text)
+  unknown = re.search(r"Field (\w+) not found on dataclass .*\.(\w+)'", text)
+  if inner:
+    return inner[-1]
+  if unknown:
+    return f"{unknown[1]}: there is no such field in {unknown[2]}"
+  if missing:
+    return f"{missing[1]}: there is no such field"
+  lines = [line.strip() for line in text.splitlines() if line.strip()]
+  if "Failed loading config" in text:
+    return f"config: {lines[-1]} ({lines[-2]})"
+  return lines[0] if lines else type(error).__name__
+
+
+def _parse(argv: list[str]) -> list[str]:
+  try:
+    rest = flags.FLAGS(argv)
+    if CONFIG.value is None:
+      raise config_lib.ConfigError("config: missing; use --config=FILE")
+  except (
+    flags.Error,
+    config_lib.ConfigError,
+    KeyError,
+    AttributeError,
+    TypeError,
+    OSError,
+  ) as error:
+    sys.exit(f"error: {_one_line(error)}")
+  if rest[1:]:
+    sys.exit(f"error: unexpected arguments {' '.join(rest[1:])}")
+  return rest
+
+
+def start(main: Callable[[config_lib.Config], None]) -> None:
+  """Parses the flags and calls main(config) with errors in one line."""
+
+  def checked(argv: list[str]) -> None:
+    del argv
+    logging.set_verbosity(logging.WARNING)
+    # With it on, two slices of one CPU wait for each other.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    try:
+      config_lib.validate(CONFIG.value, len(jax.devices()))
+      main(CONFIG.value)
+    except config_lib.ConfigError as error:
+      sys.exit(f"error: {error}")
+    except run.Interrupted as error:
+      print(error, file=sys.stderr)
+      sys.exit(130)
+
+  app.run(checked, flags_parser=_parse)

@@ -1,0 +1,45 @@
+"""The warm start alone: supervised training on worked solutions.
+
+python launch/sft.py --config=configs/quickstart.py --workdir=/tmp/sft
+
+Writes WORKDIR/params, which a run starts from with
+--config.warm_start.checkpoint=WORKDIR/params. The last line on stdout is JSON
+with the wall-clock and the last loss.
+"""
+
+import command_line  # isort: skip, first: it sets XLA's environment
+
+import json
+import time
+
+import jax
+
+from jaxrl_async import assembly
+from jaxrl_async import progress as progress_lib
+from jaxrl_async import tokenizer as tokenizer_lib
+
+
+def main(config):
+  workdir = command_line.workdir()
+  assembly.check(config)
+  tokenizer = tokenizer_lib.character_level()
+  model = assembly.model_config(config, tokenizer.vocab_size)
+  mesh, _ = assembly.cut_devices(config, jax.devices())
+  start_s = time.perf_counter()
+  with progress_lib.Progress(config.warm_start.num_steps) as progress:
+    params = assembly.warm_start(config, model, mesh, tokenizer, progress)
+  tokenizer.save(workdir / "tokenizer")
+  assembly.save_params(workdir / "params", params)
+  print(
+    json.dumps(
+      {
+        "train_steps": config.warm_start.num_steps,
+        "wall_s": time.perf_counter() - start_s,
+        "params": str(workdir / "params"),
+      }
+    )
+  )
+
+
+if __name__ == "__main__":
+  command_line.start(main)
