@@ -1,6 +1,6 @@
 """The quickstart: sums of one-digit numbers, worked out step by step.
 
-    uv run launch/train.py --config=configs/quickstart.py --workdir=/tmp/quickstart
+uv run launch/train.py --config=configs/quickstart.py --workdir=/tmp/qs
 
 Variants, after a colon: `sync` is the same run with max_staleness=0.
 """
@@ -15,7 +15,7 @@ def get_config(variant: str = "") -> config.Config:
   if variant not in ("", "sync"):
     raise config.ConfigError(f"variant: {variant!r}; use sync or none")
   return config.Config(
-    model=config.ModelSection(name="quickstart", remat=False),
+    model=config.ModelSection(name="quickstart", remat=True),
     task=config.TaskSection(
       dataset="chain_sum",
       params=config_dict.ConfigDict(
@@ -52,8 +52,8 @@ def get_config(variant: str = "") -> config.Config:
     ),
     train=config.TrainSection(
       num_steps=60,
-      tokens_per_row=128,
-      rows_per_microbatch=16,
+      tokens_per_row=96,
+      rows_per_microbatch=8,
       optimizer=config.OptimizerSection(learning_rate=3e-4, warmup_steps=4),
     ),
   )

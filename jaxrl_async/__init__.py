@@ -1,1 +1,1 @@
-"""Fully asynchronous reinforcement learning of language-model policies on JAX."""
+"""Fully asynchronous reinforcement learning of language models, on JAX."""

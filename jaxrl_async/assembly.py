@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxrl_async import batching
 from jaxrl_async import checkpoint
 from jaxrl_async import config as config_lib
 from jaxrl_async import dry_run
@@ -94,6 +95,15 @@ def make_trainer(
       tokens_per_row=config.train.tokens_per_row,
       rows_per_microbatch=config.train.rows_per_microbatch,
       num_minibatches=algorithm.num_minibatches,
+      min_microbatches=batching.expected_microbatches(
+        algorithm.group_size
+        * algorithm.groups_per_step
+        // algorithm.num_minibatches,
+        max_tokens=config.rollout.max_prompt_tokens
+        + config.rollout.max_completion_tokens,
+        tokens_per_row=config.train.tokens_per_row,
+        rows_per_microbatch=config.train.rows_per_microbatch,
+      ),
       advantage_scale=algorithm.advantage_scale,
     ),
     optimizer=config.train.optimizer,
@@ -131,6 +141,7 @@ def warm_start(
     params=None,
     mesh=mesh,
     forward=forward_settings(config, model, 1.0),
+    rows_per_microbatch=config.train.rows_per_microbatch,
     seed=config.seed,
     on_step=lambda step, loss: progress.stage(
       "warm start", step, section.num_steps, f"loss {loss:.3f}"
@@ -159,7 +170,7 @@ def check(config: config_lib.Config) -> None:
 
 
 def cut_devices(
-  config: config_lib.Config, devices: Sequence[jax.Device]
+  config: config_lib.Config, devices: Sequence[Any]
 ) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
   """Train and rollout mesh."""
   train_shape, rollout_shape = config_lib.slice_shapes(
@@ -170,7 +181,7 @@ def cut_devices(
   )
 
 
-def describe(config: config_lib.Config, devices: Sequence[jax.Device]) -> str:
+def describe(config: config_lib.Config, devices: Sequence[Any]) -> str:
   """What `--dry_run` prints: sizes, memory and devices; compiles nothing.
 
   Raises:

@@ -11,18 +11,18 @@ token q sees token k iff segment_ids[k] == segment_ids[q] and k <= q, which is
 the same as segment_start[q] <= k <= q. Padding obeys both, as a segment of its
 own with id 0, so that no token is left without anything to attend to.
 
-XLA compiles once per shape, and only num_microbatches varies from step to step.
-It is the same for all minibatches and rounded up to 1, 2, 3, 4, 6, 8, 12, ...
-(2^k and 3 * 2^k): a run that needs between 1 and n microbatches sees about
-2 log2(n) shapes, and less than a third of the microbatches is padding (an
-eighth on average). Rows without a trajectory come last in each minibatch.
+XLA compiles once per shape, and only num_microbatches may vary from step to
+step. A run asks for enough microbatches for any batch it expects, so that one
+shape serves it all; the device programs stop after those in use
+(`num_used_microbatches`). A batch that needs more gets 2^k or 3 * 2^k of them.
+Rows without a trajectory come last in each minibatch.
 """
 
 import dataclasses
 import heapq
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 import numpy as np
 
 from jaxrl_async.types import RolloutGroup, Trajectory
@@ -47,14 +47,14 @@ class PackedBatch(NamedTuple):
     policy_versions: int32; -1 where loss_mask is False.
   """
 
-  tokens: Int[Array | np.ndarray, "*leading B T"]
-  segment_ids: Int[Array | np.ndarray, "*leading B T"]
-  positions: Int[Array | np.ndarray, "*leading B T"]
-  segment_start: Int[Array | np.ndarray, "*leading B T"]
-  loss_mask: Bool[Array | np.ndarray, "*leading B T"]
-  advantages: Float[Array | np.ndarray, "*leading B T"]
-  behavior_logprobs: Float[Array | np.ndarray, "*leading B T"]
-  policy_versions: Int[Array | np.ndarray, "*leading B T"]
+  tokens: Int[Any, "*leading B T"]
+  segment_ids: Int[Any, "*leading B T"]
+  positions: Int[Any, "*leading B T"]
+  segment_start: Int[Any, "*leading B T"]
+  loss_mask: Bool[Any, "*leading B T"]
+  advantages: Float[Any, "*leading B T"]
+  behavior_logprobs: Float[Any, "*leading B T"]
+  policy_versions: Int[Any, "*leading B T"]
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -85,6 +85,7 @@ def pack(
   tokens_per_row: int,
   rows_per_microbatch: int,
   num_minibatches: int,
+  min_microbatches: int = 1,
 ) -> tuple[PackedBatch, Placement]:
   """Pack all trajectories of the groups, the same way for the same input.
 
@@ -96,6 +97,7 @@ def pack(
     num_minibatches: trajectories, not groups, are dealt to them, longest
       completion first to the one with the fewest loss tokens, so that loss
       tokens differ by at most one completion and lengths are mixed alike.
+    min_microbatches: of each minibatch; padding microbatches come last.
 
   Raises:
     ValueError: a trajectory does not fit, does not begin with a prompt token,
@@ -118,7 +120,9 @@ def pack(
     row_tokens.append(used)
 
   num_rows = max(1, *map(len, row_tokens))
-  num_microbatches = _round_up(-(-num_rows // rows_per_microbatch))
+  num_microbatches = max(
+    min_microbatches, _round_up(-(-num_rows // rows_per_microbatch))
+  )
   rows_per_minibatch = num_microbatches * rows_per_microbatch
   shape = (
     num_minibatches,
@@ -161,8 +165,31 @@ def pack(
   return batch, Placement(starts=starts, lengths=lengths, shape=shape)
 
 
+def expected_microbatches(
+  num_trajectories: int,
+  *,
+  max_tokens: int,
+  tokens_per_row: int,
+  rows_per_microbatch: int,
+) -> int:
+  """Microbatches that hold so many trajectories, each as long as it may be.
+
+  First fit never leaves room for one of max_tokens in two rows, so a row holds
+  tokens_per_row // max_tokens of them or more.
+  """
+  num_rows = -(-num_trajectories // (tokens_per_row // max_tokens))
+  return -(-num_rows // rows_per_microbatch)
+
+
+def num_used_microbatches(
+  segment_ids: Int[Any, "K B T"],
+) -> Int[Any, ""]:
+  """How many microbatches of a minibatch hold a trajectory; the first ones."""
+  return (segment_ids != 0).any(axis=(1, 2)).sum(dtype=np.int32)
+
+
 def unpack(
-  packed: Shaped[Array | np.ndarray, "M K B T"], placement: Placement
+  packed: Shaped[Any, "M K B T"], placement: Placement
 ) -> list[np.ndarray]:
   """Cut a packed array back into one array per trajectory, in order given."""
   flat = np.asarray(packed).reshape(-1)

@@ -84,13 +84,10 @@ def save(
   for leftover in [*directory.glob("*.incomplete"), *directory.glob("*.old")]:
     shutil.rmtree(leftover)
   named = pytree_files.named_leaves(train_state)
-  records, arrays = _pack(groups)
   incomplete = directory / f"{step}.incomplete"
   incomplete.mkdir()
   (incomplete / "host_state.json").write_text(json.dumps(host_state))
-  (incomplete / "groups.json").write_text(json.dumps(records))
-  for field, array in arrays.items():
-    np.save(incomplete / f"{field}.npy", array, allow_pickle=False)
+  write_groups(incomplete, groups)
   # Last, so that nothing can raise while it writes in the background.
   pytree_files.save_async(incomplete / "train_state", named)()
   about = {"step": step, "layout": pytree_files.layout(named)}
@@ -138,12 +135,29 @@ def restore(
     raise CheckpointError(f"checkpoint of step {step}: {error}") from error
   train_state = pytree_files.load(path / "train_state", abstract_train_state)
   host_state = json.loads((path / "host_state.json").read_text())
-  records = json.loads((path / "groups.json").read_text())
+  return train_state, host_state, read_groups(path, item_of)
+
+
+def write_groups(
+  directory: pathlib.Path, groups: list[OutstandingGroup]
+) -> None:
+  """Write `groups.json` and the .npy files into an existing directory."""
+  records, arrays = _pack(groups)
+  (directory / "groups.json").write_text(json.dumps(records))
+  for field, array in arrays.items():
+    np.save(directory / f"{field}.npy", array, allow_pickle=False)
+
+
+def read_groups(
+  directory: pathlib.Path, item_of: Callable[[str], dict[str, Any]]
+) -> list[OutstandingGroup]:
+  """Read what `write_groups` wrote, bit for bit."""
+  records = json.loads((directory / "groups.json").read_text())
   arrays = {
-    field: np.load(path / f"{field}.npy", allow_pickle=False)
+    field: np.load(directory / f"{field}.npy", allow_pickle=False)
     for field in ("prompt_tokens", *_ARRAY_FIELDS)
   }
-  return train_state, host_state, _unpack(records, arrays, item_of)
+  return _unpack(records, arrays, item_of)
 
 
 def _pack(
@@ -260,10 +274,10 @@ def _read_group(
 
 
 def _cut(array: np.ndarray, lengths: list[int]) -> Iterator[np.ndarray]:
-  """Consecutive pieces of the given lengths, each with memory of its own."""
+  """Consecutive pieces of the given lengths."""
   start = 0
   for length in lengths:
-    yield array[start : start + length].copy()
+    yield array[start : start + length]
     start += length
 
 

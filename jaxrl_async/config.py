@@ -446,7 +446,7 @@ def slice_shapes(
     own, other = counts()
     if name.startswith("rollout"):
       own, other = other, own
-    left = num_devices - (0 if num_devices == 1 else other)
+    left = num_devices - other
     sizes[name] = max(1, left // own)
   train, rollout = counts()
   require(

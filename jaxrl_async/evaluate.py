@@ -94,9 +94,7 @@ def evaluate(
     correct += outcome[0] == 1.0
     done[index].reward = outcome[0]
   trajectories = [done[i] for i in range(len(prompts))]
-  return Evaluation(
-    accuracy=correct / len(prompts), trajectories=trajectories
-  )
+  return Evaluation(accuracy=correct / len(prompts), trajectories=trajectories)
 
 
 def mismatch_kl(

@@ -10,7 +10,8 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 
 AXES = ("data", "fsdp", "tensor")
@@ -58,7 +59,7 @@ TRAIN_RULES = ShardingRules()
 ROLLOUT_RULES = ShardingRules(embed=None, batch="data")
 
 
-def _mesh(devices: Sequence[jax.Device], shape: tuple[int, int, int]) -> Mesh:
+def _mesh(devices: Sequence[Any], shape: tuple[int, int, int]) -> Mesh:
   return Mesh(
     np.asarray(devices, dtype=object).reshape(shape),
     AXES,
@@ -67,7 +68,7 @@ def _mesh(devices: Sequence[jax.Device], shape: tuple[int, int, int]) -> Mesh:
 
 
 def cut_devices(
-  devices: Sequence[jax.Device],
+  devices: Sequence[Any],
   *,
   train_shape: tuple[int, int, int],
   rollout_shape: tuple[int, int, int],

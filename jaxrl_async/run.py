@@ -15,7 +15,6 @@ import time
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxrl_async import assembly
 from jaxrl_async import buffer as buffer_lib
@@ -33,6 +32,7 @@ from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async import trainer as trainer_lib
 from jaxrl_async import types
 from jaxrl_async import weight_transfer
+from jaxrl_async.rewards import reasoning
 from jaxrl_async.rewards import service
 from jaxrl_async.rollout import scheduler as scheduler_lib
 from jaxrl_async.rollout import worker as worker_lib
@@ -64,6 +64,7 @@ class Run:
     stop: supervisor.StopRequest,
     *,
     initial_params: Any = None,
+    scorer: service.Scorer = reasoning.score,
   ):
     started_s = time.perf_counter()
     self.config, self.workdir = config, workdir
@@ -74,7 +75,7 @@ class Run:
     self._checkpoints = workdir / "checkpoints"
     self.resumed_step = checkpoint.latest(self._checkpoints)
     self._stored = self._stored_host_state()
-    self.record = run_record.RunRecord(**self._stored.get("record", {}))
+    self.record = run_record.RunRecord.from_json(self._stored.get("record", {}))
     origin_s = started_s - self.record.wall_s
     self.busy = {
       name: metrics_lib.BusyClock(origin_s) for name in ("rollout", "train")
@@ -86,6 +87,7 @@ class Run:
       timeout_s=config.task.reward_timeout_s,
       num_retries=config.task.reward_retries,
       answer_prefix=config.task.answer_prefix,
+      scorer=scorer,
     )
     self.train_mesh, self.rollout_mesh = assembly.cut_devices(
       config, jax.devices()
@@ -229,7 +231,9 @@ class Run:
         next_step=step,
         next_index=stored["next_index"],
         running=list(admissions.values()),
-        finished=[g.group for g in groups if g.status == "finished" and g.group],
+        finished=[
+          g.group for g in groups if g.group and g.status == "finished"
+        ],
       )
     )
     self.progress.note(
@@ -317,7 +321,8 @@ class Run:
       if watch.is_stalled((state, len(self.buffer.state().finished))):
         raise StallError(
           f"nothing moved for {self.config.run.stall_timeout_s:g} s"
-          " (run.stall_timeout_s)\n"
+          f" (run.stall_timeout_s);"
+          f" training waits for a batch for step {step}\n"
           + "\n".join([*self.buffer.waiting(), self.worker.status()])
         )
     return None
@@ -430,10 +435,10 @@ class Run:
   def finish(self, step: int, extra: dict[str, Any]) -> str:
     """Writes summary.json and summary.png; gives the summary's line."""
     with self._paused():
-      in_flight = _count_tokens(self._in_flight())
+      tokens = self.recorder.tokens(_count_tokens(self._in_flight()))
     return self.recorder.finish(
       step=step,
-      in_flight=in_flight,
+      tokens=tokens,
       max_staleness=self.config.algorithm.max_staleness,
       extra=extra,
     )
@@ -484,6 +489,7 @@ def run(
   workdir: pathlib.Path,
   *,
   initial_params: Any = None,
+  scorer: service.Scorer = reasoning.score,
 ) -> str:
   """Runs or continues a whole run; gives its summary on one line.
 
@@ -492,6 +498,7 @@ def run(
     workdir: of this run alone; the same one continues from its newest
       checkpoint.
     initial_params: stacked float32 parameters instead of a warm start.
+    scorer: a function of an importable module that scores an answer.
 
   Raises:
     Interrupted: it was asked to end, and can be continued.
@@ -505,7 +512,14 @@ def run(
     metrics_lib.CompilationCounter() as compilations,
     stop.on_signals(progress.note),
   ):
-    this = Run(config, workdir, progress, stop, initial_params=initial_params)
+    this = Run(
+      config,
+      workdir,
+      progress,
+      stop,
+      initial_params=initial_params,
+      scorer=scorer,
+    )
     error: BaseException | None = None
     try:
       step = this.loop(this.open())

@@ -51,8 +51,8 @@ class RunRecord:
     default_factory=lambda: {"rollout": 0.0, "train": 0.0}
   )
   generated_tokens: int = 0
-  evaluations: list[tuple[float, int, float, float | None]] = (
-    dataclasses.field(default_factory=list)
+  evaluations: list[tuple[float, int, float, float | None]] = dataclasses.field(
+    default_factory=list
   )
   evaluation_kls: list[float] = dataclasses.field(default_factory=list)
   rewards: list[tuple[float, float]] = dataclasses.field(default_factory=list)
@@ -60,6 +60,13 @@ class RunRecord:
   staleness_counts: list[int] = dataclasses.field(default_factory=list)
   versions_counts: list[int] = dataclasses.field(default_factory=list)
   windows: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+
+  @classmethod
+  def from_json(cls, values: dict[str, Any]) -> "RunRecord":
+    """The record of a checkpoint; JSON turned its tuples into lists."""
+    rows = ("evaluations", "rewards", "windows")
+    tuples = {name: [tuple(x) for x in values.get(name, ())] for name in rows}
+    return cls(**{**values, **tuples})
 
   def add_step(self, now_s: float, values: dict[str, Any]) -> None:
     """Takes what the summary needs from a train step's metrics."""
@@ -147,7 +154,7 @@ class Recorder:
     self._clock = busy["train"]
     self._rl_start_s: float | None = None
     self._rl_end_s: float | None = None
-    self._last: dict[str, float] = {}
+    self._last: dict[str, int | float] = {}
 
   def start_rl(self) -> None:
     """The RL stage begins: everything from here on counts."""
@@ -243,7 +250,7 @@ class Recorder:
     self,
     *,
     step: int,
-    in_flight: int,
+    tokens: dict[str, int],
     max_staleness: int,
     extra: dict[str, Any],
   ) -> str:
@@ -270,7 +277,7 @@ class Recorder:
         staleness_mean=record.staleness_mean,
         staleness_max=record.staleness_max,
         mismatch_kl_mean=record.mismatch_kl_mean,
-        tokens=summary.Tokens(**self.tokens(in_flight)),
+        tokens=summary.Tokens(**tokens),
         rollout_busy_frac=busy_s["rollout"] / rl_s,
         train_busy_frac=busy_s["train"] / rl_s,
         versions_per_trajectory_mean=record.versions_per_trajectory_mean,
@@ -297,9 +304,7 @@ class Recorder:
     record, start_s = self.record, self._rl_start_s
     if start_s is None:
       return record.rl_s, dict(record.busy_s)
-    inside = [
-      w for w in record.windows if w[1] > start_s and w[0] < now_s
-    ]
+    inside = [w for w in record.windows if w[1] > start_s and w[0] < now_s]
     rl_s = now_s - start_s - sum(end - start for start, end in inside)
     busy_s = {
       name: record.busy_s[name] + clock.busy_s(start_s, now_s, inside)
@@ -307,7 +312,7 @@ class Recorder:
     }
     return record.rl_s + rl_s, busy_s
 
-  def _totals(self) -> dict[str, float]:
+  def _totals(self) -> dict[str, int | float]:
     now_s = self._clock.now()
     _, busy_s = self._rl_times(now_s)
     windows = self.record.windows
@@ -322,8 +327,8 @@ class Recorder:
 
 
 def _rollout_metrics(
-  delta: dict[str, float], step_s: float
-) -> dict[str, float]:
+  delta: dict[str, int | float], step_s: float
+) -> dict[str, int | float]:
   slot_steps = delta["waiting_slot_steps"]
   prefill = delta["prefill_tokens"]
   occupancy = delta["busy_slot_steps"] / slot_steps if slot_steps else 1.0

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 import functools
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 
 from jaxrl_async import batching
@@ -57,11 +58,12 @@ def pack_examples(
 
 def warm_start(
   section: config.WarmStartSection,
-  rows: batching.PackedBatch,
+  rows: batching.PackedBatch | None,
   *,
   params: transformer.Params | None,
   mesh: Mesh,
   forward: train_step.ForwardSettings,
+  rows_per_microbatch: int,
   seed: int,
   on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> transformer.Params:
@@ -69,10 +71,12 @@ def warm_start(
 
   Args:
     section: steps, rows of a step, optimizer.
-    rows: of `pack_examples`.
+    rows: of `pack_examples`; None if there are no steps.
     params: to start from; None initialises them.
     mesh: of the training slice.
     forward: settings of the forward pass.
+    rows_per_microbatch: rows of one forward and backward; divides the rows of
+      a step.
     seed: of initialisation and order.
     on_step: told step and loss after each step.
   """
@@ -92,6 +96,7 @@ def warm_start(
       out_shardings=params_sharding,
     )
     params = init(jax.random.key(seed))
+  assert params is not None
   init_opt = jax.jit(optimizer.init, out_shardings=sharding.opt_state)
   state = train_step.TrainState(params=params, opt_state=init_opt(params))
   update = jax.jit(
@@ -103,10 +108,14 @@ def warm_start(
   rng = np.random.default_rng(seed)
   order = np.zeros((0,), np.int64)
   for step in range(section.num_steps):
+    assert rows is not None
     while len(order) < section.rows_per_batch:
       order = np.append(order, rng.permutation(len(rows.tokens)))
     chosen, order = np.split(order, [section.rows_per_batch])
-    batch = jax.tree.map(lambda x, chosen=chosen: x[chosen][None], rows)
+    shape = (-1, rows_per_microbatch, rows.tokens.shape[1])
+    batch = jax.tree.map(
+      lambda x, chosen=chosen, shape=shape: x[chosen].reshape(shape), rows
+    )
     state, metrics = update(state, jax.device_put(batch, batch_sharding))
     on_step(step + 1, float(metrics["loss"]))
   return state.params

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 from jax import numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 import optax
 
 from jaxrl_async import batching
@@ -108,7 +108,7 @@ def make_optimizer(
   )
 
 
-def muon_dimensions(params: transformer.Params) -> Any:
+def muon_dimensions(params: Any) -> Any:
   """Which axes of each parameter Muon orthogonalises; None leaves it to AdamW.
 
   Matrices of the blocks only, layers kept apart; heads belong to the side
@@ -168,12 +168,17 @@ def proximal_logprobs(
   batch: batching.PackedBatch,
 ) -> Float[Array, "M K B T"]:
   """Logprobs of every token of the train step's batch, one forward."""
-  shape = batch.tokens.shape
-  flat = jax.tree.map(lambda x: x.reshape((-1, *shape[2:])), batch)
-  logprobs = jax.lax.map(
-    lambda micro: token_logprobs(settings, params, micro)[0], flat
-  )
-  return logprobs.reshape(shape)
+
+  def minibatch_logprobs(minibatch):
+    def step(k, logprobs):
+      micro = jax.tree.map(lambda x: x[k], minibatch)
+      return logprobs.at[k].set(token_logprobs(settings, params, micro)[0])
+
+    used = batching.num_used_microbatches(minibatch.segment_ids)
+    zeros = jnp.zeros(minibatch.tokens.shape, jnp.float32)
+    return jax.lax.fori_loop(0, used, step, zeros)
+
+  return jax.lax.map(minibatch_logprobs, batch)
 
 
 def _apply_gradients(
@@ -190,10 +195,11 @@ def _apply_gradients(
     updates, opt_state = optimizer.update(
       gradients, state.opt_state, state.params
     )
-  after = TrainState(
-    params=optax.apply_updates(state.params, updates), opt_state=opt_state
+  params: Any = optax.apply_updates(state.params, updates)
+  after = TrainState(params=params, opt_state=opt_state)
+  after = jax.tree.map(
+    lambda new, old: jnp.where(is_good, new, old), after, state
   )
-  after = jax.tree.map(lambda new, old: jnp.where(is_good, new, old), after, state)
   return after, {
     "loss": loss,
     "grad_norm": norm,
@@ -205,17 +211,19 @@ def _accumulate(
   loss_fn: Callable[..., tuple[jax.Array, Metrics]],
   params: transformer.Params,
   microbatches: Any,
+  num_used: Int[Array, ""],
 ) -> tuple[Float[Array, ""], transformer.Params, Metrics]:
-  """Sums loss, gradients and metric sums over the leading axis."""
+  """Sums loss, gradients and metric sums over the first microbatches."""
   gradient_fn = jax.value_and_grad(loss_fn, has_aux=True)
   first = jax.tree.map(lambda x: x[0], microbatches)
   shapes = jax.eval_shape(gradient_fn, params, first)
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-  def step(total, micro):
-    return jax.tree.map(jnp.add, total, gradient_fn(params, micro)), None
+  def step(k, total):
+    micro = jax.tree.map(lambda x: x[k], microbatches)
+    return jax.tree.map(jnp.add, total, gradient_fn(params, micro))
 
-  ((loss, sums), gradients), _ = jax.lax.scan(step, zeros, microbatches)
+  (loss, sums), gradients = jax.lax.fori_loop(0, num_used, step, zeros)
   return loss, gradients, sums
 
 
@@ -272,7 +280,12 @@ def update(
       entropy_sum = losses.masked_sum(entropy, packed.loss_mask)
       return loss, {**sums, **kl_sums, "entropy_sum": entropy_sum}
 
-    loss, gradients, sums = _accumulate(loss_fn, state.params, minibatch)
+    loss, gradients, sums = _accumulate(
+      loss_fn,
+      state.params,
+      minibatch,
+      batching.num_used_microbatches(packed.segment_ids),
+    )
     state, metrics = _apply_gradients(optimizer, state, gradients, loss)
     return state, {**metrics, **sums, "num_loss_tokens": num_loss_tokens}
 
@@ -295,7 +308,12 @@ def supervised_update(
     )
     return loss, {}
 
-  loss, gradients, _ = _accumulate(loss_fn, state.params, batch)
+  loss, gradients, _ = _accumulate(
+    loss_fn,
+    state.params,
+    batch,
+    batching.num_used_microbatches(batch.segment_ids),
+  )
   return _apply_gradients(optimizer, state, gradients, loss)
 
 

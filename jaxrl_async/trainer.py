@@ -13,7 +13,8 @@ import time
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 
 from jaxrl_async import advantages as advantages_lib
@@ -33,6 +34,7 @@ class BatchSettings:
   tokens_per_row: int
   rows_per_microbatch: int
   num_minibatches: int
+  min_microbatches: int
   advantage_scale: config.AdvantageScale
 
 
@@ -100,7 +102,9 @@ def _completion_metrics(
   trajectories: list[types.Trajectory],
 ) -> dict[str, Any]:
   lengths = np.array([t.num_completion_tokens for t in trajectories])
-  truncated = [t.finish_reason is types.FinishReason.LENGTH for t in trajectories]
+  truncated = [
+    t.finish_reason is types.FinishReason.LENGTH for t in trajectories
+  ]
   return {
     "completion/tokens_mean": lengths.mean(),
     "completion/tokens_max": lengths.max(),
@@ -223,6 +227,7 @@ class Trainer:
       tokens_per_row=settings.tokens_per_row,
       rows_per_microbatch=settings.rows_per_microbatch,
       num_minibatches=settings.num_minibatches,
+      min_microbatches=settings.min_microbatches,
     )
 
   def step(self, step: int, groups: list[types.RolloutGroup]) -> Pending:
@@ -278,6 +283,7 @@ class Trainer:
       tokens_per_row=settings.tokens_per_row,
       rows_per_microbatch=settings.rows_per_microbatch,
       num_minibatches=settings.num_minibatches,
+      min_microbatches=settings.min_microbatches,
     )
     batch = jax.device_put(packed, self._batch_sharding)
     return batching.unpack(
@@ -292,7 +298,9 @@ def abstract_train_state(
 
   def init(key):
     params = transformer.init_params(forward.model, key)
-    return train_step.TrainState(params=params, opt_state=optimizer.init(params))
+    return train_step.TrainState(
+      params=params, opt_state=optimizer.init(params)
+    )
 
   return jax.eval_shape(init, jax.random.key(0))
 

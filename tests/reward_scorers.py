@@ -1,5 +1,6 @@
-"""Rewards that misbehave, for test_rewards.py. Imported by reward processes."""
+"""Rewards that misbehave, and simple ones. Imported by reward processes."""
 
+import hashlib
 import os
 import sys
 import time
@@ -60,3 +61,26 @@ def fails_first(item, answer):
     with open(item["path"], "w"):
       raise RuntimeError("first attempt")
   return 1.0
+
+
+def raises_in_training(item, answer):
+  """Leave evaluations alone, which forgive nothing."""
+  if _is_training(item):
+    raise LookupError("no reward in training")
+  return length(item, answer)
+
+
+def raises_on_odd_training(item, answer):
+  if _is_training(item) and item["index"] % 2:
+    raise LookupError("odd item")
+  return length(item, answer)
+
+
+def hangs_in_training(item, answer):
+  return hangs(item, answer) if _is_training(item) else length(item, answer)
+
+
+def _is_training(item):
+  """As `prompts.split_of`, whose module imports more than a scorer should."""
+  digest = hashlib.blake2b(item["question"].encode(), digest_size=8).digest()
+  return int.from_bytes(digest, "big") % 10 > 4

@@ -11,12 +11,16 @@ import itertools
 import random
 import threading
 
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
 import jaxtyping
 import numpy as np
 import pytest
 
-from jaxrl_async import buffer as buffer_lib, types
+from jaxrl_async import buffer as buffer_lib
+from jaxrl_async import types
 
 JOIN_S = 20.0
 PROMPT = types.Prompt(prompt_id="t/train/0", tokens=np.arange(1), item={})
@@ -38,12 +42,13 @@ def unchecked():
 
 
 def make_group(admission, versions=None):
-  """Return the group as admitted, one token a version."""
-  versions = np.array([admission.birth] if versions is None else versions)
+  """Return the group as admitted: a prompt token, then a token a version."""
+  versions = [admission.birth] if versions is None else versions
+  versions = np.array([-1, *versions])
   trajectory = types.Trajectory(
     member=0,
     tokens=np.zeros_like(versions),
-    loss_mask=np.ones(versions.shape, bool),
+    loss_mask=np.arange(len(versions)) > 0,
     behavior_logprobs=np.zeros(versions.shape, np.float32),
     policy_versions=versions,
     finish_reason=types.FinishReason.EOS,
@@ -658,7 +663,7 @@ def test_real_threads_neither_deadlock_nor_exceed_the_bound(max_staleness):
     for step in range(num_steps):
       for group in buffer.get_batch(step, 1e6):
         trained.append(group.index)
-        versions = group.trajectories[0].policy_versions
+        versions = group.trajectories[0].policy_versions[1:]
         assert 0 <= step - versions.min() <= max_staleness
       buffer.set_policy_version(step + 1)
     buffer.close()

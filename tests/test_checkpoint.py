@@ -76,8 +76,8 @@ def _groups():
       _trajectory(
         rng, 0, 9, finish_reason=types.FinishReason.EOS, reward=0.1 + 0.2
       ),
-      _trajectory(rng, 1, 7),
-      _trajectory(rng, 3, 0),
+      _trajectory(rng, 1, 0),
+      _trajectory(rng, 3, 7),
     ],
     times_s={"admitted": 1 / 3},
   )
@@ -198,7 +198,7 @@ def _build_group(prompt_id, prompt_tokens, trajectories, **rest):
   )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
   all_fields=st.lists(
     st.tuples(_NUMBERS, st.text(max_size=5), st.none() | _GROUP_FIELDS),
@@ -216,10 +216,9 @@ def test_any_groups_come_back_bit_for_bit(all_fields):
     )
     for number, status, fields in all_fields
   ]
-  state = {"w": jnp.zeros(1)}
   with tempfile.TemporaryDirectory() as directory:
-    checkpoint.save(pathlib.Path(directory), 0, state, {}, groups)
-    _, _, got = _restore(pathlib.Path(directory), 0, state)
+    checkpoint.write_groups(pathlib.Path(directory), groups)
+    got = checkpoint.read_groups(pathlib.Path(directory), _item_of)
   _assert_same_groups(got, groups)
 
 
@@ -227,7 +226,7 @@ def test_arrays_of_restored_trajectories_can_be_written_to(tmp_path):
   state = {"w": jnp.zeros(1)}
   checkpoint.save(tmp_path, 0, state, {}, _groups())
   _, _, groups = _restore(tmp_path, 0, state)
-  first, second = groups[1].group.trajectories[:2]
+  first, _, second = groups[1].group.trajectories
   before = second.tokens.copy()
   first.tokens[:] = -5
   _assert_same_bits(second.tokens, before)
@@ -317,11 +316,11 @@ def test_a_renamed_checkpoint_is_refused(tmp_path):
 
 def test_arrays_that_do_not_align_are_not_saved(tmp_path):
   groups = _groups()
-  groups[1].group.trajectories[1].loss_mask = np.ones(3, bool)
+  groups[1].group.trajectories[2].loss_mask = np.ones(3, bool)
   with pytest.raises(checkpoint.CheckpointError, match="loss_mask"):
     checkpoint.save(tmp_path, 0, {"w": jnp.zeros(1)}, {}, groups)
   groups = _groups()
-  trajectory = groups[1].group.trajectories[1]
+  trajectory = groups[1].group.trajectories[2]
   trajectory.tokens = trajectory.tokens.astype(np.int64)
   with pytest.raises(checkpoint.CheckpointError, match="tokens mixes"):
     checkpoint.save(tmp_path, 0, {"w": jnp.zeros(1)}, {}, groups)

@@ -3,12 +3,14 @@
 import contextlib
 import json
 import math
+import sys
 import threading
 
 import numpy as np
 import pytest
 
-from jaxrl_async import ledger as ledger_lib, types
+from jaxrl_async import ledger as ledger_lib
+from jaxrl_async import types
 
 JOIN_S = 20.0
 EMPTY = ledger_lib.LedgerState()
@@ -153,6 +155,16 @@ def test_a_file_shorter_than_its_checkpoint_is_refused(tmp_path, open_ledger):
     open_ledger(ledger_lib.LedgerState(offset_bytes=4))
 
 
+@pytest.fixture
+def hasty_threads():
+  """Switch threads every few bytecodes, so that a missing lock shows."""
+  interval_s = sys.getswitchinterval()
+  sys.setswitchinterval(1e-6)
+  yield
+  sys.setswitchinterval(interval_s)
+
+
+@pytest.mark.usefixtures("hasty_threads")
 def test_lines_of_many_threads_are_whole_and_add_up(tmp_path, open_ledger):
   path = tmp_path / "ledger.jsonl"
   ledger = open_ledger()

@@ -394,6 +394,56 @@ def test_old_versions_go_but_never_one_that_is_read(tmp_path):
   assert not tmp_path.exists()
 
 
+class _OvertakenWhileReading(weight_transfer.OrbaxChannel):
+  """Four newer versions are announced between its lock and its first byte."""
+
+  def _load(self, version):
+    if version == 0:
+      for newer in range(1, 5):
+        _publish_and_wait(self, newer)
+    return super()._load(version)
+
+
+def test_a_version_that_is_overtaken_while_it_is_read_is_read_whole(tmp_path):
+  channel = _orbax(tmp_path, cls=_OvertakenWhileReading)
+  _publish_and_wait(channel, 0)
+  params, version = channel.adopt(-1)
+  assert version == 0
+  _assert_all_stamped(params, 0)
+  channel.close()
+
+
+class _OvertakenWhileLocking(weight_transfer.OrbaxChannel):
+  """Newer versions are announced after its first look at the newest."""
+
+  num_looks = 0
+  num_newer = 0
+
+  def adopt(self, newer_than):
+    self.num_looks = 0
+    return super().adopt(newer_than)
+
+  def newest_version(self):
+    newest = super().newest_version()
+    self.num_looks += 1
+    if self.num_looks == 1 and newest == 0:
+      for newer in range(1, self.num_newer + 1):
+        _publish_and_wait(self, newer)
+    return newest
+
+
+# By one: it is still there but may go. By three: it is gone.
+@pytest.mark.parametrize("num_newer", [1, 3])
+def test_a_version_overtaken_before_it_is_locked_gives_way(tmp_path, num_newer):
+  channel = _orbax(tmp_path, cls=_OvertakenWhileLocking)
+  channel.num_looks, channel.num_newer = 1, num_newer
+  _publish_and_wait(channel, 0)
+  params, version = channel.adopt(-1)
+  assert version == num_newer
+  _assert_all_stamped(params, num_newer)
+  channel.close()
+
+
 def test_a_failed_save_surfaces_everywhere_with_its_cause(tmp_path):
   channel = _orbax(tmp_path)
   _publish_and_wait(channel, 0)

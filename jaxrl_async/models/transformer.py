@@ -85,9 +85,7 @@ class Block(nnx.Module):
     self.mlp_norm = _constant(1.0, (d,), (None,))
     self.gate = _param(rngs, (d, c.mlp_dim), ("embed", "mlp"), fan_in=d)
     self.up = _param(rngs, (d, c.mlp_dim), ("embed", "mlp"), fan_in=d)
-    self.down = _param(
-      rngs, (c.mlp_dim, d), ("mlp", "embed"), fan_in=c.mlp_dim
-    )
+    self.down = _param(rngs, (c.mlp_dim, d), ("mlp", "embed"), fan_in=c.mlp_dim)
 
   def _heads(self, x, kernel, bias, norm):
     heads = jnp.einsum("...d,dnh->...nh", x, kernel[...].astype(x.dtype))
@@ -111,9 +109,7 @@ class Block(nnx.Module):
       if c.has_qkv_bias
       else (None, None, None)
     )
-    norms = (
-      (self.query_norm, self.key_norm) if c.has_qk_norm else (None, None)
-    )
+    norms = (self.query_norm, self.key_norm) if c.has_qk_norm else (None, None)
     h = rms_norm(x, self.attention_norm[...], c.norm_eps)
     query = self._heads(h, self.query, biases[0], norms[0])
     key = self._heads(h, self.key, biases[1], norms[1])
@@ -157,9 +153,8 @@ class Decoder(nnx.Module):
       stack = nnx.vmap(lambda r: Block(c, rngs=r))
       self.layers = stack(rngs.split(c.num_layers))
     else:
-      self.layers = nnx.List(
-        [Block(c, rngs=rngs) for _ in range(c.num_layers)]
-      )
+      blocks = [Block(c, rngs=rngs) for _ in range(c.num_layers)]
+      self.layers: Any = nnx.List(blocks)
     self.final_norm = _constant(1.0, (c.model_dim,), (None,))
     if not c.has_tied_head:
       self.output_head = _param(

@@ -17,7 +17,8 @@ from typing import Any
 
 import jax
 from jax import numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 
 from jaxrl_async import mesh as mesh_lib
@@ -39,7 +40,7 @@ class EngineParams:
   """Weights (layers unstacked, rollout dtype) and their policy version."""
 
   weights: Any
-  version: jax.Array | np.ndarray
+  version: Any  # array, or its sharding
 
 
 @functools.partial(
@@ -51,9 +52,9 @@ class EngineParams:
 class Prefix:
   """Prefilled rows: cache [R, ...] a layer, padded tokens [R T], lengths."""
 
-  cache: list[kv_cache.Layer]
-  tokens: jax.Array
-  lengths: jax.Array
+  cache: Any
+  tokens: Any
+  lengths: Any
 
 
 @functools.partial(
@@ -73,6 +74,8 @@ class Prefix:
 class DecodeState:
   """What lives on device between two calls; donated to each of them.
 
+  Leaves are arrays, or in the same tree their shardings: hence `Any`.
+
   Attributes:
     cache: a pair of arrays a layer.
     tokens: [B] the newest token of each slot, not yet in the cache.
@@ -83,13 +86,13 @@ class DecodeState:
     temperature: [B] 0 is greedy.
   """
 
-  cache: list[kv_cache.Layer]
-  tokens: jax.Array
-  positions: jax.Array
-  limits: jax.Array
-  is_active: jax.Array
-  keys: jax.Array
-  temperature: jax.Array
+  cache: list[Any]
+  tokens: Any
+  positions: Any
+  limits: Any
+  is_active: Any
+  keys: Any
+  temperature: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

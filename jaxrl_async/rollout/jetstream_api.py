@@ -15,7 +15,7 @@ def _import_engine_api():
   package, vocabularies = (types.ModuleType(name) for name in names)
   for name in ("SentencePieceVocabulary", "Vocabulary"):
     setattr(vocabularies, name, type(name, (), {}))
-  setattr(package, "vocabularies", vocabularies)
+  package.vocabularies = vocabularies
   sys.modules.update(zip(names, (package, vocabularies), strict=True))
   try:
     from jetstream.engine import engine_api
@@ -23,8 +23,9 @@ def _import_engine_api():
   finally:
     for name in names:
       del sys.modules[name]
-      if saved[name] is not None:
-        sys.modules[name] = saved[name]
+      original = saved[name]
+      if original is not None:
+        sys.modules[name] = original
   return engine_api, tokenizer_pb2
 
 

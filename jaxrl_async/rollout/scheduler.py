@@ -9,6 +9,7 @@ after an interruption, a preemption or a crash is to prefill what is there.
 import collections
 from collections.abc import Sequence as SequenceOf
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -233,7 +234,7 @@ class Scheduler:
     ]
     b = self.engine.sizes.num_slots
 
-    def column(values, fill, dtype=np.int32):
+    def column(values, fill, dtype: Any = np.int32):
       array = np.full((b,), fill, dtype)
       array[: len(targets)] = values
       return array
@@ -247,6 +248,7 @@ class Scheduler:
       members=column([t[2].member for t in targets], 0),
       temperature=column([t[2].temperature for t in targets], 1, np.float32),
     )
+    assert self._params is not None
     with self._busy.record("prefill"):
       prefix = self.engine.prefill(
         params=self._params, padded_tokens=padded, true_length=lengths

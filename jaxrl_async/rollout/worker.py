@@ -184,7 +184,8 @@ class RolloutWorker:
         self._adopt()
         self._collect_scores()
         self._admit()
-        if self.scheduler.is_idle:
+        # After a resume there is work before there are weights.
+        if self.scheduler.is_idle or self.scheduler.version < 0:
           self._wait()
         else:
           self._status = "decoding"
@@ -289,6 +290,11 @@ class RolloutWorker:
       return
     sequence = self._sequence(running, member, trajectory.tokens)
     n = sequence.length
+    if n + len(pending) >= sequence.limit:  # as in `_advance`
+      running.finished[member] = dataclasses.replace(
+        trajectory, finish_reason=types.FinishReason.LENGTH, reward=None
+      )
+      return
     sequence.loss_mask[:n] = trajectory.loss_mask
     sequence.behavior_logprobs[:n] = trajectory.behavior_logprobs
     sequence.policy_versions[:n] = trajectory.policy_versions

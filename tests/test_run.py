@@ -1,0 +1,443 @@
+"""Whole runs of configs/tiny.py.
+
+Most of them start from fresh weights and are rewarded by the length of what
+they write, so that every step has a gradient and many trajectories span
+several versions.
+
+`python tests/test_run.py` writes golden_losses.txt anew: only after a change
+that is meant to alter the numbers.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import conftest  # noqa: F401  session settings, also as a script
+import jax
+import numpy as np
+import pytest
+import reward_scorers
+
+from jaxrl_async import assembly
+from jaxrl_async import config as config_lib
+from jaxrl_async import metrics
+from jaxrl_async import prompts
+from jaxrl_async import run
+from jaxrl_async import supervisor
+from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async import types
+from jaxrl_async.models import transformer
+from jaxrl_async.rewards import extraction
+from jaxrl_async.rollout import sampling
+from jaxrl_async.rollout import scheduler as scheduler_lib
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from configs import tiny  # noqa: E402
+
+GOLDEN = ROOT / "tests" / "golden_losses.txt"
+LOSSES = ("policy/loss", "policy/grad_norm", "policy/entropy")
+METRICS = """step
+  reward/mean reward/std reward/frac_groups_zero_std
+  completion/tokens_mean completion/tokens_max completion/frac_truncated
+  policy/entropy policy/loss policy/clip_frac policy/grad_norm policy/lr
+  policy/approx_kl
+  offpolicy/behavior_kl offpolicy/behavior_weight_mean
+  offpolicy/behavior_weight_capped_frac offpolicy/ess
+  staleness/mean staleness/max staleness/histogram
+  staleness/versions_per_trajectory
+  time/step_s time/wait_for_rollouts_s time/prepare_batch_s time/proximal_s
+  time/update_s time/publish_s time/adopt_s
+  rollout/tokens_per_s rollout/slot_occupancy rollout/prefill_frac
+  rollout/recompute_tokens rollout/interruptions rollout/wait_for_admission_s
+  train/tokens_per_s train/pack_efficiency
+  ledger/generated_tokens ledger/trained_tokens ledger/filtered_tokens
+  ledger/failed_tokens ledger/in_flight_tokens
+  reward_service/timeouts reward_service/errors reward_service/latency_s
+""".split()
+
+
+def make_config(variant="", *, num_steps=4, **sections):
+  """configs/tiny.py without a warm start; `algorithm={"group_size": 2}`."""
+  config = tiny.get_config(variant)
+  config.warm_start.num_steps = 0
+  config.task.answer_prefix = ""
+  config.train.num_steps = num_steps
+  for name, fields in sections.items():
+    section = getattr(config, name)
+    setattr(config, name, dataclasses.replace(section, **fields))
+  config_lib.validate(config, len(jax.devices()))
+  return config
+
+
+def start(config, workdir, *, scorer=reward_scorers.length, **more):
+  return json.loads(run.run(config, workdir, scorer=scorer, **more))
+
+
+def lines(workdir, name):
+  text = (workdir / f"{name}.jsonl").read_text()
+  return [json.loads(line) for line in text.splitlines()]
+
+
+def losses(workdir):
+  return [[line[name] for name in LOSSES] for line in lines(workdir, "metrics")]
+
+
+def content(entry):
+  """What of a ledger line does not depend on time."""
+  names = "index prompt_id rewards num_completion_tokens finish_reasons fate"
+  return {name: entry[name] for name in names.split()}
+
+
+def check_ledger(workdir, summary):
+  """Each group once, and every token somewhere."""
+  entries = lines(workdir, "ledger")
+  indices = [entry["index"] for entry in entries]
+  assert len(set(indices)) == len(indices)
+  tokens = summary["tokens"]
+  for fate in ("trained", "filtered", "failed"):
+    written = [e["num_completion_tokens"] for e in entries if e["fate"] == fate]
+    assert tokens[fate] == sum(map(sum, written))
+  assert tokens["generated"] == sum(
+    tokens[x] for x in ("trained", "filtered", "failed", "in_flight")
+  )
+  return entries
+
+
+@pytest.fixture(scope="module")
+def asynchronous(tmp_path_factory):
+  """One run with max_staleness 2: its workdir and summary."""
+  workdir = tmp_path_factory.mktemp("asynchronous")
+  return workdir, start(make_config(num_steps=8), workdir)
+
+
+@pytest.fixture(scope="module")
+def synchronous(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp("synchronous")
+  return workdir, start(make_config("sync"), workdir)
+
+
+def test_an_asynchronous_run_keeps_its_bound_its_books_and_its_names(
+  asynchronous,
+):
+  workdir, summary = asynchronous
+  steps = lines(workdir, "metrics")
+  assert [line["step"] for line in steps] == list(range(1, 9))
+  for line in steps:
+    assert set(METRICS) <= set(line), set(METRICS) - set(line)
+    assert line["staleness/max"] <= 2
+    assert line.get("offpolicy/mismatch_kl", 0.0) <= 1e-6
+    assert line["train/bad_updates"] == 0
+    tokens = [line[f"ledger/{x}_tokens"] for x in ("filtered", "failed")]
+    assert tokens == [0, 0]
+    assert line["ledger/in_flight_tokens"] >= 0
+  assert any("offpolicy/mismatch_kl" in line for line in steps)
+  assert summary["staleness_max"] == max(s["staleness/max"] for s in steps)
+  assert 1 <= summary["staleness_max"] <= 2
+  entries = check_ledger(workdir, summary)
+  assert [e["step"] for e in entries] == sorted(e["step"] for e in entries)
+  for entry in entries:
+    assert entry["fate"] == "trained" and not entry["skipped_update"]
+    assert entry["deadline"] == entry["birth"] + 2
+    assert entry["birth"] <= entry["policy_version_min"]
+    assert entry["policy_version_max"] <= entry["step"] <= entry["deadline"]
+    assert entry["staleness_max"] == entry["step"] - entry["policy_version_min"]
+  for name in ("config.json", "summary.json", "summary.png", "tokenizer"):
+    assert (workdir / name).exists(), name
+  assert json.loads((workdir / "summary.json").read_text()) == summary
+
+
+@pytest.mark.slow
+def test_trajectories_that_span_several_versions_occur(tmp_path):
+  config = make_config(
+    num_steps=20, rollout={"decode_steps_per_call": 1}, eval={"num_items": 4}
+  )
+  summary = start(config, tmp_path)
+  check_ledger(tmp_path, summary)
+  assert summary["versions_per_trajectory_mean"] > 1
+  assert summary["staleness_max"] <= 2
+
+
+def straight_loop(config):
+  """Generate, score, update; gives the losses of each step."""
+  tokenizer = tokenizer_lib.character_level()
+  model = assembly.model_config(config, tokenizer.vocab_size)
+  train_mesh, rollout_mesh = assembly.cut_devices(config, jax.devices())
+  clock = metrics.BusyClock()
+  trainer = assembly.make_trainer(config, model, train_mesh, clock)
+  engine = assembly.make_engine(config, model, rollout_mesh, tokenizer.eos_id)
+  scheduler = scheduler_lib.Scheduler(engine, busy=clock)
+  stream = prompts.PromptStream(
+    prompts.PromptSource(
+      config.task, tokenizer, seed=config.seed, split=prompts.Split.TRAIN
+    ),
+    max_prompt_tokens=config.rollout.max_prompt_tokens,
+  )
+  init = jax.jit(lambda key: transformer.init_params(model, key))
+  trainer.start(init(jax.random.key(config.seed)))
+  found = []
+  for step in range(config.train.num_steps):
+    scheduler.adopt(engine.load_params(trainer.published(), step), step)
+    groups = []
+    for i in range(config.algorithm.groups_per_step):
+      index = step * config.algorithm.groups_per_step + i
+      group = types.RolloutGroup(
+        index=index,
+        birth=step,
+        deadline=step,
+        prompt=stream.next(),
+        trajectories=[],
+      )
+      groups.append(group)
+      limit = len(group.prompt.tokens) + config.rollout.max_completion_tokens
+      for member in range(config.algorithm.group_size):
+        scheduler.submit(
+          scheduler_lib.Sequence(
+            group.prompt.tokens,
+            limit=limit,
+            stream=sampling.Stream.TRAIN,
+            group=index,
+            member=member,
+            temperature=config.rollout.temperature,
+            owner=group,
+          )
+        )
+    while not scheduler.is_idle:
+      for sequence in scheduler.step():
+        trajectory = sequence.trajectory()
+        text = tokenizer.decode(trajectory.tokens[trajectory.loss_mask])
+        answer = extraction.extract_answer(text, config.task.answer_prefix)
+        trajectory.reward = reward_scorers.length({}, answer)
+        sequence.owner.trajectories.append(trajectory)
+    for group in groups:
+      group.trajectories.sort(key=lambda t: t.member)
+    values, _ = trainer.step(step, groups).metrics()
+    found.append([values[name] for name in LOSSES])
+  return found
+
+
+@pytest.mark.slow
+def test_max_staleness_0_is_the_straight_loop(synchronous):
+  workdir, summary = synchronous
+  assert summary["staleness_max"] == 0
+  found = np.array(losses(workdir))
+  assert (np.abs(found) > 1e-4).all(), "losses that prove nothing"
+  np.testing.assert_allclose(
+    found, straight_loop(make_config("sync")), rtol=1e-5
+  )
+
+
+@pytest.mark.slow
+def test_golden_losses(synchronous):
+  # The loss itself is a difference: its rounding is that of its terms.
+  np.testing.assert_allclose(
+    losses(synchronous[0]), np.loadtxt(GOLDEN), rtol=1e-5, atol=1e-7
+  )
+
+
+@pytest.mark.slow
+def test_both_channels_give_the_same_bits(synchronous, tmp_path):
+  direct = {"channel": config_lib.Channel.DIRECT}
+  start(make_config("sync", transfer=direct), tmp_path)
+  assert losses(tmp_path) == losses(synchronous[0])
+
+
+@pytest.mark.slow
+def test_stopped_and_continued_equals_uninterrupted(synchronous, tmp_path):
+  start(make_config("sync", num_steps=2), tmp_path)
+  summary = start(make_config("sync"), tmp_path)
+  assert summary["train_steps"] == 4
+  np.testing.assert_allclose(
+    losses(tmp_path), losses(synchronous[0]), rtol=1e-5
+  )
+  entries = check_ledger(tmp_path, summary)
+  assert list(map(content, entries)) == list(
+    map(content, lines(synchronous[0], "ledger"))
+  )
+
+
+def until_lines(path, count, is_over, timeout_s=120):
+  """Waits for a file to have that many lines; False if it never will."""
+  deadline = time.monotonic() + timeout_s
+  while time.monotonic() < deadline and not is_over():
+    if path.exists() and path.read_text().count("\n") >= count:
+      return True
+    time.sleep(0.01)  # polls what another process or thread writes
+  return False
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_with_a_checkpoint_that_goes_on(tmp_path):
+  config = make_config(num_steps=2000, run={"checkpoint_every": 1000})
+  ended = threading.Event()
+
+  def interrupt():
+    if until_lines(tmp_path / "metrics.jsonl", 3, ended.is_set):
+      os.kill(os.getpid(), signal.SIGINT)
+
+  thread = threading.Thread(target=interrupt)
+  thread.start()
+  try:
+    with pytest.raises(run.Interrupted, match="the same command"):
+      start(config, tmp_path)
+  finally:
+    ended.set()
+    thread.join(10)
+  step = len(lines(tmp_path, "metrics"))
+  assert step >= 3
+  assert (tmp_path / "checkpoints" / str(step) / "manifest.json").exists()
+  stored = json.loads(
+    (tmp_path / "checkpoints" / str(step) / "groups.json").read_text()
+  )
+  reasons = [
+    t["finish_reason"] for g in stored for t in g["group"]["trajectories"]
+  ]
+  before = lines(tmp_path, "ledger")
+  config.train.num_steps = step + 3
+  summary = start(config, tmp_path)
+  entries = check_ledger(tmp_path, summary)
+  assert None in reasons, "nothing was partial"
+  assert entries[: len(before)] == before
+  assert [m["step"] for m in lines(tmp_path, "metrics")] == list(
+    range(1, step + 4)
+  )
+  resumed = {g["index"] for g in stored}
+  assert resumed <= {e["index"] for e in entries}
+  assert max(m["staleness/max"] for m in lines(tmp_path, "metrics")) <= 2
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
+  command = [
+    sys.executable,
+    str(ROOT / "launch" / "train.py"),
+    f"--config={ROOT / 'configs' / 'tiny.py'}",
+    f"--workdir={tmp_path}",
+    "--config.warm_start.num_steps=0",
+    "--config.eval.num_items=4",
+    f"--compile_cache={jax.config.jax_compilation_cache_dir}",
+  ]
+  process = subprocess.Popen(
+    [*command, "--config.train.num_steps=5000"], start_new_session=True
+  )
+  try:
+    assert until_lines(
+      tmp_path / "metrics.jsonl", 5, lambda: process.poll() is not None
+    )
+  finally:
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(30)
+  step = max(
+    int(p.name)
+    for p in (tmp_path / "checkpoints").iterdir()
+    if p.name.isdigit()
+  )
+  assert step >= 2
+  done = subprocess.run(
+    [*command, f"--config.train.num_steps={step + 2}"],
+    capture_output=True,
+    text=True,
+    timeout=170,
+  )
+  assert done.returncode == 0, done.stderr
+  summary = json.loads(done.stdout.splitlines()[-1])
+  check_ledger(tmp_path, summary)
+  assert [m["step"] for m in lines(tmp_path, "metrics")] == list(
+    range(1, step + 3)
+  )
+
+
+@pytest.mark.slow
+def test_a_reward_that_raises_now_and_then_fails_its_groups_only(tmp_path):
+  config = make_config(task={"max_failed_groups": 1000, "reward_retries": 0})
+  # An evaluation does not forgive, so it must not meet the bad answers.
+  summary = start(
+    config, tmp_path, scorer=reward_scorers.raises_on_odd_training
+  )
+  entries = check_ledger(tmp_path, summary)
+  failed = [e for e in entries if e["fate"] == "failed"]
+  assert failed and summary["train_steps"] == 4
+  assert all("odd" in e["reason"] for e in failed)
+  assert all(e["rewards"] == [None] * 4 for e in failed)
+  assert summary["tokens"]["failed"] > 0
+
+
+@pytest.mark.slow
+def test_rewards_that_always_raise_end_the_run_with_the_first_traceback(
+  tmp_path,
+):
+  config = make_config(task={"max_failed_groups": 3, "reward_retries": 0})
+  with pytest.raises(
+    supervisor.ThreadFailed, match="rollout worker failed: 3 groups in a row"
+  ) as raised:
+    start(config, tmp_path, scorer=reward_scorers.raises_in_training)
+  text = str(raised.value)
+  assert "task.max_failed_groups" in text
+  assert "Traceback" in text and "raises_in_training" in text
+  assert isinstance(raised.value.__cause__, Exception)
+
+
+@pytest.mark.slow
+def test_updates_that_are_never_finite_end_the_run(tmp_path):
+  config = make_config("sync", train={"max_bad_updates": 3})
+  model = assembly.model_config(
+    config, tokenizer_lib.character_level().vocab_size
+  )
+  init = jax.jit(lambda key: transformer.init_params(model, key))
+  params = jax.tree.map(np.array, init(jax.random.key(0)))
+  params["final_norm"][0] = np.nan
+  with pytest.raises(
+    run.BadUpdatesError, match=r"step 1: 3 updates.*\[4, 5, 6, 7\]"
+  ):
+    start(config, tmp_path, initial_params=params)
+  entries = lines(tmp_path, "ledger")
+  assert [e["skipped_update"] for e in entries] == [True] * 8
+
+
+@pytest.mark.slow
+def test_a_stall_names_who_waits(tmp_path):
+  config = make_config(
+    run={"stall_timeout_s": 1.0}, task={"reward_timeout_s": 100.0}
+  )
+  with pytest.raises(run.StallError) as raised:
+    start(config, tmp_path, scorer=reward_scorers.hangs_in_training)
+  text = str(raised.value)
+  assert "run.stall_timeout_s" in text
+  assert "waits for a batch for step 0" in text
+  assert "rollout worker: " in text and "holding version 0" in text
+
+
+def test_a_workdir_of_another_config_is_refused(asynchronous):
+  workdir, _ = asynchronous
+  before = (workdir / "config.json").read_text()
+  config = make_config(algorithm={"group_size": 8})
+  with pytest.raises(
+    config_lib.ConfigError, match="algorithm.group_size: 4 and 8"
+  ):
+    start(config, workdir)
+  assert (workdir / "config.json").read_text() == before
+
+
+def test_a_finished_run_started_again_only_says_what_it_was(asynchronous):
+  workdir, summary = asynchronous
+  entries = lines(workdir, "ledger")
+  again = start(make_config(num_steps=8), workdir)
+  for name in ("eval_before", "eval_after", "train_steps", "staleness_mean"):
+    assert again[name] == summary[name], name
+  assert lines(workdir, "ledger") == entries
+  check_ledger(workdir, again)
+
+
+if __name__ == "__main__":
+  import tempfile
+
+  with tempfile.TemporaryDirectory() as directory:
+    start(make_config("sync"), pathlib.Path(directory))
+    np.savetxt(GOLDEN, losses(pathlib.Path(directory)), fmt="%.9e")

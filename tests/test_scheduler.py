@@ -1,0 +1,382 @@
+"""Continuous batching, interruption, and going on from what was recorded."""
+
+import numpy as np
+import pytest
+import tiny
+
+from jaxrl_async import config
+from jaxrl_async import types
+from jaxrl_async.rollout import scheduler as scheduler_lib
+
+KEEP, RECOMPUTE = config.KvOnAdopt.KEEP, config.KvOnAdopt.RECOMPUTE
+LONG_GROUPS = (0, 1, 5, 8, 9, 10, 11, 15)  # member 2 of these writes much
+
+
+def make(**options):
+  scheduler = tiny.scheduler(**options)
+  scheduler.adopt(tiny.engine_params(), 0)
+  return scheduler
+
+
+def assorted(count=11):
+  """More sequences than slots, of all lengths, no two alike."""
+  return [
+    tiny.sequence(
+      tiny.prompt(1 + 5 * i % 19, seed=i), limit=22 + i % 10, group=i
+    )
+    for i in range(count)
+  ]
+
+
+def long(group=8, length=5, **options):
+  return tiny.sequence(tiny.prompt(length), group=group, member=2, **options)
+
+
+def record(sequence):
+  """Everything written, comparable bit for bit."""
+  t = sequence.trajectory()
+  arrays = t.tokens, t.loss_mask, t.behavior_logprobs, t.policy_versions
+  return *(a.tolist() for a in arrays), t.finish_reason
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+  """What `long()` is when nothing happens to it."""
+  scheduler = make()
+  scheduler.submit(long())
+  (sequence,) = tiny.finish(scheduler)
+  assert sequence.length == 24
+  return record(sequence)
+
+
+def test_every_sequence_is_written_once_and_each_token_is_counted():
+  scheduler = make()
+  sequences = assorted()
+  for sequence in sequences:
+    scheduler.submit(sequence)
+  assert scheduler.num_free == 4 - len(sequences)
+  ended = tiny.finish(scheduler)
+  assert sorted(s.group for s in ended) == list(range(len(sequences)))
+  assert {id(s) for s in ended} == {id(s) for s in sequences}
+  assert scheduler.num_free == 4
+  written = 0
+  for i, sequence in enumerate(sequences):
+    t = sequence.trajectory()
+    prompt = tiny.prompt(1 + 5 * i % 19, seed=i)
+    n = len(prompt)
+    np.testing.assert_array_equal(t.tokens[:n], prompt)
+    np.testing.assert_array_equal(t.loss_mask, np.arange(len(t.tokens)) >= n)
+    assert (t.behavior_logprobs[:n] == 0).all()
+    assert (t.policy_versions == np.where(t.loss_mask, 0, -1)).all()
+    is_eos = t.tokens[-1] in tiny.END_TOKENS
+    assert t.finish_reason == (
+      types.FinishReason.EOS if is_eos else types.FinishReason.LENGTH
+    )
+    assert is_eos or len(t.tokens) == sequence.limit
+    written += t.num_completion_tokens
+    expected = tiny.trainer_logprobs(tiny.params(), [t.tokens])[0]
+    np.testing.assert_allclose(t.behavior_logprobs[n:], expected[n:], atol=1e-4)
+  assert {s.finish_reason for s in sequences} == {
+    types.FinishReason.EOS,
+    types.FinishReason.LENGTH,
+  }
+  assert scheduler.stats.generated_tokens == written
+  assert (
+    0 < scheduler.stats.busy_slot_steps <= (scheduler.stats.waiting_slot_steps)
+  )
+
+
+def test_a_slot_that_ends_is_refilled_in_the_next_call():
+  scheduler = make()
+  for sequence in assorted():
+    scheduler.submit(sequence)
+  while True:
+    ended = scheduler.step()
+    if ended:
+      break
+  waiting = -scheduler.num_free
+  scheduler.step()
+  assert waiting > -scheduler.num_free
+  assert scheduler._slots.count(None) < 4
+
+
+def test_results_do_not_depend_on_the_order_of_submission():
+  results = []
+  for seed in range(3):
+    scheduler = make()
+    sequences = assorted()
+    order = np.random.default_rng(seed).permutation(len(sequences))
+    for i in order:
+      scheduler.submit(sequences[i])
+      if seed == 2 and i % 3 == 0:
+        scheduler.step()
+    tiny.finish(scheduler)
+    results.append([record(s) for s in sequences])
+  assert results[0] == results[1] == results[2]
+
+
+def test_nothing_runs_before_weights_are_adopted():
+  scheduler = tiny.scheduler()
+  assert scheduler.version == -1
+  scheduler.submit(long())
+  with pytest.raises(ValueError, match="adopt weights"):
+    scheduler.step()
+
+
+@pytest.mark.parametrize("limit", [33, 60])
+def test_a_sequence_that_does_not_fit_the_cache_is_refused(limit):
+  with pytest.raises(ValueError, match="does not fit cache_tokens 32"):
+    make().submit(long(limit=limit))
+
+
+def test_a_sequence_without_room_for_a_token_is_refused():
+  with pytest.raises(ValueError, match="leave no room"):
+    make().submit(tiny.sequence(tiny.prompt(12), limit=12))
+  with pytest.raises(ValueError, match="leave no room"):
+    make().submit(tiny.sequence(tiny.prompt(0), limit=12))
+
+
+def test_the_longest_prompt_gets_the_one_token_there_is_room_for():
+  scheduler = make()
+  sequence = tiny.sequence(tiny.prompt(31), limit=32)
+  scheduler.submit(sequence)
+  tiny.finish(scheduler)
+  assert sequence.length == 32
+  assert sequence.loss_mask.sum() == 1
+
+
+def test_a_groups_prompt_is_prefilled_once():
+  scheduler = make()
+  prompt = tiny.prompt(9)
+  for member in range(4):
+    scheduler.submit(tiny.sequence(prompt, member=member, group=8))
+  scheduler.step()
+  assert scheduler.stats.prefill_tokens == 9
+  members = scheduler.sequences() or []
+  tiny.finish(scheduler)
+  assert len({tuple(s.tokens) for s in members}) == len(members) > 1
+
+
+def test_different_prompts_are_prefilled_each():
+  scheduler = make()
+  for n in (3, 4, 5, 17):
+    scheduler.submit(tiny.sequence(tiny.prompt(n)))
+  scheduler.step()
+  assert scheduler.stats.prefill_tokens == 29
+
+
+# -- interruption ----------------------------------------------------------
+
+
+def test_recomputed_sequences_have_the_logprobs_of_each_tokens_version():
+  scheduler = make(kv_on_adopt=RECOMPUTE)
+  sequences = [long(group, length=3 + group % 4) for group in LONG_GROUPS[:4]]
+  for sequence in sequences:
+    scheduler.submit(sequence)
+  ended, recomputed = [], 0
+  for version in (1, 2):
+    ended += scheduler.step()
+    recomputed += sum(s.length for s in scheduler._slots if s is not None)
+    scheduler.adopt(tiny.engine_params(version, seed=version), version)
+  assert scheduler.version == 2
+  ended += tiny.finish(scheduler)
+  assert len(ended) == 4
+  assert scheduler.stats.recompute_tokens == recomputed > 0
+  for sequence in sequences:
+    t = sequence.trajectory()
+    versions = t.policy_versions[t.loss_mask]
+    assert (np.diff(versions) >= 0).all()
+    assert versions.tolist() == [
+      min(i // 4, 2) for i in range(t.num_completion_tokens)
+    ]
+    for version in set(versions.tolist()):
+      params = tiny.params(version)
+      (expected,) = tiny.trainer_logprobs(params, [t.tokens])
+      drawn = t.policy_versions == version
+      np.testing.assert_allclose(
+        t.behavior_logprobs[drawn], expected[drawn], atol=1e-4
+      )
+  # The versions differ by enough for the above to mean something.
+  first, last = (
+    tiny.trainer_logprobs(tiny.params(v), [sequences[0].tokens[:20]])[0]
+    for v in (0, 2)
+  )
+  assert np.abs(first - last).max() > 0.1
+
+
+def test_kept_caches_serve_the_new_weights(uninterrupted):
+  scheduler = make(kv_on_adopt=KEEP)
+  sequence = long()
+  scheduler.submit(sequence)
+  scheduler.step()
+  prefilled = scheduler.stats.prefill_tokens
+  scheduler.adopt(tiny.engine_params(1, seed=1), 1)
+  tiny.finish(scheduler)
+  assert scheduler.stats.prefill_tokens == prefilled
+  assert scheduler.stats.recompute_tokens == 0
+  assert scheduler.stats.interruptions == 1
+  t = sequence.trajectory()
+  assert t.policy_versions[5:9].tolist() == [0] * 4
+  assert (t.policy_versions[9:] == 1).all()
+  assert t.behavior_logprobs[:9].tolist() == uninterrupted[2][:9]
+  logprobs = t.behavior_logprobs[9:]
+  np.testing.assert_allclose(logprobs, mixed_logprobs(t.tokens)[9:], atol=1e-4)
+  fresh = tiny.trainer_logprobs(tiny.params(1), [t.tokens])[0][9:]
+  assert np.abs(logprobs - fresh).max() > 1e-2
+
+
+def mixed_logprobs(tokens, switch=8):
+  """A forward in which keys and values before `switch` are of version 0.
+
+  The token at `switch` was drawn but not cached when the weights changed.
+  """
+  import jax
+  from jax import numpy as jnp
+
+  from jaxrl_async.models import attention
+  from jaxrl_async.models import transformer
+
+  batch = tiny.packed([tokens], len(tokens))
+  old = tiny.hidden_states(
+    tiny.MODEL,
+    transformer.unstack(tiny.params(), tiny.MODEL.num_layers),
+    batch,
+    is_stacked=False,
+    kept=True,
+  )[1]
+  mask = attention.packed_mask(jnp.asarray(batch.segment_ids))
+  is_old = (jnp.arange(len(tokens)) < switch)[None, :, None, None]
+
+  def attend(layer, query, key, value):
+    key = jnp.where(is_old, old[layer][0], key)
+    value = jnp.where(is_old, old[layer][1], value)
+    return attention.IMPLEMENTATIONS["xla"](query, key, value, mask), None
+
+  model = transformer.bind(
+    tiny.MODEL,
+    transformer.unstack(tiny.params(1), tiny.MODEL.num_layers),
+    is_stacked=False,
+  )
+  hidden, _ = model.hidden(
+    jnp.asarray(batch.tokens),
+    jnp.asarray(batch.positions),
+    attend,
+    jnp.dtype("float32"),
+  )
+  logprobs = np.asarray(jax.nn.log_softmax(hidden[0] @ model.head()))
+  return np.pad(logprobs[np.arange(len(tokens) - 1), tokens[1:]], (1, 0))
+
+
+@pytest.mark.parametrize("kv_on_adopt", [KEEP, RECOMPUTE])
+def test_adopting_the_same_weights_changes_versions_alone(
+  uninterrupted, kv_on_adopt
+):
+  scheduler = make(kv_on_adopt=kv_on_adopt)
+  sequence = long()
+  scheduler.submit(sequence)
+  for version in (1, 2):
+    scheduler.step()
+    scheduler.adopt(tiny.engine_params(version), version)
+  tiny.finish(scheduler)
+  tokens, mask, logprobs, versions, reason = record(sequence)
+  assert (tokens, mask, reason) == (*uninterrupted[:2], uninterrupted[4])
+  assert versions == [-1] * 5 + [0] * 4 + [1] * 4 + [2] * 11
+  if kv_on_adopt is KEEP:
+    assert logprobs == uninterrupted[2]
+  else:
+    np.testing.assert_allclose(logprobs, uninterrupted[2], atol=1e-4)
+
+
+def test_what_waits_when_weights_change_is_of_the_new_version_alone():
+  scheduler = make()
+  sequences = assorted(6)
+  for sequence in sequences:
+    scheduler.submit(sequence)
+  scheduler.step()
+  waiting = list(scheduler._waiting)
+  scheduler.adopt(tiny.engine_params(3), 3)
+  tiny.finish(scheduler)
+  assert waiting
+  for sequence in waiting:
+    assert set(sequence.policy_versions[sequence.loss_mask]) == {3}
+
+
+# -- cancelling and resuming -----------------------------------------------
+
+
+def test_a_cancelled_owners_slots_are_free_and_others_are_unaffected(
+  uninterrupted,
+):
+  scheduler = make()
+  mine, others = object(), object()
+  for group in (0, 1, 5):
+    scheduler.submit(long(group, owner=mine))
+  survivor = long(owner=others)
+  scheduler.submit(survivor)
+  for group in (9, 10):
+    scheduler.submit(long(group, owner=mine))
+  scheduler.step()
+  before = scheduler.stats.generated_tokens
+  running = sum(s.owner is mine for s in scheduler.sequences())
+  assert scheduler.cancel(mine) == running > 3
+  assert scheduler.cancel(mine) == 0
+  assert scheduler.num_free == 3
+  assert scheduler.sequences() == [survivor]
+  later = [long(11), tiny.sequence(tiny.prompt(7), group=30)]
+  scheduler.step()
+  assert scheduler.stats.generated_tokens == before + 4
+  for sequence in later:
+    scheduler.submit(sequence)
+  ended = tiny.finish(scheduler)
+  assert {id(s) for s in ended} == {id(s) for s in (survivor, *later)}
+  assert record(survivor) == uninterrupted
+  alone = make()
+  expected = [long(11), tiny.sequence(tiny.prompt(7), group=30)]
+  for sequence in expected:
+    alone.submit(sequence)
+  tiny.finish(alone)
+  assert [record(s) for s in later] == [record(s) for s in expected]
+
+
+@pytest.mark.parametrize("num_calls", [1, 2, 3])
+def test_a_recorded_half_is_continued_with_the_same_tokens(
+  uninterrupted, num_calls
+):
+  scheduler = make()
+  scheduler.submit(long())
+  for _ in range(num_calls):
+    assert not scheduler.step()
+  (half,) = scheduler.sequences()
+  t = half.trajectory()
+  assert t.finish_reason is None
+  assert t.num_completion_tokens == 4 * num_calls
+  continued = tiny.sequence(t.tokens, group=8, member=2)
+  n = continued.length
+  continued.loss_mask[:n] = t.loss_mask
+  continued.behavior_logprobs[:n] = t.behavior_logprobs
+  continued.policy_versions[:n] = t.policy_versions
+  other = make()
+  other.submit(continued)
+  other.submit(tiny.sequence(tiny.prompt(4)))
+  tiny.finish(other)
+  tokens, mask, logprobs, versions, reason = record(continued)
+  assert (tokens, mask) == uninterrupted[:2]
+  assert (versions, reason) == uninterrupted[3:]
+  np.testing.assert_allclose(logprobs, uninterrupted[2], atol=1e-4)
+
+
+def test_a_trajectory_is_a_copy():
+  scheduler = make()
+  sequence = long()
+  scheduler.submit(sequence)
+  scheduler.step()
+  t = sequence.trajectory()
+  length = len(t.tokens)
+  tiny.finish(scheduler)
+  assert len(t.tokens) == length < sequence.length
+  t.tokens[:] = -1
+  assert sequence.tokens.min() >= 0
+
+
+def test_the_counts_start_at_zero():
+  assert tiny.scheduler().stats == scheduler_lib.SchedulerStats()

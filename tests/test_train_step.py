@@ -1,0 +1,366 @@
+"""The trainer's device programs: gradients, optimizer steps, meshes."""
+
+import dataclasses
+import functools
+
+import jax
+from jax import numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+
+from jaxrl_async import batching
+from jaxrl_async import config
+from jaxrl_async import mesh as mesh_lib
+from jaxrl_async import metrics
+from jaxrl_async import train_step
+from jaxrl_async import trainer as trainer_lib
+from jaxrl_async import types
+
+VERSION = 5
+# A vocabulary that two devices can share.
+MODEL = dataclasses.replace(tiny.MODEL, vocab_size=98)
+FORWARD = train_step.ForwardSettings(
+  model=MODEL,
+  compute_dtype="float32",
+  remat=False,
+  temperature=0.8,
+  vocab_chunk=40,
+)
+LOSS = train_step.LossSettings(
+  clip_low=0.2,
+  clip_high=0.2,
+  behavior_weight_cap=5.0,
+  cap_mode=config.BehaviorWeightCapMode.MASK,
+)
+ADAMW = config.OptimizerSection(learning_rate=1e-2, weight_decay=0.1)
+
+
+def groups(seed=0, count=4, size=4):
+  """Scored groups of random tokens, of several versions."""
+  rng = np.random.default_rng(seed)
+  made = []
+  for index in range(count):
+    prompt = tiny.prompt(3, seed=index)
+    trajectories = []
+    for member in range(size):
+      n = 3 + int(rng.integers(1, 12))
+      mask = np.arange(n) >= 3
+      logprobs = np.where(mask, rng.normal(-4.5, 0.3, n), 0)
+      versions = np.where(mask, rng.integers(VERSION - 2, VERSION + 1, n), -1)
+      trajectories.append(
+        types.Trajectory(
+          member=member,
+          tokens=np.append(prompt, rng.integers(6, 90, n - 3)).astype("i4"),
+          loss_mask=mask,
+          behavior_logprobs=logprobs.astype(np.float32),
+          policy_versions=versions.astype(np.int32),
+          finish_reason=types.FinishReason.LENGTH,
+          reward=float(rng.random()),
+        )
+      )
+    made.append(
+      types.RolloutGroup(
+        index=index,
+        birth=VERSION - 2,
+        deadline=VERSION,
+        prompt=types.Prompt(prompt_id=str(index), tokens=prompt, item={}),
+        trajectories=trajectories,
+      )
+    )
+  return made
+
+
+def make_trainer(shape=(1, 1, 1), *, rows=4, minibatches=1, optimizer=ADAMW):
+  mesh, _ = mesh_lib.cut_devices(
+    jax.devices() * 2, train_shape=shape, rollout_shape=(1, 1, 1)
+  )
+  trainer = trainer_lib.Trainer(
+    mesh=mesh,
+    forward=FORWARD,
+    loss=LOSS,
+    batch=trainer_lib.BatchSettings(
+      tokens_per_row=16,
+      rows_per_microbatch=rows,
+      num_minibatches=minibatches,
+      min_microbatches=1,
+      advantage_scale=config.AdvantageScale.STD,
+    ),
+    optimizer=optimizer,
+    rollout_dtype="float32",
+    busy=metrics.BusyClock(),
+  )
+  # A copy: the trainer donates its state.
+  trainer.start(jax.tree.map(np.array, tiny.params(model=MODEL)))
+  return trainer
+
+
+def keep_gradients():
+  """An optimizer whose state is the gradients it was given."""
+
+  def update(gradients, state, params=None):
+    del state, params
+    return jax.tree.map(jnp.zeros_like, gradients), gradients
+
+  return optax.GradientTransformation(
+    lambda params: jax.tree.map(jnp.zeros_like, params), update
+  )
+
+
+def packed(rows=4, minibatches=1, made=None):
+  made = made or groups()
+  rewards = np.array([t.reward for g in made for t in g.trajectories])
+  batch, _ = batching.pack(
+    made,
+    (rewards - rewards.mean()).astype(np.float32),
+    tokens_per_row=16,
+    rows_per_microbatch=rows,
+    num_minibatches=minibatches,
+  )
+  return batch
+
+
+@functools.cache
+def proximal_program():
+  return jax.jit(functools.partial(train_step.proximal_logprobs, FORWARD))
+
+
+@functools.cache
+def gradient_program():
+  optimizer = keep_gradients()
+  return optimizer, jax.jit(
+    functools.partial(train_step.update, FORWARD, LOSS, optimizer)
+  )
+
+
+def loss_and_gradients(batch, proximal=None):
+  """Of one minibatch, at the tiny parameters."""
+  params = tiny.params(model=MODEL)
+  optimizer, update = gradient_program()
+  if proximal is None:
+    proximal = proximal_program()(params, batch)
+  state = train_step.TrainState(params=params, opt_state=optimizer.init(params))
+  after, arrays = update(state, batch, proximal, jnp.int32(VERSION))
+  return arrays, after.opt_state
+
+
+def assert_close(a, b, rtol=1e-5, atol=1e-6):
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), a, b
+  )
+
+
+def test_microbatches_add_up_to_one_big_batch():
+  small, big = packed(rows=2), packed(rows=16)
+  assert small.tokens.shape[1] > 1 and big.tokens.shape[1] == 1
+  arrays, gradients = loss_and_gradients(small)
+  whole, whole_gradients = loss_and_gradients(big)
+  assert_close(arrays, whole, rtol=1e-5, atol=1e-5)
+  assert_close(gradients, whole_gradients)
+
+
+def test_nothing_under_the_mask_reaches_loss_or_gradient():
+  batch = packed(rows=16)
+  arrays, gradients = loss_and_gradients(batch)
+  mask = batch.loss_mask
+  poisoned = batch._replace(
+    behavior_logprobs=np.where(mask, batch.behavior_logprobs, np.nan),
+    advantages=np.where(mask, batch.advantages, np.nan),
+    policy_versions=np.where(mask, batch.policy_versions, VERSION),
+  )
+  proximal = np.array(proximal_program()(tiny.params(model=MODEL), batch))
+  proximal = np.where(mask, proximal, np.nan).astype(np.float32)
+  found, found_gradients = loss_and_gradients(poisoned, proximal)
+  jax.tree.map(np.testing.assert_array_equal, arrays, found)
+  jax.tree.map(np.testing.assert_array_equal, gradients, found_gradients)
+
+
+def test_proximal_logprobs_are_those_of_each_trajectory_alone():
+  made = groups()
+  trainer = make_trainer()
+  trajectories = [t for g in made for t in g.trajectories]
+  found = trainer.logprobs(trajectories)
+  for trajectory, logprobs in zip(trajectories, found, strict=True):
+    alone = tiny.trainer_logprobs(
+      tiny.params(model=MODEL),
+      [trajectory.tokens],
+      model=MODEL,
+      temperature=FORWARD.temperature,
+    )[0]
+    mask = trajectory.loss_mask
+    np.testing.assert_allclose(logprobs[mask], alone[mask], atol=1e-4)
+
+
+def test_at_the_proximal_weights_the_gradient_is_that_of_reinforce():
+  batch = packed(rows=16)
+  _, gradients = loss_and_gradients(batch)
+  one = jax.tree.map(lambda x: jnp.asarray(x[0, 0]), batch)
+
+  def reinforce(params):
+    logprobs, _ = train_step.token_logprobs(FORWARD, params, one)
+    ratio = jnp.exp(
+      jnp.where(one.loss_mask, logprobs - one.behavior_logprobs, 0)
+    )
+    weights = jax.lax.stop_gradient(jnp.where(ratio > 5.0, 0, ratio))
+    terms = -one.advantages * weights * logprobs
+    return jnp.where(one.loss_mask, terms, 0).sum() / one.loss_mask.sum(
+      dtype=jnp.float32
+    )
+
+  assert_close(
+    gradients, jax.jit(jax.grad(reinforce))(tiny.params(model=MODEL))
+  )
+
+
+def float64(tree):
+  return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+def adamw(params, gradients, moments, count, section):
+  """One update with clipping, written out."""
+  norm = np.sqrt(sum((g**2).sum() for g in jax.tree.leaves(gradients)))
+  scale = min(1.0, section.max_grad_norm / norm)
+  after, new_moments = [], []
+  for p, g, (m, v) in zip(
+    jax.tree.leaves(params), jax.tree.leaves(gradients), moments, strict=True
+  ):
+    g = g * scale
+    m = section.b1 * m + (1 - section.b1) * g
+    v = section.b2 * v + (1 - section.b2) * g**2
+    m_hat = m / (1 - section.b1**count)
+    v_hat = v / (1 - section.b2**count)
+    step = m_hat / (np.sqrt(v_hat) + section.eps) + section.weight_decay * p
+    after.append(p - section.learning_rate * step)
+    new_moments.append((m, v))
+  return jax.tree.unflatten(jax.tree.structure(params), after), new_moments
+
+
+def apply_program(section):
+  optimizer = train_step.make_optimizer(
+    section, train_step.learning_rate_schedule(section)
+  )
+  return optimizer, jax.jit(
+    functools.partial(train_step._apply_gradients, optimizer)
+  )
+
+
+@pytest.mark.parametrize("scale", [1e-3, 10.0])
+def test_adamw_with_clipping_is_its_formula(scale):
+  # eps is large enough to count.
+  section = config.OptimizerSection(
+    learning_rate=1e-2, weight_decay=0.1, eps=1e-3, max_grad_norm=0.5
+  )
+  optimizer, apply = apply_program(section)
+  params = tiny.params(model=MODEL)
+  rng = np.random.default_rng(0)
+  state = train_step.TrainState(params=params, opt_state=optimizer.init(params))
+  wanted = float64(params)
+  moments = [(np.zeros(p.shape),) * 2 for p in jax.tree.leaves(params)]
+  for count in (1, 2):
+    gradients = jax.tree.map(
+      lambda p: (scale * rng.normal(size=p.shape)).astype(np.float32), params
+    )
+    state, arrays = apply(state, gradients, jnp.float32(1.0))
+    wanted, moments = adamw(wanted, float64(gradients), moments, count, section)
+    norm = np.sqrt(sum((g**2).sum() for g in jax.tree.leaves(gradients)))
+    np.testing.assert_allclose(arrays["grad_norm"], norm, rtol=1e-5)
+  assert_close(state.params, wanted)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_what_is_not_finite_changes_no_bit_of_the_state(where):
+  optimizer, apply = apply_program(ADAMW)
+  params = tiny.params(model=MODEL)
+  ones = jax.tree.map(jnp.ones_like, params)
+  state, arrays = apply(
+    train_step.TrainState(params=params, opt_state=optimizer.init(params)),
+    ones,
+    jnp.float32(1.0),
+  )
+  assert arrays["bad_updates"] == 0
+  loss = jnp.float32(np.inf if where == "loss" else 1.0)
+  if where == "gradient":
+    ones["final_norm"] = ones["final_norm"].at[3].set(np.nan)
+  after, arrays = apply(state, ones, loss)
+  assert arrays["bad_updates"] == 1
+  jax.tree.map(np.testing.assert_array_equal, state, after)
+
+
+def test_muon_takes_the_blocks_matrices_and_nothing_else():
+  params = tiny.params(model=MODEL)
+  found = {
+    jax.tree_util.keystr(path, simple=True, separator="/"): numbers
+    for path, numbers in jax.tree_util.tree_leaves_with_path(
+      train_step.muon_dimensions(params),
+      is_leaf=lambda x: x is None or not isinstance(x, dict),
+    )
+  }
+  matrices = "query key value output gate up down".split()
+  taken = {name for name, numbers in found.items() if numbers is not None}
+  assert taken == {f"layers/{name}" for name in matrices}
+  for name in matrices:
+    numbers, axes = found[f"layers/{name}"], params["layers"][name].ndim
+    covered = (*numbers.reduction_axis, *numbers.output_axis)
+    # All axes but the layers', each once.
+    assert sorted(covered) == list(range(1, axes)), name
+
+
+def test_learning_rates():
+  section = config.OptimizerSection(learning_rate=8.0, warmup_steps=3)
+  constant = train_step.learning_rate_schedule(section)
+  np.testing.assert_allclose(
+    [constant(i) for i in (0, 1, 2, 3, 4, 1000)], [2, 4, 6, 8, 8, 8]
+  )
+  cosine = train_step.learning_rate_schedule(
+    section, total_steps=13, decay=0.25
+  )
+  np.testing.assert_allclose(
+    [cosine(i) for i in (0, 3, 8, 13, 99)], [2, 8, 5, 2, 2], rtol=1e-6
+  )
+
+
+@functools.cache
+def trained(shape):
+  trainer = make_trainer(shape, minibatches=2)
+  arrays = trainer.step(VERSION, groups()).arrays
+  return trainer, jax.tree.map(np.asarray, (arrays, trainer.state.params))
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 2, 2)])
+def test_a_mesh_trains_like_one_device(shape):
+  trainer, (arrays, params) = trained(shape)
+  assert len(trainer.state.params["final_norm"].sharding.device_set) == (
+    shape[0] * shape[1] * shape[2]
+  )
+  single_arrays, single_params = trained((1, 1, 1))[1]
+  assert (single_arrays["grad_norm"] > 1e-2).all()
+  assert_close(arrays, single_arrays, rtol=1e-5, atol=1e-5)
+  # AdamW divides by a root: where a gradient is all rounding error its sign
+  # decides a whole step, so a few parameters may differ by up to two steps.
+  off = [
+    np.abs(a - b) > 1e-5
+    for a, b in zip(
+      jax.tree.leaves(params), jax.tree.leaves(single_params), strict=True
+    )
+  ]
+  assert np.concatenate([x.reshape(-1) for x in off]).mean() < 2e-3
+
+
+def test_moments_are_sharded_like_their_parameters():
+  trainer, _ = trained((1, 2, 2))
+  params = jax.tree.leaves(trainer.state.params)
+  adam = optax.tree.get(trainer.state.opt_state, "mu")
+  for moment, param in zip(jax.tree.leaves(adam), params, strict=True):
+    assert moment.sharding == param.sharding
+  assert any(not p.sharding.is_fully_replicated for p in params)
+
+
+def test_a_step_learns_and_what_it_published_before_stays():
+  trainer = make_trainer(minibatches=2)
+  before = trainer.published()
+  copy = jax.tree.map(np.array, before)
+  trainer.step(VERSION, groups())
+  jax.tree.map(np.testing.assert_array_equal, before, copy)
+  after = jax.tree.map(np.asarray, trainer.published())
+  assert not np.array_equal(after["embedding"], copy["embedding"])

@@ -1,0 +1,346 @@
+"""A model, an engine and fakes small enough for tests."""
+
+import dataclasses
+import functools
+
+import jax
+from jax import numpy as jnp
+import numpy as np
+
+from jaxrl_async import batching
+from jaxrl_async import config
+from jaxrl_async import mesh as mesh_lib
+from jaxrl_async import metrics
+from jaxrl_async import prompts
+from jaxrl_async import train_step
+from jaxrl_async import types
+from jaxrl_async import weight_transfer
+from jaxrl_async.models import attention
+from jaxrl_async.models import configs
+from jaxrl_async.models import transformer
+from jaxrl_async.rewards import service
+from jaxrl_async.rollout import engine as engine_lib
+from jaxrl_async.rollout import sampling
+from jaxrl_async.rollout import scheduler as scheduler_lib
+
+MODEL = configs.MODELS["tiny"]
+END_TOKENS = (1, 2, 3, 4, 5)
+WIDTH = 64  # of the trainer's rows: one compilation
+SIZES = engine_lib.EngineSizes(
+  num_slots=4,
+  cache_tokens=32,
+  decode_steps_per_call=4,
+  prefill_rows=2,
+  prefill_buckets=(16, 32),
+  window_buckets=(16, 32),
+)
+
+
+@functools.cache
+def params(seed=0, model=MODEL):
+  """Stacked parameters, none of them at the value it starts training with."""
+
+  @jax.jit
+  def init(key):
+    leaves, tree = jax.tree.flatten(transformer.init_params(model, key))
+    keys = jax.random.split(key, len(leaves))
+    noisy = [
+      x + 0.1 * jax.random.normal(k, x.shape)
+      for x, k in zip(leaves, keys, strict=True)
+    ]
+    return jax.tree.unflatten(tree, noisy)
+
+  return init(jax.random.key(seed))
+
+
+@functools.cache
+def engine(**sizes):
+  """One engine for all tests that want these sizes: it has no state."""
+  _, mesh = mesh_lib.cut_devices(
+    jax.devices()[:1], train_shape=(1, 1, 1), rollout_shape=(1, 1, 1)
+  )
+  return engine_lib.Engine(
+    MODEL,
+    dataclasses.replace(SIZES, **sizes),
+    mesh=mesh,
+    seed=7,
+    end_tokens=END_TOKENS,
+  )
+
+
+@functools.cache
+def engine_params(version=0, seed=0):
+  """Weights of `params(seed)` as the engine takes them."""
+  weights = transformer.unstack(params(seed), MODEL.num_layers)
+  return engine().load_params(weights, version)
+
+
+def prompt(length, seed=0):
+  """Random tokens, none of which ends a sequence."""
+  rng = np.random.default_rng([length, seed])
+  low = max(END_TOKENS) + 1
+  return rng.integers(low, MODEL.vocab_size, length, np.int32)
+
+
+def packed(sequences, width=WIDTH):
+  """Sequences one after the other in one row, as the trainer packs them."""
+  tokens, segments, positions, starts = np.zeros((4, 1, width), np.int32)
+  start = 0
+  for i, sequence in enumerate(sequences):
+    here = slice(start, start + len(sequence))
+    tokens[0, here] = sequence
+    segments[0, here] = i + 1
+    positions[0, here] = np.arange(len(sequence))
+    starts[0, here] = start
+    start += len(sequence)
+  starts[0, start:] = start
+  return batching.PackedBatch(
+    tokens=tokens,
+    segment_ids=segments,
+    positions=positions,
+    segment_start=starts,
+    loss_mask=segments > 0,
+    advantages=np.zeros((1, width), np.float32),
+    behavior_logprobs=np.zeros((1, width), np.float32),
+    policy_versions=np.zeros((1, width), np.int32),
+  )
+
+
+@functools.cache
+def _forward(model, temperature):
+  settings = train_step.ForwardSettings(
+    model=model,
+    compute_dtype="float32",
+    remat=False,
+    temperature=temperature,
+    vocab_chunk=40,
+  )
+  return jax.jit(functools.partial(train_step.token_logprobs, settings))
+
+
+def trainer_logprobs(
+  stacked_params, sequences, *, model=MODEL, temperature=1.0
+):
+  """The trainer's logprobs of each sequence, all of them packed in a row."""
+  forward = _forward(model, temperature)
+  logprobs, _ = forward(stacked_params, packed(sequences))
+  edges = np.cumsum([len(s) for s in sequences])
+  return np.split(np.asarray(logprobs)[0], edges)[:-1]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+  """What to write in a slot, from which call on."""
+
+  prompt: np.ndarray
+  slot: int = 0
+  limit: int = 24
+  group: int = 0
+  member: int = 0
+  stream: sampling.Stream = sampling.Stream.TRAIN
+  temperature: float = 1.0
+  first_call: int = 0
+
+
+@dataclasses.dataclass
+class Written:
+  """What an engine wrote in a slot."""
+
+  tokens: list
+  logprobs: list
+  versions: list
+
+
+def insertion(engine, row):
+  """The engine's form of one row, from row 0 of the prefill."""
+  b = engine.sizes.num_slots
+
+  def column(value, fill, dtype=np.int32):
+    return np.array([value] + [fill] * (b - 1), dtype)
+
+  return engine_lib.Insertion(
+    slots=column(row.slot, b),
+    sources=column(0, 0),
+    limits=column(row.limit, 0),
+    streams=column(row.stream, 0),
+    groups=column(row.group, 0),
+    members=column(row.member, 0),
+    temperature=column(row.temperature, 1, np.float32),
+  )
+
+
+def prefill(engine, params, tokens, bucket=None):
+  """Prefills one row, in the smallest bucket that holds it."""
+  if bucket is None:
+    bucket = next(b for b in engine.sizes.prefill_buckets if b >= len(tokens))
+  padded = np.pad(tokens, (0, bucket - len(tokens)))
+  return engine.prefill(
+    params=params, padded_tokens=padded, true_length=len(tokens)
+  )
+
+
+def write(engine, params, rows, *, num_calls=None, window=None):
+  """Drives the engine without a scheduler.
+
+  Returns: what each row wrote, in their order, and the last state.
+  """
+  state = engine.init_decode_state()
+  written = [Written([], [], []) for _ in rows]
+  for call in range(num_calls or 32 // engine.sizes.decode_steps_per_call):
+    for row in rows:
+      if row.first_call == call:
+        prefix = prefill(engine, params, row.prompt)
+        state = engine.insert(prefix, state, insertion(engine, row))
+    state, packed_result = engine.generate(params, state, window=window)
+    result = engine.read(packed_result)
+    for row, out in zip(rows, written, strict=True):
+      if row.first_call <= call:
+        valid = result.is_valid[row.slot]
+        out.tokens += result.tokens[row.slot, valid].tolist()
+        out.logprobs += result.logprobs[row.slot, valid].tolist()
+        out.versions += result.policy_versions[row.slot, valid].tolist()
+  return written, state
+
+
+def scheduler(
+  *,
+  kv_on_adopt=config.KvOnAdopt.RECOMPUTE,
+  cls=scheduler_lib.Scheduler,
+  **sizes,
+):
+  """A scheduler over the tiny engine, without weights."""
+  return cls(engine(**sizes), kv_on_adopt=kv_on_adopt, busy=metrics.BusyClock())
+
+
+def sequence(prompt_tokens, *, limit=24, group=0, member=0, owner=None):
+  """A sequence to submit to a scheduler."""
+  return scheduler_lib.Sequence(
+    prompt_tokens,
+    limit=limit,
+    stream=sampling.Stream.TRAIN,
+    group=group,
+    member=member,
+    temperature=1.0,
+    owner=owner,
+  )
+
+
+def finish(scheduler, max_calls=200):
+  """Steps until nothing is left; returns what ended, in order."""
+  ended = []
+  for _ in range(max_calls):
+    if scheduler.is_idle:
+      return ended
+    ended += scheduler.step()
+  raise AssertionError(f"{len(scheduler.sequences())} sequences do not end")
+
+
+def input_dependence(model, stacked_params, tokens, segment_ids):
+  """How much each hidden state depends on each input: [T T], summed over D.
+
+  The tokens are distinct and the head is not asked for, so that a row of the
+  embedding is an input.
+  """
+  batch = packed([tokens], len(tokens))
+  batch = batch._replace(segment_ids=np.asarray(segment_ids, np.int32)[None])
+
+  def hidden(embedding):
+    return hidden_states(
+      model, {**stacked_params, "embedding": embedding}, batch
+    )[0].sum(-1)
+
+  jacobian = jax.jit(jax.jacrev(hidden))(stacked_params["embedding"])
+  return np.abs(np.asarray(jacobian[:, np.asarray(tokens)])).sum(-1)
+
+
+def hidden_states(model, params, batch, *, is_stacked=True, kept=False):
+  """Final hidden states of packed rows; with `kept`, keys and values too."""
+  mask = attention.packed_mask(jnp.asarray(batch.segment_ids))
+
+  def attend(layer, query, key, value):
+    del layer
+    mixed = attention.IMPLEMENTATIONS["xla"](query, key, value, mask)
+    return mixed, (key, value)
+
+  bound = transformer.bind(model, params, is_stacked=is_stacked)
+  hidden, keys_and_values = bound.hidden(
+    jnp.asarray(batch.tokens),
+    jnp.asarray(batch.positions),
+    attend,
+    jnp.dtype("float32"),
+  )
+  return (hidden, keys_and_values) if kept else hidden
+
+
+class Prompts(prompts.PromptStream):
+  """Prompts of growing length without a dataset; `item` is the number."""
+
+  def __init__(self, first=0):
+    self.count = first
+
+  def next(self):
+    number = self.count
+    self.count += 1
+    return types.Prompt(
+      prompt_id=f"tiny/train/{number}",
+      tokens=prompt(3 + number % 4, seed=number),
+      item={"number": number},
+    )
+
+
+class Score:
+  """A handle whose outcome was known from the start."""
+
+  def __init__(self, outcome, num_polls=0):
+    self._outcome = outcome
+    self._polls_left = num_polls
+
+  def done(self):
+    self._polls_left -= 1
+    return self._polls_left < 0
+
+  def result(self):
+    return self._outcome
+
+
+class Rewards(service.RewardService):
+  """Scores in this thread, by a function of (item, completions).
+
+  It keeps what was submitted; a handle is done after `num_polls` polls.
+  """
+
+  def __init__(self, score=None, num_polls=0):
+    self.submitted = []
+    self._score_group = score or (lambda item, texts: [*range(len(texts))])
+    self._num_polls = num_polls
+
+  def submit(self, item, completions):
+    self.submitted.append((item, list(completions)))
+    return Score(self._score_group(item, completions), self._num_polls)
+
+
+class SteppedScheduler(scheduler_lib.Scheduler):
+  """Calls `after_step(number of steps so far)` after each."""
+
+  num_steps = 0
+  after_step = staticmethod(lambda num_steps: None)
+
+  def step(self):
+    ended = super().step()
+    self.num_steps += 1
+    self.after_step(self.num_steps)
+    return ended
+
+
+def channel(seed=0):
+  """A channel with version 0 published."""
+  shardings = engine().params_sharding.weights
+  weights = engine_params(0, seed).weights
+  target = jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    weights,
+    shardings,
+  )
+  channel = weight_transfer.DirectChannel(target)
+  channel.publish(weights, 0)
+  return channel
