@@ -25,9 +25,9 @@ def get_config(variant: str = "") -> config.Config:
       answer_prefix="=",
     ),
     warm_start=config.WarmStartSection(
-      num_steps=400,
+      num_steps=600,
       rows_per_batch=32,
-      num_examples=20_000,
+      num_examples=8_000,
       optimizer=config.OptimizerSection(
         name=config.OptimizerName.MUON,
         learning_rate=2e-3,

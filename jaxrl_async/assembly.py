@@ -1,6 +1,6 @@
 """From a config to the parts of a run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import math
 import pathlib
@@ -14,7 +14,6 @@ from jaxrl_async import config as config_lib
 from jaxrl_async import dry_run
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import metrics as metrics_lib
-from jaxrl_async import progress as progress_lib
 from jaxrl_async import prompts
 from jaxrl_async import sft
 from jaxrl_async import tokenizer as tokenizer_lib
@@ -117,7 +116,7 @@ def warm_start(
   model: configs.ModelConfig,
   mesh: jax.sharding.Mesh,
   tokenizer: tokenizer_lib.Tokenizer,
-  progress: progress_lib.Progress,
+  on_step: Callable[[int, float], None],
 ) -> Any:
   """The first stage: parameters after supervised training, or fresh ones."""
   section = config.warm_start
@@ -143,9 +142,7 @@ def warm_start(
     forward=forward_settings(config, model, 1.0),
     rows_per_microbatch=config.train.rows_per_microbatch,
     seed=config.seed,
-    on_step=lambda step, loss: progress.stage(
-      "warm start", step, section.num_steps, f"loss {loss:.3f}"
-    ),
+    on_step=on_step,
   )
 
 

@@ -74,8 +74,10 @@ class Placement:
 
   @property
   def pack_efficiency(self) -> float:
-    """Share of the packed tokens that is not padding."""
-    return float(self.lengths.sum() / np.prod(self.shape))
+    """Share of the tokens of microbatches in use that is not padding."""
+    per_microbatch = self.shape[2] * self.shape[3]
+    num_used = len(np.unique(self.starts // per_microbatch))
+    return float(self.lengths.sum() / (num_used * per_microbatch))
 
 
 def pack(

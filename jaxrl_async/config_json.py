@@ -2,6 +2,8 @@
 
 import dataclasses
 import enum
+import json
+import pathlib
 from typing import Any
 
 from ml_collections import config_dict
@@ -93,3 +95,17 @@ def check_resumable(
       f"workdir: {workdir} holds another config ({'; '.join(found)}); use an"
       " empty one, or the stored values"
     )
+
+
+def prepare_workdir(wanted: config.Config, workdir: pathlib.Path) -> None:
+  """Writes config.json, or checks that the one there allows to go on.
+
+  Raises:
+    ConfigError: the workdir holds another config.
+  """
+  path = workdir / "config.json"
+  if path.exists():
+    stored = from_dict(json.loads(path.read_text()))
+    check_resumable(stored, wanted, str(workdir))
+  workdir.mkdir(parents=True, exist_ok=True)
+  path.write_text(json.dumps(to_dict(wanted), indent=2) + "\n")

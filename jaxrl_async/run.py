@@ -8,6 +8,7 @@ raised with the name of the thread it came from.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -27,6 +28,7 @@ from jaxrl_async import metrics as metrics_lib
 from jaxrl_async import progress as progress_lib
 from jaxrl_async import prompts
 from jaxrl_async import run_record
+from jaxrl_async import snapshot
 from jaxrl_async import supervisor
 from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async import trainer as trainer_lib
@@ -81,14 +83,6 @@ class Run:
       name: metrics_lib.BusyClock(origin_s) for name in ("rollout", "train")
     }
     self.clock = self.busy["train"]
-    # First of all: its processes must not come from a fork beside JAX.
-    self.rewards = service.RewardService(
-      num_workers=config.task.reward_workers,
-      timeout_s=config.task.reward_timeout_s,
-      num_retries=config.task.reward_retries,
-      answer_prefix=config.task.answer_prefix,
-      scorer=scorer,
-    )
     self.train_mesh, self.rollout_mesh = assembly.cut_devices(
       config, jax.devices()
     )
@@ -103,8 +97,18 @@ class Run:
     )
     self.writer = metrics_lib.MetricsWriter(workdir)
     self.supervisor = supervisor.Supervisor(on_failure=self.buffer.close)
+    self.ledger: ledger_lib.Ledger | None = None
+    self.channel: weight_transfer.WeightChannel | None = None
     self._bad_updates = 0
     self._has_worker = False
+    # Last: from here on there is something to close.
+    self.rewards = service.RewardService(
+      num_workers=config.task.reward_workers,
+      timeout_s=config.task.reward_timeout_s,
+      num_retries=config.task.reward_retries,
+      answer_prefix=config.task.answer_prefix,
+      scorer=scorer,
+    )
 
   # -- assembly -------------------------------------------------------------
 
@@ -117,14 +121,14 @@ class Run:
   def open(self) -> int:
     """Warm start or restore, first evaluation, threads; gives the step."""
     config = self.config
+    source = prompts.PromptSource(
+      config.task,
+      self.tokenizer,
+      seed=config.seed,
+      split=prompts.Split.TRAIN,
+    )
     self.stream = prompts.PromptStream(
-      prompts.PromptSource(
-        config.task,
-        self.tokenizer,
-        seed=config.seed,
-        split=prompts.Split.TRAIN,
-      ),
-      max_prompt_tokens=config.rollout.max_prompt_tokens,
+      source, max_prompt_tokens=config.rollout.max_prompt_tokens
     )
     self.held_out = prompts.held_out(
       config.task,
@@ -133,9 +137,11 @@ class Run:
       max_prompt_tokens=config.rollout.max_prompt_tokens,
       num_items=config.eval.num_items,
     )
-    outstanding = self._restore() if self.resumed_step is not None else []
     if self.resumed_step is None:
       self._warm_start()
+      outstanding = []
+    else:
+      outstanding = self._restore(source)
     step = self.resumed_step or 0
     self.rewards.warm_up()
     self.ledger = ledger_lib.Ledger(
@@ -178,7 +184,7 @@ class Run:
     )
     params = self.trainer.published()
     if self.resumed_step is None:
-      self._evaluate(0, params)
+      self.writer.write(0, self._evaluate(0, params))
       self._save(0)
     self.recorder.start_rl()
     self._publish(params, step)
@@ -191,58 +197,48 @@ class Run:
     params = self._initial_params
     if params is None:
       params = assembly.warm_start(
-        self.config, self.model, self.train_mesh, self.tokenizer, self.progress
+        self.config,
+        self.model,
+        self.train_mesh,
+        self.tokenizer,
+        self._show_warm_start,
       )
     self.trainer.start(params)
     self.tokenizer.save(self.workdir / "tokenizer")
     self.record.warm_start_s = self.clock.now() - start_s
 
-  def _restore(self) -> list:
-    step = self.resumed_step
+  def _show_warm_start(self, step: int, loss: float) -> None:
+    if self.stop.is_set:
+      raise Interrupted("stopped in the warm start; it will begin anew")
+    self.progress.stage(
+      "warm start", step, self.config.warm_start.num_steps, f"loss {loss:.3f}"
+    )
+
+  def _restore(self, source: prompts.PromptSource) -> list:
+    """Takes up the newest checkpoint; gives what the worker goes on with."""
+    step, stored = self.resumed_step, self._stored
     assert step is not None
-    source = prompts.PromptSource(
-      self.config.task,
-      self.tokenizer,
-      seed=self.config.seed,
-      split=prompts.Split.TRAIN,
-    )
-
-    def item_of(prompt_id: str) -> dict[str, Any]:
-      prompt = source.prompt_at(int(prompt_id.rsplit("/", 1)[1]))
-      assert prompt is not None
-      return prompt.item
-
     self.trainer.state, _, groups = checkpoint.restore(
-      self._checkpoints, step, self.trainer.abstract_state(), item_of
+      self._checkpoints,
+      step,
+      self.trainer.abstract_state(),
+      functools.partial(snapshot.item_of, source),
     )
-    stored = self._stored
     self.stream.restore(stored["stream"])
     self.writer.restore(stored["metrics"])
-    admissions = {
-      g.index: buffer_lib.Admission(
-        index=g.index, birth=g.birth, deadline=g.deadline
-      )
-      for g in groups
-      if g.status == "running"
-    }
     self.buffer.restore(
-      buffer_lib.BufferState(
+      snapshot.buffer_state(
+        groups,
         groups_per_step=stored["groups_per_step"],
         next_step=step,
         next_index=stored["next_index"],
-        running=list(admissions.values()),
-        finished=[
-          g.group for g in groups if g.group and g.status == "finished"
-        ],
       )
     )
     self.progress.note(
       f"continuing {self.workdir} from step {step} with {len(groups)}"
       " outstanding groups"
     )
-    return [
-      (admissions[g.index], g.group) for g in groups if g.status == "running"
-    ]
+    return snapshot.running(groups)
 
   def _make_channel(self) -> weight_transfer.WeightChannel:
     target = jax.tree.map(
@@ -273,7 +269,9 @@ class Run:
     stop request.
     """
     pending = None
-    run, num_steps = self.config.run, self.config.train.num_steps
+    every, num_steps = self.config.eval.every, self.config.train.num_steps
+    if step >= num_steps:
+      self.recorder.end_rl()
     while step < num_steps and not self.stop.is_set:
       wait_start_s = time.perf_counter()
       groups = self._next_batch(step)
@@ -287,27 +285,29 @@ class Run:
         self.trainer.published(), step
       )
       if pending is not None:
-        self._record(pending)
-      pending = dispatched
-      every = self.config.eval.every
+        self._record(*pending)
+      pending = dispatched, self.recorder.totals()
       is_last = step == num_steps
-      has_eval = is_last or (every > 0 and step % every == 0)
-      has_checkpoint = is_last or step % run.checkpoint_every == 0
-      if has_eval or has_checkpoint or self.stop.is_set:
-        self._record(pending)
-        pending = None
       if is_last:
         self.recorder.end_rl()
-      if has_eval:
-        self._evaluate(step, self.trainer.published())
-      if has_checkpoint:
+      if is_last or (every and step % every == 0):
+        evaluated = self._evaluate(step, self.trainer.published())
+        self._record(*pending, evaluated)
+        pending = None
+      if is_last or step % self.config.run.checkpoint_every == 0:
+        if pending is not None:
+          self._record(*pending)
+          pending = None
         self._save(step)
     if pending is not None:
-      self._record(pending)
+      self._record(*pending)
+    self.supervisor.check()
     return step
 
   def _next_batch(self, step: int) -> list[types.RolloutGroup] | None:
-    watch = supervisor.StallWatch(self.config.run.stall_timeout_s)
+    timeout_s = self.config.run.stall_timeout_s
+    watch = supervisor.StallWatch(timeout_s)
+    start_s = time.monotonic()
     while not self.stop.is_set:
       try:
         groups = self.buffer.get_batch(step, timeout_s=0.2)
@@ -319,22 +319,30 @@ class Run:
       stats = self.scheduler.stats
       state = (stats.generated_tokens, self.scheduler.version)
       if watch.is_stalled((state, len(self.buffer.state().finished))):
-        raise StallError(
-          f"nothing moved for {self.config.run.stall_timeout_s:g} s"
-          f" (run.stall_timeout_s);"
-          f" training waits for a batch for step {step}\n"
-          + "\n".join([*self.buffer.waiting(), self.worker.status()])
-        )
+        waited_s = time.monotonic() - start_s
+        lines = [
+          f"nothing moved for {timeout_s:g} s (run.stall_timeout_s)",
+          f"training waits for a batch for step {step} since {waited_s:.1f} s",
+          self.worker.status(),
+          *self.buffer.waiting(),
+        ]
+        raise StallError("\n".join(lines))
     return None
 
   def _publish(self, params: Any, version: int) -> float:
+    assert self.channel is not None
     blocked_s = self.channel.publish(params, version)
     self.buffer.set_policy_version(version)
     return blocked_s
 
-  def _record(self, pending: trainer_lib.Pending) -> None:
+  def _record(
+    self,
+    pending: trainer_lib.Pending,
+    totals: dict[str, float],
+    evaluated: dict[str, float] | None = None,
+  ) -> None:
     """Writes a step down; too many skipped updates end the run."""
-    for bad in self.recorder.step(pending):
+    for bad in self.recorder.step(pending, totals, evaluated or {}):
       self._bad_updates = self._bad_updates + 1 if bad else 0
       if self._bad_updates >= self.config.train.max_bad_updates:
         indices = [group.index for group in pending.groups]
@@ -346,7 +354,7 @@ class Run:
 
   # -- evaluation, checkpoints, the end -------------------------------------
 
-  def _evaluate(self, step: int, params: Any) -> None:
+  def _evaluate(self, step: int, params: Any) -> dict[str, float]:
     """Held-out accuracies of these weights; both slices rest meanwhile."""
     config = self.config
     is_end = step in (0, config.train.num_steps)
@@ -378,43 +386,20 @@ class Run:
       f"step {step}: held-out accuracy {sampled.accuracy:.3f}{beside}"
       f" ({len(self.held_out)} questions)"
     )
+    values = {"eval/held_out/avg@1": sampled.accuracy}
+    return values if greedy is None else {**values, "eval/greedy/avg@1": greedy}
 
   def _paused(self):
     if not self._has_worker:
       return contextlib.nullcontext()
     return self.worker.paused(self.config.run.join_timeout_s)
 
-  def _in_flight(self) -> list[checkpoint.OutstandingGroup]:
-    """Every outstanding group, while the worker is paused."""
-    state = self.buffer.state()
-    running = self.worker.groups()
-    groups = [
-      checkpoint.OutstandingGroup(
-        index=a.index,
-        birth=a.birth,
-        deadline=a.deadline,
-        status="running",
-        group=running[a.index],
-      )
-      for a in state.running
-    ]
-    groups += [
-      checkpoint.OutstandingGroup(
-        index=g.index,
-        birth=g.birth,
-        deadline=g.deadline,
-        status="finished",
-        group=g,
-      )
-      for g in state.finished
-    ]
-    return groups
-
   def _save(self, step: int) -> None:
     """A checkpoint of everything; the worker stands still for the copy."""
+    assert self.ledger is not None
     with self._paused():
-      groups = self._in_flight()
-      self.recorder.tokens(_count_tokens(groups))
+      groups = snapshot.outstanding(self.buffer, self.worker)
+      self.recorder.tokens(snapshot.count_tokens(groups))
       host_state = {
         "groups_per_step": self.config.algorithm.groups_per_step,
         "next_index": self.buffer.state().next_index,
@@ -435,7 +420,8 @@ class Run:
   def finish(self, step: int, extra: dict[str, Any]) -> str:
     """Writes summary.json and summary.png; gives the summary's line."""
     with self._paused():
-      tokens = self.recorder.tokens(_count_tokens(self._in_flight()))
+      groups = snapshot.outstanding(self.buffer, self.worker)
+      tokens = self.recorder.tokens(snapshot.count_tokens(groups))
     return self.recorder.finish(
       step=step,
       tokens=tokens,
@@ -458,30 +444,13 @@ class Run:
       self.worker.stop()
     late = self.supervisor.join(timeout_s)
     self.rewards.close(timeout_s)
-    if self._has_worker:
+    if self.channel is not None:
       self.channel.close(timeout_s)
+    if self.ledger is not None:
       self.ledger.close()
     self.writer.close()
     if late and error is None:
       raise TimeoutError(f"{', '.join(late)} did not end in {timeout_s} s")
-
-
-def _count_tokens(groups: list[checkpoint.OutstandingGroup]) -> int:
-  return sum(g.group.num_completion_tokens for g in groups if g.group)
-
-
-def prepare_workdir(config: config_lib.Config, workdir: pathlib.Path) -> None:
-  """Writes config.json, or checks that the one there allows to go on.
-
-  Raises:
-    ConfigError: the workdir holds another config.
-  """
-  path = workdir / "config.json"
-  if path.exists():
-    stored = config_json.from_dict(json.loads(path.read_text()))
-    config_json.check_resumable(stored, config, str(workdir))
-  workdir.mkdir(parents=True, exist_ok=True)
-  path.write_text(json.dumps(config_json.to_dict(config), indent=2) + "\n")
 
 
 def run(
@@ -505,7 +474,7 @@ def run(
     ThreadFailed, StallError, BadUpdatesError: what they say.
   """
   assembly.check(config)
-  prepare_workdir(config, workdir)
+  config_json.prepare_workdir(config, workdir)
   stop = supervisor.StopRequest()
   with (
     progress_lib.Progress(config.train.num_steps) as progress,

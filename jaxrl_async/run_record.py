@@ -159,26 +159,37 @@ class Recorder:
   def start_rl(self) -> None:
     """The RL stage begins: everything from here on counts."""
     self._rl_start_s = self._clock.now()
-    self._last = self._totals()
+    self._last = self.totals()
 
   def end_rl(self) -> None:
     """The last train step is done; evaluating and closing do not count."""
     self._rl_end_s = self._clock.now()
 
-  def step(self, pending: trainer_lib.Pending) -> list[bool]:
-    """Writes metrics and ledger of a step; tells which updates were skipped."""
+  def step(
+    self,
+    pending: trainer_lib.Pending,
+    totals: dict[str, Any],
+    evaluated: dict[str, float],
+  ) -> list[bool]:
+    """Writes metrics and ledger of a step; tells which updates were skipped.
+
+    Args:
+      pending: the step.
+      totals: of `totals`, taken when the step was done.
+      evaluated: metrics of an evaluation after the step.
+    """
     values, is_bad = pending.metrics()
     for group in pending.groups:
       self._ledger.add_trained(
         group, step=pending.step, skipped_update=any(is_bad)
       )
-    totals = self._totals()
     delta = {name: totals[name] - self._last[name] for name in totals}
     self._last = totals
     step_s = max(delta["now_s"] - delta["evaluated_s"], 1e-9)
     trained = sum(g.num_completion_tokens for g in pending.groups)
     values |= _rollout_metrics(delta, step_s)
     values |= self._rewards.metrics()
+    values |= evaluated
     values |= {
       "time/step_s": step_s,
       "train/tokens_per_s": trained / step_s,
@@ -312,7 +323,7 @@ class Recorder:
     }
     return record.rl_s + rl_s, busy_s
 
-  def _totals(self) -> dict[str, int | float]:
+  def totals(self) -> dict[str, int | float]:
     now_s = self._clock.now()
     _, busy_s = self._rl_times(now_s)
     windows = self.record.windows

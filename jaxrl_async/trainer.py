@@ -183,7 +183,8 @@ class Trainer:
 
   def start(self, params: transformer.Params) -> None:
     """Takes parameters (of `init_params` or the warm start) as version 0."""
-    params = jax.device_put(params, self._params_sharding)
+    # A copy: the first update donates it, and the caller may go on using his.
+    params = jax.device_put(params, self._params_sharding, may_alias=False)
     self.state = train_step.TrainState(
       params=params, opt_state=self._init_opt(params)
     )

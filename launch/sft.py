@@ -27,7 +27,15 @@ def main(config):
   mesh, _ = assembly.cut_devices(config, jax.devices())
   start_s = time.perf_counter()
   with progress_lib.Progress(config.warm_start.num_steps) as progress:
-    params = assembly.warm_start(config, model, mesh, tokenizer, progress)
+    params = assembly.warm_start(
+      config,
+      model,
+      mesh,
+      tokenizer,
+      lambda step, loss: progress.stage(
+        "warm start", step, config.warm_start.num_steps, f"loss {loss:.3f}"
+      ),
+    )
   tokenizer.save(workdir / "tokenizer")
   assembly.save_params(workdir / "params", params)
   print(

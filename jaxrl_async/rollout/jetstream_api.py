@@ -7,12 +7,14 @@ imported and are removed after it, whether or not seqio is installed.
 
 import sys
 import types
+from typing import Any
 
 
 def _import_engine_api():
   names = ("seqio", "seqio.vocabularies")
   saved = {name: sys.modules.pop(name, None) for name in names}
-  package, vocabularies = (types.ModuleType(name) for name in names)
+  package: Any = types.ModuleType(names[0])
+  vocabularies: Any = types.ModuleType(names[1])
   for name in ("SentencePieceVocabulary", "Vocabulary"):
     setattr(vocabularies, name, type(name, (), {}))
   package.vocabularies = vocabularies

@@ -1,0 +1,75 @@
+"""Outstanding groups, from the parts of a run into a checkpoint and back."""
+
+from typing import Any
+
+from jaxrl_async import buffer as buffer_lib
+from jaxrl_async import checkpoint
+from jaxrl_async import prompts
+from jaxrl_async import types
+from jaxrl_async.rollout import worker as worker_lib
+
+_RUNNING, _FINISHED = "running", "finished"
+
+
+def outstanding(
+  buffer: buffer_lib.Buffer, worker: worker_lib.RolloutWorker
+) -> list[checkpoint.OutstandingGroup]:
+  """Every group that has not ended; the worker must be paused."""
+  state = buffer.state()
+  running = worker.groups()
+  groups = [(_RUNNING, running[a.index]) for a in state.running]
+  groups += [(_FINISHED, group) for group in state.finished]
+  return [
+    checkpoint.OutstandingGroup(
+      index=group.index,
+      birth=group.birth,
+      deadline=group.deadline,
+      status=status,
+      group=group,
+    )
+    for status, group in groups
+  ]
+
+
+def count_tokens(groups: list[checkpoint.OutstandingGroup]) -> int:
+  """Tokens the policy wrote in them."""
+  return sum(g.group.num_completion_tokens for g in groups if g.group)
+
+
+def running(
+  groups: list[checkpoint.OutstandingGroup],
+) -> list[tuple[buffer_lib.Admission, types.RolloutGroup]]:
+  """What the worker takes up again."""
+  return [
+    (
+      buffer_lib.Admission(index=g.index, birth=g.birth, deadline=g.deadline),
+      g.group,
+    )
+    for g in groups
+    if g.status == _RUNNING and g.group is not None
+  ]
+
+
+def buffer_state(
+  groups: list[checkpoint.OutstandingGroup],
+  *,
+  groups_per_step: int,
+  next_step: int,
+  next_index: int,
+) -> buffer_lib.BufferState:
+  """What the buffer goes on with."""
+  return buffer_lib.BufferState(
+    groups_per_step=groups_per_step,
+    next_step=next_step,
+    next_index=next_index,
+    running=[admission for admission, _ in running(groups)],
+    finished=[g.group for g in groups if g.status == _FINISHED and g.group],
+  )
+
+
+def item_of(source: prompts.PromptSource, prompt_id: str) -> dict[str, Any]:
+  """The scored item behind "<dataset>/<split>/<index>"."""
+  prompt = source.prompt_at(int(prompt_id.rsplit("/", 1)[1]))
+  if prompt is None:
+    raise checkpoint.CheckpointError(f"{prompt_id} is not in its split")
+  return prompt.item
