@@ -106,6 +106,8 @@ def make_trainer(
       advantage_scale=algorithm.advantage_scale,
     ),
     optimizer=config.train.optimizer,
+    num_steps=config.train.num_steps,
+    decay=config.train.decay,
     rollout_dtype=config.rollout.dtype,
     busy=busy,
   )

@@ -219,6 +219,8 @@ class TrainSection:
     rows_per_microbatch: rows of one forward and backward.
     max_bad_updates: that many non-finite updates in a row end the run.
     vocab_chunk: vocabulary entries a chunk of the logprob walk.
+    decay: final learning rate over peak, reached by cosine at num_steps; 1
+      keeps it constant.
   """
 
   num_steps: int = 60
@@ -226,6 +228,7 @@ class TrainSection:
   rows_per_microbatch: int = 8
   max_bad_updates: int = 3
   vocab_chunk: int = 4096
+  decay: float = 1.0
   optimizer: OptimizerSection = dataclasses.field(
     default_factory=OptimizerSection
   )
@@ -301,7 +304,8 @@ _AT_LEAST_ZERO = """task.reward_retries warm_start.num_steps eval.every
   eval.temperature algorithm.clip_high"""
 _ABOVE_ZERO = """task.reward_timeout_s rollout.temperature run.stall_timeout_s
   run.join_timeout_s"""
-_FRACTIONS = "warm_start.corrupted_frac warm_start.decay algorithm.clip_low"
+_FRACTIONS = """warm_start.corrupted_frac warm_start.decay train.decay
+  algorithm.clip_low"""
 _DTYPES = ("float32", "bfloat16")
 
 

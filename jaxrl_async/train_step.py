@@ -73,7 +73,7 @@ def learning_rate_schedule(
   peak, warmup = section.learning_rate, section.warmup_steps
   # The first update already moves: warmup starts at peak / (warmup + 1).
   ramp = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
-  if total_steps:
+  if total_steps and decay != 1.0:
     after = optax.cosine_decay_schedule(
       peak, max(total_steps - warmup, 1), alpha=decay
     )

@@ -141,6 +141,8 @@ class Trainer:
     loss: train_step.LossSettings,
     batch: BatchSettings,
     optimizer: config.OptimizerSection,
+    num_steps: int,
+    decay: float,
     rollout_dtype: str,
     busy: metrics_lib.BusyClock,
   ):
@@ -148,7 +150,9 @@ class Trainer:
     self.batch_settings = batch
     self.state: train_step.TrainState | None = None
     self._busy = busy
-    self._schedule = train_step.learning_rate_schedule(optimizer)
+    self._schedule = train_step.learning_rate_schedule(
+      optimizer, total_steps=num_steps * batch.num_minibatches, decay=decay
+    )
     self._optimizer = train_step.make_optimizer(optimizer, self._schedule)
     self._params_sharding = mesh_lib.shardings(
       mesh,

@@ -1,0 +1,174 @@
+"""Asynchronous against synchronous training: wall-clock and accuracy.
+
+    python benchmarks/async_vs_sync.py
+
+For each seed one warm start, from which both runs begin; then the workload of
+configs/async_vs_sync.py with max_staleness=4 and with max_staleness=0, for the
+same number of train steps on the same devices. Each is a process of its own. A
+short run before them fills XLA's persistent cache, so that they find their
+programs there (`num_compilations` counts what they did not find), and odd seeds
+run in the other order, so that a machine that slows down favours nobody.
+
+The speedup is that of `rl_s`, the RL stage without evaluation; the whole
+wall-clock, with start and evaluation, stands beside it.
+
+Prints a table and, as the last line, one JSON object.
+"""
+
+from collections.abc import Sequence
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from absl import app
+from absl import flags
+
+_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds, comma-separated.")
+flags.register_validator(
+  _SEEDS,
+  lambda seeds: (
+    all(map(str.isdecimal, seeds)) and 0 < len(seeds) == len({*seeds})
+  ),
+  message="different integers, separated by commas, as 0,1,2",
+)
+_TRAIN_STEPS = flags.DEFINE_integer(
+  "train_steps", 0, "Of each run; 0 takes the config's.", lower_bound=0
+)
+_WARM_START_STEPS = flags.DEFINE_integer(
+  "warm_start_steps", 0, "Of each seed; 0 takes the config's.", lower_bound=0
+)
+_ONLY = flags.DEFINE_enum(
+  "only", None, ["async", "sync"], "Measure one of the two, for tuning."
+)
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_CONFIG = "configs/async_vs_sync.py"
+_VARIANTS = {"async": "", "sync": ":sync"}
+# Enough for an adoption in the middle of sequences, which is one more program.
+_CACHE_STEPS = 3
+# Fields of the summary in the order of the table, and how they are shown.
+_COLUMNS = {
+  "rl_s": ".1f",
+  "wall_s": ".1f",
+  "eval_before": ".3f",
+  "eval_after": ".3f",
+  "rollout_busy_frac": ".2f",
+  "train_busy_frac": ".2f",
+  "versions_per_trajectory_mean": ".2f",
+  "staleness_max": "d",
+  "num_compilations": "d",
+}
+
+
+def _launch(script: str, *arguments: str) -> dict[str, Any]:
+  """Runs a launch script to its end; gives the JSON of its last line."""
+  command = [sys.executable, str(_ROOT / "launch" / script), *arguments]
+  done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+  if done.returncode:
+    sys.exit(f"error: {' '.join(command)} exited with {done.returncode}")
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+def _measure(seed: int, directory: pathlib.Path) -> dict[str, Any]:
+  """One seed's summaries, by "async" and "sync"."""
+
+  def arguments(name: str, variant: str) -> list[str]:
+    return [
+      f"--config={_ROOT / _CONFIG}{variant}",
+      f"--config.seed={seed}",
+      f"--workdir={directory / f'{name}_{seed}'}",
+      f"--compile_cache={directory / 'compile_cache'}",
+    ]
+
+  def train(name: str, variant: str, *overrides: str) -> dict[str, Any]:
+    print(f"seed {seed}: {name}", file=sys.stderr)
+    return _launch(
+      "train.py",
+      *arguments(name, variant),
+      f"--config.warm_start.checkpoint={params}",
+      *overrides,
+    )
+
+  print(f"seed {seed}: warm start", file=sys.stderr)
+  steps = _WARM_START_STEPS.value
+  params = _launch(
+    "sft.py",
+    *arguments("warm_start", ""),
+    *([f"--config.warm_start.num_steps={steps}"] if steps else []),
+  )["params"]
+  train(
+    "filling_the_cache",
+    "",
+    f"--config.train.num_steps={_CACHE_STEPS}",
+  )
+  names = [n for n in _VARIANTS if _ONLY.value in (None, n)]
+  steps = _TRAIN_STEPS.value
+  overrides = [f"--config.train.num_steps={steps}"] if steps else []
+  return {
+    name: train(name, _VARIANTS[name], *overrides)
+    for name in (reversed(names) if seed % 2 else names)
+  }
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+  """A Markdown table with a line for each run."""
+  cells = [["seed", "run", *_COLUMNS]]
+  cells.append(["---"] * len(cells[0]))
+  for row in rows:
+    for name in _VARIANTS:
+      if name in row:
+        values = [f"{row[name][n]:{form}}" for n, form in _COLUMNS.items()]
+        cells.append([str(row["seed"]), name, *values])
+  return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def _row(seed: int, summaries: dict[str, Any]) -> dict[str, Any]:
+  """What the result keeps of a seed; speedups where both runs were made."""
+  row: dict[str, Any] = {"seed": seed}
+  for name, summary in summaries.items():
+    row[name] = {column: summary[column] for column in _COLUMNS}
+  if len(summaries) == len(_VARIANTS):
+    for speedup, time in (("speedup", "rl_s"), ("wall_speedup", "wall_s")):
+      row[speedup] = summaries["sync"][time] / summaries["async"][time]
+  return row
+
+
+def main(argv: Sequence[str]) -> None:
+  """Measures every seed and prints what came out."""
+  if argv[1:]:
+    sys.exit(f"error: unexpected arguments {' '.join(argv[1:])}")
+  rows = []
+  with tempfile.TemporaryDirectory(prefix="async_vs_sync_") as directory:
+    for seed in map(int, _SEEDS.value):
+      rows.append(_row(seed, _measure(seed, pathlib.Path(directory))))
+  print(_table(rows))
+
+  def median(name: str, key: str) -> float | None:
+    values = [row[name][key] for row in rows if name in row]
+    return statistics.median(values) if values else None
+
+  speedups = [row["speedup"] for row in rows if "speedup" in row]
+  result: dict[str, Any] = {
+    "speedup_median": statistics.median(speedups) if speedups else None,
+    "speedup_min": min(speedups, default=None),
+    "speedup_max": max(speedups, default=None),
+    "eval_async": median("async", "eval_after"),
+    "eval_sync": median("sync", "eval_after"),
+    "seeds": rows,
+  }
+  if speedups:
+    print(
+      f"speedup of the RL stage: median {result['speedup_median']:.2f},"
+      f" {result['speedup_min']:.2f} to {result['speedup_max']:.2f}"
+      f" over {len(rows)} seeds; of the whole wall-clock: median"
+      f" {statistics.median([row['wall_speedup'] for row in rows]):.2f}"
+    )
+  print(json.dumps(result))
+
+
+if __name__ == "__main__":
+  app.run(main)

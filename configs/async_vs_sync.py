@@ -1,0 +1,51 @@
+"""The workload of benchmarks/async_vs_sync.py: lengths with a long tail.
+
+    python benchmarks/async_vs_sync.py
+
+The quickstart's policy and optimizer on sums of two to ten terms, whose worked
+solutions have 6 to 86 tokens and 36 on average. Few slots, and one update a
+step, are to make generation take about as long as training. Two CPU devices;
+it is started by the benchmark, with a warm start that both variants share:
+`sync`, after a colon, is the same run with max_staleness=0.
+"""
+
+import pathlib
+import runpy
+
+from ml_collections import config_dict
+
+from jaxrl_async import config
+
+# By path: a config file is loaded as a file, from wherever the user stands.
+_QUICKSTART = runpy.run_path(
+  str(pathlib.Path(__file__).with_name("quickstart.py"))
+)
+
+
+def get_config(variant: str = "") -> config.Config:
+  """The run of this file; variants are "" and "sync"."""
+  run: config.Config = _QUICKSTART["get_config"](variant)
+  run.task.params = config_dict.ConfigDict(
+    {"min_terms": 2, "max_terms": 10, "min_digits": 1, "max_digits": 1}
+  )
+  run.warm_start.num_steps = 300
+  run.rollout = config.RolloutSection(
+    num_slots=16,
+    max_prompt_tokens=40,
+    max_completion_tokens=120,
+    cache_tokens=160,
+    decode_steps_per_call=8,
+    prefill_rows=4,
+    prefill_buckets=(40, 160),
+    window_buckets=(80, 160),
+  )
+  run.algorithm.group_size = 8
+  run.algorithm.groups_per_step = 16
+  run.algorithm.num_minibatches = 1
+  run.train.num_steps = 25
+  run.train.tokens_per_row = 160
+  run.train.rows_per_microbatch = 4
+  # Nothing but training and generation between the first step and the last.
+  run.eval.every = 0
+  run.run.checkpoint_every = 1_000
+  return run
