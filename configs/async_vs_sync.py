@@ -30,7 +30,7 @@ def get_config(variant: str = "") -> config.Config:
   )
   run.warm_start.num_steps = 300
   run.rollout = config.RolloutSection(
-    num_slots=16,
+    num_slots=8,
     max_prompt_tokens=40,
     max_completion_tokens=120,
     cache_tokens=160,
@@ -40,7 +40,7 @@ def get_config(variant: str = "") -> config.Config:
     window_buckets=(80, 160),
   )
   run.algorithm.group_size = 8
-  run.algorithm.groups_per_step = 16
+  run.algorithm.groups_per_step = 8
   run.algorithm.num_minibatches = 1
   run.train.num_steps = 25
   run.train.tokens_per_row = 160

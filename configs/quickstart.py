@@ -29,7 +29,7 @@ def get_config(variant: str = "") -> config.Config:
       num_steps=700,
       rows_per_batch=32,
       num_examples=8_000,
-      corrupted_frac=0.15,
+      corrupted_frac=0.13,
       optimizer=config.OptimizerSection(
         name=config.OptimizerName.MUON,
         learning_rate=2e-3,
@@ -55,7 +55,7 @@ def get_config(variant: str = "") -> config.Config:
       num_minibatches=4,
     ),
     train=config.TrainSection(
-      num_steps=90,
+      num_steps=110,
       tokens_per_row=64,
       rows_per_microbatch=16,
       decay=0.2,
