@@ -19,6 +19,7 @@ from jaxrl_async import sft
 from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async import train_step
 from jaxrl_async import trainer as trainer_lib
+from jaxrl_async import weight_transfer
 from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
 from jaxrl_async.rollout import engine as engine_lib
@@ -70,6 +71,32 @@ def make_engine(
     seed=config.seed,
     end_tokens=(eos_id,),
     dtype=config.rollout.dtype,
+  )
+
+
+def make_channel(
+  config: config_lib.Config,
+  workdir: pathlib.Path,
+  published: Any,
+  engine: engine_lib.Engine,
+) -> weight_transfer.WeightChannel:
+  """The channel of a run, for arrays of the shapes and types `published`."""
+  target = jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    published,
+    engine.params_sharding.weights,
+  )
+  num_bytes = sum(
+    math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(target)
+  )
+  return weight_transfer.make_channel(
+    config.transfer.channel,
+    directory=weight_transfer.run_directory(
+      config.transfer.directory, workdir, num_bytes
+    ),
+    incarnation=weight_transfer.new_incarnation(),
+    target=target,
+    coalesce=config.algorithm.max_staleness > 0,
   )
 
 
@@ -148,14 +175,42 @@ def warm_start(
   )
 
 
-def check(config: config_lib.Config) -> None:
-  """Checks what `config.validate` cannot: names, data and template.
+def _check_sharding(
+  config: config_lib.Config, model: configs.ModelConfig, num_devices: int
+) -> None:
+  sizes = {
+    "vocab": (model.vocab_size, "vocabulary"),
+    "embed": (model.model_dim, "model dimension"),
+    "heads": (model.num_heads, "number of heads"),
+    "kv_heads": (model.num_kv_heads, "number of key-value heads"),
+    "mlp": (model.mlp_dim, "MLP dimension"),
+  }
+  shapes = config_lib.slice_shapes(config.mesh, num_devices)
+  rules = (mesh_lib.TRAIN_RULES, mesh_lib.ROLLOUT_RULES)
+  for prefix, shape, rule in zip(
+    ("train", "rollout"), shapes, rules, strict=True
+  ):
+    parts_of = dict(zip(mesh_lib.AXES, shape, strict=True))
+    for name, (size, what) in sizes.items():
+      axis = getattr(rule, name)
+      parts = parts_of.get(axis, 1)
+      config_lib.require(
+        size % parts == 0,
+        f"mesh.{prefix}_{axis}",
+        f"{parts} does not divide the {what} of {size} of"
+        f" {config.model.name}; use a number that does",
+      )
+
+
+def check(config: config_lib.Config, num_devices: int) -> None:
+  """Checks what `config.validate` cannot: names, sizes, data and template.
 
   Raises:
     ConfigError: one line that names the field.
   """
   tokenizer = tokenizer_lib.character_level()
-  model_config(config, tokenizer.vocab_size)
+  model = model_config(config, tokenizer.vocab_size)
+  _check_sharding(config, model, num_devices)
   prompts.validate_task(
     config.task,
     tokenizer,
@@ -186,7 +241,7 @@ def describe(config: config_lib.Config, devices: Sequence[Any]) -> str:
   Raises:
     ConfigError: as a run would.
   """
-  check(config)
+  check(config, len(devices))
   model = model_config(config, tokenizer_lib.character_level().vocab_size)
   train_mesh, rollout_mesh = cut_devices(config, devices)
   section = config.train.optimizer

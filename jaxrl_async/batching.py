@@ -122,9 +122,11 @@ def pack(
     row_tokens.append(used)
 
   num_rows = max(1, *map(len, row_tokens))
-  num_microbatches = max(
-    min_microbatches, _round_up(-(-num_rows // rows_per_microbatch))
-  )
+  num_microbatches = -(-num_rows // rows_per_microbatch)
+  if num_microbatches <= min_microbatches:
+    num_microbatches = min_microbatches
+  else:
+    num_microbatches = _round_up(num_microbatches)
   rows_per_minibatch = num_microbatches * rows_per_microbatch
   shape = (
     num_minibatches,

@@ -162,13 +162,10 @@ class RolloutSection:
     max_prompt_tokens: longer prompts are skipped and counted, never cut.
     max_completion_tokens: at most that many written tokens a trajectory.
     cache_tokens: cached tokens a slot, at least prompt + completion.
-    decode_steps_per_call: tokens a sequence may gain between two looks of the
-      host.
+    decode_steps_per_call: tokens a sequence gains between two host looks.
     prefill_rows: sequences of one prefill call.
-    prefill_buckets: padded lengths of prefill calls, ascending; the last one
-      equals cache_tokens.
-    window_buckets: attended cache lengths of decode calls, ascending; the last
-      one equals cache_tokens.
+    prefill_buckets: padded lengths of prefill calls, up to cache_tokens.
+    window_buckets: attended lengths of decode calls, up to cache_tokens.
     temperature: of sampling; the trainer scales by the same.
     dtype: of rollout weights and cache.
   """
@@ -193,8 +190,7 @@ class AlgorithmSection:
   Attributes:
     max_staleness: train version minus token version, at most; 0 is
       synchronous.
-    filter_zero_std: drop groups whose rewards are all equal; they teach
-      nothing.
+    filter_zero_std: drop groups of equal rewards; they teach nothing.
   """
 
   max_staleness: int = 4
@@ -219,8 +215,7 @@ class TrainSection:
     rows_per_microbatch: rows of one forward and backward.
     max_bad_updates: that many non-finite updates in a row end the run.
     vocab_chunk: vocabulary entries a chunk of the logprob walk.
-    decay: final learning rate over peak, reached by cosine at num_steps; 1
-      keeps it constant.
+    decay: as of the warm start, at num_steps; 1 keeps the rate constant.
   """
 
   num_steps: int = 60
@@ -426,18 +421,17 @@ def slice_shapes(
   Raises:
     ConfigError: an axis is not positive or -1, or the devices do not suffice.
   """
-  names = [field.name for field in dataclasses.fields(mesh)]
-  sizes = {name: getattr(mesh, name) for name in names}
+  sizes = {f.name: getattr(mesh, f.name) for f in dataclasses.fields(mesh)}
   for name, size in sizes.items():
     require(
       size == -1 or size >= 1,
       f"mesh.{name}",
       f"{size} is no size of an axis; use 1 or more, or -1 for what is left",
     )
-  open_axes = [name for name in names if sizes[name] == -1]
+  open_axes = [name for name in sizes if sizes[name] == -1]
   require(
     len(open_axes) <= 1,
-    f"mesh.{(open_axes or names)[-1]}",
+    f"mesh.{[*sizes, *open_axes][-1]}",
     f"only one axis may be -1; {' and '.join(open_axes)} are",
   )
 
@@ -498,7 +492,8 @@ def validate(config: Config, num_devices: int) -> None:
   shards = train_shape[0] * train_shape[1]
   rows = config.train.rows_per_microbatch
   divides("mesh.train_*", shards, rows, "train.rows_per_microbatch")
-  rows = config.warm_start.rows_per_batch
-  divides("mesh.train_*", shards, rows, "warm_start.rows_per_batch")
+  if config.warm_start.num_steps:
+    whole, of = config.warm_start.rows_per_batch, "warm_start.rows_per_batch"
+    divides("train.rows_per_microbatch", rows, whole, of)
   slots = config.rollout.num_slots
   divides("mesh.rollout_data", rollout_shape[0], slots, "rollout.num_slots")

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import pathlib
 import time
 from typing import Any
@@ -148,7 +147,9 @@ class Run:
       self.workdir / "ledger.jsonl",
       ledger_lib.LedgerState(**self._stored.get("ledger", {})),
     )
-    self.channel = self._make_channel()
+    self.channel = assembly.make_channel(
+      config, self.workdir, self.trainer.published_shapes(), self.engine
+    )
     self.scheduler = scheduler_lib.Scheduler(
       self.engine,
       kv_on_adopt=config.rollout.kv_on_adopt,
@@ -240,25 +241,6 @@ class Run:
     )
     return snapshot.running(groups)
 
-  def _make_channel(self) -> weight_transfer.WeightChannel:
-    target = jax.tree.map(
-      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-      self.trainer.published_shapes(),
-      self.engine.params_sharding.weights,
-    )
-    num_bytes = sum(
-      math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(target)
-    )
-    return weight_transfer.make_channel(
-      self.config.transfer.channel,
-      directory=weight_transfer.run_directory(
-        self.config.transfer.directory, self.workdir, num_bytes
-      ),
-      incarnation=weight_transfer.new_incarnation(),
-      target=target,
-      coalesce=self.config.algorithm.max_staleness > 0,
-    )
-
   # -- the loop -------------------------------------------------------------
 
   def loop(self, step: int) -> int:
@@ -338,7 +320,7 @@ class Run:
   def _record(
     self,
     pending: trainer_lib.Pending,
-    totals: dict[str, float],
+    totals: dict[str, int | float],
     evaluated: dict[str, float] | None = None,
   ) -> None:
     """Writes a step down; too many skipped updates end the run."""
@@ -473,7 +455,7 @@ def run(
     Interrupted: it was asked to end, and can be continued.
     ThreadFailed, StallError, BadUpdatesError: what they say.
   """
-  assembly.check(config)
+  assembly.check(config, len(jax.devices()))
   config_json.prepare_workdir(config, workdir)
   stop = supervisor.StopRequest()
   with (

@@ -168,7 +168,7 @@ class Recorder:
   def step(
     self,
     pending: trainer_lib.Pending,
-    totals: dict[str, Any],
+    totals: dict[str, int | float],
     evaluated: dict[str, float],
   ) -> list[bool]:
     """Writes metrics and ledger of a step; tells which updates were skipped.
@@ -324,6 +324,7 @@ class Recorder:
     return record.rl_s + rl_s, busy_s
 
   def totals(self) -> dict[str, int | float]:
+    """Counters and clocks as of now, of which a step takes differences."""
     now_s = self._clock.now()
     _, busy_s = self._rl_times(now_s)
     windows = self.record.windows

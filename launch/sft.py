@@ -21,7 +21,7 @@ from jaxrl_async import tokenizer as tokenizer_lib
 
 def main(config):
   workdir = command_line.workdir()
-  assembly.check(config)
+  assembly.check(config, len(jax.devices()))
   tokenizer = tokenizer_lib.character_level()
   model = assembly.model_config(config, tokenizer.vocab_size)
   mesh, _ = assembly.cut_devices(config, jax.devices())

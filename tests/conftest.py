@@ -1,6 +1,8 @@
 """Session settings: CPU, 8 virtual devices, strict types, shapes checked."""
 
 import os
+import pathlib
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = (
@@ -13,7 +15,10 @@ import jaxtyping
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_cpu_enable_async_dispatch", False)
-jax.config.update("jax_compilation_cache_dir", "/tmp/jaxrl_async_test_cache")
+jax.config.update(
+  "jax_compilation_cache_dir",
+  str(pathlib.Path(tempfile.gettempdir()) / "jaxrl_async_test_cache"),
+)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

@@ -53,7 +53,9 @@ def make_groups(lengths, group_size=3, seed=0):
   return groups
 
 
-def pack(lengths, *, tokens_per_row=20, rows=2, minibatches=2):
+def pack(
+  lengths, *, tokens_per_row=20, rows=2, minibatches=2, min_microbatches=1
+):
   groups = make_groups(lengths)
   advantages = np.linspace(-1, 1, len(lengths)).astype(np.float32)
   batch, placement = batching.pack(
@@ -62,6 +64,7 @@ def pack(lengths, *, tokens_per_row=20, rows=2, minibatches=2):
     tokens_per_row=tokens_per_row,
     rows_per_microbatch=rows,
     num_minibatches=minibatches,
+    min_microbatches=min_microbatches,
   )
   trajectories = [t for group in groups for t in group.trajectories]
   return trajectories, advantages, batch, placement
@@ -97,7 +100,8 @@ def test_every_trajectory_is_there_once_and_unchanged(
   # Nothing else is there.
   num_tokens = sum(map(sum, lengths))
   assert (batch.segment_ids > 0).sum() == num_tokens
-  assert placement.pack_efficiency == num_tokens / batch.tokens.size
+  in_use = batch.segment_ids.any(axis=(2, 3)).sum() * rows * 20
+  assert placement.pack_efficiency == pytest.approx(num_tokens / in_use)
   padding = batch.segment_ids == 0
   for name in BATCH_DTYPES:
     empty = -1 if name == "policy_versions" else 0
@@ -174,6 +178,40 @@ def test_the_number_of_microbatches_comes_from_a_small_set():
     assert num_rows <= num_microbatches < num_rows * 3 / 2
     sizes.add(num_microbatches)
   assert sizes == {1, 2, 3, 4, 6, 8, 12, 16, 24, 32}
+
+
+@hypothesis.settings(deadline=None, max_examples=100)
+@hypothesis.given(LENGTHS, st.integers(1, 3), st.integers(20, 70))
+def test_enough_microbatches_for_any_batch_make_one_shape(
+  lengths, rows, tokens_per_row
+):
+  expected = batching.expected_microbatches(
+    len(lengths),
+    max_tokens=20,
+    tokens_per_row=tokens_per_row,
+    rows_per_microbatch=rows,
+  )
+  _, _, batch, _ = pack(
+    lengths,
+    tokens_per_row=tokens_per_row,
+    rows=rows,
+    minibatches=1,
+    min_microbatches=expected,
+  )
+  assert batch.tokens.shape == (1, expected, rows, tokens_per_row)
+
+
+@hypothesis.settings(deadline=None, max_examples=100)
+@hypothesis.given(LENGTHS, st.integers(1, 3), st.integers(1, 20))
+def test_padding_microbatches_come_last_and_are_not_counted(
+  lengths, rows, min_microbatches
+):
+  _, _, batch, _ = pack(lengths, rows=rows, min_microbatches=min_microbatches)
+  assert batch.tokens.shape[1] >= min_microbatches
+  for segment_ids in batch.segment_ids:
+    is_used = segment_ids.any(axis=(1, 2))
+    num_used = batching.num_used_microbatches(segment_ids)
+    assert is_used.tolist() == [k < num_used for k in range(len(is_used))]
 
 
 def test_packing_is_deterministic():

@@ -149,7 +149,6 @@ def test_more_devices_than_there_are_is_an_error(settings, num_devices, field):
   "path, value, axis",
   [
     ("train.rows_per_microbatch", 7, "train_fsdp"),
-    ("warm_start.rows_per_batch", 31, "train_data"),
     ("rollout.num_slots", 31, "rollout_data"),
   ],
 )
@@ -160,6 +159,18 @@ def test_rows_and_slots_divide_over_their_axis(path, value, axis):
   put(config, path, value)
   with pytest.raises(config_lib.ConfigError, match=path):
     config_lib.validate(config, 8)
+
+
+def test_a_warm_starts_batch_is_cut_into_microbatches():
+  config = config_lib.Config()
+  config.warm_start.rows_per_batch = 12
+  config_lib.validate(config, 2)  # there is no warm start
+  config.warm_start.num_steps = 1
+  with pytest.raises(
+    config_lib.ConfigError,
+    match="^train.rows_per_microbatch: 8 .*12 warm_start.rows_per_batch",
+  ):
+    config_lib.validate(config, 2)
 
 
 def changed_config():

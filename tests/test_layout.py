@@ -34,7 +34,7 @@ LAYERS = {
   3: ("train_step",),
   4: ("rollout", "trainer"),
   5: ("evaluate", "summary", "progress", "sft", "dry_run", "supervisor"),
-  6: ("assembly", "run_record", "run"),
+  6: ("assembly", "run_record", "snapshot", "run"),
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 # Folders whose files may import each other.
@@ -43,6 +43,7 @@ SAME_LAYER = {
   ("config_json", "config"),
   ("run", "assembly"),
   ("run", "run_record"),
+  ("run", "snapshot"),
 }
 
 MAX_LINES = 500
@@ -51,7 +52,7 @@ CATCHES_ALL = {
   "supervisor.py": "the supervisor",
   "run.py": "the assembly around it",
   "rewards/": "user code",
-  "rollout/worker.py": "user code: episodes",
+  "rollout/episode.py": "user code",
   "weight_transfer.py": "its thread hands the failure to the next call",
 }
 BANNED_FILES = {"utils.py", "common.py", "helpers.py"}

@@ -43,6 +43,7 @@ sys.path.insert(0, str(ROOT))
 from configs import tiny  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "golden_losses.txt"
+EVALUATIONS = {"eval/held_out/avg@1", "eval/greedy/avg@1"}
 LOSSES = ("policy/loss", "policy/grad_norm", "policy/entropy")
 METRICS = """step
   reward/mean reward/std reward/frac_groups_zero_std
@@ -87,7 +88,8 @@ def lines(workdir, name):
 
 
 def losses(workdir):
-  return [[line[name] for name in LOSSES] for line in lines(workdir, "metrics")]
+  _, *steps = lines(workdir, "metrics")  # the first is an evaluation
+  return [[line[name] for name in LOSSES] for line in steps]
 
 
 def content(entry):
@@ -128,8 +130,12 @@ def test_an_asynchronous_run_keeps_its_bound_its_books_and_its_names(
   asynchronous,
 ):
   workdir, summary = asynchronous
-  steps = lines(workdir, "metrics")
+  start_line, *steps = lines(workdir, "metrics")
+  assert start_line.keys() >= EVALUATIONS | {"step"}
+  assert start_line["step"] == 0 and not set(start_line) & set(METRICS[1:])
   assert [line["step"] for line in steps] == list(range(1, 9))
+  for line in (start_line, steps[-1]):
+    assert all(0 <= line[name] <= 16 for name in EVALUATIONS)
   for line in steps:
     assert set(METRICS) <= set(line), set(METRICS) - set(line)
     assert line["staleness/max"] <= 2
@@ -279,7 +285,7 @@ def test_ctrl_c_ends_with_a_checkpoint_that_goes_on(tmp_path):
   ended = threading.Event()
 
   def interrupt():
-    if until_lines(tmp_path / "metrics.jsonl", 3, ended.is_set):
+    if until_lines(tmp_path / "metrics.jsonl", 4, ended.is_set):
       os.kill(os.getpid(), signal.SIGINT)
 
   thread = threading.Thread(target=interrupt)
@@ -290,7 +296,7 @@ def test_ctrl_c_ends_with_a_checkpoint_that_goes_on(tmp_path):
   finally:
     ended.set()
     thread.join(10)
-  step = len(lines(tmp_path, "metrics"))
+  step = len(lines(tmp_path, "metrics")) - 1
   assert step >= 3
   assert (tmp_path / "checkpoints" / str(step) / "manifest.json").exists()
   stored = json.loads(
@@ -306,11 +312,12 @@ def test_ctrl_c_ends_with_a_checkpoint_that_goes_on(tmp_path):
   assert None in reasons, "nothing was partial"
   assert entries[: len(before)] == before
   assert [m["step"] for m in lines(tmp_path, "metrics")] == list(
-    range(1, step + 4)
+    range(step + 4)
   )
   resumed = {g["index"] for g in stored}
   assert resumed <= {e["index"] for e in entries}
-  assert max(m["staleness/max"] for m in lines(tmp_path, "metrics")) <= 2
+  steps = lines(tmp_path, "metrics")[1:]
+  assert max(m["staleness/max"] for m in steps) <= 2
 
 
 @pytest.mark.slow
@@ -350,7 +357,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
   summary = json.loads(done.stdout.splitlines()[-1])
   check_ledger(tmp_path, summary)
   assert [m["step"] for m in lines(tmp_path, "metrics")] == list(
-    range(1, step + 3)
+    range(step + 3)
   )
 
 

@@ -70,6 +70,7 @@ def warm_start(seed, num_steps=30):
     params=None,
     mesh=mesh,
     forward=FORWARD,
+    rows_per_microbatch=2,
     seed=seed,
     on_step=lambda step, loss: losses.append((step, loss)),
   )
@@ -116,6 +117,7 @@ def test_each_pass_takes_every_row_once():
     params=jax.tree.map(jax.numpy.copy, tiny.params()),
     mesh=mesh,
     forward=FORWARD,
+    rows_per_microbatch=1,
     seed=0,
     on_step=forget,
   )

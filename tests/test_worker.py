@@ -265,6 +265,19 @@ def test_a_newer_version_is_adopted_between_two_calls(make_world):
   assert world.adopted == [0, 1]
 
 
+def test_the_status_says_since_when(make_world):
+  world = make_world()
+  world.worker._show("decoding")
+  text, since_s = world.worker._status
+  world.worker._show("decoding")
+  assert world.worker._status == (text, since_s)
+  assert "decoding since 0.0 s" in world.worker.status()
+  world.worker._status = (text, since_s - 3.0)
+  assert "decoding since 3." in world.worker.status()
+  world.worker._show("paused")
+  assert "paused since 0.0 s" in world.worker.status()
+
+
 # -- rewards ---------------------------------------------------------------
 
 
@@ -395,6 +408,69 @@ def test_an_episode_that_raises_fails_its_group_alone(make_world):
   assert len(line["num_completion_tokens"]) == GROUP_SIZE
   assert 1 not in {g.index for g in world.buffer.state().finished}
   check_balance(world)
+
+
+@pytest.mark.parametrize(
+  ("first_turn", "words"),
+  [
+    ("raises", "LookupError('no such page')"),
+    ("is missing", "returned before its first turn"),
+    ("is empty", "without tokens"),
+    ("is too long", "first turn of 32 tokens"),
+  ],
+)
+def test_an_episode_that_fails_at_its_first_turn_fails_its_group_alone(
+  make_world, first_turn, words
+):
+  calls = []
+
+  def episode(prompt):
+    calls.append(prompt)
+    if prompt.item["number"] == 1 and len(calls) % 2 == 0:
+      if first_turn == "raises":
+        raise LookupError("no such page")
+      if first_turn == "is missing":
+        return
+      if first_turn == "is empty":
+        yield np.zeros(0, np.int32)
+      yield np.full(tiny.SIZES.cache_tokens, 50, np.int32)
+    yield prompt.tokens
+
+  world = make_world(episode=episode)
+  world.run_until(finished(4))
+  (line,) = world.lines()
+  assert line["index"] == 1 and line["fate"] == "failed"
+  assert line["reason"].startswith("episode: ") and words in line["reason"]
+  assert 1 not in {g.index for g in world.buffer.state().finished}
+  check_balance(world)
+
+
+def test_an_episode_that_yields_nothing_to_append_fails_its_group(make_world):
+  def episode(prompt):
+    yield prompt.tokens
+    if prompt.item["number"] == 2:
+      yield np.zeros(0, np.int32)
+
+  world = make_world(episode=episode)
+  world.run_until(finished(4))
+  (line,) = world.lines()
+  assert line["index"] == 2
+  assert line["reason"] == "episode: yielded a turn without tokens"
+  check_balance(world)
+
+
+def test_episodes_that_never_begin_end_the_run_with_the_first_traceback(
+  make_world,
+):
+  def episode(prompt):
+    raise LookupError("no such page")
+    yield prompt.tokens
+
+  world = make_world(episode=episode)
+  with pytest.raises(worker_lib.RewardError) as raised:
+    world.run_until(lambda state: False)
+  assert "Traceback" in str(raised.value)
+  assert "no such page" in str(raised.value)
 
 
 # -- going on --------------------------------------------------------------

@@ -6,7 +6,8 @@
       # returning ends the trajectory
 
 What it yields is appended to the trajectory with a False `loss_mask`; what the
-policy writes after it is sent in. An episode that raises fails its group.
+policy writes after it is sent in. An episode that raises, yields nothing to
+append or returns before its first turn fails its group.
 """
 
 from collections.abc import Callable, Generator
@@ -19,9 +20,38 @@ Turns = Generator[np.ndarray, np.ndarray, None]
 Episode = Callable[[types.Prompt], Turns]
 
 
+class EpisodeError(RuntimeError):
+  """An episode failed, and with it its group; the cause is what it raised."""
+
+
 def single_turn(prompt: types.Prompt) -> Turns:
   """One prompt, one completion."""
   yield prompt.tokens
+
+
+def advance(turns: Turns, written: np.ndarray | None) -> np.ndarray | None:
+  """Tells an episode what was written; gives its next prompt, None at its end.
+
+  Args:
+    turns: of the episode.
+    written: the completion of the last turn; None begins the first one.
+
+  Raises:
+    EpisodeError: it raised, or did not say what to append.
+  """
+  is_first = written is None
+  try:
+    # Before the first turn a generator takes None.
+    tokens = turns.send(written)  # pyright: ignore[reportArgumentType]
+  except StopIteration as end:
+    if is_first:
+      raise EpisodeError("returned before its first turn") from end
+    return None
+  except Exception as error:  # user code: counted, reported, never a score
+    raise EpisodeError(repr(error)) from error
+  if len(tokens) == 0:
+    raise EpisodeError("yielded a turn without tokens")
+  return tokens
 
 
 def replay(turns: Turns, trajectory: types.Trajectory) -> np.ndarray | None:

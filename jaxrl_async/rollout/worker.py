@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import threading
 import time
+import traceback as traceback_lib
 
 from jaxrl_async import buffer as buffer_lib
 from jaxrl_async import ledger as ledger_lib
@@ -110,7 +111,7 @@ class RolloutWorker:
     self._on_adopt = on_adopt
     self._running: dict[int, Running] = {}
     self._failures: list[str] = []  # of the last groups in a row
-    self._status = "not started"
+    self._status = "not started", time.perf_counter()
     self._gate = threading.Condition()
     self._num_pausers = 0
     self._is_parked = False
@@ -121,10 +122,16 @@ class RolloutWorker:
 
   def status(self) -> str:
     """What the worker is doing, for the stall report."""
+    text, since_s = self._status
     return (
-      f"rollout worker: {self._status}, holding version"
-      f" {self.scheduler.version}, {len(self._running)} groups running"
+      f"rollout worker: {text} since {time.perf_counter() - since_s:.1f} s,"
+      f" holding version {self.scheduler.version},"
+      f" {len(self._running)} groups running"
     )
+
+  def _show(self, status: str) -> None:
+    if status != self._status[0]:
+      self._status = status, time.perf_counter()
 
   def stop(self) -> None:
     """Ends `run` at the next call boundary."""
@@ -188,7 +195,7 @@ class RolloutWorker:
         if self.scheduler.is_idle or self.scheduler.version < 0:
           self._wait()
         else:
-          self._status = "decoding"
+          self._show("decoding")
           for sequence in self.scheduler.step():
             self._advance(sequence)
     except buffer_lib.BufferClosed:
@@ -196,14 +203,14 @@ class RolloutWorker:
     finally:
       with self._gate:
         self._has_ended = True
-        self._status = "ended"
+        self._show("ended")
         self._gate.notify_all()
 
   def _pass_gate(self) -> bool:
     with self._gate:
       while self._num_pausers and not self._is_stopping:
         self._is_parked = True
-        self._status = "paused"
+        self._show("paused")
         self._gate.notify_all()
         self._gate.wait()
       self._is_parked = False
@@ -213,7 +220,7 @@ class RolloutWorker:
     version = self.scheduler.version
     if self._channel.newest_version() <= version:
       return
-    self._status = "adopting"
+    self._show("adopting")
     start_s = time.perf_counter()
     adopted = self._channel.adopt(version)
     if adopted is None:
@@ -242,10 +249,10 @@ class RolloutWorker:
     is_scoring = any(r.score is not None for r in self._running.values())
     timeout_s = _IDLE_S if is_scoring else 10 * _IDLE_S
     if version < seen:
-      self._status = f"waiting for weights of version {seen}"
+      self._show(f"waiting for weights of version {seen}")
       self._channel.wait_for_version(version, timeout_s)
     else:
-      self._status = "waiting for admission or scores"
+      self._show("waiting for admission or scores")
       self._buffer.wait_for_admission(version, seen, timeout_s)
     if not is_scoring:
       self.wait_for_admission_s += time.perf_counter() - start_s
@@ -253,19 +260,32 @@ class RolloutWorker:
   def _start(self, running: Running) -> None:
     running.times_s["admitted"] = self._busy.now()
     self._running[running.admission.index] = running
-    for member in range(self.settings.group_size):
-      self._start_member(running, member)
+    try:
+      for member in range(self.settings.group_size):
+        self._start_member(running, member)
+    except episode_lib.EpisodeError as error:
+      self._fail_episode(running, error)
 
   def _start_member(self, running: Running, member: int) -> None:
     turns = self._episode(running.prompt)
     running.turns[member] = turns
-    self._submit(running, self._sequence(running, member, next(turns)))
+    tokens = episode_lib.advance(turns, None)
+    assert tokens is not None
+    limit = self._limit(running)
+    if len(tokens) >= limit:
+      raise episode_lib.EpisodeError(
+        f"its first turn of {len(tokens)} tokens leaves nothing of {limit}"
+      )
+    self._submit(running, self._sequence(running, member, tokens))
+
+  def _limit(self, running: Running) -> int:
+    limit = len(running.prompt.tokens) + self.settings.max_completion_tokens
+    return min(limit, self.scheduler.engine.sizes.cache_tokens)
 
   def _sequence(self, running: Running, member: int, tokens):
-    limit = len(running.prompt.tokens) + self.settings.max_completion_tokens
     return scheduler_lib.Sequence(
       tokens,
-      limit=min(limit, self.scheduler.engine.sizes.cache_tokens),
+      limit=self._limit(running),
       stream=sampling.Stream.TRAIN,
       group=running.admission.index,
       member=member,
@@ -310,13 +330,12 @@ class RolloutWorker:
     written = sequence.loss_mask[: sequence.length]
     start = sequence.length - int((~written[::-1]).argmax())
     try:
-      more = running.turns[sequence.member].send(
-        sequence.tokens[start : sequence.length].copy()
+      more = episode_lib.advance(
+        running.turns[sequence.member],
+        sequence.tokens[start : sequence.length].copy(),
       )
-    except StopIteration:
-      more = None
-    except Exception as error:  # user code: counted, reported, never a score
-      self._fail(running, f"episode: {error!r}", f"{error!r}")
+    except episode_lib.EpisodeError as error:
+      self._fail_episode(running, error)
       return
     if more is not None and sequence.length + len(more) < sequence.limit:
       sequence.extend_prompt(more)
@@ -366,6 +385,12 @@ class RolloutWorker:
       self._buffer.drop(index)
     else:
       self._buffer.put(group)
+
+  def _fail_episode(
+    self, running: Running, error: episode_lib.EpisodeError
+  ) -> None:
+    text = "".join(traceback_lib.format_exception(error.__cause__ or error))
+    self._fail(running, f"episode: {error}", text)
 
   def _fail(self, running: Running, reason: str, traceback: str) -> None:
     self.scheduler.cancel(running)
