@@ -404,6 +404,7 @@ class Run:
     with self._paused():
       groups = snapshot.outstanding(self.buffer, self.worker)
       tokens = self.recorder.tokens(snapshot.count_tokens(groups))
+      self.worker.stop()  # what it went on to write nobody would count
     return self.recorder.finish(
       step=step,
       tokens=tokens,

@@ -4,6 +4,7 @@ Import it first: it sets XLA's environment, which JAX reads once.
 """
 
 from collections.abc import Callable
+import dataclasses
 import os
 import pathlib
 import re
@@ -73,6 +74,8 @@ def _parse(argv: list[str]) -> list[str]:
     rest = flags.FLAGS(argv)
     if CONFIG.value is None:
       raise config_lib.ConfigError("config: missing; use --config=FILE")
+    # A file that could not be loaded raises at the first look inside.
+    dataclasses.fields(CONFIG.value)
   except (
     flags.Error,
     config_lib.ConfigError,

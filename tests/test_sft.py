@@ -94,6 +94,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_one_does_not():
   assert warm_start(1)[1] != losses
 
 
+@pytest.mark.slow
 def test_each_pass_takes_every_row_once():
   rows = sft.pack_examples(examples(30), tokens_per_row=16)
   num_rows = len(rows.tokens)

@@ -153,6 +153,7 @@ def assert_close(a, b, rtol=1e-5, atol=1e-6):
   )
 
 
+@pytest.mark.slow
 def test_microbatches_add_up_to_one_big_batch():
   small, big = packed(rows=2), packed(rows=16)
   assert small.tokens.shape[1] > 1 and big.tokens.shape[1] == 1
@@ -329,10 +330,8 @@ def trained(shape):
   return trainer, jax.tree.map(np.asarray, (arrays, trainer.state.params))
 
 
-@pytest.mark.parametrize(
-  "shape",
-  [pytest.param((1, 2, 2), marks=pytest.mark.slow), (2, 2, 2)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 2, 2)])
 def test_a_mesh_trains_like_one_device(shape):
   trainer, (arrays, params) = trained(shape)
   assert len(trainer.state.params["final_norm"].sharding.device_set) == (
@@ -352,6 +351,7 @@ def test_a_mesh_trains_like_one_device(shape):
   assert np.concatenate([x.reshape(-1) for x in off]).mean() < 2e-3
 
 
+@pytest.mark.slow
 def test_moments_are_sharded_like_their_parameters():
   trainer, _ = trained((2, 2, 2))
   params = jax.tree.leaves(trainer.state.params)

@@ -55,7 +55,9 @@ def test_fresh_parameters_have_the_deviation_of_their_fan_in():
   assert (layers["mlp_norm"] == 1).all()
 
 
-@pytest.mark.parametrize("model", [tiny.MODEL, EVERYTHING])
+@pytest.mark.parametrize(
+  "model", [tiny.MODEL, pytest.param(EVERYTHING, marks=pytest.mark.slow)]
+)
 def test_stacked_layers_compute_what_unstacked_ones_do(model):
   params = tiny.params(0, model)
   batch = tiny.packed([tiny.prompt(9), tiny.prompt(20)], 32)
