@@ -26,20 +26,20 @@ def get_config(variant: str = "") -> config.Config:
       answer_prefix="=",
     ),
     warm_start=config.WarmStartSection(
-      num_steps=700,
-      rows_per_batch=32,
-      num_examples=8_000,
-      corrupted_frac=0.13,
+      num_steps=1_300,
+      rows_per_batch=16,
+      num_examples=20_000,
+      corrupted_frac=0.19,
       optimizer=config.OptimizerSection(
         name=config.OptimizerName.MUON,
-        learning_rate=2e-3,
+        learning_rate=3e-3,
         warmup_steps=20,
       ),
     ),
     rollout=config.RolloutSection(
       # Few slots: decoding takes about as long as training, so that both
       # slices stay busy and data is used soon.
-      num_slots=8,
+      num_slots=4,
       max_prompt_tokens=16,
       max_completion_tokens=48,
       cache_tokens=64,
@@ -50,16 +50,19 @@ def get_config(variant: str = "") -> config.Config:
     ),
     algorithm=config.AlgorithmSection(
       max_staleness=0 if variant == "sync" else 4,
-      group_size=16,
-      groups_per_step=32,
+      group_size=4,
+      groups_per_step=128,
       num_minibatches=4,
     ),
     train=config.TrainSection(
-      num_steps=110,
+      num_steps=70,
       tokens_per_row=64,
       rows_per_microbatch=16,
-      decay=0.2,
-      # Larger rates lose the greedy answers faster than they sharpen them.
-      optimizer=config.OptimizerSection(learning_rate=8e-5, warmup_steps=4),
+      decay=0.1,
+      optimizer=config.OptimizerSection(
+        name=config.OptimizerName.MUON,
+        learning_rate=4e-4,
+        warmup_steps=4,
+      ),
     ),
   )

@@ -134,7 +134,7 @@ class WarmStartSection:
 
   Attributes:
     solver: a key of `worked_solutions.SOLVERS`.
-    num_examples: distinct worked solutions.
+    num_examples: worked solutions; a pass over them is shuffled.
     corrupted_frac: share of intermediate results that are written wrong and
       carried on, so that the policy has something left to learn.
     decay: final learning rate over peak, reached by cosine.

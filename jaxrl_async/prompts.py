@@ -237,40 +237,27 @@ def worked_examples(
   seed: int,
   max_prompt_tokens: int,
 ) -> Iterator[WorkedExample]:
-  """Yield `num_examples` distinct worked solutions of the warm-start split.
+  """Yield `num_examples` worked solutions of the warm-start split.
 
-  A question may come again with other mistakes in its solution. Example n is a
-  function of the seed and n.
-
-  Raises:
-    config.ConfigError: there are fewer.
+  A question may come again with other mistakes in its solution, or with the
+  same: leaving repetitions out would leave out right solutions, which are all
+  alike, before wrong ones. Example n is a function of the seed and n.
   """
   solver = worked_solutions.SOLVERS[warm_start.solver]
   source = PromptSource(task, tokenizer, seed=seed, split=Split.WARM_START)
   stream = PromptStream(source, max_prompt_tokens=max_prompt_tokens)
-  seen: set[tuple[str, str]] = set()
-  num_barren = 0
-  while len(seen) < warm_start.num_examples:
+  for _ in range(warm_start.num_examples):
     prompt = stream.next()
     # Of the place in the stream, not of the item: in a second pass over a
     # small dataset the mistakes are others.
     rng = np.random.default_rng((seed, stream.state()["next_index"]))
     solution = solver(prompt.item, rng, warm_start.corrupted_frac)
-    key = (prompt.item["question"], solution)
-    if key not in seen:
-      seen.add(key)
-      num_barren = 0
-      yield WorkedExample(
-        prompt_tokens=prompt.tokens,
-        completion_tokens=np.append(
-          tokenizer.encode(solution), np.int32(tokenizer.eos_id)
-        ),
-      )
-    elif (num_barren := num_barren + 1) == _MAX_BARREN:
-      raise config.ConfigError(
-        f"warm_start.num_examples: {warm_start.num_examples}, but "
-        f"{task.dataset} has about {len(seen)} distinct worked solutions"
-      )
+    yield WorkedExample(
+      prompt_tokens=prompt.tokens,
+      completion_tokens=np.append(
+        tokenizer.encode(solution), np.int32(tokenizer.eos_id)
+      ),
+    )
 
 
 def render(template: str, item: Mapping[str, Any]) -> str:
