@@ -215,7 +215,8 @@ class TrainSection:
     rows_per_microbatch: rows of one forward and backward.
     max_bad_updates: that many non-finite updates in a row end the run.
     vocab_chunk: vocabulary entries a chunk of the logprob walk.
-    decay: as of the warm start, at num_steps; 1 keeps the rate constant.
+    decay: as of the warm start, at num_steps; 1 keeps the rate constant. A run
+      continued with another num_steps follows the new curve from there.
   """
 
   num_steps: int = 60

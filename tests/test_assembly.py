@@ -3,10 +3,14 @@
 import pathlib
 import sys
 
+import jax
+import numpy as np
 import pytest
 
 from jaxrl_async import assembly
 from jaxrl_async import config as config_lib
+from jaxrl_async import config_json
+from jaxrl_async import tokenizer as tokenizer_lib
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
@@ -50,3 +54,54 @@ def test_a_model_without_a_name_is_refused():
   config.model.name = "tinny"
   with pytest.raises(config_lib.ConfigError, match="^model.name: 'tinny'"):
     assembly.check(config, 2)
+
+
+def warm_started(config, model):
+  train_mesh, _ = assembly.cut_devices(config, jax.devices()[:2])
+  tokenizer = tokenizer_lib.character_level()
+  return assembly.warm_start(
+    config, model, train_mesh, tokenizer, lambda step, loss: None
+  )
+
+
+def test_a_warm_start_may_come_from_a_checkpoint(tmp_path):
+  config = tiny.get_config()
+  config.warm_start.num_steps = 0
+  model = assembly.model_config(config, 98)
+  params = warm_started(config, model)
+  assembly.save_params(tmp_path / "params", params)
+  config.seed = 5  # another seed's initialisation
+  assert not np.array_equal(
+    params["embedding"], warm_started(config, model)["embedding"]
+  )
+  config.warm_start.checkpoint = str(tmp_path / "params")
+  loaded = warm_started(config, model)
+  jax.tree.map(np.testing.assert_array_equal, params, loaded)
+
+
+def test_a_warm_start_from_what_does_not_fit_is_refused(tmp_path):
+  config = tiny.get_config()
+  config.warm_start.num_steps = 0
+  model = assembly.model_config(config, 98)
+  assembly.save_params(tmp_path / "params", warm_started(config, model))
+  config.model.name = "quickstart"
+  model = assembly.model_config(config, 98)
+  for directory in (tmp_path, tmp_path / "params"):
+    config.warm_start.checkpoint = str(directory)
+    with pytest.raises(config_lib.ConfigError, match="^warm_start.checkpoint"):
+      warm_started(config, model)
+
+
+def test_a_workdir_keeps_the_config_it_was_made_with(tmp_path):
+  workdir = tmp_path / "new"
+  config = tiny.get_config()
+  config_json.prepare_workdir(config, workdir)
+  before = (workdir / "config.json").read_text()
+  config.seed += 1
+  with pytest.raises(config_lib.ConfigError, match="^workdir: .*seed"):
+    config_json.prepare_workdir(config, workdir)
+  assert (workdir / "config.json").read_text() == before
+  config.seed -= 1
+  config.train.num_steps += 1
+  config_json.prepare_workdir(config, workdir)
+  assert (workdir / "config.json").read_text() != before

@@ -541,3 +541,44 @@ def test_a_turn_there_was_no_room_for_is_not_asked_for_again(make_world):
   for group in second.buffer.state().finished:
     for t in group.trajectories:
       assert t.finish_reason == types.FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("change", ["raises", "says something else"])
+def test_an_episode_that_cannot_be_taken_up_fails_its_group_alone(
+  make_world, change
+):
+  options = {"max_completion_tokens": 24}
+  first = make_world(episode=two_turns, **options)
+  first.run_until(lambda state: is_partial(first))
+  state, groups = first.buffer.state(), first.worker.groups()
+  lost = max(groups)
+  calls = []
+
+  def changed(prompt):
+    calls.append(prompt.prompt_id)
+    if prompt.prompt_id == groups[lost].prompt.prompt_id and len(calls) > 1:
+      if change == "raises":
+        raise LookupError("no such page")
+      yield prompt.tokens + 1
+    yield from two_turns(prompt)
+
+  second = make_world(
+    prompts=tiny.Prompts(first.worker.stream.count), episode=changed, **options
+  )
+  second.buffer.restore(state)
+  second.worker.restore([(a, groups[a.index]) for a in state.running])
+  second.scheduler.stats.generated_tokens = sum(
+    t.num_completion_tokens
+    for g in [*groups.values(), *state.finished]
+    for t in g.trajectories
+  )
+  second.run_until(finished(4))
+  (line,) = second.lines()
+  assert line["index"] == lost and line["fate"] == "failed"
+  words = {"raises": "no such page", "says something else": "other prompts"}
+  assert words[change] in line["reason"]
+  assert line["num_completion_tokens"] == [
+    t.num_completion_tokens for t in groups[lost].trajectories
+  ]
+  assert lost not in {g.index for g in second.buffer.state().finished}
+  check_balance(second)

@@ -64,19 +64,19 @@ def replay(turns: Turns, trajectory: types.Trajectory) -> np.ndarray | None:
   Returns:
     Tokens still to be appended as the next prompt (empty when the policy was
     in the middle of writing), or None when the episode is over.
+
+  Raises:
+    EpisodeError: it failed, or yielded other prompts than were recorded.
   """
   mask, tokens = trajectory.loss_mask, trajectory.tokens
   edges = np.flatnonzero(np.diff(mask.astype(np.int8))) + 1
   runs = np.split(np.arange(len(tokens)), edges)
-  pending = next(turns)
+  pending = advance(turns, None)
   for run in runs:
     if not mask[run[0]]:
-      if not np.array_equal(tokens[run], pending):
-        raise ValueError("an episode yielded other prompts than were recorded")
+      if pending is None or not np.array_equal(tokens[run], pending):
+        raise EpisodeError("yielded other prompts than were recorded")
       pending = pending[:0]
     elif run[-1] + 1 < len(tokens) or trajectory.finish_reason is not None:
-      try:
-        pending = turns.send(tokens[run])
-      except StopIteration:
-        return None
+      pending = advance(turns, tokens[run])
   return pending

@@ -178,9 +178,16 @@ class RolloutWorker:
       running = Running(admission, group.prompt)
       running.times_s = dict(group.times_s)
       self._running[admission.index] = running
-      for trajectory in group.trajectories:
-        self._restore_member(running, trajectory)
-      self._score_if_done(running)
+      try:
+        for trajectory in group.trajectories:
+          self._restore_member(running, trajectory)
+      except episode_lib.EpisodeError as error:
+        for trajectory in group.trajectories:  # the ledger counts all tokens
+          if trajectory.member not in running.writing:
+            running.finished[trajectory.member] = trajectory
+        self._fail_episode(running, error)
+      else:
+        self._score_if_done(running)
 
   # -- the worker's thread --------------------------------------------------
 
