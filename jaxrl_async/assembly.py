@@ -170,6 +170,7 @@ def warm_start(
     mesh=mesh,
     forward=forward_settings(config, model, 1.0),
     rows_per_microbatch=config.train.rows_per_microbatch,
+    max_bad_updates=config.train.max_bad_updates,
     seed=config.seed,
     on_step=on_step,
   )

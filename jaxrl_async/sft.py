@@ -22,6 +22,10 @@ from jaxrl_async import types
 from jaxrl_async.models import transformer
 
 
+class WarmStartError(RuntimeError):
+  """Too many updates in a row were not finite."""
+
+
 def pack_examples(
   examples: Iterable[prompts.WorkedExample], *, tokens_per_row: int
 ) -> batching.PackedBatch:
@@ -64,6 +68,7 @@ def warm_start(
   mesh: Mesh,
   forward: train_step.ForwardSettings,
   rows_per_microbatch: int,
+  max_bad_updates: int,
   seed: int,
   on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> transformer.Params:
@@ -77,8 +82,12 @@ def warm_start(
     forward: settings of the forward pass.
     rows_per_microbatch: rows of one forward and backward; divides the rows of
       a step.
+    max_bad_updates: that many skipped updates in a row are an error.
     seed: of initialisation and order.
     on_step: told step and loss after each step.
+
+  Raises:
+    WarmStartError: loss or gradient were not finite, too many times in a row.
   """
   schedule = train_step.learning_rate_schedule(
     section.optimizer, total_steps=section.num_steps, decay=section.decay
@@ -107,6 +116,7 @@ def warm_start(
   batch_sharding = NamedSharding(mesh, P(None, mesh_lib.TRAIN_RULES.batch))
   rng = np.random.default_rng(seed)
   order = np.zeros((0,), np.int64)
+  bad_updates = 0
   for step in range(section.num_steps):
     assert rows is not None
     while len(order) < section.rows_per_batch:
@@ -118,4 +128,10 @@ def warm_start(
     )
     state, metrics = update(state, jax.device_put(batch, batch_sharding))
     on_step(step + 1, float(metrics["loss"]))
+    bad_updates = bad_updates + 1 if metrics["bad_updates"] else 0
+    if bad_updates >= max_bad_updates:
+      raise WarmStartError(
+        f"warm start, step {step + 1}: {bad_updates} updates in a row had a"
+        " loss or gradient that is not finite (train.max_bad_updates)"
+      )
   return state.params

@@ -13,7 +13,6 @@ from jaxrl_async import metrics
 _COLORS = {
   "prefill": "#f0a202",
   "decode": "#2a7f9e",
-  "adopt": "#b0419b",
   "proximal": "#8fb339",
   "update": "#c8553d",
   "publish": "#5d4a9c",

@@ -157,6 +157,43 @@ def test_a_groups_prompt_is_prefilled_once():
   assert len({tuple(s.tokens) for s in members}) == len(members) > 1
 
 
+def test_members_that_wait_for_a_slot_share_the_groups_prefill():
+  # Two groups of three sequences more than there are slots.
+  def write(scheduler, is_shared):
+    ended = []
+    for group in (8, 9):
+      for member in range(tiny.SIZES.num_slots + 3):
+        scheduler.submit(
+          tiny.sequence(tiny.prompt(9 + group), member=member, group=group)
+        )
+        if not is_shared:
+          ended += tiny.finish(scheduler)
+    ended += tiny.finish(scheduler)
+    return sorted((s.group, s.member, tuple(s.tokens)) for s in ended)
+
+  shared, alone = make(), make()
+  assert write(shared, True) == write(alone, False)
+  assert shared.stats.prefill_tokens == 17 + 18
+  assert not shared._prefixes
+  assert alone.stats.prefill_tokens == (tiny.SIZES.num_slots + 3) * (17 + 18)
+
+
+def test_members_that_enter_after_an_adoption_are_prefilled_anew():
+  scheduler = make()
+  for member in range(tiny.SIZES.num_slots + 1):
+    scheduler.submit(tiny.sequence(tiny.prompt(9), member=member, group=8))
+  scheduler.step()
+  (last,) = scheduler._waiting
+  scheduler.adopt(tiny.engine_params(1, seed=1), 1)
+  tiny.finish(scheduler)
+  t = last.trajectory()
+  assert (t.policy_versions[t.loss_mask] == 1).all()
+  (expected,) = tiny.trainer_logprobs(tiny.params(1), [t.tokens])
+  np.testing.assert_allclose(
+    t.behavior_logprobs[t.loss_mask], expected[t.loss_mask], atol=1e-4
+  )
+
+
 def test_different_prompts_are_prefilled_each():
   scheduler = make()
   for n in (3, 4, 5, 17):

@@ -55,7 +55,7 @@ def test_every_example_is_packed_once_and_only_completions_are_learned():
 
 
 @functools.cache
-def warm_start(seed, num_steps=30):
+def warm_start(seed, num_steps=30, initial=None):
   mesh, _ = mesh_lib.cut_devices(
     jax.devices()[:1], train_shape=(1, 1, 1), rollout_shape=(1, 1, 1)
   )
@@ -67,10 +67,11 @@ def warm_start(seed, num_steps=30):
       optimizer=config.OptimizerSection(learning_rate=1e-2),
     ),
     sft.pack_examples(examples(30), tokens_per_row=16),
-    params=None,
+    params=initial,
     mesh=mesh,
     forward=FORWARD,
     rows_per_microbatch=2,
+    max_bad_updates=3,
     seed=seed,
     on_step=lambda step, loss: losses.append((step, loss)),
   )
@@ -92,6 +93,12 @@ def test_the_same_seed_gives_the_same_bits_and_another_one_does_not():
   assert losses == losses_again
   jax.tree.map(np.testing.assert_array_equal, params, again)
   assert warm_start(1)[1] != losses
+
+
+def test_updates_that_are_never_finite_end_it():
+  bad = jax.tree.map(lambda x: jax.numpy.full_like(x, np.nan), tiny.params())
+  with pytest.raises(sft.WarmStartError, match="step 3: 3 updates in a row"):
+    warm_start.__wrapped__(0, initial=bad)
 
 
 @pytest.mark.slow
@@ -119,6 +126,7 @@ def test_each_pass_takes_every_row_once():
     mesh=mesh,
     forward=FORWARD,
     rows_per_microbatch=1,
+    max_bad_updates=3,
     seed=0,
     on_step=forget,
   )

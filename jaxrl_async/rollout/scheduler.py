@@ -114,6 +114,8 @@ class Scheduler:
     self._state = engine.init_decode_state()
     self._slots: list[Sequence | None] = [None] * engine.sizes.num_slots
     self._waiting: collections.deque[Sequence] = collections.deque()
+    # Prompt's bytes -> prefilled under the weights in use, and in which row.
+    self._prefixes: dict[bytes, tuple[engine_lib.Prefix, int]] = {}
 
   @property
   def version(self) -> int:
@@ -170,6 +172,7 @@ class Scheduler:
     under the new weights (arXiv:2505.24298, section 4.1).
     """
     self._params, self._version = params, version
+    self._prefixes.clear()
     running = [(i, s) for i, s in enumerate(self._slots) if s is not None]
     self.stats.interruptions += len(running)
     if self.kv_on_adopt is config.KvOnAdopt.RECOMPUTE and running:
@@ -207,31 +210,63 @@ class Scheduler:
       self._place(placed)
 
   def _place(self, placed: SequenceOf[tuple[int, Sequence]]) -> None:
-    """Prefills sequences, equal ones once, and inserts them into slots."""
-    by_bucket = collections.defaultdict(dict)
+    """Inserts sequences into slots; equal ones share one prefill.
+
+    What is still waiting for a slot shares it later, unless the weights change
+    before: a prefix is kept until nothing that waits begins with it.
+    """
+    by_prompt = collections.defaultdict(list)
     for slot, sequence in placed:
-      tokens = sequence.tokens[: sequence.length]
+      by_prompt[_written(sequence).tobytes()].append((slot, sequence))
+    self._prefill(
+      {
+        prompt: _written(members[0][1])
+        for prompt, members in by_prompt.items()
+        if prompt not in self._prefixes
+      }
+    )
+    targets = collections.defaultdict(list)
+    for prompt, members in by_prompt.items():
+      prefix, row = self._prefixes[prompt]
+      targets[id(prefix)] += [(prefix, row, *member) for member in members]
+    for members in targets.values():
+      self._insert(members)
+    waiting = {_written(s).tobytes() for s in self._waiting}
+    self._prefixes = {
+      prompt: kept
+      for prompt, kept in self._prefixes.items()
+      if prompt in waiting
+    }
+
+  def _prefill(self, prompts: dict[bytes, np.ndarray]) -> None:
+    """Prefills prompts, those of a bucket in calls of several rows."""
+    assert self._params is not None
+    by_bucket = collections.defaultdict(list)
+    for prompt, tokens in prompts.items():
       buckets = self.engine.sizes.prefill_buckets
-      bucket = next(b for b in buckets if b >= sequence.length)
-      targets = by_bucket[bucket].setdefault(tokens.tobytes(), (tokens, []))
-      targets[1].append((slot, sequence))
+      bucket = next(b for b in buckets if b >= len(tokens))
+      by_bucket[bucket].append((prompt, tokens))
     rows = self.engine.sizes.prefill_rows
     for bucket, distinct in by_bucket.items():
-      distinct = list(distinct.values())
       for start in range(0, len(distinct), rows):
-        self._prefill_and_insert(bucket, distinct[start : start + rows])
+        some = distinct[start : start + rows]
+        padded = np.zeros((len(some), bucket), np.int32)
+        lengths = np.array([len(tokens) for _, tokens in some], np.int32)
+        for row, (_, tokens) in enumerate(some):
+          padded[row, : len(tokens)] = tokens
+        self.stats.prefill_tokens += int(lengths.sum())
+        with self._busy.record("prefill"):
+          prefix = self.engine.prefill(
+            params=self._params, padded_tokens=padded, true_length=lengths
+          )
+        for row, (prompt, _) in enumerate(some):
+          self._prefixes[prompt] = prefix, row
 
-  def _prefill_and_insert(self, bucket: int, distinct: list) -> None:
-    padded = np.zeros((len(distinct), bucket), np.int32)
-    lengths = np.array([len(tokens) for tokens, _ in distinct], np.int32)
-    for row, (tokens, _) in enumerate(distinct):
-      padded[row, : len(tokens)] = tokens
-    self.stats.prefill_tokens += int(lengths.sum())
-    targets = [
-      (slot, row, sequence)
-      for row, (_, members) in enumerate(distinct)
-      for slot, sequence in members
-    ]
+  def _insert(
+    self, targets: list[tuple[engine_lib.Prefix, int, int, Sequence]]
+  ) -> None:
+    """Inserts rows of one prefix into slots."""
+    prefixes, rows, slots, sequences = zip(*targets, strict=True)
     b = self.engine.sizes.num_slots
 
     def column(values, fill, dtype: Any = np.int32):
@@ -240,20 +275,16 @@ class Scheduler:
       return array
 
     insertion = engine_lib.Insertion(
-      slots=column([t[0] for t in targets], b),
-      sources=column([t[1] for t in targets], 0),
-      limits=column([t[2].limit for t in targets], 0),
-      streams=column([t[2].stream for t in targets], 0),
-      groups=column([t[2].group for t in targets], 0),
-      members=column([t[2].member for t in targets], 0),
-      temperature=column([t[2].temperature for t in targets], 1, np.float32),
+      slots=column(slots, b),
+      sources=column(rows, 0),
+      limits=column([s.limit for s in sequences], 0),
+      streams=column([s.stream for s in sequences], 0),
+      groups=column([s.group for s in sequences], 0),
+      members=column([s.member for s in sequences], 0),
+      temperature=column([s.temperature for s in sequences], 1, np.float32),
     )
-    assert self._params is not None
     with self._busy.record("prefill"):
-      prefix = self.engine.prefill(
-        params=self._params, padded_tokens=padded, true_length=lengths
-      )
-      self._state = self.engine.insert(prefix, self._state, insertion)
+      self._state = self.engine.insert(prefixes[0], self._state, insertion)
 
   def _collect(self, result: engine_lib.StepResult) -> list[Sequence]:
     counts = result.is_valid.sum(axis=1).tolist()
@@ -281,3 +312,7 @@ class Scheduler:
       self.stats.waiting_slot_steps += result.is_valid.size
       self.stats.busy_slot_steps += in_use
     return ended
+
+
+def _written(sequence: Sequence) -> np.ndarray:
+  return sequence.tokens[: sequence.length]

@@ -233,9 +233,8 @@ class RolloutWorker:
     if adopted is None:
       return
     weights, version = adopted
-    with self._busy.record("adopt"):
-      params = self.scheduler.engine.load_params(weights, version)
-      self.scheduler.adopt(params, version)
+    params = self.scheduler.engine.load_params(weights, version)
+    self.scheduler.adopt(params, version)
     self.adopt_s += time.perf_counter() - start_s
     self._on_adopt(version)
 
