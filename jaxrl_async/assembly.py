@@ -159,6 +159,7 @@ def warm_start(
       tokenizer,
       seed=config.seed,
       max_prompt_tokens=config.rollout.max_prompt_tokens,
+      max_tokens=config.train.tokens_per_row,
     )
     rows = sft.pack_examples(
       examples, tokens_per_row=config.train.tokens_per_row

@@ -1,7 +1,7 @@
 """Everything a run needs to go on: train state, host state, outstanding groups.
 
     <directory>/<step>/train_state/       Orbax's files
-    <directory>/<step>/host_state.json    the caller's: cursor, seed, counters
+    <directory>/<step>/host_state.json    the caller's: prompts, lengths, record
     <directory>/<step>/groups.json        records and scalars of the groups
     <directory>/<step>/<field>.npy        one of their arrays, end to end
     <directory>/<step>/manifest.json      a digest per file
@@ -81,8 +81,10 @@ def save(
     raise CheckpointError(f"keep is {keep}, must be at least 1")
   directory = pathlib.Path(directory).absolute()
   directory.mkdir(parents=True, exist_ok=True)
-  for leftover in [*directory.glob("*.incomplete"), *directory.glob("*.old")]:
-    shutil.rmtree(leftover)
+  _recover(directory)
+  for suffix in ("incomplete", "old", "removed"):
+    for leftover in directory.glob(f"*.{suffix}"):
+      shutil.rmtree(leftover)
   named = pytree_files.named_leaves(train_state)
   incomplete = directory / f"{step}.incomplete"
   incomplete.mkdir()
@@ -92,16 +94,34 @@ def save(
   pytree_files.save_async(incomplete / "train_state", named)()
   about = {"step": step, "layout": pytree_files.layout(named)}
   manifest.write(incomplete, about, sync=True)
-  _remove(directory, step)
-  incomplete.rename(directory / str(step))
+  target, replaced = directory / str(step), directory / f"{step}.old"
+  if target.exists():
+    target.rename(replaced)
+  incomplete.rename(target)
   _sync_names(directory)
+  shutil.rmtree(replaced, ignore_errors=True)
   for old in _steps(directory)[:-keep]:
-    _remove(directory, old)
+    shutil.rmtree((directory / str(old)).rename(directory / f"{old}.removed"))
 
 
 def latest(directory: pathlib.Path) -> int | None:
   """The newest step with a checkpoint, None without one."""
+  _recover(pathlib.Path(directory))
   return max(_steps(pathlib.Path(directory)), default=None)
+
+
+def host_state(directory: pathlib.Path, step: int) -> dict[str, Any]:
+  """The caller's part of a checkpoint.
+
+  Raises:
+    CheckpointError: as of `restore`.
+  """
+  path = pathlib.Path(directory).absolute() / str(step)
+  try:
+    manifest.verify(path)
+  except manifest.ManifestError as error:
+    raise CheckpointError(f"checkpoint of step {step}: {error}") from error
+  return json.loads((path / "host_state.json").read_text())
 
 
 def restore(
@@ -290,11 +310,11 @@ def _steps(directory: pathlib.Path) -> list[int]:
   )
 
 
-def _remove(directory: pathlib.Path, step: int) -> None:
-  """Delete one checkpoint; it is no checkpoint any more from the first byte."""
-  path = directory / str(step)
-  if path.exists():
-    shutil.rmtree(path.rename(directory / f"{step}.old"))
+def _recover(directory: pathlib.Path) -> None:
+  """Puts back what a crash left between two renames, moved aside but whole."""
+  for replaced in directory.glob("*.old"):
+    if not replaced.with_suffix("").exists():
+      replaced.rename(replaced.with_suffix(""))
 
 
 def _sync_names(directory: pathlib.Path) -> None:

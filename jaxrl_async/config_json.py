@@ -14,20 +14,24 @@ from jaxrl_async import config
 MAY_CHANGE_ON_RESUME = ("train.num_steps:", "eval.every:", "run.")
 
 
+def _plain(value: Any) -> Any:
+  if dataclasses.is_dataclass(value):
+    return to_dict(value)
+  if isinstance(value, enum.Enum):
+    return value.value
+  if isinstance(value, config_dict.ConfigDict):
+    value = value.to_dict()
+  if isinstance(value, dict):
+    return {key: _plain(item) for key, item in value.items()}
+  if isinstance(value, tuple | list):
+    return [_plain(item) for item in value]
+  return value
+
+
 def to_dict(section: Any) -> dict[str, Any]:
   """A config (or section) as JSON holds it: enums by value, tuples as lists."""
-
-  def plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-      return to_dict(value)
-    if isinstance(value, enum.Enum):
-      return value.value
-    if isinstance(value, config_dict.ConfigDict):
-      return value.to_dict()
-    return list(value) if isinstance(value, tuple) else value
-
   return {
-    field.name: plain(getattr(section, field.name))
+    field.name: _plain(getattr(section, field.name))
     for field in dataclasses.fields(section)
   }
 
@@ -73,7 +77,7 @@ def differences(a: config.Config, b: config.Config) -> list[str]:
     for (path, _, value), (_, _, other) in zip(
       config.leaves(a), config.leaves(b), strict=True
     )
-    if value != other
+    if _plain(value) != _plain(other)
   ]
 
 
@@ -105,7 +109,16 @@ def prepare_workdir(wanted: config.Config, workdir: pathlib.Path) -> None:
   """
   path = workdir / "config.json"
   if path.exists():
-    stored = from_dict(json.loads(path.read_text()))
+    try:
+      values = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+      raise config.ConfigError(
+        f"workdir: {path} is damaged ({error}); remove it to go on with the"
+        " config given now"
+      ) from error
+    stored = from_dict(values)
     check_resumable(stored, wanted, str(workdir))
   workdir.mkdir(parents=True, exist_ok=True)
-  path.write_text(json.dumps(to_dict(wanted), indent=2) + "\n")
+  incomplete = path.with_suffix(".incomplete")
+  incomplete.write_text(json.dumps(to_dict(wanted), indent=2) + "\n")
+  incomplete.replace(path)

@@ -236,12 +236,16 @@ def worked_examples(
   *,
   seed: int,
   max_prompt_tokens: int,
+  max_tokens: int,
 ) -> Iterator[WorkedExample]:
   """Yield `num_examples` worked solutions of the warm-start split.
 
   A question may come again with other mistakes in its solution, or with the
   same: leaving repetitions out would leave out right solutions, which are all
   alike, before wrong ones. Example n is a function of the seed and n.
+
+  Raises:
+    config.ConfigError: prompt and solution are longer than `max_tokens`.
   """
   solver = worked_solutions.SOLVERS[warm_start.solver]
   source = PromptSource(task, tokenizer, seed=seed, split=Split.WARM_START)
@@ -252,11 +256,17 @@ def worked_examples(
     # small dataset the mistakes are others.
     rng = np.random.default_rng((seed, stream.state()["next_index"]))
     solution = solver(prompt.item, rng, warm_start.corrupted_frac)
+    completion = np.append(
+      tokenizer.encode(solution), np.int32(tokenizer.eos_id)
+    )
+    length = len(prompt.tokens) + len(completion)
+    if length > max_tokens:
+      raise config.ConfigError(
+        f"train.tokens_per_row: {max_tokens}, but the worked solution of"
+        f" {prompt.prompt_id} has {length} tokens with its prompt"
+      )
     yield WorkedExample(
-      prompt_tokens=prompt.tokens,
-      completion_tokens=np.append(
-        tokenizer.encode(solution), np.int32(tokenizer.eos_id)
-      ),
+      prompt_tokens=prompt.tokens, completion_tokens=completion
     )
 
 

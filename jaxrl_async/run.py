@@ -9,7 +9,6 @@ raised with the name of the thread it came from.
 import contextlib
 import dataclasses
 import functools
-import json
 import pathlib
 import time
 from typing import Any
@@ -75,7 +74,9 @@ class Run:
     self._initial_params = initial_params
     self._checkpoints = workdir / "checkpoints"
     self.resumed_step = checkpoint.latest(self._checkpoints)
-    self._stored = self._stored_host_state()
+    self._stored: dict[str, Any] = {}
+    if self.resumed_step is not None:
+      self._stored = checkpoint.host_state(self._checkpoints, self.resumed_step)
     self.record = run_record.RunRecord.from_json(self._stored.get("record", {}))
     origin_s = started_s - self.record.wall_s
     self.busy = {
@@ -110,12 +111,6 @@ class Run:
     )
 
   # -- assembly -------------------------------------------------------------
-
-  def _stored_host_state(self) -> dict[str, Any]:
-    if self.resumed_step is None:
-      return {}
-    path = self._checkpoints / str(self.resumed_step) / "host_state.json"
-    return json.loads(path.read_text())
 
   def open(self) -> int:
     """Warm start or restore, first evaluation, threads; gives the step."""
@@ -254,6 +249,9 @@ class Run:
     every, num_steps = self.config.eval.every, self.config.train.num_steps
     if step >= num_steps:
       self.recorder.end_rl()
+      _, last_step, _, greedy = self.record.evaluations[-1]
+      if last_step != step or greedy is None:  # num_steps was lowered
+        self._evaluate(step, self.trainer.published())
     while step < num_steps and not self.stop.is_set:
       wait_start_s = time.perf_counter()
       groups = self._next_batch(step)
@@ -288,8 +286,7 @@ class Run:
 
   def _next_batch(self, step: int) -> list[types.RolloutGroup] | None:
     timeout_s = self.config.run.stall_timeout_s
-    watch = supervisor.StallWatch(timeout_s)
-    start_s = time.monotonic()
+    watch, start_s = supervisor.StallWatch(timeout_s), time.monotonic()
     while not self.stop.is_set:
       try:
         groups = self.buffer.get_batch(step, timeout_s=0.2)
@@ -339,7 +336,7 @@ class Run:
   def _evaluate(self, step: int, params: Any) -> dict[str, float]:
     """Held-out accuracies of these weights; both slices rest meanwhile."""
     config = self.config
-    is_end = step in (0, config.train.num_steps)
+    is_end = step == 0 or step >= config.train.num_steps
     start_s = self.clock.now()
     with self._paused():
       engine_params = self.engine.load_params(params, step)
@@ -371,10 +368,14 @@ class Run:
     values = {"eval/held_out/avg@1": sampled.accuracy}
     return values if greedy is None else {**values, "eval/greedy/avg@1": greedy}
 
+  @contextlib.contextmanager
   def _paused(self):
     if not self._has_worker:
-      return contextlib.nullcontext()
-    return self.worker.paused(self.config.run.join_timeout_s)
+      yield
+      return
+    with self.worker.paused(self.config.run.join_timeout_s):
+      self.supervisor.check()  # a worker that ended by itself has failed
+      yield
 
   def _save(self, step: int) -> None:
     """A checkpoint of everything; the worker stands still for the copy."""
@@ -420,20 +421,26 @@ class Run:
     )
 
   def close(self, error: BaseException | None) -> None:
-    """Ends threads and processes, each with a deadline."""
+    """Ends threads and processes; raises only if nothing was raised before."""
     timeout_s = self.config.run.join_timeout_s
     self.buffer.close(error)
     if self._has_worker:
       self.worker.stop()
     late = self.supervisor.join(timeout_s)
-    self.rewards.close(timeout_s)
-    if self.channel is not None:
-      self.channel.close(timeout_s)
-    if self.ledger is not None:
-      self.ledger.close()
-    self.writer.close()
-    if late and error is None:
-      raise TimeoutError(f"{', '.join(late)} did not end in {timeout_s} s")
+    try:
+      with contextlib.ExitStack() as stack:  # all of them, whatever one raises
+        stack.callback(self.writer.close)
+        if self.ledger is not None:
+          stack.callback(self.ledger.close)
+        if self.channel is not None:
+          stack.callback(self.channel.close, timeout_s)
+        stack.callback(self.rewards.close, timeout_s)
+      if late:
+        raise TimeoutError(f"{', '.join(late)} did not end in {timeout_s} s")
+    except (OSError, weight_transfer.WeightTransferError) as closing:
+      if error is None:
+        raise
+      self.progress.note(f"while closing: {closing}")
 
 
 def run(

@@ -199,12 +199,14 @@ class Recorder:
     ended = (
       ledger.trained_tokens + ledger.filtered_tokens + ledger.failed_tokens
     )
+    # Once, and after the ledger: the worker goes on counting.
+    generated = self._generated_tokens()
     values |= {
-      "ledger/generated_tokens": self._generated_tokens(),
+      "ledger/generated_tokens": generated,
       "ledger/trained_tokens": ledger.trained_tokens,
       "ledger/filtered_tokens": ledger.filtered_tokens,
       "ledger/failed_tokens": ledger.failed_tokens,
-      "ledger/in_flight_tokens": self._generated_tokens() - ended,
+      "ledger/in_flight_tokens": generated - ended,
     }
     self.record.add_step(totals["now_s"], values)
     if not self.record.first_step_s and self._rl_start_s is not None:

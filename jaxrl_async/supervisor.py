@@ -10,6 +10,8 @@ import signal
 import threading
 import time
 
+from jaxrl_async import config
+
 
 class ThreadFailed(RuntimeError):
   """A thread of the run failed; `__cause__` is what it raised."""
@@ -51,11 +53,14 @@ class Supervisor:
 
     Raises:
       ThreadFailed: names the thread.
+      ConfigError: as the thread raised it.
     """
     with self._lock:
       failure = self._failure
     if failure is not None:
       name, error = failure
+      if isinstance(error, config.ConfigError):
+        raise error  # says by itself what to change
       raise ThreadFailed(f"{name} failed: {error}") from error
 
   def join(self, timeout_s: float) -> list[str]:

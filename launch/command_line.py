@@ -39,11 +39,16 @@ def workdir() -> pathlib.Path:
   """The flag's directory, absolute; XLA's cache goes there too.
 
   Raises:
-    ConfigError: it was not given.
+    ConfigError: it was not given, or cannot be written to.
   """
   if not WORKDIR.value:
     raise config_lib.ConfigError("workdir: missing; use --workdir=DIRECTORY")
   path = pathlib.Path(WORKDIR.value).absolute()
+  there = next(p for p in (path, *path.parents) if p.exists())
+  if not (there.is_dir() and os.access(there, os.W_OK)):
+    raise config_lib.ConfigError(
+      f"workdir: {there} is not a directory that can be written to"
+    )
   cache = _COMPILE_CACHE.value or str(path / "compile_cache")
   jax.config.update("jax_compilation_cache_dir", cache)
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -4,6 +4,7 @@ import pathlib
 import sys
 
 import jax
+from ml_collections import config_dict
 import numpy as np
 import pytest
 
@@ -95,6 +96,7 @@ def test_a_warm_start_from_what_does_not_fit_is_refused(tmp_path):
 def test_a_workdir_keeps_the_config_it_was_made_with(tmp_path):
   workdir = tmp_path / "new"
   config = tiny.get_config()
+  config.task.params = config_dict.ConfigDict({"operators": ("+", "-")})
   config_json.prepare_workdir(config, workdir)
   before = (workdir / "config.json").read_text()
   config.seed += 1

@@ -293,6 +293,33 @@ def test_the_same_step_is_replaced(tmp_path):
   assert _restore(tmp_path, 3, state)[1] == {"n": 2}
 
 
+@pytest.mark.parametrize("num_renames", [0, 1, 2])
+def test_a_crash_while_the_same_step_is_replaced_loses_nothing(
+  tmp_path, monkeypatch, num_renames
+):
+  state = {"w": jnp.zeros(1)}
+  checkpoint.save(tmp_path, 3, state, {"n": 1}, [], keep=1)
+  rename, count = pathlib.Path.rename, []
+
+  def crash(path, target):
+    if len(count) == num_renames:
+      raise KeyboardInterrupt
+    count.append(path)
+    return rename(path, target)
+
+  with monkeypatch.context() as patched:
+    patched.setattr(pathlib.Path, "rename", crash)
+    try:
+      checkpoint.save(tmp_path, 3, state, {"n": 2}, [], keep=1)
+    except KeyboardInterrupt:
+      assert num_renames < 2
+  assert checkpoint.latest(tmp_path) == 3
+  assert _restore(tmp_path, 3, state)[1] == {"n": 1 + num_renames // 2}
+  checkpoint.save(tmp_path, 3, state, {"n": 3}, [], keep=1)
+  assert _restore(tmp_path, 3, state)[1] == {"n": 3}
+  assert [path.name for path in tmp_path.iterdir()] == ["3"]
+
+
 @pytest.mark.parametrize("wrong", ["name", "shape", "dtype"])
 def test_another_train_state_is_refused_by_name(tmp_path, wrong):
   state = {"kernel": jnp.zeros((2, 3))}

@@ -179,7 +179,7 @@ def test_too_few_held_out_questions_is_an_error():
     )
 
 
-def worked_examples(task=None, **kwargs):
+def worked_examples(task=None, max_tokens=120, **kwargs):
   return list(
     prompts.worked_examples(
       task or chain_sum(),
@@ -187,6 +187,7 @@ def worked_examples(task=None, **kwargs):
       TOKENIZER,
       seed=0,
       max_prompt_tokens=24,
+      max_tokens=max_tokens,
     )
   )
 
@@ -220,6 +221,11 @@ def test_worked_examples_are_solved_and_reproducible():
     np.testing.assert_array_equal(
       one.completion_tokens, other.completion_tokens
     )
+
+
+def test_a_worked_solution_longer_than_a_row_is_refused():
+  with pytest.raises(config.ConfigError, match="^train.tokens_per_row: 20, "):
+    worked_examples(num_examples=50, max_tokens=20)
 
 
 def test_a_shorter_warm_start_is_the_beginning_of_a_longer_one():
