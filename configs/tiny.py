@@ -1,4 +1,4 @@
-"""A run of seconds, which the tests of the whole system use.
+"""A run of half a minute, which the tests of the whole system use.
 
     uv run launch/train.py --config=configs/tiny.py --workdir=/tmp/tiny
 

@@ -155,7 +155,7 @@ class WarmStartSection:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class RolloutSection:
-  """The generation slice.
+  """The rollout slice.
 
   Attributes:
     num_slots: sequences decoded side by side.

@@ -37,7 +37,7 @@ def report(
     model: with the tokenizer's vocabulary.
     optimizer_bytes: of the whole optimizer state, before it is sharded.
     train_devices: of the training slice.
-    rollout_devices: of the generation slice.
+    rollout_devices: of the rollout slice.
   """
   algorithm, rollout, train = config.algorithm, config.rollout, config.train
   trajectories = algorithm.group_size * algorithm.groups_per_step

@@ -1,7 +1,7 @@
 """Held-out accuracy of a policy version, sampled and greedy.
 
-Evaluation borrows the engine between two decode calls: same programs, same
-weights in the slots' shapes, its own cache and its own stream of randomness.
+Evaluation borrows the engine between two decode calls: same programs
+and shapes, its own weights, its own cache and its own stream of randomness.
 """
 
 from collections.abc import Callable

@@ -4,7 +4,7 @@ python launch/sft.py --config=configs/quickstart.py --workdir=/tmp/sft
 
 Writes WORKDIR/params, which a run starts from with
 --config.warm_start.checkpoint=WORKDIR/params. The last line on stdout is JSON
-with the wall-clock and the last loss.
+with the number of steps, the wall-clock and the path of the parameters.
 """
 
 import command_line  # isort: skip, first: it sets XLA's environment

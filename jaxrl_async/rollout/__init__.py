@@ -1,1 +1,1 @@
-"""The generation slice."""
+"""The rollout slice."""

@@ -1,4 +1,4 @@
-"""The device programs of the generation slice, behind JetStream's `Engine`.
+"""The device programs of the rollout slice, behind JetStream's `Engine`.
 
 Three of them: `prefill` (rows of one padded length -> cached prefix), `insert`
 (rows -> slots), `generate` (several tokens for every slot). Weights are an

@@ -2,7 +2,7 @@
 
 A token's key is a function of (run seed, stream, group index, member,
 position) and of nothing else: not of slot, batch or time. With the versions
-recorded per token that makes an asynchronous run replayable.
+recorded per token that is what a replay needs.
 """
 
 import enum
