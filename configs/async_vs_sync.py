@@ -28,7 +28,7 @@ def get_config(variant: str = "") -> config.Config:
   run.task.params = config_dict.ConfigDict(
     {"min_terms": 2, "max_terms": 10, "min_digits": 1, "max_digits": 1}
   )
-  run.warm_start.num_steps = 550
+  run.warm_start.num_steps = 450
   run.warm_start.corrupted_frac = 0.05
   run.rollout = config.RolloutSection(
     num_slots=2,

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -442,6 +443,19 @@ def test_a_finished_run_started_again_only_says_what_it_was(asynchronous):
     assert again[name] == summary[name], name
   assert lines(workdir, "ledger") == entries
   check_ledger(workdir, again)
+
+
+def test_a_run_that_is_to_end_where_it_stands_is_evaluated_there(
+  asynchronous, tmp_path
+):
+  workdir = shutil.copytree(asynchronous[0], tmp_path / "run")
+  checkpoints = workdir / "checkpoints"
+  *_, stands_at, newest = sorted(int(p.name) for p in checkpoints.iterdir())
+  shutil.rmtree(checkpoints / str(newest))
+  summary = start(make_config(num_steps=stands_at), workdir)
+  assert summary["train_steps"] == stands_at
+  assert summary["eval_after_greedy"] is not None
+  check_ledger(workdir, summary)
 
 
 if __name__ == "__main__":

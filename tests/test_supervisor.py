@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from jaxrl_async import config
 from jaxrl_async import supervisor
 
 
@@ -40,6 +41,17 @@ def test_system_exit_in_a_thread_is_a_failure_too():
   this.spawn("worker", lambda: exec("raise SystemExit(3)"))
   assert this.join(10.0) == []
   with pytest.raises(supervisor.ThreadFailed, match="worker"):
+    this.check()
+
+
+def test_what_to_change_in_the_config_is_said_as_it_is():
+  def fail():
+    raise config.ConfigError("task.dataset: has too few questions")
+
+  this = supervisor.Supervisor(lambda error: None)
+  this.spawn("worker", fail)
+  assert this.join(10.0) == []
+  with pytest.raises(config.ConfigError, match="^task.dataset: has too few"):
     this.check()
 
 
