@@ -28,7 +28,7 @@ def get_config(variant: str = "") -> config.Config:
   run.task.params = config_dict.ConfigDict(
     {"min_terms": 2, "max_terms": 10, "min_digits": 1, "max_digits": 1}
   )
-  run.warm_start.num_steps = 450
+  run.warm_start.num_steps = 600
   run.warm_start.corrupted_frac = 0.05
   run.rollout = config.RolloutSection(
     num_slots=2,
@@ -45,7 +45,7 @@ def get_config(variant: str = "") -> config.Config:
   run.train.num_steps = 30
   # A constant rate: the program is then the same for any number of steps.
   run.train.decay = 1.0
-  run.train.optimizer.learning_rate = 2e-4
+  run.train.optimizer.learning_rate = 1e-4
   run.train.tokens_per_row = 160
   run.train.rows_per_microbatch = 8
   # Nothing but training and generation between the first step and the last.
