@@ -365,7 +365,8 @@ class Run:
       f"step {step}: held-out accuracy {sampled.accuracy:.3f}{beside}"
       f" ({len(self.held_out)} questions)"
     )
-    values = {"eval/held_out/avg@1": sampled.accuracy}
+    # One answer a question: avg@1 and pass@1 are the same.
+    values = {f"eval/held_out/{x}@1": sampled.accuracy for x in ("avg", "pass")}
     return values if greedy is None else {**values, "eval/greedy/avg@1": greedy}
 
   @contextlib.contextmanager

@@ -48,6 +48,8 @@ class Pending:
   arrays: train_step.Metrics
   learning_rate: float
   times_s: dict[str, float]
+  num_params: int
+  peak_flops: float
 
   def metrics(self) -> tuple[dict[str, Any], list[bool]]:
     """Named metrics of the step, and which of its updates were skipped."""
@@ -76,6 +78,7 @@ class Pending:
         "behavior_weight_capped_count"
       ),
       "offpolicy/ess": weights**2 / max(count * squares, 1e-30),
+      "train/mfu": self._mfu(trajectories),
       "train/pack_efficiency": self.placement.pack_efficiency,
       "train/bad_updates": sums["bad_updates"].sum(),
       **{f"time/{name}": value for name, value in self.times_s.items()},
@@ -86,6 +89,15 @@ class Pending:
         sums["mismatch_kl_sum"].sum() / mismatch_count
       )
     return values, [bool(x) for x in sums["bad_updates"]]
+
+  def _mfu(self, trajectories: Sequence[types.Trajectory]) -> float:
+    """Share of the matmul rate: 6 FLOPs a parameter and token of the batch.
+
+    Over the time of both programs; the proximal forward is not counted as work.
+    """
+    num_tokens = sum(len(t.tokens) for t in trajectories)
+    busy_s = self.times_s["proximal_s"] + self.times_s["update_s"]
+    return 6 * self.num_params * num_tokens / busy_s / self.peak_flops
 
 
 def _reward_metrics(groups: list[types.RolloutGroup]) -> dict[str, Any]:
@@ -163,6 +175,9 @@ class Trainer:
       mesh, forward, self._optimizer, self._params_sharding
     )
     replicated = mesh_lib.replicated(mesh)
+    self._peak_flops = mesh.size * measured_matmul_flops(
+      mesh.devices.flat[0], forward.compute_dtype
+    )
     self._batch_sharding = NamedSharding(
       mesh, P(None, None, mesh_lib.TRAIN_RULES.batch)
     )
@@ -267,6 +282,8 @@ class Trainer:
       arrays=arrays,
       learning_rate=float(self._schedule(step * minibatches)),
       times_s=times,
+      num_params=self.forward.model.num_params,
+      peak_flops=self._peak_flops,
     )
 
   def logprobs(
@@ -294,6 +311,19 @@ class Trainer:
     return batching.unpack(
       np.asarray(self._proximal(self.state.params, batch)), placement
     )
+
+
+def measured_matmul_flops(device: Any, dtype: str, size: int = 1024) -> float:
+  """FLOPs a second of square matrix products on one device, best of three."""
+  matrix = jax.device_put(np.ones((size, size), jax.numpy.dtype(dtype)), device)
+  product = jax.jit(jax.numpy.matmul)
+  jax.block_until_ready(product(matrix, matrix))
+  times_s = []
+  for _ in range(3):
+    start_s = time.perf_counter()
+    jax.block_until_ready(product(matrix, matrix))
+    times_s.append(time.perf_counter() - start_s)
+  return 2 * size**3 / min(times_s)
 
 
 def abstract_train_state(

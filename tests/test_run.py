@@ -44,7 +44,9 @@ sys.path.insert(0, str(ROOT))
 from configs import tiny  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "golden_losses.txt"
-EVALUATIONS = {"eval/held_out/avg@1", "eval/greedy/avg@1"}
+EVALUATIONS = {
+  f"eval/{x}@1" for x in ("held_out/avg", "held_out/pass", "greedy/avg")
+}
 LOSSES = ("policy/loss", "policy/grad_norm", "policy/entropy")
 METRICS = """step
   reward/mean reward/std reward/frac_groups_zero_std
@@ -59,7 +61,7 @@ METRICS = """step
   time/update_s time/publish_s time/adopt_s
   rollout/tokens_per_s rollout/slot_occupancy rollout/prefill_frac
   rollout/recompute_tokens rollout/interruptions rollout/wait_for_admission_s
-  train/tokens_per_s train/pack_efficiency
+  train/tokens_per_s train/pack_efficiency train/mfu
   ledger/generated_tokens ledger/trained_tokens ledger/filtered_tokens
   ledger/failed_tokens ledger/in_flight_tokens
   reward_service/timeouts reward_service/errors reward_service/latency_s
@@ -142,6 +144,7 @@ def test_an_asynchronous_run_keeps_its_bound_its_books_and_its_names(
     assert line["staleness/max"] <= 2
     assert line.get("offpolicy/mismatch_kl", 0.0) <= 1e-6
     assert line["train/bad_updates"] == 0
+    assert 0 < line["train/mfu"] < 1
     tokens = [line[f"ledger/{x}_tokens"] for x in ("filtered", "failed")]
     assert tokens == [0, 0]
     assert line["ledger/in_flight_tokens"] >= 0
