@@ -71,7 +71,7 @@ def evaluate(
         stream=sampling.Stream.EVAL,
         group=index,
         member=0,
-        temperature=temperature,
+        settings=sampling.SamplingSettings(temperature=temperature),
       )
     )
   done: dict[int, types.Trajectory] = {}

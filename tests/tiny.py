@@ -220,7 +220,7 @@ def sequence(prompt_tokens, *, limit=24, group=0, member=0, owner=None):
     stream=sampling.Stream.TRAIN,
     group=group,
     member=member,
-    temperature=1.0,
+    settings=sampling.SamplingSettings(),
     owner=owner,
   )
 

@@ -5,6 +5,7 @@ position) and of nothing else: not of slot, batch or time. With the versions
 recorded per token that is what a replay needs.
 """
 
+import dataclasses
 import enum
 
 import jax
@@ -18,6 +19,34 @@ class Stream(enum.IntEnum):
   TRAIN = 0
   EVAL = 1
   SERVE = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingSettings:
+  """How the tokens of one sequence are drawn, and what ends it.
+
+  Attributes:
+    temperature: divides the logits; 0 takes the largest one.
+    top_k: only that many of the likeliest tokens are drawn; 0 is all.
+    top_p: only the smallest set of likeliest tokens whose probabilities sum
+      to at least that much; 1 is all.
+    min_p: only tokens at least that share as likely as the likeliest; 0 is
+      all.
+    min_tokens: before so many tokens nothing ends the sequence but its limit.
+    end_tokens: end it besides the engine's own; at most MAX_END_TOKENS.
+    ignore_eos: the engine's own end tokens are tokens like any other.
+  """
+
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+  min_tokens: int = 0
+  end_tokens: tuple[int, ...] = ()
+  ignore_eos: bool = False
+
+
+MAX_END_TOKENS = 8
 
 
 def row_keys(

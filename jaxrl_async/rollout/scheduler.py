@@ -7,6 +7,7 @@ after an interruption, a preemption or a crash is to prefill what is there.
 """
 
 import collections
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 import dataclasses
 from typing import Any
@@ -19,6 +20,10 @@ from jaxrl_async import types
 from jaxrl_async.rollout import engine as engine_lib
 from jaxrl_async.rollout import sampling
 
+# Told the tokens of each call in order; says how many of them belong to the
+# completion (at least 1) once a stop string is there, else None.
+StopCheck = Callable[[np.ndarray], int | None]
+
 
 class Sequence:
   """A trajectory being written: growing arrays of one fixed capacity.
@@ -26,6 +31,8 @@ class Sequence:
   Attributes:
     stream, group, member: what its randomness is a function of.
     limit: it ends when it has that many tokens.
+    settings: how its tokens are drawn.
+    stop: looks for stop strings in what is written.
     owner: whatever the caller wants back with it.
   """
 
@@ -37,11 +44,13 @@ class Sequence:
     stream: sampling.Stream,
     group: int,
     member: int,
-    temperature: float,
+    settings: sampling.SamplingSettings,
+    stop: StopCheck | None = None,
     owner: object = None,
   ):
     self.stream, self.group, self.member = stream, group, member
-    self.temperature = temperature
+    self.settings = settings
+    self.stop = stop
     self.limit = limit
     self.owner = owner
     self.length = 0
@@ -281,7 +290,9 @@ class Scheduler:
       streams=column([s.stream for s in sequences], 0),
       groups=column([s.group for s in sequences], 0),
       members=column([s.member for s in sequences], 0),
-      temperature=column([s.temperature for s in sequences], 1, np.float32),
+      temperature=column(
+        [s.settings.temperature for s in sequences], 1, np.float32
+      ),
     )
     with self._busy.record("prefill"):
       self._state = self.engine.insert(prefixes[0], self._state, insertion)

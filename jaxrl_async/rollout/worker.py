@@ -295,7 +295,7 @@ class RolloutWorker:
       stream=sampling.Stream.TRAIN,
       group=running.admission.index,
       member=member,
-      temperature=self.settings.temperature,
+      settings=sampling.SamplingSettings(temperature=self.settings.temperature),
       owner=running,
     )
 
