@@ -11,6 +11,7 @@ import jax
 from jaxrl_async import batching
 from jaxrl_async import checkpoint
 from jaxrl_async import config as config_lib
+from jaxrl_async import config_checks
 from jaxrl_async import dry_run
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import metrics as metrics_lib
@@ -22,6 +23,7 @@ from jaxrl_async import trainer as trainer_lib
 from jaxrl_async import weight_transfer
 from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
+from jaxrl_async.rollout import decode_state
 from jaxrl_async.rollout import engine as engine_lib
 
 
@@ -62,11 +64,11 @@ def make_engine(
   eos_id: int,
 ) -> engine_lib.Engine:
   """The engine of a run."""
-  names = [field.name for field in dataclasses.fields(engine_lib.EngineSizes)]
+  names = [field.name for field in dataclasses.fields(decode_state.EngineSizes)]
   sizes = {name: getattr(config.rollout, name) for name in names}
   return engine_lib.Engine(
     model,
-    engine_lib.EngineSizes(**sizes),
+    decode_state.EngineSizes(**sizes),
     mesh=mesh,
     seed=config.seed,
     end_tokens=(eos_id,),
@@ -187,7 +189,7 @@ def _check_sharding(
     "kv_heads": (model.num_kv_heads, "number of key-value heads"),
     "mlp": (model.mlp_dim, "MLP dimension"),
   }
-  shapes = config_lib.slice_shapes(config.mesh, num_devices)
+  shapes = config_checks.slice_shapes(config.mesh, num_devices)
   rules = (mesh_lib.TRAIN_RULES, mesh_lib.ROLLOUT_RULES)
   for prefix, shape, rule in zip(
     ("train", "rollout"), shapes, rules, strict=True
@@ -205,7 +207,7 @@ def _check_sharding(
 
 
 def check(config: config_lib.Config, num_devices: int) -> None:
-  """Checks what `config.validate` cannot: names, sizes, data and template.
+  """Checks what `config_checks` cannot: names, sizes, data and template.
 
   Raises:
     ConfigError: one line that names the field.
@@ -229,7 +231,7 @@ def cut_devices(
   config: config_lib.Config, devices: Sequence[Any]
 ) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
   """Train and rollout mesh."""
-  train_shape, rollout_shape = config_lib.slice_shapes(
+  train_shape, rollout_shape = config_checks.slice_shapes(
     config.mesh, len(devices)
   )
   return mesh_lib.cut_devices(

@@ -1,16 +1,16 @@
 """Every setting of a run, and what must hold between them.
 
 A config file's `get_config(variant)` returns a `Config`; absl's
-`--config.section.field=value` overrides single fields; `validate` then checks
-what belongs together. Dataclasses here are neither frozen nor checked in
-`__post_init__`, because overrides arrive after construction.
+`--config.section.field=value` overrides single fields;
+`config_checks.validate` then checks what belongs together. Dataclasses here are
+neither frozen nor checked in `__post_init__`, because overrides arrive after
+construction.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 import dataclasses
 import enum
 import math
-import string
 from typing import Any
 
 from ml_collections import config_dict
@@ -25,6 +25,17 @@ class KvOnAdopt(enum.Enum):
 
   RECOMPUTE = "recompute"
   KEEP = "keep"
+
+
+class Preemption(enum.Enum):
+  """How a sequence that lost its pages is taken up again.
+
+  FAST prefills all of it; EXACT prefills what was prefilled before and feeds
+  the rest through the decode program, which gives the same bits.
+  """
+
+  FAST = "fast"
+  EXACT = "exact"
 
 
 class Channel(enum.Enum):
@@ -166,6 +177,11 @@ class RolloutSection:
     prefill_rows: sequences of one prefill call.
     prefill_buckets: padded lengths of prefill calls, up to cache_tokens.
     window_buckets: attended lengths of decode calls, up to cache_tokens.
+    prefill_chunk: prompts of longer buckets are prefilled that many tokens at
+      a time, with decode calls in between; 0 never does.
+    num_pages: the cache is a pool of that many pages, which may be fewer than
+      all slots need at once; 0 gives each slot its own.
+    page_tokens: tokens of a page.
     temperature: of sampling; the trainer scales by the same.
     dtype: of rollout weights and cache.
   """
@@ -178,6 +194,10 @@ class RolloutSection:
   prefill_rows: int = 8
   prefill_buckets: tuple[int, ...] = (64, 128)
   window_buckets: tuple[int, ...] = (64, 128)
+  prefill_chunk: int = 0
+  num_pages: int = 0
+  page_tokens: int = 16
+  preemption: Preemption = Preemption.FAST
   kv_on_adopt: KvOnAdopt = KvOnAdopt.RECOMPUTE
   temperature: float = 1.0
   dtype: str = "float32"
@@ -289,22 +309,6 @@ class Config:
   run: RunSection = dataclasses.field(default_factory=RunSection)
 
 
-_AT_LEAST_ONE = """warm_start.rows_per_batch warm_start.num_examples
-  task.reward_workers task.max_failed_groups rollout.num_slots
-  rollout.max_prompt_tokens rollout.max_completion_tokens rollout.cache_tokens
-  rollout.decode_steps_per_call rollout.prefill_rows algorithm.groups_per_step
-  algorithm.num_minibatches algorithm.behavior_weight_cap train.num_steps
-  train.tokens_per_row train.rows_per_microbatch train.max_bad_updates
-  train.vocab_chunk eval.num_items run.checkpoint_every run.keep_checkpoints"""
-_AT_LEAST_ZERO = """task.reward_retries warm_start.num_steps eval.every
-  eval.temperature algorithm.clip_high"""
-_ABOVE_ZERO = """task.reward_timeout_s rollout.temperature run.stall_timeout_s
-  run.join_timeout_s"""
-_FRACTIONS = """warm_start.corrupted_frac warm_start.decay train.decay
-  algorithm.clip_low"""
-_DTYPES = ("float32", "bfloat16")
-
-
 def require(holds: bool, path: str, message: str) -> None:
   """Raise a ConfigError of one line about that field unless it holds."""
   if not holds:
@@ -339,162 +343,3 @@ def check_type(path: str, kind: Any, value: Any) -> None:
   else:
     holds, wanted = isinstance(value, kind), f"a {kind.__name__}"
   require(holds, path, f"{value!r} is not {wanted}")
-
-
-def _check_bounds(values: dict[str, Any]) -> None:
-  def check(paths: str, holds: Callable[[Any], bool], use: str) -> None:
-    for path in paths.split():
-      message = f"{values[path]} is out of range; use {use}"
-      require(holds(values[path]), path, message)
-
-  bound = values["algorithm.max_staleness"]
-  message = f"{bound} is negative; use 0 (synchronous) or more"
-  require(bound >= 0, "algorithm.max_staleness", message)
-  check("algorithm.group_size", lambda x: x >= 2, "2 or more, to compare")
-  check("seed", lambda x: 0 <= x < 256, "0 to 255")
-  check(_AT_LEAST_ONE, lambda x: x >= 1, "1 or more")
-  check(_AT_LEAST_ZERO, lambda x: x >= 0, "0 or more")
-  check(_ABOVE_ZERO, lambda x: x > 0, "a number above 0")
-  check(_FRACTIONS, lambda x: 0 <= x <= 1, "0 to 1")
-  dtypes = "model.compute_dtype rollout.dtype"
-  check(dtypes, lambda x: x in _DTYPES, " or ".join(_DTYPES))
-  for at in ("warm_start.optimizer.", "train.optimizer."):
-    zero = f"{at}learning_rate {at}warmup_steps {at}weight_decay"
-    check(zero, lambda x: x >= 0, "0 or more")
-    check(f"{at}eps {at}max_grad_norm", lambda x: x > 0, "a number above 0")
-    check(f"{at}b1 {at}b2", lambda x: 0 <= x < 1, "0 or more, below 1")
-
-
-def _check_lengths(rollout: RolloutSection, tokens_per_row: int) -> None:
-  longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
-  cache = rollout.cache_tokens
-  require(
-    longest <= cache,
-    "rollout.cache_tokens",
-    f"{cache} is less than max_prompt_tokens + max_completion_tokens;"
-    f" use {longest} or more",
-  )
-  for name in ("prefill_buckets", "window_buckets"):
-    buckets = getattr(rollout, name)
-    path = f"rollout.{name}"
-    require(len(buckets) > 0, path, f"() is empty; use ({cache},)")
-    require(
-      buckets[0] >= 1
-      and all(a < b for a, b in zip(buckets, buckets[1:], strict=False)),
-      path,
-      f"{buckets} is not positive and ascending",
-    )
-    require(
-      buckets[-1] == cache,
-      path,
-      f"the last bucket of {buckets} is not cache_tokens; end with {cache}",
-    )
-  require(
-    tokens_per_row >= cache,
-    "train.tokens_per_row",
-    f"{tokens_per_row} is less than rollout.cache_tokens; use {cache} or more",
-  )
-
-
-def _check_template(template: str) -> None:
-  path = "task.template"
-  try:
-    fields = [name for _, name, _, _ in string.Formatter().parse(template)]
-  except ValueError as error:
-    raise ConfigError(
-      f"{path}: {template!r} is not a str.format template ({error}); double"
-      " a brace that is meant literally"
-    ) from error
-  named = [name for name in fields if name is not None]
-  require(
-    all(name[:1].isidentifier() for name in named),
-    path,
-    f"{template!r} has a field without a name; write {{question}}",
-  )
-  require(len(named) > 0, path, f"{template!r} has no field; add {{question}}")
-
-
-def slice_shapes(
-  mesh: MeshSection, num_devices: int
-) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-  """Sizes of (data, fsdp, tensor) of both slices, with -1 resolved.
-
-  Raises:
-    ConfigError: an axis is not positive or -1, or the devices do not suffice.
-  """
-  sizes = {f.name: getattr(mesh, f.name) for f in dataclasses.fields(mesh)}
-  for name, size in sizes.items():
-    require(
-      size == -1 or size >= 1,
-      f"mesh.{name}",
-      f"{size} is no size of an axis; use 1 or more, or -1 for what is left",
-    )
-  open_axes = [name for name in sizes if sizes[name] == -1]
-  require(
-    len(open_axes) <= 1,
-    f"mesh.{[*sizes, *open_axes][-1]}",
-    f"only one axis may be -1; {' and '.join(open_axes)} are",
-  )
-
-  def counts() -> tuple[int, int]:
-    train = sizes["train_data"] * sizes["train_fsdp"] * sizes["train_tensor"]
-    return train, sizes["rollout_data"] * sizes["rollout_tensor"]
-
-  for name in open_axes:
-    sizes[name] = 1
-    own, other = counts()
-    if name.startswith("rollout"):
-      own, other = other, own
-    left = num_devices - other
-    sizes[name] = max(1, left // own)
-  train, rollout = counts()
-  require(
-    train + rollout <= num_devices or num_devices == train == rollout == 1,
-    "mesh",
-    f"train_* need {train} and rollout_* {rollout} devices, together"
-    f" {train + rollout}; there {'is' if num_devices == 1 else 'are'}"
-    f" {num_devices}",
-  )
-  return (
-    (sizes["train_data"], sizes["train_fsdp"], sizes["train_tensor"]),
-    (sizes["rollout_data"], 1, sizes["rollout_tensor"]),
-  )
-
-
-def validate(config: Config, num_devices: int) -> None:
-  """Check every field and what belongs together, before anything compiles.
-
-  What needs other modules (model and data set names, the template's fields) is
-  checked where they are looked up, with the same error.
-
-  Raises:
-    ConfigError: one line that names the field and what would be right.
-  """
-  values = {}
-  for path, kind, value in leaves(config):
-    check_type(path, kind, value)
-    values[path] = value
-  _check_bounds(values)
-  _check_lengths(config.rollout, config.train.tokens_per_row)
-  _check_template(config.task.template)
-
-  def divides(path: str, parts: int, size: int, of: str) -> None:
-    message = f"{parts} does not divide {size} {of}; use numbers that divide"
-    require(size % parts == 0, path, message)
-
-  algorithm = config.algorithm
-  divides(
-    "algorithm.num_minibatches",
-    algorithm.num_minibatches,
-    algorithm.group_size * algorithm.groups_per_step,
-    "trajectories of a train step (group_size * groups_per_step)",
-  )
-  train_shape, rollout_shape = slice_shapes(config.mesh, num_devices)
-  shards = train_shape[0] * train_shape[1]
-  rows = config.train.rows_per_microbatch
-  divides("mesh.train_*", shards, rows, "train.rows_per_microbatch")
-  if config.warm_start.num_steps:
-    whole, of = config.warm_start.rows_per_batch, "warm_start.rows_per_batch"
-    divides("train.rows_per_microbatch", rows, whole, of)
-  slots = config.rollout.num_slots
-  divides("mesh.rollout_data", rollout_shape[0], slots, "rollout.num_slots")

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from jaxrl_async import config as config_lib
+from jaxrl_async import config_checks
 from jaxrl_async.models import configs
 
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -48,7 +49,7 @@ def report(
   per_row = train.tokens_per_row // longest
   max_rows = -(-per_minibatch // per_row)
   max_groups = (algorithm.max_staleness + 1) * algorithm.groups_per_step
-  train_shape, rollout_shape = config_lib.slice_shapes(
+  train_shape, rollout_shape = config_checks.slice_shapes(
     config.mesh, len({*train_devices, *rollout_devices})
   )
   weights = 4 * model.num_params

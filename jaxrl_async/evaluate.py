@@ -13,9 +13,11 @@ from jaxrl_async import metrics
 from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async import types
 from jaxrl_async.rewards import service
+from jaxrl_async.rollout import decode_state
 from jaxrl_async.rollout import engine as engine_lib
 from jaxrl_async.rollout import sampling
 from jaxrl_async.rollout import scheduler as scheduler_lib
+from jaxrl_async.rollout import sequence as sequence_lib
 
 
 class EvaluationError(RuntimeError):
@@ -37,7 +39,7 @@ class Evaluation:
 
 def evaluate(
   engine: engine_lib.Engine,
-  params: engine_lib.EngineParams,
+  params: decode_state.EngineParams,
   prompts: list[types.Prompt],
   *,
   temperature: float,
@@ -65,7 +67,7 @@ def evaluate(
   for index, prompt in enumerate(prompts):
     limit = len(prompt.tokens) + max_completion_tokens
     scheduler.submit(
-      scheduler_lib.Sequence(
+      sequence_lib.Sequence(
         prompt.tokens,
         limit=min(limit, engine.sizes.cache_tokens),
         stream=sampling.Stream.EVAL,

@@ -24,6 +24,7 @@ import jax
 from ml_collections import config_flags
 
 from jaxrl_async import config as config_lib
+from jaxrl_async import config_checks
 from jaxrl_async import run
 
 CONFIG = config_flags.DEFINE_config_file(
@@ -104,7 +105,7 @@ def start(main: Callable[[config_lib.Config], None]) -> None:
     # With it on, two slices of one CPU wait for each other.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     try:
-      config_lib.validate(CONFIG.value, len(jax.devices()))
+      config_checks.validate(CONFIG.value, len(jax.devices()))
       main(CONFIG.value)
     except config_lib.ConfigError as error:
       sys.exit(f"error: {error}")

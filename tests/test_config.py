@@ -6,6 +6,7 @@ from ml_collections import config_dict
 import pytest
 
 from jaxrl_async import config as config_lib
+from jaxrl_async import config_checks
 from jaxrl_async import config_json
 
 
@@ -17,8 +18,8 @@ def put(config, path, value):
 
 
 def test_the_defaults_are_valid():
-  config_lib.validate(config_lib.Config(), 2)
-  config_lib.validate(config_lib.Config(), 1)
+  config_checks.validate(config_lib.Config(), 2)
+  config_checks.validate(config_lib.Config(), 1)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def test_a_wrong_setting_is_refused_in_one_line_that_names_it(path, value):
   config = config_lib.Config()
   put(config, path, value)
   with pytest.raises(config_lib.ConfigError) as caught:
-    config_lib.validate(config, 2)
+    config_checks.validate(config, 2)
   message = str(caught.value)
   assert message.startswith(path + ": ")
   assert "\n" not in message
@@ -89,7 +90,7 @@ def test_the_message_says_what_would_be_right():
   config = config_lib.Config()
   config.algorithm.max_staleness = -1
   with pytest.raises(config_lib.ConfigError) as caught:
-    config_lib.validate(config, 2)
+    config_checks.validate(config, 2)
   assert str(caught.value) == (
     "algorithm.max_staleness: -1 is negative; use 0 (synchronous) or more"
   )
@@ -108,7 +109,7 @@ def test_edges_of_the_allowed_are_allowed():
   config.train.optimizer.learning_rate = 1
   config.seed = 255
   config.task.template = "{question} {{literally}} {difficulty[terms]}"
-  config_lib.validate(config, 2)
+  config_checks.validate(config, 2)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_the_slices_take_the_devices_that_are_left(
   settings, num_devices, shapes
 ):
   mesh = config_lib.MeshSection(**settings)
-  assert config_lib.slice_shapes(mesh, num_devices) == shapes
+  assert config_checks.slice_shapes(mesh, num_devices) == shapes
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_the_slices_take_the_devices_that_are_left(
 def test_more_devices_than_there_are_is_an_error(settings, num_devices, field):
   mesh = config_lib.MeshSection(**settings)
   with pytest.raises(config_lib.ConfigError, match=f"^{field}: "):
-    config_lib.slice_shapes(mesh, num_devices)
+    config_checks.slice_shapes(mesh, num_devices)
 
 
 @pytest.mark.parametrize(
@@ -155,22 +156,22 @@ def test_more_devices_than_there_are_is_an_error(settings, num_devices, field):
 def test_rows_and_slots_divide_over_their_axis(path, value, axis):
   config = config_lib.Config()
   put(config, f"mesh.{axis}", 2)
-  config_lib.validate(config, 8)
+  config_checks.validate(config, 8)
   put(config, path, value)
   with pytest.raises(config_lib.ConfigError, match=path):
-    config_lib.validate(config, 8)
+    config_checks.validate(config, 8)
 
 
 def test_a_warm_starts_batch_is_cut_into_microbatches():
   config = config_lib.Config()
   config.warm_start.rows_per_batch = 12
-  config_lib.validate(config, 2)  # there is no warm start
+  config_checks.validate(config, 2)  # there is no warm start
   config.warm_start.num_steps = 1
   with pytest.raises(
     config_lib.ConfigError,
     match="^train.rows_per_microbatch: 8 .*12 warm_start.rows_per_batch",
   ):
-    config_lib.validate(config, 2)
+    config_checks.validate(config, 2)
 
 
 def changed_config():
@@ -187,7 +188,7 @@ def test_a_config_survives_json():
   read = config_json.from_dict(json.loads(text))
   assert read == changed_config()
   assert read != config_lib.Config()
-  config_lib.validate(read, 2)
+  config_checks.validate(read, 2)
 
 
 def test_a_stored_config_with_other_fields_is_refused():

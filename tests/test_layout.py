@@ -11,7 +11,7 @@ PACKAGE = ROOT / "jaxrl_async"
 
 # Imports point to a lower layer. A new module gets its line here.
 LAYERS = {
-  0: ("config", "config_json", "types", "mesh"),
+  0: ("config", "config_checks", "config_json", "types", "mesh"),
   1: (
     "tokenizer",
     "rewards",
@@ -40,6 +40,7 @@ LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 # Folders whose files may import each other.
 FOLDERS = {"rewards", "models", "rollout"}
 SAME_LAYER = {
+  ("config_checks", "config"),
   ("config_json", "config"),
   ("run", "assembly"),
   ("run", "run_record"),

@@ -27,6 +27,7 @@ import reward_scorers
 
 from jaxrl_async import assembly
 from jaxrl_async import config as config_lib
+from jaxrl_async import config_checks
 from jaxrl_async import metrics
 from jaxrl_async import prompts
 from jaxrl_async import run
@@ -37,6 +38,7 @@ from jaxrl_async.models import transformer
 from jaxrl_async.rewards import extraction
 from jaxrl_async.rollout import sampling
 from jaxrl_async.rollout import scheduler as scheduler_lib
+from jaxrl_async.rollout import sequence as sequence_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -77,7 +79,7 @@ def make_config(variant="", *, num_steps=4, **sections):
   for name, fields in sections.items():
     section = getattr(config, name)
     setattr(config, name, dataclasses.replace(section, **fields))
-  config_lib.validate(config, len(jax.devices()))
+  config_checks.validate(config, len(jax.devices()))
   return config
 
 
@@ -212,7 +214,7 @@ def straight_loop(config):
       limit = len(group.prompt.tokens) + config.rollout.max_completion_tokens
       for member in range(config.algorithm.group_size):
         scheduler.submit(
-          scheduler_lib.Sequence(
+          sequence_lib.Sequence(
             group.prompt.tokens,
             limit=limit,
             stream=sampling.Stream.TRAIN,

@@ -86,18 +86,50 @@ def test_every_sequence_is_written_once_and_each_token_is_counted():
   )
 
 
+class Watched(scheduler_lib.Scheduler):
+  """Keeps each call's results, and what was on its way when it was read."""
+
+  def __init__(self, *args, **options):
+    super().__init__(*args, **options)
+    self.results, self.num_ahead, self.has_waiting = [], [], []
+
+  def _collect(self, call):
+    self.results.append(self.engine.read(call.result))
+    self.num_ahead.append(len(self._calls))
+    self.has_waiting.append(bool(self._waiting))
+    super()._collect(call)
+
+
 def test_a_slot_that_ends_is_refilled_in_the_next_call():
-  scheduler = make()
+  scheduler = make(cls=Watched)
+  for sequence in assorted(16):
+    scheduler.submit(sequence)
+  tiny.finish(scheduler)
+  results = scheduler.results
+  num_refilled = 0
+  for waits, now, after in zip(
+    scheduler.has_waiting, results, results[1:], strict=False
+  ):
+    if not waits:
+      break
+    ended = now.has_ended
+    # Ended in it, and not before.
+    ended = ended & now.is_valid[:, 0]
+    assert ended.sum() <= scheduler.engine.sizes.insert_rows
+    assert (now.tickets[ended] < after.tickets[ended]).all()
+    assert after.is_valid[ended, 0].all()
+    num_refilled += ended.sum()
+  assert num_refilled > 4
+
+
+def test_the_next_call_is_dispatched_before_the_last_one_is_read():
+  scheduler = make(cls=Watched)
   for sequence in assorted():
     scheduler.submit(sequence)
-  while True:
-    ended = scheduler.step()
-    if ended:
-      break
-  waiting = -scheduler.num_free
-  scheduler.step()
-  assert waiting > -scheduler.num_free
-  assert scheduler._slots.count(None) < 4
+  tiny.finish(scheduler)
+  *steady, last = scheduler.num_ahead
+  assert set(steady) == {1}
+  assert last == 0
 
 
 def test_results_do_not_depend_on_the_order_of_submission():
@@ -174,7 +206,7 @@ def test_members_that_wait_for_a_slot_share_the_groups_prefill():
   shared, alone = make(), make()
   assert write(shared, True) == write(alone, False)
   assert shared.stats.prefill_tokens == 17 + 18
-  assert not shared._prefixes
+  assert not shared._prefiller._ready
   assert alone.stats.prefill_tokens == (tiny.SIZES.num_slots + 3) * (17 + 18)
 
 
@@ -183,7 +215,8 @@ def test_members_that_enter_after_an_adoption_are_prefilled_anew():
   for member in range(tiny.SIZES.num_slots + 1):
     scheduler.submit(tiny.sequence(tiny.prompt(9), member=member, group=8))
   scheduler.step()
-  (last,) = scheduler._waiting
+  last = scheduler.sequences()[-1]
+  assert last.length == 9
   scheduler.adopt(tiny.engine_params(1, seed=1), 1)
   tiny.finish(scheduler)
   t = last.trajectory()
@@ -213,8 +246,8 @@ def test_recomputed_sequences_have_the_logprobs_of_each_tokens_version():
   ended, recomputed = [], 0
   for version in (1, 2):
     ended += scheduler.step()
-    recomputed += sum(s.length for s in scheduler._slots if s is not None)
     scheduler.adopt(tiny.engine_params(version, seed=version), version)
+    recomputed += sum(s.length for s in scheduler.sequences())
   assert scheduler.version == 2
   ended += tiny.finish(scheduler)
   assert len(ended) == 4
@@ -224,7 +257,7 @@ def test_recomputed_sequences_have_the_logprobs_of_each_tokens_version():
     versions = t.policy_versions[t.loss_mask]
     assert (np.diff(versions) >= 0).all()
     assert versions.tolist() == [
-      min(i // 4, 2) for i in range(t.num_completion_tokens)
+      min(i // 8, 2) for i in range(t.num_completion_tokens)
     ]
     for version in set(versions.tolist()):
       params = tiny.params(version)
@@ -253,16 +286,17 @@ def test_kept_caches_serve_the_new_weights(uninterrupted):
   assert scheduler.stats.recompute_tokens == 0
   assert scheduler.stats.interruptions == 1
   t = sequence.trajectory()
-  assert t.policy_versions[5:9].tolist() == [0] * 4
-  assert (t.policy_versions[9:] == 1).all()
-  assert t.behavior_logprobs[:9].tolist() == uninterrupted[2][:9]
-  logprobs = t.behavior_logprobs[9:]
-  np.testing.assert_allclose(logprobs, mixed_logprobs(t.tokens)[9:], atol=1e-4)
-  fresh = tiny.trainer_logprobs(tiny.params(1), [t.tokens])[0][9:]
+  # One call was read and one on its way.
+  assert t.policy_versions[5:13].tolist() == [0] * 8
+  assert (t.policy_versions[13:] == 1).all()
+  assert t.behavior_logprobs[:13].tolist() == uninterrupted[2][:13]
+  logprobs = t.behavior_logprobs[13:]
+  np.testing.assert_allclose(logprobs, mixed_logprobs(t.tokens)[13:], atol=1e-4)
+  fresh = tiny.trainer_logprobs(tiny.params(1), [t.tokens])[0][13:]
   assert np.abs(logprobs - fresh).max() > 1e-2
 
 
-def mixed_logprobs(tokens, switch=8):
+def mixed_logprobs(tokens, switch=12):
   """A forward in which keys and values before `switch` are of version 0.
 
   The token at `switch` was drawn but not cached when the weights changed.
@@ -317,7 +351,7 @@ def test_adopting_the_same_weights_changes_versions_alone(
   tiny.finish(scheduler)
   tokens, mask, logprobs, versions, reason = record(sequence)
   assert (tokens, mask, reason) == (*uninterrupted[:2], uninterrupted[4])
-  assert versions == [-1] * 5 + [0] * 4 + [1] * 4 + [2] * 11
+  assert versions == [-1] * 5 + [0] * 8 + [1] * 8 + [2] * 3
   if kv_on_adopt is KEEP:
     assert logprobs == uninterrupted[2]
   else:
@@ -326,12 +360,12 @@ def test_adopting_the_same_weights_changes_versions_alone(
 
 def test_what_waits_when_weights_change_is_of_the_new_version_alone():
   scheduler = make()
-  sequences = assorted(6)
+  sequences = assorted(12)
   for sequence in sequences:
     scheduler.submit(sequence)
   scheduler.step()
-  waiting = list(scheduler._waiting)
   scheduler.adopt(tiny.engine_params(3), 3)
+  waiting = [s for s in scheduler.sequences() if not s.loss_mask.any()]
   tiny.finish(scheduler)
   assert waiting
   for sequence in waiting:

@@ -19,14 +19,16 @@ from jaxrl_async.models import attention
 from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
 from jaxrl_async.rewards import service
+from jaxrl_async.rollout import decode_state
 from jaxrl_async.rollout import engine as engine_lib
 from jaxrl_async.rollout import sampling
 from jaxrl_async.rollout import scheduler as scheduler_lib
+from jaxrl_async.rollout import sequence as sequence_lib
 
 MODEL = configs.MODELS["tiny"]
 END_TOKENS = (1, 2, 3, 4, 5)
 WIDTH = 64  # of the trainer's rows: one compilation
-SIZES = engine_lib.EngineSizes(
+SIZES = decode_state.EngineSizes(
   num_slots=4,
   cache_tokens=32,
   decode_steps_per_call=4,
@@ -153,20 +155,15 @@ class Written:
 
 def insertion(engine, row):
   """The engine's form of one row, from row 0 of the prefill."""
-  b = engine.sizes.num_slots
-
-  def column(value, fill, dtype=np.int32):
-    return np.array([value] + [fill] * (b - 1), dtype)
-
-  return engine_lib.Insertion(
-    slots=column(row.slot, b),
-    sources=column(0, 0),
-    limits=column(row.limit, 0),
-    streams=column(row.stream, 0),
-    groups=column(row.group, 0),
-    members=column(row.member, 0),
-    temperature=column(row.temperature, 1, np.float32),
-  )
+  entries = engine.unused_insertion()
+  entries.slots[0] = row.slot
+  entries.limits[0] = row.limit
+  entries.streams[0] = row.stream
+  entries.groups[0] = row.group
+  entries.members[0] = row.member
+  entries.temperature[0] = row.temperature
+  entries.end_tokens[0, : len(END_TOKENS)] = END_TOKENS
+  return entries
 
 
 def prefill(engine, params, tokens, bucket=None):
@@ -212,15 +209,18 @@ def scheduler(
   return cls(engine(**sizes), kv_on_adopt=kv_on_adopt, busy=metrics.BusyClock())
 
 
-def sequence(prompt_tokens, *, limit=24, group=0, member=0, owner=None):
+def sequence(
+  prompt_tokens, *, limit=24, group=0, member=0, deadline=0, owner=None
+):
   """A sequence to submit to a scheduler."""
-  return scheduler_lib.Sequence(
+  return sequence_lib.Sequence(
     prompt_tokens,
     limit=limit,
     stream=sampling.Stream.TRAIN,
     group=group,
     member=member,
     settings=sampling.SamplingSettings(),
+    deadline=deadline,
     owner=owner,
   )
 

@@ -24,6 +24,7 @@ from jaxrl_async.rewards import service
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import sampling
 from jaxrl_async.rollout import scheduler as scheduler_lib
+from jaxrl_async.rollout import sequence as sequence_lib
 
 _IDLE_S = 0.005
 
@@ -39,7 +40,7 @@ class Running:
     self.admission = admission
     self.prompt = prompt
     self.turns: dict[int, episode_lib.Turns] = {}
-    self.writing: dict[int, scheduler_lib.Sequence] = {}
+    self.writing: dict[int, sequence_lib.Sequence] = {}
     self.finished: dict[int, types.Trajectory] = {}
     self.score: service.ScoreHandle | None = None
     self.times_s: dict[str, float] = {}
@@ -241,7 +242,7 @@ class RolloutWorker:
   def _admit(self) -> None:
     if self.scheduler.version < 0:
       return
-    while self.scheduler.num_free > 0:
+    while self.scheduler.has_room:
       admission = self._buffer.try_admit(self.scheduler.version)
       if admission is None:
         return
@@ -289,13 +290,14 @@ class RolloutWorker:
     return min(limit, self.scheduler.engine.sizes.cache_tokens)
 
   def _sequence(self, running: Running, member: int, tokens):
-    return scheduler_lib.Sequence(
+    return sequence_lib.Sequence(
       tokens,
       limit=self._limit(running),
       stream=sampling.Stream.TRAIN,
       group=running.admission.index,
       member=member,
       settings=sampling.SamplingSettings(temperature=self.settings.temperature),
+      deadline=running.admission.deadline,
       owner=running,
     )
 
@@ -327,7 +329,7 @@ class RolloutWorker:
     sequence.extend_prompt(pending)
     self._submit(running, sequence)
 
-  def _advance(self, sequence: scheduler_lib.Sequence) -> None:
+  def _advance(self, sequence: sequence_lib.Sequence) -> None:
     """A sequence ended its turn: tell its episode, go on or finish."""
     running = sequence.owner
     assert isinstance(running, Running)

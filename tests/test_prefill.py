@@ -1,0 +1,117 @@
+"""Prefill in chunks and with a common beginning: the same caches."""
+
+import numpy as np
+import pytest
+import tiny
+
+from jaxrl_async import metrics
+from jaxrl_async.rollout import scheduler as scheduler_lib
+
+CHUNKED = {"prefill_chunk": 8}
+SYSTEM = tiny.prompt(17, seed=5)  # two whole chunks and a rest
+
+
+def make(shared_tokens=None, **sizes):
+  options = {} if shared_tokens is None else {"shared_tokens": shared_tokens}
+  scheduler = scheduler_lib.Scheduler(
+    tiny.engine(**CHUNKED, **sizes), busy=metrics.BusyClock(), **options
+  )
+  scheduler.adopt(tiny.engine_params(), 0)
+  return scheduler
+
+
+def with_system(*lengths, limit=32):
+  return [
+    tiny.sequence(
+      np.concatenate([SYSTEM, tiny.prompt(n, seed=n)]), group=n, limit=limit
+    )
+    for n in lengths
+  ]
+
+
+def write(scheduler, sequences):
+  for sequence in sequences:
+    scheduler.submit(sequence)
+  tiny.finish(scheduler)
+  return [
+    (s.written().tolist(), s.behavior_logprobs[: s.length].tolist())
+    for s in sequences
+  ]
+
+
+def assert_scored(sequences, params=None):
+  for sequence in sequences:
+    t = sequence.trajectory()
+    (expected,) = tiny.trainer_logprobs(params or tiny.params(), [t.tokens])
+    np.testing.assert_allclose(
+      t.behavior_logprobs[t.loss_mask], expected[t.loss_mask], atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("length", [7, 8, 9, 15, 16, 17, 23, 24, 25, 31])
+def test_chunks_of_any_length_cache_what_the_trainer_computes(length):
+  scheduler = make()
+  sequences = [tiny.sequence(tiny.prompt(length), limit=32)]
+  write(scheduler, sequences)
+  assert_scored(sequences)
+  assert scheduler.stats.prefill_tokens == length
+
+
+def test_rows_of_one_call_may_need_different_numbers_of_chunks():
+  sequences = [
+    tiny.sequence(tiny.prompt(n), group=n, limit=32) for n in (18, 31, 25)
+  ]
+  write(make(), sequences)
+  assert_scored(sequences)
+
+
+def test_running_sequences_are_written_between_two_chunks():
+  scheduler = make()
+  running = tiny.sequence(tiny.prompt(3), group=8, member=2, limit=30)
+  scheduler.submit(running)
+  scheduler.step()
+  late = tiny.sequence(tiny.prompt(31), group=9, limit=32)
+  scheduler.submit(late)
+  before = running.length
+  scheduler.step()
+  assert running.length > before
+  assert scheduler._prefilling  # not yet whole
+  tiny.finish(scheduler)
+  assert_scored([running, late])
+
+
+def test_what_all_prompts_begin_with_is_computed_once_a_version():
+  scheduler = make(SYSTEM)
+  sequences = with_system(3, 6, 9, 11)
+  write(scheduler, sequences)
+  assert_scored(sequences)
+  own = sum(17 + n - 16 for n in (3, 6, 9, 11))
+  assert scheduler.stats.prefill_tokens == 16 + own
+  later = with_system(4, 7)
+  write(scheduler, later)
+  assert scheduler.stats.prefill_tokens == 16 + own + 1 + 4 + 1 + 7
+  scheduler.adopt(tiny.engine_params(1, seed=1), 1)
+  newer = with_system(5)
+  write(scheduler, newer)
+  assert scheduler.stats.prefill_tokens == 16 + own + 13 + 16 + 1 + 5
+  assert_scored(newer, tiny.params(1))
+
+
+def test_the_same_bits_with_and_without_the_common_beginning():
+  lengths = 3, 6, 9, 11
+  shared = write(make(SYSTEM), with_system(*lengths))
+  assert shared == write(make(), with_system(*lengths))
+
+
+def test_a_prompt_that_begins_otherwise_shares_nothing():
+  scheduler = make(SYSTEM)
+  sequences = [tiny.sequence(tiny.prompt(25), limit=32), *with_system(8)]
+  write(scheduler, sequences)
+  assert_scored(sequences)
+
+
+def test_chunks_fill_pages_as_well():
+  scheduler = make(SYSTEM, num_pages=20, page_tokens=4)
+  sequences = with_system(3, 3, 6, 9)
+  write(scheduler, sequences)
+  assert_scored(sequences)
