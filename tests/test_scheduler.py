@@ -32,13 +32,6 @@ def long(group=8, length=5, **options):
   return tiny.sequence(tiny.prompt(length), group=group, member=2, **options)
 
 
-def record(sequence):
-  """Everything written, comparable bit for bit."""
-  t = sequence.trajectory()
-  arrays = t.tokens, t.loss_mask, t.behavior_logprobs, t.policy_versions
-  return *(a.tolist() for a in arrays), t.finish_reason
-
-
 @pytest.fixture(scope="module")
 def uninterrupted():
   """What `long()` is when nothing happens to it."""
@@ -46,7 +39,7 @@ def uninterrupted():
   scheduler.submit(long())
   (sequence,) = tiny.finish(scheduler)
   assert sequence.length == 24
-  return record(sequence)
+  return tiny.record(sequence)
 
 
 def test_every_sequence_is_written_once_and_each_token_is_counted():
@@ -143,7 +136,7 @@ def test_results_do_not_depend_on_the_order_of_submission():
       if seed == 2 and i % 3 == 0:
         scheduler.step()
     tiny.finish(scheduler)
-    results.append([record(s) for s in sequences])
+    results.append([tiny.record(s) for s in sequences])
   assert results[0] == results[1] == results[2]
 
 
@@ -349,7 +342,7 @@ def test_adopting_the_same_weights_changes_versions_alone(
     scheduler.step()
     scheduler.adopt(tiny.engine_params(version), version)
   tiny.finish(scheduler)
-  tokens, mask, logprobs, versions, reason = record(sequence)
+  tokens, mask, logprobs, versions, reason = tiny.record(sequence)
   assert (tokens, mask, reason) == (*uninterrupted[:2], uninterrupted[4])
   assert versions == [-1] * 5 + [0] * 8 + [1] * 8 + [2] * 3
   if kv_on_adopt is KEEP:
@@ -400,13 +393,13 @@ def test_a_cancelled_owners_slots_are_free_and_others_are_unaffected(
     scheduler.submit(sequence)
   ended = tiny.finish(scheduler)
   assert {id(s) for s in ended} == {id(s) for s in (survivor, *later)}
-  assert record(survivor) == uninterrupted
+  assert tiny.record(survivor) == uninterrupted
   alone = make()
   expected = [long(11), tiny.sequence(tiny.prompt(7), group=30)]
   for sequence in expected:
     alone.submit(sequence)
   tiny.finish(alone)
-  assert [record(s) for s in later] == [record(s) for s in expected]
+  assert [tiny.record(s) for s in later] == [tiny.record(s) for s in expected]
 
 
 @pytest.mark.parametrize("num_calls", [1, 2, 3])
@@ -430,7 +423,7 @@ def test_a_recorded_half_is_continued_with_the_same_tokens(
   other.submit(continued)
   other.submit(tiny.sequence(tiny.prompt(4)))
   tiny.finish(other)
-  tokens, mask, logprobs, versions, reason = record(continued)
+  tokens, mask, logprobs, versions, reason = tiny.record(continued)
   assert (tokens, mask) == uninterrupted[:2]
   assert (versions, reason) == uninterrupted[3:]
   np.testing.assert_allclose(logprobs, uninterrupted[2], atol=1e-4)
@@ -451,3 +444,43 @@ def test_a_trajectory_is_a_copy():
 
 def test_the_counts_start_at_zero():
   assert tiny.scheduler().stats == scheduler_lib.SchedulerStats()
+
+
+# -- the loop itself -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  "sizes", [{}, {"num_pages": 32, "page_tokens": 4, "prefill_chunk": 8}]
+)
+def test_the_loop_makes_no_eager_jax_call(monkeypatch, sizes):
+  """Every operation outside a compiled program goes through EvalTrace."""
+  from jax import numpy as jnp
+  from jax._src import core
+
+  def work():
+    scheduler = make(**sizes)
+    for sequence in assorted():
+      scheduler.submit(sequence)
+    scheduler.step()
+    scheduler.adopt(params, 1)
+    owner = object()
+    for sequence in [long(8, owner=owner), long(9)]:
+      scheduler.submit(sequence)
+    scheduler.step()
+    scheduler.cancel(owner)
+    tiny.finish(scheduler)
+
+  params = tiny.engine_params(1)
+  work()  # compiles
+  calls = []
+  process = core.EvalTrace.process_primitive
+
+  def counted(self, primitive, *args):
+    calls.append(primitive.name)
+    return process(self, primitive, *args)
+
+  monkeypatch.setattr(core.EvalTrace, "process_primitive", counted)
+  work()
+  assert not calls
+  jnp.zeros(3) + 1
+  assert calls

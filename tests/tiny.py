@@ -130,6 +130,26 @@ def trainer_logprobs(
   return np.split(np.asarray(logprobs)[0], edges)[:-1]
 
 
+def logits(stacked_params, tokens, model=MODEL):
+  """The trainer's logits [T V] of one sequence."""
+  padded = np.pad(tokens, (0, WIDTH - len(tokens)))
+  return _logits(model)(stacked_params, padded)[: len(tokens)]
+
+
+@functools.cache
+def _logits(model):
+  @jax.jit
+  def compute(params, tokens):
+    batch = batching.PackedBatch(*packed([np.zeros(WIDTH, np.int32)]))._replace(
+      tokens=tokens[None]
+    )
+    hidden = hidden_states(model, params, batch)
+    head = transformer.bind(model, params, is_stacked=True).head()
+    return hidden[0] @ head
+
+  return lambda params, tokens: np.asarray(compute(params, tokens))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
   """What to write in a slot, from which call on."""
@@ -209,6 +229,13 @@ def scheduler(
   return cls(engine(**sizes), kv_on_adopt=kv_on_adopt, busy=metrics.BusyClock())
 
 
+def ready(**options):
+  """A scheduler that holds version 0."""
+  made = scheduler(**options)
+  made.adopt(engine_params(), 0)
+  return made
+
+
 def sequence(
   prompt_tokens, *, limit=24, group=0, member=0, deadline=0, owner=None
 ):
@@ -223,6 +250,13 @@ def sequence(
     deadline=deadline,
     owner=owner,
   )
+
+
+def record(sequence):
+  """Everything written, comparable bit for bit."""
+  t = sequence.trajectory()
+  arrays = t.tokens, t.loss_mask, t.behavior_logprobs, t.policy_versions
+  return *(a.tolist() for a in arrays), t.finish_reason
 
 
 def finish(scheduler, max_calls=200):

@@ -1,0 +1,157 @@
+"""Settings of a sequence, on device: what is drawn and what ends it."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import tiny
+
+from jaxrl_async import types
+from jaxrl_async.rollout import sampling
+
+LONG_GROUPS = (0, 1, 5, 8, 9, 10, 11, 15)  # member 2 of these writes much
+
+
+def long(group=8, length=5, **options):
+  return tiny.sequence(tiny.prompt(length), group=group, member=2, **options)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+  """What `long()` is when nothing happens to it."""
+  scheduler = tiny.ready()
+  scheduler.submit(long())
+  (sequence,) = tiny.finish(scheduler)
+  return tiny.record(sequence)
+
+
+def settled(sequence, **settings):
+  sequence.settings = sampling.SamplingSettings(**settings)
+  return sequence
+
+
+def test_sequences_of_all_settings_share_a_call(uninterrupted):
+  scheduler = tiny.ready()
+  plain = long()
+  others = [
+    settled(long(9), top_k=3),
+    settled(long(10), top_p=0.3),
+    settled(long(11), min_p=0.5),
+    settled(long(1), temperature=0.0),
+    settled(long(5), temperature=0.7, top_k=5, top_p=0.9, min_tokens=4),
+  ]
+  for sequence in [*others[:2], plain, *others[2:]]:
+    scheduler.submit(sequence)
+  tiny.finish(scheduler)
+  # Filters of others change no bit of what is drawn without one.
+  assert tiny.record(plain) == uninterrupted
+  for sequence in others:
+    alone = tiny.ready()
+    again = settled(
+      long(sequence.group), **dataclasses.asdict(sequence.settings)
+    )
+    alone.submit(again)
+    tiny.finish(alone)
+    assert tiny.record(again) == tiny.record(sequence)
+
+
+def likeliest(sequence):
+  """Ranks of the written tokens among the trainer's logits: 0 is the best."""
+  logits = tiny.logits(tiny.params(), sequence.written())
+  ranks = []
+  for at in np.flatnonzero(sequence.loss_mask[: sequence.length]):
+    row = logits[at - 1]
+    ranks.append(int((row > row[sequence.tokens[at]]).sum()))
+  return ranks
+
+
+def test_only_the_likeliest_are_drawn():
+  scheduler = tiny.ready()
+  sequences = [settled(long(g), top_k=3) for g in LONG_GROUPS]
+  greedy = settled(long(8), temperature=0.0)
+  for sequence in [*sequences, greedy]:
+    scheduler.submit(sequence)
+  tiny.finish(scheduler)
+  ranks = [r for s in sequences for r in likeliest(s)]
+  assert set(ranks) == {0, 1, 2}
+  assert set(likeliest(greedy)) == {0}
+
+
+def test_end_tokens_of_a_sequence_end_it_and_no_other():
+  base = tiny.ready()
+  first = long(limit=30)
+  base.submit(first)
+  tiny.finish(base)
+  written = first.written()[5:]
+  stop = int(written[6])
+  scheduler = tiny.ready()
+  stopped = settled(long(limit=30), end_tokens=(stop,))
+  other = long(limit=30)
+  scheduler.submit(stopped)
+  scheduler.submit(other)
+  tiny.finish(scheduler)
+  end = written.tolist().index(stop) + 1
+  assert stopped.written()[5:].tolist() == written[:end].tolist()
+  assert stopped.finish_reason == types.FinishReason.STOP
+  assert tiny.record(other) == tiny.record(first)
+
+
+def test_before_the_minimum_nothing_ends_it_and_after_it_something_does():
+  lengths = {}
+  for min_tokens in (0, 3):
+    scheduler = tiny.ready()
+    sequences = [
+      settled(tiny.sequence(tiny.prompt(4), group=g), min_tokens=min_tokens)
+      for g in range(40)
+    ]
+    for sequence in sequences:
+      scheduler.submit(sequence)
+    tiny.finish(scheduler)
+    for sequence in sequences:
+      written = sequence.written()[4:]
+      assert not set(written[:min_tokens]) & set(tiny.END_TOKENS)
+    lengths[min_tokens] = [s.length - 4 for s in sequences]
+  assert min(lengths[0]) == 1 and min(lengths[3]) == 4 < max(lengths[3])
+
+
+def test_ends_that_are_ignored_are_tokens_like_any_other():
+  scheduler = tiny.ready()
+  sequences = [
+    settled(tiny.sequence(tiny.prompt(4), group=g), ignore_eos=True)
+    for g in range(12)
+  ]
+  for sequence in sequences:
+    scheduler.submit(sequence)
+  tiny.finish(scheduler)
+  written = np.concatenate([s.written()[4:] for s in sequences])
+  assert np.isin(written, tiny.END_TOKENS).sum() > 5
+  for sequence in sequences:
+    assert sequence.length == sequence.limit
+    assert sequence.finish_reason == types.FinishReason.LENGTH
+
+
+def test_a_stop_check_cuts_what_was_written_and_frees_the_slot(uninterrupted):
+  def stop_after(count):
+    seen = []
+
+    def check(tokens):
+      before = len(seen)
+      seen.extend(tokens.tolist())
+      return count - before if len(seen) >= count else None
+
+    return check
+
+  scheduler = tiny.ready()
+  sequences = [long(), long(9), long(10), long(11)]
+  for count, sequence in zip((1, 4, 6, 7), sequences, strict=True):
+    sequence.stop = stop_after(count)
+  survivor = long(15)
+  for sequence in [*sequences, survivor]:
+    scheduler.submit(sequence)
+  tiny.finish(scheduler)
+  for count, sequence in zip((1, 4, 6, 7), sequences, strict=True):
+    assert sequence.length == 5 + count
+    assert sequence.finish_reason == types.FinishReason.STOP
+  assert tiny.record(sequences[0])[0] == uninterrupted[0][:6]
+  expected = sum(int(s.loss_mask.sum()) for s in [*sequences, survivor])
+  assert scheduler.stats.generated_tokens == expected
