@@ -25,6 +25,7 @@ from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
 from jaxrl_async.rollout import decode_state
 from jaxrl_async.rollout import engine as engine_lib
+from jaxrl_async.rollout import scheduler as scheduler_lib
 
 
 def model_config(
@@ -73,6 +74,22 @@ def make_engine(
     seed=config.seed,
     end_tokens=(eos_id,),
     dtype=config.rollout.dtype,
+  )
+
+
+def make_scheduler(
+  config: config_lib.Config,
+  engine: engine_lib.Engine,
+  tokenizer: tokenizer_lib.Tokenizer,
+  busy: metrics_lib.BusyClock,
+) -> scheduler_lib.Scheduler:
+  """The scheduler of a run; what its template begins with is shared."""
+  beginning = config.task.template.split("{", 1)[0]
+  return scheduler_lib.Scheduler(
+    engine,
+    kv_on_adopt=config.rollout.kv_on_adopt,
+    shared_tokens=tokenizer.encode(beginning),
+    busy=busy,
   )
 
 

@@ -34,7 +34,6 @@ from jaxrl_async import types
 from jaxrl_async import weight_transfer
 from jaxrl_async.rewards import reasoning
 from jaxrl_async.rewards import service
-from jaxrl_async.rollout import scheduler as scheduler_lib
 from jaxrl_async.rollout import worker as worker_lib
 
 
@@ -145,10 +144,8 @@ class Run:
     self.channel = assembly.make_channel(
       config, self.workdir, self.trainer.published_shapes(), self.engine
     )
-    self.scheduler = scheduler_lib.Scheduler(
-      self.engine,
-      kv_on_adopt=config.rollout.kv_on_adopt,
-      busy=self.busy["rollout"],
+    self.scheduler = assembly.make_scheduler(
+      config, self.engine, self.tokenizer, self.busy["rollout"]
     )
     self.worker = worker_lib.RolloutWorker(
       worker_lib.WorkerSettings(

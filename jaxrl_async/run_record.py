@@ -353,6 +353,7 @@ def _rollout_metrics(
     "rollout/prefill_frac": prefill / max(all_tokens, 1),
     "rollout/recompute_tokens": delta["recompute_tokens"],
     "rollout/interruptions": delta["interruptions"],
+    "rollout/preemptions": delta["preemptions"],
     "rollout/wait_for_admission_s": delta["wait_s"],
     "rollout/busy_frac": min(delta["rollout_busy_s"] / step_s, 1.0),
     "time/adopt_s": delta["adopt_s"],

@@ -62,7 +62,8 @@ METRICS = """step
   time/step_s time/wait_for_rollouts_s time/prepare_batch_s time/proximal_s
   time/update_s time/publish_s time/adopt_s
   rollout/tokens_per_s rollout/slot_occupancy rollout/prefill_frac
-  rollout/recompute_tokens rollout/interruptions rollout/wait_for_admission_s
+  rollout/recompute_tokens rollout/interruptions rollout/preemptions
+  rollout/wait_for_admission_s
   train/tokens_per_s train/pack_efficiency train/mfu
   ledger/generated_tokens ledger/trained_tokens ledger/filtered_tokens
   ledger/failed_tokens ledger/in_flight_tokens
