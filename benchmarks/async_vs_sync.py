@@ -45,9 +45,6 @@ _TRAIN_STEPS = flags.DEFINE_integer(
 _WARM_START_STEPS = flags.DEFINE_integer(
   "warm_start_steps", 0, "Of each seed; 0 takes the config's.", lower_bound=0
 )
-_ONLY = flags.DEFINE_enum(
-  "only", None, ["async", "sync"], "Measure one of the two, for tuning."
-)
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _CONFIG = "configs/async_vs_sync.py"
@@ -109,12 +106,11 @@ def _measure(seed: int, directory: pathlib.Path) -> dict[str, Any]:
     "",
     f"--config.train.num_steps={_CACHE_STEPS}",
   )
-  names = [n for n in _VARIANTS if _ONLY.value in (None, n)]
   steps = _TRAIN_STEPS.value
   overrides = [f"--config.train.num_steps={steps}"] if steps else []
   return {
     name: train(name, _VARIANTS[name], *overrides)
-    for name in (reversed(names) if seed % 2 else names)
+    for name in (reversed(_VARIANTS) if seed % 2 else _VARIANTS)
   }
 
 
@@ -124,20 +120,18 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
   cells.append(["---"] * len(cells[0]))
   for row in rows:
     for name in _VARIANTS:
-      if name in row:
-        values = [f"{row[name][n]:{form}}" for n, form in _COLUMNS.items()]
-        cells.append([str(row["seed"]), name, *values])
+      values = [f"{row[name][n]:{form}}" for n, form in _COLUMNS.items()]
+      cells.append([str(row["seed"]), name, *values])
   return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 def _row(seed: int, summaries: dict[str, Any]) -> dict[str, Any]:
-  """What the result keeps of a seed; speedups where both runs were made."""
+  """What the result keeps of a seed."""
   row: dict[str, Any] = {"seed": seed}
   for name, summary in summaries.items():
     row[name] = {column: summary[column] for column in _COLUMNS}
-  if len(summaries) == len(_VARIANTS):
-    for speedup, time in (("speedup", "rl_s"), ("wall_speedup", "wall_s")):
-      row[speedup] = summaries["sync"][time] / summaries["async"][time]
+  for speedup, time in (("speedup", "rl_s"), ("wall_speedup", "wall_s")):
+    row[speedup] = summaries["sync"][time] / summaries["async"][time]
   return row
 
 
@@ -151,26 +145,24 @@ def main(argv: Sequence[str]) -> None:
       rows.append(_row(seed, _measure(seed, pathlib.Path(directory))))
   print(_table(rows))
 
-  def median(name: str, key: str) -> float | None:
-    values = [row[name][key] for row in rows if name in row]
-    return statistics.median(values) if values else None
+  def eval_after(name: str) -> float:
+    return statistics.median(row[name]["eval_after"] for row in rows)
 
-  speedups = [row["speedup"] for row in rows if "speedup" in row]
+  speedups = [row["speedup"] for row in rows]
   result: dict[str, Any] = {
-    "speedup_median": statistics.median(speedups) if speedups else None,
-    "speedup_min": min(speedups, default=None),
-    "speedup_max": max(speedups, default=None),
-    "eval_async": median("async", "eval_after"),
-    "eval_sync": median("sync", "eval_after"),
+    "speedup_median": statistics.median(speedups),
+    "speedup_min": min(speedups),
+    "speedup_max": max(speedups),
+    "eval_async": eval_after("async"),
+    "eval_sync": eval_after("sync"),
     "seeds": rows,
   }
-  if speedups:
-    print(
-      f"speedup of the RL stage: median {result['speedup_median']:.2f},"
-      f" {result['speedup_min']:.2f} to {result['speedup_max']:.2f}"
-      f" over {len(rows)} seeds; of the whole wall-clock: median"
-      f" {statistics.median([row['wall_speedup'] for row in rows]):.2f}"
-    )
+  print(
+    f"speedup of the RL stage: median {result['speedup_median']:.2f},"
+    f" {result['speedup_min']:.2f} to {result['speedup_max']:.2f}"
+    f" over {len(rows)} seeds; of the whole wall-clock: median"
+    f" {statistics.median(row['wall_speedup'] for row in rows):.2f}"
+  )
   print(json.dumps(result))
 
 

@@ -418,8 +418,14 @@ class Run:
       f"stopped after step {step}; the same command on {self.workdir} goes on"
     )
 
-  def close(self, error: BaseException | None) -> None:
+  def __enter__(self) -> "Run":
+    return self
+
+  def __exit__(
+    self, kind: Any, error: BaseException | None, where: Any
+  ) -> None:
     """Ends threads and processes; raises only if nothing was raised before."""
+    del kind, where
     timeout_s = self.config.run.join_timeout_s
     self.buffer.close(error)
     if self._has_worker:
@@ -468,30 +474,23 @@ def run(
     progress_lib.Progress(config.train.num_steps) as progress,
     metrics_lib.CompilationCounter() as compilations,
     stop.on_signals(progress.note),
-  ):
-    this = Run(
+    Run(
       config,
       workdir,
       progress,
       stop,
       initial_params=initial_params,
       scorer=scorer,
+    ) as this,
+  ):
+    step = this.loop(this.open())
+    if stop.is_set and step < config.train.num_steps:
+      this.interrupt(step)
+    return this.finish(
+      step,
+      {
+        "num_programs": compilations.num_programs,
+        "num_compilations": compilations.num_compiled,
+        "compile_s": compilations.total_s,
+      },
     )
-    error: BaseException | None = None
-    try:
-      step = this.loop(this.open())
-      if stop.is_set and step < config.train.num_steps:
-        this.interrupt(step)
-      return this.finish(
-        step,
-        {
-          "num_programs": compilations.num_programs,
-          "num_compilations": compilations.num_compiled,
-          "compile_s": compilations.total_s,
-        },
-      )
-    except BaseException as raised:
-      error = raised
-      raise
-    finally:
-      this.close(error)

@@ -17,6 +17,24 @@ class ThreadFailed(RuntimeError):
   """A thread of the run failed; `__cause__` is what it raised."""
 
 
+def start_thread(
+  name: str,
+  target: Callable[[], None],
+  on_failure: Callable[[BaseException], None],
+) -> threading.Thread:
+  """Runs `target` in a thread, which passes what it raises to `on_failure`."""
+
+  def guarded():
+    try:
+      target()
+    except BaseException as error:
+      on_failure(error)
+
+  thread = threading.Thread(target=guarded, name=name, daemon=True)
+  thread.start()
+  return thread
+
+
 class Supervisor:
   """Starts threads, keeps the first failure, joins with a deadline.
 
@@ -33,20 +51,15 @@ class Supervisor:
   def spawn(self, name: str, target: Callable[[], None]) -> None:
     """Runs `target` in a thread of that name."""
 
-    def guarded():
-      try:
-        target()
-      except BaseException as error:
-        with self._lock:
-          is_first = self._failure is None
-          if is_first:
-            self._failure = (name, error)
+    def keep_the_first(error):
+      with self._lock:
+        is_first = self._failure is None
         if is_first:
-          self._on_failure(error)
+          self._failure = (name, error)
+      if is_first:
+        self._on_failure(error)
 
-    thread = threading.Thread(target=guarded, name=name, daemon=True)
-    self._threads.append(thread)
-    thread.start()
+    self._threads.append(start_thread(name, target, keep_the_first))
 
   def check(self) -> None:
     """Raises the first failure, if there was one.

@@ -29,6 +29,7 @@ import jax
 
 from jaxrl_async import manifest
 from jaxrl_async import pytree_files
+from jaxrl_async import supervisor
 from jaxrl_async.config import Channel
 
 _MEMORY_BACKED = pathlib.Path("/dev/shm")
@@ -277,10 +278,9 @@ class OrbaxChannel(WeightChannel):
   def _hand_over(self, named: dict[str, Any], version: int) -> None:
     if self._thread is None:
       self._open_incarnation()
-      self._thread = threading.Thread(
-        target=self._publish_all, name="weight-transfer", daemon=True
+      self._thread = supervisor.start_thread(
+        "weight-transfer", self._publish_all, self._keep_failure
       )
-      self._thread.start()
     with self._changed:
       if self._coalesce:
         self._waiting.clear()
@@ -299,14 +299,14 @@ class OrbaxChannel(WeightChannel):
       ) from None
 
   def _publish_all(self) -> None:
-    try:
-      while self._publish_next():
-        pass
-    # The thread has no other way to report; the next call raises it.
-    except BaseException as error:
-      with self._changed:
-        self._failure = error
-        self._changed.notify_all()
+    while self._publish_next():
+      pass
+
+  def _keep_failure(self, error: BaseException) -> None:
+    """The thread has no other way to report; the next call raises it."""
+    with self._changed:
+      self._failure = error
+      self._changed.notify_all()
 
   def _publish_next(self) -> bool:
     """Wait for a version and announce it; False once the channel is closed."""

@@ -1,438 +1,20 @@
-"""The staleness bound over thousands of schedules, and the wake-ups.
+"""What the buffer admits, gives and refuses, and whom it wakes.
 
-Schedules run on a virtual clock and in one thread; only the last tests start
-threads, each joined with a deadline.
+Whole schedules are in test_buffer_schedules.py. Threads are joined with a
+deadline.
 """
 
 import collections
 import dataclasses
-import heapq
-import itertools
 import random
 import threading
 
-from hypothesis import HealthCheck
-from hypothesis import given
-from hypothesis import settings
-from hypothesis import strategies as st
-import jaxtyping
-import numpy as np
 import pytest
+import tiny
 
 from jaxrl_async import buffer as buffer_lib
-from jaxrl_async import types
 
 JOIN_S = 20.0
-PROMPT = types.Prompt(prompt_id="t/train/0", tokens=np.arange(1), item={})
-
-many = settings(
-  max_examples=1000,
-  deadline=None,
-  derandomize=True,
-  suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-
-
-@pytest.fixture
-def unchecked():
-  """Switch off shape checks: nine tenths of a schedule's time are theirs."""
-  jaxtyping.config.update("jaxtyping_disable", True)
-  yield
-  jaxtyping.config.update("jaxtyping_disable", False)
-
-
-def make_group(admission, versions=None):
-  """Return the group as admitted: a prompt token, then a token a version."""
-  versions = [admission.birth] if versions is None else versions
-  versions = np.array([-1, *versions])
-  trajectory = types.Trajectory(
-    member=0,
-    tokens=np.zeros_like(versions),
-    loss_mask=np.arange(len(versions)) > 0,
-    behavior_logprobs=np.zeros(versions.shape, np.float32),
-    policy_versions=versions,
-    finish_reason=types.FinishReason.EOS,
-    reward=1.0,
-  )
-  return types.RolloutGroup(
-    index=admission.index,
-    birth=admission.birth,
-    deadline=admission.deadline,
-    prompt=PROMPT,
-    trajectories=[trajectory],
-  )
-
-
-def fits(deadlines, step, groups_per_step):
-  """Hall's condition: what is due by d fits into the steps from here to d."""
-  return all(
-    sum(other <= d for other in deadlines) <= (d - step + 1) * groups_per_step
-    for d in deadlines
-  )
-
-
-def make_buffer(deadlines, step, groups_per_step, num_finished):
-  """Return a buffer at that step whose first num_finished groups are done."""
-  admissions = [
-    buffer_lib.Admission(index=i, birth=0, deadline=d)
-    for i, d in enumerate(deadlines)
-  ]
-  buffer = buffer_lib.Buffer(groups_per_step, 0)
-  buffer.restore(
-    buffer_lib.BufferState(
-      groups_per_step=groups_per_step,
-      next_step=step,
-      next_index=len(deadlines),
-      running=admissions[num_finished:],
-      finished=[make_group(a) for a in admissions[:num_finished]],
-    )
-  )
-  return buffer
-
-
-@dataclasses.dataclass
-class Engine:
-  version: int
-  num_free: int
-  is_refused: bool = False
-  running: dict = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass
-class Case:
-  """One random world; times are in units of a mean generation."""
-
-  seed: int
-  groups_per_step: int
-  max_staleness: int
-  later_max_staleness: int
-  num_engines: int
-  num_places: int
-  train_s: float
-  adopt_s: float
-  drop_frac: float
-  move_frac: float
-  prefetches: bool
-  restart_at: int
-  num_steps: int
-
-
-cases = st.builds(
-  Case,
-  seed=st.integers(0, 2**32),
-  groups_per_step=st.integers(1, 5),
-  max_staleness=st.integers(0, 6),
-  later_max_staleness=st.integers(0, 6),
-  num_engines=st.integers(1, 4),
-  num_places=st.integers(1, 8),
-  train_s=st.sampled_from([0.01, 0.5, 3.0]),
-  adopt_s=st.sampled_from([0.0, 0.1, 10.0]),
-  drop_frac=st.sampled_from([0.0, 0.1, 0.6]),
-  move_frac=st.sampled_from([0.0, 0.2]),
-  prefetches=st.booleans(),
-  restart_at=st.integers(0, 12),
-  num_steps=st.integers(1, 12),
-)
-
-
-class World:
-  """Engines, a trainer and a buffer on a virtual clock.
-
-  What is checked does not use the birth and deadline of the buffer: `bounds`
-  has the bound under which each group was begun, `versions` its tokens. Both
-  sides ask the buffer again only after a change that would wake them, so that a
-  wake-up the buffer does not promise shows as a deadlock.
-  """
-
-  def __init__(self, case):
-    self.case = case
-    self.rng = random.Random(case.seed)
-    self.now = 0.0
-    self.events = []
-    self.order = itertools.count()
-    self.buffer = buffer_lib.Buffer(case.groups_per_step, case.max_staleness)
-    self.max_staleness = case.max_staleness
-    self.published = 0
-    self.step = 0
-    self.engines = [Engine(0, case.num_places) for _ in range(case.num_engines)]
-    self.versions = {}
-    self.bounds = {}
-    self.put = set()
-    self.trained = {}
-    self.batches = []
-    self.num_waits = 0
-    self.has_news = True
-    self.training = None
-    self.has_restarted = False
-
-  def at(self, delay_s, call, *args):
-    entry = self.now + delay_s, next(self.order), call, args
-    heapq.heappush(self.events, entry)
-
-  def duration(self, scale):
-    return scale * min(self.rng.paretovariate(1.1), 200.0)
-
-  def run(self):
-    self.trainer_looks()
-    for _ in range(20_000):
-      if self.step == self.case.num_steps and self.training is None:
-        return self
-      for engine in self.engines:
-        self.fill(engine)
-      assert self.events, f"deadlock: {self.buffer.state()}"
-      self.now, _, call, args = heapq.heappop(self.events)
-      call(*args)
-      self.trainer_looks()
-    raise AssertionError("no end in sight")
-
-  def fill(self, engine):
-    seen = self.buffer.policy_version
-    while engine.num_free and not engine.is_refused:
-      admission = self.buffer.try_admit(engine.version)
-      if admission is None:
-        assert not self.buffer.wait_for_admission(engine.version, seen, 0.0)
-        engine.is_refused = True
-        return
-      assert admission.index == len(self.bounds)
-      self.bounds[admission.index] = self.max_staleness
-      self.versions[admission.index] = [engine.version]
-      self.start(engine, admission)
-
-  def start(self, engine, admission):
-    """Run it on this engine; ends that were planned elsewhere are void."""
-    engine.num_free -= 1
-    ticket = object()
-    engine.running[admission.index] = admission, ticket
-    self.at(self.duration(1.0), self.end, engine, admission, ticket)
-
-  def end(self, engine, admission, ticket):
-    if engine.running.get(admission.index) != (admission, ticket):
-      return
-    del engine.running[admission.index]
-    engine.num_free += 1
-    index = admission.index
-    if self.rng.random() < self.case.move_frac:
-      # The engine died near the end: another goes on, adopting first if it is
-      # behind the birth.
-      other = self.rng.choice(self.engines)
-      if other.version < admission.birth:
-        self.adopt(other)
-      self.versions[index].append(other.version)
-      self.start(other, admission)
-    elif self.is_dropped(index):
-      self.buffer.drop(index)
-      self.has_news = True
-      for other in self.engines:
-        other.is_refused = False
-    else:
-      self.put.add(index)
-      self.buffer.put(make_group(admission, self.versions[index]))
-      self.has_news = True
-
-  def is_dropped(self, index):
-    """Return the fate of a group, which its content decides, not its time."""
-    rng = random.Random(self.case.seed * 1_000_003 + index)
-    return rng.random() < self.case.drop_frac
-
-  def adopt(self, engine):
-    engine.version = self.published
-    engine.is_refused = False
-    for index in engine.running:
-      self.versions[index].append(engine.version)
-
-  def trainer_looks(self):
-    """Take a batch if the trainer wants one and there is one."""
-    if not self.has_news or self.step == self.case.num_steps:
-      return
-    if self.training is not None and not self.case.prefetches:
-      return
-    if self.step > self.published + (self.training is not None):
-      return
-    batch = self.buffer.get_batch(self.step, 0.0)
-    if batch is None:
-      self.num_waits += 1
-      self.has_news = False
-      return
-    assert len(batch) == self.case.groups_per_step
-    for group in batch:
-      staleness = self.step - min(self.versions[group.index])
-      assert 0 <= staleness <= self.bounds[group.index]
-      assert group.index in self.put and group.index not in self.trained
-      self.trained[group.index] = self.step
-    self.batches.append([group.index for group in batch])
-    self.step += 1
-    if self.training is None:
-      self.train(self.step - 1)
-
-  def train(self, step):
-    self.training = step
-    self.at(self.duration(self.case.train_s), self.train_ends)
-
-  def train_ends(self):
-    self.published = self.training + 1
-    self.training = None
-    self.has_news = True
-    self.buffer.set_policy_version(self.published)
-    for engine in self.engines:
-      self.at(self.duration(self.case.adopt_s), self.adopt, engine)
-    if self.step > self.published:
-      self.train(self.published)
-    elif self.published >= self.case.restart_at and not self.has_restarted:
-      self.restart()
-
-  def restart(self):
-    """Go on from a checkpoint in a new buffer, perhaps with another bound."""
-    self.has_restarted = True
-    state = self.buffer.state()
-    self.max_staleness = self.case.later_max_staleness
-    self.buffer = buffer_lib.Buffer(
-      self.case.groups_per_step, self.max_staleness
-    )
-    self.buffer.restore(state)
-    self.buffer.set_policy_version(self.published)
-    self.events = []
-    self.engines = [
-      Engine(self.published, self.case.num_places) for _ in self.engines
-    ]
-    for admission in state.running:
-      engine = self.rng.choice(self.engines)
-      self.versions[admission.index].append(engine.version)
-      self.start(engine, admission)
-
-
-@pytest.mark.usefixtures("unchecked")
-@given(cases)
-@many
-def test_any_schedule_keeps_the_bound_and_loses_nothing_and_ends(case):
-  world = World(case).run()
-  state = world.buffer.state()
-  left = {group.index for group in state.finished}
-  assert left | world.trained.keys() == world.put
-  assert not left & world.trained.keys()
-  deadlines = [g.deadline for g in [*state.running, *state.finished]]
-  assert all(deadline >= world.step for deadline in deadlines)
-  assert fits(deadlines, world.step, case.groups_per_step)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_the_schedules_reach_what_they_are_about():
-  seen = collections.Counter()
-
-  @given(cases)
-  @settings(many, max_examples=100)
-  def run(case):
-    world = World(case).run()
-    spans = [len(set(world.versions[i])) for i in world.trained]
-    stale = [s - min(world.versions[i]) for i, s in world.trained.items()]
-    flat = [index for batch in world.batches for index in batch]
-    seen["several versions in a group"] += max(spans) > 1
-    seen["at the bound"] += max(stale) == case.max_staleness > 1
-    seen["trainer waited"] += world.num_waits > 0
-    seen["out of order"] += flat != sorted(flat)
-    seen["restarted"] += world.has_restarted
-
-  run()
-  assert len(seen) == 5 and min(seen.values()) >= 10, seen
-
-
-@pytest.mark.usefixtures("unchecked")
-@given(cases)
-@many
-def test_synchronous_batches_are_the_survivors_in_order(case):
-  """Whatever the durations; with nothing dropped, step * P and on."""
-  case = dataclasses.replace(case, max_staleness=0, later_max_staleness=0)
-  world = World(case).run()
-  survivors = [i for i in range(len(world.bounds)) if not world.is_dropped(i)]
-  p = case.groups_per_step
-  for step, batch in enumerate(world.batches):
-    assert batch == survivors[step * p : (step + 1) * p]
-    assert case.drop_frac or batch == [*range(step * p, (step + 1) * p)]
-
-
-@given(
-  groups_per_step=st.integers(1, 5),
-  max_staleness=st.integers(0, 6),
-  moves=st.lists(st.sampled_from("aapst"), max_size=120),
-)
-@many
-def test_with_current_engines_admission_is_the_gate_of_areal(
-  groups_per_step, max_staleness, moves
-):
-  buffer = buffer_lib.Buffer(groups_per_step, max_staleness)
-  num_admitted, step, version = 0, 0, 0
-  running = []
-  for move in moves:
-    if move == "a":
-      gate = (version + max_staleness + 1) * groups_per_step
-      admission = buffer.try_admit(version)
-      assert (admission is not None) == (num_admitted + 1 <= gate)
-      if admission is not None:
-        num_admitted += 1
-        running.append(admission)
-    elif move == "p" and running:
-      # From both ends, so that groups finish out of order.
-      buffer.put(make_group(running.pop(-(num_admitted % 2))))
-    elif move == "s" and version == step:
-      step += buffer.get_batch(step, 0.0) is not None
-    elif move == "t" and version < step:
-      version += 1
-      buffer.set_policy_version(version)
-
-
-outstanding = st.fixed_dictionaries(
-  {
-    "deadlines": st.lists(st.integers(3, 7), max_size=9),
-    "num_finished": st.integers(0, 9),
-    "groups_per_step": st.integers(1, 3),
-  }
-)
-
-
-@given(outstanding)
-@many
-def test_schedulable_is_what_halls_condition_says(kwargs):
-  deadlines, p = kwargs["deadlines"], kwargs["groups_per_step"]
-  for step in range(2, 7):
-    assert buffer_lib.is_schedulable(deadlines, step, p) == fits(
-      deadlines, step, p
-    )
-
-
-@given(outstanding)
-@many
-def test_a_batch_is_taken_whenever_any_choice_leaves_a_schedule(kwargs):
-  deadlines, p = kwargs["deadlines"], kwargs["groups_per_step"]
-  if not fits(deadlines, 3, p):
-    return
-  num_finished = min(kwargs["num_finished"], len(deadlines))
-  choices = [
-    taken
-    for taken in itertools.combinations(range(num_finished), p)
-    if fits([d for i, d in enumerate(deadlines) if i not in taken], 4, p)
-  ]
-  batch = make_buffer(deadlines, 3, p, num_finished).get_batch(3, 0.0)
-  assert (batch is not None) == bool(choices)
-  if batch is not None:
-    oldest = sorted((deadlines[i], i) for i in range(num_finished))[:p]
-    assert [(g.deadline, g.index) for g in batch] == oldest
-
-
-@given(outstanding, st.integers(0, 3))
-@many
-def test_a_batch_makes_no_admission_possible(kwargs, engine_version):
-  """So `get_batch` has nobody to wake."""
-  buffer = make_buffer(
-    kwargs["deadlines"],
-    3,
-    kwargs["groups_per_step"],
-    min(kwargs["num_finished"], len(kwargs["deadlines"])),
-  )
-  buffer._max_staleness = 4
-  if not fits(kwargs["deadlines"], 3, kwargs["groups_per_step"]):
-    return
-  could = buffer.wait_for_admission(engine_version, 3, 0.0)
-  if buffer.get_batch(3, 0.0) is not None:
-    assert could or not buffer.wait_for_admission(engine_version, 3, 0.0)
 
 
 def test_a_straggler_is_left_for_later_until_its_deadline():
@@ -440,19 +22,20 @@ def test_a_straggler_is_left_for_later_until_its_deadline():
   straggler, *others = [buffer.try_admit(0) for _ in range(4)]
   assert buffer.try_admit(0) is None
   for admission in others:
-    buffer.put(make_group(admission))
+    buffer.put(tiny.written_group(admission))
   assert [g.index for g in buffer.get_batch(0, 0.0)] == [1, 2]
   buffer.set_policy_version(1)
   for admission in [buffer.try_admit(1), buffer.try_admit(1)]:
-    buffer.put(make_group(admission))
+    buffer.put(tiny.written_group(admission))
   assert buffer.get_batch(1, 0.0) is None
-  buffer.put(make_group(straggler, [0, 1]))
+  buffer.put(tiny.written_group(straggler, [0, 1]))
   assert [g.index for g in buffer.get_batch(1, 0.0)] == [0, 3]
 
 
 def test_an_engine_too_far_behind_admits_nothing_until_it_adopts():
-  buffer = make_buffer([], 5, 2, 0)
-  buffer._max_staleness = 2
+  buffer = buffer_lib.Buffer(2, 2)
+  state = dataclasses.replace(buffer.state(), next_step=5)
+  buffer.restore(state)
   assert buffer.try_admit(2) is None
   assert buffer.try_admit(3).deadline == 5
 
@@ -489,12 +72,15 @@ def test_what_cannot_be_true_is_refused():
   with pytest.raises(ValueError, match="step 1 asks for the batch of 0"):
     buffer.get_batch(1, 0.0)
   with pytest.raises(ValueError, match="has a token of version -1"):
-    buffer.put(make_group(first, [0, -1]))
+    buffer.put(tiny.written_group(first, [0, -1]))
   with pytest.raises(ValueError, match="not as admitted"):
-    buffer.put(make_group(dataclasses.replace(first, deadline=2)))
+    buffer.put(tiny.written_group(dataclasses.replace(first, deadline=2)))
   # A group that is refused still runs.
-  buffer.put(make_group(first))
-  for call in [lambda: buffer.put(make_group(first)), lambda: buffer.drop(0)]:
+  buffer.put(tiny.written_group(first))
+  for call in [
+    lambda: buffer.put(tiny.written_group(first)),
+    lambda: buffer.drop(0),
+  ]:
     with pytest.raises(ValueError, match="group 0 is not running"):
       call()
   buffer.drop(second.index)
@@ -532,7 +118,7 @@ def test_a_put_wakes_the_trainer():
   buffer = buffer_lib.Buffer(1, 0)
   admission = buffer.try_admit(0)
   trainer = Blocked(buffer, lambda: buffer.get_batch(0, 1e6))
-  group = make_group(admission)
+  group = tiny.written_group(admission)
   buffer.put(group)
   assert trainer.join().result == [group]
 
@@ -540,11 +126,11 @@ def test_a_put_wakes_the_trainer():
 def test_a_drop_wakes_the_trainer_and_the_engines():
   buffer = buffer_lib.Buffer(1, 1)
   finished, blocker = buffer.try_admit(0), buffer.try_admit(0)
-  buffer.put(make_group(finished))
+  buffer.put(tiny.written_group(finished))
   assert buffer.get_batch(0, 0.0) is not None
   buffer.set_policy_version(1)
   finished = buffer.try_admit(1)
-  buffer.put(make_group(finished))
+  buffer.put(tiny.written_group(finished))
   trainer = Blocked(buffer, lambda: buffer.get_batch(1, 1e6))
   engine = Blocked(buffer, lambda: buffer.wait_for_admission(1, 1, 1e6))
   buffer.drop(blocker.index)
@@ -555,7 +141,7 @@ def test_a_drop_wakes_the_trainer_and_the_engines():
 def test_a_newer_version_wakes_the_engines_once():
   buffer = buffer_lib.Buffer(1, 0)
   buffer.set_policy_version(0)
-  buffer.put(make_group(buffer.try_admit(0)))
+  buffer.put(tiny.written_group(buffer.try_admit(0)))
   buffer.get_batch(0, 0.0)
   engines = [
     Blocked(buffer, lambda: buffer.wait_for_admission(0, 0, 1e6))
@@ -587,7 +173,7 @@ def test_close_wakes_everyone_with_the_first_failure():
   for error in errors:
     assert isinstance(error, buffer_lib.BufferClosed)
     assert error.__cause__ is failure
-  buffer.put(make_group(admission))
+  buffer.put(tiny.written_group(admission))
   assert [g.index for g in buffer.state().finished] == [0]
   assert buffer.waiting() == []
 
@@ -596,7 +182,7 @@ def test_the_stall_report_names_who_waits_for_what_since_when():
   times = iter([10.0, 13.25])
   buffer = buffer_lib.Buffer(2, 1, clock=lambda: next(times))
   admissions = [buffer.try_admit(0) for _ in range(2)]
-  buffer.put(make_group(admissions[1]))
+  buffer.put(tiny.written_group(admissions[1]))
   assert buffer.waiting() == []
   condition, lines = buffer._condition, []
   wait_for = condition.wait_for
@@ -657,7 +243,7 @@ def test_real_threads_neither_deadlock_nor_exceed_the_bound(max_staleness):
       if rng.random() < 0.2:
         buffer.drop(admission.index)
       else:
-        buffer.put(make_group(admission, [version]))
+        buffer.put(tiny.written_group(admission, [version]))
 
   def train():
     for step in range(num_steps):

@@ -22,6 +22,7 @@ LAYERS = {
     "worked_solutions",
     "manifest",
     "pytree_files",
+    "supervisor",
   ),
   2: (
     "prompts",
@@ -33,7 +34,7 @@ LAYERS = {
   ),
   3: ("train_step",),
   4: ("rollout", "trainer"),
-  5: ("evaluate", "summary", "progress", "sft", "dry_run", "supervisor"),
+  5: ("evaluate", "summary", "progress", "sft", "dry_run"),
   6: ("assembly", "run_record", "snapshot", "run"),
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
@@ -51,10 +52,8 @@ MAX_LINES = 500
 # Where a caught exception is stored or counted, and why.
 CATCHES_ALL = {
   "supervisor.py": "the supervisor",
-  "run.py": "the assembly around it",
-  "rewards/": "user code",
+  "rewards/service.py": "user code",
   "rollout/episode.py": "user code",
-  "weight_transfer.py": "its thread hands the failure to the next call",
 }
 BANNED_FILES = {"utils.py", "common.py", "helpers.py"}
 BANNED_WORDS = re.compile(
@@ -118,10 +117,7 @@ def dotted(node):
 
 
 def catches_everything(handler):
-  """Whether a handler takes any exception and does not raise it again."""
-  last = handler.body[-1]
-  if isinstance(last, ast.Raise) and last.exc is None:
-    return False
+  """Whether a handler takes any exception, be it to raise it again."""
   caught = handler.type
   kinds = caught.elts if isinstance(caught, ast.Tuple) else [caught]
   return any(
@@ -166,7 +162,6 @@ def test_files_stay_short():
     str(path.relative_to(ROOT)): lines
     for path in python_files()
     if (lines := len(path.read_text().splitlines())) > MAX_LINES
-    and path.parts[-2] != "tests"
   }
   assert not long
 

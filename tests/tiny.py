@@ -322,6 +322,28 @@ class Prompts(prompts.PromptStream):
     )
 
 
+def written_group(admission, versions=None):
+  """Return the group as admitted: a prompt token, then a token a version."""
+  versions = [admission.birth] if versions is None else versions
+  versions = np.array([-1, *versions])
+  trajectory = types.Trajectory(
+    member=0,
+    tokens=np.zeros_like(versions),
+    loss_mask=np.arange(len(versions)) > 0,
+    behavior_logprobs=np.zeros(versions.shape, np.float32),
+    policy_versions=versions,
+    finish_reason=types.FinishReason.EOS,
+    reward=1.0,
+  )
+  return types.RolloutGroup(
+    index=admission.index,
+    birth=admission.birth,
+    deadline=admission.deadline,
+    prompt=types.Prompt(prompt_id="tiny/train/0", tokens=np.arange(1), item={}),
+    trajectories=[trajectory],
+  )
+
+
 class Score:
   """A handle whose outcome was known from the start."""
 

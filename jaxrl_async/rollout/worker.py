@@ -30,7 +30,10 @@ _IDLE_S = 0.005
 
 
 class RewardError(RuntimeError):
-  """Too many groups in a row failed; the message holds the first traceback."""
+  """Too many groups in a row failed, or none had rewards to learn from.
+
+  Of failures the message holds the first traceback.
+  """
 
 
 class Running:
@@ -61,13 +64,19 @@ class Running:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class WorkerSettings:
-  """What a worker needs of the configuration."""
+  """What a worker needs of the configuration.
+
+  Attributes:
+    max_filtered_groups: in a row, after which the run ends: nobody waits for
+      the one group in so many that is not filtered.
+  """
 
   group_size: int
   max_completion_tokens: int
   temperature: float
   filter_zero_std: bool
   max_failed_groups: int
+  max_filtered_groups: int = 1_000
 
 
 class RolloutWorker:
@@ -112,6 +121,7 @@ class RolloutWorker:
     self._on_adopt = on_adopt
     self._running: dict[int, Running] = {}
     self._failures: list[str] = []  # of the last groups in a row
+    self._num_filtered = 0  # since the last group for the buffer
     self._status = "not started", time.perf_counter()
     self._gate = threading.Condition()
     self._num_pausers = 0
@@ -149,15 +159,12 @@ class RolloutWorker:
     """
     with self._gate:
       self._num_pausers += 1
-      try:
+    try:
+      with self._gate:
         if not self._gate.wait_for(
           lambda: self._is_parked or self._has_ended, timeout_s
         ):
           raise TimeoutError(f"no pause in {timeout_s} s; {self.status()}")
-      except BaseException:
-        self._num_pausers -= 1
-        raise
-    try:
       yield
     finally:
       with self._gate:
@@ -391,7 +398,15 @@ class RolloutWorker:
     if self.settings.filter_zero_std and len(set(outcome)) == 1:
       self._ledger.add_filtered(group)
       self._buffer.drop(index)
+      self._num_filtered += 1
+      if self._num_filtered >= self.settings.max_filtered_groups:
+        raise RewardError(
+          f"{self._num_filtered} groups in a row had equal rewards and were"
+          " left out (algorithm.filter_zero_std); the last reward was"
+          f" {outcome[0]:g}: the questions are too easy or too hard"
+        )
     else:
+      self._num_filtered = 0
       self._buffer.put(group)
 
   def _fail_episode(

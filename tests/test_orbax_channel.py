@@ -1,0 +1,303 @@
+"""Versions in a directory: whole, in order, and gone when nobody reads them."""
+
+import fcntl
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import stamped
+
+from jaxrl_async import manifest
+from jaxrl_async import weight_transfer
+
+
+def _orbax(directory, coalesce=True, incarnation=stamped.INCARNATION, cls=None):
+  cls = cls or weight_transfer.OrbaxChannel
+  return cls(directory, incarnation, stamped.target(), coalesce=coalesce)
+
+
+class _HeldUp(weight_transfer.OrbaxChannel):
+  """Is not done with a version before the gate opens; removes nothing."""
+
+  def _remove_old(self):
+    assert self.gate.wait(stamped.DEADLINE_S)
+
+
+@pytest.mark.parametrize(
+  ("coalesce", "expected"), [(True, ["0", "3"]), (False, ["0", "1", "2", "3"])]
+)
+def test_versions_coalesce_only_when_they_may(tmp_path, coalesce, expected):
+  channel = _orbax(tmp_path, coalesce, cls=_HeldUp)
+  channel.gate = threading.Event()
+  stamped.publish_and_wait(channel, 0)
+  for version in (1, 2, 3):
+    channel.publish(stamped.params(version), version)
+  channel.gate.set()
+  assert channel.wait_for_version(2, stamped.DEADLINE_S)
+  sealed = tmp_path.glob(
+    f"incarnation-{stamped.INCARNATION}/[0-9]*/{manifest.NAME}"
+  )
+  assert sorted(path.parent.name for path in sealed) == expected
+  stamped.assert_all(channel.adopt(-1)[0], 3)
+  channel.close()
+
+
+def test_publish_returns_while_the_save_is_held_up(tmp_path):
+  channel = _orbax(tmp_path, cls=_HeldUp)
+  channel.gate = threading.Event()
+  stamped.publish_and_wait(channel, 0)
+  # A publish that waited for the thread would wait for the gate for ever.
+  blocked_s = channel.publish(stamped.params(1), 1)
+  assert 0 < blocked_s < stamped.DEADLINE_S / 2
+  channel.gate.set()
+  channel.close()
+
+
+def test_another_channel_object_adopts_from_the_directory_alone(tmp_path):
+  train_side, rollout_side = _orbax(tmp_path), _orbax(tmp_path)
+  assert rollout_side.newest_version() == -1
+  train_side.publish(stamped.params(1), 1)
+  assert rollout_side.wait_for_version(-1, stamped.DEADLINE_S)
+  params, version = rollout_side.adopt(-1)
+  stamped.assert_all(params, version)
+  rollout_side.close()
+  assert train_side.adopt(-1)[1] == 1
+  train_side.close()
+
+
+def test_no_flipped_bit_is_ever_adopted(tmp_path):
+  channel = _orbax(tmp_path)
+  stamped.publish_and_wait(channel, 0)
+  rng = np.random.default_rng(1)
+  root = tmp_path / f"incarnation-{stamped.INCARNATION}" / "0"
+  files = [path for path in root.rglob("*") if path.is_file()]
+  assert any("/d/" in str(path) for path in files)
+  for path in files:
+    whole = path.read_bytes()
+    for _ in range(3 if whole else 0):
+      flipped = bytearray(whole)
+      flipped[rng.integers(len(whole))] ^= 1 << int(rng.integers(8))
+      path.write_bytes(flipped)
+      with pytest.raises(weight_transfer.WeightTransferError, match=path.name):
+        channel.adopt(-1)
+    path.write_bytes(whole)
+  assert channel.adopt(-1)[1] == 0
+  channel.close()
+
+
+def test_a_torn_version_is_not_there(tmp_path):
+  channel = _orbax(tmp_path)
+  stamped.publish_and_wait(channel, 0)
+  root = tmp_path / f"incarnation-{stamped.INCARNATION}"
+  # As a save that died would leave it: written, not sealed, not announced.
+  shutil.copytree(root / "0", root / "1")
+  (root / "1" / manifest.NAME).unlink()
+  shutil.copytree(root / "1", root / "2.orbax-checkpoint-tmp")
+  assert channel.newest_version() == 0
+  assert channel.adopt(-1)[1] == 0
+  # Announced all the same, it is an error, not a version and not a hang.
+  os.symlink("1", root / "link")
+  os.replace(root / "link", root / "newest")
+  with pytest.raises(weight_transfer.WeightTransferError, match="no manifest"):
+    channel.adopt(-1)
+  channel.close()
+
+
+@pytest.mark.parametrize("foreign", ["incarnation", "version"])
+def test_a_foreign_version_is_never_adopted(tmp_path, foreign):
+  before = _orbax(tmp_path / "before", incarnation="before")
+  channel = _orbax(tmp_path / "now")
+  stamped.publish_and_wait(before, 7)
+  stamped.publish_and_wait(channel, 1)
+  assert channel.adopt(1) is None
+  root = tmp_path / "now" / f"incarnation-{stamped.INCARNATION}"
+  if foreign == "incarnation":
+    source = tmp_path / "before" / "incarnation-before" / "7"
+  else:
+    source = root / "1"
+  shutil.copytree(source, root / "7")
+  os.symlink("7", root / "link")
+  os.replace(root / "link", root / "newest")
+  with pytest.raises(weight_transfer.WeightTransferError, match="not adopted"):
+    channel.adopt(1)
+  before.close()
+  channel.close()
+
+
+def test_a_new_start_removes_what_a_killed_one_left(tmp_path):
+  killed = _orbax(tmp_path, incarnation="killed")
+  stamped.publish_and_wait(killed, 9)
+  (tmp_path / "of somebody else").mkdir()
+  channel = _orbax(tmp_path)
+  assert channel.newest_version() == -1
+  assert (tmp_path / "incarnation-killed").exists()
+  stamped.publish_and_wait(channel, 2)
+  assert not (tmp_path / "incarnation-killed").exists()
+  assert channel.adopt(-1)[1] == 2
+  channel.close()
+  assert [path.name for path in tmp_path.iterdir()] == ["of somebody else"]
+
+
+def test_two_publishers_of_one_incarnation_are_refused(tmp_path):
+  first, second = _orbax(tmp_path), _orbax(tmp_path)
+  stamped.publish_and_wait(first, 0)
+  with pytest.raises(weight_transfer.WeightTransferError, match="already"):
+    second.publish(stamped.params(0), 0)
+  first.close()
+
+
+def test_old_versions_go_but_never_one_that_is_read(tmp_path):
+  channel = _orbax(tmp_path)
+  root = tmp_path / f"incarnation-{stamped.INCARNATION}"
+  stamped.publish_and_wait(channel, 0)
+  with open(root / "0" / manifest.NAME, "rb") as reader:
+    fcntl.flock(reader, fcntl.LOCK_SH)
+    for version in range(1, 5):
+      stamped.publish_and_wait(channel, version)
+    # Removal follows the announcement; that of 5 follows those before it.
+    assert (root / "0" / manifest.NAME).exists()
+  stamped.publish_and_wait(channel, 5)
+  stamped.publish_and_wait(channel, 6)
+  names = {path.name for path in root.iterdir()}
+  assert {"5", "6", "newest"} <= names <= {"4", "5", "6", "newest"}
+  channel.close()
+  assert not tmp_path.exists()
+
+
+class _OvertakenWhileReading(weight_transfer.OrbaxChannel):
+  """Four newer versions are announced between its lock and its first byte."""
+
+  def _load(self, version):
+    if version == 0:
+      for newer in range(1, 5):
+        stamped.publish_and_wait(self, newer)
+    return super()._load(version)
+
+
+def test_a_version_that_is_overtaken_while_it_is_read_is_read_whole(tmp_path):
+  channel = _orbax(tmp_path, cls=_OvertakenWhileReading)
+  stamped.publish_and_wait(channel, 0)
+  params, version = channel.adopt(-1)
+  assert version == 0
+  stamped.assert_all(params, 0)
+  channel.close()
+
+
+class _OvertakenWhileLocking(weight_transfer.OrbaxChannel):
+  """Newer versions are announced after its first look at the newest."""
+
+  num_looks = 0
+  num_newer = 0
+
+  def adopt(self, newer_than):
+    self.num_looks = 0
+    return super().adopt(newer_than)
+
+  def newest_version(self):
+    newest = super().newest_version()
+    self.num_looks += 1
+    if self.num_looks == 1 and newest == 0:
+      for newer in range(1, self.num_newer + 1):
+        stamped.publish_and_wait(self, newer)
+    return newest
+
+
+# By one: it is still there but may go. By three: it is gone.
+@pytest.mark.parametrize("num_newer", [1, 3])
+def test_a_version_overtaken_before_it_is_locked_gives_way(tmp_path, num_newer):
+  channel = _orbax(tmp_path, cls=_OvertakenWhileLocking)
+  channel.num_looks, channel.num_newer = 1, num_newer
+  stamped.publish_and_wait(channel, 0)
+  params, version = channel.adopt(-1)
+  assert version == num_newer
+  stamped.assert_all(params, num_newer)
+  channel.close()
+
+
+def test_a_failed_save_surfaces_everywhere_with_its_cause(tmp_path):
+  channel = _orbax(tmp_path)
+  stamped.publish_and_wait(channel, 0)
+  # Something lies where the next version is to be announced.
+  obstacle = (
+    tmp_path / f"incarnation-{stamped.INCARNATION}" / "newest.incomplete"
+  )
+  obstacle.mkdir()
+  channel.publish(stamped.params(1), 1)
+  for call in (
+    lambda: channel.wait_for_version(0, stamped.DEADLINE_S),
+    lambda: channel.publish(stamped.params(2), 2),
+    lambda: channel.adopt(-1),
+    channel.close,
+  ):
+    with pytest.raises(weight_transfer.WeightTransferError) as raised:
+      call()
+    assert str(obstacle) in str(raised.value)
+    frames = []
+    traceback = raised.value.__cause__.__traceback__
+    while traceback is not None:
+      frames.append(traceback.tb_frame.f_code.co_name)
+      traceback = traceback.tb_next
+    assert "_publish_next" in frames
+  assert not tmp_path.exists()
+
+
+def test_close_does_not_wait_for_ever(tmp_path):
+  channel = _orbax(tmp_path, cls=_HeldUp)
+  channel.gate = threading.Event()
+  stamped.publish_and_wait(channel, 0)
+  with pytest.raises(weight_transfer.WeightTransferError, match="still saving"):
+    channel.close(timeout_s=0.05)
+  channel.gate.set()
+  channel.close()
+
+
+_READER = """
+import pathlib, sys
+import jax, numpy as np
+from jax.sharding import SingleDeviceSharding
+from jaxrl_async import weight_transfer
+
+here = SingleDeviceSharding(jax.devices()[0])
+def leaf(shape, dtype):
+  return jax.ShapeDtypeStruct(shape, dtype, sharding=here)
+target = {
+  "embedding": leaf((8, 6), "float32"),
+  "layers": [{"query": leaf((4, 8), "bfloat16")}] * 2,
+  "scale": leaf((), "int32"),
+}
+channel = weight_transfer.OrbaxChannel(
+  pathlib.Path(sys.argv[1]), sys.argv[2], target)
+version = -1
+while version < 2:
+  assert channel.wait_for_version(version, 60.0)
+  params, version = channel.adopt(version)
+  stamps = {float(np.asarray(x).max()) for x in jax.tree.leaves(params)}
+  assert stamps == {float(version)}
+  print(version, flush=True)
+channel.close()
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_in_another_process_adopts(tmp_path):
+  channel = _orbax(tmp_path, coalesce=False)
+  with subprocess.Popen(
+    [sys.executable, "-c", _READER, str(tmp_path), stamped.INCARNATION],
+    stdout=subprocess.PIPE,
+    text=True,
+    cwd=pathlib.Path(__file__).parent.parent,
+    env=os.environ | {"XLA_FLAGS": ""},
+  ) as reader:
+    try:
+      for version in range(3):
+        channel.publish(stamped.params(version), version)
+        assert reader.stdout.readline() == f"{version}\n"
+      assert reader.wait(stamped.DEADLINE_S) == 0
+    finally:
+      reader.kill()
+  channel.close()

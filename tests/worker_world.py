@@ -1,0 +1,113 @@
+"""A rollout worker with all it works with, for tests of what it does."""
+
+import json
+
+import tiny
+
+from jaxrl_async import buffer as buffer_lib
+from jaxrl_async import ledger as ledger_lib
+from jaxrl_async import metrics
+from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async.rollout import worker as worker_lib
+
+GROUP_SIZE = 3
+MAX_COMPLETION = 14
+
+
+class WatchedBuffer(buffer_lib.Buffer):
+  """Calls `on_wait` when the worker has nothing to decode."""
+
+  on_wait = staticmethod(lambda: None)
+
+  def wait_for_admission(self, engine_version, seen_version, timeout_s):
+    self.on_wait()
+    return super().wait_for_admission(engine_version, seen_version, timeout_s)
+
+
+class World:
+  """A worker and what it works with; P = 2 groups a step, staleness 1."""
+
+  def __init__(self, path, *, rewards=None, prompts=None, **options):
+    self.buffer = WatchedBuffer(2, 1)
+    self.rewards = rewards or tiny.Rewards()
+    self.channel = tiny.channel()
+    self.path = path / "ledger.jsonl"
+    self.ledger = ledger_lib.Ledger(self.path, ledger_lib.LedgerState())
+    self.scheduler = tiny.scheduler(cls=tiny.SteppedScheduler)
+    self.adopted = []
+    episode = options.pop("episode", None)
+    settings = {
+      "group_size": GROUP_SIZE,
+      "max_completion_tokens": MAX_COMPLETION,
+      "temperature": 1.0,
+      "filter_zero_std": False,
+      "max_failed_groups": 3,
+    }
+    self.worker = worker_lib.RolloutWorker(
+      worker_lib.WorkerSettings(**(settings | options)),
+      scheduler=self.scheduler,
+      stream=prompts or tiny.Prompts(),
+      buffer=self.buffer,
+      channel=self.channel,
+      rewards=self.rewards,
+      ledger=self.ledger,
+      tokenizer=tokenizer_lib.character_level(),
+      busy=metrics.BusyClock(),
+      on_adopt=self.adopted.append,
+      **({"episode": episode} if episode else {}),
+    )
+
+  def run_until(self, is_over):
+    """Runs in this thread until the buffer's state satisfies `is_over`."""
+    num_looks = 0
+
+    def look(num_steps=0):
+      nonlocal num_looks
+      num_looks += 1
+      assert num_looks < 300
+      if is_over(self.buffer.state()):
+        self.worker.stop()
+
+    self.scheduler.after_step = self.buffer.on_wait = look
+    self.worker.run()
+    self.scheduler.after_step = self.buffer.on_wait = lambda *_: None
+    self.worker._is_stopping = False
+
+  def lines(self):
+    return [json.loads(line) for line in self.path.read_text().splitlines()]
+
+  def in_flight(self):
+    return [*self.worker.groups().values(), *self.buffer.state().finished]
+
+
+def worlds(directory):
+  """What the fixture `make_world` yields: makes worlds, closes them after."""
+  made = []
+
+  def make(**options):
+    path = directory / str(len(made))
+    path.mkdir()
+    made.append(World(path, **options))
+    made[-1].buffer.set_policy_version(0)
+    return made[-1]
+
+  yield make
+  for world in made:
+    world.ledger.close()
+    world.channel.close()
+
+
+def finished(count):
+  return lambda state: len(state.finished) >= count
+
+
+def check_balance(world):
+  state = world.ledger.state()
+  ledger_lib.check_balance(
+    generated=world.scheduler.stats.generated_tokens,
+    trained=state.trained_tokens,
+    filtered=state.filtered_tokens,
+    failed=state.failed_tokens,
+    in_flight=sum(g.num_completion_tokens for g in world.in_flight()),
+  )
+  assert world.scheduler.stats.generated_tokens > 0
