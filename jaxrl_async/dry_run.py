@@ -54,9 +54,9 @@ def report(
   )
   weights = 4 * model.num_params
   copy = _BYTES[rollout.dtype] * model.num_params
+  in_pages = rollout.num_pages * rollout.page_tokens
   cache = model.cache_bytes(
-    slots=rollout.num_slots,
-    tokens=rollout.cache_tokens,
+    tokens=in_pages or rollout.num_slots * rollout.cache_tokens,
     itemsize=_BYTES[rollout.dtype],
   )
   lines = [

@@ -64,6 +64,10 @@ def test_the_defaults_are_valid():
     ("rollout.prefill_buckets", (0, 128)),
     ("rollout.window_buckets", (64,)),
     ("train.tokens_per_row", 127),
+    ("rollout.prefill_chunk", -1),
+    ("rollout.num_pages", -1),
+    ("rollout.page_tokens", 0),
+    ("rollout.preemption", "exact"),
     # sizes that do not divide
     ("algorithm.num_minibatches", 3),
     ("algorithm.num_minibatches", 1024),
@@ -84,6 +88,36 @@ def test_a_wrong_setting_is_refused_in_one_line_that_names_it(path, value):
   message = str(caught.value)
   assert message.startswith(path + ": ")
   assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+  "path, values",
+  [
+    ("rollout.num_pages", {"num_pages": 7}),
+    ("rollout.prefill_buckets", {"num_pages": 16, "page_tokens": 48}),
+    ("rollout.prefill_buckets", {"prefill_chunk": 48}),
+    (
+      "rollout.window_buckets",
+      {"num_pages": 16, "page_tokens": 32, "window_buckets": (48, 128)},
+    ),
+  ],
+)
+def test_pages_and_chunks_have_to_fit_the_buckets(path, values):
+  config = config_lib.Config()
+  for name, value in values.items():
+    setattr(config.rollout, name, value)
+  with pytest.raises(config_lib.ConfigError, match=f"^{path}: .*$"):
+    config_checks.validate(config, 2)
+  config.rollout.num_pages = config.rollout.prefill_chunk = 0
+  config_checks.validate(config, 2)
+
+
+def test_pages_and_chunks_that_fit_are_accepted():
+  config = config_lib.Config()
+  config.rollout.num_pages, config.rollout.page_tokens = 8, 16
+  config.rollout.prefill_chunk = 64
+  config.rollout.preemption = config_lib.Preemption.EXACT
+  config_checks.validate(config, 2)
 
 
 def test_the_message_says_what_would_be_right():

@@ -1,7 +1,6 @@
 """Architectures of the Qwen2 / Qwen3 / Llama family, by name."""
 
 import dataclasses
-import math
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,10 +48,10 @@ class ModelConfig:
     heads = 1 if self.has_tied_head else 2
     return self.num_layers * block + heads * self.vocab_size * d + d
 
-  def cache_bytes(self, *, slots: int, tokens: int, itemsize: int) -> int:
-    """Memory of a key-value cache with that many slots and tokens a slot."""
+  def cache_bytes(self, *, tokens: int, itemsize: int) -> int:
+    """Memory of a key-value cache for that many tokens."""
     per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim
-    return math.prod((per_token, slots, tokens, itemsize))
+    return per_token * tokens * itemsize
 
 
 MODELS = {
