@@ -22,10 +22,34 @@ from jaxrl_async import train_step
 from jaxrl_async import trainer as trainer_lib
 from jaxrl_async import weight_transfer
 from jaxrl_async.models import configs
+from jaxrl_async.models import hf_config
+from jaxrl_async.models import hf_weights
 from jaxrl_async.models import transformer
 from jaxrl_async.rollout import decode_state
 from jaxrl_async.rollout import engine as engine_lib
 from jaxrl_async.rollout import scheduler as scheduler_lib
+
+
+def _published(config: config_lib.Config) -> pathlib.Path | None:
+  """The directory of a published model, if `model.name` names one."""
+  path = pathlib.Path(config.model.name)
+  is_directory = config.model.name not in configs.MODELS and path.is_dir()
+  return path if is_directory else None
+
+
+def load_tokenizer(config: config_lib.Config) -> tokenizer_lib.Tokenizer:
+  """The published model's tokenizer; without one, a token a character.
+
+  Raises:
+    ConfigError: the directory has no tokenizer that can be used.
+  """
+  directory = _published(config)
+  if directory is None:
+    return tokenizer_lib.character_level()
+  try:
+    return tokenizer_lib.load(directory)
+  except (FileNotFoundError, ValueError) as error:
+    raise config_lib.ConfigError(f"model.name: {error}") from error
 
 
 def model_config(
@@ -33,16 +57,31 @@ def model_config(
 ) -> configs.ModelConfig:
   """The architecture of a run, with its tokenizer's vocabulary.
 
+  A published model keeps its own, which may be larger.
+
   Raises:
-    ConfigError: there is no model of that name.
+    ConfigError: there is no model of that name, or not one of ours.
   """
   name = config.model.name
-  if name not in configs.MODELS:
+  if name in configs.MODELS:
+    return dataclasses.replace(configs.MODELS[name], vocab_size=vocab_size)
+  directory = _published(config)
+  if directory is None:
     raise config_lib.ConfigError(
       f"model.name: {name!r} does not exist; use one of"
-      f" {', '.join(configs.MODELS)}"
+      f" {', '.join(configs.MODELS)}, or a directory in Hugging Face's format"
     )
-  return dataclasses.replace(configs.MODELS[name], vocab_size=vocab_size)
+  try:
+    model = hf_config.model_config(directory)
+  except (FileNotFoundError, ValueError) as error:
+    raise config_lib.ConfigError(f"model.name: {error}") from error
+  config_lib.require(
+    vocab_size <= model.vocab_size,
+    "model.name",
+    f"{name} has a tokenizer of {vocab_size} tokens and a model of"
+    f" {model.vocab_size}; use the tokenizer it was published with",
+  )
+  return model
 
 
 def forward_settings(
@@ -166,10 +205,14 @@ def warm_start(
   tokenizer: tokenizer_lib.Tokenizer,
   on_step: Callable[[int, float], None],
 ) -> Any:
-  """The first stage: parameters after supervised training, or fresh ones."""
+  """The first stage: parameters after supervised training, or without it.
+
+  They are fresh before it, or those of the published model.
+  """
   section = config.warm_start
   if section.checkpoint:
     return load_params(section.checkpoint, model, mesh)
+  published = _published(config)
   rows = None
   if section.num_steps:
     examples = prompts.worked_examples(
@@ -186,7 +229,7 @@ def warm_start(
   return sft.warm_start(
     section,
     rows,
-    params=None,
+    params=published and _load_published("model.name", published, model, mesh),
     mesh=mesh,
     forward=forward_settings(config, model, 1.0),
     rows_per_microbatch=config.train.rows_per_microbatch,
@@ -229,7 +272,7 @@ def check(config: config_lib.Config, num_devices: int) -> None:
   Raises:
     ConfigError: one line that names the field.
   """
-  tokenizer = tokenizer_lib.character_level()
+  tokenizer = load_tokenizer(config)
   model = model_config(config, tokenizer.vocab_size)
   _check_sharding(config, model, num_devices)
   prompts.validate_task(
@@ -263,7 +306,7 @@ def describe(config: config_lib.Config, devices: Sequence[Any]) -> str:
     ConfigError: as a run would.
   """
   check(config, len(devices))
-  model = model_config(config, tokenizer_lib.character_level().vocab_size)
+  model = model_config(config, load_tokenizer(config).vocab_size)
   train_mesh, rollout_mesh = cut_devices(config, devices)
   section = config.train.optimizer
   optimizer = train_step.make_optimizer(
@@ -289,27 +332,58 @@ def save_params(directory: pathlib.Path, params: Any) -> None:
   checkpoint.save(directory, 0, params, {}, [])
 
 
+def _train_shardings(model: configs.ModelConfig, mesh: jax.sharding.Mesh):
+  return mesh_lib.shardings(
+    mesh,
+    mesh_lib.TRAIN_RULES,
+    transformer.logical_axes(model, is_stacked=True),
+  )
+
+
+def _load_published(
+  field: str,
+  directory: pathlib.Path,
+  model: configs.ModelConfig,
+  mesh: jax.sharding.Mesh,
+) -> Any:
+  """Published weights of exactly this architecture, sharded over a mesh.
+
+  Raises:
+    ConfigError: `field` names something else.
+  """
+  try:
+    found, params = hf_weights.load(directory)
+  except (FileNotFoundError, ValueError) as error:
+    raise config_lib.ConfigError(f"{field}: {error}") from error
+  for name, wanted in dataclasses.asdict(model).items():
+    here = dataclasses.asdict(found)[name]
+    config_lib.require(
+      here == wanted,
+      field,
+      f"{directory} has {name} {here}, the model of this run {wanted}",
+    )
+  return jax.device_put(params, _train_shardings(model, mesh))
+
+
 def load_params(
   directory: str, model: configs.ModelConfig, mesh: jax.sharding.Mesh
 ) -> Any:
-  """Reads what `save_params` wrote, sharded over a mesh.
+  """Reads what `save_params` wrote, or published weights, onto a mesh.
 
   Raises:
     ConfigError: there is nothing of that shape.
   """
+  path = pathlib.Path(directory)
+  if (path / hf_config.CONFIG_FILE).is_file():
+    return _load_published("warm_start.checkpoint", path, model, mesh)
   shapes = jax.eval_shape(
     lambda key: transformer.init_params(model, key), jax.random.key(0)
   )
   target = jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
     shapes,
-    mesh_lib.shardings(
-      mesh,
-      mesh_lib.TRAIN_RULES,
-      transformer.logical_axes(model, is_stacked=True),
-    ),
+    _train_shardings(model, mesh),
   )
-  path = pathlib.Path(directory)
   if checkpoint.latest(path) is None:
     raise config_lib.ConfigError(
       f"warm_start.checkpoint: {directory} holds no parameters; launch/sft.py"

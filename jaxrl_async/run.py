@@ -28,7 +28,6 @@ from jaxrl_async import prompts
 from jaxrl_async import run_record
 from jaxrl_async import snapshot
 from jaxrl_async import supervisor
-from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async import trainer as trainer_lib
 from jaxrl_async import types
 from jaxrl_async import weight_transfer
@@ -68,7 +67,7 @@ class Run:
     started_s = time.perf_counter()
     self.config, self.workdir = config, workdir
     self.progress, self.stop = progress, stop
-    self.tokenizer = tokenizer_lib.character_level()
+    self.tokenizer = assembly.load_tokenizer(config)
     self.model = assembly.model_config(config, self.tokenizer.vocab_size)
     self._initial_params = initial_params
     self._checkpoints = workdir / "checkpoints"

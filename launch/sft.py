@@ -16,13 +16,12 @@ import jax
 
 from jaxrl_async import assembly
 from jaxrl_async import progress as progress_lib
-from jaxrl_async import tokenizer as tokenizer_lib
 
 
 def main(config):
   workdir = command_line.workdir()
   assembly.check(config, len(jax.devices()))
-  tokenizer = tokenizer_lib.character_level()
+  tokenizer = assembly.load_tokenizer(config)
   model = assembly.model_config(config, tokenizer.vocab_size)
   mesh, _ = assembly.cut_devices(config, jax.devices())
   start_s = time.perf_counter()

@@ -12,6 +12,8 @@ from jaxrl_async import assembly
 from jaxrl_async import config as config_lib
 from jaxrl_async import config_json
 from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async.models import hf_weights
+from jaxrl_async.models import transformer
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
@@ -91,6 +93,76 @@ def test_a_warm_start_from_what_does_not_fit_is_refused(tmp_path):
     config.warm_start.checkpoint = str(directory)
     with pytest.raises(config_lib.ConfigError, match="^warm_start.checkpoint"):
       warm_started(config, model)
+
+
+def published(directory, config, vocab_size=98):
+  """What a run's model is published as: weights, and its tokenizer."""
+  model = assembly.model_config(config, vocab_size)
+  params = jax.tree.map(
+    lambda x: np.random.default_rng(x.size).normal(size=x.shape).astype("f4"),
+    jax.eval_shape(
+      lambda key: transformer.init_params(model, key), jax.random.key(0)
+    ),
+  )
+  hf_weights.save(directory, model, params)
+  tokenizer_lib.character_level().save(directory)
+  return params
+
+
+def test_a_warm_start_may_come_from_published_weights(tmp_path):
+  config = tiny.get_config()
+  config.warm_start.num_steps = 0
+  model = assembly.model_config(config, 98)
+  params = published(tmp_path / "same", config)
+  config.warm_start.checkpoint = str(tmp_path / "same")
+  loaded = warm_started(config, model)
+  jax.tree.map(np.testing.assert_array_equal, params, loaded)
+  published(tmp_path / "other", config, vocab_size=99)
+  config.warm_start.checkpoint = str(tmp_path / "other")
+  with pytest.raises(
+    config_lib.ConfigError,
+    match="^warm_start.checkpoint: .* has vocab_size 99, .* 98$",
+  ):
+    warm_started(config, model)
+  (tmp_path / "other" / "model.safetensors").unlink()
+  with pytest.raises(config_lib.ConfigError, match="^warm_start.checkpoint"):
+    warm_started(config, model)
+
+
+def test_a_model_may_be_a_published_one(tmp_path):
+  config = tiny.get_config()
+  config.warm_start.num_steps = 0
+  params = published(tmp_path, config, vocab_size=104)
+  config.model.name = str(tmp_path)
+  assembly.check(config, 2)
+  assert "vocabulary 104" in assembly.describe(config, jax.devices()[:2])
+  tokenizer = assembly.load_tokenizer(config)
+  assert tokenizer.vocab_size == 98
+  model = assembly.model_config(config, tokenizer.vocab_size)
+  assert model.vocab_size == 104
+  loaded = warm_started(config, model)
+  jax.tree.map(np.testing.assert_array_equal, params, loaded)
+
+
+@pytest.mark.parametrize(
+  ("name", "message"),
+  [("tokenizer.json", "tokenizer.json"), ("config.json", "config.json")],
+)
+def test_a_published_model_without_a_file_is_refused(tmp_path, name, message):
+  config = tiny.get_config()
+  published(tmp_path, config)
+  config.model.name = str(tmp_path)
+  (tmp_path / name).unlink()
+  with pytest.raises(config_lib.ConfigError, match=f"^model.name: .*{message}"):
+    assembly.check(config, 2)
+
+
+def test_a_published_model_too_small_for_its_tokenizer_is_refused(tmp_path):
+  config = tiny.get_config()
+  published(tmp_path, config, vocab_size=97)
+  config.model.name = str(tmp_path)
+  with pytest.raises(config_lib.ConfigError, match="^model.name: .*98 tokens"):
+    assembly.check(config, 2)
 
 
 def test_a_workdir_keeps_the_config_it_was_made_with(tmp_path):

@@ -1,4 +1,4 @@
-"""The decoder: counts, layouts, causality, packing, and the reference."""
+"""The decoder: counts, layouts, causality, packing, rotary frequencies."""
 
 import dataclasses
 import functools
@@ -111,107 +111,36 @@ def test_packed_segments_compute_what_they_do_one_at_a_time():
     np.testing.assert_allclose(logprobs, alone, atol=1e-5)
 
 
-# -- the reference implementation ------------------------------------------
-
-SIZES = {
-  "vocab_size": 61,
-  "hidden_size": 48,
-  "intermediate_size": 40,
-  "num_hidden_layers": 2,
-  "max_position_embeddings": 64,
-  "rms_norm_eps": 1e-5,
-  "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
-  "attn_implementation": "eager",
-}
-
-
-def from_torch(model, state, name):
-  """One of our unstacked blocks, or the top, from the reference's names."""
-  c = model
-  d, n, k, h = c.model_dim, c.num_heads, c.num_kv_heads, c.head_dim
-
-  def get(suffix):
-    return state[f"{name}{suffix}"].double().numpy().astype(np.float32)
-
-  block = {
-    "attention_norm": get("input_layernorm.weight"),
-    "query": get("self_attn.q_proj.weight").T.reshape(d, n, h),
-    "key": get("self_attn.k_proj.weight").T.reshape(d, k, h),
-    "value": get("self_attn.v_proj.weight").T.reshape(d, k, h),
-    "output": get("self_attn.o_proj.weight").T.reshape(n, h, d),
-    "mlp_norm": get("post_attention_layernorm.weight"),
-    "gate": get("mlp.gate_proj.weight").T,
-    "up": get("mlp.up_proj.weight").T,
-    "down": get("mlp.down_proj.weight").T,
-  }
-  if c.has_qkv_bias:
-    block["query_bias"] = get("self_attn.q_proj.bias").reshape(n, h)
-    block["key_bias"] = get("self_attn.k_proj.bias").reshape(k, h)
-    block["value_bias"] = get("self_attn.v_proj.bias").reshape(k, h)
-  if c.has_qk_norm:
-    block["query_norm"] = get("self_attn.q_norm.weight")
-    block["key_norm"] = get("self_attn.k_norm.weight")
-  return block
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("has_tied_head", [True, False])
-@pytest.mark.parametrize("heads", [(3, 3), (3, 1), (6, 3)])
-@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama"])
-def test_logits_are_those_of_the_reference(family, heads, has_tied_head):
-  torch = pytest.importorskip("torch")
-  transformers = pytest.importorskip("transformers")
-  num_heads, num_kv_heads = heads
-  sizes = SIZES | {
-    "num_attention_heads": num_heads,
-    "num_key_value_heads": num_kv_heads,
-    "tie_word_embeddings": has_tied_head,
-  }
-  head_dim = SIZES["hidden_size"] // num_heads
-  if family == "Qwen3":
-    head_dim = 10  # not model_dim / num_heads
-    sizes["head_dim"] = head_dim
-  torch.manual_seed(0)
-  reference = getattr(transformers, f"{family}ForCausalLM")(
-    getattr(transformers, f"{family}Config")(**sizes)
+def test_rotary_frequencies_are_their_formula():
+  model = dataclasses.replace(tiny.MODEL, head_dim=64, rope_theta=5e5)
+  plain = 5e5 ** -(np.arange(0, 64, 2) / 64)
+  np.testing.assert_allclose(
+    transformer.rope_frequencies(model), plain, rtol=1e-6
   )
-  with torch.no_grad():
-    for parameter in reference.parameters():
-      parameter += 0.1 * torch.randn_like(parameter)
-  model = configs.ModelConfig(
-    vocab_size=61,
-    model_dim=48,
-    num_layers=2,
-    num_heads=num_heads,
-    num_kv_heads=num_kv_heads,
-    head_dim=head_dim,
-    mlp_dim=40,
-    rope_theta=500.0,
-    norm_eps=1e-5,
-    has_qkv_bias=family == "Qwen2",
-    has_qk_norm=family == "Qwen3",
-    has_tied_head=has_tied_head,
+  scaling = configs.RopeScaling(
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_tokens=8192,
   )
-  state = reference.state_dict()
-  params = {
-    "embedding": state["model.embed_tokens.weight"].numpy(),
-    "layers": [
-      from_torch(model, state, f"model.layers.{i}.") for i in range(2)
-    ],
-    "final_norm": state["model.norm.weight"].numpy(),
-  }
-  if not has_tied_head:
-    params["output_head"] = state["lm_head.weight"].numpy().T
-  assert sum(x.size for x in jax.tree.leaves(params)) == model.num_params
-  params = jax.tree.map(jnp.asarray, params)
-  tokens = np.random.default_rng(0).integers(0, 61, 17, np.int32)
-  hidden = tiny.hidden_states(
-    model, params, tiny.packed([tokens], 17), is_stacked=False
+  scaled = dataclasses.replace(model, rope_scaling=scaling)
+  regions = set()
+  expected = []
+  for frequency in plain:
+    turns = 8192 * frequency / (2 * np.pi)
+    if turns >= 4:
+      regions.add("kept")
+      expected.append(frequency)
+    elif turns <= 1:
+      regions.add("slowed")
+      expected.append(frequency / 8)
+    else:
+      regions.add("between")
+      share = (turns - 1) / (4 - 1)
+      expected.append((1 - share) * frequency / 8 + share * frequency)
+  assert regions == {"kept", "slowed", "between"}
+  np.testing.assert_allclose(
+    transformer.rope_frequencies(scaled), expected, rtol=1e-6
   )
-  bound = transformer.bind(model, params, is_stacked=False)
-  logits = np.asarray(hidden[0] @ bound.head())
-  with torch.no_grad():
-    expected = reference(torch.tensor(tokens[None].astype(np.int64))).logits
-  assert np.std(logits) > 0.1
-  np.testing.assert_allclose(logits, expected[0].numpy(), atol=1e-4)
+  with pytest.raises(ValueError, match="low_freq_factor"):
+    dataclasses.replace(scaling, high_freq_factor=1.0)

@@ -56,17 +56,17 @@ def params(seed=0, model=MODEL):
 
 
 @functools.cache
-def engine(**sizes):
+def engine(model=MODEL, end_tokens=END_TOKENS, **sizes):
   """One engine for all tests that want these sizes: it has no state."""
   _, mesh = mesh_lib.cut_devices(
     jax.devices()[:1], train_shape=(1, 1, 1), rollout_shape=(1, 1, 1)
   )
   return engine_lib.Engine(
-    MODEL,
+    model,
     dataclasses.replace(SIZES, **sizes),
     mesh=mesh,
     seed=7,
-    end_tokens=END_TOKENS,
+    end_tokens=end_tokens,
   )
 
 

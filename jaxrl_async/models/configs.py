@@ -4,11 +4,36 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+  """Llama 3's stretching of slow rotary frequencies, for longer contexts.
+
+  Attributes:
+    factor: what the slowest are divided by.
+    low_freq_factor: they turn at most that often in the original context.
+    high_freq_factor: what turns at least that often is left alone.
+    original_max_tokens: the context before the stretching.
+  """
+
+  factor: float
+  low_freq_factor: float
+  high_freq_factor: float
+  original_max_tokens: int
+
+  def __post_init__(self):
+    if self.low_freq_factor >= self.high_freq_factor:
+      raise ValueError(
+        f"low_freq_factor {self.low_freq_factor} is not below"
+        f" high_freq_factor {self.high_freq_factor}"
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
   """Sizes and switches of a decoder.
 
   Attributes:
     vocab_size: entries of the embedding; a run sets it to its tokenizer's.
+      Published models have more than their tokenizer knows.
     has_qkv_bias: Qwen2's biases on queries, keys and values.
     has_qk_norm: Qwen3's RMSNorm on each query and key head.
     has_tied_head: the output head is the embedding, transposed.
@@ -22,6 +47,7 @@ class ModelConfig:
   head_dim: int
   mlp_dim: int
   rope_theta: float = 10_000.0
+  rope_scaling: RopeScaling | None = None
   norm_eps: float = 1e-6
   has_qkv_bias: bool = False
   has_qk_norm: bool = False

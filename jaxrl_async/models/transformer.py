@@ -14,6 +14,7 @@ from flax import nnx
 import jax
 from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
+import numpy as np
 
 from jaxrl_async.models import configs
 
@@ -32,14 +33,42 @@ def rms_norm(
   return (normed * scale).astype(x.dtype)
 
 
+def rope_frequencies(config: configs.ModelConfig) -> np.ndarray:
+  """Radians a position by which each pair of a head is turned, [H/2].
+
+  theta^(-2i/H) (arXiv:2104.09864), in float32 and on the host, with the
+  roundings of transformers: a device's own power function differs in the last
+  digit, which is 2e-3 radians at position 30,000.
+
+  Llama 3's scaling keeps what turns `high_freq_factor` times or more within
+  the original context, slows by `factor` what turns `low_freq_factor` times
+  or less, and interpolates between the two.
+  """
+  one = np.float32(1.0)
+  exponents = np.arange(0, config.head_dim, 2, dtype=np.float32)
+  exponents = exponents / np.float32(config.head_dim)
+  frequencies = one / np.float32(config.rope_theta) ** exponents
+  scaling = config.rope_scaling
+  if scaling is None:
+    return frequencies
+  context = np.float32(scaling.original_max_tokens)
+  factor = np.float32(scaling.factor)
+  low = np.float32(scaling.low_freq_factor)
+  high = np.float32(scaling.high_freq_factor)
+  wavelengths = one / frequencies * np.float32(2 * np.pi)
+  turns = one / wavelengths * context
+  kept = np.clip((turns - low) / (high - low), np.float32(0.0), one)
+  return (one - kept) * frequencies / factor + kept * frequencies
+
+
 def rotary(
-  x: Float[Array, "*B N H"], positions: Int[Array, "*B"], theta: float
+  x: Float[Array, "*B N H"],
+  positions: Int[Array, "*B"],
+  frequencies: Float[np.ndarray, "half"],
 ) -> Float[Array, "*B N H"]:
   """Rotates the two halves of each head by position (arXiv:2104.09864)."""
   half = x.shape[-1] // 2
-  exponents = jnp.arange(half, dtype=jnp.float32) / jnp.float32(half)
-  frequencies = jnp.float32(theta) ** -exponents
-  frequencies = frequencies.reshape((1,) * positions.ndim + (1, half))
+  frequencies = frequencies.reshape((1,) * (positions.ndim + 1) + (half,))
   angles = positions.astype(jnp.float32)[..., None, None] * frequencies
   cos, sin = jnp.cos(angles), jnp.sin(angles)
   wide = x.astype(jnp.float32)
@@ -114,8 +143,9 @@ class Block(nnx.Module):
     query = self._heads(h, self.query, biases[0], norms[0])
     key = self._heads(h, self.key, biases[1], norms[1])
     value = self._heads(h, self.value, biases[2], None)
-    query = rotary(query, positions, c.rope_theta)
-    key = rotary(key, positions, c.rope_theta)
+    frequencies = rope_frequencies(c)
+    query = rotary(query, positions, frequencies)
+    key = rotary(key, positions, frequencies)
     mixed, kept = attend(layer, query, key, value)
     output = self.output[...].astype(x.dtype)
     x = x + jnp.einsum("...nh,nhd->...d", mixed, output)
