@@ -24,6 +24,7 @@ from jaxrl_async import weight_transfer
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_config
 from jaxrl_async.models import hf_weights
+from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
 from jaxrl_async.rollout import decode_state
 from jaxrl_async.rollout import engine as engine_lib
@@ -113,6 +114,13 @@ def make_engine(
     seed=config.seed,
     end_tokens=(eos_id,),
     dtype=config.rollout.dtype,
+    weights=config.rollout.weights,
+  )
+
+
+def _num_bytes(shapes: Any) -> int:
+  return sum(
+    math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(shapes)
   )
 
 
@@ -144,13 +152,10 @@ def make_channel(
     published,
     engine.params_sharding.weights,
   )
-  num_bytes = sum(
-    math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(target)
-  )
   return weight_transfer.make_channel(
     config.transfer.channel,
     directory=weight_transfer.run_directory(
-      config.transfer.directory, workdir, num_bytes
+      config.transfer.directory, workdir, _num_bytes(target)
     ),
     incarnation=weight_transfer.new_incarnation(),
     target=target,
@@ -194,6 +199,7 @@ def make_trainer(
     num_steps=config.train.num_steps,
     decay=config.train.decay,
     rollout_dtype=config.rollout.dtype,
+    rollout_weights=config.rollout.weights,
     busy=busy,
   )
 
@@ -266,8 +272,22 @@ def _check_sharding(
       )
 
 
+def _check_weights(config: config_lib.Config, num_devices: int) -> None:
+  weights = config.rollout.weights
+  _, mesh = cut_devices(config, jax.devices()[:num_devices])
+  device = mesh.devices.flat[0]
+  reason = quantization.unsupported(weights, device)
+  config_lib.require(
+    not reason,
+    "rollout.weights",
+    f"{device.device_kind} cannot use {weights.value} ({reason}); use float",
+  )
+
+
 def check(config: config_lib.Config, num_devices: int) -> None:
   """Checks what `config_checks` cannot: names, sizes, data and template.
+
+  Quantised weights are tried out on a rollout device; else nothing compiles.
 
   Raises:
     ConfigError: one line that names the field.
@@ -275,6 +295,7 @@ def check(config: config_lib.Config, num_devices: int) -> None:
   tokenizer = load_tokenizer(config)
   model = model_config(config, tokenizer.vocab_size)
   _check_sharding(config, model, num_devices)
+  _check_weights(config, num_devices)
   prompts.validate_task(
     config.task,
     tokenizer,
@@ -302,6 +323,8 @@ def cut_devices(
 def describe(config: config_lib.Config, devices: Sequence[Any]) -> str:
   """What `--dry_run` prints: sizes, memory and devices; compiles nothing.
 
+  Except for a small product, where weights are to be quantised.
+
   Raises:
     ConfigError: as a run would.
   """
@@ -315,13 +338,17 @@ def describe(config: config_lib.Config, devices: Sequence[Any]) -> str:
   state = trainer_lib.abstract_train_state(
     forward_settings(config, model, 1.0), optimizer
   )
+  published = jax.eval_shape(
+    lambda params: train_step.published_params(
+      params, model.num_layers, config.rollout.dtype, config.rollout.weights
+    ),
+    state.params,
+  )
   return dry_run.report(
     config,
     model,
-    optimizer_bytes=sum(
-      math.prod(x.shape) * x.dtype.itemsize
-      for x in jax.tree.leaves(state.opt_state)
-    ),
+    optimizer_bytes=_num_bytes(state.opt_state),
+    published_bytes=_num_bytes(published),
     train_devices=list(train_mesh.devices.flat),
     rollout_devices=list(rollout_mesh.devices.flat),
   )

@@ -45,6 +45,14 @@ class Channel(enum.Enum):
   DIRECT = "direct"
 
 
+class WeightFormat(enum.Enum):
+  """What the engine holds its large matrices as."""
+
+  FLOAT = "float"
+  INT8 = "int8"
+  FP8 = "fp8"
+
+
 class AdvantageScale(enum.Enum):
   """What a group's centred rewards are divided by."""
 
@@ -184,6 +192,8 @@ class RolloutSection:
     page_tokens: tokens of a page.
     temperature: of sampling; the trainer scales by the same.
     dtype: of rollout weights and cache.
+    weights: int8 or fp8 quantises the matrices of what is published, with a
+      scale a channel; mismatch_kl is its price.
   """
 
   num_slots: int = 32
@@ -201,6 +211,7 @@ class RolloutSection:
   kv_on_adopt: KvOnAdopt = KvOnAdopt.RECOMPUTE
   temperature: float = 1.0
   dtype: str = "float32"
+  weights: WeightFormat = WeightFormat.FLOAT
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)

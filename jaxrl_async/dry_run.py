@@ -28,6 +28,7 @@ def report(
   model: configs.ModelConfig,
   *,
   optimizer_bytes: int,
+  published_bytes: int,
   train_devices: Sequence[object],
   rollout_devices: Sequence[object],
 ) -> str:
@@ -37,6 +38,7 @@ def report(
     config: validated.
     model: with the tokenizer's vocabulary.
     optimizer_bytes: of the whole optimizer state, before it is sharded.
+    published_bytes: of the engine's weights, likewise.
     train_devices: of the training slice.
     rollout_devices: of the rollout slice.
   """
@@ -53,7 +55,6 @@ def report(
     config.mesh, len({*train_devices, *rollout_devices})
   )
   weights = 4 * model.num_params
-  copy = _BYTES[rollout.dtype] * model.num_params
   in_pages = rollout.num_pages * rollout.page_tokens
   cache = model.cache_bytes(
     tokens=in_pages or rollout.num_slots * rollout.cache_tokens,
@@ -82,7 +83,8 @@ def report(
     "Memory, before it is sharded",
     f"  training slice   weights {_size(weights)}, gradients"
     f" {_size(weights)}, optimizer {_size(optimizer_bytes)}",
-    f"  rollout slice    weights {_size(copy)}, cache {_size(cache)}",
+    f"  rollout slice    weights {_size(published_bytes)},"
+    f" cache {_size(cache)}",
     "Devices",
     f"  training slice   {_slice(train_devices, train_shape)}",
     f"  rollout slice    {_slice(rollout_devices, rollout_shape)}",

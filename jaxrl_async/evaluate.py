@@ -106,7 +106,7 @@ def mismatch_kl(
   """Mean k3 (`losses.k3`) between the engine's and the trainer's logprobs.
 
   The sampled weights must be those of `trainer_logprobs`, and the temperature
-  too: what is left is the engine's error.
+  too: what is left is the engine's error, quantised weights included.
   """
   total, count = 0.0, 0
   for trajectory, logprobs in zip(

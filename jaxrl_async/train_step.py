@@ -21,6 +21,7 @@ from jaxrl_async import config
 from jaxrl_async import losses
 from jaxrl_async.models import attention
 from jaxrl_async.models import configs
+from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
 
 Metrics = dict[str, jax.Array]
@@ -318,12 +319,17 @@ def supervised_update(
 
 
 def published_params(
-  params: transformer.Params, num_layers: int, dtype: str
+  params: transformer.Params,
+  num_layers: int,
+  dtype: str,
+  weights: config.WeightFormat,
 ) -> transformer.Params:
   """What travels to the engines: layers unstacked, cast. Call it in a jit.
+
+  Where the config asks for it the matrices are quantised.
 
   The outputs of the jit are fresh buffers, so that the trainer may go on to
   donate its own.
   """
-  cast = jax.tree.map(lambda x: x.astype(dtype), params)
-  return transformer.unstack(cast, num_layers)
+  unstacked = transformer.unstack(params, num_layers)
+  return quantization.quantize(unstacked, weights, dtype)

@@ -156,6 +156,7 @@ class Trainer:
     num_steps: int,
     decay: float,
     rollout_dtype: str,
+    rollout_weights: config.WeightFormat = config.WeightFormat.FLOAT,
     busy: metrics_lib.BusyClock,
   ):
     self.forward = forward
@@ -197,6 +198,7 @@ class Trainer:
       train_step.published_params,
       num_layers=forward.model.num_layers,
       dtype=rollout_dtype,
+      weights=rollout_weights,
     )
     self._publish = jax.jit(self._publish_fn)
 

@@ -188,6 +188,7 @@ def test_a_dry_run_says_what_a_config_asks_of_the_machine():
     config,
     model,
     optimizer_bytes=8 << 20,
+    published_bytes=3 << 20,
     train_devices=["cpu:0"],
     rollout_devices=["cpu:1"],
   )
@@ -196,4 +197,5 @@ def test_a_dry_run_says_what_a_config_asks_of_the_machine():
   assert "at most 160 groups = 2,560 trajectories" in text
   assert f"{model.num_params:,} parameters" in text
   assert "optimizer 8.0 MiB" in text
+  assert "rollout slice    weights 3.0 MiB" in text
   assert "share" not in text

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 import numpy as np
 
 from jaxrl_async.models import configs
+from jaxrl_async.models import quantization
 
 Params = dict[str, Any]
 Attend = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
@@ -117,7 +118,7 @@ class Block(nnx.Module):
     self.down = _param(rngs, (c.mlp_dim, d), ("mlp", "embed"), fan_in=c.mlp_dim)
 
   def _heads(self, x, kernel, bias, norm):
-    heads = jnp.einsum("...d,dnh->...nh", x, kernel[...].astype(x.dtype))
+    heads = quantization.project("...d,dnh->...nh", x, kernel[...])
     if bias is not None:
       shape = (1,) * (x.ndim - 1) + bias.shape
       heads = heads + bias[...].astype(x.dtype).reshape(shape)
@@ -147,12 +148,13 @@ class Block(nnx.Module):
     query = rotary(query, positions, frequencies)
     key = rotary(key, positions, frequencies)
     mixed, kept = attend(layer, query, key, value)
-    output = self.output[...].astype(x.dtype)
-    x = x + jnp.einsum("...nh,nhd->...d", mixed, output)
+    x = x + quantization.project("...nh,nhd->...d", mixed, self.output[...])
     h = rms_norm(x, self.mlp_norm[...], c.norm_eps)
-    gate = jax.nn.silu(h @ self.gate[...].astype(x.dtype))
-    up = h @ self.up[...].astype(x.dtype)
-    return x + (gate * up) @ self.down[...].astype(x.dtype), kept
+    gate = jax.nn.silu(quantization.project("...d,df->...f", h, self.gate[...]))
+    up = quantization.project("...d,df->...f", h, self.up[...])
+    return x + quantization.project(
+      "...f,fd->...d", gate * up, self.down[...]
+    ), kept
 
 
 class Decoder(nnx.Module):
@@ -198,7 +200,12 @@ class Decoder(nnx.Module):
     """The matrix from the last hidden state to logits."""
     if self.config.has_tied_head:
       return self.embedding[...].T
-    return self.output_head[...]
+    return quantization.dequantize(self.output_head[...])
+
+  def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+    """Float32 logits of hidden states; a quantised head is not widened."""
+    head = self.head() if self.config.has_tied_head else self.output_head[...]
+    return quantization.project("...d,dv->...v", hidden, head, jnp.float32)
 
   def hidden(
     self,

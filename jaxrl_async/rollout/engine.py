@@ -22,8 +22,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
+from jaxrl_async import config
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async.models import configs
+from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
 from jaxrl_async.rollout import decode_state as decode_state_lib
 from jaxrl_async.rollout import jetstream_api
@@ -53,6 +55,7 @@ class Engine(jetstream_api.Engine):
     seed: int,
     end_tokens: tuple[int, ...],
     dtype: str = "float32",
+    weights: config.WeightFormat = config.WeightFormat.FLOAT,
   ):
     self.model = model
     self.sizes = sizes
@@ -73,7 +76,9 @@ class Engine(jetstream_api.Engine):
       weights=mesh_lib.shardings(
         mesh,
         mesh_lib.ROLLOUT_RULES,
-        transformer.logical_axes(model, is_stacked=False),
+        quantization.logical_axes(
+          transformer.logical_axes(model, is_stacked=False), weights
+        ),
       ),
       version=replicated,
     )

@@ -199,11 +199,7 @@ class Programs:
 
     model = transformer.bind(self.model, params.weights, is_stacked=False)
     hidden, cache = model.hidden(state.tokens, positions, attend, self.dtype)
-    logits = jnp.matmul(
-      hidden,
-      model.head().astype(hidden.dtype),
-      preferred_element_type=jnp.float32,
-    )
+    logits = model.logits(hidden)
     filters = None
     if is_filtered:
       filters = dataclasses.replace(
