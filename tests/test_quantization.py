@@ -19,6 +19,7 @@ import tiny
 
 from jaxrl_async import assembly
 from jaxrl_async import config as config_lib
+from jaxrl_async import config_checks
 from jaxrl_async import evaluate
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import metrics
@@ -312,7 +313,12 @@ def test_the_decode_loop_carries_bytes_and_no_widened_copy():
   made = engine(WeightFormat.INT8)
   params = made.load_params(published(WeightFormat.INT8), 0)
   compiled = made._generate.lower(
-    params, made.init_decode_state(), window=32
+    params,
+    made.init_decode_state(),
+    np.zeros((made.sizes.num_slots,), np.int32),
+    np.zeros((made.sizes.num_slots, 0), np.int32),
+    window=32,
+    is_filtered=False,
   ).compile()
   loops = [x for x in compiled.as_text().splitlines() if " while(" in x]
   (carried,) = [x.partition("while(")[0] for x in loops if "s8[" in x]
@@ -395,7 +401,7 @@ def test_quantised_weights_arrive_bit_for_bit(weights, kind, tmp_path):
 def test_a_format_this_device_can_multiply_by_is_accepted(weights):
   config = tiny_config.get_config()
   config.rollout.weights = weights
-  config_lib.validate(config, 2)
+  config_checks.validate(config, 2)
   assembly.check(config, 2)
 
 
@@ -428,7 +434,7 @@ def test_a_whole_run_ends_and_shows_its_price(weights, tmp_path):
   config.warm_start.num_steps = 0
   config.task.answer_prefix = ""
   config.rollout.weights = weights
-  config_lib.validate(config, len(jax.devices()))
+  config_checks.validate(config, len(jax.devices()))
   summary = json.loads(run.run(config, tmp_path, scorer=reward_scorers.length))
   text = (tmp_path / "metrics.jsonl").read_text()
   _, *steps = map(json.loads, text.splitlines())
