@@ -309,8 +309,9 @@ class Recorder:
     )
 
   def _generated_tokens(self) -> int:
-    stats = self._worker.scheduler.stats
-    return self.record.generated_tokens + stats.generated_tokens
+    written = self._worker.scheduler.stats.generated_tokens
+    training = written - self._worker.served_tokens
+    return self.record.generated_tokens + training
 
   def _rl_times(self, now_s: float) -> tuple[float, dict[str, float]]:
     """Seconds of the RL stage without evaluation, and busy ones of a slice."""

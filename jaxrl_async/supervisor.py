@@ -99,8 +99,17 @@ class StopRequest:
     """Asks the run to end after the current step."""
     self._event.set()
 
+  def wait(self, timeout_s: float) -> None:
+    """Waits until somebody has."""
+    self._event.wait(timeout_s)
+
   @contextlib.contextmanager
-  def on_signals(self, note: Callable[[str], None]):
+  def on_signals(
+    self,
+    note: Callable[[str], None],
+    what_follows: str = "finishing the step, then a checkpoint; once more ends"
+    " it now",
+  ):
     """Answers SIGINT and SIGTERM, where this is the main thread."""
     if threading.current_thread() is not threading.main_thread():
       yield
@@ -111,10 +120,7 @@ class StopRequest:
       if self.is_set:
         raise KeyboardInterrupt
       self.set()
-      note(
-        f"{signal.Signals(number).name}: finishing the step, then a"
-        " checkpoint; once more ends it now"
-      )
+      note(f"{signal.Signals(number).name}: {what_follows}")
 
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, answer) for number in numbers}

@@ -5,6 +5,7 @@ Import it first: it sets XLA's environment, which JAX reads once.
 
 from collections.abc import Callable
 import dataclasses
+import functools
 import os
 import pathlib
 import re
@@ -50,11 +51,16 @@ def workdir() -> pathlib.Path:
     raise config_lib.ConfigError(
       f"workdir: {there} is not a directory that can be written to"
     )
+  use_compile_cache(path)
+  return path
+
+
+def use_compile_cache(path: pathlib.Path) -> None:
+  """XLA's programs are kept in the workdir, or where the flag says."""
   cache = _COMPILE_CACHE.value or str(path / "compile_cache")
   jax.config.update("jax_compilation_cache_dir", cache)
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-  return path
 
 
 def _one_line(error: BaseException) -> str:
@@ -75,13 +81,16 @@ def _one_line(error: BaseException) -> str:
   return lines[0] if lines else type(error).__name__
 
 
-def _parse(argv: list[str]) -> list[str]:
+def _parse(argv: list[str], has_config: bool = True) -> list[str]:
   try:
     rest = flags.FLAGS(argv)
-    if CONFIG.value is None:
+    if has_config and CONFIG.value is None:
       raise config_lib.ConfigError("config: missing; use --config=FILE")
-    # A file that could not be loaded raises at the first look inside.
-    dataclasses.fields(CONFIG.value)
+    if has_config:
+      # A file that could not be loaded raises at the first look inside.
+      dataclasses.fields(CONFIG.value)
+    elif CONFIG.value is not None:
+      raise config_lib.ConfigError("config: not used here; leave it out")
   except (
     flags.Error,
     config_lib.ConfigError,
@@ -114,3 +123,18 @@ def start(main: Callable[[config_lib.Config], None]) -> None:
       sys.exit(130)
 
   app.run(checked, flags_parser=_parse)
+
+
+def start_without_config(main: Callable[[], None]) -> None:
+  """Parses the flags of a script that takes no config, and calls main()."""
+
+  def checked(argv: list[str]) -> None:
+    del argv
+    logging.set_verbosity(logging.WARNING)
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    try:
+      main()
+    except config_lib.ConfigError as error:
+      sys.exit(f"error: {error}")
+
+  app.run(checked, flags_parser=functools.partial(_parse, has_config=False))

@@ -2,7 +2,7 @@
 
 python launch/sft.py --config=configs/quickstart.py --workdir=/tmp/sft
 
-Writes WORKDIR/params, which a run starts from with
+Writes config.json and WORKDIR/params, which a run starts from with
 --config.warm_start.checkpoint=WORKDIR/params. The last line on stdout is JSON
 with the number of steps, the wall-clock and the path of the parameters.
 """
@@ -15,6 +15,7 @@ import time
 import jax
 
 from jaxrl_async import assembly
+from jaxrl_async import config_json
 from jaxrl_async import progress as progress_lib
 
 
@@ -35,6 +36,7 @@ def main(config):
         "warm start", step, config.warm_start.num_steps, f"loss {loss:.3f}"
       ),
     )
+  config_json.prepare_workdir(config, workdir)
   tokenizer.save(workdir / "tokenizer")
   assembly.save_params(workdir / "params", params)
   print(

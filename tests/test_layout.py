@@ -34,18 +34,19 @@ LAYERS = {
   ),
   3: ("train_step",),
   4: ("rollout", "trainer"),
-  5: ("evaluate", "summary", "progress", "sft", "dry_run"),
-  6: ("assembly", "run_record", "snapshot", "run"),
+  5: ("evaluate", "summary", "progress", "sft", "dry_run", "serving"),
+  6: ("assembly", "run_record", "snapshot", "run", "serve"),
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 # Folders whose files may import each other.
-FOLDERS = {"rewards", "models", "rollout"}
+FOLDERS = {"rewards", "models", "rollout", "serving"}
 SAME_LAYER = {
   ("config_checks", "config"),
   ("config_json", "config"),
   ("run", "assembly"),
   ("run", "run_record"),
   ("run", "snapshot"),
+  ("serve", "assembly"),
 }
 
 MAX_LINES = 500

@@ -36,6 +36,7 @@ class World:
     self.scheduler = tiny.scheduler(cls=tiny.SteppedScheduler)
     self.adopted = []
     episode = options.pop("episode", None)
+    self.requests = options.pop("requests", None)
     settings = {
       "group_size": GROUP_SIZE,
       "max_completion_tokens": MAX_COMPLETION,
@@ -54,6 +55,7 @@ class World:
       tokenizer=tokenizer_lib.character_level(),
       busy=metrics.BusyClock(),
       on_adopt=self.adopted.append,
+      requests=self.requests,
       **({"episode": episode} if episode else {}),
     )
 
@@ -104,7 +106,8 @@ def finished(count):
 def check_balance(world):
   state = world.ledger.state()
   ledger_lib.check_balance(
-    generated=world.scheduler.stats.generated_tokens,
+    generated=world.scheduler.stats.generated_tokens
+    - world.worker.served_tokens,
     trained=state.trained_tokens,
     filtered=state.filtered_tokens,
     failed=state.failed_tokens,

@@ -22,6 +22,7 @@ from jaxrl_async import types
 from jaxrl_async import weight_transfer
 from jaxrl_async.rewards import service
 from jaxrl_async.rollout import episode as episode_lib
+from jaxrl_async.rollout import requests as requests_lib
 from jaxrl_async.rollout import sampling
 from jaxrl_async.rollout import scheduler as scheduler_lib
 from jaxrl_async.rollout import sequence as sequence_lib
@@ -82,6 +83,9 @@ class WorkerSettings:
 class RolloutWorker:
   """Drives one scheduler with training groups.
 
+  Requests of clients, if there are any, are served by the same scheduler: fed
+  before each step, told of what was written after it.
+
   Invariant: every group it has admitted is in exactly one place: in `_running`
   (being written or scored), or handed to the buffer, or ended in the ledger;
   all moves between them happen in the worker's thread.
@@ -105,12 +109,15 @@ class RolloutWorker:
     busy: metrics.BusyClock,
     episode: episode_lib.Episode = episode_lib.single_turn,
     on_adopt: Callable[[int], None] = lambda version: None,
+    requests: requests_lib.RequestQueue | None = None,
   ):
     self.settings = settings
     self.scheduler = scheduler
     self.stream = stream
     self.wait_for_admission_s = 0.0
     self.adopt_s = 0.0
+    self.served_tokens = 0  # of the scheduler's, those written for requests
+    self._requests = requests
     self._buffer = buffer
     self._channel = channel
     self._rewards = rewards
@@ -205,17 +212,26 @@ class RolloutWorker:
       while self._pass_gate():
         self._adopt()
         self._collect_scores()
+        if self._requests is not None:  # before groups take the free slots
+          self._requests.feed(self.scheduler)
         self._admit()
         # After a resume there is work before there are weights.
         if self.scheduler.is_idle or self.scheduler.version < 0:
           self._wait()
         else:
           self._show("decoding")
-          for sequence in self.scheduler.step():
-            self._advance(sequence)
+          ended = self.scheduler.step()
+          if self._requests is not None:
+            self._requests.deliver(ended)
+            self.served_tokens = self._requests.num_written()
+          for sequence in ended:
+            if isinstance(sequence.owner, Running):
+              self._advance(sequence)
     except buffer_lib.BufferClosed:
       pass
     finally:
+      if self._requests is not None:
+        self._requests.close()
       with self._gate:
         self._has_ended = True
         self._show("ended")
@@ -261,7 +277,8 @@ class RolloutWorker:
     version = self.scheduler.version
     seen = self._buffer.policy_version
     is_scoring = any(r.score is not None for r in self._running.values())
-    timeout_s = _IDLE_S if is_scoring else 10 * _IDLE_S
+    is_short = is_scoring or self._requests is not None
+    timeout_s = _IDLE_S if is_short else 10 * _IDLE_S
     if version < seen:
       self._show(f"waiting for weights of version {seen}")
       self._channel.wait_for_version(version, timeout_s)

@@ -1,0 +1,1 @@
+"""Serving a policy: OpenAI's HTTP interface over a request queue."""

@@ -1,0 +1,245 @@
+"""Pieces of text as OpenAI's objects, whole or one event at a time."""
+
+import asyncio
+from collections.abc import Coroutine
+import dataclasses
+import json
+import time
+from typing import Any
+import uuid
+
+from starlette import responses
+
+from jaxrl_async import types
+from jaxrl_async.serving import errors
+from jaxrl_async.serving import generation
+
+_GRACE_S = 30.0  # after the deadline, for a client that reads slowly
+_FINISH = {
+  types.FinishReason.EOS: "stop",
+  types.FinishReason.STOP: "stop",
+  types.FinishReason.LENGTH: "length",
+}
+_MIN_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's floor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+  """What an answer looks like.
+
+  Attributes:
+    is_chat: chat.completion, else text_completion.
+    prompt_tokens: of each prompt, of num_choices choices each.
+    has_logprobs: of the chosen tokens.
+    has_token_ids: tokens and their policy versions, and those of the prompt.
+    has_usage: a streamed answer ends with its counts.
+  """
+
+  model: str
+  is_chat: bool
+  prompt_tokens: list[list[int]]
+  num_choices: int
+  has_logprobs: bool
+  has_token_ids: bool
+  has_usage: bool
+  created_s: int = dataclasses.field(default_factory=lambda: int(time.time()))
+  name: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+
+  def whole(self, choices: list[generation.Piece]) -> dict[str, Any]:
+    """The answer at once."""
+    num_written = sum(len(c.tokens) for c in choices)
+    records = [self._choice(c, is_first=True, is_whole=True) for c in choices]
+    return {
+      **self._head("chat.completion", choices),
+      "choices": records,
+      "usage": self._usage(num_written),
+    }
+
+  def event(self, piece: generation.Piece, is_first: bool) -> dict[str, Any]:
+    """One piece, the first of its choice or a later one."""
+    return {
+      **self._head("chat.completion.chunk", [piece]),
+      "choices": [self._choice(piece, is_first=is_first, is_whole=False)],
+      **({"usage": None} if self.has_usage else {}),
+    }
+
+  def usage_event(self, num_written: int) -> dict[str, Any]:
+    """The last event, if there is to be one."""
+    return {
+      **self._head("chat.completion.chunk", []),
+      "choices": [],
+      "usage": self._usage(num_written),
+    }
+
+  def _head(self, kind: str, pieces: list[generation.Piece]) -> dict[str, Any]:
+    versions = [v for piece in pieces for v in piece.policy_versions]
+    newest = f"policy_version={max(versions)}" if versions else None
+    prefix = "chatcmpl" if self.is_chat else "cmpl"
+    return {
+      "id": f"{prefix}-{self.name}",
+      "object": kind if self.is_chat else "text_completion",
+      "created": self.created_s,
+      "model": self.model,
+      "system_fingerprint": newest,
+    }
+
+  def _usage(self, num_written: int) -> dict[str, int]:
+    num_read = sum(map(len, self.prompt_tokens))
+    return {
+      "prompt_tokens": num_read,
+      "completion_tokens": num_written,
+      "total_tokens": num_read + num_written,
+    }
+
+  def _choice(
+    self, piece: generation.Piece, *, is_first: bool, is_whole: bool
+  ) -> dict[str, Any]:
+    record: dict[str, Any] = {"index": piece.choice}
+    if not self.is_chat:
+      record["text"] = piece.text
+    elif is_whole:
+      record["message"] = {
+        "role": "assistant",
+        "content": piece.text,
+        "refusal": None,
+      }
+    else:
+      role = {"role": "assistant"} if is_first else {}
+      record["delta"] = {**role, "content": piece.text}
+    record["logprobs"] = self._logprobs(piece) if self.has_logprobs else None
+    reason = piece.finish_reason
+    record["finish_reason"] = None if reason is None else _FINISH[reason]
+    if self.has_token_ids:
+      record["token_ids"] = piece.tokens
+      record["policy_versions"] = piece.policy_versions
+      if is_first:
+        prompt = self.prompt_tokens[piece.choice // self.num_choices]
+        record["prompt_token_ids"] = prompt
+    return record
+
+  def _logprobs(self, piece: generation.Piece) -> dict[str, Any]:
+    logprobs = [max(x, _MIN_LOGPROB) for x in piece.logprobs]
+    if not self.is_chat:
+      return {
+        "tokens": piece.token_texts,
+        "token_logprobs": logprobs,
+        "top_logprobs": None,
+        "text_offset": piece.offsets,
+      }
+    content = [
+      {
+        "token": text,
+        "logprob": logprob,
+        "bytes": None if "\ufffd" in text else list(text.encode()),
+        "top_logprobs": [],
+      }
+      for text, logprob in zip(piece.token_texts, logprobs, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+class Answer(responses.Response):
+  """Writes while the client is there, and sends it.
+
+  An error before the first token has a status of its own; one after it is the
+  stream's last event.
+  """
+
+  def __init__(
+    self,
+    writing: generation.Generation,
+    shape: Shape,
+    *,
+    is_stream: bool,
+    timeout_s: float,
+  ):
+    self._writing = writing
+    self._shape = shape
+    self._is_stream = is_stream
+    self._timeout_s = timeout_s + _GRACE_S
+    self.background = None
+
+  async def __call__(self, scope, receive, send) -> None:
+    """Sends the answer; frees its slots however it ends."""
+    self._writing.submit()
+    respond = self._stream if self._is_stream else self._send_whole
+    try:
+      async with asyncio.timeout(self._timeout_s):
+        await _while_connected(receive, respond(scope, receive, send))
+    finally:
+      self._writing.cancel()
+
+  async def _send_whole(self, scope, receive, send) -> None:
+    choices: dict[int, generation.Piece] = {}
+    while (piece := await self._writing.next()) is not None:
+      if piece.choice in choices:
+        choices[piece.choice].extend(piece)
+      else:
+        choices[piece.choice] = piece
+    whole = self._shape.whole([choices[i] for i in sorted(choices)])
+    await responses.Response(_dumps(whole), media_type="application/json")(
+      scope, receive, send
+    )
+
+  async def _stream(self, scope, receive, send) -> None:
+    del scope, receive
+    piece = await self._writing.next()  # what fails here has its own status
+    await send(
+      {
+        "type": "http.response.start",
+        "status": 200,
+        "headers": [
+          (b"content-type", b"text/event-stream; charset=utf-8"),
+          (b"cache-control", b"no-cache"),
+        ],
+      }
+    )
+
+    async def send_event(text: str, is_last: bool = False) -> None:
+      body = f"data: {text}\n\n".encode()
+      await send(
+        {
+          "type": "http.response.body",
+          "body": body,
+          "more_body": not is_last,
+        }
+      )
+
+    begun: set[int] = set()
+    num_written = 0
+    try:
+      while piece is not None:
+        num_written += len(piece.tokens)
+        is_first = piece.choice not in begun
+        begun.add(piece.choice)
+        await send_event(_dumps(self._shape.event(piece, is_first)))
+        piece = await self._writing.next()
+    except errors.ApiError as error:
+      await send_event(_dumps(error.body()), is_last=True)
+      return
+    if self._shape.has_usage:
+      await send_event(_dumps(self._shape.usage_event(num_written)))
+    await send_event("[DONE]", is_last=True)
+
+
+def _dumps(value: Any) -> str:
+  return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+async def _while_connected(receive, work: Coroutine) -> None:
+  """Runs `work` to its end, or until the client goes away."""
+
+  async def disconnected():
+    while (await receive())["type"] != "http.disconnect":
+      pass
+
+  working = asyncio.ensure_future(work)
+  watching = asyncio.ensure_future(disconnected())
+  try:
+    await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+    if working.done():
+      working.result()
+  finally:
+    working.cancel()
+    watching.cancel()
+    await asyncio.wait({working, watching})

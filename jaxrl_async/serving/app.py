@@ -1,0 +1,360 @@
+"""The HTTP application: OpenAI's paths, health and metrics.
+
+Everything a client sends is bounded and checked here, before anything of it
+reaches the engine: who asks, how much and how slowly, JSON, fields, ranges,
+characters and token ids.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+import dataclasses
+import hmac
+import secrets
+import time
+from typing import Any
+
+import numpy as np
+from starlette import applications
+from starlette import exceptions
+from starlette import requests as http_requests
+from starlette import responses
+from starlette import routing
+
+from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async.rollout import requests
+from jaxrl_async.rollout import sampling
+from jaxrl_async.serving import answers
+from jaxrl_async.serving import chat_template as chat_template_lib
+from jaxrl_async.serving import errors
+from jaxrl_async.serving import generation
+from jaxrl_async.serving import prometheus
+from jaxrl_async.serving import protocol
+
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's, of completions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+  """What one client may ask for.
+
+  Attributes:
+    deadline_s: of a request that names none.
+    max_deadline_s: the latest that one may name.
+    max_body_bytes: larger bodies get a 413.
+    body_timeout_s: slower ones a 408.
+  """
+
+  deadline_s: float = 120.0
+  max_deadline_s: float = 600.0
+  max_body_bytes: int = 1 << 20
+  body_timeout_s: float = 20.0
+
+
+class Service:
+  """What the paths answer from.
+
+  Threads: belongs to the server's event loop; the queue is shared.
+  """
+
+  def __init__(
+    self,
+    *,
+    queue: requests.RequestQueue,
+    tokenizer: tokenizer_lib.Tokenizer,
+    chat_template: chat_template_lib.ChatTemplate,
+    metrics: prometheus.Metrics,
+    model_name: str,
+    is_alive: Callable[[], bool],
+    api_key: str | None = None,
+    limits: Limits | None = None,
+  ):
+    """Keeps its parts.
+
+    Args:
+      queue: of whoever drives the scheduler.
+      tokenizer: of the policy.
+      chat_template: of the same tokenizer.
+      metrics: one that `queue` reports its times to.
+      model_name: the one `model` that is served.
+      is_alive: whether the queue is being driven.
+      api_key: what every path but /health wants as a bearer token.
+      limits: of what clients may ask for.
+    """
+    self.queue = queue
+    self.tokenizer = tokenizer
+    self.chat_template = chat_template
+    self.metrics = metrics
+    self.model_name = model_name
+    self.is_alive = is_alive
+    self.api_key = api_key
+    self.limits = limits or Limits()
+    self.created_s = int(time.time())
+    metrics.watch(queue)
+
+  # -- paths ----------------------------------------------------------------
+
+  async def health(self, request: http_requests.Request):
+    """Whether requests are taken."""
+    del request
+    version = self.queue.stats.policy_version
+    status = "ok"
+    if self.queue.is_draining:
+      status = "draining"
+    elif not self.is_alive() or version < 0:
+      status = "not ready"
+    return responses.JSONResponse(
+      {"status": status, "policy_version": version},
+      status_code=200 if status == "ok" else 503,
+    )
+
+  async def show_metrics(self, request: http_requests.Request):
+    """Prometheus' page."""
+    del request
+    return responses.Response(
+      self.metrics.text(), media_type="text/plain; version=0.0.4"
+    )
+
+  async def models(self, request: http_requests.Request):
+    """The one model."""
+    del request
+    return responses.JSONResponse({"object": "list", "data": [self._model()]})
+
+  async def model(self, request: http_requests.Request):
+    """The one model, by name."""
+    self._check_model(request.path_params["name"])
+    return responses.JSONResponse(self._model())
+
+  async def completions(self, request: http_requests.Request):
+    """Text after text, or after tokens."""
+    body = await read_body(request, self.limits)
+    wanted = protocol.parse(protocol.Completion, body)
+    self._check_model(wanted.model)
+    prompts = [await self._tokens(p, "prompt") for p in wanted.prompts]
+    return self._answer(
+      wanted, prompts, wanted.max_tokens, wanted.logprobs is not None
+    )
+
+  async def chat(self, request: http_requests.Request):
+    """The assistant's next message."""
+    body = await read_body(request, self.limits)
+    wanted = protocol.parse(protocol.Chat, body)
+    self._check_model(wanted.model)
+    messages = [m.model_dump(exclude_none=True) for m in wanted.messages]
+    try:
+      text = self.chat_template.render(messages)
+    except chat_template_lib.ChatTemplateError as error:
+      raise errors.ApiError(
+        400, f"messages: {error}", param="messages"
+      ) from error
+    prompts = [await self._tokens(text, "messages")]
+    max_tokens = wanted.max_completion_tokens or wanted.max_tokens
+    return self._answer(wanted, prompts, max_tokens, wanted.logprobs)
+
+  # -- their parts ----------------------------------------------------------
+
+  def _model(self) -> dict[str, Any]:
+    return {
+      "id": self.model_name,
+      "object": "model",
+      "created": self.created_s,
+      "owned_by": "jaxrl_async",
+      "max_model_len": self.queue.cache_tokens,
+      "policy_version": self.queue.stats.policy_version,
+    }
+
+  def _check_model(self, name: str) -> None:
+    if name != self.model_name:
+      raise errors.ApiError(
+        404,
+        f"model {name[:100]!r} does not exist; this server has"
+        f" {self.model_name!r}",
+        param="model",
+        code="model_not_found",
+      )
+
+  async def _tokens(self, prompt: str | list[int], name: str) -> np.ndarray:
+    """Token ids, all in the vocabulary."""
+    if isinstance(prompt, str):
+      try:
+        # In a thread: a long text takes its time.
+        return await asyncio.to_thread(self.tokenizer.encode, prompt)
+      except ValueError as error:
+        raise errors.ApiError(400, f"{name}: {error}", param=name) from error
+    v = self.queue.vocab_size
+    if not all(0 <= token < v for token in prompt):
+      raise errors.ApiError(
+        400, f"{name}: token ids must be in [0, {v})", param=name
+      )
+    return np.asarray(prompt, np.int32)
+
+  def _answer(
+    self,
+    wanted: protocol.Completion | protocol.Chat,
+    prompts: list[np.ndarray],
+    max_tokens: int | None,
+    has_logprobs: bool,
+  ) -> answers.Answer:
+    limits = self.limits
+    deadline_s = wanted.deadline_s or limits.deadline_s
+    if deadline_s > limits.max_deadline_s:
+      raise errors.ApiError(
+        400,
+        f"deadline_s: at most {limits.max_deadline_s:g}",
+        param="deadline_s",
+      )
+    bounds = {
+      "prompt": (len(prompts), self.queue.max_waiting),
+      "n": (len(prompts) * wanted.n, self.queue.max_choices),
+    }
+    for name, (count, most) in bounds.items():
+      if count > most:
+        what = "prompts" if name == "prompt" else "choices of all prompts"
+        raise errors.ApiError(
+          400, f"{name}: {count} {what}; at most {most}", param=name
+        )
+    is_chat = isinstance(wanted, protocol.Chat)
+    seed = wanted.seed
+    if seed is None:
+      seed = secrets.randbits(31)
+    settings = sampling.SamplingSettings(
+      temperature=wanted.temperature,
+      top_k=max(wanted.top_k, 0),  # -1 is all of them too
+      top_p=wanted.top_p,
+      min_p=wanted.min_p,
+      min_tokens=wanted.min_tokens,
+      end_tokens=tuple(wanted.stop_token_ids),
+      ignore_eos=wanted.ignore_eos,
+    )
+
+    def default_tokens(prompt):
+      room = max(self.queue.cache_tokens - len(prompt), 1)
+      return room if is_chat else min(room, _DEFAULT_MAX_TOKENS)
+
+    requests_ = [
+      requests.Request(
+        prompt_tokens=prompt,
+        max_tokens=max_tokens or default_tokens(prompt),
+        settings=settings,
+        seed=seed % (requests.MAX_SEED + 1),
+        num_choices=wanted.n,
+        stop_strings=wanted.stop,
+        deadline_s=time.monotonic() + deadline_s,
+      )
+      for prompt in prompts
+    ]
+    options = wanted.stream_options
+    shape = answers.Shape(
+      model=self.model_name,
+      is_chat=is_chat,
+      prompt_tokens=[prompt.tolist() for prompt in prompts],
+      num_choices=wanted.n,
+      has_logprobs=has_logprobs,
+      has_token_ids=wanted.return_token_ids,
+      has_usage=options is not None and options.include_usage,
+    )
+    writing = generation.Generation(
+      self.queue, self.tokenizer, requests_, has_token_texts=has_logprobs
+    )
+    return answers.Answer(
+      writing, shape, is_stream=wanted.stream, timeout_s=deadline_s
+    )
+
+
+async def read_body(request: http_requests.Request, limits: Limits) -> bytes:
+  """The body of a POST.
+
+  Raises:
+    ApiError: it is not JSON by its own account, too large or too slow.
+  """
+  kind = request.headers.get("content-type", "").partition(";")[0]
+  if kind.strip().lower() != "application/json":
+    raise errors.ApiError(
+      415, "send the body as content-type: application/json"
+    )
+  too_large = errors.ApiError(
+    413, f"the body has more than {limits.max_body_bytes} bytes"
+  )
+  length = request.headers.get("content-length", "0")
+  if not length.isdecimal() or int(length[:20]) > limits.max_body_bytes:
+    raise too_large
+  body = bytearray()
+  try:
+    async with asyncio.timeout(limits.body_timeout_s):
+      async for chunk in request.stream():
+        body += chunk
+        if len(body) > limits.max_body_bytes:
+          raise too_large
+  except TimeoutError:
+    raise errors.ApiError(
+      408,
+      f"the body did not arrive within {limits.body_timeout_s:g} s",
+      headers={"connection": "close"},
+    ) from None
+  except http_requests.ClientDisconnect:
+    raise errors.ApiError(400, "the client went away") from None
+  return bytes(body)
+
+
+class _Door:
+  """Asks for the key, and counts what is answered."""
+
+  def __init__(self, app: Any, service: Service, paths: frozenset[str]):
+    self._app = app
+    self._service = service
+    self._paths = paths
+
+  async def __call__(
+    self, scope, receive, send: Callable[[Any], Awaitable[None]]
+  ) -> None:
+    if scope["type"] != "http":
+      await self._app(scope, receive, send)
+      return
+    path = scope["path"] if scope["path"] in self._paths else "other"
+
+    async def counted(message):
+      if message["type"] == "http.response.start":
+        self._service.metrics.add_answer(path, message["status"])
+      await send(message)
+
+    if path != "/health" and not self._has_key(scope):
+      refusal = errors.ApiError(
+        401,
+        "the API key is missing or wrong; send it as authorization: Bearer …",
+        code="invalid_api_key",
+        headers={"www-authenticate": "Bearer"},
+      )
+      await refusal.response()(scope, receive, counted)
+      return
+    await self._app(scope, receive, counted)
+
+  def _has_key(self, scope) -> bool:
+    key = self._service.api_key
+    if key is None:
+      return True
+    given = dict(scope["headers"]).get(b"authorization", b"")
+    kind, _, token = given.partition(b" ")
+    # Both, so that the time taken tells nothing about either.
+    is_right = hmac.compare_digest(token.strip(), key.encode())
+    return kind.lower() == b"bearer" and is_right
+
+
+def make_app(service: Service) -> Any:
+  """The ASGI application."""
+  routes = [
+    routing.Route("/health", service.health, methods=["GET"]),
+    routing.Route("/metrics", service.show_metrics, methods=["GET"]),
+    routing.Route("/v1/models", service.models, methods=["GET"]),
+    routing.Route("/v1/models/{name:path}", service.model, methods=["GET"]),
+    routing.Route("/v1/completions", service.completions, methods=["POST"]),
+    routing.Route("/v1/chat/completions", service.chat, methods=["POST"]),
+  ]
+  app = applications.Starlette(
+    routes=routes,
+    exception_handlers={
+      errors.ApiError: errors.on_api_error,
+      exceptions.HTTPException: errors.on_http_exception,
+      Exception: errors.on_defect,
+    },
+  )
+  app.router.redirect_slashes = False
+  return _Door(app, service, frozenset(route.path for route in routes))

@@ -1,0 +1,209 @@
+"""From the engine's thread to a coroutine: what is written for one answer."""
+
+import asyncio
+from collections.abc import Sequence
+import contextlib
+import dataclasses
+import functools
+import math
+import re
+
+from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async import types
+from jaxrl_async.rollout import requests
+from jaxrl_async.rollout import stop_strings
+from jaxrl_async.serving import errors
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Piece:
+  """What was newly written of one choice.
+
+  Attributes:
+    choice: index among all choices of the answer.
+    text: to be shown; it may lag behind the tokens.
+    tokens, logprobs, policy_versions: one entry a token.
+    token_texts, offsets: of each token alone, and how many characters were
+      there before it; empty unless asked for.
+    finish_reason: given in the choice's last piece.
+  """
+
+  choice: int
+  text: str = ""
+  tokens: list[int] = dataclasses.field(default_factory=list)
+  logprobs: list[float] = dataclasses.field(default_factory=list)
+  policy_versions: list[int] = dataclasses.field(default_factory=list)
+  token_texts: list[str] = dataclasses.field(default_factory=list)
+  offsets: list[int] = dataclasses.field(default_factory=list)
+  finish_reason: types.FinishReason | None = None
+
+  def extend(self, more: "Piece") -> None:
+    """Appends what was written next of the same choice."""
+    self.text += more.text
+    self.tokens += more.tokens
+    self.logprobs += more.logprobs
+    self.policy_versions += more.policy_versions
+    self.token_texts += more.token_texts
+    self.offsets += more.offsets
+    self.finish_reason = more.finish_reason
+
+
+class _Choice:
+  """Turns the updates of one choice into pieces."""
+
+  def __init__(
+    self,
+    index: int,
+    tokenizer: tokenizer_lib.Tokenizer,
+    request: requests.Request,
+    has_token_texts: bool,
+  ):
+    self._index = index
+    self._tokenizer = tokenizer
+    self._shown = stop_strings.CompletionText(
+      tokenizer,
+      request.stop_strings,
+      min_tokens=request.settings.min_tokens,
+    )
+    self._whole = stop_strings.TokenText(tokenizer) if has_token_texts else None
+    self._num_characters = 0
+
+  def piece(self, update: requests.Update) -> Piece:
+    tokens = update.tokens.tolist()
+    piece = Piece(
+      choice=self._index,
+      text=self._shown.add(tokens),
+      tokens=tokens,
+      logprobs=update.logprobs.tolist(),
+      policy_versions=update.policy_versions.tolist(),
+      finish_reason=update.finish_reason,
+    )
+    if update.finish_reason is not None:
+      piece.text += self._shown.finish()
+    if self._whole is not None:
+      for token in tokens:
+        piece.offsets.append(self._num_characters)
+        piece.token_texts.append(self._tokenizer.decode([token]))
+        self._num_characters += len(self._whole.add([token]))
+    return piece
+
+
+class Generation:
+  """Several requests of the same number of choices, as one stream of pieces.
+
+  Choice c of request p is choice p * num_choices + c of the answer.
+
+  Threads: everything belongs to the event loop of the server but `_receive`,
+  which the engine's thread calls.
+  """
+
+  def __init__(
+    self,
+    queue: requests.RequestQueue,
+    tokenizer: tokenizer_lib.Tokenizer,
+    wanted: Sequence[requests.Request],
+    *,
+    has_token_texts: bool,
+  ):
+    self._queue = queue
+    self._wanted = wanted
+    self._handles: list[requests.Handle] = []
+    self._updates: asyncio.Queue[tuple[int, requests.Update]] = asyncio.Queue()
+    self._loop = asyncio.get_running_loop()
+    self._tokenizer = tokenizer
+    self._has_token_texts = has_token_texts
+    self._choices: list[_Choice] = []
+    self._num_unfinished = 0
+
+  def submit(self) -> None:
+    """Queues all requests, or none.
+
+    Raises:
+      ApiError: there is no room for them, or not any more, or never.
+    """
+    try:
+      for request in self._wanted:  # all, before the first is queued
+        self._queue.check(request)
+      n = self._wanted[0].num_choices
+      self._choices = [
+        _Choice(p * n + c, self._tokenizer, request, self._has_token_texts)
+        for p, request in enumerate(self._wanted)
+        for c in range(n)
+      ]
+      self._num_unfinished = len(self._choices)
+      for number, request in enumerate(self._wanted):
+        receive = functools.partial(self._receive, number)
+        self._handles.append(self._queue.submit(request, receive))
+    except ValueError as error:
+      raise _bad_request(error) from error
+    except requests.QueueFull as error:
+      self.cancel()
+      raise errors.ApiError(
+        429,
+        f"too many requests: {error}",
+        code="queue_full",
+        headers={"retry-after": str(math.ceil(error.retry_after_s))},
+      ) from error
+    except requests.Draining as error:
+      self.cancel()
+      raise _shutting_down() from error
+
+  def cancel(self) -> None:
+    """Frees what is still running; harmless when everything has ended."""
+    for handle in self._handles:
+      self._queue.cancel(handle)
+
+  async def next(self) -> Piece | None:
+    """What is written next, None after the last of all choices.
+
+    Raises:
+      ApiError: the server cannot go on.
+    """
+    if not self._num_unfinished:
+      return None
+    number, update = await self._updates.get()
+    if update.error == requests.RequestError.DEADLINE:
+      raise errors.ApiError(
+        504,
+        "the request's deadline passed before it was finished (deadline_s)",
+        code="deadline_exceeded",
+        # The official client would try again what took too long.
+        headers={"x-should-retry": "false"},
+      )
+    if update.error == requests.RequestError.SHUT_DOWN:
+      raise _shutting_down()
+    if update.error is not None:
+      raise errors.ApiError(500, update.error)
+    n = self._wanted[number].num_choices
+    piece = self._choices[number * n + update.choice].piece(update)
+    self._num_unfinished -= piece.finish_reason is not None
+    return piece
+
+  def _receive(self, number: int, update: requests.Update) -> None:
+    with contextlib.suppress(RuntimeError):  # the server's loop has ended
+      self._loop.call_soon_threadsafe(
+        self._updates.put_nowait, (number, update)
+      )
+
+
+def _shutting_down() -> errors.ApiError:
+  return errors.ApiError(
+    503, "the server is shutting down", headers={"retry-after": "10"}
+  )
+
+
+def _bad_request(error: ValueError) -> errors.ApiError:
+  """Of "<field>: <why>", or "<field> is <value>; <why>"."""
+  text = str(error)
+  named = re.match(r"(\w+)(:| is )", text)
+  if "end token" in text:
+    param = "stop_token_ids"
+  else:
+    param = named[1] if named else None
+  is_long = isinstance(error, requests.TooLong)
+  return errors.ApiError(
+    400,
+    text,
+    param=param,
+    code="context_length_exceeded" if is_long else None,
+  )

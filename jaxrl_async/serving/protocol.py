@@ -1,0 +1,277 @@
+"""What may be asked for: OpenAI's fields, and some of our own.
+
+A field that OpenAI knows and this server does not is refused unless it holds
+the value that changes nothing; a field nobody knows is refused. Nothing a
+client asks for is dropped in silence, but for the fields that only say who
+asks (`user`, `safety_identifier`, `prompt_cache_key`).
+"""
+
+from typing import Any, ClassVar, Literal
+
+import pydantic
+import pydantic_core
+
+from jaxrl_async.rollout import requests
+from jaxrl_async.serving import errors
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256
+
+# Field -> the values with which it changes nothing, besides null.
+_ANYWHERE = {
+  "frequency_penalty": (0,),
+  "presence_penalty": (0,),
+  "logit_bias": ({},),
+  "metadata": ({},),
+  "store": (False,),
+  "service_tier": ("auto", "default"),
+}
+_COMPLETION = {"echo": (False,), "suffix": ("",)}
+_CHAT = {
+  "audio": (),
+  "function_call": ("none",),
+  "functions": ([],),
+  "modalities": (["text"],),
+  "moderation": (),
+  "parallel_tool_calls": (True,),
+  "prediction": (),
+  "prompt_cache_options": (),
+  "prompt_cache_retention": (),
+  "reasoning_effort": (),
+  "response_format": ({"type": "text"},),
+  "tool_choice": ("none", "auto"),
+  "tools": ([],),
+  "verbosity": (),
+  "web_search_options": (),
+}
+_MESSAGE = {
+  "annotations": ([],),
+  "audio": (),
+  "function_call": (),
+  "refusal": (),
+  "tool_calls": ([],),
+}
+
+
+def _is_same(value: Any, default: Any) -> bool:
+  is_bool = isinstance(value, bool), isinstance(default, bool)
+  return is_bool[0] == is_bool[1] and value == default
+
+
+class _Body(pydantic.BaseModel):
+  """Strict: no field unknown, no type converted; null is the default."""
+
+  model_config = pydantic.ConfigDict(
+    extra="forbid", strict=True, allow_inf_nan=False, frozen=True
+  )
+  neutral: ClassVar[dict[str, tuple]] = {}
+
+  @pydantic.model_validator(mode="before")
+  @classmethod
+  def _drop_what_changes_nothing(cls, body: Any) -> Any:
+    if not isinstance(body, dict):
+      return body
+    kept = {}
+    for name, value in body.items():
+      if name in cls.neutral:
+        values = cls.neutral[name]
+        if value is not None and not any(_is_same(value, v) for v in values):
+          raise errors.ApiError(
+            400,
+            f"{name}: not supported by this server; leave it out",
+            param=name,
+            code="unsupported_parameter",
+          )
+      elif value is not None or name not in cls.model_fields:
+        kept[name] = value
+    return kept
+
+
+class StreamOptions(_Body):
+  """Of a streamed answer."""
+
+  include_usage: bool = False
+  include_obfuscation: Literal[False] = False
+
+
+class _Wanted(_Body):
+  """What completions and chats have in common."""
+
+  model: str
+  stream: bool = False
+  stream_options: StreamOptions | None = None
+  n: int = pydantic.Field(1, ge=1)
+  stop: tuple[str, ...] = ()
+  seed: int | None = pydantic.Field(None, ge=-(2**63), lt=2**63)
+  max_tokens: int | None = pydantic.Field(None, ge=1)
+  temperature: float = pydantic.Field(1.0, ge=0, le=2)
+  top_p: float = pydantic.Field(1.0, gt=0, le=1)
+  user: str = ""
+  # Not OpenAI's.
+  top_k: int = pydantic.Field(0, ge=-1, le=requests.MAX_SEED)
+  min_p: float = pydantic.Field(0.0, ge=0, le=1)
+  min_tokens: int = pydantic.Field(0, ge=0)
+  stop_token_ids: list[int] = []
+  ignore_eos: bool = False
+  return_token_ids: bool = False
+  deadline_s: float | None = pydantic.Field(None, gt=0)
+
+  @pydantic.field_validator("stop", mode="before")
+  @classmethod
+  def _one_or_several(cls, value: Any) -> Any:
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or not all(
+      isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARACTERS for s in strings
+    ):
+      raise ValueError(
+        f"must be a string of 1 to {MAX_STOP_CHARACTERS} characters, or a list"
+        " of them"
+      )
+    if len(strings) > MAX_STOP_STRINGS:
+      raise ValueError(f"at most {MAX_STOP_STRINGS} strings")
+    return tuple(strings)
+
+  @pydantic.model_validator(mode="after")
+  def _check_stream_options(self):
+    if self.stream_options is not None and not self.stream:
+      raise errors.ApiError(
+        400, "stream_options: only with stream", param="stream_options"
+      )
+    return self
+
+
+class Completion(_Wanted):
+  """POST /v1/completions."""
+
+  neutral: ClassVar[dict[str, tuple]] = _ANYWHERE | _COMPLETION
+  prompt: str | list[str] | list[int] | list[list[int]]
+  best_of: int | None = None
+  logprobs: int | None = pydantic.Field(None, ge=0)
+
+  @pydantic.field_validator("prompt", mode="before")
+  @classmethod
+  def _any_of_four(cls, value: Any) -> Any:
+    def are_tokens(items):
+      return all(type(item) is int for item in items)
+
+    is_list = isinstance(value, list) and bool(value)
+    if not (
+      isinstance(value, str)
+      or (is_list and all(isinstance(item, str) for item in value))
+      or (is_list and are_tokens(value))
+      or (is_list and all(isinstance(x, list) and are_tokens(x) for x in value))
+    ):
+      raise ValueError(
+        "must be a text, a list of texts, a list of token ids or a list of"
+        " such lists, and not an empty list"
+      )
+    return value
+
+  @pydantic.model_validator(mode="after")
+  def _check_alternatives(self):
+    if self.best_of not in (None, self.n):
+      raise _unsupported("best_of", "use n")
+    if self.logprobs:
+      raise _unsupported(
+        "logprobs", "0 gives those of the chosen tokens; no alternatives"
+      )
+    return self
+
+  @property
+  def prompts(self) -> list[str] | list[list[int]]:
+    """One entry a prompt."""
+    if isinstance(self.prompt, str):
+      return [self.prompt]
+    if isinstance(self.prompt[0], int):
+      return [self.prompt]  # pyright: ignore[reportReturnType]
+    return self.prompt  # pyright: ignore[reportReturnType]
+
+
+class Message(_Body):
+  """One message of a chat; text only."""
+
+  neutral: ClassVar[dict[str, tuple]] = _MESSAGE
+  role: Literal["system", "developer", "user", "assistant"]
+  content: str
+  name: str | None = None
+
+  @pydantic.field_validator("content", mode="before")
+  @classmethod
+  def _join_parts(cls, value: Any) -> Any:
+    if not isinstance(value, list):
+      return value
+    for part in value:
+      if (
+        not isinstance(part, dict)
+        or part.keys() != {"type", "text"}
+        or part["type"] != "text"
+        or not isinstance(part["text"], str)
+      ):
+        raise ValueError('parts must be {"type": "text", "text": …}')
+    return "".join(part["text"] for part in value)
+
+
+class Chat(_Wanted):
+  """POST /v1/chat/completions."""
+
+  neutral: ClassVar[dict[str, tuple]] = _ANYWHERE | _CHAT
+  messages: list[Message] = pydantic.Field(min_length=1)
+  max_completion_tokens: int | None = pydantic.Field(None, ge=1)
+  logprobs: bool = False
+  top_logprobs: int = pydantic.Field(0, ge=0)
+  safety_identifier: str = ""
+  prompt_cache_key: str = ""
+
+  @pydantic.model_validator(mode="after")
+  def _check_tokens_and_alternatives(self):
+    if self.top_logprobs:
+      raise _unsupported(
+        "top_logprobs", "logprobs gives those of the chosen tokens"
+      )
+    both = self.max_tokens, self.max_completion_tokens
+    if None not in both and both[0] != both[1]:
+      raise errors.ApiError(
+        400,
+        "max_completion_tokens: differs from max_tokens; give one of them",
+        param="max_completion_tokens",
+      )
+    return self
+
+
+def _unsupported(name: str, instead: str) -> errors.ApiError:
+  return errors.ApiError(
+    400,
+    f"{name}: not supported by this server; {instead}",
+    param=name,
+    code="unsupported_parameter",
+  )
+
+
+def parse(kind: type[_Body], data: bytes) -> Any:
+  """A body as an object of `kind`.
+
+  Raises:
+    ApiError: it is not one; names the field.
+  """
+  try:
+    body = pydantic_core.from_json(data, allow_inf_nan=False)
+  except ValueError as error:
+    raise errors.ApiError(
+      400, f"the body is not JSON: {error}", code="invalid_json"
+    ) from None
+  try:
+    return kind.model_validate(body)
+  except pydantic.ValidationError as error:
+    first = error.errors(
+      include_url=False, include_context=False, include_input=False
+    )[0]
+  path = ".".join(str(part)[:100] for part in first["loc"])
+  message = first["msg"].removeprefix("Value error, ")
+  code = None
+  if first["type"] == "extra_forbidden":
+    message, code = "this server knows no such field", "unknown_parameter"
+  elif first["type"] == "missing":
+    message, code = "is required", "missing_required_parameter"
+  raise errors.ApiError(
+    400, f"{path or 'body'}: {message}", param=path or None, code=code
+  )

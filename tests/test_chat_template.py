@@ -1,0 +1,99 @@
+"""Chat templates: rendered as Hugging Face's library renders them."""
+
+import json
+
+import pytest
+
+from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async.serving import chat_template
+
+CHATML = """{%- for message in messages %}
+    {%- if loop.first and message.role != 'system' %}
+{{- '<|im_start|>system\\nYou help.<|im_end|>\\n' }}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content | trim }}
+    {%- if message.name is defined %}{{ message | tojson }}{% endif %}
+    {{- '<|im_end|>' + eos_token + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+MARKED = """{% for message in messages %}
+{% if message.role == 'assistant' %}
+{% generation %}{{ message.content }}{% endgeneration %}
+{% else %}
+{{ message.role }}: {{ message.content }}
+{% if message.content == 'stop' %}{% break %}{% endif %}
+{% endif %}
+{% endfor %}"""
+CHATS = [
+  [{"role": "user", "content": " hello <b> \u00e9"}],
+  [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "hi", "name": "me"},
+    {"role": "assistant", "content": "yes?\n\n"},
+    {"role": "user", "content": "stop"},
+    {"role": "user", "content": "more"},
+  ],
+]
+
+
+def make(directory, template, **settings):
+  tokenizer_lib.character_level().save(directory)
+  path = directory / "tokenizer_config.json"
+  values = json.loads(path.read_text()) | settings
+  if template is not None:
+    values["chat_template"] = template
+  path.write_text(json.dumps(values))
+  return chat_template.load(directory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+@pytest.mark.parametrize("messages", CHATS)
+def test_as_the_reference_renders_it(tmp_path, template, messages):
+  transformers = pytest.importorskip("transformers")
+  rendered = make(tmp_path, template).render(messages)
+  reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
+  assert rendered == reference.apply_chat_template(
+    messages, tokenize=False, add_generation_prompt=True
+  )
+
+
+def test_without_a_template_the_one_message_and_a_newline(tmp_path):
+  template = make(tmp_path, None)
+  assert template.render([{"role": "user", "content": "1 + 2"}]) == "1 + 2\n"
+  for messages in (CHATS[1], [{"role": "system", "content": "a"}]):
+    with pytest.raises(chat_template.ChatTemplateError, match="one message"):
+      template.render(messages)
+
+
+def test_a_template_is_found_by_name_and_in_a_file(tmp_path):
+  named = [
+    {"name": "tool_use", "template": "no"},
+    {"name": "default", "template": "{{ messages[0].content }}!"},
+  ]
+  assert make(tmp_path, named).render(CHATS[0])[-1] == "!"
+  (tmp_path / "chat_template.jinja").write_text("from the file")
+  assert chat_template.load(tmp_path).render(CHATS[0]) == "from the file"
+
+
+@pytest.mark.parametrize(
+  "template",
+  [
+    "{{ raise_exception('roles must alternate') }}",
+    "{{ nothing.there }}",
+    "{{ messages + 3 }}",
+    "{{ messages.append(1) }}",
+    "{{ ''.__class__.__mro__ }}",
+    "{{ 1 / 0 }}",
+    "{% for i in range(10**9) %}{% endfor %}",
+  ],
+)
+def test_what_a_template_may_not_do_is_an_error_of_its_own(template):
+  with pytest.raises(chat_template.ChatTemplateError, match="template says"):
+    chat_template.ChatTemplate(template).render(CHATS[0])
+
+
+def test_a_template_that_does_not_compile_names_its_line():
+  with pytest.raises(chat_template.ChatTemplateError, match="line 2"):
+    chat_template.ChatTemplate("a\n{% for %}")

@@ -1,0 +1,394 @@
+"""Requests beside a scheduler: every token arrives once, every end is told."""
+
+import contextlib
+import dataclasses
+import threading
+import time
+
+import numpy as np
+import pytest
+import tiny
+
+from jaxrl_async import supervisor
+from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async import types
+from jaxrl_async.rollout import requests
+from jaxrl_async.rollout import sampling
+from jaxrl_async.rollout import sequence as sequence_lib
+
+DEADLINE_S = 60.0
+
+
+def make_queue(**options):
+  return requests.RequestQueue(
+    tokenizer_lib.character_level(),
+    **{
+      "max_waiting": 8,
+      "cache_tokens": 32,
+      "vocab_size": tiny.MODEL.vocab_size,
+    }
+    | options,
+  )
+
+
+def make_scheduler(**options):
+  scheduler = tiny.scheduler(**options)
+  scheduler.adopt(tiny.engine_params(), 0)
+  return scheduler
+
+
+def request(length=5, *, seed=8, timeout_s=DEADLINE_S, **options):
+  options = {
+    "max_tokens": 18,
+    "settings": sampling.SamplingSettings(),
+  } | options
+  return requests.Request(
+    prompt_tokens=tiny.prompt(length, seed=seed),
+    seed=seed,
+    deadline_s=time.monotonic() + timeout_s,
+    **options,
+  )
+
+
+class Client:
+  """Keeps what it is told."""
+
+  def __init__(self, num_choices=1):
+    self.updates = []
+    self.ended = threading.Event()
+    self._unfinished = num_choices
+
+  def __call__(self, update):
+    assert not self.ended.is_set(), "an update after the last"
+    self.updates.append(update)
+    self._unfinished -= update.finish_reason is not None
+    if update.error is not None or not self._unfinished:
+      self.ended.set()
+
+  def written(self, choice=0):
+    """Tokens, logprobs, versions and finish reason of a choice."""
+    mine = [u for u in self.updates if u.choice == choice]
+    arrays = (
+      np.concatenate([getattr(u, name) for u in mine]).tolist()
+      for name in ("tokens", "logprobs", "policy_versions")
+    )
+    return *arrays, mine[-1].finish_reason
+
+
+def alone(request, choice=0):
+  """What a scheduler of its own writes."""
+  n = len(request.prompt_tokens)
+  scheduler = make_scheduler()
+  sequence = sequence_lib.Sequence(
+    request.prompt_tokens,
+    limit=n + request.max_tokens,
+    stream=sampling.Stream.SERVE,
+    group=request.seed,
+    member=choice,
+    settings=request.settings,
+  )
+  scheduler.submit(sequence)
+  tiny.finish(scheduler)
+  t = sequence.trajectory()
+  arrays = t.tokens, t.behavior_logprobs, t.policy_versions
+  return *(a[n:].tolist() for a in arrays), t.finish_reason
+
+
+def drive(queue, scheduler, max_steps=100):
+  """What the loop does, until nothing is left."""
+  for _ in range(max_steps):
+    queue.feed(scheduler)
+    if scheduler.is_idle:
+      return
+    queue.deliver(scheduler.step())
+  raise AssertionError("requests do not end")
+
+
+@contextlib.contextmanager
+def serving(queue, scheduler):
+  loop = requests.ServeLoop(queue, scheduler)
+  thread = threading.Thread(target=loop.run)
+  thread.start()
+  try:
+    yield loop
+  finally:
+    loop.stop()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    assert not loop.is_running
+
+
+def test_each_client_gets_what_its_request_alone_would_get():
+  queue, scheduler = make_queue(), make_scheduler()
+  wanted = [request(3 + seed, seed=seed, num_choices=2) for seed in range(6)]
+  clients = [Client(2) for _ in wanted]
+  for one, client in zip(wanted, clients, strict=True):
+    queue.submit(one, client)
+  drive(queue, scheduler)
+  for one, client in zip(wanted, clients, strict=True):
+    assert client.ended.is_set()
+    for choice in range(2):
+      assert client.written(choice) == alone(one, choice)
+  assert any(len(c.updates) > 4 for c in clients)
+  assert queue.is_empty
+  written = sum(len(u.tokens) for c in clients for u in c.updates)
+  assert queue.stats.completion_tokens == queue.num_written() == written
+  assert scheduler.stats.generated_tokens == written
+  assert queue.stats.prompt_tokens == sum(range(3, 9))
+  assert queue.stats.requests == queue.stats.finished == 6
+
+
+def test_updates_arrive_while_the_request_is_being_written():
+  queue, scheduler = make_queue(), make_scheduler()
+  client = Client()
+  queue.submit(request(seed=8), client)
+  queue.feed(scheduler)
+  lengths = []
+  for _ in range(4):
+    queue.deliver(scheduler.step())
+    lengths.append(sum(len(u.tokens) for u in client.updates))
+  assert len(set(lengths)) > 2
+  assert not client.ended.is_set()
+
+
+def test_a_cancelled_requests_slots_are_free_at_the_next_feed():
+  queue, scheduler = make_queue(), make_scheduler()
+  gone, stays = Client(6), Client()
+  handle = queue.submit(request(seed=8, num_choices=6), gone)
+  last = request(seed=9)
+  queue.submit(last, stays)
+  queue.feed(scheduler)
+  assert scheduler.num_free == -3
+  for _ in range(2):
+    queue.deliver(scheduler.step())
+  num_updates = len(gone.updates)
+  assert num_updates
+  queue.cancel(handle)
+  queue.cancel(handle)
+  queue.feed(scheduler)
+  assert [s.owner is handle for s in scheduler.sequences()] == [False]
+  drive(queue, scheduler)
+  assert len(gone.updates) == num_updates
+  assert stays.written() == alone(last)
+  assert queue.stats.cancelled == 1
+  assert queue.stats.finished == 1
+  assert queue.is_empty
+  assert queue.num_written() == scheduler.stats.generated_tokens
+  queue.cancel(handle)
+  queue.feed(scheduler)
+  assert queue.stats.cancelled == 1
+
+
+def test_a_request_cancelled_before_it_was_fed_never_starts():
+  queue, scheduler = make_queue(), make_scheduler()
+  client = Client()
+  queue.cancel(queue.submit(request(), client))
+  queue.feed(scheduler)
+  assert scheduler.is_idle and queue.is_empty and not client.updates
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_a_passed_deadline_ends_a_request_and_says_so(num_steps):
+  queue, scheduler = make_queue(), make_scheduler()
+  late, other = Client(2), Client()
+  handle = queue.submit(request(num_choices=2), late)
+  queue.submit(request(seed=9), other)
+  for _ in range(num_steps):
+    queue.feed(scheduler)
+    queue.deliver(scheduler.step())
+  handle.request = dataclasses.replace(handle.request, deadline_s=0.0)
+  drive(queue, scheduler)
+  assert late.updates[-1].error == requests.RequestError.DEADLINE
+  assert (late.updates[0].error is None) == (num_steps > 0)
+  assert other.written() == alone(request(seed=9))
+  assert queue.stats.expired == 1
+  assert queue.is_empty
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_again():
+  queue, scheduler = make_queue(max_waiting=2), make_scheduler()
+  for seed in (1, 2):
+    queue.submit(request(seed=seed), Client())
+  with pytest.raises(requests.QueueFull) as refused:
+    queue.submit(request(), Client())
+  assert refused.value.retry_after_s >= 1
+  assert queue.stats.refused == 1
+  drive(queue, scheduler)
+  queue.submit(request(), Client())
+
+
+def test_a_draining_queue_finishes_what_it_has_and_takes_nothing():
+  queue, scheduler = make_queue(), make_scheduler()
+  client = Client()
+  queue.submit(request(), client)
+  queue.drain()
+  with pytest.raises(requests.Draining):
+    queue.submit(request(), Client())
+  assert not queue.is_empty
+  drive(queue, scheduler)
+  assert client.written() == alone(request())
+  assert queue.is_empty
+
+
+@pytest.mark.parametrize(
+  ("options", "words"),
+  [
+    ({"length": 0}, "prompt: has no tokens"),
+    ({"length": 20}, "prompt: 20 tokens and up to 18"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"seed": 2**31}, "seed"),
+    ({"num_choices": 0}, "n: 0"),
+    ({"num_choices": 129}, "n: 129"),
+    ({"stop_strings": ("a", "")}, "stop"),
+    ({"stop_strings": ("\ufffd",)}, "stop"),
+  ],
+)
+def test_what_can_never_be_served_is_refused(options, words):
+  queue = make_queue()
+  with pytest.raises(ValueError, match=words):
+    queue.submit(request(**options), Client())
+  assert queue.is_empty
+
+
+@pytest.mark.parametrize(
+  "settings",
+  [
+    {"temperature": -1.0},
+    {"temperature": float("nan")},
+    {"temperature": 1e-35},
+    {"temperature": float("inf")},
+    {"top_k": -1},
+    {"top_k": 2**31},
+    {"top_p": 0.0},
+    {"top_p": 1.5},
+    {"min_p": -0.1},
+    {"min_tokens": 19},
+    {"end_tokens": (97,)},
+    {"end_tokens": tuple(range(9))},
+  ],
+)
+def test_settings_out_of_range_are_refused(settings):
+  with pytest.raises(ValueError, match="is|end tokens"):
+    make_queue().submit(
+      request(settings=sampling.SamplingSettings(**settings)), Client()
+    )
+
+
+def test_tokens_outside_the_vocabulary_are_refused():
+  with pytest.raises(ValueError, match=r"in \[0, 8\)"):
+    make_queue(vocab_size=8).submit(request(), Client())
+
+
+def test_a_stop_string_ends_a_choice_at_the_token_that_completes_it():
+  plain, _, _, _ = alone(request())
+  text = tokenizer_lib.character_level().decode(plain)
+  stop = text[5:8]
+  queue, scheduler = make_queue(), make_scheduler()
+  client = Client()
+  queue.submit(request(stop_strings=("never", stop)), client)
+  drive(queue, scheduler)
+  tokens, _, _, reason = client.written()
+  assert reason == types.FinishReason.STOP
+  assert tokens == plain[: text.index(stop) + 3]
+  assert queue.num_written() == scheduler.stats.generated_tokens
+
+
+def test_times_are_reported_once_a_request():
+  times = []
+  queue = make_queue(
+    on_time=lambda name, seconds: times.append((name, seconds))
+  )
+  scheduler = make_scheduler()
+  for seed in (1, 2):
+    queue.submit(request(seed=seed, num_choices=2), Client(2))
+  drive(queue, scheduler)
+  names = [name for name, _ in times]
+  assert sorted(names) == ["first_token"] * 2 + ["latency"] * 2
+  assert all(0 < seconds < DEADLINE_S for _, seconds in times)
+
+
+# -- the loop in its thread ------------------------------------------------
+
+
+def test_many_threads_are_served_and_some_of_them_go_away():
+  queue, scheduler = make_queue(max_waiting=64), make_scheduler()
+  wanted = [request(3 + n % 6, seed=n) for n in range(24)]
+  clients = [Client() for _ in wanted]
+
+  def submit(numbers):
+    for n in numbers:
+      handle = queue.submit(wanted[n], clients[n])
+      if n % 4 == 3:
+        queue.cancel(handle)
+
+  with serving(queue, scheduler):
+    threads = [
+      threading.Thread(target=submit, args=(range(start, 24, 6),))
+      for start in range(6)
+    ]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join(DEADLINE_S)
+    for n, client in enumerate(clients):
+      assert n % 4 == 3 or client.ended.wait(DEADLINE_S)
+  assert queue.is_empty
+  assert queue.stats.finished + queue.stats.cancelled == 24
+  for n in (0, 9, 22):
+    assert clients[n].written() == alone(wanted[n])
+
+
+def test_an_idle_loop_waits_and_is_woken_by_a_request():
+  queue, scheduler = make_queue(), make_scheduler(cls=tiny.SteppedScheduler)
+  waits = []
+  wait = queue.wait
+
+  def counted(timeout_s):
+    waits.append(timeout_s)
+    wait(timeout_s)
+
+  queue.wait = counted
+  with serving(queue, scheduler):
+    client = Client()
+    queue.submit(request(), client)
+    assert client.ended.wait(DEADLINE_S)
+    assert len(waits) <= 2
+  assert client.written() == alone(request())
+  assert len(waits) <= 3
+
+
+def test_stopping_the_loop_ends_unfinished_requests_with_an_error():
+  queue, scheduler = make_queue(), make_scheduler(cls=tiny.SteppedScheduler)
+  running, waiting = Client(4), Client()
+  loop = requests.ServeLoop(queue, scheduler)
+  scheduler.after_step = lambda num_steps: loop.stop()
+  queue.submit(request(num_choices=4), running)
+  queue.submit(request(seed=9), waiting)
+  loop.run()
+  for client in (running, waiting):
+    assert client.updates[-1].error == requests.RequestError.SHUT_DOWN
+  assert queue.is_empty
+  with pytest.raises(requests.Draining):
+    queue.submit(request(), Client())
+
+
+def test_a_failure_in_the_loop_fails_all_requests_and_is_raised():
+  queue, scheduler = make_queue(), make_scheduler(cls=tiny.SteppedScheduler)
+
+  def fail(num_steps):
+    raise ArithmeticError("broken device")
+
+  scheduler.after_step = fail
+  clients = [Client(), Client()]
+  for seed, client in enumerate(clients):
+    queue.submit(request(seed=seed), client)
+  this = supervisor.Supervisor(lambda error: None)
+  this.spawn("serve loop", requests.ServeLoop(queue, scheduler).run)
+  assert this.join(DEADLINE_S) == []
+  with pytest.raises(
+    supervisor.ThreadFailed, match="serve loop failed: broken"
+  ):
+    this.check()
+  for client in clients:
+    assert client.updates[-1].error == requests.RequestError.FAILED
+  assert queue.is_empty

@@ -1,0 +1,249 @@
+"""launch/serve.py: a whole process, its signals, and bad input in one line."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+
+import httpx
+import jax
+import numpy as np
+import openai
+import pytest
+import tiny
+
+from jaxrl_async import assembly
+from jaxrl_async import config as config_lib
+from jaxrl_async import config_json
+from jaxrl_async import serve
+from jaxrl_async import supervisor
+from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async.models import hf_weights
+from jaxrl_async.models import transformer
+
+ROOT = pathlib.Path(__file__).parents[1]
+DEADLINE_S = 120.0
+
+
+def launch(*arguments, **environment):
+  inherited = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+  return subprocess.Popen(
+    [sys.executable, str(ROOT / "launch" / "serve.py"), *arguments],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    env=inherited | {"JAX_PLATFORMS": "cpu"} | environment,
+  )
+
+
+def write_params(workdir):
+  """What launch/sft.py leaves, without training."""
+  config = runpy.run_path(str(ROOT / "configs" / "tiny.py"))["get_config"]()
+  config_json.prepare_workdir(config, workdir)
+  tokenizer = tokenizer_lib.character_level()
+  tokenizer.save(workdir / "tokenizer")
+  model = assembly.model_config(config, tokenizer.vocab_size)
+  init = jax.jit(functools.partial(transformer.init_params, model))
+  params = init(jax.random.key(0))
+  assembly.save_params(workdir / "params", params)
+  return params
+
+
+@pytest.mark.slow
+def test_parameters_alone_are_read_with_the_config_beside_them(tmp_path):
+  params = write_params(tmp_path)
+  policy = serve.load_checkpoint(
+    tmp_path / "params", num_slots=2, cache_tokens=100
+  )
+  assert policy.version == 0
+  jax.tree.map(
+    lambda a, b: (a == b).all() or pytest.fail(), params, policy.params
+  )
+  rollout = policy.config.rollout
+  assert (rollout.num_slots, rollout.cache_tokens) == (2, 100)
+  assert rollout.prefill_buckets == rollout.window_buckets == (64, 100)
+  message = [{"role": "user", "content": "1 + 2"}]
+  assert policy.chat_template.render(message) == "1 + 2\n"
+
+
+@pytest.mark.slow
+def test_published_weights_come_with_tokenizer_and_template(tmp_path):
+  tokenizer_lib.character_level().save(tmp_path)
+  path = tmp_path / "tokenizer_config.json"
+  template = "{{ messages[0].content }}?"
+  settings = json.loads(path.read_text()) | {"chat_template": template}
+  path.write_text(json.dumps(settings))
+  model = dataclasses.replace(tiny.MODEL, vocab_size=98)
+  params = jax.tree.map(np.asarray, tiny.params(3, model))
+  hf_weights.save(tmp_path, model, params)
+  policy = serve.load_checkpoint(tmp_path, num_slots=2, cache_tokens=64)
+  assert policy.model == model
+  jax.tree.map(np.testing.assert_array_equal, policy.params, params)
+  message = [{"role": "user", "content": "why"}]
+  assert policy.chat_template.render(message) == "why?"
+  stop = supervisor.StopRequest()
+  texts = []
+
+  def ask(address):
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="-") as client:
+      done = client.chat.completions.create(
+        model="policy", messages=message, temperature=0, max_tokens=8
+      )
+    texts.append(done.choices[0].message.content)
+    stop.set()
+
+  settings = serve.ServeSettings(port=0)
+  serve.serve(policy, settings, stop=stop, on_ready=ask)
+  tokens = policy.tokenizer.encode("why?").tolist()
+  for _ in range(8):
+    tokens.append(greedy_next(model, params, tokens))
+    if tokens[-1] == policy.tokenizer.eos_id:
+      break
+  assert texts == [policy.tokenizer.decode(tokens[4:])]
+
+
+def greedy_next(model, params, tokens):
+  """The likeliest token, from the trainer's forward pass."""
+  options = [[*tokens, token] for token in range(model.vocab_size)]
+  logprobs = [
+    tiny.trainer_logprobs(params, [np.array(option)], model=model)[0][-1]
+    for option in options
+  ]
+  return int(np.argmax(logprobs))
+
+
+def test_what_cannot_be_read_is_named(tmp_path):
+  sizes = {"num_slots": 0, "cache_tokens": 0}
+  with pytest.raises(config_lib.ConfigError, match="workdir: .*config.json"):
+    serve.load_run(tmp_path, **sizes)
+  with pytest.raises(config_lib.ConfigError, match="checkpoint: .*not exist"):
+    serve.load_checkpoint(tmp_path / "no", **sizes)
+  (tmp_path / "config.json").write_text("{")
+  with pytest.raises(config_lib.ConfigError, match="damaged"):
+    serve.load_run(tmp_path, **sizes)
+  (tmp_path / "config.json").unlink()
+  write_params(tmp_path)
+  with pytest.raises(config_lib.ConfigError, match="holds no checkpoint"):
+    serve.load_run(tmp_path, **sizes)
+  (tmp_path / "empty").mkdir()
+  with pytest.raises(config_lib.ConfigError, match="checkpoint: .*empty"):
+    serve.load_checkpoint(tmp_path / "empty", **sizes)
+
+
+def test_without_a_key_only_loopback_is_served():
+  for host in ("127.0.0.1", "::1", "localhost", "127.3.4.5"):
+    serve.check_key(host, None)
+  for host in ("0.0.0.0", "::", "10.0.0.1", "example.org"):
+    serve.check_key(host, "key")
+    with pytest.raises(config_lib.ConfigError, match="api_key_file"):
+      serve.check_key(host, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("arguments", "words"),
+  [
+    ([], "workdir: missing"),
+    (["--workdir=/nowhere"], "/nowhere/config.json"),
+    (["--workdir=/nowhere", "--checkpoint=/x"], "not together"),
+    (["--checkpoint=/nowhere"], "/nowhere does not exist"),
+    (["--workdir=/nowhere", "--host=0.0.0.0"], "api_key_file: 0.0.0.0"),
+    (["--workdir=/nowhere", "--api_key_file=/no"], "api_key_file: .*/no"),
+    (["--workdir=/nowhere", "--port=70000"], "port"),
+    ([f"--config={ROOT}/configs/tiny.py"], "config: not used"),
+    (["--workdir=/nowhere", "stray"], "stray"),
+  ],
+)
+def test_bad_input_is_one_line(arguments, words):
+  process = launch(*arguments)
+  out, err = process.communicate(timeout=DEADLINE_S)
+  assert process.returncode not in (0, None)
+  assert out == ""
+  (line,) = err.splitlines()
+  assert re.match(f"error: .*{words}", line), line
+
+
+@contextlib.contextmanager
+def serving(tmp_path):
+  """A server process of random parameters, and its address."""
+  write_params(tmp_path)
+  process = launch(
+    f"--checkpoint={tmp_path / 'params'}",
+    "--port=0",
+    "--cache_tokens=512",
+    JAXRL_API_KEY="secret",
+  )
+  try:
+    line = process.stdout.readline()
+    assert "policy version 0" in line, process.stderr.read()
+    yield process, re.search(r"http://\S+", line)[0]
+  finally:
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.slow
+def test_sigterm_finishes_what_was_begun_and_exits_with_zero(tmp_path):
+  with serving(tmp_path) as (process, address):
+    assert httpx.get(f"{address}/health").json()["status"] == "ok"
+    assert httpx.get(f"{address}/metrics").status_code == 401
+    client = openai.OpenAI(
+      base_url=f"{address}/v1", api_key="secret", max_retries=0
+    )
+    with client:
+      stream = client.completions.create(
+        model="policy",
+        prompt="1 + 2\n",
+        max_tokens=400,
+        stream=True,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+      )
+      events = iter(stream)
+      written = len(next(events).choices[0].token_ids)
+      process.send_signal(signal.SIGTERM)
+      for event in events:
+        written += len(event.choices[0].token_ids)
+      assert event.choices[0].finish_reason == "length"
+      assert written == 400
+    assert process.wait(DEADLINE_S) == 0
+    assert "SIGTERM: finishing what was begun" in process.stderr.read()
+
+
+@pytest.mark.slow
+def test_a_killed_client_leaves_the_server_to_others(tmp_path):
+  with serving(tmp_path) as (process, address):
+    headers = {"authorization": "Bearer secret"}
+    wanted = {
+      "model": "policy",
+      "prompt": "1 + 2\n",
+      "max_tokens": 400,
+      "stream": True,
+      "ignore_eos": True,
+    }
+
+    def leave():
+      with httpx.stream(
+        "POST", f"{address}/v1/completions", json=wanted, headers=headers
+      ) as answer:
+        next(answer.iter_lines())
+
+    threads = [threading.Thread(target=leave) for _ in range(20)]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join(DEADLINE_S)
+    wanted |= {"stream": False, "max_tokens": 3}
+    answer = httpx.post(
+      f"{address}/v1/completions", json=wanted, headers=headers
+    )
+    assert json.loads(answer.text)["usage"]["completion_tokens"] == 3
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(DEADLINE_S) == 0

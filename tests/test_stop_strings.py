@@ -1,0 +1,207 @@
+"""Stop strings and text piece by piece, against decoding all at once."""
+
+import functools
+import pathlib
+
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+
+from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async.rollout import stop_strings
+
+GPT2 = pathlib.Path(__file__).parents[1] / "../shared/data/gpt2_tokenizer"
+needs_gpt2 = pytest.mark.skipif(
+  not GPT2.is_dir(), reason=f"no tokenizer in {GPT2}"
+)
+few = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+@functools.cache
+def load(name):
+  if name == "characters":
+    return tokenizer_lib.character_level()
+  return tokenizer_lib.load(GPT2)
+
+
+TOKENIZERS = [
+  "characters",
+  pytest.param("gpt2", marks=needs_gpt2),
+]
+
+
+def chunks(tokens, sizes):
+  """The tokens in calls of those sizes, over and over."""
+  start, i = 0, 0
+  while start < len(tokens):
+    size = sizes[i % len(sizes)]
+    yield np.asarray(tokens[start : start + size], np.int32)
+    start, i = start + size, i + 1
+
+
+def find(tokenizer, tokens, strings, min_tokens=0):
+  """Decodes everything after each token: how many tokens, and the text."""
+  seen = ""
+  for count in range(1, len(tokens) + 1):
+    text = tokenizer.decode(tokens[:count])
+    whole = text
+    for _ in range(3):
+      whole = whole.removesuffix("\ufffd")
+    starts = [
+      start
+      for s in strings
+      if (start := whole.find(s, max(0, len(seen) - len(s) + 1))) >= 0
+    ]
+    seen = whole
+    if starts and count >= min_tokens:
+      return count, whole[: min(starts)]
+  return None, tokenizer.decode(tokens)
+
+
+def check(tokenizer, tokens, strings, sizes, min_tokens=0):
+  expected_count, expected_text = find(tokenizer, tokens, strings, min_tokens)
+  count = None
+  shown = stop_strings.CompletionText(tokenizer, strings, min_tokens=min_tokens)
+  pieces = [shown.add(piece) for piece in chunks(tokens, sizes)]
+  pieces.append(shown.finish())
+  assert "".join(pieces) == expected_text
+  assert shown.has_stopped == (expected_count is not None)
+  if not strings:
+    return
+  stops = stop_strings.StopStrings(tokenizer, strings, min_tokens=min_tokens)
+  before = 0
+  for piece in chunks(tokens, sizes):
+    found = stops(piece)
+    if found is not None:
+      assert 1 <= found <= len(piece)
+      count = before + found
+      break
+    before += len(piece)
+  assert count == expected_count
+
+
+TEXTS = st.text(
+  st.sampled_from("ab =\n1")
+  | st.sampled_from("aé€😀界ö\u200d")
+  | st.characters(codec="utf-8"),
+  max_size=30,
+)
+SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
+
+
+@few
+@given(
+  text=st.text("ab =\n", max_size=40),
+  strings=st.lists(st.text("ab =\n", min_size=1, max_size=4), max_size=3),
+  sizes=SIZES,
+  min_tokens=st.integers(0, 20),
+)
+def test_characters_stop_where_the_whole_text_does(
+  text, strings, sizes, min_tokens
+):
+  tokenizer = load("characters")
+  check(tokenizer, tokenizer.encode(text).tolist(), strings, sizes, min_tokens)
+
+
+@needs_gpt2
+@few
+@given(data=st.data(), text=TEXTS, sizes=SIZES, min_tokens=st.integers(0, 9))
+def test_written_text_stops_where_the_whole_text_does(
+  data, text, sizes, min_tokens
+):
+  tokenizer = load("gpt2")
+  n = len(text)
+  strings = []
+  if n and "\ufffd" not in text:
+    for _ in range(data.draw(st.integers(0, 2))):
+      start = data.draw(st.integers(0, n - 1))
+      strings.append(text[start : start + data.draw(st.integers(1, 5))])
+  check(tokenizer, tokenizer.encode(text).tolist(), strings, sizes, min_tokens)
+
+
+@needs_gpt2
+@few
+@given(
+  tokens=st.lists(
+    st.integers(0, 255) | st.integers(0, 50256) | st.just(50256), max_size=60
+  ),
+  strings=st.lists(st.sampled_from(["a", "é", " the", "b c"]), max_size=2),
+  sizes=SIZES,
+)
+def test_any_tokens_give_the_text_of_decoding_them_all(tokens, strings, sizes):
+  # The first 256 tokens are single bytes: most of it is no UTF-8 at all.
+  check(load("gpt2"), tokens, strings, sizes)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_stop_string_is_found_across_calls(name):
+  tokenizer = load(name)
+  tokens = tokenizer.encode("one two\n\nthree").tolist()
+  stops = stop_strings.StopStrings(tokenizer, ["\n\nt"])
+  counts = [stops(np.array([token])) for token in tokens]
+  end = next(i for i, count in enumerate(counts) if count is not None)
+  assert counts[end] == 1
+  assert "\n\nt" in tokenizer.decode(tokens[: end + 1])
+  assert "\n\nt" not in tokenizer.decode(tokens[:end])
+
+
+@needs_gpt2
+def test_half_a_character_is_never_shown():
+  tokenizer = load("gpt2")
+  tokens = tokenizer.encode("naïve 😀界!").tolist()
+  assert len(tokens) == 7
+  shown = stop_strings.CompletionText(tokenizer)
+  pieces = [shown.add([token]) for token in tokens] + [shown.finish()]
+  assert not any("\ufffd" in piece for piece in pieces)
+  assert "".join(pieces) == "naïve 😀界!"
+  shown = stop_strings.CompletionText(tokenizer)
+  cut = tokenizer.encode("😀")[:1]
+  assert shown.add(cut) == ""
+  assert shown.finish() == tokenizer.decode(cut) == "\ufffd"
+
+
+def test_a_possible_beginning_is_held_back_and_given_when_it_was_none():
+  tokenizer = load("characters")
+  shown = stop_strings.CompletionText(tokenizer, ["END"])
+  add = [shown.add(tokenizer.encode(c)) for c in "an ENormous ENEND"]
+  assert "".join(add) == "an ENormous EN"
+  assert add[3:6] == ["", "", "ENo"]
+  assert add[12:] == ["", "", "EN", "", ""]
+  assert shown.has_stopped
+  assert shown.add(tokenizer.encode("more")) == ""
+  assert shown.finish() == ""
+
+
+def test_what_is_held_back_at_the_end_is_given():
+  tokenizer = load("characters")
+  shown = stop_strings.CompletionText(tokenizer, ["END"])
+  assert shown.add(tokenizer.encode("the EN")) == "the "
+  assert shown.finish() == "EN"
+
+
+@needs_gpt2
+def test_a_long_text_is_decoded_in_windows():
+  decoded = []
+
+  class Counted(tokenizer_lib.Tokenizer):
+    def __init__(self, inner):
+      self._inner = inner
+
+    def decode(self, tokens):
+      decoded.append(len(tokens))
+      return self._inner.decode(tokens)
+
+  tokenizer = load("gpt2")
+  tokens = np.random.default_rng(0).integers(0, 50256, 3000).tolist()
+  text = stop_strings.TokenText(Counted(tokenizer))
+  pieces = [text.add([token]) for token in tokens] + [text.finish()]
+  assert "".join(pieces) == tokenizer.decode(tokens)
+  assert max(decoded) < 40
+
+
+def test_strings_that_cannot_be_found_are_refused():
+  for strings in ([""], ["a", "\ufffd"]):
+    with pytest.raises(ValueError, match="never be found"):
+      stop_strings.StopStrings(load("characters"), strings)
