@@ -1,8 +1,9 @@
 """Builds a server of one policy, starts its threads, shuts it down.
 
 The main thread waits for a signal or a failure. One thread drives the engine,
-one the event loop of the HTTP server; between them lies the request queue. A
-signal drains: nothing new is taken, what was taken is finished within a bound.
+one the event loop of the HTTP server, one that of the gRPC server if there is
+one; between them lies the request queue. A signal drains: nothing new is taken,
+what was taken is finished within a bound.
 """
 
 from collections.abc import Callable
@@ -45,6 +46,7 @@ class ServeSettings:
   """How a policy is served.
 
   Attributes:
+    grpc_port: of JetStream's interface; 0 is none.
     api_key: None needs none, and is refused on other addresses than loopback.
     max_waiting: requests at a time, running ones included.
     drain_s: how long requests may still take after a signal.
@@ -277,6 +279,24 @@ def _compile(scheduler: scheduler_lib.Scheduler) -> None:
       scheduler.step()
 
 
+def _make_grpc_server(service: app_lib.Service, settings: ServeSettings) -> Any:
+  """JetStream's interface to the same queue."""
+  # Not above: it imports much that serving HTTP alone does not need.
+  from jaxrl_async.serving import jetstream_grpc
+
+  try:
+    return jetstream_grpc.GrpcServer(
+      jetstream_grpc.Orchestrator(service),
+      host=settings.host,
+      port=settings.grpc_port,
+      max_calls=4 * settings.max_waiting + 64,
+    )
+  except RuntimeError as error:
+    raise config_lib.ConfigError(
+      f"grpc_port: {settings.host}:{settings.grpc_port} cannot be bound"
+    ) from error
+
+
 def serve(
   policy: Policy,
   settings: ServeSettings,
@@ -329,17 +349,22 @@ def serve(
       f"port: {settings.host}:{settings.port} cannot be bound"
       f" ({error.strerror})"
     ) from error
-  if settings.grpc_port:  # the place of a gRPC server over the same queue
-    raise config_lib.ConfigError("grpc_port: there is no gRPC server yet")
+  grpc = _make_grpc_server(service, settings) if settings.grpc_port else None
   scheduler = _make_scheduler(policy)
   policy.params = None
   _compile(scheduler)
   loop = requests.ServeLoop(queue, scheduler)
   this = supervisor.Supervisor(on_failure=lambda error: stop.set())
   this.spawn("serve loop", loop.run)
+  servers: list[Any] = [http]
   this.spawn("http server", http.run)
+  if grpc is not None:
+    servers.append(grpc)
+    this.spawn("grpc server", grpc.run)
   try:
-    while not (stop.is_set or (http.has_started and loop.is_running)):
+    while not (
+      stop.is_set or (loop.is_running and all(s.has_started for s in servers))
+    ):
       stop.wait(0.01)
     if not stop.is_set:
       on_ready(f"http://{settings.host}:{http.port}")
@@ -351,7 +376,8 @@ def serve(
       time.sleep(0.02)
   finally:
     loop.stop()  # what is left gets an error, then its connection ends
-    http.stop()
+    for server in servers:
+      server.stop()
     late = this.join(_JOIN_S)
   this.check()
   if late:

@@ -1,10 +1,11 @@
-"""Serves a policy over HTTP, as OpenAI's interface does.
+"""Serves a policy over HTTP, as OpenAI's interface does, and over gRPC.
 
 python launch/serve.py --workdir=/tmp/quickstart
 
 serves the newest checkpoint of a run; --checkpoint=DIRECTORY serves parameters
-alone. The first line on stdout says where. SIGTERM or Ctrl-C finishes what was
-begun; a second one ends it at once.
+alone. With --grpc_port=PORT JetStream's clients are served too, by the same
+engine and with the same key. The first line on stdout says where. SIGTERM or
+Ctrl-C finishes what was begun; a second one ends it at once.
 """
 
 import command_line  # isort: skip, first: it sets XLA's environment
@@ -25,7 +26,9 @@ _CHECKPOINT = flags.DEFINE_string(
 )
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on.")
 _PORT = flags.DEFINE_integer("port", 8000, "0 takes a free one.", 0, 65535)
-_GRPC_PORT = flags.DEFINE_integer("grpc_port", 0, "0 is off.", 0, 65535)
+_GRPC_PORT = flags.DEFINE_integer(
+  "grpc_port", 0, "Of JetStream's gRPC interface; 0 is off.", 0, 65535
+)
 _API_KEY_FILE = flags.DEFINE_string(
   "api_key_file", "", "Its content is the key; or set JAXRL_API_KEY."
 )

@@ -1,16 +1,27 @@
-"""The one door to JetStream: its `Engine` interface and `ResultTokens`.
+"""The one door to JetStream: its `Engine` interface and its gRPC service.
 
 JetStream imports seqio for tokenizers that are not used here, and seqio
-imports TensorFlow. Stubs stand in `sys.modules` while the interface is
-imported and are removed after it, whether or not seqio is installed.
+imports TensorFlow. Stubs stand in `sys.modules` while JetStream is imported
+and are removed after it, whether or not seqio is installed.
+
+The gRPC service comes with more: its orchestrator sets the root logger to
+DEBUG, with a handler on stdout, and its metrics enter Prometheus' global
+registry. All of that is put back, and none of it is imported before somebody
+calls `grpc_api`, which only serving does.
 """
 
+from collections.abc import Iterator
+import contextlib
+import functools
+import logging
 import sys
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 
-def _import_engine_api():
+@contextlib.contextmanager
+def _importing() -> Iterator[None]:
+  """Stubs for seqio, and afterwards no trace of them nor of a new logger."""
   names = ("seqio", "seqio.vocabularies")
   saved = {name: sys.modules.pop(name, None) for name in names}
   package: Any = types.ModuleType(names[0])
@@ -19,15 +30,26 @@ def _import_engine_api():
     setattr(vocabularies, name, type(name, (), {}))
   package.vocabularies = vocabularies
   sys.modules.update(zip(names, (package, vocabularies), strict=True))
+  root = logging.getLogger()
+  level, handlers = root.level, root.handlers.copy()
   try:
-    from jetstream.engine import engine_api
-    from jetstream.engine import tokenizer_pb2
+    yield
   finally:
+    for handler in root.handlers.copy():
+      if handler not in handlers:
+        root.removeHandler(handler)
+    root.setLevel(level)
     for name in names:
       del sys.modules[name]
       original = saved[name]
       if original is not None:
         sys.modules[name] = original
+
+
+def _import_engine_api():
+  with _importing():
+    from jetstream.engine import engine_api
+    from jetstream.engine import tokenizer_pb2
   return engine_api, tokenizer_pb2
 
 
@@ -35,3 +57,36 @@ engine_api, tokenizer_pb2 = _import_engine_api()
 Engine = engine_api.Engine
 ResultTokens = engine_api.ResultTokens
 TokenizerParameters = tokenizer_pb2.TokenizerParameters
+
+
+class GrpcApi(NamedTuple):
+  """What serving takes from JetStream.
+
+  Attributes:
+    messages: the module of the proto's messages.
+    services: the module of the generated stub, servicer and registration.
+    LLMOrchestrator: JetStream's servicer.
+  """
+
+  messages: Any
+  services: Any
+  LLMOrchestrator: Any
+
+
+@functools.cache
+def grpc_api() -> GrpcApi:
+  """Imports JetStream's gRPC service, without its side effects."""
+  import prometheus_client
+
+  with _importing():
+    from jetstream.core import orchestrator
+    from jetstream.core.metrics import prometheus
+    from jetstream.core.proto import jetstream_pb2
+    from jetstream.core.proto import jetstream_pb2_grpc
+  # Of JetStream's own driver, which does not run here.
+  for gauge in vars(prometheus.JetstreamMetricsCollector).values():
+    if isinstance(gauge, prometheus_client.Gauge):
+      prometheus_client.REGISTRY.unregister(gauge)
+  return GrpcApi(
+    jetstream_pb2, jetstream_pb2_grpc, orchestrator.LLMOrchestrator
+  )

@@ -1,1 +1,1 @@
-"""Serving a policy: OpenAI's HTTP interface over a request queue."""
+"""Serving a policy: OpenAI's HTTP interface and JetStream's gRPC service."""

@@ -1,0 +1,269 @@
+"""JetStream's gRPC service, `jetstream_proto.Orchestrator`, over the queue.
+
+For clients written for JetStream: its proto, its generated stubs, its servicer
+as the base class. How a request's content is read and what a health check
+says are inherited; `Decode` is not, because JetStream's knows neither
+deadlines nor errors of a request, lets an abandoned one be written to its end,
+takes text that looks like "<0x41>" for a byte, and logs through the root
+logger, which installs a handler there.
+
+As in JetStream, a text request is answered with text and token ids, a request
+of token ids with token ids alone, and the token that ended a completion is
+left out. Its proto has no sampling settings: they are taken from the call's
+metadata, under the names of OpenAI's API (`temperature`, `top_p`, `seed`, ...).
+`priority` is accepted and changes nothing, as in JetStream.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+import contextlib
+import hmac
+import math
+import secrets
+import threading
+import time
+from typing import Any
+
+import grpc
+import numpy as np
+
+from jaxrl_async import types
+from jaxrl_async.rollout import jetstream_api
+from jaxrl_async.rollout import requests
+from jaxrl_async.rollout import sampling
+from jaxrl_async.rollout import stop_strings
+from jaxrl_async.serving import app
+
+_api = jetstream_api.grpc_api()
+
+_SHUTDOWN_S = 5
+# Of grpc's C extension, which is not a `grpc.aio.ServicerContext`.
+_Context = Any
+_SETTINGS = {"temperature": float, "top_k": int, "top_p": float, "min_p": float}
+_STATUS = {
+  requests.RequestError.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
+  requests.RequestError.SHUT_DOWN: grpc.StatusCode.UNAVAILABLE,
+  requests.RequestError.FAILED: grpc.StatusCode.INTERNAL,
+}
+
+
+class _Driver:
+  """The part of JetStream's driver that its health check looks at."""
+
+  def __init__(self, service: app.Service):
+    self._service = service
+
+  @property
+  def live(self) -> bool:
+    queue = self._service.queue
+    is_ready = self._service.is_alive() and queue.stats.policy_version >= 0
+    return is_ready and not queue.is_draining
+
+
+class Orchestrator(_api.LLMOrchestrator):
+  """Answers JetStream's clients as the HTTP service does others.
+
+  Threads: one event loop; tokens come from the scheduler's thread.
+  """
+
+  def __init__(self, service: app.Service):
+    super().__init__(driver=_Driver(service))
+    self.service = service
+
+  async def Decode(self, request: Any, context: _Context) -> AsyncIterator[Any]:
+    """Streams a completion as it is written."""
+    if not self._has_key(context):
+      await context.abort(
+        grpc.StatusCode.UNAUTHENTICATED,
+        "the API key is missing or wrong; send it as authorization: Bearer ...",
+      )
+    loop = asyncio.get_running_loop()
+    updates: asyncio.Queue[requests.Update] = asyncio.Queue()
+
+    def on_update(update: requests.Update) -> None:
+      # A loop that was closed meanwhile has nobody left to tell.
+      with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(updates.put_nowait, update)
+
+    try:
+      wanted, is_text = await self._read(request, context)
+      handle = self.service.queue.submit(wanted, on_update)
+    except ValueError as error:
+      await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+    except requests.Draining as error:
+      await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+    except requests.QueueFull as error:
+      pushback_ms = math.ceil(1000 * error.retry_after_s)
+      context.set_trailing_metadata(
+        (("grpc-retry-pushback-ms", str(pushback_ms)),)
+      )
+      await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+    # Also called when the client goes or its time is up.
+    context.add_done_callback(lambda _: self.service.queue.cancel(handle))
+    text = (
+      stop_strings.CompletionText(self.service.tokenizer) if is_text else None
+    )
+    finish_reason = None
+    while finish_reason is None:
+      update = await updates.get()
+      if update.error is not None:
+        error = requests.RequestError(update.error)
+        await context.abort(_STATUS[error], error.value)
+      finish_reason = update.finish_reason
+      sample = _sample(update, text)
+      if sample.text or sample.token_ids:
+        content = _api.messages.DecodeResponse.StreamContent(samples=[sample])
+        yield _api.messages.DecodeResponse(stream_content=content)
+
+  def _has_key(self, context: _Context) -> bool:
+    if self.service.api_key is None:
+      return True
+    kind, _, token = _metadata(context).get("authorization", "").partition(" ")
+    is_right = hmac.compare_digest(
+      token.strip().encode(), self.service.api_key.encode()
+    )
+    return kind.lower() == "bearer" and is_right
+
+  async def _read(
+    self, request: Any, context: _Context
+  ) -> tuple[requests.Request, bool]:
+    """What the client wants, and whether it wants text.
+
+    Raises:
+      ValueError: it cannot be told, or is not supported.
+    """
+    if request.session_cache:
+      raise ValueError("session_cache: sessions are not kept")
+    if request.WhichOneof("content") is None:
+      raise ValueError("content: neither text_content nor token_content")
+    content, is_tokens = self._get_prefill_content(request)
+    if not is_tokens:
+      # Of a long text that takes a while, without Python's lock.
+      content = await asyncio.to_thread(self.service.tokenizer.encode, content)
+    metadata = _metadata(context)
+    given = {
+      name: _number(kind, name, metadata[name])
+      for name, kind in _SETTINGS.items()
+      if name in metadata
+    }
+    seed = secrets.randbits(31)
+    if "seed" in metadata:
+      seed = _number(int, "seed", metadata["seed"])
+    deadline_s = context.time_remaining()
+    if deadline_s is None:
+      deadline_s = self.service.limits.deadline_s
+    deadline_s = min(deadline_s, self.service.limits.max_deadline_s)
+    wanted = requests.Request(
+      prompt_tokens=np.asarray(content, np.int32),
+      max_tokens=request.max_tokens,
+      settings=sampling.SamplingSettings(**given),
+      seed=seed,
+      deadline_s=time.monotonic() + deadline_s,
+    )
+    return wanted, not is_tokens
+
+
+class GrpcServer:
+  """Serves until stopped.
+
+  Threads: `run` belongs to a thread of its own; the rest is for any other.
+
+  Attributes:
+    port: the one it listens on.
+    has_started: calls are accepted.
+  """
+
+  def __init__(
+    self, servicer: Orchestrator, *, host: str, port: int, max_calls: int
+  ):
+    """Binds the address, so that a port in use is an error here.
+
+    Args:
+      servicer: answers.
+      host: name or address.
+      port: 0 takes a free one, see `port`.
+      max_calls: beyond them RESOURCE_EXHAUSTED is all that is said.
+
+    Raises:
+      RuntimeError: the address cannot be bound.
+    """
+    self.has_started = False
+    self._ended = threading.Event()
+    self._stopping = asyncio.Event()
+    self._loop = asyncio.new_event_loop()
+
+    async def bind():
+      server = grpc.aio.server(
+        options=[
+          # With it two servers could share a port, and its clients.
+          ("grpc.so_reuseport", 0),
+          (
+            "grpc.max_receive_message_length",
+            servicer.service.limits.max_body_bytes,
+          ),
+        ],
+        maximum_concurrent_rpcs=max_calls,
+      )
+      _api.services.add_OrchestratorServicer_to_server(servicer, server)
+      name = f"[{host}]" if ":" in host else host
+      return server, server.add_insecure_port(f"{name}:{port}")
+
+    try:
+      self._server, self.port = self._loop.run_until_complete(bind())
+    except RuntimeError:
+      self._loop.close()
+      raise
+
+  def run(self) -> None:
+    """Serves until `stop`."""
+
+    async def serve():
+      await self._server.start()
+      self.has_started = True
+      await self._stopping.wait()
+      await self._server.stop(_SHUTDOWN_S)
+
+    try:
+      self._loop.run_until_complete(serve())
+    finally:
+      self._loop.close()
+      self._ended.set()
+
+  def stop(self) -> None:
+    """No new calls; those under way have some seconds left."""
+    with contextlib.suppress(RuntimeError):  # the loop has ended
+      self._loop.call_soon_threadsafe(self._stopping.set)
+
+  def wait(self, timeout_s: float) -> bool:
+    """Waits for the end of `run`; False if that did not come."""
+    return self._ended.wait(timeout_s)
+
+
+def _metadata(context: _Context) -> dict[str, Any]:
+  return {str(key): value for key, value in context.invocation_metadata() or ()}
+
+
+def _number(kind: type, name: str, text: str) -> Any:
+  try:
+    return kind(text)
+  except ValueError:
+    raise ValueError(
+      f"{name}: {text!r} is not of type {kind.__name__}"
+    ) from None
+
+
+def _sample(
+  update: requests.Update, text: stop_strings.CompletionText | None
+) -> Any:
+  """One update in JetStream's form, with text if somebody wants it."""
+  tokens = update.tokens
+  if update.finish_reason is types.FinishReason.EOS:
+    tokens = tokens[:-1]
+  shown = ""
+  if text is not None:
+    shown = text.add(tokens)
+    if update.finish_reason is not None:
+      shown += text.finish()
+  return _api.messages.DecodeResponse.StreamContent.Sample(
+    text=shown, token_ids=tokens
+  )
