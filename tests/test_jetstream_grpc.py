@@ -5,176 +5,37 @@ import contextlib
 import dataclasses
 import queue as queue_lib
 import socket
-import threading
 import time
 
 import grpc
+import grpc_world
 import httpx
-import numpy as np
 import pytest
 import tiny
 
 from jaxrl_async import config as config_lib
 from jaxrl_async import serve
 from jaxrl_async import supervisor
-from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async import types
-from jaxrl_async.rollout import jetstream_api
 from jaxrl_async.rollout import requests
 from jaxrl_async.rollout import sampling
-from jaxrl_async.rollout import scheduler as scheduler_lib
 from jaxrl_async.rollout import sequence as sequence_lib
 from jaxrl_async.serving import app
 from jaxrl_async.serving import chat_template
 from jaxrl_async.serving import jetstream_grpc
-from jaxrl_async.serving import prometheus
 
-API = jetstream_api.grpc_api()
-DEADLINE_S = 60.0
-TOKENIZER = tokenizer_lib.character_level()
-MANY = 10_000  # more steps than any test takes
+API = grpc_world.API
+DEADLINE_S = grpc_world.DEADLINE_S
+TOKENIZER = grpc_world.TOKENIZER
+MANY = grpc_world.MANY
 PROMPT = tiny.prompt(5)
 LONG_SEED = 8  # the completion of `PROMPT` fills the cache
 
 
-class Queue(requests.RequestQueue):
-  """Remembers what it was asked for; tells when something was cancelled."""
-
-  def __init__(self, **options):
-    super().__init__(TOKENIZER, **options)
-    self.submitted = []
-    self.cancelled = threading.Event()
-
-  def submit(self, request, on_update):
-    handle = super().submit(request, on_update)
-    self.submitted.append(request)
-    return handle
-
-  def cancel(self, handle):
-    super().cancel(handle)
-    self.cancelled.set()
-
-
-@dataclasses.dataclass(kw_only=True)
-class Serving:
-  """A running server, and what its client needs.
-
-  The scheduler stands still when it has used up its permits, one a step.
-  """
-
-  stub: object
-  channel: grpc.Channel
-  port: int
-  queue: Queue
-  scheduler: scheduler_lib.Scheduler
-  permits: threading.Semaphore
-
-
-@contextlib.contextmanager
-def running(target, stop):
-  """Runs a thread until the block ends."""
-  thread = threading.Thread(target=target)
-  thread.start()
-  try:
-    yield
-  finally:
-    stop()
-    thread.join(DEADLINE_S)
-    assert not thread.is_alive()
-
-
-def make_service(queue, serve_loop=None, **options):
-  return app.Service(
-    queue=queue,
-    tokenizer=TOKENIZER,
-    chat_template=chat_template.ChatTemplate(None),
-    metrics=prometheus.Metrics(),
-    model_name="tiny",
-    is_alive=lambda: serve_loop is not None and serve_loop.is_running,
-    **options,
-  )
-
-
-@contextlib.contextmanager
-def serving(*, num_steps=MANY, max_waiting=8, **options):
-  """Serves the tiny model over a socket until the block ends."""
-  scheduler = tiny.scheduler(cls=tiny.SteppedScheduler)
-  scheduler.adopt(tiny.engine_params(), 0)
-  permits = threading.Semaphore(num_steps)
-
-  def after_step(_):
-    assert permits.acquire(timeout=DEADLINE_S)
-
-  scheduler.after_step = after_step
-  queue = Queue(
-    max_waiting=max_waiting,
-    cache_tokens=tiny.SIZES.cache_tokens,
-    vocab_size=tiny.MODEL.vocab_size,
-  )
-  serve_loop = requests.ServeLoop(queue, scheduler)
-  server = jetstream_grpc.GrpcServer(
-    jetstream_grpc.Orchestrator(make_service(queue, serve_loop, **options)),
-    host="localhost",
-    port=0,
-    max_calls=16,
-  )
-  with contextlib.ExitStack() as stack:
-    stack.enter_context(running(serve_loop.run, serve_loop.stop))
-    stack.enter_context(running(server.run, server.stop))
-    stack.callback(lambda: permits.release(MANY))
-    channel = stack.enter_context(
-      grpc.insecure_channel(f"localhost:{server.port}")
-    )
-    stub = API.services.OrchestratorStub(channel)
-    yield Serving(
-      stub=stub,
-      channel=channel,
-      port=server.port,
-      queue=queue,
-      scheduler=scheduler,
-      permits=permits,
-    )
-
-
 @pytest.fixture(scope="module")
 def shared():
-  with serving() as server:
+  with grpc_world.serving() as server:
     yield server
-
-
-def tokens_request(tokens, max_tokens=18):
-  return API.messages.DecodeRequest(
-    token_content=API.messages.DecodeRequest.TokenContent(
-      token_ids=np.asarray(tokens).tolist()
-    ),
-    max_tokens=max_tokens,
-  )
-
-
-def text_request(text, max_tokens=18):
-  return API.messages.DecodeRequest(
-    text_content=API.messages.DecodeRequest.TextContent(text=text),
-    max_tokens=max_tokens,
-  )
-
-
-def decode(stub, request, **settings):
-  """Starts a call; settings travel as metadata."""
-  metadata = [(name, str(value)) for name, value in settings.items()]
-  return stub.Decode(request, metadata=metadata, timeout=DEADLINE_S)
-
-
-def received(call):
-  """What each response brought: text and token ids."""
-  pieces = []
-  for response in call:
-    (sample,) = response.stream_content.samples
-    pieces.append((sample.text, list(sample.token_ids)))
-  return pieces
-
-
-def tokens_of(pieces):
-  return sum((tokens for _, tokens in pieces), [])
 
 
 def alone(tokens, *, max_tokens=18, seed=0, **settings):
@@ -209,8 +70,10 @@ def test_token_ids_are_those_of_a_bare_scheduler(shared):
   with concurrent.futures.ThreadPoolExecutor(6) as pool:
     all_pieces = list(
       pool.map(
-        lambda seed: received(
-          decode(shared.stub, tokens_request(prompts[seed]), seed=seed)
+        lambda seed: grpc_world.received(
+          grpc_world.decode(
+            shared.stub, grpc_world.tokens_request(prompts[seed]), seed=seed
+          )
         ),
         range(12),
       )
@@ -220,7 +83,7 @@ def test_token_ids_are_those_of_a_bare_scheduler(shared):
     zip(prompts, all_pieces, strict=True)
   ):
     expected, reason = alone(prompt, seed=seed)
-    assert tokens_of(pieces) == expected
+    assert grpc_world.tokens_of(pieces) == expected
     assert not any(text for text, _ in pieces)
     reasons.add(reason)
   assert reasons == {types.FinishReason.EOS, types.FinishReason.LENGTH}
@@ -229,40 +92,45 @@ def test_token_ids_are_those_of_a_bare_scheduler(shared):
 def test_a_text_request_is_answered_with_text_and_token_ids(shared):
   for seed in range(4):
     prompt = tiny.prompt(4 + seed, seed=seed)
-    request = text_request(TOKENIZER.decode(prompt))
-    pieces = received(decode(shared.stub, request, seed=seed))
+    request = grpc_world.text_request(TOKENIZER.decode(prompt))
+    pieces = grpc_world.received(
+      grpc_world.decode(shared.stub, request, seed=seed)
+    )
     expected, _ = alone(prompt, seed=seed)
-    assert tokens_of(pieces) == expected
+    assert grpc_world.tokens_of(pieces) == expected
     assert "".join(text for text, _ in pieces) == TOKENIZER.decode(expected)
 
 
 def long_call(server, **options):
-  return decode(
-    server.stub, tokens_request(PROMPT, 27), seed=LONG_SEED, **options
+  return grpc_world.decode(
+    server.stub,
+    grpc_world.tokens_request(PROMPT, 27),
+    seed=LONG_SEED,
+    **options,
   )
 
 
 def test_tokens_arrive_while_others_are_still_to_be_written():
   expected, reason = alone(PROMPT, max_tokens=27, seed=LONG_SEED)
   assert reason is types.FinishReason.LENGTH and len(expected) == 27
-  with serving(num_steps=2) as server:
+  with grpc_world.serving(num_steps=2) as server:
     call = long_call(server)
     first = next(call)
     assert server.queue.depth == 1
     server.permits.release(MANY)
-    assert tokens_of(received([first, *call])) == expected
+    assert grpc_world.tokens_of(grpc_world.received([first, *call])) == expected
 
 
 def test_sampling_settings_come_as_metadata(shared):
   for settings in ({"temperature": 0.0}, {"temperature": 0.25, "top_k": 5}):
     expected, _ = alone(PROMPT, seed=3, **settings)
-    request = tokens_request(PROMPT)
-    call = decode(shared.stub, request, seed=3, **settings)
-    assert tokens_of(received(call)) == expected
-  received(
-    decode(
+    request = grpc_world.tokens_request(PROMPT)
+    call = grpc_world.decode(shared.stub, request, seed=3, **settings)
+    assert grpc_world.tokens_of(grpc_world.received(call)) == expected
+  grpc_world.received(
+    grpc_world.decode(
       shared.stub,
-      tokens_request(PROMPT),
+      grpc_world.tokens_request(PROMPT),
       temperature=0.5,
       top_k=3,
       top_p=0.5,
@@ -272,8 +140,12 @@ def test_sampling_settings_come_as_metadata(shared):
   assert shared.queue.submitted[-1].settings == sampling.SamplingSettings(
     temperature=0.5, top_k=3, top_p=0.5, min_p=0.1
   )
-  received(decode(shared.stub, tokens_request(PROMPT)))
-  received(decode(shared.stub, tokens_request(PROMPT)))
+  grpc_world.received(
+    grpc_world.decode(shared.stub, grpc_world.tokens_request(PROMPT))
+  )
+  grpc_world.received(
+    grpc_world.decode(shared.stub, grpc_world.tokens_request(PROMPT))
+  )
   one, other = shared.queue.submitted[-2:]
   assert one.settings == sampling.SamplingSettings()
   assert one.seed != other.seed
@@ -281,24 +153,48 @@ def test_sampling_settings_come_as_metadata(shared):
 
 CANNOT_BE_SERVED = {
   "nothing": (API.messages.DecodeRequest(max_tokens=4), {}, "content"),
-  "no tokens": (tokens_request([]), {}, "prompt"),
-  "no text": (text_request(""), {}, "prompt"),
-  "negative token": (tokens_request([7, -1]), {}, "prompt: token ids"),
-  "no such token": (tokens_request([7, 97]), {}, "prompt: token ids"),
-  "foreign character": (text_request("\u00e9"), {}, "U\\+00E9"),
-  "max_tokens missing": (tokens_request([7], 0), {}, "max_tokens: 0"),
-  "max_tokens negative": (tokens_request([7], -3), {}, "max_tokens: -3"),
-  "too long": (tokens_request([7], 32), {}, "do not fit into 32"),
-  "too long a prompt": (text_request("a" * 100), {}, "do not fit into 32"),
+  "no tokens": (grpc_world.tokens_request([]), {}, "prompt"),
+  "no text": (grpc_world.text_request(""), {}, "prompt"),
+  "negative token": (
+    grpc_world.tokens_request([7, -1]),
+    {},
+    "prompt: token ids",
+  ),
+  "no such token": (
+    grpc_world.tokens_request([7, 97]),
+    {},
+    "prompt: token ids",
+  ),
+  "foreign character": (grpc_world.text_request("\u00e9"), {}, "U\\+00E9"),
+  "max_tokens missing": (
+    grpc_world.tokens_request([7], 0),
+    {},
+    "max_tokens: 0",
+  ),
+  "max_tokens negative": (
+    grpc_world.tokens_request([7], -3),
+    {},
+    "max_tokens: -3",
+  ),
+  "too long": (grpc_world.tokens_request([7], 32), {}, "do not fit into 32"),
+  "too long a prompt": (
+    grpc_world.text_request("a" * 100),
+    {},
+    "do not fit into 32",
+  ),
   "session": (
     API.messages.DecodeRequest(session_cache="mine", max_tokens=4),
     {},
     "session_cache",
   ),
-  "not a number": (tokens_request([7]), {"temperature": "hot"}, "temperature"),
-  "nan": (tokens_request([7]), {"top_p": "nan"}, "top_p"),
-  "not whole": (tokens_request([7]), {"seed": "1.5"}, "seed"),
-  "out of range": (tokens_request([7]), {"seed": "-1"}, "seed"),
+  "not a number": (
+    grpc_world.tokens_request([7]),
+    {"temperature": "hot"},
+    "temperature",
+  ),
+  "nan": (grpc_world.tokens_request([7]), {"top_p": "nan"}, "top_p"),
+  "not whole": (grpc_world.tokens_request([7]), {"seed": "1.5"}, "seed"),
+  "out of range": (grpc_world.tokens_request([7]), {"seed": "-1"}, "seed"),
 }
 
 
@@ -310,7 +206,7 @@ CANNOT_BE_SERVED = {
 def test_what_cannot_be_served_is_refused(shared, request_, metadata, message):
   before = len(shared.queue.submitted)
   with pytest.raises(grpc.RpcError, match=message) as caught:
-    list(decode(shared.stub, request_, **metadata))
+    list(grpc_world.decode(shared.stub, request_, **metadata))
   assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
   assert len(shared.queue.submitted) == before
 
@@ -339,17 +235,21 @@ def test_bytes_that_are_no_request_reach_nobody(shared, message):
 
 
 def test_a_key_is_asked_for():
-  with serving(api_key="s\u00e9same") as server:
+  with grpc_world.serving(api_key="s\u00e9same") as server:
 
     def code(**metadata):
-      return status_of(decode(server.stub, tokens_request(PROMPT), **metadata))
+      return status_of(
+        grpc_world.decode(
+          server.stub, grpc_world.tokens_request(PROMPT), **metadata
+        )
+      )
 
     assert code() is grpc.StatusCode.UNAUTHENTICATED
     assert code(authorization="Bearer guess") is (
       grpc.StatusCode.UNAUTHENTICATED
     )
     assert not server.queue.submitted
-  with serving(api_key="sesame") as server:
+  with grpc_world.serving(api_key="sesame") as server:
     assert code(authorization="Basic sesame") is grpc.StatusCode.UNAUTHENTICATED
     assert not server.queue.submitted
     assert code(authorization="Bearer sesame") is grpc.StatusCode.OK
@@ -359,38 +259,43 @@ def test_a_key_is_asked_for():
 
 
 def test_a_full_queue_says_when_to_come_again():
-  with serving(num_steps=2, max_waiting=1) as server:
+  with grpc_world.serving(num_steps=2, max_waiting=1) as server:
     running_call = long_call(server)
     first = next(running_call)
-    refused = decode(server.stub, tokens_request(PROMPT))
+    refused = grpc_world.decode(server.stub, grpc_world.tokens_request(PROMPT))
     assert status_of(refused) is grpc.StatusCode.RESOURCE_EXHAUSTED
     (pushback,) = refused.trailing_metadata()
     assert pushback.key == "grpc-retry-pushback-ms"
     assert int(pushback.value) >= 1000
     server.permits.release(MANY)
-    assert len(tokens_of(received([first, *running_call]))) == 27
+    assert (
+      len(grpc_world.tokens_of(grpc_world.received([first, *running_call])))
+      == 27
+    )
 
 
 def test_a_client_that_goes_away_frees_its_slot():
-  with serving(num_steps=2) as server:
+  with grpc_world.serving(num_steps=2) as server:
     call = long_call(server)
     next(call)
     call.cancel()
     assert server.queue.cancelled.wait(DEADLINE_S)
     server.permits.release(MANY)
     # The next one is served after the slot was freed.
-    received(decode(server.stub, tokens_request(PROMPT, 1)))
+    grpc_world.received(
+      grpc_world.decode(server.stub, grpc_world.tokens_request(PROMPT, 1))
+    )
     assert server.queue.stats.cancelled == 1
   assert server.scheduler.is_idle and server.queue.is_empty
   assert server.scheduler.stats.generated_tokens < 27
 
 
 def test_a_call_ends_at_its_deadline():
-  with serving(num_steps=2) as server:
+  with grpc_world.serving(num_steps=2) as server:
     metadata = [("seed", str(LONG_SEED))]
     started_s = time.monotonic()
     call = server.stub.Decode(
-      tokens_request(PROMPT, 27), metadata=metadata, timeout=2.0
+      grpc_world.tokens_request(PROMPT, 27), metadata=metadata, timeout=2.0
     )
     next(call)
     (request,) = server.queue.submitted
@@ -401,20 +306,22 @@ def test_a_call_ends_at_its_deadline():
 
 
 def test_the_servers_own_deadline_holds_for_calls_without_one():
-  with serving(limits=app.Limits(deadline_s=0.0)) as server:
-    call = server.stub.Decode(tokens_request(PROMPT))
+  with grpc_world.serving(limits=app.Limits(deadline_s=0.0)) as server:
+    call = server.stub.Decode(grpc_world.tokens_request(PROMPT))
     assert status_of(call) is grpc.StatusCode.DEADLINE_EXCEEDED
     assert "request's deadline" in call.details()
     assert server.queue.stats.expired == 1
 
 
 def test_a_server_without_an_engine_is_not_live(shared):
-  orchestrator = jetstream_grpc.Orchestrator(make_service(shared.queue))
+  orchestrator = jetstream_grpc.Orchestrator(
+    grpc_world.make_service(shared.queue)
+  )
   server = jetstream_grpc.GrpcServer(
     orchestrator, host="localhost", port=0, max_calls=1
   )
   with (
-    running(server.run, server.stop),
+    grpc_world.running(server.run, server.stop),
     grpc.insecure_channel(f"localhost:{server.port}") as channel,
   ):
     stub = API.services.OrchestratorStub(channel)
@@ -424,16 +331,16 @@ def test_a_server_without_an_engine_is_not_live(shared):
 
 def test_a_draining_server_finishes_what_it_has():
   health = API.messages.HealthCheckRequest()
-  with serving(num_steps=2) as server:
+  with grpc_world.serving(num_steps=2) as server:
     call = long_call(server)
     first = next(call)
     assert server.stub.HealthCheck(health).is_live
     server.queue.drain()
     assert not server.stub.HealthCheck(health).is_live
-    refused = decode(server.stub, tokens_request(PROMPT))
+    refused = grpc_world.decode(server.stub, grpc_world.tokens_request(PROMPT))
     assert status_of(refused) is grpc.StatusCode.UNAVAILABLE
     server.permits.release(MANY)
-    assert len(tokens_of(received([first, *call]))) == 27
+    assert len(grpc_world.tokens_of(grpc_world.received([first, *call]))) == 27
 
 
 @pytest.mark.parametrize(
@@ -444,7 +351,7 @@ def test_a_draining_server_finishes_what_it_has():
   ],
 )
 def test_what_the_server_cannot_finish_ends_with_a_status(error, code):
-  with serving(num_steps=2) as server:
+  with grpc_world.serving(num_steps=2) as server:
     call = long_call(server)
     next(call)
     server.queue.close(error)
@@ -454,7 +361,7 @@ def test_what_the_server_cannot_finish_ends_with_a_status(error, code):
 def test_a_port_in_use_is_refused(shared):
   with pytest.raises(RuntimeError, match="bind"):
     jetstream_grpc.GrpcServer(
-      jetstream_grpc.Orchestrator(make_service(shared.queue)),
+      jetstream_grpc.Orchestrator(grpc_world.make_service(shared.queue)),
       host="localhost",
       port=shared.port,
       max_calls=1,
@@ -494,13 +401,15 @@ def test_http_and_grpc_are_served_by_one_engine():
   body = {"model": "policy", "prompt": PROMPT.tolist(), "temperature": 0}
   body |= {"max_tokens": 18, "return_token_ids": True}
   with (
-    running(run, stop.set),
+    grpc_world.running(run, stop.set),
     grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel,
   ):
     address = addresses.get(timeout=DEADLINE_S)
     stub = API.services.OrchestratorStub(channel)
-    call = decode(stub, tokens_request(PROMPT), temperature=0)
-    from_grpc = tokens_of(received(call))
+    call = grpc_world.decode(
+      stub, grpc_world.tokens_request(PROMPT), temperature=0
+    )
+    from_grpc = grpc_world.tokens_of(grpc_world.received(call))
     answer = httpx.post(f"{address}/v1/completions", json=body, timeout=60)
     choice = answer.raise_for_status().json()["choices"][0]
     is_length = choice["finish_reason"] == "length"
