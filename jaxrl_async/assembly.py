@@ -115,6 +115,7 @@ def make_engine(
     end_tokens=(eos_id,),
     dtype=config.rollout.dtype,
     weights=config.rollout.weights,
+    attention=config.rollout.attention,
   )
 
 

@@ -194,6 +194,9 @@ class RolloutSection:
     dtype: of rollout weights and cache.
     weights: int8 or fp8 quantises the matrices of what is published, with a
       scale a channel; mismatch_kl is its price.
+    attention: "auto" takes the first kernel of the platform that works and
+      agrees with plain XLA; "xla" takes none; a kernel's name (cudnn or splash
+      of prefill, gpu_paged or tpu_paged of decoding over pages) insists on it.
   """
 
   num_slots: int = 32
@@ -212,6 +215,7 @@ class RolloutSection:
   temperature: float = 1.0
   dtype: str = "float32"
   weights: WeightFormat = WeightFormat.FLOAT
+  attention: str = "auto"
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)

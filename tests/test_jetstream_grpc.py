@@ -28,6 +28,11 @@ API = grpc_world.API
 DEADLINE_S = grpc_world.DEADLINE_S
 TOKENIZER = grpc_world.TOKENIZER
 MANY = grpc_world.MANY
+tokens_request = grpc_world.tokens_request
+text_request = grpc_world.text_request
+decode = grpc_world.decode
+received = grpc_world.received
+tokens_of = grpc_world.tokens_of
 PROMPT = tiny.prompt(5)
 LONG_SEED = 8  # the completion of `PROMPT` fills the cache
 
@@ -70,10 +75,8 @@ def test_token_ids_are_those_of_a_bare_scheduler(shared):
   with concurrent.futures.ThreadPoolExecutor(6) as pool:
     all_pieces = list(
       pool.map(
-        lambda seed: grpc_world.received(
-          grpc_world.decode(
-            shared.stub, grpc_world.tokens_request(prompts[seed]), seed=seed
-          )
+        lambda seed: received(
+          decode(shared.stub, tokens_request(prompts[seed]), seed=seed)
         ),
         range(12),
       )
@@ -83,7 +86,7 @@ def test_token_ids_are_those_of_a_bare_scheduler(shared):
     zip(prompts, all_pieces, strict=True)
   ):
     expected, reason = alone(prompt, seed=seed)
-    assert grpc_world.tokens_of(pieces) == expected
+    assert tokens_of(pieces) == expected
     assert not any(text for text, _ in pieces)
     reasons.add(reason)
   assert reasons == {types.FinishReason.EOS, types.FinishReason.LENGTH}
@@ -92,19 +95,17 @@ def test_token_ids_are_those_of_a_bare_scheduler(shared):
 def test_a_text_request_is_answered_with_text_and_token_ids(shared):
   for seed in range(4):
     prompt = tiny.prompt(4 + seed, seed=seed)
-    request = grpc_world.text_request(TOKENIZER.decode(prompt))
-    pieces = grpc_world.received(
-      grpc_world.decode(shared.stub, request, seed=seed)
-    )
+    request = text_request(TOKENIZER.decode(prompt))
+    pieces = received(decode(shared.stub, request, seed=seed))
     expected, _ = alone(prompt, seed=seed)
-    assert grpc_world.tokens_of(pieces) == expected
+    assert tokens_of(pieces) == expected
     assert "".join(text for text, _ in pieces) == TOKENIZER.decode(expected)
 
 
 def long_call(server, **options):
-  return grpc_world.decode(
+  return decode(
     server.stub,
-    grpc_world.tokens_request(PROMPT, 27),
+    tokens_request(PROMPT, 27),
     seed=LONG_SEED,
     **options,
   )
@@ -118,19 +119,19 @@ def test_tokens_arrive_while_others_are_still_to_be_written():
     first = next(call)
     assert server.queue.depth == 1
     server.permits.release(MANY)
-    assert grpc_world.tokens_of(grpc_world.received([first, *call])) == expected
+    assert tokens_of(received([first, *call])) == expected
 
 
 def test_sampling_settings_come_as_metadata(shared):
   for settings in ({"temperature": 0.0}, {"temperature": 0.25, "top_k": 5}):
     expected, _ = alone(PROMPT, seed=3, **settings)
-    request = grpc_world.tokens_request(PROMPT)
-    call = grpc_world.decode(shared.stub, request, seed=3, **settings)
-    assert grpc_world.tokens_of(grpc_world.received(call)) == expected
-  grpc_world.received(
-    grpc_world.decode(
+    request = tokens_request(PROMPT)
+    call = decode(shared.stub, request, seed=3, **settings)
+    assert tokens_of(received(call)) == expected
+  received(
+    decode(
       shared.stub,
-      grpc_world.tokens_request(PROMPT),
+      tokens_request(PROMPT),
       temperature=0.5,
       top_k=3,
       top_p=0.5,
@@ -140,12 +141,8 @@ def test_sampling_settings_come_as_metadata(shared):
   assert shared.queue.submitted[-1].settings == sampling.SamplingSettings(
     temperature=0.5, top_k=3, top_p=0.5, min_p=0.1
   )
-  grpc_world.received(
-    grpc_world.decode(shared.stub, grpc_world.tokens_request(PROMPT))
-  )
-  grpc_world.received(
-    grpc_world.decode(shared.stub, grpc_world.tokens_request(PROMPT))
-  )
+  received(decode(shared.stub, tokens_request(PROMPT)))
+  received(decode(shared.stub, tokens_request(PROMPT)))
   one, other = shared.queue.submitted[-2:]
   assert one.settings == sampling.SamplingSettings()
   assert one.seed != other.seed
@@ -153,32 +150,32 @@ def test_sampling_settings_come_as_metadata(shared):
 
 CANNOT_BE_SERVED = {
   "nothing": (API.messages.DecodeRequest(max_tokens=4), {}, "content"),
-  "no tokens": (grpc_world.tokens_request([]), {}, "prompt"),
-  "no text": (grpc_world.text_request(""), {}, "prompt"),
+  "no tokens": (tokens_request([]), {}, "prompt"),
+  "no text": (text_request(""), {}, "prompt"),
   "negative token": (
-    grpc_world.tokens_request([7, -1]),
+    tokens_request([7, -1]),
     {},
     "prompt: token ids",
   ),
   "no such token": (
-    grpc_world.tokens_request([7, 97]),
+    tokens_request([7, 97]),
     {},
     "prompt: token ids",
   ),
-  "foreign character": (grpc_world.text_request("\u00e9"), {}, "U\\+00E9"),
+  "foreign character": (text_request("\u00e9"), {}, "U\\+00E9"),
   "max_tokens missing": (
-    grpc_world.tokens_request([7], 0),
+    tokens_request([7], 0),
     {},
     "max_tokens: 0",
   ),
   "max_tokens negative": (
-    grpc_world.tokens_request([7], -3),
+    tokens_request([7], -3),
     {},
     "max_tokens: -3",
   ),
-  "too long": (grpc_world.tokens_request([7], 32), {}, "do not fit into 32"),
+  "too long": (tokens_request([7], 32), {}, "do not fit into 32"),
   "too long a prompt": (
-    grpc_world.text_request("a" * 100),
+    text_request("a" * 100),
     {},
     "do not fit into 32",
   ),
@@ -188,13 +185,13 @@ CANNOT_BE_SERVED = {
     "session_cache",
   ),
   "not a number": (
-    grpc_world.tokens_request([7]),
+    tokens_request([7]),
     {"temperature": "hot"},
     "temperature",
   ),
-  "nan": (grpc_world.tokens_request([7]), {"top_p": "nan"}, "top_p"),
-  "not whole": (grpc_world.tokens_request([7]), {"seed": "1.5"}, "seed"),
-  "out of range": (grpc_world.tokens_request([7]), {"seed": "-1"}, "seed"),
+  "nan": (tokens_request([7]), {"top_p": "nan"}, "top_p"),
+  "not whole": (tokens_request([7]), {"seed": "1.5"}, "seed"),
+  "out of range": (tokens_request([7]), {"seed": "-1"}, "seed"),
 }
 
 
@@ -206,7 +203,7 @@ CANNOT_BE_SERVED = {
 def test_what_cannot_be_served_is_refused(shared, request_, metadata, message):
   before = len(shared.queue.submitted)
   with pytest.raises(grpc.RpcError, match=message) as caught:
-    list(grpc_world.decode(shared.stub, request_, **metadata))
+    list(decode(shared.stub, request_, **metadata))
   assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
   assert len(shared.queue.submitted) == before
 
@@ -238,11 +235,7 @@ def test_a_key_is_asked_for():
   with grpc_world.serving(api_key="s\u00e9same") as server:
 
     def code(**metadata):
-      return status_of(
-        grpc_world.decode(
-          server.stub, grpc_world.tokens_request(PROMPT), **metadata
-        )
-      )
+      return status_of(decode(server.stub, tokens_request(PROMPT), **metadata))
 
     assert code() is grpc.StatusCode.UNAUTHENTICATED
     assert code(authorization="Bearer guess") is (
@@ -262,16 +255,13 @@ def test_a_full_queue_says_when_to_come_again():
   with grpc_world.serving(num_steps=2, max_waiting=1) as server:
     running_call = long_call(server)
     first = next(running_call)
-    refused = grpc_world.decode(server.stub, grpc_world.tokens_request(PROMPT))
+    refused = decode(server.stub, tokens_request(PROMPT))
     assert status_of(refused) is grpc.StatusCode.RESOURCE_EXHAUSTED
     (pushback,) = refused.trailing_metadata()
     assert pushback.key == "grpc-retry-pushback-ms"
     assert int(pushback.value) >= 1000
     server.permits.release(MANY)
-    assert (
-      len(grpc_world.tokens_of(grpc_world.received([first, *running_call])))
-      == 27
-    )
+    assert len(tokens_of(received([first, *running_call]))) == 27
 
 
 def test_a_client_that_goes_away_frees_its_slot():
@@ -282,9 +272,7 @@ def test_a_client_that_goes_away_frees_its_slot():
     assert server.queue.cancelled.wait(DEADLINE_S)
     server.permits.release(MANY)
     # The next one is served after the slot was freed.
-    grpc_world.received(
-      grpc_world.decode(server.stub, grpc_world.tokens_request(PROMPT, 1))
-    )
+    received(decode(server.stub, tokens_request(PROMPT, 1)))
     assert server.queue.stats.cancelled == 1
   assert server.scheduler.is_idle and server.queue.is_empty
   assert server.scheduler.stats.generated_tokens < 27
@@ -295,7 +283,7 @@ def test_a_call_ends_at_its_deadline():
     metadata = [("seed", str(LONG_SEED))]
     started_s = time.monotonic()
     call = server.stub.Decode(
-      grpc_world.tokens_request(PROMPT, 27), metadata=metadata, timeout=2.0
+      tokens_request(PROMPT, 27), metadata=metadata, timeout=2.0
     )
     next(call)
     (request,) = server.queue.submitted
@@ -307,7 +295,7 @@ def test_a_call_ends_at_its_deadline():
 
 def test_the_servers_own_deadline_holds_for_calls_without_one():
   with grpc_world.serving(limits=app.Limits(deadline_s=0.0)) as server:
-    call = server.stub.Decode(grpc_world.tokens_request(PROMPT))
+    call = server.stub.Decode(tokens_request(PROMPT))
     assert status_of(call) is grpc.StatusCode.DEADLINE_EXCEEDED
     assert "request's deadline" in call.details()
     assert server.queue.stats.expired == 1
@@ -337,10 +325,10 @@ def test_a_draining_server_finishes_what_it_has():
     assert server.stub.HealthCheck(health).is_live
     server.queue.drain()
     assert not server.stub.HealthCheck(health).is_live
-    refused = grpc_world.decode(server.stub, grpc_world.tokens_request(PROMPT))
+    refused = decode(server.stub, tokens_request(PROMPT))
     assert status_of(refused) is grpc.StatusCode.UNAVAILABLE
     server.permits.release(MANY)
-    assert len(grpc_world.tokens_of(grpc_world.received([first, *call]))) == 27
+    assert len(tokens_of(received([first, *call]))) == 27
 
 
 @pytest.mark.parametrize(
@@ -406,10 +394,8 @@ def test_http_and_grpc_are_served_by_one_engine():
   ):
     address = addresses.get(timeout=DEADLINE_S)
     stub = API.services.OrchestratorStub(channel)
-    call = grpc_world.decode(
-      stub, grpc_world.tokens_request(PROMPT), temperature=0
-    )
-    from_grpc = grpc_world.tokens_of(grpc_world.received(call))
+    call = decode(stub, tokens_request(PROMPT), temperature=0)
+    from_grpc = tokens_of(received(call))
     answer = httpx.post(f"{address}/v1/completions", json=body, timeout=60)
     choice = answer.raise_for_status().json()["choices"][0]
     is_length = choice["finish_reason"] == "length"

@@ -27,6 +27,7 @@ from jaxrl_async import mesh as mesh_lib
 from jaxrl_async.models import configs
 from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
+from jaxrl_async.rollout import attention_choice
 from jaxrl_async.rollout import decode_state as decode_state_lib
 from jaxrl_async.rollout import jetstream_api
 from jaxrl_async.rollout import kv_cache
@@ -56,6 +57,7 @@ class Engine(jetstream_api.Engine):
     end_tokens: tuple[int, ...],
     dtype: str = "float32",
     weights: config.WeightFormat = config.WeightFormat.FLOAT,
+    attention: str = attention_choice.AUTO,
   ):
     self.model = model
     self.sizes = sizes
@@ -64,8 +66,19 @@ class Engine(jetstream_api.Engine):
     self.num_end_tokens = len(end_tokens) + sampling.MAX_END_TOKENS
     self.dtype = jnp.dtype(dtype)
     self._mesh = mesh
+    self.attention = attention_choice.choose(
+      attention,
+      model=model,
+      sizes=sizes,
+      dtype=self.dtype,
+      mesh=mesh,
+    )
     layout = (
-      kv_cache.Pages(num_pages=sizes.num_pages, page_tokens=sizes.page_tokens)
+      kv_cache.Pages(
+        num_pages=sizes.num_pages,
+        page_tokens=sizes.page_tokens,
+        attention=self.attention.decode,
+      )
       if sizes.num_pages
       else kv_cache.Slots(
         num_slots=sizes.num_slots, cache_tokens=sizes.cache_tokens
@@ -86,6 +99,7 @@ class Engine(jetstream_api.Engine):
       model=model,
       sizes=sizes,
       layout=layout,
+      prefill_attention=self.attention.prefill,
       seed=seed,
       num_end_tokens=self.num_end_tokens,
       dtype=self.dtype,

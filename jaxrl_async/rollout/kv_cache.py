@@ -13,6 +13,7 @@ Layers are separate arrays: a stacked cache would be copied by the scan over
 layers. Prefilled rows are in the layout of `Slots`, in either case.
 """
 
+from collections.abc import Callable
 import dataclasses
 
 import jax
@@ -24,6 +25,8 @@ from jaxrl_async.models import attention
 from jaxrl_async.models import configs
 
 Layer = tuple[jax.Array, jax.Array]
+# Of pages, queries [B N H], positions [B] and the table [B W].
+PagedAttention = Callable[[Layer, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def from_prefill(
@@ -137,15 +140,20 @@ class Slots:
     """One query a slot over cached times 0..position, all below `window`."""
     del pages
     keys, values = layer[0][..., :window], layer[1][:, :, :window]
-    return _attend(query, keys, values, positions)
+    return attend_cached(query, keys, values, positions)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pages:
-  """A pool of pages that all slots share."""
+  """A pool of pages that all slots share.
+
+  Attributes:
+    attention: of `paged_attention.IMPLEMENTATIONS`.
+  """
 
   num_pages: int
   page_tokens: int
+  attention: PagedAttention
 
   spec = P("tensor")
 
@@ -202,18 +210,12 @@ class Pages:
     pages: Int[Array, "B P"],
     window: int,
   ) -> Float[Array, "B N H"]:
-    """As of `Slots`, over gathered pages."""
+    """As of `Slots`."""
     pages = pages[:, : -(-window // self.page_tokens)]
-
-    def gather(pool):  # [K pages page H] -> [B K S H]
-      rows = jnp.moveaxis(jnp.take(pool, pages, axis=1, mode="clip"), 0, 1)
-      return rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
-
-    keys = jnp.swapaxes(gather(layer[0]), 2, 3)
-    return _attend(query, keys, gather(layer[1]), positions)
+    return self.attention(layer, query, positions, pages)
 
 
-def _attend(query, keys, values, positions):
+def attend_cached(query, keys, values, positions):
   """One query a row over keys [B K H S] and values [B K S H]."""
   rows, num_heads, head_dim = query.shape
   num_kv_heads, width = keys.shape[1], keys.shape[3]

@@ -25,6 +25,7 @@ class Programs:
 
   Attributes:
     seed: of the run; every token's key begins with it.
+    prefill_attention: of whole rows; that of decoding is the layout's.
     num_end_tokens: that fit a slot.
     dtype: of weights, activations and cache.
   """
@@ -32,6 +33,7 @@ class Programs:
   model: configs.ModelConfig
   sizes: EngineSizes
   layout: kv_cache.Slots | kv_cache.Pages
+  prefill_attention: attention.CausalAttention
   seed: int
   num_end_tokens: int
   dtype: jnp.dtype
@@ -68,13 +70,11 @@ class Programs:
     """Caches whole rows at once."""
     rows, width = tokens.shape
     order = jnp.arange(width, dtype=jnp.int32)[None]
-    segments = (order < lengths[:, None]).astype(jnp.int32)
-    mask = attention.packed_mask(segments)
     positions = jnp.broadcast_to(order, (rows, width))
 
     def attend(layer, query, key, value):
       del layer
-      mixed = attention.IMPLEMENTATIONS["xla"](query, key, value, mask)
+      mixed = self.prefill_attention(query, key, value, lengths)
       return mixed, kv_cache.from_prefill(key, value, self.dtype)
 
     model = transformer.bind(self.model, params.weights, is_stacked=False)
@@ -189,12 +189,13 @@ class Programs:
   ) -> tuple[DecodeState, tuple[jax.Array, ...]]:
     positions = state.positions
     was_active = state.is_active
+    seen = jnp.where(was_active, positions, 0)  # idling costs a kernel little
 
     def attend(layer, query, key, value):
       written = self.layout.write(
         state.cache[layer], key, value, positions, state.pages, was_active
       )
-      mixed = self.layout.attend(written, query, positions, state.pages, window)
+      mixed = self.layout.attend(written, query, seen, state.pages, window)
       return mixed, written
 
     model = transformer.bind(self.model, params.weights, is_stacked=False)
