@@ -60,6 +60,7 @@ BAD_COMPLETIONS = [
   (serving_world.body(prompt=7), "prompt: must be"),
   (serving_world.body(prompt=[]), "prompt: must be"),
   (serving_world.body(prompt=[[]]), "prompt: has no tokens"),
+  (serving_world.body(prompt=[[1], []]), "prompt: has no tokens"),
   (serving_world.body(prompt=""), "prompt: has no tokens"),
   (serving_world.body(prompt=[1, "a"]), "prompt: must be"),
   (serving_world.body(prompt=[True]), "prompt: must be"),
