@@ -1,0 +1,333 @@
+"""Tokens per second of the rollout slice, against transformers and the bound.
+
+    python benchmarks/generate.py
+
+Random weights; completions end at lengths drawn beforehand (workloads.py), all
+sequences are submitted at once and the clock runs until the last has ended.
+Without --rows the rows are those of the platform. Each repeat writes the
+workload once with the scheduler and once, in a process that waits meanwhile,
+with `transformers.generate` (see transformers_generate.py; needs the dependency
+group `reference`). Both have done it once before: compiling is not counted.
+
+    tokens_per_s     written tokens over wall-clock, up to each drawn length
+    vs_transformers  ours over theirs, median of the repeats' ratios
+    cpu_time_ratio   theirs over ours of the time on cores: where other work
+                     shares the machine, a steadier number than the one above
+    occupancy        written tokens a slot and decode step, while work waits
+    ms_per_step      time of decode calls over their decode steps
+    first_token_s    until the end of the call that wrote a sequence's first
+                     token: from its submission, and from when a slot was free
+                     for it
+    host_frac        share of the wall-clock outside device calls
+    roof_frac        the least time for what was decoded over the time of the
+                     decode calls. Least: for each decode step the longer of
+                     weights and cached tokens at the memory bandwidth, and the
+                     products at the matmul rate, both measured here. What fits
+                     the last-level cache may be read faster than that.
+
+With --adopt there are instead rows with other weights adopted every few calls,
+caches recomputed or kept, and the time of one adoption with all slots busy.
+
+Hardware: two CPU cores, float32, the rows cpu-1m and cpu-10m; with a GPU the
+others, bfloat16. Time: TO BE MEASURED. Result: TO BE MEASURED.
+
+The last line of standard output is one JSON object.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import importlib.util
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+# Leaves the other process its share of the device's memory.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+from absl import app
+from absl import flags
+import generation
+import jax
+import roofline
+import workloads
+
+from jaxrl_async import config
+
+_CASES = workloads.CPU_CASES | workloads.GPU_CASES
+_ROWS = flags.DEFINE_list(
+  "rows", None, f"Which cases; by default the platform's. {', '.join(_CASES)}."
+)
+flags.register_validator(
+  _ROWS, lambda rows: set(rows or ()) <= _CASES.keys(), "names of cases"
+)
+_REPEATS = flags.DEFINE_integer("repeats", 2, "Of each row.", lower_bound=1)
+_SEED = flags.DEFINE_integer("seed", 0, "Of weights and workload.")
+_STEPS_PER_CALL = flags.DEFINE_integer(
+  "decode_steps_per_call", 0, "0 takes the case's.", lower_bound=0
+)
+_TRANSFORMERS = flags.DEFINE_boolean(
+  "transformers", True, "Compare with transformers.generate."
+)
+_ADOPT = flags.DEFINE_boolean("adopt", False, "Measure adoptions instead.")
+_ADOPT_EVERY = flags.DEFINE_integer(
+  "adopt_every", 16, "Calls between adoptions.", lower_bound=1
+)
+_ASYNC_DISPATCH = flags.DEFINE_boolean(
+  "async_dispatch", False, "jax_cpu_enable_async_dispatch; runs have it off."
+)
+_COMPILE_CACHE = flags.DEFINE_string(
+  "compile_cache", "", "Persistent XLA cache; none if empty."
+)
+
+_REFERENCE = pathlib.Path(__file__).with_name("transformers_generate.py")
+# Columns of the table, and how they are shown.
+_COLUMNS = {
+  "case": "",
+  "tokens_per_s": ".0f",
+  "transformers_tokens_per_s": ".0f",
+  "vs_transformers": ".2f",
+  "cpu_time_ratio": ".2f",
+  "occupancy": ".3f",
+  "ms_per_step": ".2f",
+  "host_frac": ".3f",
+  "roof_frac": ".3f",
+  "vs_without_adoption": ".2f",
+  "adopt_s": ".4f",
+}
+
+
+class Reference:
+  """The process that writes the same workload with transformers."""
+
+  def __init__(
+    self, case: workloads.Case, workload: workloads.Workload, path: pathlib.Path
+  ):
+    path.write_text(
+      json.dumps(
+        {
+          "model": dataclasses.asdict(case.model),
+          "dtype": case.dtype,
+          "slots": case.sizes.num_slots,
+          "cache_tokens": case.sizes.cache_tokens,
+          "prompts": [p.tolist() for p in workload.prompts],
+          "completion_tokens": workload.completion_tokens.tolist(),
+        }
+      )
+    )
+    self._process = subprocess.Popen(
+      [sys.executable, str(_REFERENCE), str(path)],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    print("  transformers, first batch in s:", self._read()["first_batch_s"])
+
+  def _read(self) -> dict[str, Any]:
+    assert self._process.stdout is not None
+    line = self._process.stdout.readline()
+    if not line:
+      sys.exit(f"error: {_REFERENCE.name} exited with {self._process.wait()}")
+    return json.loads(line)
+
+  def run(self) -> dict[str, Any]:
+    """Writes the workload once."""
+    assert self._process.stdin is not None
+    self._process.stdin.write("run\n")
+    self._process.stdin.flush()
+    return self._read()
+
+  def close(self) -> None:
+    """Ends the process."""
+    self._process.communicate()
+
+
+def _has_transformers() -> bool:
+  has = all(map(importlib.util.find_spec, ("torch", "transformers")))
+  if not has:
+    print("  no torch or no transformers here: nothing to compare with")
+  return has
+
+
+def _median(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+  """Each number's median; of what is no number, the first run's."""
+  return {
+    name: statistics.median([run[name] for run in runs])
+    if isinstance(value, float)
+    else value
+    for name, value in runs[0].items()
+  }
+
+
+def _case(name: str) -> workloads.Case:
+  case = _CASES[name]
+  steps = _STEPS_PER_CALL.value or case.sizes.decode_steps_per_call
+  sizes = dataclasses.replace(case.sizes, decode_steps_per_call=steps)
+  return dataclasses.replace(case, sizes=sizes)
+
+
+def _row(name: str, directory: pathlib.Path) -> dict[str, Any]:
+  """One case against transformers."""
+  case = _case(name)
+  workload = workloads.draw(case, _SEED.value)
+  engine = generation.engine(case, _SEED.value)
+  versions = [generation.params(engine, _SEED.value, 0)]
+  generation.run(engine, versions, workload)
+  reference = None
+  if _TRANSFORMERS.value and _has_transformers():
+    reference = Reference(case, workload, directory / f"{name}.json")
+  runs, theirs = [], []
+  for _ in range(_REPEATS.value):
+    record = generation.run(engine, versions, workload)
+    runs.append(roofline.measure(case, engine, workload, record))
+    if reference:
+      theirs.append(reference.run())
+  row: dict[str, Any] = {
+    "case": name,
+    "num_params": case.model.num_params,
+    "transformers_tokens_per_s": None,
+    "vs_transformers": None,
+    "vs_transformers_repeats": None,
+    "cpu_time_ratio": None,
+    **_median(runs),
+  }
+  if reference:
+    reference.close()
+    pairs = list(zip(runs, theirs, strict=True))
+    ratios = [
+      ours["tokens_per_s"] / other["tokens_per_s"] for ours, other in pairs
+    ]
+    row |= {
+      "vs_transformers": statistics.median(ratios),
+      "vs_transformers_repeats": ratios,
+      "cpu_time_ratio": statistics.median(
+        [other["cpu_s"] / ours["cpu_s"] for ours, other in pairs]
+      ),
+      "transformers_tokens_per_s": _median(theirs)["tokens_per_s"],
+      "transformers_variant": theirs[0]["variant"],
+    }
+  _print_profile(row)
+  return row
+
+
+def _adopt_rows(name: str) -> list[dict[str, Any]]:
+  """One case without adoptions and with each kind of them."""
+  case = _case(name)
+  workload = workloads.draw(case, _SEED.value)
+  engine = generation.engine(case, _SEED.value)
+  versions = [generation.params(engine, _SEED.value, i) for i in range(2)]
+  kinds = [(config.KvOnAdopt.RECOMPUTE, 0)]
+  kinds += [(kind, _ADOPT_EVERY.value) for kind in config.KvOnAdopt]
+  for kind, every in kinds:  # compiles
+    generation.run(
+      engine, versions, workload, kv_on_adopt=kind, adopt_every=every
+    )
+  runs: list[list[dict[str, Any]]] = [[] for _ in kinds]
+  for _ in range(_REPEATS.value):
+    for (kind, every), measured in zip(kinds, runs, strict=True):
+      record = generation.run(
+        engine, versions, workload, kv_on_adopt=kind, adopt_every=every
+      )
+      measured.append(roofline.measure(case, engine, workload, record))
+  rows = []
+  for (kind, every), measured in zip(kinds, runs, strict=True):
+    ratios = [
+      here["tokens_per_s"] / without["tokens_per_s"]
+      for here, without in zip(measured, runs[0], strict=True)
+    ]
+    row = {
+      "case": f"{name} {kind.value}" if every else name,
+      "adopt_every_calls": every,
+      "vs_without_adoption": statistics.median(ratios),
+      "adopt_s": generation.adoption_s(engine, versions, workload, kind)
+      if every
+      else None,
+      **_median(measured),
+    }
+    print(f"{row['case']}:")
+    _print_profile(row)
+    rows.append(row)
+  return rows
+
+
+def _print_profile(row: dict[str, Any]) -> None:
+  """Where the time went."""
+  print(
+    f"  {row['wall_s']:.2f} s: decode {row['decode_frac']:.1%}, prefill and"
+    f" insertion {row['prefill_frac']:.1%}, host {row['host_frac']:.1%}; a"
+    f" decode step {row['ms_per_step']:.2f} ms"
+  )
+  print(
+    f"  least time of all decode calls: weights {row['bound_weights_s']:.3f} s"
+    f" and cache {row['bound_cache_s']:.3f} s, or products"
+    f" {row['bound_products_s']:.3f} s;"
+    f" they took {row['decode_frac'] * row['wall_s']:.3f} s"
+  )
+  for window, (count, time_ms) in row["decode_call_ms_by_window"].items():
+    print(f"  window {window}: {count} calls, median {time_ms:.1f} ms")
+  for place in ("submission", "slot"):
+    p50, p99 = (row[f"first_token_s_from_{place}_p{p}"] for p in (50, 99))
+    print(f"  first token from {place}: p50 {p50:.3f} s, p99 {p99:.3f} s")
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+  """A Markdown table of what the rows have."""
+  columns = {n: form for n, form in _COLUMNS.items() if n in rows[0]}
+  lines = [[*columns], ["---"] * len(columns)]
+  for row in rows:
+    lines.append(
+      [
+        "" if row[name] is None else f"{row[name]:{form}}"
+        for name, form in columns.items()
+      ]
+    )
+  return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main(argv: Sequence[str]) -> None:
+  """Measures every row and prints what came out."""
+  if argv[1:]:
+    sys.exit(f"error: unexpected arguments {' '.join(argv[1:])}")
+  jax.config.update("jax_cpu_enable_async_dispatch", _ASYNC_DISPATCH.value)
+  if _COMPILE_CACHE.value:
+    jax.config.update("jax_compilation_cache_dir", _COMPILE_CACHE.value)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+  is_cpu = jax.default_backend() == "cpu"
+  names = _ROWS.value or list(
+    workloads.CPU_CASES if is_cpu else workloads.GPU_CASES
+  )
+  rows = []
+  with tempfile.TemporaryDirectory(prefix="generate_") as directory:
+    for name in names:
+      print(f"{name}: {_CASES[name].model.num_params:,} parameters")
+      if _ADOPT.value:
+        rows += _adopt_rows(name)
+      else:
+        rows.append(_row(name, pathlib.Path(directory)))
+  peaks = {
+    dtype: dataclasses.asdict(roofline.peaks(dtype))
+    for dtype in sorted({_CASES[name].dtype for name in names})
+  }
+  for dtype, peak in peaks.items():
+    print(
+      f"measured here, {dtype}: {peak['bytes_per_s'] / 1e9:.1f} GB/s,"
+      f" {peak['flops_per_s'] / 1e9:.0f} GFLOP/s"
+    )
+  print(_table(rows))
+  result = {
+    "rows": rows,
+    "peaks": peaks,
+    "device": jax.devices()[0].device_kind,
+    "num_cores": len(os.sched_getaffinity(0)),
+    "jax_cpu_enable_async_dispatch": _ASYNC_DISPATCH.value,
+  }
+  print(json.dumps(result))
+
+
+if __name__ == "__main__":
+  app.run(main)

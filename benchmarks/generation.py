@@ -1,0 +1,193 @@
+"""Drives the scheduler through a workload and keeps what is measured.
+
+Only through its public interface: submit, adopt, step, and what it counts.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import statistics
+import time
+
+import jax
+import numpy as np
+import workloads
+
+from jaxrl_async import config
+from jaxrl_async import mesh as mesh_lib
+from jaxrl_async import metrics
+from jaxrl_async.models import transformer
+from jaxrl_async.rollout import decode_state
+from jaxrl_async.rollout import engine as engine_lib
+from jaxrl_async.rollout import sampling
+from jaxrl_async.rollout import scheduler as scheduler_lib
+from jaxrl_async.rollout import sequence as sequence_lib
+
+_STEPS_BEFORE = 8  # of the adoptions that are timed
+_NUM_ADOPTIONS = 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+  """What one run of the scheduler left behind.
+
+  Attributes:
+    wall_s: from the first submission to the last end.
+    cpu_s: the process's time on cores meanwhile.
+    step_ends_s: end of each scheduler step, from the start.
+    entered: [S] index of the step before which a slot was free for it.
+    began: [S] index of the step that brought its first token.
+  """
+
+  wall_s: float
+  cpu_s: float
+  step_ends_s: np.ndarray
+  entered: np.ndarray
+  began: np.ndarray
+  busy: metrics.BusyClock
+  stats: scheduler_lib.SchedulerStats
+
+
+def engine(case: workloads.Case, seed: int) -> engine_lib.Engine:
+  """The compiled programs; no token ends a sequence."""
+  _, mesh = mesh_lib.cut_devices(
+    jax.devices()[:1], train_shape=(1, 1, 1), rollout_shape=(1, 1, 1)
+  )
+  return engine_lib.Engine(
+    case.model,
+    case.sizes,
+    mesh=mesh,
+    seed=seed,
+    end_tokens=(),
+    dtype=case.dtype,
+  )
+
+
+def params(
+  engine: engine_lib.Engine, seed: int, version: int
+) -> decode_state.EngineParams:
+  """Random weights; another version has other ones."""
+
+  @jax.jit
+  def weights(key):
+    params = transformer.init_params(engine.model, key)
+    params = transformer.unstack(params, engine.model.num_layers)
+    return jax.tree.map(lambda x: x.astype(engine.dtype), params)
+
+  key = jax.random.key(seed + version)
+  return engine.load_params(weights(key), version)
+
+
+def _sequence(prompt, new_tokens, group: int, member: int):
+  return sequence_lib.Sequence(
+    prompt,
+    limit=len(prompt) + int(new_tokens),
+    stream=sampling.Stream.TRAIN,
+    group=group,
+    member=member,
+    settings=sampling.SamplingSettings(),
+  )
+
+
+def run(
+  engine: engine_lib.Engine,
+  versions: Sequence[decode_state.EngineParams],
+  workload: workloads.Workload,
+  *,
+  kv_on_adopt: config.KvOnAdopt = config.KvOnAdopt.RECOMPUTE,
+  adopt_every: int = 0,
+) -> Record:
+  """Writes the workload once; with `adopt_every`, versions take turns."""
+  busy = metrics.BusyClock()
+  scheduler = scheduler_lib.Scheduler(
+    engine, kv_on_adopt=kv_on_adopt, busy=busy
+  )
+  sequences = [
+    _sequence(prompt, new_tokens, int(group), member)
+    for member, (prompt, new_tokens, group) in enumerate(
+      zip(
+        workload.prompts,
+        workload.completion_tokens,
+        workload.groups,
+        strict=True,
+      )
+    )
+  ]
+  scheduler.adopt(versions[0], 0)
+  num_slots = engine.sizes.num_slots
+  entered = np.zeros((len(sequences),), np.int64)
+  began = np.zeros_like(entered)
+  step_ends_s, num_entered, num_ended, silent = [], 0, 0, []
+  start_s, start_cpu_s = busy.now(), time.process_time()
+  for sequence in sequences:
+    scheduler.submit(sequence)
+  while not scheduler.is_idle:
+    step = len(step_ends_s)
+    if adopt_every and step and step % adopt_every == 0:
+      version = step // adopt_every
+      scheduler.adopt(versions[version % len(versions)], version)
+    # First come, first served: what a slot is free for enters in this step.
+    enters = range(num_entered, min(len(sequences), num_ended + num_slots))
+    entered[enters] = step
+    silent += enters
+    num_entered += len(enters)
+    num_ended += len(scheduler.step())
+    step_ends_s.append(busy.now() - start_s)
+    waiting = []
+    for i in silent:
+      if sequences[i].length == len(workload.prompts[i]):
+        waiting.append(i)
+      else:
+        began[i] = step
+    silent = waiting
+  wall_s = busy.now() - start_s
+  cpu_s = time.process_time() - start_cpu_s
+  assert all(s.length == s.limit for s in sequences)
+  # Only what was recorded since the submission.
+  during = metrics.BusyClock()
+  for x in busy.intervals():
+    if x.end_s > start_s:
+      during.add(x.activity, x.start_s - start_s, x.end_s - start_s)
+  return Record(
+    wall_s=wall_s,
+    cpu_s=cpu_s,
+    step_ends_s=np.array(step_ends_s),
+    entered=entered,
+    began=began,
+    busy=during,
+    stats=scheduler.stats,
+  )
+
+
+def adoption_s(
+  engine: engine_lib.Engine,
+  versions: Sequence[decode_state.EngineParams],
+  workload: workloads.Workload,
+  kv_on_adopt: config.KvOnAdopt,
+) -> float:
+  """Seconds that an adoption costs with all slots busy; median of several.
+
+  Of an adoption and the step after it, less a step without one: what adopting
+  leaves to the device is waited for by that step.
+  """
+  busy = metrics.BusyClock()
+  scheduler = scheduler_lib.Scheduler(
+    engine, kv_on_adopt=kv_on_adopt, busy=busy
+  )
+  scheduler.adopt(versions[0], 0)
+  sizes = engine.sizes
+  for slot in range(sizes.num_slots):
+    prompt = workload.prompts[slot]
+    room = sizes.cache_tokens - len(prompt)
+    scheduler.submit(_sequence(prompt, room, slot, 0))
+  for _ in range(_STEPS_BEFORE):
+    scheduler.step()
+  times_s = []
+  for version in range(1, _NUM_ADOPTIONS + 1):
+    start_s = time.perf_counter()
+    scheduler.step()
+    middle_s = time.perf_counter()
+    scheduler.adopt(versions[version % len(versions)], version)
+    scheduler.step()
+    end_s = time.perf_counter()
+    times_s.append((end_s - middle_s) - (middle_s - start_s))
+  return statistics.median(times_s)
