@@ -26,9 +26,11 @@ from jaxrl_async.models import hf_config
 from jaxrl_async.models import hf_weights
 from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
+from jaxrl_async.rewards import service
 from jaxrl_async.rollout import decode_state
 from jaxrl_async.rollout import engine as engine_lib
 from jaxrl_async.rollout import scheduler as scheduler_lib
+from jaxrl_async.rollout import worker as worker_lib
 
 
 def _published(config: config_lib.Config) -> pathlib.Path | None:
@@ -116,6 +118,30 @@ def make_engine(
     dtype=config.rollout.dtype,
     weights=config.rollout.weights,
     attention=config.rollout.attention,
+  )
+
+
+def worker_settings(config: config_lib.Config) -> worker_lib.WorkerSettings:
+  """What the rollout worker needs of a config."""
+  return worker_lib.WorkerSettings(
+    group_size=config.algorithm.group_size,
+    max_completion_tokens=config.rollout.max_completion_tokens,
+    temperature=config.rollout.temperature,
+    filter_zero_std=config.algorithm.filter_zero_std,
+    max_failed_groups=config.task.max_failed_groups,
+  )
+
+
+def make_rewards(
+  task: config_lib.TaskSection, scorer: service.Scorer
+) -> service.RewardService:
+  """The scoring processes of a run."""
+  return service.RewardService(
+    num_workers=task.reward_workers,
+    timeout_s=task.reward_timeout_s,
+    num_retries=task.reward_retries,
+    answer_prefix=task.answer_prefix,
+    scorer=scorer,
   )
 
 

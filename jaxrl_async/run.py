@@ -26,6 +26,7 @@ from jaxrl_async import metrics as metrics_lib
 from jaxrl_async import progress as progress_lib
 from jaxrl_async import prompts
 from jaxrl_async import run_record
+from jaxrl_async import serve
 from jaxrl_async import snapshot
 from jaxrl_async import supervisor
 from jaxrl_async import trainer as trainer_lib
@@ -63,6 +64,7 @@ class Run:
     *,
     initial_params: Any = None,
     scorer: service.Scorer = reasoning.score,
+    serving: serve.ServeSettings | None = None,
   ):
     started_s = time.perf_counter()
     self.config, self.workdir = config, workdir
@@ -99,14 +101,13 @@ class Run:
     self.channel: weight_transfer.WeightChannel | None = None
     self._bad_updates = 0
     self._has_worker = False
+    self.front = None
+    if serving is not None:
+      self.front = serve.front_of_a_run(
+        serving, config, self.model, self.tokenizer, lambda: self._has_worker
+      )
     # Last: from here on there is something to close.
-    self.rewards = service.RewardService(
-      num_workers=config.task.reward_workers,
-      timeout_s=config.task.reward_timeout_s,
-      num_retries=config.task.reward_retries,
-      answer_prefix=config.task.answer_prefix,
-      scorer=scorer,
-    )
+    self.rewards = assembly.make_rewards(config.task, scorer)
 
   # -- assembly -------------------------------------------------------------
 
@@ -147,13 +148,7 @@ class Run:
       config, self.engine, self.tokenizer, self.busy["rollout"]
     )
     self.worker = worker_lib.RolloutWorker(
-      worker_lib.WorkerSettings(
-        group_size=config.algorithm.group_size,
-        max_completion_tokens=config.rollout.max_completion_tokens,
-        temperature=config.rollout.temperature,
-        filter_zero_std=config.algorithm.filter_zero_std,
-        max_failed_groups=config.task.max_failed_groups,
-      ),
+      assembly.worker_settings(config),
       scheduler=self.scheduler,
       stream=self.stream,
       buffer=self.buffer,
@@ -162,6 +157,7 @@ class Run:
       ledger=self.ledger,
       tokenizer=self.tokenizer,
       busy=self.busy["rollout"],
+      requests=None if self.front is None else self.front.queue,
     )
     self.worker.restore(outstanding)
     self.recorder = run_record.Recorder(
@@ -182,6 +178,9 @@ class Run:
     self._publish(params, step)
     self._has_worker = True
     self.supervisor.spawn("rollout worker", self.worker.run)
+    if self.front is not None:
+      self.front.start(self.supervisor)
+      self.progress.note(f"serving the policy at {self.front.address}")
     return step
 
   def _warm_start(self) -> None:
@@ -429,6 +428,8 @@ class Run:
     self.buffer.close(error)
     if self._has_worker:
       self.worker.stop()
+    if self.front is not None:
+      self.front.stop()
     late = self.supervisor.join(timeout_s)
     try:
       with contextlib.ExitStack() as stack:  # all of them, whatever one raises
@@ -452,6 +453,7 @@ def run(
   *,
   initial_params: Any = None,
   scorer: service.Scorer = reasoning.score,
+  serving: serve.ServeSettings | None = None,
 ) -> str:
   """Runs or continues a whole run; gives its summary on one line.
 
@@ -461,6 +463,7 @@ def run(
       checkpoint.
     initial_params: stacked float32 parameters instead of a warm start.
     scorer: a function of an importable module that scores an answer.
+    serving: how clients reach the policy meanwhile; None is not at all.
 
   Raises:
     Interrupted: it was asked to end, and can be continued.
@@ -480,6 +483,7 @@ def run(
       stop,
       initial_params=initial_params,
       scorer=scorer,
+      serving=serving,
     ) as this,
   ):
     step = this.loop(this.open())

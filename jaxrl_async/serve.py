@@ -9,6 +9,7 @@ what was taken is finished within a bound.
 from collections.abc import Callable
 import dataclasses
 import ipaddress
+import itertools
 import json
 import pathlib
 import time
@@ -264,7 +265,8 @@ def _make_scheduler(policy: Policy) -> scheduler_lib.Scheduler:
 def _compile(scheduler: scheduler_lib.Scheduler) -> None:
   """Writes a token at each padded length, so that no client waits for XLA."""
   sizes = scheduler.engine.sizes
-  for bucket in sorted({*sizes.prefill_buckets, *sizes.window_buckets}):
+  buckets = sorted({*sizes.prefill_buckets, *sizes.window_buckets})
+  for bucket, top_p in itertools.product(buckets, (1.0, 0.5)):
     length = max(1, bucket - sizes.decode_steps_per_call)
     sequence = sequence_lib.Sequence(
       np.zeros((length,), np.int32),
@@ -272,29 +274,125 @@ def _compile(scheduler: scheduler_lib.Scheduler) -> None:
       stream=sampling.Stream.SERVE,
       group=0,
       member=0,
-      settings=sampling.SamplingSettings(),
+      settings=sampling.SamplingSettings(top_p=top_p),
     )
     scheduler.submit(sequence)
     while not scheduler.is_idle:
       scheduler.step()
 
 
-def _make_grpc_server(service: app_lib.Service, settings: ServeSettings) -> Any:
-  """JetStream's interface to the same queue."""
-  # Not above: it imports much that serving HTTP alone does not need.
-  from jaxrl_async.serving import jetstream_grpc
+class Front:
+  """What clients reach: the queue, the servers before it, their threads.
 
-  try:
-    return jetstream_grpc.GrpcServer(
-      jetstream_grpc.Orchestrator(service),
-      host=settings.host,
-      port=settings.grpc_port,
-      max_calls=4 * settings.max_waiting + 64,
+  Whoever owns the scheduler feeds and closes the queue.
+  """
+
+  def __init__(
+    self,
+    settings: ServeSettings,
+    *,
+    tokenizer: tokenizer_lib.Tokenizer,
+    chat_template: chat_template_lib.ChatTemplate,
+    cache_tokens: int,
+    vocab_size: int,
+    is_alive: Callable[[], bool],
+  ):
+    """Binds the addresses.
+
+    Args:
+      settings: see there.
+      tokenizer: of the policy.
+      chat_template: likewise.
+      cache_tokens: the most tokens of a prompt with its completion.
+      vocab_size: of the model.
+      is_alive: whether somebody serves the queue.
+
+    Raises:
+      ConfigError: an address cannot be had, or needs a key.
+    """
+    check_key(settings.host, settings.api_key)
+    metrics = prometheus.Metrics()
+    self.queue = requests.RequestQueue(
+      tokenizer,
+      max_waiting=settings.max_waiting,
+      cache_tokens=cache_tokens,
+      vocab_size=vocab_size,
+      on_time=metrics.observe,
     )
-  except RuntimeError as error:
-    raise config_lib.ConfigError(
-      f"grpc_port: {settings.host}:{settings.grpc_port} cannot be bound"
-    ) from error
+    service = app_lib.Service(
+      queue=self.queue,
+      tokenizer=tokenizer,
+      chat_template=chat_template,
+      metrics=metrics,
+      model_name=settings.model_name,
+      is_alive=is_alive,
+      api_key=settings.api_key,
+      limits=settings.limits,
+    )
+    max_connections = 4 * settings.max_waiting + 64
+    try:
+      http = server_lib.HttpServer(
+        app_lib.make_app(service),
+        host=settings.host,
+        port=settings.port,
+        max_connections=max_connections,
+      )
+    except OSError as error:
+      raise config_lib.ConfigError(
+        f"port: {settings.host}:{settings.port} cannot be bound"
+        f" ({error.strerror})"
+      ) from error
+    self.address = f"http://{settings.host}:{http.port}"
+    self._servers: dict[str, Any] = {"http server": http}
+    if settings.grpc_port:
+      # Not above: it imports much that serving HTTP alone does not need.
+      from jaxrl_async.serving import jetstream_grpc
+
+      try:
+        self._servers["grpc server"] = jetstream_grpc.GrpcServer(
+          jetstream_grpc.Orchestrator(service),
+          host=settings.host,
+          port=settings.grpc_port,
+          max_calls=max_connections,
+        )
+      except RuntimeError as error:
+        raise config_lib.ConfigError(
+          f"grpc_port: {settings.host}:{settings.grpc_port} cannot be bound"
+        ) from error
+
+  def start(self, threads: supervisor.Supervisor) -> None:
+    """Starts a thread for each server."""
+    for name, server in self._servers.items():
+      threads.spawn(name, server.run)
+
+  @property
+  def has_started(self) -> bool:
+    """Connections are accepted."""
+    return all(server.has_started for server in self._servers.values())
+
+  def stop(self) -> None:
+    """Ends the servers; what is still running has some seconds left."""
+    for server in self._servers.values():
+      server.stop()
+
+
+def front_of_a_run(
+  settings: ServeSettings,
+  config: config_lib.Config,
+  model: configs.ModelConfig,
+  tokenizer: tokenizer_lib.Tokenizer,
+  is_alive: Callable[[], bool],
+) -> Front:
+  """Beside a training, whose rollout worker serves the queue."""
+  published = pathlib.Path(config.model.name)
+  return Front(
+    settings,
+    tokenizer=tokenizer,
+    chat_template=chat_template_lib.load(published),
+    cache_tokens=config.rollout.cache_tokens,
+    vocab_size=model.vocab_size,
+    is_alive=is_alive,
+  )
 
 
 def serve(
@@ -316,68 +414,36 @@ def serve(
     ConfigError: it cannot be served like that.
     ThreadFailed: a thread failed, and every request with it.
   """
-  check_key(settings.host, settings.api_key)
-  metrics = prometheus.Metrics()
-  sizes = policy.config.rollout
-  queue = requests.RequestQueue(
-    policy.tokenizer,
-    max_waiting=settings.max_waiting,
-    cache_tokens=sizes.cache_tokens,
-    vocab_size=policy.model.vocab_size,
-    on_time=metrics.observe,
-  )
   loop: requests.ServeLoop | None = None
-  service = app_lib.Service(
-    queue=queue,
+  front = Front(
+    settings,
     tokenizer=policy.tokenizer,
     chat_template=policy.chat_template,
-    metrics=metrics,
-    model_name=settings.model_name,
+    cache_tokens=policy.config.rollout.cache_tokens,
+    vocab_size=policy.model.vocab_size,
     is_alive=lambda: loop is not None and loop.is_running,
-    api_key=settings.api_key,
-    limits=settings.limits,
   )
-  try:
-    http = server_lib.HttpServer(
-      app_lib.make_app(service),
-      host=settings.host,
-      port=settings.port,
-      max_connections=4 * settings.max_waiting + 64,
-    )
-  except OSError as error:
-    raise config_lib.ConfigError(
-      f"port: {settings.host}:{settings.port} cannot be bound"
-      f" ({error.strerror})"
-    ) from error
-  grpc = _make_grpc_server(service, settings) if settings.grpc_port else None
   scheduler = _make_scheduler(policy)
   policy.params = None
   _compile(scheduler)
-  loop = requests.ServeLoop(queue, scheduler)
+  loop = requests.ServeLoop(front.queue, scheduler)
   this = supervisor.Supervisor(on_failure=lambda error: stop.set())
   this.spawn("serve loop", loop.run)
-  servers: list[Any] = [http]
-  this.spawn("http server", http.run)
-  if grpc is not None:
-    servers.append(grpc)
-    this.spawn("grpc server", grpc.run)
+  front.start(this)
   try:
-    while not (
-      stop.is_set or (loop.is_running and all(s.has_started for s in servers))
-    ):
+    while not (stop.is_set or (loop.is_running and front.has_started)):
       stop.wait(0.01)
     if not stop.is_set:
-      on_ready(f"http://{settings.host}:{http.port}")
+      on_ready(front.address)
     while not stop.is_set:
       stop.wait(1.0)
-    queue.drain()
+    front.queue.drain()
     end_s = time.monotonic() + settings.drain_s
-    while not queue.is_empty and time.monotonic() < end_s:
+    while not front.queue.is_empty and time.monotonic() < end_s:
       time.sleep(0.02)
   finally:
     loop.stop()  # what is left gets an error, then its connection ends
-    for server in servers:
-      server.stop()
+    front.stop()
     late = this.join(_JOIN_S)
   this.check()
   if late:

@@ -45,6 +45,7 @@ SAME_LAYER = {
   ("config_json", "config"),
   ("run", "assembly"),
   ("run", "run_record"),
+  ("run", "serve"),
   ("run", "snapshot"),
   ("serve", "assembly"),
 }

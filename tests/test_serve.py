@@ -9,9 +9,11 @@ import pathlib
 import re
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 
 import httpx
 import jax
@@ -247,3 +249,54 @@ def test_a_killed_client_leaves_the_server_to_others(tmp_path):
     assert json.loads(answer.text)["usage"]["completion_tokens"] == 3
     process.send_signal(signal.SIGTERM)
     assert process.wait(DEADLINE_S) == 0
+
+
+@pytest.mark.slow
+def test_a_training_serves_its_policy_meanwhile(tmp_path):
+  with socket.create_server(("127.0.0.1", 0)) as free:
+    port = free.getsockname()[1]
+  inherited = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+  training = subprocess.Popen(
+    [
+      sys.executable,
+      str(ROOT / "launch" / "train.py"),
+      f"--config={ROOT / 'configs' / 'tiny.py'}",
+      f"--workdir={tmp_path}",
+      f"--serve_port={port}",
+      "--config.train.num_steps=12",
+    ],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.DEVNULL,
+    text=True,
+    env=inherited | {"JAX_PLATFORMS": "cpu", "JAXRL_API_KEY": "secret"},
+  )
+  versions = []
+  body = {"model": "policy", "prompt": "3 + 4\n", "max_tokens": 12, "seed": 1}
+  body |= {"return_token_ids": True}
+  headers = {"authorization": "Bearer secret"}
+  url = f"http://127.0.0.1:{port}"
+  with httpx.Client(base_url=url, headers=headers, timeout=60.0) as client:
+    while training.poll() is None:
+      try:
+        answer = client.post("/v1/completions", json=body)
+      except httpx.TransportError:
+        time.sleep(0.05)  # not yet, or not any more
+        continue
+      if answer.status_code == 200:
+        (choice,) = answer.json()["choices"]
+        versions.append(choice["policy_versions"])
+        if len(versions) == 1:
+          assert client.get("/health").status_code == 200
+          bare = httpx.post(f"{url}/v1/completions", json=body)
+          assert bare.status_code == 401
+      else:
+        assert answer.status_code in (500, 503)  # it is closing
+  output, _ = training.communicate(timeout=DEADLINE_S)
+  assert training.returncode == 0
+  tokens = json.loads(output.splitlines()[-1])["tokens"]
+  # Served tokens stand outside of the books.
+  assert tokens["generated"] == sum(
+    tokens[fate] for fate in ("trained", "filtered", "failed", "in_flight")
+  )
+  assert all(v == sorted(v) for v in versions)
+  assert len({v[-1] for v in versions}) > 2
