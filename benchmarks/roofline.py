@@ -117,7 +117,7 @@ def measure(
   )
   decode = _only(record.busy, "decode")
   decode_s = decode.busy_s(0.0, record.wall_s)
-  steps = len(decode.intervals()) * engine.sizes.decode_steps_per_call
+  steps = len(record.step_ends_s) * engine.sizes.decode_steps_per_call
   first = record.step_ends_s[record.began]
   starts = np.concatenate([[0.0], record.step_ends_s[:-1]])
   waited = first - starts[record.entered]
@@ -139,18 +139,21 @@ def measure(
     "bound_weights_s": float(bound_s["weights"].sum()),
     "bound_cache_s": float(bound_s["cache"].sum()),
     "bound_products_s": float(bound_s["products"].sum()),
-    "decode_call_ms_by_window": _by_window(engine, calls, decode),
+    "decode_call_ms_by_window": _by_window(engine, calls, record),
   }
 
 
 def _by_window(
   engine: engine_lib.Engine,
   calls: dict[str, np.ndarray],
-  decode: metrics.BusyClock,
+  record: generation.Record,
 ) -> dict[int, tuple[int, float]]:
-  """Number and median milliseconds of the calls of each window's bucket."""
+  """Calls of each window's bucket, and the median milliseconds of a step.
+
+  A step of the scheduler is one call, with the prefill before it.
+  """
   reached = calls["longest"][calls["tokens"] > 0]
-  times_s = [x.end_s - x.start_s for x in decode.intervals()]
+  times_s = np.diff(record.step_ends_s, prepend=0.0)
   found: dict[int, list[float]] = {}
   # The calls of a pipeline that is filled or drained are not told apart.
   for longest, time_s in zip(reached, times_s, strict=False):
