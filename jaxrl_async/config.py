@@ -79,7 +79,8 @@ class ModelSection:
   """Which decoder, and the type it computes in.
 
   Attributes:
-    name: a key of `models.configs.MODELS`.
+    name: a key of `models.configs.MODELS`, or a directory in Hugging Face's
+      format, which gives architecture, tokenizer and first weights.
     compute_dtype: activations of the trainer; master weights are float32.
     remat: recompute activations of each layer in the backward pass.
   """
@@ -157,7 +158,8 @@ class WarmStartSection:
     corrupted_frac: share of intermediate results that are written wrong and
       carried on, so that the policy has something left to learn.
     decay: final learning rate over peak, reached by cosine.
-    checkpoint: directory of parameters to take instead, of `launch/sft.py`.
+    checkpoint: directory of parameters to take instead, of `launch/sft.py` or
+      in Hugging Face's format.
   """
 
   num_steps: int = 0
@@ -225,7 +227,8 @@ class AlgorithmSection:
   Attributes:
     max_staleness: train version minus token version, at most; 0 is
       synchronous.
-    filter_zero_std: drop groups of equal rewards; they teach nothing.
+    filter_zero_std: drop groups of equal rewards; they teach nothing. A
+      thousand of them in a row end the run.
   """
 
   max_staleness: int = 4

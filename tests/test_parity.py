@@ -20,6 +20,7 @@ from jaxrl_async.models import hf_weights
 from jaxrl_async.models import transformer
 from jaxrl_async.rollout import sampling
 from jaxrl_async.rollout import scheduler as scheduler_lib
+from jaxrl_async.rollout import sequence as sequence_lib
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -162,7 +163,7 @@ def greedy(pair, decode_steps_per_call):
   weights = transformer.unstack(pair.params, pair.model.num_layers)
   scheduler.adopt(engine.load_params(weights, 0), 0)
   sequences = [
-    scheduler_lib.Sequence(
+    sequence_lib.Sequence(
       prompt,
       limit=len(prompt) + NUM_TOKENS,
       stream=sampling.Stream.EVAL,

@@ -155,3 +155,11 @@ def test_a_stop_check_cuts_what_was_written_and_frees_the_slot(uninterrupted):
   assert tiny.record(sequences[0])[0] == uninterrupted[0][:6]
   expected = sum(int(s.loss_mask.sum()) for s in [*sequences, survivor])
   assert scheduler.stats.generated_tokens == expected
+
+
+@pytest.mark.parametrize(
+  "settings", [{"top_p": 0.0}, {"end_tokens": (97,)}, {"temperature": -1.0}]
+)
+def test_settings_that_cannot_be_drawn_by_are_refused(settings):
+  with pytest.raises(ValueError, match=r"^[^\n]+$"):
+    tiny.ready().submit(settled(long(), **settings))

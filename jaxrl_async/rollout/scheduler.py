@@ -148,8 +148,10 @@ class Scheduler:
     """Queues a sequence.
 
     Raises:
-      ValueError: it could not be held, or has no room for one token.
+      ValueError: it could not be held, has no room for one token, or asks for
+        what cannot be drawn.
     """
+    sequence.settings.check(self.engine.model.vocab_size)
     sizes = self.engine.sizes
     held = sizes.cache_tokens
     if sizes.num_pages:
