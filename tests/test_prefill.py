@@ -80,6 +80,33 @@ def test_running_sequences_are_written_between_two_chunks():
   assert_scored([running, late])
 
 
+def test_running_sequences_wait_for_one_chunk_a_call(monkeypatch):
+  scheduler = make()
+  running = tiny.sequence(tiny.prompt(5), group=8, member=2)
+  scheduler.submit(running)
+  scheduler.step()
+  chunks = []
+  extend = scheduler.engine.extend_prefix
+
+  def counted(*args):
+    chunks.append(scheduler.stats.generated_tokens)
+    return extend(*args)
+
+  monkeypatch.setattr(scheduler.engine, "extend_prefix", counted)
+  # More rows than one prefill takes.
+  late = [tiny.sequence(tiny.prompt(31, seed=i), limit=32) for i in range(3)]
+  for sequence in late:
+    scheduler.submit(sequence)
+  num_calls = 0
+  while not running.finish_reason:
+    scheduler.step()
+    num_calls += 1
+    assert len(chunks) <= num_calls
+  assert len(chunks) > 2
+  tiny.finish(scheduler)
+  assert_scored([running, *late])
+
+
 def test_what_all_prompts_begin_with_is_computed_once_a_version():
   scheduler = make(SYSTEM)
   sequences = with_system(3, 6, 9, 11)
