@@ -179,6 +179,24 @@ def test_a_cancelled_requests_slots_are_free_at_the_next_feed():
   assert queue.stats.cancelled == 1
 
 
+def test_a_client_that_leaves_with_its_last_token_is_counted_once():
+  queue, scheduler = make_queue(), make_scheduler()
+  handles = []
+
+  def on_update(update):
+    if update.finish_reason is not None:
+      queue.cancel(handles[-1])
+
+  for _ in range(3):
+    handles.append(queue.submit(request(), on_update))
+    while not (queue.is_empty and scheduler.is_idle):
+      queue.feed(scheduler)
+      queue.deliver(scheduler.step())
+  queue.feed(scheduler)
+  assert (queue.stats.finished, queue.stats.cancelled) == (3, 0)
+  assert queue.num_written() == scheduler.stats.generated_tokens > 0
+
+
 def test_a_request_cancelled_before_it_was_fed_never_starts():
   queue, scheduler = make_queue(), make_scheduler()
   client = Client()

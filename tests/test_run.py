@@ -221,7 +221,9 @@ def straight_loop(config):
             stream=sampling.Stream.TRAIN,
             group=index,
             member=member,
-            temperature=config.rollout.temperature,
+            settings=sampling.SamplingSettings(
+              temperature=config.rollout.temperature
+            ),
             owner=group,
           )
         )

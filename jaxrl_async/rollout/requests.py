@@ -302,7 +302,9 @@ class RequestQueue:
     """Hands over what is new; ends what was cancelled or took too long."""
     with self._changed:
       new, self._new = self._new, []
-      cancelled, self._cancelled = self._cancelled, []
+      # What ended meanwhile was not cancelled.
+      cancelled = [h for h in self._cancelled if h in self._handles]
+      self._cancelled = []
     for handle in cancelled:
       scheduler.cancel(handle)
       self._forget(handle)
@@ -358,12 +360,18 @@ class RequestQueue:
     """
     has_ended = {id(s) for s in ended if isinstance(s.owner, Handle)}
     for handle in list(self._running):
-      for choice in sorted(handle.unfinished):
-        sequence = handle.sequences[choice]
-        is_last = id(sequence) in has_ended
-        if is_last:
-          handle.unfinished.discard(choice)
-        if is_last or sequence.length > handle.num_sent[choice]:
+      unfinished = sorted(handle.unfinished)
+      ended_here = {
+        c for c in unfinished if id(handle.sequences[c]) in has_ended
+      }
+      handle.unfinished -= ended_here
+      if not handle.unfinished:
+        # Before its last update, whose client may call `cancel` at once.
+        self._forget(handle)
+      for choice in unfinished:
+        is_last = choice in ended_here
+        length = handle.sequences[choice].length
+        if is_last or length > handle.num_sent[choice]:
           self._send(handle, choice, is_last)
       if not handle.unfinished:
         now_s = time.monotonic()
@@ -371,7 +379,6 @@ class RequestQueue:
           self.stats.finished += 1
           self._latencies_s.append(now_s - handle.submitted_s)
           self._on_time("latency", now_s - handle.submitted_s)
-        self._forget(handle)
 
   def _send(self, handle: Handle, choice: int, is_last: bool) -> None:
     sequence = handle.sequences[choice]
@@ -407,8 +414,9 @@ class RequestQueue:
       )
 
   def _forget(self, handle: Handle) -> None:
-    self._running.pop(handle, None)
-    self._ended_tokens += handle.num_written()
+    if handle in self._running:  # counted once
+      del self._running[handle]
+      self._ended_tokens += handle.num_written()
     with self._changed:
       self._handles.discard(handle)
 
