@@ -233,3 +233,24 @@ def test_new_weights_score_every_token_of_their_version(kv_on_adopt, sizes):
         t.behavior_logprobs[drawn], expected[drawn], atol=1e-4
       )
   assert scheduler._pool.num_free == sizes["num_pages"]
+
+
+def test_a_prompt_is_never_read_from_pages_of_older_weights():
+  scheduler = make(KEEP, **MANY)
+  prompt = tiny.prompt(13)
+  # The first goes on with its old pages; the second begins as it did.
+  first = tiny.sequence(prompt, group=8, member=2, limit=30)
+  scheduler.submit(first)
+  scheduler.step()
+  assert first.finish_reason is None
+  scheduler.adopt(tiny.engine_params(1, seed=1), 1)
+  second = tiny.sequence(prompt, group=9, member=2, limit=30)
+  scheduler.submit(second)
+  scheduler.step()
+  assert first.finish_reason is None
+  tiny.finish(scheduler)
+  t = second.trajectory()
+  (expected,) = tiny.trainer_logprobs(tiny.params(1), [t.tokens])
+  np.testing.assert_allclose(
+    t.behavior_logprobs[t.loss_mask], expected[t.loss_mask], atol=1e-4
+  )

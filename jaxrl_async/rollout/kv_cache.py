@@ -95,18 +95,6 @@ class Slots:
       model, rows=self.num_slots, tokens=self.cache_tokens, dtype=dtype
     )
 
-  def narrow(self, layer: Layer, window: int) -> Layer:
-    """What a call attends to: cut once, for each step would copy it again."""
-    if window == self.cache_tokens:
-      return layer
-    return layer[0][..., :window], layer[1][:, :, :window]
-
-  def widen(self, layer: Layer, cut: Layer) -> Layer:
-    """The whole with what was written in the cut."""
-    if cut[0].shape == layer[0].shape:
-      return cut
-    return extend_rows(layer, cut, 0)
-
   def insert(
     self,
     layer: Layer,
@@ -151,8 +139,7 @@ class Slots:
   ) -> Float[Array, "B N H"]:
     """One query a slot over cached times 0..position, all below `window`."""
     del pages
-    keys, values = layer
-    assert keys.shape[-1] == window  # as `narrow` left it
+    keys, values = layer[0][..., :window], layer[1][:, :, :window]
     return attend_cached(query, keys, values, positions)
 
 
@@ -180,16 +167,6 @@ class Pages:
       )
       for _ in range(model.num_layers)
     ]
-
-  def narrow(self, layer: Layer, window: int) -> Layer:
-    """All of it: which pages a call attends to is in the tables."""
-    del window
-    return layer
-
-  def widen(self, layer: Layer, cut: Layer) -> Layer:
-    """All of it, as it was written."""
-    del layer
-    return cut
 
   def fill(
     self, layer: Layer, rows: Layer, row: Int[Array, ""], pages: Int[Array, "W"]

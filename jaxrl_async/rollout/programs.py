@@ -245,10 +245,6 @@ class Programs:
       state, pages=jnp.where(is_known, pages, state.pages)
     )
 
-    whole = state.cache
-    narrow = [self.layout.narrow(layer, window) for layer in whole]
-    state = dataclasses.replace(state, cache=narrow)
-
     def goes_on(carry):
       step, state, _ = carry
       return (step < n) & state.is_active.any()
@@ -267,7 +263,4 @@ class Programs:
     _, state, written = jax.lax.while_loop(
       goes_on, step, (jnp.int32(0), state, nothing)
     )
-    layers = zip(whole, state.cache, strict=True)
-    cache = [self.layout.widen(layer, cut) for layer, cut in layers]
-    state = dataclasses.replace(state, cache=cache)
     return state, decode_state.pack_result(state, params.version, *written)
