@@ -149,17 +149,21 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_again(held):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_deadline_before_the_first_token_is_a_504(held, stream):
-  def release_later():
+  first = json.dumps(serving_world.body(seed=8, max_tokens=16)).encode()
+
+  def release_when_late():
+    assert serving_world.wait_until(lambda: held.queue.depth == 2)
     time.sleep(0.4)
     held.scheduler.permits.release(1000)
 
-  timer = threading.Thread(target=release_later)
-  timer.start()
-  with connection(
-    held, json.dumps(serving_world.body(seed=8, max_tokens=16)).encode()
-  ):
+  # The first request is in the engine, and the engine in its step, before the
+  # second one comes; the step ends after the second one's deadline.
+  with connection(held, first):
+    assert serving_world.wait_until(lambda: held.scheduler.num_free == 3)
+    timer = threading.Thread(target=release_when_late)
+    timer.start()
     answer = held.post(json=serving_world.body(deadline_s=0.2, stream=stream))
-  timer.join()
+    timer.join()
   serving_world.check_error(answer, 504, "deadline")
   assert answer.headers["x-should-retry"] == "false"
 
@@ -173,12 +177,12 @@ def test_a_deadline_in_the_middle_ends_a_stream_with_an_error(held):
       prompt=serving_world.PROMPT,
       seed=seed,
       stream=True,
-      extra_body={"deadline_s": 1.0},
+      extra_body={"deadline_s": 2.0},
     )
     with pytest.raises(openai.APIError, match="deadline"):
       for event in stream:
         assert event.choices[0].text
-        time.sleep(1.1)
+        time.sleep(2.1)
         held.scheduler.permits.release(1000)
   assert serving_world.wait_until(held.is_idle)
   assert held.queue.stats.expired == 1
