@@ -17,7 +17,7 @@ def get_config(variant: str = "") -> config.Config:
   if variant not in ("", "sync"):
     raise config.ConfigError(f"variant: {variant!r}; use sync or none")
   return config.Config(
-    model=config.ModelSection(name="tiny", remat=False),
+    model=config.ModelSection(name="tiny", remat=config.Remat.NONE),
     task=config.TaskSection(
       dataset="chain_sum",
       params=config_dict.ConfigDict(

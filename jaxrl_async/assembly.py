@@ -8,22 +8,24 @@ from typing import Any
 
 import jax
 
+from jaxrl_async import aot
 from jaxrl_async import batching
-from jaxrl_async import checkpoint
 from jaxrl_async import config as config_lib
 from jaxrl_async import config_checks
 from jaxrl_async import dry_run
+from jaxrl_async import initial_params
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import metrics as metrics_lib
 from jaxrl_async import prompts
 from jaxrl_async import sft
 from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async import topology
 from jaxrl_async import train_step
 from jaxrl_async import trainer as trainer_lib
 from jaxrl_async import weight_transfer
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_config
-from jaxrl_async.models import hf_weights
+from jaxrl_async.models import packed_attention
 from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
 from jaxrl_async.rewards import service
@@ -60,14 +62,18 @@ def model_config(
 ) -> configs.ModelConfig:
   """The architecture of a run, with its tokenizer's vocabulary.
 
-  A published model keeps its own, which may be larger.
+  A published model keeps its own, which may be larger, and so does one of
+  ours that has the shapes of a published one.
 
   Raises:
     ConfigError: there is no model of that name, or not one of ours.
   """
   name = config.model.name
   if name in configs.MODELS:
-    return dataclasses.replace(configs.MODELS[name], vocab_size=vocab_size)
+    model = configs.MODELS[name]
+    return dataclasses.replace(
+      model, vocab_size=max(model.vocab_size, vocab_size)
+    )
   directory = _published(config)
   if directory is None:
     raise config_lib.ConfigError(
@@ -88,13 +94,29 @@ def model_config(
 
 
 def forward_settings(
-  config: config_lib.Config, model: configs.ModelConfig, temperature: float
+  config: config_lib.Config,
+  model: configs.ModelConfig,
+  mesh: jax.sharding.Mesh,
+  temperature: float,
 ) -> train_step.ForwardSettings:
-  """The trainer's forward pass, at a temperature."""
+  """The trainer's forward pass over a mesh, at a temperature.
+
+  Raises:
+    ConfigError: its attention does not work there.
+  """
+  layout = mesh_lib.Layout(mesh=mesh, rules=config.mesh.train_rules)
   return train_step.ForwardSettings(
     model=model,
     compute_dtype=config.model.compute_dtype,
     remat=config.model.remat,
+    attention=packed_attention.choose(
+      config.train.attention,
+      model=model,
+      tokens_per_row=config.train.tokens_per_row,
+      dtype=jax.numpy.dtype(config.model.compute_dtype),
+      layout=layout,
+    ),
+    layout=layout,
     temperature=temperature,
     vocab_chunk=config.train.vocab_chunk,
   )
@@ -113,6 +135,7 @@ def make_engine(
     model,
     decode_state.EngineSizes(**sizes),
     mesh=mesh,
+    rules=config.mesh.rollout_rules,
     seed=config.seed,
     end_tokens=(eos_id,),
     dtype=config.rollout.dtype,
@@ -200,12 +223,14 @@ def make_trainer(
   algorithm = config.algorithm
   return trainer_lib.Trainer(
     mesh=mesh,
-    forward=forward_settings(config, model, config.rollout.temperature),
+    rules=config.mesh.train_rules,
+    forward=forward_settings(config, model, mesh, config.rollout.temperature),
     loss=train_step.LossSettings(
       clip_low=algorithm.clip_low,
       clip_high=algorithm.clip_high,
       behavior_weight_cap=algorithm.behavior_weight_cap,
       cap_mode=algorithm.behavior_weight_cap_mode,
+      proximal=algorithm.proximal,
     ),
     batch=trainer_lib.BatchSettings(
       tokens_per_row=config.train.tokens_per_row,
@@ -243,8 +268,9 @@ def warm_start(
   They are fresh before it, or those of the published model.
   """
   section = config.warm_start
+  shardings = initial_params.shardings(config, model, mesh)
   if section.checkpoint:
-    return load_params(section.checkpoint, model, mesh)
+    return initial_params.load(section.checkpoint, model, shardings)
   published = _published(config)
   rows = None
   if section.num_steps:
@@ -262,9 +288,13 @@ def warm_start(
   return sft.warm_start(
     section,
     rows,
-    params=published and _load_published("model.name", published, model, mesh),
+    params=published
+    and initial_params.load_published(
+      "model.name", published, model, shardings
+    ),
     mesh=mesh,
-    forward=forward_settings(config, model, 1.0),
+    rules=config.mesh.train_rules,
+    forward=forward_settings(config, model, mesh, 1.0),
     rows_per_microbatch=config.train.rows_per_microbatch,
     max_bad_updates=config.train.max_bad_updates,
     seed=config.seed,
@@ -280,29 +310,40 @@ def _check_sharding(
     "embed": (model.model_dim, "model dimension"),
     "heads": (model.num_heads, "number of heads"),
     "kv_heads": (model.num_kv_heads, "number of key-value heads"),
+    "head": (model.head_dim, "head size"),
     "mlp": (model.mlp_dim, "MLP dimension"),
+    "layers": (model.num_layers, "number of layers"),
   }
   shapes = config_checks.slice_shapes(config.mesh, num_devices)
-  rules = (mesh_lib.TRAIN_RULES, mesh_lib.ROLLOUT_RULES)
-  for prefix, shape, rule in zip(
-    ("train", "rollout"), shapes, rules, strict=True
-  ):
-    parts_of = dict(zip(mesh_lib.AXES, shape, strict=True))
+  for side, shape in zip(("train", "rollout"), shapes, strict=True):
+    rules = getattr(config.mesh, f"{side}_rules")
+    is_stacked = side == "train"
+    arrays = transformer.logical_axes(model, is_stacked=is_stacked)
+    arrays = jax.tree.leaves(arrays, is_leaf=lambda x: isinstance(x, tuple))
+    for axes in (*arrays, *transformer.ACTIVATION_AXES):
+      try:
+        mesh_lib.spec(rules, axes)
+      except ValueError as error:
+        raise config_lib.ConfigError(f"mesh.{side}_rules.{error}") from error
     for name, (size, what) in sizes.items():
-      axis = getattr(rule, name)
-      parts = parts_of.get(axis, 1)
+      if name == "layers" and not is_stacked:
+        continue
+      axes = getattr(rules, name)
       config_lib.require(
-        size % parts == 0,
-        f"mesh.{prefix}_{axis}",
-        f"{parts} does not divide the {what} of {size} of"
-        f" {config.model.name}; use a number that does",
+        size % shape.parts(axes) == 0,
+        config_checks.mesh_fields(side, shape, axes),
+        f"{shape.parts(axes)} does not divide the {what} of {size} of"
+        f" {config.model.name}; use a number that does, or"
+        f" mesh.{side}_rules.{name}=()",
       )
 
 
-def _check_weights(config: config_lib.Config, num_devices: int) -> None:
+def _check_weights(config: config_lib.Config, devices: Sequence[Any]) -> None:
   weights = config.rollout.weights
-  _, mesh = cut_devices(config, jax.devices()[:num_devices])
+  _, mesh = cut_devices(config, devices)
   device = mesh.devices.flat[0]
+  if topology.is_described(device):
+    return
   reason = quantization.unsupported(weights, device)
   config_lib.require(
     not reason,
@@ -311,18 +352,19 @@ def _check_weights(config: config_lib.Config, num_devices: int) -> None:
   )
 
 
-def check(config: config_lib.Config, num_devices: int) -> None:
+def check(config: config_lib.Config, devices: Sequence[Any]) -> None:
   """Checks what `config_checks` cannot: names, sizes, data and template.
 
-  Quantised weights are tried out on a rollout device; else nothing compiles.
+  Quantised weights are tried out on a rollout device, if it is there; else
+  nothing compiles.
 
   Raises:
     ConfigError: one line that names the field.
   """
   tokenizer = load_tokenizer(config)
   model = model_config(config, tokenizer.vocab_size)
-  _check_sharding(config, model, num_devices)
-  _check_weights(config, num_devices)
+  _check_sharding(config, model, len(devices))
+  _check_weights(config, devices)
   prompts.validate_task(
     config.task,
     tokenizer,
@@ -355,16 +397,14 @@ def describe(config: config_lib.Config, devices: Sequence[Any]) -> str:
   Raises:
     ConfigError: as a run would.
   """
-  check(config, len(devices))
+  check(config, devices)
   model = model_config(config, load_tokenizer(config).vocab_size)
   train_mesh, rollout_mesh = cut_devices(config, devices)
   section = config.train.optimizer
   optimizer = train_step.make_optimizer(
     section, train_step.learning_rate_schedule(section)
   )
-  state = trainer_lib.abstract_train_state(
-    forward_settings(config, model, 1.0), optimizer
-  )
+  state = trainer_lib.abstract_train_state(model, optimizer)
   published = jax.eval_shape(
     lambda params: train_step.published_params(
       params, model.num_layers, config.rollout.dtype, config.rollout.weights
@@ -381,70 +421,22 @@ def describe(config: config_lib.Config, devices: Sequence[Any]) -> str:
   )
 
 
-def save_params(directory: pathlib.Path, params: Any) -> None:
-  """Writes parameters where `warm_start.checkpoint` can name them."""
-  checkpoint.save(directory, 0, params, {}, [])
+def programs(
+  config: config_lib.Config, devices: Sequence[Any]
+) -> tuple[dict[str, list[aot.Program]], str]:
+  """What a run on these devices compiles, by slice.
 
-
-def _train_shardings(model: configs.ModelConfig, mesh: jax.sharding.Mesh):
-  return mesh_lib.shardings(
-    mesh,
-    mesh_lib.TRAIN_RULES,
-    transformer.logical_axes(model, is_stacked=True),
-  )
-
-
-def _load_published(
-  field: str,
-  directory: pathlib.Path,
-  model: configs.ModelConfig,
-  mesh: jax.sharding.Mesh,
-) -> Any:
-  """Published weights of exactly this architecture, sharded over a mesh.
-
-  Raises:
-    ConfigError: `field` names something else.
+  Returns:
+    And which attention they take.
   """
-  try:
-    found, params = hf_weights.load(directory)
-  except (FileNotFoundError, ValueError) as error:
-    raise config_lib.ConfigError(f"{field}: {error}") from error
-  for name, wanted in dataclasses.asdict(model).items():
-    here = dataclasses.asdict(found)[name]
-    config_lib.require(
-      here == wanted,
-      field,
-      f"{directory} has {name} {here}, the model of this run {wanted}",
-    )
-  return jax.device_put(params, _train_shardings(model, mesh))
-
-
-def load_params(
-  directory: str, model: configs.ModelConfig, mesh: jax.sharding.Mesh
-) -> Any:
-  """Reads what `save_params` wrote, or published weights, onto a mesh.
-
-  Raises:
-    ConfigError: there is nothing of that shape.
-  """
-  path = pathlib.Path(directory)
-  if (path / hf_config.CONFIG_FILE).is_file():
-    return _load_published("warm_start.checkpoint", path, model, mesh)
-  shapes = jax.eval_shape(
-    lambda key: transformer.init_params(model, key), jax.random.key(0)
-  )
-  target = jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-    shapes,
-    _train_shardings(model, mesh),
-  )
-  if checkpoint.latest(path) is None:
-    raise config_lib.ConfigError(
-      f"warm_start.checkpoint: {directory} holds no parameters; launch/sft.py"
-      " writes them to WORKDIR/params"
-    )
-  try:
-    params, _, _ = checkpoint.restore(path, 0, target, lambda _: {})
-  except checkpoint.CheckpointError as error:
-    raise config_lib.ConfigError(f"warm_start.checkpoint: {error}") from error
-  return params
+  tokenizer = load_tokenizer(config)
+  model = model_config(config, tokenizer.vocab_size)
+  train_mesh, rollout_mesh = cut_devices(config, devices)
+  trainer = make_trainer(config, model, train_mesh, metrics_lib.BusyClock())
+  engine = make_engine(config, model, rollout_mesh, tokenizer.eos_id)
+  slices = {
+    "training": trainer.programs(),
+    "rollout": engine.programs(trainer.published_shapes()),
+  }
+  attention = f"packed rows {trainer.forward.attention}"
+  return slices, f"{attention}, {engine.attention.description}"

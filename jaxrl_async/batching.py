@@ -15,14 +15,20 @@ XLA compiles once per shape, and only num_microbatches may vary from step to
 step. A run asks for enough microbatches for any batch it expects, so that one
 shape serves it all; the device programs stop after those in use
 (`num_used_microbatches`). A batch that needs more gets 2^k or 3 * 2^k of them.
-Rows without a trajectory come last in each minibatch.
+
+Where a microbatch's rows are split over several devices, all of them wait for
+the slowest. Each takes its rows through the matrices whole, padding included;
+what differs is attention, quadratic in the length of each trajectory, if the
+kernel skips what the mask hides. Rows are dealt so that the shards of each
+microbatch have much the same sum of squared lengths.
+Microbatches without a trajectory come last in each minibatch.
 """
 
 import dataclasses
 import heapq
 from typing import Any, NamedTuple
 
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Num, Shaped
 import numpy as np
 
 from jaxrl_async.types import RolloutGroup, Trajectory
@@ -88,6 +94,7 @@ def pack(
   rows_per_microbatch: int,
   num_minibatches: int,
   min_microbatches: int = 1,
+  num_shards: int = 1,
 ) -> tuple[PackedBatch, Placement]:
   """Pack all trajectories of the groups, the same way for the same input.
 
@@ -100,11 +107,17 @@ def pack(
       completion first to the one with the fewest loss tokens, so that loss
       tokens differ by at most one completion and lengths are mixed alike.
     min_microbatches: of each minibatch; padding microbatches come last.
+    num_shards: contiguous parts of a microbatch's rows, a device each.
 
   Raises:
     ValueError: a trajectory does not fit, does not begin with a prompt token,
-      or has no advantage.
+      or has no advantage; or the rows cannot be split over the shards.
   """
+  if rows_per_microbatch % num_shards:
+    raise ValueError(
+      f"{rows_per_microbatch} rows_per_microbatch cannot be split over"
+      f" {num_shards} shards; use a multiple"
+    )
   trajectories = [t for group in groups for t in group.trajectories]
   lengths = np.array([len(t.tokens) for t in trajectories], np.int64)
   _check(trajectories, lengths, advantages, tokens_per_row)
@@ -116,10 +129,16 @@ def pack(
   row_tokens = []  # per minibatch, tokens in each of its rows
   for m in range(num_minibatches):
     members = np.flatnonzero(minibatch == m)
-    row[members], column[members], segment[members], used = _first_fit(
+    first_row, column[members], segment[members], used = _first_fit(
       lengths[members], tokens_per_row
     )
-    row_tokens.append(used)
+    places = _balance(
+      np.bincount(first_row, lengths[members] ** 2, len(used)),
+      rows_per_microbatch,
+      num_shards,
+    )
+    row[members] = places[first_row]
+    row_tokens.append(np.bincount(places, used).astype(np.int64))
 
   num_rows = max(1, *map(len, row_tokens))
   num_microbatches = -(-num_rows // rows_per_microbatch)
@@ -218,7 +237,7 @@ def _check(
   if lengths.max() > tokens_per_row:
     raise ValueError(
       f"a trajectory of {lengths.max()} tokens does not fit: tokens_per_row "
-      f"is {tokens_per_row}"
+      f"is {tokens_per_row}; use {lengths.max()} or more"
     )
   # Nothing precedes a first token, so it has no logprob to learn from.
   if lengths.min() == 0 or any(t.loss_mask[0] for t in trajectories):
@@ -261,14 +280,39 @@ def _first_fit(
   segment = np.zeros_like(lengths)
   used = np.zeros(len(lengths), np.int64)
   num_segments = np.zeros(len(lengths), np.int64)
+  num_rows = 0
   for i in np.argsort(-lengths, kind="stable").tolist():
-    # A row that was never used has room, so there is always a first one.
-    r = int(np.argmax(used + lengths[i] <= tokens_per_row))
+    # One row that was never used has room, so there is always a first one.
+    r = int(np.argmax(used[: num_rows + 1] <= tokens_per_row - lengths[i]))
+    num_rows = max(num_rows, r + 1)
     row[i], column[i] = r, used[r]
     used[r] += lengths[i]
     num_segments[r] += 1
     segment[i] = num_segments[r]
-  return row, column, segment, used[: np.count_nonzero(used)]
+  return row, column, segment, used[:num_rows]
+
+
+def _balance(
+  costs: Num[np.ndarray, "rows"], rows_per_microbatch: int, num_shards: int
+) -> Int[np.ndarray, "rows"]:
+  """Where each row goes, so that the shards of a microbatch cost alike.
+
+  Rows of similar cost share a microbatch. In it, costliest first, a row goes to
+  the shard with the least cost that has room. One shard keeps the order.
+  """
+  places = np.arange(len(costs))
+  if num_shards == 1:
+    return places
+  per_shard = rows_per_microbatch // num_shards
+  order = np.argsort(-costs, kind="stable").tolist()
+  for first in range(0, len(order), rows_per_microbatch):
+    shards = [(0.0, shard, 0) for shard in range(num_shards)]
+    for r in order[first : first + rows_per_microbatch]:
+      cost, shard, num_rows = heapq.heappop(shards)
+      places[r] = first + shard * per_shard + num_rows
+      if num_rows + 1 < per_shard:
+        heapq.heappush(shards, (cost + float(costs[r]), shard, num_rows + 1))
+  return places
 
 
 def _round_up(count: int) -> int:

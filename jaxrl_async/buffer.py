@@ -37,6 +37,19 @@ group for an older one puts a later deadline into what remains. So if any batch
 is allowed, this one is, and a step waits for a running group only if without it
 the remaining ones could not all be taken in time.
 
+A batch may be taken while earlier steps are still training, and a checkpoint
+then has to give it back. So a taken batch is kept until the weights that it
+trained are set as the policy version, and `state` shows the buffer as if it had
+never been taken: next_step is the first step whose weights do not exist yet.
+The invariant holds for that state too. By induction over the batches kept,
+newest first, let R be schedulable at t + 1 and T be the P groups of step t,
+which have deadlines >= t by the bound's argument; then R and T together are
+schedulable at t. Sort them, T first among equals. At most P of T stand before
+a group of R with rank j in R, so its rank i is at most j + P, and
+d >= (t + 1) + j // P >= t + i // P. A group of T has at most P - 1 of T before
+it; if none of R stands there, i < P and d >= t is enough; else its deadline is
+not below that of the last one there, of rank j in R, and i <= j + P again.
+
 With every engine up to date and nothing dropped, admission is AReaL's gate
 (arXiv:2505.24298), N <= (version + max_staleness + 1) * P over all N groups
 ever admitted: s * P of them are taken, and the new deadline is the latest.
@@ -120,6 +133,7 @@ class Buffer:
     self._policy_version = -1
     self._running: dict[int, Admission] = {}
     self._finished: dict[int, types.RolloutGroup] = {}
+    self._taken: dict[int, list[types.RolloutGroup]] = {}  # by train step
     self._is_closed = False
     self._error: BaseException | None = None
     self._waits: dict[int, tuple[str, str, float]] = {}
@@ -132,7 +146,10 @@ class Buffer:
       return self._policy_version
 
   def set_policy_version(self, version: int) -> None:
-    """Wake the engines that wait: weights of this version can be adopted."""
+    """Wake the engines that wait: weights of this version can be adopted.
+
+    Batches of earlier steps have been trained; they are forgotten.
+    """
     with self._condition:
       if not self._policy_version <= version <= self._next_step:
         raise ValueError(
@@ -140,6 +157,8 @@ class Buffer:
           f"{self._next_step} has no batch yet"
         )
       self._policy_version = version
+      for step in [step for step in self._taken if step < version]:
+        del self._taken[step]
       self._condition.notify_all()
 
   def try_admit(self, engine_version: int) -> Admission | None:
@@ -219,6 +238,7 @@ class Buffer:
       if batch is not None:
         for group in batch:
           del self._finished[group.index]
+        self._taken[step] = batch
         self._next_step = step + 1
       return batch
 
@@ -235,14 +255,19 @@ class Buffer:
       self._condition.notify_all()
 
   def state(self) -> BufferState:
-    """Return what a checkpoint keeps, all of the same moment."""
+    """Return what a checkpoint keeps, all of the same moment.
+
+    What was taken and not trained yet is finished again.
+    """
     with self._condition:
+      taken = [group for batch in self._taken.values() for group in batch]
+      finished = [*self._finished.values(), *taken]
       return BufferState(
         groups_per_step=self._groups_per_step,
-        next_step=self._next_step,
+        next_step=min(self._taken, default=self._next_step),
         next_index=self._next_index,
         running=[self._running[i] for i in sorted(self._running)],
-        finished=[self._finished[i] for i in sorted(self._finished)],
+        finished=sorted(finished, key=operator.attrgetter("index")),
       )
 
   def restore(self, state: BufferState) -> None:

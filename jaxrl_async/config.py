@@ -53,6 +53,21 @@ class WeightFormat(enum.Enum):
   FP8 = "fp8"
 
 
+class Remat(enum.Enum):
+  """What of a layer the backward pass computes again.
+
+  NONE keeps everything; FULL keeps a layer's input only; ATTENTION also what
+  attention gave; DOTS every product with a weight; OFFLOAD is FULL with the
+  layers' inputs in the host's memory.
+  """
+
+  NONE = "none"
+  FULL = "full"
+  ATTENTION = "attention"
+  DOTS = "dots"
+  OFFLOAD = "offload"
+
+
 class AdvantageScale(enum.Enum):
   """What a group's centred rewards are divided by."""
 
@@ -65,6 +80,19 @@ class BehaviorWeightCapMode(enum.Enum):
 
   MASK = "mask"
   TRUNCATE = "truncate"
+
+
+class ProximalMode(enum.Enum):
+  """Where the logprobs of the centre of the trust region come from.
+
+  RECOMPUTE takes a forward pass a train step. LOGLINEAR lays them between
+  behavior and current ones by their versions. REUSE takes the update's own,
+  which are the same as long as a train step is one update.
+  """
+
+  RECOMPUTE = "recompute"
+  LOGLINEAR = "loglinear"
+  REUSE = "reuse"
 
 
 class OptimizerName(enum.Enum):
@@ -82,12 +110,41 @@ class ModelSection:
     name: a key of `models.configs.MODELS`, or a directory in Hugging Face's
       format, which gives architecture, tokenizer and first weights.
     compute_dtype: activations of the trainer; master weights are float32.
-    remat: recompute activations of each layer in the backward pass.
+    remat: activations that the backward pass computes again.
   """
 
   name: str = "quickstart"
   compute_dtype: str = "float32"
-  remat: bool = True
+  remat: Remat = Remat.FULL
+
+
+MESH_AXES = ("data", "fsdp", "context", "tensor")
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class ShardingRules:
+  """Mesh axes that split each logical axis of an array; () leaves it whole.
+
+  Attributes:
+    batch: rows of a batch, slots of a cache.
+    tokens: of a row.
+    layers: of the trainer's stacked parameters.
+  """
+
+  batch: tuple[str, ...] = ("data", "fsdp")
+  tokens: tuple[str, ...] = ("context",)
+  layers: tuple[str, ...] = ()
+  vocab: tuple[str, ...] = ("tensor",)
+  embed: tuple[str, ...] = ("fsdp",)
+  heads: tuple[str, ...] = ("tensor",)
+  kv_heads: tuple[str, ...] = ("tensor",)
+  head: tuple[str, ...] = ()
+  mlp: tuple[str, ...] = ("tensor",)
+
+
+def _rollout_rules() -> ShardingRules:
+  # Decoding reads every weight for every token: nothing is gathered over fsdp.
+  return ShardingRules(batch=("data",), embed=(), tokens=())
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -95,13 +152,24 @@ class MeshSection:
   """How many devices each slice takes, by axis; -1 is "what is left".
 
   With a single device both slices share it.
+
+  Attributes:
+    train_context: splits the tokens of a row, for rows that one device does
+      not hold.
+    train_rules: what each mesh axis splits; on the command line
+      --config.mesh.train_rules.kv_heads="()".
   """
 
   train_data: int = 1
   train_fsdp: int = 1
+  train_context: int = 1
   train_tensor: int = 1
   rollout_data: int = 1
   rollout_tensor: int = 1
+  train_rules: ShardingRules = dataclasses.field(default_factory=ShardingRules)
+  rollout_rules: ShardingRules = dataclasses.field(
+    default_factory=_rollout_rules
+  )
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -239,6 +307,7 @@ class AlgorithmSection:
   clip_high: float = 0.2
   behavior_weight_cap: float = 5.0
   behavior_weight_cap_mode: BehaviorWeightCapMode = BehaviorWeightCapMode.MASK
+  proximal: ProximalMode = ProximalMode.RECOMPUTE
   advantage_scale: AdvantageScale = AdvantageScale.STD
   filter_zero_std: bool = False
 
@@ -253,6 +322,8 @@ class TrainSection:
     rows_per_microbatch: rows of one forward and backward.
     max_bad_updates: that many non-finite updates in a row end the run.
     vocab_chunk: vocabulary entries a chunk of the logprob walk.
+    attention: over packed rows, a name of `packed_attention.IMPLEMENTATIONS`;
+      "auto" takes the first of the platform's that works and agrees with xla.
     decay: as of the warm start, at num_steps; 1 keeps the rate constant. A run
       continued with another num_steps follows the new curve from there.
   """
@@ -262,6 +333,7 @@ class TrainSection:
   rows_per_microbatch: int = 8
   max_bad_updates: int = 3
   vocab_chunk: int = 4096
+  attention: str = "auto"
   decay: float = 1.0
   optimizer: OptimizerSection = dataclasses.field(
     default_factory=OptimizerSection
@@ -355,6 +427,9 @@ def check_type(path: str, kind: Any, value: Any) -> None:
   elif kind == tuple[int, ...]:
     holds = type(value) is tuple and all(type(x) is int for x in value)
     wanted = "a tuple of integers, as (64, 128)"
+  elif kind == tuple[str, ...]:
+    holds = type(value) is tuple and all(type(x) is str for x in value)
+    wanted = 'a tuple of names, as ("data", "fsdp")'
   elif issubclass(kind, enum.Enum):
     wanted = "one of " + ", ".join(member.value for member in kind)
     holds = isinstance(value, kind)

@@ -1,17 +1,20 @@
 """What must hold in a configuration, checked before anything compiles."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import string
 from typing import Any
 
+from jaxrl_async.config import MESH_AXES
 from jaxrl_async.config import Config
 from jaxrl_async.config import ConfigError
 from jaxrl_async.config import MeshSection
+from jaxrl_async.config import ProximalMode
 from jaxrl_async.config import RolloutSection
 from jaxrl_async.config import check_type
 from jaxrl_async.config import leaves
 from jaxrl_async.config import require
+from jaxrl_async.mesh import MeshShape
 
 _AT_LEAST_ONE = """warm_start.rows_per_batch warm_start.num_examples
   task.reward_workers task.max_failed_groups rollout.num_slots
@@ -134,13 +137,14 @@ def _check_template(template: str) -> None:
 
 def slice_shapes(
   mesh: MeshSection, num_devices: int
-) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-  """Sizes of (data, fsdp, tensor) of both slices, with -1 resolved.
+) -> tuple[MeshShape, MeshShape]:
+  """Shapes of the train and the rollout mesh, with -1 resolved.
 
   Raises:
     ConfigError: an axis is not positive or -1, or the devices do not suffice.
   """
-  sizes = {f.name: getattr(mesh, f.name) for f in dataclasses.fields(mesh)}
+  fields = [f.name for f in dataclasses.fields(mesh) if f.type is int]
+  sizes = {name: getattr(mesh, name) for name in fields}
   for name, size in sizes.items():
     require(
       size == -1 or size >= 1,
@@ -154,18 +158,19 @@ def slice_shapes(
     f"only one axis may be -1; {' and '.join(open_axes)} are",
   )
 
-  def counts() -> tuple[int, int]:
-    train = sizes["train_data"] * sizes["train_fsdp"] * sizes["train_tensor"]
-    return train, sizes["rollout_data"] * sizes["rollout_tensor"]
+  def shape(side: str) -> MeshShape:
+    start = f"{side}_"
+    own = {n[len(start) :]: sizes[n] for n in fields if n.startswith(start)}
+    return MeshShape(**own)
 
   for name in open_axes:
     sizes[name] = 1
-    own, other = counts()
+    own, other = shape("train").num_devices, shape("rollout").num_devices
     if name.startswith("rollout"):
       own, other = other, own
     left = num_devices - other
     sizes[name] = max(1, left // own)
-  train, rollout = counts()
+  train, rollout = shape("train").num_devices, shape("rollout").num_devices
   require(
     train + rollout <= num_devices or num_devices == train == rollout == 1,
     "mesh",
@@ -173,10 +178,31 @@ def slice_shapes(
     f" {train + rollout}; there {'is' if num_devices == 1 else 'are'}"
     f" {num_devices}",
   )
-  return (
-    (sizes["train_data"], sizes["train_fsdp"], sizes["train_tensor"]),
-    (sizes["rollout_data"], 1, sizes["rollout_tensor"]),
-  )
+  return shape("train"), shape("rollout")
+
+
+def _check_rules(mesh: MeshSection) -> None:
+  for side in ("train", "rollout"):
+    rules = getattr(mesh, f"{side}_rules")
+    for path, _, axes in leaves(rules, f"mesh.{side}_rules."):
+      for axis in axes:
+        require(
+          axis in MESH_AXES,
+          path,
+          f"{axis!r} is no axis of a mesh; use {', '.join(MESH_AXES)}",
+        )
+      require(len(set(axes)) == len(axes), path, f"{axes} names an axis twice")
+
+
+def mesh_fields(side: str, shape: MeshShape, axes: Sequence[str]) -> str:
+  """The settings of a slice that split an array over these mesh axes."""
+  used = [f"{side}_{axis}" for axis in axes if shape.parts([axis]) > 1]
+  return f"mesh.{' * '.join(used)}"
+
+
+def _divides(path: str, parts: int, size: int, of: str) -> None:
+  message = f"{parts} does not divide {size} {of}; use numbers that divide"
+  require(size % parts == 0, path, message)
 
 
 def validate(config: Config, num_devices: int) -> None:
@@ -196,24 +222,34 @@ def validate(config: Config, num_devices: int) -> None:
   _check_lengths(config.rollout, config.train.tokens_per_row)
   _check_cache(config.rollout)
   _check_template(config.task.template)
-
-  def divides(path: str, parts: int, size: int, of: str) -> None:
-    message = f"{parts} does not divide {size} {of}; use numbers that divide"
-    require(size % parts == 0, path, message)
+  _check_rules(config.mesh)
 
   algorithm = config.algorithm
-  divides(
+  _divides(
     "algorithm.num_minibatches",
     algorithm.num_minibatches,
     algorithm.group_size * algorithm.groups_per_step,
     "trajectories of a train step (group_size * groups_per_step)",
   )
-  train_shape, rollout_shape = slice_shapes(config.mesh, num_devices)
-  shards = train_shape[0] * train_shape[1]
+  require(
+    algorithm.proximal is not ProximalMode.REUSE
+    or algorithm.num_minibatches == 1,
+    "algorithm.proximal",
+    f"reuse is wrong after the first of {algorithm.num_minibatches} updates;"
+    " use algorithm.num_minibatches=1, recompute or loglinear",
+  )
   rows = config.train.rows_per_microbatch
-  divides("mesh.train_*", shards, rows, "train.rows_per_microbatch")
   if config.warm_start.num_steps:
     whole, of = config.warm_start.rows_per_batch, "warm_start.rows_per_batch"
-    divides("train.rows_per_microbatch", rows, whole, of)
+    _divides("train.rows_per_microbatch", rows, whole, of)
+  train, rollout = slice_shapes(config.mesh, num_devices)
+  train_rules = config.mesh.train_rules
+  rollout_rules = config.mesh.rollout_rules
+  tokens = config.train.tokens_per_row
   slots = config.rollout.num_slots
-  divides("mesh.rollout_data", rollout_shape[0], slots, "rollout.num_slots")
+  for side, shape, axes, size, of in (
+    ("train", train, train_rules.batch, rows, "train.rows_per_microbatch"),
+    ("train", train, train_rules.tokens, tokens, "train.tokens_per_row"),
+    ("rollout", rollout, rollout_rules.batch, slots, "rollout.num_slots"),
+  ):
+    _divides(mesh_fields(side, shape, axes), shape.parts(axes), size, of)

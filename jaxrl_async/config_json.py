@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import json
 import pathlib
+import typing
 from typing import Any
 
 from ml_collections import config_dict
@@ -57,7 +58,7 @@ def from_dict(values: dict[str, Any]) -> config.Config:
         value = fill(getattr(section, name), value, path + ".")
       elif kind is config_dict.ConfigDict and isinstance(value, dict):
         value = config_dict.ConfigDict(value)
-      elif kind == tuple[int, ...] and isinstance(value, list):
+      elif typing.get_origin(kind) is tuple and isinstance(value, list):
         value = tuple(value)
       elif isinstance(kind, type) and issubclass(kind, enum.Enum):
         known = {member.value: member for member in kind}

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from jaxrl_async import config as config_lib
 from jaxrl_async import config_checks
+from jaxrl_async import mesh as mesh_lib
 from jaxrl_async.models import configs
 
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -15,12 +16,8 @@ def _size(num_bytes: int) -> str:
   return f"{num_bytes / (1 << 30):,.1f} GiB"
 
 
-def _slice(devices: Sequence[object], shape: tuple[int, int, int]) -> str:
-  axes = " x ".join(
-    f"{name} {size}"
-    for name, size in zip(("data", "fsdp", "tensor"), shape, strict=True)
-  )
-  return f"{', '.join(str(device) for device in devices)}   ({axes})"
+def _slice(devices: Sequence[object], shape: mesh_lib.MeshShape) -> str:
+  return f"{', '.join(str(device) for device in devices)}   ({shape})"
 
 
 def report(

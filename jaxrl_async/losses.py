@@ -327,8 +327,36 @@ def decoupled_ppo_loss(
   }
 
 
+def loglinear_proximal_logprobs(
+  logprobs: Float[Array, "B T"],
+  behavior_logprobs: Float[Array, "B T"],
+  policy_versions: Int[Array, "B T"],
+  policy_version: Int[Array, ""],
+) -> Float[Array, "B T"]:
+  r"""Guess logprobs under the weights before the train step, without a forward.
+
+  log pi_prox = 1/d log pi_behav + (1 - 1/d) log pi_theta
+  d           = v_theta - v_behav
+
+  A-3PO, arXiv:2512.06547. The weights being made are version v_theta = v_prox +
+  1, so d is a token's staleness + 1 and the line from v_behav to v_theta is cut
+  at v_prox. What the weights before the step drew themselves has d = 1, and
+  its behavior logprobs are the answer. No gradient flows.
+
+  Args:
+    logprobs: under the policy being updated.
+    behavior_logprobs: under the distribution each token was drawn from.
+    policy_versions: of the weights that drew the token, at most policy_version;
+      where it is -1 the result means nothing.
+    policy_version: of the weights before the train step.
+  """
+  distance = (policy_version + 1 - policy_versions).astype(jnp.float32)
+  logprobs = lax.stop_gradient(logprobs)
+  return logprobs + (behavior_logprobs - logprobs) / distance
+
+
 def behavior_kl_sums(
-  proximal_logprobs: Float[Array, "B T"],
+  trainer_logprobs: Float[Array, "B T"],
   behavior_logprobs: Float[Array, "B T"],
   loss_mask: Bool[Array, "B T"],
   is_current_version: Bool[Array, "B T"],
@@ -336,17 +364,17 @@ def behavior_kl_sums(
   """Sum up how far the rollout side's distributions were from the trainer's.
 
   Args:
-    proximal_logprobs: under the weights before the train step.
+    trainer_logprobs: computed by the trainer, under weights of its own.
     behavior_logprobs: under the distribution each token was drawn from.
     loss_mask: tokens the policy wrote.
-    is_current_version: tokens drawn by the very weights of proximal_logprobs.
+    is_current_version: tokens drawn by the very weights of trainer_logprobs.
       Over them the divergence is the engine's error, not the policy's motion.
 
   Returns:
     behavior_kl_sum over loss_mask; mismatch_kl_sum and mismatch_count over the
     current version's part of it.
   """
-  kl = k3(behavior_logprobs, proximal_logprobs)
+  kl = k3(behavior_logprobs, trainer_logprobs)
   is_current = loss_mask & is_current_version
   return {
     "behavior_kl_sum": masked_sum(kl, loss_mask),

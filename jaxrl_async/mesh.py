@@ -1,7 +1,8 @@
 """Cuts the devices into a train and a rollout slice; maps logical axes.
 
-Every parameter names its axes ("embed", "heads", ...); `ShardingRules` says
-which mesh axis each of them is split over, and this file alone knows both.
+Every parameter and batch names its axes ("embed", "batch", ...);
+`config.ShardingRules` says which mesh axes each of them is split over, and
+this file alone turns the two into shardings.
 """
 
 from collections.abc import Sequence
@@ -14,54 +15,47 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
-AXES = ("data", "fsdp", "tensor")
-MeshAxes = str | tuple[str, ...] | None
+from jaxrl_async import config
+
+AXES = config.MESH_AXES
+TRAIN_RULES = config.MeshSection().train_rules
+ROLLOUT_RULES = config.MeshSection().rollout_rules
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ShardingRules:
-  """Mesh axis (or axes) of each logical axis; None is replicated."""
+class MeshShape:
+  """Devices along each mesh axis; neighbours in a list share `tensor`."""
 
-  batch: MeshAxes = ("data", "fsdp")
-  layers: MeshAxes = None
-  vocab: MeshAxes = "tensor"
-  embed: MeshAxes = "fsdp"
-  heads: MeshAxes = "tensor"
-  kv_heads: MeshAxes = "tensor"
-  head: MeshAxes = None
-  mlp: MeshAxes = "tensor"
+  data: int = 1
+  fsdp: int = 1
+  context: int = 1
+  tensor: int = 1
 
-  def spec(self, logical_axes: Sequence[str | None]) -> P:
-    """Partition spec of an array with these logical axes.
+  @property
+  def sizes(self) -> tuple[int, ...]:
+    """In the order of `AXES`."""
+    return tuple(getattr(self, axis) for axis in AXES)
 
-    Raises:
-      ValueError: two of its axes would be split over the same mesh axis.
-    """
-    mesh_axes = [
-      None if axis is None else getattr(self, axis) for axis in logical_axes
-    ]
-    used = [
-      name
-      for axes in mesh_axes
-      if axes is not None
-      for name in ((axes,) if isinstance(axes, str) else axes)
-    ]
-    if len(used) != len(set(used)):
-      raise ValueError(
-        f"axes {tuple(logical_axes)} map to {mesh_axes}: one mesh axis cannot"
-        " split two axes of the same array"
-      )
-    return P(*mesh_axes)
+  @property
+  def num_devices(self) -> int:
+    """Of the whole mesh."""
+    return math.prod(self.sizes)
+
+  def parts(self, axes: Sequence[str]) -> int:
+    """Into how many parts these mesh axes split an array's axis."""
+    return math.prod(getattr(self, axis) for axis in axes)
+
+  def __str__(self) -> str:
+    return " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES)
 
 
-TRAIN_RULES = ShardingRules()
-# Decoding reads every weight for every token: nothing is gathered over fsdp.
-ROLLOUT_RULES = ShardingRules(embed=None, batch="data")
+ONE = MeshShape()
 
 
-def _mesh(devices: Sequence[Any], shape: tuple[int, int, int]) -> Mesh:
+def make_mesh(devices: Sequence[Any], shape: MeshShape = ONE) -> Mesh:
+  """A mesh of exactly these devices, which may be any."""
   return Mesh(
-    np.asarray(devices, dtype=object).reshape(shape),
+    np.asarray(devices, dtype=object).reshape(shape.sizes),
     AXES,
     axis_types=(AxisType.Auto,) * len(AXES),
   )
@@ -70,42 +64,100 @@ def _mesh(devices: Sequence[Any], shape: tuple[int, int, int]) -> Mesh:
 def cut_devices(
   devices: Sequence[Any],
   *,
-  train_shape: tuple[int, int, int],
-  rollout_shape: tuple[int, int, int],
+  train_shape: MeshShape,
+  rollout_shape: MeshShape,
 ) -> tuple[Mesh, Mesh]:
   """Train mesh from the first devices, rollout mesh from the next ones.
 
   With one device both slices share it.
 
-  Args:
-    devices: of this process, in order.
-    train_shape: sizes of the axes data, fsdp, tensor.
-    rollout_shape: the same for the rollout slice.
-
   Raises:
     ValueError: the meshes need more devices than there are.
   """
-  num_train, num_rollout = math.prod(train_shape), math.prod(rollout_shape)
+  num_train, num_rollout = train_shape.num_devices, rollout_shape.num_devices
   if len(devices) == 1 and num_train == num_rollout == 1:
-    return _mesh(devices, train_shape), _mesh(devices, rollout_shape)
+    return make_mesh(devices), make_mesh(devices)
   if num_train + num_rollout > len(devices):
     raise ValueError(
-      f"train {train_shape} and rollout {rollout_shape} need"
+      f"train ({train_shape}) and rollout ({rollout_shape}) need"
       f" {num_train + num_rollout} devices; there are {len(devices)}"
     )
   return (
-    _mesh(devices[:num_train], train_shape),
-    _mesh(devices[num_train : num_train + num_rollout], rollout_shape),
+    make_mesh(devices[:num_train], train_shape),
+    make_mesh(devices[num_train : num_train + num_rollout], rollout_shape),
   )
 
 
-def shardings(mesh: Mesh, rules: ShardingRules, logical_axes: Any) -> Any:
+def spec(rules: config.ShardingRules, logical_axes: Sequence[str | None]) -> P:
+  """Partition spec of an array with these logical axes; None is not split.
+
+  Raises:
+    ValueError: two of its axes would be split over the same mesh axis; the
+      message begins with the rule that is one too many.
+  """
+  entries, taken = [], {}
+  for axis in logical_axes:
+    mesh_axes = () if axis is None else getattr(rules, axis)
+    for mesh_axis in mesh_axes:
+      if mesh_axis in taken:
+        names = ", ".join(name or "(none)" for name in logical_axes)
+        raise ValueError(
+          f"{axis}: {mesh_axis} already splits {taken[mesh_axis]} of an array"
+          f" of {names}; use another axis, or ()"
+        )
+      taken[mesh_axis] = axis
+    entries.append(mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes or None)
+  return P(*entries)
+
+
+def sharding(
+  mesh: Mesh, rules: config.ShardingRules, *logical_axes: str | None
+) -> NamedSharding:
+  """Of one array with these logical axes."""
+  return NamedSharding(mesh, spec(rules, logical_axes))
+
+
+def shardings(
+  mesh: Mesh, rules: config.ShardingRules, logical_axes: Any
+) -> Any:
   """A NamedSharding for each leaf (a tuple of names) of `logical_axes`."""
   return jax.tree.map(
-    lambda axes: NamedSharding(mesh, rules.spec(axes)),
+    lambda axes: sharding(mesh, rules, *axes),
     logical_axes,
     is_leaf=lambda x: isinstance(x, tuple),
   )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+  """How a program's arrays lie on a mesh, for what the compiler gets wrong."""
+
+  mesh: Mesh
+  rules: config.ShardingRules
+
+  def constrain(self, array: jax.Array, *logical_axes: str | None) -> jax.Array:
+    """The array, split so; what its axes do not name every device holds."""
+    here = sharding(self.mesh, self.rules, *logical_axes)
+    return jax.lax.with_sharding_constraint(array, here)
+
+
+def put(tree: Any, shardings: Any) -> Any:
+  """Host arrays on their devices, each of which is sent its part only.
+
+  With several processes each holds all of the arrays, and places what belongs
+  on its own devices.
+  """
+
+  def place(array, sharding):
+    if sharding.is_fully_addressable:
+      return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(
+      array.shape, sharding, lambda index: array[index]
+    )
+
+  if isinstance(shardings, NamedSharding):
+    return jax.tree.map(lambda array: place(array, shardings), tree)
+  return jax.tree.map(place, tree, shardings)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -1,9 +1,10 @@
 """Builds a run, starts its threads, supervises it, shuts it down.
 
-The main thread trains. One rollout thread generates. The channel has a thread
-that writes weights, rewards run in processes. The first failure anywhere
-closes the buffer, everything is joined with a deadline, and the failure is
-raised with the name of the thread it came from.
+The main thread trains, on batches that another one prepares. One rollout thread
+generates. The channel has a thread that writes weights, the recorder one that
+writes steps down, rewards run in processes. The first failure anywhere closes
+the buffer, everything is joined with a deadline, and the failure is raised with
+the name of the thread it came from.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 
 from jaxrl_async import assembly
+from jaxrl_async import batch_loader
 from jaxrl_async import buffer as buffer_lib
 from jaxrl_async import checkpoint
 from jaxrl_async import config as config_lib
@@ -30,7 +32,6 @@ from jaxrl_async import serve
 from jaxrl_async import snapshot
 from jaxrl_async import supervisor
 from jaxrl_async import trainer as trainer_lib
-from jaxrl_async import types
 from jaxrl_async import weight_transfer
 from jaxrl_async.rewards import reasoning
 from jaxrl_async.rewards import service
@@ -39,10 +40,6 @@ from jaxrl_async.rollout import worker as worker_lib
 
 class StallError(RuntimeError):
   """Nothing moved for `run.stall_timeout_s`; says who waits for what."""
-
-
-class BadUpdatesError(RuntimeError):
-  """Too many updates in a row were not finite; names step and groups."""
 
 
 class Interrupted(RuntimeError):
@@ -77,6 +74,7 @@ class Run:
     self._stored: dict[str, Any] = {}
     if self.resumed_step is not None:
       self._stored = checkpoint.host_state(self._checkpoints, self.resumed_step)
+    self.recorder: run_record.Recorder | None = None
     self.record = run_record.RunRecord.from_json(self._stored.get("record", {}))
     origin_s = started_s - self.record.wall_s
     self.busy = {
@@ -99,7 +97,8 @@ class Run:
     self.supervisor = supervisor.Supervisor(on_failure=self.buffer.close)
     self.ledger: ledger_lib.Ledger | None = None
     self.channel: weight_transfer.WeightChannel | None = None
-    self._bad_updates = 0
+    self.loader: batch_loader.BatchLoader[trainer_lib.PreparedBatch] | None
+    self.loader = None
     self._has_worker = False
     self.front = None
     if serving is not None:
@@ -169,6 +168,7 @@ class Run:
       rewards=self.rewards,
       busy=self.busy,
       progress=self.progress,
+      max_bad_updates=config.train.max_bad_updates,
     )
     params = self.trainer.published()
     if self.resumed_step is None:
@@ -178,6 +178,13 @@ class Run:
     self._publish(params, step)
     self._has_worker = True
     self.supervisor.spawn("rollout worker", self.worker.run)
+    self.loader = batch_loader.BatchLoader(
+      self.buffer,
+      self.trainer.prepare,
+      first_step=step,
+      end_step=config.train.num_steps,
+    )
+    self.supervisor.spawn("batch loader", self.loader.run)
     if self.front is not None:
       self.front.start(self.supervisor)
       self.progress.note(f"serving the policy at {self.front.address}")
@@ -236,11 +243,11 @@ class Run:
   def loop(self, step: int) -> int:
     """Trains until num_steps or until asked to stop; gives the step.
 
-    Consumes batches of the buffer; waits for finished groups; is unblocked by
-    the rollout worker's `put`, by a failure (which closes the buffer) and by a
-    stop request.
+    Consumes batches of the loader; waits for the next one; is unblocked by the
+    loader, by a failure (which closes the buffer and so ends the loader) and by
+    a stop request.
     """
-    pending = None
+    assert self.recorder is not None and self.channel is not None
     every, num_steps = self.config.eval.every, self.config.train.num_steps
     if step >= num_steps:
       self.recorder.end_rl()
@@ -249,47 +256,47 @@ class Run:
         self._evaluate(step, self.trainer.published())
     while step < num_steps and not self.stop.is_set:
       wait_start_s = time.perf_counter()
-      groups = self._next_batch(step)
-      if groups is None:
+      loaded = self._next_batch(step)
+      if loaded is None:
         break
-      waited_s = time.perf_counter() - wait_start_s
-      dispatched = self.trainer.step(step, groups)
-      dispatched.times_s["wait_for_rollouts_s"] = waited_s
+      ready_s = time.perf_counter()
+      taken_s = max(wait_start_s, loaded.taken_s)
+      done = self.trainer.step(step, loaded.batch)
+      done.times_s["wait_for_rollouts_s"] = taken_s - wait_start_s
+      done.times_s["prepare_batch_s"] = ready_s - taken_s
       step += 1
-      dispatched.times_s["publish_s"] = self._publish(
-        self.trainer.published(), step
-      )
-      if pending is not None:
-        self._record(*pending)
-      pending = dispatched, self.recorder.totals()
+      start_s = time.perf_counter()
+      self._publish(self.trainer.published(), step)
+      done.times_s["publish_s"] = time.perf_counter() - start_s
+      totals = self.recorder.totals()
       is_last = step == num_steps
       if is_last:
         self.recorder.end_rl()
+      values: dict[str, int | float] = {
+        "transfer/bytes": self.channel.num_bytes
+      }
       if is_last or (every and step % every == 0):
-        evaluated = self._evaluate(step, self.trainer.published())
-        self._record(*pending, evaluated)
-        pending = None
+        self.recorder.wait()
+        values |= self._evaluate(step, self.trainer.published())
+      self.recorder.begin(done, totals, values)
       if is_last or step % self.config.run.checkpoint_every == 0:
-        if pending is not None:
-          self._record(*pending)
-          pending = None
+        self.recorder.wait()
         self._save(step)
-    if pending is not None:
-      self._record(*pending)
+    self.recorder.wait()
     self.supervisor.check()
     return step
 
-  def _next_batch(self, step: int) -> list[types.RolloutGroup] | None:
+  def _next_batch(
+    self, step: int
+  ) -> batch_loader.Loaded[trainer_lib.PreparedBatch] | None:
+    assert self.loader is not None
     timeout_s = self.config.run.stall_timeout_s
     watch, start_s = supervisor.StallWatch(timeout_s), time.monotonic()
     while not self.stop.is_set:
-      try:
-        groups = self.buffer.get_batch(step, timeout_s=0.2)
-      except buffer_lib.BufferClosed:
-        self.supervisor.check()
-        raise
-      if groups is not None:
-        return groups
+      loaded = self.loader.next(timeout_s=0.2)
+      if loaded is not None:
+        return loaded
+      self.supervisor.check()
       stats = self.scheduler.stats
       state = (stats.generated_tokens, self.scheduler.version)
       if watch.is_stalled((state, len(self.buffer.state().finished))):
@@ -297,34 +304,17 @@ class Run:
         lines = [
           f"nothing moved for {timeout_s:g} s (run.stall_timeout_s)",
           f"training waits for a batch for step {step} since {waited_s:.1f} s",
+          self.loader.status(),
           self.worker.status(),
           *self.buffer.waiting(),
         ]
         raise StallError("\n".join(lines))
     return None
 
-  def _publish(self, params: Any, version: int) -> float:
+  def _publish(self, params: Any, version: int) -> None:
     assert self.channel is not None
-    blocked_s = self.channel.publish(params, version)
+    self.channel.publish(params, version)
     self.buffer.set_policy_version(version)
-    return blocked_s
-
-  def _record(
-    self,
-    pending: trainer_lib.Pending,
-    totals: dict[str, int | float],
-    evaluated: dict[str, float] | None = None,
-  ) -> None:
-    """Writes a step down; too many skipped updates end the run."""
-    for bad in self.recorder.step(pending, totals, evaluated or {}):
-      self._bad_updates = self._bad_updates + 1 if bad else 0
-      if self._bad_updates >= self.config.train.max_bad_updates:
-        indices = [group.index for group in pending.groups]
-        raise BadUpdatesError(
-          f"step {pending.step}: {self._bad_updates} updates in a row had a"
-          f" loss or gradient that is not finite (train.max_bad_updates);"
-          f" groups {indices}"
-        )
 
   # -- evaluation, checkpoints, the end -------------------------------------
 
@@ -375,7 +365,7 @@ class Run:
 
   def _save(self, step: int) -> None:
     """A checkpoint of everything; the worker stands still for the copy."""
-    assert self.ledger is not None
+    assert self.ledger is not None and self.recorder is not None
     with self._paused():
       groups = snapshot.outstanding(self.buffer, self.worker)
       self.recorder.tokens(snapshot.count_tokens(groups))
@@ -398,6 +388,7 @@ class Run:
 
   def finish(self, step: int, extra: dict[str, Any]) -> str:
     """Writes summary.json and summary.png; gives the summary's line."""
+    assert self.recorder is not None
     with self._paused():
       groups = snapshot.outstanding(self.buffer, self.worker)
       tokens = self.recorder.tokens(snapshot.count_tokens(groups))
@@ -426,6 +417,8 @@ class Run:
     del kind, where
     timeout_s = self.config.run.join_timeout_s
     self.buffer.close(error)
+    if self.loader is not None:
+      self.loader.stop()
     if self._has_worker:
       self.worker.stop()
     if self.front is not None:
@@ -439,6 +432,8 @@ class Run:
         if self.channel is not None:
           stack.callback(self.channel.close, timeout_s)
         stack.callback(self.rewards.close, timeout_s)
+        if self.recorder is not None:  # the first: it writes to the others
+          stack.callback(self.recorder.close)
       if late:
         raise TimeoutError(f"{', '.join(late)} did not end in {timeout_s} s")
     except (OSError, weight_transfer.WeightTransferError) as closing:
@@ -467,9 +462,9 @@ def run(
 
   Raises:
     Interrupted: it was asked to end, and can be continued.
-    ThreadFailed, StallError, BadUpdatesError: what they say.
+    ThreadFailed, StallError, run_record.BadUpdatesError: what they say.
   """
-  assembly.check(config, len(jax.devices()))
+  assembly.check(config, jax.devices())
   config_json.prepare_workdir(config, workdir)
   stop = supervisor.StopRequest()
   with (

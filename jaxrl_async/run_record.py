@@ -4,6 +4,8 @@
 the parts of a running one.
 """
 
+from collections.abc import Mapping
+from concurrent import futures
 import dataclasses
 import pathlib
 from typing import Any
@@ -15,6 +17,10 @@ from jaxrl_async import summary
 from jaxrl_async import trainer as trainer_lib
 from jaxrl_async.rewards import service
 from jaxrl_async.rollout import worker as worker_lib
+
+
+class BadUpdatesError(RuntimeError):
+  """Too many updates in a row were not finite; names step and groups."""
 
 
 def _add_counts(total: list[int], more: list[int]) -> list[int]:
@@ -127,8 +133,10 @@ class RunRecord:
 class Recorder:
   """Fetches a step's metrics and writes them everywhere they belong.
 
-  Threads: belongs to the main thread; what it reads of the worker are plain
-  counters.
+  Threads: its methods belong to the main thread; `begin` writes in a thread of
+  its own, so that the device need not wait for it. Between `begin` and `wait`
+  only `totals` and `end_rl` may be called, which read nothing that it changes.
+  What is read of the worker are plain counters.
   """
 
   def __init__(
@@ -142,8 +150,13 @@ class Recorder:
     rewards: service.RewardService,
     busy: dict[str, metrics.BusyClock],
     progress: progress_lib.Progress,
+    max_bad_updates: int,
   ):
     self.record = record
+    self._max_bad_updates = max_bad_updates
+    self._bad_updates = 0
+    self._thread = futures.ThreadPoolExecutor(1, "recorder")
+    self._writing: futures.Future[None] | None = None
     self._workdir = workdir
     self._writer = writer
     self._ledger = ledger
@@ -165,28 +178,54 @@ class Recorder:
     """The last train step is done; evaluating and closing do not count."""
     self._rl_end_s = self._clock.now()
 
-  def step(
+  def begin(
     self,
     pending: trainer_lib.Pending,
     totals: dict[str, int | float],
-    evaluated: dict[str, float],
-  ) -> list[bool]:
-    """Writes metrics and ledger of a step; tells which updates were skipped.
+    evaluated: Mapping[str, int | float],
+  ) -> None:
+    """Begins to write a step down, once the one before it is written.
 
     Args:
       pending: the step.
       totals: of `totals`, taken when the step was done.
-      evaluated: metrics of an evaluation after the step.
+      evaluated: metrics of the caller: of an evaluation after the step, say.
+
+    Raises:
+      BadUpdatesError: as `wait`.
     """
+    self.wait()
+    self._writing = self._thread.submit(self._step, pending, totals, evaluated)
+
+  def wait(self) -> None:
+    """Waits until what was begun is written.
+
+    Raises:
+      BadUpdatesError: too many updates in a row were skipped.
+    """
+    writing, self._writing = self._writing, None
+    if writing is not None:
+      writing.result()
+
+  def close(self) -> None:
+    """Ends the thread, after what was begun."""
+    self._thread.shutdown()
+
+  def _step(
+    self,
+    pending: trainer_lib.Pending,
+    totals: dict[str, int | float],
+    evaluated: Mapping[str, int | float],
+  ) -> None:
     values, is_bad = pending.metrics()
-    for group in pending.groups:
+    for group in pending.batch.groups:
       self._ledger.add_trained(
         group, step=pending.step, skipped_update=any(is_bad)
       )
     delta = {name: totals[name] - self._last[name] for name in totals}
     self._last = totals
     step_s = max(delta["now_s"] - delta["evaluated_s"], 1e-9)
-    trained = sum(g.num_completion_tokens for g in pending.groups)
+    trained = sum(g.num_completion_tokens for g in pending.batch.groups)
     values |= _rollout_metrics(delta, step_s)
     values |= self._rewards.metrics()
     values |= evaluated
@@ -223,7 +262,20 @@ class Recorder:
         train_busy_frac=values["train/busy_frac"],
       )
     )
-    return is_bad
+    self._check_updates(pending, is_bad)
+
+  def _check_updates(
+    self, pending: trainer_lib.Pending, is_bad: list[bool]
+  ) -> None:
+    for bad in is_bad:
+      self._bad_updates = self._bad_updates + 1 if bad else 0
+      if self._bad_updates >= self._max_bad_updates:
+        indices = [group.index for group in pending.batch.groups]
+        raise BadUpdatesError(
+          f"step {pending.step}: {self._bad_updates} updates in a row had a"
+          f" loss or gradient that is not finite (train.max_bad_updates);"
+          f" groups {indices}"
+        )
 
   def tokens(self, in_flight: int) -> dict[str, int]:
     """Where the generated tokens are.

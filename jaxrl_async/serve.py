@@ -22,6 +22,7 @@ from jaxrl_async import assembly
 from jaxrl_async import checkpoint
 from jaxrl_async import config as config_lib
 from jaxrl_async import config_json
+from jaxrl_async import initial_params
 from jaxrl_async import metrics as metrics_lib
 from jaxrl_async import supervisor
 from jaxrl_async import tokenizer as tokenizer_lib
@@ -156,7 +157,8 @@ def load_checkpoint(
   model = assembly.model_config(config, tokenizer.vocab_size)
   mesh, _ = assembly.cut_devices(config, jax.devices())
   try:
-    params = assembly.load_params(str(directory), model, mesh)
+    shardings = initial_params.shardings(config, model, mesh)
+    params = initial_params.load(str(directory), model, shardings)
   except config_lib.ConfigError as error:
     text = str(error).removeprefix("warm_start.")
     raise config_lib.ConfigError(text) from error

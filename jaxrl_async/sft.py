@@ -5,11 +5,11 @@ order, anew for each pass.
 """
 
 from collections.abc import Callable, Iterable
+import dataclasses
 import functools
 
 import jax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 import numpy as np
 
 from jaxrl_async import batching
@@ -66,6 +66,7 @@ def warm_start(
   *,
   params: transformer.Params | None,
   mesh: Mesh,
+  rules: config.ShardingRules = mesh_lib.TRAIN_RULES,
   forward: train_step.ForwardSettings,
   rows_per_microbatch: int,
   max_bad_updates: int,
@@ -79,6 +80,7 @@ def warm_start(
     rows: of `pack_examples`; None if there are no steps.
     params: to start from; None initialises them.
     mesh: of the training slice.
+    rules: of the same.
     forward: settings of the forward pass.
     rows_per_microbatch: rows of one forward and backward; divides the rows of
       a step.
@@ -93,9 +95,11 @@ def warm_start(
     section.optimizer, total_steps=section.num_steps, decay=section.decay
   )
   optimizer = train_step.make_optimizer(section.optimizer, schedule)
+  layout = mesh_lib.Layout(mesh=mesh, rules=rules)
+  forward = dataclasses.replace(forward, layout=layout)
   params_sharding = mesh_lib.shardings(
     mesh,
-    mesh_lib.TRAIN_RULES,
+    rules,
     transformer.logical_axes(forward.model, is_stacked=True),
   )
   sharding = trainer.state_sharding(mesh, forward, optimizer, params_sharding)
@@ -113,7 +117,7 @@ def warm_start(
     donate_argnums=0,
     out_shardings=(sharding, mesh_lib.replicated(mesh)),
   )
-  batch_sharding = NamedSharding(mesh, P(None, mesh_lib.TRAIN_RULES.batch))
+  batch_sharding = mesh_lib.sharding(mesh, rules, None, "batch", "tokens")
   rng = np.random.default_rng(seed)
   order = np.zeros((0,), np.int64)
   bad_updates = 0
@@ -126,7 +130,7 @@ def warm_start(
     batch = jax.tree.map(
       lambda x, chosen=chosen, shape=shape: x[chosen].reshape(shape), rows
     )
-    state, metrics = update(state, jax.device_put(batch, batch_sharding))
+    state, metrics = update(state, mesh_lib.put(batch, batch_sharding))
     on_step(step + 1, float(metrics["loss"]))
     bad_updates = bad_updates + 1 if metrics["bad_updates"] else 0
     if bad_updates >= max_bad_updates:

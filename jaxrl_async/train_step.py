@@ -1,9 +1,10 @@
 """The trainer's device programs, as pure functions of state and batch.
 
-A train step is `proximal_logprobs` under the weights before it, then `update`:
-num_minibatches optimizer steps, each summing microbatch gradients whose loss
-is divided by the loss tokens of the whole minibatch. `supervised_update` is
-the same optimizer step on plain cross-entropy, for the warm start.
+A train step is `proximal_logprobs` under the weights before it, unless its mode
+does without, then `update`: num_minibatches optimizer steps, each summing
+microbatch gradients whose loss is divided by the loss tokens of the whole
+minibatch. `supervised_update` is the same optimizer step on plain
+cross-entropy, for the warm start.
 """
 
 from collections.abc import Callable
@@ -14,13 +15,15 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
+import numpy as np
 import optax
 
 from jaxrl_async import batching
 from jaxrl_async import config
 from jaxrl_async import losses
-from jaxrl_async.models import attention
+from jaxrl_async import mesh as mesh_lib
 from jaxrl_async.models import configs
+from jaxrl_async.models import packed_attention
 from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
 
@@ -42,23 +45,37 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForwardSettings:
-  """What the forward pass depends on beside parameters and batch."""
+  """What the forward pass depends on beside parameters and batch.
+
+  Attributes:
+    attention: a name of `packed_attention.IMPLEMENTATIONS`.
+    layout: of the mesh it is compiled for; None leaves all to the compiler.
+  """
 
   model: configs.ModelConfig
   compute_dtype: str
-  remat: bool
+  remat: config.Remat
+  attention: str
   temperature: float
   vocab_chunk: int
+  layout: mesh_lib.Layout | None = None
+
+  def constrain(self, array: jax.Array, *axes: str | None) -> jax.Array:
+    """The array with these logical axes, split as the layout says."""
+    if self.layout is None:
+      return array
+    return self.layout.constrain(array, *axes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossSettings:
-  """The constants of the decoupled PPO loss."""
+  """The constants of the decoupled PPO loss, and the mode of its centre."""
 
   clip_low: float
   clip_high: float
   behavior_weight_cap: float
   cap_mode: config.BehaviorWeightCapMode
+  proximal: config.ProximalMode = config.ProximalMode.RECOMPUTE
 
 
 def learning_rate_schedule(
@@ -141,17 +158,35 @@ def token_logprobs(
   batch: batching.PackedBatch,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
   """Logprobs and entropies of one packed microbatch."""
+  # A lookup in a table whose rows are split would replicate its result.
+  embedding = settings.constrain(params["embedding"], "vocab", None)
   model = transformer.bind(
-    settings.model, params, is_stacked=True, remat=settings.remat
+    settings.model,
+    {**params, "embedding": embedding},
+    is_stacked=True,
+    remat=settings.remat,
   )
-  mask = attention.packed_mask(batch.segment_ids)
+  length = batch.tokens.shape[1]
+  # Nothing learns from padding: each sees itself alone, and costs no block.
+  start = jnp.where(
+    batch.segment_ids == 0,
+    jnp.arange(length, dtype=jnp.int32)[None],
+    batch.segment_start,
+  )
+  mix = packed_attention.over_rows(
+    settings.attention, start, settings.model.num_heads, settings.layout
+  )
 
   def attend(layer, query, key, value):
     del layer
-    return attention.IMPLEMENTATIONS["xla"](query, key, value, mask), None
+    return mix(query, key, value), None
 
   hidden, _ = model.hidden(
-    batch.tokens, batch.positions, attend, jnp.dtype(settings.compute_dtype)
+    batch.tokens,
+    batch.positions,
+    attend,
+    jnp.dtype(settings.compute_dtype),
+    lambda x: settings.constrain(x, "batch", "tokens", None),
   )
   return losses.token_logprobs_and_entropy(
     hidden,
@@ -234,10 +269,15 @@ def update(
   optimizer: optax.GradientTransformation,
   state: TrainState,
   batch: batching.PackedBatch,
-  proximal: Float[Array, "M K B T"],
+  proximal: Float[Array, "M K B T"] | None,
   policy_version: jax.Array,
 ) -> tuple[TrainState, Metrics]:
   """The optimizer steps of one train step, a minibatch each.
+
+  The divergences from the behavior policy are those of the weights before the
+  step. Without a forward pass they are taken from the update's own logprobs,
+  which are of these weights in the first minibatch: only there do tokens count
+  as mismatch, and behavior_kl has the step's own motion in later ones.
 
   Args:
     settings: of the forward pass.
@@ -245,24 +285,35 @@ def update(
     optimizer: of `make_optimizer`.
     state: before the step.
     batch: [M, K, B, T] arrays: minibatches of microbatches.
-    proximal: of `proximal_logprobs` under `state`.
+    proximal: of `proximal_logprobs` under `state`; None in the modes that do
+      without.
     policy_version: of `state`; decides which tokens count as mismatch.
 
   Returns:
     The new state, and for each minibatch [M] the loss, the gradient norm,
     whether the update was skipped, and the metric sums with `num_loss_tokens`.
   """
+  mode = loss_settings.proximal
+  has_forward = mode is config.ProximalMode.RECOMPUTE
 
   def minibatch_step(state, minibatch):
-    packed, _ = minibatch
+    packed, proximal, is_first = minibatch
     num_loss_tokens = jnp.sum(packed.loss_mask, dtype=jnp.float32)
 
     def loss_fn(params, micro):
       packed, proximal = micro
       logprobs, entropy = token_logprobs(settings, params, packed)
+      guess = losses.loglinear_proximal_logprobs(
+        logprobs,
+        packed.behavior_logprobs,
+        packed.policy_versions,
+        policy_version,
+      )
+      before = proximal if has_forward else jax.lax.stop_gradient(logprobs)
+      is_guessed = mode is config.ProximalMode.LOGLINEAR
       loss, sums = losses.decoupled_ppo_loss(
         logprobs,
-        proximal,
+        guess if is_guessed else before,
         packed.behavior_logprobs,
         packed.advantages,
         packed.loss_mask,
@@ -272,25 +323,36 @@ def update(
         cap_mode=loss_settings.cap_mode,
         num_loss_tokens=num_loss_tokens,
       )
+      is_current = packed.policy_versions == policy_version
       kl_sums = losses.behavior_kl_sums(
-        proximal,
+        before,
         packed.behavior_logprobs,
         packed.loss_mask,
-        packed.policy_versions == policy_version,
+        is_current if has_forward else is_current & is_first,
       )
-      entropy_sum = losses.masked_sum(entropy, packed.loss_mask)
-      return loss, {**sums, **kl_sums, "entropy_sum": entropy_sum}
+      sums |= kl_sums
+      sums["entropy_sum"] = losses.masked_sum(entropy, packed.loss_mask)
+      if has_forward:  # what the other modes would have been off by
+        for name, other in (("loglinear", guess), ("reuse", logprobs)):
+          sums[f"{name}_gap_sum"] = losses.masked_sum(
+            jnp.abs(other - proximal), packed.loss_mask
+          )
+        sums["loglinear_kl_sum"] = losses.masked_sum(
+          losses.k3(proximal, guess), packed.loss_mask
+        )
+      return loss, sums
 
     loss, gradients, sums = _accumulate(
       loss_fn,
       state.params,
-      minibatch,
+      (packed, proximal),
       batching.num_used_microbatches(packed.segment_ids),
     )
     state, metrics = _apply_gradients(optimizer, state, gradients, loss)
     return state, {**metrics, **sums, "num_loss_tokens": num_loss_tokens}
 
-  return jax.lax.scan(minibatch_step, state, (batch, proximal))
+  is_first = np.arange(len(batch.tokens)) == 0
+  return jax.lax.scan(minibatch_step, state, (batch, proximal, is_first))
 
 
 def supervised_update(

@@ -1,29 +1,32 @@
 """The training side: groups in, a new policy version out.
 
-`Trainer.step` consumes the groups of one train step and dispatches proximal
-logprobs, updates and the cast of what is published; it waits for nothing but
-its device. Its metrics stay on device until `Pending.metrics` fetches them,
-which the caller does after it has dispatched the next step.
+`Trainer.prepare` makes groups a batch on the device; it needs no weights, so
+another thread does it ahead. `Trainer.step` consumes the batch: proximal
+logprobs and updates; it waits for nothing but its device. Its metrics stay on
+device until `Pending.metrics` fetches them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
+import math
 import time
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 import numpy as np
 
 from jaxrl_async import advantages as advantages_lib
+from jaxrl_async import aot
 from jaxrl_async import batching
 from jaxrl_async import config
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import metrics as metrics_lib
+from jaxrl_async import topology
 from jaxrl_async import train_step
 from jaxrl_async import types
+from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
 
 
@@ -38,15 +41,23 @@ class BatchSettings:
   advantage_scale: config.AdvantageScale
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreparedBatch:
+  """The groups of one train step, packed and on the device."""
+
+  groups: list[types.RolloutGroup]
+  placement: batching.Placement
+  arrays: batching.PackedBatch
+
+
 @dataclasses.dataclass(kw_only=True)
 class Pending:
   """A dispatched train step whose metrics were not fetched yet."""
 
   step: int
-  groups: list[types.RolloutGroup]
-  placement: batching.Placement
+  batch: PreparedBatch
   arrays: train_step.Metrics
-  learning_rate: float
+  learning_rate: Callable[[], Any]
   times_s: dict[str, float]
   num_params: int
   peak_flops: float
@@ -61,9 +72,10 @@ class Pending:
 
     weights = sums["behavior_weight_sum"].sum()
     squares = sums["behavior_weight_square_sum"].sum()
-    trajectories = [t for g in self.groups for t in g.trajectories]
+    groups = self.batch.groups
+    trajectories = [t for g in groups for t in g.trajectories]
     values = {
-      **_reward_metrics(self.groups),
+      **_reward_metrics(groups),
       **_completion_metrics(trajectories),
       **_staleness_metrics(trajectories, self.step),
       "policy/entropy": mean("entropy_sum"),
@@ -71,7 +83,7 @@ class Pending:
       "policy/clip_frac": mean("clip_count"),
       "policy/grad_norm": sums["grad_norm"].mean(),
       "policy/approx_kl": mean("approx_kl_sum"),
-      "policy/lr": self.learning_rate,
+      "policy/lr": float(self.learning_rate()),
       "offpolicy/behavior_kl": mean("behavior_kl_sum"),
       "offpolicy/behavior_weight_mean": mean("behavior_weight_sum"),
       "offpolicy/behavior_weight_capped_frac": mean(
@@ -79,10 +91,13 @@ class Pending:
       ),
       "offpolicy/ess": weights**2 / max(count * squares, 1e-30),
       "train/mfu": self._mfu(trajectories),
-      "train/pack_efficiency": self.placement.pack_efficiency,
+      "train/pack_efficiency": self.batch.placement.pack_efficiency,
       "train/bad_updates": sums["bad_updates"].sum(),
       **{f"time/{name}": value for name, value in self.times_s.items()},
     }
+    for name in ("loglinear_gap", "loglinear_kl", "reuse_gap"):
+      if f"{name}_sum" in sums:
+        values[f"offpolicy/{name}"] = mean(f"{name}_sum")
     mismatch_count = sums["mismatch_count"].sum()
     if mismatch_count:
       values["offpolicy/mismatch_kl"] = (
@@ -142,13 +157,15 @@ def _staleness_metrics(
 class Trainer:
   """Train state and the compiled programs that change it.
 
-  Threads: belongs to the thread that trains.
+  Threads: belongs to the thread that trains, but for `prepare`, which reads
+  nothing that changes and may run in another one.
   """
 
   def __init__(
     self,
     *,
     mesh: Mesh,
+    rules: config.ShardingRules = mesh_lib.TRAIN_RULES,
     forward: train_step.ForwardSettings,
     loss: train_step.LossSettings,
     batch: BatchSettings,
@@ -159,7 +176,8 @@ class Trainer:
     rollout_weights: config.WeightFormat = config.WeightFormat.FLOAT,
     busy: metrics_lib.BusyClock,
   ):
-    self.forward = forward
+    layout = mesh_lib.Layout(mesh=mesh, rules=rules)
+    self.forward = forward = dataclasses.replace(forward, layout=layout)
     self.batch_settings = batch
     self.state: train_step.TrainState | None = None
     self._busy = busy
@@ -169,22 +187,30 @@ class Trainer:
     self._optimizer = train_step.make_optimizer(optimizer, self._schedule)
     self._params_sharding = mesh_lib.shardings(
       mesh,
-      mesh_lib.TRAIN_RULES,
+      rules,
       transformer.logical_axes(forward.model, is_stacked=True),
     )
     self._state_sharding = state_sharding(
       mesh, forward, self._optimizer, self._params_sharding
     )
-    replicated = mesh_lib.replicated(mesh)
-    self._peak_flops = mesh.size * measured_matmul_flops(
-      mesh.devices.flat[0], forward.compute_dtype
+    self._replicated = replicated = mesh_lib.replicated(mesh)
+    self._peak_flops = mesh.size * (
+      math.nan
+      if topology.is_described(mesh.devices.flat[0])
+      else measured_matmul_flops(mesh.local_devices[0], forward.compute_dtype)
     )
-    self._batch_sharding = NamedSharding(
-      mesh, P(None, None, mesh_lib.TRAIN_RULES.batch)
+    self._batch_sharding = mesh_lib.sharding(
+      mesh, rules, None, None, "batch", "tokens"
     )
+    rows = batch.rows_per_microbatch
+    shape = 1, 1, rows, batch.tokens_per_row
+    rows_per_shard = self._batch_sharding.shard_shape(shape)[2]
+    self._num_shards = rows // rows_per_shard
     self._init_opt = jax.jit(
       self._optimizer.init, out_shardings=self._state_sharding.opt_state
     )
+    # Evaluation asks for logprobs in every mode.
+    self._has_proximal_forward = loss.proximal is config.ProximalMode.RECOMPUTE
     self._proximal = jax.jit(
       functools.partial(train_step.proximal_logprobs, forward),
       out_shardings=self._batch_sharding,
@@ -212,7 +238,7 @@ class Trainer:
 
   def abstract_state(self) -> train_step.TrainState:
     """Shapes and shardings of the state, to restore into."""
-    shapes = abstract_train_state(self.forward, self._optimizer)
+    shapes = abstract_train_state(self.forward.model, self._optimizer)
     return jax.tree.map(
       lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
       shapes,
@@ -223,66 +249,121 @@ class Trainer:
     """Shapes and types of `published`."""
     return jax.eval_shape(self._publish_fn, self.abstract_state().params)
 
+  def programs(self) -> list[aot.Program]:
+    """What a train step runs, on the largest batch that a run expects."""
+    state = self.abstract_state()
+    trajectory = types.Trajectory(
+      member=0,
+      tokens=np.zeros(1, np.int32),
+      loss_mask=np.zeros(1, np.bool_),
+      behavior_logprobs=np.zeros(1, np.float32),
+      policy_versions=np.zeros(1, np.int32),
+    )
+    packed, _ = self._pack([_group([trajectory])], np.zeros(1, np.float32))
+    batch = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=self._batch_sharding
+      ),
+      packed,
+    )
+    proximal = None
+    if self._has_proximal_forward:
+      proximal = batch.tokens.update(dtype=np.dtype(np.float32))
+    max_trips = self.batch_settings.min_microbatches
+    return [
+      aot.Program(
+        name="proximal",
+        function=self._proximal,
+        arguments=(state.params, batch),
+        resident=state.opt_state,
+        max_trips=max_trips,
+      ),
+      aot.Program(
+        name="update",
+        function=self._update,
+        arguments=(state, batch, proximal, np.int32(0)),
+        max_trips=max_trips,
+      ),
+      aot.Program(
+        name="publish",
+        function=self._publish,
+        arguments=(state.params,),
+        resident=state.opt_state,
+      ),
+    ]
+
   def published(self) -> transformer.Params:
     """The current weights as engines want them, in buffers of their own."""
     assert self.state is not None
     with self._busy.record("publish"):
       return jax.block_until_ready(self._publish(self.state.params))
 
-  def prepare(
-    self, groups: list[types.RolloutGroup]
-  ) -> tuple[batching.PackedBatch, batching.Placement]:
-    """Advantages and packing; host work."""
+  def prepare(self, groups: list[types.RolloutGroup]) -> PreparedBatch:
+    """Advantages, packing and the transfer to the device."""
     rewards = np.array([t.reward for g in groups for t in g.trajectories])
     group_ids = np.repeat(
       np.arange(len(groups)), [len(g.trajectories) for g in groups]
     )
-    settings = self.batch_settings
-    return batching.pack(
+    packed, placement = self._pack(
       groups,
       advantages_lib.group_relative_advantages(
         rewards.astype(np.float64),
         group_ids,
         len(groups),
-        scale=settings.advantage_scale,
+        scale=self.batch_settings.advantage_scale,
       ),
+    )
+    arrays = mesh_lib.put(packed, self._batch_sharding)
+    return PreparedBatch(
+      groups=groups,
+      placement=placement,
+      arrays=jax.block_until_ready(arrays),
+    )
+
+  def _pack(
+    self, groups: list[types.RolloutGroup], advantages: np.ndarray
+  ) -> tuple[batching.PackedBatch, batching.Placement]:
+    settings = self.batch_settings
+    return batching.pack(
+      groups,
+      advantages,
       tokens_per_row=settings.tokens_per_row,
       rows_per_microbatch=settings.rows_per_microbatch,
       num_minibatches=settings.num_minibatches,
       min_microbatches=settings.min_microbatches,
+      num_shards=self._num_shards,
     )
 
-  def step(self, step: int, groups: list[types.RolloutGroup]) -> Pending:
-    """Trains on the groups of one train step.
+  def step(self, step: int, batch: PreparedBatch) -> Pending:
+    """Trains on one batch.
 
     Args:
       step: completed train steps, which is the version of the weights.
-      groups: of the buffer, scored.
+      batch: of `prepare`.
     """
     assert self.state is not None
     times = {}
-    start_s = time.perf_counter()
-    packed, placement = self.prepare(groups)
-    times["prepare_batch_s"] = time.perf_counter() - start_s
-    batch = jax.device_put(packed, self._batch_sharding)
-    start_s = time.perf_counter()
-    with self._busy.record("proximal"):
-      proximal = jax.block_until_ready(self._proximal(self.state.params, batch))
-    times["proximal_s"] = time.perf_counter() - start_s
+    proximal, times["proximal_s"] = None, 0.0
+    if self._has_proximal_forward:
+      start_s = time.perf_counter()
+      with self._busy.record("proximal"):
+        proximal = jax.block_until_ready(
+          self._proximal(self.state.params, batch.arrays)
+        )
+      times["proximal_s"] = time.perf_counter() - start_s
     start_s = time.perf_counter()
     with self._busy.record("update"):
       self.state, arrays = self._update(
-        self.state, batch, proximal, np.int32(step)
+        self.state, batch.arrays, proximal, np.int32(step)
       )
       jax.block_until_ready(arrays)
     times["update_s"] = time.perf_counter() - start_s
     minibatches = self.batch_settings.num_minibatches
     return Pending(
       step=step,
-      groups=groups,
-      placement=placement,
+      batch=batch,
       arrays=arrays,
-      learning_rate=float(self._schedule(step * minibatches)),
+      learning_rate=functools.partial(self._schedule, step * minibatches),
       times_s=times,
       num_params=self.forward.model.num_params,
       peak_flops=self._peak_flops,
@@ -293,26 +374,25 @@ class Trainer:
   ) -> list[np.ndarray]:
     """Each trajectory's logprobs under the current weights, [T] each."""
     assert self.state is not None
-    group = types.RolloutGroup(
-      index=0,
-      birth=0,
-      deadline=0,
-      prompt=types.Prompt(prompt_id="", tokens=np.zeros(1, np.int32), item={}),
-      trajectories=list(trajectories),
+    packed, placement = self._pack(
+      [_group(trajectories)], np.zeros((len(trajectories),), np.float32)
     )
-    settings = self.batch_settings
-    packed, placement = batching.pack(
-      [group],
-      np.zeros((len(trajectories),), np.float32),
-      tokens_per_row=settings.tokens_per_row,
-      rows_per_microbatch=settings.rows_per_microbatch,
-      num_minibatches=settings.num_minibatches,
-      min_microbatches=settings.min_microbatches,
-    )
-    batch = jax.device_put(packed, self._batch_sharding)
-    return batching.unpack(
-      np.asarray(self._proximal(self.state.params, batch)), placement
-    )
+    batch = mesh_lib.put(packed, self._batch_sharding)
+    logprobs = self._proximal(self.state.params, batch)
+    # Of several processes none could read another's part.
+    whole = jax.device_put(logprobs, self._replicated)
+    return batching.unpack(np.asarray(whole), placement)
+
+
+def _group(trajectories: Sequence[types.Trajectory]) -> types.RolloutGroup:
+  """Trajectories that no prompt of the run stands behind."""
+  return types.RolloutGroup(
+    index=0,
+    birth=0,
+    deadline=0,
+    prompt=types.Prompt(prompt_id="", tokens=np.zeros(1, np.int32), item={}),
+    trajectories=list(trajectories),
+  )
 
 
 def measured_matmul_flops(device: Any, dtype: str, size: int = 1024) -> float:
@@ -329,12 +409,12 @@ def measured_matmul_flops(device: Any, dtype: str, size: int = 1024) -> float:
 
 
 def abstract_train_state(
-  forward: train_step.ForwardSettings, optimizer: Any
+  model: configs.ModelConfig, optimizer: Any
 ) -> train_step.TrainState:
   """Shapes of parameters and optimizer state, without making them."""
 
   def init(key):
-    params = transformer.init_params(forward.model, key)
+    params = transformer.init_params(model, key)
     return train_step.TrainState(
       params=params, opt_state=optimizer.init(params)
     )
@@ -353,7 +433,7 @@ def state_sharding(
   A leaf of the optimizer's state is a parameter's moment when its path ends in
   the parameter's and their shapes agree.
   """
-  state = abstract_train_state(forward, optimizer)
+  state = abstract_train_state(forward.model, optimizer)
   params = {
     tuple(map(str, path)): (x.shape, sharding)
     for (path, x), sharding in zip(

@@ -47,6 +47,9 @@ class WeightChannel(abc.ABC):
   Invariant: `newest_version` never decreases, and `adopt` returns exactly the
   params that were published with the version it returns.
 
+  Attributes:
+    num_bytes: of a version.
+
   Threads: one thread publishes and closes, any number poll, wait and adopt.
   `_changed` guards what they share and is notified after every new version,
   failure and close.
@@ -56,6 +59,9 @@ class WeightChannel(abc.ABC):
     """Args: target: jax.ShapeDtypeStruct leaves with the rollout shardings."""
     self._target = target
     self._layout = pytree_files.layout(pytree_files.named_leaves(target))
+    self.num_bytes = sum(
+      x.size * x.dtype.itemsize for x in jax.tree.leaves(target)
+    )
     self._changed = threading.Condition()
     self._last_published = -1
     self._is_closed = False
@@ -144,24 +150,37 @@ class WeightChannel(abc.ABC):
 
 
 class DirectChannel(WeightChannel):
-  """`jax.device_put` into the rollout shardings, at once and in the publisher.
+  """`jax.device_put` into the rollout shardings, by the first that adopts.
 
-  The published arrays are let go of as soon as they are copied; all engines
-  share the copy. Nothing coalesces, because nothing waits.
+  Not by the publisher: where the call blocks, as on a CPU, the trainer would
+  wait for it. The published arrays are let go of as soon as they are copied or
+  overtaken; all engines share the copy.
   """
 
   def __init__(self, target: Any):
     """Args: target: jax.ShapeDtypeStruct leaves with the rollout shardings."""
     super().__init__(target)
     self._shardings = [leaf.sharding for leaf in jax.tree.leaves(target)]
-    self._newest: tuple[Any, int] = (None, -1)
+    self._newest: tuple[list[Any], int] = ([], -1)
+    self._copy: tuple[Any, int] = (None, -1)
+    self._copying = threading.Lock()
 
   def newest_version(self) -> int:
     return self._newest[1]
 
   def adopt(self, newer_than: int) -> tuple[Any, int] | None:
-    newest = self._newest
-    return newest if newest[1] > newer_than else None
+    with self._copying:
+      published, version = self._newest
+      if version <= newer_than:
+        return None
+      if version > self._copy[1]:
+        leaves = jax.device_put(published, self._shardings)
+        structure = jax.tree.structure(self._target)
+        self._copy = jax.tree.unflatten(structure, leaves), version
+        with self._changed:
+          if self._newest[1] == version:
+            self._newest = [], version
+      return self._copy
 
   def close(self, timeout_s: float = 30.0) -> None:
     del timeout_s
@@ -170,10 +189,8 @@ class DirectChannel(WeightChannel):
       self._changed.notify_all()
 
   def _hand_over(self, named: dict[str, Any], version: int) -> None:
-    leaves = jax.device_put(list(named.values()), self._shardings)
-    params = jax.tree.unflatten(jax.tree.structure(self._target), leaves)
     with self._changed:
-      self._newest = (params, version)
+      self._newest = list(named.values()), version
       self._changed.notify_all()
 
   def _raise_failure(self) -> None:

@@ -3,13 +3,14 @@
 Import it first: it sets XLA's environment, which JAX reads once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import os
 import pathlib
 import re
 import sys
+from typing import Any
 
 _HOST_DEVICES = "--xla_force_host_platform_device_count"
 if _HOST_DEVICES not in os.environ.get("XLA_FLAGS", ""):
@@ -27,6 +28,13 @@ from ml_collections import config_flags
 from jaxrl_async import config as config_lib
 from jaxrl_async import config_checks
 from jaxrl_async import run
+
+# JAX sets it where there is no TPU. libtpu, if it is installed to compile for
+# one, would then complain of that, and keep other processes from compiling.
+if os.environ.get("TPU_SKIP_MDS_QUERY"):
+  os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5e-8")
+  os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+  os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 CONFIG = config_flags.DEFINE_config_file(
   "config", None, "Python file with get_config(); fields can be overridden."
@@ -105,8 +113,16 @@ def _parse(argv: list[str], has_config: bool = True) -> list[str]:
   return rest
 
 
-def start(main: Callable[[config_lib.Config], None]) -> None:
-  """Parses the flags and calls main(config) with errors in one line."""
+def start(
+  main: Callable[[config_lib.Config], None],
+  devices: Callable[[], Sequence[Any]] = jax.devices,
+) -> None:
+  """Parses the flags and calls main(config) with errors in one line.
+
+  Args:
+    main: of a script.
+    devices: that the config is for, once flags are parsed.
+  """
 
   def checked(argv: list[str]) -> None:
     del argv
@@ -114,7 +130,7 @@ def start(main: Callable[[config_lib.Config], None]) -> None:
     # With it on, two slices of one CPU wait for each other.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     try:
-      config_checks.validate(CONFIG.value, len(jax.devices()))
+      config_checks.validate(CONFIG.value, len(devices()))
       main(CONFIG.value)
     except config_lib.ConfigError as error:
       sys.exit(f"error: {error}")

@@ -16,12 +16,13 @@ import jax
 
 from jaxrl_async import assembly
 from jaxrl_async import config_json
+from jaxrl_async import initial_params
 from jaxrl_async import progress as progress_lib
 
 
 def main(config):
   workdir = command_line.workdir()
-  assembly.check(config, len(jax.devices()))
+  assembly.check(config, jax.devices())
   tokenizer = assembly.load_tokenizer(config)
   model = assembly.model_config(config, tokenizer.vocab_size)
   mesh, _ = assembly.cut_devices(config, jax.devices())
@@ -38,7 +39,7 @@ def main(config):
     )
   config_json.prepare_workdir(config, workdir)
   tokenizer.save(workdir / "tokenizer")
-  assembly.save_params(workdir / "params", params)
+  initial_params.save(workdir / "params", params)
   print(
     json.dumps(
       {

@@ -8,17 +8,32 @@ continues from its newest checkpoint.
 
 import command_line  # isort: skip, first: it sets XLA's environment
 
+from collections.abc import Sequence
 import os
+from typing import Any
 
 from absl import flags
 import jax
 
+from jaxrl_async import aot
 from jaxrl_async import assembly
+from jaxrl_async import config as config_lib
 from jaxrl_async import run
 from jaxrl_async import serve
+from jaxrl_async import topology
 
 _DRY_RUN = flags.DEFINE_bool(
   "dry_run", False, "Print sizes, memory and devices, and exit."
+)
+
+_TOPOLOGY = flags.DEFINE_string(
+  "topology",
+  "",
+  "With --dry_run: compile for this TPU slice, such as v5p:4x4x4, without one.",
+)
+
+_COMPILE = flags.DEFINE_bool(
+  "compile", False, "With --dry_run: compile for the devices that are here."
 )
 
 _SERVE_PORT = flags.DEFINE_integer(
@@ -38,12 +53,43 @@ def _serving() -> serve.ServeSettings | None:
   return serve.ServeSettings(port=_SERVE_PORT.value, api_key=key)
 
 
+def _devices() -> Sequence[Any]:
+  for flag in (_TOPOLOGY, _COMPILE):
+    if flag.value and not _DRY_RUN.value:
+      raise config_lib.ConfigError(
+        f"{flag.name}: nothing runs on it; add --dry_run"
+      )
+  if not _TOPOLOGY.value:
+    return jax.devices()
+  return topology.devices(_TOPOLOGY.value)
+
+
+def _dry_run(config) -> None:
+  devices = _devices()
+  print(assembly.describe(config, devices), flush=True)
+  if not (_TOPOLOGY.value or _COMPILE.value):
+    return
+  chip = topology.chip_of(devices[0])
+  slices, attention = assembly.programs(config, devices)
+  print(f"Compiled, of each device; rollout attention: {attention}", flush=True)
+  compiled = {}
+  for side, programs in slices.items():
+    compiled[side] = []
+    for program in programs:
+      compiled[side].append(aot.compile_program(program))
+      print(aot.program_lines(compiled[side][-1], chip), flush=True)
+  for side in slices:
+    print(aot.slice_line(side, compiled[side], chip))
+  if chip is not None and (reason := aot.misfit(compiled, chip)):
+    raise config_lib.ConfigError(f"topology: it does not fit: {reason}")
+
+
 def main(config):
   if _DRY_RUN.value:
-    print(assembly.describe(config, jax.devices()))
+    _dry_run(config)
   else:
     print(run.run(config, command_line.workdir(), serving=_serving()))
 
 
 if __name__ == "__main__":
-  command_line.start(main)
+  command_line.start(main, _devices)

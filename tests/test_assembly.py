@@ -11,6 +11,7 @@ import pytest
 from jaxrl_async import assembly
 from jaxrl_async import config as config_lib
 from jaxrl_async import config_json
+from jaxrl_async import initial_params
 from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async.models import hf_weights
 from jaxrl_async.models import transformer
@@ -34,7 +35,7 @@ def test_a_model_that_a_mesh_cannot_split_is_refused_in_one_line(
   config = tiny.get_config()
   setattr(config.mesh, axis, size)
   with pytest.raises(config_lib.ConfigError) as caught:
-    assembly.check(config, 8)
+    assembly.check(config, jax.devices()[:8])
   assert str(caught.value).startswith(
     f"mesh.{axis}: {size} does not divide the {what}"
   )
@@ -49,14 +50,46 @@ def test_a_mesh_that_splits_the_model_is_accepted(sizes):
   config = tiny.get_config()
   for axis, size in sizes.items():
     setattr(config.mesh, axis, size)
-  assembly.check(config, 8)
+  assembly.check(config, jax.devices()[:8])
+
+
+@pytest.mark.parametrize(
+  ("rule", "axes", "message"),
+  [
+    ("embed", ("tensor",), "embed: tensor already splits vocab of an array"),
+    ("mlp", ("data",), "mlp: data already splits batch of an array"),
+    ("layers", ("fsdp",), "embed: fsdp already splits layers of an array"),
+    ("batch", ("context",), "tokens: context already splits batch of an array"),
+  ],
+)
+def test_rules_that_split_an_array_twice_are_refused_in_one_line(
+  rule, axes, message
+):
+  config = tiny.get_config()
+  setattr(config.mesh.train_rules, rule, axes)
+  with pytest.raises(config_lib.ConfigError) as caught:
+    assembly.check(config, jax.devices()[:8])
+  assert str(caught.value).startswith(f"mesh.train_rules.{message}")
+  assert "\n" not in str(caught.value)
+
+
+def test_what_a_mesh_cannot_split_may_stay_whole():
+  config = tiny.get_config()
+  config.mesh.train_tensor = 4
+  with pytest.raises(config_lib.ConfigError, match="rules.vocab=..$"):
+    assembly.check(config, jax.devices()[:8])
+  config.mesh.train_rules.vocab = ()
+  with pytest.raises(config_lib.ConfigError, match="rules.kv_heads=..$"):
+    assembly.check(config, jax.devices()[:8])
+  config.mesh.train_rules.kv_heads = ()
+  assembly.check(config, jax.devices()[:8])
 
 
 def test_a_model_without_a_name_is_refused():
   config = tiny.get_config()
   config.model.name = "tinny"
   with pytest.raises(config_lib.ConfigError, match="^model.name: 'tinny'"):
-    assembly.check(config, 2)
+    assembly.check(config, jax.devices()[:2])
 
 
 def warm_started(config, model):
@@ -72,7 +105,7 @@ def test_a_warm_start_may_come_from_a_checkpoint(tmp_path):
   config.warm_start.num_steps = 0
   model = assembly.model_config(config, 98)
   params = warm_started(config, model)
-  assembly.save_params(tmp_path / "params", params)
+  initial_params.save(tmp_path / "params", params)
   config.seed = 5  # another seed's initialisation
   assert not np.array_equal(
     params["embedding"], warm_started(config, model)["embedding"]
@@ -86,7 +119,7 @@ def test_a_warm_start_from_what_does_not_fit_is_refused(tmp_path):
   config = tiny.get_config()
   config.warm_start.num_steps = 0
   model = assembly.model_config(config, 98)
-  assembly.save_params(tmp_path / "params", warm_started(config, model))
+  initial_params.save(tmp_path / "params", warm_started(config, model))
   config.model.name = "quickstart"
   model = assembly.model_config(config, 98)
   for directory in (tmp_path, tmp_path / "params"):
@@ -134,7 +167,7 @@ def test_a_model_may_be_a_published_one(tmp_path):
   config.warm_start.num_steps = 0
   params = published(tmp_path, config, vocab_size=104)
   config.model.name = str(tmp_path)
-  assembly.check(config, 2)
+  assembly.check(config, jax.devices()[:2])
   assert "vocabulary 104" in assembly.describe(config, jax.devices()[:2])
   tokenizer = assembly.load_tokenizer(config)
   assert tokenizer.vocab_size == 98
@@ -154,7 +187,7 @@ def test_a_published_model_without_a_file_is_refused(tmp_path, name, message):
   config.model.name = str(tmp_path)
   (tmp_path / name).unlink()
   with pytest.raises(config_lib.ConfigError, match=f"^model.name: .*{message}"):
-    assembly.check(config, 2)
+    assembly.check(config, jax.devices()[:2])
 
 
 def test_a_published_model_too_small_for_its_tokenizer_is_refused(tmp_path):
@@ -162,7 +195,7 @@ def test_a_published_model_too_small_for_its_tokenizer_is_refused(tmp_path):
   published(tmp_path, config, vocab_size=97)
   config.model.name = str(tmp_path)
   with pytest.raises(config_lib.ConfigError, match="^model.name: .*98 tokens"):
-    assembly.check(config, 2)
+    assembly.check(config, jax.devices()[:2])
 
 
 def test_a_workdir_keeps_the_config_it_was_made_with(tmp_path):

@@ -13,6 +13,7 @@ import tiny
 from jaxrl_async import config
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async.models import attention
+from jaxrl_async.models import kernel_choice
 from jaxrl_async.rollout import attention_choice
 from jaxrl_async.rollout import paged_attention
 
@@ -96,7 +97,7 @@ def test_jaxs_own_attention_means_the_same_by_its_arguments():
 
 
 def test_cudnn_is_refused_where_there_is_none():
-  with pytest.raises(attention_choice.refusals()):
+  with pytest.raises(kernel_choice.refusals()):
     attention.causal_cudnn(*rows_of(9))
 
 
@@ -198,7 +199,7 @@ def test_heads_that_a_kernel_does_not_take_are_a_refusal(
   attend, platform, heads
 ):
   trial = attention_choice.decode_trial(heads, SIZES, 4, jnp.dtype("bfloat16"))
-  with pytest.raises(attention_choice.refusals()):
+  with pytest.raises(kernel_choice.refusals()):
     jax.jit(attend).trace(*trial.arguments).lower(
       lowering_platforms=(platform,)
     )
@@ -243,7 +244,7 @@ def first_right(*names):
   trial = attention_choice.decode_trial(
     heads, SIZES, SIZES.num_slots, jnp.dtype("float32")
   )
-  return attention_choice.first_right(names, FAKES, trial, 1e-4)
+  return kernel_choice.first_right(names, FAKES, trial, 1e-4)
 
 
 def test_the_first_that_agrees_is_taken_and_the_others_are_named():
@@ -287,10 +288,8 @@ def test_padding_does_not_count_unless_it_is_not_finite():
 
 
 def choose(wanted, num_devices=1, *, data=1, tensor=1, sizes=SIZES):
-  _, mesh = mesh_lib.cut_devices(
-    jax.devices()[: num_devices + 1],
-    train_shape=(1, 1, 1),
-    rollout_shape=(data, 1, tensor),
+  mesh = mesh_lib.make_mesh(
+    jax.devices()[:num_devices], mesh_lib.MeshShape(data=data, tensor=tensor)
   )
   return attention_choice.choose(
     wanted,
@@ -298,12 +297,13 @@ def choose(wanted, num_devices=1, *, data=1, tensor=1, sizes=SIZES):
     sizes=sizes,
     dtype=jnp.dtype("float32"),
     mesh=mesh,
+    rules=mesh_lib.ROLLOUT_RULES,
   )
 
 
 @pytest.mark.parametrize("wanted", ["auto", "xla"])
 def test_on_a_cpu_it_is_xla_and_nothing_is_tried(wanted, monkeypatch):
-  monkeypatch.setattr(attention_choice, "first_right", raises(AssertionError()))
+  monkeypatch.setattr(kernel_choice, "first_right", raises(AssertionError()))
   choice = choose(wanted)
   assert choice.prefill is attention.causal_xla
   assert choice.decode is paged_attention.xla
@@ -383,9 +383,7 @@ def test_an_engine_writes_the_same_with_a_kernel(monkeypatch):
     return attention.causal_xla(*arguments)
 
   monkeypatch.setitem(attention.CAUSAL, "cudnn", counted)
-  _, mesh = mesh_lib.cut_devices(
-    jax.devices()[:1], train_shape=(1, 1, 1), rollout_shape=(1, 1, 1)
-  )
+  mesh = mesh_lib.make_mesh(jax.devices()[:1])
   engine = type(tiny.engine())(
     tiny.MODEL,
     tiny.SIZES,
@@ -409,9 +407,9 @@ def test_what_a_gpu_takes_agrees_with_xla(dtype):
   sizes = dataclasses.replace(
     SIZES, num_pages=64, page_tokens=16, cache_tokens=1024
   )
-  tolerance = attention_choice.TOLERANCES[dtype.name]
+  tolerance = kernel_choice.TOLERANCES[dtype.name]
   trial = attention_choice.decode_trial(heads, sizes, 4, dtype)
-  name, refused = attention_choice.first_right(
+  name, refused = kernel_choice.first_right(
     ("gpu_paged",), paged_attention.IMPLEMENTATIONS, trial, tolerance
   )
   if dtype.name == "bfloat16":
@@ -421,5 +419,5 @@ def test_what_a_gpu_takes_agrees_with_xla(dtype):
       name: attention_choice.of_tokens(attend)
       for name, attend in attention.CAUSAL.items()
     }
-    found = attention_choice.first_right(("cudnn",), causal, trial, tolerance)
+    found = kernel_choice.first_right(("cudnn",), causal, trial, tolerance)
     assert found == ("cudnn", {})

@@ -54,7 +54,13 @@ def make_groups(lengths, group_size=3, seed=0):
 
 
 def pack(
-  lengths, *, tokens_per_row=20, rows=2, minibatches=2, min_microbatches=1
+  lengths,
+  *,
+  tokens_per_row=20,
+  rows=2,
+  minibatches=2,
+  min_microbatches=1,
+  **sharding,
 ):
   groups = make_groups(lengths)
   advantages = np.linspace(-1, 1, len(lengths)).astype(np.float32)
@@ -65,6 +71,7 @@ def pack(
     rows_per_microbatch=rows,
     num_minibatches=minibatches,
     min_microbatches=min_microbatches,
+    **sharding,
   )
   trajectories = [t for group in groups for t in group.trajectories]
   return trajectories, advantages, batch, placement
@@ -76,12 +83,18 @@ LENGTHS = st.lists(
 
 
 @hypothesis.settings(deadline=None, max_examples=150)
-@hypothesis.given(LENGTHS, st.integers(1, 3), st.integers(1, 5))
+@hypothesis.given(
+  LENGTHS, st.integers(1, 2), st.integers(1, 5), st.integers(1, 3)
+)
 def test_every_trajectory_is_there_once_and_unchanged(
-  lengths, rows, minibatches
+  lengths, rows_per_shard, minibatches, num_shards
 ):
+  rows = rows_per_shard * num_shards
   trajectories, advantages, batch, placement = pack(
-    lengths, rows=rows, minibatches=minibatches
+    lengths,
+    rows=rows,
+    minibatches=minibatches,
+    num_shards=num_shards,
   )
   for name, dtype in BATCH_DTYPES.items():
     array = getattr(batch, name)
@@ -162,6 +175,42 @@ def test_first_fit_decreasing_fills_the_rows():
   assert is_used[:num_rows].any(-1).all()  # rows without a trajectory are last
 
 
+def shard_costs(batch, num_shards):
+  """Sums of squared lengths: [microbatches shards], [microbatches rows]."""
+  ids = batch.segment_ids[0]
+  lengths = np.stack([(ids == s).sum(-1) for s in range(1, ids.max() + 1)])
+  rows = (lengths**2).sum(0)
+  return rows.reshape(len(ids), num_shards, -1).sum(-1), rows
+
+
+@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.given(LENGTHS, st.integers(1, 4), st.integers(2, 4))
+def test_shards_of_a_microbatch_differ_by_at_most_its_costliest_row(
+  lengths, rows_per_shard, num_shards
+):
+  rows = rows_per_shard * num_shards
+  batch = pack(lengths, rows=rows, minibatches=1, num_shards=num_shards)[2]
+  shards, costs = shard_costs(batch, num_shards)
+  assert (np.ptp(shards, axis=1) <= costs.max(axis=1)).all()
+  # Costly rows come first and share a microbatch.
+  for one, after in zip(costs, costs[1:], strict=False):
+    assert one.min() >= after.max()
+
+
+def test_long_trajectories_do_not_keep_the_other_shards_waiting():
+  rng = np.random.default_rng(0)
+  lengths = [(10, 246)] * 4 + [(4, int(n)) for n in rng.integers(5, 60, 300)]
+
+  def waste(num_shards):
+    batch = pack(
+      lengths, tokens_per_row=256, rows=8, minibatches=1, num_shards=num_shards
+    )[2]
+    shards, _ = shard_costs(batch, 4)
+    return shards.max(1).sum() / shards.mean(1).sum()
+
+  assert waste(4) < 1.1 and waste(1) > 1.3
+
+
 def test_longest_first_needs_two_rows_where_arrival_order_needs_three():
   _, _, batch, _ = pack(
     [(8, 0), (8, 0), (12, 0), (12, 0)], rows=1, minibatches=1
@@ -216,7 +265,7 @@ def test_padding_microbatches_come_last_and_are_not_counted(
 
 def test_packing_is_deterministic():
   lengths = [(5, n % 13) for n in range(30)]
-  one, another = pack(lengths)[2], pack(lengths)[2]
+  one, another = (pack(lengths, rows=4, num_shards=2)[2] for _ in "ab")
   jax.tree.map(np.testing.assert_array_equal, one, another)
 
 
@@ -229,8 +278,12 @@ def test_a_minibatch_and_a_microbatch_are_packed_batches_again():
 
 
 def test_what_cannot_be_packed_is_refused():
-  with pytest.raises(ValueError, match="21 tokens .* tokens_per_row is 20"):
+  with pytest.raises(
+    ValueError, match="21 tokens .* tokens_per_row is 20; use 21 or more"
+  ):
     pack([(9, 12)])
+  with pytest.raises(ValueError, match="3 rows_per_microbatch .* 2 shards"):
+    pack([(3, 4)], rows=3, num_shards=2)
   with pytest.raises(ValueError, match="token of its prompt"):
     pack([(3, 4), (0, 4)])
   with pytest.raises(ValueError, match="token of its prompt"):

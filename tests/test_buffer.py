@@ -32,6 +32,27 @@ def test_a_straggler_is_left_for_later_until_its_deadline():
   assert [g.index for g in buffer.get_batch(1, 0.0)] == [0, 3]
 
 
+def test_a_batch_is_in_the_state_until_its_weights_are_set():
+  buffer = buffer_lib.Buffer(1, 2)
+  for _ in range(3):
+    buffer.put(tiny.written_group(buffer.try_admit(0)))
+
+  def kept():
+    state = buffer.state()
+    return state.next_step, [group.index for group in state.finished]
+
+  buffer.get_batch(0, 0.0)
+  buffer.get_batch(1, 0.0)
+  assert kept() == (0, [0, 1, 2])
+  buffer.set_policy_version(1)
+  assert kept() == (1, [1, 2])
+  other = buffer_lib.Buffer(1, 2)
+  other.restore(buffer.state())
+  assert [g.index for g in other.get_batch(1, 0.0)] == [1]
+  buffer.set_policy_version(2)
+  assert kept() == (2, [2])
+
+
 def test_an_engine_too_far_behind_admits_nothing_until_it_adopts():
   buffer = buffer_lib.Buffer(2, 2)
   state = dataclasses.replace(buffer.state(), next_step=5)

@@ -133,6 +133,7 @@ class World:
     self.has_news = True
     self.training = None
     self.has_restarted = False
+    self.has_given_back = False
 
   def at(self, delay_s, call, *args):
     entry = self.now + delay_s, next(self.order), call, args
@@ -244,15 +245,29 @@ class World:
     self.buffer.set_policy_version(self.published)
     for engine in self.engines:
       self.at(self.duration(self.case.adopt_s), self.adopt, engine)
-    if self.step > self.published:
-      self.train(self.published)
-    elif self.published >= self.case.restart_at and not self.has_restarted:
+    if self.published >= self.case.restart_at and not self.has_restarted:
       self.restart()
+    elif self.step > self.published:
+      self.train(self.published)
+
+  def give_back(self, state):
+    """A batch that was taken and not trained is as good as never taken."""
+    self.has_given_back = True
+    batch = self.batches.pop()
+    self.step -= 1
+    assert self.step == self.published == state.next_step
+    assert {*batch} <= {group.index for group in state.finished}
+    for index in batch:
+      del self.trained[index]
+    deadlines = [g.deadline for g in [*state.running, *state.finished]]
+    assert fits(deadlines, self.step, self.case.groups_per_step)
 
   def restart(self):
     """Go on from a checkpoint in a new buffer, perhaps with another bound."""
     self.has_restarted = True
     state = self.buffer.state()
+    if self.step > self.published:
+      self.give_back(state)
     self.max_staleness = self.case.later_max_staleness
     self.buffer = buffer_lib.Buffer(
       self.case.groups_per_step, self.max_staleness
@@ -299,8 +314,11 @@ def test_the_schedules_reach_what_they_are_about():
     seen["trainer waited"] += world.num_waits > 0
     seen["out of order"] += flat != sorted(flat)
     seen["restarted"] += world.has_restarted
+    seen["gave a batch back"] += world.has_given_back
 
   run()
+  # A batch is seldom there before the step before it has ended.
+  assert seen.pop("gave a batch back") >= 4
   assert len(seen) == 5 and min(seen.values()) >= 10, seen
 
 
@@ -402,3 +420,24 @@ def test_a_batch_makes_no_admission_possible(kwargs, engine_version):
   could = buffer.wait_for_admission(engine_version, 3, 0.0)
   if buffer.get_batch(3, 0.0) is not None:
     assert could or not buffer.wait_for_admission(engine_version, 3, 0.0)
+
+
+@given(outstanding, st.lists(st.integers(0, 3), max_size=9))
+@settings(many, max_examples=300)
+def test_batches_that_are_given_back_leave_a_schedule(kwargs, engine_versions):
+  """Whatever was admitted in their place meanwhile."""
+  deadlines, p = kwargs["deadlines"], kwargs["groups_per_step"]
+  if not fits(deadlines, 3, p):
+    return
+  num_finished = min(kwargs["num_finished"], len(deadlines))
+  buffer = make_buffer(deadlines, 3, p, num_finished)
+  buffer._max_staleness = 4
+  if buffer.get_batch(3, 0.0) is not None:
+    buffer.get_batch(4, 0.0)
+  admitted = [buffer.try_admit(version) for version in engine_versions]
+  state = buffer.state()
+  assert state.next_step == 3
+  given_back = [*state.running, *state.finished]
+  expected = deadlines + [a.deadline for a in admitted if a is not None]
+  assert sorted(g.deadline for g in given_back) == sorted(expected)
+  assert fits(expected, 3, p)

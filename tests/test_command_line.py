@@ -70,6 +70,12 @@ def test_an_unknown_field_is_one_line(tmp_path):
     ),
     (with_tiny("--config.mesh.train_data=4"), ["mesh", "there are 2"]),
     (with_tiny("--config.model.name=tinny"), ["model.name"]),
+    (with_tiny("--topology=v5e:2x4"), ["topology", "add --dry_run"]),
+    (with_tiny("--compile"), ["compile", "add --dry_run"]),
+    (
+      with_tiny("--dry_run", "--topology=v5e:3x3"),
+      ["topology", "v5e:3x3", "2x2, 2x4"],
+    ),
   ],
 )
 def test_bad_input_is_one_line_that_names_the_field(arguments, words):
@@ -83,3 +89,12 @@ def test_dry_run_prints_sizes_and_devices_and_writes_nothing(tmp_path):
   assert done.returncode == 0, done.stderr
   assert "parameters" in done.stdout
   assert not workdir.exists()
+
+
+@pytest.mark.slow
+def test_what_a_dry_run_compiles_is_listed_by_slice():
+  done = launch(f"--config={TINY}", "--dry_run", "--compile")
+  assert done.returncode == 0, done.stderr
+  for name in ("proximal", "update", "publish", "prefill", "decode"):
+    assert f"\n  {name} " in done.stdout
+  assert "training slice: " in done.stdout

@@ -8,6 +8,7 @@ import pytest
 from jaxrl_async import config as config_lib
 from jaxrl_async import config_checks
 from jaxrl_async import config_json
+from jaxrl_async import mesh as mesh_lib
 
 
 def put(config, path, value):
@@ -78,6 +79,12 @@ def test_the_defaults_are_valid():
     # devices
     ("mesh.train_data", 0),
     ("mesh.rollout_data", -2),
+    ("mesh.train_context", 0),
+    # rules
+    ("mesh.train_rules.embed", ("fspd",)),
+    ("mesh.train_rules.embed", "fsdp"),
+    ("mesh.rollout_rules.heads", ("tensor", "tensor")),
+    ("mesh.rollout_rules", None),
   ],
 )
 def test_a_wrong_setting_is_refused_in_one_line_that_names_it(path, value):
@@ -120,6 +127,21 @@ def test_pages_and_chunks_that_fit_are_accepted():
   config_checks.validate(config, 2)
 
 
+def test_reused_logprobs_are_those_of_one_update():
+  config = config_lib.Config()
+  config.algorithm.proximal = config_lib.ProximalMode.REUSE
+  with pytest.raises(
+    config_lib.ConfigError,
+    match="^algorithm.proximal: reuse .* 4 updates; use .*num_minibatches=1",
+  ):
+    config_checks.validate(config, 2)
+  config.algorithm.num_minibatches = 1
+  config_checks.validate(config, 2)
+  config.algorithm.num_minibatches = 4
+  config.algorithm.proximal = config_lib.ProximalMode.LOGLINEAR
+  config_checks.validate(config, 2)
+
+
 def test_the_message_says_what_would_be_right():
   config = config_lib.Config()
   config.algorithm.max_staleness = -1
@@ -147,22 +169,31 @@ def test_edges_of_the_allowed_are_allowed():
 
 
 @pytest.mark.parametrize(
-  "settings, num_devices, shapes",
+  "settings, num_devices, train, rollout",
   [
-    ({}, 1, ((1, 1, 1), (1, 1, 1))),
-    ({}, 8, ((1, 1, 1), (1, 1, 1))),
-    ({"train_fsdp": -1}, 1, ((1, 1, 1), (1, 1, 1))),
-    ({"train_fsdp": -1}, 8, ((1, 7, 1), (1, 1, 1))),
-    ({"train_fsdp": -1, "train_tensor": 2}, 8, ((1, 3, 2), (1, 1, 1))),
-    ({"train_data": 4, "rollout_data": -1}, 8, ((4, 1, 1), (4, 1, 1))),
-    ({"rollout_tensor": 2, "train_data": 6}, 8, ((6, 1, 1), (1, 1, 2))),
+    ({}, 1, {}, {}),
+    ({}, 8, {}, {}),
+    ({"train_fsdp": -1}, 1, {}, {}),
+    ({"train_fsdp": -1}, 8, {"fsdp": 7}, {}),
+    (
+      {"train_fsdp": -1, "train_tensor": 2},
+      8,
+      {"fsdp": 3, "tensor": 2},
+      {},
+    ),
+    ({"train_context": -1, "train_data": 2}, 8, {"context": 3, "data": 2}, {}),
+    ({"train_data": 4, "rollout_data": -1}, 8, {"data": 4}, {"data": 4}),
+    ({"rollout_tensor": 2, "train_data": 6}, 8, {"data": 6}, {"tensor": 2}),
   ],
 )
 def test_the_slices_take_the_devices_that_are_left(
-  settings, num_devices, shapes
+  settings, num_devices, train, rollout
 ):
   mesh = config_lib.MeshSection(**settings)
-  assert config_checks.slice_shapes(mesh, num_devices) == shapes
+  assert config_checks.slice_shapes(mesh, num_devices) == (
+    mesh_lib.MeshShape(**train),
+    mesh_lib.MeshShape(**rollout),
+  )
 
 
 @pytest.mark.parametrize(
@@ -184,6 +215,7 @@ def test_more_devices_than_there_are_is_an_error(settings, num_devices, field):
   "path, value, axis",
   [
     ("train.rows_per_microbatch", 7, "train_fsdp"),
+    ("train.tokens_per_row", 511, "train_context"),
     ("rollout.num_slots", 31, "rollout_data"),
   ],
 )
@@ -213,6 +245,8 @@ def changed_config():
   config.task.params = config_dict.ConfigDict({"min_terms": 3, "sizes": [1]})
   config.rollout.kv_on_adopt = config_lib.KvOnAdopt.KEEP
   config.rollout.prefill_buckets = (32, 64, 128)
+  config.mesh.train_rules.kv_heads = ()
+  config.mesh.rollout_rules.mlp = ("data", "tensor")
   config.train.optimizer.learning_rate = 1e-3
   return config
 
@@ -243,6 +277,8 @@ def test_a_stored_config_with_other_fields_is_refused():
 def test_differences_name_the_fields():
   found = config_json.differences(config_lib.Config(), changed_config())
   assert [text.split(":")[0] for text in found] == [
+    "mesh.train_rules.kv_heads",
+    "mesh.rollout_rules.mlp",
     "task.params",
     "rollout.prefill_buckets",
     "rollout.kv_on_adopt",

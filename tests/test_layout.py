@@ -11,7 +11,7 @@ PACKAGE = ROOT / "jaxrl_async"
 
 # Imports point to a lower layer. A new module gets its line here.
 LAYERS = {
-  0: ("config", "config_checks", "config_json", "types", "mesh"),
+  0: ("config", "config_checks", "config_json", "types", "mesh", "topology"),
   1: (
     "tokenizer",
     "rewards",
@@ -23,8 +23,10 @@ LAYERS = {
     "manifest",
     "pytree_files",
     "supervisor",
+    "hlo",
   ),
   2: (
+    "aot",
     "prompts",
     "buffer",
     "ledger",
@@ -32,17 +34,22 @@ LAYERS = {
     "checkpoint",
     "metrics",
   ),
-  3: ("train_step",),
+  3: ("train_step", "batch_loader"),
   4: ("rollout", "trainer"),
   5: ("evaluate", "summary", "progress", "sft", "dry_run", "serving"),
-  6: ("assembly", "run_record", "snapshot", "run", "serve"),
+  6: ("assembly", "initial_params", "run_record", "snapshot", "run", "serve"),
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 # Folders whose files may import each other.
 FOLDERS = {"rewards", "models", "rollout", "serving"}
 SAME_LAYER = {
   ("config_checks", "config"),
+  ("config_checks", "mesh"),
+  ("mesh", "config"),
   ("config_json", "config"),
+  ("assembly", "initial_params"),
+  ("serve", "initial_params"),
+  ("topology", "config"),
   ("run", "assembly"),
   ("run", "run_record"),
   ("run", "serve"),

@@ -387,6 +387,39 @@ def test_k3_is_the_divergence_on_average_and_never_negative():
   assert (tiny < 1e-9).all()
 
 
+def test_loglinear_proximal_logprobs_are_their_formula():
+  arrays = ppo_inputs()
+  current, behavior = arrays["logprobs"], arrays["behavior_logprobs"]
+  version = 9
+  versions = np.arange(16, dtype=np.int32).reshape(2, 8) % 4 + version - 3
+  assert {*np.unique(version - versions)} == {0, 1, 2, 3}
+  found, gradient = jax.value_and_grad(
+    lambda x: losses.loglinear_proximal_logprobs(
+      x, jnp.asarray(behavior), jnp.asarray(versions), jnp.int32(version)
+    ).sum()
+  )(jnp.asarray(current))
+  expected = np.zeros((2, 8))
+  for index in np.ndindex(2, 8):
+    d = (version + 1) - int(versions[index])
+    expected[index] = float(behavior[index]) / d
+    expected[index] += (1 - 1 / d) * float(current[index])
+  np.testing.assert_allclose(
+    losses.loglinear_proximal_logprobs(
+      jnp.asarray(current),
+      jnp.asarray(behavior),
+      jnp.asarray(versions),
+      jnp.int32(version),
+    ),
+    expected,
+    rtol=1e-6,
+  )
+  np.testing.assert_allclose(found, expected.sum(), rtol=1e-5)
+  assert not gradient.any()
+  # What is not stale is what drew it.
+  fresh = versions == version
+  np.testing.assert_allclose(expected[fresh], behavior[fresh], rtol=1e-6)
+
+
 def test_behavior_kl_sums_equal_the_formula_and_ignore_the_rest():
   arrays = ppo_inputs()
   mask = arrays["loss_mask"]

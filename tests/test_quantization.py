@@ -74,11 +74,8 @@ def published(weights, model=UNTIED, dtype="float32"):
 
 @functools.cache
 def engine(weights, *, model=UNTIED, dtype="float32", tensor=1):
-  _, mesh = mesh_lib.cut_devices(
-    jax.devices()[: 1 + tensor],
-    train_shape=(1, 1, 1),
-    rollout_shape=(1, 1, tensor),
-  )
+  shape = mesh_lib.MeshShape(tensor=tensor)
+  mesh = mesh_lib.make_mesh(jax.devices()[:tensor], shape)
   return engine_lib.Engine(
     model,
     tiny.SIZES,
@@ -402,7 +399,7 @@ def test_a_format_this_device_can_multiply_by_is_accepted(weights):
   config = tiny_config.get_config()
   config.rollout.weights = weights
   config_checks.validate(config, 2)
-  assembly.check(config, 2)
+  assembly.check(config, jax.devices()[:2])
 
 
 def test_a_format_this_device_gets_wrong_is_refused_in_one_line(monkeypatch):
@@ -411,7 +408,7 @@ def test_a_format_this_device_gets_wrong_is_refused_in_one_line(monkeypatch):
   config = tiny_config.get_config()
   config.rollout.weights = WeightFormat.FP8
   with pytest.raises(config_lib.ConfigError) as caught:
-    assembly.check(config, 2)
+    assembly.check(config, jax.devices()[:2])
   assert str(caught.value).startswith("rollout.weights: cpu cannot use fp8")
   assert "\n" not in str(caught.value)
 

@@ -31,6 +31,7 @@ from jaxrl_async import config_checks
 from jaxrl_async import metrics
 from jaxrl_async import prompts
 from jaxrl_async import run
+from jaxrl_async import run_record
 from jaxrl_async import supervisor
 from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async import types
@@ -57,10 +58,11 @@ METRICS = """step
   policy/approx_kl
   offpolicy/behavior_kl offpolicy/behavior_weight_mean
   offpolicy/behavior_weight_capped_frac offpolicy/ess
+  offpolicy/loglinear_gap offpolicy/loglinear_kl offpolicy/reuse_gap
   staleness/mean staleness/max staleness/histogram
   staleness/versions_per_trajectory
   time/step_s time/wait_for_rollouts_s time/prepare_batch_s time/proximal_s
-  time/update_s time/publish_s time/adopt_s
+  time/update_s time/publish_s time/adopt_s transfer/bytes
   rollout/tokens_per_s rollout/slot_occupancy rollout/prefill_frac
   rollout/recompute_tokens rollout/interruptions rollout/preemptions
   rollout/wait_for_admission_s
@@ -236,7 +238,7 @@ def straight_loop(config):
         sequence.owner.trajectories.append(trajectory)
     for group in groups:
       group.trajectories.sort(key=lambda t: t.member)
-    values, _ = trainer.step(step, groups).metrics()
+    values, _ = trainer.step(step, trainer.prepare(groups)).metrics()
     found.append([values[name] for name in LOSSES])
   return found
 
@@ -413,7 +415,7 @@ def test_updates_that_are_never_finite_end_the_run(tmp_path):
   params = jax.tree.map(np.array, init(jax.random.key(0)))
   params["final_norm"][0] = np.nan
   with pytest.raises(
-    run.BadUpdatesError, match=r"step 1: 3 updates.*\[4, 5, 6, 7\]"
+    run_record.BadUpdatesError, match=r"step 1: 3 updates.*\[4, 5, 6, 7\]"
   ):
     start(config, tmp_path, initial_params=params)
   entries = lines(tmp_path, "ledger")

@@ -25,6 +25,7 @@ import tiny
 from jaxrl_async import assembly
 from jaxrl_async import config as config_lib
 from jaxrl_async import config_json
+from jaxrl_async import initial_params
 from jaxrl_async import serve
 from jaxrl_async import supervisor
 from jaxrl_async import tokenizer as tokenizer_lib
@@ -55,7 +56,7 @@ def write_params(workdir):
   model = assembly.model_config(config, tokenizer.vocab_size)
   init = jax.jit(functools.partial(transformer.init_params, model))
   params = init(jax.random.key(0))
-  assembly.save_params(workdir / "params", params)
+  initial_params.save(workdir / "params", params)
   return params
 
 

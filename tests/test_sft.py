@@ -16,7 +16,8 @@ from jaxrl_async import train_step
 FORWARD = train_step.ForwardSettings(
   model=tiny.MODEL,
   compute_dtype="float32",
-  remat=False,
+  remat=config.Remat.NONE,
+  attention="xla",
   temperature=1.0,
   vocab_chunk=128,
 )
@@ -56,9 +57,7 @@ def test_every_example_is_packed_once_and_only_completions_are_learned():
 
 @functools.cache
 def warm_start(seed, num_steps=30, initial=None):
-  mesh, _ = mesh_lib.cut_devices(
-    jax.devices()[:1], train_shape=(1, 1, 1), rollout_shape=(1, 1, 1)
-  )
+  mesh = mesh_lib.make_mesh(jax.devices()[:1])
   losses = []
   params = sft.warm_start(
     config.WarmStartSection(
@@ -112,9 +111,7 @@ def test_each_pass_takes_every_row_once():
     seen.append(loss)
 
   # With a rate of 0 a batch's loss tells which row it was.
-  mesh, _ = mesh_lib.cut_devices(
-    jax.devices()[:1], train_shape=(1, 1, 1), rollout_shape=(1, 1, 1)
-  )
+  mesh = mesh_lib.make_mesh(jax.devices()[:1])
   sft.warm_start(
     config.WarmStartSection(
       num_steps=2 * num_rows,

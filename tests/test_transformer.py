@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxrl_async import config
 from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
 
@@ -69,7 +70,8 @@ def test_stacked_layers_compute_what_unstacked_ones_do(model):
   np.testing.assert_allclose(stacked, unstacked, rtol=1e-5, atol=1e-6)
 
 
-def test_recomputed_activations_change_no_gradient():
+@pytest.mark.parametrize("remat", config.Remat)
+def test_recomputed_activations_change_no_gradient(remat):
   batch = tiny.packed([tiny.prompt(9)], 16)
 
   def loss(params, remat):
@@ -87,7 +89,8 @@ def test_recomputed_activations_change_no_gradient():
     return jnp.square(hidden[..., 0]).sum()
 
   grad = jax.jit(jax.grad(loss), static_argnums=1)
-  kept, recomputed = (grad(tiny.params(), remat) for remat in (False, True))
+  params = tiny.params()
+  kept, recomputed = grad(params, config.Remat.NONE), grad(params, remat)
   for a, b in zip(*map(jax.tree.leaves, (kept, recomputed)), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 

@@ -1,16 +1,23 @@
 """What both channels promise, and where a run's versions go."""
 
+import dataclasses
+import functools
 import threading
 import time
+import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import stamped
+import tiny
 
 from jaxrl_async import config
+from jaxrl_async import mesh as mesh_lib
+from jaxrl_async import train_step
 from jaxrl_async import weight_transfer
+from jaxrl_async.models import transformer
 
 
 @pytest.fixture(params=list(config.Channel), ids=lambda kind: kind.value)
@@ -57,6 +64,92 @@ def test_params_arrive_bit_for_bit_in_the_rollout_shardings(channel):
     assert got.dtype == sent.dtype
     assert np.asarray(got).tobytes() == np.asarray(sent).tobytes()
     assert got.sharding == wanted.sharding
+
+
+MODEL = dataclasses.replace(
+  tiny.MODEL, vocab_size=96, num_heads=8, num_kv_heads=8
+)
+TRAIN_SHAPES = [
+  mesh_lib.MeshShape(fsdp=4),
+  mesh_lib.MeshShape(data=2, context=2),
+  mesh_lib.MeshShape(fsdp=2, tensor=2),
+  mesh_lib.MeshShape(tensor=2),
+]
+ROLLOUT_SHAPES = [
+  mesh_lib.ONE,
+  mesh_lib.MeshShape(data=2, tensor=2),
+  mesh_lib.MeshShape(tensor=4),
+]
+
+
+def random_params(mesh):
+  """Finite float32 numbers of all magnitudes, on a train mesh."""
+  rng = np.random.default_rng(0)
+
+  def noise(leaf):
+    bits = rng.integers(0, 2**32, leaf.shape, np.uint32).view(np.float32)
+    return np.where(np.isfinite(bits), bits, 1)
+
+  axes = transformer.logical_axes(MODEL, is_stacked=True)
+  shardings = mesh_lib.shardings(mesh, mesh_lib.TRAIN_RULES, axes)
+  return mesh_lib.put(jax.tree.map(noise, tiny.params(0, MODEL)), shardings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("train_shape", TRAIN_SHAPES, ids=str)
+@pytest.mark.parametrize("kind", list(config.Channel), ids=lambda x: x.value)
+def test_the_cast_arrives_bit_for_bit_on_any_pair_of_meshes(
+  kind, train_shape, tmp_path
+):
+  devices = jax.devices()
+  mesh = mesh_lib.make_mesh(devices[: train_shape.num_devices], train_shape)
+  params = random_params(mesh)
+  publish = functools.partial(
+    train_step.published_params,
+    num_layers=MODEL.num_layers,
+    dtype="bfloat16",
+    weights=config.WeightFormat.FLOAT,
+  )
+  published = jax.jit(publish)(params)
+  host = transformer.unstack(jax.tree.map(np.asarray, params), MODEL.num_layers)
+  sent = jax.tree.map(lambda x: x.astype(jnp.bfloat16), host)
+  axes = transformer.logical_axes(MODEL, is_stacked=False)
+  for index, shape in enumerate(ROLLOUT_SHAPES):
+    rollout_mesh = mesh_lib.make_mesh(devices[-shape.num_devices :], shape)
+    target = jax.tree.map(
+      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+      sent,
+      mesh_lib.shardings(rollout_mesh, mesh_lib.ROLLOUT_RULES, axes),
+    )
+    made = weight_transfer.make_channel(
+      kind,
+      directory=tmp_path / str(index),
+      incarnation=stamped.INCARNATION,
+      target=target,
+      coalesce=True,
+    )
+    made.publish(published, 1)
+    assert made.wait_for_version(0, stamped.DEADLINE_S)
+    adopted, _ = made.adopt(0)
+    made.close()
+
+    def check(got, wanted, leaf):
+      assert np.asarray(got).tobytes() == wanted.tobytes()
+      assert got.sharding == leaf.sharding
+
+    jax.tree.map(check, adopted, sent, target)
+
+
+def test_direct_lets_go_of_what_was_copied_or_overtaken():
+  channel = weight_transfer.DirectChannel(stamped.target())
+  sent = [stamped.params(version) for version in range(3)]
+  gone = [weakref.ref(params["embedding"]) for params in sent]
+  channel.publish(sent[0], 0)
+  channel.publish(sent[1], 1)
+  assert channel.adopt(-1)[1] == 1
+  channel.publish(sent[2], 2)
+  sent.clear()
+  assert [ref() is None for ref in gone] == [True, True, False]
 
 
 def test_nothing_is_adopted_before_the_first_and_twice(channel):

@@ -58,9 +58,7 @@ def params(seed=0, model=MODEL):
 @functools.cache
 def engine(model=MODEL, end_tokens=END_TOKENS, **sizes):
   """One engine for all tests that want these sizes: it has no state."""
-  _, mesh = mesh_lib.cut_devices(
-    jax.devices()[:1], train_shape=(1, 1, 1), rollout_shape=(1, 1, 1)
-  )
+  mesh = mesh_lib.make_mesh(jax.devices()[:1])
   return engine_lib.Engine(
     model,
     dataclasses.replace(SIZES, **sizes),
@@ -113,7 +111,8 @@ def _forward(model, temperature):
   settings = train_step.ForwardSettings(
     model=model,
     compute_dtype="float32",
-    remat=False,
+    remat=config.Remat.NONE,
+    attention="xla",
     temperature=temperature,
     vocab_chunk=40,
   )

@@ -22,6 +22,7 @@ import numpy as np
 import qwix
 
 from jaxrl_async.config import WeightFormat
+from jaxrl_async.models import projection
 
 _TYPES = {WeightFormat.INT8: "int8", WeightFormat.FP8: "float8_e4m3fn"}
 # Matrices by name, and how many of their first axes are summed over. The other
@@ -122,9 +123,7 @@ def project(
     dtype: of the sum and of the result, where it is not that of x.
   """
   if not _is_quantized(kernel):
-    return jnp.einsum(
-      equation, x, kernel.astype(x.dtype), preferred_element_type=dtype
-    )
+    return projection.project(equation, dtype, x, kernel)
   # In a decode loop the kernel does not change, so XLA would widen it before
   # the loop and keep the copy. It cannot where x, which does change, is needed.
   x, values = jax.lax.optimization_barrier((x, kernel.qvalue))

@@ -12,15 +12,37 @@ from typing import Any
 
 from flax import nnx
 import jax
+from jax import ad_checkpoint
 from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
 import numpy as np
 
+from jaxrl_async import config as config_lib
 from jaxrl_async.models import configs
 from jaxrl_async.models import quantization
 
 Params = dict[str, Any]
 Attend = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+
+# Names of what a policy below may keep.
+_LAYER_INPUT, _MIXED, _PRODUCT = "layer_input", "mixed", "product"
+_POLICIES = {
+  config_lib.Remat.FULL: jax.checkpoint_policies.nothing_saveable,
+  config_lib.Remat.ATTENTION: (
+    jax.checkpoint_policies.save_only_these_names(_MIXED)
+  ),
+  config_lib.Remat.DOTS: (
+    jax.checkpoint_policies.save_only_these_names(_MIXED, _PRODUCT)
+  ),
+  config_lib.Remat.OFFLOAD: (
+    jax.checkpoint_policies.save_and_offload_only_these_names(
+      names_which_can_be_saved=[],
+      names_which_can_be_offloaded=[_LAYER_INPUT],
+      offload_src="device",
+      offload_dst="pinned_host",
+    )
+  ),
+}
 
 
 def rms_norm(
@@ -89,6 +111,11 @@ def _constant(value: float, shape, axes) -> nnx.Param:
   return nnx.Param(jnp.full(shape, value, jnp.float32), logical_axes=axes)
 
 
+def _project(equation, x, kernel):
+  product = quantization.project(equation, x, kernel)
+  return ad_checkpoint.checkpoint_name(product, _PRODUCT)
+
+
 class Block(nnx.Module):
   """One pre-norm layer."""
 
@@ -118,7 +145,7 @@ class Block(nnx.Module):
     self.down = _param(rngs, (c.mlp_dim, d), ("mlp", "embed"), fan_in=c.mlp_dim)
 
   def _heads(self, x, kernel, bias, norm):
-    heads = quantization.project("...d,dnh->...nh", x, kernel[...])
+    heads = _project("...d,dnh->...nh", x, kernel[...])
     if bias is not None:
       shape = (1,) * (x.ndim - 1) + bias.shape
       heads = heads + bias[...].astype(x.dtype).reshape(shape)
@@ -148,13 +175,12 @@ class Block(nnx.Module):
     query = rotary(query, positions, frequencies)
     key = rotary(key, positions, frequencies)
     mixed, kept = attend(layer, query, key, value)
-    x = x + quantization.project("...nh,nhd->...d", mixed, self.output[...])
+    mixed = ad_checkpoint.checkpoint_name(mixed, _MIXED)
+    x = x + _project("...nh,nhd->...d", mixed, self.output[...])
     h = rms_norm(x, self.mlp_norm[...], c.norm_eps)
-    gate = jax.nn.silu(quantization.project("...d,df->...f", h, self.gate[...]))
-    up = quantization.project("...d,df->...f", h, self.up[...])
-    return x + quantization.project(
-      "...f,fd->...d", gate * up, self.down[...]
-    ), kept
+    gate = jax.nn.silu(_project("...d,df->...f", h, self.gate[...]))
+    up = _project("...d,df->...f", h, self.up[...])
+    return x + _project("...f,fd->...d", gate * up, self.down[...]), kept
 
 
 class Decoder(nnx.Module):
@@ -163,7 +189,7 @@ class Decoder(nnx.Module):
   Args:
     is_stacked: hold the layers as one stacked block (trainer) or as a list
       (engine).
-    remat: recompute each stacked layer's activations in the backward pass.
+    remat: what of each stacked layer the backward pass computes again.
   """
 
   def __init__(
@@ -172,7 +198,7 @@ class Decoder(nnx.Module):
     *,
     rngs: nnx.Rngs,
     is_stacked: bool = True,
-    remat: bool = False,
+    remat: config_lib.Remat = config_lib.Remat.NONE,
   ):
     c = config
     self.config = c
@@ -213,24 +239,45 @@ class Decoder(nnx.Module):
     positions: Int[Array, "*B"],
     attend: Attend,
     dtype: jnp.dtype,
+    constrain: Callable[[jax.Array], jax.Array] = lambda x: x,
   ) -> tuple[Float[Array, "*B D"], Any]:
-    """Normed hidden states, and what `attend` kept for each layer."""
-    x = self.embedding[...].astype(dtype)[tokens]
+    """Normed hidden states, and what `attend` kept for each layer.
+
+    `constrain` says how the states before and after each layer are split.
+    """
+    x = constrain(self.embedding[...].astype(dtype)[tokens])
     if self.is_stacked:
       block_def, stacked = nnx.split(self.layers)
 
       def step(x, layer_params):
         block = nnx.merge(block_def, layer_params)
-        return block(x, positions, None, attend)
+        x = ad_checkpoint.checkpoint_name(x, _LAYER_INPUT)
+        x, kept = block(x, positions, None, attend)
+        return constrain(x), kept
 
-      body = jax.checkpoint(step) if self.remat else step
+      body: Any = step
+      if self.remat is not config_lib.Remat.NONE:
+        # A scan keeps the two passes apart by itself.
+        body = jax.checkpoint(
+          step, policy=_POLICIES[self.remat], prevent_cse=False
+        )
       x, kept = jax.lax.scan(body, x, stacked)
     else:
       kept = []
       for layer, block in enumerate(self.layers):
         x, kept_here = block(x, positions, layer, attend)
+        x = constrain(x)
         kept.append(kept_here)
     return rms_norm(x, self.final_norm[...], self.config.norm_eps), kept
+
+
+# Of the arrays between parameters that are split; decoding has no "tokens".
+ACTIVATION_AXES = (
+  ("batch", "tokens", "heads", "head"),
+  ("batch", "tokens", "kv_heads", "head"),
+  ("batch", "tokens", "mlp"),
+  ("batch", "tokens", "vocab"),
+)
 
 
 def _abstract(config: configs.ModelConfig, *, is_stacked: bool) -> Decoder:
@@ -259,7 +306,7 @@ def bind(
   params: Params,
   *,
   is_stacked: bool,
-  remat: bool = False,
+  remat: config_lib.Remat = config_lib.Remat.NONE,
 ) -> Decoder:
   """A decoder around these parameters; costs nothing but tracing time."""
   model = _abstract(config, is_stacked=is_stacked)

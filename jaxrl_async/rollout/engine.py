@@ -18,13 +18,14 @@ from typing import Any
 
 import jax
 from jax import numpy as jnp
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 import numpy as np
 
+from jaxrl_async import aot
 from jaxrl_async import config
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async.models import configs
+from jaxrl_async.models import kernel_choice
 from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
 from jaxrl_async.rollout import attention_choice
@@ -53,11 +54,12 @@ class Engine(jetstream_api.Engine):
     sizes: EngineSizes,
     *,
     mesh: Mesh,
+    rules: config.ShardingRules = mesh_lib.ROLLOUT_RULES,
     seed: int,
     end_tokens: tuple[int, ...],
     dtype: str = "float32",
     weights: config.WeightFormat = config.WeightFormat.FLOAT,
-    attention: str = attention_choice.AUTO,
+    attention: str = kernel_choice.AUTO,
   ):
     self.model = model
     self.sizes = sizes
@@ -72,6 +74,7 @@ class Engine(jetstream_api.Engine):
       sizes=sizes,
       dtype=self.dtype,
       mesh=mesh,
+      rules=rules,
     )
     layout = (
       kv_cache.Pages(
@@ -88,7 +91,7 @@ class Engine(jetstream_api.Engine):
     self.params_sharding = EngineParams(
       weights=mesh_lib.shardings(
         mesh,
-        mesh_lib.ROLLOUT_RULES,
+        rules,
         quantization.logical_axes(
           transformer.logical_axes(model, is_stacked=False), weights
         ),
@@ -104,14 +107,15 @@ class Engine(jetstream_api.Engine):
       num_end_tokens=self.num_end_tokens,
       dtype=self.dtype,
     )
-    rows = NamedSharding(mesh, P("data"))
-    layer = NamedSharding(mesh, layout.spec)
+    rows = mesh_lib.sharding(mesh, rules, "batch")
+    layer = mesh_lib.sharding(mesh, rules, *layout.logical_axes)
     shardings = jax.tree.map(
       lambda _: rows, jax.eval_shape(programs.init_state)
     )
     state = dataclasses.replace(
       shardings, cache=[(layer, layer)] * model.num_layers
     )
+    self._state_sharding = state
     self._init = jax.jit(programs.init_state, out_shardings=state)
     self._prefill = jax.jit(programs.prefill_rows)
     self._open = jax.jit(programs.open_rows)
@@ -131,6 +135,50 @@ class Engine(jetstream_api.Engine):
       donate_argnames="state",
       out_shardings=(state, replicated),
     )
+
+  def programs(self, weights: Any) -> list[aot.Program]:
+    """The longest prefill, or its chunk, and the longest decode call.
+
+    While a version is adopted, it and the previous one are there.
+
+    Args:
+      weights: shapes and types of what is published.
+    """
+    params = aot.placed(
+      EngineParams(weights=weights, version=jax.ShapeDtypeStruct((), np.int32)),
+      self.params_sharding,
+    )
+    state = aot.placed(jax.eval_shape(self._init), self._state_sharding)
+    sizes = self.sizes
+    bucket, b = sizes.prefill_buckets[-1], sizes.num_slots
+    rows = (
+      jax.ShapeDtypeStruct((sizes.prefill_rows, bucket), np.int32),
+      jax.ShapeDtypeStruct((sizes.prefill_rows,), np.int32),
+    )
+    function, arguments = self._prefill, (params, *rows)
+    if sizes.is_chunked(bucket):
+      prefix = jax.eval_shape(self._open, *rows, None)
+      function, arguments = self._extend, (params, prefix, np.int32(0))
+    tables = (
+      jax.ShapeDtypeStruct((b,), np.int32),
+      jax.ShapeDtypeStruct((b, sizes.pages_per_slot), np.int32),
+    )
+    return [
+      aot.Program(
+        name="prefill",
+        function=function,
+        arguments=arguments,
+        resident=(state, params.weights),
+      ),
+      aot.Program(
+        name="decode",
+        function=self._generate,
+        arguments=(params, state, *tables),
+        settings={"window": sizes.cache_tokens, "is_filtered": False},
+        resident=params.weights,
+        max_trips=sizes.decode_steps_per_call,
+      ),
+    ]
 
   # -- JetStream's interface ------------------------------------------------
 

@@ -18,7 +18,6 @@ import dataclasses
 
 import jax
 from jax import numpy as jnp
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_async.models import attention
@@ -87,7 +86,7 @@ class Slots:
   num_slots: int
   cache_tokens: int
 
-  spec = P("data", "tensor")
+  logical_axes = ("batch", "kv_heads")
 
   def init(self, model: configs.ModelConfig, dtype: jnp.dtype) -> list[Layer]:
     """An empty cache."""
@@ -155,7 +154,7 @@ class Pages:
   page_tokens: int
   attention: PagedAttention
 
-  spec = P("tensor")
+  logical_axes = ("kv_heads",)
 
   def init(self, model: configs.ModelConfig, dtype: jnp.dtype) -> list[Layer]:
     """An empty pool."""

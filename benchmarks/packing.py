@@ -1,0 +1,318 @@
+"""How full packed rows are, and what packing saves of a train step.
+
+    python benchmarks/packing.py
+
+Lengths are lognormal, as completions of a reasoning model are: median 300 and
+deviation 1.0 in logarithms, cut at 8,192 tokens (one in 2,100 is that long),
+packed into rows of 8,192. Counted at full scale, mean and least over
+--seeds draws of --trajectories lengths, which are one minibatch:
+
+    pack_efficiency           tokens over the tokens of microbatches in use
+    pack_gain_over_padding    microbatches of one trajectory a row, over ours
+    pack_gain_over_fixed_count  microbatches of the same number of trajectories
+                              each, in order of arrival, the most that fit in
+                              all of them, over ours
+    shard_balance             mean over largest time of 8 shards of two rows,
+                              if attention skips what the mask hides, for
+                              --model; also without balancing
+    pack_ms                   2,000 trajectories in four minibatches, best of 5
+
+All microbatches have the same shape, so on a device that does not skip padding
+their number is the time. That is measured too: update_s of the three, for
+--timed_trajectories of a sixteenth of the length (median 19, at most 512) on
+the policy of the quickstart, plain XLA attention, one compiled program for all.
+
+Hardware: two CPU cores. Time: a minute to count; the timed part was not yet
+measured. Result: docs/performance.md.
+The last line of standard output is one JSON object.
+"""
+
+from collections.abc import Sequence
+import functools
+import json
+import math
+import sys
+import time
+from typing import Any
+
+from absl import app
+from absl import flags
+import jax
+import numpy as np
+import optax
+
+from jaxrl_async import batching
+from jaxrl_async import config
+from jaxrl_async import train_step
+from jaxrl_async import types
+from jaxrl_async.models import configs
+from jaxrl_async.models import transformer
+
+_SEEDS = flags.DEFINE_integer("seeds", 10, "Draws of the lengths.", 1)
+_TRAJECTORIES = flags.DEFINE_integer("trajectories", 512, "Of a minibatch.", 1)
+_ROWS = flags.DEFINE_integer("rows_per_microbatch", 1, "At full scale.", 1)
+_MODEL = flags.DEFINE_string("model", "qwen2-1.5b", "Whose attention cost.")
+_TIMED = flags.DEFINE_integer(
+  "timed_trajectories", 128, "Of the timed updates; 0 times nothing.", 0
+)
+
+MEDIAN, SIGMA, MAX_TOKENS = 300, 1.0, 8_192
+_SCALE = 16  # how much shorter the timed trajectories are
+_TIMED_ROWS = 2
+_NUM_SHARDS = 8
+
+
+def draw_lengths(num: int, seed: int, *, scale: int = 1) -> np.ndarray:
+  """Lengths of trajectories in order of arrival, prompts included."""
+  rng = np.random.default_rng(seed)
+  lengths = rng.lognormal(math.log(MEDIAN / scale), SIGMA, num)
+  return np.clip(np.rint(lengths), 2, MAX_TOKENS // scale).astype(np.int64)
+
+
+def make_group(lengths: np.ndarray, vocab_size: int = 97) -> types.RolloutGroup:
+  """Trajectories of these lengths: one prompt token, then what was written.
+
+  A length decides the tokens, so that a trajectory is the same in any group.
+  """
+  trajectories = []
+  for member, length in enumerate(lengths.tolist()):
+    mask = np.arange(length) > 0
+    trajectories.append(
+      types.Trajectory(
+        member=member,
+        tokens=np.random.default_rng(length).integers(
+          1, vocab_size, length, np.int32
+        ),
+        loss_mask=mask,
+        behavior_logprobs=np.where(mask, -4.5, 0).astype(np.float32),
+        policy_versions=np.where(mask, 0, -1).astype(np.int32),
+      )
+    )
+  prompt = types.Prompt(prompt_id="", tokens=np.zeros(1, np.int32), item={})
+  return types.RolloutGroup(
+    index=0, birth=0, deadline=0, prompt=prompt, trajectories=trajectories
+  )
+
+
+def pack(
+  lengths: np.ndarray, *, tokens_per_row: int, rows: int, **options: Any
+) -> tuple[batching.PackedBatch, batching.Placement]:
+  """One minibatch, as the trainer packs it."""
+  return batching.pack(
+    [make_group(lengths)],
+    np.linspace(-1, 1, len(lengths)).astype(np.float32),
+    tokens_per_row=tokens_per_row,
+    rows_per_microbatch=rows,
+    **{"num_minibatches": 1, **options},
+  )
+
+
+def num_microbatches(
+  lengths: np.ndarray, *, tokens_per_row: int, rows: int
+) -> int:
+  """Those in use after packing."""
+  _, placement = pack(lengths, tokens_per_row=tokens_per_row, rows=rows)
+  return len(np.unique(placement.starts // (rows * tokens_per_row)))
+
+
+def pack_efficiency(
+  lengths: np.ndarray, *, tokens_per_row: int, rows: int
+) -> float:
+  """Share of the tokens of microbatches in use that is not padding."""
+  _, placement = pack(lengths, tokens_per_row=tokens_per_row, rows=rows)
+  return placement.pack_efficiency
+
+
+def pack_gain_over_padding(
+  lengths: np.ndarray, *, tokens_per_row: int, rows: int
+) -> float:
+  """Microbatches of one trajectory a row, padded to the longest, over ours."""
+  ours = num_microbatches(lengths, tokens_per_row=tokens_per_row, rows=rows)
+  return -(-len(lengths) // rows) / ours
+
+
+def fixed_count(
+  lengths: np.ndarray, *, tokens_per_row: int, rows: int
+) -> list[np.ndarray]:
+  """Cuts arrivals into the longest equal parts that each fit a microbatch."""
+
+  def fits(part):
+    _, _, _, used = batching._first_fit(part, tokens_per_row)
+    return len(used) <= rows
+
+  for count in range(len(lengths), 0, -1):
+    parts = np.split(lengths, range(count, len(lengths), count))
+    if all(
+      part.sum() <= rows * tokens_per_row and fits(part) for part in parts
+    ):
+      return parts
+  raise ValueError(f"a trajectory is longer than {tokens_per_row}")
+
+
+def pack_gain_over_fixed_count(
+  lengths: np.ndarray, *, tokens_per_row: int, rows: int
+) -> float:
+  """Microbatches of equally many trajectories, over ours."""
+  ours = num_microbatches(lengths, tokens_per_row=tokens_per_row, rows=rows)
+  parts = fixed_count(lengths, tokens_per_row=tokens_per_row, rows=rows)
+  return len(parts) / ours
+
+
+def shard_balance(
+  lengths: np.ndarray, model: configs.ModelConfig, *, is_balanced: bool
+) -> float:
+  """Mean over largest time of the shards of a microbatch, over all of them.
+
+  A token's matrices are 2 FLOPs a parameter, its attention 4 a layer, head,
+  its dimension and token looked at, half of its trajectory on average.
+  """
+  _, placement = pack(
+    lengths,
+    tokens_per_row=MAX_TOKENS,
+    rows=2 * _NUM_SHARDS,
+    num_shards=_NUM_SHARDS if is_balanced else 1,
+  )
+  looks = model.num_layers * model.num_heads * model.head_dim / model.num_params
+  rows = np.bincount(
+    placement.starts // MAX_TOKENS,
+    looks * placement.lengths**2,
+    np.prod(placement.shape[:3]),
+  )
+  shards = 2 * MAX_TOKENS + rows.reshape(-1, _NUM_SHARDS, 2).sum(-1)
+  return float(shards.mean(1).sum() / shards.max(1).sum())
+
+
+def pack_ms() -> float:
+  """Packs 2,000 trajectories; the arrays of a step, without their transfer."""
+  group = make_group(draw_lengths(2_000, 0))
+  times_s = []
+  for _ in range(5):
+    start_s = time.perf_counter()
+    batching.pack(
+      [group],
+      np.zeros(2_000, np.float32),
+      tokens_per_row=MAX_TOKENS,
+      rows_per_microbatch=1,
+      num_minibatches=4,
+    )
+    times_s.append(time.perf_counter() - start_s)
+  return 1e3 * min(times_s)
+
+
+def _joined(
+  parts: Sequence[np.ndarray], *, rows: int, num_microbatches: int
+) -> batching.PackedBatch:
+  """One microbatch a part, in that order, and padding to the given number."""
+  packed = [
+    pack(part, tokens_per_row=MAX_TOKENS // _SCALE, rows=rows)[0]
+    for part in parts
+  ]
+  batch = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *packed)
+  shape = (1, -1, _TIMED_ROWS, MAX_TOKENS // _SCALE)
+  batch = jax.tree.map(lambda x: x.reshape(shape), batch)
+  missing = num_microbatches - batch.tokens.shape[1]
+  return jax.tree.map(
+    lambda x: np.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))), batch
+  )
+
+
+def measured_updates() -> dict[str, float]:
+  """Seconds of one update of the same trajectories, batched in three ways."""
+  width, model = MAX_TOKENS // _SCALE, configs.MODELS["quickstart"]
+  lengths = draw_lengths(_TIMED.value, 0, scale=_SCALE)
+  if len(lengths) % _TIMED_ROWS:
+    sys.exit(f"error: --timed_trajectories must be a multiple of {_TIMED_ROWS}")
+  size = len(lengths) // _TIMED_ROWS
+  ways = {
+    "packed": pack(
+      lengths, tokens_per_row=width, rows=_TIMED_ROWS, min_microbatches=size
+    )[0],
+    "fixed_count": _joined(
+      fixed_count(lengths, tokens_per_row=width, rows=_TIMED_ROWS),
+      rows=_TIMED_ROWS,
+      num_microbatches=size,
+    ),
+    "padded": _joined(
+      np.split(lengths, len(lengths)), rows=1, num_microbatches=size
+    ),
+  }
+  update = jax.jit(
+    functools.partial(
+      train_step.update,
+      train_step.ForwardSettings(
+        model=model,
+        compute_dtype="float32",
+        remat=config.Remat.FULL,
+        attention="xla",
+        temperature=1.0,
+        vocab_chunk=4_096,
+      ),
+      train_step.LossSettings(
+        clip_low=0.2,
+        clip_high=0.2,
+        behavior_weight_cap=5.0,
+        cap_mode=config.BehaviorWeightCapMode.MASK,
+        proximal=config.ProximalMode.REUSE,
+      ),
+      optax.sgd(0.0),
+    )
+  )
+  params = jax.jit(functools.partial(transformer.init_params, model))(
+    jax.random.key(0)
+  )
+  state = train_step.TrainState(
+    params=params, opt_state=optax.sgd(0.0).init(params)
+  )
+  times_s, losses = {}, {}
+  for name in ("packed", *ways):  # the first compiles
+    batch = jax.device_put(ways[name])
+    start_s = time.perf_counter()
+    _, metrics = update(state, batch, None, np.int32(0))
+    losses[name] = float(metrics["entropy_sum"][0])
+    times_s[name] = time.perf_counter() - start_s
+  np.testing.assert_allclose([*losses.values()], losses["packed"], rtol=1e-4)
+  return times_s
+
+
+def main(argv: Sequence[str]) -> None:
+  """Counts, then measures, and prints both."""
+  if argv[1:]:
+    sys.exit(f"error: unexpected arguments {' '.join(argv[1:])}")
+  sizes = {"tokens_per_row": MAX_TOKENS, "rows": _ROWS.value}
+  model = configs.MODELS[_MODEL.value]
+  draws = [draw_lengths(_TRAJECTORIES.value, s) for s in range(_SEEDS.value)]
+  columns = {
+    "pack_efficiency": [pack_efficiency(x, **sizes) for x in draws],
+    "pack_gain_over_padding": [
+      pack_gain_over_padding(x, **sizes) for x in draws
+    ],
+    "pack_gain_over_fixed_count": [
+      pack_gain_over_fixed_count(x, **sizes) for x in draws
+    ],
+    "shard_balance": [shard_balance(x, model, is_balanced=True) for x in draws],
+    "shard_balance_without": [
+      shard_balance(x, model, is_balanced=False) for x in draws
+    ],
+  }
+  result: dict[str, Any] = {}
+  for name, values in columns.items():
+    result[name] = float(np.mean(values))
+    result[f"{name}_min"] = float(np.min(values))
+    print(f"{name:<28}{np.mean(values):8.3f}  (least {np.min(values):.3f})")
+  result["pack_ms"] = pack_ms()
+  print(f"{'pack_ms':<28}{result['pack_ms']:8.1f}")
+  if _TIMED.value:
+    times_s = measured_updates()
+    result["update_s"] = times_s
+    for name in ("padded", "fixed_count"):
+      gain = times_s[name] / times_s["packed"]
+      result[f"measured_gain_over_{name}"] = gain
+      print(
+        f"update_s {times_s['packed']:.2f} packed, {times_s[name]:.2f} {name}:"
+        f" {gain:.2f} times"
+      )
+  print(json.dumps(result))
+
+
+if __name__ == "__main__":
+  app.run(main)

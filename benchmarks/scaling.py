@@ -1,0 +1,117 @@
+"""The table of docs/scaling.md: what the TPU configs come to, compiled.
+
+    uv run --extra tpu-aot benchmarks/scaling.py --results=docs/scaling.jsonl
+
+1.5B, 7B and 32B at 8k and 32k tokens on three slices each; nothing runs. A case
+takes minutes, and what the results have already is not compiled again, so the
+same command goes on where it was stopped. `--only=1p5b:8k` takes the cases
+whose names begin so.
+
+The table is on standard output; its last line is the same as JSON.
+"""
+
+from collections.abc import Iterator
+import dataclasses
+import json
+import os
+import pathlib
+import runpy
+import sys
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5e-8")
+os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+
+from absl import app
+from absl import flags
+
+from jaxrl_async import aot
+from jaxrl_async import assembly
+from jaxrl_async import hlo
+from jaxrl_async import topology
+
+_RESULTS = flags.DEFINE_string("results", None, "One line a case.")
+_ONLY = flags.DEFINE_string("only", "", "Cases whose names begin so.")
+
+_CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
+_MODELS = {"1p5b": "1.5B", "7b": "7B", "32b": "32B"}
+_LENGTHS = ("8k", "32k")
+_PROGRAMS = ("proximal", "update", "publish", "prefill", "decode")
+
+
+def _cases() -> Iterator[tuple[str, Any]]:
+  for model in _MODELS:
+    file = runpy.run_path(str(_CONFIGS / f"tpu_{model}.py"))
+    for length in _LENGTHS:
+      for name in file["SLICES"]:
+        yield f"{model}:{length}@{name}", file["get_config"](f"{length}@{name}")
+
+
+def _stored(path: pathlib.Path) -> dict[str, dict[str, Any]]:
+  lines = path.read_text().splitlines() if path.exists() else []
+  return {x["case"]: x for x in map(json.loads, lines)}
+
+
+def _compile(case: str, config: Any) -> dict[str, Any]:
+  devices = topology.devices(case.partition("@")[2])
+  assembly.check(config, devices)
+  slices, attention = assembly.programs(config, devices)
+  found = {"case": case, "attention": attention, "slices": {}}
+  for side, programs in slices.items():
+    found["slices"][side] = []
+    for program in programs:
+      compiled = aot.compile_program(program)
+      print(case, compiled, file=sys.stderr, flush=True)
+      found["slices"][side].append(dataclasses.asdict(compiled))
+  return found
+
+
+def _row(found: dict[str, Any]) -> str:
+  case, _, name = found["case"].partition("@")
+  model, length = case.split(":")
+  chip = topology.CHIPS[name.partition(":")[0]]
+  slices = {
+    side: [aot.Compiled(**{**x, "cost": hlo.Cost(**x["cost"])}) for x in some]
+    for side, some in found["slices"].items()
+  }
+  memory = [
+    max(x.memory_bytes for x in some) / 2**30 for some in slices.values()
+  ]
+  cells = [_MODELS[model], length, name, *(f"{gib:.1f}" for gib in memory)]
+  by_name = {x.name: x for some in slices.values() for x in some}
+  for program in map(by_name.__getitem__, _PROGRAMS):
+    times_s = aot.roofline_s(program.cost, chip)
+    bound = max(times_s, key=lambda name: times_s[name])
+    text = f"{times_s[bound]:,.3f} {bound}"
+    cells.append("refused" if program.refusal else text)
+  cells.append(aot.misfit(slices, chip) or "yes")
+  cells.append(f"{sum(x.compile_s for x in by_name.values()):.0f}")
+  return f"| {' | '.join(cells)} |"
+
+
+def main(argv: list[str]) -> None:
+  """Compiles what is missing and prints the table."""
+  del argv
+  path = pathlib.Path(_RESULTS.value)
+  stored = _stored(path)
+  for case, config in _cases():
+    if case.startswith(_ONLY.value) and case not in stored:
+      stored[case] = _compile(case, config)
+      with path.open("a") as file:
+        file.write(json.dumps(stored[case]) + "\n")
+  head = (
+    *("model", "tokens", "slice", "GiB train", "GiB rollout"),
+    *(f"{name}, s" for name in _PROGRAMS),
+    *("fits", "compiled in, s"),
+  )
+  print(f"| {' | '.join(head)} |")
+  print("| --- " * len(head) + "|")
+  rows = [stored[case] for case, _ in _cases() if case in stored]
+  print("\n".join(map(_row, rows)))
+  print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+  flags.mark_flag_as_required("results")
+  app.run(main)

@@ -1,0 +1,81 @@
+"""Qwen2's 1.5B on one TPU host: compiled for TPUs, never run on one.
+
+    uv run --extra tpu-aot launch/train.py --dry_run --topology=v5e:2x4 \
+      --config=configs/tpu_1p5b.py:8k@v5e:2x4
+
+A variant, after the colon, is the tokens of the longest trajectory (1k, 8k or
+32k), and after an @ the slice whose mesh it takes: v5e:2x4, v6e:2x4 or
+v5p:2x2x1. Half of the chips train, half of them generate. docs/scaling.md says
+what fits and how long it takes at least. The weights are random unless
+`--config.model.name` is a published model's directory.
+"""
+
+from ml_collections import config_dict
+
+from jaxrl_async import config
+
+TOKENS = {"1k": 1_024, "8k": 8_192, "32k": 32_768}
+SLICES = {
+  "v5e:2x4": config.MeshSection(train_fsdp=4, rollout_data=4),
+  "v6e:2x4": config.MeshSection(train_fsdp=4, rollout_data=4),
+  "v5p:2x2x1": config.MeshSection(train_fsdp=2, rollout_data=2),
+}
+
+
+def make(
+  model: str,
+  slices: dict[str, config.MeshSection],
+  variant: str,
+  *,
+  slots_per_replica: int,
+) -> config.Config:
+  """A run of a model at the shapes of a variant.
+
+  Args:
+    model: by its name.
+    slices: a mesh for each; the first is taken when the variant names none.
+    variant: tokens, and a slice after an @.
+    slots_per_replica: at 8k tokens; others have the same number of tokens.
+  """
+  length, _, name = variant.partition("@")
+  length, name = length or "8k", name or next(iter(slices))
+  config.require(
+    length in TOKENS and name in slices,
+    "variant",
+    f"{variant!r}; use {', '.join(TOKENS)}, and @ with {', '.join(slices)}",
+  )
+  tokens, mesh = TOKENS[length], slices[name]
+  slots = max(1, slots_per_replica * TOKENS["8k"] // tokens)
+  prompt = tokens // 8
+  return config.Config(
+    model=config.ModelSection(name=model, compute_dtype="bfloat16"),
+    mesh=mesh,
+    task=config.TaskSection(
+      params=config_dict.ConfigDict(
+        {"min_terms": 3, "max_terms": 9, "min_digits": 1, "max_digits": 3}
+      ),
+    ),
+    rollout=config.RolloutSection(
+      num_slots=mesh.rollout_data * min(slots, 64),
+      max_prompt_tokens=prompt,
+      max_completion_tokens=tokens - prompt,
+      cache_tokens=tokens,
+      prefill_rows=4 if tokens <= 8_192 else 1,
+      prefill_buckets=(prompt, tokens),
+      window_buckets=(tokens,),
+      dtype="bfloat16",
+    ),
+    algorithm=config.AlgorithmSection(
+      group_size=16, groups_per_step=32, num_minibatches=4
+    ),
+    train=config.TrainSection(
+      tokens_per_row=tokens,
+      rows_per_microbatch=mesh.train_data * mesh.train_fsdp,
+      optimizer=config.OptimizerSection(learning_rate=1e-6),
+    ),
+  )
+
+
+def get_config(variant: str = "") -> config.Config:
+  """The run of this file; variants are described above."""
+  return make("qwen2-1.5b", SLICES, variant, slots_per_replica=8)

@@ -1,0 +1,31 @@
+"""Qwen2.5's 32B on 64 to 256 TPU chips: compiled for TPUs, never run on one.
+
+    uv run --extra tpu-aot launch/train.py --dry_run --topology=v5p:4x4x4 \
+      --config=configs/tpu_32b.py:8k@v5p:4x4x4
+
+Variants are those of tpu_1p5b.py, on v5p:4x4x4, v6e:8x8 or v5e:16x16.
+"""
+
+import pathlib
+import runpy
+
+from jaxrl_async import config
+
+# By path: a config file is loaded as a file, from wherever the user stands.
+_BASE = runpy.run_path(str(pathlib.Path(__file__).with_name("tpu_1p5b.py")))
+SLICES = {
+  "v5p:4x4x4": config.MeshSection(
+    train_fsdp=32, rollout_data=4, rollout_tensor=8
+  ),
+  "v6e:8x8": config.MeshSection(
+    train_fsdp=32, rollout_data=4, rollout_tensor=8
+  ),
+  "v5e:16x16": config.MeshSection(
+    train_fsdp=128, rollout_data=16, rollout_tensor=8
+  ),
+}
+
+
+def get_config(variant: str = "") -> config.Config:
+  """The run of this file; variants are described above."""
+  return _BASE["make"]("qwen2.5-32b", SLICES, variant, slots_per_replica=32)

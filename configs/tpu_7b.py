@@ -1,0 +1,29 @@
+"""Qwen2.5's 7B on 8 to 32 TPU chips: compiled for TPUs, never run on one.
+
+    uv run --extra tpu-aot launch/train.py --dry_run --topology=v5p:2x2x2 \
+      --config=configs/tpu_7b.py:8k@v5p:2x2x2
+
+Variants are those of tpu_1p5b.py, on v5p:2x2x2, v6e:4x4 or v5e:4x8.
+"""
+
+import pathlib
+import runpy
+
+from jaxrl_async import config
+
+# By path: a config file is loaded as a file, from wherever the user stands.
+_BASE = runpy.run_path(str(pathlib.Path(__file__).with_name("tpu_1p5b.py")))
+SLICES = {
+  "v5p:2x2x2": config.MeshSection(
+    train_fsdp=4, rollout_data=2, rollout_tensor=2
+  ),
+  "v6e:4x4": config.MeshSection(train_fsdp=8, rollout_data=2, rollout_tensor=4),
+  "v5e:4x8": config.MeshSection(
+    train_fsdp=16, rollout_data=4, rollout_tensor=4
+  ),
+}
+
+
+def get_config(variant: str = "") -> config.Config:
+  """The run of this file; variants are described above."""
+  return _BASE["make"]("qwen2.5-7b", SLICES, variant, slots_per_replica=16)

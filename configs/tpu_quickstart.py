@@ -1,0 +1,29 @@
+"""The quickstart on four TPU chips: compiled for TPUs, never run on one.
+
+    uv run --extra tpu launch/train.py --config=configs/tpu_quickstart.py \
+      --workdir=/tmp/quickstart
+
+Two chips train and two generate, in bfloat16. It is the smallest run that a TPU
+can be tried with, and what a test compiles for v5e:2x2:
+
+    uv run --extra tpu-aot launch/train.py --config=configs/tpu_quickstart.py \
+      --dry_run --topology=v5e:2x2
+"""
+
+import pathlib
+import runpy
+
+from jaxrl_async import config
+
+# By path: a config file is loaded as a file, from wherever the user stands.
+_QUICKSTART = runpy.run_path(
+  str(pathlib.Path(__file__).with_name("quickstart.py"))
+)
+
+
+def get_config(variant: str = "") -> config.Config:
+  """The run of this file; variants are those of the quickstart."""
+  run: config.Config = _QUICKSTART["get_config"](variant)
+  run.model.compute_dtype = run.rollout.dtype = "bfloat16"
+  run.mesh = config.MeshSection(train_fsdp=2, rollout_data=2)
+  return run

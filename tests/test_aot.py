@@ -1,0 +1,204 @@
+"""What a run compiles, without running it."""
+
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from test_topology import needs_libtpu
+
+from jaxrl_async import aot
+from jaxrl_async import assembly
+from jaxrl_async import hlo
+from jaxrl_async import metrics
+from jaxrl_async import topology
+from jaxrl_async.models import transformer
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from configs import tiny as tiny_config  # noqa: E402
+
+CHIP = topology.Chip(
+  kind="test",
+  hbm_bytes=2.0**30,
+  flops_per_s=1e12,
+  hbm_bytes_per_s=1e9,
+  ici_bytes_per_s=1e8,
+  slices=(),
+)
+COST = hlo.Cost(3e12, 2e9, {"all-gather": (5.0, 1e8), "all-reduce": (2.0, 4e8)})
+
+
+def program(name, gib, refusal=""):
+  return aot.Compiled(
+    name=name, memory_bytes=int(gib * 2**30), cost=COST, refusal=refusal
+  )
+
+
+def test_the_least_time_is_work_over_rate_for_each_rate():
+  times_s = aot.roofline_s(COST, CHIP)
+  assert times_s == {"products": 3.0, "memory": 2.0, "links": 5.0}
+  text = aot.program_lines(program("update", 0.5), CHIP)
+  assert "at least 5,000 ms, bound by links" in text
+  assert "5 all-gather 0.1 GB, 2 all-reduce 0.4 GB" in text
+  line = aot.slice_line("training", [program("update", 0.5)], CHIP)
+  assert line == "  training slice: 0.50 GiB of 1.00 GiB a device, in update"
+
+
+def test_what_is_too_large_is_named_with_its_size():
+  fits = {"training": [program("update", 0.5)], "rollout": []}
+  assert aot.misfit({"training": fits["training"]}, CHIP) == ""
+  large = [program("prefill", 0.25), program("decode", 1.5)]
+  assert (
+    aot.misfit({**fits, "rollout": large}, CHIP)
+    == "decode of the rollout slice needs 1.50 GiB a device, which has 1.00"
+  )
+  refused = [program("update", 0, "Used 23.05G of 15.75G hbm")]
+  reason = aot.misfit({"training": refused, "rollout": large}, CHIP)
+  assert reason == "update of the training slice: Used 23.05G of 15.75G hbm"
+
+
+@pytest.mark.parametrize(
+  ("text", "reason"),
+  [
+    (
+      "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required"
+      " for HLO temporaries (1.56T) exceeds available HBM (15.75G).",
+      "Ran out of memory on HBM, the total memory required for HLO temporaries"
+      " (1.56T) exceeds available HBM (15.75G).",
+    ),
+    (
+      "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory"
+      " in memory space hbm. Used 23.05G of 15.75G hbm. Exceeded hbm capacity"
+      " by 7.30G.\n\nTotal hbm usage >= 23.30G:",
+      "Used 23.05G of 15.75G hbm",
+    ),
+  ],
+)
+def test_xla_refusing_a_program_is_a_result_with_its_numbers(text, reason):
+  class Refusing:
+    def lower(self, *arguments, **settings):
+      return self
+
+    def compile(self):
+      raise jax.errors.JaxRuntimeError(text)
+
+  large = aot.Program(name="update", function=Refusing(), arguments=())
+  assert aot.compile_program(large).refusal == reason
+
+
+def test_another_error_of_the_compiler_is_raised():
+  class Failing:
+    def lower(self, *arguments, **settings):
+      return self
+
+    def compile(self):
+      raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
+
+  with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
+    aot.compile_program(aot.Program(name="x", function=Failing(), arguments=()))
+
+
+def test_memory_is_that_of_a_shard_and_of_what_else_is_resident():
+  mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+  array = jax.ShapeDtypeStruct((4_096,), np.float32, sharding=split)
+  assert aot.bytes_a_device({"a": [array]}) == 4_096
+  add = jax.jit(lambda x: x + 1)
+  alone = aot.Program(name="add", function=add, arguments=(array,))
+  beside = dataclasses.replace(alone, resident=(array, array))
+  small, large = (aot.compile_program(x) for x in (alone, beside))
+  assert small.memory_bytes >= 2 * 4_096  # argument and result
+  assert large.memory_bytes == small.memory_bytes + 2 * 4_096
+  assert not small.cost.collectives
+
+
+@pytest.mark.slow
+def test_what_is_compiled_takes_what_a_run_gives_it():
+  config = tiny_config.get_config()
+  config.mesh.train_fsdp, config.mesh.rollout_tensor = 2, 2
+  tokenizer = assembly.load_tokenizer(config)
+  model = assembly.model_config(config, tokenizer.vocab_size)
+  train_mesh, rollout_mesh = assembly.cut_devices(config, jax.devices())
+  trainer = assembly.make_trainer(
+    config, model, train_mesh, metrics.BusyClock()
+  )
+  engine = assembly.make_engine(config, model, rollout_mesh, tokenizer.eos_id)
+  programs = [
+    *trainer.programs(),
+    *engine.programs(trainer.published_shapes()),
+  ]
+  compiled = {
+    x.name: x.function.lower(*x.arguments, **x.settings).compile()
+    for x in programs
+  }
+  init = jax.jit(lambda key: transformer.init_params(model, key))
+  trainer.start(init(jax.random.key(0)))
+  state, published = trainer.state, trainer.published()
+  assert state is not None
+  batch = jax.tree.map(
+    lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding),
+    programs[1].arguments[1],
+  )
+  compiled["publish"](state.params)
+  proximal = compiled["proximal"](state.params, batch)
+  compiled["update"](state, batch, proximal, np.int32(0))
+  params = engine.load_params(published, 0)
+  rows = config.rollout.prefill_rows, config.rollout.prefill_buckets[-1]
+  compiled["prefill"](
+    params, np.zeros(rows, np.int32), np.ones(rows[:1], np.int32)
+  )
+  slots = config.rollout.num_slots
+  tables = np.full(slots, -2, np.int32), np.zeros((slots, 0), np.int32)
+  compiled["decode"](params, engine.init_decode_state(), *tables)
+
+
+@pytest.mark.slow
+def test_the_flops_of_a_step_are_those_of_arithmetic():
+  config = tiny_config.get_config()
+  devices = jax.devices()[:2]
+  slices, attention = assembly.programs(config, devices)
+  programs = [x for side in slices.values() for x in side]
+  found = {x.name: aot.compile_program(x) for x in programs}
+  assert attention == "prefill xla, decode xla over slots"
+  assert all(x.memory_bytes > 0 and not x.refusal for x in found.values())
+  model = assembly.model_config(config, 98)
+  batch = 2 * 1 * 4 * 48  # minibatches, microbatches, rows, tokens
+  attended = 4 * model.num_layers * model.num_heads * model.head_dim * 48
+  forward = (2 * model.num_params + attended) * batch
+  # Norms and biases are parameters without a product.
+  assert found["proximal"].cost.flops == pytest.approx(forward, rel=0.03)
+  assert found["update"].cost.flops == pytest.approx(3 * forward, rel=0.05)
+  slots, steps = config.rollout.num_slots, config.rollout.decode_steps_per_call
+  attended = attended // 48 * config.rollout.cache_tokens
+  decode = (2 * model.num_params + attended) * slots * steps
+  assert found["decode"].cost.flops == pytest.approx(decode, rel=0.03)
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_smallest_tpu_config_compiles_and_fits():
+  done = subprocess.run(
+    [
+      sys.executable,
+      str(ROOT / "launch" / "train.py"),
+      "--dry_run",
+      "--topology=v5e:2x2",
+      f"--config={ROOT / 'configs' / 'tpu_quickstart.py'}",
+    ],
+    capture_output=True,
+    text=True,
+    timeout=800,
+    env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
+  )
+  assert done.returncode == 0, done.stderr[-2_000:]
+  for name in ("proximal", "update", "publish", "prefill", "decode"):
+    assert f"\n  {name} " in done.stdout
+  assert " MiB of 15.75 GiB a device, in update" in done.stdout
+  assert "prefill splash" in done.stdout

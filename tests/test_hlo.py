@@ -1,0 +1,215 @@
+"""FLOPs, traffic and collectives, counted in programs whose count is known."""
+
+import jax
+from jax import numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+from jaxrl_async import hlo
+
+# As XLA for TPUs writes it: a loop with its bound in the condition, a matrix
+# product as a convolution, a reduce-scatter as a fusion, a gather in two parts
+# of one chain, a result in fast memory.
+TPU = """HloModule jit_f, is_scheduled=true, num_partitions=4
+
+%all-reduce-scatter.1 (p: bf16[8,128]) -> bf16[2,128] {
+  %p = bf16[8,128]{1,0:T(8,128)(2,1)} parameter(0)
+  %sum = bf16[8,128]{1,0:T(8,128)(2,1)} all-reduce(%p), channel_id=3, \
+replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %part = bf16[2,128]{1,0} dynamic-slice(%sum), dynamic_slice_sizes={2,128}
+}
+
+%async_collective_fusion.1 (q: bf16[2,128]) -> bf16[8,128] {
+  %q = bf16[2,128]{1,0} parameter(0)
+  ROOT %g = bf16[8,128]{1,0} all-gather(%q), channel_id=5, \
+replica_groups=mesh['axis_0'=4,'axis_1'=1] {'axis_0'}, dimensions={0}, \
+frontend_attributes={chain_id="0"}
+}
+
+%condition (c: (s32[], bf16[8,128])) -> pred[] {
+  %bound = s32[]{:T(128)} constant(7)
+  %c = (s32[]{:T(128)}, bf16[8,128]{1,0}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%c), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%i, %bound), direction=LT
+}
+
+%body (b: (s32[], bf16[8,128])) -> (s32[], bf16[8,128]) {
+  %b = (s32[]{:T(128)}, bf16[8,128]{1,0:T(8,128)(2,1)}) parameter(0)
+  %i.1 = s32[]{:T(128)} get-tuple-element(%b), index=0
+  %x = bf16[8,128]{1,0:T(8,128)(2,1)} get-tuple-element(%b), index=1
+  %w = bf16[128,128]{1,0} constant({...})
+  %y = f32[8,128]{1,0:T(8,128)S(1)} convolution(%x, %w), dim_labels=bf_io->bf
+  %z = bf16[2,128]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
+  %v = bf16[8,128]{1,0} fusion(%z), kind=kLoop, calls=%async_collective_fusion.1
+  %u = bf16[8,128]{1,0} fusion(%z), kind=kLoop, calls=%async_collective_fusion.1
+  ROOT %t = (s32[], bf16[8,128]{1,0}) tuple(%i.1, %u)
+}
+
+ENTRY %main (a: (s32[], bf16[8,128])) -> (s32[], bf16[8,128]) {
+  %a = (s32[]{:T(128)}, bf16[8,128]{1,0:T(8,128)(2,1)}) parameter(0)
+  ROOT %loop = (s32[]{:T(128)}, bf16[8,128]{1,0}) while(%a), \
+condition=%condition, body=%body
+}
+"""
+
+
+def cost(function, *arguments, max_trips=1):
+  compiled = jax.jit(function).lower(*arguments).compile()
+  return hlo.Module(compiled.as_text(), max_trips).cost()
+
+
+def over_eight(function):
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  return jax.shard_map(
+    function, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False
+  )
+
+
+@pytest.mark.parametrize(
+  ("kind", "collective", "sent"),
+  [
+    ("all-reduce", lambda x: jax.lax.psum(x, "x"), 2 * 4_096 * 7 / 8),
+    (
+      "all-gather",
+      lambda x: jax.lax.all_gather(x, "x").sum(axis=0),
+      8 * 4_096 * 7 / 8,
+    ),
+    (
+      "reduce-scatter",
+      lambda x: jax.lax.psum_scatter(x, "x", tiled=True).repeat(8),
+      4_096 * 7 / 8,
+    ),
+    (
+      "all-to-all",
+      lambda x: jax.lax.all_to_all(
+        x.reshape(8, 128), "x", 0, 0, tiled=True
+      ).reshape(1_024),
+      4_096 * 7 / 8,
+    ),
+    (
+      "collective-permute",
+      lambda x: jax.lax.ppermute(x, "x", [(i, (i + 1) % 8) for i in range(8)]),
+      4_096,
+    ),
+  ],
+)
+def test_a_collective_in_a_loop_is_counted_with_what_it_sends(
+  kind, collective, sent
+):
+  def loop(x):  # [1024] float32 a device
+    return jax.lax.fori_loop(0, 5, lambda _, y: collective(y) * 0.5, x)
+
+  found = cost(over_eight(loop), np.ones(8 * 1_024, np.float32)).collectives
+  assert found.keys() == {kind}
+  count, num_bytes = found[kind]
+  assert count == 5
+  assert num_bytes == pytest.approx(5 * sent)
+
+
+def test_a_product_in_a_scan_counts_as_often_as_it_runs():
+  def scanned(x, w):
+    return jax.lax.scan(lambda x, w: (x @ w, None), x, w)[0]
+
+  x, w = np.ones((8, 16), np.float32), np.ones((7, 16, 16), np.float32)
+  assert cost(scanned, x, w).flops == 7 * 2 * 8 * 16 * 16
+
+
+def test_a_loop_that_the_data_ends_runs_as_often_as_it_is_told():
+  def powers(x, n):
+    return jax.lax.fori_loop(0, n, lambda _, x: x @ x, x)
+
+  x = np.ones((16, 16), np.float32)
+  one, ten = (cost(powers, x, np.int32(3), max_trips=n) for n in (1, 10))
+  assert one.flops == 2 * 16**3
+  assert ten.flops == 10 * one.flops
+
+
+@pytest.mark.parametrize(
+  ("stride", "padding", "lhs_dilation", "rhs_dilation"),
+  [(1, (0, 0), 1, 1), (2, (3, 1), 1, 2), (1, (2, 2), 3, 1)],
+)
+def test_a_convolution_counts_what_its_window_meets(
+  stride, padding, lhs_dilation, rhs_dilation
+):
+  def convolve(x, w):
+    return jax.lax.conv_general_dilated(
+      x,
+      w,
+      (stride,),
+      (padding,),
+      lhs_dilation=(lhs_dilation,),
+      rhs_dilation=(rhs_dilation,),
+      dimension_numbers=("NHC", "HIO", "NHC"),
+    )
+
+  x, w = np.ones((2, 9, 5), np.float32), np.ones((4, 5, 6), np.float32)
+  # Of ones, each result is the number of its products.
+  products = np.asarray(convolve(x, w)).sum()
+  module = jax.jit(convolve).lower(x, w).compiler_ir("hlo").as_hlo_text()
+  assert hlo.Module(as_compiled(module)).cost().flops == 2 * products
+
+
+def as_compiled(text):
+  """HLO before compilation in the style of after: names with a %."""
+  names = {
+    line.split(" = ")[0].split()[-1]
+    for line in text.splitlines()
+    if " = " in line
+  }
+  for name in sorted(names, key=len, reverse=True):
+    text = text.replace(name, f"%{name.lstrip('%')}")
+  lines = [
+    "ENTRY %main (x: f32[]) -> f32[] {" if line.startswith("ENTRY") else line
+    for line in text.splitlines()
+  ]
+  return "\n".join(lines)
+
+
+def test_slices_are_moved_and_not_what_they_are_cut_from():
+  def scanned(x, w):
+    return jax.lax.scan(lambda x, w: (x * w + 1.0, None), x, w)[0]
+
+  x, w = np.ones(1_024, np.float32), np.ones((64, 1_024), np.float32)
+  moved = cost(scanned, x, w).hbm_bytes
+  # Each trip reads a row and x and writes x; all of w each time were 64 times.
+  assert 64 * 3 * 4_096 <= moved < 64 * 6 * 4_096
+
+
+def test_what_xla_writes_for_a_tpu_is_understood():
+  found = hlo.Module(TPU).cost()
+  assert found.flops == 7 * 2 * 8 * 128 * 128
+  sent = {kind: (7, 7 * 3 / 4 * 8 * 128 * 2) for kind in found.collectives}
+  assert found.collectives == sent
+  assert found.collectives.keys() == {"reduce-scatter", "all-gather"}
+  # x and w of the product (its result stays in fast memory), x and z of the
+  # scatter, z and what is gathered of both parts of the gather, and what the
+  # condition compares.
+  row, part = 8 * 128 * 2, 2 * 128 * 2
+  each = (row + 128 * 128 * 2) + (row + part) + 2 * (part + row) + 9
+  assert found.hbm_bytes == 7 * each
+
+
+@pytest.mark.parametrize(
+  ("groups", "size"),
+  [
+    ("{{0,1},{2,3},{4,5},{6,7}}", 2),
+    ("[2,4]<=[8]", 4),
+    ("[4,2]<=[2,4]T(1,0)", 2),
+    ("mesh['a'=2,'b'=4] {'b'}", 4),
+    ("mesh['a'=2,'b'=4] {'a','b'}", 8),
+    ("mesh['a'=8] {'a':(1)4}", 4),
+    ("{}", 8),
+  ],
+)
+def test_groups_are_written_in_several_ways(groups, size):
+  attributes = f"%x), channel_id=1, replica_groups={groups}, to_apply=%add"
+  assert hlo.group_size(attributes, 8) == size
+
+
+def test_a_condition_costs_its_dearest_branch():
+  def either(which, x):
+    return jax.lax.cond(which, lambda x: x @ x, lambda x: x + 1.0, x)
+
+  x = jnp.ones((16, 16), jnp.float32)
+  assert cost(either, np.bool_(True), x).flops == 2 * 16**3

@@ -1,0 +1,151 @@
+"""Attention over packed rows against one sequence at a time."""
+
+import functools
+
+import jax
+from jax import numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_async import config
+from jaxrl_async import mesh as mesh_lib
+from jaxrl_async.models import block_attention
+from jaxrl_async.models import packed_attention
+
+HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
+# Segments of three rows; what is left of a row is padding.
+LENGTHS = [[300], [130, 1, 127, 40], [5, 128, 60, 60]]
+
+
+def rows(lengths, length, seed=0):
+  """Random queries, keys and values, and where each token's segment begins."""
+  rng = np.random.default_rng(seed)
+  start = np.tile(np.arange(length, dtype=np.int32), (len(lengths), 1))
+  for row, segments in zip(start, lengths, strict=True):
+    for first, n in zip(np.cumsum([0, *segments]), segments, strict=False):
+      row[first : first + n] = first
+  heads = (HEADS, KV_HEADS, KV_HEADS)
+  arrays = (
+    rng.standard_normal((len(lengths), length, n, HEAD_DIM), np.float32)
+    for n in heads
+  )
+  return tuple(map(jnp.asarray, (*arrays, start)))
+
+
+def one_by_one(query, key, value, lengths):
+  """Each segment alone, in float64; zero in padding."""
+  mixed = np.zeros(query.shape)
+  query, key, value = (np.asarray(x, float) for x in (query, key, value))
+  for b, segments in enumerate(lengths):
+    first = 0
+    for n in segments:
+      for t in range(first, first + n):
+        for head in range(HEADS):
+          kv = head // (HEADS // KV_HEADS)
+          seen = slice(first, t + 1)
+          scores = key[b, seen, kv] @ query[b, t, head] / np.sqrt(HEAD_DIM)
+          weights = np.exp(scores - scores.max())
+          mixed[b, t, head] = weights @ value[b, seen, kv] / weights.sum()
+      first += n
+  return mixed
+
+
+@functools.cache
+def example():
+  arrays = rows(LENGTHS, 301)
+  return arrays, one_by_one(*arrays[:3], LENGTHS)
+
+
+def is_token(start):
+  """Padding sees itself only, but so does a segment of one token."""
+  del start
+  mask = np.zeros((3, 301, 1, 1), bool)
+  for row, segments in zip(mask, LENGTHS, strict=True):
+    row[: sum(segments)] = True
+  return mask
+
+
+KERNELS = {
+  "xla": packed_attention.xla,
+  "blocks": block_attention.blocks,
+  "blocks of 32": functools.partial(block_attention.blocks, block=32),
+  "splash": functools.partial(packed_attention.splash, interpret=True),
+  "pallas_gpu": functools.partial(packed_attention.pallas_gpu, interpret=True),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_packed_rows_are_attended_one_segment_at_a_time(name):
+  (query, key, value, start), expected = example()
+  mixed = jax.jit(KERNELS[name])(query, key, value, start, start)
+  mask = is_token(start)
+  found = np.where(mask, mixed, 0)
+  np.testing.assert_allclose(found, np.where(mask, expected, 0), atol=1e-5)
+  assert np.isfinite(mixed).all()
+
+
+@pytest.mark.parametrize("name", KERNELS.keys() - {"xla"})
+def test_gradients_are_those_of_plain_xla(name):
+  (query, key, value, start), _ = example()
+  weights = np.random.default_rng(1).standard_normal(query.shape, np.float32)
+  weights = np.where(is_token(start), weights, 0)
+
+  def gradients(attend):
+    def total(q, k, v):
+      return (attend(q, k, v, start, start) * weights).sum()
+
+    return jax.jit(jax.grad(total, argnums=(0, 1, 2)))(query, key, value)
+
+  for found, expected in zip(
+    gradients(KERNELS[name]), gradients(packed_attention.xla), strict=True
+  ):
+    assert np.abs(expected).max() > 0.1
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_blocks_of_other_segments_are_not_read():
+  """What stands in a block that no segment joins may be anything."""
+  lengths = [[128, 128, 128]]
+  query, key, value, start = rows(lengths, 384)
+  key = key.at[:, :128].set(np.nan)
+  mixed = block_attention.blocks(query, key, value, start, start)
+  assert np.isnan(mixed[:, :128]).all()
+  assert np.isfinite(mixed[:, 128:]).all()
+
+
+@pytest.mark.parametrize(
+  "shape",
+  [
+    mesh_lib.MeshShape(context=2, tensor=2),
+    mesh_lib.MeshShape(data=2, context=4),
+    mesh_lib.MeshShape(fsdp=2, tensor=2),
+  ],
+)
+@pytest.mark.parametrize("name", ["xla", "blocks"])
+@pytest.mark.parametrize("is_kv_whole", [False, True])
+def test_a_mesh_attends_as_one_device(name, shape, is_kv_whole):
+  lengths = [[256, 100, 150], [1, 511], [300], [64] * 8]
+  query, key, value, start = rows(lengths, 512)
+  mesh = mesh_lib.make_mesh(jax.devices()[: shape.num_devices], shape)
+  rules = config.ShardingRules()
+  if is_kv_whole:
+    rules = config.ShardingRules(kv_heads=())
+  layout = mesh_lib.Layout(mesh=mesh, rules=rules)
+  attend = packed_attention.over_rows(name, start, HEADS, layout)
+
+  def gradients(attend):
+    def total(q, k, v):
+      mixed = attend(q, k, v)
+      return (mixed * mixed).sum(), mixed
+
+    return jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(
+      query, key, value
+    )
+
+  found = gradients(attend)
+  alone = packed_attention.over_rows("xla", start, HEADS)
+  expected = gradients(alone)
+  for a, b in zip(
+    jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+  ):
+    np.testing.assert_allclose(a, b, atol=1e-4)

@@ -1,0 +1,166 @@
+"""Training on a mesh is training on one device."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import mesh_world
+import numpy as np
+import optax
+import pytest
+import test_train_step
+
+from jaxrl_async import config
+from jaxrl_async import mesh as mesh_lib
+from jaxrl_async.models import transformer
+
+MeshShape = mesh_lib.MeshShape
+EIGHT = [
+  MeshShape(data=data, fsdp=fsdp, tensor=tensor)
+  for data, fsdp, tensor in itertools.product((1, 2, 4, 8), repeat=3)
+  if data * fsdp * tensor == 8
+]
+WITH_CONTEXT = [
+  MeshShape(context=8),
+  MeshShape(data=2, context=4),
+  MeshShape(fsdp=2, context=2, tensor=2),
+]
+MIXED = WITH_CONTEXT[-1]
+
+
+@functools.cache
+def trained(shape, **rules):
+  trainer = mesh_world.make_trainer(shape, rules=config.ShardingRules(**rules))
+  steps = mesh_world.train(trainer)
+  return trainer, steps, jax.tree.map(np.asarray, trainer.state.params)
+
+
+def assert_same(found, wanted):
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5),
+    found,
+    wanted,
+  )
+
+
+def test_eight_devices_have_ten_factorisations():
+  assert len(set(EIGHT)) == 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [*EIGHT, *WITH_CONTEXT], ids=str)
+def test_a_mesh_trains_like_one_device(shape):
+  trainer, steps, params = trained(shape)
+  assert trainer.state.params["final_norm"].sharding.num_devices == 8
+  _, wanted_steps, wanted_params = trained(mesh_lib.ONE)
+  assert all((step["grad_norm"] > 1e-2).all() for step in wanted_steps)
+  assert_same(steps, wanted_steps)
+  assert_same(params, wanted_params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "rules",
+  [
+    {"kv_heads": (), "vocab": ()},
+    {"embed": ("fsdp", "context"), "batch": ("fsdp",)},
+    {"embed": (), "layers": ("fsdp",)},
+  ],
+  ids=lambda rules: " ".join(rules),
+)
+def test_other_rules_train_the_same(rules):
+  trainer, steps, params = trained(MIXED, **rules)
+  layers = trainer.state.params["layers"]
+  axes = transformer.logical_axes(mesh_world.MODEL, is_stacked=True)["layers"]
+  spec = mesh_lib.spec(config.ShardingRules(**rules), axes["key"])
+  assert layers["key"].sharding.is_equivalent_to(
+    jax.sharding.NamedSharding(layers["key"].sharding.mesh, spec), 4
+  )
+  _, wanted_steps, wanted_params = trained(mesh_lib.ONE)
+  assert_same(steps, wanted_steps)
+  assert_same(params, wanted_params)
+
+
+@pytest.mark.slow
+def test_moments_are_sharded_like_their_parameters():
+  trainer = trained(MIXED)[0]
+  params = jax.tree.leaves(trainer.state.params)
+  adam = optax.tree.get(trainer.state.opt_state, "mu")
+  for moment, param in zip(jax.tree.leaves(adam), params, strict=True):
+    assert moment.sharding == param.sharding
+  assert any(not p.sharding.is_fully_replicated for p in params)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(450)
+def test_two_processes_train_like_one():
+  with socket.socket() as free:
+    free.bind(("localhost", 0))
+    port = free.getsockname()[1]
+  script = pathlib.Path(__file__).with_name("two_processes.py")
+  root = str(script.parents[1])
+  shape = json.dumps(dataclasses.asdict(MIXED))
+  four = "--xla_force_host_platform_device_count=4"
+  processes = [
+    subprocess.Popen(
+      [sys.executable, str(script), str(port), "2", str(process), shape],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+      env=os.environ
+      | {
+        "PYTHONPATH": root,
+        "XLA_FLAGS": four,
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+      },
+    )
+    for process in range(2)
+  ]
+  try:
+    ended = [process.communicate(timeout=300) for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  for process, (_, errors) in zip(processes, ended, strict=True):
+    assert process.returncode == 0, errors
+  first, second = (json.loads(out.splitlines()[-1]) for out, _ in ended)
+  assert first == second
+  trainer, steps, _ = trained(MIXED)
+  assert_same(first["steps"], jax.tree.map(np.ndarray.tolist, steps))
+  (group, *_) = test_train_step.groups()
+  logprobs = np.concatenate(trainer.logprobs(group.trajectories))
+  assert_same(first["logprobs"], logprobs.tolist())
+
+
+def test_parameters_are_never_whole_on_one_device():
+  mesh = mesh_lib.make_mesh(jax.devices(), MeshShape(fsdp=8))
+  shardings = mesh_lib.shardings(
+    mesh,
+    mesh_lib.TRAIN_RULES,
+    transformer.logical_axes(mesh_world.MODEL, is_stacked=True),
+  )
+  init = functools.partial(transformer.init_params, mesh_world.MODEL)
+  key = jax.random.key(0)
+  compiled = jax.jit(init, out_shardings=shardings).lower(key).compile()
+  memory = compiled.memory_analysis()
+  num_bytes = 4 * mesh_world.MODEL.num_params
+  on_one_device = memory.temp_size_in_bytes + memory.output_size_in_bytes
+  assert on_one_device < num_bytes / 3
+  # And what they are does not depend on the mesh.
+  jax.tree.map(np.testing.assert_array_equal, compiled(key), jax.jit(init)(key))
+
+
+def test_host_arrays_are_sent_in_parts():
+  mesh = mesh_lib.make_mesh(jax.devices(), MIXED)
+  here = mesh_lib.sharding(mesh, mesh_lib.TRAIN_RULES, "batch", "tokens")
+  rows = np.arange(64).reshape(4, 16)
+  placed = mesh_lib.put({"rows": rows}, here)["rows"]
+  np.testing.assert_array_equal(placed, rows)
+  assert {x.data.shape for x in placed.addressable_shards} == {(2, 8)}

@@ -1,0 +1,137 @@
+"""TPU slices by name; what needs libtpu runs in processes of its own."""
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from jaxrl_async import config
+from jaxrl_async import topology
+
+ROOT = pathlib.Path(__file__).parents[1]
+needs_libtpu = pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is None,
+  reason="libtpu is not installed: uv sync --extra tpu-aot",
+)
+HEAD = """
+import sys, time
+import jax
+from jaxrl_async import topology
+"""
+LIMITS = """
+import re
+for name, chip in topology.CHIPS.items():
+  devices = topology.devices(f"{name}:{chip.slices[0]}")
+  assert devices[0].device_kind == chip.kind, devices[0].device_kind
+  assert topology.chip_of(devices[0]) is chip
+  assert topology.is_described(devices[0])
+  for shape in chip.slices:
+    size = 1
+    for axis in shape.split("x"):
+      size *= int(axis)
+    if size <= 64:
+      assert len(topology.devices(f"{name}:{shape}")) == size
+  place = jax.sharding.SingleDeviceSharding(devices[0])
+  huge = jax.ShapeDtypeStruct((2**36,), "float32", sharding=place)
+  try:
+    jax.jit(lambda x: x * 2).lower(huge).compile()
+  except jax.errors.JaxRuntimeError as error:
+    limit = re.search(r"available HBM \\((\\S+)G\\)", str(error))[1]
+    assert float(limit) * 2**30 == chip.hbm_bytes, (name, limit)
+  else:
+    raise AssertionError(name)
+"""
+HOLD = """
+topology.devices("v5e:2x2")
+print("held", flush=True)
+sys.stdin.readline()
+print("let go", flush=True)
+"""
+TAKE = """
+devices = topology.devices("v5e:2x2")
+print(len(devices))
+"""
+GIVE_UP = """
+from jaxrl_async import config
+try:
+  topology.devices("v5e:2x2", max_wait_s=0.0)
+except config.ConfigError as error:
+  print(error)
+"""
+
+
+def process(code):
+  return subprocess.Popen(
+    [sys.executable, "-c", HEAD + code],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    cwd=ROOT,
+    env=os.environ
+    | {
+      "JAX_PLATFORMS": "cpu",
+      "PYTHONPATH": os.pathsep.join(
+        [str(ROOT), os.environ.get("PYTHONPATH", "")]
+      ),
+    },
+  )
+
+
+@pytest.mark.parametrize(
+  ("name", "words"),
+  [
+    ("v5p:3x3x3", "slices of v5p are 2x2x1"),
+    ("v5e:2x4x8", "slices of v5e are 2x2"),
+    ("v9:2x2", "chips are v5e, v5p, v6e"),
+    ("v5p", "slices of v5p are"),
+    ("pod", "chips are"),
+  ],
+)
+def test_a_slice_that_does_not_exist_is_refused_with_those_that_do(name, words):
+  with pytest.raises(config.ConfigError, match=f"^topology: '{name}'") as error:
+    topology.devices(name)
+  assert words in str(error.value)
+
+
+def test_without_libtpu_the_error_says_what_to_install(monkeypatch):
+  monkeypatch.setitem(sys.modules, "libtpu", None)
+  with pytest.raises(config.ConfigError, match="^topology: libtpu.*tpu-aot"):
+    topology.devices("v5e:2x4")
+
+
+def test_a_device_that_is_here_is_not_described():
+  assert not topology.is_described(jax.devices()[-1])
+  assert topology.chip_of(jax.devices()[0]) is None
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_the_table_of_chips_is_that_of_the_compiler():
+  _, errors = (this := process(LIMITS)).communicate(timeout=120)
+  assert this.returncode == 0, errors
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_process_waits_until_another_has_let_go_of_libtpu():
+  first = process(HOLD)
+  try:
+    assert first.stdout is not None and first.stdin is not None
+    assert first.stdout.readline() == "held\n"
+    late, _ = process(GIVE_UP).communicate(timeout=60)
+    assert late.startswith("topology: another process held libtpu for 0 s")
+    second = process(TAKE)
+    assert second.stderr is not None
+    # It says so, and is still there.
+    assert any("waiting for another" in line for line in second.stderr)
+    assert second.poll() is None
+    first.communicate("\n", timeout=60)
+    found, _ = second.communicate(timeout=60)
+    assert found == "4\n"
+  finally:
+    first.kill()
