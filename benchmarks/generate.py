@@ -37,12 +37,10 @@ The last line of standard output is one JSON object.
 
 from collections.abc import Sequence
 import dataclasses
-import importlib.util
 import json
 import os
 import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
 from typing import Any
@@ -55,6 +53,7 @@ from absl import flags
 import generation
 import jax
 import roofline
+import side_by_side
 import workloads
 
 from jaxrl_async import config
@@ -85,7 +84,6 @@ _COMPILE_CACHE = flags.DEFINE_string(
   "compile_cache", "", "Persistent XLA cache; none if empty."
 )
 
-_REFERENCE = pathlib.Path(__file__).with_name("transformers_generate.py")
 # Columns of the table, and how they are shown.
 _COLUMNS = {
   "case": "",
@@ -100,68 +98,6 @@ _COLUMNS = {
   "vs_without_adoption": ".2f",
   "adopt_s": ".4f",
 }
-
-
-class Reference:
-  """The process that writes the same workload with transformers."""
-
-  def __init__(
-    self, case: workloads.Case, workload: workloads.Workload, path: pathlib.Path
-  ):
-    path.write_text(
-      json.dumps(
-        {
-          "model": dataclasses.asdict(case.model),
-          "dtype": case.dtype,
-          "slots": case.sizes.num_slots,
-          "cache_tokens": case.sizes.cache_tokens,
-          "prompts": [p.tolist() for p in workload.prompts],
-          "completion_tokens": workload.completion_tokens.tolist(),
-        }
-      )
-    )
-    self._process = subprocess.Popen(
-      [sys.executable, str(_REFERENCE), str(path)],
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      text=True,
-    )
-    print("  transformers, first batch in s:", self._read()["first_batch_s"])
-
-  def _read(self) -> dict[str, Any]:
-    assert self._process.stdout is not None
-    line = self._process.stdout.readline()
-    if not line:
-      sys.exit(f"error: {_REFERENCE.name} exited with {self._process.wait()}")
-    return json.loads(line)
-
-  def run(self) -> dict[str, Any]:
-    """Writes the workload once."""
-    assert self._process.stdin is not None
-    self._process.stdin.write("run\n")
-    self._process.stdin.flush()
-    return self._read()
-
-  def close(self) -> None:
-    """Ends the process."""
-    self._process.communicate()
-
-
-def _has_transformers() -> bool:
-  has = all(map(importlib.util.find_spec, ("torch", "transformers")))
-  if not has:
-    print("  no torch or no transformers here: nothing to compare with")
-  return has
-
-
-def _median(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-  """Each number's median; of what is no number, the first run's."""
-  return {
-    name: statistics.median([run[name] for run in runs])
-    if isinstance(value, float)
-    else value
-    for name, value in runs[0].items()
-  }
 
 
 def _case(name: str) -> workloads.Case:
@@ -179,8 +115,19 @@ def _row(name: str, directory: pathlib.Path) -> dict[str, Any]:
   versions = [generation.params(engine, _SEED.value, 0)]
   generation.run(engine, versions, workload)
   reference = None
-  if _TRANSFORMERS.value and _has_transformers():
-    reference = Reference(case, workload, directory / f"{name}.json")
+  if _TRANSFORMERS.value and side_by_side.has_transformers():
+    reference = side_by_side.Reference(
+      "transformers_generate.py",
+      directory / f"{name}.json",
+      {
+        "model": dataclasses.asdict(case.model),
+        "dtype": case.dtype,
+        "slots": case.sizes.num_slots,
+        "cache_tokens": case.sizes.cache_tokens,
+        "prompts": [p.tolist() for p in workload.prompts],
+        "completion_tokens": workload.completion_tokens.tolist(),
+      },
+    )
   runs, theirs = [], []
   for _ in range(_REPEATS.value):
     record = generation.run(engine, versions, workload)
@@ -194,7 +141,7 @@ def _row(name: str, directory: pathlib.Path) -> dict[str, Any]:
     "vs_transformers": None,
     "vs_transformers_repeats": None,
     "cpu_time_ratio": None,
-    **_median(runs),
+    **side_by_side.median(runs),
   }
   if reference:
     reference.close()
@@ -208,7 +155,7 @@ def _row(name: str, directory: pathlib.Path) -> dict[str, Any]:
       "cpu_time_ratio": statistics.median(
         [other["cpu_s"] / ours["cpu_s"] for ours, other in pairs]
       ),
-      "transformers_tokens_per_s": _median(theirs)["tokens_per_s"],
+      "transformers_tokens_per_s": side_by_side.median(theirs)["tokens_per_s"],
       "transformers_variant": theirs[0]["variant"],
     }
   _print_profile(row)
@@ -247,7 +194,7 @@ def _adopt_rows(name: str) -> list[dict[str, Any]]:
       "adopt_s": generation.adoption_s(engine, versions, workload, kind)
       if every
       else None,
-      **_median(measured),
+      **side_by_side.median(measured),
     }
     print(f"{row['case']}:")
     _print_profile(row)
@@ -273,20 +220,6 @@ def _print_profile(row: dict[str, Any]) -> None:
   for place in ("submission", "slot"):
     p50, p99 = (row[f"first_token_s_from_{place}_p{p}"] for p in (50, 99))
     print(f"  first token from {place}: p50 {p50:.3f} s, p99 {p99:.3f} s")
-
-
-def _table(rows: Sequence[dict[str, Any]]) -> str:
-  """A Markdown table of what the rows have."""
-  columns = {n: form for n, form in _COLUMNS.items() if n in rows[0]}
-  lines = [[*columns], ["---"] * len(columns)]
-  for row in rows:
-    lines.append(
-      [
-        "" if row[name] is None else f"{row[name]:{form}}"
-        for name, form in columns.items()
-      ]
-    )
-  return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -319,7 +252,7 @@ def main(argv: Sequence[str]) -> None:
       f"measured here, {dtype}: {peak['bytes_per_s'] / 1e9:.1f} GB/s,"
       f" {peak['flops_per_s'] / 1e9:.0f} GFLOP/s"
     )
-  print(_table(rows))
+  print(side_by_side.table(rows, _COLUMNS))
   result = {
     "rows": rows,
     "peaks": peaks,

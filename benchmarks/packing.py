@@ -30,7 +30,6 @@ The last line of standard output is one JSON object.
 from collections.abc import Sequence
 import functools
 import json
-import math
 import sys
 import time
 from typing import Any
@@ -40,11 +39,11 @@ from absl import flags
 import jax
 import numpy as np
 import optax
+import packed_lengths
 
 from jaxrl_async import batching
 from jaxrl_async import config
 from jaxrl_async import train_step
-from jaxrl_async import types
 from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
 
@@ -56,142 +55,20 @@ _TIMED = flags.DEFINE_integer(
   "timed_trajectories", 128, "Of the timed updates; 0 times nothing.", 0
 )
 
-MEDIAN, SIGMA, MAX_TOKENS = 300, 1.0, 8_192
 _SCALE = 16  # how much shorter the timed trajectories are
 _TIMED_ROWS = 2
-_NUM_SHARDS = 8
-
-
-def draw_lengths(num: int, seed: int, *, scale: int = 1) -> np.ndarray:
-  """Lengths of trajectories in order of arrival, prompts included."""
-  rng = np.random.default_rng(seed)
-  lengths = rng.lognormal(math.log(MEDIAN / scale), SIGMA, num)
-  return np.clip(np.rint(lengths), 2, MAX_TOKENS // scale).astype(np.int64)
-
-
-def make_group(lengths: np.ndarray, vocab_size: int = 97) -> types.RolloutGroup:
-  """Trajectories of these lengths: one prompt token, then what was written.
-
-  A length decides the tokens, so that a trajectory is the same in any group.
-  """
-  trajectories = []
-  for member, length in enumerate(lengths.tolist()):
-    mask = np.arange(length) > 0
-    trajectories.append(
-      types.Trajectory(
-        member=member,
-        tokens=np.random.default_rng(length).integers(
-          1, vocab_size, length, np.int32
-        ),
-        loss_mask=mask,
-        behavior_logprobs=np.where(mask, -4.5, 0).astype(np.float32),
-        policy_versions=np.where(mask, 0, -1).astype(np.int32),
-      )
-    )
-  prompt = types.Prompt(prompt_id="", tokens=np.zeros(1, np.int32), item={})
-  return types.RolloutGroup(
-    index=0, birth=0, deadline=0, prompt=prompt, trajectories=trajectories
-  )
-
-
-def pack(
-  lengths: np.ndarray, *, tokens_per_row: int, rows: int, **options: Any
-) -> tuple[batching.PackedBatch, batching.Placement]:
-  """One minibatch, as the trainer packs it."""
-  return batching.pack(
-    [make_group(lengths)],
-    np.linspace(-1, 1, len(lengths)).astype(np.float32),
-    tokens_per_row=tokens_per_row,
-    rows_per_microbatch=rows,
-    **{"num_minibatches": 1, **options},
-  )
-
-
-def num_microbatches(
-  lengths: np.ndarray, *, tokens_per_row: int, rows: int
-) -> int:
-  """Those in use after packing."""
-  _, placement = pack(lengths, tokens_per_row=tokens_per_row, rows=rows)
-  return len(np.unique(placement.starts // (rows * tokens_per_row)))
-
-
-def pack_efficiency(
-  lengths: np.ndarray, *, tokens_per_row: int, rows: int
-) -> float:
-  """Share of the tokens of microbatches in use that is not padding."""
-  _, placement = pack(lengths, tokens_per_row=tokens_per_row, rows=rows)
-  return placement.pack_efficiency
-
-
-def pack_gain_over_padding(
-  lengths: np.ndarray, *, tokens_per_row: int, rows: int
-) -> float:
-  """Microbatches of one trajectory a row, padded to the longest, over ours."""
-  ours = num_microbatches(lengths, tokens_per_row=tokens_per_row, rows=rows)
-  return -(-len(lengths) // rows) / ours
-
-
-def fixed_count(
-  lengths: np.ndarray, *, tokens_per_row: int, rows: int
-) -> list[np.ndarray]:
-  """Cuts arrivals into the longest equal parts that each fit a microbatch."""
-
-  def fits(part):
-    _, _, _, used = batching._first_fit(part, tokens_per_row)
-    return len(used) <= rows
-
-  for count in range(len(lengths), 0, -1):
-    parts = np.split(lengths, range(count, len(lengths), count))
-    if all(
-      part.sum() <= rows * tokens_per_row and fits(part) for part in parts
-    ):
-      return parts
-  raise ValueError(f"a trajectory is longer than {tokens_per_row}")
-
-
-def pack_gain_over_fixed_count(
-  lengths: np.ndarray, *, tokens_per_row: int, rows: int
-) -> float:
-  """Microbatches of equally many trajectories, over ours."""
-  ours = num_microbatches(lengths, tokens_per_row=tokens_per_row, rows=rows)
-  parts = fixed_count(lengths, tokens_per_row=tokens_per_row, rows=rows)
-  return len(parts) / ours
-
-
-def shard_balance(
-  lengths: np.ndarray, model: configs.ModelConfig, *, is_balanced: bool
-) -> float:
-  """Mean over largest time of the shards of a microbatch, over all of them.
-
-  A token's matrices are 2 FLOPs a parameter, its attention 4 a layer, head,
-  its dimension and token looked at, half of its trajectory on average.
-  """
-  _, placement = pack(
-    lengths,
-    tokens_per_row=MAX_TOKENS,
-    rows=2 * _NUM_SHARDS,
-    num_shards=_NUM_SHARDS if is_balanced else 1,
-  )
-  looks = model.num_layers * model.num_heads * model.head_dim / model.num_params
-  rows = np.bincount(
-    placement.starts // MAX_TOKENS,
-    looks * placement.lengths**2,
-    np.prod(placement.shape[:3]),
-  )
-  shards = 2 * MAX_TOKENS + rows.reshape(-1, _NUM_SHARDS, 2).sum(-1)
-  return float(shards.mean(1).sum() / shards.max(1).sum())
 
 
 def pack_ms() -> float:
   """Packs 2,000 trajectories; the arrays of a step, without their transfer."""
-  group = make_group(draw_lengths(2_000, 0))
+  group = packed_lengths.make_group(packed_lengths.draw_lengths(2_000, 0))
   times_s = []
   for _ in range(5):
     start_s = time.perf_counter()
     batching.pack(
       [group],
       np.zeros(2_000, np.float32),
-      tokens_per_row=MAX_TOKENS,
+      tokens_per_row=packed_lengths.MAX_TOKENS,
       rows_per_microbatch=1,
       num_minibatches=4,
     )
@@ -204,11 +81,13 @@ def _joined(
 ) -> batching.PackedBatch:
   """One microbatch a part, in that order, and padding to the given number."""
   packed = [
-    pack(part, tokens_per_row=MAX_TOKENS // _SCALE, rows=rows)[0]
+    packed_lengths.pack(
+      part, tokens_per_row=packed_lengths.MAX_TOKENS // _SCALE, rows=rows
+    )[0]
     for part in parts
   ]
   batch = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *packed)
-  shape = (1, -1, _TIMED_ROWS, MAX_TOKENS // _SCALE)
+  shape = (1, -1, _TIMED_ROWS, packed_lengths.MAX_TOKENS // _SCALE)
   batch = jax.tree.map(lambda x: x.reshape(shape), batch)
   missing = num_microbatches - batch.tokens.shape[1]
   return jax.tree.map(
@@ -218,17 +97,22 @@ def _joined(
 
 def measured_updates() -> dict[str, float]:
   """Seconds of one update of the same trajectories, batched in three ways."""
-  width, model = MAX_TOKENS // _SCALE, configs.MODELS["quickstart"]
-  lengths = draw_lengths(_TIMED.value, 0, scale=_SCALE)
+  width, model = (
+    packed_lengths.MAX_TOKENS // _SCALE,
+    configs.MODELS["quickstart"],
+  )
+  lengths = packed_lengths.draw_lengths(_TIMED.value, 0, scale=_SCALE)
   if len(lengths) % _TIMED_ROWS:
     sys.exit(f"error: --timed_trajectories must be a multiple of {_TIMED_ROWS}")
   size = len(lengths) // _TIMED_ROWS
   ways = {
-    "packed": pack(
+    "packed": packed_lengths.pack(
       lengths, tokens_per_row=width, rows=_TIMED_ROWS, min_microbatches=size
     )[0],
     "fixed_count": _joined(
-      fixed_count(lengths, tokens_per_row=width, rows=_TIMED_ROWS),
+      packed_lengths.fixed_count(
+        lengths, tokens_per_row=width, rows=_TIMED_ROWS
+      ),
       rows=_TIMED_ROWS,
       num_microbatches=size,
     ),
@@ -278,20 +162,27 @@ def main(argv: Sequence[str]) -> None:
   """Counts, then measures, and prints both."""
   if argv[1:]:
     sys.exit(f"error: unexpected arguments {' '.join(argv[1:])}")
-  sizes = {"tokens_per_row": MAX_TOKENS, "rows": _ROWS.value}
+  sizes = {"tokens_per_row": packed_lengths.MAX_TOKENS, "rows": _ROWS.value}
   model = configs.MODELS[_MODEL.value]
-  draws = [draw_lengths(_TRAJECTORIES.value, s) for s in range(_SEEDS.value)]
+  draws = [
+    packed_lengths.draw_lengths(_TRAJECTORIES.value, s)
+    for s in range(_SEEDS.value)
+  ]
   columns = {
-    "pack_efficiency": [pack_efficiency(x, **sizes) for x in draws],
+    "pack_efficiency": [
+      packed_lengths.pack_efficiency(x, **sizes) for x in draws
+    ],
     "pack_gain_over_padding": [
-      pack_gain_over_padding(x, **sizes) for x in draws
+      packed_lengths.pack_gain_over_padding(x, **sizes) for x in draws
     ],
     "pack_gain_over_fixed_count": [
-      pack_gain_over_fixed_count(x, **sizes) for x in draws
+      packed_lengths.pack_gain_over_fixed_count(x, **sizes) for x in draws
     ],
-    "shard_balance": [shard_balance(x, model, is_balanced=True) for x in draws],
+    "shard_balance": [
+      packed_lengths.shard_balance(x, model, is_balanced=True) for x in draws
+    ],
     "shard_balance_without": [
-      shard_balance(x, model, is_balanced=False) for x in draws
+      packed_lengths.shard_balance(x, model, is_balanced=False) for x in draws
     ],
   }
   result: dict[str, Any] = {}

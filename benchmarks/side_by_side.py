@@ -1,0 +1,87 @@
+"""What the benchmarks that compare with transformers have in common."""
+
+from collections.abc import Mapping, Sequence
+import importlib.util
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+
+class Reference:
+  """The process that does the same work with PyTorch and transformers.
+
+  Args:
+    script: beside this file; reads the work from a file, prints what it tried,
+      then does the work once for each line of its input.
+    path: where the work is written.
+    work: what the script reads, as JSON.
+  """
+
+  def __init__(self, script: str, path: pathlib.Path, work: dict[str, Any]):
+    path.write_text(json.dumps(work))
+    self._script = script
+    self._process = subprocess.Popen(
+      [
+        sys.executable,
+        str(pathlib.Path(__file__).with_name(script)),
+        str(path),
+      ],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    for name, tried in self._read().items():
+      print(f"  transformers, {name}: {tried}")
+
+  def _read(self) -> dict[str, Any]:
+    assert self._process.stdout is not None
+    line = self._process.stdout.readline()
+    if not line:
+      sys.exit(f"error: {self._script} exited with {self._process.wait()}")
+    return json.loads(line)
+
+  def run(self) -> dict[str, Any]:
+    """Does the work once."""
+    assert self._process.stdin is not None
+    self._process.stdin.write("run\n")
+    self._process.stdin.flush()
+    return self._read()
+
+  def close(self) -> None:
+    """Ends the process."""
+    self._process.communicate()
+
+
+def has_transformers() -> bool:
+  """Whether there is something to compare with; says so if not."""
+  has = all(map(importlib.util.find_spec, ("torch", "transformers")))
+  if not has:
+    print("  no torch or no transformers here: nothing to compare with")
+  return has
+
+
+def median(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+  """Each number's median; of what is no number, the first run's."""
+  return {
+    name: statistics.median([run[name] for run in runs])
+    if isinstance(value, float)
+    else value
+    for name, value in runs[0].items()
+  }
+
+
+def table(rows: Sequence[dict[str, Any]], columns: Mapping[str, str]) -> str:
+  """A Markdown table of those columns that the rows have, in their formats."""
+  columns = {n: form for n, form in columns.items() if n in rows[0]}
+  lines = [[*columns], ["---"] * len(columns)]
+  for row in rows:
+    lines.append(
+      [
+        "" if row[name] is None else f"{row[name]:{form}}"
+        for name, form in columns.items()
+      ]
+    )
+  return "\n".join(f"| {' | '.join(line)} |" for line in lines)

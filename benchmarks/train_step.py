@@ -1,0 +1,358 @@
+"""Tokens per second of a train step, against PyTorch and the matmul rate.
+
+    python benchmarks/train_step.py
+
+The trainer packs trajectories of lognormal lengths (packed_lengths.py), then
+does proximal logprobs and one update, with random weights. Without --rows the
+rows are those of the platform. In turn with it, in each repeat: the rate of
+large matrix products; the same update with plain next-token cross-entropy for a
+loss; and, in a process that waits meanwhile, that update with PyTorch (see
+transformers_train.py; needs the dependency group `reference`). All of it was
+done once before: compiling is not counted.
+
+    tokens_per_s     of an update; padding does not count
+    mfu              FLOPs of the model over the update's time and the matmul
+                     rate: 6 a parameter and token, 12 a layer, head, its
+                     dimension and pair of tokens that see each other; what is
+                     computed twice counts once
+    vs_cross_entropy the update's time over that with plain cross-entropy
+    proximal         time of the proximal forward over the update's
+    vs_torch         tokens_per_s over PyTorch's, with cross-entropy in both
+    peak_bytes       of the compiled update, state and batch included
+    compilations     programs that were compiled for trainer and comparison
+
+Hardware: two CPU cores, float32, the rows cpu-1m and cpu-10m; with a GPU the
+others, bfloat16 with float32 master weights, not measured yet. Time: three
+minutes. Result: the README has the table.
+
+The last line of standard output is one JSON object.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from typing import Any
+
+# Leaves the other process its share of the device's memory.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+from absl import app
+from absl import flags
+import jax
+import numpy as np
+import packed_lengths
+import side_by_side
+import workloads
+
+from jaxrl_async import aot
+from jaxrl_async import config
+from jaxrl_async import mesh as mesh_lib
+from jaxrl_async import metrics
+from jaxrl_async import train_step
+from jaxrl_async import trainer as trainer_lib
+from jaxrl_async.models import configs
+from jaxrl_async.models import kernel_choice
+from jaxrl_async.models import packed_attention
+from jaxrl_async.models import transformer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+  """A model and the shape of its batches.
+
+  Attributes:
+    scale: lengths are packed_lengths.py's over that.
+    num_trajectories: of an update.
+  """
+
+  model: configs.ModelConfig
+  dtype: str
+  scale: int
+  rows_per_microbatch: int
+  num_trajectories: int
+  remat: config.Remat
+
+  @property
+  def tokens_per_row(self) -> int:
+    """As long as the longest trajectory."""
+    return packed_lengths.MAX_TOKENS // self.scale
+
+
+def _cpu_case(name: str) -> Case:
+  return Case(
+    model=workloads.CPU_CASES[name].model,
+    dtype="float32",
+    scale=16,
+    rows_per_microbatch=2,
+    num_trajectories=256,
+    remat=config.Remat.DOTS,
+  )
+
+
+def _gpu_case(name: str) -> Case:
+  return Case(
+    model=configs.MODELS[name],
+    dtype="bfloat16",
+    scale=1,
+    rows_per_microbatch=2,
+    num_trajectories=256,
+    remat=config.Remat.DOTS,
+  )
+
+
+_CPU_CASES = {name: _cpu_case(name) for name in ("cpu-1m", "cpu-10m")}
+_GPU_CASES = {
+  f"{name.removeprefix('qwen2-')}-8k": _gpu_case(name)
+  for name in ("qwen2-0.5b", "qwen2-1.5b")
+}
+_CASES = _CPU_CASES | _GPU_CASES
+_ROWS = flags.DEFINE_list(
+  "rows", None, f"Which cases; by default the platform's. {', '.join(_CASES)}."
+)
+flags.register_validator(
+  _ROWS, lambda rows: set(rows or ()) <= _CASES.keys(), "names of cases"
+)
+_REPEATS = flags.DEFINE_integer("repeats", 3, "Of each row.", lower_bound=1)
+_SEED = flags.DEFINE_integer("seed", 0, "Of weights and lengths.")
+_REMAT = flags.DEFINE_enum_class("remat", None, config.Remat, "Not the case's.")
+_ATTENTION = flags.DEFINE_string(
+  "attention", kernel_choice.AUTO, "As config.train.attention."
+)
+_ROWS_PER_MICROBATCH = flags.DEFINE_integer(
+  "rows_per_microbatch", 0, "0 takes the case's.", lower_bound=0
+)
+_VOCAB_CHUNK = flags.DEFINE_integer(
+  "vocab_chunk", 4_096, "As config.train.vocab_chunk.", lower_bound=1
+)
+_TORCH = flags.DEFINE_boolean("torch", True, "Compare with PyTorch.")
+
+_COLUMNS = {
+  "case": "",
+  "tokens_per_s": ",.0f",
+  "mfu": ".3f",
+  "vs_cross_entropy": ".3f",
+  "proximal": ".2f",
+  "torch_tokens_per_s": ",.0f",
+  "vs_torch": ".2f",
+  "pack_efficiency": ".3f",
+  "peak_bytes": ",",
+  "compile_s": ".0f",
+  "compilations": "",
+}
+_OPTIMIZER = config.OptimizerSection(learning_rate=1e-4)
+
+
+def model_flops(model: configs.ModelConfig, lengths: np.ndarray) -> float:
+  """Of forward and backward, of what is not padding."""
+  pairs = (lengths * (lengths + 1) // 2).sum()
+  heads = model.num_layers * model.num_heads * model.head_dim
+  return float(6 * model.num_params * lengths.sum() + 12 * heads * pairs)
+
+
+class Ours:
+  """A trainer, a prepared batch, and the update with another loss."""
+
+  def __init__(self, case: Case, lengths: np.ndarray):
+    mesh = mesh_lib.make_mesh(jax.devices()[:1])
+    layout = mesh_lib.Layout(mesh=mesh, rules=mesh_lib.TRAIN_RULES)
+    forward = train_step.ForwardSettings(
+      model=case.model,
+      compute_dtype=case.dtype,
+      remat=_REMAT.value or case.remat,
+      attention=packed_attention.choose(
+        _ATTENTION.value,
+        model=case.model,
+        tokens_per_row=case.tokens_per_row,
+        dtype=jax.numpy.dtype(case.dtype),
+        layout=layout,
+      ),
+      temperature=1.0,
+      vocab_chunk=_VOCAB_CHUNK.value,
+      layout=layout,
+    )
+    rows = _ROWS_PER_MICROBATCH.value or case.rows_per_microbatch
+    group = packed_lengths.make_group(lengths, case.model.vocab_size)
+    for i, trajectory in enumerate(group.trajectories):
+      trajectory.reward = float(i % 2)
+    _, placement = packed_lengths.pack(
+      lengths, tokens_per_row=case.tokens_per_row, rows=rows
+    )
+    self.trainer = trainer_lib.Trainer(
+      mesh=mesh,
+      forward=forward,
+      loss=train_step.LossSettings(
+        clip_low=0.2,
+        clip_high=0.2,
+        behavior_weight_cap=5.0,
+        cap_mode=config.BehaviorWeightCapMode.TRUNCATE,
+        proximal=config.ProximalMode.RECOMPUTE,
+      ),
+      batch=trainer_lib.BatchSettings(
+        tokens_per_row=case.tokens_per_row,
+        rows_per_microbatch=rows,
+        num_minibatches=1,
+        min_microbatches=placement.shape[1],
+        advantage_scale=config.AdvantageScale.STD,
+      ),
+      optimizer=_OPTIMIZER,
+      num_steps=1_000,
+      decay=1.0,
+      rollout_dtype=case.dtype,
+      busy=metrics.BusyClock(),
+    )
+    init = functools.partial(transformer.init_params, case.model)
+    self.trainer.start(jax.jit(init)(jax.random.key(_SEED.value)))
+    self.batch = self.trainer.prepare([group])
+    self._plain = jax.jit(
+      functools.partial(
+        train_step.supervised_update,
+        forward,
+        train_step.make_optimizer(
+          _OPTIMIZER, train_step.learning_rate_schedule(_OPTIMIZER)
+        ),
+      ),
+      donate_argnums=0,
+    )
+    self._one_minibatch = jax.tree.map(lambda x: x[0], self.batch.arrays)
+    self._num_steps = 0
+
+  def step(self) -> dict[str, float]:
+    """Seconds of both programs of a train step."""
+    done = self.trainer.step(self._num_steps, self.batch)
+    self._num_steps += 1
+    return done.times_s
+
+  def plain_s(self) -> float:
+    """Seconds of the update with plain cross-entropy."""
+    start_s = time.perf_counter()
+    self.trainer.state, values = self._plain(
+      self.trainer.state, self._one_minibatch
+    )
+    jax.block_until_ready(values)
+    return time.perf_counter() - start_s
+
+
+def _reference(
+  case: Case, batch: trainer_lib.PreparedBatch, directory: pathlib.Path
+) -> side_by_side.Reference:
+  arrays = directory / "batch.npz"
+  names = ("tokens", "segment_ids", "positions", "loss_mask")
+  np.savez(
+    arrays,
+    **{name: np.asarray(getattr(batch.arrays, name))[0] for name in names},
+  )
+  return side_by_side.Reference(
+    "transformers_train.py",
+    directory / "work.json",
+    {
+      "model": dataclasses.asdict(case.model),
+      "dtype": case.dtype,
+      "learning_rate": _OPTIMIZER.learning_rate,
+      "batch": str(arrays),
+    },
+  )
+
+
+def _row(name: str, directory: pathlib.Path) -> dict[str, Any]:
+  """One case against cross-entropy, PyTorch and the matmul rate."""
+  case = _CASES[name]
+  lengths = packed_lengths.draw_lengths(
+    case.num_trajectories, _SEED.value, scale=case.scale
+  )
+  num_tokens = int(lengths.sum())
+  with metrics.CompilationCounter() as compilations:
+    ours = Ours(case, lengths)
+    ours.step()
+    ours.plain_s()
+  update = next(p for p in ours.trainer.programs() if p.name == "update")
+  compiled = aot.compile_program(update)
+  reference = None
+  if _TORCH.value and side_by_side.has_transformers():
+    reference = _reference(case, ours.batch, directory)
+  width = 1_024 if jax.default_backend() == "cpu" else 8_192
+  device = jax.devices()[0]
+  runs, theirs = [], []
+  for _ in range(_REPEATS.value):
+    rate = max(
+      trainer_lib.measured_matmul_flops(device, case.dtype, width)
+      for _ in range(5)
+    )
+    times_s, plain_s = ours.step(), ours.plain_s()
+    update_s = times_s["update_s"]
+    runs.append(
+      {
+        "tokens_per_s": num_tokens / update_s,
+        "plain_tokens_per_s": num_tokens / plain_s,
+        "mfu": model_flops(case.model, lengths) / update_s / rate,
+        "matmul_flops_per_s": rate,
+        "vs_cross_entropy": update_s / plain_s,
+        "proximal": times_s["proximal_s"] / update_s,
+        "update_s": update_s,
+      }
+    )
+    if reference:
+      theirs.append(reference.run())
+  row: dict[str, Any] = {
+    "case": name,
+    "num_params": case.model.num_params,
+    "num_tokens": num_tokens,
+    "attention": ours.trainer.forward.attention,
+    "remat": ours.trainer.forward.remat.value,
+    **side_by_side.median(runs),
+    "mfu_repeats": [run["mfu"] for run in runs],
+    "torch_tokens_per_s": None,
+    "vs_torch": None,
+    "pack_efficiency": ours.batch.placement.pack_efficiency,
+    "peak_bytes": compiled.memory_bytes,
+    "compile_s": compilations.total_s,
+    "compilations": compilations.num_compiled,
+  }
+  if reference:
+    reference.close()
+    row |= {
+      "torch_tokens_per_s": side_by_side.median(theirs)["tokens_per_s"],
+      "torch_variant": theirs[0]["variant"],
+      "vs_torch": statistics.median(
+        run["plain_tokens_per_s"] / other["tokens_per_s"]
+        for run, other in zip(runs, theirs, strict=True)
+      ),
+    }
+  return row
+
+
+def main(argv: Sequence[str]) -> None:
+  """Measures every row and prints what came out."""
+  if argv[1:]:
+    sys.exit(f"error: unexpected arguments {' '.join(argv[1:])}")
+  jax.config.update("jax_cpu_enable_async_dispatch", False)
+  is_cpu = jax.default_backend() == "cpu"
+  names = _ROWS.value or list(_CPU_CASES if is_cpu else _GPU_CASES)
+  rows = []
+  for name in names:
+    print(f"{name}: {_CASES[name].model.num_params:,} parameters", flush=True)
+    with tempfile.TemporaryDirectory(prefix="train_step_") as directory:
+      rows.append(_row(name, pathlib.Path(directory)))
+  print(side_by_side.table(rows, _COLUMNS))
+  full = packed_lengths.draw_lengths(512, _SEED.value)
+  sizes = {"tokens_per_row": packed_lengths.MAX_TOKENS, "rows": 1}
+  result = {
+    "rows": rows,
+    "pack_efficiency": packed_lengths.pack_efficiency(full, **sizes),
+    "pack_gain_over_padding": packed_lengths.pack_gain_over_padding(
+      full, **sizes
+    ),
+    "device": jax.devices()[0].device_kind,
+    "num_cores": len(os.sched_getaffinity(0)),
+  }
+  print(json.dumps(result))
+
+
+if __name__ == "__main__":
+  app.run(main)
