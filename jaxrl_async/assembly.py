@@ -116,7 +116,6 @@ def forward_settings(
       dtype=jax.numpy.dtype(config.model.compute_dtype),
       layout=layout,
     ),
-    layout=layout,
     temperature=temperature,
     vocab_chunk=config.train.vocab_chunk,
   )

@@ -102,8 +102,8 @@ def check_resumable(
     )
 
 
-def prepare_workdir(wanted: config.Config, workdir: pathlib.Path) -> None:
-  """Writes config.json, or checks that the one there allows to go on.
+def check_workdir(wanted: config.Config, workdir: pathlib.Path) -> None:
+  """Checks that the config.json there, if there is one, allows to go on.
 
   Raises:
     ConfigError: the workdir holds another config.
@@ -119,6 +119,11 @@ def prepare_workdir(wanted: config.Config, workdir: pathlib.Path) -> None:
       ) from error
     stored = from_dict(values)
     check_resumable(stored, wanted, str(workdir))
+
+
+def write(wanted: config.Config, workdir: pathlib.Path) -> None:
+  """Writes config.json, all of it or none."""
+  path = workdir / "config.json"
   workdir.mkdir(parents=True, exist_ok=True)
   incomplete = path.with_suffix(".incomplete")
   incomplete.write_text(json.dumps(to_dict(wanted), indent=2) + "\n")

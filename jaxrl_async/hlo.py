@@ -305,9 +305,9 @@ class Module:
       flops = float(stated[1]) if stated else 0.0
     kind = this.opcode.removesuffix("-start")
     if kind in _SENT:
-      # A start also returns what it was given, and a permutation two flags.
+      # Most starts also return what they were given, a permutation two flags.
       results = [x for x in this.shapes if x.sizes]
-      if this.opcode != kind:
+      if len(results) > len(this.operands):
         results = results[len(this.operands) : 2 * len(this.operands)]
       size = sum(x.num_bytes for x in results)
       n = group_size(this.attributes, self._num_devices)

@@ -65,8 +65,8 @@ class _Left:
 class Progress:
   """Shows stages and train steps; a context manager.
 
-  Threads: used by the thread that trains and by the recorder's, one at a time;
-  rich draws from a thread of its own.
+  Threads: used by the thread that trains and by the recorder's; rich, which
+  locks, draws from a thread of its own.
   """
 
   def __init__(

@@ -113,6 +113,7 @@ class Run:
   def open(self) -> int:
     """Warm start or restore, first evaluation, threads; gives the step."""
     config = self.config
+    config_json.write(config, self.workdir)
     source = prompts.PromptSource(
       config.task,
       self.tokenizer,
@@ -289,7 +290,7 @@ class Run:
   def _next_batch(
     self, step: int
   ) -> batch_loader.Loaded[trainer_lib.PreparedBatch] | None:
-    assert self.loader is not None
+    assert self.loader is not None and self.recorder is not None
     timeout_s = self.config.run.stall_timeout_s
     watch, start_s = supervisor.StallWatch(timeout_s), time.monotonic()
     while not self.stop.is_set:
@@ -297,6 +298,7 @@ class Run:
       if loaded is not None:
         return loaded
       self.supervisor.check()
+      self.recorder.check()
       stats = self.scheduler.stats
       state = (stats.generated_tokens, self.scheduler.version)
       if watch.is_stalled((state, len(self.buffer.state().finished))):
@@ -433,7 +435,7 @@ class Run:
           stack.callback(self.channel.close, timeout_s)
         stack.callback(self.rewards.close, timeout_s)
         if self.recorder is not None:  # the first: it writes to the others
-          stack.callback(self.recorder.close)
+          stack.callback(self.recorder.close, timeout_s)
       if late:
         raise TimeoutError(f"{', '.join(late)} did not end in {timeout_s} s")
     except (OSError, weight_transfer.WeightTransferError) as closing:
@@ -465,7 +467,7 @@ def run(
     ThreadFailed, StallError, run_record.BadUpdatesError: what they say.
   """
   assembly.check(config, jax.devices())
-  config_json.prepare_workdir(config, workdir)
+  config_json.check_workdir(config, workdir)
   stop = supervisor.StopRequest()
   with (
     progress_lib.Progress(config.train.num_steps) as progress,

@@ -207,9 +207,20 @@ class Recorder:
     if writing is not None:
       writing.result()
 
-  def close(self) -> None:
-    """Ends the thread, after what was begun."""
-    self._thread.shutdown()
+  def check(self) -> None:
+    """Raises what ended the writing of a step, if it has ended so."""
+    if self._writing is not None and self._writing.done():
+      self.wait()
+
+  def close(self, timeout_s: float) -> None:
+    """Ends the thread, after what was begun.
+
+    Raises:
+      TimeoutError: that took too long.
+    """
+    self._thread.shutdown(wait=False)
+    if self._writing is not None:
+      self._writing.exception(timeout_s)
 
   def _step(
     self,
@@ -218,14 +229,14 @@ class Recorder:
     evaluated: Mapping[str, int | float],
   ) -> None:
     values, is_bad = pending.metrics()
-    for group in pending.batch.groups:
+    for group in pending.groups:
       self._ledger.add_trained(
         group, step=pending.step, skipped_update=any(is_bad)
       )
     delta = {name: totals[name] - self._last[name] for name in totals}
     self._last = totals
     step_s = max(delta["now_s"] - delta["evaluated_s"], 1e-9)
-    trained = sum(g.num_completion_tokens for g in pending.batch.groups)
+    trained = sum(g.num_completion_tokens for g in pending.groups)
     values |= _rollout_metrics(delta, step_s)
     values |= self._rewards.metrics()
     values |= evaluated
@@ -270,7 +281,7 @@ class Recorder:
     for bad in is_bad:
       self._bad_updates = self._bad_updates + 1 if bad else 0
       if self._bad_updates >= self._max_bad_updates:
-        indices = [group.index for group in pending.batch.groups]
+        indices = [group.index for group in pending.groups]
         raise BadUpdatesError(
           f"step {pending.step}: {self._bad_updates} updates in a row had a"
           f" loss or gradient that is not finite (train.max_bad_updates);"

@@ -55,7 +55,8 @@ class Pending:
   """A dispatched train step whose metrics were not fetched yet."""
 
   step: int
-  batch: PreparedBatch
+  groups: list[types.RolloutGroup]
+  placement: batching.Placement
   arrays: train_step.Metrics
   learning_rate: Callable[[], Any]
   times_s: dict[str, float]
@@ -72,7 +73,7 @@ class Pending:
 
     weights = sums["behavior_weight_sum"].sum()
     squares = sums["behavior_weight_square_sum"].sum()
-    groups = self.batch.groups
+    groups = self.groups
     trajectories = [t for g in groups for t in g.trajectories]
     values = {
       **_reward_metrics(groups),
@@ -91,7 +92,7 @@ class Pending:
       ),
       "offpolicy/ess": weights**2 / max(count * squares, 1e-30),
       "train/mfu": self._mfu(trajectories),
-      "train/pack_efficiency": self.batch.placement.pack_efficiency,
+      "train/pack_efficiency": self.placement.pack_efficiency,
       "train/bad_updates": sums["bad_updates"].sum(),
       **{f"time/{name}": value for name, value in self.times_s.items()},
     }
@@ -270,18 +271,21 @@ class Trainer:
     if self._has_proximal_forward:
       proximal = batch.tokens.update(dtype=np.dtype(np.float32))
     max_trips = self.batch_settings.min_microbatches
+    # The next batch is there, and what was published may not be taken yet.
+    beside = batch, self.published_shapes()
     return [
       aot.Program(
         name="proximal",
         function=self._proximal,
         arguments=(state.params, batch),
-        resident=state.opt_state,
+        resident=(state.opt_state, beside),
         max_trips=max_trips,
       ),
       aot.Program(
         name="update",
         function=self._update,
         arguments=(state, batch, proximal, np.int32(0)),
+        resident=beside,
         max_trips=max_trips,
       ),
       aot.Program(
@@ -361,7 +365,8 @@ class Trainer:
     minibatches = self.batch_settings.num_minibatches
     return Pending(
       step=step,
-      batch=batch,
+      groups=batch.groups,
+      placement=batch.placement,
       arrays=arrays,
       learning_rate=functools.partial(self._schedule, step * minibatches),
       times_s=times,

@@ -27,6 +27,7 @@ def main(config):
   model = assembly.model_config(config, tokenizer.vocab_size)
   mesh, _ = assembly.cut_devices(config, jax.devices())
   start_s = time.perf_counter()
+  config_json.check_workdir(config, workdir)
   with progress_lib.Progress(config.warm_start.num_steps) as progress:
     params = assembly.warm_start(
       config,
@@ -37,7 +38,7 @@ def main(config):
         "warm start", step, config.warm_start.num_steps, f"loss {loss:.3f}"
       ),
     )
-  config_json.prepare_workdir(config, workdir)
+  config_json.write(config, workdir)
   tokenizer.save(workdir / "tokenizer")
   initial_params.save(workdir / "params", params)
   print(

@@ -202,13 +202,14 @@ def test_a_workdir_keeps_the_config_it_was_made_with(tmp_path):
   workdir = tmp_path / "new"
   config = tiny.get_config()
   config.task.params = config_dict.ConfigDict({"operators": ("+", "-")})
-  config_json.prepare_workdir(config, workdir)
+  config_json.check_workdir(config, workdir)
+  config_json.write(config, workdir)
   before = (workdir / "config.json").read_text()
   config.seed += 1
   with pytest.raises(config_lib.ConfigError, match="^workdir: .*seed"):
-    config_json.prepare_workdir(config, workdir)
-  assert (workdir / "config.json").read_text() == before
+    config_json.check_workdir(config, workdir)
   config.seed -= 1
   config.train.num_steps += 1
-  config_json.prepare_workdir(config, workdir)
+  config_json.check_workdir(config, workdir)
+  config_json.write(config, workdir)
   assert (workdir / "config.json").read_text() != before

@@ -121,17 +121,23 @@ def test_blocks_of_other_segments_are_not_read():
     mesh_lib.MeshShape(fsdp=2, tensor=2),
   ],
 )
-@pytest.mark.parametrize("name", ["xla", "blocks"])
-@pytest.mark.parametrize("is_kv_whole", [False, True])
-def test_a_mesh_attends_as_one_device(name, shape, is_kv_whole):
+@pytest.mark.parametrize(
+  "name", ["xla", "blocks", pytest.param("splash", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("kv_heads", [("tensor",), (), ("context",)])
+def test_a_mesh_attends_as_one_device(name, shape, kv_heads):
   lengths = [[256, 100, 150], [1, 511], [300], [64] * 8]
   query, key, value, start = rows(lengths, 512)
   mesh = mesh_lib.make_mesh(jax.devices()[: shape.num_devices], shape)
-  rules = config.ShardingRules()
-  if is_kv_whole:
-    rules = config.ShardingRules(kv_heads=())
+  rules = config.ShardingRules(kv_heads=kv_heads)
+  if "context" in kv_heads:
+    if shape.context == 4:
+      pytest.skip("there are two kv heads")
+    rules = config.ShardingRules(kv_heads=kv_heads, tokens=())
   layout = mesh_lib.Layout(mesh=mesh, rules=rules)
-  attend = packed_attention.over_rows(name, start, HEADS, layout)
+  attend = packed_attention.over_rows(
+    name, start, HEADS, layout, interpret=True
+  )
 
   def gradients(attend):
     def total(q, k, v):

@@ -314,7 +314,7 @@ def mixed_logprobs(tokens, switch=12):
   def attend(layer, query, key, value):
     key = jnp.where(is_old, old[layer][0], key)
     value = jnp.where(is_old, old[layer][1], value)
-    return attention.IMPLEMENTATIONS["xla"](query, key, value, mask), None
+    return attention.xla_attention(query, key, value, mask), None
 
   model = transformer.bind(
     tiny.MODEL,

@@ -50,7 +50,7 @@ def launch(*arguments, **environment):
 def write_params(workdir):
   """What launch/sft.py leaves, without training."""
   config = runpy.run_path(str(ROOT / "configs" / "tiny.py"))["get_config"]()
-  config_json.prepare_workdir(config, workdir)
+  config_json.write(config, workdir)
   tokenizer = tokenizer_lib.character_level()
   tokenizer.save(workdir / "tokenizer")
   model = assembly.model_config(config, tokenizer.vocab_size)

@@ -50,10 +50,6 @@ def assert_same(found, wanted):
   )
 
 
-def test_eight_devices_have_ten_factorisations():
-  assert len(set(EIGHT)) == 10
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [*EIGHT, *WITH_CONTEXT], ids=str)
 def test_a_mesh_trains_like_one_device(shape):

@@ -292,7 +292,7 @@ def hidden_states(model, params, batch, *, is_stacked=True, kept=False):
 
   def attend(layer, query, key, value):
     del layer
-    mixed = attention.IMPLEMENTATIONS["xla"](query, key, value, mask)
+    mixed = attention.xla_attention(query, key, value, mask)
     return mixed, (key, value)
 
   bound = transformer.bind(model, params, is_stacked=is_stacked)

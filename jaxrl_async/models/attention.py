@@ -1,8 +1,8 @@
-"""Attention over packed rows (trainer) and padded rows (prefill).
+"""Attention written out, and over padded rows (prefill).
 
-Implementations sit in a dict for each kind of rows; "xla" is the reference
-every other one is tested against, with float32 scores and softmax. Decoding
-reads the cache: `rollout/paged_attention.py`.
+Implementations sit in a dict; "xla" is the reference every other one is tested
+against, with float32 scores and softmax. Packed rows are those of
+`packed_attention.py`; decoding reads the cache: `rollout/paged_attention.py`.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ import jax
 from jax import numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+MIXED = "mixed"  # what attention gave, for rematerialisation policies
 NEGATIVE = -1e30  # finite, so that a row with nothing to attend stays finite
 
 
@@ -46,9 +47,6 @@ def xla_attention(
   weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
   mixed = jnp.einsum("bkgts,bskh->btkgh", weights, value)
   return mixed.reshape(batch, length, num_heads, head_dim)
-
-
-IMPLEMENTATIONS = {"xla": xla_attention}  # of packed rows
 
 
 def causal_xla(

@@ -9,6 +9,7 @@ import functools
 from typing import Any
 
 import jax
+from jax import ad_checkpoint
 from jax import lax
 from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -139,6 +140,9 @@ def _forward(query, key, value, start, own):
   mixed, log_sums = lax.map(
     lambda x: _attend_one(x[0], key, value, *x[1:]), (query, start, own)
   )
+  # Both, or the backward pass would make both again.
+  mixed = ad_checkpoint.checkpoint_name(mixed, attention.MIXED)
+  log_sums = ad_checkpoint.checkpoint_name(log_sums, attention.MIXED)
   return mixed, (query, key, value, start, own, mixed, log_sums)
 
 

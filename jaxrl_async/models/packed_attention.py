@@ -136,6 +136,7 @@ def splash_kernel(
     ),
     head_shards=1,
     q_seq_shards=parts,
+    residual_checkpoint_name=attention.MIXED,
     interpret=interpret,
   )
 
@@ -197,6 +198,15 @@ IMPLEMENTATIONS: dict[str, PackedAttention] = {
 }
 
 
+def _are_together(layout: mesh_lib.Layout) -> bool:
+  """Whether each device has the kv heads of the query heads that it has."""
+  heads, kv_heads = (
+    [axis for axis in axes if layout.mesh.shape[axis] > 1]
+    for axes in (layout.rules.heads, layout.rules.kv_heads)
+  )
+  return heads == kv_heads
+
+
 def _by_compiler(mask, layout):
   def attend(query, key, value):
     if layout is None:
@@ -226,6 +236,8 @@ def over_rows(
   start: Int[Array, "B T"],
   num_heads: int,
   layout: mesh_lib.Layout | None = None,
+  *,
+  interpret: bool = False,
 ) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
   """What mixes the values of these rows, given query, key and value.
 
@@ -237,6 +249,7 @@ def over_rows(
     start: `segment_start` of the rows.
     num_heads: query heads of the model.
     layout: None or of one device leaves nothing to be split.
+    interpret: splash without a TPU.
   """
   implementation = IMPLEMENTATIONS[name]
   if name == "xla":
@@ -252,7 +265,7 @@ def over_rows(
 
   if name not in _TAKE_PARTS:
     axes = "batch", None, "heads", "head"
-  if parts_of("heads") != parts_of("kv_heads"):
+  if not _are_together(layout):
     # A device's query heads would not belong to the kv heads it holds.
     kv_axes = "batch", None, "heads", "head"
   parts = parts_of("tokens") if name in _TAKE_PARTS else 1
@@ -261,7 +274,9 @@ def over_rows(
   extra: tuple[Any, ...] = ()
   if name == "splash":
     heads = num_heads // parts_of("heads")
-    kernel = splash_kernel(start.shape[1], heads, parts=parts)
+    kernel = splash_kernel(
+      start.shape[1], heads, parts=parts, interpret=interpret
+    )
     of_context = mesh_lib.sharding(mesh, rules, None, "tokens")
     in_specs.append(kernel.manual_sharding_spec(of_context))
     extra = (kernel,)
@@ -382,7 +397,7 @@ def choose(
 
   num_heads = held("heads", model.num_heads)
   num_kv_heads = held("kv_heads", model.num_kv_heads)
-  if rules.heads != rules.kv_heads:
+  if not _are_together(layout):
     num_kv_heads = num_heads
   name, refused = kernel_choice.pick(
     field,

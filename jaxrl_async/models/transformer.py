@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 import numpy as np
 
 from jaxrl_async import config as config_lib
+from jaxrl_async.models import attention
 from jaxrl_async.models import configs
 from jaxrl_async.models import quantization
 
@@ -25,14 +26,14 @@ Params = dict[str, Any]
 Attend = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 # Names of what a policy below may keep.
-_LAYER_INPUT, _MIXED, _PRODUCT = "layer_input", "mixed", "product"
+_LAYER_INPUT, _PRODUCT = "layer_input", "product"
 _POLICIES = {
   config_lib.Remat.FULL: jax.checkpoint_policies.nothing_saveable,
   config_lib.Remat.ATTENTION: (
-    jax.checkpoint_policies.save_only_these_names(_MIXED)
+    jax.checkpoint_policies.save_only_these_names(attention.MIXED)
   ),
   config_lib.Remat.DOTS: (
-    jax.checkpoint_policies.save_only_these_names(_MIXED, _PRODUCT)
+    jax.checkpoint_policies.save_only_these_names(attention.MIXED, _PRODUCT)
   ),
   config_lib.Remat.OFFLOAD: (
     jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -175,7 +176,6 @@ class Block(nnx.Module):
     query = rotary(query, positions, frequencies)
     key = rotary(key, positions, frequencies)
     mixed, kept = attend(layer, query, key, value)
-    mixed = ad_checkpoint.checkpoint_name(mixed, _MIXED)
     x = x + _project("...nh,nhd->...d", mixed, self.output[...])
     h = rms_norm(x, self.mlp_norm[...], c.norm_eps)
     gate = jax.nn.silu(_project("...d,df->...f", h, self.gate[...]))

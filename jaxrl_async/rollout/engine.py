@@ -139,7 +139,8 @@ class Engine(jetstream_api.Engine):
   def programs(self, weights: Any) -> list[aot.Program]:
     """The longest prefill, or its chunk, and the longest decode call.
 
-    While a version is adopted, it and the previous one are there.
+    While a version is adopted, it and the previous one are there; while one is
+    evaluated, a second cache.
 
     Args:
       weights: shapes and types of what is published.
@@ -168,14 +169,14 @@ class Engine(jetstream_api.Engine):
         name="prefill",
         function=function,
         arguments=arguments,
-        resident=(state, params.weights),
+        resident=(state, state, params.weights),
       ),
       aot.Program(
         name="decode",
         function=self._generate,
         arguments=(params, state, *tables),
         settings={"window": sizes.cache_tokens, "is_filtered": False},
-        resident=params.weights,
+        resident=(state, params.weights),
         max_trips=sizes.decode_steps_per_call,
       ),
     ]
