@@ -191,6 +191,39 @@ def test_what_xla_writes_for_a_tpu_is_understood():
 
 
 @pytest.mark.parametrize(
+  ("line", "kind", "sent"),
+  [
+    (
+      "all-reduce-start = f32[1024]{0} all-reduce-start(%x),"
+      " replica_groups={{0,1,2,3}}, to_apply=%add",
+      "all-reduce",
+      2 * 3 / 4 * 4_096,
+    ),
+    (
+      "all-gather-start = (f32[1024]{0}, f32[4096]{0}) all-gather-start(%x),"
+      " replica_groups={{0,1,2,3}}, dimensions={0}",
+      "all-gather",
+      3 / 4 * 4 * 4_096,
+    ),
+  ],
+)
+def test_a_start_returns_its_result_with_or_without_what_it_was_given(
+  line, kind, sent
+):
+  text = "\n".join(
+    [
+      "HloModule m, num_partitions=4",
+      "",
+      "ENTRY %main (x: f32[1024]) -> f32[1024] {",
+      "  %x = f32[1024]{0} parameter(0)",
+      f"  ROOT %{line}",
+      "}",
+    ]
+  )
+  assert hlo.Module(text).cost().collectives == {kind: (1.0, sent)}
+
+
+@pytest.mark.parametrize(
   ("groups", "size"),
   [
     ("{{0,1},{2,3},{4,5},{6,7}}", 2),

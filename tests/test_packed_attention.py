@@ -11,6 +11,7 @@ from jaxrl_async import config
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async.models import block_attention
 from jaxrl_async.models import packed_attention
+from jaxrl_async.models import transformer
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 # Segments of three rows; what is left of a row is padding.
@@ -155,3 +156,19 @@ def test_a_mesh_attends_as_one_device(name, shape, kv_heads):
     jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
   ):
     np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+  ("remat", "num_products"),
+  [(config.Remat.FULL, 9), (config.Remat.ATTENTION, 7), (config.Remat.DOTS, 7)],
+)
+def test_what_a_policy_keeps_of_blocks_is_not_made_again(remat, num_products):
+  """Two products forward, five backward; with FULL two of them again."""
+  query, key, value, start = rows([[200, 56]], 256)
+  attend = jax.checkpoint(
+    lambda *inputs: block_attention.blocks(*inputs, start, start),
+    policy=transformer.POLICIES[remat],
+  )
+  gradient = jax.grad(lambda *inputs: attend(*inputs).sum(), argnums=(0, 1, 2))
+  program = str(jax.make_jaxpr(gradient)(query, key, value))
+  assert program.count("dot_general") == num_products

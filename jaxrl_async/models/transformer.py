@@ -27,7 +27,7 @@ Attend = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 # Names of what a policy below may keep.
 _LAYER_INPUT, _PRODUCT = "layer_input", "product"
-_POLICIES = {
+POLICIES = {  # of `jax.checkpoint`
   config_lib.Remat.FULL: jax.checkpoint_policies.nothing_saveable,
   config_lib.Remat.ATTENTION: (
     jax.checkpoint_policies.save_only_these_names(attention.MIXED)
@@ -259,7 +259,7 @@ class Decoder(nnx.Module):
       if self.remat is not config_lib.Remat.NONE:
         # A scan keeps the two passes apart by itself.
         body = jax.checkpoint(
-          step, policy=_POLICIES[self.remat], prevent_cse=False
+          step, policy=POLICIES[self.remat], prevent_cse=False
         )
       x, kept = jax.lax.scan(body, x, stacked)
     else:
