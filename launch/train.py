@@ -71,7 +71,7 @@ def _dry_run(config) -> None:
     return
   chip = topology.chip_of(devices[0])
   slices, attention = assembly.programs(config, devices)
-  print(f"Compiled, of each device; rollout attention: {attention}", flush=True)
+  print(f"Compiled, of each device; attention: {attention}", flush=True)
   compiled = {}
   for side, programs in slices.items():
     compiled[side] = []

@@ -165,7 +165,7 @@ def test_the_flops_of_a_step_are_those_of_arithmetic():
   slices, attention = assembly.programs(config, devices)
   programs = [x for side in slices.values() for x in side]
   found = {x.name: aot.compile_program(x) for x in programs}
-  assert attention == "prefill xla, decode xla over slots"
+  assert attention == "packed rows xla, prefill xla, decode xla over slots"
   assert all(x.memory_bytes > 0 and not x.refusal for x in found.values())
   model = assembly.model_config(config, 98)
   batch = 2 * 1 * 4 * 48  # minibatches, microbatches, rows, tokens
