@@ -69,9 +69,14 @@ def placed(shapes: Any, shardings: Any) -> Any:
 
 
 def bytes_a_device(shapes: Any) -> int:
-  """Memory of arrays on each device; without a sharding they are whole."""
+  """Memory of arrays on each device; without a sharding they are whole.
+
+  What lies in the host's memory takes none.
+  """
   total = 0
   for x in jax.tree.leaves(shapes):
+    if x.sharding and x.sharding.memory_kind == "pinned_host":
+      continue
     shape = x.sharding.shard_shape(x.shape) if x.sharding else x.shape
     total += math.prod(shape) * x.dtype.itemsize
   return total

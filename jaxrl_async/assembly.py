@@ -14,6 +14,7 @@ from jaxrl_async import config as config_lib
 from jaxrl_async import config_checks
 from jaxrl_async import dry_run
 from jaxrl_async import initial_params
+from jaxrl_async import memory_estimate
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import metrics as metrics_lib
 from jaxrl_async import prompts
@@ -212,6 +213,19 @@ def make_channel(
   )
 
 
+def _microbatches(config: config_lib.Config) -> int:
+  """Of a minibatch of the longest trajectories."""
+  algorithm, rollout = config.algorithm, config.rollout
+  return batching.expected_microbatches(
+    algorithm.group_size
+    * algorithm.groups_per_step
+    // algorithm.num_minibatches,
+    max_tokens=rollout.max_prompt_tokens + rollout.max_completion_tokens,
+    tokens_per_row=config.train.tokens_per_row,
+    rows_per_microbatch=config.train.rows_per_microbatch,
+  )
+
+
 def make_trainer(
   config: config_lib.Config,
   model: configs.ModelConfig,
@@ -235,15 +249,7 @@ def make_trainer(
       tokens_per_row=config.train.tokens_per_row,
       rows_per_microbatch=config.train.rows_per_microbatch,
       num_minibatches=algorithm.num_minibatches,
-      min_microbatches=batching.expected_microbatches(
-        algorithm.group_size
-        * algorithm.groups_per_step
-        // algorithm.num_minibatches,
-        max_tokens=config.rollout.max_prompt_tokens
-        + config.rollout.max_completion_tokens,
-        tokens_per_row=config.train.tokens_per_row,
-        rows_per_microbatch=config.train.rows_per_microbatch,
-      ),
+      min_microbatches=_microbatches(config),
       advantage_scale=algorithm.advantage_scale,
     ),
     optimizer=config.train.optimizer,
@@ -351,6 +357,40 @@ def _check_weights(config: config_lib.Config, devices: Sequence[Any]) -> None:
   )
 
 
+def training_memory(
+  config: config_lib.Config, model: configs.ModelConfig, devices: Sequence[Any]
+) -> memory_estimate.Estimate:
+  """What the training slice needs of a device, before anything compiles."""
+  mesh, _ = cut_devices(config, devices)
+  section = config.train.optimizer
+  optimizer = train_step.make_optimizer(
+    section, train_step.learning_rate_schedule(section)
+  )
+  state = aot.placed(
+    trainer_lib.abstract_train_state(model, optimizer),
+    trainer_lib.state_sharding(
+      mesh,
+      model,
+      optimizer,
+      initial_params.shardings(config, model, mesh),
+      offload=section.offload,
+    ),
+  )
+  rows = config.train.rows_per_microbatch * _microbatches(config)
+  return memory_estimate.training(
+    model,
+    mesh_lib.MeshShape(**mesh.shape),
+    config.mesh.train_rules,
+    config.train,
+    config.model,
+    weights=aot.bytes_a_device(state.params),
+    optimizer=aot.bytes_a_device(state.opt_state),
+    tokens_per_step=rows
+    * config.algorithm.num_minibatches
+    * config.train.tokens_per_row,
+  )
+
+
 def check(config: config_lib.Config, devices: Sequence[Any]) -> None:
   """Checks what `config_checks` cannot: names, sizes, data and template.
 
@@ -364,6 +404,9 @@ def check(config: config_lib.Config, devices: Sequence[Any]) -> None:
   model = model_config(config, tokenizer.vocab_size)
   _check_sharding(config, model, len(devices))
   _check_weights(config, devices)
+  memory_estimate.check(
+    training_memory(config, model, devices), topology.memory_bytes(devices[0])
+  )
   prompts.validate_task(
     config.task,
     tokenizer,
@@ -399,21 +442,19 @@ def describe(config: config_lib.Config, devices: Sequence[Any]) -> str:
   check(config, devices)
   model = model_config(config, load_tokenizer(config).vocab_size)
   train_mesh, rollout_mesh = cut_devices(config, devices)
-  section = config.train.optimizer
-  optimizer = train_step.make_optimizer(
-    section, train_step.learning_rate_schedule(section)
+  params = jax.eval_shape(
+    lambda key: transformer.init_params(model, key), jax.random.key(0)
   )
-  state = trainer_lib.abstract_train_state(model, optimizer)
   published = jax.eval_shape(
     lambda params: train_step.published_params(
       params, model.num_layers, config.rollout.dtype, config.rollout.weights
     ),
-    state.params,
+    params,
   )
   return dry_run.report(
     config,
     model,
-    optimizer_bytes=_num_bytes(state.opt_state),
+    training=training_memory(config, model, devices),
     published_bytes=_num_bytes(published),
     train_devices=list(train_mesh.devices.flat),
     rollout_devices=list(rollout_mesh.devices.flat),

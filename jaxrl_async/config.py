@@ -204,7 +204,12 @@ class TaskSection:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class OptimizerSection:
-  """An Optax optimizer with linear warmup and global-norm clipping."""
+  """An Optax optimizer with linear warmup and global-norm clipping.
+
+  Attributes:
+    state_dtype: of the first moment, Muon's included; the second stays float32.
+    offload: moments live in the host's memory between updates.
+  """
 
   name: OptimizerName = OptimizerName.ADAMW
   learning_rate: float = 3e-4
@@ -214,6 +219,8 @@ class OptimizerSection:
   eps: float = 1e-8
   weight_decay: float = 0.0
   max_grad_norm: float = 1.0
+  state_dtype: str = "float32"
+  offload: bool = False
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)

@@ -56,6 +56,7 @@ def _check_bounds(values: dict[str, Any]) -> None:
     check(zero, lambda x: x >= 0, "0 or more")
     check(f"{at}eps {at}max_grad_norm", lambda x: x > 0, "a number above 0")
     check(f"{at}b1 {at}b2", lambda x: 0 <= x < 1, "0 or more, below 1")
+    check(f"{at}state_dtype", lambda x: x in _DTYPES, " or ".join(_DTYPES))
 
 
 def _check_lengths(rollout: RolloutSection, tokens_per_row: int) -> None:

@@ -4,16 +4,9 @@ from collections.abc import Sequence
 
 from jaxrl_async import config as config_lib
 from jaxrl_async import config_checks
+from jaxrl_async import memory_estimate
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async.models import configs
-
-_BYTES = {"float32": 4, "bfloat16": 2}
-
-
-def _size(num_bytes: int) -> str:
-  if num_bytes < 1 << 30:
-    return f"{num_bytes / (1 << 20):,.1f} MiB"
-  return f"{num_bytes / (1 << 30):,.1f} GiB"
 
 
 def _slice(devices: Sequence[object], shape: mesh_lib.MeshShape) -> str:
@@ -24,7 +17,7 @@ def report(
   config: config_lib.Config,
   model: configs.ModelConfig,
   *,
-  optimizer_bytes: int,
+  training: memory_estimate.Estimate,
   published_bytes: int,
   train_devices: Sequence[object],
   rollout_devices: Sequence[object],
@@ -34,8 +27,8 @@ def report(
   Args:
     config: validated.
     model: with the tokenizer's vocabulary.
-    optimizer_bytes: of the whole optimizer state, before it is sharded.
-    published_bytes: of the engine's weights, likewise.
+    training: memory of the training slice.
+    published_bytes: of the engine's weights, before they are sharded.
     train_devices: of the training slice.
     rollout_devices: of the rollout slice.
   """
@@ -51,11 +44,12 @@ def report(
   train_shape, rollout_shape = config_checks.slice_shapes(
     config.mesh, len({*train_devices, *rollout_devices})
   )
-  weights = 4 * model.num_params
-  in_pages = rollout.num_pages * rollout.page_tokens
-  cache = model.cache_bytes(
-    tokens=in_pages or rollout.num_slots * rollout.cache_tokens,
-    itemsize=_BYTES[rollout.dtype],
+  generation = memory_estimate.rollout(
+    model,
+    rollout_shape,
+    config.mesh.rollout_rules,
+    rollout,
+    published=published_bytes,
   )
   lines = [
     "Batch",
@@ -77,11 +71,11 @@ def report(
     "Model",
     f"  {config.model.name:<16} {model.num_params:,} parameters,"
     f" vocabulary {model.vocab_size:,}",
-    "Memory, before it is sharded",
-    f"  training slice   weights {_size(weights)}, gradients"
-    f" {_size(weights)}, optimizer {_size(optimizer_bytes)}",
-    f"  rollout slice    weights {_size(published_bytes)},"
-    f" cache {_size(cache)}",
+    "Memory a device, estimated",
+    f"  training slice   {memory_estimate.size(training.total)}:"
+    f" {memory_estimate.line(training.parts)}",
+    f"  rollout slice    {memory_estimate.size(sum(generation.values()))}:"
+    f" {memory_estimate.line(generation)}",
     "Devices",
     f"  training slice   {_slice(train_devices, train_shape)}",
     f"  rollout slice    {_slice(rollout_devices, rollout_shape)}",

@@ -102,7 +102,13 @@ def warm_start(
     rules,
     transformer.logical_axes(forward.model, is_stacked=True),
   )
-  sharding = trainer.state_sharding(mesh, forward, optimizer, params_sharding)
+  sharding = trainer.state_sharding(
+    mesh,
+    forward.model,
+    optimizer,
+    params_sharding,
+    offload=section.optimizer.offload,
+  )
   if params is None:
     init = jax.jit(
       functools.partial(transformer.init_params, forward.model),

@@ -86,6 +86,14 @@ def is_described(device: Any) -> bool:
   return device not in jax.devices()
 
 
+def memory_bytes(device: Any) -> int | float | None:
+  """What programs may use of its memory, None where nothing says so."""
+  if is_described(device):
+    chip = chip_of(device)
+    return chip.hbm_bytes if chip else None
+  return (device.memory_stats() or {}).get("bytes_limit")
+
+
 def devices(name: str, *, max_wait_s: float = 3_600.0) -> list[Any]:
   """The devices of a slice, such as v5p:4x4x4.
 

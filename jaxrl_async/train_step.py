@@ -112,6 +112,7 @@ def make_optimizer(
       weight_decay=section.weight_decay,
       consistent_rms=0.2,  # one learning rate for both, arXiv:2502.16982
       muon_weight_dimension_numbers=muon_dimensions,
+      mu_dtype=section.state_dtype,
     )
   else:
     optimizer = optax.adamw(
@@ -120,6 +121,7 @@ def make_optimizer(
       b2=section.b2,
       eps=section.eps,
       weight_decay=section.weight_decay,
+      mu_dtype=section.state_dtype,
     )
   return optax.chain(
     optax.clip_by_global_norm(section.max_grad_norm), optimizer
@@ -217,26 +219,40 @@ def proximal_logprobs(
   return jax.lax.map(minibatch_logprobs, batch)
 
 
+def _in_memory_of(tree: Any, like: Any) -> Any:
+  """The arrays, each in the memory (a device's or its host's) of the other."""
+  return jax.tree.map(
+    lambda x, y: jax.device_put(x, jax.typeof(y).memory_space), tree, like
+  )
+
+
 def _apply_gradients(
   optimizer: optax.GradientTransformation,
   state: TrainState,
   gradients: transformer.Params,
   loss: Float[Array, ""],
 ) -> tuple[TrainState, Metrics]:
-  """One optimizer step, or none if loss or gradient is not finite."""
+  """One optimizer step, or none if loss or gradient is not finite.
+
+  An optimizer state that lies in the host's memory comes and goes back.
+  """
   norm = optax.tree.norm(gradients)
   is_good = jnp.isfinite(loss) & jnp.isfinite(norm)
+  before = dataclasses.replace(
+    state,
+    opt_state=jax.device_put(state.opt_state, jax.memory.Space.Device),
+  )
   # Optax multiplies by its int32 step count.
   with jax.numpy_dtype_promotion("standard"):
     updates, opt_state = optimizer.update(
-      gradients, state.opt_state, state.params
+      gradients, before.opt_state, before.params
     )
   params: Any = optax.apply_updates(state.params, updates)
   after = TrainState(params=params, opt_state=opt_state)
   after = jax.tree.map(
-    lambda new, old: jnp.where(is_good, new, old), after, state
+    lambda new, old: jnp.where(is_good, new, old), after, before
   )
-  return after, {
+  return _in_memory_of(after, state), {
     "loss": loss,
     "grad_norm": norm,
     "bad_updates": (~is_good).astype(jnp.float32),

@@ -192,7 +192,11 @@ class Trainer:
       transformer.logical_axes(forward.model, is_stacked=True),
     )
     self._state_sharding = state_sharding(
-      mesh, forward, self._optimizer, self._params_sharding
+      mesh,
+      forward.model,
+      self._optimizer,
+      self._params_sharding,
+      offload=optimizer.offload,
     )
     self._replicated = replicated = mesh_lib.replicated(mesh)
     self._peak_flops = mesh.size * (
@@ -429,16 +433,20 @@ def abstract_train_state(
 
 def state_sharding(
   mesh: Mesh,
-  forward: train_step.ForwardSettings,
+  model: configs.ModelConfig,
   optimizer: Any,
   params_sharding: transformer.Params,
+  *,
+  offload: bool,
 ) -> train_step.TrainState:
   """Optimizer moments sharded like their parameters, the rest replicated.
+
+  With `offload` the moments lie in the memory of the devices' host.
 
   A leaf of the optimizer's state is a parameter's moment when its path ends in
   the parameter's and their shapes agree.
   """
-  state = abstract_train_state(forward.model, optimizer)
+  state = abstract_train_state(model, optimizer)
   params = {
     tuple(map(str, path)): (x.shape, sharding)
     for (path, x), sharding in zip(
@@ -453,7 +461,7 @@ def state_sharding(
     for start in range(len(keys)):
       shape, sharding = params.get(keys[start:], (None, None))
       if shape == leaf.shape:
-        return sharding
+        return sharding.with_memory_kind("pinned_host") if offload else sharding
     return mesh_lib.replicated(mesh)
 
   return train_step.TrainState(

@@ -54,6 +54,7 @@ def test_the_defaults_are_valid():
     ("train.optimizer.b2", 1.0),
     ("train.optimizer.max_grad_norm", 0.0),
     ("warm_start.optimizer.eps", 0.0),
+    ("train.optimizer.state_dtype", "float16"),
     ("seed", 256),
     ("seed", -1),
     ("model.compute_dtype", "float31"),

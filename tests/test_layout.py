@@ -27,6 +27,7 @@ LAYERS = {
   ),
   2: (
     "aot",
+    "memory_estimate",
     "prompts",
     "buffer",
     "ledger",

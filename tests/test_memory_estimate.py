@@ -1,0 +1,206 @@
+"""What a training slice needs, by arithmetic and as compiled."""
+
+import dataclasses
+import math
+import pathlib
+import sys
+
+import jax
+import pytest
+import test_train_step
+
+from jaxrl_async import aot
+from jaxrl_async import assembly
+from jaxrl_async import config as config_lib
+from jaxrl_async import memory_estimate
+from jaxrl_async import mesh as mesh_lib
+from jaxrl_async import metrics
+from jaxrl_async import topology
+from jaxrl_async import trainer as trainer_lib
+from jaxrl_async.models import configs
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+from configs import tiny  # noqa: E402
+
+Remat = config_lib.Remat
+MODEL = configs.ModelConfig(
+  vocab_size=2_000,
+  model_dim=256,
+  num_layers=4,
+  num_heads=8,
+  num_kv_heads=4,
+  head_dim=32,
+  mlp_dim=768,
+  has_qk_norm=True,
+)
+TRAIN = config_lib.TrainSection(
+  tokens_per_row=512, rows_per_microbatch=4, vocab_chunk=1_024
+)
+GIB = 2**30
+
+
+def estimate(
+  remat, *, attention="blocks", shape=mesh_lib.ONE, weights=0, optimizer=0
+):
+  return memory_estimate.training(
+    MODEL,
+    shape,
+    mesh_lib.TRAIN_RULES,
+    dataclasses.replace(TRAIN, attention=attention),
+    config_lib.ModelSection(remat=remat),
+    weights=weights,
+    optimizer=optimizer,
+    tokens_per_step=4 * 4 * 512,
+  )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("remat", "attention", "shape"),
+  [
+    (Remat.NONE, "xla", mesh_lib.ONE),
+    (Remat.FULL, "blocks", mesh_lib.ONE),
+    (Remat.FULL, "blocks", mesh_lib.MeshShape(fsdp=4)),
+  ],
+)
+def test_the_estimate_is_near_what_is_compiled(remat, attention, shape):
+  trainer = trainer_lib.Trainer(
+    mesh=mesh_lib.make_mesh(jax.devices()[: shape.num_devices], shape),
+    forward=dataclasses.replace(
+      test_train_step.FORWARD,
+      model=MODEL,
+      remat=remat,
+      attention=attention,
+      vocab_chunk=TRAIN.vocab_chunk,
+    ),
+    loss=test_train_step.LOSS,
+    batch=trainer_lib.BatchSettings(
+      tokens_per_row=TRAIN.tokens_per_row,
+      rows_per_microbatch=TRAIN.rows_per_microbatch,
+      num_minibatches=2,
+      min_microbatches=2,
+      advantage_scale=config_lib.AdvantageScale.STD,
+    ),
+    optimizer=config_lib.OptimizerSection(),
+    num_steps=1,
+    decay=1.0,
+    rollout_dtype="float32",
+    busy=metrics.BusyClock(),
+  )
+  (update,) = [x for x in trainer.programs() if x.name == "update"]
+  state = trainer.abstract_state()
+  guess = estimate(
+    remat,
+    attention=attention,
+    shape=shape,
+    weights=aot.bytes_a_device(state.params),
+    optimizer=aot.bytes_a_device(state.opt_state),
+  )
+  compiled = aot.compile_program(update).memory_bytes
+  # Only large arrays are counted, and XLA shares buffers as it likes.
+  assert compiled / 1.5 < guess.total < 1.5 * compiled
+  assert guess.at_least < compiled
+
+
+def test_what_is_kept_is_a_layers_input_or_every_product():
+  tokens, layers = 4 * 512, 4
+  of = {remat: estimate(remat) for remat in Remat}
+  assert of[Remat.OFFLOAD].activations == 0
+  assert of[Remat.FULL].activations == 4 * tokens * layers * 256
+  assert of[Remat.ATTENTION].activations == 4 * tokens * layers * (256 + 256)
+  # Input, query, key, value, mixed, output, gate, up.
+  products = 256 + 256 + 128 + 128 + 256 + 256 + 768 + 768
+  assert of[Remat.DOTS].activations == 4 * tokens * layers * products
+  assert of[Remat.NONE].activations > of[Remat.DOTS].activations
+  scores = estimate(Remat.NONE, attention="xla")
+  more = scores.activations - of[Remat.NONE].activations
+  # Numerators and shares, and blocks keep what they gave twice.
+  assert more == 4 * tokens * layers * (2 * 8 * 512 - 256)
+  assert scores.least_activations == of[Remat.DOTS].activations
+
+
+def test_rows_tokens_and_heads_are_split():
+  whole = estimate(Remat.DOTS)
+  for shape in (
+    mesh_lib.MeshShape(data=2, fsdp=2),
+    mesh_lib.MeshShape(context=4),
+  ):
+    part = estimate(Remat.DOTS, shape=shape)
+    assert part.activations == whole.activations // 4
+    assert part.batch == whole.batch // 4
+  part = estimate(Remat.DOTS, shape=mesh_lib.MeshShape(tensor=4))
+  layer_input_and_output = 4 * 4 * 512 * 4 * 2 * 256
+  assert part.activations - layer_input_and_output == (
+    (whole.activations - layer_input_and_output) // 4
+  )
+
+
+@pytest.mark.parametrize(
+  ("parts", "message"),
+  [
+    (
+      {"weights": GIB, "optimizer": 4 * GIB, "gradients": 2 * GIB},
+      "train.optimizer: an update needs at least 8.0 GiB a device, which has"
+      " 7.5 GiB; 4.0 GiB of it are optimizer state; use"
+      " train.optimizer.offload=True",
+    ),
+    ({"least_activations": 9 * GIB}, "model.remat: .*rows_per_microbatch"),
+    ({"weights": 3 * GIB, "gradients": 6 * GIB}, "mesh.train_fsdp: .*9.0 GiB"),
+  ],
+)
+def test_what_cannot_fit_is_refused_with_its_largest_part(parts, message):
+  names = [field.name for field in dataclasses.fields(memory_estimate.Estimate)]
+  zeros = dict.fromkeys(names, 0) | {"least_activations": GIB}
+  needs = memory_estimate.Estimate(**zeros | parts)
+  memory_estimate.check(needs, None)
+  memory_estimate.check(needs, needs.at_least)
+  with pytest.raises(config_lib.ConfigError, match=f"^{message}") as caught:
+    memory_estimate.check(needs, 7.5 * GIB)
+  assert "\n" not in str(caught.value)
+
+
+def test_working_sets_alone_refuse_nothing():
+  needs = estimate(Remat.FULL, weights=100, optimizer=200)
+  assert needs.total > needs.at_least
+  memory_estimate.check(needs, needs.at_least)
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+  """A device that is not here."""
+
+  id: int
+  device_kind: str = "TPU v5 lite"
+  platform: str = "tpu"
+  process_index: int = 0
+
+
+def test_a_run_that_a_described_chip_cannot_hold_is_refused_before_compiling():
+  devices = [Described(id) for id in range(2)]
+  assert topology.memory_bytes(devices[0]) == 15.75 * GIB
+  assert topology.memory_bytes(jax.devices()[0]) is None
+  config = tiny.get_config()
+  assembly.check(config, devices)
+  config.train.rows_per_microbatch = 2_000_000
+  with pytest.raises(
+    config_lib.ConfigError, match="^model.remat: .*15.8 GiB.*activations"
+  ):
+    assembly.check(config, devices)
+  assembly.check(config, jax.devices()[:2])
+
+
+def test_no_moments_are_counted_that_the_host_holds():
+  config = tiny.get_config()
+  model = assembly.model_config(config, 98)
+  devices = jax.devices()[:2]
+  here = assembly.training_memory(config, model, devices)
+  assert here.weights == 4 * model.num_params
+  assert here.optimizer == pytest.approx(2 * here.weights, rel=1e-3)
+  config.train.optimizer.state_dtype = "bfloat16"
+  small = assembly.training_memory(config, model, devices)
+  assert small.optimizer == pytest.approx(1.5 * here.weights, rel=1e-3)
+  config.train.optimizer.offload = True
+  there = assembly.training_memory(config, model, devices)
+  assert there.optimizer == 8  # two counts
+  assert math.isclose(here.total - there.total, here.optimizer - 8)
