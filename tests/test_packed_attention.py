@@ -122,9 +122,7 @@ def test_blocks_of_other_segments_are_not_read():
     mesh_lib.MeshShape(fsdp=2, tensor=2),
   ],
 )
-@pytest.mark.parametrize(
-  "name", ["xla", "blocks", pytest.param("splash", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["xla", "blocks", "splash"])
 @pytest.mark.parametrize("kv_heads", [("tensor",), (), ("context",)])
 def test_a_mesh_attends_as_one_device(name, shape, kv_heads):
   lengths = [[256, 100, 150], [1, 511], [300], [64] * 8]

@@ -58,15 +58,15 @@ def _mask(
 
 
 def splash(
-  query: Float[Array, "B T N H"],
+  query: Float[Array, "B Q N H"],
   key: Float[Array, "B T K H"],
   value: Float[Array, "B T K H"],
-  query_start: Int[Array, "B T"],
+  query_start: Int[Array, "B Q"],
   key_start: Int[Array, "B T"],
   *,
   kernel: Any = None,
   interpret: bool = False,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B Q N H"]:
   """JAX's splash attention for TPU; blocks above the diagonal are left out.
 
   Args:
