@@ -12,8 +12,8 @@ nobody else, token by token; of an abandoned one, as far as it came. Some of
 them are written once more entirely alone.
 
 On two CPU cores, beside the load itself, about a minute of processor time goes
-into starting, compiling and writing everything again. The README has the result
-of --seconds=20. The clients share the cores with the server: `client_cpu_s` and
+into starting, compiling and writing everything again. The README has the
+result. The clients share the cores with the server: `client_cpu_s` and
 `server_cpu_s` of the `load_s` seconds on each core were theirs.
 
 A request waits most of its time for one of the 32 slots: with 200 clients that

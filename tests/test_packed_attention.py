@@ -6,6 +6,7 @@ import jax
 from jax import numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from jaxrl_async import config
 from jaxrl_async import mesh as mesh_lib
@@ -170,3 +171,42 @@ def test_what_a_policy_keeps_of_blocks_is_not_made_again(remat, num_products):
   gradient = jax.grad(lambda *inputs: attend(*inputs).sum(), argnums=(0, 1, 2))
   program = str(jax.make_jaxpr(gradient)(query, key, value))
   assert program.count("dot_general") == num_products
+
+
+def choose(wanted, tokens_per_row, shape=mesh_lib.ONE):
+  mesh = mesh_lib.make_mesh(jax.devices()[: shape.num_devices], shape)
+  layout = mesh_lib.Layout(mesh=mesh, rules=config.ShardingRules())
+  return packed_attention.choose(
+    wanted,
+    model=tiny.MODEL,
+    tokens_per_row=tokens_per_row,
+    dtype=jnp.dtype("float32"),
+    layout=layout,
+  )
+
+
+@pytest.mark.parametrize(
+  ("wanted", "tokens_per_row", "name"),
+  [
+    ("auto", 256, "xla"),
+    ("auto", 384, "blocks"),
+    ("xla", 384, "xla"),
+    ("blocks", 64, "blocks"),
+  ],
+)
+def test_plain_xla_is_taken_on_a_cpu(wanted, tokens_per_row, name):
+  assert choose(wanted, tokens_per_row) == name
+
+
+@pytest.mark.parametrize(
+  ("wanted", "tokens_per_row", "words"),
+  [
+    ("flash", 384, "'flash' is not one of auto, xla, blocks, splash"),
+    ("splash", 512, "splash does not work here .*; use auto or xla"),
+    ("splash", 320, "splash needs rows of 2 times a multiple of 128 tokens"),
+  ],
+)
+def test_attention_that_cannot_be_is_one_line(wanted, tokens_per_row, words):
+  shape = mesh_lib.MeshShape(context=2)
+  with pytest.raises(config.ConfigError, match=f"^train.attention: {words}"):
+    choose(wanted, tokens_per_row, shape)
