@@ -208,7 +208,8 @@ class Module:
 
   Args:
     text: of `jax.stages.Compiled.as_text`.
-    max_trips: of a loop whose end the data decides.
+    max_trips: of a loop whose end the data decides; inside another such loop
+      it is taken once, which is the least.
   """
 
   def __init__(self, text: str, max_trips: int = 1):
@@ -220,10 +221,10 @@ class Module:
 
   def cost(self) -> Cost:
     """Of the whole program."""
-    return self._cost(self._entry, True)
+    return self._cost(self._entry, True, self._max_trips)
 
-  def trips(self, loop: Instruction) -> int:
-    """How often a loop runs."""
+  def trips(self, loop: Instruction) -> int | None:
+    """How often a loop runs; None if the data decides."""
     if found := re.search(r"known_trip_count\W+n\W+(\d+)", loop.attributes):
       return int(found[1])
     # As JAX makes them: an index that counts from 0 is below a constant.
@@ -236,7 +237,7 @@ class Module:
       if operand in here and here[operand].opcode == "constant"
       if (constant := re.match(r"(\d+)\)", here[operand].attributes))
     ]
-    return min(bounds) if bounds else self._max_trips
+    return min(bounds) if bounds else None
 
   def _with_fused(self, name: str) -> Iterator[Computation]:
     here = self._computations[name]
@@ -245,15 +246,20 @@ class Module:
       if this.opcode == "fusion":
         yield from self._with_fused(this.called("calls"))
 
-  def _uncached_cost(self, name: str, is_in_memory: bool) -> Cost:
+  def _uncached_cost(
+    self, name: str, is_in_memory: bool, max_trips: int
+  ) -> Cost:
     """Of one computation; what is fused moves nothing by itself."""
     here, cost = self._computations[name], Cost()
     chains = set()
     for this in here.values():
       if this.opcode == "while":
-        trips = self.trips(this)
+        trips, inside = self.trips(this), max_trips
+        if trips is None:
+          trips, inside = max_trips, 1
         for key in ("body", "condition"):
-          cost = cost.plus(self._cost(this.called(key), is_in_memory), trips)
+          each = self._cost(this.called(key), is_in_memory, inside)
+          cost = cost.plus(each, trips)
       elif this.opcode == "conditional":
         branches = re.search(
           r"branch_computations=\{([^}]*)\}", this.attributes
@@ -265,18 +271,19 @@ class Module:
             this.called(k) for k in ("true_computation", "false_computation")
           ]
         )
-        costs = [self._cost(branch, is_in_memory) for branch in names]
+        costs = [self._cost(x, is_in_memory, max_trips) for x in names]
         cost = cost.plus(max(costs, key=lambda x: (x.flops, x.hbm_bytes)))
       elif inner := this.called("calls"):
         # A collective in several steps, fused with what runs meanwhile.
         chain = self._chain(inner)
-        fused = self._cost(inner, False)
+        fused = self._cost(inner, False, max_trips)
         if chain in chains:
           fused = dataclasses.replace(fused, collectives={})
         chains |= {chain} - {""}
         cost = cost.plus(fused)
       elif this.opcode == "call":
-        cost = cost.plus(self._cost(this.called("to_apply"), is_in_memory))
+        called = this.called("to_apply")
+        cost = cost.plus(self._cost(called, is_in_memory, max_trips))
       cost = cost.plus(self._own_cost(here, this, name, is_in_memory))
     return cost
 

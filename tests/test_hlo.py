@@ -166,6 +166,18 @@ def as_compiled(text):
   return "\n".join(lines)
 
 
+def test_loops_of_the_data_count_once_inside_each_other():
+  def nested(count, x):
+    def outer(_, x):
+      return jax.lax.fori_loop(0, count[1], lambda _, x: x @ x, x @ x)
+
+    return jax.lax.fori_loop(0, count[0], outer, x)
+
+  x = np.ones((16, 16), np.float32)
+  count = np.array([3, 5], np.int32)
+  assert cost(nested, count, x, max_trips=7).flops == 7 * 2 * 2 * 16**3
+
+
 def test_slices_are_moved_and_not_what_they_are_cut_from():
   def scanned(x, w):
     return jax.lax.scan(lambda x, w: (x * w + 1.0, None), x, w)[0]
