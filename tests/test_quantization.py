@@ -419,7 +419,7 @@ def test_a_dry_run_counts_quantised_weights():
   for weights in (WeightFormat.FLOAT, WeightFormat.INT8):
     config.rollout.weights = weights
     text = assembly.describe(config, jax.devices()[:2])
-    (line,) = [x for x in text.splitlines() if "rollout slice    w" in x]
+    (line,) = [x for x in text.splitlines() if "slice   " in x and "cache" in x]
     sizes[weights] = line
   assert sizes[WeightFormat.FLOAT] != sizes[WeightFormat.INT8]
 

@@ -9,6 +9,7 @@ import rich.console
 
 from jaxrl_async import config as config_lib
 from jaxrl_async import dry_run
+from jaxrl_async import memory_estimate
 from jaxrl_async import metrics
 from jaxrl_async import progress
 from jaxrl_async import summary as summary_lib
@@ -187,7 +188,16 @@ def test_a_dry_run_says_what_a_config_asks_of_the_machine():
   text = dry_run.report(
     config,
     model,
-    optimizer_bytes=8 << 20,
+    training=memory_estimate.Estimate(
+      weights=1 << 20,
+      optimizer=8 << 20,
+      gradients=2 << 20,
+      activations=4 << 20,
+      layer=3 << 20,
+      logits=5 << 20,
+      batch=1 << 20,
+      least_activations=1 << 20,
+    ),
     published_bytes=3 << 20,
     train_devices=["cpu:0"],
     rollout_devices=["cpu:1"],
@@ -196,6 +206,6 @@ def test_a_dry_run_says_what_a_config_asks_of_the_machine():
   assert "128 trajectories; 4 updates a step, 240 in the run" in text
   assert "at most 160 groups = 2,560 trajectories" in text
   assert f"{model.num_params:,} parameters" in text
-  assert "optimizer 8.0 MiB" in text
-  assert "rollout slice    weights 3.0 MiB" in text
+  assert "training slice   21.0 MiB: optimizer 8.0 MiB, logits 5.0 MiB" in text
+  assert "weights 6.0 MiB" in text  # two versions
   assert "share" not in text
