@@ -443,7 +443,7 @@ def describe(config: config_lib.Config, devices: Sequence[Any]) -> str:
   model = model_config(config, load_tokenizer(config).vocab_size)
   train_mesh, rollout_mesh = cut_devices(config, devices)
   params = jax.eval_shape(
-    lambda key: transformer.init_params(model, key), jax.random.key(0)
+    lambda: transformer.init_params(model, jax.random.key(0))
   )
   published = jax.eval_shape(
     lambda params: train_step.published_params(

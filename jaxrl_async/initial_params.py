@@ -65,7 +65,7 @@ def load(directory: str, model: configs.ModelConfig, placement: Any) -> Any:
   if (path / hf_config.CONFIG_FILE).is_file():
     return load_published("warm_start.checkpoint", path, model, placement)
   shapes = jax.eval_shape(
-    lambda key: transformer.init_params(model, key), jax.random.key(0)
+    lambda: transformer.init_params(model, jax.random.key(0))
   )
   target = jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),

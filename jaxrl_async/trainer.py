@@ -422,13 +422,13 @@ def abstract_train_state(
 ) -> train_step.TrainState:
   """Shapes of parameters and optimizer state, without making them."""
 
-  def init(key):
-    params = transformer.init_params(model, key)
+  def init():
+    params = transformer.init_params(model, jax.random.key(0))
     return train_step.TrainState(
       params=params, opt_state=optimizer.init(params)
     )
 
-  return jax.eval_shape(init, jax.random.key(0))
+  return jax.eval_shape(init)
 
 
 def state_sharding(

@@ -30,6 +30,7 @@ def check(arguments, words):
   assert line.startswith("error: ")
   for word in words:
     assert word in line, line
+  assert not pathlib.Path("/nowhere").exists()
 
 
 def with_tiny(*arguments):
