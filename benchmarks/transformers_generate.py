@@ -26,6 +26,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 import transformers
+import transformers_qwen2
 
 _TRIED_TOKENS = 128  # of the first batch, on a CPU
 
@@ -45,18 +46,10 @@ class Reference:
   """A model with random weights and the batches it has to write."""
 
   def __init__(self, workload: dict[str, Any]):
-    m = workload["model"]
     self._device = "cuda" if torch.cuda.is_available() else "cpu"
     self._dtype = getattr(torch, workload["dtype"])
-    self._config = transformers.Qwen2Config(
-      vocab_size=m["vocab_size"],
-      hidden_size=m["model_dim"],
-      intermediate_size=m["mlp_dim"],
-      num_hidden_layers=m["num_layers"],
-      num_attention_heads=m["num_heads"],
-      num_key_value_heads=m["num_kv_heads"],
-      max_position_embeddings=workload["cache_tokens"],
-      tie_word_embeddings=m["has_tied_head"],
+    self._config = transformers_qwen2.settings(
+      workload["model"], workload["cache_tokens"]
     )
     self._cache_tokens = workload["cache_tokens"]
     self._models = {name: self._model(name) for name in ("sdpa", "eager")}

@@ -40,6 +40,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import numpy as np
 import torch
 import transformers
+import transformers_qwen2
 
 _NO_LABEL = -100
 
@@ -106,21 +107,8 @@ class Reference:
     ]
 
   def _model(self, m: dict[str, Any]) -> Any:
-    if m["has_qk_norm"] or m["rope_scaling"] or not m["has_qkv_bias"]:
-      sys.exit("error: the model is not of Qwen2's architecture")
-    settings = transformers.Qwen2Config(
-      vocab_size=m["vocab_size"],
-      hidden_size=m["model_dim"],
-      intermediate_size=m["mlp_dim"],
-      num_hidden_layers=m["num_layers"],
-      num_attention_heads=m["num_heads"],
-      num_key_value_heads=m["num_kv_heads"],
-      head_dim=m["head_dim"],
-      rms_norm_eps=m["norm_eps"],
-      rope_parameters={"rope_type": "default", "rope_theta": m["rope_theta"]},
-      max_position_embeddings=self._microbatches[0].tokens.shape[1],
-      tie_word_embeddings=m["has_tied_head"],
-      use_cache=False,
+    settings = transformers_qwen2.settings(
+      m, self._microbatches[0].tokens.shape[1], use_cache=False
     )
     torch.manual_seed(0)
     with torch.device(self._device):

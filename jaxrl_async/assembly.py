@@ -404,6 +404,7 @@ def check(config: config_lib.Config, devices: Sequence[Any]) -> None:
   model = model_config(config, tokenizer.vocab_size)
   _check_sharding(config, model, len(devices))
   _check_weights(config, devices)
+  packed_attention.check_name(config.train.attention)
   memory_estimate.check(
     training_memory(config, model, devices), topology.memory_bytes(devices[0])
   )

@@ -71,6 +71,10 @@ def test_an_unknown_field_is_one_line(tmp_path):
     ),
     (with_tiny("--config.mesh.train_data=4"), ["mesh", "there are 2"]),
     (with_tiny("--config.model.name=tinny"), ["model.name"]),
+    (
+      with_tiny("--dry_run", "--config.train.attention=flash"),
+      ["train.attention", "flash", "blocks"],
+    ),
     (with_tiny("--topology=v5e:2x4"), ["topology", "add --dry_run"]),
     (with_tiny("--compile"), ["compile", "add --dry_run"]),
     (

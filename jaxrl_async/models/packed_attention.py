@@ -350,6 +350,16 @@ def _trial(
   )
 
 
+def check_name(wanted: str) -> None:
+  """Raises a ConfigError unless there is attention of that name."""
+  known = (kernel_choice.AUTO, *IMPLEMENTATIONS)
+  config.require(
+    wanted in known,
+    "train.attention",
+    f"{wanted!r} is not one of {', '.join(known)}",
+  )
+
+
 def choose(
   wanted: str,
   *,
@@ -373,10 +383,7 @@ def choose(
     ConfigError: no such name, or it does not work here.
   """
   field = "train.attention"
-  known = (kernel_choice.AUTO, *IMPLEMENTATIONS)
-  config.require(
-    wanted in known, field, f"{wanted!r} is not one of {', '.join(known)}"
-  )
+  check_name(wanted)
   if wanted in _PLAIN:
     return wanted
   mesh, rules = layout.mesh, layout.rules
