@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-import importlib.util
+import importlib
 import json
 import pathlib
 import subprocess
@@ -40,6 +40,11 @@ MODEL = configs.ModelConfig(
 LEARNING_RATE = 1e-2
 
 
+@pytest.fixture(autouse=True)
+def _scripts_import_what_lies_beside_them(monkeypatch):
+  monkeypatch.syspath_prepend(SCRIPT.parent)
+
+
 def batch_of(*rows):
   """A microbatch of one row for each list of segments, and one of padding."""
   packed = [tiny.packed(segments) for segments in (*rows, [])]
@@ -71,9 +76,7 @@ def write(directory, batch):
 
 
 def reference(directory, batch, attention):
-  spec = importlib.util.spec_from_file_location("transformers_train", SCRIPT)
-  script = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(script)
+  script = importlib.import_module(SCRIPT.stem)
   made = script.Reference(json.loads(write(directory, batch).read_text()))
   made.use(script.Variant(attention, 1))
   return made

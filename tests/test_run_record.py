@@ -1,0 +1,61 @@
+"""The recorder's thread: what fails in it ends the run's wait."""
+
+from concurrent import futures
+
+import numpy as np
+import pytest
+import worker_world
+
+from jaxrl_async import batching
+from jaxrl_async import metrics
+from jaxrl_async import progress
+from jaxrl_async import run_record
+from jaxrl_async import trainer
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def recorder(tmp_path):
+  world = worker_world.World(tmp_path)
+  writer = metrics.MetricsWriter(tmp_path)
+  this = run_record.Recorder(
+    run_record.RunRecord(),
+    workdir=tmp_path,
+    writer=writer,
+    ledger=world.ledger,
+    worker=world.worker,
+    rewards=world.rewards,
+    busy={name: metrics.BusyClock() for name in ("rollout", "train")},
+    progress=progress.Progress(1),
+    max_bad_updates=1,
+  )
+  yield this
+  this.close(DEADLINE_S)
+  writer.close()
+  world.ledger.close()
+
+
+def without_arrays():
+  """A step whose metrics cannot be made."""
+  none = np.zeros(0, np.int64)
+  return trainer.Pending(
+    step=0,
+    groups=[],
+    placement=batching.Placement(starts=none, lengths=none, shape=(1, 1, 1, 1)),
+    arrays={},
+    learning_rate=lambda: 0.0,
+    times_s={},
+    num_params=1,
+    peak_flops=1.0,
+  )
+
+
+def test_a_failure_is_raised_by_the_next_look_and_only_once(recorder):
+  recorder.check()
+  recorder.begin(without_arrays(), {}, {})
+  futures.wait([recorder._writing], DEADLINE_S)
+  with pytest.raises(KeyError, match="num_loss_tokens"):
+    recorder.check()
+  recorder.check()
+  recorder.wait()
