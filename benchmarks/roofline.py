@@ -38,10 +38,10 @@ def peaks(dtype: str) -> Peaks:
     start_s = time.perf_counter()
     a = jax.block_until_ready(triad(a, b))
     times_s.append(time.perf_counter() - start_s)
-  device = jax.devices()[0]
+  devices = jax.devices()[:1]
   width = 1_024 if is_cpu else 8_192
   rates = [
-    trainer.measured_matmul_flops(device, dtype, width) for _ in range(5)
+    trainer.measured_matmul_flops(devices, dtype, width) for _ in range(5)
   ]
   return Peaks(bytes_per_s=3 * b.nbytes / min(times_s), flops_per_s=max(rates))
 

@@ -4,11 +4,11 @@
 
 The trainer packs trajectories of lognormal lengths (packed_lengths.py), then
 does proximal logprobs and one update, with random weights. Without --rows the
-rows are those of the platform. In turn with it, in each repeat: the rate of
-large matrix products; the same update with plain next-token cross-entropy for a
-loss; and, in a process that waits meanwhile, that update with PyTorch (see
-transformers_train.py; needs the dependency group `reference`). All of it was
-done once before: compiling is not counted.
+rows are those of the platform; on a CPU two devices share the rows. In turn with
+it, in each repeat: the rate of large matrix products; the same update with plain
+next-token cross-entropy for a loss; and, in a process that waits meanwhile, that
+update with PyTorch (see transformers_train.py; needs the dependency group
+`reference`). All of it was done once before: compiling is not counted.
 
     tokens_per_s     of an update; padding does not count
     mfu              FLOPs of the model over the update's time and the matmul
@@ -129,7 +129,13 @@ _ROWS_PER_MICROBATCH = flags.DEFINE_integer(
   "rows_per_microbatch", 0, "0 takes the case's.", lower_bound=0
 )
 _VOCAB_CHUNK = flags.DEFINE_integer(
-  "vocab_chunk", 4_096, "As config.train.vocab_chunk.", lower_bound=1
+  "vocab_chunk", 8_192, "As config.train.vocab_chunk.", lower_bound=1
+)
+_DEVICES = flags.DEFINE_integer(
+  "devices",
+  0,
+  "That share the rows of a microbatch; 0 is two on a CPU, and one GPU.",
+  lower_bound=0,
 )
 _TORCH = flags.DEFINE_boolean("torch", True, "Compare with PyTorch.")
 
@@ -146,7 +152,13 @@ _COLUMNS = {
   "compile_s": ".0f",
   "compilations": "",
 }
+_CPU_DEVICES = 2  # one a core: what is no matrix product takes only one each
 _OPTIMIZER = config.OptimizerSection(learning_rate=1e-4)
+
+
+def _devices() -> list[Any]:
+  is_cpu = jax.default_backend() == "cpu"
+  return jax.devices()[: _DEVICES.value or (_CPU_DEVICES if is_cpu else 1)]
 
 
 def model_flops(model: configs.ModelConfig, lengths: np.ndarray) -> float:
@@ -160,7 +172,8 @@ class Ours:
   """A trainer, a prepared batch, and the update with another loss."""
 
   def __init__(self, case: Case, lengths: np.ndarray):
-    mesh = mesh_lib.make_mesh(jax.devices()[:1])
+    devices = _devices()
+    mesh = mesh_lib.make_mesh(devices, mesh_lib.MeshShape(data=len(devices)))
     layout = mesh_lib.Layout(mesh=mesh, rules=mesh_lib.TRAIN_RULES)
     forward = train_step.ForwardSettings(
       model=case.model,
@@ -277,11 +290,10 @@ def _row(name: str, directory: pathlib.Path) -> dict[str, Any]:
   if _TORCH.value and side_by_side.has_transformers():
     reference = _reference(case, ours.batch, directory)
   width = 1_024 if jax.default_backend() == "cpu" else 8_192
-  device = jax.devices()[0]
   runs, theirs = [], []
   for _ in range(_REPEATS.value):
     rate = max(
-      trainer_lib.measured_matmul_flops(device, case.dtype, width)
+      trainer_lib.measured_matmul_flops(_devices(), case.dtype, width)
       for _ in range(5)
     )
     times_s, plain_s = ours.step(), ours.plain_s()
@@ -332,6 +344,7 @@ def main(argv: Sequence[str]) -> None:
   if argv[1:]:
     sys.exit(f"error: unexpected arguments {' '.join(argv[1:])}")
   jax.config.update("jax_cpu_enable_async_dispatch", False)
+  jax.config.update("jax_num_cpu_devices", _DEVICES.value or _CPU_DEVICES)
   is_cpu = jax.default_backend() == "cpu"
   names = _ROWS.value or list(_CPU_CASES if is_cpu else _GPU_CASES)
   rows = []

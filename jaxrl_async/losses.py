@@ -87,8 +87,8 @@ def _forward(
   """
 
   def step(carry, start, width):
-    largest, total, moment, target_logits = carry
-    _, logits = _chunk_logits(hidden, head, start, width, temperature)
+    largest, total, moment, target_logits, _ = carry
+    logits = _chunk_logits(hidden, head, start, width, temperature)
     new_largest = jnp.maximum(largest, logits.max(-1))
     drop = largest - new_largest
     centred = logits - new_largest[..., None]
@@ -102,18 +102,21 @@ def _forward(
     )[..., 0]
     is_here = (index >= 0) & (index < width)
     target_logits = jnp.where(is_here, found, target_logits)
-    return new_largest, total, moment, target_logits
+    kept = logits if is_whole else None
+    return new_largest, total, moment, target_logits, kept
 
+  is_whole = vocab_chunk >= head.shape[1]
   zeros = jnp.zeros(targets.shape, jnp.float32)
   # Finite, because 0 * -inf would poison the first moment.
   lowest = jnp.full_like(zeros, jnp.finfo(jnp.float32).min)
-  largest, total, moment, target_logits = _walk(
-    step, (lowest, zeros, zeros, zeros), head.shape[1], vocab_chunk
+  largest, total, moment, target_logits, logits = _walk(
+    step, (lowest, zeros, zeros, zeros, None), head.shape[1], vocab_chunk
   )
   logprobs = (target_logits - largest) - jnp.log(total)
   entropy = jnp.log(total) - moment / total
   log_z = largest + jnp.log(total)
-  return (logprobs, entropy), (hidden, head, targets, log_z, entropy)
+  residuals = hidden, head, targets, logits, log_z, entropy
+  return (logprobs, entropy), residuals
 
 
 def _backward(
@@ -121,15 +124,21 @@ def _backward(
 ) -> tuple[Float[Array, "B T D"], Float[Array, "D V"], None]:
   """Walk the vocabulary again, making each chunk's logits anew.
 
+  Those of a single chunk were kept: nothing comes between the two passes that
+  would want their memory.
+
   d logprob / d l_v = [v = target] - p_v
   d entropy / d l_v = - p_v (log p_v + entropy)
   """
-  hidden, head, targets, log_z, entropy = residuals
+  hidden, head, targets, kept, log_z, entropy = residuals
   d_logprobs, d_entropy = (c[..., None] for c in cotangents)
 
   def step(carry, start, width):
     d_hidden, d_head = carry
-    columns, logits = _chunk_logits(hidden, head, start, width, temperature)
+    columns = _columns(hidden, head, start, width)
+    logits = kept
+    if logits is None:
+      logits = _chunk_logits(hidden, head, start, width, temperature)
     logprobs = logits - log_z[..., None]
     columns_here = lax.broadcasted_iota(targets.dtype, (1, 1, width), 2)
     is_target = columns_here == (targets - start)[..., None]
@@ -173,19 +182,28 @@ def _walk(step: Callable, carry: Any, vocab_size: int, vocab_chunk: int) -> Any:
   return step(carry, num_whole * vocab_chunk, rest) if rest else carry
 
 
+def _columns(
+  hidden: Float[Array, "B T D"],
+  head: Float[Array, "D V"],
+  start: int | Int[Array, ""],
+  width: int,
+) -> Float[Array, "D C"]:
+  columns = lax.dynamic_slice_in_dim(head, start, width, axis=1)
+  return columns.astype(hidden.dtype)
+
+
 def _chunk_logits(
   hidden: Float[Array, "B T D"],
   head: Float[Array, "D V"],
   start: int | Int[Array, ""],
   width: int,
   temperature: float,
-) -> tuple[Float[Array, "D C"], Float[Array, "B T C"]]:
-  columns = lax.dynamic_slice_in_dim(head, start, width, axis=1)
-  columns = columns.astype(hidden.dtype)
+) -> Float[Array, "B T C"]:
+  columns = _columns(hidden, head, start, width)
   logits = jnp.einsum(
     "btd,dv->btv", hidden, columns, preferred_element_type=jnp.float32
   )
-  return columns, logits / temperature
+  return logits / temperature
 
 
 def masked_sum(

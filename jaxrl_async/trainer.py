@@ -199,11 +199,7 @@ class Trainer:
       offload=optimizer.offload,
     )
     self._replicated = replicated = mesh_lib.replicated(mesh)
-    self._peak_flops = mesh.size * (
-      math.nan
-      if topology.is_described(mesh.devices.flat[0])
-      else measured_matmul_flops(mesh.local_devices[0], forward.compute_dtype)
-    )
+    self._peak_flops = _peak_flops(mesh, forward.compute_dtype)
     self._batch_sharding = mesh_lib.sharding(
       mesh, rules, None, None, "batch", "tokens"
     )
@@ -404,17 +400,33 @@ def _group(trajectories: Sequence[types.Trajectory]) -> types.RolloutGroup:
   )
 
 
-def measured_matmul_flops(device: Any, dtype: str, size: int = 1024) -> float:
-  """FLOPs a second of square matrix products on one device, best of three."""
-  matrix = jax.device_put(np.ones((size, size), jax.numpy.dtype(dtype)), device)
-  product = jax.jit(jax.numpy.matmul)
-  jax.block_until_ready(product(matrix, matrix))
-  times_s = []
-  for _ in range(3):
+def _peak_flops(mesh: jax.sharding.Mesh, dtype: str) -> float:
+  """Of the whole mesh, by the devices of this process; NaN if it has none."""
+  if topology.is_described(mesh.devices.flat[0]):
+    return math.nan
+  here = mesh.local_devices
+  return measured_matmul_flops(here, dtype) * mesh.size / len(here)
+
+
+def measured_matmul_flops(
+  devices: Sequence[Any], dtype: str, size: int = 1024
+) -> float:
+  """FLOPs a second of square matrix products, best of three.
+
+  Of these devices together, each with a product of its own: virtual devices of
+  a CPU share its cores.
+  """
+  matrix = np.ones((size, size), jax.numpy.dtype(dtype))
+  matrices = [jax.device_put(matrix, device) for device in devices]
+  multiply = jax.jit(jax.numpy.matmul)
+
+  def run_s():
     start_s = time.perf_counter()
-    jax.block_until_ready(product(matrix, matrix))
-    times_s.append(time.perf_counter() - start_s)
-  return 2 * size**3 / min(times_s)
+    jax.block_until_ready([multiply(x, x) for x in matrices])
+    return time.perf_counter() - start_s
+
+  run_s()  # compiles
+  return 2 * len(matrices) * size**3 / min(run_s() for _ in range(3))
 
 
 def abstract_train_state(
