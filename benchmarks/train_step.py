@@ -4,11 +4,12 @@
 
 The trainer packs trajectories of lognormal lengths (packed_lengths.py), then
 does proximal logprobs and one update, with random weights. Without --rows the
-rows are those of the platform; on a CPU two devices share the rows. In turn with
-it, in each repeat: the rate of large matrix products; the same update with plain
-next-token cross-entropy for a loss; and, in a process that waits meanwhile, that
-update with PyTorch (see transformers_train.py; needs the dependency group
-`reference`). All of it was done once before: compiling is not counted.
+rows are those of the platform; on a CPU two devices share each microbatch. In
+turn with it, in each repeat: the rate of large matrix products; the same update
+with plain next-token cross-entropy for a loss; and, in a process that waits
+meanwhile, that update with PyTorch (see transformers_train.py; needs the
+dependency group `reference`). All of it was done once before: compiling is not
+counted.
 
     tokens_per_s     of an update; padding does not count
     mfu              FLOPs of the model over the update's time and the matmul

@@ -102,6 +102,18 @@ class Cost:
 Computation = dict[str, Instruction]
 
 
+def _is_step(this: Instruction) -> bool:
+  return "chain_id=" in this.attributes
+
+
+def _is_start(this: Instruction) -> bool:
+  return '"AsyncCollectiveStart"' in this.attributes
+
+
+def _is_done(this: Instruction) -> bool:
+  return '"AsyncCollectiveDone"' in this.attributes
+
+
 def _shapes(text: str) -> tuple[Shape, ...]:
   return tuple(
     Shape(
@@ -251,7 +263,6 @@ class Module:
   ) -> Cost:
     """Of one computation; what is fused moves nothing by itself."""
     here, cost = self._computations[name], Cost()
-    chains = set()
     for this in here.values():
       if this.opcode == "while":
         trips, inside = self.trips(this), max_trips
@@ -274,12 +285,9 @@ class Module:
         costs = [self._cost(x, is_in_memory, max_trips) for x in names]
         cost = cost.plus(max(costs, key=lambda x: (x.flops, x.hbm_bytes)))
       elif inner := this.called("calls"):
-        # A collective in several steps, fused with what runs meanwhile.
-        chain = self._chain(inner)
         fused = self._cost(inner, False, max_trips)
-        if chain in chains:
+        if self._goes_on(inner):
           fused = dataclasses.replace(fused, collectives={})
-        chains |= {chain} - {""}
         cost = cost.plus(fused)
       elif this.opcode == "call":
         called = this.called("to_apply")
@@ -287,13 +295,14 @@ class Module:
       cost = cost.plus(self._own_cost(here, this, name, is_in_memory))
     return cost
 
-  def _chain(self, name: str) -> str:
-    for here in self._with_fused(name):
-      for this in here.values():
-        if "chain_id=" in this.attributes:
-          found = re.search(r"channel_id=\d+", this.attributes)
-          return found[0] if found else ""
-    return ""
+  def _goes_on(self, name: str) -> bool:
+    """Whether a fusion has a step, not the start, of a collective in steps.
+
+    Each is fused with what runs meanwhile, which may be a whole loop; the
+    collective is the one that was started before.
+    """
+    inside = self._computations[name].values()
+    return any(map(_is_step, inside)) and not any(map(_is_start, inside))
 
   def _own_cost(
     self, here: Computation, this: Instruction, name: str, is_in_memory: bool
@@ -365,6 +374,10 @@ class Module:
         continue
       if this.opcode == "bitcast":
         names.add(this.name)
+      elif _is_step(this) or _is_done(this):
+        continue
+      elif this.is_root and this.opcode == "tuple":
+        continue  # handed on
       elif this.opcode in _SLICES and used == [0]:
         total += sum(x.num_bytes for x in this.shapes)
       elif this.opcode == "fusion":
@@ -387,6 +400,8 @@ class Module:
         this = here[this.operands[1]]
       elif this.opcode == "fusion":
         total += self._written_bytes(this.called("calls"))
+        continue
+      elif this.opcode == "parameter" or _is_step(this) or _is_done(this):
         continue
       total += sum(x.num_bytes for x in this.shapes)
     return total

@@ -9,8 +9,9 @@ import pytest
 from jaxrl_async import hlo
 
 # As XLA for TPUs writes it: a loop with its bound in the condition, a matrix
-# product as a convolution, a reduce-scatter as a fusion, a gather in two parts
-# of one chain, a result in fast memory.
+# product as a convolution, a reduce-scatter as a fusion, a gather that is begun
+# before the loop, goes on inside each trip, and ends after it; a result in fast
+# memory.
 TPU = """HloModule jit_f, is_scheduled=true, num_partitions=4
 
 %all-reduce-scatter.1 (p: bf16[8,128]) -> bf16[2,128] {
@@ -20,36 +21,81 @@ replica_groups={{0,1,2,3}}, to_apply=%add
   ROOT %part = bf16[2,128]{1,0} dynamic-slice(%sum), dynamic_slice_sizes={2,128}
 }
 
-%async_collective_fusion.1 (q: bf16[2,128]) -> bf16[8,128] {
+%start (q: bf16[2,128]) -> (bf16[2,128], bf16[8,128]) {
   %q = bf16[2,128]{1,0} parameter(0)
-  ROOT %g = bf16[8,128]{1,0} all-gather(%q), channel_id=5, \
+  %g = bf16[8,128]{1,0} all-gather(%q), channel_id=5, \
 replica_groups=mesh['axis_0'=4,'axis_1'=1] {'axis_0'}, dimensions={0}, \
 frontend_attributes={chain_id="0"}
+  ROOT %begun = (bf16[2,128]{1,0}, bf16[8,128]{1,0}) custom-call(%g), \
+custom_call_target="AsyncCollectiveStart"
 }
 
-%condition (c: (s32[], bf16[8,128])) -> pred[] {
+%step (q.1: bf16[2,128], r.1: bf16[8,128], n: bf16[8,128]) \
+-> (bf16[8,128], bf16[2,128], bf16[8,128], bf16[8,128]) {
+  %q.1 = bf16[2,128]{1,0} parameter(0)
+  %r.1 = bf16[8,128]{1,0} parameter(1)
+  %n = bf16[8,128]{1,0} parameter(2)
+  %m = bf16[8,128]{1,0} negate(%n)
+  %g.1 = bf16[8,128]{1,0} all-gather(%q.1), channel_id=5, \
+replica_groups=mesh['axis_0'=4,'axis_1'=1] {'axis_0'}, dimensions={0}, \
+frontend_attributes={chain_id="0"}
+  ROOT %all = (bf16[8,128]{1,0}, bf16[2,128]{1,0}, bf16[8,128]{1,0}, \
+bf16[8,128]{1,0}) tuple(%m, %q.1, %r.1, %g.1)
+}
+
+%done (q.2: bf16[2,128], r.2: bf16[8,128]) -> bf16[8,128] {
+  %q.2 = bf16[2,128]{1,0} parameter(0)
+  %r.2 = bf16[8,128]{1,0} parameter(1)
+  %g.2 = bf16[8,128]{1,0} all-gather(%q.2), channel_id=5, \
+replica_groups=mesh['axis_0'=4,'axis_1'=1] {'axis_0'}, dimensions={0}, \
+frontend_attributes={chain_id="0"}
+  ROOT %ended = bf16[8,128]{1,0} custom-call(%q.2, %r.2, %g.2), \
+custom_call_target="AsyncCollectiveDone"
+}
+
+%condition (c: (s32[], bf16[8,128], bf16[2,128], bf16[8,128])) -> pred[] {
   %bound = s32[]{:T(128)} constant(7)
-  %c = (s32[]{:T(128)}, bf16[8,128]{1,0}) parameter(0)
+  %c = (s32[]{:T(128)}, bf16[8,128]{1,0}, bf16[2,128]{1,0}, \
+bf16[8,128]{1,0}) parameter(0)
   %i = s32[]{:T(128)} get-tuple-element(%c), index=0
   ROOT %lt = pred[]{:T(512)} compare(%i, %bound), direction=LT
 }
 
-%body (b: (s32[], bf16[8,128])) -> (s32[], bf16[8,128]) {
-  %b = (s32[]{:T(128)}, bf16[8,128]{1,0:T(8,128)(2,1)}) parameter(0)
+%body (b: (s32[], bf16[8,128], bf16[2,128], bf16[8,128])) \
+-> (s32[], bf16[8,128], bf16[2,128], bf16[8,128]) {
+  %b = (s32[]{:T(128)}, bf16[8,128]{1,0:T(8,128)(2,1)}, bf16[2,128]{1,0}, \
+bf16[8,128]{1,0}) parameter(0)
   %i.1 = s32[]{:T(128)} get-tuple-element(%b), index=0
   %x = bf16[8,128]{1,0:T(8,128)(2,1)} get-tuple-element(%b), index=1
+  %q.3 = bf16[2,128]{1,0} get-tuple-element(%b), index=2
+  %r.3 = bf16[8,128]{1,0} get-tuple-element(%b), index=3
   %w = bf16[128,128]{1,0} constant({...})
   %y = f32[8,128]{1,0:T(8,128)S(1)} convolution(%x, %w), dim_labels=bf_io->bf
   %z = bf16[2,128]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
-  %v = bf16[8,128]{1,0} fusion(%z), kind=kLoop, calls=%async_collective_fusion.1
-  %u = bf16[8,128]{1,0} fusion(%z), kind=kLoop, calls=%async_collective_fusion.1
-  ROOT %t = (s32[], bf16[8,128]{1,0}) tuple(%i.1, %u)
+  %v = (bf16[8,128]{1,0}, bf16[2,128]{1,0}, bf16[8,128]{1,0}, \
+bf16[8,128]{1,0}) fusion(%q.3, %r.3, %x), kind=kLoop, calls=%step
+  %u = bf16[8,128]{1,0} get-tuple-element(%v), index=0
+  %q.4 = bf16[2,128]{1,0} get-tuple-element(%v), index=1
+  %r.4 = bf16[8,128]{1,0} get-tuple-element(%v), index=2
+  ROOT %t = (s32[], bf16[8,128]{1,0}, bf16[2,128]{1,0}, \
+bf16[8,128]{1,0}) tuple(%i.1, %u, %q.4, %r.4)
 }
 
-ENTRY %main (a: (s32[], bf16[8,128])) -> (s32[], bf16[8,128]) {
-  %a = (s32[]{:T(128)}, bf16[8,128]{1,0:T(8,128)(2,1)}) parameter(0)
-  ROOT %loop = (s32[]{:T(128)}, bf16[8,128]{1,0}) while(%a), \
-condition=%condition, body=%body
+ENTRY %main (a: bf16[8,128], p.1: bf16[2,128]) -> bf16[8,128] {
+  %a = bf16[8,128]{1,0:T(8,128)(2,1)} parameter(0)
+  %p.1 = bf16[2,128]{1,0} parameter(1)
+  %zero = s32[]{:T(128)} constant(0)
+  %s = (bf16[2,128]{1,0}, bf16[8,128]{1,0}) fusion(%p.1), kind=kCustom, \
+calls=%start
+  %q.5 = bf16[2,128]{1,0} get-tuple-element(%s), index=0
+  %r.5 = bf16[8,128]{1,0} get-tuple-element(%s), index=1
+  %k = (s32[]{:T(128)}, bf16[8,128]{1,0}, bf16[2,128]{1,0}, \
+bf16[8,128]{1,0}) tuple(%zero, %a, %q.5, %r.5)
+  %loop = (s32[]{:T(128)}, bf16[8,128]{1,0}, bf16[2,128]{1,0}, \
+bf16[8,128]{1,0}) while(%k), condition=%condition, body=%body
+  %q.6 = bf16[2,128]{1,0} get-tuple-element(%loop), index=2
+  %r.6 = bf16[8,128]{1,0} get-tuple-element(%loop), index=3
+  ROOT %e = bf16[8,128]{1,0} fusion(%q.6, %r.6), kind=kCustom, calls=%done
 }
 """
 
@@ -191,15 +237,17 @@ def test_slices_are_moved_and_not_what_they_are_cut_from():
 def test_what_xla_writes_for_a_tpu_is_understood():
   found = hlo.Module(TPU).cost()
   assert found.flops == 7 * 2 * 8 * 128 * 128
-  sent = {kind: (7, 7 * 3 / 4 * 8 * 128 * 2) for kind in found.collectives}
-  assert found.collectives == sent
-  assert found.collectives.keys() == {"reduce-scatter", "all-gather"}
+  sent = 3 / 4 * 8 * 128 * 2
+  assert found.collectives == {
+    "reduce-scatter": (7, 7 * sent),
+    "all-gather": (1, sent),
+  }
   # x and w of the product (its result stays in fast memory), x and z of the
-  # scatter, z and what is gathered of both parts of the gather, and what the
-  # condition compares.
+  # scatter, what the step reads and makes beside the gather, and what the
+  # condition compares; once, what is gathered.
   row, part = 8 * 128 * 2, 2 * 128 * 2
-  each = (row + 128 * 128 * 2) + (row + part) + 2 * (part + row) + 9
-  assert found.hbm_bytes == 7 * each
+  each = (row + 128 * 128 * 2) + (row + part) + 2 * row + 9
+  assert found.hbm_bytes == 7 * each + part + row
 
 
 @pytest.mark.parametrize(
