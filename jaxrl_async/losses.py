@@ -7,6 +7,7 @@ under a False of `loss_mask` has no influence on a single bit, NaN included.
 """
 
 from collections.abc import Callable
+import dataclasses
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, ScalarLike
 
 from jaxrl_async import config
+from jaxrl_async import mesh as mesh_lib
 
 
 def token_logprobs_and_entropy(
@@ -25,6 +27,7 @@ def token_logprobs_and_entropy(
   *,
   temperature: float,
   vocab_chunk: int,
+  layout: mesh_lib.Layout | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
   r"""Logprob of each token given those before it, and how open the choice was.
 
@@ -44,6 +47,8 @@ def token_logprobs_and_entropy(
     segment_ids: 0 is padding.
     temperature: of sampling.
     vocab_chunk: [B, T, vocab_chunk] is the largest array that is ever made.
+    layout: of the mesh it is compiled for. A chunk has columns of every part
+      of the vocabulary.
   """
   same = segment_ids[:, 1:] == segment_ids[:, :-1]
   draws_next = jnp.pad(same & (segment_ids[:, 1:] != 0), ((0, 0), (0, 1)))
@@ -51,8 +56,7 @@ def token_logprobs_and_entropy(
     jnp.where(draws_next[..., None], hidden, 0),
     head,
     jnp.roll(tokens, -1, axis=1),
-    temperature,
-    vocab_chunk,
+    _Walk(temperature, vocab_chunk, layout),
   )
 
   def shifted(next_values):
@@ -62,55 +66,113 @@ def token_logprobs_and_entropy(
   return shifted(logprobs), shifted(entropy)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+  """How to go over the vocabulary, which is P parts of W columns."""
+
+  temperature: float
+  vocab_chunk: int
+  layout: mesh_lib.Layout | None
+
+  def parts(self, head: Float[Array, "D V"]) -> Float[Array, "D P W"]:
+    num_parts = self.layout.parts("vocab") if self.layout else 1
+    return head.reshape(head.shape[0], num_parts, -1)
+
+  def is_whole(self, head: Float[Array, "D P W"]) -> bool:
+    """Whether one chunk is all there is."""
+    return self.vocab_chunk >= head.shape[1] * head.shape[2]
+
+  def over(
+    self, step: Callable, carry: Any, head: Float[Array, "D P W"]
+  ) -> Any:
+    """Threads carry through step(carry, start, width) over a part's columns."""
+    size = head.shape[2]
+    width = min(size, max(1, self.vocab_chunk // head.shape[1]))
+    num_whole, rest = divmod(size, width)
+    if num_whole == 1:  # Straight code: XLA fuses what a loop would keep apart.
+      carry = step(carry, 0, width)
+    else:
+      carry = lax.fori_loop(
+        0, num_whole, lambda i, c: step(c, i * width, width), carry
+      )
+    return step(carry, num_whole * width, rest) if rest else carry
+
+  def columns(
+    self, hidden: Array, head: Float[Array, "D P W"], start: Any, width: int
+  ) -> Float[Array, "D P C"]:
+    columns = lax.dynamic_slice_in_dim(head, start, width, axis=2)
+    return self.split(columns.astype(hidden.dtype), None, "vocab", None)
+
+  def logits(
+    self, hidden: Float[Array, "B T D"], columns: Float[Array, "D P C"]
+  ) -> Float[Array, "B T P C"]:
+    logits = jnp.einsum(
+      "btd,dpv->btpv", hidden, columns, preferred_element_type=jnp.float32
+    )
+    logits = self.split(logits, "batch", "tokens", "vocab", None)
+    return logits / self.temperature
+
+  def split(self, array: Array, *axes: str | None) -> Array:
+    return self.layout.constrain(array, *axes) if self.layout else array
+
+
+def _index(
+  targets: Int[Array, "B T"], head: Float[Array, "D P W"], start: Any
+) -> Int[Array, "B T P"]:
+  """Where a token's column is, counted from `start` of each part."""
+  first = jnp.arange(head.shape[1], dtype=targets.dtype) * head.shape[2]
+  return targets[..., None] - first[None, None] - start
+
+
 def _primal(
   hidden: Float[Array, "B T D"],
   head: Float[Array, "D V"],
   targets: Int[Array, "B T"],
-  temperature: float,
-  vocab_chunk: int,
+  walk: _Walk,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
   """Logprob of targets[t] under hidden[t], and the entropy; no shift here."""
-  return _forward(hidden, head, targets, temperature, vocab_chunk)[0]
+  return _forward(hidden, head, targets, walk)[0]
 
 
 def _forward(
   hidden: Float[Array, "B T D"],
   head: Float[Array, "D V"],
   targets: Int[Array, "B T"],
-  temperature: float,
-  vocab_chunk: int,
+  walk: _Walk,
 ) -> tuple[tuple[Array, Array], Any]:
   """Walk the vocabulary once with a running maximum m.
 
   total = sum_v exp(l_v - m),   moment = sum_v exp(l_v - m) (l_v - m)
   log Z = m + log(total),       entropy = log(total) - moment / total
   """
+  parts = walk.parts(head)
+  is_whole = walk.is_whole(parts)
 
   def step(carry, start, width):
     largest, total, moment, target_logits, _ = carry
-    logits = _chunk_logits(hidden, head, start, width, temperature)
-    new_largest = jnp.maximum(largest, logits.max(-1))
+    columns = walk.columns(hidden, parts, start, width)
+    logits = walk.logits(hidden, columns)
+    new_largest = jnp.maximum(largest, logits.max((-2, -1)))
     drop = largest - new_largest
-    centred = logits - new_largest[..., None]
+    centred = logits - new_largest[..., None, None]
     weights = jnp.exp(centred)
     moment = jnp.exp(drop) * (moment + total * drop)
-    moment += (weights * centred).sum(-1)
-    total = jnp.exp(drop) * total + weights.sum(-1)
-    index = targets - start
+    moment += (weights * centred).sum((-2, -1))
+    total = jnp.exp(drop) * total + weights.sum((-2, -1))
+    index = _index(targets, parts, start)
     found = jnp.take_along_axis(
       logits, jnp.clip(index, 0, width - 1)[..., None], axis=-1
     )[..., 0]
     is_here = (index >= 0) & (index < width)
-    target_logits = jnp.where(is_here, found, target_logits)
+    target_logits += jnp.where(is_here, found, 0).sum(-1)
     kept = logits if is_whole else None
     return new_largest, total, moment, target_logits, kept
 
-  is_whole = vocab_chunk >= head.shape[1]
   zeros = jnp.zeros(targets.shape, jnp.float32)
   # Finite, because 0 * -inf would poison the first moment.
   lowest = jnp.full_like(zeros, jnp.finfo(jnp.float32).min)
-  largest, total, moment, target_logits, logits = _walk(
-    step, (lowest, zeros, zeros, zeros, None), head.shape[1], vocab_chunk
+  largest, total, moment, target_logits, logits = walk.over(
+    step, (lowest, zeros, zeros, zeros, None), parts
   )
   logprobs = (target_logits - largest) - jnp.log(total)
   entropy = jnp.log(total) - moment / total
@@ -120,7 +182,7 @@ def _forward(
 
 
 def _backward(
-  temperature: float, vocab_chunk: int, residuals: Any, cotangents: Any
+  walk: _Walk, residuals: Any, cotangents: Any
 ) -> tuple[Float[Array, "B T D"], Float[Array, "D V"], None]:
   """Walk the vocabulary again, making each chunk's logits anew.
 
@@ -131,79 +193,41 @@ def _backward(
   d entropy / d l_v = - p_v (log p_v + entropy)
   """
   hidden, head, targets, kept, log_z, entropy = residuals
-  d_logprobs, d_entropy = (c[..., None] for c in cotangents)
+  parts = walk.parts(head)
+  log_z, entropy, d_logprobs, d_entropy = (
+    x[..., None, None] for x in (log_z, entropy, *cotangents)
+  )
 
   def step(carry, start, width):
-    d_hidden, d_head = carry
-    columns = _columns(hidden, head, start, width)
-    logits = kept
-    if logits is None:
-      logits = _chunk_logits(hidden, head, start, width, temperature)
-    logprobs = logits - log_z[..., None]
-    columns_here = lax.broadcasted_iota(targets.dtype, (1, 1, width), 2)
-    is_target = columns_here == (targets - start)[..., None]
+    d_hidden, d_parts = carry
+    columns = walk.columns(hidden, parts, start, width)
+    logits = walk.logits(hidden, columns) if kept is None else kept
+    logprobs = logits - log_z
+    columns_here = lax.broadcasted_iota(targets.dtype, (1, 1, 1, width), 3)
+    is_target = columns_here == _index(targets, parts, start)[..., None]
     d_logits = jnp.where(is_target, d_logprobs, 0) - jnp.exp(logprobs) * (
-      d_logprobs + d_entropy * (logprobs + entropy[..., None])
+      d_logprobs + d_entropy * (logprobs + entropy)
     )
-    d_logits = (d_logits / temperature).astype(hidden.dtype)
+    d_logits = (d_logits / walk.temperature).astype(hidden.dtype)
     d_hidden += jnp.einsum(
-      "btv,dv->btd", d_logits, columns, preferred_element_type=jnp.float32
+      "btpv,dpv->btd", d_logits, columns, preferred_element_type=jnp.float32
     )
     d_columns = jnp.einsum(
-      "btd,btv->dv", hidden, d_logits, preferred_element_type=jnp.float32
+      "btd,btpv->dpv", hidden, d_logits, preferred_element_type=jnp.float32
     )
-    d_head = lax.dynamic_update_slice_in_dim(
-      d_head, d_columns.astype(head.dtype), start, axis=1
-    )
-    return d_hidden, d_head
+    d_columns = walk.split(d_columns.astype(head.dtype), "embed", "vocab", None)
+    d_parts = lax.dynamic_update_slice_in_dim(d_parts, d_columns, start, axis=2)
+    return d_hidden, d_parts
 
-  d_hidden, d_head = _walk(
-    step,
-    (jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(head)),
-    head.shape[1],
-    vocab_chunk,
+  zeros = walk.split(jnp.zeros_like(parts), "embed", "vocab", None)
+  d_hidden, d_parts = walk.over(
+    step, (jnp.zeros(hidden.shape, jnp.float32), zeros), parts
   )
-  return d_hidden.astype(hidden.dtype), d_head, None
+  return d_hidden.astype(hidden.dtype), d_parts.reshape(head.shape), None
 
 
-_next_logprobs_and_entropy = jax.custom_vjp(_primal, nondiff_argnums=(3, 4))
+_next_logprobs_and_entropy = jax.custom_vjp(_primal, nondiff_argnums=(3,))
 _next_logprobs_and_entropy.defvjp(_forward, _backward)
-
-
-def _walk(step: Callable, carry: Any, vocab_size: int, vocab_chunk: int) -> Any:
-  """Thread carry through step(carry, start, width) over the vocabulary."""
-  num_whole, rest = divmod(vocab_size, vocab_chunk)
-  if num_whole == 1:  # Straight code: XLA fuses what a loop would keep apart.
-    carry = step(carry, 0, vocab_chunk)
-  elif num_whole > 1:
-    carry = lax.fori_loop(
-      0, num_whole, lambda i, c: step(c, i * vocab_chunk, vocab_chunk), carry
-    )
-  return step(carry, num_whole * vocab_chunk, rest) if rest else carry
-
-
-def _columns(
-  hidden: Float[Array, "B T D"],
-  head: Float[Array, "D V"],
-  start: int | Int[Array, ""],
-  width: int,
-) -> Float[Array, "D C"]:
-  columns = lax.dynamic_slice_in_dim(head, start, width, axis=1)
-  return columns.astype(hidden.dtype)
-
-
-def _chunk_logits(
-  hidden: Float[Array, "B T D"],
-  head: Float[Array, "D V"],
-  start: int | Int[Array, ""],
-  width: int,
-  temperature: float,
-) -> Float[Array, "B T C"]:
-  columns = _columns(hidden, head, start, width)
-  logits = jnp.einsum(
-    "btd,dv->btv", hidden, columns, preferred_element_type=jnp.float32
-  )
-  return logits / temperature
 
 
 def masked_sum(

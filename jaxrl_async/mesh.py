@@ -140,6 +140,22 @@ class Layout:
     here = sharding(self.mesh, self.rules, *logical_axes)
     return jax.lax.with_sharding_constraint(array, here)
 
+  def parts(self, logical_axis: str) -> int:
+    """Into how many parts an axis is split."""
+    return math.prod(
+      self.mesh.shape[axis] for axis in getattr(self.rules, logical_axis)
+    )
+
+  def freed(self, *logical_axes: str, of: str) -> "Layout":
+    """The layout in which what splits `of` splits none of these axes."""
+    taken = getattr(self.rules, of)
+    rest = {
+      name: tuple(x for x in getattr(self.rules, name) if x not in taken)
+      for name in logical_axes
+    }
+    rules = dataclasses.replace(self.rules, **rest)
+    return dataclasses.replace(self, rules=rules)
+
 
 def put(tree: Any, shardings: Any) -> Any:
   """Host arrays on their devices, each of which is sent its part only.

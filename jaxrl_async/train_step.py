@@ -160,13 +160,8 @@ def token_logprobs(
   batch: batching.PackedBatch,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
   """Logprobs and entropies of one packed microbatch."""
-  # A lookup in a table whose rows are split would replicate its result.
-  embedding = settings.constrain(params["embedding"], "vocab", None)
   model = transformer.bind(
-    settings.model,
-    {**params, "embedding": embedding},
-    is_stacked=True,
-    remat=settings.remat,
+    settings.model, params, is_stacked=True, remat=settings.remat
   )
   length = batch.tokens.shape[1]
   # Nothing learns from padding: each sees itself alone, and costs no block.
@@ -184,10 +179,9 @@ def token_logprobs(
     return mix(query, key, value), None
 
   hidden, _ = model.hidden(
-    batch.tokens,
+    _embedded(settings, model, batch.tokens),
     batch.positions,
     attend,
-    jnp.dtype(settings.compute_dtype),
     lambda x: settings.constrain(x, "batch", "tokens", None),
   )
   return losses.token_logprobs_and_entropy(
@@ -197,7 +191,28 @@ def token_logprobs(
     batch.segment_ids,
     temperature=settings.temperature,
     vocab_chunk=settings.vocab_chunk,
+    layout=settings.layout,
   )
+
+
+def _embedded(
+  settings: ForwardSettings,
+  model: transformer.Decoder,
+  tokens: Int[Array, "B T"],
+) -> Float[Array, "B T D"]:
+  """Looks up tokens in a table whose columns lie where other rows are.
+
+  Each device looks up its columns of all those rows, then columns are exchanged
+  for rows: the table would be more to gather, and its gradient to sum.
+  """
+  dtype = jnp.dtype(settings.compute_dtype)
+  if settings.layout is None:
+    return model.embed(tokens, dtype)
+  by_columns = settings.layout.freed("batch", "tokens", of="embed")
+  tokens = by_columns.constrain(tokens, "batch", "tokens")
+  columns = model.embed(tokens, dtype)
+  columns = by_columns.constrain(columns, "batch", "tokens", "embed")
+  return settings.constrain(columns, "batch", "tokens", None)
 
 
 def proximal_logprobs(

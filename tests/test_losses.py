@@ -199,8 +199,8 @@ def test_no_array_is_larger_than_a_chunk():
     )[0].sum()
 
   text = str(jax.make_jaxpr(jax.grad(scalar, (0, 1)))(*shapes))
-  assert f"f32[{rows},{tokens},{chunk}]" in text
-  assert f"{rows},{tokens},{vocab}]" not in text
+  assert f"f32[{rows},{tokens},1,{chunk}]" in text
+  assert f"{rows},{tokens},1,{vocab}]" not in text
 
 
 # Seven loss tokens and one other, log-ratios (theta / proximal, proximal /

@@ -322,10 +322,9 @@ def mixed_logprobs(tokens, switch=12):
     is_stacked=False,
   )
   hidden, _ = model.hidden(
-    jnp.asarray(batch.tokens),
+    model.embed(jnp.asarray(batch.tokens), jnp.dtype("float32")),
     jnp.asarray(batch.positions),
     attend,
-    jnp.dtype("float32"),
   )
   logprobs = np.asarray(jax.nn.log_softmax(hidden[0] @ model.head()))
   return np.pad(logprobs[np.arange(len(tokens) - 1), tokens[1:]], (1, 0))

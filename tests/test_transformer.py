@@ -81,10 +81,9 @@ def test_recomputed_activations_change_no_gradient(remat):
       return query + value.repeat(2, axis=2), None
 
     hidden, _ = model.hidden(
-      jnp.asarray(batch.tokens),
+      model.embed(jnp.asarray(batch.tokens), jnp.dtype("float32")),
       jnp.asarray(batch.positions),
       attend,
-      jnp.dtype("float32"),
     )
     return jnp.square(hidden[..., 0]).sum()
 

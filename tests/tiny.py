@@ -297,10 +297,9 @@ def hidden_states(model, params, batch, *, is_stacked=True, kept=False):
 
   bound = transformer.bind(model, params, is_stacked=is_stacked)
   hidden, keys_and_values = bound.hidden(
-    jnp.asarray(batch.tokens),
+    bound.embed(jnp.asarray(batch.tokens), jnp.dtype("float32")),
     jnp.asarray(batch.positions),
     attend,
-    jnp.dtype("float32"),
   )
   return (hidden, keys_and_values) if kept else hidden
 

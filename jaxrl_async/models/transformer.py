@@ -233,19 +233,23 @@ class Decoder(nnx.Module):
     head = self.head() if self.config.has_tied_head else self.output_head[...]
     return quantization.project("...d,dv->...v", hidden, head, jnp.float32)
 
+  def embed(
+    self, tokens: Int[Array, "*B"], dtype: jnp.dtype
+  ) -> Float[Array, "*B D"]:
+    """Looks tokens up; what learns from them is summed in the table's type."""
+    return self.embedding[...][tokens].astype(dtype)
+
   def hidden(
     self,
-    tokens: Int[Array, "*B"],
+    x: Float[Array, "*B D"],
     positions: Int[Array, "*B"],
     attend: Attend,
-    dtype: jnp.dtype,
     constrain: Callable[[jax.Array], jax.Array] = lambda x: x,
   ) -> tuple[Float[Array, "*B D"], Any]:
-    """Normed hidden states, and what `attend` kept for each layer.
+    """Normed hidden states of what `embed` gave, and what `attend` kept.
 
-    `constrain` says how the states before and after each layer are split.
+    `constrain` says how the states after each layer are split.
     """
-    x = constrain(self.embedding[...].astype(dtype)[tokens])
     if self.is_stacked:
       block_def, stacked = nnx.split(self.layers)
 

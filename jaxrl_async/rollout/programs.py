@@ -78,7 +78,8 @@ class Programs:
       return mixed, kv_cache.from_prefill(key, value, self.dtype)
 
     model = transformer.bind(self.model, params.weights, is_stacked=False)
-    _, cache = model.hidden(tokens, positions, attend, self.dtype)
+    embedded = model.embed(tokens, self.dtype)
+    _, cache = model.hidden(embedded, positions, attend)
     return Prefix(cache=cache, tokens=tokens, lengths=lengths)
 
   def open_rows(self, tokens, lengths, shared: Prefix | None) -> Prefix:
@@ -109,7 +110,8 @@ class Programs:
       return kv_cache.attend_rows(written, query, start), written
 
     model = transformer.bind(self.model, params.weights, is_stacked=False)
-    _, cache = model.hidden(tokens, positions, attend, self.dtype)
+    embedded = model.embed(tokens, self.dtype)
+    _, cache = model.hidden(embedded, positions, attend)
     return dataclasses.replace(prefix, cache=cache)
 
   def fill_pages(
@@ -199,7 +201,8 @@ class Programs:
       return mixed, written
 
     model = transformer.bind(self.model, params.weights, is_stacked=False)
-    hidden, cache = model.hidden(state.tokens, positions, attend, self.dtype)
+    embedded = model.embed(state.tokens, self.dtype)
+    hidden, cache = model.hidden(embedded, positions, attend)
     logits = model.logits(hidden)
     filters = None
     if is_filtered:
