@@ -5,10 +5,13 @@
 
 A variant, after the colon, is the tokens of the longest trajectory (1k, 8k or
 32k), and after an @ the slice whose mesh it takes: v5e:2x4, v6e:2x4 or
-v5p:2x2x1. Half of the chips train, half of them generate. docs/scaling.md says
-what fits and how long it takes at least. The weights are random unless
+v5p:2x2x1. Half of the chips train, half of them generate; at 32k tokens several
+share a row, but on v5p. docs/scaling.md says what fits and how long it takes at
+least. The weights are random unless
 `--config.model.name` is a published model's directory.
 """
+
+import dataclasses
 
 from ml_collections import config_dict
 
@@ -20,6 +23,8 @@ SLICES = {
   "v6e:2x4": config.MeshSection(train_fsdp=4, rollout_data=4),
   "v5p:2x2x1": config.MeshSection(train_fsdp=2, rollout_data=2),
 }
+# Devices that share a row of 32k tokens; 8k are left to each, or all of it.
+LONG_CONTEXT = {"v5e": 4, "v6e": 4, "v5p": 1}
 
 
 def make(
@@ -45,6 +50,11 @@ def make(
     f"{variant!r}; use {', '.join(TOKENS)}, and @ with {', '.join(slices)}",
   )
   tokens, mesh = TOKENS[length], slices[name]
+  if length == "32k":
+    context = LONG_CONTEXT[name.partition(":")[0]]
+    mesh = dataclasses.replace(
+      mesh, train_fsdp=mesh.train_fsdp // context, train_context=context
+    )
   slots = max(1, slots_per_replica * TOKENS["8k"] // tokens)
   prompt = tokens // 8
   return config.Config(

@@ -135,7 +135,7 @@ class ShardingRules:
   tokens: tuple[str, ...] = ("context",)
   layers: tuple[str, ...] = ()
   vocab: tuple[str, ...] = ("tensor",)
-  embed: tuple[str, ...] = ("fsdp",)
+  embed: tuple[str, ...] = ("fsdp", "context")
   heads: tuple[str, ...] = ("tensor",)
   kv_heads: tuple[str, ...] = ("tensor",)
   head: tuple[str, ...] = ()

@@ -27,6 +27,7 @@ from jaxrl_async import topology
 from jaxrl_async import train_step
 from jaxrl_async import types
 from jaxrl_async.models import configs
+from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
 
 
@@ -227,7 +228,18 @@ class Trainer:
       dtype=rollout_dtype,
       weights=rollout_weights,
     )
-    self._publish = jax.jit(self._publish_fn)
+    # Each device keeps the part that it casts.
+    self._published_sharding = mesh_lib.shardings(
+      mesh,
+      rules,
+      quantization.logical_axes(
+        transformer.logical_axes(forward.model, is_stacked=False),
+        rollout_weights,
+      ),
+    )
+    self._publish = jax.jit(
+      self._publish_fn, out_shardings=self._published_sharding
+    )
 
   def start(self, params: transformer.Params) -> None:
     """Takes parameters (of `init_params` or the warm start) as version 0."""
@@ -247,8 +259,9 @@ class Trainer:
     )
 
   def published_shapes(self) -> transformer.Params:
-    """Shapes and types of `published`."""
-    return jax.eval_shape(self._publish_fn, self.abstract_state().params)
+    """Shapes, types and shardings of `published`."""
+    shapes = jax.eval_shape(self._publish_fn, self.abstract_state().params)
+    return aot.placed(shapes, self._published_sharding)
 
   def programs(self) -> list[aot.Program]:
     """What a train step runs, on the largest batch that a run expects."""
