@@ -2,10 +2,10 @@
 
     uv run --extra tpu-aot benchmarks/scaling.py --results=docs/scaling.jsonl
 
-1.5B, 7B and 32B at 8k and 32k tokens on three slices each; nothing runs. A case
-takes minutes, and what the results have already is not compiled again, so the
-same command goes on where it was stopped. `--only=1p5b:8k` takes the cases
-whose names begin so.
+1.5B, 7B and 32B at 8k and 32k tokens on three slices each; nothing runs. Half a
+case takes two to five minutes, and what the results have already is not compiled
+again, so the same command goes on where it was stopped. `--only=1p5b:8k` takes
+the cases whose names begin so, `--sides=training` half of each.
 
 The table is on standard output; its last line is the same as JSON.
 """
@@ -33,6 +33,9 @@ from jaxrl_async import topology
 
 _RESULTS = flags.DEFINE_string("results", None, "One line a case.")
 _ONLY = flags.DEFINE_string("only", "", "Cases whose names begin so.")
+_SIDES = flags.DEFINE_multi_enum(
+  "sides", ["training", "rollout"], ["training", "rollout"], "Of each case."
+)
 
 _CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 _MODELS = {"1p5b": "1.5B", "7b": "7B", "32b": "32B"}
@@ -48,44 +51,54 @@ def _cases() -> Iterator[tuple[str, Any]]:
         yield f"{model}:{length}@{name}", file["get_config"](f"{length}@{name}")
 
 
-def _stored(path: pathlib.Path) -> dict[str, dict[str, Any]]:
+def _stored(path: pathlib.Path) -> dict[tuple[str, str], dict[str, Any]]:
   lines = path.read_text().splitlines() if path.exists() else []
-  return {x["case"]: x for x in map(json.loads, lines)}
+  return {(x["case"], x["side"]): x for x in map(json.loads, lines)}
 
 
-def _compile(case: str, config: Any) -> dict[str, Any]:
+def _compile(case: str, side: str, config: Any) -> dict[str, Any]:
   devices = topology.devices(case.partition("@")[2])
   assembly.check(config, devices)
   slices, attention = assembly.programs(config, devices)
-  found = {"case": case, "attention": attention, "slices": {}}
-  for side, programs in slices.items():
-    found["slices"][side] = []
-    for program in programs:
-      compiled = aot.compile_program(program)
-      print(case, compiled, file=sys.stderr, flush=True)
-      found["slices"][side].append(dataclasses.asdict(compiled))
-  return found
+  compiled = []
+  for program in slices[side]:
+    compiled.append(aot.compile_program(program))
+    print(case, compiled[-1], file=sys.stderr, flush=True)
+  return {
+    "case": case,
+    "side": side,
+    "attention": attention,
+    "programs": list(map(dataclasses.asdict, compiled)),
+  }
 
 
-def _row(found: dict[str, Any]) -> str:
-  case, _, name = found["case"].partition("@")
-  model, length = case.split(":")
+def _row(case: str, sides: dict[str, dict[str, Any]]) -> str:
+  """Of what has been compiled of a case."""
+  shape, _, name = case.partition("@")
+  model, length = shape.split(":")
   chip = topology.CHIPS[name.partition(":")[0]]
   slices = {
-    side: [aot.Compiled(**{**x, "cost": hlo.Cost(**x["cost"])}) for x in some]
-    for side, some in found["slices"].items()
+    side: [
+      aot.Compiled(**{**x, "cost": hlo.Cost(**x["cost"])})
+      for x in found["programs"]
+    ]
+    for side, found in sides.items()
   }
-  memory = [
-    max(x.memory_bytes for x in some) / 2**30 for some in slices.values()
-  ]
-  cells = [_MODELS[model], length, name, *(f"{gib:.1f}" for gib in memory)]
+  cells = [_MODELS[model], length, name]
+  for side in _SIDES.default:
+    some = slices.get(side)
+    memory = max(x.memory_bytes for x in some) / 2**30 if some else 0
+    cells.append(f"{memory:.1f}" if some else "")
   by_name = {x.name: x for some in slices.values() for x in some}
-  for program in map(by_name.__getitem__, _PROGRAMS):
+  for program in map(by_name.get, _PROGRAMS):
+    if program is None or program.refusal:
+      cells.append("refused" if program else "")
+      continue
     times_s = aot.roofline_s(program.cost, chip)
     bound = max(times_s, key=lambda name: times_s[name])
-    text = f"{times_s[bound]:,.3f} {bound}"
-    cells.append("refused" if program.refusal else text)
-  cells.append(aot.misfit(slices, chip) or "yes")
+    cells.append(f"{times_s[bound]:,.3f} {bound}")
+  whole = "yes" if len(slices) == len(_SIDES.default) else "so far"
+  cells.append(aot.misfit(slices, chip) or whole)
   cells.append(f"{sum(x.compile_s for x in by_name.values()):.0f}")
   return f"| {' | '.join(cells)} |"
 
@@ -95,11 +108,12 @@ def main(argv: list[str]) -> None:
   del argv
   path = pathlib.Path(_RESULTS.value)
   stored = _stored(path)
-  for case, config in _cases():
-    if case.startswith(_ONLY.value) and case not in stored:
-      stored[case] = _compile(case, config)
-      with path.open("a") as file:
-        file.write(json.dumps(stored[case]) + "\n")
+  for side in _SIDES.value:
+    for case, config in _cases():
+      if case.startswith(_ONLY.value) and (case, side) not in stored:
+        stored[case, side] = _compile(case, side, config)
+        with path.open("a") as file:
+          file.write(json.dumps(stored[case, side]) + "\n")
   head = (
     *("model", "tokens", "slice", "GiB train", "GiB rollout"),
     *(f"{name}, s" for name in _PROGRAMS),
@@ -107,9 +121,11 @@ def main(argv: list[str]) -> None:
   )
   print(f"| {' | '.join(head)} |")
   print("| --- " * len(head) + "|")
-  rows = [stored[case] for case, _ in _cases() if case in stored]
-  print("\n".join(map(_row, rows)))
-  print(json.dumps(rows))
+  for case, _ in _cases():
+    sides = {side: x for (name, side), x in stored.items() if name == case}
+    if sides:
+      print(_row(case, sides))
+  print(json.dumps(list(stored.values())))
 
 
 if __name__ == "__main__":

@@ -101,7 +101,9 @@ class _Walk:
     self, hidden: Array, head: Float[Array, "D P W"], start: Any, width: int
   ) -> Float[Array, "D P C"]:
     columns = lax.dynamic_slice_in_dim(head, start, width, axis=2)
-    return self.split(columns.astype(hidden.dtype), None, "vocab", None)
+    # Cut and cast, then gathered: a chunk at a time, and not the head.
+    columns = self.split(columns, "embed", "vocab", None).astype(hidden.dtype)
+    return self.split(columns, None, "vocab", None)
 
   def logits(
     self, hidden: Float[Array, "B T D"], columns: Float[Array, "D P C"]

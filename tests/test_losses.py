@@ -203,6 +203,21 @@ def test_no_array_is_larger_than_a_chunk():
   assert f"{rows},{tokens},1,{vocab}]" not in text
 
 
+@pytest.mark.parametrize(("vocab_chunk", "num_products"), [(23, 3), (12, 8)])
+def test_the_logits_of_a_single_chunk_are_made_once(
+  inputs, vocab_chunk, num_products
+):
+  """Logits and two gradients; of two chunks, the logits of both twice."""
+
+  def scalar(hidden, head):
+    return logprobs_and_entropy(
+      hidden, head, inputs[2], vocab_chunk=vocab_chunk
+    )[0].sum()
+
+  text = str(jax.make_jaxpr(jax.grad(scalar, (0, 1)))(*inputs[:2]))
+  assert text.count("dot_general[") == num_products
+
+
 # Seven loss tokens and one other, log-ratios (theta / proximal, proximal /
 # behavior) and advantages: clipped above, clipped below, past the clip on the
 # side where it does not bind (twice), inside (twice), clipped above again, so

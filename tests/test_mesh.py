@@ -22,7 +22,7 @@ MODEL = dataclasses.replace(tiny.MODEL, vocab_size=96)
 def test_rules_map_logical_axes_to_mesh_axes():
   rules = mesh_lib.TRAIN_RULES
   spec = mesh_lib.spec(rules, ("embed", "heads", "head"))
-  assert spec == P("fsdp", "tensor", None)
+  assert spec == P(("fsdp", "context"), "tensor", None)
   spec = mesh_lib.spec(rules, ("batch", "tokens", None))
   assert spec == P(("data", "fsdp"), "context", None)
   spec = mesh_lib.spec(mesh_lib.ROLLOUT_RULES, ("embed", "mlp"))
@@ -40,6 +40,17 @@ def test_an_axis_without_a_rule_is_an_error():
 def test_one_mesh_axis_cannot_split_two_axes_of_an_array(axes):
   with pytest.raises(ValueError, match=f"^{axes[1]}: .* already splits"):
     mesh_lib.spec(mesh_lib.TRAIN_RULES, axes)
+
+
+def test_an_axis_is_freed_of_what_splits_another():
+  mesh = mesh_lib.make_mesh(
+    jax.devices()[:4], mesh_lib.MeshShape(data=2, fsdp=2)
+  )
+  layout = mesh_lib.Layout(mesh=mesh, rules=mesh_lib.TRAIN_RULES)
+  freed = layout.freed("batch", "tokens", of="embed")
+  assert (freed.rules.batch, freed.rules.tokens) == (("data",), ())
+  assert freed.rules.embed == ("fsdp", "context")
+  assert [x.parts("batch") for x in (layout, freed)] == [4, 2]
 
 
 def test_train_devices_come_first_and_the_slices_share_none():

@@ -18,6 +18,7 @@ import pytest
 import test_train_step
 
 from jaxrl_async import config
+from jaxrl_async import hlo
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async.models import transformer
 
@@ -82,6 +83,28 @@ def test_other_rules_train_the_same(rules):
   _, wanted_steps, wanted_params = trained(mesh_lib.ONE)
   assert_same(steps, wanted_steps)
   assert_same(params, wanted_params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "shape", [MeshShape(fsdp=8), MeshShape(fsdp=2, context=2, tensor=2)], ids=str
+)
+def test_no_device_is_sent_the_table_of_tokens_or_its_gradient(shape):
+  trainer = mesh_world.make_trainer(shape)
+  (update,) = (p for p in trainer.programs() if p.name == "update")
+  text = update.function.lower(*update.arguments).compile().as_text()
+  model = trainer.forward.model
+  table = {model.vocab_size, model.model_dim}
+  computations, _ = hlo.parse(text)
+  sent = [
+    shape.sizes
+    for here in computations.values()
+    for this in here.values()
+    if this.opcode.removesuffix("-start") in ("all-gather", "all-reduce")
+    for shape in this.shapes
+  ]
+  assert sent
+  assert not [sizes for sizes in sent if table <= set(sizes)]
 
 
 @pytest.mark.slow
