@@ -157,7 +157,7 @@ def training(
   gathered = layer_weights // model.num_layers if parts("embed") > 1 else 0
   # Half as much again as what a layer keeps is what compiled programs take.
   layer = kept(none) * (2 if remat is none else 3) // 2 + gathered
-  chunk = min(train.vocab_chunk, model.vocab_size)
+  chunk = min(train.vocab_chunk, model.vocab_size) // parts("vocab")
   states = 3 * tokens * model.model_dim * 4
   return Estimate(
     weights=weights,
@@ -165,9 +165,7 @@ def training(
     gradients=2 * weights,
     activations=model.num_layers * kept(remat),
     layer=layer,
-    logits=3 * 4 * tokens * chunk
-    + states
-    + 4 * head * (2 if parts("embed") > 1 else 1),
+    logits=3 * 4 * tokens * chunk + states + 4 * chunk * model.model_dim,
     batch=_BATCH_BYTES * math.ceil(tokens_per_step / split),
     least_activations=model.num_layers * least,
   )

@@ -75,6 +75,10 @@ def test_an_unknown_field_is_one_line(tmp_path):
       with_tiny("--dry_run", "--config.train.attention=flash"),
       ["train.attention", "flash", "blocks"],
     ),
+    (
+      with_tiny("--dry_run", "--config.rollout.attention=tpu_paged"),
+      ["rollout.attention", "rollout.num_pages"],
+    ),
     (with_tiny("--topology=v5e:2x4"), ["topology", "add --dry_run"]),
     (with_tiny("--compile"), ["compile", "add --dry_run"]),
     (

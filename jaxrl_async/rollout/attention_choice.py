@@ -132,6 +132,22 @@ def decode_trial(
   )
 
 
+def check_name(wanted: str, *, has_pages: bool) -> None:
+  """Raises a ConfigError unless there is attention of that name."""
+  decode = paged_attention.IMPLEMENTATIONS
+  known = dict.fromkeys((kernel_choice.AUTO, *attention.CAUSAL, *decode))
+  config.require(
+    wanted in known,
+    "rollout.attention",
+    f"{wanted!r} is not one of {', '.join(known)}",
+  )
+  config.require(
+    has_pages or wanted not in decode.keys() - {"xla"},
+    "rollout.attention",
+    f"{wanted} reads pages, and rollout.num_pages is 0",
+  )
+
+
 def choose(
   wanted: str,
   *,
@@ -158,16 +174,8 @@ def choose(
   Raises:
     ConfigError: no such name, or it does not work here.
   """
+  check_name(wanted, has_pages=sizes.num_pages > 0)
   decode = paged_attention.IMPLEMENTATIONS
-  known = dict.fromkeys((kernel_choice.AUTO, *attention.CAUSAL, *decode))
-  if wanted not in known:
-    raise config.ConfigError(
-      f"rollout.attention: {wanted!r} is not one of {', '.join(known)}"
-    )
-  if not sizes.num_pages and wanted in decode.keys() - {"xla"}:
-    raise config.ConfigError(
-      f"rollout.attention: {wanted} reads pages, and rollout.num_pages is 0"
-    )
   if mesh.size > 1 and rules.heads != rules.kv_heads:
     if wanted not in (kernel_choice.AUTO, "xla"):
       raise config.ConfigError(
