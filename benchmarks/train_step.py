@@ -78,6 +78,7 @@ class Case:
   scale: int
   rows_per_microbatch: int
   num_trajectories: int
+  vocab_chunk: int
   remat: config.Remat
 
   @property
@@ -93,6 +94,7 @@ def _cpu_case(name: str) -> Case:
     scale=16,
     rows_per_microbatch=2,
     num_trajectories=256,
+    vocab_chunk=8_192,  # of both cases the whole
     remat=config.Remat.DOTS,
   )
 
@@ -104,6 +106,7 @@ def _gpu_case(name: str) -> Case:
     scale=1,
     rows_per_microbatch=2,
     num_trajectories=256,
+    vocab_chunk=4_096,
     remat=config.Remat.DOTS,
   )
 
@@ -130,7 +133,7 @@ _ROWS_PER_MICROBATCH = flags.DEFINE_integer(
   "rows_per_microbatch", 0, "0 takes the case's.", lower_bound=0
 )
 _VOCAB_CHUNK = flags.DEFINE_integer(
-  "vocab_chunk", 8_192, "As config.train.vocab_chunk.", lower_bound=1
+  "vocab_chunk", 0, "0 takes the case's.", lower_bound=0
 )
 _DEVICES = flags.DEFINE_integer(
   "devices",
@@ -159,7 +162,10 @@ _OPTIMIZER = config.OptimizerSection(learning_rate=1e-4)
 
 def _devices() -> list[Any]:
   is_cpu = jax.default_backend() == "cpu"
-  return jax.devices()[: _DEVICES.value or (_CPU_DEVICES if is_cpu else 1)]
+  wanted = _DEVICES.value or (_CPU_DEVICES if is_cpu else 1)
+  if wanted > jax.device_count():
+    sys.exit(f"error: {wanted} devices; there are {jax.device_count()}")
+  return jax.devices()[:wanted]
 
 
 def model_flops(model: configs.ModelConfig, lengths: np.ndarray) -> float:
@@ -188,7 +194,7 @@ class Ours:
         layout=layout,
       ),
       temperature=1.0,
-      vocab_chunk=_VOCAB_CHUNK.value,
+      vocab_chunk=_VOCAB_CHUNK.value or case.vocab_chunk,
       layout=layout,
     )
     rows = _ROWS_PER_MICROBATCH.value or case.rows_per_microbatch
@@ -233,6 +239,10 @@ class Ours:
         ),
       ),
       donate_argnums=0,
+      out_shardings=(
+        jax.tree.map(lambda x: x.sharding, self.trainer.abstract_state()),
+        None,
+      ),
     )
     self._one_minibatch = jax.tree.map(lambda x: x[0], self.batch.arrays)
     self._num_steps = 0

@@ -5,10 +5,10 @@
 
 A variant, after the colon, is the tokens of the longest trajectory (1k, 8k or
 32k), and after an @ the slice whose mesh it takes: v5e:2x4, v6e:2x4 or
-v5p:2x2x1. Half of the chips train, half of them generate; at 32k tokens several
-share a row, but on v5p. docs/scaling.md says what fits and how long it takes at
-least. The weights are random unless
-`--config.model.name` is a published model's directory.
+v5p:2x2x1. Half of the chips train, half of them generate; at 32k tokens four
+share a row, except on v5p. docs/scaling.md says what fits and how long it takes
+at least. The weights are random unless `--config.model.name` is a published
+model's directory.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ SLICES = {
   "v6e:2x4": config.MeshSection(train_fsdp=4, rollout_data=4),
   "v5p:2x2x1": config.MeshSection(train_fsdp=2, rollout_data=2),
 }
-# Devices that share a row of 32k tokens; 8k are left to each, or all of it.
+# Devices that share a row of 32k tokens; shorter rows are not shared.
 LONG_CONTEXT = {"v5e": 4, "v6e": 4, "v5p": 1}
 
 

@@ -155,7 +155,7 @@ class MeshSection:
 
   Attributes:
     train_context: splits the tokens of a row, for rows that one device does
-      not hold.
+      not hold; like train_fsdp it splits the weights too.
     train_rules: what each mesh axis splits; on the command line
       --config.mesh.train_rules.kv_heads="()".
   """
@@ -328,7 +328,8 @@ class TrainSection:
     tokens_per_row: packed length of a row.
     rows_per_microbatch: rows of one forward and backward.
     max_bad_updates: that many non-finite updates in a row end the run.
-    vocab_chunk: vocabulary entries a chunk of the logprob walk.
+    vocab_chunk: vocabulary entries a chunk of the logprob walk; with all of
+      them in one, the backward pass does not make the logits again.
     attention: over packed rows, a name of `packed_attention.IMPLEMENTATIONS`;
       "auto" takes the first of the platform's that works and agrees with xla.
     decay: as of the warm start, at num_steps; 1 keeps the rate constant. A run

@@ -106,6 +106,11 @@ def _is_step(this: Instruction) -> bool:
   return "chain_id=" in this.attributes
 
 
+def _channel(this: Instruction) -> str:
+  found = re.search(r"channel_id=(\d+)", this.attributes)
+  return found[1] if found else ""
+
+
 def _is_start(this: Instruction) -> bool:
   return '"AsyncCollectiveStart"' in this.attributes
 
@@ -227,6 +232,13 @@ class Module:
   def __init__(self, text: str, max_trips: int = 1):
     self._computations, self._entry = parse(text)
     self._max_trips = max_trips
+    self._started = {
+      _channel(here[name])
+      for here in self._computations.values()
+      for this in here.values()
+      if _is_start(this)
+      for name in this.operands
+    }
     found = re.search(r"num_partitions=(\d+)", text)
     self._num_devices = int(found[1]) if found else 1
     self._cost = functools.cache(self._uncached_cost)
@@ -285,24 +297,12 @@ class Module:
         costs = [self._cost(x, is_in_memory, max_trips) for x in names]
         cost = cost.plus(max(costs, key=lambda x: (x.flops, x.hbm_bytes)))
       elif inner := this.called("calls"):
-        fused = self._cost(inner, False, max_trips)
-        if self._goes_on(inner):
-          fused = dataclasses.replace(fused, collectives={})
-        cost = cost.plus(fused)
+        cost = cost.plus(self._cost(inner, False, max_trips))
       elif this.opcode == "call":
         called = this.called("to_apply")
         cost = cost.plus(self._cost(called, is_in_memory, max_trips))
       cost = cost.plus(self._own_cost(here, this, name, is_in_memory))
     return cost
-
-  def _goes_on(self, name: str) -> bool:
-    """Whether a fusion has a step, not the start, of a collective in steps.
-
-    Each is fused with what runs meanwhile, which may be a whole loop; the
-    collective is the one that was started before.
-    """
-    inside = self._computations[name].values()
-    return any(map(_is_step, inside)) and not any(map(_is_start, inside))
 
   def _own_cost(
     self, here: Computation, this: Instruction, name: str, is_in_memory: bool
@@ -320,7 +320,7 @@ class Module:
       stated = re.search(r"flops\W+(\d+)", this.attributes)
       flops = float(stated[1]) if stated else 0.0
     kind = this.opcode.removesuffix("-start")
-    if kind in _SENT:
+    if kind in _SENT and not self._goes_on(here, this):
       # Most starts also return what they were given, a permutation two flags.
       results = [x for x in this.shapes if x.sizes]
       if len(results) > len(this.operands):
@@ -334,6 +334,20 @@ class Module:
         kinds[kind] = 1.0, sent
     moved = self._moved_bytes(here, this) if is_in_memory else 0.0
     return Cost(flops, moved, kinds)
+
+  def _goes_on(self, here: Computation, this: Instruction) -> bool:
+    """Whether it is a step, not the start, of a collective in steps.
+
+    Each is fused with what runs meanwhile, which may be a whole loop. Without a
+    start in the program every step counts, which is too much.
+    """
+    return (
+      _is_step(this)
+      and _channel(this) in self._started
+      and not any(
+        _is_start(x) and this.name in x.operands for x in here.values()
+      )
+    )
 
   def _moved_bytes(self, here: Computation, this: Instruction) -> float:
     if this.opcode in _FREE or this.opcode.endswith("-done"):

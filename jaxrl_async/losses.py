@@ -8,6 +8,7 @@ under a False of `loss_mask` has no influence on a single bit, NaN included.
 
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -48,15 +49,15 @@ def token_logprobs_and_entropy(
     temperature: of sampling.
     vocab_chunk: [B, T, vocab_chunk] is the largest array that is ever made.
     layout: of the mesh it is compiled for. A chunk has columns of every part
-      of the vocabulary.
+      of the vocabulary, one of each at least.
   """
   same = segment_ids[:, 1:] == segment_ids[:, :-1]
   draws_next = jnp.pad(same & (segment_ids[:, 1:] != 0), ((0, 0), (0, 1)))
   logprobs, entropy = _next_logprobs_and_entropy(
+    _Walk(temperature, vocab_chunk, layout),
     jnp.where(draws_next[..., None], hidden, 0),
     head,
     jnp.roll(tokens, -1, axis=1),
-    _Walk(temperature, vocab_chunk, layout),
   )
 
   def shifted(next_values):
@@ -68,22 +69,18 @@ def token_logprobs_and_entropy(
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-  """How to go over the vocabulary, which is P parts of W columns."""
+  """How to go over the vocabulary, which is S parts of W columns."""
 
   temperature: float
   vocab_chunk: int
   layout: mesh_lib.Layout | None
 
-  def parts(self, head: Float[Array, "D V"]) -> Float[Array, "D P W"]:
+  def in_parts(self, head: Float[Array, "D V"]) -> Float[Array, "D S W"]:
     num_parts = self.layout.parts("vocab") if self.layout else 1
     return head.reshape(head.shape[0], num_parts, -1)
 
-  def is_whole(self, head: Float[Array, "D P W"]) -> bool:
-    """Whether one chunk is all there is."""
-    return self.vocab_chunk >= head.shape[1] * head.shape[2]
-
   def over(
-    self, step: Callable, carry: Any, head: Float[Array, "D P W"]
+    self, step: Callable, carry: Any, head: Float[Array, "D S W"]
   ) -> Any:
     """Threads carry through step(carry, start, width) over a part's columns."""
     size = head.shape[2]
@@ -98,89 +95,110 @@ class _Walk:
     return step(carry, num_whole * width, rest) if rest else carry
 
   def columns(
-    self, hidden: Array, head: Float[Array, "D P W"], start: Any, width: int
-  ) -> Float[Array, "D P C"]:
+    self, hidden: Array, head: Float[Array, "D S W"], start: Any, width: int
+  ) -> Float[Array, "D S C"]:
     columns = lax.dynamic_slice_in_dim(head, start, width, axis=2)
     # Cut and cast, then gathered: a chunk at a time, and not the head.
     columns = self.split(columns, "embed", "vocab", None).astype(hidden.dtype)
     return self.split(columns, None, "vocab", None)
 
   def logits(
-    self, hidden: Float[Array, "B T D"], columns: Float[Array, "D P C"]
-  ) -> Float[Array, "B T P C"]:
+    self, hidden: Float[Array, "B T D"], columns: Float[Array, "D S C"]
+  ) -> Float[Array, "B T S C"]:
     logits = jnp.einsum(
-      "btd,dpv->btpv", hidden, columns, preferred_element_type=jnp.float32
+      "btd,dsc->btsc", hidden, columns, preferred_element_type=jnp.float32
     )
     logits = self.split(logits, "batch", "tokens", "vocab", None)
     return logits / self.temperature
+
+  def whole_logits(
+    self, hidden: Float[Array, "B T D"], head: Float[Array, "D S W"]
+  ) -> Float[Array, "B T S W"] | None:
+    """All of them if one chunk is all there is."""
+    width = head.shape[2]
+    if self.vocab_chunk < head.shape[1] * width:
+      return None
+    return self.logits(hidden, self.columns(hidden, head, 0, width))
 
   def split(self, array: Array, *axes: str | None) -> Array:
     return self.layout.constrain(array, *axes) if self.layout else array
 
 
 def _index(
-  targets: Int[Array, "B T"], head: Float[Array, "D P W"], start: Any
-) -> Int[Array, "B T P"]:
+  targets: Int[Array, "B T"], head: Float[Array, "D S W"], start: Any
+) -> Int[Array, "B T S"]:
   """Where a token's column is, counted from `start` of each part."""
   first = jnp.arange(head.shape[1], dtype=targets.dtype) * head.shape[2]
   return targets[..., None] - first[None, None] - start
 
 
-def _primal(
+def _next_logprobs_and_entropy(
+  walk: _Walk,
   hidden: Float[Array, "B T D"],
   head: Float[Array, "D V"],
   targets: Int[Array, "B T"],
-  walk: _Walk,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
   """Logprob of targets[t] under hidden[t], and the entropy; no shift here."""
-  return _forward(hidden, head, targets, walk)[0]
+  function = jax.custom_vjp(lambda *arguments: _forward(walk, *arguments)[0])
+  function.defvjp(
+    functools.partial(_forward, walk), functools.partial(_backward, walk)
+  )
+  return function(hidden, head, targets)
 
 
 def _forward(
+  walk: _Walk,
   hidden: Float[Array, "B T D"],
   head: Float[Array, "D V"],
   targets: Int[Array, "B T"],
-  walk: _Walk,
 ) -> tuple[tuple[Array, Array], Any]:
-  """Walk the vocabulary once with a running maximum m.
+  """Walk the vocabulary once with a running maximum m, in each part.
 
   total = sum_v exp(l_v - m),   moment = sum_v exp(l_v - m) (l_v - m)
   log Z = m + log(total),       entropy = log(total) - moment / total
   """
-  parts = walk.parts(head)
-  is_whole = walk.is_whole(parts)
+  parts = walk.in_parts(head)
+  kept = walk.whole_logits(hidden, parts)
+
+  def lowered(largest, new_largest, total, moment):
+    """Total and moment for a larger maximum."""
+    drop = largest - new_largest
+    return jnp.exp(drop) * total, jnp.exp(drop) * (moment + total * drop)
 
   def step(carry, start, width):
-    largest, total, moment, target_logits, _ = carry
-    columns = walk.columns(hidden, parts, start, width)
-    logits = walk.logits(hidden, columns)
-    new_largest = jnp.maximum(largest, logits.max((-2, -1)))
-    drop = largest - new_largest
-    centred = logits - new_largest[..., None, None]
+    largest, total, moment, target_logits = carry
+    logits = kept
+    if logits is None:
+      logits = walk.logits(hidden, walk.columns(hidden, parts, start, width))
+    new_largest = jnp.maximum(largest, logits.max(-1))
+    centred = logits - new_largest[..., None]
     weights = jnp.exp(centred)
-    moment = jnp.exp(drop) * (moment + total * drop)
-    moment += (weights * centred).sum((-2, -1))
-    total = jnp.exp(drop) * total + weights.sum((-2, -1))
+    total, moment = lowered(largest, new_largest, total, moment)
+    total += weights.sum(-1)
+    moment += (weights * centred).sum(-1)
     index = _index(targets, parts, start)
     found = jnp.take_along_axis(
       logits, jnp.clip(index, 0, width - 1)[..., None], axis=-1
     )[..., 0]
     is_here = (index >= 0) & (index < width)
-    target_logits += jnp.where(is_here, found, 0).sum(-1)
-    kept = logits if is_whole else None
-    return new_largest, total, moment, target_logits, kept
+    target_logits = jnp.where(is_here, found, target_logits)
+    return new_largest, total, moment, target_logits
 
-  zeros = jnp.zeros(targets.shape, jnp.float32)
+  zeros = jnp.zeros((*targets.shape, parts.shape[1]), jnp.float32)
+  zeros = walk.split(zeros, "batch", "tokens", "vocab")
   # Finite, because 0 * -inf would poison the first moment.
   lowest = jnp.full_like(zeros, jnp.finfo(jnp.float32).min)
-  largest, total, moment, target_logits, logits = walk.over(
-    step, (lowest, zeros, zeros, zeros, None), parts
+  largest, total, moment, target_logits = walk.over(
+    step, (lowest, zeros, zeros, zeros), parts
   )
-  logprobs = (target_logits - largest) - jnp.log(total)
+  new_largest = largest.max(-1)
+  total, moment = (
+    x.sum(-1) for x in lowered(largest, new_largest[..., None], total, moment)
+  )
+  logprobs = (target_logits.sum(-1) - new_largest) - jnp.log(total)
   entropy = jnp.log(total) - moment / total
-  log_z = largest + jnp.log(total)
-  residuals = hidden, head, targets, logits, log_z, entropy
-  return (logprobs, entropy), residuals
+  log_z = new_largest + jnp.log(total)
+  return (logprobs, entropy), (hidden, head, targets, kept, log_z, entropy)
 
 
 def _backward(
@@ -195,7 +213,7 @@ def _backward(
   d entropy / d l_v = - p_v (log p_v + entropy)
   """
   hidden, head, targets, kept, log_z, entropy = residuals
-  parts = walk.parts(head)
+  parts = walk.in_parts(head)
   log_z, entropy, d_logprobs, d_entropy = (
     x[..., None, None] for x in (log_z, entropy, *cotangents)
   )
@@ -212,24 +230,23 @@ def _backward(
     )
     d_logits = (d_logits / walk.temperature).astype(hidden.dtype)
     d_hidden += jnp.einsum(
-      "btpv,dpv->btd", d_logits, columns, preferred_element_type=jnp.float32
+      "btsc,dsc->btsd", d_logits, columns, preferred_element_type=jnp.float32
     )
     d_columns = jnp.einsum(
-      "btd,btpv->dpv", hidden, d_logits, preferred_element_type=jnp.float32
+      "btd,btsc->dsc", hidden, d_logits, preferred_element_type=jnp.float32
     )
     d_columns = walk.split(d_columns.astype(head.dtype), "embed", "vocab", None)
     d_parts = lax.dynamic_update_slice_in_dim(d_parts, d_columns, start, axis=2)
     return d_hidden, d_parts
 
-  zeros = walk.split(jnp.zeros_like(parts), "embed", "vocab", None)
-  d_hidden, d_parts = walk.over(
-    step, (jnp.zeros(hidden.shape, jnp.float32), zeros), parts
-  )
-  return d_hidden.astype(hidden.dtype), d_parts.reshape(head.shape), None
-
-
-_next_logprobs_and_entropy = jax.custom_vjp(_primal, nondiff_argnums=(3,))
-_next_logprobs_and_entropy.defvjp(_forward, _backward)
+  b, t, d = hidden.shape
+  d_hidden = jnp.zeros((b, t, parts.shape[1], d), jnp.float32)
+  d_hidden = walk.split(d_hidden, "batch", "tokens", "vocab", None)
+  d_parts = walk.split(jnp.zeros_like(parts), "embed", "vocab", None)
+  d_hidden, d_parts = walk.over(step, (d_hidden, d_parts), parts)
+  # Summed over the parts once, after the walk.
+  d_hidden = d_hidden.sum(2).astype(hidden.dtype)
+  return d_hidden, d_parts.reshape(head.shape), None
 
 
 def masked_sum(

@@ -229,7 +229,7 @@ def check(estimate: Estimate, limit: int | float | None) -> None:
   what, num_bytes = largest[path]
   use = {
     "model.remat": "a smaller train.rows_per_microbatch, model.remat=full or"
-    " offload, or more mesh.train_fsdp",
+    " offload, or more mesh.train_fsdp or train_context",
     "train.optimizer": "train.optimizer.offload=True or more mesh.train_fsdp",
     "mesh.train_fsdp": "more of it (or mesh.train_tensor), or a smaller model",
   }

@@ -228,7 +228,6 @@ class Trainer:
       dtype=rollout_dtype,
       weights=rollout_weights,
     )
-    # Each device keeps the part that it casts.
     self._published_sharding = mesh_lib.shardings(
       mesh,
       rules,
@@ -413,11 +412,11 @@ def _group(trajectories: Sequence[types.Trajectory]) -> types.RolloutGroup:
   )
 
 
-def _peak_flops(mesh: jax.sharding.Mesh, dtype: str) -> float:
-  """Of the whole mesh, by the devices of this process; NaN if it has none."""
-  if topology.is_described(mesh.devices.flat[0]):
-    return math.nan
+def _peak_flops(mesh: Mesh, dtype: str) -> float:
+  """Of the whole mesh, by the devices of this process; NaN without any."""
   here = mesh.local_devices
+  if not here or topology.is_described(here[0]):
+    return math.nan
   return measured_matmul_flops(here, dtype) * mesh.size / len(here)
 
 
@@ -426,20 +425,29 @@ def measured_matmul_flops(
 ) -> float:
   """FLOPs a second of square matrix products, best of three.
 
-  Of these devices together, each with a product of its own: virtual devices of
-  a CPU share its cores.
+  Of these devices together, one product on each at the same time: virtual
+  devices of a CPU share its cores.
   """
-  matrix = np.ones((size, size), jax.numpy.dtype(dtype))
-  matrices = [jax.device_put(matrix, device) for device in devices]
-  multiply = jax.jit(jax.numpy.matmul)
+  mesh = mesh_lib.make_mesh(devices, mesh_lib.MeshShape(data=len(devices)))
+  each = mesh_lib.sharding(mesh, mesh_lib.TRAIN_RULES, "batch")
+  shape = len(devices), size, size
+  matrices = jax.jit(lambda: jax.numpy.ones(shape, dtype), out_shardings=each)()
+  multiply = jax.jit(
+    jax.shard_map(
+      lambda x: (x[0] @ x[0])[None],
+      mesh=mesh,
+      in_specs=each.spec,
+      out_specs=each.spec,
+    )
+  )
 
   def run_s():
     start_s = time.perf_counter()
-    jax.block_until_ready([multiply(x, x) for x in matrices])
+    jax.block_until_ready(multiply(matrices))
     return time.perf_counter() - start_s
 
   run_s()  # compiles
-  return 2 * len(matrices) * size**3 / min(run_s() for _ in range(3))
+  return 2 * math.prod(shape) * size / min(run_s() for _ in range(3))
 
 
 def abstract_train_state(

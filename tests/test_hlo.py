@@ -35,7 +35,8 @@ custom_call_target="AsyncCollectiveStart"
   %q.1 = bf16[2,128]{1,0} parameter(0)
   %r.1 = bf16[8,128]{1,0} parameter(1)
   %n = bf16[8,128]{1,0} parameter(2)
-  %m = bf16[8,128]{1,0} negate(%n)
+  %m = bf16[8,128]{1,0} all-reduce(%n), channel_id=7, \
+replica_groups={{0,1,2,3}}, to_apply=%add
   %g.1 = bf16[8,128]{1,0} all-gather(%q.1), channel_id=5, \
 replica_groups=mesh['axis_0'=4,'axis_1'=1] {'axis_0'}, dimensions={0}, \
 frontend_attributes={chain_id="0"}
@@ -241,6 +242,7 @@ def test_what_xla_writes_for_a_tpu_is_understood():
   assert found.collectives == {
     "reduce-scatter": (7, 7 * sent),
     "all-gather": (1, sent),
+    "all-reduce": (7, 7 * 2 * sent),  # beside a step, and no step itself
   }
   # x and w of the product (its result stays in fast memory), x and z of the
   # scatter, what the step reads and makes beside the gather, and what the

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import pathlib
+import runpy
 import sys
 
 import jax
@@ -12,6 +13,7 @@ import test_train_step
 from jaxrl_async import aot
 from jaxrl_async import assembly
 from jaxrl_async import config as config_lib
+from jaxrl_async import config_checks
 from jaxrl_async import memory_estimate
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import metrics
@@ -19,7 +21,8 @@ from jaxrl_async import topology
 from jaxrl_async import trainer as trainer_lib
 from jaxrl_async.models import configs
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
 
 from configs import tiny  # noqa: E402
 
@@ -188,6 +191,27 @@ def test_a_run_that_a_described_chip_cannot_hold_is_refused_before_compiling():
   ):
     assembly.check(config, devices)
   assembly.check(config, jax.devices()[:2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", ["8k", "32k"])
+@pytest.mark.parametrize("name", ["tpu_1p5b", "tpu_7b", "tpu_32b"])
+def test_the_tpu_configs_are_valid_on_their_slices(name, length):
+  file = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))
+  for slice_name, mesh in file["SLICES"].items():
+    config = file["get_config"](f"{length}@{slice_name}")
+    chip, _, sizes = slice_name.partition(":")
+    num_devices = math.prod(map(int, sizes.split("x")))
+    devices = [
+      Described(id, device_kind=topology.CHIPS[chip].kind)
+      for id in range(num_devices)
+    ]
+    config_checks.validate(config, num_devices)
+    assembly.check(config, devices)
+    assert config.mesh.train_context == (
+      4 if length == "32k" and chip != "v5p" else 1
+    )
+    assert config.mesh.train_fsdp * config.mesh.train_context == mesh.train_fsdp
 
 
 def test_no_moments_are_counted_that_the_host_holds():

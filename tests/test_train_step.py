@@ -75,7 +75,13 @@ def groups(seed=0, count=4, size=4):
 
 
 def make_trainer(
-  shape=mesh_lib.ONE, *, rows=4, minibatches=1, optimizer=ADAMW, mode=RECOMPUTE
+  shape=mesh_lib.ONE,
+  *,
+  rows=4,
+  minibatches=1,
+  optimizer=ADAMW,
+  mode=RECOMPUTE,
+  weights=config.WeightFormat.FLOAT,
 ):
   mesh = mesh_lib.make_mesh(jax.devices()[: shape.num_devices], shape)
   trainer = trainer_lib.Trainer(
@@ -93,6 +99,7 @@ def make_trainer(
     num_steps=1,
     decay=1.0,
     rollout_dtype="float32",
+    rollout_weights=weights,
     busy=metrics.BusyClock(),
   )
   # A copy: the trainer donates its state.
@@ -367,6 +374,37 @@ def test_learning_rates():
   np.testing.assert_allclose(
     [cosine(i) for i in (0, 3, 8, 13, 99)], [2, 8, 5, 2, 2], rtol=1e-6
   )
+
+
+@pytest.mark.parametrize(
+  "weights", [config.WeightFormat.FLOAT, config.WeightFormat.INT8], ids=str
+)
+def test_what_is_published_lies_where_the_weights_do(weights):
+  trainer = make_trainer(mesh_lib.MeshShape(fsdp=2), weights=weights)
+  published, shapes = trainer.published(), trainer.published_shapes()
+  jax.tree.map(
+    lambda x, y: (
+      np.testing.assert_array_equal(x.shape, y.shape),
+      np.testing.assert_(x.sharding.is_equivalent_to(y.sharding, x.ndim)),
+    ),
+    published,
+    shapes,
+  )
+  matrix = jax.tree.leaves(published["layers"][0]["gate"])[0]
+  held = matrix.sharding.shard_shape(matrix.shape)
+  assert held == (matrix.shape[0] // 2, matrix.shape[1])
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_the_matmul_rate_is_that_of_all_devices_at_once(
+  monkeypatch, num_devices
+):
+  """By a clock on which each wait takes a second."""
+  ticks = iter(range(100))
+  monkeypatch.setattr(trainer_lib.time, "perf_counter", lambda: next(ticks))
+  devices = jax.devices()[:num_devices]
+  rate = trainer_lib.measured_matmul_flops(devices, "float32", 16)
+  assert rate == num_devices * 2 * 16**3
 
 
 def test_a_step_learns_and_what_it_published_before_stays():

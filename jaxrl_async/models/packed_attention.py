@@ -12,7 +12,6 @@ pair of blocks that no segment joins, and keeps no scores for the backward pass.
 """
 
 from collections.abc import Callable
-import math
 from typing import Any
 
 from absl import logging
@@ -260,20 +259,17 @@ def over_rows(
   axes = "batch", "tokens", "heads", "head"
   kv_axes = "batch", None, "kv_heads", "head"
 
-  def parts_of(axis):
-    return math.prod(mesh.shape[name] for name in getattr(rules, axis))
-
   if name not in _TAKE_PARTS:
     axes = "batch", None, "heads", "head"
   if not _are_together(layout):
     # A device's query heads would not belong to the kv heads it holds.
     kv_axes = "batch", None, "heads", "head"
-  parts = parts_of("tokens") if name in _TAKE_PARTS else 1
+  parts = layout.parts("tokens") if name in _TAKE_PARTS else 1
   of_arrays = axes, kv_axes, kv_axes, axes[:2], ("batch", None)
   in_specs: list[Any] = [mesh_lib.spec(rules, names) for names in of_arrays]
   extra: tuple[Any, ...] = ()
   if name == "splash":
-    heads = num_heads // parts_of("heads")
+    heads = num_heads // layout.parts("heads")
     kernel = splash_kernel(
       start.shape[1], heads, parts=parts, interpret=interpret
     )
@@ -389,7 +385,7 @@ def choose(
   mesh, rules = layout.mesh, layout.rules
   device = mesh.devices.flat[0]
   candidates = _CANDIDATES
-  parts = math.prod(mesh.shape[axis] for axis in rules.tokens)
+  parts = layout.parts("tokens")
   if parts > 1 and tokens_per_row % (parts * BLOCK):
     config.require(
       wanted != "splash",
