@@ -77,7 +77,7 @@ def _row(case: str, sides: dict[str, dict[str, Any]]) -> str:
   """Of what has been compiled of a case."""
   shape, _, name = case.partition("@")
   model, length = shape.split(":")
-  chip = topology.CHIPS[name.partition(":")[0]]
+  chip = topology.CHIPS[topology.parse(name)[1]]
   slices = {
     side: [
       aot.Compiled(**{**x, "cost": hlo.Cost(**x["cost"])})

@@ -16,6 +16,7 @@ import dataclasses
 from ml_collections import config_dict
 
 from jaxrl_async import config
+from jaxrl_async import topology
 
 TOKENS = {"1k": 1_024, "8k": 8_192, "32k": 32_768}
 SLICES = {
@@ -51,7 +52,7 @@ def make(
   )
   tokens, mesh = TOKENS[length], slices[name]
   if length == "32k":
-    context = LONG_CONTEXT[name.partition(":")[0]]
+    context = LONG_CONTEXT[topology.parse(name)[1]]
     mesh = dataclasses.replace(
       mesh, train_fsdp=mesh.train_fsdp // context, train_context=context
     )

@@ -3,7 +3,7 @@
     uv run --extra tpu-aot launch/train.py --dry_run --topology=v5p:4x4x4 \
       --config=configs/tpu_32b.py:8k@v5p:4x4x4
 
-Variants are those of tpu_1p5b.py, on v5p:4x4x4, v6e:8x8 or v5e:16x16.
+Variants are those of tpu_1p5b.py, on v5p:4x4x4, v6e:8x8 or 2xv5e:8x16.
 """
 
 import pathlib
@@ -20,7 +20,7 @@ SLICES = {
   "v6e:8x8": config.MeshSection(
     train_fsdp=32, rollout_data=4, rollout_tensor=8
   ),
-  "v5e:16x16": config.MeshSection(
+  "2xv5e:8x16": config.MeshSection(
     train_fsdp=128, rollout_data=16, rollout_tensor=8
   ),
 }

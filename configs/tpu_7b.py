@@ -3,7 +3,7 @@
     uv run --extra tpu-aot launch/train.py --dry_run --topology=v5p:2x2x2 \
       --config=configs/tpu_7b.py:8k@v5p:2x2x2
 
-Variants are those of tpu_1p5b.py, on v5p:2x2x2, v6e:4x4 or v5e:4x8.
+Variants are those of tpu_1p5b.py, on v5p:2x2x2, v6e:4x4 or 2xv5e:4x4.
 """
 
 import pathlib
@@ -18,7 +18,7 @@ SLICES = {
     train_fsdp=4, rollout_data=2, rollout_tensor=2
   ),
   "v6e:4x4": config.MeshSection(train_fsdp=8, rollout_data=2, rollout_tensor=4),
-  "v5e:4x8": config.MeshSection(
+  "2xv5e:4x4": config.MeshSection(
     train_fsdp=16, rollout_data=4, rollout_tensor=4
   ),
 }

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from jaxrl_async import config
 from jaxrl_async import hlo
 from jaxrl_async import topology
 
@@ -83,7 +84,11 @@ def bytes_a_device(shapes: Any) -> int:
 
 
 def compile_program(program: Program) -> Compiled:
-  """Compiles it; being too large for the devices is a result, not an error."""
+  """Compiles it; being too large for the devices is a result, not an error.
+
+  Raises:
+    ConfigError: part of a slice that can only be used as a whole.
+  """
   start_s = time.perf_counter()
   resident = bytes_a_device(program.resident)
   lowered = program.function.lower(*program.arguments, **program.settings)
@@ -91,6 +96,12 @@ def compile_program(program: Program) -> Compiled:
     compiled = lowered.compile()
   except jax.errors.JaxRuntimeError as error:
     text = str(error)
+    config.require(
+      "limited ICI routing" not in text,
+      "topology",
+      f"{program.name}: on slices of this kind and size a program takes all"
+      " chips; use two slices, as in 2xv5e:4x4",
+    )
     if "RESOURCE_EXHAUSTED" not in text:
       raise
     return Compiled(

@@ -427,10 +427,24 @@ def check(config: config_lib.Config, devices: Sequence[Any]) -> None:
 def cut_devices(
   config: config_lib.Config, devices: Sequence[Any]
 ) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
-  """Train and rollout mesh."""
+  """Train and rollout mesh.
+
+  Raises:
+    ConfigError: a mesh would have chips of two TPU slices.
+  """
   train_shape, rollout_shape = config_checks.slice_shapes(
     config.mesh, len(devices)
   )
+  cut = 0
+  for side, shape in (("train", train_shape), ("rollout", rollout_shape)):
+    here = devices[cut : cut + shape.num_devices]
+    config_lib.require(
+      len({device.id for device in here}) == len(here),
+      f"mesh.{side}_data",
+      f"the {side} slice would have chips of two TPU slices; give each mesh the"
+      " chips of one",
+    )
+    cut += len(here)
   return mesh_lib.cut_devices(
     devices, train_shape=train_shape, rollout_shape=rollout_shape
   )

@@ -6,6 +6,7 @@ devices that programs can be compiled for and that nothing can be put on.
 
 import dataclasses
 import importlib
+import re
 import time
 from typing import Any
 
@@ -94,24 +95,20 @@ def memory_bytes(device: Any) -> int | float | None:
   return (device.memory_stats() or {}).get("bytes_limit")
 
 
-def devices(name: str, *, max_wait_s: float = 3_600.0) -> list[Any]:
-  """The devices of a slice, such as v5p:4x4x4.
-
-  Waits for other processes that compile with libtpu.
-
-  Args:
-    name: a key of `CHIPS`, and one of its slices.
-    max_wait_s: for those.
+def parse(name: str) -> tuple[int, str, str]:
+  """How many slices, of which chip, and their shape: 2xv5e:4x4 is 2, v5e, 4x4.
 
   Raises:
-    ConfigError: there is no such slice, or nothing to compile with.
+    ConfigError: there is no such slice.
   """
-  chip, _, shape = name.partition(":")
+  found = re.fullmatch(r"(?:(\d)x(?=v))?(.*?)(?::(.*))?", name)
+  assert found is not None  # whatever the name
+  count, chip, shape = int(found[1] or 1), found[2], found[3]
   config.require(
-    chip in CHIPS,
+    chip in CHIPS and count > 0,
     "topology",
     f"{name!r} does not exist; chips are {', '.join(CHIPS)}, and v5p:4x4x4 is"
-    " a slice of one",
+    " a slice of one, 2xv5e:4x4 two slices",
   )
   config.require(
     shape in CHIPS[chip].slices,
@@ -119,6 +116,24 @@ def devices(name: str, *, max_wait_s: float = 3_600.0) -> list[Any]:
     f"{name!r} does not exist; slices of {chip} are"
     f" {', '.join(CHIPS[chip].slices)}",
   )
+  return count, chip, shape
+
+
+def devices(name: str, *, max_wait_s: float = 3_600.0) -> list[Any]:
+  """The devices of a slice, such as v5p:4x4x4, or of several.
+
+  Those of a second slice are the first one's again: a program is compiled for
+  one slice, and it is the same for each. Waits for other processes that compile
+  with libtpu.
+
+  Args:
+    name: as `parse` takes it.
+    max_wait_s: for those.
+
+  Raises:
+    ConfigError: there is no such slice, or nothing to compile with.
+  """
+  count, chip, shape = parse(name)
   try:
     importlib.import_module("libtpu")
   except ImportError as error:
@@ -130,7 +145,8 @@ def devices(name: str, *, max_wait_s: float = 3_600.0) -> list[Any]:
   is_waiting = False
   while True:
     try:
-      return list(topologies.get_topology_desc(name, "tpu").devices)
+      one = topologies.get_topology_desc(f"{chip}:{shape}", "tpu")
+      return count * list(one.devices)
     except jax.errors.JaxRuntimeError as error:
       if _IS_TAKEN not in str(error):
         reason = str(error).splitlines()[0]

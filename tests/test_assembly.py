@@ -1,5 +1,6 @@
 """What only a whole config can tell: sizes against devices, names."""
 
+import dataclasses
 import pathlib
 import sys
 
@@ -213,3 +214,21 @@ def test_a_workdir_keeps_the_config_it_was_made_with(tmp_path):
   config_json.check_workdir(config, workdir)
   config_json.write(config, workdir)
   assert (workdir / "config.json").read_text() != before
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+  """A chip; a second slice has those of the first one again."""
+
+  id: int
+
+
+def test_a_mesh_has_chips_of_one_tpu_slice():
+  config = tiny.get_config()
+  two_slices = 2 * [Described(id) for id in range(4)]
+  config.mesh = config_lib.MeshSection(train_fsdp=4, rollout_data=4)
+  train, rollout = assembly.cut_devices(config, two_slices)
+  assert list(train.devices.flat) == list(rollout.devices.flat)
+  config.mesh = config_lib.MeshSection(train_fsdp=3, rollout_data=5)
+  with pytest.raises(config_lib.ConfigError, match="^mesh.rollout_data: .*two"):
+    assembly.cut_devices(config, two_slices)

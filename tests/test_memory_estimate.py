@@ -200,8 +200,8 @@ def test_the_tpu_configs_are_valid_on_their_slices(name, length):
   file = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))
   for slice_name, mesh in file["SLICES"].items():
     config = file["get_config"](f"{length}@{slice_name}")
-    chip, _, sizes = slice_name.partition(":")
-    num_devices = math.prod(map(int, sizes.split("x")))
+    count, chip, sizes = topology.parse(slice_name)
+    num_devices = count * math.prod(map(int, sizes.split("x")))
     devices = [
       Described(id, device_kind=topology.CHIPS[chip].kind)
       for id in range(num_devices)

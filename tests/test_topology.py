@@ -82,6 +82,11 @@ def process(code):
   )
 
 
+def test_a_name_may_be_of_several_slices():
+  assert topology.parse("v5p:2x2x1") == (1, "v5p", "2x2x1")
+  assert topology.parse("2xv5e:8x16") == (2, "v5e", "8x16")
+
+
 @pytest.mark.parametrize(
   ("name", "words"),
   [
@@ -90,6 +95,9 @@ def process(code):
     ("v9:2x2", "chips are v5e, v5p, v6e"),
     ("v5p", "slices of v5p are"),
     ("pod", "chips are"),
+    ("0xv5e:4x4", "two slices"),
+    ("2xv5e:3x3", "slices of v5e are 2x2"),
+    ("2x", "chips are"),
   ],
 )
 def test_a_slice_that_does_not_exist_is_refused_with_those_that_do(name, words):
