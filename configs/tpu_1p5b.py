@@ -34,6 +34,7 @@ def make(
   variant: str,
   *,
   slots_per_replica: int,
+  state_dtype: str = "float32",
 ) -> config.Config:
   """A run of a model at the shapes of a variant.
 
@@ -42,6 +43,7 @@ def make(
     slices: a mesh for each; the first is taken when the variant names none.
     variant: tokens, and a slice after an @.
     slots_per_replica: at 8k tokens; others have the same number of tokens.
+    state_dtype: of the optimizer's first moment.
   """
   length, _, name = variant.partition("@")
   length, name = length or "8k", name or next(iter(slices))
@@ -82,7 +84,9 @@ def make(
     train=config.TrainSection(
       tokens_per_row=tokens,
       rows_per_microbatch=mesh.train_data * mesh.train_fsdp,
-      optimizer=config.OptimizerSection(learning_rate=1e-6),
+      optimizer=config.OptimizerSection(
+        learning_rate=1e-6, state_dtype=state_dtype
+      ),
     ),
   )
 

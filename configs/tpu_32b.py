@@ -28,4 +28,10 @@ SLICES = {
 
 def get_config(variant: str = "") -> config.Config:
   """The run of this file; variants are described above."""
-  return _BASE["make"]("qwen2.5-32b", SLICES, variant, slots_per_replica=32)
+  return _BASE["make"](
+    "qwen2.5-32b",
+    SLICES,
+    variant,
+    slots_per_replica=32,
+    state_dtype="bfloat16",
+  )

@@ -26,4 +26,10 @@ SLICES = {
 
 def get_config(variant: str = "") -> config.Config:
   """The run of this file; variants are described above."""
-  return _BASE["make"]("qwen2.5-7b", SLICES, variant, slots_per_replica=16)
+  return _BASE["make"](
+    "qwen2.5-7b",
+    SLICES,
+    variant,
+    slots_per_replica=16,
+    state_dtype="bfloat16",
+  )
