@@ -12,8 +12,8 @@ from jax import numpy as jnp
 import numpy as np
 import workloads
 
+from jaxrl_async import matmul_rate
 from jaxrl_async import metrics
-from jaxrl_async import trainer
 from jaxrl_async.rollout import engine as engine_lib
 
 
@@ -41,7 +41,7 @@ def peaks(dtype: str) -> Peaks:
   devices = jax.devices()[:1]
   width = 1_024 if is_cpu else 8_192
   rates = [
-    trainer.measured_matmul_flops(devices, dtype, width) for _ in range(5)
+    matmul_rate.measured_matmul_flops(devices, dtype, width) for _ in range(5)
   ]
   return Peaks(bytes_per_s=3 * b.nbytes / min(times_s), flops_per_s=max(rates))
 

@@ -54,6 +54,7 @@ import workloads
 
 from jaxrl_async import aot
 from jaxrl_async import config
+from jaxrl_async import matmul_rate
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import metrics
 from jaxrl_async import train_step
@@ -304,7 +305,7 @@ def _row(name: str, directory: pathlib.Path) -> dict[str, Any]:
   runs, theirs = [], []
   for _ in range(_REPEATS.value):
     rate = max(
-      trainer_lib.measured_matmul_flops(_devices(), case.dtype, width)
+      matmul_rate.measured_matmul_flops(_devices(), case.dtype, width)
       for _ in range(5)
     )
     times_s, plain_s = ours.step(), ours.plain_s()

@@ -435,19 +435,17 @@ def cut_devices(
   train_shape, rollout_shape = config_checks.slice_shapes(
     config.mesh, len(devices)
   )
-  cut = 0
-  for side, shape in (("train", train_shape), ("rollout", rollout_shape)):
-    here = devices[cut : cut + shape.num_devices]
+  meshes = mesh_lib.cut_devices(
+    devices, train_shape=train_shape, rollout_shape=rollout_shape
+  )
+  for side, mesh in zip(("train", "rollout"), meshes, strict=True):
     config_lib.require(
-      len({device.id for device in here}) == len(here),
+      len(set(mesh.devices.flat)) == mesh.size,
       f"mesh.{side}_data",
       f"the {side} slice would have chips of two TPU slices; give each mesh the"
       " chips of one",
     )
-    cut += len(here)
-  return mesh_lib.cut_devices(
-    devices, train_shape=train_shape, rollout_shape=rollout_shape
-  )
+  return meshes
 
 
 def describe(config: config_lib.Config, devices: Sequence[Any]) -> str:

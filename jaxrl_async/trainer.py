@@ -9,7 +9,6 @@ device until `Pending.metrics` fetches them.
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
-import math
 import time
 from typing import Any
 
@@ -21,9 +20,9 @@ from jaxrl_async import advantages as advantages_lib
 from jaxrl_async import aot
 from jaxrl_async import batching
 from jaxrl_async import config
+from jaxrl_async import matmul_rate
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import metrics as metrics_lib
-from jaxrl_async import topology
 from jaxrl_async import train_step
 from jaxrl_async import types
 from jaxrl_async.models import configs
@@ -200,7 +199,7 @@ class Trainer:
       offload=optimizer.offload,
     )
     self._replicated = replicated = mesh_lib.replicated(mesh)
-    self._peak_flops = _peak_flops(mesh, forward.compute_dtype)
+    self._peak_flops = matmul_rate.peak_flops(mesh, forward.compute_dtype)
     self._batch_sharding = mesh_lib.sharding(
       mesh, rules, None, None, "batch", "tokens"
     )
@@ -410,44 +409,6 @@ def _group(trajectories: Sequence[types.Trajectory]) -> types.RolloutGroup:
     prompt=types.Prompt(prompt_id="", tokens=np.zeros(1, np.int32), item={}),
     trajectories=list(trajectories),
   )
-
-
-def _peak_flops(mesh: Mesh, dtype: str) -> float:
-  """Of the whole mesh, by the devices of this process; NaN without any."""
-  here = mesh.local_devices
-  if not here or topology.is_described(here[0]):
-    return math.nan
-  return measured_matmul_flops(here, dtype) * mesh.size / len(here)
-
-
-def measured_matmul_flops(
-  devices: Sequence[Any], dtype: str, size: int = 1024
-) -> float:
-  """FLOPs a second of square matrix products, best of three.
-
-  Of these devices together, one product on each at the same time: virtual
-  devices of a CPU share its cores.
-  """
-  mesh = mesh_lib.make_mesh(devices, mesh_lib.MeshShape(data=len(devices)))
-  each = mesh_lib.sharding(mesh, mesh_lib.TRAIN_RULES, "batch")
-  shape = len(devices), size, size
-  matrices = jax.jit(lambda: jax.numpy.ones(shape, dtype), out_shardings=each)()
-  multiply = jax.jit(
-    jax.shard_map(
-      lambda x: (x[0] @ x[0])[None],
-      mesh=mesh,
-      in_specs=each.spec,
-      out_specs=each.spec,
-    )
-  )
-
-  def run_s():
-    start_s = time.perf_counter()
-    jax.block_until_ready(multiply(matrices))
-    return time.perf_counter() - start_s
-
-  run_s()  # compiles
-  return 2 * math.prod(shape) * size / min(run_s() for _ in range(3))
 
 
 def abstract_train_state(

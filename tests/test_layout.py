@@ -24,6 +24,7 @@ LAYERS = {
     "pytree_files",
     "supervisor",
     "hlo",
+    "matmul_rate",
   ),
   2: (
     "aot",

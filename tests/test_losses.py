@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from jaxrl_async import losses
-from jaxrl_async import mesh as mesh_lib
 from jaxrl_async.config import BehaviorWeightCapMode
 
 B, T, D, V = 2, 9, 6, 23
@@ -23,14 +22,18 @@ HAS_LOGPROB = np.array(
 )
 
 
-@pytest.fixture
-def inputs():
+def make_inputs():
   rng = np.random.default_rng(0)
   hidden = rng.normal(size=(B, T, D)).astype(np.float32)
   head = rng.normal(size=(D, V)).astype(np.float32)
   tokens = rng.integers(0, V, (B, T), np.int32)
   tokens[0, 1], tokens[0, 2] = 0, V - 1  # both ends of the vocabulary
   return hidden, head, tokens
+
+
+@pytest.fixture
+def inputs():
+  return make_inputs()
 
 
 def logprobs_and_entropy(
@@ -203,37 +206,6 @@ def test_no_array_is_larger_than_a_chunk():
   assert f"f32[{rows},{tokens},1,{chunk}]" in text
   assert f"{rows},{tokens},1,{vocab}]" not in text
   assert f"{rows},{tokens},{vocab}]" not in text
-
-
-@pytest.mark.parametrize("vocab_chunk", [1, 6, 24])
-def test_a_vocabulary_in_parts_is_the_whole(inputs, vocab_chunk):
-  hidden, head, tokens = inputs
-  head = np.concatenate([head, head[:, :1]], axis=1)  # two parts of 12
-  mesh = mesh_lib.make_mesh(jax.devices()[:2], mesh_lib.MeshShape(tensor=2))
-  layout = mesh_lib.Layout(mesh=mesh, rules=mesh_lib.TRAIN_RULES)
-
-  def both(hidden, head, **options):
-    logprobs, entropy = losses.token_logprobs_and_entropy(
-      hidden,
-      head,
-      jnp.asarray(tokens),
-      jnp.asarray(SEGMENT_IDS),
-      temperature=TEMPERATURE,
-      **options,
-    )
-    weights = np.arange(T, dtype=np.float32)
-    return (logprobs * weights[None] + entropy**2).sum(), (logprobs, entropy)
-
-  def run(**options):
-    loss = functools.partial(both, **options)
-    gradient = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
-    return gradient(jnp.asarray(hidden), jnp.asarray(head))
-
-  jax.tree.map(
-    functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5),
-    run(vocab_chunk=vocab_chunk, layout=layout),
-    run(vocab_chunk=24),
-  )
 
 
 @pytest.mark.parametrize(("vocab_chunk", "num_products"), [(23, 3), (12, 8)])

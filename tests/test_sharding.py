@@ -11,14 +11,17 @@ import subprocess
 import sys
 
 import jax
+from jax import numpy as jnp
 import mesh_world
 import numpy as np
 import optax
 import pytest
+import test_losses
 import test_train_step
 
 from jaxrl_async import config
 from jaxrl_async import hlo
+from jaxrl_async import losses
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async.models import transformer
 
@@ -158,6 +161,37 @@ def test_two_processes_train_like_one():
   (group, *_) = test_train_step.groups()
   logprobs = np.concatenate(trainer.logprobs(group.trajectories))
   assert_same(first["logprobs"], logprobs.tolist())
+
+
+@pytest.mark.parametrize("vocab_chunk", [1, 6, 24])
+def test_a_vocabulary_in_parts_is_the_whole(vocab_chunk):
+  hidden, head, tokens = test_losses.make_inputs()
+  head = np.concatenate([head, head[:, :1]], axis=1)  # two parts of 12
+  mesh = mesh_lib.make_mesh(jax.devices()[:2], MeshShape(tensor=2))
+  layout = mesh_lib.Layout(mesh=mesh, rules=mesh_lib.TRAIN_RULES)
+
+  def both(hidden, head, **options):
+    logprobs, entropy = losses.token_logprobs_and_entropy(
+      hidden,
+      head,
+      jnp.asarray(tokens),
+      jnp.asarray(test_losses.SEGMENT_IDS),
+      temperature=test_losses.TEMPERATURE,
+      **options,
+    )
+    weights = np.arange(test_losses.T, dtype=np.float32)
+    return (logprobs * weights[None] + entropy**2).sum(), (logprobs, entropy)
+
+  def run(**options):
+    loss = functools.partial(both, **options)
+    gradient = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+    return gradient(jnp.asarray(hidden), jnp.asarray(head))
+
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5),
+    run(vocab_chunk=vocab_chunk, layout=layout),
+    run(vocab_chunk=24),
+  )
 
 
 def test_parameters_are_never_whole_on_one_device():

@@ -12,6 +12,7 @@ import tiny
 
 from jaxrl_async import batching
 from jaxrl_async import config
+from jaxrl_async import matmul_rate
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import metrics
 from jaxrl_async import train_step
@@ -401,9 +402,9 @@ def test_the_matmul_rate_is_that_of_all_devices_at_once(
 ):
   """By a clock on which each wait takes a second."""
   ticks = iter(range(100))
-  monkeypatch.setattr(trainer_lib.time, "perf_counter", lambda: next(ticks))
+  monkeypatch.setattr(matmul_rate.time, "perf_counter", lambda: next(ticks))
   devices = jax.devices()[:num_devices]
-  rate = trainer_lib.measured_matmul_flops(devices, "float32", 16)
+  rate = matmul_rate.measured_matmul_flops(devices, "float32", 16)
   assert rate == num_devices * 2 * 16**3
 
 
