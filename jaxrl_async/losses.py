@@ -229,9 +229,15 @@ def _backward(
       d_logprobs + d_entropy * (logprobs + entropy)
     )
     d_logits = (d_logits / walk.temperature).astype(hidden.dtype)
-    d_hidden += jnp.einsum(
-      "btsc,dsc->btsd", d_logits, columns, preferred_element_type=jnp.float32
+    # A batch of one product is slower than the product.
+    is_split = columns.shape[1] > 1
+    products = jnp.einsum(
+      "btsc,dsc->btsd" if is_split else "btsc,dsc->btd",
+      d_logits,
+      columns,
+      preferred_element_type=jnp.float32,
     )
+    d_hidden += products if is_split else products[:, :, None]
     d_columns = jnp.einsum(
       "btd,btsc->dsc", hidden, d_logits, preferred_element_type=jnp.float32
     )
