@@ -1,9 +1,9 @@
 """The table of docs/scaling.md: what the TPU configs come to, compiled.
 
-    uv run --extra tpu-aot benchmarks/scaling.py --results=docs/scaling.jsonl
+    uv run --extra tpu-aot benchmarks/scaling.py --results=scaling.jsonl
 
 1.5B, 7B and 32B at 8k and 32k tokens on three slices each; nothing runs. Half a
-case takes two to five minutes, and what the results have already is not
+case takes one to eight minutes, and what the results have already is not
 compiled again, so the same command goes on where it was stopped.
 `--only=1p5b:8k` takes the cases whose names begin so, `--sides=training` half
 of each.

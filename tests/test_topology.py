@@ -45,6 +45,23 @@ for name, chip in topology.CHIPS.items():
   else:
     raise AssertionError(name)
 """
+HALF = """
+from jaxrl_async import aot, config, mesh
+def compiled(name):
+  devices = topology.devices(name)
+  half = mesh.make_mesh(devices[:16], mesh.MeshShape(fsdp=16))
+  rows = jax.sharding.NamedSharding(half, jax.sharding.PartitionSpec("fsdp"))
+  x = jax.ShapeDtypeStruct((16, 128), "float32", sharding=rows)
+  program = aot.Program(
+    name="sum", function=jax.jit(lambda x: x.sum(0)), arguments=(x,)
+  )
+  return len(devices), aot.compile_program(program).refusal
+assert compiled("2xv5e:4x4") == (32, "")
+try:
+  compiled("v5e:4x8")
+except config.ConfigError as error:
+  print(error)
+"""
 HOLD = """
 topology.devices("v5e:2x2")
 print("held", flush=True)
@@ -122,6 +139,15 @@ def test_a_device_that_is_here_is_not_described():
 def test_the_table_of_chips_is_that_of_the_compiler():
   _, errors = (this := process(LIMITS)).communicate(timeout=120)
   assert this.returncode == 0, errors
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_half_of_a_large_v5e_slice_is_refused_and_one_of_two_slices_is_not():
+  found, errors = (this := process(HALF)).communicate(timeout=120)
+  assert this.returncode == 0, errors
+  assert found.startswith("topology: sum: ")
+  assert "2xv5e:4x4" in found
 
 
 @needs_libtpu
