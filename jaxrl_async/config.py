@@ -259,7 +259,8 @@ class RolloutSection:
     max_completion_tokens: at most that many written tokens a trajectory.
     cache_tokens: cached tokens a slot, at least prompt + completion.
     decode_steps_per_call: tokens a sequence gains between two host looks.
-    prefill_rows: sequences of one prefill call.
+    prefill_rows: sequences of one prefill call; a multiple of the replicas that
+      slots are split over (mesh.rollout_data) is split too, else each does all.
     prefill_buckets: padded lengths of prefill calls, up to cache_tokens.
     window_buckets: attended lengths of decode calls, up to cache_tokens.
     prefill_chunk: prompts of longer buckets are prefilled that many tokens at

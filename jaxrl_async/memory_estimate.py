@@ -201,11 +201,13 @@ def rollout(
   slots = 1 if in_pages else parts("batch")
   kept = _kept(model, parts, config.Remat.DOTS, num_scores=0, itemsize=itemsize)
   bucket = section.prefill_chunk or section.prefill_buckets[-1]
+  rows, left = divmod(section.prefill_rows, parts("batch"))
+  rows = section.prefill_rows if left else rows
   return {
     # While one version is adopted, the one before it is in use.
     "weights": 2 * published // (parts("mlp") * parts("embed")),
     "cache": cache // (slots * parts("kv_heads")),
-    "prefill": section.prefill_rows * bucket * kept,
+    "prefill": rows * bucket * kept,
   }
 
 

@@ -168,7 +168,7 @@ def test_the_kernels_are_lowered_for_a_tpu(heads):
     ),
     (
       attention.causal_splash,
-      attention_choice.prefill_trial(heads, sizes, dtype),
+      attention_choice.prefill_trial(heads, sizes, 3, dtype),
     ),
   ]:
     for arguments in trial.arguments, trial.shapes:
@@ -357,6 +357,7 @@ def test_a_kernel_of_one_device_is_split_over_the_mesh(
     attention.CAUSAL, "splash", one_device(attention.causal_xla)
   )
   pages, rows = pages_of((4, 2, 8, 4, 3)), rows_of(9, 4, 2, 8)
+  rows = [x[: SIZES.prefill_rows] for x in rows]
   choice = choose("tpu_paged", data * tensor, data=data, tensor=tensor)
   found = jax.jit(choice.decode)(*pages)
   expected = paged_attention.xla(*pages)
@@ -370,8 +371,8 @@ def test_a_kernel_of_one_device_is_split_over_the_mesh(
   found = jax.jit(choice.prefill)(*rows)
   expected = attention.causal_xla(*rows)
   np.testing.assert_allclose(found, expected, atol=1e-5)
-  assert seen[-1][0] == (3, 9, 4 // tensor, 8)
-  assert seen[-1][1] == (3, 9, 2 // tensor, 8)
+  assert seen[-1][0] == (2 // data, 9, 4 // tensor, 8)
+  assert seen[-1][1] == (2 // data, 9, 2 // tensor, 8)
 
 
 @pytest.mark.slow
@@ -414,7 +415,7 @@ def test_what_a_gpu_takes_agrees_with_xla(dtype):
   )
   if dtype.name == "bfloat16":
     assert (name, refused) == ("gpu_paged", {})
-    trial = attention_choice.prefill_trial(heads, sizes, dtype)
+    trial = attention_choice.prefill_trial(heads, sizes, 3, dtype)
     causal = {
       name: attention_choice.of_tokens(attend)
       for name, attend in attention.CAUSAL.items()

@@ -229,8 +229,9 @@ def test_the_engine_is_one_of_jetstreams():
   assert engine.max_prefill_length == 32
   assert engine.mesh.devices.size == 1
   assert engine.colocated_cpus is None
-  placed = jax.device_put(np.ones(3), engine.get_prefix_destination_sharding())
-  assert placed.devices() == set(engine.mesh.devices.flat)
+  prefix = tiny.prefill(engine, tiny.engine_params(), tiny.prompt(5))
+  shardings = engine.get_prefix_destination_sharding()
+  assert jax.tree.map(lambda x: x.sharding, prefix) == shardings
   assert engine.get_tokenizer() is not None
 
 

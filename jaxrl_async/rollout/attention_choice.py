@@ -51,13 +51,14 @@ def _random(rng: np.random.Generator, dtype: jnp.dtype):
 
 
 def prefill_trial(
-  heads: tuple[int, int, int], sizes: EngineSizes, dtype: jnp.dtype
+  heads: tuple[int, int, int], sizes: EngineSizes, rows: int, dtype: jnp.dtype
 ) -> kernel_choice.Trial:
   """Arguments of `attention.CAUSAL`: few rows, of several lengths.
 
   Args:
     heads: query heads and kv heads of a device, and the size of a head.
     sizes: of the engine.
+    rows: of a device.
     dtype: of the cache.
   """
   num_heads, num_kv_heads, head_dim = heads
@@ -72,7 +73,7 @@ def prefill_trial(
   rng = np.random.default_rng(0)
   lengths = np.array([1, 100, _PREFILL_TOKENS], np.int32)
   few = arguments(_random(rng, dtype), len(lengths), _PREFILL_TOKENS)
-  rows, longest = sizes.prefill_rows, sizes.prefill_buckets[-1]
+  longest = sizes.prefill_buckets[-1]
   return kernel_choice.Trial(
     arguments=(*few, lengths),
     shapes=(*arguments(shape, rows, longest), shape((rows,), jnp.int32)),
@@ -185,8 +186,10 @@ def choose(
     wanted = "xla"
   device = mesh.devices.flat[0]
 
-  def held(axis: str, size: int) -> int:
+  def held(axis: str | None, size: int) -> int:
     return mesh_lib.sharding(mesh, rules, axis).shard_shape((size,))[0]
+
+  rows_axis = sizes.prefill_rows_axis(mesh_lib.Layout(mesh=mesh, rules=rules))
 
   heads = (
     held("heads", model.num_heads),
@@ -198,7 +201,9 @@ def choose(
     wanted,
     PREFILL_CANDIDATES,
     {name: of_tokens(attend) for name, attend in attention.CAUSAL.items()},
-    lambda: prefill_trial(heads, sizes, dtype),
+    lambda: prefill_trial(
+      heads, sizes, held(rows_axis, sizes.prefill_rows), dtype
+    ),
     device,
   )
   decode_name, cache = "xla", "slots"
@@ -221,16 +226,17 @@ def choose(
   log = logging.warning if refused else logging.info
   log("attention on %s: %s", device.platform, description)
 
-  rows, slot_heads, slot, pool = (
+  rows, lengths, slot_heads, slot, pool = (
     mesh_lib.spec(rules, axes)
     for axes in (
-      (None, None, "heads"),
+      (rows_axis, None, "heads"),
+      (rows_axis,),
       ("batch", "heads"),
       ("batch",),
       ("kv_heads",),
     )
   )
-  of_prefill = (rows, rows, rows, P()), rows
+  of_prefill = (rows, rows, rows, lengths), rows
   of_decode = ((pool, pool), slot_heads, slot, slot), slot_heads
   return Choice(
     prefill=over_mesh(attention.CAUSAL, prefill_name, mesh, of_prefill),

@@ -13,6 +13,7 @@ from jax import numpy as jnp
 import numpy as np
 
 from jaxrl_async import config
+from jaxrl_async import mesh as mesh_lib
 from jaxrl_async.rollout import jetstream_api
 from jaxrl_async.rollout import sampling
 
@@ -49,6 +50,13 @@ class EngineSizes:
     """Room a slot has for tokens to be decoded again; 0 when none are."""
     is_exact = self.preemption is config.Preemption.EXACT
     return self.cache_tokens if self.num_pages and is_exact else 0
+
+  def prefill_rows_axis(self, layout: mesh_lib.Layout) -> str | None:
+    """The logical axis of a prefill's rows: split as slots are, if that fits.
+
+    What does not fit is computed by every replica.
+    """
+    return None if self.prefill_rows % layout.parts("batch") else "batch"
 
   def is_chunked(self, bucket: int) -> bool:
     """Whether prompts of this bucket are prefilled in several calls."""

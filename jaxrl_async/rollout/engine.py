@@ -107,19 +107,32 @@ class Engine(jetstream_api.Engine):
       num_end_tokens=self.num_end_tokens,
       dtype=self.dtype,
     )
-    rows = mesh_lib.sharding(mesh, rules, "batch")
+    slots = mesh_lib.sharding(mesh, rules, "batch")
     layer = mesh_lib.sharding(mesh, rules, *layout.logical_axes)
     shardings = jax.tree.map(
-      lambda _: rows, jax.eval_shape(programs.init_state)
+      lambda _: slots, jax.eval_shape(programs.init_state)
     )
     state = dataclasses.replace(
       shardings, cache=[(layer, layer)] * model.num_layers
     )
+    rows_axis = sizes.prefill_rows_axis(mesh_lib.Layout(mesh=mesh, rules=rules))
+    rows = mesh_lib.sharding(mesh, rules, rows_axis)
+    layer = mesh_lib.sharding(mesh, rules, rows_axis, "kv_heads")
+    prefix = Prefix(
+      cache=[(layer, layer)] * model.num_layers, tokens=rows, lengths=rows
+    )
     self._state_sharding = state
+    self._prefix_sharding = prefix
     self._init = jax.jit(programs.init_state, out_shardings=state)
-    self._prefill = jax.jit(programs.prefill_rows)
-    self._open = jax.jit(programs.open_rows)
-    self._extend = jax.jit(programs.extend_rows, donate_argnames="prefix")
+    self._prefill = jax.jit(
+      programs.prefill_rows,
+      in_shardings=(self.params_sharding, rows, rows),
+      out_shardings=prefix,
+    )
+    self._open = jax.jit(programs.open_rows, out_shardings=prefix)
+    self._extend = jax.jit(
+      programs.extend_rows, donate_argnames="prefix", out_shardings=prefix
+    )
     self._fill = jax.jit(
       programs.fill_pages, donate_argnames="state", out_shardings=state
     )
@@ -158,7 +171,9 @@ class Engine(jetstream_api.Engine):
     )
     function, arguments = self._prefill, (params, *rows)
     if sizes.is_chunked(bucket):
-      prefix = jax.eval_shape(self._open, *rows, None)
+      prefix = aot.placed(
+        jax.eval_shape(self._open, *rows, None), self._prefix_sharding
+      )
       function, arguments = self._extend, (params, prefix, np.int32(0))
     tables = (
       jax.ShapeDtypeStruct((b,), np.int32),
@@ -345,8 +360,8 @@ class Engine(jetstream_api.Engine):
     return decode_state_lib.unpack_result(np.asarray(result.data), n)
 
   def get_prefix_destination_sharding(self) -> Any:
-    """Where prefixes are expected: on this engine's mesh."""
-    return mesh_lib.replicated(self._mesh)
+    """Where prefixes are expected: a `Prefix` of shardings."""
+    return self._prefix_sharding
 
   def get_tokenizer(self) -> Any:
     """Tokens are made outside of the engine; there is nothing to describe."""

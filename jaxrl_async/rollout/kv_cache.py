@@ -177,8 +177,9 @@ class Pages:
       paged = times.reshape(k, len(pages), self.page_tokens, h)
       return pool.at[:, pages].set(paged, mode="drop")
 
-    keys = jnp.swapaxes(rows[0][row], 1, 2)
-    return put(layer[0], keys), put(layer[1], rows[1][row])
+    # A gather: of rows split over devices a slice would bring all to each.
+    keys, values = (jnp.take(x, row[None], axis=0)[0] for x in rows)
+    return put(layer[0], jnp.swapaxes(keys, 1, 2)), put(layer[1], values)
 
   def write(
     self,
