@@ -14,6 +14,7 @@ The table is on standard output; its last line is the same as JSON.
 from collections.abc import Iterator
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import runpy
@@ -29,7 +30,9 @@ from absl import flags
 
 from jaxrl_async import aot
 from jaxrl_async import assembly
+from jaxrl_async import config_checks
 from jaxrl_async import hlo
+from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import topology
 
 _RESULTS = flags.DEFINE_string("results", None, "One line a case.")
@@ -73,11 +76,17 @@ def _compile(case: str, side: str, config: Any) -> dict[str, Any]:
   }
 
 
-def _row(case: str, sides: dict[str, dict[str, Any]]) -> str:
+def _axes(shape: mesh_lib.MeshShape) -> str:
+  sizes = zip(mesh_lib.AXES, shape.sizes, strict=True)
+  return " ".join(f"{axis} {size}" for axis, size in sizes if size > 1)
+
+
+def _row(case: str, config: Any, sides: dict[str, dict[str, Any]]) -> str:
   """Of what has been compiled of a case."""
   shape, _, name = case.partition("@")
   model, length = shape.split(":")
-  chip = topology.CHIPS[topology.parse(name)[1]]
+  count, kind, sizes = topology.parse(name)
+  chip = topology.CHIPS[kind]
   slices = {
     side: [
       aot.Compiled(**{**x, "cost": hlo.Cost(**x["cost"])})
@@ -85,11 +94,14 @@ def _row(case: str, sides: dict[str, dict[str, Any]]) -> str:
     ]
     for side, found in sides.items()
   }
+  num_chips = count * math.prod(map(int, sizes.split("x")))
+  shapes = config_checks.slice_shapes(config.mesh, num_chips)
   cells = [_MODELS[model], length, name]
-  for side in _SIDES.default:
+  for side, mesh in zip(_SIDES.default, shapes, strict=True):
     some = slices.get(side)
     memory = max(x.memory_bytes for x in some) / 2**30 if some else 0
-    cells.append(f"{memory:.1f}" if some else "")
+    cells += [_axes(mesh), f"{memory:.1f}" if some else ""]
+  cells.append(f"{chip.hbm_bytes / 2**30:.2f}")
   by_name = {x.name: x for some in slices.values() for x in some}
   for program in map(by_name.get, _PROGRAMS):
     if program is None or program.refusal:
@@ -116,16 +128,16 @@ def main(argv: list[str]) -> None:
         with path.open("a") as file:
           file.write(json.dumps(stored[case, side]) + "\n")
   head = (
-    *("model", "tokens", "slice", "GiB train", "GiB rollout"),
+    *("model", "tokens", "slice", "train", "GiB", "rollout", "GiB", "of"),
     *(f"{name}, s" for name in _PROGRAMS),
     *("fits", "compiled in, s"),
   )
   print(f"| {' | '.join(head)} |")
   print("| --- " * len(head) + "|")
-  for case, _ in _cases():
+  for case, config in _cases():
     sides = {side: x for (name, side), x in stored.items() if name == case}
     if sides:
-      print(_row(case, sides))
+      print(_row(case, config, sides))
   print(json.dumps(list(stored.values())))
 
 

@@ -380,7 +380,7 @@ def training_memory(
   rows = config.train.rows_per_microbatch * _microbatches(config)
   return memory_estimate.training(
     model,
-    mesh_lib.MeshShape(**mesh.shape),
+    mesh_lib.shape_of(mesh),
     config.mesh.train_rules,
     config.train,
     config.model,
@@ -473,8 +473,8 @@ def describe(config: config_lib.Config, devices: Sequence[Any]) -> str:
     model,
     training=training_memory(config, model, devices),
     published_bytes=_num_bytes(published),
-    train_devices=list(train_mesh.devices.flat),
-    rollout_devices=list(rollout_mesh.devices.flat),
+    train_mesh=train_mesh,
+    rollout_mesh=rollout_mesh,
   )
 
 

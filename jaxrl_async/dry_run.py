@@ -1,16 +1,18 @@
 """What a config asks of the machine, before anything compiles."""
 
-from collections.abc import Sequence
+from jax.sharding import Mesh
 
 from jaxrl_async import config as config_lib
-from jaxrl_async import config_checks
 from jaxrl_async import memory_estimate
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async.models import configs
 
 
-def _slice(devices: Sequence[object], shape: mesh_lib.MeshShape) -> str:
-  return f"{', '.join(str(device) for device in devices)}   ({shape})"
+def _slice(mesh: Mesh) -> str:
+  names = [str(device) for device in mesh.devices.flat]
+  if len(names) > 4:
+    names = [f"{len(names)} devices, {names[0]} to {names[-1]}"]
+  return f"{', '.join(names)}   ({mesh_lib.shape_of(mesh)})"
 
 
 def report(
@@ -19,8 +21,8 @@ def report(
   *,
   training: memory_estimate.Estimate,
   published_bytes: int,
-  train_devices: Sequence[object],
-  rollout_devices: Sequence[object],
+  train_mesh: Mesh,
+  rollout_mesh: Mesh,
 ) -> str:
   """The batch arithmetic, parameters, memory and devices, as a text.
 
@@ -29,8 +31,8 @@ def report(
     model: with the tokenizer's vocabulary.
     training: memory of the training slice.
     published_bytes: of the engine's weights, before they are sharded.
-    train_devices: of the training slice.
-    rollout_devices: of the rollout slice.
+    train_mesh: of the training slice.
+    rollout_mesh: of the rollout slice.
   """
   algorithm, rollout, train = config.algorithm, config.rollout, config.train
   trajectories = algorithm.group_size * algorithm.groups_per_step
@@ -41,12 +43,9 @@ def report(
   per_row = train.tokens_per_row // longest
   max_rows = -(-per_minibatch // per_row)
   max_groups = (algorithm.max_staleness + 1) * algorithm.groups_per_step
-  train_shape, rollout_shape = config_checks.slice_shapes(
-    config.mesh, len({*train_devices, *rollout_devices})
-  )
   generation = memory_estimate.rollout(
     model,
-    rollout_shape,
+    mesh_lib.shape_of(rollout_mesh),
     config.mesh.rollout_rules,
     rollout,
     published=published_bytes,
@@ -77,9 +76,9 @@ def report(
     f"  rollout slice    {memory_estimate.size(sum(generation.values()))}:"
     f" {memory_estimate.line(generation)}",
     "Devices",
-    f"  training slice   {_slice(train_devices, train_shape)}",
-    f"  rollout slice    {_slice(rollout_devices, rollout_shape)}",
+    f"  training slice   {_slice(train_mesh)}",
+    f"  rollout slice    {_slice(rollout_mesh)}",
   ]
-  if set(train_devices) & set(rollout_devices):
+  if train_mesh.size == 1 and train_mesh == rollout_mesh:
     lines.append("  both slices share a device")
   return "\n".join(lines)

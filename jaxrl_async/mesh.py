@@ -52,6 +52,11 @@ class MeshShape:
 ONE = MeshShape()
 
 
+def shape_of(mesh: Mesh) -> MeshShape:
+  """Devices along each of its axes."""
+  return MeshShape(**mesh.shape)
+
+
 def make_mesh(devices: Sequence[Any], shape: MeshShape = ONE) -> Mesh:
   """A mesh of exactly these devices, which may be any."""
   return Mesh(

@@ -3,6 +3,7 @@
 import io
 import json
 
+import jax
 from PIL import Image
 import pytest
 import rich.console
@@ -10,6 +11,7 @@ import rich.console
 from jaxrl_async import config as config_lib
 from jaxrl_async import dry_run
 from jaxrl_async import memory_estimate
+from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import metrics
 from jaxrl_async import progress
 from jaxrl_async import summary as summary_lib
@@ -182,12 +184,10 @@ def test_time_left_ignores_the_first_step():
   assert progress._clock(3725.0) == "1:02:05"
 
 
-def test_a_dry_run_says_what_a_config_asks_of_the_machine():
-  config = config_lib.Config()
-  model = configs.MODELS["quickstart"]
-  text = dry_run.report(
-    config,
-    model,
+def dry_run_report(train_mesh, rollout_mesh):
+  return dry_run.report(
+    config_lib.Config(),
+    configs.MODELS["quickstart"],
     training=memory_estimate.Estimate(
       weights=1 << 20,
       optimizer=8 << 20,
@@ -199,13 +199,31 @@ def test_a_dry_run_says_what_a_config_asks_of_the_machine():
       least_activations=1 << 20,
     ),
     published_bytes=3 << 20,
-    train_devices=["cpu:0"],
-    rollout_devices=["cpu:1"],
+    train_mesh=train_mesh,
+    rollout_mesh=rollout_mesh,
+  )
+
+
+def test_a_dry_run_says_what_a_config_asks_of_the_machine():
+  devices = jax.devices()
+  text = dry_run_report(
+    mesh_lib.make_mesh(devices[:1]), mesh_lib.make_mesh(devices[1:2])
   )
   assert "32 groups x 16 = 512 trajectories" in text
   assert "128 trajectories; 4 updates a step, 240 in the run" in text
   assert "at most 160 groups = 2,560 trajectories" in text
-  assert f"{model.num_params:,} parameters" in text
+  assert f"{configs.MODELS['quickstart'].num_params:,} parameters" in text
   assert "training slice   21.0 MiB: optimizer 8.0 MiB, logits 5.0 MiB" in text
   assert "weights 6.0 MiB" in text  # two versions
+  assert "share" not in text
+
+
+def test_a_dry_run_names_devices_and_tells_one_slice_from_two():
+  devices = jax.devices()
+  one = mesh_lib.make_mesh(devices[:1])
+  assert "both slices share a device" in dry_run_report(one, one)
+  # Two TPU slices that are not here are the same devices twice.
+  eight = mesh_lib.make_mesh(devices, mesh_lib.MeshShape(data=2, fsdp=4))
+  text = dry_run_report(eight, eight)
+  assert f"8 devices, {devices[0]} to {devices[7]}   (data 2 x fsdp 4" in text
   assert "share" not in text
