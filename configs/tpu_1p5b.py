@@ -73,7 +73,7 @@ def make(
       max_prompt_tokens=prompt,
       max_completion_tokens=tokens - prompt,
       cache_tokens=tokens,
-      prefill_rows=mesh.rollout_data,  # one a replica
+      prefill_rows=mesh.rollout_data * (4 if tokens <= 8_192 else 1),
       prefill_buckets=(prompt, tokens),
       window_buckets=(tokens,),
       dtype="bfloat16",
