@@ -299,8 +299,7 @@ class Run:
         return loaded
       self.supervisor.check()
       self.recorder.check()
-      stats = self.scheduler.stats
-      state = (stats.generated_tokens, self.scheduler.version)
+      state = (self.worker.group_tokens, self.scheduler.version)
       if watch.is_stalled((state, len(self.buffer.state().finished))):
         waited_s = time.monotonic() - start_s
         lines = [

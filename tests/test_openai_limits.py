@@ -13,6 +13,7 @@ import serving_world
 import tiny
 
 from jaxrl_async import supervisor
+from jaxrl_async.serving import generation
 from jaxrl_async.serving import server as server_lib
 
 SEEDS = (1, 4, 5)
@@ -166,6 +167,25 @@ def test_a_deadline_before_the_first_token_is_a_504(held, stream):
     timer.join()
   serving_world.check_error(answer, 504, "deadline")
   assert answer.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_deadline_while_the_engine_rests_is_a_504(held, stream, monkeypatch):
+  monkeypatch.setattr(generation, "_GRACE_S", 0.1)
+  with connection(held, json.dumps(serving_world.body(seed=8)).encode()):
+    assert serving_world.wait_until(lambda: held.scheduler.num_free == 3)
+    # Now the engine is in a step that does not end.
+    answer = held.post(json=serving_world.body(deadline_s=0.2, stream=stream))
+  serving_world.check_error(answer, 504, "deadline")
+
+
+def test_too_many_prompts_are_refused_before_any_is_read(serving, monkeypatch):
+  def encode(text):
+    raise AssertionError(text)
+
+  monkeypatch.setattr(serving_world.TOKENIZER, "encode", encode)
+  answer = serving.post(json=serving_world.body(prompt=["a"] * 100))
+  serving_world.check_error(answer, 400, "prompt: 100 prompts; at most 16")
 
 
 def test_a_deadline_in_the_middle_ends_a_stream_with_an_error(held):

@@ -79,52 +79,6 @@ def test_every_sequence_is_written_once_and_each_token_is_counted():
   )
 
 
-class Watched(scheduler_lib.Scheduler):
-  """Keeps each call's results, and what was on its way when it was read."""
-
-  def __init__(self, *args, **options):
-    super().__init__(*args, **options)
-    self.results, self.num_ahead, self.has_waiting = [], [], []
-
-  def _collect(self, call):
-    self.results.append(self.engine.read(call.result))
-    self.num_ahead.append(len(self._calls))
-    self.has_waiting.append(bool(self._waiting))
-    super()._collect(call)
-
-
-def test_a_slot_that_ends_is_refilled_in_the_next_call():
-  scheduler = make(cls=Watched)
-  for sequence in assorted(16):
-    scheduler.submit(sequence)
-  tiny.finish(scheduler)
-  results = scheduler.results
-  num_refilled = 0
-  for waits, now, after in zip(
-    scheduler.has_waiting, results, results[1:], strict=False
-  ):
-    if not waits:
-      break
-    ended = now.has_ended
-    # Ended in it, and not before.
-    ended = ended & now.is_valid[:, 0]
-    assert ended.sum() <= scheduler.engine.sizes.insert_rows
-    assert (now.tickets[ended] < after.tickets[ended]).all()
-    assert after.is_valid[ended, 0].all()
-    num_refilled += ended.sum()
-  assert num_refilled > 4
-
-
-def test_the_next_call_is_dispatched_before_the_last_one_is_read():
-  scheduler = make(cls=Watched)
-  for sequence in assorted():
-    scheduler.submit(sequence)
-  tiny.finish(scheduler)
-  *steady, last = scheduler.num_ahead
-  assert set(steady) == {1}
-  assert last == 0
-
-
 def test_results_do_not_depend_on_the_order_of_submission():
   results = []
   for seed in range(3):

@@ -66,6 +66,40 @@ def test_requests_are_served_beside_the_groups_and_change_none(make_world):
   worker_world.check_balance(world)
 
 
+def test_clients_that_always_ask_again_do_not_keep_groups_from_starting(
+  make_world,
+):
+  queue = make_requests()
+  world = make_world(requests=queue)
+  num_asked = 0
+
+  def ask_again(state):
+    nonlocal num_asked
+    while queue.depth < 8:
+      num_asked += 1
+      queue.submit(client_request(num_asked), lambda update: None)
+    return worker_world.finished(4)(state)
+
+  ask_again(world.buffer.state())
+  world.run_until(ask_again)
+  assert queue.stats.finished
+  worker_world.check_balance(world)
+
+
+def test_what_clients_are_written_is_no_progress_of_a_training(make_world):
+  queue = make_requests()
+  world = make_world(requests=queue)
+  for seed in (8, 9, 10):
+    queue.submit(client_request(seed), lambda update: None)
+  world.run_until(
+    lambda state: worker_world.finished(3)(state) and queue.is_empty
+  )
+  groups = [*world.worker.groups().values(), *world.buffer.state().finished]
+  assert world.worker.group_tokens == sum(
+    t.num_completion_tokens for g in groups for t in g.trajectories
+  )
+
+
 def test_a_worker_without_work_notices_a_request(make_world):
   queue = make_requests()
   world = make_world(requests=queue, prompts=tiny.Prompts())

@@ -113,6 +113,7 @@ class Handle:
     self.sequences: list[sequence_lib.Sequence] = []
     self.num_sent: list[int] = []  # tokens of each sequence, its prompt too
     self.unfinished: set[int] = set(range(request.num_choices))
+    self.writing: set[int] = set()  # of these, the scheduler has
 
   def num_written(self) -> int:
     """Tokens of all choices so far."""
@@ -187,7 +188,8 @@ class RequestQueue:
     self._latencies_s: collections.deque[float] = collections.deque(
       maxlen=_NUM_LATENCIES
     )
-    self._running: dict[Handle, None] = {}  # in the scheduler, in order
+    self._running: dict[Handle, None] = {}  # taken up, in order
+    self._pending: collections.deque[tuple[Handle, int]] = collections.deque()
     self._ended_tokens = 0
 
   # -- any thread -----------------------------------------------------------
@@ -298,8 +300,16 @@ class RequestQueue:
 
   # -- the scheduler's thread -----------------------------------------------
 
-  def feed(self, scheduler: scheduler_lib.Scheduler) -> None:
-    """Hands over what is new; ends what was cancelled or took too long."""
+  def feed(
+    self, scheduler: scheduler_lib.Scheduler, most: int | None = None
+  ) -> None:
+    """Hands over what is next; ends what was cancelled or took too long.
+
+    Args:
+      scheduler: this thread's.
+      most: choices that it may have at a time, in the order of requests; by
+        default as many as keep its slots full.
+    """
     with self._changed:
       new, self._new = self._new, []
       # What ended meanwhile was not cancelled.
@@ -312,7 +322,7 @@ class RequestQueue:
     gone = set(cancelled)
     for handle in new:
       if handle not in gone:
-        self._start(scheduler, handle)
+        self._start(handle)
     now_s = time.monotonic()
     for handle in list(self._running):
       if handle.request.deadline_s <= now_s:
@@ -320,11 +330,20 @@ class RequestQueue:
         self._fail(handle, RequestError.DEADLINE)
         self.stats.expired += 1
     num_slots = scheduler.engine.sizes.num_slots
+    if most is None:
+      most = num_slots + scheduler.engine.sizes.insert_rows
+    num_written = sum(len(handle.writing) for handle in self._running)
+    while self._pending and num_written < most:
+      handle, choice = self._pending.popleft()
+      if handle in self._running:
+        handle.writing.add(choice)
+        scheduler.submit(handle.sequences[choice])
+        num_written += 1
     self.stats.num_slots = num_slots
     self.stats.slots_in_use = min(num_slots, len(scheduler.sequences()))
     self.stats.policy_version = scheduler.version
 
-  def _start(self, scheduler: scheduler_lib.Scheduler, handle: Handle) -> None:
+  def _start(self, handle: Handle) -> None:
     request = handle.request
     self._running[handle] = None
     if request.deadline_s <= time.monotonic():
@@ -350,7 +369,7 @@ class RequestQueue:
       )
       handle.sequences.append(sequence)
       handle.num_sent.append(n)
-      scheduler.submit(sequence)
+      self._pending.append((handle, choice))
 
   def deliver(self, ended: Iterable[sequence_lib.Sequence]) -> None:
     """Tells clients what was written since the last time.
@@ -360,15 +379,14 @@ class RequestQueue:
     """
     has_ended = {id(s) for s in ended if isinstance(s.owner, Handle)}
     for handle in list(self._running):
-      unfinished = sorted(handle.unfinished)
-      ended_here = {
-        c for c in unfinished if id(handle.sequences[c]) in has_ended
-      }
+      writing = sorted(handle.writing)
+      ended_here = {c for c in writing if id(handle.sequences[c]) in has_ended}
       handle.unfinished -= ended_here
+      handle.writing -= ended_here
       if not handle.unfinished:
         # Before its last update, whose client may call `cancel` at once.
         self._forget(handle)
-      for choice in unfinished:
+      for choice in writing:
         is_last = choice in ended_here
         length = handle.sequences[choice].length
         if is_last or length > handle.num_sent[choice]:

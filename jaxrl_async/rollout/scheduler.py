@@ -128,15 +128,23 @@ class Scheduler:
   def has_room(self) -> bool:
     """A further sequence would soon be written.
 
-    As many as one insertion takes wait prefilled, so that a slot that ends
-    finds one.
+    As many as one insertion takes wait prefilled, and as many as will have
+    reached their limits, so that a slot that ends finds one.
     """
-    return self.num_free + self.engine.sizes.insert_rows > 0
+    return self.num_free + self._num_ahead() > 0
 
   @property
   def is_idle(self) -> bool:
     """Nothing runs, waits or is left to be returned."""
     return not (self.sequences() or self._calls or self._ended)
+
+  def _num_ahead(self) -> int:
+    """How many wait prefilled: for ends that are known, and some others."""
+    num_ending = sum(
+      e.slot is not None and self._reach(e, 0) == e.sequence.limit
+      for e in self._entries.values()
+    )
+    return self.engine.sizes.insert_rows + num_ending
 
   def sequences(self) -> list[sequence_lib.Sequence]:
     """Everything running or waiting."""
@@ -148,8 +156,7 @@ class Scheduler:
     """Queues a sequence.
 
     Raises:
-      ValueError: it could not be held, has no room for one token, or asks for
-        what cannot be drawn.
+      ValueError: it cannot be held, or asks for what cannot be drawn.
     """
     sequence.settings.check(self.engine.model.vocab_size)
     sizes = self.engine.sizes
@@ -206,15 +213,29 @@ class Scheduler:
 
   def _recompute(self) -> None:
     running = sorted(self._entries.values(), key=_urgency)
+    by_bucket = collections.defaultdict(list)
     for entry in running:
       entry.sequence.num_prefilled = entry.sequence.length
-      entry.key = self._prefiller.want(entry.sequence.written())
+      by_bucket[self._prefiller.bucket(entry.sequence.length)].append(entry)
       if self._pool is not None:
         self._pool.release(entry.pages)
         entry.pages = []
+    # A prefill at a time: all prefixes together would be a second cache.
+    rows = self.engine.sizes.prefill_rows
+    batches = [
+      entries[start : start + rows]
+      for entries in by_bucket.values()
+      for start in range(0, len(entries), rows)
+    ]
+    for batch in sorted(batches, key=lambda entries: _urgency(entries[0])):
+      self._recompute_batch(batch)
+
+  def _recompute_batch(self, batch: list[_Entry]) -> None:
+    for entry in batch:
+      entry.key = self._prefiller.want(entry.sequence.written())
     self._advance_prefill(is_patient=False)
-    fitting = [e for e in running if self._take_pages(e)]
-    self._preempt([e for e in running if e not in fitting])
+    fitting = [e for e in batch if self._take_pages(e)]
+    self._preempt([e for e in batch if e not in fitting])
     self.stats.recompute_tokens += sum(e.sequence.length for e in fitting)
     self._insert(fitting)
     self._forget_prefixes()
@@ -314,7 +335,7 @@ class Scheduler:
   def _stage(self) -> None:
     """Takes sequences from the queue and has them prefilled."""
     sizes = self.engine.sizes
-    places = sizes.num_slots + sizes.insert_rows
+    places = sizes.num_slots + self._num_ahead()
     places -= len(self._entries) + len(self._prefilling)
     while self._waiting and places > 0 and self._may_enter(self._waiting[0]):
       sequence = self._waiting.popleft()
@@ -357,7 +378,7 @@ class Scheduler:
     staged = [e for e in self._entries.values() if e.slot is None]
     sizes = self.engine.sizes
     # More than are known to be free: some may have ended meanwhile.
-    most = sizes.num_slots - self._num_placed() + sizes.insert_rows
+    most = sizes.num_slots - self._num_placed() + self._num_ahead()
     self._insert(staged[:most])
 
   def _insert(self, entries: list[_Entry]) -> None:

@@ -117,6 +117,7 @@ class RolloutWorker:
     self.wait_for_admission_s = 0.0
     self.adopt_s = 0.0
     self.served_tokens = 0  # of the scheduler's, those written for requests
+    self.group_tokens = 0  # and the others, as of the last step
     self._requests = requests
     self._buffer = buffer
     self._channel = channel
@@ -208,12 +209,13 @@ class RolloutWorker:
 
   def run(self) -> None:
     """Generates until stopped; a closed buffer ends it without an error."""
+    ended_by = requests_lib.RequestError.FAILED
     try:
       while self._pass_gate():
         self._adopt()
         self._collect_scores()
         if self._requests is not None:  # before groups take the free slots
-          self._requests.feed(self.scheduler)
+          self._requests.feed(self.scheduler, self._share_of_requests())
         self._admit()
         # After a resume there is work before there are weights.
         if self.scheduler.is_idle or self.scheduler.version < 0:
@@ -224,18 +226,25 @@ class RolloutWorker:
           if self._requests is not None:
             self._requests.deliver(ended)
             self.served_tokens = self._requests.num_written()
+          written = self.scheduler.stats.generated_tokens
+          self.group_tokens = written - self.served_tokens
           for sequence in ended:
             if isinstance(sequence.owner, Running):
               self._advance(sequence)
+      ended_by = requests_lib.RequestError.SHUT_DOWN
     except buffer_lib.BufferClosed:
-      pass
+      ended_by = requests_lib.RequestError.SHUT_DOWN
     finally:
       if self._requests is not None:
-        self._requests.close()
+        self._requests.close(ended_by)
       with self._gate:
         self._has_ended = True
         self._show("ended")
         self._gate.notify_all()
+
+  def _share_of_requests(self) -> int:
+    """Half of the slots: however many clients there are, training goes on."""
+    return max(1, self.scheduler.engine.sizes.num_slots // 2)
 
   def _pass_gate(self) -> bool:
     with self._gate:

@@ -129,6 +129,7 @@ class Service:
     body = await read_body(request, self.limits)
     wanted = protocol.parse(protocol.Completion, body)
     self._check_model(wanted.model)
+    self._check_counts(wanted, len(wanted.prompts))
     prompts = [await self._tokens(p, "prompt") for p in wanted.prompts]
     return self._answer(
       wanted, prompts, wanted.max_tokens, wanted.logprobs is not None
@@ -139,6 +140,7 @@ class Service:
     body = await read_body(request, self.limits)
     wanted = protocol.parse(protocol.Chat, body)
     self._check_model(wanted.model)
+    self._check_counts(wanted, 1)
     messages = [m.model_dump(exclude_none=True) for m in wanted.messages]
     try:
       text = self.chat_template.render(messages)
@@ -172,6 +174,20 @@ class Service:
         code="model_not_found",
       )
 
+  def _check_counts(
+    self, wanted: protocol.Completion | protocol.Chat, num_prompts: int
+  ) -> None:
+    bounds = {
+      "prompt": (num_prompts, self.queue.max_waiting),
+      "n": (num_prompts * wanted.n, self.queue.max_choices),
+    }
+    for name, (count, most) in bounds.items():
+      if count > most:
+        what = "prompts" if name == "prompt" else "choices of all prompts"
+        raise errors.ApiError(
+          400, f"{name}: {count} {what}; at most {most}", param=name
+        )
+
   async def _tokens(self, prompt: str | list[int], name: str) -> np.ndarray:
     """Token ids, all in the vocabulary."""
     if isinstance(prompt, str):
@@ -202,16 +218,6 @@ class Service:
         f"deadline_s: at most {limits.max_deadline_s:g}",
         param="deadline_s",
       )
-    bounds = {
-      "prompt": (len(prompts), self.queue.max_waiting),
-      "n": (len(prompts) * wanted.n, self.queue.max_choices),
-    }
-    for name, (count, most) in bounds.items():
-      if count > most:
-        what = "prompts" if name == "prompt" else "choices of all prompts"
-        raise errors.ApiError(
-          400, f"{name}: {count} {what}; at most {most}", param=name
-        )
     is_chat = isinstance(wanted, protocol.Chat)
     seed = wanted.seed
     if seed is None:

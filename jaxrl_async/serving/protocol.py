@@ -100,17 +100,17 @@ class _Wanted(_Body):
   model: str
   stream: bool = False
   stream_options: StreamOptions | None = None
-  n: int = pydantic.Field(1, ge=1)
+  n: int = pydantic.Field(1, ge=1, le=requests.MAX_SEED)
   stop: tuple[str, ...] = ()
   seed: int | None = pydantic.Field(None, ge=-(2**63), lt=2**63)
-  max_tokens: int | None = pydantic.Field(None, ge=1)
+  max_tokens: int | None = pydantic.Field(None, ge=1, le=requests.MAX_SEED)
   temperature: float = pydantic.Field(1.0, ge=0, le=2)
   top_p: float = pydantic.Field(1.0, gt=0, le=1)
   user: str = ""
   # Not OpenAI's.
   top_k: int = pydantic.Field(0, ge=-1, le=requests.MAX_SEED)
   min_p: float = pydantic.Field(0.0, ge=0, le=1)
-  min_tokens: int = pydantic.Field(0, ge=0)
+  min_tokens: int = pydantic.Field(0, ge=0, le=requests.MAX_SEED)
   stop_token_ids: list[int] = []
   ignore_eos: bool = False
   return_token_ids: bool = False
@@ -216,7 +216,9 @@ class Chat(_Wanted):
 
   neutral: ClassVar[dict[str, tuple]] = _ANYWHERE | _CHAT
   messages: list[Message] = pydantic.Field(min_length=1)
-  max_completion_tokens: int | None = pydantic.Field(None, ge=1)
+  max_completion_tokens: int | None = pydantic.Field(
+    None, ge=1, le=requests.MAX_SEED
+  )
   logprobs: bool = False
   top_logprobs: int = pydantic.Field(0, ge=0)
   safety_identifier: str = ""
