@@ -169,13 +169,6 @@ def _devices() -> list[Any]:
   return jax.devices()[:wanted]
 
 
-def model_flops(model: configs.ModelConfig, lengths: np.ndarray) -> float:
-  """Of forward and backward, of what is not padding."""
-  pairs = (lengths * (lengths + 1) // 2).sum()
-  heads = model.num_layers * model.num_heads * model.head_dim
-  return float(6 * model.num_params * lengths.sum() + 12 * heads * pairs)
-
-
 class Ours:
   """A trainer, a prepared batch, and the update with another loss."""
 
@@ -314,7 +307,7 @@ def _row(name: str, directory: pathlib.Path) -> dict[str, Any]:
       {
         "tokens_per_s": num_tokens / update_s,
         "plain_tokens_per_s": num_tokens / plain_s,
-        "mfu": model_flops(case.model, lengths) / update_s / rate,
+        "mfu": matmul_rate.model_flops(case.model, lengths) / update_s / rate,
         "matmul_flops_per_s": rate,
         "vs_cross_entropy": update_s / plain_s,
         "proximal": times_s["proximal_s"] / update_s,

@@ -412,15 +412,18 @@ def check(config: config_lib.Config, devices: Sequence[Any]) -> None:
   memory_estimate.check(
     training_memory(config, model, devices), topology.memory_bytes(devices[0])
   )
+  longest = config.rollout.max_prompt_tokens
   prompts.validate_task(
-    config.task,
-    tokenizer,
-    seed=config.seed,
-    max_prompt_tokens=config.rollout.max_prompt_tokens,
+    config.task, tokenizer, seed=config.seed, max_prompt_tokens=longest
   )
   if config.warm_start.num_steps:
     prompts.validate_warm_start(
-      config.task, config.warm_start, seed=config.seed
+      config.task,
+      config.warm_start,
+      tokenizer,
+      seed=config.seed,
+      max_prompt_tokens=longest,
+      max_tokens=config.train.tokens_per_row,
     )
 
 
@@ -432,11 +435,9 @@ def cut_devices(
   Raises:
     ConfigError: a mesh would have chips of two TPU slices.
   """
-  train_shape, rollout_shape = config_checks.slice_shapes(
-    config.mesh, len(devices)
-  )
+  train, rollout = config_checks.slice_shapes(config.mesh, len(devices))
   meshes = mesh_lib.cut_devices(
-    devices, train_shape=train_shape, rollout_shape=rollout_shape
+    devices, train_shape=train, rollout_shape=rollout
   )
   for side, mesh in zip(("train", "rollout"), meshes, strict=True):
     config_lib.require(

@@ -103,9 +103,8 @@ def pack(
     advantages: one per trajectory.
     tokens_per_row: the longest trajectory must fit.
     rows_per_microbatch: rows of one forward and backward.
-    num_minibatches: trajectories, not groups, are dealt to them, longest
-      completion first to the one with the fewest loss tokens, so that loss
-      tokens differ by at most one completion and lengths are mixed alike.
+    num_minibatches: trajectories, not groups, are dealt to them, as many to
+      each, longest completion first to the one with the fewest loss tokens.
     min_microbatches: of each minibatch; padding microbatches come last.
     num_shards: contiguous parts of a microbatch's rows, a device each.
 
@@ -249,15 +248,21 @@ def _deal(
   lengths: Int[np.ndarray, "trajectories"],
   num_minibatches: int,
 ) -> Int[np.ndarray, "trajectories"]:
-  """Give each trajectory a minibatch; loss tokens even, then tokens."""
+  """Give each trajectory a minibatch; loss tokens even, then tokens.
+
+  None gets more than its share of trajectories: `expected_microbatches` holds.
+  """
   loss_tokens = np.array([t.num_completion_tokens for t in trajectories])
   minibatch = np.zeros_like(lengths)
-  heap = [(0, 0, m) for m in range(num_minibatches)]
+  most = -(-len(trajectories) // num_minibatches)
+  heap = [(0, 0, m, 0) for m in range(num_minibatches)]
   for i in np.lexsort((-lengths, -loss_tokens)).tolist():
-    num_loss, num_all, m = heap[0]
+    num_loss, num_all, m, count = heapq.heappop(heap)
     minibatch[i] = m
-    item = (num_loss + int(loss_tokens[i]), num_all + int(lengths[i]), m)
-    heapq.heapreplace(heap, item)
+    if count + 1 < most:
+      num_loss += int(loss_tokens[i])
+      num_all += int(lengths[i])
+      heapq.heappush(heap, (num_loss, num_all, m, count + 1))
   return minibatch
 
 

@@ -7,9 +7,12 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from jaxtyping import Int
+import numpy as np
 
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import topology
+from jaxrl_async.models import configs
 
 
 def peak_flops(mesh: Mesh, dtype: str) -> float:
@@ -20,11 +23,29 @@ def peak_flops(mesh: Mesh, dtype: str) -> float:
   here = mesh.local_devices
   if not here or topology.is_described(here[0]):
     return math.nan
-  return measured_matmul_flops(here, dtype) * mesh.size / len(here)
+  # Large enough for an accelerator that starting it takes no time.
+  size = 1024 if here[0].platform == "cpu" else 8192
+  return measured_matmul_flops(here, dtype, size) * mesh.size / len(here)
+
+
+def model_flops(
+  model: configs.ModelConfig, lengths: Int[np.ndarray, "trajectories"]
+) -> float:
+  """FLOPs of forward and backward of trajectories of so many tokens.
+
+  6 a parameter and token, where a table that is only looked up has no products;
+  12 a layer, head, its size, and pair of tokens that see each other. What is
+  computed twice counts once.
+  """
+  tables = 0 if model.has_tied_head else model.vocab_size * model.model_dim
+  products = (model.num_params - tables) * lengths.sum()
+  pairs = (lengths * (lengths + 1) // 2).sum()
+  heads = model.num_layers * model.num_heads * model.head_dim
+  return float(6 * products + 12 * heads * pairs)
 
 
 def measured_matmul_flops(
-  devices: Sequence[Any], dtype: str, size: int = 1024
+  devices: Sequence[Any], dtype: str, size: int
 ) -> float:
   """FLOPs a second of square matrix products, best of three.
 

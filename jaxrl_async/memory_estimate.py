@@ -32,6 +32,8 @@ class Estimate:
     logits: of a chunk of the vocabulary, a few times.
     batch: of a train step.
     least_activations: that no compiler can do without.
+    least_working: the same of a layer's backward pass or a chunk's logits,
+      whichever is larger.
   """
 
   weights: int
@@ -42,12 +44,13 @@ class Estimate:
   logits: int
   batch: int
   least_activations: int
+  least_working: int
 
   @property
   def parts(self) -> dict[str, int]:
     """What `total` is made of, by name."""
     parts = dataclasses.asdict(self)
-    del parts["least_activations"]
+    del parts["least_activations"], parts["least_working"]
     del parts["logits" if self.layer > self.logits else "layer"]
     return parts
 
@@ -60,7 +63,11 @@ class Estimate:
   def at_least(self) -> int:
     """What an update holds at one moment, however it is compiled."""
     return (
-      self.weights + self.optimizer + self.gradients + self.least_activations
+      self.weights
+      + self.optimizer
+      + self.gradients
+      + self.least_activations
+      + self.least_working
     )
 
 
@@ -158,6 +165,9 @@ def training(
   # Half as much again as what a layer keeps is what compiled programs take.
   layer = kept(none) * (2 if remat is none else 3) // 2 + gathered
   chunk = min(train.vocab_chunk, model.vocab_size) // parts("vocab")
+  # The products of a layer are made again, if they were not kept.
+  working = 0 if remat in (none, dots) else kept(dots)
+  working += tokens * num_scores * itemsize
   states = 3 * tokens * model.model_dim * 4
   return Estimate(
     weights=weights,
@@ -168,6 +178,7 @@ def training(
     logits=3 * 4 * tokens * chunk + states + 4 * chunk * model.model_dim,
     batch=_BATCH_BYTES * math.ceil(tokens_per_step / split),
     least_activations=model.num_layers * least,
+    least_working=max(working, 4 * tokens * chunk),
   )
 
 
@@ -224,7 +235,11 @@ def check(estimate: Estimate, limit: int | float | None) -> None:
     "train.optimizer": ("optimizer state", estimate.optimizer),
     "mesh.train_fsdp": (
       "weights and gradients",
-      estimate.at_least - estimate.optimizer - estimate.least_activations,
+      estimate.weights + estimate.gradients,
+    ),
+    "train.rows_per_microbatch": (
+      "one layer's backward pass, or a chunk of the logits",
+      estimate.least_working,
     ),
   }
   path = max(largest, key=lambda name: largest[name][1])
@@ -234,6 +249,8 @@ def check(estimate: Estimate, limit: int | float | None) -> None:
     " offload, or more mesh.train_fsdp or train_context",
     "train.optimizer": "train.optimizer.offload=True or more mesh.train_fsdp",
     "mesh.train_fsdp": "more of it (or mesh.train_tensor), or a smaller model",
+    "train.rows_per_microbatch": "fewer of them, a smaller train.vocab_chunk,"
+    " or train.attention=blocks where it is xla",
   }
   raise config.ConfigError(
     f"{path}: an update needs at least {size(estimate.at_least)} a device,"

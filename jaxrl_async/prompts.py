@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import enum
 import hashlib
+import itertools
 import string
 from typing import Any
 
@@ -263,7 +264,7 @@ def worked_examples(
     if length > max_tokens:
       raise config.ConfigError(
         f"train.tokens_per_row: {max_tokens}, but the worked solution of"
-        f" {prompt.prompt_id} has {length} tokens with its prompt"
+        f" {prompt.prompt_id} has {length} tokens with its prompt; use more"
       )
     yield WorkedExample(
       prompt_tokens=prompt.tokens, completion_tokens=completion
@@ -317,10 +318,16 @@ def validate_task(
 def validate_warm_start(
   task: config.TaskSection,
   warm_start: config.WarmStartSection,
+  tokenizer: tokenizer_lib.Tokenizer,
   *,
   seed: int,
+  max_prompt_tokens: int,
+  max_tokens: int,
 ) -> None:
   """Check that the solver solves this task, in a form that can be scored.
+
+  The first examples have to fit rows of `max_tokens`; the rest is checked when
+  they are made.
 
   Raises:
     config.ConfigError: it does not; the line says what would be right.
@@ -344,6 +351,16 @@ def validate_warm_start(
       f"task.answer_prefix: {task.answer_prefix!r} finds {answer!r} in a right "
       f"solution of the solver {warm_start.solver!r}, {solution!r}"
     )
+  examples = worked_examples(
+    task,
+    warm_start,
+    tokenizer,
+    seed=seed,
+    max_prompt_tokens=max_prompt_tokens,
+    max_tokens=max_tokens,
+  )
+  for _ in itertools.islice(examples, 100):
+    pass
 
 
 def _create_dataset(

@@ -466,7 +466,8 @@ def run(
     ThreadFailed, StallError, run_record.BadUpdatesError: what they say.
   """
   assembly.check(config, jax.devices())
-  config_json.check_workdir(config, workdir)
+  if checkpoint.latest(workdir / "checkpoints") is not None:
+    config_json.check_workdir(config, workdir)
   stop = supervisor.StopRequest()
   with (
     progress_lib.Progress(config.train.num_steps) as progress,

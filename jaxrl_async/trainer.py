@@ -60,7 +60,7 @@ class Pending:
   arrays: train_step.Metrics
   learning_rate: Callable[[], Any]
   times_s: dict[str, float]
-  num_params: int
+  model: configs.ModelConfig
   peak_flops: float
 
   def metrics(self) -> tuple[dict[str, Any], list[bool]]:
@@ -107,13 +107,14 @@ class Pending:
     return values, [bool(x) for x in sums["bad_updates"]]
 
   def _mfu(self, trajectories: Sequence[types.Trajectory]) -> float:
-    """Share of the matmul rate: 6 FLOPs a parameter and token of the batch.
+    """Share of the matmul rate that forward and backward took.
 
     Over the time of both programs; the proximal forward is not counted as work.
     """
-    num_tokens = sum(len(t.tokens) for t in trajectories)
+    lengths = np.array([len(t.tokens) for t in trajectories])
     busy_s = self.times_s["proximal_s"] + self.times_s["update_s"]
-    return 6 * self.num_params * num_tokens / busy_s / self.peak_flops
+    flops = matmul_rate.model_flops(self.model, lengths)
+    return flops / busy_s / self.peak_flops
 
 
 def _reward_metrics(groups: list[types.RolloutGroup]) -> dict[str, Any]:
@@ -381,7 +382,7 @@ class Trainer:
       arrays=arrays,
       learning_rate=functools.partial(self._schedule, step * minibatches),
       times_s=times,
-      num_params=self.forward.model.num_params,
+      model=self.forward.model,
       peak_flops=self._peak_flops,
     )
 

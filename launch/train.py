@@ -82,6 +82,8 @@ def _dry_run(config) -> None:
     print(aot.slice_line(side, compiled[side], chip))
   if chip is not None and (reason := aot.misfit(compiled, chip)):
     raise config_lib.ConfigError(f"topology: it does not fit: {reason}")
+  if chip is not None:
+    print("It fits.")
 
 
 def main(config):

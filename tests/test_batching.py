@@ -230,12 +230,14 @@ def test_the_number_of_microbatches_comes_from_a_small_set():
 
 
 @hypothesis.settings(deadline=None, max_examples=100)
-@hypothesis.given(LENGTHS, st.integers(1, 3), st.integers(20, 70))
+@hypothesis.given(
+  LENGTHS, st.integers(1, 3), st.integers(20, 70), st.integers(1, 4)
+)
 def test_enough_microbatches_for_any_batch_make_one_shape(
-  lengths, rows, tokens_per_row
+  lengths, rows, tokens_per_row, minibatches
 ):
   expected = batching.expected_microbatches(
-    len(lengths),
+    -(-len(lengths) // minibatches),
     max_tokens=20,
     tokens_per_row=tokens_per_row,
     rows_per_microbatch=rows,
@@ -244,10 +246,25 @@ def test_enough_microbatches_for_any_batch_make_one_shape(
     lengths,
     tokens_per_row=tokens_per_row,
     rows=rows,
-    minibatches=1,
+    minibatches=minibatches,
     min_microbatches=expected,
   )
-  assert batch.tokens.shape == (1, expected, rows, tokens_per_row)
+  assert batch.tokens.shape == (minibatches, expected, rows, tokens_per_row)
+
+
+def test_rows_are_nearly_full_where_they_are_many():
+  # As long as a reasoning model's completions are, and far shorter than a row.
+  rng = np.random.default_rng(0)
+  lengths = np.clip(rng.lognormal(np.log(300), 1.0, 512), 2, 8_192).astype(int)
+  groups = make_groups([(1, int(n) - 1) for n in lengths])
+  _, placement = batching.pack(
+    groups,
+    np.zeros(len(lengths)),
+    tokens_per_row=8_192,
+    rows_per_microbatch=1,
+    num_minibatches=1,
+  )
+  assert placement.pack_efficiency >= 0.95
 
 
 @hypothesis.settings(deadline=None, max_examples=100)

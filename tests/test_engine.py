@@ -70,6 +70,21 @@ def test_what_the_cache_holds_is_the_same_by_decoding_and_by_prefill(
     )
 
 
+def test_every_call_takes_over_the_memory_of_the_state_it_is_given(
+  engine, params
+):
+  prefix = tiny.prefill(engine, params, tiny.prompt(5))
+  state = engine.init_decode_state()
+  for call in (
+    lambda state: engine.insert(prefix, state, tiny.insertion(engine, ROW)),
+    lambda state: engine.generate(params, state)[0],
+    lambda state: engine.release(state, np.full((4,), -1, np.int32)),
+  ):
+    before, state = state, call(state)
+    assert all(x.is_deleted() for x in jax.tree.leaves(before.cache))
+  assert not any(x.is_deleted() for x in jax.tree.leaves(prefix))
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_recorded_logprobs_are_those_of_the_trainers_packed_forward(
   engine, params, temperature

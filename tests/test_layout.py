@@ -24,10 +24,10 @@ LAYERS = {
     "pytree_files",
     "supervisor",
     "hlo",
-    "matmul_rate",
   ),
   2: (
     "aot",
+    "matmul_rate",
     "memory_estimate",
     "prompts",
     "buffer",

@@ -150,6 +150,7 @@ def test_rows_tokens_and_heads_are_split():
     ),
     ({"least_activations": 9 * GIB}, "model.remat: .*rows_per_microbatch"),
     ({"weights": 3 * GIB, "gradients": 6 * GIB}, "mesh.train_fsdp: .*9.0 GiB"),
+    ({"least_working": 9 * GIB}, "train.rows_per_microbatch: .*vocab_chunk"),
   ],
 )
 def test_what_cannot_fit_is_refused_with_its_largest_part(parts, message):
@@ -163,10 +164,19 @@ def test_what_cannot_fit_is_refused_with_its_largest_part(parts, message):
   assert "\n" not in str(caught.value)
 
 
-def test_working_sets_alone_refuse_nothing():
-  needs = estimate(Remat.FULL, weights=100, optimizer=200)
-  assert needs.total > needs.at_least
-  memory_estimate.check(needs, needs.at_least)
+def test_a_layers_products_its_scores_or_the_logits_are_there_at_once():
+  tokens, dots = 4 * 512, estimate(Remat.DOTS)
+  logits = 4 * tokens * TRAIN.vocab_chunk
+  assert dots.least_working == logits
+  a_layer = dots.activations // 4
+  for remat in (Remat.FULL, Remat.ATTENTION, Remat.OFFLOAD):
+    assert estimate(remat).least_working == max(logits, a_layer)
+  scores = estimate(Remat.DOTS, attention="xla").least_working
+  assert scores == 4 * tokens * 8 * 512
+  for remat in Remat:
+    needs = estimate(remat, weights=100, optimizer=200)
+    assert needs.total > needs.at_least
+    memory_estimate.check(needs, needs.at_least)
 
 
 @dataclasses.dataclass(frozen=True)

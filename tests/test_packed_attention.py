@@ -124,13 +124,16 @@ def test_blocks_of_other_segments_are_not_read():
   ],
 )
 @pytest.mark.parametrize("name", ["xla", "blocks", "splash"])
-@pytest.mark.parametrize("kv_heads", [("tensor",), (), ("context",)])
+@pytest.mark.parametrize("kv_heads", [("tensor",), (), ("context",), None])
 def test_a_mesh_attends_as_one_device(name, shape, kv_heads):
   lengths = [[256, 100, 150], [1, 511], [300], [64] * 8]
   query, key, value, start = rows(lengths, 512)
   mesh = mesh_lib.make_mesh(jax.devices()[: shape.num_devices], shape)
-  rules = config.ShardingRules(kv_heads=kv_heads)
-  if "context" in kv_heads:
+  if kv_heads is None:
+    rules = config.ShardingRules(heads=(), kv_heads=(), head=("tensor",))
+  else:
+    rules = config.ShardingRules(kv_heads=kv_heads)
+  if "context" in (kv_heads or ()):
     if shape.context == 4:
       pytest.skip("there are two kv heads")
     rules = config.ShardingRules(kv_heads=kv_heads, tokens=())

@@ -267,6 +267,17 @@ def test_a_seed_out_of_range_is_named():
       source(seed=seed)
 
 
+def validate_warm_start(task, *, max_tokens=128, **settings):
+  prompts.validate_warm_start(
+    task,
+    config.WarmStartSection(**settings),
+    TOKENIZER,
+    seed=0,
+    max_prompt_tokens=24,
+    max_tokens=max_tokens,
+  )
+
+
 @pytest.mark.parametrize(
   ("task", "solver", "message"),
   [
@@ -285,11 +296,16 @@ def test_a_seed_out_of_range_is_named():
 )
 def test_a_warm_start_that_cannot_work_is_named(task, solver, message):
   with pytest.raises(config.ConfigError, match=message):
-    prompts.validate_warm_start(
-      task, config.WarmStartSection(solver=solver), seed=0
-    )
+    validate_warm_start(task, solver=solver)
 
 
 def test_a_right_task_passes():
   prompts.validate_task(chain_sum(), TOKENIZER, seed=0, max_prompt_tokens=24)
-  prompts.validate_warm_start(chain_sum(), config.WarmStartSection(), seed=0)
+  validate_warm_start(chain_sum())
+
+
+def test_a_solution_longer_than_a_row_is_named_before_anything_is_made():
+  with pytest.raises(
+    config.ConfigError, match="train.tokens_per_row: 20, but .*; use more"
+  ):
+    validate_warm_start(chain_sum(), max_tokens=20)

@@ -11,6 +11,7 @@ from jaxrl_async import metrics
 from jaxrl_async import progress
 from jaxrl_async import run_record
 from jaxrl_async import trainer
+from jaxrl_async.models import configs
 
 DEADLINE_S = 60.0
 
@@ -46,7 +47,7 @@ def without_arrays():
     arrays={},
     learning_rate=lambda: 0.0,
     times_s={},
-    num_params=1,
+    model=configs.MODELS["tiny"],
     peak_flops=1.0,
   )
 

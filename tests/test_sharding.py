@@ -23,6 +23,7 @@ from jaxrl_async import config
 from jaxrl_async import hlo
 from jaxrl_async import losses
 from jaxrl_async import mesh as mesh_lib
+from jaxrl_async import sft
 from jaxrl_async.models import transformer
 
 MeshShape = mesh_lib.MeshShape
@@ -210,6 +211,28 @@ def test_parameters_are_never_whole_on_one_device():
   assert on_one_device < num_bytes / 3
   # And what they are does not depend on the mesh.
   jax.tree.map(np.testing.assert_array_equal, compiled(key), jax.jit(init)(key))
+
+
+def test_a_run_begins_with_parameters_in_parts():
+  mesh = mesh_lib.make_mesh(jax.devices(), MeshShape(fsdp=8))
+  params = sft.warm_start(
+    config.WarmStartSection(num_steps=0),
+    None,
+    params=None,
+    mesh=mesh,
+    rules=mesh_lib.TRAIN_RULES,
+    forward=dataclasses.replace(
+      test_train_step.FORWARD, model=mesh_world.MODEL
+    ),
+    rows_per_microbatch=8,
+    max_bad_updates=1,
+    seed=0,
+    on_step=lambda step, loss: None,
+  )
+  matrices = [x for x in jax.tree.leaves(params) if x.ndim > 2]
+  assert matrices
+  for x in matrices:
+    assert np.prod(x.sharding.shard_shape(x.shape)) == x.size // 8
 
 
 def test_host_arrays_are_sent_in_parts():

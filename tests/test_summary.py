@@ -197,6 +197,7 @@ def dry_run_report(train_mesh, rollout_mesh):
       logits=5 << 20,
       batch=1 << 20,
       least_activations=1 << 20,
+      least_working=1 << 20,
     ),
     published_bytes=3 << 20,
     train_mesh=train_mesh,

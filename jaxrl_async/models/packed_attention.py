@@ -256,14 +256,14 @@ def over_rows(
   if layout is None or layout.mesh.size == 1:
     return lambda q, k, v: implementation(q, k, v, start, start)
   mesh, rules = layout.mesh, layout.rules
-  axes = "batch", "tokens", "heads", "head"
-  kv_axes = "batch", None, "kv_heads", "head"
-
+  # A head is whole, whatever the rules say: it is what scores are sums over.
+  axes = "batch", "tokens", "heads"
+  kv_axes = "batch", None, "kv_heads"
   if name not in _TAKE_PARTS:
-    axes = "batch", None, "heads", "head"
+    axes = "batch", None, "heads"
   if not _are_together(layout):
     # A device's query heads would not belong to the kv heads it holds.
-    kv_axes = "batch", None, "heads", "head"
+    kv_axes = "batch", None, "heads"
   parts = layout.parts("tokens") if name in _TAKE_PARTS else 1
   of_arrays = axes, kv_axes, kv_axes, axes[:2], ("batch", None)
   in_specs: list[Any] = [mesh_lib.spec(rules, names) for names in of_arrays]
