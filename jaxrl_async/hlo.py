@@ -26,6 +26,8 @@ _FREE = frozenset(
   " conditional partition-id replica-id iota optimization-barrier".split()
 )
 _SLICES = ("dynamic-slice", "slice", "gather")
+# Where they are done in place, only these operands move: what is written.
+_UPDATES = {"dynamic-update-slice": 1, "scatter": -1}
 # Bytes that each of n devices sends in a ring, over those of the result.
 _SENT = {
   "all-gather": lambda n: (n - 1) / n,
@@ -357,12 +359,13 @@ class Module:
       return float(sum(x.num_bytes for x in shapes if x.is_in_hbm))
 
     operands = [here[x] for x in this.operands if x in here]
-    if this.opcode in _SLICES:
-      return 2 * size(this.shapes)
-    if this.opcode == "dynamic-update-slice":
-      return 2 * size(operands[1].shapes)
-    if this.opcode == "scatter":
-      return 2 * size(operands[-1].shapes)
+    if this.opcode.removesuffix("-start") in _SLICES:
+      # A start gives its operand first, and then what is cut out of it.
+      cut = this.shapes[1 if this.opcode.endswith("-start") else 0]
+      is_read = operands[0].shapes[0].is_in_hbm
+      return size([cut]) + (cut.num_bytes if is_read else 0.0)
+    if this.opcode in _UPDATES:
+      return 2 * size(operands[_UPDATES[this.opcode]].shapes)
     inner = this.called("calls")
     if inner and this.opcode == "fusion":
       read = sum(
@@ -395,10 +398,23 @@ class Module:
       elif this.opcode in _SLICES and used == [0]:
         total += sum(x.num_bytes for x in this.shapes)
       elif this.opcode == "fusion":
-        total += sum(self._read_bytes(this.called("calls"), i) for i in used)
-      elif not (this.opcode == "dynamic-update-slice" and used == [0]):
+        inner = this.called("calls")
+        if any(self._hands_on(inner, i) for i in used):
+          names.add(this.name)
+        total += sum(self._read_bytes(inner, i) for i in used)
+      elif not (this.opcode in _UPDATES and used == [0]):
         return math.inf
     return total
+
+  def _hands_on(self, name: str, index: int) -> bool:
+    """Whether a fused computation is another name for an argument."""
+    here = self._computations[name]
+    (this,) = (x for x in here.values() if x.is_root)
+    while this.opcode == "bitcast":
+      this = here[this.operands[0]]
+    return this.opcode == "parameter" and this.attributes.startswith(
+      f"{index})"
+    )
 
   def _written_bytes(self, name: str) -> float:
     """What a fused computation writes; of an update in place, the update."""
@@ -410,8 +426,8 @@ class Module:
       this = here[result]
       while this.opcode == "bitcast":
         this = here[this.operands[0]]
-      if this.opcode == "dynamic-update-slice":
-        this = here[this.operands[1]]
+      if this.opcode in _UPDATES:
+        this = here[this.operands[_UPDATES[this.opcode]]]
       elif this.opcode == "fusion":
         total += self._written_bytes(this.called("calls"))
         continue
