@@ -22,8 +22,7 @@ their number is the time. That is measured too: update_s of the three, for
 --timed_trajectories of a sixteenth of the length (median 19, at most 512) on
 the policy of the quickstart, plain XLA attention, one compiled program for all.
 
-Hardware: two CPU cores. Time: a minute to count; the timed part was not yet
-measured. Result: docs/performance.md.
+Hardware: two CPU cores. Time: half a minute. Result: docs/performance.md.
 The last line of standard output is one JSON object.
 """
 

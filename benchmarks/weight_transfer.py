@@ -15,8 +15,8 @@ Rows are sizes, from one device to another, and pairs of meshes at one size.
 The trainer is held up by cast_ms + publish_ms, all else runs beside it. Each
 time is the median of --repeats versions, the first one not counted.
 
-Hardware: any; without an accelerator, eight virtual devices. Result:
-docs/performance.md, so far of the smallest size.
+Hardware: any; without an accelerator, eight virtual devices. Time: two minutes.
+Result: docs/performance.md.
 
 The last line of standard output is one JSON object.
 """

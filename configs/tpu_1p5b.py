@@ -6,7 +6,7 @@
 A variant, after the colon, is the tokens of the longest trajectory (1k, 8k or
 32k), and after an @ the slice whose mesh it takes: v5e:2x4, v6e:2x4 or
 v5p:2x2x1. Half of the chips train, half of them generate; at 32k tokens four
-share a row, except on v5p. docs/scaling.md says what fits and how long it takes
+times as many share a row, except on v5p. docs/scaling.md says what fits and how long it takes
 at least. The weights are random unless `--config.model.name` is a published
 model's directory.
 """
@@ -24,7 +24,7 @@ SLICES = {
   "v6e:2x4": config.MeshSection(train_fsdp=4, rollout_data=4),
   "v5p:2x2x1": config.MeshSection(train_fsdp=2, rollout_data=2),
 }
-# Devices that share a row of 32k tokens; shorter rows are not shared.
+# How many times as many devices share a row of 32k tokens as one of 8k.
 LONG_CONTEXT = {"v5e": 4, "v6e": 4, "v5p": 1}
 
 
@@ -56,7 +56,9 @@ def make(
   if length == "32k":
     context = LONG_CONTEXT[topology.parse(name)[1]]
     mesh = dataclasses.replace(
-      mesh, train_fsdp=mesh.train_fsdp // context, train_context=context
+      mesh,
+      train_fsdp=mesh.train_fsdp // context,
+      train_context=mesh.train_context * context,
     )
   slots = max(1, slots_per_replica * TOKENS["8k"] // tokens)
   prompt = tokens // 8

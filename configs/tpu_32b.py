@@ -1,9 +1,11 @@
-"""Qwen2.5's 32B on 64 to 256 TPU chips: compiled for TPUs, never run on one.
+"""Qwen2.5's 32B on 32 or 64 TPU chips: compiled for TPUs, never run on one.
 
     uv run --extra tpu-aot launch/train.py --dry_run --topology=v5p:4x4x4 \
       --config=configs/tpu_32b.py:8k@v5p:4x4x4
 
-Variants are those of tpu_1p5b.py, on v5p:4x4x4, v6e:8x8 or 2xv5e:8x16.
+Variants are those of tpu_1p5b.py, on v5p:4x4x4, v5p:2x4x4 or v6e:8x8; on v6e
+two chips share a row of 8k tokens. On v5e two versions of the engine's weights,
+which eight kv heads split over eight chips at most, are more than a chip has.
 """
 
 import pathlib
@@ -17,11 +19,11 @@ SLICES = {
   "v5p:4x4x4": config.MeshSection(
     train_fsdp=32, rollout_data=4, rollout_tensor=8
   ),
-  "v6e:8x8": config.MeshSection(
-    train_fsdp=32, rollout_data=4, rollout_tensor=8
+  "v5p:2x4x4": config.MeshSection(
+    train_fsdp=16, rollout_data=2, rollout_tensor=8
   ),
-  "2xv5e:8x16": config.MeshSection(
-    train_fsdp=128, rollout_data=16, rollout_tensor=8
+  "v6e:8x8": config.MeshSection(
+    train_fsdp=16, train_context=2, rollout_data=4, rollout_tensor=8
   ),
 }
 
@@ -32,6 +34,6 @@ def get_config(variant: str = "") -> config.Config:
     "qwen2.5-32b",
     SLICES,
     variant,
-    slots_per_replica=32,
+    slots_per_replica=16,
     state_dtype="bfloat16",
   )

@@ -101,6 +101,45 @@ bf16[8,128]{1,0}) while(%k), condition=%condition, body=%body
 """
 
 
+# As XLA for TPUs writes a decode step: a matrix under another name inside of
+# a fusion, a row written in place, a part fetched to fast memory beforehand.
+DECODE = """HloModule jit_g, is_scheduled=true, num_partitions=1
+
+%name_only (p: bf16[64,128]) -> bf16[128,64] {
+  %p = bf16[64,128]{1,0} parameter(0)
+  ROOT %same = bf16[128,64]{0,1} bitcast(%p)
+}
+
+%product (x: bf16[8,64], w: bf16[64,128]) -> bf16[8,128] {
+  %x = bf16[8,64]{1,0} parameter(0)
+  %w = bf16[64,128]{1,0} parameter(1)
+  %v = bf16[128,64]{0,1} fusion(%w), kind=kLoop, calls=%name_only
+  ROOT %y = bf16[8,128]{1,0} convolution(%x, %v), dim_labels=bf_oi->bf
+}
+
+%write (c: bf16[8,512,128], i: s32[8], u: bf16[8,128]) -> bf16[8,512,128] {
+  %c = bf16[8,512,128]{2,1,0} parameter(0)
+  %i = s32[8]{0} parameter(1)
+  %u = bf16[8,128]{1,0} parameter(2)
+  ROOT %s = bf16[8,512,128]{2,1,0} scatter(%c, %i, %u), to_apply=%keep
+}
+
+ENTRY %main (x.1: bf16[8,64], w.1: bf16[64,128], c.1: bf16[8,512,128]) \
+-> bf16[2,512,128] {
+  %x.1 = bf16[8,64]{1,0:S(1)} parameter(0)
+  %w.1 = bf16[64,128]{1,0} parameter(1)
+  %c.1 = bf16[8,512,128]{2,1,0} parameter(2)
+  %i.1 = s32[8]{0:S(1)} constant({...})
+  %u.1 = bf16[8,128]{1,0:S(1)} fusion(%x.1, %w.1), kind=kOutput, calls=%product
+  %d.1 = bf16[8,512,128]{2,1,0} fusion(%c.1, %i.1, %u.1), kind=kCustom, \
+calls=%write
+  %b.1 = (bf16[8,512,128]{2,1,0}, bf16[2,512,128]{2,1,0:S(1)}, s32[]{:S(2)}) \
+slice-start(%d.1), slice={[0:2], [0:512], [0:128]}
+  ROOT %e.1 = bf16[2,512,128]{2,1,0:S(1)} slice-done(%b.1)
+}
+"""
+
+
 def cost(function, *arguments, max_trips=1):
   compiled = jax.jit(function).lower(*arguments).compile()
   return hlo.Module(compiled.as_text(), max_trips).cost()
@@ -308,3 +347,10 @@ def test_a_condition_costs_its_dearest_branch():
 
   x = jnp.ones((16, 16), jnp.float32)
   assert cost(either, np.bool_(True), x).flops == 2 * 16**3
+
+
+def test_only_what_is_read_written_or_fetched_moves():
+  cost = hlo.Module(DECODE).cost()
+  matrix, written, fetched = 2 * 64 * 128, 2 * 8 * 128, 2 * 2 * 512 * 128
+  assert cost.hbm_bytes == matrix + written + fetched
+  assert cost.flops == 2 * 8 * 64 * 128
