@@ -4,7 +4,7 @@
       --config=configs/tpu_7b.py:8k@v5p:2x2x2
 
 Variants are those of tpu_1p5b.py, on v5p:2x2x2, v6e:4x4 or 2xv5e:4x4; on v5e
-two chips share a row of 8k tokens.
+four chips share a row of 8k tokens.
 """
 
 import pathlib
@@ -20,7 +20,7 @@ SLICES = {
   ),
   "v6e:4x4": config.MeshSection(train_fsdp=8, rollout_data=2, rollout_tensor=4),
   "2xv5e:4x4": config.MeshSection(
-    train_fsdp=8, train_context=2, rollout_data=4, rollout_tensor=4
+    train_fsdp=4, train_context=4, rollout_data=4, rollout_tensor=4
   ),
 }
 
