@@ -4,7 +4,7 @@
       --config=configs/tpu_32b.py:8k@v5p:4x4x4
 
 Variants are those of tpu_1p5b.py, on v5p:4x4x4, v5p:2x4x4 or v6e:8x8; on v6e
-two chips share a row of 8k tokens. On v5e two versions of the engine's weights,
+four chips share a row of 8k tokens. On v5e two versions of the engine's weights,
 which eight kv heads split over eight chips at most, are more than a chip has.
 """
 
@@ -23,7 +23,7 @@ SLICES = {
     train_fsdp=16, rollout_data=2, rollout_tensor=8
   ),
   "v6e:8x8": config.MeshSection(
-    train_fsdp=16, train_context=2, rollout_data=4, rollout_tensor=8
+    train_fsdp=8, train_context=4, rollout_data=4, rollout_tensor=8
   ),
 }
 
