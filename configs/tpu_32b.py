@@ -4,8 +4,9 @@
       --config=configs/tpu_32b.py:8k@v5p:4x4x4
 
 Variants are those of tpu_1p5b.py, on v5p:4x4x4, v5p:2x4x4 or v6e:8x8; on v6e
-four chips share a row of 8k tokens. On v5e two versions of the engine's weights,
-which eight kv heads split over eight chips at most, are more than a chip has.
+four chips share a row of 8k tokens. On v5e two versions of the engine's
+weights, which eight kv heads split over eight chips at most, are more than a
+chip has.
 """
 
 import pathlib
