@@ -416,7 +416,7 @@ def check(config: config_lib.Config, devices: Sequence[Any]) -> None:
   prompts.validate_task(
     config.task, tokenizer, seed=config.seed, max_prompt_tokens=longest
   )
-  if config.warm_start.num_steps:
+  if config.warm_start.num_steps and not config.warm_start.checkpoint:
     prompts.validate_warm_start(
       config.task,
       config.warm_start,

@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Literal
 import pydantic
 import pydantic_core
 
-from jaxrl_async.rollout import requests
 from jaxrl_async.serving import errors
 
 MAX_STOP_STRINGS = 16
+_MAX_INT = 2**31 - 1  # of what the engine counts in 32 bits
 MAX_STOP_CHARACTERS = 256
 
 # Field -> the values with which it changes nothing, besides null.
@@ -100,17 +100,17 @@ class _Wanted(_Body):
   model: str
   stream: bool = False
   stream_options: StreamOptions | None = None
-  n: int = pydantic.Field(1, ge=1, le=requests.MAX_SEED)
+  n: int = pydantic.Field(1, ge=1, le=_MAX_INT)
   stop: tuple[str, ...] = ()
   seed: int | None = pydantic.Field(None, ge=-(2**63), lt=2**63)
-  max_tokens: int | None = pydantic.Field(None, ge=1, le=requests.MAX_SEED)
+  max_tokens: int | None = pydantic.Field(None, ge=1, le=_MAX_INT)
   temperature: float = pydantic.Field(1.0, ge=0, le=2)
   top_p: float = pydantic.Field(1.0, gt=0, le=1)
   user: str = ""
   # Not OpenAI's.
-  top_k: int = pydantic.Field(0, ge=-1, le=requests.MAX_SEED)
+  top_k: int = pydantic.Field(0, ge=-1, le=_MAX_INT)
   min_p: float = pydantic.Field(0.0, ge=0, le=1)
-  min_tokens: int = pydantic.Field(0, ge=0, le=requests.MAX_SEED)
+  min_tokens: int = pydantic.Field(0, ge=0, le=_MAX_INT)
   stop_token_ids: list[int] = []
   ignore_eos: bool = False
   return_token_ids: bool = False
@@ -216,9 +216,7 @@ class Chat(_Wanted):
 
   neutral: ClassVar[dict[str, tuple]] = _ANYWHERE | _CHAT
   messages: list[Message] = pydantic.Field(min_length=1)
-  max_completion_tokens: int | None = pydantic.Field(
-    None, ge=1, le=requests.MAX_SEED
-  )
+  max_completion_tokens: int | None = pydantic.Field(None, ge=1, le=_MAX_INT)
   logprobs: bool = False
   top_logprobs: int = pydantic.Field(0, ge=0)
   safety_identifier: str = ""
