@@ -42,6 +42,7 @@ import packed_lengths
 
 from jaxrl_async import batching
 from jaxrl_async import config
+from jaxrl_async import objectives
 from jaxrl_async import train_step
 from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
@@ -130,13 +131,14 @@ def measured_updates() -> dict[str, float]:
         temperature=1.0,
         vocab_chunk=4_096,
       ),
-      train_step.LossSettings(
+      objectives.decoupled_ppo(
+        proximal=objectives.reused,
         clip_low=0.2,
         clip_high=0.2,
         behavior_weight_cap=5.0,
         cap_mode=config.BehaviorWeightCapMode.MASK,
-        proximal=config.ProximalMode.REUSE,
       ),
+      objectives.rollout_diagnostic,
       optax.sgd(0.0),
     )
   )
@@ -150,7 +152,7 @@ def measured_updates() -> dict[str, float]:
   for name in ("packed", *ways):  # the first compiles
     batch = jax.device_put(ways[name])
     start_s = time.perf_counter()
-    _, metrics = update(state, batch, None, np.int32(0))
+    _, metrics = update(state, batch, np.int32(0))
     losses[name] = float(metrics["entropy_sum"][0])
     times_s[name] = time.perf_counter() - start_s
   np.testing.assert_allclose([*losses.values()], losses["packed"], rtol=1e-4)

@@ -57,6 +57,7 @@ from jaxrl_async import config
 from jaxrl_async import matmul_rate
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import metrics
+from jaxrl_async import objectives
 from jaxrl_async import train_step
 from jaxrl_async import trainer as trainer_lib
 from jaxrl_async.models import configs
@@ -201,13 +202,14 @@ class Ours:
     self.trainer = trainer_lib.Trainer(
       mesh=mesh,
       forward=forward,
-      loss=train_step.LossSettings(
+      loss=objectives.decoupled_ppo(
+        proximal=objectives.recomputed,
         clip_low=0.2,
         clip_high=0.2,
         behavior_weight_cap=5.0,
         cap_mode=config.BehaviorWeightCapMode.TRUNCATE,
-        proximal=config.ProximalMode.RECOMPUTE,
       ),
+      stages=[train_step.PROXIMAL_STAGE],
       batch=trainer_lib.BatchSettings(
         tokens_per_row=case.tokens_per_row,
         rows_per_microbatch=rows,
@@ -226,8 +228,10 @@ class Ours:
     self.batch = self.trainer.prepare([group])
     self._plain = jax.jit(
       functools.partial(
-        train_step.supervised_update,
+        train_step.update,
         forward,
+        objectives.next_token,
+        objectives.no_diagnostic,
         train_step.make_optimizer(
           _OPTIMIZER, train_step.learning_rate_schedule(_OPTIMIZER)
         ),
@@ -238,7 +242,6 @@ class Ours:
         None,
       ),
     )
-    self._one_minibatch = jax.tree.map(lambda x: x[0], self.batch.arrays)
     self._num_steps = 0
 
   def step(self) -> dict[str, float]:
@@ -251,7 +254,7 @@ class Ours:
     """Seconds of the update with plain cross-entropy."""
     start_s = time.perf_counter()
     self.trainer.state, values = self._plain(
-      self.trainer.state, self._one_minibatch
+      self.trainer.state, self.batch.arrays, np.int32(0)
     )
     jax.block_until_ready(values)
     return time.perf_counter() - start_s

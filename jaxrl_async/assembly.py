@@ -17,6 +17,7 @@ from jaxrl_async import initial_params
 from jaxrl_async import memory_estimate
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import metrics as metrics_lib
+from jaxrl_async import objectives
 from jaxrl_async import prompts
 from jaxrl_async import sft
 from jaxrl_async import tokenizer as tokenizer_lib
@@ -239,12 +240,17 @@ def make_trainer(
     mesh=mesh,
     rules=config.mesh.train_rules,
     forward=forward_settings(config, model, mesh, config.rollout.temperature),
-    loss=train_step.LossSettings(
+    loss=objectives.decoupled_ppo(
+      proximal=objectives.PROXIMAL_MODES[algorithm.proximal],
       clip_low=algorithm.clip_low,
       clip_high=algorithm.clip_high,
       behavior_weight_cap=algorithm.behavior_weight_cap,
       cap_mode=algorithm.behavior_weight_cap_mode,
-      proximal=algorithm.proximal,
+    ),
+    stages=(
+      [train_step.PROXIMAL_STAGE]
+      if algorithm.proximal is config_lib.ProximalMode.RECOMPUTE
+      else []
     ),
     batch=trainer_lib.BatchSettings(
       tokens_per_row=config.train.tokens_per_row,

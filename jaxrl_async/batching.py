@@ -24,6 +24,7 @@ microbatch have much the same sum of squared lengths.
 Microbatches without a trajectory come last in each minibatch.
 """
 
+from collections.abc import Mapping, Sequence
 import dataclasses
 import heapq
 from typing import Any, NamedTuple
@@ -51,6 +52,8 @@ class PackedBatch(NamedTuple):
     advantages: float32; its trajectory's at each token, 0 in padding.
     behavior_logprobs: float32; 0 where loss_mask is False.
     policy_versions: int32; -1 where loss_mask is False.
+    fields: further float32 arrays by name, given to `pack` or added by a stage
+      of the train step; 0 in padding.
   """
 
   tokens: Int[Any, "*leading B T"]
@@ -61,6 +64,13 @@ class PackedBatch(NamedTuple):
   advantages: Float[Any, "*leading B T"]
   behavior_logprobs: Float[Any, "*leading B T"]
   policy_versions: Int[Any, "*leading B T"]
+  fields: Mapping[str, Float[Any, "*leading B T"]]
+
+  def with_arrays(self, arrays: Mapping[str, Any]) -> "PackedBatch":
+    """The batch with other arrays of these names, or with further fields."""
+    own = {name: x for name, x in arrays.items() if name in self._fields}
+    further = {name: x for name, x in arrays.items() if name not in own}
+    return self._replace(**own, fields={**self.fields, **further})
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -95,6 +105,7 @@ def pack(
   num_minibatches: int,
   min_microbatches: int = 1,
   num_shards: int = 1,
+  fields: Mapping[str, Sequence[Float[np.ndarray, "_"]]] | None = None,
 ) -> tuple[PackedBatch, Placement]:
   """Pack all trajectories of the groups, the same way for the same input.
 
@@ -107,10 +118,13 @@ def pack(
       each, longest completion first to the one with the fewest loss tokens.
     min_microbatches: of each minibatch; padding microbatches come last.
     num_shards: contiguous parts of a microbatch's rows, a device each.
+    fields: further values by name, an array for each trajectory with a number
+      for each of its tokens.
 
   Raises:
     ValueError: a trajectory does not fit, does not begin with a prompt token,
-      or has no advantage; or the rows cannot be split over the shards.
+      or has no advantage; a field does not have a number for each of its
+      tokens; or the rows cannot be split over the shards.
   """
   if rows_per_microbatch % num_shards:
     raise ValueError(
@@ -119,7 +133,11 @@ def pack(
     )
   trajectories = [t for group in groups for t in group.trajectories]
   lengths = np.array([len(t.tokens) for t in trajectories], np.int64)
+  fields = fields or {}
   _check(trajectories, lengths, advantages, tokens_per_row)
+  for name, values in fields.items():
+    if [len(x) for x in values] != lengths.tolist():
+      raise ValueError(f"{name} does not have a number for each token")
 
   minibatch = _deal(trajectories, lengths, num_minibatches)
   row = np.zeros_like(lengths)
@@ -183,6 +201,10 @@ def pack(
     advantages=filled(0, np.repeat(advantages, lengths), np.float32),
     behavior_logprobs=filled(0, joined("behavior_logprobs"), np.float32),
     policy_versions=filled(-1, joined("policy_versions"), np.int32),
+    fields={
+      name: filled(0, np.concatenate(values), np.float32)
+      for name, values in fields.items()
+    },
   )
   return batch, Placement(starts=starts, lengths=lengths, shape=shape)
 

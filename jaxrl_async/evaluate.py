@@ -103,7 +103,7 @@ def mismatch_kl(
   trajectories: list[types.Trajectory],
   trainer_logprobs: Callable[[list[types.Trajectory]], list[np.ndarray]],
 ) -> float:
-  """Mean k3 (`losses.k3`) between the engine's and the trainer's logprobs.
+  """Mean k3 (`divergences.k3`) between the engine's and the trainer's logprobs.
 
   The sampled weights must be those of `trainer_logprobs`, and the temperature
   too: what is left is the engine's error, quantised weights included.

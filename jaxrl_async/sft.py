@@ -15,6 +15,7 @@ import numpy as np
 from jaxrl_async import batching
 from jaxrl_async import config
 from jaxrl_async import mesh as mesh_lib
+from jaxrl_async import objectives
 from jaxrl_async import prompts
 from jaxrl_async import train_step
 from jaxrl_async import trainer
@@ -119,11 +120,17 @@ def warm_start(
   init_opt = jax.jit(optimizer.init, out_shardings=sharding.opt_state)
   state = train_step.TrainState(params=params, opt_state=init_opt(params))
   update = jax.jit(
-    functools.partial(train_step.supervised_update, forward, optimizer),
+    functools.partial(
+      train_step.update,
+      forward,
+      objectives.next_token,
+      objectives.no_diagnostic,
+      optimizer,
+    ),
     donate_argnums=0,
     out_shardings=(sharding, mesh_lib.replicated(mesh)),
   )
-  batch_sharding = mesh_lib.sharding(mesh, rules, None, "batch", "tokens")
+  batch_sharding = mesh_lib.sharding(mesh, rules, None, None, "batch", "tokens")
   rng = np.random.default_rng(seed)
   order = np.zeros((0,), np.int64)
   bad_updates = 0
@@ -132,13 +139,15 @@ def warm_start(
     while len(order) < section.rows_per_batch:
       order = np.append(order, rng.permutation(len(rows.tokens)))
     chosen, order = np.split(order, [section.rows_per_batch])
-    shape = (-1, rows_per_microbatch, rows.tokens.shape[1])
+    shape = (1, -1, rows_per_microbatch, rows.tokens.shape[1])
     batch = jax.tree.map(
       lambda x, chosen=chosen, shape=shape: x[chosen].reshape(shape), rows
     )
-    state, metrics = update(state, mesh_lib.put(batch, batch_sharding))
-    on_step(step + 1, float(metrics["loss"]))
-    bad_updates = bad_updates + 1 if metrics["bad_updates"] else 0
+    state, metrics = update(
+      state, mesh_lib.put(batch, batch_sharding), np.int32(0)
+    )
+    on_step(step + 1, float(metrics["loss"][0]))
+    bad_updates = bad_updates + 1 if metrics["bad_updates"][0] else 0
     if bad_updates >= max_bad_updates:
       raise WarmStartError(
         f"warm start, step {step + 1}: {bad_updates} updates in a row had a"

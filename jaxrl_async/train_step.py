@@ -1,10 +1,9 @@
 """The trainer's device programs, as pure functions of state and batch.
 
-A train step is `proximal_logprobs` under the weights before it, unless its mode
-does without, then `update`: num_minibatches optimizer steps, each summing
-microbatch gradients whose loss is divided by the loss tokens of the whole
-minibatch. `supervised_update` is the same optimizer step on plain
-cross-entropy, for the warm start.
+A train step is its stages, each of which adds fields to the batch under the
+weights before the step (`proximal_logprobs` is one), and then `update`:
+num_minibatches optimizer steps, each of which sums the gradients of its
+microbatches. What is minimised is an argument, see `objectives`.
 """
 
 from collections.abc import Callable
@@ -20,8 +19,9 @@ import optax
 
 from jaxrl_async import batching
 from jaxrl_async import config
-from jaxrl_async import losses
+from jaxrl_async import likelihood
 from jaxrl_async import mesh as mesh_lib
+from jaxrl_async import objectives
 from jaxrl_async.models import configs
 from jaxrl_async.models import packed_attention
 from jaxrl_async.models import quantization
@@ -65,17 +65,6 @@ class ForwardSettings:
     if self.layout is None:
       return array
     return self.layout.constrain(array, *axes)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LossSettings:
-  """The constants of the decoupled PPO loss, and the mode of its centre."""
-
-  clip_low: float
-  clip_high: float
-  behavior_weight_cap: float
-  cap_mode: config.BehaviorWeightCapMode
-  proximal: config.ProximalMode = config.ProximalMode.RECOMPUTE
 
 
 def learning_rate_schedule(
@@ -184,7 +173,7 @@ def token_logprobs(
     attend,
     lambda x: settings.constrain(x, "batch", "tokens", None),
   )
-  return losses.token_logprobs_and_entropy(
+  return likelihood.token_logprobs_and_entropy(
     hidden,
     model.head(),
     batch.tokens,
@@ -215,11 +204,31 @@ def _embedded(
   return settings.constrain(columns, "batch", "tokens", None)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+  """A device program of a train step that runs before its first update.
+
+  What it returns joins the batch: arrays [M, K, B, T] by name, new fields of
+  the batch or replacements of its own arrays. So a stage can compute logprobs
+  under other weights, or advantages from what an earlier stage has added.
+
+  Attributes:
+    name: of its time, as `time/<name>_s`, and in the picture.
+    run: from settings, the parameters before the step, and the batch.
+  """
+
+  name: str
+  run: Callable[
+    [ForwardSettings, transformer.Params, batching.PackedBatch],
+    dict[str, Float[Array, "M K B T"]],
+  ]
+
+
 def proximal_logprobs(
   settings: ForwardSettings,
   params: transformer.Params,
   batch: batching.PackedBatch,
-) -> Float[Array, "M K B T"]:
+) -> dict[str, Float[Array, "M K B T"]]:
   """Logprobs of every token of the train step's batch, one forward."""
 
   def minibatch_logprobs(minibatch):
@@ -231,7 +240,10 @@ def proximal_logprobs(
     zeros = jnp.zeros(minibatch.tokens.shape, jnp.float32)
     return jax.lax.fori_loop(0, used, step, zeros)
 
-  return jax.lax.map(minibatch_logprobs, batch)
+  return {objectives.PROXIMAL: jax.lax.map(minibatch_logprobs, batch)}
+
+
+PROXIMAL_STAGE = Stage(name="proximal", run=proximal_logprobs)
 
 
 def _in_memory_of(tree: Any, like: Any) -> Any:
@@ -296,119 +308,60 @@ def _accumulate(
 
 def update(
   settings: ForwardSettings,
-  loss_settings: LossSettings,
+  loss: objectives.Loss,
+  diagnostic: objectives.Diagnostic,
   optimizer: optax.GradientTransformation,
   state: TrainState,
   batch: batching.PackedBatch,
-  proximal: Float[Array, "M K B T"] | None,
-  policy_version: jax.Array,
+  policy_version: Int[Any, ""],
 ) -> tuple[TrainState, Metrics]:
-  """The optimizer steps of one train step, a minibatch each.
-
-  The divergences from the behavior policy are those of the weights before the
-  step. Without a forward pass they are taken from the update's own logprobs,
-  which are of these weights in the first minibatch: only there do tokens count
-  as mismatch, and behavior_kl has the step's own motion in later ones.
+  """The optimizer steps of one train step, one for each minibatch.
 
   Args:
     settings: of the forward pass.
-    loss_settings: of the loss.
+    loss: what is minimised.
+    diagnostic: what is measured beside it.
     optimizer: of `make_optimizer`.
     state: before the step.
-    batch: [M, K, B, T] arrays: minibatches of microbatches.
-    proximal: of `proximal_logprobs` under `state`; None in the modes that do
-      without.
-    policy_version: of `state`; decides which tokens count as mismatch.
+    batch: [M, K, B, T] arrays: minibatches of microbatches; with the fields
+      that the loss needs.
+    policy_version: of `state`.
 
   Returns:
     The new state, and for each minibatch [M] the loss, the gradient norm,
-    whether the update was skipped, and the metric sums with `num_loss_tokens`.
+    whether the update was skipped, the sums of loss and diagnostic, and the
+    minibatch's totals.
   """
-  mode = loss_settings.proximal
-  has_forward = mode is config.ProximalMode.RECOMPUTE
 
   def minibatch_step(state, minibatch):
-    packed, proximal, is_first = minibatch
-    num_loss_tokens = jnp.sum(packed.loss_mask, dtype=jnp.float32)
+    packed, index = minibatch
+    totals = objectives.minibatch_totals(packed)
 
-    def loss_fn(params, micro):
-      packed, proximal = micro
-      logprobs, entropy = token_logprobs(settings, params, packed)
-      guess = losses.loglinear_proximal_logprobs(
-        logprobs,
-        packed.behavior_logprobs,
-        packed.policy_versions,
-        policy_version,
+    def loss_fn(params, batch):
+      logprobs, entropy = token_logprobs(settings, params, batch)
+      micro = objectives.Microbatch(
+        logprobs=logprobs,
+        entropy=entropy,
+        values=None,
+        batch=batch,
+        totals=totals,
+        policy_version=policy_version,
+        minibatch=index,
       )
-      before = proximal if has_forward else jax.lax.stop_gradient(logprobs)
-      is_guessed = mode is config.ProximalMode.LOGLINEAR
-      loss, sums = losses.decoupled_ppo_loss(
-        logprobs,
-        guess if is_guessed else before,
-        packed.behavior_logprobs,
-        packed.advantages,
-        packed.loss_mask,
-        clip_low=loss_settings.clip_low,
-        clip_high=loss_settings.clip_high,
-        behavior_weight_cap=loss_settings.behavior_weight_cap,
-        cap_mode=loss_settings.cap_mode,
-        num_loss_tokens=num_loss_tokens,
-      )
-      is_current = packed.policy_versions == policy_version
-      kl_sums = losses.behavior_kl_sums(
-        before,
-        packed.behavior_logprobs,
-        packed.loss_mask,
-        is_current if has_forward else is_current & is_first,
-      )
-      sums |= kl_sums
-      sums["entropy_sum"] = losses.masked_sum(entropy, packed.loss_mask)
-      if has_forward:  # what the other modes would have been off by
-        for name, other in (("loglinear", guess), ("reuse", logprobs)):
-          sums[f"{name}_gap_sum"] = losses.masked_sum(
-            jnp.abs(other - proximal), packed.loss_mask
-          )
-        sums["loglinear_kl_sum"] = losses.masked_sum(
-          losses.k3(proximal, guess), packed.loss_mask
-        )
-      return loss, sums
+      value, sums = loss(micro)
+      return value, {**sums, **diagnostic(micro)}
 
-    loss, gradients, sums = _accumulate(
+    value, gradients, sums = _accumulate(
       loss_fn,
       state.params,
-      (packed, proximal),
+      packed,
       batching.num_used_microbatches(packed.segment_ids),
     )
-    state, metrics = _apply_gradients(optimizer, state, gradients, loss)
-    return state, {**metrics, **sums, "num_loss_tokens": num_loss_tokens}
+    state, metrics = _apply_gradients(optimizer, state, gradients, value)
+    return state, {**metrics, **sums, **totals}
 
-  is_first = np.arange(len(batch.tokens)) == 0
-  return jax.lax.scan(minibatch_step, state, (batch, proximal, is_first))
-
-
-def supervised_update(
-  settings: ForwardSettings,
-  optimizer: optax.GradientTransformation,
-  state: TrainState,
-  batch: batching.PackedBatch,
-) -> tuple[TrainState, Metrics]:
-  """One optimizer step of cross-entropy on a [K, B, T] batch."""
-  num_loss_tokens = jnp.sum(batch.loss_mask, dtype=jnp.float32)
-
-  def loss_fn(params, micro):
-    logprobs, _ = token_logprobs(settings, params, micro)
-    loss = losses.next_token_loss(
-      logprobs, micro.loss_mask, num_loss_tokens=num_loss_tokens
-    )
-    return loss, {}
-
-  loss, gradients, _ = _accumulate(
-    loss_fn,
-    state.params,
-    batch,
-    batching.num_used_microbatches(batch.segment_ids),
-  )
-  return _apply_gradients(optimizer, state, gradients, loss)
+  indices = np.arange(len(batch.tokens), dtype=np.int32)
+  return jax.lax.scan(minibatch_step, state, (batch, indices))
 
 
 def published_params(

@@ -23,6 +23,7 @@ from jaxrl_async import config
 from jaxrl_async import matmul_rate
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import metrics as metrics_lib
+from jaxrl_async import objectives
 from jaxrl_async import train_step
 from jaxrl_async import types
 from jaxrl_async.models import configs
@@ -57,15 +58,16 @@ class Pending:
   step: int
   groups: list[types.RolloutGroup]
   placement: batching.Placement
-  arrays: train_step.Metrics
+  sums: train_step.Metrics
   learning_rate: Callable[[], Any]
   times_s: dict[str, float]
+  programs_s: float
   model: configs.ModelConfig
   peak_flops: float
 
   def metrics(self) -> tuple[dict[str, Any], list[bool]]:
     """Named metrics of the step, and which of its updates were skipped."""
-    sums = {k: np.asarray(v, np.float64) for k, v in self.arrays.items()}
+    sums = {k: np.asarray(v, np.float64) for k, v in self.sums.items()}
     count = max(sums["num_loss_tokens"].sum(), 1.0)
 
     def mean(name):
@@ -109,12 +111,11 @@ class Pending:
   def _mfu(self, trajectories: Sequence[types.Trajectory]) -> float:
     """Share of the matmul rate that forward and backward took.
 
-    Over the time of both programs; the proximal forward is not counted as work.
+    Over the time of all programs; what stages compute is not counted as work.
     """
     lengths = np.array([len(t.tokens) for t in trajectories])
-    busy_s = self.times_s["proximal_s"] + self.times_s["update_s"]
     flops = matmul_rate.model_flops(self.model, lengths)
-    return flops / busy_s / self.peak_flops
+    return flops / self.programs_s / self.peak_flops
 
 
 def _reward_metrics(groups: list[types.RolloutGroup]) -> dict[str, Any]:
@@ -169,7 +170,8 @@ class Trainer:
     mesh: Mesh,
     rules: config.ShardingRules = mesh_lib.TRAIN_RULES,
     forward: train_step.ForwardSettings,
-    loss: train_step.LossSettings,
+    loss: objectives.Loss,
+    stages: Sequence[train_step.Stage],
     batch: BatchSettings,
     optimizer: config.OptimizerSection,
     num_steps: int,
@@ -211,14 +213,23 @@ class Trainer:
     self._init_opt = jax.jit(
       self._optimizer.init, out_shardings=self._state_sharding.opt_state
     )
-    # Evaluation asks for logprobs in every mode.
-    self._has_proximal_forward = loss.proximal is config.ProximalMode.RECOMPUTE
-    self._proximal = jax.jit(
-      functools.partial(train_step.proximal_logprobs, forward),
-      out_shardings=self._batch_sharding,
-    )
+    self._stages = list(stages)
+    # Evaluation asks for logprobs, whatever the stages are.
+    self._stage_programs = {
+      stage.name: jax.jit(
+        functools.partial(stage.run, forward),
+        out_shardings=self._batch_sharding,
+      )
+      for stage in [train_step.PROXIMAL_STAGE, *self._stages]
+    }
     self._update = jax.jit(
-      functools.partial(train_step.update, forward, loss, self._optimizer),
+      functools.partial(
+        train_step.update,
+        forward,
+        loss,
+        objectives.rollout_diagnostic,
+        self._optimizer,
+      ),
       donate_argnums=0,
       out_shardings=(self._state_sharding, replicated),
     )
@@ -273,30 +284,31 @@ class Trainer:
       policy_versions=np.zeros(1, np.int32),
     )
     packed, _ = self._pack([_group([trajectory])], np.zeros(1, np.float32))
-    batch = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(
-        x.shape, x.dtype, sharding=self._batch_sharding
-      ),
-      packed,
-    )
-    proximal = None
-    if self._has_proximal_forward:
-      proximal = batch.tokens.update(dtype=np.dtype(np.float32))
     max_trips = self.batch_settings.min_microbatches
+    batch = trained = self._abstract(packed)
     # The next batch is there, and what was published may not be taken yet.
     beside = batch, self.published_shapes()
+    programs = []
+    for name, program in self._stage_programs.items():
+      arguments = (state.params, trained)
+      made = self._abstract(jax.eval_shape(program, *arguments))
+      programs.append(
+        aot.Program(
+          name=name,
+          function=program,
+          arguments=arguments,
+          resident=(state.opt_state, beside),
+          max_trips=max_trips,
+        )
+      )
+      if name in [stage.name for stage in self._stages]:
+        trained = trained.with_arrays(made)
     return [
-      aot.Program(
-        name="proximal",
-        function=self._proximal,
-        arguments=(state.params, batch),
-        resident=(state.opt_state, beside),
-        max_trips=max_trips,
-      ),
+      *programs,
       aot.Program(
         name="update",
         function=self._update,
-        arguments=(state, batch, proximal, np.int32(0)),
+        arguments=(state, trained, np.int32(0)),
         resident=beside,
         max_trips=max_trips,
       ),
@@ -307,6 +319,15 @@ class Trainer:
         resident=state.opt_state,
       ),
     ]
+
+  def _abstract(self, arrays: Any) -> Any:
+    """Shapes of a batch's arrays, split as batches are."""
+    return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=self._batch_sharding
+      ),
+      arrays,
+    )
 
   def published(self) -> transformer.Params:
     """The current weights as engines want them, in buffers of their own."""
@@ -358,30 +379,27 @@ class Trainer:
       batch: of `prepare`.
     """
     assert self.state is not None
-    times = {}
-    proximal, times["proximal_s"] = None, 0.0
-    if self._has_proximal_forward:
+    times, arrays = {"proximal_s": 0.0}, batch.arrays
+    for stage in self._stages:
       start_s = time.perf_counter()
-      with self._busy.record("proximal"):
-        proximal = jax.block_until_ready(
-          self._proximal(self.state.params, batch.arrays)
-        )
-      times["proximal_s"] = time.perf_counter() - start_s
+      with self._busy.record(stage.name):
+        made = self._stage_programs[stage.name](self.state.params, arrays)
+        arrays = arrays.with_arrays(jax.block_until_ready(made))
+      times[f"{stage.name}_s"] = time.perf_counter() - start_s
     start_s = time.perf_counter()
     with self._busy.record("update"):
-      self.state, arrays = self._update(
-        self.state, batch.arrays, proximal, np.int32(step)
-      )
-      jax.block_until_ready(arrays)
+      self.state, sums = self._update(self.state, arrays, np.int32(step))
+      jax.block_until_ready(sums)
     times["update_s"] = time.perf_counter() - start_s
     minibatches = self.batch_settings.num_minibatches
     return Pending(
       step=step,
       groups=batch.groups,
       placement=batch.placement,
-      arrays=arrays,
+      sums=sums,
       learning_rate=functools.partial(self._schedule, step * minibatches),
       times_s=times,
+      programs_s=sum(times.values()),
       model=self.forward.model,
       peak_flops=self._peak_flops,
     )
@@ -395,7 +413,8 @@ class Trainer:
       [_group(trajectories)], np.zeros((len(trajectories),), np.float32)
     )
     batch = mesh_lib.put(packed, self._batch_sharding)
-    logprobs = self._proximal(self.state.params, batch)
+    program = self._stage_programs[train_step.PROXIMAL_STAGE.name]
+    logprobs = program(self.state.params, batch)[objectives.PROXIMAL]
     # Of several processes none could read another's part.
     whole = jax.device_put(logprobs, self._replicated)
     return batching.unpack(np.asarray(whole), placement)

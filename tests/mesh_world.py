@@ -26,6 +26,7 @@ def make_trainer(shape, *, rules=mesh_lib.TRAIN_RULES):
     rules=rules,
     forward=dataclasses.replace(test_train_step.FORWARD, model=MODEL),
     loss=test_train_step.LOSS,
+    stages=test_train_step.STAGES,
     batch=trainer_lib.BatchSettings(
       tokens_per_row=16,
       rows_per_microbatch=8,
@@ -52,6 +53,6 @@ def train(trainer):
   steps = []
   for step in range(NUM_STEPS):
     groups = test_train_step.groups(seed=step)
-    arrays = trainer.step(version + step, trainer.prepare(groups)).arrays
-    steps.append({name: np.asarray(x) for name, x in arrays.items()})
+    sums = trainer.step(version + step, trainer.prepare(groups)).sums
+    steps.append({name: np.asarray(x) for name, x in sums.items()})
   return steps

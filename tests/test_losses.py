@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_async import divergences
+from jaxrl_async import likelihood
 from jaxrl_async import losses
 from jaxrl_async.config import BehaviorWeightCapMode
 
@@ -39,7 +41,7 @@ def inputs():
 def logprobs_and_entropy(
   hidden, head, tokens, *, vocab_chunk, temperature=TEMPERATURE
 ):
-  return losses.token_logprobs_and_entropy(
+  return likelihood.token_logprobs_and_entropy(
     jnp.asarray(hidden),
     jnp.asarray(head),
     jnp.asarray(tokens),
@@ -115,7 +117,7 @@ def test_large_logits_stay_finite_and_right():
   # 1e4 apart: exp of any of them alone overflows or vanishes.
   head = jnp.asarray([[1e4, 0.0, 1e4, -1e4, 5e3]], jnp.float32)
   hidden = jnp.ones((1, 2, 1), jnp.float32)
-  logprobs, entropy = losses.token_logprobs_and_entropy(
+  logprobs, entropy = likelihood.token_logprobs_and_entropy(
     hidden,
     head,
     jnp.asarray([[0, 2]]),
@@ -198,7 +200,7 @@ def test_no_array_is_larger_than_a_chunk():
   )
 
   def scalar(hidden, head, tokens, segment_ids):
-    return losses.token_logprobs_and_entropy(
+    return likelihood.token_logprobs_and_entropy(
       hidden, head, tokens, segment_ids, temperature=1.0, vocab_chunk=chunk
     )[0].sum()
 
@@ -397,13 +399,13 @@ def test_a_minibatch_without_loss_tokens_has_loss_and_gradient_zero():
 def test_k3_is_the_divergence_on_average_and_never_negative():
   p = np.array([[0.5, 0.3, 0.15, 0.05]], np.float32)
   q = np.array([[0.2, 0.2, 0.2, 0.4]], np.float32)
-  values = losses.k3(jnp.log(p), jnp.log(q))
+  values = divergences.k3(jnp.log(p), jnp.log(q))
   assert (values >= 0).all()
   np.testing.assert_allclose(
     (p * values).sum(), (p * np.log(p / q)).sum(), rtol=1e-5
   )
   # A rounding error e counts e^2 / 2, not e.
-  tiny = losses.k3(jnp.log(p), jnp.log(p) + 1e-5)
+  tiny = divergences.k3(jnp.log(p), jnp.log(p) + 1e-5)
   assert (tiny < 1e-9).all()
 
 
@@ -457,7 +459,7 @@ def test_behavior_kl_sums_equal_the_formula_and_ignore_the_rest():
     if is_current[*index]:
       expected["mismatch_kl_sum"] += kl
       expected["mismatch_count"] += 1
-  actual = losses.behavior_kl_sums(
+  actual = divergences.behavior_kl_sums(
     jnp.asarray(np.where(mask, proximal, np.nan)),
     jnp.asarray(behavior),
     jnp.asarray(mask),

@@ -78,6 +78,7 @@ def test_the_estimate_is_near_what_is_compiled(remat, attention, shape):
       vocab_chunk=TRAIN.vocab_chunk,
     ),
     loss=test_train_step.LOSS,
+    stages=test_train_step.STAGES,
     batch=trainer_lib.BatchSettings(
       tokens_per_row=TRAIN.tokens_per_row,
       rows_per_microbatch=TRAIN.rows_per_microbatch,

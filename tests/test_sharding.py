@@ -21,7 +21,7 @@ import test_train_step
 
 from jaxrl_async import config
 from jaxrl_async import hlo
-from jaxrl_async import losses
+from jaxrl_async import likelihood
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import sft
 from jaxrl_async.models import transformer
@@ -172,7 +172,7 @@ def test_a_vocabulary_in_parts_is_the_whole(vocab_chunk):
   layout = mesh_lib.Layout(mesh=mesh, rules=mesh_lib.TRAIN_RULES)
 
   def both(hidden, head, **options):
-    logprobs, entropy = losses.token_logprobs_and_entropy(
+    logprobs, entropy = likelihood.token_logprobs_and_entropy(
       hidden,
       head,
       jnp.asarray(tokens),

@@ -15,6 +15,7 @@ import pytest
 import tiny
 
 from jaxrl_async import config
+from jaxrl_async import objectives
 from jaxrl_async import train_step
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_weights
@@ -103,14 +104,20 @@ def test_their_updates_are_ours(attention, tmp_path):
     vocab_chunk=64,
   )
   update = jax.jit(
-    functools.partial(train_step.supervised_update, settings, optimizer)
+    functools.partial(
+      train_step.update,
+      settings,
+      objectives.next_token,
+      objectives.no_diagnostic,
+      optimizer,
+    )
   )
   params = jax.tree.map(jnp.asarray, params)
   state = train_step.TrainState(params=params, opt_state=optimizer.init(params))
   for _ in range(5):
-    state, metrics = update(state, batch)
+    state, metrics = update(state, batch, np.int32(0))
     answer = theirs.run()
-    np.testing.assert_allclose(answer["loss"], metrics["loss"], rtol=1e-4)
+    np.testing.assert_allclose(answer["loss"], metrics["loss"][0], rtol=1e-4)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -15,6 +15,7 @@ from jaxrl_async import config
 from jaxrl_async import matmul_rate
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import metrics
+from jaxrl_async import objectives
 from jaxrl_async import train_step
 from jaxrl_async import trainer as trainer_lib
 from jaxrl_async import types
@@ -30,12 +31,20 @@ FORWARD = train_step.ForwardSettings(
   temperature=0.8,
   vocab_chunk=40,
 )
-LOSS = train_step.LossSettings(
-  clip_low=0.2,
-  clip_high=0.2,
-  behavior_weight_cap=5.0,
-  cap_mode=config.BehaviorWeightCapMode.MASK,
-)
+
+
+def make_loss(mode=config.ProximalMode.RECOMPUTE):
+  return objectives.decoupled_ppo(
+    proximal=objectives.PROXIMAL_MODES[mode],
+    clip_low=0.2,
+    clip_high=0.2,
+    behavior_weight_cap=5.0,
+    cap_mode=config.BehaviorWeightCapMode.MASK,
+  )
+
+
+LOSS = make_loss()
+STAGES = [train_step.PROXIMAL_STAGE]
 RECOMPUTE, LOGLINEAR, REUSE = config.ProximalMode
 ADAMW = config.OptimizerSection(learning_rate=1e-2, weight_decay=0.1)
 
@@ -88,7 +97,8 @@ def make_trainer(
   trainer = trainer_lib.Trainer(
     mesh=mesh,
     forward=FORWARD,
-    loss=dataclasses.replace(LOSS, proximal=mode),
+    loss=make_loss(mode),
+    stages=STAGES if mode is RECOMPUTE else [],
     batch=trainer_lib.BatchSettings(
       tokens_per_row=16,
       rows_per_microbatch=rows,
@@ -141,9 +151,14 @@ def proximal_program():
 @functools.cache
 def gradient_program(mode):
   optimizer = keep_gradients()
-  loss = dataclasses.replace(LOSS, proximal=mode)
   return optimizer, jax.jit(
-    functools.partial(train_step.update, FORWARD, loss, optimizer)
+    functools.partial(
+      train_step.update,
+      FORWARD,
+      make_loss(mode),
+      objectives.rollout_diagnostic,
+      optimizer,
+    )
   )
 
 
@@ -152,9 +167,11 @@ def loss_and_gradients(batch, proximal=None, mode=RECOMPUTE):
   params = tiny.params(model=MODEL)
   optimizer, update = gradient_program(mode)
   if proximal is None and mode is RECOMPUTE:
-    proximal = proximal_program()(params, batch)
+    proximal = proximal_program()(params, batch)[objectives.PROXIMAL]
   state = train_step.TrainState(params=params, opt_state=optimizer.init(params))
-  after, arrays = update(state, batch, proximal, jnp.int32(VERSION))
+  if proximal is not None:
+    batch = batch.with_arrays({objectives.PROXIMAL: proximal})
+  after, arrays = update(state, batch, jnp.int32(VERSION))
   return arrays, after.opt_state
 
 
@@ -183,7 +200,8 @@ def test_nothing_under_the_mask_reaches_loss_or_gradient():
     advantages=np.where(mask, batch.advantages, np.nan),
     policy_versions=np.where(mask, batch.policy_versions, VERSION),
   )
-  proximal = np.array(proximal_program()(tiny.params(model=MODEL), batch))
+  made = proximal_program()(tiny.params(model=MODEL), batch)
+  proximal = np.array(made[objectives.PROXIMAL])
   proximal = np.where(mask, proximal, np.nan).astype(np.float32)
   found, found_gradients = loss_and_gradients(poisoned, proximal)
   jax.tree.map(np.testing.assert_array_equal, arrays, found)
@@ -241,7 +259,8 @@ def test_with_one_update_reused_logprobs_are_the_recomputed_ones():
 
 def test_loglinear_is_the_update_around_its_formula():
   batch = packed(rows=16)
-  logprobs = np.array(proximal_program()(tiny.params(model=MODEL), batch))
+  made = proximal_program()(tiny.params(model=MODEL), batch)
+  logprobs = np.array(made[objectives.PROXIMAL])
   distance = np.maximum(VERSION + 1 - batch.policy_versions, 1)
   centre = logprobs + (batch.behavior_logprobs - logprobs) / distance
   assert {*np.unique(distance[batch.loss_mask])} == {1, 2, 3}
@@ -427,4 +446,4 @@ def test_the_trainer_leaves_the_forward_out_where_the_mode_does_without(mode):
   values, is_bad = pending.metrics()
   assert not any(is_bad) and values["time/proximal_s"] == 0
   assert values["offpolicy/mismatch_kl"] > 0
-  assert trainer._proximal._cache_size() == 0
+  assert trainer._stage_programs["proximal"]._cache_size() == 0

@@ -103,6 +103,7 @@ def packed(sequences, width=WIDTH):
     advantages=np.zeros((1, width), np.float32),
     behavior_logprobs=np.zeros((1, width), np.float32),
     policy_versions=np.zeros((1, width), np.int32),
+    fields={},
   )
 
 
