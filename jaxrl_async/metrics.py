@@ -3,8 +3,10 @@
 `metrics.jsonl` has one object a step; TensorBoard gets the same numbers.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import collections
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
+import copy
 import json
 import math
 import os
@@ -18,6 +20,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import tensorboardX
+
+from jaxrl_async import timeline as timeline_lib
 
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
@@ -139,108 +143,101 @@ class MetricsWriter:
       self._events.close()
 
 
-class Interval(NamedTuple):
-  """Some time inside device programs, in seconds of the clock."""
-
-  start_s: float
-  end_s: float
-  activity: str
-
-
-Window = tuple[float, float]
-
-
-def _merged(windows: Sequence[Window]) -> list[Window]:
-  """The same time as ascending windows that do not overlap."""
-  merged: list[Window] = []
-  for start, end in sorted(windows):
-    if merged and start <= merged[-1][1]:
-      merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-    elif end > start:
-      merged.append((start, end))
-  return merged
-
-
-def _total_s(windows: Sequence[Window]) -> float:
-  return sum((end - start for start, end in _merged(windows)), 0.0)
-
-
-def _clipped(
-  windows: Sequence[Window], start: float, end: float
-) -> list[Window]:
-  return [
-    (max(a, start), min(b, end)) for a, b in windows if b > start and a < end
-  ]
-
-
 class BusyClock:
-  """Remembers when one slice was inside a device program.
+  """Knows for how long one slice has been inside device programs.
 
-  Threads:
-    Any thread may record and read. Time that two threads of the slice spend in
-    programs at once counts once.
+  It keeps totals and a timeline for the picture, so that its memory and the
+  time of each call do not depend on how much was recorded.
+
+  Invariant: `_busy_s` is the length of the closed stretches in which at least
+  one thread was inside; `_since_s` is the start of the open one, if there is
+  one. Starts and ends are read under the lock, so that they are in order.
+
+  Threads: any thread may record and read. Time that two threads of the slice
+  spend in programs at once counts once.
   """
 
-  def __init__(self, origin_s: float | None = None):
-    """Starts now, or at `origin_s`, a reading of `time.perf_counter`.
+  def __init__(
+    self,
+    origin_s: float | None = None,
+    seconds: Callable[[], float] = time.perf_counter,
+  ):
+    """Starts now, or at `origin_s`, a reading of `seconds`.
 
     The clocks of one run share their origin; a resumed run sets it back by the
     seconds that were spent before.
     """
-    self._origin_s = time.perf_counter() if origin_s is None else origin_s
+    self._seconds = seconds
+    self._origin_s = seconds() if origin_s is None else origin_s
     self._lock = threading.Lock()
-    self._intervals: list[Interval] = []
+    self._num_inside = 0
+    self._since_s = 0.0
+    self._busy_s = 0.0
+    self._activity_s: dict[str, float] = collections.defaultdict(float)
+    self._timeline = timeline_lib.Timeline()
 
   def now(self) -> float:
     """Seconds since the origin."""
-    return time.perf_counter() - self._origin_s
+    return self._seconds() - self._origin_s
 
   @contextlib.contextmanager
   def record(self, activity: str) -> Iterator[None]:
     """Record the time inside the with statement, also when it raises."""
-    start_s = self.now()
+    with self._lock:
+      start_s = self.now()
+      if not self._num_inside:
+        self._since_s = start_s
+      self._num_inside += 1
     try:
       yield
     finally:
-      self.add(activity, start_s, self.now())
+      with self._lock:
+        end_s = self.now()
+        self._num_inside -= 1
+        if not self._num_inside:
+          self._busy_s += end_s - self._since_s
+        self._activity_s[activity] += end_s - start_s
+        self._timeline.add(timeline_lib.Interval(start_s, end_s, activity))
 
-  def add(self, activity: str, start_s: float, end_s: float) -> None:
-    """Record an interval whose ends were read from `now`."""
-    if end_s < start_s:
-      raise ValueError(f"{activity} ends at {end_s}, before {start_s}")
+  def activity_s(self) -> dict[str, float]:
+    """Seconds of each activity, summed over threads."""
     with self._lock:
-      self._intervals.append(Interval(start_s, end_s, activity))
+      return dict(self._activity_s)
 
-  def intervals(self) -> list[Interval]:
-    """What was recorded so far, in the order in which it ended."""
+  def timeline(self) -> timeline_lib.Timeline:
+    """A copy of what the picture shows."""
     with self._lock:
-      return list(self._intervals)
+      return copy.deepcopy(self._timeline)
 
-  def busy_s(
-    self, start_s: float, end_s: float, excluded: Sequence[Window] = ()
-  ) -> float:
-    """Seconds of a window that were spent inside device programs.
 
-    Args:
-      start_s: start of the window.
-      end_s: its end.
-      excluded: windows that do not count, such as evaluations.
-    """
-    recorded = [(x.start_s, x.end_s) for x in self.intervals()]
-    busy = _clipped(recorded, start_s, end_s)
-    out = _clipped(excluded, start_s, end_s)
-    # |busy - out| = |busy or out| - |out|
-    return _total_s([*busy, *out]) - _total_s(out)
+class Reading(NamedTuple):
+  """Several clocks at one moment.
 
-  def busy_frac(
-    self, start_s: float, end_s: float, excluded: Sequence[Window] = ()
-  ) -> float:
-    """Busy seconds over the window's seconds, both without `excluded`."""
-    out_s = _total_s(_clipped(excluded, start_s, end_s))
-    window_s = end_s - start_s - out_s
-    if window_s <= 0:
-      return 0.0
-    return self.busy_s(start_s, end_s, excluded) / window_s
+  Attributes:
+    now_s: since their origin.
+    busy_s: of each clock up to now, what has not ended included.
+  """
+
+  now_s: float
+  busy_s: dict[str, float]
+
+
+def read(clocks: Mapping[str, BusyClock]) -> Reading:
+  """Read clocks of one origin at the same moment.
+
+  One after the other would not do: between two readings a thread may lose the
+  processor, and a slice could come out as busy for longer than there was time.
+  """
+  with contextlib.ExitStack() as stack:
+    for clock in clocks.values():
+      stack.enter_context(clock._lock)
+    now_s = next(iter(clocks.values())).now()
+    busy_s = {
+      name: clock._busy_s
+      + (now_s - clock._since_s if clock._num_inside else 0.0)
+      for name, clock in clocks.items()
+    }
+  return Reading(now_s, busy_s)
 
 
 class CompilationCounter:

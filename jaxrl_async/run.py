@@ -252,7 +252,7 @@ class Run:
     every, num_steps = self.config.eval.every, self.config.train.num_steps
     if step >= num_steps:
       self.recorder.end_rl()
-      _, last_step, _, greedy = self.record.evaluations[-1]
+      _, last_step, _, greedy = self.record.evaluations.last
       if last_step != step or greedy is None:  # num_steps was lowered
         self._evaluate(step, self.trainer.published())
     while step < num_steps and not self.stop.is_set:
@@ -300,7 +300,7 @@ class Run:
       self.supervisor.check()
       self.recorder.check()
       state = (self.worker.group_tokens, self.scheduler.version)
-      if watch.is_stalled((state, len(self.buffer.state().finished))):
+      if watch.is_stalled((state, self.buffer.num_finished)):
         waited_s = time.monotonic() - start_s
         lines = [
           f"nothing moved for {timeout_s:g} s (run.stall_timeout_s)",
@@ -323,8 +323,8 @@ class Run:
     """Held-out accuracies of these weights; both slices rest meanwhile."""
     config = self.config
     is_end = step == 0 or step >= config.train.num_steps
-    start_s = self.clock.now()
-    with self._paused():
+    assert self.recorder is not None
+    with self.recorder.evaluating(), self._paused():
       engine_params = self.engine.load_params(params, step)
 
       def accuracy(temperature):
@@ -342,10 +342,10 @@ class Run:
       greedy = accuracy(0.0).accuracy if is_end else None
       if config.eval.temperature == config.rollout.temperature:
         kl = evaluate.mismatch_kl(sampled.trajectories, self.trainer.logprobs)
-        self.record.evaluation_kls.append(kl)
-    now_s = self.clock.now()
-    self.record.windows.append((start_s, now_s))
-    self.record.evaluations.append((now_s, step, sampled.accuracy, greedy))
+        self.record.mismatch_kl.add(kl)
+    self.record.evaluations.append(
+      (self.clock.now(), step, sampled.accuracy, greedy)
+    )
     beside = "" if greedy is None else f", greedy {greedy:.3f}"
     self.progress.note(
       f"step {step}: held-out accuracy {sampled.accuracy:.3f}{beside}"

@@ -4,16 +4,20 @@
 the parts of a running one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent import futures
+import contextlib
 import dataclasses
+import math
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxrl_async import ledger as ledger_lib
 from jaxrl_async import metrics
 from jaxrl_async import progress as progress_lib
+from jaxrl_async import series
 from jaxrl_async import summary
+from jaxrl_async import timeline
 from jaxrl_async import trainer as trainer_lib
 from jaxrl_async.rewards import service
 from jaxrl_async.rollout import worker as worker_lib
@@ -29,9 +33,39 @@ def _add_counts(total: list[int], more: list[int]) -> list[int]:
   return [a + b for a, b in zip(*padded, strict=True)]
 
 
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Mean:
+  """Mean and maximum of numbers that are not kept; JSON.
+
+  What is not finite is counted and left out: a skipped update has such numbers,
+  and one of them would take the place of all others for good.
+  """
+
+  count: int = 0
+  total: float = 0.0
+  maximum: float = 0.0
+  num_not_finite: int = 0
+
+  def add(self, value: float) -> None:
+    """Takes another number, at least 0."""
+    if not math.isfinite(value):
+      self.num_not_finite += 1
+      return
+    self.count += 1
+    self.total += value
+    self.maximum = max(self.maximum, value)
+
+  @property
+  def mean(self) -> float:
+    """Of what was finite; 0 without any."""
+    return self.total / self.count if self.count else 0.0
+
+
 @dataclasses.dataclass(kw_only=True)
 class RunRecord:
-  """Grows with the run; JSON, so that a checkpoint carries it.
+  """What the summary needs, in the same memory however long the run is.
+
+  JSON, so that a checkpoint carries it.
 
   Attributes:
     wall_s: of earlier starts of this run, up to their last checkpoint.
@@ -41,12 +75,11 @@ class RunRecord:
     busy_s: time inside device programs in the RL stage, of earlier starts.
     generated_tokens: training tokens, of earlier starts.
     evaluations: (time, version, sampled accuracy, greedy accuracy or None).
-    evaluation_kls: mismatch of each evaluation's completions.
     rewards: (time, mean reward) of each train step.
-    mismatch_kls: of each train step that had tokens of the current version.
+    mismatch_kl: of each evaluation's completions, and of each train step that
+      had tokens of the current version.
     staleness_counts: trained tokens by staleness.
     versions_counts: trained trajectories by number of versions.
-    windows: of evaluations, in which neither slice is counted.
   """
 
   wall_s: float = 0.0
@@ -57,22 +90,25 @@ class RunRecord:
     default_factory=lambda: {"rollout": 0.0, "train": 0.0}
   )
   generated_tokens: int = 0
-  evaluations: list[tuple[float, int, float, float | None]] = dataclasses.field(
-    default_factory=list
-  )
-  evaluation_kls: list[float] = dataclasses.field(default_factory=list)
-  rewards: list[tuple[float, float]] = dataclasses.field(default_factory=list)
-  mismatch_kls: list[float] = dataclasses.field(default_factory=list)
+  evaluations: series.Series = dataclasses.field(default_factory=series.Series)
+  rewards: series.Series = dataclasses.field(default_factory=series.Series)
+  mismatch_kl: Mean = dataclasses.field(default_factory=Mean)
   staleness_counts: list[int] = dataclasses.field(default_factory=list)
   versions_counts: list[int] = dataclasses.field(default_factory=list)
-  windows: list[tuple[float, float]] = dataclasses.field(default_factory=list)
 
   @classmethod
   def from_json(cls, values: dict[str, Any]) -> "RunRecord":
-    """The record of a checkpoint; JSON turned its tuples into lists."""
-    rows = ("evaluations", "rewards", "windows")
-    tuples = {name: [tuple(x) for x in values.get(name, ())] for name in rows}
-    return cls(**{**values, **tuples})
+    """The record of a checkpoint, also of one that has lists of all steps."""
+    values = dict(values)
+    # Of the older kind; the picture has no use for windows of earlier starts.
+    values.pop("windows", None)
+    kls = Mean(**values.pop("mismatch_kl", {}))
+    for name in ("mismatch_kls", "evaluation_kls"):
+      for value in values.pop(name, ()):
+        kls.add(value)
+    for name in {"evaluations", "rewards"} & values.keys():
+      values[name] = series.Series.from_json(values[name])
+    return cls(mismatch_kl=kls, **values)
 
   def add_step(self, now_s: float, values: dict[str, Any]) -> None:
     """Takes what the summary needs from a train step's metrics."""
@@ -84,7 +120,7 @@ class RunRecord:
       self.versions_counts, values["staleness/versions_histogram"]
     )
     if "offpolicy/mismatch_kl" in values:
-      self.mismatch_kls.append(float(values["offpolicy/mismatch_kl"]))
+      self.mismatch_kl.add(float(values["offpolicy/mismatch_kl"]))
 
   @property
   def staleness_mean(self) -> float:
@@ -105,29 +141,39 @@ class RunRecord:
     total = sum(i * n for i, n in enumerate(self.versions_counts))
     return total / count if count else 0.0
 
-  @property
-  def mismatch_kl_mean(self) -> float:
-    """Over steps and evaluations alike."""
-    values = self.mismatch_kls + self.evaluation_kls
-    return sum(values) / len(values) if values else 0.0
-
   def history(
     self,
     *,
     max_staleness: int,
-    intervals: dict[str, list[metrics.Interval]],
+    lanes: dict[str, timeline.Timeline],
+    evaluating: timeline.Timeline,
   ) -> summary.History:
     """What the picture shows."""
     return summary.History(
       max_staleness=max_staleness,
-      evaluations=[(e[0], e[2]) for e in self.evaluations],
-      rewards=self.rewards,
+      evaluations=[(e[0], e[2]) for e in self.evaluations.points()],
+      rewards=self.rewards.points(),
       staleness_counts=self.staleness_counts,
       versions_counts=self.versions_counts,
-      intervals=intervals,
-      evaluation_windows=self.windows,
-      step_ends_s=[time_s for time_s, _ in self.rewards],
+      lanes=lanes,
+      evaluating=evaluating,
+      step_ends_s=[time_s for time_s, _ in self.rewards.recent],
+      num_steps=self.rewards.num_points,
+      is_resumed=self.wall_s > 0.0,
     )
+
+
+class RlTimes(NamedTuple):
+  """Seconds of the RL stage without evaluation, and busy ones of each slice.
+
+  Attributes:
+    now_s: since the start of the run.
+    rl_s: earlier starts included; so `busy_s`.
+  """
+
+  now_s: float
+  rl_s: float
+  busy_s: dict[str, float]
 
 
 class Recorder:
@@ -165,18 +211,41 @@ class Recorder:
     self._busy = busy
     self._progress = progress
     self._clock = busy["train"]
-    self._rl_start_s: float | None = None
-    self._rl_end_s: float | None = None
+    self._evaluating = timeline.Timeline()
+    # Moved forward by each evaluation, as if that had taken no time.
+    self._rl_start: metrics.Reading | None = None
+    self._rl_end: RlTimes | None = None
     self._last: dict[str, int | float] = {}
 
   def start_rl(self) -> None:
     """The RL stage begins: everything from here on counts."""
-    self._rl_start_s = self._clock.now()
+    self._rl_start = metrics.read(self._busy)
     self._last = self.totals()
 
   def end_rl(self) -> None:
     """The last train step is done; evaluating and closing do not count."""
-    self._rl_end_s = self._clock.now()
+    self._rl_end = self._rl_times()
+
+  @contextlib.contextmanager
+  def evaluating(self) -> Iterator[None]:
+    """What happens inside counts for neither slice, nor as RL stage."""
+    before = metrics.read(self._busy)
+    try:
+      yield
+    finally:
+      after = metrics.read(self._busy)
+      self._evaluating.add(
+        timeline.Interval(before.now_s, after.now_s, "evaluation")
+      )
+      start = self._rl_start
+      if start is not None:
+        self._rl_start = metrics.Reading(
+          start.now_s + after.now_s - before.now_s,
+          {
+            name: busy_s + after.busy_s[name] - before.busy_s[name]
+            for name, busy_s in start.busy_s.items()
+          },
+        )
 
   def begin(
     self,
@@ -235,7 +304,7 @@ class Recorder:
       )
     delta = {name: totals[name] - self._last[name] for name in totals}
     self._last = totals
-    step_s = max(delta["now_s"] - delta["evaluated_s"], 1e-9)
+    step_s = max(delta["rl_s"], 1e-9)
     trained = sum(g.num_completion_tokens for g in pending.groups)
     values |= _rollout_metrics(delta, step_s)
     values |= self._rewards.metrics()
@@ -259,8 +328,8 @@ class Recorder:
       "ledger/in_flight_tokens": generated - ended,
     }
     self.record.add_step(totals["now_s"], values)
-    if not self.record.first_step_s and self._rl_start_s is not None:
-      self.record.first_step_s = totals["now_s"] - self._rl_start_s
+    if not self.record.first_step_s:
+      self.record.first_step_s = totals["rl_s"]
     self._writer.write(pending.step + 1, values)
     self._progress.step(
       progress_lib.StepReport(
@@ -310,14 +379,13 @@ class Recorder:
 
   def state(self) -> dict[str, Any]:
     """The record as of now, for a checkpoint."""
-    now_s = self._clock.now()
-    rl_s, busy_s = self._rl_times(now_s)
+    times = self._rl_times()
     return dataclasses.asdict(
       dataclasses.replace(
         self.record,
-        wall_s=now_s,
-        rl_s=rl_s,
-        busy_s=busy_s,
+        wall_s=times.now_s,
+        rl_s=times.rl_s,
+        busy_s=times.busy_s,
         generated_tokens=self._generated_tokens(),
       )
     )
@@ -332,16 +400,16 @@ class Recorder:
   ) -> str:
     """Writes summary.json and summary.png; gives the summary's line."""
     record = self.record
-    rl_s, busy_s = self._rl_times(self._rl_end_s or self._clock.now())
+    times = self._rl_end or self._rl_times()
     summary.draw(
       self._workdir / "summary.png",
       record.history(
         max_staleness=max_staleness,
-        intervals={n: clock.intervals() for n, clock in self._busy.items()},
+        lanes={n: clock.timeline() for n, clock in self._busy.items()},
+        evaluating=self._evaluating,
       ),
     )
-    first, last = record.evaluations[0], record.evaluations[-1]
-    kls = record.mismatch_kls + record.evaluation_kls
+    first, last = record.evaluations.first, record.evaluations.last
     return summary.write(
       self._workdir,
       summary.Summary(
@@ -352,16 +420,17 @@ class Recorder:
         train_steps=step,
         staleness_mean=record.staleness_mean,
         staleness_max=record.staleness_max,
-        mismatch_kl_mean=record.mismatch_kl_mean,
+        mismatch_kl_mean=record.mismatch_kl.mean,
         tokens=summary.Tokens(**tokens),
-        rollout_busy_frac=busy_s["rollout"] / rl_s,
-        train_busy_frac=busy_s["train"] / rl_s,
+        rollout_busy_frac=times.busy_s["rollout"] / times.rl_s,
+        train_busy_frac=times.busy_s["train"] / times.rl_s,
         versions_per_trajectory_mean=record.versions_per_trajectory_mean,
         extra={
           "eval_before_greedy": first[3],
           "eval_after_greedy": last[3],
-          "mismatch_kl_max": max(kls, default=0.0),
-          "rl_s": rl_s,
+          "mismatch_kl_max": record.mismatch_kl.maximum,
+          "mismatch_kl_not_finite": record.mismatch_kl.num_not_finite,
+          "rl_s": times.rl_s,
           "first_step_s": record.first_step_s,
           "prompts_too_long": self._worker.stream.num_too_long,
           "peak_memory_bytes": metrics.peak_memory_bytes(),
@@ -376,31 +445,31 @@ class Recorder:
     training = written - self._worker.served_tokens
     return self.record.generated_tokens + training
 
-  def _rl_times(self, now_s: float) -> tuple[float, dict[str, float]]:
-    """Seconds of the RL stage without evaluation, and busy ones of a slice."""
-    record, start_s = self.record, self._rl_start_s
-    if start_s is None:
-      return record.rl_s, dict(record.busy_s)
-    inside = [w for w in record.windows if w[1] > start_s and w[0] < now_s]
-    rl_s = now_s - start_s - sum(end - start for start, end in inside)
-    busy_s = {
-      name: record.busy_s[name] + clock.busy_s(start_s, now_s, inside)
-      for name, clock in self._busy.items()
-    }
-    return record.rl_s + rl_s, busy_s
+  def _rl_times(self) -> RlTimes:
+    """Of the RL stage up to now, without evaluation."""
+    record, start = self.record, self._rl_start
+    now = metrics.read(self._busy)
+    if start is None:
+      return RlTimes(now.now_s, record.rl_s, dict(record.busy_s))
+    return RlTimes(
+      now.now_s,
+      record.rl_s + now.now_s - start.now_s,
+      {
+        name: record.busy_s[name] + busy_s - start.busy_s[name]
+        for name, busy_s in now.busy_s.items()
+      },
+    )
 
   def totals(self) -> dict[str, int | float]:
     """Counters and clocks as of now, of which a step takes differences."""
-    now_s = self._clock.now()
-    _, busy_s = self._rl_times(now_s)
-    windows = self.record.windows
+    times = self._rl_times()
     return {
       **dataclasses.asdict(self._worker.scheduler.stats),
       "wait_s": self._worker.wait_for_admission_s,
       "adopt_s": self._worker.adopt_s,
-      "now_s": now_s,
-      "evaluated_s": sum(end - start for start, end in windows),
-      **{f"{name}_busy_s": value for name, value in busy_s.items()},
+      "now_s": times.now_s,
+      "rl_s": times.rl_s,
+      **{f"{name}_busy_s": value for name, value in times.busy_s.items()},
     }
 
 

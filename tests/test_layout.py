@@ -24,6 +24,8 @@ LAYERS = {
     "pytree_files",
     "supervisor",
     "hlo",
+    "series",
+    "timeline",
   ),
   2: (
     "aot",
