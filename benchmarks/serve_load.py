@@ -45,9 +45,7 @@ from absl import logging
 import jax
 import numpy as np
 
-from jaxrl_async import assembly
 from jaxrl_async import config as config_lib
-from jaxrl_async import metrics
 from jaxrl_async import serve
 from jaxrl_async import supervisor
 from jaxrl_async import tokenizer as tokenizer_lib
@@ -342,22 +340,10 @@ def _num_wrong(
 
 def _check(exchanges: list[Exchange]) -> dict[str, int]:
   """Writes everything again without a server."""
-  policy = _policy()
-  _, mesh = assembly.cut_devices(policy.config, jax.devices())
-  engine = assembly.make_engine(
-    policy.config, policy.model, mesh, policy.tokenizer.eos_id
-  )
-  weights = jax.jit(
-    lambda params: transformer.unstack(
-      jax.tree.map(lambda x: x.astype(engine.dtype), params),
-      policy.model.num_layers,
-    )
-  )(policy.params)
-  scheduler = scheduler_lib.Scheduler(engine, busy=metrics.BusyClock())
-  scheduler.adopt(engine.load_params(weights, policy.version), policy.version)
+  scheduler = serve.make_scheduler(_policy())
   some = exchanges[:: max(1, len(exchanges) // max(1, _ALONE.value))]
   some = some[: _ALONE.value]
-  together = _finish(scheduler, exchanges, engine.sizes.num_slots)
+  together = _finish(scheduler, exchanges, scheduler.engine.sizes.num_slots)
   return {
     "wrong_answers": _num_wrong(exchanges, together),
     "wrong_alone": _num_wrong(some, _finish(scheduler, some, 1)),

@@ -75,8 +75,10 @@ def make(
       max_prompt_tokens=prompt,
       max_completion_tokens=tokens - prompt,
       cache_tokens=tokens,
-      prefill_rows=mesh.rollout_data * (4 if tokens <= 8_192 else 1),
-      prefill_buckets=(prompt, tokens),
+      # One row a replica as long as it has tokens enough to be bound by
+      # products. More rows would stay empty: those of a call share a bucket.
+      prefill_rows=mesh.rollout_data * max(1, 512 // prompt),
+      prefill_buckets=(prompt, 2 * prompt, 4 * prompt, tokens),
       window_buckets=(tokens,),
       dtype="bfloat16",
     ),

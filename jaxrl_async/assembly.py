@@ -344,7 +344,8 @@ def _check_sharding(
       )
 
 
-def _check_weights(config: config_lib.Config, devices: Sequence[Any]) -> None:
+def check_weights(config: config_lib.Config, devices: Sequence[Any]) -> None:
+  """Tries a small product where the engine's weights are quantised."""
   weights = config.rollout.weights
   _, mesh = cut_devices(config, devices)
   device = mesh.devices.flat[0]
@@ -404,7 +405,7 @@ def check(config: config_lib.Config, devices: Sequence[Any]) -> None:
   tokenizer = load_tokenizer(config)
   model = model_config(config, tokenizer.vocab_size)
   _check_sharding(config, model, len(devices))
-  _check_weights(config, devices)
+  check_weights(config, devices)
   packed_attention.check_name(config.train.attention)
   attention_choice.check_name(
     config.rollout.attention, has_pages=config.rollout.num_pages > 0
@@ -460,14 +461,13 @@ def describe(config: config_lib.Config, devices: Sequence[Any]) -> str:
   check(config, devices)
   model = model_config(config, load_tokenizer(config).vocab_size)
   train_mesh, rollout_mesh = cut_devices(config, devices)
-  params = jax.eval_shape(
-    lambda: transformer.init_params(model, jax.random.key(0))
-  )
   published = jax.eval_shape(
-    lambda params: train_step.published_params(
-      params, model.num_layers, config.rollout.dtype, config.rollout.weights
-    ),
-    params,
+    lambda: train_step.published_params(
+      transformer.init_params(model, jax.random.key(0)),
+      model.num_layers,
+      config.rollout.dtype,
+      config.rollout.weights,
+    )
   )
   return dry_run.report(
     config,

@@ -23,12 +23,13 @@ from jaxrl_async import checkpoint
 from jaxrl_async import config as config_lib
 from jaxrl_async import config_json
 from jaxrl_async import initial_params
+from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import metrics as metrics_lib
 from jaxrl_async import supervisor
 from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async import train_step
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_config
-from jaxrl_async.models import transformer
 from jaxrl_async.rollout import requests
 from jaxrl_async.rollout import sampling
 from jaxrl_async.rollout import scheduler as scheduler_lib
@@ -247,17 +248,20 @@ def check_key(host: str, api_key: str | None) -> None:
     )
 
 
-def _make_scheduler(policy: Policy) -> scheduler_lib.Scheduler:
-  """An engine with the policy's weights, in the rollout dtype."""
+def make_scheduler(policy: Policy) -> scheduler_lib.Scheduler:
+  """An engine with the policy's weights, in the run's rollout format."""
   config, model = policy.config, policy.model
-  _, mesh = assembly.cut_devices(config, jax.devices())
-  engine = assembly.make_engine(config, model, mesh, policy.tokenizer.eos_id)
-
-  @jax.jit
-  def publish(params):
-    cast = jax.tree.map(lambda x: x.astype(engine.dtype), params)
-    return transformer.unstack(cast, model.num_layers)
-
+  assembly.check_weights(config, jax.devices())
+  train_mesh, rollout_mesh = assembly.cut_devices(config, jax.devices())
+  engine = assembly.make_engine(
+    config, model, rollout_mesh, policy.tokenizer.eos_id
+  )
+  publish = train_step.make_publish(
+    model,
+    mesh_lib.Layout(mesh=train_mesh, rules=config.mesh.train_rules),
+    dtype=config.rollout.dtype,
+    weights=config.rollout.weights,
+  )
   scheduler = scheduler_lib.Scheduler(engine, busy=metrics_lib.BusyClock())
   params = engine.load_params(publish(policy.params), policy.version)
   scheduler.adopt(params, policy.version)
@@ -425,7 +429,7 @@ def serve(
     vocab_size=policy.model.vocab_size,
     is_alive=lambda: loop is not None and loop.is_running,
   )
-  scheduler = _make_scheduler(policy)
+  scheduler = make_scheduler(policy)
   policy.params = None
   _compile(scheduler)
   loop = requests.ServeLoop(front.queue, scheduler)

@@ -3,9 +3,11 @@
 python launch/serve.py --workdir=/tmp/quickstart
 
 serves the newest checkpoint of a run; --checkpoint=DIRECTORY serves parameters
-alone. With --grpc_port=PORT JetStream's clients are served too, by the same
-engine and with the same key. The first line on stdout says where. SIGTERM or
-Ctrl-C finishes what was begun; a second one ends it at once.
+alone. Weights are quantised as the run's config says (`rollout.weights`), those
+of a published model not at all. With --grpc_port=PORT JetStream's clients are
+served too, by the same engine and with the same key. The first line on stdout
+says where. SIGTERM or Ctrl-C finishes what was begun; a second one ends it at
+once.
 """
 
 import command_line  # isort: skip, first: it sets XLA's environment

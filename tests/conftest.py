@@ -12,6 +12,8 @@ os.environ["XLA_FLAGS"] = (
 import jax
 import jaxtyping
 
+pytest_plugins = ["skips"]
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_cpu_enable_async_dispatch", False)

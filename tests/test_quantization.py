@@ -425,7 +425,13 @@ def test_a_dry_run_counts_quantised_weights():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", QUANTIZED)
+@pytest.mark.parametrize(
+  "weights",
+  [
+    WeightFormat.INT8,
+    pytest.param(WeightFormat.FP8, marks=pytest.mark.nightly),
+  ],
+)
 def test_a_whole_run_ends_and_shows_its_price(weights, tmp_path):
   config = tiny_config.get_config()
   config.warm_start.num_steps = 0

@@ -1,14 +1,12 @@
 """Text to token ids and back."""
 
 import json
-import pathlib
 
+import byte_level
 import numpy as np
 import pytest
 
 from jaxrl_async import tokenizer as tokenizer_lib
-
-GPT2 = pathlib.Path(__file__).parents[1] / "../shared/data/gpt2_tokenizer"
 
 
 def test_pad_and_eos_come_first_then_newline_and_printable_ascii():
@@ -78,12 +76,41 @@ def test_an_unknown_end_of_sequence_is_an_error(tmp_path):
   assert loaded.eos_id == loaded.pad_id == 97
 
 
-def test_a_real_byte_level_tokenizer_loads():
-  if not GPT2.is_dir():
-    pytest.skip(f"{GPT2} is absent")
-  tokenizer = tokenizer_lib.load(GPT2)
-  assert tokenizer.vocab_size == 50257
-  assert tokenizer.eos_id == tokenizer.pad_id == 50256
-  np.testing.assert_array_equal(tokenizer.encode("Hello world"), [15496, 995])
-  text = "Café costs 3² €\n\tand more  "
-  assert tokenizer.decode(tokenizer.encode(text)) == text
+@pytest.mark.parametrize("name", byte_level.NAMES)
+def test_a_byte_level_tokenizer_loads(name):
+  tokenizer = byte_level.load(name)
+  assert tokenizer.vocab_size == byte_level.VOCAB_SIZE == 50_257
+  assert tokenizer.eos_id == tokenizer.pad_id == 50_256
+  text = "Café costs 3² €\n\tand more 1234  naïve 😀界!  "
+  tokens = tokenizer.encode(text)
+  assert tokenizer.decode(tokens) == text
+  assert len(tokens) < len(text.encode())
+  np.testing.assert_array_equal(tokenizer.encode("!~"), [0, 93])
+  hello = tokenizer.encode("Hello world").tolist()
+  assert [tokenizer.decode([token]) for token in hello] == ["Hello", " world"]
+  if name == "gpt2":
+    assert hello == [15496, 995]
+
+
+def test_the_tokenizer_that_is_made_has_what_a_real_one_has():
+  made = json.loads(byte_level.build().to_str())
+  assert made["pre_tokenizer"] == {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": True,
+  }
+  vocabulary, merges = made["model"]["vocab"], made["model"]["merges"]
+  assert len(merges) == 50_000 and len(vocabulary) == 50_257
+  assert set(vocabulary.values()) == set(range(50_257))
+  # Each merge joins two tokens that were there before it.
+  for rank, (left, right) in enumerate(merges):
+    assert vocabulary[left + right] == 256 + rank
+    assert max(vocabulary[left], vocabulary[right]) < 256 + rank
+  decode = byte_level.load().decode
+  texts = [decode([token]) for token in range(50_256)]
+  assert sum(text.startswith(" ") for text in texts) > 15_000
+  assert sum(text.strip().isdigit() for text in texts) > 1_000
+  # Several bytes of a character, and several characters of several bytes.
+  assert sum("\ufffd" in text for text in texts) > 200
+  assert sum(not text.isascii() for text in texts) > 5_000
