@@ -30,7 +30,6 @@ from jaxrl_async.models import packed_attention
 from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
 from jaxrl_async.rewards import service
-from jaxrl_async.rollout import attention_choice
 from jaxrl_async.rollout import decode_state
 from jaxrl_async.rollout import engine as engine_lib
 from jaxrl_async.rollout import scheduler as scheduler_lib
@@ -405,10 +404,6 @@ def check(config: config_lib.Config, devices: Sequence[Any]) -> None:
   model = model_config(config, tokenizer.vocab_size)
   _check_sharding(config, model, len(devices))
   _check_weights(config, devices)
-  packed_attention.check_name(config.train.attention)
-  attention_choice.check_name(
-    config.rollout.attention, has_pages=config.rollout.num_pages > 0
-  )
   memory_estimate.check(
     training_memory(config, model, devices), topology.memory_bytes(devices[0])
   )
