@@ -421,7 +421,10 @@ def shown(value: Any) -> str:
   """A value as a message repeats it: on one line, and cut where it is long."""
   if type(value) is int and value.bit_length() > 8 * _SHOWN:
     return f"an integer of {value.bit_length()} bits"
-  text = repr(value)
+  try:
+    text = " ".join(repr(value).split())
+  except ValueError:  # such an integer, inside of something
+    return f"a {type(value).__name__}"
   if len(text) <= 2 * _SHOWN:
     return text
   return f"{text[:_SHOWN]}... ({len(text)} characters)"
@@ -440,7 +443,8 @@ def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     kind, path = field.type, prefix + field.name
     value = getattr(section, field.name)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-      require(isinstance(value, kind), path, f"{shown(value)} is not a section")
+      if not isinstance(value, kind):
+        raise ConfigError(f"{path}: {shown(value)} is not a section")
       yield from leaves(value, path + ".")
     else:
       yield path, kind, value
@@ -466,4 +470,5 @@ def check_type(path: str, kind: Any, value: Any) -> None:
     holds = isinstance(value, kind)
   else:
     holds, wanted = isinstance(value, kind), f"a {kind.__name__}"
-  require(holds, path, f"{shown(value)} is not {wanted}")
+  if not holds:
+    raise ConfigError(f"{path}: {shown(value)} is not {wanted}")

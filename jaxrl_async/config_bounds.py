@@ -89,6 +89,13 @@ def _float32(number: float) -> float:
 
 
 def _check_float(path: str, value: float) -> None:
+  # An array and a number may be added, and an array and a long integer not.
+  require(
+    type(value) is float or abs(value) <= MAX_INT,
+    path,
+    f"{shown(value)} is out of range of integers; write it with a point or an"
+    " exponent, as 1e30",
+  )
   require(
     value == 0 or _MIN_FLOAT <= abs(value) <= _MAX_FLOAT,
     path,

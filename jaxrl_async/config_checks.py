@@ -89,7 +89,7 @@ def _check_cache(rollout: RolloutSection) -> None:
       all(bucket % page == 0 for bucket in getattr(rollout, name)),
       f"rollout.{name}",
       f"{shown(getattr(rollout, name))} are not all multiples of page_tokens"
-      f" {page}",
+      f" {page}, as rollout.num_pages wants",
     )
   require(
     rollout.num_pages * page >= cache,

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import tempfile
+import unicodedata
 
 from jaxrl_async import config
 
@@ -53,16 +54,19 @@ def check_can_read(field: str, directory: str, use: str) -> None:
 
 def _absolute(field: str, directory: str) -> tuple[pathlib.Path, int]:
   """The absolute path, and the bytes of the longest name in it."""
-  config.require(
-    "\0" not in directory, field, f"{config.shown(directory)} has a NUL in it"
-  )
-  path = pathlib.Path(directory).absolute()
+  what = config.shown(directory)
+  config.require(directory != "", field, "'' is not a directory")
   longest = os.pathconf("/", "PC_PATH_MAX") - _OWN_BYTES
-  num_bytes = len(os.fsencode(path))
+  num_bytes = len(os.fsencode(os.path.abspath(directory)))
   config.require(
     num_bytes <= longest,
     field,
-    f"{config.shown(directory)} is a path of {num_bytes} bytes; use at most"
-    f" {longest}",
+    f"{what} is a path of {num_bytes} bytes; use at most {longest}",
   )
+  # What writes arrays takes paths of UTF-8 only; a NUL no system takes.
+  odd = [c for c in directory if unicodedata.category(c) in ("Cc", "Cs")]
+  config.require(
+    not odd, field, f"{what} has a character that paths may not have: {odd[:1]}"
+  )
+  path = pathlib.Path(directory).absolute()
   return path, max(len(os.fsencode(part)) for part in path.parts)

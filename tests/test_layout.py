@@ -50,7 +50,15 @@ LAYERS = {
   3: ("train_step", "batch_loader"),
   4: ("rollout", "trainer"),
   5: ("evaluate", "summary", "progress", "sft", "dry_run", "serving"),
-  6: ("assembly", "initial_params", "run_record", "snapshot", "run", "serve"),
+  6: (
+    "assembly",
+    "device_checks",
+    "initial_params",
+    "run_record",
+    "snapshot",
+    "run",
+    "serve",
+  ),
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 # Folders whose files may import each other.
@@ -62,7 +70,9 @@ SAME_LAYER = {
   ("mesh", "config"),
   ("mesh", "mesh_shape"),
   ("mesh_shape", "config"),
+  ("assembly", "device_checks"),
   ("assembly", "initial_params"),
+  ("device_checks", "initial_params"),
   ("serve", "initial_params"),
   ("topology", "config"),
   ("topology", "tpu_chips"),
