@@ -84,11 +84,11 @@ _OPTIMIZER = (
 )
 
 
-def _float32(number: float) -> float:
+def _float32(number: int | float) -> float:
   return struct.unpack("f", struct.pack("f", number))[0]
 
 
-def _check_float(path: str, value: float) -> None:
+def _check_float(path: str, value: int | float) -> None:
   # An array and a number may be added, and an array and a long integer not.
   require(
     type(value) is float or abs(value) <= MAX_INT,
@@ -127,7 +127,7 @@ def check(config: Config) -> None:
       _check_int(path, value)
     values[path] = value
 
-  def range_of(low: float, high: float, paths: str) -> None:
+  def range_of(low: int | float, high: int | float, paths: str) -> None:
     for path in paths.split():
       value = values[path]
       at_most = "or more" if high in (MAX_INT, _MAX_FLOAT) else f"to {high:,g}"

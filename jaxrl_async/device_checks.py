@@ -145,7 +145,7 @@ def published_bytes(
   return num_bytes(published)
 
 
-def _memory_of(mesh: jax.sharding.Mesh) -> float | None:
+def _memory_of(mesh: jax.sharding.Mesh) -> int | float | None:
   """Bytes of each device; those of a CPU share the host's memory."""
   device = mesh.devices.flat[0]
   if device.platform == "cpu":

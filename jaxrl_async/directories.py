@@ -57,16 +57,13 @@ def _absolute(field: str, directory: str) -> tuple[pathlib.Path, int]:
   what = config.shown(directory)
   config.require(directory != "", field, "'' is not a directory")
   longest = os.pathconf("/", "PC_PATH_MAX") - _OWN_BYTES
-  num_bytes = len(os.fsencode(os.path.abspath(directory)))
-  config.require(
-    num_bytes <= longest,
-    field,
-    f"{what} is a path of {num_bytes} bytes; use at most {longest}",
-  )
+  too_long = f"{what} is too long a path; use at most {longest} bytes"
+  config.require(len(directory) <= longest, field, too_long)
   # What writes arrays takes paths of UTF-8 only; a NUL no system takes.
   odd = [c for c in directory if unicodedata.category(c) in ("Cc", "Cs")]
   config.require(
     not odd, field, f"{what} has a character that paths may not have: {odd[:1]}"
   )
   path = pathlib.Path(directory).absolute()
+  config.require(len(os.fsencode(path)) <= longest, field, too_long)
   return path, max(len(os.fsencode(part)) for part in path.parts)

@@ -261,7 +261,9 @@ def check(estimate: Estimate, limit: int | float | None) -> None:
 
 
 def check_rollout(
-  parts: dict[str, int], section: config.RolloutSection, limit: float | None
+  parts: dict[str, int],
+  section: config.RolloutSection,
+  limit: int | float | None,
 ) -> None:
   """Refuses what a device of the rollout slice cannot hold.
 
@@ -294,7 +296,9 @@ def check_rollout(
 
 
 def check_warm_start(
-  section: config.WarmStartSection, tokens_per_row: int, limit: float | None
+  section: config.WarmStartSection,
+  tokens_per_row: int,
+  limit: int | float | None,
 ) -> None:
   """Refuses a batch of the warm start that is more than all devices hold.
 
@@ -324,7 +328,7 @@ def host_bytes() -> int:
 def _refuse(
   what: str,
   at_least: int,
-  limit: float,
+  limit: int | float,
   largest: dict[str, tuple[str, int]],
   use: dict[str, str],
 ) -> None:

@@ -217,6 +217,8 @@ def _parse(argv: list[str], has_config: bool = True) -> list[str]:
   if {"--help", "-help", "-h", "-?", "--helpshort"} & set(argv[1:]):
     print(_help(has_config))
     sys.exit(0)
+  # What a library says of a config beside the error is left out.
+  logging.set_verbosity(logging.ERROR)
   try:
     rest = flags.FLAGS(argv)
     if has_config and CONFIG.value is None:
