@@ -16,7 +16,7 @@ import dataclasses
 from ml_collections import config_dict
 
 from jaxrl_async import config
-from jaxrl_async import topology
+from jaxrl_async import tpu_chips
 
 TOKENS = {"1k": 1_024, "8k": 8_192, "32k": 32_768}
 SLICES = {
@@ -50,11 +50,12 @@ def make(
   config.require(
     length in TOKENS and name in slices,
     "variant",
-    f"{variant!r}; use {', '.join(TOKENS)}, and @ with {', '.join(slices)}",
+    f"{config.shown(variant)}; use {', '.join(TOKENS)}, and @ with"
+    f" {', '.join(slices)}",
   )
   tokens, mesh = TOKENS[length], slices[name]
   if length == "32k":
-    context = LONG_CONTEXT[topology.parse(name)[1]]
+    context = LONG_CONTEXT[tpu_chips.parse(name)[1]]
     mesh = dataclasses.replace(
       mesh,
       train_fsdp=mesh.train_fsdp // context,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import dataclasses
-import math
+import os
 import pathlib
 from typing import Any
 
@@ -12,6 +12,7 @@ from jaxrl_async import aot
 from jaxrl_async import batching
 from jaxrl_async import config as config_lib
 from jaxrl_async import config_checks
+from jaxrl_async import device_checks
 from jaxrl_async import dry_run
 from jaxrl_async import initial_params
 from jaxrl_async import memory_estimate
@@ -20,17 +21,13 @@ from jaxrl_async import metrics as metrics_lib
 from jaxrl_async import prompts
 from jaxrl_async import sft
 from jaxrl_async import tokenizer as tokenizer_lib
-from jaxrl_async import topology
 from jaxrl_async import train_step
 from jaxrl_async import trainer as trainer_lib
 from jaxrl_async import weight_transfer
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_config
 from jaxrl_async.models import packed_attention
-from jaxrl_async.models import quantization
-from jaxrl_async.models import transformer
 from jaxrl_async.rewards import service
-from jaxrl_async.rollout import attention_choice
 from jaxrl_async.rollout import decode_state
 from jaxrl_async.rollout import engine as engine_lib
 from jaxrl_async.rollout import scheduler as scheduler_lib
@@ -39,9 +36,9 @@ from jaxrl_async.rollout import worker as worker_lib
 
 def _published(config: config_lib.Config) -> pathlib.Path | None:
   """The directory of a published model, if `model.name` names one."""
-  path = pathlib.Path(config.model.name)
-  is_directory = config.model.name not in configs.MODELS and path.is_dir()
-  return path if is_directory else None
+  name = config.model.name  # os.path takes any, where pathlib may raise
+  is_directory = name not in configs.MODELS and os.path.isdir(name)
+  return pathlib.Path(name) if is_directory else None
 
 
 def load_tokenizer(config: config_lib.Config) -> tokenizer_lib.Tokenizer:
@@ -79,7 +76,7 @@ def model_config(
   directory = _published(config)
   if directory is None:
     raise config_lib.ConfigError(
-      f"model.name: {name!r} does not exist; use one of"
+      f"model.name: {config_lib.shown(name)} does not exist; use one of"
       f" {', '.join(configs.MODELS)}, or a directory in Hugging Face's format"
     )
   try:
@@ -169,12 +166,6 @@ def make_rewards(
   )
 
 
-def _num_bytes(shapes: Any) -> int:
-  return sum(
-    math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(shapes)
-  )
-
-
 def make_scheduler(
   config: config_lib.Config,
   engine: engine_lib.Engine,
@@ -206,7 +197,7 @@ def make_channel(
   return weight_transfer.make_channel(
     config.transfer.channel,
     directory=weight_transfer.run_directory(
-      config.transfer.directory, workdir, _num_bytes(target)
+      config.transfer.directory, workdir, device_checks.num_bytes(target)
     ),
     incarnation=weight_transfer.new_incarnation(),
     target=target,
@@ -308,88 +299,13 @@ def warm_start(
   )
 
 
-def _check_sharding(
-  config: config_lib.Config, model: configs.ModelConfig, num_devices: int
-) -> None:
-  sizes = {
-    "vocab": (model.vocab_size, "vocabulary"),
-    "embed": (model.model_dim, "model dimension"),
-    "heads": (model.num_heads, "number of heads"),
-    "kv_heads": (model.num_kv_heads, "number of key-value heads"),
-    "head": (model.head_dim, "head size"),
-    "mlp": (model.mlp_dim, "MLP dimension"),
-    "layers": (model.num_layers, "number of layers"),
-  }
-  shapes = config_checks.slice_shapes(config.mesh, num_devices)
-  for side, shape in zip(("train", "rollout"), shapes, strict=True):
-    rules = getattr(config.mesh, f"{side}_rules")
-    is_stacked = side == "train"
-    arrays = transformer.logical_axes(model, is_stacked=is_stacked)
-    arrays = jax.tree.leaves(arrays, is_leaf=lambda x: isinstance(x, tuple))
-    for axes in (*arrays, *transformer.ACTIVATION_AXES):
-      try:
-        mesh_lib.spec(rules, axes)
-      except ValueError as error:
-        raise config_lib.ConfigError(f"mesh.{side}_rules.{error}") from error
-    for name, (size, what) in sizes.items():
-      if name == "layers" and not is_stacked:
-        continue
-      axes = getattr(rules, name)
-      config_lib.require(
-        size % shape.parts(axes) == 0,
-        config_checks.mesh_fields(side, shape, axes),
-        f"{shape.parts(axes)} does not divide the {what} of {size} of"
-        f" {config.model.name}; use a number that does, or"
-        f" mesh.{side}_rules.{name}=()",
-      )
-
-
-def check_weights(config: config_lib.Config, devices: Sequence[Any]) -> None:
-  """Tries a small product where the engine's weights are quantised."""
-  weights = config.rollout.weights
-  _, mesh = cut_devices(config, devices)
-  device = mesh.devices.flat[0]
-  if topology.is_described(device):
-    return
-  reason = quantization.unsupported(weights, device)
-  config_lib.require(
-    not reason,
-    "rollout.weights",
-    f"{device.device_kind} cannot use {weights.value} ({reason}); use float",
-  )
-
-
 def training_memory(
   config: config_lib.Config, model: configs.ModelConfig, devices: Sequence[Any]
 ) -> memory_estimate.Estimate:
   """What the training slice needs of a device, before anything compiles."""
   mesh, _ = cut_devices(config, devices)
-  section = config.train.optimizer
-  optimizer = train_step.make_optimizer(
-    section, train_step.learning_rate_schedule(section)
-  )
-  state = aot.placed(
-    trainer_lib.abstract_train_state(model, optimizer),
-    trainer_lib.state_sharding(
-      mesh,
-      model,
-      optimizer,
-      initial_params.shardings(config, model, mesh),
-      offload=section.offload,
-    ),
-  )
-  rows = config.train.rows_per_microbatch * _microbatches(config)
-  return memory_estimate.training(
-    model,
-    mesh_lib.shape_of(mesh),
-    config.mesh.train_rules,
-    config.train,
-    config.model,
-    weights=aot.bytes_a_device(state.params),
-    optimizer=aot.bytes_a_device(state.opt_state),
-    tokens_per_step=rows
-    * config.algorithm.num_minibatches
-    * config.train.tokens_per_row,
+  return device_checks.training_memory(
+    config, model, mesh, microbatches=_microbatches(config)
   )
 
 
@@ -404,15 +320,13 @@ def check(config: config_lib.Config, devices: Sequence[Any]) -> None:
   """
   tokenizer = load_tokenizer(config)
   model = model_config(config, tokenizer.vocab_size)
-  _check_sharding(config, model, len(devices))
-  check_weights(config, devices)
-  packed_attention.check_name(config.train.attention)
-  attention_choice.check_name(
-    config.rollout.attention, has_pages=config.rollout.num_pages > 0
+  train_mesh, rollout_mesh = cut_devices(config, devices)
+  device_checks.check_sharding(config, model, len(devices))
+  device_checks.check_weights(config.rollout.weights, rollout_mesh)
+  device_checks.check_training_memory(
+    config, training_memory(config, model, devices), train_mesh
   )
-  memory_estimate.check(
-    training_memory(config, model, devices), topology.memory_bytes(devices[0])
-  )
+  device_checks.check_rollout_memory(config, model, rollout_mesh)
   longest = config.rollout.max_prompt_tokens
   prompts.validate_task(
     config.task, tokenizer, seed=config.seed, max_prompt_tokens=longest
@@ -461,19 +375,11 @@ def describe(config: config_lib.Config, devices: Sequence[Any]) -> str:
   check(config, devices)
   model = model_config(config, load_tokenizer(config).vocab_size)
   train_mesh, rollout_mesh = cut_devices(config, devices)
-  published = jax.eval_shape(
-    lambda: train_step.published_params(
-      transformer.init_params(model, jax.random.key(0)),
-      model.num_layers,
-      config.rollout.dtype,
-      config.rollout.weights,
-    )
-  )
   return dry_run.report(
     config,
     model,
     training=training_memory(config, model, devices),
-    published_bytes=_num_bytes(published),
+    published_bytes=device_checks.published_bytes(config, model),
     train_mesh=train_mesh,
     rollout_mesh=rollout_mesh,
   )

@@ -8,7 +8,6 @@ what was taken is finished within a bound.
 
 from collections.abc import Callable
 import dataclasses
-import ipaddress
 import itertools
 import json
 import pathlib
@@ -22,6 +21,7 @@ from jaxrl_async import assembly
 from jaxrl_async import checkpoint
 from jaxrl_async import config as config_lib
 from jaxrl_async import config_json
+from jaxrl_async import device_checks
 from jaxrl_async import initial_params
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import metrics as metrics_lib
@@ -34,6 +34,7 @@ from jaxrl_async.rollout import requests
 from jaxrl_async.rollout import sampling
 from jaxrl_async.rollout import scheduler as scheduler_lib
 from jaxrl_async.rollout import sequence as sequence_lib
+from jaxrl_async.serving import addresses
 from jaxrl_async.serving import app as app_lib
 from jaxrl_async.serving import chat_template as chat_template_lib
 from jaxrl_async.serving import prometheus
@@ -231,28 +232,11 @@ def _resize(
 # -- serving it -------------------------------------------------------------
 
 
-def check_key(host: str, api_key: str | None) -> None:
-  """Refuses to serve without a key where others could come.
-
-  Raises:
-    ConfigError: says how to give one.
-  """
-  try:
-    is_loopback = ipaddress.ip_address(host).is_loopback
-  except ValueError:
-    is_loopback = host == "localhost"
-  if api_key is None and not is_loopback:
-    raise config_lib.ConfigError(
-      f"api_key_file: {host} can be reached from elsewhere; give a key, in a"
-      " file or in JAXRL_API_KEY, or use --host=127.0.0.1"
-    )
-
-
 def make_scheduler(policy: Policy) -> scheduler_lib.Scheduler:
   """An engine with the policy's weights, in the run's rollout format."""
   config, model = policy.config, policy.model
-  assembly.check_weights(config, jax.devices())
   train_mesh, rollout_mesh = assembly.cut_devices(config, jax.devices())
+  device_checks.check_weights(config.rollout.weights, rollout_mesh)
   engine = assembly.make_engine(
     config, model, rollout_mesh, policy.tokenizer.eos_id
   )
@@ -316,7 +300,7 @@ class Front:
     Raises:
       ConfigError: an address cannot be had, or needs a key.
     """
-    check_key(settings.host, settings.api_key)
+    addresses.check_key(settings.host, settings.api_key)
     metrics = prometheus.Metrics()
     self.queue = requests.RequestQueue(
       tokenizer,

@@ -12,15 +12,19 @@ import command_line  # isort: skip, first: it sets XLA's environment
 import json
 import time
 
-import jax
-
-from jaxrl_async import assembly
-from jaxrl_async import config_json
-from jaxrl_async import initial_params
-from jaxrl_async import progress as progress_lib
+# What takes long to import is imported in main(), after all checks.
 
 
 def main(config):
+  import jax
+
+  from jaxrl_async import assembly
+  from jaxrl_async import config_checks
+  from jaxrl_async import config_json
+  from jaxrl_async import initial_params
+  from jaxrl_async import progress as progress_lib
+
+  config_checks.validate(config, len(jax.devices()))
   workdir = command_line.workdir()
   assembly.check(config, jax.devices())
   tokenizer = assembly.load_tokenizer(config)
@@ -53,4 +57,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-  command_line.start(main)
+  command_line.start(main, command_line.check_workdir)

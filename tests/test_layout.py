@@ -11,7 +11,17 @@ PACKAGE = ROOT / "jaxrl_async"
 
 # Imports point to a lower layer. A new module gets its line here.
 LAYERS = {
-  0: ("config", "config_checks", "config_json", "types", "mesh", "topology"),
+  0: (
+    "config",
+    "config_bounds",
+    "config_json",
+    "directories",
+    "mesh_shape",
+    "mesh",
+    "tpu_chips",
+    "topology",
+    "types",
+  ),
   1: (
     "tokenizer",
     "rewards",
@@ -29,6 +39,7 @@ LAYERS = {
   ),
   2: (
     "aot",
+    "config_checks",
     "matmul_rate",
     "memory_estimate",
     "prompts",
@@ -41,19 +52,33 @@ LAYERS = {
   3: ("train_step", "batch_loader"),
   4: ("rollout", "trainer"),
   5: ("evaluate", "summary", "progress", "sft", "dry_run", "serving"),
-  6: ("assembly", "initial_params", "run_record", "snapshot", "run", "serve"),
+  6: (
+    "assembly",
+    "device_checks",
+    "initial_params",
+    "run_record",
+    "snapshot",
+    "run",
+    "serve",
+  ),
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 # Folders whose files may import each other.
 FOLDERS = {"rewards", "models", "rollout", "serving"}
 SAME_LAYER = {
-  ("config_checks", "config"),
-  ("config_checks", "mesh"),
-  ("mesh", "config"),
+  ("config_bounds", "config"),
   ("config_json", "config"),
+  ("directories", "config"),
+  ("mesh", "config"),
+  ("mesh", "mesh_shape"),
+  ("mesh_shape", "config"),
+  ("assembly", "device_checks"),
   ("assembly", "initial_params"),
+  ("device_checks", "initial_params"),
   ("serve", "initial_params"),
   ("topology", "config"),
+  ("topology", "tpu_chips"),
+  ("tpu_chips", "config"),
   ("run", "assembly"),
   ("run", "run_record"),
   ("run", "serve"),

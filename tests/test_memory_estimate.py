@@ -18,6 +18,7 @@ from jaxrl_async import memory_estimate
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import metrics
 from jaxrl_async import topology
+from jaxrl_async import tpu_chips
 from jaxrl_async import trainer as trainer_lib
 from jaxrl_async.models import configs
 
@@ -200,7 +201,6 @@ def test_a_run_that_a_described_chip_cannot_hold_is_refused_before_compiling():
     config_lib.ConfigError, match="^model.remat: .*15.8 GiB.*activations"
   ):
     assembly.check(config, devices)
-  assembly.check(config, jax.devices()[:2])
 
 
 @pytest.mark.slow
@@ -210,10 +210,10 @@ def test_the_tpu_configs_are_valid_on_their_slices(name, length):
   file = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))
   for slice_name, mesh in file["SLICES"].items():
     config = file["get_config"](f"{length}@{slice_name}")
-    count, chip, sizes = topology.parse(slice_name)
+    count, chip, sizes = tpu_chips.parse(slice_name)
     num_devices = count * math.prod(map(int, sizes.split("x")))
     devices = [
-      Described(id, device_kind=topology.CHIPS[chip].kind)
+      Described(id, device_kind=tpu_chips.CHIPS[chip].kind)
       for id in range(num_devices)
     ]
     config_checks.validate(config, num_devices)

@@ -31,6 +31,7 @@ from jaxrl_async import supervisor
 from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async.models import hf_weights
 from jaxrl_async.models import transformer
+from jaxrl_async.serving import addresses
 
 ROOT = pathlib.Path(__file__).parents[1]
 DEADLINE_S = 120.0
@@ -143,11 +144,11 @@ def test_what_cannot_be_read_is_named(tmp_path):
 
 def test_without_a_key_only_loopback_is_served():
   for host in ("127.0.0.1", "::1", "localhost", "127.3.4.5"):
-    serve.check_key(host, None)
+    addresses.check_key(host, None)
   for host in ("0.0.0.0", "::", "10.0.0.1", "example.org"):
-    serve.check_key(host, "key")
+    addresses.check_key(host, "key")
     with pytest.raises(config_lib.ConfigError, match="api_key_file"):
-      serve.check_key(host, None)
+      addresses.check_key(host, None)
 
 
 @pytest.mark.slow
@@ -155,14 +156,24 @@ def test_without_a_key_only_loopback_is_served():
   ("arguments", "words"),
   [
     ([], "workdir: missing"),
-    (["--workdir=/nowhere"], "/nowhere/config.json"),
+    (["--workdir=/nowhere"], "workdir: '/nowhere' is not a dir"),
     (["--workdir=/nowhere", "--checkpoint=/x"], "not together"),
-    (["--checkpoint=/nowhere"], "/nowhere does not exist"),
+    (["--checkpoint=/nowhere"], "checkpoint: '/nowhere' is not a dir"),
     (["--workdir=/nowhere", "--host=0.0.0.0"], "api_key_file: 0.0.0.0"),
     (["--workdir=/nowhere", "--api_key_file=/no"], "api_key_file: .*/no"),
     (["--workdir=/nowhere", "--port=70000"], "port"),
     ([f"--config={ROOT}/configs/tiny.py"], "config: not used"),
     (["--workdir=/nowhere", "stray"], "stray"),
+    (["--workdir=/nowhere", "--host="], "host: missing"),
+    (["--workdir=/nowhere", f"--host={'x' * 5000}"], "host: 'xxx"),
+    (["--workdir=/nowhere", "--host=192.0.2.1", "--port=1"], "api_key_file"),
+    (["--workdir=/nowhere", "--port=81", "--grpc_port=81"], "grpc_port: 81"),
+    (["--workdir=/nowhere", "--cache_tokens=1"], "cache_tokens: 1"),
+    (["--workdir=/nowhere", "--deadline_s=nan"], "deadline_s: nan"),
+    (["--workdir=/nowhere", "--max_deadline_s=1e300"], ".*max_deadline_s"),
+    (["--workdir=/nowhere", "--drain_s=-1"], ".*drain_s"),
+    (["--workdir=/nowhere", "--model_name="], "model_name: ''"),
+    (["--workdir=/nowhere", "--compile_cache=/proc/x"], "compile_cache: "),
   ],
 )
 def test_bad_input_is_one_line(arguments, words):
