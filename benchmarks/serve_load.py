@@ -345,7 +345,7 @@ def _check(exchanges: list[Exchange]) -> dict[str, int]:
   policy = _policy()
   _, mesh = assembly.cut_devices(policy.config, jax.devices())
   engine = assembly.make_engine(
-    policy.config, policy.model, mesh, policy.tokenizer.eos_id
+    policy.config, policy.model, mesh, policy.tokenizer.end_tokens
   )
   weights = jax.jit(
     lambda params: transformer.unstack(

@@ -251,7 +251,8 @@ def _make_scheduler(policy: Policy) -> scheduler_lib.Scheduler:
   """An engine with the policy's weights, in the rollout dtype."""
   config, model = policy.config, policy.model
   _, mesh = assembly.cut_devices(config, jax.devices())
-  engine = assembly.make_engine(config, model, mesh, policy.tokenizer.eos_id)
+  ends = policy.tokenizer.end_tokens
+  engine = assembly.make_engine(config, model, mesh, ends)
 
   @jax.jit
   def publish(params):

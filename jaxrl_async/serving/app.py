@@ -192,8 +192,12 @@ class Service:
     """Token ids, all in the vocabulary."""
     if isinstance(prompt, str):
       try:
+        # A rendered chat brings its special tokens along.
+        is_chat = name == "messages"
+        tokenizer = self.tokenizer
+        encode = tokenizer.encode if is_chat else tokenizer.encode_prompt
         # In a thread: a long text takes its time.
-        return await asyncio.to_thread(self.tokenizer.encode, prompt)
+        return await asyncio.to_thread(encode, prompt)
       except ValueError as error:
         raise errors.ApiError(400, f"{name}: {error}", param=name) from error
     v = self.queue.vocab_size
