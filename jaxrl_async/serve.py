@@ -391,7 +391,7 @@ def front_of_a_run(
   return Front(
     settings,
     tokenizer=tokenizer,
-    chat_template=chat_template_lib.load(published),
+    chat_template=_load_chat_template(published),
     cache_tokens=config.rollout.cache_tokens,
     vocab_size=model.vocab_size,
     is_alive=is_alive,

@@ -414,7 +414,9 @@ def test_files_that_are_not_there_or_torn_are_named(tmp_path):
     hf_weights.load(tmp_path)
   index = tmp_path / hf_weights.INDEX_FILE
   index.write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
-  with pytest.raises(ValueError, match="'../a.safetensors', not the name of a file"):
+  with pytest.raises(
+    ValueError, match="'../a.safetensors', not the name of a file"
+  ):
     hf_weights.load(tmp_path)
   index.unlink()
   with pytest.raises(FileNotFoundError, match="neither"):

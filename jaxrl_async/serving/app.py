@@ -143,7 +143,8 @@ class Service:
     self._check_counts(wanted, 1)
     messages = [m.model_dump(exclude_none=True) for m in wanted.messages]
     try:
-      text = self.chat_template.render(messages)
+      # In a thread: a template takes as long as it is allowed to.
+      text = await asyncio.to_thread(self.chat_template.render, messages)
     except chat_template_lib.ChatTemplateError as error:
       raise errors.ApiError(
         400, f"messages: {error}", param="messages"
