@@ -27,7 +27,7 @@ from jaxrl_async import metrics as metrics_lib
 from jaxrl_async import supervisor
 from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async.models import configs
-from jaxrl_async.models import hf_config
+from jaxrl_async.models import hf_weights
 from jaxrl_async.models import transformer
 from jaxrl_async.rollout import requests
 from jaxrl_async.rollout import sampling
@@ -143,7 +143,7 @@ def load_checkpoint(
   """
   if not directory.is_dir():
     raise config_lib.ConfigError(f"checkpoint: {directory} does not exist")
-  if (directory / hf_config.CONFIG_FILE).is_file():
+  if hf_weights.is_published(directory):
     config = config_lib.Config()
     config.model.name = str(directory)
     _resize(config, num_slots, cache_tokens or _PUBLISHED_CACHE_TOKENS)
@@ -194,9 +194,15 @@ def _load_tokenizer(
     tokenizer = tokenizer_lib.load(directory)
   except (OSError, ValueError) as error:
     raise config_lib.ConfigError(f"tokenizer: {error}") from error
+  if config.model.name in configs.MODELS:
+    return tokenizer, _load_chat_template(directory)
   published = pathlib.Path(config.model.name)
-  has_own = (published / hf_config.CONFIG_FILE).is_file()
-  return tokenizer, _load_chat_template(published if has_own else directory)
+  if hf_weights.is_published(published):
+    return tokenizer, _load_chat_template(published)
+  refusal = (
+    f"the chat template of this policy was in {published}, which is gone"
+  )
+  return tokenizer, chat_template_lib.ChatTemplate(None, refusal=refusal)
 
 
 def _load_chat_template(

@@ -106,6 +106,12 @@ def _abstract_params(config: configs.ModelConfig) -> transformer.Params:
 # -- reading ----------------------------------------------------------------
 
 
+def is_published(directory: pathlib.Path) -> bool:
+  """Whether a directory is of this format, be it damaged."""
+  names = (hf_config.CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE)
+  return any((directory / name).exists() for name in names)
+
+
 def load(
   directory: str | pathlib.Path, dtype: str = "float32"
 ) -> tuple[configs.ModelConfig, transformer.Params]:

@@ -177,18 +177,18 @@ def load(directory: pathlib.Path) -> ChatTemplate:
   Raises:
     ValueError: a file is damaged, or the template cannot be compiled.
   """
-  sources = _sources(directory)
+  named = sources(directory)
   special = model_files.special_tokens(directory)
-  if "default" in sources:
-    path, source = sources["default"]
+  if "default" in named:
+    path, source = named["default"]
     try:
       return ChatTemplate(source, special)
     except ChatTemplateError as error:
       raise ChatTemplateError(f"{path}: {error}") from error
   refusal = ""
-  if sources:
+  if named:
     refusal = (
-      f"this policy has the chat templates {', '.join(sorted(sources))}, but no"
+      f"this policy has the chat templates {', '.join(sorted(named))}, but no"
       " default one"
     )
   elif (directory / _PROCESSORS_FILE).exists():
@@ -199,10 +199,14 @@ def load(directory: pathlib.Path) -> ChatTemplate:
   return ChatTemplate(None, refusal=refusal)
 
 
-def _sources(
+def sources(
   directory: pathlib.Path,
 ) -> dict[str, tuple[pathlib.Path, str]]:
-  """The templates by name: files of their own, else those of the settings."""
+  """The templates by name: files of their own, else those of the settings.
+
+  Raises:
+    ValueError: a file is damaged.
+  """
   files = {}
   if (directory / _FILE).exists():
     files["default"] = directory / _FILE
