@@ -81,14 +81,9 @@ def model_config(
     )
   try:
     model = hf_config.model_config(directory)
+    hf_config.check_vocabulary(directory, model, vocab_size)
   except (FileNotFoundError, ValueError) as error:
     raise config_lib.ConfigError(f"model.name: {error}") from error
-  config_lib.require(
-    vocab_size <= model.vocab_size,
-    "model.name",
-    f"{name} has a tokenizer of {vocab_size} tokens and a model of"
-    f" {model.vocab_size}; use the tokenizer it was published with",
-  )
   return model
 
 
@@ -124,7 +119,7 @@ def make_engine(
   config: config_lib.Config,
   model: configs.ModelConfig,
   mesh: jax.sharding.Mesh,
-  eos_id: int,
+  end_tokens: tuple[int, ...],
 ) -> engine_lib.Engine:
   """The engine of a run."""
   names = [field.name for field in dataclasses.fields(decode_state.EngineSizes)]
@@ -135,7 +130,7 @@ def make_engine(
     mesh=mesh,
     rules=config.mesh.rollout_rules,
     seed=config.seed,
-    end_tokens=(eos_id,),
+    end_tokens=end_tokens,
     dtype=config.rollout.dtype,
     weights=config.rollout.weights,
     attention=config.rollout.attention,
@@ -177,7 +172,7 @@ def make_scheduler(
   return scheduler_lib.Scheduler(
     engine,
     kv_on_adopt=config.rollout.kv_on_adopt,
-    shared_tokens=tokenizer.encode(beginning),
+    shared_tokens=tokenizer.encode_prompt(beginning),
     busy=busy,
   )
 
@@ -397,7 +392,7 @@ def programs(
   model = model_config(config, tokenizer.vocab_size)
   train_mesh, rollout_mesh = cut_devices(config, devices)
   trainer = make_trainer(config, model, train_mesh, metrics_lib.BusyClock())
-  engine = make_engine(config, model, rollout_mesh, tokenizer.eos_id)
+  engine = make_engine(config, model, rollout_mesh, tokenizer.end_tokens)
   slices = {
     "training": trainer.programs(),
     "rollout": engine.programs(trainer.published_shapes()),

@@ -128,7 +128,7 @@ class PromptSource:
     text = render(self.task.template, item)
     prompt_id = f"{item['dataset']}/{self.split}/{item['index']}"
     try:
-      tokens = self.tokenizer.encode(text)
+      tokens = self.tokenizer.encode_prompt(text)
     except ValueError as error:
       raise config.ConfigError(
         f"task.dataset: {prompt_id} cannot be tokenized: {error}"

@@ -88,7 +88,7 @@ class Run:
       config, self.model, self.train_mesh, self.busy["train"]
     )
     self.engine = assembly.make_engine(
-      config, self.model, self.rollout_mesh, self.tokenizer.eos_id
+      config, self.model, self.rollout_mesh, self.tokenizer.end_tokens
     )
     self.buffer = buffer_lib.Buffer(
       config.algorithm.groups_per_step, config.algorithm.max_staleness

@@ -29,7 +29,7 @@ from jaxrl_async import supervisor
 from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async import train_step
 from jaxrl_async.models import configs
-from jaxrl_async.models import hf_config
+from jaxrl_async.models import hf_weights
 from jaxrl_async.rollout import requests
 from jaxrl_async.rollout import sampling
 from jaxrl_async.rollout import scheduler as scheduler_lib
@@ -145,7 +145,7 @@ def load_checkpoint(
   """
   if not directory.is_dir():
     raise config_lib.ConfigError(f"checkpoint: {directory} does not exist")
-  if (directory / hf_config.CONFIG_FILE).is_file():
+  if hf_weights.is_published(directory):
     config = config_lib.Config()
     config.model.name = str(directory)
     _resize(config, num_slots, cache_tokens or _PUBLISHED_CACHE_TOKENS)
@@ -196,9 +196,15 @@ def _load_tokenizer(
     tokenizer = tokenizer_lib.load(directory)
   except (OSError, ValueError) as error:
     raise config_lib.ConfigError(f"tokenizer: {error}") from error
+  if config.model.name in configs.MODELS:
+    return tokenizer, _load_chat_template(directory)
   published = pathlib.Path(config.model.name)
-  has_own = (published / hf_config.CONFIG_FILE).is_file()
-  return tokenizer, _load_chat_template(published if has_own else directory)
+  if hf_weights.is_published(published):
+    return tokenizer, _load_chat_template(published)
+  refusal = (
+    f"the chat template of this policy was in {published}, which is gone"
+  )
+  return tokenizer, chat_template_lib.ChatTemplate(None, refusal=refusal)
 
 
 def _load_chat_template(
@@ -238,7 +244,7 @@ def make_scheduler(policy: Policy) -> scheduler_lib.Scheduler:
   train_mesh, rollout_mesh = assembly.cut_devices(config, jax.devices())
   device_checks.check_weights(config.rollout.weights, rollout_mesh)
   engine = assembly.make_engine(
-    config, model, rollout_mesh, policy.tokenizer.eos_id
+    config, model, rollout_mesh, policy.tokenizer.end_tokens
   )
   publish = train_step.make_publish(
     model,
@@ -378,7 +384,7 @@ def front_of_a_run(
   return Front(
     settings,
     tokenizer=tokenizer,
-    chat_template=chat_template_lib.load(published),
+    chat_template=_load_chat_template(published),
     cache_tokens=config.rollout.cache_tokens,
     vocab_size=model.vocab_size,
     is_alive=is_alive,

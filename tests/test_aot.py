@@ -128,7 +128,9 @@ def test_what_is_compiled_takes_what_a_run_gives_it():
   trainer = assembly.make_trainer(
     config, model, train_mesh, metrics.BusyClock()
   )
-  engine = assembly.make_engine(config, model, rollout_mesh, tokenizer.eos_id)
+  engine = assembly.make_engine(
+    config, model, rollout_mesh, tokenizer.end_tokens
+  )
   programs = [
     *trainer.programs(),
     *engine.programs(trainer.published_shapes()),

@@ -190,7 +190,9 @@ def straight_loop(config):
   train_mesh, rollout_mesh = assembly.cut_devices(config, jax.devices())
   clock = metrics.BusyClock()
   trainer = assembly.make_trainer(config, model, train_mesh, clock)
-  engine = assembly.make_engine(config, model, rollout_mesh, tokenizer.eos_id)
+  engine = assembly.make_engine(
+    config, model, rollout_mesh, tokenizer.end_tokens
+  )
   scheduler = scheduler_lib.Scheduler(engine, busy=clock)
   stream = prompts.PromptStream(
     prompts.PromptSource(

@@ -178,6 +178,8 @@ def test_a_long_text_is_decoded_in_windows(name):
   class Counted(tokenizer_lib.Tokenizer):
     def __init__(self, inner):
       self._inner = inner
+      self.byte_tokens = inner.byte_tokens
+      self.is_shown = inner.is_shown
 
     def decode(self, tokens):
       decoded.append(len(tokens))

@@ -67,6 +67,7 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path):
 def test_an_unknown_end_of_sequence_is_an_error(tmp_path):
   tokenizer_lib.character_level().save(tmp_path)
   (tmp_path / "tokenizer_config.json").write_text("{}")
+  (tmp_path / "generation_config.json").unlink()
   with pytest.raises(ValueError, match="needs an eos_token"):
     tokenizer_lib.load(tmp_path)
   (tmp_path / "tokenizer_config.json").write_text(

@@ -143,7 +143,8 @@ class Service:
     self._check_counts(wanted, 1)
     messages = [m.model_dump(exclude_none=True) for m in wanted.messages]
     try:
-      text = self.chat_template.render(messages)
+      # In a thread: a template takes as long as it is allowed to.
+      text = await asyncio.to_thread(self.chat_template.render, messages)
     except chat_template_lib.ChatTemplateError as error:
       raise errors.ApiError(
         400, f"messages: {error}", param="messages"
@@ -192,8 +193,12 @@ class Service:
     """Token ids, all in the vocabulary."""
     if isinstance(prompt, str):
       try:
+        # A rendered chat brings its special tokens along.
+        is_chat = name == "messages"
+        tokenizer = self.tokenizer
+        encode = tokenizer.encode if is_chat else tokenizer.encode_prompt
         # In a thread: a long text takes its time.
-        return await asyncio.to_thread(self.tokenizer.encode, prompt)
+        return await asyncio.to_thread(encode, prompt)
       except ValueError as error:
         raise errors.ApiError(400, f"{name}: {error}", param=name) from error
     v = self.queue.vocab_size

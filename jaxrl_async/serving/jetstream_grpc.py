@@ -139,7 +139,9 @@ class Orchestrator(_api.LLMOrchestrator):
     content, is_tokens = self._get_prefill_content(request)
     if not is_tokens:
       # Of a long text that takes a while, without Python's lock.
-      content = await asyncio.to_thread(self.service.tokenizer.encode, content)
+      content = await asyncio.to_thread(
+        self.service.tokenizer.encode_prompt, content
+      )
     metadata = _metadata(context)
     given = {
       name: _number(kind, name, metadata[name])
