@@ -19,6 +19,8 @@ import jax
 import numpy as np
 import tensorboardX
 
+from jaxrl_async import workdir as workdir_lib
+
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
@@ -87,6 +89,7 @@ class MetricsWriter:
     if self._file is None:
       self._open()
     assert self._file is not None and self._events is not None
+    workdir_lib.check_in_place(self._workdir / workdir_lib.METRICS, self._file)
     self._file.write(line.encode() + b"\n")
     self._file.flush()
     self._num_bytes = self._file.tell()

@@ -10,6 +10,7 @@ import dataclasses
 import pathlib
 from typing import Any
 
+from jaxrl_async import config
 from jaxrl_async import ledger as ledger_lib
 from jaxrl_async import metrics
 from jaxrl_async import progress as progress_lib
@@ -21,6 +22,10 @@ from jaxrl_async.rollout import worker as worker_lib
 
 class BadUpdatesError(RuntimeError):
   """Too many updates in a row were not finite; names step and groups."""
+
+
+# Rises when what is stored means something else than before; 0 has no number.
+FORMAT = 1
 
 
 def _add_counts(total: list[int], more: list[int]) -> list[int]:
@@ -69,7 +74,19 @@ class RunRecord:
 
   @classmethod
   def from_json(cls, values: dict[str, Any]) -> "RunRecord":
-    """The record of a checkpoint; JSON turned its tuples into lists."""
+    """The record of a checkpoint; JSON turned its tuples into lists.
+
+    Raises:
+      ConfigError: it is of a newer version.
+    """
+    values = dict(values)
+    number = values.pop("format", 0)
+    config.require(
+      number <= FORMAT,
+      "workdir",
+      f"the checkpoint's record has format {number}, of a newer version than"
+      f" this one, which knows {FORMAT}; use that version",
+    )
     rows = ("evaluations", "rewards", "windows")
     tuples = {name: [tuple(x) for x in values.get(name, ())] for name in rows}
     return cls(**{**values, **tuples})
@@ -312,15 +329,14 @@ class Recorder:
     """The record as of now, for a checkpoint."""
     now_s = self._clock.now()
     rl_s, busy_s = self._rl_times(now_s)
-    return dataclasses.asdict(
-      dataclasses.replace(
-        self.record,
-        wall_s=now_s,
-        rl_s=rl_s,
-        busy_s=busy_s,
-        generated_tokens=self._generated_tokens(),
-      )
+    record = dataclasses.replace(
+      self.record,
+      wall_s=now_s,
+      rl_s=rl_s,
+      busy_s=busy_s,
+      generated_tokens=self._generated_tokens(),
     )
+    return {"format": FORMAT, **dataclasses.asdict(record)}
 
   def finish(
     self,

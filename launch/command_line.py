@@ -41,7 +41,10 @@ CONFIG = config_flags.DEFINE_config_file(
 )
 WORKDIR = flags.DEFINE_string("workdir", "", "Where the run writes.")
 _COMPILE_CACHE = flags.DEFINE_string(
-  "compile_cache", "", "Persistent XLA cache; by default in the workdir."
+  "compile_cache",
+  "",
+  "Persistent XLA cache; by default in the workdir, for a server in the user's"
+  " cache directory.",
 )
 
 
@@ -63,8 +66,18 @@ def workdir() -> pathlib.Path:
   return path
 
 
+def use_own_compile_cache() -> None:
+  """As `use_compile_cache`, for a script that only reads a workdir.
+
+  It uses the user's cache directory; without one nothing is kept.
+  """
+  caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+  if _COMPILE_CACHE.value or os.path.isabs(caches):
+    use_compile_cache(pathlib.Path(caches) / "jaxrl_async")
+
+
 def use_compile_cache(path: pathlib.Path) -> None:
-  """XLA's programs are kept in the workdir, or where the flag says."""
+  """XLA's programs are kept in that directory, or where the flag says."""
   cache = _COMPILE_CACHE.value or str(path / "compile_cache")
   jax.config.update("jax_compilation_cache_dir", cache)
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

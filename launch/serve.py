@@ -66,6 +66,7 @@ def _api_key() -> str | None:
 
 def _policy() -> serve.Policy:
   sizes = {"num_slots": _NUM_SLOTS.value, "cache_tokens": _CACHE_TOKENS.value}
+  command_line.use_own_compile_cache()
   if _CHECKPOINT.value:
     if command_line.WORKDIR.value:
       raise config_lib.ConfigError("checkpoint: not together with workdir")
@@ -76,7 +77,6 @@ def _policy() -> serve.Policy:
       "workdir: missing; use --workdir=DIRECTORY or --checkpoint=DIRECTORY"
     )
   path = pathlib.Path(command_line.WORKDIR.value).absolute()
-  command_line.use_compile_cache(path)
   return serve.load_run(path, **sizes)
 
 

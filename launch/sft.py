@@ -18,6 +18,8 @@ from jaxrl_async import assembly
 from jaxrl_async import config_json
 from jaxrl_async import initial_params
 from jaxrl_async import progress as progress_lib
+from jaxrl_async import resume
+from jaxrl_async import workdir as workdir_lib
 
 
 def main(config):
@@ -27,8 +29,11 @@ def main(config):
   model = assembly.model_config(config, tokenizer.vocab_size)
   mesh, _ = assembly.cut_devices(config, jax.devices())
   start_s = time.perf_counter()
-  config_json.check_workdir(config, workdir)
-  with progress_lib.Progress(config.warm_start.num_steps) as progress:
+  with (
+    progress_lib.Progress(config.warm_start.num_steps) as progress,
+    workdir_lib.Claim(workdir, progress.note) as claim,
+  ):
+    resume.check_config_file(config, workdir)
     params = assembly.warm_start(
       config,
       model,
@@ -38,9 +43,10 @@ def main(config):
         "warm start", step, config.warm_start.num_steps, f"loss {loss:.3f}"
       ),
     )
-  config_json.write(config, workdir)
-  tokenizer.save(workdir / "tokenizer")
-  initial_params.save(workdir / "params", params)
+    claim.check()
+    tokenizer.save(workdir / "tokenizer")
+    initial_params.save(workdir / "params", params)
+    config_json.write(config, workdir)
   print(
     json.dumps(
       {

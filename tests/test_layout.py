@@ -24,6 +24,7 @@ LAYERS = {
     "pytree_files",
     "supervisor",
     "hlo",
+    "workdir",
   ),
   2: (
     "aot",
@@ -36,7 +37,7 @@ LAYERS = {
     "checkpoint",
     "metrics",
   ),
-  3: ("train_step", "batch_loader"),
+  3: ("train_step", "batch_loader", "resume"),
   4: ("rollout", "trainer"),
   5: ("evaluate", "summary", "progress", "sft", "dry_run", "serving"),
   6: ("assembly", "initial_params", "run_record", "snapshot", "run", "serve"),
