@@ -18,11 +18,12 @@ and change nothing: see `read_newest`.
 
 from collections.abc import Callable, Iterator
 import dataclasses
+import fcntl
 import json
 import os
 import pathlib
 import shutil
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import numpy as np
 
@@ -91,9 +92,11 @@ def save(
   directory = pathlib.Path(directory).absolute()
   directory.mkdir(parents=True, exist_ok=True)
   recover(directory)
-  for suffix in ("incomplete", "old", "removed"):
+  for suffix in ("incomplete", "removed"):
     for leftover in directory.glob(f"*.{suffix}"):
       shutil.rmtree(leftover)
+  for replaced in directory.glob("*.old"):
+    _remove(replaced)
   named = pytree_files.named_leaves(train_state)
   incomplete = directory / f"{step}.incomplete"
   incomplete.mkdir()
@@ -109,9 +112,10 @@ def save(
     target.rename(replaced)
   incomplete.rename(target)
   _sync_names(directory)
-  shutil.rmtree(replaced, ignore_errors=True)
+  if replaced.exists():
+    _remove(replaced)
   for old in _steps(directory)[:-keep]:
-    shutil.rmtree((directory / str(old)).rename(directory / f"{old}.removed"))
+    _remove_unread(directory / str(old))
 
 
 def recover(directory: pathlib.Path) -> None:
@@ -151,8 +155,9 @@ def read_newest(
 ) -> tuple[int, R] | None:
   """Reads the newest checkpoint while another process may write.
 
-  One that is replaced or removed while it is being read is no error: then the
-  one that is newest by now is read.
+  A shared lock on its manifest keeps it from being removed meanwhile. One that
+  was removed just before, or that is replaced by one of the same step, is no
+  error: then the one that is newest by now is read.
 
   Args:
     directory: of the run's checkpoints.
@@ -162,17 +167,23 @@ def read_newest(
     The step and what `read` returned; None if there is no checkpoint.
   """
   directory = pathlib.Path(directory).absolute()
-  step = latest(directory)
-  while step is not None:
-    before = _identity(directory, step)
+  while (step := latest(directory)) is not None:
+    path = _path(directory, step)
     try:
-      return step, read(step)
-    except (CheckpointError, OSError, ValueError):
-      # Orbax raises a ValueError for arrays that have vanished.
-      newest = latest(directory)
-      if newest == step and _identity(directory, step) == before:
-        raise
-      step = newest
+      lock = open(path / manifest.NAME, "rb")
+    except FileNotFoundError:
+      continue
+    with lock:
+      _lock(lock, fcntl.LOCK_SH)
+      try:
+        result = read(step)
+      except (CheckpointError, OSError, ValueError):
+        # Orbax raises a ValueError for arrays that have vanished.
+        if _is_at(path, lock) and latest(directory) == step:
+          raise
+        continue
+      if _is_at(path, lock):
+        return step, result
   return None
 
 
@@ -396,13 +407,39 @@ def _path(directory: pathlib.Path, step: int) -> pathlib.Path:
   return aside if not path.exists() and aside.exists() else path
 
 
-def _identity(directory: pathlib.Path, step: int) -> tuple[Any, ...]:
-  """Changes whenever another directory takes the checkpoint's place."""
-  path = _path(directory, step)
+def _is_at(path: pathlib.Path, lock: IO[bytes]) -> bool:
+  """Whether an open manifest is still that of the checkpoint at a path."""
   try:
-    return path, path.stat().st_ino
+    found = os.stat(path / manifest.NAME)
   except FileNotFoundError:
-    return path, None
+    return False
+  return os.path.samestat(found, os.fstat(lock.fileno()))
+
+
+def _lock(manifest_file: IO[bytes], how: int) -> bool:
+  """Locks a checkpoint against removal; False if it is being read.
+
+  Where the file system has no locks, readers depend on reading again.
+  """
+  try:
+    fcntl.flock(manifest_file, how)
+  except BlockingIOError:
+    return False
+  except OSError:
+    return True
+  return True
+
+
+def _remove_unread(path: pathlib.Path) -> None:
+  """Removes a checkpoint, unless it is being read: then a later save does."""
+  with open(path / manifest.NAME, "rb") as lock:
+    if _lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
+      _remove(path)
+
+
+def _remove(path: pathlib.Path) -> None:
+  # Under another name first: what is half removed is no checkpoint.
+  shutil.rmtree(path.rename(path.with_suffix(".removed")))
 
 
 def _names(directory: pathlib.Path) -> list[str]:
