@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async import types
+from jaxrl_async import workdir
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +66,7 @@ class Ledger:
     """
     self._lock = threading.Lock()
     self._state = state
+    self._path = path
     self._file = open(path, "ab")
     num_bytes = self._file.tell()
     if num_bytes < state.offset_bytes:
@@ -104,8 +106,13 @@ class Ledger:
     self._add(group, types.Fate.FAILED, reason=reason)
 
   def state(self) -> LedgerState:
-    """Return length and totals, after the lines have reached the disk."""
+    """Return length and totals, after the lines have reached the disk.
+
+    Raises:
+      WorkdirError: the file is no longer where it was.
+    """
     with self._lock:
+      workdir.check_in_place(self._path, self._file)
       os.fsync(self._file.fileno())
       return self._state
 

@@ -22,6 +22,7 @@ import numpy as np
 import tensorboardX
 
 from jaxrl_async import timeline as timeline_lib
+from jaxrl_async import workdir as workdir_lib
 
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
@@ -91,6 +92,7 @@ class MetricsWriter:
     if self._file is None:
       self._open()
     assert self._file is not None and self._events is not None
+    workdir_lib.check_in_place(self._workdir / workdir_lib.METRICS, self._file)
     self._file.write(line.encode() + b"\n")
     self._file.flush()
     self._num_bytes = self._file.tell()

@@ -27,12 +27,14 @@ from jaxrl_async import ledger as ledger_lib
 from jaxrl_async import metrics as metrics_lib
 from jaxrl_async import progress as progress_lib
 from jaxrl_async import prompts
+from jaxrl_async import resume
 from jaxrl_async import run_record
 from jaxrl_async import serve
 from jaxrl_async import snapshot
 from jaxrl_async import supervisor
 from jaxrl_async import trainer as trainer_lib
 from jaxrl_async import weight_transfer
+from jaxrl_async import workdir as workdir_lib
 from jaxrl_async.rewards import reasoning
 from jaxrl_async.rewards import service
 from jaxrl_async.rollout import worker as worker_lib
@@ -58,6 +60,7 @@ class Run:
     workdir: pathlib.Path,
     progress: progress_lib.Progress,
     stop: supervisor.StopRequest,
+    claim: workdir_lib.Claim,
     *,
     initial_params: Any = None,
     scorer: service.Scorer = reasoning.score,
@@ -65,15 +68,13 @@ class Run:
   ):
     started_s = time.perf_counter()
     self.config, self.workdir = config, workdir
-    self.progress, self.stop = progress, stop
+    self.progress, self.stop, self.claim = progress, stop, claim
     self.tokenizer = assembly.load_tokenizer(config)
     self.model = assembly.model_config(config, self.tokenizer.vocab_size)
     self._initial_params = initial_params
-    self._checkpoints = workdir / "checkpoints"
-    self.resumed_step = checkpoint.latest(self._checkpoints)
-    self._stored: dict[str, Any] = {}
-    if self.resumed_step is not None:
-      self._stored = checkpoint.host_state(self._checkpoints, self.resumed_step)
+    self._checkpoints = workdir / workdir_lib.CHECKPOINTS
+    found = resume.find(config, workdir, progress.note)
+    self.resumed_step, self._stored = found
     self.recorder: run_record.Recorder | None = None
     self.record = run_record.RunRecord.from_json(self._stored.get("record", {}))
     origin_s = started_s - self.record.wall_s
@@ -113,7 +114,6 @@ class Run:
   def open(self) -> int:
     """Warm start or restore, first evaluation, threads; gives the step."""
     config = self.config
-    config_json.write(config, self.workdir)
     source = prompts.PromptSource(
       config.task,
       self.tokenizer,
@@ -172,9 +172,14 @@ class Run:
       max_bad_updates=config.train.max_bad_updates,
     )
     params = self.trainer.published()
+    # The checkpoint is first: books without one mean that it was lost.
+    first_line = self._stored.get("first_line")
     if self.resumed_step is None:
-      self.writer.write(0, self._evaluate(0, params))
-      self._save(0)
+      first_line = self._evaluate(0, params)
+      self._save(0, first_line)
+    config_json.write(config, self.workdir)
+    if first_line is not None:
+      self.writer.write(0, first_line)
     self.recorder.start_rl()
     self._publish(params, step)
     self._has_worker = True
@@ -233,10 +238,6 @@ class Run:
         next_index=stored["next_index"],
       )
     )
-    self.progress.note(
-      f"continuing {self.workdir} from step {step} with {len(groups)}"
-      " outstanding groups"
-    )
     return snapshot.running(groups)
 
   # -- the loop -------------------------------------------------------------
@@ -266,6 +267,7 @@ class Run:
       done.times_s["wait_for_rollouts_s"] = taken_s - wait_start_s
       done.times_s["prepare_batch_s"] = ready_s - taken_s
       step += 1
+      self.claim.check()
       start_s = time.perf_counter()
       self._publish(self.trainer.published(), step)
       done.times_s["publish_s"] = time.perf_counter() - start_s
@@ -273,9 +275,7 @@ class Run:
       is_last = step == num_steps
       if is_last:
         self.recorder.end_rl()
-      values: dict[str, int | float] = {
-        "transfer/bytes": self.channel.num_bytes
-      }
+      values: dict[str, Any] = {"transfer/bytes": self.channel.num_bytes}
       if is_last or (every and step % every == 0):
         self.recorder.wait()
         values |= self._evaluate(step, self.trainer.published())
@@ -364,8 +364,9 @@ class Run:
       self.supervisor.check()  # a worker that ended by itself has failed
       yield
 
-  def _save(self, step: int) -> None:
+  def _save(self, step: int, first_line: Any = None) -> None:
     """A checkpoint of everything; the worker stands still for the copy."""
+    self.claim.check()
     assert self.ledger is not None and self.recorder is not None
     with self._paused():
       groups = snapshot.outstanding(self.buffer, self.worker)
@@ -377,6 +378,8 @@ class Run:
         "ledger": dataclasses.asdict(self.ledger.state()),
         "metrics": self.writer.state(),
         "record": self.recorder.state(),
+        "config": config_json.to_stored(self.config),
+        "first_line": first_line,  # of metrics, while it is not written
       }
     checkpoint.save(
       self._checkpoints,
@@ -456,28 +459,29 @@ def run(
   Args:
     config: validated.
     workdir: of this run alone; the same one continues from its newest
-      checkpoint.
+      checkpoint, also with other settings where `resume.MAY_DIFFER` has them.
     initial_params: stacked float32 parameters instead of a warm start.
     scorer: a function of an importable module that scores an answer.
     serving: how clients reach the policy meanwhile; None is not at all.
 
   Raises:
+    ConfigError: a setting is wrong, or the workdir cannot be used.
     Interrupted: it was asked to end, and can be continued.
     ThreadFailed, StallError, run_record.BadUpdatesError: what they say.
   """
   assembly.check(config, jax.devices())
-  if checkpoint.latest(workdir / "checkpoints") is not None:
-    config_json.check_workdir(config, workdir)
   stop = supervisor.StopRequest()
   with (
     progress_lib.Progress(config.train.num_steps) as progress,
     metrics_lib.CompilationCounter() as compilations,
     stop.on_signals(progress.note),
+    workdir_lib.Claim(workdir, progress.note) as claim,
     Run(
       config,
       workdir,
       progress,
       stop,
+      claim,
       initial_params=initial_params,
       scorer=scorer,
       serving=serving,

@@ -12,6 +12,7 @@ import math
 import pathlib
 from typing import Any, NamedTuple
 
+from jaxrl_async import config
 from jaxrl_async import ledger as ledger_lib
 from jaxrl_async import metrics
 from jaxrl_async import progress as progress_lib
@@ -25,6 +26,10 @@ from jaxrl_async.rollout import worker as worker_lib
 
 class BadUpdatesError(RuntimeError):
   """Too many updates in a row were not finite; names step and groups."""
+
+
+# Rises when what is stored means something else than before; 0 has no number.
+FORMAT = 1
 
 
 def _add_counts(total: list[int], more: list[int]) -> list[int]:
@@ -98,9 +103,20 @@ class RunRecord:
 
   @classmethod
   def from_json(cls, values: dict[str, Any]) -> "RunRecord":
-    """The record of a checkpoint, also of one that has lists of all steps."""
+    """The record of a checkpoint, also of one that has lists of all steps.
+
+    Raises:
+      ConfigError: it is of a newer version.
+    """
     values = dict(values)
-    # Of the older kind; the picture has no use for windows of earlier starts.
+    number = values.pop("format", 0)
+    config.require(
+      number <= FORMAT,
+      "workdir",
+      f"the checkpoint's record has format {number}, of a newer version than"
+      f" this one, which knows {FORMAT}; use that version",
+    )
+    # Of format 0; the picture has no use for windows of earlier starts.
     values.pop("windows", None)
     kls = Mean(**values.pop("mismatch_kl", {}))
     for name in ("mismatch_kls", "evaluation_kls"):
@@ -380,15 +396,14 @@ class Recorder:
   def state(self) -> dict[str, Any]:
     """The record as of now, for a checkpoint."""
     times = self._rl_times()
-    return dataclasses.asdict(
-      dataclasses.replace(
-        self.record,
-        wall_s=times.now_s,
-        rl_s=times.rl_s,
-        busy_s=times.busy_s,
-        generated_tokens=self._generated_tokens(),
-      )
+    record = dataclasses.replace(
+      self.record,
+      wall_s=times.now_s,
+      rl_s=times.rl_s,
+      busy_s=times.busy_s,
+      generated_tokens=self._generated_tokens(),
     )
+    return {"format": FORMAT, **dataclasses.asdict(record)}
 
   def finish(
     self,

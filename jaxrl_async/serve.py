@@ -9,7 +9,6 @@ what was taken is finished within a bound.
 from collections.abc import Callable
 import dataclasses
 import itertools
-import json
 import pathlib
 import time
 from typing import Any
@@ -25,9 +24,11 @@ from jaxrl_async import device_checks
 from jaxrl_async import initial_params
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import metrics as metrics_lib
+from jaxrl_async import resume
 from jaxrl_async import supervisor
 from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async import train_step
+from jaxrl_async import workdir as workdir_lib
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_weights
 from jaxrl_async.rollout import requests
@@ -100,25 +101,40 @@ def load_run(
   Raises:
     ConfigError: the directory holds no such thing.
   """
-  config = _read_config(workdir)
-  _resize(config, num_slots, cache_tokens)
-  directory = workdir / "checkpoints"
-  step = checkpoint.latest(directory)
-  if step is None:
+  directory = workdir / workdir_lib.CHECKPOINTS
+  try:
+    found = checkpoint.read_newest(
+      directory,
+      lambda step: resume.stored_config(
+        workdir, checkpoint.host_state(directory, step)
+      ),
+    )
+  except checkpoint.CheckpointError as error:
+    raise config_lib.ConfigError(f"workdir: {error}") from error
+  if found is None:
+    _read_config(workdir)
     raise config_lib.ConfigError(
       f"workdir: {workdir} holds no checkpoint; launch/train.py writes the"
       " first one after the warm start"
     )
+  _, config = found
+  _resize(config, num_slots, cache_tokens)
   tokenizer, chat_template = _load_tokenizer(config, workdir / "tokenizer")
   model = assembly.model_config(config, tokenizer.vocab_size)
   mesh, _ = assembly.cut_devices(config, jax.devices())
   trainer = assembly.make_trainer(config, model, mesh, metrics_lib.BusyClock())
   try:
-    state, _, _ = checkpoint.restore(
-      directory, step, trainer.abstract_state(), lambda _: {}
+    found = checkpoint.read_newest(
+      directory,
+      lambda step: checkpoint.restore(
+        directory, step, trainer.abstract_state(), lambda _: {}
+      ),
     )
   except checkpoint.CheckpointError as error:
     raise config_lib.ConfigError(f"workdir: {error}") from error
+  if found is None:
+    raise config_lib.ConfigError(f"workdir: {directory} was removed meanwhile")
+  step, (state, _, _) = found
   return Policy(
     config=config,
     model=model,
@@ -175,17 +191,12 @@ def load_checkpoint(
 
 
 def _read_config(workdir: pathlib.Path) -> config_lib.Config:
-  path = workdir / "config.json"
-  try:
-    return config_json.from_dict(json.loads(path.read_text()))
-  except OSError as error:
+  config = config_json.read(workdir)
+  if config is None:
     raise config_lib.ConfigError(
-      f"workdir: {path} cannot be read ({error.strerror})"
-    ) from error
-  except json.JSONDecodeError as error:
-    raise config_lib.ConfigError(
-      f"workdir: {path} is damaged ({error})"
-    ) from error
+      f"workdir: {workdir / config_json.NAME} does not exist"
+    )
+  return config
 
 
 def _load_tokenizer(

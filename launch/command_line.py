@@ -42,7 +42,10 @@ WORKDIR = flags.DEFINE_string(
   "workdir", "", "Directory of the run, where everything is kept."
 )
 _COMPILE_CACHE = flags.DEFINE_string(
-  "compile_cache", "", 'Where XLA\'s programs are kept; "" is in the workdir.'
+  "compile_cache",
+  "",
+  'Where XLA\'s programs are kept; "" is in the workdir, for a server in the'
+  " user's cache directory.",
 )
 
 _LONGEST_LINE = 600  # of an error; what is cut is a value that was given
@@ -79,8 +82,18 @@ def workdir() -> pathlib.Path:
   return path
 
 
+def use_own_compile_cache() -> None:
+  """As `use_compile_cache`, for a script that only reads a workdir.
+
+  It uses the user's cache directory; without one nothing is kept.
+  """
+  caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+  if _COMPILE_CACHE.value or os.path.isabs(caches):
+    use_compile_cache(pathlib.Path(caches) / "jaxrl_async")
+
+
 def use_compile_cache(path: pathlib.Path) -> None:
-  """XLA's programs are kept in the workdir, or where the flag says."""
+  """XLA's programs are kept in that directory, or where the flag says."""
   import jax
 
   cache = _COMPILE_CACHE.value or str(path / "compile_cache")

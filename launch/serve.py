@@ -147,11 +147,11 @@ def _policy():
   from jaxrl_async import serve
 
   sizes = {"num_slots": _NUM_SLOTS.value, "cache_tokens": _CACHE_TOKENS.value}
+  command_line.use_own_compile_cache()
   if _CHECKPOINT.value:
     path = pathlib.Path(_CHECKPOINT.value).absolute()
     return serve.load_checkpoint(path, **sizes)
   path = pathlib.Path(command_line.WORKDIR.value).absolute()
-  command_line.use_compile_cache(path)
   return serve.load_run(path, **sizes)
 
 

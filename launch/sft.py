@@ -23,6 +23,8 @@ def main(config):
   from jaxrl_async import config_json
   from jaxrl_async import initial_params
   from jaxrl_async import progress as progress_lib
+  from jaxrl_async import resume
+  from jaxrl_async import workdir as workdir_lib
 
   config_checks.validate(config, len(jax.devices()))
   workdir = command_line.workdir()
@@ -31,8 +33,11 @@ def main(config):
   model = assembly.model_config(config, tokenizer.vocab_size)
   mesh, _ = assembly.cut_devices(config, jax.devices())
   start_s = time.perf_counter()
-  config_json.check_workdir(config, workdir)
-  with progress_lib.Progress(config.warm_start.num_steps) as progress:
+  with (
+    progress_lib.Progress(config.warm_start.num_steps) as progress,
+    workdir_lib.Claim(workdir, progress.note) as claim,
+  ):
+    resume.check_config_file(config, workdir)
     params = assembly.warm_start(
       config,
       model,
@@ -42,9 +47,10 @@ def main(config):
         "warm start", step, config.warm_start.num_steps, f"loss {loss:.3f}"
       ),
     )
-  config_json.write(config, workdir)
-  tokenizer.save(workdir / "tokenizer")
-  initial_params.save(workdir / "params", params)
+    claim.check()
+    tokenizer.save(workdir / "tokenizer")
+    initial_params.save(workdir / "params", params)
+    config_json.write(config, workdir)
   print(
     json.dumps(
       {

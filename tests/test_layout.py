@@ -37,6 +37,7 @@ LAYERS = {
     "hlo",
     "series",
     "timeline",
+    "workdir",
   ),
   2: (
     "aot",
@@ -50,7 +51,7 @@ LAYERS = {
     "checkpoint",
     "metrics",
   ),
-  3: ("train_step", "batch_loader"),
+  3: ("train_step", "batch_loader", "resume"),
   4: ("rollout", "trainer"),
   5: ("evaluate", "summary", "progress", "sft", "dry_run", "serving"),
   6: (

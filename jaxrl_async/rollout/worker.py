@@ -349,13 +349,14 @@ class RolloutWorker:
     if pending is None:
       running.finished[member] = dataclasses.replace(trajectory, reward=None)
       return
-    sequence = self._sequence(running, member, trajectory.tokens)
-    n = sequence.length
-    if n + len(pending) >= sequence.limit:  # as in `_advance`
+    n = len(trajectory.tokens)
+    # As in `_advance`; the limit may be a lower one than it was written under.
+    if n + len(pending) >= self._limit(running):
       running.finished[member] = dataclasses.replace(
         trajectory, finish_reason=types.FinishReason.LENGTH, reward=None
       )
       return
+    sequence = self._sequence(running, member, trajectory.tokens)
     sequence.loss_mask[:n] = trajectory.loss_mask
     sequence.behavior_logprobs[:n] = trajectory.behavior_logprobs
     sequence.policy_versions[:n] = trajectory.policy_versions
