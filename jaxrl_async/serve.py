@@ -21,7 +21,9 @@ from jaxrl_async import assembly
 from jaxrl_async import checkpoint
 from jaxrl_async import config as config_lib
 from jaxrl_async import config_json
+from jaxrl_async import device_checks
 from jaxrl_async import initial_params
+from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import metrics as metrics_lib
 from jaxrl_async import supervisor
 from jaxrl_async import tokenizer as tokenizer_lib
@@ -230,10 +232,25 @@ def _resize(
 # -- serving it -------------------------------------------------------------
 
 
+def _check_sizes(
+  config: config_lib.Config, model: configs.ModelConfig, mesh: jax.sharding.Mesh
+) -> None:
+  """Refuses sizes that do not divide or that no device here holds."""
+  slots = config.rollout.num_slots
+  parts = mesh_lib.shape_of(mesh).parts(config.mesh.rollout_rules.batch)
+  config_lib.require(
+    slots % parts == 0,
+    "num_slots",
+    f"{slots} are not split evenly over {parts} replicas; use a multiple",
+  )
+  device_checks.check_rollout_memory(config, model, mesh)
+
+
 def _make_scheduler(policy: Policy) -> scheduler_lib.Scheduler:
   """An engine with the policy's weights, in the rollout dtype."""
   config, model = policy.config, policy.model
   _, mesh = assembly.cut_devices(config, jax.devices())
+  _check_sizes(config, model, mesh)
   engine = assembly.make_engine(config, model, mesh, policy.tokenizer.eos_id)
 
   @jax.jit
