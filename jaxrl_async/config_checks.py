@@ -7,6 +7,7 @@ wrong setting within a second; `validate` knows the number of devices too.
 from collections.abc import Sequence
 import dataclasses
 import json
+import re
 import string
 
 from jaxrl_async import config_bounds
@@ -109,13 +110,21 @@ def _check_template(template: str, max_prompt_tokens: int) -> None:
     " (rollout.max_prompt_tokens); use a shorter one",
   )
   try:
-    fields = [name for _, name, _, _ in string.Formatter().parse(template)]
+    parts = list(string.Formatter().parse(template))
   except ValueError as error:
     raise ConfigError(
       f"{path}: {shown(template)} is not a str.format template ({error});"
       " double a brace that is meant literally"
     ) from error
-  named = [name for name in fields if name is not None]
+  named = [name for _, name, _, _ in parts if name is not None]
+  # {question:>1000000000} would be a text of a gigabyte.
+  widths = re.findall(r"\d+", " ".join(spec or "" for _, _, spec, _ in parts))
+  require(
+    all(len(width) < 10 and int(width) <= longest for width in widths),
+    path,
+    f"{shown(template)} has a field wider than {max_prompt_tokens} tokens"
+    " (rollout.max_prompt_tokens)",
+  )
   require(
     all(name[:1].isidentifier() for name in named),
     path,

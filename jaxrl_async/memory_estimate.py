@@ -214,7 +214,8 @@ def rollout(
   )
   slots = 1 if in_pages else parts("batch")
   kept = _kept(model, parts, config.Remat.DOTS, num_scores=0, itemsize=itemsize)
-  bucket = section.prefill_chunk or section.prefill_buckets[-1]
+  longest = section.prefill_buckets[-1]
+  bucket = min(section.prefill_chunk or longest, longest)
   rows, left = divmod(section.prefill_rows, parts("batch"))
   rows = section.prefill_rows if left else rows
   return {

@@ -36,6 +36,9 @@ MAX_SEED = 2**32 // (4 * ITEMS_PER_SPLIT) - 1
 _FEWER_ITEMS = {"acre": 2**12, "word_ladder": 20_000}
 # So many items in a row without a usable one, and there are no more to come.
 _MAX_BARREN = 2_000
+# Or so many tokens of prompts that are all too long: a long template would
+# otherwise be tokenized two thousand times before anybody is told.
+_MAX_BARREN_TOKENS = 5_000_000
 
 
 class Split(enum.StrEnum):
@@ -155,8 +158,9 @@ class PromptStream:
     Raises:
       config.ConfigError: there is none, in a long stretch of items.
     """
-    shortest = None
-    for _ in range(_MAX_BARREN):
+    shortest, num_tokens, num_items = None, 0, 0
+    while num_items < _MAX_BARREN and num_tokens < _MAX_BARREN_TOKENS:
+      num_items += 1
       prompt = self._source.prompt_at(self._next_index)
       self._next_index += 1
       if prompt is None:
@@ -164,12 +168,13 @@ class PromptStream:
       if len(prompt.tokens) <= self._max_prompt_tokens:
         return prompt
       self.num_too_long += 1
+      num_tokens += len(prompt.tokens)
       shortest = min(shortest or len(prompt.tokens), len(prompt.tokens))
     task = self._source.task
     if shortest is not None:
       raise config.ConfigError(
         f"rollout.max_prompt_tokens: {self._max_prompt_tokens}, but the "
-        f"shortest prompt of {_MAX_BARREN} items of {task.dataset} has "
+        f"shortest prompt of {num_items} items of {task.dataset} has "
         f"{shortest} tokens"
       )
     raise config.ConfigError(

@@ -249,10 +249,25 @@ def _resize(
 # -- serving it -------------------------------------------------------------
 
 
+def _check_sizes(
+  config: config_lib.Config, model: configs.ModelConfig, mesh: jax.sharding.Mesh
+) -> None:
+  """Refuses sizes that do not divide or that no device here holds."""
+  slots = config.rollout.num_slots
+  parts = mesh_lib.shape_of(mesh).parts(config.mesh.rollout_rules.batch)
+  config_lib.require(
+    slots % parts == 0,
+    "num_slots",
+    f"{slots} are not split evenly over {parts} replicas; use a multiple",
+  )
+  device_checks.check_rollout_memory(config, model, mesh)
+
+
 def make_scheduler(policy: Policy) -> scheduler_lib.Scheduler:
   """An engine with the policy's weights, in the run's rollout format."""
   config, model = policy.config, policy.model
   train_mesh, rollout_mesh = assembly.cut_devices(config, jax.devices())
+  _check_sizes(config, model, rollout_mesh)
   device_checks.check_weights(config.rollout.weights, rollout_mesh)
   engine = assembly.make_engine(
     config, model, rollout_mesh, policy.tokenizer.end_tokens

@@ -77,6 +77,7 @@ SAME_LAYER = {
   ("assembly", "device_checks"),
   ("assembly", "initial_params"),
   ("device_checks", "initial_params"),
+  ("serve", "device_checks"),
   ("serve", "initial_params"),
   ("topology", "config"),
   ("topology", "tpu_chips"),

@@ -147,6 +147,17 @@ def test_a_stream_without_a_prompt_that_fits_is_an_error():
     stream(max_prompt_tokens=9).next()
 
 
+def test_prompts_that_are_far_too_long_are_not_all_tokenized(monkeypatch):
+  monkeypatch.setattr(prompts, "_MAX_BARREN_TOKENS", 50_000)
+  task = chain_sum("x" * 10_000 + "{expression}\n")
+  long = stream(task, max_prompt_tokens=9_999)
+  with pytest.raises(
+    config.ConfigError, match=r"max_prompt_tokens: 9999, .* has 1001\d tokens"
+  ):
+    long.next()
+  assert long.num_too_long == 5
+
+
 def test_a_small_dataset_begins_again():
   task = chain_sum("{question}", dataset="word_ladder", max_word_length=4)
   small = source(task)
