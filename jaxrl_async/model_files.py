@@ -26,6 +26,20 @@ _SPECIAL_NAMES = (
   "cls_token",
   "mask_token",
 )
+# What transformers' class takes where no file names it.
+_CLASS_TOKENS = {
+  "LlamaTokenizer": {
+    "unk_token": "<unk>",
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+  },
+  "Qwen2Tokenizer": dict.fromkeys(
+    ("unk_token", "eos_token", "pad_token"), "<|endoftext|>"
+  ),
+  "GPT2Tokenizer": dict.fromkeys(
+    ("unk_token", "bos_token", "eos_token"), "<|endoftext|>"
+  ),
+}
 
 
 def check_file(path: pathlib.Path) -> None:
@@ -136,6 +150,19 @@ def end_tokens(directory: pathlib.Path) -> tuple[int, ...]:
   return tuple(dict.fromkeys(listed))
 
 
+def tokenizer_class(directory: pathlib.Path) -> str:
+  """The class of transformers that a tokenizer is of, by its slow name.
+
+  Raises:
+    ValueError: the file is damaged.
+  """
+  path = directory / TOKENIZER_CONFIG
+  name = read_optional(path).get("tokenizer_class")
+  if not isinstance(name, str | None):
+    raise ValueError(f"{path}: tokenizer_class is {shown(name)}, not a name")
+  return (name or "").removesuffix("Fast")
+
+
 def special_tokens(directory: pathlib.Path) -> dict[str, str]:
   """The special tokens that have a name, such as eos_token.
 
@@ -156,7 +183,9 @@ def special_tokens(directory: pathlib.Path) -> dict[str, str]:
   _, extra = named.get("extra_special_tokens", (path, None))
   extra = extra if isinstance(extra, Mapping) else {}
   named |= {name: (path, value) for name, value in extra.items()}
-  tokens = {}
+  tokens = dict(_CLASS_TOKENS.get(tokenizer_class(directory), {}))
+  for name in named.keys() & tokens.keys():
+    del tokens[name]  # be it by a null
   for name, (path, value) in named.items():
     text = value.get("content") if isinstance(value, Mapping) else value
     if isinstance(text, str) and (name.endswith("_token") or name in extra):

@@ -64,8 +64,6 @@ class Tokenizer:
       ValueError: one of those tokens does not exist.
     """
     self._tokenizer = tokenizer
-    named = {"eos_token": eos_token, "pad_token": pad_token}
-    self._special_tokens = dict(special_tokens or {}) | named
     self.eos_id = _token_id(tokenizer, eos_token)
     self.pad_id = _token_id(tokenizer, pad_token)
     self.end_tokens = tuple(dict.fromkeys((self.eos_id, *end_tokens)))
@@ -73,14 +71,13 @@ class Tokenizer:
     tokenizer.no_padding()
     added = {t.content for t in tokenizer.get_added_tokens_decoder().values()}
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    named = dict(special_tokens or {})
+    named |= {"eos_token": eos_token, "pad_token": pad_token}
+    self._special_tokens = {k: v for k, v in named.items() if v in vocabulary}
     # As transformers does it: what has a name is special, even where
     # tokenizer.json has it among the ordinary tokens.
     tokenizer.add_special_tokens(
-      [
-        token
-        for token in self._special_tokens.values()
-        if token in vocabulary and token not in added
-      ]
+      [token for token in self._special_tokens.values() if token not in added]
     )
     special = {
       token.content
@@ -214,6 +211,8 @@ def load(directory: str | pathlib.Path) -> Tokenizer:
   model_files.read_object(path)
   with _library_errors(f"{path} holds no tokenizer"):
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
+  if _is_llama(tokenizer, directory):
+    _mark_spaces(tokenizer, directory)
   named = model_files.special_tokens(directory)
   ends = model_files.end_tokens(directory)
   special = [
@@ -247,6 +246,38 @@ def load(directory: str | pathlib.Path) -> Tokenizer:
     )
   except ValueError as error:
     raise ValueError(f"{path}: {error}") from error
+
+
+def _is_llama(tokenizer: tokenizers.Tokenizer, directory: pathlib.Path) -> bool:
+  """Whether transformers 5 overrides how tokenizer.json treats spaces."""
+  if not _has_byte_fallback(tokenizer):
+    return False
+  family = model_files.read_optional(directory / model_files.CONFIG)
+  return (
+    model_files.tokenizer_class(directory) == "LlamaTokenizer"
+    and family.get("model_type") != "qwen2"
+  )
+
+
+def _mark_spaces(
+  tokenizer: tokenizers.Tokenizer, directory: pathlib.Path
+) -> None:
+  """As transformers' LlamaTokenizer does, whatever tokenizer.json says."""
+  path = directory / model_files.TOKENIZER_CONFIG
+  settings = model_files.read_object(path)
+  has_prefix = settings.get("add_prefix_space") in (None, True)
+  scheme = "never"
+  if has_prefix:
+    scheme = "always" if settings.get("legacy") else "first"
+  decoders = tokenizers.decoders
+  steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+  if has_prefix:
+    steps.append(decoders.Strip(" ", 1, 0))
+  tokenizer.normalizer = None  # pyright: ignore[reportAttributeAccessIssue]
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(  # pyright: ignore[reportAttributeAccessIssue]
+    prepend_scheme=scheme, split=False
+  )
+  tokenizer.decoder = decoders.Sequence(steps)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _write_json(path: pathlib.Path, value: Any) -> None:
