@@ -34,6 +34,9 @@ class Tokenizer:
     self._pad_token = pad_token
     self.eos_id = _token_id(tokenizer, eos_token)
     self.pad_id = _token_id(tokenizer, pad_token)
+    self.max_token_characters = max(
+      map(len, tokenizer.get_vocab(with_added_tokens=True))
+    )
     self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
     ordinary = tokenizer.get_vocab(with_added_tokens=True).keys() - {
       token.content
@@ -55,8 +58,11 @@ class Tokenizer:
         f"character {foreign!r} (U+{ord(foreign):04X}) is not in the "
         f"tokenizer's alphabet of {len(self._alphabet)} characters"
       )
-    ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-    return np.asarray(ids, np.int32)
+    # A batch of one, because `encode` would hold Python's lock meanwhile.
+    (encoding,) = self._tokenizer.encode_batch_fast(
+      [text], add_special_tokens=False
+    )
+    return np.asarray(encoding.ids, np.int32)
 
   def decode(self, tokens: Int[np.ndarray, "T"] | Sequence[int]) -> str:
     """Text of the tokens; special tokens (end, padding) are left out."""

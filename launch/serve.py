@@ -19,7 +19,8 @@ from absl import flags
 from jaxrl_async import config as config_lib
 from jaxrl_async import serve
 from jaxrl_async import supervisor
-from jaxrl_async.serving import app as app_lib
+from jaxrl_async.serving import bodies
+from jaxrl_async.serving import front
 
 _CHECKPOINT = flags.DEFINE_string(
   "checkpoint", "", "Directory of parameters, instead of --workdir."
@@ -81,7 +82,7 @@ def _policy() -> serve.Policy:
 
 
 def main():
-  settings = serve.ServeSettings(
+  settings = front.ServeSettings(
     host=_HOST.value,
     port=_PORT.value,
     grpc_port=_GRPC_PORT.value,
@@ -89,28 +90,39 @@ def main():
     model_name=_MODEL_NAME.value,
     max_waiting=_MAX_WAITING.value,
     drain_s=_DRAIN_S.value,
-    limits=app_lib.Limits(
+    limits=bodies.Limits(
       deadline_s=min(_DEADLINE_S.value, _MAX_DEADLINE_S.value),
       max_deadline_s=_MAX_DEADLINE_S.value,
     ),
   )
-  serve.check_key(settings.host, settings.api_key)  # before anything is read
-  policy = _policy()
+  # Before anything is read.
+  front.check_key(settings.host, settings.api_key)
+  front.check_ports(settings.port, settings.grpc_port)
   stop = supervisor.StopRequest()
-  with stop.on_signals(
-    lambda text: print(text, file=sys.stderr),
-    "finishing what was begun; once more ends it now",
-  ):
-    serve.serve(
-      policy,
-      settings,
-      stop=stop,
-      on_ready=lambda address: print(
-        f"serving {settings.model_name}, policy version {policy.version}, at"
-        f" {address}",
-        flush=True,
-      ),
-    )
+  try:
+    policy = _policy()
+    with stop.on_signals(
+      lambda text: print(text, file=sys.stderr),
+      "finishing what was begun; once more ends it now",
+    ):
+      serve.serve(
+        policy,
+        settings,
+        stop=stop,
+        on_ready=lambda address: print(
+          f"serving {settings.model_name}, policy version {policy.version}, at"
+          f" {address}",
+          flush=True,
+        ),
+      )
+  # Threads are still at work, and nothing they do is worth waiting for: not
+  # even the interpreter's own end, which some of them would not survive.
+  except KeyboardInterrupt:
+    print("ended at once", file=sys.stderr, flush=True)
+    os._exit(130)
+  except TimeoutError as error:
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 if __name__ == "__main__":

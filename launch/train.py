@@ -19,8 +19,8 @@ from jaxrl_async import aot
 from jaxrl_async import assembly
 from jaxrl_async import config as config_lib
 from jaxrl_async import run
-from jaxrl_async import serve
 from jaxrl_async import topology
+from jaxrl_async.serving import front
 
 _DRY_RUN = flags.DEFINE_bool(
   "dry_run", False, "Print sizes, memory and devices, and exit."
@@ -46,11 +46,11 @@ _SERVE_PORT = flags.DEFINE_integer(
 )
 
 
-def _serving() -> serve.ServeSettings | None:
+def _serving() -> front.ServeSettings | None:
   if not _SERVE_PORT.value:
     return None
   key = os.environ.get("JAXRL_API_KEY", "").strip() or None
-  return serve.ServeSettings(port=_SERVE_PORT.value, api_key=key)
+  return front.ServeSettings(port=_SERVE_PORT.value, api_key=key)
 
 
 def _devices() -> Sequence[Any]:

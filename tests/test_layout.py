@@ -54,7 +54,6 @@ SAME_LAYER = {
   ("topology", "config"),
   ("run", "assembly"),
   ("run", "run_record"),
-  ("run", "serve"),
   ("run", "snapshot"),
   ("serve", "assembly"),
 }
