@@ -56,6 +56,7 @@ from jaxrl_async.rollout import sampling
 from jaxrl_async.rollout import scheduler as scheduler_lib
 from jaxrl_async.rollout import sequence as sequence_lib
 from jaxrl_async.serving import chat_template
+from jaxrl_async.serving import front
 
 _SECONDS = flags.DEFINE_float("seconds", 60.0, "Of load.", lower_bound=0.0)
 _CLIENTS = flags.DEFINE_integer("clients", 200, "At once.", lower_bound=1)
@@ -155,7 +156,7 @@ def _be_the_server() -> None:
   with stop.on_signals(lambda text: None):
     serve.serve(
       _policy(),
-      serve.ServeSettings(port=0, max_waiting=_CLIENTS.value + 56),
+      front.ServeSettings(port=0, max_waiting=_CLIENTS.value + 56),
       stop=stop,
       on_ready=lambda address: print(address, flush=True),
     )

@@ -29,7 +29,6 @@ from jaxrl_async import progress as progress_lib
 from jaxrl_async import prompts
 from jaxrl_async import resume
 from jaxrl_async import run_record
-from jaxrl_async import serve
 from jaxrl_async import snapshot
 from jaxrl_async import supervisor
 from jaxrl_async import trainer as trainer_lib
@@ -38,6 +37,7 @@ from jaxrl_async import workdir as workdir_lib
 from jaxrl_async.rewards import reasoning
 from jaxrl_async.rewards import service
 from jaxrl_async.rollout import worker as worker_lib
+from jaxrl_async.serving import front as front_lib
 
 
 class StallError(RuntimeError):
@@ -64,7 +64,7 @@ class Run:
     *,
     initial_params: Any = None,
     scorer: service.Scorer = reasoning.score,
-    serving: serve.ServeSettings | None = None,
+    serving: front_lib.ServeSettings | None = None,
   ):
     started_s = time.perf_counter()
     self.config, self.workdir = config, workdir
@@ -103,7 +103,7 @@ class Run:
     self._has_worker = False
     self.front = None
     if serving is not None:
-      self.front = serve.front_of_a_run(
+      self.front = front_lib.of_a_run(
         serving, config, self.model, self.tokenizer, lambda: self._has_worker
       )
     # Last: from here on there is something to close.
@@ -114,6 +114,9 @@ class Run:
   def open(self) -> int:
     """Warm start or restore, first evaluation, threads; gives the step."""
     config = self.config
+    if self.front is not None:
+      self.front.start(self.progress.note)
+      self.progress.note(f"serving the policy at {self.front.address}")
     source = prompts.PromptSource(
       config.task,
       self.tokenizer,
@@ -191,9 +194,6 @@ class Run:
       end_step=config.train.num_steps,
     )
     self.supervisor.spawn("batch loader", self.loader.run)
-    if self.front is not None:
-      self.front.start(self.supervisor)
-      self.progress.note(f"serving the policy at {self.front.address}")
     return step
 
   def _warm_start(self) -> None:
@@ -426,7 +426,7 @@ class Run:
     if self._has_worker:
       self.worker.stop()
     if self.front is not None:
-      self.front.stop()
+      self.front.close(timeout_s, self.progress.note)
     late = self.supervisor.join(timeout_s)
     try:
       with contextlib.ExitStack() as stack:  # all of them, whatever one raises
@@ -452,7 +452,7 @@ def run(
   *,
   initial_params: Any = None,
   scorer: service.Scorer = reasoning.score,
-  serving: serve.ServeSettings | None = None,
+  serving: front_lib.ServeSettings | None = None,
 ) -> str:
   """Runs or continues a whole run; gives its summary on one line.
 

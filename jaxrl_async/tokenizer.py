@@ -71,6 +71,7 @@ class Tokenizer:
     tokenizer.no_padding()
     added = {t.content for t in tokenizer.get_added_tokens_decoder().values()}
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    self.max_token_characters = max(map(len, vocabulary))
     named = dict(special_tokens or {})
     named |= {"eos_token": eos_token, "pad_token": pad_token}
     self._special_tokens = {k: v for k, v in named.items() if v in vocabulary}
@@ -137,8 +138,9 @@ class Tokenizer:
         f"tokenizer's alphabet of {len(self._alphabet)} characters"
       )
     with _library_errors("the tokenizer says"):
-      encoding = self._tokenizer.encode(
-        text, add_special_tokens=add_special_tokens
+      # A batch of one, because `encode` would hold Python's lock meanwhile.
+      (encoding,) = self._tokenizer.encode_batch_fast(
+        [text], add_special_tokens=add_special_tokens
       )
     return np.asarray(encoding.ids, np.int32)
 

@@ -129,11 +129,7 @@ def _check() -> None:
     f"{config_lib.shown(name)} is not 1 to {_MAX_NAME} printable characters",
   )
   host, port, grpc_port = _HOST.value, _PORT.value, _GRPC_PORT.value
-  config_lib.require(
-    not port or port != grpc_port,
-    "grpc_port",
-    f"{grpc_port} is --port too; use another one",
-  )
+  addresses.check_ports(port, grpc_port)
   addresses.check_host(host)
   addresses.check_key(host, _api_key())
   addresses.check_can_bind("port", host, port)
@@ -157,9 +153,10 @@ def _policy():
 
 def main():
   from jaxrl_async import serve
-  from jaxrl_async.serving import app as app_lib
+  from jaxrl_async.serving import bodies
+  from jaxrl_async.serving import front
 
-  settings = serve.ServeSettings(
+  settings = front.ServeSettings(
     host=_HOST.value,
     port=_PORT.value,
     grpc_port=_GRPC_PORT.value,
@@ -167,27 +164,36 @@ def main():
     model_name=_MODEL_NAME.value,
     max_waiting=_MAX_WAITING.value,
     drain_s=_DRAIN_S.value,
-    limits=app_lib.Limits(
+    limits=bodies.Limits(
       deadline_s=min(_DEADLINE_S.value, _MAX_DEADLINE_S.value),
       max_deadline_s=_MAX_DEADLINE_S.value,
     ),
   )
-  policy = _policy()
   stop = supervisor.StopRequest()
-  with stop.on_signals(
-    lambda text: print(text, file=sys.stderr),
-    "finishing what was begun; once more ends it now",
-  ):
-    serve.serve(
-      policy,
-      settings,
-      stop=stop,
-      on_ready=lambda address: print(
-        f"serving {settings.model_name}, policy version {policy.version}, at"
-        f" {address}",
-        flush=True,
-      ),
-    )
+  try:
+    policy = _policy()
+    with stop.on_signals(
+      lambda text: print(text, file=sys.stderr),
+      "finishing what was begun; once more ends it now",
+    ):
+      serve.serve(
+        policy,
+        settings,
+        stop=stop,
+        on_ready=lambda address: print(
+          f"serving {settings.model_name}, policy version {policy.version}, at"
+          f" {address}",
+          flush=True,
+        ),
+      )
+  # Threads are still at work, and nothing they do is worth waiting for: not
+  # even the interpreter's own end, which some of them would not survive.
+  except KeyboardInterrupt:
+    print("ended at once", file=sys.stderr, flush=True)
+    os._exit(130)
+  except TimeoutError as error:
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 if __name__ == "__main__":

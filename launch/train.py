@@ -98,12 +98,12 @@ def _dry_run(config: config_lib.Config, devices: Sequence[Any]) -> None:
 
 def _train(config: config_lib.Config) -> None:
   from jaxrl_async import run
-  from jaxrl_async import serve
+  from jaxrl_async.serving import front
 
   serving = None
   if _SERVE_PORT.value:
     key = os.environ.get("JAXRL_API_KEY", "").strip() or None
-    serving = serve.ServeSettings(port=_SERVE_PORT.value, api_key=key)
+    serving = front.ServeSettings(port=_SERVE_PORT.value, api_key=key)
   try:
     print(run.run(config, command_line.workdir(), serving=serving))
   except run.Interrupted as error:

@@ -84,7 +84,6 @@ SAME_LAYER = {
   ("tpu_chips", "config"),
   ("run", "assembly"),
   ("run", "run_record"),
-  ("run", "serve"),
   ("run", "snapshot"),
   ("serve", "assembly"),
 }

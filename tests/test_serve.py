@@ -31,6 +31,7 @@ from jaxrl_async import supervisor
 from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async.models import hf_weights
 from jaxrl_async.models import transformer
+from jaxrl_async.serving import front
 
 ROOT = pathlib.Path(__file__).parents[1]
 DEADLINE_S = 120.0
@@ -103,7 +104,7 @@ def test_published_weights_come_with_tokenizer_and_template(tmp_path):
     texts.append(done.choices[0].message.content)
     stop.set()
 
-  settings = serve.ServeSettings(port=0)
+  settings = front.ServeSettings(port=0)
   serve.serve(policy, settings, stop=stop, on_ready=ask)
   tokens = policy.tokenizer.encode("why?").tolist()
   for _ in range(8):
@@ -136,6 +137,8 @@ def test_what_cannot_be_read_is_named(tmp_path):
   write_params(tmp_path)
   with pytest.raises(config_lib.ConfigError, match="holds no checkpoint"):
     serve.load_run(tmp_path, **sizes)
+  with pytest.raises(config_lib.ConfigError, match="cache_tokens: 1 holds"):
+    serve.load_checkpoint(tmp_path / "params", num_slots=0, cache_tokens=1)
   (tmp_path / "empty").mkdir()
   with pytest.raises(config_lib.ConfigError, match="checkpoint: .*empty"):
     serve.load_checkpoint(tmp_path / "empty", **sizes)
@@ -152,6 +155,7 @@ def test_what_cannot_be_read_is_named(tmp_path):
     (["--workdir=/nowhere", "--host=0.0.0.0"], "api_key_file: 0.0.0.0"),
     (["--workdir=/nowhere", "--api_key_file=/no"], "api_key_file: .*/no"),
     (["--workdir=/nowhere", "--port=70000"], "port"),
+    (["--workdir=/nowhere", "--port=7000", "--grpc_port=7000"], "grpc_port"),
     ([f"--config={ROOT}/configs/tiny.py"], "config: not used"),
     (["--workdir=/nowhere", "stray"], "stray"),
     (["--workdir=/nowhere", "--host="], "host: missing"),
@@ -219,6 +223,27 @@ def test_sigterm_finishes_what_was_begun_and_exits_with_zero(tmp_path):
       assert written == 400
     assert process.wait(DEADLINE_S) == 0
     assert "SIGTERM: finishing what was begun" in process.stderr.read()
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_the_server_at_once(tmp_path):
+  wanted = {"model": "policy", "prompt": "1 + 2\n", "n": 128}
+  wanted |= {"max_tokens": 400, "ignore_eos": True, "stream": True}
+  headers = {"authorization": "Bearer secret"}
+  with (
+    serving(tmp_path) as (process, address),
+    httpx.stream(
+      "POST", f"{address}/v1/completions", json=wanted, headers=headers
+    ) as answer,
+  ):
+    next(answer.iter_lines())
+    process.send_signal(signal.SIGTERM)
+    assert "finishing what was begun" in process.stderr.readline()
+    start_s = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(DEADLINE_S) == 130
+    assert time.monotonic() - start_s < 5  # a join would take so long
+    assert process.stderr.read() == "ended at once\n"
 
 
 @pytest.mark.slow

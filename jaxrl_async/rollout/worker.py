@@ -21,6 +21,7 @@ from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async import types
 from jaxrl_async import weight_transfer
 from jaxrl_async.rewards import service
+from jaxrl_async.rollout import client_request
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import requests as requests_lib
 from jaxrl_async.rollout import sampling
@@ -209,7 +210,7 @@ class RolloutWorker:
 
   def run(self) -> None:
     """Generates until stopped; a closed buffer ends it without an error."""
-    ended_by = requests_lib.RequestError.FAILED
+    ended_by = client_request.RequestError.FAILED
     try:
       while self._pass_gate():
         self._adopt()
@@ -231,9 +232,9 @@ class RolloutWorker:
           for sequence in ended:
             if isinstance(sequence.owner, Running):
               self._advance(sequence)
-      ended_by = requests_lib.RequestError.SHUT_DOWN
+      ended_by = client_request.RequestError.SHUT_DOWN
     except buffer_lib.BufferClosed:
-      ended_by = requests_lib.RequestError.SHUT_DOWN
+      ended_by = client_request.RequestError.SHUT_DOWN
     finally:
       if self._requests is not None:
         self._requests.close(ended_by)

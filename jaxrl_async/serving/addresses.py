@@ -23,6 +23,19 @@ def check_key(host: str, api_key: str | None) -> None:
     )
 
 
+def check_ports(port: int, grpc_port: int) -> None:
+  """Refuses the same port for both servers.
+
+  Raises:
+    ConfigError: it is.
+  """
+  config.require(
+    not port or port != grpc_port,
+    "grpc_port",
+    f"{grpc_port} is the port of the HTTP server already; use another one",
+  )
+
+
 def check_host(host: str) -> None:
   """Raises a ConfigError unless it is an address, or a name that has one."""
   try:
