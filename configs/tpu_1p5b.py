@@ -7,8 +7,10 @@ A variant, after the colon, is the tokens of the longest trajectory (1k, 8k or
 32k), and after an @ the slice whose mesh it takes: v5e:2x4, v6e:2x4 or
 v5p:2x2x1. Half of the chips train, half of them generate; at 32k tokens four
 times as many share a row, except on v5p. docs/scaling.md says what fits and how
-long it takes at least. The weights are random unless `--config.model.name` is a
-published model's directory.
+long it takes at least. To recompute the caches takes 1.4 to 2 times the tokens
+that are needed where completions run to the limit (docs/performance.md, prefill
+buckets). The weights are random unless `--config.model.name` is a published
+model's directory.
 """
 
 import dataclasses

@@ -115,17 +115,27 @@ def test_blocks_of_other_segments_are_not_read():
   assert np.isfinite(mixed[:, 128:]).all()
 
 
+PLACES = [
+  (shape, kv_heads)
+  for kv_heads in (("tensor",), (), ("context",), None)
+  for shape in (
+    mesh_lib.MeshShape(context=2, tensor=2),
+    mesh_lib.MeshShape(data=2, context=4),
+    mesh_lib.MeshShape(fsdp=2, tensor=2),
+  )
+  if kv_heads != ("context",) or KV_HEADS % shape.context == 0
+]
+# Both axes; one that no kv head can be split over; heads cut through.
+SOME_PLACES = PLACES[0], PLACES[4], PLACES[8]
+
+
 @pytest.mark.parametrize(
   ("shape", "kv_heads"),
   [
-    (shape, kv_heads)
-    for kv_heads in (("tensor",), (), ("context",), None)
-    for shape in (
-      mesh_lib.MeshShape(context=2, tensor=2),
-      mesh_lib.MeshShape(data=2, context=4),
-      mesh_lib.MeshShape(fsdp=2, tensor=2),
-    )
-    if kv_heads != ("context",) or KV_HEADS % shape.context == 0
+    place
+    if place in SOME_PLACES
+    else pytest.param(*place, marks=pytest.mark.nightly)
+    for place in PLACES
   ],
 )
 @pytest.mark.parametrize("name", ["xla", "blocks", "splash"])

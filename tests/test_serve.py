@@ -35,6 +35,11 @@ from jaxrl_async.serving import front
 
 ROOT = pathlib.Path(__file__).parents[1]
 DEADLINE_S = 120.0
+# Processes of several tests compile the same programs.
+CACHE = {
+  "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+  "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
 
 
 def launch(*arguments, **environment):
@@ -44,7 +49,7 @@ def launch(*arguments, **environment):
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
-    env=inherited | {"JAX_PLATFORMS": "cpu"} | environment,
+    env=inherited | {"JAX_PLATFORMS": "cpu"} | CACHE | environment,
   )
 
 
@@ -260,7 +265,11 @@ def test_a_killed_client_leaves_the_server_to_others(tmp_path):
 
     def leave():
       with httpx.stream(
-        "POST", f"{address}/v1/completions", json=wanted, headers=headers
+        "POST",
+        f"{address}/v1/completions",
+        json=wanted,
+        headers=headers,
+        timeout=DEADLINE_S,
       ) as answer:
         next(answer.iter_lines())
 
@@ -271,7 +280,10 @@ def test_a_killed_client_leaves_the_server_to_others(tmp_path):
       thread.join(DEADLINE_S)
     wanted |= {"stream": False, "max_tokens": 3}
     answer = httpx.post(
-      f"{address}/v1/completions", json=wanted, headers=headers
+      f"{address}/v1/completions",
+      json=wanted,
+      headers=headers,
+      timeout=DEADLINE_S,
     )
     assert json.loads(answer.text)["usage"]["completion_tokens"] == 3
     process.send_signal(signal.SIGTERM)
@@ -289,6 +301,7 @@ def test_a_training_serves_its_policy_meanwhile(tmp_path):
       str(ROOT / "launch" / "train.py"),
       f"--config={ROOT / 'configs' / 'tiny.py'}",
       f"--workdir={tmp_path}",
+      f"--compile_cache={jax.config.jax_compilation_cache_dir}",
       f"--serve_port={port}",
       "--config.train.num_steps=12",
     ],
