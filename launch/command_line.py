@@ -234,7 +234,7 @@ def _parse(argv: list[str], has_config: bool = True) -> list[str]:
   logging.set_verbosity(logging.ERROR)
   try:
     rest = flags.FLAGS(argv)
-    if has_config and CONFIG.value is None:
+    if has_config and not CONFIG.present:
       raise config_lib.ConfigError("config: missing; use --config=FILE")
     if has_config:
       _check_is_config(CONFIG.value)
