@@ -226,7 +226,8 @@ def find(
     note: is told what may differ and does, and what was passed over.
 
   Returns:
-    The step and the run's part of its checkpoint; None for a new run.
+    The step and the run's part of its checkpoint; None for a new run. Its
+    "max_staleness" is the largest bound that any start of the run has had.
 
   Raises:
     ConfigError: the workdir cannot be continued like this, or holds something
@@ -245,7 +246,7 @@ def find(
           " its manifest.json back, or begin anew in an empty workdir"
         )
       workdir_lib.check_unused(workdir)
-      return None, {}
+      return None, {"max_staleness": wanted.algorithm.max_staleness}
     stored = checkpoint.host_state(directory, step)
     outstanding = checkpoint.group_records(directory, step)
   except checkpoint.CheckpointError as error:
@@ -256,11 +257,9 @@ def find(
         f"workdir: {directory / str(step)} is not the checkpoint of a run, it"
         f" lacks {name!r}; a run takes parameters by warm_start.checkpoint"
       )
+  then = stored_config(workdir, stored)
   differences = check_config(
-    stored_config(workdir, stored),
-    wanted,
-    workdir,
-    has_outstanding=bool(outstanding),
+    then, wanted, workdir, has_outstanding=bool(outstanding)
   )
   _check_lengths(wanted, outstanding)
   metrics_bytes = stored["metrics"]["num_bytes"]
@@ -276,7 +275,12 @@ def find(
   )
   if differences:
     note(f"the config differs from then: {'; '.join(differences)}")
-  return step, stored
+  return step, stored | {
+    "max_staleness": max(
+      wanted.algorithm.max_staleness,
+      stored.get("max_staleness", then.algorithm.max_staleness),
+    )
+  }
 
 
 def _check_lengths(

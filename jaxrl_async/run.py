@@ -373,6 +373,7 @@ class Run:
       self.recorder.tokens(snapshot.count_tokens(groups))
       host_state = {
         "groups_per_step": self.config.algorithm.groups_per_step,
+        "max_staleness": self._stored["max_staleness"],
         "next_index": self.buffer.state().next_index,
         "stream": self.stream.state(),
         "ledger": dataclasses.asdict(self.ledger.state()),
@@ -400,7 +401,7 @@ class Run:
     return self.recorder.finish(
       step=step,
       tokens=tokens,
-      max_staleness=self.config.algorithm.max_staleness,
+      max_staleness=self._stored["max_staleness"],
       extra=extra,
     )
 
@@ -465,9 +466,8 @@ def run(
     serving: how clients reach the policy meanwhile; None is not at all.
 
   Raises:
-    ConfigError: a setting is wrong, or the workdir cannot be used.
     Interrupted: it was asked to end, and can be continued.
-    ThreadFailed, StallError, run_record.BadUpdatesError: what they say.
+    ConfigError, ThreadFailed, StallError, BadUpdatesError: what they say.
   """
   assembly.check(config, jax.devices())
   stop = supervisor.StopRequest()

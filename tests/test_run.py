@@ -8,6 +8,7 @@ several versions.
 that is meant to alter the numbers.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -35,6 +36,7 @@ from jaxrl_async import run_record
 from jaxrl_async import supervisor
 from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async import types
+from jaxrl_async import workdir as workdir_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.rewards import extraction
 from jaxrl_async.rollout import sampling
@@ -354,21 +356,28 @@ def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
     assert until_lines(
       tmp_path / "metrics.jsonl", 5, lambda: process.poll() is not None
     )
-  finally:
-    os.killpg(process.pid, signal.SIGKILL)
+    with pytest.raises(
+      workdir_lib.WorkdirError, match=f"process {process.pid} .*launch/train.py"
+    ):
+      workdir_lib.Claim(tmp_path, print).__enter__()
+    process.kill()  # its reward processes go on for a while
     process.wait(30)
-  step = max(
-    int(p.name)
-    for p in (tmp_path / "checkpoints").iterdir()
-    if p.name.isdigit()
-  )
-  assert step >= 2
-  done = subprocess.run(
-    [*command, f"--config.train.num_steps={step + 2}"],
-    capture_output=True,
-    text=True,
-    timeout=170,
-  )
+    step = max(
+      int(p.name)
+      for p in (tmp_path / "checkpoints").iterdir()
+      if p.name.isdigit()
+    )
+    assert step >= 2
+    done = subprocess.run(
+      [*command, f"--config.train.num_steps={step + 2}"],
+      capture_output=True,
+      text=True,
+      timeout=170,
+    )
+  finally:
+    with contextlib.suppress(ProcessLookupError):
+      os.killpg(process.pid, signal.SIGKILL)
+    process.wait(30)
   assert done.returncode == 0, done.stderr
   summary = json.loads(done.stdout.splitlines()[-1])
   check_ledger(tmp_path, summary)
