@@ -57,14 +57,14 @@ def test_a_prompt_that_cannot_fit_is_not_cut_into_tokens(serving, monkeypatch):
 
   monkeypatch.setattr(serving_world.TOKENIZER, "encode", encode)
   answers = [
-    serving.post(json=serving_world.body(prompt=text * 15_000))
+    serving.post(json=serving_world.body(prompt=text * 3000))
     for text in ("1", "\u00e9")
   ]
   answers.append(serving.post(json=serving_world.body(prompt=[5] * 5000)))
   messages = [{"role": "user", "content": "a" * 15_000}]
   chat = "/v1/chat/completions"
   answers.append(serving.post(chat, json=serving_world.chat(messages=messages)))
-  messages = [{}] * 6000
+  messages = [{}] * 4000
   answers.append(serving.post(chat, json=serving_world.chat(messages=messages)))
   for answer in answers:
     error = serving_world.check_error(answer, 400, "do not fit into 32")

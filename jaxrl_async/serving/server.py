@@ -87,6 +87,7 @@ class HttpServer:
         lifespan="off",
         access_log=False,
         log_config=None,
+        log_level="error",  # not a line for each client that speaks no HTTP
         server_header=False,
         timeout_keep_alive=int(_KEEP_ALIVE_S),
         timeout_graceful_shutdown=_SHUTDOWN_S,
