@@ -23,6 +23,7 @@ from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async import topology
 from jaxrl_async import train_step
 from jaxrl_async import trainer as trainer_lib
+from jaxrl_async import transfer_directory
 from jaxrl_async import weight_transfer
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_config
@@ -182,11 +183,10 @@ def make_scheduler(
   busy: metrics_lib.BusyClock,
 ) -> scheduler_lib.Scheduler:
   """The scheduler of a run; what its template begins with is shared."""
-  beginning = config.task.template.split("{", 1)[0]
   return scheduler_lib.Scheduler(
     engine,
     kv_on_adopt=config.rollout.kv_on_adopt,
-    shared_tokens=tokenizer.encode(beginning),
+    shared_tokens=tokenizer.encode(config.task.template.split("{", 1)[0]),
     busy=busy,
   )
 
@@ -196,6 +196,7 @@ def make_channel(
   workdir: pathlib.Path,
   published: Any,
   engine: engine_lib.Engine,
+  note: Callable[[str], None],
 ) -> weight_transfer.WeightChannel:
   """The channel of a run, for arrays of the shapes and types `published`."""
   target = jax.tree.map(
@@ -205,10 +206,9 @@ def make_channel(
   )
   return weight_transfer.make_channel(
     config.transfer.channel,
-    directory=weight_transfer.run_directory(
-      config.transfer.directory, workdir, _num_bytes(target)
+    directory=transfer_directory.prepare(
+      config.transfer, workdir, _num_bytes(target), note
     ),
-    incarnation=weight_transfer.new_incarnation(),
     target=target,
     coalesce=config.algorithm.max_staleness > 0,
   )

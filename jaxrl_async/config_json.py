@@ -10,6 +10,7 @@ from typing import Any
 from ml_collections import config_dict
 
 from jaxrl_async import config
+from jaxrl_async import storage
 
 # Fields a workdir may be continued with although they differ.
 MAY_CHANGE_ON_RESUME = ("train.num_steps:", "eval.every:", "run.")
@@ -124,7 +125,8 @@ def check_workdir(wanted: config.Config, workdir: pathlib.Path) -> None:
 def write(wanted: config.Config, workdir: pathlib.Path) -> None:
   """Writes config.json, all of it or none."""
   path = workdir / "config.json"
-  workdir.mkdir(parents=True, exist_ok=True)
   incomplete = path.with_suffix(".incomplete")
-  incomplete.write_text(json.dumps(to_dict(wanted), indent=2) + "\n")
-  incomplete.replace(path)
+  with storage.writing(path):
+    workdir.mkdir(parents=True, exist_ok=True)
+    incomplete.write_text(json.dumps(to_dict(wanted), indent=2) + "\n")
+    incomplete.replace(path)

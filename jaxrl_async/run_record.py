@@ -8,12 +8,15 @@ from collections.abc import Mapping
 from concurrent import futures
 import dataclasses
 import pathlib
+import time
 from typing import Any
 
 from jaxrl_async import ledger as ledger_lib
 from jaxrl_async import metrics
 from jaxrl_async import progress as progress_lib
+from jaxrl_async import side_outputs as side_outputs_lib
 from jaxrl_async import summary
+from jaxrl_async import supervisor
 from jaxrl_async import trainer as trainer_lib
 from jaxrl_async.rewards import service
 from jaxrl_async.rollout import worker as worker_lib
@@ -134,9 +137,9 @@ class Recorder:
   """Fetches a step's metrics and writes them everywhere they belong.
 
   Threads: its methods belong to the main thread; `begin` writes in a thread of
-  its own, so that the device need not wait for it. Between `begin` and `wait`
-  only `totals` and `end_rl` may be called, which read nothing that it changes.
-  What is read of the worker are plain counters.
+  its own, so that the device need not wait for it. From `begin` on, until
+  `wait` is true, only `totals` and `end_rl` may be called, which read nothing
+  that it changes. What is read of the worker are plain counters.
   """
 
   def __init__(
@@ -150,13 +153,14 @@ class Recorder:
     rewards: service.RewardService,
     busy: dict[str, metrics.BusyClock],
     progress: progress_lib.Progress,
+    side_outputs: side_outputs_lib.SideOutputs,
     max_bad_updates: int,
   ):
     self.record = record
     self._max_bad_updates = max_bad_updates
     self._bad_updates = 0
-    self._thread = futures.ThreadPoolExecutor(1, "recorder")
     self._writing: futures.Future[None] | None = None
+    self._status = "", 0.0
     self._workdir = workdir
     self._writer = writer
     self._ledger = ledger
@@ -164,6 +168,7 @@ class Recorder:
     self._rewards = rewards
     self._busy = busy
     self._progress = progress
+    self._side_outputs = side_outputs
     self._clock = busy["train"]
     self._rl_start_s: float | None = None
     self._rl_end_s: float | None = None
@@ -182,51 +187,71 @@ class Recorder:
     self,
     pending: trainer_lib.Pending,
     totals: dict[str, int | float],
-    evaluated: Mapping[str, int | float],
+    more: Mapping[str, int | float],
+    *,
+    is_evaluated: bool,
   ) -> None:
-    """Begins to write a step down, once the one before it is written.
+    """Begins to write a step down; the one before it must be written.
 
     Args:
       pending: the step.
       totals: of `totals`, taken when the step was done.
-      evaluated: metrics of the caller: of an evaluation after the step, say.
-
-    Raises:
-      BadUpdatesError: as `wait`.
+      more: metrics of the caller.
+      is_evaluated: whether an evaluation follows, whose metrics belong to the
+        step: the line of metrics is then held for them.
     """
-    self.wait()
-    self._writing = self._thread.submit(self._step, pending, totals, evaluated)
+    assert self._writing is None
+    writing = self._writing = futures.Future()
 
-  def wait(self) -> None:
-    """Waits until what was begun is written.
+    def write():
+      self._step(pending, totals, more, is_evaluated)
+      writing.set_result(None)
+
+    # A daemon, so that a disk that does not answer cannot keep the process.
+    supervisor.start_thread("recorder", write, writing.set_exception)
+    self._status = f"writing step {pending.step + 1} down", time.perf_counter()
+
+  def wait(self, timeout_s: float) -> bool:
+    """Waits until what was begun is written; False after the timeout.
 
     Raises:
       BadUpdatesError: too many updates in a row were skipped.
+      StorageError: the books could not be written.
     """
+    if self._writing is None:
+      return True
+    if not futures.wait([self._writing], timeout_s).done:
+      return False
     writing, self._writing = self._writing, None
-    if writing is not None:
-      writing.result()
+    writing.result()
+    return True
 
-  def check(self) -> None:
-    """Raises what ended the writing of a step, if it has ended so."""
-    if self._writing is not None and self._writing.done():
-      self.wait()
+  def status(self) -> str:
+    """What it is doing, for the stall report."""
+    if self._writing is None:
+      return "recorder: everything is written"
+    text, since_s = self._status
+    return f"recorder: {text} since {time.perf_counter() - since_s:.1f} s"
 
   def close(self, timeout_s: float) -> None:
-    """Ends the thread, after what was begun.
+    """Waits for what was begun, whatever becomes of it.
 
     Raises:
       TimeoutError: that took too long.
     """
-    self._thread.shutdown(wait=False)
-    if self._writing is not None:
-      self._writing.exception(timeout_s)
+    if self._writing is None:
+      return
+    deadline = supervisor.Deadline(timeout_s)
+    while not futures.wait([self._writing], deadline.next_wait_s()).done:
+      if deadline.next_wait_s() == 0:
+        raise TimeoutError(f"{self.status()}; closed after {timeout_s:g} s")
 
   def _step(
     self,
     pending: trainer_lib.Pending,
     totals: dict[str, int | float],
-    evaluated: Mapping[str, int | float],
+    more: Mapping[str, int | float],
+    is_evaluated: bool,
   ) -> None:
     values, is_bad = pending.metrics()
     for group in pending.groups:
@@ -239,11 +264,12 @@ class Recorder:
     trained = sum(g.num_completion_tokens for g in pending.groups)
     values |= _rollout_metrics(delta, step_s)
     values |= self._rewards.metrics()
-    values |= evaluated
+    values |= more
     values |= {
       "time/step_s": step_s,
       "train/tokens_per_s": trained / step_s,
       "train/busy_frac": min(delta["train_busy_s"] / step_s, 1.0),
+      "run/failed_side_outputs": self._side_outputs.num_failures,
     }
     ledger = self._ledger.state()
     ended = (
@@ -261,7 +287,8 @@ class Recorder:
     self.record.add_step(totals["now_s"], values)
     if not self.record.first_step_s and self._rl_start_s is not None:
       self.record.first_step_s = totals["now_s"] - self._rl_start_s
-    self._writer.write(pending.step + 1, values)
+    write = self._writer.hold if is_evaluated else self._writer.write
+    write(pending.step + 1, values)
     self._progress.step(
       progress_lib.StepReport(
         step=pending.step + 1,
@@ -333,13 +360,14 @@ class Recorder:
     """Writes summary.json and summary.png; gives the summary's line."""
     record = self.record
     rl_s, busy_s = self._rl_times(self._rl_end_s or self._clock.now())
-    summary.draw(
-      self._workdir / "summary.png",
-      record.history(
-        max_staleness=max_staleness,
-        intervals={n: clock.intervals() for n, clock in self._busy.items()},
-      ),
-    )
+    with self._side_outputs.attempt("summary.png"):
+      summary.draw(
+        self._workdir / "summary.png",
+        record.history(
+          max_staleness=max_staleness,
+          intervals={n: clock.intervals() for n, clock in self._busy.items()},
+        ),
+      )
     first, last = record.evaluations[0], record.evaluations[-1]
     kls = record.mismatch_kls + record.evaluation_kls
     return summary.write(

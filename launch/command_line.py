@@ -4,6 +4,7 @@ Import it first: it sets XLA's environment, which JAX reads once.
 """
 
 from collections.abc import Callable, Sequence
+import contextlib
 import dataclasses
 import functools
 import os
@@ -27,7 +28,9 @@ from ml_collections import config_flags
 
 from jaxrl_async import config as config_lib
 from jaxrl_async import config_checks
-from jaxrl_async import run
+from jaxrl_async import evaluate
+from jaxrl_async import storage
+from jaxrl_async import supervisor
 
 # JAX sets it where there is no TPU. libtpu, if it is installed to compile for
 # one, would then complain of that, and keep other processes from compiling.
@@ -113,6 +116,26 @@ def _parse(argv: list[str], has_config: bool = True) -> list[str]:
   return rest
 
 
+@contextlib.contextmanager
+def errors_in_one_line():
+  """Ends the process without a traceback where the program is not to blame."""
+  try:
+    yield
+  except (
+    config_lib.ConfigError,
+    evaluate.EvaluationError,
+    storage.StorageError,
+    supervisor.StallError,
+  ) as error:
+    sys.exit(f"error: {error}")
+  except supervisor.Interrupted as error:
+    print(error, file=sys.stderr)
+    sys.exit(130)
+  except KeyboardInterrupt:  # before the run answers signals itself
+    print("interrupted", file=sys.stderr)
+    sys.exit(130)
+
+
 def start(
   main: Callable[[config_lib.Config], None],
   devices: Callable[[], Sequence[Any]] = jax.devices,
@@ -129,14 +152,9 @@ def start(
     logging.set_verbosity(logging.WARNING)
     # With it on, two slices of one CPU wait for each other.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    try:
+    with errors_in_one_line():
       config_checks.validate(CONFIG.value, len(devices()))
       main(CONFIG.value)
-    except config_lib.ConfigError as error:
-      sys.exit(f"error: {error}")
-    except run.Interrupted as error:
-      print(error, file=sys.stderr)
-      sys.exit(130)
 
   app.run(checked, flags_parser=_parse)
 
@@ -148,9 +166,7 @@ def start_without_config(main: Callable[[], None]) -> None:
     del argv
     logging.set_verbosity(logging.WARNING)
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    try:
+    with errors_in_one_line():
       main()
-    except config_lib.ConfigError as error:
-      sys.exit(f"error: {error}")
 
   app.run(checked, flags_parser=functools.partial(_parse, has_config=False))

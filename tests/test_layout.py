@@ -11,7 +11,7 @@ PACKAGE = ROOT / "jaxrl_async"
 
 # Imports point to a lower layer. A new module gets its line here.
 LAYERS = {
-  0: ("config", "config_checks", "config_json", "types", "mesh", "topology"),
+  0: ("config", "config_checks", "config_json", "types", "mesh", "topology", "storage"),
   1: (
     "tokenizer",
     "rewards",
@@ -24,6 +24,8 @@ LAYERS = {
     "pytree_files",
     "supervisor",
     "hlo",
+    "side_outputs",
+    "events",
   ),
   2: (
     "aot",
@@ -33,6 +35,7 @@ LAYERS = {
     "buffer",
     "ledger",
     "weight_transfer",
+    "transfer_directory",
     "checkpoint",
     "metrics",
   ),
@@ -49,6 +52,8 @@ SAME_LAYER = {
   ("config_checks", "mesh"),
   ("mesh", "config"),
   ("config_json", "config"),
+  ("config_json", "storage"),
+  ("weight_transfer", "transfer_directory"),
   ("assembly", "initial_params"),
   ("serve", "initial_params"),
   ("topology", "config"),

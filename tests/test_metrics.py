@@ -12,6 +12,12 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from jaxrl_async import metrics
+from jaxrl_async import side_outputs
+
+
+def make_writer(workdir, notes=None):
+  said = [] if notes is None else notes
+  return metrics.MetricsWriter(workdir, side_outputs.SideOutputs(said.append))
 
 
 def lines(workdir):
@@ -34,7 +40,7 @@ def events(workdir):
 
 
 def test_a_step_is_one_json_object(tmp_path):
-  writer = metrics.MetricsWriter(tmp_path)
+  writer = make_writer(tmp_path)
   writer.write(
     1,
     {
@@ -59,7 +65,7 @@ def test_a_step_is_one_json_object(tmp_path):
 
 
 def test_tensorboard_gets_scalars_and_the_histogram(tmp_path):
-  writer = metrics.MetricsWriter(tmp_path)
+  writer = make_writer(tmp_path)
   writer.write(3, {"reward/mean": 0.25, "staleness/histogram": [0, 4, 1]})
   writer.close()
   values = {
@@ -75,13 +81,13 @@ def test_tensorboard_gets_scalars_and_the_histogram(tmp_path):
 
 
 def test_a_resume_drops_what_came_after_the_checkpoint(tmp_path):
-  writer = metrics.MetricsWriter(tmp_path)
+  writer = make_writer(tmp_path)
   writer.write(1, {"x": 1})
   writer.write(2, {"x": 2})
   state = json.loads(json.dumps(writer.state()))
   writer.write(3, {"x": 3})
   writer.close()
-  resumed = metrics.MetricsWriter(tmp_path)
+  resumed = make_writer(tmp_path)
   resumed.restore(state)
   assert [x["step"] for x in lines(tmp_path)] == [1, 2]
   assert resumed.state() == state
@@ -94,20 +100,20 @@ def test_a_resume_drops_what_came_after_the_checkpoint(tmp_path):
 
 def test_a_writer_that_is_not_restored_begins_anew(tmp_path):
   for value in (1, 2):
-    writer = metrics.MetricsWriter(tmp_path)
+    writer = make_writer(tmp_path)
     writer.write(1, {"x": value})
     writer.close()
   assert lines(tmp_path) == [{"step": 1, "x": 2}]
 
 
 def test_a_file_shorter_than_the_checkpoint_knows_is_refused(tmp_path):
-  writer = metrics.MetricsWriter(tmp_path)
+  writer = make_writer(tmp_path)
   with pytest.raises(ValueError, match="has 0 bytes"):
     writer.restore({"num_bytes": 10, "last_step": 1})
 
 
 def test_a_step_is_written_once_and_only_numbers_are(tmp_path):
-  writer = metrics.MetricsWriter(tmp_path)
+  writer = make_writer(tmp_path)
   writer.write(1, {"x": 1})
   with pytest.raises(ValueError, match="step 1"):
     writer.write(1, {"x": 2})

@@ -48,7 +48,8 @@ from configs import tiny  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "golden_losses.txt"
 EVALUATIONS = {
-  f"eval/{x}@1" for x in ("held_out/avg", "held_out/pass", "greedy/avg")
+  *("eval/held_out/avg@1", "eval/held_out/pass@1", "eval/held_out/failed"),
+  *("eval/greedy/avg@1", "eval/greedy/failed"),
 }
 LOSSES = ("policy/loss", "policy/grad_norm", "policy/entropy")
 METRICS = """step
@@ -70,6 +71,7 @@ METRICS = """step
   ledger/generated_tokens ledger/trained_tokens ledger/filtered_tokens
   ledger/failed_tokens ledger/in_flight_tokens
   reward_service/timeouts reward_service/errors reward_service/latency_s
+  run/failed_side_outputs
 """.split()
 
 
@@ -305,7 +307,7 @@ def test_ctrl_c_ends_with_a_checkpoint_that_goes_on(tmp_path):
   thread = threading.Thread(target=interrupt)
   thread.start()
   try:
-    with pytest.raises(run.Interrupted, match="the same command"):
+    with pytest.raises(supervisor.Interrupted, match="the same command"):
       start(config, tmp_path)
   finally:
     ended.set()
@@ -427,7 +429,7 @@ def test_a_stall_names_who_waits(tmp_path):
   config = make_config(
     run={"stall_timeout_s": 1.0}, task={"reward_timeout_s": 100.0}
   )
-  with pytest.raises(run.StallError) as raised:
+  with pytest.raises(supervisor.StallError) as raised:
     start(config, tmp_path, scorer=reward_scorers.hangs_in_training)
   text = str(raised.value)
   assert "run.stall_timeout_s" in text

@@ -1,7 +1,5 @@
 """The recorder's thread: what fails in it ends the run's wait."""
 
-from concurrent import futures
-
 import numpy as np
 import pytest
 import worker_world
@@ -10,6 +8,7 @@ from jaxrl_async import batching
 from jaxrl_async import metrics
 from jaxrl_async import progress
 from jaxrl_async import run_record
+from jaxrl_async import side_outputs
 from jaxrl_async import trainer
 from jaxrl_async.models import configs
 
@@ -19,7 +18,8 @@ DEADLINE_S = 60.0
 @pytest.fixture
 def recorder(tmp_path):
   world = worker_world.World(tmp_path)
-  writer = metrics.MetricsWriter(tmp_path)
+  beside = side_outputs.SideOutputs(lambda text: None)
+  writer = metrics.MetricsWriter(tmp_path, beside)
   this = run_record.Recorder(
     run_record.RunRecord(),
     workdir=tmp_path,
@@ -29,6 +29,7 @@ def recorder(tmp_path):
     rewards=world.rewards,
     busy={name: metrics.BusyClock() for name in ("rollout", "train")},
     progress=progress.Progress(1),
+    side_outputs=beside,
     max_bad_updates=1,
   )
   yield this
@@ -53,10 +54,8 @@ def without_arrays():
 
 
 def test_a_failure_is_raised_by_the_next_look_and_only_once(recorder):
-  recorder.check()
-  recorder.begin(without_arrays(), {}, {})
-  futures.wait([recorder._writing], DEADLINE_S)
+  assert recorder.wait(0.0)
+  recorder.begin(without_arrays(), {}, {}, is_evaluated=False)
   with pytest.raises(KeyError, match="num_loss_tokens"):
-    recorder.check()
-  recorder.check()
-  recorder.wait()
+    recorder.wait(DEADLINE_S)
+  assert recorder.wait(0.0)

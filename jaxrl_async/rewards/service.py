@@ -22,6 +22,7 @@ from typing import Any
 import pebble
 
 from jaxrl_async.rewards import extraction
+from jaxrl_async.rewards import file_lock
 from jaxrl_async.rewards import reasoning
 
 # (types.Prompt.item, extracted answer or None) -> score. A function of a module
@@ -169,7 +170,7 @@ class RewardService:
   def _new_pool(self) -> pebble.ProcessPool:
     return pebble.ProcessPool(
       max_workers=self._num_workers,
-      context=multiprocessing.get_context("forkserver"),
+      context=file_lock.ForkServerContext(),
     )
 
   def _stop(self, pool: pebble.ProcessPool) -> None:
