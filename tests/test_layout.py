@@ -11,7 +11,15 @@ PACKAGE = ROOT / "jaxrl_async"
 
 # Imports point to a lower layer. A new module gets its line here.
 LAYERS = {
-  0: ("config", "config_checks", "config_json", "types", "mesh", "topology", "storage"),
+  0: (
+    "config",
+    "config_checks",
+    "config_json",
+    "types",
+    "mesh",
+    "topology",
+    "storage",
+  ),
   1: (
     "tokenizer",
     "rewards",

@@ -285,14 +285,21 @@ def test_stopped_and_continued_equals_uninterrupted(synchronous, tmp_path):
   )
 
 
-def until_lines(path, count, is_over, timeout_s=120):
-  """Waits for a file to have that many lines; False if it never will."""
+def until(holds, is_over=lambda: False, timeout_s=120):
+  """Waits for something to hold; False if it never will."""
   deadline = time.monotonic() + timeout_s
   while time.monotonic() < deadline and not is_over():
-    if path.exists() and path.read_text().count("\n") >= count:
+    if holds():
       return True
-    time.sleep(0.01)  # polls what another process or thread writes
+    time.sleep(0.01)  # polls what another process or thread does
   return False
+
+
+def until_lines(path, count, is_over):
+  """Waits for a file to have that many lines; False if it never will."""
+  return until(
+    lambda: path.exists() and path.read_text().count("\n") >= count, is_over
+  )
 
 
 @pytest.mark.slow
@@ -380,7 +387,6 @@ def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
 @pytest.mark.slow
 def test_a_reward_that_raises_now_and_then_fails_its_groups_only(tmp_path):
   config = make_config(task={"max_failed_groups": 1000, "reward_retries": 0})
-  # An evaluation does not forgive, so it must not meet the bad answers.
   summary = start(
     config, tmp_path, scorer=reward_scorers.raises_on_odd_training
   )

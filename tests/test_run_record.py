@@ -1,5 +1,7 @@
 """The recorder's thread: what fails in it ends the run's wait."""
 
+import threading
+
 import numpy as np
 import pytest
 import worker_world
@@ -38,10 +40,10 @@ def recorder(tmp_path):
   world.ledger.close()
 
 
-def without_arrays():
+def without_arrays(kind=trainer.Pending):
   """A step whose metrics cannot be made."""
   none = np.zeros(0, np.int64)
-  return trainer.Pending(
+  return kind(
     step=0,
     groups=[],
     placement=batching.Placement(starts=none, lengths=none, shape=(1, 1, 1, 1)),
@@ -59,3 +61,30 @@ def test_a_failure_is_raised_by_the_next_look_and_only_once(recorder):
   with pytest.raises(KeyError, match="num_loss_tokens"):
     recorder.wait(DEADLINE_S)
   assert recorder.wait(0.0)
+
+
+class NeverDone(trainer.Pending):
+  """A step whose metrics do not come before a gate opens."""
+
+  gate = threading.Event()
+
+  def metrics(self):
+    assert self.gate.wait(DEADLINE_S)
+    raise LookupError("the gate is open")
+
+
+def test_no_wait_for_a_step_that_is_never_written_is_without_a_deadline(
+  recorder,
+):
+  step = without_arrays(NeverDone)
+  recorder.begin(step, {}, {}, is_evaluated=False)
+  assert not recorder.wait(0.01)
+  assert "recorder: writing step 1 down since" in recorder.status()
+  with pytest.raises(TimeoutError, match="writing step 1 down"):
+    recorder.close(0.05)
+  # Nor does the end of the process wait for it.
+  (thread,) = [t for t in threading.enumerate() if t.name == "recorder"]
+  assert thread.daemon
+  step.gate.set()
+  with pytest.raises(LookupError, match="the gate is open"):
+    recorder.wait(DEADLINE_S)
