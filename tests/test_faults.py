@@ -46,11 +46,10 @@ def test_an_evaluation_that_fails_costs_no_step_and_no_line(tmp_path):
   assert [line.get("eval/held_out/failed") for line in lines] == [0, 0, None, 0]
   assert set(test_run.METRICS) <= lines[3].keys() | {"offpolicy/mismatch_kl"}
   test_run.check_ledger(workdir, summary)
-  assert start(3, reward_scorers.length)["train_steps"] == 3
-  assert test_run.lines(workdir, "metrics") == lines
 
 
-def launch(workdir, *arguments, **more):
+def launch(workdir, output, *arguments, **more):
+  """launch/train.py in a process group of its own."""
   return subprocess.Popen(
     [
       sys.executable,
@@ -64,11 +63,20 @@ def launch(workdir, *arguments, **more):
       *arguments,
     ],
     start_new_session=True,
-    stderr=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    text=True,
+    stderr=output,
+    stdout=output,
     **more,
   )
+
+
+def end(process):
+  """Its exit code, once it has ended by itself."""
+  try:
+    return process.wait(DEADLINE_S)
+  finally:
+    if process.poll() is None:
+      os.killpg(process.pid, signal.SIGKILL)
+      process.wait(DEADLINE_S)
 
 
 def members(group):
@@ -92,43 +100,42 @@ def test_two_signals_end_a_run_at_once_and_a_full_disk_ends_it_in_a_line(
   workdir = tmp_path / "run"
   workdir.mkdir()
   (workdir / "tensorboard").touch()  # in the way of a directory
-  process = launch(workdir, "--config.run.checkpoint_every=1000")
+  shown = tmp_path / "shown"
+  with open(shown, "w") as output:
+    process = launch(workdir, output, "--config.run.checkpoint_every=1000")
+  has_ended = lambda: process.poll() is not None  # noqa: E731
   try:
-    assert test_run.until_lines(
-      workdir / "metrics.jsonl", 3, lambda: process.poll() is not None
-    )
+    assert test_run.until_lines(workdir / "metrics.jsonl", 3, has_ended)
     (used,) = json.loads((workdir / "weight_transfer.json").read_text())
     assert pathlib.Path(used).exists()
-    for _ in range(2):  # as Ctrl-C does, to all of the group
-      os.killpg(process.pid, signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=DEADLINE_S)
-    assert test_run.until(lambda: not members(process.pid))
+    os.killpg(process.pid, signal.SIGINT)  # to all of them, as Ctrl-C is
+    assert test_run.until(
+      lambda: "SIGINT: finishing the step" in shown.read_text(), has_ended
+    )
+    os.killpg(process.pid, signal.SIGINT)
   finally:
-    if process.poll() is None:
-      os.killpg(process.pid, signal.SIGKILL)
-      process.wait(DEADLINE_S)
-  assert process.returncode == 128 + signal.SIGINT
-  assert stdout == "" and "Traceback" not in stderr
-  assert stderr.splitlines()[-1].startswith("SIGINT: ended at once")
-  assert stderr.count("WARNING: TensorBoard could not be written") == 1
+    code = end(process)
+  assert code == 128 + signal.SIGINT
+  text = shown.read_text()
+  assert text.splitlines()[-1].startswith("SIGINT: ended at once"), text
+  assert "Traceback" not in text
+  assert text.count("WARNING: TensorBoard could not be written") == 1
+  assert test_run.until(lambda: not members(process.pid))
   assert not pathlib.Path(used).exists()
 
   # Now no file may be as large as the arrays of a checkpoint are.
   size = (resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-  process = launch(
-    workdir,
-    "--config.run.checkpoint_every=2",
-    preexec_fn=lambda: resource.setrlimit(*size),
-  )
-  try:
-    stdout, stderr = process.communicate(timeout=DEADLINE_S)
-  finally:
-    if process.poll() is None:
-      os.killpg(process.pid, signal.SIGKILL)
-      process.wait(DEADLINE_S)
-  assert process.returncode == 1
-  assert "Traceback" not in stderr, stderr
-  *_, line = stderr.splitlines()
+  with open(shown, "w") as output:
+    process = launch(
+      workdir,
+      output,
+      "--config.run.checkpoint_every=2",
+      preexec_fn=lambda: resource.setrlimit(*size),
+    )
+  code = end(process)
+  text = shown.read_text()
+  assert code == 1 and "Traceback" not in text, text
+  *_, line = text.splitlines()
   assert line.startswith("error: ") and "make room" in line
   assert str(workdir / "checkpoints" / "2") in line
   checkpoints = workdir / "checkpoints"
