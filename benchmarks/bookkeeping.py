@@ -50,6 +50,7 @@ from jaxrl_async import buffer as buffer_lib
 from jaxrl_async import ledger as ledger_lib
 from jaxrl_async import metrics
 from jaxrl_async import progress
+from jaxrl_async import recorder as recorder_lib
 from jaxrl_async import run_record
 from jaxrl_async import trainer
 from jaxrl_async import types
@@ -138,7 +139,7 @@ class Books:
     rewards: Any = SimpleNamespace(
       metrics=lambda: {"reward_service/latency_s": 0.1}
     )
-    self.recorder = run_record.Recorder(
+    self.recorder = recorder_lib.Recorder(
       run_record.RunRecord(),
       workdir=workdir,
       writer=self._writer,

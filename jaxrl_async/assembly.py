@@ -23,6 +23,7 @@ from jaxrl_async import sft
 from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async import train_step
 from jaxrl_async import trainer as trainer_lib
+from jaxrl_async import transfer_directory
 from jaxrl_async import weight_transfer
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_config
@@ -182,6 +183,7 @@ def make_channel(
   workdir: pathlib.Path,
   published: Any,
   engine: engine_lib.Engine,
+  note: Callable[[str], None],
 ) -> weight_transfer.WeightChannel:
   """The channel of a run, for arrays of the shapes and types `published`."""
   target = jax.tree.map(
@@ -191,10 +193,9 @@ def make_channel(
   )
   return weight_transfer.make_channel(
     config.transfer.channel,
-    directory=weight_transfer.run_directory(
-      config.transfer.directory, workdir, device_checks.num_bytes(target)
+    directory=transfer_directory.prepare(
+      config.transfer, workdir, device_checks.num_bytes(target), note
     ),
-    incarnation=weight_transfer.new_incarnation(),
     target=target,
     coalesce=config.algorithm.max_staleness > 0,
   )

@@ -30,6 +30,7 @@ import numpy as np
 from jaxrl_async import config
 from jaxrl_async import manifest
 from jaxrl_async import pytree_files
+from jaxrl_async import storage
 from jaxrl_async.types import FinishReason, Prompt, RolloutGroup, Trajectory
 
 R = TypeVar("R")
@@ -86,10 +87,30 @@ def save(
     host_state: JSON; floats come back exactly.
     groups: read before this returns.
     keep: checkpoints left, at least 1.
+
+  Raises:
+    StorageError: the disk did not take it; earlier ones are as they were.
   """
   if keep < 1:
     raise CheckpointError(f"keep is {keep}, must be at least 1")
   directory = pathlib.Path(directory).absolute()
+  with storage.writing(directory / str(step)):
+    try:
+      _save(directory, step, train_state, host_state, groups, keep)
+    except (OSError, ValueError):
+      # What is useless would only keep the disk full.
+      shutil.rmtree(directory / f"{step}.incomplete", ignore_errors=True)
+      raise
+
+
+def _save(
+  directory: pathlib.Path,
+  step: int,
+  train_state: Any,
+  host_state: dict[str, Any],
+  groups: list[OutstandingGroup],
+  keep: int,
+) -> None:
   directory.mkdir(parents=True, exist_ok=True)
   recover(directory)
   for suffix in ("incomplete", "removed"):

@@ -10,6 +10,7 @@ from typing import Any
 from ml_collections import config_dict
 
 from jaxrl_async import config
+from jaxrl_async import storage
 
 NAME = "config.json"
 # Rises when stored values mean something else than before. A field that was
@@ -146,7 +147,8 @@ def from_stored(values: Any) -> config.Config:
 def write(wanted: config.Config, workdir: pathlib.Path) -> None:
   """Writes config.json, all of it or none."""
   path = workdir / NAME
-  workdir.mkdir(parents=True, exist_ok=True)
   incomplete = path.with_suffix(".incomplete")
-  incomplete.write_text(json.dumps(to_stored(wanted), indent=2) + "\n")
-  incomplete.replace(path)
+  with storage.writing(path):
+    workdir.mkdir(parents=True, exist_ok=True)
+    incomplete.write_text(json.dumps(to_stored(wanted), indent=2) + "\n")
+    incomplete.replace(path)

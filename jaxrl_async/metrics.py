@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import tensorboardX
 
+from jaxrl_async import events
+from jaxrl_async import side_outputs as side_outputs_lib
+from jaxrl_async import storage
 from jaxrl_async import timeline as timeline_lib
-from jaxrl_async import workdir as workdir_lib
 
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
@@ -47,34 +48,46 @@ class MetricsWriter:
   """Writes `metrics.jsonl` and TensorBoard events; a resume cuts both back.
 
   The files are opened by the first `write`: a writer that was not restored
-  begins them anew.
+  begins them anew. Only `metrics.jsonl` must succeed.
+
+  A step that is still to be evaluated is held: its line is written when the
+  evaluation is known, and until then a checkpoint carries it.
+
+  Threads: one at a time.
   """
 
-  def __init__(self, workdir: str | os.PathLike[str]):
+  def __init__(
+    self,
+    workdir: str | os.PathLike[str],
+    side_outputs: side_outputs_lib.SideOutputs,
+  ):
     self._workdir = pathlib.Path(workdir)
+    self._side_outputs = side_outputs
     self._num_bytes = 0
     self._last_step = -1
-    self._file = None
-    self._events = None
+    self._held: dict[str, Any] | None = None
+    self._file: storage.AppendFile | None = None
+    self._events: events.EventFile | None = None
 
-  def _open(self) -> None:
-    self._workdir.mkdir(parents=True, exist_ok=True)
+  def _open(self) -> storage.AppendFile:
     path = self._workdir / "metrics.jsonl"
-    has = path.stat().st_size if path.exists() else 0
-    if has < self._num_bytes:
-      raise ValueError(
-        f"{path} has {has} bytes, the checkpoint knows of {self._num_bytes}"
-      )
-    self._file = open(path, "r+b" if path.exists() else "w+b")
-    self._file.truncate(self._num_bytes)
-    self._file.seek(self._num_bytes)
-    self._events = tensorboardX.SummaryWriter(
-      str(self._workdir / "tensorboard"),
-      purge_step=self._last_step + 1,
-      # Names carry whole seconds only; a quick restart would overwrite.
-      filename_suffix=f".{self._last_step + 1}",
-      flush_secs=10,
-    )
+    with storage.writing(path):
+      self._workdir.mkdir(parents=True, exist_ok=True)
+    return storage.AppendFile(path, self._num_bytes)
+
+  @property
+  def held_step(self) -> int | None:
+    """The step whose line waits for an evaluation, if there is one."""
+    return None if self._held is None else self._held["step"]
+
+  def hold(self, step: int, values: Mapping[str, Any]) -> None:
+    """Takes what is known about a step that is still to be evaluated.
+
+    The next `write` is of the same step and completes it.
+    """
+    self._check_order(step)
+    plain = {name: _plain(name, value) for name, value in values.items()}
+    self._held = {"step": step, "values": plain}
 
   def write(self, step: int, values: Mapping[str, Any]) -> None:
     """Write everything that is known about one step.
@@ -83,50 +96,55 @@ class MetricsWriter:
       step: completed train steps; grows with every call.
       values: numbers; or lists of counts, whose entry i counts the value i
         (`staleness/histogram`). What is not finite becomes null.
+
+    Raises:
+      StorageError: `metrics.jsonl` could not be written.
     """
-    if step <= self._last_step:
-      raise ValueError(f"step {step} was written already ({self._last_step})")
+    self._check_order(step)
     plain = {name: _plain(name, value) for name, value in values.items()}
+    if self._held is not None:
+      plain = self._held["values"] | plain
     finite = {name: _finite(value) for name, value in plain.items()}
     line = json.dumps({"step": step, **finite}, allow_nan=False)
     if self._file is None:
-      self._open()
-    assert self._file is not None and self._events is not None
-    workdir_lib.check_in_place(self._workdir / workdir_lib.METRICS, self._file)
-    self._file.write(line.encode() + b"\n")
-    self._file.flush()
-    self._num_bytes = self._file.tell()
+      self._file = self._open()
+    self._file.append(line.encode() + b"\n")
+    self._num_bytes = self._file.num_bytes
+    self._held = None
+    with self._side_outputs.attempt("TensorBoard"):
+      if self._events is None:
+        first_step = self._last_step + 1
+        self._events = events.EventFile(
+          self._workdir / "tensorboard", first_step
+        )
+      self._events.add(step, plain)
     self._last_step = step
-    for name, value in plain.items():
-      if isinstance(value, list):
-        self._add_counts(name, value, step)
-      else:
-        self._events.add_scalar(name, value, step)
 
-  def _add_counts(self, name: str, counts: list[Any], step: int) -> None:
-    assert self._events is not None
-    if sum(counts) == 0:
-      return
-    used = [i for i, count in enumerate(counts) if count]
-    self._events.add_histogram_raw(
-      name,
-      min=used[0],
-      max=used[-1],
-      num=sum(counts),
-      sum=sum(i * count for i, count in enumerate(counts)),
-      sum_squares=sum(i * i * count for i, count in enumerate(counts)),
-      bucket_limits=[i + 0.5 for i in range(len(counts))],
-      bucket_counts=counts,
-      global_step=step,
-    )
+  def _check_order(self, step: int) -> None:
+    held_step = self.held_step
+    if held_step is not None and step != held_step:
+      raise ValueError(f"step {step} while step {held_step} is held")
+    if step <= self._last_step:
+      raise ValueError(f"step {step} was written already ({self._last_step})")
 
-  def state(self) -> dict[str, int]:
-    """What a checkpoint keeps; everything up to it is on disk afterwards."""
+  def state(self) -> dict[str, Any]:
+    """What a checkpoint keeps; everything up to it is on disk afterwards.
+
+    Raises:
+      StorageError: `metrics.jsonl` is not.
+    """
     if self._file is not None:
-      os.fsync(self._file.fileno())
-    return {"num_bytes": self._num_bytes, "last_step": self._last_step}
+      self._file.sync()
+    if self._events is not None:
+      with self._side_outputs.attempt("TensorBoard"):
+        self._events.sync()
+    return {
+      "num_bytes": self._num_bytes,
+      "last_step": self._last_step,
+      "held": self._held,
+    }
 
-  def restore(self, state: Mapping[str, int]) -> None:
+  def restore(self, state: Mapping[str, Any]) -> None:
     """Go on after what `state` knew; later lines and events are dropped.
 
     Raises:
@@ -136,13 +154,14 @@ class MetricsWriter:
       raise ValueError("restore comes before the first write")
     self._num_bytes = state["num_bytes"]
     self._last_step = state["last_step"]
-    self._open()
+    self._held = state.get("held")  # older checkpoints hold nothing
+    self._file = self._open()
 
   def close(self) -> None:
-    """Flush and close both files."""
-    if self._file is not None and self._events is not None:
-      self._file.close()
-      self._events.close()
+    """Close both files."""
+    for file in (self._file, self._events):
+      if file is not None:
+        file.close()
 
 
 class BusyClock:

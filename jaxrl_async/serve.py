@@ -297,7 +297,6 @@ def serve(
     ConfigError: it cannot be served like that.
     ThreadFailed: a thread failed, and every request with it.
     TimeoutError: a thread did not end.
-    KeyboardInterrupt: a second signal came; threads may still be running.
   """
   loop: serve_loop.ServeLoop | None = None
   front = front_lib.Front(
@@ -310,8 +309,6 @@ def serve(
   )
   this = supervisor.Supervisor(on_failure=lambda error: stop.set())
   front.start(note=lambda text: stop.set())
-  is_hurried = False
-  late = []
   try:
     scheduler = make_scheduler(policy)
     policy.params = None
@@ -328,15 +325,11 @@ def serve(
     end_s = time.monotonic() + settings.drain_s
     while not front.queue.is_empty and time.monotonic() < end_s:
       time.sleep(0.02)
-  except KeyboardInterrupt:
-    is_hurried = True
-    raise
   finally:
     if loop is not None:
       loop.stop()  # what is left gets an error, then its connection ends
     front.stop()
-    if not is_hurried:
-      late = this.join(_JOIN_S) + front.join(_JOIN_S)
+    late = this.join(_JOIN_S) + front.join(_JOIN_S)
   this.check()
   front.check()
   if late:

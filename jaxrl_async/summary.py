@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_async import storage
 from jaxrl_async import timeline
 
 _COLORS = {
@@ -102,12 +103,15 @@ def write(
 
   Raises:
     ValueError: the numbers contradict each other; nothing was written.
+    StorageError: the file could not be written.
   """
   check(summary, max_staleness=max_staleness)
   values = dataclasses.asdict(summary)
   values |= values.pop("extra")
   text = json.dumps(values, indent=2, allow_nan=False)
-  (pathlib.Path(workdir) / "summary.json").write_text(text + "\n")
+  path = pathlib.Path(workdir) / "summary.json"
+  with storage.writing(path):
+    path.write_text(text + "\n")
   return json.dumps(values, allow_nan=False)
 
 

@@ -30,6 +30,8 @@ from ml_collections import config_flags
 from jaxrl_async import config as config_lib
 from jaxrl_async import config_checks
 from jaxrl_async import directories
+from jaxrl_async import storage
+from jaxrl_async import supervisor
 
 CONFIG = config_flags.DEFINE_config_file(
   "config",
@@ -254,12 +256,21 @@ def _parse(argv: list[str], has_config: bool = True) -> list[str]:
 
 
 def _run(check: Callable[[], None], main: Callable[[], None]) -> None:
+  """Ends without a traceback where the program itself is not to blame."""
   try:
     check()
     _prepare_jax()
     main()
   except config_lib.ConfigError as error:
     _fail(str(error))
+  except (storage.StorageError, supervisor.RunError) as error:
+    sys.exit(f"error: {error}")
+  except supervisor.Interrupted as error:
+    print(error, file=sys.stderr)
+    sys.exit(130)
+  except KeyboardInterrupt:  # before the run answers signals itself
+    print("interrupted", file=sys.stderr)
+    sys.exit(130)
 
 
 def start(

@@ -188,9 +188,6 @@ def main():
       )
   # Threads are still at work, and nothing they do is worth waiting for: not
   # even the interpreter's own end, which some of them would not survive.
-  except KeyboardInterrupt:
-    print("ended at once", file=sys.stderr, flush=True)
-    os._exit(130)
   except TimeoutError as error:
     print(f"error: {error}", file=sys.stderr, flush=True)
     os._exit(1)

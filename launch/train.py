@@ -10,7 +10,6 @@ import command_line  # isort: skip, first: it sets XLA's environment
 
 from collections.abc import Sequence
 import os
-import sys
 from typing import Any
 
 from absl import flags
@@ -104,11 +103,7 @@ def _train(config: config_lib.Config) -> None:
   if _SERVE_PORT.value:
     key = os.environ.get("JAXRL_API_KEY", "").strip() or None
     serving = front.ServeSettings(port=_SERVE_PORT.value, api_key=key)
-  try:
-    print(run.run(config, command_line.workdir(), serving=serving))
-  except run.Interrupted as error:
-    print(error, file=sys.stderr)
-    sys.exit(130)
+  print(run.run(config, command_line.workdir(), serving=serving))
 
 
 def main(config):

@@ -3,6 +3,7 @@ import shutil
 import tempfile
 import threading
 
+import disks
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ import pytest
 
 from jaxrl_async import checkpoint
 from jaxrl_async import manifest
+from jaxrl_async import storage
 from jaxrl_async import types
 
 
@@ -276,6 +278,18 @@ def test_a_save_that_raises_leaves_the_previous_checkpoint(tmp_path):
   assert checkpoint.latest(tmp_path) == 4
   checkpoint.save(tmp_path, 8, state, {}, [])
   assert sorted(p.name for p in tmp_path.iterdir()) == ["4", "8"]
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint_and_no_other(tmp_path):
+  state = _train_state()
+  checkpoint.save(tmp_path, 4, state, {"cursor": 1}, [])
+  with disks.files_of_at_most(1000):
+    with pytest.raises(storage.StorageError) as raised:
+      checkpoint.save(tmp_path, 8, state, {"cursor": "x" * 2000}, [])
+  message = str(raised.value)
+  assert f"{tmp_path / '8'}" in message and "make room" in message
+  assert [path.name for path in tmp_path.iterdir()] == ["4"]
+  assert checkpoint.host_state(tmp_path, 4) == {"cursor": 1}
 
 
 def test_the_newest_checkpoints_are_kept(tmp_path):

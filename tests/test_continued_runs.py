@@ -11,9 +11,9 @@ import test_run
 from jaxrl_async import checkpoint
 from jaxrl_async import config as config_lib
 from jaxrl_async import metrics
+from jaxrl_async import recorder as recorder_lib
 from jaxrl_async import resume
 from jaxrl_async import run
-from jaxrl_async import run_record
 from jaxrl_async import weight_transfer
 from jaxrl_async import workdir as workdir_lib
 
@@ -221,7 +221,7 @@ def test_a_run_killed_before_it_trains_begins_again_by_the_same_command(
     (checkpoint, "_sync_names"),
     (run.config_json, "write"),
     (metrics.MetricsWriter, "write"),
-    (run_record.Recorder, "start_rl"),
+    (recorder_lib.Recorder, "start_rl"),
   ):
     with monkeypatch.context() as patched, pytest.raises(Killed):
       patched.setattr(place, name, kill)

@@ -4,6 +4,7 @@ import json
 import struct
 import threading
 
+import disks
 import jax
 from jax import numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
@@ -12,6 +13,13 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from jaxrl_async import metrics
+from jaxrl_async import side_outputs
+from jaxrl_async import storage
+
+
+def make_writer(workdir, notes=None):
+  said = [] if notes is None else notes
+  return metrics.MetricsWriter(workdir, side_outputs.SideOutputs(said.append))
 
 
 def lines(workdir):
@@ -34,7 +42,7 @@ def events(workdir):
 
 
 def test_a_step_is_one_json_object(tmp_path):
-  writer = metrics.MetricsWriter(tmp_path)
+  writer = make_writer(tmp_path)
   writer.write(
     1,
     {
@@ -59,7 +67,7 @@ def test_a_step_is_one_json_object(tmp_path):
 
 
 def test_tensorboard_gets_scalars_and_the_histogram(tmp_path):
-  writer = metrics.MetricsWriter(tmp_path)
+  writer = make_writer(tmp_path)
   writer.write(3, {"reward/mean": 0.25, "staleness/histogram": [0, 4, 1]})
   writer.close()
   values = {
@@ -74,14 +82,78 @@ def test_tensorboard_gets_scalars_and_the_histogram(tmp_path):
   assert counts[1.5] == 4 and counts[2.5] == 1
 
 
+def test_events_are_on_disk_when_write_returns(tmp_path):
+  writer = make_writer(tmp_path)
+  writer.write(1, {"x": 1})
+  # A process that is killed now closes nothing.
+  assert [e.step for e in events(tmp_path) if e.summary.value] == [1]
+  writer.close()
+
+
+def test_tensorboard_that_fails_is_said_once_counted_and_tried_again(tmp_path):
+  notes = []
+  beside = side_outputs.SideOutputs(notes.append)
+  writer = metrics.MetricsWriter(tmp_path, beside)
+  in_the_way = tmp_path / "tensorboard"
+  in_the_way.touch()
+  for step in (1, 2):
+    writer.write(step, {"x": step})
+    writer.state()
+  (note,) = notes
+  assert "WARNING: TensorBoard" in note and len(note.splitlines()) == 1
+  assert beside.num_failures == 2
+  in_the_way.unlink()
+  writer.write(3, {"x": 3})
+  with disks.files_of_at_most((tmp_path / "metrics.jsonl").stat().st_size + 99):
+    writer.write(4, {"x" * 50: 4})  # it fits into metrics.jsonl alone
+  writer.write(5, {"x": 5})
+  writer.close()
+  assert beside.num_failures == 3
+  assert [x["step"] for x in lines(tmp_path)] == [1, 2, 3, 4, 5]
+  written = [e.step for e in events(tmp_path) if e.summary.value]
+  assert written == [3, 5]
+
+
+def test_metrics_that_cannot_be_written_end_the_run(tmp_path):
+  writer = make_writer(tmp_path)
+  writer.write(1, {"x": 1})
+  with disks.files_of_at_most(20):
+    with pytest.raises(storage.StorageError, match="metrics.jsonl cannot be"):
+      writer.write(2, {"x": 2})
+  writer.close()
+  assert [x["step"] for x in lines(tmp_path)] == [1]
+
+
+def test_a_held_step_is_one_line_also_after_a_resume(tmp_path):
+  writer = make_writer(tmp_path)
+  writer.write(1, {"x": 1})
+  writer.hold(2, {"x": np.float32(2)})
+  assert [x["step"] for x in lines(tmp_path)] == [1]
+  state = json.loads(json.dumps(writer.state()))
+  writer.write(2, {"eval": 0.5})
+  writer.close()
+  resumed = make_writer(tmp_path)
+  resumed.restore(state)
+  assert resumed.held_step == 2
+  with pytest.raises(ValueError, match="step 3 while step 2 is held"):
+    resumed.write(3, {"x": 3})
+  resumed.write(2, {"eval": 0.25})
+  assert resumed.held_step is None
+  resumed.close()
+  assert lines(tmp_path) == [
+    {"step": 1, "x": 1},
+    {"step": 2, "x": 2.0, "eval": 0.25},
+  ]
+
+
 def test_a_resume_drops_what_came_after_the_checkpoint(tmp_path):
-  writer = metrics.MetricsWriter(tmp_path)
+  writer = make_writer(tmp_path)
   writer.write(1, {"x": 1})
   writer.write(2, {"x": 2})
   state = json.loads(json.dumps(writer.state()))
   writer.write(3, {"x": 3})
   writer.close()
-  resumed = metrics.MetricsWriter(tmp_path)
+  resumed = make_writer(tmp_path)
   resumed.restore(state)
   assert [x["step"] for x in lines(tmp_path)] == [1, 2]
   assert resumed.state() == state
@@ -94,20 +166,20 @@ def test_a_resume_drops_what_came_after_the_checkpoint(tmp_path):
 
 def test_a_writer_that_is_not_restored_begins_anew(tmp_path):
   for value in (1, 2):
-    writer = metrics.MetricsWriter(tmp_path)
+    writer = make_writer(tmp_path)
     writer.write(1, {"x": value})
     writer.close()
   assert lines(tmp_path) == [{"step": 1, "x": 2}]
 
 
 def test_a_file_shorter_than_the_checkpoint_knows_is_refused(tmp_path):
-  writer = metrics.MetricsWriter(tmp_path)
+  writer = make_writer(tmp_path)
   with pytest.raises(ValueError, match="has 0 bytes"):
     writer.restore({"num_bytes": 10, "last_step": 1})
 
 
 def test_a_step_is_written_once_and_only_numbers_are(tmp_path):
-  writer = metrics.MetricsWriter(tmp_path)
+  writer = make_writer(tmp_path)
   writer.write(1, {"x": 1})
   with pytest.raises(ValueError, match="step 1"):
     writer.write(1, {"x": 2})

@@ -31,8 +31,8 @@ from jaxrl_async import config as config_lib
 from jaxrl_async import config_checks
 from jaxrl_async import metrics
 from jaxrl_async import prompts
+from jaxrl_async import recorder as recorder_lib
 from jaxrl_async import run
-from jaxrl_async import run_record
 from jaxrl_async import supervisor
 from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async import types
@@ -50,7 +50,8 @@ from configs import tiny  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "golden_losses.txt"
 EVALUATIONS = {
-  f"eval/{x}@1" for x in ("held_out/avg", "held_out/pass", "greedy/avg")
+  *("eval/held_out/avg@1", "eval/held_out/pass@1", "eval/held_out/failed"),
+  *("eval/greedy/avg@1", "eval/greedy/failed"),
 }
 LOSSES = ("policy/loss", "policy/grad_norm", "policy/entropy")
 METRICS = """step
@@ -72,6 +73,7 @@ METRICS = """step
   ledger/generated_tokens ledger/trained_tokens ledger/filtered_tokens
   ledger/failed_tokens ledger/in_flight_tokens
   reward_service/timeouts reward_service/errors reward_service/latency_s
+  run/failed_side_outputs
 """.split()
 
 
@@ -287,14 +289,21 @@ def test_stopped_and_continued_equals_uninterrupted(synchronous, tmp_path):
   )
 
 
-def until_lines(path, count, is_over, timeout_s=120):
-  """Waits for a file to have that many lines; False if it never will."""
+def until(holds, is_over=lambda: False, timeout_s=120):
+  """Waits for something to hold; False if it never will."""
   deadline = time.monotonic() + timeout_s
   while time.monotonic() < deadline and not is_over():
-    if path.exists() and path.read_text().count("\n") >= count:
+    if holds():
       return True
-    time.sleep(0.01)  # polls what another process or thread writes
+    time.sleep(0.01)  # polls what another process or thread does
   return False
+
+
+def until_lines(path, count, is_over):
+  """Waits for a file to have that many lines; False if it never will."""
+  return until(
+    lambda: path.exists() and path.read_text().count("\n") >= count, is_over
+  )
 
 
 @pytest.mark.slow
@@ -309,7 +318,7 @@ def test_ctrl_c_ends_with_a_checkpoint_that_goes_on(tmp_path):
   thread = threading.Thread(target=interrupt)
   thread.start()
   try:
-    with pytest.raises(run.Interrupted, match="the same command"):
+    with pytest.raises(supervisor.Interrupted, match="the same command"):
       start(config, tmp_path)
   finally:
     ended.set()
@@ -389,7 +398,6 @@ def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
 @pytest.mark.slow
 def test_a_reward_that_raises_now_and_then_fails_its_groups_only(tmp_path):
   config = make_config(task={"max_failed_groups": 1000, "reward_retries": 0})
-  # An evaluation does not forgive, so it must not meet the bad answers.
   summary = start(
     config, tmp_path, scorer=reward_scorers.raises_on_odd_training
   )
@@ -426,7 +434,7 @@ def test_updates_that_are_never_finite_end_the_run(tmp_path):
   params = jax.tree.map(np.array, init(jax.random.key(0)))
   params["final_norm"][0] = np.nan
   with pytest.raises(
-    run_record.BadUpdatesError, match=r"step 1: 3 updates.*\[4, 5, 6, 7\]"
+    recorder_lib.BadUpdatesError, match=r"step 1: 3 updates.*\[4, 5, 6, 7\]"
   ):
     start(config, tmp_path, initial_params=params)
   entries = lines(tmp_path, "ledger")
@@ -438,7 +446,7 @@ def test_a_stall_names_who_waits(tmp_path):
   config = make_config(
     run={"stall_timeout_s": 1.0}, task={"reward_timeout_s": 100.0}
   )
-  with pytest.raises(run.StallError) as raised:
+  with pytest.raises(supervisor.StallError) as raised:
     start(config, tmp_path, scorer=reward_scorers.hangs_in_training)
   text = str(raised.value)
   assert "run.stall_timeout_s" in text

@@ -1,9 +1,9 @@
 """What a run remembers of itself, and the thread that writes it down."""
 
-from concurrent import futures
 import dataclasses
 import json
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -12,7 +12,9 @@ import worker_world
 from jaxrl_async import batching
 from jaxrl_async import metrics
 from jaxrl_async import progress
+from jaxrl_async import recorder as recorder_lib
 from jaxrl_async import run_record
+from jaxrl_async import side_outputs
 from jaxrl_async import trainer
 from jaxrl_async.models import configs
 
@@ -37,8 +39,9 @@ def hand():
 @pytest.fixture
 def recorder(tmp_path, hand):
   world = worker_world.World(tmp_path)
-  writer = metrics.MetricsWriter(tmp_path)
-  this = run_record.Recorder(
+  beside = side_outputs.SideOutputs(lambda text: None)
+  writer = metrics.MetricsWriter(tmp_path, beside)
+  this = recorder_lib.Recorder(
     run_record.RunRecord(),
     workdir=tmp_path,
     writer=writer,
@@ -49,6 +52,7 @@ def recorder(tmp_path, hand):
       name: metrics.BusyClock(seconds=hand) for name in ("rollout", "train")
     },
     progress=progress.Progress(1),
+    side_outputs=beside,
     max_bad_updates=1,
   )
   yield this
@@ -57,10 +61,10 @@ def recorder(tmp_path, hand):
   world.ledger.close()
 
 
-def without_arrays():
+def without_arrays(kind=trainer.Pending):
   """A step whose metrics cannot be made."""
   none = np.zeros(0, np.int64)
-  return trainer.Pending(
+  return kind(
     step=0,
     groups=[],
     placement=batching.Placement(starts=none, lengths=none, shape=(1, 1, 1, 1)),
@@ -73,13 +77,11 @@ def without_arrays():
 
 
 def test_a_failure_is_raised_by_the_next_look_and_only_once(recorder):
-  recorder.check()
-  recorder.begin(without_arrays(), {}, {})
-  futures.wait([recorder._writing], DEADLINE_S)
+  assert recorder.wait(0.0)
+  recorder.begin(without_arrays(), {}, {}, is_evaluated=False)
   with pytest.raises(KeyError, match="num_loss_tokens"):
-    recorder.check()
-  recorder.check()
-  recorder.wait()
+    recorder.wait(DEADLINE_S)
+  assert recorder.wait(0.0)
 
 
 def test_an_evaluation_counts_for_neither_slice(recorder, hand):
@@ -180,3 +182,30 @@ def test_what_a_skipped_update_measured_does_not_enter_the_record(kl):
   assert record.mismatch_kl.maximum == before.maximum
   assert record.mismatch_kl.num_not_finite == 1
   assert record.rewards.num_points == 21
+
+
+class NeverDone(trainer.Pending):
+  """A step whose metrics do not come before a gate opens."""
+
+  gate = threading.Event()
+
+  def metrics(self):
+    assert self.gate.wait(DEADLINE_S)
+    raise LookupError("the gate is open")
+
+
+def test_no_wait_for_a_step_that_is_never_written_is_without_a_deadline(
+  recorder,
+):
+  step = without_arrays(NeverDone)
+  recorder.begin(step, {}, {}, is_evaluated=False)
+  assert not recorder.wait(0.01)
+  assert "recorder: writing step 1 down since" in recorder.status()
+  with pytest.raises(TimeoutError, match="writing step 1 down"):
+    recorder.close(0.05)
+  # Nor does the end of the process wait for it.
+  (thread,) = [t for t in threading.enumerate() if t.name == "recorder"]
+  assert thread.daemon
+  step.gate.set()
+  with pytest.raises(LookupError, match="the gate is open"):
+    recorder.wait(DEADLINE_S)

@@ -17,6 +17,7 @@ from jaxrl_async import buffer as buffer_lib
 from jaxrl_async import ledger as ledger_lib
 from jaxrl_async import metrics
 from jaxrl_async import prompts
+from jaxrl_async import supervisor
 from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async import types
 from jaxrl_async import weight_transfer
@@ -170,10 +171,11 @@ class RolloutWorker:
       self._num_pausers += 1
     try:
       with self._gate:
-        if not self._gate.wait_for(
-          lambda: self._is_parked or self._has_ended, timeout_s
-        ):
-          raise TimeoutError(f"no pause in {timeout_s} s; {self.status()}")
+        deadline = supervisor.Deadline(timeout_s)
+        while not (self._is_parked or self._has_ended):
+          if (wait_s := deadline.next_wait_s()) == 0:
+            raise TimeoutError(f"no pause in {timeout_s} s; {self.status()}")
+          self._gate.wait(wait_s)
       yield
     finally:
       with self._gate:
