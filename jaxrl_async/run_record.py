@@ -1,7 +1,6 @@
 """What a run remembers about itself across restarts."""
 
 import dataclasses
-import math
 from typing import Any
 
 from jaxrl_async import config
@@ -17,34 +16,6 @@ def _add_counts(total: list[int], more: list[int]) -> list[int]:
   size = max(len(total), len(more))
   padded = [counts + [0] * (size - len(counts)) for counts in (total, more)]
   return [a + b for a, b in zip(*padded, strict=True)]
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class Mean:
-  """Mean and maximum of numbers that are not kept; JSON.
-
-  What is not finite is counted and left out: a skipped update has such numbers,
-  and one of them would take the place of all others for good.
-  """
-
-  count: int = 0
-  total: float = 0.0
-  maximum: float = 0.0
-  num_not_finite: int = 0
-
-  def add(self, value: float) -> None:
-    """Takes another number, at least 0."""
-    if not math.isfinite(value):
-      self.num_not_finite += 1
-      return
-    self.count += 1
-    self.total += value
-    self.maximum = max(self.maximum, value)
-
-  @property
-  def mean(self) -> float:
-    """Of what was finite; 0 without any."""
-    return self.total / self.count if self.count else 0.0
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -78,7 +49,7 @@ class RunRecord:
   generated_tokens: int = 0
   evaluations: series.Series = dataclasses.field(default_factory=series.Series)
   rewards: series.Series = dataclasses.field(default_factory=series.Series)
-  mismatch_kl: Mean = dataclasses.field(default_factory=Mean)
+  mismatch_kl: series.Mean = dataclasses.field(default_factory=series.Mean)
   staleness_counts: list[int] = dataclasses.field(default_factory=list)
   versions_counts: list[int] = dataclasses.field(default_factory=list)
 
@@ -99,7 +70,7 @@ class RunRecord:
     )
     # Of format 0; the picture has no use for windows of earlier starts.
     values.pop("windows", None)
-    kls = Mean(**values.pop("mismatch_kl", {}))
+    kls = series.Mean(**values.pop("mismatch_kl", {}))
     for name in ("mismatch_kls", "evaluation_kls"):
       for value in values.pop(name, ()):
         kls.add(value)

@@ -1,6 +1,7 @@
-"""Points of a run of any length, in memory that does not grow with it."""
+"""Numbers of a run of any length, in memory that does not grow with it."""
 
 import dataclasses
+import math
 from typing import Any
 
 _MAX_POINTS = 512
@@ -67,3 +68,31 @@ class Series:
     if not self.num_points or (self.num_points - 1) % self.stride == 0:
       return list(self.thinned)
     return [*self.thinned, self.last]
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Mean:
+  """Mean and maximum of numbers that are not kept; JSON.
+
+  What is not finite is counted and left out: a skipped update has such numbers,
+  and one of them would take the place of all others for good.
+  """
+
+  count: int = 0
+  total: float = 0.0
+  maximum: float = 0.0
+  num_not_finite: int = 0
+
+  def add(self, value: float) -> None:
+    """Takes another number, at least 0."""
+    if not math.isfinite(value):
+      self.num_not_finite += 1
+      return
+    self.count += 1
+    self.total += value
+    self.maximum = max(self.maximum, value)
+
+  @property
+  def mean(self) -> float:
+    """Of what was finite; 0 without any."""
+    return self.total / self.count if self.count else 0.0

@@ -102,7 +102,7 @@ def timeline_of(*intervals):
   return made
 
 
-def make_history(num_steps, **changes):
+def make_history(num_steps, /, **changes):
   train, rollout, ends = [], [], []
   for step in map(float, range(num_steps)):
     train.append((step, step + 0.5, "update"))
