@@ -29,7 +29,7 @@ def launch(*arguments, script="train", python=(), cwd=None):
     + list(arguments),
     capture_output=True,
     text=True,
-    timeout=120,
+    timeout=170,
     env=environment | {"JAX_PLATFORMS": "cpu"},
     cwd=cwd,
   )
