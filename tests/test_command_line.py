@@ -18,7 +18,6 @@ HEAVY = {
   *("tensorflow", "reasoning_gym", "sympy", "matplotlib", "starlette"),
   *("uvicorn", "pydantic", "grpc", "tokenizers", "rich", "pebble", "scipy"),
 }
-# Ends in a digit of its own, so that no message is right by accident.
 LONG = "x" * 5_000
 
 
