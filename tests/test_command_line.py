@@ -18,7 +18,6 @@ HEAVY = {
   *("tensorflow", "reasoning_gym", "sympy", "matplotlib", "starlette"),
   *("uvicorn", "pydantic", "grpc", "tokenizers", "rich", "pebble", "scipy"),
 }
-# Ends in a digit of its own, so that no message is right by accident.
 LONG = "x" * 5_000
 
 
@@ -29,7 +28,7 @@ def launch(*arguments, script="train", python=(), cwd=None):
     + list(arguments),
     capture_output=True,
     text=True,
-    timeout=120,
+    timeout=170,
     env=environment | {"JAX_PLATFORMS": "cpu"},
     cwd=cwd,
   )
