@@ -260,9 +260,10 @@ def _compile(
 ) -> None:
   """Writes a token at each padded length, so that no client waits for XLA."""
   sizes = scheduler.engine.sizes
-  buckets = sorted({*sizes.prefill_buckets, *sizes.window_buckets})
-  for bucket, top_p in itertools.product(buckets, (1.0, 0.5)):
-    length = max(1, bucket - sizes.decode_steps_per_call)
+  # A prompt of a bucket's length, and one whose next token fills a window.
+  lengths = {min(b, sizes.cache_tokens - 1) for b in sizes.prefill_buckets}
+  lengths |= {max(w - 1, 1) for w in sizes.window_buckets}
+  for length, top_p in itertools.product(sorted(lengths), (1.0, 0.5)):
     sequence = sequence_lib.Sequence(
       np.zeros((length,), np.int32),
       limit=length + 1,

@@ -26,6 +26,7 @@ from jaxrl_async import assembly
 from jaxrl_async import config as config_lib
 from jaxrl_async import config_json
 from jaxrl_async import initial_params
+from jaxrl_async import metrics as metrics_lib
 from jaxrl_async import serve
 from jaxrl_async import supervisor
 from jaxrl_async import tokenizer as tokenizer_lib
@@ -147,6 +148,18 @@ def test_what_cannot_be_read_is_named(tmp_path):
   (tmp_path / "empty").mkdir()
   with pytest.raises(config_lib.ConfigError, match="checkpoint: .*empty"):
     serve.load_checkpoint(tmp_path / "empty", **sizes)
+
+
+def test_no_client_waits_for_a_compilation():
+  # As many steps a call as lie between two buckets.
+  scheduler = tiny.scheduler(decode_steps_per_call=16)
+  scheduler.adopt(tiny.engine_params(), 0)
+  serve._compile(scheduler, supervisor.StopRequest())
+  with metrics_lib.CompilationCounter() as compilations:
+    for length in (1, 15, 16, 17, 31):
+      scheduler.submit(tiny.sequence(tiny.prompt(length), limit=32))
+    tiny.finish(scheduler)
+  assert compilations.num_programs == 0
 
 
 @pytest.mark.slow
