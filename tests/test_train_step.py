@@ -262,6 +262,7 @@ def test_loglinear_is_the_update_around_its_formula():
   assert arrays["mismatch_kl_sum"] < exact["mismatch_kl_sum"] / 100
 
 
+@pytest.mark.slow
 def test_without_a_forward_only_the_first_update_counts_as_mismatch():
   batch = packed(minibatches=2)
   exact, _ = loss_and_gradients(batch)
