@@ -18,6 +18,7 @@ from jaxrl_async import memory_estimate
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import metrics as metrics_lib
 from jaxrl_async import prompts
+from jaxrl_async import question_stream
 from jaxrl_async import sft
 from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async import topology
@@ -169,6 +170,18 @@ def make_rewards(
   )
 
 
+def prompt_source(
+  config: config_lib.Config, tokenizer: tokenizer_lib.Tokenizer
+) -> prompts.PromptSource:
+  """Where the prompts of a run come from."""
+  return prompts.PromptSource(
+    task=config.task,
+    tokenizer=tokenizer,
+    seed=config.seed,
+    max_prompt_tokens=config.rollout.max_prompt_tokens,
+  )
+
+
 def _num_bytes(shapes: Any) -> int:
   return sum(
     math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(shapes)
@@ -280,17 +293,10 @@ def warm_start(
   published = _published(config)
   rows = None
   if section.num_steps:
-    examples = prompts.worked_examples(
-      config.task,
-      section,
-      tokenizer,
-      seed=config.seed,
-      max_prompt_tokens=config.rollout.max_prompt_tokens,
-      max_tokens=config.train.tokens_per_row,
-    )
-    rows = sft.pack_examples(
-      examples, tokens_per_row=config.train.tokens_per_row
-    )
+    source = prompt_source(config, tokenizer)
+    max_tokens = config.train.tokens_per_row
+    examples = prompts.worked_examples(source, section, max_tokens=max_tokens)
+    rows = sft.pack_examples(examples, tokens_per_row=max_tokens)
   return sft.warm_start(
     section,
     rows,
@@ -401,6 +407,7 @@ def check(config: config_lib.Config, devices: Sequence[Any]) -> None:
   Raises:
     ConfigError: one line that names the field.
   """
+  question_stream.start_server()  # imports its library meanwhile
   tokenizer = load_tokenizer(config)
   model = model_config(config, tokenizer.vocab_size)
   _check_sharding(config, model, len(devices))
@@ -412,18 +419,11 @@ def check(config: config_lib.Config, devices: Sequence[Any]) -> None:
   memory_estimate.check(
     training_memory(config, model, devices), topology.memory_bytes(devices[0])
   )
-  longest = config.rollout.max_prompt_tokens
-  prompts.validate_task(
-    config.task, tokenizer, seed=config.seed, max_prompt_tokens=longest
-  )
+  source = prompt_source(config, tokenizer)
+  prompts.validate_task(source)
   if config.warm_start.num_steps and not config.warm_start.checkpoint:
     prompts.validate_warm_start(
-      config.task,
-      config.warm_start,
-      tokenizer,
-      seed=config.seed,
-      max_prompt_tokens=longest,
-      max_tokens=config.train.tokens_per_row,
+      source, config.warm_start, max_tokens=config.train.tokens_per_row
     )
 
 

@@ -17,7 +17,8 @@ from jaxrl_async.config import require
 from jaxrl_async.mesh import MeshShape
 
 _AT_LEAST_ONE = """warm_start.rows_per_batch warm_start.num_examples
-  task.reward_workers task.max_failed_groups rollout.num_slots
+  task.reward_workers task.max_failed_groups task.question_workers
+  rollout.num_slots
   rollout.max_prompt_tokens rollout.max_completion_tokens rollout.cache_tokens
   rollout.decode_steps_per_call rollout.prefill_rows rollout.page_tokens
   algorithm.groups_per_step

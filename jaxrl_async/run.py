@@ -9,7 +9,6 @@ the name of the thread it came from.
 
 import contextlib
 import dataclasses
-import functools
 import pathlib
 import time
 from typing import Any
@@ -23,10 +22,12 @@ from jaxrl_async import checkpoint
 from jaxrl_async import config as config_lib
 from jaxrl_async import config_json
 from jaxrl_async import evaluate
+from jaxrl_async import held_out
 from jaxrl_async import ledger as ledger_lib
 from jaxrl_async import metrics as metrics_lib
 from jaxrl_async import progress as progress_lib
 from jaxrl_async import prompts
+from jaxrl_async import questions
 from jaxrl_async import run_record
 from jaxrl_async import serve
 from jaxrl_async import snapshot
@@ -95,6 +96,8 @@ class Run:
     )
     self.writer = metrics_lib.MetricsWriter(workdir)
     self.supervisor = supervisor.Supervisor(on_failure=self.buffer.close)
+    self.source = assembly.prompt_source(config, self.tokenizer)
+    self.stream = prompts.PromptStream(self.source, questions.Split.TRAIN)
     self.ledger: ledger_lib.Ledger | None = None
     self.channel: weight_transfer.WeightChannel | None = None
     self.loader: batch_loader.BatchLoader[trainer_lib.PreparedBatch] | None
@@ -114,27 +117,19 @@ class Run:
     """Warm start or restore, first evaluation, threads; gives the step."""
     config = self.config
     config_json.write(config, self.workdir)
-    source = prompts.PromptSource(
-      config.task,
-      self.tokenizer,
-      seed=config.seed,
-      split=prompts.Split.TRAIN,
-    )
-    self.stream = prompts.PromptStream(
-      source, max_prompt_tokens=config.rollout.max_prompt_tokens
-    )
-    self.held_out = prompts.held_out(
-      config.task,
-      self.tokenizer,
-      seed=config.seed,
-      max_prompt_tokens=config.rollout.max_prompt_tokens,
-      num_items=config.eval.num_items,
+    self.held_out = held_out.load_or_make(
+      self.workdir / "held_out.json",
+      self.source,
+      config.eval.num_items,
+      note=self.progress.note,
+      on_progress=self._show_held_out,
     )
     if self.resumed_step is None:
       self._warm_start()
       outstanding = []
     else:
-      outstanding = self._restore(source)
+      outstanding = self._restore()
+    self.stream.prefetch()
     step = self.resumed_step or 0
     self.rewards.warm_up()
     self.ledger = ledger_lib.Ledger(
@@ -206,6 +201,12 @@ class Run:
     self.tokenizer.save(self.workdir / "tokenizer")
     self.record.warm_start_s = self.clock.now() - start_s
 
+  def _show_held_out(self, num_made: int) -> None:
+    if self.stop.is_set:
+      raise Interrupted("stopped in the first stage; it will begin anew")
+    num_items = self.config.eval.num_items
+    self.progress.stage("held-out questions", num_made, num_items)
+
   def _show_warm_start(self, step: int, loss: float) -> None:
     if self.stop.is_set:
       raise Interrupted("stopped in the warm start; it will begin anew")
@@ -213,7 +214,7 @@ class Run:
       "warm start", step, self.config.warm_start.num_steps, f"loss {loss:.3f}"
     )
 
-  def _restore(self, source: prompts.PromptSource) -> list:
+  def _restore(self) -> list:
     """Takes up the newest checkpoint; gives what the worker goes on with."""
     step, stored = self.resumed_step, self._stored
     assert step is not None
@@ -221,7 +222,6 @@ class Run:
       self._checkpoints,
       step,
       self.trainer.abstract_state(),
-      functools.partial(snapshot.item_of, source),
     )
     self.stream.restore(stored["stream"])
     self.writer.restore(stored["metrics"])
@@ -428,6 +428,7 @@ class Run:
     try:
       with contextlib.ExitStack() as stack:  # all of them, whatever one raises
         stack.callback(self.writer.close)
+        stack.callback(self.stream.close)
         if self.ledger is not None:
           stack.callback(self.ledger.close)
         if self.channel is not None:

@@ -112,9 +112,7 @@ def load_run(
   mesh, _ = assembly.cut_devices(config, jax.devices())
   trainer = assembly.make_trainer(config, model, mesh, metrics_lib.BusyClock())
   try:
-    state, _, _ = checkpoint.restore(
-      directory, step, trainer.abstract_state(), lambda _: {}
-    )
+    state, _, _ = checkpoint.restore(directory, step, trainer.abstract_state())
   except checkpoint.CheckpointError as error:
     raise config_lib.ConfigError(f"workdir: {error}") from error
   return Policy(

@@ -7,6 +7,7 @@ minutes. `load` reads it back, or any `tokenizer.json` with its
 """
 
 from collections.abc import Sequence
+import hashlib
 import json
 import pathlib
 
@@ -63,6 +64,11 @@ class Tokenizer:
     return self._tokenizer.decode(
       [int(token) for token in tokens], skip_special_tokens=True
     )
+
+  def digest(self) -> str:
+    """The same for two tokenizers only if they encode all texts alike."""
+    text = self._tokenizer.to_str()
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
   def save(self, directory: str | pathlib.Path) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json`."""

@@ -11,7 +11,15 @@ PACKAGE = ROOT / "jaxrl_async"
 
 # Imports point to a lower layer. A new module gets its line here.
 LAYERS = {
-  0: ("config", "config_checks", "config_json", "types", "mesh", "topology"),
+  0: (
+    "config",
+    "config_checks",
+    "config_json",
+    "types",
+    "mesh",
+    "topology",
+    "item_json",
+  ),
   1: (
     "tokenizer",
     "rewards",
@@ -29,15 +37,21 @@ LAYERS = {
     "aot",
     "matmul_rate",
     "memory_estimate",
-    "prompts",
+    "questions",
     "buffer",
     "ledger",
     "weight_transfer",
     "checkpoint",
     "metrics",
   ),
-  3: ("train_step", "batch_loader"),
-  4: ("rollout", "trainer"),
+  3: (
+    "train_step",
+    "batch_loader",
+    "question_server",
+    "question_stream",
+    "prompts",
+  ),
+  4: ("rollout", "trainer", "held_out"),
   5: ("evaluate", "summary", "progress", "sft", "dry_run", "serving"),
   6: ("assembly", "initial_params", "run_record", "snapshot", "run", "serve"),
 }
@@ -52,6 +66,7 @@ SAME_LAYER = {
   ("assembly", "initial_params"),
   ("serve", "initial_params"),
   ("topology", "config"),
+  ("prompts", "question_stream"),
   ("run", "assembly"),
   ("run", "run_record"),
   ("run", "serve"),
@@ -65,6 +80,7 @@ CATCHES_ALL = {
   "supervisor.py": "the supervisor",
   "rewards/service.py": "user code",
   "rollout/episode.py": "user code",
+  "question_server.py": "user code",
 }
 BANNED_FILES = {"utils.py", "common.py", "helpers.py"}
 BANNED_WORDS = re.compile(
