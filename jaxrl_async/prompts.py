@@ -292,8 +292,11 @@ def validate_task(source: PromptSource) -> None:
     source, questions.Split.TRAIN, max_barren=_MAX_BARREN_CHECKED
   )
   with contextlib.closing(stream):
-    for _ in range(4):
-      stream.next()
+    try:
+      for _ in range(4):
+        stream.next()
+    except question_stream.QuestionError as error:
+      raise config.ConfigError(str(error)) from error
 
 
 def validate_warm_start(

@@ -94,5 +94,8 @@ def _lines(
       yield {"item": item} if is_ours else {}
   except config.ConfigError as error:
     yield {"refused": str(error)}
-  except Exception:  # the dataset's code; raised again where it is read
-    yield {"index": index, "failed": traceback.format_exc()}
+  except Exception as error:  # the dataset's code; raised where it is read
+    yield {
+      "failed": f"item {index}: {type(error).__name__}: {error}",
+      "traceback": traceback.format_exc(),
+    }

@@ -188,10 +188,11 @@ class QuestionStream:
     if "refused" in line:
       raise config.ConfigError(line["refused"])
     if "failed" in line:
-      raise QuestionError(
-        f"task.dataset: {self._dataset} failed to make item {line['index']}:\n"
-        f"{line['failed']}"
+      error = QuestionError(
+        f"task.dataset: {self._dataset} failed to make {line['failed']}"
       )
+      error.add_note(line["traceback"])
+      raise error
     return item_json.decode(line["item"]) if line else None
 
 

@@ -200,6 +200,10 @@ def test_a_shorter_warm_start_is_the_beginning_of_a_longer_one():
     ({"dataset": "chain_sums"}, "task.dataset: .*did you mean chain_sum"),
     ({"dataset": "zzz"}, "task.dataset: .*'zzz'; there is "),
     ({"dataset": "composite"}, "task.dataset: composite cannot be used: it"),
+    (
+      {"dataset": "word_sorting", "min_words": 10**6, "max_words": 10**6},
+      "task.dataset: word_sorting failed to make item 0: ValueError: ",
+    ),
     ({"dataset": "codeio"}, "task.dataset: codeio cannot be used: .* clock"),
     ({"min_term": 3}, r"task.params.min_term: .*did you mean min_terms"),
     ({"seed": 3}, "task.params.seed: is set by the run"),
