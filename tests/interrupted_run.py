@@ -2,7 +2,7 @@
 
     python interrupted_run.py WORKDIR NUM_STEPS
 
-Its reward tells questions apart. The last line on stdout is the summary.
+Its reward tells questions apart.
 """
 
 import dataclasses
@@ -43,10 +43,8 @@ def get_config(num_steps):
 
 
 if __name__ == "__main__":
-  print(
-    run.run(
-      get_config(int(sys.argv[2])),
-      pathlib.Path(sys.argv[1]),
-      scorer=reward_scorers.tells_questions_apart,
-    )
+  run.run(
+    get_config(int(sys.argv[2])),
+    pathlib.Path(sys.argv[1]),
+    scorer=reward_scorers.tells_questions_apart,
   )
