@@ -14,8 +14,6 @@ from jaxrl_async import item_json
 from jaxrl_async import question_stream
 from jaxrl_async import questions
 
-FIRST_INDEX = 12  # then list_functions draws from a global generator
-
 
 def digests(names, *, num_processes, num_items):
   """Of what the first items say, by dataset; items of other splits are ""."""
@@ -26,7 +24,7 @@ def digests(names, *, num_processes, num_items):
       {},
       seed=3,
       split=questions.Split.TRAIN,
-      first_index=FIRST_INDEX,
+      first_index=0,
       num_processes=num_processes,
     )
     with contextlib.closing(stream):

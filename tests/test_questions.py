@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import random
 import subprocess
 import sys
 
@@ -18,8 +19,8 @@ from jaxrl_async.rewards import reasoning
 
 TESTS = pathlib.Path(__file__).parent
 
-# Those that iterate over sets of strings, and one that asks for the date, one
-# that draws from the global generators, and two with rare types.
+# Those that iterate over sets of strings, one that asks for the date, one that
+# draws from a global generator, and two with rare types.
 DELICATE = (
   "isomorphic_strings",
   "polynomial_multiplication",
@@ -81,6 +82,14 @@ def test_a_small_dataset_begins_again():
   small = source("word_ladder")
   assert len(small) == 20_000
   assert small[20_003] == small[3]
+
+
+def test_items_do_not_depend_on_the_global_generators():
+  items = source("list_functions")
+  random.seed(1)
+  item = items[13]  # draws from one
+  random.seed(2)
+  assert items[13] == item
 
 
 @contextlib.contextmanager
