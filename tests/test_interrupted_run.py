@@ -19,7 +19,7 @@ from jaxrl_async import prompts
 from jaxrl_async import questions
 from jaxrl_async import tokenizer as tokenizer_lib
 
-TIMEOUT_S = 200.0
+TIMEOUT_S = 300.0
 
 
 def start(workdir, num_steps, hash_seed):
