@@ -19,6 +19,7 @@ from jaxrl_async import memory_estimate
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import metrics as metrics_lib
 from jaxrl_async import prompts
+from jaxrl_async import question_stream
 from jaxrl_async import sft
 from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async import train_step
@@ -162,6 +163,18 @@ def make_rewards(
   )
 
 
+def prompt_source(
+  config: config_lib.Config, tokenizer: tokenizer_lib.Tokenizer
+) -> prompts.PromptSource:
+  """Where the prompts of a run come from."""
+  return prompts.PromptSource(
+    task=config.task,
+    tokenizer=tokenizer,
+    seed=config.seed,
+    max_prompt_tokens=config.rollout.max_prompt_tokens,
+  )
+
+
 def make_scheduler(
   config: config_lib.Config,
   engine: engine_lib.Engine,
@@ -267,17 +280,10 @@ def warm_start(
   published = _published(config)
   rows = None
   if section.num_steps:
-    examples = prompts.worked_examples(
-      config.task,
-      section,
-      tokenizer,
-      seed=config.seed,
-      max_prompt_tokens=config.rollout.max_prompt_tokens,
-      max_tokens=config.train.tokens_per_row,
-    )
-    rows = sft.pack_examples(
-      examples, tokens_per_row=config.train.tokens_per_row
-    )
+    source = prompt_source(config, tokenizer)
+    max_tokens = config.train.tokens_per_row
+    examples = prompts.worked_examples(source, section, max_tokens=max_tokens)
+    rows = sft.pack_examples(examples, tokens_per_row=max_tokens)
   return sft.warm_start(
     section,
     rows,
@@ -314,6 +320,7 @@ def check(config: config_lib.Config, devices: Sequence[Any]) -> None:
   Raises:
     ConfigError: one line that names the field.
   """
+  question_stream.start_server()  # imports its library meanwhile
   tokenizer = load_tokenizer(config)
   model = model_config(config, tokenizer.vocab_size)
   train_mesh, rollout_mesh = cut_devices(config, devices)
@@ -323,18 +330,11 @@ def check(config: config_lib.Config, devices: Sequence[Any]) -> None:
     config, training_memory(config, model, devices), train_mesh
   )
   device_checks.check_rollout_memory(config, model, rollout_mesh)
-  longest = config.rollout.max_prompt_tokens
-  prompts.validate_task(
-    config.task, tokenizer, seed=config.seed, max_prompt_tokens=longest
-  )
+  source = prompt_source(config, tokenizer)
+  prompts.validate_task(source)
   if config.warm_start.num_steps and not config.warm_start.checkpoint:
     prompts.validate_warm_start(
-      config.task,
-      config.warm_start,
-      tokenizer,
-      seed=config.seed,
-      max_prompt_tokens=longest,
-      max_tokens=config.train.tokens_per_row,
+      source, config.warm_start, max_tokens=config.train.tokens_per_row
     )
 
 

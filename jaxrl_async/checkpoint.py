@@ -28,6 +28,7 @@ from typing import IO, Any, TypeVar
 import numpy as np
 
 from jaxrl_async import config
+from jaxrl_async import item_json
 from jaxrl_async import manifest
 from jaxrl_async import pytree_files
 from jaxrl_async import storage
@@ -228,7 +229,6 @@ def restore(
   directory: pathlib.Path,
   step: int,
   abstract_train_state: Any,
-  item_of: Callable[[str], dict[str, Any]],
 ) -> tuple[Any, dict[str, Any], list[OutstandingGroup]]:
   """Read what `save` wrote, bit for bit.
 
@@ -237,8 +237,6 @@ def restore(
     step: see `latest`.
     abstract_train_state: jax.ShapeDtypeStruct leaves with the shardings wanted
       now, which need not be those the state was saved with.
-    item_of: the `Prompt.item` of a prompt id, which is not stored: it may hold
-      objects of the task's own types and is a function of the id.
 
   Raises:
     CheckpointError: a file is missing, added or changed by a single bit, or
@@ -253,7 +251,7 @@ def restore(
     raise CheckpointError(f"checkpoint of step {step}: {error}") from error
   train_state = pytree_files.load(path / "train_state", abstract_train_state)
   host_state = json.loads((path / "host_state.json").read_text())
-  return train_state, host_state, read_groups(path, item_of)
+  return train_state, host_state, read_groups(path)
 
 
 def write_groups(
@@ -266,16 +264,18 @@ def write_groups(
     np.save(directory / f"{field}.npy", array, allow_pickle=False)
 
 
-def read_groups(
-  directory: pathlib.Path, item_of: Callable[[str], dict[str, Any]]
-) -> list[OutstandingGroup]:
-  """Read what `write_groups` wrote, bit for bit."""
+def read_groups(directory: pathlib.Path) -> list[OutstandingGroup]:
+  """Read what `write_groups` wrote, bit for bit.
+
+  Raises:
+    CheckpointError: a group was stored without its item.
+  """
   records = json.loads((directory / "groups.json").read_text())
   arrays = {
     field: np.load(directory / f"{field}.npy", allow_pickle=False)
     for field in ("prompt_tokens", *_ARRAY_FIELDS)
   }
-  return _unpack(records, arrays, item_of)
+  return _unpack(records, arrays)
 
 
 def _pack(
@@ -319,11 +319,18 @@ def _pack(
 
 def _group_record(group: RolloutGroup) -> dict[str, Any]:
   """All of a group but its arrays, and the lengths that cut those apart."""
+  try:
+    item = item_json.encode(group.prompt.item)
+  except item_json.UnstorableError as error:
+    raise CheckpointError(
+      f"group {group.index}: the item of {group.prompt.prompt_id} holds {error}"
+    ) from error
   return {
     "index": group.index,
     "birth": group.birth,
     "deadline": group.deadline,
     "prompt_id": group.prompt.prompt_id,
+    "item": item,
     "num_prompt_tokens": len(group.prompt.tokens),
     "times_s": group.times_s,
     "trajectories": [
@@ -341,7 +348,6 @@ def _group_record(group: RolloutGroup) -> dict[str, Any]:
 def _unpack(
   records: list[dict[str, Any]],
   arrays: dict[str, np.ndarray],
-  item_of: Callable[[str], dict[str, Any]],
 ) -> list[OutstandingGroup]:
   """The inverse of `_pack`."""
   present = [r["group"] for r in records if r["group"] is not None]
@@ -354,7 +360,7 @@ def _unpack(
   for record in records:
     group = record.pop("group")
     if group is not None:
-      group = _read_group(group, next(prompts), pieces, item_of)
+      group = _read_group(group, next(prompts), pieces)
     groups.append(OutstandingGroup(**record, group=group))
   return groups
 
@@ -363,9 +369,13 @@ def _read_group(
   record: dict[str, Any],
   prompt_tokens: np.ndarray,
   pieces: dict[str, Iterator[np.ndarray]],
-  item_of: Callable[[str], dict[str, Any]],
 ) -> RolloutGroup:
   """One group; takes its trajectories' arrays off the front of `pieces`."""
+  if "item" not in record:
+    raise CheckpointError(
+      f"group {record['index']} was stored without its question,"
+      f" {record['prompt_id']}; start in an empty workdir"
+    )
   trajectories = []
   for trajectory in record["trajectories"]:
     reason = trajectory["finish_reason"]
@@ -384,7 +394,7 @@ def _read_group(
     prompt=Prompt(
       prompt_id=record["prompt_id"],
       tokens=prompt_tokens,
-      item=item_of(record["prompt_id"]),
+      item=item_json.decode(record["item"]),
     ),
     trajectories=trajectories,
     times_s=record["times_s"],

@@ -188,6 +188,8 @@ class TaskSection:
     reward_workers: processes that score.
     reward_retries: further attempts before a group is `failed`.
     max_failed_groups: that many failed groups in a row end the run.
+    question_workers: processes that make questions ahead of time; more help
+      where a question takes longer to make than to answer.
   """
 
   dataset: str = "chain_sum"
@@ -200,6 +202,7 @@ class TaskSection:
   reward_workers: int = 1
   reward_retries: int = 1
   max_failed_groups: int = 8
+  question_workers: int = 2
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)

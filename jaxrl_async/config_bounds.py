@@ -40,7 +40,7 @@ _INTEGERS = (
   (0, MAX_INT, "algorithm.max_staleness"),
   (2, _MAX_GROUP, "algorithm.group_size"),
   (1, _MAX_GROUP, "algorithm.groups_per_step warm_start.rows_per_batch"),
-  (1, 1_024, "task.reward_workers"),
+  (1, 1_024, "task.reward_workers task.question_workers"),
   (0, 1_000, "task.reward_retries"),
   # Made before the first step; a split has 4 million questions.
   (1, 1_000_000, "warm_start.num_examples"),

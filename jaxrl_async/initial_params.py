@@ -77,7 +77,7 @@ def load(directory: str, model: configs.ModelConfig, placement: Any) -> Any:
       " writes them to WORKDIR/params"
     )
   try:
-    params, _, _ = checkpoint.restore(path, 0, target, lambda _: {})
+    params, _, _ = checkpoint.restore(path, 0, target)
   except checkpoint.CheckpointError as error:
     raise config_lib.ConfigError(f"warm_start.checkpoint: {error}") from error
   return params

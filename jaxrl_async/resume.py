@@ -26,6 +26,7 @@ MAY_DIFFER = {
   "mesh": "the train state is read into the shardings of this start",
   "task.reward_timeout_s": _SUPERVISION,
   "task.reward_workers": _SUPERVISION,
+  "task.question_workers": _SUPERVISION,
   "task.reward_retries": _SUPERVISION,
   "task.max_failed_groups": _SUPERVISION,
   "rollout.num_slots": "half-written trajectories wait for a slot",

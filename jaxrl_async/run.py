@@ -9,7 +9,6 @@ the name of the thread it came from.
 
 import contextlib
 import dataclasses
-import functools
 import pathlib
 import time
 from typing import Any
@@ -23,10 +22,12 @@ from jaxrl_async import checkpoint
 from jaxrl_async import config as config_lib
 from jaxrl_async import config_json
 from jaxrl_async import evaluate
+from jaxrl_async import held_out
 from jaxrl_async import ledger as ledger_lib
 from jaxrl_async import metrics as metrics_lib
 from jaxrl_async import progress as progress_lib
 from jaxrl_async import prompts
+from jaxrl_async import questions
 from jaxrl_async import recorder as recorder_lib
 from jaxrl_async import resume
 from jaxrl_async import run_record
@@ -90,6 +91,8 @@ class Run:
     self.side_outputs = side_outputs.SideOutputs(progress.note)
     self.writer = metrics_lib.MetricsWriter(workdir, self.side_outputs)
     self.supervisor = supervisor.Supervisor(on_failure=self.buffer.close)
+    self.source = assembly.prompt_source(config, self.tokenizer)
+    self.stream = prompts.PromptStream(self.source, questions.Split.TRAIN)
     self.loader: batch_loader.BatchLoader[trainer_lib.PreparedBatch] | None
     self.loader = None
     self._has_worker = False
@@ -100,6 +103,7 @@ class Run:
     self.rewards = assembly.make_rewards(config.task, scorer)
     self._closing = contextlib.ExitStack()
     self._closing.callback(self.writer.close)
+    self._closing.callback(self.stream.close)
     self._closing.callback(self.rewards.close, config.run.join_timeout_s)
 
   # -- assembly -------------------------------------------------------------
@@ -110,23 +114,14 @@ class Run:
     if self.front is not None:
       self.front.start(self.progress.note)
       self.progress.note(f"serving the policy at {self.front.address}")
-    source = prompts.PromptSource(
-      config.task,
-      self.tokenizer,
-      seed=config.seed,
-      split=prompts.Split.TRAIN,
-    )
-    self.stream = prompts.PromptStream(
-      source, max_prompt_tokens=config.rollout.max_prompt_tokens
-    )
     self.evaluator = evaluate.Evaluator(
       self.engine,
-      prompts.held_out(
-        config.task,
-        self.tokenizer,
-        seed=config.seed,
-        max_prompt_tokens=config.rollout.max_prompt_tokens,
-        num_items=config.eval.num_items,
+      held_out.load_or_make(
+        self.workdir / "held_out.json",
+        self.source,
+        config.eval.num_items,
+        note=self.progress.note,
+        on_progress=self._show_held_out,
       ),
       max_completion_tokens=config.rollout.max_completion_tokens,
       tokenizer=self.tokenizer,
@@ -136,7 +131,8 @@ class Run:
       self._warm_start()
       outstanding = []
     else:
-      outstanding = self._restore(source)
+      outstanding = self._restore()
+    self.stream.prefetch()
     step = self.resumed_step or 0
     self.rewards.warm_up()
     self.ledger = ledger_lib.Ledger(
@@ -220,13 +216,18 @@ class Run:
       self.tokenizer.save(self.workdir / "tokenizer")
     self.record.warm_start_s = self.clock.now() - start_s
 
+  def _show_held_out(self, num_made: int) -> None:
+    self.stop.check("stopped in the first stage; it will begin anew")
+    num_items = self.config.eval.num_items
+    self.progress.stage("held-out questions", num_made, num_items)
+
   def _show_warm_start(self, step: int, loss: float) -> None:
     self.stop.check("stopped in the warm start; it will begin anew")
     self.progress.stage(
       "warm start", step, self.config.warm_start.num_steps, f"loss {loss:.3f}"
     )
 
-  def _restore(self, source: prompts.PromptSource) -> list:
+  def _restore(self) -> list:
     """Takes up the newest checkpoint; gives what the worker goes on with."""
     step, stored = self.resumed_step, self._stored
     assert step is not None
@@ -234,7 +235,6 @@ class Run:
       self._checkpoints,
       step,
       self.trainer.abstract_state(),
-      functools.partial(snapshot.item_of, source),
     )
     self.stream.restore(stored["stream"])
     self.writer.restore(stored["metrics"])

@@ -103,7 +103,7 @@ def load_run(
     found = checkpoint.read_newest(
       directory,
       lambda step: checkpoint.restore(
-        directory, step, trainer.abstract_state(), lambda _: {}
+        directory, step, trainer.abstract_state()
       ),
     )
   except checkpoint.CheckpointError as error:

@@ -1,10 +1,7 @@
 """Outstanding groups, from the parts of a run into a checkpoint and back."""
 
-from typing import Any
-
 from jaxrl_async import buffer as buffer_lib
 from jaxrl_async import checkpoint
-from jaxrl_async import prompts
 from jaxrl_async import types
 from jaxrl_async.rollout import worker as worker_lib
 
@@ -65,11 +62,3 @@ def buffer_state(
     running=[admission for admission, _ in running(groups)],
     finished=[g.group for g in groups if g.status == _FINISHED and g.group],
   )
-
-
-def item_of(source: prompts.PromptSource, prompt_id: str) -> dict[str, Any]:
-  """The scored item behind "<dataset>/<split>/<index>"."""
-  prompt = source.prompt_at(int(prompt_id.rsplit("/", 1)[1]))
-  if prompt is None:
-    raise checkpoint.CheckpointError(f"{prompt_id} is not in its split")
-  return prompt.item

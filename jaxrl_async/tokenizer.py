@@ -7,6 +7,7 @@ minutes. `load` reads it back, or any `tokenizer.json` with the files beside it.
 
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
+import hashlib
 import json
 import pathlib
 import re
@@ -158,6 +159,11 @@ class Tokenizer:
   def is_shown(self, token: int) -> bool:
     """Whether it can add to a text: it is neither special nor unknown."""
     return token < self.vocab_size and bool(self._is_shown[token])
+
+  def digest(self) -> str:
+    """The same for two tokenizers only if they encode all texts alike."""
+    text = self._tokenizer.to_str()
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
   def save(self, directory: str | pathlib.Path) -> None:
     """Write `tokenizer.json`, `tokenizer_config.json`, and all end tokens.

@@ -4,10 +4,16 @@ import hashlib
 import os
 import sys
 import time
+import zlib
 
 
 def length(item, answer):
   return 0.0 if answer is None else float(len(answer))
+
+
+def tells_questions_apart(item, answer):
+  """A number that is the question's own, whatever the answer."""
+  return zlib.crc32(item["question"].encode()) / 2**32
 
 
 def reports_jax(item, answer):

@@ -24,6 +24,7 @@ LAYERS = {
     "model_files",
     "storage",
     "workdir",
+    "item_json",
   ),
   1: (
     "tokenizer",
@@ -47,7 +48,7 @@ LAYERS = {
     "config_checks",
     "matmul_rate",
     "memory_estimate",
-    "prompts",
+    "questions",
     "buffer",
     "ledger",
     "weight_transfer",
@@ -55,8 +56,15 @@ LAYERS = {
     "checkpoint",
     "metrics",
   ),
-  3: ("train_step", "batch_loader", "resume"),
-  4: ("rollout", "trainer"),
+  3: (
+    "train_step",
+    "batch_loader",
+    "question_server",
+    "question_stream",
+    "prompts",
+    "resume",
+  ),
+  4: ("rollout", "trainer", "held_out"),
   5: ("evaluate", "summary", "progress", "sft", "dry_run", "serving"),
   6: (
     "assembly",
@@ -91,6 +99,7 @@ SAME_LAYER = {
   ("topology", "config"),
   ("topology", "tpu_chips"),
   ("tpu_chips", "config"),
+  ("prompts", "question_stream"),
   ("run", "assembly"),
   ("recorder", "run_record"),
   ("run", "recorder"),
@@ -106,6 +115,7 @@ CATCHES_ALL = {
   "supervisor.py": "the supervisor",
   "rewards/service.py": "user code",
   "rollout/episode.py": "user code",
+  "question_server.py": "user code",
 }
 BANNED_FILES = {"utils.py", "common.py", "helpers.py"}
 BANNED_WORDS = re.compile(

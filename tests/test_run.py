@@ -31,6 +31,7 @@ from jaxrl_async import config as config_lib
 from jaxrl_async import config_checks
 from jaxrl_async import metrics
 from jaxrl_async import prompts
+from jaxrl_async import questions
 from jaxrl_async import recorder as recorder_lib
 from jaxrl_async import run
 from jaxrl_async import supervisor
@@ -199,10 +200,7 @@ def straight_loop(config):
   )
   scheduler = scheduler_lib.Scheduler(engine, busy=clock)
   stream = prompts.PromptStream(
-    prompts.PromptSource(
-      config.task, tokenizer, seed=config.seed, split=prompts.Split.TRAIN
-    ),
-    max_prompt_tokens=config.rollout.max_prompt_tokens,
+    assembly.prompt_source(config, tokenizer), questions.Split.TRAIN
   )
   init = jax.jit(lambda key: transformer.init_params(model, key))
   trainer.start(init(jax.random.key(config.seed)))

@@ -277,7 +277,7 @@ class RolloutWorker:
   def _admit(self) -> None:
     if self.scheduler.version < 0:
       return
-    while self.scheduler.has_room:
+    while self.scheduler.has_room and self.stream.is_ready():
       admission = self._buffer.try_admit(self.scheduler.version)
       if admission is None:
         return
@@ -288,6 +288,10 @@ class RolloutWorker:
     start_s = time.perf_counter()
     version = self.scheduler.version
     seen = self._buffer.policy_version
+    if version >= 0 and not self.stream.is_ready():
+      self._show("waiting for a question")
+      self.stream.is_ready(timeout_s=_IDLE_S)
+      return
     is_scoring = any(r.score is not None for r in self._running.values())
     is_short = is_scoring or self._requests is not None
     timeout_s = _IDLE_S if is_short else 10 * _IDLE_S
