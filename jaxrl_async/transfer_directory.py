@@ -96,8 +96,8 @@ def _lack_of_memory(num_bytes: int) -> str:
   if free > wanted:
     return ""
   return (
-    f"{_MEMORY_BACKED} has {free / 1e6:.0f} MB free, of the"
-    f" {wanted / 1e6:.0f} MB that are needed"
+    f"{_MEMORY_BACKED} has {free / 1e6:.1f} MB free, of the"
+    f" {wanted / 1e6:.1f} MB that are needed"
   )
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import resource
 import signal
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import pytest
 import reward_scorers
 import test_run
 
-from jaxrl_async import checkpoint
 from jaxrl_async import evaluate
 
 DEADLINE_S = 150.0
@@ -48,7 +46,7 @@ def test_an_evaluation_that_fails_costs_no_step_and_no_line(tmp_path):
   test_run.check_ledger(workdir, summary)
 
 
-def launch(workdir, output, *arguments, **more):
+def launch(workdir, output, *arguments):
   """launch/train.py in a process group of its own."""
   return subprocess.Popen(
     [
@@ -65,7 +63,6 @@ def launch(workdir, output, *arguments, **more):
     start_new_session=True,
     stderr=output,
     stdout=output,
-    **more,
   )
 
 
@@ -94,9 +91,7 @@ def members(group):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_two_signals_end_a_run_at_once_and_a_full_disk_ends_it_in_a_line(
-  tmp_path,
-):
+def test_two_signals_end_a_run_at_once_and_leave_nothing(tmp_path):
   workdir = tmp_path / "run"
   workdir.mkdir()
   (workdir / "tensorboard").touch()  # in the way of a directory
@@ -122,22 +117,3 @@ def test_two_signals_end_a_run_at_once_and_a_full_disk_ends_it_in_a_line(
   assert text.count("WARNING: TensorBoard could not be written") == 1
   assert test_run.until(lambda: not members(process.pid))
   assert not pathlib.Path(used).exists()
-
-  # Now no file may be as large as the arrays of a checkpoint are.
-  size = (resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-  with open(shown, "w") as output:
-    process = launch(
-      workdir,
-      output,
-      "--config.run.checkpoint_every=2",
-      preexec_fn=lambda: resource.setrlimit(*size),
-    )
-  code = end(process)
-  text = shown.read_text()
-  assert code == 1 and "Traceback" not in text, text
-  *_, line = text.splitlines()
-  assert line.startswith("error: ") and "make room" in line
-  assert str(workdir / "checkpoints" / "2") in line
-  checkpoints = workdir / "checkpoints"
-  assert [path.name for path in checkpoints.iterdir()] == ["0"]
-  assert checkpoint.host_state(checkpoints, 0)["metrics"]["last_step"] == -1

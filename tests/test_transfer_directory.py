@@ -104,7 +104,7 @@ def test_a_copy_of_a_workdir_leaves_the_weights_of_the_live_run_alone(
   directory, other_lock = start(copy, notes)
   assert (live / "incarnation-0" / "weights").exists()
   assert directory == copy / "weight_transfer"
-  assert "0 MB free" in notes[0] and len(notes) == 1
+  assert "0.0 MB free" in notes[0] and len(notes) == 1
   kill(lock)
   kill(other_lock)
 
