@@ -146,6 +146,14 @@ def test_items_of_every_dataset_are_the_same_under_another_hash_seed(tmp_path):
   check_items(tmp_path, names, 2)
 
 
+def scored(item, answer):
+  """The score, or what a scorer raises that expects another kind of text."""
+  try:
+    return reasoning.score(item, answer)
+  except (ValueError, AttributeError) as error:
+    return repr(error)
+
+
 def check_stored_form(name, num_items):
   """Items and their stored forms are equal, and score answers alike."""
   items = source(name)
@@ -155,7 +163,7 @@ def check_stored_form(name, num_items):
     assert repr(stored) == repr(item) or stored == item
     answer = str(item["answer"])
     for text in (answer, answer + "1", "", "no", "[1, 2]"):
-      assert reasoning.score(stored, text) == reasoning.score(item, text)
+      assert scored(stored, text) == scored(item, text)
 
 
 @pytest.mark.parametrize("name", DELICATE)
@@ -163,6 +171,9 @@ def test_the_stored_form_of_a_delicate_item_scores_as_the_item(name):
   check_stored_form(name, 5)
 
 
+# Some datasets leave files of theirs open.
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.slow
 def test_the_stored_form_of_any_datasets_items_scores_as_the_item():
   for name in usable():
