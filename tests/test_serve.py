@@ -150,6 +150,7 @@ def test_what_cannot_be_read_is_named(tmp_path):
     serve.load_checkpoint(tmp_path / "empty", **sizes)
 
 
+@pytest.mark.slow
 def test_no_client_waits_for_a_compilation():
   # As many steps a call as lie between two buckets.
   scheduler = tiny.scheduler(decode_steps_per_call=16)
