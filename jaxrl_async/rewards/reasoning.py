@@ -60,4 +60,4 @@ def score(item: Mapping[str, Any], answer: str | None) -> float:
   if key not in _SCORERS:
     dataset = create_dataset(item["dataset"], item["params"], seed=0)
     _SCORERS[key] = dataset.score_answer
-  return _SCORERS[key](answer, item)
+  return float(_SCORERS[key](answer, item))
