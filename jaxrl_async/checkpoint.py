@@ -16,8 +16,7 @@ One process writes, under a claim on the workdir. Any number may read meanwhile
 and change nothing: see `read_newest`.
 """
 
-from collections.abc import Callable, Iterator
-import dataclasses
+from collections.abc import Callable
 import fcntl
 import json
 import os
@@ -25,49 +24,21 @@ import pathlib
 import shutil
 from typing import IO, Any, TypeVar
 
-import numpy as np
-
 from jaxrl_async import config
-from jaxrl_async import item_json
 from jaxrl_async import manifest
+from jaxrl_async import outstanding
 from jaxrl_async import pytree_files
 from jaxrl_async import storage
-from jaxrl_async.types import FinishReason, Prompt, RolloutGroup, Trajectory
 
 R = TypeVar("R")
 
 # Rises when what is stored changes so that earlier code would misread it.
 # Checkpoints of format 0 carry no number, and no config in their host state.
 FORMAT = 1
-_ARRAY_FIELDS = (
-  "tokens",
-  "loss_mask",
-  "behavior_logprobs",
-  "policy_versions",
-)
 
 
 class CheckpointError(config.ConfigError):
   """A checkpoint cannot be written or read; one line that names the file."""
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class OutstandingGroup:
-  """One group that has not ended, as the buffer knows it.
-
-  Attributes:
-    index: admission order.
-    birth: policy version at admission.
-    deadline: last train step that may use it.
-    status: the buffer's word for where the group is.
-    group: its trajectories, partial or finished; None before the first token.
-  """
-
-  index: int
-  birth: int
-  deadline: int
-  status: str
-  group: RolloutGroup | None
 
 
 def save(
@@ -75,7 +46,7 @@ def save(
   step: int,
   train_state: Any,
   host_state: dict[str, Any],
-  groups: list[OutstandingGroup],
+  groups: list[outstanding.OutstandingGroup],
   *,
   keep: int = 2,
 ) -> None:
@@ -109,7 +80,7 @@ def _save(
   step: int,
   train_state: Any,
   host_state: dict[str, Any],
-  groups: list[OutstandingGroup],
+  groups: list[outstanding.OutstandingGroup],
   keep: int,
 ) -> None:
   directory.mkdir(parents=True, exist_ok=True)
@@ -123,7 +94,7 @@ def _save(
   incomplete = directory / f"{step}.incomplete"
   incomplete.mkdir()
   (incomplete / "host_state.json").write_text(json.dumps(host_state))
-  write_groups(incomplete, groups)
+  outstanding.write(incomplete, groups)
   # Last, so that nothing can raise while it writes in the background.
   pytree_files.save_async(incomplete / "train_state", named)()
   layout = pytree_files.layout(named)
@@ -221,7 +192,7 @@ def host_state(directory: pathlib.Path, step: int) -> dict[str, Any]:
 
 
 def group_records(directory: pathlib.Path, step: int) -> list[dict[str, Any]]:
-  """The outstanding groups without their arrays, as `_pack` makes them."""
+  """The outstanding groups without their arrays, as they are stored."""
   return json.loads((_path(directory, step) / "groups.json").read_text())
 
 
@@ -229,7 +200,7 @@ def restore(
   directory: pathlib.Path,
   step: int,
   abstract_train_state: Any,
-) -> tuple[Any, dict[str, Any], list[OutstandingGroup]]:
+) -> tuple[Any, dict[str, Any], list[outstanding.OutstandingGroup]]:
   """Read what `save` wrote, bit for bit.
 
   Args:
@@ -251,162 +222,11 @@ def restore(
     raise CheckpointError(f"checkpoint of step {step}: {error}") from error
   train_state = pytree_files.load(path / "train_state", abstract_train_state)
   host_state = json.loads((path / "host_state.json").read_text())
-  return train_state, host_state, read_groups(path)
-
-
-def write_groups(
-  directory: pathlib.Path, groups: list[OutstandingGroup]
-) -> None:
-  """Write `groups.json` and the .npy files into an existing directory."""
-  records, arrays = _pack(groups)
-  (directory / "groups.json").write_text(json.dumps(records))
-  for field, array in arrays.items():
-    np.save(directory / f"{field}.npy", array, allow_pickle=False)
-
-
-def read_groups(directory: pathlib.Path) -> list[OutstandingGroup]:
-  """Read what `write_groups` wrote, bit for bit.
-
-  Raises:
-    CheckpointError: a group was stored without its item.
-  """
-  records = json.loads((directory / "groups.json").read_text())
-  arrays = {
-    field: np.load(directory / f"{field}.npy", allow_pickle=False)
-    for field in ("prompt_tokens", *_ARRAY_FIELDS)
-  }
-  return _unpack(records, arrays)
-
-
-def _pack(
-  groups: list[OutstandingGroup],
-) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-  """JSON records, and per field the arrays of all of them end to end."""
-  pieces: dict[str, list[np.ndarray]] = {"prompt_tokens": []}
-  pieces |= {field: [] for field in _ARRAY_FIELDS}
-  records = []
-  for outstanding in groups:
-    group = outstanding.group
-    records.append(
-      {
-        "index": outstanding.index,
-        "birth": outstanding.birth,
-        "deadline": outstanding.deadline,
-        "status": outstanding.status,
-        "group": None if group is None else _group_record(group),
-      }
-    )
-    if group is None:
-      continue
-    pieces["prompt_tokens"].append(group.prompt.tokens)
-    for trajectory in group.trajectories:
-      for field in _ARRAY_FIELDS:
-        array = getattr(trajectory, field)
-        if array.shape != trajectory.tokens.shape:
-          raise CheckpointError(
-            f"group {group.index} member {trajectory.member}: {field} is "
-            f"{array.shape}, tokens are {trajectory.tokens.shape}"
-          )
-        pieces[field].append(array)
-  arrays = {}
-  for field, parts in pieces.items():
-    dtypes = sorted({str(part.dtype) for part in parts})
-    if len(dtypes) > 1:
-      raise CheckpointError(f"{field} mixes {' and '.join(dtypes)}")
-    arrays[field] = np.concatenate(parts) if parts else np.zeros(0)
-  return records, arrays
-
-
-def _group_record(group: RolloutGroup) -> dict[str, Any]:
-  """All of a group but its arrays, and the lengths that cut those apart."""
   try:
-    item = item_json.encode(group.prompt.item)
-  except item_json.UnstorableError as error:
-    raise CheckpointError(
-      f"group {group.index}: the item of {group.prompt.prompt_id} holds {error}"
-    ) from error
-  return {
-    "index": group.index,
-    "birth": group.birth,
-    "deadline": group.deadline,
-    "prompt_id": group.prompt.prompt_id,
-    "item": item,
-    "num_prompt_tokens": len(group.prompt.tokens),
-    "times_s": group.times_s,
-    "trajectories": [
-      {
-        "member": trajectory.member,
-        "num_tokens": len(trajectory.tokens),
-        "finish_reason": trajectory.finish_reason,
-        "reward": trajectory.reward,
-      }
-      for trajectory in group.trajectories
-    ],
-  }
-
-
-def _unpack(
-  records: list[dict[str, Any]],
-  arrays: dict[str, np.ndarray],
-) -> list[OutstandingGroup]:
-  """The inverse of `_pack`."""
-  present = [r["group"] for r in records if r["group"] is not None]
-  prompts = _cut(
-    arrays["prompt_tokens"], [g["num_prompt_tokens"] for g in present]
-  )
-  lengths = [t["num_tokens"] for g in present for t in g["trajectories"]]
-  pieces = {field: _cut(arrays[field], lengths) for field in _ARRAY_FIELDS}
-  groups = []
-  for record in records:
-    group = record.pop("group")
-    if group is not None:
-      group = _read_group(group, next(prompts), pieces)
-    groups.append(OutstandingGroup(**record, group=group))
-  return groups
-
-
-def _read_group(
-  record: dict[str, Any],
-  prompt_tokens: np.ndarray,
-  pieces: dict[str, Iterator[np.ndarray]],
-) -> RolloutGroup:
-  """One group; takes its trajectories' arrays off the front of `pieces`."""
-  if "item" not in record:
-    raise CheckpointError(
-      f"group {record['index']} was stored without its question,"
-      f" {record['prompt_id']}; start in an empty workdir"
-    )
-  trajectories = []
-  for trajectory in record["trajectories"]:
-    reason = trajectory["finish_reason"]
-    trajectories.append(
-      Trajectory(
-        member=trajectory["member"],
-        finish_reason=None if reason is None else FinishReason(reason),
-        reward=trajectory["reward"],
-        **{field: next(pieces[field]) for field in _ARRAY_FIELDS},
-      )
-    )
-  return RolloutGroup(
-    index=record["index"],
-    birth=record["birth"],
-    deadline=record["deadline"],
-    prompt=Prompt(
-      prompt_id=record["prompt_id"],
-      tokens=prompt_tokens,
-      item=item_json.decode(record["item"]),
-    ),
-    trajectories=trajectories,
-    times_s=record["times_s"],
-  )
-
-
-def _cut(array: np.ndarray, lengths: list[int]) -> Iterator[np.ndarray]:
-  """Consecutive pieces of the given lengths."""
-  start = 0
-  for length in lengths:
-    yield array[start : start + length]
-    start += length
+    groups = outstanding.read(path)
+  except outstanding.OutstandingError as error:
+    raise CheckpointError(f"checkpoint of step {step}: {error}") from error
+  return train_state, host_state, groups
 
 
 def _verify(path: pathlib.Path, step: int) -> dict[str, Any]:

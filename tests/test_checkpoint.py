@@ -18,6 +18,7 @@ import pytest
 
 from jaxrl_async import checkpoint
 from jaxrl_async import manifest
+from jaxrl_async import outstanding
 from jaxrl_async import storage
 from jaxrl_async import types
 
@@ -86,10 +87,10 @@ def _groups():
     times_s={"admitted": 1 / 3},
   )
   return [
-    checkpoint.OutstandingGroup(
+    outstanding.OutstandingGroup(
       index=6, birth=2, deadline=6, status="running", group=None
     ),
-    checkpoint.OutstandingGroup(
+    outstanding.OutstandingGroup(
       index=7, birth=2, deadline=6, status="running", group=group
     ),
   ]
@@ -205,7 +206,7 @@ def _build_group(prompt_id, prompt_tokens, trajectories, **rest):
 )
 def test_any_groups_come_back_bit_for_bit(all_fields):
   groups = [
-    checkpoint.OutstandingGroup(
+    outstanding.OutstandingGroup(
       index=number,
       birth=number + 1,
       deadline=number + 2,
@@ -215,8 +216,8 @@ def test_any_groups_come_back_bit_for_bit(all_fields):
     for number, status, fields in all_fields
   ]
   with tempfile.TemporaryDirectory() as directory:
-    checkpoint.write_groups(pathlib.Path(directory), groups)
-    got = checkpoint.read_groups(pathlib.Path(directory))
+    outstanding.write(pathlib.Path(directory), groups)
+    got = outstanding.read(pathlib.Path(directory))
   _assert_same_groups(got, groups)
 
 
@@ -354,12 +355,12 @@ def test_a_renamed_checkpoint_is_refused(tmp_path):
 def test_arrays_that_do_not_align_are_not_saved(tmp_path):
   groups = _groups()
   groups[1].group.trajectories[2].loss_mask = np.ones(3, bool)
-  with pytest.raises(checkpoint.CheckpointError, match="loss_mask"):
+  with pytest.raises(outstanding.OutstandingError, match="loss_mask"):
     checkpoint.save(tmp_path, 0, {"w": jnp.zeros(1)}, {}, groups)
   groups = _groups()
   trajectory = groups[1].group.trajectories[2]
   trajectory.tokens = trajectory.tokens.astype(np.int64)
-  with pytest.raises(checkpoint.CheckpointError, match="tokens mixes"):
+  with pytest.raises(outstanding.OutstandingError, match="tokens mixes"):
     checkpoint.save(tmp_path, 0, {"w": jnp.zeros(1)}, {}, groups)
 
 

@@ -11,6 +11,7 @@ import test_run
 from jaxrl_async import checkpoint
 from jaxrl_async import config as config_lib
 from jaxrl_async import metrics
+from jaxrl_async import outstanding
 from jaxrl_async import recorder as recorder_lib
 from jaxrl_async import resume
 from jaxrl_async import run
@@ -139,7 +140,7 @@ def stopped(tmp_path_factory):
   with pytest.MonkeyPatch.context() as patched:
     patched.setattr(run.Run, "_save", save_in_the_middle)
     test_run.start(make_config(), workdir)
-  groups = checkpoint.read_groups(workdir / "checkpoints" / "2", lambda _: {})
+  groups = outstanding.read(workdir / "checkpoints" / "2")
   return workdir, {g.index: g.group for g in groups}
 
 

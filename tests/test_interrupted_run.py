@@ -15,6 +15,7 @@ import reward_scorers
 
 from jaxrl_async import assembly
 from jaxrl_async import checkpoint
+from jaxrl_async import outstanding
 from jaxrl_async import prompts
 from jaxrl_async import questions
 from jaxrl_async import tokenizer as tokenizer_lib
@@ -36,7 +37,7 @@ def stored_groups(workdir):
   step = checkpoint.latest(directory)
   if step is None:
     return 0, {}
-  groups = checkpoint.read_groups(directory / str(step))
+  groups = outstanding.read(directory / str(step))
   return step, {g.index: g.group for g in groups if g.group is not None}
 
 

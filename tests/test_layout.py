@@ -35,6 +35,7 @@ LAYERS = {
     "models",
     "worked_solutions",
     "manifest",
+    "outstanding",
     "pytree_files",
     "supervisor",
     "hlo",

@@ -10,6 +10,7 @@ import pytest
 from jaxrl_async import checkpoint
 from jaxrl_async import config as config_lib
 from jaxrl_async import config_json
+from jaxrl_async import outstanding
 from jaxrl_async import resume
 from jaxrl_async import types
 
@@ -25,7 +26,7 @@ def put(config, path, value):
   setattr(config, name, value)
 
 
-def outstanding(num_tokens, finish_reason=None):
+def outstanding_group(num_tokens, finish_reason=None):
   """A group of one trajectory of that length."""
   array = np.zeros(num_tokens, np.int32)
   group = types.RolloutGroup(
@@ -44,7 +45,7 @@ def outstanding(num_tokens, finish_reason=None):
       )
     ],
   )
-  return checkpoint.OutstandingGroup(
+  return outstanding.OutstandingGroup(
     index=0, birth=0, deadline=2, status="running", group=group
   )
 
@@ -153,14 +154,14 @@ def test_sizes_of_groups_stay_while_groups_are_stored(tmp_path, path, value):
   put(config, path, value)
   write_run(tmp_path / "none")
   assert find(tmp_path / "none", config)[0] == 4
-  write_run(tmp_path / "some", groups=[outstanding(4)])
+  write_run(tmp_path / "some", groups=[outstanding_group(4)])
   message = refusal(tmp_path / "some", config)
   assert resume.NOT_WITH_OUTSTANDING_GROUPS[path] in message
 
 
 def test_limits_hold_what_is_stored(tmp_path):
-  finished = outstanding(90, types.FinishReason.EOS)
-  write_run(tmp_path / "a", groups=[outstanding(70), finished])
+  finished = outstanding_group(90, types.FinishReason.EOS)
+  write_run(tmp_path / "a", groups=[outstanding_group(70), finished])
   config = config_lib.Config()
   config.rollout.cache_tokens, config.train.tokens_per_row = 70, 90
   assert find(tmp_path / "a", config)[0] == 4
