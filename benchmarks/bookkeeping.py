@@ -52,6 +52,7 @@ from jaxrl_async import metrics
 from jaxrl_async import progress
 from jaxrl_async import recorder as recorder_lib
 from jaxrl_async import run_record
+from jaxrl_async import side_outputs
 from jaxrl_async import trainer
 from jaxrl_async import types
 from jaxrl_async.models import configs
@@ -125,7 +126,8 @@ class Books:
   def __init__(self, workdir: pathlib.Path):
     self.step = 0
     self._busy = {name: metrics.BusyClock(0.0) for name in ("rollout", "train")}
-    self._writer = metrics.MetricsWriter(workdir)
+    beside = side_outputs.SideOutputs(print)
+    self._writer = metrics.MetricsWriter(workdir, beside)
     self._ledger = ledger_lib.Ledger(
       workdir / "ledger.jsonl", ledger_lib.LedgerState()
     )
@@ -150,6 +152,7 @@ class Books:
       progress=progress.Progress(
         1, console=rich.console.Console(file=self._null)
       ),
+      side_outputs=beside,
       max_bad_updates=1,
     )
     self._evaluate()
@@ -220,8 +223,8 @@ class Books:
     totals_start_s = time.perf_counter()
     totals = self.recorder.totals()
     totals_s = time.perf_counter() - totals_start_s
-    self.recorder.begin(pending, totals, {})
-    self.recorder.wait()
+    self.recorder.begin(pending, totals, {}, is_evaluated=False)
+    assert self.recorder.wait(60.0)
     return time.perf_counter() - start_s, totals_s
 
 

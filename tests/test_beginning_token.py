@@ -1,5 +1,7 @@
 """A token that begins each text: there once, in training and in serving."""
 
+import contextlib
+
 import llama_tokenizer
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import serving_world
 
 from jaxrl_async import config as config_lib
 from jaxrl_async import prompts
+from jaxrl_async import questions
 from jaxrl_async import tokenizer as tokenizer_lib
 
 
@@ -22,9 +25,11 @@ def test_prompts_have_it_and_worked_solutions_do_not():
   task, warm_start = config_lib.TaskSection(), config_lib.WarmStartSection()
   warm_start.num_examples = 3
   source = prompts.PromptSource(
-    task, tokenizer, seed=0, split=prompts.Split.TRAIN
+    task=task, tokenizer=tokenizer, seed=0, max_prompt_tokens=500
   )
-  prompt = prompts.PromptStream(source, max_prompt_tokens=500).next()
+  stream = prompts.PromptStream(source, questions.Split.TRAIN)
+  with contextlib.closing(stream):
+    prompt = stream.next()
   begin = tokenizer.pad_id
   assert prompt.tokens[0] == begin
   text = prompts.render(task.template, prompt.item)
@@ -32,14 +37,8 @@ def test_prompts_have_it_and_worked_solutions_do_not():
   # What the scheduler computes once for all prompts.
   shared = tokenizer.encode_prompt(task.template.split("{", 1)[0])
   np.testing.assert_array_equal(prompt.tokens[: len(shared)], shared)
-  for example in prompts.worked_examples(
-    task,
-    warm_start,
-    tokenizer,
-    seed=0,
-    max_prompt_tokens=500,
-    max_tokens=2_000,
-  ):
+  examples = prompts.worked_examples(source, warm_start, max_tokens=2_000)
+  for example in examples:
     assert example.prompt_tokens[0] == begin
     assert begin not in example.completion_tokens
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from jaxrl_async.rewards import file_lock
+from jaxrl_async.rewards import service
 
 DEADLINE_S = 60.0
 
@@ -23,6 +24,8 @@ def hold(lock, held, release):
 @pytest.fixture
 def holder():
   """A lock, the process that holds it, and the pipe that ends that."""
+  # As the service does, which comes after this in the same process.
+  multiprocessing.set_forkserver_preload([service._PRELOAD])
   context = file_lock.ForkServerContext()
   lock = context.RLock()
   (held, tell), (wait, release) = context.Pipe(False), context.Pipe(False)

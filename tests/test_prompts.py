@@ -142,7 +142,9 @@ def test_a_stream_without_a_prompt_that_fits_is_an_error(stream):
     stream(max_prompt_tokens=9).next()
 
 
-def test_prompts_that_are_far_too_long_are_not_all_tokenized(monkeypatch):
+def test_prompts_that_are_far_too_long_are_not_all_tokenized(
+  stream, monkeypatch
+):
   monkeypatch.setattr(prompts, "_MAX_BARREN_TOKENS", 50_000)
   task = chain_sum("x" * 10_000 + "{expression}\n")
   long = stream(task, max_prompt_tokens=9_999)

@@ -370,7 +370,6 @@ def test_quantised_weights_arrive_bit_for_bit(weights, kind, tmp_path):
   channel = weight_transfer.make_channel(
     kind,
     directory=tmp_path / "transfer",
-    incarnation="20250101T000000-00000001",
     target=target,
     coalesce=False,
   )

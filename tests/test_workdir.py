@@ -12,6 +12,7 @@ import pytest
 
 from jaxrl_async import ledger
 from jaxrl_async import metrics
+from jaxrl_async import side_outputs
 from jaxrl_async import workdir as workdir_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -181,7 +182,8 @@ def test_a_ledger_that_is_gone_is_noticed(tmp_path, change):
 
 @CHANGES
 def test_metrics_that_are_gone_are_noticed(tmp_path, change):
-  writer = metrics.MetricsWriter(tmp_path)
+  beside = side_outputs.SideOutputs(pytest.fail)
+  writer = metrics.MetricsWriter(tmp_path, beside)
   writer.write(0, {"a": 1})
   change(tmp_path / "metrics.jsonl")
   with pytest.raises(workdir_lib.WorkdirError, match="metrics.jsonl was remov"):
