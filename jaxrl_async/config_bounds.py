@@ -96,6 +96,9 @@ def _check_float(path: str, value: int | float) -> None:
     f"{shown(value)} is out of range of integers; write it with a point or an"
     " exponent, as 1e30",
   )
+
+
+def _check_float32(path: str, value: int | float) -> None:
   require(
     value == 0 or _MIN_FLOAT <= abs(value) <= _MAX_FLOAT,
     path,
@@ -184,3 +187,7 @@ def check(config: Config) -> None:
     require_one_of(
       section + "state_dtype", values[section + "state_dtype"], DTYPES
     )
+  # Last: a field's own range says more.
+  for path, kind, value in leaves(config):
+    if kind is float:
+      _check_float32(path, value)

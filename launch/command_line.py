@@ -115,6 +115,11 @@ def _prepare_jax() -> None:
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
   logging.set_verbosity(logging.WARNING)
+  # What fails in a thread of Orbax is raised where its result is awaited; the
+  # pages that it also logs would hide the one line that says what to do.
+  logging.get_absl_logger().addFilter(
+    lambda record: "_SignalingThread" not in record.getMessage()
+  )
   # With it on, two slices of one CPU wait for each other.
   jax.config.update("jax_cpu_enable_async_dispatch", False)
 
