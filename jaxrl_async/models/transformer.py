@@ -71,7 +71,10 @@ def rope_frequencies(config: configs.ModelConfig) -> np.ndarray:
   one = np.float32(1.0)
   exponents = np.arange(0, config.head_dim, 2, dtype=np.float32)
   exponents = exponents / np.float32(config.head_dim)
-  frequencies = one / np.float32(config.rope_theta) ** exponents
+  # In float64, whose power is the same everywhere: NumPy's own in float32
+  # depends on the processor.
+  powers = np.float64(config.rope_theta) ** exponents.astype(np.float64)
+  frequencies = one / powers.astype(np.float32)
   scaling = config.rope_scaling
   if scaling is None:
     return frequencies
