@@ -6,6 +6,7 @@ stays free: its last line is the summary.
 
 import contextlib
 import dataclasses
+import io
 import os
 import sys
 import time
@@ -72,7 +73,7 @@ class _Forgiving:
   that is a reason to end a run.
   """
 
-  def __init__(self, stream: TextIO):
+  def __init__(self, stream: io.TextIOBase | TextIO):
     self._stream = stream
     self.encoding = stream.encoding
     self.isatty = stream.isatty

@@ -158,10 +158,16 @@ class StopRequest:
     note: Callable[[str], None],
     what_follows: str = "finishing the step, then a checkpoint; once more ends"
     " it now",
+    at_once: str = "ended at once; the newest checkpoint is whole",
   ):
     """Answers SIGINT, SIGTERM and SIGHUP, where this is the main thread.
 
     A hangup that was ignored before, as under nohup, stays ignored.
+
+    Args:
+      note: tells the user.
+      what_follows: said at the first signal.
+      at_once: said at the second.
     """
     if threading.current_thread() is not threading.main_thread():
       yield
@@ -175,7 +181,7 @@ class StopRequest:
     def answer():
       while number := os.read(received, 1):
         if number[0] in numbers:
-          self._answer(signal.Signals(number[0]), note, what_follows)
+          self._answer(signal.Signals(number[0]), note, what_follows, at_once)
 
     thread = threading.Thread(target=answer, name="signals", daemon=True)
     thread.start()
@@ -197,6 +203,7 @@ class StopRequest:
     number: signal.Signals,
     note: Callable[[str], None],
     what_follows: str,
+    at_once: str,
   ) -> None:
     if not self.is_set:
       self.set()
@@ -204,7 +211,7 @@ class StopRequest:
       return
     for clean_up in self._clean_ups:
       _within(_LOOK_S, clean_up)
-    text = f"{number.name}: ended at once; the newest checkpoint is whole\n"
+    text = f"{number.name}: {at_once}\n"
     _within(_LOOK_S, functools.partial(os.write, 2, text.encode()))
     self._end(128 + number)
 

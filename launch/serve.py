@@ -175,6 +175,7 @@ def main():
     with stop.on_signals(
       lambda text: print(text, file=sys.stderr),
       "finishing what was begun; once more ends it now",
+      "ended at once",
     ):
       serve.serve(
         policy,

@@ -49,6 +49,7 @@ CASES = {
     "model": {"remat": config_lib.Remat.FULL},
     "task": {
       "reward_workers": 2,
+      "question_workers": 1,
       "reward_timeout_s": 5.0,
       "reward_retries": 0,
       "max_failed_groups": 2,
@@ -216,11 +217,11 @@ def test_a_run_killed_before_it_trains_begins_again_by_the_same_command(
 
   for place, name in (
     (run.Run, "_show_warm_start"),
-    (run.Run, "_evaluate"),
     (checkpoint.manifest, "write"),
     # From here on there is a checkpoint.
     (checkpoint, "_sync_names"),
     (run.config_json, "write"),
+    (run.Run, "_evaluate"),
     (metrics.MetricsWriter, "write"),
     (recorder_lib.Recorder, "start_rl"),
   ):

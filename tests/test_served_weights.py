@@ -94,8 +94,8 @@ def greedy(scheduler):
 def of_the_run(config, trainer):
   """The run's own engine under what its trainer publishes."""
   _, mesh = assembly.cut_devices(config, jax.devices())
-  eos_id = tokenizer_lib.character_level().eos_id
-  engine = assembly.make_engine(config, trainer.forward.model, mesh, eos_id)
+  ends = tokenizer_lib.character_level().end_tokens
+  engine = assembly.make_engine(config, trainer.forward.model, mesh, ends)
   scheduler = scheduler_lib.Scheduler(engine, busy=metrics.BusyClock())
   scheduler.adopt(engine.load_params(trainer.published(), STEP), STEP)
   return scheduler

@@ -1,6 +1,7 @@
 """The HTTP server in its thread: uvicorn on a socket of our own."""
 
 import asyncio
+import logging
 import socket
 import threading
 from typing import Any
@@ -78,6 +79,8 @@ class HttpServer:
       raise
     self.port = self._socket.getsockname()[1]
     self._ended = threading.Event()
+    # Not a line for each client that is gone while it is being answered.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
     self._server = uvicorn.Server(
       uvicorn.Config(
         app,
