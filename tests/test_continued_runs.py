@@ -1,6 +1,7 @@
 """Runs that go on with other settings, begin again, or lose their workdir."""
 
 import json
+import pathlib
 import shutil
 import threading
 import time
@@ -15,7 +16,7 @@ from jaxrl_async import outstanding
 from jaxrl_async import recorder as recorder_lib
 from jaxrl_async import resume
 from jaxrl_async import run
-from jaxrl_async import weight_transfer
+from jaxrl_async import transfer_directory
 from jaxrl_async import workdir as workdir_lib
 
 pytestmark = pytest.mark.slow
@@ -168,7 +169,8 @@ def test_a_run_goes_on_with_other_settings(stopped, case, tmp_path, capsys):
   config = make_config(num_steps=4, **CASES[case])
   if config.transfer.directory:
     config.transfer.directory = str(tmp_path / "transfer")
-    left = weight_transfer.run_directory(config.transfer.directory, workdir, 0)
+    name = transfer_directory._name(workdir.resolve())
+    left = pathlib.Path(config.transfer.directory) / name
     (left / "incarnation-killed" / "3").mkdir(parents=True)
     (left / "incarnation-killed" / "newest").symlink_to("3")
   before = test_run.lines(workdir, "ledger")

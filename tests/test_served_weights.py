@@ -29,6 +29,7 @@ from jaxrl_async.rollout import sampling
 from jaxrl_async.rollout import scheduler as scheduler_lib
 from jaxrl_async.rollout import sequence as sequence_lib
 from jaxrl_async.serving import chat_template
+from jaxrl_async.serving import front
 
 ROOT = pathlib.Path(__file__).parents[1]
 ONE = config_lib.MeshSection()
@@ -118,7 +119,7 @@ def served(policy):
       answers.append((choice["token_ids"], choice["policy_versions"][0]))
     stop.set()
 
-  serve.serve(policy, serve.ServeSettings(port=0), stop=stop, on_ready=ask)
+  serve.serve(policy, front.ServeSettings(port=0), stop=stop, on_ready=ask)
   tokens, versions = zip(*answers, strict=True)
   assert set(versions) == {policy.version}
   return list(tokens)
