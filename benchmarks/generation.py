@@ -36,6 +36,7 @@ class Record:
     step_ends_s: end of each scheduler step, from the start.
     entered: [S] index of the step before which a slot was free for it.
     began: [S] index of the step that brought its first token.
+    busy_s: inside device programs, by activity.
   """
 
   wall_s: float
@@ -43,7 +44,7 @@ class Record:
   step_ends_s: np.ndarray
   entered: np.ndarray
   began: np.ndarray
-  busy: metrics.BusyClock
+  busy_s: dict[str, float]
   stats: scheduler_lib.SchedulerStats
 
 
@@ -140,18 +141,13 @@ def run(
   wall_s = busy.now() - start_s
   cpu_s = time.process_time() - start_cpu_s
   assert all(s.length == s.limit for s in sequences)
-  # Only what was recorded since the submission.
-  during = metrics.BusyClock()
-  for x in busy.intervals():
-    if x.end_s > start_s:
-      during.add(x.activity, x.start_s - start_s, x.end_s - start_s)
   return Record(
     wall_s=wall_s,
     cpu_s=cpu_s,
     step_ends_s=np.array(step_ends_s),
     entered=entered,
     began=began,
-    busy=during,
+    busy_s=busy.activity_s(),
     stats=scheduler.stats,
   )
 

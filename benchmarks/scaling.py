@@ -34,6 +34,7 @@ from jaxrl_async import config_checks
 from jaxrl_async import hlo
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import topology
+from jaxrl_async import tpu_chips
 
 _RESULTS = flags.DEFINE_string("results", None, "One line a case.")
 _ONLY = flags.DEFINE_string("only", "", "Cases whose names begin so.")
@@ -85,8 +86,8 @@ def _row(case: str, config: Any, sides: dict[str, dict[str, Any]]) -> str:
   """Of what has been compiled of a case."""
   shape, _, name = case.partition("@")
   model, length = shape.split(":")
-  count, kind, sizes = topology.parse(name)
-  chip = topology.CHIPS[kind]
+  count, kind, sizes = tpu_chips.parse(name)
+  chip = tpu_chips.CHIPS[kind]
   slices = {
     side: [
       aot.Compiled(**{**x, "cost": hlo.Cost(**x["cost"])})

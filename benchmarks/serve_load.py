@@ -3,10 +3,15 @@
     python benchmarks/serve_load.py
 
 Starts the server of launch/serve.py in a process of its own, with a policy of
-0.9 million random parameters, or with that of --workdir, and 200 clients, each
-of which asks again as soon as it has been answered, for a minute. Lengths of
-prompts and completions are lognormal; one request in ten is given up, after its
-first tokens or before.
+0.9 million random parameters, or with that of --workdir. First a single client
+asks for one token at a time on one connection (`single_p50_s`, `single_p99_s`).
+Then there are 200, each of which asks again as soon as it has been answered,
+for a minute. Lengths of prompts and completions are lognormal; one request in
+ten is given up, after its first tokens or before. With --hostile=4 there are
+four clients of each kind of hostile_clients.py beside them, in a process of
+their own; with --source=127.0.0.2 they come from another address than the rest.
+Meanwhile somebody looks at /health, whose longest answer is `health_max_s`.
+
 Afterwards every answer is compared with what a scheduler writes that serves
 nobody else, token by token; of an abandoned one, as far as it came. Some of
 them are written once more entirely alone.
@@ -21,17 +26,18 @@ always want something, the latency is theirs as much as the server's. The time
 to the first token holds that wait and one call of several decode steps.
 
 Prints a table and, as the last line, one JSON object; exit status 1 if there
-was a wrong answer, a leaked slot or a failed request.
+was a wrong answer, a leaked slot or descriptor, an answer that blames the
+server (500), or a failed request.
 """
 
 import asyncio
 from collections.abc import Sequence
 import contextlib
-import dataclasses
 import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -42,22 +48,19 @@ import urllib.request
 from absl import app
 from absl import flags
 from absl import logging
+import exchanges as exchange_lib
+import http_exchange
 import jax
 import numpy as np
 
-from jaxrl_async import assembly
 from jaxrl_async import config as config_lib
-from jaxrl_async import metrics
 from jaxrl_async import serve
 from jaxrl_async import supervisor
 from jaxrl_async import tokenizer as tokenizer_lib
-from jaxrl_async import types
 from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
-from jaxrl_async.rollout import sampling
-from jaxrl_async.rollout import scheduler as scheduler_lib
-from jaxrl_async.rollout import sequence as sequence_lib
 from jaxrl_async.serving import chat_template
+from jaxrl_async.serving import front
 
 _SECONDS = flags.DEFINE_float("seconds", 60.0, "Of load.", lower_bound=0.0)
 _CLIENTS = flags.DEFINE_integer("clients", 200, "At once.", lower_bound=1)
@@ -66,6 +69,10 @@ _NUM_SLOTS = flags.DEFINE_integer("num_slots", 32, "Of the engine.", 1)
 _CACHE_TOKENS = flags.DEFINE_integer(
   "cache_tokens", 256, "Prompt and completion together.", 64
 )
+_HOSTILE = flags.DEFINE_integer("hostile", 0, "Hostile clients a kind.", 0)
+_SOURCE = flags.DEFINE_string("source", "127.0.0.1", "Their address.")
+_SINGLE = flags.DEFINE_integer("single", 200, "Requests of one client.", 1)
+_GRPC_PORT = flags.DEFINE_integer("grpc_port", 0, "Internal: the server's.")
 _ALONE = flags.DEFINE_integer("alone", 16, "Written again one by one.", 0)
 _SERVER = flags.DEFINE_string(
   "server", "", "Internal: be the server, with XLA's cache in this directory."
@@ -84,35 +91,6 @@ _MODEL = configs.ModelConfig(
   mlp_dim=384,
   has_qk_norm=True,
 )
-
-
-@dataclasses.dataclass(kw_only=True)
-class Exchange:
-  """A request, and what came back.
-
-  Attributes:
-    seed: with prompt and max_tokens all that the answer depends on.
-    max_events: it is abandoned after so many; 0 waits for the end.
-    patience_s: or after that time, perhaps before its first token.
-    status: of HTTP; 0 before an answer.
-    times_s: to the first tokens and to the end, from the start.
-  """
-
-  seed: int
-  prompt: list[int]
-  max_tokens: int
-  max_events: int = 0
-  patience_s: float | None = None
-  status: int = 0
-  tokens: list[int] = dataclasses.field(default_factory=list)
-  finish_reason: str | None = None
-  times_s: dict[str, float] = dataclasses.field(default_factory=dict)
-  error: str = ""
-
-  @property
-  def is_complete(self) -> bool:
-    """It was answered to the end."""
-    return self.finish_reason is not None
 
 
 # -- the policy ---------------------------------------------------------------
@@ -157,7 +135,11 @@ def _be_the_server() -> None:
   with stop.on_signals(lambda text: None):
     serve.serve(
       _policy(),
-      serve.ServeSettings(port=0, max_waiting=_CLIENTS.value + 56),
+      front.ServeSettings(
+        port=0,
+        grpc_port=_GRPC_PORT.value,
+        max_waiting=2 * _CLIENTS.value + 56,
+      ),
       stop=stop,
       on_ready=lambda address: print(address, flush=True),
     )
@@ -166,7 +148,7 @@ def _be_the_server() -> None:
 # -- the load -----------------------------------------------------------------
 
 
-def _exchange(seed: int, vocab_size: int) -> Exchange:
+def _exchange(seed: int, vocab_size: int) -> exchange_lib.Exchange:
   """The request of that number."""
   rng = np.random.default_rng(seed)
 
@@ -176,7 +158,7 @@ def _exchange(seed: int, vocab_size: int) -> Exchange:
   room = _CACHE_TOKENS.value
   prompt_length = length(room / 10, room // 2)
   max_tokens = length(room / 5, room - prompt_length)
-  exchange = Exchange(
+  exchange = exchange_lib.Exchange(
     seed=seed,
     prompt=rng.integers(2, vocab_size, prompt_length).tolist(),
     max_tokens=max_tokens,
@@ -189,67 +171,18 @@ def _exchange(seed: int, vocab_size: int) -> Exchange:
   return exchange
 
 
-def _http_request(address: str, body: dict[str, Any]) -> bytes:
-  data = json.dumps(body).encode()
-  head = (
-    "POST /v1/completions HTTP/1.1",
-    f"host: {address}",
-    "content-type: application/json",
-    f"content-length: {len(data)}",
-    "connection: close",
-  )
-  return "\r\n".join((*head, "", "")).encode() + data
+async def _load(
+  address: str, vocab_size: int
+) -> tuple[list[exchange_lib.Exchange], list[float]]:
+  """All clients, until the time is up and the last one has been answered.
 
-
-async def _ask(address: str, exchange: Exchange) -> None:
-  """Sends a request, and takes what comes until it is enough.
-
-  By hand: httpx took 10 ms of a core for each exchange, this takes 0.6 ms.
+  Returns: what was exchanged, and how long each look at /health took.
   """
-  body = {
-    "model": "policy",
-    "prompt": exchange.prompt,
-    "max_tokens": exchange.max_tokens,
-    "seed": exchange.seed,
-    "stream": True,
-    "return_token_ids": True,
-    "deadline_s": _DEADLINE_S,
-  }
-  num_events = 0
-  start_s = time.perf_counter()
-  reader, writer = await asyncio.open_connection(*address.split(":"))
-  try:
-    writer.write(_http_request(address, body))
-    head = await reader.readuntil(b"\r\n\r\n")
-    exchange.status = int(head.split(maxsplit=2)[1])
-    if exchange.status != 200:
-      exchange.error = (await reader.read()).decode()
-    # Each event is a chunk of its own, so it begins a line.
-    while exchange.status == 200 and (line := await reader.readline()):
-      if not line.startswith(b"data: {"):
-        continue
-      event = json.loads(line.removeprefix(b"data: "))
-      if "error" in event:
-        exchange.error = event["error"]["message"]
-        return
-      (choice,) = event["choices"]
-      exchange.times_s.setdefault("first", time.perf_counter() - start_s)
-      exchange.tokens += choice["token_ids"]
-      exchange.finish_reason = choice["finish_reason"]
-      num_events += 1
-      if exchange.is_complete:
-        exchange.times_s["all"] = time.perf_counter() - start_s
-      elif num_events == exchange.max_events:
-        return
-  finally:
-    writer.close()
-  if not exchange.is_complete and not exchange.error:
-    exchange.error = "the stream ended before its last event"
-
-
-async def _load(address: str, vocab_size: int) -> list[Exchange]:
-  """All clients, until the time is up and the last one has been answered."""
-  exchanges: list[Exchange] = []
+  exchanges: list[exchange_lib.Exchange] = []
+  health_s: list[float] = []
+  watching = asyncio.ensure_future(
+    http_exchange.watch_health(address, health_s)
+  )
   end_s = time.perf_counter() + _SECONDS.value
 
   async def be_a_client():
@@ -258,7 +191,7 @@ async def _load(address: str, vocab_size: int) -> list[Exchange]:
       exchanges.append(exchange)
       try:
         async with asyncio.timeout(exchange.patience_s) as patience:
-          await _ask(address, exchange)
+          await exchange_lib.ask(address, exchange, _DEADLINE_S)
       except (OSError, EOFError) as error:
         if not patience.expired():
           exchange.error = f"{type(error).__name__}: {error}"
@@ -266,7 +199,45 @@ async def _load(address: str, vocab_size: int) -> list[Exchange]:
         await asyncio.sleep(1.0)  # what every refusal asks for
 
   await asyncio.gather(*(be_a_client() for _ in range(_CLIENTS.value)))
-  return exchanges
+  watching.cancel()
+  return exchanges, health_s
+
+
+async def _ask_alone(address: str) -> list[float]:
+  """How long each request of a single client takes."""
+  body = {"model": "policy", "prompt": [5, 6, 7], "max_tokens": 1, "seed": 1}
+  return await http_exchange.ask_repeatedly(
+    address, "/v1/completions", body, _SINGLE.value
+  )
+
+
+@contextlib.contextmanager
+def _hostile_clients(address: str, grpc_port: int, statuses: dict[str, int]):
+  """Those of hostile_clients.py; adds up how they were answered."""
+  if not _HOSTILE.value:
+    yield
+    return
+  command = [
+    sys.executable,
+    str(pathlib.Path(__file__).with_name("hostile_clients.py")),
+    f"--address={address}",
+    f"--seconds={_SECONDS.value}",
+    f"--each={_HOSTILE.value}",
+    f"--source={_SOURCE.value}",
+    f"--grpc=127.0.0.1:{grpc_port}",
+  ]
+  process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+  try:
+    yield
+    output, _ = process.communicate(timeout=_DEADLINE_S)
+  finally:
+    process.kill()
+    process.wait()
+  if process.returncode:
+    sys.exit(f"error: hostile_clients.py exited with {process.returncode}")
+  for counts in json.loads(output.splitlines()[-1]).values():
+    for status, count in counts.items():
+      statuses[status] = statuses.get(status, 0) + count
 
 
 def _gauges(address: str) -> dict[str, float]:
@@ -297,70 +268,33 @@ def _cpu_s(pid: int) -> float:
   return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
 
+def _held(pid: int) -> dict[str, int]:
+  """Descriptors and resident memory of a process; 0 where /proc is not."""
+  process = pathlib.Path(f"/proc/{pid}")
+  if not process.exists():
+    return {"descriptors": 0, "bytes": 0}
+  pages = int((process / "statm").read_text().split()[1])
+  return {
+    "descriptors": len(list((process / "fd").iterdir())),
+    "bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+  }
+
+
 # -- what is right ------------------------------------------------------------
 
 
-def _finish(scheduler: scheduler_lib.Scheduler, exchanges: list[Exchange], num):
-  """What each answer should have been, `num` of them at a time."""
-  sequences = [
-    sequence_lib.Sequence(
-      np.asarray(exchange.prompt, np.int32),
-      limit=len(exchange.prompt) + exchange.max_tokens,
-      stream=sampling.Stream.SERVE,
-      group=exchange.seed,
-      member=0,
-      settings=sampling.SamplingSettings(),
-    )
-    for exchange in exchanges
-  ]
-  waiting = list(reversed(sequences))
-  while waiting or not scheduler.is_idle:
-    while waiting and len(scheduler.sequences()) < num:
-      scheduler.submit(waiting.pop())
-    scheduler.step()
-  return sequences
-
-
-def _num_wrong(
-  exchanges: list[Exchange], sequences: list[sequence_lib.Sequence]
-) -> int:
-  """How many answers are not what was written without other clients."""
-  wrong = 0
-  for exchange, sequence in zip(exchanges, sequences, strict=True):
-    n = len(exchange.prompt)
-    expected = sequence.trajectory().tokens[n:].tolist()
-    if exchange.is_complete:
-      is_length = sequence.finish_reason is types.FinishReason.LENGTH
-      is_right = exchange.tokens == expected and (
-        exchange.finish_reason == ("length" if is_length else "stop")
-      )
-    else:
-      is_right = exchange.tokens == expected[: len(exchange.tokens)]
-    wrong += not is_right
-  return wrong
-
-
-def _check(exchanges: list[Exchange]) -> dict[str, int]:
+def _check(exchanges: list[exchange_lib.Exchange]) -> dict[str, int]:
   """Writes everything again without a server."""
-  policy = _policy()
-  _, mesh = assembly.cut_devices(policy.config, jax.devices())
-  engine = assembly.make_engine(
-    policy.config, policy.model, mesh, policy.tokenizer.eos_id
-  )
-  weights = jax.jit(
-    lambda params: transformer.unstack(
-      jax.tree.map(lambda x: x.astype(engine.dtype), params),
-      policy.model.num_layers,
-    )
-  )(policy.params)
-  scheduler = scheduler_lib.Scheduler(engine, busy=metrics.BusyClock())
-  scheduler.adopt(engine.load_params(weights, policy.version), policy.version)
+  scheduler = serve.make_scheduler(_policy())
   some = exchanges[:: max(1, len(exchanges) // max(1, _ALONE.value))]
   some = some[: _ALONE.value]
-  together = _finish(scheduler, exchanges, engine.sizes.num_slots)
+  num_slots = scheduler.engine.sizes.num_slots
+  together = exchange_lib.finish(scheduler, exchanges, num_slots)
   return {
-    "wrong_answers": _num_wrong(exchanges, together),
-    "wrong_alone": _num_wrong(some, _finish(scheduler, some, 1)),
+    "wrong_answers": exchange_lib.num_wrong(exchanges, together),
+    "wrong_alone": exchange_lib.num_wrong(
+      some, exchange_lib.finish(scheduler, some, 1)
+    ),
     "checked_alone": len(some),
   }
 
@@ -369,7 +303,7 @@ def _check(exchanges: list[Exchange]) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def _server(cache: str):
+def _server(cache: str, grpc_port: int):
   """The server's process and address."""
   command = [
     sys.executable,
@@ -379,6 +313,7 @@ def _server(cache: str):
     f"--workdir={_WORKDIR.value}",
     f"--num_slots={_NUM_SLOTS.value}",
     f"--cache_tokens={_CACHE_TOKENS.value}",
+    f"--grpc_port={grpc_port}",
   ]
   process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
   try:
@@ -395,27 +330,40 @@ def _server(cache: str):
     process.wait()
 
 
-def _measure(cache: str) -> tuple[list[Exchange], dict[str, Any]]:
+def _measure(cache: str) -> tuple[list[exchange_lib.Exchange], dict[str, Any]]:
   """Loads a server; gives what was exchanged, and what it took."""
   vocab_size = _MODEL.vocab_size
   if _WORKDIR.value:
     directory = pathlib.Path(_WORKDIR.value) / "tokenizer"
     vocab_size = tokenizer_lib.load(directory).vocab_size
-  with _server(cache) as (process, address):
+  statuses: dict[str, int] = {}
+  with socket.create_server(("127.0.0.1", 0)) as free:
+    grpc_port = free.getsockname()[1]
+  with _server(cache, grpc_port) as (process, address):
+    single_s = asyncio.run(_ask_alone(address))
+    before, idle = _settled(address), _held(process.pid)
     print(f"{_CLIENTS.value} clients at {address}", file=sys.stderr)
     start_s = time.perf_counter(), time.process_time(), _cpu_s(process.pid)
-    exchanges = asyncio.run(_load(address, vocab_size))
-    end_s = time.perf_counter(), time.process_time(), _cpu_s(process.pid)
-    gauges = _settled(address)
+    with _hostile_clients(address, grpc_port, statuses):
+      exchanges, health_s = asyncio.run(_load(address, vocab_size))
+      end_s = time.perf_counter(), time.process_time(), _cpu_s(process.pid)
+    gauges, held = _settled(address), _held(process.pid)
+  out = 'jaxrl_tokens_total{direction="out"}'
   load_s, client_s, server_s = np.subtract(end_s, start_s).tolist()
   return exchanges, {
+    **_percentiles("single_", single_s),
+    "health_max_s": max(health_s, default=None),
     "leaked_slots": int(gauges["jaxrl_slots_in_use"]),
+    "leaked_descriptors": max(0, held["descriptors"] - idle["descriptors"]),
+    "memory_growth_bytes": held["bytes"] - idle["bytes"],
     "queue_depth_after": int(gauges["jaxrl_queue_depth"]),
     "server_cancelled": int(gauges['jaxrl_requests_total{end="cancelled"}']),
-    "tokens_per_s": gauges['jaxrl_tokens_total{direction="out"}'] / load_s,
+    "tokens_per_s": (gauges[out] - before[out]) / load_s,
     "load_s": load_s,
     "client_cpu_s": client_s,
     "server_cpu_s": server_s,
+    "hostile_statuses": statuses,
+    "hostile_500": statuses.get("500", 0),
   }
 
 
@@ -426,7 +374,9 @@ def _percentiles(name: str, times_s: list[float]) -> dict[str, float | None]:
   return {f"{name}p50_s": p50, f"{name}p99_s": p99}
 
 
-def _summary(exchanges: list[Exchange], load: dict[str, Any]) -> dict[str, Any]:
+def _summary(
+  exchanges: list[exchange_lib.Exchange], load: dict[str, Any]
+) -> dict[str, Any]:
   """Counts and times."""
   complete = [e for e in exchanges if e.is_complete]
   first_s = [e.times_s["first"] for e in exchanges if "first" in e.times_s]
@@ -474,7 +424,8 @@ def main(argv: Sequence[str]) -> None:
     print(f"| {name} | {shown} |")
   print(json.dumps(summary))
   bad = ("wrong_answers", "wrong_alone", "leaked_slots", "queue_depth_after")
-  sys.exit(any(summary[name] for name in (*bad, "failed")))
+  bad += ("leaked_descriptors", "hostile_500", "failed")
+  sys.exit(any(summary[name] for name in bad))
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ from jaxrl_async import metrics
 from jaxrl_async import objectives
 from jaxrl_async import train_step
 from jaxrl_async import trainer as trainer_lib
+from jaxrl_async.models import attention_names
 from jaxrl_async.models import configs
-from jaxrl_async.models import kernel_choice
 from jaxrl_async.models import packed_attention
 from jaxrl_async.models import transformer
 
@@ -129,7 +129,7 @@ _REPEATS = flags.DEFINE_integer("repeats", 3, "Of each row.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Of weights and lengths.")
 _REMAT = flags.DEFINE_enum_class("remat", None, config.Remat, "Not the case's.")
 _ATTENTION = flags.DEFINE_string(
-  "attention", kernel_choice.AUTO, "As config.train.attention."
+  "attention", attention_names.AUTO, "As config.train.attention."
 )
 _ROWS_PER_MICROBATCH = flags.DEFINE_integer(
   "rows_per_microbatch", 0, "0 takes the case's.", lower_bound=0

@@ -8,10 +8,11 @@ is built), `dtype`, `learning_rate` and `batch`: an .npz with `tokens`,
 `segment_ids`, `positions` and `loss_mask`, [K B T] each and as
 `batching.PackedBatch` has them. Microbatches of padding only are left out.
 
-The update is that of `train_step.supervised_update`: cross-entropy in float32
-over the loss tokens of the whole batch, gradients summed over the microbatches,
-their global norm clipped at 1, AdamW. Weights are random and float32; a `dtype`
-of bfloat16 means autocast. A token sees those before it in its segment.
+The update is that of `train_step.update` with `objectives.next_token`:
+cross-entropy in float32 over the loss tokens of the whole batch, gradients
+summed over the microbatches, their global norm clipped at 1, AdamW. Weights are
+random and float32; a `dtype` of bfloat16 means autocast. A token sees those
+before it in its segment.
 
 What is fastest is found out on the first microbatch, which changes nothing:
 PyTorch's fused attention or the one written out; on a GPU, where the model is

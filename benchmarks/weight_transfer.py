@@ -45,6 +45,7 @@ import numpy as np
 from jaxrl_async import config
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import train_step
+from jaxrl_async import transfer_directory
 from jaxrl_async import weight_transfer
 from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
@@ -139,10 +140,12 @@ def measure(
   num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(target))
   channel = weight_transfer.make_channel(
     channel_kind,
-    directory=weight_transfer.run_directory(
-      _DIRECTORY.value, directory, num_bytes
+    directory=transfer_directory.prepare(
+      config.TransferSection(directory=_DIRECTORY.value),
+      directory,
+      num_bytes,
+      print,
     ),
-    incarnation=weight_transfer.new_incarnation(),
     target=target,
     coalesce=True,
   )

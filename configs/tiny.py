@@ -15,7 +15,9 @@ from jaxrl_async import config
 def get_config(variant: str = "") -> config.Config:
   """The run of this file; variants are "" and "sync"."""
   if variant not in ("", "sync"):
-    raise config.ConfigError(f"variant: {variant!r}; use sync or none")
+    raise config.ConfigError(
+      f"variant: {config.shown(variant)}; use sync or none"
+    )
   return config.Config(
     model=config.ModelSection(name="tiny", remat=config.Remat.NONE),
     task=config.TaskSection(

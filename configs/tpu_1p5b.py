@@ -7,8 +7,10 @@ A variant, after the colon, is the tokens of the longest trajectory (1k, 8k or
 32k), and after an @ the slice whose mesh it takes: v5e:2x4, v6e:2x4 or
 v5p:2x2x1. Half of the chips train, half of them generate; at 32k tokens four
 times as many share a row, except on v5p. docs/scaling.md says what fits and how
-long it takes at least. The weights are random unless `--config.model.name` is a
-published model's directory.
+long it takes at least. To recompute the caches takes 1.4 to 2 times the tokens
+that are needed where completions run to the limit (docs/performance.md, prefill
+buckets). The weights are random unless `--config.model.name` is a published
+model's directory.
 """
 
 import dataclasses
@@ -16,7 +18,7 @@ import dataclasses
 from ml_collections import config_dict
 
 from jaxrl_async import config
-from jaxrl_async import topology
+from jaxrl_async import tpu_chips
 
 TOKENS = {"1k": 1_024, "8k": 8_192, "32k": 32_768}
 SLICES = {
@@ -50,11 +52,12 @@ def make(
   config.require(
     length in TOKENS and name in slices,
     "variant",
-    f"{variant!r}; use {', '.join(TOKENS)}, and @ with {', '.join(slices)}",
+    f"{config.shown(variant)}; use {', '.join(TOKENS)}, and @ with"
+    f" {', '.join(slices)}",
   )
   tokens, mesh = TOKENS[length], slices[name]
   if length == "32k":
-    context = LONG_CONTEXT[topology.parse(name)[1]]
+    context = LONG_CONTEXT[tpu_chips.parse(name)[1]]
     mesh = dataclasses.replace(
       mesh,
       train_fsdp=mesh.train_fsdp // context,
@@ -75,8 +78,10 @@ def make(
       max_prompt_tokens=prompt,
       max_completion_tokens=tokens - prompt,
       cache_tokens=tokens,
-      prefill_rows=mesh.rollout_data * (4 if tokens <= 8_192 else 1),
-      prefill_buckets=(prompt, tokens),
+      # One row a replica as long as it has tokens enough to be bound by
+      # products. More rows would stay empty: those of a call share a bucket.
+      prefill_rows=mesh.rollout_data * max(1, 512 // prompt),
+      prefill_buckets=(prompt, 2 * prompt, 4 * prompt, tokens),
       window_buckets=(tokens,),
       dtype="bfloat16",
     ),

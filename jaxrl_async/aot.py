@@ -16,7 +16,7 @@ import jax
 
 from jaxrl_async import config
 from jaxrl_async import hlo
-from jaxrl_async import topology
+from jaxrl_async import tpu_chips
 
 _GIB = 2**30
 
@@ -133,7 +133,7 @@ def _out_of_memory(text: str) -> str:
   return found[0] if found else line.partition("RESOURCE_EXHAUSTED: ")[2]
 
 
-def roofline_s(cost: hlo.Cost, chip: topology.Chip) -> dict[str, float]:
+def roofline_s(cost: hlo.Cost, chip: tpu_chips.Chip) -> dict[str, float]:
   """Least seconds at each of a chip's rates; the longest is the program's."""
   sent = sum(sent for _, sent in cost.collectives.values())
   return {
@@ -144,7 +144,7 @@ def roofline_s(cost: hlo.Cost, chip: topology.Chip) -> dict[str, float]:
 
 
 def misfit(
-  slices: Mapping[str, Sequence[Compiled]], chip: topology.Chip
+  slices: Mapping[str, Sequence[Compiled]], chip: tpu_chips.Chip
 ) -> str:
   """Which program does not fit a device, and by how much; "" if all do."""
   for side, programs in slices.items():
@@ -177,7 +177,7 @@ def _collectives(cost: hlo.Cost) -> str:
   )
 
 
-def program_lines(program: Compiled, chip: topology.Chip | None) -> str:
+def program_lines(program: Compiled, chip: tpu_chips.Chip | None) -> str:
   """What one program came to; without a chip's rates, no time."""
   cost = program.cost
   if program.refusal:
@@ -204,7 +204,7 @@ def program_lines(program: Compiled, chip: topology.Chip | None) -> str:
 
 
 def slice_line(
-  side: str, programs: Sequence[Compiled], chip: topology.Chip | None
+  side: str, programs: Sequence[Compiled], chip: tpu_chips.Chip | None
 ) -> str:
   """The memory that a slice needs."""
   largest = max(programs, key=lambda x: x.memory_bytes)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import dataclasses
-import math
+import os
 import pathlib
 from typing import Any
 
@@ -12,6 +12,7 @@ from jaxrl_async import aot
 from jaxrl_async import batching
 from jaxrl_async import config as config_lib
 from jaxrl_async import config_checks
+from jaxrl_async import device_checks
 from jaxrl_async import dry_run
 from jaxrl_async import initial_params
 from jaxrl_async import memory_estimate
@@ -19,19 +20,17 @@ from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import metrics as metrics_lib
 from jaxrl_async import objectives
 from jaxrl_async import prompts
+from jaxrl_async import question_stream
 from jaxrl_async import sft
 from jaxrl_async import tokenizer as tokenizer_lib
-from jaxrl_async import topology
 from jaxrl_async import train_step
 from jaxrl_async import trainer as trainer_lib
+from jaxrl_async import transfer_directory
 from jaxrl_async import weight_transfer
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_config
 from jaxrl_async.models import packed_attention
-from jaxrl_async.models import quantization
-from jaxrl_async.models import transformer
 from jaxrl_async.rewards import service
-from jaxrl_async.rollout import attention_choice
 from jaxrl_async.rollout import decode_state
 from jaxrl_async.rollout import engine as engine_lib
 from jaxrl_async.rollout import scheduler as scheduler_lib
@@ -40,9 +39,9 @@ from jaxrl_async.rollout import worker as worker_lib
 
 def _published(config: config_lib.Config) -> pathlib.Path | None:
   """The directory of a published model, if `model.name` names one."""
-  path = pathlib.Path(config.model.name)
-  is_directory = config.model.name not in configs.MODELS and path.is_dir()
-  return path if is_directory else None
+  name = config.model.name  # os.path takes any, where pathlib may raise
+  is_directory = name not in configs.MODELS and os.path.isdir(name)
+  return pathlib.Path(name) if is_directory else None
 
 
 def load_tokenizer(config: config_lib.Config) -> tokenizer_lib.Tokenizer:
@@ -80,19 +79,14 @@ def model_config(
   directory = _published(config)
   if directory is None:
     raise config_lib.ConfigError(
-      f"model.name: {name!r} does not exist; use one of"
+      f"model.name: {config_lib.shown(name)} does not exist; use one of"
       f" {', '.join(configs.MODELS)}, or a directory in Hugging Face's format"
     )
   try:
     model = hf_config.model_config(directory)
+    hf_config.check_vocabulary(directory, model, vocab_size)
   except (FileNotFoundError, ValueError) as error:
     raise config_lib.ConfigError(f"model.name: {error}") from error
-  config_lib.require(
-    vocab_size <= model.vocab_size,
-    "model.name",
-    f"{name} has a tokenizer of {vocab_size} tokens and a model of"
-    f" {model.vocab_size}; use the tokenizer it was published with",
-  )
   return model
 
 
@@ -128,7 +122,7 @@ def make_engine(
   config: config_lib.Config,
   model: configs.ModelConfig,
   mesh: jax.sharding.Mesh,
-  eos_id: int,
+  end_tokens: tuple[int, ...],
 ) -> engine_lib.Engine:
   """The engine of a run."""
   names = [field.name for field in dataclasses.fields(decode_state.EngineSizes)]
@@ -139,7 +133,7 @@ def make_engine(
     mesh=mesh,
     rules=config.mesh.rollout_rules,
     seed=config.seed,
-    end_tokens=(eos_id,),
+    end_tokens=end_tokens,
     dtype=config.rollout.dtype,
     weights=config.rollout.weights,
     attention=config.rollout.attention,
@@ -170,9 +164,15 @@ def make_rewards(
   )
 
 
-def _num_bytes(shapes: Any) -> int:
-  return sum(
-    math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(shapes)
+def prompt_source(
+  config: config_lib.Config, tokenizer: tokenizer_lib.Tokenizer
+) -> prompts.PromptSource:
+  """Where the prompts of a run come from."""
+  return prompts.PromptSource(
+    task=config.task,
+    tokenizer=tokenizer,
+    seed=config.seed,
+    max_prompt_tokens=config.rollout.max_prompt_tokens,
   )
 
 
@@ -187,7 +187,7 @@ def make_scheduler(
   return scheduler_lib.Scheduler(
     engine,
     kv_on_adopt=config.rollout.kv_on_adopt,
-    shared_tokens=tokenizer.encode(beginning),
+    shared_tokens=tokenizer.encode_prompt(beginning),
     busy=busy,
   )
 
@@ -197,6 +197,7 @@ def make_channel(
   workdir: pathlib.Path,
   published: Any,
   engine: engine_lib.Engine,
+  note: Callable[[str], None],
 ) -> weight_transfer.WeightChannel:
   """The channel of a run, for arrays of the shapes and types `published`."""
   target = jax.tree.map(
@@ -206,10 +207,9 @@ def make_channel(
   )
   return weight_transfer.make_channel(
     config.transfer.channel,
-    directory=weight_transfer.run_directory(
-      config.transfer.directory, workdir, _num_bytes(target)
+    directory=transfer_directory.prepare(
+      config.transfer, workdir, device_checks.num_bytes(target), note
     ),
-    incarnation=weight_transfer.new_incarnation(),
     target=target,
     coalesce=config.algorithm.max_staleness > 0,
   )
@@ -286,17 +286,10 @@ def warm_start(
   published = _published(config)
   rows = None
   if section.num_steps:
-    examples = prompts.worked_examples(
-      config.task,
-      section,
-      tokenizer,
-      seed=config.seed,
-      max_prompt_tokens=config.rollout.max_prompt_tokens,
-      max_tokens=config.train.tokens_per_row,
-    )
-    rows = sft.pack_examples(
-      examples, tokens_per_row=config.train.tokens_per_row
-    )
+    source = prompt_source(config, tokenizer)
+    max_tokens = config.train.tokens_per_row
+    examples = prompts.worked_examples(source, section, max_tokens=max_tokens)
+    rows = sft.pack_examples(examples, tokens_per_row=max_tokens)
   return sft.warm_start(
     section,
     rows,
@@ -314,87 +307,13 @@ def warm_start(
   )
 
 
-def _check_sharding(
-  config: config_lib.Config, model: configs.ModelConfig, num_devices: int
-) -> None:
-  sizes = {
-    "vocab": (model.vocab_size, "vocabulary"),
-    "embed": (model.model_dim, "model dimension"),
-    "heads": (model.num_heads, "number of heads"),
-    "kv_heads": (model.num_kv_heads, "number of key-value heads"),
-    "head": (model.head_dim, "head size"),
-    "mlp": (model.mlp_dim, "MLP dimension"),
-    "layers": (model.num_layers, "number of layers"),
-  }
-  shapes = config_checks.slice_shapes(config.mesh, num_devices)
-  for side, shape in zip(("train", "rollout"), shapes, strict=True):
-    rules = getattr(config.mesh, f"{side}_rules")
-    is_stacked = side == "train"
-    arrays = transformer.logical_axes(model, is_stacked=is_stacked)
-    arrays = jax.tree.leaves(arrays, is_leaf=lambda x: isinstance(x, tuple))
-    for axes in (*arrays, *transformer.ACTIVATION_AXES):
-      try:
-        mesh_lib.spec(rules, axes)
-      except ValueError as error:
-        raise config_lib.ConfigError(f"mesh.{side}_rules.{error}") from error
-    for name, (size, what) in sizes.items():
-      if name == "layers" and not is_stacked:
-        continue
-      axes = getattr(rules, name)
-      config_lib.require(
-        size % shape.parts(axes) == 0,
-        config_checks.mesh_fields(side, shape, axes),
-        f"{shape.parts(axes)} does not divide the {what} of {size} of"
-        f" {config.model.name}; use a number that does, or"
-        f" mesh.{side}_rules.{name}=()",
-      )
-
-
-def _check_weights(config: config_lib.Config, devices: Sequence[Any]) -> None:
-  weights = config.rollout.weights
-  _, mesh = cut_devices(config, devices)
-  device = mesh.devices.flat[0]
-  if topology.is_described(device):
-    return
-  reason = quantization.unsupported(weights, device)
-  config_lib.require(
-    not reason,
-    "rollout.weights",
-    f"{device.device_kind} cannot use {weights.value} ({reason}); use float",
-  )
-
-
 def training_memory(
   config: config_lib.Config, model: configs.ModelConfig, devices: Sequence[Any]
 ) -> memory_estimate.Estimate:
   """What the training slice needs of a device, before anything compiles."""
   mesh, _ = cut_devices(config, devices)
-  section = config.train.optimizer
-  optimizer = train_step.make_optimizer(
-    section, train_step.learning_rate_schedule(section)
-  )
-  state = aot.placed(
-    trainer_lib.abstract_train_state(model, optimizer),
-    trainer_lib.state_sharding(
-      mesh,
-      model,
-      optimizer,
-      initial_params.shardings(config, model, mesh),
-      offload=section.offload,
-    ),
-  )
-  rows = config.train.rows_per_microbatch * _microbatches(config)
-  return memory_estimate.training(
-    model,
-    mesh_lib.shape_of(mesh),
-    config.mesh.train_rules,
-    config.train,
-    config.model,
-    weights=aot.bytes_a_device(state.params),
-    optimizer=aot.bytes_a_device(state.opt_state),
-    tokens_per_step=rows
-    * config.algorithm.num_minibatches
-    * config.train.tokens_per_row,
+  return device_checks.training_memory(
+    config, model, mesh, microbatches=_microbatches(config)
   )
 
 
@@ -407,29 +326,21 @@ def check(config: config_lib.Config, devices: Sequence[Any]) -> None:
   Raises:
     ConfigError: one line that names the field.
   """
+  question_stream.start_server()  # imports its library meanwhile
   tokenizer = load_tokenizer(config)
   model = model_config(config, tokenizer.vocab_size)
-  _check_sharding(config, model, len(devices))
-  _check_weights(config, devices)
-  packed_attention.check_name(config.train.attention)
-  attention_choice.check_name(
-    config.rollout.attention, has_pages=config.rollout.num_pages > 0
+  train_mesh, rollout_mesh = cut_devices(config, devices)
+  device_checks.check_sharding(config, model, len(devices))
+  device_checks.check_weights(config.rollout.weights, rollout_mesh)
+  device_checks.check_training_memory(
+    config, training_memory(config, model, devices), train_mesh
   )
-  memory_estimate.check(
-    training_memory(config, model, devices), topology.memory_bytes(devices[0])
-  )
-  longest = config.rollout.max_prompt_tokens
-  prompts.validate_task(
-    config.task, tokenizer, seed=config.seed, max_prompt_tokens=longest
-  )
+  device_checks.check_rollout_memory(config, model, rollout_mesh)
+  source = prompt_source(config, tokenizer)
+  prompts.validate_task(source)
   if config.warm_start.num_steps and not config.warm_start.checkpoint:
     prompts.validate_warm_start(
-      config.task,
-      config.warm_start,
-      tokenizer,
-      seed=config.seed,
-      max_prompt_tokens=longest,
-      max_tokens=config.train.tokens_per_row,
+      source, config.warm_start, max_tokens=config.train.tokens_per_row
     )
 
 
@@ -466,20 +377,11 @@ def describe(config: config_lib.Config, devices: Sequence[Any]) -> str:
   check(config, devices)
   model = model_config(config, load_tokenizer(config).vocab_size)
   train_mesh, rollout_mesh = cut_devices(config, devices)
-  params = jax.eval_shape(
-    lambda: transformer.init_params(model, jax.random.key(0))
-  )
-  published = jax.eval_shape(
-    lambda params: train_step.published_params(
-      params, model.num_layers, config.rollout.dtype, config.rollout.weights
-    ),
-    params,
-  )
   return dry_run.report(
     config,
     model,
     training=training_memory(config, model, devices),
-    published_bytes=_num_bytes(published),
+    published_bytes=device_checks.published_bytes(config, model),
     train_mesh=train_mesh,
     rollout_mesh=rollout_mesh,
   )
@@ -497,7 +399,7 @@ def programs(
   model = model_config(config, tokenizer.vocab_size)
   train_mesh, rollout_mesh = cut_devices(config, devices)
   trainer = make_trainer(config, model, train_mesh, metrics_lib.BusyClock())
-  engine = make_engine(config, model, rollout_mesh, tokenizer.eos_id)
+  engine = make_engine(config, model, rollout_mesh, tokenizer.end_tokens)
   slices = {
     "training": trainer.programs(),
     "rollout": engine.programs(trainer.published_shapes()),

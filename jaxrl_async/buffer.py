@@ -11,6 +11,19 @@ Predicate. Outstanding deadlines d_0 <= d_1 <= ... are schedulable at s when
 
 that is, when P groups a step, oldest deadline first, leave none behind.
 
+Counts. Let n(d) be the number of outstanding groups whose deadline is d or
+earlier. The groups are schedulable at s if and only if
+
+  n(d) <= (d - s + 1) * P   for every deadline d that occurs,
+
+that is, if what is due by d fits into the steps s to d. Proof: the last group
+with deadline d has j = n(d) - 1. In whole numbers, d >= s + j // P is the same
+as j < (d - s + 1) * P. The other groups with this deadline have a smaller j. So
+the buffer counts its groups by deadline and decides from these counts (`fits`);
+`is_schedulable` is the definition, and the tests compare the two. There are few
+deadlines: none is below s (see the bound), and none is above s + max_staleness,
+for the largest max_staleness under which an outstanding group was admitted.
+
 Invariant. The outstanding groups are schedulable at s. It holds because
 
 - `try_admit` adds a group only if the set with it is schedulable at s;
@@ -55,8 +68,10 @@ With every engine up to date and nothing dropped, admission is AReaL's gate
 ever admitted: s * P of them are taken, and the new deadline is the latest.
 """
 
-from collections.abc import Callable, Iterable
+import collections
+from collections.abc import Callable, Iterable, Mapping
 import dataclasses
+import heapq
 import operator
 import threading
 import time
@@ -103,11 +118,23 @@ def is_schedulable(
   )
 
 
+def fits(num_due: Mapping[int, int], step: int, groups_per_step: int) -> bool:
+  """`is_schedulable` of the numbers of groups at each deadline."""
+  num_groups = 0
+  for deadline in sorted(num_due):
+    num_groups += num_due[deadline]
+    if num_groups > (deadline - step + 1) * groups_per_step:
+      return False
+  return True
+
+
 class Buffer:
   """The outstanding groups, running and finished.
 
   Invariant: they are schedulable at the next step; the module's docstring says
-  why, and what follows from it.
+  why, and what follows from it. `_num_due` counts them by deadline, without
+  zeros, so that to admit and to ask for a batch costs the same however many
+  groups there are.
 
   Threads: every method may be called from any thread; one condition guards all
   fields. A method that waits tests its predicate under that condition, and each
@@ -132,7 +159,9 @@ class Buffer:
     self._next_index = 0
     self._policy_version = -1
     self._running: dict[int, Admission] = {}
-    self._finished: dict[int, types.RolloutGroup] = {}
+    # By deadline, of which each has a heap by index.
+    self._finished: dict[int, list[tuple[int, types.RolloutGroup]]] = {}
+    self._num_due: collections.Counter[int] = collections.Counter()
     self._taken: dict[int, list[types.RolloutGroup]] = {}  # by train step
     self._is_closed = False
     self._error: BaseException | None = None
@@ -144,6 +173,12 @@ class Buffer:
     """Newest version that was set; -1 before the first."""
     with self._condition:
       return self._policy_version
+
+  @property
+  def num_finished(self) -> int:
+    """Groups that wait to be taken."""
+    with self._condition:
+      return self._count_finished()
 
   def set_policy_version(self, version: int) -> None:
     """Wake the engines that wait: weights of this version can be adopted.
@@ -174,6 +209,7 @@ class Buffer:
       )
       self._next_index += 1
       self._running[admission.index] = admission
+      self._num_due[admission.deadline] += 1
       return admission
 
   def wait_for_admission(
@@ -210,13 +246,15 @@ class Buffer:
       if (group.birth, group.deadline) != (admission.birth, admission.deadline):
         raise ValueError(f"group {group.index} is not as admitted: {admission}")
       del self._running[group.index]
-      self._finished[group.index] = group
+      self._keep_finished(group)
       self._condition.notify_all()
 
   def drop(self, index: int) -> None:
     """Free the place of a running group, filtered or failed."""
     with self._condition:
-      del self._running[self._get_running(index).index]
+      admission = self._get_running(index)
+      del self._running[index]
+      self._subtract_due({admission.deadline: 1})
       self._condition.notify_all()
 
   def get_batch(
@@ -232,14 +270,19 @@ class Buffer:
       timeout_s: real time; None if it has passed first.
     """
     with self._condition:
-      batch = self._wait_for(
-        lambda: self._pick_batch(step), f"a batch for step {step}", timeout_s
+      oldest = self._wait_for(
+        lambda: self._find_batch(step), f"a batch for step {step}", timeout_s
       )
-      if batch is not None:
-        for group in batch:
-          del self._finished[group.index]
-        self._taken[step] = batch
-        self._next_step = step + 1
+      if oldest is None:
+        return None
+      batch = [
+        self._pop_finished(deadline)
+        for deadline, count in oldest.items()
+        for _ in range(count)
+      ]
+      self._subtract_due(oldest)
+      self._taken[step] = batch
+      self._next_step = step + 1
       return batch
 
   def close(self, error: BaseException | None = None) -> None:
@@ -261,7 +304,8 @@ class Buffer:
     """
     with self._condition:
       taken = [group for batch in self._taken.values() for group in batch]
-      finished = [*self._finished.values(), *taken]
+      finished = [g for heap in self._finished.values() for _, g in heap]
+      finished += taken
       return BufferState(
         groups_per_step=self._groups_per_step,
         next_step=min(self._taken, default=self._next_step),
@@ -285,7 +329,9 @@ class Buffer:
       self._next_step = state.next_step
       self._next_index = state.next_index
       self._running = {a.index: a for a in state.running}
-      self._finished = {g.index: g for g in state.finished}
+      for group in state.finished:
+        self._keep_finished(group)
+      self._num_due.update(group.deadline for group in outstanding)
 
   def waiting(self) -> list[str]:
     """Say who waits for what since when, and which groups are in the way."""
@@ -297,16 +343,16 @@ class Buffer:
         f"{who} waits for {what} since {now - since:.1f} s"
         for who, what, since in self._waits.values()
       ]
-      running = sorted(self._running.values(), key=_OLDEST_FIRST)
       oldest = ", ".join(
-        f"{a.index} (deadline {a.deadline})" for a in running[:4]
+        f"{a.index} (deadline {a.deadline})"
+        for a in heapq.nsmallest(4, self._running.values(), key=_OLDEST_FIRST)
       )
       return [
         *lines,
         f"buffer: next step {self._next_step}, policy version "
-        f"{self._policy_version}, {len(self._finished)} groups finished of the "
-        f"{self._groups_per_step} of a step, {len(running)} running, oldest: "
-        f"{oldest or 'none'}",
+        f"{self._policy_version}, {self._count_finished()} groups finished of "
+        f"the {self._groups_per_step} of a step, {len(self._running)} running, "
+        f"oldest: {oldest or 'none'}",
       ]
 
   def _wait_for(
@@ -335,22 +381,40 @@ class Buffer:
         f"an engine holds version {engine_version}, which does not exist while "
         f"step {self._next_step} has no batch yet"
       )
-    deadlines = [a.deadline for a in self._running.values()]
-    deadlines += [g.deadline for g in self._finished.values()]
-    deadlines.append(engine_version + self._max_staleness)
-    return is_schedulable(deadlines, self._next_step, self._groups_per_step)
+    deadline = engine_version + self._max_staleness
+    num_due = self._num_due + collections.Counter([deadline])
+    return fits(num_due, self._next_step, self._groups_per_step)
 
-  def _pick_batch(self, step: int) -> list[types.RolloutGroup] | None:
+  def _find_batch(self, step: int) -> dict[int, int] | None:
+    """How many finished groups of which deadline are the batch, if any."""
     self._check_open()
     if step != self._next_step:
       raise ValueError(f"step {step} asks for the batch of {self._next_step}")
-    finished = sorted(self._finished.values(), key=_OLDEST_FIRST)
-    batch = finished[: self._groups_per_step]
-    rest = [*self._running.values(), *finished[self._groups_per_step :]]
-    is_allowed = len(batch) == self._groups_per_step and is_schedulable(
-      [group.deadline for group in rest], step + 1, self._groups_per_step
-    )
-    return batch if is_allowed else None
+    oldest, num_missing = {}, self._groups_per_step
+    for deadline in sorted(self._finished):
+      oldest[deadline] = min(num_missing, len(self._finished[deadline]))
+      num_missing -= oldest[deadline]
+      if not num_missing:
+        rest = self._num_due - collections.Counter(oldest)
+        return oldest if fits(rest, step + 1, self._groups_per_step) else None
+    return None
+
+  def _count_finished(self) -> int:
+    return sum(map(len, self._finished.values()))
+
+  def _keep_finished(self, group: types.RolloutGroup) -> None:
+    heap = self._finished.setdefault(group.deadline, [])
+    heapq.heappush(heap, (group.index, group))
+
+  def _pop_finished(self, deadline: int) -> types.RolloutGroup:
+    heap = self._finished[deadline]
+    _, group = heapq.heappop(heap)
+    if not heap:
+      del self._finished[deadline]
+    return group
+
+  def _subtract_due(self, counts: Mapping[int, int]) -> None:
+    self._num_due -= collections.Counter(counts)
 
   def _get_running(self, index: int) -> Admission:
     if index not in self._running:

@@ -7,7 +7,7 @@ neither frozen nor checked in `__post_init__`, because overrides arrive after
 construction.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 import dataclasses
 import enum
 import math
@@ -188,6 +188,8 @@ class TaskSection:
     reward_workers: processes that score.
     reward_retries: further attempts before a group is `failed`.
     max_failed_groups: that many failed groups in a row end the run.
+    question_workers: processes that make questions ahead of time; more help
+      where a question takes longer to make than to answer.
   """
 
   dataset: str = "chain_sum"
@@ -200,6 +202,7 @@ class TaskSection:
   reward_workers: int = 1
   reward_retries: int = 1
   max_failed_groups: int = 8
+  question_workers: int = 2
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -414,13 +417,37 @@ def require(holds: bool, path: str, message: str) -> None:
     raise ConfigError(f"{path}: {message}")
 
 
+_SHOWN = 60  # characters of a value that a message repeats
+
+
+def shown(value: Any) -> str:
+  """A value as a message repeats it: on one line, and cut where it is long."""
+  if type(value) is int and value.bit_length() > 8 * _SHOWN:
+    return f"an integer of {value.bit_length()} bits"
+  try:
+    text = " ".join(repr(value).split())
+  except ValueError:  # such an integer, inside of something
+    return f"a {type(value).__name__}"
+  if len(text) <= 2 * _SHOWN:
+    return text
+  return f"{text[:_SHOWN]}... ({len(text)} characters)"
+
+
+def require_one_of(path: str, value: str, known: Collection[str]) -> None:
+  """Raise a ConfigError that lists the known names unless it is one."""
+  require(
+    value in known, path, f"{shown(value)} is not one of {', '.join(known)}"
+  )
+
+
 def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
   """Path, declared type and value of every field, in order."""
   for field in dataclasses.fields(section):
     kind, path = field.type, prefix + field.name
     value = getattr(section, field.name)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-      require(isinstance(value, kind), path, f"{value!r} is not a section")
+      if not isinstance(value, kind):
+        raise ConfigError(f"{path}: {shown(value)} is not a section")
       yield from leaves(value, path + ".")
     else:
       yield path, kind, value
@@ -431,7 +458,9 @@ def check_type(path: str, kind: Any, value: Any) -> None:
   if kind is int:
     holds, wanted = type(value) is int, "an integer"
   elif kind is float:
-    holds = type(value) in (int, float) and math.isfinite(value)
+    # An integer of any size is finite, and may be too large for isfinite.
+    is_finite = type(value) is float and math.isfinite(value)
+    holds = is_finite or type(value) is int
     wanted = "a finite number"
   elif kind == tuple[int, ...]:
     holds = type(value) is tuple and all(type(x) is int for x in value)
@@ -444,4 +473,5 @@ def check_type(path: str, kind: Any, value: Any) -> None:
     holds = isinstance(value, kind)
   else:
     holds, wanted = isinstance(value, kind), f"a {kind.__name__}"
-  require(holds, path, f"{value!r} is not {wanted}")
+  if not holds:
+    raise ConfigError(f"{path}: {shown(value)} is not {wanted}")

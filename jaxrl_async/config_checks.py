@@ -1,62 +1,36 @@
-"""What must hold in a configuration, checked before anything compiles."""
+"""What must hold between settings, checked before anything is imported.
 
-from collections.abc import Callable, Sequence
+`check` needs neither devices nor JAX, so that the launch scripts can tell of a
+wrong setting within a second; `validate` knows the number of devices too.
+"""
+
+from collections.abc import Sequence
 import dataclasses
+import json
+import re
 import string
-from typing import Any
 
+from jaxrl_async import config_bounds
+from jaxrl_async import config_json
+from jaxrl_async import directories
+from jaxrl_async import worked_solutions
 from jaxrl_async.config import MESH_AXES
 from jaxrl_async.config import Config
 from jaxrl_async.config import ConfigError
 from jaxrl_async.config import MeshSection
 from jaxrl_async.config import ProximalMode
 from jaxrl_async.config import RolloutSection
-from jaxrl_async.config import check_type
+from jaxrl_async.config import TaskSection
 from jaxrl_async.config import leaves
 from jaxrl_async.config import require
-from jaxrl_async.mesh import MeshShape
+from jaxrl_async.config import require_one_of
+from jaxrl_async.config import shown
+from jaxrl_async.mesh_shape import MeshShape
+from jaxrl_async.models import attention_names
+from jaxrl_async.models import configs
 
-_AT_LEAST_ONE = """warm_start.rows_per_batch warm_start.num_examples
-  task.reward_workers task.max_failed_groups rollout.num_slots
-  rollout.max_prompt_tokens rollout.max_completion_tokens rollout.cache_tokens
-  rollout.decode_steps_per_call rollout.prefill_rows rollout.page_tokens
-  algorithm.groups_per_step
-  algorithm.num_minibatches algorithm.behavior_weight_cap train.num_steps
-  train.tokens_per_row train.rows_per_microbatch train.max_bad_updates
-  train.vocab_chunk eval.num_items run.checkpoint_every run.keep_checkpoints"""
-_AT_LEAST_ZERO = """task.reward_retries rollout.prefill_chunk rollout.num_pages
-  warm_start.num_steps eval.every
-  eval.temperature algorithm.clip_high"""
-_ABOVE_ZERO = """task.reward_timeout_s rollout.temperature run.stall_timeout_s
-  run.join_timeout_s"""
-_FRACTIONS = """warm_start.corrupted_frac warm_start.decay train.decay
-  algorithm.clip_low"""
-_DTYPES = ("float32", "bfloat16")
-
-
-def _check_bounds(values: dict[str, Any]) -> None:
-  def check(paths: str, holds: Callable[[Any], bool], use: str) -> None:
-    for path in paths.split():
-      message = f"{values[path]} is out of range; use {use}"
-      require(holds(values[path]), path, message)
-
-  bound = values["algorithm.max_staleness"]
-  message = f"{bound} is negative; use 0 (synchronous) or more"
-  require(bound >= 0, "algorithm.max_staleness", message)
-  check("algorithm.group_size", lambda x: x >= 2, "2 or more, to compare")
-  check("seed", lambda x: 0 <= x < 256, "0 to 255")
-  check(_AT_LEAST_ONE, lambda x: x >= 1, "1 or more")
-  check(_AT_LEAST_ZERO, lambda x: x >= 0, "0 or more")
-  check(_ABOVE_ZERO, lambda x: x > 0, "a number above 0")
-  check(_FRACTIONS, lambda x: 0 <= x <= 1, "0 to 1")
-  dtypes = "model.compute_dtype rollout.dtype"
-  check(dtypes, lambda x: x in _DTYPES, " or ".join(_DTYPES))
-  for at in ("warm_start.optimizer.", "train.optimizer."):
-    zero = f"{at}learning_rate {at}warmup_steps {at}weight_decay"
-    check(zero, lambda x: x >= 0, "0 or more")
-    check(f"{at}eps {at}max_grad_norm", lambda x: x > 0, "a number above 0")
-    check(f"{at}b1 {at}b2", lambda x: 0 <= x < 1, "0 or more, below 1")
-    check(f"{at}state_dtype", lambda x: x in _DTYPES, " or ".join(_DTYPES))
+# Of a template: no tokenizer has tokens that are as long on average.
+_MAX_CHARACTERS_PER_TOKEN = 32
 
 
 def _check_lengths(rollout: RolloutSection, tokens_per_row: int) -> None:
@@ -68,6 +42,12 @@ def _check_lengths(rollout: RolloutSection, tokens_per_row: int) -> None:
     f"{cache} is less than max_prompt_tokens + max_completion_tokens;"
     f" use {longest} or more",
   )
+  require(
+    rollout.decode_steps_per_call <= cache,
+    "rollout.decode_steps_per_call",
+    f"{rollout.decode_steps_per_call} is more than a sequence has tokens"
+    f" (rollout.cache_tokens); use {cache} or less",
+  )
   for name in ("prefill_buckets", "window_buckets"):
     buckets = getattr(rollout, name)
     path = f"rollout.{name}"
@@ -76,12 +56,13 @@ def _check_lengths(rollout: RolloutSection, tokens_per_row: int) -> None:
       buckets[0] >= 1
       and all(a < b for a, b in zip(buckets, buckets[1:], strict=False)),
       path,
-      f"{buckets} is not positive and ascending",
+      f"{shown(buckets)} is not positive and ascending",
     )
     require(
       buckets[-1] == cache,
       path,
-      f"the last bucket of {buckets} is not cache_tokens; end with {cache}",
+      f"the last bucket of {shown(buckets)} is not cache_tokens; end with"
+      f" {cache}",
     )
   require(
     tokens_per_row >= cache,
@@ -108,7 +89,8 @@ def _check_cache(rollout: RolloutSection) -> None:
     require(
       all(bucket % page == 0 for bucket in getattr(rollout, name)),
       f"rollout.{name}",
-      f"{getattr(rollout, name)} are not all multiples of page_tokens {page}",
+      f"{shown(getattr(rollout, name))} are not all multiples of page_tokens"
+      f" {page}, as rollout.num_pages wants",
     )
   require(
     rollout.num_pages * page >= cache,
@@ -118,22 +100,39 @@ def _check_cache(rollout: RolloutSection) -> None:
   )
 
 
-def _check_template(template: str) -> None:
+def _check_template(template: str, max_prompt_tokens: int) -> None:
   path = "task.template"
+  longest = _MAX_CHARACTERS_PER_TOKEN * max_prompt_tokens
+  require(
+    len(template) <= longest,
+    path,
+    f"{len(template)} characters are more than {max_prompt_tokens} tokens"
+    " (rollout.max_prompt_tokens); use a shorter one",
+  )
   try:
-    fields = [name for _, name, _, _ in string.Formatter().parse(template)]
+    parts = list(string.Formatter().parse(template))
   except ValueError as error:
     raise ConfigError(
-      f"{path}: {template!r} is not a str.format template ({error}); double"
-      " a brace that is meant literally"
+      f"{path}: {shown(template)} is not a str.format template ({error});"
+      " double a brace that is meant literally"
     ) from error
-  named = [name for name in fields if name is not None]
+  named = [name for _, name, _, _ in parts if name is not None]
+  # {question:>1000000000} would be a text of a gigabyte.
+  widths = re.findall(r"\d+", " ".join(spec or "" for _, _, spec, _ in parts))
+  require(
+    all(len(width) < 10 and int(width) <= longest for width in widths),
+    path,
+    f"{shown(template)} has a field wider than {max_prompt_tokens} tokens"
+    " (rollout.max_prompt_tokens)",
+  )
   require(
     all(name[:1].isidentifier() for name in named),
     path,
-    f"{template!r} has a field without a name; write {{question}}",
+    f"{shown(template)} has a field without a name; write {{question}}",
   )
-  require(len(named) > 0, path, f"{template!r} has no field; add {{question}}")
+  require(
+    len(named) > 0, path, f"{shown(template)} has no field; add {{question}}"
+  )
 
 
 def slice_shapes(
@@ -190,9 +189,11 @@ def _check_rules(mesh: MeshSection) -> None:
         require(
           axis in MESH_AXES,
           path,
-          f"{axis!r} is no axis of a mesh; use {', '.join(MESH_AXES)}",
+          f"{shown(axis)} is no axis of a mesh; use {', '.join(MESH_AXES)}",
         )
-      require(len(set(axes)) == len(axes), path, f"{axes} names an axis twice")
+      require(
+        len(set(axes)) == len(axes), path, f"{shown(axes)} names an axis twice"
+      )
 
 
 def mesh_fields(side: str, shape: MeshShape, axes: Sequence[str]) -> str:
@@ -206,24 +207,69 @@ def _divides(path: str, parts: int, size: int, of: str) -> None:
   require(size % parts == 0, path, message)
 
 
-def validate(config: Config, num_devices: int) -> None:
-  """Check every field and what belongs together, before anything compiles.
+def _check_names(config: Config) -> None:
+  attention_names.check_packed(config.train.attention)
+  attention_names.check_rollout(
+    config.rollout.attention, has_pages=config.rollout.num_pages > 0
+  )
+  if config.warm_start.num_steps and not config.warm_start.checkpoint:
+    solver, known = config.warm_start.solver, worked_solutions.SOLVERS
+    require_one_of("warm_start.solver", solver, known)
 
-  What needs other modules (model and data set names, the template's fields) is
-  checked where they are looked up, with the same error.
+
+def _check_directories(config: Config) -> None:
+  name = config.model.name
+  if name not in configs.MODELS:
+    known = f"use one of {', '.join(configs.MODELS)}"
+    directories.check_can_read(
+      "model.name", name, f"{known}, or a directory in Hugging Face's format"
+    )
+  if config.warm_start.checkpoint:
+    directories.check_can_read(
+      "warm_start.checkpoint",
+      config.warm_start.checkpoint,
+      "launch/sft.py writes parameters to WORKDIR/params",
+    )
+  if config.transfer.directory:
+    directories.check_can_write("transfer.directory", config.transfer.directory)
+
+
+def _check_params(task: TaskSection) -> None:
+  """What config.json would not give back is refused."""
+  path = "task.params"
+  try:
+    values = config_json.to_dict(task)["params"]
+    read = json.loads(json.dumps(values, allow_nan=False))
+  except (TypeError, ValueError, RecursionError) as error:
+    reason = str(error).partition("\n")[0]
+    raise ConfigError(
+      f"{path}: they cannot be written as JSON ({reason}); use numbers, texts,"
+      " lists and dicts"
+    ) from error
+  require(
+    read == values,
+    path,
+    f"{shown(values)} would be read from JSON as {shown(read)}",
+  )
+
+
+def check(config: Config) -> None:
+  """Checks every field and what belongs together, as far as no device tells.
+
+  What needs a library or a model's files (data set names, the template's
+  fields) is checked where it is looked up, with the same error.
 
   Raises:
     ConfigError: one line that names the field and what would be right.
   """
-  values = {}
-  for path, kind, value in leaves(config):
-    check_type(path, kind, value)
-    values[path] = value
-  _check_bounds(values)
+  config_bounds.check(config)
   _check_lengths(config.rollout, config.train.tokens_per_row)
   _check_cache(config.rollout)
-  _check_template(config.task.template)
+  _check_template(config.task.template, config.rollout.max_prompt_tokens)
+  _check_params(config.task)
   _check_rules(config.mesh)
+  _check_names(config)
+  _check_directories(config)
 
   algorithm = config.algorithm
   _divides(
@@ -231,6 +277,14 @@ def validate(config: Config, num_devices: int) -> None:
     algorithm.num_minibatches,
     algorithm.group_size * algorithm.groups_per_step,
     "trajectories of a train step (group_size * groups_per_step)",
+  )
+  num_updates = config.train.num_steps * algorithm.num_minibatches
+  require(
+    num_updates <= config_bounds.MAX_INT,
+    "train.num_steps",
+    f"{config.train.num_steps} of {algorithm.num_minibatches} updates each are"
+    f" more than {config_bounds.MAX_INT} updates, which is as far as"
+    " optimizers count",
   )
   require(
     algorithm.proximal is not ProximalMode.REUSE
@@ -243,6 +297,16 @@ def validate(config: Config, num_devices: int) -> None:
   if config.warm_start.num_steps:
     whole, of = config.warm_start.rows_per_batch, "warm_start.rows_per_batch"
     _divides("train.rows_per_microbatch", rows, whole, of)
+
+
+def validate(config: Config, num_devices: int) -> None:
+  """Checks what `check` does, and that the devices suffice and divide sizes.
+
+  Raises:
+    ConfigError: one line that names the field and what would be right.
+  """
+  check(config)
+  rows = config.train.rows_per_microbatch
   train, rollout = slice_shapes(config.mesh, num_devices)
   train_rules = config.mesh.train_rules
   rollout_rules = config.mesh.rollout_rules

@@ -1,4 +1,4 @@
-"""The config as JSON: what `config.json` holds, and what a resume compares."""
+"""The config as JSON, as `config.json` and checkpoints hold it."""
 
 import dataclasses
 import enum
@@ -10,9 +10,14 @@ from typing import Any
 from ml_collections import config_dict
 
 from jaxrl_async import config
+from jaxrl_async import storage
 
-# Fields a workdir may be continued with although they differ.
-MAY_CHANGE_ON_RESUME = ("train.num_steps:", "eval.every:", "run.")
+NAME = "config.json"
+# Rises when stored values mean something else than before. A field that was
+# added does not raise it: it takes its default, which therefore has to be what
+# runs did before there was the field. Format 0 carries no number.
+FORMAT = 1
+_FORMAT = "format"
 
 
 def _plain(value: Any) -> Any:
@@ -40,16 +45,22 @@ def to_dict(section: Any) -> dict[str, Any]:
 def from_dict(values: dict[str, Any]) -> config.Config:
   """The config that `to_dict` wrote, also after a trip through JSON.
 
+  Fields that are missing did not exist yet and take their defaults.
+
   Raises:
-    ConfigError: a field is missing, unknown or of the wrong type.
+    ConfigError: a field is unknown or of the wrong type.
   """
 
   def fill(section: Any, values: dict[str, Any], prefix: str) -> Any:
     fields = {field.name: field.type for field in dataclasses.fields(section)}
-    for name in sorted(fields.keys() ^ values.keys()):
-      known = "missing" if name in fields else "not a field of the config"
-      raise config.ConfigError(f"{prefix}{name}: {known}")
+    for name in sorted(values.keys() - fields.keys()):
+      raise config.ConfigError(
+        f"{prefix}{name}: not a field that this version knows; use the version"
+        " that wrote it"
+      )
     for name, kind in fields.items():
+      if name not in values:
+        continue
       path, value = prefix + name, values[name]
       if dataclasses.is_dataclass(kind):
         config.require(
@@ -61,8 +72,7 @@ def from_dict(values: dict[str, Any]) -> config.Config:
       elif typing.get_origin(kind) is tuple and isinstance(value, list):
         value = tuple(value)
       elif isinstance(kind, type) and issubclass(kind, enum.Enum):
-        known = {member.value: member for member in kind}
-        value = known.get(value, value)
+        value = next((x for x in kind if x.value == value), value)
       if not dataclasses.is_dataclass(kind):
         config.check_type(path, kind, value)
       setattr(section, name, value)
@@ -71,60 +81,74 @@ def from_dict(values: dict[str, Any]) -> config.Config:
   return fill(config.Config(), values, "")
 
 
-def differences(a: config.Config, b: config.Config) -> list[str]:
-  """Fields that differ, as "algorithm.group_size: 16 and 8"."""
-  return [
-    f"{path}: {value} and {other}"
+def differences(
+  a: config.Config, b: config.Config
+) -> dict[str, tuple[Any, Any]]:
+  """Both values of each field that differs, by its path."""
+  return {
+    path: (value, other)
     for (path, _, value), (_, _, other) in zip(
       config.leaves(a), config.leaves(b), strict=True
     )
     if _plain(value) != _plain(other)
-  ]
+  }
 
 
-def check_resumable(
-  stored: config.Config, wanted: config.Config, workdir: str
-) -> None:
-  """Refuse a workdir that holds another config.
+def read(workdir: pathlib.Path) -> config.Config | None:
+  """The config of a workdir, None without a config.json.
 
   Raises:
-    ConfigError: names the fields that differ and may not.
+    ConfigError: config.json is something else, or of a newer version.
   """
-  found = [
-    text
-    for text in differences(stored, wanted)
-    if not text.startswith(MAY_CHANGE_ON_RESUME)
-  ]
-  if found:
+  path = workdir / NAME
+  try:
+    values = json.loads(path.read_bytes())
+  except FileNotFoundError:
+    return None
+  except (OSError, ValueError, RecursionError) as error:
+    reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
     raise config.ConfigError(
-      f"workdir: {workdir} holds another config ({'; '.join(found)}); use an"
-      " empty one, or the stored values"
-    )
+      f"workdir: {path} cannot be read ({reason}); it is damaged or not a"
+      " run's: move it away, or use another workdir"
+    ) from error
+  try:
+    return from_stored(values)
+  except ValueError as error:
+    raise config.ConfigError(
+      f"workdir: {path} is not the config of a run of this version ({error})"
+    ) from error
 
 
-def check_workdir(wanted: config.Config, workdir: pathlib.Path) -> None:
-  """Checks that the config.json there, if there is one, allows to go on.
+def to_stored(wanted: config.Config) -> dict[str, Any]:
+  """The config as it is stored, with the number of its format."""
+  return {_FORMAT: FORMAT, **to_dict(wanted)}
+
+
+def from_stored(values: Any) -> config.Config:
+  """The config that `to_stored` wrote, in this format or an earlier one.
 
   Raises:
-    ConfigError: the workdir holds another config.
+    ConfigError: it is something else, or of a newer version.
   """
-  path = workdir / "config.json"
-  if path.exists():
-    try:
-      values = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-      raise config.ConfigError(
-        f"workdir: {path} is damaged ({error}); remove it to go on with the"
-        " config given now"
-      ) from error
-    stored = from_dict(values)
-    check_resumable(stored, wanted, str(workdir))
+  config.require(isinstance(values, dict), _FORMAT, "it is not an object")
+  values = dict(values)
+  number = values.pop(_FORMAT, 0)
+  config.check_type(_FORMAT, int, number)
+  config.require(
+    number <= FORMAT,
+    _FORMAT,
+    f"{number} is of a newer version; this one knows {FORMAT}",
+  )
+  # An empty object, or another program's that shares no name, is not one.
+  config.require("algorithm" in values, "algorithm", "it is missing")
+  return from_dict(values)
 
 
 def write(wanted: config.Config, workdir: pathlib.Path) -> None:
   """Writes config.json, all of it or none."""
-  path = workdir / "config.json"
-  workdir.mkdir(parents=True, exist_ok=True)
+  path = workdir / NAME
   incomplete = path.with_suffix(".incomplete")
-  incomplete.write_text(json.dumps(to_dict(wanted), indent=2) + "\n")
-  incomplete.replace(path)
+  with storage.writing(path):
+    workdir.mkdir(parents=True, exist_ok=True)
+    incomplete.write_text(json.dumps(to_stored(wanted), indent=2) + "\n")
+    incomplete.replace(path)

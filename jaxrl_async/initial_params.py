@@ -10,7 +10,6 @@ from jaxrl_async import checkpoint
 from jaxrl_async import config as config_lib
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async.models import configs
-from jaxrl_async.models import hf_config
 from jaxrl_async.models import hf_weights
 from jaxrl_async.models import transformer
 
@@ -62,7 +61,7 @@ def load(directory: str, model: configs.ModelConfig, placement: Any) -> Any:
     ConfigError: there is nothing of that shape.
   """
   path = pathlib.Path(directory)
-  if (path / hf_config.CONFIG_FILE).is_file():
+  if hf_weights.is_published(path):
     return load_published("warm_start.checkpoint", path, model, placement)
   shapes = jax.eval_shape(
     lambda: transformer.init_params(model, jax.random.key(0))
@@ -78,7 +77,7 @@ def load(directory: str, model: configs.ModelConfig, placement: Any) -> Any:
       " writes them to WORKDIR/params"
     )
   try:
-    params, _, _ = checkpoint.restore(path, 0, target, lambda _: {})
+    params, _, _ = checkpoint.restore(path, 0, target)
   except checkpoint.CheckpointError as error:
     raise config_lib.ConfigError(f"warm_start.checkpoint: {error}") from error
   return params

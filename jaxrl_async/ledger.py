@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_async import storage
 from jaxrl_async import types
 
 
@@ -62,18 +63,11 @@ class Ledger:
 
     Raises:
       ValueError: the file is shorter than the state says.
+      StorageError: it cannot be opened; so whatever else writes to it.
     """
     self._lock = threading.Lock()
     self._state = state
-    self._file = open(path, "ab")
-    num_bytes = self._file.tell()
-    if num_bytes < state.offset_bytes:
-      self._file.close()
-      raise ValueError(
-        f"{os.fspath(path)} has {num_bytes} bytes, fewer than the "
-        f"{state.offset_bytes} of the checkpoint"
-      )
-    self._file.truncate(state.offset_bytes)
+    self._file = storage.AppendFile(path, state.offset_bytes)
 
   def add_trained(
     self, group: types.RolloutGroup, *, step: int, skipped_update: bool
@@ -104,9 +98,13 @@ class Ledger:
     self._add(group, types.Fate.FAILED, reason=reason)
 
   def state(self) -> LedgerState:
-    """Return length and totals, after the lines have reached the disk."""
+    """Return length and totals, after the lines have reached the disk.
+
+    Raises:
+      WorkdirError: the file is no longer where it was.
+    """
     with self._lock:
-      os.fsync(self._file.fileno())
+      self._file.sync()
       return self._state
 
   def close(self) -> None:
@@ -121,8 +119,7 @@ class Ledger:
     line = json.dumps(record, allow_nan=False).encode() + b"\n"
     total = f"{fate}_tokens"
     with self._lock:
-      self._file.write(line)
-      self._file.flush()
+      self._file.append(line)
       self._state = dataclasses.replace(
         self._state,
         offset_bytes=self._state.offset_bytes + len(line),

@@ -8,6 +8,8 @@ automatic differentiation keeps, and of working sets the large arrays only:
 from collections.abc import Callable
 import dataclasses
 import math
+import os
+import pathlib
 
 from jaxrl_async import config
 from jaxrl_async import mesh as mesh_lib
@@ -66,6 +68,7 @@ class Estimate:
       self.weights
       + self.optimizer
       + self.gradients
+      + self.batch
       + self.least_activations
       + self.least_working
     )
@@ -211,7 +214,8 @@ def rollout(
   )
   slots = 1 if in_pages else parts("batch")
   kept = _kept(model, parts, config.Remat.DOTS, num_scores=0, itemsize=itemsize)
-  bucket = section.prefill_chunk or section.prefill_buckets[-1]
+  longest = section.prefill_buckets[-1]
+  bucket = min(section.prefill_chunk or longest, longest)
   rows, left = divmod(section.prefill_rows, parts("batch"))
   rows = section.prefill_rows if left else rows
   return {
@@ -219,6 +223,8 @@ def rollout(
     "weights": 2 * published // (parts("mlp") * parts("embed")),
     "cache": cache // (slots * parts("kv_heads")),
     "prefill": rows * bucket * kept,
+    "prefilled": model.cache_bytes(tokens=rows * bucket, itemsize=itemsize)
+    // parts("kv_heads"),
   }
 
 
@@ -241,9 +247,8 @@ def check(estimate: Estimate, limit: int | float | None) -> None:
       "one layer's backward pass, or a chunk of the logits",
       estimate.least_working,
     ),
+    "algorithm.groups_per_step": ("a train step's batch", estimate.batch),
   }
-  path = max(largest, key=lambda name: largest[name][1])
-  what, num_bytes = largest[path]
   use = {
     "model.remat": "a smaller train.rows_per_microbatch, model.remat=full or"
     " offload, or more mesh.train_fsdp or train_context",
@@ -251,11 +256,97 @@ def check(estimate: Estimate, limit: int | float | None) -> None:
     "mesh.train_fsdp": "more of it (or mesh.train_tensor), or a smaller model",
     "train.rows_per_microbatch": "fewer of them, a smaller train.vocab_chunk,"
     " or train.attention=blocks where it is xla",
+    "algorithm.groups_per_step": "fewer of them, or a smaller group_size",
   }
+  _refuse("an update", estimate.at_least, limit, largest, use)
+
+
+def check_rollout(
+  parts: dict[str, int],
+  section: config.RolloutSection,
+  limit: int | float | None,
+) -> None:
+  """Refuses what a device of the rollout slice cannot hold.
+
+  Args:
+    parts: of `rollout`.
+    section: that they are of.
+    limit: bytes of a device; None is unknown.
+
+  Raises:
+    ConfigError: weights, cache and what is prefilled are more than it has.
+  """
+  at_least = parts["weights"] // 2 + parts["cache"] + parts["prefilled"]
+  if limit is None or at_least <= limit:
+    return
+  cache = "rollout.num_pages" if section.num_pages else "rollout.num_slots"
+  largest = {
+    "model.name": ("weights", parts["weights"] // 2),
+    cache: ("the cache", parts["cache"]),
+    "rollout.prefill_rows": (
+      "what one prefill call gives",
+      parts["prefilled"],
+    ),
+  }
+  use = {
+    "model.name": "a smaller model, or more mesh.rollout_tensor",
+    cache: "fewer of them, or a smaller rollout.cache_tokens",
+    "rollout.prefill_rows": "fewer of them, or rollout.prefill_chunk",
+  }
+  _refuse("generation", at_least, limit, largest, use)
+
+
+def check_warm_start(
+  section: config.WarmStartSection,
+  tokens_per_row: int,
+  limit: int | float | None,
+) -> None:
+  """Refuses a batch of the warm start that is more than all devices hold.
+
+  Raises:
+    ConfigError: it is.
+  """
+  num_bytes = section.rows_per_batch * tokens_per_row * _BATCH_BYTES
+  if section.num_steps and limit is not None:
+    config.require(
+      num_bytes <= limit,
+      "warm_start.rows_per_batch",
+      f"a batch of {section.rows_per_batch} rows of {tokens_per_row} tokens is"
+      f" {size(num_bytes)}, of {size(int(limit))}; use fewer",
+    )
+
+
+def host_bytes() -> int:
+  """Memory of this machine, or of the container that this runs in."""
+  physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+  try:
+    limit = pathlib.Path("/sys/fs/cgroup/memory.max").read_text().strip()
+  except OSError:
+    return physical
+  return min(physical, int(limit)) if limit.isdecimal() else physical
+
+
+def _refuse(
+  what: str,
+  at_least: int,
+  limit: int | float,
+  largest: dict[str, tuple[str, int]],
+  use: dict[str, str],
+) -> None:
+  """Raises a ConfigError that names the largest part.
+
+  Args:
+    what: needs it.
+    at_least: bytes that it needs of a device.
+    limit: bytes that a device has.
+    largest: by field, the part that it sizes, and the part's bytes.
+    use: what helps, by field.
+  """
+  path = max(largest, key=lambda name: largest[name][1])
+  part, num_bytes = largest[path]
   raise config.ConfigError(
-    f"{path}: an update needs at least {size(estimate.at_least)} a device,"
-    f" which has {size(int(limit))}; {size(num_bytes)} of it are {what}; use"
-    f" {use[path]}"
+    f"{path}: {what} needs at least {size(at_least)} a device, which has"
+    f" {size(int(limit))}; {size(num_bytes)} of it are {part}; use {use[path]}"
   )
 
 

@@ -16,37 +16,11 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 
 from jaxrl_async import config
+from jaxrl_async.mesh_shape import MeshShape
 
 AXES = config.MESH_AXES
 TRAIN_RULES = config.MeshSection().train_rules
 ROLLOUT_RULES = config.MeshSection().rollout_rules
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MeshShape:
-  """Devices along each mesh axis; neighbours in a list share `tensor`."""
-
-  data: int = 1
-  fsdp: int = 1
-  context: int = 1
-  tensor: int = 1
-
-  @property
-  def sizes(self) -> tuple[int, ...]:
-    """In the order of `AXES`."""
-    return tuple(getattr(self, axis) for axis in AXES)
-
-  @property
-  def num_devices(self) -> int:
-    """Of the whole mesh."""
-    return math.prod(self.sizes)
-
-  def parts(self, axes: Sequence[str]) -> int:
-    """Into how many parts these mesh axes split an array's axis."""
-    return math.prod(getattr(self, axis) for axis in axes)
-
-  def __str__(self) -> str:
-    return " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES)
 
 
 ONE = MeshShape()

@@ -3,8 +3,10 @@
 `metrics.jsonl` has one object a step; TensorBoard gets the same numbers.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import collections
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
+import copy
 import json
 import math
 import os
@@ -17,7 +19,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import tensorboardX
+
+from jaxrl_async import events
+from jaxrl_async import side_outputs as side_outputs_lib
+from jaxrl_async import storage
+from jaxrl_async import timeline as timeline_lib
 
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
@@ -42,34 +48,46 @@ class MetricsWriter:
   """Writes `metrics.jsonl` and TensorBoard events; a resume cuts both back.
 
   The files are opened by the first `write`: a writer that was not restored
-  begins them anew.
+  begins them anew. Only `metrics.jsonl` must succeed.
+
+  A step that is still to be evaluated is held: its line is written when the
+  evaluation is known, and until then a checkpoint carries it.
+
+  Threads: one at a time.
   """
 
-  def __init__(self, workdir: str | os.PathLike[str]):
+  def __init__(
+    self,
+    workdir: str | os.PathLike[str],
+    side_outputs: side_outputs_lib.SideOutputs,
+  ):
     self._workdir = pathlib.Path(workdir)
+    self._side_outputs = side_outputs
     self._num_bytes = 0
     self._last_step = -1
-    self._file = None
-    self._events = None
+    self._held: dict[str, Any] | None = None
+    self._file: storage.AppendFile | None = None
+    self._events: events.EventFile | None = None
 
-  def _open(self) -> None:
-    self._workdir.mkdir(parents=True, exist_ok=True)
+  def _open(self) -> storage.AppendFile:
     path = self._workdir / "metrics.jsonl"
-    has = path.stat().st_size if path.exists() else 0
-    if has < self._num_bytes:
-      raise ValueError(
-        f"{path} has {has} bytes, the checkpoint knows of {self._num_bytes}"
-      )
-    self._file = open(path, "r+b" if path.exists() else "w+b")
-    self._file.truncate(self._num_bytes)
-    self._file.seek(self._num_bytes)
-    self._events = tensorboardX.SummaryWriter(
-      str(self._workdir / "tensorboard"),
-      purge_step=self._last_step + 1,
-      # Names carry whole seconds only; a quick restart would overwrite.
-      filename_suffix=f".{self._last_step + 1}",
-      flush_secs=10,
-    )
+    with storage.writing(path):
+      self._workdir.mkdir(parents=True, exist_ok=True)
+    return storage.AppendFile(path, self._num_bytes)
+
+  @property
+  def held_step(self) -> int | None:
+    """The step whose line waits for an evaluation, if there is one."""
+    return None if self._held is None else self._held["step"]
+
+  def hold(self, step: int, values: Mapping[str, Any]) -> None:
+    """Takes what is known about a step that is still to be evaluated.
+
+    The next `write` is of the same step and completes it.
+    """
+    self._check_order(step)
+    plain = {name: _plain(name, value) for name, value in values.items()}
+    self._held = {"step": step, "values": plain}
 
   def write(self, step: int, values: Mapping[str, Any]) -> None:
     """Write everything that is known about one step.
@@ -78,49 +96,55 @@ class MetricsWriter:
       step: completed train steps; grows with every call.
       values: numbers; or lists of counts, whose entry i counts the value i
         (`staleness/histogram`). What is not finite becomes null.
+
+    Raises:
+      StorageError: `metrics.jsonl` could not be written.
     """
-    if step <= self._last_step:
-      raise ValueError(f"step {step} was written already ({self._last_step})")
+    self._check_order(step)
     plain = {name: _plain(name, value) for name, value in values.items()}
+    if self._held is not None:
+      plain = self._held["values"] | plain
     finite = {name: _finite(value) for name, value in plain.items()}
     line = json.dumps({"step": step, **finite}, allow_nan=False)
     if self._file is None:
-      self._open()
-    assert self._file is not None and self._events is not None
-    self._file.write(line.encode() + b"\n")
-    self._file.flush()
-    self._num_bytes = self._file.tell()
+      self._file = self._open()
+    self._file.append(line.encode() + b"\n")
+    self._num_bytes = self._file.num_bytes
+    self._held = None
+    with self._side_outputs.attempt("TensorBoard"):
+      if self._events is None:
+        first_step = self._last_step + 1
+        self._events = events.EventFile(
+          self._workdir / "tensorboard", first_step
+        )
+      self._events.add(step, plain)
     self._last_step = step
-    for name, value in plain.items():
-      if isinstance(value, list):
-        self._add_counts(name, value, step)
-      else:
-        self._events.add_scalar(name, value, step)
 
-  def _add_counts(self, name: str, counts: list[Any], step: int) -> None:
-    assert self._events is not None
-    if sum(counts) == 0:
-      return
-    used = [i for i, count in enumerate(counts) if count]
-    self._events.add_histogram_raw(
-      name,
-      min=used[0],
-      max=used[-1],
-      num=sum(counts),
-      sum=sum(i * count for i, count in enumerate(counts)),
-      sum_squares=sum(i * i * count for i, count in enumerate(counts)),
-      bucket_limits=[i + 0.5 for i in range(len(counts))],
-      bucket_counts=counts,
-      global_step=step,
-    )
+  def _check_order(self, step: int) -> None:
+    held_step = self.held_step
+    if held_step is not None and step != held_step:
+      raise ValueError(f"step {step} while step {held_step} is held")
+    if step <= self._last_step:
+      raise ValueError(f"step {step} was written already ({self._last_step})")
 
-  def state(self) -> dict[str, int]:
-    """What a checkpoint keeps; everything up to it is on disk afterwards."""
+  def state(self) -> dict[str, Any]:
+    """What a checkpoint keeps; everything up to it is on disk afterwards.
+
+    Raises:
+      StorageError: `metrics.jsonl` is not.
+    """
     if self._file is not None:
-      os.fsync(self._file.fileno())
-    return {"num_bytes": self._num_bytes, "last_step": self._last_step}
+      self._file.sync()
+    if self._events is not None:
+      with self._side_outputs.attempt("TensorBoard"):
+        self._events.sync()
+    return {
+      "num_bytes": self._num_bytes,
+      "last_step": self._last_step,
+      "held": self._held,
+    }
 
-  def restore(self, state: Mapping[str, int]) -> None:
+  def restore(self, state: Mapping[str, Any]) -> None:
     """Go on after what `state` knew; later lines and events are dropped.
 
     Raises:
@@ -130,117 +154,111 @@ class MetricsWriter:
       raise ValueError("restore comes before the first write")
     self._num_bytes = state["num_bytes"]
     self._last_step = state["last_step"]
-    self._open()
+    self._held = state.get("held")  # older checkpoints hold nothing
+    self._file = self._open()
 
   def close(self) -> None:
-    """Flush and close both files."""
-    if self._file is not None and self._events is not None:
-      self._file.close()
-      self._events.close()
-
-
-class Interval(NamedTuple):
-  """Some time inside device programs, in seconds of the clock."""
-
-  start_s: float
-  end_s: float
-  activity: str
-
-
-Window = tuple[float, float]
-
-
-def _merged(windows: Sequence[Window]) -> list[Window]:
-  """The same time as ascending windows that do not overlap."""
-  merged: list[Window] = []
-  for start, end in sorted(windows):
-    if merged and start <= merged[-1][1]:
-      merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-    elif end > start:
-      merged.append((start, end))
-  return merged
-
-
-def _total_s(windows: Sequence[Window]) -> float:
-  return sum((end - start for start, end in _merged(windows)), 0.0)
-
-
-def _clipped(
-  windows: Sequence[Window], start: float, end: float
-) -> list[Window]:
-  return [
-    (max(a, start), min(b, end)) for a, b in windows if b > start and a < end
-  ]
+    """Close both files."""
+    for file in (self._file, self._events):
+      if file is not None:
+        file.close()
 
 
 class BusyClock:
-  """Remembers when one slice was inside a device program.
+  """Knows for how long one slice has been inside device programs.
 
-  Threads:
-    Any thread may record and read. Time that two threads of the slice spend in
-    programs at once counts once.
+  It keeps totals and a timeline for the picture, so that its memory and the
+  time of each call do not depend on how much was recorded.
+
+  Invariant: `_busy_s` is the length of the closed stretches in which at least
+  one thread was inside; `_since_s` is the start of the open one, if there is
+  one. Starts and ends are read under the lock, so that they are in order.
+
+  Threads: any thread may record and read. Time that two threads of the slice
+  spend in programs at once counts once.
   """
 
-  def __init__(self, origin_s: float | None = None):
-    """Starts now, or at `origin_s`, a reading of `time.perf_counter`.
+  def __init__(
+    self,
+    origin_s: float | None = None,
+    seconds: Callable[[], float] = time.perf_counter,
+  ):
+    """Starts now, or at `origin_s`, a reading of `seconds`.
 
     The clocks of one run share their origin; a resumed run sets it back by the
     seconds that were spent before.
     """
-    self._origin_s = time.perf_counter() if origin_s is None else origin_s
+    self._seconds = seconds
+    self._origin_s = seconds() if origin_s is None else origin_s
     self._lock = threading.Lock()
-    self._intervals: list[Interval] = []
+    self._num_inside = 0
+    self._since_s = 0.0
+    self._busy_s = 0.0
+    self._activity_s: dict[str, float] = collections.defaultdict(float)
+    self._timeline = timeline_lib.Timeline()
 
   def now(self) -> float:
     """Seconds since the origin."""
-    return time.perf_counter() - self._origin_s
+    return self._seconds() - self._origin_s
 
   @contextlib.contextmanager
   def record(self, activity: str) -> Iterator[None]:
     """Record the time inside the with statement, also when it raises."""
-    start_s = self.now()
+    with self._lock:
+      start_s = self.now()
+      if not self._num_inside:
+        self._since_s = start_s
+      self._num_inside += 1
     try:
       yield
     finally:
-      self.add(activity, start_s, self.now())
+      with self._lock:
+        end_s = self.now()
+        self._num_inside -= 1
+        if not self._num_inside:
+          self._busy_s += end_s - self._since_s
+        self._activity_s[activity] += end_s - start_s
+        self._timeline.add(timeline_lib.Interval(start_s, end_s, activity))
 
-  def add(self, activity: str, start_s: float, end_s: float) -> None:
-    """Record an interval whose ends were read from `now`."""
-    if end_s < start_s:
-      raise ValueError(f"{activity} ends at {end_s}, before {start_s}")
+  def activity_s(self) -> dict[str, float]:
+    """Seconds of each activity, summed over threads."""
     with self._lock:
-      self._intervals.append(Interval(start_s, end_s, activity))
+      return dict(self._activity_s)
 
-  def intervals(self) -> list[Interval]:
-    """What was recorded so far, in the order in which it ended."""
+  def timeline(self) -> timeline_lib.Timeline:
+    """A copy of what the picture shows."""
     with self._lock:
-      return list(self._intervals)
+      return copy.deepcopy(self._timeline)
 
-  def busy_s(
-    self, start_s: float, end_s: float, excluded: Sequence[Window] = ()
-  ) -> float:
-    """Seconds of a window that were spent inside device programs.
 
-    Args:
-      start_s: start of the window.
-      end_s: its end.
-      excluded: windows that do not count, such as evaluations.
-    """
-    recorded = [(x.start_s, x.end_s) for x in self.intervals()]
-    busy = _clipped(recorded, start_s, end_s)
-    out = _clipped(excluded, start_s, end_s)
-    # |busy - out| = |busy or out| - |out|
-    return _total_s([*busy, *out]) - _total_s(out)
+class Reading(NamedTuple):
+  """Several clocks at one moment.
 
-  def busy_frac(
-    self, start_s: float, end_s: float, excluded: Sequence[Window] = ()
-  ) -> float:
-    """Busy seconds over the window's seconds, both without `excluded`."""
-    out_s = _total_s(_clipped(excluded, start_s, end_s))
-    window_s = end_s - start_s - out_s
-    if window_s <= 0:
-      return 0.0
-    return self.busy_s(start_s, end_s, excluded) / window_s
+  Attributes:
+    now_s: since their origin.
+    busy_s: of each clock up to now, what has not ended included.
+  """
+
+  now_s: float
+  busy_s: dict[str, float]
+
+
+def read(clocks: Mapping[str, BusyClock]) -> Reading:
+  """Read clocks of one origin at the same moment.
+
+  One after the other would not do: between two readings a thread may lose the
+  processor, and a slice could come out as busy for longer than there was time.
+  """
+  with contextlib.ExitStack() as stack:
+    for clock in clocks.values():
+      stack.enter_context(clock._lock)
+    now_s = next(iter(clocks.values())).now()
+    busy_s = {
+      name: clock._busy_s
+      + (now_s - clock._since_s if clock._num_inside else 0.0)
+      for name, clock in clocks.items()
+    }
+  return Reading(now_s, busy_s)
 
 
 class CompilationCounter:

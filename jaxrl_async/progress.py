@@ -4,9 +4,13 @@ On a terminal a live line; elsewhere a plain line every few seconds. stdout
 stays free: its last line is the summary.
 """
 
+import contextlib
 import dataclasses
+import io
+import os
+import sys
 import time
-from typing import Any
+from typing import Any, TextIO, cast
 
 import rich.console
 import rich.progress
@@ -62,6 +66,29 @@ class _Left:
     return _clock(per_step_s * max(self._num_steps - step, 0))
 
 
+class _Forgiving:
+  """A stream whose failures are not told to who writes.
+
+  The reader of a pipe may be gone, a terminal hung up, a disk full: nothing of
+  that is a reason to end a run.
+  """
+
+  def __init__(self, stream: io.TextIOBase | TextIO):
+    self._stream = stream
+    self.encoding = stream.encoding
+    self.isatty = stream.isatty
+    self.fileno = stream.fileno
+
+  def write(self, text: str) -> int:
+    with contextlib.suppress(OSError):
+      self._stream.write(text)
+    return len(text)
+
+  def flush(self) -> None:
+    with contextlib.suppress(OSError):
+      self._stream.flush()
+
+
 class Progress:
   """Shows stages and train steps; a context manager.
 
@@ -84,7 +111,9 @@ class Progress:
       every_s: least time between two plain lines when it is no terminal.
     """
     self._num_steps = num_steps
-    self._console = console or rich.console.Console(stderr=True)
+    self._console = console or rich.console.Console(
+      file=cast(TextIO, _Forgiving(sys.stderr))
+    )
     self._every_s = every_s
     self._last_line_s = -every_s
     self._left = _Left(num_steps)
@@ -108,6 +137,11 @@ class Progress:
     if self._live is not None:
       self._live.stop()
       self._live = None
+
+  def show_cursor(self) -> None:
+    """Undoes what the live line did to the terminal, if the process ends."""
+    if self._live is not None:
+      os.write(2, b"\x1b[?25h\n")
 
   def note(self, text: str) -> None:
     """Print a line that stays, above the live one."""

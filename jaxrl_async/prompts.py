@@ -1,134 +1,65 @@
-"""Questions of reasoning-gym as prompts, through Grain.
+"""Prompts: questions in the run's template, as tokens.
 
-A source is random access: item i of a split is a function of (seed, split, i).
-reasoning-gym's item i depends on its own seed + i only, so neighbouring seeds
-would be the same data shifted; each (seed, split) therefore owns a range of
-seed + i. Different seeds still make equal questions, the more so the smaller
-the task, so every question text also belongs to exactly one split, by a hash:
-what hashes elsewhere is left out. Held-out questions are never trained on.
+A stream gives the prompts of one split in order, from a place that can be
+saved. Questions come from `question_stream`, which has them made ahead of time.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
+import contextlib
 import dataclasses
-import difflib
-import enum
-import hashlib
 import itertools
 import string
+import time
 from typing import Any
 
-import grain
 from jaxtyping import Int32
 import numpy as np
 
 from jaxrl_async import config
+from jaxrl_async import question_stream
+from jaxrl_async import questions
 from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async import types
 from jaxrl_async import worked_solutions
 from jaxrl_async.rewards import extraction
-from jaxrl_async.rewards import reasoning
 
-ITEMS_PER_SPLIT = 2**22
-# seed + i stays below 2**32, which is as far as some random generators go.
-MAX_SEED = 2**32 // (4 * ITEMS_PER_SPLIT) - 1
-
-# Datasets that are built whole, or that refuse more.
-_FEWER_ITEMS = {"acre": 2**12, "word_ladder": 20_000}
 # So many items in a row without a usable one, and there are no more to come.
 _MAX_BARREN = 2_000
+# Or so many tokens of prompts that are all too long: a long template would
+# otherwise be tokenized two thousand times before anybody is told.
+_MAX_BARREN_TOKENS = 5_000_000
+# A check before the start cannot wait for as many of a slow dataset.
+_MAX_BARREN_CHECKED = 200
 
 
-class Split(enum.StrEnum):
-  """What a question is used for."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PromptSource:
+  """Where all prompts of a run come from.
 
-  TRAIN = "train"
-  WARM_START = "warm_start"
-  EVAL = "eval"
-
-
-def split_of(question: str) -> Split:
-  """The one split a question text belongs to: 5, 4 and 1 of 10."""
-  digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
-  tenth = int.from_bytes(digest, "big") % 10
-  if tenth == 0:
-    return Split.EVAL
-  return Split.WARM_START if tenth <= 4 else Split.TRAIN
-
-
-def first_dataset_seed(seed: int, split: Split) -> int:
-  """Start of the range of seed + i that (seed, split) owns."""
-  return (seed * 4 + list(Split).index(split)) * ITEMS_PER_SPLIT
-
-
-class QuestionSource(grain.sources.RandomAccessDataSource):
-  """reasoning-gym's items of one range of seed + i, of whatever text.
-
-  Raises:
-    config.ConfigError: the dataset or its parameters do not exist, or the seed
-      is out of range.
+  Attributes:
+    task: dataset, parameters and template.
+    tokenizer: of the policy.
+    seed: of the run.
+    max_prompt_tokens: longest prompt that fits; longer ones are skipped.
   """
 
-  def __init__(self, task: config.TaskSection, *, seed: int, split: Split):
-    if not 0 <= seed <= MAX_SEED:
-      raise config.ConfigError(f"seed: {seed} is not within 0 to {MAX_SEED}")
-    self._name = task.dataset
-    self._params = task.params.to_dict()
-    self._dataset = _create_dataset(
-      self._name,
-      self._params,
-      seed=first_dataset_seed(seed, split),
-      size=_FEWER_ITEMS.get(self._name, ITEMS_PER_SPLIT),
-    )
+  task: config.TaskSection
+  tokenizer: tokenizer_lib.Tokenizer
+  seed: int
+  max_prompt_tokens: int
 
-  def __len__(self) -> int:
-    return len(self._dataset)
+  def prompt(
+    self, split: questions.Split, item: dict[str, Any]
+  ) -> types.Prompt:
+    """The item's question in the task's template, whatever its length.
 
-  def __getitem__(self, index: int) -> dict[str, Any]:
-    """What scoring needs, which becomes `types.Prompt.item`."""
-    entry = self._dataset[int(index)]
-    return {
-      "dataset": self._name,
-      "params": self._params,
-      "index": int(index),
-      "question": entry["question"],
-      "answer": entry["answer"],
-      "metadata": entry["metadata"],
-    }
-
-
-class PromptSource:
-  """The prompts of a split, at random access. Immutable."""
-
-  def __init__(
-    self,
-    task: config.TaskSection,
-    tokenizer: tokenizer_lib.Tokenizer,
-    *,
-    seed: int,
-    split: Split,
-  ):
-    self.task = task
-    self.tokenizer = tokenizer
-    self.seed = seed
-    self.split = split
-    self._dataset = (
-      grain.MapDataset.source(QuestionSource(task, seed=seed, split=split))
-      .filter(lambda item: split_of(item["question"]) is split)
-      .map(self._prompt)
-    )
-
-  def prompt_at(self, index: int) -> types.Prompt | None:
-    """Prompt of an item, whatever its length; None is another split's.
-
-    Past the last item the source begins again.
+    Raises:
+      config.ConfigError: it cannot be filled in or tokenized.
     """
-    return self._dataset[index]
-
-  def _prompt(self, item: dict[str, Any]) -> types.Prompt:
     text = render(self.task.template, item)
-    prompt_id = f"{item['dataset']}/{self.split}/{item['index']}"
+    prompt_id = f"{item['dataset']}/{split}/{item['index']}"
     try:
-      tokens = self.tokenizer.encode(text)
+      tokens = self.tokenizer.encode_prompt(text)
     except ValueError as error:
       raise config.ConfigError(
         f"task.dataset: {prompt_id} cannot be tokenized: {error}"
@@ -139,82 +70,138 @@ class PromptSource:
 class PromptStream:
   """A split's prompts in order, from a place that can be saved.
 
+  Prompts that do not fit are skipped and counted, never cut. The place is that
+  of the prompts that were taken, however many have been made since.
+
   Threads: belongs to one thread, the one that admits groups; who saves its
-  state does so while that thread does not call `next`.
+  state does so while that thread does not use it.
   """
 
-  def __init__(self, source: PromptSource, *, max_prompt_tokens: int):
-    self._source = source
-    self._max_prompt_tokens = max_prompt_tokens
-    self._next_index = 0
-    self.num_too_long = 0
+  def __init__(
+    self,
+    source: PromptSource,
+    split: questions.Split,
+    *,
+    num_processes: int = 0,
+    max_barren: int = _MAX_BARREN,
+  ):
+    """Make nothing yet; the first use or `prefetch` begins.
 
-  def next(self) -> types.Prompt:
-    """Next prompt that fits; longer ones are skipped and counted, never cut.
+    Args:
+      source: of the run.
+      split: which questions of it.
+      num_processes: how many make questions at the same time; 0 is
+        `task.question_workers`.
+      max_barren: items in a row without a prompt that fits after which there
+        are none.
+    """
+    self._source = source
+    self._split = split
+    self._num_processes = num_processes or source.task.question_workers
+    self._max_barren = max_barren
+    self._questions: question_stream.QuestionStream | None = None
+    self.restore({"next_index": 0, "num_too_long": 0})
+
+  @property
+  def num_too_long(self) -> int:
+    """Prompts that were skipped, up to the place."""
+    return self._place["num_too_long"]
+
+  def prefetch(self) -> None:
+    """Begin to make questions; returns at once."""
+    if self._questions is None:
+      self._questions = question_stream.QuestionStream(
+        self._source.task.dataset,
+        self._source.task.params.to_dict(),
+        seed=self._source.seed,
+        split=self._split,
+        first_index=self._place["next_index"],
+        num_processes=self._num_processes,
+      )
+
+  def is_ready(self, timeout_s: float = 0.0) -> bool:
+    """Whether `next` would return at once; waits for it, at most so long.
 
     Raises:
-      config.ConfigError: there is none, in a long stretch of items.
+      config.ConfigError: there is no prompt in a long stretch of items, or the
+        task cannot be used.
+      question_stream.QuestionError: the dataset failed.
     """
-    shortest = None
-    for _ in range(_MAX_BARREN):
-      prompt = self._source.prompt_at(self._next_index)
-      self._next_index += 1
-      if prompt is None:
-        continue
-      if len(prompt.tokens) <= self._max_prompt_tokens:
-        return prompt
-      self.num_too_long += 1
-      shortest = min(shortest or len(prompt.tokens), len(prompt.tokens))
-    task = self._source.task
-    if shortest is not None:
-      raise config.ConfigError(
-        f"rollout.max_prompt_tokens: {self._max_prompt_tokens}, but the "
-        f"shortest prompt of {_MAX_BARREN} items of {task.dataset} has "
-        f"{shortest} tokens"
-      )
-    raise config.ConfigError(
-      f"task.dataset: none of {_MAX_BARREN} items of {task.dataset} is a "
-      f"question of the split {self._source.split}; it has too few questions"
-    )
+    self.prefetch()
+    assert self._questions is not None
+    deadline = time.monotonic() + timeout_s
+    while self._ahead is None:
+      left_s = max(0.0, deadline - time.monotonic())
+      if not self._questions.is_ready(left_s):
+        return False
+      self._look_at(self._questions.next())
+    return True
+
+  def next(self) -> types.Prompt:
+    """Next prompt that fits; waits until it was made.
+
+    Raises:
+      As `is_ready`.
+    """
+    while not self.is_ready(timeout_s=60.0):
+      pass
+    assert self._ahead is not None
+    prompt, self._ahead = self._ahead, None
+    self._place = dict(self._seen)
+    self._num_barren = self._num_barren_tokens = 0
+    self._shortest = None
+    return prompt
 
   def state(self) -> dict[str, int]:
     """Where the stream stands, for a checkpoint."""
-    return {"next_index": self._next_index, "num_too_long": self.num_too_long}
+    return dict(self._place)
 
   def restore(self, state: Mapping[str, int]) -> None:
     """Continue where `state` was taken, with the very same prompts."""
-    self._next_index = state["next_index"]
-    self.num_too_long = state["num_too_long"]
+    self.close()
+    names = ("next_index", "num_too_long")
+    self._place = {name: state[name] for name in names}
+    # What was looked at, of which `_ahead` is the last and not yet taken.
+    self._seen = dict(self._place)
+    self._ahead: types.Prompt | None = None
+    self._num_barren = self._num_barren_tokens = 0
+    self._shortest: int | None = None
 
+  def close(self) -> None:
+    """End the processes that make questions; the next use starts others."""
+    if self._questions is not None:
+      self._questions.close()
+      self._questions = None
 
-def held_out(
-  task: config.TaskSection,
-  tokenizer: tokenizer_lib.Tokenizer,
-  *,
-  seed: int,
-  max_prompt_tokens: int,
-  num_items: int,
-) -> list[types.Prompt]:
-  """First prompts of the evaluation split, each question once.
-
-  Raises:
-    config.ConfigError: the split has fewer.
-  """
-  source = PromptSource(task, tokenizer, seed=seed, split=Split.EVAL)
-  stream = PromptStream(source, max_prompt_tokens=max_prompt_tokens)
-  prompts: dict[str, types.Prompt] = {}
-  num_barren = 0
-  while len(prompts) < num_items:
-    prompt = stream.next()
-    if prompt.item["question"] not in prompts:
-      prompts[prompt.item["question"]] = prompt
-      num_barren = 0
-    elif (num_barren := num_barren + 1) == _MAX_BARREN:
+  def _look_at(self, item: dict[str, Any] | None) -> None:
+    max_tokens = self._source.max_prompt_tokens
+    self._seen["next_index"] += 1
+    self._num_barren += 1
+    if item is not None:
+      prompt = self._source.prompt(self._split, item)
+      length = len(prompt.tokens)
+      if length <= max_tokens:
+        self._ahead = prompt
+        return
+      self._seen["num_too_long"] += 1
+      self._num_barren_tokens += length
+      self._shortest = min(self._shortest or length, length)
+    if (
+      self._num_barren < self._max_barren
+      and self._num_barren_tokens < _MAX_BARREN_TOKENS
+    ):
+      return
+    dataset = self._source.task.dataset
+    if self._shortest is not None:
       raise config.ConfigError(
-        f"eval.num_items: {num_items}, but {task.dataset} has about "
-        f"{len(prompts)} distinct held-out questions"
+        f"rollout.max_prompt_tokens: {max_tokens}, but the"
+        f" shortest prompt of {self._num_barren} items of {dataset} has"
+        f" {self._shortest} tokens"
       )
-  return list(prompts.values())
+    raise config.ConfigError(
+      f"task.dataset: none of {self._max_barren} items of {dataset} is a"
+      f" question of the split {self._split}; it has too few questions"
+    )
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -231,14 +218,11 @@ class WorkedExample:
 
 
 def worked_examples(
-  task: config.TaskSection,
+  source: PromptSource,
   warm_start: config.WarmStartSection,
-  tokenizer: tokenizer_lib.Tokenizer,
   *,
-  seed: int,
-  max_prompt_tokens: int,
   max_tokens: int,
-) -> Iterator[WorkedExample]:
+) -> Generator[WorkedExample, None, None]:
   """Yield `num_examples` worked solutions of the warm-start split.
 
   A question may come again with other mistakes in its solution, or with the
@@ -248,27 +232,36 @@ def worked_examples(
   Raises:
     config.ConfigError: prompt and solution are longer than `max_tokens`.
   """
+  stream = PromptStream(source, questions.Split.WARM_START)
+  with contextlib.closing(stream):
+    for _ in range(warm_start.num_examples):
+      yield _worked_example(source, stream, warm_start, max_tokens)
+
+
+def _worked_example(
+  source: PromptSource,
+  stream: PromptStream,
+  warm_start: config.WarmStartSection,
+  max_tokens: int,
+) -> WorkedExample:
+  prompt = stream.next()
+  # Of the place in the stream, not of the item: in a second pass over a
+  # small dataset the mistakes are others.
+  rng = np.random.default_rng((source.seed, stream.state()["next_index"]))
   solver = worked_solutions.SOLVERS[warm_start.solver]
-  source = PromptSource(task, tokenizer, seed=seed, split=Split.WARM_START)
-  stream = PromptStream(source, max_prompt_tokens=max_prompt_tokens)
-  for _ in range(warm_start.num_examples):
-    prompt = stream.next()
-    # Of the place in the stream, not of the item: in a second pass over a
-    # small dataset the mistakes are others.
-    rng = np.random.default_rng((seed, stream.state()["next_index"]))
-    solution = solver(prompt.item, rng, warm_start.corrupted_frac)
-    completion = np.append(
-      tokenizer.encode(solution), np.int32(tokenizer.eos_id)
+  solution = solver(prompt.item, rng, warm_start.corrupted_frac)
+  completion = np.append(
+    source.tokenizer.encode(solution), np.int32(source.tokenizer.eos_id)
+  )
+  length = len(prompt.tokens) + len(completion)
+  if length > max_tokens:
+    raise config.ConfigError(
+      f"train.tokens_per_row: {max_tokens}, but the worked solution of"
+      f" {prompt.prompt_id} has {length} tokens with its prompt; use more"
     )
-    length = len(prompt.tokens) + len(completion)
-    if length > max_tokens:
-      raise config.ConfigError(
-        f"train.tokens_per_row: {max_tokens}, but the worked solution of"
-        f" {prompt.prompt_id} has {length} tokens with its prompt; use more"
-      )
-    yield WorkedExample(
-      prompt_tokens=prompt.tokens, completion_tokens=completion
-    )
+  return WorkedExample(
+    prompt_tokens=prompt.tokens, completion_tokens=completion
+  )
 
 
 def render(template: str, item: Mapping[str, Any]) -> str:
@@ -286,7 +279,7 @@ def render(template: str, item: Mapping[str, Any]) -> str:
       if root not in fields:
         raise config.ConfigError(
           f"task.template: {item['dataset']} has no field {root!r}"
-          f"{_did_you_mean(root, map(str, fields))}"
+          f"{questions.did_you_mean(root, map(str, fields))}"
         )
     return string.Formatter().vformat(template, (), fields)
   except config.ConfigError:
@@ -297,31 +290,27 @@ def render(template: str, item: Mapping[str, Any]) -> str:
     ) from error
 
 
-def validate_task(
-  task: config.TaskSection,
-  tokenizer: tokenizer_lib.Tokenizer,
-  *,
-  seed: int,
-  max_prompt_tokens: int,
-) -> None:
+def validate_task(source: PromptSource) -> None:
   """Check dataset, parameters, template and alphabet on a few prompts.
 
   Raises:
     config.ConfigError: one of them is wrong; the line says what would be right.
   """
-  source = PromptSource(task, tokenizer, seed=seed, split=Split.TRAIN)
-  stream = PromptStream(source, max_prompt_tokens=max_prompt_tokens)
-  for _ in range(4):
-    stream.next()
+  stream = PromptStream(
+    source, questions.Split.TRAIN, max_barren=_MAX_BARREN_CHECKED
+  )
+  with contextlib.closing(stream):
+    try:
+      for _ in range(4):
+        stream.next()
+    except question_stream.QuestionError as error:
+      raise config.ConfigError(str(error)) from error
 
 
 def validate_warm_start(
-  task: config.TaskSection,
+  source: PromptSource,
   warm_start: config.WarmStartSection,
-  tokenizer: tokenizer_lib.Tokenizer,
   *,
-  seed: int,
-  max_prompt_tokens: int,
   max_tokens: int,
 ) -> None:
   """Check that the solver solves this task, in a form that can be scored.
@@ -335,66 +324,28 @@ def validate_warm_start(
   if warm_start.solver not in worked_solutions.SOLVERS:
     raise config.ConfigError(
       f"warm_start.solver: {warm_start.solver!r} does not exist"
-      f"{_did_you_mean(warm_start.solver, worked_solutions.SOLVERS)}"
+      f"{questions.did_you_mean(warm_start.solver, worked_solutions.SOLVERS)}"
     )
-  item = QuestionSource(task, seed=seed, split=Split.WARM_START)[0]
+  task = source.task
+  stream = PromptStream(
+    source, questions.Split.WARM_START, max_barren=_MAX_BARREN_CHECKED
+  )
+  with contextlib.closing(stream):
+    item = stream.next().item
   solver = worked_solutions.SOLVERS[warm_start.solver]
   try:
-    solution = solver(item, np.random.default_rng(seed), 0.0)
+    solution = solver(item, np.random.default_rng(source.seed), 0.0)
   except (LookupError, ValueError, TypeError, AttributeError) as error:
     raise config.ConfigError(
       f"warm_start.solver: {warm_start.solver!r} cannot solve {task.dataset}"
     ) from error
   answer = extraction.extract_answer(solution, task.answer_prefix)
-  if reasoning.score(item, answer) != 1.0:
+  if answer != item["answer"]:
     raise config.ConfigError(
       f"task.answer_prefix: {task.answer_prefix!r} finds {answer!r} in a right "
       f"solution of the solver {warm_start.solver!r}, {solution!r}"
     )
-  examples = worked_examples(
-    task,
-    warm_start,
-    tokenizer,
-    seed=seed,
-    max_prompt_tokens=max_prompt_tokens,
-    max_tokens=max_tokens,
-  )
-  for _ in itertools.islice(examples, 100):
-    pass
-
-
-def _create_dataset(
-  name: str, params: Mapping[str, Any], *, seed: int, size: int
-) -> Any:
-  datasets = reasoning.datasets()
-  if name not in datasets or name == "composite":
-    raise config.ConfigError(
-      f"task.dataset: reasoning-gym has no dataset {name!r}"
-      f"{_did_you_mean(name, datasets)}"
-    )
-  fields = {f.name for f in dataclasses.fields(datasets[name][1])}
-  for key in params:
-    if key in ("seed", "size"):
-      raise config.ConfigError(
-        f"task.params.{key}: is set by the run; leave it out"
-      )
-    if key not in fields:
-      raise config.ConfigError(
-        f"task.params.{key}: {name} has no such parameter"
-        f"{_did_you_mean(key, fields - {'seed', 'size'})}"
-      )
-  try:
-    return reasoning.create_dataset(name, params, seed=seed, size=size)
-  except (AssertionError, ValueError, TypeError, LookupError) as error:
-    raise config.ConfigError(
-      f"task.params: {name} refuses {dict(params)}: {error}"
-    ) from error
-
-
-def _did_you_mean(name: str, known: Any) -> str:
-  known = sorted(known)
-  close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-  if close:
-    return f"; did you mean {' or '.join(close)}?"
-  shown = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
-  return f"; there is {shown}"
+  examples = worked_examples(source, warm_start, max_tokens=max_tokens)
+  with contextlib.closing(examples):
+    for _ in itertools.islice(examples, 100):
+      pass

@@ -9,7 +9,6 @@ the name of the thread it came from.
 
 import contextlib
 import dataclasses
-import functools
 import pathlib
 import time
 from typing import Any
@@ -23,27 +22,25 @@ from jaxrl_async import checkpoint
 from jaxrl_async import config as config_lib
 from jaxrl_async import config_json
 from jaxrl_async import evaluate
+from jaxrl_async import held_out
 from jaxrl_async import ledger as ledger_lib
 from jaxrl_async import metrics as metrics_lib
 from jaxrl_async import progress as progress_lib
 from jaxrl_async import prompts
+from jaxrl_async import questions
+from jaxrl_async import recorder as recorder_lib
+from jaxrl_async import resume
 from jaxrl_async import run_record
-from jaxrl_async import serve
+from jaxrl_async import side_outputs
 from jaxrl_async import snapshot
 from jaxrl_async import supervisor
 from jaxrl_async import trainer as trainer_lib
 from jaxrl_async import weight_transfer
+from jaxrl_async import workdir as workdir_lib
 from jaxrl_async.rewards import reasoning
 from jaxrl_async.rewards import service
 from jaxrl_async.rollout import worker as worker_lib
-
-
-class StallError(RuntimeError):
-  """Nothing moved for `run.stall_timeout_s`; says who waits for what."""
-
-
-class Interrupted(RuntimeError):
-  """The run was asked to end and has written a checkpoint."""
+from jaxrl_async.serving import front as front_lib
 
 
 class Run:
@@ -58,23 +55,21 @@ class Run:
     workdir: pathlib.Path,
     progress: progress_lib.Progress,
     stop: supervisor.StopRequest,
+    claim: workdir_lib.Claim,
     *,
     initial_params: Any = None,
     scorer: service.Scorer = reasoning.score,
-    serving: serve.ServeSettings | None = None,
+    serving: front_lib.ServeSettings | None = None,
   ):
     started_s = time.perf_counter()
     self.config, self.workdir = config, workdir
-    self.progress, self.stop = progress, stop
+    self.progress, self.stop, self.claim = progress, stop, claim
     self.tokenizer = assembly.load_tokenizer(config)
     self.model = assembly.model_config(config, self.tokenizer.vocab_size)
     self._initial_params = initial_params
-    self._checkpoints = workdir / "checkpoints"
-    self.resumed_step = checkpoint.latest(self._checkpoints)
-    self._stored: dict[str, Any] = {}
-    if self.resumed_step is not None:
-      self._stored = checkpoint.host_state(self._checkpoints, self.resumed_step)
-    self.recorder: run_record.Recorder | None = None
+    self._checkpoints = workdir / workdir_lib.CHECKPOINTS
+    found = resume.find(config, workdir, progress.note)
+    self.resumed_step, self._stored = found
     self.record = run_record.RunRecord.from_json(self._stored.get("record", {}))
     origin_s = started_s - self.record.wall_s
     self.busy = {
@@ -88,62 +83,73 @@ class Run:
       config, self.model, self.train_mesh, self.busy["train"]
     )
     self.engine = assembly.make_engine(
-      config, self.model, self.rollout_mesh, self.tokenizer.eos_id
+      config, self.model, self.rollout_mesh, self.tokenizer.end_tokens
     )
     self.buffer = buffer_lib.Buffer(
       config.algorithm.groups_per_step, config.algorithm.max_staleness
     )
-    self.writer = metrics_lib.MetricsWriter(workdir)
+    self.side_outputs = side_outputs.SideOutputs(progress.note)
+    self.writer = metrics_lib.MetricsWriter(workdir, self.side_outputs)
     self.supervisor = supervisor.Supervisor(on_failure=self.buffer.close)
-    self.ledger: ledger_lib.Ledger | None = None
-    self.channel: weight_transfer.WeightChannel | None = None
+    self.source = assembly.prompt_source(config, self.tokenizer)
+    self.stream = prompts.PromptStream(self.source, questions.Split.TRAIN)
     self.loader: batch_loader.BatchLoader[trainer_lib.PreparedBatch] | None
     self.loader = None
     self._has_worker = False
-    self.front = None
-    if serving is not None:
-      self.front = serve.front_of_a_run(
-        serving, config, self.model, self.tokenizer, lambda: self._has_worker
-      )
-    # Last: from here on there is something to close.
+    self.front = serving and front_lib.of_a_run(
+      serving, config, self.model, self.tokenizer, lambda: self._has_worker
+    )
+    # Last: from here on there is something to close, the newest part first.
     self.rewards = assembly.make_rewards(config.task, scorer)
+    self._closing = contextlib.ExitStack()
+    self._closing.callback(self.writer.close)
+    self._closing.callback(self.stream.close)
+    self._closing.callback(self.rewards.close, config.run.join_timeout_s)
 
   # -- assembly -------------------------------------------------------------
 
   def open(self) -> int:
     """Warm start or restore, first evaluation, threads; gives the step."""
     config = self.config
-    config_json.write(config, self.workdir)
-    source = prompts.PromptSource(
-      config.task,
-      self.tokenizer,
-      seed=config.seed,
-      split=prompts.Split.TRAIN,
-    )
-    self.stream = prompts.PromptStream(
-      source, max_prompt_tokens=config.rollout.max_prompt_tokens
-    )
-    self.held_out = prompts.held_out(
-      config.task,
-      self.tokenizer,
-      seed=config.seed,
-      max_prompt_tokens=config.rollout.max_prompt_tokens,
-      num_items=config.eval.num_items,
+    if self.front is not None:
+      self.front.start(self.progress.note)
+      self.progress.note(f"serving the policy at {self.front.address}")
+    self.evaluator = evaluate.Evaluator(
+      self.engine,
+      held_out.load_or_make(
+        self.workdir / "held_out.json",
+        self.source,
+        config.eval.num_items,
+        note=self.progress.note,
+        on_progress=self._show_held_out,
+      ),
+      max_completion_tokens=config.rollout.max_completion_tokens,
+      tokenizer=self.tokenizer,
+      rewards=self.rewards,
     )
     if self.resumed_step is None:
       self._warm_start()
       outstanding = []
     else:
-      outstanding = self._restore(source)
+      outstanding = self._restore()
+    self.stream.prefetch()
     step = self.resumed_step or 0
     self.rewards.warm_up()
     self.ledger = ledger_lib.Ledger(
       self.workdir / "ledger.jsonl",
       ledger_lib.LedgerState(**self._stored.get("ledger", {})),
     )
+    self._closing.callback(self.ledger.close)
     self.channel = assembly.make_channel(
-      config, self.workdir, self.trainer.published_shapes(), self.engine
+      config,
+      self.workdir,
+      self.trainer.published_shapes(),
+      self.engine,
+      self.progress.note,
     )
+    self._closing.callback(self.channel.close, config.run.join_timeout_s)
+    self.stop.before_ending_now(self.channel.remove)
+    self.stop.before_ending_now(self.progress.show_cursor)
     self.scheduler = assembly.make_scheduler(
       config, self.engine, self.tokenizer, self.busy["rollout"]
     )
@@ -160,7 +166,7 @@ class Run:
       requests=None if self.front is None else self.front.queue,
     )
     self.worker.restore(outstanding)
-    self.recorder = run_record.Recorder(
+    self.recorder = recorder_lib.Recorder(
       self.record,
       workdir=self.workdir,
       writer=self.writer,
@@ -169,12 +175,18 @@ class Run:
       rewards=self.rewards,
       busy=self.busy,
       progress=self.progress,
+      side_outputs=self.side_outputs,
       max_bad_updates=config.train.max_bad_updates,
     )
+    self._closing.callback(self.recorder.close, config.run.join_timeout_s)
     params = self.trainer.published()
+    # The checkpoint is first: books without one mean that it was lost.
     if self.resumed_step is None:
-      self.writer.write(0, self._evaluate(0, params))
+      self.writer.hold(0, {})
       self._save(0)
+    config_json.write(config, self.workdir)
+    if self.writer.held_step is not None:
+      self._complete_step(step, params)
     self.recorder.start_rl()
     self._publish(params, step)
     self._has_worker = True
@@ -186,9 +198,6 @@ class Run:
       end_step=config.train.num_steps,
     )
     self.supervisor.spawn("batch loader", self.loader.run)
-    if self.front is not None:
-      self.front.start(self.supervisor)
-      self.progress.note(f"serving the policy at {self.front.address}")
     return step
 
   def _warm_start(self) -> None:
@@ -203,17 +212,22 @@ class Run:
         self._show_warm_start,
       )
     self.trainer.start(params)
-    self.tokenizer.save(self.workdir / "tokenizer")
+    with self.side_outputs.attempt("tokenizer/"):
+      self.tokenizer.save(self.workdir / "tokenizer")
     self.record.warm_start_s = self.clock.now() - start_s
 
+  def _show_held_out(self, num_made: int) -> None:
+    self.stop.check("stopped in the first stage; it will begin anew")
+    num_items = self.config.eval.num_items
+    self.progress.stage("held-out questions", num_made, num_items)
+
   def _show_warm_start(self, step: int, loss: float) -> None:
-    if self.stop.is_set:
-      raise Interrupted("stopped in the warm start; it will begin anew")
+    self.stop.check("stopped in the warm start; it will begin anew")
     self.progress.stage(
       "warm start", step, self.config.warm_start.num_steps, f"loss {loss:.3f}"
     )
 
-  def _restore(self, source: prompts.PromptSource) -> list:
+  def _restore(self) -> list:
     """Takes up the newest checkpoint; gives what the worker goes on with."""
     step, stored = self.resumed_step, self._stored
     assert step is not None
@@ -221,7 +235,6 @@ class Run:
       self._checkpoints,
       step,
       self.trainer.abstract_state(),
-      functools.partial(snapshot.item_of, source),
     )
     self.stream.restore(stored["stream"])
     self.writer.restore(stored["metrics"])
@@ -232,10 +245,6 @@ class Run:
         next_step=step,
         next_index=stored["next_index"],
       )
-    )
-    self.progress.note(
-      f"continuing {self.workdir} from step {step} with {len(groups)}"
-      " outstanding groups"
     )
     return snapshot.running(groups)
 
@@ -248,11 +257,10 @@ class Run:
     loader, by a failure (which closes the buffer and so ends the loader) and by
     a stop request.
     """
-    assert self.recorder is not None and self.channel is not None
     every, num_steps = self.config.eval.every, self.config.train.num_steps
     if step >= num_steps:
       self.recorder.end_rl()
-      _, last_step, _, greedy = self.record.evaluations[-1]
+      _, last_step, _, greedy = self.record.evaluations.last
       if last_step != step or greedy is None:  # num_steps was lowered
         self._evaluate(step, self.trainer.published())
     while step < num_steps and not self.stop.is_set:
@@ -266,6 +274,7 @@ class Run:
       done.times_s["wait_for_rollouts_s"] = taken_s - wait_start_s
       done.times_s["prepare_batch_s"] = ready_s - taken_s
       step += 1
+      self.claim.check()
       start_s = time.perf_counter()
       self._publish(self.trainer.published(), step)
       done.times_s["publish_s"] = time.perf_counter() - start_s
@@ -273,87 +282,86 @@ class Run:
       is_last = step == num_steps
       if is_last:
         self.recorder.end_rl()
-      values: dict[str, int | float] = {
-        "transfer/bytes": self.channel.num_bytes
-      }
-      if is_last or (every and step % every == 0):
-        self.recorder.wait()
-        values |= self._evaluate(step, self.trainer.published())
-      self.recorder.begin(done, totals, values)
-      if is_last or step % self.config.run.checkpoint_every == 0:
-        self.recorder.wait()
+      is_evaluated = is_last or bool(every and step % every == 0)
+      is_saved = is_last or step % self.config.run.checkpoint_every == 0
+      self._wait_for_recorder()
+      more = {"transfer/bytes": self.channel.num_bytes}
+      self.recorder.begin(done, totals, more, is_evaluated=is_evaluated)
+      if is_saved:  # first: an evaluation that fails must not cost the steps
         self._save(step)
-    self.recorder.wait()
+      if is_evaluated:
+        self._complete_step(step, self.trainer.published())
+    self._wait_for_recorder()
     self.supervisor.check()
     return step
 
   def _next_batch(
     self, step: int
   ) -> batch_loader.Loaded[trainer_lib.PreparedBatch] | None:
-    assert self.loader is not None and self.recorder is not None
-    timeout_s = self.config.run.stall_timeout_s
-    watch, start_s = supervisor.StallWatch(timeout_s), time.monotonic()
+    assert self.loader is not None
+    watch = supervisor.StallWatch(self.config.run.stall_timeout_s)
     while not self.stop.is_set:
       loaded = self.loader.next(timeout_s=0.2)
       if loaded is not None:
         return loaded
-      self.supervisor.check()
-      self.recorder.check()
-      state = (self.worker.group_tokens, self.scheduler.version)
-      if watch.is_stalled((state, len(self.buffer.state().finished))):
-        waited_s = time.monotonic() - start_s
-        lines = [
-          f"nothing moved for {timeout_s:g} s (run.stall_timeout_s)",
-          f"training waits for a batch for step {step} since {waited_s:.1f} s",
-          self.loader.status(),
-          self.worker.status(),
-          *self.buffer.waiting(),
-        ]
-        raise StallError("\n".join(lines))
+      self.recorder.wait(timeout_s=0.0)  # raises what ended it
+      self._look(watch, f"a batch for step {step}")
     return None
 
+  def _wait_for_recorder(self) -> None:
+    """Returns when the last step is written down."""
+    watch = supervisor.StallWatch(self.config.run.stall_timeout_s)
+    while not self.recorder.wait(timeout_s=0.2):
+      self._look(watch, "the recorder")
+
+  def _look(self, watch: supervisor.StallWatch, awaited: str) -> None:
+    """Raises the first failure, or a StallError; part of every wait."""
+    assert self.loader is not None
+    self.supervisor.check()
+    parts = (self.loader, self.recorder, self.worker)
+    moving = self.worker.group_tokens, self.scheduler.version
+    watch.check(
+      (*moving, self.buffer.num_finished),
+      lambda: [
+        f"training waits for {awaited} since {watch.age_s:.1f} s",
+        *(part.status() for part in parts),
+        *self.buffer.waiting(),
+      ],
+    )
+
   def _publish(self, params: Any, version: int) -> None:
-    assert self.channel is not None
     self.channel.publish(params, version)
     self.buffer.set_policy_version(version)
 
   # -- evaluation, checkpoints, the end -------------------------------------
 
+  def _complete_step(self, step: int, params: Any) -> None:
+    """Evaluates a step whose metrics are held for it, and writes them.
+
+    A checkpoint from before it carries them: a continuation evaluates first.
+    """
+    self._wait_for_recorder()
+    self.writer.write(step, self._evaluate(step, params))
+    if step >= self.config.train.num_steps:
+      self._save(step)  # with the evaluation, for whoever starts it again
+
   def _evaluate(self, step: int, params: Any) -> dict[str, float]:
     """Held-out accuracies of these weights; both slices rest meanwhile."""
-    config = self.config
-    is_end = step == 0 or step >= config.train.num_steps
-    start_s = self.clock.now()
-    with self._paused():
+    is_end = step == 0 or step >= self.config.train.num_steps
+    with self.recorder.evaluating(), self._paused():
       engine_params = self.engine.load_params(params, step)
-
-      def accuracy(temperature):
-        return evaluate.evaluate(
-          self.engine,
-          engine_params,
-          self.held_out,
-          temperature=temperature,
-          max_completion_tokens=config.rollout.max_completion_tokens,
-          tokenizer=self.tokenizer,
-          rewards=self.rewards,
-        )
-
-      sampled = accuracy(config.eval.temperature)
-      greedy = accuracy(0.0).accuracy if is_end else None
-      if config.eval.temperature == config.rollout.temperature:
+      temperature = self.config.eval.temperature
+      sampled = self.evaluator.evaluate(engine_params, temperature)
+      greedy = self.evaluator.evaluate(engine_params, 0.0) if is_end else None
+      if temperature == self.config.rollout.temperature:
         kl = evaluate.mismatch_kl(sampled.trajectories, self.trainer.logprobs)
-        self.record.evaluation_kls.append(kl)
-    now_s = self.clock.now()
-    self.record.windows.append((start_s, now_s))
-    self.record.evaluations.append((now_s, step, sampled.accuracy, greedy))
-    beside = "" if greedy is None else f", greedy {greedy:.3f}"
-    self.progress.note(
-      f"step {step}: held-out accuracy {sampled.accuracy:.3f}{beside}"
-      f" ({len(self.held_out)} questions)"
+        self.record.mismatch_kl.add(kl)
+    of_greedy = None if greedy is None else greedy.accuracy
+    self.record.evaluations.append(
+      (self.clock.now(), step, sampled.accuracy, of_greedy)
     )
-    # One answer a question: avg@1 and pass@1 are the same.
-    values = {f"eval/held_out/{x}@1": sampled.accuracy for x in ("avg", "pass")}
-    return values if greedy is None else {**values, "eval/greedy/avg@1": greedy}
+    self.progress.note(f"step {step}: {evaluate.describe(sampled, greedy)}")
+    return evaluate.metrics_of(sampled, greedy)
 
   @contextlib.contextmanager
   def _paused(self):
@@ -366,17 +374,20 @@ class Run:
 
   def _save(self, step: int) -> None:
     """A checkpoint of everything; the worker stands still for the copy."""
-    assert self.ledger is not None and self.recorder is not None
+    self.claim.check()
+    self._wait_for_recorder()
     with self._paused():
       groups = snapshot.outstanding(self.buffer, self.worker)
       self.recorder.tokens(snapshot.count_tokens(groups))
       host_state = {
         "groups_per_step": self.config.algorithm.groups_per_step,
+        "max_staleness": self._stored["max_staleness"],
         "next_index": self.buffer.state().next_index,
         "stream": self.stream.state(),
         "ledger": dataclasses.asdict(self.ledger.state()),
         "metrics": self.writer.state(),
         "record": self.recorder.state(),
+        "config": config_json.to_stored(self.config),
       }
     checkpoint.save(
       self._checkpoints,
@@ -389,7 +400,6 @@ class Run:
 
   def finish(self, step: int, extra: dict[str, Any]) -> str:
     """Writes summary.json and summary.png; gives the summary's line."""
-    assert self.recorder is not None
     with self._paused():
       groups = snapshot.outstanding(self.buffer, self.worker)
       tokens = self.recorder.tokens(snapshot.count_tokens(groups))
@@ -397,14 +407,14 @@ class Run:
     return self.recorder.finish(
       step=step,
       tokens=tokens,
-      max_staleness=self.config.algorithm.max_staleness,
+      max_staleness=self._stored["max_staleness"],
       extra=extra,
     )
 
   def interrupt(self, step: int) -> None:
     """Writes a checkpoint and raises Interrupted."""
     self._save(step)
-    raise Interrupted(
+    raise supervisor.Interrupted(
       f"stopped after step {step}; the same command on {self.workdir} goes on"
     )
 
@@ -423,24 +433,17 @@ class Run:
     if self._has_worker:
       self.worker.stop()
     if self.front is not None:
-      self.front.stop()
+      self.front.close(timeout_s, self.progress.note)
     late = self.supervisor.join(timeout_s)
     try:
-      with contextlib.ExitStack() as stack:  # all of them, whatever one raises
-        stack.callback(self.writer.close)
-        if self.ledger is not None:
-          stack.callback(self.ledger.close)
-        if self.channel is not None:
-          stack.callback(self.channel.close, timeout_s)
-        stack.callback(self.rewards.close, timeout_s)
-        if self.recorder is not None:  # the first: it writes to the others
-          stack.callback(self.recorder.close, timeout_s)
+      self._closing.close()  # all of them, whatever one raises
       if late:
         raise TimeoutError(f"{', '.join(late)} did not end in {timeout_s} s")
     except (OSError, weight_transfer.WeightTransferError) as closing:
       if error is None:
         raise
-      self.progress.note(f"while closing: {closing}")
+      if closing is not error:
+        self.progress.note(f"while closing: {closing}")
 
 
 def run(
@@ -449,35 +452,36 @@ def run(
   *,
   initial_params: Any = None,
   scorer: service.Scorer = reasoning.score,
-  serving: serve.ServeSettings | None = None,
+  serving: front_lib.ServeSettings | None = None,
 ) -> str:
   """Runs or continues a whole run; gives its summary on one line.
 
   Args:
     config: validated.
     workdir: of this run alone; the same one continues from its newest
-      checkpoint.
+      checkpoint, also with other settings where `resume.MAY_DIFFER` has them.
     initial_params: stacked float32 parameters instead of a warm start.
     scorer: a function of an importable module that scores an answer.
     serving: how clients reach the policy meanwhile; None is not at all.
 
   Raises:
     Interrupted: it was asked to end, and can be continued.
-    ThreadFailed, StallError, run_record.BadUpdatesError: what they say.
+    StorageError: the disk took no checkpoint, or no line of the books.
+    ConfigError, ThreadFailed, StallError, BadUpdatesError: what they say.
   """
   assembly.check(config, jax.devices())
-  if checkpoint.latest(workdir / "checkpoints") is not None:
-    config_json.check_workdir(config, workdir)
   stop = supervisor.StopRequest()
   with (
     progress_lib.Progress(config.train.num_steps) as progress,
     metrics_lib.CompilationCounter() as compilations,
     stop.on_signals(progress.note),
+    workdir_lib.Claim(workdir, progress.note) as claim,
     Run(
       config,
       workdir,
       progress,
       stop,
+      claim,
       initial_params=initial_params,
       scorer=scorer,
       serving=serving,

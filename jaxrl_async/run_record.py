@@ -1,26 +1,15 @@
-"""What a run writes down: a line a step, and at the end its summary.
+"""What a run remembers about itself across restarts."""
 
-`RunRecord` is what it remembers about itself across restarts; `Recorder` reads
-the parts of a running one.
-"""
-
-from collections.abc import Mapping
-from concurrent import futures
 import dataclasses
-import pathlib
 from typing import Any
 
-from jaxrl_async import ledger as ledger_lib
-from jaxrl_async import metrics
-from jaxrl_async import progress as progress_lib
+from jaxrl_async import config
+from jaxrl_async import series
 from jaxrl_async import summary
-from jaxrl_async import trainer as trainer_lib
-from jaxrl_async.rewards import service
-from jaxrl_async.rollout import worker as worker_lib
+from jaxrl_async import timeline
 
-
-class BadUpdatesError(RuntimeError):
-  """Too many updates in a row were not finite; names step and groups."""
+# Rises when what is stored means something else than before; 0 has no number.
+FORMAT = 1
 
 
 def _add_counts(total: list[int], more: list[int]) -> list[int]:
@@ -31,7 +20,9 @@ def _add_counts(total: list[int], more: list[int]) -> list[int]:
 
 @dataclasses.dataclass(kw_only=True)
 class RunRecord:
-  """Grows with the run; JSON, so that a checkpoint carries it.
+  """What the summary needs, in the same memory however long the run is.
+
+  JSON, so that a checkpoint carries it.
 
   Attributes:
     wall_s: of earlier starts of this run, up to their last checkpoint.
@@ -41,12 +32,11 @@ class RunRecord:
     busy_s: time inside device programs in the RL stage, of earlier starts.
     generated_tokens: training tokens, of earlier starts.
     evaluations: (time, version, sampled accuracy, greedy accuracy or None).
-    evaluation_kls: mismatch of each evaluation's completions.
     rewards: (time, mean reward) of each train step.
-    mismatch_kls: of each train step that had tokens of the current version.
+    mismatch_kl: of each evaluation's completions, and of each train step that
+      had tokens of the current version.
     staleness_counts: trained tokens by staleness.
     versions_counts: trained trajectories by number of versions.
-    windows: of evaluations, in which neither slice is counted.
   """
 
   wall_s: float = 0.0
@@ -57,22 +47,36 @@ class RunRecord:
     default_factory=lambda: {"rollout": 0.0, "train": 0.0}
   )
   generated_tokens: int = 0
-  evaluations: list[tuple[float, int, float, float | None]] = dataclasses.field(
-    default_factory=list
-  )
-  evaluation_kls: list[float] = dataclasses.field(default_factory=list)
-  rewards: list[tuple[float, float]] = dataclasses.field(default_factory=list)
-  mismatch_kls: list[float] = dataclasses.field(default_factory=list)
+  evaluations: series.Series = dataclasses.field(default_factory=series.Series)
+  rewards: series.Series = dataclasses.field(default_factory=series.Series)
+  mismatch_kl: series.Mean = dataclasses.field(default_factory=series.Mean)
   staleness_counts: list[int] = dataclasses.field(default_factory=list)
   versions_counts: list[int] = dataclasses.field(default_factory=list)
-  windows: list[tuple[float, float]] = dataclasses.field(default_factory=list)
 
   @classmethod
   def from_json(cls, values: dict[str, Any]) -> "RunRecord":
-    """The record of a checkpoint; JSON turned its tuples into lists."""
-    rows = ("evaluations", "rewards", "windows")
-    tuples = {name: [tuple(x) for x in values.get(name, ())] for name in rows}
-    return cls(**{**values, **tuples})
+    """The record of a checkpoint, also of one that has lists of all steps.
+
+    Raises:
+      ConfigError: it is of a newer version.
+    """
+    values = dict(values)
+    number = values.pop("format", 0)
+    config.require(
+      number <= FORMAT,
+      "workdir",
+      f"the checkpoint's record has format {number}, of a newer version than"
+      f" this one, which knows {FORMAT}; use that version",
+    )
+    # Of format 0; the picture has no use for windows of earlier starts.
+    values.pop("windows", None)
+    kls = series.Mean(**values.pop("mismatch_kl", {}))
+    for name in ("mismatch_kls", "evaluation_kls"):
+      for value in values.pop(name, ()):
+        kls.add(value)
+    for name in {"evaluations", "rewards"} & values.keys():
+      values[name] = series.Series.from_json(values[name])
+    return cls(mismatch_kl=kls, **values)
 
   def add_step(self, now_s: float, values: dict[str, Any]) -> None:
     """Takes what the summary needs from a train step's metrics."""
@@ -84,7 +88,7 @@ class RunRecord:
       self.versions_counts, values["staleness/versions_histogram"]
     )
     if "offpolicy/mismatch_kl" in values:
-      self.mismatch_kls.append(float(values["offpolicy/mismatch_kl"]))
+      self.mismatch_kl.add(float(values["offpolicy/mismatch_kl"]))
 
   @property
   def staleness_mean(self) -> float:
@@ -105,320 +109,23 @@ class RunRecord:
     total = sum(i * n for i, n in enumerate(self.versions_counts))
     return total / count if count else 0.0
 
-  @property
-  def mismatch_kl_mean(self) -> float:
-    """Over steps and evaluations alike."""
-    values = self.mismatch_kls + self.evaluation_kls
-    return sum(values) / len(values) if values else 0.0
-
   def history(
     self,
     *,
     max_staleness: int,
-    intervals: dict[str, list[metrics.Interval]],
+    lanes: dict[str, timeline.Timeline],
+    evaluating: timeline.Timeline,
   ) -> summary.History:
     """What the picture shows."""
     return summary.History(
       max_staleness=max_staleness,
-      evaluations=[(e[0], e[2]) for e in self.evaluations],
-      rewards=self.rewards,
+      evaluations=[(e[0], e[2]) for e in self.evaluations.points()],
+      rewards=self.rewards.points(),
       staleness_counts=self.staleness_counts,
       versions_counts=self.versions_counts,
-      intervals=intervals,
-      evaluation_windows=self.windows,
-      step_ends_s=[time_s for time_s, _ in self.rewards],
+      lanes=lanes,
+      evaluating=evaluating,
+      step_ends_s=[time_s for time_s, _ in self.rewards.recent],
+      num_steps=self.rewards.num_points,
+      is_resumed=self.wall_s > 0.0,
     )
-
-
-class Recorder:
-  """Fetches a step's metrics and writes them everywhere they belong.
-
-  Threads: its methods belong to the main thread; `begin` writes in a thread of
-  its own, so that the device need not wait for it. Between `begin` and `wait`
-  only `totals` and `end_rl` may be called, which read nothing that it changes.
-  What is read of the worker are plain counters.
-  """
-
-  def __init__(
-    self,
-    record: RunRecord,
-    *,
-    workdir: pathlib.Path,
-    writer: metrics.MetricsWriter,
-    ledger: ledger_lib.Ledger,
-    worker: worker_lib.RolloutWorker,
-    rewards: service.RewardService,
-    busy: dict[str, metrics.BusyClock],
-    progress: progress_lib.Progress,
-    max_bad_updates: int,
-  ):
-    self.record = record
-    self._max_bad_updates = max_bad_updates
-    self._bad_updates = 0
-    self._thread = futures.ThreadPoolExecutor(1, "recorder")
-    self._writing: futures.Future[None] | None = None
-    self._workdir = workdir
-    self._writer = writer
-    self._ledger = ledger
-    self._worker = worker
-    self._rewards = rewards
-    self._busy = busy
-    self._progress = progress
-    self._clock = busy["train"]
-    self._rl_start_s: float | None = None
-    self._rl_end_s: float | None = None
-    self._last: dict[str, int | float] = {}
-
-  def start_rl(self) -> None:
-    """The RL stage begins: everything from here on counts."""
-    self._rl_start_s = self._clock.now()
-    self._last = self.totals()
-
-  def end_rl(self) -> None:
-    """The last train step is done; evaluating and closing do not count."""
-    self._rl_end_s = self._clock.now()
-
-  def begin(
-    self,
-    pending: trainer_lib.Pending,
-    totals: dict[str, int | float],
-    evaluated: Mapping[str, int | float],
-  ) -> None:
-    """Begins to write a step down, once the one before it is written.
-
-    Args:
-      pending: the step.
-      totals: of `totals`, taken when the step was done.
-      evaluated: metrics of the caller: of an evaluation after the step, say.
-
-    Raises:
-      BadUpdatesError: as `wait`.
-    """
-    self.wait()
-    self._writing = self._thread.submit(self._step, pending, totals, evaluated)
-
-  def wait(self) -> None:
-    """Waits until what was begun is written.
-
-    Raises:
-      BadUpdatesError: too many updates in a row were skipped.
-    """
-    writing, self._writing = self._writing, None
-    if writing is not None:
-      writing.result()
-
-  def check(self) -> None:
-    """Raises what ended the writing of a step, if it has ended so."""
-    if self._writing is not None and self._writing.done():
-      self.wait()
-
-  def close(self, timeout_s: float) -> None:
-    """Ends the thread, after what was begun.
-
-    Raises:
-      TimeoutError: that took too long.
-    """
-    self._thread.shutdown(wait=False)
-    if self._writing is not None:
-      self._writing.exception(timeout_s)
-
-  def _step(
-    self,
-    pending: trainer_lib.Pending,
-    totals: dict[str, int | float],
-    evaluated: Mapping[str, int | float],
-  ) -> None:
-    values, is_bad = pending.metrics()
-    for group in pending.groups:
-      self._ledger.add_trained(
-        group, step=pending.step, skipped_update=any(is_bad)
-      )
-    delta = {name: totals[name] - self._last[name] for name in totals}
-    self._last = totals
-    step_s = max(delta["now_s"] - delta["evaluated_s"], 1e-9)
-    trained = sum(g.num_completion_tokens for g in pending.groups)
-    values |= _rollout_metrics(delta, step_s)
-    values |= self._rewards.metrics()
-    values |= evaluated
-    values |= {
-      "time/step_s": step_s,
-      "train/tokens_per_s": trained / step_s,
-      "train/busy_frac": min(delta["train_busy_s"] / step_s, 1.0),
-    }
-    ledger = self._ledger.state()
-    ended = (
-      ledger.trained_tokens + ledger.filtered_tokens + ledger.failed_tokens
-    )
-    # Once, and after the ledger: the worker goes on counting.
-    generated = self._generated_tokens()
-    values |= {
-      "ledger/generated_tokens": generated,
-      "ledger/trained_tokens": ledger.trained_tokens,
-      "ledger/filtered_tokens": ledger.filtered_tokens,
-      "ledger/failed_tokens": ledger.failed_tokens,
-      "ledger/in_flight_tokens": generated - ended,
-    }
-    self.record.add_step(totals["now_s"], values)
-    if not self.record.first_step_s and self._rl_start_s is not None:
-      self.record.first_step_s = totals["now_s"] - self._rl_start_s
-    self._writer.write(pending.step + 1, values)
-    self._progress.step(
-      progress_lib.StepReport(
-        step=pending.step + 1,
-        reward=values["reward/mean"],
-        staleness_mean=values["staleness/mean"],
-        staleness_max=values["staleness/max"],
-        tokens_per_s=values["rollout/tokens_per_s"],
-        rollout_busy_frac=values["rollout/busy_frac"],
-        train_busy_frac=values["train/busy_frac"],
-      )
-    )
-    self._check_updates(pending, is_bad)
-
-  def _check_updates(
-    self, pending: trainer_lib.Pending, is_bad: list[bool]
-  ) -> None:
-    for bad in is_bad:
-      self._bad_updates = self._bad_updates + 1 if bad else 0
-      if self._bad_updates >= self._max_bad_updates:
-        indices = [group.index for group in pending.groups]
-        raise BadUpdatesError(
-          f"step {pending.step}: {self._bad_updates} updates in a row had a"
-          f" loss or gradient that is not finite (train.max_bad_updates);"
-          f" groups {indices}"
-        )
-
-  def tokens(self, in_flight: int) -> dict[str, int]:
-    """Where the generated tokens are.
-
-    Args:
-      in_flight: counted over the outstanding groups, while the worker pauses.
-
-    Raises:
-      RuntimeError: they do not balance.
-    """
-    ledger = self._ledger.state()
-    tokens = {
-      "generated": self._generated_tokens(),
-      "trained": ledger.trained_tokens,
-      "filtered": ledger.filtered_tokens,
-      "failed": ledger.failed_tokens,
-      "in_flight": in_flight,
-    }
-    ledger_lib.check_balance(**tokens)
-    return tokens
-
-  def state(self) -> dict[str, Any]:
-    """The record as of now, for a checkpoint."""
-    now_s = self._clock.now()
-    rl_s, busy_s = self._rl_times(now_s)
-    return dataclasses.asdict(
-      dataclasses.replace(
-        self.record,
-        wall_s=now_s,
-        rl_s=rl_s,
-        busy_s=busy_s,
-        generated_tokens=self._generated_tokens(),
-      )
-    )
-
-  def finish(
-    self,
-    *,
-    step: int,
-    tokens: dict[str, int],
-    max_staleness: int,
-    extra: dict[str, Any],
-  ) -> str:
-    """Writes summary.json and summary.png; gives the summary's line."""
-    record = self.record
-    rl_s, busy_s = self._rl_times(self._rl_end_s or self._clock.now())
-    summary.draw(
-      self._workdir / "summary.png",
-      record.history(
-        max_staleness=max_staleness,
-        intervals={n: clock.intervals() for n, clock in self._busy.items()},
-      ),
-    )
-    first, last = record.evaluations[0], record.evaluations[-1]
-    kls = record.mismatch_kls + record.evaluation_kls
-    return summary.write(
-      self._workdir,
-      summary.Summary(
-        eval_before=first[2],
-        eval_after=last[2],
-        wall_s=self._clock.now(),
-        warm_start_s=record.warm_start_s,
-        train_steps=step,
-        staleness_mean=record.staleness_mean,
-        staleness_max=record.staleness_max,
-        mismatch_kl_mean=record.mismatch_kl_mean,
-        tokens=summary.Tokens(**tokens),
-        rollout_busy_frac=busy_s["rollout"] / rl_s,
-        train_busy_frac=busy_s["train"] / rl_s,
-        versions_per_trajectory_mean=record.versions_per_trajectory_mean,
-        extra={
-          "eval_before_greedy": first[3],
-          "eval_after_greedy": last[3],
-          "mismatch_kl_max": max(kls, default=0.0),
-          "rl_s": rl_s,
-          "first_step_s": record.first_step_s,
-          "prompts_too_long": self._worker.stream.num_too_long,
-          "peak_memory_bytes": metrics.peak_memory_bytes(),
-          **extra,
-        },
-      ),
-      max_staleness=max_staleness,
-    )
-
-  def _generated_tokens(self) -> int:
-    written = self._worker.scheduler.stats.generated_tokens
-    training = written - self._worker.served_tokens
-    return self.record.generated_tokens + training
-
-  def _rl_times(self, now_s: float) -> tuple[float, dict[str, float]]:
-    """Seconds of the RL stage without evaluation, and busy ones of a slice."""
-    record, start_s = self.record, self._rl_start_s
-    if start_s is None:
-      return record.rl_s, dict(record.busy_s)
-    inside = [w for w in record.windows if w[1] > start_s and w[0] < now_s]
-    rl_s = now_s - start_s - sum(end - start for start, end in inside)
-    busy_s = {
-      name: record.busy_s[name] + clock.busy_s(start_s, now_s, inside)
-      for name, clock in self._busy.items()
-    }
-    return record.rl_s + rl_s, busy_s
-
-  def totals(self) -> dict[str, int | float]:
-    """Counters and clocks as of now, of which a step takes differences."""
-    now_s = self._clock.now()
-    _, busy_s = self._rl_times(now_s)
-    windows = self.record.windows
-    return {
-      **dataclasses.asdict(self._worker.scheduler.stats),
-      "wait_s": self._worker.wait_for_admission_s,
-      "adopt_s": self._worker.adopt_s,
-      "now_s": now_s,
-      "evaluated_s": sum(end - start for start, end in windows),
-      **{f"{name}_busy_s": value for name, value in busy_s.items()},
-    }
-
-
-def _rollout_metrics(
-  delta: dict[str, int | float], step_s: float
-) -> dict[str, int | float]:
-  slot_steps = delta["waiting_slot_steps"]
-  prefill = delta["prefill_tokens"]
-  occupancy = delta["busy_slot_steps"] / slot_steps if slot_steps else 1.0
-  all_tokens = prefill + delta["generated_tokens"]
-  return {
-    "rollout/tokens_per_s": delta["generated_tokens"] / step_s,
-    "rollout/slot_occupancy": occupancy,
-    "rollout/prefill_frac": prefill / max(all_tokens, 1),
-    "rollout/recompute_tokens": delta["recompute_tokens"],
-    "rollout/interruptions": delta["interruptions"],
-    "rollout/preemptions": delta["preemptions"],
-    "rollout/wait_for_admission_s": delta["wait_s"],
-    "rollout/busy_frac": min(delta["rollout_busy_s"] / step_s, 1.0),
-    "time/adopt_s": delta["adopt_s"],
-  }

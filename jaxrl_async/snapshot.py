@@ -1,10 +1,7 @@
 """Outstanding groups, from the parts of a run into a checkpoint and back."""
 
-from typing import Any
-
 from jaxrl_async import buffer as buffer_lib
-from jaxrl_async import checkpoint
-from jaxrl_async import prompts
+from jaxrl_async import outstanding as outstanding_lib
 from jaxrl_async import types
 from jaxrl_async.rollout import worker as worker_lib
 
@@ -13,14 +10,14 @@ _RUNNING, _FINISHED = "running", "finished"
 
 def outstanding(
   buffer: buffer_lib.Buffer, worker: worker_lib.RolloutWorker
-) -> list[checkpoint.OutstandingGroup]:
+) -> list[outstanding_lib.OutstandingGroup]:
   """Every group that has not ended; the worker must be paused."""
   state = buffer.state()
   running = worker.groups()
   groups = [(_RUNNING, running[a.index]) for a in state.running]
   groups += [(_FINISHED, group) for group in state.finished]
   return [
-    checkpoint.OutstandingGroup(
+    outstanding_lib.OutstandingGroup(
       index=group.index,
       birth=group.birth,
       deadline=group.deadline,
@@ -31,13 +28,13 @@ def outstanding(
   ]
 
 
-def count_tokens(groups: list[checkpoint.OutstandingGroup]) -> int:
+def count_tokens(groups: list[outstanding_lib.OutstandingGroup]) -> int:
   """Tokens the policy wrote in them."""
   return sum(g.group.num_completion_tokens for g in groups if g.group)
 
 
 def running(
-  groups: list[checkpoint.OutstandingGroup],
+  groups: list[outstanding_lib.OutstandingGroup],
 ) -> list[tuple[buffer_lib.Admission, types.RolloutGroup]]:
   """What the worker takes up again."""
   return [
@@ -51,7 +48,7 @@ def running(
 
 
 def buffer_state(
-  groups: list[checkpoint.OutstandingGroup],
+  groups: list[outstanding_lib.OutstandingGroup],
   *,
   groups_per_step: int,
   next_step: int,
@@ -65,11 +62,3 @@ def buffer_state(
     running=[admission for admission, _ in running(groups)],
     finished=[g.group for g in groups if g.status == _FINISHED and g.group],
   )
-
-
-def item_of(source: prompts.PromptSource, prompt_id: str) -> dict[str, Any]:
-  """The scored item behind "<dataset>/<split>/<index>"."""
-  prompt = source.prompt_at(int(prompt_id.rsplit("/", 1)[1]))
-  if prompt is None:
-    raise checkpoint.CheckpointError(f"{prompt_id} is not in its split")
-  return prompt.item

@@ -8,7 +8,10 @@ import os
 import pathlib
 from typing import Any
 
-from jaxrl_async import metrics
+import numpy as np
+
+from jaxrl_async import storage
+from jaxrl_async import timeline
 
 _COLORS = {
   "prefill": "#f0a202",
@@ -20,6 +23,8 @@ _COLORS = {
 _OTHER_COLORS = ("#7a7a7a", "#a98467", "#4a5568", "#98c1d9")
 # Height of each slice's lane.
 _LANES = {"train": 0.0, "rollout": 1.15}
+_HEIGHTS = (-0.05, 2.2)  # of the axes
+_EVALUATION = 0xDD / 0xFF  # grey
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -98,12 +103,15 @@ def write(
 
   Raises:
     ValueError: the numbers contradict each other; nothing was written.
+    StorageError: the file could not be written.
   """
   check(summary, max_staleness=max_staleness)
   values = dataclasses.asdict(summary)
   values |= values.pop("extra")
   text = json.dumps(values, indent=2, allow_nan=False)
-  (pathlib.Path(workdir) / "summary.json").write_text(text + "\n")
+  path = pathlib.Path(workdir) / "summary.json"
+  with storage.writing(path):
+    path.write_text(text + "\n")
   return json.dumps(values, allow_nan=False)
 
 
@@ -117,9 +125,11 @@ class History:
     rewards: (time, mean reward) of each train step.
     staleness_counts: trained tokens by staleness, from 0.
     versions_counts: trained trajectories by number of versions, from 0.
-    intervals: busy intervals of the slices "rollout" and "train".
-    evaluation_windows: shaded, as neither slice is counted there.
-    step_ends_s: when each train step was done.
+    lanes: what the slices "rollout" and "train" did since the last start.
+    evaluating: shaded, as neither slice is counted there.
+    step_ends_s: when each of the last train steps was done.
+    num_steps: number of the last of them.
+    is_resumed: whether there were earlier starts.
   """
 
   max_staleness: int
@@ -127,9 +137,11 @@ class History:
   rewards: Sequence[tuple[float, float]]
   staleness_counts: Sequence[int]
   versions_counts: Sequence[int]
-  intervals: Mapping[str, Sequence[metrics.Interval]]
-  evaluation_windows: Sequence[tuple[float, float]]
+  lanes: Mapping[str, timeline.Timeline]
+  evaluating: timeline.Timeline
   step_ends_s: Sequence[float]
+  num_steps: int
+  is_resumed: bool
 
 
 def draw(path: str | os.PathLike[str], history: History) -> None:
@@ -161,9 +173,10 @@ def draw(path: str | os.PathLike[str], history: History) -> None:
     ylabel="share of trajectories",
   )
   whole = figure.add_subplot(grid[1, :])
-  colors = _activity_colors(_all_intervals(history))
+  colors = _activity_colors(history)
   _draw_occupancy(whole, history, colors)
-  whole.set_title("What each slice did: the whole run", loc="left")
+  what = "since the last start" if history.is_resumed else "the whole run"
+  whole.set_title(f"What each slice did: {what}", loc="left")
   zoom = figure.add_subplot(grid[2, :])
   start_s, end_s = _zoom(history)
   _draw_intervals(zoom, history, colors, start_s, end_s)
@@ -215,12 +228,10 @@ def _draw_shares(
   axes.set_title(f"{title} (mean {mean:.2f})", fontsize=10.5)
 
 
-def _all_intervals(history: History) -> list[metrics.Interval]:
-  return [x for lane in _LANES for x in history.intervals.get(lane, ())]
-
-
-def _activity_colors(intervals: Sequence[metrics.Interval]) -> dict[str, str]:
-  seen = dict.fromkeys(x.activity for x in intervals)
+def _activity_colors(history: History) -> dict[str, str]:
+  seen = dict.fromkeys(
+    name for lane in _LANES for name in history.lanes[lane].activities
+  )
   known = {name: color for name, color in _COLORS.items() if name in seen}
   others = [name for name in seen if name not in known]
   return known | {
@@ -228,23 +239,20 @@ def _activity_colors(intervals: Sequence[metrics.Interval]) -> dict[str, str]:
   }
 
 
-def _prepare_lanes(axes: Any, history: History, start: float, end: float):
-  """Names the lanes, shades the evaluations and numbers the train steps."""
+def _prepare_lanes(axes: Any, start: float, end: float) -> None:
+  """Names the lanes."""
   axes.set_xlim(start, end)
-  axes.set_ylim(-0.05, 2.2)
+  axes.set_ylim(*_HEIGHTS)
   axes.set_yticks([y + 0.5 for y in _LANES.values()], list(_LANES))
   axes.tick_params(axis="y", length=0)
-  for a, b in history.evaluation_windows:
-    if b > start and a < end:
-      axes.axvspan(max(a, start), min(b, end), color="#dddddd", lw=0, zorder=0)
 
 
 def _add_legend(axes: Any, colors: Mapping[str, str], history: History) -> None:
   from matplotlib.patches import Patch
 
   patches = [Patch(color=color, label=name) for name, color in colors.items()]
-  if history.evaluation_windows:
-    patches.append(Patch(color="#dddddd", label="evaluation"))
+  if history.evaluating.span_s:
+    patches.append(Patch(color=str(_EVALUATION), label="evaluation"))
   axes.legend(
     handles=patches,
     frameon=False,
@@ -263,31 +271,28 @@ def _draw_occupancy(
   """Busy share of each slice over time, stacked by activity.
 
   Hundreds of thousands of intervals do not fit into a thousand pixels; their
-  share of each pixel does.
+  share of each pixel does. Evaluations are as dark as their share is large.
   """
-  num_bins = 400
   start_s, end_s = _whole(history)
-  _prepare_lanes(axes, history, start_s, end_s)
-  width = max(end_s - start_s, 1e-9) / num_bins
-  shares = {
-    (lane, name): [0.0] * num_bins for lane in _LANES for name in colors
-  }
-  for lane in _LANES:
-    for a, b, name in history.intervals.get(lane, ()):
-      first = min(int((a - start_s) / width), num_bins - 1)
-      last = min(int((b - start_s) / width), num_bins - 1)
-      for i in range(first, last + 1):
-        left = start_s + i * width
-        inside = max(0.0, min(b, left + width) - max(a, left))
-        shares[lane, name][i] += inside / width
-  edges = [start_s + i * width for i in range(num_bins + 1)]
+  _prepare_lanes(axes, start_s, end_s)
+  edges = np.linspace(start_s, end_s, 401)
+  nothing = np.zeros(len(edges) - 1)
+  finer = np.linspace(start_s, end_s, 1_601)
+  for share in history.evaluating.shares(finer).values():
+    axes.imshow(
+      1.0 - share[None] * (1.0 - _EVALUATION),
+      extent=(start_s, end_s, *_HEIGHTS),
+      cmap="gray",
+      vmin=0.0,
+      vmax=1.0,
+      aspect="auto",
+      zorder=0,
+    )
   for lane, base in _LANES.items():
-    bottom = [base] * num_bins
+    bottom = nothing + base
+    shares = history.lanes[lane].shares(edges)
     for name, color in colors.items():
-      top = [
-        min(y + share, base + 1.0)
-        for y, share in zip(bottom, shares[lane, name], strict=True)
-      ]
+      top = np.minimum(bottom + shares.get(name, nothing), base + 1.0)
       axes.stairs(top, edges, baseline=bottom, fill=True, color=color, lw=0)
       bottom = top
     axes.axhline(base, color="#999999", lw=0.6)
@@ -296,26 +301,31 @@ def _draw_occupancy(
 
 def _whole(history: History) -> tuple[float, float]:
   """From the first busy moment to the last, evaluations included."""
-  spans = [(a, b) for a, b, _ in _all_intervals(history)]
-  spans += history.evaluation_windows
-  start_s = min([a for a, _ in spans], default=0.0)
-  return start_s, max([b for _, b in spans], default=start_s + 1.0)
+  timelines = (*history.lanes.values(), history.evaluating)
+  spans = [x.span_s for x in timelines if x.span_s]
+  if not spans:
+    return 0.0, 1.0
+  start_s = min(a for a, _ in spans)
+  return start_s, max(start_s + 1e-9, *(b for _, b in spans))
 
 
 def _zoom(history: History) -> tuple[float, float]:
-  """About three train steps from the middle of the run."""
-  ends = history.step_ends_s
-  if len(ends) >= 4:
-    # An evaluation in between would fill the picture.
-    spans = [(ends[i], ends[i + 3]) for i in range(len(ends) - 3)]
-    middle = (len(spans) - 1) / 2
-    by_distance = sorted(range(len(spans)), key=lambda i: (abs(i - middle), i))
-    for i in by_distance:
-      a, b = spans[i]
-      if not any(x < b and y > a for x, y in history.evaluation_windows):
-        return a, b
-    return spans[by_distance[0]]
-  return _whole(history)
+  """About three train steps from the middle of what is known in detail."""
+  start_s, end_s = _whole(history)
+  timelines = (*history.lanes.values(), history.evaluating)
+  start_s = max([start_s, *(x.detailed_from_s for x in timelines)])
+  ends = [x for x in history.step_ends_s if x >= start_s]
+  if len(ends) < 4:
+    return start_s, end_s
+  # An evaluation in between would fill the picture.
+  spans = [(ends[i], ends[i + 3]) for i in range(len(ends) - 3)]
+  middle = (len(spans) - 1) / 2
+  by_distance = sorted(range(len(spans)), key=lambda i: (abs(i - middle), i))
+  for i in by_distance:
+    a, b = spans[i]
+    if not any(x < b and y > a for x, y, _ in history.evaluating.recent):
+      return a, b
+  return spans[by_distance[0]]
 
 
 def _draw_intervals(
@@ -326,18 +336,24 @@ def _draw_intervals(
   end_s: float,
 ) -> None:
   """Every single busy interval of the window, as a bar."""
-  _prepare_lanes(axes, history, start_s, end_s)
+  _prepare_lanes(axes, start_s, end_s)
+  for a, b, _ in history.evaluating.recent:
+    if b > start_s and a < end_s:
+      axes.axvspan(
+        max(a, start_s), min(b, end_s), color=str(_EVALUATION), lw=0, zorder=0
+      )
   for lane, base in _LANES.items():
     for name, color in colors.items():
       bars = [
         (a, b - a)
-        for a, b, x_name in history.intervals.get(lane, ())
+        for a, b, x_name in history.lanes[lane].recent
         if x_name == name and b > start_s and a < end_s
       ]
       axes.broken_barh(bars, (base, 1.0), color=color, lw=0)
     axes.axhline(base, color="#999999", lw=0.6)
   axes.set_ylim(-0.05, 2.42)
-  for step, end in enumerate(history.step_ends_s):
+  first = history.num_steps - len(history.step_ends_s)
+  for step, end in enumerate(history.step_ends_s, first):
     if start_s < end <= end_s:
       axes.axvline(end, color="#333333", lw=0.8, ls=":")
       axes.annotate(

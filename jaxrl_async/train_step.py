@@ -379,3 +379,29 @@ def published_params(
   """
   unstacked = transformer.unstack(params, num_layers)
   return quantization.quantize(unstacked, weights, dtype)
+
+
+def make_publish(
+  model: configs.ModelConfig,
+  layout: mesh_lib.Layout,
+  *,
+  dtype: str,
+  weights: config.WeightFormat,
+) -> Any:
+  """The program `published_params`, for parameters that lie in this layout.
+
+  Training and serving both make an engine's weights with it, so that what is
+  served is what the run's own engine was given.
+  """
+  axes = transformer.logical_axes(model, is_stacked=False)
+  return jax.jit(
+    functools.partial(
+      published_params,
+      num_layers=model.num_layers,
+      dtype=dtype,
+      weights=weights,
+    ),
+    out_shardings=mesh_lib.shardings(
+      layout.mesh, layout.rules, quantization.logical_axes(axes, weights)
+    ),
+  )

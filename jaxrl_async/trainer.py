@@ -27,7 +27,6 @@ from jaxrl_async import objectives
 from jaxrl_async import train_step
 from jaxrl_async import types
 from jaxrl_async.models import configs
-from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
 
 
@@ -233,22 +232,8 @@ class Trainer:
       donate_argnums=0,
       out_shardings=(self._state_sharding, replicated),
     )
-    self._publish_fn = functools.partial(
-      train_step.published_params,
-      num_layers=forward.model.num_layers,
-      dtype=rollout_dtype,
-      weights=rollout_weights,
-    )
-    self._published_sharding = mesh_lib.shardings(
-      mesh,
-      rules,
-      quantization.logical_axes(
-        transformer.logical_axes(forward.model, is_stacked=False),
-        rollout_weights,
-      ),
-    )
-    self._publish = jax.jit(
-      self._publish_fn, out_shardings=self._published_sharding
+    self._publish = train_step.make_publish(
+      forward.model, layout, dtype=rollout_dtype, weights=rollout_weights
     )
 
   def start(self, params: transformer.Params) -> None:
@@ -270,8 +255,7 @@ class Trainer:
 
   def published_shapes(self) -> transformer.Params:
     """Shapes, types and shardings of `published`."""
-    shapes = jax.eval_shape(self._publish_fn, self.abstract_state().params)
-    return aot.placed(shapes, self._published_sharding)
+    return self._publish.eval_shape(self.abstract_state().params)
 
   def programs(self) -> list[aot.Program]:
     """What a train step runs, on the largest batch that a run expects."""

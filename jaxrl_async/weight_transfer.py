@@ -15,25 +15,25 @@ donated afterwards: on the same device the direct channel hands out aliases.
 
 import abc
 import collections
+import contextlib
 import fcntl
-import hashlib
 import os
 import pathlib
 import secrets
 import shutil
 import threading
 import time
-from typing import Any
+from typing import IO, Any
 
 import jax
 
 from jaxrl_async import manifest
 from jaxrl_async import pytree_files
+from jaxrl_async import storage
 from jaxrl_async import supervisor
+from jaxrl_async import transfer_directory
 from jaxrl_async.config import Channel
 
-_MEMORY_BACKED = pathlib.Path("/dev/shm")
-_NUM_KEPT = 2
 _POLL_S = 0.005
 
 
@@ -143,6 +143,10 @@ class WeightChannel(abc.ABC):
     """
 
   @abc.abstractmethod
+  def remove(self) -> None:
+    """Remove what was written, where the process ends beside its threads."""
+
+  @abc.abstractmethod
   def _hand_over(self, named: dict[str, Any], version: int) -> None: ...
 
   @abc.abstractmethod
@@ -188,6 +192,9 @@ class DirectChannel(WeightChannel):
       self._is_closed = True
       self._changed.notify_all()
 
+  def remove(self) -> None:
+    pass
+
   def _hand_over(self, named: dict[str, Any], version: int) -> None:
     with self._changed:
       self._newest = list(named.values()), version
@@ -220,8 +227,8 @@ class OrbaxChannel(WeightChannel):
   While one is running the newest waiting version replaces older waiting ones,
   unless `coalesce` is False: then every version is announced, in order.
 
-  The first `publish` opens the incarnation and removes the directories of
-  others; who only adopts writes and removes nothing. The train side is one
+  The first `publish` opens the incarnation and removes those of starts that
+  are over; who only adopts writes and removes nothing. The train side is one
   process: several would have to agree on which versions coalesce.
   """
 
@@ -236,7 +243,7 @@ class OrbaxChannel(WeightChannel):
     """Create either side of the channel.
 
     Args:
-      directory: of this run alone, see `run_directory`.
+      directory: of this run alone, see `transfer_directory.prepare`.
       incarnation: of this start of the run, see `new_incarnation`.
       target: jax.ShapeDtypeStruct leaves with the rollout shardings.
       coalesce: False at max_staleness 0, where no version may be left out.
@@ -252,6 +259,7 @@ class OrbaxChannel(WeightChannel):
     self._announced: list[int] = []
     self._failure: BaseException | None = None
     self._thread: threading.Thread | None = None
+    self._lock: IO[bytes] | None = None
 
   def newest_version(self) -> int:
     try:
@@ -283,14 +291,21 @@ class OrbaxChannel(WeightChannel):
       self._waiting.clear()
       self._changed.notify_all()
     if self._thread is not None:
-      self._thread.join(timeout_s)
+      deadline = supervisor.Deadline(timeout_s)
+      while self._thread.is_alive() and (wait_s := deadline.next_wait_s()) > 0:
+        self._thread.join(wait_s)
       if self._thread.is_alive():
         raise WeightTransferError(f"still saving {timeout_s} s after close")
       self._thread = None
-      shutil.rmtree(self._path)
-      if not any(self._directory.iterdir()):
-        self._directory.rmdir()
+      assert self._lock is not None
+      self._lock.close()
+      transfer_directory.remove_leftovers(self._directory)
     self._raise_failure()
+
+  def remove(self) -> None:
+    shutil.rmtree(self._path, ignore_errors=True)
+    with contextlib.suppress(OSError):  # something else is in it, or it is gone
+      self._directory.rmdir()
 
   def _hand_over(self, named: dict[str, Any], version: int) -> None:
     if self._thread is None:
@@ -305,11 +320,9 @@ class OrbaxChannel(WeightChannel):
       self._changed.notify_all()
 
   def _open_incarnation(self) -> None:
-    for other in self._directory.glob("incarnation-*"):
-      if other != self._path:
-        shutil.rmtree(other)
     try:
-      self._path.mkdir(parents=True)
+      with storage.writing(self._path):
+        self._lock = transfer_directory.open_incarnation(self._path)
     except FileExistsError:
       raise WeightTransferError(
         f"{self._path} is already published to"
@@ -332,6 +345,12 @@ class OrbaxChannel(WeightChannel):
       if self._is_closed:
         return False
       named, version = self._waiting.popleft()
+    with storage.writing(self._path):
+      self._announce(named, version)
+    self._remove_old()
+    return True
+
+  def _announce(self, named: dict[str, Any], version: int) -> None:
     directory = self._path / str(version)
     wait_until_saved = pytree_files.save_async(directory, named)
     # Orbax has its own copy now, and the device memory is wanted elsewhere.
@@ -345,11 +364,9 @@ class OrbaxChannel(WeightChannel):
       os.replace(incomplete, self._newest_link)
       self._changed.notify_all()
     self._announced.append(version)
-    self._remove_old()
-    return True
 
   def _remove_old(self) -> None:
-    for version in self._announced[:-_NUM_KEPT]:
+    for version in self._announced[: -transfer_directory.NUM_KEPT]:
       directory = self._path / str(version)
       with open(directory / manifest.NAME, "rb") as lock:
         try:
@@ -378,6 +395,8 @@ class OrbaxChannel(WeightChannel):
     return pytree_files.load(directory, self._target)
 
   def _raise_failure(self) -> None:
+    if isinstance(self._failure, storage.StorageError):
+      raise self._failure  # says by itself what to do
     if self._failure is not None:
       raise WeightTransferError(
         f"a version after {self.newest_version()} could not be published: "
@@ -389,41 +408,15 @@ def make_channel(
   kind: Channel,
   *,
   directory: pathlib.Path,
-  incarnation: str,
   target: Any,
   coalesce: bool,
 ) -> WeightChannel:
   """The channel a config asks for; the arguments are those of OrbaxChannel."""
   if kind == Channel.DIRECT:
     return DirectChannel(target)
-  return OrbaxChannel(directory, incarnation, target, coalesce=coalesce)
+  return OrbaxChannel(directory, new_incarnation(), target, coalesce=coalesce)
 
 
 def new_incarnation() -> str:
   """An id for this start of the run: a time to read and bits to be unique."""
   return f"{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(4)}"
-
-
-def run_directory(
-  configured: str, workdir: pathlib.Path, num_bytes: int
-) -> pathlib.Path:
-  """Where a run's versions go, a function of its workdir; nothing is created.
-
-  Every start of a run finds the same directory, and with it what a killed
-  start left behind; no two runs share one.
-
-  Args:
-    configured: `TransferSection.directory`.
-    workdir: of the run.
-    num_bytes: of one version. Memory-backed storage is passed over where the
-      versions that exist at a time (kept, written, read) would not fit: in a
-      container it often holds only 64 MB.
-  """
-  workdir = pathlib.Path(workdir).absolute()
-  name = hashlib.sha256(str(workdir).encode()).hexdigest()[:16]
-  if configured:
-    return pathlib.Path(configured).absolute() / f"jaxrl_async-{name}"
-  if os.access(_MEMORY_BACKED, os.W_OK):
-    if shutil.disk_usage(_MEMORY_BACKED).free > (_NUM_KEPT + 2) * num_bytes:
-      return _MEMORY_BACKED / f"jaxrl_async-{name}"
-  return workdir / "weight_transfer"

@@ -3,13 +3,16 @@
 python launch/serve.py --workdir=/tmp/quickstart
 
 serves the newest checkpoint of a run; --checkpoint=DIRECTORY serves parameters
-alone. With --grpc_port=PORT JetStream's clients are served too, by the same
-engine and with the same key. The first line on stdout says where. SIGTERM or
-Ctrl-C finishes what was begun; a second one ends it at once.
+alone. Weights are quantised as the run's config says (`rollout.weights`), those
+of a published model not at all. With --grpc_port=PORT JetStream's clients are
+served too, by the same engine and with the same key. The first line on stdout
+says where. SIGTERM or Ctrl-C finishes what was begun; a second one ends it at
+once.
 """
 
 import command_line  # isort: skip, first: it sets XLA's environment
 
+import math
 import os
 import pathlib
 import sys
@@ -17,9 +20,15 @@ import sys
 from absl import flags
 
 from jaxrl_async import config as config_lib
-from jaxrl_async import serve
+from jaxrl_async import config_bounds
+from jaxrl_async import directories
 from jaxrl_async import supervisor
-from jaxrl_async.serving import app as app_lib
+from jaxrl_async.serving import addresses
+
+# What takes long to import is imported where it is used, after all checks.
+
+_MAX_S = 1e9  # waits of more overflow
+_MAX_NAME = 256
 
 _CHECKPOINT = flags.DEFINE_string(
   "checkpoint", "", "Directory of parameters, instead of --workdir."
@@ -33,55 +42,121 @@ _API_KEY_FILE = flags.DEFINE_string(
   "api_key_file", "", "Its content is the key; or set JAXRL_API_KEY."
 )
 _MODEL_NAME = flags.DEFINE_string("model_name", "policy", "What clients say.")
-_NUM_SLOTS = flags.DEFINE_integer("num_slots", 0, "0 is the run's.", 0)
+_NUM_SLOTS = flags.DEFINE_integer(
+  "num_slots",
+  0,
+  "Sequences decoded side by side; 0 is the run's.",
+  0,
+  config_bounds.MAX_INT,
+)
 _CACHE_TOKENS = flags.DEFINE_integer(
-  "cache_tokens", 0, "Prompt and completion together; 0 is the run's.", 0
+  "cache_tokens",
+  0,
+  "Prompt and completion together, 2 or more; 0 is the run's.",
+  0,
+  config_bounds.MAX_INT,
 )
 _MAX_WAITING = flags.DEFINE_integer(
-  "max_waiting", 256, "Requests at a time; more get a 429.", 1
+  "max_waiting", 256, "Requests at a time; more get a 429.", 1, 100_000
 )
 _DEADLINE_S = flags.DEFINE_float(
-  "deadline_s", 120.0, "Of a request that names none.", 0.0
+  "deadline_s", 120.0, "Of a request that names none.", 0.1, _MAX_S
 )
 _MAX_DEADLINE_S = flags.DEFINE_float(
-  "max_deadline_s", 600.0, "The latest a request may name.", 0.0
+  "max_deadline_s", 600.0, "The latest a request may name.", 0.1, _MAX_S
 )
 _DRAIN_S = flags.DEFINE_float(
-  "drain_s", 30.0, "What was begun has so long after a signal.", 0.0
+  "drain_s", 30.0, "What was begun has so long after a signal.", 0.0, _MAX_S
 )
 
 
 def _api_key() -> str | None:
   """The key, from the file or the environment."""
   if _API_KEY_FILE.value:
+    path = config_lib.shown(_API_KEY_FILE.value)
     try:
       key = pathlib.Path(_API_KEY_FILE.value).read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-      raise config_lib.ConfigError(f"api_key_file: {error}") from error
-    if not key:
-      raise config_lib.ConfigError("api_key_file: the file is empty")
+    except OSError as error:
+      reason = error.strerror
+      raise config_lib.ConfigError(
+        f"api_key_file: {path} cannot be read ({reason})"
+      ) from error
+    except ValueError as error:  # a NUL in the name, or no text in the file
+      raise config_lib.ConfigError(
+        f"api_key_file: {path} is not a file of text"
+      ) from error
+    config_lib.require(bool(key), "api_key_file", f"{path} is empty")
     return key
   return os.environ.get("JAXRL_API_KEY", "").strip() or None
 
 
-def _policy() -> serve.Policy:
-  sizes = {"num_slots": _NUM_SLOTS.value, "cache_tokens": _CACHE_TOKENS.value}
-  if _CHECKPOINT.value:
-    if command_line.WORKDIR.value:
-      raise config_lib.ConfigError("checkpoint: not together with workdir")
-    path = pathlib.Path(_CHECKPOINT.value).absolute()
-    return serve.load_checkpoint(path, **sizes)
-  if not command_line.WORKDIR.value:
+def _check_policy() -> None:
+  """What is to be served is where the flags say."""
+  checkpoint, workdir = _CHECKPOINT.value, command_line.WORKDIR.value
+  if checkpoint and workdir:
+    raise config_lib.ConfigError("checkpoint: not together with workdir")
+  if not (checkpoint or workdir):
     raise config_lib.ConfigError(
       "workdir: missing; use --workdir=DIRECTORY or --checkpoint=DIRECTORY"
     )
+  if checkpoint:
+    directories.check_can_read(
+      "checkpoint",
+      checkpoint,
+      "use WORKDIR/params of launch/sft.py, or a published model's",
+    )
+  else:
+    directories.check_can_read(
+      "workdir", workdir, "use that of launch/train.py"
+    )
+
+
+def _check() -> None:
+  for flag in (_DEADLINE_S, _MAX_DEADLINE_S, _DRAIN_S):
+    # absl's bounds let it pass.
+    config_lib.require(
+      not math.isnan(flag.value), flag.name, "nan is not a time"
+    )
+  config_lib.require(
+    _CACHE_TOKENS.value != 1,
+    "cache_tokens",
+    "1 holds a prompt and nothing after it; use 2 or more",
+  )
+  name = _MODEL_NAME.value
+  config_lib.require(
+    0 < len(name) <= _MAX_NAME and name.isprintable(),
+    "model_name",
+    f"{config_lib.shown(name)} is not 1 to {_MAX_NAME} printable characters",
+  )
+  host, port, grpc_port = _HOST.value, _PORT.value, _GRPC_PORT.value
+  addresses.check_ports(port, grpc_port)
+  addresses.check_host(host)
+  addresses.check_key(host, _api_key())
+  addresses.check_can_bind("port", host, port)
+  if grpc_port:
+    addresses.check_can_bind("grpc_port", host, grpc_port)
+  command_line.check_compile_cache()
+  _check_policy()
+
+
+def _policy():
+  from jaxrl_async import serve
+
+  sizes = {"num_slots": _NUM_SLOTS.value, "cache_tokens": _CACHE_TOKENS.value}
+  command_line.use_own_compile_cache()
+  if _CHECKPOINT.value:
+    path = pathlib.Path(_CHECKPOINT.value).absolute()
+    return serve.load_checkpoint(path, **sizes)
   path = pathlib.Path(command_line.WORKDIR.value).absolute()
-  command_line.use_compile_cache(path)
   return serve.load_run(path, **sizes)
 
 
 def main():
-  settings = serve.ServeSettings(
+  from jaxrl_async import serve
+  from jaxrl_async.serving import bodies
+  from jaxrl_async.serving import front
+
+  settings = front.ServeSettings(
     host=_HOST.value,
     port=_PORT.value,
     grpc_port=_GRPC_PORT.value,
@@ -89,29 +164,35 @@ def main():
     model_name=_MODEL_NAME.value,
     max_waiting=_MAX_WAITING.value,
     drain_s=_DRAIN_S.value,
-    limits=app_lib.Limits(
+    limits=bodies.Limits(
       deadline_s=min(_DEADLINE_S.value, _MAX_DEADLINE_S.value),
       max_deadline_s=_MAX_DEADLINE_S.value,
     ),
   )
-  serve.check_key(settings.host, settings.api_key)  # before anything is read
-  policy = _policy()
   stop = supervisor.StopRequest()
-  with stop.on_signals(
-    lambda text: print(text, file=sys.stderr),
-    "finishing what was begun; once more ends it now",
-  ):
-    serve.serve(
-      policy,
-      settings,
-      stop=stop,
-      on_ready=lambda address: print(
-        f"serving {settings.model_name}, policy version {policy.version}, at"
-        f" {address}",
-        flush=True,
-      ),
-    )
+  try:
+    policy = _policy()
+    with stop.on_signals(
+      lambda text: print(text, file=sys.stderr),
+      "finishing what was begun; once more ends it now",
+      "ended at once",
+    ):
+      serve.serve(
+        policy,
+        settings,
+        stop=stop,
+        on_ready=lambda address: print(
+          f"serving {settings.model_name}, policy version {policy.version}, at"
+          f" {address}",
+          flush=True,
+        ),
+      )
+  # Threads are still at work, and nothing they do is worth waiting for: not
+  # even the interpreter's own end, which some of them would not survive.
+  except TimeoutError as error:
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 if __name__ == "__main__":
-  command_line.start_without_config(main)
+  command_line.start_without_config(main, _check)

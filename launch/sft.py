@@ -12,23 +12,32 @@ import command_line  # isort: skip, first: it sets XLA's environment
 import json
 import time
 
-import jax
-
-from jaxrl_async import assembly
-from jaxrl_async import config_json
-from jaxrl_async import initial_params
-from jaxrl_async import progress as progress_lib
+# What takes long to import is imported in main(), after all checks.
 
 
 def main(config):
+  import jax
+
+  from jaxrl_async import assembly
+  from jaxrl_async import config_checks
+  from jaxrl_async import config_json
+  from jaxrl_async import initial_params
+  from jaxrl_async import progress as progress_lib
+  from jaxrl_async import resume
+  from jaxrl_async import workdir as workdir_lib
+
+  config_checks.validate(config, len(jax.devices()))
   workdir = command_line.workdir()
   assembly.check(config, jax.devices())
   tokenizer = assembly.load_tokenizer(config)
   model = assembly.model_config(config, tokenizer.vocab_size)
   mesh, _ = assembly.cut_devices(config, jax.devices())
   start_s = time.perf_counter()
-  config_json.check_workdir(config, workdir)
-  with progress_lib.Progress(config.warm_start.num_steps) as progress:
+  with (
+    progress_lib.Progress(config.warm_start.num_steps) as progress,
+    workdir_lib.Claim(workdir, progress.note) as claim,
+  ):
+    resume.check_config_file(config, workdir)
     params = assembly.warm_start(
       config,
       model,
@@ -38,9 +47,10 @@ def main(config):
         "warm start", step, config.warm_start.num_steps, f"loss {loss:.3f}"
       ),
     )
-  config_json.write(config, workdir)
-  tokenizer.save(workdir / "tokenizer")
-  initial_params.save(workdir / "params", params)
+    claim.check()
+    tokenizer.save(workdir / "tokenizer")
+    initial_params.save(workdir / "params", params)
+    config_json.write(config, workdir)
   print(
     json.dumps(
       {
@@ -53,4 +63,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-  command_line.start(main)
+  command_line.start(main, command_line.check_workdir)

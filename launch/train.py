@@ -13,14 +13,13 @@ import os
 from typing import Any
 
 from absl import flags
-import jax
 
-from jaxrl_async import aot
-from jaxrl_async import assembly
 from jaxrl_async import config as config_lib
-from jaxrl_async import run
-from jaxrl_async import serve
-from jaxrl_async import topology
+from jaxrl_async import config_checks
+from jaxrl_async import tpu_chips
+from jaxrl_async.serving import addresses
+
+# What takes long to import is imported where it is used, after all checks.
 
 _DRY_RUN = flags.DEFINE_bool(
   "dry_run", False, "Print sizes, memory and devices, and exit."
@@ -46,26 +45,36 @@ _SERVE_PORT = flags.DEFINE_integer(
 )
 
 
-def _serving() -> serve.ServeSettings | None:
-  if not _SERVE_PORT.value:
-    return None
-  key = os.environ.get("JAXRL_API_KEY", "").strip() or None
-  return serve.ServeSettings(port=_SERVE_PORT.value, api_key=key)
-
-
-def _devices() -> Sequence[Any]:
+def _check() -> None:
   for flag in (_TOPOLOGY, _COMPILE):
     if flag.value and not _DRY_RUN.value:
       raise config_lib.ConfigError(
         f"{flag.name}: nothing runs on it; add --dry_run"
       )
+  if _TOPOLOGY.value:
+    tpu_chips.parse(_TOPOLOGY.value)
+  if _DRY_RUN.value:
+    return
+  command_line.check_workdir()
+  if _SERVE_PORT.value:
+    addresses.check_can_bind("serve_port", "127.0.0.1", _SERVE_PORT.value)
+
+
+def _devices() -> Sequence[Any]:
+  import jax
+
+  from jaxrl_async import topology
+
   if not _TOPOLOGY.value:
     return jax.devices()
   return topology.devices(_TOPOLOGY.value)
 
 
-def _dry_run(config) -> None:
-  devices = _devices()
+def _dry_run(config: config_lib.Config, devices: Sequence[Any]) -> None:
+  from jaxrl_async import aot
+  from jaxrl_async import assembly
+  from jaxrl_async import topology
+
   print(assembly.describe(config, devices), flush=True)
   if not (_TOPOLOGY.value or _COMPILE.value):
     return
@@ -86,12 +95,25 @@ def _dry_run(config) -> None:
     print("It fits.")
 
 
+def _train(config: config_lib.Config) -> None:
+  from jaxrl_async import run
+  from jaxrl_async.serving import front
+
+  serving = None
+  if _SERVE_PORT.value:
+    key = os.environ.get("JAXRL_API_KEY", "").strip() or None
+    serving = front.ServeSettings(port=_SERVE_PORT.value, api_key=key)
+  print(run.run(config, command_line.workdir(), serving=serving))
+
+
 def main(config):
+  devices = _devices()
+  config_checks.validate(config, len(devices))
   if _DRY_RUN.value:
-    _dry_run(config)
+    _dry_run(config, devices)
   else:
-    print(run.run(config, command_line.workdir(), serving=_serving()))
+    _train(config)
 
 
 if __name__ == "__main__":
-  command_line.start(main, _devices)
+  command_line.start(main, _check)

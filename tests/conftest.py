@@ -5,12 +5,20 @@ import pathlib
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = (
-  os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = " ".join(
+  [
+    os.environ.get("XLA_FLAGS", ""),
+    "--xla_force_host_platform_device_count=8",
+    # On processors with AVX-512 the products of this library depend, in their
+    # last bits, on the row that a sequence has in its batch.
+    "--xla_cpu_experimental_ynn_fusion_type=",
+  ]
 )
 
 import jax
 import jaxtyping
+
+pytest_plugins = ["skips"]
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

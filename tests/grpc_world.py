@@ -12,6 +12,7 @@ from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async.rollout import jetstream_api
 from jaxrl_async.rollout import requests
 from jaxrl_async.rollout import scheduler as scheduler_lib
+from jaxrl_async.rollout import serve_loop as serve_loop_lib
 from jaxrl_async.serving import app
 from jaxrl_async.serving import chat_template
 from jaxrl_async.serving import jetstream_grpc
@@ -99,7 +100,7 @@ def serving(*, num_steps=MANY, max_waiting=8, **options):
     cache_tokens=tiny.SIZES.cache_tokens,
     vocab_size=tiny.MODEL.vocab_size,
   )
-  serve_loop = requests.ServeLoop(queue, scheduler)
+  serve_loop = serve_loop_lib.ServeLoop(queue, scheduler)
   server = jetstream_grpc.GrpcServer(
     jetstream_grpc.Orchestrator(make_service(queue, serve_loop, **options)),
     host="localhost",

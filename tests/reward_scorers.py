@@ -4,10 +4,16 @@ import hashlib
 import os
 import sys
 import time
+import zlib
 
 
 def length(item, answer):
   return 0.0 if answer is None else float(len(answer))
+
+
+def tells_questions_apart(item, answer):
+  """A number that is the question's own, whatever the answer."""
+  return zlib.crc32(item["question"].encode()) / 2**32
 
 
 def reports_jax(item, answer):
@@ -64,7 +70,7 @@ def fails_first(item, answer):
 
 
 def raises_in_training(item, answer):
-  """Leave evaluations alone, which forgive nothing."""
+  """Leave evaluations alone."""
   if _is_training(item):
     raise LookupError("no reward in training")
   return length(item, answer)
@@ -73,6 +79,12 @@ def raises_in_training(item, answer):
 def raises_on_odd_training(item, answer):
   if _is_training(item) and item["index"] % 2:
     raise LookupError("odd item")
+  return length(item, answer)
+
+
+def raises_in_evaluation(item, answer):
+  if not _is_training(item):
+    raise LookupError("no reward in an evaluation")
   return length(item, answer)
 
 

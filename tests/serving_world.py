@@ -13,7 +13,9 @@ from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async.rollout import requests
 from jaxrl_async.rollout import sampling
 from jaxrl_async.rollout import sequence as sequence_lib
+from jaxrl_async.rollout import serve_loop
 from jaxrl_async.serving import app as app_lib
+from jaxrl_async.serving import bodies
 from jaxrl_async.serving import chat_template
 from jaxrl_async.serving import prometheus
 from jaxrl_async.serving import server as server_lib
@@ -21,7 +23,7 @@ from jaxrl_async.serving import server as server_lib
 DEADLINE_S = 60.0
 KEY = "a-key-for-tests"
 TOKENIZER = tokenizer_lib.character_level()
-LIMITS = app_lib.Limits(
+LIMITS = bodies.Limits(
   deadline_s=30.0,
   max_deadline_s=60.0,
   max_body_bytes=20_000,
@@ -45,7 +47,7 @@ class Serving:
       max_choices=8,
       on_time=self.metrics.observe,
     )
-    self.loop = requests.ServeLoop(self.queue, self.scheduler)
+    self.loop = serve_loop.ServeLoop(self.queue, self.scheduler)
     self.app = app_lib.make_app(
       app_lib.Service(
         queue=self.queue,
@@ -69,7 +71,10 @@ class Serving:
   def __enter__(self):
     self.supervisor.spawn("http server", self.http.run)
     self.supervisor.spawn("serve loop", self.loop.run)
-    assert wait_until(lambda: self.http.has_started)
+    stats = self.queue.stats
+    assert wait_until(
+      lambda: stats.policy_version >= 0 and self.http.has_started
+    )
     return self
 
   def __exit__(self, *_):

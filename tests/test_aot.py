@@ -15,7 +15,7 @@ from jaxrl_async import aot
 from jaxrl_async import assembly
 from jaxrl_async import hlo
 from jaxrl_async import metrics
-from jaxrl_async import topology
+from jaxrl_async import tpu_chips
 from jaxrl_async.models import transformer
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from configs import tiny as tiny_config  # noqa: E402
 
-CHIP = topology.Chip(
+CHIP = tpu_chips.Chip(
   kind="test",
   hbm_bytes=2.0**30,
   flops_per_s=1e12,
@@ -128,7 +128,9 @@ def test_what_is_compiled_takes_what_a_run_gives_it():
   trainer = assembly.make_trainer(
     config, model, train_mesh, metrics.BusyClock()
   )
-  engine = assembly.make_engine(config, model, rollout_mesh, tokenizer.eos_id)
+  engine = assembly.make_engine(
+    config, model, rollout_mesh, tokenizer.end_tokens
+  )
   programs = [
     *trainer.programs(),
     *engine.programs(trainer.published_shapes()),

@@ -13,6 +13,7 @@ from jaxrl_async import assembly
 from jaxrl_async import config as config_lib
 from jaxrl_async import config_json
 from jaxrl_async import initial_params
+from jaxrl_async import resume
 from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async.models import hf_weights
 from jaxrl_async.models import transformer
@@ -203,15 +204,15 @@ def test_a_workdir_keeps_the_config_it_was_made_with(tmp_path):
   workdir = tmp_path / "new"
   config = tiny.get_config()
   config.task.params = config_dict.ConfigDict({"operators": ("+", "-")})
-  config_json.check_workdir(config, workdir)
+  resume.check_config_file(config, workdir)
   config_json.write(config, workdir)
   before = (workdir / "config.json").read_text()
   config.seed += 1
   with pytest.raises(config_lib.ConfigError, match="^workdir: .*seed"):
-    config_json.check_workdir(config, workdir)
+    resume.check_config_file(config, workdir)
   config.seed -= 1
   config.train.num_steps += 1
-  config_json.check_workdir(config, workdir)
+  resume.check_config_file(config, workdir)
   config_json.write(config, workdir)
   assert (workdir / "config.json").read_text() != before
 

@@ -108,6 +108,30 @@ def test_what_cannot_be_true_is_refused():
   assert [g.index for g in buffer.get_batch(0, 0.0)] == [0]
 
 
+class Untouchable(dict):
+  """Fails whoever looks at all of its groups."""
+
+  def __iter__(self):
+    raise AssertionError("every group was looked at")
+
+  keys = values = items = __iter__
+
+
+def test_asking_again_does_not_look_at_every_group():
+  buffer = buffer_lib.Buffer(3, 1)
+  for _ in range(6):
+    last = buffer.try_admit(0)
+  buffer.put(tiny.written_group(last))
+  buffer._running = Untouchable(buffer._running)
+  assert buffer.try_admit(0) is None
+  assert not buffer.wait_for_admission(0, -1, 0.0)
+  assert buffer.get_batch(0, 0.0) is None
+  assert buffer.num_finished == 1
+  buffer.drop(0)
+  assert buffer.wait_for_admission(0, -1, 0.0)
+  assert buffer.try_admit(0).index == 6
+
+
 class Blocked:
   """A thread inside a call that waits, known to have begun its wait."""
 

@@ -40,6 +40,38 @@ def fits(deadlines, step, groups_per_step):
   )
 
 
+class CheckedBuffer(buffer_lib.Buffer):
+  """Compares each decision with the definition, made from all groups."""
+
+  def deadlines(self, *, taken=()):
+    running = list(self._running.values())
+    finished = [g for heap in self._finished.values() for _, g in heap]
+    taken = {group.index for group in taken}
+    return [g.deadline for g in [*running, *finished] if g.index not in taken]
+
+  def try_admit(self, engine_version):
+    deadlines = [*self.deadlines(), engine_version + self._max_staleness]
+    admission = super().try_admit(engine_version)
+    assert (admission is not None) == buffer_lib.is_schedulable(
+      deadlines, self._next_step, self._groups_per_step
+    )
+    assert admission is None or admission.deadline == deadlines[-1]
+    return admission
+
+  def get_batch(self, step, timeout_s):
+    p = self._groups_per_step
+    finished = [g for heap in self._finished.values() for _, g in heap]
+    oldest = sorted(finished, key=lambda g: (g.deadline, g.index))[:p]
+    is_allowed = len(oldest) == p and buffer_lib.is_schedulable(
+      self.deadlines(taken=oldest), step + 1, p
+    )
+    batch = super().get_batch(step, timeout_s)
+    assert batch == (oldest if is_allowed else None)
+    counts = collections.Counter(self.deadlines())
+    assert self._num_due == counts and all(self._num_due.values())
+    return batch
+
+
 def make_buffer(deadlines, step, groups_per_step, num_finished):
   """Return a buffer at that step whose first num_finished groups are done."""
   admissions = [
@@ -119,7 +151,7 @@ class World:
     self.now = 0.0
     self.events = []
     self.order = itertools.count()
-    self.buffer = buffer_lib.Buffer(case.groups_per_step, case.max_staleness)
+    self.buffer = CheckedBuffer(case.groups_per_step, case.max_staleness)
     self.max_staleness = case.max_staleness
     self.published = 0
     self.step = 0
@@ -269,9 +301,7 @@ class World:
     if self.step > self.published:
       self.give_back(state)
     self.max_staleness = self.case.later_max_staleness
-    self.buffer = buffer_lib.Buffer(
-      self.case.groups_per_step, self.max_staleness
-    )
+    self.buffer = CheckedBuffer(self.case.groups_per_step, self.max_staleness)
     self.buffer.restore(state)
     self.buffer.set_policy_version(self.published)
     self.events = []
@@ -377,12 +407,13 @@ outstanding = st.fixed_dictionaries(
 
 @given(outstanding)
 @many
-def test_schedulable_is_what_halls_condition_says(kwargs):
+def test_schedulable_is_what_halls_condition_and_the_counts_say(kwargs):
   deadlines, p = kwargs["deadlines"], kwargs["groups_per_step"]
   for step in range(2, 7):
-    assert buffer_lib.is_schedulable(deadlines, step, p) == fits(
-      deadlines, step, p
-    )
+    is_schedulable = buffer_lib.is_schedulable(deadlines, step, p)
+    assert is_schedulable == fits(deadlines, step, p)
+    num_due = collections.Counter(deadlines)
+    assert is_schedulable == buffer_lib.fits(num_due, step, p)
 
 
 @given(outstanding)

@@ -1,6 +1,7 @@
 """Chat templates: rendered as Hugging Face's library renders them."""
 
 import json
+import threading
 
 import pytest
 
@@ -97,3 +98,156 @@ def test_what_a_template_may_not_do_is_an_error_of_its_own(template):
 def test_a_template_that_does_not_compile_names_its_line():
   with pytest.raises(chat_template.ChatTemplateError, match="line 2"):
     chat_template.ChatTemplate("a\n{% for %}")
+
+
+QUESTION = [{"role": "user", "content": "why"}]
+BY_NAME = [
+  {"name": "default", "template": "D"},
+  {"name": "tool_use", "template": "T"},
+]
+# tokenizer_config.json's entry, further files, and what is rendered: None is a
+# refusal, because transformers refuses; it was asked for all of them.
+PLACES = {
+  "several, with a default one": (BY_NAME, {}, "D"),
+  "several, without one": (BY_NAME[1:], {}, None),
+  "an object": ({"default": "D"}, {}, "D"),
+  "a file": ("C", {"chat_template.jinja": "F"}, "F"),
+  "a file and others": (
+    None,
+    {
+      "chat_template.jinja": "F",
+      "additional_chat_templates/tool_use.jinja": "T",
+    },
+    "F",
+  ),
+  "others hide the settings": (
+    "C",
+    {"additional_chat_templates/tool_use.jinja": "T"},
+    None,
+  ),
+  "a default one in the folder": (
+    None,
+    {"additional_chat_templates/default.jinja": "A"},
+    "A",
+  ),
+  "a processor's": (
+    None,
+    {"chat_template.json": '{"chat_template": "P"}'},
+    None,
+  ),
+  "a processor's beside its own": (
+    "C",
+    {"chat_template.json": '{"chat_template": "P"}'},
+    "C",
+  ),
+  "names": (
+    "{{ bos_token }}{{ eos_token }}{{ image_token }}{{ audio_token }}",
+    {
+      "special_tokens_map.json": json.dumps(
+        {"bos_token": {"content": "a"}, "eos_token": "b", "image_token": "i"}
+      )
+    },
+    "abi",
+  ),
+}
+
+
+def place(directory, source, files):
+  directory.joinpath("additional_chat_templates").mkdir()
+  make(directory, source)
+  for name, text in files.items():
+    (directory / name).write_text(text)
+  if not list(directory.glob("additional_chat_templates/*")):
+    directory.joinpath("additional_chat_templates").rmdir()
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_template_is_found_where_transformers_finds_it(tmp_path, name):
+  source, files, expected = PLACES[name]
+  place(tmp_path, source, files)
+  if name == "names":
+    assert chat_template.load(tmp_path).render(QUESTION) == expected
+  elif expected is not None:
+    assert chat_template.sources(tmp_path)["default"][1] == expected
+  else:
+    template = chat_template.load(tmp_path)
+    with pytest.raises(chat_template.ChatTemplateError, match="this policy"):
+      template.render(QUESTION)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLACES)
+def test_what_is_expected_of_places_is_what_transformers_does(tmp_path, name):
+  transformers = pytest.importorskip("transformers")
+  source, files, expected = PLACES[name]
+  place(tmp_path, source, files)
+  reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
+  options = {"tokenize": False, "add_generation_prompt": True}
+  if expected is not None:
+    assert reference.apply_chat_template(QUESTION, **options) == expected
+    return
+  with pytest.raises(ValueError, match="chat.template"):
+    reference.apply_chat_template(QUESTION, **options)
+
+
+LOOPS = """{% if messages[0].content == 'loop' %}
+{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}
+{% elif messages[0].content == 'grow' %}
+{% set ns = namespace(x='x' * 1000) %}
+{% for a in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}
+{% endif %}{{ messages[0].content }}"""
+
+
+@pytest.mark.parametrize(
+  "content", ["loop", pytest.param("grow", marks=pytest.mark.slow)]
+)
+def test_a_template_that_does_not_end_is_ended_and_the_next_one_is_rendered(
+  content,
+):
+  template = chat_template.ChatTemplate(LOOPS, deadline_s=2.0)
+  ended = []
+
+  def render():
+    with pytest.raises(chat_template.ChatTemplateError, match="end within 2 s"):
+      template.render([{"role": "user", "content": content}])
+    ended.append(content)
+
+  thread = threading.Thread(target=render, daemon=True)
+  thread.start()
+  thread.join(60.0)
+  assert ended == [content]
+  assert template.render(QUESTION) == "why"
+
+
+@pytest.mark.slow
+def test_threads_take_turns_and_none_waits_longer_than_the_deadline():
+  template = chat_template.ChatTemplate(LOOPS, deadline_s=2.0)
+  errors = []
+
+  def render(content):
+    try:
+      assert template.render([{"role": "user", "content": content}]) == content
+    except chat_template.ChatTemplateError as error:
+      errors.append(str(error))
+
+  threads = [
+    threading.Thread(target=render, args=(content,), daemon=True)
+    for content in ["loop"] * 3 + ["a", "b", "c"] * 4
+  ]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join(60.0)
+    assert not thread.is_alive()
+  assert errors
+  assert all("end within" in e or "busy" in e for e in errors)
+  assert template.render(QUESTION) == "why"
+
+
+def test_a_process_that_was_killed_is_started_again():
+  template = chat_template.ChatTemplate(LOOPS)
+  process = template._process
+  assert process is not None
+  process._popen.kill()
+  process._popen.wait(30.0)
+  assert template.render(QUESTION) == "why"

@@ -1,33 +1,63 @@
-"""launch/train.py with bad input: one line that names the field."""
+"""The launch scripts' flags: wrong ones are told in a line, before JAX."""
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
 
+from jaxrl_async import config_checks
+
 ROOT = pathlib.Path(__file__).parents[1]
 TINY = ROOT / "configs" / "tiny.py"
+# What takes seconds to import, by the name in sys.modules.
+HEAVY = {
+  *("jax", "jaxlib", "flax", "orbax", "optax", "grain", "tensorstore"),
+  *("tensorflow", "reasoning_gym", "sympy", "matplotlib", "starlette"),
+  *("uvicorn", "pydantic", "grpc", "tokenizers", "rich", "pebble", "scipy"),
+}
+LONG = "x" * 5_000
 
 
-def launch(*arguments):
+def launch(*arguments, script="train", python=(), cwd=None):
   environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
   return subprocess.run(
-    [sys.executable, str(ROOT / "launch" / "train.py"), *arguments],
+    [sys.executable, *python, str(ROOT / "launch" / f"{script}.py")]
+    + list(arguments),
     capture_output=True,
     text=True,
-    timeout=120,
+    timeout=170,
     env=environment | {"JAX_PLATFORMS": "cpu"},
+    cwd=cwd,
   )
 
 
-def check(arguments, words):
-  done = launch(*arguments)
+def launch_light(*arguments, **options):
+  """As `launch`, without the seconds: nothing heavy may be imported."""
+  done = launch(*arguments, python=("-X", "importtime"), **options)
+  lines = done.stderr.splitlines()
+  imports = [line for line in lines if line.startswith("import time:")]
+  modules = {line.rpartition("|")[2].strip() for line in imports}
+  assert "absl.flags" in modules
+  assert not {name.partition(".")[0] for name in modules} & HEAVY
+  done.stderr = "\n".join(line for line in lines if line not in imports)
+  return done
+
+
+def error_of(done):
+  """The one line that a script ended with."""
   assert done.returncode not in (0, None)
   assert done.stdout == ""
   (line,) = done.stderr.splitlines()
   assert line.startswith("error: ")
+  assert len(line) < 700
+  return line
+
+
+def check(launched, words):
+  line = error_of(launched)
   for word in words:
     assert word in line, line
   assert not pathlib.Path("/nowhere").exists()
@@ -37,58 +67,181 @@ def with_tiny(*arguments):
   return [f"--config={TINY}", "--workdir=/nowhere/to/be/written", *arguments]
 
 
-def test_an_unknown_field_is_one_line(tmp_path):
-  check(with_tiny("--config.train.num_stps=3"), ["num_stps"])
+@pytest.mark.parametrize("script", ["train", "sft"])
+def test_an_unknown_field_is_told_before_anything_heavy_is_imported(script):
+  done = launch_light(*with_tiny("--config.train.num_stps=3"), script=script)
+  check(done, ["num_stps"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   ("arguments", "words"),
   [
-    (with_tiny("--config.train.num_steps=few"), ["train.num_steps"]),
-    (with_tiny("--config.transfer.channel=carrier"), ["transfer.channel"]),
-    (["--config=/no/such/file.py"], ["/no/such/file.py"]),
-    ([f"--config={TINY}:fast"], ["variant", "fast"]),
-    ([], ["config"]),
-    ([f"--config={TINY}"], ["workdir"]),
-    (with_tiny("stray"), ["stray"]),
-    (
-      with_tiny("--config.algorithm.max_staleness=-1"),
-      ["algorithm.max_staleness", "negative"],
-    ),
-    (
-      with_tiny("--config.algorithm.num_minibatches=3"),
-      ["algorithm.num_minibatches", "16"],
-    ),
-    (with_tiny("--config.task.dataset=chain_some"), ["task.dataset"]),
-    (
-      with_tiny("--config.task.template={exprssion}"),
-      ["task.template", "expression"],
-    ),
-    (
-      with_tiny("--config.rollout.max_completion_tokens=99"),
-      ["rollout.cache_tokens", "107"],
-    ),
-    (with_tiny("--config.mesh.train_data=4"), ["mesh", "there are 2"]),
-    (with_tiny("--config.model.name=tinny"), ["model.name"]),
-    (
-      with_tiny("--dry_run", "--config.train.attention=flash"),
-      ["train.attention", "flash", "blocks"],
-    ),
-    (
-      with_tiny("--dry_run", "--config.rollout.attention=tpu_paged"),
-      ["rollout.attention", "rollout.num_pages"],
-    ),
-    (with_tiny("--topology=v5e:2x4"), ["topology", "add --dry_run"]),
-    (with_tiny("--compile"), ["compile", "add --dry_run"]),
-    (
-      with_tiny("--dry_run", "--topology=v5e:3x3"),
-      ["topology", "v5e:3x3", "2x2, 2x4"],
-    ),
+    (["--config.rollout.temperature=1e-320"], ["rollout.temperature"]),
+    (["--serve_port=70000"], ["serve_port"]),
+    ([f"--workdir={TINY}/run"], ["workdir", "cannot be a directory"]),
+    (["--compile_cache=/proc/x"], ["compile_cache", "/proc/x"]),
   ],
 )
+def test_a_bad_setting_is_told_before_anything_heavy_is_imported(
+  arguments, words
+):
+  check(launch_light(*with_tiny(*arguments)), words)
+
+
+def test_a_servers_bad_flag_is_told_before_anything_heavy_is_imported():
+  done = launch_light(
+    "--workdir=/tmp", "--port=81", "--grpc_port=81", script="serve"
+  )
+  check(done, ["grpc_port", "81"])
+
+
+@pytest.mark.parametrize("script", ["train", "sft", "serve"])
+def test_help_is_short_quick_and_names_what_is_needed(script):
+  done = launch_light("--help", script=script)
+  assert done.returncode == 0
+  assert done.stderr == ""
+  lines = done.stdout.splitlines()
+  assert len(lines) < 60
+  assert max(map(len, lines)) <= 80
+  assert "  --workdir=" in done.stdout
+  has_config = script != "serve"
+  assert ("  --config=FILE" in done.stdout) is has_config
+  assert ("jaxrl_async/config.py" in done.stdout) is has_config
+  assert "--alsologtostderr" not in done.stdout
+
+
+def test_where_the_fields_are_listed_is_where_they_are():
+  """The file that --help names."""
+  fields = (ROOT / "jaxrl_async" / "config.py").read_text()
+  assert "checkpoint_every: int" in fields
+
+
+@pytest.mark.parametrize(
+  ("text", "words"),
+  [
+    ("def get_config(:\n", ["line 1", "SyntaxError"]),
+    ("\n\nx = y\n", ["line 3", "NameError: name 'y'"]),
+  ],
+)
+def test_a_config_files_own_error_is_told_with_its_line(tmp_path, text, words):
+  path = tmp_path / "mine.py"
+  path.write_text(text)
+  done = launch_light(f"--config={path}", "--workdir=/nowhere")
+  check(done, [*words, str(path)])
+
+
+OWN_ERRORS = [
+  ("import no_such\n", ["line 1", "no_such"]),
+  (
+    "\ndef get_config():\n  return [][1]\n",
+    ["line 3", "IndexError"],
+  ),
+  ("def get_config():\n  return int('x')\n", ["line 2", "ValueError"]),
+  ("def get_config():\n  raise SystemError\n", ["line 2", "SystemError"]),
+  ("def get_config():\n  return None\n", ["None", "config.Config"]),
+  ("", ["defines no get_config()"]),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("text", "words"), OWN_ERRORS)
+def test_a_config_file_may_fail_in_any_way(tmp_path, text, words):
+  path = tmp_path / "mine.py"
+  path.write_text(text)
+  words = [*words, str(path)] if "line" in words[0] else words
+  check(launch_light(f"--config={path}", "--workdir=/nowhere"), words)
+
+
+EARLY = [
+  (with_tiny("--config.train.num_steps=few"), ["train.num_steps"]),
+  (with_tiny("--config.transfer.channel=carrier"), ["transfer.channel"]),
+  (["--config=/no/such/file.py"], ["/no/such/file.py"]),
+  (["--config=/tmp"], ["/tmp", "directory"]),
+  ([f"--config=/tmp/{LONG}"], ["File name too long"]),
+  ([f"--config={TINY}:fast"], ["variant", "fast"]),
+  ([f"--config={TINY}:{LONG}"], ["variant", "5002 characters"]),
+  ([], ["config"]),
+  ([f"--config={TINY}"], ["workdir"]),
+  (["--config.train.num_steps=3", f"--config={TINY}"], ["has to come before"]),
+  (with_tiny("stray"), ["stray"]),
+  (
+    with_tiny("--config.algorithm.max_staleness=-1"),
+    ["algorithm.max_staleness", "negative"],
+  ),
+  (
+    with_tiny("--config.algorithm.num_minibatches=3"),
+    ["algorithm.num_minibatches", "16"],
+  ),
+  (
+    with_tiny("--config.rollout.max_completion_tokens=99"),
+    ["rollout.cache_tokens", "107"],
+  ),
+  (with_tiny("--config.model.name=tinny"), ["model.name"]),
+  (with_tiny(f"--config.model.name=/tmp/{LONG}"), ["model.name"]),
+  (with_tiny("--config.train.attention=flash"), ["train.attention", "blocks"]),
+  (
+    with_tiny("--config.rollout.attention=tpu_paged"),
+    ["rollout.attention", "rollout.num_pages"],
+  ),
+  (with_tiny("--config.warm_start.solver=x"), ["warm_start.solver", "chain"]),
+  (with_tiny("--topology=v5e:2x4"), ["topology", "add --dry_run"]),
+  (with_tiny("--compile"), ["compile", "add --dry_run"]),
+  (
+    with_tiny("--dry_run", "--topology=v5e:3x3"),
+    ["topology", "v5e:3x3", "2x2, 2x4"],
+  ),
+  (with_tiny(f"--config.transfer.directory={TINY}"), ["transfer.directory"]),
+  (with_tiny(f"--workdir=/tmp/{LONG}"), ["workdir", "at most"]),
+  (with_tiny(f"--compile_cache={TINY}"), ["compile_cache"]),
+]
+LATE = [
+  (with_tiny("--config.task.dataset=chain_some"), ["task.dataset"]),
+  (with_tiny(f"--config.task.dataset={LONG}"), ["task.dataset"]),
+  (
+    with_tiny("--config.task.template={exprssion}"),
+    ["task.template", "expression"],
+  ),
+  (with_tiny("--config.mesh.train_data=4"), ["mesh", "there are 2"]),
+  (with_tiny("--config.rollout.num_slots=100000000"), ["rollout.num_slots"]),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "words"), EARLY)
 def test_bad_input_is_one_line_that_names_the_field(arguments, words):
-  check(arguments, words)
+  check(launch_light(*arguments), words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "words"), LATE)
+def test_what_a_library_or_a_device_must_say_is_one_line_too(arguments, words):
+  check(launch(*arguments), words)
+
+
+def readme_config():
+  """The config file that the README shows."""
+  blocks = re.findall(
+    r"(?s)```python\n(.*?)```", (ROOT / "README.md").read_text()
+  )
+  (found,) = [block for block in blocks if "def get_config" in block]
+  return found
+
+
+def test_the_readmes_config_works_from_any_folder(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  path = tmp_path / "mine.py"
+  path.write_text(readme_config())
+  names = {"__file__": str(path), "__name__": "mine"}
+  exec(compile(path.read_text(), str(path), "exec"), names)
+  config_checks.check(names["get_config"]())
+
+
+@pytest.mark.slow
+def test_the_readmes_config_is_one_that_a_dry_run_agrees_with(tmp_path):
+  (tmp_path / "mine.py").write_text(readme_config())
+  done = launch("--config=mine.py", "--dry_run", cwd=tmp_path)
+  assert done.returncode == 0, done.stderr
+  assert "vocabulary" in done.stdout
 
 
 @pytest.mark.slow

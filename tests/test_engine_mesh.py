@@ -22,11 +22,8 @@ CACHES = {
   "chunks": {"prefill_chunk": 8},
   "pages": {"num_pages": 12, "page_tokens": 8},
 }
-SHAPES = [
-  mesh_lib.MeshShape(data=2, tensor=2),
-  pytest.param(mesh_lib.MeshShape(data=4), marks=pytest.mark.slow),
-  pytest.param(mesh_lib.MeshShape(tensor=2), marks=pytest.mark.slow),
-]
+BOTH_AXES = mesh_lib.MeshShape(data=2, tensor=2)
+ONE_AXIS = [mesh_lib.MeshShape(data=4), mesh_lib.MeshShape(tensor=2)]
 
 
 def make_engine(shape, **sizes):
@@ -75,8 +72,20 @@ def on_one_device(cache):
   return written(mesh_lib.ONE, CACHES[cache])
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+  ("shape", "cache"),
+  [
+    *((BOTH_AXES, cache) for cache in CACHES),
+    pytest.param(ONE_AXIS[0], "pages", marks=pytest.mark.slow),
+    pytest.param(ONE_AXIS[0], "slots", marks=pytest.mark.nightly),
+    pytest.param(ONE_AXIS[0], "chunks", marks=pytest.mark.nightly),
+    *(
+      pytest.param(ONE_AXIS[1], cache, marks=pytest.mark.nightly)
+      for cache in CACHES
+    ),
+  ],
+  ids=str,
+)
 def test_on_any_mesh_the_same_is_written(shape, cache):
   expected = on_one_device(cache)
   found = written(shape, {"prefill_rows": 4, **CACHES[cache]})

@@ -243,7 +243,7 @@ def test_a_window_that_is_not_used_is_not_refused(tmp_path):
     ({"hidden_size": "32"}, "hidden_size is '32', not a positive int"),
     ({"num_hidden_layers": True}, "num_hidden_layers is True"),
     ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0"),
-    ({"num_key_value_heads": 3}, "num_heads 4 is not a multiple"),
+    ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple"),
   ],
 )
 def test_what_the_decoder_does_not_compute_is_refused_in_one_line(
@@ -414,7 +414,9 @@ def test_files_that_are_not_there_or_torn_are_named(tmp_path):
     hf_weights.load(tmp_path)
   index = tmp_path / hf_weights.INDEX_FILE
   index.write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
-  with pytest.raises(ValueError, match="'../a.safetensors' is not a file name"):
+  with pytest.raises(
+    ValueError, match="'../a.safetensors', not the name of a file"
+  ):
     hf_weights.load(tmp_path)
   index.unlink()
   with pytest.raises(FileNotFoundError, match="neither"):

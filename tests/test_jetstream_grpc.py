@@ -17,11 +17,12 @@ from jaxrl_async import config as config_lib
 from jaxrl_async import serve
 from jaxrl_async import supervisor
 from jaxrl_async import types
-from jaxrl_async.rollout import requests
+from jaxrl_async.rollout import client_request
 from jaxrl_async.rollout import sampling
 from jaxrl_async.rollout import sequence as sequence_lib
-from jaxrl_async.serving import app
+from jaxrl_async.serving import bodies
 from jaxrl_async.serving import chat_template
+from jaxrl_async.serving import front
 from jaxrl_async.serving import jetstream_grpc
 
 API = grpc_world.API
@@ -217,7 +218,7 @@ def test_what_cannot_be_served_is_refused(shared, request_, metadata, message):
   ],
   ids=["garbage", "not UTF-8", "cut off"],
 )
-def test_bytes_that_are_no_request_reach_nobody(shared, message):
+def test_bytes_that_are_no_request_reach_nobody(shared, message, caplog):
   before = len(shared.queue.submitted)
   call = shared.channel.unary_stream(
     "/jetstream_proto.Orchestrator/Decode",
@@ -226,8 +227,9 @@ def test_bytes_that_are_no_request_reach_nobody(shared, message):
   )
   with pytest.raises(grpc.RpcError) as caught:
     list(call(None, timeout=DEADLINE_S))
-  assert caught.value.code() is grpc.StatusCode.UNKNOWN  # as grpc has it
-  assert "DecodeError" in caught.value.details()
+  assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+  assert "no DecodeRequest" in caught.value.details()
+  assert not caplog.records  # grpc alone would log a traceback each
   assert len(shared.queue.submitted) == before
 
 
@@ -294,7 +296,7 @@ def test_a_call_ends_at_its_deadline():
 
 
 def test_the_servers_own_deadline_holds_for_calls_without_one():
-  with grpc_world.serving(limits=app.Limits(deadline_s=0.0)) as server:
+  with grpc_world.serving(limits=bodies.Limits(deadline_s=0.0)) as server:
     call = server.stub.Decode(tokens_request(PROMPT))
     assert status_of(call) is grpc.StatusCode.DEADLINE_EXCEEDED
     assert "request's deadline" in call.details()
@@ -334,8 +336,8 @@ def test_a_draining_server_finishes_what_it_has():
 @pytest.mark.parametrize(
   "error, code",
   [
-    (requests.RequestError.SHUT_DOWN, grpc.StatusCode.UNAVAILABLE),
-    (requests.RequestError.FAILED, grpc.StatusCode.INTERNAL),
+    (client_request.RequestError.SHUT_DOWN, grpc.StatusCode.UNAVAILABLE),
+    (client_request.RequestError.FAILED, grpc.StatusCode.INTERNAL),
   ],
 )
 def test_what_the_server_cannot_finish_ends_with_a_status(error, code):
@@ -381,7 +383,7 @@ def test_http_and_grpc_are_served_by_one_engine():
         tokenizer=TOKENIZER,
         chat_template=chat_template.ChatTemplate(None),
       ),
-      serve.ServeSettings(port=0, grpc_port=grpc_port),
+      front.ServeSettings(port=0, grpc_port=grpc_port),
       stop=stop,
       on_ready=addresses.put,
     )

@@ -18,6 +18,7 @@ from jaxrl_async import memory_estimate
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import metrics
 from jaxrl_async import topology
+from jaxrl_async import tpu_chips
 from jaxrl_async import trainer as trainer_lib
 from jaxrl_async.models import configs
 
@@ -201,7 +202,60 @@ def test_a_run_that_a_described_chip_cannot_hold_is_refused_before_compiling():
     config_lib.ConfigError, match="^model.remat: .*15.8 GiB.*activations"
   ):
     assembly.check(config, devices)
-  assembly.check(config, jax.devices()[:2])
+
+
+@pytest.mark.parametrize(
+  ("settings", "message"),
+  [
+    ({"rollout.num_slots": 10**7}, "rollout.num_slots: .*the cache"),
+    ({"rollout.prefill_rows": 10**8}, "rollout.prefill_rows: .*prefill call"),
+    ({"algorithm.groups_per_step": 2**16}, ""),
+    (
+      {"algorithm.groups_per_step": 2**16, "algorithm.group_size": 2**14},
+      "algorithm.groups_per_step: .*a train step's batch",
+    ),
+    ({"warm_start.rows_per_batch": 2**16}, ""),
+    ({"train.tokens_per_row": 2**31 - 1}, "model.remat: .*activations"),
+  ],
+)
+def test_what_the_host_of_a_cpu_cannot_hold_is_refused(
+  monkeypatch, settings, message
+):
+  monkeypatch.setattr(memory_estimate, "host_bytes", lambda: 8 * GIB)
+  config = tiny.get_config()
+  config.train.rows_per_microbatch = 1
+  for path, value in settings.items():
+    section, name = path.split(".")
+    setattr(getattr(config, section), name, value)
+  devices = jax.devices()[:2]
+  config_checks.validate(config, 2)
+  if not message:
+    assembly.check(config, devices)
+    return
+  with pytest.raises(config_lib.ConfigError, match=f"^{message}"):
+    assembly.check(config, devices)
+
+
+def test_pages_are_named_where_they_are_what_is_too_large():
+  section = config_lib.RolloutSection(num_pages=64)
+  parts = {"weights": 2, "cache": 5, "prefill": 0, "prefilled": 3}
+  memory_estimate.check_rollout(parts, section, None)
+  memory_estimate.check_rollout(parts, section, 9)
+  with pytest.raises(config_lib.ConfigError, match="^rollout.num_pages: "):
+    memory_estimate.check_rollout(parts, section, 8)
+
+
+def test_a_batch_of_the_warm_start_has_to_fit():
+  section = config_lib.WarmStartSection(num_steps=1, rows_per_batch=2**16)
+  memory_estimate.check_warm_start(section, 64, GIB)
+  with pytest.raises(config_lib.ConfigError, match="^warm_start.rows_per_ba"):
+    memory_estimate.check_warm_start(section, 2**20, GIB)
+  section.num_steps = 0
+  memory_estimate.check_warm_start(section, 2**20, GIB)
+
+
+def test_the_hosts_memory_is_some():
+  assert 2**28 < memory_estimate.host_bytes() < 2**50
 
 
 @pytest.mark.slow
@@ -211,10 +265,10 @@ def test_the_tpu_configs_are_valid_on_their_slices(name, length):
   file = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))
   for slice_name, mesh in file["SLICES"].items():
     config = file["get_config"](f"{length}@{slice_name}")
-    count, chip, sizes = topology.parse(slice_name)
+    count, chip, sizes = tpu_chips.parse(slice_name)
     num_devices = count * math.prod(map(int, sizes.split("x")))
     devices = [
-      Described(id, device_kind=topology.CHIPS[chip].kind)
+      Described(id, device_kind=tpu_chips.CHIPS[chip].kind)
       for id in range(num_devices)
     ]
     config_checks.validate(config, num_devices)

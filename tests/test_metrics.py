@@ -4,6 +4,7 @@ import json
 import struct
 import threading
 
+import disks
 import jax
 from jax import numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
@@ -12,6 +13,13 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from jaxrl_async import metrics
+from jaxrl_async import side_outputs
+from jaxrl_async import storage
+
+
+def make_writer(workdir, notes=None):
+  said = [] if notes is None else notes
+  return metrics.MetricsWriter(workdir, side_outputs.SideOutputs(said.append))
 
 
 def lines(workdir):
@@ -34,7 +42,7 @@ def events(workdir):
 
 
 def test_a_step_is_one_json_object(tmp_path):
-  writer = metrics.MetricsWriter(tmp_path)
+  writer = make_writer(tmp_path)
   writer.write(
     1,
     {
@@ -59,7 +67,7 @@ def test_a_step_is_one_json_object(tmp_path):
 
 
 def test_tensorboard_gets_scalars_and_the_histogram(tmp_path):
-  writer = metrics.MetricsWriter(tmp_path)
+  writer = make_writer(tmp_path)
   writer.write(3, {"reward/mean": 0.25, "staleness/histogram": [0, 4, 1]})
   writer.close()
   values = {
@@ -74,14 +82,78 @@ def test_tensorboard_gets_scalars_and_the_histogram(tmp_path):
   assert counts[1.5] == 4 and counts[2.5] == 1
 
 
+def test_events_are_on_disk_when_write_returns(tmp_path):
+  writer = make_writer(tmp_path)
+  writer.write(1, {"x": 1})
+  # A process that is killed now closes nothing.
+  assert [e.step for e in events(tmp_path) if e.summary.value] == [1]
+  writer.close()
+
+
+def test_tensorboard_that_fails_is_said_once_counted_and_tried_again(tmp_path):
+  notes = []
+  beside = side_outputs.SideOutputs(notes.append)
+  writer = metrics.MetricsWriter(tmp_path, beside)
+  in_the_way = tmp_path / "tensorboard"
+  in_the_way.touch()
+  for step in (1, 2):
+    writer.write(step, {"x": step})
+    writer.state()
+  (note,) = notes
+  assert "WARNING: TensorBoard" in note and len(note.splitlines()) == 1
+  assert beside.num_failures == 2
+  in_the_way.unlink()
+  writer.write(3, {"x": 3})
+  with disks.files_of_at_most((tmp_path / "metrics.jsonl").stat().st_size + 99):
+    writer.write(4, {"x" * 50: 4})  # it fits into metrics.jsonl alone
+  writer.write(5, {"x": 5})
+  writer.close()
+  assert beside.num_failures == 3
+  assert [x["step"] for x in lines(tmp_path)] == [1, 2, 3, 4, 5]
+  written = [e.step for e in events(tmp_path) if e.summary.value]
+  assert written == [3, 5]
+
+
+def test_metrics_that_cannot_be_written_end_the_run(tmp_path):
+  writer = make_writer(tmp_path)
+  writer.write(1, {"x": 1})
+  with disks.files_of_at_most(20):
+    with pytest.raises(storage.StorageError, match="metrics.jsonl cannot be"):
+      writer.write(2, {"x": 2})
+  writer.close()
+  assert [x["step"] for x in lines(tmp_path)] == [1]
+
+
+def test_a_held_step_is_one_line_also_after_a_resume(tmp_path):
+  writer = make_writer(tmp_path)
+  writer.write(1, {"x": 1})
+  writer.hold(2, {"x": np.float32(2)})
+  assert [x["step"] for x in lines(tmp_path)] == [1]
+  state = json.loads(json.dumps(writer.state()))
+  writer.write(2, {"eval": 0.5})
+  writer.close()
+  resumed = make_writer(tmp_path)
+  resumed.restore(state)
+  assert resumed.held_step == 2
+  with pytest.raises(ValueError, match="step 3 while step 2 is held"):
+    resumed.write(3, {"x": 3})
+  resumed.write(2, {"eval": 0.25})
+  assert resumed.held_step is None
+  resumed.close()
+  assert lines(tmp_path) == [
+    {"step": 1, "x": 1},
+    {"step": 2, "x": 2.0, "eval": 0.25},
+  ]
+
+
 def test_a_resume_drops_what_came_after_the_checkpoint(tmp_path):
-  writer = metrics.MetricsWriter(tmp_path)
+  writer = make_writer(tmp_path)
   writer.write(1, {"x": 1})
   writer.write(2, {"x": 2})
   state = json.loads(json.dumps(writer.state()))
   writer.write(3, {"x": 3})
   writer.close()
-  resumed = metrics.MetricsWriter(tmp_path)
+  resumed = make_writer(tmp_path)
   resumed.restore(state)
   assert [x["step"] for x in lines(tmp_path)] == [1, 2]
   assert resumed.state() == state
@@ -94,20 +166,20 @@ def test_a_resume_drops_what_came_after_the_checkpoint(tmp_path):
 
 def test_a_writer_that_is_not_restored_begins_anew(tmp_path):
   for value in (1, 2):
-    writer = metrics.MetricsWriter(tmp_path)
+    writer = make_writer(tmp_path)
     writer.write(1, {"x": value})
     writer.close()
   assert lines(tmp_path) == [{"step": 1, "x": 2}]
 
 
 def test_a_file_shorter_than_the_checkpoint_knows_is_refused(tmp_path):
-  writer = metrics.MetricsWriter(tmp_path)
+  writer = make_writer(tmp_path)
   with pytest.raises(ValueError, match="has 0 bytes"):
     writer.restore({"num_bytes": 10, "last_step": 1})
 
 
 def test_a_step_is_written_once_and_only_numbers_are(tmp_path):
-  writer = metrics.MetricsWriter(tmp_path)
+  writer = make_writer(tmp_path)
   writer.write(1, {"x": 1})
   with pytest.raises(ValueError, match="step 1"):
     writer.write(1, {"x": 2})
@@ -118,51 +190,51 @@ def test_a_step_is_written_once_and_only_numbers_are(tmp_path):
   assert len(lines(tmp_path)) == 1
 
 
-def clock_with(*intervals):
-  clock = metrics.BusyClock()
-  for start_s, end_s in intervals:
-    clock.add("decode", float(start_s), float(end_s))
-  return clock
+class Hand:
+  """A clock that is moved by hand."""
+
+  def __init__(self):
+    self.now_s = 0.0
+
+  def __call__(self):
+    return self.now_s
 
 
-def test_overlapping_time_counts_once():
-  clock = clock_with((1, 3), (2, 4), (2, 3), (6, 7))
-  assert clock.busy_s(0.0, 10.0) == 4
-  assert clock.busy_frac(0.0, 10.0) == 0.4
+def busy_s(clock):
+  return metrics.read({"": clock}).busy_s[""]
 
 
-def test_busy_time_ends_at_the_window():
-  clock = clock_with((0, 2), (4, 8), (20, 30))
-  assert clock.busy_s(1.0, 6.0) == 3
-  assert clock.busy_s(9.0, 10.0) == 0
-  assert clock.busy_frac(5.0, 5.0) == 0.0
-
-
-def test_evaluations_leave_busy_time_and_window():
-  clock = clock_with((0, 4), (5, 6))
-  # 1 to 3 and 5.5 to 8 are evaluations; 10 seconds are 5.5 without them.
-  excluded = [(1.0, 3.0), (5.5, 8.0), (2.0, 3.0)]
-  assert clock.busy_s(0.0, 10.0, excluded) == 2.5
-  assert clock.busy_frac(0.0, 10.0, excluded) == 2.5 / 5.5
+def test_time_inside_counts_before_it_has_ended():
+  hand = Hand()
+  clock = metrics.BusyClock(seconds=hand)
+  with clock.record("decode"):
+    hand.now_s = 3.0
+    assert metrics.read({"train": clock}) == (3.0, {"train": 3.0})
+  hand.now_s = 5.0
+  assert metrics.read({"train": clock}) == (5.0, {"train": 3.0})
+  assert clock.activity_s() == {"decode": 3.0}
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_busy_time_equals_counting_ticks(seed):
+  """Of intervals that overlap and are entered and left in any order."""
   rng = np.random.default_rng(seed)
-
-  def windows(count):
-    starts = rng.integers(0, 60, count)
-    return [(int(a), int(a + rng.integers(0, 9))) for a in starts]
-
-  busy, excluded = windows(12), windows(3)
-  start, end = 10, 50
-
-  def ticks(spans):
-    return {t for a, b in spans for t in range(a, b) if start <= t < end}
-
-  expected = len(ticks(busy) - ticks(excluded))
-  out = [(float(a), float(b)) for a, b in excluded]
-  assert clock_with(*busy).busy_s(float(start), float(end), out) == expected
+  hand = Hand()
+  clock = metrics.BusyClock(seconds=hand)
+  starts = rng.integers(0, 60, 12)
+  ends = starts + rng.integers(0, 9, 12)
+  entered = {}
+  for tick in range(70):
+    hand.now_s = float(tick)
+    for i in np.flatnonzero(starts == tick):
+      entered[i] = clock.record(f"activity {i % 3}")
+      entered[i].__enter__()
+    for i in np.flatnonzero(ends == tick):
+      entered.pop(i).__exit__(None, None, None)
+    ticks = {t for a, b in zip(starts, ends, strict=True) for t in range(a, b)}
+    assert busy_s(clock) == sum(t < tick for t in ticks)
+  assert not entered
+  assert sum(clock.activity_s().values()) == (ends - starts).sum()
 
 
 def test_recording_survives_an_error_and_many_threads():
@@ -178,10 +250,35 @@ def test_recording_survives_an_error_and_many_threads():
     thread.start()
   for thread in threads:
     thread.join(timeout=30)
-  intervals = clock.intervals()
+  intervals = clock.timeline().recent
   assert len(intervals) == 800
   assert {x.activity for x in intervals} == {"decode"}
   assert all(0 <= x.start_s <= x.end_s for x in intervals)
+  assert 0 < busy_s(clock) <= clock.now()
+
+
+def test_a_slice_is_never_busy_for_longer_than_there_was_time():
+  clocks = {name: metrics.BusyClock(0.0) for name in ("rollout", "train")}
+  is_over = threading.Event()
+
+  def work(clock):
+    while not is_over.is_set():
+      with clock.record("decode"):
+        pass
+
+  threads = [threading.Thread(target=work, args=(c,)) for c in clocks.values()]
+  for thread in threads:
+    thread.start()
+  before = metrics.read(clocks)
+  for _ in range(300):
+    after = metrics.read(clocks)
+    for name, busy in after.busy_s.items():
+      idle_s = after.now_s - before.now_s - (busy - before.busy_s[name])
+      assert idle_s >= -1e-9
+    before = after
+  is_over.set()
+  for thread in threads:
+    thread.join(timeout=30)
 
 
 def test_clocks_of_one_run_share_their_origin():

@@ -97,9 +97,29 @@ def test_a_streamed_completion_is_the_same_in_pieces(client, seed):
   assert reasons == [choice.finish_reason for choice in whole.choices]
   assert logprobs == [c.logprobs.token_logprobs for c in whole.choices]
   assert usage == whole.usage
-  tokens, _, _ = serving_world.alone("ab", seed=seed, choice=2, max_tokens=17)
+  tokens, _, _ = serving_world.alone("ab", seed=seed, choice=5, max_tokens=17)
   assert texts[5] == serving_world.TOKENIZER.decode(tokens)
   assert whole.usage.prompt_tokens == len(serving_world.PROMPT) + 2
+
+
+def test_equal_prompts_are_answered_differently_with_and_without_a_seed(client):
+  def texts(**options):
+    done = client.completions.create(
+      model="tiny", prompt=["ab"] * 4, n=2, max_tokens=17, **options
+    )
+    return [choice.text for choice in done.choices]
+
+  seeded = texts(seed=5)
+  assert texts(seed=5) == seeded
+  assert seeded == [
+    serving_world.TOKENIZER.decode(
+      serving_world.alone("ab", seed=5, choice=i, max_tokens=17)[0]
+    )
+    for i in range(8)
+  ]
+  drawn = texts()
+  assert len(set(drawn)) > 2
+  assert drawn != seeded
 
 
 def test_token_ids_and_texts_are_the_same_prompt(client):

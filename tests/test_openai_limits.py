@@ -1,6 +1,8 @@
 """Clients that send too much, too slowly or go away; a full or late server."""
 
+import asyncio
 import contextlib
+import dataclasses
 import json
 import socket
 import threading
@@ -8,12 +10,16 @@ import time
 
 import httpx
 import openai
+import pydantic
 import pytest
 import serving_world
 import tiny
 
 from jaxrl_async import supervisor
+from jaxrl_async.serving import bodies
+from jaxrl_async.serving import errors
 from jaxrl_async.serving import generation
+from jaxrl_async.serving import protocol
 from jaxrl_async.serving import server as server_lib
 
 SEEDS = (1, 4, 5)
@@ -43,6 +49,136 @@ def test_a_body_too_large_is_a_413_with_and_without_a_length(serving):
 
   answer = serving.post(content=chunks(), headers=json_type)
   serving_world.check_error(answer, 413, "more than 20000 bytes")
+
+
+def test_a_prompt_that_cannot_fit_is_not_cut_into_tokens(serving, monkeypatch):
+  def encode(text):
+    raise AssertionError(len(text))
+
+  monkeypatch.setattr(serving_world.TOKENIZER, "encode", encode)
+  answers = [
+    serving.post(json=serving_world.body(prompt=text * 3000))
+    for text in ("1", "\u00e9")
+  ]
+  answers.append(serving.post(json=serving_world.body(prompt=[5] * 5000)))
+  messages = [{"role": "user", "content": "a" * 15_000}]
+  chat = "/v1/chat/completions"
+  answers.append(serving.post(chat, json=serving_world.chat(messages=messages)))
+  messages = [{}] * 4000
+  answers.append(serving.post(chat, json=serving_world.chat(messages=messages)))
+  for answer in answers:
+    error = serving_world.check_error(answer, 400, "do not fit into 32")
+    assert error["code"] == "context_length_exceeded"
+
+
+def test_a_body_is_no_larger_than_what_the_engine_could_hold():
+  bounds = bodies.Bounds(
+    tokens=100, prompts=4, characters=200, max_body_bytes=1 << 20
+  )
+  one, four = bounds.body_bytes(1), bounds.body_bytes(4)
+  assert 200 * len(json.dumps("\U0001f600")[1:-1]) < one < four < 1 << 20
+  large = dataclasses.replace(bounds, tokens=1 << 20)
+  assert large.body_bytes(1) == 1 << 20
+
+
+def test_a_body_that_takes_long_to_read_keeps_nobody_waiting(
+  serving, monkeypatch
+):
+  entered, may_go_on = threading.Event(), threading.Event()
+  parse = protocol.parse
+
+  def slow_parse(kind, data, bounds):
+    if len(data) > 10_000:
+      entered.set()
+      assert may_go_on.wait(serving_world.DEADLINE_S)
+    return parse(kind, data, bounds)
+
+  monkeypatch.setattr(protocol, "parse", slow_parse)
+  long = serving_world.body(user="x" * 15_000, seed=1)
+  answers = []
+  threads = [
+    threading.Thread(target=lambda: answers.append(serving.post(json=long)))
+    for _ in range(2)
+  ]
+  try:
+    for thread in threads:
+      thread.start()
+    assert entered.wait(serving_world.DEADLINE_S)
+    assert httpx.get(f"{serving.url}/health").status_code == 200
+    assert serving.post(json=serving_world.body(seed=1)).status_code == 200
+    assert not answers
+  finally:
+    may_go_on.set()
+    for thread in threads:
+      thread.join(serving_world.DEADLINE_S)
+  assert [answer.status_code for answer in answers] == [200, 200]
+
+
+def test_no_more_long_bodies_wait_than_are_read_soon(monkeypatch):
+  monkeypatch.setattr(bodies, "_MOST_LONG", 2)
+
+  async def read_three():
+    reader, may_go_on = bodies.Reader(), threading.Event()
+    tasks = [
+      asyncio.ensure_future(
+        reader.run(1 << 20, may_go_on.wait, serving_world.DEADLINE_S)
+      )
+      for _ in range(3)
+    ]
+    (refused,), _ = await asyncio.wait(
+      tasks, return_when=asyncio.FIRST_COMPLETED
+    )
+    with pytest.raises(errors.ApiError, match="too many") as raised:
+      refused.result()
+    assert raised.value.status == 429
+    assert await reader.run(10, int) == 0
+    may_go_on.set()
+    await asyncio.gather(*(task for task in tasks if task is not refused))
+    return await reader.run(1 << 20, int)
+
+  assert asyncio.run(read_three()) == 0
+
+
+@pytest.mark.parametrize(
+  ("kind", "content"),
+  [
+    (protocol.Chat, serving_world.chat(messages=[{}] * 900)),
+    (protocol.Chat, serving_world.chat(stop_token_ids=["1"] * 900)),
+    (protocol.Completion, serving_world.body(prompt=[1, *"a" * 900])),
+    (
+      protocol.Completion,
+      serving_world.body() | {f"k{i}": 1 for i in range(900)},
+    ),
+  ],
+)
+def test_of_many_mistakes_only_the_first_few_are_collected(kind, content):
+  with pytest.raises(pydantic.ValidationError) as raised:
+    kind.model_validate(content)
+  assert raised.value.error_count() <= 2
+
+
+def test_small_answers_are_sent_at_once(serving, monkeypatch):
+  settings = []
+  made = server_lib._Protocol.connection_made
+
+  def connection_made(protocol, transport):
+    made(protocol, transport)
+    accepted = transport.get_extra_info("socket")
+    settings.append(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+  monkeypatch.setattr(server_lib._Protocol, "connection_made", connection_made)
+  assert httpx.get(f"{serving.url}/health").status_code == 200
+  assert settings == [1]
+
+
+def test_a_port_is_taken_as_soon_as_a_server_has_it(serving):
+  taken = server_lib.HttpServer(
+    serving.app, host="127.0.0.1", port=0, max_connections=1
+  )
+  with contextlib.closing(taken._socket), pytest.raises(OSError):
+    server_lib.HttpServer(
+      serving.app, host="127.0.0.1", port=taken.port, max_connections=1
+    )
 
 
 @contextlib.contextmanager
@@ -169,6 +305,34 @@ def test_a_deadline_before_the_first_token_is_a_504(held, stream):
   assert answer.headers["x-should-retry"] == "false"
 
 
+def test_a_whole_answer_has_what_was_written_by_its_deadline(held):
+  seed = serving_world.long_seed()
+  expected, _, _ = serving_world.alone(seed=seed)
+  answers = []
+  wanted = serving_world.body(
+    seed=seed, n=3, max_tokens=16, deadline_s=1.0, return_token_ids=True
+  )
+  thread = threading.Thread(
+    target=lambda: answers.append(held.post(json=wanted))
+  )
+  thread.start()
+  held.scheduler.permits.release(2)
+  assert serving_world.wait_until(lambda: held.queue.stats.completion_tokens)
+  (handle,) = held.queue._handles
+  late_s = handle.request.deadline_s
+  assert serving_world.wait_until(lambda: time.monotonic() > late_s)
+  held.scheduler.permits.release(1000)
+  thread.join(serving_world.DEADLINE_S)
+  (answer,) = answers
+  assert answer.status_code == 200, answer.text
+  first = answer.json()["choices"][0]
+  assert first["finish_reason"] == "length"
+  assert first["stop_reason"] == "deadline"
+  assert 0 < len(first["token_ids"]) < len(expected)
+  assert first["token_ids"] == expected[: len(first["token_ids"])]
+  assert first["text"] == serving_world.TOKENIZER.decode(first["token_ids"])
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_deadline_while_the_engine_rests_is_a_504(held, stream, monkeypatch):
   monkeypatch.setattr(generation, "_GRACE_S", 0.1)
@@ -185,7 +349,7 @@ def test_too_many_prompts_are_refused_before_any_is_read(serving, monkeypatch):
 
   monkeypatch.setattr(serving_world.TOKENIZER, "encode", encode)
   answer = serving.post(json=serving_world.body(prompt=["a"] * 100))
-  serving_world.check_error(answer, 400, "prompt: 100 prompts; at most 16")
+  serving_world.check_error(answer, 400, "prompt: 100 prompts; at most 8")
 
 
 def test_a_deadline_in_the_middle_ends_a_stream_with_an_error(held):

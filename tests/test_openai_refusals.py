@@ -69,7 +69,7 @@ BAD_COMPLETIONS = [
   (serving_world.body(prompt=[-1]), "token ids"),
   (serving_world.body(prompt=[2**70]), "token ids"),
   (serving_world.body(prompt=[[1], [99]]), "token ids"),
-  (serving_world.body(prompt=["a"] * 17), "prompt: 17 prompts; at most 16"),
+  (serving_world.body(prompt=["a"] * 17), "prompt: 17 prompts; at most 8"),
   (serving_world.body(prompt=["a"] * 3, n=3), "n: 9 choices"),
   (
     serving_world.body(prompt="\u00e9"),
@@ -249,6 +249,7 @@ def test_fields_that_change_nothing_are_taken(serving):
     b"",
     b"{",
     b'{"model": "tiny", "prompt": "\xff"}',
+    b'{"model": "tiny", "prompt": "a", "prompt": "b"} trailing',
     b'{"model": "tiny", "prompt": "\\ud800"}',
     b'{"model": "tiny", "prompt": "a", "temperature": NaN}',
     b'{"model": "tiny", "prompt": "a", "top_p": Infinity}',
@@ -263,6 +264,26 @@ def test_what_is_no_json_is_a_400(serving, content):
     content=content, headers={"content-type": "application/json"}
   )
   serving_world.check_error(answer, 400, "JSON|seed")
+
+
+@pytest.mark.parametrize(
+  ("content", "name"),
+  [
+    (b'{"model": "tiny", "prompt": "a", "prompt": "a"}', "prompt"),
+    (b'{"model": "tiny", "prompt": "a", "\\u006e": 2, "n": 1}', "n"),
+    (
+      b'{"model": "tiny", "prompt": "a", "stream": true, "stream_options":'
+      b' {"include_usage": false, "include_usage": true}}',
+      "include_usage",
+    ),
+  ],
+)
+def test_a_field_that_is_there_twice_is_refused(serving, content, name):
+  json_type = {"content-type": "application/json"}
+  error = serving_world.check_error(
+    serving.post(content=content, headers=json_type), 400, "more than once"
+  )
+  assert error["param"] == name
 
 
 def test_paths_methods_and_types(serving):

@@ -77,9 +77,7 @@ def test_a_checkpoint_brings_moments_back_to_the_hosts_memory(tmp_path):
   )
   assert_moments_lie_in("pinned_host", state.opt_state)
   checkpoint.save(tmp_path, 1, state, {}, [])
-  restored, _, _ = checkpoint.restore(
-    tmp_path, 1, trainer.abstract_state(), lambda _: {}
-  )
+  restored, _, _ = checkpoint.restore(tmp_path, 1, trainer.abstract_state())
   jax.tree.map(np.testing.assert_array_equal, restored, state)
   for found, wanted in zip(
     *map(jax.tree.leaves, (restored, state)), strict=True

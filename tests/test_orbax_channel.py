@@ -1,5 +1,6 @@
 """Versions in a directory: whole, in order, and gone when nobody reads them."""
 
+import errno
 import fcntl
 import os
 import pathlib
@@ -13,6 +14,7 @@ import pytest
 import stamped
 
 from jaxrl_async import manifest
+from jaxrl_async import storage
 from jaxrl_async import weight_transfer
 
 
@@ -132,6 +134,7 @@ def test_a_foreign_version_is_never_adopted(tmp_path, foreign):
 def test_a_new_start_removes_what_a_killed_one_left(tmp_path):
   killed = _orbax(tmp_path, incarnation="killed")
   stamped.publish_and_wait(killed, 9)
+  killed._lock.close()  # as the kernel does
   (tmp_path / "of somebody else").mkdir()
   channel = _orbax(tmp_path)
   assert channel.newest_version() == -1
@@ -164,6 +167,7 @@ def test_old_versions_go_but_never_one_that_is_read(tmp_path):
   stamped.publish_and_wait(channel, 5)
   stamped.publish_and_wait(channel, 6)
   names = {path.name for path in root.iterdir()}
+  names.remove("publisher")
   assert {"5", "6", "newest"} <= names <= {"4", "5", "6", "newest"}
   channel.close()
   assert not tmp_path.exists()
@@ -243,6 +247,31 @@ def test_a_failed_save_surfaces_everywhere_with_its_cause(tmp_path):
       frames.append(traceback.tb_frame.f_code.co_name)
       traceback = traceback.tb_next
     assert "_publish_next" in frames
+  assert not tmp_path.exists()
+
+
+class _Full(weight_transfer.OrbaxChannel):
+  """The disk takes one version."""
+
+  def _announce(self, named, version):
+    if version:
+      raise OSError(errno.ENOSPC, "No space left on device")
+    super()._announce(named, version)
+
+
+def test_a_full_disk_is_said_as_such_wherever_it_surfaces(tmp_path):
+  channel = _orbax(tmp_path, cls=_Full)
+  stamped.publish_and_wait(channel, 0)
+  channel.publish(stamped.params(1), 1)
+  for call in (
+    lambda: channel.wait_for_version(0, stamped.DEADLINE_S),
+    lambda: channel.adopt(-1),
+    channel.close,
+  ):
+    with pytest.raises(
+      storage.StorageError, match=f"^{tmp_path}.* cannot be .*make room"
+    ):
+      call()
   assert not tmp_path.exists()
 
 

@@ -115,16 +115,30 @@ def test_blocks_of_other_segments_are_not_read():
   assert np.isfinite(mixed[:, 128:]).all()
 
 
-@pytest.mark.parametrize(
-  "shape",
-  [
+PLACES = [
+  (shape, kv_heads)
+  for kv_heads in (("tensor",), (), ("context",), None)
+  for shape in (
     mesh_lib.MeshShape(context=2, tensor=2),
     mesh_lib.MeshShape(data=2, context=4),
     mesh_lib.MeshShape(fsdp=2, tensor=2),
+  )
+  if kv_heads != ("context",) or KV_HEADS % shape.context == 0
+]
+# Both axes; one that no kv head can be split over; heads cut through.
+SOME_PLACES = PLACES[0], PLACES[4], PLACES[8]
+
+
+@pytest.mark.parametrize(
+  ("shape", "kv_heads"),
+  [
+    place
+    if place in SOME_PLACES
+    else pytest.param(*place, marks=pytest.mark.nightly)
+    for place in PLACES
   ],
 )
 @pytest.mark.parametrize("name", ["xla", "blocks", "splash"])
-@pytest.mark.parametrize("kv_heads", [("tensor",), (), ("context",), None])
 def test_a_mesh_attends_as_one_device(name, shape, kv_heads):
   lengths = [[256, 100, 150], [1, 511], [300], [64] * 8]
   query, key, value, start = rows(lengths, 512)
@@ -134,8 +148,6 @@ def test_a_mesh_attends_as_one_device(name, shape, kv_heads):
   else:
     rules = config.ShardingRules(kv_heads=kv_heads)
   if "context" in (kv_heads or ()):
-    if shape.context == 4:
-      pytest.skip("there are two kv heads")
     rules = config.ShardingRules(kv_heads=kv_heads, tokens=())
   layout = mesh_lib.Layout(mesh=mesh, rules=rules)
   attend = packed_attention.over_rows(

@@ -1,5 +1,6 @@
 """Prompts: splits, resuming, lengths, and what a wrong task says."""
 
+import contextlib
 import itertools
 
 from ml_collections import config_dict
@@ -8,6 +9,7 @@ import pytest
 
 from jaxrl_async import config
 from jaxrl_async import prompts
+from jaxrl_async import questions
 from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async.rewards import extraction
 from jaxrl_async.rewards import reasoning
@@ -29,78 +31,71 @@ def chain_sum(template="{expression}\n", dataset="chain_sum", **params):
   )
 
 
-def source(task=None, *, seed=0, split=prompts.Split.TRAIN):
+def source(task=None, *, seed=0, max_prompt_tokens=24):
   return prompts.PromptSource(
-    task or chain_sum(), TOKENIZER, seed=seed, split=split
+    task=task or chain_sum(),
+    tokenizer=TOKENIZER,
+    seed=seed,
+    max_prompt_tokens=max_prompt_tokens,
   )
 
 
-def stream(task=None, *, max_prompt_tokens=24, **kwargs):
-  return prompts.PromptStream(
-    source(task, **kwargs), max_prompt_tokens=max_prompt_tokens
-  )
+@pytest.fixture
+def stream():
+  """Makes streams and ends their processes."""
+  with contextlib.ExitStack() as stack:
+
+    def make(
+      task=None,
+      split=questions.Split.TRAIN,
+      *,
+      num_processes=1,
+      max_barren=2_000,
+      **more,
+    ):
+      made = prompts.PromptStream(
+        source(task, **more),
+        split,
+        num_processes=num_processes,
+        max_barren=max_barren,
+      )
+      return stack.enter_context(contextlib.closing(made))
+
+    yield make
 
 
-def test_ranges_of_seed_plus_index_are_disjoint_and_below_two_to_the_32():
-  starts = sorted(
-    prompts.first_dataset_seed(seed, split)
-    for seed in range(prompts.MAX_SEED + 1)
-    for split in prompts.Split
-  )
-  gaps = np.diff(np.array(starts, np.int64))
-  assert (gaps >= prompts.ITEMS_PER_SPLIT).all()
-  assert starts[0] == 0
-  assert starts[-1] + prompts.ITEMS_PER_SPLIT <= 2**32
-  assert prompts.MAX_SEED == 255
-
-
-def test_an_item_has_the_text_of_its_dataset_seed_plus_index():
-  # What makes disjoint ranges necessary.
-  first = prompts.first_dataset_seed(3, prompts.Split.WARM_START)
-  questions = prompts.QuestionSource(
-    chain_sum(), seed=3, split=prompts.Split.WARM_START
-  )
-  shifted = reasoning.create_dataset(
-    "chain_sum", chain_sum().params.to_dict(), seed=first + 5, size=1
-  )
-  assert questions[5]["question"] == shifted[0]["question"]
-  assert len(questions) == prompts.ITEMS_PER_SPLIT
-
-
-def test_no_question_belongs_to_two_splits():
+def test_no_question_belongs_to_two_splits(stream):
   texts = {}
-  for split in prompts.Split:
+  for split, count in (("train", 750), ("warm_start", 600), ("eval", 150)):
     # Two-term sums: few enough that each split meets most of them.
-    each = source(
-      chain_sum(min_terms=2, max_terms=2, max_digits=1), split=split
-    )
-    found = [each.prompt_at(i) for i in range(1500)]
-    texts[split] = {p.item["question"] for p in found if p is not None}
-  for a, b in itertools.combinations(prompts.Split, 2):
+    task = chain_sum(min_terms=2, max_terms=2, max_digits=1)
+    each = stream(task, questions.Split(split))
+    found = [each.next() for _ in range(count)]
+    assert all(p.prompt_id.startswith(f"chain_sum/{split}/") for p in found)
+    texts[split] = {p.item["question"] for p in found}
+  for a, b in itertools.combinations(texts, 2):
     assert not texts[a] & texts[b]
   assert sum(map(len, texts.values())) > 150  # of 200
   assert len(texts["eval"]) < len(texts["warm_start"]) < len(texts["train"])
 
 
-def test_an_items_prompt_depends_on_seed_split_and_index_only():
-  one, other = source(), source()
-  backwards = [other.prompt_at(i) for i in reversed(range(40))][::-1]
-  for i, again in enumerate(backwards):
-    prompt = one.prompt_at(i)
-    assert (prompt is None) == (again is None)
-    if prompt is not None:
-      assert prompt.prompt_id == again.prompt_id == f"chain_sum/train/{i}"
-      assert prompt.item == again.item
-      np.testing.assert_array_equal(prompt.tokens, again.tokens)
+def test_a_prompt_depends_on_seed_split_and_index_only(stream):
+  by_one, by_three = stream(), stream(num_processes=3)
+  for _ in range(40):
+    prompt, again = by_one.next(), by_three.next()
+    assert prompt.prompt_id == again.prompt_id
+    assert prompt.item == again.item
+    np.testing.assert_array_equal(prompt.tokens, again.tokens)
+  assert by_one.state() == by_three.state()
   first = {
     (seed, split): stream(seed=seed, split=split).next().item["question"]
     for seed in (0, 1, 255)
-    for split in prompts.Split
+    for split in questions.Split
   }
   assert len(set(first.values())) == len(first)
 
 
-def test_a_prompt_is_the_filled_in_template():
+def test_a_prompt_is_the_filled_in_template(stream):
   task = chain_sum("Q: {question} [{num_terms}, {difficulty[num_terms][0]}]")
   prompt = stream(task, max_prompt_tokens=200).next()
   item = prompt.item
@@ -110,7 +105,7 @@ def test_a_prompt_is_the_filled_in_template():
   assert reasoning.score(item, item["answer"]) == 1.0
 
 
-def test_a_restored_stream_goes_on_exactly():
+def test_a_restored_stream_goes_on_exactly(stream):
   uninterrupted = stream(max_prompt_tokens=15)
   for _ in range(20):
     uninterrupted.next()
@@ -127,7 +122,7 @@ def test_a_restored_stream_goes_on_exactly():
     resumed.restore({"next_index": 3})
 
 
-def test_a_prompt_that_is_too_long_is_skipped_and_counted():
+def test_a_prompt_that_is_too_long_is_skipped_and_counted(stream):
   limited, every = stream(max_prompt_tokens=15), stream()
   expected, num_long = [], 0
   while len(expected) < 30:
@@ -140,54 +135,30 @@ def test_a_prompt_that_is_too_long_is_skipped_and_counted():
   assert limited.num_too_long == num_long > 0
 
 
-def test_a_stream_without_a_prompt_that_fits_is_an_error():
+def test_a_stream_without_a_prompt_that_fits_is_an_error(stream):
   with pytest.raises(
     config.ConfigError, match="rollout.max_prompt_tokens: 9, .* has 10 tokens"
   ):
     stream(max_prompt_tokens=9).next()
 
 
-def test_a_small_dataset_begins_again():
-  task = chain_sum("{question}", dataset="word_ladder", max_word_length=4)
-  small = source(task)
-  index = next(i for i in range(99) if small.prompt_at(i) is not None)
-  again = small.prompt_at(index + 20_000)
-  assert again.prompt_id == small.prompt_at(index).prompt_id
-
-
-def test_held_out_questions_are_distinct_and_in_no_other_split():
-  found = prompts.held_out(
-    chain_sum(), TOKENIZER, seed=0, max_prompt_tokens=24, num_items=64
-  )
-  texts = [prompt.item["question"] for prompt in found]
-  assert len(set(texts)) == len(texts) == 64
-  assert {prompts.split_of(text) for text in texts} == {prompts.Split.EVAL}
-  fewer = prompts.held_out(
-    chain_sum(), TOKENIZER, seed=0, max_prompt_tokens=24, num_items=16
-  )
-  assert [p.prompt_id for p in fewer] == [p.prompt_id for p in found[:16]]
-
-
-def test_too_few_held_out_questions_is_an_error():
-  with pytest.raises(config.ConfigError, match="eval.num_items: 999, but"):
-    prompts.held_out(
-      chain_sum(min_terms=2, max_terms=2, max_digits=1),
-      TOKENIZER,
-      seed=0,
-      max_prompt_tokens=24,
-      num_items=999,
-    )
+def test_prompts_that_are_far_too_long_are_not_all_tokenized(
+  stream, monkeypatch
+):
+  monkeypatch.setattr(prompts, "_MAX_BARREN_TOKENS", 50_000)
+  task = chain_sum("x" * 10_000 + "{expression}\n")
+  long = stream(task, max_prompt_tokens=9_999)
+  with pytest.raises(
+    config.ConfigError, match=r"max_prompt_tokens: 9999, .* has 1001\d tokens"
+  ):
+    long.next()
+  assert long._seen["num_too_long"] == 5
 
 
 def worked_examples(task=None, max_tokens=120, **kwargs):
   return list(
     prompts.worked_examples(
-      task or chain_sum(),
-      config.WarmStartSection(**kwargs),
-      TOKENIZER,
-      seed=0,
-      max_prompt_tokens=24,
-      max_tokens=max_tokens,
+      source(task), config.WarmStartSection(**kwargs), max_tokens=max_tokens
     )
   )
 
@@ -241,7 +212,12 @@ def test_a_shorter_warm_start_is_the_beginning_of_a_longer_one():
   [
     ({"dataset": "chain_sums"}, "task.dataset: .*did you mean chain_sum"),
     ({"dataset": "zzz"}, "task.dataset: .*'zzz'; there is "),
-    ({"dataset": "composite"}, "task.dataset: "),
+    ({"dataset": "composite"}, "task.dataset: composite cannot be used: it"),
+    (
+      {"dataset": "word_sorting", "min_words": 10**6, "max_words": 10**6},
+      "task.dataset: word_sorting failed to make item 0: ValueError: ",
+    ),
+    ({"dataset": "codeio"}, "task.dataset: codeio cannot be used: .* clock"),
     ({"min_term": 3}, r"task.params.min_term: .*did you mean min_terms"),
     ({"seed": 3}, "task.params.seed: is set by the run"),
     ({"min_terms": 5, "max_terms": 4}, "task.params: .*max_terms must be"),
@@ -255,25 +231,20 @@ def test_a_shorter_warm_start_is_the_beginning_of_a_longer_one():
 )
 def test_a_wrong_task_is_named_in_one_line(changes, message):
   with pytest.raises(config.ConfigError, match=message) as raised:
-    prompts.validate_task(
-      chain_sum(**changes), TOKENIZER, seed=0, max_prompt_tokens=200
-    )
+    prompts.validate_task(source(chain_sum(**changes), max_prompt_tokens=200))
   assert "\n" not in str(raised.value)
 
 
 def test_a_seed_out_of_range_is_named():
   for seed in (-1, 256):
     with pytest.raises(config.ConfigError, match="seed: .*0 to 255"):
-      source(seed=seed)
+      prompts.validate_task(source(seed=seed))
 
 
 def validate_warm_start(task, *, max_tokens=128, **settings):
   prompts.validate_warm_start(
-    task,
+    source(task, max_prompt_tokens=400),
     config.WarmStartSection(**settings),
-    TOKENIZER,
-    seed=0,
-    max_prompt_tokens=24,
     max_tokens=max_tokens,
   )
 
@@ -300,7 +271,7 @@ def test_a_warm_start_that_cannot_work_is_named(task, solver, message):
 
 
 def test_a_right_task_passes():
-  prompts.validate_task(chain_sum(), TOKENIZER, seed=0, max_prompt_tokens=24)
+  prompts.validate_task(source())
   validate_warm_start(chain_sum())
 
 

@@ -370,7 +370,6 @@ def test_quantised_weights_arrive_bit_for_bit(weights, kind, tmp_path):
   channel = weight_transfer.make_channel(
     kind,
     directory=tmp_path / "transfer",
-    incarnation="20250101T000000-00000001",
     target=target,
     coalesce=False,
   )
@@ -425,7 +424,13 @@ def test_a_dry_run_counts_quantised_weights():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", QUANTIZED)
+@pytest.mark.parametrize(
+  "weights",
+  [
+    WeightFormat.INT8,
+    pytest.param(WeightFormat.FP8, marks=pytest.mark.nightly),
+  ],
+)
 def test_a_whole_run_ends_and_shows_its_price(weights, tmp_path):
   config = tiny_config.get_config()
   config.warm_start.num_steps = 0

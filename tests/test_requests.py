@@ -12,9 +12,11 @@ import tiny
 from jaxrl_async import supervisor
 from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async import types
+from jaxrl_async.rollout import client_request
 from jaxrl_async.rollout import requests
 from jaxrl_async.rollout import sampling
 from jaxrl_async.rollout import sequence as sequence_lib
+from jaxrl_async.rollout import serve_loop
 
 DEADLINE_S = 60.0
 
@@ -42,8 +44,8 @@ def request(length=5, *, seed=8, timeout_s=DEADLINE_S, **options):
     "max_tokens": 18,
     "settings": sampling.SamplingSettings(),
   } | options
-  return requests.Request(
-    prompt_tokens=tiny.prompt(length, seed=seed),
+  return client_request.Request(
+    prompts=(tiny.prompt(length, seed=seed),),
     seed=seed,
     deadline_s=time.monotonic() + timeout_s,
     **options,
@@ -77,10 +79,11 @@ class Client:
 
 def alone(request, choice=0):
   """What a scheduler of its own writes."""
-  n = len(request.prompt_tokens)
+  prompt = request.prompt_of(choice)
+  n = len(prompt)
   scheduler = make_scheduler()
   sequence = sequence_lib.Sequence(
-    request.prompt_tokens,
+    prompt,
     limit=n + request.max_tokens,
     stream=sampling.Stream.SERVE,
     group=request.seed,
@@ -106,7 +109,7 @@ def drive(queue, scheduler, max_steps=100):
 
 @contextlib.contextmanager
 def serving(queue, scheduler):
-  loop = requests.ServeLoop(queue, scheduler)
+  loop = serve_loop.ServeLoop(queue, scheduler)
   thread = threading.Thread(target=loop.run)
   thread.start()
   try:
@@ -179,22 +182,57 @@ def test_a_cancelled_requests_slots_are_free_at_the_next_feed():
   assert queue.stats.cancelled == 1
 
 
-def test_choices_enter_in_order_and_no_more_than_there_is_room_for():
+def begun_in_turn(queue, scheduler, most):
+  """Group and member of all choices, in the order in which they enter."""
+  seen = []
+  while not queue.is_empty:
+    queue.feed(scheduler, most=most)
+    seen += [s for s in scheduler.sequences() if s not in seen]
+    assert len(scheduler.sequences()) <= most
+    queue.deliver(scheduler.step())
+  return [(s.group, s.member) for s in seen]
+
+
+def test_requests_take_turns_and_no_more_enter_than_there_is_room_for():
   queue, scheduler = make_queue(), make_scheduler()
   wanted = [request(seed=seed, num_choices=5) for seed in (8, 9)]
   clients = [Client(5) for _ in wanted]
   for one, client in zip(wanted, clients, strict=True):
     queue.submit(one, client)
-  seen = []
-  while not queue.is_empty:
-    queue.feed(scheduler, most=3)
-    seen += [s for s in scheduler.sequences() if s not in seen]
-    assert len(scheduler.sequences()) <= 3
-    queue.deliver(scheduler.step())
-  order = [(s.group, s.member) for s in seen]
-  assert order == [(seed, n) for seed in (8, 9) for n in range(5)]
+  order = begun_in_turn(queue, scheduler, most=3)
+  assert order[:3] == [(8, 0), (9, 0), (8, 1)]
+  for seed in (8, 9):
+    assert [m for s, m in order if s == seed] == list(range(5))
   for one, client in zip(wanted, clients, strict=True):
     assert client.written() == alone(one)
+
+
+def test_a_request_does_not_wait_for_the_many_choices_of_others():
+  queue, scheduler = make_queue(max_waiting=16), make_scheduler()
+  for seed in range(4):
+    queue.submit(
+      request(seed=seed, num_choices=16, client="crowd"), lambda update: None
+    )
+  queue.feed(scheduler, most=4)
+  # All slots are taken: the next to be free is the other client's, and the
+  # crowd's own small request waits for one turn of its large ones.
+  for seed, client in ((90, "crowd"), (91, "other")):
+    queue.submit(request(seed=seed, client=client), lambda update: None)
+  order = begun_in_turn(queue, scheduler, most=4)
+  assert order[4] == (91, 0)
+  assert order.index((90, 0)) <= 4 + 1 + 4
+
+
+def test_equal_prompts_of_a_request_are_answered_differently():
+  queue, scheduler = make_queue(), make_scheduler()
+  one = request(num_choices=2)
+  wanted = dataclasses.replace(one, prompts=one.prompts * 3)
+  client = Client(6)
+  queue.submit(wanted, client)
+  drive(queue, scheduler)
+  written = [client.written(choice)[0] for choice in range(6)]
+  assert written == [alone(wanted, choice)[0] for choice in range(6)]
+  assert len({tuple(tokens) for tokens in written}) == 6
 
 
 def test_a_client_that_leaves_with_its_last_token_is_counted_once():
@@ -234,7 +272,7 @@ def test_a_passed_deadline_ends_a_request_and_says_so(num_steps):
     queue.deliver(scheduler.step())
   handle.request = dataclasses.replace(handle.request, deadline_s=0.0)
   drive(queue, scheduler)
-  assert late.updates[-1].error == requests.RequestError.DEADLINE
+  assert late.updates[-1].error == client_request.RequestError.DEADLINE
   assert (late.updates[0].error is None) == (num_steps > 0)
   assert other.written() == alone(request(seed=9))
   assert queue.stats.expired == 1
@@ -245,7 +283,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_again():
   queue, scheduler = make_queue(max_waiting=2), make_scheduler()
   for seed in (1, 2):
     queue.submit(request(seed=seed), Client())
-  with pytest.raises(requests.QueueFull) as refused:
+  with pytest.raises(client_request.QueueFull) as refused:
     queue.submit(request(), Client())
   assert refused.value.retry_after_s >= 1
   assert queue.stats.refused == 1
@@ -258,7 +296,7 @@ def test_a_draining_queue_finishes_what_it_has_and_takes_nothing():
   client = Client()
   queue.submit(request(), client)
   queue.drain()
-  with pytest.raises(requests.Draining):
+  with pytest.raises(client_request.Draining):
     queue.submit(request(), Client())
   assert not queue.is_empty
   drive(queue, scheduler)
@@ -396,15 +434,15 @@ def test_an_idle_loop_waits_and_is_woken_by_a_request():
 def test_stopping_the_loop_ends_unfinished_requests_with_an_error():
   queue, scheduler = make_queue(), make_scheduler(cls=tiny.SteppedScheduler)
   running, waiting = Client(4), Client()
-  loop = requests.ServeLoop(queue, scheduler)
+  loop = serve_loop.ServeLoop(queue, scheduler)
   scheduler.after_step = lambda num_steps: loop.stop()
   queue.submit(request(num_choices=4), running)
   queue.submit(request(seed=9), waiting)
   loop.run()
   for client in (running, waiting):
-    assert client.updates[-1].error == requests.RequestError.SHUT_DOWN
+    assert client.updates[-1].error == client_request.RequestError.SHUT_DOWN
   assert queue.is_empty
-  with pytest.raises(requests.Draining):
+  with pytest.raises(client_request.Draining):
     queue.submit(request(), Client())
 
 
@@ -419,12 +457,12 @@ def test_a_failure_in_the_loop_fails_all_requests_and_is_raised():
   for seed, client in enumerate(clients):
     queue.submit(request(seed=seed), client)
   this = supervisor.Supervisor(lambda error: None)
-  this.spawn("serve loop", requests.ServeLoop(queue, scheduler).run)
+  this.spawn("serve loop", serve_loop.ServeLoop(queue, scheduler).run)
   assert this.join(DEADLINE_S) == []
   with pytest.raises(
     supervisor.ThreadFailed, match="serve loop failed: broken"
   ):
     this.check()
   for client in clients:
-    assert client.updates[-1].error == requests.RequestError.FAILED
+    assert client.updates[-1].error == client_request.RequestError.FAILED
   assert queue.is_empty

@@ -8,6 +8,7 @@ several versions.
 that is meant to alter the numbers.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -30,11 +31,13 @@ from jaxrl_async import config as config_lib
 from jaxrl_async import config_checks
 from jaxrl_async import metrics
 from jaxrl_async import prompts
+from jaxrl_async import questions
+from jaxrl_async import recorder as recorder_lib
 from jaxrl_async import run
-from jaxrl_async import run_record
 from jaxrl_async import supervisor
 from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async import types
+from jaxrl_async import workdir as workdir_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.rewards import extraction
 from jaxrl_async.rollout import sampling
@@ -48,7 +51,8 @@ from configs import tiny  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "golden_losses.txt"
 EVALUATIONS = {
-  f"eval/{x}@1" for x in ("held_out/avg", "held_out/pass", "greedy/avg")
+  *("eval/held_out/avg@1", "eval/held_out/pass@1", "eval/held_out/failed"),
+  *("eval/greedy/avg@1", "eval/greedy/failed"),
 }
 LOSSES = ("policy/loss", "policy/grad_norm", "policy/entropy")
 METRICS = """step
@@ -70,6 +74,7 @@ METRICS = """step
   ledger/generated_tokens ledger/trained_tokens ledger/filtered_tokens
   ledger/failed_tokens ledger/in_flight_tokens
   reward_service/timeouts reward_service/errors reward_service/latency_s
+  run/failed_side_outputs
 """.split()
 
 
@@ -190,13 +195,12 @@ def straight_loop(config):
   train_mesh, rollout_mesh = assembly.cut_devices(config, jax.devices())
   clock = metrics.BusyClock()
   trainer = assembly.make_trainer(config, model, train_mesh, clock)
-  engine = assembly.make_engine(config, model, rollout_mesh, tokenizer.eos_id)
+  engine = assembly.make_engine(
+    config, model, rollout_mesh, tokenizer.end_tokens
+  )
   scheduler = scheduler_lib.Scheduler(engine, busy=clock)
   stream = prompts.PromptStream(
-    prompts.PromptSource(
-      config.task, tokenizer, seed=config.seed, split=prompts.Split.TRAIN
-    ),
-    max_prompt_tokens=config.rollout.max_prompt_tokens,
+    assembly.prompt_source(config, tokenizer), questions.Split.TRAIN
   )
   init = jax.jit(lambda key: transformer.init_params(model, key))
   trainer.start(init(jax.random.key(config.seed)))
@@ -283,14 +287,21 @@ def test_stopped_and_continued_equals_uninterrupted(synchronous, tmp_path):
   )
 
 
-def until_lines(path, count, is_over, timeout_s=120):
-  """Waits for a file to have that many lines; False if it never will."""
+def until(holds, is_over=lambda: False, timeout_s=120):
+  """Waits for something to hold; False if it never will."""
   deadline = time.monotonic() + timeout_s
   while time.monotonic() < deadline and not is_over():
-    if path.exists() and path.read_text().count("\n") >= count:
+    if holds():
       return True
-    time.sleep(0.01)  # polls what another process or thread writes
+    time.sleep(0.01)  # polls what another process or thread does
   return False
+
+
+def until_lines(path, count, is_over):
+  """Waits for a file to have that many lines; False if it never will."""
+  return until(
+    lambda: path.exists() and path.read_text().count("\n") >= count, is_over
+  )
 
 
 @pytest.mark.slow
@@ -305,7 +316,7 @@ def test_ctrl_c_ends_with_a_checkpoint_that_goes_on(tmp_path):
   thread = threading.Thread(target=interrupt)
   thread.start()
   try:
-    with pytest.raises(run.Interrupted, match="the same command"):
+    with pytest.raises(supervisor.Interrupted, match="the same command"):
       start(config, tmp_path)
   finally:
     ended.set()
@@ -352,21 +363,28 @@ def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
     assert until_lines(
       tmp_path / "metrics.jsonl", 5, lambda: process.poll() is not None
     )
-  finally:
-    os.killpg(process.pid, signal.SIGKILL)
+    with pytest.raises(
+      workdir_lib.WorkdirError, match=f"process {process.pid} .*launch/train.py"
+    ):
+      workdir_lib.Claim(tmp_path, print).__enter__()
+    process.kill()  # its reward processes go on for a while
     process.wait(30)
-  step = max(
-    int(p.name)
-    for p in (tmp_path / "checkpoints").iterdir()
-    if p.name.isdigit()
-  )
-  assert step >= 2
-  done = subprocess.run(
-    [*command, f"--config.train.num_steps={step + 2}"],
-    capture_output=True,
-    text=True,
-    timeout=170,
-  )
+    step = max(
+      int(p.name)
+      for p in (tmp_path / "checkpoints").iterdir()
+      if p.name.isdigit()
+    )
+    assert step >= 2
+    done = subprocess.run(
+      [*command, f"--config.train.num_steps={step + 2}"],
+      capture_output=True,
+      text=True,
+      timeout=170,
+    )
+  finally:
+    with contextlib.suppress(ProcessLookupError):
+      os.killpg(process.pid, signal.SIGKILL)
+    process.wait(30)
   assert done.returncode == 0, done.stderr
   summary = json.loads(done.stdout.splitlines()[-1])
   check_ledger(tmp_path, summary)
@@ -378,7 +396,6 @@ def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
 @pytest.mark.slow
 def test_a_reward_that_raises_now_and_then_fails_its_groups_only(tmp_path):
   config = make_config(task={"max_failed_groups": 1000, "reward_retries": 0})
-  # An evaluation does not forgive, so it must not meet the bad answers.
   summary = start(
     config, tmp_path, scorer=reward_scorers.raises_on_odd_training
   )
@@ -415,7 +432,7 @@ def test_updates_that_are_never_finite_end_the_run(tmp_path):
   params = jax.tree.map(np.array, init(jax.random.key(0)))
   params["final_norm"][0] = np.nan
   with pytest.raises(
-    run_record.BadUpdatesError, match=r"step 1: 3 updates.*\[4, 5, 6, 7\]"
+    recorder_lib.BadUpdatesError, match=r"step 1: 3 updates.*\[4, 5, 6, 7\]"
   ):
     start(config, tmp_path, initial_params=params)
   entries = lines(tmp_path, "ledger")
@@ -427,7 +444,7 @@ def test_a_stall_names_who_waits(tmp_path):
   config = make_config(
     run={"stall_timeout_s": 1.0}, task={"reward_timeout_s": 100.0}
   )
-  with pytest.raises(run.StallError) as raised:
+  with pytest.raises(supervisor.StallError) as raised:
     start(config, tmp_path, scorer=reward_scorers.hangs_in_training)
   text = str(raised.value)
   assert "run.stall_timeout_s" in text

@@ -1,6 +1,9 @@
-"""The recorder's thread: what fails in it ends the run's wait."""
+"""What a run remembers of itself, and the thread that writes it down."""
 
-from concurrent import futures
+import dataclasses
+import json
+import math
+import threading
 
 import numpy as np
 import pytest
@@ -9,26 +12,47 @@ import worker_world
 from jaxrl_async import batching
 from jaxrl_async import metrics
 from jaxrl_async import progress
+from jaxrl_async import recorder as recorder_lib
 from jaxrl_async import run_record
+from jaxrl_async import side_outputs
 from jaxrl_async import trainer
 from jaxrl_async.models import configs
 
 DEADLINE_S = 60.0
 
 
+class Hand:
+  """A clock that is moved by hand."""
+
+  def __init__(self):
+    self.now_s = 0.0
+
+  def __call__(self):
+    return self.now_s
+
+
 @pytest.fixture
-def recorder(tmp_path):
+def hand():
+  return Hand()
+
+
+@pytest.fixture
+def recorder(tmp_path, hand):
   world = worker_world.World(tmp_path)
-  writer = metrics.MetricsWriter(tmp_path)
-  this = run_record.Recorder(
+  beside = side_outputs.SideOutputs(lambda text: None)
+  writer = metrics.MetricsWriter(tmp_path, beside)
+  this = recorder_lib.Recorder(
     run_record.RunRecord(),
     workdir=tmp_path,
     writer=writer,
     ledger=world.ledger,
     worker=world.worker,
     rewards=world.rewards,
-    busy={name: metrics.BusyClock() for name in ("rollout", "train")},
+    busy={
+      name: metrics.BusyClock(seconds=hand) for name in ("rollout", "train")
+    },
     progress=progress.Progress(1),
+    side_outputs=beside,
     max_bad_updates=1,
   )
   yield this
@@ -37,10 +61,10 @@ def recorder(tmp_path):
   world.ledger.close()
 
 
-def without_arrays():
+def without_arrays(kind=trainer.Pending):
   """A step whose metrics cannot be made."""
   none = np.zeros(0, np.int64)
-  return trainer.Pending(
+  return kind(
     step=0,
     groups=[],
     placement=batching.Placement(starts=none, lengths=none, shape=(1, 1, 1, 1)),
@@ -53,10 +77,135 @@ def without_arrays():
 
 
 def test_a_failure_is_raised_by_the_next_look_and_only_once(recorder):
-  recorder.check()
-  recorder.begin(without_arrays(), {}, {})
-  futures.wait([recorder._writing], DEADLINE_S)
+  assert recorder.wait(0.0)
+  recorder.begin(without_arrays(), {}, {}, is_evaluated=False)
   with pytest.raises(KeyError, match="num_loss_tokens"):
-    recorder.check()
-  recorder.check()
-  recorder.wait()
+    recorder.wait(DEADLINE_S)
+  assert recorder.wait(0.0)
+
+
+def test_an_evaluation_counts_for_neither_slice(recorder, hand):
+  recorder.record.rl_s = 100.0
+  recorder.record.busy_s = {"rollout": 50.0, "train": 40.0}
+  hand.now_s = 10.0
+  with recorder._busy["train"].record("publish"):
+    recorder.start_rl()
+    hand.now_s = 12.0
+  with recorder._busy["rollout"].record("decode"):
+    hand.now_s = 15.0
+    with recorder.evaluating():
+      hand.now_s = 18.0  # the worker goes on to the end of its call
+  with recorder.evaluating():
+    hand.now_s = 20.0
+    with recorder._busy["train"].record("publish"):
+      hand.now_s = 21.0
+  hand.now_s = 22.0
+  totals = recorder.totals()
+  assert totals["now_s"] == 22.0
+  assert totals["rl_s"] == 100 + (12 - 3 - 3)
+  assert totals["rollout_busy_s"] == 50 + 3
+  assert totals["train_busy_s"] == 40 + 2
+  recorder.end_rl()
+  hand.now_s = 30.0
+  assert recorder._rl_end.rl_s == 106
+  assert recorder.state()["rl_s"] == 114
+  windows = [x[:2] for x in recorder._evaluating.recent]
+  assert windows == [(15.0, 18.0), (18.0, 21.0)]
+
+
+def step_values(i, **more):
+  return {
+    "reward/mean": i / 7,
+    "staleness/histogram": [5, 3, 1],
+    "staleness/versions_histogram": [0, 4, 2],
+    "offpolicy/mismatch_kl": (i % 10) * 1e-9 / 7,
+    **more,
+  }
+
+
+def record_of(num_steps):
+  record = run_record.RunRecord()
+  for i in range(num_steps):
+    record.add_step(i / 3, step_values(i))
+    if i % 5 == 0:
+      record.evaluations.append((i / 3, i, 0.5 + 1 / (i + 3), None))
+  return record
+
+
+def test_a_record_is_no_larger_after_more_steps_and_comes_back_the_same():
+  sizes = []
+  for num_steps in (3_000, 30_000):
+    record = record_of(num_steps)
+    text = json.dumps(dataclasses.asdict(record))
+    assert run_record.RunRecord.from_json(json.loads(text)) == record
+    sizes.append(len(text))
+  assert sizes[1] < 1.3 * sizes[0] < 200_000
+
+
+def test_a_record_with_lists_of_all_steps_is_taken_over():
+  """As checkpoints had it before records were bounded, with NaN in it."""
+  stored = json.dumps(
+    {
+      "wall_s": 9.5,
+      "warm_start_s": 1.0,
+      "first_step_s": 0.5,
+      "rl_s": 7.0,
+      "busy_s": {"rollout": 6.0, "train": 5.0},
+      "generated_tokens": 1234,
+      "evaluations": [[0.5, 0, 0.25, 0.5], [8.0, 3, 0.75, None]],
+      "evaluation_kls": [2e-9, math.nan],
+      "rewards": [[1.5, 0.1], [2.5, 0.2], [3.5, 0.3]],
+      "mismatch_kls": [4e-9, math.nan, 6e-9],
+      "staleness_counts": [5, 1],
+      "versions_counts": [0, 3],
+      "windows": [[0.0, 0.5], [7.0, 8.0]],
+    }
+  )
+  record = run_record.RunRecord.from_json(json.loads(stored))
+  assert record.evaluations.first == (0.5, 0, 0.25, 0.5)
+  assert record.evaluations.last == (8.0, 3, 0.75, None)
+  assert record.rewards.points() == [(1.5, 0.1), (2.5, 0.2), (3.5, 0.3)]
+  assert record.mismatch_kl.mean == pytest.approx(4e-9)
+  assert record.mismatch_kl.maximum == 6e-9
+  assert record.mismatch_kl.num_not_finite == 2
+  assert (record.wall_s, record.generated_tokens) == (9.5, 1234)
+  assert (record.staleness_counts, record.versions_counts) == ([5, 1], [0, 3])
+  json.dumps(dataclasses.asdict(record), allow_nan=False)
+
+
+@pytest.mark.parametrize("kl", [math.nan, math.inf])
+def test_what_a_skipped_update_measured_does_not_enter_the_record(kl):
+  record = record_of(20)
+  before = dataclasses.replace(record.mismatch_kl)
+  record.add_step(7.0, step_values(20, **{"offpolicy/mismatch_kl": kl}))
+  assert record.mismatch_kl.mean == before.mean > 0
+  assert record.mismatch_kl.maximum == before.maximum
+  assert record.mismatch_kl.num_not_finite == 1
+  assert record.rewards.num_points == 21
+
+
+class NeverDone(trainer.Pending):
+  """A step whose metrics do not come before a gate opens."""
+
+  gate = threading.Event()
+
+  def metrics(self):
+    assert self.gate.wait(DEADLINE_S)
+    raise LookupError("the gate is open")
+
+
+def test_no_wait_for_a_step_that_is_never_written_is_without_a_deadline(
+  recorder,
+):
+  step = without_arrays(NeverDone)
+  recorder.begin(step, {}, {}, is_evaluated=False)
+  assert not recorder.wait(0.01)
+  assert "recorder: writing step 1 down since" in recorder.status()
+  with pytest.raises(TimeoutError, match="writing step 1 down"):
+    recorder.close(0.05)
+  # Nor does the end of the process wait for it.
+  (thread,) = [t for t in threading.enumerate() if t.name == "recorder"]
+  assert thread.daemon
+  step.gate.set()
+  with pytest.raises(LookupError, match="the gate is open"):
+    recorder.wait(DEADLINE_S)

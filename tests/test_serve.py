@@ -26,14 +26,21 @@ from jaxrl_async import assembly
 from jaxrl_async import config as config_lib
 from jaxrl_async import config_json
 from jaxrl_async import initial_params
+from jaxrl_async import metrics as metrics_lib
 from jaxrl_async import serve
 from jaxrl_async import supervisor
 from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async.models import hf_weights
 from jaxrl_async.models import transformer
+from jaxrl_async.serving import front
 
 ROOT = pathlib.Path(__file__).parents[1]
 DEADLINE_S = 120.0
+# Processes of several tests compile the same programs.
+CACHE = {
+  "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+  "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
 
 
 def launch(*arguments, **environment):
@@ -43,7 +50,7 @@ def launch(*arguments, **environment):
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
-    env=inherited | {"JAX_PLATFORMS": "cpu"} | environment,
+    env=inherited | {"JAX_PLATFORMS": "cpu"} | CACHE | environment,
   )
 
 
@@ -103,7 +110,7 @@ def test_published_weights_come_with_tokenizer_and_template(tmp_path):
     texts.append(done.choices[0].message.content)
     stop.set()
 
-  settings = serve.ServeSettings(port=0)
+  settings = front.ServeSettings(port=0)
   serve.serve(policy, settings, stop=stop, on_ready=ask)
   tokens = policy.tokenizer.encode("why?").tolist()
   for _ in range(8):
@@ -136,18 +143,24 @@ def test_what_cannot_be_read_is_named(tmp_path):
   write_params(tmp_path)
   with pytest.raises(config_lib.ConfigError, match="holds no checkpoint"):
     serve.load_run(tmp_path, **sizes)
+  with pytest.raises(config_lib.ConfigError, match="cache_tokens: 1 holds"):
+    serve.load_checkpoint(tmp_path / "params", num_slots=0, cache_tokens=1)
   (tmp_path / "empty").mkdir()
   with pytest.raises(config_lib.ConfigError, match="checkpoint: .*empty"):
     serve.load_checkpoint(tmp_path / "empty", **sizes)
 
 
-def test_without_a_key_only_loopback_is_served():
-  for host in ("127.0.0.1", "::1", "localhost", "127.3.4.5"):
-    serve.check_key(host, None)
-  for host in ("0.0.0.0", "::", "10.0.0.1", "example.org"):
-    serve.check_key(host, "key")
-    with pytest.raises(config_lib.ConfigError, match="api_key_file"):
-      serve.check_key(host, None)
+@pytest.mark.slow
+def test_no_client_waits_for_a_compilation():
+  # As many steps a call as lie between two buckets.
+  scheduler = tiny.scheduler(decode_steps_per_call=16)
+  scheduler.adopt(tiny.engine_params(), 0)
+  serve._compile(scheduler, supervisor.StopRequest())
+  with metrics_lib.CompilationCounter() as compilations:
+    for length in (1, 15, 16, 17, 31):
+      scheduler.submit(tiny.sequence(tiny.prompt(length), limit=32))
+    tiny.finish(scheduler)
+  assert compilations.num_programs == 0
 
 
 @pytest.mark.slow
@@ -155,14 +168,25 @@ def test_without_a_key_only_loopback_is_served():
   ("arguments", "words"),
   [
     ([], "workdir: missing"),
-    (["--workdir=/nowhere"], "/nowhere/config.json"),
+    (["--workdir=/nowhere"], "workdir: '/nowhere' is not a dir"),
     (["--workdir=/nowhere", "--checkpoint=/x"], "not together"),
-    (["--checkpoint=/nowhere"], "/nowhere does not exist"),
+    (["--checkpoint=/nowhere"], "checkpoint: '/nowhere' is not a dir"),
     (["--workdir=/nowhere", "--host=0.0.0.0"], "api_key_file: 0.0.0.0"),
     (["--workdir=/nowhere", "--api_key_file=/no"], "api_key_file: .*/no"),
     (["--workdir=/nowhere", "--port=70000"], "port"),
+    (["--workdir=/nowhere", "--port=7000", "--grpc_port=7000"], "grpc_port"),
     ([f"--config={ROOT}/configs/tiny.py"], "config: not used"),
     (["--workdir=/nowhere", "stray"], "stray"),
+    (["--workdir=/nowhere", "--host="], "host: missing"),
+    (["--workdir=/nowhere", f"--host={'x' * 5000}"], "host: 'xxx"),
+    (["--workdir=/nowhere", "--host=192.0.2.1", "--port=1"], "api_key_file"),
+    (["--workdir=/nowhere", "--port=81", "--grpc_port=81"], "grpc_port: 81"),
+    (["--workdir=/nowhere", "--cache_tokens=1"], "cache_tokens: 1"),
+    (["--workdir=/nowhere", "--deadline_s=nan"], "deadline_s: nan"),
+    (["--workdir=/nowhere", "--max_deadline_s=1e300"], ".*max_deadline_s"),
+    (["--workdir=/nowhere", "--drain_s=-1"], ".*drain_s"),
+    (["--workdir=/nowhere", "--model_name="], "model_name: ''"),
+    (["--workdir=/nowhere", "--compile_cache=/proc/x"], "compile_cache: "),
   ],
 )
 def test_bad_input_is_one_line(arguments, words):
@@ -221,6 +245,28 @@ def test_sigterm_finishes_what_was_begun_and_exits_with_zero(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_second_signal_ends_the_server_at_once(tmp_path):
+  wanted = {"model": "policy", "prompt": "1 + 2\n", "n": 128}
+  wanted |= {"max_tokens": 400, "ignore_eos": True, "stream": True}
+  headers = {"authorization": "Bearer secret"}
+  with (
+    serving(tmp_path) as (process, address),
+    httpx.stream(
+      "POST", f"{address}/v1/completions", json=wanted, headers=headers
+    ) as answer,
+  ):
+    events = answer.iter_lines()  # which ends the answer when it goes
+    next(events)
+    process.send_signal(signal.SIGTERM)
+    assert "finishing what was begun" in process.stderr.readline()
+    start_s = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(DEADLINE_S) == 128 + signal.SIGTERM
+    assert time.monotonic() - start_s < 5  # a join would take so long
+    assert process.stderr.read() == "SIGTERM: ended at once\n"
+
+
+@pytest.mark.slow
 def test_a_killed_client_leaves_the_server_to_others(tmp_path):
   with serving(tmp_path) as (process, address):
     headers = {"authorization": "Bearer secret"}
@@ -234,7 +280,11 @@ def test_a_killed_client_leaves_the_server_to_others(tmp_path):
 
     def leave():
       with httpx.stream(
-        "POST", f"{address}/v1/completions", json=wanted, headers=headers
+        "POST",
+        f"{address}/v1/completions",
+        json=wanted,
+        headers=headers,
+        timeout=DEADLINE_S,
       ) as answer:
         next(answer.iter_lines())
 
@@ -245,7 +295,10 @@ def test_a_killed_client_leaves_the_server_to_others(tmp_path):
       thread.join(DEADLINE_S)
     wanted |= {"stream": False, "max_tokens": 3}
     answer = httpx.post(
-      f"{address}/v1/completions", json=wanted, headers=headers
+      f"{address}/v1/completions",
+      json=wanted,
+      headers=headers,
+      timeout=DEADLINE_S,
     )
     assert json.loads(answer.text)["usage"]["completion_tokens"] == 3
     process.send_signal(signal.SIGTERM)
@@ -263,6 +316,7 @@ def test_a_training_serves_its_policy_meanwhile(tmp_path):
       str(ROOT / "launch" / "train.py"),
       f"--config={ROOT / 'configs' / 'tiny.py'}",
       f"--workdir={tmp_path}",
+      f"--compile_cache={jax.config.jax_compilation_cache_dir}",
       f"--serve_port={port}",
       "--config.train.num_steps=12",
     ],

@@ -27,17 +27,21 @@ from jaxrl_async import sft
 from jaxrl_async.models import transformer
 
 MeshShape = mesh_lib.MeshShape
+MIXED = MeshShape(fsdp=2, context=2, tensor=2)
+# Each axis that splits anything is there once, alone or beside others.
+SOME = [
+  MeshShape(fsdp=8),
+  MeshShape(data=2, context=4),
+  MeshShape(data=2, fsdp=2, tensor=2),
+  MIXED,
+]
 EIGHT = [
   MeshShape(data=data, fsdp=fsdp, tensor=tensor)
   for data, fsdp, tensor in itertools.product((1, 2, 4, 8), repeat=3)
   if data * fsdp * tensor == 8
 ]
-WITH_CONTEXT = [
-  MeshShape(context=8),
-  MeshShape(data=2, context=4),
-  MeshShape(fsdp=2, context=2, tensor=2),
-]
-MIXED = WITH_CONTEXT[-1]
+OTHERS = [x for x in (*EIGHT, MeshShape(context=8)) if x not in SOME]
+nightly = pytest.mark.nightly
 
 
 @functools.cache
@@ -56,7 +60,11 @@ def assert_same(found, wanted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [*EIGHT, *WITH_CONTEXT], ids=str)
+@pytest.mark.parametrize(
+  "shape",
+  [*SOME, *(pytest.param(shape, marks=nightly) for shape in OTHERS)],
+  ids=str,
+)
 def test_a_mesh_trains_like_one_device(shape):
   trainer, steps, params = trained(shape)
   assert trainer.state.params["final_norm"].sharding.num_devices == 8
@@ -71,8 +79,8 @@ def test_a_mesh_trains_like_one_device(shape):
   "rules",
   [
     {"kv_heads": (), "vocab": ()},
-    {"embed": ("fsdp",), "batch": ("fsdp",)},
-    {"embed": (), "layers": ("fsdp",)},
+    pytest.param({"embed": ("fsdp",), "batch": ("fsdp",)}, marks=nightly),
+    pytest.param({"embed": (), "layers": ("fsdp",)}, marks=nightly),
   ],
   ids=lambda rules: " ".join(rules),
 )

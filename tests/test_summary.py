@@ -12,9 +12,9 @@ from jaxrl_async import config as config_lib
 from jaxrl_async import dry_run
 from jaxrl_async import memory_estimate
 from jaxrl_async import mesh as mesh_lib
-from jaxrl_async import metrics
 from jaxrl_async import progress
 from jaxrl_async import summary as summary_lib
+from jaxrl_async import timeline
 from jaxrl_async.models import configs
 
 
@@ -95,26 +95,38 @@ def test_numbers_that_contradict_each_other_are_refused(
   assert not list(tmp_path.iterdir())
 
 
-def make_history(num_steps):
+def timeline_of(*intervals):
+  made = timeline.Timeline()
+  for interval in intervals:
+    made.add(timeline.Interval(*interval))
+  return made
+
+
+def make_history(num_steps, /, **changes):
   train, rollout, ends = [], [], []
   for step in map(float, range(num_steps)):
-    train.append(metrics.Interval(step, step + 0.5, "update"))
-    train.append(metrics.Interval(step + 0.5, step + 0.6, "something new"))
-    rollout.append(metrics.Interval(step, step + 0.9, "decode"))
+    train.append((step, step + 0.5, "update"))
+    train.append((step + 0.5, step + 0.6, "something new"))
+    rollout.append((step, step + 0.9, "decode"))
     ends.append(step + 0.6)
-  return summary_lib.History(
-    max_staleness=4,
-    evaluations=[(0.0, 0.4), (float(num_steps), 0.9)],
-    rewards=[(end, 0.5) for end in ends],
-    staleness_counts=[10, 30, 5],
-    versions_counts=[0, 3, 1],
-    intervals={"train": train, "rollout": rollout},
-    evaluation_windows=[(num_steps / 2, num_steps / 2 + 0.5)],
-    step_ends_s=ends,
-  )
+  values = {
+    "max_staleness": 4,
+    "evaluations": [(0.0, 0.4), (float(num_steps), 0.9)],
+    "rewards": [(end, 0.5) for end in ends],
+    "staleness_counts": [10, 30, 5],
+    "versions_counts": [0, 3, 1],
+    "lanes": {"train": timeline_of(*train), "rollout": timeline_of(*rollout)},
+    "evaluating": timeline_of(
+      (num_steps / 2, num_steps / 2 + 0.5, "evaluation")
+    ),
+    "step_ends_s": ends[-128:],
+    "num_steps": num_steps,
+    "is_resumed": False,
+  }
+  return summary_lib.History(**(values | changes))
 
 
-@pytest.mark.parametrize("num_steps", [0, 2, 20])
+@pytest.mark.parametrize("num_steps", [0, 2, 20, 20_000])
 def test_the_picture_is_drawn_for_runs_of_any_length(tmp_path, num_steps):
   path = tmp_path / "summary.png"
   summary_lib.draw(path, make_history(num_steps))
@@ -123,13 +135,32 @@ def test_the_picture_is_drawn_for_runs_of_any_length(tmp_path, num_steps):
     assert len(image.convert("RGB").getcolors(1 << 24)) > 20
 
 
+def test_a_run_that_was_never_evaluated_or_busy_has_a_picture(tmp_path):
+  empty = {"train": timeline_of(), "rollout": timeline_of()}
+  history = make_history(0, lanes=empty, evaluating=timeline_of())
+  summary_lib.draw(tmp_path / "summary.png", history)
+
+
 def test_the_zoom_is_three_steps_without_an_evaluation():
   history = make_history(20)
   start_s, end_s = summary_lib._zoom(history)
   assert end_s - start_s == pytest.approx(3)
   assert start_s in history.step_ends_s
-  ((a, b),) = history.evaluation_windows
+  ((a, b, _),) = history.evaluating.recent
   assert end_s <= a or start_s >= b
+
+
+def test_the_zoom_of_a_long_or_resumed_run_has_intervals_in_it():
+  long = make_history(20_000)
+  ends = make_history(20).step_ends_s
+  earlier = [end - 100.0 for end in ends]
+  resumed = make_history(20, step_ends_s=[*earlier, *ends], num_steps=40)
+  for history in (long, resumed):
+    start_s, end_s = summary_lib._zoom(history)
+    assert end_s - start_s == pytest.approx(3)
+    for lane in history.lanes.values():
+      shown = [x for x in lane.recent if start_s <= x.start_s < end_s]
+      assert len(shown) >= 3
 
 
 def report(step):

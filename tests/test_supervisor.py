@@ -1,12 +1,17 @@
 """Threads that fail, threads that are late, Ctrl-C and stalls."""
 
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
 
 from jaxrl_async import config
+from jaxrl_async import storage
 from jaxrl_async import supervisor
+
+DEADLINE_S = 60.0
 
 
 def test_the_first_failure_is_kept_and_raised_with_its_threads_name():
@@ -55,6 +60,18 @@ def test_what_to_change_in_the_config_is_said_as_it_is():
     this.check()
 
 
+def test_a_disk_that_refuses_is_said_as_it_is():
+  def fail():
+    with storage.writing("ledger.jsonl"):
+      raise OSError(28, "No space left on device")
+
+  this = supervisor.Supervisor(lambda error: None)
+  this.spawn("worker", fail)
+  assert this.join(10.0) == []
+  with pytest.raises(storage.StorageError, match="^ledger.jsonl cannot be"):
+    this.check()
+
+
 def test_without_a_failure_check_is_silent():
   this = supervisor.Supervisor(lambda error: None)
   this.spawn("worker", lambda: None)
@@ -73,19 +90,57 @@ def test_the_deadline_is_for_all_threads_together_and_late_ones_are_named():
   assert this.join(10.0) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_one_signal_asks_and_a_second_one_ends(number):
-  before = signal.getsignal(number)
-  notes = []
-  stop = supervisor.StopRequest()
-  with stop.on_signals(notes.append):
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_one_signal_asks_and_a_second_one_ends(number, capfd):
+  ignore = lambda number, frame: None  # noqa: E731
+  outside = signal.signal(number, ignore)  # of CI, which may ignore hangups
+  notes, cleaned, codes = [], [], []
+  noted, ended = threading.Event(), threading.Event()
+  stop = supervisor.StopRequest(
+    end=lambda code: (codes.append(code), ended.set())
+  )
+  stop.before_ending_now(lambda: cleaned.append(1 / 0))
+  stop.before_ending_now(lambda: cleaned.append("cleaned"))
+  with stop.on_signals(lambda text: (notes.append(text), noted.set())):
     assert not stop.is_set
     signal.raise_signal(number)
-    assert stop.is_set
+    assert noted.wait(DEADLINE_S)
+    assert stop.is_set and not ended.is_set()
     assert len(notes) == 1 and number.name in notes[0]
-    with pytest.raises(KeyboardInterrupt):
-      signal.raise_signal(number)
-  assert signal.getsignal(number) is before
+    signal.raise_signal(number)
+    assert ended.wait(DEADLINE_S)
+  assert codes == [128 + number] and cleaned == ["cleaned"]
+  (line,) = capfd.readouterr().err.splitlines()
+  assert line.startswith(f"{number.name}: ended at once")
+  assert signal.signal(number, outside) is ignore
+  assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_signal_is_seen_while_the_main_thread_does_not_look(capfd):
+  """A note that never returns is a terminal that takes no more text."""
+  ended, forever = threading.Event(), threading.Event()
+  stop = supervisor.StopRequest(end=lambda code: ended.set())
+  with stop.on_signals(lambda text: forever.wait(DEADLINE_S) and None):
+    # Inside of C, where handlers written in Python do not run, as in XLA.
+    ask = "import os, signal; os.kill(os.getppid(), signal.SIGTERM)"
+    subprocess.run([sys.executable, "-c", ask], timeout=DEADLINE_S, check=True)
+    stop.wait(DEADLINE_S)
+    subprocess.run([sys.executable, "-c", ask], timeout=DEADLINE_S, check=True)
+    assert ended.wait(DEADLINE_S)
+    forever.set()
+
+
+def test_a_hangup_that_is_ignored_stays_ignored():
+  before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+  try:
+    stop = supervisor.StopRequest()
+    with stop.on_signals(lambda text: None):
+      assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+  finally:
+    signal.signal(signal.SIGHUP, before)
 
 
 def test_outside_the_main_thread_signals_are_left_alone():
@@ -102,19 +157,49 @@ def test_outside_the_main_thread_signals_are_left_alone():
   assert seen == [before]
 
 
-def test_a_stall_is_the_same_value_for_the_whole_timeout(monkeypatch):
+@pytest.fixture
+def now(monkeypatch):
+  """The clock, to be set."""
   now = [0.0]
   monkeypatch.setattr(supervisor.time, "monotonic", lambda: now[0])
+  return now
+
+
+def stalled(watch, progress):
+  try:
+    watch.check(progress, lambda: ["who waits"])
+  except supervisor.StallError as error:
+    assert str(error).endswith("(run.stall_timeout_s)\nwho waits")
+    return True
+  return False
+
+
+def test_a_stall_is_the_same_value_for_the_whole_timeout(now):
   watch = supervisor.StallWatch(10.0)
-  for time_s, value, is_stalled in [
-    (0, "a", False),
-    (9, "a", False),
-    (10, "a", False),
-    (11, "a", True),
-    (12, "b", False),
-    (21, "b", False),
-    (22, "a", False),
-    (33, "a", True),
-  ]:
-    now[0] = float(time_s)
-    assert watch.is_stalled(value) is is_stalled, time_s
+  values = [*"a" * 10, *"b" * 9, *"a" * 11]
+  found = []
+  for now[0], value in enumerate(values):
+    found.append(stalled(watch, value))
+  assert found == [False] * 29 + [True]
+
+
+def test_time_in_which_the_process_was_stopped_is_no_stall(now):
+  watch = supervisor.StallWatch(10.0)
+  for now[0] in range(5):
+    assert not stalled(watch, "a")
+  now[0] += 10_000  # Ctrl-Z, and fg hours later
+  assert not stalled(watch, "a")
+  for _ in range(3):
+    now[0] += 1
+    assert not stalled(watch, "a")
+  now[0] += 1
+  assert stalled(watch, "a")
+
+
+def test_a_deadline_ends_and_asks_for_a_look_every_second(now):
+  deadline = supervisor.Deadline(2.5)
+  waits = []
+  while wait_s := deadline.next_wait_s():
+    waits.append(wait_s)
+    now[0] += wait_s
+  assert waits == [1.0, 1.0, 0.5]

@@ -1,14 +1,13 @@
 """Text to token ids and back."""
 
 import json
-import pathlib
 
+import byte_level
+import llama_tokenizer
 import numpy as np
 import pytest
 
 from jaxrl_async import tokenizer as tokenizer_lib
-
-GPT2 = pathlib.Path(__file__).parents[1] / "../shared/data/gpt2_tokenizer"
 
 
 def test_pad_and_eos_come_first_then_newline_and_printable_ascii():
@@ -69,6 +68,7 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path):
 def test_an_unknown_end_of_sequence_is_an_error(tmp_path):
   tokenizer_lib.character_level().save(tmp_path)
   (tmp_path / "tokenizer_config.json").write_text("{}")
+  (tmp_path / "generation_config.json").unlink()
   with pytest.raises(ValueError, match="needs an eos_token"):
     tokenizer_lib.load(tmp_path)
   (tmp_path / "tokenizer_config.json").write_text(
@@ -78,12 +78,156 @@ def test_an_unknown_end_of_sequence_is_an_error(tmp_path):
   assert loaded.eos_id == loaded.pad_id == 97
 
 
-def test_a_real_byte_level_tokenizer_loads():
-  if not GPT2.is_dir():
-    pytest.skip(f"{GPT2} is absent")
-  tokenizer = tokenizer_lib.load(GPT2)
-  assert tokenizer.vocab_size == 50257
-  assert tokenizer.eos_id == tokenizer.pad_id == 50256
-  np.testing.assert_array_equal(tokenizer.encode("Hello world"), [15496, 995])
-  text = "Café costs 3² €\n\tand more  "
-  assert tokenizer.decode(tokenizer.encode(text)) == text
+@pytest.mark.parametrize("name", byte_level.NAMES)
+def test_a_byte_level_tokenizer_loads(name):
+  tokenizer = byte_level.load(name)
+  assert tokenizer.vocab_size == byte_level.VOCAB_SIZE == 50_257
+  assert tokenizer.eos_id == tokenizer.pad_id == 50_256
+  text = "Café costs 3² €\n\tand more 1234  naïve 😀界!  "
+  tokens = tokenizer.encode(text)
+  assert tokenizer.decode(tokens) == text
+  assert len(tokens) < len(text.encode())
+  np.testing.assert_array_equal(tokenizer.encode("!~"), [0, 93])
+  hello = tokenizer.encode("Hello world").tolist()
+  assert [tokenizer.decode([token]) for token in hello] == ["Hello", " world"]
+  if name == "gpt2":
+    assert hello == [15496, 995]
+
+
+def test_the_tokenizer_that_is_made_has_what_a_real_one_has():
+  made = json.loads(byte_level.build().to_str())
+  assert made["pre_tokenizer"] == {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": True,
+  }
+  vocabulary, merges = made["model"]["vocab"], made["model"]["merges"]
+  assert len(merges) == 50_000 and len(vocabulary) == 50_257
+  assert set(vocabulary.values()) == set(range(50_257))
+  # Each merge joins two tokens that were there before it.
+  for rank, (left, right) in enumerate(merges):
+    assert vocabulary[left + right] == 256 + rank
+    assert max(vocabulary[left], vocabulary[right]) < 256 + rank
+  decode = byte_level.load().decode
+  texts = [decode([token]) for token in range(50_256)]
+  assert sum(text.startswith(" ") for text in texts) > 15_000
+  assert sum(text.strip().isdigit() for text in texts) > 1_000
+  # Several bytes of a character, and several characters of several bytes.
+  assert sum("\ufffd" in text for text in texts) > 200
+  assert sum(not text.isascii() for text in texts) > 5_000
+
+
+# -- what the other files of a directory say ---------------------------------
+
+
+def write(directory, name, value):
+  (directory / name).write_text(json.dumps(value))
+
+
+@pytest.mark.parametrize(
+  ("generation_config", "config", "ends"),
+  [
+    ({"eos_token_id": [3, 2]}, {"eos_token_id": 4}, (1, 3, 2)),
+    ({"eos_token_id": 1}, {"eos_token_id": [1, 4]}, (1,)),
+    ({"temperature": 0.6}, {"eos_token_id": [1, 4]}, (1,)),
+    (None, {"eos_token_id": [1, 4]}, (1, 4)),
+    (None, {"eos_token_id": 3}, (1, 3)),
+    (None, {"eos_token_id": None}, (1,)),
+    (None, None, (1,)),
+  ],
+)
+def test_all_end_tokens_of_a_model_are_known(
+  tmp_path, generation_config, config, ends
+):
+  more = {"unk_token": "!", "sep_token": " "}  # special tokens: 4 and 3
+  tokenizer_lib.character_level().save(tmp_path)
+  path = tmp_path / "tokenizer_config.json"
+  write(tmp_path, path.name, json.loads(path.read_text()) | more)
+  (tmp_path / "generation_config.json").unlink()
+  if generation_config is not None:
+    write(tmp_path, "generation_config.json", generation_config)
+  if config is not None:
+    write(tmp_path, "config.json", config)
+  loaded = tokenizer_lib.load(tmp_path)
+  assert loaded.end_tokens == ends
+  # None of them is text: nothing that is scored, or shown, has it.
+  a = loaded.encode("a").tolist()
+  for end in ends:
+    assert loaded.decode([*a, end]) == "a"
+  # What is saved has them too, and keeps what else is there.
+  write(tmp_path, "generation_config.json", {"top_k": 7})
+  loaded.save(tmp_path)
+  assert tokenizer_lib.load(tmp_path).end_tokens == ends
+  kept = json.loads((tmp_path / "generation_config.json").read_text())
+  assert kept == {"top_k": 7, "eos_token_id": list(ends)}
+
+
+def test_without_a_name_the_models_own_end_is_the_end(tmp_path):
+  tokenizer_lib.character_level().save(tmp_path)
+  write(tmp_path, "tokenizer_config.json", {})
+  write(tmp_path, "generation_config.json", {"eos_token_id": 1})
+  loaded = tokenizer_lib.load(tmp_path)
+  assert (loaded.eos_id, loaded.pad_id, loaded.end_tokens) == (1, 1, (1,))
+
+
+@pytest.mark.parametrize(
+  ("settings", "special_map", "eos", "pad"),
+  [
+    ({}, {"eos_token": "a", "pad_token": {"content": "b"}}, "a", "b"),
+    ({"eos_token": "c"}, {"eos_token": "a"}, "a", "a"),
+    ({"eos_token": "c", "pad_token": "b"}, {"pad_token": None}, "c", "c"),
+    ({"eos_token": "c"}, {}, "c", "c"),
+    (
+      {"eos_token": "c", "added_tokens_decoder": {}},
+      {"eos_token": "a"},
+      "c",
+      "c",
+    ),
+  ],
+)
+def test_the_map_of_special_tokens_is_read(
+  tmp_path, settings, special_map, eos, pad
+):
+  tokenizer = tokenizer_lib.character_level()
+  tokenizer.save(tmp_path)
+  (tmp_path / "generation_config.json").unlink()
+  write(tmp_path, "tokenizer_config.json", settings)
+  write(tmp_path, "special_tokens_map.json", special_map)
+  loaded = tokenizer_lib.load(tmp_path)
+  ids = tokenizer.encode(eos + pad).tolist()
+  assert [loaded.eos_id, loaded.pad_id] == ids
+  assert loaded.decode(tokenizer.encode("x" + eos + pad)) == "x"
+
+
+def test_a_text_that_begins_a_sequence_has_what_its_tokenizer_puts_there(
+  tmp_path,
+):
+  made = llama_tokenizer.byte_fallback()
+  loaded = tokenizer_lib.load(llama_tokenizer.save(tmp_path, made))
+  inside = loaded.encode("the\n")
+  np.testing.assert_array_equal(loaded.encode_prompt("the\n"), [1, *inside])
+  np.testing.assert_array_equal(loaded.encode_prompt(""), [1])
+  assert 1 not in inside
+  # It comes once, and what all prompts begin with begins each of them.
+  whole = loaded.encode_prompt("the\n12").tolist()
+  assert whole.count(1) == 1
+  assert whole[: 1 + len(inside)] == loaded.encode_prompt("the\n").tolist()
+  plain = tokenizer_lib.character_level()
+  np.testing.assert_array_equal(plain.encode_prompt("1+"), plain.encode("1+"))
+
+
+def test_a_tokenizer_never_cuts_or_pads(tmp_path):
+  made = llama_tokenizer.byte_fallback()
+  made.enable_truncation(3)
+  made.enable_padding(length=8)
+  loaded = tokenizer_lib.load(llama_tokenizer.save(tmp_path, made))
+  assert loaded.encode("12").tolist() == loaded.encode("12=")[:-1].tolist()
+  assert len(loaded.encode_prompt("1234567890" * 3)) > 30
+
+
+def test_ids_that_only_the_model_has_add_no_text():
+  tokenizer = tokenizer_lib.character_level()
+  a = tokenizer.encode("a").tolist()
+  assert tokenizer.decode([*a, 98, 150_000, *a]) == "aa"
+  assert not tokenizer.is_shown(98)

@@ -1,4 +1,4 @@
-"""What both channels promise, and where a run's versions go."""
+"""What both channels promise."""
 
 import dataclasses
 import functools
@@ -25,7 +25,6 @@ def channel(request, tmp_path):
   made = weight_transfer.make_channel(
     request.param,
     directory=tmp_path / "transfer",
-    incarnation=stamped.INCARNATION,
     target=stamped.target(),
     coalesce=True,
   )
@@ -124,7 +123,6 @@ def test_the_cast_arrives_bit_for_bit_on_any_pair_of_meshes(
     made = weight_transfer.make_channel(
       kind,
       directory=tmp_path / str(index),
-      incarnation=stamped.INCARNATION,
       target=target,
       coalesce=True,
     )
@@ -281,14 +279,3 @@ def test_direct_shares_memory_on_the_same_device_as_documented():
   adopted, _ = channel.adopt(-1)
   here = params["w"].unsafe_buffer_pointer()
   assert adopted["w"].unsafe_buffer_pointer() == here
-
-
-def test_the_run_directory_follows_the_workdir_and_the_space(tmp_path):
-  one = weight_transfer.run_directory("", tmp_path / "a", 1)
-  assert one == weight_transfer.run_directory("", tmp_path / "a", 1)
-  assert one != weight_transfer.run_directory("", tmp_path / "b", 1)
-  huge = weight_transfer.run_directory("", tmp_path / "a", 2**60)
-  assert huge == tmp_path / "a" / "weight_transfer"
-  chosen = weight_transfer.run_directory(str(tmp_path / "c"), tmp_path / "a", 1)
-  assert chosen.parent == tmp_path / "c"
-  assert not any(tmp_path.iterdir())

@@ -263,3 +263,35 @@ def test_slow_scores_do_not_stop_decoding(make_world):
   world.run_until(worker_world.finished(1))
   assert len(world.rewards.submitted) > 1
   worker_world.check_balance(world)
+
+
+class LatePrompts(tiny.Prompts):
+  """Every prompt is there only after the worker has looked a few times."""
+
+  def __init__(self, num_looks):
+    super().__init__()
+    self.num_looks = self.looks_left = num_looks
+    self.scheduler = None
+    self.was_idle = []  # the scheduler, while there was no prompt
+
+  def is_ready(self, timeout_s=0.0):
+    self.looks_left -= 1
+    if self.looks_left > 0:
+      self.was_idle.append(self.scheduler.is_idle)
+    return self.looks_left <= 0
+
+  def next(self):
+    assert self.looks_left <= 0, "it would have held up the thread"
+    self.looks_left = self.num_looks
+    return super().next()
+
+
+def test_a_question_that_is_not_made_yet_holds_nobody_up(make_world):
+  late = LatePrompts(3)
+  world = make_world(prompts=late)
+  late.scheduler = world.scheduler
+  world.run_until(worker_world.finished(3))
+  indices = [group.index for group in world.buffer.state().finished]
+  assert sorted(indices) == [0, 1, 2]
+  assert set(late.was_idle) == {True, False}
+  worker_world.check_balance(world)

@@ -8,6 +8,7 @@ import tiny
 import worker_world
 
 from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async.rollout import client_request
 from jaxrl_async.rollout import requests as requests_lib
 from jaxrl_async.rollout import sampling
 
@@ -28,9 +29,9 @@ def make_requests():
   )
 
 
-def client_request(seed):
-  return requests_lib.Request(
-    prompt_tokens=tiny.prompt(5, seed=seed),
+def wanted(seed):
+  return client_request.Request(
+    prompts=(tiny.prompt(5, seed=seed),),
     max_tokens=18,
     settings=sampling.SamplingSettings(),
     seed=seed,
@@ -46,7 +47,7 @@ def test_requests_are_served_beside_the_groups_and_change_none(make_world):
   world = make_world(requests=queue)
   updates = []
   for seed in (8, 9, 10):
-    queue.submit(client_request(seed), updates.append)
+    queue.submit(wanted(seed), updates.append)
   world.run_until(
     lambda state: worker_world.finished(3)(state) and queue.is_empty
   )
@@ -75,14 +76,14 @@ def test_clients_that_always_ask_again_do_not_keep_groups_from_starting(
 
   def ask_again(state):
     nonlocal num_asked
-    while queue.depth < 8:
+    while queue.depth < 7:  # the eighth place is for another client
       num_asked += 1
-      queue.submit(client_request(num_asked), lambda update: None)
+      queue.submit(wanted(num_asked), lambda update: None)
     return worker_world.finished(4)(state)
 
   ask_again(world.buffer.state())
   world.run_until(ask_again)
-  assert queue.stats.finished
+  assert queue.stats.completion_tokens
   worker_world.check_balance(world)
 
 
@@ -90,7 +91,7 @@ def test_what_clients_are_written_is_no_progress_of_a_training(make_world):
   queue = make_requests()
   world = make_world(requests=queue)
   for seed in (8, 9, 10):
-    queue.submit(client_request(seed), lambda update: None)
+    queue.submit(wanted(seed), lambda update: None)
   world.run_until(
     lambda state: worker_world.finished(3)(state) and queue.is_empty
   )
@@ -115,14 +116,14 @@ def test_a_worker_without_work_notices_a_request(make_world):
   try:
     # Version 0 may begin four groups; after them it waits for the trainer.
     assert wait_until(lambda: len(world.buffer.state().finished) == 4)
-    queue.submit(client_request(8), note)
+    queue.submit(wanted(8), note)
     assert ended.wait(DEADLINE_S)
   finally:
     world.worker.stop()
     thread.join(DEADLINE_S)
   assert not thread.is_alive()
-  with pytest.raises(requests_lib.Draining):
-    queue.submit(client_request(9), note)
+  with pytest.raises(client_request.Draining):
+    queue.submit(wanted(9), note)
 
 
 def wait_until(is_over):

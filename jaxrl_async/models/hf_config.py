@@ -5,18 +5,24 @@ this decoder does not compute is an error of one line that names it.
 """
 
 from collections.abc import Mapping
-import json
 import pathlib
 from typing import Any
 
+from jaxrl_async import model_files
 from jaxrl_async.models import configs
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE = model_files.CONFIG
 ARCHITECTURES = {
   "qwen2": "Qwen2ForCausalLM",
   "qwen3": "Qwen3ForCausalLM",
   "llama": "LlamaForCausalLM",
 }
+# Far beyond any model, so that nothing is built, or counted, in vain.
+_MAX_SIZE = 2**24
+_MAX_LAYERS = 2**12
+_MAX_PARAMS = 2**44
+# What float32 can compute with.
+_SMALLEST, _LARGEST = 1e-30, 1e30
 _ROPE_KEYS = {
   "rope_type",
   "type",
@@ -37,18 +43,43 @@ def model_config(directory: str | pathlib.Path) -> configs.ModelConfig:
     ValueError: it asks for what this decoder does not compute.
   """
   path = pathlib.Path(directory) / CONFIG_FILE
-  settings = read_json(path)
+  settings = model_files.read_object(path)
   try:
     return _model_config(settings)
   except ValueError as error:
     raise ValueError(f"{path}: {error}") from error
 
 
+def check_vocabulary(
+  directory: str | pathlib.Path, model: configs.ModelConfig, num_tokens: int
+) -> None:
+  """Refuses a tokenizer that cannot be the model's.
+
+  Published models pad their vocabularies, by less than a tenth; to double the
+  tokenizer's, and a thousand more for small ones, is no padding.
+
+  Args:
+    directory: of both.
+    model: its architecture.
+    num_tokens: the tokenizer's vocabulary.
+
+  Raises:
+    ValueError: it has more tokens than the model, or far fewer.
+  """
+  if num_tokens > model.vocab_size or model.vocab_size > 2 * num_tokens + 1024:
+    raise ValueError(
+      f"{pathlib.Path(directory) / CONFIG_FILE}: vocab_size is"
+      f" {model.vocab_size}, but its tokenizer has {num_tokens} tokens; use the"
+      " tokenizer it was published with"
+    )
+
+
 def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
   family = settings.get("model_type")
-  if family not in ARCHITECTURES:
+  if not isinstance(family, str) or family not in ARCHITECTURES:
     raise ValueError(
-      f"model_type is {family!r}; use one of {', '.join(ARCHITECTURES)}"
+      f"model_type is {model_files.shown(family)}; use one of"
+      f" {', '.join(ARCHITECTURES)}"
     )
   _refuse_the_unknown(settings, family)
   model_dim = _number(settings, "hidden_size", int)
@@ -56,46 +87,75 @@ def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
   # What transformers takes where the file says nothing.
   num_kv_heads = num_heads if family == "llama" else None
   head_dim = 128 if family == "qwen3" else model_dim // num_heads
+  head_dim = _number(settings, "head_dim", int, head_dim)
+  num_kv_heads = _number(settings, "num_key_value_heads", int, num_kv_heads)
+  if num_heads % num_kv_heads:
+    raise ValueError(
+      f"num_attention_heads {num_heads} is not a multiple of"
+      f" num_key_value_heads {num_kv_heads}"
+    )
+  if head_dim % 2:
+    raise ValueError(f"head_dim is {head_dim}; rotary needs pairs")
   theta, scaling = _rope(settings)
-  return configs.ModelConfig(
+  model = configs.ModelConfig(
     vocab_size=_number(settings, "vocab_size", int),
     model_dim=model_dim,
-    num_layers=_number(settings, "num_hidden_layers", int),
+    num_layers=_number(settings, "num_hidden_layers", int, most=_MAX_LAYERS),
     num_heads=num_heads,
-    num_kv_heads=_number(settings, "num_key_value_heads", int, num_kv_heads),
-    head_dim=_number(settings, "head_dim", int, head_dim),
+    num_kv_heads=num_kv_heads,
+    head_dim=head_dim,
     mlp_dim=_number(settings, "intermediate_size", int),
     rope_theta=theta,
     rope_scaling=scaling,
     norm_eps=_number(settings, "rms_norm_eps", float, 1e-6),
     has_qkv_bias=family == "qwen2",
     has_qk_norm=family == "qwen3",
-    has_tied_head=bool(settings.get("tie_word_embeddings", False)),
+    has_tied_head=_flag(settings, "tie_word_embeddings"),
   )
+  if model.num_params > _MAX_PARAMS:
+    raise ValueError(
+      f"hidden_size {model_dim} and the other sizes make {model.num_params:.1e}"
+      " parameters"
+    )
+  return model
 
 
 def _refuse_the_unknown(settings: Mapping[str, Any], family: str) -> None:
-  computed = {"hidden_act": "silu", "mlp_bias": False}
-  if family != "qwen2":
-    # Adds one to the output projection too; Qwen2 never reads the setting.
-    computed["attention_bias"] = False
-  for name, value in computed.items():
-    if settings.get(name) not in (None, value):
-      raise ValueError(
-        f"{name} is {settings[name]!r}; only {value!r} is supported"
-      )
+  hidden_act = settings.get("hidden_act")
+  if hidden_act not in (None, "silu"):
+    raise ValueError(
+      f"hidden_act is {model_files.shown(hidden_act)}; only 'silu' is supported"
+    )
+  # Qwen2 never reads the latter; elsewhere it adds to the output as well.
+  for name in ("mlp_bias", "attention_bias"):
+    is_read = name == "mlp_bias" or family != "qwen2"
+    if is_read and _flag(settings, name):
+      raise ValueError(f"{name} is True; only False is supported")
   if settings.get("quantization_config") is not None:
     raise ValueError("quantization_config: quantized weights are not read")
-  num_layers = _number(settings, "num_hidden_layers", int)
-  layer_types = settings.get("layer_types") or []
-  for layer_type in layer_types:
-    if layer_type != "full_attention":
-      raise ValueError(f"layer_types has {layer_type!r}; only full attention")
+  num_layers = _number(settings, "num_hidden_layers", int, most=_MAX_LAYERS)
+  layer_types = settings.get("layer_types")
+  if layer_types is not None:
+    if not isinstance(layer_types, list):
+      raise ValueError(
+        f"layer_types is {model_files.shown(layer_types)}, not a list"
+      )
+    for layer_type in layer_types:
+      if layer_type != "full_attention":
+        found = model_files.shown(layer_type)
+        raise ValueError(f"layer_types has {found}; only full attention")
+    if len(layer_types) != num_layers:
+      raise ValueError(
+        f"layer_types has {len(layer_types)} entries for num_hidden_layers"
+        f" {num_layers}"
+      )
+  is_windowed = _flag(settings, "use_sliding_window")
+  first_windowed = _number(settings, "max_window_layers", int, 28, least=0)
   if (
-    not layer_types
-    and settings.get("use_sliding_window")
+    layer_types is None
+    and is_windowed
     and settings.get("sliding_window", 4096) is not None
-    and settings.get("max_window_layers", 28) < num_layers
+    and first_windowed < num_layers
   ):
     raise ValueError("use_sliding_window: only full attention is supported")
 
@@ -104,17 +164,25 @@ def _rope(
   settings: Mapping[str, Any],
 ) -> tuple[float, configs.RopeScaling | None]:
   """Base and scaling, from transformers 5's place or from the older two."""
+  for where in ("rope_parameters", "rope_scaling"):
+    if not isinstance(settings.get(where), Mapping | None):
+      raise ValueError(
+        f"{where} is {model_files.shown(settings[where])}, not an object"
+      )
   where = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
   rope = settings.get(where) or {}
   kind = rope.get("rope_type", rope.get("type", "default"))
   if kind not in ("default", "llama3"):
     raise ValueError(
-      f"{where}.rope_type is {kind!r}; use 'default' or 'llama3'"
+      f"{where}.rope_type is {model_files.shown(kind)}; use 'default' or"
+      " 'llama3'"
     )
   if unknown := sorted(rope.keys() - _ROPE_KEYS):
-    raise ValueError(f"{where}.{unknown[0]} is not supported")
+    raise ValueError(
+      f"{where}.{model_files.shown(unknown[0])[1:-1]} is not supported"
+    )
   for place in (rope, settings):
-    if place.get("partial_rotary_factor") not in (None, 1):
+    if _number(place, "partial_rotary_factor", float, 1.0) != 1:
       raise ValueError("partial_rotary_factor: only whole heads are rotated")
   theta = _number(settings, "rope_theta", float, 10_000.0)
   theta = _number(rope, "rope_theta", float, theta)
@@ -123,42 +191,73 @@ def _rope(
   context = "original_max_position_embeddings"
   # transformers prefers the outer one.
   source = next(
-    (place for place in (settings, rope) if place.get(context)), None
+    (place for place in (settings, rope) if place.get(context) is not None),
+    None,
   )
-  return theta, configs.RopeScaling(
-    factor=_number(rope, "factor", float),
-    low_freq_factor=_number(rope, "low_freq_factor", float),
-    high_freq_factor=_number(rope, "high_freq_factor", float),
-    original_max_tokens=_number(settings, "max_position_embeddings", int)
-    if source is None
-    else _number(source, context, int),
-  )
-
-
-def read_json(path: pathlib.Path) -> dict[str, Any]:
-  """A file's object; what is wrong with it is said in one line."""
-  if not path.is_file():
-    raise FileNotFoundError(f"{path} does not exist")
+  factors = {
+    name: _number(rope, name, float)
+    for name in ("factor", "low_freq_factor", "high_freq_factor")
+  }
   try:
-    value = json.loads(path.read_text())
+    scaling = configs.RopeScaling(
+      **factors,
+      original_max_tokens=_number(settings, "max_position_embeddings", int)
+      if source is None
+      else _number(source, context, int),
+    )
   except ValueError as error:
-    raise ValueError(f"{path}: {error}") from error
-  if not isinstance(value, dict):
-    raise ValueError(f"{path} holds no JSON object")
-  return value
+    raise ValueError(f"{where}: {error}") from error
+  return theta, scaling
+
+
+def _flag(settings: Mapping[str, Any], name: str) -> bool:
+  """True or false; null is as good as absent, and as good as false."""
+  value = settings.get(name)
+  if not isinstance(value, bool | None):
+    raise ValueError(f"{name} is {model_files.shown(value)}, not true or false")
+  return bool(value)
 
 
 def _number(
-  settings: Mapping[str, Any], name: str, kind: type, default: Any = None
+  settings: Mapping[str, Any],
+  name: str,
+  kind: type,
+  default: Any = None,
+  *,
+  least: int = 1,
+  most: int = _MAX_SIZE,
 ) -> Any:
-  """A positive number; null is as good as absent."""
+  """A positive number; null is as good as absent.
+
+  Args:
+    settings: where it stands.
+    name: of the entry.
+    kind: int or float.
+    default: where there is none; it is missing if that is None.
+    least: of an int.
+    most: likewise.
+  """
   value = settings.get(name)
   value = default if value is None else value
   if value is None:
     raise ValueError(f"{name} is missing")
   is_number = isinstance(value, int if kind is int else int | float)
-  if isinstance(value, bool) or not is_number or value <= 0:
-    raise ValueError(f"{name} is {value!r}, not a positive {kind.__name__}")
+  smallest = least if kind is int else 0
+  # Also not NaN.
+  if isinstance(value, bool) or not is_number or not value >= smallest:
+    raise ValueError(
+      f"{name} is {model_files.shown(value)}, not a positive {kind.__name__}"
+    )
+  if kind is int:
+    if value > most:
+      raise ValueError(
+        f"{name} is {model_files.shown(value)}; at most {most} is supported"
+      )
+  elif not _SMALLEST <= value <= _LARGEST:
+    raise ValueError(
+      f"{name} is {model_files.shown(value)}, not a positive {kind.__name__}"
+      " that can be computed with"
+    )
   return kind(value)
 
 

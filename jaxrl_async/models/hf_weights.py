@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import dataclasses
 import json
 import pathlib
+import re
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ import numpy as np
 import safetensors
 from safetensors import numpy as safetensors_numpy
 
+from jaxrl_async import model_files
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_config
 from jaxrl_async.models import transformer
@@ -26,6 +28,10 @@ INDEX_FILE = "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 _DTYPES = {"F32", "F16", "BF16"}
+_UNUSED = "rotary_emb.inv_freq"  # of old files; follows from the settings
+
+
+_SHARD = re.compile(r"[^/\\\0]{1,200}\.safetensors")
 
 
 # -- tensors ----------------------------------------------------------------
@@ -100,6 +106,12 @@ def _abstract_params(config: configs.ModelConfig) -> transformer.Params:
 # -- reading ----------------------------------------------------------------
 
 
+def is_published(directory: pathlib.Path) -> bool:
+  """Whether a directory is of this format, be it damaged."""
+  names = (hf_config.CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE)
+  return any((directory / name).exists() for name in names)
+
+
 def load(
   directory: str | pathlib.Path, dtype: str = "float32"
 ) -> tuple[configs.ModelConfig, transformer.Params]:
@@ -133,6 +145,10 @@ def load(
       for name in places.keys() & names:
         array = _as_stored(params, places[name])
         np.copyto(array, file.get_tensor(name), casting="unsafe")
+        if not np.isfinite(array).all():
+          raise ValueError(
+            f"{path}: {name} has values that are not finite in {dtype}"
+          )
   for path, names in files.items():
     for name in copies.keys() & names:
       with safetensors.safe_open(path, "numpy") as file:
@@ -151,25 +167,37 @@ def _check_headers(
 ) -> dict[pathlib.Path, set[str]]:
   """The names in each file, once all of them are as they should be."""
   files: dict[pathlib.Path, set[str]] = {}
+  paths, weight_map = _weight_files(directory)
   known = {**places, **optional}
   found: dict[str, pathlib.Path] = {}
-  for path in _weight_files(directory):
+  for path in paths:
     files[path] = set()
+    model_files.check_file(path)
     try:
       with safetensors.safe_open(path, "numpy") as file:
         for name in file.keys():
-          if name.endswith("rotary_emb.inv_freq"):
-            continue  # of old files; follows from the settings
+          if name.endswith(_UNUSED):
+            continue
           if name in found:
             raise ValueError(f"{name} is in {found[name].name} as well")
           header = file.get_slice(name)
           _check_tensor(name, header.get_shape(), header.get_dtype(), known)
           files[path].add(name)
           found[name] = path
-    except (ValueError, safetensors.SafetensorError) as error:
-      raise ValueError(f"{path}: {error}") from error
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+      raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+  source = directory / (INDEX_FILE if weight_map else WEIGHTS_FILE)
   if missing := [name for name in places if name not in found]:
-    raise ValueError(f"{directory}: {_first(missing)} missing")
+    raise ValueError(f"{source}: {_first(missing)} missing")
+  for name, file_name in weight_map.items():
+    if name not in found:
+      if name.endswith(_UNUSED):
+        continue
+      raise ValueError(f"{source}: {name} is not in {file_name}")
+    if found[name].name != file_name:
+      raise ValueError(
+        f"{source}: {name} is in {found[name].name}, not in {file_name}"
+      )
   return files
 
 
@@ -192,23 +220,32 @@ def _first(names: list[str]) -> str:
   return f"{names[0]} and {len(names) - 1} more are"
 
 
-def _weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
-  if (directory / WEIGHTS_FILE).is_file():
-    return [directory / WEIGHTS_FILE]
-  if not (directory / INDEX_FILE).is_file():
+def _weight_files(
+  directory: pathlib.Path,
+) -> tuple[list[pathlib.Path], dict[str, str]]:
+  """The files, and which tensor the index expects in which; empty without."""
+  single, index = directory / WEIGHTS_FILE, directory / INDEX_FILE
+  if single.exists():
+    return [single], {}
+  if not index.exists():
     raise FileNotFoundError(
       f"{directory}: neither {WEIGHTS_FILE} nor {INDEX_FILE} is there"
     )
-  weight_map = hf_config.read_json(directory / INDEX_FILE).get("weight_map")
-  if not isinstance(weight_map, dict):
-    raise ValueError(f"{directory / INDEX_FILE}: weight_map is missing")
-  names = sorted(set(weight_map.values()))
-  for name in names:
-    if pathlib.PurePath(name).name != name:
-      raise ValueError(f"{directory / INDEX_FILE}: {name!r} is not a file name")
-    if not (directory / name).is_file():
-      raise FileNotFoundError(f"{directory / name} does not exist")
-  return [directory / name for name in names]
+  weight_map = model_files.read_object(index).get("weight_map")
+  if not isinstance(weight_map, dict) or not weight_map:
+    raise ValueError(
+      f"{index}: weight_map is {model_files.shown(weight_map)}, not an object"
+      " of tensors and their files"
+    )
+  for tensor, name in weight_map.items():
+    if not isinstance(name, str) or not _SHARD.fullmatch(name):
+      raise ValueError(
+        f"{index}: weight_map.{tensor} is {model_files.shown(name)}, not"
+        " the name of a file beside it"
+      )
+  return [
+    directory / name for name in sorted(set(weight_map.values()))
+  ], weight_map
 
 
 # -- writing ----------------------------------------------------------------

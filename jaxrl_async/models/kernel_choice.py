@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxrl_async import config
 from jaxrl_async import topology
+from jaxrl_async.models import attention_names
 
-AUTO = "auto"
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
 
 
@@ -116,9 +116,9 @@ def pick(
 
   Args:
     field: of the config.
-    wanted: AUTO, or a name that then has to work; of a name that is not of
+    wanted: "auto", or a name that then has to work; of a name that is not of
       these implementations "xla" is left.
-    candidates: of AUTO, by platform.
+    candidates: of "auto", by platform.
     implementations: by name.
     make_trial: gives what they are tried on.
     device: one of those that will run it. What it is that cannot run here is
@@ -127,7 +127,7 @@ def pick(
   Raises:
     ConfigError: what is wanted does not work.
   """
-  if wanted == AUTO:
+  if wanted == attention_names.AUTO:
     names = candidates.get(device.platform, ())
   else:
     names = tuple({wanted} & implementations.keys() - {"xla"})
@@ -145,6 +145,6 @@ def pick(
   if wanted in refused:
     raise config.ConfigError(
       f"{field}: {wanted} does not work here ({refused[wanted]});"
-      f" use {AUTO} or xla"
+      f" use {attention_names.AUTO} or xla"
     )
   return name, refused

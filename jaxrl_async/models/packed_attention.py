@@ -24,6 +24,7 @@ import numpy as np
 from jaxrl_async import config
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async.models import attention
+from jaxrl_async.models import attention_names
 from jaxrl_async.models import block_attention
 from jaxrl_async.models import configs
 from jaxrl_async.models import kernel_choice
@@ -346,16 +347,6 @@ def _trial(
   )
 
 
-def check_name(wanted: str) -> None:
-  """Raises a ConfigError unless there is attention of that name."""
-  known = (kernel_choice.AUTO, *IMPLEMENTATIONS)
-  config.require(
-    wanted in known,
-    "train.attention",
-    f"{wanted!r} is not one of {', '.join(known)}",
-  )
-
-
 def choose(
   wanted: str,
   *,
@@ -369,7 +360,7 @@ def choose(
   Where no kernel works it is "blocks", or "xla" for rows of two blocks or less.
 
   Args:
-    wanted: `kernel_choice.AUTO`, or a name, which then has to work.
+    wanted: `attention_names.AUTO`, or a name, which then has to work.
     model: whose heads are tried.
     tokens_per_row: of a run.
     dtype: of the forward pass.
@@ -379,7 +370,7 @@ def choose(
     ConfigError: no such name, or it does not work here.
   """
   field = "train.attention"
-  check_name(wanted)
+  attention_names.check_packed(wanted)
   if wanted in _PLAIN:
     return wanted
   mesh, rules = layout.mesh, layout.rules

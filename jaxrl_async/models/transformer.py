@@ -71,7 +71,10 @@ def rope_frequencies(config: configs.ModelConfig) -> np.ndarray:
   one = np.float32(1.0)
   exponents = np.arange(0, config.head_dim, 2, dtype=np.float32)
   exponents = exponents / np.float32(config.head_dim)
-  frequencies = one / np.float32(config.rope_theta) ** exponents
+  # In float64, whose power is the same everywhere: NumPy's own in float32
+  # depends on the processor.
+  powers = np.float64(config.rope_theta) ** exponents.astype(np.float64)
+  frequencies = one / powers.astype(np.float32)
   scaling = config.rope_scaling
   if scaling is None:
     return frequencies
@@ -292,16 +295,17 @@ def _abstract(config: configs.ModelConfig, *, is_stacked: bool) -> Decoder:
 
 def logical_axes(config: configs.ModelConfig, *, is_stacked: bool) -> Params:
   """Names of the axes of every parameter, in the tree of the parameters."""
-  state = nnx.state(_abstract(config, is_stacked=is_stacked), nnx.Param)
-
-  def axes(path, variable):
-    names = variable.get_metadata()["logical_axes"]
-    return ("layers", *names) if is_stacked and path[0] == "layers" else names
-
-  flat = [(path, axes(path, v)) for path, v in nnx.to_flat_state(state)]
+  # Layers are alike: to trace each of 64 takes seconds.
+  state = nnx.state(_abstract(config, is_stacked=True), nnx.Param)
+  flat = [
+    (path, variable.get_metadata()["logical_axes"])
+    for path, variable in nnx.to_flat_state(state)
+  ]
   tree = nnx.to_pure_dict(nnx.from_flat_state(flat))
-  if not is_stacked:
-    tree["layers"] = [tree["layers"][i] for i in range(config.num_layers)]
+  if is_stacked:
+    tree["layers"] = {k: ("layers", *x) for k, x in tree["layers"].items()}
+  else:
+    tree["layers"] = [dict(tree["layers"]) for _ in range(config.num_layers)]
   return tree
 
 

@@ -5,6 +5,7 @@ that is in the fork server, once, before any of them exists.
 """
 
 from collections.abc import Callable, Mapping
+import datetime
 import functools
 import types
 from typing import Any
@@ -21,8 +22,14 @@ def library() -> types.ModuleType:
       "ignore", category=SyntaxWarning, module=".*cellpylib"
     )
     import reasoning_gym
+    from reasoning_gym.arithmetic import time_intervals
     import reasoning_gym.factory
 
+  # It completes a time of the day by today's date, in the item's metadata.
+  parse = functools.partial(
+    time_intervals.parser.parse, default=datetime.datetime(2000, 1, 1)
+  )
+  time_intervals.parser = types.SimpleNamespace(parse=parse)
   return reasoning_gym
 
 
@@ -53,4 +60,4 @@ def score(item: Mapping[str, Any], answer: str | None) -> float:
   if key not in _SCORERS:
     dataset = create_dataset(item["dataset"], item["params"], seed=0)
     _SCORERS[key] = dataset.score_answer
-  return _SCORERS[key](answer, item)
+  return float(_SCORERS[key](answer, item))

@@ -22,6 +22,7 @@ from typing import Any
 import pebble
 
 from jaxrl_async.rewards import extraction
+from jaxrl_async.rewards import file_lock
 from jaxrl_async.rewards import reasoning
 
 # (types.Prompt.item, extracted answer or None) -> score. A function of a module
@@ -95,9 +96,10 @@ class RewardService:
     multiprocessing.set_forkserver_preload([_PRELOAD])
     self._pool = self._new_pool()
     self._greetings: list[futures.Future] = []
-    starter = futures.ThreadPoolExecutor(1, "start reward processes")
-    self._started = starter.submit(self._start)
-    starter.shutdown(wait=False)
+    self._started: futures.Future[None] = futures.Future()
+    threading.Thread(
+      target=self._start, name="start reward processes", daemon=True
+    ).start()
 
   def warm_up(self, timeout_s: float = 120.0) -> None:
     """Wait until the processes are ready, and check what they imported.
@@ -159,17 +161,22 @@ class RewardService:
 
   def _start(self) -> None:
     """Fork the processes; blocks until the fork server has its libraries."""
-    with self._lock:
-      if not self._is_closed:
-        # One for each process, so that all of them start now.
-        self._greetings = [
-          self._pool.schedule(_loaded_modules) for _ in range(self._num_workers)
-        ]
+    try:
+      with self._lock:
+        if not self._is_closed:
+          # One for each process, so that all of them start now.
+          self._greetings = [
+            self._pool.schedule(_loaded_modules)
+            for _ in range(self._num_workers)
+          ]
+      self._started.set_result(None)
+    except BaseException as error:  # `warm_up` raises it
+      self._started.set_exception(error)
 
   def _new_pool(self) -> pebble.ProcessPool:
     return pebble.ProcessPool(
       max_workers=self._num_workers,
-      context=multiprocessing.get_context("forkserver"),
+      context=file_lock.ForkServerContext(),
     )
 
   def _stop(self, pool: pebble.ProcessPool) -> None:

@@ -19,6 +19,7 @@ from jaxrl_async import config
 from jaxrl_async import mesh as mesh_lib
 from jaxrl_async import topology
 from jaxrl_async.models import attention
+from jaxrl_async.models import attention_names
 from jaxrl_async.models import configs
 from jaxrl_async.models import kernel_choice
 from jaxrl_async.rollout import kv_cache
@@ -133,22 +134,6 @@ def decode_trial(
   )
 
 
-def check_name(wanted: str, *, has_pages: bool) -> None:
-  """Raises a ConfigError unless there is attention of that name."""
-  decode = paged_attention.IMPLEMENTATIONS
-  known = dict.fromkeys((kernel_choice.AUTO, *attention.CAUSAL, *decode))
-  config.require(
-    wanted in known,
-    "rollout.attention",
-    f"{wanted!r} is not one of {', '.join(known)}",
-  )
-  config.require(
-    has_pages or wanted not in decode.keys() - {"xla"},
-    "rollout.attention",
-    f"{wanted} reads pages, and rollout.num_pages is 0",
-  )
-
-
 def choose(
   wanted: str,
   *,
@@ -163,7 +148,7 @@ def choose(
   The line is a warning when something is not: a run is slower than it seems.
 
   Args:
-    wanted: kernel_choice.AUTO, or a name of `attention.CAUSAL` or
+    wanted: attention_names.AUTO, or a name of `attention.CAUSAL` or
       `paged_attention.IMPLEMENTATIONS`, which then has to work; what the name
       is not of takes "xla".
     model: whose heads are tried.
@@ -175,10 +160,10 @@ def choose(
   Raises:
     ConfigError: no such name, or it does not work here.
   """
-  check_name(wanted, has_pages=sizes.num_pages > 0)
+  attention_names.check_rollout(wanted, has_pages=sizes.num_pages > 0)
   decode = paged_attention.IMPLEMENTATIONS
   if mesh.size > 1 and rules.heads != rules.kv_heads:
-    if wanted not in (kernel_choice.AUTO, "xla"):
+    if wanted not in (attention_names.AUTO, "xla"):
       raise config.ConfigError(
         f"rollout.attention: {wanted} needs query heads where their kv heads"
         " are; give mesh.rollout_rules.heads and kv_heads the same axes"

@@ -24,8 +24,8 @@ import numpy as np
 from jaxrl_async import aot
 from jaxrl_async import config
 from jaxrl_async import mesh as mesh_lib
+from jaxrl_async.models import attention_names
 from jaxrl_async.models import configs
-from jaxrl_async.models import kernel_choice
 from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
 from jaxrl_async.rollout import attention_choice
@@ -59,7 +59,7 @@ class Engine(jetstream_api.Engine):
     end_tokens: tuple[int, ...],
     dtype: str = "float32",
     weights: config.WeightFormat = config.WeightFormat.FLOAT,
-    attention: str = kernel_choice.AUTO,
+    attention: str = attention_names.AUTO,
   ):
     self.model = model
     self.sizes = sizes

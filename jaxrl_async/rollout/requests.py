@@ -1,101 +1,32 @@
 """Requests of clients beside whatever else a scheduler does.
 
 Any thread submits and cancels; the thread that owns the scheduler calls `feed`
-before each step and `deliver` after it. `ServeLoop` is that thread where
-nothing trains; `worker.RolloutWorker` does the same beside its groups.
+before each step and `deliver` after it. `serve_loop.ServeLoop` is that thread
+where nothing trains; `worker.RolloutWorker` does the same beside its groups.
+
+Slots are shared by client: a free slot goes to the client that has the fewest,
+of its requests to the one that has the fewest, and of those to the one whose
+turn was the longest ago. So neither many choices nor many requests of one
+client keep another's request waiting for longer than a slot takes to end.
 """
 
 import collections
 from collections.abc import Callable, Iterable
 import dataclasses
-import enum
+import itertools
 import threading
 import time
 
-from jaxtyping import Float, Int
+from jaxtyping import Int
 import numpy as np
 
 from jaxrl_async import tokenizer as tokenizer_lib
-from jaxrl_async import types
+from jaxrl_async.rollout import client_request
+from jaxrl_async.rollout import request_places
 from jaxrl_async.rollout import sampling
 from jaxrl_async.rollout import scheduler as scheduler_lib
 from jaxrl_async.rollout import sequence as sequence_lib
 from jaxrl_async.rollout import stop_strings
-
-MAX_SEED = 2**31 - 1
-_NUM_LATENCIES = 32  # that the estimate of a wait is made of
-
-
-class QueueFull(RuntimeError):
-  """There is no room for another request.
-
-  Attributes:
-    retry_after_s: when a place will probably be free.
-  """
-
-  def __init__(self, message: str, retry_after_s: float):
-    super().__init__(message)
-    self.retry_after_s = retry_after_s
-
-
-class TooLong(ValueError):
-  """Prompt and completion do not fit into the cache."""
-
-
-class Draining(RuntimeError):
-  """Nothing is taken any more: the server is shutting down."""
-
-
-class RequestError(enum.StrEnum):
-  """Why a request ended without being finished."""
-
-  DEADLINE = "the request's deadline passed"
-  SHUT_DOWN = "the server is shutting down"
-  FAILED = "the engine failed"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-  """What a client wants written.
-
-  Attributes:
-    prompt_tokens: at least one.
-    max_tokens: of each choice, at least one.
-    settings: how tokens are drawn.
-    seed: with the choice, all that the randomness is a function of.
-    num_choices: completions of the same prompt.
-    stop_strings: the first of them to be written ends a choice; its tokens
-      are part of the completion, its text is not.
-    deadline_s: on the clock of `time.monotonic`.
-  """
-
-  prompt_tokens: Int[np.ndarray, "T"]
-  max_tokens: int
-  settings: sampling.SamplingSettings
-  seed: int
-  num_choices: int = 1
-  stop_strings: tuple[str, ...] = ()
-  deadline_s: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Update:
-  """What was written of one choice since its last update.
-
-  Attributes:
-    choice: which of them.
-    tokens, logprobs, policy_versions: may be empty in the last update.
-    finish_reason: given in the choice's last update.
-    error: a `RequestError`. It ends all choices that have not finished; no
-      update of the request follows.
-  """
-
-  choice: int
-  tokens: Int[np.ndarray, "T"]
-  logprobs: Float[np.ndarray, "T"]
-  policy_versions: Int[np.ndarray, "T"]
-  finish_reason: types.FinishReason | None = None
-  error: str | None = None
 
 
 class Handle:
@@ -104,21 +35,33 @@ class Handle:
   Belongs to the queue: a client only keeps it, to cancel.
   """
 
-  def __init__(self, request: Request, on_update: Callable[[Update], None]):
+  def __init__(
+    self,
+    request: client_request.Request,
+    on_update: Callable[[client_request.Update], None],
+  ):
     self.request = request
     self.on_update = on_update
     self.submitted_s = time.monotonic()
     self.is_cancelled = False
     self.has_started = False  # its first token was delivered
-    self.sequences: list[sequence_lib.Sequence] = []
-    self.num_sent: list[int] = []  # tokens of each sequence, its prompt too
-    self.unfinished: set[int] = set(range(request.num_choices))
-    self.writing: set[int] = set()  # of these, the scheduler has
+    self.num_begun = 0  # choices that the scheduler has or had
+    self.num_unfinished = request.all_choices
+    self.writing: dict[int, sequence_lib.Sequence] = {}  # by choice
+    self.num_sent: dict[int, int] = {}  # tokens of these, the prompt too
+    self.turn = 0  # larger is later
+
+  @property
+  def has_more(self) -> bool:
+    """The scheduler has not had all of its choices."""
+    return self.num_begun < self.request.all_choices
 
   def num_written(self) -> int:
-    """Tokens of all choices so far."""
-    n = len(self.request.prompt_tokens)
-    return sum(s.length - n for s in self.sequences)
+    """Tokens so far of what is being written."""
+    return sum(
+      sequence.length - len(self.request.prompt_of(choice))
+      for choice, sequence in self.writing.items()
+    )
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -143,13 +86,13 @@ class RequestQueue:
 
   Invariant: a handle is in `_handles` from `submit` until its last update was
   made (or, cancelled, until `feed` has freed its slots), and nowhere after.
-  So `len(_handles)` is what `max_waiting` bounds, and empty means drained.
+  Those are the requests that `_places` counts, and none means drained.
 
   Threads: `submit`, `cancel`, `drain`, `wake` and the properties are for any
   thread. `feed`, `deliver` and `close` belong to the thread of the scheduler,
   which is also the one that calls each `on_update` and `on_time`: they must
-  not block, not raise and not call back. The lock guards `_handles`, `_new`,
-  `_cancelled` and the two flags.
+  not block, not raise and not call back. The lock guards `_handles`, `_places`,
+  `_new`, `_cancelled` and the two flags.
   """
 
   def __init__(
@@ -160,6 +103,7 @@ class RequestQueue:
     cache_tokens: int,
     vocab_size: int,
     max_choices: int = 128,
+    max_further_choices: int = 512,
     on_time: Callable[[str, float], None] = lambda name, seconds: None,
   ):
     """Makes an empty queue.
@@ -169,7 +113,8 @@ class RequestQueue:
       max_waiting: requests at a time, running ones included.
       cache_tokens: the most tokens of a prompt with its completion.
       vocab_size: of the model.
-      max_choices: of one request.
+      max_choices: of one request, all prompts together.
+      max_further_choices: of all requests, besides the first of each.
       on_time: told "first_token" and "latency" of a request, in seconds.
     """
     self.cache_tokens = cache_tokens
@@ -181,21 +126,23 @@ class RequestQueue:
     self._on_time = on_time
     self._changed = threading.Condition()
     self._handles: set[Handle] = set()
+    self._places = request_places.Places(
+      max_waiting, max(max_further_choices, max_choices)
+    )
     self._new: list[Handle] = []
     self._cancelled: list[Handle] = []
     self._is_draining = False
     self._is_awake = False
-    self._latencies_s: collections.deque[float] = collections.deque(
-      maxlen=_NUM_LATENCIES
-    )
     self._running: dict[Handle, None] = {}  # taken up, in order
-    self._pending: collections.deque[tuple[Handle, int]] = collections.deque()
+    self._turns = itertools.count()
     self._ended_tokens = 0
 
   # -- any thread -----------------------------------------------------------
 
   def submit(
-    self, request: Request, on_update: Callable[[Update], None]
+    self,
+    request: client_request.Request,
+    on_update: Callable[[client_request.Update], None],
   ) -> Handle:
     """Queues a request.
 
@@ -208,18 +155,19 @@ class RequestQueue:
     handle = Handle(request, on_update)
     with self._changed:
       if self._is_draining:
-        raise Draining("the server is shutting down")
-      if len(self._handles) >= self.max_waiting:
+        raise client_request.Draining("the server is shutting down")
+      refusal = self._places.refusal(request.client, request.all_choices)
+      if refusal is not None:
         self.stats.refused += 1
-        raise QueueFull(
-          f"{len(self._handles)} requests are waiting or running, which is the"
-          " most",
-          self._retry_after_s(),
+        raise client_request.QueueFull(
+          refusal,
+          self._places.retry_after_s(request.all_choices, time.monotonic()),
         )
+      self._places.take(request.client, request.all_choices)
       self._handles.add(handle)
       self._new.append(handle)
       self.stats.requests += 1
-      self.stats.prompt_tokens += len(request.prompt_tokens)
+      self.stats.prompt_tokens += sum(map(len, request.prompts))
       self._changed.notify_all()
     return handle
 
@@ -262,31 +210,19 @@ class RequestQueue:
     with self._changed:
       return len(self._handles)
 
-  def _retry_after_s(self) -> float:
-    # In a steady state one of n requests leaves every latency / n seconds.
-    times = self._latencies_s
-    latency_s = sum(times) / len(times) if times else 1.0
-    return max(1.0, latency_s / self.max_waiting)
-
-  def check(self, request: Request) -> None:
+  def check(self, request: client_request.Request) -> None:
     """Raises ValueError, with the field first, if it can never be served."""
-    prompt, settings = request.prompt_tokens, request.settings
-    v = self.vocab_size
-    if prompt.ndim != 1 or not len(prompt):
-      raise ValueError("prompt: has no tokens")
-    if prompt.min() < 0 or prompt.max() >= v:
-      raise ValueError(f"prompt: token ids must be in [0, {v})")
-    if request.max_tokens < 1:
-      raise ValueError(f"max_tokens: {request.max_tokens} is less than 1")
-    if len(prompt) + request.max_tokens > self.cache_tokens:
-      raise TooLong(
-        f"prompt: {len(prompt)} tokens and up to {request.max_tokens} of the"
-        f" completion (max_tokens) do not fit into {self.cache_tokens}"
-      )
+    settings, v = request.settings, self.vocab_size
+    if not request.prompts:
+      raise ValueError("prompt: is missing")
+    for prompt in request.prompts:
+      self._check_prompt(prompt, request.max_tokens)
     settings.check(v)
     in_range = {
-      ("seed", request.seed): 0 <= request.seed <= MAX_SEED,
-      ("n", request.num_choices): 1 <= request.num_choices <= self.max_choices,
+      ("seed", request.seed): 0 <= request.seed <= client_request.MAX_SEED,
+      ("n", request.num_choices): (
+        request.num_choices >= 1 and request.all_choices <= self.max_choices
+      ),
       ("min_tokens", settings.min_tokens): (
         settings.min_tokens <= request.max_tokens
       ),
@@ -298,6 +234,21 @@ class RequestQueue:
       if not is_right:
         raise ValueError(f"{name}: {value!r} is out of range")
 
+  def _check_prompt(
+    self, prompt: Int[np.ndarray, "T"], max_tokens: int
+  ) -> None:
+    if prompt.ndim != 1 or not len(prompt):
+      raise ValueError("prompt: has no tokens")
+    if prompt.min() < 0 or prompt.max() >= self.vocab_size:
+      raise ValueError(f"prompt: token ids must be in [0, {self.vocab_size})")
+    if max_tokens < 1:
+      raise ValueError(f"max_tokens: {max_tokens} is less than 1")
+    if len(prompt) + max_tokens > self.cache_tokens:
+      raise client_request.TooLong(
+        f"prompt: {len(prompt)} tokens and up to {max_tokens} of the"
+        f" completion (max_tokens) do not fit into {self.cache_tokens}"
+      )
+
   # -- the scheduler's thread -----------------------------------------------
 
   def feed(
@@ -307,8 +258,8 @@ class RequestQueue:
 
     Args:
       scheduler: this thread's.
-      most: choices that it may have at a time, in the order of requests; by
-        default as many as keep its slots full.
+      most: choices that it may have at a time; by default as many as keep its
+        slots full.
     """
     with self._changed:
       new, self._new = self._new, []
@@ -322,54 +273,67 @@ class RequestQueue:
     gone = set(cancelled)
     for handle in new:
       if handle not in gone:
-        self._start(handle)
+        handle.turn = next(self._turns)
+        self._running[handle] = None
     now_s = time.monotonic()
     for handle in list(self._running):
       if handle.request.deadline_s <= now_s:
         scheduler.cancel(handle)
-        self._fail(handle, RequestError.DEADLINE)
+        self._fail(handle, client_request.RequestError.DEADLINE)
         self.stats.expired += 1
     num_slots = scheduler.engine.sizes.num_slots
     if most is None:
       most = num_slots + scheduler.engine.sizes.insert_rows
-    num_written = sum(len(handle.writing) for handle in self._running)
-    while self._pending and num_written < most:
-      handle, choice = self._pending.popleft()
-      if handle in self._running:
-        handle.writing.add(choice)
-        scheduler.submit(handle.sequences[choice])
-        num_written += 1
+    self._begin(scheduler, most)
     self.stats.num_slots = num_slots
     self.stats.slots_in_use = min(num_slots, len(scheduler.sequences()))
     self.stats.policy_version = scheduler.version
 
-  def _start(self, handle: Handle) -> None:
-    request = handle.request
-    self._running[handle] = None
-    if request.deadline_s <= time.monotonic():
-      return  # `feed` ends it
-    n = len(request.prompt_tokens)
-    for choice in range(request.num_choices):
-      stop = None
-      if request.stop_strings:
-        stop = stop_strings.StopStrings(
-          self._tokenizer,
-          request.stop_strings,
-          min_tokens=request.settings.min_tokens,
-        )
-      sequence = sequence_lib.Sequence(
-        request.prompt_tokens,
-        limit=n + request.max_tokens,
-        stream=sampling.Stream.SERVE,
-        group=request.seed,
-        member=choice,
-        settings=request.settings,
-        stop=stop,
-        owner=handle,
+  def _begin(self, scheduler: scheduler_lib.Scheduler, most: int) -> None:
+    """Gives the scheduler choices, whoever has the fewest first."""
+    held: collections.Counter[str] = collections.Counter()
+    for handle in self._running:
+      held[handle.request.client] += len(handle.writing)
+    num_free = most - held.total()
+    waiting = {handle for handle in self._running if handle.has_more}
+    for _ in range(num_free):
+      if not waiting:
+        return
+      handle = min(
+        waiting,
+        key=lambda h: (held[h.request.client], len(h.writing), h.turn),
       )
-      handle.sequences.append(sequence)
-      handle.num_sent.append(n)
-      self._pending.append((handle, choice))
+      scheduler.submit(self._next_sequence(handle))
+      held[handle.request.client] += 1
+      handle.turn = next(self._turns)
+      if not handle.has_more:
+        waiting.remove(handle)
+
+  def _next_sequence(self, handle: Handle) -> sequence_lib.Sequence:
+    # Not made before it is written: a thousand waiting choices hold no memory.
+    request, choice = handle.request, handle.num_begun
+    prompt = request.prompt_of(choice)
+    stop = None
+    if request.stop_strings:
+      stop = stop_strings.StopStrings(
+        self._tokenizer,
+        request.stop_strings,
+        min_tokens=request.settings.min_tokens,
+      )
+    sequence = sequence_lib.Sequence(
+      prompt,
+      limit=len(prompt) + request.max_tokens,
+      stream=sampling.Stream.SERVE,
+      group=request.seed,
+      member=choice,
+      settings=request.settings,
+      stop=stop,
+      owner=handle,
+    )
+    handle.num_begun += 1
+    handle.writing[choice] = sequence
+    handle.num_sent[choice] = len(prompt)
+    return sequence
 
   def deliver(self, ended: Iterable[sequence_lib.Sequence]) -> None:
     """Tells clients what was written since the last time.
@@ -379,28 +343,37 @@ class RequestQueue:
     """
     has_ended = {id(s) for s in ended if isinstance(s.owner, Handle)}
     for handle in list(self._running):
-      writing = sorted(handle.writing)
-      ended_here = {c for c in writing if id(handle.sequences[c]) in has_ended}
-      handle.unfinished -= ended_here
-      handle.writing -= ended_here
-      if not handle.unfinished:
+      writing = list(handle.writing.items())
+      if not writing:
+        continue
+      for choice, sequence in writing:
+        if id(sequence) in has_ended:
+          self._end(handle, choice)
+      if not handle.num_unfinished:
         # Before its last update, whose client may call `cancel` at once.
         self._forget(handle)
-      for choice in writing:
-        is_last = choice in ended_here
-        length = handle.sequences[choice].length
-        if is_last or length > handle.num_sent[choice]:
-          self._send(handle, choice, is_last)
-      if not handle.unfinished:
-        now_s = time.monotonic()
-        if not handle.is_cancelled:
-          self.stats.finished += 1
-          self._latencies_s.append(now_s - handle.submitted_s)
-          self._on_time("latency", now_s - handle.submitted_s)
+      for choice, sequence in writing:
+        self._send(handle, choice, sequence)
+      if not handle.num_unfinished and not handle.is_cancelled:
+        self.stats.finished += 1
+        self._on_time("latency", time.monotonic() - handle.submitted_s)
 
-  def _send(self, handle: Handle, choice: int, is_last: bool) -> None:
-    sequence = handle.sequences[choice]
+  def _end(self, handle: Handle, choice: int) -> None:
+    sequence = handle.writing.pop(choice)
+    handle.num_unfinished -= 1
+    self._ended_tokens += sequence.length - len(
+      handle.request.prompt_of(choice)
+    )
+    with self._changed:
+      self._places.end_choice(time.monotonic())
+
+  def _send(
+    self, handle: Handle, choice: int, sequence: sequence_lib.Sequence
+  ) -> None:
+    is_last = choice not in handle.writing
     new = slice(handle.num_sent[choice], sequence.length)
+    if new.start == new.stop and not is_last:
+      return
     handle.num_sent[choice] = sequence.length
     self.stats.completion_tokens += new.stop - new.start
     if handle.is_cancelled:
@@ -409,7 +382,7 @@ class RequestQueue:
       handle.has_started = True
       self._on_time("first_token", time.monotonic() - handle.submitted_s)
     handle.on_update(
-      Update(
+      client_request.Update(
         choice=choice,
         tokens=sequence.tokens[new].copy(),
         logprobs=sequence.behavior_logprobs[new].copy(),
@@ -418,12 +391,12 @@ class RequestQueue:
       )
     )
 
-  def _fail(self, handle: Handle, error: RequestError) -> None:
+  def _fail(self, handle: Handle, error: client_request.RequestError) -> None:
     self._forget(handle)
     if not handle.is_cancelled:
       handle.on_update(
-        Update(
-          choice=min(handle.unfinished),
+        client_request.Update(
+          choice=min(handle.writing, default=0),
           tokens=np.zeros((0,), np.int32),
           logprobs=np.zeros((0,), np.float32),
           policy_versions=np.zeros((0,), np.int32),
@@ -436,7 +409,9 @@ class RequestQueue:
       del self._running[handle]
       self._ended_tokens += handle.num_written()
     with self._changed:
-      self._handles.discard(handle)
+      if handle in self._handles:
+        self._handles.remove(handle)
+        self._places.leave(handle.request.client, handle.num_unfinished)
 
   def num_written(self) -> int:
     """Tokens written for requests, whether or not anybody got them."""
@@ -450,7 +425,10 @@ class RequestQueue:
       )
       self._is_awake = False
 
-  def close(self, error: RequestError = RequestError.SHUT_DOWN) -> None:
+  def close(
+    self,
+    error: client_request.RequestError = client_request.RequestError.SHUT_DOWN,
+  ) -> None:
     """Ends everything that has not finished; nothing is taken any more."""
     with self._changed:
       self._is_draining = True
@@ -460,40 +438,3 @@ class RequestQueue:
     for handle in handles:
       self.stats.failed += not handle.is_cancelled
       self._fail(handle, error)
-
-
-class ServeLoop:
-  """Drives a scheduler for requests alone.
-
-  Waits for requests; is woken by `submit`, `cancel` and `stop`.
-
-  Threads: `run` belongs to one thread, which owns the scheduler; `stop` and
-  `is_running` are for any thread. A failure ends every request and is raised.
-  """
-
-  def __init__(self, queue: RequestQueue, scheduler: scheduler_lib.Scheduler):
-    self.queue = queue
-    self.scheduler = scheduler
-    self.is_running = False
-    self._is_stopping = False
-
-  def stop(self) -> None:
-    """Ends `run` before its next step; unfinished requests are told so."""
-    self._is_stopping = True
-    self.queue.wake()
-
-  def run(self) -> None:
-    """Serves until stopped."""
-    self.is_running = True
-    error = RequestError.FAILED
-    try:
-      while not self._is_stopping:
-        self.queue.feed(self.scheduler)
-        if self.scheduler.is_idle:
-          self.queue.wait(timeout_s=60.0)
-        else:
-          self.queue.deliver(self.scheduler.step())
-      error = RequestError.SHUT_DOWN
-    finally:
-      self.is_running = False
-      self.queue.close(error)

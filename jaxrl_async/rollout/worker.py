@@ -17,10 +17,12 @@ from jaxrl_async import buffer as buffer_lib
 from jaxrl_async import ledger as ledger_lib
 from jaxrl_async import metrics
 from jaxrl_async import prompts
+from jaxrl_async import supervisor
 from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async import types
 from jaxrl_async import weight_transfer
 from jaxrl_async.rewards import service
+from jaxrl_async.rollout import client_request
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import requests as requests_lib
 from jaxrl_async.rollout import sampling
@@ -169,10 +171,11 @@ class RolloutWorker:
       self._num_pausers += 1
     try:
       with self._gate:
-        if not self._gate.wait_for(
-          lambda: self._is_parked or self._has_ended, timeout_s
-        ):
-          raise TimeoutError(f"no pause in {timeout_s} s; {self.status()}")
+        deadline = supervisor.Deadline(timeout_s)
+        while not (self._is_parked or self._has_ended):
+          if (wait_s := deadline.next_wait_s()) == 0:
+            raise TimeoutError(f"no pause in {timeout_s} s; {self.status()}")
+          self._gate.wait(wait_s)
       yield
     finally:
       with self._gate:
@@ -209,7 +212,7 @@ class RolloutWorker:
 
   def run(self) -> None:
     """Generates until stopped; a closed buffer ends it without an error."""
-    ended_by = requests_lib.RequestError.FAILED
+    ended_by = client_request.RequestError.FAILED
     try:
       while self._pass_gate():
         self._adopt()
@@ -231,9 +234,9 @@ class RolloutWorker:
           for sequence in ended:
             if isinstance(sequence.owner, Running):
               self._advance(sequence)
-      ended_by = requests_lib.RequestError.SHUT_DOWN
+      ended_by = client_request.RequestError.SHUT_DOWN
     except buffer_lib.BufferClosed:
-      ended_by = requests_lib.RequestError.SHUT_DOWN
+      ended_by = client_request.RequestError.SHUT_DOWN
     finally:
       if self._requests is not None:
         self._requests.close(ended_by)
@@ -274,7 +277,7 @@ class RolloutWorker:
   def _admit(self) -> None:
     if self.scheduler.version < 0:
       return
-    while self.scheduler.has_room:
+    while self.scheduler.has_room and self.stream.is_ready():
       admission = self._buffer.try_admit(self.scheduler.version)
       if admission is None:
         return
@@ -285,6 +288,10 @@ class RolloutWorker:
     start_s = time.perf_counter()
     version = self.scheduler.version
     seen = self._buffer.policy_version
+    if version >= 0 and not self.stream.is_ready():
+      self._show("waiting for a question")
+      self.stream.is_ready(timeout_s=_IDLE_S)
+      return
     is_scoring = any(r.score is not None for r in self._running.values())
     is_short = is_scoring or self._requests is not None
     timeout_s = _IDLE_S if is_short else 10 * _IDLE_S
@@ -349,13 +356,14 @@ class RolloutWorker:
     if pending is None:
       running.finished[member] = dataclasses.replace(trajectory, reward=None)
       return
-    sequence = self._sequence(running, member, trajectory.tokens)
-    n = sequence.length
-    if n + len(pending) >= sequence.limit:  # as in `_advance`
+    n = len(trajectory.tokens)
+    # As in `_advance`; the limit may be a lower one than it was written under.
+    if n + len(pending) >= self._limit(running):
       running.finished[member] = dataclasses.replace(
         trajectory, finish_reason=types.FinishReason.LENGTH, reward=None
       )
       return
+    sequence = self._sequence(running, member, trajectory.tokens)
     sequence.loss_mask[:n] = trajectory.loss_mask
     sequence.behavior_logprobs[:n] = trajectory.behavior_logprobs
     sequence.policy_versions[:n] = trajectory.policy_versions

@@ -45,8 +45,13 @@ class Shape:
   created_s: int = dataclasses.field(default_factory=lambda: int(time.time()))
   name: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
 
+  @property
+  def count(self) -> int:
+    """Choices of all prompts."""
+    return len(self.prompt_tokens) * self.num_choices
+
   def whole(self, choices: list[generation.Piece]) -> dict[str, Any]:
-    """The answer at once."""
+    """The answer at once; a choice without a finish reason was cut short."""
     num_written = sum(len(c.tokens) for c in choices)
     records = [self._choice(c, is_first=True, is_whole=True) for c in choices]
     return {
@@ -109,6 +114,9 @@ class Shape:
     record["logprobs"] = self._logprobs(piece) if self.has_logprobs else None
     reason = piece.finish_reason
     record["finish_reason"] = None if reason is None else _FINISH[reason]
+    if is_whole and reason is None:
+      # OpenAI's interface has no word for it; this is the nearest one.
+      record |= {"finish_reason": "length", "stop_reason": "deadline"}
     if self.has_token_ids:
       record["token_ids"] = piece.tokens
       record["policy_versions"] = piece.policy_versions
@@ -142,7 +150,8 @@ class Answer(responses.Response):
   """Writes while the client is there, and sends it.
 
   An error before the first token has a status of its own; one after it is the
-  stream's last event.
+  stream's last event. A whole answer whose deadline passes in the middle has
+  what was written by then.
   """
 
   def __init__(
@@ -170,13 +179,17 @@ class Answer(responses.Response):
       self._writing.cancel()
 
   async def _send_whole(self, scope, receive, send) -> None:
-    choices: dict[int, generation.Piece] = {}
-    while (piece := await self._writing.next()) is not None:
-      if piece.choice in choices:
+    choices = [generation.Piece(choice=i) for i in range(self._shape.count)]
+    try:
+      while (piece := await self._writing.next()) is not None:
         choices[piece.choice].extend(piece)
-      else:
-        choices[piece.choice] = piece
-    whole = self._shape.whole([choices[i] for i in sorted(choices)])
+    except generation.Late:
+      if not any(choice.tokens for choice in choices):
+        raise
+      for choice in choices:
+        if choice.finish_reason is None:
+          choice.text += self._writing.held_back(choice.choice)
+    whole = self._shape.whole(choices)
     await responses.Response(_dumps(whole), media_type="application/json")(
       scope, receive, send
     )

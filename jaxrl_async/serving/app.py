@@ -1,13 +1,12 @@
 """The HTTP application: OpenAI's paths, health and metrics.
 
-Everything a client sends is bounded and checked here, before anything of it
-reaches the engine: who asks, how much and how slowly, JSON, fields, ranges,
-characters and token ids.
+Everything a client sends is bounded and checked, before anything of it reaches
+the engine: who asks, how much and how slowly, JSON, fields, ranges, characters
+and token ids. What takes a while of that is done in a thread of its own.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable
-import dataclasses
 import hmac
 import secrets
 import time
@@ -21,9 +20,11 @@ from starlette import responses
 from starlette import routing
 
 from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async.rollout import client_request
 from jaxrl_async.rollout import requests
 from jaxrl_async.rollout import sampling
 from jaxrl_async.serving import answers
+from jaxrl_async.serving import bodies
 from jaxrl_async.serving import chat_template as chat_template_lib
 from jaxrl_async.serving import errors
 from jaxrl_async.serving import generation
@@ -31,23 +32,6 @@ from jaxrl_async.serving import prometheus
 from jaxrl_async.serving import protocol
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's, of completions
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-  """What one client may ask for.
-
-  Attributes:
-    deadline_s: of a request that names none.
-    max_deadline_s: the latest that one may name.
-    max_body_bytes: larger bodies get a 413.
-    body_timeout_s: slower ones a 408.
-  """
-
-  deadline_s: float = 120.0
-  max_deadline_s: float = 600.0
-  max_body_bytes: int = 1 << 20
-  body_timeout_s: float = 20.0
 
 
 class Service:
@@ -66,7 +50,7 @@ class Service:
     model_name: str,
     is_alive: Callable[[], bool],
     api_key: str | None = None,
-    limits: Limits | None = None,
+    limits: bodies.Limits | None = None,
   ):
     """Keeps its parts.
 
@@ -87,9 +71,21 @@ class Service:
     self.model_name = model_name
     self.is_alive = is_alive
     self.api_key = api_key
-    self.limits = limits or Limits()
+    self.limits = limits or bodies.Limits()
+    self.bounds = bodies.Bounds(
+      tokens=queue.cache_tokens,
+      prompts=queue.max_choices,
+      characters=queue.cache_tokens * tokenizer.max_token_characters,
+      max_body_bytes=self.limits.max_body_bytes,
+    )
+    self.reader = bodies.Reader()
     self.created_s = int(time.time())
     metrics.watch(queue)
+
+  @property
+  def is_ready(self) -> bool:
+    """Whether requests are written."""
+    return self.is_alive() and self.queue.stats.policy_version >= 0
 
   # -- paths ----------------------------------------------------------------
 
@@ -97,11 +93,9 @@ class Service:
     """Whether requests are taken."""
     del request
     version = self.queue.stats.policy_version
-    status = "ok"
+    status = "ok" if self.is_ready else "not ready"
     if self.queue.is_draining:
       status = "draining"
-    elif not self.is_alive() or version < 0:
-      status = "not ready"
     return responses.JSONResponse(
       {"status": status, "policy_version": version},
       status_code=200 if status == "ok" else 503,
@@ -126,31 +120,34 @@ class Service:
 
   async def completions(self, request: http_requests.Request):
     """Text after text, or after tokens."""
-    body = await read_body(request, self.limits)
-    wanted = protocol.parse(protocol.Completion, body)
-    self._check_model(wanted.model)
-    self._check_counts(wanted, len(wanted.prompts))
-    prompts = [await self._tokens(p, "prompt") for p in wanted.prompts]
+    self._check_ready()
+    most_bytes = self.bounds.body_bytes(self.bounds.prompts)
+    body = await bodies.receive(request, self.limits, most_bytes)
+    wanted, prompts = await self.reader.run(
+      len(body), self._read_completion, body
+    )
+    has_logprobs = wanted.logprobs is not None
     return self._answer(
-      wanted, prompts, wanted.max_tokens, wanted.logprobs is not None
+      request, wanted, prompts, wanted.max_tokens, has_logprobs
     )
 
   async def chat(self, request: http_requests.Request):
     """The assistant's next message."""
-    body = await read_body(request, self.limits)
-    wanted = protocol.parse(protocol.Chat, body)
-    self._check_model(wanted.model)
-    self._check_counts(wanted, 1)
+    self._check_ready()
+    most_bytes = self.bounds.body_bytes(1)
+    body = await bodies.receive(request, self.limits, most_bytes)
+    wanted = await self.reader.run(len(body), self._read_chat, body)
     messages = [m.model_dump(exclude_none=True) for m in wanted.messages]
     try:
-      text = self.chat_template.render(messages)
+      # In a thread: a template takes as long as it is allowed to.
+      text = await asyncio.to_thread(self.chat_template.render, messages)
     except chat_template_lib.ChatTemplateError as error:
       raise errors.ApiError(
         400, f"messages: {error}", param="messages"
       ) from error
-    prompts = [await self._tokens(text, "messages")]
+    prompt = await self.reader.run(len(text), self.tokens, text, "messages")
     max_tokens = wanted.max_completion_tokens or wanted.max_tokens
-    return self._answer(wanted, prompts, max_tokens, wanted.logprobs)
+    return self._answer(request, wanted, [prompt], max_tokens, wanted.logprobs)
 
   # -- their parts ----------------------------------------------------------
 
@@ -174,28 +171,46 @@ class Service:
         code="model_not_found",
       )
 
-  def _check_counts(
-    self, wanted: protocol.Completion | protocol.Chat, num_prompts: int
-  ) -> None:
-    bounds = {
-      "prompt": (num_prompts, self.queue.max_waiting),
-      "n": (num_prompts * wanted.n, self.queue.max_choices),
-    }
-    for name, (count, most) in bounds.items():
-      if count > most:
-        what = "prompts" if name == "prompt" else "choices of all prompts"
-        raise errors.ApiError(
-          400, f"{name}: {count} {what}; at most {most}", param=name
-        )
+  def _check_ready(self) -> None:
+    if not self.is_ready and not self.queue.is_draining:
+      raise errors.ApiError(
+        503, "the server is not ready yet", headers={"retry-after": "5"}
+      )
 
-  async def _tokens(self, prompt: str | list[int], name: str) -> np.ndarray:
+  # The next three may take a while: they run in a thread of `reader`.
+
+  def _read_completion(
+    self, body: bytes
+  ) -> tuple[protocol.Completion, list[np.ndarray]]:
+    wanted = protocol.parse(protocol.Completion, body, self.bounds)
+    self._check_model(wanted.model)
+    num_prompts = len(wanted.prompts)
+    self._check_count("prompt", num_prompts, "prompts")
+    self._check_count("n", num_prompts * wanted.n, "choices of all prompts")
+    return wanted, [self.tokens(p, "prompt") for p in wanted.prompts]
+
+  def _read_chat(self, body: bytes) -> protocol.Chat:
+    wanted = protocol.parse(protocol.Chat, body, self.bounds)
+    self._check_model(wanted.model)
+    self._check_count("n", wanted.n, "choices of all prompts")
+    num_characters = sum(len(m.content) for m in wanted.messages)
+    self.bounds.check_characters("messages", num_characters)
+    return wanted
+
+  def tokens(self, prompt: str | list[int], name: str) -> np.ndarray:
     """Token ids, all in the vocabulary."""
     if isinstance(prompt, str):
+      self.bounds.check_characters(name, len(prompt))
       try:
-        # In a thread: a long text takes its time.
-        return await asyncio.to_thread(self.tokenizer.encode, prompt)
+        # A rendered chat brings its special tokens along.
+        is_chat = name == "messages"
+        encode = (
+          self.tokenizer.encode if is_chat else self.tokenizer.encode_prompt
+        )
+        return encode(prompt)
       except ValueError as error:
         raise errors.ApiError(400, f"{name}: {error}", param=name) from error
+    self.bounds.check_tokens(name, len(prompt))
     v = self.queue.vocab_size
     if not all(0 <= token < v for token in prompt):
       raise errors.ApiError(
@@ -203,8 +218,16 @@ class Service:
       )
     return np.asarray(prompt, np.int32)
 
+  def _check_count(self, name: str, count: int, what: str) -> None:
+    most = self.queue.max_choices
+    if count > most:
+      raise errors.ApiError(
+        400, f"{name}: {count} {what}; at most {most}", param=name
+      )
+
   def _answer(
     self,
+    request: http_requests.Request,
     wanted: protocol.Completion | protocol.Chat,
     prompts: list[np.ndarray],
     max_tokens: int | None,
@@ -232,22 +255,20 @@ class Service:
       ignore_eos=wanted.ignore_eos,
     )
 
-    def default_tokens(prompt):
-      room = max(self.queue.cache_tokens - len(prompt), 1)
-      return room if is_chat else min(room, _DEFAULT_MAX_TOKENS)
-
-    requests_ = [
-      requests.Request(
-        prompt_tokens=prompt,
-        max_tokens=max_tokens or default_tokens(prompt),
-        settings=settings,
-        seed=seed % (requests.MAX_SEED + 1),
-        num_choices=wanted.n,
-        stop_strings=wanted.stop,
-        deadline_s=time.monotonic() + deadline_s,
-      )
-      for prompt in prompts
-    ]
+    if max_tokens is None:
+      max_tokens = max(self.queue.cache_tokens - max(map(len, prompts)), 1)
+      if not is_chat:
+        max_tokens = min(max_tokens, _DEFAULT_MAX_TOKENS)
+    asked = client_request.Request(
+      prompts=tuple(prompts),
+      max_tokens=max_tokens,
+      settings=settings,
+      seed=seed % (client_request.MAX_SEED + 1),
+      num_choices=wanted.n,
+      stop_strings=wanted.stop,
+      deadline_s=time.monotonic() + deadline_s,
+      client="" if request.client is None else request.client.host,
+    )
     options = wanted.stream_options
     shape = answers.Shape(
       model=self.model_name,
@@ -259,46 +280,11 @@ class Service:
       has_usage=options is not None and options.include_usage,
     )
     writing = generation.Generation(
-      self.queue, self.tokenizer, requests_, has_token_texts=has_logprobs
+      self.queue, self.tokenizer, asked, has_token_texts=has_logprobs
     )
     return answers.Answer(
       writing, shape, is_stream=wanted.stream, timeout_s=deadline_s
     )
-
-
-async def read_body(request: http_requests.Request, limits: Limits) -> bytes:
-  """The body of a POST.
-
-  Raises:
-    ApiError: it is not JSON by its own account, too large or too slow.
-  """
-  kind = request.headers.get("content-type", "").partition(";")[0]
-  if kind.strip().lower() != "application/json":
-    raise errors.ApiError(
-      415, "send the body as content-type: application/json"
-    )
-  too_large = errors.ApiError(
-    413, f"the body has more than {limits.max_body_bytes} bytes"
-  )
-  length = request.headers.get("content-length", "0")
-  if not length.isdecimal() or int(length[:20]) > limits.max_body_bytes:
-    raise too_large
-  body = bytearray()
-  try:
-    async with asyncio.timeout(limits.body_timeout_s):
-      async for chunk in request.stream():
-        body += chunk
-        if len(body) > limits.max_body_bytes:
-          raise too_large
-  except TimeoutError:
-    raise errors.ApiError(
-      408,
-      f"the body did not arrive within {limits.body_timeout_s:g} s",
-      headers={"connection": "close"},
-    ) from None
-  except http_requests.ClientDisconnect:
-    raise errors.ApiError(400, "the client went away") from None
-  return bytes(body)
 
 
 class _Door:

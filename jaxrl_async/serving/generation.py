@@ -1,16 +1,15 @@
 """From the engine's thread to a coroutine: what is written for one answer."""
 
 import asyncio
-from collections.abc import Sequence
 import contextlib
 import dataclasses
-import functools
 import math
 import re
 import time
 
 from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async import types
+from jaxrl_async.rollout import client_request
 from jaxrl_async.rollout import requests
 from jaxrl_async.rollout import stop_strings
 from jaxrl_async.serving import errors
@@ -58,7 +57,7 @@ class _Choice:
     self,
     index: int,
     tokenizer: tokenizer_lib.Tokenizer,
-    request: requests.Request,
+    request: client_request.Request,
     has_token_texts: bool,
   ):
     self._index = index
@@ -71,7 +70,7 @@ class _Choice:
     self._whole = stop_strings.TokenText(tokenizer) if has_token_texts else None
     self._num_characters = 0
 
-  def piece(self, update: requests.Update) -> Piece:
+  def piece(self, update: client_request.Update) -> Piece:
     tokens = update.tokens.tolist()
     piece = Piece(
       choice=self._index,
@@ -90,11 +89,12 @@ class _Choice:
         self._num_characters += len(self._whole.add([token]))
     return piece
 
+  def held_back(self) -> str:
+    return self._shown.finish()
+
 
 class Generation:
-  """Several requests of the same number of choices, as one stream of pieces.
-
-  Choice c of request p is choice p * num_choices + c of the answer.
+  """One request as a stream of pieces.
 
   Threads: everything belongs to the event loop of the server but `_receive`,
   which the engine's thread calls.
@@ -104,57 +104,49 @@ class Generation:
     self,
     queue: requests.RequestQueue,
     tokenizer: tokenizer_lib.Tokenizer,
-    wanted: Sequence[requests.Request],
+    request: client_request.Request,
     *,
     has_token_texts: bool,
   ):
     self._queue = queue
-    self._wanted = wanted
-    self._handles: list[requests.Handle] = []
-    self._updates: asyncio.Queue[tuple[int, requests.Update]] = asyncio.Queue()
+    self._request = request
+    self._handle: requests.Handle | None = None
+    self._updates: asyncio.Queue[client_request.Update] = asyncio.Queue()
     self._loop = asyncio.get_running_loop()
     self._tokenizer = tokenizer
     self._has_token_texts = has_token_texts
     self._choices: list[_Choice] = []
-    self._num_unfinished = 0
+    self._num_unfinished = request.all_choices
 
   def submit(self) -> None:
-    """Queues all requests, or none.
+    """Queues the request.
 
     Raises:
-      ApiError: there is no room for them, or not any more, or never.
+      ApiError: there is no room for it, or not any more, or never.
     """
     try:
-      for request in self._wanted:  # all, before the first is queued
-        self._queue.check(request)
-      n = self._wanted[0].num_choices
+      self._queue.check(self._request)
       self._choices = [
-        _Choice(p * n + c, self._tokenizer, request, self._has_token_texts)
-        for p, request in enumerate(self._wanted)
-        for c in range(n)
+        _Choice(index, self._tokenizer, self._request, self._has_token_texts)
+        for index in range(self._request.all_choices)
       ]
-      self._num_unfinished = len(self._choices)
-      for number, request in enumerate(self._wanted):
-        receive = functools.partial(self._receive, number)
-        self._handles.append(self._queue.submit(request, receive))
+      self._handle = self._queue.submit(self._request, self._receive)
     except ValueError as error:
       raise _bad_request(error) from error
-    except requests.QueueFull as error:
-      self.cancel()
+    except client_request.QueueFull as error:
       raise errors.ApiError(
         429,
         f"too many requests: {error}",
         code="queue_full",
         headers={"retry-after": str(math.ceil(error.retry_after_s))},
       ) from error
-    except requests.Draining as error:
-      self.cancel()
+    except client_request.Draining as error:
       raise _shutting_down() from error
 
   def cancel(self) -> None:
     """Frees what is still running; harmless when everything has ended."""
-    for handle in self._handles:
-      self._queue.cancel(handle)
+    if self._handle is not None:
+      self._queue.cancel(self._handle)
 
   async def next(self) -> Piece | None:
     """What is written next, None after the last of all choices.
@@ -165,39 +157,43 @@ class Generation:
     if not self._num_unfinished:
       return None
     # The engine's thread ends what is late, unless it is paused itself.
-    left_s = max(r.deadline_s for r in self._wanted) - time.monotonic()
+    left_s = self._request.deadline_s - time.monotonic()
     try:
       # Not `wait_for`, which may lose a cancellation on Python 3.11.
       async with asyncio.timeout(left_s + _GRACE_S):
-        number, update = await self._updates.get()
+        update = await self._updates.get()
     except TimeoutError:
-      raise _late() from None
-    if update.error == requests.RequestError.DEADLINE:
-      raise _late()
-    if update.error == requests.RequestError.SHUT_DOWN:
+      raise Late() from None
+    if update.error == client_request.RequestError.DEADLINE:
+      raise Late()
+    if update.error == client_request.RequestError.SHUT_DOWN:
       raise _shutting_down()
     if update.error is not None:
       raise errors.ApiError(500, update.error)
-    n = self._wanted[number].num_choices
-    piece = self._choices[number * n + update.choice].piece(update)
+    piece = self._choices[update.choice].piece(update)
     self._num_unfinished -= piece.finish_reason is not None
     return piece
 
-  def _receive(self, number: int, update: requests.Update) -> None:
+  def held_back(self, choice: int) -> str:
+    """Text of a choice that nothing will follow, and that was not shown yet."""
+    return self._choices[choice].held_back()
+
+  def _receive(self, update: client_request.Update) -> None:
     with contextlib.suppress(RuntimeError):  # the server's loop has ended
-      self._loop.call_soon_threadsafe(
-        self._updates.put_nowait, (number, update)
-      )
+      self._loop.call_soon_threadsafe(self._updates.put_nowait, update)
 
 
-def _late() -> errors.ApiError:
-  return errors.ApiError(
-    504,
-    "the request's deadline passed before it was finished (deadline_s)",
-    code="deadline_exceeded",
-    # The official client would try again what took too long.
-    headers={"x-should-retry": "false"},
-  )
+class Late(errors.ApiError):
+  """The deadline passed before the request was finished."""
+
+  def __init__(self):
+    super().__init__(
+      504,
+      "the request's deadline passed before it was finished (deadline_s)",
+      code="deadline_exceeded",
+      # The official client would try again what took too long.
+      headers={"x-should-retry": "false"},
+    )
 
 
 def _shutting_down() -> errors.ApiError:
@@ -214,7 +210,7 @@ def _bad_request(error: ValueError) -> errors.ApiError:
     param = "stop_token_ids"
   else:
     param = named[1] if named else None
-  is_long = isinstance(error, requests.TooLong)
+  is_long = isinstance(error, client_request.TooLong)
   return errors.ApiError(
     400,
     text,

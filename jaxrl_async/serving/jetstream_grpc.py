@@ -2,10 +2,10 @@
 
 For clients written for JetStream: its proto, its generated stubs, its servicer
 as the base class. How a request's content is read and what a health check
-says are inherited; `Decode` is not, because JetStream's knows neither
-deadlines nor errors of a request, lets an abandoned one be written to its end,
-takes text that looks like "<0x41>" for a byte, and logs through the root
-logger, which installs a handler there.
+says are inherited; `Decode` is not, because JetStream's knows neither deadlines
+nor errors of a request, lets an abandoned one be written to its end, takes text
+that looks like "<0x41>" for a byte, and logs through the root logger, which
+installs a handler there. A health check needs no key, as over HTTP.
 
 As in JetStream, a text request is answered with text and token ids, a request
 of token ids with token ids alone, and the token that ended a completion is
@@ -18,21 +18,23 @@ import asyncio
 from collections.abc import AsyncIterator
 import contextlib
 import hmac
+import http
 import math
 import secrets
 import threading
 import time
 from typing import Any
 
+from google.protobuf import message as protobuf_message
 import grpc
-import numpy as np
 
 from jaxrl_async import types
+from jaxrl_async.rollout import client_request
 from jaxrl_async.rollout import jetstream_api
-from jaxrl_async.rollout import requests
 from jaxrl_async.rollout import sampling
 from jaxrl_async.rollout import stop_strings
 from jaxrl_async.serving import app
+from jaxrl_async.serving import errors
 
 _api = jetstream_api.grpc_api()
 
@@ -41,9 +43,9 @@ _SHUTDOWN_S = 5
 _Context = Any
 _SETTINGS = {"temperature": float, "top_k": int, "top_p": float, "min_p": float}
 _STATUS = {
-  requests.RequestError.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
-  requests.RequestError.SHUT_DOWN: grpc.StatusCode.UNAVAILABLE,
-  requests.RequestError.FAILED: grpc.StatusCode.INTERNAL,
+  client_request.RequestError.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
+  client_request.RequestError.SHUT_DOWN: grpc.StatusCode.UNAVAILABLE,
+  client_request.RequestError.FAILED: grpc.StatusCode.INTERNAL,
 }
 
 
@@ -77,10 +79,16 @@ class Orchestrator(_api.LLMOrchestrator):
         grpc.StatusCode.UNAUTHENTICATED,
         "the API key is missing or wrong; send it as authorization: Bearer ...",
       )
+    if request is None:
+      await context.abort(
+        grpc.StatusCode.INVALID_ARGUMENT, "the message is no DecodeRequest"
+      )
+    if not self.service.is_ready and not self.service.queue.is_draining:
+      await context.abort(grpc.StatusCode.UNAVAILABLE, "not ready yet")
     loop = asyncio.get_running_loop()
-    updates: asyncio.Queue[requests.Update] = asyncio.Queue()
+    updates: asyncio.Queue[client_request.Update] = asyncio.Queue()
 
-    def on_update(update: requests.Update) -> None:
+    def on_update(update: client_request.Update) -> None:
       # A loop that was closed meanwhile has nobody left to tell.
       with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(updates.put_nowait, update)
@@ -88,11 +96,17 @@ class Orchestrator(_api.LLMOrchestrator):
     try:
       wanted, is_text = await self._read(request, context)
       handle = self.service.queue.submit(wanted, on_update)
+    except errors.ApiError as error:
+      is_full = error.status == http.HTTPStatus.TOO_MANY_REQUESTS
+      code = grpc.StatusCode.INVALID_ARGUMENT
+      await context.abort(
+        grpc.StatusCode.RESOURCE_EXHAUSTED if is_full else code, error.message
+      )
     except ValueError as error:
       await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-    except requests.Draining as error:
+    except client_request.Draining as error:
       await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
-    except requests.QueueFull as error:
+    except client_request.QueueFull as error:
       pushback_ms = math.ceil(1000 * error.retry_after_s)
       context.set_trailing_metadata(
         (("grpc-retry-pushback-ms", str(pushback_ms)),)
@@ -107,7 +121,7 @@ class Orchestrator(_api.LLMOrchestrator):
     while finish_reason is None:
       update = await updates.get()
       if update.error is not None:
-        error = requests.RequestError(update.error)
+        error = client_request.RequestError(update.error)
         await context.abort(_STATUS[error], error.value)
       finish_reason = update.finish_reason
       sample = _sample(update, text)
@@ -126,20 +140,20 @@ class Orchestrator(_api.LLMOrchestrator):
 
   async def _read(
     self, request: Any, context: _Context
-  ) -> tuple[requests.Request, bool]:
+  ) -> tuple[client_request.Request, bool]:
     """What the client wants, and whether it wants text.
 
     Raises:
-      ValueError: it cannot be told, or is not supported.
+      ValueError, ApiError: it cannot be told, or is not supported.
     """
     if request.session_cache:
       raise ValueError("session_cache: sessions are not kept")
     if request.WhichOneof("content") is None:
       raise ValueError("content: neither text_content nor token_content")
     content, is_tokens = self._get_prefill_content(request)
-    if not is_tokens:
-      # Of a long text that takes a while, without Python's lock.
-      content = await asyncio.to_thread(self.service.tokenizer.encode, content)
+    prompt = await self.service.reader.run(
+      len(content), self.service.tokens, content, "prompt"
+    )
     metadata = _metadata(context)
     given = {
       name: _number(kind, name, metadata[name])
@@ -153,12 +167,13 @@ class Orchestrator(_api.LLMOrchestrator):
     if deadline_s is None:
       deadline_s = self.service.limits.deadline_s
     deadline_s = min(deadline_s, self.service.limits.max_deadline_s)
-    wanted = requests.Request(
-      prompt_tokens=np.asarray(content, np.int32),
+    wanted = client_request.Request(
+      prompts=(prompt,),
       max_tokens=request.max_tokens,
       settings=sampling.SamplingSettings(**given),
       seed=seed,
       deadline_s=time.monotonic() + deadline_s,
+      client=_address(context.peer()),
     )
     return wanted, not is_tokens
 
@@ -199,12 +214,12 @@ class GrpcServer:
           ("grpc.so_reuseport", 0),
           (
             "grpc.max_receive_message_length",
-            servicer.service.limits.max_body_bytes,
+            servicer.service.bounds.body_bytes(1),
           ),
         ],
         maximum_concurrent_rpcs=max_calls,
       )
-      _api.services.add_OrchestratorServicer_to_server(servicer, server)
+      server.add_generic_rpc_handlers((_handlers(servicer),))
       name = f"[{host}]" if ":" in host else host
       return server, server.add_insecure_port(f"{name}:{port}")
 
@@ -239,6 +254,45 @@ class GrpcServer:
     return self._ended.wait(timeout_s)
 
 
+def _handlers(servicer: Orchestrator) -> grpc.GenericRpcHandler:
+  """JetStream's two methods.
+
+  Its own registration differs in one thing: a message that cannot be read is an
+  exception there, of which grpc logs the traceback. Here it is None.
+  """
+
+  def reader(message):
+    def read(data: bytes) -> Any:
+      try:
+        return message.FromString(data)
+      except protobuf_message.DecodeError:
+        return None
+
+    return read
+
+  messages = _api.messages
+  return grpc.method_handlers_generic_handler(
+    "jetstream_proto.Orchestrator",
+    {
+      "Decode": grpc.unary_stream_rpc_method_handler(
+        servicer.Decode,
+        request_deserializer=reader(messages.DecodeRequest),
+        response_serializer=messages.DecodeResponse.SerializeToString,
+      ),
+      "HealthCheck": grpc.unary_unary_rpc_method_handler(
+        servicer.HealthCheck,
+        request_deserializer=reader(messages.HealthCheckRequest),
+        response_serializer=messages.HealthCheckResponse.SerializeToString,
+      ),
+    },
+  )
+
+
+def _address(peer: str) -> str:
+  """The client's, without its port, of "ipv4:127.0.0.1:5000"."""
+  return peer.rpartition(":")[0]
+
+
 def _metadata(context: _Context) -> dict[str, Any]:
   return {str(key): value for key, value in context.invocation_metadata() or ()}
 
@@ -253,7 +307,7 @@ def _number(kind: type, name: str, text: str) -> Any:
 
 
 def _sample(
-  update: requests.Update, text: stop_strings.CompletionText | None
+  update: client_request.Update, text: stop_strings.CompletionText | None
 ) -> Any:
   """One update in JetStream's form, with text if somebody wants it."""
   tokens = update.tokens

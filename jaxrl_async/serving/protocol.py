@@ -6,16 +6,17 @@ client asks for is dropped in silence, but for the fields that only say who
 asks (`user`, `safety_identifier`, `prompt_cache_key`).
 """
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
-import pydantic_core
 
+from jaxrl_async.serving import bodies
 from jaxrl_async.serving import errors
 
 MAX_STOP_STRINGS = 16
 _MAX_INT = 2**31 - 1  # of what the engine counts in 32 bits
 MAX_STOP_CHARACTERS = 256
+_MAX_FIELDS = 100  # no object that anybody knows has so many
 
 # Field -> the values with which it changes nothing, besides null.
 _ANYWHERE = {
@@ -71,6 +72,8 @@ class _Body(pydantic.BaseModel):
   def _drop_what_changes_nothing(cls, body: Any) -> Any:
     if not isinstance(body, dict):
       return body
+    if len(body) > _MAX_FIELDS:
+      raise ValueError(f"has {len(body)} fields; at most {_MAX_FIELDS}")
     kept = {}
     for name, value in body.items():
       if name in cls.neutral:
@@ -111,7 +114,7 @@ class _Wanted(_Body):
   top_k: int = pydantic.Field(0, ge=-1, le=_MAX_INT)
   min_p: float = pydantic.Field(0.0, ge=0, le=1)
   min_tokens: int = pydantic.Field(0, ge=0, le=_MAX_INT)
-  stop_token_ids: list[int] = []
+  stop_token_ids: Annotated[list[int], pydantic.FailFast()] = []
   ignore_eos: bool = False
   return_token_ids: bool = False
   deadline_s: float | None = pydantic.Field(None, gt=0)
@@ -144,7 +147,9 @@ class Completion(_Wanted):
   """POST /v1/completions."""
 
   neutral: ClassVar[dict[str, tuple]] = _ANYWHERE | _COMPLETION
-  prompt: str | list[str] | list[int] | list[list[int]]
+  # str | list[str] | list[int] | list[list[int]], by the validator below:
+  # pydantic would try each of them and collect every error.
+  prompt: Any
   best_of: int | None = None
   logprobs: int | None = pydantic.Field(None, ge=0)
 
@@ -180,11 +185,10 @@ class Completion(_Wanted):
   @property
   def prompts(self) -> list[str] | list[list[int]]:
     """One entry a prompt."""
-    if isinstance(self.prompt, str):
-      return [self.prompt]
-    if isinstance(self.prompt[0], int):
-      return [self.prompt]  # pyright: ignore[reportReturnType]
-    return self.prompt  # pyright: ignore[reportReturnType]
+    prompt: Any = self.prompt
+    is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
+    prompts: Any = [prompt] if is_one else prompt
+    return prompts
 
 
 class Message(_Body):
@@ -215,7 +219,9 @@ class Chat(_Wanted):
   """POST /v1/chat/completions."""
 
   neutral: ClassVar[dict[str, tuple]] = _ANYWHERE | _CHAT
-  messages: list[Message] = pydantic.Field(min_length=1)
+  messages: Annotated[list[Message], pydantic.FailFast()] = pydantic.Field(
+    min_length=1
+  )
   max_completion_tokens: int | None = pydantic.Field(None, ge=1, le=_MAX_INT)
   logprobs: bool = False
   top_logprobs: int = pydantic.Field(0, ge=0)
@@ -247,18 +253,17 @@ def _unsupported(name: str, instead: str) -> errors.ApiError:
   )
 
 
-def parse(kind: type[_Body], data: bytes) -> Any:
+def parse(kind: type[_Body], data: bytes, bounds: bodies.Bounds) -> Any:
   """A body as an object of `kind`.
 
   Raises:
     ApiError: it is not one; names the field.
   """
-  try:
-    body = pydantic_core.from_json(data, allow_inf_nan=False)
-  except ValueError as error:
-    raise errors.ApiError(
-      400, f"the body is not JSON: {error}", code="invalid_json"
-    ) from None
+  body = bodies.from_json(data)
+  if isinstance(body, dict):  # before each of so many is looked at
+    messages = body.get("messages")
+    if isinstance(messages, list):
+      bounds.check_messages(len(messages))
   try:
     return kind.model_validate(body)
   except pydantic.ValidationError as error:

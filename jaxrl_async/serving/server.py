@@ -1,6 +1,7 @@
 """The HTTP server in its thread: uvicorn on a socket of our own."""
 
 import asyncio
+import logging
 import socket
 import threading
 from typing import Any
@@ -11,6 +12,7 @@ from uvicorn.protocols.http import h11_impl
 _HEADER_TIMEOUT_S = 20.0
 _KEEP_ALIVE_S = 30.0
 _SHUTDOWN_S = 5
+_BACKLOG = 2048
 
 
 class _Protocol(h11_impl.H11Protocol):
@@ -61,18 +63,24 @@ class HttpServer:
     Raises:
       OSError: the address cannot be bound.
     """
-    family, _, _, _, address = socket.getaddrinfo(
+    family, kind, protocol, _, address = socket.getaddrinfo(
       host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
-    self._socket = socket.socket(family, socket.SOCK_STREAM)
+    # With the protocol's number, without which asyncio leaves out TCP_NODELAY:
+    # each answer on a connection that stays open then waits for a delayed ACK.
+    self._socket = socket.socket(family, kind, protocol)
     try:
       self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
       self._socket.bind(address)
+      # Only who listens has the port: two may be bound to it until then.
+      self._socket.listen(_BACKLOG)
     except OSError:
       self._socket.close()
       raise
     self.port = self._socket.getsockname()[1]
     self._ended = threading.Event()
+    # Not a line for each client that is gone while it is being answered.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
     self._server = uvicorn.Server(
       uvicorn.Config(
         app,
@@ -82,6 +90,7 @@ class HttpServer:
         lifespan="off",
         access_log=False,
         log_config=None,
+        log_level="error",  # not a line for each client that speaks no HTTP
         server_header=False,
         timeout_keep_alive=int(_KEEP_ALIVE_S),
         timeout_graceful_shutdown=_SHUTDOWN_S,

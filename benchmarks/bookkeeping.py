@@ -1,0 +1,348 @@
+"""What a run's books cost after a thousand steps, and after a million.
+
+    python benchmarks/bookkeeping.py
+
+Grows one run record and two busy clocks step by step, as a run does: four busy
+intervals and the record's entry a step, an evaluation every 50 steps. After
+1,000, 100,000 and 1,000,000 steps (--steps) it measures
+
+    step_ms       the books of a train step: busy intervals, totals, metrics,
+                  ledger, metrics.jsonl and TensorBoard; median of --repeats
+    totals_us     of these, the part on the thread that trains
+    record_bytes  what a checkpoint keeps of the record
+    record_ms     to make that JSON
+    memory_mb     the most memory that the process has held so far
+
+and, for buffers with 100 to 100,000 outstanding groups (--groups), half of them
+finished and the deadlines spread over the steps that max_staleness=4 allows,
+
+    admit_us      `try_admit` of a group that fits; also of one that does not
+                  (`refuse_us`) and a look for a batch that is not there yet
+                  (`poll_us`); median of --repeats
+    state_ms      `state`, as a checkpoint reads it
+
+The classes are those of a run, with stand-ins for the rollout worker and for
+the reward service, of which the books only read counters. Steps that are not
+measured write nothing to disk; nothing is compiled, and no device is used.
+
+Hardware: two CPU cores. Time: about two minutes. Result: docs/performance.md.
+The last line of standard output is one JSON object; sizes are its keys.
+"""
+
+from collections.abc import Callable, Sequence
+import json
+import os
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from absl import app
+from absl import flags
+import numpy as np
+import rich.console
+
+from jaxrl_async import batching
+from jaxrl_async import buffer as buffer_lib
+from jaxrl_async import ledger as ledger_lib
+from jaxrl_async import metrics
+from jaxrl_async import progress
+from jaxrl_async import recorder as recorder_lib
+from jaxrl_async import run_record
+from jaxrl_async import side_outputs
+from jaxrl_async import trainer
+from jaxrl_async import types
+from jaxrl_async.models import configs
+from jaxrl_async.rollout import scheduler
+
+_STEPS = flags.DEFINE_list(
+  "steps", ["1000", "100000", "1000000"], "Sizes of the run, ascending."
+)
+_GROUPS = flags.DEFINE_list(
+  "groups", ["100", "1000", "10000", "100000"], "Outstanding groups."
+)
+_REPEATS = flags.DEFINE_integer("repeats", 100, "Of each measurement.", 1)
+
+_MAX_STALENESS = 4
+_EVALUATE_EVERY = 50
+_PROMPT = types.Prompt(
+  prompt_id="none/train/0", tokens=np.zeros(1, np.int32), item={}
+)
+_SUMS = (
+  "loss",
+  "grad_norm",
+  "bad_updates",
+  "entropy_sum",
+  "clip_count",
+  "approx_kl_sum",
+  "behavior_kl_sum",
+  "behavior_weight_sum",
+  "behavior_weight_square_sum",
+  "behavior_weight_capped_count",
+  "mismatch_kl_sum",
+)
+
+
+def _timed(call: Callable[[], Any], repeats: int) -> float:
+  """Median seconds of a call."""
+  times_s = []
+  for _ in range(repeats):
+    start_s = time.perf_counter()
+    call()
+    times_s.append(time.perf_counter() - start_s)
+  return statistics.median(times_s)
+
+
+def _group(index: int, step: int) -> types.RolloutGroup:
+  """Four short trajectories, all of them written by the current version."""
+  tokens = 32
+  trajectories = [
+    types.Trajectory(
+      member=member,
+      tokens=np.ones(tokens, np.int32),
+      loss_mask=np.arange(tokens) >= 16,
+      behavior_logprobs=np.zeros(tokens, np.float32),
+      policy_versions=np.where(np.arange(tokens) >= 16, step, -1),
+      finish_reason=types.FinishReason.EOS,
+      reward=member / 3,
+    )
+    for member in range(4)
+  ]
+  return types.RolloutGroup(
+    index=index,
+    birth=step,
+    deadline=step + _MAX_STALENESS,
+    prompt=_PROMPT,
+    trajectories=trajectories,
+  )
+
+
+class Books:
+  """The record of a run with all that writes it down."""
+
+  def __init__(self, workdir: pathlib.Path):
+    self.step = 0
+    self._busy = {name: metrics.BusyClock(0.0) for name in ("rollout", "train")}
+    beside = side_outputs.SideOutputs(print)
+    self._writer = metrics.MetricsWriter(workdir, beside)
+    self._ledger = ledger_lib.Ledger(
+      workdir / "ledger.jsonl", ledger_lib.LedgerState()
+    )
+    self._null = open(os.devnull, "w")
+    self._worker: Any = SimpleNamespace(
+      scheduler=SimpleNamespace(stats=scheduler.SchedulerStats()),
+      served_tokens=0,
+      wait_for_admission_s=0.0,
+      adopt_s=0.0,
+    )
+    rewards: Any = SimpleNamespace(
+      metrics=lambda: {"reward_service/latency_s": 0.1}
+    )
+    self.recorder = recorder_lib.Recorder(
+      run_record.RunRecord(),
+      workdir=workdir,
+      writer=self._writer,
+      ledger=self._ledger,
+      worker=self._worker,
+      rewards=rewards,
+      busy=self._busy,
+      progress=progress.Progress(
+        1, console=rich.console.Console(file=self._null)
+      ),
+      side_outputs=beside,
+      max_bad_updates=1,
+    )
+    self._evaluate()
+    self.recorder.start_rl()
+
+  def close(self) -> None:
+    """Ends the recorder's thread and closes the files."""
+    self.recorder.close(60.0)
+    self._writer.close()
+    self._ledger.close()
+    self._null.close()
+
+  def _evaluate(self) -> None:
+    with self.recorder.evaluating():
+      pass
+    self.recorder.record.mismatch_kl.add(1e-9)
+    self.recorder.record.evaluations.append(
+      (self._busy["train"].now(), self.step, 0.123456789, None)
+    )
+
+  def _work(self) -> None:
+    """The busy intervals of a step."""
+    for activity in ("prefill", "decode", "decode"):
+      with self._busy["rollout"].record(activity):
+        pass
+    with self._busy["train"].record("update"):
+      pass
+
+  def skip_to(self, step: int) -> None:
+    """Adds steps to clocks and record, and writes nothing."""
+    values = {
+      "reward/mean": 0.123456789,
+      "staleness/histogram": [4, 3, 2, 1, 1],
+      "staleness/versions_histogram": [0, 5, 2],
+      "offpolicy/mismatch_kl": 1.23456789e-9,
+    }
+    while self.step < step:
+      self._work()
+      self.recorder.record.add_step(self._busy["train"].now(), values)
+      self.step += 1
+      if self.step % _EVALUATE_EVERY == 0:
+        self._evaluate()
+
+  def measured_step(self) -> tuple[float, float]:
+    """Seconds of a step's books, and of these those of the totals."""
+    groups = [_group(4 * self.step + i, self.step) for i in range(4)]
+    pending = trainer.Pending(
+      step=self.step,
+      groups=groups,
+      placement=batching.Placement(
+        starts=np.arange(0, 16 * 32, 32),
+        lengths=np.full(16, 32),
+        shape=(1, 1, 16, 32),
+      ),
+      sums={name: np.zeros(1) for name in _SUMS}
+      | {"num_loss_tokens": np.ones(1), "mismatch_count": np.ones(1)},
+      learning_rate=lambda: 1e-3,
+      times_s={"proximal_s": 0.1, "update_s": 0.1},
+      programs_s=0.2,
+      model=configs.MODELS["tiny"],
+      peak_flops=1e12,
+    )
+    self._worker.scheduler.stats.generated_tokens += sum(
+      group.num_completion_tokens for group in groups
+    )
+    self.step += 1
+    start_s = time.perf_counter()
+    self._work()
+    totals_start_s = time.perf_counter()
+    totals = self.recorder.totals()
+    totals_s = time.perf_counter() - totals_start_s
+    self.recorder.begin(pending, totals, {}, is_evaluated=False)
+    assert self.recorder.wait(60.0)
+    return time.perf_counter() - start_s, totals_s
+
+
+def measure_steps(
+  sizes: Sequence[int], repeats: int
+) -> dict[str, dict[str, float]]:
+  """Columns of the docstring's first table, by number of steps."""
+  found: dict[str, dict[str, float]] = {}
+  with tempfile.TemporaryDirectory() as directory:
+    books = Books(pathlib.Path(directory))
+    try:
+      for size in sizes:
+        books.skip_to(size)
+        times = [books.measured_step() for _ in range(repeats)]
+        step_s, totals_s = map(statistics.median, zip(*times, strict=True))
+        text = json.dumps(books.recorder.state())
+        record_s = _timed(
+          lambda: json.dumps(books.recorder.state()), min(repeats, 20)
+        )
+        row = {
+          "step_ms": 1e3 * step_s,
+          "totals_us": 1e6 * totals_s,
+          "record_bytes": len(text),
+          "record_ms": 1e3 * record_s,
+          "memory_mb": metrics.peak_memory_bytes() / 1e6,
+        }
+        for name, value in row.items():
+          found.setdefault(name, {})[str(size)] = value
+    finally:
+      books.close()
+  return found
+
+
+def _full_buffer(num_groups: int) -> tuple[buffer_lib.Buffer, int]:
+  """A buffer with room for one more group; the version that may start it.
+
+  The groups with the earliest deadlines are running, so that no batch may be
+  taken although many groups are finished.
+  """
+  step = _MAX_STALENESS
+  num_deadlines = _MAX_STALENESS + 1
+  per_step = num_groups // num_deadlines
+  admissions = [
+    buffer_lib.Admission(
+      index=i, birth=i // per_step, deadline=step + i // per_step
+    )
+    for i in range(num_deadlines * per_step - 1)
+  ]
+  num_running = len(admissions) // 2
+  buffer = buffer_lib.Buffer(per_step, _MAX_STALENESS)
+  buffer.restore(
+    buffer_lib.BufferState(
+      groups_per_step=per_step,
+      next_step=step,
+      next_index=len(admissions),
+      running=admissions[:num_running],
+      finished=[
+        types.RolloutGroup(
+          index=a.index,
+          birth=a.birth,
+          deadline=a.deadline,
+          prompt=_PROMPT,
+          trajectories=[],
+        )
+        for a in admissions[num_running:]
+      ],
+    )
+  )
+  return buffer, step
+
+
+def _measure_groups(size: int, repeats: int) -> dict[str, float]:
+  buffer, version = _full_buffer(size)
+  admit_s = []
+  for _ in range(repeats):
+    start_s = time.perf_counter()
+    admission = buffer.try_admit(version)
+    admit_s.append(time.perf_counter() - start_s)
+    assert admission is not None
+    buffer.drop(admission.index)
+  assert buffer.get_batch(version, 0.0) is None
+  poll_s = _timed(lambda: buffer.get_batch(version, 0.0), repeats)
+  buffer.try_admit(version)
+  assert buffer.try_admit(version) is None
+  return {
+    "admit_us": 1e6 * statistics.median(admit_s),
+    "refuse_us": 1e6 * _timed(lambda: buffer.try_admit(version), repeats),
+    "poll_us": 1e6 * poll_s,
+    "state_ms": 1e3 * _timed(buffer.state, min(repeats, 20)),
+  }
+
+
+def measure_buffer(
+  sizes: Sequence[int], repeats: int
+) -> dict[str, dict[str, float]]:
+  """Columns of the docstring's second table, by outstanding groups."""
+  rows = {str(size): _measure_groups(size, repeats) for size in sizes}
+  names = next(iter(rows.values()))
+  return {name: {size: rows[size][name] for size in rows} for name in names}
+
+
+def main(argv: Sequence[str]) -> None:
+  """Measures both and prints a table each."""
+  if argv[1:]:
+    sys.exit(f"error: unexpected arguments {' '.join(argv[1:])}")
+  result: dict[str, dict[str, float]] = {}
+  for what, measure, sizes in (
+    ("steps", measure_steps, sorted(map(int, _STEPS.value))),
+    ("groups", measure_buffer, sorted(map(int, _GROUPS.value))),
+  ):
+    found = measure(sizes, _REPEATS.value)
+    print("".join(f"{x:>14}" for x in (what, *sizes)))
+    for name, row in found.items():
+      print(f"{name:>14}" + "".join(f"{x:14,.2f}" for x in row.values()))
+    result |= found
+  print(json.dumps(result))
+
+
+if __name__ == "__main__":
+  app.run(main)

@@ -1,0 +1,72 @@
+"""Where a server may listen, checked before anything is loaded."""
+
+import ipaddress
+import socket
+
+from jaxrl_async import config
+
+
+def check_key(host: str, api_key: str | None) -> None:
+  """Refuses to serve without a key where others could come.
+
+  Raises:
+    ConfigError: says how to give one.
+  """
+  try:
+    is_loopback = ipaddress.ip_address(host).is_loopback
+  except ValueError:
+    is_loopback = host == "localhost"
+  if api_key is None and not is_loopback:
+    raise config.ConfigError(
+      f"api_key_file: {host} can be reached from elsewhere; give a key, in a"
+      " file or in JAXRL_API_KEY, or use --host=127.0.0.1"
+    )
+
+
+def check_ports(port: int, grpc_port: int) -> None:
+  """Refuses the same port for both servers.
+
+  Raises:
+    ConfigError: it is.
+  """
+  config.require(
+    not port or port != grpc_port,
+    "grpc_port",
+    f"{grpc_port} is the port of the HTTP server already; use another one",
+  )
+
+
+def check_host(host: str) -> None:
+  """Raises a ConfigError unless it is an address, or a name that has one."""
+  try:
+    config.require(host != "", "host", "missing; use --host=127.0.0.1")
+    socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+  except (OSError, UnicodeError) as error:
+    reason = getattr(error, "strerror", None) or "not a name of a host"
+    raise config.ConfigError(
+      f"host: {config.shown(host)} cannot be found ({reason})"
+    ) from error
+
+
+def check_can_bind(flag: str, host: str, port: int) -> None:
+  """Checks that a server could listen there now; nothing is left open.
+
+  Args:
+    flag: that says the port.
+    host: as `check_host` lets it pass.
+    port: 0 is a free one.
+
+  Raises:
+    ConfigError: the address is another machine's, or the port is taken.
+  """
+  try:
+    family, kind, protocol, _, address = socket.getaddrinfo(
+      host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with socket.socket(family, kind, protocol) as one:
+      one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+      one.bind(address)
+  except OSError as error:
+    raise config.ConfigError(
+      f"{flag}: {host}:{port} cannot be bound ({error.strerror})"
+    ) from error

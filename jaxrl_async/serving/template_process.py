@@ -1,0 +1,127 @@
+"""Renders chat templates, in a process of its own.
+
+A template is a program that came with a model, and what it does depends on what
+clients send. Nothing inside of a process can end its loops for certain, or
+bound what they allocate; so this file is run as a program, which is killed when
+a template takes too long. It imports nothing of the package, to start fast.
+
+Each line of the input is a request, each line of the output its answer, in
+JSON. The first request is the template.
+"""
+
+import contextlib
+import datetime
+import json
+import resource
+import signal
+import sys
+from typing import Any
+
+import jinja2
+from jinja2 import ext
+from jinja2 import nodes
+from jinja2 import sandbox
+
+_MAX_MEMORY_BYTES = 1 << 30
+
+
+class _Generation(ext.Extension):
+  """`{% generation %}` marks what the assistant said; here it says nothing."""
+
+  tags = {"generation"}
+
+  def parse(self, parser: Any) -> nodes.Node | list[nodes.Node]:
+    """What is inside, as it is."""
+    next(parser.stream)
+    return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> sandbox.ImmutableSandboxedEnvironment:
+  def raise_exception(message):
+    raise jinja2.TemplateError(message)
+
+  def tojson(
+    value, ensure_ascii=False, indent=None, separators=None, sort_keys=False
+  ):
+    # Jinja's own escapes HTML.
+    return json.dumps(
+      value,
+      ensure_ascii=ensure_ascii,
+      indent=indent,
+      separators=separators,
+      sort_keys=sort_keys,
+    )
+
+  def strftime_now(format_):
+    return datetime.datetime.now().strftime(format_)
+
+  environment = sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True,
+    lstrip_blocks=True,
+    extensions=[ext.loopcontrols, _Generation],
+  )
+  environment.filters["tojson"] = tojson
+  environment.globals["raise_exception"] = raise_exception
+  environment.globals["strftime_now"] = strftime_now
+  return environment
+
+
+def _compile(source: str) -> jinja2.Template:
+  try:
+    return _environment().from_string(source)
+  except jinja2.TemplateSyntaxError as error:
+    raise ValueError(f"line {error.lineno}: {error}") from error
+
+
+def _answer(template: jinja2.Template | None, request: Any) -> Any:
+  """The compiled template, or what it renders.
+
+  Raises:
+    ValueError: what an expression on a client's messages may raise.
+  """
+  try:
+    if template is None:
+      return _compile(request["source"])
+    return template.render(**request["variables"])
+  except (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+  ) as error:
+    raise ValueError(str(error)) from error
+  except RecursionError as error:
+    raise ValueError("it is nested too deeply") from error
+  except MemoryError as error:
+    raise ValueError("it needs too much memory") from error
+
+
+def main() -> None:
+  """Answers until the input ends."""
+  # An interrupt is for the server, which ends this process when it is done.
+  signal.signal(signal.SIGINT, signal.SIG_IGN)
+  with contextlib.suppress(ValueError, OSError):  # not every system can
+    resource.setrlimit(
+      resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES)
+    )
+  template = None
+  for line in sys.stdin:
+    request = json.loads(line)
+    # Also where the server was killed meanwhile: nobody else would end this.
+    signal.alarm(request["alarm_s"])
+    try:
+      answer = _answer(template, request)
+    except ValueError as error:
+      reply = {"error": str(error)}
+    else:
+      if template is None:
+        template, answer = answer, ""
+      reply = {"text": answer}
+    signal.alarm(0)
+    sys.stdout.write(json.dumps(reply) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+  main()

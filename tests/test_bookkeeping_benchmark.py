@@ -1,0 +1,30 @@
+"""The benchmark of the books measures at every size it is asked for."""
+
+import importlib
+import pathlib
+
+import jaxtyping
+import pytest
+
+BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def unchecked():
+  """The benchmark has stand-ins where the types ask for a worker."""
+  jaxtyping.config.update("jaxtyping_disable", True)
+  yield
+  jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_books_and_buffer_are_measured_at_each_size(monkeypatch):
+  monkeypatch.syspath_prepend(BENCHMARKS)
+  bookkeeping = importlib.import_module("bookkeeping")
+  steps = bookkeeping.measure_steps([3, 120], repeats=2)
+  assert steps.keys() >= {"step_ms", "record_bytes", "record_ms", "memory_mb"}
+  groups = bookkeeping.measure_buffer([10, 50], repeats=2)
+  assert groups.keys() >= {"admit_us", "refuse_us", "poll_us", "state_ms"}
+  for found, sizes in ((steps, {"3", "120"}), (groups, {"10", "50"})):
+    for row in found.values():
+      assert row.keys() == sizes and all(x > 0 for x in row.values())

@@ -1,0 +1,279 @@
+"""Runs that go on with other settings, begin again, or lose their workdir."""
+
+import json
+import pathlib
+import shutil
+import threading
+import time
+
+import pytest
+import test_run
+
+from jaxrl_async import checkpoint
+from jaxrl_async import config as config_lib
+from jaxrl_async import metrics
+from jaxrl_async import outstanding
+from jaxrl_async import recorder as recorder_lib
+from jaxrl_async import resume
+from jaxrl_async import run
+from jaxrl_async import transfer_directory
+from jaxrl_async import workdir as workdir_lib
+
+pytestmark = pytest.mark.slow
+
+# What a run is continued with, several fields at a time: a case is a start, and
+# most of a start is compiling.
+CASES = {
+  "meshes": {
+    "mesh": {"train_fsdp": 2, "rollout_data": 2},
+    "train.optimizer": {"offload": True},
+  },
+  "slots and pages": {
+    "rollout": {
+      "num_slots": 4,
+      "cache_tokens": 32,
+      "decode_steps_per_call": 2,
+      "prefill_rows": 2,
+      "prefill_buckets": (16, 32),
+      "window_buckets": (16, 32),
+      "num_pages": 20,
+      "page_tokens": 8,
+      "preemption": config_lib.Preemption.EXACT,
+      "kv_on_adopt": config_lib.KvOnAdopt.KEEP,
+      "attention": "xla",
+    },
+    "train": {"tokens_per_row": 64, "rows_per_microbatch": 2},
+  },
+  "a lower limit": {
+    "rollout": {"max_completion_tokens": 2, "prefill_chunk": 8},
+    "train": {"attention": "blocks", "vocab_chunk": 40, "max_bad_updates": 1},
+    "model": {"remat": config_lib.Remat.FULL},
+    "task": {
+      "reward_workers": 2,
+      "question_workers": 1,
+      "reward_timeout_s": 5.0,
+      "reward_retries": 0,
+      "max_failed_groups": 2,
+    },
+  },
+  "the direct channel, in step": {
+    "transfer": {"channel": config_lib.Channel.DIRECT},
+    "algorithm": {
+      "max_staleness": 0,
+      "clip_low": 0.1,
+      "clip_high": 0.3,
+      "behavior_weight_cap": 2.0,
+      "behavior_weight_cap_mode": config_lib.BehaviorWeightCapMode.TRUNCATE,
+      "proximal": config_lib.ProximalMode.LOGLINEAR,
+      "advantage_scale": config_lib.AdvantageScale.NONE,
+      "filter_zero_std": True,
+    },
+    "train": {"decay": 0.5},
+    "train.optimizer": {
+      "learning_rate": 3e-3,
+      "warmup_steps": 8,
+      "eps": 1e-6,
+      "weight_decay": 0.1,
+      "max_grad_norm": 0.5,
+    },
+    "eval": {"every": 2},
+  },
+  "other types and another directory": {
+    "rollout": {
+      "dtype": "bfloat16",
+      "weights": config_lib.WeightFormat.INT8,
+    },
+    "algorithm": {"max_staleness": 4},
+    "transfer": {"directory": "elsewhere"},
+    "run": {"checkpoint_every": 1, "keep_checkpoints": 5},
+  },
+}
+
+
+def make_config(num_steps=2, **sections):
+  config = test_run.make_config(
+    num_steps=num_steps,
+    eval={"num_items": 4},
+    rollout={"decode_steps_per_call": 1},
+    run={"stall_timeout_s": 600.0, "join_timeout_s": 120.0},
+  )
+  for path, fields in sections.items():
+    section = config
+    for name in path.split("."):
+      section = getattr(section, name)
+    for name, value in fields.items():
+      setattr(section, name, value)
+  return config
+
+
+def steps_of(workdir):
+  return [line["step"] for line in test_run.lines(workdir, "metrics")]
+
+
+def half_written(groups):
+  """Lengths of the unfinished completions, by group and member."""
+  return {
+    (group.index, t.member): t.num_completion_tokens
+    for group in groups
+    for t in group.trajectories
+    if t.finish_reason is None
+  }
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+  """A run of two steps, stopped in the middle of trajectories.
+
+  Returns: its workdir, and the outstanding groups by index.
+  """
+  workdir = tmp_path_factory.mktemp("stopped")
+  save = run.Run._save
+
+  def save_in_the_middle(self, step, *rest):
+    deadline = time.monotonic() + 60
+    while step == 2 and time.monotonic() < deadline:
+      with self._paused():
+        lengths = half_written(self.worker.groups().values())
+      if max(lengths.values(), default=0) > 4:
+        break
+      time.sleep(0.01)  # the worker goes on meanwhile
+    save(self, step, *rest)
+
+  with pytest.MonkeyPatch.context() as patched:
+    patched.setattr(run.Run, "_save", save_in_the_middle)
+    test_run.start(make_config(), workdir)
+  groups = outstanding.read(workdir / "checkpoints" / "2")
+  return workdir, {g.index: g.group for g in groups}
+
+
+def test_there_is_a_case_for_every_field_that_may_differ():
+  changed = {
+    f"{path}.{name}"
+    for case in CASES.values()
+    for path, fields in case.items()
+    for name in fields
+  } | {"train.num_steps"}
+  assert all(resume.reason(resume.MAY_DIFFER, path) for path in changed)
+  tried = {entry for entry in resume.MAY_DIFFER if entry in changed}
+  tried |= {path.partition(".")[0] for path in changed}
+  # XLA's CPU backend lacks products that the trainer would need for it.
+  assert resume.MAY_DIFFER.keys() - tried == {"model.compute_dtype"}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_goes_on_with_other_settings(stopped, case, tmp_path, capsys):
+  stored_in, outstanding = stopped
+  workdir = shutil.copytree(stored_in, tmp_path / "run")
+  lengths = half_written(outstanding.values())
+  assert max(lengths.values()) > 2
+  config = make_config(num_steps=4, **CASES[case])
+  if config.transfer.directory:
+    config.transfer.directory = str(tmp_path / "transfer")
+    name = transfer_directory._name(workdir.resolve())
+    left = pathlib.Path(config.transfer.directory) / name
+    (left / "incarnation-killed" / "3").mkdir(parents=True)
+    (left / "incarnation-killed" / "newest").symlink_to("3")
+  before = test_run.lines(workdir, "ledger")
+  summary = test_run.start(config, workdir)
+  assert summary["train_steps"] == 4
+  assert steps_of(workdir) == [0, 1, 2, 3, 4]
+  entries = test_run.check_ledger(workdir, summary)
+  assert entries[: len(before)] == before
+  bound = config.algorithm.max_staleness
+  for entry in entries[len(before) :]:
+    stored = outstanding.get(entry["index"])
+    if stored is None:
+      assert entry["deadline"] == entry["birth"] + bound
+      assert max(entry["num_completion_tokens"]) <= (
+        config.rollout.max_completion_tokens
+      )
+    else:
+      assert entry["deadline"] == stored.deadline
+    assert entry["fate"] == "filtered" or entry["step"] <= entry["deadline"]
+  ended = {entry["index"]: entry for entry in entries}
+  for (index, member), length in lengths.items():
+    if index in ended:
+      assert ended[index]["num_completion_tokens"][member] >= length
+  said = capsys.readouterr().err
+  assert f"continuing {workdir} from step 2 with {len(outstanding)}" in said
+  for path, fields in CASES[case].items():
+    for name in fields:
+      assert f"{path}.{name}: " in said
+  if config.transfer.directory:
+    assert not any((tmp_path / "transfer").iterdir())
+
+
+class Killed(BaseException):
+  """As a SIGKILL: what is written stays, and nothing is added."""
+
+
+def test_a_run_killed_before_it_trains_begins_again_by_the_same_command(
+  tmp_path, monkeypatch
+):
+  config = make_config(
+    num_steps=1, warm_start={"num_steps": 2}, task={"answer_prefix": "="}
+  )
+
+  def kill(*args, **kwargs):
+    raise Killed
+
+  for place, name in (
+    (run.Run, "_show_warm_start"),
+    (checkpoint.manifest, "write"),
+    # From here on there is a checkpoint.
+    (checkpoint, "_sync_names"),
+    (run.config_json, "write"),
+    (run.Run, "_evaluate"),
+    (metrics.MetricsWriter, "write"),
+    (recorder_lib.Recorder, "start_rl"),
+  ):
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+      patched.setattr(place, name, kill)
+      test_run.start(config, tmp_path)
+  assert steps_of(tmp_path) == [0]
+  summary = test_run.start(config, tmp_path)
+  assert steps_of(tmp_path) == [0, 1]
+  assert "eval/held_out/avg@1" in test_run.lines(tmp_path, "metrics")[0]
+  test_run.check_ledger(tmp_path, summary)
+  assert json.loads((tmp_path / "config.json").read_text())["format"] == 1
+
+
+def test_a_second_run_touches_nothing(stopped):
+  workdir, _ = stopped
+  before = {path: path.stat().st_mtime_ns for path in workdir.rglob("*")}
+  with workdir_lib.Claim(workdir, pytest.fail):
+    held = (workdir / "lock").stat().st_mtime_ns
+    with pytest.raises(workdir_lib.WorkdirError, match="is in use by process"):
+      test_run.start(make_config(num_steps=3), workdir)
+  now = {path: path.stat().st_mtime_ns for path in workdir.rglob("*")}
+  assert now == before | {workdir / "lock": held}
+
+
+@pytest.mark.parametrize("name", ["", "ledger.jsonl", "metrics.jsonl", "lock"])
+def test_a_run_whose_files_are_moved_away_ends_and_says_so(
+  stopped, tmp_path, name
+):
+  workdir = shutil.copytree(stopped[0], tmp_path / "run")
+  config = make_config(num_steps=3000, run={"checkpoint_every": 1000})
+  is_over = threading.Event()
+
+  def move():
+    if test_run.until_lines(workdir / "metrics.jsonl", 5, is_over.is_set):
+      (workdir / name).rename(tmp_path / "elsewhere")
+
+  mover = threading.Thread(target=move)
+  mover.start()
+  try:
+    with pytest.raises(workdir_lib.WorkdirError) as caught:
+      test_run.start(config, workdir)
+  finally:
+    is_over.set()
+    mover.join(10)
+  message = str(caught.value)
+  assert message.startswith(f"workdir: {workdir}/")
+  assert "was removed, moved or replaced" in message and "\n" not in message
+  if name:  # put back, it goes on
+    if name == "metrics.jsonl":
+      assert not (workdir / name).exists()
+    (tmp_path / "elsewhere").replace(workdir / name)
+    assert test_run.start(make_config(num_steps=3), workdir)["train_steps"] == 3

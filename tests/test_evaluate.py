@@ -1,0 +1,57 @@
+"""An answer that cannot be scored is no answer, neither right nor wrong."""
+
+import numpy as np
+import pytest
+import tiny
+
+from jaxrl_async import evaluate
+from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async.rewards import service
+
+NUM_PROMPTS = 5
+
+
+def evaluated(score):
+  """An evaluation whose answer i has the score `score(i)`."""
+  stream = tiny.Prompts()
+  this = evaluate.Evaluator(
+    tiny.engine(),
+    [stream.next() for _ in range(NUM_PROMPTS)],
+    max_completion_tokens=4,
+    tokenizer=tokenizer_lib.character_level(),
+    rewards=tiny.Rewards(lambda item, texts: score(item["number"])),
+  )
+  return this.evaluate(tiny.engine_params(), 0.0)
+
+
+def failure(reason="error: LookupError: no such"):
+  return service.RewardFailure(reason, "the scorer's traceback")
+
+
+def test_failed_scores_count_neither_as_right_nor_as_wrong():
+  found = evaluated(lambda i: [[1.0], failure(), [0.5], failure(), [1.0]][i])
+  assert found.accuracy == 2 / 3
+  assert [t.reward for t in found.trajectories] == [1.0, None, 0.5, None, 1.0]
+  assert list(found.failures) == ["tiny/train/1", "tiny/train/3"]
+  values = evaluate.metrics_of(found, None)
+  assert values["eval/held_out/failed"] == 2
+  assert values["eval/held_out/avg@1"] == 2 / 3
+  text = evaluate.describe(found, None)
+  assert "0.667" in text and "2 answers could not be scored" in text
+  assert "tiny/train/1: error: LookupError: no such" in text
+
+
+def test_if_nothing_can_be_scored_the_first_reason_is_given():
+  with pytest.raises(evaluate.EvaluationError) as raised:
+    evaluated(lambda i: failure(f"error: number {i}"))
+  text = str(raised.value)
+  assert text.startswith("none of 5 held-out answers could be scored")
+  assert "error: number 0" in text and "the scorer's traceback" in text
+
+
+def test_without_failures_the_accuracy_is_the_share_of_full_scores():
+  found = evaluated(lambda i: [float(i % 2)])
+  assert found.accuracy == 2 / 5 and not found.failures
+  both = evaluate.metrics_of(found, found)
+  assert both["eval/greedy/failed"] == both["eval/held_out/failed"] == 0
+  assert np.isclose(both["eval/held_out/pass@1"], 0.4)

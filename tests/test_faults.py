@@ -1,0 +1,119 @@
+"""Whole runs whose disk, rewards or terminal fail."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import jax
+import pytest
+import reward_scorers
+import test_run
+
+from jaxrl_async import evaluate
+
+DEADLINE_S = 150.0
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_fails_costs_no_step_and_no_line(tmp_path):
+  workdir = tmp_path / "run"
+
+  def start(num_steps, scorer):
+    config = test_run.make_config(num_steps=num_steps, eval={"num_items": 4})
+    return test_run.start(config, workdir, scorer=scorer)
+
+  def refuse(num_steps, checkpoints, num_lines):
+    with pytest.raises(evaluate.EvaluationError, match="no reward in an eval"):
+      start(num_steps, reward_scorers.raises_in_evaluation)
+    found = {int(path.name) for path in (workdir / "checkpoints").iterdir()}
+    assert max(found) == checkpoints
+    metrics = workdir / "metrics.jsonl"
+    text = metrics.read_text() if metrics.exists() else ""
+    assert text.count("\n") == num_lines
+
+  refuse(num_steps=1, checkpoints=0, num_lines=0)
+  start(1, reward_scorers.length)
+  refuse(num_steps=3, checkpoints=3, num_lines=3)
+  summary = start(3, reward_scorers.length)
+  assert summary["train_steps"] == 3
+  lines = test_run.lines(workdir, "metrics")
+  assert [line["step"] for line in lines] == [0, 1, 2, 3]
+  assert [line.get("eval/held_out/failed") for line in lines] == [0, 0, None, 0]
+  assert set(test_run.METRICS) <= lines[3].keys() | {"offpolicy/mismatch_kl"}
+  test_run.check_ledger(workdir, summary)
+
+
+def launch(workdir, output, *arguments):
+  """launch/train.py in a process group of its own."""
+  return subprocess.Popen(
+    [
+      sys.executable,
+      str(test_run.ROOT / "launch" / "train.py"),
+      f"--config={test_run.ROOT / 'configs' / 'tiny.py'}",
+      f"--workdir={workdir}",
+      "--config.warm_start.num_steps=0",
+      "--config.eval.num_items=4",
+      "--config.train.num_steps=5000",
+      f"--compile_cache={jax.config.jax_compilation_cache_dir}",
+      *arguments,
+    ],
+    start_new_session=True,
+    stderr=output,
+    stdout=output,
+  )
+
+
+def end(process):
+  """Its exit code, once it has ended by itself."""
+  try:
+    return process.wait(DEADLINE_S)
+  finally:
+    if process.poll() is None:
+      os.killpg(process.pid, signal.SIGKILL)
+      process.wait(DEADLINE_S)
+
+
+def members(group):
+  """Processes of a group that have not ended."""
+  found = []
+  for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+    try:
+      state, _, parent_group = path.read_text().rpartition(") ")[2].split()[:3]
+    except (FileNotFoundError, ProcessLookupError):
+      continue
+    if int(parent_group) == group and state != "Z":
+      found.append(path.parent.name)
+  return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_two_signals_end_a_run_at_once_and_leave_nothing(tmp_path):
+  workdir = tmp_path / "run"
+  workdir.mkdir()
+  (workdir / "tensorboard").touch()  # in the way of a directory
+  shown = tmp_path / "shown"
+  with open(shown, "w") as output:
+    process = launch(workdir, output, "--config.run.checkpoint_every=1000")
+  has_ended = lambda: process.poll() is not None  # noqa: E731
+  try:
+    assert test_run.until_lines(workdir / "metrics.jsonl", 3, has_ended)
+    (used,) = json.loads((workdir / "weight_transfer.json").read_text())
+    assert pathlib.Path(used).exists()
+    os.killpg(process.pid, signal.SIGINT)  # to all of them, as Ctrl-C is
+    assert test_run.until(
+      lambda: "SIGINT: finishing the step" in shown.read_text(), has_ended
+    )
+    os.killpg(process.pid, signal.SIGINT)
+  finally:
+    code = end(process)
+  assert code == 128 + signal.SIGINT
+  text = shown.read_text()
+  assert text.splitlines()[-1].startswith("SIGINT: ended at once"), text
+  assert "Traceback" not in text
+  assert text.count("WARNING: TensorBoard could not be written") == 1
+  assert test_run.until(lambda: not members(process.pid))
+  assert not pathlib.Path(used).exists()

@@ -1,0 +1,117 @@
+"""Held-out questions: which they are, and how a workdir keeps them."""
+
+import json
+
+import pytest
+import test_prompts
+
+from jaxrl_async import config
+from jaxrl_async import held_out
+from jaxrl_async import questions
+
+
+def test_held_out_questions_are_distinct_and_in_no_other_split():
+  counts = []
+  found = held_out.make(test_prompts.source(), 64, counts.append)
+  texts = [prompt.item["question"] for prompt in found]
+  assert len(set(texts)) == len(texts) == 64
+  assert {questions.split_of(text) for text in texts} == {questions.Split.EVAL}
+  assert counts == sorted(counts) and counts[-1] == 64
+  fewer = held_out.make(test_prompts.source(), 16)
+  assert [p.prompt_id for p in fewer] == [p.prompt_id for p in found[:16]]
+
+
+def test_too_few_held_out_questions_is_an_error():
+  few = test_prompts.chain_sum(min_terms=2, max_terms=2, max_digits=1)
+  with pytest.raises(config.ConfigError, match="eval.num_items: 999, but"):
+    held_out.make(test_prompts.source(few), 999)
+
+
+class Kept:
+  """Loads or makes, and says which."""
+
+  def __init__(self, path):
+    self.path = path
+    self.notes = []
+
+  def get(self, num_items=5, **changes):
+    """The prompts and whether they were made."""
+    self.notes.clear()
+    progress = []
+    task = test_prompts.chain_sum(**changes.pop("task", {}))
+    found = held_out.load_or_make(
+      self.path,
+      test_prompts.source(task, **changes),
+      num_items,
+      note=self.notes.append,
+      on_progress=progress.append,
+    )
+    assert len(found) == num_items
+    return found, bool(progress)
+
+
+@pytest.fixture
+def kept(tmp_path):
+  return Kept(tmp_path / "run" / "held_out.json")
+
+
+def test_held_out_questions_are_made_once(kept):
+  made, was_made = kept.get()
+  read, was_made_again = kept.get()
+  assert was_made and not was_made_again and not kept.notes
+  for one, other in zip(made, read, strict=True):
+    assert one.prompt_id == other.prompt_id and one.item == other.item
+    assert one.tokens.tolist() == other.tokens.tolist()
+    assert one.tokens.dtype == other.tokens.dtype
+  assert [p.name for p in kept.path.parent.iterdir()] == ["held_out.json"]
+
+
+@pytest.mark.parametrize(
+  ("changes", "field"),
+  [
+    ({"seed": 1}, "seed"),
+    ({"num_items": 4}, "num_items"),
+    ({"max_prompt_tokens": 20}, "max_prompt_tokens"),
+    ({"task": {"template": "{question}\n"}, "max_prompt_tokens": 99}, "templ"),
+    ({"task": {"min_terms": 2, "max_terms": 3}}, "params"),
+  ],
+)
+def test_they_are_made_again_when_what_they_depend_on_changes(
+  kept, changes, field
+):
+  kept.get()
+  _, was_made = kept.get(**changes)
+  assert was_made
+  (note,) = kept.notes
+  assert field in note and "changed" in note
+  assert not kept.get(**changes)[1]
+
+
+def damaged(content):
+  """Ways in which a file of the same length or a shorter one is not whole."""
+  stored = json.loads(content)
+  stored["items"][2]["question"] += " "
+  yield json.dumps(stored).encode()
+  yield content[: len(content) // 2]
+  yield b""
+  yield b"[]"
+  yield b'{"items": []}'
+  yield b"\xff" + content
+
+
+def test_a_damaged_file_is_made_again_with_a_note(kept):
+  made, _ = kept.get()
+  content = kept.path.read_bytes()
+  for bad in damaged(content):
+    kept.path.write_bytes(bad)
+    again, was_made = kept.get()
+    assert was_made and "damaged" in kept.notes[0]
+    assert [p.prompt_id for p in again] == [p.prompt_id for p in made]
+    assert kept.path.read_bytes() == content
+
+
+def test_a_file_that_cannot_be_written_does_not_stop_the_run(kept):
+  kept.path.parent.mkdir()
+  kept.path.with_suffix(".incomplete").mkdir()
+  _, was_made = kept.get()
+  assert was_made and "cannot be kept" in kept.notes[0]

@@ -1,0 +1,96 @@
+"""A run that is killed and resumed in a process with another hash seed."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import interrupted_run
+import numpy as np
+import pytest
+import reward_scorers
+
+from jaxrl_async import assembly
+from jaxrl_async import checkpoint
+from jaxrl_async import outstanding
+from jaxrl_async import prompts
+from jaxrl_async import questions
+from jaxrl_async import tokenizer as tokenizer_lib
+
+TIMEOUT_S = 300.0
+
+
+def start(workdir, num_steps, hash_seed):
+  return subprocess.Popen(
+    [sys.executable, interrupted_run.__file__, str(workdir), str(num_steps)],
+    env=os.environ | {"PYTHONHASHSEED": hash_seed},
+    stdout=subprocess.DEVNULL,
+  )
+
+
+def stored_groups(workdir):
+  """Outstanding groups of the newest checkpoint, by index."""
+  directory = workdir / "checkpoints"
+  step = checkpoint.latest(directory)
+  if step is None:
+    return 0, {}
+  groups = outstanding.read(directory / str(step))
+  return step, {g.index: g.group for g in groups if g.group is not None}
+
+
+def first_prompts(count):
+  """What this process makes, by prompt id."""
+  config = interrupted_run.get_config(1)
+  source = assembly.prompt_source(config, tokenizer_lib.character_level())
+  stream = prompts.PromptStream(source, questions.Split.TRAIN)
+  with contextlib.closing(stream):
+    found = [stream.next() for _ in range(count)]
+  return {prompt.prompt_id: prompt for prompt in found}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * TIMEOUT_S + 100)
+def test_a_run_resumed_under_another_hash_seed_has_the_same_questions(tmp_path):
+  killed = start(tmp_path, 5_000, "1")
+  deadline = time.monotonic() + TIMEOUT_S
+  try:
+    while stored_groups(tmp_path)[0] < 2:  # polls what it writes
+      assert killed.poll() is None and time.monotonic() < deadline
+      time.sleep(0.05)
+  finally:
+    killed.send_signal(signal.SIGKILL)
+    killed.wait(30)
+  step, before = stored_groups(tmp_path)
+  held_out = (tmp_path / "held_out.json").read_bytes()
+  resumed = start(tmp_path, step + 2, "2")
+  try:
+    assert resumed.wait(TIMEOUT_S) == 0
+  finally:
+    resumed.kill()
+    resumed.wait(30)
+  summary = json.loads((tmp_path / "summary.json").read_text())
+  assert summary["train_steps"] == step + 2
+  _, after = stored_groups(tmp_path)
+  assert (tmp_path / "held_out.json").read_bytes() == held_out
+
+  text = (tmp_path / "ledger.jsonl").read_text()
+  ended = {
+    entry["index"]: entry for entry in map(json.loads, text.splitlines())
+  }
+  made = first_prompts(max(ended | before | after) + 1)
+  assert before
+  for group in (*before.values(), *after.values()):
+    prompt = made[group.prompt.prompt_id]
+    assert group.prompt.item == prompt.item
+    np.testing.assert_array_equal(group.prompt.tokens, prompt.tokens)
+    for trajectory in group.trajectories:
+      start_of_it = trajectory.tokens[: len(prompt.tokens)]
+      np.testing.assert_array_equal(start_of_it, prompt.tokens)
+  assert before.keys() & ended.keys(), "no group of the first process ended"
+  for entry in ended.values():
+    item = made[entry["prompt_id"]].item
+    reward = reward_scorers.tells_questions_apart(item, "")
+    assert entry["rewards"] == [reward] * 4

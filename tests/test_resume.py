@@ -1,0 +1,302 @@
+"""What a start goes on from, and what it refuses; without a run."""
+
+import json
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_async import checkpoint
+from jaxrl_async import config as config_lib
+from jaxrl_async import config_json
+from jaxrl_async import outstanding
+from jaxrl_async import resume
+from jaxrl_async import types
+
+PATHS = [path for path, _, _ in config_lib.leaves(config_lib.Config())]
+LINE = b'{"step": 0}\n'
+STATE = {"weights": jnp.zeros(3)}
+
+
+def put(config, path, value):
+  *sections, name = path.split(".")
+  for section in sections:
+    config = getattr(config, section)
+  setattr(config, name, value)
+
+
+def outstanding_group(num_tokens, finish_reason=None):
+  """A group of one trajectory of that length."""
+  array = np.zeros(num_tokens, np.int32)
+  group = types.RolloutGroup(
+    index=0,
+    birth=0,
+    deadline=2,
+    prompt=types.Prompt(prompt_id="a/train/0", tokens=array[:1], item={}),
+    trajectories=[
+      types.Trajectory(
+        member=0,
+        tokens=array,
+        loss_mask=array.astype(bool),
+        behavior_logprobs=array.astype(np.float32),
+        policy_versions=array,
+        finish_reason=finish_reason,
+      )
+    ],
+  )
+  return outstanding.OutstandingGroup(
+    index=0, birth=0, deadline=2, status="running", group=group
+  )
+
+
+def write_run(workdir, *, steps=(2, 4), groups=(), **changes):
+  """A workdir as a run leaves it, with next to no weights."""
+  config = config_lib.Config()
+  state = {
+    "groups_per_step": config.algorithm.groups_per_step,
+    "next_index": 0,
+    "stream": {},
+    "ledger": {"offset_bytes": len(LINE)},
+    "metrics": {"num_bytes": len(LINE), "last_step": 0},
+    "record": {},
+    "config": config_json.to_stored(config),
+  }
+  state = {k: v for k, v in (state | changes).items() if v is not None}
+  for step in steps:
+    checkpoint.save(
+      workdir / "checkpoints", step, STATE, state, list(groups), keep=5
+    )
+  for name in ("metrics.jsonl", "ledger.jsonl"):
+    (workdir / name).write_bytes(LINE + b"torn")
+  config_json.write(config, workdir)
+
+
+@pytest.fixture
+def workdir(tmp_path):
+  write_run(tmp_path / "run")
+  return tmp_path / "run"
+
+
+def find(workdir, config=None):
+  notes = []
+  step, _ = resume.find(config or config_lib.Config(), workdir, notes.append)
+  return step, notes
+
+
+def refusal(workdir, config=None):
+  before = content(workdir)
+  with pytest.raises(config_lib.ConfigError) as caught:
+    find(workdir, config)
+  assert content(workdir) == before
+  message = str(caught.value)
+  assert "\n" not in message
+  return message
+
+
+def content(workdir):
+  return {
+    path: path.read_bytes() if path.is_file() else None
+    for path in workdir.rglob("*")
+  }
+
+
+def test_every_field_is_in_one_table_and_every_entry_is_of_a_field():
+  tables = (
+    resume.MAY_DIFFER,
+    resume.MUST_STAY,
+    resume.NOT_WITH_OUTSTANDING_GROUPS,
+  )
+  for path in PATHS:
+    reasons = [resume.reason(table, path) for table in tables]
+    assert sum(x is not None for x in reasons) == 1, path
+  entries = {entry for table in tables for entry in table}
+  sections = {path.partition(".")[0] for path in PATHS}
+  assert entries <= {*PATHS, *sections}
+
+
+def test_the_newest_checkpoint_is_taken_and_said(workdir):
+  step, notes = find(workdir)
+  assert step == 4
+  assert notes == [
+    f"continuing {workdir} from step 4 with 0 outstanding groups"
+  ]
+
+
+def test_what_may_differ_is_said_and_what_may_not_is_refused_with_reasons(
+  workdir,
+):
+  config = config_lib.Config()
+  config.rollout.num_slots = 4
+  config.transfer.channel = config_lib.Channel.DIRECT
+  _, notes = find(workdir, config)
+  assert notes[1:] == [
+    "the config differs from then: rollout.num_slots: 32 and now 4;"
+    " transfer.channel: orbax and now direct"
+  ]
+  config.seed = 1
+  config.eval.num_items = 3
+  config.task.template = "{question}" + 300 * "x"
+  message = refusal(workdir, config)
+  assert message.startswith(f"workdir: {workdir} holds another config (seed: 0")
+  for path in ("seed", "eval.num_items", "task.template"):
+    assert f"{path}: " in message and resume.MUST_STAY[path] in message
+  assert "num_slots" not in message and "channel" not in message
+  assert len(message) < 800
+
+
+@pytest.mark.parametrize(
+  "path, value",
+  [("algorithm.group_size", 8), ("algorithm.groups_per_step", 16)],
+)
+def test_sizes_of_groups_stay_while_groups_are_stored(tmp_path, path, value):
+  config = config_lib.Config()
+  put(config, path, value)
+  write_run(tmp_path / "none")
+  assert find(tmp_path / "none", config)[0] == 4
+  write_run(tmp_path / "some", groups=[outstanding_group(4)])
+  message = refusal(tmp_path / "some", config)
+  assert resume.NOT_WITH_OUTSTANDING_GROUPS[path] in message
+
+
+def test_limits_hold_what_is_stored(tmp_path):
+  finished = outstanding_group(90, types.FinishReason.EOS)
+  write_run(tmp_path / "a", groups=[outstanding_group(70), finished])
+  config = config_lib.Config()
+  config.rollout.cache_tokens, config.train.tokens_per_row = 70, 90
+  assert find(tmp_path / "a", config)[0] == 4
+  config.train.tokens_per_row = 89
+  assert refusal(tmp_path / "a", config).startswith(
+    "train.tokens_per_row: 89 is less than the 90 tokens"
+  )
+  config.train.tokens_per_row = 90
+  config.rollout.cache_tokens = 69
+  assert refusal(tmp_path / "a", config).startswith(
+    "rollout.cache_tokens: 69 is less than the 70 tokens"
+  )
+
+
+@pytest.mark.parametrize("kind", ["missing", "link", "file", "unsealed"])
+def test_books_whose_checkpoints_cannot_be_reached_are_kept(workdir, kind):
+  path = workdir / "checkpoints"
+  if kind == "unsealed":
+    for manifest in path.glob("*/manifest.json"):
+      manifest.unlink()
+  else:
+    shutil.rmtree(path)
+  if kind == "link":
+    path.symlink_to("/nowhere/at/all")
+  elif kind == "file":
+    path.write_text("")
+  message = refusal(workdir)
+  assert message.startswith("workdir: ") or kind != "missing"
+  expected = {
+    "missing": "bring the checkpoints back",
+    "link": "is a link to /nowhere/at/all, which does not exist",
+    "file": "checkpoints cannot be read (Not a directory)",
+    "unsealed": "4 has no manifest",
+  }
+  assert expected[kind] in message
+
+
+def test_a_link_to_nothing_is_no_place_to_begin(tmp_path):
+  (tmp_path / "checkpoints").symlink_to("/nowhere/at/all")
+  assert "is its disk mounted?" in refusal(tmp_path)
+
+
+def test_a_passed_over_checkpoint_is_said(workdir):
+  (workdir / "checkpoints" / "4" / "manifest.json").unlink()
+  step, notes = find(workdir)
+  assert step == 2
+  assert f"{workdir}/checkpoints/4 has no manifest and is passed over" in notes
+
+
+def test_the_config_is_checked_without_config_json(workdir):
+  config = config_lib.Config()
+  config.algorithm.num_minibatches = 2
+  before = refusal(workdir, config)
+  (workdir / "config.json").unlink()
+  assert refusal(workdir, config) == before
+  assert find(workdir)[0] == 4
+
+
+def test_checkpoints_without_a_config_take_that_of_config_json(tmp_path):
+  write_run(tmp_path, config=None)
+  config = config_lib.Config()
+  assert find(tmp_path)[0] == 4
+  config.seed = 1
+  assert "seed: 0 and 1" in refusal(tmp_path, config)
+  (tmp_path / "config.json").unlink()
+  assert "config.json is missing" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+  "data",
+  [
+    bytes(range(256)),
+    b"",
+    b"[]",
+    b"3",
+    b'"text"',
+    b"{}",
+    b'{"architectures": ["Qwen3ForCausalLM"], "vocab_size": 8}',
+    b'{"algorithm": 3}',
+    b'{"algorithm": {"group_size": "many"}}',
+    b'{"algorithm": {}, "format": "x"}',
+    b'{"algorithm": {}, "format": 1000}',
+    b'{"algorithm": {}, "task": {"params": {"a.b": 1}}}',
+    b"[" * 100_000,
+    None,
+  ],
+)
+@pytest.mark.parametrize("has_run", [True, False])
+def test_a_config_json_of_another_kind_is_one_line(tmp_path, data, has_run):
+  if has_run:
+    write_run(tmp_path)
+    (tmp_path / "config.json").unlink()
+  path = tmp_path / "config.json"
+  path.mkdir() if data is None else path.write_bytes(data)
+  assert refusal(tmp_path).startswith(f"workdir: {path} ")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl"])
+@pytest.mark.parametrize("data", [b"", bytes(50), b"[1, 2, 3,\n\n\n", None])
+def test_a_book_of_another_kind_is_one_line(workdir, name, data):
+  path = workdir / name
+  path.unlink()
+  path.mkdir() if data is None else path.write_bytes(data)
+  assert refusal(workdir).startswith(f"workdir: {path} ")
+
+
+def test_a_checkpoint_of_another_kind_is_one_line(workdir):
+  newest = workdir / "checkpoints" / "4"
+  sealed = (newest / "manifest.json").read_bytes()
+  for data in (b"", b"{}", bytes(range(256)), sealed[:-1], None):
+    (newest / "manifest.json").unlink()
+    if data is None:
+      (newest / "manifest.json").mkdir()
+    else:
+      (newest / "manifest.json").write_bytes(data)
+    assert "checkpoint of step 4: " in refusal(workdir)
+
+
+def test_parameters_alone_are_no_run(tmp_path):
+  checkpoint.save(tmp_path / "checkpoints", 0, STATE, {}, [])
+  assert "is not the checkpoint of a run" in refusal(tmp_path)
+
+
+def test_a_checkpoint_of_a_newer_format_is_refused(workdir, monkeypatch):
+  monkeypatch.setattr(checkpoint, "FORMAT", checkpoint.FORMAT - 1)
+  assert "of a newer version than this one, which knows 0" in refusal(workdir)
+
+
+def test_a_stored_config_of_a_newer_version_is_refused_by_its_field(tmp_path):
+  values = config_json.to_stored(config_lib.Config())
+  values["rollout"]["speculation"] = 3
+  write_run(tmp_path, config=values)
+  message = refusal(tmp_path)
+  assert "rollout.speculation: not a field that this version knows" in message
+  assert "use the version that wrote it" in message
+  path = tmp_path / "config.json"
+  path.write_text(json.dumps(values))
+  assert refusal(tmp_path).startswith(f"workdir: {path} is not the config of")

@@ -1,0 +1,112 @@
+"""Whole runs whose books meet numbers that are not finite."""
+
+import itertools
+import json
+import math
+import pathlib
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import reward_scorers
+
+from jaxrl_async import checkpoint
+from jaxrl_async import manifest
+from jaxrl_async import run
+from jaxrl_async import trainer
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+from configs import tiny  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+
+def start(workdir, *, num_steps):
+  """Synchronous, so that each step has tokens of the current version."""
+  config = tiny.get_config("sync")
+  config.warm_start.num_steps = 0
+  config.task.answer_prefix = ""
+  config.train.num_steps = num_steps
+  return json.loads(run.run(config, workdir, scorer=reward_scorers.length))
+
+
+def lines(workdir, name):
+  text = (workdir / f"{name}.jsonl").read_text()
+  return [json.loads(line) for line in text.splitlines()]
+
+
+def numbers(value):
+  """Every number in what JSON gave."""
+  if isinstance(value, dict):
+    value = list(value.values())
+  if isinstance(value, list):
+    return [x for item in value for x in numbers(item)]
+  return [value] if isinstance(value, int | float) else []
+
+
+@pytest.fixture(scope="module")
+def with_a_skipped_update(tmp_path_factory):
+  """A run whose second train step meets a logprob that is not a number."""
+  workdir = tmp_path_factory.mktemp("skipped")
+  prepare, count = trainer.Trainer.prepare, itertools.count()
+
+  def poisoned(self, groups):
+    if next(count) == 1:
+      groups[0].trajectories[0].behavior_logprobs[:] = np.nan
+    return prepare(self, groups)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(trainer.Trainer, "prepare", poisoned)
+    return workdir, start(workdir, num_steps=3)
+
+
+def test_a_run_with_a_skipped_update_ends_and_goes_on_with_finite_books(
+  with_a_skipped_update,
+):
+  workdir, summary = with_a_skipped_update
+  _, before, skipped, after = lines(workdir, "metrics")
+  assert skipped["train/bad_updates"] >= 1
+  assert skipped["offpolicy/mismatch_kl"] is None
+  kept = [x["offpolicy/mismatch_kl"] for x in (before, after)]
+  entries = lines(workdir, "ledger")
+  assert {e["step"] for e in entries if e["skipped_update"]} == {1}
+  assert all(math.isfinite(x) for x in numbers(summary))
+  assert summary["mismatch_kl_not_finite"] == 1
+  assert summary["mismatch_kl_max"] >= max(kept) > 0
+
+  resumed = start(workdir, num_steps=4)
+  assert all(math.isfinite(x) for x in numbers(resumed))
+  assert resumed["train_steps"] == 4
+  assert resumed["mismatch_kl_not_finite"] == 1
+  record = checkpoint.host_state(workdir / "checkpoints", 4)["record"]
+  assert all(math.isfinite(x) for x in numbers(record))
+
+
+def test_a_checkpoint_with_lists_of_all_steps_and_nan_in_them_can_end(
+  with_a_skipped_update, tmp_path
+):
+  """What was written before the record was bounded."""
+  workdir = shutil.copytree(with_a_skipped_update[0], tmp_path / "run")
+  checkpoints = workdir / "checkpoints"
+  step = checkpoint.latest(checkpoints)
+  path = checkpoints / str(step)
+  about = manifest.verify(path)
+  state = json.loads((path / "host_state.json").read_text())
+  record = state["record"]
+  del record["mismatch_kl"]
+  for name in ("rewards", "evaluations"):
+    assert record[name]["stride"] == 1
+    record[name] = record[name]["thinned"]
+  record["evaluation_kls"] = [1e-9, math.nan]
+  record["mismatch_kls"] = [2e-9, math.nan, 3e-9]
+  record["windows"] = [[0.0, 1.0], [3.0, 4.0]]
+  (path / "host_state.json").write_text(json.dumps(state))
+  manifest.write(path, about)
+
+  summary = start(workdir, num_steps=step)
+  assert all(math.isfinite(x) for x in numbers(summary))
+  assert summary["mismatch_kl_mean"] == pytest.approx(2e-9)
+  assert summary["mismatch_kl_max"] == 3e-9
+  assert summary["mismatch_kl_not_finite"] == 2

@@ -1,0 +1,172 @@
+"""What is served are the weights that the run's engine used.
+
+The server is asked over HTTP; what it has to answer is written by an engine
+that was given what the trainer publishes, as an evaluation does.
+"""
+
+import pathlib
+import runpy
+
+import httpx
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from jaxrl_async import assembly
+from jaxrl_async import checkpoint
+from jaxrl_async import config as config_lib
+from jaxrl_async import config_json
+from jaxrl_async import initial_params
+from jaxrl_async import metrics
+from jaxrl_async import serve
+from jaxrl_async import supervisor
+from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async.config import WeightFormat
+from jaxrl_async.models import quantization
+from jaxrl_async.models import transformer
+from jaxrl_async.rollout import sampling
+from jaxrl_async.rollout import scheduler as scheduler_lib
+from jaxrl_async.rollout import sequence as sequence_lib
+from jaxrl_async.serving import chat_template
+from jaxrl_async.serving import front
+
+ROOT = pathlib.Path(__file__).parents[1]
+ONE = config_lib.MeshSection()
+SPLIT = config_lib.MeshSection(train_fsdp=2, rollout_data=2, rollout_tensor=2)
+PROMPTS = ("1 + 2\n", "7 + 7\n", "9")
+STEP = 3
+
+
+def make_config(weights, mesh):
+  config = runpy.run_path(str(ROOT / "configs" / "tiny.py"))["get_config"]()
+  config.rollout.weights = weights
+  config.mesh = mesh
+  return config
+
+
+def write_run(workdir, config):
+  """A run's directory with a checkpoint of weights that no one trained.
+
+  Returns: the trainer that has them.
+  """
+  config_json.write(config, workdir)
+  tokenizer = tokenizer_lib.character_level()
+  tokenizer.save(workdir / "tokenizer")
+  model = assembly.model_config(config, tokenizer.vocab_size)
+  mesh, _ = assembly.cut_devices(config, jax.devices())
+  trainer = assembly.make_trainer(config, model, mesh, metrics.BusyClock())
+  rng = np.random.default_rng(0)
+  shapes = jax.eval_shape(
+    lambda: transformer.init_params(model, jax.random.key(0))
+  )
+  trainer.start(
+    jax.tree.map(
+      lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32), shapes
+    )
+  )
+  checkpoint.save(workdir / "checkpoints", STEP, trainer.state, {}, [])
+  initial_params.save(workdir / "params", trainer.state.params)
+  return trainer
+
+
+def greedy(scheduler):
+  """Completions of the prompts by a scheduler that has its weights."""
+  tokenizer = tokenizer_lib.character_level()
+  sequences = []
+  for index, prompt in enumerate(map(tokenizer.encode, PROMPTS)):
+    sequences.append(
+      sequence_lib.Sequence(
+        prompt,
+        limit=scheduler.engine.sizes.cache_tokens,
+        stream=sampling.Stream.EVAL,
+        group=index,
+        member=0,
+        settings=sampling.SamplingSettings(temperature=0.0),
+      )
+    )
+    scheduler.submit(sequences[-1])
+  while not scheduler.is_idle:
+    scheduler.step()
+  done = [sequence.trajectory() for sequence in sequences]
+  return [t.tokens[t.loss_mask].tolist() for t in done]
+
+
+def of_the_run(config, trainer):
+  """The run's own engine under what its trainer publishes."""
+  _, mesh = assembly.cut_devices(config, jax.devices())
+  ends = tokenizer_lib.character_level().end_tokens
+  engine = assembly.make_engine(config, trainer.forward.model, mesh, ends)
+  scheduler = scheduler_lib.Scheduler(engine, busy=metrics.BusyClock())
+  scheduler.adopt(engine.load_params(trainer.published(), STEP), STEP)
+  return scheduler
+
+
+def served(policy):
+  """Greedy completions of the same prompts, over HTTP."""
+  stop, answers = supervisor.StopRequest(), []
+
+  def ask(address):
+    for prompt in PROMPTS:
+      body = {"model": "policy", "prompt": prompt, "temperature": 0}
+      body |= {"max_tokens": policy.config.rollout.cache_tokens - len(prompt)}
+      answer = httpx.post(
+        f"{address}/v1/completions",
+        json=body | {"return_token_ids": True},
+        timeout=60.0,
+      )
+      (choice,) = answer.json()["choices"]
+      answers.append((choice["token_ids"], choice["policy_versions"][0]))
+    stop.set()
+
+  serve.serve(policy, front.ServeSettings(port=0), stop=stop, on_ready=ask)
+  tokens, versions = zip(*answers, strict=True)
+  assert set(versions) == {policy.version}
+  return list(tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("weights", "mesh"),
+  [
+    (WeightFormat.INT8, ONE),
+    (WeightFormat.FP8, ONE),
+    (WeightFormat.INT8, SPLIT),
+  ],
+)
+def test_a_run_is_served_with_the_weights_its_own_engine_had(
+  weights, mesh, tmp_path
+):
+  config = make_config(weights, mesh)
+  assert not quantization.unsupported(weights, jax.devices()[0])
+  trainer = write_run(tmp_path, config)
+  expected = greedy(of_the_run(config, trainer))
+  assert all(expected)
+  policy = serve.load_run(tmp_path, num_slots=0, cache_tokens=0)
+  assert policy.version == STEP
+  if weights is WeightFormat.FP8:
+    assert served(policy) == expected
+    return
+  assert greedy(serve.make_scheduler(policy)) == expected
+  # Parameters alone are served as the config beside them says.
+  policy = serve.load_checkpoint(
+    tmp_path / "params", num_slots=0, cache_tokens=0
+  )
+  assert greedy(serve.make_scheduler(policy)) == expected
+
+
+def test_a_format_this_device_gets_wrong_is_refused_in_one_line(
+  monkeypatch, tmp_path
+):
+  # A type of exponents alone: XLA on CPUs converts to it, to no use.
+  monkeypatch.setitem(quantization._TYPES, WeightFormat.FP8, "float8_e8m0fnu")
+  policy = serve.Policy(
+    config=make_config(WeightFormat.FP8, ONE),
+    model=tiny.MODEL,
+    params=None,
+    version=0,
+    tokenizer=tokenizer_lib.character_level(),
+    chat_template=chat_template.load(tmp_path),
+  )
+  with pytest.raises(config_lib.ConfigError, match="^rollout.weights: cpu"):
+    serve.make_scheduler(policy)

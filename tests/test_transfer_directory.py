@@ -1,0 +1,144 @@
+"""Where versions go, and that dead starts of a run leave nothing behind."""
+
+import json
+import shutil
+import types
+
+import pytest
+
+from jaxrl_async import config
+from jaxrl_async import transfer_directory
+
+SIZE = 100  # of a version; so 400 are wanted
+
+
+@pytest.fixture
+def memory(tmp_path, monkeypatch):
+  """A memory-backed directory of 1,000 bytes, as of the files in it."""
+  path = tmp_path / "shm"
+  path.mkdir()
+
+  def usage(directory):
+    files = [p for p in directory.rglob("*") if p.is_file()]
+    used = sum(p.stat().st_size for p in files)
+    return types.SimpleNamespace(free=1000 - used)
+
+  monkeypatch.setattr(transfer_directory, "_MEMORY_BACKED", path)
+  monkeypatch.setattr(transfer_directory.shutil, "disk_usage", usage)
+  return path
+
+
+@pytest.fixture
+def workdir(tmp_path):
+  path = tmp_path / "run"
+  path.mkdir()
+  return path
+
+
+def start(workdir, notes=None, **section):
+  """What a start of a run does: returns its directory and its lock."""
+  said = [] if notes is None else notes
+  section = config.TransferSection(**section)
+  directory = transfer_directory.prepare(section, workdir, SIZE, said.append)
+  number = len(list(directory.glob("incarnation-*")))
+  incarnation = directory / f"incarnation-{number}"
+  lock = transfer_directory.open_incarnation(incarnation)
+  (incarnation / "weights").write_bytes(b"x" * 700)
+  return directory, lock
+
+
+def kill(lock):
+  lock.close()  # as the kernel does
+
+
+def test_every_start_finds_the_same_directory_although_the_last_filled_it(
+  memory, workdir
+):
+  directories, notes = [], []
+  for _ in range(3):
+    directory, lock = start(workdir, notes)
+    kill(lock)
+    directories.append(directory)
+    (incarnation,) = directory.iterdir()
+  assert len(set(directories)) == 1 and directories[0].parent == memory
+  assert not notes
+
+
+def test_what_lies_where_versions_went_before_is_removed(
+  memory, workdir, tmp_path
+):
+  configured = tmp_path / "configured"
+  first, lock = start(workdir, directory=str(configured))
+  assert first.parent == configured
+  kill(lock)
+  (configured / "of somebody else").mkdir()
+  second, lock = start(workdir)
+  assert second.parent == memory
+  assert [p.name for p in configured.iterdir()] == ["of somebody else"]
+  kill(lock)
+  transfer_directory.prepare(
+    config.TransferSection(channel=config.Channel.DIRECT),
+    workdir,
+    SIZE,
+    lambda text: None,
+  )
+  assert not any(memory.iterdir())
+
+
+def test_a_workdir_that_was_moved_still_finds_what_it_left(
+  memory, workdir, tmp_path
+):
+  first, lock = start(workdir)
+  kill(lock)
+  second, lock = start(workdir.rename(tmp_path / "moved"))
+  assert first != second and not first.exists()
+  kill(lock)
+
+
+def test_a_copy_of_a_workdir_leaves_the_weights_of_the_live_run_alone(
+  memory, workdir, tmp_path
+):
+  live, lock = start(workdir)
+  copy = shutil.copytree(workdir, tmp_path / "copy")
+  notes = []
+  directory, other_lock = start(copy, notes)
+  assert (live / "incarnation-0" / "weights").exists()
+  assert directory == copy / "weight_transfer"
+  assert "0.0 MB free" in notes[0] and len(notes) == 1
+  kill(lock)
+  kill(other_lock)
+
+
+def test_without_memory_backed_storage_the_workdir_is_taken_and_it_is_said(
+  memory, workdir
+):
+  memory.rmdir()
+  notes = []
+  directory, lock = start(workdir, notes)
+  assert directory == workdir / "weight_transfer"
+  (note,) = notes
+  assert f"{memory} cannot be written to" in note
+  kill(lock)
+
+
+def test_a_link_to_a_workdir_is_the_same_run(memory, workdir, tmp_path):
+  link = tmp_path / "link"
+  link.symlink_to(workdir)
+  first, lock = start(workdir)
+  kill(lock)
+  second, lock = start(link)
+  assert first == second
+  kill(lock)
+  record = json.loads((workdir / "weight_transfer.json").read_text())
+  assert record == [str(first)]
+
+
+def test_two_workdirs_share_no_directory_and_another_runs_files_stay(
+  memory, workdir, tmp_path
+):
+  first, lock = start(workdir)
+  kill(lock)
+  other = tmp_path / "other"
+  other.mkdir()
+  start(other, directory=str(tmp_path / "elsewhere"))[1].close()
+  assert (first / "incarnation-0").exists()
