@@ -208,7 +208,8 @@ def test_a_template_that_does_not_end_is_ended_and_the_next_one_is_rendered(
   ended = []
 
   def render():
-    with pytest.raises(chat_template.ChatTemplateError, match="end within 2 s"):
+    refusals = "end within 2 s|needs too much memory"
+    with pytest.raises(chat_template.ChatTemplateError, match=refusals):
       template.render([{"role": "user", "content": content}])
     ended.append(content)
 
