@@ -303,7 +303,13 @@ class OrbaxChannel(WeightChannel):
     self._raise_failure()
 
   def remove(self) -> None:
-    shutil.rmtree(self._path, ignore_errors=True)
+    # A version may be being written: moved away first, it gets no new files
+    # while the others are removed.
+    moved = self._path.with_name(f"{self._path.name}-removed")
+    with contextlib.suppress(OSError):
+      self._path.rename(moved)
+    for path in (moved, self._path):
+      shutil.rmtree(path, ignore_errors=True)
     with contextlib.suppress(OSError):  # something else is in it, or it is gone
       self._directory.rmdir()
 
