@@ -15,12 +15,12 @@ donated afterwards: on the same device the direct channel hands out aliases.
 
 import abc
 import collections
-import contextlib
 import fcntl
 import os
 import pathlib
 import secrets
 import shutil
+import subprocess
 import threading
 import time
 from typing import IO, Any
@@ -35,6 +35,7 @@ from jaxrl_async import transfer_directory
 from jaxrl_async.config import Channel
 
 _POLL_S = 0.005
+_REMOVE = 'cat >/dev/null; rm -rf -- "$1"; rmdir -- "$2"'
 
 
 class WeightTransferError(RuntimeError):
@@ -144,7 +145,7 @@ class WeightChannel(abc.ABC):
 
   @abc.abstractmethod
   def remove(self) -> None:
-    """Remove what was written, where the process ends beside its threads."""
+    """Have what was written removed as soon as the process has ended."""
 
   @abc.abstractmethod
   def _hand_over(self, named: dict[str, Any], version: int) -> None: ...
@@ -303,9 +304,15 @@ class OrbaxChannel(WeightChannel):
     self._raise_failure()
 
   def remove(self) -> None:
-    shutil.rmtree(self._path, ignore_errors=True)
-    with contextlib.suppress(OSError):  # something else is in it, or it is gone
-      self._directory.rmdir()
+    # By another process, which sees its input end when this one is gone: beside
+    # threads that still write, nothing would stay removed.
+    self._remover = subprocess.Popen(
+      ["sh", "-c", _REMOVE, "sh", self._path, self._directory],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.DEVNULL,
+      stderr=subprocess.DEVNULL,
+      start_new_session=True,
+    )
 
   def _hand_over(self, named: dict[str, Any], version: int) -> None:
     if self._thread is None:

@@ -116,4 +116,4 @@ def test_two_signals_end_a_run_at_once_and_leave_nothing(tmp_path):
   assert "Traceback" not in text
   assert text.count("WARNING: TensorBoard could not be written") == 1
   assert test_run.until(lambda: not members(process.pid))
-  assert not pathlib.Path(used).exists()
+  assert test_run.until(lambda: not pathlib.Path(used).exists())
