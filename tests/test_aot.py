@@ -145,11 +145,11 @@ def test_what_is_compiled_takes_what_a_run_gives_it():
   assert state is not None
   batch = jax.tree.map(
     lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding),
-    programs[1].arguments[1],
+    programs[0].arguments[1],
   )
   compiled["publish"](state.params)
-  proximal = compiled["proximal"](state.params, batch)
-  compiled["update"](state, batch, proximal, np.int32(0))
+  trained = batch.with_arrays(compiled["proximal"](state.params, batch))
+  compiled["update"](state, trained, np.int32(0))
   params = engine.load_params(published, 0)
   rows = config.rollout.prefill_rows, config.rollout.prefill_buckets[-1]
   compiled["prefill"](

@@ -115,7 +115,8 @@ def test_their_updates_are_ours(attention, tmp_path):
   params = jax.tree.map(jnp.asarray, params)
   state = train_step.TrainState(params=params, opt_state=optimizer.init(params))
   for _ in range(5):
-    state, metrics = update(state, batch, np.int32(0))
+    minibatches = jax.tree.map(lambda x: x[None], batch)
+    state, metrics = update(state, minibatches, np.int32(0))
     answer = theirs.run()
     np.testing.assert_allclose(answer["loss"], metrics["loss"][0], rtol=1e-4)
 
