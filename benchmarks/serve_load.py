@@ -17,7 +17,7 @@ nobody else, token by token; of an abandoned one, as far as it came. Some of
 them are written once more entirely alone.
 
 On two CPU cores, beside the load itself, about a minute of processor time goes
-into starting, compiling and writing everything again. The README has the
+into starting, compiling and writing everything again. docs/results.md has the
 result. The clients share the cores with the server: `client_cpu_s` and
 `server_cpu_s` of the `load_s` seconds on each core were theirs.
 

@@ -2,7 +2,7 @@
 
 uv run launch/train.py --config=configs/quickstart.py --workdir=/tmp/quickstart
 
-Two CPU cores. The README has the measured times and accuracies. Variants,
+Two CPU cores. docs/results.md has the measured times and accuracies. Variants,
 after a colon: `sync` is the same run with max_staleness=0.
 """
 
