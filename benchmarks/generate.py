@@ -30,7 +30,7 @@ caches recomputed or kept, and the time of one adoption with all slots busy.
 
 Hardware: two CPU cores, float32, the rows cpu-1m and cpu-10m; with a GPU the
 others, bfloat16, not measured yet. Time: six minutes with --repeats=1, most of
-it transformers'. Result: the README has the table.
+it transformers'. Result: docs/results.md has the table.
 
 The last line of standard output is one JSON object.
 """

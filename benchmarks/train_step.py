@@ -24,7 +24,7 @@ counted.
 
 Hardware: two CPU cores, float32, the rows cpu-1m and cpu-10m; with a GPU the
 others, bfloat16 with float32 master weights, not measured yet. Time: three
-minutes. Result: the README has the table.
+minutes. Result: docs/results.md has the table.
 
 The last line of standard output is one JSON object.
 """
