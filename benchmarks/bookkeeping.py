@@ -45,18 +45,18 @@ from absl import flags
 import numpy as np
 import rich.console
 
-from jaxrl_async import batching
-from jaxrl_async import buffer as buffer_lib
-from jaxrl_async import ledger as ledger_lib
-from jaxrl_async import metrics
-from jaxrl_async import progress
-from jaxrl_async import recorder as recorder_lib
-from jaxrl_async import run_record
-from jaxrl_async import side_outputs
-from jaxrl_async import trainer
 from jaxrl_async import types
+from jaxrl_async.coordination import buffer as buffer_lib
+from jaxrl_async.coordination import ledger as ledger_lib
+from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.models import configs
-from jaxrl_async.rollout import scheduler
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.reporting import progress as progress_lib
+from jaxrl_async.reporting import run_record
+from jaxrl_async.reporting import side_outputs as side_outputs_lib
+from jaxrl_async.run import recorder as recorder_lib
+from jaxrl_async.training import packing
+from jaxrl_async.training import trainer as trainer_lib
 
 _STEPS = flags.DEFINE_list(
   "steps", ["1000", "100000", "1000000"], "Sizes of the run, ascending."
@@ -125,15 +125,17 @@ class Books:
 
   def __init__(self, workdir: pathlib.Path):
     self.step = 0
-    self._busy = {name: metrics.BusyClock(0.0) for name in ("rollout", "train")}
-    beside = side_outputs.SideOutputs(print)
-    self._writer = metrics.MetricsWriter(workdir, beside)
+    self._busy = {
+      name: metrics_lib.BusyClock(0.0) for name in ("rollout", "train")
+    }
+    beside = side_outputs_lib.SideOutputs(print)
+    self._writer = metrics_lib.MetricsWriter(workdir, beside)
     self._ledger = ledger_lib.Ledger(
       workdir / "ledger.jsonl", ledger_lib.LedgerState()
     )
     self._null = open(os.devnull, "w")
     self._worker: Any = SimpleNamespace(
-      scheduler=SimpleNamespace(stats=scheduler.SchedulerStats()),
+      scheduler=SimpleNamespace(stats=scheduler_lib.SchedulerStats()),
       served_tokens=0,
       wait_for_admission_s=0.0,
       adopt_s=0.0,
@@ -149,7 +151,7 @@ class Books:
       worker=self._worker,
       rewards=rewards,
       busy=self._busy,
-      progress=progress.Progress(
+      progress=progress_lib.Progress(
         1, console=rich.console.Console(file=self._null)
       ),
       side_outputs=beside,
@@ -199,10 +201,10 @@ class Books:
   def measured_step(self) -> tuple[float, float]:
     """Seconds of a step's books, and of these those of the totals."""
     groups = [_group(4 * self.step + i, self.step) for i in range(4)]
-    pending = trainer.Pending(
+    pending = trainer_lib.Pending(
       step=self.step,
       groups=groups,
-      placement=batching.Placement(
+      placement=packing.Placement(
         starts=np.arange(0, 16 * 32, 32),
         lengths=np.full(16, 32),
         shape=(1, 1, 16, 32),
@@ -250,7 +252,7 @@ def measure_steps(
           "totals_us": 1e6 * totals_s,
           "record_bytes": len(text),
           "record_ms": 1e3 * record_s,
-          "memory_mb": metrics.peak_memory_bytes() / 1e6,
+          "memory_mb": metrics_lib.peak_memory_bytes() / 1e6,
         }
         for name, value in row.items():
           found.setdefault(name, {})[str(size)] = value

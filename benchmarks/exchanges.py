@@ -9,9 +9,9 @@ import http_exchange
 import numpy as np
 
 from jaxrl_async import types
-from jaxrl_async.rollout import sampling
-from jaxrl_async.rollout import scheduler as scheduler_lib
-from jaxrl_async.rollout import sequence as sequence_lib
+from jaxrl_async.engine import sampling
+from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.engine import sequence as sequence_lib
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -56,7 +56,7 @@ import roofline
 import side_by_side
 import workloads
 
-from jaxrl_async import config
+from jaxrl_async.config import sections
 
 _CASES = workloads.CPU_CASES | workloads.GPU_CASES
 _ROWS = flags.DEFINE_list(
@@ -168,8 +168,8 @@ def _adopt_rows(name: str) -> list[dict[str, Any]]:
   workload = workloads.draw(case, _SEED.value)
   engine = generation.engine(case, _SEED.value)
   versions = [generation.params(engine, _SEED.value, i) for i in range(2)]
-  kinds = [(config.KvOnAdopt.RECOMPUTE, 0)]
-  kinds += [(kind, _ADOPT_EVERY.value) for kind in config.KvOnAdopt]
+  kinds = [(sections.KvOnAdopt.RECOMPUTE, 0)]
+  kinds += [(kind, _ADOPT_EVERY.value) for kind in sections.KvOnAdopt]
   for kind, every in kinds:  # compiles
     generation.run(
       engine, versions, workload, kv_on_adopt=kind, adopt_every=every

@@ -12,15 +12,15 @@ import jax
 import numpy as np
 import workloads
 
-from jaxrl_async import config
-from jaxrl_async import mesh as mesh_lib
-from jaxrl_async import metrics
+from jaxrl_async.config import sections
+from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.engine import decode_state as decode_state_lib
+from jaxrl_async.engine import engine as engine_lib
+from jaxrl_async.engine import sampling
+from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.models import transformer
-from jaxrl_async.rollout import decode_state
-from jaxrl_async.rollout import engine as engine_lib
-from jaxrl_async.rollout import sampling
-from jaxrl_async.rollout import scheduler as scheduler_lib
-from jaxrl_async.rollout import sequence as sequence_lib
+from jaxrl_async.reporting import metrics as metrics_lib
 
 _STEPS_BEFORE = 8  # of the adoptions that are timed
 _NUM_ADOPTIONS = 5
@@ -63,7 +63,7 @@ def engine(case: workloads.Case, seed: int) -> engine_lib.Engine:
 
 def params(
   engine: engine_lib.Engine, seed: int, version: int
-) -> decode_state.EngineParams:
+) -> decode_state_lib.EngineParams:
   """Random weights; another version has other ones."""
 
   @jax.jit
@@ -89,14 +89,14 @@ def _sequence(prompt, new_tokens, group: int, member: int):
 
 def run(
   engine: engine_lib.Engine,
-  versions: Sequence[decode_state.EngineParams],
+  versions: Sequence[decode_state_lib.EngineParams],
   workload: workloads.Workload,
   *,
-  kv_on_adopt: config.KvOnAdopt = config.KvOnAdopt.RECOMPUTE,
+  kv_on_adopt: sections.KvOnAdopt = sections.KvOnAdopt.RECOMPUTE,
   adopt_every: int = 0,
 ) -> Record:
   """Writes the workload once; with `adopt_every`, versions take turns."""
-  busy = metrics.BusyClock()
+  busy = metrics_lib.BusyClock()
   scheduler = scheduler_lib.Scheduler(
     engine, kv_on_adopt=kv_on_adopt, busy=busy
   )
@@ -154,16 +154,16 @@ def run(
 
 def adoption_s(
   engine: engine_lib.Engine,
-  versions: Sequence[decode_state.EngineParams],
+  versions: Sequence[decode_state_lib.EngineParams],
   workload: workloads.Workload,
-  kv_on_adopt: config.KvOnAdopt,
+  kv_on_adopt: sections.KvOnAdopt,
 ) -> float:
   """Seconds that an adoption costs with all slots busy; median of several.
 
   Of an adoption and the step after it, less a step without one: what adopting
   leaves to the device is waited for by that step.
   """
-  busy = metrics.BusyClock()
+  busy = metrics_lib.BusyClock()
   scheduler = scheduler_lib.Scheduler(
     engine, kv_on_adopt=kv_on_adopt, busy=busy
   )

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async import batching
 from jaxrl_async import types
 from jaxrl_async.models import configs
+from jaxrl_async.training import packing
 
 MEDIAN, SIGMA, MAX_TOKENS = 300, 1.0, 8_192
 NUM_SHARDS = 8
@@ -47,9 +47,9 @@ def make_group(lengths: np.ndarray, vocab_size: int = 97) -> types.RolloutGroup:
 
 def pack(
   lengths: np.ndarray, *, tokens_per_row: int, rows: int, **options: Any
-) -> tuple[batching.PackedBatch, batching.Placement]:
+) -> tuple[packing.PackedBatch, packing.Placement]:
   """One minibatch, as the trainer packs it."""
-  return batching.pack(
+  return packing.pack(
     [make_group(lengths)],
     np.linspace(-1, 1, len(lengths)).astype(np.float32),
     tokens_per_row=tokens_per_row,
@@ -88,7 +88,7 @@ def fixed_count(
   """Cuts arrivals into the longest equal parts that each fit a microbatch."""
 
   def fits(part):
-    _, _, _, used = batching._first_fit(part, tokens_per_row)
+    _, _, _, used = packing._first_fit(part, tokens_per_row)
     return len(used) <= rows
 
   for count in range(len(lengths), 0, -1):

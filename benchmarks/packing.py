@@ -40,12 +40,12 @@ import numpy as np
 import optax
 import packed_lengths
 
-from jaxrl_async import batching
-from jaxrl_async import config
-from jaxrl_async import objectives
-from jaxrl_async import train_step
+from jaxrl_async.config import sections
 from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
+from jaxrl_async.training import objectives
+from jaxrl_async.training import packing
+from jaxrl_async.training import train_step
 
 _SEEDS = flags.DEFINE_integer("seeds", 10, "Draws of the lengths.", 1)
 _TRAJECTORIES = flags.DEFINE_integer("trajectories", 512, "Of a minibatch.", 1)
@@ -65,7 +65,7 @@ def pack_ms() -> float:
   times_s = []
   for _ in range(5):
     start_s = time.perf_counter()
-    batching.pack(
+    packing.pack(
       [group],
       np.zeros(2_000, np.float32),
       tokens_per_row=packed_lengths.MAX_TOKENS,
@@ -78,7 +78,7 @@ def pack_ms() -> float:
 
 def _joined(
   parts: Sequence[np.ndarray], *, rows: int, num_microbatches: int
-) -> batching.PackedBatch:
+) -> packing.PackedBatch:
   """One microbatch a part, in that order, and padding to the given number."""
   packed = [
     packed_lengths.pack(
@@ -126,7 +126,7 @@ def measured_updates() -> dict[str, float]:
       train_step.ForwardSettings(
         model=model,
         compute_dtype="float32",
-        remat=config.Remat.FULL,
+        remat=sections.Remat.FULL,
         attention="xla",
         temperature=1.0,
         vocab_chunk=4_096,
@@ -136,7 +136,7 @@ def measured_updates() -> dict[str, float]:
         clip_low=0.2,
         clip_high=0.2,
         behavior_weight_cap=5.0,
-        cap_mode=config.BehaviorWeightCapMode.MASK,
+        cap_mode=sections.BehaviorWeightCapMode.MASK,
       ),
       objectives.rollout_diagnostic,
       optax.sgd(0.0),

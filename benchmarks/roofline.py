@@ -12,8 +12,8 @@ from jax import numpy as jnp
 import numpy as np
 import workloads
 
-from jaxrl_async import matmul_rate
-from jaxrl_async.rollout import engine as engine_lib
+from jaxrl_async.engine import engine as engine_lib
+from jaxrl_async.planning import matmul_rate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -28,13 +28,13 @@ os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 from absl import app
 from absl import flags
 
-from jaxrl_async import aot
-from jaxrl_async import assembly
-from jaxrl_async import config_checks
-from jaxrl_async import hlo
-from jaxrl_async import mesh as mesh_lib
-from jaxrl_async import topology
-from jaxrl_async import tpu_chips
+from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.devices import topology
+from jaxrl_async.devices import tpu_chips
+from jaxrl_async.planning import aot
+from jaxrl_async.planning import hlo
+from jaxrl_async.run import assembly
+from jaxrl_async.run import config_checks
 
 _RESULTS = flags.DEFINE_string("results", None, "One line a case.")
 _ONLY = flags.DEFINE_string("only", "", "Cases whose names begin so.")

@@ -53,14 +53,14 @@ import http_exchange
 import jax
 import numpy as np
 
-from jaxrl_async import config as config_lib
-from jaxrl_async import serve
-from jaxrl_async import supervisor
-from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
-from jaxrl_async.serving import chat_template
-from jaxrl_async.serving import front
+from jaxrl_async.run import serve
+from jaxrl_async.serving import front as front_lib
+from jaxrl_async.text import chat_template as chat_template_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 _SECONDS = flags.DEFINE_float("seconds", 60.0, "Of load.", lower_bound=0.0)
 _CLIENTS = flags.DEFINE_integer("clients", 200, "At once.", lower_bound=1)
@@ -101,10 +101,10 @@ def _policy() -> serve.Policy:
   sizes = {"num_slots": _NUM_SLOTS.value, "cache_tokens": _CACHE_TOKENS.value}
   if _WORKDIR.value:
     return serve.load_run(pathlib.Path(_WORKDIR.value).absolute(), **sizes)
-  config = config_lib.Config()
+  config = sections.Config()
   half = _CACHE_TOKENS.value // 2
   buckets = (half // 2, half, _CACHE_TOKENS.value)
-  config.rollout = config_lib.RolloutSection(
+  config.rollout = sections.RolloutSection(
     prefill_buckets=buckets, window_buckets=buckets, **sizes
   )
 
@@ -125,17 +125,17 @@ def _policy() -> serve.Policy:
     params=init(jax.random.key(0)),
     version=0,
     tokenizer=tokenizer_lib.character_level(),
-    chat_template=chat_template.ChatTemplate(None),
+    chat_template=chat_template_lib.ChatTemplate(None),
   )
 
 
 def _be_the_server() -> None:
   """Serves until SIGTERM; says on stdout where."""
-  stop = supervisor.StopRequest()
+  stop = supervisor_lib.StopRequest()
   with stop.on_signals(lambda text: None):
     serve.serve(
       _policy(),
-      front.ServeSettings(
+      front_lib.ServeSettings(
         port=0,
         grpc_port=_GRPC_PORT.value,
         max_waiting=2 * _CLIENTS.value + 56,

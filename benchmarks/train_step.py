@@ -52,18 +52,18 @@ import packed_lengths
 import side_by_side
 import workloads
 
-from jaxrl_async import aot
-from jaxrl_async import config
-from jaxrl_async import matmul_rate
-from jaxrl_async import mesh as mesh_lib
-from jaxrl_async import metrics
-from jaxrl_async import objectives
-from jaxrl_async import train_step
-from jaxrl_async import trainer as trainer_lib
-from jaxrl_async.models import attention_names
+from jaxrl_async.config import sections
+from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
-from jaxrl_async.models import packed_attention
 from jaxrl_async.models import transformer
+from jaxrl_async.models.attention import kernel_names
+from jaxrl_async.models.attention import packed_attention
+from jaxrl_async.planning import aot
+from jaxrl_async.planning import matmul_rate
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.training import objectives
+from jaxrl_async.training import train_step
+from jaxrl_async.training import trainer as trainer_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Case:
   rows_per_microbatch: int
   num_trajectories: int
   vocab_chunk: int
-  remat: config.Remat
+  remat: sections.Remat
 
   @property
   def tokens_per_row(self) -> int:
@@ -97,7 +97,7 @@ def _cpu_case(name: str) -> Case:
     rows_per_microbatch=2,
     num_trajectories=256,
     vocab_chunk=8_192,  # of both cases the whole
-    remat=config.Remat.DOTS,
+    remat=sections.Remat.DOTS,
   )
 
 
@@ -109,7 +109,7 @@ def _gpu_case(name: str) -> Case:
     rows_per_microbatch=2,
     num_trajectories=256,
     vocab_chunk=4_096,
-    remat=config.Remat.DOTS,
+    remat=sections.Remat.DOTS,
   )
 
 
@@ -127,9 +127,11 @@ flags.register_validator(
 )
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Of each row.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Of weights and lengths.")
-_REMAT = flags.DEFINE_enum_class("remat", None, config.Remat, "Not the case's.")
+_REMAT = flags.DEFINE_enum_class(
+  "remat", None, sections.Remat, "Not the case's."
+)
 _ATTENTION = flags.DEFINE_string(
-  "attention", attention_names.AUTO, "As config.train.attention."
+  "attention", kernel_names.AUTO, "As config.train.attention."
 )
 _ROWS_PER_MICROBATCH = flags.DEFINE_integer(
   "rows_per_microbatch", 0, "0 takes the case's.", lower_bound=0
@@ -159,7 +161,7 @@ _COLUMNS = {
   "compilations": "",
 }
 _CPU_DEVICES = 2  # one a core: what is no matrix product takes only one each
-_OPTIMIZER = config.OptimizerSection(learning_rate=1e-4)
+_OPTIMIZER = sections.OptimizerSection(learning_rate=1e-4)
 
 
 def _devices() -> list[Any]:
@@ -183,7 +185,9 @@ class Ours:
       remat=_REMAT.value or case.remat,
       attention=packed_attention.choose(
         _ATTENTION.value,
-        model=case.model,
+        num_heads=case.model.num_heads,
+        num_kv_heads=case.model.num_kv_heads,
+        head_dim=case.model.head_dim,
         tokens_per_row=case.tokens_per_row,
         dtype=jax.numpy.dtype(case.dtype),
         layout=layout,
@@ -207,7 +211,7 @@ class Ours:
         clip_low=0.2,
         clip_high=0.2,
         behavior_weight_cap=5.0,
-        cap_mode=config.BehaviorWeightCapMode.TRUNCATE,
+        cap_mode=sections.BehaviorWeightCapMode.TRUNCATE,
       ),
       stages=[train_step.PROXIMAL_STAGE],
       batch=trainer_lib.BatchSettings(
@@ -215,13 +219,13 @@ class Ours:
         rows_per_microbatch=rows,
         num_minibatches=1,
         min_microbatches=placement.shape[1],
-        advantage_scale=config.AdvantageScale.STD,
+        advantage_scale=sections.AdvantageScale.STD,
       ),
       optimizer=_OPTIMIZER,
       num_steps=1_000,
       decay=1.0,
       rollout_dtype=case.dtype,
-      busy=metrics.BusyClock(),
+      busy=metrics_lib.BusyClock(),
     )
     init = functools.partial(transformer.init_params, case.model)
     self.trainer.start(jax.jit(init)(jax.random.key(_SEED.value)))
@@ -288,7 +292,7 @@ def _row(name: str, directory: pathlib.Path) -> dict[str, Any]:
     case.num_trajectories, _SEED.value, scale=case.scale
   )
   num_tokens = int(lengths.sum())
-  with metrics.CompilationCounter() as compilations:
+  with metrics_lib.CompilationCounter() as compilations:
     ours = Ours(case, lengths)
     ours.step()
     ours.plain_s()

@@ -42,13 +42,13 @@ from absl import logging
 import jax
 import numpy as np
 
-from jaxrl_async import config
-from jaxrl_async import mesh as mesh_lib
-from jaxrl_async import train_step
-from jaxrl_async import transfer_directory
-from jaxrl_async import weight_transfer
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import transfer_directory
+from jaxrl_async.coordination import weight_transfer
+from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
+from jaxrl_async.training import train_step
 
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Of each row.", lower_bound=1)
 _ROWS = flags.DEFINE_list(
@@ -113,7 +113,7 @@ def assert_exact(found: Any, sent: Any) -> None:
 
 def measure(
   model: configs.ModelConfig,
-  channel_kind: config.Channel,
+  channel_kind: sections.Channel,
   train_shape: MeshShape,
   rollout_shape: MeshShape,
   directory: pathlib.Path,
@@ -128,7 +128,7 @@ def measure(
       train_step.published_params,
       num_layers=model.num_layers,
       dtype=_DTYPE.value,
-      weights=config.WeightFormat.FLOAT,
+      weights=sections.WeightFormat.FLOAT,
     )
   )
   axes = transformer.logical_axes(model, is_stacked=False)
@@ -141,7 +141,7 @@ def measure(
   channel = weight_transfer.make_channel(
     channel_kind,
     directory=transfer_directory.prepare(
-      config.TransferSection(directory=_DIRECTORY.value),
+      sections.TransferSection(directory=_DIRECTORY.value),
       directory,
       num_bytes,
       print,
@@ -215,7 +215,7 @@ def main(argv: Sequence[str]) -> None:
   rows = []
   with tempfile.TemporaryDirectory(prefix="weight_transfer_") as directory:
     for model, train_shape, rollout_shape in cases:
-      for kind in config.Channel:
+      for kind in sections.Channel:
         row = measure(
           model, kind, train_shape, rollout_shape, pathlib.Path(directory)
         )

@@ -10,8 +10,8 @@ import math
 
 import numpy as np
 
+from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.models import configs
-from jaxrl_async.rollout import decode_state
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Case:
 
   model: configs.ModelConfig
   dtype: str
-  sizes: decode_state.EngineSizes
+  sizes: decode_state_lib.EngineSizes
   num_groups: int
   group_size: int
   prompt_tokens: tuple[int, int]
@@ -71,7 +71,7 @@ def _cpu_case(model: configs.ModelConfig, num_groups: int) -> Case:
   return Case(
     model=model,
     dtype="float32",
-    sizes=decode_state.EngineSizes(
+    sizes=decode_state_lib.EngineSizes(
       num_slots=32,
       cache_tokens=512,
       decode_steps_per_call=8,
@@ -92,7 +92,7 @@ def _gpu_case(name: str, num_slots: int, cache_tokens: int) -> Case:
   return Case(
     model=configs.MODELS[name],
     dtype="bfloat16",
-    sizes=decode_state.EngineSizes(
+    sizes=decode_state_lib.EngineSizes(
       num_slots=num_slots,
       cache_tokens=cache_tokens,
       decode_steps_per_call=8,

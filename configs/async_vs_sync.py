@@ -14,7 +14,7 @@ import runpy
 
 from ml_collections import config_dict
 
-from jaxrl_async import config
+from jaxrl_async.config import sections
 
 # By path: a config file is loaded as a file, from wherever the user stands.
 _QUICKSTART = runpy.run_path(
@@ -22,15 +22,15 @@ _QUICKSTART = runpy.run_path(
 )
 
 
-def get_config(variant: str = "") -> config.Config:
+def get_config(variant: str = "") -> sections.Config:
   """The run of this file; variants are "" and "sync"."""
-  run: config.Config = _QUICKSTART["get_config"](variant)
+  run: sections.Config = _QUICKSTART["get_config"](variant)
   run.task.params = config_dict.ConfigDict(
     {"min_terms": 2, "max_terms": 10, "min_digits": 1, "max_digits": 1}
   )
   run.warm_start.num_steps = 600
   run.warm_start.corrupted_frac = 0.05
-  run.rollout = config.RolloutSection(
+  run.rollout = sections.RolloutSection(
     num_slots=2,
     max_prompt_tokens=40,
     max_completion_tokens=120,

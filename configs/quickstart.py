@@ -8,18 +8,18 @@ after a colon: `sync` is the same run with max_staleness=0.
 
 from ml_collections import config_dict
 
-from jaxrl_async import config
+from jaxrl_async.config import sections
 
 
-def get_config(variant: str = "") -> config.Config:
+def get_config(variant: str = "") -> sections.Config:
   """The run of this file; variants are "" and "sync"."""
   if variant not in ("", "sync"):
-    raise config.ConfigError(
-      f"variant: {config.shown(variant)}; use sync or none"
+    raise sections.ConfigError(
+      f"variant: {sections.shown(variant)}; use sync or none"
     )
-  return config.Config(
-    model=config.ModelSection(name="quickstart"),
-    task=config.TaskSection(
+  return sections.Config(
+    model=sections.ModelSection(name="quickstart"),
+    task=sections.TaskSection(
       dataset="chain_sum",
       params=config_dict.ConfigDict(
         {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1}
@@ -27,18 +27,18 @@ def get_config(variant: str = "") -> config.Config:
       template="{expression}\n",
       answer_prefix="=",
     ),
-    warm_start=config.WarmStartSection(
+    warm_start=sections.WarmStartSection(
       num_steps=1_300,
       rows_per_batch=16,
       num_examples=20_000,
       corrupted_frac=0.19,
-      optimizer=config.OptimizerSection(
-        name=config.OptimizerName.MUON,
+      optimizer=sections.OptimizerSection(
+        name=sections.OptimizerName.MUON,
         learning_rate=3e-3,
         warmup_steps=20,
       ),
     ),
-    rollout=config.RolloutSection(
+    rollout=sections.RolloutSection(
       # Few slots: decoding takes about as long as training, so that both
       # slices stay busy and data is used soon.
       num_slots=4,
@@ -50,19 +50,19 @@ def get_config(variant: str = "") -> config.Config:
       prefill_buckets=(16, 64),
       window_buckets=(64,),
     ),
-    algorithm=config.AlgorithmSection(
+    algorithm=sections.AlgorithmSection(
       max_staleness=0 if variant == "sync" else 4,
       group_size=4,
       groups_per_step=128,
       num_minibatches=4,
     ),
-    train=config.TrainSection(
+    train=sections.TrainSection(
       num_steps=70,
       tokens_per_row=64,
       rows_per_microbatch=16,
       decay=0.1,
-      optimizer=config.OptimizerSection(
-        name=config.OptimizerName.MUON,
+      optimizer=sections.OptimizerSection(
+        name=sections.OptimizerName.MUON,
         learning_rate=4e-4,
         warmup_steps=4,
       ),

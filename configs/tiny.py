@@ -9,18 +9,18 @@ train steps. Variants, after a colon: `sync` is the same with max_staleness=0.
 
 from ml_collections import config_dict
 
-from jaxrl_async import config
+from jaxrl_async.config import sections
 
 
-def get_config(variant: str = "") -> config.Config:
+def get_config(variant: str = "") -> sections.Config:
   """The run of this file; variants are "" and "sync"."""
   if variant not in ("", "sync"):
-    raise config.ConfigError(
-      f"variant: {config.shown(variant)}; use sync or none"
+    raise sections.ConfigError(
+      f"variant: {sections.shown(variant)}; use sync or none"
     )
-  return config.Config(
-    model=config.ModelSection(name="tiny", remat=config.Remat.NONE),
-    task=config.TaskSection(
+  return sections.Config(
+    model=sections.ModelSection(name="tiny", remat=sections.Remat.NONE),
+    task=sections.TaskSection(
       dataset="chain_sum",
       params=config_dict.ConfigDict(
         {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -28,14 +28,14 @@ def get_config(variant: str = "") -> config.Config:
       template="{expression}\n",
       answer_prefix="=",
     ),
-    warm_start=config.WarmStartSection(
+    warm_start=sections.WarmStartSection(
       num_steps=300,
       rows_per_batch=4,
       num_examples=60,
       corrupted_frac=0.0,
-      optimizer=config.OptimizerSection(learning_rate=1e-2),
+      optimizer=sections.OptimizerSection(learning_rate=1e-2),
     ),
-    rollout=config.RolloutSection(
+    rollout=sections.RolloutSection(
       num_slots=8,
       max_prompt_tokens=8,
       max_completion_tokens=16,
@@ -45,20 +45,20 @@ def get_config(variant: str = "") -> config.Config:
       prefill_buckets=(8, 24),
       window_buckets=(24,),
     ),
-    algorithm=config.AlgorithmSection(
+    algorithm=sections.AlgorithmSection(
       max_staleness=0 if variant == "sync" else 2,
       group_size=4,
       groups_per_step=4,
       num_minibatches=2,
     ),
-    train=config.TrainSection(
+    train=sections.TrainSection(
       num_steps=4,
       tokens_per_row=48,
       rows_per_microbatch=4,
-      optimizer=config.OptimizerSection(learning_rate=1e-3),
+      optimizer=sections.OptimizerSection(learning_rate=1e-3),
     ),
-    eval=config.EvalSection(num_items=8, every=0),
-    run=config.RunSection(
+    eval=sections.EvalSection(num_items=8, every=0),
+    run=sections.RunSection(
       checkpoint_every=2, stall_timeout_s=60.0, join_timeout_s=20.0
     ),
   )

@@ -17,14 +17,14 @@ import dataclasses
 
 from ml_collections import config_dict
 
-from jaxrl_async import config
-from jaxrl_async import tpu_chips
+from jaxrl_async.config import sections
+from jaxrl_async.devices import tpu_chips
 
 TOKENS = {"1k": 1_024, "8k": 8_192, "32k": 32_768}
 SLICES = {
-  "v5e:2x4": config.MeshSection(train_fsdp=4, rollout_data=4),
-  "v6e:2x4": config.MeshSection(train_fsdp=4, rollout_data=4),
-  "v5p:2x2x1": config.MeshSection(train_fsdp=2, rollout_data=2),
+  "v5e:2x4": sections.MeshSection(train_fsdp=4, rollout_data=4),
+  "v6e:2x4": sections.MeshSection(train_fsdp=4, rollout_data=4),
+  "v5p:2x2x1": sections.MeshSection(train_fsdp=2, rollout_data=2),
 }
 # How many times as many devices share a row of 32k tokens as one of 8k.
 LONG_CONTEXT = {"v5e": 4, "v6e": 4, "v5p": 1}
@@ -32,12 +32,12 @@ LONG_CONTEXT = {"v5e": 4, "v6e": 4, "v5p": 1}
 
 def make(
   model: str,
-  slices: dict[str, config.MeshSection],
+  slices: dict[str, sections.MeshSection],
   variant: str,
   *,
   slots_per_replica: int,
   state_dtype: str = "float32",
-) -> config.Config:
+) -> sections.Config:
   """A run of a model at the shapes of a variant.
 
   Args:
@@ -49,10 +49,10 @@ def make(
   """
   length, _, name = variant.partition("@")
   length, name = length or "8k", name or next(iter(slices))
-  config.require(
+  sections.require(
     length in TOKENS and name in slices,
     "variant",
-    f"{config.shown(variant)}; use {', '.join(TOKENS)}, and @ with"
+    f"{sections.shown(variant)}; use {', '.join(TOKENS)}, and @ with"
     f" {', '.join(slices)}",
   )
   tokens, mesh = TOKENS[length], slices[name]
@@ -65,15 +65,15 @@ def make(
     )
   slots = max(1, slots_per_replica * TOKENS["8k"] // tokens)
   prompt = tokens // 8
-  return config.Config(
-    model=config.ModelSection(name=model, compute_dtype="bfloat16"),
+  return sections.Config(
+    model=sections.ModelSection(name=model, compute_dtype="bfloat16"),
     mesh=mesh,
-    task=config.TaskSection(
+    task=sections.TaskSection(
       params=config_dict.ConfigDict(
         {"min_terms": 3, "max_terms": 9, "min_digits": 1, "max_digits": 3}
       ),
     ),
-    rollout=config.RolloutSection(
+    rollout=sections.RolloutSection(
       num_slots=mesh.rollout_data * min(slots, 64),
       max_prompt_tokens=prompt,
       max_completion_tokens=tokens - prompt,
@@ -85,19 +85,19 @@ def make(
       window_buckets=(tokens,),
       dtype="bfloat16",
     ),
-    algorithm=config.AlgorithmSection(
+    algorithm=sections.AlgorithmSection(
       group_size=16, groups_per_step=32, num_minibatches=4
     ),
-    train=config.TrainSection(
+    train=sections.TrainSection(
       tokens_per_row=tokens,
       rows_per_microbatch=mesh.train_data * mesh.train_fsdp,
-      optimizer=config.OptimizerSection(
+      optimizer=sections.OptimizerSection(
         learning_rate=1e-6, state_dtype=state_dtype
       ),
     ),
   )
 
 
-def get_config(variant: str = "") -> config.Config:
+def get_config(variant: str = "") -> sections.Config:
   """The run of this file; variants are described above."""
   return make("qwen2-1.5b", SLICES, variant, slots_per_replica=8)

@@ -10,22 +10,24 @@ four chips share a row of 8k tokens.
 import pathlib
 import runpy
 
-from jaxrl_async import config
+from jaxrl_async.config import sections
 
 # By path: a config file is loaded as a file, from wherever the user stands.
 _BASE = runpy.run_path(str(pathlib.Path(__file__).with_name("tpu_1p5b.py")))
 SLICES = {
-  "v5p:2x2x2": config.MeshSection(
+  "v5p:2x2x2": sections.MeshSection(
     train_fsdp=4, rollout_data=2, rollout_tensor=2
   ),
-  "v6e:4x4": config.MeshSection(train_fsdp=8, rollout_data=2, rollout_tensor=4),
-  "2xv5e:4x4": config.MeshSection(
+  "v6e:4x4": sections.MeshSection(
+    train_fsdp=8, rollout_data=2, rollout_tensor=4
+  ),
+  "2xv5e:4x4": sections.MeshSection(
     train_fsdp=4, train_context=4, rollout_data=4, rollout_tensor=4
   ),
 }
 
 
-def get_config(variant: str = "") -> config.Config:
+def get_config(variant: str = "") -> sections.Config:
   """The run of this file; variants are described above."""
   return _BASE["make"](
     "qwen2.5-7b",

@@ -13,7 +13,7 @@ can be tried with, and what a test compiles for v5e:2x2:
 import pathlib
 import runpy
 
-from jaxrl_async import config
+from jaxrl_async.config import sections
 
 # By path: a config file is loaded as a file, from wherever the user stands.
 _QUICKSTART = runpy.run_path(
@@ -21,9 +21,9 @@ _QUICKSTART = runpy.run_path(
 )
 
 
-def get_config(variant: str = "") -> config.Config:
+def get_config(variant: str = "") -> sections.Config:
   """The run of this file; variants are those of the quickstart."""
-  run: config.Config = _QUICKSTART["get_config"](variant)
+  run: sections.Config = _QUICKSTART["get_config"](variant)
   run.model.compute_dtype = run.rollout.dtype = "bfloat16"
-  run.mesh = config.MeshSection(train_fsdp=2, rollout_data=2)
+  run.mesh = sections.MeshSection(train_fsdp=2, rollout_data=2)
   return run

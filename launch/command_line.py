@@ -27,18 +27,18 @@ from absl import flags
 from absl import logging
 from ml_collections import config_flags
 
-from jaxrl_async import config as config_lib
-from jaxrl_async import config_checks
-from jaxrl_async import directories
-from jaxrl_async import storage
-from jaxrl_async import supervisor
+from jaxrl_async.config import directories
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.run import config_checks
+from jaxrl_async.storage import disk
 
 CONFIG = config_flags.DEFINE_config_file(
   "config",
   None,
   "Python file with get_config(), as configs/quickstart.py; a variant may"
   " follow after a colon. --config.SECTION.FIELD=VALUE, after it, sets one"
-  " field; the fields are listed in jaxrl_async/config.py.",
+  " field; the fields are listed in jaxrl_async/config/sections.py.",
 )
 WORKDIR = flags.DEFINE_string(
   "workdir", "", "Directory of the run, where everything is kept."
@@ -61,7 +61,7 @@ def check_workdir() -> None:
     ConfigError: the workdir was not given, or one of them cannot be.
   """
   if not WORKDIR.value:
-    raise config_lib.ConfigError("workdir: missing; use --workdir=DIRECTORY")
+    raise sections.ConfigError("workdir: missing; use --workdir=DIRECTORY")
   directories.check_can_write("workdir", WORKDIR.value)
   check_compile_cache()
 
@@ -162,7 +162,7 @@ def _place_in_config(error: BaseException) -> str:
 def _of_config_file(error: BaseException) -> str:
   """What went wrong inside of a config file, "" if it was something else."""
   for cause in reversed(_causes(error)):
-    if isinstance(cause, config_lib.ConfigError):
+    if isinstance(cause, sections.ConfigError):
       return str(cause)
     if place := _place_in_config(cause):
       message = cause.msg if isinstance(cause, SyntaxError) else str(cause)
@@ -224,11 +224,11 @@ def _help(has_config: bool) -> str:
 
 
 def _check_is_config(value: Any) -> None:
-  if not isinstance(value, config_lib.Config):
+  if not isinstance(value, sections.Config):
     # What stands for a file that cannot be read raises at a look inside.
     getattr(value, "seed", None)
-    raise config_lib.ConfigError(
-      f"config: get_config() of the file gives {config_lib.shown(value)}, not a"
+    raise sections.ConfigError(
+      f"config: get_config() of the file gives {sections.shown(value)}, not a"
       " config.Config"
     )
 
@@ -242,11 +242,11 @@ def _parse(argv: list[str], has_config: bool = True) -> list[str]:
   try:
     rest = flags.FLAGS(argv)
     if has_config and not CONFIG.present:
-      raise config_lib.ConfigError("config: missing; use --config=FILE")
+      raise sections.ConfigError("config: missing; use --config=FILE")
     if has_config:
       _check_is_config(CONFIG.value)
     elif CONFIG.value is not None:
-      raise config_lib.ConfigError("config: not used here; leave it out")
+      raise sections.ConfigError("config: not used here; leave it out")
   # A config file is a user's code, and may raise anything.
   except Exception as error:
     if text := _of_config_file(error):
@@ -266,11 +266,11 @@ def _run(check: Callable[[], None], main: Callable[[], None]) -> None:
     check()
     _prepare_jax()
     main()
-  except config_lib.ConfigError as error:
+  except sections.ConfigError as error:
     _fail(str(error))
-  except (storage.StorageError, supervisor.RunError) as error:
+  except (disk.StorageError, supervisor_lib.RunError) as error:
     sys.exit(f"error: {error}")
-  except supervisor.Interrupted as error:
+  except supervisor_lib.Interrupted as error:
     print(error, file=sys.stderr)
     sys.exit(130)
   except KeyboardInterrupt:  # before the run answers signals itself
@@ -279,7 +279,7 @@ def _run(check: Callable[[], None], main: Callable[[], None]) -> None:
 
 
 def start(
-  main: Callable[[config_lib.Config], None], check: Callable[[], None]
+  main: Callable[[sections.Config], None], check: Callable[[], None]
 ) -> None:
   """Parses the flags and calls main(config) with errors in one line.
 

@@ -19,10 +19,10 @@ import sys
 
 from absl import flags
 
-from jaxrl_async import config as config_lib
-from jaxrl_async import config_bounds
-from jaxrl_async import directories
-from jaxrl_async import supervisor
+from jaxrl_async.config import bounds
+from jaxrl_async.config import directories
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.serving import addresses
 
 # What takes long to import is imported where it is used, after all checks.
@@ -47,14 +47,14 @@ _NUM_SLOTS = flags.DEFINE_integer(
   0,
   "Sequences decoded side by side; 0 is the run's.",
   0,
-  config_bounds.MAX_INT,
+  bounds.MAX_INT,
 )
 _CACHE_TOKENS = flags.DEFINE_integer(
   "cache_tokens",
   0,
   "Prompt and completion together, 2 or more; 0 is the run's.",
   0,
-  config_bounds.MAX_INT,
+  bounds.MAX_INT,
 )
 _MAX_WAITING = flags.DEFINE_integer(
   "max_waiting", 256, "Requests at a time; more get a 429.", 1, 100_000
@@ -73,19 +73,19 @@ _DRAIN_S = flags.DEFINE_float(
 def _api_key() -> str | None:
   """The key, from the file or the environment."""
   if _API_KEY_FILE.value:
-    path = config_lib.shown(_API_KEY_FILE.value)
+    path = sections.shown(_API_KEY_FILE.value)
     try:
       key = pathlib.Path(_API_KEY_FILE.value).read_text().strip()
     except OSError as error:
       reason = error.strerror
-      raise config_lib.ConfigError(
+      raise sections.ConfigError(
         f"api_key_file: {path} cannot be read ({reason})"
       ) from error
     except ValueError as error:  # a NUL in the name, or no text in the file
-      raise config_lib.ConfigError(
+      raise sections.ConfigError(
         f"api_key_file: {path} is not a file of text"
       ) from error
-    config_lib.require(bool(key), "api_key_file", f"{path} is empty")
+    sections.require(bool(key), "api_key_file", f"{path} is empty")
     return key
   return os.environ.get("JAXRL_API_KEY", "").strip() or None
 
@@ -94,9 +94,9 @@ def _check_policy() -> None:
   """What is to be served is where the flags say."""
   checkpoint, workdir = _CHECKPOINT.value, command_line.WORKDIR.value
   if checkpoint and workdir:
-    raise config_lib.ConfigError("checkpoint: not together with workdir")
+    raise sections.ConfigError("checkpoint: not together with workdir")
   if not (checkpoint or workdir):
-    raise config_lib.ConfigError(
+    raise sections.ConfigError(
       "workdir: missing; use --workdir=DIRECTORY or --checkpoint=DIRECTORY"
     )
   if checkpoint:
@@ -114,19 +114,17 @@ def _check_policy() -> None:
 def _check() -> None:
   for flag in (_DEADLINE_S, _MAX_DEADLINE_S, _DRAIN_S):
     # absl's bounds let it pass.
-    config_lib.require(
-      not math.isnan(flag.value), flag.name, "nan is not a time"
-    )
-  config_lib.require(
+    sections.require(not math.isnan(flag.value), flag.name, "nan is not a time")
+  sections.require(
     _CACHE_TOKENS.value != 1,
     "cache_tokens",
     "1 holds a prompt and nothing after it; use 2 or more",
   )
   name = _MODEL_NAME.value
-  config_lib.require(
+  sections.require(
     0 < len(name) <= _MAX_NAME and name.isprintable(),
     "model_name",
-    f"{config_lib.shown(name)} is not 1 to {_MAX_NAME} printable characters",
+    f"{sections.shown(name)} is not 1 to {_MAX_NAME} printable characters",
   )
   host, port, grpc_port = _HOST.value, _PORT.value, _GRPC_PORT.value
   addresses.check_ports(port, grpc_port)
@@ -140,7 +138,7 @@ def _check() -> None:
 
 
 def _policy():
-  from jaxrl_async import serve
+  from jaxrl_async.run import serve
 
   sizes = {"num_slots": _NUM_SLOTS.value, "cache_tokens": _CACHE_TOKENS.value}
   command_line.use_own_compile_cache()
@@ -152,11 +150,11 @@ def _policy():
 
 
 def main():
-  from jaxrl_async import serve
+  from jaxrl_async.run import serve
   from jaxrl_async.serving import bodies
-  from jaxrl_async.serving import front
+  from jaxrl_async.serving import front as front_lib
 
-  settings = front.ServeSettings(
+  settings = front_lib.ServeSettings(
     host=_HOST.value,
     port=_PORT.value,
     grpc_port=_GRPC_PORT.value,
@@ -169,7 +167,7 @@ def main():
       max_deadline_s=_MAX_DEADLINE_S.value,
     ),
   )
-  stop = supervisor.StopRequest()
+  stop = supervisor_lib.StopRequest()
   try:
     policy = _policy()
     with stop.on_signals(

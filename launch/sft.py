@@ -18,13 +18,13 @@ import time
 def main(config):
   import jax
 
-  from jaxrl_async import assembly
-  from jaxrl_async import config_checks
-  from jaxrl_async import config_json
-  from jaxrl_async import initial_params
-  from jaxrl_async import progress as progress_lib
-  from jaxrl_async import resume
-  from jaxrl_async import workdir as workdir_lib
+  from jaxrl_async.reporting import progress as progress_lib
+  from jaxrl_async.run import assembly
+  from jaxrl_async.run import config_checks
+  from jaxrl_async.run import initial_params
+  from jaxrl_async.run import resume
+  from jaxrl_async.storage import config_json
+  from jaxrl_async.storage import workdir as workdir_lib
 
   config_checks.validate(config, len(jax.devices()))
   workdir = command_line.workdir()

@@ -14,9 +14,9 @@ from typing import Any
 
 from absl import flags
 
-from jaxrl_async import config as config_lib
-from jaxrl_async import config_checks
-from jaxrl_async import tpu_chips
+from jaxrl_async.config import sections
+from jaxrl_async.devices import tpu_chips
+from jaxrl_async.run import config_checks
 from jaxrl_async.serving import addresses
 
 # What takes long to import is imported where it is used, after all checks.
@@ -48,7 +48,7 @@ _SERVE_PORT = flags.DEFINE_integer(
 def _check() -> None:
   for flag in (_TOPOLOGY, _COMPILE):
     if flag.value and not _DRY_RUN.value:
-      raise config_lib.ConfigError(
+      raise sections.ConfigError(
         f"{flag.name}: nothing runs on it; add --dry_run"
       )
   if _TOPOLOGY.value:
@@ -63,17 +63,17 @@ def _check() -> None:
 def _devices() -> Sequence[Any]:
   import jax
 
-  from jaxrl_async import topology
+  from jaxrl_async.devices import topology
 
   if not _TOPOLOGY.value:
     return jax.devices()
   return topology.devices(_TOPOLOGY.value)
 
 
-def _dry_run(config: config_lib.Config, devices: Sequence[Any]) -> None:
-  from jaxrl_async import aot
-  from jaxrl_async import assembly
-  from jaxrl_async import topology
+def _dry_run(config: sections.Config, devices: Sequence[Any]) -> None:
+  from jaxrl_async.devices import topology
+  from jaxrl_async.planning import aot
+  from jaxrl_async.run import assembly
 
   print(assembly.describe(config, devices), flush=True)
   if not (_TOPOLOGY.value or _COMPILE.value):
@@ -90,20 +90,20 @@ def _dry_run(config: config_lib.Config, devices: Sequence[Any]) -> None:
   for side in slices:
     print(aot.slice_line(side, compiled[side], chip))
   if chip is not None and (reason := aot.misfit(compiled, chip)):
-    raise config_lib.ConfigError(f"topology: it does not fit: {reason}")
+    raise sections.ConfigError(f"topology: it does not fit: {reason}")
   if chip is not None:
     print("It fits.")
 
 
-def _train(config: config_lib.Config) -> None:
-  from jaxrl_async import run
-  from jaxrl_async.serving import front
+def _train(config: sections.Config) -> None:
+  from jaxrl_async.run import training_run
+  from jaxrl_async.serving import front as front_lib
 
   serving = None
   if _SERVE_PORT.value:
     key = os.environ.get("JAXRL_API_KEY", "").strip() or None
-    serving = front.ServeSettings(port=_SERVE_PORT.value, api_key=key)
-  print(run.run(config, command_line.workdir(), serving=serving))
+    serving = front_lib.ServeSettings(port=_SERVE_PORT.value, api_key=key)
+  print(training_run.run(config, command_line.workdir(), serving=serving))
 
 
 def main(config):

@@ -16,7 +16,7 @@ import tempfile
 
 import tokenizers
 
-from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 VOCAB_SIZE = 50_257
 END = "<|endoftext|>"

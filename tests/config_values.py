@@ -6,7 +6,7 @@ import runpy
 
 from ml_collections import config_dict
 
-from jaxrl_async import config as config_lib
+from jaxrl_async.config import sections
 
 TINY = pathlib.Path(__file__).parents[1] / "configs" / "tiny.py"
 LONG = "x" * 5_000
@@ -70,7 +70,7 @@ WRONG = (None, True, b"bytes", [1], {}, object(), enum.Enum)
 VALUES = (*WRONG, *TEXTS, *NUMBERS, *FLOATS, *TUPLES, *PARAMS)
 
 
-def get_config() -> config_lib.Config:
+def get_config() -> sections.Config:
   """The run of configs/tiny.py, made anew."""
   return runpy.run_path(str(TINY))["get_config"]()
 
@@ -85,7 +85,7 @@ def put(config, path, value):
 
 def paths():
   """Of every field."""
-  return [path for path, _, _ in config_lib.leaves(config_lib.Config())]
+  return [path for path, _, _ in sections.leaves(sections.Config())]
 
 
 def value_of(config, path):

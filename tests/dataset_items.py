@@ -10,9 +10,9 @@ import hashlib
 import json
 import sys
 
-from jaxrl_async import item_json
-from jaxrl_async import question_stream
-from jaxrl_async import questions
+from jaxrl_async.data import question_stream
+from jaxrl_async.data import questions
+from jaxrl_async.storage import item_json
 
 
 def digests(names, *, num_processes, num_items):

@@ -8,15 +8,15 @@ import grpc
 import numpy as np
 import tiny
 
-from jaxrl_async import tokenizer as tokenizer_lib
-from jaxrl_async.rollout import jetstream_api
-from jaxrl_async.rollout import requests
-from jaxrl_async.rollout import scheduler as scheduler_lib
-from jaxrl_async.rollout import serve_loop as serve_loop_lib
-from jaxrl_async.serving import app
-from jaxrl_async.serving import chat_template
+from jaxrl_async.engine import jetstream_api
+from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.serving import app as app_lib
 from jaxrl_async.serving import jetstream_grpc
 from jaxrl_async.serving import prometheus
+from jaxrl_async.serving import requests as requests_lib
+from jaxrl_async.serving import serve_loop as serve_loop_lib
+from jaxrl_async.text import chat_template as chat_template_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 API = jetstream_api.grpc_api()
 DEADLINE_S = 60.0
@@ -26,7 +26,7 @@ PROMPT = tiny.prompt(5)
 LONG_SEED = 8  # the completion of `PROMPT` fills the cache
 
 
-class Queue(requests.RequestQueue):
+class Queue(requests_lib.RequestQueue):
   """Remembers what it was asked for; tells when something was cancelled."""
 
   def __init__(self, **options):
@@ -73,10 +73,10 @@ def running(target, stop):
 
 
 def make_service(queue, serve_loop=None, **options):
-  return app.Service(
+  return app_lib.Service(
     queue=queue,
     tokenizer=TOKENIZER,
-    chat_template=chat_template.ChatTemplate(None),
+    chat_template=chat_template_lib.ChatTemplate(None),
     metrics=prometheus.Metrics(),
     model_name="tiny",
     is_alive=lambda: serve_loop is not None and serve_loop.is_running,

@@ -9,7 +9,7 @@ from tokenizers import normalizers
 from tokenizers import pre_tokenizers
 from tokenizers import processors
 
-from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 SPECIAL = ("<unk>", "<s>", "</s>")
 _WORDS = "the they then stop stops a an and naïve 1 2 + = é ▁the ▁a ▁1 ▁▁ ▁▁▁▁"

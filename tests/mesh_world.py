@@ -7,10 +7,10 @@ import numpy as np
 import test_train_step
 import tiny
 
-from jaxrl_async import config
-from jaxrl_async import mesh as mesh_lib
-from jaxrl_async import metrics
-from jaxrl_async import trainer as trainer_lib
+from jaxrl_async.config import sections
+from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.training import trainer as trainer_lib
 
 # Eight devices can share each of its axes, and rows and their tokens too.
 MODEL = dataclasses.replace(
@@ -32,17 +32,17 @@ def make_trainer(shape, *, rules=mesh_lib.TRAIN_RULES):
       rows_per_microbatch=8,
       num_minibatches=2,
       min_microbatches=1,
-      advantage_scale=config.AdvantageScale.STD,
+      advantage_scale=sections.AdvantageScale.STD,
     ),
     # AdamW divides by a root: with a small eps the sign of a gradient that is
     # all rounding error would decide a whole step.
-    optimizer=config.OptimizerSection(
+    optimizer=sections.OptimizerSection(
       learning_rate=1e-2, weight_decay=0.1, eps=1e-3
     ),
     num_steps=NUM_STEPS,
     decay=1.0,
     rollout_dtype="float32",
-    busy=metrics.BusyClock(),
+    busy=metrics_lib.BusyClock(),
   )
 
 

@@ -8,17 +8,17 @@ import httpx
 import openai
 import tiny
 
-from jaxrl_async import supervisor
-from jaxrl_async import tokenizer as tokenizer_lib
-from jaxrl_async.rollout import requests
-from jaxrl_async.rollout import sampling
-from jaxrl_async.rollout import sequence as sequence_lib
-from jaxrl_async.rollout import serve_loop
+from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.engine import sampling
+from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.serving import app as app_lib
 from jaxrl_async.serving import bodies
-from jaxrl_async.serving import chat_template
 from jaxrl_async.serving import prometheus
+from jaxrl_async.serving import requests as requests_lib
+from jaxrl_async.serving import serve_loop as serve_loop_lib
 from jaxrl_async.serving import server as server_lib
+from jaxrl_async.text import chat_template as chat_template_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 DEADLINE_S = 60.0
 KEY = "a-key-for-tests"
@@ -39,7 +39,7 @@ class Serving:
     self.metrics = prometheus.Metrics()
     self.scheduler = tiny.scheduler(cls=cls or tiny.SteppedScheduler)
     self.scheduler.adopt(tiny.engine_params(), 0)
-    self.queue = requests.RequestQueue(
+    self.queue = requests_lib.RequestQueue(
       TOKENIZER,
       max_waiting=max_waiting,
       cache_tokens=tiny.SIZES.cache_tokens,
@@ -47,12 +47,12 @@ class Serving:
       max_choices=8,
       on_time=self.metrics.observe,
     )
-    self.loop = serve_loop.ServeLoop(self.queue, self.scheduler)
+    self.loop = serve_loop_lib.ServeLoop(self.queue, self.scheduler)
     self.app = app_lib.make_app(
       app_lib.Service(
         queue=self.queue,
         tokenizer=TOKENIZER,
-        chat_template=chat_template.ChatTemplate(None),
+        chat_template=chat_template_lib.ChatTemplate(None),
         metrics=self.metrics,
         model_name="tiny",
         is_alive=lambda: self.loop.is_running,
@@ -64,7 +64,7 @@ class Serving:
       self.app, host="127.0.0.1", port=0, max_connections=64
     )
     self.url = f"http://127.0.0.1:{self.http.port}"
-    self.supervisor = supervisor.Supervisor(lambda error: None)
+    self.supervisor = supervisor_lib.Supervisor(lambda error: None)
     # Without looking for proxies and certificates at every request.
     self._direct = httpx.Client(trust_env=False, verify=False)
 

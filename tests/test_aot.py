@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from test_topology import needs_libtpu
 
-from jaxrl_async import aot
-from jaxrl_async import assembly
-from jaxrl_async import hlo
-from jaxrl_async import metrics
-from jaxrl_async import tpu_chips
+from jaxrl_async.devices import tpu_chips
 from jaxrl_async.models import transformer
+from jaxrl_async.planning import aot
+from jaxrl_async.planning import hlo
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.run import assembly
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -126,7 +126,7 @@ def test_what_is_compiled_takes_what_a_run_gives_it():
   model = assembly.model_config(config, tokenizer.vocab_size)
   train_mesh, rollout_mesh = assembly.cut_devices(config, jax.devices())
   trainer = assembly.make_trainer(
-    config, model, train_mesh, metrics.BusyClock()
+    config, model, train_mesh, metrics_lib.BusyClock()
   )
   engine = assembly.make_engine(
     config, model, rollout_mesh, tokenizer.end_tokens

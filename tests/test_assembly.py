@@ -9,14 +9,14 @@ from ml_collections import config_dict
 import numpy as np
 import pytest
 
-from jaxrl_async import assembly
-from jaxrl_async import config as config_lib
-from jaxrl_async import config_json
-from jaxrl_async import initial_params
-from jaxrl_async import resume
-from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async.config import sections
 from jaxrl_async.models import hf_weights
 from jaxrl_async.models import transformer
+from jaxrl_async.run import assembly
+from jaxrl_async.run import initial_params
+from jaxrl_async.run import resume
+from jaxrl_async.storage import config_json
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
@@ -36,7 +36,7 @@ def test_a_model_that_a_mesh_cannot_split_is_refused_in_one_line(
 ):
   config = tiny.get_config()
   setattr(config.mesh, axis, size)
-  with pytest.raises(config_lib.ConfigError) as caught:
+  with pytest.raises(sections.ConfigError) as caught:
     assembly.check(config, jax.devices()[:8])
   assert str(caught.value).startswith(
     f"mesh.{axis}: {size} does not divide the {what}"
@@ -69,7 +69,7 @@ def test_rules_that_split_an_array_twice_are_refused_in_one_line(
 ):
   config = tiny.get_config()
   setattr(config.mesh.train_rules, rule, axes)
-  with pytest.raises(config_lib.ConfigError) as caught:
+  with pytest.raises(sections.ConfigError) as caught:
     assembly.check(config, jax.devices()[:8])
   assert str(caught.value).startswith(f"mesh.train_rules.{message}")
   assert "\n" not in str(caught.value)
@@ -78,10 +78,10 @@ def test_rules_that_split_an_array_twice_are_refused_in_one_line(
 def test_what_a_mesh_cannot_split_may_stay_whole():
   config = tiny.get_config()
   config.mesh.train_tensor = 4
-  with pytest.raises(config_lib.ConfigError, match="rules.vocab=..$"):
+  with pytest.raises(sections.ConfigError, match="rules.vocab=..$"):
     assembly.check(config, jax.devices()[:8])
   config.mesh.train_rules.vocab = ()
-  with pytest.raises(config_lib.ConfigError, match="rules.kv_heads=..$"):
+  with pytest.raises(sections.ConfigError, match="rules.kv_heads=..$"):
     assembly.check(config, jax.devices()[:8])
   config.mesh.train_rules.kv_heads = ()
   assembly.check(config, jax.devices()[:8])
@@ -90,7 +90,7 @@ def test_what_a_mesh_cannot_split_may_stay_whole():
 def test_a_model_without_a_name_is_refused():
   config = tiny.get_config()
   config.model.name = "tinny"
-  with pytest.raises(config_lib.ConfigError, match="^model.name: 'tinny'"):
+  with pytest.raises(sections.ConfigError, match="^model.name: 'tinny'"):
     assembly.check(config, jax.devices()[:2])
 
 
@@ -126,7 +126,7 @@ def test_a_warm_start_from_what_does_not_fit_is_refused(tmp_path):
   model = assembly.model_config(config, 98)
   for directory in (tmp_path, tmp_path / "params"):
     config.warm_start.checkpoint = str(directory)
-    with pytest.raises(config_lib.ConfigError, match="^warm_start.checkpoint"):
+    with pytest.raises(sections.ConfigError, match="^warm_start.checkpoint"):
       warm_started(config, model)
 
 
@@ -155,12 +155,12 @@ def test_a_warm_start_may_come_from_published_weights(tmp_path):
   published(tmp_path / "other", config, vocab_size=99)
   config.warm_start.checkpoint = str(tmp_path / "other")
   with pytest.raises(
-    config_lib.ConfigError,
+    sections.ConfigError,
     match="^warm_start.checkpoint: .* has vocab_size 99, .* 98$",
   ):
     warm_started(config, model)
   (tmp_path / "other" / "model.safetensors").unlink()
-  with pytest.raises(config_lib.ConfigError, match="^warm_start.checkpoint"):
+  with pytest.raises(sections.ConfigError, match="^warm_start.checkpoint"):
     warm_started(config, model)
 
 
@@ -188,7 +188,7 @@ def test_a_published_model_without_a_file_is_refused(tmp_path, name, message):
   published(tmp_path, config)
   config.model.name = str(tmp_path)
   (tmp_path / name).unlink()
-  with pytest.raises(config_lib.ConfigError, match=f"^model.name: .*{message}"):
+  with pytest.raises(sections.ConfigError, match=f"^model.name: .*{message}"):
     assembly.check(config, jax.devices()[:2])
 
 
@@ -196,7 +196,7 @@ def test_a_published_model_too_small_for_its_tokenizer_is_refused(tmp_path):
   config = tiny.get_config()
   published(tmp_path, config, vocab_size=97)
   config.model.name = str(tmp_path)
-  with pytest.raises(config_lib.ConfigError, match="^model.name: .*98 tokens"):
+  with pytest.raises(sections.ConfigError, match="^model.name: .*98 tokens"):
     assembly.check(config, jax.devices()[:2])
 
 
@@ -208,7 +208,7 @@ def test_a_workdir_keeps_the_config_it_was_made_with(tmp_path):
   config_json.write(config, workdir)
   before = (workdir / "config.json").read_text()
   config.seed += 1
-  with pytest.raises(config_lib.ConfigError, match="^workdir: .*seed"):
+  with pytest.raises(sections.ConfigError, match="^workdir: .*seed"):
     resume.check_config_file(config, workdir)
   config.seed -= 1
   config.train.num_steps += 1
@@ -227,9 +227,9 @@ class Described:
 def test_a_mesh_has_chips_of_one_tpu_slice():
   config = tiny.get_config()
   two_slices = 2 * [Described(id) for id in range(4)]
-  config.mesh = config_lib.MeshSection(train_fsdp=4, rollout_data=4)
+  config.mesh = sections.MeshSection(train_fsdp=4, rollout_data=4)
   train, rollout = assembly.cut_devices(config, two_slices)
   assert list(train.devices.flat) == list(rollout.devices.flat)
-  config.mesh = config_lib.MeshSection(train_fsdp=3, rollout_data=5)
-  with pytest.raises(config_lib.ConfigError, match="^mesh.rollout_data: .*two"):
+  config.mesh = sections.MeshSection(train_fsdp=3, rollout_data=5)
+  with pytest.raises(sections.ConfigError, match="^mesh.rollout_data: .*two"):
     assembly.cut_devices(config, two_slices)

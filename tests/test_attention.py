@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_async import config
-from jaxrl_async import mesh as mesh_lib
-from jaxrl_async.models import attention
-from jaxrl_async.models import kernel_choice
-from jaxrl_async.rollout import attention_choice
-from jaxrl_async.rollout import paged_attention
+from jaxrl_async.config import sections
+from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.engine import attention_choice
+from jaxrl_async.engine import paged_attention
+from jaxrl_async.models.attention import kernel_choice
+from jaxrl_async.models.attention import reference
 
 SIZES = dataclasses.replace(tiny.SIZES, num_pages=20, page_tokens=4)
 
@@ -76,7 +76,7 @@ def rows_of(length, num_heads=6, num_kv_heads=2, head_dim=16):
 
 def test_rows_attend_to_their_own_past():
   query, key, value, lengths = rows_of(9)
-  mixed = attention.causal_xla(query, key, value, lengths)
+  mixed = reference.causal_xla(query, key, value, lengths)
   for row, length in enumerate(lengths):
     for t in range(length):
       expected = one_by_one(
@@ -92,22 +92,22 @@ def test_jaxs_own_attention_means_the_same_by_its_arguments():
     *arguments[:3], is_causal=True, implementation="xla"
   )
   found = attention_choice.of_tokens(lambda *_: found)(*arguments)
-  expected = attention_choice.of_tokens(attention.causal_xla)(*arguments)
+  expected = attention_choice.of_tokens(reference.causal_xla)(*arguments)
   np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_cudnn_is_refused_where_there_is_none():
   with pytest.raises(kernel_choice.refusals()):
-    attention.causal_cudnn(*rows_of(9))
+    reference.causal_cudnn(*rows_of(9))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [16, 150])
 def test_splash_attention_agrees(length):
   arguments = rows_of(length)
-  interpreted = functools.partial(attention.causal_splash, interpret=True)
+  interpreted = functools.partial(reference.causal_splash, interpret=True)
   found = jax.jit(attention_choice.of_tokens(interpreted))(*arguments)
-  expected = attention_choice.of_tokens(attention.causal_xla)(*arguments)
+  expected = attention_choice.of_tokens(reference.causal_xla)(*arguments)
   np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
@@ -167,7 +167,7 @@ def test_the_kernels_are_lowered_for_a_tpu(heads):
       attention_choice.decode_trial(heads, sizes, 4, dtype),
     ),
     (
-      attention.causal_splash,
+      reference.causal_splash,
       attention_choice.prefill_trial(heads, sizes, 3, dtype),
     ),
   ]:
@@ -278,7 +278,7 @@ def test_padding_does_not_count_unless_it_is_not_finite():
 
   def found(padding):
     def attend(*arguments):
-      mixed = attention.causal_xla(*arguments)
+      mixed = reference.causal_xla(*arguments)
       return jnp.where(is_padding, jnp.float32(padding), mixed)
 
     return attention_choice.of_tokens(attend)(*arguments)
@@ -305,31 +305,33 @@ def choose(wanted, num_devices=1, *, data=1, tensor=1, sizes=SIZES):
 def test_on_a_cpu_it_is_xla_and_nothing_is_tried(wanted, monkeypatch):
   monkeypatch.setattr(kernel_choice, "first_right", raises(AssertionError()))
   choice = choose(wanted)
-  assert choice.prefill is attention.causal_xla
+  assert choice.prefill is reference.causal_xla
   assert choice.decode is paged_attention.xla
   assert choice.description == "prefill xla, decode xla over pages"
   slots = choose(wanted, sizes=tiny.SIZES)
   assert slots.description == "prefill xla, decode xla over slots"
 
 
-@pytest.mark.parametrize("name", [*attention.CAUSAL.keys() - {"xla"}, *KERNELS])
+@pytest.mark.parametrize("name", [*reference.CAUSAL.keys() - {"xla"}, *KERNELS])
 def test_a_kernel_asked_for_by_name_that_does_not_work_is_one_line(name):
-  with pytest.raises(config.ConfigError) as caught:
+  with pytest.raises(sections.ConfigError) as caught:
     choose(name)
   assert str(caught.value).startswith(f"rollout.attention: {name} does not")
   assert "\n" not in str(caught.value)
 
 
 def test_a_name_that_does_not_exist_or_lacks_pages_is_one_line():
-  with pytest.raises(config.ConfigError, match="'flash' is not one of auto, x"):
+  with pytest.raises(
+    sections.ConfigError, match="'flash' is not one of auto, x"
+  ):
     choose("flash")
-  with pytest.raises(config.ConfigError, match="gpu_paged reads pages"):
+  with pytest.raises(sections.ConfigError, match="gpu_paged reads pages"):
     choose("gpu_paged", sizes=tiny.SIZES)
 
 
 def test_a_platforms_candidates_exist():
   for name in sum(attention_choice.PREFILL_CANDIDATES.values(), ()):
-    assert name in attention.CAUSAL
+    assert name in reference.CAUSAL
   for name in sum(attention_choice.DECODE_CANDIDATES.values(), ()):
     assert name in paged_attention.IMPLEMENTATIONS
 
@@ -354,7 +356,7 @@ def test_a_kernel_of_one_device_is_split_over_the_mesh(
     one_device(paged_attention.xla),
   )
   monkeypatch.setitem(
-    attention.CAUSAL, "splash", one_device(attention.causal_xla)
+    reference.CAUSAL, "splash", one_device(reference.causal_xla)
   )
   pages, rows = pages_of((4, 2, 8, 4, 3)), rows_of(9, 4, 2, 8)
   rows = [x[: SIZES.prefill_rows] for x in rows]
@@ -369,7 +371,7 @@ def test_a_kernel_of_one_device_is_split_over_the_mesh(
   assert table == (4 // data, 3)
   choice = choose("splash", data * tensor, data=data, tensor=tensor)
   found = jax.jit(choice.prefill)(*rows)
-  expected = attention.causal_xla(*rows)
+  expected = reference.causal_xla(*rows)
   np.testing.assert_allclose(found, expected, atol=1e-5)
   assert seen[-1][0] == (2 // data, 9, 4 // tensor, 8)
   assert seen[-1][1] == (2 // data, 9, 2 // tensor, 8)
@@ -381,9 +383,9 @@ def test_an_engine_writes_the_same_with_a_kernel(monkeypatch):
 
   def counted(*arguments):
     calls.append(1)
-    return attention.causal_xla(*arguments)
+    return reference.causal_xla(*arguments)
 
-  monkeypatch.setitem(attention.CAUSAL, "cudnn", counted)
+  monkeypatch.setitem(reference.CAUSAL, "cudnn", counted)
   mesh = mesh_lib.make_mesh(jax.devices()[:1])
   engine = type(tiny.engine())(
     tiny.MODEL,
@@ -418,7 +420,7 @@ def test_what_a_gpu_takes_agrees_with_xla(dtype):
     trial = attention_choice.prefill_trial(heads, sizes, 3, dtype)
     causal = {
       name: attention_choice.of_tokens(attend)
-      for name, attend in attention.CAUSAL.items()
+      for name, attend in reference.CAUSAL.items()
     }
     found = kernel_choice.first_right(("cudnn",), causal, trial, tolerance)
     assert found == ("cudnn", {})

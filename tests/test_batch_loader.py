@@ -6,9 +6,9 @@ import time
 import pytest
 import tiny
 
-from jaxrl_async import batch_loader
-from jaxrl_async import buffer as buffer_lib
-from jaxrl_async import supervisor as supervisor_lib
+from jaxrl_async.coordination import buffer as buffer_lib
+from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.training import batch_loader
 
 DEADLINE_S = 20.0
 

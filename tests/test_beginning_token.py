@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import serving_world
 
-from jaxrl_async import config as config_lib
-from jaxrl_async import prompts
-from jaxrl_async import questions
-from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async.config import sections
+from jaxrl_async.data import prompts
+from jaxrl_async.data import questions
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 
 def characters():
@@ -22,7 +22,7 @@ def characters():
 
 def test_prompts_have_it_and_worked_solutions_do_not():
   tokenizer = characters()
-  task, warm_start = config_lib.TaskSection(), config_lib.WarmStartSection()
+  task, warm_start = sections.TaskSection(), sections.WarmStartSection()
   warm_start.num_examples = 3
   source = prompts.PromptSource(
     task=task, tokenizer=tokenizer, seed=0, max_prompt_tokens=500

@@ -14,7 +14,7 @@ import jaxtyping
 import pytest
 import tiny
 
-from jaxrl_async import buffer as buffer_lib
+from jaxrl_async.coordination import buffer as buffer_lib
 
 many = settings(
   max_examples=1000,

@@ -7,8 +7,8 @@ import llama_tokenizer
 import numpy as np
 import pytest
 
-from jaxrl_async import tokenizer as tokenizer_lib
-from jaxrl_async.rollout import stop_strings
+from jaxrl_async.text import stop_strings
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 KINDS = [{}, {"strips": False}]
 few = settings(max_examples=40, deadline=None, derandomize=True)

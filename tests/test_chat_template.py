@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from jaxrl_async import tokenizer as tokenizer_lib
-from jaxrl_async.serving import chat_template
+from jaxrl_async.text import chat_template as chat_template_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 CHATML = """{%- for message in messages %}
     {%- if loop.first and message.role != 'system' %}
@@ -45,7 +45,7 @@ def make(directory, template, **settings):
   if template is not None:
     values["chat_template"] = template
   path.write_text(json.dumps(values))
-  return chat_template.load(directory)
+  return chat_template_lib.load(directory)
 
 
 @pytest.mark.slow
@@ -64,7 +64,9 @@ def test_without_a_template_the_one_message_and_a_newline(tmp_path):
   template = make(tmp_path, None)
   assert template.render([{"role": "user", "content": "1 + 2"}]) == "1 + 2\n"
   for messages in (CHATS[1], [{"role": "system", "content": "a"}]):
-    with pytest.raises(chat_template.ChatTemplateError, match="one message"):
+    with pytest.raises(
+      chat_template_lib.ChatTemplateError, match="one message"
+    ):
       template.render(messages)
 
 
@@ -75,7 +77,7 @@ def test_a_template_is_found_by_name_and_in_a_file(tmp_path):
   ]
   assert make(tmp_path, named).render(CHATS[0])[-1] == "!"
   (tmp_path / "chat_template.jinja").write_text("from the file")
-  assert chat_template.load(tmp_path).render(CHATS[0]) == "from the file"
+  assert chat_template_lib.load(tmp_path).render(CHATS[0]) == "from the file"
 
 
 @pytest.mark.parametrize(
@@ -91,13 +93,15 @@ def test_a_template_is_found_by_name_and_in_a_file(tmp_path):
   ],
 )
 def test_what_a_template_may_not_do_is_an_error_of_its_own(template):
-  with pytest.raises(chat_template.ChatTemplateError, match="template says"):
-    chat_template.ChatTemplate(template).render(CHATS[0])
+  with pytest.raises(
+    chat_template_lib.ChatTemplateError, match="template says"
+  ):
+    chat_template_lib.ChatTemplate(template).render(CHATS[0])
 
 
 def test_a_template_that_does_not_compile_names_its_line():
-  with pytest.raises(chat_template.ChatTemplateError, match="line 2"):
-    chat_template.ChatTemplate("a\n{% for %}")
+  with pytest.raises(chat_template_lib.ChatTemplateError, match="line 2"):
+    chat_template_lib.ChatTemplate("a\n{% for %}")
 
 
 QUESTION = [{"role": "user", "content": "why"}]
@@ -166,12 +170,14 @@ def test_a_template_is_found_where_transformers_finds_it(tmp_path, name):
   source, files, expected = PLACES[name]
   place(tmp_path, source, files)
   if name == "names":
-    assert chat_template.load(tmp_path).render(QUESTION) == expected
+    assert chat_template_lib.load(tmp_path).render(QUESTION) == expected
   elif expected is not None:
-    assert chat_template.sources(tmp_path)["default"][1] == expected
+    assert chat_template_lib.sources(tmp_path)["default"][1] == expected
   else:
-    template = chat_template.load(tmp_path)
-    with pytest.raises(chat_template.ChatTemplateError, match="this policy"):
+    template = chat_template_lib.load(tmp_path)
+    with pytest.raises(
+      chat_template_lib.ChatTemplateError, match="this policy"
+    ):
       template.render(QUESTION)
 
 
@@ -204,12 +210,12 @@ LOOPS = """{% if messages[0].content == 'loop' %}
 def test_a_template_that_does_not_end_is_ended_and_the_next_one_is_rendered(
   content,
 ):
-  template = chat_template.ChatTemplate(LOOPS, deadline_s=2.0)
+  template = chat_template_lib.ChatTemplate(LOOPS, deadline_s=2.0)
   ended = []
 
   def render():
     refusals = "end within 2 s|needs too much memory"
-    with pytest.raises(chat_template.ChatTemplateError, match=refusals):
+    with pytest.raises(chat_template_lib.ChatTemplateError, match=refusals):
       template.render([{"role": "user", "content": content}])
     ended.append(content)
 
@@ -222,13 +228,13 @@ def test_a_template_that_does_not_end_is_ended_and_the_next_one_is_rendered(
 
 @pytest.mark.slow
 def test_threads_take_turns_and_none_waits_longer_than_the_deadline():
-  template = chat_template.ChatTemplate(LOOPS, deadline_s=2.0)
+  template = chat_template_lib.ChatTemplate(LOOPS, deadline_s=2.0)
   errors = []
 
   def render(content):
     try:
       assert template.render([{"role": "user", "content": content}]) == content
-    except chat_template.ChatTemplateError as error:
+    except chat_template_lib.ChatTemplateError as error:
       errors.append(str(error))
 
   threads = [
@@ -246,7 +252,7 @@ def test_threads_take_turns_and_none_waits_longer_than_the_deadline():
 
 
 def test_a_process_that_was_killed_is_started_again():
-  template = chat_template.ChatTemplate(LOOPS)
+  template = chat_template_lib.ChatTemplate(LOOPS)
   process = template._process
   assert process is not None
   process._popen.kill()

@@ -16,11 +16,11 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl_async import checkpoint
-from jaxrl_async import manifest
-from jaxrl_async import outstanding
-from jaxrl_async import storage
 from jaxrl_async import types
+from jaxrl_async.storage import checkpoint
+from jaxrl_async.storage import disk
+from jaxrl_async.storage import manifest
+from jaxrl_async.storage import outstanding as outstanding_lib
 
 
 def _sharding(shape: tuple[int, ...], spec: P) -> NamedSharding:
@@ -87,10 +87,10 @@ def _groups():
     times_s={"admitted": 1 / 3},
   )
   return [
-    outstanding.OutstandingGroup(
+    outstanding_lib.OutstandingGroup(
       index=6, birth=2, deadline=6, status="running", group=None
     ),
-    outstanding.OutstandingGroup(
+    outstanding_lib.OutstandingGroup(
       index=7, birth=2, deadline=6, status="running", group=group
     ),
   ]
@@ -206,7 +206,7 @@ def _build_group(prompt_id, prompt_tokens, trajectories, **rest):
 )
 def test_any_groups_come_back_bit_for_bit(all_fields):
   groups = [
-    outstanding.OutstandingGroup(
+    outstanding_lib.OutstandingGroup(
       index=number,
       birth=number + 1,
       deadline=number + 2,
@@ -216,8 +216,8 @@ def test_any_groups_come_back_bit_for_bit(all_fields):
     for number, status, fields in all_fields
   ]
   with tempfile.TemporaryDirectory() as directory:
-    outstanding.write(pathlib.Path(directory), groups)
-    got = outstanding.read(pathlib.Path(directory))
+    outstanding_lib.write(pathlib.Path(directory), groups)
+    got = outstanding_lib.read(pathlib.Path(directory))
   _assert_same_groups(got, groups)
 
 
@@ -279,7 +279,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_no_other(tmp_path):
   state = _train_state()
   checkpoint.save(tmp_path, 4, state, {"cursor": 1}, [])
   with disks.files_of_at_most(1000):
-    with pytest.raises(storage.StorageError) as raised:
+    with pytest.raises(disk.StorageError) as raised:
       checkpoint.save(tmp_path, 8, state, {"cursor": "x" * 2000}, [])
   message = str(raised.value)
   assert f"{tmp_path / '8'}" in message and "make room" in message
@@ -355,12 +355,12 @@ def test_a_renamed_checkpoint_is_refused(tmp_path):
 def test_arrays_that_do_not_align_are_not_saved(tmp_path):
   groups = _groups()
   groups[1].group.trajectories[2].loss_mask = np.ones(3, bool)
-  with pytest.raises(outstanding.OutstandingError, match="loss_mask"):
+  with pytest.raises(outstanding_lib.OutstandingError, match="loss_mask"):
     checkpoint.save(tmp_path, 0, {"w": jnp.zeros(1)}, {}, groups)
   groups = _groups()
   trajectory = groups[1].group.trajectories[2]
   trajectory.tokens = trajectory.tokens.astype(np.int64)
-  with pytest.raises(outstanding.OutstandingError, match="tokens mixes"):
+  with pytest.raises(outstanding_lib.OutstandingError, match="tokens mixes"):
     checkpoint.save(tmp_path, 0, {"w": jnp.zeros(1)}, {}, groups)
 
 

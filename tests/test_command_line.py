@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jaxrl_async import config_checks
+from jaxrl_async.run import config_checks
 
 ROOT = pathlib.Path(__file__).parents[1]
 TINY = ROOT / "configs" / "tiny.py"
@@ -106,13 +106,13 @@ def test_help_is_short_quick_and_names_what_is_needed(script):
   assert "  --workdir=" in done.stdout
   has_config = script != "serve"
   assert ("  --config=FILE" in done.stdout) is has_config
-  assert ("jaxrl_async/config.py" in done.stdout) is has_config
+  assert ("jaxrl_async/config/sections.py" in done.stdout) is has_config
   assert "--alsologtostderr" not in done.stdout
 
 
 def test_where_the_fields_are_listed_is_where_they_are():
   """The file that --help names."""
-  fields = (ROOT / "jaxrl_async" / "config.py").read_text()
+  fields = (ROOT / "jaxrl_async" / "config" / "sections.py").read_text()
   assert "checkpoint_every: int" in fields
 
 

@@ -5,10 +5,10 @@ import json
 from ml_collections import config_dict
 import pytest
 
-from jaxrl_async import config as config_lib
-from jaxrl_async import config_checks
-from jaxrl_async import config_json
-from jaxrl_async import mesh as mesh_lib
+from jaxrl_async.config import sections
+from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.run import config_checks
+from jaxrl_async.storage import config_json
 
 
 def put(config, path, value):
@@ -19,8 +19,8 @@ def put(config, path, value):
 
 
 def test_the_defaults_are_valid():
-  config_checks.validate(config_lib.Config(), 2)
-  config_checks.validate(config_lib.Config(), 1)
+  config_checks.validate(sections.Config(), 2)
+  config_checks.validate(sections.Config(), 1)
 
 
 @pytest.mark.parametrize(
@@ -131,12 +131,12 @@ def test_the_defaults_are_valid():
     ("mesh.rollout_rules.heads", ("tensor", "tensor")),
     ("mesh.rollout_rules", None),
   ],
-  ids=config_lib.shown,
+  ids=sections.shown,
 )
 def test_a_wrong_setting_is_refused_in_one_line_that_names_it(path, value):
-  config = config_lib.Config()
+  config = sections.Config()
   put(config, path, value)
-  with pytest.raises(config_lib.ConfigError) as caught:
+  with pytest.raises(sections.ConfigError) as caught:
     config_checks.validate(config, 2)
   message = str(caught.value)
   assert message.startswith(path + ": ")
@@ -156,42 +156,42 @@ def test_a_wrong_setting_is_refused_in_one_line_that_names_it(path, value):
   ],
 )
 def test_pages_and_chunks_have_to_fit_the_buckets(path, values):
-  config = config_lib.Config()
+  config = sections.Config()
   for name, value in values.items():
     setattr(config.rollout, name, value)
-  with pytest.raises(config_lib.ConfigError, match=f"^{path}: .*$"):
+  with pytest.raises(sections.ConfigError, match=f"^{path}: .*$"):
     config_checks.validate(config, 2)
   config.rollout.num_pages = config.rollout.prefill_chunk = 0
   config_checks.validate(config, 2)
 
 
 def test_pages_and_chunks_that_fit_are_accepted():
-  config = config_lib.Config()
+  config = sections.Config()
   config.rollout.num_pages, config.rollout.page_tokens = 8, 16
   config.rollout.prefill_chunk = 64
-  config.rollout.preemption = config_lib.Preemption.EXACT
+  config.rollout.preemption = sections.Preemption.EXACT
   config_checks.validate(config, 2)
 
 
 def test_reused_logprobs_are_those_of_one_update():
-  config = config_lib.Config()
-  config.algorithm.proximal = config_lib.ProximalMode.REUSE
+  config = sections.Config()
+  config.algorithm.proximal = sections.ProximalMode.REUSE
   with pytest.raises(
-    config_lib.ConfigError,
+    sections.ConfigError,
     match="^algorithm.proximal: reuse .* 4 updates; use .*num_minibatches=1",
   ):
     config_checks.validate(config, 2)
   config.algorithm.num_minibatches = 1
   config_checks.validate(config, 2)
   config.algorithm.num_minibatches = 4
-  config.algorithm.proximal = config_lib.ProximalMode.LOGLINEAR
+  config.algorithm.proximal = sections.ProximalMode.LOGLINEAR
   config_checks.validate(config, 2)
 
 
 def test_the_message_says_what_would_be_right():
-  config = config_lib.Config()
+  config = sections.Config()
   config.algorithm.max_staleness = -1
-  with pytest.raises(config_lib.ConfigError) as caught:
+  with pytest.raises(sections.ConfigError) as caught:
     config_checks.validate(config, 2)
   assert str(caught.value) == (
     "algorithm.max_staleness: -1 is negative; use 0 (synchronous) or more"
@@ -199,7 +199,7 @@ def test_the_message_says_what_would_be_right():
 
 
 def test_edges_of_the_allowed_are_allowed():
-  config = config_lib.Config()
+  config = sections.Config()
   config.algorithm.max_staleness = 0
   config.algorithm.num_minibatches = 512
   config.eval.temperature = 0.0
@@ -235,7 +235,7 @@ def test_edges_of_the_allowed_are_allowed():
 def test_the_slices_take_the_devices_that_are_left(
   settings, num_devices, train, rollout
 ):
-  mesh = config_lib.MeshSection(**settings)
+  mesh = sections.MeshSection(**settings)
   assert config_checks.slice_shapes(mesh, num_devices) == (
     mesh_lib.MeshShape(**train),
     mesh_lib.MeshShape(**rollout),
@@ -252,8 +252,8 @@ def test_the_slices_take_the_devices_that_are_left(
   ],
 )
 def test_more_devices_than_there_are_is_an_error(settings, num_devices, field):
-  mesh = config_lib.MeshSection(**settings)
-  with pytest.raises(config_lib.ConfigError, match=f"^{field}: "):
+  mesh = sections.MeshSection(**settings)
+  with pytest.raises(sections.ConfigError, match=f"^{field}: "):
     config_checks.slice_shapes(mesh, num_devices)
 
 
@@ -266,30 +266,30 @@ def test_more_devices_than_there_are_is_an_error(settings, num_devices, field):
   ],
 )
 def test_rows_and_slots_divide_over_their_axis(path, value, axis):
-  config = config_lib.Config()
+  config = sections.Config()
   put(config, f"mesh.{axis}", 2)
   config_checks.validate(config, 8)
   put(config, path, value)
-  with pytest.raises(config_lib.ConfigError, match=path):
+  with pytest.raises(sections.ConfigError, match=path):
     config_checks.validate(config, 8)
 
 
 def test_a_warm_starts_batch_is_cut_into_microbatches():
-  config = config_lib.Config()
+  config = sections.Config()
   config.warm_start.rows_per_batch = 12
   config_checks.validate(config, 2)  # there is no warm start
   config.warm_start.num_steps = 1
   with pytest.raises(
-    config_lib.ConfigError,
+    sections.ConfigError,
     match="^train.rows_per_microbatch: 8 .*12 warm_start.rows_per_batch",
   ):
     config_checks.validate(config, 2)
 
 
 def changed_config():
-  config = config_lib.Config()
+  config = sections.Config()
   config.task.params = config_dict.ConfigDict({"min_terms": 3, "sizes": [1]})
-  config.rollout.kv_on_adopt = config_lib.KvOnAdopt.KEEP
+  config.rollout.kv_on_adopt = sections.KvOnAdopt.KEEP
   config.rollout.prefill_buckets = (32, 64, 128)
   config.mesh.train_rules.kv_heads = ()
   config.mesh.rollout_rules.mlp = ("data", "tensor")
@@ -301,7 +301,7 @@ def test_a_config_survives_json():
   text = json.dumps(config_json.to_dict(changed_config()), allow_nan=False)
   read = config_json.from_dict(json.loads(text))
   assert read == changed_config()
-  assert read != config_lib.Config()
+  assert read != sections.Config()
   config_checks.validate(read, 2)
 
 
@@ -312,30 +312,30 @@ def test_fields_that_a_stored_config_lacks_take_their_defaults():
 
 
 def test_a_stored_config_with_other_fields_is_refused():
-  values = config_json.to_dict(config_lib.Config())
+  values = config_json.to_dict(sections.Config())
   values["train"]["vocab_chunks"] = 1
-  with pytest.raises(config_lib.ConfigError, match="^train.vocab_chunks: not"):
+  with pytest.raises(sections.ConfigError, match="^train.vocab_chunks: not"):
     config_json.from_dict(values)
   del values["train"]["vocab_chunks"]
   for value in ("pigeon", ["orbax"]):
     values["transfer"]["channel"] = value
-    with pytest.raises(config_lib.ConfigError, match="one of orbax, direct"):
+    with pytest.raises(sections.ConfigError, match="one of orbax, direct"):
       config_json.from_dict(values)
 
 
 def test_a_config_of_a_newer_format_is_refused(tmp_path):
-  config_json.write(config_lib.Config(), tmp_path)
+  config_json.write(sections.Config(), tmp_path)
   path = tmp_path / "config.json"
   values = json.loads(path.read_text())
-  assert config_json.read(tmp_path) == config_lib.Config()
+  assert config_json.read(tmp_path) == sections.Config()
   values["format"] += 1
   path.write_text(json.dumps(values))
-  with pytest.raises(config_lib.ConfigError, match="newer version; this one"):
+  with pytest.raises(sections.ConfigError, match="newer version; this one"):
     config_json.read(tmp_path)
 
 
 def test_differences_name_the_fields():
-  found = config_json.differences(config_lib.Config(), changed_config())
+  found = config_json.differences(sections.Config(), changed_config())
   assert list(found) == [
     "mesh.train_rules.kv_heads",
     "mesh.rollout_rules.mlp",

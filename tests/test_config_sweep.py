@@ -7,15 +7,15 @@ import time
 
 import config_values
 
-from jaxrl_async import config as config_lib
-from jaxrl_async import config_checks
+from jaxrl_async.config import sections
+from jaxrl_async.run import config_checks
 
 
 def refusal(config, num_devices=2):
   """The message of the ConfigError, "" if there is none."""
   try:
     config_checks.validate(config, num_devices)
-  except config_lib.ConfigError as error:
+  except sections.ConfigError as error:
     return str(error)
   return ""
 

@@ -9,15 +9,15 @@ import time
 import pytest
 import test_run
 
-from jaxrl_async import checkpoint
-from jaxrl_async import config as config_lib
-from jaxrl_async import metrics
-from jaxrl_async import outstanding
-from jaxrl_async import recorder as recorder_lib
-from jaxrl_async import resume
-from jaxrl_async import run
-from jaxrl_async import transfer_directory
-from jaxrl_async import workdir as workdir_lib
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import transfer_directory
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.run import recorder as recorder_lib
+from jaxrl_async.run import resume
+from jaxrl_async.run import training_run
+from jaxrl_async.storage import checkpoint
+from jaxrl_async.storage import outstanding as outstanding_lib
+from jaxrl_async.storage import workdir as workdir_lib
 
 pytestmark = pytest.mark.slow
 
@@ -38,8 +38,8 @@ CASES = {
       "window_buckets": (16, 32),
       "num_pages": 20,
       "page_tokens": 8,
-      "preemption": config_lib.Preemption.EXACT,
-      "kv_on_adopt": config_lib.KvOnAdopt.KEEP,
+      "preemption": sections.Preemption.EXACT,
+      "kv_on_adopt": sections.KvOnAdopt.KEEP,
       "attention": "xla",
     },
     "train": {"tokens_per_row": 64, "rows_per_microbatch": 2},
@@ -47,7 +47,7 @@ CASES = {
   "a lower limit": {
     "rollout": {"max_completion_tokens": 2, "prefill_chunk": 8},
     "train": {"attention": "blocks", "vocab_chunk": 40, "max_bad_updates": 1},
-    "model": {"remat": config_lib.Remat.FULL},
+    "model": {"remat": sections.Remat.FULL},
     "task": {
       "reward_workers": 2,
       "question_workers": 1,
@@ -57,15 +57,15 @@ CASES = {
     },
   },
   "the direct channel, in step": {
-    "transfer": {"channel": config_lib.Channel.DIRECT},
+    "transfer": {"channel": sections.Channel.DIRECT},
     "algorithm": {
       "max_staleness": 0,
       "clip_low": 0.1,
       "clip_high": 0.3,
       "behavior_weight_cap": 2.0,
-      "behavior_weight_cap_mode": config_lib.BehaviorWeightCapMode.TRUNCATE,
-      "proximal": config_lib.ProximalMode.LOGLINEAR,
-      "advantage_scale": config_lib.AdvantageScale.NONE,
+      "behavior_weight_cap_mode": sections.BehaviorWeightCapMode.TRUNCATE,
+      "proximal": sections.ProximalMode.LOGLINEAR,
+      "advantage_scale": sections.AdvantageScale.NONE,
       "filter_zero_std": True,
     },
     "train": {"decay": 0.5},
@@ -81,7 +81,7 @@ CASES = {
   "other types and another directory": {
     "rollout": {
       "dtype": "bfloat16",
-      "weights": config_lib.WeightFormat.INT8,
+      "weights": sections.WeightFormat.INT8,
     },
     "algorithm": {"max_staleness": 4},
     "transfer": {"directory": "elsewhere"},
@@ -127,7 +127,7 @@ def stopped(tmp_path_factory):
   Returns: its workdir, and the outstanding groups by index.
   """
   workdir = tmp_path_factory.mktemp("stopped")
-  save = run.Run._save
+  save = training_run.Run._save
 
   def save_in_the_middle(self, step, *rest):
     deadline = time.monotonic() + 60
@@ -140,9 +140,9 @@ def stopped(tmp_path_factory):
     save(self, step, *rest)
 
   with pytest.MonkeyPatch.context() as patched:
-    patched.setattr(run.Run, "_save", save_in_the_middle)
+    patched.setattr(training_run.Run, "_save", save_in_the_middle)
     test_run.start(make_config(), workdir)
-  groups = outstanding.read(workdir / "checkpoints" / "2")
+  groups = outstanding_lib.read(workdir / "checkpoints" / "2")
   return workdir, {g.index: g.group for g in groups}
 
 
@@ -218,13 +218,13 @@ def test_a_run_killed_before_it_trains_begins_again_by_the_same_command(
     raise Killed
 
   for place, name in (
-    (run.Run, "_show_warm_start"),
+    (training_run.Run, "_show_warm_start"),
     (checkpoint.manifest, "write"),
     # From here on there is a checkpoint.
     (checkpoint, "_sync_names"),
-    (run.config_json, "write"),
-    (run.Run, "_evaluate"),
-    (metrics.MetricsWriter, "write"),
+    (training_run.config_json, "write"),
+    (training_run.Run, "_evaluate"),
+    (metrics_lib.MetricsWriter, "write"),
     (recorder_lib.Recorder, "start_rl"),
   ):
     with monkeypatch.context() as patched, pytest.raises(Killed):

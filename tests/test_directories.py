@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from jaxrl_async import config
-from jaxrl_async import directories
+from jaxrl_async.config import directories
+from jaxrl_async.config import sections
 
 
 @pytest.mark.parametrize("name", ["", "here", "not/here/yet", "ü and spaces"])
@@ -31,18 +31,18 @@ def test_what_stands_in_the_way_is_named(tmp_path):
     ("\udcff", "a character that paths may not have"),
     ("\ud800", "a character that paths may not have"),
   ):
-    with pytest.raises(config.ConfigError, match=f"^workdir: .*{words}"):
+    with pytest.raises(sections.ConfigError, match=f"^workdir: .*{words}"):
       directories.check_can_write("workdir", f"{tmp_path}/{name}")
   assert sorted(os.listdir(tmp_path)) == ["file", "nowhere"]
 
 
 def test_a_file_system_that_takes_nothing_is_found_out():
-  with pytest.raises(config.ConfigError, match="^workdir: .*be written to"):
+  with pytest.raises(sections.ConfigError, match="^workdir: .*be written to"):
     directories.check_can_write("workdir", "/proc/none")
 
 
 def test_what_is_read_has_to_be_a_directory(tmp_path):
   directories.check_can_read("checkpoint", str(tmp_path), "give another")
   for name in ("", "x" * 5_000, str(tmp_path / "no"), __file__, "nu\0l"):
-    with pytest.raises(config.ConfigError, match="^checkpoint: "):
+    with pytest.raises(sections.ConfigError, match="^checkpoint: "):
       directories.check_can_read("checkpoint", name, "give another")

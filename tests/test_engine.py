@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxrl_async.engine import engine as engine_lib
+from jaxrl_async.engine import jetstream_api
 from jaxrl_async.models import transformer
-from jaxrl_async.rollout import engine as engine_lib
-from jaxrl_async.rollout import jetstream_api
 
 ROW = tiny.Row(prompt=tiny.prompt(5), group=8, member=2)
 OTHERS = [
@@ -286,7 +286,7 @@ import types
 mine = types.ModuleType("seqio")
 if "installed" in sys.argv:
   sys.modules["seqio"] = mine
-from jaxrl_async.rollout import jetstream_api
+from jaxrl_async.engine import jetstream_api
 print(jetstream_api.Engine.__module__)
 print(sys.modules.get("seqio") is mine, "seqio.vocabularies" in sys.modules)
 print("tensorflow" in sys.modules)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_async import config
-from jaxrl_async import hlo
-from jaxrl_async import mesh as mesh_lib
-from jaxrl_async import metrics
+from jaxrl_async.config import sections
+from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.engine import engine as engine_lib
+from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.models import transformer
-from jaxrl_async.rollout import engine as engine_lib
-from jaxrl_async.rollout import scheduler as scheduler_lib
+from jaxrl_async.planning import hlo
+from jaxrl_async.reporting import metrics as metrics_lib
 
 MODEL = dataclasses.replace(tiny.MODEL, vocab_size=96)
 CACHES = {
@@ -50,8 +50,8 @@ def written(shape, sizes):
   engine = make_engine(shape, **sizes)
   scheduler = scheduler_lib.Scheduler(
     engine,
-    kv_on_adopt=config.KvOnAdopt.RECOMPUTE,
-    busy=metrics.BusyClock(),
+    kv_on_adopt=sections.KvOnAdopt.RECOMPUTE,
+    busy=metrics_lib.BusyClock(),
   )
   scheduler.adopt(load(engine), 0)
   sequences = [

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_async import evaluate
-from jaxrl_async import tokenizer as tokenizer_lib
-from jaxrl_async.rewards import service
+from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.run import evaluate
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 NUM_PROMPTS = 5
 
@@ -25,7 +25,7 @@ def evaluated(score):
 
 
 def failure(reason="error: LookupError: no such"):
-  return service.RewardFailure(reason, "the scorer's traceback")
+  return service_lib.RewardFailure(reason, "the scorer's traceback")
 
 
 def test_failed_scores_count_neither_as_right_nor_as_wrong():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_async.rollout import sampling
+from jaxrl_async.engine import sampling
 
 NEAR = 1e-5
 SHAPES = {

@@ -12,7 +12,7 @@ import pytest
 import reward_scorers
 import test_run
 
-from jaxrl_async import evaluate
+from jaxrl_async.run import evaluate
 
 DEADLINE_S = 150.0
 

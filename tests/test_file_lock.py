@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from jaxrl_async.rewards import file_lock
-from jaxrl_async.rewards import service
+from jaxrl_async.rewards import service as service_lib
 
 DEADLINE_S = 60.0
 
@@ -25,7 +25,7 @@ def hold(lock, held, release):
 def holder():
   """A lock, the process that holds it, and the pipe that ends that."""
   # As the service does, which comes after this in the same process.
-  multiprocessing.set_forkserver_preload([service._PRELOAD])
+  multiprocessing.set_forkserver_preload([service_lib._PRELOAD])
   context = file_lock.ForkServerContext()
   lock = context.RLock()
   (held, tell), (wait, release) = context.Pipe(False), context.Pipe(False)

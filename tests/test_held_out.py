@@ -5,9 +5,9 @@ import json
 import pytest
 import test_prompts
 
-from jaxrl_async import config
-from jaxrl_async import held_out
-from jaxrl_async import questions
+from jaxrl_async.config import sections
+from jaxrl_async.data import held_out
+from jaxrl_async.data import questions
 
 
 def test_held_out_questions_are_distinct_and_in_no_other_split():
@@ -23,7 +23,7 @@ def test_held_out_questions_are_distinct_and_in_no_other_split():
 
 def test_too_few_held_out_questions_is_an_error():
   few = test_prompts.chain_sum(min_terms=2, max_terms=2, max_digits=1)
-  with pytest.raises(config.ConfigError, match="eval.num_items: 999, but"):
+  with pytest.raises(sections.ConfigError, match="eval.num_items: 999, but"):
     held_out.make(test_prompts.source(few), 999)
 
 

@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from jaxrl_async import hlo
+from jaxrl_async.planning import hlo
 
 # As XLA for TPUs writes it: a loop with its bound in the condition, a matrix
 # product as a convolution, a reduce-scatter as a fusion, a gather that is begun

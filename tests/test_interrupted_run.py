@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import reward_scorers
 
-from jaxrl_async import assembly
-from jaxrl_async import checkpoint
-from jaxrl_async import outstanding
-from jaxrl_async import prompts
-from jaxrl_async import questions
-from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async.data import prompts
+from jaxrl_async.data import questions
+from jaxrl_async.run import assembly
+from jaxrl_async.storage import checkpoint
+from jaxrl_async.storage import outstanding as outstanding_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 TIMEOUT_S = 300.0
 
@@ -37,7 +37,7 @@ def stored_groups(workdir):
   step = checkpoint.latest(directory)
   if step is None:
     return 0, {}
-  groups = outstanding.read(directory / str(step))
+  groups = outstanding_lib.read(directory / str(step))
   return step, {g.index: g.group for g in groups if g.group is not None}
 
 

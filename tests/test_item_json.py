@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from jaxrl_async import item_json
+from jaxrl_async.storage import item_json
 
 _SCALARS = (
   st.none()

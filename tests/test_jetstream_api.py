@@ -18,7 +18,7 @@ handler = logging.NullHandler()
 root.addHandler(handler)
 before = families()
 
-from jaxrl_async.rollout import jetstream_api
+from jaxrl_async.engine import jetstream_api
 
 eager = [m for m in ("grpc", "jetstream.core.orchestrator") if m in sys.modules]
 api = jetstream_api.grpc_api()

@@ -13,17 +13,17 @@ import httpx
 import pytest
 import tiny
 
-from jaxrl_async import config as config_lib
-from jaxrl_async import serve
-from jaxrl_async import supervisor
 from jaxrl_async import types
-from jaxrl_async.rollout import client_request
-from jaxrl_async.rollout import sampling
-from jaxrl_async.rollout import sequence as sequence_lib
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.engine import sampling
+from jaxrl_async.engine import sequence as sequence_lib
+from jaxrl_async.run import serve
 from jaxrl_async.serving import bodies
-from jaxrl_async.serving import chat_template
-from jaxrl_async.serving import front
+from jaxrl_async.serving import client_request
+from jaxrl_async.serving import front as front_lib
 from jaxrl_async.serving import jetstream_grpc
+from jaxrl_async.text import chat_template as chat_template_lib
 
 API = grpc_world.API
 DEADLINE_S = grpc_world.DEADLINE_S
@@ -360,17 +360,17 @@ def test_a_port_in_use_is_refused(shared):
 
 @pytest.mark.slow
 def test_http_and_grpc_are_served_by_one_engine():
-  config = config_lib.Config()
-  config.rollout = config_lib.RolloutSection(
+  config = sections.Config()
+  config.rollout = sections.RolloutSection(
     **{
       field.name: getattr(tiny.SIZES, field.name)
-      for field in dataclasses.fields(config_lib.RolloutSection)
+      for field in dataclasses.fields(sections.RolloutSection)
       if hasattr(tiny.SIZES, field.name)
     }
   )
   with socket.create_server(("127.0.0.1", 0)) as free:
     grpc_port = free.getsockname()[1]
-  stop = supervisor.StopRequest()
+  stop = supervisor_lib.StopRequest()
   addresses: queue_lib.SimpleQueue[str] = queue_lib.SimpleQueue()
 
   def run():
@@ -381,9 +381,9 @@ def test_http_and_grpc_are_served_by_one_engine():
         params=tiny.params(),
         version=0,
         tokenizer=TOKENIZER,
-        chat_template=chat_template.ChatTemplate(None),
+        chat_template=chat_template_lib.ChatTemplate(None),
       ),
-      front.ServeSettings(port=0, grpc_port=grpc_port),
+      front_lib.ServeSettings(port=0, grpc_port=grpc_port),
       stop=stop,
       on_ready=addresses.put,
     )

@@ -1,6 +1,7 @@
 """The shape of the code: layers, file lengths, words, where globals may be."""
 
 import ast
+import collections
 import pathlib
 import re
 
@@ -9,117 +10,89 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "jaxrl_async"
 
-# Imports point to a lower layer. A new module gets its line here.
-LAYERS = {
-  0: (
-    "config",
-    "config_bounds",
-    "config_json",
-    "directories",
-    "mesh_shape",
-    "mesh",
-    "tpu_chips",
-    "topology",
+# Each folder of the package, and those that its files may import besides their
+# own. A folder may only name folders above it, so the arrows form no cycle.
+FOLDERS = {
+  "config": (),
+  "types": (),
+  "storage": ("types", "config"),
+  "text": ("storage",),
+  "devices": ("config",),
+  "reporting": ("config", "storage"),
+  "models/attention": ("config", "devices"),
+  "models": ("config", "storage", "models/attention"),
+  "planning": ("config", "devices", "models"),
+  "algorithms": ("config", "devices"),
+  "rewards": (),
+  "data": ("types", "config", "storage", "text", "rewards"),
+  "coordination": ("types", "config", "storage"),
+  "engine": (
     "types",
-    "model_files",
-    "storage",
-    "workdir",
-    "item_json",
-  ),
-  1: (
-    "tokenizer",
-    "rewards",
-    "advantages",
-    "batching",
-    "divergences",
-    "likelihood",
+    "config",
+    "devices",
+    "reporting",
+    "models/attention",
     "models",
-    "worked_solutions",
-    "manifest",
-    "outstanding",
-    "pytree_files",
-    "supervisor",
-    "hlo",
-    "series",
-    "timeline",
-    "side_outputs",
-    "events",
+    "planning",
   ),
-  2: (
-    "aot",
-    "config_checks",
-    "matmul_rate",
-    "memory_estimate",
-    "losses",
-    "questions",
-    "buffer",
-    "ledger",
-    "weight_transfer",
-    "transfer_directory",
-    "checkpoint",
-    "metrics",
+  "training": (
+    "types",
+    "config",
+    "devices",
+    "reporting",
+    "models/attention",
+    "models",
+    "planning",
+    "algorithms",
+    "data",
+    "coordination",
   ),
-  3: (
-    "objectives",
-    "batch_loader",
-    "question_server",
-    "question_stream",
-    "prompts",
-    "resume",
+  "serving": (
+    "types",
+    "config",
+    "text",
+    "models",
+    "coordination",
+    "engine",
   ),
-  4: ("rollout", "train_step", "trainer", "held_out"),
-  5: ("evaluate", "summary", "progress", "sft", "dry_run", "serving"),
-  6: (
-    "assembly",
-    "device_checks",
-    "initial_params",
-    "recorder",
-    "run_record",
-    "snapshot",
-    "run",
-    "serve",
+  "rollout": (
+    "types",
+    "text",
+    "reporting",
+    "rewards",
+    "data",
+    "coordination",
+    "engine",
+    "serving",
   ),
-}
-LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
-# Folders whose files may import each other.
-FOLDERS = {"rewards", "models", "rollout", "serving"}
-SAME_LAYER = {
-  ("config_bounds", "config"),
-  ("config_json", "config"),
-  ("directories", "config"),
-  ("mesh", "config"),
-  ("mesh", "mesh_shape"),
-  ("mesh_shape", "config"),
-  ("assembly", "device_checks"),
-  ("config_json", "storage"),
-  ("storage", "workdir"),
-  ("workdir", "config"),
-  ("weight_transfer", "transfer_directory"),
-  ("assembly", "initial_params"),
-  ("device_checks", "initial_params"),
-  ("serve", "device_checks"),
-  ("serve", "initial_params"),
-  ("topology", "config"),
-  ("trainer", "train_step"),
-  ("topology", "tpu_chips"),
-  ("tpu_chips", "config"),
-  ("prompts", "question_stream"),
-  ("run", "assembly"),
-  ("recorder", "run_record"),
-  ("run", "recorder"),
-  ("run", "run_record"),
-  ("run", "snapshot"),
-  ("serve", "assembly"),
+  "run": (
+    "types",
+    "config",
+    "storage",
+    "text",
+    "devices",
+    "reporting",
+    "models/attention",
+    "models",
+    "planning",
+    "rewards",
+    "data",
+    "coordination",
+    "engine",
+    "training",
+    "serving",
+    "rollout",
+  ),
 }
 
 MAX_LINES = 500
 # Where a caught exception is stored or counted, and why.
 CATCHES_ALL = {
-  "tokenizer.py": "the library raises Exception itself, nothing more special",
-  "supervisor.py": "the supervisor",
+  "text/tokenizer.py": "the library raises Exception itself",
+  "coordination/supervisor.py": "the supervisor",
   "rewards/service.py": "user code",
   "rollout/episode.py": "user code",
-  "question_server.py": "user code",
+  "data/question_server.py": "user code",
 }
 BANNED_FILES = {"utils.py", "common.py", "helpers.py"}
 BANNED_WORDS = re.compile(
@@ -142,9 +115,10 @@ def name_of(path):
   return path.relative_to(PACKAGE).as_posix()
 
 
-def module_of(path):
-  """Module (or folder) of the layer table that a file belongs to."""
-  return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def folder_of(path):
+  """Name of a file's folder in the table; a file at the top is its own."""
+  place = path.relative_to(PACKAGE)
+  return place.parent.as_posix() if place.parent.name else place.stem
 
 
 def absolute_imports(tree):
@@ -158,19 +132,18 @@ def absolute_imports(tree):
       yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def own_imports(tree):
+def imported_modules(tree):
+  """Paths, without `.py`, of the package's modules that a file imports."""
   for name in absolute_imports(tree):
     parts = name.split(".")
-    if parts[0] == "jaxrl_async" and len(parts) > 1:
-      yield parts[1]
-
-
-def is_allowed(importer, imported):
-  if importer == imported:
-    return importer in FOLDERS
-  return (importer, imported) in SAME_LAYER or (
-    LAYER_OF[imported] < LAYER_OF[importer]
-  )
+    if parts[0] != "jaxrl_async":
+      continue
+    while (
+      parts and not PACKAGE.parent.joinpath(*parts).with_suffix(".py").exists()
+    ):
+      parts.pop()  # a name in a module
+    assert parts, f"{name} is not a module"
+    yield PACKAGE.parent.joinpath(*parts).with_suffix(".py")
 
 
 def dotted(node):
@@ -196,24 +169,49 @@ def parsed(path):
   return ast.parse(path.read_text(), filename=str(path))
 
 
-def test_every_module_has_a_layer():
-  modules = {module_of(path) for path in package_files()} - {"__init__"}
-  assert modules <= LAYER_OF.keys()
+def test_every_folder_is_in_the_table_after_those_it_imports():
+  in_use = {folder_of(path) for path in package_files()} - {"__init__"}
+  assert in_use == FOLDERS.keys()
+  above = set()
+  for folder, imported in FOLDERS.items():
+    assert set(imported) <= above, folder
+    above.add(folder)
 
 
-@pytest.mark.parametrize("path", package_files(), ids=name_of)
-def test_imports_point_down_the_layers(path):
-  importer = module_of(path)
-  if importer == "__init__":
-    assert not list(own_imports(parsed(path)))
-    return
-  wrong = [x for x in own_imports(parsed(path)) if not is_allowed(importer, x)]
-  assert not wrong, f"{importer} imports {wrong}"
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_imports_those_of_its_line_and_no_others(folder):
+  imported = {
+    folder_of(module)
+    for path in package_files()
+    if folder_of(path) == folder
+    for module in imported_modules(parsed(path))
+  }
+  assert imported - {folder} == set(FOLDERS[folder])
+
+
+def test_folders_are_at_most_two_levels_deep_and_hold_two_files():
+  for folder in FOLDERS.keys() - {"types"}:
+    assert folder.count("/") <= 1
+    assert len(list((PACKAGE / folder).glob("[!_]*.py"))) >= 2, folder
+
+
+def test_a_module_has_one_name_wherever_it_is_imported():
+  aliases = collections.defaultdict(set)
+  for path in python_files():
+    for node in ast.walk(parsed(path)):
+      if isinstance(node, ast.ImportFrom) and node.module:
+        for alias in node.names:
+          file = ROOT / node.module.replace(".", "/") / f"{alias.name}.py"
+          if node.module.startswith("jaxrl_async") and file.exists():
+            aliases[name_of(file)].add(alias.asname or alias.name)
+  several = {name: used for name, used in aliases.items() if len(used) > 1}
+  assert aliases and not several
 
 
 def test_the_two_sides_do_not_know_each_other():
-  assert not is_allowed("rollout", "trainer")
-  assert not is_allowed("trainer", "rollout")
+  for side in ("rollout", "engine", "serving"):
+    assert "training" not in FOLDERS[side]
+    assert side not in FOLDERS["training"]
 
 
 def test_nothing_outside_a_folder_of_the_package_is_imported_from_the_tests():
@@ -243,7 +241,7 @@ def test_one_file_imports_jetstream():
     for name in absolute_imports(parsed(path))
     if name.split(".")[0] == "jetstream"
   }
-  assert importers <= {"rollout/jetstream_api.py"}
+  assert importers <= {"engine/jetstream_api.py"}
 
 
 @pytest.mark.parametrize("path", package_files(), ids=name_of)

@@ -9,8 +9,8 @@ import threading
 import numpy as np
 import pytest
 
-from jaxrl_async import ledger as ledger_lib
 from jaxrl_async import types
+from jaxrl_async.coordination import ledger as ledger_lib
 
 JOIN_S = 20.0
 EMPTY = ledger_lib.LedgerState()

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_async import divergences
-from jaxrl_async import likelihood
-from jaxrl_async import losses
-from jaxrl_async.config import BehaviorWeightCapMode
+from jaxrl_async.algorithms import divergences
+from jaxrl_async.algorithms import likelihood
+from jaxrl_async.algorithms import losses
+from jaxrl_async.config import sections
 
 B, T, D, V = 2, 9, 6, 23
 TEMPERATURE = 0.7
@@ -253,7 +253,11 @@ def ppo_inputs():
 
 
 def ppo_loss(
-  arrays, *, cap_mode=BehaviorWeightCapMode.MASK, num_loss_tokens=14, **changes
+  arrays,
+  *,
+  cap_mode=sections.BehaviorWeightCapMode.MASK,
+  num_loss_tokens=14,
+  **changes,
 ):
   arrays = {k: jnp.asarray(v) for k, v in (arrays | changes).items()}
   return losses.decoupled_ppo_loss(
@@ -290,7 +294,7 @@ def transcribed_ppo(arrays, cap_mode, num_loss_tokens):
     if w > CAP:
       branches.add("capped")
       sums["behavior_weight_capped_count"] += 1
-      w = 0.0 if cap_mode is BehaviorWeightCapMode.MASK else CAP
+      w = 0.0 if cap_mode is sections.BehaviorWeightCapMode.MASK else CAP
     r = math.exp(theta - proximal)
     clipped = min(max(r, 1 - CLIP_LOW), 1 + CLIP_HIGH)
     sign = "+" if advantage > 0 else "-"
@@ -307,7 +311,7 @@ def transcribed_ppo(arrays, cap_mode, num_loss_tokens):
   return loss, sums, gradient, branches
 
 
-@pytest.mark.parametrize("cap_mode", BehaviorWeightCapMode)
+@pytest.mark.parametrize("cap_mode", sections.BehaviorWeightCapMode)
 def test_decoupled_ppo_equals_the_formula_in_every_branch(cap_mode):
   arrays = ppo_inputs()
   loss, sums, gradient = ppo_gradient(arrays, cap_mode=cap_mode)
@@ -326,7 +330,7 @@ def test_decoupled_ppo_equals_the_formula_in_every_branch(cap_mode):
 def test_the_cap_modes_differ_and_both_count_the_same_tokens():
   arrays = ppo_inputs()
   (masked, sums), (truncated, other_sums) = (
-    ppo_loss(arrays, cap_mode=mode) for mode in BehaviorWeightCapMode
+    ppo_loss(arrays, cap_mode=mode) for mode in sections.BehaviorWeightCapMode
   )
   assert masked != truncated
   name = "behavior_weight_capped_count"
@@ -334,7 +338,7 @@ def test_the_cap_modes_differ_and_both_count_the_same_tokens():
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("cap_mode", BehaviorWeightCapMode)
+@pytest.mark.parametrize("cap_mode", sections.BehaviorWeightCapMode)
 def test_poison_under_the_mask_changes_no_bit(poison, cap_mode):
   arrays = ppo_inputs()
   poisoned = {

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 import pytest
 
-from jaxrl_async import manifest
+from jaxrl_async.storage import manifest
 
 
 def _directory_with(files: dict[str, bytes]) -> pathlib.Path:

@@ -10,24 +10,24 @@ import jax
 import pytest
 import test_train_step
 
-from jaxrl_async import aot
-from jaxrl_async import assembly
-from jaxrl_async import config as config_lib
-from jaxrl_async import config_checks
-from jaxrl_async import memory_estimate
-from jaxrl_async import mesh as mesh_lib
-from jaxrl_async import metrics
-from jaxrl_async import topology
-from jaxrl_async import tpu_chips
-from jaxrl_async import trainer as trainer_lib
+from jaxrl_async.config import sections
+from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.devices import topology
+from jaxrl_async.devices import tpu_chips
 from jaxrl_async.models import configs
+from jaxrl_async.planning import aot
+from jaxrl_async.planning import memory_estimate
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.run import assembly
+from jaxrl_async.run import config_checks
+from jaxrl_async.training import trainer as trainer_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from configs import tiny  # noqa: E402
 
-Remat = config_lib.Remat
+Remat = sections.Remat
 MODEL = configs.ModelConfig(
   vocab_size=2_000,
   model_dim=256,
@@ -38,7 +38,7 @@ MODEL = configs.ModelConfig(
   mlp_dim=768,
   has_qk_norm=True,
 )
-TRAIN = config_lib.TrainSection(
+TRAIN = sections.TrainSection(
   tokens_per_row=512, rows_per_microbatch=4, vocab_chunk=1_024
 )
 GIB = 2**30
@@ -52,7 +52,7 @@ def estimate(
     shape,
     mesh_lib.TRAIN_RULES,
     dataclasses.replace(TRAIN, attention=attention),
-    config_lib.ModelSection(remat=remat),
+    sections.ModelSection(remat=remat),
     weights=weights,
     optimizer=optimizer,
     tokens_per_step=4 * 4 * 512,
@@ -85,13 +85,13 @@ def test_the_estimate_is_near_what_is_compiled(remat, attention, shape):
       rows_per_microbatch=TRAIN.rows_per_microbatch,
       num_minibatches=2,
       min_microbatches=2,
-      advantage_scale=config_lib.AdvantageScale.STD,
+      advantage_scale=sections.AdvantageScale.STD,
     ),
-    optimizer=config_lib.OptimizerSection(),
+    optimizer=sections.OptimizerSection(),
     num_steps=1,
     decay=1.0,
     rollout_dtype="float32",
-    busy=metrics.BusyClock(),
+    busy=metrics_lib.BusyClock(),
   )
   (update,) = [x for x in trainer.programs() if x.name == "update"]
   state = trainer.abstract_state()
@@ -161,7 +161,7 @@ def test_what_cannot_fit_is_refused_with_its_largest_part(parts, message):
   needs = memory_estimate.Estimate(**zeros | parts)
   memory_estimate.check(needs, None)
   memory_estimate.check(needs, needs.at_least)
-  with pytest.raises(config_lib.ConfigError, match=f"^{message}") as caught:
+  with pytest.raises(sections.ConfigError, match=f"^{message}") as caught:
     memory_estimate.check(needs, 7.5 * GIB)
   assert "\n" not in str(caught.value)
 
@@ -199,7 +199,7 @@ def test_a_run_that_a_described_chip_cannot_hold_is_refused_before_compiling():
   assembly.check(config, devices)
   config.train.rows_per_microbatch = 2_000_000
   with pytest.raises(
-    config_lib.ConfigError, match="^model.remat: .*15.8 GiB.*activations"
+    sections.ConfigError, match="^model.remat: .*15.8 GiB.*activations"
   ):
     assembly.check(config, devices)
 
@@ -232,23 +232,23 @@ def test_what_the_host_of_a_cpu_cannot_hold_is_refused(
   if not message:
     assembly.check(config, devices)
     return
-  with pytest.raises(config_lib.ConfigError, match=f"^{message}"):
+  with pytest.raises(sections.ConfigError, match=f"^{message}"):
     assembly.check(config, devices)
 
 
 def test_pages_are_named_where_they_are_what_is_too_large():
-  section = config_lib.RolloutSection(num_pages=64)
+  section = sections.RolloutSection(num_pages=64)
   parts = {"weights": 2, "cache": 5, "prefill": 0, "prefilled": 3}
   memory_estimate.check_rollout(parts, section, None)
   memory_estimate.check_rollout(parts, section, 9)
-  with pytest.raises(config_lib.ConfigError, match="^rollout.num_pages: "):
+  with pytest.raises(sections.ConfigError, match="^rollout.num_pages: "):
     memory_estimate.check_rollout(parts, section, 8)
 
 
 def test_a_batch_of_the_warm_start_has_to_fit():
-  section = config_lib.WarmStartSection(num_steps=1, rows_per_batch=2**16)
+  section = sections.WarmStartSection(num_steps=1, rows_per_batch=2**16)
   memory_estimate.check_warm_start(section, 64, GIB)
-  with pytest.raises(config_lib.ConfigError, match="^warm_start.rows_per_ba"):
+  with pytest.raises(sections.ConfigError, match="^warm_start.rows_per_ba"):
     memory_estimate.check_warm_start(section, 2**20, GIB)
   section.num_steps = 0
   memory_estimate.check_warm_start(section, 2**20, GIB)

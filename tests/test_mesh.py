@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_async import config
-from jaxrl_async import mesh as mesh_lib
-from jaxrl_async import train_step
+from jaxrl_async.config import sections
+from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import transformer
+from jaxrl_async.training import train_step
 
 ONE = mesh_lib.ONE
 FOUR = mesh_lib.MeshShape(fsdp=2, tensor=2)
@@ -121,7 +121,7 @@ def test_the_forward_of_four_devices_is_that_of_one():
   settings = train_step.ForwardSettings(
     model=MODEL,
     compute_dtype="float32",
-    remat=config.Remat.FULL,
+    remat=sections.Remat.FULL,
     attention="xla",
     temperature=1.0,
     vocab_chunk=40,

@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
-from jaxrl_async import metrics
-from jaxrl_async import side_outputs
-from jaxrl_async import storage
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.reporting import side_outputs as side_outputs_lib
+from jaxrl_async.storage import disk
 
 
 def make_writer(workdir, notes=None):
   said = [] if notes is None else notes
-  return metrics.MetricsWriter(workdir, side_outputs.SideOutputs(said.append))
+  return metrics_lib.MetricsWriter(
+    workdir, side_outputs_lib.SideOutputs(said.append)
+  )
 
 
 def lines(workdir):
@@ -92,8 +94,8 @@ def test_events_are_on_disk_when_write_returns(tmp_path):
 
 def test_tensorboard_that_fails_is_said_once_counted_and_tried_again(tmp_path):
   notes = []
-  beside = side_outputs.SideOutputs(notes.append)
-  writer = metrics.MetricsWriter(tmp_path, beside)
+  beside = side_outputs_lib.SideOutputs(notes.append)
+  writer = metrics_lib.MetricsWriter(tmp_path, beside)
   in_the_way = tmp_path / "tensorboard"
   in_the_way.touch()
   for step in (1, 2):
@@ -118,7 +120,7 @@ def test_metrics_that_cannot_be_written_end_the_run(tmp_path):
   writer = make_writer(tmp_path)
   writer.write(1, {"x": 1})
   with disks.files_of_at_most(20):
-    with pytest.raises(storage.StorageError, match="metrics.jsonl cannot be"):
+    with pytest.raises(disk.StorageError, match="metrics.jsonl cannot be"):
       writer.write(2, {"x": 2})
   writer.close()
   assert [x["step"] for x in lines(tmp_path)] == [1]
@@ -201,17 +203,17 @@ class Hand:
 
 
 def busy_s(clock):
-  return metrics.read({"": clock}).busy_s[""]
+  return metrics_lib.read({"": clock}).busy_s[""]
 
 
 def test_time_inside_counts_before_it_has_ended():
   hand = Hand()
-  clock = metrics.BusyClock(seconds=hand)
+  clock = metrics_lib.BusyClock(seconds=hand)
   with clock.record("decode"):
     hand.now_s = 3.0
-    assert metrics.read({"train": clock}) == (3.0, {"train": 3.0})
+    assert metrics_lib.read({"train": clock}) == (3.0, {"train": 3.0})
   hand.now_s = 5.0
-  assert metrics.read({"train": clock}) == (5.0, {"train": 3.0})
+  assert metrics_lib.read({"train": clock}) == (5.0, {"train": 3.0})
   assert clock.activity_s() == {"decode": 3.0}
 
 
@@ -220,7 +222,7 @@ def test_busy_time_equals_counting_ticks(seed):
   """Of intervals that overlap and are entered and left in any order."""
   rng = np.random.default_rng(seed)
   hand = Hand()
-  clock = metrics.BusyClock(seconds=hand)
+  clock = metrics_lib.BusyClock(seconds=hand)
   starts = rng.integers(0, 60, 12)
   ends = starts + rng.integers(0, 9, 12)
   entered = {}
@@ -238,7 +240,7 @@ def test_busy_time_equals_counting_ticks(seed):
 
 
 def test_recording_survives_an_error_and_many_threads():
-  clock = metrics.BusyClock()
+  clock = metrics_lib.BusyClock()
 
   def work():
     for _ in range(200):
@@ -258,7 +260,7 @@ def test_recording_survives_an_error_and_many_threads():
 
 
 def test_a_slice_is_never_busy_for_longer_than_there_was_time():
-  clocks = {name: metrics.BusyClock(0.0) for name in ("rollout", "train")}
+  clocks = {name: metrics_lib.BusyClock(0.0) for name in ("rollout", "train")}
   is_over = threading.Event()
 
   def work(clock):
@@ -269,9 +271,9 @@ def test_a_slice_is_never_busy_for_longer_than_there_was_time():
   threads = [threading.Thread(target=work, args=(c,)) for c in clocks.values()]
   for thread in threads:
     thread.start()
-  before = metrics.read(clocks)
+  before = metrics_lib.read(clocks)
   for _ in range(300):
-    after = metrics.read(clocks)
+    after = metrics_lib.read(clocks)
     for name, busy in after.busy_s.items():
       idle_s = after.now_s - before.now_s - (busy - before.busy_s[name])
       assert idle_s >= -1e-9
@@ -282,8 +284,8 @@ def test_a_slice_is_never_busy_for_longer_than_there_was_time():
 
 
 def test_clocks_of_one_run_share_their_origin():
-  early = metrics.BusyClock(origin_s=0.0)
-  late = metrics.BusyClock(origin_s=100.0)
+  early = metrics_lib.BusyClock(origin_s=0.0)
+  late = metrics_lib.BusyClock(origin_s=100.0)
   assert early.now() - late.now() == pytest.approx(100, abs=1)
 
 
@@ -293,7 +295,7 @@ def test_every_compiled_program_is_counted_once():
 
   x = np.ones(3, np.float32)
   compiled = jax.jit(program)
-  with metrics.CompilationCounter() as counter:
+  with metrics_lib.CompilationCounter() as counter:
     compiled(x)
     compiled(x)
     assert counter.num_programs == 1
@@ -314,7 +316,7 @@ def test_what_the_cache_held_is_not_a_compilation(tmp_path):
     counts = []
     for _ in range(2):
       jax.clear_caches()
-      with metrics.CompilationCounter() as counter:
+      with metrics_lib.CompilationCounter() as counter:
         jax.jit(lambda x: x * 7 - 2)(x)
       counts.append((counter.num_programs, counter.num_cache_hits))
   finally:
@@ -324,4 +326,4 @@ def test_what_the_cache_held_is_not_a_compilation(tmp_path):
 
 
 def test_peak_memory_is_that_of_a_process_with_jax():
-  assert 50 << 20 < metrics.peak_memory_bytes() < 64 << 30
+  assert 50 << 20 < metrics_lib.peak_memory_bytes() < 64 << 30

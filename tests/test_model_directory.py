@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors_numpy
 
-from jaxrl_async import model_files
-from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_config
 from jaxrl_async.models import hf_weights
 from jaxrl_async.models import transformer
-from jaxrl_async.serving import chat_template
+from jaxrl_async.storage import model_files
+from jaxrl_async.text import chat_template as chat_template_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 MODEL = configs.ModelConfig(
   vocab_size=100,
@@ -148,7 +148,7 @@ def read(directory):
   tokenizer = tokenizer_lib.load(directory)
   model, _ = hf_weights.load(directory)
   hf_config.check_vocabulary(directory, model, tokenizer.vocab_size)
-  chat_template.sources(directory)
+  chat_template_lib.sources(directory)
 
 
 def check_refusal(read, directory, *words):
@@ -161,7 +161,7 @@ def check_refusal(read, directory, *words):
   assert type(caught.value) in (
     ValueError,
     FileNotFoundError,
-    chat_template.ChatTemplateError,
+    chat_template_lib.ChatTemplateError,
   )
   assert "\n" not in line and len(line) < 600
   assert str(directory) in line

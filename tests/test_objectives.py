@@ -10,11 +10,11 @@ import pytest
 import test_train_step
 import tiny
 
-from jaxrl_async import batching
-from jaxrl_async import config
-from jaxrl_async import mesh as mesh_lib
-from jaxrl_async import objectives
-from jaxrl_async import train_step
+from jaxrl_async.config import sections
+from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.training import objectives
+from jaxrl_async.training import packing
+from jaxrl_async.training import train_step
 
 VERSION = test_train_step.VERSION
 
@@ -22,7 +22,7 @@ VERSION = test_train_step.VERSION
 def packed(fields=None):
   made = test_train_step.groups()
   lengths = [len(t.tokens) for g in made for t in g.trajectories]
-  batch, placement = batching.pack(
+  batch, placement = packing.pack(
     made,
     np.linspace(-1, 1, len(lengths)).astype(np.float32),
     tokens_per_row=16,
@@ -99,7 +99,7 @@ def test_fields_are_packed_beside_their_tokens_and_stages_may_replace_arrays():
 
   batch, placement, lengths = packed(fields)
   for found, n in zip(
-    batching.unpack(batch.fields["reward"], placement), lengths, strict=True
+    packing.unpack(batch.fields["reward"], placement), lengths, strict=True
   ):
     np.testing.assert_array_equal(found, np.arange(n))
   zeros = np.zeros(batch.tokens.shape, np.float32)
@@ -139,7 +139,7 @@ def test_a_loss_of_ones_own_is_a_function():
   )(params, batch)[objectives.PROXIMAL]
   expected = np.zeros(2)
   advantages = np.linspace(-1, 1, len(lengths))
-  for i, values in enumerate(batching.unpack(logprobs, placement)):
+  for i, values in enumerate(packing.unpack(logprobs, placement)):
     minibatch = placement.starts[i] // batch.tokens[0].size
     share = advantages[i] / (len(lengths) / 2)
     expected[minibatch] -= share * values[3:].astype(np.float64).mean()
@@ -173,4 +173,4 @@ def test_a_stage_may_make_advantages_of_what_another_has_added():
 
 
 def test_each_way_to_the_proximal_logprobs_is_a_function():
-  assert objectives.PROXIMAL_MODES.keys() == set(config.ProximalMode)
+  assert objectives.PROXIMAL_MODES.keys() == set(sections.ProximalMode)

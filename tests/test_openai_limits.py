@@ -15,7 +15,7 @@ import pytest
 import serving_world
 import tiny
 
-from jaxrl_async import supervisor
+from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.serving import bodies
 from jaxrl_async.serving import errors
 from jaxrl_async.serving import generation
@@ -407,5 +407,5 @@ def test_a_failing_engine_fails_its_requests_and_health():
     serving_world.check_error(
       broken.post(json=serving_world.body()), 503, "shutting down"
     )
-    with pytest.raises(supervisor.ThreadFailed, match="broken device"):
+    with pytest.raises(supervisor_lib.ThreadFailed, match="broken device"):
       broken.supervisor.check()

@@ -9,12 +9,12 @@ import test_sft
 import test_train_step
 import tiny
 
-from jaxrl_async import aot
-from jaxrl_async import checkpoint
-from jaxrl_async import config
-from jaxrl_async import mesh as mesh_lib
-from jaxrl_async import sft
-from jaxrl_async import train_step
+from jaxrl_async.config import sections
+from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.planning import aot
+from jaxrl_async.storage import checkpoint
+from jaxrl_async.training import sft
+from jaxrl_async.training import train_step
 
 VERSION = test_train_step.VERSION
 ADAMW = test_train_step.ADAMW
@@ -49,7 +49,7 @@ def test_a_warm_start_may_keep_its_moments_on_the_host():
   def warm_start(optimizer):
     losses = []
     params = sft.warm_start(
-      config.WarmStartSection(
+      sections.WarmStartSection(
         num_steps=2, rows_per_batch=4, optimizer=optimizer
       ),
       sft.pack_examples(test_sft.examples(30), tokens_per_row=16),
@@ -95,7 +95,7 @@ def test_what_lies_in_the_hosts_memory_takes_none_of_the_device():
   )
 
 
-@pytest.mark.parametrize("name", config.OptimizerName)
+@pytest.mark.parametrize("name", sections.OptimizerName)
 def test_only_the_first_moment_takes_the_type_of_the_state(name):
   section = dataclasses.replace(ADAMW, name=name, state_dtype="bfloat16")
   optimizer = train_step.make_optimizer(

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import stamped
 
-from jaxrl_async import manifest
-from jaxrl_async import storage
-from jaxrl_async import weight_transfer
+from jaxrl_async.coordination import weight_transfer
+from jaxrl_async.storage import disk
+from jaxrl_async.storage import manifest
 
 
 def _orbax(directory, coalesce=True, incarnation=stamped.INCARNATION, cls=None):
@@ -269,7 +269,7 @@ def test_a_full_disk_is_said_as_such_wherever_it_surfaces(tmp_path):
     channel.close,
   ):
     with pytest.raises(
-      storage.StorageError, match=f"^{tmp_path}.* cannot be .*make room"
+      disk.StorageError, match=f"^{tmp_path}.* cannot be .*make room"
     ):
       call()
   assert not tmp_path.exists()
@@ -289,7 +289,7 @@ _READER = """
 import pathlib, sys
 import jax, numpy as np
 from jax.sharding import SingleDeviceSharding
-from jaxrl_async import weight_transfer
+from jaxrl_async.coordination import weight_transfer
 
 here = SingleDeviceSharding(jax.devices()[0])
 def leaf(shape, dtype):

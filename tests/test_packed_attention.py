@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_async import config
-from jaxrl_async import mesh as mesh_lib
-from jaxrl_async.models import block_attention
-from jaxrl_async.models import packed_attention
+from jaxrl_async.config import sections
+from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import transformer
+from jaxrl_async.models.attention import block_attention
+from jaxrl_async.models.attention import packed_attention
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 # Segments of three rows; what is left of a row is padding.
@@ -144,11 +144,11 @@ def test_a_mesh_attends_as_one_device(name, shape, kv_heads):
   query, key, value, start = rows(lengths, 512)
   mesh = mesh_lib.make_mesh(jax.devices()[: shape.num_devices], shape)
   if kv_heads is None:
-    rules = config.ShardingRules(heads=(), kv_heads=(), head=("tensor",))
+    rules = sections.ShardingRules(heads=(), kv_heads=(), head=("tensor",))
   else:
-    rules = config.ShardingRules(kv_heads=kv_heads)
+    rules = sections.ShardingRules(kv_heads=kv_heads)
   if "context" in (kv_heads or ()):
-    rules = config.ShardingRules(kv_heads=kv_heads, tokens=())
+    rules = sections.ShardingRules(kv_heads=kv_heads, tokens=())
   layout = mesh_lib.Layout(mesh=mesh, rules=rules)
   attend = packed_attention.over_rows(
     name, start, HEADS, layout, interpret=True
@@ -174,7 +174,11 @@ def test_a_mesh_attends_as_one_device(name, shape, kv_heads):
 
 @pytest.mark.parametrize(
   ("remat", "num_products"),
-  [(config.Remat.FULL, 9), (config.Remat.ATTENTION, 7), (config.Remat.DOTS, 7)],
+  [
+    (sections.Remat.FULL, 9),
+    (sections.Remat.ATTENTION, 7),
+    (sections.Remat.DOTS, 7),
+  ],
 )
 def test_what_a_policy_keeps_of_blocks_is_not_made_again(remat, num_products):
   """Two products forward, five backward; with FULL two of them again."""
@@ -190,10 +194,12 @@ def test_what_a_policy_keeps_of_blocks_is_not_made_again(remat, num_products):
 
 def choose(wanted, tokens_per_row, shape=mesh_lib.ONE):
   mesh = mesh_lib.make_mesh(jax.devices()[: shape.num_devices], shape)
-  layout = mesh_lib.Layout(mesh=mesh, rules=config.ShardingRules())
+  layout = mesh_lib.Layout(mesh=mesh, rules=sections.ShardingRules())
   return packed_attention.choose(
     wanted,
-    model=tiny.MODEL,
+    num_heads=tiny.MODEL.num_heads,
+    num_kv_heads=tiny.MODEL.num_kv_heads,
+    head_dim=tiny.MODEL.head_dim,
     tokens_per_row=tokens_per_row,
     dtype=jnp.dtype("float32"),
     layout=layout,
@@ -223,5 +229,5 @@ def test_plain_xla_is_taken_on_a_cpu(wanted, tokens_per_row, name):
 )
 def test_attention_that_cannot_be_is_one_line(wanted, tokens_per_row, words):
   shape = mesh_lib.MeshShape(context=2)
-  with pytest.raises(config.ConfigError, match=f"^train.attention: {words}"):
+  with pytest.raises(sections.ConfigError, match=f"^train.attention: {words}"):
     choose(wanted, tokens_per_row, shape)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_async import config
-from jaxrl_async.rollout import page_pool
+from jaxrl_async.config import sections
+from jaxrl_async.engine import page_pool
 
-FAST, EXACT = config.Preemption.FAST, config.Preemption.EXACT
-KEEP, RECOMPUTE = config.KvOnAdopt.KEEP, config.KvOnAdopt.RECOMPUTE
+FAST, EXACT = sections.Preemption.FAST, sections.Preemption.EXACT
+KEEP, RECOMPUTE = sections.KvOnAdopt.KEEP, sections.KvOnAdopt.RECOMPUTE
 MANY = {"num_pages": 64, "page_tokens": 4}
 FEW = {"num_pages": 12, "page_tokens": 4}  # 48 tokens; 4 slots of 32 want 128
 

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_async import metrics
+from jaxrl_async.engine import sampling
+from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_weights
 from jaxrl_async.models import transformer
-from jaxrl_async.rollout import sampling
-from jaxrl_async.rollout import scheduler as scheduler_lib
-from jaxrl_async.rollout import sequence as sequence_lib
+from jaxrl_async.reporting import metrics as metrics_lib
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -159,7 +159,7 @@ def greedy(pair, decode_steps_per_call):
     decode_steps_per_call=decode_steps_per_call,
     num_slots=3,
   )
-  scheduler = scheduler_lib.Scheduler(engine, busy=metrics.BusyClock())
+  scheduler = scheduler_lib.Scheduler(engine, busy=metrics_lib.BusyClock())
   weights = transformer.unstack(pair.params, pair.model.num_layers)
   scheduler.adopt(engine.load_params(weights, 0), 0)
   sequences = [

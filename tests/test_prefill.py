@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_async import metrics
-from jaxrl_async.rollout import scheduler as scheduler_lib
+from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.reporting import metrics as metrics_lib
 
 CHUNKED = {"prefill_chunk": 8}
 SYSTEM = tiny.prompt(17, seed=5)  # two whole chunks and a rest
@@ -14,7 +14,7 @@ SYSTEM = tiny.prompt(17, seed=5)  # two whole chunks and a rest
 def make(shared_tokens=None, **sizes):
   options = {} if shared_tokens is None else {"shared_tokens": shared_tokens}
   scheduler = scheduler_lib.Scheduler(
-    tiny.engine(**CHUNKED, **sizes), busy=metrics.BusyClock(), **options
+    tiny.engine(**CHUNKED, **sizes), busy=metrics_lib.BusyClock(), **options
   )
   scheduler.adopt(tiny.engine_params(), 0)
   return scheduler

@@ -7,12 +7,12 @@ from ml_collections import config_dict
 import numpy as np
 import pytest
 
-from jaxrl_async import config
-from jaxrl_async import prompts
-from jaxrl_async import questions
-from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async.config import sections
+from jaxrl_async.data import prompts
+from jaxrl_async.data import questions
 from jaxrl_async.rewards import extraction
 from jaxrl_async.rewards import reasoning
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 TOKENIZER = tokenizer_lib.character_level()
 
@@ -24,7 +24,7 @@ def chain_sum(template="{expression}\n", dataset="chain_sum", **params):
     "min_digits": 1,
     "max_digits": 1,
   }
-  return config.TaskSection(
+  return sections.TaskSection(
     dataset=dataset,
     params=config_dict.ConfigDict(params),
     template=template,
@@ -137,7 +137,7 @@ def test_a_prompt_that_is_too_long_is_skipped_and_counted(stream):
 
 def test_a_stream_without_a_prompt_that_fits_is_an_error(stream):
   with pytest.raises(
-    config.ConfigError, match="rollout.max_prompt_tokens: 9, .* has 10 tokens"
+    sections.ConfigError, match="rollout.max_prompt_tokens: 9, .* has 10 tokens"
   ):
     stream(max_prompt_tokens=9).next()
 
@@ -149,7 +149,7 @@ def test_prompts_that_are_far_too_long_are_not_all_tokenized(
   task = chain_sum("x" * 10_000 + "{expression}\n")
   long = stream(task, max_prompt_tokens=9_999)
   with pytest.raises(
-    config.ConfigError, match=r"max_prompt_tokens: 9999, .* has 1001\d tokens"
+    sections.ConfigError, match=r"max_prompt_tokens: 9999, .* has 1001\d tokens"
   ):
     long.next()
   assert long._seen["num_too_long"] == 5
@@ -158,7 +158,7 @@ def test_prompts_that_are_far_too_long_are_not_all_tokenized(
 def worked_examples(task=None, max_tokens=120, **kwargs):
   return list(
     prompts.worked_examples(
-      source(task), config.WarmStartSection(**kwargs), max_tokens=max_tokens
+      source(task), sections.WarmStartSection(**kwargs), max_tokens=max_tokens
     )
   )
 
@@ -195,7 +195,7 @@ def test_worked_examples_are_solved_and_reproducible():
 
 
 def test_a_worked_solution_longer_than_a_row_is_refused():
-  with pytest.raises(config.ConfigError, match="^train.tokens_per_row: 20, "):
+  with pytest.raises(sections.ConfigError, match="^train.tokens_per_row: 20, "):
     worked_examples(num_examples=50, max_tokens=20)
 
 
@@ -230,21 +230,21 @@ def test_a_shorter_warm_start_is_the_beginning_of_a_longer_one():
   ],
 )
 def test_a_wrong_task_is_named_in_one_line(changes, message):
-  with pytest.raises(config.ConfigError, match=message) as raised:
+  with pytest.raises(sections.ConfigError, match=message) as raised:
     prompts.validate_task(source(chain_sum(**changes), max_prompt_tokens=200))
   assert "\n" not in str(raised.value)
 
 
 def test_a_seed_out_of_range_is_named():
   for seed in (-1, 256):
-    with pytest.raises(config.ConfigError, match="seed: .*0 to 255"):
+    with pytest.raises(sections.ConfigError, match="seed: .*0 to 255"):
       prompts.validate_task(source(seed=seed))
 
 
 def validate_warm_start(task, *, max_tokens=128, **settings):
   prompts.validate_warm_start(
     source(task, max_prompt_tokens=400),
-    config.WarmStartSection(**settings),
+    sections.WarmStartSection(**settings),
     max_tokens=max_tokens,
   )
 
@@ -259,14 +259,14 @@ def validate_warm_start(task, *, max_tokens=128, **settings):
       "warm_start.solver: .*cannot solve leg_counting",
     ),
     (
-      config.TaskSection(answer_prefix="answer:"),
+      sections.TaskSection(answer_prefix="answer:"),
       "chain_sum",
       "task.answer_prefix: 'answer:' finds None",
     ),
   ],
 )
 def test_a_warm_start_that_cannot_work_is_named(task, solver, message):
-  with pytest.raises(config.ConfigError, match=message):
+  with pytest.raises(sections.ConfigError, match=message):
     validate_warm_start(task, solver=solver)
 
 
@@ -277,6 +277,6 @@ def test_a_right_task_passes():
 
 def test_a_solution_longer_than_a_row_is_named_before_anything_is_made():
   with pytest.raises(
-    config.ConfigError, match="train.tokens_per_row: 20, but .*; use more"
+    sections.ConfigError, match="train.tokens_per_row: 20, but .*; use more"
   ):
     validate_warm_start(chain_sum(), max_tokens=20)

@@ -17,27 +17,26 @@ import pytest
 import reward_scorers
 import tiny
 
-from jaxrl_async import assembly
-from jaxrl_async import config as config_lib
-from jaxrl_async import config_checks
-from jaxrl_async import evaluate
-from jaxrl_async import mesh as mesh_lib
-from jaxrl_async import metrics
-from jaxrl_async import run
-from jaxrl_async import train_step
-from jaxrl_async import weight_transfer
-from jaxrl_async.config import WeightFormat
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import weight_transfer
+from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.engine import engine as engine_lib
+from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.models import configs
 from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
-from jaxrl_async.rollout import engine as engine_lib
-from jaxrl_async.rollout import scheduler as scheduler_lib
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.run import assembly
+from jaxrl_async.run import config_checks
+from jaxrl_async.run import evaluate
+from jaxrl_async.run import training_run
+from jaxrl_async.training import train_step
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 from configs import tiny as tiny_config  # noqa: E402
 
-QUANTIZED = [WeightFormat.INT8, WeightFormat.FP8]
+QUANTIZED = [sections.WeightFormat.INT8, sections.WeightFormat.FP8]
 # With everything a model may have, and of a vocabulary that halves.
 UNTIED = dataclasses.replace(
   tiny.MODEL, has_tied_head=False, has_qkv_bias=True, vocab_size=98
@@ -117,7 +116,10 @@ def num_bytes(tree):
 
 @pytest.mark.parametrize(
   ("weights", "dtype"),
-  [(WeightFormat.INT8, "int8"), (WeightFormat.FP8, "float8_e4m3fn")],
+  [
+    (sections.WeightFormat.INT8, "int8"),
+    (sections.WeightFormat.FP8, "float8_e4m3fn"),
+  ],
 )
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_matrices_are_quantised_and_nothing_else(weights, dtype, is_tied):
@@ -146,8 +148,8 @@ def test_matrices_are_quantised_and_nothing_else(weights, dtype, is_tied):
 
 def test_int8_is_off_by_half_a_scale_of_its_channel_at_most():
   matrices = named(transformer.unstack(full(), UNTIED.num_layers))
-  found = quantization.dequantize(published(WeightFormat.INT8))
-  scales = named(published(WeightFormat.INT8))
+  found = quantization.dequantize(published(sections.WeightFormat.INT8))
+  scales = named(published(sections.WeightFormat.INT8))
   for name in (*MATRICES, "output_head"):
     for matrix, rounded, scale in zip(
       matrices[name],
@@ -165,8 +167,8 @@ def test_int8_is_off_by_half_a_scale_of_its_channel_at_most():
 
 def test_fp8_is_off_by_a_sixteenth_of_each_weight_at_most():
   matrices = named(transformer.unstack(full(), UNTIED.num_layers))
-  found = quantization.dequantize(published(WeightFormat.FP8))
-  scales = named(published(WeightFormat.FP8))
+  found = quantization.dequantize(published(sections.WeightFormat.FP8))
+  scales = named(published(sections.WeightFormat.FP8))
   for name in (*MATRICES, "output_head"):
     for matrix, rounded, scale in zip(
       matrices[name],
@@ -183,7 +185,7 @@ def test_fp8_is_off_by_a_sixteenth_of_each_weight_at_most():
 
 def test_a_channel_of_zeros_stays_one():
   params = {"up": jnp.zeros((8, 4)).at[:, 1].set(2.0)}
-  found = quantization.quantize(params, WeightFormat.INT8, "float32")
+  found = quantization.quantize(params, sections.WeightFormat.INT8, "float32")
   np.testing.assert_allclose(
     quantization.dequantize(found)["up"], params["up"], rtol=0.005
   )
@@ -206,7 +208,7 @@ def test_matrices_shrink_to_a_quarter():
     )
     return num_bytes(jax.eval_shape(publish, params))
 
-  float32 = size(WeightFormat.FLOAT)
+  float32 = size(sections.WeightFormat.FLOAT)
   embedding = 4 * model.vocab_size * model.model_dim
   for weights in QUANTIZED:
     ratio = (float32 - embedding) / (size(weights) - embedding)
@@ -215,14 +217,14 @@ def test_matrices_shrink_to_a_quarter():
 
 def test_without_a_format_it_is_the_cast_and_nothing_else():
   for dtype in ("float32", "bfloat16"):
-    found = published(WeightFormat.FLOAT, dtype=dtype)
+    found = published(sections.WeightFormat.FLOAT, dtype=dtype)
     expected = jax.tree.map(
       lambda x, dtype=dtype: x.astype(dtype),
       transformer.unstack(full(), UNTIED.num_layers),
     )
     jax.tree.map(np.testing.assert_array_equal, found, expected)
   axes = transformer.logical_axes(UNTIED, is_stacked=False)
-  assert quantization.logical_axes(axes, WeightFormat.FLOAT) is axes
+  assert quantization.logical_axes(axes, sections.WeightFormat.FLOAT) is axes
 
 
 # -- the engine ---------------------------------------------------------------
@@ -259,12 +261,15 @@ def test_recorded_logprobs_are_those_of_the_dequantised_weights(weights):
 
 
 def test_prefill_caches_what_the_dequantised_weights_compute():
-  made = engine(WeightFormat.INT8)
-  params = made.load_params(published(WeightFormat.INT8), 0)
+  made = engine(sections.WeightFormat.INT8)
+  params = made.load_params(published(sections.WeightFormat.INT8), 0)
   tokens = tiny.prompt(13)
   prefix = tiny.prefill(made, params, tokens)
   _, (keys, _) = tiny.hidden_states(
-    UNTIED, exact(WeightFormat.INT8), tiny.packed([tokens], 13), kept=True
+    UNTIED,
+    exact(sections.WeightFormat.INT8),
+    tiny.packed([tokens], 13),
+    kept=True,
   )
   for layer, (k, _) in enumerate(prefix.cache):
     expected = np.transpose(keys[layer, 0], (1, 2, 0))
@@ -272,15 +277,15 @@ def test_prefill_caches_what_the_dequantised_weights_compute():
 
 
 def test_a_bfloat16_engine_rounds_once_a_product():
-  made = engine(WeightFormat.INT8, dtype="bfloat16")
-  weights = published(WeightFormat.INT8, dtype="bfloat16")
+  made = engine(sections.WeightFormat.INT8, dtype="bfloat16")
+  weights = published(sections.WeightFormat.INT8, dtype="bfloat16")
   written, _ = tiny.write(made, made.load_params(weights, 0), rows())
   tokens = [
     np.concatenate([row.prompt, out.tokens])[:21]
     for row, out in zip(rows(), written, strict=True)
   ]
   expected = tiny.trainer_logprobs(
-    exact(WeightFormat.INT8), tokens, model=UNTIED
+    exact(sections.WeightFormat.INT8), tokens, model=UNTIED
   )
   for row, out, logprobs in zip(rows(), written, expected, strict=True):
     n = len(row.prompt)
@@ -291,8 +296,8 @@ def test_a_bfloat16_engine_rounds_once_a_product():
 def test_a_split_engine_writes_the_same_tokens():
   outcomes = []
   for tensor in (1, 2):
-    made = engine(WeightFormat.INT8, tensor=tensor)
-    weights = published(WeightFormat.INT8)
+    made = engine(sections.WeightFormat.INT8, tensor=tensor)
+    weights = published(sections.WeightFormat.INT8)
     params = made.load_params(weights, 0)
     query = params.weights["layers"][0]["query"]
     for leaf in (query.qvalue, query.scale):
@@ -307,8 +312,8 @@ def test_a_split_engine_writes_the_same_tokens():
 
 
 def test_the_decode_loop_carries_bytes_and_no_widened_copy():
-  made = engine(WeightFormat.INT8)
-  params = made.load_params(published(WeightFormat.INT8), 0)
+  made = engine(sections.WeightFormat.INT8)
+  params = made.load_params(published(sections.WeightFormat.INT8), 0)
   compiled = made._generate.lower(
     params,
     made.init_decode_state(),
@@ -332,7 +337,7 @@ def test_the_decode_loop_carries_bytes_and_no_widened_copy():
 def test_mismatch_kl_against_the_full_weights_is_the_price():
   def price(weights):
     made = engine(weights)
-    scheduler = scheduler_lib.Scheduler(made, busy=metrics.BusyClock())
+    scheduler = scheduler_lib.Scheduler(made, busy=metrics_lib.BusyClock())
     scheduler.adopt(made.load_params(published(weights), 0), 0)
     for group in range(4):
       scheduler.submit(tiny.sequence(tiny.prompt(3), group=group, limit=20))
@@ -358,7 +363,7 @@ def test_mismatch_kl_against_the_full_weights_is_the_price():
 
 
 @pytest.mark.parametrize("weights", QUANTIZED)
-@pytest.mark.parametrize("kind", list(config_lib.Channel))
+@pytest.mark.parametrize("kind", list(sections.Channel))
 def test_quantised_weights_arrive_bit_for_bit(weights, kind, tmp_path):
   made = engine(weights, tensor=2)
   sent = published(weights)
@@ -393,7 +398,7 @@ def test_quantised_weights_arrive_bit_for_bit(weights, kind, tmp_path):
 # -- configuration ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("weights", list(WeightFormat))
+@pytest.mark.parametrize("weights", list(sections.WeightFormat))
 def test_a_format_this_device_can_multiply_by_is_accepted(weights):
   config = tiny_config.get_config()
   config.rollout.weights = weights
@@ -403,10 +408,12 @@ def test_a_format_this_device_can_multiply_by_is_accepted(weights):
 
 def test_a_format_this_device_gets_wrong_is_refused_in_one_line(monkeypatch):
   # A type of exponents alone: XLA on CPUs converts to it, to no use.
-  monkeypatch.setitem(quantization._TYPES, WeightFormat.FP8, "float8_e8m0fnu")
+  monkeypatch.setitem(
+    quantization._TYPES, sections.WeightFormat.FP8, "float8_e8m0fnu"
+  )
   config = tiny_config.get_config()
-  config.rollout.weights = WeightFormat.FP8
-  with pytest.raises(config_lib.ConfigError) as caught:
+  config.rollout.weights = sections.WeightFormat.FP8
+  with pytest.raises(sections.ConfigError) as caught:
     assembly.check(config, jax.devices()[:2])
   assert str(caught.value).startswith("rollout.weights: cpu cannot use fp8")
   assert "\n" not in str(caught.value)
@@ -415,20 +422,20 @@ def test_a_format_this_device_gets_wrong_is_refused_in_one_line(monkeypatch):
 def test_a_dry_run_counts_quantised_weights():
   config = tiny_config.get_config()
   sizes = {}
-  for weights in (WeightFormat.FLOAT, WeightFormat.INT8):
+  for weights in (sections.WeightFormat.FLOAT, sections.WeightFormat.INT8):
     config.rollout.weights = weights
     text = assembly.describe(config, jax.devices()[:2])
     (line,) = [x for x in text.splitlines() if "slice   " in x and "cache" in x]
     sizes[weights] = line
-  assert sizes[WeightFormat.FLOAT] != sizes[WeightFormat.INT8]
+  assert sizes[sections.WeightFormat.FLOAT] != sizes[sections.WeightFormat.INT8]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "weights",
   [
-    WeightFormat.INT8,
-    pytest.param(WeightFormat.FP8, marks=pytest.mark.nightly),
+    sections.WeightFormat.INT8,
+    pytest.param(sections.WeightFormat.FP8, marks=pytest.mark.nightly),
   ],
 )
 def test_a_whole_run_ends_and_shows_its_price(weights, tmp_path):
@@ -437,7 +444,9 @@ def test_a_whole_run_ends_and_shows_its_price(weights, tmp_path):
   config.task.answer_prefix = ""
   config.rollout.weights = weights
   config_checks.validate(config, len(jax.devices()))
-  summary = json.loads(run.run(config, tmp_path, scorer=reward_scorers.length))
+  summary = json.loads(
+    training_run.run(config, tmp_path, scorer=reward_scorers.length)
+  )
   text = (tmp_path / "metrics.jsonl").read_text()
   _, *steps = map(json.loads, text.splitlines())
   assert len(steps) == config.train.num_steps

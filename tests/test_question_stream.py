@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from jaxrl_async import question_stream
-from jaxrl_async import questions
+from jaxrl_async.data import question_stream
+from jaxrl_async.data import questions
 
 ROOT = pathlib.Path(__file__).parents[1]
 TIMEOUT_S = 120.0
@@ -18,7 +18,7 @@ TIMEOUT_S = 120.0
 # takes more than pipes hold; waits until it is killed.
 OWNER = """
 import signal, sys
-from jaxrl_async import question_stream, questions
+from jaxrl_async.data import question_stream, questions
 stream = question_stream.QuestionStream(
   "chain_sum", {}, seed=0, split=questions.Split.TRAIN, first_index=0,
   num_processes=3,
@@ -137,7 +137,7 @@ def test_a_killed_process_is_an_error_and_no_wait():
 
 def test_the_modules_of_the_processes_import_without_jax():
   code = (
-    "import jaxrl_async.question_server, jaxrl_async.question_stream, sys;"
+    "from jaxrl_async.data import question_server, question_stream; import sys;"
     "print(sorted({'jax', 'flax', 'grain'} & set(sys.modules)))"
   )
   ran = subprocess.run(

@@ -12,10 +12,10 @@ import dataset_items
 import numpy as np
 import pytest
 
-from jaxrl_async import config
-from jaxrl_async import item_json
-from jaxrl_async import questions
+from jaxrl_async.config import sections
+from jaxrl_async.data import questions
 from jaxrl_async.rewards import reasoning
+from jaxrl_async.storage import item_json
 
 TESTS = pathlib.Path(__file__).parent
 
@@ -193,6 +193,6 @@ def test_an_item_that_cannot_be_stored_refuses_its_dataset_by_name():
 
   items._dataset = Dataset()
   with pytest.raises(
-    config.ConfigError, match="^task.dataset: chain_sum .* of type object"
+    sections.ConfigError, match="^task.dataset: chain_sum .* of type object"
   ):
     items.stored(0)

@@ -4,9 +4,9 @@ from test_scheduler import assorted
 from test_scheduler import make
 import tiny
 
-from jaxrl_async.rollout import prefill
-from jaxrl_async.rollout import sampling
-from jaxrl_async.rollout import scheduler as scheduler_lib
+from jaxrl_async.engine import prefill
+from jaxrl_async.engine import sampling
+from jaxrl_async.engine import scheduler as scheduler_lib
 
 
 class Watched(scheduler_lib.Scheduler):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl_async.rollout import request_places
+from jaxrl_async.serving import request_places
 
 
 def places(max_requests=16, max_further_choices=20):

@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_async import supervisor
-from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async import types
-from jaxrl_async.rollout import client_request
-from jaxrl_async.rollout import requests
-from jaxrl_async.rollout import sampling
-from jaxrl_async.rollout import sequence as sequence_lib
-from jaxrl_async.rollout import serve_loop
+from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.engine import sampling
+from jaxrl_async.engine import sequence as sequence_lib
+from jaxrl_async.serving import client_request
+from jaxrl_async.serving import requests as requests_lib
+from jaxrl_async.serving import serve_loop as serve_loop_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 DEADLINE_S = 60.0
 
 
 def make_queue(**options):
-  return requests.RequestQueue(
+  return requests_lib.RequestQueue(
     tokenizer_lib.character_level(),
     **{
       "max_waiting": 8,
@@ -109,7 +109,7 @@ def drive(queue, scheduler, max_steps=100):
 
 @contextlib.contextmanager
 def serving(queue, scheduler):
-  loop = serve_loop.ServeLoop(queue, scheduler)
+  loop = serve_loop_lib.ServeLoop(queue, scheduler)
   thread = threading.Thread(target=loop.run)
   thread.start()
   try:
@@ -434,7 +434,7 @@ def test_an_idle_loop_waits_and_is_woken_by_a_request():
 def test_stopping_the_loop_ends_unfinished_requests_with_an_error():
   queue, scheduler = make_queue(), make_scheduler(cls=tiny.SteppedScheduler)
   running, waiting = Client(4), Client()
-  loop = serve_loop.ServeLoop(queue, scheduler)
+  loop = serve_loop_lib.ServeLoop(queue, scheduler)
   scheduler.after_step = lambda num_steps: loop.stop()
   queue.submit(request(num_choices=4), running)
   queue.submit(request(seed=9), waiting)
@@ -456,11 +456,11 @@ def test_a_failure_in_the_loop_fails_all_requests_and_is_raised():
   clients = [Client(), Client()]
   for seed, client in enumerate(clients):
     queue.submit(request(seed=seed), client)
-  this = supervisor.Supervisor(lambda error: None)
-  this.spawn("serve loop", serve_loop.ServeLoop(queue, scheduler).run)
+  this = supervisor_lib.Supervisor(lambda error: None)
+  this.spawn("serve loop", serve_loop_lib.ServeLoop(queue, scheduler).run)
   assert this.join(DEADLINE_S) == []
   with pytest.raises(
-    supervisor.ThreadFailed, match="serve loop failed: broken"
+    supervisor_lib.ThreadFailed, match="serve loop failed: broken"
   ):
     this.check()
   for client in clients:

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_async import checkpoint
-from jaxrl_async import config as config_lib
-from jaxrl_async import config_json
-from jaxrl_async import outstanding
-from jaxrl_async import resume
 from jaxrl_async import types
+from jaxrl_async.config import sections
+from jaxrl_async.run import resume
+from jaxrl_async.storage import checkpoint
+from jaxrl_async.storage import config_json
+from jaxrl_async.storage import outstanding as outstanding_lib
 
-PATHS = [path for path, _, _ in config_lib.leaves(config_lib.Config())]
+PATHS = [path for path, _, _ in sections.leaves(sections.Config())]
 LINE = b'{"step": 0}\n'
 STATE = {"weights": jnp.zeros(3)}
 
@@ -45,14 +45,14 @@ def outstanding_group(num_tokens, finish_reason=None):
       )
     ],
   )
-  return outstanding.OutstandingGroup(
+  return outstanding_lib.OutstandingGroup(
     index=0, birth=0, deadline=2, status="running", group=group
   )
 
 
 def write_run(workdir, *, steps=(2, 4), groups=(), **changes):
   """A workdir as a run leaves it, with next to no weights."""
-  config = config_lib.Config()
+  config = sections.Config()
   state = {
     "groups_per_step": config.algorithm.groups_per_step,
     "next_index": 0,
@@ -80,13 +80,13 @@ def workdir(tmp_path):
 
 def find(workdir, config=None):
   notes = []
-  step, _ = resume.find(config or config_lib.Config(), workdir, notes.append)
+  step, _ = resume.find(config or sections.Config(), workdir, notes.append)
   return step, notes
 
 
 def refusal(workdir, config=None):
   before = content(workdir)
-  with pytest.raises(config_lib.ConfigError) as caught:
+  with pytest.raises(sections.ConfigError) as caught:
     find(workdir, config)
   assert content(workdir) == before
   message = str(caught.value)
@@ -126,9 +126,9 @@ def test_the_newest_checkpoint_is_taken_and_said(workdir):
 def test_what_may_differ_is_said_and_what_may_not_is_refused_with_reasons(
   workdir,
 ):
-  config = config_lib.Config()
+  config = sections.Config()
   config.rollout.num_slots = 4
-  config.transfer.channel = config_lib.Channel.DIRECT
+  config.transfer.channel = sections.Channel.DIRECT
   _, notes = find(workdir, config)
   assert notes[1:] == [
     "the config differs from then: rollout.num_slots: 32 and now 4;"
@@ -150,7 +150,7 @@ def test_what_may_differ_is_said_and_what_may_not_is_refused_with_reasons(
   [("algorithm.group_size", 8), ("algorithm.groups_per_step", 16)],
 )
 def test_sizes_of_groups_stay_while_groups_are_stored(tmp_path, path, value):
-  config = config_lib.Config()
+  config = sections.Config()
   put(config, path, value)
   write_run(tmp_path / "none")
   assert find(tmp_path / "none", config)[0] == 4
@@ -162,7 +162,7 @@ def test_sizes_of_groups_stay_while_groups_are_stored(tmp_path, path, value):
 def test_limits_hold_what_is_stored(tmp_path):
   finished = outstanding_group(90, types.FinishReason.EOS)
   write_run(tmp_path / "a", groups=[outstanding_group(70), finished])
-  config = config_lib.Config()
+  config = sections.Config()
   config.rollout.cache_tokens, config.train.tokens_per_row = 70, 90
   assert find(tmp_path / "a", config)[0] == 4
   config.train.tokens_per_row = 89
@@ -212,7 +212,7 @@ def test_a_passed_over_checkpoint_is_said(workdir):
 
 
 def test_the_config_is_checked_without_config_json(workdir):
-  config = config_lib.Config()
+  config = sections.Config()
   config.algorithm.num_minibatches = 2
   before = refusal(workdir, config)
   (workdir / "config.json").unlink()
@@ -222,7 +222,7 @@ def test_the_config_is_checked_without_config_json(workdir):
 
 def test_checkpoints_without_a_config_take_that_of_config_json(tmp_path):
   write_run(tmp_path, config=None)
-  config = config_lib.Config()
+  config = sections.Config()
   assert find(tmp_path)[0] == 4
   config.seed = 1
   assert "seed: 0 and 1" in refusal(tmp_path, config)
@@ -291,7 +291,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused(workdir, monkeypatch):
 
 
 def test_a_stored_config_of_a_newer_version_is_refused_by_its_field(tmp_path):
-  values = config_json.to_stored(config_lib.Config())
+  values = config_json.to_stored(sections.Config())
   values["rollout"]["speculation"] = 3
   write_run(tmp_path, config=values)
   message = refusal(tmp_path)

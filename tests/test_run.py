@@ -26,23 +26,23 @@ import numpy as np
 import pytest
 import reward_scorers
 
-from jaxrl_async import assembly
-from jaxrl_async import config as config_lib
-from jaxrl_async import config_checks
-from jaxrl_async import metrics
-from jaxrl_async import prompts
-from jaxrl_async import questions
-from jaxrl_async import recorder as recorder_lib
-from jaxrl_async import run
-from jaxrl_async import supervisor
-from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async import types
-from jaxrl_async import workdir as workdir_lib
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.data import prompts
+from jaxrl_async.data import questions
+from jaxrl_async.engine import sampling
+from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.models import transformer
+from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rewards import extraction
-from jaxrl_async.rollout import sampling
-from jaxrl_async.rollout import scheduler as scheduler_lib
-from jaxrl_async.rollout import sequence as sequence_lib
+from jaxrl_async.run import assembly
+from jaxrl_async.run import config_checks
+from jaxrl_async.run import recorder as recorder_lib
+from jaxrl_async.run import training_run
+from jaxrl_async.storage import workdir as workdir_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -92,7 +92,7 @@ def make_config(variant="", *, num_steps=4, **sections):
 
 
 def start(config, workdir, *, scorer=reward_scorers.length, **more):
-  return json.loads(run.run(config, workdir, scorer=scorer, **more))
+  return json.loads(training_run.run(config, workdir, scorer=scorer, **more))
 
 
 def lines(workdir, name):
@@ -193,7 +193,7 @@ def straight_loop(config):
   tokenizer = tokenizer_lib.character_level()
   model = assembly.model_config(config, tokenizer.vocab_size)
   train_mesh, rollout_mesh = assembly.cut_devices(config, jax.devices())
-  clock = metrics.BusyClock()
+  clock = metrics_lib.BusyClock()
   trainer = assembly.make_trainer(config, model, train_mesh, clock)
   engine = assembly.make_engine(
     config, model, rollout_mesh, tokenizer.end_tokens
@@ -268,7 +268,7 @@ def test_golden_losses(synchronous):
 
 @pytest.mark.slow
 def test_both_channels_give_the_same_bits(synchronous, tmp_path):
-  direct = {"channel": config_lib.Channel.DIRECT}
+  direct = {"channel": sections.Channel.DIRECT}
   start(make_config("sync", transfer=direct), tmp_path)
   assert losses(tmp_path) == losses(synchronous[0])
 
@@ -316,7 +316,7 @@ def test_ctrl_c_ends_with_a_checkpoint_that_goes_on(tmp_path):
   thread = threading.Thread(target=interrupt)
   thread.start()
   try:
-    with pytest.raises(supervisor.Interrupted, match="the same command"):
+    with pytest.raises(supervisor_lib.Interrupted, match="the same command"):
       start(config, tmp_path)
   finally:
     ended.set()
@@ -413,7 +413,8 @@ def test_rewards_that_always_raise_end_the_run_with_the_first_traceback(
 ):
   config = make_config(task={"max_failed_groups": 3, "reward_retries": 0})
   with pytest.raises(
-    supervisor.ThreadFailed, match="rollout worker failed: 3 groups in a row"
+    supervisor_lib.ThreadFailed,
+    match="rollout worker failed: 3 groups in a row",
   ) as raised:
     start(config, tmp_path, scorer=reward_scorers.raises_in_training)
   text = str(raised.value)
@@ -444,7 +445,7 @@ def test_a_stall_names_who_waits(tmp_path):
   config = make_config(
     run={"stall_timeout_s": 1.0}, task={"reward_timeout_s": 100.0}
   )
-  with pytest.raises(supervisor.StallError) as raised:
+  with pytest.raises(supervisor_lib.StallError) as raised:
     start(config, tmp_path, scorer=reward_scorers.hangs_in_training)
   text = str(raised.value)
   assert "run.stall_timeout_s" in text
@@ -457,7 +458,7 @@ def test_a_workdir_of_another_config_is_refused(asynchronous):
   before = (workdir / "config.json").read_text()
   config = make_config(algorithm={"group_size": 8})
   with pytest.raises(
-    config_lib.ConfigError, match="algorithm.group_size: 4 and 8"
+    sections.ConfigError, match="algorithm.group_size: 4 and 8"
   ):
     start(config, workdir)
   assert (workdir / "config.json").read_text() == before

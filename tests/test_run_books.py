@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import reward_scorers
 
-from jaxrl_async import checkpoint
-from jaxrl_async import manifest
-from jaxrl_async import run
-from jaxrl_async import trainer
+from jaxrl_async.run import training_run
+from jaxrl_async.storage import checkpoint
+from jaxrl_async.storage import manifest
+from jaxrl_async.training import trainer as trainer_lib
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
@@ -29,7 +29,9 @@ def start(workdir, *, num_steps):
   config.warm_start.num_steps = 0
   config.task.answer_prefix = ""
   config.train.num_steps = num_steps
-  return json.loads(run.run(config, workdir, scorer=reward_scorers.length))
+  return json.loads(
+    training_run.run(config, workdir, scorer=reward_scorers.length)
+  )
 
 
 def lines(workdir, name):
@@ -50,7 +52,7 @@ def numbers(value):
 def with_a_skipped_update(tmp_path_factory):
   """A run whose second train step meets a logprob that is not a number."""
   workdir = tmp_path_factory.mktemp("skipped")
-  prepare, count = trainer.Trainer.prepare, itertools.count()
+  prepare, count = trainer_lib.Trainer.prepare, itertools.count()
 
   def poisoned(self, groups):
     if next(count) == 1:
@@ -58,7 +60,7 @@ def with_a_skipped_update(tmp_path_factory):
     return prepare(self, groups)
 
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(trainer.Trainer, "prepare", poisoned)
+    patch.setattr(trainer_lib.Trainer, "prepare", poisoned)
     return workdir, start(workdir, num_steps=3)
 
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import worker_world
 
-from jaxrl_async import batching
-from jaxrl_async import metrics
-from jaxrl_async import progress
-from jaxrl_async import recorder as recorder_lib
-from jaxrl_async import run_record
-from jaxrl_async import side_outputs
-from jaxrl_async import trainer
 from jaxrl_async.models import configs
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.reporting import progress as progress_lib
+from jaxrl_async.reporting import run_record
+from jaxrl_async.reporting import side_outputs as side_outputs_lib
+from jaxrl_async.run import recorder as recorder_lib
+from jaxrl_async.training import packing
+from jaxrl_async.training import trainer as trainer_lib
 
 DEADLINE_S = 60.0
 
@@ -39,8 +39,8 @@ def hand():
 @pytest.fixture
 def recorder(tmp_path, hand):
   world = worker_world.World(tmp_path)
-  beside = side_outputs.SideOutputs(lambda text: None)
-  writer = metrics.MetricsWriter(tmp_path, beside)
+  beside = side_outputs_lib.SideOutputs(lambda text: None)
+  writer = metrics_lib.MetricsWriter(tmp_path, beside)
   this = recorder_lib.Recorder(
     run_record.RunRecord(),
     workdir=tmp_path,
@@ -49,9 +49,9 @@ def recorder(tmp_path, hand):
     worker=world.worker,
     rewards=world.rewards,
     busy={
-      name: metrics.BusyClock(seconds=hand) for name in ("rollout", "train")
+      name: metrics_lib.BusyClock(seconds=hand) for name in ("rollout", "train")
     },
-    progress=progress.Progress(1),
+    progress=progress_lib.Progress(1),
     side_outputs=beside,
     max_bad_updates=1,
   )
@@ -61,13 +61,13 @@ def recorder(tmp_path, hand):
   world.ledger.close()
 
 
-def without_arrays(kind=trainer.Pending):
+def without_arrays(kind=trainer_lib.Pending):
   """A step whose metrics cannot be made."""
   none = np.zeros(0, np.int64)
   return kind(
     step=0,
     groups=[],
-    placement=batching.Placement(starts=none, lengths=none, shape=(1, 1, 1, 1)),
+    placement=packing.Placement(starts=none, lengths=none, shape=(1, 1, 1, 1)),
     sums={},
     programs_s=0.0,
     learning_rate=lambda: 0.0,
@@ -185,7 +185,7 @@ def test_what_a_skipped_update_measured_does_not_enter_the_record(kl):
   assert record.rewards.num_points == 21
 
 
-class NeverDone(trainer.Pending):
+class NeverDone(trainer_lib.Pending):
   """A step whose metrics do not come before a gate opens."""
 
   gate = threading.Event()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from jaxrl_async.rollout import sampling
+from jaxrl_async.engine import sampling
 
 V = 11
 NUM_DRAWS = 20_000

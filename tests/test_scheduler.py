@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_async import config
 from jaxrl_async import types
-from jaxrl_async.rollout import scheduler as scheduler_lib
+from jaxrl_async.config import sections
+from jaxrl_async.engine import scheduler as scheduler_lib
 
-KEEP, RECOMPUTE = config.KvOnAdopt.KEEP, config.KvOnAdopt.RECOMPUTE
+KEEP, RECOMPUTE = sections.KvOnAdopt.KEEP, sections.KvOnAdopt.RECOMPUTE
 LONG_GROUPS = (0, 1, 5, 8, 9, 10, 11, 15)  # member 2 of these writes much
 
 
@@ -251,8 +251,8 @@ def mixed_logprobs(tokens, switch=12):
   import jax
   from jax import numpy as jnp
 
-  from jaxrl_async.models import attention
   from jaxrl_async.models import transformer
+  from jaxrl_async.models.attention import reference
 
   batch = tiny.packed([tokens], len(tokens))
   old = tiny.hidden_states(
@@ -262,13 +262,13 @@ def mixed_logprobs(tokens, switch=12):
     is_stacked=False,
     kept=True,
   )[1]
-  mask = attention.packed_mask(jnp.asarray(batch.segment_ids))
+  mask = reference.packed_mask(jnp.asarray(batch.segment_ids))
   is_old = (jnp.arange(len(tokens)) < switch)[None, :, None, None]
 
   def attend(layer, query, key, value):
     key = jnp.where(is_old, old[layer][0], key)
     value = jnp.where(is_old, old[layer][1], value)
-    return attention.xla_attention(query, key, value, mask), None
+    return reference.xla_attention(query, key, value, mask), None
 
   model = transformer.bind(
     tiny.MODEL,

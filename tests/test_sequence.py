@@ -7,7 +7,7 @@ import pytest
 import tiny
 
 from jaxrl_async import types
-from jaxrl_async.rollout import sampling
+from jaxrl_async.engine import sampling
 
 LONG_GROUPS = (0, 1, 5, 8, 9, 10, 11, 15)  # member 2 of these writes much
 

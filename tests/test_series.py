@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from jaxrl_async import series as series_lib
+from jaxrl_async.reporting import series as series_lib
 
 
 def of(count):

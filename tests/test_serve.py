@@ -22,17 +22,17 @@ import openai
 import pytest
 import tiny
 
-from jaxrl_async import assembly
-from jaxrl_async import config as config_lib
-from jaxrl_async import config_json
-from jaxrl_async import initial_params
-from jaxrl_async import metrics as metrics_lib
-from jaxrl_async import serve
-from jaxrl_async import supervisor
-from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.models import hf_weights
 from jaxrl_async.models import transformer
-from jaxrl_async.serving import front
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.run import assembly
+from jaxrl_async.run import initial_params
+from jaxrl_async.run import serve
+from jaxrl_async.serving import front as front_lib
+from jaxrl_async.storage import config_json
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
 DEADLINE_S = 120.0
@@ -99,7 +99,7 @@ def test_published_weights_come_with_tokenizer_and_template(tmp_path):
   jax.tree.map(np.testing.assert_array_equal, policy.params, params)
   message = [{"role": "user", "content": "why"}]
   assert policy.chat_template.render(message) == "why?"
-  stop = supervisor.StopRequest()
+  stop = supervisor_lib.StopRequest()
   texts = []
 
   def ask(address):
@@ -110,7 +110,7 @@ def test_published_weights_come_with_tokenizer_and_template(tmp_path):
     texts.append(done.choices[0].message.content)
     stop.set()
 
-  settings = front.ServeSettings(port=0)
+  settings = front_lib.ServeSettings(port=0)
   serve.serve(policy, settings, stop=stop, on_ready=ask)
   tokens = policy.tokenizer.encode("why?").tolist()
   for _ in range(8):
@@ -132,21 +132,21 @@ def greedy_next(model, params, tokens):
 
 def test_what_cannot_be_read_is_named(tmp_path):
   sizes = {"num_slots": 0, "cache_tokens": 0}
-  with pytest.raises(config_lib.ConfigError, match="workdir: .*config.json"):
+  with pytest.raises(sections.ConfigError, match="workdir: .*config.json"):
     serve.load_run(tmp_path, **sizes)
-  with pytest.raises(config_lib.ConfigError, match="checkpoint: .*not exist"):
+  with pytest.raises(sections.ConfigError, match="checkpoint: .*not exist"):
     serve.load_checkpoint(tmp_path / "no", **sizes)
   (tmp_path / "config.json").write_text("{")
-  with pytest.raises(config_lib.ConfigError, match="damaged"):
+  with pytest.raises(sections.ConfigError, match="damaged"):
     serve.load_run(tmp_path, **sizes)
   (tmp_path / "config.json").unlink()
   write_params(tmp_path)
-  with pytest.raises(config_lib.ConfigError, match="holds no checkpoint"):
+  with pytest.raises(sections.ConfigError, match="holds no checkpoint"):
     serve.load_run(tmp_path, **sizes)
-  with pytest.raises(config_lib.ConfigError, match="cache_tokens: 1 holds"):
+  with pytest.raises(sections.ConfigError, match="cache_tokens: 1 holds"):
     serve.load_checkpoint(tmp_path / "params", num_slots=0, cache_tokens=1)
   (tmp_path / "empty").mkdir()
-  with pytest.raises(config_lib.ConfigError, match="checkpoint: .*empty"):
+  with pytest.raises(sections.ConfigError, match="checkpoint: .*empty"):
     serve.load_checkpoint(tmp_path / "empty", **sizes)
 
 
@@ -155,7 +155,7 @@ def test_no_client_waits_for_a_compilation():
   # As many steps a call as lie between two buckets.
   scheduler = tiny.scheduler(decode_steps_per_call=16)
   scheduler.adopt(tiny.engine_params(), 0)
-  serve._compile(scheduler, supervisor.StopRequest())
+  serve._compile(scheduler, supervisor_lib.StopRequest())
   with metrics_lib.CompilationCounter() as compilations:
     for length in (1, 15, 16, 17, 31):
       scheduler.submit(tiny.sequence(tiny.prompt(length), limit=32))

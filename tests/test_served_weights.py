@@ -13,27 +13,26 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_async import assembly
-from jaxrl_async import checkpoint
-from jaxrl_async import config as config_lib
-from jaxrl_async import config_json
-from jaxrl_async import initial_params
-from jaxrl_async import metrics
-from jaxrl_async import serve
-from jaxrl_async import supervisor
-from jaxrl_async import tokenizer as tokenizer_lib
-from jaxrl_async.config import WeightFormat
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.engine import sampling
+from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
-from jaxrl_async.rollout import sampling
-from jaxrl_async.rollout import scheduler as scheduler_lib
-from jaxrl_async.rollout import sequence as sequence_lib
-from jaxrl_async.serving import chat_template
-from jaxrl_async.serving import front
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.run import assembly
+from jaxrl_async.run import initial_params
+from jaxrl_async.run import serve
+from jaxrl_async.serving import front as front_lib
+from jaxrl_async.storage import checkpoint
+from jaxrl_async.storage import config_json
+from jaxrl_async.text import chat_template as chat_template_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
-ONE = config_lib.MeshSection()
-SPLIT = config_lib.MeshSection(train_fsdp=2, rollout_data=2, rollout_tensor=2)
+ONE = sections.MeshSection()
+SPLIT = sections.MeshSection(train_fsdp=2, rollout_data=2, rollout_tensor=2)
 PROMPTS = ("1 + 2\n", "7 + 7\n", "9")
 STEP = 3
 
@@ -55,7 +54,7 @@ def write_run(workdir, config):
   tokenizer.save(workdir / "tokenizer")
   model = assembly.model_config(config, tokenizer.vocab_size)
   mesh, _ = assembly.cut_devices(config, jax.devices())
-  trainer = assembly.make_trainer(config, model, mesh, metrics.BusyClock())
+  trainer = assembly.make_trainer(config, model, mesh, metrics_lib.BusyClock())
   rng = np.random.default_rng(0)
   shapes = jax.eval_shape(
     lambda: transformer.init_params(model, jax.random.key(0))
@@ -97,14 +96,14 @@ def of_the_run(config, trainer):
   _, mesh = assembly.cut_devices(config, jax.devices())
   ends = tokenizer_lib.character_level().end_tokens
   engine = assembly.make_engine(config, trainer.forward.model, mesh, ends)
-  scheduler = scheduler_lib.Scheduler(engine, busy=metrics.BusyClock())
+  scheduler = scheduler_lib.Scheduler(engine, busy=metrics_lib.BusyClock())
   scheduler.adopt(engine.load_params(trainer.published(), STEP), STEP)
   return scheduler
 
 
 def served(policy):
   """Greedy completions of the same prompts, over HTTP."""
-  stop, answers = supervisor.StopRequest(), []
+  stop, answers = supervisor_lib.StopRequest(), []
 
   def ask(address):
     for prompt in PROMPTS:
@@ -119,7 +118,7 @@ def served(policy):
       answers.append((choice["token_ids"], choice["policy_versions"][0]))
     stop.set()
 
-  serve.serve(policy, front.ServeSettings(port=0), stop=stop, on_ready=ask)
+  serve.serve(policy, front_lib.ServeSettings(port=0), stop=stop, on_ready=ask)
   tokens, versions = zip(*answers, strict=True)
   assert set(versions) == {policy.version}
   return list(tokens)
@@ -129,9 +128,9 @@ def served(policy):
 @pytest.mark.parametrize(
   ("weights", "mesh"),
   [
-    (WeightFormat.INT8, ONE),
-    (WeightFormat.FP8, ONE),
-    (WeightFormat.INT8, SPLIT),
+    (sections.WeightFormat.INT8, ONE),
+    (sections.WeightFormat.FP8, ONE),
+    (sections.WeightFormat.INT8, SPLIT),
   ],
 )
 def test_a_run_is_served_with_the_weights_its_own_engine_had(
@@ -144,7 +143,7 @@ def test_a_run_is_served_with_the_weights_its_own_engine_had(
   assert all(expected)
   policy = serve.load_run(tmp_path, num_slots=0, cache_tokens=0)
   assert policy.version == STEP
-  if weights is WeightFormat.FP8:
+  if weights is sections.WeightFormat.FP8:
     assert served(policy) == expected
     return
   assert greedy(serve.make_scheduler(policy)) == expected
@@ -159,14 +158,16 @@ def test_a_format_this_device_gets_wrong_is_refused_in_one_line(
   monkeypatch, tmp_path
 ):
   # A type of exponents alone: XLA on CPUs converts to it, to no use.
-  monkeypatch.setitem(quantization._TYPES, WeightFormat.FP8, "float8_e8m0fnu")
+  monkeypatch.setitem(
+    quantization._TYPES, sections.WeightFormat.FP8, "float8_e8m0fnu"
+  )
   policy = serve.Policy(
-    config=make_config(WeightFormat.FP8, ONE),
+    config=make_config(sections.WeightFormat.FP8, ONE),
     model=tiny.MODEL,
     params=None,
     version=0,
     tokenizer=tokenizer_lib.character_level(),
-    chat_template=chat_template.load(tmp_path),
+    chat_template=chat_template_lib.load(tmp_path),
   )
-  with pytest.raises(config_lib.ConfigError, match="^rollout.weights: cpu"):
+  with pytest.raises(sections.ConfigError, match="^rollout.weights: cpu"):
     serve.make_scheduler(policy)

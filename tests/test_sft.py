@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_async import config
-from jaxrl_async import mesh as mesh_lib
-from jaxrl_async import prompts
-from jaxrl_async import sft
-from jaxrl_async import train_step
+from jaxrl_async.config import sections
+from jaxrl_async.data import prompts
+from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.training import sft
+from jaxrl_async.training import train_step
 
 FORWARD = train_step.ForwardSettings(
   model=tiny.MODEL,
   compute_dtype="float32",
-  remat=config.Remat.NONE,
+  remat=sections.Remat.NONE,
   attention="xla",
   temperature=1.0,
   vocab_chunk=128,
@@ -60,10 +60,10 @@ def warm_start(seed, num_steps=30, initial=None):
   mesh = mesh_lib.make_mesh(jax.devices()[:1])
   losses = []
   params = sft.warm_start(
-    config.WarmStartSection(
+    sections.WarmStartSection(
       num_steps=num_steps,
       rows_per_batch=4,
-      optimizer=config.OptimizerSection(learning_rate=1e-2),
+      optimizer=sections.OptimizerSection(learning_rate=1e-2),
     ),
     sft.pack_examples(examples(30), tokens_per_row=16),
     params=initial,
@@ -113,10 +113,10 @@ def test_each_pass_takes_every_row_once():
   # With a rate of 0 a batch's loss tells which row it was.
   mesh = mesh_lib.make_mesh(jax.devices()[:1])
   sft.warm_start(
-    config.WarmStartSection(
+    sections.WarmStartSection(
       num_steps=2 * num_rows,
       rows_per_batch=1,
-      optimizer=config.OptimizerSection(learning_rate=0.0),
+      optimizer=sections.OptimizerSection(learning_rate=0.0),
     ),
     rows,
     params=jax.tree.map(jax.numpy.copy, tiny.params()),

@@ -19,12 +19,12 @@ import pytest
 import test_losses
 import test_train_step
 
-from jaxrl_async import config
-from jaxrl_async import hlo
-from jaxrl_async import likelihood
-from jaxrl_async import mesh as mesh_lib
-from jaxrl_async import sft
+from jaxrl_async.algorithms import likelihood
+from jaxrl_async.config import sections
+from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import transformer
+from jaxrl_async.planning import hlo
+from jaxrl_async.training import sft
 
 MeshShape = mesh_lib.MeshShape
 MIXED = MeshShape(fsdp=2, context=2, tensor=2)
@@ -46,7 +46,9 @@ nightly = pytest.mark.nightly
 
 @functools.cache
 def trained(shape, **rules):
-  trainer = mesh_world.make_trainer(shape, rules=config.ShardingRules(**rules))
+  trainer = mesh_world.make_trainer(
+    shape, rules=sections.ShardingRules(**rules)
+  )
   steps = mesh_world.train(trainer)
   return trainer, steps, jax.tree.map(np.asarray, trainer.state.params)
 
@@ -88,7 +90,7 @@ def test_other_rules_train_the_same(rules):
   trainer, steps, params = trained(MIXED, **rules)
   layers = trainer.state.params["layers"]
   axes = transformer.logical_axes(mesh_world.MODEL, is_stacked=True)["layers"]
-  spec = mesh_lib.spec(config.ShardingRules(**rules), axes["key"])
+  spec = mesh_lib.spec(sections.ShardingRules(**rules), axes["key"])
   assert layers["key"].sharding.is_equivalent_to(
     jax.sharding.NamedSharding(layers["key"].sharding.mesh, spec), 4
   )
@@ -224,7 +226,7 @@ def test_parameters_are_never_whole_on_one_device():
 def test_a_run_begins_with_parameters_in_parts():
   mesh = mesh_lib.make_mesh(jax.devices(), MeshShape(fsdp=8))
   params = sft.warm_start(
-    config.WarmStartSection(num_steps=0),
+    sections.WarmStartSection(num_steps=0),
     None,
     params=None,
     mesh=mesh,

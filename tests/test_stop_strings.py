@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from jaxrl_async import tokenizer as tokenizer_lib
-from jaxrl_async.rollout import stop_strings
+from jaxrl_async.text import stop_strings
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 byte_level_tokenizers = pytest.mark.parametrize("name", byte_level.NAMES)
 few = settings(max_examples=60, deadline=None, derandomize=True)

@@ -3,17 +3,17 @@
 import disks
 import pytest
 
-from jaxrl_async import storage
+from jaxrl_async.storage import disk
 
 
 def test_a_record_that_does_not_fit_leaves_whole_records(tmp_path):
   path = tmp_path / "lines"
-  file = storage.AppendFile(path)
+  file = disk.AppendFile(path)
   file.append(b"one\n")
   with disks.files_of_at_most(10):
     file.append(b"two\n")
     # Two bytes of it fit, and are taken off again.
-    with pytest.raises(storage.StorageError) as raised:
+    with pytest.raises(disk.StorageError) as raised:
       file.append(b"three\n")
   assert path.read_bytes() == b"one\ntwo\n"
   message = str(raised.value)
@@ -27,23 +27,23 @@ def test_a_record_that_does_not_fit_leaves_whole_records(tmp_path):
 def test_a_file_is_cut_to_what_is_known_of_it(tmp_path):
   path = tmp_path / "lines"
   path.write_bytes(b"one\ntwo\ntorn")
-  file = storage.AppendFile(path, 8)
+  file = disk.AppendFile(path, 8)
   file.append(b"three\n")
   file.close()
   assert path.read_bytes() == b"one\ntwo\nthree\n"
   with pytest.raises(ValueError, match="has 14 bytes, fewer than the 15"):
-    storage.AppendFile(path, 15)
+    disk.AppendFile(path, 15)
 
 
 def test_a_file_in_the_way_of_a_directory_is_named(tmp_path):
   (tmp_path / "file").touch()
-  with pytest.raises(storage.StorageError, match="file/lines cannot be"):
-    storage.AppendFile(tmp_path / "file" / "lines")
+  with pytest.raises(disk.StorageError, match="file/lines cannot be"):
+    disk.AppendFile(tmp_path / "file" / "lines")
 
 
 def test_what_orbax_makes_of_a_full_disk_is_understood():
-  with pytest.raises(storage.StorageError, match="checkpoint .*make room"):
-    with storage.writing("checkpoint"):
+  with pytest.raises(disk.StorageError, match="checkpoint .*make room"):
+    with disk.writing("checkpoint"):
       raise ValueError("RESOURCE_EXHAUSTED: Failed to write [OS error 28: x]")
 
 
@@ -51,6 +51,6 @@ def test_what_orbax_makes_of_a_full_disk_is_understood():
   "error", [FileExistsError(17, "File exists"), ValueError("a bug")]
 )
 def test_what_is_not_the_disks_fault_stays_what_it_is(error):
-  with pytest.raises(type(error)) as raised, storage.writing("somewhere"):
+  with pytest.raises(type(error)) as raised, disk.writing("somewhere"):
     raise error
   assert raised.value is error

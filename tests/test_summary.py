@@ -8,14 +8,14 @@ from PIL import Image
 import pytest
 import rich.console
 
-from jaxrl_async import config as config_lib
-from jaxrl_async import dry_run
-from jaxrl_async import memory_estimate
-from jaxrl_async import mesh as mesh_lib
-from jaxrl_async import progress
-from jaxrl_async import summary as summary_lib
-from jaxrl_async import timeline
+from jaxrl_async.config import sections
+from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
+from jaxrl_async.planning import memory_estimate
+from jaxrl_async.reporting import progress as progress_lib
+from jaxrl_async.reporting import summary as summary_lib
+from jaxrl_async.reporting import timeline as timeline_lib
+from jaxrl_async.run import dry_run
 
 
 def make_summary(**changes):
@@ -96,9 +96,9 @@ def test_numbers_that_contradict_each_other_are_refused(
 
 
 def timeline_of(*intervals):
-  made = timeline.Timeline()
+  made = timeline_lib.Timeline()
   for interval in intervals:
-    made.add(timeline.Interval(*interval))
+    made.add(timeline_lib.Interval(*interval))
   return made
 
 
@@ -164,7 +164,7 @@ def test_the_zoom_of_a_long_or_resumed_run_has_intervals_in_it():
 
 
 def report(step):
-  return progress.StepReport(
+  return progress_lib.StepReport(
     step=step,
     reward=0.5,
     staleness_mean=1.25,
@@ -177,7 +177,7 @@ def report(step):
 
 def test_progress_off_a_terminal_is_plain_lines():
   console = rich.console.Console(file=io.StringIO(), width=40)
-  with progress.Progress(3, console=console, every_s=0.0) as shown:
+  with progress_lib.Progress(3, console=console, every_s=0.0) as shown:
     shown.note("reads [/tmp/x]")
     shown.step(report(1))
     shown.step(report(2))
@@ -190,7 +190,7 @@ def test_progress_off_a_terminal_is_plain_lines():
 
 def test_progress_is_silent_between_its_lines_but_not_at_the_end():
   console = rich.console.Console(file=io.StringIO(), width=200)
-  with progress.Progress(30, console=console, every_s=1000.0) as shown:
+  with progress_lib.Progress(30, console=console, every_s=1000.0) as shown:
     for step in range(1, 31):
       shown.step(report(step))
   lines = console.file.getvalue().splitlines()
@@ -201,23 +201,23 @@ def test_progress_on_a_terminal_is_live():
   console = rich.console.Console(
     file=io.StringIO(), width=160, force_terminal=True
   )
-  with progress.Progress(30, console=console) as shown:
+  with progress_lib.Progress(30, console=console) as shown:
     shown.stage("warm start", 5, 10)
     shown.step(report(1))
   assert "reward 0.500" in console.file.getvalue()
 
 
 def test_time_left_ignores_the_first_step():
-  left = progress._Left(10)
+  left = progress_lib._Left(10)
   assert left.after(1, 100.0) == "?"
   assert left.after(3, 104.0) == "0:14"
   assert left.after(10, 4000.0) == "0:00"
-  assert progress._clock(3725.0) == "1:02:05"
+  assert progress_lib._clock(3725.0) == "1:02:05"
 
 
 def dry_run_report(train_mesh, rollout_mesh):
   return dry_run.report(
-    config_lib.Config(),
+    sections.Config(),
     configs.MODELS["quickstart"],
     training=memory_estimate.Estimate(
       weights=1 << 20,

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from jaxrl_async import config
-from jaxrl_async import storage
-from jaxrl_async import supervisor
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.storage import disk
 
 DEADLINE_S = 60.0
 
@@ -29,12 +29,12 @@ def test_the_first_failure_is_kept_and_raised_with_its_threads_name():
     assert first_reported.wait(10)
     raise ValueError("the second")
 
-  this = supervisor.Supervisor(on_failure)
+  this = supervisor_lib.Supervisor(on_failure)
   this.spawn("late one", fail_second)
   this.spawn("early one", fail_first)
   assert this.join(10.0) == []
   with pytest.raises(
-    supervisor.ThreadFailed, match="early one failed: the first"
+    supervisor_lib.ThreadFailed, match="early one failed: the first"
   ) as raised:
     this.check()
   assert isinstance(raised.value.__cause__, LookupError)
@@ -42,38 +42,38 @@ def test_the_first_failure_is_kept_and_raised_with_its_threads_name():
 
 
 def test_system_exit_in_a_thread_is_a_failure_too():
-  this = supervisor.Supervisor(lambda error: None)
+  this = supervisor_lib.Supervisor(lambda error: None)
   this.spawn("worker", lambda: exec("raise SystemExit(3)"))
   assert this.join(10.0) == []
-  with pytest.raises(supervisor.ThreadFailed, match="worker"):
+  with pytest.raises(supervisor_lib.ThreadFailed, match="worker"):
     this.check()
 
 
 def test_what_to_change_in_the_config_is_said_as_it_is():
   def fail():
-    raise config.ConfigError("task.dataset: has too few questions")
+    raise sections.ConfigError("task.dataset: has too few questions")
 
-  this = supervisor.Supervisor(lambda error: None)
+  this = supervisor_lib.Supervisor(lambda error: None)
   this.spawn("worker", fail)
   assert this.join(10.0) == []
-  with pytest.raises(config.ConfigError, match="^task.dataset: has too few"):
+  with pytest.raises(sections.ConfigError, match="^task.dataset: has too few"):
     this.check()
 
 
 def test_a_disk_that_refuses_is_said_as_it_is():
   def fail():
-    with storage.writing("ledger.jsonl"):
+    with disk.writing("ledger.jsonl"):
       raise OSError(28, "No space left on device")
 
-  this = supervisor.Supervisor(lambda error: None)
+  this = supervisor_lib.Supervisor(lambda error: None)
   this.spawn("worker", fail)
   assert this.join(10.0) == []
-  with pytest.raises(storage.StorageError, match="^ledger.jsonl cannot be"):
+  with pytest.raises(disk.StorageError, match="^ledger.jsonl cannot be"):
     this.check()
 
 
 def test_without_a_failure_check_is_silent():
-  this = supervisor.Supervisor(lambda error: None)
+  this = supervisor_lib.Supervisor(lambda error: None)
   this.spawn("worker", lambda: None)
   assert this.join(10.0) == []
   this.check()
@@ -81,7 +81,7 @@ def test_without_a_failure_check_is_silent():
 
 def test_the_deadline_is_for_all_threads_together_and_late_ones_are_named():
   release = threading.Event()
-  this = supervisor.Supervisor(lambda error: None)
+  this = supervisor_lib.Supervisor(lambda error: None)
   this.spawn("quick", lambda: None)
   this.spawn("slow a", lambda: release.wait(30) and None)
   this.spawn("slow b", lambda: release.wait(30) and None)
@@ -99,7 +99,7 @@ def test_one_signal_asks_and_a_second_one_ends(number, capfd):
   outside = signal.signal(number, ignore)  # of CI, which may ignore hangups
   notes, cleaned, codes = [], [], []
   noted, ended = threading.Event(), threading.Event()
-  stop = supervisor.StopRequest(
+  stop = supervisor_lib.StopRequest(
     end=lambda code: (codes.append(code), ended.set())
   )
   stop.before_ending_now(lambda: cleaned.append(1 / 0))
@@ -122,7 +122,7 @@ def test_one_signal_asks_and_a_second_one_ends(number, capfd):
 def test_a_signal_is_seen_while_the_main_thread_does_not_look(capfd):
   """A note that never returns is a terminal that takes no more text."""
   ended, forever = threading.Event(), threading.Event()
-  stop = supervisor.StopRequest(end=lambda code: ended.set())
+  stop = supervisor_lib.StopRequest(end=lambda code: ended.set())
   with stop.on_signals(lambda text: forever.wait(DEADLINE_S) and None):
     # Inside of C, where handlers written in Python do not run, as in XLA.
     ask = "import os, signal; os.kill(os.getppid(), signal.SIGTERM)"
@@ -136,7 +136,7 @@ def test_a_signal_is_seen_while_the_main_thread_does_not_look(capfd):
 def test_a_hangup_that_is_ignored_stays_ignored():
   before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
   try:
-    stop = supervisor.StopRequest()
+    stop = supervisor_lib.StopRequest()
     with stop.on_signals(lambda text: None):
       assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
   finally:
@@ -148,7 +148,7 @@ def test_outside_the_main_thread_signals_are_left_alone():
   seen = []
 
   def work():
-    with supervisor.StopRequest().on_signals(lambda text: None):
+    with supervisor_lib.StopRequest().on_signals(lambda text: None):
       seen.append(signal.getsignal(signal.SIGINT))
 
   thread = threading.Thread(target=work)
@@ -161,21 +161,21 @@ def test_outside_the_main_thread_signals_are_left_alone():
 def now(monkeypatch):
   """The clock, to be set."""
   now = [0.0]
-  monkeypatch.setattr(supervisor.time, "monotonic", lambda: now[0])
+  monkeypatch.setattr(supervisor_lib.time, "monotonic", lambda: now[0])
   return now
 
 
 def stalled(watch, progress):
   try:
     watch.check(progress, lambda: ["who waits"])
-  except supervisor.StallError as error:
+  except supervisor_lib.StallError as error:
     assert str(error).endswith("(run.stall_timeout_s)\nwho waits")
     return True
   return False
 
 
 def test_a_stall_is_the_same_value_for_the_whole_timeout(now):
-  watch = supervisor.StallWatch(10.0)
+  watch = supervisor_lib.StallWatch(10.0)
   values = [*"a" * 10, *"b" * 9, *"a" * 11]
   found = []
   for now[0], value in enumerate(values):
@@ -184,7 +184,7 @@ def test_a_stall_is_the_same_value_for_the_whole_timeout(now):
 
 
 def test_time_in_which_the_process_was_stopped_is_no_stall(now):
-  watch = supervisor.StallWatch(10.0)
+  watch = supervisor_lib.StallWatch(10.0)
   for now[0] in range(5):
     assert not stalled(watch, "a")
   now[0] += 10_000  # Ctrl-Z, and fg hours later
@@ -197,7 +197,7 @@ def test_time_in_which_the_process_was_stopped_is_no_stall(now):
 
 
 def test_a_deadline_ends_and_asks_for_a_look_every_second(now):
-  deadline = supervisor.Deadline(2.5)
+  deadline = supervisor_lib.Deadline(2.5)
   waits = []
   while wait_s := deadline.next_wait_s():
     waits.append(wait_s)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrl_async import timeline as timeline_lib
+from jaxrl_async.reporting import timeline as timeline_lib
 
 
 def of(*intervals):

@@ -7,7 +7,7 @@ import llama_tokenizer
 import numpy as np
 import pytest
 
-from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 
 def test_pad_and_eos_come_first_then_newline_and_printable_ascii():

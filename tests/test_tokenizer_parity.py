@@ -16,17 +16,17 @@ from tokenizers import decoders
 from tokenizers import pre_tokenizers
 from tokenizers import processors
 
-from jaxrl_async import assembly
-from jaxrl_async import config as config_lib
-from jaxrl_async import metrics
-from jaxrl_async import model_files
-from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async.config import sections
+from jaxrl_async.engine import sampling
+from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.models import hf_weights
 from jaxrl_async.models import transformer
-from jaxrl_async.rollout import sampling
-from jaxrl_async.rollout import scheduler as scheduler_lib
-from jaxrl_async.rollout import sequence as sequence_lib
-from jaxrl_async.rollout import stop_strings
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.run import assembly
+from jaxrl_async.storage import model_files
+from jaxrl_async.text import stop_strings
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -194,7 +194,7 @@ def generate(directory, prompt):
 
 def write(directory, prompt):
   """What our engine writes, made as a run makes it, and how that ends."""
-  config = config_lib.Config()
+  config = sections.Config()
   config.model.name = str(directory)
   config.rollout.num_slots = 2
   config.rollout.cache_tokens = 32
@@ -205,7 +205,7 @@ def write(directory, prompt):
   engine = assembly.make_engine(config, model, mesh, tokenizer.end_tokens)
   _, params = hf_weights.load(directory)
   params = jax.tree.map(jnp.asarray, params)
-  scheduler = scheduler_lib.Scheduler(engine, busy=metrics.BusyClock())
+  scheduler = scheduler_lib.Scheduler(engine, busy=metrics_lib.BusyClock())
   weights = transformer.unstack(params, model.num_layers)
   scheduler.adopt(engine.load_params(weights, 0), 0)
   sequence = sequence_lib.Sequence(

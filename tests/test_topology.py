@@ -9,9 +9,9 @@ import sys
 import jax
 import pytest
 
-from jaxrl_async import config
-from jaxrl_async import topology
-from jaxrl_async import tpu_chips
+from jaxrl_async.config import sections
+from jaxrl_async.devices import topology
+from jaxrl_async.devices import tpu_chips
 
 ROOT = pathlib.Path(__file__).parents[1]
 needs_libtpu = pytest.mark.skipif(
@@ -21,7 +21,7 @@ needs_libtpu = pytest.mark.skipif(
 HEAD = """
 import sys, time
 import jax
-from jaxrl_async import topology
+from jaxrl_async.devices import topology
 from jaxrl_async import tpu_chips
 """
 LIMITS = """
@@ -48,10 +48,13 @@ for name, chip in tpu_chips.CHIPS.items():
     raise AssertionError(name)
 """
 HALF = """
-from jaxrl_async import aot, config, mesh
+from jaxrl_async.config import sections
+from jaxrl_async.config import mesh_shape
+from jaxrl_async.devices import mesh
+from jaxrl_async.planning import aot
 def compiled(name):
   devices = topology.devices(name)
-  half = mesh.make_mesh(devices[:16], mesh.MeshShape(fsdp=16))
+  half = mesh.make_mesh(devices[:16], mesh_shape.MeshShape(fsdp=16))
   rows = jax.sharding.NamedSharding(half, jax.sharding.PartitionSpec("fsdp"))
   x = jax.ShapeDtypeStruct((16, 128), "float32", sharding=rows)
   program = aot.Program(
@@ -61,7 +64,7 @@ def compiled(name):
 assert compiled("2xv5e:4x4") == (32, "")
 try:
   compiled("v5e:4x8")
-except config.ConfigError as error:
+except sections.ConfigError as error:
   print(error)
 """
 HOLD = """
@@ -75,10 +78,10 @@ devices = topology.devices("v5e:2x2")
 print(len(devices))
 """
 GIVE_UP = """
-from jaxrl_async import config
+from jaxrl_async.config import sections
 try:
   topology.devices("v5e:2x2", max_wait_s=0.0)
-except config.ConfigError as error:
+except sections.ConfigError as error:
   print(error)
 """
 
@@ -121,7 +124,7 @@ def test_a_name_may_be_of_several_slices():
   ],
 )
 def test_a_slice_that_does_not_exist_is_refused_with_those_that_do(name, words):
-  with pytest.raises(config.ConfigError, match="^topology: ") as error:
+  with pytest.raises(sections.ConfigError, match="^topology: ") as error:
     topology.devices(name)
   assert str(error.value).startswith(f"topology: {name!r} does not exist")
   assert words in str(error.value)
@@ -129,7 +132,7 @@ def test_a_slice_that_does_not_exist_is_refused_with_those_that_do(name, words):
 
 def test_without_libtpu_the_error_says_what_to_install(monkeypatch):
   monkeypatch.setitem(sys.modules, "libtpu", None)
-  with pytest.raises(config.ConfigError, match="^topology: libtpu.*tpu-aot"):
+  with pytest.raises(sections.ConfigError, match="^topology: libtpu.*tpu-aot"):
     topology.devices("v5e:2x4")
 
 

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_async import config
-from jaxrl_async import objectives
-from jaxrl_async import train_step
+from jaxrl_async.config import sections
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_weights
+from jaxrl_async.training import objectives
+from jaxrl_async.training import train_step
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -91,14 +91,14 @@ def test_their_updates_are_ours(attention, tmp_path):
   theirs.model.save_pretrained(tmp_path / "model")
   model, params = hf_weights.load(tmp_path / "model")
   assert model == MODEL
-  section = config.OptimizerSection(learning_rate=LEARNING_RATE)
+  section = sections.OptimizerSection(learning_rate=LEARNING_RATE)
   optimizer = train_step.make_optimizer(
     section, train_step.learning_rate_schedule(section)
   )
   settings = train_step.ForwardSettings(
     model=MODEL,
     compute_dtype="float32",
-    remat=config.Remat.NONE,
+    remat=sections.Remat.NONE,
     attention="xla",
     temperature=1.0,
     vocab_chunk=64,

@@ -10,15 +10,15 @@ import optax
 import pytest
 import tiny
 
-from jaxrl_async import batching
-from jaxrl_async import config
-from jaxrl_async import matmul_rate
-from jaxrl_async import mesh as mesh_lib
-from jaxrl_async import metrics
-from jaxrl_async import objectives
-from jaxrl_async import train_step
-from jaxrl_async import trainer as trainer_lib
 from jaxrl_async import types
+from jaxrl_async.config import sections
+from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.planning import matmul_rate
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.training import objectives
+from jaxrl_async.training import packing
+from jaxrl_async.training import train_step
+from jaxrl_async.training import trainer as trainer_lib
 
 VERSION = 5
 # A vocabulary that two devices can share.
@@ -26,27 +26,27 @@ MODEL = dataclasses.replace(tiny.MODEL, vocab_size=98)
 FORWARD = train_step.ForwardSettings(
   model=MODEL,
   compute_dtype="float32",
-  remat=config.Remat.NONE,
+  remat=sections.Remat.NONE,
   attention="xla",
   temperature=0.8,
   vocab_chunk=40,
 )
 
 
-def make_loss(mode=config.ProximalMode.RECOMPUTE):
+def make_loss(mode=sections.ProximalMode.RECOMPUTE):
   return objectives.decoupled_ppo(
     proximal=objectives.PROXIMAL_MODES[mode],
     clip_low=0.2,
     clip_high=0.2,
     behavior_weight_cap=5.0,
-    cap_mode=config.BehaviorWeightCapMode.MASK,
+    cap_mode=sections.BehaviorWeightCapMode.MASK,
   )
 
 
 LOSS = make_loss()
 STAGES = [train_step.PROXIMAL_STAGE]
-RECOMPUTE, LOGLINEAR, REUSE = config.ProximalMode
-ADAMW = config.OptimizerSection(learning_rate=1e-2, weight_decay=0.1)
+RECOMPUTE, LOGLINEAR, REUSE = sections.ProximalMode
+ADAMW = sections.OptimizerSection(learning_rate=1e-2, weight_decay=0.1)
 
 
 def groups(seed=0, count=4, size=4):
@@ -92,7 +92,7 @@ def make_trainer(
   optimizer=ADAMW,
   mode=RECOMPUTE,
   stages=None,
-  weights=config.WeightFormat.FLOAT,
+  weights=sections.WeightFormat.FLOAT,
 ):
   mesh = mesh_lib.make_mesh(jax.devices()[: shape.num_devices], shape)
   trainer = trainer_lib.Trainer(
@@ -105,14 +105,14 @@ def make_trainer(
       rows_per_microbatch=rows,
       num_minibatches=minibatches,
       min_microbatches=1,
-      advantage_scale=config.AdvantageScale.STD,
+      advantage_scale=sections.AdvantageScale.STD,
     ),
     optimizer=optimizer,
     num_steps=1,
     decay=1.0,
     rollout_dtype="float32",
     rollout_weights=weights,
-    busy=metrics.BusyClock(),
+    busy=metrics_lib.BusyClock(),
   )
   # A copy: the trainer donates its state.
   trainer.start(jax.tree.map(np.array, tiny.params(model=MODEL)))
@@ -134,7 +134,7 @@ def keep_gradients():
 def packed(rows=4, minibatches=1, made=None):
   made = made or groups()
   rewards = np.array([t.reward for g in made for t in g.trajectories])
-  batch, _ = batching.pack(
+  batch, _ = packing.pack(
     made,
     (rewards - rewards.mean()).astype(np.float32),
     tokens_per_row=16,
@@ -326,7 +326,7 @@ def apply_program(section):
 @pytest.mark.parametrize("scale", [1e-3, 10.0])
 def test_adamw_with_clipping_is_its_formula(scale):
   # eps is large enough to count.
-  section = config.OptimizerSection(
+  section = sections.OptimizerSection(
     learning_rate=1e-2, weight_decay=0.1, eps=1e-3, max_grad_norm=0.5
   )
   optimizer, apply = apply_program(section)
@@ -385,7 +385,7 @@ def test_muon_takes_the_blocks_matrices_and_nothing_else():
 
 
 def test_learning_rates():
-  section = config.OptimizerSection(learning_rate=8.0, warmup_steps=3)
+  section = sections.OptimizerSection(learning_rate=8.0, warmup_steps=3)
   constant = train_step.learning_rate_schedule(section)
   np.testing.assert_allclose(
     [constant(i) for i in (0, 1, 2, 3, 4, 1000)], [2, 4, 6, 8, 8, 8]
@@ -399,7 +399,7 @@ def test_learning_rates():
 
 
 @pytest.mark.parametrize(
-  "weights", [config.WeightFormat.FLOAT, config.WeightFormat.INT8], ids=str
+  "weights", [sections.WeightFormat.FLOAT, sections.WeightFormat.INT8], ids=str
 )
 def test_what_is_published_lies_where_the_weights_do(weights):
   trainer = make_trainer(mesh_lib.MeshShape(fsdp=2), weights=weights)

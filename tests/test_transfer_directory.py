@@ -6,8 +6,8 @@ import types
 
 import pytest
 
-from jaxrl_async import config
-from jaxrl_async import transfer_directory
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import transfer_directory
 
 SIZE = 100  # of a version; so 400 are wanted
 
@@ -38,7 +38,7 @@ def workdir(tmp_path):
 def start(workdir, notes=None, **section):
   """What a start of a run does: returns its directory and its lock."""
   said = [] if notes is None else notes
-  section = config.TransferSection(**section)
+  section = sections.TransferSection(**section)
   directory = transfer_directory.prepare(section, workdir, SIZE, said.append)
   number = len(list(directory.glob("incarnation-*")))
   incarnation = directory / f"incarnation-{number}"
@@ -77,7 +77,7 @@ def test_what_lies_where_versions_went_before_is_removed(
   assert [p.name for p in configured.iterdir()] == ["of somebody else"]
   kill(lock)
   transfer_directory.prepare(
-    config.TransferSection(channel=config.Channel.DIRECT),
+    sections.TransferSection(channel=sections.Channel.DIRECT),
     workdir,
     SIZE,
     lambda text: None,

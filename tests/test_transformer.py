@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_async import config
+from jaxrl_async.config import sections
 from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
 
@@ -70,7 +70,7 @@ def test_stacked_layers_compute_what_unstacked_ones_do(model):
   np.testing.assert_allclose(stacked, unstacked, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("remat", config.Remat)
+@pytest.mark.parametrize("remat", sections.Remat)
 def test_recomputed_activations_change_no_gradient(remat):
   batch = tiny.packed([tiny.prompt(9)], 16)
 
@@ -89,7 +89,7 @@ def test_recomputed_activations_change_no_gradient(remat):
 
   grad = jax.jit(jax.grad(loss), static_argnums=1)
   params = tiny.params()
-  kept, recomputed = grad(params, config.Remat.NONE), grad(params, remat)
+  kept, recomputed = grad(params, sections.Remat.NONE), grad(params, remat)
   for a, b in zip(*map(jax.tree.leaves, (kept, recomputed)), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 

@@ -13,14 +13,14 @@ import pytest
 import stamped
 import tiny
 
-from jaxrl_async import config
-from jaxrl_async import mesh as mesh_lib
-from jaxrl_async import train_step
-from jaxrl_async import weight_transfer
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import weight_transfer
+from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import transformer
+from jaxrl_async.training import train_step
 
 
-@pytest.fixture(params=list(config.Channel), ids=lambda kind: kind.value)
+@pytest.fixture(params=list(sections.Channel), ids=lambda kind: kind.value)
 def channel(request, tmp_path):
   made = weight_transfer.make_channel(
     request.param,
@@ -96,7 +96,7 @@ def random_params(mesh):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("train_shape", TRAIN_SHAPES, ids=str)
-@pytest.mark.parametrize("kind", list(config.Channel), ids=lambda x: x.value)
+@pytest.mark.parametrize("kind", list(sections.Channel), ids=lambda x: x.value)
 def test_the_cast_arrives_bit_for_bit_on_any_pair_of_meshes(
   kind, train_shape, tmp_path
 ):
@@ -107,7 +107,7 @@ def test_the_cast_arrives_bit_for_bit_on_any_pair_of_meshes(
     train_step.published_params,
     num_layers=MODEL.num_layers,
     dtype="bfloat16",
-    weights=config.WeightFormat.FLOAT,
+    weights=sections.WeightFormat.FLOAT,
   )
   published = jax.jit(publish)(params)
   host = transformer.unstack(jax.tree.map(np.asarray, params), MODEL.num_layers)

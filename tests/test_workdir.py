@@ -10,10 +10,10 @@ import textwrap
 
 import pytest
 
-from jaxrl_async import ledger
-from jaxrl_async import metrics
-from jaxrl_async import side_outputs
-from jaxrl_async import workdir as workdir_lib
+from jaxrl_async.coordination import ledger as ledger_lib
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.reporting import side_outputs as side_outputs_lib
+from jaxrl_async.storage import workdir as workdir_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
 DEADLINE_S = 60.0
@@ -21,7 +21,7 @@ DEADLINE_S = 60.0
 # Holds the workdir, with children that were made in each of the usual ways.
 HOLDER = """
 import multiprocessing, os, pathlib, subprocess, sys, time
-from jaxrl_async import workdir
+from jaxrl_async.storage import workdir
 
 if __name__ == "__main__":
   with workdir.Claim(pathlib.Path(sys.argv[1]), print):
@@ -172,7 +172,7 @@ def test_a_workdir_that_is_gone_explains_the_error_that_it_led_to(tmp_path):
 @CHANGES
 def test_a_ledger_that_is_gone_is_noticed(tmp_path, change):
   path = tmp_path / "ledger.jsonl"
-  written = ledger.Ledger(path, ledger.LedgerState())
+  written = ledger_lib.Ledger(path, ledger_lib.LedgerState())
   written.state()
   change(path)
   with pytest.raises(workdir_lib.WorkdirError, match="ledger.jsonl was rem"):
@@ -182,8 +182,8 @@ def test_a_ledger_that_is_gone_is_noticed(tmp_path, change):
 
 @CHANGES
 def test_metrics_that_are_gone_are_noticed(tmp_path, change):
-  beside = side_outputs.SideOutputs(pytest.fail)
-  writer = metrics.MetricsWriter(tmp_path, beside)
+  beside = side_outputs_lib.SideOutputs(pytest.fail)
+  writer = metrics_lib.MetricsWriter(tmp_path, beside)
   writer.write(0, {"a": 1})
   change(tmp_path / "metrics.jsonl")
   with pytest.raises(workdir_lib.WorkdirError, match="metrics.jsonl was remov"):

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxrl_async import worked_solutions
+from jaxrl_async.data import worked_solutions
 from jaxrl_async.rewards import extraction
 from jaxrl_async.rewards import reasoning
 

@@ -10,10 +10,10 @@ import pytest
 import tiny
 import worker_world
 
-from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async import types
-from jaxrl_async.rewards import service
+from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import worker as worker_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 DEADLINE_S = 60.0
 
@@ -173,7 +173,7 @@ def test_the_status_says_since_when(make_world):
 
 def fail_odd(item, texts):
   if item["number"] % 2:
-    return service.RewardFailure("error: odd", f"line {item['number']}")
+    return service_lib.RewardFailure("error: odd", f"line {item['number']}")
   return [1.0] * len(texts)
 
 
@@ -201,7 +201,7 @@ def test_a_failed_reward_is_a_line_of_the_ledger_and_frees_its_place(
 def test_too_many_failures_in_a_row_raise_with_the_first_traceback(make_world):
   def score(item, texts):
     if item["number"] in (0, 2, 3, 4):
-      return service.RewardFailure("error: no", f"line {item['number']}")
+      return service_lib.RewardFailure("error: no", f"line {item['number']}")
     return [0.0] * len(texts)
 
   # One group at a time, so that they end in order: 0 fails, 1 does not.

@@ -7,10 +7,10 @@ import pytest
 import tiny
 import worker_world
 
-from jaxrl_async import tokenizer as tokenizer_lib
-from jaxrl_async.rollout import client_request
-from jaxrl_async.rollout import requests as requests_lib
-from jaxrl_async.rollout import sampling
+from jaxrl_async.engine import sampling
+from jaxrl_async.serving import client_request
+from jaxrl_async.serving import requests as requests_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 DEADLINE_S = 60.0
 

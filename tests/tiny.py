@@ -7,28 +7,28 @@ import jax
 from jax import numpy as jnp
 import numpy as np
 
-from jaxrl_async import batching
-from jaxrl_async import config
-from jaxrl_async import mesh as mesh_lib
-from jaxrl_async import metrics
-from jaxrl_async import prompts
-from jaxrl_async import train_step
 from jaxrl_async import types
-from jaxrl_async import weight_transfer
-from jaxrl_async.models import attention
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import weight_transfer
+from jaxrl_async.data import prompts
+from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.engine import decode_state as decode_state_lib
+from jaxrl_async.engine import engine as engine_lib
+from jaxrl_async.engine import sampling
+from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
-from jaxrl_async.rewards import service
-from jaxrl_async.rollout import decode_state
-from jaxrl_async.rollout import engine as engine_lib
-from jaxrl_async.rollout import sampling
-from jaxrl_async.rollout import scheduler as scheduler_lib
-from jaxrl_async.rollout import sequence as sequence_lib
+from jaxrl_async.models.attention import reference
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.training import packing
+from jaxrl_async.training import train_step
 
 MODEL = configs.MODELS["tiny"]
 END_TOKENS = (1, 2, 3, 4, 5)
 WIDTH = 64  # of the trainer's rows: one compilation
-SIZES = decode_state.EngineSizes(
+SIZES = decode_state_lib.EngineSizes(
   num_slots=4,
   cache_tokens=32,
   decode_steps_per_call=4,
@@ -94,7 +94,7 @@ def packed(sequences, width=WIDTH):
     starts[0, here] = start
     start += len(sequence)
   starts[0, start:] = start
-  return batching.PackedBatch(
+  return packing.PackedBatch(
     tokens=tokens,
     segment_ids=segments,
     positions=positions,
@@ -112,7 +112,7 @@ def _forward(model, temperature):
   settings = train_step.ForwardSettings(
     model=model,
     compute_dtype="float32",
-    remat=config.Remat.NONE,
+    remat=sections.Remat.NONE,
     attention="xla",
     temperature=temperature,
     vocab_chunk=40,
@@ -140,7 +140,7 @@ def logits(stacked_params, tokens, model=MODEL):
 def _logits(model):
   @jax.jit
   def compute(params, tokens):
-    batch = batching.PackedBatch(*packed([np.zeros(WIDTH, np.int32)]))._replace(
+    batch = packing.PackedBatch(*packed([np.zeros(WIDTH, np.int32)]))._replace(
       tokens=tokens[None]
     )
     hidden = hidden_states(model, params, batch)
@@ -221,12 +221,14 @@ def write(engine, params, rows, *, num_calls=None, window=None):
 
 def scheduler(
   *,
-  kv_on_adopt=config.KvOnAdopt.RECOMPUTE,
+  kv_on_adopt=sections.KvOnAdopt.RECOMPUTE,
   cls=scheduler_lib.Scheduler,
   **sizes,
 ):
   """A scheduler over the tiny engine, without weights."""
-  return cls(engine(**sizes), kv_on_adopt=kv_on_adopt, busy=metrics.BusyClock())
+  return cls(
+    engine(**sizes), kv_on_adopt=kv_on_adopt, busy=metrics_lib.BusyClock()
+  )
 
 
 def ready(**options):
@@ -289,11 +291,11 @@ def input_dependence(model, stacked_params, tokens, segment_ids):
 
 def hidden_states(model, params, batch, *, is_stacked=True, kept=False):
   """Final hidden states of packed rows; with `kept`, keys and values too."""
-  mask = attention.packed_mask(jnp.asarray(batch.segment_ids))
+  mask = reference.packed_mask(jnp.asarray(batch.segment_ids))
 
   def attend(layer, query, key, value):
     del layer
-    mixed = attention.xla_attention(query, key, value, mask)
+    mixed = reference.xla_attention(query, key, value, mask)
     return mixed, (key, value)
 
   bound = transformer.bind(model, params, is_stacked=is_stacked)
@@ -361,7 +363,7 @@ class Score:
     return self._outcome
 
 
-class Rewards(service.RewardService):
+class Rewards(service_lib.RewardService):
   """Scores in this thread, by a function of (item, completions).
 
   It keeps what was submitted; a handle is done after `num_polls` polls.

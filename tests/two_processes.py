@@ -13,7 +13,7 @@ import mesh_world
 import numpy as np
 import test_train_step
 
-from jaxrl_async import mesh as mesh_lib
+from jaxrl_async.devices import mesh as mesh_lib
 
 port, num_processes, process = map(int, sys.argv[1:4])
 jax.config.update("jax_cpu_collectives_implementation", "gloo")

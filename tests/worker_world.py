@@ -4,11 +4,11 @@ import json
 
 import tiny
 
-from jaxrl_async import buffer as buffer_lib
-from jaxrl_async import ledger as ledger_lib
-from jaxrl_async import metrics
-from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async.coordination import buffer as buffer_lib
+from jaxrl_async.coordination import ledger as ledger_lib
+from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import worker as worker_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 GROUP_SIZE = 3
 MAX_COMPLETION = 14
@@ -53,7 +53,7 @@ class World:
       rewards=self.rewards,
       ledger=self.ledger,
       tokenizer=tokenizer_lib.character_level(),
-      busy=metrics.BusyClock(),
+      busy=metrics_lib.BusyClock(),
       on_adopt=self.adopted.append,
       requests=self.requests,
       **({"episode": episode} if episode else {}),

@@ -1,1 +1,1 @@
-"""The policy: one decoder, used by trainer and engine alike."""
+"""The decoder-only transformer, its families and their checkpoint formats."""

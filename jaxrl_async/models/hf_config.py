@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import pathlib
 from typing import Any
 
-from jaxrl_async import model_files
 from jaxrl_async.models import configs
+from jaxrl_async.storage import model_files
 
 CONFIG_FILE = model_files.CONFIG
 ARCHITECTURES = {

@@ -18,10 +18,10 @@ import numpy as np
 import safetensors
 from safetensors import numpy as safetensors_numpy
 
-from jaxrl_async import model_files
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_config
 from jaxrl_async.models import transformer
+from jaxrl_async.storage import model_files
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

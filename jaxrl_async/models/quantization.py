@@ -21,10 +21,13 @@ from jaxtyping import Array, Float
 import numpy as np
 import qwix
 
-from jaxrl_async.config import WeightFormat
+from jaxrl_async.config import sections
 from jaxrl_async.models import projection
 
-_TYPES = {WeightFormat.INT8: "int8", WeightFormat.FP8: "float8_e4m3fn"}
+_TYPES = {
+  sections.WeightFormat.INT8: "int8",
+  sections.WeightFormat.FP8: "float8_e4m3fn",
+}
 # Matrices by name, and how many of their first axes are summed over. The other
 # axes are output channels, each with a scale of its own.
 _NUM_CONTRACTED = {
@@ -43,9 +46,11 @@ def _is_quantized(leaf: Any) -> bool:
   return isinstance(leaf, qwix.QArray)
 
 
-def _map_matrices(fn: Any, tree: Any, weight_format: WeightFormat) -> Any:
+def _map_matrices(
+  fn: Any, tree: Any, weight_format: sections.WeightFormat
+) -> Any:
   """Puts `fn(leaf, contracted axes)` in the place of each matrix."""
-  if weight_format is WeightFormat.FLOAT:
+  if weight_format is sections.WeightFormat.FLOAT:
     return tree
 
   def replaced(path, leaf):
@@ -59,7 +64,9 @@ def _map_matrices(fn: Any, tree: Any, weight_format: WeightFormat) -> Any:
   )
 
 
-def quantize(params: Any, weight_format: WeightFormat, dtype: str) -> Any:
+def quantize(
+  params: Any, weight_format: sections.WeightFormat, dtype: str
+) -> Any:
   """What travels: quantised matrices, everything else cast to `dtype`.
 
   A matrix is scaled to the largest magnitude of each output channel; int8 is
@@ -85,7 +92,7 @@ def quantize(params: Any, weight_format: WeightFormat, dtype: str) -> Any:
   )
 
 
-def logical_axes(axes: Any, weight_format: WeightFormat) -> Any:
+def logical_axes(axes: Any, weight_format: sections.WeightFormat) -> Any:
   """`transformer.logical_axes`, unstacked, in the tree that is published."""
 
   def quantized(names, contracted):
@@ -138,14 +145,14 @@ def project(
   )
 
 
-def unsupported(weight_format: WeightFormat, device: Any) -> str:
+def unsupported(weight_format: sections.WeightFormat, device: Any) -> str:
   """Why a device cannot multiply by such weights, or "" if it can.
 
   Found out by a small product, compiled and compared with the host's: a
   platform that lacks a type may widen it in software, which is slow and right,
   or not know it at all.
   """
-  if weight_format is WeightFormat.FLOAT:
+  if weight_format is sections.WeightFormat.FLOAT:
     return ""
   order = np.arange(256, dtype=np.float32).reshape(16, 16)
   x, matrix = np.cos(order[:4]), np.sin(order)

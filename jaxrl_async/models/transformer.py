@@ -17,10 +17,10 @@ from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
 import numpy as np
 
-from jaxrl_async import config as config_lib
-from jaxrl_async.models import attention
+from jaxrl_async.config import sections
 from jaxrl_async.models import configs
 from jaxrl_async.models import quantization
+from jaxrl_async.models.attention import reference
 
 Params = dict[str, Any]
 Attend = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
@@ -28,14 +28,14 @@ Attend = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 # Names of what a policy below may keep.
 _LAYER_INPUT, _PRODUCT = "layer_input", "product"
 POLICIES = {  # of `jax.checkpoint`
-  config_lib.Remat.FULL: jax.checkpoint_policies.nothing_saveable,
-  config_lib.Remat.ATTENTION: (
-    jax.checkpoint_policies.save_only_these_names(attention.MIXED)
+  sections.Remat.FULL: jax.checkpoint_policies.nothing_saveable,
+  sections.Remat.ATTENTION: (
+    jax.checkpoint_policies.save_only_these_names(reference.MIXED)
   ),
-  config_lib.Remat.DOTS: (
-    jax.checkpoint_policies.save_only_these_names(attention.MIXED, _PRODUCT)
+  sections.Remat.DOTS: (
+    jax.checkpoint_policies.save_only_these_names(reference.MIXED, _PRODUCT)
   ),
-  config_lib.Remat.OFFLOAD: (
+  sections.Remat.OFFLOAD: (
     jax.checkpoint_policies.save_and_offload_only_these_names(
       names_which_can_be_saved=[],
       names_which_can_be_offloaded=[_LAYER_INPUT],
@@ -201,7 +201,7 @@ class Decoder(nnx.Module):
     *,
     rngs: nnx.Rngs,
     is_stacked: bool = True,
-    remat: config_lib.Remat = config_lib.Remat.NONE,
+    remat: sections.Remat = sections.Remat.NONE,
   ):
     c = config
     self.config = c
@@ -263,7 +263,7 @@ class Decoder(nnx.Module):
         return constrain(x), kept
 
       body: Any = step
-      if self.remat is not config_lib.Remat.NONE:
+      if self.remat is not sections.Remat.NONE:
         # A scan keeps the two passes apart by itself.
         body = jax.checkpoint(
           step, policy=POLICIES[self.remat], prevent_cse=False
@@ -314,7 +314,7 @@ def bind(
   params: Params,
   *,
   is_stacked: bool,
-  remat: config_lib.Remat = config_lib.Remat.NONE,
+  remat: sections.Remat = sections.Remat.NONE,
 ) -> Decoder:
   """A decoder around these parameters; costs nothing but tracing time."""
   model = _abstract(config, is_stacked=is_stacked)

@@ -1,1 +1,1 @@
-"""Scores of completions, computed in processes that never import jax."""
+"""Scoring completions in processes of their own."""

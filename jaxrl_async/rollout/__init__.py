@@ -1,1 +1,1 @@
-"""The rollout slice."""
+"""The rollout worker and the episodes it plays."""

@@ -13,21 +13,21 @@ import threading
 import time
 import traceback as traceback_lib
 
-from jaxrl_async import buffer as buffer_lib
-from jaxrl_async import ledger as ledger_lib
-from jaxrl_async import metrics
-from jaxrl_async import prompts
-from jaxrl_async import supervisor
-from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async import types
-from jaxrl_async import weight_transfer
-from jaxrl_async.rewards import service
-from jaxrl_async.rollout import client_request
+from jaxrl_async.coordination import buffer as buffer_lib
+from jaxrl_async.coordination import ledger as ledger_lib
+from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.coordination import weight_transfer
+from jaxrl_async.data import prompts
+from jaxrl_async.engine import sampling
+from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.engine import sequence as sequence_lib
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import episode as episode_lib
-from jaxrl_async.rollout import requests as requests_lib
-from jaxrl_async.rollout import sampling
-from jaxrl_async.rollout import scheduler as scheduler_lib
-from jaxrl_async.rollout import sequence as sequence_lib
+from jaxrl_async.serving import client_request
+from jaxrl_async.serving import requests as requests_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 _IDLE_S = 0.005
 
@@ -48,7 +48,7 @@ class Running:
     self.turns: dict[int, episode_lib.Turns] = {}
     self.writing: dict[int, sequence_lib.Sequence] = {}
     self.finished: dict[int, types.Trajectory] = {}
-    self.score: service.ScoreHandle | None = None
+    self.score: service_lib.ScoreHandle | None = None
     self.times_s: dict[str, float] = {}
 
   def group(self) -> types.RolloutGroup:
@@ -105,10 +105,10 @@ class RolloutWorker:
     stream: prompts.PromptStream,
     buffer: buffer_lib.Buffer,
     channel: weight_transfer.WeightChannel,
-    rewards: service.RewardService,
+    rewards: service_lib.RewardService,
     ledger: ledger_lib.Ledger,
     tokenizer: tokenizer_lib.Tokenizer,
-    busy: metrics.BusyClock,
+    busy: metrics_lib.BusyClock,
     episode: episode_lib.Episode = episode_lib.single_turn,
     on_adopt: Callable[[int], None] = lambda version: None,
     requests: requests_lib.RequestQueue | None = None,
@@ -171,7 +171,7 @@ class RolloutWorker:
       self._num_pausers += 1
     try:
       with self._gate:
-        deadline = supervisor.Deadline(timeout_s)
+        deadline = supervisor_lib.Deadline(timeout_s)
         while not (self._is_parked or self._has_ended):
           if (wait_s := deadline.next_wait_s()) == 0:
             raise TimeoutError(f"no pause in {timeout_s} s; {self.status()}")
@@ -419,7 +419,7 @@ class RolloutWorker:
   def _finish(self, running: Running) -> None:
     assert running.score is not None
     outcome = running.score.result()
-    if isinstance(outcome, service.RewardFailure):
+    if isinstance(outcome, service_lib.RewardFailure):
       self._fail(running, outcome.reason, outcome.traceback)
       return
     self._failures.clear()

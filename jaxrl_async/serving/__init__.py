@@ -1,1 +1,1 @@
-"""Serving a policy: OpenAI's HTTP interface and JetStream's gRPC service."""
+"""Clients of the policy: HTTP, gRPC and the queue of their requests."""

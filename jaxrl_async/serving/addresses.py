@@ -3,7 +3,7 @@
 import ipaddress
 import socket
 
-from jaxrl_async import config
+from jaxrl_async.config import sections
 
 
 def check_key(host: str, api_key: str | None) -> None:
@@ -17,7 +17,7 @@ def check_key(host: str, api_key: str | None) -> None:
   except ValueError:
     is_loopback = host == "localhost"
   if api_key is None and not is_loopback:
-    raise config.ConfigError(
+    raise sections.ConfigError(
       f"api_key_file: {host} can be reached from elsewhere; give a key, in a"
       " file or in JAXRL_API_KEY, or use --host=127.0.0.1"
     )
@@ -29,7 +29,7 @@ def check_ports(port: int, grpc_port: int) -> None:
   Raises:
     ConfigError: it is.
   """
-  config.require(
+  sections.require(
     not port or port != grpc_port,
     "grpc_port",
     f"{grpc_port} is the port of the HTTP server already; use another one",
@@ -39,12 +39,12 @@ def check_ports(port: int, grpc_port: int) -> None:
 def check_host(host: str) -> None:
   """Raises a ConfigError unless it is an address, or a name that has one."""
   try:
-    config.require(host != "", "host", "missing; use --host=127.0.0.1")
+    sections.require(host != "", "host", "missing; use --host=127.0.0.1")
     socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
   except (OSError, UnicodeError) as error:
     reason = getattr(error, "strerror", None) or "not a name of a host"
-    raise config.ConfigError(
-      f"host: {config.shown(host)} cannot be found ({reason})"
+    raise sections.ConfigError(
+      f"host: {sections.shown(host)} cannot be found ({reason})"
     ) from error
 
 
@@ -67,6 +67,6 @@ def check_can_bind(flag: str, host: str, port: int) -> None:
       one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
       one.bind(address)
   except OSError as error:
-    raise config.ConfigError(
+    raise sections.ConfigError(
       f"{flag}: {host}:{port} cannot be bound ({error.strerror})"
     ) from error

@@ -19,17 +19,17 @@ from starlette import requests as http_requests
 from starlette import responses
 from starlette import routing
 
-from jaxrl_async import tokenizer as tokenizer_lib
-from jaxrl_async.rollout import client_request
-from jaxrl_async.rollout import requests
-from jaxrl_async.rollout import sampling
+from jaxrl_async.engine import sampling
 from jaxrl_async.serving import answers
 from jaxrl_async.serving import bodies
-from jaxrl_async.serving import chat_template as chat_template_lib
+from jaxrl_async.serving import client_request
 from jaxrl_async.serving import errors
 from jaxrl_async.serving import generation
 from jaxrl_async.serving import prometheus
 from jaxrl_async.serving import protocol
+from jaxrl_async.serving import requests as requests_lib
+from jaxrl_async.text import chat_template as chat_template_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's, of completions
 
@@ -43,7 +43,7 @@ class Service:
   def __init__(
     self,
     *,
-    queue: requests.RequestQueue,
+    queue: requests_lib.RequestQueue,
     tokenizer: tokenizer_lib.Tokenizer,
     chat_template: chat_template_lib.ChatTemplate,
     metrics: prometheus.Metrics,

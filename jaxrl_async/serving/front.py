@@ -5,17 +5,17 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from jaxrl_async import config as config_lib
-from jaxrl_async import supervisor
-from jaxrl_async import tokenizer as tokenizer_lib
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.models import configs
-from jaxrl_async.rollout import requests
 from jaxrl_async.serving import addresses
 from jaxrl_async.serving import app as app_lib
 from jaxrl_async.serving import bodies
-from jaxrl_async.serving import chat_template as chat_template_lib
 from jaxrl_async.serving import prometheus
+from jaxrl_async.serving import requests as requests_lib
 from jaxrl_async.serving import server as server_lib
+from jaxrl_async.text import chat_template as chat_template_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ def load_chat_template(
   try:
     return chat_template_lib.load(directory)
   except (OSError, ValueError) as error:
-    raise config_lib.ConfigError(f"tokenizer: {error}") from error
+    raise sections.ConfigError(f"tokenizer: {error}") from error
 
 
 class Front:
@@ -85,9 +85,9 @@ class Front:
     """
     addresses.check_key(settings.host, settings.api_key)
     addresses.check_ports(settings.port, settings.grpc_port)
-    self._threads: supervisor.Supervisor | None = None
+    self._threads: supervisor_lib.Supervisor | None = None
     metrics = prometheus.Metrics()
-    self.queue = requests.RequestQueue(
+    self.queue = requests_lib.RequestQueue(
       tokenizer,
       max_waiting=settings.max_waiting,
       cache_tokens=cache_tokens,
@@ -113,7 +113,7 @@ class Front:
         max_connections=max_connections,
       )
     except OSError as error:
-      raise config_lib.ConfigError(
+      raise sections.ConfigError(
         f"port: {settings.host}:{settings.port} cannot be bound"
         f" ({error.strerror})"
       ) from error
@@ -131,7 +131,7 @@ class Front:
           max_calls=max_connections,
         )
       except RuntimeError as error:
-        raise config_lib.ConfigError(
+        raise sections.ConfigError(
           f"grpc_port: {settings.host}:{settings.grpc_port} cannot be bound"
         ) from error
 
@@ -143,7 +143,7 @@ class Front:
     Args:
       note: told of the first thread that fails, in that thread.
     """
-    self._threads = supervisor.Supervisor(
+    self._threads = supervisor_lib.Supervisor(
       lambda error: note(f"clients are not served any more: {error!r}")
     )
     for name, server in self._servers.items():
@@ -182,7 +182,7 @@ class Front:
 
 def of_a_run(
   settings: ServeSettings,
-  config: config_lib.Config,
+  config: sections.Config,
   model: configs.ModelConfig,
   tokenizer: tokenizer_lib.Tokenizer,
   is_alive: Callable[[], bool],

@@ -7,12 +7,12 @@ import math
 import re
 import time
 
-from jaxrl_async import tokenizer as tokenizer_lib
 from jaxrl_async import types
-from jaxrl_async.rollout import client_request
-from jaxrl_async.rollout import requests
-from jaxrl_async.rollout import stop_strings
+from jaxrl_async.serving import client_request
 from jaxrl_async.serving import errors
+from jaxrl_async.serving import requests as requests_lib
+from jaxrl_async.text import stop_strings
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 _GRACE_S = 1.0  # after a deadline, for the engine's thread to say so
 
@@ -102,7 +102,7 @@ class Generation:
 
   def __init__(
     self,
-    queue: requests.RequestQueue,
+    queue: requests_lib.RequestQueue,
     tokenizer: tokenizer_lib.Tokenizer,
     request: client_request.Request,
     *,
@@ -110,7 +110,7 @@ class Generation:
   ):
     self._queue = queue
     self._request = request
-    self._handle: requests.Handle | None = None
+    self._handle: requests_lib.Handle | None = None
     self._updates: asyncio.Queue[client_request.Update] = asyncio.Queue()
     self._loop = asyncio.get_running_loop()
     self._tokenizer = tokenizer

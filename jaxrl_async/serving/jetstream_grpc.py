@@ -29,12 +29,12 @@ from google.protobuf import message as protobuf_message
 import grpc
 
 from jaxrl_async import types
-from jaxrl_async.rollout import client_request
-from jaxrl_async.rollout import jetstream_api
-from jaxrl_async.rollout import sampling
-from jaxrl_async.rollout import stop_strings
-from jaxrl_async.serving import app
+from jaxrl_async.engine import jetstream_api
+from jaxrl_async.engine import sampling
+from jaxrl_async.serving import app as app_lib
+from jaxrl_async.serving import client_request
 from jaxrl_async.serving import errors
+from jaxrl_async.text import stop_strings
 
 _api = jetstream_api.grpc_api()
 
@@ -52,7 +52,7 @@ _STATUS = {
 class _Driver:
   """The part of JetStream's driver that its health check looks at."""
 
-  def __init__(self, service: app.Service):
+  def __init__(self, service: app_lib.Service):
     self._service = service
 
   @property
@@ -68,7 +68,7 @@ class Orchestrator(_api.LLMOrchestrator):
   Threads: one event loop; tokens come from the scheduler's thread.
   """
 
-  def __init__(self, service: app.Service):
+  def __init__(self, service: app_lib.Service):
     super().__init__(driver=_Driver(service))
     self.service = service
 

@@ -6,7 +6,7 @@ import prometheus_client
 from prometheus_client import core
 from prometheus_client import registry
 
-from jaxrl_async.rollout import requests
+from jaxrl_async.serving import requests as requests_lib
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
@@ -44,7 +44,7 @@ class Metrics:
     """`RequestQueue`'s `on_time`."""
     self._times[name].observe(seconds)
 
-  def watch(self, queue: requests.RequestQueue) -> None:
+  def watch(self, queue: requests_lib.RequestQueue) -> None:
     """Shows a queue's counts, as of each scrape."""
     self._registry.register(_QueueCollector(queue))
 
@@ -54,7 +54,7 @@ class Metrics:
 
 
 class _QueueCollector(registry.Collector):
-  def __init__(self, queue: requests.RequestQueue):
+  def __init__(self, queue: requests_lib.RequestQueue):
     self._queue = queue
 
   def collect(self) -> Iterator[core.Metric]:

@@ -1,0 +1,1 @@
+"""The equations: advantages, token logprobs, losses, divergences."""

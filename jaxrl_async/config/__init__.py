@@ -1,0 +1,1 @@
+"""What a run is told: its sections, their bounds, mesh shapes."""

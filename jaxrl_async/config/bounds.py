@@ -1,0 +1,188 @@
+"""What each setting may be, by itself: its type and its range.
+
+Bounds are wide: they keep out what cannot work on any machine, because a
+device's float32 or int32, a timer or the system does not take it. What is only
+unwise passes.
+"""
+
+from collections.abc import Callable
+import struct
+import threading
+from typing import Any
+
+from jaxrl_async.config import sections
+
+# Counters of devices, numpy and Optax have 32 bits.
+MAX_INT = 2**31 - 1
+# Devices hold settings as float32, and take smaller numbers for 0.
+_MIN_FLOAT, _MAX_FLOAT = 1.2e-38, 3.4e38
+# Logits differ by less than 1e4. Divided by less than this, their differences
+# are lost beyond float32's 24 bits or overflow; by more, nothing is left.
+_MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-4, 1e4
+# The kernel's timers and every wait take this; a wait of more overflows.
+_MAX_TIMEOUT_S = 1e9
+_MAX_REWARD_TIMEOUT_S = 86_400.0
+# A group's deadline is the sum of its scores' deadlines.
+_MAX_GROUP = 2**16
+assert _MAX_GROUP * _MAX_REWARD_TIMEOUT_S < threading.TIMEOUT_MAX
+assert _MAX_TIMEOUT_S < threading.TIMEOUT_MAX
+_MAX_BUCKETS = 64  # each is a program
+DTYPES = ("float32", "bfloat16")
+
+# By the range: lowest, highest, the fields.
+_INTEGERS = (
+  (0, 255, "seed"),
+  (0, MAX_INT, "algorithm.max_staleness"),
+  (2, _MAX_GROUP, "algorithm.group_size"),
+  (1, _MAX_GROUP, "algorithm.groups_per_step warm_start.rows_per_batch"),
+  (1, 1_024, "task.reward_workers task.question_workers"),
+  (0, 1_000, "task.reward_retries"),
+  # Made before the first step; a split has 4 million questions.
+  (1, 1_000_000, "warm_start.num_examples"),
+  (1, 100_000, "eval.num_items"),
+  (
+    1,
+    MAX_INT,
+    """task.max_failed_groups rollout.num_slots rollout.max_prompt_tokens
+    rollout.max_completion_tokens rollout.cache_tokens
+    rollout.decode_steps_per_call rollout.prefill_rows rollout.page_tokens
+    algorithm.num_minibatches train.num_steps train.tokens_per_row
+    train.rows_per_microbatch train.max_bad_updates train.vocab_chunk
+    run.checkpoint_every run.keep_checkpoints""",
+  ),
+  (
+    0,
+    MAX_INT,
+    """rollout.prefill_chunk rollout.num_pages warm_start.num_steps eval.every
+    warm_start.optimizer.warmup_steps train.optimizer.warmup_steps""",
+  ),
+)
+_NUMBERS = (
+  (
+    0,
+    1,
+    """warm_start.corrupted_frac warm_start.decay train.decay
+    algorithm.clip_low""",
+  ),
+  (0, _MAX_FLOAT, "algorithm.clip_high"),
+  (1, _MAX_FLOAT, "algorithm.behavior_weight_cap"),
+  (_MIN_TEMPERATURE, _MAX_TEMPERATURE, "rollout.temperature"),
+  (0.1, _MAX_REWARD_TIMEOUT_S, "task.reward_timeout_s"),
+  (1, _MAX_TIMEOUT_S, "run.stall_timeout_s"),
+  (0.1, _MAX_TIMEOUT_S, "run.join_timeout_s"),
+)
+# Of each optimizer. An update moves a weight by about the learning rate.
+_OPTIMIZER = (
+  (0, 1, "learning_rate"),
+  (0, _MAX_FLOAT, "weight_decay"),
+  (_MIN_FLOAT, _MAX_FLOAT, "eps max_grad_norm"),
+)
+
+
+def _float32(number: int | float) -> float:
+  return struct.unpack("f", struct.pack("f", number))[0]
+
+
+def _check_float(path: str, value: int | float) -> None:
+  # An array and a number may be added, and an array and a long integer not.
+  sections.require(
+    type(value) is float or abs(value) <= MAX_INT,
+    path,
+    f"{sections.shown(value)} is out of range of integers; write it with a"
+    " point or an exponent, as 1e30",
+  )
+
+
+def _check_float32(path: str, value: int | float) -> None:
+  sections.require(
+    value == 0 or _MIN_FLOAT <= abs(value) <= _MAX_FLOAT,
+    path,
+    f"{sections.shown(value)} is out of range; use 0, or {_MIN_FLOAT} to"
+    f" {_MAX_FLOAT}, as float32 holds them",
+  )
+
+
+def _check_int(path: str, value: int) -> None:
+  sections.require(
+    abs(value) <= MAX_INT,
+    path,
+    f"{sections.shown(value)} is out of range; use at most {MAX_INT}",
+  )
+
+
+def check(config: sections.Config) -> None:
+  """Checks the type and range of every field.
+
+  Raises:
+    ConfigError: one line that names the field and what would be right.
+  """
+  values: dict[str, Any] = {}
+  for path, kind, value in sections.leaves(config):
+    sections.check_type(path, kind, value)
+    if kind is float:
+      _check_float(path, value)
+    elif kind is int:
+      _check_int(path, value)
+    values[path] = value
+
+  def range_of(low: int | float, high: int | float, paths: str) -> None:
+    for path in paths.split():
+      value = values[path]
+      at_most = "or more" if high in (MAX_INT, _MAX_FLOAT) else f"to {high:,g}"
+      sections.require(
+        low <= value <= high,
+        path,
+        f"{sections.shown(value)} is out of range; use {low:g} {at_most}",
+      )
+
+  def holds(path: str, test: Callable[[Any], bool], use: str) -> None:
+    message = f"{sections.shown(values[path])} is out of range; use {use}"
+    sections.require(test(values[path]), path, message)
+
+  bound = values["algorithm.max_staleness"]
+  message = f"{bound} is negative; use 0 (synchronous) or more"
+  sections.require(bound >= 0, "algorithm.max_staleness", message)
+  holds("algorithm.group_size", lambda x: x >= 2, "2 or more, to compare")
+  for low, high, paths in (*_INTEGERS, *_NUMBERS):
+    range_of(low, high, paths)
+  if values["eval.temperature"]:  # 0 is greedy
+    range_of(_MIN_TEMPERATURE, _MAX_TEMPERATURE, "eval.temperature")
+  for name in ("prefill_buckets", "window_buckets"):
+    path = f"rollout.{name}"
+    buckets = values[path]
+    sections.require(
+      len(buckets) <= _MAX_BUCKETS,
+      path,
+      f"{len(buckets)} buckets, each of them a program to compile; use at most"
+      f" {_MAX_BUCKETS}",
+    )
+    for bucket in buckets:
+      _check_int(path, bucket)
+  for path in ("model.compute_dtype", "rollout.dtype"):
+    sections.require_one_of(path, values[path], DTYPES)
+  for section in ("warm_start.optimizer.", "train.optimizer."):
+    for low, high, names in _OPTIMIZER:
+      for name in names.split():
+        range_of(low, high, section + name)
+    for name in ("b1", "b2"):
+      # What rounds to 1 would divide by zero.
+      holds(
+        section + name,
+        lambda x: 0 <= x < 1 and _float32(x) < 1,
+        "0 or more, below 1 as float32 holds it",
+      )
+    rate = values[section + "learning_rate"]
+    decay = values[section + "weight_decay"]
+    sections.require(
+      rate * decay <= 1,
+      section + "weight_decay",
+      f"{decay:g} at a learning rate of {rate:g} takes more than the whole"
+      " weight away at each update; use less",
+    )
+    sections.require_one_of(
+      section + "state_dtype", values[section + "state_dtype"], DTYPES
+    )
+  # Last: a field's own range says more.
+  for path, kind, value in sections.leaves(config):
+    if kind is float:
+      _check_float32(path, value)

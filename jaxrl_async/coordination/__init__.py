@@ -1,0 +1,1 @@
+"""What joins the two slices: buffer, ledger, weight transfer, supervisor."""

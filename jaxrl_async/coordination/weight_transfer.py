@@ -1,0 +1,429 @@
+"""Weights from trainer to engines: one side publishes, the other adopts.
+
+A channel carries (params, version) pairs. The trainer's thread publishes and is
+never made to wait for an engine; each engine polls `newest_version` between two
+decode calls and adopts when it is newer than its own. Two channels, one
+interface:
+
+- `OrbaxChannel`: a versioned Orbax checkpoint in a directory that both sides
+  see, in this process or in several.
+- `DirectChannel`: `jax.device_put`, for both sides in one process.
+
+Published arrays are outputs of the trainer's jitted cast. They must never be
+donated afterwards: on the same device the direct channel hands out aliases.
+"""
+
+import abc
+import collections
+import fcntl
+import os
+import pathlib
+import secrets
+import shutil
+import subprocess
+import threading
+import time
+from typing import IO, Any
+
+import jax
+
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.coordination import transfer_directory
+from jaxrl_async.storage import disk
+from jaxrl_async.storage import manifest
+from jaxrl_async.storage import pytree_files
+
+_POLL_S = 0.005
+_REMOVE = 'cat >/dev/null; rm -rf -- "$1"; rmdir -- "$2"'
+
+
+class WeightTransferError(RuntimeError):
+  """A version could not be published, or is not what was published."""
+
+
+class WeightChannel(abc.ABC):
+  """What both channels have in common: order, layout and waiting.
+
+  Invariant: `newest_version` never decreases, and `adopt` returns exactly the
+  params that were published with the version it returns.
+
+  Attributes:
+    num_bytes: of a version.
+
+  Threads: one thread publishes and closes, any number poll, wait and adopt.
+  `_changed` guards what they share and is notified after every new version,
+  failure and close.
+  """
+
+  def __init__(self, target: Any):
+    """Args: target: jax.ShapeDtypeStruct leaves with the rollout shardings."""
+    self._target = target
+    self._layout = pytree_files.layout(pytree_files.named_leaves(target))
+    self.num_bytes = sum(
+      x.size * x.dtype.itemsize for x in jax.tree.leaves(target)
+    )
+    self._changed = threading.Condition()
+    self._last_published = -1
+    self._is_closed = False
+
+  def publish(self, params: Any, version: int) -> float:
+    """Hand over the weights of a version, which engines may adopt from now on.
+
+    Args:
+      params: the target's leaf names, shapes and dtypes, on any devices.
+      version: completed train steps; increases from call to call.
+
+    Returns:
+      The seconds for which the caller was held up.
+
+    Raises:
+      WeightTransferError: the params do not fit the target, the version is not
+        newer than the last, the channel is closed, or an earlier version could
+        not be published.
+    """
+    start = time.perf_counter()
+    self._raise_failure()
+    if self._is_closed:
+      raise WeightTransferError(f"version {version} after the channel closed")
+    if version <= self._last_published:
+      raise WeightTransferError(
+        f"version {version} is not newer than {self._last_published}"
+      )
+    try:
+      named = pytree_files.named_leaves(params)
+      pytree_files.check_layout(pytree_files.layout(named), self._layout)
+    except pytree_files.LayoutError as error:
+      raise WeightTransferError(f"version {version}: {error}") from error
+    self._last_published = version
+    self._hand_over({name: named[name] for name in self._layout}, version)
+    return time.perf_counter() - start
+
+  @abc.abstractmethod
+  def newest_version(self) -> int:
+    """The newest version that can be adopted, -1 before the first."""
+
+  @abc.abstractmethod
+  def adopt(self, newer_than: int) -> tuple[Any, int] | None:
+    """The newest version in the target's shardings; None if none is newer.
+
+    Raises:
+      WeightTransferError: what is there is not what was published, or an
+        earlier version could not be published.
+    """
+
+  def wait_for_version(self, newer_than: int, timeout_s: float) -> bool:
+    """Sleep until there is a newer version (True), or timeout or close (False).
+
+    Raises:
+      WeightTransferError: a version could not be published.
+    """
+    deadline = time.monotonic() + timeout_s
+    with self._changed:
+      while self.newest_version() <= newer_than:
+        self._raise_failure()
+        left_s = deadline - time.monotonic()
+        if self._is_closed or left_s <= 0:
+          return False
+        # Another process cannot notify; its versions are found by looking.
+        self._changed.wait(min(left_s, _POLL_S))
+    return True
+
+  @abc.abstractmethod
+  def close(self, timeout_s: float = 30.0) -> None:
+    """Stop publishing, wake who waits, remove what was written.
+
+    Called once no engine adopts any more; may be called again.
+
+    Args:
+      timeout_s: deadline for a version that is being written.
+
+    Raises:
+      WeightTransferError: a version could not be published, or the deadline
+        passed.
+    """
+
+  @abc.abstractmethod
+  def remove(self) -> None:
+    """Have what was written removed as soon as the process has ended."""
+
+  @abc.abstractmethod
+  def _hand_over(self, named: dict[str, Any], version: int) -> None: ...
+
+  @abc.abstractmethod
+  def _raise_failure(self) -> None: ...
+
+
+class DirectChannel(WeightChannel):
+  """`jax.device_put` into the rollout shardings, by the first that adopts.
+
+  Not by the publisher: where the call blocks, as on a CPU, the trainer would
+  wait for it. The published arrays are let go of as soon as they are copied or
+  overtaken; all engines share the copy.
+  """
+
+  def __init__(self, target: Any):
+    """Args: target: jax.ShapeDtypeStruct leaves with the rollout shardings."""
+    super().__init__(target)
+    self._shardings = [leaf.sharding for leaf in jax.tree.leaves(target)]
+    self._newest: tuple[list[Any], int] = ([], -1)
+    self._copy: tuple[Any, int] = (None, -1)
+    self._copying = threading.Lock()
+
+  def newest_version(self) -> int:
+    return self._newest[1]
+
+  def adopt(self, newer_than: int) -> tuple[Any, int] | None:
+    with self._copying:
+      published, version = self._newest
+      if version <= newer_than:
+        return None
+      if version > self._copy[1]:
+        leaves = jax.device_put(published, self._shardings)
+        structure = jax.tree.structure(self._target)
+        self._copy = jax.tree.unflatten(structure, leaves), version
+        with self._changed:
+          if self._newest[1] == version:
+            self._newest = [], version
+      return self._copy
+
+  def close(self, timeout_s: float = 30.0) -> None:
+    del timeout_s
+    with self._changed:
+      self._is_closed = True
+      self._changed.notify_all()
+
+  def remove(self) -> None:
+    pass
+
+  def _hand_over(self, named: dict[str, Any], version: int) -> None:
+    with self._changed:
+      self._newest = list(named.values()), version
+      self._changed.notify_all()
+
+  def _raise_failure(self) -> None:
+    pass
+
+
+class OrbaxChannel(WeightChannel):
+  """A versioned Orbax checkpoint in a directory that both sides see.
+
+      <directory>/incarnation-<id>/<version>/       Orbax's files
+      <directory>/incarnation-<id>/<version>/manifest.json
+      <directory>/incarnation-<id>/newest           symbolic link to a version
+
+  A version is written by Orbax under another name and renamed, then sealed by
+  its manifest, then announced by replacing the link: each of the three steps is
+  atomic and none precedes the one before, so what is announced is whole. A poll
+  is one readlink (2 us), in the publishing process and in any other. A version
+  that is announced and fails its manifest, or whose manifest names another
+  incarnation or version, raises; it is never adopted and never skipped.
+
+  A reader takes a shared lock on the manifest and then looks whether the
+  version is still the newest; the publisher removes a version only when two
+  newer ones are announced and under an exclusive lock. So what is being read is
+  never removed, and the kernel releases the lock of a reader that dies.
+
+  Saving blocks its caller for 11-90 ms, so it runs in a thread of the channel.
+  While one is running the newest waiting version replaces older waiting ones,
+  unless `coalesce` is False: then every version is announced, in order.
+
+  The first `publish` opens the incarnation and removes those of starts that
+  are over; who only adopts writes and removes nothing. The train side is one
+  process: several would have to agree on which versions coalesce.
+  """
+
+  def __init__(
+    self,
+    directory: pathlib.Path,
+    incarnation: str,
+    target: Any,
+    *,
+    coalesce: bool = True,
+  ):
+    """Create either side of the channel.
+
+    Args:
+      directory: of this run alone, see `transfer_directory.prepare`.
+      incarnation: of this start of the run, see `new_incarnation`.
+      target: jax.ShapeDtypeStruct leaves with the rollout shardings.
+      coalesce: False at max_staleness 0, where no version may be left out.
+    """
+    super().__init__(target)
+    self._directory = pathlib.Path(directory).absolute()
+    self._incarnation = incarnation
+    self._path = self._directory / f"incarnation-{incarnation}"
+    self._newest_link = self._path / "newest"
+    self._coalesce = coalesce
+    self._waiting: collections.deque[tuple[dict[str, Any], int]]
+    self._waiting = collections.deque()
+    self._announced: list[int] = []
+    self._failure: BaseException | None = None
+    self._thread: threading.Thread | None = None
+    self._lock: IO[bytes] | None = None
+
+  def newest_version(self) -> int:
+    try:
+      return int(os.readlink(self._newest_link))
+    except FileNotFoundError:
+      return -1
+
+  def adopt(self, newer_than: int) -> tuple[Any, int] | None:
+    self._raise_failure()
+    while (version := self.newest_version()) > newer_than:
+      try:
+        lock = open(self._path / str(version) / manifest.NAME, "rb")
+      except FileNotFoundError:
+        if self.newest_version() == version:
+          raise WeightTransferError(
+            f"version {version} is announced but has no manifest"
+          ) from None
+        continue
+      with lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        # Before the lock it may have been removed; from here on it cannot be.
+        if self.newest_version() == version:
+          return self._load(version), version
+    return None
+
+  def close(self, timeout_s: float = 30.0) -> None:
+    with self._changed:
+      self._is_closed = True
+      self._waiting.clear()
+      self._changed.notify_all()
+    if self._thread is not None:
+      deadline = supervisor_lib.Deadline(timeout_s)
+      while self._thread.is_alive() and (wait_s := deadline.next_wait_s()) > 0:
+        self._thread.join(wait_s)
+      if self._thread.is_alive():
+        raise WeightTransferError(f"still saving {timeout_s} s after close")
+      self._thread = None
+      assert self._lock is not None
+      self._lock.close()
+      transfer_directory.remove_leftovers(self._directory)
+    self._raise_failure()
+
+  def remove(self) -> None:
+    # By another process, which sees its input end when this one is gone: beside
+    # threads that still write, nothing would stay removed.
+    self._remover = subprocess.Popen(
+      ["sh", "-c", _REMOVE, "sh", self._path, self._directory],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.DEVNULL,
+      stderr=subprocess.DEVNULL,
+      start_new_session=True,
+    )
+
+  def _hand_over(self, named: dict[str, Any], version: int) -> None:
+    if self._thread is None:
+      self._open_incarnation()
+      self._thread = supervisor_lib.start_thread(
+        "weight-transfer", self._publish_all, self._keep_failure
+      )
+    with self._changed:
+      if self._coalesce:
+        self._waiting.clear()
+      self._waiting.append((named, version))
+      self._changed.notify_all()
+
+  def _open_incarnation(self) -> None:
+    try:
+      with disk.writing(self._path):
+        self._lock = transfer_directory.open_incarnation(self._path)
+    except FileExistsError:
+      raise WeightTransferError(
+        f"{self._path} is already published to"
+      ) from None
+
+  def _publish_all(self) -> None:
+    while self._publish_next():
+      pass
+
+  def _keep_failure(self, error: BaseException) -> None:
+    """The thread has no other way to report; the next call raises it."""
+    with self._changed:
+      self._failure = error
+      self._changed.notify_all()
+
+  def _publish_next(self) -> bool:
+    """Wait for a version and announce it; False once the channel is closed."""
+    with self._changed:
+      self._changed.wait_for(lambda: self._waiting or self._is_closed)
+      if self._is_closed:
+        return False
+      named, version = self._waiting.popleft()
+    with disk.writing(self._path):
+      self._announce(named, version)
+    self._remove_old()
+    return True
+
+  def _announce(self, named: dict[str, Any], version: int) -> None:
+    directory = self._path / str(version)
+    wait_until_saved = pytree_files.save_async(directory, named)
+    # Orbax has its own copy now, and the device memory is wanted elsewhere.
+    del named
+    wait_until_saved()
+    about = {"incarnation": self._incarnation, "version": version}
+    manifest.write(directory, about | {"layout": self._layout})
+    incomplete = self._path / "newest.incomplete"
+    os.symlink(str(version), incomplete)
+    with self._changed:
+      os.replace(incomplete, self._newest_link)
+      self._changed.notify_all()
+    self._announced.append(version)
+
+  def _remove_old(self) -> None:
+    for version in self._announced[: -transfer_directory.NUM_KEPT]:
+      directory = self._path / str(version)
+      with open(directory / manifest.NAME, "rb") as lock:
+        try:
+          fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+          continue  # It is being read; the next publish tries again.
+        shutil.rmtree(directory)
+      self._announced.remove(version)
+
+  def _load(self, version: int) -> Any:
+    """Read a version whose lock is held, after proving that it is the one."""
+    directory = self._path / str(version)
+    expected = {"incarnation": self._incarnation, "version": version}
+    try:
+      about = manifest.verify(directory)
+      found = {key: about[key] for key in expected}
+      if found != expected:
+        raise WeightTransferError(
+          f"version {version} is not adopted: it is {found}, not {expected}"
+        )
+      pytree_files.check_layout(about["layout"], self._layout)
+    except (manifest.ManifestError, pytree_files.LayoutError) as error:
+      raise WeightTransferError(
+        f"version {version} is not adopted: {error}"
+      ) from error
+    return pytree_files.load(directory, self._target)
+
+  def _raise_failure(self) -> None:
+    if isinstance(self._failure, disk.StorageError):
+      raise self._failure  # says by itself what to do
+    if self._failure is not None:
+      raise WeightTransferError(
+        f"a version after {self.newest_version()} could not be published: "
+        f"{self._failure}"
+      ) from self._failure
+
+
+def make_channel(
+  kind: sections.Channel,
+  *,
+  directory: pathlib.Path,
+  target: Any,
+  coalesce: bool,
+) -> WeightChannel:
+  """The channel a config asks for; the arguments are those of OrbaxChannel."""
+  if kind == sections.Channel.DIRECT:
+    return DirectChannel(target)
+  return OrbaxChannel(directory, new_incarnation(), target, coalesce=coalesce)
+
+
+def new_incarnation() -> str:
+  """An id for this start of the run: a time to read and bits to be unique."""
+  return f"{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(4)}"

@@ -1,0 +1,1 @@
+"""Where prompts come from, and how they are split, numbered and made."""

@@ -1,0 +1,151 @@
+"""The held-out questions of a run, which its workdir keeps.
+
+They are a function of the config, but to make them again at each start would
+take minutes where a question takes a second to make.
+"""
+
+from collections.abc import Callable
+import contextlib
+import hashlib
+from importlib import metadata
+import json
+import os
+import pathlib
+from typing import Any
+
+from jaxrl_async import types
+from jaxrl_async.config import sections
+from jaxrl_async.data import prompts
+from jaxrl_async.data import questions
+from jaxrl_async.storage import item_json
+
+# Nothing else runs while they are made, but each process takes memory.
+_MAX_PROCESSES = 16
+# So many questions in a row that were there before, and there are no others.
+_MAX_REPEATED = 2_000
+
+
+class _UnusableError(ValueError):
+  """Why the file's questions are not those of the run."""
+
+
+def make(
+  source: prompts.PromptSource,
+  num_items: int,
+  on_progress: Callable[[int], None] = lambda num_made: None,
+) -> list[types.Prompt]:
+  """First prompts of the evaluation split, each question once.
+
+  Args:
+    source: of the run.
+    num_items: how many.
+    on_progress: told how many there are, several times a second.
+
+  Raises:
+    config.ConfigError: the split has fewer.
+  """
+  task = source.task
+  stream = prompts.PromptStream(
+    source,
+    questions.Split.EVAL,
+    num_processes=max(
+      task.question_workers, min(os.cpu_count() or 1, _MAX_PROCESSES)
+    ),
+  )
+  found: dict[str, types.Prompt] = {}
+  num_repeated = 0
+  with contextlib.closing(stream):
+    while len(found) < num_items:
+      on_progress(len(found))
+      if not stream.is_ready(timeout_s=0.2):
+        continue
+      prompt = stream.next()
+      if prompt.item["question"] not in found:
+        found[prompt.item["question"]] = prompt
+        num_repeated = 0
+      elif (num_repeated := num_repeated + 1) == _MAX_REPEATED:
+        raise sections.ConfigError(
+          f"eval.num_items: {num_items}, but {task.dataset} has about "
+          f"{len(found)} distinct held-out questions"
+        )
+  on_progress(num_items)
+  return list(found.values())
+
+
+def load_or_make(
+  path: pathlib.Path,
+  source: prompts.PromptSource,
+  num_items: int,
+  *,
+  note: Callable[[str], None],
+  on_progress: Callable[[int], None],
+) -> list[types.Prompt]:
+  """Read them from the file, or make them and write it.
+
+  They are made again if anything they depend on has changed, or the file was
+  damaged; `note` is told why. A file that cannot be written is noted too.
+
+  Raises:
+    config.ConfigError: as of `make`.
+  """
+  task = source.task
+  made_from = {
+    "dataset": task.dataset,
+    "params": item_json.encode(task.params.to_dict()),
+    "template": task.template,
+    "tokenizer": source.tokenizer.digest(),
+    "seed": source.seed,
+    "max_prompt_tokens": source.max_prompt_tokens,
+    "num_items": num_items,
+    "reasoning_gym": metadata.version("reasoning-gym"),
+  }
+  try:
+    items = _read(path, made_from)
+  except FileNotFoundError:
+    pass
+  except _UnusableError as error:
+    note(f"{path}: the held-out questions are made again: {error}")
+  else:
+    return [source.prompt(questions.Split.EVAL, item) for item in items]
+  made = make(source, num_items, on_progress)
+  try:
+    _write(path, made_from, [prompt.item for prompt in made])
+  except OSError as error:
+    note(f"{path}: the held-out questions cannot be kept: {error}")
+  return made
+
+
+def _digest(content: Any) -> str:
+  text = json.dumps(content)
+  return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _read(path: pathlib.Path, made_from: dict[str, Any]) -> list[Any]:
+  try:
+    stored = json.loads(path.read_text())
+    before, items = dict(stored["made_from"]), stored["items"]
+    is_whole = _digest([before, items]) == stored["digest"]
+  except (ValueError, LookupError, TypeError) as error:
+    raise _UnusableError("the file is damaged") from error
+  if not is_whole:
+    raise _UnusableError("the file is damaged")
+  changed = [name for name in made_from if before.get(name) != made_from[name]]
+  if changed:
+    raise _UnusableError(f"{', '.join(changed)} changed")
+  return item_json.decode(items)
+
+
+def _write(
+  path: pathlib.Path, made_from: dict[str, Any], items: list[Any]
+) -> None:
+  """Writes all of the file or none."""
+  encoded = item_json.encode(items)
+  stored = {
+    "made_from": made_from,
+    "items": encoded,
+    "digest": _digest([made_from, encoded]),
+  }
+  path.parent.mkdir(parents=True, exist_ok=True)
+  incomplete = path.with_suffix(".incomplete")
+  incomplete.write_text(json.dumps(stored))
+  incomplete.replace(path)

@@ -1,0 +1,351 @@
+"""Prompts: questions in the run's template, as tokens.
+
+A stream gives the prompts of one split in order, from a place that can be
+saved. Questions come from `question_stream`, which has them made ahead of time.
+"""
+
+from collections.abc import Generator, Mapping
+import contextlib
+import dataclasses
+import itertools
+import string
+import time
+from typing import Any
+
+from jaxtyping import Int32
+import numpy as np
+
+from jaxrl_async import types
+from jaxrl_async.config import sections
+from jaxrl_async.data import question_stream
+from jaxrl_async.data import questions
+from jaxrl_async.data import worked_solutions
+from jaxrl_async.rewards import extraction
+from jaxrl_async.text import tokenizer as tokenizer_lib
+
+# So many items in a row without a usable one, and there are no more to come.
+_MAX_BARREN = 2_000
+# Or so many tokens of prompts that are all too long: a long template would
+# otherwise be tokenized two thousand times before anybody is told.
+_MAX_BARREN_TOKENS = 5_000_000
+# A check before the start cannot wait for as many of a slow dataset.
+_MAX_BARREN_CHECKED = 200
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PromptSource:
+  """Where all prompts of a run come from.
+
+  Attributes:
+    task: dataset, parameters and template.
+    tokenizer: of the policy.
+    seed: of the run.
+    max_prompt_tokens: longest prompt that fits; longer ones are skipped.
+  """
+
+  task: sections.TaskSection
+  tokenizer: tokenizer_lib.Tokenizer
+  seed: int
+  max_prompt_tokens: int
+
+  def prompt(
+    self, split: questions.Split, item: dict[str, Any]
+  ) -> types.Prompt:
+    """The item's question in the task's template, whatever its length.
+
+    Raises:
+      config.ConfigError: it cannot be filled in or tokenized.
+    """
+    text = render(self.task.template, item)
+    prompt_id = f"{item['dataset']}/{split}/{item['index']}"
+    try:
+      tokens = self.tokenizer.encode_prompt(text)
+    except ValueError as error:
+      raise sections.ConfigError(
+        f"task.dataset: {prompt_id} cannot be tokenized: {error}"
+      ) from error
+    return types.Prompt(prompt_id=prompt_id, tokens=tokens, item=item)
+
+
+class PromptStream:
+  """A split's prompts in order, from a place that can be saved.
+
+  Prompts that do not fit are skipped and counted, never cut. The place is that
+  of the prompts that were taken, however many have been made since.
+
+  Threads: belongs to one thread, the one that admits groups; who saves its
+  state does so while that thread does not use it.
+  """
+
+  def __init__(
+    self,
+    source: PromptSource,
+    split: questions.Split,
+    *,
+    num_processes: int = 0,
+    max_barren: int = _MAX_BARREN,
+  ):
+    """Make nothing yet; the first use or `prefetch` begins.
+
+    Args:
+      source: of the run.
+      split: which questions of it.
+      num_processes: how many make questions at the same time; 0 is
+        `task.question_workers`.
+      max_barren: items in a row without a prompt that fits after which there
+        are none.
+    """
+    self._source = source
+    self._split = split
+    self._num_processes = num_processes or source.task.question_workers
+    self._max_barren = max_barren
+    self._questions: question_stream.QuestionStream | None = None
+    self.restore({"next_index": 0, "num_too_long": 0})
+
+  @property
+  def num_too_long(self) -> int:
+    """Prompts that were skipped, up to the place."""
+    return self._place["num_too_long"]
+
+  def prefetch(self) -> None:
+    """Begin to make questions; returns at once."""
+    if self._questions is None:
+      self._questions = question_stream.QuestionStream(
+        self._source.task.dataset,
+        self._source.task.params.to_dict(),
+        seed=self._source.seed,
+        split=self._split,
+        first_index=self._place["next_index"],
+        num_processes=self._num_processes,
+      )
+
+  def is_ready(self, timeout_s: float = 0.0) -> bool:
+    """Whether `next` would return at once; waits for it, at most so long.
+
+    Raises:
+      config.ConfigError: there is no prompt in a long stretch of items, or the
+        task cannot be used.
+      question_stream.QuestionError: the dataset failed.
+    """
+    self.prefetch()
+    assert self._questions is not None
+    deadline = time.monotonic() + timeout_s
+    while self._ahead is None:
+      left_s = max(0.0, deadline - time.monotonic())
+      if not self._questions.is_ready(left_s):
+        return False
+      self._look_at(self._questions.next())
+    return True
+
+  def next(self) -> types.Prompt:
+    """Next prompt that fits; waits until it was made.
+
+    Raises:
+      As `is_ready`.
+    """
+    while not self.is_ready(timeout_s=60.0):
+      pass
+    assert self._ahead is not None
+    prompt, self._ahead = self._ahead, None
+    self._place = dict(self._seen)
+    self._num_barren = self._num_barren_tokens = 0
+    self._shortest = None
+    return prompt
+
+  def state(self) -> dict[str, int]:
+    """Where the stream stands, for a checkpoint."""
+    return dict(self._place)
+
+  def restore(self, state: Mapping[str, int]) -> None:
+    """Continue where `state` was taken, with the very same prompts."""
+    self.close()
+    names = ("next_index", "num_too_long")
+    self._place = {name: state[name] for name in names}
+    # What was looked at, of which `_ahead` is the last and not yet taken.
+    self._seen = dict(self._place)
+    self._ahead: types.Prompt | None = None
+    self._num_barren = self._num_barren_tokens = 0
+    self._shortest: int | None = None
+
+  def close(self) -> None:
+    """End the processes that make questions; the next use starts others."""
+    if self._questions is not None:
+      self._questions.close()
+      self._questions = None
+
+  def _look_at(self, item: dict[str, Any] | None) -> None:
+    max_tokens = self._source.max_prompt_tokens
+    self._seen["next_index"] += 1
+    self._num_barren += 1
+    if item is not None:
+      prompt = self._source.prompt(self._split, item)
+      length = len(prompt.tokens)
+      if length <= max_tokens:
+        self._ahead = prompt
+        return
+      self._seen["num_too_long"] += 1
+      self._num_barren_tokens += length
+      self._shortest = min(self._shortest or length, length)
+    if (
+      self._num_barren < self._max_barren
+      and self._num_barren_tokens < _MAX_BARREN_TOKENS
+    ):
+      return
+    dataset = self._source.task.dataset
+    if self._shortest is not None:
+      raise sections.ConfigError(
+        f"rollout.max_prompt_tokens: {max_tokens}, but the"
+        f" shortest prompt of {self._num_barren} items of {dataset} has"
+        f" {self._shortest} tokens"
+      )
+    raise sections.ConfigError(
+      f"task.dataset: none of {self._max_barren} items of {dataset} is a"
+      f" question of the split {self._split}; it has too few questions"
+    )
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class WorkedExample:
+  """A prompt and its worked solution.
+
+  Attributes:
+    prompt_tokens: token ids of the filled-in template.
+    completion_tokens: token ids of the solution and the end of sequence.
+  """
+
+  prompt_tokens: Int32[np.ndarray, "P"]
+  completion_tokens: Int32[np.ndarray, "C"]
+
+
+def worked_examples(
+  source: PromptSource,
+  warm_start: sections.WarmStartSection,
+  *,
+  max_tokens: int,
+) -> Generator[WorkedExample, None, None]:
+  """Yield `num_examples` worked solutions of the warm-start split.
+
+  A question may come again with other mistakes in its solution, or with the
+  same: leaving repetitions out would leave out right solutions, which are all
+  alike, before wrong ones. Example n is a function of the seed and n.
+
+  Raises:
+    config.ConfigError: prompt and solution are longer than `max_tokens`.
+  """
+  stream = PromptStream(source, questions.Split.WARM_START)
+  with contextlib.closing(stream):
+    for _ in range(warm_start.num_examples):
+      yield _worked_example(source, stream, warm_start, max_tokens)
+
+
+def _worked_example(
+  source: PromptSource,
+  stream: PromptStream,
+  warm_start: sections.WarmStartSection,
+  max_tokens: int,
+) -> WorkedExample:
+  prompt = stream.next()
+  # Of the place in the stream, not of the item: in a second pass over a
+  # small dataset the mistakes are others.
+  rng = np.random.default_rng((source.seed, stream.state()["next_index"]))
+  solver = worked_solutions.SOLVERS[warm_start.solver]
+  solution = solver(prompt.item, rng, warm_start.corrupted_frac)
+  completion = np.append(
+    source.tokenizer.encode(solution), np.int32(source.tokenizer.eos_id)
+  )
+  length = len(prompt.tokens) + len(completion)
+  if length > max_tokens:
+    raise sections.ConfigError(
+      f"train.tokens_per_row: {max_tokens}, but the worked solution of"
+      f" {prompt.prompt_id} has {length} tokens with its prompt; use more"
+    )
+  return WorkedExample(
+    prompt_tokens=prompt.tokens, completion_tokens=completion
+  )
+
+
+def render(template: str, item: Mapping[str, Any]) -> str:
+  """Fill the template in with the question and the item's metadata.
+
+  Raises:
+    config.ConfigError: the template asks for what the item does not have.
+  """
+  fields = {**item["metadata"], "question": item["question"]}
+  try:
+    wanted = [name for _, name, _, _ in string.Formatter().parse(template)]
+    for name in wanted:
+      # "a.b" and "a[0]" look into the field a.
+      root = (name or "question").partition(".")[0].partition("[")[0]
+      if root not in fields:
+        raise sections.ConfigError(
+          f"task.template: {item['dataset']} has no field {root!r}"
+          f"{questions.did_you_mean(root, map(str, fields))}"
+        )
+    return string.Formatter().vformat(template, (), fields)
+  except sections.ConfigError:
+    raise
+  except (ValueError, LookupError, AttributeError, TypeError) as error:
+    raise sections.ConfigError(
+      f"task.template: {template!r} cannot be filled in: {error}"
+    ) from error
+
+
+def validate_task(source: PromptSource) -> None:
+  """Check dataset, parameters, template and alphabet on a few prompts.
+
+  Raises:
+    config.ConfigError: one of them is wrong; the line says what would be right.
+  """
+  stream = PromptStream(
+    source, questions.Split.TRAIN, max_barren=_MAX_BARREN_CHECKED
+  )
+  with contextlib.closing(stream):
+    try:
+      for _ in range(4):
+        stream.next()
+    except question_stream.QuestionError as error:
+      raise sections.ConfigError(str(error)) from error
+
+
+def validate_warm_start(
+  source: PromptSource,
+  warm_start: sections.WarmStartSection,
+  *,
+  max_tokens: int,
+) -> None:
+  """Check that the solver solves this task, in a form that can be scored.
+
+  The first examples have to fit rows of `max_tokens`; the rest is checked when
+  they are made.
+
+  Raises:
+    config.ConfigError: it does not; the line says what would be right.
+  """
+  if warm_start.solver not in worked_solutions.SOLVERS:
+    raise sections.ConfigError(
+      f"warm_start.solver: {warm_start.solver!r} does not exist"
+      f"{questions.did_you_mean(warm_start.solver, worked_solutions.SOLVERS)}"
+    )
+  task = source.task
+  stream = PromptStream(
+    source, questions.Split.WARM_START, max_barren=_MAX_BARREN_CHECKED
+  )
+  with contextlib.closing(stream):
+    item = stream.next().item
+  solver = worked_solutions.SOLVERS[warm_start.solver]
+  try:
+    solution = solver(item, np.random.default_rng(source.seed), 0.0)
+  except (LookupError, ValueError, TypeError, AttributeError) as error:
+    raise sections.ConfigError(
+      f"warm_start.solver: {warm_start.solver!r} cannot solve {task.dataset}"
+    ) from error
+  answer = extraction.extract_answer(solution, task.answer_prefix)
+  if answer != item["answer"]:
+    raise sections.ConfigError(
+      f"task.answer_prefix: {task.answer_prefix!r} finds {answer!r} in a right "
+      f"solution of the solver {warm_start.solver!r}, {solution!r}"
+    )
+  examples = worked_examples(source, warm_start, max_tokens=max_tokens)
+  with contextlib.closing(examples):
+    for _ in itertools.islice(examples, 100):
+      pass

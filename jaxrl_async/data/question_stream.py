@@ -1,0 +1,202 @@
+"""Items of a dataset in order, made ahead of time by other processes.
+
+All streams of a process share one `question_server`, which takes seconds to
+start, the library's import, and then milliseconds for each stream. It has a
+hash seed of its own that is always the same; see `questions` for why.
+"""
+
+import collections
+from collections.abc import Iterable, Mapping
+import functools
+import json
+import multiprocessing
+from multiprocessing import reduction
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+import weakref
+
+from jaxrl_async.config import sections
+from jaxrl_async.data import questions
+from jaxrl_async.storage import item_json
+
+_START_LOCK = threading.Lock()
+
+
+class QuestionError(RuntimeError):
+  """A dataset failed to make an item, or the process that made it died."""
+
+
+class _Server:
+  """The server's process; ends with this one, however this one ends."""
+
+  def __init__(self):
+    self._lock = threading.Lock()
+    self._control, theirs = multiprocessing.Pipe()
+    command = (
+      # What is set here holds for the server alone.
+      "env",
+      "PYTHONHASHSEED=0",
+      "OPENBLAS_NUM_THREADS=1",  # no threads in a process that forks
+      f"PYTHONPATH={os.pathsep.join(filter(None, sys.path))}",
+      sys.executable,
+      "-P",  # the working directory is no place to import from
+      "-c",
+      "from jaxrl_async.data import question_server;"
+      f" question_server.serve({theirs.fileno()})",
+    )
+    self._process = subprocess.Popen(
+      command,
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.DEVNULL,  # a run's stdout is its summary
+      pass_fds=[theirs.fileno()],
+    )
+    theirs.close()
+    weakref.finalize(self, _end, self._control, self._process)
+
+  def open(self, request: dict[str, Any]) -> int:
+    """Has a process make questions; gives the pipe it writes to."""
+    read, write = os.pipe()
+    try:
+      with self._lock:
+        self._control.send_bytes(json.dumps(request).encode())
+        reduction.send_handle(self._control, write, self._process.pid)
+    except OSError as error:
+      os.close(read)
+      raise QuestionError(
+        "the server of questions ended with exit code"
+        f" {self._process.wait(timeout=10)}"
+      ) from error
+    finally:
+      os.close(write)
+    return read
+
+
+def _end(control: Any, process: subprocess.Popen) -> None:
+  control.close()
+  process.kill()  # it holds nothing that could be lost
+  process.wait()
+
+
+@functools.cache
+def _server() -> _Server:
+  return _Server()
+
+
+def start_server() -> None:
+  """Begin to start the server, if there is none yet; returns at once."""
+  with _START_LOCK:
+    _server()
+
+
+class _Pipe:
+  """Lines of one process."""
+
+  def __init__(self, descriptor: int):
+    self.descriptor = descriptor
+    self.lines: collections.deque[bytes] = collections.deque()
+    self._rest = b""
+    self._poll = select.poll()
+    self._poll.register(descriptor, select.POLLIN)
+
+  def receive(self, timeout_s: float) -> bool:
+    """Wait for a whole line, at most so long."""
+    deadline = time.monotonic() + timeout_s
+    while not self.lines:
+      left_s = max(0.0, deadline - time.monotonic())
+      if not self._poll.poll(left_s * 1e3):
+        return False
+      received = os.read(self.descriptor, 2**16)
+      if not received:
+        raise QuestionError("a process that made questions was killed")
+      *lines, self._rest = (self._rest + received).split(b"\n")
+      self.lines.extend(lines)
+    return True
+
+
+class QuestionStream:
+  """Items of one source from a place on, in order.
+
+  Threads: one at a time.
+  """
+
+  def __init__(
+    self,
+    dataset: str,
+    params: Mapping[str, Any],
+    *,
+    seed: int,
+    split: questions.Split,
+    first_index: int,
+    num_processes: int,
+  ):
+    """Have processes begin to make the items; see `questions` for the rest.
+
+    Args:
+      dataset: a name of reasoning-gym.
+      params: of the dataset.
+      seed: of the run.
+      split: which questions; others are passed over.
+      first_index: place of the first item.
+      num_processes: how many make items; each takes every so-manieth.
+    """
+    start_server()
+    self._dataset = dataset
+    self._turn = 0
+    self._pipes = [
+      _Pipe(
+        _server().open(
+          {
+            "dataset": dataset,
+            "params": item_json.encode(dict(params)),
+            "seed": seed,
+            "split": split,
+            "first": first_index + i,
+            "step": num_processes,
+          }
+        )
+      )
+      for i in range(num_processes)
+    ]
+    descriptors = [pipe.descriptor for pipe in self._pipes]
+    self.close = weakref.finalize(self, _close, descriptors)
+
+  def is_ready(self, timeout_s: float = 0.0) -> bool:
+    """Whether the next item is there; waits for it, at most so long.
+
+    Raises:
+      QuestionError: it will never be.
+    """
+    return self._pipes[self._turn].receive(timeout_s)
+
+  def next(self) -> dict[str, Any] | None:
+    """The next index's item; None is another split's.
+
+    Raises:
+      config.ConfigError: the dataset or its parameters cannot be used.
+      QuestionError: the dataset failed.
+    """
+    pipe = self._pipes[self._turn]
+    while not self.is_ready(timeout_s=60.0):
+      pass
+    self._turn = (self._turn + 1) % len(self._pipes)
+    line = json.loads(pipe.lines.popleft())
+    if "refused" in line:
+      raise sections.ConfigError(line["refused"])
+    if "failed" in line:
+      error = QuestionError(
+        f"task.dataset: {self._dataset} failed to make {line['failed']}"
+      )
+      error.add_note(line["traceback"])
+      raise error
+    return item_json.decode(line["item"]) if line else None
+
+
+def _close(descriptors: Iterable[int]) -> None:
+  """Closes the pipes, which ends their processes."""
+  for descriptor in descriptors:
+    os.close(descriptor)

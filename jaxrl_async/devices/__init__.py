@@ -1,0 +1,1 @@
+"""Device meshes and the topologies that programs are compiled for."""

@@ -1,0 +1,1 @@
+"""The generation engine: JetStream interface, scheduler, cache, sampling."""

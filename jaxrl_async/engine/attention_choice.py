@@ -1,0 +1,260 @@
+"""Which attention the engine takes: the first of the platform's that agrees.
+
+It is tried (`kernel_choice`) on the rollout mesh's first device, with the
+model's heads, head size, page and dtype.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+from typing import Any
+
+from absl import logging
+import jax
+from jax import numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+import numpy as np
+
+from jaxrl_async.config import sections
+from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.devices import topology
+from jaxrl_async.engine import kv_cache
+from jaxrl_async.engine import paged_attention
+from jaxrl_async.engine.decode_state import EngineSizes
+from jaxrl_async.models import configs
+from jaxrl_async.models.attention import kernel_choice
+from jaxrl_async.models.attention import kernel_names
+from jaxrl_async.models.attention import reference
+
+# By platform, in the order in which they are tried.
+PREFILL_CANDIDATES = {"gpu": ("cudnn",), "tpu": ("splash",)}
+DECODE_CANDIDATES = {"gpu": ("gpu_paged",), "tpu": ("tpu_paged",)}
+
+_DECODE_TOKENS = 1024  # two blocks of any kernel
+_PREFILL_TOKENS = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+  """What prefill and decode run, for the whole rollout mesh.
+
+  Attributes:
+    description: their names, and why others are not taken.
+  """
+
+  prefill: reference.CausalAttention
+  decode: kv_cache.PagedAttention
+  description: str
+
+
+def _random(rng: np.random.Generator, dtype: jnp.dtype):
+  return lambda shape: rng.standard_normal(shape, np.float32).astype(dtype)
+
+
+def prefill_trial(
+  heads: tuple[int, int, int], sizes: EngineSizes, rows: int, dtype: jnp.dtype
+) -> kernel_choice.Trial:
+  """Arguments of `attention.CAUSAL`: few rows, of several lengths.
+
+  Args:
+    heads: query heads and kv heads of a device, and the size of a head.
+    sizes: of the engine.
+    rows: of a device.
+    dtype: of the cache.
+  """
+  num_heads, num_kv_heads, head_dim = heads
+
+  def arguments(make, rows, length):
+    of_kv = rows, length, num_kv_heads, head_dim
+    return make((rows, length, num_heads, head_dim)), make(of_kv), make(of_kv)
+
+  def shape(shape, dtype=dtype):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+  rng = np.random.default_rng(0)
+  lengths = np.array([1, 100, _PREFILL_TOKENS], np.int32)
+  few = arguments(_random(rng, dtype), len(lengths), _PREFILL_TOKENS)
+  longest = sizes.prefill_buckets[-1]
+  return kernel_choice.Trial(
+    arguments=(*few, lengths),
+    shapes=(*arguments(shape, rows, longest), shape((rows,), jnp.int32)),
+  )
+
+
+def of_tokens(attend: reference.CausalAttention) -> reference.CausalAttention:
+  """Padding comes out as 0, unless it was not finite."""
+
+  def masked(query, key, value, lengths):
+    mixed = attend(query, key, value, lengths)
+    is_token = jnp.arange(mixed.shape[1])[None] < lengths[:, None]
+    return mixed * is_token[:, :, None, None].astype(mixed.dtype)
+
+  return masked
+
+
+def decode_trial(
+  heads: tuple[int, int, int], sizes: EngineSizes, slots: int, dtype: jnp.dtype
+) -> kernel_choice.Trial:
+  """Arguments of `paged_attention.IMPLEMENTATIONS`: few pages, full and not.
+
+  As in a run, a table's entries past its row's end are out of range.
+
+  Args:
+    heads: query heads and kv heads of a device, and the size of a head.
+    sizes: of the engine.
+    slots: of a device.
+    dtype: of the cache.
+  """
+  num_heads, num_kv_heads, head_dim = heads
+  page_tokens = sizes.page_tokens
+
+  def arguments(make, rows, num_pages):
+    pool = num_kv_heads, num_pages, page_tokens, head_dim
+    return (make(pool), make(pool)), make((rows, num_heads, head_dim))
+
+  def shape(shape, dtype=dtype):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+  rng = np.random.default_rng(0)
+  width = -(-_DECODE_TOKENS // page_tokens)
+  full, num_pages = width * page_tokens, width + 3
+  positions = np.array([0, page_tokens, full // 2, full - 1], np.int32)
+  pages = rng.integers(0, num_pages, (len(positions), width), np.int32)
+  is_past = np.arange(width)[None] > positions[:, None] // page_tokens
+  pages = np.where(is_past, np.int32(num_pages), pages)
+  few = arguments(_random(rng, dtype), len(positions), num_pages)
+  table = slots, sizes.pages_per_slot
+  return kernel_choice.Trial(
+    arguments=(*few, positions, pages),
+    shapes=(
+      *arguments(shape, slots, sizes.num_pages),
+      shape((slots,), jnp.int32),
+      shape(table, jnp.int32),
+    ),
+  )
+
+
+def choose(
+  wanted: str,
+  *,
+  model: configs.ModelConfig,
+  sizes: EngineSizes,
+  dtype: jnp.dtype,
+  mesh: Mesh,
+  rules: sections.ShardingRules,
+) -> Choice:
+  """Tries what the platform has, and logs what is taken.
+
+  The line is a warning when something is not: a run is slower than it seems.
+
+  Args:
+    wanted: attention_names.AUTO, or a name of `attention.CAUSAL` or
+      `paged_attention.IMPLEMENTATIONS`, which then has to work; what the name
+      is not of takes "xla".
+    model: whose heads are tried.
+    sizes: of the engine; a cache of slots has XLA only.
+    dtype: of the cache.
+    mesh: of the rollout slice.
+    rules: of the same.
+
+  Raises:
+    ConfigError: no such name, or it does not work here.
+  """
+  kernel_names.check_rollout(wanted, has_pages=sizes.num_pages > 0)
+  decode = paged_attention.IMPLEMENTATIONS
+  if mesh.size > 1 and rules.heads != rules.kv_heads:
+    if wanted not in (kernel_names.AUTO, "xla"):
+      raise sections.ConfigError(
+        f"rollout.attention: {wanted} needs query heads where their kv heads"
+        " are; give mesh.rollout_rules.heads and kv_heads the same axes"
+      )
+    wanted = "xla"
+  device = mesh.devices.flat[0]
+
+  def held(axis: str | None, size: int) -> int:
+    return mesh_lib.sharding(mesh, rules, axis).shard_shape((size,))[0]
+
+  rows_axis = sizes.prefill_rows_axis(mesh_lib.Layout(mesh=mesh, rules=rules))
+
+  heads = (
+    held("heads", model.num_heads),
+    held("kv_heads", model.num_kv_heads),
+    model.head_dim,
+  )
+  prefill_name, refused = kernel_choice.pick(
+    "rollout.attention",
+    wanted,
+    PREFILL_CANDIDATES,
+    {name: of_tokens(attend) for name, attend in reference.CAUSAL.items()},
+    lambda: prefill_trial(
+      heads, sizes, held(rows_axis, sizes.prefill_rows), dtype
+    ),
+    device,
+  )
+  decode_name, cache = "xla", "slots"
+  if sizes.num_pages:
+    slots = held("batch", sizes.num_slots)
+    decode_name, too = kernel_choice.pick(
+      "rollout.attention",
+      wanted,
+      DECODE_CANDIDATES,
+      decode,
+      lambda: decode_trial(heads, sizes, slots, dtype),
+      device,
+    )
+    refused, cache = {**refused, **too}, "pages"
+  description = f"prefill {prefill_name}, decode {decode_name} over {cache}"
+  if topology.is_described(device):
+    description += " (they compile; whether they are right was not tried)"
+  for name, reason in refused.items():
+    description += f"; not {name}: {reason}"
+  log = logging.warning if refused else logging.info
+  log("attention on %s: %s", device.platform, description)
+
+  rows, lengths, slot_heads, slot, pool = (
+    mesh_lib.spec(rules, axes)
+    for axes in (
+      (rows_axis, None, "heads"),
+      (rows_axis,),
+      ("batch", "heads"),
+      ("batch",),
+      ("kv_heads",),
+    )
+  )
+  of_prefill = (rows, rows, rows, lengths), rows
+  of_decode = ((pool, pool), slot_heads, slot, slot), slot_heads
+  return Choice(
+    prefill=over_mesh(reference.CAUSAL, prefill_name, mesh, of_prefill),
+    decode=over_mesh(decode, decode_name, mesh, of_decode),
+    description=description,
+  )
+
+
+def over_mesh(
+  implementations: Mapping[str, Callable[..., jax.Array]],
+  name: str,
+  mesh: Mesh,
+  specs: tuple[Any, P],
+) -> Callable[..., jax.Array]:
+  """An implementation for the whole mesh.
+
+  XLA's is split by the compiler; a kernel is of one device, and each gets the
+  heads and slots that it holds.
+
+  Args:
+    implementations: by name.
+    name: which of them.
+    mesh: of the rollout slice.
+    specs: of its arguments and of its result.
+  """
+  attend = implementations[name]
+  if name == "xla" or mesh.size == 1:
+    return attend
+  arguments, result = specs
+  return jax.shard_map(
+    attend,
+    mesh=mesh,
+    in_specs=arguments,
+    out_specs=result,
+    check_vma=False,
+  )

@@ -1,0 +1,393 @@
+"""The device programs of the rollout slice, behind JetStream's `Engine`.
+
+The main ones: `prefill` (rows of one padded length -> cached prefix), `insert`
+(rows -> slots), `generate` (several tokens for every slot). Weights are an
+argument of each, so the next call with other weights is the interruption.
+
+Three things depart from what one expects. Prefill samples nothing: the last
+prompt token enters the slot as its *current* token, and the first decode step
+writes it to the cache and samples after it, so every token of a trajectory
+comes out of the same program. `insert` may leave it to the device which idle
+slot to take, so that a slot is refilled in the call after its end, which the
+host has not read by then; tickets tell who sits where. And a finished slot
+needs no freeing: it idles until something is inserted over it.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+from jax.sharding import Mesh
+import numpy as np
+
+from jaxrl_async.config import sections
+from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.engine import attention_choice
+from jaxrl_async.engine import decode_state as decode_state_lib
+from jaxrl_async.engine import jetstream_api
+from jaxrl_async.engine import kv_cache
+from jaxrl_async.engine import programs as programs_lib
+from jaxrl_async.engine import sampling
+from jaxrl_async.engine.decode_state import DecodeState
+from jaxrl_async.engine.decode_state import EngineParams
+from jaxrl_async.engine.decode_state import EngineSizes
+from jaxrl_async.engine.decode_state import Insertion
+from jaxrl_async.engine.decode_state import Prefix
+from jaxrl_async.models import configs
+from jaxrl_async.models import quantization
+from jaxrl_async.models import transformer
+from jaxrl_async.models.attention import kernel_names
+from jaxrl_async.planning import aot
+
+
+class Engine(jetstream_api.Engine):
+  """Compiled programs for one model, mesh and set of shapes.
+
+  Threads: the engine has no state beyond its compiled programs; callers own
+  the `DecodeState`s, each of which belongs to one thread at a time.
+  """
+
+  def __init__(
+    self,
+    model: configs.ModelConfig,
+    sizes: EngineSizes,
+    *,
+    mesh: Mesh,
+    rules: sections.ShardingRules = mesh_lib.ROLLOUT_RULES,
+    seed: int,
+    end_tokens: tuple[int, ...],
+    dtype: str = "float32",
+    weights: sections.WeightFormat = sections.WeightFormat.FLOAT,
+    attention: str = kernel_names.AUTO,
+  ):
+    self.model = model
+    self.sizes = sizes
+    self.seed = seed
+    self.end_tokens = end_tokens
+    self.num_end_tokens = len(end_tokens) + sampling.MAX_END_TOKENS
+    self.dtype = jnp.dtype(dtype)
+    self._mesh = mesh
+    self.attention = attention_choice.choose(
+      attention,
+      model=model,
+      sizes=sizes,
+      dtype=self.dtype,
+      mesh=mesh,
+      rules=rules,
+    )
+    layout = (
+      kv_cache.Pages(
+        num_pages=sizes.num_pages,
+        page_tokens=sizes.page_tokens,
+        attention=self.attention.decode,
+      )
+      if sizes.num_pages
+      else kv_cache.Slots(
+        num_slots=sizes.num_slots, cache_tokens=sizes.cache_tokens
+      )
+    )
+    replicated = mesh_lib.replicated(mesh)
+    self.params_sharding = EngineParams(
+      weights=mesh_lib.shardings(
+        mesh,
+        rules,
+        quantization.logical_axes(
+          transformer.logical_axes(model, is_stacked=False), weights
+        ),
+      ),
+      version=replicated,
+    )
+    programs = programs_lib.Programs(
+      model=model,
+      sizes=sizes,
+      layout=layout,
+      prefill_attention=self.attention.prefill,
+      seed=seed,
+      num_end_tokens=self.num_end_tokens,
+      dtype=self.dtype,
+    )
+    slots = mesh_lib.sharding(mesh, rules, "batch")
+    layer = mesh_lib.sharding(mesh, rules, *layout.logical_axes)
+    shardings = jax.tree.map(
+      lambda _: slots, jax.eval_shape(programs.init_state)
+    )
+    state = dataclasses.replace(
+      shardings, cache=[(layer, layer)] * model.num_layers
+    )
+    rows_axis = sizes.prefill_rows_axis(mesh_lib.Layout(mesh=mesh, rules=rules))
+    rows = mesh_lib.sharding(mesh, rules, rows_axis)
+    layer = mesh_lib.sharding(mesh, rules, rows_axis, "kv_heads")
+    prefix = Prefix(
+      cache=[(layer, layer)] * model.num_layers, tokens=rows, lengths=rows
+    )
+    self._state_sharding = state
+    self._prefix_sharding = prefix
+    self._init = jax.jit(programs.init_state, out_shardings=state)
+    self._prefill = jax.jit(
+      programs.prefill_rows,
+      in_shardings=(self.params_sharding, rows, rows),
+      out_shardings=prefix,
+    )
+    self._open = jax.jit(programs.open_rows, out_shardings=prefix)
+    self._extend = jax.jit(
+      programs.extend_rows, donate_argnames="prefix", out_shardings=prefix
+    )
+    self._fill = jax.jit(
+      programs.fill_pages, donate_argnames="state", out_shardings=state
+    )
+    self._insert = jax.jit(
+      programs.insert_rows, donate_argnames="state", out_shardings=state
+    )
+    self._release = jax.jit(
+      programs.release_slots, donate_argnames="state", out_shardings=state
+    )
+    self._generate = jax.jit(
+      programs.decode_steps,
+      static_argnames=("window", "is_filtered"),
+      donate_argnames="state",
+      out_shardings=(state, replicated),
+    )
+
+  def programs(self, weights: Any) -> list[aot.Program]:
+    """The longest prefill, or its chunk, and the longest decode call.
+
+    While a version is adopted, it and the previous one are there; while one is
+    evaluated, a second cache.
+
+    Args:
+      weights: shapes and types of what is published.
+    """
+    params = aot.placed(
+      EngineParams(weights=weights, version=jax.ShapeDtypeStruct((), np.int32)),
+      self.params_sharding,
+    )
+    state = aot.placed(jax.eval_shape(self._init), self._state_sharding)
+    sizes = self.sizes
+    bucket, b = sizes.prefill_buckets[-1], sizes.num_slots
+    rows = (
+      jax.ShapeDtypeStruct((sizes.prefill_rows, bucket), np.int32),
+      jax.ShapeDtypeStruct((sizes.prefill_rows,), np.int32),
+    )
+    function, arguments = self._prefill, (params, *rows)
+    if sizes.is_chunked(bucket):
+      prefix = aot.placed(
+        jax.eval_shape(self._open, *rows, None), self._prefix_sharding
+      )
+      function, arguments = self._extend, (params, prefix, np.int32(0))
+    tables = (
+      jax.ShapeDtypeStruct((b,), np.int32),
+      jax.ShapeDtypeStruct((b, sizes.pages_per_slot), np.int32),
+    )
+    return [
+      aot.Program(
+        name="prefill",
+        function=function,
+        arguments=arguments,
+        resident=(state, state, params.weights),
+      ),
+      aot.Program(
+        name="decode",
+        function=self._generate,
+        arguments=(params, state, *tables),
+        settings={"window": sizes.cache_tokens, "is_filtered": False},
+        resident=(state, params.weights),
+        max_trips=sizes.decode_steps_per_call,
+      ),
+    ]
+
+  # -- JetStream's interface ------------------------------------------------
+
+  def load_params(self, weights: Any, version: int) -> EngineParams:
+    """Weights of a version, placed as the programs expect them."""
+    params = EngineParams(weights=weights, version=np.int32(version))
+    return jax.device_put(params, self.params_sharding)
+
+  def init_decode_state(self) -> DecodeState:
+    """An empty cache with every slot idle."""
+    return self._init()
+
+  def prefill(
+    self,
+    *,
+    params: EngineParams,
+    existing_prefix: Prefix | None = None,
+    padded_tokens: np.ndarray | jax.Array,
+    true_length: int | np.ndarray,
+  ) -> Prefix:
+    """Caches rows of tokens.
+
+    Args:
+      params: of `load_params`.
+      existing_prefix: not supported; must be None.
+      padded_tokens: [T] or [R T] with R <= prefill_rows; T is one of
+        prefill_buckets.
+      true_length: tokens of each row that are not padding, at least 1.
+
+    Raises:
+      ValueError: a shape no program was made for.
+    """
+    if existing_prefix is not None:
+      raise ValueError("existing_prefix: use open_prefix and extend_prefix")
+    tokens = np.atleast_2d(np.asarray(padded_tokens, np.int32))
+    lengths = np.atleast_1d(np.asarray(true_length, np.int32))
+    rows, width = tokens.shape
+    if width not in self.sizes.prefill_buckets:
+      raise ValueError(
+        f"padded_tokens has length {width}; the buckets are"
+        f" {self.sizes.prefill_buckets}"
+      )
+    if rows > self.sizes.prefill_rows:
+      raise ValueError(
+        f"{rows} rows; a prefill takes {self.sizes.prefill_rows}"
+      )
+    return self._prefill(params, *self._padded(tokens, lengths))
+
+  def _padded(self, tokens, lengths) -> tuple[np.ndarray, np.ndarray]:
+    missing = self.sizes.prefill_rows - len(tokens)
+    tokens = np.pad(tokens, ((0, missing), (0, 0)))
+    return tokens, np.pad(lengths, (0, missing), constant_values=1)
+
+  def open_prefix(
+    self, tokens: np.ndarray, lengths: np.ndarray, shared: Prefix | None
+  ) -> Prefix:
+    """Rows of which nothing, or only what they share, is cached yet.
+
+    Args:
+      tokens: [R T] with R <= prefill_rows; T is one of prefill_buckets.
+      lengths: [R].
+      shared: its first row's tokens begin every row; a whole number of chunks.
+    """
+    return self._open(*self._padded(tokens, lengths), shared)
+
+  def extend_prefix(
+    self, params: EngineParams, prefix: Prefix, start: int
+  ) -> Prefix:
+    """Caches the prefill_chunk tokens from `start`; consumes the prefix."""
+    return self._extend(params, prefix, np.int32(start))
+
+  def fill_pages(
+    self,
+    prefix: Prefix,
+    row: int,
+    decode_state: DecodeState,
+    pages: np.ndarray,
+  ) -> DecodeState:
+    """Copies a prefilled row into pages; `decode_state` is consumed.
+
+    Args:
+      prefix: of `prefill`, or extended to its end.
+      row: of the prefix.
+      decode_state: to be written into.
+      pages: [W] one for each page_tokens of the row; num_pages leaves one out.
+    """
+    return self._fill(prefix, np.int32(row), decode_state, pages)
+
+  def insert(
+    self,
+    prefix: Prefix,
+    decode_state: DecodeState,
+    slot: int | Insertion,
+  ) -> DecodeState:
+    """Puts prefilled rows into slots; `decode_state` is consumed.
+
+    Args:
+      prefix: of `prefill`, or extended to its end.
+      decode_state: to be written into.
+      slot: one slot, for row 0 with sampling defaults (JetStream's form), or
+        an `Insertion` for many. With pages they have to be filled before.
+
+    Raises:
+      ValueError: JetStream's form with a cache of pages.
+    """
+    if not isinstance(slot, Insertion):
+      if self.sizes.num_pages:
+        raise ValueError("a cache of pages takes an Insertion")
+      entry, slot = slot, self.unused_insertion()
+      slot.slots[0] = entry
+      slot.end_tokens[0, : len(self.end_tokens)] = self.end_tokens
+    return self._insert(prefix, decode_state, slot)
+
+  def unused_insertion(self) -> Insertion:
+    """One to be filled in."""
+    return decode_state_lib.unused_insertion(self.sizes, self.num_end_tokens)
+
+  def release(
+    self, decode_state: DecodeState, tickets: np.ndarray
+  ) -> DecodeState:
+    """Stops the sequences with these [B] tickets (-1: none)."""
+    return self._release(decode_state, tickets)
+
+  def generate(
+    self,
+    params: EngineParams,
+    decode_state: DecodeState,
+    *,
+    window: int | None = None,
+    is_filtered: bool = False,
+    tables: tuple[np.ndarray, np.ndarray] | None = None,
+  ) -> tuple[DecodeState, jetstream_api.ResultTokens]:
+    """Writes decode_steps_per_call tokens in every active slot.
+
+    Args:
+      params: weights of this call; they may change at every call.
+      decode_state: consumed.
+      window: one of window_buckets, larger than any position reached in this
+        call; None attends to the whole cache.
+      is_filtered: whether any slot's settings are more than a temperature.
+      tables: [B] tickets, and [B P] the pages of the slots where these
+        tickets still sit.
+    """
+    window = window or self.sizes.cache_tokens
+    b, n = self.sizes.num_slots, self.sizes.decode_steps_per_call
+    if tables is None:
+      no_pages = np.zeros((b, self.sizes.pages_per_slot), np.int32)
+      tables = np.full((b,), -2, np.int32), no_pages
+    state, data = self._generate(
+      params,
+      decode_state,
+      *tables,
+      window=window,
+      is_filtered=is_filtered,
+    )
+    return state, decode_state_lib.result_tokens(data, n)
+
+  def read(
+    self, result: jetstream_api.ResultTokens
+  ) -> decode_state_lib.StepResult:
+    """Brings a call's packed result to the host; waits for the call."""
+    n = self.sizes.decode_steps_per_call
+    return decode_state_lib.unpack_result(np.asarray(result.data), n)
+
+  def get_prefix_destination_sharding(self) -> Any:
+    """Where prefixes are expected: a `Prefix` of shardings."""
+    return self._prefix_sharding
+
+  def get_tokenizer(self) -> Any:
+    """Tokens are made outside of the engine; there is nothing to describe."""
+    return jetstream_api.TokenizerParameters()
+
+  @property
+  def max_concurrent_decodes(self) -> int:
+    """Number of slots."""
+    return self.sizes.num_slots
+
+  @property
+  def samples_per_slot(self) -> int:
+    """One sequence a slot."""
+    return 1
+
+  @property
+  def max_prefill_length(self) -> int:
+    """The longest prefill bucket."""
+    return self.sizes.prefill_buckets[-1]
+
+  @property
+  def mesh(self) -> Mesh:
+    """The rollout mesh."""
+    return self._mesh
+
+  @property
+  def colocated_cpus(self) -> None:
+    """Not used here."""
+    return None

@@ -1,0 +1,195 @@
+"""Prompts to cached prefixes: by length bucket, several rows a call.
+
+Buckets longer than `prefill_chunk` go through the model chunk by chunk, so
+that running sequences do not wait for a long prompt. What all prompts begin
+with (a system prompt) is then computed once per policy version and copied.
+Which programs a prompt goes through depends on its own tokens alone: neither
+on what else is prefilled nor on what is kept already. So do its bits.
+"""
+
+import collections
+from collections.abc import Collection
+import dataclasses
+
+import numpy as np
+
+from jaxrl_async.engine import decode_state as decode_state_lib
+from jaxrl_async.engine import engine as engine_lib
+from jaxrl_async.reporting import metrics as metrics_lib
+
+Row = tuple[decode_state_lib.Prefix, int]
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class _Chunked:
+  """Rows on their way through the model."""
+
+  keys: list[bytes]
+  prefix: decode_state_lib.Prefix
+  start: int
+  end: int
+
+
+class Prefiller:
+  """Prefixes under the weights in use, by the bytes of their tokens.
+
+  Threads: the scheduler's.
+  """
+
+  def __init__(
+    self,
+    engine: engine_lib.Engine,
+    *,
+    shared_tokens: np.ndarray,
+    busy: metrics_lib.BusyClock,
+  ):
+    self.num_tokens = 0  # that went through the model, padding left out
+    self._engine = engine
+    self._busy = busy
+    chunk = engine.sizes.prefill_chunk
+    whole = len(shared_tokens) // chunk * chunk if chunk else 0
+    self._shared_tokens = shared_tokens[:whole]
+    self._shared: decode_state_lib.Prefix | None = None
+    self._params: decode_state_lib.EngineParams | None = None
+    self._ready: dict[bytes, Row] = {}
+    self._pending: dict[bytes, np.ndarray] = {}
+    self._chunked: _Chunked | None = None
+
+  def adopt(self, params: decode_state_lib.EngineParams) -> None:
+    """Forgets everything of older weights."""
+    self._params = params
+    self._shared = self._chunked = None
+    self._ready.clear()
+    self._pending.clear()
+
+  def bucket(self, length: int) -> int:
+    """The padded length of so many tokens."""
+    return next(b for b in self._engine.sizes.prefill_buckets if b >= length)
+
+  def want(self, tokens: np.ndarray) -> bytes:
+    """Asks for a prefix; returns its key."""
+    key = tokens.tobytes()
+    is_running = self._chunked is not None and key in self._chunked.keys
+    if key not in self._ready and not is_running:
+      self._pending[key] = tokens
+    return key
+
+  def is_ready(self, key: bytes) -> bool:
+    """Whether `get` has it."""
+    return key in self._ready
+
+  def get(self, key: bytes) -> Row:
+    """The prefix and its row."""
+    return self._ready[key]
+
+  def keep_only(self, keys: Collection[bytes]) -> None:
+    """Forgets prefixes nobody asks for any more."""
+    self._ready = {k: row for k, row in self._ready.items() if k in keys}
+    self._pending = {k: t for k, t in self._pending.items() if k in keys}
+
+  def advance(self, *, is_patient: bool) -> None:
+    """Prefills what is wanted.
+
+    Args:
+      is_patient: at most one chunk of what comes in chunks.
+    """
+    by_program = collections.defaultdict(list)
+    for key, tokens in self._pending.items():
+      bucket = self.bucket(len(tokens))
+      if self._engine.sizes.is_chunked(bucket):
+        by_program[bucket, self._begins_as_all(tokens)].append((key, tokens))
+      else:
+        by_program[bucket, None].append((key, tokens))
+    rows = self._engine.sizes.prefill_rows
+    for (bucket, is_shared), wanted in by_program.items():
+      for start in range(0, len(wanted), rows):
+        some = wanted[start : start + rows]
+        if is_shared is None:
+          self._prefill(bucket, some)
+        elif self._chunked is None or not is_patient:
+          self._finish_chunked()
+          self._open(bucket, some, is_shared)
+    if is_patient:
+      self._extend()
+    else:
+      self._finish_chunked()
+
+  def _begins_as_all(self, tokens: np.ndarray) -> bool:
+    n = len(self._shared_tokens)
+    return 0 < n < len(tokens) and np.array_equal(
+      tokens[:n], self._shared_tokens
+    )
+
+  def _padded(self, bucket: int, some):
+    padded = np.zeros((len(some), bucket), np.int32)
+    for row, (_, tokens) in enumerate(some):
+      padded[row, : len(tokens)] = tokens
+    return padded, np.array([len(tokens) for _, tokens in some], np.int32)
+
+  def _keep(self, keys, prefix: decode_state_lib.Prefix) -> None:
+    for row, key in enumerate(keys):
+      self._ready[key] = prefix, row
+
+  def _prefill(self, bucket: int, some) -> None:
+    assert self._params is not None
+    padded, lengths = self._padded(bucket, some)
+    self.num_tokens += int(lengths.sum())
+    with self._busy.record("prefill"):
+      prefix = self._engine.prefill(
+        params=self._params, padded_tokens=padded, true_length=lengths
+      )
+    for key, _ in some:
+      del self._pending[key]
+    self._keep([key for key, _ in some], prefix)
+
+  def _open(self, bucket: int, some, is_shared: bool) -> None:
+    start = len(self._shared_tokens) if is_shared else 0
+    if is_shared and self._shared is None:
+      self._shared = self._prefill_shared()
+    shared = self._shared if is_shared else None
+    padded, lengths = self._padded(bucket, some)
+    self.num_tokens += int((lengths - start).sum())
+    with self._busy.record("prefill"):
+      prefix = self._engine.open_prefix(padded, lengths, shared)
+    for key, _ in some:
+      del self._pending[key]
+    self._chunked = _Chunked(
+      keys=[key for key, _ in some],
+      prefix=prefix,
+      start=start,
+      end=int(lengths.max()) - 1,  # decoding caches the last token
+    )
+    self._keep_if_whole()
+
+  def _prefill_shared(self) -> decode_state_lib.Prefix:
+    tokens = self._shared_tokens
+    padded, lengths = self._padded(self.bucket(len(tokens)), [(b"", tokens)])
+    self.num_tokens += len(tokens)
+    with self._busy.record("prefill"):
+      prefix = self._engine.open_prefix(padded, lengths, None)
+      for start in range(0, len(tokens), self._engine.sizes.prefill_chunk):
+        assert self._params is not None
+        prefix = self._engine.extend_prefix(self._params, prefix, start)
+    return prefix
+
+  def _extend(self) -> None:
+    if self._chunked is None:
+      return
+    assert self._params is not None
+    job = self._chunked
+    with self._busy.record("prefill"):
+      job.prefix = self._engine.extend_prefix(
+        self._params, job.prefix, job.start
+      )
+    job.start += self._engine.sizes.prefill_chunk
+    self._keep_if_whole()
+
+  def _keep_if_whole(self) -> None:
+    job = self._chunked
+    if job is not None and job.start >= job.end:
+      self._keep(job.keys, job.prefix)
+      self._chunked = None
+
+  def _finish_chunked(self) -> None:
+    while self._chunked is not None:
+      self._extend()

@@ -1,0 +1,269 @@
+"""What the engine compiles: pure functions of weights, prefixes and slots."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+
+from jaxrl_async.engine import decode_state as decode_state_lib
+from jaxrl_async.engine import kv_cache
+from jaxrl_async.engine import sampling
+from jaxrl_async.engine.decode_state import DecodeState
+from jaxrl_async.engine.decode_state import EngineParams
+from jaxrl_async.engine.decode_state import EngineSizes
+from jaxrl_async.engine.decode_state import Insertion
+from jaxrl_async.engine.decode_state import Prefix
+from jaxrl_async.models import configs
+from jaxrl_async.models import transformer
+from jaxrl_async.models.attention import reference
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Programs:
+  """The device programs for one model and set of shapes, not yet compiled.
+
+  Attributes:
+    seed: of the run; every token's key begins with it.
+    prefill_attention: of whole rows; that of decoding is the layout's.
+    num_end_tokens: that fit a slot.
+    dtype: of weights, activations and cache.
+  """
+
+  model: configs.ModelConfig
+  sizes: EngineSizes
+  layout: kv_cache.Slots | kv_cache.Pages
+  prefill_attention: reference.CausalAttention
+  seed: int
+  num_end_tokens: int
+  dtype: jnp.dtype
+
+  def init_state(self) -> DecodeState:
+    """An empty cache with every slot idle."""
+    b = self.sizes.num_slots
+
+    def full(value, *shape, dtype: Any = jnp.int32):
+      return jnp.full((b, *shape), value, dtype)
+
+    return DecodeState(
+      cache=self.layout.init(self.model, self.dtype),
+      tokens=full(0),
+      positions=full(0),
+      limits=full(0),
+      is_active=full(False, dtype=bool),
+      tickets=full(-1),
+      keys=full(0, 2, dtype=jnp.uint32),
+      temperature=full(1, dtype=jnp.float32),
+      filters=sampling.Filters(
+        top_k=full(0),
+        top_p=full(1, dtype=jnp.float32),
+        min_p=full(0, dtype=jnp.float32),
+      ),
+      min_lengths=full(0),
+      end_tokens=full(-1, self.num_end_tokens),
+      replay=full(0, self.sizes.replay_tokens),
+      replay_lengths=full(0),
+      pages=full(0, self.sizes.pages_per_slot),
+    )
+
+  def prefill_rows(self, params: EngineParams, tokens, lengths) -> Prefix:
+    """Caches whole rows at once."""
+    rows, width = tokens.shape
+    order = jnp.arange(width, dtype=jnp.int32)[None]
+    positions = jnp.broadcast_to(order, (rows, width))
+
+    def attend(layer, query, key, value):
+      del layer
+      mixed = self.prefill_attention(query, key, value, lengths)
+      return mixed, kv_cache.from_prefill(key, value, self.dtype)
+
+    model = transformer.bind(self.model, params.weights, is_stacked=False)
+    embedded = model.embed(tokens, self.dtype)
+    _, cache = model.hidden(embedded, positions, attend)
+    return Prefix(cache=cache, tokens=tokens, lengths=lengths)
+
+  def open_rows(self, tokens, lengths, shared: Prefix | None) -> Prefix:
+    """Rows of which at most what they share is cached."""
+    rows, width = tokens.shape
+    cache = kv_cache.empty_rows(
+      self.model, rows=rows, tokens=width, dtype=self.dtype
+    )
+    if shared is not None:
+      cache = [
+        kv_cache.extend_rows(
+          layer, jax.tree.map(lambda x: x[:1].repeat(rows, axis=0), first), 0
+        )
+        for layer, first in zip(cache, shared.cache, strict=True)
+      ]
+    return Prefix(cache=cache, tokens=tokens, lengths=lengths)
+
+  def extend_rows(self, params: EngineParams, prefix: Prefix, start) -> Prefix:
+    """Caches the next chunk of every row."""
+    rows, chunk = prefix.tokens.shape[0], self.sizes.prefill_chunk
+    tokens = jax.lax.dynamic_slice_in_dim(prefix.tokens, start, chunk, axis=1)
+    positions = start + jnp.arange(chunk, dtype=jnp.int32)
+    positions = jnp.broadcast_to(positions[None], (rows, chunk))
+
+    def attend(layer, query, key, value):
+      added = kv_cache.from_prefill(key, value, self.dtype)
+      written = kv_cache.extend_rows(prefix.cache[layer], added, start)
+      return kv_cache.attend_rows(written, query, start), written
+
+    model = transformer.bind(self.model, params.weights, is_stacked=False)
+    embedded = model.embed(tokens, self.dtype)
+    _, cache = model.hidden(embedded, positions, attend)
+    return dataclasses.replace(prefix, cache=cache)
+
+  def fill_pages(
+    self, prefix: Prefix, row, state: DecodeState, pages
+  ) -> DecodeState:
+    """Copies a prefilled row into pages."""
+    assert isinstance(self.layout, kv_cache.Pages)
+    layers = zip(state.cache, prefix.cache, strict=True)
+    cache = [self.layout.fill(x, rows, row, pages) for x, rows in layers]
+    return dataclasses.replace(state, cache=cache)
+
+  def insert_rows(
+    self, prefix: Prefix, state: DecodeState, entries: Insertion
+  ) -> DecodeState:
+    """Makes rows current in slots; see `Insertion`."""
+    num_slots = self.sizes.num_slots
+    # The j-th entry that picks gets the j-th idle slot, or none. Tickets are
+    # taken in order: one up to the newest was taken by an earlier call.
+    is_new = entries.tickets > state.tickets.max()
+    is_picking = (entries.slots == decode_state_lib.PICK) & is_new
+    (idle,) = jnp.nonzero(
+      ~state.is_active, size=num_slots, fill_value=num_slots
+    )
+    rank = jnp.clip(jnp.cumsum(is_picking) - 1, 0, num_slots - 1)
+    wanted = jnp.where(entries.slots < 0, num_slots, entries.slots)
+    slots = jnp.where(is_picking, idle[rank], wanted)
+    sources = entries.sources
+    lengths = prefix.lengths[sources]
+    cache = state.cache
+    if isinstance(self.layout, kv_cache.Slots):
+      layers = zip(state.cache, prefix.cache, strict=True)
+      cache = [
+        self.layout.insert(x, rows, slots, sources) for x, rows in layers
+      ]
+
+    def put(array, rows):
+      return array.at[slots].set(rows.astype(array.dtype), mode="drop")
+
+    return DecodeState(
+      cache=cache,
+      tokens=put(state.tokens, prefix.tokens[sources, lengths - 1]),
+      positions=put(state.positions, lengths - 1),
+      limits=put(state.limits, entries.limits),
+      is_active=put(state.is_active, lengths < entries.limits),
+      tickets=put(state.tickets, entries.tickets),
+      keys=put(
+        state.keys,
+        sampling.row_keys(
+          jnp.int32(self.seed), entries.streams, entries.groups, entries.members
+        ),
+      ),
+      temperature=put(state.temperature, entries.temperature),
+      filters=jax.tree.map(put, state.filters, entries.filters),
+      min_lengths=put(state.min_lengths, entries.min_lengths),
+      end_tokens=put(state.end_tokens, entries.end_tokens),
+      replay=put(state.replay, entries.replay),
+      replay_lengths=put(state.replay_lengths, entries.replay_lengths),
+      pages=put(state.pages, entries.pages),
+    )
+
+  def release_slots(self, state: DecodeState, tickets) -> DecodeState:
+    """Stops the sequences with these tickets."""
+    is_released = (state.tickets[:, None] == tickets[None]).any(axis=1)
+    return dataclasses.replace(state, is_active=state.is_active & ~is_released)
+
+  def _is_allowed(self, state: DecodeState) -> jax.Array:
+    """[B V]: no end token before its time."""
+    rows = jnp.arange(self.sizes.num_slots)[:, None]
+    is_early = state.positions + 1 < state.min_lengths
+    ends = jnp.where(is_early[:, None], state.end_tokens, -1)
+    ends = jnp.where(ends < 0, self.model.vocab_size, ends)  # out of range
+    allowed = jnp.ones((self.sizes.num_slots, self.model.vocab_size), bool)
+    return allowed.at[rows, ends].set(False, mode="drop")
+
+  def _decode_one(
+    self, params: EngineParams, window: int, is_filtered: bool, state
+  ) -> tuple[DecodeState, tuple[jax.Array, ...]]:
+    positions = state.positions
+    was_active = state.is_active
+    seen = jnp.where(was_active, positions, 0)  # idling costs a kernel little
+
+    def attend(layer, query, key, value):
+      written = self.layout.write(
+        state.cache[layer], key, value, positions, state.pages, was_active
+      )
+      mixed = self.layout.attend(written, query, seen, state.pages, window)
+      return mixed, written
+
+    model = transformer.bind(self.model, params.weights, is_stacked=False)
+    embedded = model.embed(state.tokens, self.dtype)
+    hidden, cache = model.hidden(embedded, positions, attend)
+    logits = model.logits(hidden)
+    filters = None
+    if is_filtered:
+      filters = dataclasses.replace(
+        state.filters, is_allowed=self._is_allowed(state)
+      )
+    tokens, logprobs = sampling.sample(
+      logits, state.keys, positions + 1, state.temperature, filters
+    )
+    is_drawn = was_active
+    if self.sizes.replay_tokens:
+      index = (positions + 1)[:, None]
+      known = jnp.take_along_axis(state.replay, index, axis=1, mode="clip")
+      is_known = positions + 1 < state.replay_lengths
+      tokens = jnp.where(is_known, known[:, 0], tokens)
+      is_drawn = was_active & ~is_known
+    is_end = (tokens[:, None] == state.end_tokens).any(axis=1) & is_drawn
+    grown = positions + 2 >= state.limits  # tokens of the row, this one too
+    after = dataclasses.replace(
+      state,
+      cache=cache,
+      tokens=jnp.where(was_active, tokens, state.tokens),
+      positions=jnp.where(was_active, positions + 1, positions),
+      is_active=was_active & ~is_end & ~grown,
+    )
+    return after, (tokens, is_drawn, logprobs)
+
+  def decode_steps(
+    self,
+    params: EngineParams,
+    state: DecodeState,
+    tickets,
+    pages,
+    *,
+    window: int,
+    is_filtered: bool,
+  ) -> tuple[DecodeState, jax.Array]:
+    """Several tokens a slot, or none when every slot idles."""
+    n, b = self.sizes.decode_steps_per_call, self.sizes.num_slots
+    # A slot whose sequence the host does not know yet keeps its own table.
+    is_known = (state.tickets == tickets)[:, None]
+    state = dataclasses.replace(
+      state, pages=jnp.where(is_known, pages, state.pages)
+    )
+
+    def goes_on(carry):
+      step, state, _ = carry
+      return (step < n) & state.is_active.any()
+
+    def step(carry):
+      step, state, written = carry
+      state, new = self._decode_one(params, window, is_filtered, state)
+      written = tuple(
+        jax.lax.dynamic_update_index_in_dim(all_, one, step, 0)
+        for all_, one in zip(written, new, strict=True)
+      )
+      return step + 1, state, written
+
+    types = jnp.int32, bool, jnp.float32
+    nothing = tuple(jnp.zeros((n, b), dtype) for dtype in types)
+    _, state, written = jax.lax.while_loop(
+      goes_on, step, (jnp.int32(0), state, nothing)
+    )
+    return state, decode_state_lib.pack_result(state, params.version, *written)

@@ -1,0 +1,414 @@
+"""Attention over the trainer's packed rows: segments side by side.
+
+Query t sees keys segment_start[t] <= s <= t. So `segment_start` says it all: it
+is the same within a segment and different between them, and the kernels take
+it where they want segment ids.
+
+Every implementation sees rows of keys as a whole and a part of each row's
+queries, those from column `first` on: with a `context` axis each device has
+another part. "xla" is the reference that the others are tested against; it
+writes down all [T, T] scores. "blocks" is plain XLA too, but never looks at a
+pair of blocks that no segment joins, and keeps no scores for the backward pass.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from absl import logging
+import jax
+from jax import lax
+from jax import numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+import numpy as np
+
+from jaxrl_async.config import sections
+from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.models.attention import block_attention
+from jaxrl_async.models.attention import kernel_choice
+from jaxrl_async.models.attention import kernel_names
+from jaxrl_async.models.attention import reference
+
+BLOCK = block_attention.BLOCK  # the kernels' rows are padded to it too
+
+# Query, key, value, segment_start of queries and of keys, first column.
+PackedAttention = Callable[..., jax.Array]
+
+
+def xla(
+  query: Float[Array, "B Q N H"],
+  key: Float[Array, "B T K H"],
+  value: Float[Array, "B T K H"],
+  query_start: Int[Array, "B Q"],
+  key_start: Int[Array, "B T"],
+  first: int | Int[Array, ""] = 0,
+) -> Float[Array, "B Q N H"]:
+  """All scores of all pairs, written out."""
+  del key_start
+  mask = _mask(query_start, key.shape[1], first)
+  return reference.xla_attention(query, key, value, mask)
+
+
+def _mask(
+  start: Int[Array, "B Q"], length: int, first: int | Int[Array, ""] = 0
+) -> Bool[Array, "B Q T"]:
+  columns = jnp.arange(length, dtype=jnp.int32)[None, None]
+  own = first + jnp.arange(start.shape[1], dtype=jnp.int32)[None, :, None]
+  return (start[:, :, None] <= columns) & (columns <= own)
+
+
+def splash(
+  query: Float[Array, "B Q N H"],
+  key: Float[Array, "B T K H"],
+  value: Float[Array, "B T K H"],
+  query_start: Int[Array, "B Q"],
+  key_start: Int[Array, "B T"],
+  *,
+  kernel: Any = None,
+  interpret: bool = False,
+) -> Float[Array, "B Q N H"]:
+  """JAX's splash attention for TPU; blocks above the diagonal are left out.
+
+  Args:
+    query: scaled here; a part of each row's if `kernel` is that part's.
+    key: whole rows.
+    value: whole rows.
+    query_start: the kernel's segment ids.
+    key_start: the same of the keys.
+    kernel: of `splash_kernel`, padded as these rows are; None makes one.
+    interpret: run without a TPU.
+  """
+  from jax.experimental.pallas.ops.tpu import splash_attention
+
+  length, num_heads, head_dim = query.shape[1:]
+  if kernel is None:
+    kernel = splash_kernel(key.shape[1], num_heads, interpret=interpret)
+  missing = -length % BLOCK
+
+  def heads_first(rows):
+    rows = jnp.pad(rows, ((0, 0), (0, missing), (0, 0), (0, 0)))
+    return jnp.swapaxes(rows, 1, 2)
+
+  def segment_ids(start):
+    return jnp.pad(start, ((0, 0), (0, missing)), constant_values=length)
+
+  def one_row(q, k, v, q_ids, k_ids):
+    return kernel(q, k, v, splash_attention.SegmentIds(q=q_ids, kv=k_ids))
+
+  scaled = query * jnp.asarray(head_dim**-0.5, query.dtype)
+  mixed = jax.vmap(one_row)(
+    heads_first(scaled),
+    heads_first(key),
+    heads_first(value),
+    segment_ids(query_start),
+    segment_ids(key_start),
+  )
+  return jnp.swapaxes(mixed, 1, 2)[:, :length]
+
+
+def splash_kernel(
+  length: int, num_heads: int, *, parts: int = 1, interpret: bool = False
+) -> Any:
+  """Splash attention over rows of that length, as a pytree.
+
+  Args:
+    length: of a whole row.
+    num_heads: query heads of a device.
+    parts: into how many each row's queries are split.
+    interpret: run without a TPU.
+  """
+  from jax.experimental.pallas.ops.tpu import splash_attention as splash_lib
+
+  padded = length + -length % BLOCK
+  block = next(b for b in (512, 384, 256, 128) if padded // parts % b == 0)
+  mask = splash_lib.CausalMask((padded, padded))
+  return splash_lib.make_splash_mha(
+    splash_lib.MultiHeadMask([mask] * num_heads),
+    block_sizes=splash_lib.BlockSizes(
+      block_q=block,
+      block_kv=block,
+      block_kv_compute=block,
+      block_q_dkv=block,
+      block_kv_dkv=block,
+      block_kv_dkv_compute=block,
+      block_q_dq=block,
+      block_kv_dq=block,
+    ),
+    head_shards=1,
+    q_seq_shards=parts,
+    residual_checkpoint_name=reference.MIXED,
+    interpret=interpret,
+  )
+
+
+def pallas_gpu(
+  query: Float[Array, "B T N H"],
+  key: Float[Array, "B T K H"],
+  value: Float[Array, "B T K H"],
+  query_start: Int[Array, "B T"],
+  key_start: Int[Array, "B T"],
+  *,
+  interpret: bool = False,
+) -> Float[Array, "B T N H"]:
+  """JAX's own flash attention for GPUs, in Triton; rows padded to 128."""
+  from jax.experimental.pallas.ops.gpu import attention as gpu_attention
+
+  del key_start
+  length, num_heads, head_dim = query.shape[1:]
+  missing = -length % BLOCK
+  group = num_heads // key.shape[2]
+
+  def padded(rows, fill=0):
+    pads = ((0, 0), (0, missing), *((0, 0),) * (rows.ndim - 2))
+    return jnp.pad(rows, pads, constant_values=fill)
+
+  mixed = gpu_attention.mha(
+    padded(query),
+    padded(jnp.repeat(key, group, axis=2)),
+    padded(jnp.repeat(value, group, axis=2)),
+    padded(query_start, length),
+    sm_scale=head_dim**-0.5,
+    causal=True,
+    interpret=interpret,
+  )
+  assert isinstance(mixed, jax.Array)  # without its residuals
+  return mixed[:, :length]
+
+
+def cudnn(
+  query: Float[Array, "B T N H"],
+  key: Float[Array, "B T K H"],
+  value: Float[Array, "B T K H"],
+  query_start: Int[Array, "B T"],
+  key_start: Int[Array, "B T"],
+) -> Float[Array, "B T N H"]:
+  """CuDNN's flash attention, of 16-bit types, with a [T, T] mask a row."""
+  same = query_start[:, None, :, None] == key_start[:, None, None, :]
+  return jax.nn.dot_product_attention(
+    query, key, value, mask=same, is_causal=True, implementation="cudnn"
+  )
+
+
+IMPLEMENTATIONS: dict[str, PackedAttention] = {
+  "xla": xla,
+  "blocks": block_attention.blocks,
+  "splash": splash,
+  "pallas_gpu": pallas_gpu,
+  "cudnn": cudnn,
+}
+
+
+def _are_together(layout: mesh_lib.Layout) -> bool:
+  """Whether each device has the kv heads of the query heads that it has."""
+  heads, kv_heads = (
+    [axis for axis in axes if layout.mesh.shape[axis] > 1]
+    for axes in (layout.rules.heads, layout.rules.kv_heads)
+  )
+  return heads == kv_heads
+
+
+def _by_compiler(mask, layout):
+  def attend(query, key, value):
+    if layout is None:
+      return reference.xla_attention(query, key, value, mask)
+    axes = "batch", "tokens", "heads", "head"
+    kv_axes = "batch", None, "kv_heads", "head"
+    mixed = reference.xla_attention(
+      layout.constrain(query, *axes),
+      layout.constrain(key, *kv_axes),
+      layout.constrain(value, *kv_axes),
+      mask,
+    )
+    return layout.constrain(mixed, *axes)
+
+  return attend
+
+
+# They take a part of each row's queries; the others get whole rows.
+_TAKE_PARTS = ("blocks", "splash")
+_PLAIN = ("xla", "blocks")
+_CANDIDATES = {"gpu": ("cudnn", "pallas_gpu"), "tpu": ("splash",)}
+_TRIED_TOKENS = 256
+
+
+def over_rows(
+  name: str,
+  start: Int[Array, "B T"],
+  num_heads: int,
+  layout: mesh_lib.Layout | None = None,
+  *,
+  interpret: bool = False,
+) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+  """What mixes the values of these rows, given query, key and value.
+
+  XLA's is split by the compiler. The others see what one device holds: its rows
+  and heads, and its part of the queries; keys are gathered over `context`.
+
+  Args:
+    name: of `IMPLEMENTATIONS`.
+    start: `segment_start` of the rows.
+    num_heads: query heads of the model.
+    layout: None or of one device leaves nothing to be split.
+    interpret: splash without a TPU.
+  """
+  implementation = IMPLEMENTATIONS[name]
+  if name == "xla":
+    return _by_compiler(_mask(start, start.shape[1]), layout)
+  if layout is None or layout.mesh.size == 1:
+    return lambda q, k, v: implementation(q, k, v, start, start)
+  mesh, rules = layout.mesh, layout.rules
+  # A head is whole, whatever the rules say: it is what scores are sums over.
+  axes = "batch", "tokens", "heads"
+  kv_axes = "batch", None, "kv_heads"
+  if name not in _TAKE_PARTS:
+    axes = "batch", None, "heads"
+  if not _are_together(layout):
+    # A device's query heads would not belong to the kv heads it holds.
+    kv_axes = "batch", None, "heads"
+  parts = layout.parts("tokens") if name in _TAKE_PARTS else 1
+  of_arrays = axes, kv_axes, kv_axes, axes[:2], ("batch", None)
+  in_specs: list[Any] = [mesh_lib.spec(rules, names) for names in of_arrays]
+  extra: tuple[Any, ...] = ()
+  if name == "splash":
+    heads = num_heads // layout.parts("heads")
+    kernel = splash_kernel(
+      start.shape[1], heads, parts=parts, interpret=interpret
+    )
+    of_context = mesh_lib.sharding(mesh, rules, None, "tokens")
+    in_specs.append(kernel.manual_sharding_spec(of_context))
+    extra = (kernel,)
+
+  def on_device(query, key, value, query_start, key_start, *kernel):
+    arguments = query, key, value, query_start, key_start
+    if kernel:
+      return splash(*arguments, kernel=kernel[0])
+    if parts == 1:
+      return implementation(*arguments)
+    index = lax.axis_index(rules.tokens)
+    return block_attention.blocks(*arguments, index * query.shape[1])
+
+  mapped = jax.shard_map(
+    on_device,
+    mesh=mesh,
+    in_specs=tuple(in_specs),
+    out_specs=in_specs[0],
+    check_vma=False,
+  )
+
+  def attend(query, key, value):
+    if kv_axes[2] == "heads":
+      group = num_heads // key.shape[2]
+      key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
+    return mapped(query, key, value, start, start, *extra)
+
+  return attend
+
+
+def _with_gradients(attend: PackedAttention) -> Callable[..., jax.Array]:
+  """Its result, and the gradients of the sum of its squares, in one array."""
+
+  def all_of_it(query, key, value, start):
+    def total(*inputs):
+      mixed = attend(*inputs, start, start)
+      wide = mixed.astype(jnp.float32)
+      return (wide * wide).sum(), mixed
+
+    gradients, mixed = jax.grad(total, argnums=(0, 1, 2), has_aux=True)(
+      query, key, value
+    )
+    flat = [x.astype(jnp.float32).reshape(-1) for x in (mixed, *gradients)]
+    return jnp.concatenate(flat)
+
+  return all_of_it
+
+
+def _trial(
+  heads: tuple[int, int, int], length: int, dtype: jnp.dtype
+) -> kernel_choice.Trial:
+  """A row of few tokens in three segments; the shapes of a whole row."""
+  num_heads, num_kv_heads, head_dim = heads
+  rng = np.random.default_rng(0)
+
+  def shapes(length):
+    of_kv = 1, length, num_kv_heads, head_dim
+    return (1, length, num_heads, head_dim), of_kv, of_kv
+
+  few = [
+    rng.standard_normal(shape, np.float32).astype(dtype)
+    for shape in shapes(_TRIED_TOKENS)
+  ]
+  start = np.repeat([0, 100, 101], [100, 1, _TRIED_TOKENS - 101])
+  return kernel_choice.Trial(
+    arguments=(*few, start[None].astype(np.int32)),
+    shapes=(
+      *(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes(length)),
+      jax.ShapeDtypeStruct((1, length), np.int32),
+    ),
+  )
+
+
+def choose(
+  wanted: str,
+  *,
+  num_heads: int,
+  num_kv_heads: int,
+  head_dim: int,
+  tokens_per_row: int,
+  dtype: jnp.dtype,
+  layout: mesh_lib.Layout,
+) -> str:
+  """The name of what a run takes; what is not plain XLA is tried, and logged.
+
+  Where no kernel works it is "blocks", or "xla" for rows of two blocks or less.
+
+  Args:
+    wanted: `attention_names.AUTO`, or a name, which then has to work.
+    num_heads: query heads of the whole model.
+    num_kv_heads: key and value heads of the whole model.
+    head_dim: numbers of a head.
+    tokens_per_row: of a run.
+    dtype: of the forward pass.
+    layout: of the training slice.
+
+  Raises:
+    ConfigError: no such name, or it does not work here.
+  """
+  field = "train.attention"
+  kernel_names.check_packed(wanted)
+  if wanted in _PLAIN:
+    return wanted
+  mesh, rules = layout.mesh, layout.rules
+  device = mesh.devices.flat[0]
+  candidates = _CANDIDATES
+  parts = layout.parts("tokens")
+  if parts > 1 and tokens_per_row % (parts * BLOCK):
+    sections.require(
+      wanted != "splash",
+      field,
+      f"splash needs rows of {parts} times a multiple of {BLOCK} tokens; change"
+      " train.tokens_per_row, or use blocks",
+    )
+    candidates = {}
+
+  def held(axis, size):
+    return mesh_lib.sharding(mesh, rules, axis).shard_shape((size,))[0]
+
+  num_heads = held("heads", num_heads)
+  num_kv_heads = held("kv_heads", num_kv_heads)
+  if not _are_together(layout):
+    num_kv_heads = num_heads
+  name, refused = kernel_choice.pick(
+    field,
+    wanted,
+    candidates,
+    {name: _with_gradients(attend) for name, attend in IMPLEMENTATIONS.items()},
+    lambda: _trial((num_heads, num_kv_heads, head_dim), tokens_per_row, dtype),
+    device,
+  )
+  if name == "xla" and tokens_per_row > 2 * BLOCK:
+    name = "blocks"
+  description = name
+  for other, reason in refused.items():
+    description += f"; not {other}: {reason}"
+  log = logging.warning if refused else logging.info
+  log("attention over packed rows on %s: %s", device.platform, description)
+  return name

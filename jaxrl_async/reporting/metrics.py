@@ -1,0 +1,308 @@
+"""What a run writes down about itself: metrics, busy time, compilations.
+
+`metrics.jsonl` has one object a step; TensorBoard gets the same numbers.
+"""
+
+import collections
+from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import copy
+import json
+import math
+import os
+import pathlib
+import resource
+import sys
+import threading
+import time
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrl_async.reporting import side_outputs as side_outputs_lib
+from jaxrl_async.reporting import timeline as timeline_lib
+from jaxrl_async.storage import disk
+from jaxrl_async.storage import events
+
+_BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
+_CACHE_HIT = "/jax/compilation_cache/cache_hits"
+
+
+def _plain(name: str, value: Any) -> float | int | list[float | int]:
+  array = np.asarray(value)
+  if array.dtype.kind not in "biuf" or array.ndim > 1:
+    raise TypeError(f"metric {name}: {value!r} is no number or list of numbers")
+  return array.tolist()
+
+
+def _finite(value: Any) -> Any:
+  if isinstance(value, list):
+    return [_finite(x) for x in value]
+  if isinstance(value, float) and not math.isfinite(value):
+    return None
+  return value
+
+
+class MetricsWriter:
+  """Writes `metrics.jsonl` and TensorBoard events; a resume cuts both back.
+
+  The files are opened by the first `write`: a writer that was not restored
+  begins them anew. Only `metrics.jsonl` must succeed.
+
+  A step that is still to be evaluated is held: its line is written when the
+  evaluation is known, and until then a checkpoint carries it.
+
+  Threads: one at a time.
+  """
+
+  def __init__(
+    self,
+    workdir: str | os.PathLike[str],
+    side_outputs: side_outputs_lib.SideOutputs,
+  ):
+    self._workdir = pathlib.Path(workdir)
+    self._side_outputs = side_outputs
+    self._num_bytes = 0
+    self._last_step = -1
+    self._held: dict[str, Any] | None = None
+    self._file: disk.AppendFile | None = None
+    self._events: events.EventFile | None = None
+
+  def _open(self) -> disk.AppendFile:
+    path = self._workdir / "metrics.jsonl"
+    with disk.writing(path):
+      self._workdir.mkdir(parents=True, exist_ok=True)
+    return disk.AppendFile(path, self._num_bytes)
+
+  @property
+  def held_step(self) -> int | None:
+    """The step whose line waits for an evaluation, if there is one."""
+    return None if self._held is None else self._held["step"]
+
+  def hold(self, step: int, values: Mapping[str, Any]) -> None:
+    """Takes what is known about a step that is still to be evaluated.
+
+    The next `write` is of the same step and completes it.
+    """
+    self._check_order(step)
+    plain = {name: _plain(name, value) for name, value in values.items()}
+    self._held = {"step": step, "values": plain}
+
+  def write(self, step: int, values: Mapping[str, Any]) -> None:
+    """Write everything that is known about one step.
+
+    Args:
+      step: completed train steps; grows with every call.
+      values: numbers; or lists of counts, whose entry i counts the value i
+        (`staleness/histogram`). What is not finite becomes null.
+
+    Raises:
+      StorageError: `metrics.jsonl` could not be written.
+    """
+    self._check_order(step)
+    plain = {name: _plain(name, value) for name, value in values.items()}
+    if self._held is not None:
+      plain = self._held["values"] | plain
+    finite = {name: _finite(value) for name, value in plain.items()}
+    line = json.dumps({"step": step, **finite}, allow_nan=False)
+    if self._file is None:
+      self._file = self._open()
+    self._file.append(line.encode() + b"\n")
+    self._num_bytes = self._file.num_bytes
+    self._held = None
+    with self._side_outputs.attempt("TensorBoard"):
+      if self._events is None:
+        first_step = self._last_step + 1
+        self._events = events.EventFile(
+          self._workdir / "tensorboard", first_step
+        )
+      self._events.add(step, plain)
+    self._last_step = step
+
+  def _check_order(self, step: int) -> None:
+    held_step = self.held_step
+    if held_step is not None and step != held_step:
+      raise ValueError(f"step {step} while step {held_step} is held")
+    if step <= self._last_step:
+      raise ValueError(f"step {step} was written already ({self._last_step})")
+
+  def state(self) -> dict[str, Any]:
+    """What a checkpoint keeps; everything up to it is on disk afterwards.
+
+    Raises:
+      StorageError: `metrics.jsonl` is not.
+    """
+    if self._file is not None:
+      self._file.sync()
+    if self._events is not None:
+      with self._side_outputs.attempt("TensorBoard"):
+        self._events.sync()
+    return {
+      "num_bytes": self._num_bytes,
+      "last_step": self._last_step,
+      "held": self._held,
+    }
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Go on after what `state` knew; later lines and events are dropped.
+
+    Raises:
+      ValueError: something was written already, or the file is too short.
+    """
+    if self._file is not None:
+      raise ValueError("restore comes before the first write")
+    self._num_bytes = state["num_bytes"]
+    self._last_step = state["last_step"]
+    self._held = state.get("held")  # older checkpoints hold nothing
+    self._file = self._open()
+
+  def close(self) -> None:
+    """Close both files."""
+    for file in (self._file, self._events):
+      if file is not None:
+        file.close()
+
+
+class BusyClock:
+  """Knows for how long one slice has been inside device programs.
+
+  It keeps totals and a timeline for the picture, so that its memory and the
+  time of each call do not depend on how much was recorded.
+
+  Invariant: `_busy_s` is the length of the closed stretches in which at least
+  one thread was inside; `_since_s` is the start of the open one, if there is
+  one. Starts and ends are read under the lock, so that they are in order.
+
+  Threads: any thread may record and read. Time that two threads of the slice
+  spend in programs at once counts once.
+  """
+
+  def __init__(
+    self,
+    origin_s: float | None = None,
+    seconds: Callable[[], float] = time.perf_counter,
+  ):
+    """Starts now, or at `origin_s`, a reading of `seconds`.
+
+    The clocks of one run share their origin; a resumed run sets it back by the
+    seconds that were spent before.
+    """
+    self._seconds = seconds
+    self._origin_s = seconds() if origin_s is None else origin_s
+    self._lock = threading.Lock()
+    self._num_inside = 0
+    self._since_s = 0.0
+    self._busy_s = 0.0
+    self._activity_s: dict[str, float] = collections.defaultdict(float)
+    self._timeline = timeline_lib.Timeline()
+
+  def now(self) -> float:
+    """Seconds since the origin."""
+    return self._seconds() - self._origin_s
+
+  @contextlib.contextmanager
+  def record(self, activity: str) -> Iterator[None]:
+    """Record the time inside the with statement, also when it raises."""
+    with self._lock:
+      start_s = self.now()
+      if not self._num_inside:
+        self._since_s = start_s
+      self._num_inside += 1
+    try:
+      yield
+    finally:
+      with self._lock:
+        end_s = self.now()
+        self._num_inside -= 1
+        if not self._num_inside:
+          self._busy_s += end_s - self._since_s
+        self._activity_s[activity] += end_s - start_s
+        self._timeline.add(timeline_lib.Interval(start_s, end_s, activity))
+
+  def activity_s(self) -> dict[str, float]:
+    """Seconds of each activity, summed over threads."""
+    with self._lock:
+      return dict(self._activity_s)
+
+  def timeline(self) -> timeline_lib.Timeline:
+    """A copy of what the picture shows."""
+    with self._lock:
+      return copy.deepcopy(self._timeline)
+
+
+class Reading(NamedTuple):
+  """Several clocks at one moment.
+
+  Attributes:
+    now_s: since their origin.
+    busy_s: of each clock up to now, what has not ended included.
+  """
+
+  now_s: float
+  busy_s: dict[str, float]
+
+
+def read(clocks: Mapping[str, BusyClock]) -> Reading:
+  """Read clocks of one origin at the same moment.
+
+  One after the other would not do: between two readings a thread may lose the
+  processor, and a slice could come out as busy for longer than there was time.
+  """
+  with contextlib.ExitStack() as stack:
+    for clock in clocks.values():
+      stack.enter_context(clock._lock)
+    now_s = next(iter(clocks.values())).now()
+    busy_s = {
+      name: clock._busy_s
+      + (now_s - clock._since_s if clock._num_inside else 0.0)
+      for name, clock in clocks.items()
+    }
+  return Reading(now_s, busy_s)
+
+
+class CompilationCounter:
+  """Counts XLA programs that were compiled while it is entered.
+
+  Attributes:
+    num_programs: programs asked for, with those the persistent cache had.
+    num_cache_hits: programs that the persistent cache had.
+    total_s: time of both.
+  """
+
+  def __init__(self):
+    self.num_programs = 0
+    self.num_cache_hits = 0
+    self.total_s = 0.0
+    self._lock = threading.Lock()
+
+  @property
+  def num_compiled(self) -> int:
+    """Programs that XLA really compiled."""
+    return self.num_programs - self.num_cache_hits
+
+  def _on_duration(self, event: str, duration_secs: float, **_: Any) -> None:
+    if event == _BACKEND_COMPILE:
+      with self._lock:
+        self.num_programs += 1
+        self.total_s += duration_secs
+
+  def _on_event(self, event: str, **_: Any) -> None:
+    if event == _CACHE_HIT:
+      with self._lock:
+        self.num_cache_hits += 1
+
+  def __enter__(self) -> "CompilationCounter":
+    jax.monitoring.register_event_duration_secs_listener(self._on_duration)
+    jax.monitoring.register_event_listener(self._on_event)
+    return self
+
+  def __exit__(self, *_: Any) -> None:
+    jax.monitoring.unregister_event_duration_listener(self._on_duration)
+    jax.monitoring.unregister_event_listener(self._on_event)
+
+
+def peak_memory_bytes() -> int:
+  """The most host memory this process has held so far."""
+  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,137 @@
+"""What a run remembers about itself across restarts."""
+
+import dataclasses
+from typing import Any
+
+from jaxrl_async.config import sections
+from jaxrl_async.reporting import series as series_lib
+from jaxrl_async.reporting import summary as summary_lib
+from jaxrl_async.reporting import timeline as timeline_lib
+
+# Rises when what is stored means something else than before; 0 has no number.
+FORMAT = 1
+
+
+def _add_counts(total: list[int], more: list[int]) -> list[int]:
+  size = max(len(total), len(more))
+  padded = [counts + [0] * (size - len(counts)) for counts in (total, more)]
+  return [a + b for a, b in zip(*padded, strict=True)]
+
+
+@dataclasses.dataclass(kw_only=True)
+class RunRecord:
+  """What the summary needs, in the same memory however long the run is.
+
+  JSON, so that a checkpoint carries it.
+
+  Attributes:
+    wall_s: of earlier starts of this run, up to their last checkpoint.
+    warm_start_s: of the warm start.
+    first_step_s: from the start of the RL stage to its first finished step.
+    rl_s: wall-clock of the RL stage without evaluation, of earlier starts.
+    busy_s: time inside device programs in the RL stage, of earlier starts.
+    generated_tokens: training tokens, of earlier starts.
+    evaluations: (time, version, sampled accuracy, greedy accuracy or None).
+    rewards: (time, mean reward) of each train step.
+    mismatch_kl: of each evaluation's completions, and of each train step that
+      had tokens of the current version.
+    staleness_counts: trained tokens by staleness.
+    versions_counts: trained trajectories by number of versions.
+  """
+
+  wall_s: float = 0.0
+  warm_start_s: float = 0.0
+  first_step_s: float = 0.0
+  rl_s: float = 0.0
+  busy_s: dict[str, float] = dataclasses.field(
+    default_factory=lambda: {"rollout": 0.0, "train": 0.0}
+  )
+  generated_tokens: int = 0
+  evaluations: series_lib.Series = dataclasses.field(
+    default_factory=series_lib.Series
+  )
+  rewards: series_lib.Series = dataclasses.field(
+    default_factory=series_lib.Series
+  )
+  mismatch_kl: series_lib.Mean = dataclasses.field(
+    default_factory=series_lib.Mean
+  )
+  staleness_counts: list[int] = dataclasses.field(default_factory=list)
+  versions_counts: list[int] = dataclasses.field(default_factory=list)
+
+  @classmethod
+  def from_json(cls, values: dict[str, Any]) -> "RunRecord":
+    """The record of a checkpoint, also of one that has lists of all steps.
+
+    Raises:
+      ConfigError: it is of a newer version.
+    """
+    values = dict(values)
+    number = values.pop("format", 0)
+    sections.require(
+      number <= FORMAT,
+      "workdir",
+      f"the checkpoint's record has format {number}, of a newer version than"
+      f" this one, which knows {FORMAT}; use that version",
+    )
+    # Of format 0; the picture has no use for windows of earlier starts.
+    values.pop("windows", None)
+    kls = series_lib.Mean(**values.pop("mismatch_kl", {}))
+    for name in ("mismatch_kls", "evaluation_kls"):
+      for value in values.pop(name, ()):
+        kls.add(value)
+    for name in {"evaluations", "rewards"} & values.keys():
+      values[name] = series_lib.Series.from_json(values[name])
+    return cls(mismatch_kl=kls, **values)
+
+  def add_step(self, now_s: float, values: dict[str, Any]) -> None:
+    """Takes what the summary needs from a train step's metrics."""
+    self.rewards.append((now_s, float(values["reward/mean"])))
+    self.staleness_counts = _add_counts(
+      self.staleness_counts, values["staleness/histogram"]
+    )
+    self.versions_counts = _add_counts(
+      self.versions_counts, values["staleness/versions_histogram"]
+    )
+    if "offpolicy/mismatch_kl" in values:
+      self.mismatch_kl.add(float(values["offpolicy/mismatch_kl"]))
+
+  @property
+  def staleness_mean(self) -> float:
+    """Over all trained tokens."""
+    count = sum(self.staleness_counts)
+    total = sum(i * n for i, n in enumerate(self.staleness_counts))
+    return total / count if count else 0.0
+
+  @property
+  def staleness_max(self) -> int:
+    """Of any trained token."""
+    return max((i for i, n in enumerate(self.staleness_counts) if n), default=0)
+
+  @property
+  def versions_per_trajectory_mean(self) -> float:
+    """Over all trained trajectories."""
+    count = sum(self.versions_counts)
+    total = sum(i * n for i, n in enumerate(self.versions_counts))
+    return total / count if count else 0.0
+
+  def history(
+    self,
+    *,
+    max_staleness: int,
+    lanes: dict[str, timeline_lib.Timeline],
+    evaluating: timeline_lib.Timeline,
+  ) -> summary_lib.History:
+    """What the picture shows."""
+    return summary_lib.History(
+      max_staleness=max_staleness,
+      evaluations=[(e[0], e[2]) for e in self.evaluations.points()],
+      rewards=self.rewards.points(),
+      staleness_counts=self.staleness_counts,
+      versions_counts=self.versions_counts,
+      lanes=lanes,
+      evaluating=evaluating,
+      step_ends_s=[time_s for time_s, _ in self.rewards.recent],
+      num_steps=self.rewards.num_points,
+      is_resumed=self.wall_s > 0.0,
+    )

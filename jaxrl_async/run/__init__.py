@@ -1,0 +1,1 @@
+"""Putting the parts together: train, serve, evaluate, dry run."""

@@ -1,0 +1,319 @@
+"""What must hold between settings, checked before anything is imported.
+
+`check` needs neither devices nor JAX, so that the launch scripts can tell of a
+wrong setting within a second; `validate` knows the number of devices too.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import json
+import re
+import string
+
+from jaxrl_async.config import bounds
+from jaxrl_async.config import directories
+from jaxrl_async.config import sections
+from jaxrl_async.config.mesh_shape import MeshShape
+from jaxrl_async.data import worked_solutions
+from jaxrl_async.models import configs
+from jaxrl_async.models.attention import kernel_names
+from jaxrl_async.storage import config_json
+
+# Of a template: no tokenizer has tokens that are as long on average.
+_MAX_CHARACTERS_PER_TOKEN = 32
+
+
+def _check_lengths(
+  rollout: sections.RolloutSection, tokens_per_row: int
+) -> None:
+  longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
+  cache = rollout.cache_tokens
+  sections.require(
+    longest <= cache,
+    "rollout.cache_tokens",
+    f"{cache} is less than max_prompt_tokens + max_completion_tokens;"
+    f" use {longest} or more",
+  )
+  sections.require(
+    rollout.decode_steps_per_call <= cache,
+    "rollout.decode_steps_per_call",
+    f"{rollout.decode_steps_per_call} is more than a sequence has tokens"
+    f" (rollout.cache_tokens); use {cache} or less",
+  )
+  for name in ("prefill_buckets", "window_buckets"):
+    buckets = getattr(rollout, name)
+    path = f"rollout.{name}"
+    sections.require(len(buckets) > 0, path, f"() is empty; use ({cache},)")
+    sections.require(
+      buckets[0] >= 1
+      and all(a < b for a, b in zip(buckets, buckets[1:], strict=False)),
+      path,
+      f"{sections.shown(buckets)} is not positive and ascending",
+    )
+    sections.require(
+      buckets[-1] == cache,
+      path,
+      f"the last bucket of {sections.shown(buckets)} is not cache_tokens; end"
+      f" with {cache}",
+    )
+  sections.require(
+    tokens_per_row >= cache,
+    "train.tokens_per_row",
+    f"{tokens_per_row} is less than rollout.cache_tokens; use {cache} or more",
+  )
+
+
+def _check_cache(rollout: sections.RolloutSection) -> None:
+  def fits(name: str, part: int) -> None:
+    for bucket in getattr(rollout, name):
+      sections.require(
+        bucket < part or bucket % part == 0,
+        f"rollout.{name}",
+        f"{bucket} is no multiple of prefill_chunk {part}",
+      )
+
+  if rollout.prefill_chunk:
+    fits("prefill_buckets", rollout.prefill_chunk)
+  if not rollout.num_pages:
+    return
+  page, cache = rollout.page_tokens, rollout.cache_tokens
+  for name in ("prefill_buckets", "window_buckets"):
+    sections.require(
+      all(bucket % page == 0 for bucket in getattr(rollout, name)),
+      f"rollout.{name}",
+      f"{sections.shown(getattr(rollout, name))} are not all multiples of"
+      f" page_tokens {page}, as rollout.num_pages wants",
+    )
+  sections.require(
+    rollout.num_pages * page >= cache,
+    "rollout.num_pages",
+    f"{rollout.num_pages} pages of {page} do not hold one sequence of"
+    f" cache_tokens {cache}; use {-(-cache // page)} or more",
+  )
+
+
+def _check_template(template: str, max_prompt_tokens: int) -> None:
+  path = "task.template"
+  longest = _MAX_CHARACTERS_PER_TOKEN * max_prompt_tokens
+  sections.require(
+    len(template) <= longest,
+    path,
+    f"{len(template)} characters are more than {max_prompt_tokens} tokens"
+    " (rollout.max_prompt_tokens); use a shorter one",
+  )
+  try:
+    parts = list(string.Formatter().parse(template))
+  except ValueError as error:
+    raise sections.ConfigError(
+      f"{path}: {sections.shown(template)} is not a str.format template"
+      f" ({error}); double a brace that is meant literally"
+    ) from error
+  named = [name for _, name, _, _ in parts if name is not None]
+  # {question:>1000000000} would be a text of a gigabyte.
+  widths = re.findall(r"\d+", " ".join(spec or "" for _, _, spec, _ in parts))
+  sections.require(
+    all(len(width) < 10 and int(width) <= longest for width in widths),
+    path,
+    f"{sections.shown(template)} has a field wider than {max_prompt_tokens}"
+    " tokens (rollout.max_prompt_tokens)",
+  )
+  sections.require(
+    all(name[:1].isidentifier() for name in named),
+    path,
+    f"{sections.shown(template)} has a field without a name; write"
+    " {question}",
+  )
+  sections.require(
+    len(named) > 0,
+    path,
+    f"{sections.shown(template)} has no field; add {{question}}",
+  )
+
+
+def slice_shapes(
+  mesh: sections.MeshSection, num_devices: int
+) -> tuple[MeshShape, MeshShape]:
+  """Shapes of the train and the rollout mesh, with -1 resolved.
+
+  Raises:
+    ConfigError: an axis is not positive or -1, or the devices do not suffice.
+  """
+  fields = [f.name for f in dataclasses.fields(mesh) if f.type is int]
+  sizes = {name: getattr(mesh, name) for name in fields}
+  for name, size in sizes.items():
+    sections.require(
+      size == -1 or size >= 1,
+      f"mesh.{name}",
+      f"{size} is no size of an axis; use 1 or more, or -1 for what is left",
+    )
+  open_axes = [name for name in sizes if sizes[name] == -1]
+  sections.require(
+    len(open_axes) <= 1,
+    f"mesh.{[*sizes, *open_axes][-1]}",
+    f"only one axis may be -1; {' and '.join(open_axes)} are",
+  )
+
+  def shape(side: str) -> MeshShape:
+    start = f"{side}_"
+    own = {n[len(start) :]: sizes[n] for n in fields if n.startswith(start)}
+    return MeshShape(**own)
+
+  for name in open_axes:
+    sizes[name] = 1
+    own, other = shape("train").num_devices, shape("rollout").num_devices
+    if name.startswith("rollout"):
+      own, other = other, own
+    left = num_devices - other
+    sizes[name] = max(1, left // own)
+  train, rollout = shape("train").num_devices, shape("rollout").num_devices
+  sections.require(
+    train + rollout <= num_devices or num_devices == train == rollout == 1,
+    "mesh",
+    f"train_* need {train} and rollout_* {rollout} devices, together"
+    f" {train + rollout}; there {'is' if num_devices == 1 else 'are'}"
+    f" {num_devices}",
+  )
+  return shape("train"), shape("rollout")
+
+
+def _check_rules(mesh: sections.MeshSection) -> None:
+  for side in ("train", "rollout"):
+    rules = getattr(mesh, f"{side}_rules")
+    for path, _, axes in sections.leaves(rules, f"mesh.{side}_rules."):
+      for axis in axes:
+        sections.require(
+          axis in sections.MESH_AXES,
+          path,
+          f"{sections.shown(axis)} is no axis of a mesh; use"
+          f" {', '.join(sections.MESH_AXES)}",
+        )
+      sections.require(
+        len(set(axes)) == len(axes),
+        path,
+        f"{sections.shown(axes)} names an axis twice",
+      )
+
+
+def mesh_fields(side: str, shape: MeshShape, axes: Sequence[str]) -> str:
+  """The settings of a slice that split an array over these mesh axes."""
+  used = [f"{side}_{axis}" for axis in axes if shape.parts([axis]) > 1]
+  return f"mesh.{' * '.join(used)}"
+
+
+def _divides(path: str, parts: int, size: int, of: str) -> None:
+  message = f"{parts} does not divide {size} {of}; use numbers that divide"
+  sections.require(size % parts == 0, path, message)
+
+
+def _check_names(config: sections.Config) -> None:
+  kernel_names.check_packed(config.train.attention)
+  kernel_names.check_rollout(
+    config.rollout.attention, has_pages=config.rollout.num_pages > 0
+  )
+  if config.warm_start.num_steps and not config.warm_start.checkpoint:
+    solver, known = config.warm_start.solver, worked_solutions.SOLVERS
+    sections.require_one_of("warm_start.solver", solver, known)
+
+
+def _check_directories(config: sections.Config) -> None:
+  name = config.model.name
+  if name not in configs.MODELS:
+    known = f"use one of {', '.join(configs.MODELS)}"
+    directories.check_can_read(
+      "model.name", name, f"{known}, or a directory in Hugging Face's format"
+    )
+  if config.warm_start.checkpoint:
+    directories.check_can_read(
+      "warm_start.checkpoint",
+      config.warm_start.checkpoint,
+      "launch/sft.py writes parameters to WORKDIR/params",
+    )
+  if config.transfer.directory:
+    directories.check_can_write("transfer.directory", config.transfer.directory)
+
+
+def _check_params(task: sections.TaskSection) -> None:
+  """What config.json would not give back is refused."""
+  path = "task.params"
+  try:
+    values = config_json.to_dict(task)["params"]
+    read = json.loads(json.dumps(values, allow_nan=False))
+  except (TypeError, ValueError, RecursionError) as error:
+    reason = str(error).partition("\n")[0]
+    raise sections.ConfigError(
+      f"{path}: they cannot be written as JSON ({reason}); use numbers, texts,"
+      " lists and dicts"
+    ) from error
+  sections.require(
+    read == values,
+    path,
+    f"{sections.shown(values)} would be read from JSON as"
+    f" {sections.shown(read)}",
+  )
+
+
+def check(config: sections.Config) -> None:
+  """Checks every field and what belongs together, as far as no device tells.
+
+  What needs a library or a model's files (data set names, the template's
+  fields) is checked where it is looked up, with the same error.
+
+  Raises:
+    ConfigError: one line that names the field and what would be right.
+  """
+  bounds.check(config)
+  _check_lengths(config.rollout, config.train.tokens_per_row)
+  _check_cache(config.rollout)
+  _check_template(config.task.template, config.rollout.max_prompt_tokens)
+  _check_params(config.task)
+  _check_rules(config.mesh)
+  _check_names(config)
+  _check_directories(config)
+
+  algorithm = config.algorithm
+  _divides(
+    "algorithm.num_minibatches",
+    algorithm.num_minibatches,
+    algorithm.group_size * algorithm.groups_per_step,
+    "trajectories of a train step (group_size * groups_per_step)",
+  )
+  num_updates = config.train.num_steps * algorithm.num_minibatches
+  sections.require(
+    num_updates <= bounds.MAX_INT,
+    "train.num_steps",
+    f"{config.train.num_steps} of {algorithm.num_minibatches} updates each are"
+    f" more than {bounds.MAX_INT} updates, which is as far as"
+    " optimizers count",
+  )
+  sections.require(
+    algorithm.proximal is not sections.ProximalMode.REUSE
+    or algorithm.num_minibatches == 1,
+    "algorithm.proximal",
+    f"reuse is wrong after the first of {algorithm.num_minibatches} updates;"
+    " use algorithm.num_minibatches=1, recompute or loglinear",
+  )
+  rows = config.train.rows_per_microbatch
+  if config.warm_start.num_steps:
+    whole, of = config.warm_start.rows_per_batch, "warm_start.rows_per_batch"
+    _divides("train.rows_per_microbatch", rows, whole, of)
+
+
+def validate(config: sections.Config, num_devices: int) -> None:
+  """Checks what `check` does, and that the devices suffice and divide sizes.
+
+  Raises:
+    ConfigError: one line that names the field and what would be right.
+  """
+  check(config)
+  rows = config.train.rows_per_microbatch
+  train, rollout = slice_shapes(config.mesh, num_devices)
+  train_rules = config.mesh.train_rules
+  rollout_rules = config.mesh.rollout_rules
+  tokens = config.train.tokens_per_row
+  slots = config.rollout.num_slots
+  for side, shape, axes, size, of in (
+    ("train", train, train_rules.batch, rows, "train.rows_per_microbatch"),
+    ("train", train, train_rules.tokens, tokens, "train.tokens_per_row"),
+    ("rollout", rollout, rollout_rules.batch, slots, "rollout.num_slots"),
+  ):
+    _divides(mesh_fields(side, shape, axes), shape.parts(axes), size, of)

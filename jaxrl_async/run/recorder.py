@@ -1,0 +1,383 @@
+"""Writes the steps of a run down, and at its end the summary.
+
+`run_record.RunRecord` is what a run remembers about itself across restarts; the
+`Recorder` reads the parts of a running one.
+"""
+
+from collections.abc import Iterator, Mapping
+from concurrent import futures
+import contextlib
+import dataclasses
+import pathlib
+import time
+from typing import Any, NamedTuple
+
+from jaxrl_async.coordination import ledger as ledger_lib
+from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.reporting import progress as progress_lib
+from jaxrl_async.reporting import run_record
+from jaxrl_async.reporting import side_outputs as side_outputs_lib
+from jaxrl_async.reporting import summary as summary_lib
+from jaxrl_async.reporting import timeline as timeline_lib
+from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.rollout import worker as worker_lib
+from jaxrl_async.training import trainer as trainer_lib
+
+
+class BadUpdatesError(RuntimeError):
+  """Too many updates in a row were not finite; names step and groups."""
+
+
+class RlTimes(NamedTuple):
+  """Seconds of the RL stage without evaluation, and busy ones of each slice.
+
+  Attributes:
+    now_s: since the start of the run.
+    rl_s: earlier starts included; so `busy_s`.
+  """
+
+  now_s: float
+  rl_s: float
+  busy_s: dict[str, float]
+
+
+class Recorder:
+  """Fetches a step's metrics and writes them everywhere they belong.
+
+  Threads: its methods belong to the main thread; `begin` writes in a thread of
+  its own, so that the device need not wait for it. From `begin` on, until
+  `wait` is true, only `totals` and `end_rl` may be called, which read nothing
+  that it changes. What is read of the worker are plain counters.
+  """
+
+  def __init__(
+    self,
+    record: run_record.RunRecord,
+    *,
+    workdir: pathlib.Path,
+    writer: metrics_lib.MetricsWriter,
+    ledger: ledger_lib.Ledger,
+    worker: worker_lib.RolloutWorker,
+    rewards: service_lib.RewardService,
+    busy: dict[str, metrics_lib.BusyClock],
+    progress: progress_lib.Progress,
+    side_outputs: side_outputs_lib.SideOutputs,
+    max_bad_updates: int,
+  ):
+    self.record = record
+    self._max_bad_updates = max_bad_updates
+    self._bad_updates = 0
+    self._writing: futures.Future[None] | None = None
+    self._status = "", 0.0
+    self._workdir = workdir
+    self._writer = writer
+    self._ledger = ledger
+    self._worker = worker
+    self._rewards = rewards
+    self._busy = busy
+    self._progress = progress
+    self._side_outputs = side_outputs
+    self._clock = busy["train"]
+    self._evaluating = timeline_lib.Timeline()
+    # Moved forward by each evaluation, as if that had taken no time.
+    self._rl_start: metrics_lib.Reading | None = None
+    self._rl_end: RlTimes | None = None
+    self._last: dict[str, int | float] = {}
+
+  def start_rl(self) -> None:
+    """The RL stage begins: everything from here on counts."""
+    self._rl_start = metrics_lib.read(self._busy)
+    self._last = self.totals()
+
+  def end_rl(self) -> None:
+    """The last train step is done; evaluating and closing do not count."""
+    self._rl_end = self._rl_times()
+
+  @contextlib.contextmanager
+  def evaluating(self) -> Iterator[None]:
+    """What happens inside counts for neither slice, nor as RL stage."""
+    before = metrics_lib.read(self._busy)
+    try:
+      yield
+    finally:
+      after = metrics_lib.read(self._busy)
+      self._evaluating.add(
+        timeline_lib.Interval(before.now_s, after.now_s, "evaluation")
+      )
+      start = self._rl_start
+      if start is not None:
+        self._rl_start = metrics_lib.Reading(
+          start.now_s + after.now_s - before.now_s,
+          {
+            name: busy_s + after.busy_s[name] - before.busy_s[name]
+            for name, busy_s in start.busy_s.items()
+          },
+        )
+
+  def begin(
+    self,
+    pending: trainer_lib.Pending,
+    totals: dict[str, int | float],
+    more: Mapping[str, int | float],
+    *,
+    is_evaluated: bool,
+  ) -> None:
+    """Begins to write a step down; the one before it must be written.
+
+    Args:
+      pending: the step.
+      totals: of `totals`, taken when the step was done.
+      more: metrics of the caller.
+      is_evaluated: whether an evaluation follows, whose metrics belong to the
+        step: the line of metrics is then held for them.
+    """
+    assert self._writing is None
+    writing = self._writing = futures.Future()
+
+    def write():
+      self._step(pending, totals, more, is_evaluated)
+      writing.set_result(None)
+
+    # A daemon, so that a disk that does not answer cannot keep the process.
+    supervisor_lib.start_thread("recorder", write, writing.set_exception)
+    self._status = f"writing step {pending.step + 1} down", time.perf_counter()
+
+  def wait(self, timeout_s: float) -> bool:
+    """Waits until what was begun is written; False after the timeout.
+
+    Raises:
+      BadUpdatesError: too many updates in a row were skipped.
+      StorageError: the books could not be written.
+    """
+    if self._writing is None:
+      return True
+    if not futures.wait([self._writing], timeout_s).done:
+      return False
+    writing, self._writing = self._writing, None
+    writing.result()
+    return True
+
+  def status(self) -> str:
+    """What it is doing, for the stall report."""
+    if self._writing is None:
+      return "recorder: everything is written"
+    text, since_s = self._status
+    return f"recorder: {text} since {time.perf_counter() - since_s:.1f} s"
+
+  def close(self, timeout_s: float) -> None:
+    """Waits for what was begun, whatever becomes of it.
+
+    Raises:
+      TimeoutError: that took too long.
+    """
+    if self._writing is None:
+      return
+    deadline = supervisor_lib.Deadline(timeout_s)
+    while not futures.wait([self._writing], deadline.next_wait_s()).done:
+      if deadline.next_wait_s() == 0:
+        raise TimeoutError(f"{self.status()}; closed after {timeout_s:g} s")
+
+  def _step(
+    self,
+    pending: trainer_lib.Pending,
+    totals: dict[str, int | float],
+    more: Mapping[str, int | float],
+    is_evaluated: bool,
+  ) -> None:
+    values, is_bad = pending.metrics()
+    for group in pending.groups:
+      self._ledger.add_trained(
+        group, step=pending.step, skipped_update=any(is_bad)
+      )
+    delta = {name: totals[name] - self._last[name] for name in totals}
+    self._last = totals
+    step_s = max(delta["rl_s"], 1e-9)
+    trained = sum(g.num_completion_tokens for g in pending.groups)
+    values |= _rollout_metrics(delta, step_s)
+    values |= self._rewards.metrics()
+    values |= more
+    values |= {
+      "time/step_s": step_s,
+      "train/tokens_per_s": trained / step_s,
+      "train/busy_frac": min(delta["train_busy_s"] / step_s, 1.0),
+      "run/failed_side_outputs": self._side_outputs.num_failures,
+    }
+    ledger = self._ledger.state()
+    ended = (
+      ledger.trained_tokens + ledger.filtered_tokens + ledger.failed_tokens
+    )
+    # Once, and after the ledger: the worker goes on counting.
+    generated = self._generated_tokens()
+    values |= {
+      "ledger/generated_tokens": generated,
+      "ledger/trained_tokens": ledger.trained_tokens,
+      "ledger/filtered_tokens": ledger.filtered_tokens,
+      "ledger/failed_tokens": ledger.failed_tokens,
+      "ledger/in_flight_tokens": generated - ended,
+    }
+    self.record.add_step(totals["now_s"], values)
+    if not self.record.first_step_s:
+      self.record.first_step_s = totals["rl_s"]
+    write = self._writer.hold if is_evaluated else self._writer.write
+    write(pending.step + 1, values)
+    self._progress.step(
+      progress_lib.StepReport(
+        step=pending.step + 1,
+        reward=values["reward/mean"],
+        staleness_mean=values["staleness/mean"],
+        staleness_max=values["staleness/max"],
+        tokens_per_s=values["rollout/tokens_per_s"],
+        rollout_busy_frac=values["rollout/busy_frac"],
+        train_busy_frac=values["train/busy_frac"],
+      )
+    )
+    self._check_updates(pending, is_bad)
+
+  def _check_updates(
+    self, pending: trainer_lib.Pending, is_bad: list[bool]
+  ) -> None:
+    for bad in is_bad:
+      self._bad_updates = self._bad_updates + 1 if bad else 0
+      if self._bad_updates >= self._max_bad_updates:
+        indices = [group.index for group in pending.groups]
+        raise BadUpdatesError(
+          f"step {pending.step}: {self._bad_updates} updates in a row had a"
+          f" loss or gradient that is not finite (train.max_bad_updates);"
+          f" groups {indices}"
+        )
+
+  def tokens(self, in_flight: int) -> dict[str, int]:
+    """Where the generated tokens are.
+
+    Args:
+      in_flight: counted over the outstanding groups, while the worker pauses.
+
+    Raises:
+      RuntimeError: they do not balance.
+    """
+    ledger = self._ledger.state()
+    tokens = {
+      "generated": self._generated_tokens(),
+      "trained": ledger.trained_tokens,
+      "filtered": ledger.filtered_tokens,
+      "failed": ledger.failed_tokens,
+      "in_flight": in_flight,
+    }
+    ledger_lib.check_balance(**tokens)
+    return tokens
+
+  def state(self) -> dict[str, Any]:
+    """The record as of now, for a checkpoint."""
+    times = self._rl_times()
+    record = dataclasses.replace(
+      self.record,
+      wall_s=times.now_s,
+      rl_s=times.rl_s,
+      busy_s=times.busy_s,
+      generated_tokens=self._generated_tokens(),
+    )
+    return {"format": run_record.FORMAT, **dataclasses.asdict(record)}
+
+  def finish(
+    self,
+    *,
+    step: int,
+    tokens: dict[str, int],
+    max_staleness: int,
+    extra: dict[str, Any],
+  ) -> str:
+    """Writes summary.json and summary.png; gives the summary's line."""
+    record = self.record
+    times = self._rl_end or self._rl_times()
+    with self._side_outputs.attempt("summary.png"):
+      summary_lib.draw(
+        self._workdir / "summary.png",
+        record.history(
+          max_staleness=max_staleness,
+          lanes={n: clock.timeline() for n, clock in self._busy.items()},
+          evaluating=self._evaluating,
+        ),
+      )
+    first, last = record.evaluations.first, record.evaluations.last
+    return summary_lib.write(
+      self._workdir,
+      summary_lib.Summary(
+        eval_before=first[2],
+        eval_after=last[2],
+        wall_s=self._clock.now(),
+        warm_start_s=record.warm_start_s,
+        train_steps=step,
+        staleness_mean=record.staleness_mean,
+        staleness_max=record.staleness_max,
+        mismatch_kl_mean=record.mismatch_kl.mean,
+        tokens=summary_lib.Tokens(**tokens),
+        rollout_busy_frac=times.busy_s["rollout"] / times.rl_s,
+        train_busy_frac=times.busy_s["train"] / times.rl_s,
+        versions_per_trajectory_mean=record.versions_per_trajectory_mean,
+        extra={
+          "eval_before_greedy": first[3],
+          "eval_after_greedy": last[3],
+          "mismatch_kl_max": record.mismatch_kl.maximum,
+          "mismatch_kl_not_finite": record.mismatch_kl.num_not_finite,
+          "rl_s": times.rl_s,
+          "first_step_s": record.first_step_s,
+          "prompts_too_long": self._worker.stream.num_too_long,
+          "peak_memory_bytes": metrics_lib.peak_memory_bytes(),
+          **extra,
+        },
+      ),
+      max_staleness=max_staleness,
+    )
+
+  def _generated_tokens(self) -> int:
+    written = self._worker.scheduler.stats.generated_tokens
+    training = written - self._worker.served_tokens
+    return self.record.generated_tokens + training
+
+  def _rl_times(self) -> RlTimes:
+    """Of the RL stage up to now, without evaluation."""
+    record, start = self.record, self._rl_start
+    now = metrics_lib.read(self._busy)
+    if start is None:
+      return RlTimes(now.now_s, record.rl_s, dict(record.busy_s))
+    return RlTimes(
+      now.now_s,
+      record.rl_s + now.now_s - start.now_s,
+      {
+        name: record.busy_s[name] + busy_s - start.busy_s[name]
+        for name, busy_s in now.busy_s.items()
+      },
+    )
+
+  def totals(self) -> dict[str, int | float]:
+    """Counters and clocks as of now, of which a step takes differences."""
+    times = self._rl_times()
+    return {
+      **dataclasses.asdict(self._worker.scheduler.stats),
+      "wait_s": self._worker.wait_for_admission_s,
+      "adopt_s": self._worker.adopt_s,
+      "now_s": times.now_s,
+      "rl_s": times.rl_s,
+      **{f"{name}_busy_s": value for name, value in times.busy_s.items()},
+    }
+
+
+def _rollout_metrics(
+  delta: dict[str, int | float], step_s: float
+) -> dict[str, int | float]:
+  slot_steps = delta["waiting_slot_steps"]
+  prefill = delta["prefill_tokens"]
+  occupancy = delta["busy_slot_steps"] / slot_steps if slot_steps else 1.0
+  all_tokens = prefill + delta["generated_tokens"]
+  return {
+    "rollout/tokens_per_s": delta["generated_tokens"] / step_s,
+    "rollout/slot_occupancy": occupancy,
+    "rollout/prefill_frac": prefill / max(all_tokens, 1),
+    "rollout/recompute_tokens": delta["recompute_tokens"],
+    "rollout/interruptions": delta["interruptions"],
+    "rollout/preemptions": delta["preemptions"],
+    "rollout/wait_for_admission_s": delta["wait_s"],
+    "rollout/busy_frac": min(delta["rollout_busy_s"] / step_s, 1.0),
+    "time/adopt_s": delta["adopt_s"],
+  }

@@ -1,0 +1,304 @@
+"""What a start on a workdir goes on from, and which settings may differ then.
+
+Each field of the config is in one of three tables, with the reason. Fields that
+say how something is computed, placed or supervised may differ; fields that
+stored data depends on may not, or not while there is such data.
+"""
+
+from collections.abc import Callable
+import pathlib
+from typing import Any
+
+from jaxrl_async.config import sections
+from jaxrl_async.storage import checkpoint
+from jaxrl_async.storage import config_json
+from jaxrl_async.storage import workdir as workdir_lib
+
+_IN_THE_LOSS = "read when a batch is trained; nothing stored depends on it"
+_MEMORY = "decides memory and speed of a train step, not what it computes"
+_PROGRAM = "which program generates; logprobs are recorded as they are drawn"
+_SUPERVISION = "supervision and persistence of this start"
+
+# A path, or a section for all of its fields, to why it may differ.
+MAY_DIFFER = {
+  "model.compute_dtype": "activations only; stored weights are float32",
+  "model.remat": _MEMORY,
+  "mesh": "the train state is read into the shardings of this start",
+  "task.reward_timeout_s": _SUPERVISION,
+  "task.reward_workers": _SUPERVISION,
+  "task.question_workers": _SUPERVISION,
+  "task.reward_retries": _SUPERVISION,
+  "task.max_failed_groups": _SUPERVISION,
+  "rollout.num_slots": "half-written trajectories wait for a slot",
+  "rollout.max_completion_tokens": "a half-written trajectory that is as long"
+  " already ends as it is; evaluations follow the new limit",
+  "rollout.cache_tokens": "caches are rebuilt; those of half-written"
+  " trajectories have to fit, which is checked",
+  "rollout.decode_steps_per_call": _PROGRAM,
+  "rollout.prefill_rows": _PROGRAM,
+  "rollout.prefill_buckets": _PROGRAM,
+  "rollout.window_buckets": _PROGRAM,
+  "rollout.prefill_chunk": _PROGRAM,
+  "rollout.num_pages": "caches are rebuilt",
+  "rollout.page_tokens": "caches are rebuilt",
+  "rollout.preemption": _PROGRAM,
+  "rollout.kv_on_adopt": _PROGRAM,
+  "rollout.dtype": _PROGRAM,
+  "rollout.weights": _PROGRAM,
+  "rollout.attention": _PROGRAM,
+  "algorithm.max_staleness": "deadlines are stored with groups; another bound"
+  " holds for groups born afterwards",
+  "algorithm.clip_low": _IN_THE_LOSS,
+  "algorithm.clip_high": _IN_THE_LOSS,
+  "algorithm.behavior_weight_cap": _IN_THE_LOSS,
+  "algorithm.behavior_weight_cap_mode": _IN_THE_LOSS,
+  "algorithm.proximal": _IN_THE_LOSS,
+  "algorithm.advantage_scale": _IN_THE_LOSS,
+  "algorithm.filter_zero_std": "asked when a group is scored; groups that were"
+  " kept before are trained",
+  "train.num_steps": "how far to go; a decaying learning rate follows the new"
+  " curve from there",
+  "train.tokens_per_row": "rows are packed anew each step; stored trajectories"
+  " have to fit, which is checked",
+  "train.rows_per_microbatch": _MEMORY,
+  "train.max_bad_updates": _SUPERVISION,
+  "train.vocab_chunk": _MEMORY,
+  "train.attention": _MEMORY,
+  "train.decay": "the rate is a function of the number of updates, which goes"
+  " on: the new curve holds from there",
+  "train.optimizer.learning_rate": "scales what the optimizer makes of the"
+  " stored moments, from the next update on",
+  "train.optimizer.warmup_steps": "the rate is a function of the number of"
+  " updates, which goes on: a warmup that is over is not repeated",
+  "train.optimizer.eps": "enters each update anew",
+  "train.optimizer.weight_decay": "enters each update anew",
+  "train.optimizer.max_grad_norm": "enters each update anew",
+  "train.optimizer.offload": "where moments lie between updates",
+  "transfer": "weights are published anew; those of earlier starts are removed"
+  " or never adopted",
+  "eval.every": "how often; not what is measured",
+  "run": _SUPERVISION,
+}
+
+_TRAJECTORIES = "groups that the checkpoint holds have that size"
+# May differ only if the checkpoint holds no unfinished or untrained group.
+NOT_WITH_OUTSTANDING_GROUPS = {
+  "algorithm.group_size": _TRAJECTORIES,
+  "algorithm.groups_per_step": "their deadlines were given for batches of that"
+  " size",
+}
+
+_QUESTIONS = "stored prompts, and the order of those to come, depend on it"
+_WARM_START = "the stored weights came of it"
+_HELD_OUT = "accuracies before and after could not be compared"
+_MOMENTS = "the stored moments are made with it"
+MUST_STAY = {
+  "seed": _QUESTIONS,
+  "model.name": "stored weights and tokens are of that model and tokenizer",
+  "task.dataset": _QUESTIONS,
+  "task.params": _QUESTIONS,
+  "task.template": _QUESTIONS,
+  "task.answer_prefix": "stored groups were scored with it",
+  "warm_start": _WARM_START,
+  "rollout.max_prompt_tokens": "it decides which questions there are",
+  "rollout.temperature": "stored logprobs are of tokens drawn at it",
+  "algorithm.num_minibatches": "the stored number of updates, and so the place"
+  " on the learning rate's curve, counts so many a step",
+  "train.optimizer.name": _MOMENTS,
+  "train.optimizer.b1": _MOMENTS,
+  "train.optimizer.b2": _MOMENTS,
+  "train.optimizer.state_dtype": _MOMENTS,
+  "eval.num_items": _HELD_OUT,
+  "eval.temperature": _HELD_OUT,
+}
+
+# What `run.Run` stores; parameters alone, of launch/sft.py, lack it.
+_RUN_STATE = (
+  "groups_per_step",
+  "next_index",
+  "stream",
+  "ledger",
+  "metrics",
+  "record",
+)
+
+
+def reason(table: dict[str, str], path: str) -> str | None:
+  """What a table says of a field or the section that it is in."""
+  section = path.partition(".")[0]
+  return table.get(path) or table.get(section)
+
+
+def _shown(value: Any) -> str:
+  text = str(getattr(value, "value", value)).replace("\n", " ")
+  return text if len(text) <= 60 else text[:57] + "..."
+
+
+def check_config(
+  stored: sections.Config,
+  wanted: sections.Config,
+  workdir: pathlib.Path,
+  *,
+  has_outstanding: bool,
+) -> list[str]:
+  """Refuses settings that the stored data does not allow.
+
+  Args:
+    stored: the data was made with.
+    wanted: to go on with.
+    workdir: for the message.
+    has_outstanding: whether there are groups that were not trained.
+
+  Returns:
+    The differences that are allowed, as "rollout.num_slots: 8 and now 4".
+
+  Raises:
+    ConfigError: names each field that may not differ, and why.
+  """
+  allowed, refused = [], []
+  for path, values in config_json.differences(stored, wanted).items():
+    before, now = map(_shown, values)
+    why = reason(MUST_STAY, path)
+    if has_outstanding and why is None:
+      why = reason(NOT_WITH_OUTSTANDING_GROUPS, path)
+    if why is None:
+      allowed.append(f"{path}: {before} and now {now}")
+    else:
+      refused.append(f"{path}: {before} and {now}: {why}")
+  if refused:
+    raise sections.ConfigError(
+      f"workdir: {workdir} holds another config ({'; '.join(refused)}); use an"
+      " empty one, or the stored values"
+    )
+  return allowed
+
+
+def check_config_file(
+  wanted: sections.Config, workdir: pathlib.Path
+) -> list[str]:
+  """As `check_config` with config.json, if there is one; no run need be there.
+
+  Raises:
+    ConfigError: as there, or config.json is something else.
+  """
+  stored = config_json.read(workdir)
+  if stored is None:
+    return []
+  return check_config(stored, wanted, workdir, has_outstanding=True)
+
+
+def stored_config(
+  workdir: pathlib.Path, host_state: dict[str, Any]
+) -> sections.Config:
+  """The config that a checkpoint was written with.
+
+  Those of format 0 do not hold it: there config.json is taken.
+
+  Raises:
+    ConfigError: it cannot be found or read.
+  """
+  if "config" in host_state:
+    try:
+      return config_json.from_stored(host_state["config"])
+    except ValueError as error:
+      raise workdir_lib.WorkdirError(
+        f"workdir: the checkpoint in {workdir} has a config that is not of this"
+        f" version ({error})"
+      ) from error
+  found = config_json.read(workdir)
+  if found is None:
+    raise workdir_lib.WorkdirError(
+      f"workdir: {workdir / config_json.NAME} is missing, and the checkpoint is"
+      " of a version that kept the config nowhere else; put it back"
+    )
+  return found
+
+
+def find(
+  wanted: sections.Config,
+  workdir: pathlib.Path,
+  note: Callable[[str], None],
+) -> tuple[int | None, dict[str, Any]]:
+  """The checkpoint that a start goes on from; whoever calls it has the claim.
+
+  Args:
+    wanted: the config of this start.
+    workdir: of the run.
+    note: is told what may differ and does, and what was passed over.
+
+  Returns:
+    The step and the run's part of its checkpoint; None for a new run. Its
+    "max_staleness" is the largest bound that any start of the run has had.
+
+  Raises:
+    ConfigError: the workdir cannot be continued like this, or holds something
+      that a new run would destroy.
+  """
+  directory = workdir / workdir_lib.CHECKPOINTS
+  config_json.read(workdir)  # if it is not a run's, nothing here is touched
+  try:
+    checkpoint.recover(directory)
+    step = checkpoint.latest(directory)
+    torn = checkpoint.unsealed(directory)
+    if step is None:
+      if torn:
+        raise checkpoint.CheckpointError(
+          f"{torn[-1]} has no manifest, and there is no other checkpoint; put"
+          " its manifest.json back, or begin anew in an empty workdir"
+        )
+      workdir_lib.check_unused(workdir)
+      return None, {"max_staleness": wanted.algorithm.max_staleness}
+    stored = checkpoint.host_state(directory, step)
+    outstanding = checkpoint.group_records(directory, step)
+  except checkpoint.CheckpointError as error:
+    raise workdir_lib.WorkdirError(f"workdir: {error}") from error
+  for name in _RUN_STATE:
+    if name not in stored:
+      raise workdir_lib.WorkdirError(
+        f"workdir: {directory / str(step)} is not the checkpoint of a run, it"
+        f" lacks {name!r}; a run takes parameters by warm_start.checkpoint"
+      )
+  then = stored_config(workdir, stored)
+  differences = check_config(
+    then, wanted, workdir, has_outstanding=bool(outstanding)
+  )
+  _check_lengths(wanted, outstanding)
+  metrics_bytes = stored["metrics"]["num_bytes"]
+  ledger_bytes = stored["ledger"]["offset_bytes"]
+  workdir_lib.check_lines(workdir / workdir_lib.METRICS, metrics_bytes)
+  workdir_lib.check_lines(workdir / workdir_lib.LEDGER, ledger_bytes)
+  for path in torn:
+    if int(path.name) > step:
+      note(f"{path} has no manifest and is passed over")
+  note(
+    f"continuing {workdir} from step {step} with {len(outstanding)} outstanding"
+    " groups"
+  )
+  if differences:
+    note(f"the config differs from then: {'; '.join(differences)}")
+  return step, stored | {
+    "max_staleness": max(
+      wanted.algorithm.max_staleness,
+      stored.get("max_staleness", then.algorithm.max_staleness),
+    )
+  }
+
+
+def _check_lengths(
+  wanted: sections.Config, outstanding: list[dict[str, Any]]
+) -> None:
+  """Refuses limits that stored trajectories exceed."""
+  groups = [record["group"] for record in outstanding if record["group"]]
+  stored = [t for group in groups for t in group["trajectories"]]
+  half_written = [t for t in stored if t["finish_reason"] is None]
+  for path, limit, trajectories in (
+    ("train.tokens_per_row", wanted.train.tokens_per_row, stored),
+    ("rollout.cache_tokens", wanted.rollout.cache_tokens, half_written),
+  ):
+    longest = max((t["num_tokens"] for t in trajectories), default=0)
+    sections.require(
+      longest <= limit,
+      path,
+      f"{limit} is less than the {longest} tokens of a trajectory in the"
+      f" checkpoint; use {longest} or more",
+    )

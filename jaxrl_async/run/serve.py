@@ -1,0 +1,335 @@
+"""Builds a server of one policy, starts its threads, shuts it down.
+
+The main thread waits for a signal or a failure. One thread drives the engine,
+one the event loop of the HTTP server, one that of the gRPC server if there is
+one; between them lies the request queue. A signal drains: nothing new is taken,
+what was taken is finished within a bound. A second signal waits for nothing.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import itertools
+import pathlib
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.engine import sampling
+from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.engine import sequence as sequence_lib
+from jaxrl_async.models import configs
+from jaxrl_async.models import hf_weights
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.run import assembly
+from jaxrl_async.run import device_checks
+from jaxrl_async.run import initial_params
+from jaxrl_async.run import resume
+from jaxrl_async.serving import front as front_lib
+from jaxrl_async.serving import serve_loop as serve_loop_lib
+from jaxrl_async.storage import checkpoint
+from jaxrl_async.storage import config_json
+from jaxrl_async.storage import workdir as workdir_lib
+from jaxrl_async.text import chat_template as chat_template_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
+from jaxrl_async.training import train_step
+
+_JOIN_S = 20.0
+_SMALLEST_BUCKET = 64
+_PUBLISHED_CACHE_TOKENS = 1024  # of a published model, unless told otherwise
+
+
+@dataclasses.dataclass(kw_only=True)
+class Policy:
+  """What is served.
+
+  Attributes:
+    config: its rollout section sizes the engine.
+    params: stacked, as the trainer has them.
+    version: of the policy; 0 where nobody counted.
+  """
+
+  config: sections.Config
+  model: configs.ModelConfig
+  params: Any
+  version: int
+  tokenizer: tokenizer_lib.Tokenizer
+  chat_template: chat_template_lib.ChatTemplate
+
+
+# -- what to serve ----------------------------------------------------------
+
+
+def load_run(
+  workdir: pathlib.Path, *, num_slots: int, cache_tokens: int
+) -> Policy:
+  """The newest checkpoint of a run.
+
+  Args:
+    workdir: of the run.
+    num_slots: instead of the run's own; 0 keeps that.
+    cache_tokens: likewise.
+
+  Raises:
+    ConfigError: the directory holds no such thing.
+  """
+  directory = workdir / workdir_lib.CHECKPOINTS
+  try:
+    found = checkpoint.read_newest(
+      directory,
+      lambda step: resume.stored_config(
+        workdir, checkpoint.host_state(directory, step)
+      ),
+    )
+  except checkpoint.CheckpointError as error:
+    raise sections.ConfigError(f"workdir: {error}") from error
+  if found is None:
+    _read_config(workdir)
+    raise sections.ConfigError(
+      f"workdir: {workdir} holds no checkpoint; launch/train.py writes the"
+      " first one after the warm start"
+    )
+  _, config = found
+  _resize(config, num_slots, cache_tokens)
+  tokenizer, chat_template = _load_tokenizer(config, workdir / "tokenizer")
+  model = assembly.model_config(config, tokenizer.vocab_size)
+  mesh, _ = assembly.cut_devices(config, jax.devices())
+  trainer = assembly.make_trainer(config, model, mesh, metrics_lib.BusyClock())
+  try:
+    found = checkpoint.read_newest(
+      directory,
+      lambda step: checkpoint.restore(
+        directory, step, trainer.abstract_state()
+      ),
+    )
+  except checkpoint.CheckpointError as error:
+    raise sections.ConfigError(f"workdir: {error}") from error
+  if found is None:
+    raise sections.ConfigError(f"workdir: {directory} was removed meanwhile")
+  step, (state, _, _) = found
+  return Policy(
+    config=config,
+    model=model,
+    params=state.params,
+    version=step,
+    tokenizer=tokenizer,
+    chat_template=chat_template,
+  )
+
+
+def load_checkpoint(
+  directory: pathlib.Path, *, num_slots: int, cache_tokens: int
+) -> Policy:
+  """Parameters alone: of launch/sft.py, or in Hugging Face's format.
+
+  Args:
+    directory: WORKDIR/params of the former, whose config.json and tokenizer
+      lie beside it; or the latter, with its tokenizer.
+    num_slots: as of `load_run`.
+    cache_tokens: likewise.
+
+  Raises:
+    ConfigError: the directory holds no such thing.
+  """
+  if not directory.is_dir():
+    raise sections.ConfigError(f"checkpoint: {directory} does not exist")
+  if hf_weights.is_published(directory):
+    config = sections.Config()
+    config.model.name = str(directory)
+    _resize(config, num_slots, cache_tokens or _PUBLISHED_CACHE_TOKENS)
+    tokenizer = assembly.load_tokenizer(config)
+    chat_template = front_lib.load_chat_template(directory)
+  else:
+    config = _read_config(directory.parent)
+    _resize(config, num_slots, cache_tokens)
+    beside = directory.parent / "tokenizer"
+    tokenizer, chat_template = _load_tokenizer(config, beside)
+  model = assembly.model_config(config, tokenizer.vocab_size)
+  mesh, _ = assembly.cut_devices(config, jax.devices())
+  try:
+    shardings = initial_params.shardings(config, model, mesh)
+    params = initial_params.load(str(directory), model, shardings)
+  except sections.ConfigError as error:
+    text = str(error).removeprefix("warm_start.")
+    raise sections.ConfigError(text) from error
+  return Policy(
+    config=config,
+    model=model,
+    params=params,
+    version=0,
+    tokenizer=tokenizer,
+    chat_template=chat_template,
+  )
+
+
+def _read_config(workdir: pathlib.Path) -> sections.Config:
+  config = config_json.read(workdir)
+  if config is None:
+    raise sections.ConfigError(
+      f"workdir: {workdir / config_json.NAME} does not exist"
+    )
+  return config
+
+
+def _load_tokenizer(
+  config: sections.Config, directory: pathlib.Path
+) -> tuple[tokenizer_lib.Tokenizer, chat_template_lib.ChatTemplate]:
+  """Of a workdir; the chat template stays with the model it came with."""
+  try:
+    tokenizer = tokenizer_lib.load(directory)
+  except (OSError, ValueError) as error:
+    raise sections.ConfigError(f"tokenizer: {error}") from error
+  if config.model.name in configs.MODELS:
+    return tokenizer, front_lib.load_chat_template(directory)
+  published = pathlib.Path(config.model.name)
+  if hf_weights.is_published(published):
+    return tokenizer, front_lib.load_chat_template(published)
+  refusal = (
+    f"the chat template of this policy was in {published}, which is gone"
+  )
+  return tokenizer, chat_template_lib.ChatTemplate(None, refusal=refusal)
+
+
+def _resize(config: sections.Config, num_slots: int, cache_tokens: int) -> None:
+  """Other sizes of the engine than the run's; 0 keeps them."""
+  rollout = config.rollout
+  if cache_tokens == 1:
+    raise sections.ConfigError(
+      "cache_tokens: 1 holds a prompt of one token and no completion"
+    )
+  if num_slots:
+    rollout.num_slots = num_slots
+  if cache_tokens:
+    sizes = []
+    size = min(_SMALLEST_BUCKET, cache_tokens)
+    while size < cache_tokens:
+      sizes.append(size)
+      size *= 2
+    buckets = (*sizes, cache_tokens)
+    rollout.cache_tokens = cache_tokens
+    rollout.num_pages = rollout.prefill_chunk = 0
+    rollout.prefill_buckets = rollout.window_buckets = buckets
+
+
+# -- serving it -------------------------------------------------------------
+
+
+def _check_sizes(
+  config: sections.Config, model: configs.ModelConfig, mesh: jax.sharding.Mesh
+) -> None:
+  """Refuses sizes that do not divide or that no device here holds."""
+  slots = config.rollout.num_slots
+  parts = mesh_lib.shape_of(mesh).parts(config.mesh.rollout_rules.batch)
+  sections.require(
+    slots % parts == 0,
+    "num_slots",
+    f"{slots} are not split evenly over {parts} replicas; use a multiple",
+  )
+  device_checks.check_rollout_memory(config, model, mesh)
+
+
+def make_scheduler(policy: Policy) -> scheduler_lib.Scheduler:
+  """An engine with the policy's weights, in the run's rollout format."""
+  config, model = policy.config, policy.model
+  train_mesh, rollout_mesh = assembly.cut_devices(config, jax.devices())
+  _check_sizes(config, model, rollout_mesh)
+  device_checks.check_weights(config.rollout.weights, rollout_mesh)
+  engine = assembly.make_engine(
+    config, model, rollout_mesh, policy.tokenizer.end_tokens
+  )
+  publish = train_step.make_publish(
+    model,
+    mesh_lib.Layout(mesh=train_mesh, rules=config.mesh.train_rules),
+    dtype=config.rollout.dtype,
+    weights=config.rollout.weights,
+  )
+  scheduler = scheduler_lib.Scheduler(engine, busy=metrics_lib.BusyClock())
+  params = engine.load_params(publish(policy.params), policy.version)
+  scheduler.adopt(params, policy.version)
+  return scheduler
+
+
+def _compile(
+  scheduler: scheduler_lib.Scheduler, stop: supervisor_lib.StopRequest
+) -> None:
+  """Writes a token at each padded length, so that no client waits for XLA."""
+  sizes = scheduler.engine.sizes
+  # A prompt of a bucket's length, and one whose next token fills a window.
+  lengths = {min(b, sizes.cache_tokens - 1) for b in sizes.prefill_buckets}
+  lengths |= {max(w - 1, 1) for w in sizes.window_buckets}
+  for length, top_p in itertools.product(sorted(lengths), (1.0, 0.5)):
+    sequence = sequence_lib.Sequence(
+      np.zeros((length,), np.int32),
+      limit=length + 1,
+      stream=sampling.Stream.SERVE,
+      group=0,
+      member=0,
+      settings=sampling.SamplingSettings(top_p=top_p),
+    )
+    scheduler.submit(sequence)
+    while not scheduler.is_idle:
+      if stop.is_set:
+        return
+      scheduler.step()
+
+
+def serve(
+  policy: Policy,
+  settings: front_lib.ServeSettings,
+  *,
+  stop: supervisor_lib.StopRequest,
+  on_ready: Callable[[str], None],
+) -> None:
+  """Serves until asked to stop; then drains.
+
+  Args:
+    policy: its `params` are let go of.
+    settings: see there.
+    stop: set by a signal.
+    on_ready: told the address, once requests are answered.
+
+  Raises:
+    ConfigError: it cannot be served like that.
+    ThreadFailed: a thread failed, and every request with it.
+    TimeoutError: a thread did not end.
+  """
+  loop: serve_loop_lib.ServeLoop | None = None
+  front = front_lib.Front(
+    settings,
+    tokenizer=policy.tokenizer,
+    chat_template=policy.chat_template,
+    cache_tokens=policy.config.rollout.cache_tokens,
+    vocab_size=policy.model.vocab_size,
+    is_alive=lambda: loop is not None and loop.is_running,
+  )
+  this = supervisor_lib.Supervisor(on_failure=lambda error: stop.set())
+  front.start(note=lambda text: stop.set())
+  try:
+    scheduler = make_scheduler(policy)
+    policy.params = None
+    _compile(scheduler, stop)
+    loop = serve_loop_lib.ServeLoop(front.queue, scheduler)
+    this.spawn("serve loop", loop.run)
+    while not (stop.is_set or (front.has_started and front.is_ready)):
+      stop.wait(0.01)
+    if not stop.is_set:
+      on_ready(front.address)
+    while not stop.is_set:
+      stop.wait(1.0)
+    front.queue.drain()
+    end_s = time.monotonic() + settings.drain_s
+    while not front.queue.is_empty and time.monotonic() < end_s:
+      time.sleep(0.02)
+  finally:
+    if loop is not None:
+      loop.stop()  # what is left gets an error, then its connection ends
+    front.stop()
+    late = this.join(_JOIN_S) + front.join(_JOIN_S)
+  this.check()
+  front.check()
+  if late:
+    raise TimeoutError(f"{', '.join(late)} did not end in {_JOIN_S} s")

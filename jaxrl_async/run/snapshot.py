@@ -1,0 +1,64 @@
+"""Outstanding groups, from the parts of a run into a checkpoint and back."""
+
+from jaxrl_async import types
+from jaxrl_async.coordination import buffer as buffer_lib
+from jaxrl_async.rollout import worker as worker_lib
+from jaxrl_async.storage import outstanding as outstanding_lib
+
+_RUNNING, _FINISHED = "running", "finished"
+
+
+def outstanding(
+  buffer: buffer_lib.Buffer, worker: worker_lib.RolloutWorker
+) -> list[outstanding_lib.OutstandingGroup]:
+  """Every group that has not ended; the worker must be paused."""
+  state = buffer.state()
+  running = worker.groups()
+  groups = [(_RUNNING, running[a.index]) for a in state.running]
+  groups += [(_FINISHED, group) for group in state.finished]
+  return [
+    outstanding_lib.OutstandingGroup(
+      index=group.index,
+      birth=group.birth,
+      deadline=group.deadline,
+      status=status,
+      group=group,
+    )
+    for status, group in groups
+  ]
+
+
+def count_tokens(groups: list[outstanding_lib.OutstandingGroup]) -> int:
+  """Tokens the policy wrote in them."""
+  return sum(g.group.num_completion_tokens for g in groups if g.group)
+
+
+def running(
+  groups: list[outstanding_lib.OutstandingGroup],
+) -> list[tuple[buffer_lib.Admission, types.RolloutGroup]]:
+  """What the worker takes up again."""
+  return [
+    (
+      buffer_lib.Admission(index=g.index, birth=g.birth, deadline=g.deadline),
+      g.group,
+    )
+    for g in groups
+    if g.status == _RUNNING and g.group is not None
+  ]
+
+
+def buffer_state(
+  groups: list[outstanding_lib.OutstandingGroup],
+  *,
+  groups_per_step: int,
+  next_step: int,
+  next_index: int,
+) -> buffer_lib.BufferState:
+  """What the buffer goes on with."""
+  return buffer_lib.BufferState(
+    groups_per_step=groups_per_step,
+    next_step=next_step,
+    next_index=next_index,
+    running=[admission for admission, _ in running(groups)],
+    finished=[g.group for g in groups if g.status == _FINISHED and g.group],
+  )

@@ -1,0 +1,117 @@
+"""Files that a run cannot go on without, and what is said if one fails.
+
+A full or broken disk is no bug of the program: it ends the run with one line
+that names the file, and no traceback.
+"""
+
+from collections.abc import Iterator
+import contextlib
+import errno
+import os
+import pathlib
+import re
+
+from jaxrl_async.storage import workdir as workdir_lib
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_BROKEN = {errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENODEV}
+# As Orbax's storage layer words what the system call returned.
+_OS_ERROR = re.compile(r"OS error (\d+)")
+
+
+class StorageError(OSError):
+  """A file could not be written; one line that names it and what to do."""
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+  """Turns a failure of the disk inside of the block into a StorageError.
+
+  Args:
+    path: what is being written, for the message. The failed file inside of it
+      is named instead where the system says which it was.
+  """
+  try:
+    yield
+  except (OSError, ValueError) as error:
+    number = error.errno if isinstance(error, OSError) else None
+    if found := _OS_ERROR.search(str(error)):
+      number = int(found[1])
+    if number not in _FULL | _REFUSED | _BROKEN:
+      raise  # not about the disk
+    named = getattr(error, "filename", None)
+    if number in _FULL:
+      advice = "make room there"
+    elif number in _REFUSED:
+      advice = "allow writing there"
+    else:
+      advice = "see that the directory is there and its disk works"
+    raise StorageError(
+      f"{named or os.fspath(path)} cannot be written ({os.strerror(number)});"
+      f" {advice}. The same command goes on from the newest checkpoint"
+    ) from error
+
+
+class AppendFile:
+  """A file that only grows, by whole records.
+
+  Invariant: it ends with a whole record: what a failed write has left of one
+  is cut off again. Nothing is kept in memory, so that closing writes nothing.
+
+  Threads: one at a time.
+  """
+
+  def __init__(self, path: str | os.PathLike[str], num_bytes: int = 0):
+    """Opens or creates the file and cuts it to `num_bytes`.
+
+    Raises:
+      ValueError: it is shorter than that.
+      StorageError: it cannot be opened.
+    """
+    self._path = pathlib.Path(path)
+    with writing(self._path):
+      is_there = self._path.exists()
+      found = self._path.stat().st_size if is_there else 0
+      if found < num_bytes:
+        raise ValueError(
+          f"{self._path} has {found} bytes, fewer than the {num_bytes} of the"
+          " checkpoint"
+        )
+      self._file = open(self._path, "r+b" if is_there else "x+b", 0)
+      self._file.truncate(num_bytes)
+      self.num_bytes = self._file.seek(num_bytes)
+
+  def append(self, record: bytes) -> None:
+    """Adds all of a record or nothing.
+
+    Raises:
+      WorkdirError: the file is no longer where it was.
+      StorageError: the disk did not take it.
+    """
+    workdir_lib.check_in_place(self._path, self._file)
+    with writing(self._path):
+      try:
+        rest = memoryview(record)
+        while rest:
+          rest = rest[self._file.write(rest) :]
+      except OSError:
+        self._file.seek(self.num_bytes)
+        self._file.truncate()
+        raise
+    self.num_bytes += len(record)
+
+  def sync(self) -> None:
+    """Waits until everything has reached the disk.
+
+    Raises:
+      WorkdirError: the file is no longer where it was.
+      StorageError: it did not.
+    """
+    workdir_lib.check_in_place(self._path, self._file)
+    with writing(self._path):
+      os.fsync(self._file.fileno())
+
+  def close(self) -> None:
+    """Closes the file."""
+    self._file.close()

@@ -1,0 +1,99 @@
+"""TensorBoard's event files, written by the thread that calls.
+
+tensorboardX's own writer hands events to a thread through a bounded queue. If
+that thread fails the queue fills, and whoever writes waits for ever; and what
+is still in the queue when the process is killed is lost. Here an event is in
+the file when `add` returns, or `add` raises.
+"""
+
+from collections.abc import Mapping
+import pathlib
+import struct
+import time
+from typing import Any
+
+from tensorboardX import record_writer
+from tensorboardX import summary
+from tensorboardX.proto import event_pb2
+
+from jaxrl_async.storage import disk
+
+_proto: Any = event_pb2  # its names are made at import
+
+
+class EventFile:
+  """One file of events; each start of a run writes its own.
+
+  TensorBoard drops what earlier files have of the first step and later ones.
+
+  Threads: one at a time.
+  """
+
+  def __init__(self, directory: pathlib.Path, first_step: int):
+    """Opens the file.
+
+    Raises:
+      OSError: that failed.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    # Times have whole seconds only: a quick restart would have the same name.
+    name = f"events.out.tfevents.{int(time.time())}.{first_step}"
+    self._file = disk.AppendFile(directory / name)
+    start = _proto.SessionLog(status=_proto.SessionLog.START)
+    try:
+      self._append(_proto.Event(file_version="brain.Event:2"))
+      self._append(_proto.Event(step=first_step, session_log=start))
+    except disk.StorageError:  # no empty file for each attempt
+      self._file.close()
+      (directory / name).unlink()
+      raise
+
+  def add(self, step: int, values: Mapping[str, Any]) -> None:
+    """Writes one event with all that is known about a step.
+
+    Args:
+      step: completed train steps.
+      values: numbers, or lists whose entry i counts the value i.
+
+    Raises:
+      StorageError: nothing of it was written.
+    """
+    found = summary.Summary()
+    for name, value in values.items():
+      if not isinstance(value, list):
+        found.value.extend(summary.scalar(name, value).value)
+      elif sum(value):
+        found.value.extend(_histogram(name, value).value)
+    self._append(_proto.Event(step=step, summary=found))
+
+  def sync(self) -> None:
+    """Waits until everything has reached the disk."""
+    self._file.sync()
+
+  def close(self) -> None:
+    """Closes the file."""
+    self._file.close()
+
+  def _append(self, event: Any) -> None:
+    event.wall_time = time.time()
+    data = event.SerializeToString()
+    size = struct.pack("<Q", len(data))
+    checksums = [
+      struct.pack("<I", record_writer.masked_crc32c(part))
+      for part in (size, data)
+    ]
+    self._file.append(size + checksums[0] + data + checksums[1])
+
+
+def _histogram(name: str, counts: list[Any]) -> Any:
+  used = [i for i, count in enumerate(counts) if count]
+  return summary.histogram_raw(
+    name,
+    min=used[0],
+    max=used[-1],
+    num=sum(counts),
+    sum=sum(i * count for i, count in enumerate(counts)),
+    sum_squares=sum(i * i * count for i, count in enumerate(counts)),
+    bucket_limits=[i + 0.5 for i in range(len(counts))],
+    bucket_counts=counts,
+  )

@@ -1,0 +1,199 @@
+"""The groups of a run that have not ended, and their files in a checkpoint.
+
+groups.json     records and scalars of the groups, questions included
+<field>.npy     one of their arrays, those of all trajectories end to end
+"""
+
+from collections.abc import Iterator
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from jaxrl_async.storage import item_json
+from jaxrl_async.types import FinishReason, Prompt, RolloutGroup, Trajectory
+
+_ARRAY_FIELDS = (
+  "tokens",
+  "loss_mask",
+  "behavior_logprobs",
+  "policy_versions",
+)
+
+
+class OutstandingError(ValueError):
+  """Groups that cannot be stored, or files that do not hold all of them."""
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class OutstandingGroup:
+  """One group that has not ended, as the buffer knows it.
+
+  Attributes:
+    index: admission order.
+    birth: policy version at admission.
+    deadline: last train step that may use it.
+    status: the buffer's word for where the group is.
+    group: its trajectories, partial or finished; None before the first token.
+  """
+
+  index: int
+  birth: int
+  deadline: int
+  status: str
+  group: RolloutGroup | None
+
+
+def write(directory: pathlib.Path, groups: list[OutstandingGroup]) -> None:
+  """Write `groups.json` and the .npy files into an existing directory."""
+  records, arrays = _pack(groups)
+  (directory / "groups.json").write_text(json.dumps(records))
+  for field, array in arrays.items():
+    np.save(directory / f"{field}.npy", array, allow_pickle=False)
+
+
+def read(directory: pathlib.Path) -> list[OutstandingGroup]:
+  """Read what `write` wrote, bit for bit.
+
+  Raises:
+    OutstandingError: a group was stored without its item.
+  """
+  records = json.loads((directory / "groups.json").read_text())
+  arrays = {
+    field: np.load(directory / f"{field}.npy", allow_pickle=False)
+    for field in ("prompt_tokens", *_ARRAY_FIELDS)
+  }
+  return _unpack(records, arrays)
+
+
+def _pack(
+  groups: list[OutstandingGroup],
+) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+  """JSON records, and per field the arrays of all of them end to end."""
+  pieces: dict[str, list[np.ndarray]] = {"prompt_tokens": []}
+  pieces |= {field: [] for field in _ARRAY_FIELDS}
+  records = []
+  for outstanding in groups:
+    group = outstanding.group
+    records.append(
+      {
+        "index": outstanding.index,
+        "birth": outstanding.birth,
+        "deadline": outstanding.deadline,
+        "status": outstanding.status,
+        "group": None if group is None else _group_record(group),
+      }
+    )
+    if group is None:
+      continue
+    pieces["prompt_tokens"].append(group.prompt.tokens)
+    for trajectory in group.trajectories:
+      for field in _ARRAY_FIELDS:
+        array = getattr(trajectory, field)
+        if array.shape != trajectory.tokens.shape:
+          raise OutstandingError(
+            f"group {group.index} member {trajectory.member}: {field} is "
+            f"{array.shape}, tokens are {trajectory.tokens.shape}"
+          )
+        pieces[field].append(array)
+  arrays = {}
+  for field, parts in pieces.items():
+    dtypes = sorted({str(part.dtype) for part in parts})
+    if len(dtypes) > 1:
+      raise OutstandingError(f"{field} mixes {' and '.join(dtypes)}")
+    arrays[field] = np.concatenate(parts) if parts else np.zeros(0)
+  return records, arrays
+
+
+def _group_record(group: RolloutGroup) -> dict[str, Any]:
+  """All of a group but its arrays, and the lengths that cut those apart."""
+  try:
+    item = item_json.encode(group.prompt.item)
+  except item_json.UnstorableError as error:
+    raise OutstandingError(
+      f"group {group.index}: the item of {group.prompt.prompt_id} holds {error}"
+    ) from error
+  return {
+    "index": group.index,
+    "birth": group.birth,
+    "deadline": group.deadline,
+    "prompt_id": group.prompt.prompt_id,
+    "item": item,
+    "num_prompt_tokens": len(group.prompt.tokens),
+    "times_s": group.times_s,
+    "trajectories": [
+      {
+        "member": trajectory.member,
+        "num_tokens": len(trajectory.tokens),
+        "finish_reason": trajectory.finish_reason,
+        "reward": trajectory.reward,
+      }
+      for trajectory in group.trajectories
+    ],
+  }
+
+
+def _unpack(
+  records: list[dict[str, Any]],
+  arrays: dict[str, np.ndarray],
+) -> list[OutstandingGroup]:
+  """The inverse of `_pack`."""
+  present = [r["group"] for r in records if r["group"] is not None]
+  prompts = _cut(
+    arrays["prompt_tokens"], [g["num_prompt_tokens"] for g in present]
+  )
+  lengths = [t["num_tokens"] for g in present for t in g["trajectories"]]
+  pieces = {field: _cut(arrays[field], lengths) for field in _ARRAY_FIELDS}
+  groups = []
+  for record in records:
+    group = record.pop("group")
+    if group is not None:
+      group = _read_group(group, next(prompts), pieces)
+    groups.append(OutstandingGroup(**record, group=group))
+  return groups
+
+
+def _read_group(
+  record: dict[str, Any],
+  prompt_tokens: np.ndarray,
+  pieces: dict[str, Iterator[np.ndarray]],
+) -> RolloutGroup:
+  """One group; takes its trajectories' arrays off the front of `pieces`."""
+  if "item" not in record:
+    raise OutstandingError(
+      f"group {record['index']} was stored without its question,"
+      f" {record['prompt_id']}; start in an empty workdir"
+    )
+  trajectories = []
+  for trajectory in record["trajectories"]:
+    reason = trajectory["finish_reason"]
+    trajectories.append(
+      Trajectory(
+        member=trajectory["member"],
+        finish_reason=None if reason is None else FinishReason(reason),
+        reward=trajectory["reward"],
+        **{field: next(pieces[field]) for field in _ARRAY_FIELDS},
+      )
+    )
+  return RolloutGroup(
+    index=record["index"],
+    birth=record["birth"],
+    deadline=record["deadline"],
+    prompt=Prompt(
+      prompt_id=record["prompt_id"],
+      tokens=prompt_tokens,
+      item=item_json.decode(record["item"]),
+    ),
+    trajectories=trajectories,
+    times_s=record["times_s"],
+  )
+
+
+def _cut(array: np.ndarray, lengths: list[int]) -> Iterator[np.ndarray]:
+  """Consecutive pieces of the given lengths."""
+  start = 0
+  for length in lengths:
+    yield array[start : start + length]
+    start += length

@@ -1,0 +1,243 @@
+"""Messages of a chat to the text of a prompt.
+
+Rendered as Hugging Face's `apply_chat_template` does it, within a deadline. A
+policy without a template gets the one user message and a newline, which is what
+the prompts of the small tasks look like.
+"""
+
+from collections.abc import Mapping, Sequence
+import json
+import math
+import pathlib
+import subprocess
+import sys
+import threading
+from typing import Any
+import weakref
+
+from jaxrl_async.storage import model_files
+from jaxrl_async.text import template_process
+
+DEADLINE_S = 5.0
+_START_S = 60.0  # for Python itself, and for compiling the template
+
+_CONFIG_FILE = model_files.TOKENIZER_CONFIG
+_FILE = "chat_template.jinja"
+_FOLDER = "additional_chat_templates"
+_PROCESSORS_FILE = "chat_template.json"
+
+
+class ChatTemplateError(ValueError):
+  """These messages have no prompt, or the template is none."""
+
+
+class ChatTemplate:
+  """How the messages of a chat become a prompt.
+
+  The template runs in a process of its own, see `template_process`.
+
+  Threads: any may render; they take turns.
+  """
+
+  def __init__(
+    self,
+    source: str | None,
+    special_tokens: Mapping[str, str] | None = None,
+    *,
+    refusal: str = "",
+    deadline_s: float = DEADLINE_S,
+  ):
+    """Compiles a template.
+
+    Args:
+      source: in Jinja; None for a policy that has none.
+      special_tokens: what the template may name, such as eos_token.
+      refusal: why there is none although there are some; no messages are
+        rendered then.
+      deadline_s: how long a rendering may take, turns included.
+
+    Raises:
+      ChatTemplateError: it cannot be compiled.
+    """
+    self._source = source
+    self._special_tokens = dict(special_tokens or {})
+    self._refusal = refusal
+    self._deadline_s = deadline_s
+    self._turn = threading.Lock()
+    self._process: _Process | None = None
+    if source is not None:
+      self._process = _Process(source)
+
+  def render(self, messages: Sequence[dict[str, Any]]) -> str:
+    """The prompt after which the assistant's answer is written.
+
+    Takes up to `deadline_s`: nothing for an event loop.
+
+    Raises:
+      ChatTemplateError: the template refuses these messages, or takes too long.
+    """
+    if self._refusal:
+      raise ChatTemplateError(self._refusal)
+    if self._source is None:
+      return _without_template(messages)
+    variables = {
+      "messages": list(messages),
+      "tools": None,
+      "documents": None,
+      "add_generation_prompt": True,
+      **self._special_tokens,
+    }
+    if not self._turn.acquire(timeout=self._deadline_s):
+      raise ChatTemplateError("the chat template is busy with other messages")
+    try:
+      if self._process is None or self._process.has_ended:
+        self._process = _Process(self._source)
+      reply = self._process.ask({"variables": variables}, self._deadline_s)
+      if reply is None:
+        self._process = None
+    finally:
+      self._turn.release()
+    if reply is None:
+      raise ChatTemplateError(
+        f"the chat template did not end within {self._deadline_s:g} s, or"
+        " needed too much memory"
+      )
+    if "error" in reply:
+      raise ChatTemplateError(f"the chat template says: {reply['error']}")
+    return reply["text"]
+
+
+class _Process:
+  """A running `template_process` with one template."""
+
+  def __init__(self, source: str):
+    # -P: the modules beside that file are not for `import`.
+    self._popen = subprocess.Popen(
+      [sys.executable, "-P", template_process.__file__],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.DEVNULL,
+      text=True,
+    )
+    self._end = weakref.finalize(self, _end, self._popen)
+    reply = self.ask({"source": source}, _START_S)
+    if reply is None:
+      raise ChatTemplateError("chat_template: it cannot be compiled in time")
+    if "error" in reply:
+      self._end()
+      raise ChatTemplateError(f"chat_template, {reply['error']}")
+
+  @property
+  def has_ended(self) -> bool:
+    """It was killed: here, or by somebody else."""
+    return self._popen.poll() is not None
+
+  def ask(
+    self, request: dict[str, Any], deadline_s: float
+  ) -> dict[str, Any] | None:
+    """The answer; None if there was none in time, and then no process."""
+    stdin, stdout = self._popen.stdin, self._popen.stdout
+    assert stdin is not None and stdout is not None
+    # Killed, it lets go of whoever writes to it or reads from it.
+    timer = threading.Timer(deadline_s, self._popen.kill)
+    timer.daemon = True
+    timer.start()
+    try:
+      alarm_s = math.ceil(deadline_s) + 1
+      stdin.write(json.dumps(request | {"alarm_s": alarm_s}) + "\n")
+      stdin.flush()
+      line = stdout.readline()
+    except BrokenPipeError:
+      line = ""
+    finally:
+      timer.cancel()
+    if not line.endswith("\n"):
+      self._end()
+      return None
+    return json.loads(line)
+
+
+def _end(popen: subprocess.Popen) -> None:
+  popen.kill()
+  popen.wait()
+  for pipe in (popen.stdin, popen.stdout):
+    assert pipe is not None
+    try:
+      pipe.close()
+    except BrokenPipeError:  # of what was not written any more
+      pass
+
+
+def load(directory: pathlib.Path) -> ChatTemplate:
+  """The template of a tokenizer's directory, or the one for none.
+
+  Where there are several and none is the default one, or only one that
+  transformers' tokenizers do not read, rendering is refused.
+
+  Raises:
+    ValueError: a file is damaged, or the template cannot be compiled.
+  """
+  named = sources(directory)
+  special = model_files.special_tokens(directory)
+  if "default" in named:
+    path, source = named["default"]
+    try:
+      return ChatTemplate(source, special)
+    except ChatTemplateError as error:
+      raise ChatTemplateError(f"{path}: {error}") from error
+  refusal = ""
+  if named:
+    refusal = (
+      f"this policy has the chat templates {', '.join(sorted(named))}, but no"
+      " default one"
+    )
+  elif (directory / _PROCESSORS_FILE).exists():
+    refusal = (
+      f"this policy has a chat template in {_PROCESSORS_FILE} only, which is"
+      f" not its tokenizer's; put it into {_FILE}"
+    )
+  return ChatTemplate(None, refusal=refusal)
+
+
+def sources(
+  directory: pathlib.Path,
+) -> dict[str, tuple[pathlib.Path, str]]:
+  """The templates by name: files of their own, else those of the settings.
+
+  Raises:
+    ValueError: a file is damaged.
+  """
+  files = {}
+  if (directory / _FILE).exists():
+    files["default"] = directory / _FILE
+  for path in sorted(directory.joinpath(_FOLDER).glob("*.jinja")):
+    files[path.stem] = path
+  if files:
+    return {
+      name: (path, model_files.read_text(path)) for name, path in files.items()
+    }
+  path = directory / _CONFIG_FILE
+  given = model_files.read_optional(path).get("chat_template")
+  named = given
+  if isinstance(given, str):
+    named = {"default": given}
+  elif given is None:
+    named = {}
+  elif isinstance(given, list) and all(isinstance(x, Mapping) for x in given):
+    named = {entry.get("name"): entry.get("template") for entry in given}
+  if not isinstance(named, Mapping) or not all(
+    isinstance(x, str) for pair in named.items() for x in pair
+  ):
+    raise ValueError(
+      f"{path}: chat_template is {model_files.shown(given)}, neither a template"
+      " nor templates by name"
+    )
+  return {name: (path, source) for name, source in named.items()}
+
+
+def _without_template(messages: Sequence[dict[str, Any]]) -> str:
+  if len(messages) != 1 or messages[0]["role"] != "user":
+    raise ChatTemplateError(
+      "this policy has no chat template: send one message, of the user"
+    )
+  return messages[0]["content"] + "\n"

@@ -1,0 +1,1 @@
+"""The trainer: packing, train step, objectives, supervised fine-tuning."""

@@ -1,0 +1,123 @@
+"""The next train step's batch, taken and prepared while this one trains.
+
+Advantages, packing and the transfer are host work that needs no weights, so
+that another thread can do it. It stays one batch ahead: the batch of step s + 1
+is taken as soon as that of step s has been handed over, if the buffer's
+predicate allows it; with max_staleness = 0 it never does before step s is done,
+and the loader only waits.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import threading
+import time
+from typing import Generic, TypeVar
+
+from jaxrl_async import types
+from jaxrl_async.coordination import buffer as buffer_lib
+
+Prepared = TypeVar("Prepared")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded(Generic[Prepared]):
+  """A batch and when it came, by `time.perf_counter`.
+
+  Attributes:
+    batch: what `prepare` made of the groups.
+    taken_s: when the buffer gave the groups.
+  """
+
+  batch: Prepared
+  taken_s: float
+
+
+class BatchLoader(Generic[Prepared]):
+  """Takes batches from the buffer in order and prepares them, one ahead.
+
+  Invariant: what it has taken and nobody has trained is still in the buffer's
+  `state`; the loader itself has nothing that a checkpoint would need.
+
+  Threads: `run` belongs to the loader's thread, `next` to the one that trains;
+  the others may be called from any. One condition guards the batch that is
+  ready. `run` waits for the buffer, and with a batch ready for `next` or
+  `stop`; `next` waits for a batch or the end of `run`.
+  """
+
+  def __init__(
+    self,
+    buffer: buffer_lib.Buffer,
+    prepare: Callable[[list[types.RolloutGroup]], Prepared],
+    *,
+    first_step: int,
+    end_step: int,
+  ):
+    """Loads the batches of first_step and on, and none of end_step."""
+    self._buffer = buffer
+    self._prepare = prepare
+    self._steps = range(first_step, end_step)
+    self._ready: Loaded[Prepared] | None = None
+    self._is_stopping = False
+    self._has_ended = False
+    self._condition = threading.Condition()
+    self._status = "not started", time.perf_counter()
+
+  def status(self) -> str:
+    """What it is doing, for the stall report."""
+    text, since_s = self._status
+    return f"batch loader: {text} since {time.perf_counter() - since_s:.1f} s"
+
+  def stop(self) -> None:
+    """Ends `run`, at the latest when the buffer is closed."""
+    with self._condition:
+      self._is_stopping = True
+      self._condition.notify_all()
+
+  def next(self, timeout_s: float) -> Loaded[Prepared] | None:
+    """The next step's batch; None after the timeout, or if there is no more."""
+    with self._condition:
+      self._condition.wait_for(
+        lambda: self._ready is not None or self._has_ended, timeout_s
+      )
+      loaded, self._ready = self._ready, None
+      self._condition.notify_all()
+      return loaded
+
+  def run(self) -> None:
+    """Loads until stopped; a closed buffer ends it without an error."""
+    try:
+      for step in self._steps:
+        groups = self._take(step)
+        if groups is None:
+          return
+        taken_s = time.perf_counter()
+        self._show(f"preparing the batch of step {step}")
+        batch = self._prepare(groups)
+        self._show(f"ready with the batch of step {step}")
+        if not self._hand_over(Loaded(batch=batch, taken_s=taken_s)):
+          return
+    except buffer_lib.BufferClosed:
+      pass
+    finally:
+      with self._condition:
+        self._has_ended = True
+        self._show("ended")
+        self._condition.notify_all()
+
+  def _take(self, step: int) -> list[types.RolloutGroup] | None:
+    self._show(f"waiting for a batch for step {step}")
+    while not self._is_stopping:
+      groups = self._buffer.get_batch(step, timeout_s=0.2)
+      if groups is not None:
+        return groups
+    return None
+
+  def _hand_over(self, loaded: Loaded[Prepared]) -> bool:
+    with self._condition:
+      self._ready = loaded
+      self._condition.notify_all()
+      self._condition.wait_for(lambda: self._ready is None or self._is_stopping)
+      return not self._is_stopping
+
+  def _show(self, status: str) -> None:
+    self._status = status, time.perf_counter()

@@ -1,0 +1,156 @@
+"""The warm start: supervised training on worked solutions.
+
+Everything is packed once into rows; a step takes the next rows of a shuffled
+order, anew for each pass.
+"""
+
+from collections.abc import Callable, Iterable
+import dataclasses
+import functools
+
+import jax
+from jax.sharding import Mesh
+import numpy as np
+
+from jaxrl_async import types
+from jaxrl_async.config import sections
+from jaxrl_async.data import prompts
+from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.models import transformer
+from jaxrl_async.training import objectives
+from jaxrl_async.training import packing
+from jaxrl_async.training import train_step
+from jaxrl_async.training import trainer as trainer_lib
+
+
+class WarmStartError(RuntimeError):
+  """Too many updates in a row were not finite."""
+
+
+def pack_examples(
+  examples: Iterable[prompts.WorkedExample], *, tokens_per_row: int
+) -> packing.PackedBatch:
+  """Rows of worked solutions, [R T] arrays."""
+  trajectories = []
+  for member, example in enumerate(examples):
+    p, c = len(example.prompt_tokens), len(example.completion_tokens)
+    trajectories.append(
+      types.Trajectory(
+        member=member,
+        tokens=np.concatenate(
+          [example.prompt_tokens, example.completion_tokens]
+        ),
+        loss_mask=np.arange(p + c) >= p,
+        behavior_logprobs=np.zeros((p + c,), np.float32),
+        policy_versions=np.full((p + c,), -1, np.int32),
+      )
+    )
+  nothing = types.Prompt(prompt_id="", tokens=np.zeros(1, np.int32), item={})
+  group = types.RolloutGroup(
+    index=0, birth=0, deadline=0, prompt=nothing, trajectories=trajectories
+  )
+  packed, _ = packing.pack(
+    [group],
+    np.zeros((len(trajectories),), np.float32),
+    tokens_per_row=tokens_per_row,
+    rows_per_microbatch=1,
+    num_minibatches=1,
+  )
+  rows = jax.tree.map(lambda x: x.reshape(-1, tokens_per_row), packed)
+  used = rows.segment_ids.any(axis=1)
+  return jax.tree.map(lambda x: x[used], rows)
+
+
+def warm_start(
+  section: sections.WarmStartSection,
+  rows: packing.PackedBatch | None,
+  *,
+  params: transformer.Params | None,
+  mesh: Mesh,
+  rules: sections.ShardingRules = mesh_lib.TRAIN_RULES,
+  forward: train_step.ForwardSettings,
+  rows_per_microbatch: int,
+  max_bad_updates: int,
+  seed: int,
+  on_step: Callable[[int, float], None] = lambda step, loss: None,
+) -> transformer.Params:
+  """Trains on the rows; the result is version 0 of the policy.
+
+  Args:
+    section: steps, rows of a step, optimizer.
+    rows: of `pack_examples`; None if there are no steps.
+    params: to start from; None initialises them.
+    mesh: of the training slice.
+    rules: of the same.
+    forward: settings of the forward pass.
+    rows_per_microbatch: rows of one forward and backward; divides the rows of
+      a step.
+    max_bad_updates: that many skipped updates in a row are an error.
+    seed: of initialisation and order.
+    on_step: told step and loss after each step.
+
+  Raises:
+    WarmStartError: loss or gradient were not finite, too many times in a row.
+  """
+  schedule = train_step.learning_rate_schedule(
+    section.optimizer, total_steps=section.num_steps, decay=section.decay
+  )
+  optimizer = train_step.make_optimizer(section.optimizer, schedule)
+  layout = mesh_lib.Layout(mesh=mesh, rules=rules)
+  forward = dataclasses.replace(forward, layout=layout)
+  params_sharding = mesh_lib.shardings(
+    mesh,
+    rules,
+    transformer.logical_axes(forward.model, is_stacked=True),
+  )
+  sharding = trainer_lib.state_sharding(
+    mesh,
+    forward.model,
+    optimizer,
+    params_sharding,
+    offload=section.optimizer.offload,
+  )
+  if params is None:
+    init = jax.jit(
+      functools.partial(transformer.init_params, forward.model),
+      out_shardings=params_sharding,
+    )
+    params = init(jax.random.key(seed))
+  assert params is not None
+  init_opt = jax.jit(optimizer.init, out_shardings=sharding.opt_state)
+  state = train_step.TrainState(params=params, opt_state=init_opt(params))
+  update = jax.jit(
+    functools.partial(
+      train_step.update,
+      forward,
+      objectives.next_token,
+      objectives.no_diagnostic,
+      optimizer,
+    ),
+    donate_argnums=0,
+    out_shardings=(sharding, mesh_lib.replicated(mesh)),
+  )
+  batch_sharding = mesh_lib.sharding(mesh, rules, None, None, "batch", "tokens")
+  rng = np.random.default_rng(seed)
+  order = np.zeros((0,), np.int64)
+  bad_updates = 0
+  for step in range(section.num_steps):
+    assert rows is not None
+    while len(order) < section.rows_per_batch:
+      order = np.append(order, rng.permutation(len(rows.tokens)))
+    chosen, order = np.split(order, [section.rows_per_batch])
+    shape = (1, -1, rows_per_microbatch, rows.tokens.shape[1])
+    batch = jax.tree.map(
+      lambda x, chosen=chosen, shape=shape: x[chosen].reshape(shape), rows
+    )
+    state, metrics = update(
+      state, mesh_lib.put(batch, batch_sharding), np.int32(0)
+    )
+    on_step(step + 1, float(metrics["loss"][0]))
+    bad_updates = bad_updates + 1 if metrics["bad_updates"][0] else 0
+    if bad_updates >= max_bad_updates:
+      raise WarmStartError(
+        f"warm start, step {step + 1}: {bad_updates} updates in a row had a"
+        " loss or gradient that is not finite (train.max_bad_updates)"
+      )
+  return state.params

@@ -1,0 +1,410 @@
+"""The trainer's device programs, as pure functions of state and batch.
+
+A train step is its stages, each of which adds fields to the batch under the
+weights before the step (`proximal_logprobs` is one), and then `update`:
+num_minibatches optimizer steps, each of which sums the gradients of its
+microbatches. What is minimised is an argument, see `objectives`.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+from jaxtyping import Array, Float, Int
+import numpy as np
+import optax
+
+from jaxrl_async.algorithms import likelihood
+from jaxrl_async.config import sections
+from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.models import configs
+from jaxrl_async.models import quantization
+from jaxrl_async.models import transformer
+from jaxrl_async.models.attention import packed_attention
+from jaxrl_async.training import objectives
+from jaxrl_async.training import packing
+
+Metrics = dict[str, jax.Array]
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=["params", "opt_state"],
+  meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+  """Float32 master weights (layers stacked) and the optimizer's state."""
+
+  params: transformer.Params
+  opt_state: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForwardSettings:
+  """What the forward pass depends on beside parameters and batch.
+
+  Attributes:
+    attention: a name of `packed_attention.IMPLEMENTATIONS`.
+    layout: of the mesh it is compiled for; None leaves all to the compiler.
+  """
+
+  model: configs.ModelConfig
+  compute_dtype: str
+  remat: sections.Remat
+  attention: str
+  temperature: float
+  vocab_chunk: int
+  layout: mesh_lib.Layout | None = None
+
+  def constrain(self, array: jax.Array, *axes: str | None) -> jax.Array:
+    """The array with these logical axes, split as the layout says."""
+    if self.layout is None:
+      return array
+    return self.layout.constrain(array, *axes)
+
+
+def learning_rate_schedule(
+  section: sections.OptimizerSection,
+  *,
+  total_steps: int = 0,
+  decay: float = 1.0,
+) -> Callable[[Any], Any]:
+  """Linear warmup, then constant, or cosine to `decay` of the peak.
+
+  Args:
+    section: peak and warmup, in optimizer steps.
+    total_steps: end of the cosine; 0 keeps the rate constant.
+    decay: final rate over peak.
+  """
+  peak, warmup = section.learning_rate, section.warmup_steps
+  # The first update already moves: warmup starts at peak / (warmup + 1).
+  ramp = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
+  if total_steps and decay != 1.0:
+    after = optax.cosine_decay_schedule(
+      peak, max(total_steps - warmup, 1), alpha=decay
+    )
+  else:
+    after = optax.constant_schedule(peak)
+  return optax.join_schedules([ramp, after], [warmup])
+
+
+def make_optimizer(
+  section: sections.OptimizerSection, schedule: Callable[[Any], Any]
+) -> optax.GradientTransformation:
+  """Global-norm clipping, then AdamW or Muon (AdamW for what is no matrix)."""
+  if section.name is sections.OptimizerName.MUON:
+    optimizer = optax.contrib.muon(
+      schedule,
+      adam_b1=section.b1,
+      adam_b2=section.b2,
+      weight_decay=section.weight_decay,
+      consistent_rms=0.2,  # one learning rate for both, arXiv:2502.16982
+      muon_weight_dimension_numbers=muon_dimensions,
+      mu_dtype=section.state_dtype,
+    )
+  else:
+    optimizer = optax.adamw(
+      schedule,
+      b1=section.b1,
+      b2=section.b2,
+      eps=section.eps,
+      weight_decay=section.weight_decay,
+      mu_dtype=section.state_dtype,
+    )
+  return optax.chain(
+    optax.clip_by_global_norm(section.max_grad_norm), optimizer
+  )
+
+
+def muon_dimensions(params: Any) -> Any:
+  """Which axes of each parameter Muon orthogonalises; None leaves it to AdamW.
+
+  Matrices of the blocks only, layers kept apart; heads belong to the side
+  they are summed on.
+  """
+  axes = {
+    "query": ((1,), (2, 3)),
+    "key": ((1,), (2, 3)),
+    "value": ((1,), (2, 3)),
+    "output": ((1, 2), (3,)),
+    "gate": ((1,), (2,)),
+    "up": ((1,), (2,)),
+    "down": ((1,), (2,)),
+  }
+
+  def dimensions(path, _):
+    names = [entry.key for entry in path]
+    if names[0] != "layers" or names[-1] not in axes:
+      return None
+    reduction, output = axes[names[-1]]
+    return optax.contrib.MuonDimensionNumbers(reduction, output)
+
+  return jax.tree_util.tree_map_with_path(dimensions, params)
+
+
+def token_logprobs(
+  settings: ForwardSettings,
+  params: transformer.Params,
+  batch: packing.PackedBatch,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+  """Logprobs and entropies of one packed microbatch."""
+  model = transformer.bind(
+    settings.model, params, is_stacked=True, remat=settings.remat
+  )
+  length = batch.tokens.shape[1]
+  # Nothing learns from padding: each sees itself alone, and costs no block.
+  start = jnp.where(
+    batch.segment_ids == 0,
+    jnp.arange(length, dtype=jnp.int32)[None],
+    batch.segment_start,
+  )
+  mix = packed_attention.over_rows(
+    settings.attention, start, settings.model.num_heads, settings.layout
+  )
+
+  def attend(layer, query, key, value):
+    del layer
+    return mix(query, key, value), None
+
+  hidden, _ = model.hidden(
+    _embedded(settings, model, batch.tokens),
+    batch.positions,
+    attend,
+    lambda x: settings.constrain(x, "batch", "tokens", None),
+  )
+  return likelihood.token_logprobs_and_entropy(
+    hidden,
+    model.head(),
+    batch.tokens,
+    batch.segment_ids,
+    temperature=settings.temperature,
+    vocab_chunk=settings.vocab_chunk,
+    layout=settings.layout,
+  )
+
+
+def _embedded(
+  settings: ForwardSettings,
+  model: transformer.Decoder,
+  tokens: Int[Array, "B T"],
+) -> Float[Array, "B T D"]:
+  """Looks up tokens in a table whose columns lie where other rows are.
+
+  Each device looks up its columns of all those rows, then columns are exchanged
+  for rows: the table would be more to gather, and its gradient to sum.
+  """
+  dtype = jnp.dtype(settings.compute_dtype)
+  if settings.layout is None:
+    return model.embed(tokens, dtype)
+  by_columns = settings.layout.freed("batch", "tokens", of="embed")
+  tokens = by_columns.constrain(tokens, "batch", "tokens")
+  columns = model.embed(tokens, dtype)
+  columns = by_columns.constrain(columns, "batch", "tokens", "embed")
+  return settings.constrain(columns, "batch", "tokens", None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+  """A device program of a train step that runs before its first update.
+
+  What it returns joins the batch: arrays [M, K, B, T] by name, new fields of
+  the batch or replacements of its own arrays. So a stage can compute logprobs
+  under other weights, or advantages from what an earlier stage has added.
+
+  Attributes:
+    name: of its time, as `time/<name>_s`, and in the picture.
+    run: from settings, the parameters before the step, and the batch.
+  """
+
+  name: str
+  run: Callable[
+    [ForwardSettings, transformer.Params, packing.PackedBatch],
+    dict[str, Float[Array, "M K B T"]],
+  ]
+
+
+def proximal_logprobs(
+  settings: ForwardSettings,
+  params: transformer.Params,
+  batch: packing.PackedBatch,
+) -> dict[str, Float[Array, "M K B T"]]:
+  """Logprobs of every token of the train step's batch, one forward."""
+
+  def minibatch_logprobs(minibatch):
+    def step(k, logprobs):
+      micro = jax.tree.map(lambda x: x[k], minibatch)
+      return logprobs.at[k].set(token_logprobs(settings, params, micro)[0])
+
+    used = packing.num_used_microbatches(minibatch.segment_ids)
+    zeros = jnp.zeros(minibatch.tokens.shape, jnp.float32)
+    return jax.lax.fori_loop(0, used, step, zeros)
+
+  return {objectives.PROXIMAL: jax.lax.map(minibatch_logprobs, batch)}
+
+
+PROXIMAL_STAGE = Stage(name="proximal", run=proximal_logprobs)
+
+
+def _in_memory_of(tree: Any, like: Any) -> Any:
+  """The arrays, each in the memory (a device's or its host's) of the other."""
+  return jax.tree.map(
+    lambda x, y: jax.device_put(x, jax.typeof(y).memory_space), tree, like
+  )
+
+
+def _apply_gradients(
+  optimizer: optax.GradientTransformation,
+  state: TrainState,
+  gradients: transformer.Params,
+  loss: Float[Array, ""],
+) -> tuple[TrainState, Metrics]:
+  """One optimizer step, or none if loss or gradient is not finite.
+
+  An optimizer state that lies in the host's memory comes and goes back.
+  """
+  norm = optax.tree.norm(gradients)
+  is_good = jnp.isfinite(loss) & jnp.isfinite(norm)
+  before = dataclasses.replace(
+    state,
+    opt_state=jax.device_put(state.opt_state, jax.memory.Space.Device),
+  )
+  # Optax multiplies by its int32 step count.
+  with jax.numpy_dtype_promotion("standard"):
+    updates, opt_state = optimizer.update(
+      gradients, before.opt_state, before.params
+    )
+  params: Any = optax.apply_updates(state.params, updates)
+  after = TrainState(params=params, opt_state=opt_state)
+  after = jax.tree.map(
+    lambda new, old: jnp.where(is_good, new, old), after, before
+  )
+  return _in_memory_of(after, state), {
+    "loss": loss,
+    "grad_norm": norm,
+    "bad_updates": (~is_good).astype(jnp.float32),
+  }
+
+
+def _accumulate(
+  loss_fn: Callable[..., tuple[jax.Array, Metrics]],
+  params: transformer.Params,
+  microbatches: Any,
+  num_used: Int[Array, ""],
+) -> tuple[Float[Array, ""], transformer.Params, Metrics]:
+  """Sums loss, gradients and metric sums over the first microbatches."""
+  gradient_fn = jax.value_and_grad(loss_fn, has_aux=True)
+  first = jax.tree.map(lambda x: x[0], microbatches)
+  shapes = jax.eval_shape(gradient_fn, params, first)
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+  def step(k, total):
+    micro = jax.tree.map(lambda x: x[k], microbatches)
+    return jax.tree.map(jnp.add, total, gradient_fn(params, micro))
+
+  (loss, sums), gradients = jax.lax.fori_loop(0, num_used, step, zeros)
+  return loss, gradients, sums
+
+
+def update(
+  settings: ForwardSettings,
+  loss: objectives.Loss,
+  diagnostic: objectives.Diagnostic,
+  optimizer: optax.GradientTransformation,
+  state: TrainState,
+  batch: packing.PackedBatch,
+  policy_version: Int[Any, ""],
+) -> tuple[TrainState, Metrics]:
+  """The optimizer steps of one train step, one for each minibatch.
+
+  Args:
+    settings: of the forward pass.
+    loss: what is minimised.
+    diagnostic: what is measured beside it.
+    optimizer: of `make_optimizer`.
+    state: before the step.
+    batch: [M, K, B, T] arrays: minibatches of microbatches; with the fields
+      that the loss needs.
+    policy_version: of `state`.
+
+  Returns:
+    The new state, and for each minibatch [M] the loss, the gradient norm,
+    whether the update was skipped, the sums of loss and diagnostic, and the
+    minibatch's totals.
+  """
+
+  def minibatch_step(state, minibatch):
+    packed, index = minibatch
+    totals = objectives.minibatch_totals(packed)
+
+    def loss_fn(params, batch):
+      logprobs, entropy = token_logprobs(settings, params, batch)
+      micro = objectives.Microbatch(
+        logprobs=logprobs,
+        entropy=entropy,
+        values=None,
+        batch=batch,
+        totals=totals,
+        policy_version=policy_version,
+        minibatch=index,
+      )
+      value, sums = loss(micro)
+      return value, {**sums, **diagnostic(micro)}
+
+    value, gradients, sums = _accumulate(
+      loss_fn,
+      state.params,
+      packed,
+      packing.num_used_microbatches(packed.segment_ids),
+    )
+    state, metrics = _apply_gradients(optimizer, state, gradients, value)
+    return state, {**metrics, **sums, **totals}
+
+  indices = np.arange(len(batch.tokens), dtype=np.int32)
+  return jax.lax.scan(minibatch_step, state, (batch, indices))
+
+
+def published_params(
+  params: transformer.Params,
+  num_layers: int,
+  dtype: str,
+  weights: sections.WeightFormat,
+) -> transformer.Params:
+  """What travels to the engines: layers unstacked, cast. Call it in a jit.
+
+  Where the config asks for it the matrices are quantised.
+
+  The outputs of the jit are fresh buffers, so that the trainer may go on to
+  donate its own.
+  """
+  unstacked = transformer.unstack(params, num_layers)
+  return quantization.quantize(unstacked, weights, dtype)
+
+
+def make_publish(
+  model: configs.ModelConfig,
+  layout: mesh_lib.Layout,
+  *,
+  dtype: str,
+  weights: sections.WeightFormat,
+) -> Any:
+  """The program `published_params`, for parameters that lie in this layout.
+
+  Training and serving both make an engine's weights with it, so that what is
+  served is what the run's own engine was given.
+  """
+  axes = transformer.logical_axes(model, is_stacked=False)
+  return jax.jit(
+    functools.partial(
+      published_params,
+      num_layers=model.num_layers,
+      dtype=dtype,
+      weights=weights,
+    ),
+    out_shardings=mesh_lib.shardings(
+      layout.mesh, layout.rules, quantization.logical_axes(axes, weights)
+    ),
+  )
