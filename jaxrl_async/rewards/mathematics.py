@@ -1,7 +1,7 @@
 r"""Whether two mathematical answers are equal, through math-verify.
 
 An answer is looked for where texts of this kind put it: in the last `\boxed{}`,
-after the last `####` (GSM8K), or, if the caller accepts that, in the whole text.
+after the last `####` (GSM8K), or, if the caller accepts it, in the whole text.
 It is compared as mathematics: 0.5 equals \frac{1}{2}, intervals and sets are
 compared as such, units and dollar signs are dropped.
 """
