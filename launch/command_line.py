@@ -234,7 +234,7 @@ def _check_is_config(value: Any) -> None:
     getattr(value, "seed", None)
     raise sections.ConfigError(
       f"config: get_config() of the file gives {sections.shown(value)}, not a"
-      " sections.Config"
+      " config.Config"
     )
 
 
