@@ -1,4 +1,4 @@
-"""Qwen2 of transformers with the sizes of one of our models."""
+"""The Qwen2 model of transformers, with the sizes of one of our models."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ import transformers
 def settings(
   model: dict[str, Any], max_tokens: int, **options: Any
 ) -> transformers.Qwen2Config:
-  """Its configuration; ends the process for another architecture.
+  """Return its configuration; end the process if the architecture is not Qwen2.
 
   Args:
     model: the fields of `configs.ModelConfig`.
-    max_tokens: positions there are.
+    max_tokens: number of positions.
     options: further fields of the configuration.
   """
   m = model

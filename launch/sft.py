@@ -2,9 +2,9 @@
 
 python launch/sft.py --config=configs/quickstart.py --workdir=/tmp/sft
 
-Writes config.json and WORKDIR/params, which a run starts from with
+Writes config.json and WORKDIR/params. A run starts from these parameters with
 --config.warm_start.checkpoint=WORKDIR/params. The last line on stdout is JSON
-with the number of steps, the wall-clock and the path of the parameters.
+with the number of steps, the wall-clock time and the path of the parameters.
 """
 
 import command_line  # isort: skip, first: it sets XLA's environment
@@ -12,7 +12,7 @@ import command_line  # isort: skip, first: it sets XLA's environment
 import json
 import time
 
-# What takes long to import is imported in main(), after all checks.
+# Slow imports are made in main(), after all checks.
 
 
 def main(config):
