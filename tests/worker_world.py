@@ -15,6 +15,7 @@ from jaxrl_async.text import tokenizer as tokenizer_lib
 
 GROUP_SIZE = 3
 MAX_COMPLETION = 14
+ARRAYS = "tokens", "loss_mask", "behavior_logprobs", "policy_versions"
 
 
 class WatchedBuffer(buffer_lib.Buffer):
