@@ -115,9 +115,9 @@ def _group(index: int, step: int) -> types.RolloutGroup:
     for member in range(4)
   ]
   return types.RolloutGroup(
-    index=index,
-    birth=step,
-    deadline=step + _MAX_STALENESS,
+    admission=types.Admission(
+      index=index, birth=step, deadline=step + _MAX_STALENESS
+    ),
     prompt=_PROMPT,
     trajectories=trajectories,
   )
@@ -138,10 +138,12 @@ class Books:
     )
     self._null = open(os.devnull, "w")
     self._worker: Any = SimpleNamespace(
-      scheduler=SimpleNamespace(stats=scheduler_lib.SchedulerStats()),
-      served_tokens=0,
+      replica=SimpleNamespace(
+        scheduler=SimpleNamespace(stats=scheduler_lib.SchedulerStats()),
+        served_tokens=0,
+        adopt_s=0.0,
+      ),
       wait_for_admission_s=0.0,
-      adopt_s=0.0,
     )
     rewards: Any = SimpleNamespace(
       metrics=lambda: {"reward_service/latency_s": 0.1}
@@ -220,7 +222,7 @@ class Books:
       model=configs.MODELS["tiny"],
       peak_flops=1e12,
     )
-    self._worker.scheduler.stats.generated_tokens += sum(
+    self._worker.replica.scheduler.stats.generated_tokens += sum(
       group.num_completion_tokens for group in groups
     )
     self.step += 1
@@ -274,9 +276,7 @@ def _full_buffer(num_groups: int) -> tuple[buffer_lib.Buffer, int]:
   num_deadlines = _MAX_STALENESS + 1
   per_step = num_groups // num_deadlines
   admissions = [
-    buffer_lib.Admission(
-      index=i, birth=i // per_step, deadline=step + i // per_step
-    )
+    types.Admission(index=i, birth=i // per_step, deadline=step + i // per_step)
     for i in range(num_deadlines * per_step - 1)
   ]
   num_running = len(admissions) // 2
@@ -289,9 +289,7 @@ def _full_buffer(num_groups: int) -> tuple[buffer_lib.Buffer, int]:
       running=admissions[:num_running],
       finished=[
         types.RolloutGroup(
-          index=a.index,
-          birth=a.birth,
-          deadline=a.deadline,
+          admission=a,
           prompt=_PROMPT,
           trajectories=[],
         )

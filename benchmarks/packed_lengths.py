@@ -42,7 +42,9 @@ def make_group(lengths: np.ndarray, vocab_size: int = 97) -> types.RolloutGroup:
     )
   prompt = types.Prompt(prompt_id="", tokens=np.zeros(1, np.int32), item={})
   return types.RolloutGroup(
-    index=0, birth=0, deadline=0, prompt=prompt, trajectories=trajectories
+    admission=types.Admission(index=0, birth=0, deadline=0),
+    prompt=prompt,
+    trajectories=trajectories,
   )
 
 

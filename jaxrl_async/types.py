@@ -76,25 +76,42 @@ class Trajectory:
     return int(self.loss_mask.sum())
 
 
-@dataclasses.dataclass(kw_only=True, slots=True)
-class RolloutGroup:
-  """The trajectories of one prompt and the bound under which they were begun.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Admission:
+  """The right to write one group, and until when the group may be used.
 
   Attributes:
-    index: admission order, from 0; with the member it seeds the sampling.
-    birth: policy version of the engine at admission; no token is older.
+    index: order of admission, from 0. It identifies the group, and together
+      with the member it seeds the sampling.
+    birth: policy version that the engine held at admission; no token of the
+      group is older.
     deadline: last train step that may use the group: birth + max_staleness as
       it was at admission.
-    times_s: seconds since the start of the run: "admitted", "generated",
-      "scored".
   """
 
   index: int
   birth: int
   deadline: int
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class RolloutGroup:
+  """The trajectories of one prompt and the admission they were begun under.
+
+  Attributes:
+    times_s: seconds since the start of the run: "admitted", "generated",
+      "scored".
+  """
+
+  admission: Admission
   prompt: Prompt
   trajectories: list[Trajectory]
   times_s: dict[str, float] = dataclasses.field(default_factory=dict)
+
+  @property
+  def index(self) -> int:
+    """What the group is called: its place in the order of admission."""
+    return self.admission.index
 
   @property
   def num_completion_tokens(self) -> int:

@@ -69,9 +69,7 @@ def _trajectory(rng, member, num_tokens, **rest):
 def _groups():
   rng = np.random.default_rng(3)
   group = types.RolloutGroup(
-    index=7,
-    birth=2,
-    deadline=6,
+    admission=types.Admission(index=7, birth=2, deadline=6),
     prompt=types.Prompt(
       prompt_id="chain_sum/train/12",
       tokens=np.arange(5, dtype=np.int32),
@@ -88,10 +86,12 @@ def _groups():
   )
   return [
     outstanding_lib.OutstandingGroup(
-      index=6, birth=2, deadline=6, status="running", group=None
+      admission=types.Admission(index=6, birth=2, deadline=6),
+      status="running",
+      group=None,
     ),
     outstanding_lib.OutstandingGroup(
-      index=7, birth=2, deadline=6, status="running", group=group
+      admission=group.admission, status="running", group=group
     ),
   ]
 
@@ -104,12 +104,12 @@ def _assert_same_bits(got, wanted):
 def _assert_same_groups(got, wanted):
   assert len(got) == len(wanted)
   for one, other in zip(got, wanted, strict=True):
-    for field in ("index", "birth", "deadline", "status"):
+    for field in ("admission", "status"):
       assert getattr(one, field) == getattr(other, field)
     assert (one.group is None) == (other.group is None)
     if one.group is None:
       continue
-    for field in ("index", "birth", "deadline", "times_s"):
+    for field in ("admission", "times_s"):
       assert getattr(one.group, field) == getattr(other.group, field)
     assert one.group.prompt.prompt_id == other.group.prompt.prompt_id
     assert repr(one.group.prompt.item) == repr(other.group.prompt.item)
@@ -176,9 +176,9 @@ def _trajectory_fields(draw):
 _NUMBERS = st.integers(0, 2**40)
 _GROUP_FIELDS = st.fixed_dictionaries(
   {
-    "index": _NUMBERS,
-    "birth": _NUMBERS,
-    "deadline": _NUMBERS,
+    "numbers": st.fixed_dictionaries(
+      {name: _NUMBERS for name in ("index", "birth", "deadline")}
+    ),
     "prompt_id": st.text(max_size=5),
     "prompt_tokens": hnp.arrays(np.int32, st.integers(0, 5)),
     "trajectories": st.lists(_trajectory_fields(), max_size=4),
@@ -189,8 +189,9 @@ _GROUP_FIELDS = st.fixed_dictionaries(
 )
 
 
-def _build_group(prompt_id, prompt_tokens, trajectories, **rest):
+def _build_group(numbers, prompt_id, prompt_tokens, trajectories, **rest):
   return types.RolloutGroup(
+    admission=types.Admission(**numbers),
     prompt=types.Prompt(prompt_id=prompt_id, tokens=prompt_tokens, item={}),
     trajectories=[types.Trajectory(**fields) for fields in trajectories],
     **rest,
@@ -207,9 +208,9 @@ def _build_group(prompt_id, prompt_tokens, trajectories, **rest):
 def test_any_groups_come_back_bit_for_bit(all_fields):
   groups = [
     outstanding_lib.OutstandingGroup(
-      index=number,
-      birth=number + 1,
-      deadline=number + 2,
+      admission=types.Admission(
+        index=number, birth=number + 1, deadline=number + 2
+      ),
       status=status,
       group=None if fields is None else _build_group(**fields),
     )

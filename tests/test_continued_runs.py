@@ -143,7 +143,7 @@ def stopped(tmp_path_factory):
     patched.setattr(training_run.Run, "_save", save_in_the_middle)
     test_run.start(make_config(), workdir)
   groups = outstanding_lib.read(workdir / "checkpoints" / "2")
-  return workdir, {g.index: g.group for g in groups}
+  return workdir, {g.admission.index: g.group for g in groups}
 
 
 def test_there_is_a_case_for_every_field_that_may_differ():
@@ -188,7 +188,7 @@ def test_a_run_goes_on_with_other_settings(stopped, case, tmp_path, capsys):
         config.rollout.max_completion_tokens
       )
     else:
-      assert entry["deadline"] == stored.deadline
+      assert entry["deadline"] == stored.admission.deadline
     assert entry["fate"] == "filtered" or entry["step"] <= entry["deadline"]
   ended = {entry["index"]: entry for entry in entries}
   for (index, member), length in lengths.items():

@@ -47,14 +47,6 @@ FOLDERS = {
     "data",
     "coordination",
   ),
-  "serving": (
-    "types",
-    "config",
-    "text",
-    "models",
-    "coordination",
-    "engine",
-  ),
   "rollout": (
     "types",
     "text",
@@ -63,7 +55,14 @@ FOLDERS = {
     "data",
     "coordination",
     "engine",
-    "serving",
+  ),
+  "serving": (
+    "types",
+    "config",
+    "text",
+    "models",
+    "coordination",
+    "engine",
   ),
   "run": (
     "types",

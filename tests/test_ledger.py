@@ -35,9 +35,7 @@ def make_group(index, *, versions=((3, 3, 4), (5,)), rewards=(1.0, 0.5)):
       )
     )
   return types.RolloutGroup(
-    index=index,
-    birth=3,
-    deadline=7,
+    admission=types.Admission(index=index, birth=3, deadline=7),
     prompt=types.Prompt(
       prompt_id=f"t/train/{index}", tokens=np.zeros(2, np.int32), item={}
     ),

@@ -30,9 +30,7 @@ def outstanding_group(num_tokens, finish_reason=None):
   """A group of one trajectory of that length."""
   array = np.zeros(num_tokens, np.int32)
   group = types.RolloutGroup(
-    index=0,
-    birth=0,
-    deadline=2,
+    admission=types.Admission(index=0, birth=0, deadline=2),
     prompt=types.Prompt(prompt_id="a/train/0", tokens=array[:1], item={}),
     trajectories=[
       types.Trajectory(
@@ -46,7 +44,7 @@ def outstanding_group(num_tokens, finish_reason=None):
     ],
   )
   return outstanding_lib.OutstandingGroup(
-    index=0, birth=0, deadline=2, status="running", group=group
+    admission=group.admission, status="running", group=group
   )
 
 

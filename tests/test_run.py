@@ -211,9 +211,7 @@ def straight_loop(config):
     for i in range(config.algorithm.groups_per_step):
       index = step * config.algorithm.groups_per_step + i
       group = types.RolloutGroup(
-        index=index,
-        birth=step,
-        deadline=step,
+        admission=types.Admission(index=index, birth=step, deadline=step),
         prompt=stream.next(),
         trajectories=[],
       )
@@ -230,7 +228,7 @@ def straight_loop(config):
             settings=sampling.SamplingSettings(
               temperature=config.rollout.temperature
             ),
-            owner=group,
+            owner=sequence_lib.Owner("group", i),
           )
         )
     while not scheduler.is_idle:
@@ -239,7 +237,7 @@ def straight_loop(config):
         text = tokenizer.decode(trajectory.tokens[trajectory.loss_mask])
         answer = extraction.extract_answer(text, config.task.answer_prefix)
         trajectory.reward = reward_scorers.length({}, answer)
-        sequence.owner.trajectories.append(trajectory)
+        groups[sequence.owner.number].trajectories.append(trajectory)
     for group in groups:
       group.trajectories.sort(key=lambda t: t.member)
     values, _ = trainer.step(step, trainer.prepare(groups)).metrics()

@@ -74,9 +74,9 @@ def groups(seed=0, count=4, size=4):
       )
     made.append(
       types.RolloutGroup(
-        index=index,
-        birth=VERSION - 2,
-        deadline=VERSION,
+        admission=types.Admission(
+          index=index, birth=VERSION - 2, deadline=VERSION
+        ),
         prompt=types.Prompt(prompt_id=str(index), tokens=prompt, item={}),
         trajectories=trajectories,
       )

@@ -12,7 +12,7 @@ import worker_world
 
 from jaxrl_async import types
 from jaxrl_async.rewards import service as service_lib
-from jaxrl_async.rollout import worker as worker_lib
+from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 DEADLINE_S = 60.0
@@ -29,8 +29,7 @@ def test_groups_reach_the_buffer_written_and_scored(make_world):
   groups = world.buffer.state().finished
   assert world.adopted == [0]
   for group in groups:
-    assert group.birth == 0
-    assert group.deadline == 1
+    assert (group.admission.birth, group.admission.deadline) == (0, 1)
     assert group.prompt.item == {"number": group.index}
     times = [group.times_s[n] for n in ("admitted", "generated", "scored")]
     assert times == sorted(times)
@@ -206,7 +205,7 @@ def test_too_many_failures_in_a_row_raise_with_the_first_traceback(make_world):
 
   # One group at a time, so that they end in order: 0 fails, 1 does not.
   world = make_world(rewards=tiny.Rewards(score), group_size=4)
-  with pytest.raises(worker_lib.RewardError) as raised:
+  with pytest.raises(coordinator_lib.RewardError) as raised:
     world.run_until(lambda state: False)
   message = str(raised.value)
   assert "3 groups in a row failed (task.max_failed_groups)" in message
@@ -247,7 +246,7 @@ def test_too_many_filtered_groups_in_a_row_end_the_run_with_the_setting(
     filter_zero_std=True,
     max_filtered_groups=3,
   )
-  with pytest.raises(worker_lib.RewardError) as raised:
+  with pytest.raises(coordinator_lib.RewardError) as raised:
     world.run_until(lambda state: False)
   assert str(raised.value) == (
     "3 groups in a row had equal rewards and were left out"

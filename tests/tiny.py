@@ -177,12 +177,12 @@ def insertion(engine, row):
   """The engine's form of one row, from row 0 of the prefill."""
   entries = engine.unused_insertion()
   entries.slots[0] = row.slot
-  entries.limits[0] = row.limit
+  entries.settings.limits[0] = row.limit
   entries.streams[0] = row.stream
   entries.groups[0] = row.group
   entries.members[0] = row.member
-  entries.temperature[0] = row.temperature
-  entries.end_tokens[0, : len(END_TOKENS)] = END_TOKENS
+  entries.settings.temperature[0] = row.temperature
+  entries.settings.end_tokens[0, : len(END_TOKENS)] = END_TOKENS
   return entries
 
 
@@ -340,9 +340,7 @@ def written_group(admission, versions=None):
     reward=1.0,
   )
   return types.RolloutGroup(
-    index=admission.index,
-    birth=admission.birth,
-    deadline=admission.deadline,
+    admission=admission,
     prompt=types.Prompt(prompt_id="tiny/train/0", tokens=np.arange(1), item={}),
     trajectories=[trajectory],
   )

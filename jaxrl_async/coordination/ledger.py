@@ -143,8 +143,8 @@ def _describe(group: types.RolloutGroup) -> dict[str, Any]:
   return {
     "index": group.index,
     "prompt_id": group.prompt.prompt_id,
-    "birth": group.birth,
-    "deadline": group.deadline,
+    "birth": group.admission.birth,
+    "deadline": group.admission.deadline,
     "policy_version_min": int(versions[0]) if versions.size else None,
     "policy_version_max": int(versions[-1]) if versions.size else None,
     "num_policy_versions": int(versions.size),

@@ -24,7 +24,7 @@ from jaxrl_async.planning import aot
 from jaxrl_async.planning import memory_estimate
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rewards import service as service_lib
-from jaxrl_async.rollout import worker as worker_lib
+from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import device_checks
 from jaxrl_async.run import dry_run
@@ -144,11 +144,14 @@ def make_engine(
   )
 
 
-def worker_settings(config: sections.Config) -> worker_lib.WorkerSettings:
-  """What the rollout worker needs of a config."""
-  return worker_lib.WorkerSettings(
+def coordinator_settings(
+  config: sections.Config,
+) -> coordinator_lib.CoordinatorSettings:
+  """What the coordinator needs of a config."""
+  return coordinator_lib.CoordinatorSettings(
     group_size=config.algorithm.group_size,
     max_completion_tokens=config.rollout.max_completion_tokens,
+    max_tokens=config.rollout.cache_tokens,
     temperature=config.rollout.temperature,
     filter_zero_std=config.algorithm.filter_zero_std,
     max_failed_groups=config.task.max_failed_groups,
@@ -204,11 +207,7 @@ def make_channel(
   note: Callable[[str], None],
 ) -> weight_transfer.WeightChannel:
   """The channel of a run, for arrays of the shapes and types `published`."""
-  target = jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-    published,
-    engine.params_sharding.weights,
-  )
+  target = aot.placed(published, engine.params_sharding.weights)
   return weight_transfer.make_channel(
     config.transfer.channel,
     directory=transfer_directory.prepare(

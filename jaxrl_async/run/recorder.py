@@ -322,7 +322,7 @@ class Recorder:
           "mismatch_kl_not_finite": record.mismatch_kl.num_not_finite,
           "rl_s": times.rl_s,
           "first_step_s": record.first_step_s,
-          "prompts_too_long": self._worker.stream.num_too_long,
+          "prompts_too_long": self._worker.coordinator.stream.num_too_long,
           "peak_memory_bytes": metrics_lib.peak_memory_bytes(),
           **extra,
         },
@@ -331,8 +331,8 @@ class Recorder:
     )
 
   def _generated_tokens(self) -> int:
-    written = self._worker.scheduler.stats.generated_tokens
-    training = written - self._worker.served_tokens
+    written = self._worker.replica.scheduler.stats.generated_tokens
+    training = written - self._worker.replica.served_tokens
     return self.record.generated_tokens + training
 
   def _rl_times(self) -> RlTimes:
@@ -354,9 +354,9 @@ class Recorder:
     """Counters and clocks as of now, of which a step takes differences."""
     times = self._rl_times()
     return {
-      **dataclasses.asdict(self._worker.scheduler.stats),
+      **dataclasses.asdict(self._worker.replica.scheduler.stats),
       "wait_s": self._worker.wait_for_admission_s,
-      "adopt_s": self._worker.adopt_s,
+      "adopt_s": self._worker.replica.adopt_s,
       "now_s": times.now_s,
       "rl_s": times.rl_s,
       **{f"{name}_busy_s": value for name, value in times.busy_s.items()},

@@ -153,8 +153,8 @@ class Run:
     self.scheduler = assembly.make_scheduler(
       config, self.engine, self.tokenizer, self.busy["rollout"]
     )
-    self.worker = worker_lib.RolloutWorker(
-      assembly.worker_settings(config),
+    self.worker = worker_lib.in_one_process(
+      assembly.coordinator_settings(config),
       scheduler=self.scheduler,
       stream=self.stream,
       buffer=self.buffer,
@@ -165,7 +165,7 @@ class Run:
       busy=self.busy["rollout"],
       requests=None if self.front is None else self.front.queue,
     )
-    self.worker.restore(outstanding)
+    self.worker.coordinator.restore(outstanding)
     self.recorder = recorder_lib.Recorder(
       self.record,
       workdir=self.workdir,
@@ -319,7 +319,7 @@ class Run:
     assert self.loader is not None
     self.supervisor.check()
     parts = (self.loader, self.recorder, self.worker)
-    moving = self.worker.group_tokens, self.scheduler.version
+    moving = self.worker.replica.group_tokens, self.scheduler.version
     watch.check(
       (*moving, self.buffer.num_finished),
       lambda: [

@@ -13,7 +13,13 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.storage import item_json
-from jaxrl_async.types import FinishReason, Prompt, RolloutGroup, Trajectory
+from jaxrl_async.types import (
+  Admission,
+  FinishReason,
+  Prompt,
+  RolloutGroup,
+  Trajectory,
+)
 
 _ARRAY_FIELDS = (
   "tokens",
@@ -32,16 +38,11 @@ class OutstandingGroup:
   """One group that has not ended, as the buffer knows it.
 
   Attributes:
-    index: admission order.
-    birth: policy version at admission.
-    deadline: last train step that may use it.
     status: the buffer's word for where the group is.
     group: its trajectories, partial or finished; None before the first token.
   """
 
-  index: int
-  birth: int
-  deadline: int
+  admission: Admission
   status: str
   group: RolloutGroup | None
 
@@ -79,9 +80,7 @@ def _pack(
     group = outstanding.group
     records.append(
       {
-        "index": outstanding.index,
-        "birth": outstanding.birth,
-        "deadline": outstanding.deadline,
+        **dataclasses.asdict(outstanding.admission),
         "status": outstanding.status,
         "group": None if group is None else _group_record(group),
       }
@@ -116,9 +115,7 @@ def _group_record(group: RolloutGroup) -> dict[str, Any]:
       f"group {group.index}: the item of {group.prompt.prompt_id} holds {error}"
     ) from error
   return {
-    "index": group.index,
-    "birth": group.birth,
-    "deadline": group.deadline,
+    **dataclasses.asdict(group.admission),
     "prompt_id": group.prompt.prompt_id,
     "item": item,
     "num_prompt_tokens": len(group.prompt.tokens),
@@ -148,11 +145,21 @@ def _unpack(
   pieces = {field: _cut(arrays[field], lengths) for field in _ARRAY_FIELDS}
   groups = []
   for record in records:
-    group = record.pop("group")
+    group = record["group"]
     if group is not None:
       group = _read_group(group, next(prompts), pieces)
-    groups.append(OutstandingGroup(**record, group=group))
+    groups.append(
+      OutstandingGroup(
+        admission=_read_admission(record), status=record["status"], group=group
+      )
+    )
   return groups
+
+
+def _read_admission(record: dict[str, Any]) -> Admission:
+  """The fields that stand in a record beside others."""
+  names = [field.name for field in dataclasses.fields(Admission)]
+  return Admission(**{name: record[name] for name in names})
 
 
 def _read_group(
@@ -178,9 +185,7 @@ def _read_group(
       )
     )
   return RolloutGroup(
-    index=record["index"],
-    birth=record["birth"],
-    deadline=record["deadline"],
+    admission=_read_admission(record),
     prompt=Prompt(
       prompt_id=record["prompt_id"],
       tokens=prompt_tokens,

@@ -47,7 +47,9 @@ def pack_examples(
     )
   nothing = types.Prompt(prompt_id="", tokens=np.zeros(1, np.int32), item={})
   group = types.RolloutGroup(
-    index=0, birth=0, deadline=0, prompt=nothing, trajectories=trajectories
+    admission=types.Admission(index=0, birth=0, deadline=0),
+    prompt=nothing,
+    trajectories=trajectories,
   )
   packed, _ = packing.pack(
     [group],

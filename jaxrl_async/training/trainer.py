@@ -407,9 +407,7 @@ class Trainer:
 def _group(trajectories: Sequence[types.Trajectory]) -> types.RolloutGroup:
   """Trajectories that no prompt of the run stands behind."""
   return types.RolloutGroup(
-    index=0,
-    birth=0,
-    deadline=0,
+    admission=types.Admission(index=0, birth=0, deadline=0),
     prompt=types.Prompt(prompt_id="", tokens=np.zeros(1, np.int32), item={}),
     trajectories=list(trajectories),
   )
