@@ -4,7 +4,7 @@ python launch/serve.py --workdir=/tmp/quickstart
 
 serves the newest checkpoint of a run; --checkpoint=DIRECTORY serves parameters
 alone. Weights are quantised as the run's config says (`rollout.weights`), those
-of a published model not at all. With --grpc_port=PORT JetStream's clients are
+of a pretrained model not at all. With --grpc_port=PORT JetStream's clients are
 served too, by the same engine and with the same key. The first line on stdout
 says where. SIGTERM or Ctrl-C finishes what was begun; a second one ends it at
 once.
@@ -16,6 +16,7 @@ import math
 import os
 import pathlib
 import sys
+from typing import Any
 
 from absl import flags
 
@@ -103,7 +104,7 @@ def _check_policy() -> None:
     directories.check_can_read(
       "checkpoint",
       checkpoint,
-      "use WORKDIR/params of launch/sft.py, or a published model's",
+      "use WORKDIR/params of launch/sft.py, or a pretrained model's",
     )
   else:
     directories.check_can_read(
@@ -137,7 +138,7 @@ def _check() -> None:
   _check_policy()
 
 
-def _policy():
+def _policy() -> Any:
   from jaxrl_async.run import serve
 
   sizes = {"num_slots": _NUM_SLOTS.value, "cache_tokens": _CACHE_TOKENS.value}
@@ -149,7 +150,8 @@ def _policy():
   return serve.load_run(path, **sizes)
 
 
-def main():
+def main() -> None:
+  """Serves until a signal comes."""
   from jaxrl_async.run import serve
   from jaxrl_async.serving import bodies
   from jaxrl_async.serving import front as front_lib

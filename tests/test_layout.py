@@ -75,6 +75,7 @@ FOLDERS = {
     "models/attention",
     "models",
     "planning",
+    "algorithms",
     "rewards",
     "data",
     "coordination",

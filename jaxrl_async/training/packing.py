@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Bool, Float, Int, Num, Shaped
 import numpy as np
 
-from jaxrl_async.types import RolloutGroup, Trajectory
+from jaxrl_async.types import Prompt, RolloutGroup, Trajectory
 
 
 class PackedBatch(NamedTuple):
@@ -256,6 +256,17 @@ def _filled(
       name: filled(0, np.concatenate(values), np.float32)
       for name, values in fields.items()
     },
+  )
+
+
+def without_prompt(trajectories: Sequence[Trajectory]) -> RolloutGroup:
+  """Puts trajectories that belong to no prompt of a run into a group."""
+  return RolloutGroup(
+    index=0,
+    birth=0,
+    deadline=0,
+    prompt=Prompt(prompt_id="", tokens=np.zeros(1, np.int32), item={}),
+    trajectories=list(trajectories),
   )
 
 
