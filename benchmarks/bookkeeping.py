@@ -57,7 +57,7 @@ from jaxrl_async.reporting import run_record
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
 from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.training import packing
-from jaxrl_async.training import trainer as trainer_lib
+from jaxrl_async.training import step_metrics
 
 _STEPS = flags.DEFINE_list(
   "steps", ["1000", "100000", "1000000"], "Train steps of the run, ascending."
@@ -206,7 +206,7 @@ class Books:
   def measured_step(self) -> tuple[float, float]:
     """Return the seconds of a step's books, and of the totals among them."""
     groups = [_group(4 * self.step + i, self.step) for i in range(4)]
-    pending = trainer_lib.Pending(
+    pending = step_metrics.Pending(
       step=self.step,
       groups=groups,
       placement=packing.Placement(

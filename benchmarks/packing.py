@@ -49,6 +49,7 @@ from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
+from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
 
 _SEEDS = flags.DEFINE_integer("seeds", 10, "Number of draws of lengths.", 1)
@@ -133,6 +134,7 @@ def measured_updates() -> dict[str, float]:
       np.split(lengths, len(lengths)), rows=1, num_microbatches=size
     ),
   }
+  optimizer = optax.sgd(0.0)
   update = jax.jit(
     functools.partial(
       train_step.update,
@@ -152,15 +154,16 @@ def measured_updates() -> dict[str, float]:
         cap_mode=sections.BehaviorWeightCapMode.MASK,
       ),
       objectives.rollout_diagnostic,
-      optax.sgd(0.0),
+      {train_state.POLICY: optimizer},
     )
   )
   params = jax.jit(functools.partial(transformer.init_params, model))(
     jax.random.key(0)
   )
-  state = train_step.TrainState(
-    params=params, opt_state=optax.sgd(0.0).init(params)
+  policy = train_state.ModelState(
+    trainable=params, frozen={}, opt_state=optimizer.init(params)
   )
+  state = train_state.TrainState(models={train_state.POLICY: policy})
   times_s, losses = {}, {}
   for name in ("packed", *ways):  # the first compiles
     batch = jax.device_put(ways[name])

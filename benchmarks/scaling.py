@@ -33,8 +33,9 @@ from jaxrl_async.devices import topology
 from jaxrl_async.devices import tpu_chips
 from jaxrl_async.planning import aot
 from jaxrl_async.planning import hlo
-from jaxrl_async.run import assembly
+from jaxrl_async.run import checks
 from jaxrl_async.run import config_checks
+from jaxrl_async.run import dry_run
 
 _RESULTS = flags.DEFINE_string(
   "results", None, "File of results; one line for each side of a case."
@@ -70,8 +71,8 @@ def _stored(path: pathlib.Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 def _compile(case: str, side: str, config: Any) -> dict[str, Any]:
   devices = topology.devices(case.partition("@")[2])
-  assembly.check(config, devices)
-  slices, attention = assembly.programs(config, devices)
+  setup = checks.checked(config, devices)
+  slices, attention = dry_run.programs(setup)
   compiled = []
   for program in slices[side]:
     compiled.append(aot.compile_program(program))

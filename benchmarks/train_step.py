@@ -63,6 +63,7 @@ from jaxrl_async.planning import aot
 from jaxrl_async.planning import matmul_rate
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.training import objectives
+from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
 from jaxrl_async.training import trainer as trainer_lib
 
@@ -212,8 +213,14 @@ class Ours:
     _, placement = packed_lengths.pack(
       lengths, tokens_per_row=case.tokens_per_row, rows=rows
     )
+    models = {
+      train_state.POLICY: train_state.ModelSettings(
+        model=case.model, optimizer=_OPTIMIZER
+      )
+    }
     self.trainer = trainer_lib.Trainer(
       mesh=mesh,
+      models=models,
       forward=forward,
       loss=objectives.decoupled_ppo(
         proximal=objectives.recomputed,
@@ -230,14 +237,14 @@ class Ours:
         min_microbatches=placement.shape[1],
         advantage_scale=sections.AdvantageScale.STD,
       ),
-      optimizer=_OPTIMIZER,
       num_steps=1_000,
       decay=1.0,
       rollout_dtype=case.dtype,
       busy=metrics_lib.BusyClock(),
     )
     init = functools.partial(transformer.init_params, case.model)
-    self.trainer.start(jax.jit(init)(jax.random.key(_SEED.value)))
+    params = jax.jit(init)(jax.random.key(_SEED.value))
+    self.trainer.start({train_state.POLICY: params})
     self.batch = self.trainer.prepare([group])
     self._plain = jax.jit(
       functools.partial(
@@ -245,9 +252,7 @@ class Ours:
         forward,
         objectives.next_token,
         objectives.no_diagnostic,
-        train_step.make_optimizer(
-          _OPTIMIZER, train_step.learning_rate_schedule(_OPTIMIZER)
-        ),
+        train_step.make_optimizers(models),
       ),
       donate_argnums=0,
       out_shardings=(

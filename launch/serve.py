@@ -16,6 +16,7 @@ import math
 import os
 import pathlib
 import sys
+from typing import Any
 
 from absl import flags
 
@@ -115,7 +116,7 @@ def _check_policy() -> None:
     directories.check_can_read(
       "checkpoint",
       checkpoint,
-      "use WORKDIR/params of launch/sft.py, or a published model's",
+      "use WORKDIR/params of launch/sft.py, or a pretrained model's",
     )
   else:
     directories.check_can_read(
@@ -149,7 +150,7 @@ def _check() -> None:
   _check_policy()
 
 
-def _policy():
+def _policy() -> Any:
   from jaxrl_async.run import serve
 
   sizes = {"num_slots": _NUM_SLOTS.value, "cache_tokens": _CACHE_TOKENS.value}
@@ -161,7 +162,8 @@ def _policy():
   return serve.load_run(path, **sizes)
 
 
-def main():
+def main() -> None:
+  """Serves until a signal comes."""
   from jaxrl_async.run import serve
   from jaxrl_async.serving import bodies
   from jaxrl_async.serving import front as front_lib

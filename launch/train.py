@@ -74,13 +74,15 @@ def _devices() -> Sequence[Any]:
 def _dry_run(config: sections.Config, devices: Sequence[Any]) -> None:
   from jaxrl_async.devices import topology
   from jaxrl_async.planning import aot
-  from jaxrl_async.run import assembly
+  from jaxrl_async.run import checks
+  from jaxrl_async.run import dry_run
 
-  print(assembly.describe(config, devices), flush=True)
+  setup = checks.checked(config, devices)
+  print(dry_run.describe(setup), flush=True)
   if not (_TOPOLOGY.value or _COMPILE.value):
     return
   chip = topology.chip_of(devices[0])
-  slices, attention = assembly.programs(config, devices)
+  slices, attention = dry_run.programs(setup)
   print(f"Compiled, of each device; attention: {attention}", flush=True)
   compiled = {}
   for side, programs in slices.items():
@@ -107,7 +109,8 @@ def _train(config: sections.Config) -> None:
   print(training_run.run(config, command_line.workdir(), serving=serving))
 
 
-def main(config):
+def main(config: sections.Config) -> None:
+  """Runs the config, or says what it would take."""
   devices = _devices()
   config_checks.validate(config, len(devices))
   if _DRY_RUN.value:

@@ -14,6 +14,7 @@ from jaxrl_async.coordination import transfer_directory
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import resume
+from jaxrl_async.run import start_up
 from jaxrl_async.run import training_run
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import outstanding as outstanding_lib
@@ -218,7 +219,7 @@ def test_a_run_killed_before_it_trains_begins_again_by_the_same_command(
     raise Killed
 
   for place, name in (
-    (training_run.Run, "_show_warm_start"),
+    (start_up, "_show_warm_start"),
     (checkpoint.manifest, "write"),
     # From here on there is a checkpoint.
     (checkpoint, "_sync_names"),

@@ -9,6 +9,7 @@ import sys
 import time
 
 import interrupted_run
+import jax
 import numpy as np
 import pytest
 import reward_scorers
@@ -16,9 +17,9 @@ import reward_scorers
 from jaxrl_async.data import prompts
 from jaxrl_async.data import questions
 from jaxrl_async.run import assembly
+from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import outstanding as outstanding_lib
-from jaxrl_async.text import tokenizer as tokenizer_lib
 
 TIMEOUT_S = 300.0
 
@@ -44,7 +45,7 @@ def stored_groups(workdir):
 def first_prompts(count):
   """What this process makes, by prompt id."""
   config = interrupted_run.get_config(1)
-  source = assembly.prompt_source(config, tokenizer_lib.character_level())
+  source = assembly.prompt_source(setup_lib.resolve(config, jax.devices()))
   stream = prompts.PromptStream(source, questions.Split.TRAIN)
   with contextlib.closing(stream):
     found = [stream.next() for _ in range(count)]

@@ -10,6 +10,7 @@ import time
 import grpc
 import grpc_world
 import httpx
+import jax
 import pytest
 import tiny
 
@@ -19,6 +20,7 @@ from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.engine import sampling
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.run import serve
+from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.serving import bodies
 from jaxrl_async.serving import client_request
 from jaxrl_async.serving import front as front_lib
@@ -373,14 +375,14 @@ def test_http_and_grpc_are_served_by_one_engine():
   stop = supervisor_lib.StopRequest()
   addresses: queue_lib.SimpleQueue[str] = queue_lib.SimpleQueue()
 
+  setup = setup_lib.resolve(config, jax.devices(), tokenizer=TOKENIZER)
+
   def run():
     serve.serve(
       serve.Policy(
-        config=config,
-        model=tiny.MODEL,
+        setup=dataclasses.replace(setup, model=tiny.MODEL),
         params=tiny.params(),
         version=0,
-        tokenizer=TOKENIZER,
         chat_template=chat_template_lib.ChatTemplate(None),
       ),
       front_lib.ServeSettings(port=0, grpc_port=grpc_port),

@@ -74,6 +74,7 @@ FOLDERS = {
     "models/attention",
     "models",
     "planning",
+    "algorithms",
     "rewards",
     "data",
     "coordination",

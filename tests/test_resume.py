@@ -285,7 +285,7 @@ def test_parameters_alone_are_no_run(tmp_path):
 
 def test_a_checkpoint_of_a_newer_format_is_refused(workdir, monkeypatch):
   monkeypatch.setattr(checkpoint, "FORMAT", checkpoint.FORMAT - 1)
-  assert "of a newer version than this one, which knows 0" in refusal(workdir)
+  assert "of a newer version than this one, which knows 1" in refusal(workdir)
 
 
 def test_a_stored_config_of_a_newer_version_is_refused_by_its_field(tmp_path):

@@ -40,9 +40,10 @@ from jaxrl_async.rewards import extraction
 from jaxrl_async.run import assembly
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import recorder as recorder_lib
+from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.run import training_run
 from jaxrl_async.storage import workdir as workdir_lib
-from jaxrl_async.text import tokenizer as tokenizer_lib
+from jaxrl_async.training import train_state
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -190,20 +191,18 @@ def test_trajectories_that_span_several_versions_occur(tmp_path):
 
 def straight_loop(config):
   """Generate, score, update; gives the losses of each step."""
-  tokenizer = tokenizer_lib.character_level()
-  model = assembly.model_config(config, tokenizer.vocab_size)
-  train_mesh, rollout_mesh = assembly.cut_devices(config, jax.devices())
+  setup = setup_lib.resolve(config, jax.devices())
+  tokenizer, model = setup.tokenizer, setup.model
   clock = metrics_lib.BusyClock()
-  trainer = assembly.make_trainer(config, model, train_mesh, clock)
-  engine = assembly.make_engine(
-    config, model, rollout_mesh, tokenizer.end_tokens
-  )
+  trainer = assembly.make_trainer(setup, clock)
+  engine = assembly.make_engine(setup)
   scheduler = scheduler_lib.Scheduler(engine, busy=clock)
   stream = prompts.PromptStream(
-    assembly.prompt_source(config, tokenizer), questions.Split.TRAIN
+    assembly.prompt_source(setup), questions.Split.TRAIN
   )
   init = jax.jit(lambda key: transformer.init_params(model, key))
-  trainer.start(init(jax.random.key(config.seed)))
+  params = init(jax.random.key(config.seed))
+  trainer.start({train_state.POLICY: params})
   found = []
   for step in range(config.train.num_steps):
     scheduler.adopt(engine.load_params(trainer.published(), step), step)
@@ -424,9 +423,7 @@ def test_rewards_that_always_raise_end_the_run_with_the_first_traceback(
 @pytest.mark.slow
 def test_updates_that_are_never_finite_end_the_run(tmp_path):
   config = make_config("sync", train={"max_bad_updates": 3})
-  model = assembly.model_config(
-    config, tokenizer_lib.character_level().vocab_size
-  )
+  model = setup_lib.resolve(config, jax.devices()).model
   init = jax.jit(lambda key: transformer.init_params(model, key))
   params = jax.tree.map(np.array, init(jax.random.key(0)))
   params["final_norm"][0] = np.nan

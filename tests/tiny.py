@@ -23,6 +23,7 @@ from jaxrl_async.models.attention import reference
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.training import packing
+from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
 
 MODEL = configs.MODELS["tiny"]
@@ -73,6 +74,22 @@ def engine_params(version=0, seed=0):
   """Weights of `params(seed)` as the engine takes them."""
   weights = transformer.unstack(params(seed), MODEL.num_layers)
   return engine().load_params(weights, version)
+
+
+def policy_settings(model, optimizer):
+  """What a trainer holds where the policy is all there is."""
+  policy = train_state.ModelSettings(model=model, optimizer=optimizer)
+  return {train_state.POLICY: policy}
+
+
+def policy_state(stacked_params, optimizer):
+  """The train state of a policy, all of which this optimizer trains."""
+  policy = train_state.ModelState(
+    trainable=stacked_params,
+    frozen={},
+    opt_state=optimizer.init(stacked_params),
+  )
+  return train_state.TrainState(models={train_state.POLICY: policy})
 
 
 def prompt(length, seed=0):

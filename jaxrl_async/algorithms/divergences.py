@@ -1,5 +1,7 @@
 """How far two policies are apart, estimated from the tokens that were drawn."""
 
+from typing import Any
+
 from jax import numpy as jnp
 from jaxtyping import Array, Bool, Float
 
@@ -12,17 +14,18 @@ def masked_sum(
 
 
 def k3(
-  sampled_logprobs: Float[Array, "B T"], other_logprobs: Float[Array, "B T"]
-) -> Float[Array, "B T"]:
+  sampled_logprobs: Float[Any, "*shape"], other_logprobs: Float[Any, "*shape"]
+) -> Float[Any, "*shape"]:
   r"""Estimate KL(sampled || other) from one draw of each token; never negative.
 
   k3 = (rho - 1) - log(rho),   rho = other / sampled
 
   http://joschu.net/blog/kl-approx.html; unbiased if the token was drawn from
-  `sampled`.
+  `sampled`. The arrays may be JAX's or NumPy's, whose float64 is exact to far
+  smaller divergences.
   """
   log_ratio = other_logprobs - sampled_logprobs
-  return jnp.expm1(log_ratio) - log_ratio
+  return log_ratio.__array_namespace__().expm1(log_ratio) - log_ratio
 
 
 def behavior_kl_sums(

@@ -67,6 +67,10 @@ class Supervisor:
 
     self._threads.append(start_thread(name, target, keep_the_first))
 
+  def has_spawned(self, name: str) -> bool:
+    """Whether a thread of that name was started, whatever became of it."""
+    return any(thread.name == name for thread in self._threads)
+
   def check(self) -> None:
     """Raises the first failure, if there was one.
 

@@ -1,4 +1,4 @@
-"""Published weights: directories in Hugging Face's format, in and out.
+"""Pretrained weights: directories in Hugging Face's format, in and out.
 
 `load` reads the Qwen2, Qwen3 and Llama families into the trainer's stacked
 tree; `save` writes that tree so that other tools load it. Nothing is guessed:
@@ -106,7 +106,7 @@ def _abstract_params(config: configs.ModelConfig) -> transformer.Params:
 # -- reading ----------------------------------------------------------------
 
 
-def is_published(directory: pathlib.Path) -> bool:
+def is_pretrained(directory: pathlib.Path) -> bool:
   """Whether a directory is of this format, be it damaged."""
   names = (hf_config.CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE)
   return any((directory / name).exists() for name in names)

@@ -22,6 +22,7 @@ from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import client_requests
 from jaxrl_async.rollout import coordinator as coordinator_lib
+from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import replica as replica_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
@@ -39,6 +40,7 @@ def in_one_process(
   ledger: ledger_lib.Ledger,
   tokenizer: tokenizer_lib.Tokenizer,
   busy: metrics_lib.BusyClock,
+  episode: episode_lib.Episode = episode_lib.single_turn,
   requests: client_requests.ClientRequests | None,
 ) -> "RolloutWorker":
   """A worker with a coordinator and the only replica, which call each other."""
@@ -50,6 +52,7 @@ def in_one_process(
     ledger=ledger,
     tokenizer=tokenizer,
     busy=busy,
+    episode=episode,
   )
   replica = replica_lib.Replica(
     "replica 0", coordinator, scheduler, channel=channel, requests=requests

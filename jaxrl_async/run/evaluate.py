@@ -10,6 +10,7 @@ import dataclasses
 import numpy as np
 
 from jaxrl_async import types
+from jaxrl_async.algorithms import divergences
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import engine as engine_lib
@@ -160,18 +161,20 @@ def mismatch_kl(
   trajectories: list[types.Trajectory],
   trainer_logprobs: Callable[[list[types.Trajectory]], list[np.ndarray]],
 ) -> float:
-  """Mean k3 (`divergences.k3`) between the engine's and the trainer's logprobs.
+  """Mean `divergences.k3` between the engine's and the trainer's logprobs.
 
-  The sampled weights must be those of `trainer_logprobs`, and the temperature
-  too: what is left is the engine's error, quantised weights included.
+  Both have to be of the same weights and temperature. What is left then is the
+  error of the engine, and of its quantised weights if it has such.
   """
   total, count = 0.0, 0
   for trajectory, logprobs in zip(
     trajectories, trainer_logprobs(trajectories), strict=True
   ):
     mask = trajectory.loss_mask
-    log_ratio = logprobs[mask].astype(np.float64)
-    log_ratio -= trajectory.behavior_logprobs[mask]
-    total += float(np.sum(np.expm1(log_ratio) - log_ratio))
+    kl = divergences.k3(
+      trajectory.behavior_logprobs[mask].astype(np.float64),
+      logprobs[mask].astype(np.float64),
+    )
+    total += float(np.sum(kl))
     count += int(mask.sum())
   return total / max(count, 1)

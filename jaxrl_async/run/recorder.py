@@ -22,7 +22,7 @@ from jaxrl_async.reporting import summary as summary_lib
 from jaxrl_async.reporting import timeline as timeline_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import worker as worker_lib
-from jaxrl_async.training import trainer as trainer_lib
+from jaxrl_async.training import step_metrics
 
 
 class BadUpdatesError(RuntimeError):
@@ -117,7 +117,7 @@ class Recorder:
 
   def begin(
     self,
-    pending: trainer_lib.Pending,
+    pending: step_metrics.Pending,
     totals: dict[str, int | float],
     more: Mapping[str, int | float],
     *,
@@ -180,7 +180,7 @@ class Recorder:
 
   def _step(
     self,
-    pending: trainer_lib.Pending,
+    pending: step_metrics.Pending,
     totals: dict[str, int | float],
     more: Mapping[str, int | float],
     is_evaluated: bool,
@@ -235,7 +235,7 @@ class Recorder:
     self._check_updates(pending, is_bad)
 
   def _check_updates(
-    self, pending: trainer_lib.Pending, is_bad: list[bool]
+    self, pending: step_metrics.Pending, is_bad: list[bool]
   ) -> None:
     for bad in is_bad:
       self._bad_updates = self._bad_updates + 1 if bad else 0

@@ -81,15 +81,23 @@ def save_async(path: pathlib.Path, named: dict[str, Any]) -> Callable[[], None]:
     return ocp.save_async(str(path), named).result
 
 
-def load(path: pathlib.Path, target: Any) -> Any:
+def load(
+  path: pathlib.Path,
+  target: Any,
+  *,
+  stored_as: Callable[[str], str] = lambda name: name,
+) -> Any:
   """Read into the structure, dtypes and shardings of the target.
 
   Args:
     path: what `save_async` wrote.
     target: jax.ShapeDtypeStruct leaves with shardings. The caller has checked
       their layout against the one that was written.
+    stored_as: from a leaf's name in the target to its name on the disk.
   """
+  named = {stored_as(name): leaf for name, leaf in named_leaves(target).items()}
   with _STARTING:
-    loaded: Any = ocp.load(str(path), named_leaves(target))
-  leaves = [loaded[name] for name in named_leaves(target)]
+    loaded: Any = ocp.load(str(path), named)
+  # In the order in which `named` has them, which is that of the target.
+  leaves = [loaded[name] for name in named]
   return jax.tree.unflatten(jax.tree.structure(target), leaves)
