@@ -1,10 +1,13 @@
-"""What travels between the two sides: prompts, trajectories, groups.
+"""What travels between the two sides: prompts, trajectories, rewards, groups.
 
 Everything here is host memory (numpy). Position t of every [T] array is about
 token t: its id, whether it is learned from, the logprob it was drawn with, the
 version of the weights that drew it.
+
+Reward processes import this module, so it must not import jax.
 """
 
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import enum
 from typing import Any
@@ -45,6 +48,73 @@ class Prompt:
   item: dict[str, Any]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Reward:
+  """What a scorer says about one completion.
+
+  A position counts the tokens that the policy wrote, from 0, over all turns of
+  the trajectory: it is an index into `Completion.tokens`.
+
+  Attributes:
+    score: the score of the whole trajectory; advantages are computed from it.
+    parts: named numbers that are recorded and not learned from, such as what
+      the score is the sum of.
+    token_scores: scores by position, for a loss that learns from them; 0 at
+      all other positions. None if the scorer does not score tokens.
+  """
+
+  score: float
+  parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  token_scores: Mapping[int, float] | None = None
+
+
+def teach_nothing(rewards: Sequence[Reward]) -> bool:
+  """Whether a group with these rewards has nothing to learn from.
+
+  All scores are equal, so that every advantage is 0, and no token has a score.
+  """
+  has_token_scores = any(reward.token_scores for reward in rewards)
+  return not has_token_scores and len({r.score for r in rewards}) == 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+  """One prompt of an episode and what the policy wrote after it, as text.
+
+  Attributes:
+    prompt: what the policy was shown.
+    completion: what it wrote.
+    num_tokens: how many tokens it wrote. The turn's last one has the position
+      `sum(turn.num_tokens for turn in turns up to this one) - 1`.
+  """
+
+  prompt: str
+  completion: str
+  num_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Completion:
+  """What a scorer is shown of a finished trajectory.
+
+  Special tokens, such as the one that ends a sequence, are not in the texts.
+
+  Attributes:
+    text: all that the policy wrote, in all turns.
+    answer: the part of the text that is its answer, by `task.answer_prefix`;
+      None if the text has none. The reward service fills it in.
+    turns: at least one; several if the episode has several.
+    tokens: ids of the tokens that the policy wrote, in all turns.
+    finish_reason: why the trajectory ended.
+  """
+
+  text: str
+  answer: str | None = None
+  turns: tuple[Turn, ...]
+  tokens: Int[np.ndarray, "C"]
+  finish_reason: FinishReason
+
+
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Trajectory:
   """One prompt with what the policy wrote after it, partial or finished.
@@ -68,12 +138,33 @@ class Trajectory:
   behavior_logprobs: Float[np.ndarray, "T"]
   policy_versions: Int[np.ndarray, "T"]
   finish_reason: FinishReason | None = None
-  reward: float | None = None
+  reward: Reward | None = None
 
   @property
   def num_completion_tokens(self) -> int:
     """Tokens the policy wrote; what the ledger counts."""
     return int(self.loss_mask.sum())
+
+  @property
+  def score(self) -> float:
+    """The reward's score.
+
+    Raises:
+      ValueError: the trajectory has not been scored.
+    """
+    if self.reward is None:
+      raise ValueError(f"trajectory {self.member} has not been scored")
+    return self.reward.score
+
+
+def mean_parts(trajectories: Iterable[Trajectory]) -> dict[str, float]:
+  """Return the mean of each named part over the rewards that have it."""
+  values: dict[str, list[float]] = {}
+  for trajectory in trajectories:
+    parts = {} if trajectory.reward is None else trajectory.reward.parts
+    for name, value in parts.items():
+      values.setdefault(name, []).append(value)
+  return {name: sum(found) / len(found) for name, found in values.items()}
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)

@@ -17,6 +17,7 @@ from jaxrl_async.engine import sampling
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
@@ -31,6 +32,7 @@ class Evaluation:
 
   Attributes:
     accuracy: share of the scored completions whose score is exactly 1.
+    parts: mean of each named part of their rewards.
     trajectories: one per prompt, in order; without a reward where the score
       failed.
     failures: why a completion has no score, by prompt id; none of them counts
@@ -38,6 +40,7 @@ class Evaluation:
   """
 
   accuracy: float
+  parts: dict[str, float]
   trajectories: list[types.Trajectory]
   failures: dict[str, str]
 
@@ -104,10 +107,10 @@ class Evaluator:
     while not scheduler.is_idle:
       for sequence in scheduler.step():
         trajectory = sequence.trajectory()
-        text = self._tokenizer.decode(trajectory.tokens[trajectory.loss_mask])
         done[sequence.group] = trajectory
         scores[sequence.group] = self._rewards.submit(
-          prompts[sequence.group].item, [text]
+          prompts[sequence.group].item,
+          [completion_lib.of_trajectory(trajectory, self._tokenizer)],
         )
     failures: dict[str, service_lib.RewardFailure] = {}
     for index in sorted(scores):
@@ -124,19 +127,24 @@ class Evaluator:
         f" {prompt_id}: {first.reason}\n{first.traceback}".rstrip()
       )
     return Evaluation(
-      accuracy=sum(reward == 1.0 for reward in rewards) / len(rewards),
+      accuracy=sum(reward.score == 1.0 for reward in rewards) / len(rewards),
+      parts=types.mean_parts(done.values()),
       trajectories=[done[i] for i in range(len(prompts))],
       failures={name: failure.reason for name, failure in failures.items()},
     )
 
 
-def metrics_of(sampled: Evaluation, greedy: Evaluation | None) -> dict:
+def metrics_of(
+  sampled: Evaluation, greedy: Evaluation | None
+) -> dict[str, float]:
   """Their metrics by name. One answer a question: avg@1 and pass@1 agree."""
   named = {"held_out": sampled} | ({} if greedy is None else {"greedy": greedy})
   values: dict[str, float] = {}
   for name, evaluation in named.items():
     values[f"eval/{name}/avg@1"] = evaluation.accuracy
     values[f"eval/{name}/failed"] = len(evaluation.failures)
+    for part, mean in evaluation.parts.items():
+      values[f"eval/{name}/parts/{part}"] = mean
   return values | {"eval/held_out/pass@1": sampled.accuracy}
 
 

@@ -13,7 +13,13 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.storage import item_json
-from jaxrl_async.types import FinishReason, Prompt, RolloutGroup, Trajectory
+from jaxrl_async.types import (
+  FinishReason,
+  Prompt,
+  Reward,
+  RolloutGroup,
+  Trajectory,
+)
 
 _ARRAY_FIELDS = (
   "tokens",
@@ -128,11 +134,37 @@ def _group_record(group: RolloutGroup) -> dict[str, Any]:
         "member": trajectory.member,
         "num_tokens": len(trajectory.tokens),
         "finish_reason": trajectory.finish_reason,
-        "reward": trajectory.reward,
+        "reward": _reward_record(trajectory.reward),
       }
       for trajectory in group.trajectories
     ],
   }
+
+
+def _reward_record(reward: Reward | None) -> dict[str, Any] | None:
+  """A reward as JSON, whose keys are strings: positions become pairs."""
+  if reward is None:
+    return None
+  scores = reward.token_scores
+  return {
+    "score": reward.score,
+    "parts": dict(reward.parts),
+    "token_scores": None if scores is None else list(scores.items()),
+  }
+
+
+def _read_reward(record: dict[str, Any] | float | None) -> Reward | None:
+  """The inverse of `_reward_record`; before format 2 it was the score alone."""
+  if record is None:
+    return None
+  if not isinstance(record, dict):
+    return Reward(score=float(record))
+  scores = record["token_scores"]
+  return Reward(
+    score=record["score"],
+    parts=record["parts"],
+    token_scores=None if scores is None else {at: x for at, x in scores},
+  )
 
 
 def _unpack(
@@ -173,7 +205,7 @@ def _read_group(
       Trajectory(
         member=trajectory["member"],
         finish_reason=None if reason is None else FinishReason(reason),
-        reward=trajectory["reward"],
+        reward=_read_reward(trajectory["reward"]),
         **{field: next(pieces[field]) for field in _ARRAY_FIELDS},
       )
     )

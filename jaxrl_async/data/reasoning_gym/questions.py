@@ -12,10 +12,8 @@ process only under the same PYTHONHASHSEED. A run therefore has its questions
 made by the processes of `question_stream`, and makes none by itself.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 import dataclasses
-import difflib
-import enum
 import hashlib
 import random
 from typing import Any
@@ -23,12 +21,20 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.config import sections
+from jaxrl_async.data import source as source_lib
 from jaxrl_async.rewards import reasoning
 from jaxrl_async.storage import item_json
 
 ITEMS_PER_SPLIT = 2**22
 # seed + i stays below 2**32, which is as far as some random generators go.
 MAX_SEED = 2**32 // (4 * ITEMS_PER_SPLIT) - 1
+
+# Which range of a seed belongs to which split; the fourth one is free.
+_RANGES = (
+  source_lib.Split.TRAIN,
+  source_lib.Split.WARM_START,
+  source_lib.Split.EVAL,
+)
 
 # Datasets that are built whole, or that refuse more.
 _FEWER_ITEMS = {"acre": 2**12, "word_ladder": 20_000}
@@ -40,26 +46,32 @@ REFUSED = {
 }
 
 
-class Split(enum.StrEnum):
-  """What a question is used for."""
-
-  TRAIN = "train"
-  WARM_START = "warm_start"
-  EVAL = "eval"
-
-
-def split_of(question: str) -> Split:
+def split_of(question: str) -> source_lib.Split:
   """The one split a question text belongs to: 5, 4 and 1 of 10."""
   digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
   tenth = int.from_bytes(digest, "big") % 10
   if tenth == 0:
-    return Split.EVAL
-  return Split.WARM_START if tenth <= 4 else Split.TRAIN
+    return source_lib.Split.EVAL
+  return source_lib.Split.WARM_START if tenth <= 4 else source_lib.Split.TRAIN
 
 
-def first_dataset_seed(seed: int, split: Split) -> int:
+def first_dataset_seed(seed: int, split: source_lib.Split) -> int:
   """Start of the range of seed + i that (seed, split) owns."""
-  return (seed * 4 + list(Split).index(split)) * ITEMS_PER_SPLIT
+  return (seed * 4 + _RANGES.index(split)) * ITEMS_PER_SPLIT
+
+
+def check(dataset: str, seed: int) -> None:
+  """Check what can be known without the library.
+
+  Raises:
+    sections.ConfigError: the dataset is refused, or the seed is out of range.
+  """
+  if not 0 <= seed <= MAX_SEED:
+    raise sections.ConfigError(f"seed: {seed} is not within 0 to {MAX_SEED}")
+  if dataset in REFUSED:
+    raise sections.ConfigError(
+      f"task.dataset: {dataset} cannot be used: {REFUSED[dataset]}"
+    )
 
 
 class QuestionSource:
@@ -71,10 +83,14 @@ class QuestionSource:
   """
 
   def __init__(
-    self, dataset: str, params: Mapping[str, Any], *, seed: int, split: Split
+    self,
+    dataset: str,
+    params: Mapping[str, Any],
+    *,
+    seed: int,
+    split: source_lib.Split,
   ):
-    if not 0 <= seed <= MAX_SEED:
-      raise sections.ConfigError(f"seed: {seed} is not within 0 to {MAX_SEED}")
+    check(dataset, seed)
     self._name = dataset
     self._params = dict(params)
     self._first_seed = first_dataset_seed(seed, split)
@@ -122,28 +138,14 @@ class QuestionSource:
       ) from error
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-  """The end of a message that refuses a name: what would be right."""
-  known = sorted(known)
-  close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-  if close:
-    return f"; did you mean {' or '.join(close)}?"
-  shown = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
-  return f"; there is {shown}"
-
-
 def _create_dataset(
   name: str, params: Mapping[str, Any], *, seed: int, size: int
 ) -> Any:
-  if name in REFUSED:
-    raise sections.ConfigError(
-      f"task.dataset: {name} cannot be used: {REFUSED[name]}"
-    )
   datasets = reasoning.datasets()
   if name not in datasets:
     raise sections.ConfigError(
       f"task.dataset: reasoning-gym has no dataset {name!r}"
-      f"{did_you_mean(name, datasets.keys() - REFUSED.keys())}"
+      f"{sections.did_you_mean(name, datasets.keys() - REFUSED.keys())}"
     )
   fields = {f.name for f in dataclasses.fields(datasets[name][1])}
   for key in params:
@@ -154,7 +156,7 @@ def _create_dataset(
     if key not in fields:
       raise sections.ConfigError(
         f"task.params.{key}: {name} has no such parameter"
-        f"{did_you_mean(key, fields - {'seed', 'size'})}"
+        f"{sections.did_you_mean(key, fields - {'seed', 'size'})}"
       )
   try:
     return reasoning.create_dataset(name, params, seed=seed, size=size)
