@@ -66,6 +66,13 @@ def _trajectory(rng, member, num_tokens, **rest):
   )
 
 
+REWARD = types.Reward(
+  score=0.1 + 0.2,
+  parts={"format": 1 / 3, "é": -0.0},
+  token_scores={12: 2 / 3, 0: -1.0},
+)
+
+
 def _groups():
   rng = np.random.default_rng(3)
   group = types.RolloutGroup(
@@ -79,7 +86,7 @@ def _groups():
     ),
     trajectories=[
       _trajectory(
-        rng, 0, 9, finish_reason=types.FinishReason.EOS, reward=0.1 + 0.2
+        rng, 0, 9, finish_reason=types.FinishReason.EOS, reward=REWARD
       ),
       _trajectory(rng, 1, 0),
       _trajectory(rng, 3, 7),
@@ -169,7 +176,17 @@ def _trajectory_fields(draw):
     behavior_logprobs=array(np.float32),
     policy_versions=array(np.int32),
     finish_reason=draw(st.none() | st.sampled_from(types.FinishReason)),
-    reward=draw(st.none() | st.floats()),
+    reward=draw(
+      st.none()
+      | st.fixed_dictionaries(
+        {
+          "score": st.floats(),
+          "parts": st.dictionaries(st.text(max_size=3), st.floats()),
+          "token_scores": st.none()
+          | st.dictionaries(st.integers(0, 2**31), st.floats()),
+        }
+      )
+    ),
   )
 
 
@@ -189,10 +206,15 @@ _GROUP_FIELDS = st.fixed_dictionaries(
 )
 
 
+def _build_trajectory(reward, **rest):
+  reward = None if reward is None else types.Reward(**reward)
+  return types.Trajectory(reward=reward, **rest)
+
+
 def _build_group(prompt_id, prompt_tokens, trajectories, **rest):
   return types.RolloutGroup(
     prompt=types.Prompt(prompt_id=prompt_id, tokens=prompt_tokens, item={}),
-    trajectories=[types.Trajectory(**fields) for fields in trajectories],
+    trajectories=[_build_trajectory(**fields) for fields in trajectories],
     **rest,
   )
 

@@ -186,7 +186,7 @@ def test_partial_groups_are_taken_up_and_finish_as_if_never_interrupted(
   assert continued.keys() == expected.keys() == {0, 1, 2, 3}
   for index, group in continued.items():
     same_writing(group, expected[index])
-    assert [t.reward for t in group.trajectories] == [0, 1, 2]
+    assert [t.score for t in group.trajectories] == [0, 1, 2]
     assert group.prompt.prompt_id == f"tiny/train/{index}"
   worker_world.check_balance(second)
 

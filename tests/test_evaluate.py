@@ -31,7 +31,8 @@ def failure(reason="error: LookupError: no such"):
 def test_failed_scores_count_neither_as_right_nor_as_wrong():
   found = evaluated(lambda i: [[1.0], failure(), [0.5], failure(), [1.0]][i])
   assert found.accuracy == 2 / 3
-  assert [t.reward for t in found.trajectories] == [1.0, None, 0.5, None, 1.0]
+  scores = [t.reward and t.reward.score for t in found.trajectories]
+  assert scores == [1.0, None, 0.5, None, 1.0]
   assert list(found.failures) == ["tiny/train/1", "tiny/train/3"]
   values = evaluate.metrics_of(found, None)
   assert values["eval/held_out/failed"] == 2

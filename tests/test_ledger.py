@@ -8,6 +8,7 @@ import threading
 
 import numpy as np
 import pytest
+import tiny
 
 from jaxrl_async import types
 from jaxrl_async.coordination import ledger as ledger_lib
@@ -31,7 +32,7 @@ def make_group(index, *, versions=((3, 3, 4), (5,)), rewards=(1.0, 0.5)):
         behavior_logprobs=np.zeros(length, np.float32),
         policy_versions=np.array([-1, -1, *written], np.int32),
         finish_reason=None if reward is None else types.FinishReason.EOS,
-        reward=reward,
+        reward=None if reward is None else tiny.reward(reward),
       )
     )
   return types.RolloutGroup(
@@ -86,6 +87,7 @@ def test_a_line_says_everything_about_its_group(tmp_path, open_ledger):
     "num_completion_tokens": [3, 1],
     "finish_reasons": ["eos", "eos"],
     "rewards": [1.0, 0.5],
+    "reward_parts": {},
     "times_s": {"admitted": 0.5, "scored": 2.0},
   }
   # Read while the ledger is open: every line is flushed.

@@ -309,7 +309,7 @@ def test_one_member_that_fails_fails_its_group_and_no_other(make_service):
 def test_a_retry_may_succeed_and_is_counted(make_service, tmp_path):
   service = make_service(reward_scorers.fails_first, num_retries=1)
   handle = submit(service, {"path": str(tmp_path / "tried")}, ["=a"])
-  assert handle.result() == [1.0]
+  assert scores(handle) == [1.0]
   assert service.metrics()["reward_service/errors"] == 1
 
 

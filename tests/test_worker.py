@@ -35,7 +35,7 @@ def test_groups_reach_the_buffer_written_and_scored(make_world):
     times = [group.times_s[n] for n in ("admitted", "generated", "scored")]
     assert times == sorted(times)
     assert [t.member for t in group.trajectories] == [0, 1, 2]
-    assert [t.reward for t in group.trajectories] == [0, 1, 2]
+    assert [t.score for t in group.trajectories] == [0, 1, 2]
     n = len(group.prompt.tokens)
     for t in group.trajectories:
       np.testing.assert_array_equal(t.tokens[:n], group.prompt.tokens)
@@ -55,7 +55,7 @@ def test_completions_are_scored_in_the_order_of_the_members(make_world):
   decode = tokenizer_lib.character_level().decode
   texts = {item["number"]: texts for item, texts in world.rewards.submitted}
   for group in world.buffer.state().finished:
-    assert texts[group.index] == [
+    assert [c.text for c in texts[group.index]] == [
       decode(t.tokens[t.loss_mask]) for t in group.trajectories
     ]
 

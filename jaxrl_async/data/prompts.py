@@ -20,7 +20,6 @@ from jaxrl_async.config import sections
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.data import worked_solutions
 from jaxrl_async.rewards import extraction
-from jaxrl_async.storage import item_json
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 # So many items in a row without a usable one, and there are no more to come.
@@ -322,15 +321,9 @@ def validate_task(source: PromptSource) -> None:
   with contextlib.closing(stream):
     try:
       for _ in range(4):
-        prompt = stream.next()
-        item_json.encode(prompt.item)
+        source_lib.stored(stream.next().item, source.items.name)
     except source_lib.SourceError as error:
       raise sections.ConfigError(str(error)) from error
-    except item_json.UnstorableError as error:
-      raise sections.ConfigError(
-        f"task.dataset: {source.items.name} cannot be used, because its items"
-        f" hold {error}, which a checkpoint cannot store"
-      ) from error
 
 
 def validate_warm_start(

@@ -27,6 +27,9 @@ from collections.abc import Collection, Iterator, Mapping
 import enum
 from typing import Any, Protocol, runtime_checkable
 
+from jaxrl_async.config import sections
+from jaxrl_async.storage import item_json
+
 
 class Split(enum.StrEnum):
   """The splits that a run asks for by itself.
@@ -134,6 +137,21 @@ class Source(Protocol):
         items must not depend on it; a source that needs none ignores it.
     """
     ...
+
+
+def stored(item: dict[str, Any], source_name: str) -> Any:
+  """Return an item as JSON, for `item_json.decode`.
+
+  Raises:
+    sections.ConfigError: it holds what a checkpoint cannot store.
+  """
+  try:
+    return item_json.encode(item)
+  except item_json.UnstorableError as error:
+    raise sections.ConfigError(
+      f"task.dataset: {source_name} cannot be used, because its items hold"
+      f" {error}, which a checkpoint cannot store"
+    ) from error
 
 
 class IteratorStream:

@@ -173,7 +173,7 @@ class QuestionStream:
     """The next index's item; None is another split's.
 
     Raises:
-      config.ConfigError: the dataset or its parameters cannot be used.
+      sections.ConfigError: the dataset or its parameters cannot be used.
       SourceError: the dataset failed.
     """
     pipe = self._pipes[self._turn]

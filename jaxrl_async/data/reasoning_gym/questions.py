@@ -23,7 +23,6 @@ import numpy as np
 from jaxrl_async.config import sections
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.rewards import reasoning
-from jaxrl_async.storage import item_json
 
 ITEMS_PER_SPLIT = 2**22
 # seed + i stays below 2**32, which is as far as some random generators go.
@@ -78,7 +77,7 @@ class QuestionSource:
   """reasoning-gym's items of one range of seed + i, of whatever text.
 
   Raises:
-    config.ConfigError: the dataset or its parameters do not exist or cannot be
+    sections.ConfigError: the dataset or its parameters do not exist or cannot be
       used, or the seed is out of range.
   """
 
@@ -123,19 +122,13 @@ class QuestionSource:
       "metadata": entry["metadata"],
     }
 
-  def stored(self, index: int) -> dict[str, Any]:
+  def stored(self, index: int) -> Any:
     """The same as JSON, for `item_json.decode`.
 
     Raises:
-      config.ConfigError: the item holds what a checkpoint cannot store.
+      sections.ConfigError: the item holds what a checkpoint cannot store.
     """
-    try:
-      return item_json.encode(self[index])
-    except item_json.UnstorableError as error:
-      raise sections.ConfigError(
-        f"task.dataset: {self._name} cannot be used, because its items hold"
-        f" {error}, which a checkpoint cannot store"
-      ) from error
+    return source_lib.stored(self[index], self._name)
 
 
 def _create_dataset(
