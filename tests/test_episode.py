@@ -63,6 +63,13 @@ def test_later_turns_are_appended_and_the_environments_tokens_masked(
         t.behavior_logprobs[t.loss_mask], expected[t.loss_mask], atol=1e-4
       )
   assert set(num_turns) == {1, 2}
+  shown = {item["number"]: made for item, made in world.rewards.submitted}
+  for group in world.buffer.state().finished:
+    for t, completion in zip(
+      group.trajectories, shown[group.index], strict=True
+    ):
+      written = [turn.num_tokens for turn in completion.turns]
+      assert written == runs(t.loss_mask)[1::2]
   worker_world.check_balance(world)
 
 

@@ -201,3 +201,19 @@ def test_tokens_that_do_not_balance_are_an_error():
   for wrong in (9, 11):
     with pytest.raises(RuntimeError, match=f"generated {wrong}, trained 4"):
       ledger_lib.check_balance(generated=wrong, **counts)
+
+
+def test_named_parts_are_lists_in_the_order_of_the_members(
+  tmp_path, open_ledger
+):
+  group = make_group(0, versions=((3,), (3,), (3,)), rewards=(1.0, 0.5, None))
+  first, second, _ = group.trajectories
+  first.reward = types.Reward(score=1.0, parts={"correct": 0.5, "format": 0.25})
+  second.reward = types.Reward(score=0.5, parts={"correct": math.nan})
+  open_ledger().add_filtered(group)
+  (line,) = read(tmp_path / "ledger.jsonl")
+  assert line["rewards"] == [1.0, 0.5, None]
+  assert line["reward_parts"] == {
+    "correct": [0.5, None, None],
+    "format": [0.25, None, None],
+  }

@@ -295,3 +295,16 @@ def test_a_question_that_is_not_made_yet_holds_nobody_up(make_world):
   assert sorted(indices) == [0, 1, 2]
   assert set(late.was_idle) == {True, False}
   worker_world.check_balance(world)
+
+
+def test_a_group_whose_tokens_are_scored_teaches_something(make_world):
+  def score(item, completions):
+    scores = {0: 1.0} if item["number"] % 2 == 0 else None
+    reward = types.Reward(score=0.5, token_scores=scores)
+    return [reward] * len(completions)
+
+  world = make_world(rewards=tiny.Rewards(score), filter_zero_std=True)
+  world.run_until(worker_world.finished(3))
+  assert {line["index"] % 2 for line in world.lines()} == {1}
+  assert {g.index % 2 for g in world.buffer.state().finished} == {0}
+  worker_world.check_balance(world)

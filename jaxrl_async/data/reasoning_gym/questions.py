@@ -77,8 +77,8 @@ class QuestionSource:
   """reasoning-gym's items of one range of seed + i, of whatever text.
 
   Raises:
-    sections.ConfigError: the dataset or its parameters do not exist or cannot be
-      used, or the seed is out of range.
+    sections.ConfigError: the dataset or its parameters do not exist or cannot
+      be used, or the seed is out of range.
   """
 
   def __init__(
