@@ -37,8 +37,8 @@ def make(
 
   Args:
     source: of the run.
-    num_items: how many.
-    on_progress: told how many there are, several times a second.
+    num_items: how many to return.
+    on_progress: is told several times a second how many there are so far.
 
   Raises:
     sections.ConfigError: the split has fewer.
@@ -80,8 +80,9 @@ def load_or_make(
 ) -> list[types.Prompt]:
   """Read them from the file, or make them and write it.
 
-  They are made again if anything they depend on has changed, or the file was
-  damaged; `note` is told why. A file that cannot be written is noted too.
+  They are made again if something that they depend on has changed or if the
+  file is damaged, and `note` is told why. It is also told if the file cannot be
+  written, which does not end the run.
 
   Raises:
     sections.ConfigError: as of `make`.
@@ -135,7 +136,7 @@ def _read(path: pathlib.Path, made_from: dict[str, Any]) -> list[Any]:
 def _write(
   path: pathlib.Path, made_from: dict[str, Any], items: list[Any]
 ) -> None:
-  """Writes all of the file or none."""
+  """Write the whole file, or leave the old one as it was."""
   encoded = item_json.encode(items)
   stored = {
     "made_from": made_from,

@@ -75,11 +75,12 @@ class PromptSource:
 class PromptStream:
   """A split's prompts in order, from a place that can be saved.
 
-  Prompts that do not fit are skipped and counted, never cut. The place is that
-  of the prompts that were taken, however many have been made since.
+  Prompts that do not fit are skipped and counted, never cut. The place is the
+  one after the last prompt that was taken, however many items the source has
+  made since.
 
-  Threads: belongs to one thread, the one that admits groups; who saves its
-  state does so while that thread does not use it.
+  Threads: belongs to one thread, the one that admits groups. Its state may be
+  saved only while that thread does not use it.
   """
 
   def __init__(
@@ -131,7 +132,7 @@ class PromptStream:
       )
 
   def is_ready(self, timeout_s: float = 0.0) -> bool:
-    """Whether `next` would return at once; waits for it, at most so long.
+    """Return whether `next` would return at once, after at most that long.
 
     Raises:
       sections.ConfigError: there is no prompt in a long stretch of items, or
@@ -149,7 +150,7 @@ class PromptStream:
     return True
 
   def next(self) -> types.Prompt:
-    """Next prompt that fits; waits until it was made.
+    """Return the next prompt that fits; wait until it has been made.
 
     Raises:
       As `is_ready`.
@@ -164,7 +165,7 @@ class PromptStream:
     return prompt
 
   def state(self) -> dict[str, int]:
-    """Where the stream stands, for a checkpoint."""
+    """Return where the stream stands, for a checkpoint."""
     return dict(self._place)
 
   def restore(self, state: Mapping[str, int]) -> None:

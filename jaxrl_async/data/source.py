@@ -55,11 +55,14 @@ class ItemStream(Protocol):
   """
 
   def is_ready(self, timeout_s: float = 0.0) -> bool:
-    """Whether `next` would return at once; waits for it, at most so long.
+    """Return whether `next` would return at once.
 
     The rollout thread asks between two decode calls, and goes on decoding while
     the answer is no. A source that takes long to make an item therefore makes
     it in another process or thread.
+
+    Args:
+      timeout_s: how long to wait for the item before the answer is no.
 
     Raises:
       SourceError: the next item will never be there.
@@ -67,7 +70,7 @@ class ItemStream(Protocol):
     ...
 
   def next(self) -> dict[str, Any] | None:
-    """The item at the next index; waits for it.
+    """Return the item at the next index; wait until it is there.
 
     Returns:
       None if the split has no item at that index, which takes up the index all
@@ -81,7 +84,7 @@ class ItemStream(Protocol):
     ...
 
   def close(self) -> None:
-    """Ends what makes items ahead of time. May be called twice."""
+    """End what makes items ahead of time. May be called twice."""
     ...
 
 
@@ -115,9 +118,9 @@ class Source(Protocol):
   def splits(self) -> Collection[str]: ...
 
   def check(self) -> None:
-    """Checks what can be checked at once, and begins to load the rest.
+    """Check what can be checked at once, and begin to load what takes long.
 
-    What only making an item can tell is told by the first stream.
+    A mistake that shows only when an item is made is raised by the stream.
 
     Raises:
       sections.ConfigError: the source cannot be used; one line that names the
@@ -128,7 +131,7 @@ class Source(Protocol):
   def open(
     self, split: str, first_index: int, *, num_workers: int
   ) -> ItemStream:
-    """Begins to make a split's items from an index on; returns at once.
+    """Begin to make a split's items from an index on; return at once.
 
     Args:
       split: one of `splits`.
@@ -162,11 +165,11 @@ class IteratorStream:
     self._items = items
 
   def is_ready(self, timeout_s: float = 0.0) -> bool:
-    """Always: `next` asks the iterator."""
+    """Return True: `next` asks the iterator for its item."""
     return True
 
   def next(self) -> dict[str, Any] | None:
-    """The iterator's next item.
+    """Return the iterator's next item.
 
     Raises:
       SourceError: the iterator ended.
@@ -176,4 +179,4 @@ class IteratorStream:
     raise SourceError("a split ended, where it should have begun again")
 
   def close(self) -> None:
-    """Nothing runs ahead of time."""
+    """Do nothing, because nothing runs ahead of time."""

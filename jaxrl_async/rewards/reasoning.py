@@ -36,7 +36,7 @@ def library() -> types.ModuleType:
 
 
 def datasets() -> Mapping[str, tuple[type, type]]:
-  """Class and settings dataclass of every dataset, by name."""
+  """Return class and settings dataclass of every dataset, by name."""
   return library().factory.DATASETS
 
 

@@ -145,7 +145,7 @@ class RewardService:
     return ScoreHandle(self, item, answered)
 
   def metrics(self) -> dict[str, float]:
-    """Failed attempts so far; seconds an attempt, since the last call."""
+    """Return failed attempts so far, and seconds an attempt since last time."""
     with self._lock:
       latencies_s, self._latencies_s = self._latencies_s, []
       return {
@@ -254,7 +254,7 @@ class ScoreHandle:
     self._begin()
 
   def done(self) -> bool:
-    """Whether the result is there; does not block.
+    """Return whether the result is there, without waiting for it.
 
     Raises:
       RuntimeError: the service was closed meanwhile.
@@ -293,7 +293,7 @@ class ScoreHandle:
 
 
 def _outcome(future: futures.Future) -> list[Reward] | RewardFailure:
-  """What became of one attempt."""
+  """Return what became of one attempt."""
   if not future.done():
     return RewardFailure("error: the pool of reward processes broke")
   if future.cancelled():

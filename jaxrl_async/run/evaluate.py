@@ -60,7 +60,7 @@ class Evaluator:
     tokenizer: tokenizer_lib.Tokenizer,
     rewards: service_lib.RewardService,
   ):
-    """Prepares evaluations.
+    """Prepare evaluations.
 
     Args:
       engine: whose programs run; its training sequences stay as they are.
@@ -78,7 +78,7 @@ class Evaluator:
   def evaluate(
     self, params: decode_state_lib.EngineParams, temperature: float
   ) -> Evaluation:
-    """Completes every prompt once and scores it.
+    """Complete every prompt once and score it.
 
     Args:
       params: the weights to evaluate.
@@ -137,7 +137,10 @@ class Evaluator:
 def metrics_of(
   sampled: Evaluation, greedy: Evaluation | None
 ) -> dict[str, float]:
-  """Their metrics by name. One answer a question: avg@1 and pass@1 agree."""
+  """Return the metrics of both by name.
+
+  Each question is answered once, so avg@1 and pass@1 are equal.
+  """
   named = {"held_out": sampled} | ({} if greedy is None else {"greedy": greedy})
   values: dict[str, float] = {}
   for name, evaluation in named.items():
@@ -149,7 +152,7 @@ def metrics_of(
 
 
 def describe(sampled: Evaluation, greedy: Evaluation | None) -> str:
-  """Both in words, with what could not be scored."""
+  """Describe both in words, with what could not be scored."""
   text = f"held-out accuracy {sampled.accuracy:.3f}"
   if greedy is not None:
     text += f", greedy {greedy.accuracy:.3f}"

@@ -77,7 +77,7 @@ def read(directory: pathlib.Path) -> list[OutstandingGroup]:
 def _pack(
   groups: list[OutstandingGroup],
 ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-  """JSON records, and per field the arrays of all of them end to end."""
+  """Return JSON records, and for each field all of its arrays end to end."""
   pieces: dict[str, list[np.ndarray]] = {"prompt_tokens": []}
   pieces |= {field: [] for field in _ARRAY_FIELDS}
   records = []
@@ -114,7 +114,7 @@ def _pack(
 
 
 def _group_record(group: RolloutGroup) -> dict[str, Any]:
-  """All of a group but its arrays, and the lengths that cut those apart."""
+  """Return a group without its arrays, but with the lengths to cut them by."""
   try:
     item = item_json.encode(group.prompt.item)
   except item_json.UnstorableError as error:
@@ -142,7 +142,10 @@ def _group_record(group: RolloutGroup) -> dict[str, Any]:
 
 
 def _reward_record(reward: Reward | None) -> dict[str, Any] | None:
-  """A reward as JSON, whose keys are strings: positions become pairs."""
+  """Return a reward as JSON.
+
+  Keys of JSON are strings, so token scores become pairs (position, score).
+  """
   if reward is None:
     return None
   scores = reward.token_scores
@@ -154,7 +157,7 @@ def _reward_record(reward: Reward | None) -> dict[str, Any] | None:
 
 
 def _read_reward(record: dict[str, Any] | float | None) -> Reward | None:
-  """The inverse of `_reward_record`; before format 2 it was the score alone."""
+  """Invert `_reward_record`. Before format 2 a record was the score alone."""
   if record is None:
     return None
   if not isinstance(record, dict):
@@ -171,7 +174,7 @@ def _unpack(
   records: list[dict[str, Any]],
   arrays: dict[str, np.ndarray],
 ) -> list[OutstandingGroup]:
-  """The inverse of `_pack`."""
+  """Invert `_pack`."""
   present = [r["group"] for r in records if r["group"] is not None]
   prompts = _cut(
     arrays["prompt_tokens"], [g["num_prompt_tokens"] for g in present]
@@ -192,7 +195,7 @@ def _read_group(
   prompt_tokens: np.ndarray,
   pieces: dict[str, Iterator[np.ndarray]],
 ) -> RolloutGroup:
-  """One group; takes its trajectories' arrays off the front of `pieces`."""
+  """Return one group; take its arrays off the front of `pieces`."""
   if "item" not in record:
     raise OutstandingError(
       f"group {record['index']} was stored without its question,"
@@ -224,7 +227,7 @@ def _read_group(
 
 
 def _cut(array: np.ndarray, lengths: list[int]) -> Iterator[np.ndarray]:
-  """Consecutive pieces of the given lengths."""
+  """Yield consecutive pieces of the given lengths."""
   start = 0
   for length in lengths:
     yield array[start : start + length]

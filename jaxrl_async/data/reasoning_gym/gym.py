@@ -14,8 +14,8 @@ from jaxrl_async.data.reasoning_gym import questions
 class ReasoningGym:
   """The questions of one dataset.
 
-  A hash of its text decides which split a question belongs to, whatever the
-  seed, so that no held-out question is trained on; see `questions`.
+  A hash of a question's text decides which split it belongs to, whatever the
+  seed. So no held-out question is ever trained on; see `questions`.
 
   Attributes:
     name: of the dataset.
@@ -29,20 +29,22 @@ class ReasoningGym:
 
   @property
   def versions(self) -> dict[str, str]:
-    """The library's version: another one may ask other questions."""
+    """Version of the library: another one may ask other questions."""
     return {"reasoning_gym": metadata.version("reasoning-gym")}
 
   @property
   def splits(self) -> tuple[str, ...]:
-    """Those of `source.Split`."""
+    """All of `source.Split`."""
     return tuple(source_lib.Split)
 
   def check(self) -> None:
-    """Checks name and seed, and begins to import the library elsewhere.
+    """Check name and seed, and start the process that imports the library.
+
+    Whether the dataset exists and takes its parameters only the library knows;
+    the first question of a stream tells.
 
     Raises:
-      sections.ConfigError: one of them cannot be used. That the dataset exists
-        and takes these parameters is found out with its first question.
+      sections.ConfigError: the name or the seed cannot be used.
     """
     questions.check(self.name, self.seed)
     question_stream.start_server()
@@ -50,7 +52,7 @@ class ReasoningGym:
   def open(
     self, split: str, first_index: int, *, num_workers: int
   ) -> question_stream.QuestionStream:
-    """Has `num_workers` processes make the questions of a split."""
+    """Let `num_workers` processes make the questions of a split."""
     return question_stream.QuestionStream(
       self.name,
       self.params,

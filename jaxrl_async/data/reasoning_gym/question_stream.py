@@ -55,7 +55,7 @@ class _Server:
     weakref.finalize(self, _end, self._control, self._process)
 
   def open(self, request: dict[str, Any]) -> int:
-    """Has a process make questions; gives the pipe it writes to."""
+    """Start a process that makes questions; return the pipe it writes to."""
     read, write = os.pipe()
     try:
       with self._lock:
@@ -136,9 +136,9 @@ class QuestionStream:
       dataset: a name of reasoning-gym.
       params: of the dataset.
       seed: of the run.
-      split: which questions; others are passed over.
+      split: whose questions to make; those of other splits become None.
       first_index: place of the first item.
-      num_processes: how many make items; each takes every so-manieth.
+      num_processes: how many make items: of n processes each makes every n-th.
     """
     start_server()
     self._dataset = dataset
@@ -162,7 +162,7 @@ class QuestionStream:
     self.close = weakref.finalize(self, _close, descriptors)
 
   def is_ready(self, timeout_s: float = 0.0) -> bool:
-    """Whether the next item is there; waits for it, at most so long.
+    """Return whether the next item is there, after at most that long.
 
     Raises:
       SourceError: it will never be.
@@ -170,7 +170,7 @@ class QuestionStream:
     return self._pipes[self._turn].receive(timeout_s)
 
   def next(self) -> dict[str, Any] | None:
-    """The next index's item; None is another split's.
+    """Return the item at the next index; None if it is another split's.
 
     Raises:
       sections.ConfigError: the dataset or its parameters cannot be used.
@@ -193,6 +193,6 @@ class QuestionStream:
 
 
 def _close(descriptors: Iterable[int]) -> None:
-  """Closes the pipes, which ends their processes."""
+  """Close the pipes, which ends their processes."""
   for descriptor in descriptors:
     os.close(descriptor)

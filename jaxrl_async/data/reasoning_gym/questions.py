@@ -46,7 +46,11 @@ REFUSED = {
 
 
 def split_of(question: str) -> source_lib.Split:
-  """The one split a question text belongs to: 5, 4 and 1 of 10."""
+  """Return the one split that a question belongs to.
+
+  Of ten questions five are for training, four for the warm start, and one is
+  held out.
+  """
   digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
   tenth = int.from_bytes(digest, "big") % 10
   if tenth == 0:
@@ -55,7 +59,7 @@ def split_of(question: str) -> source_lib.Split:
 
 
 def first_dataset_seed(seed: int, split: source_lib.Split) -> int:
-  """Start of the range of seed + i that (seed, split) owns."""
+  """Return the start of the range of seed + i that (seed, split) owns."""
   return (seed * 4 + _RANGES.index(split)) * ITEMS_PER_SPLIT
 
 
@@ -104,7 +108,7 @@ class QuestionSource:
     return len(self._dataset)
 
   def __getitem__(self, index: int) -> dict[str, Any]:
-    """What scoring needs, which becomes `types.Prompt.item`.
+    """Return an item as `source` describes them, with what scoring needs.
 
     Past the last item the source begins again.
     """
@@ -123,7 +127,7 @@ class QuestionSource:
     }
 
   def stored(self, index: int) -> Any:
-    """The same as JSON, for `item_json.decode`.
+    """Return the item as JSON, for `item_json.decode`.
 
     Raises:
       sections.ConfigError: the item holds what a checkpoint cannot store.
