@@ -38,9 +38,9 @@ class Prompt:
   """One question of the task, ready to be generated from.
 
   Attributes:
-    prompt_id: "<dataset>/<split>/<source index>", stable over runs.
+    prompt_id: "<source>/<split>/<index of the item>", stable over runs.
     tokens: token ids of the filled-in template.
-    item: what the reward needs to score an answer (picklable, no jax).
+    item: of the source; the scorer is given it. See `data.source`.
   """
 
   prompt_id: str
@@ -52,15 +52,17 @@ class Prompt:
 class Reward:
   """What a scorer says about one completion.
 
-  A position counts the tokens that the policy wrote, from 0, over all turns of
-  the trajectory: it is an index into `Completion.tokens`.
+  Positions are indices into `Completion.tokens`: they count the tokens that the
+  policy wrote, over all turns of the trajectory, from 0.
 
   Attributes:
     score: the score of the whole trajectory; advantages are computed from it.
     parts: named numbers that are recorded and not learned from, such as what
       the score is the sum of.
     token_scores: scores by position, for a loss that learns from them; 0 at
-      all other positions. None if the scorer does not score tokens.
+      all other positions. None if the scorer does not score tokens. One that
+      does gives a mapping each time, if need be an empty one: the programs of
+      a batch with such scores are others than those of a batch without.
   """
 
   score: float
@@ -84,8 +86,8 @@ class Turn:
   Attributes:
     prompt: what the policy was shown.
     completion: what it wrote.
-    num_tokens: how many tokens it wrote. The turn's last one has the position
-      `sum(turn.num_tokens for turn in turns up to this one) - 1`.
+    num_tokens: how many tokens it wrote. The last of them is at the position
+      that is one less than the sum of `num_tokens` up to and with this turn.
   """
 
   prompt: str
@@ -104,7 +106,9 @@ class Completion:
     answer: the part of the text that is its answer, by `task.answer_prefix`;
       None if the text has none. The reward service fills it in.
     turns: at least one; several if the episode has several.
-    tokens: ids of the tokens that the policy wrote, in all turns.
+    tokens: ids of the tokens that the policy wrote, in all turns. A scorer that
+      scores places in the text finds their positions with the tokenizer, which
+      it can load with `text.tokenizer.load`.
     finish_reason: why the trajectory ended.
   """
 

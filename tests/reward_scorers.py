@@ -124,6 +124,6 @@ def hangs_in_training(item, completion):
 
 
 def _is_training(item):
-  """As `prompts.split_of`, whose module imports more than a scorer should."""
+  """As `questions.split_of`, whose module imports more than a scorer should."""
   digest = hashlib.blake2b(item["question"].encode(), digest_size=8).digest()
   return int.from_bytes(digest, "big") % 10 > 4

@@ -461,7 +461,7 @@ def run(
     workdir: of this run alone; the same one continues from its newest
       checkpoint, also with other settings where `resume.MAY_DIFFER` has them.
     initial_params: stacked float32 parameters instead of a warm start.
-    scorer: a function of an importable module that scores an answer.
+    scorer: a function of an importable module; see `service.Scorer`.
     serving: how clients reach the policy meanwhile; None is not at all.
 
   Raises:

@@ -1,15 +1,17 @@
 """Questions of reasoning-gym by index, and the split each of them belongs to.
 
-Item i of a split is a function of (seed, split, i). reasoning-gym's item i
-depends on its own seed + i only, so neighbouring seeds would be the same data
-shifted; each (seed, split) therefore owns a range of seed + i. Different seeds
-still make equal questions, the more so the smaller the task, so every question
-text also belongs to exactly one split, by a hash: held-out questions are never
-trained on.
+Item i of a split is a function of (seed, split, i). Item i of reasoning-gym
+depends only on the dataset's seed + i, so that neighbouring seeds would give
+the same data, shifted. Each pair (seed, split) therefore owns a range of
+seed + i.
 
-Some datasets iterate over sets of strings, so an item is the same in another
-process only under the same PYTHONHASHSEED. A run therefore has its questions
-made by the processes of `question_stream`, and makes none by itself.
+Items of different seeds can still ask the same question, and in a small task
+they often do. So a hash of the question's text decides which split it belongs
+to, for all seeds alike. That is how a held-out question is never trained on.
+
+Some datasets iterate over sets of strings. Their items are the same in another
+process only under the same PYTHONHASHSEED. A run therefore makes no questions
+by itself, but lets the processes of `question_stream` make them.
 """
 
 from collections.abc import Mapping
