@@ -15,6 +15,7 @@ from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import ledger as ledger_lib
 from jaxrl_async.data import prompts
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import messages
@@ -386,11 +387,11 @@ class Coordinator:
     if running.unfinished or running.score is not None:
       return
     running.times_s["generated"] = self._busy.now()
-    texts = [
-      self._tokenizer.decode(trajectory.tokens[trajectory.loss_mask])
+    completions = [
+      completion_lib.of_trajectory(trajectory, self._tokenizer)
       for trajectory in running.group().trajectories
     ]
-    running.score = self._rewards.submit(running.prompt.item, texts)
+    running.score = self._rewards.submit(running.prompt.item, completions)
 
   def _finish(self, running: _Running) -> None:
     assert running.score is not None
@@ -407,7 +408,7 @@ class Coordinator:
       trajectory.reward = reward
     index = running.admission.index
     del self._running[index]
-    if self.settings.filter_zero_std and len(set(outcome)) == 1:
+    if self.settings.filter_zero_std and types.teach_nothing(outcome):
       self._ledger.add_filtered(group)
       self._buffer.drop(index)
       self._num_filtered += 1
@@ -415,7 +416,7 @@ class Coordinator:
         raise RewardError(
           f"{self._num_filtered} groups in a row had equal rewards and were"
           " left out (algorithm.filter_zero_std); the last reward was"
-          f" {outcome[0]:g}: the questions are too easy or too hard"
+          f" {outcome[0].score:g}: the questions are too easy or too hard"
         )
     else:
       self._num_filtered = 0

@@ -109,6 +109,7 @@ def prompt_source(setup: setup_lib.Setup) -> prompts.PromptSource:
   """Where the prompts of a run come from."""
   config = setup.config
   return prompts.PromptSource(
+    items=setup.source,
     task=config.task,
     tokenizer=setup.tokenizer,
     seed=config.seed,

@@ -5,32 +5,44 @@ from typing import Any
 
 from jaxrl_async.config import sections
 from jaxrl_async.data import prompts
-from jaxrl_async.data import question_stream
+from jaxrl_async.data import source as source_lib
 from jaxrl_async.run import assembly
 from jaxrl_async.run import device_checks
 from jaxrl_async.run import setup as setup_lib
 
 
-def checked(config: sections.Config, devices: Sequence[Any]) -> setup_lib.Setup:
+def checked(
+  config: sections.Config,
+  devices: Sequence[Any],
+  *,
+  source: source_lib.Source | None = None,
+) -> setup_lib.Setup:
   """Resolves a config and checks what `config_checks` cannot.
 
   These are the names, the sizes on the devices, the data and the template.
   Quantised weights are tried out on a rollout device, if it is there. Nothing
   else compiles.
 
+  Args:
+    config: validated.
+    devices: to be cut into the two slices.
+    source: where prompts come from; None is the dataset of `task.dataset`.
+
   Raises:
     ConfigError: one line that names the field.
   """
-  question_stream.start_server()  # imports its library meanwhile
-  setup = setup_lib.resolve(config, devices)
+  if source is None:
+    source = setup_lib.source_of(config)
+  source.check()  # it may import a library meanwhile
+  setup = setup_lib.resolve(config, devices, source=source)
   device_checks.check_sharding(setup)
   device_checks.check_weights(setup)
   device_checks.check_training_memory(setup)
   device_checks.check_rollout_memory(setup)
-  source = assembly.prompt_source(setup)
-  prompts.validate_task(source)
+  prompt_source = assembly.prompt_source(setup)
+  prompts.validate_task(prompt_source)
   if config.warm_start.num_steps and not config.warm_start.checkpoint:
     prompts.validate_warm_start(
-      source, config.warm_start, max_tokens=config.train.tokens_per_row
+      prompt_source, config.warm_start, max_tokens=config.train.tokens_per_row
     )
   return setup

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 
 from jaxrl_async.config import sections
+from jaxrl_async.data import source as source_lib
+from jaxrl_async.data.reasoning_gym import gym
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_config
@@ -35,6 +37,7 @@ class Setup:
       `model.name` names. None if it names one of `configs.MODELS`.
     train_mesh: devices of the training slice.
     rollout_mesh: devices of the rollout slice.
+    source: where prompts come from.
   """
 
   config: sections.Config
@@ -43,6 +46,7 @@ class Setup:
   pretrained: pathlib.Path | None
   train_mesh: jax.sharding.Mesh
   rollout_mesh: jax.sharding.Mesh
+  source: source_lib.Source
 
   @property
   def models(self) -> dict[str, train_state.ModelSettings]:
@@ -71,6 +75,7 @@ def resolve(
   devices: Sequence[Any],
   *,
   tokenizer: tokenizer_lib.Tokenizer | None = None,
+  source: source_lib.Source | None = None,
 ) -> Setup:
   """Works out what a config refers to; reads files, and compiles nothing.
 
@@ -78,6 +83,7 @@ def resolve(
     config: validated.
     devices: to be cut into the two slices. They may be described ones.
     tokenizer: that a run has stored, to be used instead of the model's.
+    source: where prompts come from; None is the dataset of `task.dataset`.
 
   Raises:
     ConfigError: one line that names the field.
@@ -94,6 +100,16 @@ def resolve(
     pretrained=pretrained,
     train_mesh=train_mesh,
     rollout_mesh=rollout_mesh,
+    source=source_of(config) if source is None else source,
+  )
+
+
+def source_of(config: sections.Config) -> source_lib.Source:
+  """Return the source that a config names."""
+  return gym.ReasoningGym(
+    name=config.task.dataset,
+    params=config.task.params.to_dict(),
+    seed=config.seed,
   )
 
 

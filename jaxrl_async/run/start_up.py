@@ -22,7 +22,7 @@ from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.data import held_out
 from jaxrl_async.data import prompts
-from jaxrl_async.data import questions
+from jaxrl_async.data import source as source_lib
 from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.models import transformer
@@ -199,7 +199,7 @@ def _foundation(
   side_outputs = side_outputs_lib.SideOutputs(note)
   writer = metrics_lib.MetricsWriter(session.workdir, side_outputs)
   source = assembly.prompt_source(setup)
-  stream = prompts.PromptStream(source, questions.Split.TRAIN)
+  stream = prompts.PromptStream(source, source_lib.Split.TRAIN)
   front = extensions.serving and front_lib.of_a_run(
     extensions.serving,
     config,

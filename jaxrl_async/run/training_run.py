@@ -20,6 +20,7 @@ import jax
 
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.data import source as source_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import progress as progress_lib
@@ -265,6 +266,7 @@ def run(
   workdir: pathlib.Path,
   *,
   initial_params: transformer.Params | None = None,
+  source: source_lib.Source | None = None,
   scorer: service_lib.Scorer = reasoning.score,
   loss: objectives.Loss | None = None,
   episode: episode_lib.Episode = episode_lib.single_turn,
@@ -277,7 +279,8 @@ def run(
     workdir: of this run alone; the same one continues from its newest
       checkpoint, also with other settings where `resume.MAY_DIFFER` has them.
     initial_params: stacked float32 parameters instead of a warm start.
-    scorer: a function of an importable module that scores an answer.
+    source: where prompts come from; None is the dataset of `task.dataset`.
+    scorer: a function of an importable module; see `service.Scorer`.
     loss: what is minimised, see `objectives`. None is the loss of decoupled PPO
       with the config's settings.
     episode: how the turns of a trajectory follow from its prompt.
@@ -295,7 +298,7 @@ def run(
     episode=episode,
     serving=serving,
   )
-  setup = checks.checked(config, jax.devices())
+  setup = checks.checked(config, jax.devices(), source=source)
   stop = supervisor_lib.StopRequest()
   with (
     progress_lib.Progress(config.train.num_steps) as progress,

@@ -35,6 +35,7 @@ R = TypeVar("R")
 # Rises when what is stored changes so that earlier code would misread it.
 # Checkpoints of format 0 carry no number, and no config in their host state.
 # Up to format 1 a train state held one model, the policy, all of it trained.
+# Its groups' trajectories had a score in place of a reward.
 FORMAT = 2
 
 # Where that policy's arrays are now, and how their names began then.

@@ -110,12 +110,14 @@ def of_groups(groups: list[types.RolloutGroup], step: int) -> dict[str, Any]:
 
 
 def _reward_metrics(groups: list[types.RolloutGroup]) -> dict[str, Any]:
-  rewards = [np.array([t.reward for t in g.trajectories]) for g in groups]
+  rewards = [np.array([t.score for t in g.trajectories]) for g in groups]
   flat = np.concatenate(rewards)
+  parts = types.mean_parts(t for g in groups for t in g.trajectories)
   return {
     "reward/mean": flat.mean(),
     "reward/std": flat.std(),
     "reward/frac_groups_zero_std": np.mean([r.std() == 0 for r in rewards]),
+    **{f"reward/parts/{name}": mean for name, mean in parts.items()},
   }
 
 

@@ -249,7 +249,7 @@ class Trainer:
 
   def prepare(self, groups: list[types.RolloutGroup]) -> PreparedBatch:
     """Advantages, packing and the transfer to the device."""
-    rewards = np.array([t.reward for g in groups for t in g.trajectories])
+    rewards = np.array([t.score for g in groups for t in g.trajectories])
     group_ids = np.repeat(
       np.arange(len(groups)), [len(g.trajectories) for g in groups]
     )
@@ -261,6 +261,7 @@ class Trainer:
         len(groups),
         scale=self.batch_settings.advantage_scale,
       ),
+      packing.reward_fields([t for g in groups for t in g.trajectories]),
     )
     arrays = mesh_lib.put(packed, self._batch_sharding)
     return PreparedBatch(
@@ -270,7 +271,10 @@ class Trainer:
     )
 
   def _pack(
-    self, groups: list[types.RolloutGroup], advantages: np.ndarray
+    self,
+    groups: list[types.RolloutGroup],
+    advantages: np.ndarray,
+    fields: Mapping[str, list[np.ndarray]] | None = None,
   ) -> tuple[packing.PackedBatch, packing.Placement]:
     settings = self.batch_settings
     return packing.pack(
@@ -281,6 +285,7 @@ class Trainer:
       num_minibatches=settings.num_minibatches,
       min_microbatches=settings.min_microbatches,
       num_shards=self._num_shards,
+      fields=fields,
     )
 
   def step(self, step: int, batch: PreparedBatch) -> step_metrics.Pending:
