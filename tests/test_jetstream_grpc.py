@@ -334,17 +334,17 @@ def test_a_draining_server_finishes_what_it_has():
 
 
 @pytest.mark.parametrize(
-  "error, code",
+  "has_failed, code",
   [
-    (client_request.RequestError.SHUT_DOWN, grpc.StatusCode.UNAVAILABLE),
-    (client_request.RequestError.FAILED, grpc.StatusCode.INTERNAL),
+    (False, grpc.StatusCode.UNAVAILABLE),
+    (True, grpc.StatusCode.INTERNAL),
   ],
 )
-def test_what_the_server_cannot_finish_ends_with_a_status(error, code):
+def test_what_the_server_cannot_finish_ends_with_a_status(has_failed, code):
   with grpc_world.serving(num_steps=2) as server:
     call = long_call(server)
     next(call)
-    server.queue.close(error)
+    server.queue.close(has_failed=has_failed)
     assert status_of(call) is code
 
 
