@@ -20,7 +20,6 @@ from jaxrl_async.engine import sampling
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.run import serve
 from jaxrl_async.serving import bodies
-from jaxrl_async.serving import client_request
 from jaxrl_async.serving import front as front_lib
 from jaxrl_async.serving import jetstream_grpc
 from jaxrl_async.text import chat_template as chat_template_lib
