@@ -22,7 +22,6 @@ from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.run import serve
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.serving import bodies
-from jaxrl_async.serving import client_request
 from jaxrl_async.serving import front as front_lib
 from jaxrl_async.serving import jetstream_grpc
 from jaxrl_async.text import chat_template as chat_template_lib
@@ -336,17 +335,17 @@ def test_a_draining_server_finishes_what_it_has():
 
 
 @pytest.mark.parametrize(
-  "error, code",
+  "has_failed, code",
   [
-    (client_request.RequestError.SHUT_DOWN, grpc.StatusCode.UNAVAILABLE),
-    (client_request.RequestError.FAILED, grpc.StatusCode.INTERNAL),
+    (False, grpc.StatusCode.UNAVAILABLE),
+    (True, grpc.StatusCode.INTERNAL),
   ],
 )
-def test_what_the_server_cannot_finish_ends_with_a_status(error, code):
+def test_what_the_server_cannot_finish_ends_with_a_status(has_failed, code):
   with grpc_world.serving(num_steps=2) as server:
     call = long_call(server)
     next(call)
-    server.queue.close(error)
+    server.queue.close(has_failed=has_failed)
     assert status_of(call) is code
 
 

@@ -1,6 +1,7 @@
 """A sequence with a ticket, and how it is offered to the device."""
 
-from collections.abc import Callable, Iterator, Sequence
+import collections
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
 import itertools
 
@@ -31,6 +32,27 @@ def urgency(entry: Entry) -> tuple[bool, int, int]:
   """Sorts the latest deadline last, and what has no slot after the others."""
   is_staged = entry.slot is None
   return is_staged, entry.sequence.deadline, entry.ticket
+
+
+def prefill_batches(
+  entries: Iterable[Entry], bucket_of: Callable[[int], int], num_rows: int
+) -> list[list[Entry]]:
+  """Entries that can be prefilled together, the most urgent batch first.
+
+  Args:
+    entries: in any order.
+    bucket_of: the padded length of so many tokens.
+    num_rows: at most, of a batch.
+  """
+  by_bucket = collections.defaultdict(list)
+  for entry in sorted(entries, key=urgency):
+    by_bucket[bucket_of(entry.sequence.length)].append(entry)
+  batches = [
+    members[start : start + num_rows]
+    for members in by_bucket.values()
+    for start in range(0, len(members), num_rows)
+  ]
+  return sorted(batches, key=lambda batch: urgency(batch[0]))
 
 
 def insertions(

@@ -18,6 +18,9 @@ from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
 from jaxrl_async.models.attention import reference
 
+# Of the loop over decode steps: their number so far, and what they wrote.
+Carry = tuple[jax.Array, DecodeState, tuple[jax.Array, ...]]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Programs:
@@ -63,7 +66,9 @@ class Programs:
     order = jnp.arange(width, dtype=jnp.int32)[None]
     positions = jnp.broadcast_to(order, (rows, width))
 
-    def attend(layer, query, key, value):
+    def attend(
+      layer: int, query: jax.Array, key: jax.Array, value: jax.Array
+    ) -> tuple[jax.Array, kv_cache.Layer]:
       del layer
       mixed = self.prefill_attention(query, key, value, lengths)
       return mixed, kv_cache.from_prefill(key, value, self.dtype)
@@ -102,7 +107,9 @@ class Programs:
     positions = start + jnp.arange(chunk, dtype=jnp.int32)
     positions = jnp.broadcast_to(positions[None], (rows, chunk))
 
-    def attend(layer, query, key, value):
+    def attend(
+      layer: int, query: jax.Array, key: jax.Array, value: jax.Array
+    ) -> tuple[jax.Array, kv_cache.Layer]:
       added = kv_cache.from_prefill(key, value, self.dtype)
       written = kv_cache.extend_rows(prefix.cache[layer], added, start)
       return kv_cache.attend_rows(written, query, start), written
@@ -194,7 +201,9 @@ class Programs:
     was_active = state.is_active
     seen = jnp.where(was_active, positions, 0)  # idling costs a kernel little
 
-    def attend(layer, query, key, value):
+    def attend(
+      layer: int, query: jax.Array, key: jax.Array, value: jax.Array
+    ) -> tuple[jax.Array, kv_cache.Layer]:
       written = self.layout.write(
         state.cache[layer], key, value, positions, settings.pages, was_active
       )
@@ -254,11 +263,11 @@ class Programs:
     )
     state = dataclasses.replace(state, settings=settings)
 
-    def goes_on(carry):
+    def goes_on(carry: Carry) -> jax.Array:
       step, state, _ = carry
       return (step < n) & state.is_active.any()
 
-    def step(carry):
+    def step(carry: Carry) -> Carry:
       step, state, written = carry
       state, new = self._decode_one(params, window, is_filtered, state)
       written = tuple(

@@ -65,8 +65,9 @@ class Scheduler:
 
   Invariant: a sequence is in `_waiting`, in `_prefilling`, in one entry, or
   gone. Entries are offered in the order of their tickets, and the device takes
-  them in it: so the newest ticket that sits in a slot tells which were taken.
-  While no call is on its way, an entry has a slot if and only if it sits there.
+  them in that order, so the newest ticket that sits in a slot tells which were
+  taken. While no call is on its way, an entry has a slot if and only if its
+  sequence sits there; otherwise the host may not have heard of it yet.
 
   Threads: one thread at a time; nothing here is locked.
   """
@@ -217,22 +218,14 @@ class Scheduler:
     The most urgent go first, because the last ones may find too few pages:
     what shared pages before need not share as many afterwards.
     """
-    running = sorted(self._entries.values(), key=entry_lib.urgency)
-    by_bucket = collections.defaultdict(list)
-    for entry in running:
+    entries = list(self._entries.values())
+    for entry in entries:
       entry.sequence.num_prefilled = entry.sequence.length
-      by_bucket[self._prefiller.bucket(entry.sequence.length)].append(entry)
       # All before any takes new ones, or the first might find too few.
       self._admission.release(entry.ticket)
     # A prefill at a time: all prefixes together would be a second cache.
-    rows = self.engine.sizes.prefill_rows
-    batches = [
-      entries[start : start + rows]
-      for entries in by_bucket.values()
-      for start in range(0, len(entries), rows)
-    ]
-    for batch in sorted(
-      batches, key=lambda entries: entry_lib.urgency(entries[0])
+    for batch in entry_lib.prefill_batches(
+      entries, self._prefiller.bucket, self.engine.sizes.prefill_rows
     ):
       self._recompute_batch(batch)
 

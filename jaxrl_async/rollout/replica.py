@@ -145,6 +145,7 @@ class Replica:
     self._take(self._link.report(report))
 
   def _take(self, work: messages.Work) -> None:
+    # Turns first: a group may have failed after one of its members went on.
     for turn in work.turns:
       sequence = _sequence(turn)
       self._writing[_key(sequence)] = sequence

@@ -7,6 +7,7 @@ buffer and the channel. Between two decode calls it looks for newer weights,
 which is all there is to interruption.
 """
 
+from collections.abc import Iterator
 import contextlib
 import threading
 import time
@@ -107,7 +108,7 @@ class RolloutWorker:
       self._gate.notify_all()
 
   @contextlib.contextmanager
-  def paused(self, timeout_s: float):
+  def paused(self, timeout_s: float) -> Iterator[None]:
     """Holds the worker between two decode calls.
 
     Raises:
@@ -129,7 +130,7 @@ class RolloutWorker:
         self._gate.notify_all()
 
   def groups(self) -> dict[int, types.RolloutGroup]:
-    """Copies of the groups being written or scored. Only while paused."""
+    """Groups being written or scored, by index. Only while paused."""
     self.replica.report_all()
     return self.coordinator.groups()
 
