@@ -9,7 +9,7 @@ v5p:2x2x1. Half of the chips train, half of them generate; at 32k tokens four
 times as many share a row, except on v5p. docs/scaling.md says what fits and how
 long it takes at least. To recompute the caches takes 1.4 to 2 times the tokens
 that are needed where completions run to the limit (docs/performance.md, prefill
-buckets). The weights are random unless `--config.model.name` is a published
+buckets). The weights are random unless `--config.model.name` is a pretrained
 model's directory.
 """
 
