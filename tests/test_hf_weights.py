@@ -1,4 +1,4 @@
-"""Pretrained weights: settings, files, refusals; test_parity.py has the rest."""
+"""Pretrained weights: settings, files, refusals; see test_parity.py too."""
 
 import dataclasses
 import json
