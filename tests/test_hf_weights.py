@@ -1,4 +1,4 @@
-"""Published weights: settings, files, refusals; test_parity.py has the rest."""
+"""Pretrained weights: settings, files, refusals; see test_parity.py too."""
 
 import dataclasses
 import json
@@ -145,11 +145,13 @@ def change_tensors(directory, change):
     ("Llama-3.2-1B", 1_235_814_400),
   ],
 )
-def test_published_models_have_their_published_size(tmp_path, name, num_params):
+def test_pretrained_models_have_their_published_size(
+  tmp_path, name, num_params
+):
   assert described(tmp_path, PUBLISHED[name]).num_params == num_params
 
 
-def test_a_published_model_is_the_one_of_that_name(tmp_path):
+def test_a_pretrained_model_is_the_one_of_that_name(tmp_path):
   model = described(tmp_path, PUBLISHED["Qwen2.5-0.5B"])
   assert model == configs.MODELS["qwen2-0.5b"]
 

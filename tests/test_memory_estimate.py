@@ -135,6 +135,17 @@ def test_what_is_kept_is_a_layers_input_or_every_product():
   assert scores.least_activations == of[Remat.DOTS].activations
 
 
+def test_other_models_cost_their_weights_and_no_more():
+  policy = memory_estimate.ModelBytes(trainable=100, frozen=10, optimizer=200)
+  frozen = memory_estimate.ModelBytes(trainable=0, frozen=70, optimizer=0)
+  alone = estimate(Remat.FULL, policy=policy)
+  assert (alone.weights, alone.gradients, alone.optimizer) == (110, 200, 200)
+  beside = estimate(Remat.FULL, policy=policy, others=[frozen, frozen])
+  assert beside.total == alone.total + 2 * 70
+  assert beside.at_least == alone.at_least + 2 * 70
+  assert beside == dataclasses.replace(alone, weights=110 + 2 * 70)
+
+
 def test_rows_tokens_and_heads_are_split():
   whole = estimate(Remat.DOTS)
   for shape in (

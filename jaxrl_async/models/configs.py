@@ -33,7 +33,7 @@ class ModelConfig:
 
   Attributes:
     vocab_size: entries of the embedding; a run sets it to its tokenizer's.
-      Published models have more than their tokenizer knows.
+      Pretrained models have more than their tokenizer knows.
     has_qkv_bias: Qwen2's biases on queries, keys and values.
     has_qk_norm: Qwen3's RMSNorm on each query and key head.
     has_tied_head: the output head is the embedding, transposed.

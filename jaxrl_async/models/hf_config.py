@@ -55,7 +55,7 @@ def check_vocabulary(
 ) -> None:
   """Refuses a tokenizer that cannot be the model's.
 
-  Published models pad their vocabularies, by less than a tenth; to double the
+  Pretrained models pad their vocabularies, by less than a tenth; to double the
   tokenizer's, and a thousand more for small ones, is no padding.
 
   Args:

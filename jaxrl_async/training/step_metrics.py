@@ -17,6 +17,32 @@ from jaxrl_async.models import configs
 from jaxrl_async.planning import matmul_rate
 from jaxrl_async.training import packing
 
+# Sums over the loss tokens, and the metric that the mean of each is.
+_MEANS = {
+  "entropy_sum": "policy/entropy",
+  "clip_count": "policy/clip_frac",
+  "approx_kl_sum": "policy/approx_kl",
+  "behavior_kl_sum": "offpolicy/behavior_kl",
+  "behavior_weight_sum": "offpolicy/behavior_weight_mean",
+  "behavior_weight_capped_count": "offpolicy/behavior_weight_capped_frac",
+  "loglinear_gap_sum": "offpolicy/loglinear_gap",
+  "loglinear_kl_sum": "offpolicy/loglinear_kl",
+  "reuse_gap_sum": "offpolicy/reuse_gap",
+}
+# What an update measures that is no sum over all loss tokens, or not alone.
+_NO_MEANS = frozenset(
+  [
+    "num_loss_tokens",
+    "num_trajectories",
+    "loss",
+    "grad_norm",
+    "bad_updates",
+    "behavior_weight_square_sum",
+    "mismatch_kl_sum",
+    "mismatch_count",
+  ]
+)
+
 
 @dataclasses.dataclass(kw_only=True)
 class Pending:
@@ -47,33 +73,21 @@ class Pending:
     sums = {k: np.asarray(v, np.float64) for k, v in self.sums.items()}
     count = max(sums["num_loss_tokens"].sum(), 1.0)
 
-    def mean(name: str) -> Any:
-      return sums[name].sum() / count
-
-    weights = sums["behavior_weight_sum"].sum()
-    squares = sums["behavior_weight_square_sum"].sum()
     values = {
       **of_groups(self.groups, self.step),
-      "policy/entropy": mean("entropy_sum"),
+      **_means(sums, count),
       "policy/loss": sums["loss"].mean(),
-      "policy/clip_frac": mean("clip_count"),
       "policy/grad_norm": sums["grad_norm"].mean(),
-      "policy/approx_kl": mean("approx_kl_sum"),
       "policy/lr": float(self.learning_rate()),
-      "offpolicy/behavior_kl": mean("behavior_kl_sum"),
-      "offpolicy/behavior_weight_mean": mean("behavior_weight_sum"),
-      "offpolicy/behavior_weight_capped_frac": mean(
-        "behavior_weight_capped_count"
-      ),
-      "offpolicy/ess": weights**2 / max(count * squares, 1e-30),
       "train/mfu": self._mfu(),
       "train/pack_efficiency": self.placement.pack_efficiency,
       "train/bad_updates": sums["bad_updates"].sum(),
       **{f"time/{name}": value for name, value in self.times_s.items()},
     }
-    for name in ("loglinear_gap", "loglinear_kl", "reuse_gap"):
-      if f"{name}_sum" in sums:
-        values[f"offpolicy/{name}"] = mean(f"{name}_sum")
+    if "behavior_weight_square_sum" in sums:
+      weights = sums["behavior_weight_sum"].sum()
+      squares = sums["behavior_weight_square_sum"].sum()
+      values["offpolicy/ess"] = weights**2 / max(count * squares, 1e-30)
     mismatch_count = sums["mismatch_count"].sum()
     if mismatch_count:
       values["offpolicy/mismatch_kl"] = (
@@ -92,6 +106,19 @@ class Pending:
     )
     flops = matmul_rate.model_flops(self.model, lengths)
     return flops / self.programs_s / self.peak_flops
+
+
+def _means(sums: Mapping[str, np.ndarray], count: float) -> dict[str, Any]:
+  """Means over the loss tokens, of what the loss and the diagnostic summed up.
+
+  What no line of `_MEANS` names is a sum that only the loss knows; it becomes
+  `loss/<name>`.
+  """
+  return {
+    _MEANS.get(name, f"loss/{name.removesuffix('_sum')}"): x.sum() / count
+    for name, x in sums.items()
+    if name not in _NO_MEANS
+  }
 
 
 def of_groups(groups: list[types.RolloutGroup], step: int) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def muon_dimensions(params: Any) -> Any:
     "down": ((1,), (2,)),
   }
 
-  def dimensions(path, _):
+  def dimensions(path: tuple[Any, ...], _: Any) -> Any:
     names = [entry.key for entry in path]
     if names[0] != "layers" or names[-1] not in axes:
       return None
@@ -182,7 +182,9 @@ def token_logprobs(
     settings.attention, start, settings.model.num_heads, settings.layout
   )
 
-  def attend(layer, query, key, value):
+  def attend(
+    layer: Any, query: Array, key: Array, value: Array
+  ) -> tuple[Array, None]:
     del layer
     return mix(query, key, value), None
 
@@ -256,8 +258,8 @@ def batch_logprobs(
 ) -> Float[Array, "M K B T"]:
   """Logprobs of every token of a train step's batch under one model."""
 
-  def minibatch_logprobs(minibatch):
-    def step(k, logprobs):
+  def minibatch_logprobs(minibatch: packing.PackedBatch) -> Array:
+    def step(k: Array, logprobs: Array) -> Array:
       micro = jax.tree.map(lambda x: x[k], minibatch)
       return logprobs.at[k].set(token_logprobs(settings, params, micro)[0])
 
@@ -365,7 +367,7 @@ def _accumulate(
   shapes = jax.eval_shape(gradient_fn, params, first)
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-  def step(k, total):
+  def step(k: Array, total: Any) -> Any:
     micro = jax.tree.map(lambda x: x[k], microbatches)
     return jax.tree.map(jnp.add, total, gradient_fn(params, micro))
 
@@ -404,11 +406,15 @@ def update(
     minibatch's totals.
   """
 
-  def minibatch_step(state, minibatch):
+  def minibatch_step(
+    state: train_state.TrainState, minibatch: tuple[packing.PackedBatch, Array]
+  ) -> tuple[train_state.TrainState, Metrics]:
     packed, index = minibatch
     totals = objectives.minibatch_totals(packed)
 
-    def loss_fn(trainable, batch):
+    def loss_fn(
+      trainable: Mapping[str, transformer.Params], batch: packing.PackedBatch
+    ) -> tuple[Array, Metrics]:
       params = train_state.merged(
         trainable[train_state.POLICY], state.policy.frozen
       )

@@ -352,6 +352,12 @@ def _check_models(models: Mapping[str, train_state.ModelSettings]) -> None:
     ValueError: says which.
   """
   _optimizer_of_policy(models)
+  policy = models[train_state.POLICY]
+  trainable, _ = policy.split(
+    transformer.logical_axes(policy.model, is_stacked=True)
+  )
+  if not trainable:
+    raise ValueError("policy: no parameter is trainable")
   for name, settings in models.items():
     if name != train_state.POLICY and settings.optimizer is not None:
       raise ValueError(f"{name}: only the policy can be trained")
