@@ -30,7 +30,9 @@ def outstanding_group(num_tokens, finish_reason=None):
   """A group of one trajectory of that length."""
   array = np.zeros(num_tokens, np.int32)
   group = types.RolloutGroup(
-    admission=types.Admission(index=0, birth=0, deadline=2),
+    index=0,
+    birth=0,
+    deadline=2,
     prompt=types.Prompt(prompt_id="a/train/0", tokens=array[:1], item={}),
     trajectories=[
       types.Trajectory(
@@ -44,7 +46,7 @@ def outstanding_group(num_tokens, finish_reason=None):
     ],
   )
   return outstanding_lib.OutstandingGroup(
-    admission=group.admission, status="running", group=group
+    index=0, birth=0, deadline=2, status="running", group=group
   )
 
 
@@ -284,8 +286,10 @@ def test_parameters_alone_are_no_run(tmp_path):
 
 
 def test_a_checkpoint_of_a_newer_format_is_refused(workdir, monkeypatch):
-  monkeypatch.setattr(checkpoint, "FORMAT", checkpoint.FORMAT - 1)
-  assert "of a newer version than this one, which knows 1" in refusal(workdir)
+  known = checkpoint.FORMAT - 1
+  monkeypatch.setattr(checkpoint, "FORMAT", known)
+  message = refusal(workdir)
+  assert f"of a newer version than this one, which knows {known}" in message
 
 
 def test_a_stored_config_of_a_newer_version_is_refused_by_its_field(tmp_path):
