@@ -107,7 +107,7 @@ def _group(index: int, step: int) -> types.RolloutGroup:
       behavior_logprobs=np.zeros(tokens, np.float32),
       policy_versions=np.where(np.arange(tokens) >= 16, step, -1),
       finish_reason=types.FinishReason.EOS,
-      reward=member / 3,
+      reward=types.Reward(score=member / 3),
     )
     for member in range(4)
   ]

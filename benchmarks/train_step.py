@@ -52,6 +52,7 @@ import packed_lengths
 import side_by_side
 import workloads
 
+from jaxrl_async import types
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
@@ -199,7 +200,7 @@ class Ours:
     rows = _ROWS_PER_MICROBATCH.value or case.rows_per_microbatch
     group = packed_lengths.make_group(lengths, case.model.vocab_size)
     for i, trajectory in enumerate(group.trajectories):
-      trajectory.reward = float(i % 2)
+      trajectory.reward = types.Reward(score=float(i % 2))
     _, placement = packed_lengths.pack(
       lengths, tokens_per_row=case.tokens_per_row, rows=rows
     )

@@ -63,6 +63,13 @@ def test_later_turns_are_appended_and_the_environments_tokens_masked(
         t.behavior_logprobs[t.loss_mask], expected[t.loss_mask], atol=1e-4
       )
   assert set(num_turns) == {1, 2}
+  shown = {item["number"]: made for item, made in world.rewards.submitted}
+  for group in world.buffer.state().finished:
+    for t, completion in zip(
+      group.trajectories, shown[group.index], strict=True
+    ):
+      written = [turn.num_tokens for turn in completion.turns]
+      assert written == runs(t.loss_mask)[1::2]
   worker_world.check_balance(world)
 
 
@@ -186,7 +193,7 @@ def test_partial_groups_are_taken_up_and_finish_as_if_never_interrupted(
   assert continued.keys() == expected.keys() == {0, 1, 2, 3}
   for index, group in continued.items():
     same_writing(group, expected[index])
-    assert [t.reward for t in group.trajectories] == [0, 1, 2]
+    assert [t.score for t in group.trajectories] == [0, 1, 2]
     assert group.prompt.prompt_id == f"tiny/train/{index}"
   worker_world.check_balance(second)
 

@@ -23,8 +23,9 @@ FOLDERS = {
   "models": ("config", "storage", "models/attention"),
   "planning": ("config", "devices", "models"),
   "algorithms": ("config", "devices"),
-  "rewards": (),
+  "rewards": ("types", "text"),
   "data": ("types", "config", "storage", "text", "rewards"),
+  "data/reasoning_gym": ("config", "storage", "rewards", "data"),
   "coordination": ("types", "config", "storage"),
   "engine": (
     "types",
@@ -77,6 +78,7 @@ FOLDERS = {
     "planning",
     "rewards",
     "data",
+    "data/reasoning_gym",
     "coordination",
     "engine",
     "training",
@@ -92,7 +94,7 @@ CATCHES_ALL = {
   "coordination/supervisor.py": "the supervisor",
   "rewards/service.py": "user code",
   "rollout/episode.py": "user code",
-  "data/question_server.py": "user code",
+  "data/reasoning_gym/question_server.py": "user code",
 }
 BANNED_FILES = {"utils.py", "common.py", "helpers.py"}
 BANNED_WORDS = re.compile(

@@ -286,8 +286,10 @@ def test_parameters_alone_are_no_run(tmp_path):
 
 
 def test_a_checkpoint_of_a_newer_format_is_refused(workdir, monkeypatch):
-  monkeypatch.setattr(checkpoint, "FORMAT", checkpoint.FORMAT - 1)
-  assert "of a newer version than this one, which knows 0" in refusal(workdir)
+  known = checkpoint.FORMAT - 1
+  monkeypatch.setattr(checkpoint, "FORMAT", known)
+  message = refusal(workdir)
+  assert f"of a newer version than this one, which knows {known}" in message
 
 
 def test_a_stored_config_of_a_newer_version_is_refused_by_its_field(tmp_path):

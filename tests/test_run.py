@@ -30,12 +30,13 @@ from jaxrl_async import types
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.data import prompts
-from jaxrl_async.data import questions
+from jaxrl_async.data import source as source_lib
 from jaxrl_async.engine import sampling
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import extraction
 from jaxrl_async.run import assembly
 from jaxrl_async.run import config_checks
@@ -200,7 +201,7 @@ def straight_loop(config):
   )
   scheduler = scheduler_lib.Scheduler(engine, busy=clock)
   stream = prompts.PromptStream(
-    assembly.prompt_source(config, tokenizer), questions.Split.TRAIN
+    assembly.prompt_source(config, tokenizer), source_lib.Split.TRAIN
   )
   init = jax.jit(lambda key: transformer.init_params(model, key))
   trainer.start(init(jax.random.key(config.seed)))
@@ -236,9 +237,13 @@ def straight_loop(config):
     while not scheduler.is_idle:
       for sequence in scheduler.step():
         trajectory = sequence.trajectory()
-        text = tokenizer.decode(trajectory.tokens[trajectory.loss_mask])
-        answer = extraction.extract_answer(text, config.task.answer_prefix)
-        trajectory.reward = reward_scorers.length({}, answer)
+        completion = completion_lib.of_trajectory(trajectory, tokenizer)
+        answer = extraction.extract_answer(
+          completion.text, config.task.answer_prefix
+        )
+        completion = dataclasses.replace(completion, answer=answer)
+        score = reward_scorers.length({}, completion)
+        trajectory.reward = types.Reward(score=score)
         sequence.owner.trajectories.append(trajectory)
     for group in groups:
       group.trajectories.sort(key=lambda t: t.member)

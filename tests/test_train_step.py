@@ -69,7 +69,7 @@ def groups(seed=0, count=4, size=4):
           behavior_logprobs=logprobs.astype(np.float32),
           policy_versions=versions.astype(np.int32),
           finish_reason=types.FinishReason.LENGTH,
-          reward=float(rng.random()),
+          reward=tiny.reward(rng.random()),
         )
       )
     made.append(
@@ -133,7 +133,7 @@ def keep_gradients():
 
 def packed(rows=4, minibatches=1, made=None):
   made = made or groups()
-  rewards = np.array([t.reward for g in made for t in g.trajectories])
+  rewards = np.array([t.score for g in made for t in g.trajectories])
   batch, _ = packing.pack(
     made,
     (rewards - rewards.mean()).astype(np.float32),

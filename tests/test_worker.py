@@ -35,7 +35,7 @@ def test_groups_reach_the_buffer_written_and_scored(make_world):
     times = [group.times_s[n] for n in ("admitted", "generated", "scored")]
     assert times == sorted(times)
     assert [t.member for t in group.trajectories] == [0, 1, 2]
-    assert [t.reward for t in group.trajectories] == [0, 1, 2]
+    assert [t.score for t in group.trajectories] == [0, 1, 2]
     n = len(group.prompt.tokens)
     for t in group.trajectories:
       np.testing.assert_array_equal(t.tokens[:n], group.prompt.tokens)
@@ -55,7 +55,7 @@ def test_completions_are_scored_in_the_order_of_the_members(make_world):
   decode = tokenizer_lib.character_level().decode
   texts = {item["number"]: texts for item, texts in world.rewards.submitted}
   for group in world.buffer.state().finished:
-    assert texts[group.index] == [
+    assert [c.text for c in texts[group.index]] == [
       decode(t.tokens[t.loss_mask]) for t in group.trajectories
     ]
 
@@ -294,4 +294,17 @@ def test_a_question_that_is_not_made_yet_holds_nobody_up(make_world):
   indices = [group.index for group in world.buffer.state().finished]
   assert sorted(indices) == [0, 1, 2]
   assert set(late.was_idle) == {True, False}
+  worker_world.check_balance(world)
+
+
+def test_a_group_whose_tokens_are_scored_teaches_something(make_world):
+  def score(item, completions):
+    scores = {0: 1.0} if item["number"] % 2 == 0 else None
+    reward = types.Reward(score=0.5, token_scores=scores)
+    return [reward] * len(completions)
+
+  world = make_world(rewards=tiny.Rewards(score), filter_zero_std=True)
+  world.run_until(worker_world.finished(3))
+  assert {line["index"] % 2 for line in world.lines()} == {1}
+  assert {g.index % 2 for g in world.buffer.state().finished} == {0}
   worker_world.check_balance(world)

@@ -337,7 +337,7 @@ def written_group(admission, versions=None):
     behavior_logprobs=np.zeros(versions.shape, np.float32),
     policy_versions=versions,
     finish_reason=types.FinishReason.EOS,
-    reward=1.0,
+    reward=reward(1.0),
   )
   return types.RolloutGroup(
     index=admission.index,
@@ -346,6 +346,13 @@ def written_group(admission, versions=None):
     prompt=types.Prompt(prompt_id="tiny/train/0", tokens=np.arange(1), item={}),
     trajectories=[trajectory],
   )
+
+
+def reward(score):
+  """A reward that is a number only, unless it is one already."""
+  if isinstance(score, types.Reward):
+    return score
+  return types.Reward(score=float(score))
 
 
 class Score:
@@ -366,7 +373,8 @@ class Score:
 class Rewards(service_lib.RewardService):
   """Scores in this thread, by a function of (item, completions).
 
-  It keeps what was submitted; a handle is done after `num_polls` polls.
+  Its scores may be numbers or rewards. It keeps what was submitted; a handle is
+  done after `num_polls` polls.
   """
 
   def __init__(self, score=None, num_polls=0):
@@ -376,7 +384,10 @@ class Rewards(service_lib.RewardService):
 
   def submit(self, item, completions):
     self.submitted.append((item, list(completions)))
-    return Score(self._score_group(item, completions), self._num_polls)
+    outcome = self._score_group(item, completions)
+    if not isinstance(outcome, service_lib.RewardFailure):
+      outcome = [reward(score) for score in outcome]
+    return Score(outcome, self._num_polls)
 
 
 class SteppedScheduler(scheduler_lib.Scheduler):

@@ -7,8 +7,9 @@ neither frozen nor checked in `__post_init__`, because overrides arrive after
 construction.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 import dataclasses
+import difflib
 import enum
 import math
 from typing import Any
@@ -431,6 +432,16 @@ def shown(value: Any) -> str:
   if len(text) <= 2 * _SHOWN:
     return text
   return f"{text[:_SHOWN]}... ({len(text)} characters)"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+  """End a message that refuses a name: say what would be right."""
+  known = sorted(known)
+  close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+  if close:
+    return f"; did you mean {' or '.join(close)}?"
+  shown = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
+  return f"; there is {shown}"
 
 
 def require_one_of(path: str, value: str, known: Collection[str]) -> None:

@@ -23,6 +23,7 @@ from jaxrl_async.engine import sampling
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.serving import client_request
@@ -401,11 +402,11 @@ class RolloutWorker:
     if running.writing or running.score is not None:
       return
     running.times_s["generated"] = self._busy.now()
-    texts = [
-      self._tokenizer.decode(trajectory.tokens[trajectory.loss_mask])
+    completions = [
+      completion_lib.of_trajectory(trajectory, self._tokenizer)
       for _, trajectory in sorted(running.finished.items())
     ]
-    running.score = self._rewards.submit(running.prompt.item, texts)
+    running.score = self._rewards.submit(running.prompt.item, completions)
 
   def _collect_scores(self) -> None:
     scored = [
@@ -429,7 +430,7 @@ class RolloutWorker:
       trajectory.reward = reward
     index = running.admission.index
     del self._running[index]
-    if self.settings.filter_zero_std and len(set(outcome)) == 1:
+    if self.settings.filter_zero_std and types.teach_nothing(outcome):
       self._ledger.add_filtered(group)
       self._buffer.drop(index)
       self._num_filtered += 1
@@ -437,7 +438,7 @@ class RolloutWorker:
         raise RewardError(
           f"{self._num_filtered} groups in a row had equal rewards and were"
           " left out (algorithm.filter_zero_std); the last reward was"
-          f" {outcome[0]:g}: the questions are too easy or too hard"
+          f" {outcome[0].score:g}: the questions are too easy or too hard"
         )
     else:
       self._num_filtered = 0

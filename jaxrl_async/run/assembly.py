@@ -12,7 +12,8 @@ from jaxrl_async.config import sections
 from jaxrl_async.coordination import transfer_directory
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.data import prompts
-from jaxrl_async.data import question_stream
+from jaxrl_async.data import source as source_lib
+from jaxrl_async.data.reasoning_gym import gym
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import engine as engine_lib
@@ -168,11 +169,21 @@ def make_rewards(
   )
 
 
+def item_source(config: sections.Config) -> source_lib.Source:
+  """The source of a run's items."""
+  return gym.ReasoningGym(
+    name=config.task.dataset,
+    params=config.task.params.to_dict(),
+    seed=config.seed,
+  )
+
+
 def prompt_source(
   config: sections.Config, tokenizer: tokenizer_lib.Tokenizer
 ) -> prompts.PromptSource:
   """Where the prompts of a run come from."""
   return prompts.PromptSource(
+    items=item_source(config),
     task=config.task,
     tokenizer=tokenizer,
     seed=config.seed,
@@ -330,7 +341,7 @@ def check(config: sections.Config, devices: Sequence[Any]) -> None:
   Raises:
     ConfigError: one line that names the field.
   """
-  question_stream.start_server()  # imports its library meanwhile
+  item_source(config).check()  # begins to import its library
   tokenizer = load_tokenizer(config)
   model = model_config(config, tokenizer.vocab_size)
   train_mesh, rollout_mesh = cut_devices(config, devices)

@@ -22,7 +22,7 @@ from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.data import held_out
 from jaxrl_async.data import prompts
-from jaxrl_async.data import questions
+from jaxrl_async.data import source as source_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.reporting import run_record
@@ -92,7 +92,7 @@ class Run:
     self.writer = metrics_lib.MetricsWriter(workdir, self.side_outputs)
     self.supervisor = supervisor_lib.Supervisor(on_failure=self.buffer.close)
     self.source = assembly.prompt_source(config, self.tokenizer)
-    self.stream = prompts.PromptStream(self.source, questions.Split.TRAIN)
+    self.stream = prompts.PromptStream(self.source, source_lib.Split.TRAIN)
     self.loader: batch_loader.BatchLoader[trainer_lib.PreparedBatch] | None
     self.loader = None
     self._has_worker = False
@@ -461,7 +461,7 @@ def run(
     workdir: of this run alone; the same one continues from its newest
       checkpoint, also with other settings where `resume.MAY_DIFFER` has them.
     initial_params: stacked float32 parameters instead of a warm start.
-    scorer: a function of an importable module that scores an answer.
+    scorer: a function of an importable module; see `service.Scorer`.
     serving: how clients reach the policy meanwhile; None is not at all.
 
   Raises:

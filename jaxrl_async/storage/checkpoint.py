@@ -34,7 +34,8 @@ R = TypeVar("R")
 
 # Rises when what is stored changes so that earlier code would misread it.
 # Checkpoints of format 0 carry no number, and no config in their host state.
-FORMAT = 1
+# Up to format 1 a trajectory's reward is its score alone.
+FORMAT = 2
 
 
 class CheckpointError(sections.ConfigError):

@@ -34,6 +34,9 @@ import numpy as np
 
 from jaxrl_async.types import RolloutGroup, Trajectory
 
+# A field of batches whose rewards score tokens; see `reward_fields`.
+TOKEN_SCORES = "token_scores"
+
 
 class PackedBatch(NamedTuple):
   """One train step's trajectories; numpy until it is moved to a device.
@@ -207,6 +210,31 @@ def pack(
     },
   )
   return batch, Placement(starts=starts, lengths=lengths, shape=shape)
+
+
+def reward_fields(
+  trajectories: Sequence[Trajectory],
+) -> dict[str, list[Float[np.ndarray, "_"]]]:
+  """Return `TOKEN_SCORES` for `pack`, if the rewards score tokens.
+
+  Position t is about token t of the trajectory, prompt included, although a
+  reward counts only the tokens that the policy wrote. A token without a score
+  has 0, and so has every token of a reward that does not score tokens. If no
+  reward scores tokens there is no field, and the device programs are those of
+  a run without token scores.
+  """
+  rewards = [t.reward for t in trajectories]
+  if all(r is None or r.token_scores is None for r in rewards):
+    return {}
+  fields = []
+  for trajectory, reward in zip(trajectories, rewards, strict=True):
+    values = np.zeros(len(trajectory.tokens), np.float32)
+    scores = (reward and reward.token_scores) or {}
+    places = np.flatnonzero(trajectory.loss_mask)
+    for position, score in scores.items():
+      values[places[position]] = score
+    fields.append(values)
+  return {TOKEN_SCORES: fields}
 
 
 def expected_microbatches(

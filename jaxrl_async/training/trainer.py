@@ -6,7 +6,7 @@ logprobs and updates; it waits for nothing but its device. Its metrics stay on
 device until `Pending.metrics` fetches them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import time
@@ -118,12 +118,14 @@ class Pending:
 
 
 def _reward_metrics(groups: list[types.RolloutGroup]) -> dict[str, Any]:
-  rewards = [np.array([t.reward for t in g.trajectories]) for g in groups]
+  rewards = [np.array([t.score for t in g.trajectories]) for g in groups]
   flat = np.concatenate(rewards)
+  parts = types.mean_parts(t for g in groups for t in g.trajectories)
   return {
     "reward/mean": flat.mean(),
     "reward/std": flat.std(),
     "reward/frac_groups_zero_std": np.mean([r.std() == 0 for r in rewards]),
+    **{f"reward/parts/{name}": mean for name, mean in parts.items()},
   }
 
 
@@ -321,7 +323,7 @@ class Trainer:
 
   def prepare(self, groups: list[types.RolloutGroup]) -> PreparedBatch:
     """Advantages, packing and the transfer to the device."""
-    rewards = np.array([t.reward for g in groups for t in g.trajectories])
+    rewards = np.array([t.score for g in groups for t in g.trajectories])
     group_ids = np.repeat(
       np.arange(len(groups)), [len(g.trajectories) for g in groups]
     )
@@ -333,6 +335,7 @@ class Trainer:
         len(groups),
         scale=self.batch_settings.advantage_scale,
       ),
+      packing.reward_fields([t for g in groups for t in g.trajectories]),
     )
     arrays = mesh_lib.put(packed, self._batch_sharding)
     return PreparedBatch(
@@ -342,7 +345,10 @@ class Trainer:
     )
 
   def _pack(
-    self, groups: list[types.RolloutGroup], advantages: np.ndarray
+    self,
+    groups: list[types.RolloutGroup],
+    advantages: np.ndarray,
+    fields: Mapping[str, list[np.ndarray]] | None = None,
   ) -> tuple[packing.PackedBatch, packing.Placement]:
     settings = self.batch_settings
     return packing.pack(
@@ -353,6 +359,7 @@ class Trainer:
       num_minibatches=settings.num_minibatches,
       min_microbatches=settings.min_microbatches,
       num_shards=self._num_shards,
+      fields=fields,
     )
 
   def step(self, step: int, batch: PreparedBatch) -> Pending:
