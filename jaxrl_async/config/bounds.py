@@ -1,8 +1,8 @@
-"""What each setting may be, by itself: its type and its range.
+"""The type and range of each setting, taken by itself.
 
-Bounds are wide: they keep out what cannot work on any machine, because a
-device's float32 or int32, a timer or the system does not take it. What is only
-unwise passes.
+The bounds are wide. They exclude only values that cannot work on any machine,
+because they do not fit a device's float32 or int32, a timer or an operating
+system limit. A value that is merely unwise passes.
 """
 
 from collections.abc import Callable
@@ -12,24 +12,25 @@ from typing import Any
 
 from jaxrl_async.config import sections
 
-# Counters of devices, numpy and Optax have 32 bits.
+# Counters on devices, in numpy and in Optax have 32 bits.
 MAX_INT = 2**31 - 1
-# Devices hold settings as float32, and take smaller numbers for 0.
+# Devices hold settings as float32 and flush smaller numbers to 0.
 _MIN_FLOAT, _MAX_FLOAT = 1.2e-38, 3.4e38
-# Logits differ by less than 1e4. Divided by less than this, their differences
-# are lost beyond float32's 24 bits or overflow; by more, nothing is left.
+# Logits differ by less than 1e4. Division by a smaller temperature overflows,
+# or loses their differences beyond the 24 bits of float32. Division by a larger
+# one leaves no difference at all.
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-4, 1e4
-# The kernel's timers and every wait take this; a wait of more overflows.
+# The kernel's timers and all waits accept this; a longer timeout overflows.
 _MAX_TIMEOUT_S = 1e9
 _MAX_REWARD_TIMEOUT_S = 86_400.0
 # A group's deadline is the sum of its scores' deadlines.
 _MAX_GROUP = 2**16
 assert _MAX_GROUP * _MAX_REWARD_TIMEOUT_S < threading.TIMEOUT_MAX
 assert _MAX_TIMEOUT_S < threading.TIMEOUT_MAX
-_MAX_BUCKETS = 64  # each is a program
+_MAX_BUCKETS = 64  # each of them is a program to compile
 DTYPES = ("float32", "bfloat16")
 
-# By the range: lowest, highest, the fields.
+# Lowest value, highest value, and the fields with this range.
 _INTEGERS = (
   (0, 255, "seed"),
   (0, MAX_INT, "algorithm.max_staleness"),
@@ -37,7 +38,8 @@ _INTEGERS = (
   (1, _MAX_GROUP, "algorithm.groups_per_step warm_start.rows_per_batch"),
   (1, 1_024, "task.reward_workers task.question_workers"),
   (0, 1_000, "task.reward_retries"),
-  # Made before the first step; a split has 4 million questions.
+  # All examples are made before the first step. A split has 4 million
+  # questions.
   (1, 1_000_000, "warm_start.num_examples"),
   (1, 100_000, "eval.num_items"),
   (
@@ -71,7 +73,7 @@ _NUMBERS = (
   (1, _MAX_TIMEOUT_S, "run.stall_timeout_s"),
   (0.1, _MAX_TIMEOUT_S, "run.join_timeout_s"),
 )
-# Of each optimizer. An update moves a weight by about the learning rate.
+# Fields of each optimizer. An update moves a weight by about the learning rate.
 _OPTIMIZER = (
   (0, 1, "learning_rate"),
   (0, _MAX_FLOAT, "weight_decay"),
@@ -84,7 +86,8 @@ def _float32(number: int | float) -> float:
 
 
 def _check_float(path: str, value: int | float) -> None:
-  # An array and a number may be added, and an array and a long integer not.
+  # JAX adds a float of any size to an array, but fails for an integer that does
+  # not fit into 32 bits.
   sections.require(
     type(value) is float or abs(value) <= MAX_INT,
     path,
@@ -111,10 +114,10 @@ def _check_int(path: str, value: int) -> None:
 
 
 def check(config: sections.Config) -> None:
-  """Checks the type and range of every field.
+  """Check the type and the range of every field.
 
   Raises:
-    ConfigError: one line that names the field and what would be right.
+    ConfigError: one line that names the field and says what would be right.
   """
   values: dict[str, Any] = {}
   for path, kind, value in sections.leaves(config):
@@ -165,7 +168,7 @@ def check(config: sections.Config) -> None:
       for name in names.split():
         range_of(low, high, section + name)
     for name in ("b1", "b2"):
-      # What rounds to 1 would divide by zero.
+      # A value that rounds to 1 in float32 would lead to a division by zero.
       holds(
         section + name,
         lambda x: 0 <= x < 1 and _float32(x) < 1,
@@ -182,7 +185,7 @@ def check(config: sections.Config) -> None:
     sections.require_one_of(
       section + "state_dtype", values[section + "state_dtype"], DTYPES
     )
-  # Last: a field's own range says more.
+  # Checked last, because the error about a field's own range says more.
   for path, kind, value in sections.leaves(config):
     if kind is float:
       _check_float32(path, value)
