@@ -1,4 +1,4 @@
-"""The config as JSON, as `config.json` and checkpoints hold it."""
+"""The config as JSON, the form in which config.json and checkpoints hold it."""
 
 import dataclasses
 import enum
@@ -13,9 +13,10 @@ from jaxrl_async.config import sections
 from jaxrl_async.storage import disk
 
 NAME = "config.json"
-# Rises when stored values mean something else than before. A field that was
-# added does not raise it: it takes its default, which therefore has to be what
-# runs did before there was the field. Format 0 carries no number.
+# Incremented when the meaning of stored values changes. Adding a field does not
+# change it: an older file then takes the field's default, which must therefore
+# reproduce the behaviour from before the field existed. Format 0 is the one
+# without a number.
 FORMAT = 1
 _FORMAT = "format"
 
@@ -35,7 +36,7 @@ def _plain(value: Any) -> Any:
 
 
 def to_dict(section: Any) -> dict[str, Any]:
-  """A config (or section) as JSON holds it: enums by value, tuples as lists."""
+  """Return a config or section with enums as values and tuples as lists."""
   return {
     field.name: _plain(getattr(section, field.name))
     for field in dataclasses.fields(section)
@@ -43,9 +44,10 @@ def to_dict(section: Any) -> dict[str, Any]:
 
 
 def from_dict(values: dict[str, Any]) -> sections.Config:
-  """The config that `to_dict` wrote, also after a trip through JSON.
+  """Return the config that `to_dict` wrote, also after a trip through JSON.
 
-  Fields that are missing did not exist yet and take their defaults.
+  Missing fields did not exist when the config was written, and take their
+  defaults.
 
   Raises:
     ConfigError: a field is unknown or of the wrong type.
@@ -84,7 +86,7 @@ def from_dict(values: dict[str, Any]) -> sections.Config:
 def differences(
   a: sections.Config, b: sections.Config
 ) -> dict[str, tuple[Any, Any]]:
-  """Both values of each field that differs, by its path."""
+  """Return both values of each field that differs, keyed by its path."""
   return {
     path: (value, other)
     for (path, _, value), (_, _, other) in zip(
@@ -95,10 +97,10 @@ def differences(
 
 
 def read(workdir: pathlib.Path) -> sections.Config | None:
-  """The config of a workdir, None without a config.json.
+  """Return the config of a workdir, or None if it has no config.json.
 
   Raises:
-    ConfigError: config.json is something else, or of a newer version.
+    ConfigError: config.json is not a config, or was written by a newer version.
   """
   path = workdir / NAME
   try:
@@ -120,15 +122,15 @@ def read(workdir: pathlib.Path) -> sections.Config | None:
 
 
 def to_stored(wanted: sections.Config) -> dict[str, Any]:
-  """The config as it is stored, with the number of its format."""
+  """Return the config as it is stored, with the number of its format."""
   return {_FORMAT: FORMAT, **to_dict(wanted)}
 
 
 def from_stored(values: Any) -> sections.Config:
-  """The config that `to_stored` wrote, in this format or an earlier one.
+  """Return the config that `to_stored` wrote, in this or an earlier format.
 
   Raises:
-    ConfigError: it is something else, or of a newer version.
+    ConfigError: it is not a config, or was written by a newer version.
   """
   sections.require(isinstance(values, dict), _FORMAT, "it is not an object")
   values = dict(values)
@@ -139,13 +141,13 @@ def from_stored(values: Any) -> sections.Config:
     _FORMAT,
     f"{number} is of a newer version; this one knows {FORMAT}",
   )
-  # An empty object, or another program's that shares no name, is not one.
+  # Refuse an empty object, and another program's config that shares no name.
   sections.require("algorithm" in values, "algorithm", "it is missing")
   return from_dict(values)
 
 
 def write(wanted: sections.Config, workdir: pathlib.Path) -> None:
-  """Writes config.json, all of it or none."""
+  """Write config.json atomically."""
   path = workdir / NAME
   incomplete = path.with_suffix(".incomplete")
   with disk.writing(path):

@@ -1,8 +1,7 @@
-"""The files of a model's directory, in Hugging Face's format.
+"""The files of a model's directory in Hugging Face format.
 
-Whatever is wrong with one is an error of one line that names the file and,
-where there is one, the field. What the files mean is read as transformers
-reads them.
+The files are interpreted as transformers interprets them. Every error is one
+line that names the file and, where there is one, the field.
 """
 
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ _SPECIAL_NAMES = (
   "cls_token",
   "mask_token",
 )
-# What transformers' class takes where no file names it.
+# Defaults of the classes in transformers, for tokens that no file names.
 _CLASS_TOKENS = {
   "LlamaTokenizer": {
     "unk_token": "<unk>",
@@ -43,11 +42,11 @@ _CLASS_TOKENS = {
 
 
 def check_file(path: pathlib.Path) -> None:
-  """Refuses what is not a file, is empty, or only stands for one.
+  """Check that there is a readable file which is not a placeholder.
 
   Raises:
-    FileNotFoundError: nothing is there.
-    ValueError: it is something else.
+    FileNotFoundError: there is nothing at the path.
+    ValueError: it is not a file, is empty or is a pointer of Git LFS.
   """
   try:
     is_there = path.exists()
@@ -70,11 +69,11 @@ def check_file(path: pathlib.Path) -> None:
 
 
 def read_text(path: pathlib.Path) -> str:
-  """A file's text.
+  """Return the text of a file.
 
   Raises:
-    FileNotFoundError: there is none.
-    ValueError: it cannot be read, or is no text.
+    FileNotFoundError: there is no file.
+    ValueError: it cannot be read, or is not UTF-8 text.
   """
   check_file(path)
   try:
@@ -88,11 +87,11 @@ def read_text(path: pathlib.Path) -> str:
 
 
 def read_object(path: pathlib.Path) -> dict[str, Any]:
-  """The JSON object that a file holds.
+  """Return the JSON object that a file holds.
 
   Raises:
     FileNotFoundError: there is no file.
-    ValueError: it holds something else.
+    ValueError: the file does not hold a JSON object.
   """
   text = read_text(path)
   try:
@@ -107,7 +106,11 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
 
 
 def read_optional(path: pathlib.Path) -> dict[str, Any]:
-  """As `read_object`; nothing where there is no such file."""
+  """Return the JSON object that a file holds, or {} if there is no file.
+
+  Raises:
+    ValueError: the file does not hold a JSON object.
+  """
   try:
     return read_object(path)
   except FileNotFoundError:
@@ -115,7 +118,7 @@ def read_optional(path: pathlib.Path) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-  """A value for a message: on one line, and not a long one."""
+  """Return a value as messages show it: on one line, and not too long."""
   try:
     text = repr(value)
   except ValueError:  # an integer of thousands of digits
@@ -124,19 +127,19 @@ def shown(value: Any) -> str:
 
 
 def end_tokens_file(directory: pathlib.Path) -> pathlib.Path:
-  """The file that says what ends a sequence, as transformers chooses it."""
+  """Return the file that transformers reads the end tokens from."""
   path = directory / GENERATION_CONFIG
   return path if path.exists() else directory / CONFIG
 
 
 def end_tokens(directory: pathlib.Path) -> tuple[int, ...]:
-  """The ids that end a sequence by the model's own account; may be none.
+  """Return the ids that end a sequence according to the model; maybe none.
 
-  As transformers' `generate` takes them: where there is a
-  generation_config.json, config.json is not asked.
+  The rule is that of transformers' `generate`: if there is a
+  generation_config.json, config.json is not read.
 
   Raises:
-    ValueError: the file says something else.
+    ValueError: eos_token_id is not an id or a list of ids.
   """
   path = end_tokens_file(directory)
   ids = read_optional(path).get("eos_token_id")
@@ -151,7 +154,7 @@ def end_tokens(directory: pathlib.Path) -> tuple[int, ...]:
 
 
 def tokenizer_class(directory: pathlib.Path) -> str:
-  """The class of transformers that a tokenizer is of, by its slow name.
+  """Return the name of the tokenizer's class in transformers, without "Fast".
 
   Raises:
     ValueError: the file is damaged.
@@ -164,13 +167,13 @@ def tokenizer_class(directory: pathlib.Path) -> str:
 
 
 def special_tokens(directory: pathlib.Path) -> dict[str, str]:
-  """The special tokens that have a name, such as eos_token.
+  """Return the special tokens that have a name, such as eos_token.
 
   special_tokens_map.json counts only beside a tokenizer_config.json without
-  `added_tokens_decoder`, which is how the older versions wrote them.
+  `added_tokens_decoder`, which is how older versions wrote these files.
 
   Raises:
-    ValueError: one of them is no text.
+    ValueError: one of them is not text.
   """
   path = directory / TOKENIZER_CONFIG
   settings = read_optional(path)
@@ -185,7 +188,7 @@ def special_tokens(directory: pathlib.Path) -> dict[str, str]:
   named |= {name: (path, value) for name, value in extra.items()}
   tokens = dict(_CLASS_TOKENS.get(tokenizer_class(directory), {}))
   for name in named.keys() & tokens.keys():
-    del tokens[name]  # be it by a null
+    del tokens[name]  # even where the file says null
   for name, (path, value) in named.items():
     text = value.get("content") if isinstance(value, Mapping) else value
     if isinstance(text, str) and (name.endswith("_token") or name in extra):
