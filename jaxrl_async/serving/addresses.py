@@ -1,4 +1,4 @@
-"""Where a server may listen, checked before anything is loaded."""
+"""Checks of addresses, made before anything is loaded."""
 
 import ipaddress
 import socket
@@ -7,10 +7,10 @@ from jaxrl_async.config import sections
 
 
 def check_key(host: str, api_key: str | None) -> None:
-  """Refuses to serve without a key where others could come.
+  """Refuse to serve other machines without an API key.
 
   Raises:
-    ConfigError: says how to give one.
+    ConfigError: the address is not loopback and there is no key.
   """
   try:
     is_loopback = ipaddress.ip_address(host).is_loopback
@@ -24,10 +24,10 @@ def check_key(host: str, api_key: str | None) -> None:
 
 
 def check_ports(port: int, grpc_port: int) -> None:
-  """Refuses the same port for both servers.
+  """Refuse the same port for both servers.
 
   Raises:
-    ConfigError: it is.
+    ConfigError: the ports are equal.
   """
   sections.require(
     not port or port != grpc_port,
@@ -37,7 +37,7 @@ def check_ports(port: int, grpc_port: int) -> None:
 
 
 def check_host(host: str) -> None:
-  """Raises a ConfigError unless it is an address, or a name that has one."""
+  """Raise a ConfigError unless the host is an address or can be resolved."""
   try:
     sections.require(host != "", "host", "missing; use --host=127.0.0.1")
     socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
@@ -49,15 +49,15 @@ def check_host(host: str) -> None:
 
 
 def check_can_bind(flag: str, host: str, port: int) -> None:
-  """Checks that a server could listen there now; nothing is left open.
+  """Check that a server could listen there now; leave nothing open.
 
   Args:
-    flag: that says the port.
-    host: as `check_host` lets it pass.
-    port: 0 is a free one.
+    flag: name of the flag that sets the port.
+    host: an address or name that `check_host` accepts.
+    port: 0 is any free port.
 
   Raises:
-    ConfigError: the address is another machine's, or the port is taken.
+    ConfigError: the address belongs to another machine, or the port is taken.
   """
   try:
     family, kind, protocol, _, address = socket.getaddrinfo(
