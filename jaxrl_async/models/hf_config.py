@@ -1,7 +1,7 @@
-"""Architectures as Hugging Face's config.json describes them, in and out.
+"""Architectures as described by the config.json of Hugging Face format.
 
-Settings are read as transformers reads them, its defaults included; one that
-this decoder does not compute is an error of one line that names it.
+Settings are read as transformers reads them, including its defaults. A setting
+that this decoder does not implement is an error of one line that names it.
 """
 
 from collections.abc import Mapping
@@ -17,11 +17,12 @@ ARCHITECTURES = {
   "qwen3": "Qwen3ForCausalLM",
   "llama": "LlamaForCausalLM",
 }
-# Far beyond any model, so that nothing is built, or counted, in vain.
+# Far beyond any model. The bounds refuse a file before anything of its size is
+# built or counted.
 _MAX_SIZE = 2**24
 _MAX_LAYERS = 2**12
 _MAX_PARAMS = 2**44
-# What float32 can compute with.
+# The range that float32 can compute with.
 _SMALLEST, _LARGEST = 1e-30, 1e30
 _ROPE_KEYS = {
   "rope_type",
@@ -36,11 +37,11 @@ _ROPE_KEYS = {
 
 
 def model_config(directory: str | pathlib.Path) -> configs.ModelConfig:
-  """The architecture that a directory's config.json describes.
+  """Return the architecture that a directory's config.json describes.
 
   Raises:
-    FileNotFoundError: there is none.
-    ValueError: it asks for what this decoder does not compute.
+    FileNotFoundError: there is no config.json.
+    ValueError: it describes a model that this decoder does not implement.
   """
   path = pathlib.Path(directory) / CONFIG_FILE
   settings = model_files.read_object(path)
@@ -53,18 +54,19 @@ def model_config(directory: str | pathlib.Path) -> configs.ModelConfig:
 def check_vocabulary(
   directory: str | pathlib.Path, model: configs.ModelConfig, num_tokens: int
 ) -> None:
-  """Refuses a tokenizer that cannot be the model's.
+  """Refuse a tokenizer that cannot belong to the model.
 
-  Published models pad their vocabularies, by less than a tenth; to double the
-  tokenizer's, and a thousand more for small ones, is no padding.
+  Pretrained models pad their vocabularies by less than a tenth. The bound here
+  is generous: twice the tokenizer's vocabulary, and a thousand more for small
+  ones.
 
   Args:
     directory: of both.
     model: its architecture.
-    num_tokens: the tokenizer's vocabulary.
+    num_tokens: size of the tokenizer's vocabulary.
 
   Raises:
-    ValueError: it has more tokens than the model, or far fewer.
+    ValueError: the tokenizer has more tokens than the model, or far fewer.
   """
   if num_tokens > model.vocab_size or model.vocab_size > 2 * num_tokens + 1024:
     raise ValueError(
@@ -84,7 +86,7 @@ def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
   _refuse_the_unknown(settings, family)
   model_dim = _number(settings, "hidden_size", int)
   num_heads = _number(settings, "num_attention_heads", int)
-  # What transformers takes where the file says nothing.
+  # Defaults of transformers.
   num_kv_heads = num_heads if family == "llama" else None
   head_dim = 128 if family == "qwen3" else model_dim // num_heads
   head_dim = _number(settings, "head_dim", int, head_dim)
@@ -126,7 +128,8 @@ def _refuse_the_unknown(settings: Mapping[str, Any], family: str) -> None:
     raise ValueError(
       f"hidden_act is {model_files.shown(hidden_act)}; only 'silu' is supported"
     )
-  # Qwen2 never reads the latter; elsewhere it adds to the output as well.
+  # Qwen2 never reads attention_bias. In the other families it also adds a bias
+  # to the output projection.
   for name in ("mlp_bias", "attention_bias"):
     is_read = name == "mlp_bias" or family != "qwen2"
     if is_read and _flag(settings, name):
@@ -163,7 +166,11 @@ def _refuse_the_unknown(settings: Mapping[str, Any], family: str) -> None:
 def _rope(
   settings: Mapping[str, Any],
 ) -> tuple[float, configs.RopeScaling | None]:
-  """Base and scaling, from transformers 5's place or from the older two."""
+  """Return base and scaling of the rotary embedding.
+
+  transformers 5 stores them in rope_parameters. Older versions used rope_theta
+  and rope_scaling.
+  """
   for where in ("rope_parameters", "rope_scaling"):
     if not isinstance(settings.get(where), Mapping | None):
       raise ValueError(
@@ -189,7 +196,7 @@ def _rope(
   if kind == "default":
     return theta, None
   context = "original_max_position_embeddings"
-  # transformers prefers the outer one.
+  # As in transformers, the outer value takes precedence.
   source = next(
     (place for place in (settings, rope) if place.get(context) is not None),
     None,
@@ -211,7 +218,7 @@ def _rope(
 
 
 def _flag(settings: Mapping[str, Any], name: str) -> bool:
-  """True or false; null is as good as absent, and as good as false."""
+  """Return a boolean setting; null and absent mean False."""
   value = settings.get(name)
   if not isinstance(value, bool | None):
     raise ValueError(f"{name} is {model_files.shown(value)}, not true or false")
@@ -227,15 +234,15 @@ def _number(
   least: int = 1,
   most: int = _MAX_SIZE,
 ) -> Any:
-  """A positive number; null is as good as absent.
+  """Return a positive number; null means absent.
 
   Args:
-    settings: where it stands.
+    settings: object that holds the number.
     name: of the entry.
     kind: int or float.
-    default: where there is none; it is missing if that is None.
-    least: of an int.
-    most: likewise.
+    default: used if the entry is absent; None makes absence an error.
+    least: smallest allowed int.
+    most: largest allowed int.
   """
   value = settings.get(name)
   value = default if value is None else value
@@ -243,7 +250,7 @@ def _number(
     raise ValueError(f"{name} is missing")
   is_number = isinstance(value, int if kind is int else int | float)
   smallest = least if kind is int else 0
-  # Also not NaN.
+  # The comparison is False for NaN too.
   if isinstance(value, bool) or not is_number or not value >= smallest:
     raise ValueError(
       f"{name} is {model_files.shown(value)}, not a positive {kind.__name__}"
@@ -262,10 +269,13 @@ def _number(
 
 
 def config_json(config: configs.ModelConfig) -> dict[str, Any]:
-  """The settings of a model: what `_model_config` reads.
+  """Return the settings of a model, which `model_config` can read.
 
-  The rotary base and scaling stand where every version of transformers reads
-  them.
+  The rotary base and scaling are stored where every version of transformers
+  reads them.
+
+  Raises:
+    ValueError: the format cannot describe this architecture.
   """
   if config.has_qkv_bias and config.has_qk_norm:
     raise ValueError(

@@ -1,8 +1,9 @@
-"""Attention written out, and over padded rows (prefill).
+"""Reference attention, and attention over padded rows for prefill.
 
-Implementations sit in a dict; "xla" is the reference every other one is tested
-against, with float32 scores and softmax. Packed rows are those of
-`packed_attention.py`; decoding reads the cache: `rollout/paged_attention.py`.
+The implementations are in a dict. "xla", with float32 scores and softmax, is
+the reference that every other one is tested against. Packed rows are in
+`packed_attention.py`, and decoding, which reads the cache, is in
+`engine/paged_attention.py`.
 """
 
 from collections.abc import Callable
@@ -11,14 +12,14 @@ import jax
 from jax import numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-MIXED = "mixed"  # what attention gave, for rematerialisation policies
-NEGATIVE = -1e30  # finite, so that a row with nothing to attend stays finite
+MIXED = "mixed"  # name of attention's output, for rematerialisation policies
+NEGATIVE = -1e30  # finite, so that the softmax of a fully masked row is finite
 
 
 def packed_mask(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
-  """True where query t (second axis) may look at key s (third axis).
+  """Return True where query t (second axis) may see key s (third axis).
 
-  Causal within a segment; padding (segment 0) looks at padding only.
+  The mask is causal within a segment. Padding (segment 0) sees only padding.
   """
   length = segment_ids.shape[1]
   same = segment_ids[:, :, None] == segment_ids[:, None, :]
@@ -33,7 +34,7 @@ def xla_attention(
   value: Float[Array, "B T K H"],
   mask: Bool[Array, "B T T"],
 ) -> Float[Array, "B T N H"]:
-  """Grouped-query attention written out: softmax(q k^T / sqrt(H)) v."""
+  """Return grouped-query attention: softmax(q k^T / sqrt(H)) v."""
   batch, length, num_heads, head_dim = query.shape
   num_kv_heads = key.shape[2]
   grouped = query.reshape(
@@ -55,7 +56,7 @@ def causal_xla(
   value: Float[Array, "B T K H"],
   lengths: Int[Array, "B"],
 ) -> Float[Array, "B T N H"]:
-  """Rows of `lengths` tokens from their start, padding to the right."""
+  """Return causal attention over rows of `lengths` tokens, padded right."""
   order = jnp.arange(query.shape[1], dtype=jnp.int32)[None]
   segments = (order < lengths[:, None]).astype(jnp.int32)
   return xla_attention(query, key, value, packed_mask(segments))
@@ -67,10 +68,11 @@ def causal_cudnn(
   value: Float[Array, "B T K H"],
   lengths: Int[Array, "B"],
 ) -> Float[Array, "B T N H"]:
-  """CuDNN's flash attention, of 16-bit types.
+  """Return cuDNN's causal flash attention, for 16-bit types.
 
-  A token never looks at the padding to its right, so `lengths` say nothing
-  new, and without them what padding gets is finite: it goes to the cache.
+  `lengths` is not needed, because a token never sees the padding to its right.
+  Without a mask, the results at padding are finite, which matters because they
+  go to the cache.
   """
   del lengths
   return jax.nn.dot_product_attention(
@@ -86,12 +88,15 @@ def causal_splash(
   *,
   interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-  """JAX's splash attention for TPU; of `lengths` as `causal_cudnn`."""
+  """Return JAX's causal splash attention for TPU.
+
+  `lengths` is not needed, as in `causal_cudnn`.
+  """
   from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
   del lengths
   length, num_heads, head_dim = query.shape[1:]
-  padded = -(-length // 128) * 128  # a multiple of the lanes
+  padded = -(-length // 128) * 128  # a multiple of the number of lanes
   block = next(b for b in (512, 384, 256, 128) if padded % b == 0)
   mask = splash.MultiHeadMask([splash.CausalMask((padded, padded))] * num_heads)
   attend = splash.make_splash_mha_single_device(
@@ -100,7 +105,7 @@ def causal_splash(
     interpret=interpret,
   )
 
-  def heads_first(rows):
+  def heads_first(rows: jax.Array) -> jax.Array:
     rows = jnp.pad(rows, ((0, 0), (0, padded - length), (0, 0), (0, 0)))
     return jnp.swapaxes(rows, 1, 2)
 
