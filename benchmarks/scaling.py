@@ -36,7 +36,9 @@ from jaxrl_async.planning import hlo
 from jaxrl_async.run import assembly
 from jaxrl_async.run import config_checks
 
-_RESULTS = flags.DEFINE_string("results", None, "One line a case.")
+_RESULTS = flags.DEFINE_string(
+  "results", None, "One line a case.", required=True
+)
 _ONLY = flags.DEFINE_string("only", "", "Cases whose names begin so.")
 _SIDES = flags.DEFINE_multi_enum(
   "sides", ["training", "rollout"], ["training", "rollout"], "Of each case."
@@ -143,5 +145,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.mark_flag_as_required("results")
   app.run(main)

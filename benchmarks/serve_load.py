@@ -98,14 +98,20 @@ _MODEL = configs.ModelConfig(
 
 def _policy() -> serve.Policy:
   """Random parameters, the same in every process, or the run's."""
-  sizes = {"num_slots": _NUM_SLOTS.value, "cache_tokens": _CACHE_TOKENS.value}
   if _WORKDIR.value:
-    return serve.load_run(pathlib.Path(_WORKDIR.value).absolute(), **sizes)
+    return serve.load_run(
+      pathlib.Path(_WORKDIR.value).absolute(),
+      num_slots=_NUM_SLOTS.value,
+      cache_tokens=_CACHE_TOKENS.value,
+    )
   config = sections.Config()
   half = _CACHE_TOKENS.value // 2
   buckets = (half // 2, half, _CACHE_TOKENS.value)
   config.rollout = sections.RolloutSection(
-    prefill_buckets=buckets, window_buckets=buckets, **sizes
+    num_slots=_NUM_SLOTS.value,
+    cache_tokens=_CACHE_TOKENS.value,
+    prefill_buckets=buckets,
+    window_buckets=buckets,
   )
 
   @jax.jit

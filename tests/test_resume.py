@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from jaxrl_async import types
+from jaxrl_async.config import field_types
 from jaxrl_async.config import sections
 from jaxrl_async.run import resume
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import config_json
 from jaxrl_async.storage import outstanding as outstanding_lib
 
-PATHS = [path for path, _, _ in sections.leaves(sections.Config())]
+PATHS = [path for path, _, _ in field_types.leaves(sections.Config())]
 LINE = b'{"step": 0}\n'
 STATE = {"weights": jnp.zeros(3)}
 

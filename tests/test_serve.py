@@ -85,7 +85,7 @@ def test_parameters_alone_are_read_with_the_config_beside_them(tmp_path):
 
 
 @pytest.mark.slow
-def test_published_weights_come_with_tokenizer_and_template(tmp_path):
+def test_pretrained_weights_come_with_tokenizer_and_template(tmp_path):
   tokenizer_lib.character_level().save(tmp_path)
   path = tmp_path / "tokenizer_config.json"
   template = "{{ messages[0].content }}?"

@@ -10,6 +10,7 @@ import struct
 import threading
 from typing import Any
 
+from jaxrl_async.config import field_types
 from jaxrl_async.config import sections
 
 # Counters on devices, in numpy and in Optax have 32 bits.
@@ -120,8 +121,8 @@ def check(config: sections.Config) -> None:
     ConfigError: one line that names the field and says what would be right.
   """
   values: dict[str, Any] = {}
-  for path, kind, value in sections.leaves(config):
-    sections.check_type(path, kind, value)
+  for path, kind, value in field_types.leaves(config):
+    field_types.check_type(path, kind, value)
     if kind is float:
       _check_float(path, value)
     elif kind is int:
@@ -186,6 +187,6 @@ def check(config: sections.Config) -> None:
       section + "state_dtype", values[section + "state_dtype"], DTYPES
     )
   # Checked last, because the error about a field's own range says more.
-  for path, kind, value in sections.leaves(config):
+  for path, kind, value in field_types.leaves(config):
     if kind is float:
       _check_float32(path, value)

@@ -7,10 +7,9 @@ are neither frozen nor checked in `__post_init__`, because overrides arrive
 after construction.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 import dataclasses
 import enum
-import math
 from typing import Any
 
 from ml_collections import config_dict
@@ -450,41 +449,3 @@ def require_one_of(path: str, value: str, known: Collection[str]) -> None:
   require(
     value in known, path, f"{shown(value)} is not one of {', '.join(known)}"
   )
-
-
-def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-  """Yield path, declared type and value of every field, in order."""
-  for field in dataclasses.fields(section):
-    kind, path = field.type, prefix + field.name
-    value = getattr(section, field.name)
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-      if not isinstance(value, kind):
-        raise ConfigError(f"{path}: {shown(value)} is not a section")
-      yield from leaves(value, path + ".")
-    else:
-      yield path, kind, value
-
-
-def check_type(path: str, kind: Any, value: Any) -> None:
-  """Raise a ConfigError unless the value is of the field's declared type."""
-  if kind is int:
-    holds, wanted = type(value) is int, "an integer"
-  elif kind is float:
-    # Integers need no check: they are finite, and `isfinite` overflows for huge
-    # ones.
-    is_finite = type(value) is float and math.isfinite(value)
-    holds = is_finite or type(value) is int
-    wanted = "a finite number"
-  elif kind == tuple[int, ...]:
-    holds = type(value) is tuple and all(type(x) is int for x in value)
-    wanted = "a tuple of integers, as (64, 128)"
-  elif kind == tuple[str, ...]:
-    holds = type(value) is tuple and all(type(x) is str for x in value)
-    wanted = 'a tuple of names, as ("data", "fsdp")'
-  elif issubclass(kind, enum.Enum):
-    wanted = "one of " + ", ".join(member.value for member in kind)
-    holds = isinstance(value, kind)
-  else:
-    holds, wanted = isinstance(value, kind), f"a {kind.__name__}"
-  if not holds:
-    raise ConfigError(f"{path}: {shown(value)} is not {wanted}")

@@ -72,7 +72,7 @@ def check_vocabulary(
     raise ValueError(
       f"{pathlib.Path(directory) / CONFIG_FILE}: vocab_size is"
       f" {model.vocab_size}, but its tokenizer has {num_tokens} tokens; use the"
-      " tokenizer it was published with"
+      " tokenizer that came with the model"
     )
 
 

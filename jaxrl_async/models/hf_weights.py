@@ -107,7 +107,7 @@ def _abstract_params(config: configs.ModelConfig) -> transformer.Params:
 # -- reading ----------------------------------------------------------------
 
 
-def is_published(directory: pathlib.Path) -> bool:
+def is_pretrained(directory: pathlib.Path) -> bool:
   """Return whether a directory is of this format, even if it is damaged."""
   names = (hf_config.CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE)
   return any((directory / name).exists() for name in names)

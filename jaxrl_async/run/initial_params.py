@@ -61,7 +61,7 @@ def load(directory: str, model: configs.ModelConfig, placement: Any) -> Any:
     ConfigError: there is nothing of that shape.
   """
   path = pathlib.Path(directory)
-  if hf_weights.is_published(path):
+  if hf_weights.is_pretrained(path):
     return load_published("warm_start.checkpoint", path, model, placement)
   shapes = jax.eval_shape(
     lambda: transformer.init_params(model, jax.random.key(0))

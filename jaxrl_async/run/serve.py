@@ -137,7 +137,7 @@ def load_checkpoint(
   """
   if not directory.is_dir():
     raise sections.ConfigError(f"checkpoint: {directory} does not exist")
-  if hf_weights.is_published(directory):
+  if hf_weights.is_pretrained(directory):
     config = sections.Config()
     config.model.name = str(directory)
     _resize(config, num_slots, cache_tokens or _PUBLISHED_CACHE_TOKENS)
@@ -186,7 +186,7 @@ def _load_tokenizer(
   if config.model.name in configs.MODELS:
     return tokenizer, front_lib.load_chat_template(directory)
   published = pathlib.Path(config.model.name)
-  if hf_weights.is_published(published):
+  if hf_weights.is_pretrained(published):
     return tokenizer, front_lib.load_chat_template(published)
   refusal = (
     f"the chat template of this policy was in {published}, which is gone"

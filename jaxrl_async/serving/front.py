@@ -193,11 +193,10 @@ def of_a_run(
 
   The queue is served by the run's rollout worker.
   """
-  published = pathlib.Path(config.model.name)
   return Front(
     settings,
     tokenizer=tokenizer,
-    chat_template=load_chat_template(published),
+    chat_template=load_chat_template(pathlib.Path(config.model.name)),
     cache_tokens=config.rollout.cache_tokens,
     vocab_size=model.vocab_size,
     is_alive=is_alive,

@@ -9,6 +9,7 @@ from typing import Any
 
 from ml_collections import config_dict
 
+from jaxrl_async.config import field_types
 from jaxrl_async.config import sections
 from jaxrl_async.storage import disk
 
@@ -76,7 +77,7 @@ def from_dict(values: dict[str, Any]) -> sections.Config:
       elif isinstance(kind, type) and issubclass(kind, enum.Enum):
         value = next((x for x in kind if x.value == value), value)
       if not dataclasses.is_dataclass(kind):
-        sections.check_type(path, kind, value)
+        field_types.check_type(path, kind, value)
       setattr(section, name, value)
     return section
 
@@ -90,7 +91,7 @@ def differences(
   return {
     path: (value, other)
     for (path, _, value), (_, _, other) in zip(
-      sections.leaves(a), sections.leaves(b), strict=True
+      field_types.leaves(a), field_types.leaves(b), strict=True
     )
     if _plain(value) != _plain(other)
   }
@@ -135,7 +136,7 @@ def from_stored(values: Any) -> sections.Config:
   sections.require(isinstance(values, dict), _FORMAT, "it is not an object")
   values = dict(values)
   number = values.pop(_FORMAT, 0)
-  sections.check_type(_FORMAT, int, number)
+  field_types.check_type(_FORMAT, int, number)
   sections.require(
     number <= FORMAT,
     _FORMAT,
