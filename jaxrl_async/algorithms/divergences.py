@@ -1,7 +1,10 @@
 """Estimates of how far two policies are apart, from tokens that were drawn."""
 
+from typing import TypeVar
+
 from jax import numpy as jnp
 from jaxtyping import Array, Bool, Float
+import numpy as np
 
 
 def masked_sum(
@@ -11,9 +14,11 @@ def masked_sum(
   return jnp.where(mask, values, 0).sum()
 
 
-def k3(
-  sampled_logprobs: Float[Array, "B T"], other_logprobs: Float[Array, "B T"]
-) -> Float[Array, "B T"]:
+# Arrays of a device, or arrays of the host.
+Values = TypeVar("Values", Float[Array, "*shape"], Float[np.ndarray, "*shape"])
+
+
+def k3(sampled_logprobs: Values, other_logprobs: Values) -> Values:
   r"""Return one estimate of KL(sampled || other) per token; never negative.
 
   k3 = (rho - 1) - log(rho),   rho = other / sampled
@@ -22,7 +27,7 @@ def k3(
   if each token was drawn from `sampled`.
   """
   log_ratio = other_logprobs - sampled_logprobs
-  return jnp.expm1(log_ratio) - log_ratio
+  return log_ratio.__array_namespace__().expm1(log_ratio) - log_ratio
 
 
 def behavior_kl_sums(

@@ -87,8 +87,7 @@ class Supervisor:
     """Wait for all threads, and return the names of those still running."""
     deadline = Deadline(timeout_s)
     for thread in self._threads:
-      while thread.is_alive() and (wait_s := deadline.next_wait_s()) > 0:
-        thread.join(wait_s)
+      deadline.join(thread)
     return [t.name for t in self._threads if t.is_alive()]
 
 
@@ -109,6 +108,11 @@ class Deadline:
     self._left_s -= min(now_s - self._looked_s, 2 * _LOOK_S)
     self._looked_s = now_s
     return min(max(self._left_s, 0.0), _LOOK_S)
+
+  def join(self, thread: threading.Thread) -> None:
+    """Wait for a thread until it ends or the time is over."""
+    while thread.is_alive() and (wait_s := self.next_wait_s()) > 0:
+      thread.join(wait_s)
 
 
 class Interrupted(RuntimeError):

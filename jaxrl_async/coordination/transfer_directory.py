@@ -66,10 +66,7 @@ def prepare(
   else:
     chosen = memory_backed
   used = {chosen, *(path for path in known if path.exists())}
-  with disk.writing(record):
-    incomplete = record.with_suffix(".incomplete")
-    incomplete.write_text(json.dumps(sorted(map(str, used))))
-    incomplete.replace(record)
+  disk.replace_text(record, json.dumps(sorted(map(str, used))))
   return chosen
 
 

@@ -314,9 +314,7 @@ class OrbaxChannel(WeightChannel):
       self._waiting.clear()
       self._changed.notify_all()
     if self._thread is not None:
-      deadline = supervisor_lib.Deadline(timeout_s)
-      while self._thread.is_alive() and (wait_s := deadline.next_wait_s()) > 0:
-        self._thread.join(wait_s)
+      supervisor_lib.Deadline(timeout_s).join(self._thread)
       if self._thread.is_alive():
         raise WeightTransferError(f"still saving {timeout_s} s after close")
       self._thread = None

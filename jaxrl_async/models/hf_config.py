@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import pathlib
 from typing import Any
 
+from jaxrl_async.config import sections
 from jaxrl_async.models import configs
 from jaxrl_async.storage import model_files
 
@@ -80,7 +81,7 @@ def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
   family = settings.get("model_type")
   if not isinstance(family, str) or family not in ARCHITECTURES:
     raise ValueError(
-      f"model_type is {model_files.shown(family)}; use one of"
+      f"model_type is {sections.shown(family)}; use one of"
       f" {', '.join(ARCHITECTURES)}"
     )
   _refuse_the_unknown(settings, family)
@@ -126,7 +127,7 @@ def _refuse_the_unknown(settings: Mapping[str, Any], family: str) -> None:
   hidden_act = settings.get("hidden_act")
   if hidden_act not in (None, "silu"):
     raise ValueError(
-      f"hidden_act is {model_files.shown(hidden_act)}; only 'silu' is supported"
+      f"hidden_act is {sections.shown(hidden_act)}; only 'silu' is supported"
     )
   # Qwen2 never reads attention_bias. In the other families it also adds a bias
   # to the output projection.
@@ -141,11 +142,11 @@ def _refuse_the_unknown(settings: Mapping[str, Any], family: str) -> None:
   if layer_types is not None:
     if not isinstance(layer_types, list):
       raise ValueError(
-        f"layer_types is {model_files.shown(layer_types)}, not a list"
+        f"layer_types is {sections.shown(layer_types)}, not a list"
       )
     for layer_type in layer_types:
       if layer_type != "full_attention":
-        found = model_files.shown(layer_type)
+        found = sections.shown(layer_type)
         raise ValueError(f"layer_types has {found}; only full attention")
     if len(layer_types) != num_layers:
       raise ValueError(
@@ -174,19 +175,18 @@ def _rope(
   for where in ("rope_parameters", "rope_scaling"):
     if not isinstance(settings.get(where), Mapping | None):
       raise ValueError(
-        f"{where} is {model_files.shown(settings[where])}, not an object"
+        f"{where} is {sections.shown(settings[where])}, not an object"
       )
   where = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
   rope = settings.get(where) or {}
   kind = rope.get("rope_type", rope.get("type", "default"))
   if kind not in ("default", "llama3"):
     raise ValueError(
-      f"{where}.rope_type is {model_files.shown(kind)}; use 'default' or"
-      " 'llama3'"
+      f"{where}.rope_type is {sections.shown(kind)}; use 'default' or 'llama3'"
     )
   if unknown := sorted(rope.keys() - _ROPE_KEYS):
     raise ValueError(
-      f"{where}.{model_files.shown(unknown[0])[1:-1]} is not supported"
+      f"{where}.{sections.shown(unknown[0])[1:-1]} is not supported"
     )
   for place in (rope, settings):
     if _number(place, "partial_rotary_factor", float, 1.0) != 1:
@@ -221,7 +221,7 @@ def _flag(settings: Mapping[str, Any], name: str) -> bool:
   """Return a boolean setting; null and absent mean False."""
   value = settings.get(name)
   if not isinstance(value, bool | None):
-    raise ValueError(f"{name} is {model_files.shown(value)}, not true or false")
+    raise ValueError(f"{name} is {sections.shown(value)}, not true or false")
   return bool(value)
 
 
@@ -253,16 +253,16 @@ def _number(
   # The comparison is False for NaN too.
   if isinstance(value, bool) or not is_number or not value >= smallest:
     raise ValueError(
-      f"{name} is {model_files.shown(value)}, not a positive {kind.__name__}"
+      f"{name} is {sections.shown(value)}, not a positive {kind.__name__}"
     )
   if kind is int:
     if value > most:
       raise ValueError(
-        f"{name} is {model_files.shown(value)}; at most {most} is supported"
+        f"{name} is {sections.shown(value)}; at most {most} is supported"
       )
   elif not _SMALLEST <= value <= _LARGEST:
     raise ValueError(
-      f"{name} is {model_files.shown(value)}, not a positive {kind.__name__}"
+      f"{name} is {sections.shown(value)}, not a positive {kind.__name__}"
       " that can be computed with"
     )
   return kind(value)

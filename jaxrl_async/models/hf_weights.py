@@ -19,6 +19,7 @@ import numpy as np
 import safetensors
 from safetensors import numpy as safetensors_numpy
 
+from jaxrl_async.config import sections
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_config
 from jaxrl_async.models import transformer
@@ -238,13 +239,13 @@ def _weight_files(
   weight_map = model_files.read_object(index).get("weight_map")
   if not isinstance(weight_map, dict) or not weight_map:
     raise ValueError(
-      f"{index}: weight_map is {model_files.shown(weight_map)}, not an object"
+      f"{index}: weight_map is {sections.shown(weight_map)}, not an object"
       " of tensors and their files"
     )
   for tensor, name in weight_map.items():
     if not isinstance(name, str) or not _SHARD.fullmatch(name):
       raise ValueError(
-        f"{index}: weight_map.{tensor} is {model_files.shown(name)}, not"
+        f"{index}: weight_map.{tensor} is {sections.shown(name)}, not"
         " the name of a file beside it"
       )
   return [

@@ -19,6 +19,12 @@ def _add_counts(total: list[int], more: list[int]) -> list[int]:
   return [a + b for a, b in zip(*padded, strict=True)]
 
 
+def _mean_of_counts(counts: list[int]) -> float:
+  """Return the mean of numbers, of which counts[i] equal i; 0 without any."""
+  total = sum(i * count for i, count in enumerate(counts))
+  return total / max(sum(counts), 1)
+
+
 @dataclasses.dataclass(kw_only=True)
 class RunRecord:
   """The data of the summary, in memory that does not grow with the run.
@@ -102,9 +108,7 @@ class RunRecord:
   @property
   def staleness_mean(self) -> float:
     """The mean over all trained tokens."""
-    count = sum(self.staleness_counts)
-    total = sum(i * n for i, n in enumerate(self.staleness_counts))
-    return total / count if count else 0.0
+    return _mean_of_counts(self.staleness_counts)
 
   @property
   def staleness_max(self) -> int:
@@ -114,9 +118,7 @@ class RunRecord:
   @property
   def versions_per_trajectory_mean(self) -> float:
     """The mean over all trained trajectories."""
-    count = sum(self.versions_counts)
-    total = sum(i * n for i, n in enumerate(self.versions_counts))
-    return total / count if count else 0.0
+    return _mean_of_counts(self.versions_counts)
 
   def history(
     self,

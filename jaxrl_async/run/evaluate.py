@@ -10,6 +10,7 @@ import dataclasses
 import numpy as np
 
 from jaxrl_async import types
+from jaxrl_async.algorithms import divergences
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import engine as engine_lib
@@ -170,8 +171,9 @@ def mismatch_kl(
     trajectories, trainer_logprobs(trajectories), strict=True
   ):
     mask = trajectory.loss_mask
-    log_ratio = logprobs[mask].astype(np.float64)
-    log_ratio -= trajectory.behavior_logprobs[mask]
-    total += float(np.sum(np.expm1(log_ratio) - log_ratio))
+    kl = divergences.k3(
+      trajectory.behavior_logprobs[mask], logprobs[mask].astype(np.float64)
+    )
+    total += float(kl.sum())
     count += int(mask.sum())
   return total / max(count, 1)

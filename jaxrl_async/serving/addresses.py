@@ -48,6 +48,28 @@ def check_host(host: str) -> None:
     ) from error
 
 
+def bound_socket(host: str, port: int) -> socket.socket:
+  """Return a socket bound to an address, which does not listen yet.
+
+  Raises:
+    OSError: the address cannot be bound.
+  """
+  family, kind, protocol, _, address = socket.getaddrinfo(
+    host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+  )[0]
+  # The protocol's number is passed because asyncio sets TCP_NODELAY only if it
+  # is given. Without it, each answer on a connection that stays open waits for
+  # a delayed ACK.
+  bound = socket.socket(family, kind, protocol)
+  try:
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind(address)
+  except OSError:
+    bound.close()
+    raise
+  return bound
+
+
 def check_can_bind(flag: str, host: str, port: int) -> None:
   """Check that a server could listen there now; leave nothing open.
 
@@ -60,12 +82,7 @@ def check_can_bind(flag: str, host: str, port: int) -> None:
     ConfigError: the address belongs to another machine, or the port is taken.
   """
   try:
-    family, kind, protocol, _, address = socket.getaddrinfo(
-      host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    with socket.socket(family, kind, protocol) as one:
-      one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-      one.bind(address)
+    bound_socket(host, port).close()
   except OSError as error:
     raise sections.ConfigError(
       f"{flag}: {host}:{port} cannot be bound ({error.strerror})"

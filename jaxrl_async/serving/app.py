@@ -88,6 +88,15 @@ class Service:
     """Whether requests are being completed."""
     return self.is_alive() and self.queue.stats.policy_version >= 0
 
+  def has_key(self, authorization: bytes) -> bool:
+    """Return whether a call may be answered, by its header `authorization`."""
+    if self.api_key is None:
+      return True
+    kind, _, token = authorization.partition(b" ")
+    # Both comparisons are always made, so that the time taken reveals nothing.
+    is_right = hmac.compare_digest(token.strip(), self.api_key.encode())
+    return kind.lower() == b"bearer" and is_right
+
   # -- paths ----------------------------------------------------------------
 
   async def health(self, request: http_requests.Request):
@@ -316,7 +325,8 @@ class _Door:
         self._service.metrics.add_answer(path, message["status"])
       await send(message)
 
-    if path != "/health" and not self._has_key(scope):
+    given = dict(scope["headers"]).get(b"authorization", b"")
+    if path != "/health" and not self._service.has_key(given):
       refusal = errors.ApiError(
         401,
         "the API key is missing or wrong; send it as authorization: Bearer …",
@@ -326,16 +336,6 @@ class _Door:
       await refusal.response()(scope, receive, counted)
       return
     await self._app(scope, receive, counted)
-
-  def _has_key(self, scope: asgi.Scope) -> bool:
-    key = self._service.api_key
-    if key is None:
-      return True
-    given = dict(scope["headers"]).get(b"authorization", b"")
-    kind, _, token = given.partition(b" ")
-    # Both comparisons are always made, so that the time taken reveals nothing.
-    is_right = hmac.compare_digest(token.strip(), key.encode())
-    return kind.lower() == b"bearer" and is_right
 
 
 def make_app(service: Service) -> asgi.ASGIApp:

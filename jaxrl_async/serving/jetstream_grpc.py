@@ -19,7 +19,6 @@ JetStream.
 import asyncio
 from collections.abc import AsyncIterator, Callable
 import contextlib
-import hmac
 import http
 import math
 import secrets
@@ -76,7 +75,8 @@ class Orchestrator(_api.LLMOrchestrator):
 
   async def Decode(self, request: Any, context: _Context) -> AsyncIterator[Any]:
     """Stream a completion as it is written."""
-    if not self._has_key(context):
+    given = _metadata(context).get("authorization", "")
+    if not self.service.has_key(given.encode()):
       await context.abort(
         grpc.StatusCode.UNAUTHENTICATED,
         "the API key is missing or wrong; send it as authorization: Bearer ...",
@@ -131,15 +131,6 @@ class Orchestrator(_api.LLMOrchestrator):
       if sample.text or sample.token_ids:
         content = _api.messages.DecodeResponse.StreamContent(samples=[sample])
         yield _api.messages.DecodeResponse(stream_content=content)
-
-  def _has_key(self, context: _Context) -> bool:
-    if self.service.api_key is None:
-      return True
-    kind, _, token = _metadata(context).get("authorization", "").partition(" ")
-    is_right = hmac.compare_digest(
-      token.strip().encode(), self.service.api_key.encode()
-    )
-    return kind.lower() == "bearer" and is_right
 
   async def _read(
     self, request: Any, context: _Context

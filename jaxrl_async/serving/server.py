@@ -2,12 +2,13 @@
 
 import asyncio
 import logging
-import socket
 import threading
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http import h11_impl
+
+from jaxrl_async.serving import addresses
 
 _HEADER_TIMEOUT_S = 20.0
 _KEEP_ALIVE_S = 30.0
@@ -67,16 +68,8 @@ class HttpServer:
     Raises:
       OSError: the address cannot be bound.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(
-      host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    # The protocol's number is passed because asyncio sets TCP_NODELAY only if
-    # it is given. Without it, each answer on a connection that stays open waits
-    # for a delayed ACK.
-    self._socket = socket.socket(family, kind, protocol)
+    self._socket = addresses.bound_socket(host, port)
     try:
-      self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-      self._socket.bind(address)
       # Two sockets may be bound to a port until one of them listens.
       self._socket.listen(_BACKLOG)
     except OSError:

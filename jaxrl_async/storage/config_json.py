@@ -150,8 +150,6 @@ def from_stored(values: Any) -> sections.Config:
 def write(wanted: sections.Config, workdir: pathlib.Path) -> None:
   """Write config.json atomically."""
   path = workdir / NAME
-  incomplete = path.with_suffix(".incomplete")
   with disk.writing(path):
     workdir.mkdir(parents=True, exist_ok=True)
-    incomplete.write_text(json.dumps(to_stored(wanted), indent=2) + "\n")
-    incomplete.replace(path)
+  disk.replace_text(path, json.dumps(to_stored(wanted), indent=2) + "\n")

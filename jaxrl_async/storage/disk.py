@@ -53,6 +53,18 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
     ) from error
 
 
+def replace_text(path: pathlib.Path, text: str) -> None:
+  """Write a file atomically: a reader finds the old text or the new one.
+
+  Raises:
+    StorageError: the file could not be written.
+  """
+  incomplete = path.with_suffix(".incomplete")
+  with writing(path):
+    incomplete.write_text(text)
+    incomplete.replace(path)
+
+
 class AppendFile:
   """A file that only grows, by whole records.
 

@@ -9,6 +9,8 @@ import json
 import pathlib
 from typing import Any
 
+from jaxrl_async.config import sections
+
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER = "tokenizer.json"
@@ -117,15 +119,6 @@ def read_optional(path: pathlib.Path) -> dict[str, Any]:
     return {}
 
 
-def shown(value: Any) -> str:
-  """Return a value as messages show it: on one line, and not too long."""
-  try:
-    text = repr(value)
-  except ValueError:  # an integer of thousands of digits
-    text = "a huge number"
-  return text if len(text) <= 60 else text[:57] + "..."
-
-
 def end_tokens_file(directory: pathlib.Path) -> pathlib.Path:
   """Return the file that transformers reads the end tokens from."""
   path = directory / GENERATION_CONFIG
@@ -148,7 +141,8 @@ def end_tokens(directory: pathlib.Path) -> tuple[int, ...]:
   listed = ids if isinstance(ids, list) else [ids]
   if not all(type(i) is int and 0 <= i < 2**31 for i in listed):
     raise ValueError(
-      f"{path}: eos_token_id is {shown(ids)}, not a token id or a list of them"
+      f"{path}: eos_token_id is {sections.shown(ids)}, not a token id or a list"
+      " of them"
     )
   return tuple(dict.fromkeys(listed))
 
@@ -162,7 +156,9 @@ def tokenizer_class(directory: pathlib.Path) -> str:
   path = directory / TOKENIZER_CONFIG
   name = read_optional(path).get("tokenizer_class")
   if not isinstance(name, str | None):
-    raise ValueError(f"{path}: tokenizer_class is {shown(name)}, not a name")
+    raise ValueError(
+      f"{path}: tokenizer_class is {sections.shown(name)}, not a name"
+    )
   return (name or "").removesuffix("Fast")
 
 
@@ -194,5 +190,7 @@ def special_tokens(directory: pathlib.Path) -> dict[str, str]:
     if isinstance(text, str) and (name.endswith("_token") or name in extra):
       tokens[name] = text
     elif name in _SPECIAL_NAMES and value is not None:
-      raise ValueError(f"{path}: {name} is {shown(value)}, not a token")
+      raise ValueError(
+        f"{path}: {name} is {sections.shown(value)}, not a token"
+      )
   return tokens

@@ -15,6 +15,7 @@ import threading
 from typing import Any
 import weakref
 
+from jaxrl_async.config import sections
 from jaxrl_async.storage import model_files
 from jaxrl_async.text import template_process
 
@@ -233,7 +234,7 @@ def sources(
     isinstance(x, str) for pair in named.items() for x in pair
   ):
     raise ValueError(
-      f"{path}: chat_template is {model_files.shown(given)}, neither a template"
+      f"{path}: chat_template is {sections.shown(given)}, neither a template"
       " nor templates by name"
     )
   return {name: (path, source) for name, source in named.items()}

@@ -18,6 +18,7 @@ from jaxtyping import Int, Int32
 import numpy as np
 import tokenizers
 
+from jaxrl_async.config import sections
 from jaxrl_async.storage import model_files
 
 # These brackets are not printable ASCII, so no text spells a special token.
@@ -239,7 +240,7 @@ def load(directory: str | pathlib.Path) -> Tokenizer:
     # This also detects a tokenizer that belongs to another model.
     raise ValueError(
       f"{model_files.end_tokens_file(directory)}: eos_token_id names"
-      f" {model_files.shown(texts)}, no special token of"
+      f" {sections.shown(texts)}, no special token of"
       f" {model_files.TOKENIZER}; use the tokenizer of this model"
     )
   eos_token = named.get("eos_token") or next(filter(None, texts.values()), None)
@@ -247,7 +248,7 @@ def load(directory: str | pathlib.Path) -> Tokenizer:
     if len(special) != 1:
       raise ValueError(
         f"{directory / model_files.TOKENIZER_CONFIG}: needs an eos_token, one"
-        f" of {model_files.shown(special or 'none')}"
+        f" of {sections.shown(special or 'none')}"
       )
     (eos_token,) = special
   try:
@@ -320,7 +321,5 @@ def _has_byte_fallback(tokenizer: tokenizers.Tokenizer) -> bool:
 def _token_id(tokenizer: tokenizers.Tokenizer, token: str) -> int:
   token_id = tokenizer.token_to_id(token)
   if token_id is None:
-    raise ValueError(
-      f"token {model_files.shown(token)} is not in the vocabulary"
-    )
+    raise ValueError(f"token {sections.shown(token)} is not in the vocabulary")
   return token_id

@@ -89,10 +89,6 @@ def splash(
     kernel = splash_kernel(key.shape[1], num_heads, interpret=interpret)
   missing = -length % BLOCK
 
-  def heads_first(rows: jax.Array) -> jax.Array:
-    rows = jnp.pad(rows, ((0, 0), (0, missing), (0, 0), (0, 0)))
-    return jnp.swapaxes(rows, 1, 2)
-
   def segment_ids(start: jax.Array) -> jax.Array:
     return jnp.pad(start, ((0, 0), (0, missing)), constant_values=length)
 
@@ -107,9 +103,9 @@ def splash(
 
   scaled = query * jnp.asarray(head_dim**-0.5, query.dtype)
   mixed = jax.vmap(one_row)(
-    heads_first(scaled),
-    heads_first(key),
-    heads_first(value),
+    reference.heads_first(scaled, missing),
+    reference.heads_first(key, missing),
+    reference.heads_first(value, missing),
     segment_ids(query_start),
     segment_ids(key_start),
   )
@@ -130,7 +126,7 @@ def splash_kernel(
   from jax.experimental.pallas.ops.tpu import splash_attention as splash_lib
 
   padded = length + -length % BLOCK
-  block = next(b for b in (512, 384, 256, 128) if padded // parts % b == 0)
+  block = reference.splash_block(padded // parts)
   mask = splash_lib.CausalMask((padded, padded))
   return splash_lib.make_splash_mha(
     splash_lib.MultiHeadMask([mask] * num_heads),

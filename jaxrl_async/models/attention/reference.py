@@ -13,6 +13,7 @@ from jax import numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 MIXED = "mixed"  # name of attention's output, for rematerialisation policies
+LANES = 128  # of a TPU's registers; its kernels take multiples of it
 NEGATIVE = -1e30  # finite, so that the softmax of a fully masked row is finite
 
 
@@ -80,6 +81,23 @@ def causal_cudnn(
   )
 
 
+def splash_block(length: int) -> int:
+  """Return the largest block of splash attention that divides a length.
+
+  Args:
+    length: a multiple of LANES.
+  """
+  return next(b for b in (512, 384, 256, LANES) if length % b == 0)
+
+
+def heads_first(
+  rows: Float[Array, "B T N H"], missing: int
+) -> Float[Array, "B N padded H"]:
+  """Append `missing` tokens of padding, and move heads before tokens."""
+  padded = jnp.pad(rows, ((0, 0), (0, missing), (0, 0), (0, 0)))
+  return jnp.swapaxes(padded, 1, 2)
+
+
 def causal_splash(
   query: Float[Array, "B T N H"],
   key: Float[Array, "B T K H"],
@@ -96,8 +114,8 @@ def causal_splash(
 
   del lengths
   length, num_heads, head_dim = query.shape[1:]
-  padded = -(-length // 128) * 128  # a multiple of the number of lanes
-  block = next(b for b in (512, 384, 256, 128) if padded % b == 0)
+  padded = length + -length % LANES
+  block = splash_block(padded)
   mask = splash.MultiHeadMask([splash.CausalMask((padded, padded))] * num_heads)
   attend = splash.make_splash_mha_single_device(
     mask,
@@ -105,12 +123,10 @@ def causal_splash(
     interpret=interpret,
   )
 
-  def heads_first(rows: jax.Array) -> jax.Array:
-    rows = jnp.pad(rows, ((0, 0), (0, padded - length), (0, 0), (0, 0)))
-    return jnp.swapaxes(rows, 1, 2)
-
   scaled = query * jnp.asarray(head_dim**-0.5, query.dtype)
-  mixed = jax.vmap(attend)(*map(heads_first, (scaled, key, value)))
+  mixed = jax.vmap(attend)(
+    *(heads_first(x, padded - length) for x in (scaled, key, value))
+  )
   assert isinstance(mixed, jax.Array)  # without its residuals
   return jnp.swapaxes(mixed, 1, 2)[:, :length]
 
