@@ -94,7 +94,7 @@ def test_a_template_is_found_by_name_and_in_a_file(tmp_path):
 )
 def test_what_a_template_may_not_do_is_an_error_of_its_own(template):
   with pytest.raises(
-    chat_template_lib.ChatTemplateError, match="template says"
+    chat_template_lib.ChatTemplateError, match="template refused"
   ):
     chat_template_lib.ChatTemplate(template).render(CHATS[0])
 

@@ -296,7 +296,7 @@ def test_a_stored_config_of_a_newer_version_is_refused_by_its_field(tmp_path):
   values["rollout"]["speculation"] = 3
   write_run(tmp_path, config=values)
   message = refusal(tmp_path)
-  assert "rollout.speculation: not a field that this version knows" in message
+  assert "rollout.speculation: unknown in this version" in message
   assert "use the version that wrote it" in message
   path = tmp_path / "config.json"
   path.write_text(json.dumps(values))

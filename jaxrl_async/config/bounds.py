@@ -92,8 +92,8 @@ def _check_float(path: str, value: int | float) -> None:
   sections.require(
     type(value) is float or abs(value) <= MAX_INT,
     path,
-    f"{sections.shown(value)} is out of range of integers; write it with a"
-    " point or an exponent, as 1e30",
+    f"{sections.shown(value)} is too large for an integer; write it with a"
+    " decimal point or an exponent, such as 1e30",
   )
 
 
@@ -102,7 +102,7 @@ def _check_float32(path: str, value: int | float) -> None:
     value == 0 or _MIN_FLOAT <= abs(value) <= _MAX_FLOAT,
     path,
     f"{sections.shown(value)} is out of range; use 0, or {_MIN_FLOAT} to"
-    f" {_MAX_FLOAT}, as float32 holds them",
+    f" {_MAX_FLOAT}, which float32 can hold",
   )
 
 
@@ -146,7 +146,11 @@ def check(config: sections.Config) -> None:
   bound = values["algorithm.max_staleness"]
   message = f"{bound} is negative; use 0 (synchronous) or more"
   sections.require(bound >= 0, "algorithm.max_staleness", message)
-  holds("algorithm.group_size", lambda x: x >= 2, "2 or more, to compare")
+  holds(
+    "algorithm.group_size",
+    lambda x: x >= 2,
+    "2 or more, which are compared",
+  )
   for low, high, paths in (*_INTEGERS, *_NUMBERS):
     range_of(low, high, paths)
   if values["eval.temperature"]:  # 0 is greedy
@@ -157,8 +161,8 @@ def check(config: sections.Config) -> None:
     sections.require(
       len(buckets) <= _MAX_BUCKETS,
       path,
-      f"{len(buckets)} buckets, each of them a program to compile; use at most"
-      f" {_MAX_BUCKETS}",
+      f"{len(buckets)} buckets, each of which is a program to compile; use at"
+      f" most {_MAX_BUCKETS}",
     )
     for bucket in buckets:
       _check_int(path, bucket)
@@ -173,15 +177,15 @@ def check(config: sections.Config) -> None:
       holds(
         section + name,
         lambda x: 0 <= x < 1 and _float32(x) < 1,
-        "0 or more, below 1 as float32 holds it",
+        "0 or more, and less than 1 in float32",
       )
     rate = values[section + "learning_rate"]
     decay = values[section + "weight_decay"]
     sections.require(
       rate * decay <= 1,
       section + "weight_decay",
-      f"{decay:g} at a learning rate of {rate:g} takes more than the whole"
-      " weight away at each update; use less",
+      f"{decay:g} at a learning rate of {rate:g} removes more than the whole"
+      " weight at each update; use less",
     )
     sections.require_one_of(
       section + "state_dtype", values[section + "state_dtype"], DTYPES

@@ -36,10 +36,10 @@ def check_type(path: str, kind: Any, value: Any) -> None:
     wanted = "a finite number"
   elif kind == tuple[int, ...]:
     holds = type(value) is tuple and all(type(x) is int for x in value)
-    wanted = "a tuple of integers, as (64, 128)"
+    wanted = "a tuple of integers, such as (64, 128)"
   elif kind == tuple[str, ...]:
     holds = type(value) is tuple and all(type(x) is str for x in value)
-    wanted = 'a tuple of names, as ("data", "fsdp")'
+    wanted = 'a tuple of names, such as ("data", "fsdp")'
   elif issubclass(kind, enum.Enum):
     wanted = "one of " + ", ".join(member.value for member in kind)
     holds = isinstance(value, kind)

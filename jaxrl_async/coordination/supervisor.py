@@ -169,8 +169,8 @@ class StopRequest:
   def on_signals(
     self,
     note: Callable[[str], None],
-    what_follows: str = "finishing the step, then a checkpoint; once more ends"
-    " it now",
+    what_follows: str = "finishing the step, then a checkpoint; a second"
+    " signal ends it now",
     at_once: str = "ended at once; the newest checkpoint is whole",
   ):
     """Answer SIGINT, SIGTERM and SIGHUP while the block runs.

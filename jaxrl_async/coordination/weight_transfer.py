@@ -91,7 +91,7 @@ class WeightChannel(abc.ABC):
     start = time.perf_counter()
     self._raise_failure()
     if self._is_closed:
-      raise WeightTransferError(f"version {version} after the channel closed")
+      raise WeightTransferError(f"version {version}: the channel is closed")
     if version <= self._last_published:
       raise WeightTransferError(
         f"version {version} is not newer than {self._last_published}"
@@ -353,7 +353,7 @@ class OrbaxChannel(WeightChannel):
         self._lock = transfer_directory.open_incarnation(self._path)
     except FileExistsError:
       raise WeightTransferError(
-        f"{self._path} is already published to"
+        f"{self._path} is already used by another publisher"
       ) from None
 
   def _publish_all(self) -> None:

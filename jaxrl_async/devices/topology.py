@@ -59,7 +59,7 @@ def devices(name: str, *, max_wait_s: float = 3_600.0) -> list[Any]:
   except ImportError as error:
     raise sections.ConfigError(
       "topology: libtpu, which compiles for TPUs, is not installed; add the"
-      " extra, as in uv run --extra tpu-aot or pip install -e '.[tpu-aot]'"
+      " extra, with uv run --extra tpu-aot or pip install -e '.[tpu-aot]'"
     ) from error
   end_s = time.monotonic() + max_wait_s
   is_waiting = False

@@ -76,8 +76,8 @@ def parse(name: str) -> tuple[int, str, str]:
   sections.require(
     chip in CHIPS and count > 0,
     "topology",
-    f"{sections.shown(name)} does not exist; chips are {', '.join(CHIPS)}, and"
-    " v5p:4x4x4 is a slice of one, 2xv5e:4x4 two slices",
+    f"{sections.shown(name)} does not exist; chips are {', '.join(CHIPS)}; for"
+    " example, v5p:4x4x4 is one slice and 2xv5e:4x4 is two",
   )
   sections.require(
     shape in CHIPS[chip].slices,

@@ -62,7 +62,9 @@ class ModelConfig:
         f" {self.num_kv_heads}"
       )
     if self.head_dim % 2:
-      raise ValueError(f"head_dim {self.head_dim} is odd; rotary needs pairs")
+      raise ValueError(
+        f"head_dim {self.head_dim} is odd; rotary embeddings need pairs"
+      )
 
   @property
   def num_params(self) -> int:

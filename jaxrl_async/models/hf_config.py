@@ -98,7 +98,9 @@ def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
       f" num_key_value_heads {num_kv_heads}"
     )
   if head_dim % 2:
-    raise ValueError(f"head_dim is {head_dim}; rotary needs pairs")
+    raise ValueError(
+      f"head_dim is {head_dim}, which is odd; rotary embeddings need pairs"
+    )
   theta, scaling = _rope(settings)
   model = configs.ModelConfig(
     vocab_size=_number(settings, "vocab_size", int),
@@ -117,7 +119,7 @@ def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
   )
   if model.num_params > _MAX_PARAMS:
     raise ValueError(
-      f"hidden_size {model_dim} and the other sizes make {model.num_params:.1e}"
+      f"hidden_size {model_dim} and the other sizes give {model.num_params:.1e}"
       " parameters"
     )
   return model
@@ -136,7 +138,7 @@ def _refuse_the_unknown(settings: Mapping[str, Any], family: str) -> None:
     if is_read and _flag(settings, name):
       raise ValueError(f"{name} is True; only False is supported")
   if settings.get("quantization_config") is not None:
-    raise ValueError("quantization_config: quantized weights are not read")
+    raise ValueError("quantization_config: quantized weights are not supported")
   num_layers = _number(settings, "num_hidden_layers", int, most=_MAX_LAYERS)
   layer_types = settings.get("layer_types")
   if layer_types is not None:
@@ -147,7 +149,9 @@ def _refuse_the_unknown(settings: Mapping[str, Any], family: str) -> None:
     for layer_type in layer_types:
       if layer_type != "full_attention":
         found = sections.shown(layer_type)
-        raise ValueError(f"layer_types has {found}; only full attention")
+        raise ValueError(
+          f"layer_types has {found}; only full attention is supported"
+        )
     if len(layer_types) != num_layers:
       raise ValueError(
         f"layer_types has {len(layer_types)} entries for num_hidden_layers"
@@ -279,7 +283,7 @@ def config_json(config: configs.ModelConfig) -> dict[str, Any]:
   """
   if config.has_qkv_bias and config.has_qk_norm:
     raise ValueError(
-      "has_qkv_bias and has_qk_norm: the format knows no model with both"
+      "has_qkv_bias and has_qk_norm: no model of this format has both"
     )
   if config.has_qk_norm:
     family = "qwen3"
@@ -288,7 +292,7 @@ def config_json(config: configs.ModelConfig) -> dict[str, Any]:
   if family == "llama" and config.model_dim % config.num_heads:
     raise ValueError(
       f"model_dim {config.model_dim} is not a multiple of num_heads"
-      f" {config.num_heads}, which transformers asks of a Llama"
+      f" {config.num_heads}, as transformers requires of a Llama"
     )
   scaling = config.rope_scaling
   return {

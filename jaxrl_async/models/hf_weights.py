@@ -234,7 +234,7 @@ def _weight_files(
     return [single], {}
   if not index.exists():
     raise FileNotFoundError(
-      f"{directory}: neither {WEIGHTS_FILE} nor {INDEX_FILE} is there"
+      f"{directory}: it has neither {WEIGHTS_FILE} nor {INDEX_FILE}"
     )
   weight_map = model_files.read_object(index).get("weight_map")
   if not isinstance(weight_map, dict) or not weight_map:

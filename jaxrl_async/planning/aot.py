@@ -102,8 +102,8 @@ def compile_program(program: Program) -> Compiled:
     sections.require(
       "limited ICI routing" not in text,
       "topology",
-      f"{program.name}: on slices of this kind and size a program takes all"
-      " chips; use two slices, as in 2xv5e:4x4",
+      f"{program.name}: on slices of this kind and size a program must use"
+      " all chips; use two slices, such as 2xv5e:4x4",
     )
     if "RESOURCE_EXHAUSTED" not in text:
       raise

@@ -32,7 +32,9 @@ _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 def _plain(name: str, value: Any) -> float | int | list[float | int]:
   array = np.asarray(value)
   if array.dtype.kind not in "biuf" or array.ndim > 1:
-    raise TypeError(f"metric {name}: {value!r} is no number or list of numbers")
+    raise TypeError(
+      f"metric {name}: {value!r} is not a number or a list of numbers"
+    )
   return array.tolist()
 
 
@@ -154,7 +156,7 @@ class MetricsWriter:
       ValueError: something was written already, or the file is too short.
     """
     if self._file is not None:
-      raise ValueError("restore comes before the first write")
+      raise ValueError("restore must come before the first write")
     self._num_bytes = state["num_bytes"]
     self._last_step = state["last_step"]
     self._held = state.get("held")  # older checkpoints have no such entry

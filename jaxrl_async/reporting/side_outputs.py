@@ -47,7 +47,7 @@ class SideOutputs:
         self._said.add(what)
       if is_first:
         self._note(
-          f"WARNING: {what} could not be written, and the run goes on without"
+          f"WARNING: {what} could not be written, and the run continues without"
           f" it ({error.__cause__ or error}); further failures are only counted"
           " (run/failed_side_outputs)"
         )

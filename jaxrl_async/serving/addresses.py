@@ -18,8 +18,8 @@ def check_key(host: str, api_key: str | None) -> None:
     is_loopback = host == "localhost"
   if api_key is None and not is_loopback:
     raise sections.ConfigError(
-      f"api_key_file: {host} can be reached from elsewhere; give a key, in a"
-      " file or in JAXRL_API_KEY, or use --host=127.0.0.1"
+      f"api_key_file: {host} can be reached from other machines; give a key, in"
+      " a file or in JAXRL_API_KEY, or use --host=127.0.0.1"
     )
 
 
@@ -32,7 +32,7 @@ def check_ports(port: int, grpc_port: int) -> None:
   sections.require(
     not port or port != grpc_port,
     "grpc_port",
-    f"{grpc_port} is the port of the HTTP server already; use another one",
+    f"{grpc_port} is already the port of the HTTP server; use another one",
   )
 
 
@@ -42,7 +42,7 @@ def check_host(host: str) -> None:
     sections.require(host != "", "host", "missing; use --host=127.0.0.1")
     socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
   except (OSError, UnicodeError) as error:
-    reason = getattr(error, "strerror", None) or "not a name of a host"
+    reason = getattr(error, "strerror", None) or "not a host name"
     raise sections.ConfigError(
       f"host: {sections.shown(host)} cannot be found ({reason})"
     ) from error

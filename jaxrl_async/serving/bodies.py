@@ -140,7 +140,7 @@ async def receive(
       headers={"connection": "close"},
     ) from None
   except http_requests.ClientDisconnect:
-    raise errors.ApiError(400, "the client went away") from None
+    raise errors.ApiError(400, "the client disconnected") from None
   return bytes(body)
 
 
@@ -168,7 +168,7 @@ def _only_different_names(pairs: list[tuple[str, Any]]) -> None:
     twice = next(name for name in names if names.count(name) > 1)
     raise errors.ApiError(
       400,
-      f"{twice[:100]}: is there more than once",
+      f"{twice[:100]}: appears more than once",
       param=twice[:100],
       code="duplicate_field",
     )

@@ -79,8 +79,8 @@ async def on_http_exception(
   assert isinstance(error, exceptions.HTTPException)
   path, method = request.url.path[:100], request.method
   messages = {
-    404: f"there is nothing at {path}",
-    405: f"{path} does not answer {method}",
+    404: f"unknown path {path}",
+    405: f"{path} does not support {method}",
   }
   return ApiError(
     error.status_code,

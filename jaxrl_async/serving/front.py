@@ -146,7 +146,7 @@ class Front:
       note: is called in the thread of the first server that fails.
     """
     self._threads = supervisor_lib.Supervisor(
-      lambda error: note(f"clients are not served any more: {error!r}")
+      lambda error: note(f"clients are no longer served: {error!r}")
     )
     for name, server in self._servers.items():
       self._threads.spawn(name, server.run)
@@ -179,7 +179,7 @@ class Front:
     """Stop and wait; a server that does not end is only reported."""
     self.stop()
     for name in self.join(timeout_s):
-      note(f"the {name} did not end in {timeout_s:g} s and is left behind")
+      note(f"the {name} did not end within {timeout_s:g} s and is left running")
 
 
 def of_a_run(

@@ -83,7 +83,7 @@ class Orchestrator(_api.LLMOrchestrator):
       )
     if request is None:
       await context.abort(
-        grpc.StatusCode.INVALID_ARGUMENT, "the message is no DecodeRequest"
+        grpc.StatusCode.INVALID_ARGUMENT, "the message is not a DecodeRequest"
       )
     if not self.service.is_ready and not self.service.queue.is_draining:
       await context.abort(grpc.StatusCode.UNAVAILABLE, "not ready yet")
@@ -141,9 +141,11 @@ class Orchestrator(_api.LLMOrchestrator):
       ValueError, ApiError: the request is invalid or not supported.
     """
     if request.session_cache:
-      raise ValueError("session_cache: sessions are not kept")
+      raise ValueError("session_cache: sessions are not supported")
     if request.WhichOneof("content") is None:
-      raise ValueError("content: neither text_content nor token_content")
+      raise ValueError(
+        "content: one of text_content and token_content is required"
+      )
     content, is_tokens = self._get_prefill_content(request)
     prompt = await self.service.reader.run(
       len(content), self.service.tokens, content, "prompt"

@@ -142,7 +142,9 @@ class _Wanted(_Body):
   def _check_stream_options(self):
     if self.stream_options is not None and not self.stream:
       raise errors.ApiError(
-        400, "stream_options: only with stream", param="stream_options"
+        400,
+        "stream_options: only allowed if stream is true",
+        param="stream_options",
       )
     return self
 
@@ -183,7 +185,7 @@ class Completion(_Wanted):
       raise _unsupported("best_of", "use n")
     if self.logprobs:
       raise _unsupported(
-        "logprobs", "0 gives those of the chosen tokens; no alternatives"
+        "logprobs", "0 returns those of the chosen tokens, without alternatives"
       )
     return self
 
@@ -237,13 +239,13 @@ class Chat(_Wanted):
   def _check_tokens_and_alternatives(self):
     if self.top_logprobs:
       raise _unsupported(
-        "top_logprobs", "logprobs gives those of the chosen tokens"
+        "top_logprobs", "logprobs returns those of the chosen tokens"
       )
     both = self.max_tokens, self.max_completion_tokens
     if None not in both and both[0] != both[1]:
       raise errors.ApiError(
         400,
-        "max_completion_tokens: differs from max_tokens; give one of them",
+        "max_completion_tokens: differs from max_tokens; set only one of them",
         param="max_completion_tokens",
       )
     return self
@@ -279,7 +281,7 @@ def parse(kind: type[_Body], data: bytes, bounds: bodies.Bounds) -> Any:
   message = first["msg"].removeprefix("Value error, ")
   code = None
   if first["type"] == "extra_forbidden":
-    message, code = "this server knows no such field", "unknown_parameter"
+    message, code = "unknown field", "unknown_parameter"
   elif first["type"] == "missing":
     message, code = "is required", "missing_required_parameter"
   raise errors.ApiError(

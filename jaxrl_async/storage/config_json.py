@@ -58,7 +58,7 @@ def from_dict(values: dict[str, Any]) -> sections.Config:
     fields = {field.name: field.type for field in dataclasses.fields(section)}
     for name in sorted(values.keys() - fields.keys()):
       raise sections.ConfigError(
-        f"{prefix}{name}: not a field that this version knows; use the version"
+        f"{prefix}{name}: unknown in this version; use the version"
         " that wrote it"
       )
     for name, kind in fields.items():
@@ -140,7 +140,7 @@ def from_stored(values: Any) -> sections.Config:
   sections.require(
     number <= FORMAT,
     _FORMAT,
-    f"{number} is of a newer version; this one knows {FORMAT}",
+    f"{number} was written by a newer version; this one knows {FORMAT}",
   )
   # Refuse an empty object, and another program's config that shares no name.
   sections.require("algorithm" in values, "algorithm", "it is missing")

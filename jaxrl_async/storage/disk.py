@@ -46,10 +46,10 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
     elif number in _REFUSED:
       advice = "allow writing there"
     else:
-      advice = "see that the directory is there and its disk works"
+      advice = "check that the directory exists and its disk works"
     raise StorageError(
       f"{named or os.fspath(path)} cannot be written ({os.strerror(number)});"
-      f" {advice}. The same command goes on from the newest checkpoint"
+      f" {advice}. The same command continues from the newest checkpoint"
     ) from error
 
 

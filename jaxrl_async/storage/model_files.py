@@ -66,7 +66,7 @@ def check_file(path: pathlib.Path) -> None:
     raise ValueError(f"{path} is empty")
   if beginning == _LFS_POINTER:
     raise ValueError(
-      f"{path} is a pointer of Git LFS, not the file; `git lfs pull` gets it"
+      f"{path} is a pointer of Git LFS, not the file; run `git lfs pull`"
     )
 
 
@@ -103,7 +103,7 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
   except RecursionError as error:
     raise ValueError(f"{path} is nested too deeply") from error
   if not isinstance(value, dict):
-    raise ValueError(f"{path} holds no JSON object")
+    raise ValueError(f"{path} does not hold a JSON object")
   return value
 
 

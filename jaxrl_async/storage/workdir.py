@@ -138,7 +138,7 @@ class Claim:
       except OSError as error:
         self._note(
           f"{self._path.parent} is on a file system without locks"
-          f" ({error.strerror}): nothing keeps a second run out of it"
+          f" ({error.strerror}): a second run is not kept out"
         )
         return file
       try:
@@ -198,7 +198,7 @@ def check_unused(workdir: pathlib.Path) -> None:
     raise WorkdirError(
       f"workdir: {workdir} holds {' and '.join(found)} of a run, but no"
       f" checkpoint in {workdir / CHECKPOINTS} to continue it from; bring the"
-      " checkpoints back (is their disk mounted?), or begin anew in an empty"
+      " checkpoints back (is their disk mounted?), or start in an empty"
       " workdir"
     )
 

@@ -102,7 +102,7 @@ class ChatTemplate:
         " needed too much memory"
       )
     if "error" in reply:
-      raise ChatTemplateError(f"the chat template says: {reply['error']}")
+      raise ChatTemplateError(f"the chat template refused: {reply['error']}")
     return reply["text"]
 
 
@@ -196,8 +196,8 @@ def load(directory: pathlib.Path) -> ChatTemplate:
     )
   elif (directory / _PROCESSORS_FILE).exists():
     refusal = (
-      f"this policy has a chat template in {_PROCESSORS_FILE} only, which is"
-      f" not its tokenizer's; put it into {_FILE}"
+      f"this policy has a chat template in {_PROCESSORS_FILE} only, which"
+      f" is not a file of the tokenizer; put it into {_FILE}"
     )
   return ChatTemplate(None, refusal=refusal)
 
@@ -235,7 +235,7 @@ def sources(
   ):
     raise ValueError(
       f"{path}: chat_template is {sections.shown(given)}, neither a template"
-      " nor templates by name"
+      " nor a list of named templates"
     )
   return {name: (path, source) for name, source in named.items()}
 
@@ -243,6 +243,6 @@ def sources(
 def _without_template(messages: Sequence[dict[str, Any]]) -> str:
   if len(messages) != 1 or messages[0]["role"] != "user":
     raise ChatTemplateError(
-      "this policy has no chat template: send one message, of the user"
+      "this policy has no chat template; send a single message of the user"
     )
   return messages[0]["content"] + "\n"

@@ -90,7 +90,7 @@ class Tokenizer:
     }
     self.vocab_size = max(vocabulary.values()) + 1
     if self.vocab_size > _MAX_VOCABULARY:
-      raise ValueError(f"a token has the id {self.vocab_size - 1}")
+      raise ValueError(f"token id {self.vocab_size - 1} is too large")
     if unknown := [i for i in self.end_tokens if i >= self.vocab_size]:
       raise ValueError(
         f"end token {unknown[0]} is not in the vocabulary of"
@@ -224,7 +224,7 @@ def load(directory: str | pathlib.Path) -> Tokenizer:
   path = directory / model_files.TOKENIZER
   # This gives a better message than the library if the file is not JSON.
   model_files.read_object(path)
-  with _library_errors(f"{path} holds no tokenizer"):
+  with _library_errors(f"{path} is not a tokenizer"):
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
   if _is_llama(tokenizer, directory):
     _mark_spaces(tokenizer, directory)
@@ -240,8 +240,8 @@ def load(directory: str | pathlib.Path) -> Tokenizer:
     # This also detects a tokenizer that belongs to another model.
     raise ValueError(
       f"{model_files.end_tokens_file(directory)}: eos_token_id names"
-      f" {sections.shown(texts)}, no special token of"
-      f" {model_files.TOKENIZER}; use the tokenizer of this model"
+      f" {sections.shown(texts)}, which are not special"
+      f" tokens of {model_files.TOKENIZER}; use the tokenizer of this model"
     )
   eos_token = named.get("eos_token") or next(filter(None, texts.values()), None)
   if eos_token is None:

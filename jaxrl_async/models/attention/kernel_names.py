@@ -24,5 +24,5 @@ def check_rollout(wanted: str, *, has_pages: bool) -> None:
   sections.require(
     has_pages or wanted == "xla" or wanted not in DECODE,
     "rollout.attention",
-    f"{wanted} reads pages, and rollout.num_pages is 0",
+    f"{wanted} needs pages, but rollout.num_pages is 0",
   )
