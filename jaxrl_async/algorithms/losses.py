@@ -36,6 +36,13 @@ def behavior_weights(
   w = pi_prox / pi_behav    arXiv:2505.24298, eq. 5; no gradient flows
   w > cap becomes 0 (mask) or cap (truncate)
 
+  Args:
+    proximal_logprobs: under the weights before the train step.
+    behavior_logprobs: under the distribution that each token was drawn from.
+    loss_mask: tokens that the policy wrote.
+    cap: largest weight that is used unchanged.
+    cap_mode: what happens to larger weights.
+
   Returns:
     The weights, which are 0 outside loss_mask, and a mask of the tokens whose
     weight was above the cap.
@@ -66,6 +73,14 @@ def ppo_objective(
   min(r A, clip(r, 1 - clip_low, 1 + clip_high) A),   r = pi_theta / pi_prox
 
   Gradient flows to logprobs only.
+
+  Args:
+    logprobs: under the policy being updated.
+    proximal_logprobs: under the weights before the train step.
+    advantages: one per token.
+    loss_mask: tokens that the policy wrote.
+    clip_low: the ratio is clipped at 1 - clip_low from below.
+    clip_high: the ratio is clipped at 1 + clip_high from above.
 
   Returns:
     The objective, which is 0 outside loss_mask, and a mask of the tokens where
@@ -185,11 +200,18 @@ def next_token_loss(
   *,
   num_loss_tokens: ScalarLike,
 ) -> Float[Array, ""]:
-  """Return one microbatch's share of the cross-entropy of the masked tokens."""
+  """Return one microbatch's share of the cross-entropy of the masked tokens.
+
+  Args:
+    logprobs: of the tokens themselves.
+    loss_mask: tokens that are learned from.
+    num_loss_tokens: of the whole minibatch; 0 makes the loss 0.
+  """
   return -divergences.masked_sum(logprobs, loss_mask) / _at_least_one(
     num_loss_tokens
   )
 
 
 def _at_least_one(count: ScalarLike) -> Float[Array, ""]:
+  """Return a count as float32, with 1 in place of 0 so that it can divide."""
   return jnp.maximum(jnp.asarray(count, jnp.float32), 1)

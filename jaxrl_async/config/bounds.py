@@ -83,12 +83,14 @@ _OPTIMIZER = (
 
 
 def _float32(number: int | float) -> float:
+  """Return the number as float32 holds it."""
   return struct.unpack("f", struct.pack("f", number))[0]
 
 
 def _check_float(path: str, value: int | float) -> None:
   # JAX adds a float of any size to an array, but fails for an integer that does
   # not fit into 32 bits.
+  """Raise a ConfigError if the field holds an integer beyond 32 bits."""
   sections.require(
     type(value) is float or abs(value) <= MAX_INT,
     path,
@@ -98,6 +100,7 @@ def _check_float(path: str, value: int | float) -> None:
 
 
 def _check_float32(path: str, value: int | float) -> None:
+  """Raise a ConfigError if float32 cannot hold the number."""
   sections.require(
     value == 0 or _MIN_FLOAT <= abs(value) <= _MAX_FLOAT,
     path,
@@ -107,6 +110,7 @@ def _check_float32(path: str, value: int | float) -> None:
 
 
 def _check_int(path: str, value: int) -> None:
+  """Raise a ConfigError if the integer does not fit into 32 bits."""
   sections.require(
     abs(value) <= MAX_INT,
     path,

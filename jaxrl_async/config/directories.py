@@ -15,6 +15,10 @@ def check_can_write(field: str, directory: str) -> None:
 
   Nothing is left behind: a missing directory is not created.
 
+  Args:
+    field: of the config, for messages.
+    directory: its path, absolute or relative.
+
   Raises:
     ConfigError: it cannot be written to; the message says why.
   """
@@ -42,8 +46,13 @@ def check_can_write(field: str, directory: str) -> None:
 def check_can_read(field: str, directory: str, use: str) -> None:
   """Check that a directory exists.
 
+  Args:
+    field: of the config, for messages.
+    directory: its path, absolute or relative.
+    use: what to do otherwise, the end of the message.
+
   Raises:
-    ConfigError: it does not; the message ends with `use`.
+    ConfigError: it does not exist.
   """
   path, _ = _absolute(field, directory)
   sections.require(

@@ -1,4 +1,4 @@
-"""The fields of a config, whichever sections it has: their types and values."""
+"""The types and values of a config's fields, whichever sections it has."""
 
 from collections.abc import Iterator
 import dataclasses

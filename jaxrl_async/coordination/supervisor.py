@@ -29,7 +29,14 @@ def start_thread(
   target: Callable[[], None],
   on_failure: Callable[[BaseException], None],
 ) -> threading.Thread:
-  """Run `target` in a thread; exceptions go to `on_failure`."""
+  """Run `target` in a daemon thread.
+
+  Args:
+    name: of the thread.
+    target: the function to run.
+    on_failure: is called in that thread with the exception that `target`
+      raised, whatever its class.
+  """
 
   def guarded():
     try:
@@ -220,6 +227,7 @@ class StopRequest:
     what_follows: str,
     at_once: str,
   ) -> None:
+    """Answer a signal: ask to end at the first, end at once at the second."""
     if not self.is_set:
       self.set()
       _within(_LOOK_S, lambda: note(f"{number.name}: {what_follows}"))

@@ -379,6 +379,7 @@ class OrbaxChannel(WeightChannel):
     return True
 
   def _announce(self, named: dict[str, Any], version: int) -> None:
+    """Save a version, seal it, and point the link at it."""
     directory = self._path / str(version)
     wait_until_saved = pytree_files.save_async(directory, named)
     # Orbax has made its own copy, so the device memory can be released.
@@ -394,6 +395,7 @@ class OrbaxChannel(WeightChannel):
     self._announced.append(version)
 
   def _remove_old(self) -> None:
+    """Remove versions that two newer ones have replaced and nobody reads."""
     for version in self._announced[: -transfer_directory.NUM_KEPT]:
       directory = self._path / str(version)
       with open(directory / manifest.NAME, "rb") as lock:
@@ -439,7 +441,14 @@ def make_channel(
   target: Any,
   coalesce: bool,
 ) -> WeightChannel:
-  """Return the channel that a config asks for; see OrbaxChannel's arguments."""
+  """Return the channel that a config asks for.
+
+  Args:
+    kind: of the channel.
+    directory: where an Orbax channel writes versions.
+    target: jax.ShapeDtypeStruct leaves with the rollout shardings.
+    coalesce: False at max_staleness 0, where no version may be skipped.
+  """
   if kind == sections.Channel.DIRECT:
     return DirectChannel(target)
   return OrbaxChannel(directory, new_incarnation(), target, coalesce=coalesce)

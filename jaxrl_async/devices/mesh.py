@@ -49,6 +49,11 @@ def cut_devices(
 
   If there is only one device, both meshes consist of it.
 
+  Args:
+    devices: in the order in which they are assigned.
+    train_shape: number of devices along each axis of the train mesh.
+    rollout_shape: the same of the rollout mesh.
+
   Raises:
     ValueError: the meshes need more devices than there are.
   """

@@ -99,7 +99,13 @@ def rotary(
   positions: Int[Array, "*B"],
   frequencies: Float[np.ndarray, "half"],
 ) -> Float[Array, "*B N H"]:
-  """Rotate the two halves of each head by position (arXiv:2104.09864)."""
+  """Rotate the two halves of each head by position (arXiv:2104.09864).
+
+  Args:
+    x: query or key heads.
+    positions: of each token in its sequence.
+    frequencies: result of `rope_frequencies`.
+  """
   half = x.shape[-1] // 2
   frequencies = frequencies.reshape((1,) * (positions.ndim + 1) + (half,))
   angles = positions.astype(jnp.float32)[..., None, None] * frequencies
@@ -129,10 +135,12 @@ def _param(
 def _constant(
   value: float, shape: tuple[int, ...], axes: tuple[str | None, ...]
 ) -> nnx.Param:
+  """Return a parameter all of whose elements have the same value."""
   return nnx.Param(jnp.full(shape, value, jnp.float32), logical_axes=axes)
 
 
 def _project(equation: str, x: jax.Array, kernel: Any) -> jax.Array:
+  """Return a product with a kernel, under the name that DOTS keeps."""
   product = quantization.project(equation, x, kernel)
   return ad_checkpoint.checkpoint_name(product, _PRODUCT)
 
@@ -318,6 +326,7 @@ ACTIVATION_AXES = (
 
 
 def _abstract(config: configs.ModelConfig, *, is_stacked: bool) -> Decoder:
+  """Return a decoder of shapes without values."""
   return nnx.eval_shape(
     lambda: Decoder(config, rngs=nnx.Rngs(0), is_stacked=is_stacked)
   )
@@ -346,7 +355,14 @@ def bind(
   is_stacked: bool,
   remat: sections.Remat = sections.Remat.NONE,
 ) -> Decoder:
-  """Return a decoder with these parameters; this costs only tracing time."""
+  """Return a decoder with these parameters; this costs only tracing time.
+
+  Args:
+    config: the architecture.
+    params: a tree as of `init_params`, or of `unstack` if not `is_stacked`.
+    is_stacked: whether `params` has one stacked block of layers or a list.
+    remat: activations that the backward pass computes again.
+  """
   model = _abstract(config, is_stacked=is_stacked)
   model.remat = remat
   graph, state = nnx.split(model)

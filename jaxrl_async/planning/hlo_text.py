@@ -52,6 +52,7 @@ class Shape:
   @property
   def num_bytes(self) -> float:
     """The size of the array without the padding of its layout."""
+    # The first number of a dtype is that of its bits: bf16, s4, f8e4m3fn.
     bits = re.search(r"\d+", self.dtype)
     itemsize = _ITEMSIZE.get(self.dtype, int(bits[0]) / 8 if bits else 0.0)
     return float(math.prod(self.sizes) * itemsize)

@@ -57,6 +57,11 @@ def measured_matmul_flops(
   All devices compute one product each at the same time, and the result is their
   sum. Virtual devices of a CPU share its cores, so measuring one alone would be
   wrong.
+
+  Args:
+    devices: of this process.
+    dtype: of the matrices.
+    size: rows and columns of each matrix.
   """
   mesh = mesh_lib.make_mesh(devices, mesh_lib.MeshShape(data=len(devices)))
   each = mesh_lib.sharding(mesh, mesh_lib.TRAIN_RULES, "batch")

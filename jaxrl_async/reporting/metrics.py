@@ -30,6 +30,7 @@ _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 
 def _plain(name: str, value: Any) -> float | int | list[float | int]:
+  """Return a metric as a number, or a list of numbers, of Python."""
   array = np.asarray(value)
   if array.dtype.kind not in "biuf" or array.ndim > 1:
     raise TypeError(
@@ -39,6 +40,7 @@ def _plain(name: str, value: Any) -> float | int | list[float | int]:
 
 
 def _finite(value: Any) -> Any:
+  """Return the value with None in place of NaN and infinities."""
   if isinstance(value, list):
     return [_finite(x) for x in value]
   if isinstance(value, float) and not math.isfinite(value):
@@ -64,6 +66,12 @@ class MetricsWriter:
     workdir: str | os.PathLike[str],
     side_outputs: side_outputs_lib.SideOutputs,
   ):
+    """Prepare a writer; no file is opened yet.
+
+    Args:
+      workdir: of the run; it is created by the first write.
+      side_outputs: counts failures of TensorBoard's files.
+    """
     self._workdir = pathlib.Path(workdir)
     self._side_outputs = side_outputs
     self._num_bytes = 0

@@ -174,6 +174,14 @@ class Answer(responses.Response):
     is_stream: bool,
     timeout_s: float,
   ):
+    """Prepare an answer; nothing is generated before it is called.
+
+    Args:
+      writing: the request.
+      shape: the format of the answer.
+      is_stream: whether to send events as they come, or the whole at the end.
+      timeout_s: time until the request's deadline.
+    """
     self._writing = writing
     self._shape = shape
     self._is_stream = is_stream

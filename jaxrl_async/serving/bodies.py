@@ -113,6 +113,11 @@ async def receive(
 ) -> bytes:
   """Receive the body of a POST.
 
+  Args:
+    request: its headers have been read.
+    limits: for the time until the body has arrived.
+    most_bytes: largest allowed body.
+
   Raises:
     ApiError: the content type is not JSON, or the body is too large or too
       slow.

@@ -22,8 +22,11 @@ class ApiError(Exception):
   """An error of a client, or a reason why the server cannot answer now.
 
   Attributes:
+    status: HTTP status of the response.
+    message: what is wrong, for people.
     param: the field of the body that caused it, in dotted form.
     code: an identifier for programs.
+    headers: further headers of the response.
   """
 
   def __init__(

@@ -192,6 +192,16 @@ def of_a_run(
   """Return the servers of a training run.
 
   The queue is served by the run's rollout worker.
+
+  Args:
+    settings: of the servers.
+    config: of the run.
+    model: the architecture of the policy.
+    tokenizer: of the policy.
+    is_alive: returns whether the rollout worker runs.
+
+  Raises:
+    ConfigError: an address cannot be bound, or the chat template is damaged.
   """
   return Front(
     settings,

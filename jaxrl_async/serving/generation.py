@@ -110,6 +110,14 @@ class Generation:
     *,
     has_token_texts: bool,
   ):
+    """Prepare a request; `submit` queues it.
+
+    Args:
+      queue: of the owner of the scheduler.
+      tokenizer: of the policy.
+      request: what the client asks for.
+      has_token_texts: whether pieces hold the text of each token by itself.
+    """
     self._queue = queue
     self._request = request
     self._handle: requests_lib.Handle | None = None

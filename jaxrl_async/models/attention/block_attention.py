@@ -47,9 +47,7 @@ def blocks(
   num_kv_heads = key.shape[2]
   group = num_heads // num_kv_heads
 
-  def cut(
-    rows: Array, fill: int | Array = 0
-  ) -> Array:  # [B T ...] to [blocks B block ...]
+  def cut(rows: Array, fill: int | Array = 0) -> Array:
     """Pad [B T ...] with `fill` and cut it into [blocks B block ...]."""
     missing = -rows.shape[1] % block
     pads = ((0, 0), (0, missing), *((0, 0),) * (rows.ndim - 2))
@@ -84,8 +82,8 @@ def _scores(
 ) -> Float[Array, "B K Q block"]:
   """Return the scores of a block of queries and block j of keys.
 
-  The result is [B K G*block block]. Where a query must not see a key, the score
-  is so low that its weight is 0.
+  Q stands for group * block, all queries of one kv head. Where a query must not
+  see a key, the score is so low that its weight is 0.
   """
   block = own.shape[0]
   scores = jnp.einsum(
@@ -162,12 +160,14 @@ def _attend(
 ) -> Float[Array, "b B K Q H"]:
   """Return attention with a backward pass that recomputes the scores.
 
+  Q stands for group * block, all queries of one kv head.
+
   Args:
-    query: [b B K G*block H], b blocks of queries.
-    key: [c B K block H], c blocks of keys.
-    value: as the keys.
-    start: [b B block], the column at which each query's segment begins.
-    own: [b block], the column of each query.
+    query: b blocks of queries.
+    key: c blocks of keys.
+    value: c blocks of values.
+    start: the column at which the segment of each query begins.
+    own: the column of each query.
   """
   return _forward(query, key, value, start, own)[0]
 
@@ -175,6 +175,7 @@ def _attend(
 def _forward(
   query: Array, key: Array, value: Array, start: Array, own: Array
 ) -> tuple[Array, tuple[Array, ...]]:
+  """Return the result, and what the backward pass needs."""
   mixed, log_sums = lax.map(
     lambda x: _attend_one(x[0], key, value, *x[1:]), (query, start, own)
   )

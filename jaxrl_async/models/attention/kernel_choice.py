@@ -64,7 +64,14 @@ def refusal(
   expected: np.ndarray,
   tolerance: float,
 ) -> str:
-  """Return why an implementation cannot be used, or "" if it agrees."""
+  """Return why an implementation cannot be used, or "" if it agrees.
+
+  Args:
+    attend: the implementation.
+    trial: what it is run and compiled with.
+    expected: result of the reference for the trial's arguments.
+    tolerance: absolute and relative.
+  """
   compiled = jax.jit(attend)
   try:
     if trial.arguments:
@@ -87,6 +94,12 @@ def first_right(
   tolerance: float,
 ) -> tuple[str, dict[str, str]]:
   """Return the first name whose implementation agrees with "xla".
+
+  Args:
+    names: in the order in which they are tried.
+    implementations: by name, "xla" among them.
+    trial: what they are run and compiled with.
+    tolerance: absolute and relative.
 
   Returns:
     The name, which is "xla" if no other works, and the reason why each name

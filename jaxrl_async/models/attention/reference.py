@@ -35,7 +35,16 @@ def xla_attention(
   value: Float[Array, "B T K H"],
   mask: Bool[Array, "B T T"],
 ) -> Float[Array, "B T N H"]:
-  """Return grouped-query attention: softmax(q k^T / sqrt(H)) v."""
+  """Return grouped-query attention: softmax(q k^T / sqrt(H)) v.
+
+  Each of the K key and value heads serves N / K query heads.
+
+  Args:
+    query: one per token and query head.
+    key: one per token and kv head.
+    value: one per token and kv head.
+    mask: True where a query (second axis) may see a key (third axis).
+  """
   batch, length, num_heads, head_dim = query.shape
   num_kv_heads = key.shape[2]
   grouped = query.reshape(
@@ -57,7 +66,11 @@ def causal_xla(
   value: Float[Array, "B T K H"],
   lengths: Int[Array, "B"],
 ) -> Float[Array, "B T N H"]:
-  """Return causal attention over rows of `lengths` tokens, padded right."""
+  """Return causal attention over rows of `lengths` tokens, padded right.
+
+  Every entry of `CAUSAL` takes the same arguments and returns the mixed values.
+  The results at padding are finite but otherwise meaningless.
+  """
   order = jnp.arange(query.shape[1], dtype=jnp.int32)[None]
   segments = (order < lengths[:, None]).astype(jnp.int32)
   return xla_attention(query, key, value, packed_mask(segments))
@@ -127,7 +140,7 @@ def causal_splash(
   mixed = jax.vmap(attend)(
     *(heads_first(x, padded - length) for x in (scaled, key, value))
   )
-  assert isinstance(mixed, jax.Array)  # without its residuals
+  assert isinstance(mixed, jax.Array)  # the result alone, without residuals
   return jnp.swapaxes(mixed, 1, 2)[:, :length]
 
 
