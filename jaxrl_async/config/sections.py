@@ -159,7 +159,7 @@ class MeshSection:
   Attributes:
     train_context: splits the tokens of a row, for rows too long for one device.
       Like train_fsdp it also splits the weights.
-    train_rules: logical axes that each mesh axis splits; on the command line
+    train_rules: mesh axes that split each logical axis; on the command line
       for example --config.mesh.train_rules.kv_heads="()".
   """
 

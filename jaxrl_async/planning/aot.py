@@ -132,7 +132,7 @@ def compile_program(program: Program) -> Compiled:
 def _out_of_memory(text: str) -> str:
   """Return the sentence of XLA's error that has the numbers."""
   line = next(x for x in text.splitlines() if "RESOURCE_EXHAUSTED" in x)
-  # ... in memory space hbm. Used 20.51G of 15.75G hbm. Exceeded hbm capacity ...
+  # ... in memory space hbm. Used 20.51G of 15.75G hbm. Exceeded hbm ...
   found = re.search(r"Used \S+ of \S+ hbm", text)
   return found[0] if found else line.partition("RESOURCE_EXHAUSTED: ")[2]
 
