@@ -68,6 +68,9 @@ def token_logprobs_and_entropy(
   """
   same = segment_ids[:, 1:] == segment_ids[:, :-1]
   draws_next = jnp.pad(same & (segment_ids[:, 1:] != 0), ((0, 0), (0, 1)))
+  # Zeros in place of hidden states that predict nothing. Masking the results
+  # alone would not keep their NaN out of the gradient of head, which is a
+  # product of hidden states with zeros.
   logprobs, entropy = _next_logprobs_and_entropy(
     _Walk(temperature, vocab_chunk, layout),
     jnp.where(draws_next[..., None], hidden, 0),
@@ -230,6 +233,7 @@ def _forward(
     total, moment = lowered(largest, new_largest, total, moment)
     total += weights.sum(-1)
     moment += (weights * centred).sum(-1)
+    # A target outside the chunk reads some logit of it, which is then dropped.
     index = _index(targets, parts, start)
     found = jnp.take_along_axis(
       logits, jnp.clip(index, 0, width - 1)[..., None], axis=-1
@@ -250,6 +254,9 @@ def _forward(
   total, moment = (
     x.sum(-1) for x in lowered(largest, new_largest[..., None], total, moment)
   )
+  # The target lies in one part; in the others its logit stayed 0. The maximum is
+  # subtracted first: log Z, rounded to float32 at the size of the logits, would
+  # lose digits of logprobs near 0.
   logprobs = (target_logits.sum(-1) - new_largest) - jnp.log(total)
   entropy = jnp.log(total) - moment / total
   log_z = new_largest + jnp.log(total)

@@ -222,7 +222,7 @@ class Answer(responses.Response):
     self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send
   ) -> None:
     del scope, receive
-    # an error here still gets a status of its own
+    # An error here still gets a status of its own.
     piece = await self._writing.next()
     await send(
       {

@@ -19,7 +19,7 @@ from starlette import requests as http_requests
 from jaxrl_async.serving import errors
 
 _BESIDES_BYTES = 1 << 16  # for everything but prompts and messages
-# the JSON around a message's text, or a token id and its comma
+# The JSON around a message's text, or a token id and its comma.
 _MESSAGE_BYTES = 64
 _CHARACTER_BYTES = 12  # \ud83d\ude00
 _SHORT_BYTES = 1 << 13

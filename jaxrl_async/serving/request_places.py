@@ -84,7 +84,7 @@ class Places:
     if len(self._ends_s) > 1:
       s_per_choice = (now_s - self._ends_s[0]) / (len(self._ends_s) - 1)
     needed = self._num_further() + num_choices - 1 - self.max_further_choices
-    # the bound on requests was reached, not the one on choices
+    # The bound on requests was reached, not the one on choices.
     if num_choices == 1 or needed <= 0:
       needed = self._num_choices / max(1, self._num_requests.total())
     self._promised_s = min(

@@ -18,7 +18,7 @@ from tensorboardX.proto import event_pb2
 
 from jaxrl_async.storage import disk
 
-# its classes are created at import, so pyright does not know them
+# Its classes are created at import, so pyright does not know them.
 _proto: Any = event_pb2
 
 

@@ -130,7 +130,7 @@ class StopStrings:
     self._text = TokenText(tokenizer)
     # Whether the last tokens may be byte tokens whose text is still undecided.
     self._has_pending = bool(strings and tokenizer.byte_tokens)
-    # next tokens that cannot end the sequence
+    # Next tokens that cannot end the sequence.
     self._num_ignored = max(min_tokens - 1, 0)
     self._longest = max(map(len, strings), default=1)
     self._tail = ""  # text that may still be the beginning of a stop string
@@ -196,7 +196,7 @@ class StopStrings:
     text = self._tail + new
     self._tail = text[max(0, len(text) - self._longest + 1) :]
     self._num_seen = max(self._num_seen - len(new), 0)
-    # otherwise the pending text is not decided yet
+    # Otherwise the pending text is not decided yet.
     if _REPLACEMENT not in pending:
       self._num_seen = len(pending)
 

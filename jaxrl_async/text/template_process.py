@@ -108,7 +108,7 @@ def main() -> None:
   """Answer requests until the input ends."""
   # The server handles interrupts, and ends this process when it is done.
   signal.signal(signal.SIGINT, signal.SIG_IGN)
-  # not supported on every system
+  # Not supported on every system.
   with contextlib.suppress(ValueError, OSError):
     resource.setrlimit(
       resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES)

@@ -28,7 +28,7 @@ from jaxrl_async.models.attention import kernel_choice
 from jaxrl_async.models.attention import kernel_names
 from jaxrl_async.models.attention import reference
 
-# the rows of kernels are padded to a multiple of it too
+# The rows of kernels are padded to a multiple of it too.
 BLOCK = block_attention.BLOCK
 
 # Query, key, value, segment_start of queries and of keys, first column.
