@@ -254,9 +254,9 @@ def _forward(
   total, moment = (
     x.sum(-1) for x in lowered(largest, new_largest[..., None], total, moment)
   )
-  # The target lies in one part; in the others its logit stayed 0. The maximum is
-  # subtracted first: log Z, rounded to float32 at the size of the logits, would
-  # lose digits of logprobs near 0.
+  # The target lies in one part; in the others its logit stayed 0. The maximum
+  # is subtracted first: log Z, rounded to float32 at the size of the logits,
+  # would lose digits of logprobs near 0.
   logprobs = (target_logits.sum(-1) - new_largest) - jnp.log(total)
   entropy = jnp.log(total) - moment / total
   log_z = new_largest + jnp.log(total)

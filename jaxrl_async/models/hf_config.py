@@ -190,7 +190,7 @@ def _rope(
     )
   if unknown := sorted(rope.keys() - _ROPE_KEYS):
     raise ValueError(
-      f"{where}.{sections.shown(unknown[0])[1:-1]} is not supported"
+      f"{where}.{sections.shown(unknown[0]).strip("'")} is not supported"
     )
   for place in (rope, settings):
     if _number(place, "partial_rotary_factor", float, 1.0) != 1:
