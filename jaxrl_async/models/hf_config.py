@@ -189,9 +189,8 @@ def _rope(
       f"{where}.rope_type is {sections.shown(kind)}; use 'default' or 'llama3'"
     )
   if unknown := sorted(rope.keys() - _ROPE_KEYS):
-    raise ValueError(
-      f"{where}.{sections.shown(unknown[0]).strip("'")} is not supported"
-    )
+    name = sections.shown(unknown[0]).strip("'")
+    raise ValueError(f"{where}.{name} is not supported")
   for place in (rope, settings):
     if _number(place, "partial_rotary_factor", float, 1.0) != 1:
       raise ValueError("partial_rotary_factor: only whole heads are rotated")
