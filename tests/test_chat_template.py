@@ -65,7 +65,7 @@ def test_without_a_template_the_one_message_and_a_newline(tmp_path):
   assert template.render([{"role": "user", "content": "1 + 2"}]) == "1 + 2\n"
   for messages in (CHATS[1], [{"role": "system", "content": "a"}]):
     with pytest.raises(
-      chat_template_lib.ChatTemplateError, match="one message"
+      chat_template_lib.ChatTemplateError, match="single message"
     ):
       template.render(messages)
 
