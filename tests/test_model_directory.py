@@ -343,7 +343,10 @@ def test_a_tokenizer_of_another_model_is_refused(copied):
   path = copied / "generation_config.json"
   path.write_text('{"eos_token_id": 2}')
   check_refusal(
-    read, copied, "generation_config.json: eos_token_id names", "special tokens of"
+    read,
+    copied,
+    "generation_config.json: eos_token_id names",
+    "special tokens of",
   )
   path.unlink()
   config = copied / "config.json"

@@ -77,7 +77,7 @@ def parse(name: str) -> tuple[int, str, str]:
     chip in CHIPS and count > 0,
     "topology",
     f"{sections.shown(name)} does not exist; chips are {', '.join(CHIPS)}; for"
-    " example, v5p:4x4x4 is one slice and 2xv5e:4x4 is two",
+    " example, v5p:4x4x4 is one slice and 2xv5e:4x4 is two slices",
   )
   sections.require(
     shape in CHIPS[chip].slices,
