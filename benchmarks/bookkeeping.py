@@ -43,6 +43,7 @@ from typing import Any
 
 from absl import app
 from absl import flags
+from jax import numpy as jnp
 import numpy as np
 import rich.console
 
@@ -214,8 +215,8 @@ class Books:
         lengths=np.full(16, 32),
         shape=(1, 1, 16, 32),
       ),
-      sums={name: np.zeros(1) for name in _SUMS}
-      | {"num_loss_tokens": np.ones(1), "mismatch_count": np.ones(1)},
+      sums={name: jnp.zeros(1) for name in _SUMS}
+      | {"num_loss_tokens": jnp.ones(1), "mismatch_count": jnp.ones(1)},
       learning_rate=lambda: 1e-3,
       times_s={"proximal_s": 0.1, "update_s": 0.1},
       programs_s=0.2,

@@ -38,7 +38,10 @@ from jaxrl_async.run import config_checks
 from jaxrl_async.run import dry_run
 
 _RESULTS = flags.DEFINE_string(
-  "results", None, "File of results; one line for each side of a case."
+  "results",
+  None,
+  "File of results; one line for each side of a case.",
+  required=True,
 )
 _ONLY = flags.DEFINE_string(
   "only", "", "Compile only cases whose names begin with this."
@@ -151,5 +154,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.mark_flag_as_required("results")
   app.run(main)

@@ -35,6 +35,7 @@ there was a wrong answer, a leaked slot or descriptor, an answer with status
 import asyncio
 from collections.abc import Sequence
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -60,9 +61,9 @@ from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
 from jaxrl_async.run import serve
+from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.serving import front as front_lib
 from jaxrl_async.text import chat_template as chat_template_lib
-from jaxrl_async.text import tokenizer as tokenizer_lib
 
 _SECONDS = flags.DEFINE_float(
   "seconds", 60.0, "Length of the load.", lower_bound=0.0
@@ -116,14 +117,20 @@ _MODEL = configs.ModelConfig(
 
 def _policy() -> serve.Policy:
   """Return random parameters, equal in every process, or those of the run."""
-  sizes = {"num_slots": _NUM_SLOTS.value, "cache_tokens": _CACHE_TOKENS.value}
   if _WORKDIR.value:
-    return serve.load_run(pathlib.Path(_WORKDIR.value).absolute(), **sizes)
+    return serve.load_run(
+      pathlib.Path(_WORKDIR.value).absolute(),
+      num_slots=_NUM_SLOTS.value,
+      cache_tokens=_CACHE_TOKENS.value,
+    )
   config = sections.Config()
   half = _CACHE_TOKENS.value // 2
   buckets = (half // 2, half, _CACHE_TOKENS.value)
   config.rollout = sections.RolloutSection(
-    prefill_buckets=buckets, window_buckets=buckets, **sizes
+    num_slots=_NUM_SLOTS.value,
+    cache_tokens=_CACHE_TOKENS.value,
+    prefill_buckets=buckets,
+    window_buckets=buckets,
   )
 
   @jax.jit
@@ -137,12 +144,11 @@ def _policy() -> serve.Policy:
     ]
     return jax.tree.unflatten(tree, noisy)
 
+  setup = setup_lib.resolve(config, jax.devices())
   return serve.Policy(
-    config=config,
-    model=_MODEL,
+    setup=dataclasses.replace(setup, model=_MODEL),
     params=init(jax.random.key(0)),
     version=0,
-    tokenizer=tokenizer_lib.character_level(),
     chat_template=chat_template_lib.ChatTemplate(None),
   )
 

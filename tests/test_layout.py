@@ -16,7 +16,7 @@ FOLDERS = {
   "config": (),
   "types": (),
   "storage": ("types", "config"),
-  "text": ("storage",),
+  "text": ("config", "storage"),
   "devices": ("config",),
   "reporting": ("config", "storage"),
   "models/attention": ("config", "devices"),

@@ -23,7 +23,7 @@ from jaxrl_async.algorithms import likelihood
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import transformer
-from jaxrl_async.planning import hlo
+from jaxrl_async.planning import hlo_text
 from jaxrl_async.training import sft
 
 MeshShape = mesh_lib.MeshShape
@@ -111,7 +111,7 @@ def test_no_device_is_sent_the_table_of_tokens_or_its_gradient(shape):
   tables = [
     {model.vocab_size // parts, model.model_dim} for parts in (1, shape.tensor)
   ]
-  computations, _ = hlo.parse(text)
+  computations, _ = hlo_text.parse(text)
   sent = [
     x.sizes
     for here in computations.values()

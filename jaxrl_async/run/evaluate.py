@@ -183,9 +183,8 @@ def mismatch_kl(
   ):
     mask = trajectory.loss_mask
     kl = divergences.k3(
-      trajectory.behavior_logprobs[mask].astype(np.float64),
-      logprobs[mask].astype(np.float64),
+      trajectory.behavior_logprobs[mask], logprobs[mask].astype(np.float64)
     )
-    total += float(np.sum(kl))
+    total += float(kl.sum())
     count += int(mask.sum())
   return total / max(count, 1)

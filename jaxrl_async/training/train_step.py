@@ -15,7 +15,6 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
-import numpy as np
 import optax
 
 from jaxrl_async.algorithms import likelihood
@@ -440,7 +439,7 @@ def update(
     state, metrics = _apply_gradients(optimizers, state, gradients, value)
     return state, {**metrics, **sums, **totals}
 
-  indices = np.arange(len(batch.tokens), dtype=np.int32)
+  indices = jnp.arange(len(batch.tokens), dtype=jnp.int32)
   return jax.lax.scan(minibatch_step, state, (batch, indices))
 
 
