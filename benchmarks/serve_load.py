@@ -64,6 +64,7 @@ from jaxrl_async.run import serve
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.serving import front as front_lib
 from jaxrl_async.text import chat_template as chat_template_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 _SECONDS = flags.DEFINE_float(
   "seconds", 60.0, "Length of the load.", lower_bound=0.0
