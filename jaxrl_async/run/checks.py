@@ -7,6 +7,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.data import prompts
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.run import assembly
+from jaxrl_async.run import config_checks
 from jaxrl_async.run import device_checks
 from jaxrl_async.run import setup as setup_lib
 
@@ -17,20 +18,21 @@ def checked(
   *,
   source: source_lib.Source | None = None,
 ) -> setup_lib.Setup:
-  """Resolves a config and checks what `config_checks` cannot.
+  """Checks a config in every respect, and returns what it refers to.
 
-  These are the names, the sizes on the devices, the data and the template.
-  Quantised weights are tried out on a rollout device, if it is there. Nothing
+  After the checks of `config_checks` these are the names, the sizes on the
+  devices, the data and the template. Quantised weights are tried out on a rollout device, if it is there. Nothing
   else compiles.
 
   Args:
-    config: validated.
+    config: of the run.
     devices: to be cut into the two slices.
     source: where prompts come from; None is the dataset of `task.dataset`.
 
   Raises:
     ConfigError: one line that names the field.
   """
+  config_checks.validate(config, len(devices))
   if source is None:
     source = setup_lib.source_of(config)
   source.check()  # it may import a library meanwhile

@@ -275,7 +275,7 @@ def run(
   """Runs or continues a whole run; gives its summary on one line.
 
   Args:
-    config: validated.
+    config: of the run.
     workdir: of this run alone; the same one continues from its newest
       checkpoint, also with other settings where `resume.MAY_DIFFER` has them.
     initial_params: stacked float32 parameters instead of a warm start.
