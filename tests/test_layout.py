@@ -276,3 +276,22 @@ def test_words_mean_one_thing():
     for found in BANNED_WORDS.finditer(path.read_text())
   ]
   assert not used
+
+
+def test_the_page_of_the_structure_names_every_file():
+  tree = (ROOT / "docs" / "structure.md").read_text()
+  for path in package_files():
+    if path.name != "__init__.py":
+      assert f" {path.name} " in tree, name_of(path)
+
+
+@pytest.mark.parametrize(
+  "page", ["README.md", "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+)
+def test_links_of_the_documents_lead_to_files(page):
+  page = ROOT / page
+  text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+  links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
+  files = [link for link in links if "://" not in link]
+  missing = [link for link in files if not (page.parent / link).exists()]
+  assert not missing
