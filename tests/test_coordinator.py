@@ -122,7 +122,7 @@ def test_groups_are_scored_once_all_members_are_there(make_world):
   assert len(world.rewards.submitted) == 1 and coordinator.is_scoring
   coordinator.collect_scores()
   (group,) = world.buffer.state().finished
-  assert [t.reward for t in group.trajectories] == [0, 1, 2]
+  assert [t.score for t in group.trajectories] == [0, 1, 2]
   assert coordinator.groups() == {}
 
 

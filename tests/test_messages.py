@@ -96,13 +96,22 @@ def comparable(group):
   ]
 
 
+def shown(completion):
+  """A completion as values that can be compared."""
+  names = [field.name for field in dataclasses.fields(completion)]
+  values = {name: getattr(completion, name) for name in names}
+  return values | {"tokens": values["tokens"].tolist()}
+
+
 def books(world):
   """What was written, what was scored, and the ledger without its times."""
   state = world.buffer.state()
   return (
     {g.index: comparable(g) for g in state.finished},
     {i: comparable(g) for i, g in world.worker.groups().items()},
-    world.rewards.submitted,
+    [
+      (item, list(map(shown, texts))) for item, texts in world.rewards.submitted
+    ],
     [line | {"times_s": sorted(line["times_s"])} for line in world.lines()],
     dataclasses.asdict(world.scheduler.stats),
   )

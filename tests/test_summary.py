@@ -231,6 +231,7 @@ def dry_run_report(train_mesh, rollout_mesh, **others):
       pretrained=None,
       train_mesh=train_mesh,
       rollout_mesh=rollout_mesh,
+      source=setup_lib.source_of(sections.Config()),
     ),
     models={"policy": POLICY, **others},
     training=memory_estimate.Estimate(

@@ -21,8 +21,8 @@ def checked(
   """Checks a config in every respect, and returns what it refers to.
 
   After the checks of `config_checks` these are the names, the sizes on the
-  devices, the data and the template. Quantised weights are tried out on a rollout device, if it is there. Nothing
-  else compiles.
+  devices, the data and the template. Quantised weights are tried out on a
+  rollout device, if it is there. Nothing else compiles.
 
   Args:
     config: of the run.
