@@ -406,7 +406,7 @@ def update(
   """
 
   def minibatch_step(
-    state: train_state.TrainState, minibatch: tuple[packing.PackedBatch, Array]
+    state: train_state.TrainState, minibatch: tuple[packing.PackedBatch, Any]
   ) -> tuple[train_state.TrainState, Metrics]:
     packed, index = minibatch
     totals = objectives.minibatch_totals(packed)
