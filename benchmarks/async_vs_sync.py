@@ -1,22 +1,24 @@
-"""Asynchronous against synchronous training: wall-clock and accuracy.
+"""Asynchronous against synchronous training: wall-clock time and accuracy.
 
     python benchmarks/async_vs_sync.py
 
-For each seed one warm start, from which both runs begin; then the workload of
-configs/async_vs_sync.py with max_staleness=4 and with max_staleness=0, for the
-same number of train steps on the same devices. Each is a process of its own. A
-short run before them fills XLA's persistent cache, so that they find their
-programs there (`num_compilations` counts what they did not find), and odd seeds
-run in the other order, so that a machine that slows down favours nobody.
+For each seed a warm start is made once, and both runs begin from it. Each run
+does the workload of configs/async_vs_sync.py for the same number of train steps
+on the same devices, one with max_staleness=4 and one with max_staleness=0. Each
+is a process of its own. A short run before them fills XLA's persistent cache,
+so that they find their programs there; `num_compilations` counts the programs
+that they did not find. Odd seeds run in the reverse order, so that a machine
+that becomes slower favours neither side.
 
-Two CPU devices of one host share its cores: training alone lends itself about
-one and a half of two, so overlapping it with generation gains less than it
-would on two accelerators.
+Two CPU devices of one host share its cores. Training alone already uses about
+one and a half of two cores, so overlapping it with generation gains less than
+it would on two accelerators.
 
-The speedup is that of `rl_s`, the RL stage without evaluation; the whole
-wall-clock, with start and evaluation, stands beside it.
+The speedup is that of `rl_s`, the RL stage without evaluation. The whole
+wall-clock time, with start and evaluation, is reported beside it.
 
-Prints a table and, as the last line, one JSON object.
+Prints a table and, as the last line, one JSON object. Hardware: two CPU cores.
+Time: about twenty minutes. Result: docs/results.md has the table.
 """
 
 from collections.abc import Sequence
@@ -40,16 +42,20 @@ flags.register_validator(
   message="different integers, separated by commas, as 0,1,2",
 )
 _TRAIN_STEPS = flags.DEFINE_integer(
-  "train_steps", 0, "Of each run; 0 takes the config's.", lower_bound=0
+  "train_steps", 0, "Steps of each run; 0 takes the config's.", lower_bound=0
 )
 _WARM_START_STEPS = flags.DEFINE_integer(
-  "warm_start_steps", 0, "Of each seed; 0 takes the config's.", lower_bound=0
+  "warm_start_steps",
+  0,
+  "Steps of each warm start; 0 takes the config's.",
+  lower_bound=0,
 )
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _CONFIG = "configs/async_vs_sync.py"
 _VARIANTS = {"async": "", "sync": ":sync"}
-# Enough for an adoption in the middle of sequences, which is one more program.
+# Enough steps for an adoption in the middle of sequences, which uses one more
+# program.
 _CACHE_STEPS = 3
 # Fields of the summary in the order of the table, and how they are shown.
 _COLUMNS = {
@@ -66,7 +72,7 @@ _COLUMNS = {
 
 
 def _launch(script: str, *arguments: str) -> dict[str, Any]:
-  """Runs a launch script to its end; gives the JSON of its last line."""
+  """Run a launch script to its end; return the JSON of its last line."""
   command = [sys.executable, str(_ROOT / "launch" / script), *arguments]
   done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
   if done.returncode:
@@ -75,7 +81,7 @@ def _launch(script: str, *arguments: str) -> dict[str, Any]:
 
 
 def _measure(seed: int, directory: pathlib.Path) -> dict[str, Any]:
-  """One seed's summaries, by "async" and "sync"."""
+  """Return the summaries of one seed, by "async" and "sync"."""
 
   def arguments(name: str, variant: str) -> list[str]:
     return [
@@ -115,7 +121,7 @@ def _measure(seed: int, directory: pathlib.Path) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
-  """A Markdown table with a line for each run."""
+  """Return a Markdown table with a line for each run."""
   cells = [["seed", "run", *_COLUMNS]]
   cells.append(["---"] * len(cells[0]))
   for row in rows:
@@ -126,7 +132,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _row(seed: int, summaries: dict[str, Any]) -> dict[str, Any]:
-  """What the result keeps of a seed."""
+  """Return what the result keeps of a seed."""
   row: dict[str, Any] = {"seed": seed}
   for name, summary in summaries.items():
     row[name] = {column: summary[column] for column in _COLUMNS}
@@ -136,7 +142,7 @@ def _row(seed: int, summaries: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Measures every seed and prints what came out."""
+  """Measure every seed and print the results."""
   if argv[1:]:
     sys.exit(f"error: unexpected arguments {' '.join(argv[1:])}")
   rows = []

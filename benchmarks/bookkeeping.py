@@ -2,31 +2,32 @@
 
     python benchmarks/bookkeeping.py
 
-Grows one run record and two busy clocks step by step, as a run does: four busy
-intervals and the record's entry a step, an evaluation every 50 steps. After
-1,000, 100,000 and 1,000,000 steps (--steps) it measures
+Grows one run record and two busy clocks step by step, as a run does: for each
+step four busy intervals and an entry in the record, and an evaluation every 50
+steps. After 1,000, 100,000 and 1,000,000 steps (--steps) it measures
 
     step_ms       the books of a train step: busy intervals, totals, metrics,
                   ledger, metrics.jsonl and TensorBoard; median of --repeats
-    totals_us     of these, the part on the thread that trains
+    totals_us     the part of these that runs on the thread that trains
     record_bytes  what a checkpoint keeps of the record
-    record_ms     to make that JSON
-    memory_mb     the most memory that the process has held so far
+    record_ms     time to write the record as JSON
+    memory_mb     peak memory of the process so far
 
-and, for buffers with 100 to 100,000 outstanding groups (--groups), half of them
-finished and the deadlines spread over the steps that max_staleness=4 allows,
+It also measures buffers with 100 to 100,000 outstanding groups (--groups). Half
+of the groups are finished, and their deadlines are spread over the steps that
+max_staleness=4 allows:
 
-    admit_us      `try_admit` of a group that fits; also of one that does not
-                  (`refuse_us`) and a look for a batch that is not there yet
-                  (`poll_us`); median of --repeats
+    admit_us      `try_admit` of a group that fits; median of --repeats
+    refuse_us     `try_admit` of a group that does not fit
+    poll_us       looking for a batch that is not there yet
     state_ms      `state`, as a checkpoint reads it
 
-The classes are those of a run, with stand-ins for the rollout worker and for
-the reward service, of which the books only read counters. Steps that are not
-measured write nothing to disk; nothing is compiled, and no device is used.
+The classes are those of a run, with stand-ins for the rollout worker and the
+reward service, of which the books only read counters. Steps that are not
+measured write nothing to disk. Nothing is compiled, and no device is used.
 
 Hardware: two CPU cores. Time: about two minutes. Result: docs/performance.md.
-The last line of standard output is one JSON object; sizes are its keys.
+The last line of standard output is one JSON object whose keys are the sizes.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,6 +43,7 @@ from typing import Any
 
 from absl import app
 from absl import flags
+from jax import numpy as jnp
 import numpy as np
 import rich.console
 
@@ -56,15 +58,17 @@ from jaxrl_async.reporting import run_record
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
 from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.training import packing
-from jaxrl_async.training import trainer as trainer_lib
+from jaxrl_async.training import step_metrics
 
 _STEPS = flags.DEFINE_list(
-  "steps", ["1000", "100000", "1000000"], "Sizes of the run, ascending."
+  "steps", ["1000", "100000", "1000000"], "Train steps of the run, ascending."
 )
 _GROUPS = flags.DEFINE_list(
-  "groups", ["100", "1000", "10000", "100000"], "Outstanding groups."
+  "groups", ["100", "1000", "10000", "100000"], "Numbers of outstanding groups."
 )
-_REPEATS = flags.DEFINE_integer("repeats", 100, "Of each measurement.", 1)
+_REPEATS = flags.DEFINE_integer(
+  "repeats", 100, "How often each measurement is repeated.", 1
+)
 
 _MAX_STALENESS = 4
 _EVALUATE_EVERY = 50
@@ -87,7 +91,7 @@ _SUMS = (
 
 
 def _timed(call: Callable[[], Any], repeats: int) -> float:
-  """Median seconds of a call."""
+  """Return the median seconds of a call."""
   times_s = []
   for _ in range(repeats):
     start_s = time.perf_counter()
@@ -97,7 +101,7 @@ def _timed(call: Callable[[], Any], repeats: int) -> float:
 
 
 def _group(index: int, step: int) -> types.RolloutGroup:
-  """Four short trajectories, all of them written by the current version."""
+  """Return four short trajectories, all written by the current version."""
   tokens = 32
   trajectories = [
     types.Trajectory(
@@ -107,21 +111,21 @@ def _group(index: int, step: int) -> types.RolloutGroup:
       behavior_logprobs=np.zeros(tokens, np.float32),
       policy_versions=np.where(np.arange(tokens) >= 16, step, -1),
       finish_reason=types.FinishReason.EOS,
-      reward=member / 3,
+      reward=types.Reward(score=member / 3),
     )
     for member in range(4)
   ]
   return types.RolloutGroup(
-    index=index,
-    birth=step,
-    deadline=step + _MAX_STALENESS,
+    admission=types.Admission(
+      index=index, birth=step, deadline=step + _MAX_STALENESS
+    ),
     prompt=_PROMPT,
     trajectories=trajectories,
   )
 
 
 class Books:
-  """The record of a run with all that writes it down."""
+  """The record of a run, and everything that writes it down."""
 
   def __init__(self, workdir: pathlib.Path):
     self.step = 0
@@ -135,10 +139,12 @@ class Books:
     )
     self._null = open(os.devnull, "w")
     self._worker: Any = SimpleNamespace(
-      scheduler=SimpleNamespace(stats=scheduler_lib.SchedulerStats()),
-      served_tokens=0,
+      replica=SimpleNamespace(
+        scheduler=SimpleNamespace(stats=scheduler_lib.SchedulerStats()),
+        served_tokens=0,
+        adopt_s=0.0,
+      ),
       wait_for_admission_s=0.0,
-      adopt_s=0.0,
     )
     rewards: Any = SimpleNamespace(
       metrics=lambda: {"reward_service/latency_s": 0.1}
@@ -161,7 +167,7 @@ class Books:
     self.recorder.start_rl()
 
   def close(self) -> None:
-    """Ends the recorder's thread and closes the files."""
+    """End the recorder's thread and close the files."""
     self.recorder.close(60.0)
     self._writer.close()
     self._ledger.close()
@@ -176,7 +182,7 @@ class Books:
     )
 
   def _work(self) -> None:
-    """The busy intervals of a step."""
+    """Record the busy intervals of a step."""
     for activity in ("prefill", "decode", "decode"):
       with self._busy["rollout"].record(activity):
         pass
@@ -184,7 +190,7 @@ class Books:
       pass
 
   def skip_to(self, step: int) -> None:
-    """Adds steps to clocks and record, and writes nothing."""
+    """Add steps to clocks and record without writing anything."""
     values = {
       "reward/mean": 0.123456789,
       "staleness/histogram": [4, 3, 2, 1, 1],
@@ -199,9 +205,9 @@ class Books:
         self._evaluate()
 
   def measured_step(self) -> tuple[float, float]:
-    """Seconds of a step's books, and of these those of the totals."""
+    """Return the seconds of a step's books, and of the totals among them."""
     groups = [_group(4 * self.step + i, self.step) for i in range(4)]
-    pending = trainer_lib.Pending(
+    pending = step_metrics.Pending(
       step=self.step,
       groups=groups,
       placement=packing.Placement(
@@ -209,15 +215,15 @@ class Books:
         lengths=np.full(16, 32),
         shape=(1, 1, 16, 32),
       ),
-      sums={name: np.zeros(1) for name in _SUMS}
-      | {"num_loss_tokens": np.ones(1), "mismatch_count": np.ones(1)},
+      sums={name: jnp.zeros(1) for name in _SUMS}
+      | {"num_loss_tokens": jnp.ones(1), "mismatch_count": jnp.ones(1)},
       learning_rate=lambda: 1e-3,
       times_s={"proximal_s": 0.1, "update_s": 0.1},
       programs_s=0.2,
       model=configs.MODELS["tiny"],
       peak_flops=1e12,
     )
-    self._worker.scheduler.stats.generated_tokens += sum(
+    self._worker.replica.scheduler.stats.generated_tokens += sum(
       group.num_completion_tokens for group in groups
     )
     self.step += 1
@@ -234,7 +240,7 @@ class Books:
 def measure_steps(
   sizes: Sequence[int], repeats: int
 ) -> dict[str, dict[str, float]]:
-  """Columns of the docstring's first table, by number of steps."""
+  """Return the first table of the module's docstring, by number of steps."""
   found: dict[str, dict[str, float]] = {}
   with tempfile.TemporaryDirectory() as directory:
     books = Books(pathlib.Path(directory))
@@ -262,18 +268,16 @@ def measure_steps(
 
 
 def _full_buffer(num_groups: int) -> tuple[buffer_lib.Buffer, int]:
-  """A buffer with room for one more group; the version that may start it.
+  """Return a buffer with room for one more group, and the version to start it.
 
-  The groups with the earliest deadlines are running, so that no batch may be
-  taken although many groups are finished.
+  The groups with the earliest deadlines are running, so no batch may be taken
+  although many groups are finished.
   """
   step = _MAX_STALENESS
   num_deadlines = _MAX_STALENESS + 1
   per_step = num_groups // num_deadlines
   admissions = [
-    buffer_lib.Admission(
-      index=i, birth=i // per_step, deadline=step + i // per_step
-    )
+    types.Admission(index=i, birth=i // per_step, deadline=step + i // per_step)
     for i in range(num_deadlines * per_step - 1)
   ]
   num_running = len(admissions) // 2
@@ -286,9 +290,7 @@ def _full_buffer(num_groups: int) -> tuple[buffer_lib.Buffer, int]:
       running=admissions[:num_running],
       finished=[
         types.RolloutGroup(
-          index=a.index,
-          birth=a.birth,
-          deadline=a.deadline,
+          admission=a,
           prompt=_PROMPT,
           trajectories=[],
         )
@@ -323,14 +325,14 @@ def _measure_groups(size: int, repeats: int) -> dict[str, float]:
 def measure_buffer(
   sizes: Sequence[int], repeats: int
 ) -> dict[str, dict[str, float]]:
-  """Columns of the docstring's second table, by outstanding groups."""
+  """Return the second table of the module's docstring, by number of groups."""
   rows = {str(size): _measure_groups(size, repeats) for size in sizes}
   names = next(iter(rows.values()))
   return {name: {size: rows[size][name] for size in rows} for name in names}
 
 
 def main(argv: Sequence[str]) -> None:
-  """Measures both and prints a table each."""
+  """Measure both and print a table of each."""
   if argv[1:]:
     sys.exit(f"error: unexpected arguments {' '.join(argv[1:])}")
   result: dict[str, dict[str, float]] = {}

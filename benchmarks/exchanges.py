@@ -1,4 +1,4 @@
-"""A request for a streamed completion, what came back, and what should have."""
+"""A request for a streamed completion, its answer, and the right answer."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -16,14 +16,15 @@ from jaxrl_async.engine import sequence as sequence_lib
 
 @dataclasses.dataclass(kw_only=True)
 class Exchange:
-  """A request, and what came back.
+  """A request and its answer.
 
   Attributes:
-    seed: with prompt and max_tokens all that the answer depends on.
-    max_events: it is abandoned after so many; 0 waits for the end.
-    patience_s: or after that time, perhaps before its first token.
-    status: of HTTP; 0 before an answer.
-    times_s: to the first tokens and to the end, from the start.
+    seed: seed of the request. The answer depends only on seed, prompt and
+      max_tokens.
+    max_events: the client leaves after this many events; 0 waits for the end.
+    patience_s: the client leaves after this time, perhaps before any token.
+    status: HTTP status; 0 before there is an answer.
+    times_s: from the start to the first tokens and to the end.
   """
 
   seed: int
@@ -39,12 +40,12 @@ class Exchange:
 
   @property
   def is_complete(self) -> bool:
-    """It was answered to the end."""
+    """Whether it was answered to the end."""
     return self.finish_reason is not None
 
 
 async def ask(address: str, exchange: Exchange, deadline_s: float) -> None:
-  """Sends a request, and takes what comes until it is enough."""
+  """Send a request, and read the answer until the client has enough."""
   body = {
     "model": "policy",
     "prompt": exchange.prompt,
@@ -86,7 +87,7 @@ async def ask(address: str, exchange: Exchange, deadline_s: float) -> None:
 def finish(
   scheduler: scheduler_lib.Scheduler, exchanges: Sequence[Exchange], num: int
 ) -> list[sequence_lib.Sequence]:
-  """What each answer should have been, `num` of them at a time."""
+  """Write the right answers, `num` of them at a time."""
   sequences = [
     sequence_lib.Sequence(
       np.asarray(exchange.prompt, np.int32),
@@ -109,7 +110,7 @@ def finish(
 def num_wrong(
   exchanges: Sequence[Exchange], sequences: Sequence[sequence_lib.Sequence]
 ) -> int:
-  """How many answers are not what was written without other clients."""
+  """Count the answers that differ from those written without other clients."""
   wrong = 0
   for exchange, sequence in zip(exchanges, sequences, strict=True):
     n = len(exchange.prompt)

@@ -2,35 +2,40 @@
 
     python benchmarks/generate.py
 
-Random weights; completions end at lengths drawn beforehand (workloads.py), all
-sequences are submitted at once and the clock runs until the last has ended.
-Without --rows the rows are those of the platform. Each repeat writes the
-workload once with the scheduler and once, in a process that waits meanwhile,
-with `transformers.generate` (see transformers_generate.py; needs the dependency
-group `reference`). Both have done it once before: compiling is not counted.
+Weights are random, and completions end at lengths that were drawn beforehand
+(workloads.py). All sequences are submitted at once, and the clock runs until
+the last one has ended. Without --rows, the rows are those of the platform. Each
+repeat writes the workload once with the scheduler and once, in a process that
+waits meanwhile, with `transformers.generate` (transformers_generate.py, which
+needs the dependency group `reference`). Both have done the work once before, so
+compiling is not counted.
 
-    tokens_per_s     written tokens over wall-clock, up to each drawn length
-    vs_transformers  ours over theirs, median of the repeats' ratios
-    cpu_time_ratio   theirs over ours of the time on cores: where other work
-                     shares the machine, a steadier number than the one above
-    occupancy        written tokens a slot and decode step, while work waits
-    ms_per_step      time of decode calls over their decode steps
-    first_token_s    until the end of the call that wrote a sequence's first
-                     token: from its submission, and from when a slot was free
-                     for it
-    host_frac        share of the wall-clock outside device calls
-    roof_frac        the least time for what was decoded over the time of the
-                     decode calls. Least: for each decode step the longer of
-                     weights and cached tokens at the memory bandwidth, and the
-                     products at the matmul rate, both measured here. What fits
-                     the last-level cache may be read faster than that.
+    tokens_per_s     written tokens over wall-clock time, up to each drawn
+                     length
+    vs_transformers  ours over theirs, median of the ratios of the repeats
+    cpu_time_ratio   theirs over ours, in time on cores. Where other work shares
+                     the machine, this number is steadier than the one above.
+    occupancy        written tokens per slot and decode step, while work waits
+    ms_per_step      time of decode calls over the number of their decode steps
+    first_token_s    time until the end of the call that wrote a sequence's
+                     first token: from its submission, and from the moment when
+                     a slot was free for it
+    host_frac        share of the wall-clock time outside device calls
+    roof_frac        the least time for what was decoded, over the time of the
+                     decode calls. The least time of a decode step is the longer
+                     of reading weights and cached tokens at the memory
+                     bandwidth and of computing the products at the matmul rate,
+                     both measured here. Data that fits the last-level cache may
+                     be read faster than that.
 
-With --adopt there are instead rows with other weights adopted every few calls,
-caches recomputed or kept, and the time of one adoption with all slots busy.
+With --adopt the rows are different: other weights are adopted every few calls,
+with caches recomputed or kept, and a column has the time of one adoption with
+all slots busy.
 
-Hardware: two CPU cores, float32, the rows cpu-1m and cpu-10m; with a GPU the
-others, bfloat16, not measured yet. Time: six minutes with --repeats=1, most of
-it transformers'. Result: docs/results.md has the table.
+Hardware: two CPU cores, float32, for the rows cpu-1m and cpu-10m. The other
+rows need a GPU, use bfloat16 and have not been measured yet. Time: six minutes
+with --repeats=1, most of it in transformers. Result: docs/results.md has the
+table.
 
 The last line of standard output is one JSON object.
 """
@@ -45,7 +50,7 @@ import sys
 import tempfile
 from typing import Any
 
-# Leaves the other process its share of the device's memory.
+# Leave the other process its share of the device's memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 from absl import app
@@ -60,15 +65,22 @@ from jaxrl_async.config import sections
 
 _CASES = workloads.CPU_CASES | workloads.GPU_CASES
 _ROWS = flags.DEFINE_list(
-  "rows", None, f"Which cases; by default the platform's. {', '.join(_CASES)}."
+  "rows",
+  None,
+  f"Cases to measure, by default the platform's: {', '.join(_CASES)}.",
 )
 flags.register_validator(
   _ROWS, lambda rows: set(rows or ()) <= _CASES.keys(), "names of cases"
 )
-_REPEATS = flags.DEFINE_integer("repeats", 2, "Of each row.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Of weights and workload.")
+_REPEATS = flags.DEFINE_integer(
+  "repeats", 2, "How often each row is measured.", lower_bound=1
+)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of weights and workload.")
 _STEPS_PER_CALL = flags.DEFINE_integer(
-  "decode_steps_per_call", 0, "0 takes the case's.", lower_bound=0
+  "decode_steps_per_call",
+  0,
+  "Decode steps of a call; 0 takes the case's.",
+  lower_bound=0,
 )
 _TRANSFORMERS = flags.DEFINE_boolean(
   "transformers", True, "Compare with transformers.generate."
@@ -78,13 +90,15 @@ _ADOPT_EVERY = flags.DEFINE_integer(
   "adopt_every", 16, "Calls between adoptions.", lower_bound=1
 )
 _ASYNC_DISPATCH = flags.DEFINE_boolean(
-  "async_dispatch", False, "jax_cpu_enable_async_dispatch; runs have it off."
+  "async_dispatch",
+  False,
+  "Value of jax_cpu_enable_async_dispatch, which is off in runs.",
 )
 _COMPILE_CACHE = flags.DEFINE_string(
-  "compile_cache", "", "Persistent XLA cache; none if empty."
+  "compile_cache", "", "Directory of a persistent XLA cache; none if empty."
 )
 
-# Columns of the table, and how they are shown.
+# Columns of the table, and their formats.
 _COLUMNS = {
   "case": "",
   "tokens_per_s": ".0f",
@@ -108,7 +122,7 @@ def _case(name: str) -> workloads.Case:
 
 
 def _row(name: str, directory: pathlib.Path) -> dict[str, Any]:
-  """One case against transformers."""
+  """Measure one case against transformers."""
   case = _case(name)
   workload = workloads.draw(case, _SEED.value)
   engine = generation.engine(case, _SEED.value)
@@ -163,7 +177,7 @@ def _row(name: str, directory: pathlib.Path) -> dict[str, Any]:
 
 
 def _adopt_rows(name: str) -> list[dict[str, Any]]:
-  """One case without adoptions and with each kind of them."""
+  """Measure one case without adoptions and with each kind of them."""
   case = _case(name)
   workload = workloads.draw(case, _SEED.value)
   engine = generation.engine(case, _SEED.value)
@@ -203,7 +217,7 @@ def _adopt_rows(name: str) -> list[dict[str, Any]]:
 
 
 def _print_profile(row: dict[str, Any]) -> None:
-  """Where the time went."""
+  """Print where the time went."""
   print(
     f"  {row['wall_s']:.2f} s: decode {row['decode_frac']:.1%}, prefill and"
     f" insertion {row['prefill_frac']:.1%}, host {row['host_frac']:.1%}; a"
@@ -223,7 +237,7 @@ def _print_profile(row: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Measures every row and prints what came out."""
+  """Measure every row and print the results."""
   if argv[1:]:
     sys.exit(f"error: unexpected arguments {' '.join(argv[1:])}")
   jax.config.update("jax_cpu_enable_async_dispatch", _ASYNC_DISPATCH.value)

@@ -1,6 +1,7 @@
-"""Drives the scheduler through a workload and keeps what is measured.
+"""Drives the scheduler through a workload and records measurements.
 
-Only through its public interface: submit, adopt, step, and what it counts.
+It uses only the scheduler's public interface: submit, adopt, step, and its
+counters.
 """
 
 from collections.abc import Sequence
@@ -22,21 +23,22 @@ from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.reporting import metrics as metrics_lib
 
-_STEPS_BEFORE = 8  # of the adoptions that are timed
+_STEPS_BEFORE = 8  # steps before the timed adoptions
 _NUM_ADOPTIONS = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-  """What one run of the scheduler left behind.
+  """The measurements of one run of the scheduler.
 
   Attributes:
     wall_s: from the first submission to the last end.
-    cpu_s: the process's time on cores meanwhile.
+    cpu_s: time of the process on cores during that time.
     step_ends_s: end of each scheduler step, from the start.
-    entered: [S] index of the step before which a slot was free for it.
-    began: [S] index of the step that brought its first token.
-    busy_s: inside device programs, by activity.
+    entered: [S] for each sequence, index of the first step that had a slot for
+      it.
+    began: [S] for each sequence, index of the step that gave its first token.
+    busy_s: time inside device programs, by activity.
   """
 
   wall_s: float
@@ -49,7 +51,7 @@ class Record:
 
 
 def engine(case: workloads.Case, seed: int) -> engine_lib.Engine:
-  """The compiled programs; no token ends a sequence."""
+  """Compile the programs; no token ends a sequence."""
   mesh = mesh_lib.make_mesh(jax.devices()[:1])
   return engine_lib.Engine(
     case.model,
@@ -64,7 +66,7 @@ def engine(case: workloads.Case, seed: int) -> engine_lib.Engine:
 def params(
   engine: engine_lib.Engine, seed: int, version: int
 ) -> decode_state_lib.EngineParams:
-  """Random weights; another version has other ones."""
+  """Return random weights, which differ between versions."""
 
   @jax.jit
   def weights(key):
@@ -95,7 +97,7 @@ def run(
   kv_on_adopt: sections.KvOnAdopt = sections.KvOnAdopt.RECOMPUTE,
   adopt_every: int = 0,
 ) -> Record:
-  """Writes the workload once; with `adopt_every`, versions take turns."""
+  """Write the workload once; with `adopt_every` the versions alternate."""
   busy = metrics_lib.BusyClock()
   scheduler = scheduler_lib.Scheduler(
     engine, kv_on_adopt=kv_on_adopt, busy=busy
@@ -124,7 +126,7 @@ def run(
     if adopt_every and step and step % adopt_every == 0:
       version = step // adopt_every
       scheduler.adopt(versions[version % len(versions)], version)
-    # First come, first served: what a slot is free for enters in this step.
+    # First come, first served: sequences with a free slot enter in this step.
     enters = range(num_entered, min(len(sequences), num_ended + num_slots))
     entered[enters] = step
     silent += enters
@@ -158,10 +160,10 @@ def adoption_s(
   workload: workloads.Workload,
   kv_on_adopt: sections.KvOnAdopt,
 ) -> float:
-  """Seconds that an adoption costs with all slots busy; median of several.
+  """Return the median seconds that an adoption costs with all slots busy.
 
-  Of an adoption and the step after it, less a step without one: what adopting
-  leaves to the device is waited for by that step.
+  Measures an adoption and the step after it, minus a step without an adoption.
+  The step is included because it waits for what adopting leaves to the device.
   """
   busy = metrics_lib.BusyClock()
   scheduler = scheduler_lib.Scheduler(

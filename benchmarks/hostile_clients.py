@@ -1,16 +1,18 @@
-"""Clients that mean a server no good, in a process of their own.
+"""Clients that try to harm a server, in a process of their own.
 
     python benchmarks/hostile_clients.py --address=127.0.0.1:8000 --seconds=30
 
-Each kind of attack has some clients, who repeat it until the time is up: bodies
-that are expensive to parse, to check or to cut into tokens, bodies that are no
-JSON, requests for many choices, bodies that arrive a byte at a time, clients
-that leave in the middle of a stream, and pipelined requests. With --grpc the
-messages that are no protobuf go there. Aim it at your own server on this
-machine only: other addresses than loopback are refused.
+Each kind of attack has some clients, who repeat it until the time is up. The
+attacks are: bodies that are expensive to parse, to check or to tokenise, bodies
+that are not JSON, requests for many choices, bodies that arrive a byte at a
+time, clients that leave in the middle of a stream, and pipelined requests. With
+--grpc, messages that are not protobuf are sent there.
 
-The last line is one JSON object: how often each status came back by kind of
-attack. `none` is a connection that the server ended without an answer.
+Use it only against your own server on this machine: any address that is not
+loopback is refused.
+
+The last line is one JSON object: how often each status was returned, by kind of
+attack. `none` means that the server ended a connection without an answer.
 """
 
 import asyncio
@@ -29,12 +31,14 @@ import grpc
 import http_exchange
 
 _ADDRESS = flags.DEFINE_string("address", "", "Host and port of the server.")
-_GRPC = flags.DEFINE_string("grpc", "", "The same of JetStream's interface.")
-_SECONDS = flags.DEFINE_float("seconds", 30.0, "How long.", lower_bound=0.0)
+_GRPC = flags.DEFINE_string("grpc", "", "Host and port of its gRPC service.")
+_SECONDS = flags.DEFINE_float(
+  "seconds", 30.0, "Length of the attack.", lower_bound=0.0
+)
 _EACH = flags.DEFINE_integer("each", 4, "Clients of each kind.", 1)
-_ONLY = flags.DEFINE_list("only", [], "These kinds; all if none is given.")
+_ONLY = flags.DEFINE_list("only", [], "Kinds of attack; by default all.")
 _FROM = flags.DEFINE_string(
-  "source", "127.0.0.1", "The loopback address that they come from."
+  "source", "127.0.0.1", "Loopback address that the clients use."
 )
 
 _PATIENCE_S = 60.0
@@ -49,7 +53,7 @@ def _json(**fields: Any) -> bytes:
 
 
 def _bodies() -> dict[str, tuple[str, bytes]]:
-  """Path and body of the attacks that are a body and nothing else."""
+  """Return path and body of the attacks that consist of a body only."""
   many = _MEGABYTE // 12
   return {
     "messages": (_CHAT, _json(messages=[{}] * (_MEGABYTE // 4 - 20))),
@@ -98,13 +102,13 @@ def _connection(address: str):
 
 
 async def _storm(address: str, statuses: Statuses) -> None:
-  """As many choices as one request may have, and read to the end."""
+  """Request as many choices as allowed, and read to the end."""
   body = _json(prompt="1 + 2\n", n=128, max_tokens=16, stream=True)
   await _send(address, _COMPLETIONS, body, statuses)
 
 
 async def _vanish(address: str, statuses: Statuses) -> None:
-  """Leaves when the first tokens have come."""
+  """Leave when the first tokens have arrived."""
   body = _json(prompt="1 + 2\n", n=8, max_tokens=16, stream=True)
   async with _connection(address) as (reader, writer):
     writer.write(http_exchange.post(address, _COMPLETIONS, body))
@@ -112,7 +116,7 @@ async def _vanish(address: str, statuses: Statuses) -> None:
 
 
 async def _dribble(address: str, statuses: Statuses) -> None:
-  """A body that is announced and comes a byte at a time."""
+  """Announce a body and send it a byte at a time."""
   request = http_exchange.post(address, _COMPLETIONS, b" " * 8000)
   async with _connection(address) as (reader, writer):
     writer.write(request[:-8000])
@@ -124,7 +128,7 @@ async def _dribble(address: str, statuses: Statuses) -> None:
 
 
 async def _pipeline(address: str, statuses: Statuses) -> None:
-  """Fifty requests at once on one connection."""
+  """Send fifty requests at once on one connection."""
   body = _json(prompt="1 + 2\n", max_tokens=1)
   one = http_exchange.post(address, _COMPLETIONS, body, is_last=False)
   async with _connection(address) as (reader, writer):
@@ -135,14 +139,14 @@ async def _pipeline(address: str, statuses: Statuses) -> None:
 
 
 async def _noise(address: str, statuses: Statuses) -> None:
-  """Bytes that are no HTTP."""
+  """Send bytes that are not HTTP."""
   async with _connection(address) as (reader, writer):
     writer.write(bytes(range(256)) * 100 + b"\r\n\r\n")
     statuses[await http_exchange.status(reader)] += 1
 
 
 async def _no_protobuf(stub: Any, statuses: Statuses) -> None:
-  """Bytes that are no message of JetStream's."""
+  """Send bytes that are not a message of JetStream's."""
   try:
     async for _ in stub(b"\xff" * 40, timeout=_PATIENCE_S):
       pass
@@ -165,7 +169,7 @@ async def _repeat(
 
 
 async def _attack(address: str) -> dict[str, Statuses]:
-  """All kinds at once."""
+  """Run all kinds of attack at the same time."""
   kinds: dict[str, Callable[[Statuses], Awaitable[None]]] = {}
   for name, (path, body) in _bodies().items():
     kinds[name] = lambda statuses, path=path, body=body: _send(
@@ -193,7 +197,7 @@ async def _attack(address: str) -> dict[str, Statuses]:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Attacks until the time is up, and says how it was answered."""
+  """Attack until the time is up, and print how the server answered."""
   if argv[1:]:
     sys.exit(f"error: unexpected arguments {' '.join(argv[1:])}")
   for address in filter(None, (_ADDRESS.value, _GRPC.value)):

@@ -1,4 +1,4 @@
-"""Trajectories of lognormal lengths, and how full the rows they make are."""
+"""Trajectories of lognormal lengths, and how full their packed rows are."""
 
 import math
 from typing import Any
@@ -14,16 +14,17 @@ NUM_SHARDS = 8
 
 
 def draw_lengths(num: int, seed: int, *, scale: int = 1) -> np.ndarray:
-  """Lengths of trajectories in order of arrival, prompts included."""
+  """Draw lengths of trajectories, prompts included, in order of arrival."""
   rng = np.random.default_rng(seed)
   lengths = rng.lognormal(math.log(MEDIAN / scale), SIGMA, num)
   return np.clip(np.rint(lengths), 2, MAX_TOKENS // scale).astype(np.int64)
 
 
 def make_group(lengths: np.ndarray, vocab_size: int = 97) -> types.RolloutGroup:
-  """Trajectories of these lengths: one prompt token, then what was written.
+  """Return trajectories of these lengths, each with one prompt token.
 
-  A length decides the tokens, so that a trajectory is the same in any group.
+  The tokens depend only on the length, so that a trajectory is the same in any
+  group.
   """
   trajectories = []
   for member, length in enumerate(lengths.tolist()):
@@ -41,14 +42,16 @@ def make_group(lengths: np.ndarray, vocab_size: int = 97) -> types.RolloutGroup:
     )
   prompt = types.Prompt(prompt_id="", tokens=np.zeros(1, np.int32), item={})
   return types.RolloutGroup(
-    index=0, birth=0, deadline=0, prompt=prompt, trajectories=trajectories
+    admission=types.Admission(index=0, birth=0, deadline=0),
+    prompt=prompt,
+    trajectories=trajectories,
   )
 
 
 def pack(
   lengths: np.ndarray, *, tokens_per_row: int, rows: int, **options: Any
 ) -> tuple[packing.PackedBatch, packing.Placement]:
-  """One minibatch, as the trainer packs it."""
+  """Pack one minibatch as the trainer does."""
   return packing.pack(
     [make_group(lengths)],
     np.linspace(-1, 1, len(lengths)).astype(np.float32),
@@ -61,7 +64,7 @@ def pack(
 def num_microbatches(
   lengths: np.ndarray, *, tokens_per_row: int, rows: int
 ) -> int:
-  """Those in use after packing."""
+  """Count the microbatches in use after packing."""
   _, placement = pack(lengths, tokens_per_row=tokens_per_row, rows=rows)
   return len(np.unique(placement.starts // (rows * tokens_per_row)))
 
@@ -69,7 +72,7 @@ def num_microbatches(
 def pack_efficiency(
   lengths: np.ndarray, *, tokens_per_row: int, rows: int
 ) -> float:
-  """Share of the tokens of microbatches in use that is not padding."""
+  """Return the share of tokens in used microbatches that is not padding."""
   _, placement = pack(lengths, tokens_per_row=tokens_per_row, rows=rows)
   return placement.pack_efficiency
 
@@ -77,7 +80,10 @@ def pack_efficiency(
 def pack_gain_over_padding(
   lengths: np.ndarray, *, tokens_per_row: int, rows: int
 ) -> float:
-  """Microbatches of one trajectory a row, padded to the longest, over ours."""
+  """Return how many times more microbatches padding needs than packing.
+
+  Padding puts one trajectory in each row, padded to the longest.
+  """
   ours = num_microbatches(lengths, tokens_per_row=tokens_per_row, rows=rows)
   return -(-len(lengths) // rows) / ours
 
@@ -85,7 +91,7 @@ def pack_gain_over_padding(
 def fixed_count(
   lengths: np.ndarray, *, tokens_per_row: int, rows: int
 ) -> list[np.ndarray]:
-  """Cuts arrivals into the longest equal parts that each fit a microbatch."""
+  """Cut arrivals into the longest equal parts that each fit a microbatch."""
 
   def fits(part):
     _, _, _, used = packing._first_fit(part, tokens_per_row)
@@ -103,7 +109,10 @@ def fixed_count(
 def pack_gain_over_fixed_count(
   lengths: np.ndarray, *, tokens_per_row: int, rows: int
 ) -> float:
-  """Microbatches of equally many trajectories, over ours."""
+  """Return how many times more microbatches a fixed count needs than packing.
+
+  A fixed count puts the same number of trajectories in each microbatch.
+  """
   ours = num_microbatches(lengths, tokens_per_row=tokens_per_row, rows=rows)
   parts = fixed_count(lengths, tokens_per_row=tokens_per_row, rows=rows)
   return len(parts) / ours
@@ -112,10 +121,11 @@ def pack_gain_over_fixed_count(
 def shard_balance(
   lengths: np.ndarray, model: configs.ModelConfig, *, is_balanced: bool
 ) -> float:
-  """Mean over largest time of the shards of a microbatch, over all of them.
+  """Return the mean time of a microbatch's shards over the largest.
 
-  A token's matrices are 2 FLOPs a parameter, its attention 4 a layer, head,
-  its dimension and token looked at, half of its trajectory on average.
+  Both times are summed over all microbatches. The matrices take 2 FLOPs for
+  each parameter and token. Attention takes 4 for each layer, head, head
+  dimension and token attended to, which is half of the trajectory on average.
   """
   _, placement = pack(
     lengths,

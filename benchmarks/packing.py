@@ -2,25 +2,29 @@
 
     python benchmarks/packing.py
 
-Lengths are lognormal, as completions of a reasoning model are: median 300 and
-deviation 1.0 in logarithms, cut at 8,192 tokens (one in 2,100 is that long),
-packed into rows of 8,192. Counted at full scale, mean and least over
---seeds draws of --trajectories lengths, which are one minibatch:
+Lengths are lognormal, as completions of a reasoning model are: median 300,
+deviation 1.0 in logarithms, cut at 8,192 tokens (one in 2,100 is that long).
+They are packed into rows of 8,192. The following are counted at full scale, as
+mean and least over --seeds draws of --trajectories lengths, which are one
+minibatch:
 
     pack_efficiency           tokens over the tokens of microbatches in use
-    pack_gain_over_padding    microbatches of one trajectory a row, over ours
-    pack_gain_over_fixed_count  microbatches of the same number of trajectories
-                              each, in order of arrival, the most that fit in
-                              all of them, over ours
+    pack_gain_over_padding    microbatches with one trajectory per row, over
+                              ours
+    pack_gain_over_fixed_count  microbatches with the same number of
+                              trajectories each, in order of arrival, over ours;
+                              the number is the largest that fits in all of them
     shard_balance             mean over largest time of 8 shards of two rows,
                               if attention skips what the mask hides, for
                               --model; also without balancing
-    pack_ms                   2,000 trajectories in four minibatches, best of 5
+    pack_ms                   time to pack 2,000 trajectories in four
+                              minibatches, best of 5
 
 All microbatches have the same shape, so on a device that does not skip padding
-their number is the time. That is measured too: update_s of the three, for
---timed_trajectories of a sixteenth of the length (median 19, at most 512) on
-the policy of the quickstart, plain XLA attention, one compiled program for all.
+the time is proportional to their number. This is measured too: update_s of the
+three ways, for --timed_trajectories of a sixteenth of the length (median 19, at
+most 512) on the policy of the quickstart, with plain XLA attention and one
+compiled program for all.
 
 Hardware: two CPU cores. Time: half a minute. Result: docs/performance.md.
 The last line of standard output is one JSON object.
@@ -45,14 +49,24 @@ from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
+from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
 
-_SEEDS = flags.DEFINE_integer("seeds", 10, "Draws of the lengths.", 1)
-_TRAJECTORIES = flags.DEFINE_integer("trajectories", 512, "Of a minibatch.", 1)
-_ROWS = flags.DEFINE_integer("rows_per_microbatch", 1, "At full scale.", 1)
-_MODEL = flags.DEFINE_string("model", "qwen2-1.5b", "Whose attention cost.")
+_SEEDS = flags.DEFINE_integer("seeds", 10, "Number of draws of lengths.", 1)
+_TRAJECTORIES = flags.DEFINE_integer(
+  "trajectories", 512, "Trajectories of a minibatch.", 1
+)
+_ROWS = flags.DEFINE_integer(
+  "rows_per_microbatch", 1, "Rows of a microbatch at full scale.", 1
+)
+_MODEL = flags.DEFINE_string(
+  "model", "qwen2-1.5b", "Model whose attention cost shard_balance uses."
+)
 _TIMED = flags.DEFINE_integer(
-  "timed_trajectories", 128, "Of the timed updates; 0 times nothing.", 0
+  "timed_trajectories",
+  128,
+  "Trajectories of the timed updates; 0 skips them.",
+  0,
 )
 
 _SCALE = 16  # how much shorter the timed trajectories are
@@ -60,7 +74,7 @@ _TIMED_ROWS = 2
 
 
 def pack_ms() -> float:
-  """Packs 2,000 trajectories; the arrays of a step, without their transfer."""
+  """Time the packing of 2,000 trajectories, without their transfer."""
   group = packed_lengths.make_group(packed_lengths.draw_lengths(2_000, 0))
   times_s = []
   for _ in range(5):
@@ -79,7 +93,7 @@ def pack_ms() -> float:
 def _joined(
   parts: Sequence[np.ndarray], *, rows: int, num_microbatches: int
 ) -> packing.PackedBatch:
-  """One microbatch a part, in that order, and padding to the given number."""
+  """Pack one microbatch for each part, and pad to the given number."""
   packed = [
     packed_lengths.pack(
       part, tokens_per_row=packed_lengths.MAX_TOKENS // _SCALE, rows=rows
@@ -96,7 +110,7 @@ def _joined(
 
 
 def measured_updates() -> dict[str, float]:
-  """Seconds of one update of the same trajectories, batched in three ways."""
+  """Time one update of the same trajectories, batched in three ways."""
   width, model = (
     packed_lengths.MAX_TOKENS // _SCALE,
     configs.MODELS["quickstart"],
@@ -120,6 +134,7 @@ def measured_updates() -> dict[str, float]:
       np.split(lengths, len(lengths)), rows=1, num_microbatches=size
     ),
   }
+  optimizer = optax.sgd(0.0)
   update = jax.jit(
     functools.partial(
       train_step.update,
@@ -139,15 +154,16 @@ def measured_updates() -> dict[str, float]:
         cap_mode=sections.BehaviorWeightCapMode.MASK,
       ),
       objectives.rollout_diagnostic,
-      optax.sgd(0.0),
+      {train_state.POLICY: optimizer},
     )
   )
   params = jax.jit(functools.partial(transformer.init_params, model))(
     jax.random.key(0)
   )
-  state = train_step.TrainState(
-    params=params, opt_state=optax.sgd(0.0).init(params)
+  policy = train_state.ModelState(
+    trainable=params, frozen={}, opt_state=optimizer.init(params)
   )
+  state = train_state.TrainState(models={train_state.POLICY: policy})
   times_s, losses = {}, {}
   for name in ("packed", *ways):  # the first compiles
     batch = jax.device_put(ways[name])
@@ -160,7 +176,7 @@ def measured_updates() -> dict[str, float]:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Counts, then measures, and prints both."""
+  """Count, then measure, and print both."""
   if argv[1:]:
     sys.exit(f"error: unexpected arguments {' '.join(argv[1:])}")
   sizes = {"tokens_per_row": packed_lengths.MAX_TOKENS, "rows": _ROWS.value}

@@ -1,17 +1,21 @@
-"""How much of a recomputation of the caches is padding, by arithmetic.
+"""How much padding there is when caches are recomputed, by arithmetic.
 
     uv run benchmarks/prefill_padding.py
 
 When new weights are adopted, each running sequence is prefilled again in the
-shortest bucket that holds it, `prefill_rows` of one bucket at a time: padded
-are the sequences, and the rows of the last call of each bucket. Lengths are
-drawn for the slots of the TPU configs, once as if every completion ran to its
-limit, once as if completions were exponential with a mean of a quarter of it;
-what runs at some moment is drawn in proportion to its length, and is anywhere
-between its beginning and its end.
+shortest bucket that holds it, `prefill_rows` sequences of one bucket at a time.
+Padding is added to the sequences, and to the last call of each bucket in empty
+rows.
 
-"Two buckets" are prompt and whole length, with four rows a replica up to 8k
-tokens. The table is on standard output; its last line is the same as JSON.
+Lengths are drawn for the slots of the TPU configs in two ways: as if every
+completion ran to its limit, and as if completions were exponential with a mean
+of a quarter of it. A completion is running at some moment with a probability
+proportional to its length, and is then anywhere between its beginning and its
+end.
+
+"Two buckets" are the prompt and the whole length, with four rows for each
+replica up to 8k tokens. The table is on standard output. Its last line is the
+same as JSON.
 """
 
 from collections.abc import Sequence
@@ -26,18 +30,18 @@ import numpy as np
 _CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 _MODELS = {"1p5b": "1.5B", "7b": "7B", "32b": "32B"}
 _NUM_ADOPTIONS = 2_000
-_DRAWN = 100_000  # completions that the running ones are taken from
+_DRAWN = 100_000  # completions from which the running ones are chosen
 
 
 def padded_tokens(
   lengths: np.ndarray, buckets: Sequence[int], rows: int
 ) -> np.ndarray:
-  """Tokens of all prefill calls of an adoption, padding included.
+  """Return the tokens of all prefill calls of an adoption, padding included.
 
   Args:
     lengths: [N S] of the running sequences of N adoptions.
     buckets: ascending; the last one holds every sequence.
-    rows: of one call.
+    rows: rows of one call.
   """
   bucket = np.searchsorted(buckets, lengths)
   calls = [
@@ -49,7 +53,7 @@ def padded_tokens(
 def running_lengths(
   rollout: Any, rng: np.random.Generator, *, is_tailed: bool
 ) -> np.ndarray:
-  """[N S] lengths of what the slots hold at N adoptions."""
+  """Draw [N S] lengths of the sequences in the slots at N adoptions."""
   limit = rollout.max_completion_tokens
   shape = _NUM_ADOPTIONS, rollout.num_slots
   if is_tailed:
@@ -63,7 +67,7 @@ def running_lengths(
 
 
 def _ratios(config: Any, *, is_tailed: bool) -> dict[str, float]:
-  """Padded tokens over those that are needed, with two buckets and now."""
+  """Return padded tokens over needed tokens, with two buckets and now."""
   rollout, tokens = config.rollout, config.rollout.cache_tokens
   rng = np.random.default_rng(0)
   lengths = running_lengths(rollout, rng, is_tailed=is_tailed)
@@ -81,7 +85,7 @@ def _ratios(config: Any, *, is_tailed: bool) -> dict[str, float]:
 
 
 def main(argv: list[str]):
-  """Prints the table."""
+  """Print the table."""
   del argv
   results = {}
   print(

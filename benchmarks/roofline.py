@@ -1,4 +1,4 @@
-"""What a run of the workload came to, and the least it could have taken."""
+"""The measurements of a generation run, and the least time it could take."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from jaxrl_async.planning import matmul_rate
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Peaks:
-  """What this device reaches with programs that do nothing else."""
+  """The rates that this device reaches with programs that do nothing else."""
 
   bytes_per_s: float
   flops_per_s: float
@@ -26,7 +26,7 @@ class Peaks:
 
 @functools.cache
 def peaks(dtype: str) -> Peaks:
-  """Bandwidth of a += s * b over large arrays; rate of large products."""
+  """Measure the bandwidth of a += s * b and the rate of large products."""
   is_cpu = jax.default_backend() == "cpu"
   size = 2**25 if is_cpu else 2**30
   b = jnp.ones((size,), jnp.float32)
@@ -50,11 +50,12 @@ def _calls(
   workload: workloads.Workload,
   record: generation.Record,
 ) -> dict[str, np.ndarray]:
-  """What each decode call had to do, from when each sequence began.
+  """Reconstruct what each decode call did, from when each sequence began.
 
   Returns:
     Arrays over calls: `steps` that wrote something, `tokens` written, `cached`
-    tokens attended to by all of them, `longest` cached tokens at its end.
+    tokens that all of these attended to, and the `longest` number of cached
+    tokens at the end of the call.
   """
   n = engine.sizes.decode_steps_per_call
   num_calls = len(record.step_ends_s)
@@ -76,10 +77,11 @@ def _calls(
 def _bound_s(
   case: workloads.Case, calls: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-  """Least seconds of each call: at the bandwidth, and at the matmul rate."""
+  """Return the least seconds of each call, by bandwidth and by matmul rate."""
   peak, m = peaks(case.dtype), case.model
   itemsize = jnp.dtype(case.dtype).itemsize
-  # A tied head is read and multiplied once; of another embedding, only rows.
+  # A tied head is read and multiplied once. Of an untied embedding only the
+  # rows of tokens are read.
   is_untied = not m.has_tied_head
   num_read = m.num_params - is_untied * m.vocab_size * m.model_dim
   cached_bytes = m.cache_bytes(tokens=1, itemsize=itemsize)
@@ -100,7 +102,7 @@ def measure(
   workload: workloads.Workload,
   record: generation.Record,
 ) -> dict[str, Any]:
-  """The numbers of one run."""
+  """Return the numbers of one run."""
   calls = _calls(engine, workload, record)
   bound_s = _bound_s(case, calls)
   least_s = np.maximum(
@@ -116,7 +118,7 @@ def measure(
     "tokens_per_s": int(workload.completion_tokens.sum()) / record.wall_s,
     "occupancy": stats.busy_slot_steps / max(1, stats.waiting_slot_steps),
     "ms_per_step": 1e3 * decode_s / steps,
-    # One thread makes all calls, so that none of them overlap.
+    # One thread makes all calls, so they do not overlap.
     "host_frac": 1 - sum(record.busy_s.values()) / record.wall_s,
     "roof_frac": float(least_s.sum()) / decode_s,
     "first_token_s_from_submission_p50": float(np.percentile(first, 50)),
@@ -139,14 +141,14 @@ def _by_window(
   calls: dict[str, np.ndarray],
   record: generation.Record,
 ) -> dict[int, tuple[int, float]]:
-  """Calls of each window's bucket, and the median milliseconds of a step.
+  """Return the calls of each window's bucket, and their median milliseconds.
 
   A step of the scheduler is one call, with the prefill before it.
   """
   reached = calls["longest"][calls["tokens"] > 0]
   times_s = np.diff(record.step_ends_s, prepend=0.0)
   found: dict[int, list[float]] = {}
-  # The calls of a pipeline that is filled or drained are not told apart.
+  # Calls while the pipeline is filled or drained are not distinguished.
   for longest, time_s in zip(reached, times_s, strict=False):
     reach = min(int(longest), engine.sizes.cache_tokens)
     window = next(w for w in engine.sizes.window_buckets if w >= reach)

@@ -1,14 +1,14 @@
-"""The table of docs/scaling.md: what the TPU configs come to, compiled.
+"""Makes the table of docs/scaling.md: the TPU configs, compiled.
 
     uv run --extra tpu-aot benchmarks/scaling.py --results=scaling.jsonl
 
-1.5B, 7B and 32B at 8k and 32k tokens on three slices each; nothing runs. Half a
-case takes one to eight minutes, and what the results have already is not
-compiled again, so the same command goes on where it was stopped.
-`--only=1p5b:8k` takes the cases whose names begin so, `--sides=training` half
-of each.
+It compiles 1.5B, 7B and 32B at 8k and 32k tokens, on three slices each, and
+runs nothing. One side of a case takes one to eight minutes. What the results
+already hold is not compiled again, so the same command continues where it was
+stopped. `--only=1p5b:8k` takes the cases whose names begin with that, and
+`--sides=training` one side of each case.
 
-The table is on standard output; its last line is the same as JSON.
+The table is on standard output. Its last line is the same as JSON.
 """
 
 from collections.abc import Iterator
@@ -33,13 +33,24 @@ from jaxrl_async.devices import topology
 from jaxrl_async.devices import tpu_chips
 from jaxrl_async.planning import aot
 from jaxrl_async.planning import hlo
-from jaxrl_async.run import assembly
+from jaxrl_async.run import checks
 from jaxrl_async.run import config_checks
+from jaxrl_async.run import dry_run
 
-_RESULTS = flags.DEFINE_string("results", None, "One line a case.")
-_ONLY = flags.DEFINE_string("only", "", "Cases whose names begin so.")
+_RESULTS = flags.DEFINE_string(
+  "results",
+  None,
+  "File of results; one line for each side of a case.",
+  required=True,
+)
+_ONLY = flags.DEFINE_string(
+  "only", "", "Compile only cases whose names begin with this."
+)
 _SIDES = flags.DEFINE_multi_enum(
-  "sides", ["training", "rollout"], ["training", "rollout"], "Of each case."
+  "sides",
+  ["training", "rollout"],
+  ["training", "rollout"],
+  "Sides of each case to compile.",
 )
 
 _CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
@@ -63,8 +74,8 @@ def _stored(path: pathlib.Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 def _compile(case: str, side: str, config: Any) -> dict[str, Any]:
   devices = topology.devices(case.partition("@")[2])
-  assembly.check(config, devices)
-  slices, attention = assembly.programs(config, devices)
+  setup = checks.checked(config, devices)
+  slices, attention = dry_run.programs(setup)
   compiled = []
   for program in slices[side]:
     compiled.append(aot.compile_program(program))
@@ -83,7 +94,7 @@ def _axes(shape: mesh_lib.MeshShape) -> str:
 
 
 def _row(case: str, config: Any, sides: dict[str, dict[str, Any]]) -> str:
-  """Of what has been compiled of a case."""
+  """Return the table's line of what has been compiled of a case."""
   shape, _, name = case.partition("@")
   model, length = shape.split(":")
   count, kind, sizes = tpu_chips.parse(name)
@@ -118,7 +129,7 @@ def _row(case: str, config: Any, sides: dict[str, dict[str, Any]]) -> str:
 
 
 def main(argv: list[str]) -> None:
-  """Compiles what is missing and prints the table."""
+  """Compile what is missing and print the table."""
   del argv
   path = pathlib.Path(_RESULTS.value)
   stored = _stored(path)
@@ -143,5 +154,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.mark_flag_as_required("results")
   app.run(main)

@@ -1,15 +1,14 @@
-"""A training that serves its policy: ordinary clients against the worst ones.
+"""Training while serving: ordinary clients against hostile ones.
 
     python benchmarks/serve_beside_training.py
 
-Runs launch/train.py with --serve_port twice, with the same number of clients:
-first those who ask for completions as anybody would, then those of
-hostile_clients.py too. The training must end with exit status 0 and take at
-most twice as long; the exit status of this program says whether it did.
+Runs launch/train.py with --serve_port twice, with the same number of ordinary
+clients, who ask for completions. In the second run the clients of
+hostile_clients.py are added. Training must end with exit status 0 and take at
+most twice as long. The exit status of this program says whether it did.
 
-Times hold everything from the start of the process to its end. The clients
-share the cores with the training, here as much as it does with any other load.
-The last line is one JSON object.
+Times are from the start of the process to its end. The clients share the cores
+with the training. The last line is one JSON object.
 """
 
 import asyncio
@@ -30,12 +29,18 @@ from absl import app
 from absl import flags
 import http_exchange
 
-_CONFIG = flags.DEFINE_string("config", "configs/tiny.py", "Of the training.")
+_CONFIG = flags.DEFINE_string(
+  "config", "configs/tiny.py", "Config of the training."
+)
 _STEPS = flags.DEFINE_integer("steps", 60, "Train steps.", 1)
-_CLIENTS = flags.DEFINE_integer("clients", 8, "Ordinary ones.", 1)
-_EACH = flags.DEFINE_integer("each", 4, "Hostile ones of each kind.", 1)
-_ONLY = flags.DEFINE_string("only", "", "These kinds of them, by comma.")
-_TIMEOUT_S = flags.DEFINE_float("timeout_s", 900.0, "Of one training.")
+_CLIENTS = flags.DEFINE_integer("clients", 8, "Ordinary clients.", 1)
+_EACH = flags.DEFINE_integer("each", 4, "Hostile clients of each kind.", 1)
+_ONLY = flags.DEFINE_string(
+  "only", "", "Kinds of hostile clients, separated by commas; by default all."
+)
+_TIMEOUT_S = flags.DEFINE_float(
+  "timeout_s", 900.0, "Time limit of one training."
+)
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _MOST_RATIO = 2.0
@@ -48,7 +53,7 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def _hostile(address: str):
-  """Hostile clients until the block ends."""
+  """Run hostile clients until the block ends."""
   process = subprocess.Popen(
     [
       sys.executable,
@@ -68,7 +73,7 @@ def _hostile(address: str):
 
 
 async def _be_a_client(address: str, answers: list[float]) -> None:
-  """Asks again as soon as it has been answered, until it is cancelled."""
+  """Ask again after each answer, until cancelled."""
   body = {"model": "policy", "prompt": "3 + 4\n", "max_tokens": 12}
   while True:
     try:
@@ -76,11 +81,11 @@ async def _be_a_client(address: str, answers: list[float]) -> None:
         address, "/v1/completions", body, 1
       )
     except (OSError, EOFError):
-      await asyncio.sleep(0.2)  # no server yet, refused, or no server any more
+      await asyncio.sleep(0.2)  # no server yet, a refusal, or the end
 
 
 async def _train(is_hostile: bool) -> dict[str, Any]:
-  """One training among clients."""
+  """Train once among clients."""
   address = f"127.0.0.1:{_free_port()}"
   environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
   with contextlib.ExitStack() as stack:
@@ -130,7 +135,7 @@ async def _train(is_hostile: bool) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Trains twice and compares."""
+  """Train twice and compare."""
   if argv[1:]:
     sys.exit(f"error: unexpected arguments {' '.join(argv[1:])}")
   ordinary = asyncio.run(_train(is_hostile=False))

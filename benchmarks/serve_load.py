@@ -5,34 +5,37 @@
 Starts the server of launch/serve.py in a process of its own, with a policy of
 0.9 million random parameters, or with that of --workdir. First a single client
 asks for one token at a time on one connection (`single_p50_s`, `single_p99_s`).
-Then there are 200, each of which asks again as soon as it has been answered,
-for a minute. Lengths of prompts and completions are lognormal; one request in
-ten is given up, after its first tokens or before. With --hostile=4 there are
-four clients of each kind of hostile_clients.py beside them, in a process of
-their own; with --source=127.0.0.2 they come from another address than the rest.
-Meanwhile somebody looks at /health, whose longest answer is `health_max_s`.
+Then 200 clients send requests for a minute, each a new one as soon as the last
+has been answered. Lengths of prompts and completions are lognormal. One request
+in ten is given up, after its first tokens or before. /health is read meanwhile;
+`health_max_s` is its slowest answer.
 
-Afterwards every answer is compared with what a scheduler writes that serves
-nobody else, token by token; of an abandoned one, as far as it came. Some of
-them are written once more entirely alone.
+--hostile=4 adds four clients of each kind of hostile_clients.py, in a process
+of their own. With --source=127.0.0.2 they come from a different address.
 
-On two CPU cores, beside the load itself, about a minute of processor time goes
+Afterwards every answer is compared, token by token, with what a scheduler
+writes that has no other requests. An abandoned answer is compared as far as it
+came. Some answers are written once more entirely alone.
+
+On two CPU cores, besides the load itself, about a minute of processor time goes
 into starting, compiling and writing everything again. docs/results.md has the
-result. The clients share the cores with the server: `client_cpu_s` and
-`server_cpu_s` of the `load_s` seconds on each core were theirs.
+result. The clients share the cores with the server: of the `load_s` seconds on
+each core, clients used `client_cpu_s` and the server used `server_cpu_s`.
 
-A request waits most of its time for one of the 32 slots: with 200 clients that
-always want something, the latency is theirs as much as the server's. The time
-to the first token holds that wait and one call of several decode steps.
+A request spends most of its time waiting for one of the 32 slots. With 200
+clients that always have a request, the latency therefore depends on the number
+of clients as much as on the server. The time to the first token includes that
+wait and one call of several decode steps.
 
-Prints a table and, as the last line, one JSON object; exit status 1 if there
-was a wrong answer, a leaked slot or descriptor, an answer that blames the
-server (500), or a failed request.
+Prints a table and, as the last line, one JSON object. The exit status is 1 if
+there was a wrong answer, a leaked slot or descriptor, an answer with status
+500, or a failed request.
 """
 
 import asyncio
 from collections.abc import Sequence
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -58,29 +61,46 @@ from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
 from jaxrl_async.run import serve
+from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.serving import front as front_lib
 from jaxrl_async.text import chat_template as chat_template_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
-_SECONDS = flags.DEFINE_float("seconds", 60.0, "Of load.", lower_bound=0.0)
-_CLIENTS = flags.DEFINE_integer("clients", 200, "At once.", lower_bound=1)
-_WORKDIR = flags.DEFINE_string("workdir", "", "Serve a run's policy instead.")
-_NUM_SLOTS = flags.DEFINE_integer("num_slots", 32, "Of the engine.", 1)
+_SECONDS = flags.DEFINE_float(
+  "seconds", 60.0, "Length of the load.", lower_bound=0.0
+)
+_CLIENTS = flags.DEFINE_integer(
+  "clients", 200, "Clients at the same time.", lower_bound=1
+)
+_WORKDIR = flags.DEFINE_string(
+  "workdir", "", "Serve the policy of this run instead."
+)
+_NUM_SLOTS = flags.DEFINE_integer("num_slots", 32, "Slots of the engine.", 1)
 _CACHE_TOKENS = flags.DEFINE_integer(
   "cache_tokens", 256, "Prompt and completion together.", 64
 )
-_HOSTILE = flags.DEFINE_integer("hostile", 0, "Hostile clients a kind.", 0)
-_SOURCE = flags.DEFINE_string("source", "127.0.0.1", "Their address.")
-_SINGLE = flags.DEFINE_integer("single", 200, "Requests of one client.", 1)
-_GRPC_PORT = flags.DEFINE_integer("grpc_port", 0, "Internal: the server's.")
-_ALONE = flags.DEFINE_integer("alone", 16, "Written again one by one.", 0)
+_HOSTILE = flags.DEFINE_integer(
+  "hostile", 0, "Hostile clients of each kind.", 0
+)
+_SOURCE = flags.DEFINE_string(
+  "source", "127.0.0.1", "Address of the hostile clients."
+)
+_SINGLE = flags.DEFINE_integer(
+  "single", 200, "Requests of the single client.", 1
+)
+_GRPC_PORT = flags.DEFINE_integer(
+  "grpc_port", 0, "Internal: gRPC port of the server."
+)
+_ALONE = flags.DEFINE_integer(
+  "alone", 16, "Answers that are written again one by one.", 0
+)
 _SERVER = flags.DEFINE_string(
   "server", "", "Internal: be the server, with XLA's cache in this directory."
 )
 
 _ABANDONED_FRAC = 0.1
 _DEADLINE_S = 300.0
-_SETTLE_S = 10.0  # until the server has noticed the last client's going
+_SETTLE_S = 10.0  # for the server to notice that the last client left
 _MODEL = configs.ModelConfig(
   vocab_size=98,
   model_dim=144,
@@ -97,20 +117,26 @@ _MODEL = configs.ModelConfig(
 
 
 def _policy() -> serve.Policy:
-  """Random parameters, the same in every process, or the run's."""
-  sizes = {"num_slots": _NUM_SLOTS.value, "cache_tokens": _CACHE_TOKENS.value}
+  """Return random parameters, equal in every process, or those of the run."""
   if _WORKDIR.value:
-    return serve.load_run(pathlib.Path(_WORKDIR.value).absolute(), **sizes)
+    return serve.load_run(
+      pathlib.Path(_WORKDIR.value).absolute(),
+      num_slots=_NUM_SLOTS.value,
+      cache_tokens=_CACHE_TOKENS.value,
+    )
   config = sections.Config()
   half = _CACHE_TOKENS.value // 2
   buckets = (half // 2, half, _CACHE_TOKENS.value)
   config.rollout = sections.RolloutSection(
-    prefill_buckets=buckets, window_buckets=buckets, **sizes
+    num_slots=_NUM_SLOTS.value,
+    cache_tokens=_CACHE_TOKENS.value,
+    prefill_buckets=buckets,
+    window_buckets=buckets,
   )
 
   @jax.jit
   def init(key):
-    # As after training: probabilities that depend on what was written before.
+    # Noise makes probabilities depend on earlier tokens, as training does.
     leaves, tree = jax.tree.flatten(transformer.init_params(_MODEL, key))
     keys = jax.random.split(key, len(leaves))
     noisy = [
@@ -119,18 +145,17 @@ def _policy() -> serve.Policy:
     ]
     return jax.tree.unflatten(tree, noisy)
 
+  setup = setup_lib.resolve(config, jax.devices())
   return serve.Policy(
-    config=config,
-    model=_MODEL,
+    setup=dataclasses.replace(setup, model=_MODEL),
     params=init(jax.random.key(0)),
     version=0,
-    tokenizer=tokenizer_lib.character_level(),
     chat_template=chat_template_lib.ChatTemplate(None),
   )
 
 
 def _be_the_server() -> None:
-  """Serves until SIGTERM; says on stdout where."""
+  """Serve until SIGTERM; print the address on stdout."""
   stop = supervisor_lib.StopRequest()
   with stop.on_signals(lambda text: None):
     serve.serve(
@@ -149,7 +174,7 @@ def _be_the_server() -> None:
 
 
 def _exchange(seed: int, vocab_size: int) -> exchange_lib.Exchange:
-  """The request of that number."""
+  """Return the request with that number."""
   rng = np.random.default_rng(seed)
 
   def length(median, most):
@@ -174,9 +199,9 @@ def _exchange(seed: int, vocab_size: int) -> exchange_lib.Exchange:
 async def _load(
   address: str, vocab_size: int
 ) -> tuple[list[exchange_lib.Exchange], list[float]]:
-  """All clients, until the time is up and the last one has been answered.
+  """Run all clients until the time is up and the last one has been answered.
 
-  Returns: what was exchanged, and how long each look at /health took.
+  Returns: the exchanges, and the time of each answer of /health.
   """
   exchanges: list[exchange_lib.Exchange] = []
   health_s: list[float] = []
@@ -196,7 +221,7 @@ async def _load(
         if not patience.expired():
           exchange.error = f"{type(error).__name__}: {error}"
       if exchange.error:
-        await asyncio.sleep(1.0)  # what every refusal asks for
+        await asyncio.sleep(1.0)  # as every refusal asks
 
   await asyncio.gather(*(be_a_client() for _ in range(_CLIENTS.value)))
   watching.cancel()
@@ -204,7 +229,7 @@ async def _load(
 
 
 async def _ask_alone(address: str) -> list[float]:
-  """How long each request of a single client takes."""
+  """Time the requests of a single client."""
   body = {"model": "policy", "prompt": [5, 6, 7], "max_tokens": 1, "seed": 1}
   return await http_exchange.ask_repeatedly(
     address, "/v1/completions", body, _SINGLE.value
@@ -213,7 +238,7 @@ async def _ask_alone(address: str) -> list[float]:
 
 @contextlib.contextmanager
 def _hostile_clients(address: str, grpc_port: int, statuses: dict[str, int]):
-  """Those of hostile_clients.py; adds up how they were answered."""
+  """Run hostile_clients.py, and add up the statuses of its answers."""
   if not _HOSTILE.value:
     yield
     return
@@ -241,7 +266,7 @@ def _hostile_clients(address: str, grpc_port: int, statuses: dict[str, int]):
 
 
 def _gauges(address: str) -> dict[str, float]:
-  """The lines of /metrics."""
+  """Read the values of /metrics."""
   with urllib.request.urlopen(f"http://{address}/metrics") as page:
     lines = page.read().decode().splitlines()
   pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
@@ -249,7 +274,7 @@ def _gauges(address: str) -> dict[str, float]:
 
 
 def _settled(address: str) -> dict[str, float]:
-  """Metrics once nothing is in use, or after some time as they are."""
+  """Read the metrics once nothing is in use, or when time is up."""
   end_s = time.perf_counter() + _SETTLE_S
   while True:
     gauges = _gauges(address)
@@ -260,7 +285,7 @@ def _settled(address: str) -> dict[str, float]:
 
 
 def _cpu_s(pid: int) -> float:
-  """Processor time of a process so far; nan where /proc does not say."""
+  """Return the processor time of a process; nan where /proc lacks it."""
   path = pathlib.Path(f"/proc/{pid}/stat")
   if not path.exists():
     return float("nan")
@@ -269,7 +294,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def _held(pid: int) -> dict[str, int]:
-  """Descriptors and resident memory of a process; 0 where /proc is not."""
+  """Count descriptors and resident memory; 0 where there is no /proc."""
   process = pathlib.Path(f"/proc/{pid}")
   if not process.exists():
     return {"descriptors": 0, "bytes": 0}
@@ -284,7 +309,7 @@ def _held(pid: int) -> dict[str, int]:
 
 
 def _check(exchanges: list[exchange_lib.Exchange]) -> dict[str, int]:
-  """Writes everything again without a server."""
+  """Write all answers again without a server, and count differences."""
   scheduler = serve.make_scheduler(_policy())
   some = exchanges[:: max(1, len(exchanges) // max(1, _ALONE.value))]
   some = some[: _ALONE.value]
@@ -304,7 +329,7 @@ def _check(exchanges: list[exchange_lib.Exchange]) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _server(cache: str, grpc_port: int):
-  """The server's process and address."""
+  """Run the server; give its process and address."""
   command = [
     sys.executable,
     __file__,
@@ -331,7 +356,7 @@ def _server(cache: str, grpc_port: int):
 
 
 def _measure(cache: str) -> tuple[list[exchange_lib.Exchange], dict[str, Any]]:
-  """Loads a server; gives what was exchanged, and what it took."""
+  """Put load on a server; return the exchanges and the measurements."""
   vocab_size = _MODEL.vocab_size
   if _WORKDIR.value:
     directory = pathlib.Path(_WORKDIR.value) / "tokenizer"
@@ -377,7 +402,7 @@ def _percentiles(name: str, times_s: list[float]) -> dict[str, float | None]:
 def _summary(
   exchanges: list[exchange_lib.Exchange], load: dict[str, Any]
 ) -> dict[str, Any]:
-  """Counts and times."""
+  """Return counts and times."""
   complete = [e for e in exchanges if e.is_complete]
   first_s = [e.times_s["first"] for e in exchanges if "first" in e.times_s]
   return {
@@ -398,7 +423,7 @@ def _summary(
 
 
 def main(argv: Sequence[str]) -> None:
-  """Loads the server, checks its answers, prints what came out."""
+  """Put load on the server, check its answers and print the results."""
   if argv[1:]:
     sys.exit(f"error: unexpected arguments {' '.join(argv[1:])}")
   logging.set_verbosity(logging.WARNING)

@@ -14,9 +14,9 @@ class Reference:
   """The process that does the same work with PyTorch and transformers.
 
   Args:
-    script: beside this file; reads the work from a file, prints what it tried,
-      then does the work once for each line of its input.
-    path: where the work is written.
+    script: a file beside this one. It reads the work from a file, prints what
+      it tried, and then does the work once for each line of its input.
+    path: file that the work is written to.
     work: what the script reads, as JSON.
   """
 
@@ -44,19 +44,19 @@ class Reference:
     return json.loads(line)
 
   def run(self) -> dict[str, Any]:
-    """Does the work once."""
+    """Do the work once."""
     assert self._process.stdin is not None
     self._process.stdin.write("run\n")
     self._process.stdin.flush()
     return self._read()
 
   def close(self) -> None:
-    """Ends the process."""
+    """End the process."""
     self._process.communicate()
 
 
 def has_transformers() -> bool:
-  """Whether there is something to compare with; says so if not."""
+  """Return whether torch and transformers are there; say so if not."""
   has = all(map(importlib.util.find_spec, ("torch", "transformers")))
   if not has:
     print("  no torch or no transformers here: nothing to compare with")
@@ -64,7 +64,7 @@ def has_transformers() -> bool:
 
 
 def median(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-  """Each number's median; of what is no number, the first run's."""
+  """Return the median of each number; other values are the first run's."""
   return {
     name: statistics.median([run[name] for run in runs])
     if isinstance(value, float)
@@ -74,7 +74,7 @@ def median(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(rows: Sequence[dict[str, Any]], columns: Mapping[str, str]) -> str:
-  """A Markdown table of those columns that the rows have, in their formats."""
+  """Return a Markdown table of the columns that the rows have."""
   columns = {n: form for n, form in columns.items() if n in rows[0]}
   lines = [[*columns], ["---"] * len(columns)]
   for row in rows:

@@ -2,29 +2,30 @@
 
     python benchmarks/train_step.py
 
-The trainer packs trajectories of lognormal lengths (packed_lengths.py), then
-does proximal logprobs and one update, with random weights. Without --rows the
-rows are those of the platform; on a CPU two devices share each microbatch. In
-turn with it, in each repeat: the rate of large matrix products; the same update
-with plain next-token cross-entropy for a loss; and, in a process that waits
-meanwhile, that update with PyTorch (see transformers_train.py; needs the
-dependency group `reference`). All of it was done once before: compiling is not
-counted.
+The trainer packs trajectories of lognormal lengths (packed_lengths.py). It then
+computes proximal logprobs and one update, with random weights. Without --rows
+the rows are those of the platform. On a CPU two devices share each microbatch.
+
+Each repeat takes turns between this and three others: the rate of large matrix
+products; the same update with next-token cross-entropy as its loss; and that
+update with PyTorch, in a process that waits meanwhile (transformers_train.py,
+which needs the dependency group `reference`). Everything has been done once
+before, so compiling is not counted.
 
     tokens_per_s     of an update; padding does not count
     mfu              FLOPs of the model over the update's time and the matmul
-                     rate: 6 a parameter and token, 12 a layer, head, its
-                     dimension and pair of tokens that see each other; what is
-                     computed twice counts once
-    vs_cross_entropy the update's time over that with plain cross-entropy
-    proximal         time of the proximal forward over the update's
+                     rate: 6 for each parameter and token, and 12 for each
+                     layer, head, head dimension and pair of tokens that see
+                     each other. What is computed twice counts once.
+    vs_cross_entropy the time of the update over that with cross-entropy
+    proximal         time of the proximal forward over that of the update
     vs_torch         tokens_per_s over PyTorch's, with cross-entropy in both
     peak_bytes       of the compiled update, state and batch included
     compilations     programs that were compiled for trainer and comparison
 
-Hardware: two CPU cores, float32, the rows cpu-1m and cpu-10m; with a GPU the
-others, bfloat16 with float32 master weights, not measured yet. Time: three
-minutes. Result: docs/results.md has the table.
+Hardware: two CPU cores, float32, for the rows cpu-1m and cpu-10m. The other
+rows need a GPU, use bfloat16 with float32 master weights, and have not been
+measured yet. Time: three minutes. Result: docs/results.md has the table.
 
 The last line of standard output is one JSON object.
 """
@@ -41,7 +42,7 @@ import tempfile
 import time
 from typing import Any
 
-# Leaves the other process its share of the device's memory.
+# Leave the other process its share of the device's memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 from absl import app
@@ -52,6 +53,7 @@ import packed_lengths
 import side_by_side
 import workloads
 
+from jaxrl_async import types
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
@@ -62,6 +64,7 @@ from jaxrl_async.planning import aot
 from jaxrl_async.planning import matmul_rate
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.training import objectives
+from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
 from jaxrl_async.training import trainer as trainer_lib
 
@@ -71,8 +74,8 @@ class Case:
   """A model and the shape of its batches.
 
   Attributes:
-    scale: lengths are packed_lengths.py's over that.
-    num_trajectories: of an update.
+    scale: lengths are those of packed_lengths.py divided by this.
+    num_trajectories: trajectories of an update.
   """
 
   model: configs.ModelConfig
@@ -85,7 +88,7 @@ class Case:
 
   @property
   def tokens_per_row(self) -> int:
-    """As long as the longest trajectory."""
+    """Return the length of the longest trajectory."""
     return packed_lengths.MAX_TOKENS // self.scale
 
 
@@ -96,7 +99,7 @@ def _cpu_case(name: str) -> Case:
     scale=16,
     rows_per_microbatch=2,
     num_trajectories=256,
-    vocab_chunk=8_192,  # of both cases the whole
+    vocab_chunk=8_192,  # the whole vocabulary in both cases
     remat=sections.Remat.DOTS,
   )
 
@@ -120,29 +123,36 @@ _GPU_CASES = {
 }
 _CASES = _CPU_CASES | _GPU_CASES
 _ROWS = flags.DEFINE_list(
-  "rows", None, f"Which cases; by default the platform's. {', '.join(_CASES)}."
+  "rows",
+  None,
+  f"Cases to measure, by default the platform's: {', '.join(_CASES)}.",
 )
 flags.register_validator(
   _ROWS, lambda rows: set(rows or ()) <= _CASES.keys(), "names of cases"
 )
-_REPEATS = flags.DEFINE_integer("repeats", 3, "Of each row.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Of weights and lengths.")
+_REPEATS = flags.DEFINE_integer(
+  "repeats", 3, "How often each row is measured.", lower_bound=1
+)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of weights and lengths.")
 _REMAT = flags.DEFINE_enum_class(
-  "remat", None, sections.Remat, "Not the case's."
+  "remat", None, sections.Remat, "Rematerialisation; by default the case's."
 )
 _ATTENTION = flags.DEFINE_string(
-  "attention", kernel_names.AUTO, "As config.train.attention."
+  "attention", kernel_names.AUTO, "Attention, as in train.attention."
 )
 _ROWS_PER_MICROBATCH = flags.DEFINE_integer(
-  "rows_per_microbatch", 0, "0 takes the case's.", lower_bound=0
+  "rows_per_microbatch",
+  0,
+  "Rows of a microbatch; 0 takes the case's.",
+  lower_bound=0,
 )
 _VOCAB_CHUNK = flags.DEFINE_integer(
-  "vocab_chunk", 0, "0 takes the case's.", lower_bound=0
+  "vocab_chunk", 0, "Entries of a chunk; 0 takes the case's.", lower_bound=0
 )
 _DEVICES = flags.DEFINE_integer(
   "devices",
   0,
-  "That share the rows of a microbatch; 0 is two on a CPU, and one GPU.",
+  "Devices that share the rows of a microbatch; 0 is two on a CPU, one GPU.",
   lower_bound=0,
 )
 _TORCH = flags.DEFINE_boolean("torch", True, "Compare with PyTorch.")
@@ -160,7 +170,8 @@ _COLUMNS = {
   "compile_s": ".0f",
   "compilations": "",
 }
-_CPU_DEVICES = 2  # one a core: what is no matrix product takes only one each
+# One device per core, because elementwise work uses one core of its device.
+_CPU_DEVICES = 2
 _OPTIMIZER = sections.OptimizerSection(learning_rate=1e-4)
 
 
@@ -173,7 +184,7 @@ def _devices() -> list[Any]:
 
 
 class Ours:
-  """A trainer, a prepared batch, and the update with another loss."""
+  """A trainer, a prepared batch, and the update with cross-entropy."""
 
   def __init__(self, case: Case, lengths: np.ndarray):
     devices = _devices()
@@ -199,12 +210,18 @@ class Ours:
     rows = _ROWS_PER_MICROBATCH.value or case.rows_per_microbatch
     group = packed_lengths.make_group(lengths, case.model.vocab_size)
     for i, trajectory in enumerate(group.trajectories):
-      trajectory.reward = float(i % 2)
+      trajectory.reward = types.Reward(score=float(i % 2))
     _, placement = packed_lengths.pack(
       lengths, tokens_per_row=case.tokens_per_row, rows=rows
     )
+    models = {
+      train_state.POLICY: train_state.ModelSettings(
+        model=case.model, optimizer=_OPTIMIZER
+      )
+    }
     self.trainer = trainer_lib.Trainer(
       mesh=mesh,
+      models=models,
       forward=forward,
       loss=objectives.decoupled_ppo(
         proximal=objectives.recomputed,
@@ -221,14 +238,14 @@ class Ours:
         min_microbatches=placement.shape[1],
         advantage_scale=sections.AdvantageScale.STD,
       ),
-      optimizer=_OPTIMIZER,
       num_steps=1_000,
       decay=1.0,
       rollout_dtype=case.dtype,
       busy=metrics_lib.BusyClock(),
     )
     init = functools.partial(transformer.init_params, case.model)
-    self.trainer.start(jax.jit(init)(jax.random.key(_SEED.value)))
+    params = jax.jit(init)(jax.random.key(_SEED.value))
+    self.trainer.start({train_state.POLICY: params})
     self.batch = self.trainer.prepare([group])
     self._plain = jax.jit(
       functools.partial(
@@ -236,9 +253,7 @@ class Ours:
         forward,
         objectives.next_token,
         objectives.no_diagnostic,
-        train_step.make_optimizer(
-          _OPTIMIZER, train_step.learning_rate_schedule(_OPTIMIZER)
-        ),
+        train_step.make_optimizers(models),
       ),
       donate_argnums=0,
       out_shardings=(
@@ -249,13 +264,13 @@ class Ours:
     self._num_steps = 0
 
   def step(self) -> dict[str, float]:
-    """Seconds of both programs of a train step."""
+    """Return the seconds of both programs of a train step."""
     done = self.trainer.step(self._num_steps, self.batch)
     self._num_steps += 1
     return done.times_s
 
   def plain_s(self) -> float:
-    """Seconds of the update with plain cross-entropy."""
+    """Return the seconds of the update with cross-entropy."""
     start_s = time.perf_counter()
     self.trainer.state, values = self._plain(
       self.trainer.state, self.batch.arrays, np.int32(0)
@@ -286,7 +301,7 @@ def _reference(
 
 
 def _row(name: str, directory: pathlib.Path) -> dict[str, Any]:
-  """One case against cross-entropy, PyTorch and the matmul rate."""
+  """Measure one case against cross-entropy, PyTorch and the matmul rate."""
   case = _CASES[name]
   lengths = packed_lengths.draw_lengths(
     case.num_trajectories, _SEED.value, scale=case.scale
@@ -352,7 +367,7 @@ def _row(name: str, directory: pathlib.Path) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Measures every row and prints what came out."""
+  """Measure every row and print the results."""
   if argv[1:]:
     sys.exit(f"error: unexpected arguments {' '.join(argv[1:])}")
   jax.config.update("jax_cpu_enable_async_dispatch", False)

@@ -2,17 +2,19 @@
 
     python benchmarks/transformers_generate.py WORKLOAD.json
 
-A process of its own, which generate.py starts and takes turns with. Sequences
-go in batches in the order of arrival, padded on the left; a batch runs until
-its longest member is written. What counts is each sequence's own length, as
-there.
+This is a process of its own, which generate.py starts and takes turns with.
+Sequences go in batches in the order of arrival, padded on the left, and a batch
+runs until its longest member is written. As in generate.py, only the drawn
+length of each sequence counts.
 
-What is fastest is found out on the first batch and not timed: a static cache
-(compiled on a GPU, where every batch then has one shape) or a dynamic one,
-PyTorch's fused attention or the one written out, then, on a CPU, a single
-thread or one a core (which wait asleep: where cores are shared, threads that
-spin at each barrier take a hundred times longer). Prints that as a line of
-JSON, then reads lines: each runs the work once and is answered by a line.
+The fastest variant is determined on the first batch, which is not timed. The
+variants are: a static cache (compiled on a GPU, where every batch has the same
+shape) or a dynamic one; PyTorch's fused attention or plain attention; and, on a
+CPU, a single thread or one per core. Threads sleep while they wait, because on
+shared cores threads that spin at each barrier take a hundred times longer.
+
+Prints the result of these trials as a line of JSON. Then it reads lines. For
+each line it does the work once and prints a line.
 """
 
 from collections.abc import Sequence
@@ -28,7 +30,7 @@ import torch
 import transformers
 import transformers_qwen2
 
-_TRIED_TOKENS = 128  # of the first batch, on a CPU
+_TRIED_TOKENS = 128  # tokens of the first batch in a trial, on a CPU
 
 
 class Variant(NamedTuple):
@@ -43,7 +45,7 @@ class Variant(NamedTuple):
 
 
 class Reference:
-  """A model with random weights and the batches it has to write."""
+  """A model with random weights, and the batches it has to write."""
 
   def __init__(self, workload: dict[str, Any]):
     self._device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -111,13 +113,13 @@ class Reference:
       torch.cuda.synchronize()
 
   def choose(self) -> dict[str, float]:
-    """Seconds of a first batch by variant; the fastest is used from now."""
+    """Time a first batch by variant; the fastest is used from then on."""
     cores = len(os.sched_getaffinity(0))
     times_s: dict[Variant, float] = {}
 
     def measure(variant: Variant) -> None:
       tokens, mask, new_tokens = self._batches[0]
-      short = new_tokens  # compiles, allocates
+      short = new_tokens  # compiles and allocates
       if not self._is_compiled:
         short, new_tokens = 2, min(new_tokens, _TRIED_TOKENS)
       self._write(variant, (tokens, mask, short))
@@ -132,12 +134,12 @@ class Reference:
       fastest = min(times_s, key=times_s.__getitem__)
       measure(fastest._replace(num_threads=cores))
     self._variant = min(times_s, key=times_s.__getitem__)
-    # The others' memory is not needed any more.
+    # Free the memory of the other models.
     self._models = {self._variant.attention: self._models[self._variant[0]]}
     return {str(v): round(seconds, 3) for v, seconds in times_s.items()}
 
   def run(self) -> dict[str, Any]:
-    """Writes every sequence."""
+    """Write every sequence."""
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     for batch in self._batches:
       self._write(self._variant, batch)
@@ -151,7 +153,7 @@ class Reference:
 
 
 def main(path: str) -> None:
-  """Serves one workload until standard input ends."""
+  """Do the workload for each line of standard input."""
   transformers.logging.set_verbosity_error()
   with open(path) as file:
     reference = Reference(json.load(file))

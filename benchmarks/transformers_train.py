@@ -2,11 +2,12 @@
 
     python benchmarks/transformers_train.py WORK.json
 
-A process of its own, for a benchmark that starts it and takes turns with it.
-The JSON has `model` (the fields of a ModelConfig; Qwen2's, because that is what
-is built), `dtype`, `learning_rate` and `batch`: an .npz with `tokens`,
-`segment_ids`, `positions` and `loss_mask`, [K B T] each and as
-`batching.PackedBatch` has them. Microbatches of padding only are left out.
+This is a process of its own, for a benchmark that starts it and takes turns
+with it. The JSON has `model` (the fields of a ModelConfig of Qwen2's
+architecture, because that is what is built), `dtype`, `learning_rate` and
+`batch`: an .npz with `tokens`, `segment_ids`, `positions` and `loss_mask`, each
+[K B T] and as in `packing.PackedBatch`. Microbatches of padding only are left
+out.
 
 The update is that of `train_step.update` with `objectives.next_token`:
 cross-entropy in float32 over the loss tokens of the whole batch, gradients
@@ -14,18 +15,19 @@ summed over the microbatches, their global norm clipped at 1, AdamW. Weights are
 random and float32; a `dtype` of bfloat16 means autocast. A token sees those
 before it in its segment.
 
-What is fastest is found out on the first microbatch, which changes nothing:
-PyTorch's fused attention or the one written out; on a GPU, where the model is
-compiled, with or without gradient checkpoints, if it fits; on a CPU a single
-thread or one a core (which wait asleep: see transformers_generate.py). Prints
-that as a line of JSON, then reads lines: each runs one update and is answered
-by a line.
+The fastest variant is determined on the first microbatch, without changing
+weights: PyTorch's fused attention or plain attention; on a GPU, where the model
+is compiled, with or without gradient checkpoints, if it fits; on a CPU a single
+thread or one per core (see transformers_generate.py).
 
-    tokens_per_s  tokens of the batch without padding over wall-clock
+Prints the result of these trials as a line of JSON. Then it reads lines. For
+each line it runs one update and prints a line.
+
+    tokens_per_s  tokens of the batch without padding, over wall-clock time
     loss          before the update
     peak_bytes    during the update: of the process, on a GPU of its memory
 
-Hardware: two CPU cores, float32; the way through CUDA has not been run yet.
+Hardware: two CPU cores, float32. The path through CUDA has not been run yet.
 """
 
 import json
@@ -59,7 +61,10 @@ class Variant(NamedTuple):
 
 
 class Microbatch(NamedTuple):
-  """[B T] arrays; `labels` at t are the token at t + 1, where it counts."""
+  """[B T] arrays.
+
+  `labels` at t are the token at t + 1, where that token is a loss token.
+  """
 
   tokens: torch.Tensor
   segment_ids: torch.Tensor
@@ -128,7 +133,7 @@ class Reference:
     )
 
   def _mask(self, segment_ids: torch.Tensor) -> torch.Tensor:
-    """Who sees whom, [B 1 T T], as the attention wants it said."""
+    """Return which tokens see which, [B 1 T T], as the attention expects it."""
     same = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
     # Padding sees the padding before it: no row of the mask is empty.
     seen = same.tril()
@@ -149,7 +154,7 @@ class Reference:
   def _update(
     self, optimizer: torch.optim.Optimizer, microbatches: list[Microbatch]
   ) -> float:
-    """One optimizer step; the loss before it."""
+    """Do one optimizer step; return the loss before it."""
     total = torch.zeros((), device=self._device)
     for tokens, segment_ids, positions, labels in microbatches:
       with torch.autocast(
@@ -178,15 +183,16 @@ class Reference:
     return value
 
   def choose(self) -> dict[str, float]:
-    """Seconds of a first microbatch by variant; the fastest is used now."""
+    """Time a first microbatch by variant; the fastest is used from then on."""
     cores = len(os.sched_getaffinity(0))
     times_s: dict[Variant, float] = {}
 
     def measure(variant: Variant) -> None:
       self.use(variant)
-      optimizer = self._adamw(0.0)  # as much work and memory, no step
+      optimizer = self._adamw(0.0)  # the same work and memory, no change
       try:
-        self._update(optimizer, self._microbatches[:1])  # compiles, allocates
+        # The first update compiles and allocates.
+        self._update(optimizer, self._microbatches[:1])
         start_s = time.perf_counter()
         self._update(optimizer, self._microbatches[:1])
         times_s[variant] = time.perf_counter() - start_s
@@ -206,7 +212,7 @@ class Reference:
     return {str(v): round(seconds, 3) for v, seconds in times_s.items()}
 
   def run(self) -> dict[str, Any]:
-    """Updates the weights once."""
+    """Update the weights once."""
     self._forget_peak()
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     loss = self._update(self._optimizer, self._microbatches)
@@ -229,7 +235,7 @@ class Reference:
   def _peak_bytes(self) -> int:
     if self._device == "cuda":
       return torch.cuda.max_memory_allocated()
-    # Not ru_maxrss: that begins with what the parent process had.
+    # ru_maxrss would include the memory of the parent process.
     status = pathlib.Path("/proc/self/status").read_text()
     found = re.search(r"VmHWM:\s*(\d+) kB", status)
     assert found
@@ -237,7 +243,7 @@ class Reference:
 
 
 def main(path: str) -> None:
-  """Serves one batch until standard input ends."""
+  """Do an update for each line of standard input."""
   transformers.logging.set_verbosity_error()
   with open(path) as file:
     reference = Reference(json.load(file))

@@ -2,18 +2,19 @@
 
     python benchmarks/weight_transfer.py
 
-A version is cast by the trainer's own program, published, waited for and
-adopted; every leaf that arrives is compared with what was sent, bit for bit.
-Rows are sizes, from one device to another, and pairs of meshes at one size.
+Each version is cast by the trainer's own program, published, waited for and
+adopted. Every leaf that arrives is compared with what was sent, bit for bit.
+The rows are several sizes, from one device to another, and several pairs of
+meshes at one size.
 
     cast_ms     the program that unstacks and casts, on the trainer's devices
-    publish_ms  for which `publish` holds its caller up
+    publish_ms  how long `publish` holds up its caller
     ready_ms    from the call of `publish` until the version can be adopted
-    adopt_ms    of `adopt`, until the weights lie in the rollout shardings
+    adopt_ms    `adopt`, until the weights lie in the rollout shardings
     gb_per_s    bytes of a version over ready_ms + adopt_ms
 
-The trainer is held up by cast_ms + publish_ms, all else runs beside it. Each
-time is the median of --repeats versions, the first one not counted.
+The trainer is held up for cast_ms + publish_ms. Everything else runs beside it.
+Each time is the median of --repeats versions, without the first one.
 
 Hardware: any; without an accelerator, eight virtual devices. Time: two minutes.
 Result: docs/performance.md.
@@ -50,15 +51,17 @@ from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
 from jaxrl_async.training import train_step
 
-_REPEATS = flags.DEFINE_integer("repeats", 5, "Of each row.", lower_bound=1)
+_REPEATS = flags.DEFINE_integer(
+  "repeats", 5, "Measured versions of each row.", lower_bound=1
+)
 _ROWS = flags.DEFINE_list(
-  "rows", None, "1m, 10m, 38m, 100m, pairs; all if none."
+  "rows", None, "Rows, by default all: 1m, 10m, 38m, 100m, pairs."
 )
 _DTYPE = flags.DEFINE_enum(
-  "dtype", "float32", ["float32", "bfloat16"], "Of the rollout weights."
+  "dtype", "float32", ["float32", "bfloat16"], "Type of the rollout weights."
 )
 _DIRECTORY = flags.DEFINE_string(
-  "directory", "", "transfer.directory; by default memory-backed."
+  "directory", "", "As transfer.directory; by default memory-backed."
 )
 
 MeshShape = mesh_lib.MeshShape
@@ -90,7 +93,7 @@ PAIRS = [
 
 
 def trainer_params(model: configs.ModelConfig, mesh: jax.sharding.Mesh) -> Any:
-  """Stacked float32 parameters, as the trainer holds them."""
+  """Return stacked float32 parameters, as the trainer holds them."""
   axes = transformer.logical_axes(model, is_stacked=True)
   init = jax.jit(
     functools.partial(transformer.init_params, model),
@@ -100,7 +103,7 @@ def trainer_params(model: configs.ModelConfig, mesh: jax.sharding.Mesh) -> Any:
 
 
 def assert_exact(found: Any, sent: Any) -> None:
-  """Every leaf has the bits that were sent."""
+  """Check that every leaf has the bits that were sent."""
 
   def check(a, b):
     bits = f"u{a.dtype.itemsize}"
@@ -118,7 +121,7 @@ def measure(
   rollout_shape: MeshShape,
   directory: pathlib.Path,
 ) -> dict[str, Any]:
-  """One row: medians over versions."""
+  """Measure one row: medians over versions."""
   train_mesh, rollout_mesh = mesh_lib.cut_devices(
     jax.devices(), train_shape=train_shape, rollout_shape=rollout_shape
   )
@@ -187,7 +190,7 @@ def measure(
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
-  """A Markdown table of the rows."""
+  """Return a Markdown table of the rows."""
   lines = [[*rows[0]], ["---"] * len(rows[0])]
   for row in rows:
     lines.append(
@@ -197,7 +200,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Measures every row and prints what came out."""
+  """Measure every row and print the results."""
   if argv[1:]:
     sys.exit(f"error: unexpected arguments {' '.join(argv[1:])}")
   logging.set_verbosity(logging.WARNING)

@@ -1,8 +1,8 @@
-"""What generate.py writes: model, lengths, slots, by name.
+"""What generate.py writes: model, lengths and slots of each case.
 
-Lengths have a long tail, as completions of a reasoning model do: lognormal,
-cut at what the cache holds. The CPU's rows are Qwen2 shapes of 1.04 and 9.99
-million parameters.
+Lengths have a long tail, as completions of a reasoning model do: they are
+lognormal and cut at what the cache holds. The CPU's cases are Qwen2 shapes of
+1.04 and 9.99 million parameters.
 """
 
 import dataclasses
@@ -19,11 +19,11 @@ class Case:
   """One row of the benchmark.
 
   Attributes:
-    prompt_tokens: shortest and longest prompt; uniform between them.
-    completion_median: of the lognormal the completions' lengths are from.
-    completion_sigma: its deviation, in logarithms.
+    prompt_tokens: shortest and longest prompt; lengths between are uniform.
+    completion_median: median of the lognormal lengths of completions.
+    completion_sigma: their deviation, in logarithms.
     completion_max: where lengths are cut.
-    num_groups: prompts; each is written group_size times.
+    num_groups: number of prompts; each is written group_size times.
   """
 
   model: configs.ModelConfig
@@ -47,7 +47,7 @@ class Workload:
 
 
 def draw(case: Case, seed: int) -> Workload:
-  """The same sequences for the same seed."""
+  """Draw sequences, which are the same for the same seed."""
   rng = np.random.default_rng(seed)
   low, high = case.prompt_tokens
   prompts = [

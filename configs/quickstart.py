@@ -2,8 +2,8 @@
 
 uv run launch/train.py --config=configs/quickstart.py --workdir=/tmp/quickstart
 
-Two CPU cores. docs/results.md has the measured times and accuracies. Variants,
-after a colon: `sync` is the same run with max_staleness=0.
+It runs on two CPU cores; docs/results.md has the measured times and accuracies.
+`sync`, after a colon, is the same run with max_staleness=0.
 """
 
 from ml_collections import config_dict
@@ -12,7 +12,7 @@ from jaxrl_async.config import sections
 
 
 def get_config(variant: str = "") -> sections.Config:
-  """The run of this file; variants are "" and "sync"."""
+  """Return the run of this file; variants are "" and "sync"."""
   if variant not in ("", "sync"):
     raise sections.ConfigError(
       f"variant: {sections.shown(variant)}; use sync or none"
@@ -39,8 +39,8 @@ def get_config(variant: str = "") -> sections.Config:
       ),
     ),
     rollout=sections.RolloutSection(
-      # Few slots: decoding takes about as long as training, so that both
-      # slices stay busy and data is used soon.
+      # With few slots decoding takes about as long as training. Both slices
+      # then stay busy, and trajectories are used while they are fresh.
       num_slots=4,
       max_prompt_tokens=16,
       max_completion_tokens=48,

@@ -2,9 +2,10 @@
 
     uv run launch/train.py --config=configs/tiny.py --workdir=/tmp/tiny
 
-Two CPU devices, half a minute, most of it compiling. It learns next to
-nothing: sums of two one-digit numbers, a model of 20 thousand parameters, four
-train steps. Variants, after a colon: `sync` is the same with max_staleness=0.
+It takes half a minute on two CPU devices, most of it for compiling. It learns
+almost nothing: sums of two one-digit numbers, a model of 20 thousand
+parameters, four train steps. `sync`, after a colon, is the same run with
+max_staleness=0.
 """
 
 from ml_collections import config_dict
@@ -13,7 +14,7 @@ from jaxrl_async.config import sections
 
 
 def get_config(variant: str = "") -> sections.Config:
-  """The run of this file; variants are "" and "sync"."""
+  """Return the run of this file; variants are "" and "sync"."""
   if variant not in ("", "sync"):
     raise sections.ConfigError(
       f"variant: {sections.shown(variant)}; use sync or none"

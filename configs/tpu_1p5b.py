@@ -3,14 +3,15 @@
     uv run --extra tpu-aot launch/train.py --dry_run --topology=v5e:2x4 \
       --config=configs/tpu_1p5b.py:8k@v5e:2x4
 
-A variant, after the colon, is the tokens of the longest trajectory (1k, 8k or
-32k), and after an @ the slice whose mesh it takes: v5e:2x4, v6e:2x4 or
-v5p:2x2x1. Half of the chips train, half of them generate; at 32k tokens four
-times as many share a row, except on v5p. docs/scaling.md says what fits and how
-long it takes at least. To recompute the caches takes 1.4 to 2 times the tokens
-that are needed where completions run to the limit (docs/performance.md, prefill
-buckets). The weights are random unless `--config.model.name` is a published
-model's directory.
+A variant follows after the colon. It has the tokens of the longest trajectory
+(1k, 8k or 32k) and, after an @, the slice that the mesh is for: v5e:2x4,
+v6e:2x4 or v5p:2x2x1. Half of the chips train and half generate. At 32k tokens
+four times as many chips share a row as at 8k, except on v5p.
+
+docs/scaling.md says what fits, and how long it takes at least. Recomputing the
+caches for new weights takes 1.4 to 2 times the tokens that are needed if all
+completions run to the limit (docs/performance.md, prefill buckets). The weights
+are random unless `--config.model.name` is the directory of a pretrained model.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ SLICES = {
   "v6e:2x4": sections.MeshSection(train_fsdp=4, rollout_data=4),
   "v5p:2x2x1": sections.MeshSection(train_fsdp=2, rollout_data=2),
 }
-# How many times as many devices share a row of 32k tokens as one of 8k.
+# How many times more devices share a row of 32k tokens than a row of 8k.
 LONG_CONTEXT = {"v5e": 4, "v6e": 4, "v5p": 1}
 
 
@@ -38,14 +39,15 @@ def make(
   slots_per_replica: int,
   state_dtype: str = "float32",
 ) -> sections.Config:
-  """A run of a model at the shapes of a variant.
+  """Return a run of a model at the sizes of a variant.
 
   Args:
-    model: by its name.
-    slices: a mesh for each; the first is taken when the variant names none.
-    variant: tokens, and a slice after an @.
-    slots_per_replica: at 8k tokens; others have the same number of tokens.
-    state_dtype: of the optimizer's first moment.
+    model: name of the model.
+    slices: a mesh for each TPU slice; without one, the first is taken.
+    variant: number of tokens, and a slice after an @.
+    slots_per_replica: slots at 8k tokens. At other lengths the slots of a
+      replica hold the same number of tokens in all.
+    state_dtype: type of the optimizer's first moment.
   """
   length, _, name = variant.partition("@")
   length, name = length or "8k", name or next(iter(slices))
@@ -78,8 +80,9 @@ def make(
       max_prompt_tokens=prompt,
       max_completion_tokens=tokens - prompt,
       cache_tokens=tokens,
-      # One row a replica as long as it has tokens enough to be bound by
-      # products. More rows would stay empty: those of a call share a bucket.
+      # One row for each replica if it has enough tokens to be limited by
+      # products. The rows of a call share a bucket, so more rows would often
+      # be empty.
       prefill_rows=mesh.rollout_data * max(1, 512 // prompt),
       prefill_buckets=(prompt, 2 * prompt, 4 * prompt, tokens),
       window_buckets=(tokens,),
@@ -99,5 +102,5 @@ def make(
 
 
 def get_config(variant: str = "") -> sections.Config:
-  """The run of this file; variants are described above."""
+  """Return the run of this file; variants are described above."""
   return make("qwen2-1.5b", SLICES, variant, slots_per_replica=8)

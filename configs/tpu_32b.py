@@ -3,10 +3,11 @@
     uv run --extra tpu-aot launch/train.py --dry_run --topology=v5p:4x4x4 \
       --config=configs/tpu_32b.py:8k@v5p:4x4x4
 
-Variants are those of tpu_1p5b.py, on v5p:4x4x4, v5p:2x4x4 or v6e:8x8; on v6e
-four chips share a row of 8k tokens. On v5e two versions of the engine's
-weights, which eight kv heads split over eight chips at most, are more than a
-chip has.
+Variants are those of tpu_1p5b.py, for the slices v5p:4x4x4, v5p:2x4x4 and
+v6e:8x8. On v6e four chips share a row of 8k tokens. There is no v5e slice: the
+engine holds two versions of the weights while it adopts one, eight kv heads
+split over at most eight chips, and an eighth of two versions is more than a
+chip holds.
 """
 
 import pathlib
@@ -14,7 +15,7 @@ import runpy
 
 from jaxrl_async.config import sections
 
-# By path: a config file is loaded as a file, from wherever the user stands.
+# By path, because a config file may be loaded from any working directory.
 _BASE = runpy.run_path(str(pathlib.Path(__file__).with_name("tpu_1p5b.py")))
 SLICES = {
   "v5p:4x4x4": sections.MeshSection(
@@ -30,7 +31,7 @@ SLICES = {
 
 
 def get_config(variant: str = "") -> sections.Config:
-  """The run of this file; variants are described above."""
+  """Return the run of this file; variants are described above."""
   return _BASE["make"](
     "qwen2.5-32b",
     SLICES,

@@ -3,8 +3,8 @@
     uv run --extra tpu-aot launch/train.py --dry_run --topology=v5p:2x2x2 \
       --config=configs/tpu_7b.py:8k@v5p:2x2x2
 
-Variants are those of tpu_1p5b.py, on v5p:2x2x2, v6e:4x4 or 2xv5e:4x4; on v5e
-four chips share a row of 8k tokens.
+Variants are those of tpu_1p5b.py, for the slices v5p:2x2x2, v6e:4x4 and
+2xv5e:4x4. On v5e four chips share a row of 8k tokens.
 """
 
 import pathlib
@@ -12,7 +12,7 @@ import runpy
 
 from jaxrl_async.config import sections
 
-# By path: a config file is loaded as a file, from wherever the user stands.
+# By path, because a config file may be loaded from any working directory.
 _BASE = runpy.run_path(str(pathlib.Path(__file__).with_name("tpu_1p5b.py")))
 SLICES = {
   "v5p:2x2x2": sections.MeshSection(
@@ -28,7 +28,7 @@ SLICES = {
 
 
 def get_config(variant: str = "") -> sections.Config:
-  """The run of this file; variants are described above."""
+  """Return the run of this file; variants are described above."""
   return _BASE["make"](
     "qwen2.5-7b",
     SLICES,

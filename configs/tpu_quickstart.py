@@ -3,8 +3,8 @@
     uv run --extra tpu launch/train.py --config=configs/tpu_quickstart.py \
       --workdir=/tmp/quickstart
 
-Two chips train and two generate, in bfloat16. It is the smallest run that a TPU
-can be tried with, and what a test compiles for v5e:2x2:
+Two chips train and two generate, in bfloat16. This is the smallest run to try a
+TPU with. A test compiles it for v5e:2x2:
 
     uv run --extra tpu-aot launch/train.py --config=configs/tpu_quickstart.py \
       --dry_run --topology=v5e:2x2
@@ -15,14 +15,14 @@ import runpy
 
 from jaxrl_async.config import sections
 
-# By path: a config file is loaded as a file, from wherever the user stands.
+# By path, because a config file may be loaded from any working directory.
 _QUICKSTART = runpy.run_path(
   str(pathlib.Path(__file__).with_name("quickstart.py"))
 )
 
 
 def get_config(variant: str = "") -> sections.Config:
-  """The run of this file; variants are those of the quickstart."""
+  """Return the run of this file; variants are those of the quickstart."""
   run: sections.Config = _QUICKSTART["get_config"](variant)
   run.model.compute_dtype = run.rollout.dtype = "bfloat16"
   run.mesh = sections.MeshSection(train_fsdp=2, rollout_data=2)

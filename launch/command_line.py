@@ -1,7 +1,8 @@
 """What the launch scripts share: flags, checks, devices, one-line errors.
 
-Import it first: it sets XLA's environment, which JAX reads once. It imports
-nothing that takes long, JAX included: a wrong flag or field is told first.
+A script imports this module first, because it sets XLA's environment variables,
+which JAX reads once. It imports nothing that takes long, and not JAX, so that a
+wrong flag or field is reported at once.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from typing import Any, NoReturn
 
 _HOST_DEVICES = "--xla_force_host_platform_device_count"
 if _HOST_DEVICES not in os.environ.get("XLA_FLAGS", ""):
-  # Two slices on a CPU are two virtual devices; other platforms ignore it.
+  # On a CPU the two slices are two virtual devices. Other platforms ignore
+  # this setting.
   os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + f" {_HOST_DEVICES}=2"
   ).strip()
@@ -36,29 +38,29 @@ from jaxrl_async.storage import disk
 CONFIG = config_flags.DEFINE_config_file(
   "config",
   None,
-  "Python file with get_config(), as configs/quickstart.py; a variant may"
-  " follow after a colon. --config.SECTION.FIELD=VALUE, after it, sets one"
-  " field; the fields are listed in jaxrl_async/config/sections.py.",
+  "Python file with get_config(), such as configs/quickstart.py. A variant may"
+  " follow after a colon. --config.SECTION.FIELD=VALUE, placed after it, sets"
+  " one field. jaxrl_async/config/sections.py lists the fields.",
 )
 WORKDIR = flags.DEFINE_string(
-  "workdir", "", "Directory of the run, where everything is kept."
+  "workdir", "", "Directory that holds everything the run writes."
 )
 _COMPILE_CACHE = flags.DEFINE_string(
   "compile_cache",
   "",
-  'Where XLA\'s programs are kept; "" is in the workdir, for a server in the'
-  " user's cache directory.",
+  "Directory for XLA's compiled programs. By default it is in the workdir, and"
+  " for a server in the user's cache directory.",
 )
 
-_LONGEST_LINE = 600  # of an error; what is cut is a value that was given
-_CONFIG_MODULE = "config_config"  # what ml_collections calls a config file
+_LONGEST_LINE = 600  # characters of an error; long values are cut
+_CONFIG_MODULE = "config_config"  # ml_collections' name for a config file
 
 
 def check_workdir() -> None:
-  """Checks that the flags' directories can be written to.
+  """Check that the directories named by the flags can be written to.
 
   Raises:
-    ConfigError: the workdir was not given, or one of them cannot be.
+    ConfigError: the workdir was not given, or a directory cannot be written to.
   """
   if not WORKDIR.value:
     raise sections.ConfigError("workdir: missing; use --workdir=DIRECTORY")
@@ -67,27 +69,28 @@ def check_workdir() -> None:
 
 
 def check_compile_cache() -> None:
-  """Checks that the flag's directory can be written to.
+  """Check that the directory of --compile_cache can be written to.
 
   Raises:
-    ConfigError: it cannot be.
+    ConfigError: it cannot be written to.
   """
-  # Elsewhere, as gs://, is for JAX to find.
+  # JAX itself handles other places, such as gs://.
   if _COMPILE_CACHE.value and "://" not in _COMPILE_CACHE.value:
     directories.check_can_write("compile_cache", _COMPILE_CACHE.value)
 
 
 def workdir() -> pathlib.Path:
-  """The flag's directory, absolute; XLA's cache goes there too."""
+  """Return the absolute workdir, and keep XLA's programs in it."""
   path = pathlib.Path(WORKDIR.value).absolute()
   use_compile_cache(path)
   return path
 
 
 def use_own_compile_cache() -> None:
-  """As `use_compile_cache`, for a script that only reads a workdir.
+  """Keep XLA's programs in the user's cache directory.
 
-  It uses the user's cache directory; without one nothing is kept.
+  For a script that only reads a workdir. If there is no such directory, nothing
+  is kept.
   """
   caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
   if _COMPILE_CACHE.value or os.path.isabs(caches):
@@ -95,7 +98,7 @@ def use_own_compile_cache() -> None:
 
 
 def use_compile_cache(path: pathlib.Path) -> None:
-  """XLA's programs are kept in that directory, or where the flag says."""
+  """Keep XLA's programs in that directory, or in that of the flag."""
   import jax
 
   cache = _COMPILE_CACHE.value or str(path / "compile_cache")
@@ -105,22 +108,23 @@ def use_compile_cache(path: pathlib.Path) -> None:
 
 
 def _prepare_jax() -> None:
-  """Settings that hold for every script; from here on JAX is imported."""
+  """Import JAX and make the settings that all scripts share."""
   import jax
 
-  # JAX sets it where there is no TPU. libtpu, if it is installed to compile for
-  # one, would then complain of that, and keep other processes from compiling.
+  # JAX sets this variable where there is no TPU. If libtpu is installed for
+  # compiling, it would then print errors about the missing TPU, and it would
+  # keep other processes from compiling.
   if os.environ.get("TPU_SKIP_MDS_QUERY"):
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5e-8")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
   logging.set_verbosity(logging.WARNING)
-  # What fails in a thread of Orbax is raised where its result is awaited; the
-  # pages that it also logs would hide the one line that says what to do.
+  # A failure in a thread of Orbax is raised where its result is awaited. The
+  # pages that Orbax also logs would hide the one line that says what to do.
   logging.get_absl_logger().addFilter(
     lambda record: "_SignalingThread" not in record.getMessage()
   )
-  # With it on, two slices of one CPU wait for each other.
+  # With asynchronous dispatch the two slices of a CPU wait for each other.
   jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
@@ -128,7 +132,7 @@ def _prepare_jax() -> None:
 
 
 def _fail(text: str) -> NoReturn:
-  """Ends the process with an error of one line."""
+  """End the process with an error of one line."""
   line = " ".join(text.split())
   if len(line) > _LONGEST_LINE:
     half = _LONGEST_LINE // 2
@@ -137,7 +141,7 @@ def _fail(text: str) -> NoReturn:
 
 
 def _causes(error: BaseException | None) -> list[BaseException]:
-  """The error and what led to it, the first cause last."""
+  """Return the error and what led to it, the first cause last."""
   causes = []
   while error is not None and error not in causes:
     causes.append(error)
@@ -146,13 +150,13 @@ def _causes(error: BaseException | None) -> list[BaseException]:
 
 
 def _place_in_config(error: BaseException) -> str:
-  """File and line of a config file that raised it, "" if none did."""
+  """Return file and line of the config file that raised an error, or ""."""
   if isinstance(error, SyntaxError):
     return f"{error.filename}, line {error.lineno}: "
   place, where = "", error.__traceback__
   while where is not None:
     frame: types.FrameType = where.tb_frame
-    # A config file may have run another by runpy.
+    # A config file may have run another one with runpy.
     if frame.f_globals.get("__name__") in (_CONFIG_MODULE, "<run_path>"):
       place = f"{frame.f_code.co_filename}, line {where.tb_lineno}: "
     where = where.tb_next
@@ -160,7 +164,7 @@ def _place_in_config(error: BaseException) -> str:
 
 
 def _of_config_file(error: BaseException) -> str:
-  """What went wrong inside of a config file, "" if it was something else."""
+  """Say what went wrong inside a config file; "" if it was something else."""
   for cause in reversed(_causes(error)):
     if isinstance(cause, sections.ConfigError):
       return str(cause)
@@ -171,7 +175,7 @@ def _of_config_file(error: BaseException) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-  """What an error of parsing flags says, for who typed them."""
+  """Say in one line what was wrong with the flags."""
   text = str(error.args[0]) if error.args else str(error)
   missing = re.fullmatch(r"[\"']*(\w+)[\"']*", text)
   unknown = re.search(r"Field (\w+) not found on dataclass .*\.(\w+)'", text)
@@ -198,7 +202,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _help(has_config: bool) -> str:
-  """The script's docstring, then its flags."""
+  """Return the script's docstring and a list of its flags."""
   main = sys.modules["__main__"]
   script = pathlib.Path(sys.argv[0]).name
   own = flags.FLAGS.get_key_flags_for_module(main)
@@ -225,7 +229,8 @@ def _help(has_config: bool) -> str:
 
 def _check_is_config(value: Any) -> None:
   if not isinstance(value, sections.Config):
-    # What stands for a file that cannot be read raises at a look inside.
+    # The placeholder of a file that could not be read raises its error when
+    # an attribute is read.
     getattr(value, "seed", None)
     raise sections.ConfigError(
       f"config: get_config() of the file gives {sections.shown(value)}, not a"
@@ -237,7 +242,7 @@ def _parse(argv: list[str], has_config: bool = True) -> list[str]:
   if {"--help", "-help", "-h", "-?", "--helpshort"} & set(argv[1:]):
     print(_help(has_config))
     sys.exit(0)
-  # What a library says of a config beside the error is left out.
+  # Leave out what the library logs about a config besides the error.
   logging.set_verbosity(logging.ERROR)
   try:
     rest = flags.FLAGS(argv)
@@ -247,7 +252,7 @@ def _parse(argv: list[str], has_config: bool = True) -> list[str]:
       _check_is_config(CONFIG.value)
     elif CONFIG.value is not None:
       raise sections.ConfigError("config: not used here; leave it out")
-  # A config file is a user's code, and may raise anything.
+  # A config file is code of the user and may raise anything.
   except Exception as error:
     if text := _of_config_file(error):
       _fail(text)
@@ -261,7 +266,7 @@ def _parse(argv: list[str], has_config: bool = True) -> list[str]:
 
 
 def _run(check: Callable[[], None], main: Callable[[], None]) -> None:
-  """Ends without a traceback where the program itself is not to blame."""
+  """Call check and main; report expected errors without a traceback."""
   try:
     check()
     _prepare_jax()
@@ -273,7 +278,7 @@ def _run(check: Callable[[], None], main: Callable[[], None]) -> None:
   except supervisor_lib.Interrupted as error:
     print(error, file=sys.stderr)
     sys.exit(130)
-  except KeyboardInterrupt:  # before the run answers signals itself
+  except KeyboardInterrupt:  # before the run handles signals itself
     print("interrupted", file=sys.stderr)
     sys.exit(130)
 
@@ -281,12 +286,12 @@ def _run(check: Callable[[], None], main: Callable[[], None]) -> None:
 def start(
   main: Callable[[sections.Config], None], check: Callable[[], None]
 ) -> None:
-  """Parses the flags and calls main(config) with errors in one line.
+  """Parse the flags and call main(config), with errors in one line.
 
   Args:
-    main: of a script; what takes long to import it imports itself, because
-      `check` comes before.
-    check: of the script's own flags.
+    main: the script. It makes slow imports by itself, because the checks come
+      first.
+    check: checks the script's own flags.
   """
 
   def check_all() -> None:
@@ -303,11 +308,11 @@ def start(
 def start_without_config(
   main: Callable[[], None], check: Callable[[], None]
 ) -> None:
-  """Parses the flags of a script that takes no config, and calls main().
+  """Parse the flags of a script that takes no config, and call main().
 
   Args:
-    main: as of `start`.
-    check: of the script's flags.
+    main: see `start`.
+    check: checks the script's flags.
   """
 
   def checked(argv: list[str]) -> None:

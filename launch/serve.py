@@ -1,13 +1,13 @@
-"""Serves a policy over HTTP, as OpenAI's interface does, and over gRPC.
+"""Serves a policy over HTTP with OpenAI's interface, and over gRPC.
 
 python launch/serve.py --workdir=/tmp/quickstart
 
-serves the newest checkpoint of a run; --checkpoint=DIRECTORY serves parameters
-alone. Weights are quantised as the run's config says (`rollout.weights`), those
-of a published model not at all. With --grpc_port=PORT JetStream's clients are
-served too, by the same engine and with the same key. The first line on stdout
-says where. SIGTERM or Ctrl-C finishes what was begun; a second one ends it at
-once.
+This serves the newest checkpoint of a run. --checkpoint=DIRECTORY serves
+parameters alone. Weights are quantised as the run's config says
+(`rollout.weights`); a pretrained model is not quantised. With --grpc_port=PORT
+the same engine serves JetStream's clients too, with the same key. The first
+line on stdout gives the address. SIGTERM or Ctrl-C finishes the requests that
+have begun; a second one ends the server at once.
 """
 
 import command_line  # isort: skip, first: it sets XLA's environment
@@ -16,6 +16,7 @@ import math
 import os
 import pathlib
 import sys
+from typing import Any
 
 from absl import flags
 
@@ -25,53 +26,65 @@ from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.serving import addresses
 
-# What takes long to import is imported where it is used, after all checks.
+# Slow imports are made where they are used, after all checks.
 
-_MAX_S = 1e9  # waits of more overflow
+_MAX_S = 1e9  # longer waits overflow
 _MAX_NAME = 256
 
 _CHECKPOINT = flags.DEFINE_string(
-  "checkpoint", "", "Directory of parameters, instead of --workdir."
+  "checkpoint", "", "Directory of parameters to serve, instead of --workdir."
 )
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on.")
-_PORT = flags.DEFINE_integer("port", 8000, "0 takes a free one.", 0, 65535)
+_PORT = flags.DEFINE_integer(
+  "port", 8000, "Port of the HTTP server; 0 takes a free one.", 0, 65535
+)
 _GRPC_PORT = flags.DEFINE_integer(
-  "grpc_port", 0, "Of JetStream's gRPC interface; 0 is off.", 0, 65535
+  "grpc_port", 0, "Port of JetStream's gRPC service; 0 is off.", 0, 65535
 )
 _API_KEY_FILE = flags.DEFINE_string(
-  "api_key_file", "", "Its content is the key; or set JAXRL_API_KEY."
+  "api_key_file", "", "File that holds the key; or set JAXRL_API_KEY."
 )
-_MODEL_NAME = flags.DEFINE_string("model_name", "policy", "What clients say.")
+_MODEL_NAME = flags.DEFINE_string(
+  "model_name", "policy", "Name of the model in requests."
+)
 _NUM_SLOTS = flags.DEFINE_integer(
   "num_slots",
   0,
-  "Sequences decoded side by side; 0 is the run's.",
+  "Sequences decoded side by side; 0 takes the run's number.",
   0,
   bounds.MAX_INT,
 )
 _CACHE_TOKENS = flags.DEFINE_integer(
   "cache_tokens",
   0,
-  "Prompt and completion together, 2 or more; 0 is the run's.",
+  "Longest prompt and completion together, 2 or more; 0 takes the run's.",
   0,
   bounds.MAX_INT,
 )
 _MAX_WAITING = flags.DEFINE_integer(
-  "max_waiting", 256, "Requests at a time; more get a 429.", 1, 100_000
+  "max_waiting",
+  256,
+  "Requests that may wait or run at a time; others get status 429.",
+  1,
+  100_000,
 )
 _DEADLINE_S = flags.DEFINE_float(
-  "deadline_s", 120.0, "Of a request that names none.", 0.1, _MAX_S
+  "deadline_s", 120.0, "Deadline of a request without one.", 0.1, _MAX_S
 )
 _MAX_DEADLINE_S = flags.DEFINE_float(
-  "max_deadline_s", 600.0, "The latest a request may name.", 0.1, _MAX_S
+  "max_deadline_s", 600.0, "Latest deadline of a request.", 0.1, _MAX_S
 )
 _DRAIN_S = flags.DEFINE_float(
-  "drain_s", 30.0, "What was begun has so long after a signal.", 0.0, _MAX_S
+  "drain_s",
+  30.0,
+  "Seconds that requests which have begun get to finish after a signal.",
+  0.0,
+  _MAX_S,
 )
 
 
 def _api_key() -> str | None:
-  """The key, from the file or the environment."""
+  """Return the key, from the file or the environment."""
   if _API_KEY_FILE.value:
     path = sections.shown(_API_KEY_FILE.value)
     try:
@@ -91,7 +104,7 @@ def _api_key() -> str | None:
 
 
 def _check_policy() -> None:
-  """What is to be served is where the flags say."""
+  """Check that the policy to serve exists where the flags say."""
   checkpoint, workdir = _CHECKPOINT.value, command_line.WORKDIR.value
   if checkpoint and workdir:
     raise sections.ConfigError("checkpoint: not together with workdir")
@@ -103,7 +116,7 @@ def _check_policy() -> None:
     directories.check_can_read(
       "checkpoint",
       checkpoint,
-      "use WORKDIR/params of launch/sft.py, or a published model's",
+      "use WORKDIR/params of launch/sft.py, or a pretrained model's",
     )
   else:
     directories.check_can_read(
@@ -113,7 +126,7 @@ def _check_policy() -> None:
 
 def _check() -> None:
   for flag in (_DEADLINE_S, _MAX_DEADLINE_S, _DRAIN_S):
-    # absl's bounds let it pass.
+    # absl's bounds let nan pass.
     sections.require(not math.isnan(flag.value), flag.name, "nan is not a time")
   sections.require(
     _CACHE_TOKENS.value != 1,
@@ -137,7 +150,7 @@ def _check() -> None:
   _check_policy()
 
 
-def _policy():
+def _policy() -> Any:
   from jaxrl_async.run import serve
 
   sizes = {"num_slots": _NUM_SLOTS.value, "cache_tokens": _CACHE_TOKENS.value}
@@ -149,7 +162,8 @@ def _policy():
   return serve.load_run(path, **sizes)
 
 
-def main():
+def main() -> None:
+  """Serves until a signal comes."""
   from jaxrl_async.run import serve
   from jaxrl_async.serving import bodies
   from jaxrl_async.serving import front as front_lib
@@ -185,8 +199,8 @@ def main():
           flush=True,
         ),
       )
-  # Threads are still at work, and nothing they do is worth waiting for: not
-  # even the interpreter's own end, which some of them would not survive.
+  # Threads are still working, and nothing they do is worth waiting for. The
+  # interpreter's own shutdown is skipped, because some would crash during it.
   except TimeoutError as error:
     print(f"error: {error}", file=sys.stderr, flush=True)
     os._exit(1)

@@ -2,9 +2,9 @@
 
 python launch/sft.py --config=configs/quickstart.py --workdir=/tmp/sft
 
-Writes config.json and WORKDIR/params, which a run starts from with
+Writes config.json and WORKDIR/params. A run starts from these parameters with
 --config.warm_start.checkpoint=WORKDIR/params. The last line on stdout is JSON
-with the number of steps, the wall-clock and the path of the parameters.
+with the number of steps, the wall-clock time and the path of the parameters.
 """
 
 import command_line  # isort: skip, first: it sets XLA's environment
@@ -12,15 +12,19 @@ import command_line  # isort: skip, first: it sets XLA's environment
 import json
 import time
 
-# What takes long to import is imported in main(), after all checks.
+from jaxrl_async.config import sections
+from jaxrl_async.run import config_checks
+
+# Slow imports are made in main(), after all checks.
 
 
-def main(config):
+def main(config: sections.Config) -> None:
+  """Trains on worked solutions and writes the parameters."""
   import jax
 
   from jaxrl_async.reporting import progress as progress_lib
   from jaxrl_async.run import assembly
-  from jaxrl_async.run import config_checks
+  from jaxrl_async.run import checks
   from jaxrl_async.run import initial_params
   from jaxrl_async.run import resume
   from jaxrl_async.storage import config_json
@@ -28,10 +32,7 @@ def main(config):
 
   config_checks.validate(config, len(jax.devices()))
   workdir = command_line.workdir()
-  assembly.check(config, jax.devices())
-  tokenizer = assembly.load_tokenizer(config)
-  model = assembly.model_config(config, tokenizer.vocab_size)
-  mesh, _ = assembly.cut_devices(config, jax.devices())
+  setup = checks.checked(config, jax.devices())
   start_s = time.perf_counter()
   with (
     progress_lib.Progress(config.warm_start.num_steps) as progress,
@@ -39,16 +40,13 @@ def main(config):
   ):
     resume.check_config_file(config, workdir)
     params = assembly.warm_start(
-      config,
-      model,
-      mesh,
-      tokenizer,
+      setup,
       lambda step, loss: progress.stage(
         "warm start", step, config.warm_start.num_steps, f"loss {loss:.3f}"
       ),
     )
     claim.check()
-    tokenizer.save(workdir / "tokenizer")
+    setup.tokenizer.save(workdir / "tokenizer")
     initial_params.save(workdir / "params", params)
     config_json.write(config, workdir)
   print(

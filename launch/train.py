@@ -19,27 +19,28 @@ from jaxrl_async.devices import tpu_chips
 from jaxrl_async.run import config_checks
 from jaxrl_async.serving import addresses
 
-# What takes long to import is imported where it is used, after all checks.
+# Slow imports are made where they are used, after all checks.
 
 _DRY_RUN = flags.DEFINE_bool(
-  "dry_run", False, "Print sizes, memory and devices, and exit."
+  "dry_run", False, "Print sizes, memory and devices of the run, and exit."
 )
 
 _TOPOLOGY = flags.DEFINE_string(
   "topology",
   "",
-  "With --dry_run: compile for this TPU slice, such as v5p:4x4x4, without one.",
+  "With --dry_run: compile for this TPU slice, such as v5p:4x4x4, which need"
+  " not be present.",
 )
 
 _COMPILE = flags.DEFINE_bool(
-  "compile", False, "With --dry_run: compile for the devices that are here."
+  "compile", False, "With --dry_run: compile for the devices of this machine."
 )
 
 _SERVE_PORT = flags.DEFINE_integer(
   "serve_port",
   0,
-  "Serve the policy meanwhile, on this port of the loopback address; 0 does"
-  " not. JAXRL_API_KEY may hold a key.",
+  "Serve the policy during training, on this port of the loopback address; 0"
+  " serves nothing. JAXRL_API_KEY may hold a key.",
   0,
   65535,
 )
@@ -73,13 +74,15 @@ def _devices() -> Sequence[Any]:
 def _dry_run(config: sections.Config, devices: Sequence[Any]) -> None:
   from jaxrl_async.devices import topology
   from jaxrl_async.planning import aot
-  from jaxrl_async.run import assembly
+  from jaxrl_async.run import checks
+  from jaxrl_async.run import dry_run
 
-  print(assembly.describe(config, devices), flush=True)
+  setup = checks.checked(config, devices)
+  print(dry_run.describe(setup), flush=True)
   if not (_TOPOLOGY.value or _COMPILE.value):
     return
   chip = topology.chip_of(devices[0])
-  slices, attention = assembly.programs(config, devices)
+  slices, attention = dry_run.programs(setup)
   print(f"Compiled, of each device; attention: {attention}", flush=True)
   compiled = {}
   for side, programs in slices.items():
@@ -106,7 +109,8 @@ def _train(config: sections.Config) -> None:
   print(training_run.run(config, command_line.workdir(), serving=serving))
 
 
-def main(config):
+def main(config: sections.Config) -> None:
+  """Runs the config, or says what it would take."""
   devices = _devices()
   config_checks.validate(config, len(devices))
   if _DRY_RUN.value:

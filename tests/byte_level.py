@@ -129,7 +129,7 @@ def build() -> tokenizers.Tokenizer:
 
 @functools.cache
 def load(name: str = "made") -> tokenizer_lib.Tokenizer:
-  """Of `NAMES`, from a directory as of a published model."""
+  """Of `NAMES`, from a directory as of a pretrained model."""
   if name == "gpt2":
     return tokenizer_lib.load(GPT2)
   with tempfile.TemporaryDirectory() as directory:
@@ -138,7 +138,7 @@ def load(name: str = "made") -> tokenizer_lib.Tokenizer:
 
 
 def save(directory: pathlib.Path) -> None:
-  """Writes what a published model's directory has of it."""
+  """Writes what a pretrained model's directory has of it."""
   build().save(str(directory / "tokenizer.json"))
   settings = json.dumps({"model_max_length": 1_024})
   (directory / "tokenizer_config.json").write_text(settings)

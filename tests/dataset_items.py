@@ -10,8 +10,8 @@ import hashlib
 import json
 import sys
 
-from jaxrl_async.data import question_stream
-from jaxrl_async.data import questions
+from jaxrl_async.data import source as source_lib
+from jaxrl_async.data.reasoning_gym import question_stream
 from jaxrl_async.storage import item_json
 
 
@@ -23,7 +23,7 @@ def digests(names, *, num_processes, num_items):
       name,
       {},
       seed=3,
-      split=questions.Split.TRAIN,
+      split=source_lib.Split.TRAIN,
       first_index=0,
       num_processes=num_processes,
     )

@@ -10,6 +10,7 @@ import tiny
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.training import train_state
 from jaxrl_async.training import trainer as trainer_lib
 
 # Eight devices can share each of its axes, and rows and their tokens too.
@@ -24,6 +25,12 @@ def make_trainer(shape, *, rules=mesh_lib.TRAIN_RULES):
   return trainer_lib.Trainer(
     mesh=mesh_lib.make_mesh(jax.devices()[: shape.num_devices], shape),
     rules=rules,
+    # AdamW divides by a root: with a small eps the sign of a gradient that is
+    # all rounding error would decide a whole step.
+    models=tiny.policy_settings(
+      MODEL,
+      sections.OptimizerSection(learning_rate=1e-2, weight_decay=0.1, eps=1e-3),
+    ),
     forward=dataclasses.replace(test_train_step.FORWARD, model=MODEL),
     loss=test_train_step.LOSS,
     stages=test_train_step.STAGES,
@@ -34,11 +41,6 @@ def make_trainer(shape, *, rules=mesh_lib.TRAIN_RULES):
       min_microbatches=1,
       advantage_scale=sections.AdvantageScale.STD,
     ),
-    # AdamW divides by a root: with a small eps the sign of a gradient that is
-    # all rounding error would decide a whole step.
-    optimizer=sections.OptimizerSection(
-      learning_rate=1e-2, weight_decay=0.1, eps=1e-3
-    ),
     num_steps=NUM_STEPS,
     decay=1.0,
     rollout_dtype="float32",
@@ -48,7 +50,8 @@ def make_trainer(shape, *, rules=mesh_lib.TRAIN_RULES):
 
 def train(trainer):
   """Starts from the tiny parameters; gives the arrays of each step."""
-  trainer.start(jax.tree.map(np.array, tiny.params(model=MODEL)))
+  params = jax.tree.map(np.array, tiny.params(model=MODEL))
+  trainer.start({train_state.POLICY: params})
   version = test_train_step.VERSION
   steps = []
   for step in range(NUM_STEPS):

@@ -6,34 +6,40 @@ import sys
 import time
 import zlib
 
-
-def length(item, answer):
-  return 0.0 if answer is None else float(len(answer))
+from jaxrl_async import types
 
 
-def tells_questions_apart(item, answer):
-  """A number that is the question's own, whatever the answer."""
+def length(item, completion):
+  return 0.0 if completion.answer is None else float(len(completion.answer))
+
+
+def tells_questions_apart(item, completion):
+  """A number that is the question's own, whatever was answered."""
   return zlib.crc32(item["question"].encode()) / 2**32
 
 
-def reports_jax(item, answer):
+def reports_jax(item, completion):
   return float("jax" in sys.modules)
 
 
-def raises(item, answer):
-  raise LookupError(f"no such\nanswer {answer}")
+def raises(item, completion):
+  raise LookupError(f"no such\nanswer {completion.answer}")
 
 
-def raises_on_b(item, answer):
-  return length(item, answer) if answer != "b" else raises(item, answer)
+def raises_on_b(item, completion):
+  return (
+    length(item, completion)
+    if completion.answer != "b"
+    else raises(item, completion)
+  )
 
 
-def hangs(item, answer):
+def hangs(item, completion):
   time.sleep(60)
   return 1.0
 
 
-def hangs_and_swallows(item, answer):
+def hangs_and_swallows(item, completion):
   try:
     time.sleep(60)
   except:  # noqa: E722
@@ -41,27 +47,50 @@ def hangs_and_swallows(item, answer):
   return 1.0
 
 
-def hangs_in_c(item, answer):
+def hangs_in_c(item, completion):
   return float(sum(range(10**12)))
 
 
-def returns_nan(item, answer):
+def returns_nan(item, completion):
   return float("nan")
 
 
-def returns_text(item, answer):
+def returns_text(item, completion):
   return "very good"
 
 
-def exits(item, answer):
+def adds_up(item, completion):
+  """A point for an answer, half a one for each line; scores line ends."""
+  lines = completion.text.count("\n")
+  parts = {"answered": float(completion.answer is not None), "lines": lines / 2}
+  ends = [i for i, c in enumerate(completion.text) if c == "\n"]
+  return types.Reward(
+    score=sum(parts.values()),
+    parts=parts,
+    token_scores={i: 0.5 for i in ends},  # a token a character
+  )
+
+
+def returns(item, completion):
+  """What the item says; a dict is what to make a reward from."""
+  returned = item["returned"]
+  return types.Reward(**returned) if isinstance(returned, dict) else returned
+
+
+def describes(item, completion):
+  """What it is shown, in the form of a failure's reason."""
+  raise LookupError(repr(completion))
+
+
+def exits(item, completion):
   sys.exit(3)
 
 
-def dies(item, answer):
+def dies(item, completion):
   os._exit(3)
 
 
-def fails_first(item, answer):
+def fails_first(item, completion):
   """Raise unless a file exists, and make it."""
   if not os.path.exists(item["path"]):
     with open(item["path"], "w"):
@@ -69,30 +98,32 @@ def fails_first(item, answer):
   return 1.0
 
 
-def raises_in_training(item, answer):
+def raises_in_training(item, completion):
   """Leave evaluations alone."""
   if _is_training(item):
     raise LookupError("no reward in training")
-  return length(item, answer)
+  return length(item, completion)
 
 
-def raises_on_odd_training(item, answer):
+def raises_on_odd_training(item, completion):
   if _is_training(item) and item["index"] % 2:
     raise LookupError("odd item")
-  return length(item, answer)
+  return length(item, completion)
 
 
-def raises_in_evaluation(item, answer):
+def raises_in_evaluation(item, completion):
   if not _is_training(item):
     raise LookupError("no reward in an evaluation")
-  return length(item, answer)
+  return length(item, completion)
 
 
-def hangs_in_training(item, answer):
-  return hangs(item, answer) if _is_training(item) else length(item, answer)
+def hangs_in_training(item, completion):
+  return (
+    hangs(item, completion) if _is_training(item) else length(item, completion)
+  )
 
 
 def _is_training(item):
-  """As `prompts.split_of`, whose module imports more than a scorer should."""
+  """As `questions.split_of`, whose module imports more than a scorer should."""
   digest = hashlib.blake2b(item["question"].encode(), digest_size=8).digest()
   return int.from_bytes(digest, "big") % 10 > 4

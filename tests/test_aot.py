@@ -17,6 +17,9 @@ from jaxrl_async.planning import aot
 from jaxrl_async.planning import hlo
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import assembly
+from jaxrl_async.run import dry_run
+from jaxrl_async.run import setup as setup_lib
+from jaxrl_async.training import train_state
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -122,15 +125,9 @@ def test_memory_is_that_of_a_shard_and_of_what_else_is_resident():
 def test_what_is_compiled_takes_what_a_run_gives_it():
   config = tiny_config.get_config()
   config.mesh.train_fsdp, config.mesh.rollout_tensor = 2, 2
-  tokenizer = assembly.load_tokenizer(config)
-  model = assembly.model_config(config, tokenizer.vocab_size)
-  train_mesh, rollout_mesh = assembly.cut_devices(config, jax.devices())
-  trainer = assembly.make_trainer(
-    config, model, train_mesh, metrics_lib.BusyClock()
-  )
-  engine = assembly.make_engine(
-    config, model, rollout_mesh, tokenizer.end_tokens
-  )
+  setup = setup_lib.resolve(config, jax.devices())
+  trainer = assembly.make_trainer(setup, metrics_lib.BusyClock())
+  engine = assembly.make_engine(setup)
   programs = [
     *trainer.programs(),
     *engine.programs(trainer.published_shapes()),
@@ -139,15 +136,14 @@ def test_what_is_compiled_takes_what_a_run_gives_it():
     x.name: x.function.lower(*x.arguments, **x.settings).compile()
     for x in programs
   }
-  init = jax.jit(lambda key: transformer.init_params(model, key))
-  trainer.start(init(jax.random.key(0)))
+  init = jax.jit(lambda key: transformer.init_params(setup.model, key))
+  trainer.start({train_state.POLICY: init(jax.random.key(0))})
   state, published = trainer.state, trainer.published()
-  assert state is not None
   batch = jax.tree.map(
     lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding),
     programs[0].arguments[1],
   )
-  compiled["publish"](state.params)
+  compiled["publish"](state.policy.params)
   trained = batch.with_arrays(compiled["proximal"](state.params, batch))
   compiled["update"](state, trained, np.int32(0))
   params = engine.load_params(published, 0)
@@ -164,12 +160,13 @@ def test_what_is_compiled_takes_what_a_run_gives_it():
 def test_the_flops_of_a_step_are_those_of_arithmetic():
   config = tiny_config.get_config()
   devices = jax.devices()[:2]
-  slices, attention = assembly.programs(config, devices)
+  setup = setup_lib.resolve(config, devices)
+  slices, attention = dry_run.programs(setup)
   programs = [x for side in slices.values() for x in side]
   found = {x.name: aot.compile_program(x) for x in programs}
   assert attention == "packed rows xla, prefill xla, decode xla over slots"
   assert all(x.memory_bytes > 0 and not x.refusal for x in found.values())
-  model = assembly.model_config(config, 98)
+  model = setup.model
   batch = 2 * 1 * 4 * 48  # minibatches, microbatches, rows, tokens
   attended = 4 * model.num_layers * model.num_heads * model.head_dim * 48
   forward = (2 * model.num_params + attended) * batch

@@ -13,8 +13,11 @@ from jaxrl_async.config import sections
 from jaxrl_async.models import hf_weights
 from jaxrl_async.models import transformer
 from jaxrl_async.run import assembly
+from jaxrl_async.run import checks
+from jaxrl_async.run import dry_run
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import resume
+from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.storage import config_json
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
@@ -37,7 +40,7 @@ def test_a_model_that_a_mesh_cannot_split_is_refused_in_one_line(
   config = tiny.get_config()
   setattr(config.mesh, axis, size)
   with pytest.raises(sections.ConfigError) as caught:
-    assembly.check(config, jax.devices()[:8])
+    checks.checked(config, jax.devices()[:8])
   assert str(caught.value).startswith(
     f"mesh.{axis}: {size} does not divide the {what}"
   )
@@ -52,7 +55,7 @@ def test_a_mesh_that_splits_the_model_is_accepted(sizes):
   config = tiny.get_config()
   for axis, size in sizes.items():
     setattr(config.mesh, axis, size)
-  assembly.check(config, jax.devices()[:8])
+  checks.checked(config, jax.devices()[:8])
 
 
 @pytest.mark.parametrize(
@@ -70,7 +73,7 @@ def test_rules_that_split_an_array_twice_are_refused_in_one_line(
   config = tiny.get_config()
   setattr(config.mesh.train_rules, rule, axes)
   with pytest.raises(sections.ConfigError) as caught:
-    assembly.check(config, jax.devices()[:8])
+    checks.checked(config, jax.devices()[:8])
   assert str(caught.value).startswith(f"mesh.train_rules.{message}")
   assert "\n" not in str(caught.value)
 
@@ -79,60 +82,57 @@ def test_what_a_mesh_cannot_split_may_stay_whole():
   config = tiny.get_config()
   config.mesh.train_tensor = 4
   with pytest.raises(sections.ConfigError, match="rules.vocab=..$"):
-    assembly.check(config, jax.devices()[:8])
+    checks.checked(config, jax.devices()[:8])
   config.mesh.train_rules.vocab = ()
   with pytest.raises(sections.ConfigError, match="rules.kv_heads=..$"):
-    assembly.check(config, jax.devices()[:8])
+    checks.checked(config, jax.devices()[:8])
   config.mesh.train_rules.kv_heads = ()
-  assembly.check(config, jax.devices()[:8])
+  checks.checked(config, jax.devices()[:8])
 
 
 def test_a_model_without_a_name_is_refused():
   config = tiny.get_config()
   config.model.name = "tinny"
   with pytest.raises(sections.ConfigError, match="^model.name: 'tinny'"):
-    assembly.check(config, jax.devices()[:2])
+    checks.checked(config, jax.devices()[:2])
 
 
-def warm_started(config, model):
-  train_mesh, _ = assembly.cut_devices(config, jax.devices()[:2])
-  tokenizer = tokenizer_lib.character_level()
-  return assembly.warm_start(
-    config, model, train_mesh, tokenizer, lambda step, loss: None
-  )
+def resolved(config):
+  return setup_lib.resolve(config, jax.devices()[:2])
+
+
+def warm_started(config):
+  return assembly.warm_start(resolved(config), lambda step, loss: None)
 
 
 def test_a_warm_start_may_come_from_a_checkpoint(tmp_path):
   config = tiny.get_config()
   config.warm_start.num_steps = 0
-  model = assembly.model_config(config, 98)
-  params = warm_started(config, model)
+  params = warm_started(config)
   initial_params.save(tmp_path / "params", params)
   config.seed = 5  # another seed's initialisation
   assert not np.array_equal(
-    params["embedding"], warm_started(config, model)["embedding"]
+    params["embedding"], warm_started(config)["embedding"]
   )
   config.warm_start.checkpoint = str(tmp_path / "params")
-  loaded = warm_started(config, model)
+  loaded = warm_started(config)
   jax.tree.map(np.testing.assert_array_equal, params, loaded)
 
 
 def test_a_warm_start_from_what_does_not_fit_is_refused(tmp_path):
   config = tiny.get_config()
   config.warm_start.num_steps = 0
-  model = assembly.model_config(config, 98)
-  initial_params.save(tmp_path / "params", warm_started(config, model))
+  initial_params.save(tmp_path / "params", warm_started(config))
   config.model.name = "quickstart"
-  model = assembly.model_config(config, 98)
   for directory in (tmp_path, tmp_path / "params"):
     config.warm_start.checkpoint = str(directory)
     with pytest.raises(sections.ConfigError, match="^warm_start.checkpoint"):
-      warm_started(config, model)
+      warm_started(config)
 
 
-def published(directory, config, vocab_size=98):
-  """What a run's model is published as: weights, and its tokenizer."""
-  model = assembly.model_config(config, vocab_size)
+def write_pretrained(directory, config, vocab_size=98):
+  """A pretrained model of a run's architecture: weights, and its tokenizer."""
+  model = dataclasses.replace(resolved(config).model, vocab_size=vocab_size)
   params = jax.tree.map(
     lambda x: np.random.default_rng(x.size).normal(size=x.shape).astype("f4"),
     jax.eval_shape(
@@ -144,38 +144,36 @@ def published(directory, config, vocab_size=98):
   return params
 
 
-def test_a_warm_start_may_come_from_published_weights(tmp_path):
+def test_a_warm_start_may_come_from_pretrained_weights(tmp_path):
   config = tiny.get_config()
   config.warm_start.num_steps = 0
-  model = assembly.model_config(config, 98)
-  params = published(tmp_path / "same", config)
+  params = write_pretrained(tmp_path / "same", config)
   config.warm_start.checkpoint = str(tmp_path / "same")
-  loaded = warm_started(config, model)
+  loaded = warm_started(config)
   jax.tree.map(np.testing.assert_array_equal, params, loaded)
-  published(tmp_path / "other", config, vocab_size=99)
+  write_pretrained(tmp_path / "other", config, vocab_size=99)
   config.warm_start.checkpoint = str(tmp_path / "other")
   with pytest.raises(
     sections.ConfigError,
     match="^warm_start.checkpoint: .* has vocab_size 99, .* 98$",
   ):
-    warm_started(config, model)
+    warm_started(config)
   (tmp_path / "other" / "model.safetensors").unlink()
   with pytest.raises(sections.ConfigError, match="^warm_start.checkpoint"):
-    warm_started(config, model)
+    warm_started(config)
 
 
-def test_a_model_may_be_a_published_one(tmp_path):
+def test_a_model_may_be_a_pretrained_one(tmp_path):
   config = tiny.get_config()
   config.warm_start.num_steps = 0
-  params = published(tmp_path, config, vocab_size=104)
+  params = write_pretrained(tmp_path, config, vocab_size=104)
   config.model.name = str(tmp_path)
-  assembly.check(config, jax.devices()[:2])
-  assert "vocabulary 104" in assembly.describe(config, jax.devices()[:2])
-  tokenizer = assembly.load_tokenizer(config)
-  assert tokenizer.vocab_size == 98
-  model = assembly.model_config(config, tokenizer.vocab_size)
-  assert model.vocab_size == 104
-  loaded = warm_started(config, model)
+  setup = checks.checked(config, jax.devices()[:2])
+  assert setup.pretrained == tmp_path
+  assert setup.tokenizer.vocab_size == 98
+  assert setup.model.vocab_size == 104
+  assert "vocabulary 104" in dry_run.describe(setup)
+  loaded = warm_started(config)
   jax.tree.map(np.testing.assert_array_equal, params, loaded)
 
 
@@ -183,21 +181,21 @@ def test_a_model_may_be_a_published_one(tmp_path):
   ("name", "message"),
   [("tokenizer.json", "tokenizer.json"), ("config.json", "config.json")],
 )
-def test_a_published_model_without_a_file_is_refused(tmp_path, name, message):
+def test_a_pretrained_model_without_a_file_is_refused(tmp_path, name, message):
   config = tiny.get_config()
-  published(tmp_path, config)
+  write_pretrained(tmp_path, config)
   config.model.name = str(tmp_path)
   (tmp_path / name).unlink()
   with pytest.raises(sections.ConfigError, match=f"^model.name: .*{message}"):
-    assembly.check(config, jax.devices()[:2])
+    checks.checked(config, jax.devices()[:2])
 
 
-def test_a_published_model_too_small_for_its_tokenizer_is_refused(tmp_path):
+def test_a_pretrained_model_too_small_for_its_tokenizer_is_refused(tmp_path):
   config = tiny.get_config()
-  published(tmp_path, config, vocab_size=97)
+  write_pretrained(tmp_path, config, vocab_size=97)
   config.model.name = str(tmp_path)
   with pytest.raises(sections.ConfigError, match="^model.name: .*98 tokens"):
-    assembly.check(config, jax.devices()[:2])
+    checks.checked(config, jax.devices()[:2])
 
 
 def test_a_workdir_keeps_the_config_it_was_made_with(tmp_path):
@@ -228,8 +226,9 @@ def test_a_mesh_has_chips_of_one_tpu_slice():
   config = tiny.get_config()
   two_slices = 2 * [Described(id) for id in range(4)]
   config.mesh = sections.MeshSection(train_fsdp=4, rollout_data=4)
-  train, rollout = assembly.cut_devices(config, two_slices)
+  setup = setup_lib.resolve(config, two_slices)
+  train, rollout = setup.train_mesh, setup.rollout_mesh
   assert list(train.devices.flat) == list(rollout.devices.flat)
   config.mesh = sections.MeshSection(train_fsdp=3, rollout_data=5)
   with pytest.raises(sections.ConfigError, match="^mesh.rollout_data: .*two"):
-    assembly.cut_devices(config, two_slices)
+    setup_lib.resolve(config, two_slices)

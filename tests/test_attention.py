@@ -325,7 +325,7 @@ def test_a_name_that_does_not_exist_or_lacks_pages_is_one_line():
     sections.ConfigError, match="'flash' is not one of auto, x"
   ):
     choose("flash")
-  with pytest.raises(sections.ConfigError, match="gpu_paged reads pages"):
+  with pytest.raises(sections.ConfigError, match="gpu_paged needs pages"):
     choose("gpu_paged", sizes=tiny.SIZES)
 
 

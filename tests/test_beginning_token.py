@@ -9,7 +9,8 @@ import serving_world
 
 from jaxrl_async.config import sections
 from jaxrl_async.data import prompts
-from jaxrl_async.data import questions
+from jaxrl_async.data import source as source_lib
+from jaxrl_async.data.reasoning_gym import gym
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 
@@ -25,14 +26,18 @@ def test_prompts_have_it_and_worked_solutions_do_not():
   task, warm_start = sections.TaskSection(), sections.WarmStartSection()
   warm_start.num_examples = 3
   source = prompts.PromptSource(
-    task=task, tokenizer=tokenizer, seed=0, max_prompt_tokens=500
+    items=gym.ReasoningGym(name=task.dataset, params={}, seed=0),
+    task=task,
+    tokenizer=tokenizer,
+    seed=0,
+    max_prompt_tokens=500,
   )
-  stream = prompts.PromptStream(source, questions.Split.TRAIN)
+  stream = prompts.PromptStream(source, source_lib.Split.TRAIN)
   with contextlib.closing(stream):
     prompt = stream.next()
   begin = tokenizer.pad_id
   assert prompt.tokens[0] == begin
-  text = prompts.render(task.template, prompt.item)
+  text = prompts.render(task.template, prompt.item, task.dataset)
   np.testing.assert_array_equal(prompt.tokens[1:], tokenizer.encode(text))
   # What the scheduler computes once for all prompts.
   shared = tokenizer.encode_prompt(task.template.split("{", 1)[0])

@@ -14,6 +14,7 @@ import jaxtyping
 import pytest
 import tiny
 
+from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
 
 many = settings(
@@ -40,14 +41,21 @@ def fits(deadlines, step, groups_per_step):
   )
 
 
+def urgency(group):
+  """The order in which a batch takes finished groups."""
+  return group.admission.deadline, group.index
+
+
 class CheckedBuffer(buffer_lib.Buffer):
   """Compares each decision with the definition, made from all groups."""
 
   def deadlines(self, *, taken=()):
     running = list(self._running.values())
-    finished = [g for heap in self._finished.values() for _, g in heap]
+    finished = [
+      group.admission for heap in self._finished.values() for _, group in heap
+    ]
     taken = {group.index for group in taken}
-    return [g.deadline for g in [*running, *finished] if g.index not in taken]
+    return [a.deadline for a in [*running, *finished] if a.index not in taken]
 
   def try_admit(self, engine_version):
     deadlines = [*self.deadlines(), engine_version + self._max_staleness]
@@ -61,7 +69,7 @@ class CheckedBuffer(buffer_lib.Buffer):
   def get_batch(self, step, timeout_s):
     p = self._groups_per_step
     finished = [g for heap in self._finished.values() for _, g in heap]
-    oldest = sorted(finished, key=lambda g: (g.deadline, g.index))[:p]
+    oldest = sorted(finished, key=urgency)[:p]
     is_allowed = len(oldest) == p and buffer_lib.is_schedulable(
       self.deadlines(taken=oldest), step + 1, p
     )
@@ -75,7 +83,7 @@ class CheckedBuffer(buffer_lib.Buffer):
 def make_buffer(deadlines, step, groups_per_step, num_finished):
   """Return a buffer at that step whose first num_finished groups are done."""
   admissions = [
-    buffer_lib.Admission(index=i, birth=0, deadline=d)
+    types.Admission(index=i, birth=0, deadline=d)
     for i, d in enumerate(deadlines)
   ]
   buffer = buffer_lib.Buffer(groups_per_step, 0)
@@ -291,7 +299,7 @@ class World:
     assert {*batch} <= {group.index for group in state.finished}
     for index in batch:
       del self.trained[index]
-    deadlines = [g.deadline for g in [*state.running, *state.finished]]
+    deadlines = [a.deadline for a in state.admissions()]
     assert fits(deadlines, self.step, self.case.groups_per_step)
 
   def restart(self):
@@ -323,7 +331,7 @@ def test_any_schedule_keeps_the_bound_and_loses_nothing_and_ends(case):
   left = {group.index for group in state.finished}
   assert left | world.trained.keys() == world.put
   assert not left & world.trained.keys()
-  deadlines = [g.deadline for g in [*state.running, *state.finished]]
+  deadlines = [a.deadline for a in state.admissions()]
   assert all(deadline >= world.step for deadline in deadlines)
   assert fits(deadlines, world.step, case.groups_per_step)
 
@@ -432,7 +440,7 @@ def test_a_batch_is_taken_whenever_any_choice_leaves_a_schedule(kwargs):
   assert (batch is not None) == bool(choices)
   if batch is not None:
     oldest = sorted((deadlines[i], i) for i in range(num_finished))[:p]
-    assert [(g.deadline, g.index) for g in batch] == oldest
+    assert [urgency(group) for group in batch] == oldest
 
 
 @given(outstanding, st.integers(0, 3))
@@ -468,7 +476,6 @@ def test_batches_that_are_given_back_leave_a_schedule(kwargs, engine_versions):
   admitted = [buffer.try_admit(version) for version in engine_versions]
   state = buffer.state()
   assert state.next_step == 3
-  given_back = [*state.running, *state.finished]
   expected = deadlines + [a.deadline for a in admitted if a is not None]
-  assert sorted(g.deadline for g in given_back) == sorted(expected)
+  assert sorted(a.deadline for a in state.admissions()) == sorted(expected)
   assert fits(expected, 3, p)

@@ -65,7 +65,7 @@ def test_without_a_template_the_one_message_and_a_newline(tmp_path):
   assert template.render([{"role": "user", "content": "1 + 2"}]) == "1 + 2\n"
   for messages in (CHATS[1], [{"role": "system", "content": "a"}]):
     with pytest.raises(
-      chat_template_lib.ChatTemplateError, match="one message"
+      chat_template_lib.ChatTemplateError, match="single message"
     ):
       template.render(messages)
 
@@ -94,7 +94,7 @@ def test_a_template_is_found_by_name_and_in_a_file(tmp_path):
 )
 def test_what_a_template_may_not_do_is_an_error_of_its_own(template):
   with pytest.raises(
-    chat_template_lib.ChatTemplateError, match="template says"
+    chat_template_lib.ChatTemplateError, match="template refused"
   ):
     chat_template_lib.ChatTemplate(template).render(CHATS[0])
 

@@ -1,3 +1,4 @@
+import json
 import pathlib
 import shutil
 import tempfile
@@ -66,12 +67,17 @@ def _trajectory(rng, member, num_tokens, **rest):
   )
 
 
+REWARD = types.Reward(
+  score=0.1 + 0.2,
+  parts={"format": 1 / 3, "é": -0.0},
+  token_scores={12: 2 / 3, 0: -1.0},
+)
+
+
 def _groups():
   rng = np.random.default_rng(3)
   group = types.RolloutGroup(
-    index=7,
-    birth=2,
-    deadline=6,
+    admission=types.Admission(index=7, birth=2, deadline=6),
     prompt=types.Prompt(
       prompt_id="chain_sum/train/12",
       tokens=np.arange(5, dtype=np.int32),
@@ -79,7 +85,7 @@ def _groups():
     ),
     trajectories=[
       _trajectory(
-        rng, 0, 9, finish_reason=types.FinishReason.EOS, reward=0.1 + 0.2
+        rng, 0, 9, finish_reason=types.FinishReason.EOS, reward=REWARD
       ),
       _trajectory(rng, 1, 0),
       _trajectory(rng, 3, 7),
@@ -88,10 +94,12 @@ def _groups():
   )
   return [
     outstanding_lib.OutstandingGroup(
-      index=6, birth=2, deadline=6, status="running", group=None
+      admission=types.Admission(index=6, birth=2, deadline=6),
+      status="running",
+      group=None,
     ),
     outstanding_lib.OutstandingGroup(
-      index=7, birth=2, deadline=6, status="running", group=group
+      admission=group.admission, status="running", group=group
     ),
   ]
 
@@ -104,12 +112,12 @@ def _assert_same_bits(got, wanted):
 def _assert_same_groups(got, wanted):
   assert len(got) == len(wanted)
   for one, other in zip(got, wanted, strict=True):
-    for field in ("index", "birth", "deadline", "status"):
+    for field in ("admission", "status"):
       assert getattr(one, field) == getattr(other, field)
     assert (one.group is None) == (other.group is None)
     if one.group is None:
       continue
-    for field in ("index", "birth", "deadline", "times_s"):
+    for field in ("admission", "times_s"):
       assert getattr(one.group, field) == getattr(other.group, field)
     assert one.group.prompt.prompt_id == other.group.prompt.prompt_id
     assert repr(one.group.prompt.item) == repr(other.group.prompt.item)
@@ -169,16 +177,26 @@ def _trajectory_fields(draw):
     behavior_logprobs=array(np.float32),
     policy_versions=array(np.int32),
     finish_reason=draw(st.none() | st.sampled_from(types.FinishReason)),
-    reward=draw(st.none() | st.floats()),
+    reward=draw(
+      st.none()
+      | st.fixed_dictionaries(
+        {
+          "score": st.floats(),
+          "parts": st.dictionaries(st.text(max_size=3), st.floats()),
+          "token_scores": st.none()
+          | st.dictionaries(st.integers(0, 2**31), st.floats()),
+        }
+      )
+    ),
   )
 
 
 _NUMBERS = st.integers(0, 2**40)
 _GROUP_FIELDS = st.fixed_dictionaries(
   {
-    "index": _NUMBERS,
-    "birth": _NUMBERS,
-    "deadline": _NUMBERS,
+    "numbers": st.fixed_dictionaries(
+      {name: _NUMBERS for name in ("index", "birth", "deadline")}
+    ),
     "prompt_id": st.text(max_size=5),
     "prompt_tokens": hnp.arrays(np.int32, st.integers(0, 5)),
     "trajectories": st.lists(_trajectory_fields(), max_size=4),
@@ -189,10 +207,16 @@ _GROUP_FIELDS = st.fixed_dictionaries(
 )
 
 
-def _build_group(prompt_id, prompt_tokens, trajectories, **rest):
+def _build_trajectory(reward, **rest):
+  reward = None if reward is None else types.Reward(**reward)
+  return types.Trajectory(reward=reward, **rest)
+
+
+def _build_group(numbers, prompt_id, prompt_tokens, trajectories, **rest):
   return types.RolloutGroup(
+    admission=types.Admission(**numbers),
     prompt=types.Prompt(prompt_id=prompt_id, tokens=prompt_tokens, item={}),
-    trajectories=[types.Trajectory(**fields) for fields in trajectories],
+    trajectories=[_build_trajectory(**fields) for fields in trajectories],
     **rest,
   )
 
@@ -207,9 +231,9 @@ def _build_group(prompt_id, prompt_tokens, trajectories, **rest):
 def test_any_groups_come_back_bit_for_bit(all_fields):
   groups = [
     outstanding_lib.OutstandingGroup(
-      index=number,
-      birth=number + 1,
-      deadline=number + 2,
+      admission=types.Admission(
+        index=number, birth=number + 1, deadline=number + 2
+      ),
       status=status,
       group=None if fields is None else _build_group(**fields),
     )
@@ -219,6 +243,17 @@ def test_any_groups_come_back_bit_for_bit(all_fields):
     outstanding_lib.write(pathlib.Path(directory), groups)
     got = outstanding_lib.read(pathlib.Path(directory))
   _assert_same_groups(got, groups)
+
+
+def test_a_reward_of_an_earlier_format_is_a_score(tmp_path):
+  outstanding_lib.write(tmp_path, _groups())
+  records = json.loads((tmp_path / "groups.json").read_text())
+  for record in records[1]["group"]["trajectories"]:
+    record["reward"] = record["reward"] and record["reward"]["score"]
+  (tmp_path / "groups.json").write_text(json.dumps(records))
+  first, *others = outstanding_lib.read(tmp_path)[1].group.trajectories
+  assert first.reward == types.Reward(score=0.1 + 0.2)
+  assert [t.reward for t in others] == [None, None]
 
 
 def test_arrays_of_restored_trajectories_can_be_written_to(tmp_path):

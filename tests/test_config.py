@@ -314,7 +314,7 @@ def test_fields_that_a_stored_config_lacks_take_their_defaults():
 def test_a_stored_config_with_other_fields_is_refused():
   values = config_json.to_dict(sections.Config())
   values["train"]["vocab_chunks"] = 1
-  with pytest.raises(sections.ConfigError, match="^train.vocab_chunks: not"):
+  with pytest.raises(sections.ConfigError, match="^train.vocab_chunks: unk"):
     config_json.from_dict(values)
   del values["train"]["vocab_chunks"]
   for value in ("pigeon", ["orbax"]):

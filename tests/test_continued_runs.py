@@ -6,14 +6,20 @@ import shutil
 import threading
 import time
 
+import jax
+import numpy as np
 import pytest
+import reward_scorers
 import test_run
 
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import transfer_directory
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.run import assembly
 from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import resume
+from jaxrl_async.run import setup as setup_lib
+from jaxrl_async.run import start_up
 from jaxrl_async.run import training_run
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import outstanding as outstanding_lib
@@ -143,7 +149,7 @@ def stopped(tmp_path_factory):
     patched.setattr(training_run.Run, "_save", save_in_the_middle)
     test_run.start(make_config(), workdir)
   groups = outstanding_lib.read(workdir / "checkpoints" / "2")
-  return workdir, {g.index: g.group for g in groups}
+  return workdir, {g.admission.index: g.group for g in groups}
 
 
 def test_there_is_a_case_for_every_field_that_may_differ():
@@ -188,7 +194,7 @@ def test_a_run_goes_on_with_other_settings(stopped, case, tmp_path, capsys):
         config.rollout.max_completion_tokens
       )
     else:
-      assert entry["deadline"] == stored.deadline
+      assert entry["deadline"] == stored.admission.deadline
     assert entry["fate"] == "filtered" or entry["step"] <= entry["deadline"]
   ended = {entry["index"]: entry for entry in entries}
   for (index, member), length in lengths.items():
@@ -218,7 +224,7 @@ def test_a_run_killed_before_it_trains_begins_again_by_the_same_command(
     raise Killed
 
   for place, name in (
-    (training_run.Run, "_show_warm_start"),
+    (start_up, "_show_warm_start"),
     (checkpoint.manifest, "write"),
     # From here on there is a checkpoint.
     (checkpoint, "_sync_names"),
@@ -236,6 +242,77 @@ def test_a_run_killed_before_it_trains_begins_again_by_the_same_command(
   assert "eval/held_out/avg@1" in test_run.lines(tmp_path, "metrics")[0]
   test_run.check_ledger(tmp_path, summary)
   assert json.loads((tmp_path / "config.json").read_text())["format"] == 1
+
+
+def test_a_run_whose_checkpoint_has_no_named_models_goes_on_the_same(
+  tmp_path, monkeypatch
+):
+  """As checkpoints were before a train state could hold several models."""
+  test_run.start(test_run.make_config("sync", num_steps=2), tmp_path)
+  directory = tmp_path / "checkpoints"
+  setup = setup_lib.resolve(test_run.make_config("sync"), jax.devices())
+  trainer = assembly.make_trainer(setup, metrics_lib.BusyClock())
+  state, host_state, groups = checkpoint.restore(
+    directory, 2, trainer.abstract_state()
+  )
+  before = {
+    "params": state.policy.params,
+    "opt_state": state.policy.opt_state,
+  }
+  with monkeypatch.context() as patched:
+    patched.setattr(checkpoint, "FORMAT", 1)
+    checkpoint.save(directory, 2, before, host_state, groups)
+  test_run.start(test_run.make_config("sync"), tmp_path)
+  np.testing.assert_allclose(
+    test_run.losses(tmp_path),
+    np.loadtxt(test_run.GOLDEN),
+    rtol=1e-5,
+    atol=1e-7,
+  )
+
+
+def constant_loss(micro):
+  """A loss of a half for each loss token, and no gradient."""
+  count = micro.batch.loss_mask.sum(dtype="float32")
+  nothing = 0 * micro.logprobs.sum()
+  loss = nothing + 0.5 * count / micro.totals["num_loss_tokens"]
+  return loss, {"thirds_sum": count / 3}
+
+
+def twice(prompt):
+  """Two completions of the prompt, one after the other."""
+  yield prompt.tokens
+  yield prompt.tokens
+
+
+def test_a_run_takes_a_loss_and_an_episode_of_its_own(tmp_path):
+  config = make_config(num_steps=1, run={"stall_timeout_s": 100.0})
+  config.rollout.max_completion_tokens = 8
+  summary = json.loads(
+    training_run.run(
+      config,
+      tmp_path,
+      scorer=reward_scorers.length,
+      loss=constant_loss,
+      episode=twice,
+    )
+  )
+  assert summary["train_steps"] == 1
+  _, step = test_run.lines(tmp_path, "metrics")
+  assert step["policy/loss"] == pytest.approx(0.5)
+  assert step["policy/grad_norm"] == 0
+  assert step["loss/thirds"] == pytest.approx(1 / 3)
+  assert "policy/clip_frac" not in step and "offpolicy/ess" not in step
+  groups = outstanding_lib.read(tmp_path / "checkpoints" / "1")
+  masks = [
+    t.loss_mask
+    for group in groups
+    if group.group is not None
+    for t in group.group.trajectories
+    if t.finish_reason is not None
+  ]
+  # Prompt, completion, prompt, completion.
+  assert any(np.diff(mask.astype(int)).tolist().count(1) == 2 for mask in masks)
 
 
 def test_a_second_run_touches_nothing(stopped):

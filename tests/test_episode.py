@@ -6,7 +6,7 @@ import tiny
 import worker_world
 
 from jaxrl_async import types
-from jaxrl_async.rollout import worker as worker_lib
+from jaxrl_async.rollout import coordinator as coordinator_lib
 
 REPLY = np.array([50, 51], np.int32)
 
@@ -63,6 +63,13 @@ def test_later_turns_are_appended_and_the_environments_tokens_masked(
         t.behavior_logprobs[t.loss_mask], expected[t.loss_mask], atol=1e-4
       )
   assert set(num_turns) == {1, 2}
+  shown = {item["number"]: made for item, made in world.rewards.submitted}
+  for group in world.buffer.state().finished:
+    for t, completion in zip(
+      group.trajectories, shown[group.index], strict=True
+    ):
+      written = [turn.num_tokens for turn in completion.turns]
+      assert written == runs(t.loss_mask)[1::2]
   worker_world.check_balance(world)
 
 
@@ -139,7 +146,7 @@ def test_episodes_that_never_begin_end_the_run_with_the_first_traceback(
     yield prompt.tokens
 
   world = make_world(episode=episode)
-  with pytest.raises(worker_lib.RewardError) as raised:
+  with pytest.raises(coordinator_lib.RewardError) as raised:
     world.run_until(lambda state: False)
   assert "Traceback" in str(raised.value)
   assert "no such page" in str(raised.value)
@@ -176,17 +183,17 @@ def test_partial_groups_are_taken_up_and_finish_as_if_never_interrupted(
   generated = first.scheduler.stats.generated_tokens
 
   second = make_world(
-    prompts=tiny.Prompts(first.worker.stream.count), **options
+    prompts=tiny.Prompts(first.coordinator.stream.count), **options
   )
   second.buffer.restore(state)
-  second.worker.restore([(a, groups[a.index]) for a in state.running])
+  second.coordinator.restore([groups[a.index] for a in state.running])
   second.scheduler.stats.generated_tokens = generated
   second.run_until(worker_world.finished(4))
   continued = {g.index: g for g in second.buffer.state().finished}
   assert continued.keys() == expected.keys() == {0, 1, 2, 3}
   for index, group in continued.items():
     same_writing(group, expected[index])
-    assert [t.reward for t in group.trajectories] == [0, 1, 2]
+    assert [t.score for t in group.trajectories] == [0, 1, 2]
     assert group.prompt.prompt_id == f"tiny/train/{index}"
   worker_world.check_balance(second)
 
@@ -208,7 +215,7 @@ def test_a_turn_there_was_no_room_for_is_not_asked_for_again(make_world):
   )
   second = make_world(prompts=tiny.Prompts(4), **options)
   second.buffer.restore(state)
-  second.worker.restore([(a, groups[a.index]) for a in state.running])
+  second.coordinator.restore([groups[a.index] for a in state.running])
   second.run_until(worker_world.finished(4))
   for group in second.buffer.state().finished:
     for t in group.trajectories:
@@ -235,10 +242,12 @@ def test_an_episode_that_cannot_be_taken_up_fails_its_group_alone(
     yield from two_turns(prompt)
 
   second = make_world(
-    prompts=tiny.Prompts(first.worker.stream.count), episode=changed, **options
+    prompts=tiny.Prompts(first.coordinator.stream.count),
+    episode=changed,
+    **options,
   )
   second.buffer.restore(state)
-  second.worker.restore([(a, groups[a.index]) for a in state.running])
+  second.coordinator.restore([groups[a.index] for a in state.running])
   second.scheduler.stats.generated_tokens = sum(
     t.num_completion_tokens
     for g in [*groups.values(), *state.finished]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxrl_async import types
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.run import evaluate
 from jaxrl_async.text import tokenizer as tokenizer_lib
@@ -11,15 +12,16 @@ from jaxrl_async.text import tokenizer as tokenizer_lib
 NUM_PROMPTS = 5
 
 
-def evaluated(score):
+def evaluated(score, rewards=None):
   """An evaluation whose answer i has the score `score(i)`."""
+  rewards = rewards or tiny.Rewards(lambda item, made: score(item["number"]))
   stream = tiny.Prompts()
   this = evaluate.Evaluator(
     tiny.engine(),
     [stream.next() for _ in range(NUM_PROMPTS)],
     max_completion_tokens=4,
     tokenizer=tokenizer_lib.character_level(),
-    rewards=tiny.Rewards(lambda item, texts: score(item["number"])),
+    rewards=rewards,
   )
   return this.evaluate(tiny.engine_params(), 0.0)
 
@@ -31,7 +33,8 @@ def failure(reason="error: LookupError: no such"):
 def test_failed_scores_count_neither_as_right_nor_as_wrong():
   found = evaluated(lambda i: [[1.0], failure(), [0.5], failure(), [1.0]][i])
   assert found.accuracy == 2 / 3
-  assert [t.reward for t in found.trajectories] == [1.0, None, 0.5, None, 1.0]
+  scores = [t.reward and t.reward.score for t in found.trajectories]
+  assert scores == [1.0, None, 0.5, None, 1.0]
   assert list(found.failures) == ["tiny/train/1", "tiny/train/3"]
   values = evaluate.metrics_of(found, None)
   assert values["eval/held_out/failed"] == 2
@@ -55,3 +58,30 @@ def test_without_failures_the_accuracy_is_the_share_of_full_scores():
   both = evaluate.metrics_of(found, found)
   assert both["eval/greedy/failed"] == both["eval/held_out/failed"] == 0
   assert np.isclose(both["eval/held_out/pass@1"], 0.4)
+
+
+def test_the_mean_of_each_part_is_over_what_could_be_scored():
+  def score(i):
+    if i % 2:
+      return failure()
+    return [types.Reward(score=0.5, parts={"format": i / 4})]
+
+  values = evaluate.metrics_of(evaluated(score), None)
+  assert values["eval/held_out/parts/format"] == 0.5
+  assert values["eval/held_out/avg@1"] == 0.0
+
+
+def test_the_scorer_is_given_the_whole_completion():
+  rewards = tiny.Rewards()
+  found = evaluated(lambda i: [1.0], rewards)
+  for trajectory, (_, (completion,)) in zip(
+    found.trajectories,
+    sorted(rewards.submitted, key=lambda x: x[0]["number"]),
+    strict=True,
+  ):
+    written = trajectory.tokens[trajectory.loss_mask]
+    assert completion.tokens.tolist() == written.tolist()
+    assert completion.finish_reason is trajectory.finish_reason
+    (turn,) = completion.turns
+    assert turn.completion == completion.text
+    assert turn.num_tokens == len(written) > 0

@@ -57,6 +57,8 @@ def test_a_killed_process_holds_it_no_more(holder):
 
 SERVICE = """
 import _multiprocessing
+import numpy as np
+from jaxrl_async import types
 from jaxrl_async.rewards import service
 import reward_scorers
 
@@ -71,7 +73,11 @@ if __name__ == "__main__":
     scorer=reward_scorers.length,
   )
   rewards.warm_up()
-  print(rewards.submit({}, ["=ab"]).result())
+  completion = types.Completion(
+    text="=ab", turns=(), tokens=np.zeros(3, np.int32),
+    finish_reason=types.FinishReason.EOS,
+  )
+  print(rewards.submit({}, [completion]).result()[0].score)
   rewards.close()
 """
 
@@ -87,7 +93,7 @@ def test_the_reward_service_needs_no_semaphore(tmp_path):
     text=True,
     timeout=150,
   )
-  assert ran.stdout == "[2.0]\n", ran.stderr
+  assert ran.stdout == "2.0\n", ran.stderr
 
 
 def test_without_it_there_would_be_a_name(monkeypatch):

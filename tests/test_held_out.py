@@ -7,7 +7,8 @@ import test_prompts
 
 from jaxrl_async.config import sections
 from jaxrl_async.data import held_out
-from jaxrl_async.data import questions
+from jaxrl_async.data import source as source_lib
+from jaxrl_async.data.reasoning_gym import questions
 
 
 def test_held_out_questions_are_distinct_and_in_no_other_split():
@@ -15,7 +16,7 @@ def test_held_out_questions_are_distinct_and_in_no_other_split():
   found = held_out.make(test_prompts.source(), 64, counts.append)
   texts = [prompt.item["question"] for prompt in found]
   assert len(set(texts)) == len(texts) == 64
-  assert {questions.split_of(text) for text in texts} == {questions.Split.EVAL}
+  assert {questions.split_of(text) for text in texts} == {source_lib.Split.EVAL}
   assert counts == sorted(counts) and counts[-1] == 64
   fewer = held_out.make(test_prompts.source(), 16)
   assert [p.prompt_id for p in fewer] == [p.prompt_id for p in found[:16]]

@@ -1,4 +1,4 @@
-"""Published weights: settings, files, refusals; test_parity.py has the rest."""
+"""Pretrained weights: settings, files, errors; test_parity.py has the rest."""
 
 import dataclasses
 import json
@@ -33,8 +33,8 @@ LLAMA = dataclasses.replace(
 )
 MODELS = {"qwen3": tiny.MODEL, "qwen2": QWEN2, "llama": LLAMA}
 
-# As published, but for what no reader of the architecture looks at.
-PUBLISHED = {
+# As their files say, but for what no reader of the architecture looks at.
+PRETRAINED = {
   "Qwen2.5-0.5B": {
     "architectures": ["Qwen2ForCausalLM"],
     "hidden_act": "silu",
@@ -145,12 +145,12 @@ def change_tensors(directory, change):
     ("Llama-3.2-1B", 1_235_814_400),
   ],
 )
-def test_published_models_have_their_published_size(tmp_path, name, num_params):
-  assert described(tmp_path, PUBLISHED[name]).num_params == num_params
+def test_pretrained_models_have_their_stated_size(tmp_path, name, num_params):
+  assert described(tmp_path, PRETRAINED[name]).num_params == num_params
 
 
-def test_a_published_model_is_the_one_of_that_name(tmp_path):
-  model = described(tmp_path, PUBLISHED["Qwen2.5-0.5B"])
+def test_a_pretrained_model_is_the_one_of_that_name(tmp_path):
+  model = described(tmp_path, PRETRAINED["Qwen2.5-0.5B"])
   assert model == configs.MODELS["qwen2-0.5b"]
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl_async.planning import hlo
+from jaxrl_async.planning import hlo_text
 
 # As XLA for TPUs writes it: a loop with its bound in the condition, a matrix
 # product as a convolution, a reduce-scatter as a fusion, a gather that is begun
@@ -338,7 +339,7 @@ def test_a_start_returns_its_result_with_or_without_what_it_was_given(
 )
 def test_groups_are_written_in_several_ways(groups, size):
   attributes = f"%x), channel_id=1, replica_groups={groups}, to_apply=%add"
-  assert hlo.group_size(attributes, 8) == size
+  assert hlo_text.group_size(attributes, 8) == size
 
 
 def test_a_condition_costs_its_dearest_branch():

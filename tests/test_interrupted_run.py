@@ -9,16 +9,17 @@ import sys
 import time
 
 import interrupted_run
+import jax
 import numpy as np
 import pytest
 import reward_scorers
 
 from jaxrl_async.data import prompts
-from jaxrl_async.data import questions
+from jaxrl_async.data import source as source_lib
 from jaxrl_async.run import assembly
+from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import outstanding as outstanding_lib
-from jaxrl_async.text import tokenizer as tokenizer_lib
 
 TIMEOUT_S = 300.0
 
@@ -38,14 +39,14 @@ def stored_groups(workdir):
   if step is None:
     return 0, {}
   groups = outstanding_lib.read(directory / str(step))
-  return step, {g.index: g.group for g in groups if g.group is not None}
+  return step, {g.group.index: g.group for g in groups if g.group is not None}
 
 
 def first_prompts(count):
   """What this process makes, by prompt id."""
   config = interrupted_run.get_config(1)
-  source = assembly.prompt_source(config, tokenizer_lib.character_level())
-  stream = prompts.PromptStream(source, questions.Split.TRAIN)
+  source = assembly.prompt_source(setup_lib.resolve(config, jax.devices()))
+  stream = prompts.PromptStream(source, source_lib.Split.TRAIN)
   with contextlib.closing(stream):
     found = [stream.next() for _ in range(count)]
   return {prompt.prompt_id: prompt for prompt in found}
@@ -92,5 +93,5 @@ def test_a_run_resumed_under_another_hash_seed_has_the_same_questions(tmp_path):
   assert before.keys() & ended.keys(), "no group of the first process ended"
   for entry in ended.values():
     item = made[entry["prompt_id"]].item
-    reward = reward_scorers.tells_questions_apart(item, "")
+    reward = reward_scorers.tells_questions_apart(item, None)
     assert entry["rewards"] == [reward] * 4

@@ -10,6 +10,7 @@ import time
 import grpc
 import grpc_world
 import httpx
+import jax
 import pytest
 import tiny
 
@@ -19,8 +20,8 @@ from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.engine import sampling
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.run import serve
+from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.serving import bodies
-from jaxrl_async.serving import client_request
 from jaxrl_async.serving import front as front_lib
 from jaxrl_async.serving import jetstream_grpc
 from jaxrl_async.text import chat_template as chat_template_lib
@@ -228,7 +229,7 @@ def test_bytes_that_are_no_request_reach_nobody(shared, message, caplog):
   with pytest.raises(grpc.RpcError) as caught:
     list(call(None, timeout=DEADLINE_S))
   assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-  assert "no DecodeRequest" in caught.value.details()
+  assert "not a DecodeRequest" in caught.value.details()
   assert not caplog.records  # grpc alone would log a traceback each
   assert len(shared.queue.submitted) == before
 
@@ -334,17 +335,17 @@ def test_a_draining_server_finishes_what_it_has():
 
 
 @pytest.mark.parametrize(
-  "error, code",
+  "has_failed, code",
   [
-    (client_request.RequestError.SHUT_DOWN, grpc.StatusCode.UNAVAILABLE),
-    (client_request.RequestError.FAILED, grpc.StatusCode.INTERNAL),
+    (False, grpc.StatusCode.UNAVAILABLE),
+    (True, grpc.StatusCode.INTERNAL),
   ],
 )
-def test_what_the_server_cannot_finish_ends_with_a_status(error, code):
+def test_what_the_server_cannot_finish_ends_with_a_status(has_failed, code):
   with grpc_world.serving(num_steps=2) as server:
     call = long_call(server)
     next(call)
-    server.queue.close(error)
+    server.queue.close(has_failed=has_failed)
     assert status_of(call) is code
 
 
@@ -373,14 +374,14 @@ def test_http_and_grpc_are_served_by_one_engine():
   stop = supervisor_lib.StopRequest()
   addresses: queue_lib.SimpleQueue[str] = queue_lib.SimpleQueue()
 
+  setup = setup_lib.resolve(config, jax.devices(), tokenizer=TOKENIZER)
+
   def run():
     serve.serve(
       serve.Policy(
-        config=config,
-        model=tiny.MODEL,
+        setup=dataclasses.replace(setup, model=tiny.MODEL),
         params=tiny.params(),
         version=0,
-        tokenizer=TOKENIZER,
         chat_template=chat_template_lib.ChatTemplate(None),
       ),
       front_lib.ServeSettings(port=0, grpc_port=grpc_port),

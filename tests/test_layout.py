@@ -16,15 +16,16 @@ FOLDERS = {
   "config": (),
   "types": (),
   "storage": ("types", "config"),
-  "text": ("storage",),
+  "text": ("config", "storage"),
   "devices": ("config",),
   "reporting": ("config", "storage"),
   "models/attention": ("config", "devices"),
   "models": ("config", "storage", "models/attention"),
   "planning": ("config", "devices", "models"),
   "algorithms": ("config", "devices"),
-  "rewards": (),
+  "rewards": ("types", "text"),
   "data": ("types", "config", "storage", "text", "rewards"),
+  "data/reasoning_gym": ("config", "storage", "rewards", "data"),
   "coordination": ("types", "config", "storage"),
   "engine": (
     "types",
@@ -47,14 +48,6 @@ FOLDERS = {
     "data",
     "coordination",
   ),
-  "serving": (
-    "types",
-    "config",
-    "text",
-    "models",
-    "coordination",
-    "engine",
-  ),
   "rollout": (
     "types",
     "text",
@@ -63,7 +56,14 @@ FOLDERS = {
     "data",
     "coordination",
     "engine",
-    "serving",
+  ),
+  "serving": (
+    "types",
+    "config",
+    "text",
+    "models",
+    "coordination",
+    "engine",
   ),
   "run": (
     "types",
@@ -75,8 +75,10 @@ FOLDERS = {
     "models/attention",
     "models",
     "planning",
+    "algorithms",
     "rewards",
     "data",
+    "data/reasoning_gym",
     "coordination",
     "engine",
     "training",
@@ -92,7 +94,7 @@ CATCHES_ALL = {
   "coordination/supervisor.py": "the supervisor",
   "rewards/service.py": "user code",
   "rollout/episode.py": "user code",
-  "data/question_server.py": "user code",
+  "data/reasoning_gym/question_server.py": "user code",
 }
 BANNED_FILES = {"utils.py", "common.py", "helpers.py"}
 BANNED_WORDS = re.compile(
@@ -274,3 +276,22 @@ def test_words_mean_one_thing():
     for found in BANNED_WORDS.finditer(path.read_text())
   ]
   assert not used
+
+
+def test_the_page_of_the_structure_names_every_file():
+  tree = (ROOT / "docs" / "structure.md").read_text()
+  for path in package_files():
+    if path.name != "__init__.py":
+      assert f" {path.name} " in tree, name_of(path)
+
+
+@pytest.mark.parametrize(
+  "page", ["README.md", "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+)
+def test_links_of_the_documents_lead_to_files(page):
+  page = ROOT / page
+  text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+  links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
+  files = [link for link in links if "://" not in link]
+  missing = [link for link in files if not (page.parent / link).exists()]
+  assert not missing

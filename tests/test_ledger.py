@@ -8,6 +8,7 @@ import threading
 
 import numpy as np
 import pytest
+import tiny
 
 from jaxrl_async import types
 from jaxrl_async.coordination import ledger as ledger_lib
@@ -31,13 +32,11 @@ def make_group(index, *, versions=((3, 3, 4), (5,)), rewards=(1.0, 0.5)):
         behavior_logprobs=np.zeros(length, np.float32),
         policy_versions=np.array([-1, -1, *written], np.int32),
         finish_reason=None if reward is None else types.FinishReason.EOS,
-        reward=reward,
+        reward=None if reward is None else tiny.reward(reward),
       )
     )
   return types.RolloutGroup(
-    index=index,
-    birth=3,
-    deadline=7,
+    admission=types.Admission(index=index, birth=3, deadline=7),
     prompt=types.Prompt(
       prompt_id=f"t/train/{index}", tokens=np.zeros(2, np.int32), item={}
     ),
@@ -86,6 +85,7 @@ def test_a_line_says_everything_about_its_group(tmp_path, open_ledger):
     "num_completion_tokens": [3, 1],
     "finish_reasons": ["eos", "eos"],
     "rewards": [1.0, 0.5],
+    "reward_parts": {},
     "times_s": {"admitted": 0.5, "scored": 2.0},
   }
   # Read while the ledger is open: every line is flushed.
@@ -199,3 +199,19 @@ def test_tokens_that_do_not_balance_are_an_error():
   for wrong in (9, 11):
     with pytest.raises(RuntimeError, match=f"generated {wrong}, trained 4"):
       ledger_lib.check_balance(generated=wrong, **counts)
+
+
+def test_named_parts_are_lists_in_the_order_of_the_members(
+  tmp_path, open_ledger
+):
+  group = make_group(0, versions=((3,), (3,), (3,)), rewards=(1.0, 0.5, None))
+  first, second, _ = group.trajectories
+  first.reward = types.Reward(score=1.0, parts={"correct": 0.5, "format": 0.25})
+  second.reward = types.Reward(score=0.5, parts={"correct": math.nan})
+  open_ledger().add_filtered(group)
+  (line,) = read(tmp_path / "ledger.jsonl")
+  assert line["rewards"] == [1.0, 0.5, None]
+  assert line["reward_parts"] == {
+    "correct": [0.5, None, None],
+    "format": [0.25, None, None],
+  }

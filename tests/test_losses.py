@@ -408,6 +408,9 @@ def test_k3_is_the_divergence_on_average_and_never_negative():
   np.testing.assert_allclose(
     (p * values).sum(), (p * np.log(p / q)).sum(), rtol=1e-5
   )
+  on_host = divergences.k3(np.log(p, dtype=np.float64), np.log(q))
+  assert isinstance(on_host, np.ndarray) and on_host.dtype == np.float64
+  np.testing.assert_allclose(on_host, values, rtol=1e-5, atol=1e-7)
   # A rounding error e counts e^2 / 2, not e.
   tiny = divergences.k3(jnp.log(p), jnp.log(p) + 1e-5)
   assert (tiny < 1e-9).all()

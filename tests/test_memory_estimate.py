@@ -9,6 +9,7 @@ import sys
 import jax
 import pytest
 import test_train_step
+import tiny
 
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
@@ -18,14 +19,16 @@ from jaxrl_async.models import configs
 from jaxrl_async.planning import aot
 from jaxrl_async.planning import memory_estimate
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.run import assembly
+from jaxrl_async.run import checks
 from jaxrl_async.run import config_checks
+from jaxrl_async.run import device_checks
+from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.training import trainer as trainer_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from configs import tiny  # noqa: E402
+from configs import tiny as tiny_config  # noqa: E402
 
 Remat = sections.Remat
 MODEL = configs.ModelConfig(
@@ -44,8 +47,16 @@ TRAIN = sections.TrainSection(
 GIB = 2**30
 
 
+NOTHING = memory_estimate.ModelBytes(trainable=0, frozen=0, optimizer=0)
+
+
 def estimate(
-  remat, *, attention="blocks", shape=mesh_lib.ONE, weights=0, optimizer=0
+  remat,
+  *,
+  attention="blocks",
+  shape=mesh_lib.ONE,
+  policy=NOTHING,
+  others=(),
 ):
   return memory_estimate.training(
     MODEL,
@@ -53,8 +64,8 @@ def estimate(
     mesh_lib.TRAIN_RULES,
     dataclasses.replace(TRAIN, attention=attention),
     sections.ModelSection(remat=remat),
-    weights=weights,
-    optimizer=optimizer,
+    policy=policy,
+    others=others,
     tokens_per_step=4 * 4 * 512,
   )
 
@@ -71,6 +82,7 @@ def estimate(
 def test_the_estimate_is_near_what_is_compiled(remat, attention, shape):
   trainer = trainer_lib.Trainer(
     mesh=mesh_lib.make_mesh(jax.devices()[: shape.num_devices], shape),
+    models=tiny.policy_settings(MODEL, sections.OptimizerSection()),
     forward=dataclasses.replace(
       test_train_step.FORWARD,
       model=MODEL,
@@ -87,7 +99,6 @@ def test_the_estimate_is_near_what_is_compiled(remat, attention, shape):
       min_microbatches=2,
       advantage_scale=sections.AdvantageScale.STD,
     ),
-    optimizer=sections.OptimizerSection(),
     num_steps=1,
     decay=1.0,
     rollout_dtype="float32",
@@ -99,8 +110,7 @@ def test_the_estimate_is_near_what_is_compiled(remat, attention, shape):
     remat,
     attention=attention,
     shape=shape,
-    weights=aot.bytes_a_device(state.params),
-    optimizer=aot.bytes_a_device(state.opt_state),
+    policy=device_checks.bytes_of(state.policy),
   )
   compiled = aot.compile_program(update).memory_bytes
   # Only large arrays are counted, and XLA shares buffers as it likes.
@@ -123,6 +133,17 @@ def test_what_is_kept_is_a_layers_input_or_every_product():
   # Numerators and shares, and blocks keep what they gave twice.
   assert more == 4 * tokens * layers * (2 * 8 * 512 - 256)
   assert scores.least_activations == of[Remat.DOTS].activations
+
+
+def test_other_models_cost_their_weights_and_no_more():
+  policy = memory_estimate.ModelBytes(trainable=100, frozen=10, optimizer=200)
+  frozen = memory_estimate.ModelBytes(trainable=0, frozen=70, optimizer=0)
+  alone = estimate(Remat.FULL, policy=policy)
+  assert (alone.weights, alone.gradients, alone.optimizer) == (110, 200, 200)
+  beside = estimate(Remat.FULL, policy=policy, others=[frozen, frozen])
+  assert beside.total == alone.total + 2 * 70
+  assert beside.at_least == alone.at_least + 2 * 70
+  assert beside == dataclasses.replace(alone, weights=110 + 2 * 70)
 
 
 def test_rows_tokens_and_heads_are_split():
@@ -176,7 +197,8 @@ def test_a_layers_products_its_scores_or_the_logits_are_there_at_once():
   scores = estimate(Remat.DOTS, attention="xla").least_working
   assert scores == 4 * tokens * 8 * 512
   for remat in Remat:
-    needs = estimate(remat, weights=100, optimizer=200)
+    policy = memory_estimate.ModelBytes(trainable=99, frozen=1, optimizer=200)
+    needs = estimate(remat, policy=policy)
     assert needs.total > needs.at_least
     memory_estimate.check(needs, needs.at_least)
 
@@ -195,13 +217,13 @@ def test_a_run_that_a_described_chip_cannot_hold_is_refused_before_compiling():
   devices = [Described(id) for id in range(2)]
   assert topology.memory_bytes(devices[0]) == 15.75 * GIB
   assert topology.memory_bytes(jax.devices()[0]) is None
-  config = tiny.get_config()
-  assembly.check(config, devices)
+  config = tiny_config.get_config()
+  checks.checked(config, devices)
   config.train.rows_per_microbatch = 2_000_000
   with pytest.raises(
     sections.ConfigError, match="^model.remat: .*15.8 GiB.*activations"
   ):
-    assembly.check(config, devices)
+    checks.checked(config, devices)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +244,7 @@ def test_what_the_host_of_a_cpu_cannot_hold_is_refused(
   monkeypatch, settings, message
 ):
   monkeypatch.setattr(memory_estimate, "host_bytes", lambda: 8 * GIB)
-  config = tiny.get_config()
+  config = tiny_config.get_config()
   config.train.rows_per_microbatch = 1
   for path, value in settings.items():
     section, name = path.split(".")
@@ -230,10 +252,10 @@ def test_what_the_host_of_a_cpu_cannot_hold_is_refused(
   devices = jax.devices()[:2]
   config_checks.validate(config, 2)
   if not message:
-    assembly.check(config, devices)
+    checks.checked(config, devices)
     return
   with pytest.raises(sections.ConfigError, match=f"^{message}"):
-    assembly.check(config, devices)
+    checks.checked(config, devices)
 
 
 def test_pages_are_named_where_they_are_what_is_too_large():
@@ -272,23 +294,27 @@ def test_the_tpu_configs_are_valid_on_their_slices(name, length):
       for id in range(num_devices)
     ]
     config_checks.validate(config, num_devices)
-    assembly.check(config, devices)
+    checks.checked(config, devices)
     more = 4 if length == "32k" and chip != "v5p" else 1
     assert config.mesh.train_context == mesh.train_context * more
     assert config.mesh.train_fsdp * more == mesh.train_fsdp
 
 
 def test_no_moments_are_counted_that_the_host_holds():
-  config = tiny.get_config()
-  model = assembly.model_config(config, 98)
-  devices = jax.devices()[:2]
-  here = assembly.training_memory(config, model, devices)
+  config = tiny_config.get_config()
+
+  def training_memory():
+    setup = setup_lib.resolve(config, jax.devices()[:2])
+    return device_checks.training_memory(setup)
+
+  model = setup_lib.resolve(config, jax.devices()[:2]).model
+  here = training_memory()
   assert here.weights == 4 * model.num_params
   assert here.optimizer == pytest.approx(2 * here.weights, rel=1e-3)
   config.train.optimizer.state_dtype = "bfloat16"
-  small = assembly.training_memory(config, model, devices)
+  small = training_memory()
   assert small.optimizer == pytest.approx(1.5 * here.weights, rel=1e-3)
   config.train.optimizer.offload = True
-  there = assembly.training_memory(config, model, devices)
+  there = training_memory()
   assert there.optimizer == 8  # two counts
   assert math.isclose(here.total - there.total, here.optimizer - 8)

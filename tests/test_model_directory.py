@@ -14,7 +14,6 @@ from jaxrl_async.models import configs
 from jaxrl_async.models import hf_config
 from jaxrl_async.models import hf_weights
 from jaxrl_async.models import transformer
-from jaxrl_async.storage import model_files
 from jaxrl_async.text import chat_template as chat_template_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
@@ -344,7 +343,10 @@ def test_a_tokenizer_of_another_model_is_refused(copied):
   path = copied / "generation_config.json"
   path.write_text('{"eos_token_id": 2}')
   check_refusal(
-    read, copied, "generation_config.json: eos_token_id names", "special token"
+    read,
+    copied,
+    "generation_config.json: eos_token_id names",
+    "special tokens of",
   )
   path.unlink()
   config = copied / "config.json"
@@ -378,8 +380,3 @@ def test_padding_is_told_from_an_unrelated_tokenizer(
   else:
     with pytest.raises(ValueError, match="config.json: vocab_size is"):
       hf_config.check_vocabulary(tmp_path, model, num_tokens)
-
-
-def test_long_values_are_not_repeated_whole():
-  assert model_files.shown("x" * 5000) == "'" + "x" * 56 + "..."
-  assert model_files.shown(10**5000) == "a huge number"

@@ -14,6 +14,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
+from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
 
 VERSION = test_train_step.VERSION
@@ -129,14 +130,14 @@ def test_a_loss_of_ones_own_is_a_function():
       test_train_step.FORWARD,
       sequence_mean,
       objectives.no_diagnostic,
-      optimizer,
+      {train_state.POLICY: optimizer},
     )
   )
-  state = train_step.TrainState(params=params, opt_state=optimizer.init(params))
+  state = tiny.policy_state(params, optimizer)
   _, sums = update(state, batch, jnp.int32(VERSION))
   logprobs = jax.jit(
-    functools.partial(train_step.proximal_logprobs, test_train_step.FORWARD)
-  )(params, batch)[objectives.PROXIMAL]
+    functools.partial(train_step.batch_logprobs, test_train_step.FORWARD)
+  )(params, batch)
   expected = np.zeros(2)
   advantages = np.linspace(-1, 1, len(lengths))
   for i, values in enumerate(packing.unpack(logprobs, placement)):

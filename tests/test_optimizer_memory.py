@@ -26,7 +26,7 @@ def trained(optimizer, shape):
     shape, minibatches=2, optimizer=optimizer
   )
   trainer.step(VERSION, trainer.prepare(test_train_step.groups()))
-  return trainer.state
+  return trainer.state.policy
 
 
 def assert_moments_lie_in(memory_kind, opt_state):
@@ -75,7 +75,7 @@ def test_a_checkpoint_brings_moments_back_to_the_hosts_memory(tmp_path):
     lambda x: jax.device_put(np.full(x.shape, 3, x.dtype), x.sharding),
     trainer.state,
   )
-  assert_moments_lie_in("pinned_host", state.opt_state)
+  assert_moments_lie_in("pinned_host", state.policy.opt_state)
   checkpoint.save(tmp_path, 1, state, {}, [])
   restored, _, _ = checkpoint.restore(tmp_path, 1, trainer.abstract_state())
   jax.tree.map(np.testing.assert_array_equal, restored, state)
@@ -89,7 +89,7 @@ def test_what_lies_in_the_hosts_memory_takes_none_of_the_device():
   trainer = test_train_step.make_trainer(optimizer=OFFLOADED)
   state = trainer.abstract_state()
   num_scalars = 2
-  assert aot.bytes_a_device(state.opt_state) == 4 * num_scalars
+  assert aot.bytes_a_device(state.policy.opt_state) == 4 * num_scalars
   assert aot.bytes_a_device(state) == 4 * (
     test_train_step.MODEL.num_params + num_scalars
   )
@@ -117,12 +117,10 @@ def test_a_smaller_first_moment_moves_parameters_alike():
   for dtype in ("float32", "bfloat16"):
     section = dataclasses.replace(ADAMW, state_dtype=dtype, eps=1e-3)
     optimizer, apply = test_train_step.apply_program(section)
-    state = train_step.TrainState(
-      params=params, opt_state=optimizer.init(params)
-    )
+    state = tiny.policy_state(params, optimizer)
     for gradient in gradients:
       state, _ = apply(state, {"x": gradient}, np.float32(1.0))
-    after[dtype] = np.asarray(state.params["x"]) - 1
+    after[dtype] = np.asarray(state.policy.params["x"]) - 1
   # bfloat16 keeps eight bits of the moment.
   np.testing.assert_allclose(
     after["bfloat16"], after["float32"], rtol=2e-2, atol=2e-4

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl_async.training import packing
-from jaxrl_async.types import Prompt, RolloutGroup, Trajectory
+from jaxrl_async.types import Admission, Prompt, RolloutGroup, Trajectory
 
 BATCH_DTYPES = {
   "tokens": np.int32,
@@ -30,9 +30,7 @@ def make_groups(lengths, group_size=3, seed=0):
       prompt = Prompt(prompt_id=str(i), tokens=np.zeros(1, np.int32), item={})
       groups.append(
         RolloutGroup(
-          index=len(groups),
-          birth=0,
-          deadline=4,
+          admission=Admission(index=len(groups), birth=0, deadline=4),
           prompt=prompt,
           trajectories=[],
         )

@@ -11,6 +11,7 @@ import tiny
 
 from jaxrl_async.config import sections
 from jaxrl_async.engine import page_pool
+from jaxrl_async.engine import sequence as sequence_lib
 
 FAST, EXACT = sections.Preemption.FAST, sections.Preemption.EXACT
 KEEP, RECOMPUTE = sections.KvOnAdopt.KEEP, sections.KvOnAdopt.RECOMPUTE
@@ -117,8 +118,9 @@ def write(scheduler, sequences):
     scheduler.submit(sequence)
   ended = tiny.finish(scheduler)
   assert {id(s) for s in ended} == {id(s) for s in sequences}
-  if scheduler._pool is not None:
-    assert scheduler._pool.num_free == scheduler._pool.num_pages
+  if scheduler.engine.sizes.num_pages:
+    pool = scheduler._admission.pool
+    assert pool.num_free == pool.num_pages
   return [
     (s.written().tolist(), s.behavior_logprobs[: s.length].tolist())
     for s in sequences
@@ -189,7 +191,7 @@ def test_a_group_holds_its_prompt_once():
   for member in range(4):
     scheduler.submit(tiny.sequence(prompt, member=member, limit=30))
   scheduler._dispatch()
-  tables = [e.pages for e in scheduler._entries.values()]
+  tables = list(scheduler._admission._held.values())
   assert len(tables) == 4
   shared = set(tables[0]).intersection(*tables)
   assert len(shared) == 3  # 12 of 13 tokens are cached: three whole pages
@@ -199,7 +201,7 @@ def test_a_group_holds_its_prompt_once():
 
 def test_cancelled_sequences_give_back_their_pages():
   scheduler = make(**MANY)
-  mine = object()
+  mine = sequence_lib.Owner("test", 0)
   sequences = groups()
   for i, sequence in enumerate(sequences):
     sequence.owner = mine if i % 2 else None
@@ -207,7 +209,7 @@ def test_cancelled_sequences_give_back_their_pages():
   scheduler.step()
   scheduler.cancel(mine)
   tiny.finish(scheduler)
-  assert scheduler._pool.num_free == MANY["num_pages"]
+  assert scheduler._admission.pool.num_free == MANY["num_pages"]
 
 
 @pytest.mark.parametrize("kv_on_adopt", [KEEP, RECOMPUTE])
@@ -232,7 +234,7 @@ def test_new_weights_score_every_token_of_their_version(kv_on_adopt, sizes):
       np.testing.assert_allclose(
         t.behavior_logprobs[drawn], expected[drawn], atol=1e-4
       )
-  assert scheduler._pool.num_free == sizes["num_pages"]
+  assert scheduler._admission.pool.num_free == sizes["num_pages"]
 
 
 def test_a_prompt_is_never_read_from_pages_of_older_weights():

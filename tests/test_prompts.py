@@ -9,7 +9,8 @@ import pytest
 
 from jaxrl_async.config import sections
 from jaxrl_async.data import prompts
-from jaxrl_async.data import questions
+from jaxrl_async.data import source as source_lib
+from jaxrl_async.data.reasoning_gym import gym
 from jaxrl_async.rewards import extraction
 from jaxrl_async.rewards import reasoning
 from jaxrl_async.text import tokenizer as tokenizer_lib
@@ -32,8 +33,12 @@ def chain_sum(template="{expression}\n", dataset="chain_sum", **params):
 
 
 def source(task=None, *, seed=0, max_prompt_tokens=24):
+  task = task or chain_sum()
   return prompts.PromptSource(
-    task=task or chain_sum(),
+    items=gym.ReasoningGym(
+      name=task.dataset, params=task.params.to_dict(), seed=seed
+    ),
+    task=task,
     tokenizer=TOKENIZER,
     seed=seed,
     max_prompt_tokens=max_prompt_tokens,
@@ -47,16 +52,16 @@ def stream():
 
     def make(
       task=None,
-      split=questions.Split.TRAIN,
+      split=source_lib.Split.TRAIN,
       *,
-      num_processes=1,
+      num_workers=1,
       max_barren=2_000,
       **more,
     ):
       made = prompts.PromptStream(
         source(task, **more),
         split,
-        num_processes=num_processes,
+        num_workers=num_workers,
         max_barren=max_barren,
       )
       return stack.enter_context(contextlib.closing(made))
@@ -69,7 +74,7 @@ def test_no_question_belongs_to_two_splits(stream):
   for split, count in (("train", 750), ("warm_start", 600), ("eval", 150)):
     # Two-term sums: few enough that each split meets most of them.
     task = chain_sum(min_terms=2, max_terms=2, max_digits=1)
-    each = stream(task, questions.Split(split))
+    each = stream(task, source_lib.Split(split))
     found = [each.next() for _ in range(count)]
     assert all(p.prompt_id.startswith(f"chain_sum/{split}/") for p in found)
     texts[split] = {p.item["question"] for p in found}
@@ -80,7 +85,7 @@ def test_no_question_belongs_to_two_splits(stream):
 
 
 def test_a_prompt_depends_on_seed_split_and_index_only(stream):
-  by_one, by_three = stream(), stream(num_processes=3)
+  by_one, by_three = stream(), stream(num_workers=3)
   for _ in range(40):
     prompt, again = by_one.next(), by_three.next()
     assert prompt.prompt_id == again.prompt_id
@@ -90,7 +95,7 @@ def test_a_prompt_depends_on_seed_split_and_index_only(stream):
   first = {
     (seed, split): stream(seed=seed, split=split).next().item["question"]
     for seed in (0, 1, 255)
-    for split in questions.Split
+    for split in source_lib.Split
   }
   assert len(set(first.values())) == len(first)
 
@@ -102,7 +107,7 @@ def test_a_prompt_is_the_filled_in_template(stream):
   assert TOKENIZER.decode(prompt.tokens) == (
     f"Q: {item['question']} [{item['metadata']['num_terms']}, 3]"
   )
-  assert reasoning.score(item, item["answer"]) == 1.0
+  assert reasoning.score_answer(item, item["answer"]) == 1.0
 
 
 def test_a_restored_stream_goes_on_exactly(stream):

@@ -26,8 +26,9 @@ from jaxrl_async.models import configs
 from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.run import assembly
+from jaxrl_async.run import checks
 from jaxrl_async.run import config_checks
+from jaxrl_async.run import dry_run
 from jaxrl_async.run import evaluate
 from jaxrl_async.run import training_run
 from jaxrl_async.training import train_step
@@ -403,7 +404,7 @@ def test_a_format_this_device_can_multiply_by_is_accepted(weights):
   config = tiny_config.get_config()
   config.rollout.weights = weights
   config_checks.validate(config, 2)
-  assembly.check(config, jax.devices()[:2])
+  checks.checked(config, jax.devices()[:2])
 
 
 def test_a_format_this_device_gets_wrong_is_refused_in_one_line(monkeypatch):
@@ -414,7 +415,7 @@ def test_a_format_this_device_gets_wrong_is_refused_in_one_line(monkeypatch):
   config = tiny_config.get_config()
   config.rollout.weights = sections.WeightFormat.FP8
   with pytest.raises(sections.ConfigError) as caught:
-    assembly.check(config, jax.devices()[:2])
+    checks.checked(config, jax.devices()[:2])
   assert str(caught.value).startswith("rollout.weights: cpu cannot use fp8")
   assert "\n" not in str(caught.value)
 
@@ -424,7 +425,8 @@ def test_a_dry_run_counts_quantised_weights():
   sizes = {}
   for weights in (sections.WeightFormat.FLOAT, sections.WeightFormat.INT8):
     config.rollout.weights = weights
-    text = assembly.describe(config, jax.devices()[:2])
+    setup = checks.checked(config, jax.devices()[:2])
+    text = dry_run.describe(setup)
     (line,) = [x for x in text.splitlines() if "slice   " in x and "cache" in x]
     sizes[weights] = line
   assert sizes[sections.WeightFormat.FLOAT] != sizes[sections.WeightFormat.INT8]

@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from jaxrl_async.data import question_stream
-from jaxrl_async.data import questions
+from jaxrl_async.data import source as source_lib
+from jaxrl_async.data.reasoning_gym import question_stream
+from jaxrl_async.data.reasoning_gym import questions
 
 ROOT = pathlib.Path(__file__).parents[1]
 TIMEOUT_S = 120.0
@@ -18,9 +19,10 @@ TIMEOUT_S = 120.0
 # takes more than pipes hold; waits until it is killed.
 OWNER = """
 import signal, sys
-from jaxrl_async.data import question_stream, questions
+from jaxrl_async.data.reasoning_gym import question_stream
+from jaxrl_async.data import source as source_lib
 stream = question_stream.QuestionStream(
-  "chain_sum", {}, seed=0, split=questions.Split.TRAIN, first_index=0,
+  "chain_sum", {}, seed=0, split=source_lib.Split.TRAIN, first_index=0,
   num_processes=3,
 )
 for _ in range(6):
@@ -39,7 +41,7 @@ def make_stream(dataset="chain_sum", *, first_index=0, num_processes=1, **more):
     dataset,
     more,
     seed=0,
-    split=questions.Split.TRAIN,
+    split=source_lib.Split.TRAIN,
     first_index=first_index,
     num_processes=num_processes,
   )
@@ -113,7 +115,7 @@ def test_a_closed_stream_leaves_no_process_even_in_the_middle_of_an_item():
 def test_a_dataset_that_fails_is_named_with_its_traceback():
   stream = make_stream("word_sorting", min_words=10**6, max_words=10**6)
   with pytest.raises(
-    question_stream.QuestionError,
+    source_lib.SourceError,
     match="^task.dataset: word_sorting failed to make item 0: ValueError: Sam",
   ) as raised:
     stream.next()
@@ -129,7 +131,7 @@ def test_a_killed_process_is_an_error_and_no_wait():
   until(lambda: set(children(server)) - before)
   for pid in set(children(server)) - before:
     os.kill(pid, signal.SIGKILL)
-  with pytest.raises(question_stream.QuestionError, match="was killed"):
+  with pytest.raises(source_lib.SourceError, match="was killed"):
     for _ in range(10_000):  # what was in the pipe is there
       stream.next()
   stream.close()
@@ -137,7 +139,8 @@ def test_a_killed_process_is_an_error_and_no_wait():
 
 def test_the_modules_of_the_processes_import_without_jax():
   code = (
-    "from jaxrl_async.data import question_server, question_stream; import sys;"
+    "import sys; from jaxrl_async.data.reasoning_gym import gym;"
+    "from jaxrl_async.data.reasoning_gym import question_server;"
     "print(sorted({'jax', 'flax', 'grain'} & set(sys.modules)))"
   )
   ran = subprocess.run(

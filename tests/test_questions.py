@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from jaxrl_async.config import sections
-from jaxrl_async.data import questions
+from jaxrl_async.data import source as source_lib
+from jaxrl_async.data.reasoning_gym import questions
 from jaxrl_async.rewards import reasoning
 from jaxrl_async.storage import item_json
 
@@ -52,7 +53,7 @@ datetime.date, datetime.datetime = date, datetime_
 """
 
 
-def source(dataset="chain_sum", *, seed=3, split=questions.Split.TRAIN):
+def source(dataset="chain_sum", *, seed=3, split=source_lib.Split.TRAIN):
   return questions.QuestionSource(dataset, {}, seed=seed, split=split)
 
 
@@ -60,7 +61,7 @@ def test_ranges_of_seed_plus_index_are_disjoint_and_below_two_to_the_32():
   starts = sorted(
     questions.first_dataset_seed(seed, split)
     for seed in range(questions.MAX_SEED + 1)
-    for split in questions.Split
+    for split in source_lib.Split
   )
   gaps = np.diff(np.array(starts, np.int64))
   assert (gaps >= questions.ITEMS_PER_SPLIT).all()
@@ -71,8 +72,8 @@ def test_ranges_of_seed_plus_index_are_disjoint_and_below_two_to_the_32():
 
 def test_an_item_has_the_text_of_its_dataset_seed_plus_index():
   # What makes disjoint ranges necessary.
-  first = questions.first_dataset_seed(3, questions.Split.WARM_START)
-  items = source(split=questions.Split.WARM_START)
+  first = questions.first_dataset_seed(3, source_lib.Split.WARM_START)
+  items = source(split=source_lib.Split.WARM_START)
   shifted = reasoning.create_dataset("chain_sum", {}, seed=first + 5, size=1)
   assert items[5]["question"] == shifted[0]["question"]
   assert len(items) == questions.ITEMS_PER_SPLIT
@@ -149,7 +150,7 @@ def test_items_of_every_dataset_are_the_same_under_another_hash_seed(tmp_path):
 def scored(item, answer):
   """The score, or what a scorer raises that expects another kind of text."""
   try:
-    return reasoning.score(item, answer)
+    return reasoning.score_answer(item, answer)
   except (ValueError, AttributeError) as error:
     return repr(error)
 

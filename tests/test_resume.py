@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from jaxrl_async import types
+from jaxrl_async.config import field_types
 from jaxrl_async.config import sections
 from jaxrl_async.run import resume
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import config_json
 from jaxrl_async.storage import outstanding as outstanding_lib
 
-PATHS = [path for path, _, _ in sections.leaves(sections.Config())]
+PATHS = [path for path, _, _ in field_types.leaves(sections.Config())]
 LINE = b'{"step": 0}\n'
 STATE = {"weights": jnp.zeros(3)}
 
@@ -30,9 +31,7 @@ def outstanding_group(num_tokens, finish_reason=None):
   """A group of one trajectory of that length."""
   array = np.zeros(num_tokens, np.int32)
   group = types.RolloutGroup(
-    index=0,
-    birth=0,
-    deadline=2,
+    admission=types.Admission(index=0, birth=0, deadline=2),
     prompt=types.Prompt(prompt_id="a/train/0", tokens=array[:1], item={}),
     trajectories=[
       types.Trajectory(
@@ -46,7 +45,7 @@ def outstanding_group(num_tokens, finish_reason=None):
     ],
   )
   return outstanding_lib.OutstandingGroup(
-    index=0, birth=0, deadline=2, status="running", group=group
+    admission=group.admission, status="running", group=group
   )
 
 
@@ -286,8 +285,10 @@ def test_parameters_alone_are_no_run(tmp_path):
 
 
 def test_a_checkpoint_of_a_newer_format_is_refused(workdir, monkeypatch):
-  monkeypatch.setattr(checkpoint, "FORMAT", checkpoint.FORMAT - 1)
-  assert "of a newer version than this one, which knows 0" in refusal(workdir)
+  known = checkpoint.FORMAT - 1
+  monkeypatch.setattr(checkpoint, "FORMAT", known)
+  message = refusal(workdir)
+  assert f"of a newer version than this one, which knows {known}" in message
 
 
 def test_a_stored_config_of_a_newer_version_is_refused_by_its_field(tmp_path):
@@ -295,7 +296,7 @@ def test_a_stored_config_of_a_newer_version_is_refused_by_its_field(tmp_path):
   values["rollout"]["speculation"] = 3
   write_run(tmp_path, config=values)
   message = refusal(tmp_path)
-  assert "rollout.speculation: not a field that this version knows" in message
+  assert "rollout.speculation: unknown in this version" in message
   assert "use the version that wrote it" in message
   path = tmp_path / "config.json"
   path.write_text(json.dumps(values))

@@ -1,15 +1,21 @@
 """Answers, scores and everything that can go wrong with a reward."""
 
+import pickle
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import reward_scorers
 
+from jaxrl_async import types
+from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import extraction
 from jaxrl_async.rewards import reasoning
 from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
+TOKENIZER = tokenizer_lib.character_level()
 PARAMS = {"min_terms": 3, "max_terms": 6, "min_digits": 1, "max_digits": 1}
 
 
@@ -30,6 +36,37 @@ def test_the_answer_follows_the_last_prefix_up_to_the_end_of_its_line(
   completion, prefix, answer
 ):
   assert extraction.extract_answer(completion, prefix) == answer
+
+
+def trajectory(*turns):
+  """Prompts and completions in turn, a token a character."""
+  tokens = [TOKENIZER.encode(text) for text in turns]
+  mask = [np.full(len(x), i % 2 == 1) for i, x in enumerate(tokens)]
+  tokens, mask = np.concatenate(tokens), np.concatenate(mask)
+  return types.Trajectory(
+    member=0,
+    tokens=tokens,
+    loss_mask=mask,
+    behavior_logprobs=np.zeros(len(tokens), np.float32),
+    policy_versions=np.where(mask, 0, -1),
+    finish_reason=types.FinishReason.EOS,
+  )
+
+
+def submit(service, item, texts):
+  """Has these completions of a prompt scored."""
+  return service.submit(
+    item,
+    [
+      completion_lib.of_trajectory(trajectory("Q", text), TOKENIZER)
+      for text in texts
+    ],
+  )
+
+
+def scores(handle):
+  """The scores of a group that could be scored."""
+  return [reward.score for reward in handle.result()]
 
 
 def chain_sum_item(index):
@@ -68,27 +105,168 @@ def test_scores_are_reasoning_gyms_own_of_the_extracted_answers(make_service):
     item = chain_sum_item(index)
     right = item["answer"]
     answers = [right, str(int(right) + 1), f"{right}.0", f"{right} or so", ""]
-    handle = service.submit(item, [f"1=7\n2={a}\nend" for a in answers])
+    handle = submit(service, item, [f"1=7\n2={a}\nend" for a in answers])
     expected = [dataset.score_answer(a.strip(), item) for a in answers]
     handles.append((handle, expected))
   for handle, expected in handles:
-    assert handle.result() == expected
+    assert scores(handle) == expected
     assert expected[0] == expected[2] == 1.0 != expected[1]
     assert 0.0 < expected[3] < 1.0
 
 
+REWARD = types.Reward(
+  score=1.5, parts={"correct": 1.0, "format": 0.5}, token_scores={0: -1.0}
+)
+
+
+@pytest.mark.parametrize(
+  ("returned", "reward"),
+  [
+    (2, types.Reward(score=2.0)),
+    (True, types.Reward(score=1.0)),
+    (np.float32(0.5), types.Reward(score=0.5)),
+    (REWARD, REWARD),
+    (
+      types.Reward(score=0.0, token_scores={}),
+      types.Reward(score=0.0, token_scores={}),
+    ),
+    (
+      {
+        "score": np.int64(1),
+        "parts": {"a": np.float32(2)},
+        "token_scores": {np.int64(2): 3},
+      },
+      types.Reward(score=1.0, parts={"a": 2.0}, token_scores={2: 3.0}),
+    ),
+  ],
+)
+def test_a_number_or_a_reward_comes_back_as_plain_numbers(
+  make_service, returned, reward
+):
+  handle = submit(
+    make_service(reward_scorers.returns), {"returned": returned}, ["abc"]
+  )
+  (found,) = handle.result()
+  assert found == reward
+  numbers = [found.score, *found.parts.values()]
+  numbers += (found.token_scores or {}).values()
+  assert {type(number) for number in numbers} == {float}
+  assert {type(at) for at in found.token_scores or {}} <= {int}
+
+
+@pytest.mark.parametrize(
+  ("wrong", "reason"),
+  [
+    ({"score": "good"}, "error: the scorer returned 'good', no number"),
+    ({"score": float("inf")}, "nan: the scorer returned inf"),
+    (
+      {"parts": {"a": None}},
+      "error: the scorer returned None as the part 'a', no number",
+    ),
+    (
+      {"parts": {"a": float("nan")}},
+      "nan: the scorer returned nan as the part 'a'",
+    ),
+    (
+      {"parts": {3: 1.0}},
+      "error: the scorer returned a part named 3, no string",
+    ),
+    (
+      {"parts": [1.0]},
+      "error: the scorer returned [1.0] as parts, no mapping",
+    ),
+    (
+      {"token_scores": [0.0, 0.0, 1.0]},
+      "error: the scorer returned [0.0, 0.0, 1.0] as token_scores, no mapping",
+    ),
+    (
+      {"token_scores": {1: float("nan")}},
+      "nan: the scorer returned nan as the score at token 1",
+    ),
+    *(
+      (
+        {"token_scores": {at: 1.0}},
+        f"error: the scorer returned a score at token {at!r}, but the"
+        " completion has the tokens 0 to 2",
+      )
+      for at in (3, -1, 0.5, "0")
+    ),
+  ],
+)
+def test_a_reward_that_is_none_is_a_failure_that_says_what_was_wrong(
+  make_service, wrong, reason
+):
+  returned = {"score": 1.0} | wrong
+  service = make_service(reward_scorers.returns)
+  failure = submit(service, {"returned": returned}, ["abc"]).result()
+  assert isinstance(failure, service_lib.RewardFailure)
+  assert failure.reason == reason
+
+
+def test_a_scorer_sees_text_answer_turns_tokens_and_how_it_ended():
+  first, second = "1+1=2\n", "so =4"
+  made = completion_lib.of_trajectory(
+    trajectory("add\n", first, "and 2+2?", second), TOKENIZER
+  )
+  assert made.text == first + second and made.answer is None
+  assert made.turns == (
+    types.Turn(prompt="add\n", completion=first, num_tokens=6),
+    types.Turn(prompt="and 2+2?", completion=second, num_tokens=5),
+  )
+  assert made.tokens.tolist() == TOKENIZER.encode(first + second).tolist()
+  assert made.finish_reason is types.FinishReason.EOS
+  again = pickle.loads(pickle.dumps(made))
+  assert repr(again) == repr(made)
+
+
+def test_special_tokens_are_in_the_tokens_and_not_in_the_texts():
+  one = trajectory("Q", "7")
+  one.tokens = np.append(one.tokens, np.int32(TOKENIZER.eos_id))
+  one.loss_mask = np.append(one.loss_mask, True)
+  made = completion_lib.of_trajectory(one, TOKENIZER)
+  assert made.text == made.turns[0].completion == "7"
+  assert len(made.tokens) == made.turns[0].num_tokens == 2
+
+
+def test_what_is_still_being_written_cannot_be_scored():
+  one = trajectory("Q", "7")
+  one.finish_reason = None
+  with pytest.raises(ValueError, match="has not ended"):
+    completion_lib.of_trajectory(one, TOKENIZER)
+
+
+def test_the_completion_reaches_the_scorer_with_its_answer(make_service):
+  service = make_service(reward_scorers.describes)
+  failure = submit(service, {}, ["1=2"]).result()
+  assert "text='1=2', answer='2', turns=(Turn(prompt='Q', " in failure.reason
+
+
+def test_parts_and_token_scores_come_with_each_score(make_service):
+  handle = submit(make_service(reward_scorers.adds_up), {}, ["a\n=b\n", "a"])
+  assert handle.result() == [
+    types.Reward(
+      score=2.0,
+      parts={"answered": 1.0, "lines": 1.0},
+      token_scores={1: 0.5, 4: 0.5},
+    ),
+    types.Reward(
+      score=0.0, parts={"answered": 0.0, "lines": 0.0}, token_scores={}
+    ),
+  ]
+
+
 def test_without_an_answer_the_score_is_zero(make_service):
-  handle = make_service(reasoning.score).submit(chain_sum_item(0), ["", "7"])
-  assert handle.result() == [0.0, 0.0]
+  handle = submit(make_service(reasoning.score), chain_sum_item(0), ["", "7"])
+  assert scores(handle) == [0.0, 0.0]
   # No scorer is asked.
-  assert reasoning.score({"dataset": "none", "params": {}}, None) == 0.0
+  assert reasoning.score_answer({"dataset": "none", "params": {}}, None) == 0.0
 
 
 def test_scores_come_in_the_order_of_the_completions(make_service):
-  handle = make_service().submit({}, ["=", "=a", "=bb", "=ccc", "none"])
-  assert handle.result() == [0.0, 1.0, 2.0, 3.0, 0.0]
+  handle = submit(make_service(), {}, ["=", "=a", "=bb", "=ccc", "none"])
+  assert scores(handle) == [0.0, 1.0, 2.0, 3.0, 0.0]
   assert handle.done()
-  assert make_service().submit({}, []).result() == []
+  assert submit(make_service(), {}, []).result() == []
 
 
 @pytest.mark.parametrize(
@@ -108,12 +286,12 @@ def test_a_reward_that_misbehaves_is_a_failure_with_its_reason(
   make_service, scorer, reason, where
 ):
   service = make_service(getattr(reward_scorers, scorer), timeout_s=0.3)
-  failure = service.submit({}, ["=a", "=b"]).result()
+  failure = submit(service, {}, ["=a", "=b"]).result()
   assert isinstance(failure, service_lib.RewardFailure)
   assert failure.reason == reason
   assert where in failure.traceback
   # The service goes on, in another process where it must.
-  assert service.submit({}, []).result() == []
+  assert submit(service, {}, []).result() == []
   metrics = service.metrics()
   is_timeout = reason.startswith("timeout")
   assert metrics["reward_service/timeouts"] == is_timeout
@@ -123,38 +301,38 @@ def test_a_reward_that_misbehaves_is_a_failure_with_its_reason(
 
 def test_one_member_that_fails_fails_its_group_and_no_other(make_service):
   service = make_service(reward_scorers.raises_on_b)
-  handles = [service.submit({}, ["=a", f"={x}"]) for x in "abc"]
-  first, second, third = [handle.result() for handle in handles]
-  assert first == third == [1.0, 1.0]
-  assert isinstance(second, service_lib.RewardFailure)
+  handles = [submit(service, {}, ["=a", f"={x}"]) for x in "abc"]
+  assert scores(handles[0]) == scores(handles[2]) == [1.0, 1.0]
+  assert isinstance(handles[1].result(), service_lib.RewardFailure)
 
 
 def test_a_retry_may_succeed_and_is_counted(make_service, tmp_path):
   service = make_service(reward_scorers.fails_first, num_retries=1)
-  handle = service.submit({"path": str(tmp_path / "tried")}, ["=a"])
-  assert handle.result() == [1.0]
+  handle = submit(service, {"path": str(tmp_path / "tried")}, ["=a"])
+  assert scores(handle) == [1.0]
   assert service.metrics()["reward_service/errors"] == 1
 
 
 def test_after_the_last_retry_a_group_is_a_failure(make_service):
   service = make_service(reward_scorers.raises, num_retries=2)
-  failure = service.submit({}, ["=a"]).result()
+  failure = submit(service, {}, ["=a"]).result()
   assert failure.reason.startswith("error: LookupError")
   assert service.metrics()["reward_service/errors"] == 3
 
 
 def test_a_pool_that_broke_is_replaced(make_service):
   service = make_service(reward_scorers.length, timeout_s=4.0)
-  assert service.submit({}, ["=a"]).result() == [1.0]
+  assert scores(submit(service, {}, ["=a"])) == [1.0]
   # As the kernel does when memory runs out, while the process is idle.
   for process in list(
     service._pool._pool_manager.worker_manager.workers.values()
   ):
     process.kill()
     process.join(10)
-  outcome = service.submit({}, ["=a"]).result()
-  assert outcome == [1.0] or outcome.reason.startswith("error")
-  assert service.submit({}, ["=aa"]).result() == [2.0]
+  outcome = submit(service, {}, ["=a"]).result()
+  is_failure = isinstance(outcome, service_lib.RewardFailure)
+  assert outcome.reason.startswith("error") if is_failure else len(outcome) == 1
+  assert scores(submit(service, {}, ["=aa"])) == [2.0]
 
 
 def test_a_closed_service_says_so():
@@ -166,19 +344,21 @@ def test_a_closed_service_says_so():
     scorer=reward_scorers.hangs,
   )
   service.warm_up()
-  handle = service.submit({}, ["=a"])
+  handle = submit(service, {}, ["=a"])
   assert not handle.done()
   service.close(timeout_s=10.0)
   service.close(timeout_s=10.0)
   with pytest.raises(RuntimeError, match="closed"):
     handle.result()
   with pytest.raises(RuntimeError, match="closed"):
-    service.submit({}, ["=a"])
+    submit(service, {}, ["=a"])
 
 
 MAIN = """
 import jax
+import numpy as np
 import sys
+from jaxrl_async import types
 from jaxrl_async.rewards import service
 import reward_scorers
 
@@ -189,7 +369,11 @@ if __name__ == "__main__":
     scorer=reward_scorers.reports_jax,
   )
   rewards.warm_up()
-  print(rewards.submit({}, ["=a"]).result())
+  completion = types.Completion(
+    text="=a", turns=(), tokens=np.zeros(2, np.int32),
+    finish_reason=types.FinishReason.EOS,
+  )
+  print(rewards.submit({}, [completion]).result()[0].score)
   rewards.close()
 else:
   print("the main script was run again in", __name__)
@@ -199,7 +383,7 @@ else:
 def test_reward_processes_do_not_have_jax_though_this_one_has(make_service):
   assert "jax" in sys.modules
   service = make_service(reward_scorers.reports_jax)
-  assert service.submit({}, ["=a"]).result() == [0.0]
+  assert scores(submit(service, {}, ["=a"])) == [0.0]
 
 
 @pytest.mark.slow
@@ -215,7 +399,7 @@ def test_reward_processes_never_import_jax_nor_the_main_script(tmp_path):
     timeout=120,
     check=False,
   )
-  assert ran.stdout == "[0.0]\n", ran.stderr
+  assert ran.stdout == "0.0\n", ran.stderr
 
 
 @pytest.mark.slow
@@ -240,6 +424,7 @@ def test_a_dependencys_warnings_are_not_shown_and_ours_are(tmp_path):
 def test_the_modules_of_a_reward_process_import_without_jax():
   code = (
     "import jaxrl_async.rewards.preload, jaxrl_async.rewards.service, sys;"
+    "import jaxrl_async.types;"
     "print(sorted({'jax', 'flax', 'grain'} & set(sys.modules)))"
   )
   ran = subprocess.run(

@@ -30,19 +30,21 @@ from jaxrl_async import types
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.data import prompts
-from jaxrl_async.data import questions
+from jaxrl_async.data import source as source_lib
 from jaxrl_async.engine import sampling
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import extraction
 from jaxrl_async.run import assembly
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import recorder as recorder_lib
+from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.run import training_run
 from jaxrl_async.storage import workdir as workdir_lib
-from jaxrl_async.text import tokenizer as tokenizer_lib
+from jaxrl_async.training import train_state
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -190,20 +192,18 @@ def test_trajectories_that_span_several_versions_occur(tmp_path):
 
 def straight_loop(config):
   """Generate, score, update; gives the losses of each step."""
-  tokenizer = tokenizer_lib.character_level()
-  model = assembly.model_config(config, tokenizer.vocab_size)
-  train_mesh, rollout_mesh = assembly.cut_devices(config, jax.devices())
+  setup = setup_lib.resolve(config, jax.devices())
+  tokenizer, model = setup.tokenizer, setup.model
   clock = metrics_lib.BusyClock()
-  trainer = assembly.make_trainer(config, model, train_mesh, clock)
-  engine = assembly.make_engine(
-    config, model, rollout_mesh, tokenizer.end_tokens
-  )
+  trainer = assembly.make_trainer(setup, clock)
+  engine = assembly.make_engine(setup)
   scheduler = scheduler_lib.Scheduler(engine, busy=clock)
   stream = prompts.PromptStream(
-    assembly.prompt_source(config, tokenizer), questions.Split.TRAIN
+    assembly.prompt_source(setup), source_lib.Split.TRAIN
   )
   init = jax.jit(lambda key: transformer.init_params(model, key))
-  trainer.start(init(jax.random.key(config.seed)))
+  params = init(jax.random.key(config.seed))
+  trainer.start({train_state.POLICY: params})
   found = []
   for step in range(config.train.num_steps):
     scheduler.adopt(engine.load_params(trainer.published(), step), step)
@@ -211,9 +211,7 @@ def straight_loop(config):
     for i in range(config.algorithm.groups_per_step):
       index = step * config.algorithm.groups_per_step + i
       group = types.RolloutGroup(
-        index=index,
-        birth=step,
-        deadline=step,
+        admission=types.Admission(index=index, birth=step, deadline=step),
         prompt=stream.next(),
         trajectories=[],
       )
@@ -230,16 +228,20 @@ def straight_loop(config):
             settings=sampling.SamplingSettings(
               temperature=config.rollout.temperature
             ),
-            owner=group,
+            owner=sequence_lib.Owner("group", i),
           )
         )
     while not scheduler.is_idle:
       for sequence in scheduler.step():
         trajectory = sequence.trajectory()
-        text = tokenizer.decode(trajectory.tokens[trajectory.loss_mask])
-        answer = extraction.extract_answer(text, config.task.answer_prefix)
-        trajectory.reward = reward_scorers.length({}, answer)
-        sequence.owner.trajectories.append(trajectory)
+        completion = completion_lib.of_trajectory(trajectory, tokenizer)
+        answer = extraction.extract_answer(
+          completion.text, config.task.answer_prefix
+        )
+        completion = dataclasses.replace(completion, answer=answer)
+        score = reward_scorers.length({}, completion)
+        trajectory.reward = types.Reward(score=score)
+        groups[sequence.owner.number].trajectories.append(trajectory)
     for group in groups:
       group.trajectories.sort(key=lambda t: t.member)
     values, _ = trainer.step(step, trainer.prepare(groups)).metrics()
@@ -426,9 +428,7 @@ def test_rewards_that_always_raise_end_the_run_with_the_first_traceback(
 @pytest.mark.slow
 def test_updates_that_are_never_finite_end_the_run(tmp_path):
   config = make_config("sync", train={"max_bad_updates": 3})
-  model = assembly.model_config(
-    config, tokenizer_lib.character_level().vocab_size
-  )
+  model = setup_lib.resolve(config, jax.devices()).model
   init = jax.jit(lambda key: transformer.init_params(model, key))
   params = jax.tree.map(np.array, init(jax.random.key(0)))
   params["final_norm"][0] = np.nan

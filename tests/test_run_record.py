@@ -16,7 +16,7 @@ from jaxrl_async.reporting import run_record
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
 from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.training import packing
-from jaxrl_async.training import trainer as trainer_lib
+from jaxrl_async.training import step_metrics
 
 DEADLINE_S = 60.0
 
@@ -61,7 +61,7 @@ def recorder(tmp_path, hand):
   world.ledger.close()
 
 
-def without_arrays(kind=trainer_lib.Pending):
+def without_arrays(kind=step_metrics.Pending):
   """A step whose metrics cannot be made."""
   none = np.zeros(0, np.int64)
   return kind(
@@ -185,7 +185,7 @@ def test_what_a_skipped_update_measured_does_not_enter_the_record(kl):
   assert record.rewards.num_points == 21
 
 
-class NeverDone(trainer_lib.Pending):
+class NeverDone(step_metrics.Pending):
   """A step whose metrics do not come before a gate opens."""
 
   gate = threading.Event()

@@ -426,7 +426,7 @@ def test_the_search_is_exact_to_the_last_bit(lowest, above, top_k):
 def test_a_draw_between_two_partial_sums_moves_to_a_kept_token():
   is_kept = np.zeros((5, 8), bool)
   is_kept[:, [2, 3, 6]] = True
-  drawn = np.array([0, 2, 4, 7, 8], np.int32)
+  drawn = jnp.array([0, 2, 4, 7, 8], jnp.int32)
   moved = sampling._nearest_kept(drawn, jnp.asarray(is_kept))
   assert moved.tolist() == [2, 2, 6, 6, 6]
 

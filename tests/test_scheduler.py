@@ -7,6 +7,7 @@ import tiny
 from jaxrl_async import types
 from jaxrl_async.config import sections
 from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.engine import sequence as sequence_lib
 
 KEEP, RECOMPUTE = sections.KvOnAdopt.KEEP, sections.KvOnAdopt.RECOMPUTE
 LONG_GROUPS = (0, 1, 5, 8, 9, 10, 11, 15)  # member 2 of these writes much
@@ -325,7 +326,7 @@ def test_a_cancelled_owners_slots_are_free_and_others_are_unaffected(
   uninterrupted,
 ):
   scheduler = make()
-  mine, others = object(), object()
+  mine, others = (sequence_lib.Owner("test", n) for n in range(2))
   for group in (0, 1, 5):
     scheduler.submit(long(group, owner=mine))
   survivor = long(owner=others)
@@ -334,7 +335,7 @@ def test_a_cancelled_owners_slots_are_free_and_others_are_unaffected(
     scheduler.submit(long(group, owner=mine))
   scheduler.step()
   before = scheduler.stats.generated_tokens
-  running = sum(s.owner is mine for s in scheduler.sequences())
+  running = sum(s.owner == mine for s in scheduler.sequences())
   assert scheduler.cancel(mine) == running > 3
   assert scheduler.cancel(mine) == 0
   assert scheduler.num_free == 3
@@ -368,10 +369,7 @@ def test_a_recorded_half_is_continued_with_the_same_tokens(
   assert t.finish_reason is None
   assert t.num_completion_tokens == 4 * num_calls
   continued = tiny.sequence(t.tokens, group=8, member=2)
-  n = continued.length
-  continued.loss_mask[:n] = t.loss_mask
-  continued.behavior_logprobs[:n] = t.behavior_logprobs
-  continued.policy_versions[:n] = t.policy_versions
+  continued.resume(t)
   other = make()
   other.submit(continued)
   other.submit(tiny.sequence(tiny.prompt(4)))
@@ -416,7 +414,7 @@ def test_the_loop_makes_no_eager_jax_call(monkeypatch, sizes):
       scheduler.submit(sequence)
     scheduler.step()
     scheduler.adopt(params, 1)
-    owner = object()
+    owner = sequence_lib.Owner("test", 0)
     for sequence in [long(8, owner=owner), long(9)]:
       scheduler.submit(sequence)
     scheduler.step()

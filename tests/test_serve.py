@@ -27,9 +27,9 @@ from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.models import hf_weights
 from jaxrl_async.models import transformer
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.run import assembly
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import serve
+from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.serving import front as front_lib
 from jaxrl_async.storage import config_json
 from jaxrl_async.text import tokenizer as tokenizer_lib
@@ -60,7 +60,7 @@ def write_params(workdir):
   config_json.write(config, workdir)
   tokenizer = tokenizer_lib.character_level()
   tokenizer.save(workdir / "tokenizer")
-  model = assembly.model_config(config, tokenizer.vocab_size)
+  model = setup_lib.resolve(config, jax.devices()).model
   init = jax.jit(functools.partial(transformer.init_params, model))
   params = init(jax.random.key(0))
   initial_params.save(workdir / "params", params)
@@ -77,7 +77,7 @@ def test_parameters_alone_are_read_with_the_config_beside_them(tmp_path):
   jax.tree.map(
     lambda a, b: (a == b).all() or pytest.fail(), params, policy.params
   )
-  rollout = policy.config.rollout
+  rollout = policy.setup.config.rollout
   assert (rollout.num_slots, rollout.cache_tokens) == (2, 100)
   assert rollout.prefill_buckets == rollout.window_buckets == (64, 100)
   message = [{"role": "user", "content": "1 + 2"}]
@@ -85,7 +85,7 @@ def test_parameters_alone_are_read_with_the_config_beside_them(tmp_path):
 
 
 @pytest.mark.slow
-def test_published_weights_come_with_tokenizer_and_template(tmp_path):
+def test_pretrained_weights_come_with_tokenizer_and_template(tmp_path):
   tokenizer_lib.character_level().save(tmp_path)
   path = tmp_path / "tokenizer_config.json"
   template = "{{ messages[0].content }}?"
@@ -95,7 +95,7 @@ def test_published_weights_come_with_tokenizer_and_template(tmp_path):
   params = jax.tree.map(np.asarray, tiny.params(3, model))
   hf_weights.save(tmp_path, model, params)
   policy = serve.load_checkpoint(tmp_path, num_slots=2, cache_tokens=64)
-  assert policy.model == model
+  assert policy.setup.model == model
   jax.tree.map(np.testing.assert_array_equal, policy.params, params)
   message = [{"role": "user", "content": "why"}]
   assert policy.chat_template.render(message) == "why?"
@@ -112,12 +112,12 @@ def test_published_weights_come_with_tokenizer_and_template(tmp_path):
 
   settings = front_lib.ServeSettings(port=0)
   serve.serve(policy, settings, stop=stop, on_ready=ask)
-  tokens = policy.tokenizer.encode("why?").tolist()
+  tokens = policy.setup.tokenizer.encode("why?").tolist()
   for _ in range(8):
     tokens.append(greedy_next(model, params, tokens))
-    if tokens[-1] == policy.tokenizer.eos_id:
+    if tokens[-1] == policy.setup.tokenizer.eos_id:
       break
-  assert texts == [policy.tokenizer.decode(tokens[4:])]
+  assert texts == [policy.setup.tokenizer.decode(tokens[4:])]
 
 
 def greedy_next(model, params, tokens):

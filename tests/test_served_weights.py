@@ -11,7 +11,6 @@ import httpx
 import jax
 import numpy as np
 import pytest
-import tiny
 
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
@@ -24,11 +23,13 @@ from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import assembly
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import serve
+from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.serving import front as front_lib
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import config_json
 from jaxrl_async.text import chat_template as chat_template_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
+from jaxrl_async.training import train_state
 
 ROOT = pathlib.Path(__file__).parents[1]
 ONE = sections.MeshSection()
@@ -52,20 +53,18 @@ def write_run(workdir, config):
   config_json.write(config, workdir)
   tokenizer = tokenizer_lib.character_level()
   tokenizer.save(workdir / "tokenizer")
-  model = assembly.model_config(config, tokenizer.vocab_size)
-  mesh, _ = assembly.cut_devices(config, jax.devices())
-  trainer = assembly.make_trainer(config, model, mesh, metrics_lib.BusyClock())
+  setup = setup_lib.resolve(config, jax.devices())
+  trainer = assembly.make_trainer(setup, metrics_lib.BusyClock())
   rng = np.random.default_rng(0)
   shapes = jax.eval_shape(
-    lambda: transformer.init_params(model, jax.random.key(0))
+    lambda: transformer.init_params(setup.model, jax.random.key(0))
   )
-  trainer.start(
-    jax.tree.map(
-      lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32), shapes
-    )
+  params = jax.tree.map(
+    lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32), shapes
   )
+  trainer.start({train_state.POLICY: params})
   checkpoint.save(workdir / "checkpoints", STEP, trainer.state, {}, [])
-  initial_params.save(workdir / "params", trainer.state.params)
+  initial_params.save(workdir / "params", trainer.state.policy.params)
   return trainer
 
 
@@ -93,9 +92,7 @@ def greedy(scheduler):
 
 def of_the_run(config, trainer):
   """The run's own engine under what its trainer publishes."""
-  _, mesh = assembly.cut_devices(config, jax.devices())
-  ends = tokenizer_lib.character_level().end_tokens
-  engine = assembly.make_engine(config, trainer.forward.model, mesh, ends)
+  engine = assembly.make_engine(setup_lib.resolve(config, jax.devices()))
   scheduler = scheduler_lib.Scheduler(engine, busy=metrics_lib.BusyClock())
   scheduler.adopt(engine.load_params(trainer.published(), STEP), STEP)
   return scheduler
@@ -108,7 +105,9 @@ def served(policy):
   def ask(address):
     for prompt in PROMPTS:
       body = {"model": "policy", "prompt": prompt, "temperature": 0}
-      body |= {"max_tokens": policy.config.rollout.cache_tokens - len(prompt)}
+      body |= {
+        "max_tokens": policy.setup.config.rollout.cache_tokens - len(prompt)
+      }
       answer = httpx.post(
         f"{address}/v1/completions",
         json=body | {"return_token_ids": True},
@@ -161,12 +160,11 @@ def test_a_format_this_device_gets_wrong_is_refused_in_one_line(
   monkeypatch.setitem(
     quantization._TYPES, sections.WeightFormat.FP8, "float8_e8m0fnu"
   )
+  config = make_config(sections.WeightFormat.FP8, ONE)
   policy = serve.Policy(
-    config=make_config(sections.WeightFormat.FP8, ONE),
-    model=tiny.MODEL,
+    setup=setup_lib.resolve(config, jax.devices()),
     params=None,
     version=0,
-    tokenizer=tokenizer_lib.character_level(),
     chat_template=chat_template_lib.load(tmp_path),
   )
   with pytest.raises(sections.ConfigError, match="^rollout.weights: cpu"):

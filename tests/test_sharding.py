@@ -23,7 +23,7 @@ from jaxrl_async.algorithms import likelihood
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import transformer
-from jaxrl_async.planning import hlo
+from jaxrl_async.planning import hlo_text
 from jaxrl_async.training import sft
 
 MeshShape = mesh_lib.MeshShape
@@ -50,7 +50,7 @@ def trained(shape, **rules):
     shape, rules=sections.ShardingRules(**rules)
   )
   steps = mesh_world.train(trainer)
-  return trainer, steps, jax.tree.map(np.asarray, trainer.state.params)
+  return trainer, steps, jax.tree.map(np.asarray, trainer.state.policy.params)
 
 
 def assert_same(found, wanted):
@@ -69,7 +69,7 @@ def assert_same(found, wanted):
 )
 def test_a_mesh_trains_like_one_device(shape):
   trainer, steps, params = trained(shape)
-  assert trainer.state.params["final_norm"].sharding.num_devices == 8
+  assert trainer.state.policy.params["final_norm"].sharding.num_devices == 8
   _, wanted_steps, wanted_params = trained(mesh_lib.ONE)
   assert all((step["grad_norm"] > 1e-2).all() for step in wanted_steps)
   assert_same(steps, wanted_steps)
@@ -88,7 +88,7 @@ def test_a_mesh_trains_like_one_device(shape):
 )
 def test_other_rules_train_the_same(rules):
   trainer, steps, params = trained(MIXED, **rules)
-  layers = trainer.state.params["layers"]
+  layers = trainer.state.policy.params["layers"]
   axes = transformer.logical_axes(mesh_world.MODEL, is_stacked=True)["layers"]
   spec = mesh_lib.spec(sections.ShardingRules(**rules), axes["key"])
   assert layers["key"].sharding.is_equivalent_to(
@@ -111,7 +111,7 @@ def test_no_device_is_sent_the_table_of_tokens_or_its_gradient(shape):
   tables = [
     {model.vocab_size // parts, model.model_dim} for parts in (1, shape.tensor)
   ]
-  computations, _ = hlo.parse(text)
+  computations, _ = hlo_text.parse(text)
   sent = [
     x.sizes
     for here in computations.values()
@@ -126,8 +126,8 @@ def test_no_device_is_sent_the_table_of_tokens_or_its_gradient(shape):
 @pytest.mark.slow
 def test_moments_are_sharded_like_their_parameters():
   trainer = trained(MIXED)[0]
-  params = jax.tree.leaves(trainer.state.params)
-  adam = optax.tree.get(trainer.state.opt_state, "mu")
+  params = jax.tree.leaves(trainer.state.policy.params)
+  adam = optax.tree.get(trainer.state.policy.opt_state, "mu")
   for moment, param in zip(jax.tree.leaves(adam), params, strict=True):
     assert moment.sharding == param.sharding
   assert any(not p.sharding.is_fully_replicated for p in params)

@@ -16,6 +16,8 @@ from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.reporting import summary as summary_lib
 from jaxrl_async.reporting import timeline as timeline_lib
 from jaxrl_async.run import dry_run
+from jaxrl_async.run import setup as setup_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 
 def make_summary(**changes):
@@ -215,10 +217,23 @@ def test_time_left_ignores_the_first_step():
   assert progress_lib._clock(3725.0) == "1:02:05"
 
 
-def dry_run_report(train_mesh, rollout_mesh):
+POLICY = memory_estimate.ModelBytes(
+  trainable=1 << 20, frozen=0, optimizer=8 << 20
+)
+
+
+def dry_run_report(train_mesh, rollout_mesh, **others):
   return dry_run.report(
-    sections.Config(),
-    configs.MODELS["quickstart"],
+    setup_lib.Setup(
+      config=sections.Config(),
+      tokenizer=tokenizer_lib.character_level(),
+      model=configs.MODELS["quickstart"],
+      pretrained=None,
+      train_mesh=train_mesh,
+      rollout_mesh=rollout_mesh,
+      source=setup_lib.source_of(sections.Config()),
+    ),
+    models={"policy": POLICY, **others},
     training=memory_estimate.Estimate(
       weights=1 << 20,
       optimizer=8 << 20,
@@ -230,9 +245,7 @@ def dry_run_report(train_mesh, rollout_mesh):
       least_activations=1 << 20,
       least_working=1 << 20,
     ),
-    published_bytes=3 << 20,
-    train_mesh=train_mesh,
-    rollout_mesh=rollout_mesh,
+    generation={"weights": 6 << 20},
   )
 
 
@@ -246,8 +259,19 @@ def test_a_dry_run_says_what_a_config_asks_of_the_machine():
   assert "at most 160 groups = 2,560 trajectories" in text
   assert f"{configs.MODELS['quickstart'].num_params:,} parameters" in text
   assert "training slice   21.0 MiB: optimizer 8.0 MiB, logits 5.0 MiB" in text
-  assert "weights 6.0 MiB" in text  # two versions
+  assert "rollout slice    6.0 MiB: weights 6.0 MiB" in text
   assert "share" not in text
+  assert "reference" not in text and "policy  " not in text
+
+
+def test_a_dry_run_lists_the_models_where_there_are_several():
+  one = mesh_lib.make_mesh(jax.devices()[:1])
+  frozen = memory_estimate.ModelBytes(trainable=0, frozen=3 << 20, optimizer=0)
+  text = dry_run_report(one, one, reference=frozen)
+  assert (
+    "\n    policy         11.0 MiB: optimizer 8.0 MiB, gradients 2.0 MiB,"
+    " weights 1.0 MiB\n    reference      3.0 MiB: weights 3.0 MiB\n"
+  ) in text
 
 
 def test_a_dry_run_names_devices_and_tells_one_slice_from_two():

@@ -24,6 +24,7 @@ from jaxrl_async.models import hf_weights
 from jaxrl_async.models import transformer
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import assembly
+from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.storage import model_files
 from jaxrl_async.text import stop_strings
 from jaxrl_async.text import tokenizer as tokenizer_lib
@@ -199,14 +200,12 @@ def write(directory, prompt):
   config.rollout.num_slots = 2
   config.rollout.cache_tokens = 32
   config.rollout.prefill_buckets = config.rollout.window_buckets = (32,)
-  tokenizer = assembly.load_tokenizer(config)
-  model = assembly.model_config(config, tokenizer.vocab_size)
-  _, mesh = assembly.cut_devices(config, jax.devices()[:2])
-  engine = assembly.make_engine(config, model, mesh, tokenizer.end_tokens)
+  setup = setup_lib.resolve(config, jax.devices()[:2])
+  engine = assembly.make_engine(setup)
   _, params = hf_weights.load(directory)
   params = jax.tree.map(jnp.asarray, params)
   scheduler = scheduler_lib.Scheduler(engine, busy=metrics_lib.BusyClock())
-  weights = transformer.unstack(params, model.num_layers)
+  weights = transformer.unstack(params, setup.model.num_layers)
   scheduler.adopt(engine.load_params(weights, 0), 0)
   sequence = sequence_lib.Sequence(
     prompt,

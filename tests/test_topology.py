@@ -22,7 +22,7 @@ HEAD = """
 import sys, time
 import jax
 from jaxrl_async.devices import topology
-from jaxrl_async import tpu_chips
+from jaxrl_async.devices import tpu_chips
 """
 LIMITS = """
 import re

@@ -18,6 +18,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_weights
 from jaxrl_async.training import objectives
+from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
 
 pytest.importorskip("torch")
@@ -109,11 +110,11 @@ def test_their_updates_are_ours(attention, tmp_path):
       settings,
       objectives.next_token,
       objectives.no_diagnostic,
-      optimizer,
+      {train_state.POLICY: optimizer},
     )
   )
   params = jax.tree.map(jnp.asarray, params)
-  state = train_step.TrainState(params=params, opt_state=optimizer.init(params))
+  state = tiny.policy_state(params, optimizer)
   for _ in range(5):
     minibatches = jax.tree.map(lambda x: x[None], batch)
     state, metrics = update(state, minibatches, np.int32(0))

@@ -17,6 +17,7 @@ from jaxrl_async.planning import matmul_rate
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
+from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
 from jaxrl_async.training import trainer as trainer_lib
 
@@ -69,14 +70,14 @@ def groups(seed=0, count=4, size=4):
           behavior_logprobs=logprobs.astype(np.float32),
           policy_versions=versions.astype(np.int32),
           finish_reason=types.FinishReason.LENGTH,
-          reward=float(rng.random()),
+          reward=tiny.reward(rng.random()),
         )
       )
     made.append(
       types.RolloutGroup(
-        index=index,
-        birth=VERSION - 2,
-        deadline=VERSION,
+        admission=types.Admission(
+          index=index, birth=VERSION - 2, deadline=VERSION
+        ),
         prompt=types.Prompt(prompt_id=str(index), tokens=prompt, item={}),
         trajectories=trajectories,
       )
@@ -90,15 +91,18 @@ def make_trainer(
   rows=4,
   minibatches=1,
   optimizer=ADAMW,
+  models=None,
   mode=RECOMPUTE,
+  loss=None,
   stages=None,
   weights=sections.WeightFormat.FLOAT,
 ):
   mesh = mesh_lib.make_mesh(jax.devices()[: shape.num_devices], shape)
   trainer = trainer_lib.Trainer(
     mesh=mesh,
+    models=models or tiny.policy_settings(MODEL, optimizer),
     forward=FORWARD,
-    loss=make_loss(mode),
+    loss=loss or make_loss(mode),
     stages=stages or (STAGES if mode is RECOMPUTE else []),
     batch=trainer_lib.BatchSettings(
       tokens_per_row=16,
@@ -107,7 +111,6 @@ def make_trainer(
       min_microbatches=1,
       advantage_scale=sections.AdvantageScale.STD,
     ),
-    optimizer=optimizer,
     num_steps=1,
     decay=1.0,
     rollout_dtype="float32",
@@ -115,7 +118,8 @@ def make_trainer(
     busy=metrics_lib.BusyClock(),
   )
   # A copy: the trainer donates its state.
-  trainer.start(jax.tree.map(np.array, tiny.params(model=MODEL)))
+  params = jax.tree.map(np.array, tiny.params(model=MODEL))
+  trainer.start(dict.fromkeys(models or [train_state.POLICY], params))
   return trainer
 
 
@@ -133,7 +137,7 @@ def keep_gradients():
 
 def packed(rows=4, minibatches=1, made=None):
   made = made or groups()
-  rewards = np.array([t.reward for g in made for t in g.trajectories])
+  rewards = np.array([t.score for g in made for t in g.trajectories])
   batch, _ = packing.pack(
     made,
     (rewards - rewards.mean()).astype(np.float32),
@@ -146,7 +150,7 @@ def packed(rows=4, minibatches=1, made=None):
 
 @functools.cache
 def proximal_program():
-  return jax.jit(functools.partial(train_step.proximal_logprobs, FORWARD))
+  return jax.jit(functools.partial(train_step.batch_logprobs, FORWARD))
 
 
 @functools.cache
@@ -158,7 +162,7 @@ def gradient_program(mode):
       FORWARD,
       make_loss(mode),
       objectives.rollout_diagnostic,
-      optimizer,
+      {train_state.POLICY: optimizer},
     )
   )
 
@@ -168,12 +172,12 @@ def loss_and_gradients(batch, proximal=None, mode=RECOMPUTE):
   params = tiny.params(model=MODEL)
   optimizer, update = gradient_program(mode)
   if proximal is None and mode is RECOMPUTE:
-    proximal = proximal_program()(params, batch)[objectives.PROXIMAL]
-  state = train_step.TrainState(params=params, opt_state=optimizer.init(params))
+    proximal = proximal_program()(params, batch)
+  state = tiny.policy_state(params, optimizer)
   if proximal is not None:
     batch = batch.with_arrays({objectives.PROXIMAL: proximal})
   after, arrays = update(state, batch, jnp.int32(VERSION))
-  return arrays, after.opt_state
+  return arrays, after.policy.opt_state
 
 
 def assert_close(a, b, rtol=1e-5, atol=1e-6):
@@ -201,8 +205,7 @@ def test_nothing_under_the_mask_reaches_loss_or_gradient():
     advantages=np.where(mask, batch.advantages, np.nan),
     policy_versions=np.where(mask, batch.policy_versions, VERSION),
   )
-  made = proximal_program()(tiny.params(model=MODEL), batch)
-  proximal = np.array(made[objectives.PROXIMAL])
+  proximal = np.array(proximal_program()(tiny.params(model=MODEL), batch))
   proximal = np.where(mask, proximal, np.nan).astype(np.float32)
   found, found_gradients = loss_and_gradients(poisoned, proximal)
   jax.tree.map(np.testing.assert_array_equal, arrays, found)
@@ -260,8 +263,7 @@ def test_with_one_update_reused_logprobs_are_the_recomputed_ones():
 
 def test_loglinear_is_the_update_around_its_formula():
   batch = packed(rows=16)
-  made = proximal_program()(tiny.params(model=MODEL), batch)
-  logprobs = np.array(made[objectives.PROXIMAL])
+  logprobs = np.array(proximal_program()(tiny.params(model=MODEL), batch))
   distance = np.maximum(VERSION + 1 - batch.policy_versions, 1)
   centre = logprobs + (batch.behavior_logprobs - logprobs) / distance
   assert {*np.unique(distance[batch.loss_mask])} == {1, 2, 3}
@@ -318,9 +320,15 @@ def apply_program(section):
   optimizer = train_step.make_optimizer(
     section, train_step.learning_rate_schedule(section)
   )
-  return optimizer, jax.jit(
-    functools.partial(train_step._apply_gradients, optimizer)
-  )
+  optimizers = {train_state.POLICY: optimizer}
+
+  @jax.jit
+  def apply(state, gradients, loss):
+    return train_step._apply_gradients(
+      optimizers, state, {train_state.POLICY: gradients}, loss
+    )
+
+  return optimizer, apply
 
 
 @pytest.mark.parametrize("scale", [1e-3, 10.0])
@@ -332,7 +340,7 @@ def test_adamw_with_clipping_is_its_formula(scale):
   optimizer, apply = apply_program(section)
   params = tiny.params(model=MODEL)
   rng = np.random.default_rng(0)
-  state = train_step.TrainState(params=params, opt_state=optimizer.init(params))
+  state = tiny.policy_state(params, optimizer)
   wanted = float64(params)
   moments = [(np.zeros(p.shape),) * 2 for p in jax.tree.leaves(params)]
   for count in (1, 2):
@@ -343,7 +351,7 @@ def test_adamw_with_clipping_is_its_formula(scale):
     wanted, moments = adamw(wanted, float64(gradients), moments, count, section)
     norm = np.sqrt(sum((g**2).sum() for g in jax.tree.leaves(gradients)))
     np.testing.assert_allclose(arrays["grad_norm"], norm, rtol=1e-5)
-  assert_close(state.params, wanted)
+  assert_close(state.policy.params, wanted)
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
@@ -352,7 +360,7 @@ def test_what_is_not_finite_changes_no_bit_of_the_state(where):
   params = tiny.params(model=MODEL)
   ones = jax.tree.map(jnp.ones_like, params)
   state, arrays = apply(
-    train_step.TrainState(params=params, opt_state=optimizer.init(params)),
+    tiny.policy_state(params, optimizer),
     ones,
     jnp.float32(1.0),
   )

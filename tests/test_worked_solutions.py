@@ -43,7 +43,7 @@ def test_an_uncorrupted_solution_always_scores_one(params):
   for item in items(300, **params):
     solution = worked_solutions.chain_sum(item, rng, 0.0)
     answer = extraction.extract_answer(solution, "=")
-    assert reasoning.score(item, answer) == 1.0
+    assert reasoning.score_answer(item, answer) == 1.0
 
 
 def test_every_line_is_wrong_by_one_to_three_when_all_are_corrupted():
@@ -68,7 +68,7 @@ def test_corrupted_solutions_are_wrong_about_as_often_as_expected():
   for item in items(num_items, **QUICKSTART):
     solution = worked_solutions.chain_sum(item, rng, corrupted_frac)
     answer = extraction.extract_answer(solution, "=")
-    wrong += reasoning.score(item, answer) != 1.0
+    wrong += reasoning.score_answer(item, answer) != 1.0
     # Errors may cancel: follow the distribution of their sum.
     sums = {0: 1.0}
     for _ in range(item["metadata"]["num_terms"] - 1):

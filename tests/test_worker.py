@@ -12,7 +12,7 @@ import worker_world
 
 from jaxrl_async import types
 from jaxrl_async.rewards import service as service_lib
-from jaxrl_async.rollout import worker as worker_lib
+from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 DEADLINE_S = 60.0
@@ -29,13 +29,12 @@ def test_groups_reach_the_buffer_written_and_scored(make_world):
   groups = world.buffer.state().finished
   assert world.adopted == [0]
   for group in groups:
-    assert group.birth == 0
-    assert group.deadline == 1
+    assert (group.admission.birth, group.admission.deadline) == (0, 1)
     assert group.prompt.item == {"number": group.index}
     times = [group.times_s[n] for n in ("admitted", "generated", "scored")]
     assert times == sorted(times)
     assert [t.member for t in group.trajectories] == [0, 1, 2]
-    assert [t.reward for t in group.trajectories] == [0, 1, 2]
+    assert [t.score for t in group.trajectories] == [0, 1, 2]
     n = len(group.prompt.tokens)
     for t in group.trajectories:
       np.testing.assert_array_equal(t.tokens[:n], group.prompt.tokens)
@@ -55,7 +54,7 @@ def test_completions_are_scored_in_the_order_of_the_members(make_world):
   decode = tokenizer_lib.character_level().decode
   texts = {item["number"]: texts for item, texts in world.rewards.submitted}
   for group in world.buffer.state().finished:
-    assert texts[group.index] == [
+    assert [c.text for c in texts[group.index]] == [
       decode(t.tokens[t.loss_mask]) for t in group.trajectories
     ]
 
@@ -206,7 +205,7 @@ def test_too_many_failures_in_a_row_raise_with_the_first_traceback(make_world):
 
   # One group at a time, so that they end in order: 0 fails, 1 does not.
   world = make_world(rewards=tiny.Rewards(score), group_size=4)
-  with pytest.raises(worker_lib.RewardError) as raised:
+  with pytest.raises(coordinator_lib.RewardError) as raised:
     world.run_until(lambda state: False)
   message = str(raised.value)
   assert "3 groups in a row failed (task.max_failed_groups)" in message
@@ -247,7 +246,7 @@ def test_too_many_filtered_groups_in_a_row_end_the_run_with_the_setting(
     filter_zero_std=True,
     max_filtered_groups=3,
   )
-  with pytest.raises(worker_lib.RewardError) as raised:
+  with pytest.raises(coordinator_lib.RewardError) as raised:
     world.run_until(lambda state: False)
   assert str(raised.value) == (
     "3 groups in a row had equal rewards and were left out"
@@ -294,4 +293,17 @@ def test_a_question_that_is_not_made_yet_holds_nobody_up(make_world):
   indices = [group.index for group in world.buffer.state().finished]
   assert sorted(indices) == [0, 1, 2]
   assert set(late.was_idle) == {True, False}
+  worker_world.check_balance(world)
+
+
+def test_a_group_whose_tokens_are_scored_teaches_something(make_world):
+  def score(item, completions):
+    scores = {0: 1.0} if item["number"] % 2 == 0 else None
+    reward = types.Reward(score=0.5, token_scores=scores)
+    return [reward] * len(completions)
+
+  world = make_world(rewards=tiny.Rewards(score), filter_zero_std=True)
+  world.run_until(worker_world.finished(3))
+  assert {line["index"] % 2 for line in world.lines()} == {1}
+  assert {g.index % 2 for g in world.buffer.state().finished} == {0}
   worker_world.check_balance(world)

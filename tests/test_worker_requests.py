@@ -63,7 +63,7 @@ def test_requests_are_served_beside_the_groups_and_change_none(make_world):
       for here, there in both:
         assert here.tokens.tolist() == there.tokens.tolist()
         assert here.finish_reason == there.finish_reason
-  assert world.worker.served_tokens == sum(len(u.tokens) for u in updates)
+  assert world.replica.served_tokens == sum(len(u.tokens) for u in updates)
   worker_world.check_balance(world)
 
 
@@ -96,7 +96,7 @@ def test_what_clients_are_written_is_no_progress_of_a_training(make_world):
     lambda state: worker_world.finished(3)(state) and queue.is_empty
   )
   groups = [*world.worker.groups().values(), *world.buffer.state().finished]
-  assert world.worker.group_tokens == sum(
+  assert world.replica.group_tokens == sum(
     t.num_completion_tokens for g in groups for t in g.trajectories
   )
 

@@ -23,6 +23,7 @@ from jaxrl_async.models.attention import reference
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.training import packing
+from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
 
 MODEL = configs.MODELS["tiny"]
@@ -73,6 +74,22 @@ def engine_params(version=0, seed=0):
   """Weights of `params(seed)` as the engine takes them."""
   weights = transformer.unstack(params(seed), MODEL.num_layers)
   return engine().load_params(weights, version)
+
+
+def policy_settings(model, optimizer):
+  """What a trainer holds where the policy is all there is."""
+  policy = train_state.ModelSettings(model=model, optimizer=optimizer)
+  return {train_state.POLICY: policy}
+
+
+def policy_state(stacked_params, optimizer):
+  """The train state of a policy, all of which this optimizer trains."""
+  policy = train_state.ModelState(
+    trainable=stacked_params,
+    frozen={},
+    opt_state=optimizer.init(stacked_params),
+  )
+  return train_state.TrainState(models={train_state.POLICY: policy})
 
 
 def prompt(length, seed=0):
@@ -177,12 +194,12 @@ def insertion(engine, row):
   """The engine's form of one row, from row 0 of the prefill."""
   entries = engine.unused_insertion()
   entries.slots[0] = row.slot
-  entries.limits[0] = row.limit
+  entries.settings.limits[0] = row.limit
   entries.streams[0] = row.stream
   entries.groups[0] = row.group
   entries.members[0] = row.member
-  entries.temperature[0] = row.temperature
-  entries.end_tokens[0, : len(END_TOKENS)] = END_TOKENS
+  entries.settings.temperature[0] = row.temperature
+  entries.settings.end_tokens[0, : len(END_TOKENS)] = END_TOKENS
   return entries
 
 
@@ -337,15 +354,20 @@ def written_group(admission, versions=None):
     behavior_logprobs=np.zeros(versions.shape, np.float32),
     policy_versions=versions,
     finish_reason=types.FinishReason.EOS,
-    reward=1.0,
+    reward=reward(1.0),
   )
   return types.RolloutGroup(
-    index=admission.index,
-    birth=admission.birth,
-    deadline=admission.deadline,
+    admission=admission,
     prompt=types.Prompt(prompt_id="tiny/train/0", tokens=np.arange(1), item={}),
     trajectories=[trajectory],
   )
+
+
+def reward(score):
+  """A reward that is a number only, unless it is one already."""
+  if isinstance(score, types.Reward):
+    return score
+  return types.Reward(score=float(score))
 
 
 class Score:
@@ -366,7 +388,8 @@ class Score:
 class Rewards(service_lib.RewardService):
   """Scores in this thread, by a function of (item, completions).
 
-  It keeps what was submitted; a handle is done after `num_polls` polls.
+  Its scores may be numbers or rewards. It keeps what was submitted; a handle is
+  done after `num_polls` polls.
   """
 
   def __init__(self, score=None, num_polls=0):
@@ -376,7 +399,10 @@ class Rewards(service_lib.RewardService):
 
   def submit(self, item, completions):
     self.submitted.append((item, list(completions)))
-    return Score(self._score_group(item, completions), self._num_polls)
+    outcome = self._score_group(item, completions)
+    if not isinstance(outcome, service_lib.RewardFailure):
+      outcome = [reward(score) for score in outcome]
+    return Score(outcome, self._num_polls)
 
 
 class SteppedScheduler(scheduler_lib.Scheduler):

@@ -25,7 +25,7 @@ jax.distributed.initialize(
 shape = mesh_lib.MeshShape(**json.loads(sys.argv[4]))
 trainer = mesh_world.make_trainer(shape)
 steps = mesh_world.train(trainer)
-embedding = trainer.state.params["embedding"]
+embedding = trainer.state.policy.params["embedding"]
 assert not embedding.is_fully_addressable
 (group, *_) = test_train_step.groups()
 logprobs = trainer.logprobs(group.trajectories)

@@ -7,11 +7,15 @@ import tiny
 from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import ledger as ledger_lib
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.rollout import coordinator as coordinator_lib
+from jaxrl_async.rollout import episode as episode_lib
+from jaxrl_async.rollout import replica as replica_lib
 from jaxrl_async.rollout import worker as worker_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 GROUP_SIZE = 3
 MAX_COMPLETION = 14
+ARRAYS = "tokens", "loss_mask", "behavior_logprobs", "policy_versions"
 
 
 class WatchedBuffer(buffer_lib.Buffer):
@@ -24,40 +28,78 @@ class WatchedBuffer(buffer_lib.Buffer):
     return super().wait_for_admission(engine_version, seen_version, timeout_s)
 
 
+class Link:
+  """Passes every message on as it is; keeps the names of the verbs."""
+
+  def __init__(self, coordinator):
+    self.coordinator = coordinator
+    self.said = []
+
+  def carry(self, message):
+    return message
+
+  def _say(self, verb, message):
+    self.said.append((verb, message))
+    answer = getattr(self.coordinator, verb)(self.carry(message))
+    return None if answer is None else self.carry(answer)
+
+  def admit(self, ask):
+    return self._say("admit", ask)
+
+  def report(self, report):
+    return self._say("report", report)
+
+  def adopted(self, adopted):
+    return self._say("adopted", adopted)
+
+  def drained(self, drained):
+    return self._say("drained", drained)
+
+
 class World:
   """A worker and what it works with; P = 2 groups a step, staleness 1."""
 
-  def __init__(self, path, *, rewards=None, prompts=None, **options):
+  def __init__(self, path, *, rewards=None, prompts=None, link=Link, **options):
     self.buffer = WatchedBuffer(2, 1)
     self.rewards = rewards or tiny.Rewards()
     self.channel = tiny.channel()
     self.path = path / "ledger.jsonl"
     self.ledger = ledger_lib.Ledger(self.path, ledger_lib.LedgerState())
     self.scheduler = tiny.scheduler(cls=tiny.SteppedScheduler)
-    self.adopted = []
-    episode = options.pop("episode", None)
+    episode = options.pop("episode", episode_lib.single_turn)
     self.requests = options.pop("requests", None)
     settings = {
       "group_size": GROUP_SIZE,
       "max_completion_tokens": MAX_COMPLETION,
+      "max_tokens": tiny.SIZES.cache_tokens,
       "temperature": 1.0,
       "filter_zero_std": False,
       "max_failed_groups": 3,
     }
-    self.worker = worker_lib.RolloutWorker(
-      worker_lib.WorkerSettings(**(settings | options)),
-      scheduler=self.scheduler,
+    self.coordinator = coordinator_lib.Coordinator(
+      coordinator_lib.CoordinatorSettings(**(settings | options)),
       stream=prompts or tiny.Prompts(),
       buffer=self.buffer,
-      channel=self.channel,
       rewards=self.rewards,
       ledger=self.ledger,
       tokenizer=tokenizer_lib.character_level(),
       busy=metrics_lib.BusyClock(),
-      on_adopt=self.adopted.append,
-      requests=self.requests,
-      **({"episode": episode} if episode else {}),
+      episode=episode,
     )
+    self.link = link(self.coordinator)
+    self.replica = replica_lib.Replica(
+      "replica 0",
+      self.link,
+      self.scheduler,
+      channel=self.channel,
+      requests=self.requests,
+    )
+    self.worker = worker_lib.RolloutWorker(self.coordinator, self.replica)
+
+  @property
+  def adopted(self):
+    """Versions of which the replica told, in order."""
+    return [m.version for verb, m in self.link.said if verb == "adopted"]
 
   def run_until(self, is_over):
     """Runs in this thread until the buffer's state satisfies `is_over`."""
@@ -107,7 +149,7 @@ def check_balance(world):
   state = world.ledger.state()
   ledger_lib.check_balance(
     generated=world.scheduler.stats.generated_tokens
-    - world.worker.served_tokens,
+    - world.replica.served_tokens,
     trained=state.trained_tokens,
     filtered=state.filtered_tokens,
     failed=state.failed_tokens,

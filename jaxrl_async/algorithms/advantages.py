@@ -1,4 +1,4 @@
-"""How much better a trajectory did than the others of its prompt."""
+"""Advantages: how a trajectory compares with the others of its prompt."""
 
 from jaxtyping import Float, Int
 import numpy as np
@@ -13,18 +13,18 @@ def group_relative_advantages(
   *,
   scale: sections.AdvantageScale,
 ) -> Float[np.ndarray, "trajectories"]:
-  r"""Rewards minus their group's mean, optionally over its deviation.
+  r"""Return each reward minus its group's mean, optionally over its deviation.
 
   A_i = (r_i - mean(r_g)) / (std(r_g) + 1e-6)   GRPO, arXiv:2402.03300
   with scale "none" the division is left out    Dr. GRPO, arXiv:2503.20783
 
-  The deviation is the population's, so a group of one has advantage 0. The
-  result is float32, computed in float64.
+  The deviation is that of the population, so a group of one trajectory has
+  advantage 0. The computation is in float64 and the result is float32.
 
   Args:
     rewards: one per trajectory.
-    group_ids: which group each trajectory belongs to. Groups may be of any
-      size: one that lost a trajectory is normalised over what is left.
+    group_ids: which group each trajectory belongs to. Groups may differ in
+      size: one that lost a trajectory is normalised over those that are left.
     num_groups: ids run from 0 to num_groups - 1; some may be absent.
     scale: what the centred rewards are divided by.
 
@@ -38,7 +38,7 @@ def group_relative_advantages(
   ):
     raise ValueError(f"group_ids must lie in [0, num_groups = {num_groups})")
 
-  def group_mean(values):
+  def group_mean(values: np.ndarray) -> np.ndarray:
     return np.bincount(group_ids, values, num_groups) / sizes
 
   sizes = np.maximum(np.bincount(group_ids, minlength=num_groups), 1)

@@ -1,8 +1,23 @@
-"""From hidden states to the logprob and the entropy of each token.
+"""Logprob and entropy of each token, computed from hidden states.
 
-Everything is float32, whatever type the model computes in. The array of all
-logits, [tokens, vocabulary], is never made: the forward and the backward pass
-walk over the vocabulary in chunks.
+Everything is float32, whatever dtype the model computes in.
+
+The logits of a batch, [B, T, V], would be its largest array by far: with 8,192
+tokens and a vocabulary of 152,064 they take 5 GB, and their gradient takes as
+much again. They are therefore never made as a whole. Both passes walk over the
+vocabulary in chunks of columns:
+
+- The forward pass keeps a running maximum, a running sum of exponentials and a
+  running first moment. This is the online softmax of arXiv:1805.02867, extended
+  by the moment, from which the entropy follows.
+- The backward pass computes the logits of each chunk again. With log Z and the
+  entropy known from the forward pass, the gradient of a logit needs no other
+  logit, so every chunk is independent of the others.
+
+On a mesh whose rules split the vocabulary, each device owns one contiguous part
+of the columns. A chunk then takes some columns of every part, so that all
+devices work on every chunk. The running values carry an axis over the parts,
+and the parts are combined once, after the walk.
 """
 
 from collections.abc import Callable
@@ -28,29 +43,34 @@ def token_logprobs_and_entropy(
   vocab_chunk: int,
   layout: mesh_lib.Layout | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-  r"""Logprob of each token given those before it, and how open the choice was.
+  r"""Return the logprob of each token and the entropy of its distribution.
 
   logprobs[t] = log p_t(tokens[t])
   entropy[t]  = - sum_v p_t(v) log p_t(v)
   p_t         = softmax(hidden[t - 1] @ head / temperature)
 
-  This is the one place where the shift by one happens. The first token of a
-  segment and padding get 0 in both, and no gradient; hidden states that draw
-  nothing may hold NaN. Gradients flow to hidden and head from both outputs.
+  This is the only place where positions are shifted by one. The first token of
+  a segment and padding get 0 in both results, and no gradient. Hidden states
+  from which no token is predicted may hold NaN. Gradient flows to hidden and
+  head from both results.
 
   Args:
-    hidden: what the model made of token t and those before it, after the final
-      norm. The product with head is taken in its dtype, summed in float32.
-    head: output projection; with tied embeddings, the embedding transposed.
+    hidden: final hidden states, after the last norm. The product with head is
+      computed in their dtype and accumulated in float32.
+    head: output projection; with tied embeddings, the transposed embedding.
     tokens: token ids.
     segment_ids: 0 is padding.
-    temperature: of sampling.
-    vocab_chunk: [B, T, vocab_chunk] is the largest array that is ever made.
-    layout: of the mesh it is compiled for. A chunk has columns of every part
-      of the vocabulary, one of each at least.
+    temperature: the sampling temperature, which divides the logits.
+    vocab_chunk: number of vocabulary entries per chunk; [B, T, vocab_chunk] is
+      the largest array that is made.
+    layout: of the mesh that the program is compiled for. Each chunk has at
+      least one column of every part of the vocabulary.
   """
   same = segment_ids[:, 1:] == segment_ids[:, :-1]
   draws_next = jnp.pad(same & (segment_ids[:, 1:] != 0), ((0, 0), (0, 1)))
+  # Zeros in place of hidden states that predict nothing. Masking the results
+  # alone would not keep their NaN out of the gradient of head, which is a
+  # product of hidden states with zeros.
   logprobs, entropy = _next_logprobs_and_entropy(
     _Walk(temperature, vocab_chunk, layout),
     jnp.where(draws_next[..., None], hidden, 0),
@@ -58,8 +78,9 @@ def token_logprobs_and_entropy(
     jnp.roll(tokens, -1, axis=1),
   )
 
-  def shifted(next_values):
-    # The last column draws nothing, so what is rolled round to the first is 0.
+  def shifted(next_values: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    # The roll moves the last column to the front. No token is predicted from
+    # the last column, so it is 0 there, as the first token of a row must be.
     return jnp.roll(jnp.where(draws_next, next_values, 0), 1, axis=1)
 
   return shifted(logprobs), shifted(entropy)
@@ -67,24 +88,27 @@ def token_logprobs_and_entropy(
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-  """How to go over the vocabulary, which is S parts of W columns."""
+  """A walk over the vocabulary, which consists of S parts of W columns each."""
 
   temperature: float
   vocab_chunk: int
   layout: mesh_lib.Layout | None
 
   def in_parts(self, head: Float[Array, "D V"]) -> Float[Array, "D S W"]:
+    """Split the columns into the parts that the mesh distributes."""
     num_parts = self.layout.parts("vocab") if self.layout else 1
     return head.reshape(head.shape[0], num_parts, -1)
 
   def over(
     self, step: Callable, carry: Any, head: Float[Array, "D S W"]
   ) -> Any:
-    """Threads carry through step(carry, start, width) over a part's columns."""
+    """Thread carry through step(carry, start, width) over all columns."""
     size = head.shape[2]
     width = min(size, max(1, self.vocab_chunk // head.shape[1]))
     num_whole, rest = divmod(size, width)
-    if num_whole == 1:  # Straight code: XLA fuses what a loop would keep apart.
+    # A loop of one trip would keep XLA from fusing its body with what surrounds
+    # it, so a single chunk is computed without a loop.
+    if num_whole == 1:
       carry = step(carry, 0, width)
     else:
       carry = lax.fori_loop(
@@ -93,16 +117,24 @@ class _Walk:
     return step(carry, num_whole * width, rest) if rest else carry
 
   def columns(
-    self, hidden: Array, head: Float[Array, "D S W"], start: Any, width: int
+    self,
+    hidden: Array,
+    head: Float[Array, "D S W"],
+    start: int | Array,
+    width: int,
   ) -> Float[Array, "D S C"]:
+    """Return the columns of one chunk, gathered over the axes that split D."""
     columns = lax.dynamic_slice_in_dim(head, start, width, axis=2)
-    # Cut and cast, then gathered: a chunk at a time, and not the head.
+    # The head is split over D as well. The chunk is cut out and cast first and
+    # gathered afterwards, so that a device never holds the whole head and the
+    # gather moves the dtype that is computed in.
     columns = self.split(columns, "embed", "vocab", None).astype(hidden.dtype)
     return self.split(columns, None, "vocab", None)
 
   def logits(
     self, hidden: Float[Array, "B T D"], columns: Float[Array, "D S C"]
   ) -> Float[Array, "B T S C"]:
+    """Return the scaled float32 logits of one chunk."""
     logits = jnp.einsum(
       "btd,dsc->btsc", hidden, columns, preferred_element_type=jnp.float32
     )
@@ -112,20 +144,29 @@ class _Walk:
   def whole_logits(
     self, hidden: Float[Array, "B T D"], head: Float[Array, "D S W"]
   ) -> Float[Array, "B T S W"] | None:
-    """All of them if one chunk is all there is."""
+    """Return all logits if they fit into one chunk, else None."""
     width = head.shape[2]
     if self.vocab_chunk < head.shape[1] * width:
       return None
     return self.logits(hidden, self.columns(hidden, head, 0, width))
 
   def split(self, array: Array, *axes: str | None) -> Array:
+    """Constrain how an array is split over the mesh, if there is one."""
     return self.layout.constrain(array, *axes) if self.layout else array
 
 
+# Maximum, total, moment and the targets' logits, each [B, T, S].
+_Running = tuple[Array, Array, Array, Array]
+
+
 def _index(
-  targets: Int[Array, "B T"], head: Float[Array, "D S W"], start: Any
+  targets: Int[Array, "B T"], head: Float[Array, "D S W"], start: int | Array
 ) -> Int[Array, "B T S"]:
-  """Where a token's column is, counted from `start` of each part."""
+  """Return each target's column, counted from `start` within each part.
+
+  A value outside the chunk, negative ones included, means that the target is
+  not among the columns of this part.
+  """
   first = jnp.arange(head.shape[1], dtype=targets.dtype) * head.shape[2]
   return targets[..., None] - first[None, None] - start
 
@@ -136,7 +177,12 @@ def _next_logprobs_and_entropy(
   head: Float[Array, "D V"],
   targets: Int[Array, "B T"],
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-  """Logprob of targets[t] under hidden[t], and the entropy; no shift here."""
+  """Return the logprob of targets[t] under hidden[t], and the entropy.
+
+  Nothing is shifted here. The function has a gradient of its own: automatic
+  differentiation of the walk would keep the logits of every chunk for the
+  backward pass.
+  """
   function = jax.custom_vjp(lambda *arguments: _forward(walk, *arguments)[0])
   function.defvjp(
     functools.partial(_forward, walk), functools.partial(_backward, walk)
@@ -150,20 +196,33 @@ def _forward(
   head: Float[Array, "D V"],
   targets: Int[Array, "B T"],
 ) -> tuple[tuple[Array, Array], Any]:
-  """Walk the vocabulary once with a running maximum m, in each part.
+  """Walk over the vocabulary once, with a running maximum m per part.
 
   total = sum_v exp(l_v - m),   moment = sum_v exp(l_v - m) (l_v - m)
   log Z = m + log(total),       entropy = log(total) - moment / total
+
+  Subtracting m keeps every exponential at or below 1. The entropy is computed
+  from values centred on m as well: log Z - sum_v p_v l_v would subtract two
+  large, nearly equal numbers.
   """
   parts = walk.in_parts(head)
   kept = walk.whole_logits(hidden, parts)
 
-  def lowered(largest, new_largest, total, moment):
-    """Total and moment for a larger maximum."""
+  def lowered(
+    largest: Float[Array, "B T S"],
+    new_largest: Float[Array, "B T #S"],
+    total: Float[Array, "B T S"],
+    moment: Float[Array, "B T S"],
+  ) -> tuple[Float[Array, "B T S"], Float[Array, "B T S"]]:
+    """Return total and moment relative to a larger maximum.
+
+    With drop = m - m', exp(l - m') = exp(drop) exp(l - m) and l - m' = (l - m)
+    + drop, and both sums follow.
+    """
     drop = largest - new_largest
     return jnp.exp(drop) * total, jnp.exp(drop) * (moment + total * drop)
 
-  def step(carry, start, width):
+  def step(carry: _Running, start: int | Array, width: int) -> _Running:
     largest, total, moment, target_logits = carry
     logits = kept
     if logits is None:
@@ -174,6 +233,7 @@ def _forward(
     total, moment = lowered(largest, new_largest, total, moment)
     total += weights.sum(-1)
     moment += (weights * centred).sum(-1)
+    # A target outside the chunk reads some logit of it, which is then dropped.
     index = _index(targets, parts, start)
     found = jnp.take_along_axis(
       logits, jnp.clip(index, 0, width - 1)[..., None], axis=-1
@@ -184,7 +244,8 @@ def _forward(
 
   zeros = jnp.zeros((*targets.shape, parts.shape[1]), jnp.float32)
   zeros = walk.split(zeros, "batch", "tokens", "vocab")
-  # Finite, because 0 * -inf would poison the first moment.
+  # The initial maximum is finite. With -inf, the first step would compute
+  # `total * drop` as 0 * -inf, which is NaN.
   lowest = jnp.full_like(zeros, jnp.finfo(jnp.float32).min)
   largest, total, moment, target_logits = walk.over(
     step, (lowest, zeros, zeros, zeros), parts
@@ -193,6 +254,9 @@ def _forward(
   total, moment = (
     x.sum(-1) for x in lowered(largest, new_largest[..., None], total, moment)
   )
+  # The target lies in one part; in the others its logit stayed 0. The maximum
+  # is subtracted first: log Z, rounded to float32 at the size of the logits,
+  # would lose digits of logprobs near 0.
   logprobs = (target_logits.sum(-1) - new_largest) - jnp.log(total)
   entropy = jnp.log(total) - moment / total
   log_z = new_largest + jnp.log(total)
@@ -202,13 +266,14 @@ def _forward(
 def _backward(
   walk: _Walk, residuals: Any, cotangents: Any
 ) -> tuple[Float[Array, "B T D"], Float[Array, "D V"], None]:
-  """Walk the vocabulary again, making each chunk's logits anew.
-
-  Those of a single chunk were kept: nothing comes between the two passes that
-  would want their memory.
+  """Walk over the vocabulary again, computing the logits of each chunk anew.
 
   d logprob / d l_v = [v = target] - p_v
   d entropy / d l_v = - p_v (log p_v + entropy)
+
+  If a single chunk covers the vocabulary, the forward pass kept its logits
+  instead: the backward pass follows immediately, so nothing else needs that
+  memory in between.
   """
   hidden, head, targets, kept, log_z, entropy = residuals
   parts = walk.in_parts(head)
@@ -216,7 +281,9 @@ def _backward(
     x[..., None, None] for x in (log_z, entropy, *cotangents)
   )
 
-  def step(carry, start, width):
+  def step(
+    carry: tuple[Array, Array], start: int | Array, width: int
+  ) -> tuple[Array, Array]:
     d_hidden, d_parts = carry
     columns = walk.columns(hidden, parts, start, width)
     logits = walk.logits(hidden, columns) if kept is None else kept
@@ -227,7 +294,8 @@ def _backward(
       d_logprobs + d_entropy * (logprobs + entropy)
     )
     d_logits = (d_logits / walk.temperature).astype(hidden.dtype)
-    # A batch of one product is slower than the product.
+    # XLA runs a batched product with a batch of one more slowly than the plain
+    # product, so the axis of parts is left out where there is one part.
     is_split = columns.shape[1] > 1
     products = jnp.einsum(
       "btsc,dsc->btsd" if is_split else "btsc,dsc->btd",
@@ -248,6 +316,7 @@ def _backward(
   d_hidden = walk.split(d_hidden, "batch", "tokens", "vocab", None)
   d_parts = walk.split(jnp.zeros_like(parts), "embed", "vocab", None)
   d_hidden, d_parts = walk.over(step, (d_hidden, d_parts), parts)
-  # Summed over the parts once, after the walk.
+  # Each part summed over its own columns during the walk. Summing over the
+  # parts here takes one reduction between devices instead of one per chunk.
   d_hidden = d_hidden.sum(2).astype(hidden.dtype)
   return d_hidden, d_parts.reshape(head.shape), None

@@ -1,9 +1,18 @@
-"""Losses, as functions of logprobs.
+"""Policy losses as functions of token logprobs.
 
-Everything is float32. A loss is a sum over the loss tokens of a microbatch
-divided by the number of loss tokens of the whole minibatch, so that losses and
-gradients of microbatches simply add. What stands where `loss_mask` is False
-changes no bit of a loss or of its gradient, even if it is NaN.
+Everything is float32. Each loss is a sum over the loss tokens of one
+microbatch, divided by the number of loss tokens of the whole minibatch. The
+losses and gradients of the microbatches of a minibatch therefore add up to
+those of the minibatch.
+
+Positions where `loss_mask` is False do not change a single bit of a loss or of
+its gradient, even if they hold NaN. Two rules ensure this:
+
+- Differences of logprobs are masked before `exp`. Masking the result alone
+  would keep the loss finite but not its gradient: the backward pass multiplies
+  the derivative of `exp`, which may be NaN or infinite, by the zero of the
+  mask, and 0 * NaN is NaN.
+- Masked positions are replaced with `where`, never multiplied by 0.
 """
 
 from jax import lax
@@ -22,14 +31,23 @@ def behavior_weights(
   cap: float,
   cap_mode: sections.BehaviorWeightCapMode,
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-  r"""Move a token from the policy that drew it to the centre of trust.
+  r"""Return weights that correct for tokens being drawn by an older policy.
 
   w = pi_prox / pi_behav    arXiv:2505.24298, eq. 5; no gradient flows
   w > cap becomes 0 (mask) or cap (truncate)
 
+  Args:
+    proximal_logprobs: under the weights before the train step.
+    behavior_logprobs: under the distribution that each token was drawn from.
+    loss_mask: tokens that the policy wrote.
+    cap: largest weight that is used unchanged.
+    cap_mode: what happens to larger weights.
+
   Returns:
-    Weights, 0 outside loss_mask, and which of them were above the cap.
+    The weights, which are 0 outside loss_mask, and a mask of the tokens whose
+    weight was above the cap.
   """
+  # Masked before `exp`, see the module's docstring.
   log_ratio = jnp.where(loss_mask, proximal_logprobs - behavior_logprobs, 0)
   weights = jnp.exp(lax.stop_gradient(log_ratio))
   is_capped = weights > cap
@@ -50,22 +68,35 @@ def ppo_objective(
   clip_low: float,
   clip_high: float,
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-  r"""What PPO maximises, a token each, arXiv:1707.06347 eq. 7.
+  r"""Return PPO's clipped objective of each token, arXiv:1707.06347 eq. 7.
 
   min(r A, clip(r, 1 - clip_low, 1 + clip_high) A),   r = pi_theta / pi_prox
 
   Gradient flows to logprobs only.
 
+  Args:
+    logprobs: under the policy being updated.
+    proximal_logprobs: under the weights before the train step.
+    advantages: one per token.
+    loss_mask: tokens that the policy wrote.
+    clip_low: the ratio is clipped at 1 - clip_low from below.
+    clip_high: the ratio is clipped at 1 + clip_high from above.
+
   Returns:
-    The objective, 0 outside loss_mask, and where the clip won: those tokens
-    have no gradient.
+    The objective, which is 0 outside loss_mask, and a mask of the tokens where
+    the clipped term is the smaller one. These tokens have no gradient.
   """
   proximal_logprobs = lax.stop_gradient(proximal_logprobs)
+  # Masked before `exp`, see the module's docstring. A masked token then has
+  # ratio 1 and advantage 0, so its objective and gradient are exactly 0.
   log_ratio = jnp.where(loss_mask, logprobs - proximal_logprobs, 0)
   advantages = jnp.where(loss_mask, lax.stop_gradient(advantages), 0)
   ratio = jnp.exp(log_ratio)
   unclipped = ratio * advantages
   clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * advantages
+  # The minimum is the pessimistic bound of PPO: it removes the incentive to
+  # move the ratio further in the direction that the advantage favours, but
+  # keeps the gradient of a token whose ratio has moved in the other direction.
   return jnp.minimum(unclipped, clipped), clipped < unclipped
 
 
@@ -82,29 +113,30 @@ def decoupled_ppo_loss(
   cap_mode: sections.BehaviorWeightCapMode,
   num_loss_tokens: ScalarLike,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-  r"""Decoupled PPO, arXiv:2505.24298 eq. 5, a microbatch's share.
+  r"""Return one microbatch's share of the decoupled PPO loss.
 
   L = sum over loss_mask of -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
       / num_loss_tokens
   r = pi_theta / pi_prox,   w = pi_prox / pi_behav, detached and capped
 
-  Gradient flows to logprobs only.
+  This is arXiv:2505.24298, eq. 5. Gradient flows to logprobs only.
 
   Args:
     logprobs: under the policy being updated.
     proximal_logprobs: under the weights before the train step.
-    behavior_logprobs: under the distribution each token was drawn from.
-    advantages: per token.
-    loss_mask: tokens the policy wrote.
-    clip_low: how far below 1 the ratio pays off.
-    clip_high: how far above.
-    behavior_weight_cap: largest w that is used as it is.
-    cap_mode: what happens to tokens above it.
+    behavior_logprobs: under the distribution that each token was drawn from.
+    advantages: one per token.
+    loss_mask: tokens that the policy wrote.
+    clip_low: the ratio is clipped at 1 - clip_low from below.
+    clip_high: the ratio is clipped at 1 + clip_high from above.
+    behavior_weight_cap: largest w that is used unchanged.
+    cap_mode: what happens to tokens whose w is larger.
     num_loss_tokens: of the whole minibatch; 0 makes the loss 0.
 
   Returns:
-    The loss, and sums over loss_mask. `ess` is weight_sum^2 / (num_loss_tokens
-    weight_square_sum); the others are divided by num_loss_tokens.
+    The loss, and sums over loss_mask from which the metrics are computed. The
+    effective sample size is weight_sum^2 / (num_loss_tokens weight_square_sum);
+    every other metric is its sum divided by num_loss_tokens.
   """
   weights, is_capped = behavior_weights(
     proximal_logprobs,
@@ -138,22 +170,24 @@ def loglinear_proximal_logprobs(
   policy_versions: Int[Array, "B T"],
   policy_version: Int[Array, ""],
 ) -> Float[Array, "B T"]:
-  r"""Guess logprobs under the weights before the train step, without a forward.
+  r"""Approximate the proximal logprobs without a forward pass.
 
   log pi_prox = 1/d log pi_behav + (1 - 1/d) log pi_theta
   d           = v_theta - v_behav
 
-  A-3PO, arXiv:2512.06547. The weights being made are version v_theta = v_prox +
-  1, so d is a token's staleness + 1 and the line from v_behav to v_theta is cut
-  at v_prox. What the weights before the step drew themselves has d = 1, and
-  its behavior logprobs are the answer. No gradient flows.
+  This is A-3PO, arXiv:2512.06547. The proximal policy holds the weights before
+  the train step, so its version is v_prox = v_theta - 1, where v_theta is the
+  version that the step produces. A token's distance d is thus its staleness
+  plus 1, and v_prox lies at 1/d of the way from v_theta to v_behav. A token
+  that was drawn by the proximal policy itself has d = 1, and the result is its
+  behavior logprob. No gradient flows.
 
   Args:
     logprobs: under the policy being updated.
-    behavior_logprobs: under the distribution each token was drawn from.
-    policy_versions: of the weights that drew the token, at most policy_version;
-      where it is -1 the result means nothing.
-    policy_version: of the weights before the train step.
+    behavior_logprobs: under the distribution that each token was drawn from.
+    policy_versions: version of the weights that drew each token, at most
+      policy_version. Where it is -1 the result is meaningless.
+    policy_version: version of the weights before the train step.
   """
   distance = (policy_version + 1 - policy_versions).astype(jnp.float32)
   logprobs = lax.stop_gradient(logprobs)
@@ -166,11 +200,18 @@ def next_token_loss(
   *,
   num_loss_tokens: ScalarLike,
 ) -> Float[Array, ""]:
-  """Cross-entropy of the masked tokens, a microbatch's share."""
+  """Return one microbatch's share of the cross-entropy of the masked tokens.
+
+  Args:
+    logprobs: of the tokens themselves.
+    loss_mask: tokens that are learned from.
+    num_loss_tokens: of the whole minibatch; 0 makes the loss 0.
+  """
   return -divergences.masked_sum(logprobs, loss_mask) / _at_least_one(
     num_loss_tokens
   )
 
 
 def _at_least_one(count: ScalarLike) -> Float[Array, ""]:
+  """Return a count as float32, with 1 in place of 0 so that it can divide."""
   return jnp.maximum(jnp.asarray(count, jnp.float32), 1)

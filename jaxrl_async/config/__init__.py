@@ -1,1 +1,1 @@
-"""What a run is told: its sections, their bounds, mesh shapes."""
+"""The settings of a run: sections, the bounds of each field, mesh shapes."""

@@ -1,8 +1,8 @@
-"""What each setting may be, by itself: its type and its range.
+"""The type and range of each setting, taken by itself.
 
-Bounds are wide: they keep out what cannot work on any machine, because a
-device's float32 or int32, a timer or the system does not take it. What is only
-unwise passes.
+The bounds are wide. They exclude only values that cannot work on any machine,
+because they do not fit a device's float32 or int32, a timer or an operating
+system limit. A value that is merely unwise passes.
 """
 
 from collections.abc import Callable
@@ -10,26 +10,28 @@ import struct
 import threading
 from typing import Any
 
+from jaxrl_async.config import field_types
 from jaxrl_async.config import sections
 
-# Counters of devices, numpy and Optax have 32 bits.
+# Counters on devices, in numpy and in Optax have 32 bits.
 MAX_INT = 2**31 - 1
-# Devices hold settings as float32, and take smaller numbers for 0.
+# Devices hold settings as float32 and flush smaller numbers to 0.
 _MIN_FLOAT, _MAX_FLOAT = 1.2e-38, 3.4e38
-# Logits differ by less than 1e4. Divided by less than this, their differences
-# are lost beyond float32's 24 bits or overflow; by more, nothing is left.
+# Logits differ by less than 1e4. Division by a smaller temperature overflows,
+# or loses their differences beyond the 24 bits of float32. Division by a larger
+# one leaves no difference at all.
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-4, 1e4
-# The kernel's timers and every wait take this; a wait of more overflows.
+# The kernel's timers and all waits accept this; a longer timeout overflows.
 _MAX_TIMEOUT_S = 1e9
 _MAX_REWARD_TIMEOUT_S = 86_400.0
 # A group's deadline is the sum of its scores' deadlines.
 _MAX_GROUP = 2**16
 assert _MAX_GROUP * _MAX_REWARD_TIMEOUT_S < threading.TIMEOUT_MAX
 assert _MAX_TIMEOUT_S < threading.TIMEOUT_MAX
-_MAX_BUCKETS = 64  # each is a program
+_MAX_BUCKETS = 64  # each of them is a program to compile
 DTYPES = ("float32", "bfloat16")
 
-# By the range: lowest, highest, the fields.
+# Lowest value, highest value, and the fields with this range.
 _INTEGERS = (
   (0, 255, "seed"),
   (0, MAX_INT, "algorithm.max_staleness"),
@@ -37,7 +39,8 @@ _INTEGERS = (
   (1, _MAX_GROUP, "algorithm.groups_per_step warm_start.rows_per_batch"),
   (1, 1_024, "task.reward_workers task.question_workers"),
   (0, 1_000, "task.reward_retries"),
-  # Made before the first step; a split has 4 million questions.
+  # All examples are made before the first step. A split has 4 million
+  # questions.
   (1, 1_000_000, "warm_start.num_examples"),
   (1, 100_000, "eval.num_items"),
   (
@@ -71,7 +74,7 @@ _NUMBERS = (
   (1, _MAX_TIMEOUT_S, "run.stall_timeout_s"),
   (0.1, _MAX_TIMEOUT_S, "run.join_timeout_s"),
 )
-# Of each optimizer. An update moves a weight by about the learning rate.
+# Fields of each optimizer. An update moves a weight by about the learning rate.
 _OPTIMIZER = (
   (0, 1, "learning_rate"),
   (0, _MAX_FLOAT, "weight_decay"),
@@ -80,29 +83,34 @@ _OPTIMIZER = (
 
 
 def _float32(number: int | float) -> float:
+  """Return the number as float32 holds it."""
   return struct.unpack("f", struct.pack("f", number))[0]
 
 
 def _check_float(path: str, value: int | float) -> None:
-  # An array and a number may be added, and an array and a long integer not.
+  # JAX adds a float of any size to an array, but fails for an integer that does
+  # not fit into 32 bits.
+  """Raise a ConfigError if the field holds an integer beyond 32 bits."""
   sections.require(
     type(value) is float or abs(value) <= MAX_INT,
     path,
-    f"{sections.shown(value)} is out of range of integers; write it with a"
-    " point or an exponent, as 1e30",
+    f"{sections.shown(value)} is too large for an integer; write it with a"
+    " decimal point or an exponent, such as 1e30",
   )
 
 
 def _check_float32(path: str, value: int | float) -> None:
+  """Raise a ConfigError if float32 cannot hold the number."""
   sections.require(
     value == 0 or _MIN_FLOAT <= abs(value) <= _MAX_FLOAT,
     path,
     f"{sections.shown(value)} is out of range; use 0, or {_MIN_FLOAT} to"
-    f" {_MAX_FLOAT}, as float32 holds them",
+    f" {_MAX_FLOAT}, which float32 can hold",
   )
 
 
 def _check_int(path: str, value: int) -> None:
+  """Raise a ConfigError if the integer does not fit into 32 bits."""
   sections.require(
     abs(value) <= MAX_INT,
     path,
@@ -111,14 +119,14 @@ def _check_int(path: str, value: int) -> None:
 
 
 def check(config: sections.Config) -> None:
-  """Checks the type and range of every field.
+  """Check the type and the range of every field.
 
   Raises:
-    ConfigError: one line that names the field and what would be right.
+    ConfigError: one line that names the field and says what would be right.
   """
   values: dict[str, Any] = {}
-  for path, kind, value in sections.leaves(config):
-    sections.check_type(path, kind, value)
+  for path, kind, value in field_types.leaves(config):
+    field_types.check_type(path, kind, value)
     if kind is float:
       _check_float(path, value)
     elif kind is int:
@@ -142,7 +150,11 @@ def check(config: sections.Config) -> None:
   bound = values["algorithm.max_staleness"]
   message = f"{bound} is negative; use 0 (synchronous) or more"
   sections.require(bound >= 0, "algorithm.max_staleness", message)
-  holds("algorithm.group_size", lambda x: x >= 2, "2 or more, to compare")
+  holds(
+    "algorithm.group_size",
+    lambda x: x >= 2,
+    "2 or more, which are compared",
+  )
   for low, high, paths in (*_INTEGERS, *_NUMBERS):
     range_of(low, high, paths)
   if values["eval.temperature"]:  # 0 is greedy
@@ -153,8 +165,8 @@ def check(config: sections.Config) -> None:
     sections.require(
       len(buckets) <= _MAX_BUCKETS,
       path,
-      f"{len(buckets)} buckets, each of them a program to compile; use at most"
-      f" {_MAX_BUCKETS}",
+      f"{len(buckets)} buckets, each of which is a program to compile; use at"
+      f" most {_MAX_BUCKETS}",
     )
     for bucket in buckets:
       _check_int(path, bucket)
@@ -165,24 +177,24 @@ def check(config: sections.Config) -> None:
       for name in names.split():
         range_of(low, high, section + name)
     for name in ("b1", "b2"):
-      # What rounds to 1 would divide by zero.
+      # A value that rounds to 1 in float32 would lead to a division by zero.
       holds(
         section + name,
         lambda x: 0 <= x < 1 and _float32(x) < 1,
-        "0 or more, below 1 as float32 holds it",
+        "0 or more, and less than 1 in float32",
       )
     rate = values[section + "learning_rate"]
     decay = values[section + "weight_decay"]
     sections.require(
       rate * decay <= 1,
       section + "weight_decay",
-      f"{decay:g} at a learning rate of {rate:g} takes more than the whole"
-      " weight away at each update; use less",
+      f"{decay:g} at a learning rate of {rate:g} removes more than the whole"
+      " weight at each update; use less",
     )
     sections.require_one_of(
       section + "state_dtype", values[section + "state_dtype"], DTYPES
     )
-  # Last: a field's own range says more.
-  for path, kind, value in sections.leaves(config):
+  # Checked last, because the error about a field's own range says more.
+  for path, kind, value in field_types.leaves(config):
     if kind is float:
       _check_float32(path, value)

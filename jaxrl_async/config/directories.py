@@ -1,4 +1,4 @@
-"""Whether a directory can be read from or written to, before a run needs it."""
+"""Checks that a directory can be read or written, before a run needs it."""
 
 import os
 import pathlib
@@ -7,23 +7,28 @@ import unicodedata
 
 from jaxrl_async.config import sections
 
-_OWN_BYTES = 512  # of a path: what a run itself adds to a directory's
+_OWN_BYTES = 512  # bytes that a run may append to the path of a directory
 
 
 def check_can_write(field: str, directory: str) -> None:
-  """Checks that a directory is there, or can be made, and takes files.
+  """Check that a directory exists or can be created, and accepts files.
 
-  Nothing is left behind: the directory itself is not made.
+  Nothing is left behind: a missing directory is not created.
+
+  Args:
+    field: of the config, for messages.
+    directory: its path, absolute or relative.
 
   Raises:
-    ConfigError: it cannot be; the line says what stands in the way.
+    ConfigError: it cannot be written to; the message says why.
   """
 
   def refuse(reason: str):
     raise sections.ConfigError(f"{field}: {sections.shown(directory)} {reason}")
 
   path, name_bytes = _absolute(field, directory)
-  # A link to nowhere exists, and nothing can be made in its place.
+  # A dangling link counts as existing, since nothing can be created in its
+  # place.
   there = next(p for p in (path, *path.parents) if os.path.lexists(p))
   if not os.path.isdir(there):
     refuse("cannot be a directory" if there != path else "is not a directory")
@@ -31,7 +36,7 @@ def check_can_write(field: str, directory: str) -> None:
   if name_bytes > longest:
     refuse(f"has a name of {name_bytes} bytes; use at most {longest}")
   try:
-    # Permissions do not say all: the file system may be full or read-only.
+    # Permissions are not enough: the file system may be full or read-only.
     with tempfile.TemporaryDirectory(prefix=".jaxrl_async-", dir=there):
       pass
   except OSError as error:
@@ -39,10 +44,15 @@ def check_can_write(field: str, directory: str) -> None:
 
 
 def check_can_read(field: str, directory: str, use: str) -> None:
-  """Checks that a directory is there.
+  """Check that a directory exists.
+
+  Args:
+    field: of the config, for messages.
+    directory: its path, absolute or relative.
+    use: what to do otherwise, the end of the message.
 
   Raises:
-    ConfigError: it is not; the line ends with `use`.
+    ConfigError: it does not exist.
   """
   path, _ = _absolute(field, directory)
   sections.require(
@@ -53,13 +63,14 @@ def check_can_read(field: str, directory: str, use: str) -> None:
 
 
 def _absolute(field: str, directory: str) -> tuple[pathlib.Path, int]:
-  """The absolute path, and the bytes of the longest name in it."""
+  """Return the absolute path, and the bytes of the longest name in it."""
   what = sections.shown(directory)
   sections.require(directory != "", field, "'' is not a directory")
   longest = os.pathconf("/", "PC_PATH_MAX") - _OWN_BYTES
   too_long = f"{what} is too long a path; use at most {longest} bytes"
   sections.require(len(directory) <= longest, field, too_long)
-  # What writes arrays takes paths of UTF-8 only; a NUL no system takes.
+  # The library that writes arrays accepts UTF-8 paths only, and no operating
+  # system accepts a NUL.
   odd = [c for c in directory if unicodedata.category(c) in ("Cc", "Cs")]
   sections.require(
     not odd, field, f"{what} has a character that paths may not have: {odd[:1]}"

@@ -1,4 +1,4 @@
-"""How many devices lie along each axis of a mesh: arithmetic, without JAX."""
+"""The number of devices along each axis of a mesh, computed without JAX."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -9,7 +9,10 @@ from jaxrl_async.config import sections
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshShape:
-  """Devices along each mesh axis; neighbours in a list share `tensor`."""
+  """Devices along each mesh axis.
+
+  The last axis varies fastest: neighbours in a list of devices share `tensor`.
+  """
 
   data: int = 1
   fsdp: int = 1
@@ -18,16 +21,16 @@ class MeshShape:
 
   @property
   def sizes(self) -> tuple[int, ...]:
-    """In the order of `config.MESH_AXES`."""
+    """The sizes in the order of `sections.MESH_AXES`."""
     return tuple(getattr(self, axis) for axis in sections.MESH_AXES)
 
   @property
   def num_devices(self) -> int:
-    """Of the whole mesh."""
+    """The number of devices of the whole mesh."""
     return math.prod(self.sizes)
 
   def parts(self, axes: Sequence[str]) -> int:
-    """Into how many parts these mesh axes split an array's axis."""
+    """Return into how many parts these mesh axes split an array's axis."""
     return math.prod(getattr(self, axis) for axis in axes)
 
   def __str__(self) -> str:

@@ -1,16 +1,16 @@
-"""Every setting of a run, and what must hold between them.
+"""All settings of a run, as dataclasses that may be nested.
 
-A config file's `get_config(variant)` returns a `Config`; absl's
-`--config.section.field=value` overrides single fields;
-`config_checks.validate` then checks what belongs together. Dataclasses here are
-neither frozen nor checked in `__post_init__`, because overrides arrive after
-construction.
+The `get_config(variant)` of a config file returns a `Config`, and absl's
+`--config.section.field=value` overrides single fields. After that,
+`config_checks.validate` checks that the fields fit together. The dataclasses
+are neither frozen nor checked in `__post_init__`, because overrides arrive
+after construction.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable
 import dataclasses
+import difflib
 import enum
-import math
 from typing import Any
 
 from ml_collections import config_dict
@@ -21,17 +21,18 @@ class ConfigError(ValueError):
 
 
 class KvOnAdopt(enum.Enum):
-  """What happens to running sequences' caches when new weights arrive."""
+  """What happens to the caches of running sequences when new weights arrive."""
 
   RECOMPUTE = "recompute"
   KEEP = "keep"
 
 
 class Preemption(enum.Enum):
-  """How a sequence that lost its pages is taken up again.
+  """How a sequence is resumed after its cache pages were taken away.
 
-  FAST prefills all of it; EXACT prefills what was prefilled before and feeds
-  the rest through the decode program, which gives the same bits.
+  FAST prefills the whole sequence. EXACT prefills only what was prefilled
+  before and feeds the remaining tokens through the decode program, which
+  reproduces the same bits.
   """
 
   FAST = "fast"
@@ -46,7 +47,7 @@ class Channel(enum.Enum):
 
 
 class WeightFormat(enum.Enum):
-  """What the engine holds its large matrices as."""
+  """The format in which the engine holds its large matrices."""
 
   FLOAT = "float"
   INT8 = "int8"
@@ -54,11 +55,11 @@ class WeightFormat(enum.Enum):
 
 
 class Remat(enum.Enum):
-  """What of a layer the backward pass computes again.
+  """Which activations of a layer the backward pass computes again.
 
-  NONE keeps everything; FULL keeps a layer's input only; ATTENTION also what
-  attention gave; DOTS every product with a weight; OFFLOAD is FULL with the
-  layers' inputs in the host's memory.
+  NONE keeps everything. FULL keeps only the input of each layer. ATTENTION
+  keeps the output of attention in addition, and DOTS every product with a
+  weight. OFFLOAD is FULL with the layers' inputs in host memory.
   """
 
   NONE = "none"
@@ -69,7 +70,7 @@ class Remat(enum.Enum):
 
 
 class AdvantageScale(enum.Enum):
-  """What a group's centred rewards are divided by."""
+  """The divisor of a group's centred rewards."""
 
   STD = "std"
   NONE = "none"
@@ -85,9 +86,10 @@ class BehaviorWeightCapMode(enum.Enum):
 class ProximalMode(enum.Enum):
   """Where the logprobs of the centre of the trust region come from.
 
-  RECOMPUTE takes a forward pass a train step. LOGLINEAR lays them between
-  behavior and current ones by their versions. REUSE takes the update's own,
-  which are the same as long as a train step is one update.
+  RECOMPUTE costs one forward pass per train step. LOGLINEAR interpolates
+  between behavior and current logprobs by their versions. REUSE takes the
+  logprobs of the update itself, which are the same as long as a train step is
+  one update.
   """
 
   RECOMPUTE = "recompute"
@@ -96,7 +98,7 @@ class ProximalMode(enum.Enum):
 
 
 class OptimizerName(enum.Enum):
-  """Optimizers of the two stages."""
+  """The optimizers of the warm start and of the RL stage."""
 
   ADAMW = "adamw"
   MUON = "muon"
@@ -104,12 +106,13 @@ class OptimizerName(enum.Enum):
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class ModelSection:
-  """Which decoder, and the type it computes in.
+  """The decoder and its compute dtype.
 
   Attributes:
-    name: a key of `models.configs.MODELS`, or a directory in Hugging Face's
-      format, which gives architecture, tokenizer and first weights.
-    compute_dtype: activations of the trainer; master weights are float32.
+    name: a key of `models.configs.MODELS`, or a directory in Hugging Face
+      format, which provides architecture, tokenizer and initial weights.
+    compute_dtype: dtype of the trainer's activations; its master weights are
+      float32.
     remat: activations that the backward pass computes again.
   """
 
@@ -127,8 +130,8 @@ class ShardingRules:
 
   Attributes:
     batch: rows of a batch, slots of a cache.
-    tokens: of a row.
-    layers: of the trainer's stacked parameters.
+    tokens: tokens of a row.
+    layers: stacked layers of the trainer's parameters.
   """
 
   batch: tuple[str, ...] = ("data", "fsdp")
@@ -143,21 +146,22 @@ class ShardingRules:
 
 
 def _rollout_rules() -> ShardingRules:
-  # Decoding reads every weight for every token: nothing is gathered over fsdp.
+  # Decoding reads every weight for every token, so gathering weights over fsdp
+  # would dominate its time.
   return ShardingRules(batch=("data",), embed=(), tokens=())
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class MeshSection:
-  """How many devices each slice takes, by axis; -1 is "what is left".
+  """Number of devices along each axis of both slices; -1 means the rest.
 
-  With a single device both slices share it.
+  If there is only one device, both slices share it.
 
   Attributes:
-    train_context: splits the tokens of a row, for rows that one device does
-      not hold; like train_fsdp it splits the weights too.
-    train_rules: what each mesh axis splits; on the command line
-      --config.mesh.train_rules.kv_heads="()".
+    train_context: splits the tokens of a row, for rows too long for one device.
+      Like train_fsdp it also splits the weights.
+    train_rules: mesh axes that split each logical axis; on the command line
+      for example --config.mesh.train_rules.kv_heads="()".
   """
 
   train_data: int = 1
@@ -174,22 +178,22 @@ class MeshSection:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class TaskSection:
-  """Where prompts come from and how answers are read and scored.
+  """The source of prompts, and how answers are extracted and scored.
 
   Attributes:
-    dataset: any dataset of reasoning-gym by name.
-    params: its parameters.
-    template: str.format template of the prompt; fields are "question" and the
-      keys of the item's metadata.
-    answer_prefix: the extracted answer is what follows the last occurrence of
-      this in the completion, up to the end of its line; "" takes the whole
-      completion, stripped.
-    reward_timeout_s: deadline of one score.
-    reward_workers: processes that score.
-    reward_retries: further attempts before a group is `failed`.
-    max_failed_groups: that many failed groups in a row end the run.
-    question_workers: processes that make questions ahead of time; more help
-      where a question takes longer to make than to answer.
+    dataset: name of any dataset of reasoning-gym.
+    params: parameters of the dataset.
+    template: str.format template of the prompt; its fields are "question" and
+      the keys of the item's metadata.
+    answer_prefix: the extracted answer is the text between the last occurrence
+      of this prefix in the completion and the end of its line; "" takes the
+      whole completion, stripped.
+    reward_timeout_s: deadline for one score.
+    reward_workers: number of scoring processes.
+    reward_retries: further attempts before a group is counted as failed.
+    max_failed_groups: the run ends after this many failed groups in a row.
+    question_workers: number of processes that make questions ahead of time.
+      More of them help if making a question takes longer than answering it.
   """
 
   dataset: str = "chain_sum"
@@ -210,8 +214,9 @@ class OptimizerSection:
   """An Optax optimizer with linear warmup and global-norm clipping.
 
   Attributes:
-    state_dtype: of the first moment, Muon's included; the second stays float32.
-    offload: moments live in the host's memory between updates.
+    state_dtype: dtype of the first moment, Muon's included; the second moment
+      stays float32.
+    offload: keep the moments in host memory between updates.
   """
 
   name: OptimizerName = OptimizerName.ADAMW
@@ -232,12 +237,12 @@ class WarmStartSection:
 
   Attributes:
     solver: a key of `worked_solutions.SOLVERS`.
-    num_examples: worked solutions; a pass over them is shuffled.
+    num_examples: number of worked solutions; every pass over them is shuffled.
     corrupted_frac: share of intermediate results that are written wrong and
-      carried on, so that the policy has something left to learn.
-    decay: final learning rate over peak, reached by cosine.
-    checkpoint: directory of parameters to take instead, of `launch/sft.py` or
-      in Hugging Face's format.
+      then carried on, so that the policy has something left to learn.
+    decay: final learning rate over the peak, reached on a cosine curve.
+    checkpoint: directory of parameters to load instead of training, either from
+      `launch/sft.py` or in Hugging Face format.
   """
 
   num_steps: int = 0
@@ -257,27 +262,31 @@ class RolloutSection:
   """The rollout slice.
 
   Attributes:
-    num_slots: sequences decoded side by side.
+    num_slots: number of sequences that are decoded side by side.
     max_prompt_tokens: longer prompts are skipped and counted, never cut.
-    max_completion_tokens: at most that many written tokens a trajectory.
-    cache_tokens: cached tokens a slot, at least prompt + completion.
-    decode_steps_per_call: tokens a sequence gains between two host looks.
-    prefill_rows: sequences of one prefill call; a multiple of the replicas that
-      slots are split over (mesh.rollout_data) is split too, else each does all.
+    max_completion_tokens: most tokens that the policy writes per trajectory.
+    cache_tokens: cached tokens per slot, at least prompt plus completion.
+    decode_steps_per_call: tokens that each sequence gains per decode call,
+      after which the host looks at the results.
+    prefill_rows: sequences per prefill call. If it is a multiple of
+      mesh.rollout_data, the rows are split over these replicas; otherwise every
+      replica computes all of them.
     prefill_buckets: padded lengths of prefill calls, up to cache_tokens.
     window_buckets: attended lengths of decode calls, up to cache_tokens.
-    prefill_chunk: prompts of longer buckets are prefilled that many tokens at
-      a time, with decode calls in between; 0 never does.
-    num_pages: the cache is a pool of that many pages, which may be fewer than
-      all slots need at once; 0 gives each slot its own.
-    page_tokens: tokens of a page.
-    temperature: of sampling; the trainer scales by the same.
-    dtype: of rollout weights and cache.
-    weights: int8 or fp8 quantises the matrices of what is published, with a
-      scale a channel; mismatch_kl is its price.
-    attention: "auto" takes the first kernel of the platform that works and
-      agrees with plain XLA; "xla" takes none; a kernel's name (cudnn or splash
-      of prefill, gpu_paged or tpu_paged of decoding over pages) insists on it.
+    prefill_chunk: prompts of longer buckets are prefilled this many tokens at a
+      time, with decode calls in between; 0 disables chunks.
+    num_pages: the cache is a pool of this many pages, which may be fewer than
+      all slots need at once; 0 gives each slot memory of its own.
+    page_tokens: tokens per page.
+    temperature: sampling temperature; the trainer divides its logits by the
+      same value.
+    dtype: dtype of the rollout weights and of the cache.
+    weights: int8 or fp8 quantises the published matrices, with one scale per
+      output channel; mismatch_kl measures the cost.
+    attention: "auto" takes the platform's first kernel that works and agrees
+      with plain XLA; "xla" takes no kernel; the name of a kernel (cudnn or
+      splash for prefill, gpu_paged or tpu_paged for decoding over pages)
+      insists on it.
   """
 
   num_slots: int = 32
@@ -304,10 +313,10 @@ class AlgorithmSection:
   """Group-relative advantages and the decoupled PPO loss.
 
   Attributes:
-    max_staleness: train version minus token version, at most; 0 is
-      synchronous.
-    filter_zero_std: drop groups of equal rewards; they teach nothing. A
-      thousand of them in a row end the run.
+    max_staleness: bound on train version minus token version; 0 is synchronous
+      training.
+    filter_zero_std: drop groups whose rewards are all equal, since they carry
+      no gradient. A thousand of them in a row end the run.
   """
 
   max_staleness: int = 4
@@ -329,15 +338,17 @@ class TrainSection:
 
   Attributes:
     num_steps: train steps of the whole run.
-    tokens_per_row: packed length of a row.
-    rows_per_microbatch: rows of one forward and backward.
-    max_bad_updates: that many non-finite updates in a row end the run.
-    vocab_chunk: vocabulary entries a chunk of the logprob walk; with all of
-      them in one, the backward pass does not make the logits again.
-    attention: over packed rows, a name of `packed_attention.IMPLEMENTATIONS`;
-      "auto" takes the first of the platform's that works and agrees with xla.
-    decay: as of the warm start, at num_steps; 1 keeps the rate constant. A run
-      continued with another num_steps follows the new curve from there.
+    tokens_per_row: length of a packed row.
+    rows_per_microbatch: rows of one forward and backward pass.
+    max_bad_updates: the run ends after this many non-finite updates in a row.
+    vocab_chunk: vocabulary entries per chunk when logprobs are computed. If one
+      chunk holds all of them, the backward pass does not recompute the logits.
+    attention: attention over packed rows, a name of
+      `packed_attention.IMPLEMENTATIONS`. "auto" takes the platform's first one
+      that works and agrees with xla.
+    decay: final learning rate over the peak, reached at num_steps; 1 keeps the
+      rate constant. A run that is continued with another num_steps follows the
+      new curve from there.
   """
 
   num_steps: int = 60
@@ -357,8 +368,8 @@ class TransferSection:
   """Weight transfer between the slices.
 
   Attributes:
-    directory: where versions are written; "" is a memory-backed directory of
-      this host where there is one, else the workdir.
+    directory: where versions are written; "" selects a memory-backed directory
+      of this host if there is one, else the workdir.
   """
 
   channel: Channel = Channel.ORBAX
@@ -367,12 +378,13 @@ class TransferSection:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class EvalSection:
-  """Held-out accuracy, with stated settings.
+  """Held-out accuracy and its settings.
 
   Attributes:
-    num_items: distinct held-out questions.
+    num_items: number of distinct held-out questions.
     every: train steps between evaluations; 0 evaluates at start and end only.
-    temperature: of the sampled accuracy; the greedy one stands beside it.
+    temperature: sampling temperature of the sampled accuracy; the greedy
+      accuracy is measured as well.
   """
 
   num_items: int = 256
@@ -382,7 +394,7 @@ class EvalSection:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class RunSection:
-  """Supervision and persistence."""
+  """Supervision and persistence of a run."""
 
   checkpoint_every: int = 20
   keep_checkpoints: int = 2
@@ -392,7 +404,7 @@ class RunSection:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Config:
-  """A whole run."""
+  """All settings of a run."""
 
   seed: int = 0
   model: ModelSection = dataclasses.field(default_factory=ModelSection)
@@ -412,66 +424,39 @@ class Config:
 
 
 def require(holds: bool, path: str, message: str) -> None:
-  """Raise a ConfigError of one line about that field unless it holds."""
+  """Raise a ConfigError of one line about the field unless `holds` is True."""
   if not holds:
     raise ConfigError(f"{path}: {message}")
 
 
-_SHOWN = 60  # characters of a value that a message repeats
+_SHOWN = 60  # characters of a value that a message shows
 
 
 def shown(value: Any) -> str:
-  """A value as a message repeats it: on one line, and cut where it is long."""
+  """Return a value as messages show it: on one line, and cut if it is long."""
   if type(value) is int and value.bit_length() > 8 * _SHOWN:
     return f"an integer of {value.bit_length()} bits"
   try:
     text = " ".join(repr(value).split())
-  except ValueError:  # such an integer, inside of something
+  except ValueError:  # a huge integer inside a container
     return f"a {type(value).__name__}"
   if len(text) <= 2 * _SHOWN:
     return text
   return f"{text[:_SHOWN]}... ({len(text)} characters)"
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+  """End a message that refuses a name: say what would be right."""
+  known = sorted(known)
+  close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+  if close:
+    return f"; did you mean {' or '.join(close)}?"
+  shown = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
+  return f"; there is {shown}"
+
+
 def require_one_of(path: str, value: str, known: Collection[str]) -> None:
-  """Raise a ConfigError that lists the known names unless it is one."""
+  """Raise a ConfigError that lists the known names unless `value` is one."""
   require(
     value in known, path, f"{shown(value)} is not one of {', '.join(known)}"
   )
-
-
-def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-  """Path, declared type and value of every field, in order."""
-  for field in dataclasses.fields(section):
-    kind, path = field.type, prefix + field.name
-    value = getattr(section, field.name)
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-      if not isinstance(value, kind):
-        raise ConfigError(f"{path}: {shown(value)} is not a section")
-      yield from leaves(value, path + ".")
-    else:
-      yield path, kind, value
-
-
-def check_type(path: str, kind: Any, value: Any) -> None:
-  """Raise a ConfigError unless the value is of the field's declared type."""
-  if kind is int:
-    holds, wanted = type(value) is int, "an integer"
-  elif kind is float:
-    # An integer of any size is finite, and may be too large for isfinite.
-    is_finite = type(value) is float and math.isfinite(value)
-    holds = is_finite or type(value) is int
-    wanted = "a finite number"
-  elif kind == tuple[int, ...]:
-    holds = type(value) is tuple and all(type(x) is int for x in value)
-    wanted = "a tuple of integers, as (64, 128)"
-  elif kind == tuple[str, ...]:
-    holds = type(value) is tuple and all(type(x) is str for x in value)
-    wanted = 'a tuple of names, as ("data", "fsdp")'
-  elif issubclass(kind, enum.Enum):
-    wanted = "one of " + ", ".join(member.value for member in kind)
-    holds = isinstance(value, kind)
-  else:
-    holds, wanted = isinstance(value, kind), f"a {kind.__name__}"
-  if not holds:
-    raise ConfigError(f"{path}: {shown(value)} is not {wanted}")

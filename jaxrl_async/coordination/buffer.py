@@ -88,15 +88,6 @@ class BufferClosed(RuntimeError):
   """The run is ending; `__cause__` is the failure that ended it, if any."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Admission:
-  """The right to start one group; the fields are those of `RolloutGroup`."""
-
-  index: int
-  birth: int
-  deadline: int
-
-
 @dataclasses.dataclass(kw_only=True, slots=True)
 class BufferState:
   """What a checkpoint keeps of a buffer; lists are in order of the index."""
@@ -104,8 +95,12 @@ class BufferState:
   groups_per_step: int
   next_step: int
   next_index: int
-  running: list[Admission]
+  running: list[types.Admission]
   finished: list[types.RolloutGroup]
+
+  def admissions(self) -> list[types.Admission]:
+    """Those of all groups, running and finished."""
+    return [*self.running, *(group.admission for group in self.finished)]
 
 
 def is_schedulable(
@@ -158,7 +153,7 @@ class Buffer:
     self._next_step = 0
     self._next_index = 0
     self._policy_version = -1
-    self._running: dict[int, Admission] = {}
+    self._running: dict[int, types.Admission] = {}
     # By deadline, of which each has a heap by index.
     self._finished: dict[int, list[tuple[int, types.RolloutGroup]]] = {}
     self._num_due: collections.Counter[int] = collections.Counter()
@@ -196,13 +191,13 @@ class Buffer:
         del self._taken[step]
       self._condition.notify_all()
 
-  def try_admit(self, engine_version: int) -> Admission | None:
+  def try_admit(self, engine_version: int) -> types.Admission | None:
     """Admit one group of an engine that holds this version, if it fits."""
     with self._condition:
       self._check_open()
       if not self._can_admit(engine_version):
         return None
-      admission = Admission(
+      admission = types.Admission(
         index=self._next_index,
         birth=engine_version,
         deadline=engine_version + self._max_staleness,
@@ -236,14 +231,14 @@ class Buffer:
     """Hand in a running group, finished and scored; allowed after `close`."""
     for trajectory in group.trajectories:
       versions = trajectory.policy_versions[trajectory.loss_mask]
-      if versions.size and versions.min() < group.birth:
+      if versions.size and versions.min() < group.admission.birth:
         raise ValueError(
-          f"group {group.index}, born at version {group.birth}, has a token of "
-          f"version {versions.min()}"
+          f"group {group.index}, born at version {group.admission.birth}, has"
+          f" a token of version {versions.min()}"
         )
     with self._condition:
       admission = self._get_running(group.index)
-      if (group.birth, group.deadline) != (admission.birth, admission.deadline):
+      if group.admission != admission:
         raise ValueError(f"group {group.index} is not as admitted: {admission}")
       del self._running[group.index]
       self._keep_finished(group)
@@ -316,7 +311,7 @@ class Buffer:
 
   def restore(self, state: BufferState) -> None:
     """Continue from a checkpoint, with its deadlines; the buffer is unused."""
-    outstanding = [*state.running, *state.finished]
+    outstanding = state.admissions()
     if outstanding and state.groups_per_step != self._groups_per_step:
       raise ValueError(
         f"algorithm.groups_per_step={self._groups_per_step} must stay "
@@ -331,7 +326,7 @@ class Buffer:
       self._running = {a.index: a for a in state.running}
       for group in state.finished:
         self._keep_finished(group)
-      self._num_due.update(group.deadline for group in outstanding)
+      self._num_due.update(admission.deadline for admission in outstanding)
 
   def waiting(self) -> list[str]:
     """Say who waits for what since when, and which groups are in the way."""
@@ -403,7 +398,7 @@ class Buffer:
     return sum(map(len, self._finished.values()))
 
   def _keep_finished(self, group: types.RolloutGroup) -> None:
-    heap = self._finished.setdefault(group.deadline, [])
+    heap = self._finished.setdefault(group.admission.deadline, [])
     heapq.heappush(heap, (group.index, group))
 
   def _pop_finished(self, deadline: int) -> types.RolloutGroup:
@@ -416,7 +411,7 @@ class Buffer:
   def _subtract_due(self, counts: Mapping[int, int]) -> None:
     self._num_due -= collections.Counter(counts)
 
-  def _get_running(self, index: int) -> Admission:
+  def _get_running(self, index: int) -> types.Admission:
     if index not in self._running:
       raise ValueError(f"group {index} is not running")
     return self._running[index]

@@ -136,15 +136,17 @@ def _versions(group: types.RolloutGroup) -> np.ndarray:
 def _describe(group: types.RolloutGroup) -> dict[str, Any]:
   """Return the part of the line that every fate has.
 
-  A reward that is missing or not finite becomes null: JSON has no NaN.
+  Rewards are those of the trajectories in order, with a list for each named
+  part. What is missing or not finite becomes null, because JSON has no NaN.
   """
   versions = _versions(group)
   rewards = [t.reward for t in group.trajectories]
+  names = dict.fromkeys(name for r in rewards if r for name in r.parts)
   return {
     "index": group.index,
     "prompt_id": group.prompt.prompt_id,
-    "birth": group.birth,
-    "deadline": group.deadline,
+    "birth": group.admission.birth,
+    "deadline": group.admission.deadline,
     "policy_version_min": int(versions[0]) if versions.size else None,
     "policy_version_max": int(versions[-1]) if versions.size else None,
     "num_policy_versions": int(versions.size),
@@ -153,8 +155,14 @@ def _describe(group: types.RolloutGroup) -> dict[str, Any]:
       t.num_completion_tokens for t in group.trajectories
     ],
     "finish_reasons": [t.finish_reason for t in group.trajectories],
-    "rewards": [
-      float(r) if r is not None and math.isfinite(r) else None for r in rewards
-    ],
+    "rewards": [_finite(r and r.score) for r in rewards],
+    "reward_parts": {
+      name: [_finite(r and r.parts.get(name)) for r in rewards]
+      for name in names
+    },
     "times_s": {name: float(t) for name, t in group.times_s.items()},
   }
+
+
+def _finite(value: float | None) -> float | None:
+  return None if value is None or not math.isfinite(value) else float(value)

@@ -1,7 +1,8 @@
-"""Threads that fail loudly, waits that end, and a polite answer to Ctrl-C.
+"""Supervision: failures of threads, waits with deadlines, and stop signals.
 
-The first failure of any thread is kept with the thread's name; `on_failure`
-then closes what others wait for, so that everybody comes home.
+The first failure of any thread is kept together with the thread's name.
+`on_failure` then closes the queues that other threads wait for, so that all of
+them end.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ _LOOK_S = 1.0
 
 
 class ThreadFailed(RuntimeError):
-  """A thread of the run failed; `__cause__` is what it raised."""
+  """A thread of the run failed; `__cause__` is the exception that it raised."""
 
 
 def start_thread(
@@ -28,7 +29,14 @@ def start_thread(
   target: Callable[[], None],
   on_failure: Callable[[BaseException], None],
 ) -> threading.Thread:
-  """Runs `target` in a thread, which passes what it raises to `on_failure`."""
+  """Run `target` in a daemon thread.
+
+  Args:
+    name: of the thread.
+    target: the function to run.
+    on_failure: is called in that thread with the exception that `target`
+      raised, whatever its class.
+  """
 
   def guarded():
     try:
@@ -42,9 +50,9 @@ def start_thread(
 
 
 class Supervisor:
-  """Starts threads, keeps the first failure, joins with a deadline.
+  """Starts threads, keeps the first failure, and joins with a deadline.
 
-  Threads: `spawn`, `check` and `join` belong to the main thread; the lock
+  Threads: `spawn`, `check` and `join` belong to the main thread. The lock
   guards the first failure, which any thread may report.
   """
 
@@ -55,9 +63,9 @@ class Supervisor:
     self._threads: list[threading.Thread] = []
 
   def spawn(self, name: str, target: Callable[[], None]) -> None:
-    """Runs `target` in a thread of that name."""
+    """Run `target` in a thread of that name."""
 
-    def keep_the_first(error):
+    def keep_the_first(error: BaseException) -> None:
       with self._lock:
         is_first = self._failure is None
         if is_first:
@@ -67,35 +75,38 @@ class Supervisor:
 
     self._threads.append(start_thread(name, target, keep_the_first))
 
+  def has_spawned(self, name: str) -> bool:
+    """Whether a thread of that name was started, whatever became of it."""
+    return any(thread.name == name for thread in self._threads)
+
   def check(self) -> None:
-    """Raises the first failure, if there was one.
+    """Raise the first failure, if there was one.
 
     Raises:
-      ThreadFailed: names the thread.
-      ConfigError, StorageError: as the thread raised it.
+      ThreadFailed: it names the thread.
+      ConfigError, StorageError: unchanged, as the thread raised it.
     """
     with self._lock:
       failure = self._failure
     if failure is not None:
       name, error = failure
       if isinstance(error, (sections.ConfigError, disk.StorageError)):
-        raise error  # says by itself what to change
+        raise error  # the message already says what to change
       raise ThreadFailed(f"{name} failed: {error}") from error
 
   def join(self, timeout_s: float) -> list[str]:
-    """Waits for all threads together; returns who did not come home."""
+    """Wait for all threads, and return the names of those still running."""
     deadline = Deadline(timeout_s)
     for thread in self._threads:
-      while thread.is_alive() and (wait_s := deadline.next_wait_s()) > 0:
-        thread.join(wait_s)
+      deadline.join(thread)
     return [t.name for t in self._threads if t.is_alive()]
 
 
 class Deadline:
-  """So many seconds in which this process runs, for waits that look often.
+  """A number of seconds during which this process runs, for polling waits.
 
-  While a process is stopped (Ctrl-Z, SIGSTOP) clocks go on. So what counts
-  between two looks is bounded.
+  Clocks advance while a process is stopped (Ctrl-Z, SIGSTOP). The time that
+  counts between two looks is therefore bounded.
   """
 
   def __init__(self, timeout_s: float):
@@ -103,52 +114,65 @@ class Deadline:
     self._looked_s = time.monotonic()
 
   def next_wait_s(self) -> float:
-    """How long to wait before looking again; 0 when the time is over."""
+    """Return how long to wait before looking again; 0 once the time is over."""
     now_s = time.monotonic()
     self._left_s -= min(now_s - self._looked_s, 2 * _LOOK_S)
     self._looked_s = now_s
     return min(max(self._left_s, 0.0), _LOOK_S)
 
+  def join(self, thread: threading.Thread) -> None:
+    """Wait for a thread until it ends or the time is over."""
+    while thread.is_alive() and (wait_s := self.next_wait_s()) > 0:
+      thread.join(wait_s)
+
 
 class Interrupted(RuntimeError):
-  """The run was asked to end; says how to go on."""
+  """The run was asked to end; the message says how to continue it."""
 
 
 class StopRequest:
-  """A signal once: finish the step and write a checkpoint; twice: end now.
+  """A request to end, made by signals.
 
-  Threads: a thread of its own answers signals. The main one may be inside of a
-  compilation, or wait for a disk that does not answer, when the second comes.
+  The first signal asks the run to finish its step and write a checkpoint; the
+  second one ends the process at once.
+
+  Threads: a separate thread answers signals, because the main thread may be
+  inside a compilation, or waiting for a disk that does not respond, when the
+  second signal arrives.
   """
 
   def __init__(self, end: Callable[[int], None] = os._exit):
-    """Args: end: ends the process with an exit code, at once."""
+    """Begin without a request.
+
+    Args:
+      end: ends the process at once, with the given exit code.
+    """
     self._event = threading.Event()
     self._end = end
     self._clean_ups: list[Callable[[], None]] = []
 
   @property
   def is_set(self) -> bool:
-    """Somebody asked the run to end."""
+    """Whether the run has been asked to end."""
     return self._event.is_set()
 
   def check(self, text: str) -> None:
-    """Raises Interrupted with the text if somebody did."""
+    """Raise Interrupted with the text if the run has been asked to end."""
     if self.is_set:
       raise Interrupted(text)
 
   def set(self) -> None:
-    """Asks the run to end after the current step."""
+    """Ask the run to end after the current step."""
     self._event.set()
 
   def wait(self, timeout_s: float) -> None:
-    """Waits until somebody has."""
+    """Wait until the run has been asked to end, at most for the timeout."""
     self._event.wait(timeout_s)
 
   def before_ending_now(self, clean_up: Callable[[], None]) -> None:
-    """Has something done before a second signal ends the process.
+    """Register a function to call before a second signal ends the process.
 
-    It runs beside all other threads, and has a second.
+    The function runs beside all other threads and is given one second.
     """
     self._clean_ups.append(clean_up)
 
@@ -156,18 +180,19 @@ class StopRequest:
   def on_signals(
     self,
     note: Callable[[str], None],
-    what_follows: str = "finishing the step, then a checkpoint; once more ends"
-    " it now",
+    what_follows: str = "finishing the step, then a checkpoint; a second"
+    " signal ends it now",
     at_once: str = "ended at once; the newest checkpoint is whole",
   ):
-    """Answers SIGINT, SIGTERM and SIGHUP, where this is the main thread.
+    """Answer SIGINT, SIGTERM and SIGHUP while the block runs.
 
-    A hangup that was ignored before, as under nohup, stays ignored.
+    This does nothing outside the main thread. A SIGHUP that was ignored before,
+    as under nohup, stays ignored.
 
     Args:
-      note: tells the user.
-      what_follows: said at the first signal.
-      at_once: said at the second.
+      note: is called with messages for the user.
+      what_follows: message at the first signal.
+      at_once: message at the second signal.
     """
     if threading.current_thread() is not threading.main_thread():
       yield
@@ -176,7 +201,7 @@ class StopRequest:
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
       numbers.append(signal.SIGHUP)
     received, sent = os.pipe()
-    os.set_blocking(sent, False)  # as `set_wakeup_fd` wants it
+    os.set_blocking(sent, False)  # `set_wakeup_fd` requires it
 
     def answer():
       while number := os.read(received, 1):
@@ -186,7 +211,8 @@ class StopRequest:
     thread = threading.Thread(target=answer, name="signals", daemon=True)
     thread.start()
     wakeup_before = signal.set_wakeup_fd(sent, warn_on_full_buffer=False)
-    # A handler must exist; what answers is the byte that the signal sends.
+    # Python writes the byte only for signals that have a handler. The handlers
+    # do nothing; the thread above answers.
     before = {n: signal.signal(n, lambda number, frame: None) for n in numbers}
     try:
       yield
@@ -205,6 +231,7 @@ class StopRequest:
     what_follows: str,
     at_once: str,
   ) -> None:
+    """Answer a signal: ask to end at the first, end at once at the second."""
     if not self.is_set:
       self.set()
       _within(_LOOK_S, lambda: note(f"{number.name}: {what_follows}"))
@@ -217,16 +244,17 @@ class StopRequest:
 
 
 def _within(timeout_s: float, function: Callable[[], Any]) -> None:
-  """Calls a function and goes on, at the latest after the timeout.
+  """Call a function, and stop waiting for it after the timeout.
 
-  A terminal that takes no text and a disk that does not answer must not keep a
-  second signal from being seen. What it raises is not worth a word any more.
+  A terminal that accepts no output or a disk that does not respond must not
+  keep a second signal from being noticed. Exceptions of the function are
+  dropped, since the process is about to end.
   """
   start_thread("signal", function, lambda error: None).join(timeout_s)
 
 
 class RunError(RuntimeError):
-  """A run could not go on, for a reason that the message says by itself."""
+  """A run cannot continue, for a reason that the message explains."""
 
 
 class StallError(RunError):
@@ -234,7 +262,7 @@ class StallError(RunError):
 
 
 class StallWatch:
-  """Notices when nothing has moved for too long while the process ran."""
+  """Detects that nothing has moved for too long while the process ran."""
 
   def __init__(self, timeout_s: float):
     self._timeout_s = timeout_s
@@ -244,18 +272,20 @@ class StallWatch:
 
   @property
   def age_s(self) -> float:
-    """Seconds since it was made, by the clock."""
+    """Seconds since the watch was created, by the clock."""
     return time.monotonic() - self._start_s
 
   def check(self, progress: object, report: Callable[[], list[str]]) -> None:
-    """Call it about every second, or more often.
+    """Raise if `progress` has not changed for the whole timeout.
+
+    Call this about every second, or more often.
 
     Args:
-      progress: what changes when something moves.
-      report: who waits for what.
+      progress: a value that changes when something moves.
+      report: returns lines that say who waits for what.
 
     Raises:
-      StallError: it has been the same for the whole timeout.
+      StallError: it has not changed.
     """
     if progress != self._last:
       self._last, self._deadline = progress, Deadline(self._timeout_s)

@@ -1,13 +1,14 @@
-"""Where a run's versions go, and the removal of what its earlier starts left.
+"""The directory of a run's published versions, and the cleanup of old ones.
 
 A start that was killed leaves its last versions behind, often in memory. The
-next start of the same workdir removes them before it looks how much room there
-is; otherwise they would take the room, and it would go elsewhere and leave them
-there for ever. The workdir remembers every directory that was used, since the
-setting may change between two starts.
+next start of the same workdir removes them before it checks how much room there
+is. Otherwise they would occupy the room, the new start would choose another
+directory, and they would stay forever. The workdir records every directory that
+was used, since the setting may change between two starts.
 
-What is being published to is locked by its process, so that nobody removes the
-versions of a run that is alive, whatever a copied workdir remembers.
+The publishing process holds a lock on its directory. The versions of a live run
+are therefore never removed, even if a copied workdir still records their
+directory.
 """
 
 from collections.abc import Callable
@@ -34,13 +35,14 @@ def prepare(
   num_bytes: int,
   note: Callable[[str], None],
 ) -> pathlib.Path:
-  """Removes what earlier starts left, then chooses where versions go.
+  """Remove what earlier starts left, and choose the directory of versions.
 
   Args:
-    section: of the run's configuration.
+    section: of the run's config.
     workdir: of the run; it exists.
-    num_bytes: of one version.
-    note: told why memory-backed storage is not used.
+    num_bytes: size of one version.
+    note: is called with a message, for instance why memory-backed storage is
+      not used.
 
   Raises:
     StorageError: the workdir cannot be written to.
@@ -64,15 +66,12 @@ def prepare(
   else:
     chosen = memory_backed
   used = {chosen, *(path for path in known if path.exists())}
-  with disk.writing(record):
-    incomplete = record.with_suffix(".incomplete")
-    incomplete.write_text(json.dumps(sorted(map(str, used))))
-    incomplete.replace(record)
+  disk.replace_text(record, json.dumps(sorted(map(str, used))))
   return chosen
 
 
 def _name(workdir: pathlib.Path) -> str:
-  """No two workdirs share one; every start of a workdir finds it."""
+  """Return a name that is unique to the workdir and the same at every start."""
   digest = hashlib.sha256(str(workdir).encode()).hexdigest()
   return f"jaxrl_async-{digest[:16]}"
 
@@ -84,10 +83,10 @@ def _read(record: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _lack_of_memory(num_bytes: int) -> str:
-  """Why memory-backed storage cannot take the versions; "" if it can.
+  """Return why memory-backed storage cannot hold the versions, or "".
 
-  Those exist at a time that are kept, written and read. In a container it
-  often holds only 64 MB.
+  It must hold the versions that are kept, one that is being written and one
+  that is being read. In containers it is often limited to 64 MB.
   """
   if not os.access(_MEMORY_BACKED, os.W_OK):
     return f"{_MEMORY_BACKED} cannot be written to"
@@ -102,13 +101,13 @@ def _lack_of_memory(num_bytes: int) -> str:
 
 
 def open_incarnation(path: pathlib.Path) -> IO[bytes]:
-  """Makes the directory of one start, after removing those of dead ones.
+  """Create the directory of one start, after removing those of dead starts.
 
   Returns:
-    Its lock, which belongs to this process for as long as it is open.
+    The open lock file. The lock is held for as long as the file is open.
 
   Raises:
-    FileExistsError: it is there already.
+    FileExistsError: the directory exists already.
   """
   remove_leftovers(path.parent)
   path.mkdir(parents=True)
@@ -118,10 +117,10 @@ def open_incarnation(path: pathlib.Path) -> IO[bytes]:
 
 
 def remove_leftovers(directory: pathlib.Path) -> None:
-  """Removes the incarnations of starts that are over, and nothing else.
+  """Remove the incarnations of starts that have ended, and nothing else.
 
   Raises:
-    OSError: one could not be removed.
+    OSError: one of them could not be removed.
   """
   for incarnation in directory.glob("incarnation-*"):
     if not _is_published_to(incarnation):

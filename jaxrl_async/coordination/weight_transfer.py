@@ -1,16 +1,17 @@
-"""Weights from trainer to engines: one side publishes, the other adopts.
+"""Weight transfer: the trainer publishes versions, and engines adopt them.
 
-A channel carries (params, version) pairs. The trainer's thread publishes and is
-never made to wait for an engine; each engine polls `newest_version` between two
-decode calls and adopts when it is newer than its own. Two channels, one
-interface:
+A channel carries pairs of (params, version). The trainer's thread publishes and
+never waits for an engine. Each engine polls `newest_version` between two decode
+calls, and adopts that version when it is newer than its own. Two channels share
+one interface:
 
-- `OrbaxChannel`: a versioned Orbax checkpoint in a directory that both sides
-  see, in this process or in several.
-- `DirectChannel`: `jax.device_put`, for both sides in one process.
+- `OrbaxChannel` writes versioned Orbax checkpoints to a directory that both
+  sides see, in the same process or in several.
+- `DirectChannel` uses `jax.device_put`, for both sides in one process.
 
-Published arrays are outputs of the trainer's jitted cast. They must never be
-donated afterwards: on the same device the direct channel hands out aliases.
+Published arrays are outputs of the trainer's jitted cast. They must not be
+donated afterwards, because the direct channel may hand out aliases of arrays on
+the same device.
 """
 
 import abc
@@ -39,25 +40,29 @@ _REMOVE = 'cat >/dev/null; rm -rf -- "$1"; rmdir -- "$2"'
 
 
 class WeightTransferError(RuntimeError):
-  """A version could not be published, or is not what was published."""
+  """A version could not be published, or differs from what was published."""
 
 
 class WeightChannel(abc.ABC):
-  """What both channels have in common: order, layout and waiting.
+  """Order, layout and waiting, which both channels have in common.
 
   Invariant: `newest_version` never decreases, and `adopt` returns exactly the
   params that were published with the version it returns.
 
   Attributes:
-    num_bytes: of a version.
+    num_bytes: size of one version.
 
-  Threads: one thread publishes and closes, any number poll, wait and adopt.
+  Threads: one thread publishes and closes; any number poll, wait and adopt.
   `_changed` guards what they share and is notified after every new version,
   failure and close.
   """
 
   def __init__(self, target: Any):
-    """Args: target: jax.ShapeDtypeStruct leaves with the rollout shardings."""
+    """Prepare a channel.
+
+    Args:
+      target: jax.ShapeDtypeStruct leaves with the rollout shardings.
+    """
     self._target = target
     self._layout = pytree_files.layout(pytree_files.named_leaves(target))
     self.num_bytes = sum(
@@ -71,7 +76,8 @@ class WeightChannel(abc.ABC):
     """Hand over the weights of a version, which engines may adopt from now on.
 
     Args:
-      params: the target's leaf names, shapes and dtypes, on any devices.
+      params: arrays with the target's leaf names, shapes and dtypes, on any
+        devices.
       version: completed train steps; increases from call to call.
 
     Returns:
@@ -79,13 +85,13 @@ class WeightChannel(abc.ABC):
 
     Raises:
       WeightTransferError: the params do not fit the target, the version is not
-        newer than the last, the channel is closed, or an earlier version could
-        not be published.
+        newer than the last one, the channel is closed, or an earlier version
+        could not be published.
     """
     start = time.perf_counter()
     self._raise_failure()
     if self._is_closed:
-      raise WeightTransferError(f"version {version} after the channel closed")
+      raise WeightTransferError(f"version {version}: the channel is closed")
     if version <= self._last_published:
       raise WeightTransferError(
         f"version {version} is not newer than {self._last_published}"
@@ -101,19 +107,24 @@ class WeightChannel(abc.ABC):
 
   @abc.abstractmethod
   def newest_version(self) -> int:
-    """The newest version that can be adopted, -1 before the first."""
+    """Return the newest version that can be adopted, -1 before the first."""
 
   @abc.abstractmethod
   def adopt(self, newer_than: int) -> tuple[Any, int] | None:
-    """The newest version in the target's shardings; None if none is newer.
+    """Return the newest version in the target's shardings, or None.
+
+    The result is None if no version is newer than `newer_than`.
 
     Raises:
-      WeightTransferError: what is there is not what was published, or an
-        earlier version could not be published.
+      WeightTransferError: the stored version differs from what was published,
+        or an earlier version could not be published.
     """
 
   def wait_for_version(self, newer_than: int, timeout_s: float) -> bool:
-    """Sleep until there is a newer version (True), or timeout or close (False).
+    """Wait until there is a newer version.
+
+    Returns:
+      True if there is one, False after the timeout or the close of the channel.
 
     Raises:
       WeightTransferError: a version could not be published.
@@ -125,18 +136,19 @@ class WeightChannel(abc.ABC):
         left_s = deadline - time.monotonic()
         if self._is_closed or left_s <= 0:
           return False
-        # Another process cannot notify; its versions are found by looking.
+        # A publisher in another process cannot notify this one, so its versions
+        # are found by polling.
         self._changed.wait(min(left_s, _POLL_S))
     return True
 
   @abc.abstractmethod
   def close(self, timeout_s: float = 30.0) -> None:
-    """Stop publishing, wake who waits, remove what was written.
+    """Stop publishing, wake all waiting threads and remove what was written.
 
-    Called once no engine adopts any more; may be called again.
+    Call it when no engine adopts any more. Further calls do nothing.
 
     Args:
-      timeout_s: deadline for a version that is being written.
+      timeout_s: deadline for a version that is still being written.
 
     Raises:
       WeightTransferError: a version could not be published, or the deadline
@@ -145,7 +157,7 @@ class WeightChannel(abc.ABC):
 
   @abc.abstractmethod
   def remove(self) -> None:
-    """Have what was written removed as soon as the process has ended."""
+    """Have the written versions removed as soon as the process has ended."""
 
   @abc.abstractmethod
   def _hand_over(self, named: dict[str, Any], version: int) -> None: ...
@@ -155,15 +167,20 @@ class WeightChannel(abc.ABC):
 
 
 class DirectChannel(WeightChannel):
-  """`jax.device_put` into the rollout shardings, by the first that adopts.
+  """A channel that copies with `jax.device_put` into the rollout shardings.
 
-  Not by the publisher: where the call blocks, as on a CPU, the trainer would
-  wait for it. The published arrays are let go of as soon as they are copied or
-  overtaken; all engines share the copy.
+  The first engine that adopts a version copies it, and all engines share the
+  copy. The publisher does not copy: where `device_put` blocks, as on a CPU, the
+  trainer would have to wait. The published arrays are released as soon as they
+  have been copied or replaced by a newer version.
   """
 
   def __init__(self, target: Any):
-    """Args: target: jax.ShapeDtypeStruct leaves with the rollout shardings."""
+    """Prepare a channel.
+
+    Args:
+      target: jax.ShapeDtypeStruct leaves with the rollout shardings.
+    """
     super().__init__(target)
     self._shardings = [leaf.sharding for leaf in jax.tree.leaves(target)]
     self._newest: tuple[list[Any], int] = ([], -1)
@@ -206,31 +223,35 @@ class DirectChannel(WeightChannel):
 
 
 class OrbaxChannel(WeightChannel):
-  """A versioned Orbax checkpoint in a directory that both sides see.
+  """A channel of versioned Orbax checkpoints in a directory seen by both sides.
 
       <directory>/incarnation-<id>/<version>/       Orbax's files
       <directory>/incarnation-<id>/<version>/manifest.json
       <directory>/incarnation-<id>/newest           symbolic link to a version
 
-  A version is written by Orbax under another name and renamed, then sealed by
-  its manifest, then announced by replacing the link: each of the three steps is
-  atomic and none precedes the one before, so what is announced is whole. A poll
-  is one readlink (2 us), in the publishing process and in any other. A version
-  that is announced and fails its manifest, or whose manifest names another
-  incarnation or version, raises; it is never adopted and never skipped.
+  Publishing. Orbax writes a version under a temporary name and renames it; then
+  the version is sealed by its manifest; then it is announced by replacing the
+  link. Each of the three steps is atomic, and they happen in this order, so an
+  announced version is always complete. A poll is one readlink (2 us), in the
+  publishing process and in any other. If an announced version differs from its
+  manifest, or if the manifest names another incarnation or version, `adopt`
+  raises; the version is neither adopted nor skipped.
 
-  A reader takes a shared lock on the manifest and then looks whether the
-  version is still the newest; the publisher removes a version only when two
-  newer ones are announced and under an exclusive lock. So what is being read is
-  never removed, and the kernel releases the lock of a reader that dies.
+  Removal. A reader takes a shared lock on the manifest and then checks whether
+  the version is still the newest. The publisher removes a version only when two
+  newer ones have been announced, and under an exclusive lock. A version that is
+  being read is therefore never removed, and the kernel releases the lock of a
+  reader that dies.
 
-  Saving blocks its caller for 11-90 ms, so it runs in a thread of the channel.
-  While one is running the newest waiting version replaces older waiting ones,
-  unless `coalesce` is False: then every version is announced, in order.
+  Coalescing. Saving blocks its caller for 11-90 ms, so it runs in a thread of
+  the channel. While one version is being saved, the newest waiting version
+  replaces older waiting ones. With `coalesce` False every version is announced,
+  in order.
 
-  The first `publish` opens the incarnation and removes those of starts that
-  are over; who only adopts writes and removes nothing. The train side is one
-  process: several would have to agree on which versions coalesce.
+  The first `publish` creates the incarnation and removes those of earlier
+  starts. A process that only adopts neither writes nor removes anything. The
+  train side is a single process, since several would have to agree on which
+  versions to skip.
   """
 
   def __init__(
@@ -241,13 +262,13 @@ class OrbaxChannel(WeightChannel):
     *,
     coalesce: bool = True,
   ):
-    """Create either side of the channel.
+    """Create one side of the channel; both sides are created in the same way.
 
     Args:
-      directory: of this run alone, see `transfer_directory.prepare`.
-      incarnation: of this start of the run, see `new_incarnation`.
+      directory: for this run alone, see `transfer_directory.prepare`.
+      incarnation: id of this start of the run, see `new_incarnation`.
       target: jax.ShapeDtypeStruct leaves with the rollout shardings.
-      coalesce: False at max_staleness 0, where no version may be left out.
+      coalesce: False at max_staleness 0, where no version may be skipped.
     """
     super().__init__(target)
     self._directory = pathlib.Path(directory).absolute()
@@ -281,7 +302,8 @@ class OrbaxChannel(WeightChannel):
         continue
       with lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
-        # Before the lock it may have been removed; from here on it cannot be.
+        # The version may have been removed before the lock was taken, but not
+        # any more after this check.
         if self.newest_version() == version:
           return self._load(version), version
     return None
@@ -292,9 +314,7 @@ class OrbaxChannel(WeightChannel):
       self._waiting.clear()
       self._changed.notify_all()
     if self._thread is not None:
-      deadline = supervisor_lib.Deadline(timeout_s)
-      while self._thread.is_alive() and (wait_s := deadline.next_wait_s()) > 0:
-        self._thread.join(wait_s)
+      supervisor_lib.Deadline(timeout_s).join(self._thread)
       if self._thread.is_alive():
         raise WeightTransferError(f"still saving {timeout_s} s after close")
       self._thread = None
@@ -304,8 +324,9 @@ class OrbaxChannel(WeightChannel):
     self._raise_failure()
 
   def remove(self) -> None:
-    # By another process, which sees its input end when this one is gone: beside
-    # threads that still write, nothing would stay removed.
+    # Another process removes the files, when it sees that its input ends with
+    # this process. Removing them here would be in vain, since other threads may
+    # still be writing.
     self._remover = subprocess.Popen(
       ["sh", "-c", _REMOVE, "sh", self._path, self._directory],
       stdin=subprocess.PIPE,
@@ -332,7 +353,7 @@ class OrbaxChannel(WeightChannel):
         self._lock = transfer_directory.open_incarnation(self._path)
     except FileExistsError:
       raise WeightTransferError(
-        f"{self._path} is already published to"
+        f"{self._path} is already used by another publisher"
       ) from None
 
   def _publish_all(self) -> None:
@@ -340,13 +361,13 @@ class OrbaxChannel(WeightChannel):
       pass
 
   def _keep_failure(self, error: BaseException) -> None:
-    """The thread has no other way to report; the next call raises it."""
+    """Keep an error of the thread, for the next call to raise."""
     with self._changed:
       self._failure = error
       self._changed.notify_all()
 
   def _publish_next(self) -> bool:
-    """Wait for a version and announce it; False once the channel is closed."""
+    """Wait for a version and announce it; return False once closed."""
     with self._changed:
       self._changed.wait_for(lambda: self._waiting or self._is_closed)
       if self._is_closed:
@@ -358,9 +379,10 @@ class OrbaxChannel(WeightChannel):
     return True
 
   def _announce(self, named: dict[str, Any], version: int) -> None:
+    """Save a version, seal it, and point the link at it."""
     directory = self._path / str(version)
     wait_until_saved = pytree_files.save_async(directory, named)
-    # Orbax has its own copy now, and the device memory is wanted elsewhere.
+    # Orbax has made its own copy, so the device memory can be released.
     del named
     wait_until_saved()
     about = {"incarnation": self._incarnation, "version": version}
@@ -373,6 +395,7 @@ class OrbaxChannel(WeightChannel):
     self._announced.append(version)
 
   def _remove_old(self) -> None:
+    """Remove versions that two newer ones have replaced and nobody reads."""
     for version in self._announced[: -transfer_directory.NUM_KEPT]:
       directory = self._path / str(version)
       with open(directory / manifest.NAME, "rb") as lock:
@@ -384,7 +407,7 @@ class OrbaxChannel(WeightChannel):
       self._announced.remove(version)
 
   def _load(self, version: int) -> Any:
-    """Read a version whose lock is held, after proving that it is the one."""
+    """Read a version whose lock is held, after checking its manifest."""
     directory = self._path / str(version)
     expected = {"incarnation": self._incarnation, "version": version}
     try:
@@ -403,7 +426,7 @@ class OrbaxChannel(WeightChannel):
 
   def _raise_failure(self) -> None:
     if isinstance(self._failure, disk.StorageError):
-      raise self._failure  # says by itself what to do
+      raise self._failure  # the message already says what to do
     if self._failure is not None:
       raise WeightTransferError(
         f"a version after {self.newest_version()} could not be published: "
@@ -418,12 +441,19 @@ def make_channel(
   target: Any,
   coalesce: bool,
 ) -> WeightChannel:
-  """The channel a config asks for; the arguments are those of OrbaxChannel."""
+  """Return the channel that a config asks for.
+
+  Args:
+    kind: of the channel.
+    directory: where an Orbax channel writes versions.
+    target: jax.ShapeDtypeStruct leaves with the rollout shardings.
+    coalesce: False at max_staleness 0, where no version may be skipped.
+  """
   if kind == sections.Channel.DIRECT:
     return DirectChannel(target)
   return OrbaxChannel(directory, new_incarnation(), target, coalesce=coalesce)
 
 
 def new_incarnation() -> str:
-  """An id for this start of the run: a time to read and bits to be unique."""
+  """Return an id for this start of the run: a readable time and random bits."""
   return f"{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(4)}"

@@ -1,13 +1,12 @@
 """The held-out questions of a run, which its workdir keeps.
 
-They are a function of the config, but to make them again at each start would
+They are a function of the config, but making them again at each start would
 take minutes where a question takes a second to make.
 """
 
 from collections.abc import Callable
 import contextlib
 import hashlib
-from importlib import metadata
 import json
 import os
 import pathlib
@@ -16,7 +15,7 @@ from typing import Any
 from jaxrl_async import types
 from jaxrl_async.config import sections
 from jaxrl_async.data import prompts
-from jaxrl_async.data import questions
+from jaxrl_async.data import source as source_lib
 from jaxrl_async.storage import item_json
 
 # Nothing else runs while they are made, but each process takes memory.
@@ -34,22 +33,21 @@ def make(
   num_items: int,
   on_progress: Callable[[int], None] = lambda num_made: None,
 ) -> list[types.Prompt]:
-  """First prompts of the evaluation split, each question once.
+  """Return the first prompts of the evaluation split, each question once.
 
   Args:
     source: of the run.
-    num_items: how many.
-    on_progress: told how many there are, several times a second.
+    num_items: how many to return.
+    on_progress: is told several times a second how many there are so far.
 
   Raises:
-    config.ConfigError: the split has fewer.
+    sections.ConfigError: the split has fewer.
   """
-  task = source.task
   stream = prompts.PromptStream(
     source,
-    questions.Split.EVAL,
-    num_processes=max(
-      task.question_workers, min(os.cpu_count() or 1, _MAX_PROCESSES)
+    source_lib.Split.EVAL,
+    num_workers=max(
+      source.task.question_workers, min(os.cpu_count() or 1, _MAX_PROCESSES)
     ),
   )
   found: dict[str, types.Prompt] = {}
@@ -65,7 +63,7 @@ def make(
         num_repeated = 0
       elif (num_repeated := num_repeated + 1) == _MAX_REPEATED:
         raise sections.ConfigError(
-          f"eval.num_items: {num_items}, but {task.dataset} has about "
+          f"eval.num_items: {num_items}, but {source.items.name} has about "
           f"{len(found)} distinct held-out questions"
         )
   on_progress(num_items)
@@ -82,22 +80,22 @@ def load_or_make(
 ) -> list[types.Prompt]:
   """Read them from the file, or make them and write it.
 
-  They are made again if anything they depend on has changed, or the file was
-  damaged; `note` is told why. A file that cannot be written is noted too.
+  They are made again if something that they depend on has changed or if the
+  file is damaged, and `note` is told why. It is also told if the file cannot be
+  written, which does not end the run.
 
   Raises:
-    config.ConfigError: as of `make`.
+    sections.ConfigError: as of `make`.
   """
-  task = source.task
   made_from = {
-    "dataset": task.dataset,
-    "params": item_json.encode(task.params.to_dict()),
-    "template": task.template,
+    "dataset": source.items.name,
+    "params": item_json.encode(dict(source.items.params)),
+    "template": source.task.template,
     "tokenizer": source.tokenizer.digest(),
     "seed": source.seed,
     "max_prompt_tokens": source.max_prompt_tokens,
     "num_items": num_items,
-    "reasoning_gym": metadata.version("reasoning-gym"),
+    **source.items.versions,
   }
   try:
     items = _read(path, made_from)
@@ -106,7 +104,7 @@ def load_or_make(
   except _UnusableError as error:
     note(f"{path}: the held-out questions are made again: {error}")
   else:
-    return [source.prompt(questions.Split.EVAL, item) for item in items]
+    return [source.prompt(source_lib.Split.EVAL, item) for item in items]
   made = make(source, num_items, on_progress)
   try:
     _write(path, made_from, [prompt.item for prompt in made])
@@ -138,7 +136,7 @@ def _read(path: pathlib.Path, made_from: dict[str, Any]) -> list[Any]:
 def _write(
   path: pathlib.Path, made_from: dict[str, Any], items: list[Any]
 ) -> None:
-  """Writes all of the file or none."""
+  """Write the whole file, or leave the old one as it was."""
   encoded = item_json.encode(items)
   stored = {
     "made_from": made_from,

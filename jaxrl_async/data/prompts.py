@@ -1,7 +1,7 @@
-"""Prompts: questions in the run's template, as tokens.
+"""Prompts: the items of a source in the run's template, as tokens.
 
 A stream gives the prompts of one split in order, from a place that can be
-saved. Questions come from `question_stream`, which has them made ahead of time.
+saved. What is here holds for every source; see `source` for what one is.
 """
 
 from collections.abc import Generator, Mapping
@@ -17,8 +17,7 @@ import numpy as np
 
 from jaxrl_async import types
 from jaxrl_async.config import sections
-from jaxrl_async.data import question_stream
-from jaxrl_async.data import questions
+from jaxrl_async.data import source as source_lib
 from jaxrl_async.data import worked_solutions
 from jaxrl_async.rewards import extraction
 from jaxrl_async.text import tokenizer as tokenizer_lib
@@ -37,27 +36,33 @@ class PromptSource:
   """Where all prompts of a run come from.
 
   Attributes:
-    task: dataset, parameters and template.
+    items: the source of what is asked.
+    task: the template, and how many processes may make items.
     tokenizer: of the policy.
     seed: of the run.
     max_prompt_tokens: longest prompt that fits; longer ones are skipped.
   """
 
+  items: source_lib.Source
   task: sections.TaskSection
   tokenizer: tokenizer_lib.Tokenizer
   seed: int
   max_prompt_tokens: int
 
-  def prompt(
-    self, split: questions.Split, item: dict[str, Any]
-  ) -> types.Prompt:
-    """The item's question in the task's template, whatever its length.
+  def prompt(self, split: str, item: dict[str, Any]) -> types.Prompt:
+    """Put an item of a split into the task's template, whatever its length.
 
     Raises:
-      config.ConfigError: it cannot be filled in or tokenized.
+      sections.ConfigError: it is no item, or its prompt cannot be filled in or
+        tokenized.
     """
-    text = render(self.task.template, item)
-    prompt_id = f"{item['dataset']}/{split}/{item['index']}"
+    name = self.items.name
+    if missing := {"index", "question"} - item.keys():
+      raise sections.ConfigError(
+        f"task.dataset: an item of {name} has no {sorted(missing)[0]!r}"
+      )
+    text = render(self.task.template, item, name)
+    prompt_id = f"{name}/{split}/{item['index']}"
     try:
       tokens = self.tokenizer.encode_prompt(text)
     except ValueError as error:
@@ -70,36 +75,46 @@ class PromptSource:
 class PromptStream:
   """A split's prompts in order, from a place that can be saved.
 
-  Prompts that do not fit are skipped and counted, never cut. The place is that
-  of the prompts that were taken, however many have been made since.
+  Prompts that do not fit are skipped and counted, never cut. The place is the
+  one after the last prompt that was taken, however many items the source has
+  made since.
 
-  Threads: belongs to one thread, the one that admits groups; who saves its
-  state does so while that thread does not use it.
+  Threads: belongs to one thread, the one that admits groups. Its state may be
+  saved only while that thread does not use it.
   """
 
   def __init__(
     self,
     source: PromptSource,
-    split: questions.Split,
+    split: str,
     *,
-    num_processes: int = 0,
+    num_workers: int = 0,
     max_barren: int = _MAX_BARREN,
   ):
     """Make nothing yet; the first use or `prefetch` begins.
 
     Args:
       source: of the run.
-      split: which questions of it.
-      num_processes: how many make questions at the same time; 0 is
+      split: of the source.
+      num_workers: how many processes may make items at the same time; 0 is
         `task.question_workers`.
       max_barren: items in a row without a prompt that fits after which there
         are none.
+
+    Raises:
+      sections.ConfigError: the source has no such split.
     """
+    name, splits = source.items.name, source.items.splits
+    sections.require(
+      split in splits,
+      "task.dataset",
+      f"{name} has no split {str(split)!r}, only {', '.join(splits)}",
+    )
     self._source = source
     self._split = split
-    self._num_processes = num_processes or source.task.question_workers
+    self._num_workers = num_workers or source.task.question_workers
     self._max_barren = max_barren
-    self._questions: question_stream.QuestionStream | None = None
+    self._items: source_lib.ItemStream | None = None
     self.restore({"next_index": 0, "num_too_long": 0})
 
   @property
@@ -108,37 +123,34 @@ class PromptStream:
     return self._place["num_too_long"]
 
   def prefetch(self) -> None:
-    """Begin to make questions; returns at once."""
-    if self._questions is None:
-      self._questions = question_stream.QuestionStream(
-        self._source.task.dataset,
-        self._source.task.params.to_dict(),
-        seed=self._source.seed,
-        split=self._split,
-        first_index=self._place["next_index"],
-        num_processes=self._num_processes,
+    """Let the source begin to make items; returns at once."""
+    if self._items is None:
+      self._items = self._source.items.open(
+        self._split,
+        self._place["next_index"],
+        num_workers=self._num_workers,
       )
 
   def is_ready(self, timeout_s: float = 0.0) -> bool:
-    """Whether `next` would return at once; waits for it, at most so long.
+    """Return whether `next` would return at once, after at most that long.
 
     Raises:
-      config.ConfigError: there is no prompt in a long stretch of items, or the
-        task cannot be used.
-      question_stream.QuestionError: the dataset failed.
+      sections.ConfigError: there is no prompt in a long stretch of items, or
+        the task cannot be used.
+      source.SourceError: the source failed.
     """
     self.prefetch()
-    assert self._questions is not None
+    assert self._items is not None
     deadline = time.monotonic() + timeout_s
     while self._ahead is None:
       left_s = max(0.0, deadline - time.monotonic())
-      if not self._questions.is_ready(left_s):
+      if not self._items.is_ready(left_s):
         return False
-      self._look_at(self._questions.next())
+      self._look_at(self._items.next())
     return True
 
   def next(self) -> types.Prompt:
-    """Next prompt that fits; waits until it was made.
+    """Return the next prompt that fits; wait until it has been made.
 
     Raises:
       As `is_ready`.
@@ -153,7 +165,7 @@ class PromptStream:
     return prompt
 
   def state(self) -> dict[str, int]:
-    """Where the stream stands, for a checkpoint."""
+    """Return where the stream stands, for a checkpoint."""
     return dict(self._place)
 
   def restore(self, state: Mapping[str, int]) -> None:
@@ -168,10 +180,10 @@ class PromptStream:
     self._shortest: int | None = None
 
   def close(self) -> None:
-    """End the processes that make questions; the next use starts others."""
-    if self._questions is not None:
-      self._questions.close()
-      self._questions = None
+    """Close the source's stream; the next use opens another one."""
+    if self._items is not None:
+      self._items.close()
+      self._items = None
 
   def _look_at(self, item: dict[str, Any] | None) -> None:
     max_tokens = self._source.max_prompt_tokens
@@ -191,15 +203,15 @@ class PromptStream:
       and self._num_barren_tokens < _MAX_BARREN_TOKENS
     ):
       return
-    dataset = self._source.task.dataset
+    name = self._source.items.name
     if self._shortest is not None:
       raise sections.ConfigError(
         f"rollout.max_prompt_tokens: {max_tokens}, but the"
-        f" shortest prompt of {self._num_barren} items of {dataset} has"
+        f" shortest prompt of {self._num_barren} items of {name} has"
         f" {self._shortest} tokens"
       )
     raise sections.ConfigError(
-      f"task.dataset: none of {self._max_barren} items of {dataset} is a"
+      f"task.dataset: none of {self._max_barren} items of {name} is a"
       f" question of the split {self._split}; it has too few questions"
     )
 
@@ -230,9 +242,9 @@ def worked_examples(
   alike, before wrong ones. Example n is a function of the seed and n.
 
   Raises:
-    config.ConfigError: prompt and solution are longer than `max_tokens`.
+    sections.ConfigError: prompt and solution are longer than `max_tokens`.
   """
-  stream = PromptStream(source, questions.Split.WARM_START)
+  stream = PromptStream(source, source_lib.Split.WARM_START)
   with contextlib.closing(stream):
     for _ in range(warm_start.num_examples):
       yield _worked_example(source, stream, warm_start, max_tokens)
@@ -264,13 +276,18 @@ def _worked_example(
   )
 
 
-def render(template: str, item: Mapping[str, Any]) -> str:
+def render(template: str, item: Mapping[str, Any], source_name: str) -> str:
   """Fill the template in with the question and the item's metadata.
 
+  Args:
+    template: see `sections.TaskSection`.
+    item: see `source`.
+    source_name: for messages.
+
   Raises:
-    config.ConfigError: the template asks for what the item does not have.
+    sections.ConfigError: the template asks for what the item does not have.
   """
-  fields = {**item["metadata"], "question": item["question"]}
+  fields = {**item.get("metadata", {}), "question": item["question"]}
   try:
     wanted = [name for _, name, _, _ in string.Formatter().parse(template)]
     for name in wanted:
@@ -278,8 +295,8 @@ def render(template: str, item: Mapping[str, Any]) -> str:
       root = (name or "question").partition(".")[0].partition("[")[0]
       if root not in fields:
         raise sections.ConfigError(
-          f"task.template: {item['dataset']} has no field {root!r}"
-          f"{questions.did_you_mean(root, map(str, fields))}"
+          f"task.template: {source_name} has no field {root!r}"
+          f"{sections.did_you_mean(root, map(str, fields))}"
         )
     return string.Formatter().vformat(template, (), fields)
   except sections.ConfigError:
@@ -291,19 +308,22 @@ def render(template: str, item: Mapping[str, Any]) -> str:
 
 
 def validate_task(source: PromptSource) -> None:
-  """Check dataset, parameters, template and alphabet on a few prompts.
+  """Check source, template and alphabet on a few prompts.
 
   Raises:
-    config.ConfigError: one of them is wrong; the line says what would be right.
+    sections.ConfigError: one of them is wrong; the line says what would be
+      right.
   """
+  source.items.check()
+  PromptStream(source, source_lib.Split.EVAL)  # that there is one
   stream = PromptStream(
-    source, questions.Split.TRAIN, max_barren=_MAX_BARREN_CHECKED
+    source, source_lib.Split.TRAIN, max_barren=_MAX_BARREN_CHECKED
   )
   with contextlib.closing(stream):
     try:
       for _ in range(4):
-        stream.next()
-    except question_stream.QuestionError as error:
+        source_lib.stored(stream.next().item, source.items.name)
+    except source_lib.SourceError as error:
       raise sections.ConfigError(str(error)) from error
 
 
@@ -319,16 +339,16 @@ def validate_warm_start(
   they are made.
 
   Raises:
-    config.ConfigError: it does not; the line says what would be right.
+    sections.ConfigError: it does not; the line says what would be right.
   """
   if warm_start.solver not in worked_solutions.SOLVERS:
     raise sections.ConfigError(
       f"warm_start.solver: {warm_start.solver!r} does not exist"
-      f"{questions.did_you_mean(warm_start.solver, worked_solutions.SOLVERS)}"
+      f"{sections.did_you_mean(warm_start.solver, worked_solutions.SOLVERS)}"
     )
   task = source.task
   stream = PromptStream(
-    source, questions.Split.WARM_START, max_barren=_MAX_BARREN_CHECKED
+    source, source_lib.Split.WARM_START, max_barren=_MAX_BARREN_CHECKED
   )
   with contextlib.closing(stream):
     item = stream.next().item
@@ -337,10 +357,11 @@ def validate_warm_start(
     solution = solver(item, np.random.default_rng(source.seed), 0.0)
   except (LookupError, ValueError, TypeError, AttributeError) as error:
     raise sections.ConfigError(
-      f"warm_start.solver: {warm_start.solver!r} cannot solve {task.dataset}"
+      f"warm_start.solver: {warm_start.solver!r} cannot solve"
+      f" {source.items.name}"
     ) from error
   answer = extraction.extract_answer(solution, task.answer_prefix)
-  if answer != item["answer"]:
+  if answer != item.get("answer"):
     raise sections.ConfigError(
       f"task.answer_prefix: {task.answer_prefix!r} finds {answer!r} in a right "
       f"solution of the solver {warm_start.solver!r}, {solution!r}"

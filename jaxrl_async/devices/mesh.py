@@ -1,13 +1,12 @@
-"""Cuts the devices into a train and a rollout slice; maps logical axes.
+"""Device meshes of both slices, and shardings from logical axis names.
 
-Every parameter and batch names its axes ("embed", "batch", ...);
-`config.ShardingRules` says which mesh axes each of them is split over, and
-this file alone turns the two into shardings.
+Every parameter and batch names its axes ("embed", "batch", ...), and
+`sections.ShardingRules` says which mesh axes split each of them. Only this file
+combines the two into shardings.
 """
 
 from collections.abc import Sequence
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -27,12 +26,12 @@ ONE = MeshShape()
 
 
 def shape_of(mesh: Mesh) -> MeshShape:
-  """Devices along each of its axes."""
+  """Return the number of devices along each axis of a mesh."""
   return MeshShape(**mesh.shape)
 
 
 def make_mesh(devices: Sequence[Any], shape: MeshShape = ONE) -> Mesh:
-  """A mesh of exactly these devices, which may be any."""
+  """Return a mesh of exactly these devices, of any kind."""
   return Mesh(
     np.asarray(devices, dtype=object).reshape(shape.sizes),
     AXES,
@@ -46,9 +45,14 @@ def cut_devices(
   train_shape: MeshShape,
   rollout_shape: MeshShape,
 ) -> tuple[Mesh, Mesh]:
-  """Train mesh from the first devices, rollout mesh from the next ones.
+  """Return a train mesh of the first devices and a rollout mesh of the next.
 
-  With one device both slices share it.
+  If there is only one device, both meshes consist of it.
+
+  Args:
+    devices: in the order in which they are assigned.
+    train_shape: number of devices along each axis of the train mesh.
+    rollout_shape: the same of the rollout mesh.
 
   Raises:
     ValueError: the meshes need more devices than there are.
@@ -70,11 +74,13 @@ def cut_devices(
 def spec(
   rules: sections.ShardingRules, logical_axes: Sequence[str | None]
 ) -> P:
-  """Partition spec of an array with these logical axes; None is not split.
+  """Return the partition spec of an array with these logical axes.
+
+  An axis named None is not split.
 
   Raises:
-    ValueError: two of its axes would be split over the same mesh axis; the
-      message begins with the rule that is one too many.
+    ValueError: two axes of the array would be split over the same mesh axis.
+      The message begins with the name of the second one.
   """
   entries, taken = [], {}
   for axis in logical_axes:
@@ -94,14 +100,14 @@ def spec(
 def sharding(
   mesh: Mesh, rules: sections.ShardingRules, *logical_axes: str | None
 ) -> NamedSharding:
-  """Of one array with these logical axes."""
+  """Return the sharding of one array with these logical axes."""
   return NamedSharding(mesh, spec(rules, logical_axes))
 
 
 def shardings(
   mesh: Mesh, rules: sections.ShardingRules, logical_axes: Any
 ) -> Any:
-  """A NamedSharding for each leaf (a tuple of names) of `logical_axes`."""
+  """Return a NamedSharding for each leaf (a tuple of names) of logical_axes."""
   return jax.tree.map(
     lambda axes: sharding(mesh, rules, *axes),
     logical_axes,
@@ -111,24 +117,34 @@ def shardings(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-  """How a program's arrays lie on a mesh, for what the compiler gets wrong."""
+  """A mesh with its rules, for constraints on arrays inside a program.
+
+  Most shardings are left to the compiler. Constraints are for the places where
+  it would choose badly.
+  """
 
   mesh: Mesh
   rules: sections.ShardingRules
 
   def constrain(self, array: jax.Array, *logical_axes: str | None) -> jax.Array:
-    """The array, split so; what its axes do not name every device holds."""
+    """Return the array, split as the rules say.
+
+    Mesh axes that none of the logical axes name hold copies.
+    """
     here = sharding(self.mesh, self.rules, *logical_axes)
     return jax.lax.with_sharding_constraint(array, here)
 
   def parts(self, logical_axis: str) -> int:
-    """Into how many parts an axis is split."""
-    return math.prod(
-      self.mesh.shape[axis] for axis in getattr(self.rules, logical_axis)
-    )
+    """Return into how many parts the rules split a logical axis."""
+    return shape_of(self.mesh).parts(getattr(self.rules, logical_axis))
 
   def freed(self, *logical_axes: str, of: str) -> "Layout":
-    """The layout in which what splits `of` splits none of these axes."""
+    """Return a layout in which these axes avoid the mesh axes of `of`.
+
+    Args:
+      *logical_axes: names of the axes that are split less than before.
+      of: axis whose mesh axes are no longer used by `logical_axes`.
+    """
     taken = getattr(self.rules, of)
     rest = {
       name: tuple(x for x in getattr(self.rules, name) if x not in taken)
@@ -139,13 +155,15 @@ class Layout:
 
 
 def put(tree: Any, shardings: Any) -> Any:
-  """Host arrays on their devices, each of which is sent its part only.
+  """Move host arrays to devices; each device receives only its own part.
 
-  With several processes each holds all of the arrays, and places what belongs
-  on its own devices.
+  With several processes, each process holds all of the arrays and places the
+  parts that belong to its own devices.
   """
 
-  def place(array, sharding):
+  def place(
+    array: np.ndarray | jax.Array, sharding: NamedSharding
+  ) -> jax.Array:
     if sharding.is_fully_addressable:
       return jax.device_put(array, sharding)
     return jax.make_array_from_callback(
@@ -158,5 +176,5 @@ def put(tree: Any, shardings: Any) -> Any:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-  """The sharding of scalars and small arrays that every device holds."""
+  """Return the sharding of arrays of which every device holds a copy."""
   return NamedSharding(mesh, P())

@@ -1,7 +1,7 @@
 """Devices of TPU slices that this machine does not have.
 
-libtpu compiles for a slice by its name, without one. What it describes are
-devices that programs can be compiled for and that nothing can be put on.
+libtpu can compile for a slice given only its name. The devices it describes can
+be compiled for, but no array can be placed on them.
 """
 
 import importlib
@@ -15,23 +15,23 @@ from jax.experimental import topologies
 from jaxrl_async.config import sections
 from jaxrl_async.devices import tpu_chips
 
-# libtpu lets one process of a machine in, until that ends.
+# Only one process of a machine can use libtpu at a time.
 _IS_TAKEN = "libtpu multi-process lockfile"
 
 
 def chip_of(device: Any) -> tpu_chips.Chip | None:
-  """The chip of a device, if it is one of `tpu_chips.CHIPS`."""
+  """Return the chip of a device, or None if `tpu_chips.CHIPS` has none."""
   kinds = {chip.kind: chip for chip in tpu_chips.CHIPS.values()}
   return kinds.get(device.device_kind)
 
 
 def is_described(device: Any) -> bool:
-  """Whether a device can be compiled for, but is not there."""
+  """Return whether a device is only described, and not attached."""
   return device not in jax.devices()
 
 
 def memory_bytes(device: Any) -> int | float | None:
-  """What programs may use of its memory, None where nothing says so."""
+  """Return the device memory that programs may use, or None if unknown."""
   if is_described(device):
     chip = chip_of(device)
     return chip.hbm_bytes if chip else None
@@ -39,18 +39,19 @@ def memory_bytes(device: Any) -> int | float | None:
 
 
 def devices(name: str, *, max_wait_s: float = 3_600.0) -> list[Any]:
-  """The devices of a slice, such as v5p:4x4x4, or of several.
+  """Return the devices of one slice, such as v5p:4x4x4, or of several.
 
-  Those of a second slice are the first one's again: a program is compiled for
-  one slice, and it is the same for each. Waits for other processes that compile
-  with libtpu.
+  The devices of further slices repeat those of the first: a program is compiled
+  for one slice, and the result is the same for each. The call waits while
+  another process compiles with libtpu.
 
   Args:
-    name: as `tpu_chips.parse` takes it.
-    max_wait_s: for those.
+    name: in the format of `tpu_chips.parse`.
+    max_wait_s: longest time to wait for other processes.
 
   Raises:
-    ConfigError: there is no such slice, or nothing to compile with.
+    ConfigError: there is no such slice, libtpu is not installed, or the wait
+      took too long.
   """
   count, chip, shape = tpu_chips.parse(name)
   try:
@@ -58,7 +59,7 @@ def devices(name: str, *, max_wait_s: float = 3_600.0) -> list[Any]:
   except ImportError as error:
     raise sections.ConfigError(
       "topology: libtpu, which compiles for TPUs, is not installed; add the"
-      " extra, as in uv run --extra tpu-aot or pip install -e '.[tpu-aot]'"
+      " extra, with uv run --extra tpu-aot or pip install -e '.[tpu-aot]'"
     ) from error
   end_s = time.monotonic() + max_wait_s
   is_waiting = False

@@ -1,4 +1,4 @@
-"""TPU chips and their slices, by name: numbers and names, without JAX."""
+"""TPU chips and their slices by name: plain numbers, without JAX."""
 
 import dataclasses
 import re
@@ -8,17 +8,17 @@ from jaxrl_async.config import sections
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-  """What one chip holds and does at most.
+  """Capacity and peak rates of one chip.
 
   Attributes:
     kind: `device_kind` of its devices.
-    hbm_bytes: that programs may use: what the compiler says when it refuses
-      one, which is up to 2 % less than what is published.
-    flops_per_s: of bfloat16 products.
-    hbm_bytes_per_s: to and from its own memory.
-    ici_bytes_per_s: that it sends over all of its links to other chips: half
-      of what is published, which counts both directions.
-    slices: shapes that can be had.
+    hbm_bytes: memory that programs may use, as the compiler reports it when it
+      refuses a program. This is up to 2 % less than the advertised size.
+    flops_per_s: of bfloat16 matrix products.
+    hbm_bytes_per_s: bandwidth to the chip's own memory.
+    ici_bytes_per_s: bytes sent to other chips over all links together. This is
+      half of the advertised figure, which counts both directions.
+    slices: shapes of the slices that are offered.
   """
 
   kind: str
@@ -30,7 +30,7 @@ class Chip:
 
 
 _FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-# Published at cloud.google.com/tpu/docs/v5e, /v5p and /v6e.
+# From cloud.google.com/tpu/docs/v5e, /v5p and /v6e.
 CHIPS = {
   "v5e": Chip(
     kind="TPU v5 lite",
@@ -63,19 +63,21 @@ CHIPS = {
 
 
 def parse(name: str) -> tuple[int, str, str]:
-  """How many slices, of which chip, and their shape: 2xv5e:4x4 is 2, v5e, 4x4.
+  """Return the number of slices, the chip and the shape that a name means.
+
+  "2xv5e:4x4" gives 2, "v5e" and "4x4".
 
   Raises:
     ConfigError: there is no such slice.
   """
   found = re.fullmatch(r"(?s)(?:(\d)x(?=v))?(.*?)(?::(.*))?", name)
-  assert found is not None  # whatever the name
+  assert found is not None  # the pattern matches any string
   count, chip, shape = int(found[1] or 1), found[2], found[3]
   sections.require(
     chip in CHIPS and count > 0,
     "topology",
-    f"{sections.shown(name)} does not exist; chips are {', '.join(CHIPS)}, and"
-    " v5p:4x4x4 is a slice of one, 2xv5e:4x4 two slices",
+    f"{sections.shown(name)} does not exist; chips are {', '.join(CHIPS)}; for"
+    " example, v5p:4x4x4 is one slice and 2xv5e:4x4 is two slices",
   )
   sections.require(
     shape in CHIPS[chip].slices,

@@ -34,6 +34,10 @@ _DECODE_TOKENS = 1024  # two blocks of any kernel
 _PREFILL_TOKENS = 256
 
 
+# Makes an argument of a shape, or only describes it.
+Make = Callable[[tuple[int, ...]], Any]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
   """What prefill and decode run, for the whole rollout mesh.
@@ -47,7 +51,7 @@ class Choice:
   description: str
 
 
-def _random(rng: np.random.Generator, dtype: jnp.dtype):
+def _random(rng: np.random.Generator, dtype: jnp.dtype) -> Make:
   return lambda shape: rng.standard_normal(shape, np.float32).astype(dtype)
 
 
@@ -64,11 +68,11 @@ def prefill_trial(
   """
   num_heads, num_kv_heads, head_dim = heads
 
-  def arguments(make, rows, length):
+  def arguments(make: Make, rows: int, length: int) -> tuple[Any, ...]:
     of_kv = rows, length, num_kv_heads, head_dim
     return make((rows, length, num_heads, head_dim)), make(of_kv), make(of_kv)
 
-  def shape(shape, dtype=dtype):
+  def shape(shape: tuple[int, ...], dtype: Any = dtype) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
   rng = np.random.default_rng(0)
@@ -84,7 +88,9 @@ def prefill_trial(
 def of_tokens(attend: reference.CausalAttention) -> reference.CausalAttention:
   """Padding comes out as 0, unless it was not finite."""
 
-  def masked(query, key, value, lengths):
+  def masked(
+    query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array
+  ) -> jax.Array:
     mixed = attend(query, key, value, lengths)
     is_token = jnp.arange(mixed.shape[1])[None] < lengths[:, None]
     return mixed * is_token[:, :, None, None].astype(mixed.dtype)
@@ -108,11 +114,11 @@ def decode_trial(
   num_heads, num_kv_heads, head_dim = heads
   page_tokens = sizes.page_tokens
 
-  def arguments(make, rows, num_pages):
+  def arguments(make: Make, rows: int, num_pages: int) -> tuple[Any, Any]:
     pool = num_kv_heads, num_pages, page_tokens, head_dim
     return (make(pool), make(pool)), make((rows, num_heads, head_dim))
 
-  def shape(shape, dtype=dtype):
+  def shape(shape: tuple[int, ...], dtype: Any = dtype) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
   rng = np.random.default_rng(0)

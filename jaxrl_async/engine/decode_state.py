@@ -2,20 +2,25 @@
 
 Array leaves may in the same tree be their shardings: hence `Any`. Letters: B
 slots, M entries of an insertion, R rows of a prefill, N steps a call, S cached
-tokens a slot, P pages a slot, E end tokens a slot.
+tokens a slot, S' of them that can be replayed, P pages a slot, E end tokens a
+slot.
 """
 
+from collections.abc import Callable
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax import numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 import numpy as np
 
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import jetstream_api
 from jaxrl_async.engine import sampling
+
+T = TypeVar("T")
 
 PICK = -1  # instead of a slot: any idle one
 
@@ -63,9 +68,9 @@ class EngineSizes:
     return 0 < self.prefill_chunk < bucket
 
 
-def _pytree(cls):
-  names = [field.name for field in dataclasses.fields(cls)]
-  return jax.tree_util.register_dataclass(cls, names, [])
+def _pytree(cls: type[T]) -> type[T]:
+  """Registers a dataclass whose fields are all part of the tree."""
+  return jax.tree_util.register_dataclass(cls, [*cls.__annotations__], [])
 
 
 @_pytree
@@ -87,6 +92,90 @@ class Prefix:
   lengths: Any
 
 
+def _slot_field(
+  fill: int | float, width: str | None = None, dtype: Any = np.int32
+) -> Any:
+  """Declares an array of `SlotSettings`.
+
+  Args:
+    fill: the value in rows that describe no sequence.
+    width: what a row has several values for, a name in `unused_slots`; None
+      is one value a row, without an axis of its own.
+    dtype: of the array.
+  """
+  return dataclasses.field(
+    metadata={"fill": fill, "width": width, "dtype": dtype}
+  )
+
+
+@_pytree
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotSettings:
+  """How sequences are to be written: a row for each of them.
+
+  A `DecodeState` holds a row for each slot, an `Insertion` one for each of its
+  entries, and to insert is to copy every field from the latter to the former.
+  So a new field is declared here, filled in by `Sequence.describe`, and read by
+  the program that needs it; nothing else names it.
+
+  Attributes:
+    tickets: [B] number under which the scheduler inserted the sequence. It
+      comes back with the results of the slot.
+    limits: [B] the sequence ends when it has that many tokens.
+    temperature: [B] 0 is greedy.
+    top_k: [B] as in `sampling.Filters`, like the next two.
+    top_p: [B]
+    min_p: [B]
+    min_lengths: [B] no end token is drawn before the sequence is that long.
+    end_tokens: [B E] each of them ends the sequence; -1 is none.
+    replay: [B S'] tokens that are known already, by position.
+    replay_lengths: [B] up to where they are taken instead of drawn ones.
+    pages: [B P] where the tokens are cached; empty without pages.
+  """
+
+  tickets: Any = _slot_field(-1)
+  limits: Any = _slot_field(0)
+  temperature: Any = _slot_field(1, dtype=np.float32)
+  top_k: Any = _slot_field(0)
+  top_p: Any = _slot_field(1, dtype=np.float32)
+  min_p: Any = _slot_field(0, dtype=np.float32)
+  min_lengths: Any = _slot_field(0)
+  end_tokens: Any = _slot_field(-1, "end_tokens")
+  replay: Any = _slot_field(0, "replay_tokens")
+  replay_lengths: Any = _slot_field(0)
+  pages: Any = _slot_field(0, "pages")
+
+
+def unused_slots(
+  full: Callable[..., Any],
+  num_rows: int,
+  sizes: EngineSizes,
+  num_end_tokens: int,
+) -> SlotSettings:
+  """Returns settings in which no row describes a sequence.
+
+  Args:
+    full: makes an array of (shape, value, dtype): numpy's on the host, that of
+      jax.numpy in a program.
+    num_rows: slots, or entries of an insertion.
+    sizes: of the engine.
+    num_end_tokens: that a row has room for.
+  """
+  widths = {
+    "end_tokens": num_end_tokens,
+    "replay_tokens": sizes.replay_tokens,
+    "pages": sizes.pages_per_slot,
+  }
+  arrays = {}
+  for field in dataclasses.fields(SlotSettings):
+    width = field.metadata["width"]
+    shape = (num_rows,) if width is None else (num_rows, widths[width])
+    arrays[field.name] = full(
+      shape, field.metadata["fill"], field.metadata["dtype"]
+    )
+  return SlotSettings(**arrays)
+
+
 @_pytree
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeState:
@@ -96,33 +185,17 @@ class DecodeState:
     cache: a pair of arrays a layer.
     tokens: [B] the newest token of each slot, not yet in the cache.
     positions: [B] its position, which is also the number of cached tokens.
-    limits: [B] a trajectory ends when it has that many tokens.
     is_active: [B] the slot is writing.
-    tickets: [B] which sequence sits there, by the number it was inserted with.
     keys: [B 2] of `sampling.row_keys`.
-    temperature: [B] 0 is greedy.
-    filters: [B] each, of `sampling.Filters`.
-    min_lengths: [B] no end token is drawn before that many tokens.
-    end_tokens: [B E] each of them ends the sequence; -1 is none.
-    replay: [B S'] tokens known already, by position; S' = replay_tokens.
-    replay_lengths: [B] up to where they are taken instead of drawn ones.
-    pages: [B P] where the slot's tokens are cached; empty without pages.
+    settings: a row for each slot.
   """
 
   cache: Any
   tokens: Any
   positions: Any
-  limits: Any
   is_active: Any
-  tickets: Any
   keys: Any
-  temperature: Any
-  filters: Any
-  min_lengths: Any
-  end_tokens: Any
-  replay: Any
-  replay_lengths: Any
-  pages: Any
+  settings: SlotSettings
 
 
 @_pytree
@@ -134,52 +207,28 @@ class Insertion:
     slots: [M] where to; `PICK` takes an idle slot, if there is one, and
       num_slots marks an unused entry.
     sources: [M] row of the prefix.
-    tickets: [M] comes back with the slot's results.
     streams: [M], with groups and members: of `sampling.row_keys`.
+    settings: a row for each entry.
   """
 
   slots: Any
   sources: Any
-  tickets: Any
-  limits: Any
   streams: Any
   groups: Any
   members: Any
-  temperature: Any
-  filters: Any
-  min_lengths: Any
-  end_tokens: Any
-  replay: Any
-  replay_lengths: Any
-  pages: Any
+  settings: SlotSettings
 
 
 def unused_insertion(sizes: EngineSizes, num_end_tokens: int) -> Insertion:
-  """One in which no entry is used."""
+  """Returns an insertion to be filled in: none of its entries is used."""
   m = sizes.insert_rows
-
-  def full(value, *shape, dtype: Any = np.int32) -> Any:
-    return np.full((m, *shape), value, dtype)
-
   return Insertion(
-    slots=full(sizes.num_slots),
-    sources=full(0),
-    tickets=full(-1),
-    limits=full(sizes.cache_tokens),
-    streams=full(sampling.Stream.SERVE),
-    groups=full(0),
-    members=full(0),
-    temperature=full(1, dtype=np.float32),
-    filters=sampling.Filters(
-      top_k=full(0),
-      top_p=full(1, dtype=np.float32),
-      min_p=full(0, dtype=np.float32),
-    ),
-    min_lengths=full(0),
-    end_tokens=full(-1, num_end_tokens),
-    replay=full(0, sizes.replay_tokens),
-    replay_lengths=full(0),
-    pages=full(sizes.num_pages, sizes.pages_per_slot),
+    slots=np.full((m,), sizes.num_slots, np.int32),
+    sources=np.zeros((m,), np.int32),
+    streams=np.full((m,), sampling.Stream.SERVE, np.int32),
+    groups=np.zeros((m,), np.int32),
+    members=np.zeros((m,), np.int32),
+    settings=unused_slots(np.full, m, sizes, num_end_tokens),
   )
 
 
@@ -205,15 +254,19 @@ class StepResult:
 
 
 def pack_result(
-  state: DecodeState, version, tokens, is_valid, logprobs
-) -> jax.Array:
-  """One int32 array a call: one transfer to the host.
+  state: DecodeState,
+  version: Int[Array, ""],
+  tokens: Int[Array, "N B"],
+  is_valid: Bool[Array, "N B"],
+  logprobs: Float[Array, "N B"],
+) -> Int[Array, "B W"]:
+  """Puts a call's outcome into one integer array: one transfer to the host.
 
   Args:
     state: after the call.
     version: of the weights.
-    tokens: [N B], like the rest.
-    is_valid: bool.
+    tokens: of each step and slot.
+    is_valid: which of them were drawn.
     logprobs: float32; their bits travel as integers.
   """
   columns = (
@@ -223,7 +276,7 @@ def pack_result(
     jax.lax.bitcast_convert_type(logprobs.T, jnp.int32),
     jnp.broadcast_to(version, tokens.T.shape),
     (~state.is_active).astype(jnp.int32)[:, None],
-    state.tickets[:, None],
+    state.settings.tickets[:, None],
   )
   return jnp.concatenate(columns, axis=1)
 

@@ -13,12 +13,14 @@ host has not read by then; tickets tell who sits where. And a finished slot
 needs no freeing: it idles until something is inserted over it.
 """
 
+from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
 import jax
 from jax import numpy as jnp
 from jax.sharding import Mesh
+from jaxtyping import Int
 import numpy as np
 
 from jaxrl_async.config import sections
@@ -243,7 +245,10 @@ class Engine(jetstream_api.Engine):
       )
     return self._prefill(params, *self._padded(tokens, lengths))
 
-  def _padded(self, tokens, lengths) -> tuple[np.ndarray, np.ndarray]:
+  def _padded(
+    self, tokens: Int[np.ndarray, "_ T"], lengths: Int[np.ndarray, "_"]
+  ) -> tuple[Int[np.ndarray, "R T"], Int[np.ndarray, "R"]]:
+    """Fills up with rows of one token, as every program takes all rows."""
     missing = self.sizes.prefill_rows - len(tokens)
     tokens = np.pad(tokens, ((0, missing), (0, 0)))
     return tokens, np.pad(lengths, (0, missing), constant_values=1)
@@ -305,18 +310,26 @@ class Engine(jetstream_api.Engine):
         raise ValueError("a cache of pages takes an Insertion")
       entry, slot = slot, self.unused_insertion()
       slot.slots[0] = entry
-      slot.end_tokens[0, : len(self.end_tokens)] = self.end_tokens
+      settings = slot.settings
+      settings.limits[0] = self.sizes.cache_tokens
+      settings.end_tokens[0, : len(self.end_tokens)] = self.end_tokens
     return self._insert(prefix, decode_state, slot)
 
   def unused_insertion(self) -> Insertion:
-    """One to be filled in."""
+    """Returns an insertion to be filled in."""
     return decode_state_lib.unused_insertion(self.sizes, self.num_end_tokens)
 
   def release(
-    self, decode_state: DecodeState, tickets: np.ndarray
+    self, decode_state: DecodeState, tickets: Sequence[int]
   ) -> DecodeState:
-    """Stops the sequences with these [B] tickets (-1: none)."""
-    return self._release(decode_state, tickets)
+    """Stops the sequences with these tickets, wherever they sit."""
+    b = self.sizes.num_slots
+    for start in range(0, len(tickets), b):
+      padded = np.full((b,), -1, np.int32)  # nobody's ticket
+      some = tickets[start : start + b]
+      padded[: len(some)] = some
+      decode_state = self._release(decode_state, padded)
+    return decode_state
 
   def generate(
     self,

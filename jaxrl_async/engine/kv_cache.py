@@ -29,7 +29,9 @@ PagedAttention = Callable[[Layer, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def from_prefill(
-  key: Float[Array, "B T K H"], value: Float[Array, "B T K H"], dtype
+  key: Float[Array, "B T K H"],
+  value: Float[Array, "B T K H"],
+  dtype: jnp.dtype,
 ) -> Layer:
   """A layer's rows in the layout of `Slots`."""
   key, value = key.astype(dtype), value.astype(dtype)
@@ -50,7 +52,9 @@ def empty_rows(
   ]
 
 
-def extend_rows(layer: Layer, chunk: Layer, start) -> Layer:
+def extend_rows(
+  layer: Layer, chunk: Layer, start: Int[Array, ""] | int
+) -> Layer:
   """Rows with a chunk of tokens written at `start`."""
   return (
     jax.lax.dynamic_update_slice_in_dim(layer[0], chunk[0], start, axis=3),
@@ -59,7 +63,9 @@ def extend_rows(layer: Layer, chunk: Layer, start) -> Layer:
 
 
 def attend_rows(
-  layer: Layer, query: Float[Array, "B T N H"], start
+  layer: Layer,
+  query: Float[Array, "B T N H"],
+  start: Int[Array, ""] | int,
 ) -> Float[Array, "B T N H"]:
   """Queries at positions start, start + 1, … over cached rows."""
   keys, values = layer
@@ -172,7 +178,7 @@ class Pages:
   ) -> Layer:
     """Copies a prefilled row into pages; one out of range is left out."""
 
-    def put(pool, times):  # times: [K S H]
+    def put(pool: jax.Array, times: Float[Array, "K S H"]) -> jax.Array:
       k, _, h = times.shape
       paged = times.reshape(k, len(pages), self.page_tokens, h)
       return pool.at[:, pages].set(paged, mode="drop")
@@ -196,7 +202,7 @@ class Pages:
     page = jnp.where(is_active, page, self.num_pages)
     time = positions % self.page_tokens
 
-    def put(pool, rows):
+    def put(pool: jax.Array, rows: Float[Array, "B K H"]) -> jax.Array:
       rows = jnp.swapaxes(rows, 0, 1).astype(pool.dtype)
       return pool.at[:, page, time].set(rows, mode="drop")
 
@@ -215,8 +221,13 @@ class Pages:
     return self.attention(layer, query, positions, pages)
 
 
-def attend_cached(query, keys, values, positions):
-  """One query a row over keys [B K H S] and values [B K S H]."""
+def attend_cached(
+  query: Float[Array, "B N H"],
+  keys: Float[Array, "B K H S"],
+  values: Float[Array, "B K S H"],
+  positions: Int[Array, "B"],
+) -> Float[Array, "B N H"]:
+  """One query a row over its keys and values up to its position."""
   rows, num_heads, head_dim = query.shape
   num_kv_heads, width = keys.shape[1], keys.shape[3]
   grouped = query.reshape(rows, num_kv_heads, -1, head_dim)

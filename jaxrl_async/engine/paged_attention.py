@@ -28,7 +28,7 @@ def xla(
 ) -> Float[Array, "B N H"]:
   """Gathers every page of the table."""
 
-  def gather(pool):  # [K pages page H] -> [B K S H]
+  def gather(pool: Float[Array, "K P page H"]) -> Float[Array, "B K S H"]:
     rows = jnp.moveaxis(jnp.take(pool, pages, axis=1, mode="clip"), 0, 1)
     return rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
 
@@ -36,8 +36,19 @@ def xla(
   return kv_cache.attend_cached(query, keys, gather(layer[1]), positions)
 
 
-def _for_kernel(layer, query, positions, pages, block_tokens):
-  """Scaled queries, lengths, whole blocks of pages, and pages of a block."""
+def _for_kernel(
+  layer: kv_cache.Layer,
+  query: Float[Array, "B N H"],
+  positions: Int[Array, "B"],
+  pages: Int[Array, "B W"],
+  block_tokens: int,
+) -> tuple[jax.Array, jax.Array, jax.Array, int]:
+  """Arguments as the kernels want them.
+
+  Returns:
+    Scaled queries, lengths, a table of whole blocks of pages, and how many
+    pages a block has.
+  """
   num_pages, page_tokens = layer[0].shape[1:3]
   per_block = max(1, block_tokens // page_tokens)
   per_block = 1 << (per_block.bit_length() - 1)  # Triton's shapes

@@ -8,7 +8,7 @@ on what else is prefilled nor on what is kept already. So do its bits.
 """
 
 import collections
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 import dataclasses
 
 import numpy as np
@@ -18,6 +18,7 @@ from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 
 Row = tuple[decode_state_lib.Prefix, int]
+Wanted = tuple[bytes, np.ndarray]  # a key and its tokens
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -120,41 +121,48 @@ class Prefiller:
       tokens[:n], self._shared_tokens
     )
 
-  def _padded(self, bucket: int, some):
-    padded = np.zeros((len(some), bucket), np.int32)
-    for row, (_, tokens) in enumerate(some):
+  def _padded(
+    self, bucket: int, wanted: Sequence[Wanted]
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of the bucket's length, and how many tokens of each count."""
+    padded = np.zeros((len(wanted), bucket), np.int32)
+    for row, (_, tokens) in enumerate(wanted):
       padded[row, : len(tokens)] = tokens
-    return padded, np.array([len(tokens) for _, tokens in some], np.int32)
+    return padded, np.array([len(tokens) for _, tokens in wanted], np.int32)
 
-  def _keep(self, keys, prefix: decode_state_lib.Prefix) -> None:
+  def _keep(
+    self, keys: Sequence[bytes], prefix: decode_state_lib.Prefix
+  ) -> None:
     for row, key in enumerate(keys):
       self._ready[key] = prefix, row
 
-  def _prefill(self, bucket: int, some) -> None:
+  def _prefill(self, bucket: int, wanted: Sequence[Wanted]) -> None:
     assert self._params is not None
-    padded, lengths = self._padded(bucket, some)
+    padded, lengths = self._padded(bucket, wanted)
     self.num_tokens += int(lengths.sum())
     with self._busy.record("prefill"):
       prefix = self._engine.prefill(
         params=self._params, padded_tokens=padded, true_length=lengths
       )
-    for key, _ in some:
+    for key, _ in wanted:
       del self._pending[key]
-    self._keep([key for key, _ in some], prefix)
+    self._keep([key for key, _ in wanted], prefix)
 
-  def _open(self, bucket: int, some, is_shared: bool) -> None:
+  def _open(
+    self, bucket: int, wanted: Sequence[Wanted], is_shared: bool
+  ) -> None:
     start = len(self._shared_tokens) if is_shared else 0
     if is_shared and self._shared is None:
       self._shared = self._prefill_shared()
     shared = self._shared if is_shared else None
-    padded, lengths = self._padded(bucket, some)
+    padded, lengths = self._padded(bucket, wanted)
     self.num_tokens += int((lengths - start).sum())
     with self._busy.record("prefill"):
       prefix = self._engine.open_prefix(padded, lengths, shared)
-    for key, _ in some:
+    for key, _ in wanted:
       del self._pending[key]
     self._chunked = _Chunked(
-      keys=[key for key, _ in some],
+      keys=[key for key, _ in wanted],
       prefix=prefix,
       start=start,
       end=int(lengths.max()) - 1,  # decoding caches the last token

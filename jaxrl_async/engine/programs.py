@@ -1,10 +1,10 @@
 """What the engine compiles: pure functions of weights, prefixes and slots."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jax import numpy as jnp
+from jaxtyping import Array, Int
 
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import kv_cache
@@ -17,6 +17,9 @@ from jaxrl_async.engine.decode_state import Prefix
 from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
 from jaxrl_async.models.attention import reference
+
+# Of the loop over decode steps: their number so far, and what they wrote.
+Carry = tuple[jax.Array, DecodeState, tuple[jax.Array, ...]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,38 +44,31 @@ class Programs:
   def init_state(self) -> DecodeState:
     """An empty cache with every slot idle."""
     b = self.sizes.num_slots
-
-    def full(value, *shape, dtype: Any = jnp.int32):
-      return jnp.full((b, *shape), value, dtype)
-
     return DecodeState(
       cache=self.layout.init(self.model, self.dtype),
-      tokens=full(0),
-      positions=full(0),
-      limits=full(0),
-      is_active=full(False, dtype=bool),
-      tickets=full(-1),
-      keys=full(0, 2, dtype=jnp.uint32),
-      temperature=full(1, dtype=jnp.float32),
-      filters=sampling.Filters(
-        top_k=full(0),
-        top_p=full(1, dtype=jnp.float32),
-        min_p=full(0, dtype=jnp.float32),
+      tokens=jnp.zeros((b,), jnp.int32),
+      positions=jnp.zeros((b,), jnp.int32),
+      is_active=jnp.zeros((b,), bool),
+      keys=jnp.zeros((b, 2), jnp.uint32),
+      settings=decode_state_lib.unused_slots(
+        jnp.full, b, self.sizes, self.num_end_tokens
       ),
-      min_lengths=full(0),
-      end_tokens=full(-1, self.num_end_tokens),
-      replay=full(0, self.sizes.replay_tokens),
-      replay_lengths=full(0),
-      pages=full(0, self.sizes.pages_per_slot),
     )
 
-  def prefill_rows(self, params: EngineParams, tokens, lengths) -> Prefix:
+  def prefill_rows(
+    self,
+    params: EngineParams,
+    tokens: Int[Array, "R T"],
+    lengths: Int[Array, "R"],
+  ) -> Prefix:
     """Caches whole rows at once."""
     rows, width = tokens.shape
     order = jnp.arange(width, dtype=jnp.int32)[None]
     positions = jnp.broadcast_to(order, (rows, width))
 
-    def attend(layer, query, key, value):
+    def attend(
+      layer: int, query: jax.Array, key: jax.Array, value: jax.Array
+    ) -> tuple[jax.Array, kv_cache.Layer]:
       del layer
       mixed = self.prefill_attention(query, key, value, lengths)
       return mixed, kv_cache.from_prefill(key, value, self.dtype)
@@ -82,7 +78,12 @@ class Programs:
     _, cache = model.hidden(embedded, positions, attend)
     return Prefix(cache=cache, tokens=tokens, lengths=lengths)
 
-  def open_rows(self, tokens, lengths, shared: Prefix | None) -> Prefix:
+  def open_rows(
+    self,
+    tokens: Int[Array, "R T"],
+    lengths: Int[Array, "R"],
+    shared: Prefix | None,
+  ) -> Prefix:
     """Rows of which at most what they share is cached."""
     rows, width = tokens.shape
     cache = kv_cache.empty_rows(
@@ -97,14 +98,18 @@ class Programs:
       ]
     return Prefix(cache=cache, tokens=tokens, lengths=lengths)
 
-  def extend_rows(self, params: EngineParams, prefix: Prefix, start) -> Prefix:
+  def extend_rows(
+    self, params: EngineParams, prefix: Prefix, start: Int[Array, ""]
+  ) -> Prefix:
     """Caches the next chunk of every row."""
     rows, chunk = prefix.tokens.shape[0], self.sizes.prefill_chunk
     tokens = jax.lax.dynamic_slice_in_dim(prefix.tokens, start, chunk, axis=1)
     positions = start + jnp.arange(chunk, dtype=jnp.int32)
     positions = jnp.broadcast_to(positions[None], (rows, chunk))
 
-    def attend(layer, query, key, value):
+    def attend(
+      layer: int, query: jax.Array, key: jax.Array, value: jax.Array
+    ) -> tuple[jax.Array, kv_cache.Layer]:
       added = kv_cache.from_prefill(key, value, self.dtype)
       written = kv_cache.extend_rows(prefix.cache[layer], added, start)
       return kv_cache.attend_rows(written, query, start), written
@@ -115,7 +120,11 @@ class Programs:
     return dataclasses.replace(prefix, cache=cache)
 
   def fill_pages(
-    self, prefix: Prefix, row, state: DecodeState, pages
+    self,
+    prefix: Prefix,
+    row: Int[Array, ""],
+    state: DecodeState,
+    pages: Int[Array, "W"],
   ) -> DecodeState:
     """Copies a prefilled row into pages."""
     assert isinstance(self.layout, kv_cache.Pages)
@@ -130,7 +139,7 @@ class Programs:
     num_slots = self.sizes.num_slots
     # The j-th entry that picks gets the j-th idle slot, or none. Tickets are
     # taken in order: one up to the newest was taken by an earlier call.
-    is_new = entries.tickets > state.tickets.max()
+    is_new = entries.settings.tickets > state.settings.tickets.max()
     is_picking = (entries.slots == decode_state_lib.PICK) & is_new
     (idle,) = jnp.nonzero(
       ~state.is_active, size=num_slots, fill_value=num_slots
@@ -147,57 +156,58 @@ class Programs:
         self.layout.insert(x, rows, slots, sources) for x, rows in layers
       ]
 
-    def put(array, rows):
+    def put(array: jax.Array, rows: jax.Array) -> jax.Array:
       return array.at[slots].set(rows.astype(array.dtype), mode="drop")
 
     return DecodeState(
       cache=cache,
       tokens=put(state.tokens, prefix.tokens[sources, lengths - 1]),
       positions=put(state.positions, lengths - 1),
-      limits=put(state.limits, entries.limits),
-      is_active=put(state.is_active, lengths < entries.limits),
-      tickets=put(state.tickets, entries.tickets),
+      is_active=put(state.is_active, lengths < entries.settings.limits),
       keys=put(
         state.keys,
         sampling.row_keys(
           jnp.int32(self.seed), entries.streams, entries.groups, entries.members
         ),
       ),
-      temperature=put(state.temperature, entries.temperature),
-      filters=jax.tree.map(put, state.filters, entries.filters),
-      min_lengths=put(state.min_lengths, entries.min_lengths),
-      end_tokens=put(state.end_tokens, entries.end_tokens),
-      replay=put(state.replay, entries.replay),
-      replay_lengths=put(state.replay_lengths, entries.replay_lengths),
-      pages=put(state.pages, entries.pages),
+      settings=jax.tree.map(put, state.settings, entries.settings),
     )
 
-  def release_slots(self, state: DecodeState, tickets) -> DecodeState:
+  def release_slots(
+    self, state: DecodeState, tickets: Int[Array, "B"]
+  ) -> DecodeState:
     """Stops the sequences with these tickets."""
-    is_released = (state.tickets[:, None] == tickets[None]).any(axis=1)
+    is_released = (state.settings.tickets[:, None] == tickets[None]).any(axis=1)
     return dataclasses.replace(state, is_active=state.is_active & ~is_released)
 
   def _is_allowed(self, state: DecodeState) -> jax.Array:
     """[B V]: no end token before its time."""
     rows = jnp.arange(self.sizes.num_slots)[:, None]
-    is_early = state.positions + 1 < state.min_lengths
-    ends = jnp.where(is_early[:, None], state.end_tokens, -1)
+    is_early = state.positions + 1 < state.settings.min_lengths
+    ends = jnp.where(is_early[:, None], state.settings.end_tokens, -1)
     ends = jnp.where(ends < 0, self.model.vocab_size, ends)  # out of range
     allowed = jnp.ones((self.sizes.num_slots, self.model.vocab_size), bool)
     return allowed.at[rows, ends].set(False, mode="drop")
 
   def _decode_one(
-    self, params: EngineParams, window: int, is_filtered: bool, state
+    self,
+    params: EngineParams,
+    window: int,
+    is_filtered: bool,
+    state: DecodeState,
   ) -> tuple[DecodeState, tuple[jax.Array, ...]]:
-    positions = state.positions
+    """Draws one token in every active slot, and caches the one before it."""
+    positions, settings = state.positions, state.settings
     was_active = state.is_active
     seen = jnp.where(was_active, positions, 0)  # idling costs a kernel little
 
-    def attend(layer, query, key, value):
+    def attend(
+      layer: int, query: jax.Array, key: jax.Array, value: jax.Array
+    ) -> tuple[jax.Array, kv_cache.Layer]:
       written = self.layout.write(
-        state.cache[layer], key, value, positions, state.pages, was_active
+        state.cache[layer], key, value, positions, settings.pages, was_active
       )
-      mixed = self.layout.attend(written, query, seen, state.pages, window)
+      mixed = self.layout.attend(written, query, seen, settings.pages, window)
       return mixed, written
 
     model = transformer.bind(self.model, params.weights, is_stacked=False)
@@ -206,21 +216,24 @@ class Programs:
     logits = model.logits(hidden)
     filters = None
     if is_filtered:
-      filters = dataclasses.replace(
-        state.filters, is_allowed=self._is_allowed(state)
+      filters = sampling.Filters(
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        min_p=settings.min_p,
+        is_allowed=self._is_allowed(state),
       )
     tokens, logprobs = sampling.sample(
-      logits, state.keys, positions + 1, state.temperature, filters
+      logits, state.keys, positions + 1, settings.temperature, filters
     )
     is_drawn = was_active
     if self.sizes.replay_tokens:
       index = (positions + 1)[:, None]
-      known = jnp.take_along_axis(state.replay, index, axis=1, mode="clip")
-      is_known = positions + 1 < state.replay_lengths
+      known = jnp.take_along_axis(settings.replay, index, axis=1, mode="clip")
+      is_known = positions + 1 < settings.replay_lengths
       tokens = jnp.where(is_known, known[:, 0], tokens)
       is_drawn = was_active & ~is_known
-    is_end = (tokens[:, None] == state.end_tokens).any(axis=1) & is_drawn
-    grown = positions + 2 >= state.limits  # tokens of the row, this one too
+    is_end = (tokens[:, None] == settings.end_tokens).any(axis=1) & is_drawn
+    grown = positions + 2 >= settings.limits  # tokens of the row, this one too
     after = dataclasses.replace(
       state,
       cache=cache,
@@ -234,8 +247,8 @@ class Programs:
     self,
     params: EngineParams,
     state: DecodeState,
-    tickets,
-    pages,
+    tickets: Int[Array, "B"],
+    pages: Int[Array, "B P"],
     *,
     window: int,
     is_filtered: bool,
@@ -243,16 +256,18 @@ class Programs:
     """Several tokens a slot, or none when every slot idles."""
     n, b = self.sizes.decode_steps_per_call, self.sizes.num_slots
     # A slot whose sequence the host does not know yet keeps its own table.
-    is_known = (state.tickets == tickets)[:, None]
-    state = dataclasses.replace(
-      state, pages=jnp.where(is_known, pages, state.pages)
+    settings = state.settings
+    is_known = (settings.tickets == tickets)[:, None]
+    settings = dataclasses.replace(
+      settings, pages=jnp.where(is_known, pages, settings.pages)
     )
+    state = dataclasses.replace(state, settings=settings)
 
-    def goes_on(carry):
+    def goes_on(carry: Carry) -> jax.Array:
       step, state, _ = carry
       return (step < n) & state.is_active.any()
 
-    def step(carry):
+    def step(carry: Carry) -> Carry:
       step, state, written = carry
       state, new = self._decode_one(params, window, is_filtered, state)
       written = tuple(

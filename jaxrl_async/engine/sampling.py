@@ -11,6 +11,7 @@ tokens of the same float32 probability are kept or left out together: a tie at
 the threshold keeps more than top_k.
 """
 
+from collections.abc import Callable
 import dataclasses
 import enum
 import functools
@@ -129,7 +130,7 @@ def row_keys(
 ) -> UInt32[Array, "B 2"]:
   """The part of the key that stays the same along a trajectory."""
 
-  def one(stream, group, member):
+  def one(stream: jax.Array, group: jax.Array, member: jax.Array) -> jax.Array:
     key = jax.random.key(seed)
     for counter in (stream, group, member):
       key = jax.random.fold_in(key, counter)
@@ -162,7 +163,7 @@ def sample(
     filtered and normalised again.
   """
 
-  def uniform(key, position):
+  def uniform(key: jax.Array, position: jax.Array) -> jax.Array:
     key = jax.random.fold_in(jax.random.wrap_key_data(key), position)
     return jax.random.uniform(key, (), jnp.float32)
 
@@ -206,11 +207,11 @@ def passing(
   by_p = (filters.top_p < 1.0) & ~is_greedy
   by_min = (filters.min_p > 0.0) & ~is_greedy
 
-  def mass(least):
+  def mass(least: Int[Array, "B"]) -> Float[Array, "B"]:
     kept = bits >= least[:, None]
     return jnp.sum(jnp.where(kept, weights, jnp.float32(0.0)), axis=-1)
 
-  def is_k(least):
+  def is_k(least: Int[Array, "B"]) -> Bool[Array, "B"]:
     count = jnp.sum(bits >= least[:, None], axis=-1, dtype=jnp.int32)
     return count >= filters.top_k
 
@@ -230,7 +231,9 @@ def passing(
   return bits >= least[:, None]
 
 
-def _largest_threshold(is_enough, is_asked) -> Int[Array, "B"]:
+def _largest_threshold(
+  is_enough: Callable[[jax.Array], jax.Array], is_asked: Bool[Array, "B"]
+) -> Int[Array, "B"]:
   """The bits of the largest float <= 1 at which `is_enough`, exactly.
 
   One pass over the vocabulary a bit; none where no row asks, and a row that
@@ -241,7 +244,7 @@ def _largest_threshold(is_enough, is_asked) -> Int[Array, "B"]:
     is_asked: [B].
   """
 
-  def set_bit(i, threshold):
+  def set_bit(i: jax.Array, threshold: jax.Array) -> jax.Array:
     tried = threshold | (jnp.int32(1) << (29 - i))
     return jnp.where(is_asked & is_enough(tried), tried, threshold)
 
@@ -251,7 +254,9 @@ def _largest_threshold(is_enough, is_asked) -> Int[Array, "B"]:
   )
 
 
-def _nearest_kept(drawn, is_kept) -> Int[Array, "B"]:
+def _nearest_kept(
+  drawn: Int[Array, "B"], is_kept: Bool[Array, "B V"]
+) -> Int[Array, "B"]:
   """The next kept token, from the drawn one on, or the last.
 
   A token of weight 0 should have no step in the CDF. But partial sums are

@@ -1,17 +1,25 @@
 """Which sequence sits in which slot: continuous batching over one engine.
 
-`submit` queues sequences; each `step` refills slots, dispatches the next
+`submit` queues sequences. Each `step` refills slots, dispatches the next
 `generate` call, reads the one before and returns the sequences that ended in
-it. So the device never waits for the host. What the host does not know yet, the
-device decides: prefilled sequences are offered to whatever slot is idle when
-the call begins, and the tickets in its results tell which were taken.
+it. So a call is on its way while another is read, and the device never waits
+for the host.
 
-With a cache of pages, a sequence enters when there are pages for its prompt.
-When none are left for a running one, the sequence with the latest deadline
-gives up its own and waits; its tokens stay.
+The price is that the host fills slots before it knows which ones are idle. So
+the device decides. Prefilled sequences are offered to whatever slots are idle
+when a call begins; each offer has a ticket, tickets count up, and the device
+takes offers in their order. The tickets come back with the results of the call
+and tell which offers were taken. An offer whose outcome is not known yet is
+simply repeated in the next call: the device ignores every ticket up to the
+newest one that sits in a slot, because that one was taken by an earlier call.
+
+With a cache of pages, a sequence enters when there are pages for its prompt
+(`page_admission`). When none are left for a running one, the sequence with the
+latest deadline gives up its own and waits; its tokens stay.
 """
 
 import collections
+from collections.abc import Iterator
 import dataclasses
 import itertools
 
@@ -20,8 +28,9 @@ import numpy as np
 from jaxrl_async.config import sections
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import engine as engine_lib
+from jaxrl_async.engine import entry as entry_lib
 from jaxrl_async.engine import jetstream_api
-from jaxrl_async.engine import page_pool
+from jaxrl_async.engine import page_admission
 from jaxrl_async.engine import prefill
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.reporting import metrics as metrics_lib
@@ -43,17 +52,6 @@ class SchedulerStats:
   waiting_slot_steps: int = 0
 
 
-@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
-class _Entry:
-  """A prefilled sequence: offered to the device, or in a slot."""
-
-  ticket: int
-  sequence: sequence_lib.Sequence
-  key: bytes  # of its prefix
-  pages: list[int]
-  slot: int | None = None
-
-
 @dataclasses.dataclass(kw_only=True, slots=True)
 class _Call:
   """A call whose result was not read."""
@@ -67,8 +65,9 @@ class Scheduler:
 
   Invariant: a sequence is in `_waiting`, in `_prefilling`, in one entry, or
   gone. Entries are offered in the order of their tickets, and the device takes
-  them in it: so the newest ticket that sits in a slot tells which were taken.
-  While no call is on its way, an entry has a slot if and only if it sits there.
+  them in that order, so the newest ticket that sits in a slot tells which were
+  taken. While no call is on its way, an entry has a slot if and only if its
+  sequence sits there; otherwise the host may not have heard of it yet.
 
   Threads: one thread at a time; nothing here is locked.
   """
@@ -100,16 +99,15 @@ class Scheduler:
       collections.deque()
     )
     self._prefilling: list[tuple[bytes, sequence_lib.Sequence]] = []
-    self._entries: dict[int, _Entry] = {}
+    self._entries: dict[int, entry_lib.Entry] = {}
     self._next_ticket = 0
     self._calls: collections.deque[_Call] = collections.deque()
     self._ended: list[sequence_lib.Sequence] = []
     self._prefiller = prefill.Prefiller(
       engine, shared_tokens=shared_tokens, busy=busy
     )
-    sizes = engine.sizes
-    self._pool = (
-      page_pool.PagePool(sizes.num_pages) if sizes.num_pages else None
+    self._admission = page_admission.make(
+      engine.sizes, steps_ahead=_DEPTH * engine.sizes.decode_steps_per_call
     )
 
   # -- what it holds --------------------------------------------------------
@@ -125,13 +123,13 @@ class Scheduler:
     return self.engine.sizes.num_slots - len(self.sequences())
 
   @property
-  def has_room(self) -> bool:
-    """A further sequence would soon be written.
+  def room(self) -> int:
+    """How many further sequences would soon be written; may be negative.
 
     As many as one insertion takes wait prefilled, and as many as will have
     reached their limits, so that a slot that ends finds one.
     """
-    return self.num_free + self._num_ahead() > 0
+    return self.num_free + self._num_ahead()
 
   @property
   def is_idle(self) -> bool:
@@ -159,14 +157,11 @@ class Scheduler:
       ValueError: it cannot be held, or asks for what cannot be drawn.
     """
     sequence.settings.check(self.engine.model.vocab_size)
-    sizes = self.engine.sizes
-    held = sizes.cache_tokens
-    if sizes.num_pages:
-      held = min(held, sizes.num_pages * sizes.page_tokens)
-    if sequence.limit > held:
+    most = self._admission.max_tokens
+    if sequence.limit > most:
       raise ValueError(
         f"a sequence of up to {sequence.limit} tokens does not fit"
-        f" cache_tokens {held}"
+        f" cache_tokens {most}"
       )
     if not 0 < sequence.length < sequence.limit:
       raise ValueError(
@@ -175,16 +170,18 @@ class Scheduler:
     sequence.num_prefilled = sequence.length
     self._waiting.append(sequence)
 
-  def cancel(self, owner: object) -> int:
-    """Forgets an owner's sequences; returns how many there were."""
+  def cancel(self, owner: sequence_lib.Owner) -> int:
+    """Forgets an owner's sequences; returns how many there were.
+
+    What was read of them stays in them. What calls on their way write of them
+    is not read any more.
+    """
     before = len(self.sequences())
     self._waiting = collections.deque(
-      s for s in self._waiting if s.owner is not owner
+      s for s in self._waiting if s.owner != owner
     )
-    self._prefilling = [
-      (k, s) for k, s in self._prefilling if s.owner is not owner
-    ]
-    self._drop([e for e in self._entries.values() if e.sequence.owner is owner])
+    self._prefilling = [(k, s) for k, s in self._prefilling if s.owner != owner]
+    self._drop([e for e in self._entries.values() if e.sequence.owner == owner])
     return before - len(self.sequences())
 
   # -- weights --------------------------------------------------------------
@@ -195,42 +192,44 @@ class Scheduler:
     With kv_on_adopt RECOMPUTE the caches of running sequences are rebuilt
     under the new weights (arXiv:2505.24298, section 4.1).
     """
+    # Afterwards the host knows where everything sits, so that what is rebuilt
+    # can go to its own slot, and no later call mixes old tickets with new ones.
     self._drain()
     self._params, self._version = params, version
     self._prefiller.adopt(params)
-    if self._pool is not None:
-      self._pool.forget_names()
+    self._admission.forget_contents()
     self._unstage()
     self.stats.interruptions += len(self._entries)
     if self.kv_on_adopt is sections.KvOnAdopt.RECOMPUTE:
       self._recompute()
 
   def _unstage(self) -> None:
-    """Back to the front of the queue, in order, what has no slot."""
+    """Puts what has no slot back to the front of the queue, in order.
+
+    It was prefilled with the weights before, so it has to be prefilled again.
+    """
     self._waiting.extendleft(s for _, s in self._prefilling[::-1])
     self._prefilling = []
     self._put_back([e for e in self._entries.values() if e.slot is None])
 
   def _recompute(self) -> None:
-    running = sorted(self._entries.values(), key=_urgency)
-    by_bucket = collections.defaultdict(list)
-    for entry in running:
+    """Prefills what sits in slots under the new weights, and inserts it again.
+
+    The most urgent go first, because the last ones may find too few pages:
+    what shared pages before need not share as many afterwards.
+    """
+    entries = list(self._entries.values())
+    for entry in entries:
       entry.sequence.num_prefilled = entry.sequence.length
-      by_bucket[self._prefiller.bucket(entry.sequence.length)].append(entry)
-      if self._pool is not None:
-        self._pool.release(entry.pages)
-        entry.pages = []
+      # All before any takes new ones, or the first might find too few.
+      self._admission.release(entry.ticket)
     # A prefill at a time: all prefixes together would be a second cache.
-    rows = self.engine.sizes.prefill_rows
-    batches = [
-      entries[start : start + rows]
-      for entries in by_bucket.values()
-      for start in range(0, len(entries), rows)
-    ]
-    for batch in sorted(batches, key=lambda entries: _urgency(entries[0])):
+    for batch in entry_lib.prefill_batches(
+      entries, self._prefiller.bucket, self.engine.sizes.prefill_rows
+    ):
       self._recompute_batch(batch)
 
-  def _recompute_batch(self, batch: list[_Entry]) -> None:
+  def _recompute_batch(self, batch: list[entry_lib.Entry]) -> None:
     for entry in batch:
       entry.key = self._prefiller.want(entry.sequence.written())
     self._advance_prefill(is_patient=False)
@@ -250,6 +249,7 @@ class Scheduler:
     """
     if self._params is None:
       raise ValueError("adopt weights before the first step")
+    # The next call goes out before the one before it is read.
     while len(self._calls) < _DEPTH and self._has_work():
       self._dispatch()
     if self._calls:
@@ -264,8 +264,13 @@ class Scheduler:
       for entry in self._entries.values()
     )
 
-  def _reach(self, entry: _Entry, num_more: int) -> int:
-    """Tokens it has at most after what is dispatched and so many calls more."""
+  def _reach(self, entry: entry_lib.Entry, num_more: int) -> int:
+    """The most tokens an entry can have after calls that were not read yet.
+
+    Args:
+      entry: whose sequence is counted.
+      num_more: calls besides those on their way.
+    """
     calls = len(self._calls) + num_more
     steps = self.engine.sizes.decode_steps_per_call
     return min(entry.sequence.length + steps * calls, entry.sequence.limit)
@@ -273,8 +278,7 @@ class Scheduler:
   def _dispatch(self) -> None:
     assert self._params is not None
     self._stage()
-    if self._pool is not None:
-      self._grow(self._pool)
+    self._grow()
     self._offer()
     entries = self._entries.values()
     reach = max((self._reach(e, 1) for e in entries), default=1)
@@ -286,7 +290,9 @@ class Scheduler:
         self._state,
         window=window,
         is_filtered=any(e.sequence.settings.is_filtered for e in entries),
-        tables=self._tables(),
+        tables=self._admission.tables(
+          {e.slot: e.ticket for e in entries if e.slot is not None}
+        ),
       )
     unplaced = len(self.sequences()) - self._num_placed()
     self._calls.append(_Call(result=result, num_unplaced=unplaced))
@@ -300,6 +306,7 @@ class Scheduler:
       self._collect(self._calls.popleft())
 
   def _collect(self, call: _Call) -> None:
+    """Reads a call: who sits where, what was written, and what has ended."""
     with self._busy.record("decode"):
       result = self.engine.read(call.result)
     in_use = num_placed = 0
@@ -308,6 +315,8 @@ class Scheduler:
       entry = self._entries.get(ticket)
       if entry is None:
         continue  # ended before, or cancelled meanwhile
+      # An offer that was taken. Its slot is not where it was dispatched to, but
+      # wherever the device had an idle one.
       num_placed += entry.slot is None
       entry.slot = slot
       num_new, num_kept = entry.sequence.take(
@@ -318,12 +327,13 @@ class Scheduler:
       if result.has_ended[slot]:
         ended.append(entry)
       elif entry.sequence.finish_reason is not None:
-        stopped.append(entry)
+        stopped.append(entry)  # by a stop string, which the device cannot see
     self._ended += [entry.sequence for entry in ended + stopped]
     self._forget(ended)
     self._drop(stopped)
     if num_placed:
       self._forget_prefixes()
+    # The next call counted them as unplaced, as nobody knew better.
     for later in self._calls:
       later.num_unplaced -= num_placed
     if call.num_unplaced > num_placed:
@@ -337,7 +347,12 @@ class Scheduler:
     sizes = self.engine.sizes
     places = sizes.num_slots + self._num_ahead()
     places -= len(self._entries) + len(self._prefilling)
-    while self._waiting and places > 0 and self._may_enter(self._waiting[0]):
+    while self._waiting and places > 0:
+      promised = [sequence for _, sequence in self._prefilling]
+      if not self._admission.may_enter(
+        self._waiting[0], promised, len(self._entries)
+      ):
+        break  # and nothing overtakes it, or long prompts would wait for ever
       sequence = self._waiting.popleft()
       if sizes.preemption is sections.Preemption.FAST:
         sequence.num_prefilled = sequence.length
@@ -348,8 +363,8 @@ class Scheduler:
     for key, sequence in self._prefilling:
       if not self._prefiller.is_ready(key):
         continue
-      entry = _Entry(
-        ticket=self._next_ticket, sequence=sequence, key=key, pages=[]
+      entry = entry_lib.Entry(
+        ticket=self._next_ticket, sequence=sequence, key=key
       )
       if not self._take_pages(entry):
         continue  # it keeps its prefix and asks again
@@ -374,127 +389,83 @@ class Scheduler:
     self._prefiller.keep_only(keys)
 
   def _offer(self) -> None:
-    """Inserts staged sequences wherever a slot is idle on device."""
+    """Inserts staged sequences wherever a slot is idle on device.
+
+    Some of them were offered to the call before as well, whose tickets were not
+    read yet. What it took is not taken twice.
+    """
     staged = [e for e in self._entries.values() if e.slot is None]
     sizes = self.engine.sizes
     # More than are known to be free: some may have ended meanwhile.
     most = sizes.num_slots - self._num_placed() + self._num_ahead()
     self._insert(staged[:most])
 
-  def _insert(self, entries: list[_Entry]) -> None:
-    """Inserts entries in their order, neighbours of one prefix together."""
-    most = self.engine.sizes.insert_rows
-    rows = [(self._prefiller.get(entry.key), entry) for entry in entries]
-    for _, run in itertools.groupby(rows, lambda row: id(row[0][0])):
-      members = list(run)
-      for start in range(0, len(members), most):
-        insertion = self.engine.unused_insertion()
-        for i, ((_, row), entry) in enumerate(members[start : start + most]):
-          slot = decode_state_lib.PICK if entry.slot is None else entry.slot
-          insertion.slots[i] = slot
-          insertion.sources[i] = row
-          insertion.tickets[i] = entry.ticket
-          insertion.pages[i, : len(entry.pages)] = entry.pages
-          entry.sequence.describe(insertion, i, self.engine.end_tokens)
-        prefix = members[0][0][0]
-        with self._busy.record("prefill"):
-          self._state = self.engine.insert(prefix, self._state, insertion)
+  def _insert(self, entries: list[entry_lib.Entry]) -> None:
+    """Inserts entries in the order of the list."""
+    for prefix, insertion in entry_lib.insertions(
+      self.engine, entries, self._prefiller.get, self._admission
+    ):
+      with self._busy.record("prefill"):
+        self._state = self.engine.insert(prefix, self._state, insertion)
 
-  def _put_back(self, entries: list[_Entry]) -> None:
-    """To the front of the queue, in order; their pages are free."""
+  def _put_back(self, entries: list[entry_lib.Entry]) -> None:
+    """Returns entries to the front of the queue, in order."""
     self._drop(entries)
     self._waiting.extendleft(e.sequence for e in entries[::-1])
 
-  def _drop(self, entries: list[_Entry]) -> None:
+  def _drop(self, entries: list[entry_lib.Entry]) -> None:
     """Forgets entries and stops them on device."""
     self._forget(entries)
-    b = self.engine.sizes.num_slots
-    for start in range(0, len(entries), b):
-      tickets = np.full((b,), -1, np.int32)
-      some = [e.ticket for e in entries[start : start + b]]
-      tickets[: len(some)] = some
-      self._state = self.engine.release(self._state, tickets)
+    tickets = [entry.ticket for entry in entries]
+    self._state = self.engine.release(self._state, tickets)
 
-  def _forget(self, entries: list[_Entry]) -> None:
+  def _forget(self, entries: list[entry_lib.Entry]) -> None:
     for entry in entries:
       del self._entries[entry.ticket]
-      if self._pool is not None:
-        self._pool.release(entry.pages)
+      self._admission.release(entry.ticket)
 
-  # -- pages ----------------------------------------------------------------
+  # -- room in the cache ----------------------------------------------------
 
-  def _num_pages(self, num_tokens: int) -> int:
-    return -(-num_tokens // self.engine.sizes.page_tokens)
-
-  def _may_enter(self, sequence: sequence_lib.Sequence) -> bool:
-    """Whether there are pages for it, and one more for all that run."""
-    if self._pool is None or not (self._entries or self._prefilling):
-      return True
-    steps = _DEPTH * self.engine.sizes.decode_steps_per_call
-
-    def needed(sequence):
-      return self._num_pages(min(sequence.length + steps, sequence.limit))
-
-    promised = sum(needed(s) for _, s in self._prefilling)
-    reserve = promised + len(self._entries)
-    return needed(sequence) + reserve <= self._pool.num_free
-
-  def _take_pages(self, entry: _Entry) -> bool:
-    """Pages for what was prefilled, shared where they are; False: too few."""
-    pool, sizes = self._pool, self.engine.sizes
-    if pool is None:
-      return True
-    row = self._prefiller.get(entry.key)
+  def _take_pages(self, entry: entry_lib.Entry) -> bool:
+    """Fills pages with what was prefilled; False when there are too few."""
     length = entry.sequence.num_prefilled
-    taken = pool.take_for(
+    new = self._admission.take(
+      entry.ticket,
       entry.sequence.tokens[: length - 1],  # the last one is not cached yet
-      bucket=self._prefiller.bucket(length),
-      page_tokens=sizes.page_tokens,
+      self._prefiller.bucket(length),
     )
-    if taken is None:
+    if new is None:
       return False
-    entry.pages, new = taken
-    if (new < sizes.num_pages).any():
+    if new.size:
+      prefix, row = self._prefiller.get(entry.key)
       with self._busy.record("prefill"):
-        self._state = self.engine.fill_pages(*row, self._state, new)
+        self._state = self.engine.fill_pages(prefix, row, self._state, new)
     return True
 
-  def _grow(self, pool: page_pool.PagePool) -> None:
-    """Gives everyone pages for the next call, the latest deadlines last."""
-    for entry in sorted(self._entries.values(), key=_urgency):
-      while self._entries.get(entry.ticket) is entry and self._lacks(entry):
-        if pool.num_free:
-          entry.pages.append(pool.take())
-        elif self._calls:
-          self._drain()  # what ended frees its pages
-        else:
-          self._preempt([max(self._entries.values(), key=_urgency)])
+  def _grow(self) -> None:
+    """Gives everyone room for the next call, the latest deadlines last.
 
-  def _lacks(self, entry: _Entry) -> bool:
-    # Where it will sit is known, and its table sent, only two calls later.
-    num_more = _DEPTH if entry.slot is None else 1
-    return len(entry.pages) < self._num_pages(self._reach(entry, num_more))
+    When pages run out, calls on their way are read first, as what ended in them
+    frees its pages. Only then is a sequence preempted: the least urgent one, so
+    that what is due first is never kept waiting by what is due later. It ends,
+    because each round reads a call or preempts an entry, and a sequence that is
+    left alone fits (`submit` checks that).
+    """
+    while not self._admission.grow(self._needs()):
+      if self._calls:
+        self._drain()
+      else:
+        self._preempt([max(self._entries.values(), key=entry_lib.urgency)])
 
-  def _preempt(self, entries: list[_Entry]) -> None:
-    """Takes away their pages; what they wrote stays."""
+  def _needs(self) -> Iterator[tuple[int, int]]:
+    """Tickets, and the tokens for which each needs room, most urgent first."""
+    for entry in sorted(self._entries.values(), key=entry_lib.urgency):
+      # The table of an entry is sent along once the host knows its slot. Until
+      # then it has the pages it was inserted with, which must last for as long.
+      num_more = _DEPTH if entry.slot is None else 1
+      yield entry.ticket, self._reach(entry, num_more)
+
+  def _preempt(self, entries: list[entry_lib.Entry]) -> None:
+    """Takes away what entries have of the cache; what they wrote stays."""
     self.stats.preemptions += sum(e.slot is not None for e in entries)
     self._put_back(entries)
-
-  def _tables(self) -> tuple[np.ndarray, np.ndarray] | None:
-    """Tickets by slot and their pages, of what is known to sit there."""
-    sizes = self.engine.sizes
-    if self._pool is None:
-      return None
-    tickets = np.full((sizes.num_slots,), -1, np.int32)
-    pages = np.full((sizes.num_slots, sizes.pages_per_slot), 0, np.int32)
-    for entry in self._entries.values():
-      if entry.slot is not None:
-        tickets[entry.slot] = entry.ticket
-        pages[entry.slot, : len(entry.pages)] = entry.pages
-    return tickets, pages
-
-
-def _urgency(entry: _Entry) -> tuple[bool, int, int]:
-  """Sorts the latest deadline last, and what has no slot after the others."""
-  is_staged = entry.slot is None
-  return is_staged, entry.sequence.deadline, entry.ticket

@@ -5,7 +5,9 @@ after an interruption, a preemption or a crash is to cache again what is there.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
+from jaxtyping import Float, Int
 import numpy as np
 
 from jaxrl_async import types
@@ -17,6 +19,19 @@ from jaxrl_async.engine import sampling
 StopCheck = Callable[[np.ndarray], int | None]
 
 
+class Owner(NamedTuple):
+  """Whom a sequence is written for: a name that can be sent and compared.
+
+  Attributes:
+    kind: what the number counts, so that those who share a scheduler do not
+      take each other's numbers.
+    number: of the owner. All its sequences are cancelled together.
+  """
+
+  kind: str
+  number: int
+
+
 class Sequence:
   """Growing arrays of one fixed capacity.
 
@@ -26,7 +41,7 @@ class Sequence:
     settings: how its tokens are drawn.
     stop: looks for stop strings in what is written.
     deadline: when pages run out, the latest deadline is preempted first.
-    owner: whatever the caller wants back with it.
+    owner: whom it is written for; None is nobody who would cancel it.
     num_prefilled: how many of its tokens its cache was prefilled with; the
       others went through the decode program one by one.
   """
@@ -42,7 +57,7 @@ class Sequence:
     settings: sampling.SamplingSettings,
     stop: StopCheck | None = None,
     deadline: int = 0,
-    owner: object = None,
+    owner: Owner | None = None,
   ):
     self.stream, self.group, self.member = stream, group, member
     self.settings = settings
@@ -59,13 +74,25 @@ class Sequence:
     self.finish_reason: types.FinishReason | None = None
     self.extend_prompt(prompt_tokens)
 
-  def extend_prompt(self, tokens: np.ndarray) -> None:
+  def extend_prompt(self, tokens: Int[np.ndarray, "T"]) -> None:
     """Appends tokens the policy did not write."""
     end = self.length + len(tokens)
     self.tokens[self.length : end] = tokens
     self.length = end
 
-  def append(self, tokens, logprobs, versions) -> None:
+  def resume(self, trajectory: types.Trajectory) -> None:
+    """Takes over what was recorded of the tokens that it begins with."""
+    n = len(trajectory.tokens)
+    self.loss_mask[:n] = trajectory.loss_mask
+    self.behavior_logprobs[:n] = trajectory.behavior_logprobs
+    self.policy_versions[:n] = trajectory.policy_versions
+
+  def append(
+    self,
+    tokens: Int[np.ndarray, "T"],
+    logprobs: Float[np.ndarray, "T"],
+    versions: Int[np.ndarray, "T"],
+  ) -> None:
     """Appends tokens the policy wrote."""
     end = self.length + len(tokens)
     self.tokens[self.length : end] = tokens
@@ -77,29 +104,32 @@ class Sequence:
   def describe(
     self, insertion: decode_state_lib.Insertion, i: int, eos: tuple[int, ...]
   ) -> None:
-    """Fills in how it is to be written; where and from what is the caller's.
+    """Fills in how the sequence is to be written.
+
+    The caller fills in the rest: its ticket and pages, the slot where it goes,
+    and the row that it was prefilled in.
 
     Args:
       insertion: with an unused entry.
       i: that entry.
       eos: the engine's end tokens.
     """
-    settings = self.settings
-    insertion.limits[i] = self.limit
     insertion.streams[i] = self.stream
     insertion.groups[i] = self.group
     insertion.members[i] = self.member
-    insertion.temperature[i] = settings.temperature
-    insertion.filters.top_k[i] = settings.top_k
-    insertion.filters.top_p[i] = settings.top_p
-    insertion.filters.min_p[i] = settings.min_p
-    insertion.min_lengths[i] = self.turn_start + settings.min_tokens
+    settings, rows = self.settings, insertion.settings
+    rows.limits[i] = self.limit
+    rows.temperature[i] = settings.temperature
+    rows.top_k[i] = settings.top_k
+    rows.top_p[i] = settings.top_p
+    rows.min_p[i] = settings.min_p
+    rows.min_lengths[i] = self.turn_start + settings.min_tokens
     ends = () if settings.ignore_eos else eos
     ends += settings.end_tokens
-    insertion.end_tokens[i, : len(ends)] = ends
+    rows.end_tokens[i, : len(ends)] = ends
     if self.num_prefilled < self.length:  # what is known is not drawn again
-      insertion.replay[i, : self.length] = self.written()
-      insertion.replay_lengths[i] = self.length
+      rows.replay[i, : self.length] = self.written()
+      rows.replay_lengths[i] = self.length
 
   def take(
     self, result: decode_state_lib.StepResult, slot: int, eos: tuple[int, ...]

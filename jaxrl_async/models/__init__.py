@@ -1,1 +1,1 @@
-"""The decoder-only transformer, its families and their checkpoint formats."""
+"""The decoder-only transformer, its architectures and checkpoint formats."""

@@ -1,17 +1,18 @@
-"""Architectures of the Qwen2 / Qwen3 / Llama family, by name."""
+"""Architectures of the Qwen2, Qwen3 and Llama families, by name."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-  """Llama 3's stretching of slow rotary frequencies, for longer contexts.
+  """Llama 3's scaling of rotary frequencies, for longer contexts.
 
   Attributes:
-    factor: what the slowest are divided by.
-    low_freq_factor: they turn at most that often in the original context.
-    high_freq_factor: what turns at least that often is left alone.
-    original_max_tokens: the context before the stretching.
+    factor: divisor of the slowest frequencies.
+    low_freq_factor: frequencies with at most this many turns within the
+      original context are slowed by the whole factor.
+    high_freq_factor: frequencies with at least this many turns are unchanged.
+    original_max_tokens: length of the context before the scaling.
   """
 
   factor: float
@@ -32,11 +33,12 @@ class ModelConfig:
   """Sizes and switches of a decoder.
 
   Attributes:
-    vocab_size: entries of the embedding; a run sets it to its tokenizer's.
-      Published models have more than their tokenizer knows.
-    has_qkv_bias: Qwen2's biases on queries, keys and values.
-    has_qk_norm: Qwen3's RMSNorm on each query and key head.
-    has_tied_head: the output head is the embedding, transposed.
+    vocab_size: rows of the embedding; a run sets it to the size of its
+      tokenizer's vocabulary. Pretrained models have more rows than their
+      tokenizer has tokens.
+    has_qkv_bias: Qwen2's biases of queries, keys and values.
+    has_qk_norm: Qwen3's RMSNorm of each query and key head.
+    has_tied_head: the output head is the transposed embedding.
   """
 
   vocab_size: int
@@ -60,11 +62,13 @@ class ModelConfig:
         f" {self.num_kv_heads}"
       )
     if self.head_dim % 2:
-      raise ValueError(f"head_dim {self.head_dim} is odd; rotary needs pairs")
+      raise ValueError(
+        f"head_dim {self.head_dim} is odd; rotary embeddings need pairs"
+      )
 
   @property
   def num_params(self) -> int:
-    """Parameters, the tied head counted once."""
+    """The number of parameters; a tied head counts once."""
     d, h = self.model_dim, self.head_dim
     qkv = d * h * (self.num_heads + 2 * self.num_kv_heads)
     bias = h * (self.num_heads + 2 * self.num_kv_heads) * self.has_qkv_bias
@@ -75,7 +79,7 @@ class ModelConfig:
     return self.num_layers * block + heads * self.vocab_size * d + d
 
   def cache_bytes(self, *, tokens: int, itemsize: int) -> int:
-    """Memory of a key-value cache for that many tokens."""
+    """Return the memory of a key-value cache for this many tokens."""
     per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim
     return per_token * tokens * itemsize
 

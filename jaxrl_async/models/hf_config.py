@@ -1,13 +1,14 @@
-"""Architectures as Hugging Face's config.json describes them, in and out.
+"""Architectures as described by the config.json of Hugging Face format.
 
-Settings are read as transformers reads them, its defaults included; one that
-this decoder does not compute is an error of one line that names it.
+Settings are read as transformers reads them, including its defaults. A setting
+that this decoder does not implement is an error of one line that names it.
 """
 
 from collections.abc import Mapping
 import pathlib
 from typing import Any
 
+from jaxrl_async.config import sections
 from jaxrl_async.models import configs
 from jaxrl_async.storage import model_files
 
@@ -17,11 +18,12 @@ ARCHITECTURES = {
   "qwen3": "Qwen3ForCausalLM",
   "llama": "LlamaForCausalLM",
 }
-# Far beyond any model, so that nothing is built, or counted, in vain.
+# Far beyond any model. The bounds refuse a file before anything of its size is
+# built or counted.
 _MAX_SIZE = 2**24
 _MAX_LAYERS = 2**12
 _MAX_PARAMS = 2**44
-# What float32 can compute with.
+# The range that float32 can compute with.
 _SMALLEST, _LARGEST = 1e-30, 1e30
 _ROPE_KEYS = {
   "rope_type",
@@ -36,11 +38,11 @@ _ROPE_KEYS = {
 
 
 def model_config(directory: str | pathlib.Path) -> configs.ModelConfig:
-  """The architecture that a directory's config.json describes.
+  """Return the architecture that a directory's config.json describes.
 
   Raises:
-    FileNotFoundError: there is none.
-    ValueError: it asks for what this decoder does not compute.
+    FileNotFoundError: there is no config.json.
+    ValueError: it describes a model that this decoder does not implement.
   """
   path = pathlib.Path(directory) / CONFIG_FILE
   settings = model_files.read_object(path)
@@ -53,24 +55,25 @@ def model_config(directory: str | pathlib.Path) -> configs.ModelConfig:
 def check_vocabulary(
   directory: str | pathlib.Path, model: configs.ModelConfig, num_tokens: int
 ) -> None:
-  """Refuses a tokenizer that cannot be the model's.
+  """Refuse a tokenizer that cannot belong to the model.
 
-  Published models pad their vocabularies, by less than a tenth; to double the
-  tokenizer's, and a thousand more for small ones, is no padding.
+  Pretrained models pad their vocabularies by less than a tenth. The bound here
+  is generous: twice the tokenizer's vocabulary, and a thousand more for small
+  ones.
 
   Args:
     directory: of both.
     model: its architecture.
-    num_tokens: the tokenizer's vocabulary.
+    num_tokens: size of the tokenizer's vocabulary.
 
   Raises:
-    ValueError: it has more tokens than the model, or far fewer.
+    ValueError: the tokenizer has more tokens than the model, or far fewer.
   """
   if num_tokens > model.vocab_size or model.vocab_size > 2 * num_tokens + 1024:
     raise ValueError(
       f"{pathlib.Path(directory) / CONFIG_FILE}: vocab_size is"
       f" {model.vocab_size}, but its tokenizer has {num_tokens} tokens; use the"
-      " tokenizer it was published with"
+      " tokenizer that came with the model"
     )
 
 
@@ -78,13 +81,13 @@ def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
   family = settings.get("model_type")
   if not isinstance(family, str) or family not in ARCHITECTURES:
     raise ValueError(
-      f"model_type is {model_files.shown(family)}; use one of"
+      f"model_type is {sections.shown(family)}; use one of"
       f" {', '.join(ARCHITECTURES)}"
     )
   _refuse_the_unknown(settings, family)
   model_dim = _number(settings, "hidden_size", int)
   num_heads = _number(settings, "num_attention_heads", int)
-  # What transformers takes where the file says nothing.
+  # Defaults of transformers.
   num_kv_heads = num_heads if family == "llama" else None
   head_dim = 128 if family == "qwen3" else model_dim // num_heads
   head_dim = _number(settings, "head_dim", int, head_dim)
@@ -95,7 +98,9 @@ def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
       f" num_key_value_heads {num_kv_heads}"
     )
   if head_dim % 2:
-    raise ValueError(f"head_dim is {head_dim}; rotary needs pairs")
+    raise ValueError(
+      f"head_dim is {head_dim}, which is odd; rotary embeddings need pairs"
+    )
   theta, scaling = _rope(settings)
   model = configs.ModelConfig(
     vocab_size=_number(settings, "vocab_size", int),
@@ -114,7 +119,7 @@ def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
   )
   if model.num_params > _MAX_PARAMS:
     raise ValueError(
-      f"hidden_size {model_dim} and the other sizes make {model.num_params:.1e}"
+      f"hidden_size {model_dim} and the other sizes give {model.num_params:.1e}"
       " parameters"
     )
   return model
@@ -124,26 +129,29 @@ def _refuse_the_unknown(settings: Mapping[str, Any], family: str) -> None:
   hidden_act = settings.get("hidden_act")
   if hidden_act not in (None, "silu"):
     raise ValueError(
-      f"hidden_act is {model_files.shown(hidden_act)}; only 'silu' is supported"
+      f"hidden_act is {sections.shown(hidden_act)}; only 'silu' is supported"
     )
-  # Qwen2 never reads the latter; elsewhere it adds to the output as well.
+  # Qwen2 never reads attention_bias. In the other families it also adds a bias
+  # to the output projection.
   for name in ("mlp_bias", "attention_bias"):
     is_read = name == "mlp_bias" or family != "qwen2"
     if is_read and _flag(settings, name):
       raise ValueError(f"{name} is True; only False is supported")
   if settings.get("quantization_config") is not None:
-    raise ValueError("quantization_config: quantized weights are not read")
+    raise ValueError("quantization_config: quantized weights are not supported")
   num_layers = _number(settings, "num_hidden_layers", int, most=_MAX_LAYERS)
   layer_types = settings.get("layer_types")
   if layer_types is not None:
     if not isinstance(layer_types, list):
       raise ValueError(
-        f"layer_types is {model_files.shown(layer_types)}, not a list"
+        f"layer_types is {sections.shown(layer_types)}, not a list"
       )
     for layer_type in layer_types:
       if layer_type != "full_attention":
-        found = model_files.shown(layer_type)
-        raise ValueError(f"layer_types has {found}; only full attention")
+        found = sections.shown(layer_type)
+        raise ValueError(
+          f"layer_types has {found}; only full attention is supported"
+        )
     if len(layer_types) != num_layers:
       raise ValueError(
         f"layer_types has {len(layer_types)} entries for num_hidden_layers"
@@ -163,24 +171,26 @@ def _refuse_the_unknown(settings: Mapping[str, Any], family: str) -> None:
 def _rope(
   settings: Mapping[str, Any],
 ) -> tuple[float, configs.RopeScaling | None]:
-  """Base and scaling, from transformers 5's place or from the older two."""
+  """Return base and scaling of the rotary embedding.
+
+  transformers 5 stores them in rope_parameters. Older versions used rope_theta
+  and rope_scaling.
+  """
   for where in ("rope_parameters", "rope_scaling"):
     if not isinstance(settings.get(where), Mapping | None):
       raise ValueError(
-        f"{where} is {model_files.shown(settings[where])}, not an object"
+        f"{where} is {sections.shown(settings[where])}, not an object"
       )
   where = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
   rope = settings.get(where) or {}
   kind = rope.get("rope_type", rope.get("type", "default"))
   if kind not in ("default", "llama3"):
     raise ValueError(
-      f"{where}.rope_type is {model_files.shown(kind)}; use 'default' or"
-      " 'llama3'"
+      f"{where}.rope_type is {sections.shown(kind)}; use 'default' or 'llama3'"
     )
   if unknown := sorted(rope.keys() - _ROPE_KEYS):
-    raise ValueError(
-      f"{where}.{model_files.shown(unknown[0])[1:-1]} is not supported"
-    )
+    name = sections.shown(unknown[0]).strip("'")
+    raise ValueError(f"{where}.{name} is not supported")
   for place in (rope, settings):
     if _number(place, "partial_rotary_factor", float, 1.0) != 1:
       raise ValueError("partial_rotary_factor: only whole heads are rotated")
@@ -189,7 +199,7 @@ def _rope(
   if kind == "default":
     return theta, None
   context = "original_max_position_embeddings"
-  # transformers prefers the outer one.
+  # As in transformers, the outer value takes precedence.
   source = next(
     (place for place in (settings, rope) if place.get(context) is not None),
     None,
@@ -211,10 +221,10 @@ def _rope(
 
 
 def _flag(settings: Mapping[str, Any], name: str) -> bool:
-  """True or false; null is as good as absent, and as good as false."""
+  """Return a boolean setting; null and absent mean False."""
   value = settings.get(name)
   if not isinstance(value, bool | None):
-    raise ValueError(f"{name} is {model_files.shown(value)}, not true or false")
+    raise ValueError(f"{name} is {sections.shown(value)}, not true or false")
   return bool(value)
 
 
@@ -227,15 +237,15 @@ def _number(
   least: int = 1,
   most: int = _MAX_SIZE,
 ) -> Any:
-  """A positive number; null is as good as absent.
+  """Return a positive number; null means absent.
 
   Args:
-    settings: where it stands.
+    settings: object that holds the number.
     name: of the entry.
     kind: int or float.
-    default: where there is none; it is missing if that is None.
-    least: of an int.
-    most: likewise.
+    default: used if the entry is absent; None makes absence an error.
+    least: smallest allowed int.
+    most: largest allowed int.
   """
   value = settings.get(name)
   value = default if value is None else value
@@ -243,33 +253,36 @@ def _number(
     raise ValueError(f"{name} is missing")
   is_number = isinstance(value, int if kind is int else int | float)
   smallest = least if kind is int else 0
-  # Also not NaN.
+  # The comparison is False for NaN too.
   if isinstance(value, bool) or not is_number or not value >= smallest:
     raise ValueError(
-      f"{name} is {model_files.shown(value)}, not a positive {kind.__name__}"
+      f"{name} is {sections.shown(value)}, not a positive {kind.__name__}"
     )
   if kind is int:
     if value > most:
       raise ValueError(
-        f"{name} is {model_files.shown(value)}; at most {most} is supported"
+        f"{name} is {sections.shown(value)}; at most {most} is supported"
       )
   elif not _SMALLEST <= value <= _LARGEST:
     raise ValueError(
-      f"{name} is {model_files.shown(value)}, not a positive {kind.__name__}"
+      f"{name} is {sections.shown(value)}, not a positive {kind.__name__}"
       " that can be computed with"
     )
   return kind(value)
 
 
 def config_json(config: configs.ModelConfig) -> dict[str, Any]:
-  """The settings of a model: what `_model_config` reads.
+  """Return the settings of a model, which `model_config` can read.
 
-  The rotary base and scaling stand where every version of transformers reads
-  them.
+  The rotary base and scaling are stored where every version of transformers
+  reads them.
+
+  Raises:
+    ValueError: the format cannot describe this architecture.
   """
   if config.has_qkv_bias and config.has_qk_norm:
     raise ValueError(
-      "has_qkv_bias and has_qk_norm: the format knows no model with both"
+      "has_qkv_bias and has_qk_norm: no model of this format has both"
     )
   if config.has_qk_norm:
     family = "qwen3"
@@ -278,7 +291,7 @@ def config_json(config: configs.ModelConfig) -> dict[str, Any]:
   if family == "llama" and config.model_dim % config.num_heads:
     raise ValueError(
       f"model_dim {config.model_dim} is not a multiple of num_heads"
-      f" {config.num_heads}, which transformers asks of a Llama"
+      f" {config.num_heads}, as transformers requires of a Llama"
     )
   scaling = config.rope_scaling
   return {

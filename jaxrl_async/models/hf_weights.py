@@ -1,8 +1,9 @@
-"""Published weights: directories in Hugging Face's format, in and out.
+"""Pretrained weights: reading and writing directories in Hugging Face format.
 
-`load` reads the Qwen2, Qwen3 and Llama families into the trainer's stacked
-tree; `save` writes that tree so that other tools load it. Nothing is guessed:
-a tensor too many, too few or of another shape is an error that names it.
+`load` reads models of the Qwen2, Qwen3 and Llama families into the trainer's
+tree with stacked layers. `save` writes that tree in the same format. Nothing is
+guessed: an unknown tensor, a missing one, or one of another shape is an error
+that names it.
 """
 
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ import numpy as np
 import safetensors
 from safetensors import numpy as safetensors_numpy
 
+from jaxrl_async.config import sections
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_config
 from jaxrl_async.models import transformer
@@ -28,7 +30,7 @@ INDEX_FILE = "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 _DTYPES = {"F32", "F16", "BF16"}
-_UNUSED = "rotary_emb.inv_freq"  # of old files; follows from the settings
+_UNUSED = "rotary_emb.inv_freq"  # in old files; it follows from the settings
 
 
 _SHARD = re.compile(r"[^/\\\0]{1,200}\.safetensors")
@@ -39,12 +41,12 @@ _SHARD = re.compile(r"[^/\\\0]{1,200}\.safetensors")
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-  """Where a stored tensor lies in our tree.
+  """The place of a stored tensor in our tree.
 
   Attributes:
-    leaf: its name here.
-    layer: the index in the stacked leaf; None outside of the layers.
-    shape: as stored, which is [out, in] for matrices; ours is [in, out].
+    leaf: its name in our tree.
+    layer: index in the stacked leaf; None outside the layers.
+    shape: shape as stored, which is [out, in] for matrices; ours is [in, out].
   """
 
   leaf: str
@@ -53,7 +55,7 @@ class _Place:
 
 
 def _places(config: configs.ModelConfig) -> dict[str, _Place]:
-  """Every tensor that a directory has to hold, by its name there."""
+  """Return all tensors that a directory must hold, by their stored names."""
   c = config
   d, f = c.model_dim, c.mlp_dim
   queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
@@ -87,7 +89,7 @@ def _places(config: configs.ModelConfig) -> dict[str, _Place]:
 
 
 def _as_stored(params: transformer.Params, place: _Place) -> np.ndarray:
-  """Our array in the stored orientation; a view where ours is contiguous."""
+  """Return our array in the stored orientation, as a view where possible."""
   if place.layer is None:
     array = params[place.leaf]
   else:
@@ -106,8 +108,8 @@ def _abstract_params(config: configs.ModelConfig) -> transformer.Params:
 # -- reading ----------------------------------------------------------------
 
 
-def is_published(directory: pathlib.Path) -> bool:
-  """Whether a directory is of this format, be it damaged."""
+def is_pretrained(directory: pathlib.Path) -> bool:
+  """Return whether a directory is of this format, even if it is damaged."""
   names = (hf_config.CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE)
   return any((directory / name).exists() for name in names)
 
@@ -115,26 +117,26 @@ def is_published(directory: pathlib.Path) -> bool:
 def load(
   directory: str | pathlib.Path, dtype: str = "float32"
 ) -> tuple[configs.ModelConfig, transformer.Params]:
-  """Reads a model: its architecture, and numpy parameters, layers stacked.
+  """Read a model: its architecture, and its parameters as numpy arrays.
 
-  The headers are checked before any data is read. Then one tensor at a time
-  goes into the arrays that are returned, so the memory is that of the
-  parameters and of the largest tensor.
+  The layers of the parameters are stacked. All headers are checked before any
+  data is read. Then one tensor at a time is copied into the result, so the peak
+  memory is that of the parameters plus the largest tensor.
 
   Args:
-    directory: config.json with model.safetensors, or with shards and their
-      index. The embedding has the model's vocabulary, which may be larger
+    directory: holds config.json, and either model.safetensors or shards with
+      their index. The embedding has the model's vocabulary, which may be larger
       than the tokenizer's.
-    dtype: of the parameters, whatever the files hold.
+    dtype: of the parameters, whatever dtype the files have.
 
   Raises:
-    FileNotFoundError: a file is not there.
-    ValueError: the files are not those of a model this decoder computes.
+    FileNotFoundError: a file is missing.
+    ValueError: the files do not hold a model that this decoder implements.
   """
   directory = pathlib.Path(directory)
   config = hf_config.model_config(directory)
   places = _places(config)
-  # Files of a tied head may repeat the embedding.
+  # Files of models with a tied head may repeat the embedding.
   copies = {HEAD: places[EMBEDDING]} if config.has_tied_head else {}
   files = _check_headers(directory, places, copies)
   params = jax.tree.map(
@@ -165,7 +167,7 @@ def _check_headers(
   places: Mapping[str, _Place],
   optional: Mapping[str, _Place],
 ) -> dict[pathlib.Path, set[str]]:
-  """The names in each file, once all of them are as they should be."""
+  """Check all headers and return the names of the tensors in each file."""
   files: dict[pathlib.Path, set[str]] = {}
   paths, weight_map = _weight_files(directory)
   known = {**places, **optional}
@@ -223,24 +225,27 @@ def _first(names: list[str]) -> str:
 def _weight_files(
   directory: pathlib.Path,
 ) -> tuple[list[pathlib.Path], dict[str, str]]:
-  """The files, and which tensor the index expects in which; empty without."""
+  """Return the weight files, and the file of each tensor per the index.
+
+  The second result is empty if there is no index.
+  """
   single, index = directory / WEIGHTS_FILE, directory / INDEX_FILE
   if single.exists():
     return [single], {}
   if not index.exists():
     raise FileNotFoundError(
-      f"{directory}: neither {WEIGHTS_FILE} nor {INDEX_FILE} is there"
+      f"{directory}: it has neither {WEIGHTS_FILE} nor {INDEX_FILE}"
     )
   weight_map = model_files.read_object(index).get("weight_map")
   if not isinstance(weight_map, dict) or not weight_map:
     raise ValueError(
-      f"{index}: weight_map is {model_files.shown(weight_map)}, not an object"
+      f"{index}: weight_map is {sections.shown(weight_map)}, not an object"
       " of tensors and their files"
     )
   for tensor, name in weight_map.items():
     if not isinstance(name, str) or not _SHARD.fullmatch(name):
       raise ValueError(
-        f"{index}: weight_map.{tensor} is {model_files.shown(name)}, not"
+        f"{index}: weight_map.{tensor} is {sections.shown(name)}, not"
         " the name of a file beside it"
       )
   return [
@@ -260,23 +265,24 @@ def save(
   max_shard_bytes: int = 1_000_000_000,
   settings: Mapping[str, Any] | None = None,
 ) -> None:
-  """Writes a model so that transformers, and whoever reads its files, can.
+  """Write a model so that transformers and compatible tools can read it.
 
-  config.json is written last: a directory without one is unfinished.
+  config.json is written last, so a directory without one is incomplete.
 
   Args:
-    directory: made if need be; may hold a tokenizer, but no other weights.
+    directory: created if needed; it may hold a tokenizer, but no weights.
     config: the architecture.
-    params: the trainer's tree, layers stacked; jax or numpy arrays.
+    params: the trainer's tree with stacked layers; jax or numpy arrays.
     dtype: of the files.
-    max_shard_bytes: of a file; also what is held in memory at once.
-    settings: more entries of config.json that a reader needs and training
-      does not, such as eos_token_id and max_position_embeddings.
+    max_shard_bytes: largest size of a file, and also of what is held in memory
+      at once.
+    settings: further entries of config.json that readers need and training does
+      not, such as eos_token_id and max_position_embeddings.
 
   Raises:
-    FileExistsError: there are weights already.
-    ValueError: the parameters are not those of the architecture, or the
-      format has no name for it.
+    FileExistsError: the directory already holds weights.
+    ValueError: the parameters do not fit the architecture, or the format cannot
+      describe it.
   """
   directory = pathlib.Path(directory)
   described = hf_config.config_json(config) | {"torch_dtype": dtype}
@@ -310,7 +316,7 @@ def _write_shards(
   dtype: np.dtype,
   max_shard_bytes: int,
 ) -> None:
-  """Fills shards in the order of the names; a single one needs no index."""
+  """Fill shards in the order of the names; a single one needs no index."""
   places = _places(config)
   shards: list[list[str]] = [[]]
   in_shard = total = 0

@@ -1,4 +1,4 @@
-"""Products of activations with a kernel, and how their gradients are taken."""
+"""Products of activations with a kernel, with gradients of their own."""
 
 import math
 from typing import Any
@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 def _product(
   equation: str, dtype: Any, x: Float[Array, "..."], kernel: Float[Array, "..."]
 ) -> Float[Array, "..."]:
+  """Return the product in `dtype`, with the kernel cast to the type of x."""
   return jnp.einsum(
     equation, x, kernel.astype(x.dtype), preferred_element_type=dtype
   )
@@ -19,12 +20,12 @@ def _product(
 def _backward(
   equation: str, dtype: Any, inputs: Any, d_out: Float[Array, "..."]
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-  """The gradients that JAX would give, with the operands in another order.
+  """Return the gradients that JAX would compute, with operands reordered.
 
-  In its order XLA's CPU backend transposes the wider of the two for the
-  kernel's gradient, together with all the elementwise work before it, a column
-  at a time: a third of a train step. The kernel's gradient is summed in its own
-  type.
+  In JAX's order, XLA's CPU backend transposes the wider operand of the kernel's
+  gradient one column at a time, together with all elementwise work before it.
+  That took a third of a train step. The kernel's gradient is accumulated in the
+  kernel's own dtype.
   """
   del dtype
   x, kernel = inputs
@@ -33,7 +34,7 @@ def _backward(
   rows = tuple(range(x.ndim - num_in))
   d_out = d_out.astype(x.dtype)
 
-  def kernel_gradient(lhs, rhs):
+  def kernel_gradient(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     return jax.lax.dot_general(
       lhs, rhs, ((rows, rows), ((), ())), preferred_element_type=kernel.dtype
     )

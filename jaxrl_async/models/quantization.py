@@ -1,18 +1,19 @@
-"""Weight-only int8 and fp8: matrices a quarter of their size, for the engine.
+"""Weight-only int8 and fp8 quantization of the engine's matrices.
 
-The trainer quantises what it publishes; the channel moves the smaller arrays
-and the engine multiplies by them. Activations, cache and the trainer's own
-weights stay as they are. The trainer goes on to score with its full weights,
-so `mismatch_kl` says what quantising costs, and since the recorded behavior
-logprobs are those of the quantised policy, the loss corrects for it as for any
-other stale policy.
+The trainer quantises the weights that it publishes; the channel then moves
+smaller arrays, and the engine multiplies by them. Activations, the cache and
+the trainer's own weights are not quantised. The trainer computes logprobs with
+its full weights, so `mismatch_kl` measures the cost of quantization. The
+recorded behavior logprobs are those of the quantised policy, so the loss
+corrects for it as it does for any stale policy.
 
-Quantised are the matrices every token is multiplied by: the seven of a layer
-and an untied output head. Norms and biases are small. The embedding is only
-looked up; where it is the output head too, its error would enter at both ends
-of the model.
+Quantised are the matrices that every token is multiplied by: the seven matrices
+of a layer and an untied output head. Norms and biases are small and stay as
+they are. The embedding stays too: it is only looked up, and if it also serves
+as the output head, its error would enter at both ends of the model.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,8 +29,8 @@ _TYPES = {
   sections.WeightFormat.INT8: "int8",
   sections.WeightFormat.FP8: "float8_e4m3fn",
 }
-# Matrices by name, and how many of their first axes are summed over. The other
-# axes are output channels, each with a scale of its own.
+# Matrices by name, and the number of leading axes that a product sums over. The
+# other axes are output channels, each of which has a scale of its own.
 _NUM_CONTRACTED = {
   "query": 1,
   "key": 1,
@@ -47,13 +48,15 @@ def _is_quantized(leaf: Any) -> bool:
 
 
 def _map_matrices(
-  fn: Any, tree: Any, weight_format: sections.WeightFormat
+  fn: Callable[[Any, range], Any],
+  tree: Any,
+  weight_format: sections.WeightFormat,
 ) -> Any:
-  """Puts `fn(leaf, contracted axes)` in the place of each matrix."""
+  """Replace each matrix with `fn(leaf, contracted axes)`."""
   if weight_format is sections.WeightFormat.FLOAT:
     return tree
 
-  def replaced(path, leaf):
+  def replaced(path: tuple[Any, ...], leaf: Any) -> Any:
     name = getattr(path[-1], "key", None)
     if name not in _NUM_CONTRACTED:
       return leaf
@@ -67,18 +70,18 @@ def _map_matrices(
 def quantize(
   params: Any, weight_format: sections.WeightFormat, dtype: str
 ) -> Any:
-  """What travels: quantised matrices, everything else cast to `dtype`.
+  """Return the tree to publish: quantised matrices, all else in `dtype`.
 
-  A matrix is scaled to the largest magnitude of each output channel; int8 is
-  off by half a scale at most.
+  Each output channel is scaled by its largest magnitude. The error of int8 is
+  at most half a scale.
 
   Args:
     params: layers unstacked, in full precision.
     weight_format: FLOAT only casts.
-    dtype: of what is not quantised. Scales are float32.
+    dtype: of arrays that are not quantised. Scales are float32.
   """
 
-  def quantized(matrix, contracted):
+  def quantized(matrix: jax.Array, contracted: range) -> qwix.QArray:
     return qwix.quantize(
       matrix.astype(jnp.float32),
       jnp.dtype(_TYPES[weight_format]),
@@ -93,10 +96,16 @@ def quantize(
 
 
 def logical_axes(axes: Any, weight_format: sections.WeightFormat) -> Any:
-  """`transformer.logical_axes`, unstacked, in the tree that is published."""
+  """Return the logical axes of a published tree.
 
-  def quantized(names, contracted):
-    # A scale is of size one where it is summed over: nothing to split.
+  Args:
+    axes: `transformer.logical_axes` with unstacked layers.
+    weight_format: of the published tree.
+  """
+
+  def quantized(names: Any, contracted: range) -> qwix.QArray:
+    # A scale has size one along the contracted axes, which are therefore not
+    # split.
     kept: Any = tuple(
       None if i in contracted else name for i, name in enumerate(names)
     )
@@ -110,7 +119,7 @@ def logical_axes(axes: Any, weight_format: sections.WeightFormat) -> Any:
 
 
 def dequantize(params: Any) -> Any:
-  """Arrays as they are, quantised ones as the float32 ones they stand for."""
+  """Return the tree with quantised arrays as the float32 they stand for."""
   return jax.tree.map(
     lambda x: qwix.dequantize(x) if _is_quantized(x) else x,
     params,
@@ -121,18 +130,19 @@ def dequantize(params: Any) -> Any:
 def project(
   equation: str, x: Float[Array, "..."], kernel: Any, dtype: Any = None
 ) -> Float[Array, "..."]:
-  """`jnp.einsum` of activations with a kernel, which may be quantised.
+  """Return `jnp.einsum` of activations and a kernel, maybe a quantised one.
 
   Args:
-    equation: as "...d,dnh->...nh"; the kernel's output channels come last.
-    x: activations; what is computed has their type.
-    kernel: an array or a quantised one.
-    dtype: of the sum and of the result, where it is not that of x.
+    equation: such as "...d,dnh->...nh"; the kernel's output channels come last.
+    x: activations; their dtype is that of the computation.
+    kernel: an array or a quantised array.
+    dtype: of the sum and of the result; None is the dtype of x.
   """
   if not _is_quantized(kernel):
     return projection.project(equation, dtype, x, kernel)
-  # In a decode loop the kernel does not change, so XLA would widen it before
-  # the loop and keep the copy. It cannot where x, which does change, is needed.
+  # The kernel does not change during a decode loop, so XLA would convert it
+  # before the loop and keep the larger copy. Tying it to x, which does change,
+  # with a barrier prevents this.
   x, values = jax.lax.optimization_barrier((x, kernel.qvalue))
   summed = jnp.einsum(
     equation, x, values.astype(x.dtype), preferred_element_type=jnp.float32
@@ -146,11 +156,11 @@ def project(
 
 
 def unsupported(weight_format: sections.WeightFormat, device: Any) -> str:
-  """Why a device cannot multiply by such weights, or "" if it can.
+  """Return why a device cannot multiply by such weights, or "" if it can.
 
-  Found out by a small product, compiled and compared with the host's: a
-  platform that lacks a type may widen it in software, which is slow and right,
-  or not know it at all.
+  A small product is compiled, run and compared with the host's result. A
+  platform without support for a type may convert it in software, which is slow
+  but correct, or may not know the type at all.
   """
   if weight_format is sections.WeightFormat.FLOAT:
     return ""
@@ -158,7 +168,7 @@ def unsupported(weight_format: sections.WeightFormat, device: Any) -> str:
   x, matrix = np.cos(order[:4]), np.sin(order)
 
   @jax.jit
-  def product(x, matrix):
+  def product(x: jax.Array, matrix: jax.Array) -> jax.Array:
     params = quantize({"up": matrix}, weight_format, "float32")
     return project("...d,df->...f", x, params["up"])
 
@@ -167,5 +177,5 @@ def unsupported(weight_format: sections.WeightFormat, device: Any) -> str:
   except (jax.errors.JaxRuntimeError, NotImplementedError) as problem:
     return str(problem).splitlines()[0]
   error = np.max(np.abs(found - x @ matrix))
-  # Sums of 16 products of up to one: off by 0.02 in int8, by 0.1 in fp8.
+  # Sums of 16 products of at most one each: int8 is off by 0.02, fp8 by 0.1.
   return "" if error < 0.3 else f"a product is off by {error:.2g}"

@@ -1,10 +1,11 @@
 """The decoder: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU.
 
-One NNX module serves both sides. The trainer holds its layers stacked, scanned
-and rematerialised; the engine holds them one by one, because a scan over the
-cache would copy it. What attention reads is the caller's: `attend(layer, q, k,
-v)` returns the mixed values and whatever the caller wants to keep per layer
-(the trainer nothing, prefill the keys and values, decode the updated cache).
+Trainer and engine use the same NNX module. The trainer stacks its layers, and
+scans and rematerialises them. The engine holds its layers separately, because a
+scan over the cache would copy it. The caller provides the attention:
+`attend(layer, q, k, v)` returns the mixed values and whatever the caller wants
+to keep of each layer. That is nothing in the trainer, keys and values in
+prefill, and the updated cache in decoding.
 """
 
 from collections.abc import Callable
@@ -25,9 +26,9 @@ from jaxrl_async.models.attention import reference
 Params = dict[str, Any]
 Attend = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
-# Names of what a policy below may keep.
+# Names of the activations that a policy below may keep.
 _LAYER_INPUT, _PRODUCT = "layer_input", "product"
-POLICIES = {  # of `jax.checkpoint`
+POLICIES = {  # policies of `jax.checkpoint`
   sections.Remat.FULL: jax.checkpoint_policies.nothing_saveable,
   sections.Remat.ATTENTION: (
     jax.checkpoint_policies.save_only_these_names(reference.MIXED)
@@ -49,7 +50,10 @@ POLICIES = {  # of `jax.checkpoint`
 def rms_norm(
   x: Float[Array, "*B D"], scale: Float[Array, "D"], eps: float
 ) -> Float[Array, "*B D"]:
-  """x / sqrt(mean(x^2) + eps) * scale, in float32 (arXiv:1910.07467)."""
+  """Return x / sqrt(mean(x^2) + eps) * scale (arXiv:1910.07467).
+
+  The computation is in float32, the result in the dtype of x.
+  """
   wide = x.astype(jnp.float32)
   variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
   normed = wide * jax.lax.rsqrt(variance + jnp.float32(eps))
@@ -58,21 +62,23 @@ def rms_norm(
 
 
 def rope_frequencies(config: configs.ModelConfig) -> np.ndarray:
-  """Radians a position by which each pair of a head is turned, [H/2].
+  """Return the rotary frequency of each pair of a head, in radians per token.
 
-  theta^(-2i/H) (arXiv:2104.09864), in float32 and on the host, with the
-  roundings of transformers: a device's own power function differs in the last
-  digit, which is 2e-3 radians at position 30,000.
+  theta^(-2i/H), i = 0 .. H/2 - 1   (arXiv:2104.09864)
 
-  Llama 3's scaling keeps what turns `high_freq_factor` times or more within
-  the original context, slows by `factor` what turns `low_freq_factor` times
-  or less, and interpolates between the two.
+  The frequencies are computed in float32 on the host, with the same roundings
+  as in transformers. The power function of a device may differ in the last
+  digit, which is an error of 2e-3 radians at position 30,000.
+
+  Llama 3's scaling keeps frequencies that turn at least `high_freq_factor`
+  times within the original context, divides those that turn at most
+  `low_freq_factor` times by `factor`, and interpolates between the two.
   """
   one = np.float32(1.0)
   exponents = np.arange(0, config.head_dim, 2, dtype=np.float32)
   exponents = exponents / np.float32(config.head_dim)
-  # In float64, whose power is the same everywhere: NumPy's own in float32
-  # depends on the processor.
+  # The power is computed in float64, which gives the same result everywhere.
+  # NumPy's float32 power depends on the processor.
   powers = np.float64(config.rope_theta) ** exponents.astype(np.float64)
   frequencies = one / powers.astype(np.float32)
   scaling = config.rope_scaling
@@ -93,7 +99,13 @@ def rotary(
   positions: Int[Array, "*B"],
   frequencies: Float[np.ndarray, "half"],
 ) -> Float[Array, "*B N H"]:
-  """Rotates the two halves of each head by position (arXiv:2104.09864)."""
+  """Rotate the two halves of each head by position (arXiv:2104.09864).
+
+  Args:
+    x: query or key heads.
+    positions: of each token in its sequence.
+    frequencies: result of `rope_frequencies`.
+  """
   half = x.shape[-1] // 2
   frequencies = frequencies.reshape((1,) * (positions.ndim + 1) + (half,))
   angles = positions.astype(jnp.float32)[..., None, None] * frequencies
@@ -104,24 +116,37 @@ def rotary(
   return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
-def _param(rngs: nnx.Rngs, shape, axes, *, fan_in: int) -> nnx.Param:
-  """Truncated normal with deviation 1 / sqrt(fan_in)."""
+def _param(
+  rngs: nnx.Rngs,
+  shape: tuple[int, ...],
+  axes: tuple[str | None, ...],
+  *,
+  fan_in: int,
+) -> nnx.Param:
+  """Return a parameter, initialised as a truncated normal.
+
+  Its standard deviation is 1 / sqrt(fan_in).
+  """
   init = jax.nn.initializers.truncated_normal(stddev=fan_in**-0.5)
   value = init(rngs.params(), shape, jnp.float32)
   return nnx.Param(value, logical_axes=axes)
 
 
-def _constant(value: float, shape, axes) -> nnx.Param:
+def _constant(
+  value: float, shape: tuple[int, ...], axes: tuple[str | None, ...]
+) -> nnx.Param:
+  """Return a parameter all of whose elements have the same value."""
   return nnx.Param(jnp.full(shape, value, jnp.float32), logical_axes=axes)
 
 
-def _project(equation, x, kernel):
+def _project(equation: str, x: jax.Array, kernel: Any) -> jax.Array:
+  """Return a product with a kernel, under the name that DOTS keeps."""
   product = quantization.project(equation, x, kernel)
   return ad_checkpoint.checkpoint_name(product, _PRODUCT)
 
 
 class Block(nnx.Module):
-  """One pre-norm layer."""
+  """One layer with normalisation before attention and before the MLP."""
 
   def __init__(self, config: configs.ModelConfig, *, rngs: nnx.Rngs):
     c = config
@@ -148,7 +173,14 @@ class Block(nnx.Module):
     self.up = _param(rngs, (d, c.mlp_dim), ("embed", "mlp"), fan_in=d)
     self.down = _param(rngs, (c.mlp_dim, d), ("mlp", "embed"), fan_in=c.mlp_dim)
 
-  def _heads(self, x, kernel, bias, norm):
+  def _heads(
+    self,
+    x: jax.Array,
+    kernel: nnx.Param,
+    bias: nnx.Param | None,
+    norm: nnx.Param | None,
+  ) -> jax.Array:
+    """Return queries, keys or values: product, bias and norm of each head."""
     heads = _project("...d,dnh->...nh", x, kernel[...])
     if bias is not None:
       shape = (1,) * (x.ndim - 1) + bias.shape
@@ -187,12 +219,13 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-  """Embedding, layers, final norm; `head` gives the output matrix.
+  """Embedding, layers and final norm; `head` returns the output matrix.
 
   Args:
-    is_stacked: hold the layers as one stacked block (trainer) or as a list
+    is_stacked: hold the layers as one stacked block (trainer) instead of a list
       (engine).
-    remat: what of each stacked layer the backward pass computes again.
+    remat: activations of each stacked layer that the backward pass computes
+      again.
   """
 
   def __init__(
@@ -226,20 +259,20 @@ class Decoder(nnx.Module):
       )
 
   def head(self) -> Float[Array, "D V"]:
-    """The matrix from the last hidden state to logits."""
+    """Return the matrix that maps final hidden states to logits."""
     if self.config.has_tied_head:
       return self.embedding[...].T
     return quantization.dequantize(self.output_head[...])
 
   def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-    """Float32 logits of hidden states; a quantised head is not widened."""
+    """Return float32 logits; a quantised head is not dequantised as a whole."""
     head = self.head() if self.config.has_tied_head else self.output_head[...]
     return quantization.project("...d,dv->...v", hidden, head, jnp.float32)
 
   def embed(
     self, tokens: Int[Array, "*B"], dtype: jnp.dtype
   ) -> Float[Array, "*B D"]:
-    """Looks tokens up; what learns from them is summed in the table's type."""
+    """Look up tokens; the gradient is summed in the dtype of the embedding."""
     return self.embedding[...][tokens].astype(dtype)
 
   def hidden(
@@ -249,14 +282,18 @@ class Decoder(nnx.Module):
     attend: Attend,
     constrain: Callable[[jax.Array], jax.Array] = lambda x: x,
   ) -> tuple[Float[Array, "*B D"], Any]:
-    """Normed hidden states of what `embed` gave, and what `attend` kept.
+    """Return the normed hidden states, and what `attend` kept of each layer.
 
-    `constrain` says how the states after each layer are split.
+    Args:
+      x: result of `embed`.
+      positions: of each token in its sequence.
+      attend: the attention, see the module's docstring.
+      constrain: constrains how the states after each layer are split.
     """
     if self.is_stacked:
       block_def, stacked = nnx.split(self.layers)
 
-      def step(x, layer_params):
+      def step(x: jax.Array, layer_params: Any) -> tuple[jax.Array, Any]:
         block = nnx.merge(block_def, layer_params)
         x = ad_checkpoint.checkpoint_name(x, _LAYER_INPUT)
         x, kept = block(x, positions, None, attend)
@@ -264,7 +301,8 @@ class Decoder(nnx.Module):
 
       body: Any = step
       if self.remat is not sections.Remat.NONE:
-        # A scan keeps the two passes apart by itself.
+        # The scan already separates the two passes, so the barriers that
+        # prevent common subexpressions from being merged are not needed.
         body = jax.checkpoint(
           step, policy=POLICIES[self.remat], prevent_cse=False
         )
@@ -278,7 +316,7 @@ class Decoder(nnx.Module):
     return rms_norm(x, self.final_norm[...], self.config.norm_eps), kept
 
 
-# Of the arrays between parameters that are split; decoding has no "tokens".
+# Logical axes of activations that are split; in decoding there is no "tokens".
 ACTIVATION_AXES = (
   ("batch", "tokens", "heads", "head"),
   ("batch", "tokens", "kv_heads", "head"),
@@ -288,14 +326,15 @@ ACTIVATION_AXES = (
 
 
 def _abstract(config: configs.ModelConfig, *, is_stacked: bool) -> Decoder:
+  """Return a decoder of shapes without values."""
   return nnx.eval_shape(
     lambda: Decoder(config, rngs=nnx.Rngs(0), is_stacked=is_stacked)
   )
 
 
 def logical_axes(config: configs.ModelConfig, *, is_stacked: bool) -> Params:
-  """Names of the axes of every parameter, in the tree of the parameters."""
-  # Layers are alike: to trace each of 64 takes seconds.
+  """Return the names of the axes of every parameter, as a tree."""
+  # All layers have the same axes, and tracing each of 64 layers takes seconds.
   state = nnx.state(_abstract(config, is_stacked=True), nnx.Param)
   flat = [
     (path, variable.get_metadata()["logical_axes"])
@@ -316,7 +355,14 @@ def bind(
   is_stacked: bool,
   remat: sections.Remat = sections.Remat.NONE,
 ) -> Decoder:
-  """A decoder around these parameters; costs nothing but tracing time."""
+  """Return a decoder with these parameters; this costs only tracing time.
+
+  Args:
+    config: the architecture.
+    params: a tree as of `init_params`, or of `unstack` if not `is_stacked`.
+    is_stacked: whether `params` has one stacked block of layers or a list.
+    remat: activations that the backward pass computes again.
+  """
   model = _abstract(config, is_stacked=is_stacked)
   model.remat = remat
   graph, state = nnx.split(model)
@@ -327,13 +373,13 @@ def bind(
 
 
 def init_params(config: configs.ModelConfig, key: jax.Array) -> Params:
-  """Fresh float32 parameters, layers stacked. Call it inside jit."""
+  """Return fresh float32 parameters with stacked layers; call it inside jit."""
   model = Decoder(config, rngs=nnx.Rngs(params=key))
   return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
 def unstack(params: Params, num_layers: int) -> Params:
-  """The engine's tree from the trainer's: `layers` is a list."""
+  """Return the engine's tree, whose `layers` is a list, from the trainer's."""
   layers = [
     jax.tree.map(lambda x, i=i: x[i], params["layers"])
     for i in range(num_layers)

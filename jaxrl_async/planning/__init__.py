@@ -1,1 +1,1 @@
-"""What a run will need and cost, told before it starts."""
+"""Estimates made before a run: memory, compiled programs, their least time."""

@@ -1,8 +1,9 @@
-"""What a run's programs come to, compiled and not run.
+"""Ahead-of-time compilation: what the programs of a run need and cost.
 
-For a slice that this machine does not have (`topology`) as for its own
-devices: memory, FLOPs, traffic and collectives of each program, and the least
-time that these take at the rates a chip is sold with.
+Programs are compiled but not run, for the devices of this machine or for a
+slice that it does not have (`topology`). The results are the memory, FLOPs,
+memory traffic and collectives of each program, and the least time they take at
+the peak rates of a chip.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,13 +24,13 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-  """A jitted function, with arguments as a run gives it.
+  """A jitted function with the arguments of a run.
 
   Attributes:
     arguments: arrays, or shapes with their shardings.
     settings: static arguments by name.
-    resident: what else is on the same devices while it runs.
-    max_trips: of its loops whose end the data decides.
+    resident: what else is in the memory of the same devices while it runs.
+    max_trips: of loops whose number of trips depends on the data.
   """
 
   name: str
@@ -42,14 +43,14 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compiled:
-  """What became of a program; bytes and FLOPs are those of one device.
+  """The result of compiling a program; bytes and FLOPs are per device.
 
   Attributes:
     memory_bytes: arguments, results, temporaries, code, and what else is
       resident.
-    temporary_bytes: of these.
+    temporary_bytes: the temporaries among them.
     refusal: why it did not compile, or "".
-    compile_s: time it took to find out.
+    compile_s: time until it compiled or was refused.
   """
 
   name: str
@@ -61,7 +62,7 @@ class Compiled:
 
 
 def placed(shapes: Any, shardings: Any) -> Any:
-  """Shapes with a sharding each."""
+  """Return shapes with their shardings."""
   return jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
     shapes,
@@ -70,9 +71,10 @@ def placed(shapes: Any, shardings: Any) -> Any:
 
 
 def bytes_a_device(shapes: Any) -> int:
-  """Memory of arrays on each device; without a sharding they are whole.
+  """Return the memory of arrays on each device.
 
-  What lies in the host's memory takes none.
+  An array without a sharding counts as a whole. Arrays in host memory do not
+  count.
   """
   total = 0
   for x in jax.tree.leaves(shapes):
@@ -84,10 +86,11 @@ def bytes_a_device(shapes: Any) -> int:
 
 
 def compile_program(program: Program) -> Compiled:
-  """Compiles it; being too large for the devices is a result, not an error.
+  """Compile a program; a program too large for the devices is a result.
 
   Raises:
-    ConfigError: part of a slice that can only be used as a whole.
+    ConfigError: the program covers a part of a slice that can only be used as a
+      whole.
   """
   start_s = time.perf_counter()
   resident = bytes_a_device(program.resident)
@@ -99,8 +102,8 @@ def compile_program(program: Program) -> Compiled:
     sections.require(
       "limited ICI routing" not in text,
       "topology",
-      f"{program.name}: on slices of this kind and size a program takes all"
-      " chips; use two slices, as in 2xv5e:4x4",
+      f"{program.name}: on slices of this kind and size a program must use"
+      " all chips; use two slices, such as 2xv5e:4x4",
     )
     if "RESOURCE_EXHAUSTED" not in text:
       raise
@@ -127,14 +130,18 @@ def compile_program(program: Program) -> Compiled:
 
 
 def _out_of_memory(text: str) -> str:
-  """The sentence of XLA's error that has the numbers."""
+  """Return the sentence of XLA's error that has the numbers."""
   line = next(x for x in text.splitlines() if "RESOURCE_EXHAUSTED" in x)
+  # ... in memory space hbm. Used 20.51G of 15.75G hbm. Exceeded hbm ...
   found = re.search(r"Used \S+ of \S+ hbm", text)
   return found[0] if found else line.partition("RESOURCE_EXHAUSTED: ")[2]
 
 
 def roofline_s(cost: hlo.Cost, chip: tpu_chips.Chip) -> dict[str, float]:
-  """Least seconds at each of a chip's rates; the longest is the program's."""
+  """Return the least seconds at each peak rate of a chip.
+
+  The largest of them is the least time of the program.
+  """
   sent = sum(sent for _, sent in cost.collectives.values())
   return {
     "products": cost.flops / chip.flops_per_s,
@@ -146,7 +153,7 @@ def roofline_s(cost: hlo.Cost, chip: tpu_chips.Chip) -> dict[str, float]:
 def misfit(
   slices: Mapping[str, Sequence[Compiled]], chip: tpu_chips.Chip
 ) -> str:
-  """Which program does not fit a device, and by how much; "" if all do."""
+  """Return which program does not fit a device, and by how much, or ""."""
   for side, programs in slices.items():
     for program in programs:
       if program.refusal:
@@ -178,7 +185,7 @@ def _collectives(cost: hlo.Cost) -> str:
 
 
 def program_lines(program: Compiled, chip: tpu_chips.Chip | None) -> str:
-  """What one program came to; without a chip's rates, no time."""
+  """Return lines about one program; without a chip they have no times."""
   cost = program.cost
   if program.refusal:
     return f"  {program.name:<10} does not fit: {program.refusal}"
@@ -206,7 +213,7 @@ def program_lines(program: Compiled, chip: tpu_chips.Chip | None) -> str:
 def slice_line(
   side: str, programs: Sequence[Compiled], chip: tpu_chips.Chip | None
 ) -> str:
-  """The memory that a slice needs."""
+  """Return a line about the memory that a slice needs."""
   largest = max(programs, key=lambda x: x.memory_bytes)
   has = f" of {_bytes(chip.hbm_bytes)}" if chip else ""
   return (

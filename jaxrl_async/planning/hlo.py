@@ -1,13 +1,16 @@
-"""What a compiled program does on one device, read off XLA's text of it.
+"""What a compiled program does on one device, counted from its HLO text.
 
-XLA's own count takes the body of a loop once; here it is taken as often as the
-loop runs. Three numbers come of it: FLOPs of matrix products (of kernels, what
-they state), bytes to and from memory (of each fusion what it reads and writes,
-slices as slices; what stays in a TPU's fast memory costs nothing), and bytes
-that collectives send.
+XLA's own cost analysis counts the body of a loop once. Here it counts as often
+as the loop runs. There are three numbers:
+
+- FLOPs of matrix products. For kernels these are the FLOPs that they state.
+- Bytes to and from memory. A fusion reads its operands and writes its results;
+  if it uses only a slice of an operand, the slice counts. Arrays in the fast
+  memory of a TPU cost nothing.
+- Bytes that the device sends in collectives.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 import dataclasses
 import functools
 import math
@@ -15,20 +18,38 @@ import re
 
 import numpy as np
 
-_ITEMSIZE = {"pred": 1.0, "token": 0.0, "opaque": 0.0}
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
-_OPCODE = re.compile(r"\s([a-z][a-z0-9\-]*)\(")
-_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
-# What moves nothing: names for values, or values counted where they are used.
+from jaxrl_async.planning import hlo_text
+
+# dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+_CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
+# convolution(%x, %k), window={size=3x3 pad=1_1x1_1 stride=2x2},
+# dim_labels=b01f_01io->b01f: batch, input and output features, and the window's
+# axes by number, of the two operands and of the result.
+_DIM_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+_WINDOW = re.compile(r"window=\{([^}]*)\}")
+_WINDOW_FIELD = re.compile(r"(\w+)=(\S+)")
+_BATCH_GROUPS = re.compile(r"batch_group_count=(\d+)")
+# conditional(%i, %a, %b), branch_computations={%first, %second.1}
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_COMPUTATION_NAME = re.compile(r"%?([\w.\-]+)")
+# while(%x), body=%b, backend_config={"known_trip_count":{"n":"7"}}
+_TRIP_COUNT = re.compile(r"known_trip_count\W+n\W+(\d+)")
+# The attributes of %bound = s32[] constant(7) begin with its value.
+_CONSTANT = re.compile(r"(\d+)\)")
+# custom-call(%q), backend_config={... "cost_estimate":{"flops":"123", ...
+_STATED_FLOPS = re.compile(r"flops\W+(\d+)")
+# Opcodes that move no bytes: they only name values, or their values are counted
+# where they are used.
 _FREE = frozenset(
   "parameter constant tuple get-tuple-element bitcast after-all while call"
   " conditional partition-id replica-id iota optimization-barrier".split()
 )
 _SLICES = ("dynamic-slice", "slice", "gather")
-# Where they are done in place, only these operands move: what is written.
+# These are done in place, so only the operand with this index moves: the values
+# that are written.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": -1}
-# Bytes that each of n devices sends in a ring, over those of the result.
+_WINDOW_DEFAULTS = {"stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}
+# Bytes that each of n devices sends in a ring, divided by those of the result.
 _SENT = {
   "all-gather": lambda n: (n - 1) / n,
   "all-reduce": lambda n: 2 * (n - 1) / n,
@@ -41,45 +62,12 @@ _SENT = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
-  """One array, or one of a tuple's."""
-
-  dtype: str
-  sizes: tuple[int, ...]
-  is_in_hbm: bool
-
-  @property
-  def num_bytes(self) -> float:
-    """Without the padding of its layout."""
-    bits = re.search(r"\d+", self.dtype)
-    itemsize = _ITEMSIZE.get(self.dtype, int(bits[0]) / 8 if bits else 0.0)
-    return float(math.prod(self.sizes) * itemsize)
-
-
-@dataclasses.dataclass(frozen=True)
-class Instruction:
-  """One line: its results, operands by name, and the rest as text."""
-
-  name: str
-  opcode: str
-  shapes: tuple[Shape, ...]
-  operands: tuple[str, ...]
-  attributes: str
-  is_root: bool
-
-  def called(self, key: str) -> str:
-    """The computation of that attribute, or ""."""
-    found = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
-    return found[1] if found else ""
-
-
-@dataclasses.dataclass(frozen=True)
 class Cost:
-  """Of one device.
+  """The cost of a program, or of a part of it, on one device.
 
   Attributes:
-    collectives: by kind, how many run and how many bytes the device sends, in
-      a ring.
+    collectives: for each kind, how many run and how many bytes the device sends
+      if they run in a ring.
   """
 
   flops: float = 0.0
@@ -89,7 +77,7 @@ class Cost:
   )
 
   def plus(self, other: "Cost", times: int = 1) -> "Cost":
-    """The sum with some times another."""
+    """Return the sum of this cost and `times` times the other."""
     kinds = dict(self.collectives)
     for kind, (count, sent) in other.collectives.items():
       before = kinds.get(kind, (0.0, 0.0))
@@ -101,86 +89,18 @@ class Cost:
     )
 
 
-Computation = dict[str, Instruction]
-
-
-def _is_step(this: Instruction) -> bool:
-  return "chain_id=" in this.attributes
-
-
-def _channel(this: Instruction) -> str:
-  found = re.search(r"channel_id=(\d+)", this.attributes)
-  return found[1] if found else ""
-
-
-def _is_start(this: Instruction) -> bool:
-  return '"AsyncCollectiveStart"' in this.attributes
-
-
-def _is_done(this: Instruction) -> bool:
-  return '"AsyncCollectiveDone"' in this.attributes
-
-
-def _shapes(text: str) -> tuple[Shape, ...]:
-  return tuple(
-    Shape(
-      dtype,
-      tuple(int(size) for size in sizes.split(",") if size),
-      "S(" not in layout,
-    )
-    for dtype, sizes, layout in _SHAPE.findall(text)
-  )
-
-
-def _instruction(line: str) -> Instruction | None:
-  found = _INSTRUCTION.match(line)
-  opcode = found and _OPCODE.search(" " + found[3])
-  if not found or not opcode:
-    return None
-  text = " " + found[3]
-  depth, end = 1, opcode.end()
-  while depth:
-    depth += {"(": 1, ")": -1}.get(text[end], 0)
-    end += 1
-  return Instruction(
-    name=found[2],
-    opcode=opcode[1],
-    shapes=_shapes(text[: opcode.start()]),
-    operands=tuple(re.findall(r"%([\w.\-]+)", text[opcode.end() : end])),
-    attributes=text[opcode.end() :],
-    is_root=bool(found[1]),
-  )
-
-
-def parse(text: str) -> tuple[dict[str, Computation], str]:
-  """Computations by name, and the name of the first one to run."""
-  computations, entry, current = {}, "", {}
-  for line in text.splitlines():
-    if head := _COMPUTATION.match(line):
-      current = computations[head[2]] = {}
-      entry = head[2] if head[1] else entry
-    elif instruction := _instruction(line):
-      current[instruction.name] = instruction
-  return computations, entry
-
-
-def group_size(attributes: str, num_devices: int) -> int:
-  """Devices of one group of a collective."""
-  if found := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
-    return len(found[1].split(","))
-  if found := re.search(r"replica_groups=\[\d+,(\d+)\]", attributes):
-    return int(found[1])
-  if found := re.search(
-    r"replica_groups=@?mesh\[([^\]]*)\] ?\{([^}]*)\}", attributes
-  ):
-    sizes = dict(re.findall(r"('\w+')=(\d+)", found[1]))
-    axes = re.findall(r"('\w+')(?::\(\d+\)(\d+))?", found[2])
-    return math.prod(int(part or sizes[axis]) for axis, part in axes)
-  return num_devices
-
-
 def _pairs(out: int, inner: int, width: int, window: dict[str, int]) -> int:
-  """Places of a window, in one direction, where it meets an input."""
+  """Return how many pairs of window position and element meet an input.
+
+  The count is along one axis. The rest of the pairs fall on padding or into the
+  gaps of a dilated input, and need no product.
+
+  Args:
+    out: size of the result.
+    inner: size of the input.
+    width: size of the window.
+    window: stride, low padding and dilations.
+  """
   at = np.arange(out)[:, None] * window["stride"]
   at = at + np.arange(width)[None] * window["rhs_dilate"] - window["pad"]
   last = (inner - 1) * window["lhs_dilate"]
@@ -189,71 +109,73 @@ def _pairs(out: int, inner: int, width: int, window: dict[str, int]) -> int:
   )
 
 
-def _convolution_flops(left: Shape, right: Shape, this: Instruction) -> float:
-  labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", this.attributes)
+def _window_field(
+  fields: dict[str, str], name: str, axis: int, default: int
+) -> int:
+  """Return one number of a window; of "pad=1_2x0_0" the low pads 1 and 0."""
+  if name not in fields:
+    return default
+  return int(fields[name].split("x")[axis].split("_")[0] or 0)
+
+
+def _convolution_flops(
+  left: hlo_text.Shape, right: hlo_text.Shape, this: hlo_text.Instruction
+) -> float:
+  labels = _DIM_LABELS.search(this.attributes)
   assert labels is not None
-  window = re.search(r"window=\{([^}]*)\}", this.attributes)
-  fields = dict(re.findall(r"(\w+)=(\S+)", window[1])) if window else {}
+  window = _WINDOW.search(this.attributes)
+  fields = dict(_WINDOW_FIELD.findall(window[1])) if window else {}
   out = this.shapes[0].sizes
   flops = 2.0 * out[labels[3].index("b")] * out[labels[3].index("f")]
   flops *= right.sizes[labels[2].index("i")]
   for i in range(len(labels[1]) - 2):
     axis = str(i)
-
-    def field(name, default, i=i):
-      return (
-        int(fields[name].split("x")[i].split("_")[0] or 0)
-        if (name in fields)
-        else default
-      )
-
     flops *= _pairs(
       out[labels[3].index(axis)],
       left.sizes[labels[1].index(axis)],
       right.sizes[labels[2].index(axis)],
       {
-        "stride": field("stride", 1),
-        "pad": field("pad", 0),
-        "lhs_dilate": field("lhs_dilate", 1),
-        "rhs_dilate": field("rhs_dilate", 1),
+        name: _window_field(fields, name, i, default)
+        for name, default in _WINDOW_DEFAULTS.items()
       },
     )
-  groups = re.search(r"batch_group_count=(\d+)", this.attributes)
+  groups = _BATCH_GROUPS.search(this.attributes)
   return flops / (int(groups[1]) if groups else 1)
 
 
 class Module:
-  """A compiled program's text, counted.
+  """A compiled program, whose cost is counted from its text.
 
   Args:
     text: of `jax.stages.Compiled.as_text`.
-    max_trips: of a loop whose end the data decides; inside another such loop
-      it is taken once, which is the least.
+    max_trips: trips of loops whose number depends on the data. A loop of this
+      kind inside another one counts once, which makes the result a lower bound.
   """
 
   def __init__(self, text: str, max_trips: int = 1):
-    self._computations, self._entry = parse(text)
+    self._computations, self._entry = hlo_text.parse(text)
     self._max_trips = max_trips
     self._started = {
-      _channel(here[name])
+      here[name].channel
       for here in self._computations.values()
       for this in here.values()
-      if _is_start(this)
+      if this.is_start
       for name in this.operands
     }
-    found = re.search(r"num_partitions=(\d+)", text)
-    self._num_devices = int(found[1]) if found else 1
+    self._num_devices = hlo_text.num_partitions(text)
     self._cost = functools.cache(self._uncached_cost)
 
   def cost(self) -> Cost:
-    """Of the whole program."""
+    """Return the cost of the whole program."""
     return self._cost(self._entry, True, self._max_trips)
 
-  def trips(self, loop: Instruction) -> int | None:
-    """How often a loop runs; None if the data decides."""
-    if found := re.search(r"known_trip_count\W+n\W+(\d+)", loop.attributes):
+  def trips(self, loop: hlo_text.Instruction) -> int | None:
+    """Return how often a loop runs, or None if that depends on the data."""
+    if found := _TRIP_COUNT.search(loop.attributes):
       return int(found[1])
-    # As JAX makes them: an index that counts from 0 is below a constant.
+    # Otherwise this is a loop as JAX makes it: an index that counts from 0 is
+    # compared with a constant.
+    #   ROOT %lt = pred[] compare(%i, %bound), direction=LT
     bounds = [
       int(constant[1])
       for here in self._with_fused(loop.called("condition"))
@@ -261,11 +183,12 @@ class Module:
       if this.opcode == "compare" and "direction=LT" in this.attributes
       for operand in this.operands
       if operand in here and here[operand].opcode == "constant"
-      if (constant := re.match(r"(\d+)\)", here[operand].attributes))
+      if (constant := _CONSTANT.match(here[operand].attributes))
     ]
     return min(bounds) if bounds else None
 
-  def _with_fused(self, name: str) -> Iterator[Computation]:
+  def _with_fused(self, name: str) -> Iterator[hlo_text.Computation]:
+    """Yield a computation and those that its fusions call."""
     here = self._computations[name]
     yield here
     for this in here.values():
@@ -275,7 +198,14 @@ class Module:
   def _uncached_cost(
     self, name: str, is_in_memory: bool, max_trips: int
   ) -> Cost:
-    """Of one computation; what is fused moves nothing by itself."""
+    """Return the cost of one computation.
+
+    Args:
+      name: of the computation.
+      is_in_memory: False inside a fusion, whose intermediate values are not
+        written to memory.
+      max_trips: as in the class.
+    """
     here, cost = self._computations[name], Cost()
     for this in here.values():
       if this.opcode == "while":
@@ -286,16 +216,15 @@ class Module:
           each = self._cost(this.called(key), is_in_memory, inside)
           cost = cost.plus(each, trips)
       elif this.opcode == "conditional":
-        branches = re.search(
-          r"branch_computations=\{([^}]*)\}", this.attributes
-        )
+        branches = _BRANCHES.search(this.attributes)
         names = (
-          re.findall(r"%?([\w.\-]+)", branches[1])
+          _COMPUTATION_NAME.findall(branches[1])
           if branches
           else [
             this.called(k) for k in ("true_computation", "false_computation")
           ]
         )
+        # Which branch runs depends on the data; the most expensive one counts.
         costs = [self._cost(x, is_in_memory, max_trips) for x in names]
         cost = cost.plus(max(costs, key=lambda x: (x.flops, x.hbm_bytes)))
       elif inner := this.called("calls"):
@@ -307,29 +236,38 @@ class Module:
     return cost
 
   def _own_cost(
-    self, here: Computation, this: Instruction, name: str, is_in_memory: bool
+    self,
+    here: hlo_text.Computation,
+    this: hlo_text.Instruction,
+    name: str,
+    is_in_memory: bool,
   ) -> Cost:
+    """Return the cost of one instruction, without the computations it calls."""
     flops, kinds = 0.0, {}
     if this.opcode == "dot":
       left = here[this.operands[0]].shapes[0].sizes
-      axes = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", this.attributes)
+      axes = _CONTRACTED.search(this.attributes)
       sizes = [left[int(i)] for i in axes[1].split(",") if i] if axes else []
       flops = 2.0 * math.prod(this.shapes[0].sizes) * math.prod(sizes)
     elif this.opcode == "convolution":
       left, right = (here[x].shapes[0] for x in this.operands[:2])
       flops = _convolution_flops(left, right, this)
     elif this.opcode == "custom-call":
-      stated = re.search(r"flops\W+(\d+)", this.attributes)
+      stated = _STATED_FLOPS.search(this.attributes)
       flops = float(stated[1]) if stated else 0.0
     kind = this.opcode.removesuffix("-start")
     if kind in _SENT and not self._goes_on(here, this):
-      # Most starts also return what they were given, a permutation two flags.
+      # The result of a start is a tuple. It usually holds the operands, then
+      # the results; a collective-permute adds two flags without sizes.
+      #   (bf16[2,8], bf16[8,8]) all-gather-start(%x), dimensions={0}
       results = [x for x in this.shapes if x.sizes]
       if len(results) > len(this.operands):
         results = results[len(this.operands) : 2 * len(this.operands)]
       size = sum(x.num_bytes for x in results)
-      n = group_size(this.attributes, self._num_devices)
+      n = hlo_text.group_size(this.attributes, self._num_devices)
       sent = _SENT[kind](n) * size
+      # XLA for TPUs writes a reduce-scatter as a fusion of this name, which
+      # holds an all-reduce and a slice.
       if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
         kind, sent = "reduce-scatter", sent / 2
       if n > 1:
@@ -337,30 +275,34 @@ class Module:
     moved = self._moved_bytes(here, this) if is_in_memory else 0.0
     return Cost(flops, moved, kinds)
 
-  def _goes_on(self, here: Computation, this: Instruction) -> bool:
-    """Whether it is a step, not the start, of a collective in steps.
+  def _goes_on(
+    self, here: hlo_text.Computation, this: hlo_text.Instruction
+  ) -> bool:
+    """Return whether this continues a collective in steps that has begun.
 
-    Each is fused with what runs meanwhile, which may be a whole loop. Without a
-    start in the program every step counts, which is too much.
+    Each step is fused with the computation it overlaps, which may be a whole
+    loop. If the program has no start of this collective, every step is counted,
+    which is too much.
     """
     return (
-      _is_step(this)
-      and _channel(this) in self._started
-      and not any(
-        _is_start(x) and this.name in x.operands for x in here.values()
-      )
+      this.is_step
+      and this.channel in self._started
+      and not any(x.is_start and this.name in x.operands for x in here.values())
     )
 
-  def _moved_bytes(self, here: Computation, this: Instruction) -> float:
+  def _moved_bytes(
+    self, here: hlo_text.Computation, this: hlo_text.Instruction
+  ) -> float:
+    """Return the bytes that an instruction moves to and from memory."""
     if this.opcode in _FREE or this.opcode.endswith("-done"):
       return 0.0
 
-    def size(shapes):
+    def size(shapes: Iterable[hlo_text.Shape]) -> float:
       return float(sum(x.num_bytes for x in shapes if x.is_in_hbm))
 
     operands = [here[x] for x in this.operands if x in here]
     if this.opcode.removesuffix("-start") in _SLICES:
-      # A start gives its operand first, and then what is cut out of it.
+      # The result of a start holds the operand first and then the slice.
       cut = this.shapes[1 if this.opcode.endswith("-start") else 0]
       is_read = operands[0].shapes[0].is_in_hbm
       return size([cut]) + (cut.num_bytes if is_read else 0.0)
@@ -377,7 +319,11 @@ class Module:
     return size(results) + sum(size(x.shapes) for x in operands)
 
   def _read_bytes(self, name: str, index: int) -> float:
-    """What a fused computation reads of an argument, slices of it as such."""
+    """Return the bytes that a fused computation reads of one argument.
+
+    If only slices of the argument are used, the slices count. The result is
+    infinite if the whole argument is needed.
+    """
     here = self._computations[name]
     names = {
       this.name
@@ -385,16 +331,16 @@ class Module:
       if this.opcode == "parameter" and this.attributes.startswith(f"{index})")
     }
     total = 0.0
-    for this in here.values():  # each after its operands
+    for this in here.values():  # instructions come after their operands
       used = [i for i, x in enumerate(this.operands) if x in names]
       if not used:
         continue
       if this.opcode == "bitcast":
         names.add(this.name)
-      elif _is_step(this) or _is_done(this):
+      elif this.is_step or this.is_done:
         continue
       elif this.is_root and this.opcode == "tuple":
-        continue  # handed on
+        continue  # passed through without being read
       elif this.opcode in _SLICES and used == [0]:
         total += sum(x.num_bytes for x in this.shapes)
       elif this.opcode == "fusion":
@@ -407,7 +353,7 @@ class Module:
     return total
 
   def _hands_on(self, name: str, index: int) -> bool:
-    """Whether a fused computation is another name for an argument."""
+    """Return whether a fused computation returns an argument unchanged."""
     here = self._computations[name]
     (this,) = (x for x in here.values() if x.is_root)
     while this.opcode == "bitcast":
@@ -417,7 +363,10 @@ class Module:
     )
 
   def _written_bytes(self, name: str) -> float:
-    """What a fused computation writes; of an update in place, the update."""
+    """Return the bytes that a fused computation writes.
+
+    For an update in place, these are the bytes of the update.
+    """
     here = self._computations[name]
     (root,) = (this for this in here.values() if this.is_root)
     results = root.operands if root.opcode == "tuple" else (root.name,)
@@ -431,7 +380,7 @@ class Module:
       elif this.opcode == "fusion":
         total += self._written_bytes(this.called("calls"))
         continue
-      elif this.opcode == "parameter" or _is_step(this) or _is_done(this):
+      elif this.opcode == "parameter" or this.is_step or this.is_done:
         continue
       total += sum(x.num_bytes for x in this.shapes)
     return total

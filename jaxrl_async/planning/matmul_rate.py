@@ -1,4 +1,4 @@
-"""How fast devices multiply matrices, against which a step is measured."""
+"""The rate of matrix products, against which a train step is measured."""
 
 from collections.abc import Sequence
 import math
@@ -16,14 +16,15 @@ from jaxrl_async.models import configs
 
 
 def peak_flops(mesh: Mesh, dtype: str) -> float:
-  """FLOPs a second of a mesh, by the devices of this process.
+  """Return the FLOPs per second of a mesh, measured on this process's devices.
 
-  NaN if it has none, or the devices are only described.
+  The result is NaN if this process has none of its devices, or if they are only
+  described.
   """
   here = mesh.local_devices
   if not here or topology.is_described(here[0]):
     return math.nan
-  # Large enough for an accelerator that starting it takes no time.
+  # Large enough that launching the product takes no noticeable time.
   size = 1024 if here[0].platform == "cpu" else 8192
   return measured_matmul_flops(here, dtype, size) * mesh.size / len(here)
 
@@ -31,11 +32,15 @@ def peak_flops(mesh: Mesh, dtype: str) -> float:
 def model_flops(
   model: configs.ModelConfig, lengths: Int[np.ndarray, "trajectories"]
 ) -> float:
-  """FLOPs of forward and backward of trajectories of so many tokens.
+  """Return the FLOPs of a forward and a backward pass over trajectories.
 
-  6 a parameter and token, where a table that is only looked up has no products;
-  12 a layer, head, its size, and pair of tokens that see each other. What is
-  computed twice counts once.
+  6 per parameter and token, without an embedding that is only looked up, plus
+  12 per layer, head, element of a head, and pair of tokens of which one sees
+  the other. Activations that are computed twice count once.
+
+  Args:
+    model: the architecture.
+    lengths: tokens of each trajectory.
   """
   tables = 0 if model.has_tied_head else model.vocab_size * model.model_dim
   products = (model.num_params - tables) * lengths.sum()
@@ -47,10 +52,16 @@ def model_flops(
 def measured_matmul_flops(
   devices: Sequence[Any], dtype: str, size: int
 ) -> float:
-  """FLOPs a second of square matrix products, best of three.
+  """Return the FLOPs per second of square matrix products, best of three.
 
-  Of these devices together, one product on each at the same time: virtual
-  devices of a CPU share its cores.
+  All devices compute one product each at the same time, and the result is their
+  sum. Virtual devices of a CPU share its cores, so measuring one alone would be
+  wrong.
+
+  Args:
+    devices: of this process.
+    dtype: of the matrices.
+    size: rows and columns of each matrix.
   """
   mesh = mesh_lib.make_mesh(devices, mesh_lib.MeshShape(data=len(devices)))
   each = mesh_lib.sharding(mesh, mesh_lib.TRAIN_RULES, "batch")

@@ -5,7 +5,7 @@ automatic differentiation keeps, and of working sets the large arrays only:
 `dry_run --compile` has the compiler's own figure.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 import dataclasses
 import math
 import os
@@ -22,11 +22,46 @@ _BATCH_BYTES = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelBytes:
+  """Bytes of one device that a model of the train state takes.
+
+  Attributes:
+    trainable: the parameters that are trained.
+    frozen: the other parameters, in the type that they are held in.
+    optimizer: the optimizer's state, unless it lies in the host's memory.
+  """
+
+  trainable: int
+  frozen: int
+  optimizer: int
+
+  @property
+  def weights(self) -> int:
+    """All parameters."""
+    return self.trainable + self.frozen
+
+  @property
+  def gradients(self) -> int:
+    """The sum so far, and the gradients of a microbatch."""
+    return 2 * self.trainable
+
+  @property
+  def parts(self) -> dict[str, int]:
+    """What the model takes, by name. What it does without is left out."""
+    parts = {
+      "weights": self.weights,
+      "optimizer": self.optimizer,
+      "gradients": self.gradients,
+    }
+    return {name: num_bytes for name, num_bytes in parts.items() if num_bytes}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
   """Bytes of one device during an update.
 
   Attributes:
-    weights: of the trainer.
+    weights: of all models that the trainer holds.
     optimizer: its state, unless that is the host's.
     gradients: the sum so far, and those of a microbatch.
     activations: kept from the forward pass for the backward pass.
@@ -121,20 +156,20 @@ def training(
   train: sections.TrainSection,
   section: sections.ModelSection,
   *,
-  weights: int,
-  optimizer: int,
+  policy: ModelBytes,
+  others: Iterable[ModelBytes] = (),
   tokens_per_step: int,
 ) -> Estimate:
   """The training slice's estimate.
 
   Args:
-    model: with the tokenizer's vocabulary.
+    model: the policy's architecture, with the tokenizer's vocabulary.
     shape: of the training mesh.
     rules: of the same.
     train: rows, attention and the logits' chunk.
     section: type and rematerialisation of activations.
-    weights: bytes of the float32 parameters on one device.
-    optimizer: bytes of its state on one device.
+    policy: what the policy takes of a device.
+    others: what each other model of the train state takes.
     tokens_per_step: places of a step's packed batch.
   """
 
@@ -161,7 +196,7 @@ def training(
   # A compiler may drop what it can make again from the products.
   least = kept(dots if remat is none else remat)
   head = model.vocab_size * model.model_dim // parts("vocab")
-  layer_weights = weights * parts("embed") - 4 * head * (
+  layer_weights = policy.weights * parts("embed") - 4 * head * (
     1 if model.has_tied_head else 2
   )
   gathered = layer_weights // model.num_layers if parts("embed") > 1 else 0
@@ -172,10 +207,11 @@ def training(
   working = 0 if remat in (none, dots) else kept(dots)
   working += tokens * num_scores * itemsize
   states = 3 * tokens * model.model_dim * 4
+  models = policy, *others
   return Estimate(
-    weights=weights,
-    optimizer=optimizer,
-    gradients=2 * weights,
+    weights=sum(x.weights for x in models),
+    optimizer=sum(x.optimizer for x in models),
+    gradients=sum(x.gradients for x in models),
     activations=model.num_layers * kept(remat),
     layer=layer,
     logits=3 * 4 * tokens * chunk + states + 4 * chunk * model.model_dim,

@@ -1,6 +1,6 @@
-"""What a run writes down about itself: metrics, busy time, compilations.
+"""Metrics of train steps, busy time of the slices, and compilations.
 
-`metrics.jsonl` has one object a step; TensorBoard gets the same numbers.
+`metrics.jsonl` has one object per step, and TensorBoard gets the same numbers.
 """
 
 import collections
@@ -30,13 +30,17 @@ _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 
 def _plain(name: str, value: Any) -> float | int | list[float | int]:
+  """Return a metric as a number, or a list of numbers, of Python."""
   array = np.asarray(value)
   if array.dtype.kind not in "biuf" or array.ndim > 1:
-    raise TypeError(f"metric {name}: {value!r} is no number or list of numbers")
+    raise TypeError(
+      f"metric {name}: {value!r} is not a number or a list of numbers"
+    )
   return array.tolist()
 
 
 def _finite(value: Any) -> Any:
+  """Return the value with None in place of NaN and infinities."""
   if isinstance(value, list):
     return [_finite(x) for x in value]
   if isinstance(value, float) and not math.isfinite(value):
@@ -45,13 +49,14 @@ def _finite(value: Any) -> Any:
 
 
 class MetricsWriter:
-  """Writes `metrics.jsonl` and TensorBoard events; a resume cuts both back.
+  """Writes `metrics.jsonl` and TensorBoard events.
 
-  The files are opened by the first `write`: a writer that was not restored
-  begins them anew. Only `metrics.jsonl` must succeed.
+  The first `write` opens the files. It starts them anew, unless `restore` was
+  called, which cuts both back to a checkpoint. Only `metrics.jsonl` must
+  succeed.
 
-  A step that is still to be evaluated is held: its line is written when the
-  evaluation is known, and until then a checkpoint carries it.
+  If a step will be evaluated, its values are held and its line is written when
+  the evaluation is complete. Until then checkpoints carry the held values.
 
   Threads: one at a time.
   """
@@ -61,6 +66,12 @@ class MetricsWriter:
     workdir: str | os.PathLike[str],
     side_outputs: side_outputs_lib.SideOutputs,
   ):
+    """Prepare a writer; no file is opened yet.
+
+    Args:
+      workdir: of the run; it is created by the first write.
+      side_outputs: counts failures of TensorBoard's files.
+    """
     self._workdir = pathlib.Path(workdir)
     self._side_outputs = side_outputs
     self._num_bytes = 0
@@ -77,13 +88,13 @@ class MetricsWriter:
 
   @property
   def held_step(self) -> int | None:
-    """The step whose line waits for an evaluation, if there is one."""
+    """The step whose line waits for an evaluation, or None."""
     return None if self._held is None else self._held["step"]
 
   def hold(self, step: int, values: Mapping[str, Any]) -> None:
-    """Takes what is known about a step that is still to be evaluated.
+    """Keep the values of a step that is still to be evaluated.
 
-    The next `write` is of the same step and completes it.
+    The next `write` must be for the same step and completes it.
     """
     self._check_order(step)
     plain = {name: _plain(name, value) for name, value in values.items()}
@@ -94,8 +105,8 @@ class MetricsWriter:
 
     Args:
       step: completed train steps; grows with every call.
-      values: numbers; or lists of counts, whose entry i counts the value i
-        (`staleness/histogram`). What is not finite becomes null.
+      values: numbers, or lists whose entry i counts the value i
+        (`staleness/histogram`). NaN and infinities become null.
 
     Raises:
       StorageError: `metrics.jsonl` could not be written.
@@ -128,10 +139,12 @@ class MetricsWriter:
       raise ValueError(f"step {step} was written already ({self._last_step})")
 
   def state(self) -> dict[str, Any]:
-    """What a checkpoint keeps; everything up to it is on disk afterwards.
+    """Return what a checkpoint keeps.
+
+    Everything written so far has reached the disk afterwards.
 
     Raises:
-      StorageError: `metrics.jsonl` is not.
+      StorageError: `metrics.jsonl` did not reach the disk.
     """
     if self._file is not None:
       self._file.sync()
@@ -145,16 +158,16 @@ class MetricsWriter:
     }
 
   def restore(self, state: Mapping[str, Any]) -> None:
-    """Go on after what `state` knew; later lines and events are dropped.
+    """Continue after the point of `state`; later lines and events are dropped.
 
     Raises:
       ValueError: something was written already, or the file is too short.
     """
     if self._file is not None:
-      raise ValueError("restore comes before the first write")
+      raise ValueError("restore must come before the first write")
     self._num_bytes = state["num_bytes"]
     self._last_step = state["last_step"]
-    self._held = state.get("held")  # older checkpoints hold nothing
+    self._held = state.get("held")  # older checkpoints have no such entry
     self._file = self._open()
 
   def close(self) -> None:
@@ -165,17 +178,17 @@ class MetricsWriter:
 
 
 class BusyClock:
-  """Knows for how long one slice has been inside device programs.
+  """Measures how long one slice has been inside device programs.
 
-  It keeps totals and a timeline for the picture, so that its memory and the
-  time of each call do not depend on how much was recorded.
+  It keeps totals and a timeline for the picture. Its memory and the time of
+  each call do not depend on how much was recorded.
 
-  Invariant: `_busy_s` is the length of the closed stretches in which at least
-  one thread was inside; `_since_s` is the start of the open one, if there is
-  one. Starts and ends are read under the lock, so that they are in order.
+  Invariant: `_busy_s` is the length of the closed periods in which at least one
+  thread was inside a program; `_since_s` is the start of the open period, if
+  there is one. Starts and ends are read under the lock, so they are in order.
 
   Threads: any thread may record and read. Time that two threads of the slice
-  spend in programs at once counts once.
+  spend in programs simultaneously counts once.
   """
 
   def __init__(
@@ -183,9 +196,9 @@ class BusyClock:
     origin_s: float | None = None,
     seconds: Callable[[], float] = time.perf_counter,
   ):
-    """Starts now, or at `origin_s`, a reading of `seconds`.
+    """Start now, or at `origin_s`, which is a reading of `seconds`.
 
-    The clocks of one run share their origin; a resumed run sets it back by the
+    The clocks of one run share their origin. A resumed run moves it back by the
     seconds that were spent before.
     """
     self._seconds = seconds
@@ -198,12 +211,12 @@ class BusyClock:
     self._timeline = timeline_lib.Timeline()
 
   def now(self) -> float:
-    """Seconds since the origin."""
+    """Return the seconds since the origin."""
     return self._seconds() - self._origin_s
 
   @contextlib.contextmanager
   def record(self, activity: str) -> Iterator[None]:
-    """Record the time inside the with statement, also when it raises."""
+    """Record the time inside the with statement, even if it raises."""
     with self._lock:
       start_s = self.now()
       if not self._num_inside:
@@ -221,12 +234,12 @@ class BusyClock:
         self._timeline.add(timeline_lib.Interval(start_s, end_s, activity))
 
   def activity_s(self) -> dict[str, float]:
-    """Seconds of each activity, summed over threads."""
+    """Return the seconds of each activity, summed over threads."""
     with self._lock:
       return dict(self._activity_s)
 
   def timeline(self) -> timeline_lib.Timeline:
-    """A copy of what the picture shows."""
+    """Return a copy of the timeline."""
     with self._lock:
       return copy.deepcopy(self._timeline)
 
@@ -235,8 +248,8 @@ class Reading(NamedTuple):
   """Several clocks at one moment.
 
   Attributes:
-    now_s: since their origin.
-    busy_s: of each clock up to now, what has not ended included.
+    now_s: seconds since their common origin.
+    busy_s: busy seconds of each clock, including a period that is still open.
   """
 
   now_s: float
@@ -246,8 +259,9 @@ class Reading(NamedTuple):
 def read(clocks: Mapping[str, BusyClock]) -> Reading:
   """Read clocks of one origin at the same moment.
 
-  One after the other would not do: between two readings a thread may lose the
-  processor, and a slice could come out as busy for longer than there was time.
+  Reading them one after the other would be wrong: the thread may be suspended
+  between two readings, and a slice could then seem busy for longer than the
+  time that has passed.
   """
   with contextlib.ExitStack() as stack:
     for clock in clocks.values():
@@ -262,12 +276,12 @@ def read(clocks: Mapping[str, BusyClock]) -> Reading:
 
 
 class CompilationCounter:
-  """Counts XLA programs that were compiled while it is entered.
+  """Counts the XLA programs that are compiled inside the with statement.
 
   Attributes:
-    num_programs: programs asked for, with those the persistent cache had.
+    num_programs: requested programs, including those from the cache.
     num_cache_hits: programs that the persistent cache had.
-    total_s: time of both.
+    total_s: time of all requests.
   """
 
   def __init__(self):
@@ -278,7 +292,7 @@ class CompilationCounter:
 
   @property
   def num_compiled(self) -> int:
-    """Programs that XLA really compiled."""
+    """Programs that XLA did compile."""
     return self.num_programs - self.num_cache_hits
 
   def _on_duration(self, event: str, duration_secs: float, **_: Any) -> None:
@@ -303,6 +317,6 @@ class CompilationCounter:
 
 
 def peak_memory_bytes() -> int:
-  """The most host memory this process has held so far."""
+  """Return the most host memory that this process has held so far."""
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   return peak if sys.platform == "darwin" else peak * 1024

@@ -1,7 +1,7 @@
-"""What the user sees while a run goes on, on stderr.
+"""The progress of a run, shown on stderr.
 
-On a terminal a live line; elsewhere a plain line every few seconds. stdout
-stays free: its last line is the summary.
+A terminal gets a live line; any other output gets a plain line every few
+seconds. Nothing is written to stdout, whose last line is the summary.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ class StepReport:
   Attributes:
     step: completed train steps.
     reward: mean over the step's trajectories.
-    staleness_mean: over the step's tokens, in versions.
-    staleness_max: of the step's tokens.
-    tokens_per_s: written by the rollout slice.
-    rollout_busy_frac: share of the time since the last step spent inside
-      device programs.
-    train_busy_frac: the same of the training slice.
+    staleness_mean: mean over the step's tokens, in versions.
+    staleness_max: maximum over the step's tokens.
+    tokens_per_s: tokens that the rollout slice writes per second.
+    rollout_busy_frac: share of the time since the last step that the rollout
+      slice spent inside device programs.
+    train_busy_frac: the same share of the training slice.
   """
 
   step: int
@@ -47,9 +47,10 @@ def _clock(seconds: float) -> str:
 
 
 class _Left:
-  """Time left, from the pace of the steps since the second report.
+  """The time left, from the pace of the steps since the first report.
 
-  The first step waits for the compilations of both slices.
+  The time until the first report does not count, because the first step waits
+  for the compilation of both slices.
   """
 
   def __init__(self, num_steps: int):
@@ -57,6 +58,7 @@ class _Left:
     self._first: tuple[int, float] | None = None
 
   def after(self, step: int, now_s: float) -> str:
+    """Return the time left after a step, or "?" while it is unknown."""
     if self._first is None:
       self._first = (step, now_s)
     first_step, first_s = self._first
@@ -67,10 +69,10 @@ class _Left:
 
 
 class _Forgiving:
-  """A stream whose failures are not told to who writes.
+  """A stream that hides its failures from the writer.
 
-  The reader of a pipe may be gone, a terminal hung up, a disk full: nothing of
-  that is a reason to end a run.
+  The reader of a pipe may be gone, a terminal closed or a disk full. None of
+  these is a reason to end a run.
   """
 
   def __init__(self, stream: io.TextIOBase | TextIO):
@@ -92,8 +94,8 @@ class _Forgiving:
 class Progress:
   """Shows stages and train steps; a context manager.
 
-  Threads: used by the thread that trains and by the recorder's; rich, which
-  locks, draws from a thread of its own.
+  Threads: the training thread and the recorder's thread use it. rich, which has
+  locks of its own, draws from another thread.
   """
 
   def __init__(
@@ -103,12 +105,12 @@ class Progress:
     console: rich.console.Console | None = None,
     every_s: float = 5.0,
   ):
-    """Prepares a display for `num_steps` train steps.
+    """Prepare a display of `num_steps` train steps.
 
     Args:
-      num_steps: of the whole run, those before a resume included.
-      console: stderr if not given.
-      every_s: least time between two plain lines when it is no terminal.
+      num_steps: of the whole run, including those before a resume.
+      console: stderr if None.
+      every_s: least time between two plain lines, where there is no terminal.
     """
     self._num_steps = num_steps
     self._console = console or rich.console.Console(
@@ -139,7 +141,7 @@ class Progress:
       self._live = None
 
   def show_cursor(self) -> None:
-    """Undoes what the live line did to the terminal, if the process ends."""
+    """Restore the terminal when the process is about to end."""
     if self._live is not None:
       os.write(2, b"\x1b[?25h\n")
 

@@ -8,7 +8,8 @@ from jaxrl_async.reporting import series as series_lib
 from jaxrl_async.reporting import summary as summary_lib
 from jaxrl_async.reporting import timeline as timeline_lib
 
-# Rises when what is stored means something else than before; 0 has no number.
+# Incremented when the meaning of stored values changes. Format 0 is the one
+# without a number.
 FORMAT = 1
 
 
@@ -18,23 +19,30 @@ def _add_counts(total: list[int], more: list[int]) -> list[int]:
   return [a + b for a, b in zip(*padded, strict=True)]
 
 
+def _mean_of_counts(counts: list[int]) -> float:
+  """Return the mean of numbers, of which counts[i] equal i; 0 without any."""
+  total = sum(i * count for i, count in enumerate(counts))
+  return total / max(sum(counts), 1)
+
+
 @dataclasses.dataclass(kw_only=True)
 class RunRecord:
-  """What the summary needs, in the same memory however long the run is.
+  """The data of the summary, in memory that does not grow with the run.
 
-  JSON, so that a checkpoint carries it.
+  It can be stored as JSON, so that a checkpoint carries it.
 
   Attributes:
-    wall_s: of earlier starts of this run, up to their last checkpoint.
-    warm_start_s: of the warm start.
-    first_step_s: from the start of the RL stage to its first finished step.
-    rl_s: wall-clock of the RL stage without evaluation, of earlier starts.
+    wall_s: time of earlier starts of this run, up to their last checkpoint.
+    warm_start_s: time of the warm start.
+    first_step_s: time from the start of the RL stage to its first finished
+      step.
+    rl_s: time of the RL stage without evaluation, of earlier starts.
     busy_s: time inside device programs in the RL stage, of earlier starts.
-    generated_tokens: training tokens, of earlier starts.
+    generated_tokens: written training tokens, of earlier starts.
     evaluations: (time, version, sampled accuracy, greedy accuracy or None).
     rewards: (time, mean reward) of each train step.
-    mismatch_kl: of each evaluation's completions, and of each train step that
-      had tokens of the current version.
+    mismatch_kl: of the completions of each evaluation, and of each train step
+      that had tokens of the current version.
     staleness_counts: trained tokens by staleness.
     versions_counts: trained trajectories by number of versions.
   """
@@ -61,10 +69,10 @@ class RunRecord:
 
   @classmethod
   def from_json(cls, values: dict[str, Any]) -> "RunRecord":
-    """The record of a checkpoint, also of one that has lists of all steps.
+    """Return the record of a checkpoint, of this format or an earlier one.
 
     Raises:
-      ConfigError: it is of a newer version.
+      ConfigError: it was written by a newer version.
     """
     values = dict(values)
     number = values.pop("format", 0)
@@ -74,7 +82,8 @@ class RunRecord:
       f"the checkpoint's record has format {number}, of a newer version than"
       f" this one, which knows {FORMAT}; use that version",
     )
-    # Of format 0; the picture has no use for windows of earlier starts.
+    # Windows are part of format 0. The picture does not show those of earlier
+    # starts.
     values.pop("windows", None)
     kls = series_lib.Mean(**values.pop("mismatch_kl", {}))
     for name in ("mismatch_kls", "evaluation_kls"):
@@ -85,7 +94,7 @@ class RunRecord:
     return cls(mismatch_kl=kls, **values)
 
   def add_step(self, now_s: float, values: dict[str, Any]) -> None:
-    """Takes what the summary needs from a train step's metrics."""
+    """Add what the summary needs from the metrics of a train step."""
     self.rewards.append((now_s, float(values["reward/mean"])))
     self.staleness_counts = _add_counts(
       self.staleness_counts, values["staleness/histogram"]
@@ -98,22 +107,18 @@ class RunRecord:
 
   @property
   def staleness_mean(self) -> float:
-    """Over all trained tokens."""
-    count = sum(self.staleness_counts)
-    total = sum(i * n for i, n in enumerate(self.staleness_counts))
-    return total / count if count else 0.0
+    """The mean over all trained tokens."""
+    return _mean_of_counts(self.staleness_counts)
 
   @property
   def staleness_max(self) -> int:
-    """Of any trained token."""
+    """The maximum over all trained tokens."""
     return max((i for i, n in enumerate(self.staleness_counts) if n), default=0)
 
   @property
   def versions_per_trajectory_mean(self) -> float:
-    """Over all trained trajectories."""
-    count = sum(self.versions_counts)
-    total = sum(i * n for i, n in enumerate(self.versions_counts))
-    return total / count if count else 0.0
+    """The mean over all trained trajectories."""
+    return _mean_of_counts(self.versions_counts)
 
   def history(
     self,
@@ -122,7 +127,7 @@ class RunRecord:
     lanes: dict[str, timeline_lib.Timeline],
     evaluating: timeline_lib.Timeline,
   ) -> summary_lib.History:
-    """What the picture shows."""
+    """Return the data of the picture."""
     return summary_lib.History(
       max_staleness=max_staleness,
       evaluations=[(e[0], e[2]) for e in self.evaluations.points()],

@@ -1,4 +1,4 @@
-"""Numbers of a run of any length, in memory that does not grow with it."""
+"""Series and means of numbers, in memory that does not grow with the run."""
 
 import dataclasses
 import math
@@ -10,16 +10,17 @@ _NUM_RECENT = 128
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Series:
-  """Points in their order, such as one a train step; JSON.
+  """Points in order, such as one per train step; can be stored as JSON.
 
-  All of them, as long as they are no more than 512. Then every other one is
-  dropped, and from there on only every second is kept; and so on.
+  Up to 512 points are all kept. When one more arrives, every other point is
+  dropped, and from then on only every second point is kept; this repeats
+  whenever 512 are reached again.
 
   Attributes:
-    num_points: that were appended.
-    stride: of the points, every stride-th is in `thinned`.
+    num_points: points that were appended.
+    stride: every stride-th point is in `thinned`.
     thinned: points 0, stride, 2 * stride and so on.
-    recent: the last points, every one of them.
+    recent: the last points, without gaps.
   """
 
   num_points: int = 0
@@ -29,7 +30,10 @@ class Series:
 
   @classmethod
   def from_json(cls, values: dict[str, Any] | list[list[Any]]) -> "Series":
-    """A series of a checkpoint, or of an older one the list of all points."""
+    """Return the series of a checkpoint.
+
+    Older checkpoints hold a list of all points instead.
+    """
     if isinstance(values, list):
       series = cls()
       for point in values:
@@ -43,9 +47,10 @@ class Series:
     )
 
   def append(self, point: tuple[Any, ...]) -> None:
-    """Adds the next point."""
+    """Append the next point."""
     if self.num_points % self.stride == 0:
-      if len(self.thinned) == _MAX_POINTS:  # which is even: this one stays
+      # even, so this point has a multiple of the new stride
+      if len(self.thinned) == _MAX_POINTS:
         del self.thinned[1::2]
         self.stride *= 2
       self.thinned.append(point)
@@ -60,11 +65,11 @@ class Series:
 
   @property
   def last(self) -> tuple[Any, ...]:
-    """The last one."""
+    """The last point of all."""
     return self.recent[-1]
 
   def points(self) -> list[tuple[Any, ...]]:
-    """What is left of the whole series; always the first and the last."""
+    """Return the kept points of the whole series, and always the last one."""
     if not self.num_points or (self.num_points - 1) % self.stride == 0:
       return list(self.thinned)
     return [*self.thinned, self.last]
@@ -72,10 +77,10 @@ class Series:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Mean:
-  """Mean and maximum of numbers that are not kept; JSON.
+  """Mean and maximum of numbers that are not kept; can be stored as JSON.
 
-  What is not finite is counted and left out: a skipped update has such numbers,
-  and one of them would take the place of all others for good.
+  Numbers that are not finite are counted and left out. A skipped update has
+  such numbers, and a single one would make the mean useless for good.
   """
 
   count: int = 0
@@ -84,7 +89,7 @@ class Mean:
   num_not_finite: int = 0
 
   def add(self, value: float) -> None:
-    """Takes another number, at least 0."""
+    """Add a number, which is at least 0."""
     if not math.isfinite(value):
       self.num_not_finite += 1
       return
@@ -94,5 +99,5 @@ class Mean:
 
   @property
   def mean(self) -> float:
-    """Of what was finite; 0 without any."""
+    """The mean of the finite numbers, or 0 if there are none."""
     return self.total / self.count if self.count else 0.0

@@ -1,8 +1,9 @@
-"""What a run writes beside its books, and can do without.
+"""Files that a run writes but does not need.
 
-TensorBoard's events, the picture of the summary and a copy of the tokenizer
-are made from what is kept elsewhere. If one cannot be written, that is said
-once and counted, and the run goes on.
+These are TensorBoard's events, the picture of the summary and a copy of the
+tokenizer. All of them can be made again from other files. If one of them cannot
+be written, the user is told once, the failure is counted, and the run
+continues.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,16 +12,20 @@ import threading
 
 
 class SideOutputs:
-  """Counts what could not be written.
+  """Counts failed writes of files that the run does not need.
 
-  Threads: any; the lock guards the count and what was said.
+  Threads: any; the lock guards the count and the names already reported.
 
   Attributes:
-    num_failures: attempts that failed since the run was started.
+    num_failures: failed attempts since the start of the process.
   """
 
   def __init__(self, note: Callable[[str], None]):
-    """Args: note: tells the user."""
+    """Begin without failures.
+
+    Args:
+      note: is called with messages for the user.
+    """
     self._note = note
     self._lock = threading.Lock()
     self._said: set[str] = set()
@@ -28,10 +33,10 @@ class SideOutputs:
 
   @contextlib.contextmanager
   def attempt(self, what: str) -> Iterator[None]:
-    """Lets what the disk refuses inside of the block pass.
+    """Suppress and count disk errors inside the block.
 
     Args:
-      what: a name; of each one only the first failure is said.
+      what: name of the output; only the first failure of each is reported.
     """
     try:
       yield
@@ -42,7 +47,7 @@ class SideOutputs:
         self._said.add(what)
       if is_first:
         self._note(
-          f"WARNING: {what} could not be written, and the run goes on without"
+          f"WARNING: {what} could not be written, and the run continues without"
           f" it ({error.__cause__ or error}); further failures are only counted"
           " (run/failed_side_outputs)"
         )

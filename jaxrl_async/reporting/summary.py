@@ -1,4 +1,4 @@
-"""What a finished run has to show: `summary.json` and `summary.png`."""
+"""The results of a finished run: `summary.json` and `summary.png`."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -21,9 +21,9 @@ _COLORS = {
   "publish": "#5d4a9c",
 }
 _OTHER_COLORS = ("#7a7a7a", "#a98467", "#4a5568", "#98c1d9")
-# Height of each slice's lane.
+# Lower edge of the lane of each slice.
 _LANES = {"train": 0.0, "rollout": 1.15}
-_HEIGHTS = (-0.05, 2.2)  # of the axes
+_HEIGHTS = (-0.05, 2.2)  # lower and upper limit of the axes
 _EVALUATION = 0xDD / 0xFF  # grey
 
 
@@ -44,10 +44,10 @@ class Summary:
 
   Attributes:
     eval_before: sampled held-out accuracy after the warm start.
-    eval_after: the same after the last train step.
-    wall_s: the whole run; `warm_start_s` is a part of it.
-    rollout_busy_frac: time inside device programs over the RL stage's
-      wall-clock without evaluation.
+    eval_after: sampled held-out accuracy after the last train step.
+    wall_s: time of the whole run, including `warm_start_s`.
+    rollout_busy_frac: time inside device programs, divided by the time of the
+      RL stage without evaluation.
     extra: further fields, such as greedy accuracies and compilations.
   """
 
@@ -67,7 +67,7 @@ class Summary:
 
 
 def check(summary: Summary, *, max_staleness: int) -> None:
-  """Raise a ValueError where the numbers contradict each other."""
+  """Raise a ValueError if the numbers contradict each other."""
   tokens = summary.tokens
   ended = tokens.trained + tokens.filtered + tokens.failed
   problems = {
@@ -99,7 +99,7 @@ def check(summary: Summary, *, max_staleness: int) -> None:
 def write(
   workdir: str | os.PathLike[str], summary: Summary, *, max_staleness: int
 ) -> str:
-  """Write `summary.json`; gives the same object on one line, for stdout.
+  """Write `summary.json`; return the same object on one line, for stdout.
 
   Raises:
     ValueError: the numbers contradict each other; nothing was written.
@@ -117,7 +117,7 @@ def write(
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class History:
-  """What `summary.png` shows; times are seconds since the start of the run.
+  """The data of `summary.png`; times are seconds since the start of the run.
 
   Attributes:
     max_staleness: the bound, drawn beside the histogram.
@@ -125,10 +125,11 @@ class History:
     rewards: (time, mean reward) of each train step.
     staleness_counts: trained tokens by staleness, from 0.
     versions_counts: trained trajectories by number of versions, from 0.
-    lanes: what the slices "rollout" and "train" did since the last start.
-    evaluating: shaded, as neither slice is counted there.
-    step_ends_s: when each of the last train steps was done.
-    num_steps: number of the last of them.
+    lanes: activities of the slices "rollout" and "train" since the last start.
+    evaluating: times of evaluations, which are shaded because neither slice is
+      counted during them.
+    step_ends_s: times at which the last train steps were finished.
+    num_steps: number of the last of these steps.
     is_resumed: whether there were earlier starts.
   """
 
@@ -146,7 +147,7 @@ class History:
 
 def draw(path: str | os.PathLike[str], history: History) -> None:
   """Draw `summary.png`."""
-  # Half a second that only this function needs.
+  # Importing matplotlib takes half a second, and only this function needs it.
   from matplotlib.backends import backend_agg
   from matplotlib.figure import Figure
 
@@ -229,6 +230,7 @@ def _draw_shares(
 
 
 def _activity_colors(history: History) -> dict[str, str]:
+  """Return a color for each activity that occurs."""
   seen = dict.fromkeys(
     name for lane in _LANES for name in history.lanes[lane].activities
   )
@@ -240,7 +242,7 @@ def _activity_colors(history: History) -> dict[str, str]:
 
 
 def _prepare_lanes(axes: Any, start: float, end: float) -> None:
-  """Names the lanes."""
+  """Set the limits of the axes and label the lanes."""
   axes.set_xlim(start, end)
   axes.set_ylim(*_HEIGHTS)
   axes.set_yticks([y + 0.5 for y in _LANES.values()], list(_LANES))
@@ -268,10 +270,10 @@ def _add_legend(axes: Any, colors: Mapping[str, str], history: History) -> None:
 def _draw_occupancy(
   axes: Any, history: History, colors: Mapping[str, str]
 ) -> None:
-  """Busy share of each slice over time, stacked by activity.
+  """Draw the busy share of each slice over time, stacked by activity.
 
-  Hundreds of thousands of intervals do not fit into a thousand pixels; their
-  share of each pixel does. Evaluations are as dark as their share is large.
+  Hundreds of thousands of intervals do not fit into a thousand pixels, so the
+  share of each pixel is drawn. An evaluation is as dark as its share.
   """
   start_s, end_s = _whole(history)
   _prepare_lanes(axes, start_s, end_s)
@@ -300,7 +302,7 @@ def _draw_occupancy(
 
 
 def _whole(history: History) -> tuple[float, float]:
-  """From the first busy moment to the last, evaluations included."""
+  """Return the first and the last busy moment, including evaluations."""
   timelines = (*history.lanes.values(), history.evaluating)
   spans = [x.span_s for x in timelines if x.span_s]
   if not spans:
@@ -310,14 +312,18 @@ def _whole(history: History) -> tuple[float, float]:
 
 
 def _zoom(history: History) -> tuple[float, float]:
-  """About three train steps from the middle of what is known in detail."""
+  """Return the limits of about three train steps.
+
+  They are taken from the middle of the period that is known in detail.
+  """
   start_s, end_s = _whole(history)
   timelines = (*history.lanes.values(), history.evaluating)
   start_s = max([start_s, *(x.detailed_from_s for x in timelines)])
   ends = [x for x in history.step_ends_s if x >= start_s]
   if len(ends) < 4:
     return start_s, end_s
-  # An evaluation in between would fill the picture.
+  # Prefer steps without an evaluation between them, which would fill the
+  # picture.
   spans = [(ends[i], ends[i + 3]) for i in range(len(ends) - 3)]
   middle = (len(spans) - 1) / 2
   by_distance = sorted(range(len(spans)), key=lambda i: (abs(i - middle), i))
@@ -335,7 +341,7 @@ def _draw_intervals(
   start_s: float,
   end_s: float,
 ) -> None:
-  """Every single busy interval of the window, as a bar."""
+  """Draw every busy interval of the window as a bar."""
   _prepare_lanes(axes, start_s, end_s)
   for a, b, _ in history.evaluating.recent:
     if b > start_s and a < end_s:

@@ -1,8 +1,8 @@
-"""What happened when, kept in memory that does not grow with the run.
+"""What a slice did when, in memory that does not grow with the run.
 
-A run of weeks has hundreds of millions of busy intervals; the picture of it
-has a thousand columns of pixels. So a timeline keeps the share of each activity
-in bins of time, and the last intervals as they were.
+A run of weeks has hundreds of millions of busy intervals, while its picture has
+a thousand columns of pixels. A timeline therefore keeps the share of each
+activity in bins of time, and only the last intervals as they were.
 """
 
 import collections
@@ -12,13 +12,13 @@ from typing import NamedTuple
 from jaxtyping import Float
 import numpy as np
 
-_NUM_BINS = 4_096  # even
+_NUM_BINS = 4_096  # must be even
 _FIRST_WIDTH_S = 2.0**-10
 _NUM_RECENT = 16_384
 
 
 class Interval(NamedTuple):
-  """Some time that an activity took, in seconds of the clock."""
+  """A period that an activity took, in seconds of the clock."""
 
   start_s: float
   end_s: float
@@ -28,12 +28,13 @@ class Interval(NamedTuple):
 class Timeline:
   """Intervals of one slice, by activity.
 
-  The bins begin with the first interval. When the last bin has been passed,
-  neighbours are merged in pairs and all bins become twice as wide; so at least
-  half of them are in use once the timeline is longer than a few seconds, and
-  adding an interval costs the same however many there were.
+  The bins begin with the first interval. When an interval ends after the last
+  bin, neighbouring bins are merged in pairs and all bins become twice as wide.
+  At least half of the bins are thus in use once the timeline is longer than a
+  few seconds, and the cost of adding an interval does not depend on how many
+  there are.
 
-  Invariant: the sum of an activity's bins is the time of all its intervals.
+  Invariant: the bins of an activity add up to the time of all its intervals.
 
   Threads: nothing here is locked.
 
@@ -49,10 +50,10 @@ class Timeline:
     self._start_s = 0.0
     self._end_s = 0.0
     self._width_s = _FIRST_WIDTH_S
-    self._bins: dict[str, np.ndarray] = {}  # shares of a bin
+    self._bins: dict[str, np.ndarray] = {}  # share of each bin's width
 
   def add(self, interval: Interval) -> None:
-    """Adds an interval; the first one that is added is also the earliest."""
+    """Add an interval; the first one added must also be the earliest."""
     if not self._num_added:
       self._start_s = self._end_s = interval.start_s
     self._num_added += 1
@@ -65,7 +66,7 @@ class Timeline:
     bins = self._bins[interval.activity]
     start = max(interval.start_s - self._start_s, 0.0) / self._width_s
     end = max(interval.end_s - self._start_s, 0.0) / self._width_s
-    # Rounding may bring an end to the very edge.
+    # Rounding may move an end onto the edge of the last bin.
     first, last = (min(int(x), _NUM_BINS - 1) for x in (start, end))
     if first == last:
       bins[first] += end - start
@@ -83,26 +84,26 @@ class Timeline:
 
   @property
   def activities(self) -> list[str]:
-    """Their names, in the order in which they first came."""
+    """The names of all activities, in the order of their first interval."""
     return list(self._bins)
 
   @property
   def span_s(self) -> tuple[float, float] | None:
-    """From the start of the first interval to the last end; None if empty."""
+    """The start of the first interval and the last end; None if empty."""
     return (self._start_s, self._end_s) if self._num_added else None
 
   @property
   def detailed_from_s(self) -> float:
-    """From here on `recent` has every interval."""
+    """The time from which on `recent` has every interval."""
     has_all = self._num_added == len(self.recent)
     return -math.inf if has_all else self.recent[0].start_s
 
   def shares(
     self, edges_s: Float[np.ndarray, "edges"]
   ) -> dict[str, np.ndarray]:
-    """Each activity's share of the time between neighbouring edges.
+    """Return each activity's share of the time between neighbouring edges.
 
-    Within a bin its time counts as spread evenly.
+    The time inside a bin counts as evenly spread.
     """
     ends_s = self._start_s + self._width_s * np.arange(_NUM_BINS + 1)
     shares = {}

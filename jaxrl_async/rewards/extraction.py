@@ -4,8 +4,8 @@
 def extract_answer(completion: str, answer_prefix: str) -> str | None:
   """Return what follows the last prefix, up to the end of its line, stripped.
 
-  Scorers give partial credit to text that merely contains the answer, so they
-  are shown the extracted answer only.
+  The scorers of reasoning-gym give partial credit to text that merely contains
+  the right answer. What they score is therefore the extracted answer alone.
 
   Args:
     completion: what the policy wrote, without special tokens.

@@ -25,12 +25,12 @@ class FileLock:
   """
 
   def __init__(self, descriptor: int):
-    """Args: descriptor: of an open file, which belongs to the lock."""
+    """Take over the descriptor of an open file."""
     self._descriptor = descriptor
     self._depth = 0
 
   def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
-    """Whether it was had before the timeout."""
+    """Take the lock, and return whether it was free before the timeout."""
     end_s = None if timeout is None else time.monotonic() + timeout
     while not self._depth and not self._try():
       if not block or (end_s is not None and time.monotonic() > end_s):
@@ -40,7 +40,7 @@ class FileLock:
     return True
 
   def release(self) -> None:
-    """Once for each `acquire`."""
+    """Give the lock back; once for each `acquire`."""
     self._depth -= 1
     if not self._depth:
       fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
@@ -59,7 +59,7 @@ class FileLock:
     return _from_parent, (reduction.DupFd(self._descriptor),)
 
 
-def _from_parent(duplicate) -> FileLock:
+def _from_parent(duplicate: Any) -> FileLock:
   return FileLock(duplicate.detach())
 
 

@@ -11,6 +11,8 @@ import types
 from typing import Any
 import warnings
 
+from jaxrl_async.types import Completion
+
 
 @functools.cache
 def library() -> types.ModuleType:
@@ -34,7 +36,7 @@ def library() -> types.ModuleType:
 
 
 def datasets() -> Mapping[str, tuple[type, type]]:
-  """Class and settings dataclass of every dataset, by name."""
+  """Return class and settings dataclass of every dataset, by name."""
   return library().factory.DATASETS
 
 
@@ -46,11 +48,16 @@ def create_dataset(name: str, params: Mapping[str, Any], **sizes: int) -> Any:
 _SCORERS: dict[str, Callable[[str | None, Mapping[str, Any]], float]] = {}
 
 
-def score(item: Mapping[str, Any], answer: str | None) -> float:
+def score(item: Mapping[str, Any], completion: Completion) -> float:
+  """Score a completion's answer as the dataset that made the item does."""
+  return score_answer(item, completion.answer)
+
+
+def score_answer(item: Mapping[str, Any], answer: str | None) -> float:
   """Score an answer as the dataset that made the item does, from 0 to 1.
 
   Args:
-    item: a `types.Prompt.item`, as `prompts.QuestionSource` makes them.
+    item: as `questions.QuestionSource` makes them.
     answer: the extracted answer; None scores 0, as nothing was answered.
   """
   if answer is None:

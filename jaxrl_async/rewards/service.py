@@ -1,8 +1,9 @@
 """Scores whole groups in a pool of processes, each score with a deadline.
 
-A reward is other people's code run on text that a policy made up: it may raise,
-hang, exit or return no number. Each of these is a `RewardFailure`, after the
-configured retries; a failure is never turned into a score.
+A scorer is other people's code run on text that a policy made up: it may raise,
+hang, exit, or return something that is no reward. Each of these is a
+`RewardFailure`, after the configured retries; a failure is never turned into a
+score.
 
 One group is one pool task: 32 groups of 16 cost 32 round trips, not 512.
 """
@@ -10,13 +11,13 @@ One group is one pool task: 32 groups of 16 cost 32 round trips, not 512.
 from collections.abc import Callable, Sequence
 from concurrent import futures
 import dataclasses
-import math
 import multiprocessing
 import signal
 import sys
 import threading
 import time
 import traceback
+import types
 from typing import Any
 
 import pebble
@@ -24,10 +25,12 @@ import pebble
 from jaxrl_async.rewards import extraction
 from jaxrl_async.rewards import file_lock
 from jaxrl_async.rewards import reasoning
+from jaxrl_async.rewards import returned as returned_lib
+from jaxrl_async.types import Completion, Reward
 
-# (types.Prompt.item, extracted answer or None) -> score. A function of a module
-# that imports neither jax nor the launch file.
-Scorer = Callable[[dict[str, Any], str | None], float]
+# (types.Prompt.item, completion) -> score, or a score with more to it. It must
+# be a function of a module that imports neither jax nor the launch file.
+Scorer = Callable[[dict[str, Any], Completion], float | Reward]
 
 _PRELOAD = "jaxrl_async.rewards.preload"
 # Processor seconds past its deadline after which a score that does not return
@@ -54,11 +57,12 @@ class RewardFailure:
 class RewardService:
   """A pool of processes that score groups.
 
-  Invariant: each submitted group ends as scores or as a `RewardFailure`, within
-  (num_retries + 1) * (group size * timeout_s + 2 s) of being picked up, for as
-  long as its owner polls. Why: each score runs under a timer in its process; a
-  process that ignores it is killed by the kernel or, at last, by pebble; a pool
-  that broke is replaced, and the groups it held count a failed attempt.
+  Invariant: each submitted group ends as rewards or as a `RewardFailure`,
+  within (num_retries + 1) * (group size * timeout_s + 2 s) of being picked up,
+  for as long as its owner polls. Why: each score runs under a timer in its
+  process; a process that ignores it is killed by the kernel or, at last, by
+  pebble; a pool that broke is replaced, and the groups it held count a failed
+  attempt.
 
   Threads: any thread may submit, and owns the handle it got. `_lock` guards the
   pool in use and the counters.
@@ -123,13 +127,25 @@ class RewardService:
         )
 
   def submit(
-    self, item: dict[str, Any], completions: Sequence[str]
+    self, item: dict[str, Any], completions: Sequence[Completion]
   ) -> "ScoreHandle":
-    """Begin to score a group; returns at once."""
-    return ScoreHandle(self, item, list(completions))
+    """Begin to score a group; returns at once.
+
+    Args:
+      item: the prompt's, as the scorer is given it.
+      completions: of `completion.of_trajectory`; their answers are found here.
+    """
+    answered = [
+      dataclasses.replace(
+        completion,
+        answer=extraction.extract_answer(completion.text, self._answer_prefix),
+      )
+      for completion in completions
+    ]
+    return ScoreHandle(self, item, answered)
 
   def metrics(self) -> dict[str, float]:
-    """Failed attempts so far; seconds an attempt, since the last call."""
+    """Return failed attempts so far, and seconds an attempt since last time."""
     with self._lock:
       latencies_s, self._latencies_s = self._latencies_s, []
       return {
@@ -189,7 +205,7 @@ class RewardService:
     self._stopping.append(thread)
 
   def _schedule(
-    self, item: dict[str, Any], completions: list[str]
+    self, item: dict[str, Any], completions: list[Completion]
   ) -> tuple[pebble.ProcessPool, futures.Future]:
     with self._lock:
       if self._is_closed:
@@ -199,13 +215,7 @@ class RewardService:
         self._pool = self._new_pool()
       future = self._pool.schedule(
         _score_group,
-        args=(
-          self._scorer,
-          item,
-          completions,
-          self._answer_prefix,
-          self._timeout_s,
-        ),
+        args=(self._scorer, item, completions, self._timeout_s),
         timeout=len(completions) * self._timeout_s + _GROUP_GRACE_S,
       )
       submitted_s = time.monotonic()
@@ -231,17 +241,20 @@ class ScoreHandle:
   """A group being scored. Retries happen when its owner polls."""
 
   def __init__(
-    self, service: RewardService, item: dict[str, Any], completions: list[str]
+    self,
+    service: RewardService,
+    item: dict[str, Any],
+    completions: list[Completion],
   ):
     self._service = service
     self._item = item
     self._completions = completions
     self._attempts_left = service._num_retries
-    self._outcome: list[float] | RewardFailure | None = None
+    self._outcome: list[Reward] | RewardFailure | None = None
     self._begin()
 
   def done(self) -> bool:
-    """Whether the result is there; does not block.
+    """Return whether the result is there, without waiting for it.
 
     Raises:
       RuntimeError: the service was closed meanwhile.
@@ -256,8 +269,8 @@ class ScoreHandle:
     self._settle(_outcome(self._future))
     return self._outcome is not None
 
-  def result(self) -> list[float] | RewardFailure:
-    """Wait for the scores, in the order of the completions."""
+  def result(self) -> list[Reward] | RewardFailure:
+    """Wait for the rewards, in the order of the completions."""
     while not self.done():
       # Not for ever: a closed or broken pool never completes its futures.
       futures.wait([self._future], timeout=0.1)
@@ -269,7 +282,7 @@ class ScoreHandle:
       self._item, self._completions
     )
 
-  def _settle(self, outcome: list[float] | RewardFailure) -> None:
+  def _settle(self, outcome: list[Reward] | RewardFailure) -> None:
     if isinstance(outcome, RewardFailure):
       self._service._count_failure(outcome)
       if self._attempts_left > 0:
@@ -279,8 +292,8 @@ class ScoreHandle:
     self._outcome = outcome
 
 
-def _outcome(future: futures.Future) -> list[float] | RewardFailure:
-  """What became of one attempt."""
+def _outcome(future: futures.Future) -> list[Reward] | RewardFailure:
+  """Return what became of one attempt."""
   if not future.done():
     return RewardFailure("error: the pool of reward processes broke")
   if future.cancelled():
@@ -315,27 +328,28 @@ def _loaded_modules() -> tuple[bool, bool]:
 def _score_group(
   scorer: Scorer,
   item: dict[str, Any],
-  completions: list[str],
-  answer_prefix: str,
+  completions: list[Completion],
   timeout_s: float,
-) -> list[float] | RewardFailure:
+) -> list[Reward] | RewardFailure:
   """Score each completion, or say why the first that failed did."""
-  scores = []
+  rewards = []
   for completion in completions:
-    answer = extraction.extract_answer(completion, answer_prefix)
-    score = _score_before_deadline(scorer, item, answer, timeout_s)
-    if isinstance(score, RewardFailure):
-      return score
-    scores.append(score)
-  return scores
+    reward = _score_before_deadline(scorer, item, completion, timeout_s)
+    if isinstance(reward, RewardFailure):
+      return reward
+    rewards.append(reward)
+  return rewards
 
 
 def _score_before_deadline(
-  scorer: Scorer, item: dict[str, Any], answer: str | None, timeout_s: float
-) -> float | RewardFailure:
+  scorer: Scorer,
+  item: dict[str, Any],
+  completion: Completion,
+  timeout_s: float,
+) -> Reward | RewardFailure:
   ran_out = False
 
-  def run_out(signum, frame):
+  def run_out(signum: int, frame: types.FrameType | None) -> None:
     nonlocal ran_out
     ran_out = True
     raise _ScoreTimeout
@@ -347,9 +361,9 @@ def _score_before_deadline(
   signal.setitimer(signal.ITIMER_VIRTUAL, timeout_s + _KILL_GRACE_S)
   error = None
   try:
-    score = scorer(item, answer)
+    returned = scorer(item, completion)
   except BaseException as raised:  # SystemExit too: user code, counted
-    error, score = raised, None
+    error, returned = raised, None
   finally:
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
@@ -361,12 +375,9 @@ def _score_before_deadline(
   if error is not None:
     return RewardFailure(f"error: {_one_line(error)}", where)
   try:
-    value = float(score)  # pyright: ignore[reportArgumentType]
-  except (TypeError, ValueError):
-    return RewardFailure(f"error: the scorer returned {score!r:.80}, no number")
-  if not math.isfinite(value):
-    return RewardFailure(f"nan: the scorer returned {value}")
-  return value
+    return returned_lib.as_reward(returned, len(completion.tokens))
+  except returned_lib.NoRewardError as unusable:
+    return RewardFailure(str(unusable))
 
 
 def _one_line(error: BaseException) -> str:

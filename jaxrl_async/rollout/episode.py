@@ -11,6 +11,7 @@ append or returns before its first turn fails its group.
 """
 
 from collections.abc import Callable, Generator
+import dataclasses
 
 import numpy as np
 
@@ -52,6 +53,42 @@ def advance(turns: Turns, written: np.ndarray | None) -> np.ndarray | None:
   if len(tokens) == 0:
     raise EpisodeError("yielded a turn without tokens")
   return tokens
+
+
+def begin(member: int, tokens: np.ndarray) -> types.Trajectory:
+  """A trajectory that consists of its first prompt alone."""
+  nothing = types.Trajectory(
+    member=member,
+    tokens=np.zeros((0,), np.int32),
+    loss_mask=np.zeros((0,), bool),
+    behavior_logprobs=np.zeros((0,), np.float32),
+    policy_versions=np.zeros((0,), np.int32),
+  )
+  return extend(nothing, tokens)
+
+
+def extend(
+  trajectory: types.Trajectory, tokens: np.ndarray
+) -> types.Trajectory:
+  """The trajectory with the prompt of its next turn, ready to be written on."""
+  n = len(tokens)
+  return dataclasses.replace(
+    trajectory,
+    tokens=np.concatenate([trajectory.tokens, np.asarray(tokens, np.int32)]),
+    loss_mask=np.pad(trajectory.loss_mask, (0, n)),
+    behavior_logprobs=np.pad(trajectory.behavior_logprobs, (0, n)),
+    policy_versions=np.pad(
+      trajectory.policy_versions, (0, n), constant_values=-1
+    ),
+    finish_reason=None,
+  )
+
+
+def last_completion(trajectory: types.Trajectory) -> np.ndarray:
+  """A copy of what the policy wrote in the last turn."""
+  mask = trajectory.loss_mask
+  start = len(mask) - int((~mask[::-1]).argmax())
+  return trajectory.tokens[start:].copy()
 
 
 def replay(turns: Turns, trajectory: types.Trajectory) -> np.ndarray | None:

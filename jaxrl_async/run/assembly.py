@@ -1,8 +1,7 @@
-"""From a config to the parts of a run."""
+"""Makes the parts of a run from its setup."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import dataclasses
-import os
 import pathlib
 from typing import Any
 
@@ -12,96 +11,35 @@ from jaxrl_async.config import sections
 from jaxrl_async.coordination import transfer_directory
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.data import prompts
-from jaxrl_async.data import question_stream
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
-from jaxrl_async.models import configs
-from jaxrl_async.models import hf_config
+from jaxrl_async.models import transformer
 from jaxrl_async.models.attention import packed_attention
 from jaxrl_async.planning import aot
-from jaxrl_async.planning import memory_estimate
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rewards import service as service_lib
-from jaxrl_async.rollout import worker as worker_lib
-from jaxrl_async.run import config_checks
+from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.run import device_checks
-from jaxrl_async.run import dry_run
 from jaxrl_async.run import initial_params
-from jaxrl_async.text import tokenizer as tokenizer_lib
+from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.training import objectives
-from jaxrl_async.training import packing
 from jaxrl_async.training import sft
 from jaxrl_async.training import train_step
 from jaxrl_async.training import trainer as trainer_lib
 
 
-def _published(config: sections.Config) -> pathlib.Path | None:
-  """The directory of a published model, if `model.name` names one."""
-  name = config.model.name  # os.path takes any, where pathlib may raise
-  is_directory = name not in configs.MODELS and os.path.isdir(name)
-  return pathlib.Path(name) if is_directory else None
-
-
-def load_tokenizer(config: sections.Config) -> tokenizer_lib.Tokenizer:
-  """The published model's tokenizer; without one, a token a character.
-
-  Raises:
-    ConfigError: the directory has no tokenizer that can be used.
-  """
-  directory = _published(config)
-  if directory is None:
-    return tokenizer_lib.character_level()
-  try:
-    return tokenizer_lib.load(directory)
-  except (FileNotFoundError, ValueError) as error:
-    raise sections.ConfigError(f"model.name: {error}") from error
-
-
-def model_config(
-  config: sections.Config, vocab_size: int
-) -> configs.ModelConfig:
-  """The architecture of a run, with its tokenizer's vocabulary.
-
-  A published model keeps its own, which may be larger, and so does one of
-  ours that has the shapes of a published one.
-
-  Raises:
-    ConfigError: there is no model of that name, or not one of ours.
-  """
-  name = config.model.name
-  if name in configs.MODELS:
-    model = configs.MODELS[name]
-    return dataclasses.replace(
-      model, vocab_size=max(model.vocab_size, vocab_size)
-    )
-  directory = _published(config)
-  if directory is None:
-    raise sections.ConfigError(
-      f"model.name: {sections.shown(name)} does not exist; use one of"
-      f" {', '.join(configs.MODELS)}, or a directory in Hugging Face's format"
-    )
-  try:
-    model = hf_config.model_config(directory)
-    hf_config.check_vocabulary(directory, model, vocab_size)
-  except (FileNotFoundError, ValueError) as error:
-    raise sections.ConfigError(f"model.name: {error}") from error
-  return model
-
-
 def forward_settings(
-  config: sections.Config,
-  model: configs.ModelConfig,
-  mesh: jax.sharding.Mesh,
-  temperature: float,
+  setup: setup_lib.Setup, temperature: float
 ) -> train_step.ForwardSettings:
-  """The trainer's forward pass over a mesh, at a temperature.
+  """The policy's forward pass on the training slice, at a temperature.
 
   Raises:
     ConfigError: its attention does not work there.
   """
-  layout = mesh_lib.Layout(mesh=mesh, rules=config.mesh.train_rules)
+  config, model = setup.config, setup.model
+  layout = mesh_lib.Layout(mesh=setup.train_mesh, rules=config.mesh.train_rules)
   return train_step.ForwardSettings(
     model=model,
     compute_dtype=config.model.compute_dtype,
@@ -120,35 +58,34 @@ def forward_settings(
   )
 
 
-def make_engine(
-  config: sections.Config,
-  model: configs.ModelConfig,
-  mesh: jax.sharding.Mesh,
-  end_tokens: tuple[int, ...],
-) -> engine_lib.Engine:
-  """The engine of a run."""
+def make_engine(setup: setup_lib.Setup) -> engine_lib.Engine:
+  """The engine of the rollout slice."""
+  config = setup.config
   names = [
     field.name for field in dataclasses.fields(decode_state_lib.EngineSizes)
   ]
   sizes = {name: getattr(config.rollout, name) for name in names}
   return engine_lib.Engine(
-    model,
+    setup.model,
     decode_state_lib.EngineSizes(**sizes),
-    mesh=mesh,
+    mesh=setup.rollout_mesh,
     rules=config.mesh.rollout_rules,
     seed=config.seed,
-    end_tokens=end_tokens,
+    end_tokens=setup.tokenizer.end_tokens,
     dtype=config.rollout.dtype,
     weights=config.rollout.weights,
     attention=config.rollout.attention,
   )
 
 
-def worker_settings(config: sections.Config) -> worker_lib.WorkerSettings:
-  """What the rollout worker needs of a config."""
-  return worker_lib.WorkerSettings(
+def coordinator_settings(
+  config: sections.Config,
+) -> coordinator_lib.CoordinatorSettings:
+  """What the coordinator needs of a config."""
+  return coordinator_lib.CoordinatorSettings(
     group_size=config.algorithm.group_size,
     max_completion_tokens=config.rollout.max_completion_tokens,
+    max_tokens=config.rollout.cache_tokens,
     temperature=config.rollout.temperature,
     filter_zero_std=config.algorithm.filter_zero_std,
     max_failed_groups=config.task.max_failed_groups,
@@ -168,30 +105,30 @@ def make_rewards(
   )
 
 
-def prompt_source(
-  config: sections.Config, tokenizer: tokenizer_lib.Tokenizer
-) -> prompts.PromptSource:
+def prompt_source(setup: setup_lib.Setup) -> prompts.PromptSource:
   """Where the prompts of a run come from."""
+  config = setup.config
   return prompts.PromptSource(
+    items=setup.source,
     task=config.task,
-    tokenizer=tokenizer,
+    tokenizer=setup.tokenizer,
     seed=config.seed,
     max_prompt_tokens=config.rollout.max_prompt_tokens,
   )
 
 
 def make_scheduler(
-  config: sections.Config,
+  setup: setup_lib.Setup,
   engine: engine_lib.Engine,
-  tokenizer: tokenizer_lib.Tokenizer,
   busy: metrics_lib.BusyClock,
 ) -> scheduler_lib.Scheduler:
-  """The scheduler of a run; what its template begins with is shared."""
+  """The scheduler of a run. Its prompts share the template's beginning."""
+  config = setup.config
   beginning = config.task.template.split("{", 1)[0]
   return scheduler_lib.Scheduler(
     engine,
     kv_on_adopt=config.rollout.kv_on_adopt,
-    shared_tokens=tokenizer.encode_prompt(beginning),
+    shared_tokens=setup.tokenizer.encode_prompt(beginning),
     busy=busy,
   )
 
@@ -203,12 +140,16 @@ def make_channel(
   engine: engine_lib.Engine,
   note: Callable[[str], None],
 ) -> weight_transfer.WeightChannel:
-  """The channel of a run, for arrays of the shapes and types `published`."""
-  target = jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-    published,
-    engine.params_sharding.weights,
-  )
+  """The channel of a run.
+
+  Args:
+    config: validated.
+    workdir: of the run.
+    published: shapes and types of the arrays that are published.
+    engine: that adopts them.
+    note: is told what the channel found in its directory.
+  """
+  target = aot.placed(published, engine.params_sharding.weights)
   return weight_transfer.make_channel(
     config.transfer.channel,
     directory=transfer_directory.prepare(
@@ -219,38 +160,38 @@ def make_channel(
   )
 
 
-def _microbatches(config: sections.Config) -> int:
-  """Of a minibatch of the longest trajectories."""
-  algorithm, rollout = config.algorithm, config.rollout
-  return packing.expected_microbatches(
-    algorithm.group_size
-    * algorithm.groups_per_step
-    // algorithm.num_minibatches,
-    max_tokens=rollout.max_prompt_tokens + rollout.max_completion_tokens,
-    tokens_per_row=config.train.tokens_per_row,
-    rows_per_microbatch=config.train.rows_per_microbatch,
+def policy_loss(section: sections.AlgorithmSection) -> objectives.Loss:
+  """What the config says is minimised: the loss of decoupled PPO."""
+  return objectives.decoupled_ppo(
+    proximal=objectives.PROXIMAL_MODES[section.proximal],
+    clip_low=section.clip_low,
+    clip_high=section.clip_high,
+    behavior_weight_cap=section.behavior_weight_cap,
+    cap_mode=section.behavior_weight_cap_mode,
   )
 
 
 def make_trainer(
-  config: sections.Config,
-  model: configs.ModelConfig,
-  mesh: jax.sharding.Mesh,
+  setup: setup_lib.Setup,
   busy: metrics_lib.BusyClock,
+  *,
+  loss: objectives.Loss | None = None,
 ) -> trainer_lib.Trainer:
-  """The trainer of a run."""
+  """The trainer of a run.
+
+  Args:
+    setup: of the run.
+    busy: told when the training slice is at work.
+    loss: instead of the config's `policy_loss`.
+  """
+  config = setup.config
   algorithm = config.algorithm
   return trainer_lib.Trainer(
-    mesh=mesh,
+    mesh=setup.train_mesh,
     rules=config.mesh.train_rules,
-    forward=forward_settings(config, model, mesh, config.rollout.temperature),
-    loss=objectives.decoupled_ppo(
-      proximal=objectives.PROXIMAL_MODES[algorithm.proximal],
-      clip_low=algorithm.clip_low,
-      clip_high=algorithm.clip_high,
-      behavior_weight_cap=algorithm.behavior_weight_cap,
-      cap_mode=algorithm.behavior_weight_cap_mode,
-    ),
+    models=setup.models,
+    forward=forward_settings(setup, config.rollout.temperature),
+    loss=loss or policy_loss(algorithm),
     stages=(
       [train_step.PROXIMAL_STAGE]
       if algorithm.proximal is sections.ProximalMode.RECOMPUTE
@@ -260,10 +201,9 @@ def make_trainer(
       tokens_per_row=config.train.tokens_per_row,
       rows_per_microbatch=config.train.rows_per_microbatch,
       num_minibatches=algorithm.num_minibatches,
-      min_microbatches=_microbatches(config),
+      min_microbatches=setup.max_microbatches,
       advantage_scale=algorithm.advantage_scale,
     ),
-    optimizer=config.train.optimizer,
     num_steps=config.train.num_steps,
     decay=config.train.decay,
     rollout_dtype=config.rollout.dtype,
@@ -273,140 +213,41 @@ def make_trainer(
 
 
 def warm_start(
-  config: sections.Config,
-  model: configs.ModelConfig,
-  mesh: jax.sharding.Mesh,
-  tokenizer: tokenizer_lib.Tokenizer,
-  on_step: Callable[[int, float], None],
-) -> Any:
-  """The first stage: parameters after supervised training, or without it.
+  setup: setup_lib.Setup, on_step: Callable[[int, float], None]
+) -> transformer.Params:
+  """The policy's parameters after the first stage, supervised training.
 
-  They are fresh before it, or those of the published model.
+  The stage begins with those of the pretrained model, or with fresh ones. It is
+  skipped where `warm_start.checkpoint` names its result.
+
+  Args:
+    setup: of the run.
+    on_step: told step and loss after each step.
   """
+  config = setup.config
   section = config.warm_start
-  shardings = initial_params.shardings(config, model, mesh)
   if section.checkpoint:
-    return initial_params.load(section.checkpoint, model, shardings)
-  published = _published(config)
-  rows = None
+    return initial_params.load(section.checkpoint, setup)
+  rows = params = None
   if section.num_steps:
-    source = prompt_source(config, tokenizer)
     max_tokens = config.train.tokens_per_row
-    examples = prompts.worked_examples(source, section, max_tokens=max_tokens)
+    examples = prompts.worked_examples(
+      prompt_source(setup), section, max_tokens=max_tokens
+    )
     rows = sft.pack_examples(examples, tokens_per_row=max_tokens)
+  if setup.pretrained is not None:
+    params = initial_params.load_pretrained(
+      "model.name", setup.pretrained, setup
+    )
   return sft.warm_start(
     section,
     rows,
-    params=published
-    and initial_params.load_published(
-      "model.name", published, model, shardings
-    ),
-    mesh=mesh,
+    params=params,
+    mesh=setup.train_mesh,
     rules=config.mesh.train_rules,
-    forward=forward_settings(config, model, mesh, 1.0),
+    forward=forward_settings(setup, 1.0),
     rows_per_microbatch=config.train.rows_per_microbatch,
     max_bad_updates=config.train.max_bad_updates,
     seed=config.seed,
     on_step=on_step,
   )
-
-
-def training_memory(
-  config: sections.Config, model: configs.ModelConfig, devices: Sequence[Any]
-) -> memory_estimate.Estimate:
-  """What the training slice needs of a device, before anything compiles."""
-  mesh, _ = cut_devices(config, devices)
-  return device_checks.training_memory(
-    config, model, mesh, microbatches=_microbatches(config)
-  )
-
-
-def check(config: sections.Config, devices: Sequence[Any]) -> None:
-  """Checks what `config_checks` cannot: names, sizes, data and template.
-
-  Quantised weights are tried out on a rollout device, if it is there; else
-  nothing compiles.
-
-  Raises:
-    ConfigError: one line that names the field.
-  """
-  question_stream.start_server()  # imports its library meanwhile
-  tokenizer = load_tokenizer(config)
-  model = model_config(config, tokenizer.vocab_size)
-  train_mesh, rollout_mesh = cut_devices(config, devices)
-  device_checks.check_sharding(config, model, len(devices))
-  device_checks.check_weights(config.rollout.weights, rollout_mesh)
-  device_checks.check_training_memory(
-    config, training_memory(config, model, devices), train_mesh
-  )
-  device_checks.check_rollout_memory(config, model, rollout_mesh)
-  source = prompt_source(config, tokenizer)
-  prompts.validate_task(source)
-  if config.warm_start.num_steps and not config.warm_start.checkpoint:
-    prompts.validate_warm_start(
-      source, config.warm_start, max_tokens=config.train.tokens_per_row
-    )
-
-
-def cut_devices(
-  config: sections.Config, devices: Sequence[Any]
-) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
-  """Train and rollout mesh.
-
-  Raises:
-    ConfigError: a mesh would have chips of two TPU slices.
-  """
-  train, rollout = config_checks.slice_shapes(config.mesh, len(devices))
-  meshes = mesh_lib.cut_devices(
-    devices, train_shape=train, rollout_shape=rollout
-  )
-  for side, mesh in zip(("train", "rollout"), meshes, strict=True):
-    sections.require(
-      len(set(mesh.devices.flat)) == mesh.size,
-      f"mesh.{side}_data",
-      f"the {side} slice would have chips of two TPU slices; give each mesh the"
-      " chips of one",
-    )
-  return meshes
-
-
-def describe(config: sections.Config, devices: Sequence[Any]) -> str:
-  """What `--dry_run` prints: sizes, memory and devices; compiles nothing.
-
-  Except for a small product, where weights are to be quantised.
-
-  Raises:
-    ConfigError: as a run would.
-  """
-  check(config, devices)
-  model = model_config(config, load_tokenizer(config).vocab_size)
-  train_mesh, rollout_mesh = cut_devices(config, devices)
-  return dry_run.report(
-    config,
-    model,
-    training=training_memory(config, model, devices),
-    published_bytes=device_checks.published_bytes(config, model),
-    train_mesh=train_mesh,
-    rollout_mesh=rollout_mesh,
-  )
-
-
-def programs(
-  config: sections.Config, devices: Sequence[Any]
-) -> tuple[dict[str, list[aot.Program]], str]:
-  """What a run on these devices compiles, by slice.
-
-  Returns:
-    And which attention they take.
-  """
-  tokenizer = load_tokenizer(config)
-  model = model_config(config, tokenizer.vocab_size)
-  train_mesh, rollout_mesh = cut_devices(config, devices)
-  trainer = make_trainer(config, model, train_mesh, metrics_lib.BusyClock())
-  engine = make_engine(config, model, rollout_mesh, tokenizer.end_tokens)
-  slices = {
-    "training": trainer.programs(),
-    "rollout": engine.programs(trainer.published_shapes()),
-  }
-  attention = f"packed rows {trainer.forward.attention}"
-  return slices, f"{attention}, {engine.attention.description}"

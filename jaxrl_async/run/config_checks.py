@@ -12,6 +12,7 @@ import string
 
 from jaxrl_async.config import bounds
 from jaxrl_async.config import directories
+from jaxrl_async.config import field_types
 from jaxrl_async.config import sections
 from jaxrl_async.config.mesh_shape import MeshShape
 from jaxrl_async.data import worked_solutions
@@ -179,7 +180,7 @@ def slice_shapes(
 def _check_rules(mesh: sections.MeshSection) -> None:
   for side in ("train", "rollout"):
     rules = getattr(mesh, f"{side}_rules")
-    for path, _, axes in sections.leaves(rules, f"mesh.{side}_rules."):
+    for path, _, axes in field_types.leaves(rules, f"mesh.{side}_rules."):
       for axis in axes:
         sections.require(
           axis in sections.MESH_AXES,

@@ -8,25 +8,23 @@ import jax
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.devices import topology
-from jaxrl_async.models import configs
 from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
 from jaxrl_async.planning import aot
 from jaxrl_async.planning import memory_estimate
 from jaxrl_async.run import config_checks
-from jaxrl_async.run import initial_params
+from jaxrl_async.run import setup as setup_lib
+from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
-from jaxrl_async.training import trainer as trainer_lib
 
 
-def check_sharding(
-  config: sections.Config, model: configs.ModelConfig, num_devices: int
-) -> None:
+def check_sharding(setup: setup_lib.Setup) -> None:
   """Checks that every array of the model divides over its mesh axes.
 
   Raises:
     ConfigError: names the rule, or the mesh axis, that does not fit.
   """
+  config, model = setup.config, setup.model
   sizes = {
     "vocab": (model.vocab_size, "vocabulary"),
     "embed": (model.model_dim, "model dimension"),
@@ -36,8 +34,9 @@ def check_sharding(
     "mlp": (model.mlp_dim, "MLP dimension"),
     "layers": (model.num_layers, "number of layers"),
   }
-  shapes = config_checks.slice_shapes(config.mesh, num_devices)
-  for side, shape in zip(("train", "rollout"), shapes, strict=True):
+  meshes = setup.train_mesh, setup.rollout_mesh
+  for side, mesh in zip(("train", "rollout"), meshes, strict=True):
+    shape = mesh_lib.shape_of(mesh)
     rules = getattr(config.mesh, f"{side}_rules")
     is_stacked = side == "train"
     arrays = transformer.logical_axes(model, is_stacked=is_stacked)
@@ -60,15 +59,14 @@ def check_sharding(
       )
 
 
-def check_weights(
-  weights: sections.WeightFormat, mesh: jax.sharding.Mesh
-) -> None:
+def check_weights(setup: setup_lib.Setup) -> None:
   """Tries quantised weights on a rollout device, if it is there.
 
   Raises:
     ConfigError: it cannot use them.
   """
-  device = mesh.devices.flat[0]
+  weights = setup.config.rollout.weights
+  device = setup.rollout_mesh.devices.flat[0]
   if topology.is_described(device):
     return
   reason = quantization.unsupported(weights, device)
@@ -86,52 +84,53 @@ def num_bytes(shapes: Any) -> int:
   )
 
 
-def training_memory(
-  config: sections.Config,
-  model: configs.ModelConfig,
-  mesh: jax.sharding.Mesh,
-  *,
-  microbatches: int,
-) -> memory_estimate.Estimate:
-  """What the training slice needs of a device, before anything compiles.
-
-  Args:
-    config: validated.
-    model: with the tokenizer's vocabulary.
-    mesh: of the training slice.
-    microbatches: of a minibatch, at most.
-  """
-  section = config.train.optimizer
-  optimizer = train_step.make_optimizer(
-    section, train_step.learning_rate_schedule(section)
-  )
+def model_bytes(
+  setup: setup_lib.Setup,
+) -> dict[str, memory_estimate.ModelBytes]:
+  """What each model of the train state needs of a device, by name."""
+  models = setup.models
+  optimizers = train_step.make_optimizers(models)
   state = aot.placed(
-    trainer_lib.abstract_train_state(model, optimizer),
-    trainer_lib.state_sharding(
-      mesh,
-      model,
-      optimizer,
-      initial_params.shardings(config, model, mesh),
-      offload=section.offload,
+    train_state.shapes(models, optimizers),
+    train_state.shardings(
+      setup.train_mesh, setup.config.mesh.train_rules, models, optimizers
     ),
   )
-  rows = config.train.rows_per_microbatch * microbatches
+  return {name: bytes_of(model) for name, model in state.models.items()}
+
+
+def bytes_of(model: train_state.ModelState) -> memory_estimate.ModelBytes:
+  """What a model needs of each device, from the shapes of its state."""
+  return memory_estimate.ModelBytes(
+    trainable=aot.bytes_a_device(model.trainable),
+    frozen=aot.bytes_a_device(model.frozen),
+    optimizer=aot.bytes_a_device(model.opt_state),
+  )
+
+
+def training_memory(setup: setup_lib.Setup) -> memory_estimate.Estimate:
+  """What the training slice needs of a device, before anything compiles."""
+  config = setup.config
+  others = model_bytes(setup)
+  policy = others.pop(train_state.POLICY)
+  rows = config.train.rows_per_microbatch * setup.max_microbatches
   return memory_estimate.training(
-    model,
-    mesh_lib.shape_of(mesh),
+    setup.model,
+    mesh_lib.shape_of(setup.train_mesh),
     config.mesh.train_rules,
     config.train,
     config.model,
-    weights=aot.bytes_a_device(state.params),
-    optimizer=aot.bytes_a_device(state.opt_state),
+    policy=policy,
+    others=others.values(),
     tokens_per_step=rows
     * config.algorithm.num_minibatches
     * config.train.tokens_per_row,
   )
 
 
-def published_bytes(config: sections.Config, model: configs.ModelConfig) -> int:
-  """Of the engine's weights, before they are sharded."""
+def rollout_memory(setup: setup_lib.Setup) -> dict[str, int]:
+  """What the rollout slice needs of a device, by what needs it."""
+  config, model = setup.config, setup.model
   published = jax.eval_shape(
     lambda: train_step.published_params(
       transformer.init_params(model, jax.random.key(0)),
@@ -140,7 +139,13 @@ def published_bytes(config: sections.Config, model: configs.ModelConfig) -> int:
       config.rollout.weights,
     )
   )
-  return num_bytes(published)
+  return memory_estimate.rollout(
+    model,
+    mesh_lib.shape_of(setup.rollout_mesh),
+    config.mesh.rollout_rules,
+    config.rollout,
+    published=num_bytes(published),
+  )
 
 
 def _memory_of(mesh: jax.sharding.Mesh) -> int | float | None:
@@ -151,38 +156,28 @@ def _memory_of(mesh: jax.sharding.Mesh) -> int | float | None:
   return topology.memory_bytes(device)
 
 
-def check_rollout_memory(
-  config: sections.Config,
-  model: configs.ModelConfig,
-  mesh: jax.sharding.Mesh,
-) -> None:
+def check_rollout_memory(setup: setup_lib.Setup) -> None:
   """Refuses an engine that the devices of its mesh cannot hold.
 
   Raises:
     ConfigError: one line that names the largest part.
   """
-  parts = memory_estimate.rollout(
-    model,
-    mesh_lib.shape_of(mesh),
-    config.mesh.rollout_rules,
-    config.rollout,
-    published=published_bytes(config, model),
+  memory_estimate.check_rollout(
+    rollout_memory(setup),
+    setup.config.rollout,
+    _memory_of(setup.rollout_mesh),
   )
-  memory_estimate.check_rollout(parts, config.rollout, _memory_of(mesh))
 
 
-def check_training_memory(
-  config: sections.Config,
-  estimate: memory_estimate.Estimate,
-  mesh: jax.sharding.Mesh,
-) -> None:
+def check_training_memory(setup: setup_lib.Setup) -> None:
   """Refuses an update that the devices of the training mesh cannot hold.
 
   Raises:
     ConfigError: one line that names the largest part.
   """
+  config, mesh = setup.config, setup.train_mesh
   limit = _memory_of(mesh)
-  memory_estimate.check(estimate, limit)
+  memory_estimate.check(training_memory(setup), limit)
   memory_estimate.check_warm_start(
     config.warm_start,
     config.train.tokens_per_row,

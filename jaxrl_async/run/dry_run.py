@@ -1,11 +1,16 @@
 """What a config asks of the machine, before anything compiles."""
 
+from collections.abc import Mapping
+
 from jax.sharding import Mesh
 
-from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
-from jaxrl_async.models import configs
+from jaxrl_async.planning import aot
 from jaxrl_async.planning import memory_estimate
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.run import assembly
+from jaxrl_async.run import device_checks
+from jaxrl_async.run import setup as setup_lib
 
 
 def _slice(mesh: Mesh) -> str:
@@ -15,41 +20,57 @@ def _slice(mesh: Mesh) -> str:
   return f"{', '.join(names)}   ({mesh_lib.shape_of(mesh)})"
 
 
+def describe(setup: setup_lib.Setup) -> str:
+  """What `--dry_run` prints: the batch, models, memory and devices."""
+  return report(
+    setup,
+    models=device_checks.model_bytes(setup),
+    training=device_checks.training_memory(setup),
+    generation=device_checks.rollout_memory(setup),
+  )
+
+
+def programs(
+  setup: setup_lib.Setup,
+) -> tuple[dict[str, list[aot.Program]], str]:
+  """What a run on these devices compiles, by slice.
+
+  Returns:
+    And which attention they take.
+  """
+  trainer = assembly.make_trainer(setup, metrics_lib.BusyClock())
+  engine = assembly.make_engine(setup)
+  slices = {
+    "training": trainer.programs(),
+    "rollout": engine.programs(trainer.published_shapes()),
+  }
+  attention = f"packed rows {trainer.forward.attention}"
+  return slices, f"{attention}, {engine.attention.description}"
+
+
 def report(
-  config: sections.Config,
-  model: configs.ModelConfig,
+  setup: setup_lib.Setup,
   *,
+  models: Mapping[str, memory_estimate.ModelBytes],
   training: memory_estimate.Estimate,
-  published_bytes: int,
-  train_mesh: Mesh,
-  rollout_mesh: Mesh,
+  generation: dict[str, int],
 ) -> str:
   """The batch arithmetic, parameters, memory and devices, as a text.
 
   Args:
-    config: validated.
-    model: with the tokenizer's vocabulary.
-    training: memory of the training slice.
-    published_bytes: of the engine's weights, before they are sharded.
-    train_mesh: of the training slice.
-    rollout_mesh: of the rollout slice.
+    setup: of the run.
+    models: what each model of the train state needs of a device, by name.
+    training: memory of the training slice, these models included.
+    generation: memory of the rollout slice, by what needs it.
   """
+  config, model = setup.config, setup.model
+  train_mesh, rollout_mesh = setup.train_mesh, setup.rollout_mesh
   algorithm, rollout, train = config.algorithm, config.rollout, config.train
   trajectories = algorithm.group_size * algorithm.groups_per_step
   longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
   microbatch = train.rows_per_microbatch * train.tokens_per_row
   per_minibatch = trajectories // algorithm.num_minibatches
-  # Rows that are packed whole: a row holds at least this many of the longest.
-  per_row = train.tokens_per_row // longest
-  max_rows = -(-per_minibatch // per_row)
   max_groups = (algorithm.max_staleness + 1) * algorithm.groups_per_step
-  generation = memory_estimate.rollout(
-    model,
-    mesh_lib.shape_of(rollout_mesh),
-    config.mesh.rollout_rules,
-    rollout,
-    published=published_bytes,
-  )
   lines = [
     "Batch",
     f"  a train step     {algorithm.groups_per_step} groups x"
@@ -60,7 +81,7 @@ def report(
     f" {algorithm.num_minibatches * train.num_steps:,} in the run",
     f"  a microbatch     {train.rows_per_microbatch} rows x"
     f" {train.tokens_per_row} = {microbatch:,} tokens; at most"
-    f" {-(-max_rows // train.rows_per_microbatch)} an update",
+    f" {setup.max_microbatches} an update",
     f"  outstanding      at most {max_groups:,} groups ="
     f" {max_groups * algorithm.group_size:,} trajectories"
     f" (max_staleness {algorithm.max_staleness});"
@@ -73,6 +94,7 @@ def report(
     "Memory a device, estimated",
     f"  training slice   {memory_estimate.size(training.total)}:"
     f" {memory_estimate.line(training.parts)}",
+    *_each(models),
     f"  rollout slice    {memory_estimate.size(sum(generation.values()))}:"
     f" {memory_estimate.line(generation)}",
     "Devices",
@@ -82,3 +104,14 @@ def report(
   if train_mesh.size == 1 and train_mesh == rollout_mesh:
     lines.append("  both slices share a device")
   return "\n".join(lines)
+
+
+def _each(models: Mapping[str, memory_estimate.ModelBytes]) -> list[str]:
+  """A line for each model, where the policy is not the only one."""
+  if len(models) == 1:
+    return []
+  return [
+    f"    {name:<14} {memory_estimate.size(sum(model.parts.values()))}:"
+    f" {memory_estimate.line(model.parts)}"
+    for name, model in models.items()
+  ]

@@ -10,6 +10,7 @@ import dataclasses
 import numpy as np
 
 from jaxrl_async import types
+from jaxrl_async.algorithms import divergences
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import engine as engine_lib
@@ -17,6 +18,7 @@ from jaxrl_async.engine import sampling
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
@@ -31,6 +33,7 @@ class Evaluation:
 
   Attributes:
     accuracy: share of the scored completions whose score is exactly 1.
+    parts: mean of each named part of their rewards.
     trajectories: one per prompt, in order; without a reward where the score
       failed.
     failures: why a completion has no score, by prompt id; none of them counts
@@ -38,6 +41,7 @@ class Evaluation:
   """
 
   accuracy: float
+  parts: dict[str, float]
   trajectories: list[types.Trajectory]
   failures: dict[str, str]
 
@@ -57,7 +61,7 @@ class Evaluator:
     tokenizer: tokenizer_lib.Tokenizer,
     rewards: service_lib.RewardService,
   ):
-    """Prepares evaluations.
+    """Prepare evaluations.
 
     Args:
       engine: whose programs run; its training sequences stay as they are.
@@ -75,7 +79,7 @@ class Evaluator:
   def evaluate(
     self, params: decode_state_lib.EngineParams, temperature: float
   ) -> Evaluation:
-    """Completes every prompt once and scores it.
+    """Complete every prompt once and score it.
 
     Args:
       params: the weights to evaluate.
@@ -104,10 +108,10 @@ class Evaluator:
     while not scheduler.is_idle:
       for sequence in scheduler.step():
         trajectory = sequence.trajectory()
-        text = self._tokenizer.decode(trajectory.tokens[trajectory.loss_mask])
         done[sequence.group] = trajectory
         scores[sequence.group] = self._rewards.submit(
-          prompts[sequence.group].item, [text]
+          prompts[sequence.group].item,
+          [completion_lib.of_trajectory(trajectory, self._tokenizer)],
         )
     failures: dict[str, service_lib.RewardFailure] = {}
     for index in sorted(scores):
@@ -124,24 +128,32 @@ class Evaluator:
         f" {prompt_id}: {first.reason}\n{first.traceback}".rstrip()
       )
     return Evaluation(
-      accuracy=sum(reward == 1.0 for reward in rewards) / len(rewards),
+      accuracy=sum(reward.score == 1.0 for reward in rewards) / len(rewards),
+      parts=types.mean_parts(done.values()),
       trajectories=[done[i] for i in range(len(prompts))],
       failures={name: failure.reason for name, failure in failures.items()},
     )
 
 
-def metrics_of(sampled: Evaluation, greedy: Evaluation | None) -> dict:
-  """Their metrics by name. One answer a question: avg@1 and pass@1 agree."""
+def metrics_of(
+  sampled: Evaluation, greedy: Evaluation | None
+) -> dict[str, float]:
+  """Return the metrics of both by name.
+
+  Each question is answered once, so avg@1 and pass@1 are equal.
+  """
   named = {"held_out": sampled} | ({} if greedy is None else {"greedy": greedy})
   values: dict[str, float] = {}
   for name, evaluation in named.items():
     values[f"eval/{name}/avg@1"] = evaluation.accuracy
     values[f"eval/{name}/failed"] = len(evaluation.failures)
+    for part, mean in evaluation.parts.items():
+      values[f"eval/{name}/parts/{part}"] = mean
   return values | {"eval/held_out/pass@1": sampled.accuracy}
 
 
 def describe(sampled: Evaluation, greedy: Evaluation | None) -> str:
-  """Both in words, with what could not be scored."""
+  """Describe both in words, with what could not be scored."""
   text = f"held-out accuracy {sampled.accuracy:.3f}"
   if greedy is not None:
     text += f", greedy {greedy.accuracy:.3f}"
@@ -160,18 +172,19 @@ def mismatch_kl(
   trajectories: list[types.Trajectory],
   trainer_logprobs: Callable[[list[types.Trajectory]], list[np.ndarray]],
 ) -> float:
-  """Mean k3 (`divergences.k3`) between the engine's and the trainer's logprobs.
+  """Mean `divergences.k3` between the engine's and the trainer's logprobs.
 
-  The sampled weights must be those of `trainer_logprobs`, and the temperature
-  too: what is left is the engine's error, quantised weights included.
+  Both have to be of the same weights and temperature. What is left then is the
+  error of the engine, and of its quantised weights if it has such.
   """
   total, count = 0.0, 0
   for trajectory, logprobs in zip(
     trajectories, trainer_logprobs(trajectories), strict=True
   ):
     mask = trajectory.loss_mask
-    log_ratio = logprobs[mask].astype(np.float64)
-    log_ratio -= trajectory.behavior_logprobs[mask]
-    total += float(np.sum(np.expm1(log_ratio) - log_ratio))
+    kl = divergences.k3(
+      trajectory.behavior_logprobs[mask], logprobs[mask].astype(np.float64)
+    )
+    total += float(kl.sum())
     count += int(mask.sum())
   return total / max(count, 1)

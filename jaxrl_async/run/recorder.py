@@ -22,7 +22,7 @@ from jaxrl_async.reporting import summary as summary_lib
 from jaxrl_async.reporting import timeline as timeline_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import worker as worker_lib
-from jaxrl_async.training import trainer as trainer_lib
+from jaxrl_async.training import step_metrics
 
 
 class BadUpdatesError(RuntimeError):
@@ -117,7 +117,7 @@ class Recorder:
 
   def begin(
     self,
-    pending: trainer_lib.Pending,
+    pending: step_metrics.Pending,
     totals: dict[str, int | float],
     more: Mapping[str, int | float],
     *,
@@ -180,7 +180,7 @@ class Recorder:
 
   def _step(
     self,
-    pending: trainer_lib.Pending,
+    pending: step_metrics.Pending,
     totals: dict[str, int | float],
     more: Mapping[str, int | float],
     is_evaluated: bool,
@@ -235,7 +235,7 @@ class Recorder:
     self._check_updates(pending, is_bad)
 
   def _check_updates(
-    self, pending: trainer_lib.Pending, is_bad: list[bool]
+    self, pending: step_metrics.Pending, is_bad: list[bool]
   ) -> None:
     for bad in is_bad:
       self._bad_updates = self._bad_updates + 1 if bad else 0
@@ -322,7 +322,7 @@ class Recorder:
           "mismatch_kl_not_finite": record.mismatch_kl.num_not_finite,
           "rl_s": times.rl_s,
           "first_step_s": record.first_step_s,
-          "prompts_too_long": self._worker.stream.num_too_long,
+          "prompts_too_long": self._worker.coordinator.stream.num_too_long,
           "peak_memory_bytes": metrics_lib.peak_memory_bytes(),
           **extra,
         },
@@ -331,8 +331,8 @@ class Recorder:
     )
 
   def _generated_tokens(self) -> int:
-    written = self._worker.scheduler.stats.generated_tokens
-    training = written - self._worker.served_tokens
+    written = self._worker.replica.scheduler.stats.generated_tokens
+    training = written - self._worker.replica.served_tokens
     return self.record.generated_tokens + training
 
   def _rl_times(self) -> RlTimes:
@@ -354,9 +354,9 @@ class Recorder:
     """Counters and clocks as of now, of which a step takes differences."""
     times = self._rl_times()
     return {
-      **dataclasses.asdict(self._worker.scheduler.stats),
+      **dataclasses.asdict(self._worker.replica.scheduler.stats),
       "wait_s": self._worker.wait_for_admission_s,
-      "adopt_s": self._worker.adopt_s,
+      "adopt_s": self._worker.replica.adopt_s,
       "now_s": times.now_s,
       "rl_s": times.rl_s,
       **{f"{name}_busy_s": value for name, value in times.busy_s.items()},

@@ -29,6 +29,7 @@ from jaxrl_async.run import assembly
 from jaxrl_async.run import device_checks
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import resume
+from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.serving import front as front_lib
 from jaxrl_async.serving import serve_loop as serve_loop_lib
 from jaxrl_async.storage import checkpoint
@@ -40,7 +41,7 @@ from jaxrl_async.training import train_step
 
 _JOIN_S = 20.0
 _SMALLEST_BUCKET = 64
-_PUBLISHED_CACHE_TOKENS = 1024  # of a published model, unless told otherwise
+_PRETRAINED_CACHE_TOKENS = 1024  # unless told otherwise
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -48,16 +49,15 @@ class Policy:
   """What is served.
 
   Attributes:
-    config: its rollout section sizes the engine.
+    setup: the rollout section of its config sizes the engine.
     params: stacked, as the trainer has them.
     version: of the policy; 0 where nobody counted.
+    chat_template: that turns messages into a prompt.
   """
 
-  config: sections.Config
-  model: configs.ModelConfig
+  setup: setup_lib.Setup
   params: Any
   version: int
-  tokenizer: tokenizer_lib.Tokenizer
   chat_template: chat_template_lib.ChatTemplate
 
 
@@ -96,9 +96,8 @@ def load_run(
   _, config = found
   _resize(config, num_slots, cache_tokens)
   tokenizer, chat_template = _load_tokenizer(config, workdir / "tokenizer")
-  model = assembly.model_config(config, tokenizer.vocab_size)
-  mesh, _ = assembly.cut_devices(config, jax.devices())
-  trainer = assembly.make_trainer(config, model, mesh, metrics_lib.BusyClock())
+  setup = setup_lib.resolve(config, jax.devices(), tokenizer=tokenizer)
+  trainer = assembly.make_trainer(setup, metrics_lib.BusyClock())
   try:
     found = checkpoint.read_newest(
       directory,
@@ -112,11 +111,9 @@ def load_run(
     raise sections.ConfigError(f"workdir: {directory} was removed meanwhile")
   step, (state, _, _) = found
   return Policy(
-    config=config,
-    model=model,
-    params=state.params,
+    setup=setup,
+    params=state.policy.params,
     version=step,
-    tokenizer=tokenizer,
     chat_template=chat_template,
   )
 
@@ -137,32 +134,25 @@ def load_checkpoint(
   """
   if not directory.is_dir():
     raise sections.ConfigError(f"checkpoint: {directory} does not exist")
-  if hf_weights.is_published(directory):
+  if hf_weights.is_pretrained(directory):
     config = sections.Config()
     config.model.name = str(directory)
-    _resize(config, num_slots, cache_tokens or _PUBLISHED_CACHE_TOKENS)
-    tokenizer = assembly.load_tokenizer(config)
+    _resize(config, num_slots, cache_tokens or _PRETRAINED_CACHE_TOKENS)
+    setup = setup_lib.resolve(config, jax.devices())
     chat_template = front_lib.load_chat_template(directory)
   else:
     config = _read_config(directory.parent)
     _resize(config, num_slots, cache_tokens)
     beside = directory.parent / "tokenizer"
     tokenizer, chat_template = _load_tokenizer(config, beside)
-  model = assembly.model_config(config, tokenizer.vocab_size)
-  mesh, _ = assembly.cut_devices(config, jax.devices())
+    setup = setup_lib.resolve(config, jax.devices(), tokenizer=tokenizer)
   try:
-    shardings = initial_params.shardings(config, model, mesh)
-    params = initial_params.load(str(directory), model, shardings)
+    params = initial_params.load(str(directory), setup)
   except sections.ConfigError as error:
     text = str(error).removeprefix("warm_start.")
     raise sections.ConfigError(text) from error
   return Policy(
-    config=config,
-    model=model,
-    params=params,
-    version=0,
-    tokenizer=tokenizer,
-    chat_template=chat_template,
+    setup=setup, params=params, version=0, chat_template=chat_template
   )
 
 
@@ -185,11 +175,11 @@ def _load_tokenizer(
     raise sections.ConfigError(f"tokenizer: {error}") from error
   if config.model.name in configs.MODELS:
     return tokenizer, front_lib.load_chat_template(directory)
-  published = pathlib.Path(config.model.name)
-  if hf_weights.is_published(published):
-    return tokenizer, front_lib.load_chat_template(published)
+  pretrained = pathlib.Path(config.model.name)
+  if hf_weights.is_pretrained(pretrained):
+    return tokenizer, front_lib.load_chat_template(pretrained)
   refusal = (
-    f"the chat template of this policy was in {published}, which is gone"
+    f"the chat template of this policy was in {pretrained}, which is gone"
   )
   return tokenizer, chat_template_lib.ChatTemplate(None, refusal=refusal)
 
@@ -218,32 +208,29 @@ def _resize(config: sections.Config, num_slots: int, cache_tokens: int) -> None:
 # -- serving it -------------------------------------------------------------
 
 
-def _check_sizes(
-  config: sections.Config, model: configs.ModelConfig, mesh: jax.sharding.Mesh
-) -> None:
+def _check_sizes(setup: setup_lib.Setup) -> None:
   """Refuses sizes that do not divide or that no device here holds."""
-  slots = config.rollout.num_slots
-  parts = mesh_lib.shape_of(mesh).parts(config.mesh.rollout_rules.batch)
+  rollout, rules = setup.config.rollout, setup.config.mesh.rollout_rules
+  parts = mesh_lib.shape_of(setup.rollout_mesh).parts(rules.batch)
   sections.require(
-    slots % parts == 0,
+    rollout.num_slots % parts == 0,
     "num_slots",
-    f"{slots} are not split evenly over {parts} replicas; use a multiple",
+    f"{rollout.num_slots} are not split evenly over {parts} replicas; use a"
+    " multiple",
   )
-  device_checks.check_rollout_memory(config, model, mesh)
+  device_checks.check_rollout_memory(setup)
 
 
 def make_scheduler(policy: Policy) -> scheduler_lib.Scheduler:
   """An engine with the policy's weights, in the run's rollout format."""
-  config, model = policy.config, policy.model
-  train_mesh, rollout_mesh = assembly.cut_devices(config, jax.devices())
-  _check_sizes(config, model, rollout_mesh)
-  device_checks.check_weights(config.rollout.weights, rollout_mesh)
-  engine = assembly.make_engine(
-    config, model, rollout_mesh, policy.tokenizer.end_tokens
-  )
+  setup = policy.setup
+  config = setup.config
+  _check_sizes(setup)
+  device_checks.check_weights(setup)
+  engine = assembly.make_engine(setup)
   publish = train_step.make_publish(
-    model,
-    mesh_lib.Layout(mesh=train_mesh, rules=config.mesh.train_rules),
+    setup.model,
+    mesh_lib.Layout(mesh=setup.train_mesh, rules=config.mesh.train_rules),
     dtype=config.rollout.dtype,
     weights=config.rollout.weights,
   )
@@ -300,10 +287,10 @@ def serve(
   loop: serve_loop_lib.ServeLoop | None = None
   front = front_lib.Front(
     settings,
-    tokenizer=policy.tokenizer,
+    tokenizer=policy.setup.tokenizer,
     chat_template=policy.chat_template,
-    cache_tokens=policy.config.rollout.cache_tokens,
-    vocab_size=policy.model.vocab_size,
+    cache_tokens=policy.setup.config.rollout.cache_tokens,
+    vocab_size=policy.setup.model.vocab_size,
     is_alive=lambda: loop is not None and loop.is_running,
   )
   this = supervisor_lib.Supervisor(on_failure=lambda error: stop.set())

@@ -18,11 +18,7 @@ def outstanding(
   groups += [(_FINISHED, group) for group in state.finished]
   return [
     outstanding_lib.OutstandingGroup(
-      index=group.index,
-      birth=group.birth,
-      deadline=group.deadline,
-      status=status,
-      group=group,
+      admission=group.admission, status=status, group=group
     )
     for status, group in groups
   ]
@@ -35,16 +31,9 @@ def count_tokens(groups: list[outstanding_lib.OutstandingGroup]) -> int:
 
 def running(
   groups: list[outstanding_lib.OutstandingGroup],
-) -> list[tuple[buffer_lib.Admission, types.RolloutGroup]]:
-  """What the worker takes up again."""
-  return [
-    (
-      buffer_lib.Admission(index=g.index, birth=g.birth, deadline=g.deadline),
-      g.group,
-    )
-    for g in groups
-    if g.status == _RUNNING and g.group is not None
-  ]
+) -> list[types.RolloutGroup]:
+  """The groups that are taken up again where they stopped."""
+  return [g.group for g in groups if g.status == _RUNNING and g.group]
 
 
 def buffer_state(
@@ -59,6 +48,6 @@ def buffer_state(
     groups_per_step=groups_per_step,
     next_step=next_step,
     next_index=next_index,
-    running=[admission for admission, _ in running(groups)],
+    running=[group.admission for group in running(groups)],
     finished=[g.group for g in groups if g.status == _FINISHED and g.group],
   )

@@ -1,4 +1,4 @@
-"""Pieces of text as OpenAI's objects, whole or one event at a time."""
+"""Answers in OpenAI's format, sent as a whole or as a stream of events."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -9,30 +9,33 @@ from typing import Any
 import uuid
 
 from starlette import responses
+from starlette import types as asgi
 
 from jaxrl_async import types
 from jaxrl_async.serving import errors
 from jaxrl_async.serving import generation
 
-_GRACE_S = 30.0  # after the deadline, for a client that reads slowly
+_GRACE_S = 30.0  # added to the deadline, for clients that read slowly
 _FINISH = {
   types.FinishReason.EOS: "stop",
   types.FinishReason.STOP: "stop",
   types.FinishReason.LENGTH: "length",
 }
-_MIN_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's floor
+_MIN_LOGPROB = -9999.0  # OpenAI's smallest value, since JSON has no infinity
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-  """What an answer looks like.
+  """The format of an answer.
 
   Attributes:
-    is_chat: chat.completion, else text_completion.
-    prompt_tokens: of each prompt, of num_choices choices each.
-    has_logprobs: of the chosen tokens.
-    has_token_ids: tokens and their policy versions, and those of the prompt.
-    has_usage: a streamed answer ends with its counts.
+    is_chat: the objects are chat.completion instead of text_completion.
+    prompt_tokens: token ids of each prompt.
+    num_choices: choices per prompt.
+    has_logprobs: include logprobs of the chosen tokens.
+    has_token_ids: include token ids, their policy versions and the prompt's
+      ids.
+    has_usage: end a streamed answer with token counts.
   """
 
   model: str
@@ -47,11 +50,14 @@ class Shape:
 
   @property
   def count(self) -> int:
-    """Choices of all prompts."""
+    """The number of choices of all prompts."""
     return len(self.prompt_tokens) * self.num_choices
 
   def whole(self, choices: list[generation.Piece]) -> dict[str, Any]:
-    """The answer at once; a choice without a finish reason was cut short."""
+    """Return the whole answer.
+
+    A choice without a finish reason was cut off by the deadline.
+    """
     num_written = sum(len(c.tokens) for c in choices)
     records = [self._choice(c, is_first=True, is_whole=True) for c in choices]
     return {
@@ -61,7 +67,12 @@ class Shape:
     }
 
   def event(self, piece: generation.Piece, is_first: bool) -> dict[str, Any]:
-    """One piece, the first of its choice or a later one."""
+    """Return the event of one piece.
+
+    Args:
+      piece: newly written tokens of a choice.
+      is_first: whether it is the first piece of its choice.
+    """
     return {
       **self._head("chat.completion.chunk", [piece]),
       "choices": [self._choice(piece, is_first=is_first, is_whole=False)],
@@ -69,7 +80,7 @@ class Shape:
     }
 
   def usage_event(self, num_written: int) -> dict[str, Any]:
-    """The last event, if there is to be one."""
+    """Return the event with the token counts, which comes last."""
     return {
       **self._head("chat.completion.chunk", []),
       "choices": [],
@@ -115,7 +126,8 @@ class Shape:
     reason = piece.finish_reason
     record["finish_reason"] = None if reason is None else _FINISH[reason]
     if is_whole and reason is None:
-      # OpenAI's interface has no word for it; this is the nearest one.
+      # OpenAI's interface has no reason for a deadline; this one is the
+      # closest.
       record |= {"finish_reason": "length", "stop_reason": "deadline"}
     if self.has_token_ids:
       record["token_ids"] = piece.tokens
@@ -147,11 +159,11 @@ class Shape:
 
 
 class Answer(responses.Response):
-  """Writes while the client is there, and sends it.
+  """A response that generates while its client is connected.
 
-  An error before the first token has a status of its own; one after it is the
-  stream's last event. A whole answer whose deadline passes in the middle has
-  what was written by then.
+  An error before the first token has an HTTP status of its own. A later error
+  is the last event of the stream. If the deadline passes during a whole answer,
+  the answer holds what was written until then.
   """
 
   def __init__(
@@ -162,14 +174,24 @@ class Answer(responses.Response):
     is_stream: bool,
     timeout_s: float,
   ):
+    """Prepare an answer; nothing is generated before it is called.
+
+    Args:
+      writing: the request.
+      shape: the format of the answer.
+      is_stream: whether to send events as they come, or the whole at the end.
+      timeout_s: time until the request's deadline.
+    """
     self._writing = writing
     self._shape = shape
     self._is_stream = is_stream
     self._timeout_s = timeout_s + _GRACE_S
     self.background = None
 
-  async def __call__(self, scope, receive, send) -> None:
-    """Sends the answer; frees its slots however it ends."""
+  async def __call__(
+    self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send
+  ) -> None:
+    """Send the answer, and free its slots however that ends."""
     self._writing.submit()
     respond = self._stream if self._is_stream else self._send_whole
     try:
@@ -178,7 +200,9 @@ class Answer(responses.Response):
     finally:
       self._writing.cancel()
 
-  async def _send_whole(self, scope, receive, send) -> None:
+  async def _send_whole(
+    self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send
+  ) -> None:
     choices = [generation.Piece(choice=i) for i in range(self._shape.count)]
     try:
       while (piece := await self._writing.next()) is not None:
@@ -194,9 +218,12 @@ class Answer(responses.Response):
       scope, receive, send
     )
 
-  async def _stream(self, scope, receive, send) -> None:
+  async def _stream(
+    self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send
+  ) -> None:
     del scope, receive
-    piece = await self._writing.next()  # what fails here has its own status
+    # An error here still gets a status of its own.
+    piece = await self._writing.next()
     await send(
       {
         "type": "http.response.start",
@@ -239,8 +266,8 @@ def _dumps(value: Any) -> str:
   return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
-async def _while_connected(receive, work: Coroutine) -> None:
-  """Runs `work` to its end, or until the client goes away."""
+async def _while_connected(receive: asgi.Receive, work: Coroutine) -> None:
+  """Run `work` to its end, or until the client disconnects."""
 
   async def disconnected():
     while (await receive())["type"] != "http.disconnect":

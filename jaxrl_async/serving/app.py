@@ -1,12 +1,12 @@
 """The HTTP application: OpenAI's paths, health and metrics.
 
-Everything a client sends is bounded and checked, before anything of it reaches
-the engine: who asks, how much and how slowly, JSON, fields, ranges, characters
-and token ids. What takes a while of that is done in a thread of its own.
+Everything that a client sends is bounded and checked before it reaches the
+engine: its key, the amount and speed of its data, JSON, fields, ranges,
+characters and token ids. Checks that take long run in separate threads.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 import hmac
 import secrets
 import time
@@ -18,6 +18,7 @@ from starlette import exceptions
 from starlette import requests as http_requests
 from starlette import responses
 from starlette import routing
+from starlette import types as asgi
 
 from jaxrl_async.engine import sampling
 from jaxrl_async.serving import answers
@@ -31,11 +32,11 @@ from jaxrl_async.serving import requests as requests_lib
 from jaxrl_async.text import chat_template as chat_template_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
-_DEFAULT_MAX_TOKENS = 16  # OpenAI's, of completions
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's default for completions
 
 
 class Service:
-  """What the paths answer from.
+  """The handlers of all paths, and what they share.
 
   Threads: belongs to the server's event loop; the queue is shared.
   """
@@ -52,17 +53,17 @@ class Service:
     api_key: str | None = None,
     limits: bodies.Limits | None = None,
   ):
-    """Keeps its parts.
+    """Keep the parts that the handlers use.
 
     Args:
-      queue: of whoever drives the scheduler.
+      queue: requests for the owner of the scheduler.
       tokenizer: of the policy.
       chat_template: of the same tokenizer.
-      metrics: one that `queue` reports its times to.
-      model_name: the one `model` that is served.
-      is_alive: whether the queue is being driven.
-      api_key: what every path but /health wants as a bearer token.
-      limits: of what clients may ask for.
+      metrics: the object that `queue` reports its durations to.
+      model_name: the only value of `model` that is served.
+      is_alive: returns whether the queue is being served.
+      api_key: bearer token that every path except /health requires.
+      limits: on the requests of clients.
     """
     self.queue = queue
     self.tokenizer = tokenizer
@@ -84,13 +85,22 @@ class Service:
 
   @property
   def is_ready(self) -> bool:
-    """Whether requests are written."""
+    """Whether requests are being completed."""
     return self.is_alive() and self.queue.stats.policy_version >= 0
+
+  def has_key(self, authorization: bytes) -> bool:
+    """Return whether a call may be answered, by its header `authorization`."""
+    if self.api_key is None:
+      return True
+    kind, _, token = authorization.partition(b" ")
+    # Both comparisons are always made, so that the time taken reveals nothing.
+    is_right = hmac.compare_digest(token.strip(), self.api_key.encode())
+    return kind.lower() == b"bearer" and is_right
 
   # -- paths ----------------------------------------------------------------
 
   async def health(self, request: http_requests.Request):
-    """Whether requests are taken."""
+    """Answer whether requests are accepted."""
     del request
     version = self.queue.stats.policy_version
     status = "ok" if self.is_ready else "not ready"
@@ -102,24 +112,24 @@ class Service:
     )
 
   async def show_metrics(self, request: http_requests.Request):
-    """Prometheus' page."""
+    """Answer with Prometheus metrics."""
     del request
     return responses.Response(
       self.metrics.text(), media_type="text/plain; version=0.0.4"
     )
 
   async def models(self, request: http_requests.Request):
-    """The one model."""
+    """Answer with the list of models, which has one entry."""
     del request
     return responses.JSONResponse({"object": "list", "data": [self._model()]})
 
   async def model(self, request: http_requests.Request):
-    """The one model, by name."""
+    """Answer with the model, if it has the requested name."""
     self._check_model(request.path_params["name"])
     return responses.JSONResponse(self._model())
 
   async def completions(self, request: http_requests.Request):
-    """Text after text, or after tokens."""
+    """Continue texts or lists of token ids."""
     self._check_ready()
     most_bytes = self.bounds.body_bytes(self.bounds.prompts)
     body = await bodies.receive(request, self.limits, most_bytes)
@@ -132,14 +142,15 @@ class Service:
     )
 
   async def chat(self, request: http_requests.Request):
-    """The assistant's next message."""
+    """Write the assistant's next message."""
     self._check_ready()
     most_bytes = self.bounds.body_bytes(1)
     body = await bodies.receive(request, self.limits, most_bytes)
     wanted = await self.reader.run(len(body), self._read_chat, body)
     messages = [m.model_dump(exclude_none=True) for m in wanted.messages]
     try:
-      # In a thread: a template takes as long as it is allowed to.
+      # A template may take as long as its deadline allows, so it runs in a
+      # thread.
       text = await asyncio.to_thread(self.chat_template.render, messages)
     except chat_template_lib.ChatTemplateError as error:
       raise errors.ApiError(
@@ -177,7 +188,7 @@ class Service:
         503, "the server is not ready yet", headers={"retry-after": "5"}
       )
 
-  # The next three may take a while: they run in a thread of `reader`.
+  # The next three methods may take long, so they run in a thread of `reader`.
 
   def _read_completion(
     self, body: bytes
@@ -198,11 +209,15 @@ class Service:
     return wanted
 
   def tokens(self, prompt: str | list[int], name: str) -> np.ndarray:
-    """Token ids, all in the vocabulary."""
+    """Return the token ids of a prompt, all of which are in the vocabulary.
+
+    Raises:
+      ApiError: the prompt is too long, or cannot be tokenized.
+    """
     if isinstance(prompt, str):
       self.bounds.check_characters(name, len(prompt))
       try:
-        # A rendered chat brings its special tokens along.
+        # A rendered chat already contains its special tokens.
         is_chat = name == "messages"
         encode = (
           self.tokenizer.encode if is_chat else self.tokenizer.encode_prompt
@@ -247,7 +262,7 @@ class Service:
       seed = secrets.randbits(31)
     settings = sampling.SamplingSettings(
       temperature=wanted.temperature,
-      top_k=max(wanted.top_k, 0),  # -1 is all of them too
+      top_k=max(wanted.top_k, 0),  # -1 disables it too
       top_p=wanted.top_p,
       min_p=wanted.min_p,
       min_tokens=wanted.min_tokens,
@@ -288,27 +303,30 @@ class Service:
 
 
 class _Door:
-  """Asks for the key, and counts what is answered."""
+  """Middleware that checks the API key and counts responses."""
 
-  def __init__(self, app: Any, service: Service, paths: frozenset[str]):
+  def __init__(
+    self, app: asgi.ASGIApp, service: Service, paths: frozenset[str]
+  ):
     self._app = app
     self._service = service
     self._paths = paths
 
   async def __call__(
-    self, scope, receive, send: Callable[[Any], Awaitable[None]]
+    self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send
   ) -> None:
     if scope["type"] != "http":
       await self._app(scope, receive, send)
       return
     path = scope["path"] if scope["path"] in self._paths else "other"
 
-    async def counted(message):
+    async def counted(message: asgi.Message) -> None:
       if message["type"] == "http.response.start":
         self._service.metrics.add_answer(path, message["status"])
       await send(message)
 
-    if path != "/health" and not self._has_key(scope):
+    given = dict(scope["headers"]).get(b"authorization", b"")
+    if path != "/health" and not self._service.has_key(given):
       refusal = errors.ApiError(
         401,
         "the API key is missing or wrong; send it as authorization: Bearer …",
@@ -319,19 +337,9 @@ class _Door:
       return
     await self._app(scope, receive, counted)
 
-  def _has_key(self, scope) -> bool:
-    key = self._service.api_key
-    if key is None:
-      return True
-    given = dict(scope["headers"]).get(b"authorization", b"")
-    kind, _, token = given.partition(b" ")
-    # Both, so that the time taken tells nothing about either.
-    is_right = hmac.compare_digest(token.strip(), key.encode())
-    return kind.lower() == b"bearer" and is_right
 
-
-def make_app(service: Service) -> Any:
-  """The ASGI application."""
+def make_app(service: Service) -> asgi.ASGIApp:
+  """Return the ASGI application."""
   routes = [
     routing.Route("/health", service.health, methods=["GET"]),
     routing.Route("/metrics", service.show_metrics, methods=["GET"]),

@@ -1,8 +1,8 @@
-"""Bodies of requests: bounded while they arrive, and read off the event loop.
+"""Request bodies: bounded while they arrive, and parsed off the event loop.
 
-What a body may be is bounded by what the engine could hold at most, before
-anything of it is parsed. So no body takes longer than some tenths of a second,
-and none of that on the thread that answers everybody.
+The size of a body is bounded by what the engine could hold, before any of it is
+parsed. No body therefore takes longer than some tenths of a second to parse,
+and none of that time is spent on the thread that serves all clients.
 """
 
 import asyncio
@@ -18,25 +18,26 @@ from starlette import requests as http_requests
 
 from jaxrl_async.serving import errors
 
-_BESIDES_BYTES = 1 << 16  # what is neither prompt nor message
-_MESSAGE_BYTES = 64  # a message around its text, or a token id and its comma
+_BESIDES_BYTES = 1 << 16  # for everything but prompts and messages
+# The JSON around a message's text, or a token id and its comma.
+_MESSAGE_BYTES = 64
 _CHARACTER_BYTES = 12  # \ud83d\ude00
 _SHORT_BYTES = 1 << 13
-_MOST_LONG = 16  # long bodies that wait to be read
+_MOST_LONG = 16  # most long bodies that may wait to be parsed
 
 Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-  """What one client may ask for.
+  """Limits on the requests of one client.
 
   Attributes:
-    deadline_s: of a request that names none.
-    max_deadline_s: the latest that one may name.
-    max_body_bytes: larger bodies get a 413, and smaller ones too that hold
-      more than the engine could; see `Bounds`.
-    body_timeout_s: slower ones a 408.
+    deadline_s: deadline of requests that set none.
+    max_deadline_s: longest deadline that a request may set.
+    max_body_bytes: larger bodies get a 413. So do smaller bodies that hold more
+      than the engine could, see `Bounds`.
+    body_timeout_s: bodies that take longer to arrive get a 408.
   """
 
   deadline_s: float = 120.0
@@ -47,13 +48,15 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-  """The most that could fit into the engine's cache.
+  """Bounds on what could fit into the engine's cache.
 
   Attributes:
-    tokens: of a prompt, or of a chat; every message is at least one.
-    prompts: of a request.
-    characters: of a prompt, where each of its tokens is the longest there is.
-    max_body_bytes: of any request.
+    tokens: tokens of a prompt or of a chat, where every message has at least
+      one.
+    prompts: prompts of a request.
+    characters: characters of a prompt in which every token is the longest of
+      the vocabulary.
+    max_body_bytes: bytes of any request.
   """
 
   tokens: int
@@ -62,26 +65,37 @@ class Bounds:
   max_body_bytes: int
 
   def body_bytes(self, num_prompts: int) -> int:
-    """The largest body that so many prompts could need, spelt at length."""
+    """Return the largest body that this many prompts could need.
+
+    All characters are assumed to be escaped.
+    """
     prompt = self.tokens * _MESSAGE_BYTES + self.characters * _CHARACTER_BYTES
     return min(self.max_body_bytes, _BESIDES_BYTES + num_prompts * prompt)
 
   def check_characters(self, name: str, num_characters: int) -> None:
-    """Refuses a text that cannot fit, however it is cut into tokens.
+    """Refuse a text that cannot fit, however it is tokenized.
 
     Raises:
-      ApiError: it names the field.
+      ApiError: the text is too long; the message names the field.
     """
     if num_characters > self.characters:
       raise self._too_long(name, f"{num_characters} characters")
 
   def check_tokens(self, name: str, num_tokens: int) -> None:
-    """Likewise of token ids."""
+    """Refuse a list of token ids that cannot fit.
+
+    Raises:
+      ApiError: the list is too long; the message names the field.
+    """
     if num_tokens >= self.tokens:
       raise self._too_long(name, f"{num_tokens} tokens")
 
   def check_messages(self, num_messages: int) -> None:
-    """Likewise of a chat's messages."""
+    """Refuse a chat with more messages than could fit.
+
+    Raises:
+      ApiError: there are too many messages.
+    """
     if num_messages >= self.tokens:
       raise self._too_long("messages", f"{num_messages} messages")
 
@@ -97,10 +111,16 @@ class Bounds:
 async def receive(
   request: http_requests.Request, limits: Limits, most_bytes: int
 ) -> bytes:
-  """The body of a POST.
+  """Receive the body of a POST.
+
+  Args:
+    request: its headers have been read.
+    limits: for the time until the body has arrived.
+    most_bytes: largest allowed body.
 
   Raises:
-    ApiError: it is not JSON by its own account, too large or too slow.
+    ApiError: the content type is not JSON, or the body is too large or too
+      slow.
   """
   kind = request.headers.get("content-type", "").partition(";")[0]
   if kind.strip().lower() != "application/json":
@@ -125,20 +145,20 @@ async def receive(
       headers={"connection": "close"},
     ) from None
   except http_requests.ClientDisconnect:
-    raise errors.ApiError(400, "the client went away") from None
+    raise errors.ApiError(400, "the client disconnected") from None
   return bytes(body)
 
 
 def from_json(data: bytes) -> Any:
-  """The value of a JSON text.
+  """Parse a JSON text.
 
   Raises:
-    ApiError: it is none, or an object has two fields of the same name, of
+    ApiError: it is not JSON, or an object has two fields of the same name, of
       which every parser would drop one.
   """
   try:
     value = pydantic_core.from_json(data, allow_inf_nan=False)
-    # The strict parser above does not tell of equal names, this one does.
+    # The strict parser above does not report repeated names, but this one does.
     json.loads(data, object_pairs_hook=_only_different_names)
   except ValueError as error:
     raise errors.ApiError(
@@ -153,19 +173,20 @@ def _only_different_names(pairs: list[tuple[str, Any]]) -> None:
     twice = next(name for name in names if names.count(name) > 1)
     raise errors.ApiError(
       400,
-      f"{twice[:100]}: is there more than once",
+      f"{twice[:100]}: appears more than once",
       param=twice[:100],
       code="duplicate_field",
     )
 
 
 class Reader:
-  """Two threads in which bodies are parsed and texts made tokens.
+  """Two threads that parse bodies and tokenize texts.
 
-  Long ones have a thread of their own, so that short ones do not wait for them,
-  and one alone, so that they take no more than a core between them.
+  Long bodies have a thread of their own, so that short ones do not wait for
+  them. They share a single thread, so that together they take no more than one
+  core.
 
-  Threads: belongs to the event loop of the server.
+  Threads: belongs to the server's event loop.
   """
 
   def __init__(self):
@@ -176,15 +197,15 @@ class Reader:
   async def run(
     self, size: int, function: Callable[..., Result], *arguments: Any
   ) -> Result:
-    """Calls a function in one of the threads.
+    """Call a function in one of the threads.
 
     Args:
-      size: bytes or characters that it reads.
-      function: raises what the caller is to see.
+      size: bytes or characters that the function reads.
+      function: its exceptions are raised to the caller.
       *arguments: of the function.
 
     Raises:
-      ApiError: too many long ones wait already.
+      ApiError: too many long bodies are already waiting.
     """
     call = functools.partial(function, *arguments)
     loop = asyncio.get_running_loop()

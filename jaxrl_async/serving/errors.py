@@ -1,4 +1,4 @@
-"""Errors as OpenAI's interface words them."""
+"""Errors in the format of OpenAI's interface."""
 
 import json
 from typing import Any
@@ -19,11 +19,14 @@ _TYPES = {
 
 
 class ApiError(Exception):
-  """What a client did wrong, or why the server cannot do it now.
+  """An error of a client, or a reason why the server cannot answer now.
 
   Attributes:
-    param: the field of the body it is about, in dotted form.
-    code: a word for programs.
+    status: HTTP status of the response.
+    message: what is wrong, for people.
+    param: the field of the body that caused it, in dotted form.
+    code: an identifier for programs.
+    headers: further headers of the response.
   """
 
   def __init__(
@@ -43,7 +46,7 @@ class ApiError(Exception):
     self.headers = headers or {}
 
   def body(self) -> dict[str, Any]:
-    """The JSON of the answer."""
+    """Return the JSON object of the response."""
     return {
       "error": {
         "message": self.message,
@@ -54,7 +57,7 @@ class ApiError(Exception):
     }
 
   def response(self) -> responses.Response:
-    """The whole answer."""
+    """Return the whole response."""
     return responses.Response(
       json.dumps(self.body()),
       status_code=self.status,
@@ -66,7 +69,7 @@ class ApiError(Exception):
 async def on_api_error(
   request: http_requests.Request, error: Exception
 ) -> responses.Response:
-  """Starlette's handler of `ApiError`."""
+  """Answer an `ApiError`, as a handler of Starlette."""
   del request
   assert isinstance(error, ApiError)
   return error.response()
@@ -75,12 +78,12 @@ async def on_api_error(
 async def on_http_exception(
   request: http_requests.Request, error: Exception
 ) -> responses.Response:
-  """Starlette's own errors: no such path, or not with this method."""
+  """Answer Starlette's own errors: unknown paths and wrong methods."""
   assert isinstance(error, exceptions.HTTPException)
   path, method = request.url.path[:100], request.method
   messages = {
-    404: f"there is nothing at {path}",
-    405: f"{path} does not answer {method}",
+    404: f"unknown path {path}",
+    405: f"{path} does not support {method}",
   }
   return ApiError(
     error.status_code,
@@ -92,6 +95,6 @@ async def on_http_exception(
 async def on_defect(
   request: http_requests.Request, error: Exception
 ) -> responses.Response:
-  """Anything else is a defect of the server; its log has the traceback."""
+  """Answer any other exception, which is a bug; the traceback is logged."""
   del request, error
   return ApiError(500, "the server failed; its log says why").response()

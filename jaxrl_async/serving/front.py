@@ -1,4 +1,4 @@
-"""What clients of a policy reach: the queue, and the servers before it."""
+"""The queue of requests together with the servers that fill it."""
 
 from collections.abc import Callable
 import dataclasses
@@ -20,13 +20,14 @@ from jaxrl_async.text import tokenizer as tokenizer_lib
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-  """How a policy is served.
+  """Settings of the servers.
 
   Attributes:
-    grpc_port: of JetStream's interface; 0 is none.
-    api_key: None needs none, and is refused on other addresses than loopback.
-    max_waiting: requests at a time, running ones included.
-    drain_s: how long requests may still take after a signal.
+    grpc_port: port of JetStream's interface; 0 disables it.
+    api_key: key that clients must send. None requires no key, and is allowed on
+      loopback addresses only.
+    max_waiting: most requests at a time, including those that run.
+    drain_s: time that requests have left after a stop signal.
   """
 
   host: str = "127.0.0.1"
@@ -42,10 +43,10 @@ class ServeSettings:
 def load_chat_template(
   directory: pathlib.Path,
 ) -> chat_template_lib.ChatTemplate:
-  """The chat template in a directory.
+  """Return the chat template of a directory.
 
   Raises:
-    ConfigError: what is there cannot be used.
+    ConfigError: the template cannot be used.
   """
   try:
     return chat_template_lib.load(directory)
@@ -54,10 +55,11 @@ def load_chat_template(
 
 
 class Front:
-  """What clients reach: the queue, the servers before it, their threads.
+  """The queue, the servers in front of it, and their threads.
 
-  Whoever owns the scheduler feeds and closes the queue. The threads are
-  supervised apart from the owner's, who decides what their failure means.
+  The owner of the scheduler takes requests from the queue and closes it. The
+  threads of the servers have a supervisor of their own, and the owner decides
+  what their failure means.
   """
 
   def __init__(
@@ -70,18 +72,18 @@ class Front:
     vocab_size: int,
     is_alive: Callable[[], bool],
   ):
-    """Binds the addresses.
+    """Bind the addresses.
 
     Args:
-      settings: see there.
+      settings: of the servers.
       tokenizer: of the policy.
-      chat_template: likewise.
-      cache_tokens: the most tokens of a prompt with its completion.
+      chat_template: of the policy.
+      cache_tokens: most tokens of a prompt together with its completion.
       vocab_size: of the model.
-      is_alive: whether somebody serves the queue.
+      is_alive: returns whether the queue is being served.
 
     Raises:
-      ConfigError: an address cannot be had, or needs a key.
+      ConfigError: an address cannot be bound, or requires a key.
     """
     addresses.check_key(settings.host, settings.api_key)
     addresses.check_ports(settings.port, settings.grpc_port)
@@ -120,7 +122,7 @@ class Front:
     self.address = f"http://{settings.host}:{http.port}"
     self._servers: dict[str, Any] = {"http server": http}
     if settings.grpc_port:
-      # Not above: it imports much that serving HTTP alone does not need.
+      # Imported here, because it loads much that HTTP alone does not need.
       from jaxrl_async.serving import jetstream_grpc
 
       try:
@@ -136,48 +138,48 @@ class Front:
         ) from error
 
   def start(self, note: Callable[[str], None]) -> None:
-    """Starts a thread for each server.
+    """Start one thread per server.
 
-    Until somebody serves the queue, requests are told to come again.
+    Until the queue is served, clients are told to try again later.
 
     Args:
-      note: told of the first thread that fails, in that thread.
+      note: is called in the thread of the first server that fails.
     """
     self._threads = supervisor_lib.Supervisor(
-      lambda error: note(f"clients are not served any more: {error!r}")
+      lambda error: note(f"clients are no longer served: {error!r}")
     )
     for name, server in self._servers.items():
       self._threads.spawn(name, server.run)
 
   @property
   def is_ready(self) -> bool:
-    """Requests are written."""
+    """Whether requests are being completed."""
     return self._service.is_ready
 
   @property
   def has_started(self) -> bool:
-    """Connections are accepted."""
+    """Whether connections are accepted."""
     return all(server.has_started for server in self._servers.values())
 
   def check(self) -> None:
-    """Raises what a server's thread raised."""
+    """Raise the exception of a server's thread, if one failed."""
     if self._threads is not None:
       self._threads.check()
 
   def stop(self) -> None:
-    """Ends the servers; what is still running has some seconds left."""
+    """Stop the servers; answers in progress have a few seconds left."""
     for server in self._servers.values():
       server.stop()
 
   def join(self, timeout_s: float) -> list[str]:
-    """Waits for their threads; returns who did not come home."""
+    """Wait for the threads, and return the names of those still running."""
     return [] if self._threads is None else self._threads.join(timeout_s)
 
   def close(self, timeout_s: float, note: Callable[[str], None]) -> None:
-    """Stops and waits; a server that does not end is only reported."""
+    """Stop and wait; a server that does not end is only reported."""
     self.stop()
     for name in self.join(timeout_s):
-      note(f"the {name} did not end in {timeout_s:g} s and is left behind")
+      note(f"the {name} did not end within {timeout_s:g} s and is left running")
 
 
 def of_a_run(
@@ -187,12 +189,24 @@ def of_a_run(
   tokenizer: tokenizer_lib.Tokenizer,
   is_alive: Callable[[], bool],
 ) -> Front:
-  """Beside a training, whose rollout worker serves the queue."""
-  published = pathlib.Path(config.model.name)
+  """Return the servers of a training run.
+
+  The queue is served by the run's rollout worker.
+
+  Args:
+    settings: of the servers.
+    config: of the run.
+    model: the architecture of the policy.
+    tokenizer: of the policy.
+    is_alive: returns whether the rollout worker runs.
+
+  Raises:
+    ConfigError: an address cannot be bound, or the chat template is damaged.
+  """
   return Front(
     settings,
     tokenizer=tokenizer,
-    chat_template=load_chat_template(published),
+    chat_template=load_chat_template(pathlib.Path(config.model.name)),
     cache_tokens=config.rollout.cache_tokens,
     vocab_size=model.vocab_size,
     is_alive=is_alive,

@@ -1,4 +1,4 @@
-"""From the engine's thread to a coroutine: what is written for one answer."""
+"""The completions of one request, passed from the engine to a coroutine."""
 
 import asyncio
 import contextlib
@@ -14,20 +14,20 @@ from jaxrl_async.serving import requests as requests_lib
 from jaxrl_async.text import stop_strings
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
-_GRACE_S = 1.0  # after a deadline, for the engine's thread to say so
+_GRACE_S = 1.0  # time for the engine's thread to report a passed deadline
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Piece:
-  """What was newly written of one choice.
+  """Newly written tokens and text of one choice.
 
   Attributes:
     choice: index among all choices of the answer.
-    text: to be shown; it may lag behind the tokens.
-    tokens, logprobs, policy_versions: one entry a token.
-    token_texts, offsets: of each token alone, and how many characters were
-      there before it; empty unless asked for.
-    finish_reason: given in the choice's last piece.
+    text: text to show; it may lag behind the tokens.
+    tokens, logprobs, policy_versions: one entry per token.
+    token_texts, offsets: the text of each token by itself, and the number of
+      characters before it; empty unless requested.
+    finish_reason: set in the last piece of the choice.
   """
 
   choice: int
@@ -40,7 +40,7 @@ class Piece:
   finish_reason: types.FinishReason | None = None
 
   def extend(self, more: "Piece") -> None:
-    """Appends what was written next of the same choice."""
+    """Append the next piece of the same choice."""
     self.text += more.text
     self.tokens += more.tokens
     self.logprobs += more.logprobs
@@ -71,6 +71,7 @@ class _Choice:
     self._num_characters = 0
 
   def piece(self, update: client_request.Update) -> Piece:
+    """Return the piece that an update adds."""
     tokens = update.tokens.tolist()
     piece = Piece(
       choice=self._index,
@@ -90,13 +91,14 @@ class _Choice:
     return piece
 
   def held_back(self) -> str:
+    """Return the text that was not shown yet; no more tokens will follow."""
     return self._shown.finish()
 
 
 class Generation:
   """One request as a stream of pieces.
 
-  Threads: everything belongs to the event loop of the server but `_receive`,
+  Threads: everything belongs to the server's event loop, except `_receive`,
   which the engine's thread calls.
   """
 
@@ -108,6 +110,14 @@ class Generation:
     *,
     has_token_texts: bool,
   ):
+    """Prepare a request; `submit` queues it.
+
+    Args:
+      queue: of the owner of the scheduler.
+      tokenizer: of the policy.
+      request: what the client asks for.
+      has_token_texts: whether pieces hold the text of each token by itself.
+    """
     self._queue = queue
     self._request = request
     self._handle: requests_lib.Handle | None = None
@@ -119,10 +129,11 @@ class Generation:
     self._num_unfinished = request.all_choices
 
   def submit(self) -> None:
-    """Queues the request.
+    """Queue the request.
 
     Raises:
-      ApiError: there is no room for it, or not any more, or never.
+      ApiError: there is no room for it, the server is shutting down, or the
+        request can never be served.
     """
     try:
       self._queue.check(self._request)
@@ -144,22 +155,23 @@ class Generation:
       raise _shutting_down() from error
 
   def cancel(self) -> None:
-    """Frees what is still running; harmless when everything has ended."""
+    """Cancel the choices that still run; do nothing if all have ended."""
     if self._handle is not None:
       self._queue.cancel(self._handle)
 
   async def next(self) -> Piece | None:
-    """What is written next, None after the last of all choices.
+    """Return the next piece, or None after the last piece of all choices.
 
     Raises:
-      ApiError: the server cannot go on.
+      ApiError: the server cannot continue.
     """
     if not self._num_unfinished:
       return None
-    # The engine's thread ends what is late, unless it is paused itself.
+    # The engine's thread ends requests at their deadline, unless it is paused.
     left_s = self._request.deadline_s - time.monotonic()
     try:
-      # Not `wait_for`, which may lose a cancellation on Python 3.11.
+      # `asyncio.wait_for` is not used: it may lose a cancellation on Python
+      # 3.11.
       async with asyncio.timeout(left_s + _GRACE_S):
         update = await self._updates.get()
     except TimeoutError:
@@ -175,7 +187,10 @@ class Generation:
     return piece
 
   def held_back(self, choice: int) -> str:
-    """Text of a choice that nothing will follow, and that was not shown yet."""
+    """Return the text of a choice that was not shown yet.
+
+    Call this only when no more tokens of the choice will follow.
+    """
     return self._choices[choice].held_back()
 
   def _receive(self, update: client_request.Update) -> None:
@@ -191,7 +206,7 @@ class Late(errors.ApiError):
       504,
       "the request's deadline passed before it was finished (deadline_s)",
       code="deadline_exceeded",
-      # The official client would try again what took too long.
+      # The official client would otherwise repeat a request that took too long.
       headers={"x-should-retry": "false"},
     )
 
@@ -203,7 +218,10 @@ def _shutting_down() -> errors.ApiError:
 
 
 def _bad_request(error: ValueError) -> errors.ApiError:
-  """Of "<field>: <why>", or "<field> is <value>; <why>"."""
+  """Return the response to an error of the form "<field>: <why>".
+
+  "<field> is <value>; <why>" is understood as well.
+  """
   text = str(error)
   named = re.match(r"(\w+)(:| is )", text)
   if "end token" in text:

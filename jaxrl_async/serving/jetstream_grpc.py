@@ -1,23 +1,24 @@
-"""JetStream's gRPC service, `jetstream_proto.Orchestrator`, over the queue.
+"""JetStream's gRPC service, `jetstream_proto.Orchestrator`.
 
-For clients written for JetStream: its proto, its generated stubs, its servicer
-as the base class. How a request's content is read and what a health check
-says are inherited; `Decode` is not, because JetStream's knows neither deadlines
-nor errors of a request, lets an abandoned one be written to its end, takes text
-that looks like "<0x41>" for a byte, and logs through the root logger, which
+It serves clients that were written for JetStream, with JetStream's proto and
+generated stubs. JetStream's servicer is the base class, from which reading the
+content of a request and answering health checks are inherited. `Decode` is not
+inherited, because JetStream's implementation has no deadlines and no errors of
+single requests, continues requests that their client abandoned, decodes text
+that looks like "<0x41>" as a byte, and logs through the root logger, which
 installs a handler there. A health check needs no key, as over HTTP.
 
-As in JetStream, a text request is answered with text and token ids, a request
-of token ids with token ids alone, and the token that ended a completion is
-left out. Its proto has no sampling settings: they are taken from the call's
-metadata, under the names of OpenAI's API (`temperature`, `top_p`, `seed`, ...).
-`priority` is accepted and changes nothing, as in JetStream.
+As in JetStream, a request with text is answered with text and token ids, and a
+request with token ids is answered with token ids alone. The token that ended a
+completion is left out. The proto has no sampling settings. They are read from
+the metadata of the call, under the names of OpenAI's interface (`temperature`,
+`top_p`, `seed`, ...). `priority` is accepted and has no effect, as in
+JetStream.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 import contextlib
-import hmac
 import http
 import math
 import secrets
@@ -39,7 +40,7 @@ from jaxrl_async.text import stop_strings
 _api = jetstream_api.grpc_api()
 
 _SHUTDOWN_S = 5
-# Of grpc's C extension, which is not a `grpc.aio.ServicerContext`.
+# A class of grpc's C extension, which is not a `grpc.aio.ServicerContext`.
 _Context = Any
 _SETTINGS = {"temperature": float, "top_k": int, "top_p": float, "min_p": float}
 _STATUS = {
@@ -50,7 +51,7 @@ _STATUS = {
 
 
 class _Driver:
-  """The part of JetStream's driver that its health check looks at."""
+  """The part of JetStream's driver that its health check reads."""
 
   def __init__(self, service: app_lib.Service):
     self._service = service
@@ -63,7 +64,7 @@ class _Driver:
 
 
 class Orchestrator(_api.LLMOrchestrator):
-  """Answers JetStream's clients as the HTTP service does others.
+  """Answers JetStream's clients from the queue that also serves HTTP.
 
   Threads: one event loop; tokens come from the scheduler's thread.
   """
@@ -73,15 +74,16 @@ class Orchestrator(_api.LLMOrchestrator):
     self.service = service
 
   async def Decode(self, request: Any, context: _Context) -> AsyncIterator[Any]:
-    """Streams a completion as it is written."""
-    if not self._has_key(context):
+    """Stream a completion as it is written."""
+    given = _metadata(context).get("authorization", "")
+    if not self.service.has_key(given.encode()):
       await context.abort(
         grpc.StatusCode.UNAUTHENTICATED,
         "the API key is missing or wrong; send it as authorization: Bearer ...",
       )
     if request is None:
       await context.abort(
-        grpc.StatusCode.INVALID_ARGUMENT, "the message is no DecodeRequest"
+        grpc.StatusCode.INVALID_ARGUMENT, "the message is not a DecodeRequest"
       )
     if not self.service.is_ready and not self.service.queue.is_draining:
       await context.abort(grpc.StatusCode.UNAVAILABLE, "not ready yet")
@@ -89,7 +91,7 @@ class Orchestrator(_api.LLMOrchestrator):
     updates: asyncio.Queue[client_request.Update] = asyncio.Queue()
 
     def on_update(update: client_request.Update) -> None:
-      # A loop that was closed meanwhile has nobody left to tell.
+      # If the loop was closed in the meantime, nobody waits for the update.
       with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(updates.put_nowait, update)
 
@@ -112,7 +114,8 @@ class Orchestrator(_api.LLMOrchestrator):
         (("grpc-retry-pushback-ms", str(pushback_ms)),)
       )
       await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-    # Also called when the client goes or its time is up.
+    # Called at the end of the call, also if the client disconnects or the
+    # deadline passes.
     context.add_done_callback(lambda _: self.service.queue.cancel(handle))
     text = (
       stop_strings.CompletionText(self.service.tokenizer) if is_text else None
@@ -129,27 +132,20 @@ class Orchestrator(_api.LLMOrchestrator):
         content = _api.messages.DecodeResponse.StreamContent(samples=[sample])
         yield _api.messages.DecodeResponse(stream_content=content)
 
-  def _has_key(self, context: _Context) -> bool:
-    if self.service.api_key is None:
-      return True
-    kind, _, token = _metadata(context).get("authorization", "").partition(" ")
-    is_right = hmac.compare_digest(
-      token.strip().encode(), self.service.api_key.encode()
-    )
-    return kind.lower() == "bearer" and is_right
-
   async def _read(
     self, request: Any, context: _Context
   ) -> tuple[client_request.Request, bool]:
-    """What the client wants, and whether it wants text.
+    """Return the request of the client, and whether it asks for text.
 
     Raises:
-      ValueError, ApiError: it cannot be told, or is not supported.
+      ValueError, ApiError: the request is invalid or not supported.
     """
     if request.session_cache:
-      raise ValueError("session_cache: sessions are not kept")
+      raise ValueError("session_cache: sessions are not supported")
     if request.WhichOneof("content") is None:
-      raise ValueError("content: neither text_content nor token_content")
+      raise ValueError(
+        "content: one of text_content and token_content is required"
+      )
     content, is_tokens = self._get_prefill_content(request)
     prompt = await self.service.reader.run(
       len(content), self.service.tokens, content, "prompt"
@@ -179,25 +175,26 @@ class Orchestrator(_api.LLMOrchestrator):
 
 
 class GrpcServer:
-  """Serves until stopped.
+  """A gRPC server that runs until it is stopped.
 
-  Threads: `run` belongs to a thread of its own; the rest is for any other.
+  Threads: `run` belongs to a thread of its own; any thread may call the other
+  methods.
 
   Attributes:
-    port: the one it listens on.
-    has_started: calls are accepted.
+    port: the port that it listens on.
+    has_started: whether calls are accepted.
   """
 
   def __init__(
     self, servicer: Orchestrator, *, host: str, port: int, max_calls: int
   ):
-    """Binds the address, so that a port in use is an error here.
+    """Bind the address, so that a port in use is an error here.
 
     Args:
-      servicer: answers.
+      servicer: answers the calls.
       host: name or address.
-      port: 0 takes a free one, see `port`.
-      max_calls: beyond them RESOURCE_EXHAUSTED is all that is said.
+      port: 0 takes a free one, see the attribute.
+      max_calls: further calls get RESOURCE_EXHAUSTED.
 
     Raises:
       RuntimeError: the address cannot be bound.
@@ -210,7 +207,7 @@ class GrpcServer:
     async def bind():
       server = grpc.aio.server(
         options=[
-          # With it two servers could share a port, and its clients.
+          # Otherwise two servers could share a port and divide its clients.
           ("grpc.so_reuseport", 0),
           (
             "grpc.max_receive_message_length",
@@ -230,7 +227,7 @@ class GrpcServer:
       raise
 
   def run(self) -> None:
-    """Serves until `stop`."""
+    """Serve until `stop` is called."""
 
     async def serve():
       await self._server.start()
@@ -245,23 +242,24 @@ class GrpcServer:
       self._ended.set()
 
   def stop(self) -> None:
-    """No new calls; those under way have some seconds left."""
+    """Accept no new calls; those in progress have a few seconds left."""
     with contextlib.suppress(RuntimeError):  # the loop has ended
       self._loop.call_soon_threadsafe(self._stopping.set)
 
   def wait(self, timeout_s: float) -> bool:
-    """Waits for the end of `run`; False if that did not come."""
+    """Wait for the end of `run`; return False after the timeout."""
     return self._ended.wait(timeout_s)
 
 
 def _handlers(servicer: Orchestrator) -> grpc.GenericRpcHandler:
-  """JetStream's two methods.
+  """Return handlers of JetStream's two methods.
 
-  Its own registration differs in one thing: a message that cannot be read is an
-  exception there, of which grpc logs the traceback. Here it is None.
+  They differ from JetStream's own registration in one point. There, a message
+  that cannot be parsed raises an exception whose traceback grpc logs. Here, it
+  is passed on as None.
   """
 
-  def reader(message):
+  def reader(message: Any) -> Callable[[bytes], Any]:
     def read(data: bytes) -> Any:
       try:
         return message.FromString(data)
@@ -289,7 +287,7 @@ def _handlers(servicer: Orchestrator) -> grpc.GenericRpcHandler:
 
 
 def _address(peer: str) -> str:
-  """The client's, without its port, of "ipv4:127.0.0.1:5000"."""
+  """Return the client's address without its port: "ipv4:127.0.0.1"."""
   return peer.rpartition(":")[0]
 
 
@@ -309,7 +307,7 @@ def _number(kind: type, name: str, text: str) -> Any:
 def _sample(
   update: client_request.Update, text: stop_strings.CompletionText | None
 ) -> Any:
-  """One update in JetStream's form, with text if somebody wants it."""
+  """Return an update in JetStream's format, with text if `text` is given."""
   tokens = update.tokens
   if update.finish_reason is types.FinishReason.EOS:
     tokens = tokens[:-1]

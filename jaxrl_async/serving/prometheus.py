@@ -1,4 +1,4 @@
-"""What `/metrics` says, in Prometheus' text format."""
+"""The contents of `/metrics` in Prometheus' text format."""
 
 from collections.abc import Iterator
 
@@ -12,10 +12,10 @@ _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
 class Metrics:
-  """Counts of one server, in a registry of its own.
+  """Counters of one server, in a registry of its own.
 
-  Threads: any; the counters lock themselves, and the queue's counts are plain
-  integers that only its own thread writes.
+  Threads: any. The counters lock themselves, and the counts of the queue are
+  plain integers that only one thread writes.
   """
 
   def __init__(self):
@@ -37,23 +37,25 @@ class Metrics:
     }
 
   def add_answer(self, path: str, code: int) -> None:
-    """An HTTP request was answered."""
+    """Count an answered HTTP request."""
     self._answers.labels(path, str(code)).inc()
 
   def observe(self, name: str, seconds: float) -> None:
-    """`RequestQueue`'s `on_time`."""
+    """Record a duration; this is `RequestQueue`'s `on_time`."""
     self._times[name].observe(seconds)
 
   def watch(self, queue: requests_lib.RequestQueue) -> None:
-    """Shows a queue's counts, as of each scrape."""
+    """Include the counts of a queue, read at each scrape."""
     self._registry.register(_QueueCollector(queue))
 
   def text(self) -> bytes:
-    """The page."""
+    """Return the page."""
     return prometheus_client.generate_latest(self._registry)
 
 
 class _QueueCollector(registry.Collector):
+  """The counts of a queue as metrics."""
+
   def __init__(self, queue: requests_lib.RequestQueue):
     self._queue = queue
 

@@ -1,9 +1,10 @@
-"""What may be asked for: OpenAI's fields, and some of our own.
+"""The requests that the HTTP server accepts: OpenAI's fields and some more.
 
-A field that OpenAI knows and this server does not is refused unless it holds
-the value that changes nothing; a field nobody knows is refused. Nothing a
-client asks for is dropped in silence, but for the fields that only say who
-asks (`user`, `safety_identifier`, `prompt_cache_key`).
+Nothing that a client asks for is silently ignored. A field that OpenAI defines
+but this server does not support is accepted only with a value that has no
+effect, such as its default. A field that neither defines is refused. The only
+fields that are read and ignored are those that identify the caller (`user`,
+`safety_identifier`, `prompt_cache_key`).
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,11 +15,11 @@ from jaxrl_async.serving import bodies
 from jaxrl_async.serving import errors
 
 MAX_STOP_STRINGS = 16
-_MAX_INT = 2**31 - 1  # of what the engine counts in 32 bits
+_MAX_INT = 2**31 - 1  # the engine counts these in 32 bits
 MAX_STOP_CHARACTERS = 256
-_MAX_FIELDS = 100  # no object that anybody knows has so many
+_MAX_FIELDS = 100  # far more than any object of the interface has
 
-# Field -> the values with which it changes nothing, besides null.
+# Unsupported field -> the values besides null with which it has no effect.
 _ANYWHERE = {
   "frequency_penalty": (0,),
   "presence_penalty": (0,),
@@ -60,7 +61,10 @@ def _is_same(value: Any, default: Any) -> bool:
 
 
 class _Body(pydantic.BaseModel):
-  """Strict: no field unknown, no type converted; null is the default."""
+  """A strict JSON object: unknown fields are refused, types not converted.
+
+  A null is the same as leaving the field out.
+  """
 
   model_config = pydantic.ConfigDict(
     extra="forbid", strict=True, allow_inf_nan=False, frozen=True
@@ -91,14 +95,14 @@ class _Body(pydantic.BaseModel):
 
 
 class StreamOptions(_Body):
-  """Of a streamed answer."""
+  """Options of a streamed answer."""
 
   include_usage: bool = False
   include_obfuscation: Literal[False] = False
 
 
 class _Wanted(_Body):
-  """What completions and chats have in common."""
+  """The fields that completions and chats have in common."""
 
   model: str
   stream: bool = False
@@ -110,7 +114,7 @@ class _Wanted(_Body):
   temperature: float = pydantic.Field(1.0, ge=0, le=2)
   top_p: float = pydantic.Field(1.0, gt=0, le=1)
   user: str = ""
-  # Not OpenAI's.
+  # Fields that OpenAI does not define.
   top_k: int = pydantic.Field(0, ge=-1, le=_MAX_INT)
   min_p: float = pydantic.Field(0.0, ge=0, le=1)
   min_tokens: int = pydantic.Field(0, ge=0, le=_MAX_INT)
@@ -138,17 +142,20 @@ class _Wanted(_Body):
   def _check_stream_options(self):
     if self.stream_options is not None and not self.stream:
       raise errors.ApiError(
-        400, "stream_options: only with stream", param="stream_options"
+        400,
+        "stream_options: only allowed if stream is true",
+        param="stream_options",
       )
     return self
 
 
 class Completion(_Wanted):
-  """POST /v1/completions."""
+  """The body of POST /v1/completions."""
 
   neutral: ClassVar[dict[str, tuple]] = _ANYWHERE | _COMPLETION
-  # str | list[str] | list[int] | list[list[int]], by the validator below:
-  # pydantic would try each of them and collect every error.
+  # The type is str | list[str] | list[int] | list[list[int]]. It is checked by
+  # the validator below, because pydantic would try each member of the union and
+  # collect every error.
   prompt: Any
   best_of: int | None = None
   logprobs: int | None = pydantic.Field(None, ge=0)
@@ -156,7 +163,7 @@ class Completion(_Wanted):
   @pydantic.field_validator("prompt", mode="before")
   @classmethod
   def _any_of_four(cls, value: Any) -> Any:
-    def are_tokens(items):
+    def are_tokens(items: list[Any]) -> bool:
       return all(type(item) is int for item in items)
 
     is_list = isinstance(value, list) and bool(value)
@@ -178,13 +185,13 @@ class Completion(_Wanted):
       raise _unsupported("best_of", "use n")
     if self.logprobs:
       raise _unsupported(
-        "logprobs", "0 gives those of the chosen tokens; no alternatives"
+        "logprobs", "0 returns those of the chosen tokens, without alternatives"
       )
     return self
 
   @property
   def prompts(self) -> list[str] | list[list[int]]:
-    """One entry a prompt."""
+    """The prompts as a list, even if there is one only."""
     prompt: Any = self.prompt
     is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
     prompts: Any = [prompt] if is_one else prompt
@@ -216,7 +223,7 @@ class Message(_Body):
 
 
 class Chat(_Wanted):
-  """POST /v1/chat/completions."""
+  """The body of POST /v1/chat/completions."""
 
   neutral: ClassVar[dict[str, tuple]] = _ANYWHERE | _CHAT
   messages: Annotated[list[Message], pydantic.FailFast()] = pydantic.Field(
@@ -232,13 +239,13 @@ class Chat(_Wanted):
   def _check_tokens_and_alternatives(self):
     if self.top_logprobs:
       raise _unsupported(
-        "top_logprobs", "logprobs gives those of the chosen tokens"
+        "top_logprobs", "logprobs returns those of the chosen tokens"
       )
     both = self.max_tokens, self.max_completion_tokens
     if None not in both and both[0] != both[1]:
       raise errors.ApiError(
         400,
-        "max_completion_tokens: differs from max_tokens; give one of them",
+        "max_completion_tokens: differs from max_tokens; set only one of them",
         param="max_completion_tokens",
       )
     return self
@@ -254,13 +261,18 @@ def _unsupported(name: str, instead: str) -> errors.ApiError:
 
 
 def parse(kind: type[_Body], data: bytes, bounds: bodies.Bounds) -> Any:
-  """A body as an object of `kind`.
+  """Parse a body as an object of `kind`.
+
+  Args:
+    kind: `Completion` or `Chat`.
+    data: the body, in JSON.
+    bounds: on the number of messages.
 
   Raises:
-    ApiError: it is not one; names the field.
+    ApiError: the body does not fit; the message names the field.
   """
   body = bodies.from_json(data)
-  if isinstance(body, dict):  # before each of so many is looked at
+  if isinstance(body, dict):  # checked before each message is parsed
     messages = body.get("messages")
     if isinstance(messages, list):
       bounds.check_messages(len(messages))
@@ -274,7 +286,7 @@ def parse(kind: type[_Body], data: bytes, bounds: bodies.Bounds) -> Any:
   message = first["msg"].removeprefix("Value error, ")
   code = None
   if first["type"] == "extra_forbidden":
-    message, code = "this server knows no such field", "unknown_parameter"
+    message, code = "unknown field", "unknown_parameter"
   elif first["type"] == "missing":
     message, code = "is required", "missing_required_parameter"
   raise errors.ApiError(

@@ -1,34 +1,36 @@
-"""How many requests may wait, and how long a refused one had better wait.
+"""How many requests may wait, and when a refused one should try again.
 
-A request takes one place; its choices besides the first are counted apart, so
-that a request for one completion finds room however many choices others want.
+A request takes one place. Its choices beyond the first are counted separately,
+so that a request for a single completion finds room even if other requests ask
+for many choices.
 """
 
 import collections
 import math
 
-_NUM_ENDS = 64  # that the rate of ends is measured over
-_RESERVED = 8  # one place in so many is for clients that hold none
-_UNKNOWN_S = 1.0  # per choice, while nothing has ended yet
+_NUM_ENDS = 64  # number of finished choices over which their rate is measured
+_RESERVED = 8  # one place in eight is reserved for clients that hold none
+_UNKNOWN_S = 1.0  # per choice, as long as nothing has finished yet
 
 
 class Places:
-  """Counts requests and choices that wait or run.
+  """Counts the requests and choices that wait or run.
 
-  Invariant: of n requests there is one choice each in `_num_choices` that the
-  bound of requests covers; the other `_num_choices - n`, if there are any, are
-  what `max_further_choices` bounds.
+  Invariant: of n requests, the bound on requests covers one choice each. The
+  other `_num_choices - n` choices, if there are any, are bounded by
+  `max_further_choices`.
 
   Threads: nothing here is locked; the owner's lock guards it.
   """
 
   def __init__(self, max_requests: int, max_further_choices: int):
-    """Starts empty.
+    """Begin without requests.
 
     Args:
-      max_requests: at a time. The last eighth of them is for clients that have
-        nothing here yet, so that one client does not keep others out.
-      max_further_choices: of all requests together, besides one of each.
+      max_requests: most requests at a time. The last eighth of them is reserved
+        for clients that have none, so that one client cannot keep others out.
+      max_further_choices: bound on the choices of all requests together, not
+        counting the first of each.
     """
     self.max_requests = max_requests
     self.max_further_choices = max_further_choices
@@ -38,7 +40,7 @@ class Places:
     self._promised_s = -math.inf
 
   def refusal(self, client: str, num_choices: int) -> str | None:
-    """Why a request cannot be taken now; None if it can."""
+    """Return why a request cannot be accepted now, or None if it can."""
     num_requests = self._num_requests.total()
     most = self.max_requests
     if self._num_requests[client]:
@@ -54,34 +56,36 @@ class Places:
     return None
 
   def take(self, client: str, num_choices: int) -> None:
-    """A request was taken."""
+    """Count an accepted request."""
     self._num_requests[client] += 1
     self._num_choices += num_choices
 
   def end_choice(self, now_s: float) -> None:
-    """A choice was written to its end."""
+    """Count a choice that is finished."""
     self._num_choices -= 1
     self._ends_s.append(now_s)
 
   def leave(self, client: str, num_unfinished: int) -> None:
-    """A request has ended, with so many choices that were not written."""
+    """Count the end of a request, with this many unfinished choices."""
     self._num_choices -= num_unfinished
     self._num_requests[client] -= 1
     if not self._num_requests[client]:
       del self._num_requests[client]
 
   def retry_after_s(self, num_choices: int, now_s: float) -> float:
-    """When a refused request would probably be taken.
+    """Return after how many seconds a refused request should try again.
 
-    That is when enough choices have ended at the rate of the last ones, for
-    this request and for those that were refused before it and told to come
-    earlier; at the latest when all that is here has been written.
+    At the rate of the last finished choices, enough choices will then have
+    ended for this request, and for the refused requests that were told to come
+    before it. The result is at most the time in which everything that is here
+    now will have finished.
     """
     s_per_choice = _UNKNOWN_S
     if len(self._ends_s) > 1:
       s_per_choice = (now_s - self._ends_s[0]) / (len(self._ends_s) - 1)
     needed = self._num_further() + num_choices - 1 - self.max_further_choices
-    if num_choices == 1 or needed <= 0:  # it is requests that are too many
+    # The bound on requests was reached, not the one on choices.
+    if num_choices == 1 or needed <= 0:
       needed = self._num_choices / max(1, self._num_requests.total())
     self._promised_s = min(
       max(self._promised_s, now_s) + needed * s_per_choice,

@@ -2,7 +2,8 @@
 
 Any thread submits and cancels; the thread that owns the scheduler calls `feed`
 before each step and `deliver` after it. `serve_loop.ServeLoop` is that thread
-where nothing trains; `worker.RolloutWorker` does the same beside its groups.
+where nothing trains. Beside a training it is the rollout worker's, which knows
+the queue as a `rollout.client_requests.ClientRequests`.
 
 Slots are shared by client: a free slot goes to the client that has the fewest,
 of its requests to the one that has the fewest, and of those to the one whose
@@ -30,16 +31,19 @@ from jaxrl_async.text import tokenizer as tokenizer_lib
 
 
 class Handle:
-  """One submitted request; owner of its sequences in the scheduler.
+  """One submitted request.
 
-  Belongs to the queue: a client only keeps it, to cancel.
+  Belongs to the queue: a client only keeps it, to cancel. In the scheduler its
+  sequences are those of `owner`.
   """
 
   def __init__(
     self,
+    number: int,
     request: client_request.Request,
     on_update: Callable[[client_request.Update], None],
   ):
+    self.owner = sequence_lib.Owner("request", number)
     self.request = request
     self.on_update = on_update
     self.submitted_s = time.monotonic()
@@ -134,6 +138,7 @@ class RequestQueue:
     self._is_draining = False
     self._is_awake = False
     self._running: dict[Handle, None] = {}  # taken up, in order
+    self._numbers = itertools.count()
     self._turns = itertools.count()
     self._ended_tokens = 0
 
@@ -152,8 +157,8 @@ class RequestQueue:
       Draining: not any more.
     """
     self.check(request)
-    handle = Handle(request, on_update)
     with self._changed:
+      handle = Handle(next(self._numbers), request, on_update)
       if self._is_draining:
         raise client_request.Draining("the server is shutting down")
       refusal = self._places.refusal(request.client, request.all_choices)
@@ -267,7 +272,7 @@ class RequestQueue:
       cancelled = [h for h in self._cancelled if h in self._handles]
       self._cancelled = []
     for handle in cancelled:
-      scheduler.cancel(handle)
+      scheduler.cancel(handle.owner)
       self._forget(handle)
       self.stats.cancelled += 1
     gone = set(cancelled)
@@ -278,7 +283,7 @@ class RequestQueue:
     now_s = time.monotonic()
     for handle in list(self._running):
       if handle.request.deadline_s <= now_s:
-        scheduler.cancel(handle)
+        scheduler.cancel(handle.owner)
         self._fail(handle, client_request.RequestError.DEADLINE)
         self.stats.expired += 1
     num_slots = scheduler.engine.sizes.num_slots
@@ -328,7 +333,7 @@ class RequestQueue:
       member=choice,
       settings=request.settings,
       stop=stop,
-      owner=handle,
+      owner=handle.owner,
     )
     handle.num_begun += 1
     handle.writing[choice] = sequence
@@ -341,13 +346,13 @@ class RequestQueue:
     Args:
       ended: of `Scheduler.step`; those of others are left alone.
     """
-    has_ended = {id(s) for s in ended if isinstance(s.owner, Handle)}
+    has_ended = {(s.owner, s.member) for s in ended}
     for handle in list(self._running):
       writing = list(handle.writing.items())
       if not writing:
         continue
-      for choice, sequence in writing:
-        if id(sequence) in has_ended:
+      for choice, _ in writing:
+        if (handle.owner, choice) in has_ended:
           self._end(handle, choice)
       if not handle.num_unfinished:
         # Before its last update, whose client may call `cancel` at once.
@@ -425,11 +430,18 @@ class RequestQueue:
       )
       self._is_awake = False
 
-  def close(
-    self,
-    error: client_request.RequestError = client_request.RequestError.SHUT_DOWN,
-  ) -> None:
-    """Ends everything that has not finished; nothing is taken any more."""
+  def close(self, *, has_failed: bool) -> None:
+    """Ends everything that has not finished; nothing is taken any more.
+
+    Args:
+      has_failed: whether clients are told that the engine failed, or else that
+        the server is shutting down.
+    """
+    error = (
+      client_request.RequestError.FAILED
+      if has_failed
+      else client_request.RequestError.SHUT_DOWN
+    )
     with self._changed:
       self._is_draining = True
       handles = list(self._handles)

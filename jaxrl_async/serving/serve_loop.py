@@ -1,7 +1,6 @@
 """Drives a scheduler for requests of clients alone, where nothing trains."""
 
 from jaxrl_async.engine import scheduler as scheduler_lib
-from jaxrl_async.serving import client_request
 from jaxrl_async.serving import requests as requests_lib
 
 
@@ -30,7 +29,7 @@ class ServeLoop:
   def run(self) -> None:
     """Serves until stopped."""
     self.is_running = True
-    error = client_request.RequestError.FAILED
+    has_failed = True
     try:
       while not self._is_stopping:
         self.queue.feed(self.scheduler)
@@ -38,7 +37,7 @@ class ServeLoop:
           self.queue.wait(timeout_s=60.0)
         else:
           self.queue.deliver(self.scheduler.step())
-      error = client_request.RequestError.SHUT_DOWN
+      has_failed = False
     finally:
       self.is_running = False
-      self.queue.close(error)
+      self.queue.close(has_failed=has_failed)

@@ -1,13 +1,14 @@
-"""The HTTP server in its thread: uvicorn on a socket of our own."""
+"""The HTTP server: uvicorn in a thread, on a socket opened here."""
 
 import asyncio
 import logging
-import socket
 import threading
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http import h11_impl
+
+from jaxrl_async.serving import addresses
 
 _HEADER_TIMEOUT_S = 20.0
 _KEEP_ALIVE_S = 30.0
@@ -16,7 +17,10 @@ _BACKLOG = 2048
 
 
 class _Protocol(h11_impl.H11Protocol):
-  """Uvicorn's, which alone would wait for a request's headers for ever."""
+  """Uvicorn's protocol with a timeout for the headers of a request.
+
+  Uvicorn alone would wait for them forever.
+  """
 
   def connection_made(self, transport: Any) -> None:
     super().connection_made(transport)
@@ -31,8 +35,9 @@ class _Protocol(h11_impl.H11Protocol):
     self._timer = self.loop.call_later(_HEADER_TIMEOUT_S / 2, self._look)
 
   def _look(self) -> None:
-    # Between two requests uvicorn's keep-alive timer runs. Without it, and with
-    # the last answer sent, headers are on their way: for the second time?
+    # Between two requests uvicorn's keep-alive timer runs. If it does not run
+    # and the last answer has been sent, a request's headers are arriving. A
+    # connection found in this state twice in a row is closed.
     cycle = self.cycle
     is_answered = cycle is None or cycle.response_complete
     is_waiting = is_answered and self.timeout_keep_alive_task is None
@@ -45,41 +50,34 @@ class _Protocol(h11_impl.H11Protocol):
 
 
 class HttpServer:
-  """Serves an application until stopped.
+  """An HTTP server that runs until it is stopped.
 
-  Threads: `run` belongs to a thread of its own (uvicorn leaves signals alone
-  there); the rest is for any other.
+  Threads: `run` belongs to a thread of its own, where uvicorn leaves signals
+  alone; any thread may call the other methods.
   """
 
   def __init__(self, app: Any, *, host: str, port: int, max_connections: int):
-    """Binds the address, so that a port in use is an error here.
+    """Bind the address, so that a port in use is an error here.
 
     Args:
-      app: ASGI.
+      app: the ASGI application.
       host: name or address.
-      port: 0 takes a free one, see `port`.
-      max_connections: beyond them a 503 is all that is said.
+      port: 0 takes a free one, see the attribute.
+      max_connections: further connections get a 503.
 
     Raises:
       OSError: the address cannot be bound.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(
-      host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    # With the protocol's number, without which asyncio leaves out TCP_NODELAY:
-    # each answer on a connection that stays open then waits for a delayed ACK.
-    self._socket = socket.socket(family, kind, protocol)
+    self._socket = addresses.bound_socket(host, port)
     try:
-      self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-      self._socket.bind(address)
-      # Only who listens has the port: two may be bound to it until then.
+      # Two sockets may be bound to a port until one of them listens.
       self._socket.listen(_BACKLOG)
     except OSError:
       self._socket.close()
       raise
     self.port = self._socket.getsockname()[1]
     self._ended = threading.Event()
-    # Not a line for each client that is gone while it is being answered.
+    # Otherwise asyncio logs every client that disconnects while it is answered.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     self._server = uvicorn.Server(
       uvicorn.Config(
@@ -90,7 +88,7 @@ class HttpServer:
         lifespan="off",
         access_log=False,
         log_config=None,
-        log_level="error",  # not a line for each client that speaks no HTTP
+        log_level="error",  # do not log clients that do not speak HTTP
         server_header=False,
         timeout_keep_alive=int(_KEEP_ALIVE_S),
         timeout_graceful_shutdown=_SHUTDOWN_S,
@@ -99,7 +97,7 @@ class HttpServer:
     )
 
   def run(self) -> None:
-    """Serves until `stop`."""
+    """Serve until `stop` is called."""
     try:
       asyncio.run(self._server.serve(sockets=[self._socket]))
     finally:
@@ -108,13 +106,13 @@ class HttpServer:
 
   @property
   def has_started(self) -> bool:
-    """Connections are accepted."""
+    """Whether connections are accepted."""
     return self._server.started
 
   def stop(self) -> None:
-    """No new connections; answers under way have some seconds left."""
+    """Accept no new connections; running answers have a few seconds left."""
     self._server.should_exit = True
 
   def wait(self, timeout_s: float) -> bool:
-    """Waits for the end of `run`; False if that did not come."""
+    """Wait for the end of `run`; return False after the timeout."""
     return self._ended.wait(timeout_s)

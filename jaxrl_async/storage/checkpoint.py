@@ -34,7 +34,16 @@ R = TypeVar("R")
 
 # Rises when what is stored changes so that earlier code would misread it.
 # Checkpoints of format 0 carry no number, and no config in their host state.
-FORMAT = 1
+# Up to format 1 a train state held one model, the policy, all of it trained.
+# Its groups' trajectories had a score in place of a reward.
+FORMAT = 2
+
+# Where that policy's arrays are now, and how their names began then.
+_BEFORE_FORMAT_2 = {
+  "models.policy.trainable.": "params.",
+  "models.policy.frozen.": "params.",
+  "models.policy.opt_state.": "opt_state.",
+}
 
 
 class CheckpointError(sections.ConfigError):
@@ -215,18 +224,41 @@ def restore(
   """
   path = _path(directory, step)
   about = _verify(path, step)
+
+  def stored_as(name: str) -> str:
+    return _stored_as(name, about.get("format", 0))
+
   try:
     named = pytree_files.named_leaves(abstract_train_state)
-    pytree_files.check_layout(about["layout"], pytree_files.layout(named))
+    expected = pytree_files.layout(named)
+    pytree_files.check_layout(
+      about["layout"], {stored_as(name): x for name, x in expected.items()}
+    )
   except pytree_files.LayoutError as error:
     raise CheckpointError(f"checkpoint of step {step}: {error}") from error
-  train_state = pytree_files.load(path / "train_state", abstract_train_state)
+  train_state = pytree_files.load(
+    path / "train_state", abstract_train_state, stored_as=stored_as
+  )
   host_state = json.loads((path / "host_state.json").read_text())
   try:
     groups = outstanding_lib.read(path)
   except outstanding_lib.OutstandingError as error:
     raise CheckpointError(f"checkpoint of step {step}: {error}") from error
   return train_state, host_state, groups
+
+
+def _stored_as(name: str, written_as: int) -> str:
+  """The name on the disk of an array of the train state.
+
+  Args:
+    name: in a train state of today.
+    written_as: format of the checkpoint.
+  """
+  if written_as < 2:
+    for now, then in _BEFORE_FORMAT_2.items():
+      if name.startswith(now):
+        return then + name.removeprefix(now)
+  return name
 
 
 def _verify(path: pathlib.Path, step: int) -> dict[str, Any]:

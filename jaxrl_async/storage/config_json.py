@@ -1,4 +1,4 @@
-"""The config as JSON, as `config.json` and checkpoints hold it."""
+"""The config as JSON, the form in which config.json and checkpoints hold it."""
 
 import dataclasses
 import enum
@@ -9,13 +9,15 @@ from typing import Any
 
 from ml_collections import config_dict
 
+from jaxrl_async.config import field_types
 from jaxrl_async.config import sections
 from jaxrl_async.storage import disk
 
 NAME = "config.json"
-# Rises when stored values mean something else than before. A field that was
-# added does not raise it: it takes its default, which therefore has to be what
-# runs did before there was the field. Format 0 carries no number.
+# Incremented when the meaning of stored values changes. Adding a field does not
+# change it: an older file then takes the field's default, which must therefore
+# reproduce the behaviour from before the field existed. Format 0 is the one
+# without a number.
 FORMAT = 1
 _FORMAT = "format"
 
@@ -35,7 +37,7 @@ def _plain(value: Any) -> Any:
 
 
 def to_dict(section: Any) -> dict[str, Any]:
-  """A config (or section) as JSON holds it: enums by value, tuples as lists."""
+  """Return a config or section with enums as values and tuples as lists."""
   return {
     field.name: _plain(getattr(section, field.name))
     for field in dataclasses.fields(section)
@@ -43,9 +45,10 @@ def to_dict(section: Any) -> dict[str, Any]:
 
 
 def from_dict(values: dict[str, Any]) -> sections.Config:
-  """The config that `to_dict` wrote, also after a trip through JSON.
+  """Return the config that `to_dict` wrote, also after a trip through JSON.
 
-  Fields that are missing did not exist yet and take their defaults.
+  Missing fields did not exist when the config was written, and take their
+  defaults.
 
   Raises:
     ConfigError: a field is unknown or of the wrong type.
@@ -55,7 +58,7 @@ def from_dict(values: dict[str, Any]) -> sections.Config:
     fields = {field.name: field.type for field in dataclasses.fields(section)}
     for name in sorted(values.keys() - fields.keys()):
       raise sections.ConfigError(
-        f"{prefix}{name}: not a field that this version knows; use the version"
+        f"{prefix}{name}: unknown in this version; use the version"
         " that wrote it"
       )
     for name, kind in fields.items():
@@ -74,7 +77,7 @@ def from_dict(values: dict[str, Any]) -> sections.Config:
       elif isinstance(kind, type) and issubclass(kind, enum.Enum):
         value = next((x for x in kind if x.value == value), value)
       if not dataclasses.is_dataclass(kind):
-        sections.check_type(path, kind, value)
+        field_types.check_type(path, kind, value)
       setattr(section, name, value)
     return section
 
@@ -84,21 +87,21 @@ def from_dict(values: dict[str, Any]) -> sections.Config:
 def differences(
   a: sections.Config, b: sections.Config
 ) -> dict[str, tuple[Any, Any]]:
-  """Both values of each field that differs, by its path."""
+  """Return both values of each field that differs, keyed by its path."""
   return {
     path: (value, other)
     for (path, _, value), (_, _, other) in zip(
-      sections.leaves(a), sections.leaves(b), strict=True
+      field_types.leaves(a), field_types.leaves(b), strict=True
     )
     if _plain(value) != _plain(other)
   }
 
 
 def read(workdir: pathlib.Path) -> sections.Config | None:
-  """The config of a workdir, None without a config.json.
+  """Return the config of a workdir, or None if it has no config.json.
 
   Raises:
-    ConfigError: config.json is something else, or of a newer version.
+    ConfigError: config.json is not a config, or was written by a newer version.
   """
   path = workdir / NAME
   try:
@@ -120,35 +123,33 @@ def read(workdir: pathlib.Path) -> sections.Config | None:
 
 
 def to_stored(wanted: sections.Config) -> dict[str, Any]:
-  """The config as it is stored, with the number of its format."""
+  """Return the config as it is stored, with the number of its format."""
   return {_FORMAT: FORMAT, **to_dict(wanted)}
 
 
 def from_stored(values: Any) -> sections.Config:
-  """The config that `to_stored` wrote, in this format or an earlier one.
+  """Return the config that `to_stored` wrote, in this or an earlier format.
 
   Raises:
-    ConfigError: it is something else, or of a newer version.
+    ConfigError: it is not a config, or was written by a newer version.
   """
   sections.require(isinstance(values, dict), _FORMAT, "it is not an object")
   values = dict(values)
   number = values.pop(_FORMAT, 0)
-  sections.check_type(_FORMAT, int, number)
+  field_types.check_type(_FORMAT, int, number)
   sections.require(
     number <= FORMAT,
     _FORMAT,
-    f"{number} is of a newer version; this one knows {FORMAT}",
+    f"{number} was written by a newer version; this one knows {FORMAT}",
   )
-  # An empty object, or another program's that shares no name, is not one.
+  # Refuse an empty object, and another program's config that shares no name.
   sections.require("algorithm" in values, "algorithm", "it is missing")
   return from_dict(values)
 
 
 def write(wanted: sections.Config, workdir: pathlib.Path) -> None:
-  """Writes config.json, all of it or none."""
+  """Write config.json atomically."""
   path = workdir / NAME
-  incomplete = path.with_suffix(".incomplete")
   with disk.writing(path):
     workdir.mkdir(parents=True, exist_ok=True)
-    incomplete.write_text(json.dumps(to_stored(wanted), indent=2) + "\n")
-    incomplete.replace(path)
+  disk.replace_text(path, json.dumps(to_stored(wanted), indent=2) + "\n")

@@ -1,7 +1,7 @@
-"""Files that a run cannot go on without, and what is said if one fails.
+"""Files that a run needs, and errors that say what to do if one fails.
 
-A full or broken disk is no bug of the program: it ends the run with one line
-that names the file, and no traceback.
+A full or broken disk is not a bug of the program. It ends the run with one line
+that names the file, and without a traceback.
 """
 
 from collections.abc import Iterator
@@ -16,21 +16,21 @@ from jaxrl_async.storage import workdir as workdir_lib
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _BROKEN = {errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENODEV}
-# As Orbax's storage layer words what the system call returned.
+# Orbax's storage layer reports the error of a system call in this form.
 _OS_ERROR = re.compile(r"OS error (\d+)")
 
 
 class StorageError(OSError):
-  """A file could not be written; one line that names it and what to do."""
+  """A file could not be written; one line names it and says what to do."""
 
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-  """Turns a failure of the disk inside of the block into a StorageError.
+  """Turn a disk failure inside the block into a StorageError.
 
   Args:
-    path: what is being written, for the message. The failed file inside of it
-      is named instead where the system says which it was.
+    path: what is being written, for the message. If the system reports which
+      file failed, the message names that file instead.
   """
   try:
     yield
@@ -39,35 +39,47 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
     if found := _OS_ERROR.search(str(error)):
       number = int(found[1])
     if number not in _FULL | _REFUSED | _BROKEN:
-      raise  # not about the disk
+      raise  # not a disk failure
     named = getattr(error, "filename", None)
     if number in _FULL:
       advice = "make room there"
     elif number in _REFUSED:
       advice = "allow writing there"
     else:
-      advice = "see that the directory is there and its disk works"
+      advice = "check that the directory exists and its disk works"
     raise StorageError(
       f"{named or os.fspath(path)} cannot be written ({os.strerror(number)});"
-      f" {advice}. The same command goes on from the newest checkpoint"
+      f" {advice}. The same command continues from the newest checkpoint"
     ) from error
+
+
+def replace_text(path: pathlib.Path, text: str) -> None:
+  """Write a file atomically: a reader finds the old text or the new one.
+
+  Raises:
+    StorageError: the file could not be written.
+  """
+  incomplete = path.with_suffix(".incomplete")
+  with writing(path):
+    incomplete.write_text(text)
+    incomplete.replace(path)
 
 
 class AppendFile:
   """A file that only grows, by whole records.
 
-  Invariant: it ends with a whole record: what a failed write has left of one
-  is cut off again. Nothing is kept in memory, so that closing writes nothing.
+  Invariant: the file ends with a whole record, because the remains of a failed
+  write are cut off. Nothing is buffered, so closing the file writes nothing.
 
   Threads: one at a time.
   """
 
   def __init__(self, path: str | os.PathLike[str], num_bytes: int = 0):
-    """Opens or creates the file and cuts it to `num_bytes`.
+    """Open or create the file and cut it to `num_bytes`.
 
     Raises:
-      ValueError: it is shorter than that.
-      StorageError: it cannot be opened.
+      ValueError: the file is shorter than that.
+      StorageError: the file cannot be opened.
     """
     self._path = pathlib.Path(path)
     with writing(self._path):
@@ -83,11 +95,11 @@ class AppendFile:
       self.num_bytes = self._file.seek(num_bytes)
 
   def append(self, record: bytes) -> None:
-    """Adds all of a record or nothing.
+    """Write all of a record, or nothing.
 
     Raises:
-      WorkdirError: the file is no longer where it was.
-      StorageError: the disk did not take it.
+      WorkdirError: the file is no longer at its path.
+      StorageError: the disk refused the record.
     """
     workdir_lib.check_in_place(self._path, self._file)
     with writing(self._path):
@@ -102,16 +114,16 @@ class AppendFile:
     self.num_bytes += len(record)
 
   def sync(self) -> None:
-    """Waits until everything has reached the disk.
+    """Wait until everything has reached the disk.
 
     Raises:
-      WorkdirError: the file is no longer where it was.
-      StorageError: it did not.
+      WorkdirError: the file is no longer at its path.
+      StorageError: the disk refused it.
     """
     workdir_lib.check_in_place(self._path, self._file)
     with writing(self._path):
       os.fsync(self._file.fileno())
 
   def close(self) -> None:
-    """Closes the file."""
+    """Close the file."""
     self._file.close()

@@ -1,8 +1,8 @@
-"""TensorBoard's event files, written by the thread that calls.
+"""TensorBoard event files, written by the calling thread.
 
-tensorboardX's own writer hands events to a thread through a bounded queue. If
-that thread fails the queue fills, and whoever writes waits for ever; and what
-is still in the queue when the process is killed is lost. Here an event is in
+tensorboardX's own writer passes events to a thread through a bounded queue. If
+that thread fails, the queue fills up and the caller waits forever; and events
+that are still queued when the process is killed are lost. Here an event is in
 the file when `add` returns, or `add` raises.
 """
 
@@ -18,45 +18,47 @@ from tensorboardX.proto import event_pb2
 
 from jaxrl_async.storage import disk
 
-_proto: Any = event_pb2  # its names are made at import
+# Its classes are created at import, so pyright does not know them.
+_proto: Any = event_pb2
 
 
 class EventFile:
   """One file of events; each start of a run writes its own.
 
-  TensorBoard drops what earlier files have of the first step and later ones.
+  TensorBoard drops events of earlier files from the first step of this file on.
 
   Threads: one at a time.
   """
 
   def __init__(self, directory: pathlib.Path, first_step: int):
-    """Opens the file.
+    """Open the file.
 
     Raises:
-      OSError: that failed.
+      OSError: the file cannot be created.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    # Times have whole seconds only: a quick restart would have the same name.
+    # The time has whole seconds only, so a quick restart needs the step as well
+    # to get a different name.
     name = f"events.out.tfevents.{int(time.time())}.{first_step}"
     self._file = disk.AppendFile(directory / name)
     start = _proto.SessionLog(status=_proto.SessionLog.START)
     try:
       self._append(_proto.Event(file_version="brain.Event:2"))
       self._append(_proto.Event(step=first_step, session_log=start))
-    except disk.StorageError:  # no empty file for each attempt
+    except disk.StorageError:  # do not leave an empty file behind
       self._file.close()
       (directory / name).unlink()
       raise
 
   def add(self, step: int, values: Mapping[str, Any]) -> None:
-    """Writes one event with all that is known about a step.
+    """Write one event with everything that is known about a step.
 
     Args:
       step: completed train steps.
       values: numbers, or lists whose entry i counts the value i.
 
     Raises:
-      StorageError: nothing of it was written.
+      StorageError: nothing of the event was written.
     """
     found = summary.Summary()
     for name, value in values.items():
@@ -67,11 +69,11 @@ class EventFile:
     self._append(_proto.Event(step=step, summary=found))
 
   def sync(self) -> None:
-    """Waits until everything has reached the disk."""
+    """Wait until everything has reached the disk."""
     self._file.sync()
 
   def close(self) -> None:
-    """Closes the file."""
+    """Close the file."""
     self._file.close()
 
   def _append(self, event: Any) -> None:

@@ -1,7 +1,8 @@
-"""A prompt's item as JSON, and back with the very types its scorer was given.
+"""The item of a prompt as JSON, restored with exactly the same types.
 
-JSON has lists, but no tuples, and only strings for keys. What it lacks becomes
-an object with one key that names the type: (1, 2) is {"!tuple": [1, 2]}.
+A scorer must see the types that the dataset made, but JSON has no tuples and
+only strings as keys. A value that JSON lacks becomes an object whose single key
+names its type: (1, 2) is stored as {"!tuple": [1, 2]}.
 """
 
 from typing import Any
@@ -18,14 +19,14 @@ _DICT, _NUMPY = "!dict", "!numpy"
 
 
 class UnstorableError(TypeError):
-  """An item holds a value of a type that has no JSON form here."""
+  """An item holds a value of a type that cannot be stored as JSON here."""
 
 
 def encode(value: Any) -> Any:
-  """The value in types that `json` writes and reads unchanged.
+  """Return the value in types that `json` writes and reads unchanged.
 
   Raises:
-    UnstorableError: names the type that has no such form.
+    UnstorableError: it names the type that cannot be stored.
   """
   kind = type(value)
   if value is None or kind in (bool, int, float, str):
@@ -33,7 +34,7 @@ def encode(value: Any) -> Any:
   if kind is list:
     return [encode(x) for x in value]
   if kind is dict:
-    # A single key that begins as a tag does would be read as one.
+    # A single key that begins like a tag would be read as one.
     is_plain = all(type(key) is str for key in value) and not (
       len(value) == 1 and next(iter(value)).startswith("!")
     )
@@ -50,7 +51,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-  """What `encode` was given."""
+  """Return the value that `encode` was given."""
   if type(value) is list:
     return [decode(x) for x in value]
   if type(value) is not dict:

@@ -1,14 +1,15 @@
-"""The files of a model's directory, in Hugging Face's format.
+"""The files of a model's directory in Hugging Face format.
 
-Whatever is wrong with one is an error of one line that names the file and,
-where there is one, the field. What the files mean is read as transformers
-reads them.
+The files are interpreted as transformers interprets them. Every error is one
+line that names the file and, where there is one, the field.
 """
 
 from collections.abc import Mapping
 import json
 import pathlib
 from typing import Any
+
+from jaxrl_async.config import sections
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -26,7 +27,7 @@ _SPECIAL_NAMES = (
   "cls_token",
   "mask_token",
 )
-# What transformers' class takes where no file names it.
+# Defaults of the classes in transformers, for tokens that no file names.
 _CLASS_TOKENS = {
   "LlamaTokenizer": {
     "unk_token": "<unk>",
@@ -43,11 +44,11 @@ _CLASS_TOKENS = {
 
 
 def check_file(path: pathlib.Path) -> None:
-  """Refuses what is not a file, is empty, or only stands for one.
+  """Check that there is a readable file which is not a placeholder.
 
   Raises:
-    FileNotFoundError: nothing is there.
-    ValueError: it is something else.
+    FileNotFoundError: there is nothing at the path.
+    ValueError: it is not a file, is empty or is a pointer of Git LFS.
   """
   try:
     is_there = path.exists()
@@ -65,16 +66,16 @@ def check_file(path: pathlib.Path) -> None:
     raise ValueError(f"{path} is empty")
   if beginning == _LFS_POINTER:
     raise ValueError(
-      f"{path} is a pointer of Git LFS, not the file; `git lfs pull` gets it"
+      f"{path} is a pointer of Git LFS, not the file; run `git lfs pull`"
     )
 
 
 def read_text(path: pathlib.Path) -> str:
-  """A file's text.
+  """Return the text of a file.
 
   Raises:
-    FileNotFoundError: there is none.
-    ValueError: it cannot be read, or is no text.
+    FileNotFoundError: there is no file.
+    ValueError: it cannot be read, or is not UTF-8 text.
   """
   check_file(path)
   try:
@@ -88,11 +89,11 @@ def read_text(path: pathlib.Path) -> str:
 
 
 def read_object(path: pathlib.Path) -> dict[str, Any]:
-  """The JSON object that a file holds.
+  """Return the JSON object that a file holds.
 
   Raises:
     FileNotFoundError: there is no file.
-    ValueError: it holds something else.
+    ValueError: the file does not hold a JSON object.
   """
   text = read_text(path)
   try:
@@ -102,41 +103,36 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
   except RecursionError as error:
     raise ValueError(f"{path} is nested too deeply") from error
   if not isinstance(value, dict):
-    raise ValueError(f"{path} holds no JSON object")
+    raise ValueError(f"{path} does not hold a JSON object")
   return value
 
 
 def read_optional(path: pathlib.Path) -> dict[str, Any]:
-  """As `read_object`; nothing where there is no such file."""
+  """Return the JSON object that a file holds, or {} if there is no file.
+
+  Raises:
+    ValueError: the file does not hold a JSON object.
+  """
   try:
     return read_object(path)
   except FileNotFoundError:
     return {}
 
 
-def shown(value: Any) -> str:
-  """A value for a message: on one line, and not a long one."""
-  try:
-    text = repr(value)
-  except ValueError:  # an integer of thousands of digits
-    text = "a huge number"
-  return text if len(text) <= 60 else text[:57] + "..."
-
-
 def end_tokens_file(directory: pathlib.Path) -> pathlib.Path:
-  """The file that says what ends a sequence, as transformers chooses it."""
+  """Return the file that transformers reads the end tokens from."""
   path = directory / GENERATION_CONFIG
   return path if path.exists() else directory / CONFIG
 
 
 def end_tokens(directory: pathlib.Path) -> tuple[int, ...]:
-  """The ids that end a sequence by the model's own account; may be none.
+  """Return the ids that end a sequence according to the model; maybe none.
 
-  As transformers' `generate` takes them: where there is a
-  generation_config.json, config.json is not asked.
+  The rule is that of transformers' `generate`: if there is a
+  generation_config.json, config.json is not read.
 
   Raises:
-    ValueError: the file says something else.
+    ValueError: eos_token_id is not an id or a list of ids.
   """
   path = end_tokens_file(directory)
   ids = read_optional(path).get("eos_token_id")
@@ -145,13 +141,14 @@ def end_tokens(directory: pathlib.Path) -> tuple[int, ...]:
   listed = ids if isinstance(ids, list) else [ids]
   if not all(type(i) is int and 0 <= i < 2**31 for i in listed):
     raise ValueError(
-      f"{path}: eos_token_id is {shown(ids)}, not a token id or a list of them"
+      f"{path}: eos_token_id is {sections.shown(ids)}, not a token id or a list"
+      " of them"
     )
   return tuple(dict.fromkeys(listed))
 
 
 def tokenizer_class(directory: pathlib.Path) -> str:
-  """The class of transformers that a tokenizer is of, by its slow name.
+  """Return the name of the tokenizer's class in transformers, without "Fast".
 
   Raises:
     ValueError: the file is damaged.
@@ -159,18 +156,20 @@ def tokenizer_class(directory: pathlib.Path) -> str:
   path = directory / TOKENIZER_CONFIG
   name = read_optional(path).get("tokenizer_class")
   if not isinstance(name, str | None):
-    raise ValueError(f"{path}: tokenizer_class is {shown(name)}, not a name")
+    raise ValueError(
+      f"{path}: tokenizer_class is {sections.shown(name)}, not a name"
+    )
   return (name or "").removesuffix("Fast")
 
 
 def special_tokens(directory: pathlib.Path) -> dict[str, str]:
-  """The special tokens that have a name, such as eos_token.
+  """Return the special tokens that have a name, such as eos_token.
 
   special_tokens_map.json counts only beside a tokenizer_config.json without
-  `added_tokens_decoder`, which is how the older versions wrote them.
+  `added_tokens_decoder`, which is how older versions wrote these files.
 
   Raises:
-    ValueError: one of them is no text.
+    ValueError: one of them is not text.
   """
   path = directory / TOKENIZER_CONFIG
   settings = read_optional(path)
@@ -185,11 +184,13 @@ def special_tokens(directory: pathlib.Path) -> dict[str, str]:
   named |= {name: (path, value) for name, value in extra.items()}
   tokens = dict(_CLASS_TOKENS.get(tokenizer_class(directory), {}))
   for name in named.keys() & tokens.keys():
-    del tokens[name]  # be it by a null
+    del tokens[name]  # even where the file says null
   for name, (path, value) in named.items():
     text = value.get("content") if isinstance(value, Mapping) else value
     if isinstance(text, str) and (name.endswith("_token") or name in extra):
       tokens[name] = text
     elif name in _SPECIAL_NAMES and value is not None:
-      raise ValueError(f"{path}: {name} is {shown(value)}, not a token")
+      raise ValueError(
+        f"{path}: {name} is {sections.shown(value)}, not a token"
+      )
   return tokens

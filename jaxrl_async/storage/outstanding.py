@@ -13,7 +13,14 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.storage import item_json
-from jaxrl_async.types import FinishReason, Prompt, RolloutGroup, Trajectory
+from jaxrl_async.types import (
+  Admission,
+  FinishReason,
+  Prompt,
+  Reward,
+  RolloutGroup,
+  Trajectory,
+)
 
 _ARRAY_FIELDS = (
   "tokens",
@@ -32,16 +39,11 @@ class OutstandingGroup:
   """One group that has not ended, as the buffer knows it.
 
   Attributes:
-    index: admission order.
-    birth: policy version at admission.
-    deadline: last train step that may use it.
     status: the buffer's word for where the group is.
     group: its trajectories, partial or finished; None before the first token.
   """
 
-  index: int
-  birth: int
-  deadline: int
+  admission: Admission
   status: str
   group: RolloutGroup | None
 
@@ -71,7 +73,7 @@ def read(directory: pathlib.Path) -> list[OutstandingGroup]:
 def _pack(
   groups: list[OutstandingGroup],
 ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-  """JSON records, and per field the arrays of all of them end to end."""
+  """Return JSON records, and for each field all of its arrays end to end."""
   pieces: dict[str, list[np.ndarray]] = {"prompt_tokens": []}
   pieces |= {field: [] for field in _ARRAY_FIELDS}
   records = []
@@ -79,9 +81,7 @@ def _pack(
     group = outstanding.group
     records.append(
       {
-        "index": outstanding.index,
-        "birth": outstanding.birth,
-        "deadline": outstanding.deadline,
+        **dataclasses.asdict(outstanding.admission),
         "status": outstanding.status,
         "group": None if group is None else _group_record(group),
       }
@@ -108,7 +108,7 @@ def _pack(
 
 
 def _group_record(group: RolloutGroup) -> dict[str, Any]:
-  """All of a group but its arrays, and the lengths that cut those apart."""
+  """Return a group without its arrays, but with the lengths to cut them by."""
   try:
     item = item_json.encode(group.prompt.item)
   except item_json.UnstorableError as error:
@@ -116,9 +116,7 @@ def _group_record(group: RolloutGroup) -> dict[str, Any]:
       f"group {group.index}: the item of {group.prompt.prompt_id} holds {error}"
     ) from error
   return {
-    "index": group.index,
-    "birth": group.birth,
-    "deadline": group.deadline,
+    **dataclasses.asdict(group.admission),
     "prompt_id": group.prompt.prompt_id,
     "item": item,
     "num_prompt_tokens": len(group.prompt.tokens),
@@ -128,18 +126,47 @@ def _group_record(group: RolloutGroup) -> dict[str, Any]:
         "member": trajectory.member,
         "num_tokens": len(trajectory.tokens),
         "finish_reason": trajectory.finish_reason,
-        "reward": trajectory.reward,
+        "reward": _reward_record(trajectory.reward),
       }
       for trajectory in group.trajectories
     ],
   }
 
 
+def _reward_record(reward: Reward | None) -> dict[str, Any] | None:
+  """Return a reward as JSON.
+
+  Keys of JSON are strings, so token scores become pairs (position, score).
+  """
+  if reward is None:
+    return None
+  scores = reward.token_scores
+  return {
+    "score": reward.score,
+    "parts": dict(reward.parts),
+    "token_scores": None if scores is None else list(scores.items()),
+  }
+
+
+def _read_reward(record: dict[str, Any] | float | None) -> Reward | None:
+  """Invert `_reward_record`. Before format 2 a record was the score alone."""
+  if record is None:
+    return None
+  if not isinstance(record, dict):
+    return Reward(score=float(record))
+  scores = record["token_scores"]
+  return Reward(
+    score=record["score"],
+    parts=record["parts"],
+    token_scores=None if scores is None else {at: x for at, x in scores},
+  )
+
+
 def _unpack(
   records: list[dict[str, Any]],
   arrays: dict[str, np.ndarray],
 ) -> list[OutstandingGroup]:
-  """The inverse of `_pack`."""
+  """Invert `_pack`."""
   present = [r["group"] for r in records if r["group"] is not None]
   prompts = _cut(
     arrays["prompt_tokens"], [g["num_prompt_tokens"] for g in present]
@@ -148,11 +175,21 @@ def _unpack(
   pieces = {field: _cut(arrays[field], lengths) for field in _ARRAY_FIELDS}
   groups = []
   for record in records:
-    group = record.pop("group")
+    group = record["group"]
     if group is not None:
       group = _read_group(group, next(prompts), pieces)
-    groups.append(OutstandingGroup(**record, group=group))
+    groups.append(
+      OutstandingGroup(
+        admission=_read_admission(record), status=record["status"], group=group
+      )
+    )
   return groups
+
+
+def _read_admission(record: dict[str, Any]) -> Admission:
+  """The fields that stand in a record beside others."""
+  names = [field.name for field in dataclasses.fields(Admission)]
+  return Admission(**{name: record[name] for name in names})
 
 
 def _read_group(
@@ -160,7 +197,7 @@ def _read_group(
   prompt_tokens: np.ndarray,
   pieces: dict[str, Iterator[np.ndarray]],
 ) -> RolloutGroup:
-  """One group; takes its trajectories' arrays off the front of `pieces`."""
+  """Return one group; take its arrays off the front of `pieces`."""
   if "item" not in record:
     raise OutstandingError(
       f"group {record['index']} was stored without its question,"
@@ -173,14 +210,12 @@ def _read_group(
       Trajectory(
         member=trajectory["member"],
         finish_reason=None if reason is None else FinishReason(reason),
-        reward=trajectory["reward"],
+        reward=_read_reward(trajectory["reward"]),
         **{field: next(pieces[field]) for field in _ARRAY_FIELDS},
       )
     )
   return RolloutGroup(
-    index=record["index"],
-    birth=record["birth"],
-    deadline=record["deadline"],
+    admission=_read_admission(record),
     prompt=Prompt(
       prompt_id=record["prompt_id"],
       tokens=prompt_tokens,
@@ -192,7 +227,7 @@ def _read_group(
 
 
 def _cut(array: np.ndarray, lengths: list[int]) -> Iterator[np.ndarray]:
-  """Consecutive pieces of the given lengths."""
+  """Yield consecutive pieces of the given lengths."""
   start = 0
   for length in lengths:
     yield array[start : start + length]

@@ -1,12 +1,14 @@
-"""Pytrees of arrays on disk through Orbax, a name per leaf.
+"""Pytrees of arrays on disk, written by Orbax under one name per leaf.
 
-What is stored is a flat dict from leaf name ("layers.0.query") to array, so any
-container JAX knows as a pytree goes in and comes out, and reading into another
-container with the same names works. Reading goes straight into the target's
-shardings, whatever mesh the tree was written from; dtypes and shapes must be
-those that were written, since Orbax would cast in silence.
+A tree is stored as a flat dict from leaf names such as "layers.0.query" to
+arrays. Any container that JAX knows as a pytree can be stored, and a tree can
+be read into a different container whose leaves have the same names. Arrays are
+read directly into the shardings of the target, whatever mesh the tree was
+written from. Dtypes and shapes must be those that were written, since Orbax
+would cast silently.
 
-Threads: any number may save and load at once, over this module alone.
+Threads: any number may save and load at the same time, as long as all of them
+use this module.
 """
 
 from collections.abc import Callable
@@ -18,22 +20,23 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-# Orbax counts operations per process and takes the latest number for its own.
-# Two that start at once wait for each other's directories: a save lost its own
-# while another thread loaded. All that a save does after `save_async` returned
-# goes by the number it began with.
+# Orbax numbers its operations per process, and an operation assumes that the
+# latest number is its own. Two operations that start at once can therefore wait
+# for each other's directories; a save once lost its directory to a load on
+# another thread. The lock covers the start only: after `save_async` has
+# returned, a save keeps using the number it started with.
 _STARTING = threading.Lock()
 
 
 class LayoutError(ValueError):
-  """Two pytrees differ in names, shapes or dtypes; names the first leaf."""
+  """Two pytrees differ in names, shapes or dtypes; it names the first leaf."""
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-  """The leaves by name, in the order of `jax.tree.leaves`.
+  """Return the leaves by name, in the order of `jax.tree.leaves`.
 
   Raises:
-    LayoutError: a leaf is not an array, or two leaves have one name.
+    LayoutError: a leaf is not an array, or two leaves have the same name.
   """
   named: dict[str, Any] = {}
   for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -47,10 +50,12 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def layout(named: dict[str, Any]) -> dict[str, str]:
-  """Dtype and shape of every leaf, as JSON: {"layers.0.query": "float32[2]"}.
+  """Return dtype and shape of each leaf: {"layers.0.query": "float32[2]"}.
+
+  The result can be stored as JSON.
 
   Args:
-    named: what `named_leaves` returned.
+    named: the result of `named_leaves`.
   """
   return {
     name: f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
@@ -59,7 +64,7 @@ def layout(named: dict[str, Any]) -> dict[str, str]:
 
 
 def check_layout(found: dict[str, str], expected: dict[str, str]) -> None:
-  """Raise a LayoutError that names the first leaf in which the two differ."""
+  """Raise a LayoutError that names the first leaf where the two differ."""
   for name in sorted(found.keys() | expected.keys()):
     here, wanted = found.get(name, "nothing"), expected.get(name, "nothing")
     if here != wanted:
@@ -67,13 +72,14 @@ def check_layout(found: dict[str, str], expected: dict[str, str]) -> None:
 
 
 def save_async(path: pathlib.Path, named: dict[str, Any]) -> Callable[[], None]:
-  """Start to write; the arrays may be let go of when this returns.
+  """Start to write a tree; the arrays may be released when this returns.
 
-  Without Orbax's sharding file, which only a reader without a target needs: it
-  costs 20 ms of the 80 ms that a small model takes.
+  Orbax's sharding file is not written. Only a reader without a target needs it,
+  and it takes 20 ms of the 80 ms that saving a small model takes.
 
   Returns:
-    What waits until Orbax has committed `path`, by one rename, or raises.
+    A function that waits until Orbax has committed `path` by one rename, and
+    raises if that failed.
   """
   context = ocp.Context()
   context.array.saving.enable_write_sharding_file = False
@@ -81,15 +87,23 @@ def save_async(path: pathlib.Path, named: dict[str, Any]) -> Callable[[], None]:
     return ocp.save_async(str(path), named).result
 
 
-def load(path: pathlib.Path, target: Any) -> Any:
-  """Read into the structure, dtypes and shardings of the target.
+def load(
+  path: pathlib.Path,
+  target: Any,
+  *,
+  stored_as: Callable[[str], str] = lambda name: name,
+) -> Any:
+  """Read a tree into the structure, dtypes and shardings of the target.
 
   Args:
-    path: what `save_async` wrote.
+    path: the path given to `save_async`.
     target: jax.ShapeDtypeStruct leaves with shardings. The caller has checked
-      their layout against the one that was written.
+      that their layout equals the one that was written.
+    stored_as: from a leaf's name in the target to its name on the disk.
   """
+  named = {stored_as(name): leaf for name, leaf in named_leaves(target).items()}
   with _STARTING:
-    loaded: Any = ocp.load(str(path), named_leaves(target))
-  leaves = [loaded[name] for name in named_leaves(target)]
+    loaded: Any = ocp.load(str(path), named)
+  # In the order in which `named` has them, which is that of the target.
+  leaves = [loaded[name] for name in named]
   return jax.tree.unflatten(jax.tree.structure(target), leaves)

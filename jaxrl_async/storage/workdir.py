@@ -1,8 +1,8 @@
-"""The directory of a run: one writer at a time, and books that stay in place.
+"""The directory of a run: one writer at a time, and files that stay in place.
 
 A run writes checkpoints, `metrics.jsonl`, `ledger.jsonl` and `config.json` into
-its workdir. Whoever writes there holds a `Claim`; readers, such as a server of
-the newest checkpoint, need none and write nothing.
+its workdir. A process that writes there must hold a `Claim`. Readers, such as a
+server of the newest checkpoint, need no claim and write nothing.
 """
 
 from collections.abc import Callable
@@ -29,15 +29,15 @@ _held: set[IO[str]] = set()
 
 
 class WorkdirError(sections.ConfigError):
-  """The workdir cannot be used, or no longer; one line says what to do."""
+  """The workdir cannot be used, or no longer; the message says what to do."""
 
 
 def check_in_place(path: str | os.PathLike[str], file: IO[Any]) -> None:
-  """Checks that the file open for writing is still the one at its path.
+  """Check that a file open for writing is still the one at its path.
 
   Raises:
-    WorkdirError: it was removed, moved or replaced, so that whatever is written
-      to it would be lost.
+    WorkdirError: it was removed, moved or replaced, so whatever is written to
+      it would be lost.
   """
   try:
     is_same = os.path.samestat(os.stat(path), os.fstat(file.fileno()))
@@ -54,24 +54,30 @@ def check_in_place(path: str | os.PathLike[str], file: IO[Any]) -> None:
 class Claim:
   """The right to write to a workdir; a context manager.
 
-  It is an exclusive `flock` on the file `lock`, which the kernel releases when
-  the process ends, however it ends. The lock belongs to this process alone:
-  the file is closed in programs that it starts and in children that it forks.
-  The file stays behind and means nothing by itself.
+  The claim is an exclusive `flock` on the file `lock`. The kernel releases it
+  when the process ends, in whatever way. The lock belongs to this process
+  alone: the file is closed in programs that the process starts and in children
+  that it forks. The lock file stays behind afterwards; its existence alone
+  means nothing.
 
   Threads: belongs to the main thread.
   """
 
   def __init__(self, workdir: pathlib.Path, note: Callable[[str], None]):
-    """Args: note: is told if nothing can be locked there."""
+    """Prepare a claim.
+
+    Args:
+      workdir: the directory to claim.
+      note: is called with a message if the file system has no locks.
+    """
     self._path = workdir / LOCK
     self._note = note
 
   def __enter__(self) -> "Claim":
-    """Creates the workdir if needed and takes the lock.
+    """Create the workdir if needed, and take the lock.
 
     Raises:
-      WorkdirError: another process holds it, or it cannot be written.
+      WorkdirError: another process holds the lock, or it cannot be written.
     """
     try:
       self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,21 +93,21 @@ class Claim:
     return self
 
   def check(self) -> None:
-    """Checks that the workdir is still where it was.
+    """Check that the workdir is still where it was.
 
     Raises:
-      WorkdirError: the lock file was removed or the workdir moved.
+      WorkdirError: the lock file was removed or the workdir was moved.
     """
     check_in_place(self._path, self._file)
 
   def __exit__(
     self, kind: Any, error: BaseException | None, where: Any
   ) -> None:
-    """Releases the lock.
+    """Release the lock.
 
     Raises:
-      WorkdirError: the workdir is gone, which also explains whatever error
-        that led to.
+      WorkdirError: the workdir is gone. This takes precedence over an error
+        raised inside the block, which is a consequence of it.
     """
     del kind, where
     try:
@@ -115,9 +121,10 @@ class Claim:
       self._file.close()
 
   def _locked(self) -> IO[str]:
-    """The lock file, locked if its file system can do that."""
+    """Return the lock file, locked if its file system supports locks."""
     while True:
-      # Not truncated: until it is locked it may be another process's.
+      # Opened without truncation: until it is locked, it may belong to another
+      # process.
       file = open(self._path, "a+")
       try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -131,18 +138,22 @@ class Claim:
       except OSError as error:
         self._note(
           f"{self._path.parent} is on a file system without locks"
-          f" ({error.strerror}): nothing keeps a second run out of it"
+          f" ({error.strerror}): a second run is not kept out"
         )
         return file
       try:
         check_in_place(self._path, file)
         return file
-      except WorkdirError:  # removed after it was opened: take the new one
+      # It was removed after it was opened: try again with the new file.
+      except WorkdirError:
         file.close()
 
 
 def _forget_locks() -> None:
-  """In a forked child, which would keep them locked after its parent's end."""
+  """Close the lock files in a forked child.
+
+  The child would otherwise keep them locked after its parent has ended.
+  """
   for file in _held:
     file.close()
   _held.clear()
@@ -167,13 +178,13 @@ def _read_holder(file: IO[str]) -> str:
 
 
 def check_unused(workdir: pathlib.Path) -> None:
-  """Checks that no run has written its books here; for one that begins.
+  """Check that no run has written here; called by a run that begins.
 
-  A run writes to all of them only after its first checkpoint, so a run that was
-  killed before it leaves none.
+  A run writes config.json, metrics and ledger only after its first checkpoint.
+  A run that was killed before its first checkpoint leaves none of them.
 
   Raises:
-    WorkdirError: there are books, but the caller found no checkpoint.
+    WorkdirError: there are such files, although the caller found no checkpoint.
   """
   found = [
     name
@@ -187,20 +198,21 @@ def check_unused(workdir: pathlib.Path) -> None:
     raise WorkdirError(
       f"workdir: {workdir} holds {' and '.join(found)} of a run, but no"
       f" checkpoint in {workdir / CHECKPOINTS} to continue it from; bring the"
-      " checkpoints back (is their disk mounted?), or begin anew in an empty"
+      " checkpoints back (is their disk mounted?), or start in an empty"
       " workdir"
     )
 
 
 def check_lines(path: pathlib.Path, num_bytes: int) -> None:
-  """Checks that a file of JSON lines has what a checkpoint knows of it.
+  """Check that a file of JSON lines holds what a checkpoint expects.
 
   Args:
     path: of the file.
-    num_bytes: its length at the checkpoint; what follows may be torn.
+    num_bytes: its length at the time of the checkpoint. Later lines may be
+      incomplete.
 
   Raises:
-    WorkdirError: it is missing, too short, or not such a file.
+    WorkdirError: the file is missing, too short, or a different one.
   """
   if num_bytes == 0 and not _is_present(path):
     return
@@ -237,7 +249,7 @@ def _ends_in_an_object(data: bytes) -> bool:
 
 
 def _is_present(path: pathlib.Path) -> bool:
-  """Whether there is something of that name, if only a broken link."""
+  """Return whether the name exists, be it as a broken link."""
   return os.path.lexists(path)
 
 

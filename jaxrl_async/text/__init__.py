@@ -1,1 +1,1 @@
-"""Between text and tokens: tokenizer, chat template, stop strings."""
+"""Text to tokens and back: tokenizer, chat template, stop strings."""

@@ -1,8 +1,8 @@
-"""Messages of a chat to the text of a prompt.
+"""Chat templates: from the messages of a chat to the text of a prompt.
 
-Rendered as Hugging Face's `apply_chat_template` does it, within a deadline. A
-policy without a template gets the one user message and a newline, which is what
-the prompts of the small tasks look like.
+A template renders like Hugging Face's `apply_chat_template`, within a deadline.
+A policy without a template accepts a single user message, and the prompt is
+that message followed by a newline, which is the format of the small tasks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,12 @@ import threading
 from typing import Any
 import weakref
 
+from jaxrl_async.config import sections
 from jaxrl_async.storage import model_files
 from jaxrl_async.text import template_process
 
 DEADLINE_S = 5.0
-_START_S = 60.0  # for Python itself, and for compiling the template
+_START_S = 60.0  # for the start of Python and the compilation of the template
 
 _CONFIG_FILE = model_files.TOKENIZER_CONFIG
 _FILE = "chat_template.jinja"
@@ -28,13 +29,11 @@ _PROCESSORS_FILE = "chat_template.json"
 
 
 class ChatTemplateError(ValueError):
-  """These messages have no prompt, or the template is none."""
+  """The messages cannot be rendered, or the template cannot be compiled."""
 
 
 class ChatTemplate:
-  """How the messages of a chat become a prompt.
-
-  The template runs in a process of its own, see `template_process`.
+  """A chat template, rendered by a separate process (`template_process`).
 
   Threads: any may render; they take turns.
   """
@@ -47,17 +46,17 @@ class ChatTemplate:
     refusal: str = "",
     deadline_s: float = DEADLINE_S,
   ):
-    """Compiles a template.
+    """Compile a template.
 
     Args:
-      source: in Jinja; None for a policy that has none.
-      special_tokens: what the template may name, such as eos_token.
-      refusal: why there is none although there are some; no messages are
-        rendered then.
-      deadline_s: how long a rendering may take, turns included.
+      source: the template in Jinja; None for a policy that has none.
+      special_tokens: variables of the template, such as eos_token.
+      refusal: why no template can be chosen although the policy has some; every
+        rendering is then refused with this message.
+      deadline_s: longest time of a rendering, including the wait for its turn.
 
     Raises:
-      ChatTemplateError: it cannot be compiled.
+      ChatTemplateError: the template cannot be compiled.
     """
     self._source = source
     self._special_tokens = dict(special_tokens or {})
@@ -69,9 +68,9 @@ class ChatTemplate:
       self._process = _Process(source)
 
   def render(self, messages: Sequence[dict[str, Any]]) -> str:
-    """The prompt after which the assistant's answer is written.
+    """Return the prompt after which the assistant's answer is written.
 
-    Takes up to `deadline_s`: nothing for an event loop.
+    This takes up to `deadline_s`, so it must not run on an event loop.
 
     Raises:
       ChatTemplateError: the template refuses these messages, or takes too long.
@@ -103,7 +102,7 @@ class ChatTemplate:
         " needed too much memory"
       )
     if "error" in reply:
-      raise ChatTemplateError(f"the chat template says: {reply['error']}")
+      raise ChatTemplateError(f"the chat template refused: {reply['error']}")
     return reply["text"]
 
 
@@ -111,7 +110,7 @@ class _Process:
   """A running `template_process` with one template."""
 
   def __init__(self, source: str):
-    # -P: the modules beside that file are not for `import`.
+    # -P keeps the directory of that file out of the import path.
     self._popen = subprocess.Popen(
       [sys.executable, "-P", template_process.__file__],
       stdin=subprocess.PIPE,
@@ -129,16 +128,19 @@ class _Process:
 
   @property
   def has_ended(self) -> bool:
-    """It was killed: here, or by somebody else."""
+    """Whether the process has ended, for whatever reason."""
     return self._popen.poll() is not None
 
   def ask(
     self, request: dict[str, Any], deadline_s: float
   ) -> dict[str, Any] | None:
-    """The answer; None if there was none in time, and then no process."""
+    """Return the reply; None if there was none in time.
+
+    The process is killed if it does not reply in time.
+    """
     stdin, stdout = self._popen.stdin, self._popen.stdout
     assert stdin is not None and stdout is not None
-    # Killed, it lets go of whoever writes to it or reads from it.
+    # Killing the process ends a write to it or a read from it that blocks.
     timer = threading.Timer(deadline_s, self._popen.kill)
     timer.daemon = True
     timer.start()
@@ -164,15 +166,16 @@ def _end(popen: subprocess.Popen) -> None:
     assert pipe is not None
     try:
       pipe.close()
-    except BrokenPipeError:  # of what was not written any more
+    except BrokenPipeError:  # data that was not written yet
       pass
 
 
 def load(directory: pathlib.Path) -> ChatTemplate:
-  """The template of a tokenizer's directory, or the one for none.
+  """Return the template of a tokenizer's directory.
 
-  Where there are several and none is the default one, or only one that
-  transformers' tokenizers do not read, rendering is refused.
+  If there is none, the result renders the single message of a user. Rendering
+  is refused if there are several templates and none is the default, or if the
+  only one is in a file that transformers' tokenizers do not read.
 
   Raises:
     ValueError: a file is damaged, or the template cannot be compiled.
@@ -193,8 +196,8 @@ def load(directory: pathlib.Path) -> ChatTemplate:
     )
   elif (directory / _PROCESSORS_FILE).exists():
     refusal = (
-      f"this policy has a chat template in {_PROCESSORS_FILE} only, which is"
-      f" not its tokenizer's; put it into {_FILE}"
+      f"this policy has a chat template in {_PROCESSORS_FILE} only, which"
+      f" is not a file of the tokenizer; put it into {_FILE}"
     )
   return ChatTemplate(None, refusal=refusal)
 
@@ -202,7 +205,9 @@ def load(directory: pathlib.Path) -> ChatTemplate:
 def sources(
   directory: pathlib.Path,
 ) -> dict[str, tuple[pathlib.Path, str]]:
-  """The templates by name: files of their own, else those of the settings.
+  """Return path and source of the templates by name.
+
+  Files of their own take precedence over the tokenizer's settings.
 
   Raises:
     ValueError: a file is damaged.
@@ -229,8 +234,8 @@ def sources(
     isinstance(x, str) for pair in named.items() for x in pair
   ):
     raise ValueError(
-      f"{path}: chat_template is {model_files.shown(given)}, neither a template"
-      " nor templates by name"
+      f"{path}: chat_template is {sections.shown(given)}, neither a template"
+      " nor a list of named templates"
     )
   return {name: (path, source) for name, source in named.items()}
 
@@ -238,6 +243,6 @@ def sources(
 def _without_template(messages: Sequence[dict[str, Any]]) -> str:
   if len(messages) != 1 or messages[0]["role"] != "user":
     raise ChatTemplateError(
-      "this policy has no chat template: send one message, of the user"
+      "this policy has no chat template; send a single message of the user"
     )
   return messages[0]["content"] + "\n"

@@ -1,13 +1,15 @@
-"""Text of growing sequences: whole characters only, up to a stop string.
+"""Text of growing sequences, and the stop strings that end them.
 
-A character may be split over tokens and a stop string over anything. Both
-sides look for stop strings with the same code: the scheduler to end a
-sequence, the server to cut its text, so they agree on the token.
+Tokens may split characters, and a stop string may begin or end in the middle of
+a token. Text is therefore produced in whole characters only. The scheduler,
+which ends sequences, and the server, which cuts their text, look for stop
+strings with the same code, so they agree on the token at which a sequence ends.
 
-Exact for tokenizers whose decoder joins the tokens' bytes (GPT-2, Qwen2,
-Llama 3) or characters, and for those with tokens for single bytes beside others
-(Llama 2). Of the latter a run of such bytes is text if it is UTF-8 as a whole,
-which only the token after it decides; to end there needs no decision.
+The results are exact for tokenizers whose decoder joins bytes (GPT-2, Qwen2,
+Llama 3) or characters, and for those that have tokens for single bytes beside
+others (Llama 2). With the latter, a run of byte tokens is text only if the
+whole run is UTF-8, which is known once the next token is no byte token, or once
+the sequence ends.
 """
 
 from collections.abc import Sequence
@@ -17,28 +19,28 @@ import numpy as np
 
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
-_REPLACEMENT = "\ufffd"  # what is decoded for half a character, among others
-_MAX_HELD = 3  # bytes that may still become one character
-_WINDOW = 16  # tokens, from which on the window is cut where it can be
+_REPLACEMENT = "\ufffd"  # what an incomplete character decodes to, among others
+_MAX_HELD = 3  # most bytes that may still become one character
+_WINDOW = 16  # longer windows are cut where possible
 
 
 def are_allowed(strings: Sequence[str]) -> bool:
-  """Whether `StopStrings` can look for all of them."""
+  """Return whether `StopStrings` can look for all of these strings."""
   return all(s and _REPLACEMENT not in s for s in strings)
 
 
 class TokenText:
-  """Turns the tokens of one sequence into text, piece by piece."""
+  """The text of one sequence, produced piece by piece from its tokens."""
 
   def __init__(self, tokenizer: tokenizer_lib.Tokenizer):
     self._tokenizer = tokenizer
-    # Some tokens that were turned into text already stay in the window: a
-    # decoder may write a word's space only after another word.
+    # The window keeps some tokens that have been turned into text already: a
+    # decoder may write the space of a word only after another word.
     self._window: list[int] = []
     self._num_given = 0  # characters of the window's text
 
   def add(self, tokens: Sequence[int] | np.ndarray) -> str:
-    """The text that these tokens add and that nothing will change."""
+    """Return the text that these tokens add and that nothing will change."""
     shown = self._tokenizer.is_shown
     self._window += [int(t) for t in tokens if shown(int(t))]
     num_open = self._num_open()
@@ -57,23 +59,26 @@ class TokenText:
     return new
 
   def pending(self) -> str:
-    """The rest of the text, if there are no more tokens."""
+    """Return the remaining text under the assumption that no tokens follow."""
     return self._tokenizer.decode(self._window)[self._num_given :]
 
   def finish(self) -> str:
-    """The rest, once there will be no more tokens."""
+    """Return the remaining text, once no more tokens will follow."""
     new = self.pending()
     self._num_given += len(new)
     return new
 
   def copy(self) -> "TokenText":
-    """Another one that goes on from here."""
+    """Return an independent copy that continues from here."""
     other = copy.copy(self)
     other._window = list(self._window)
     return other
 
   def _num_open(self) -> int:
-    """Bytes at the end, of which further ones may still make something else."""
+    """Return the number of trailing byte tokens.
+
+    Further byte tokens could still change what they stand for.
+    """
     bytes_ = self._tokenizer.byte_tokens
     count = 0
     while count < len(self._window) and self._window[-1 - count] in bytes_:
@@ -81,12 +86,12 @@ class TokenText:
     return count
 
   def _cut(self, text: str) -> None:
-    """Forgets tokens from the start, at the edge of a character."""
+    """Forget tokens from the start of the window, at a character boundary."""
     decode = self._tokenizer.decode
     for kept in range(4, _WINDOW):
       before = decode(self._window[:-kept])
       rest = decode(self._window[-kept:])
-      # A decoder may leave out the spaces that a text begins with.
+      # A decoder may drop the spaces at the start of a text.
       start = len(text) - len(rest)
       spaces = " " * (start - len(before))
       if rest and start <= self._num_given and before + spaces + rest == text:
@@ -96,10 +101,10 @@ class TokenText:
 
 
 class StopStrings:
-  """Finds the token that completes one of some strings.
+  """Finds the token that completes one of some strings, in one sequence.
 
-  A `scheduler.StopCheck`, for one sequence. Of several strings completed by
-  the same token the one that begins first cuts the text.
+  An object of this class is a `scheduler.StopCheck`. If one token completes
+  several strings, the one that begins first cuts the text.
   """
 
   def __init__(
@@ -109,36 +114,44 @@ class StopStrings:
     *,
     min_tokens: int = 0,
   ):
-    """Begins before the first token of a completion.
+    """Begin before the first token of a completion.
 
     Args:
-      tokenizer: of the tokens to come.
-      strings: without an empty one, see `are_allowed`.
-      min_tokens: what is completed within fewer tokens does not count.
+      tokenizer: of the tokens that will be read.
+      strings: the stop strings; `are_allowed` must hold.
+      min_tokens: a string that is completed within fewer tokens is ignored.
+
+    Raises:
+      ValueError: one of the strings can never be found.
     """
     if not are_allowed(strings):
       raise ValueError(f"stop strings {strings!r}: one can never be found")
     self._strings = tuple(strings)
     self._text = TokenText(tokenizer)
-    # What bytes make so far, if the next token is none of them.
+    # Whether the last tokens may be byte tokens whose text is still undecided.
     self._has_pending = bool(strings and tokenizer.byte_tokens)
-    self._num_ignored = max(min_tokens - 1, 0)  # tokens that cannot stop it
+    # Next tokens that cannot end the sequence.
+    self._num_ignored = max(min_tokens - 1, 0)
     self._longest = max(map(len, strings), default=1)
-    self._tail = ""  # what may still be the beginning of a string
-    self._num_seen = 0  # characters behind it that were searched already
+    self._tail = ""  # text that may still be the beginning of a stop string
+    self._num_seen = 0  # characters after the tail that were searched already
 
   def __call__(self, tokens: np.ndarray) -> int | None:
-    """How many of the tokens belong to the completion if it ends in them."""
+    """Return how many of the tokens belong to the completion if it ends here.
+
+    The result is None if no stop string is completed.
+    """
     return self.read(tokens)[1]
 
   def read(
     self, tokens: Sequence[int] | np.ndarray
   ) -> tuple[str, int | None, int]:
-    """Takes the next tokens.
+    """Read the next tokens.
 
     Returns:
-      The text they add; as of `__call__`, and then the text is that of these
-      tokens alone; how many characters from the end the stop string begins.
+      The text that they add; the result of `__call__`; and the distance from
+      the end of that text to the beginning of the stop string. If a stop string
+      was completed, the text is the whole text of these tokens.
     """
     ignored = min(self._num_ignored, len(tokens))
     self._num_ignored -= ignored
@@ -169,24 +182,26 @@ class StopStrings:
       pending = self._text.pending() if self._has_pending else ""
       behind = self._find(new + pending) if i >= ignored else None
       if behind is not None:
-        # Ended here it is the text: nothing follows that could change it.
+        # If the sequence ends here, nothing follows that could change this
+        # text.
         return text + pending, i + 1, behind
       self._remember(new, pending)
     return text, None, 0
 
   def finish(self) -> str:
-    """The text held back, once there will be no more tokens."""
+    """Return the text held back, once no more tokens will follow."""
     return self._text.finish()
 
   def _remember(self, new: str, pending: str = "") -> None:
     text = self._tail + new
     self._tail = text[max(0, len(text) - self._longest + 1) :]
     self._num_seen = max(self._num_seen - len(new), 0)
-    if _REPLACEMENT not in pending:  # else it is still to be decided
+    # Otherwise the pending text is not decided yet.
+    if _REPLACEMENT not in pending:
       self._num_seen = len(pending)
 
   def _find(self, new: str) -> int | None:
-    """Where, from the end, the first string begins that `new` completes."""
+    """Return the distance from the end to the first string `new` completes."""
     text = self._tail + new
     num_seen = len(self._tail) + self._num_seen
     starts = []
@@ -198,9 +213,10 @@ class StopStrings:
 
 
 class CompletionText:
-  """The text a client sees of one completion, piece by piece.
+  """The text of one completion as a client sees it, piece by piece.
 
-  Never half a character, never a part of the stop string, nothing after it.
+  It never contains half a character, a part of the stop string, or anything
+  after the stop string.
   """
 
   def __init__(
@@ -210,14 +226,14 @@ class CompletionText:
     *,
     min_tokens: int = 0,
   ):
-    """As `StopStrings`, but `strings` may be empty."""
+    """Begin before the first token; the arguments are those of StopStrings."""
     self._strings = tuple(strings)
     self._stops = StopStrings(tokenizer, strings, min_tokens=min_tokens)
     self._held = ""
     self.has_stopped = False
 
   def add(self, tokens: Sequence[int] | np.ndarray) -> str:
-    """What can be shown once these tokens are there."""
+    """Return the text that can be shown after these tokens."""
     if self.has_stopped:
       return ""
     text, count, behind = self._stops.read(tokens)
@@ -233,14 +249,14 @@ class CompletionText:
     return shown
 
   def finish(self) -> str:
-    """What was held back, once there will be no more tokens."""
+    """Return the text that was held back, once no more tokens will follow."""
     if self.has_stopped:
       return ""
     shown, self._held = self._held + self._stops.finish(), ""
     return shown
 
   def _possible_beginning(self) -> int:
-    """Length of the longest end of the text that a stop string begins with."""
+    """Return the length of the longest end that may begin a stop string."""
     longest = max(map(len, self._strings), default=1)
     for n in range(min(longest - 1, len(self._held)), 0, -1):
       end = self._held[len(self._held) - n :]

@@ -1,12 +1,12 @@
-"""Renders chat templates, in a process of its own.
+"""A program that renders chat templates in a process of its own.
 
-A template is a program that came with a model, and what it does depends on what
-clients send. Nothing inside of a process can end its loops for certain, or
-bound what they allocate; so this file is run as a program, which is killed when
-a template takes too long. It imports nothing of the package, to start fast.
+A template is code that comes with a model, and what it does depends on what
+clients send. Nothing inside a process can reliably end its loops or bound its
+memory. This file is therefore run as a program, which is killed when a template
+takes too long. It imports nothing of the package, so that it starts quickly.
 
-Each line of the input is a request, each line of the output its answer, in
-JSON. The first request is the template.
+Each line of the input is a request and each line of the output its reply, in
+JSON. The first request holds the template.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import json
 import resource
 import signal
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import ext
@@ -26,24 +26,31 @@ _MAX_MEMORY_BYTES = 1 << 30
 
 
 class _Generation(ext.Extension):
-  """`{% generation %}` marks what the assistant said; here it says nothing."""
+  """Support for `{% generation %}`, which marks what the assistant said.
+
+  The marks are for training and have no effect here.
+  """
 
   tags = {"generation"}
 
   def parse(self, parser: Any) -> nodes.Node | list[nodes.Node]:
-    """What is inside, as it is."""
+    """Return the statements inside the block unchanged."""
     next(parser.stream)
     return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _environment() -> sandbox.ImmutableSandboxedEnvironment:
-  def raise_exception(message):
+  def raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
   def tojson(
-    value, ensure_ascii=False, indent=None, separators=None, sort_keys=False
-  ):
-    # Jinja's own escapes HTML.
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+  ) -> str:
+    # Jinja's own filter escapes HTML.
     return json.dumps(
       value,
       ensure_ascii=ensure_ascii,
@@ -52,7 +59,7 @@ def _environment() -> sandbox.ImmutableSandboxedEnvironment:
       sort_keys=sort_keys,
     )
 
-  def strftime_now(format_):
+  def strftime_now(format_: str) -> str:
     return datetime.datetime.now().strftime(format_)
 
   environment = sandbox.ImmutableSandboxedEnvironment(
@@ -74,10 +81,10 @@ def _compile(source: str) -> jinja2.Template:
 
 
 def _answer(template: jinja2.Template | None, request: Any) -> Any:
-  """The compiled template, or what it renders.
+  """Return the compiled template, or what it renders.
 
   Raises:
-    ValueError: what an expression on a client's messages may raise.
+    ValueError: the template is invalid, or fails for these messages.
   """
   try:
     if template is None:
@@ -98,17 +105,18 @@ def _answer(template: jinja2.Template | None, request: Any) -> Any:
 
 
 def main() -> None:
-  """Answers until the input ends."""
-  # An interrupt is for the server, which ends this process when it is done.
+  """Answer requests until the input ends."""
+  # The server handles interrupts, and ends this process when it is done.
   signal.signal(signal.SIGINT, signal.SIG_IGN)
-  with contextlib.suppress(ValueError, OSError):  # not every system can
+  # Not supported on every system.
+  with contextlib.suppress(ValueError, OSError):
     resource.setrlimit(
       resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES)
     )
   template = None
   for line in sys.stdin:
     request = json.loads(line)
-    # Also where the server was killed meanwhile: nobody else would end this.
+    # The alarm ends a loop even if the server that would kill it is gone.
     signal.alarm(request["alarm_s"])
     try:
       answer = _answer(template, request)

@@ -1,8 +1,9 @@
-"""Text to token ids and back, in Hugging Face's file format.
+"""Tokenizers: from text to token ids and back, in Hugging Face format.
 
-`character_level` builds the tokenizer of the small tasks: one token a
-character, so that a policy of a few hundred thousand parameters can learn it in
-minutes. `load` reads it back, or any `tokenizer.json` with the files beside it.
+`character_level` builds the tokenizer of the small tasks. It has one token per
+character, so that a policy with a few hundred thousand parameters can learn
+them in minutes. `load` reads it back, as it reads any other `tokenizer.json`
+with the files beside it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,9 +18,10 @@ from jaxtyping import Int, Int32
 import numpy as np
 import tokenizers
 
+from jaxrl_async.config import sections
 from jaxrl_async.storage import model_files
 
-# Printable ASCII lacks these brackets, so no text spells a special token.
+# These brackets are not printable ASCII, so no text spells a special token.
 PAD_TOKEN = "⟨pad⟩"
 EOS_TOKEN = "⟨eos⟩"
 ALPHABET = "\n" + "".join(chr(code) for code in range(32, 127))
@@ -30,16 +32,16 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 class Tokenizer:
   """A `tokenizers.Tokenizer` that knows which tokens end a sequence.
 
-  Immutable once built, so any thread may use it.
+  It is immutable once built, so any thread may use it.
 
   Attributes:
-    eos_id: what a worked solution ends with.
-    pad_id: fills what nobody reads.
-    end_tokens: each of them ends a sequence; `eos_id` comes first.
-    vocab_size: one more than the largest id.
-    byte_tokens: each stands for a byte, as in Llama 2; successive ones become
-      characters together, or none of them does. Empty for the tokenizers whose
-      every token is made of bytes.
+    eos_id: the token that ends a worked solution.
+    pad_id: the token at unused positions.
+    end_tokens: tokens each of which ends a sequence; `eos_id` comes first.
+    vocab_size: the largest id plus one.
+    byte_tokens: tokens that stand for one byte each, as in Llama 2. A run of
+      them becomes characters only as a whole. The set is empty for tokenizers
+      all of whose tokens consist of bytes.
   """
 
   def __init__(
@@ -51,14 +53,14 @@ class Tokenizer:
     special_tokens: Mapping[str, str] | None = None,
     end_tokens: Sequence[int] = (),
   ):
-    """Takes over a tokenizer.
+    """Take over a tokenizer.
 
     Args:
-      tokenizer: changed: it neither cuts nor pads, and its special tokens are
-        marked as such.
-      eos_token: the one that `eos_id` is of.
-      pad_token: the one that `pad_id` is of.
-      special_tokens: all that have a name, by name.
+      tokenizer: it is changed: it no longer truncates or pads, and its special
+        tokens are marked as special.
+      eos_token: the token of `eos_id`.
+      pad_token: the token of `pad_id`.
+      special_tokens: all tokens that have a name, by name.
       end_tokens: further ids that end a sequence.
 
     Raises:
@@ -76,8 +78,8 @@ class Tokenizer:
     named = dict(special_tokens or {})
     named |= {"eos_token": eos_token, "pad_token": pad_token}
     self._special_tokens = {k: v for k, v in named.items() if v in vocabulary}
-    # As transformers does it: what has a name is special, even where
-    # tokenizer.json has it among the ordinary tokens.
+    # As in transformers, every token with a name is special, even if
+    # tokenizer.json lists it among the ordinary tokens.
     tokenizer.add_special_tokens(
       [token for token in self._special_tokens.values() if token not in added]
     )
@@ -88,7 +90,7 @@ class Tokenizer:
     }
     self.vocab_size = max(vocabulary.values()) + 1
     if self.vocab_size > _MAX_VOCABULARY:
-      raise ValueError(f"a token has the id {self.vocab_size - 1}")
+      raise ValueError(f"token id {self.vocab_size - 1} is too large")
     if unknown := [i for i in self.end_tokens if i >= self.vocab_size]:
       raise ValueError(
         f"end token {unknown[0]} is not in the vocabulary of"
@@ -110,24 +112,25 @@ class Tokenizer:
     )
 
   def encode(self, text: str) -> Int32[np.ndarray, "T"]:
-    """Token ids of the text alone: nothing is put before or after it.
+    """Return the token ids of a text, without tokens before or after it.
 
-    For what stands inside of a sequence, or brings its special tokens along as
-    a rendered chat does; a text that begins one is for `encode_prompt`.
+    Use this for text inside a sequence, or for text that already contains its
+    special tokens, such as a rendered chat. For text that begins a sequence use
+    `encode_prompt`.
 
     Raises:
-      ValueError: a character is not in the alphabet; it is never dropped.
+      ValueError: a character is not in the alphabet; none is dropped silently.
     """
     return self._encode(text, add_special_tokens=False)
 
   def encode_prompt(self, text: str) -> Int32[np.ndarray, "T"]:
-    """Token ids of a text that begins a sequence.
+    """Return the token ids of a text that begins a sequence.
 
-    The special tokens that the tokenizer puts around a text, such as Llama's
-    at the beginning, are there: transformers' `tokenizer(text).input_ids`.
+    They include the special tokens that the tokenizer puts around a text, such
+    as Llama's first token, and equal transformers' `tokenizer(text).input_ids`.
 
     Raises:
-      ValueError: as of `encode`.
+      ValueError: as `encode`.
     """
     return self._encode(text, add_special_tokens=True)
 
@@ -139,17 +142,18 @@ class Tokenizer:
         f"tokenizer's alphabet of {len(self._alphabet)} characters"
       )
     with _library_errors("the tokenizer says"):
-      # A batch of one, because `encode` would hold Python's lock meanwhile.
+      # A batch of one is used because the library's `encode` holds Python's
+      # global lock while it runs.
       (encoding,) = self._tokenizer.encode_batch_fast(
         [text], add_special_tokens=add_special_tokens
       )
     return np.asarray(encoding.ids, np.int32)
 
   def decode(self, tokens: Int[np.ndarray, "T"] | Sequence[int]) -> str:
-    """Text of the tokens; special tokens (end, padding) are left out.
+    """Return the text of the tokens, without those that are not shown.
 
-    So is what ends a sequence without being special, and ids that only the
-    model has.
+    Not shown are special tokens, tokens that end a sequence, and ids that only
+    the model has.
     """
     return self._tokenizer.decode(
       [int(token) for token in tokens if self.is_shown(int(token))],
@@ -157,19 +161,19 @@ class Tokenizer:
     )
 
   def is_shown(self, token: int) -> bool:
-    """Whether it can add to a text: it is neither special nor unknown."""
+    """Return whether a token can add to a text."""
     return token < self.vocab_size and bool(self._is_shown[token])
 
   def digest(self) -> str:
-    """The same for two tokenizers only if they encode all texts alike."""
+    """Return a digest that is equal only if two tokenizers encode alike."""
     text = self._tokenizer.to_str()
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
   def save(self, directory: str | pathlib.Path) -> None:
-    """Write `tokenizer.json`, `tokenizer_config.json`, and all end tokens.
+    """Write `tokenizer.json`, `tokenizer_config.json` and the end tokens.
 
-    The latter go to `generation_config.json`, where `load` and transformers
-    find them.
+    The end tokens are written to `generation_config.json`, where `load` and
+    transformers find them.
     """
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -186,11 +190,14 @@ class Tokenizer:
 
 
 def character_level() -> Tokenizer:
-  """Pad, end of sequence, newline and printable ASCII: 98 tokens."""
+  """Return a tokenizer of 98 tokens, one per character.
+
+  They are padding, end of sequence, newline and printable ASCII.
+  """
   vocabulary = {PAD_TOKEN: 0, EOS_TOKEN: 1}
   vocabulary |= {c: 2 + i for i, c in enumerate(ALPHABET)}
   tokenizer = tokenizers.Tokenizer(
-    # No such token exists, so that an unknown character is an error.
+    # The unknown token does not exist, so an unknown character is an error.
     tokenizers.models.WordLevel(vocabulary, unk_token="⟨unknown⟩")
   )
   tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(  # pyright: ignore[reportAttributeAccessIssue]
@@ -204,20 +211,20 @@ def character_level() -> Tokenizer:
 def load(directory: str | pathlib.Path) -> Tokenizer:
   """Read a tokenizer in Hugging Face format.
 
-  Where no file names the end of sequence, the first of the model's own end
-  tokens is taken, else the only special token; where none names padding, the
-  end pads.
+  If no file names the end-of-sequence token, it is the first end token of the
+  model, or else the only special token. If no file names a padding token, the
+  end-of-sequence token is used.
 
   Raises:
     FileNotFoundError: the directory has no `tokenizer.json`.
-    ValueError: a file is damaged, or which token ends a sequence cannot be
-      told, or the model's end tokens are not those of this tokenizer.
+    ValueError: a file is damaged, the end-of-sequence token is unknown, or the
+      model's end tokens are not special tokens of this tokenizer.
   """
   directory = pathlib.Path(directory)
   path = directory / model_files.TOKENIZER
-  # Only to say it better than the library where this is no JSON at all.
+  # This gives a better message than the library if the file is not JSON.
   model_files.read_object(path)
-  with _library_errors(f"{path} holds no tokenizer"):
+  with _library_errors(f"{path} is not a tokenizer"):
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
   if _is_llama(tokenizer, directory):
     _mark_spaces(tokenizer, directory)
@@ -230,18 +237,18 @@ def load(directory: str | pathlib.Path) -> Tokenizer:
   ]
   texts = {i: tokenizer.id_to_token(i) for i in ends}
   if ends and not {*special, *named.values()}.intersection(texts.values()):
-    # Also of a tokenizer that has nothing to do with the model.
+    # This also detects a tokenizer that belongs to another model.
     raise ValueError(
       f"{model_files.end_tokens_file(directory)}: eos_token_id names"
-      f" {model_files.shown(texts)}, no special token of"
-      f" {model_files.TOKENIZER}; use the tokenizer of this model"
+      f" {sections.shown(texts)}, which are not special"
+      f" tokens of {model_files.TOKENIZER}; use the tokenizer of this model"
     )
   eos_token = named.get("eos_token") or next(filter(None, texts.values()), None)
   if eos_token is None:
     if len(special) != 1:
       raise ValueError(
         f"{directory / model_files.TOKENIZER_CONFIG}: needs an eos_token, one"
-        f" of {model_files.shown(special or 'none')}"
+        f" of {sections.shown(special or 'none')}"
       )
     (eos_token,) = special
   try:
@@ -257,7 +264,7 @@ def load(directory: str | pathlib.Path) -> Tokenizer:
 
 
 def _is_llama(tokenizer: tokenizers.Tokenizer, directory: pathlib.Path) -> bool:
-  """Whether transformers 5 overrides how tokenizer.json treats spaces."""
+  """Return whether transformers 5 overrides the file's treatment of spaces."""
   if not _has_byte_fallback(tokenizer):
     return False
   family = model_files.read_optional(directory / model_files.CONFIG)
@@ -270,7 +277,10 @@ def _is_llama(tokenizer: tokenizers.Tokenizer, directory: pathlib.Path) -> bool:
 def _mark_spaces(
   tokenizer: tokenizers.Tokenizer, directory: pathlib.Path
 ) -> None:
-  """As transformers' LlamaTokenizer does, whatever tokenizer.json says."""
+  """Treat spaces as transformers' LlamaTokenizer does.
+
+  What tokenizer.json says about them has no effect there.
+  """
   path = directory / model_files.TOKENIZER_CONFIG
   settings = model_files.read_object(path)
   has_prefix = settings.get("add_prefix_space") in (None, True)
@@ -294,7 +304,7 @@ def _write_json(path: pathlib.Path, value: Any) -> None:
 
 @contextlib.contextmanager
 def _library_errors(what: str) -> Iterator[None]:
-  """Turns the errors of tokenizers, which have no type, into a ValueError."""
+  """Turn the library's errors, which have no class, into a ValueError."""
   try:
     yield
   except Exception as error:
@@ -311,7 +321,5 @@ def _has_byte_fallback(tokenizer: tokenizers.Tokenizer) -> bool:
 def _token_id(tokenizer: tokenizers.Tokenizer, token: str) -> int:
   token_id = tokenizer.token_to_id(token)
   if token_id is None:
-    raise ValueError(
-      f"token {model_files.shown(token)} is not in the vocabulary"
-    )
+    raise ValueError(f"token {sections.shown(token)} is not in the vocabulary")
   return token_id

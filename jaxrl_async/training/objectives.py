@@ -57,7 +57,7 @@ class Microbatch:
     """Sum over the loss tokens of each token's trajectory, at every token."""
     num_segments = values.shape[1] + 1  # with padding, whose id is 0
 
-    def of_row(values, segment_ids):
+    def of_row(values: Array, segment_ids: Array) -> Array:
       sums = jax.ops.segment_sum(values, segment_ids, num_segments)
       return sums[segment_ids]
 

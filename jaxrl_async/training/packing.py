@@ -32,7 +32,10 @@ from typing import Any, NamedTuple
 from jaxtyping import Bool, Float, Int, Num, Shaped
 import numpy as np
 
-from jaxrl_async.types import RolloutGroup, Trajectory
+from jaxrl_async.types import Admission, Prompt, RolloutGroup, Trajectory
+
+# A field of batches whose rewards score tokens; see `reward_fields`.
+TOKEN_SCORES = "token_scores"
 
 
 class PackedBatch(NamedTuple):
@@ -140,10 +143,64 @@ def pack(
       raise ValueError(f"{name} does not have a number for each token")
 
   minibatch = _deal(trajectories, lengths, num_minibatches)
+  rows = _lay_out(
+    lengths,
+    minibatch,
+    tokens_per_row=tokens_per_row,
+    rows_per_microbatch=rows_per_microbatch,
+    num_minibatches=num_minibatches,
+    num_shards=num_shards,
+  )
+  num_rows = max(1, *map(len, rows.used))
+  num_microbatches = -(-num_rows // rows_per_microbatch)
+  if num_microbatches <= min_microbatches:
+    num_microbatches = min_microbatches
+  else:
+    num_microbatches = _round_up(num_microbatches)
+  shape = (
+    num_minibatches,
+    num_microbatches,
+    rows_per_microbatch,
+    tokens_per_row,
+  )
+  row = minibatch * num_microbatches * rows_per_microbatch + rows.row
+  placement = Placement(
+    starts=row * tokens_per_row + rows.column, lengths=lengths, shape=shape
+  )
+  return _filled(trajectories, advantages, fields, rows, placement), placement
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class _Rows:
+  """Which row of its minibatch each trajectory is in, and where in the row.
+
+  Attributes:
+    row: counted from the first row of the minibatch.
+    column: of the trajectory's first token.
+    segment: 1, 2, ... along the row.
+    used: for each minibatch, the number of tokens in each of its rows.
+  """
+
+  row: Int[np.ndarray, "trajectories"]
+  column: Int[np.ndarray, "trajectories"]
+  segment: Int[np.ndarray, "trajectories"]
+  used: list[np.ndarray]
+
+
+def _lay_out(
+  lengths: Int[np.ndarray, "trajectories"],
+  minibatch: Int[np.ndarray, "trajectories"],
+  *,
+  tokens_per_row: int,
+  rows_per_microbatch: int,
+  num_minibatches: int,
+  num_shards: int,
+) -> _Rows:
+  """Fill the rows of each minibatch, and balance them over the shards."""
   row = np.zeros_like(lengths)
   column = np.zeros_like(lengths)
   segment = np.zeros_like(lengths)
-  row_tokens = []  # per minibatch, tokens in each of its rows
+  row_tokens = []
   for m in range(num_minibatches):
     members = np.flatnonzero(minibatch == m)
     first_row, column[members], segment[members], used = _first_fit(
@@ -156,45 +213,42 @@ def pack(
     )
     row[members] = places[first_row]
     row_tokens.append(np.bincount(places, used).astype(np.int64))
+  return _Rows(row=row, column=column, segment=segment, used=row_tokens)
 
-  num_rows = max(1, *map(len, row_tokens))
-  num_microbatches = -(-num_rows // rows_per_microbatch)
-  if num_microbatches <= min_microbatches:
-    num_microbatches = min_microbatches
-  else:
-    num_microbatches = _round_up(num_microbatches)
-  rows_per_minibatch = num_microbatches * rows_per_microbatch
-  shape = (
-    num_minibatches,
-    num_microbatches,
-    rows_per_microbatch,
-    tokens_per_row,
-  )
-  starts = (minibatch * rows_per_minibatch + row) * tokens_per_row + column
 
+def _filled(
+  trajectories: list[Trajectory],
+  advantages: Float[np.ndarray, "trajectories"],
+  fields: Mapping[str, Sequence[Float[np.ndarray, "_"]]],
+  rows: _Rows,
+  placement: Placement,
+) -> PackedBatch:
+  """Write the trajectories' tokens into the arrays of a batch."""
+  lengths, shape = placement.lengths, placement.shape
+  tokens_per_row = shape[-1]
   # All tokens of all trajectories, one after the other, and their places.
   first = np.cumsum(lengths) - lengths
   position = np.arange(lengths.sum()) - np.repeat(first, lengths)
-  place = np.repeat(starts, lengths) + position
+  place = np.repeat(placement.starts, lengths) + position
 
-  def filled(padding, values, dtype):
+  def filled(padding: Any, values: np.ndarray, dtype: Any) -> np.ndarray:
     packed = np.full(np.prod(shape), padding, dtype)
     packed[place] = values
     return packed.reshape(shape)
 
-  def joined(name):
+  def joined(name: str) -> np.ndarray:
     return np.concatenate([getattr(t, name) for t in trajectories])
 
-  padding_start = np.zeros((num_minibatches, rows_per_minibatch), np.int32)
-  for m, used in enumerate(row_tokens):
+  padding_start = np.zeros((shape[0], shape[1] * shape[2]), np.int32)
+  for m, used in enumerate(rows.used):
     padding_start[m, : len(used)] = used
-  batch = PackedBatch(
+  return PackedBatch(
     tokens=filled(0, joined("tokens"), np.int32),
-    segment_ids=filled(0, np.repeat(segment, lengths), np.int32),
+    segment_ids=filled(0, np.repeat(rows.segment, lengths), np.int32),
     positions=filled(0, position, np.int32),
     segment_start=filled(
       np.repeat(padding_start.reshape(-1), tokens_per_row),
-      np.repeat(column, lengths),
+      np.repeat(rows.column, lengths),
       np.int32,
     ),
     loss_mask=filled(False, joined("loss_mask"), np.bool_),
@@ -206,7 +260,40 @@ def pack(
       for name, values in fields.items()
     },
   )
-  return batch, Placement(starts=starts, lengths=lengths, shape=shape)
+
+
+def without_prompt(trajectories: Sequence[Trajectory]) -> RolloutGroup:
+  """Puts trajectories that belong to no prompt of a run into a group."""
+  return RolloutGroup(
+    admission=Admission(index=0, birth=0, deadline=0),
+    prompt=Prompt(prompt_id="", tokens=np.zeros(1, np.int32), item={}),
+    trajectories=list(trajectories),
+  )
+
+
+def reward_fields(
+  trajectories: Sequence[Trajectory],
+) -> dict[str, list[Float[np.ndarray, "_"]]]:
+  """Return `TOKEN_SCORES` for `pack`, if the rewards score tokens.
+
+  Position t is about token t of the trajectory, prompt included, although a
+  reward counts only the tokens that the policy wrote. A token without a score
+  has 0, and so has every token of a reward that does not score tokens. If no
+  reward scores tokens there is no field, and the device programs are those of
+  a run without token scores.
+  """
+  rewards = [t.reward for t in trajectories]
+  if all(r is None or r.token_scores is None for r in rewards):
+    return {}
+  fields = []
+  for trajectory, reward in zip(trajectories, rewards, strict=True):
+    values = np.zeros(len(trajectory.tokens), np.float32)
+    scores = (reward and reward.token_scores) or {}
+    places = np.flatnonzero(trajectory.loss_mask)
+    for position, score in scores.items():
+      values[places[position]] = score
+    fields.append(values)
+  return {TOKEN_SCORES: fields}
 
 
 def expected_microbatches(

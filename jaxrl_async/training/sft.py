@@ -7,6 +7,7 @@ order, anew for each pass.
 from collections.abc import Callable, Iterable
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -19,8 +20,8 @@ from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
+from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
-from jaxrl_async.training import trainer as trainer_lib
 
 
 class WarmStartError(RuntimeError):
@@ -45,12 +46,8 @@ def pack_examples(
         policy_versions=np.full((p + c,), -1, np.int32),
       )
     )
-  nothing = types.Prompt(prompt_id="", tokens=np.zeros(1, np.int32), item={})
-  group = types.RolloutGroup(
-    index=0, birth=0, deadline=0, prompt=nothing, trajectories=trajectories
-  )
   packed, _ = packing.pack(
-    [group],
+    [packing.without_prompt(trajectories)],
     np.zeros((len(trajectories),), np.float32),
     tokens_per_row=tokens_per_row,
     rows_per_microbatch=1,
@@ -92,44 +89,9 @@ def warm_start(
   Raises:
     WarmStartError: loss or gradient were not finite, too many times in a row.
   """
-  schedule = train_step.learning_rate_schedule(
-    section.optimizer, total_steps=section.num_steps, decay=section.decay
-  )
-  optimizer = train_step.make_optimizer(section.optimizer, schedule)
   layout = mesh_lib.Layout(mesh=mesh, rules=rules)
   forward = dataclasses.replace(forward, layout=layout)
-  params_sharding = mesh_lib.shardings(
-    mesh,
-    rules,
-    transformer.logical_axes(forward.model, is_stacked=True),
-  )
-  sharding = trainer_lib.state_sharding(
-    mesh,
-    forward.model,
-    optimizer,
-    params_sharding,
-    offload=section.optimizer.offload,
-  )
-  if params is None:
-    init = jax.jit(
-      functools.partial(transformer.init_params, forward.model),
-      out_shardings=params_sharding,
-    )
-    params = init(jax.random.key(seed))
-  assert params is not None
-  init_opt = jax.jit(optimizer.init, out_shardings=sharding.opt_state)
-  state = train_step.TrainState(params=params, opt_state=init_opt(params))
-  update = jax.jit(
-    functools.partial(
-      train_step.update,
-      forward,
-      objectives.next_token,
-      objectives.no_diagnostic,
-      optimizer,
-    ),
-    donate_argnums=0,
-    out_shardings=(sharding, mesh_lib.replicated(mesh)),
-  )
+  state, update = _state_and_update(section, forward, layout, params, seed)
   batch_sharding = mesh_lib.sharding(mesh, rules, None, None, "batch", "tokens")
   rng = np.random.default_rng(seed)
   order = np.zeros((0,), np.int64)
@@ -153,4 +115,50 @@ def warm_start(
         f"warm start, step {step + 1}: {bad_updates} updates in a row had a"
         " loss or gradient that is not finite (train.max_bad_updates)"
       )
-  return state.params
+  return state.policy.params
+
+
+def _state_and_update(
+  section: sections.WarmStartSection,
+  forward: train_step.ForwardSettings,
+  layout: mesh_lib.Layout,
+  params: transformer.Params | None,
+  seed: int,
+) -> tuple[train_state.TrainState, Callable[..., Any]]:
+  """The state before the first step, and the compiled update."""
+  policy = train_state.ModelSettings(
+    model=forward.model, optimizer=section.optimizer
+  )
+  models = {train_state.POLICY: policy}
+  optimizers = train_step.make_optimizers(
+    models, total_steps=section.num_steps, decay=section.decay
+  )
+  sharding = train_state.shardings(
+    layout.mesh, layout.rules, models, optimizers
+  )
+  if params is None:
+    init = jax.jit(
+      functools.partial(transformer.init_params, forward.model),
+      out_shardings=sharding.policy.params,
+    )
+    params = init(jax.random.key(seed))
+  assert params is not None
+  state = train_state.TrainState(
+    models={
+      train_state.POLICY: train_state.start(
+        policy, optimizers[train_state.POLICY], params, sharding.policy
+      )
+    }
+  )
+  update = jax.jit(
+    functools.partial(
+      train_step.update,
+      forward,
+      objectives.next_token,
+      objectives.no_diagnostic,
+      optimizers,
+    ),
+    donate_argnums=0,
+    out_shardings=(sharding, mesh_lib.replicated(layout.mesh)),
+  )
+  return state, update

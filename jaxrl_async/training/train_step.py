@@ -1,20 +1,20 @@
 """The trainer's device programs, as pure functions of state and batch.
 
-A train step is its stages, each of which adds fields to the batch under the
-weights before the step (`proximal_logprobs` is one), and then `update`:
-num_minibatches optimizer steps, each of which sums the gradients of its
-microbatches. What is minimised is an argument, see `objectives`.
+A train step runs its stages and then `update`. A stage computes something under
+the weights from before the step and adds it to the batch; the proximal logprobs
+are an example. `update` makes num_minibatches optimizer steps, each of which
+sums the gradients of its microbatches. What is minimised is an argument, see
+`objectives`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 from typing import Any
 
 import jax
 from jax import numpy as jnp
-from jaxtyping import Array, Float, Int
-import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 import optax
 
 from jaxrl_async.algorithms import likelihood
@@ -26,21 +26,9 @@ from jaxrl_async.models import transformer
 from jaxrl_async.models.attention import packed_attention
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
+from jaxrl_async.training import train_state
 
 Metrics = dict[str, jax.Array]
-
-
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=["params", "opt_state"],
-  meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainState:
-  """Float32 master weights (layers stacked) and the optimizer's state."""
-
-  params: transformer.Params
-  opt_state: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,6 +108,33 @@ def make_optimizer(
   )
 
 
+def make_optimizers(
+  models: Mapping[str, train_state.ModelSettings],
+  *,
+  total_steps: int = 0,
+  decay: float = 1.0,
+) -> dict[str, optax.GradientTransformation]:
+  """The optimizer of each model that is trained, by the model's name.
+
+  Args:
+    models: by name.
+    total_steps: as of `learning_rate_schedule`.
+    decay: as of `learning_rate_schedule`.
+  """
+
+  def optimizer(section: sections.OptimizerSection):
+    schedule = learning_rate_schedule(
+      section, total_steps=total_steps, decay=decay
+    )
+    return make_optimizer(section, schedule)
+
+  return {
+    name: optimizer(settings.optimizer)
+    for name, settings in models.items()
+    if settings.optimizer is not None
+  }
+
+
 def muon_dimensions(params: Any) -> Any:
   """Which axes of each parameter Muon orthogonalises; None leaves it to AdamW.
 
@@ -136,7 +151,7 @@ def muon_dimensions(params: Any) -> Any:
     "down": ((1,), (2,)),
   }
 
-  def dimensions(path, _):
+  def dimensions(path: tuple[Any, ...], _: Any) -> Any:
     names = [entry.key for entry in path]
     if names[0] != "layers" or names[-1] not in axes:
       return None
@@ -166,7 +181,9 @@ def token_logprobs(
     settings.attention, start, settings.model.num_heads, settings.layout
   )
 
-  def attend(layer, query, key, value):
+  def attend(
+    layer: Any, query: Array, key: Array, value: Array
+  ) -> tuple[Array, None]:
     del layer
     return mix(query, key, value), None
 
@@ -211,31 +228,37 @@ def _embedded(
 class Stage:
   """A device program of a train step that runs before its first update.
 
-  What it returns joins the batch: arrays [M, K, B, T] by name, new fields of
-  the batch or replacements of its own arrays. So a stage can compute logprobs
-  under other weights, or advantages from what an earlier stage has added.
+  What it returns joins the batch: arrays [M, K, B, T] by name, which are new
+  fields of the batch or replace its own arrays. A stage can compute logprobs
+  under the weights of any model that the trainer holds, or advantages from what
+  an earlier stage has added.
 
   Attributes:
     name: of its time, as `time/<name>_s`, and in the picture.
-    run: from settings, the parameters before the step, and the batch.
+    run: a function of the forward settings of each model by name, the
+      parameters of each model before the step by name, and the batch.
   """
 
   name: str
   run: Callable[
-    [ForwardSettings, transformer.Params, packing.PackedBatch],
+    [
+      Mapping[str, ForwardSettings],
+      Mapping[str, transformer.Params],
+      packing.PackedBatch,
+    ],
     dict[str, Float[Array, "M K B T"]],
   ]
 
 
-def proximal_logprobs(
+def batch_logprobs(
   settings: ForwardSettings,
   params: transformer.Params,
   batch: packing.PackedBatch,
-) -> dict[str, Float[Array, "M K B T"]]:
-  """Logprobs of every token of the train step's batch, one forward."""
+) -> Float[Array, "M K B T"]:
+  """Logprobs of every token of a train step's batch under one model."""
 
-  def minibatch_logprobs(minibatch):
-    def step(k, logprobs):
+  def minibatch_logprobs(minibatch: packing.PackedBatch) -> Array:
+    def step(k: Array, logprobs: Array) -> Array:
       micro = jax.tree.map(lambda x: x[k], minibatch)
       return logprobs.at[k].set(token_logprobs(settings, params, micro)[0])
 
@@ -243,10 +266,31 @@ def proximal_logprobs(
     zeros = jnp.zeros(minibatch.tokens.shape, jnp.float32)
     return jax.lax.fori_loop(0, used, step, zeros)
 
-  return {objectives.PROXIMAL: jax.lax.map(minibatch_logprobs, batch)}
+  return jax.lax.map(minibatch_logprobs, batch)
 
 
-PROXIMAL_STAGE = Stage(name="proximal", run=proximal_logprobs)
+def logprobs_stage(name: str, *, model: str, field: str) -> Stage:
+  """A stage that adds the logprobs of every token under one of the models.
+
+  Args:
+    name: of the stage.
+    model: name of the model in the train state.
+    field: of the batch that the logprobs become.
+  """
+
+  def run(
+    settings: Mapping[str, ForwardSettings],
+    params: Mapping[str, transformer.Params],
+    batch: packing.PackedBatch,
+  ) -> dict[str, Float[Array, "M K B T"]]:
+    return {field: batch_logprobs(settings[model], params[model], batch)}
+
+  return Stage(name=name, run=run)
+
+
+PROXIMAL_STAGE = logprobs_stage(
+  "proximal", model=train_state.POLICY, field=objectives.PROXIMAL
+)
 
 
 def _in_memory_of(tree: Any, like: Any) -> Any:
@@ -257,51 +301,72 @@ def _in_memory_of(tree: Any, like: Any) -> Any:
 
 
 def _apply_gradients(
-  optimizer: optax.GradientTransformation,
-  state: TrainState,
-  gradients: transformer.Params,
+  optimizers: train_state.Optimizers,
+  state: train_state.TrainState,
+  gradients: Mapping[str, transformer.Params],
   loss: Float[Array, ""],
-) -> tuple[TrainState, Metrics]:
+) -> tuple[train_state.TrainState, Metrics]:
   """One optimizer step, or none if loss or gradient is not finite.
 
-  An optimizer state that lies in the host's memory comes and goes back.
+  Args:
+    optimizers: of the models that are trained, by name.
+    state: before the step.
+    gradients: of the trainable parameters of the same models.
+    loss: that they are gradients of.
   """
   norm = optax.tree.norm(gradients)
   is_good = jnp.isfinite(loss) & jnp.isfinite(norm)
-  before = dataclasses.replace(
-    state,
-    opt_state=jax.device_put(state.opt_state, jax.memory.Space.Device),
-  )
-  # Optax multiplies by its int32 step count.
-  with jax.numpy_dtype_promotion("standard"):
-    updates, opt_state = optimizer.update(
-      gradients, before.opt_state, before.params
-    )
-  params: Any = optax.apply_updates(state.params, updates)
-  after = TrainState(params=params, opt_state=opt_state)
-  after = jax.tree.map(
-    lambda new, old: jnp.where(is_good, new, old), after, before
-  )
-  return _in_memory_of(after, state), {
+  stepped = {
+    name: _stepped(optimizers[name], state.models[name], own, is_good)
+    for name, own in gradients.items()
+  }
+  after = train_state.TrainState(models={**state.models, **stepped})
+  return after, {
     "loss": loss,
     "grad_norm": norm,
     "bad_updates": (~is_good).astype(jnp.float32),
   }
 
 
+def _stepped(
+  optimizer: optax.GradientTransformation,
+  state: train_state.ModelState,
+  gradients: transformer.Params,
+  is_good: Bool[Array, ""],
+) -> train_state.ModelState:
+  """One model after an optimizer step, or as it was unless `is_good`.
+
+  An optimizer state that lies in the host's memory is brought to the device for
+  the step and taken back afterwards.
+  """
+  before = jax.device_put(state.opt_state, jax.memory.Space.Device)
+  # Optax multiplies by its int32 step count.
+  with jax.numpy_dtype_promotion("standard"):
+    updates, after = optimizer.update(gradients, before, state.trainable)
+  trainable, opt_state = _in_memory_of(
+    jax.tree.map(
+      lambda new, old: jnp.where(is_good, new, old),
+      (optax.apply_updates(state.trainable, updates), after),
+      (state.trainable, before),
+    ),
+    (state.trainable, state.opt_state),
+  )
+  return dataclasses.replace(state, trainable=trainable, opt_state=opt_state)
+
+
 def _accumulate(
   loss_fn: Callable[..., tuple[jax.Array, Metrics]],
-  params: transformer.Params,
+  params: dict[str, transformer.Params],
   microbatches: Any,
   num_used: Int[Array, ""],
-) -> tuple[Float[Array, ""], transformer.Params, Metrics]:
+) -> tuple[Float[Array, ""], dict[str, transformer.Params], Metrics]:
   """Sums loss, gradients and metric sums over the first microbatches."""
   gradient_fn = jax.value_and_grad(loss_fn, has_aux=True)
   first = jax.tree.map(lambda x: x[0], microbatches)
   shapes = jax.eval_shape(gradient_fn, params, first)
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-  def step(k, total):
+  def step(k: Array, total: Any) -> Any:
     micro = jax.tree.map(lambda x: x[k], microbatches)
     return jax.tree.map(jnp.add, total, gradient_fn(params, micro))
 
@@ -313,18 +378,22 @@ def update(
   settings: ForwardSettings,
   loss: objectives.Loss,
   diagnostic: objectives.Diagnostic,
-  optimizer: optax.GradientTransformation,
-  state: TrainState,
+  optimizers: train_state.Optimizers,
+  state: train_state.TrainState,
   batch: packing.PackedBatch,
   policy_version: Int[Any, ""],
-) -> tuple[TrainState, Metrics]:
+) -> tuple[train_state.TrainState, Metrics]:
   """The optimizer steps of one train step, one for each minibatch.
 
+  The loss is differentiated with respect to the trainable parameters of every
+  model. Only the policy has a forward pass here; that of a trained critic would
+  give the loss its `values`.
+
   Args:
-    settings: of the forward pass.
+    settings: of the policy's forward pass.
     loss: what is minimised.
     diagnostic: what is measured beside it.
-    optimizer: of `make_optimizer`.
+    optimizers: of the models that are trained, by name.
     state: before the step.
     batch: [M, K, B, T] arrays: minibatches of microbatches; with the fields
       that the loss needs.
@@ -336,11 +405,18 @@ def update(
     minibatch's totals.
   """
 
-  def minibatch_step(state, minibatch):
+  def minibatch_step(
+    state: train_state.TrainState, minibatch: tuple[packing.PackedBatch, Any]
+  ) -> tuple[train_state.TrainState, Metrics]:
     packed, index = minibatch
     totals = objectives.minibatch_totals(packed)
 
-    def loss_fn(params, batch):
+    def loss_fn(
+      trainable: Mapping[str, transformer.Params], batch: packing.PackedBatch
+    ) -> tuple[Array, Metrics]:
+      params = train_state.merged(
+        trainable[train_state.POLICY], state.policy.frozen
+      )
       logprobs, entropy = token_logprobs(settings, params, batch)
       micro = objectives.Microbatch(
         logprobs=logprobs,
@@ -356,14 +432,14 @@ def update(
 
     value, gradients, sums = _accumulate(
       loss_fn,
-      state.params,
+      state.trainable,
       packed,
       packing.num_used_microbatches(packed.segment_ids),
     )
-    state, metrics = _apply_gradients(optimizer, state, gradients, value)
+    state, metrics = _apply_gradients(optimizers, state, gradients, value)
     return state, {**metrics, **sums, **totals}
 
-  indices = np.arange(len(batch.tokens), dtype=np.int32)
+  indices = jnp.arange(len(batch.tokens), dtype=jnp.int32)
   return jax.lax.scan(minibatch_step, state, (batch, indices))
 
 

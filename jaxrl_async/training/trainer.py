@@ -1,12 +1,12 @@
 """The training side: groups in, a new policy version out.
 
-`Trainer.prepare` makes groups a batch on the device; it needs no weights, so
-another thread does it ahead. `Trainer.step` consumes the batch: proximal
-logprobs and updates; it waits for nothing but its device. Its metrics stay on
-device until `Pending.metrics` fetches them.
+`Trainer.prepare` turns groups into a batch on the device. It needs no weights,
+so another thread does it ahead of time. `Trainer.step` runs the stages and the
+updates on the batch, and waits for nothing but its device. What a step has
+measured stays on the device until `step_metrics.Pending.metrics` fetches it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import time
@@ -20,13 +20,14 @@ from jaxrl_async import types
 from jaxrl_async.algorithms import advantages as advantages_lib
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
-from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
 from jaxrl_async.planning import aot
 from jaxrl_async.planning import matmul_rate
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
+from jaxrl_async.training import step_metrics
+from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
 
 
@@ -50,155 +51,76 @@ class PreparedBatch:
   arrays: packing.PackedBatch
 
 
-@dataclasses.dataclass(kw_only=True)
-class Pending:
-  """A dispatched train step whose metrics were not fetched yet."""
-
-  step: int
-  groups: list[types.RolloutGroup]
-  placement: packing.Placement
-  sums: train_step.Metrics
-  learning_rate: Callable[[], Any]
-  times_s: dict[str, float]
-  programs_s: float
-  model: configs.ModelConfig
-  peak_flops: float
-
-  def metrics(self) -> tuple[dict[str, Any], list[bool]]:
-    """Named metrics of the step, and which of its updates were skipped."""
-    sums = {k: np.asarray(v, np.float64) for k, v in self.sums.items()}
-    count = max(sums["num_loss_tokens"].sum(), 1.0)
-
-    def mean(name):
-      return sums[name].sum() / count
-
-    weights = sums["behavior_weight_sum"].sum()
-    squares = sums["behavior_weight_square_sum"].sum()
-    groups = self.groups
-    trajectories = [t for g in groups for t in g.trajectories]
-    values = {
-      **_reward_metrics(groups),
-      **_completion_metrics(trajectories),
-      **_staleness_metrics(trajectories, self.step),
-      "policy/entropy": mean("entropy_sum"),
-      "policy/loss": sums["loss"].mean(),
-      "policy/clip_frac": mean("clip_count"),
-      "policy/grad_norm": sums["grad_norm"].mean(),
-      "policy/approx_kl": mean("approx_kl_sum"),
-      "policy/lr": float(self.learning_rate()),
-      "offpolicy/behavior_kl": mean("behavior_kl_sum"),
-      "offpolicy/behavior_weight_mean": mean("behavior_weight_sum"),
-      "offpolicy/behavior_weight_capped_frac": mean(
-        "behavior_weight_capped_count"
-      ),
-      "offpolicy/ess": weights**2 / max(count * squares, 1e-30),
-      "train/mfu": self._mfu(trajectories),
-      "train/pack_efficiency": self.placement.pack_efficiency,
-      "train/bad_updates": sums["bad_updates"].sum(),
-      **{f"time/{name}": value for name, value in self.times_s.items()},
-    }
-    for name in ("loglinear_gap", "loglinear_kl", "reuse_gap"):
-      if f"{name}_sum" in sums:
-        values[f"offpolicy/{name}"] = mean(f"{name}_sum")
-    mismatch_count = sums["mismatch_count"].sum()
-    if mismatch_count:
-      values["offpolicy/mismatch_kl"] = (
-        sums["mismatch_kl_sum"].sum() / mismatch_count
-      )
-    return values, [bool(x) for x in sums["bad_updates"]]
-
-  def _mfu(self, trajectories: Sequence[types.Trajectory]) -> float:
-    """Share of the matmul rate that forward and backward took.
-
-    Over the time of all programs; what stages compute is not counted as work.
-    """
-    lengths = np.array([len(t.tokens) for t in trajectories])
-    flops = matmul_rate.model_flops(self.model, lengths)
-    return flops / self.programs_s / self.peak_flops
-
-
-def _reward_metrics(groups: list[types.RolloutGroup]) -> dict[str, Any]:
-  rewards = [np.array([t.reward for t in g.trajectories]) for g in groups]
-  flat = np.concatenate(rewards)
-  return {
-    "reward/mean": flat.mean(),
-    "reward/std": flat.std(),
-    "reward/frac_groups_zero_std": np.mean([r.std() == 0 for r in rewards]),
-  }
-
-
-def _completion_metrics(
-  trajectories: list[types.Trajectory],
-) -> dict[str, Any]:
-  lengths = np.array([t.num_completion_tokens for t in trajectories])
-  truncated = [
-    t.finish_reason is types.FinishReason.LENGTH for t in trajectories
-  ]
-  return {
-    "completion/tokens_mean": lengths.mean(),
-    "completion/tokens_max": lengths.max(),
-    "completion/frac_truncated": np.mean(truncated),
-  }
-
-
-def _staleness_metrics(
-  trajectories: list[types.Trajectory], step: int
-) -> dict[str, Any]:
-  versions = [t.policy_versions[t.loss_mask] for t in trajectories]
-  staleness = step - np.concatenate(versions)
-  num_versions = [len(np.unique(v)) for v in versions]
-  return {
-    "staleness/mean": staleness.mean(),
-    "staleness/max": int(staleness.max()),
-    "staleness/histogram": np.bincount(staleness).tolist(),
-    "staleness/versions_per_trajectory": np.mean(num_versions),
-    "staleness/versions_histogram": np.bincount(num_versions).tolist(),
-  }
-
-
 class Trainer:
   """Train state and the compiled programs that change it.
 
-  Threads: belongs to the thread that trains, but for `prepare`, which reads
+  Threads: belongs to the thread that trains, except for `prepare`, which reads
   nothing that changes and may run in another one.
   """
+
+  state: train_state.TrainState  # there is none before `start` or a restore
 
   def __init__(
     self,
     *,
     mesh: Mesh,
     rules: sections.ShardingRules = mesh_lib.TRAIN_RULES,
+    models: Mapping[str, train_state.ModelSettings],
     forward: train_step.ForwardSettings,
     loss: objectives.Loss,
     stages: Sequence[train_step.Stage],
     batch: BatchSettings,
-    optimizer: sections.OptimizerSection,
     num_steps: int,
     decay: float,
     rollout_dtype: str,
     rollout_weights: sections.WeightFormat = sections.WeightFormat.FLOAT,
     busy: metrics_lib.BusyClock,
   ):
+    """Prepares the programs; nothing is allocated or compiled yet.
+
+    Args:
+      mesh: of the training slice.
+      rules: which mesh axes split which logical axes.
+      models: what is held, by name. The policy is the one of that name
+        (`train_state.POLICY`), and the only one that can be trained so far.
+      forward: how the policy's logprobs are computed. Those of the other models
+        are computed in the same way, with their own architecture.
+      loss: what is minimised.
+      stages: what is computed before the updates of a step, in this order.
+      batch: how groups become arrays.
+      num_steps: train steps of the run, the end of a decaying learning rate.
+      decay: final learning rate over the peak.
+      rollout_dtype: of what `published` returns.
+      rollout_weights: whether its matrices are quantised.
+      busy: told when the devices are at work.
+
+    Raises:
+      ValueError: the policy is missing or has nothing to train, or another
+        model is to be trained.
+    """
+    _check_models(models)
     layout = mesh_lib.Layout(mesh=mesh, rules=rules)
-    self.forward = forward = dataclasses.replace(forward, layout=layout)
+    self._forwards = {
+      name: dataclasses.replace(forward, layout=layout, model=settings.model)
+      for name, settings in models.items()
+    }
+    self.forward = self._forwards[train_state.POLICY]
     self.batch_settings = batch
-    self.state: train_step.TrainState | None = None
     self._busy = busy
+    self._models = models
+    total_steps = num_steps * batch.num_minibatches
     self._schedule = train_step.learning_rate_schedule(
-      optimizer, total_steps=num_steps * batch.num_minibatches, decay=decay
+      _optimizer_of_policy(models), total_steps=total_steps, decay=decay
     )
-    self._optimizer = train_step.make_optimizer(optimizer, self._schedule)
-    self._params_sharding = mesh_lib.shardings(
-      mesh,
-      rules,
-      transformer.logical_axes(forward.model, is_stacked=True),
+    self._optimizers = train_step.make_optimizers(
+      models, total_steps=total_steps, decay=decay
     )
-    self._state_sharding = state_sharding(
-      mesh,
-      forward.model,
-      self._optimizer,
-      self._params_sharding,
-      offload=optimizer.offload,
+    self._params_sharding = {
+      name: train_state.params_sharding(mesh, rules, settings.model)
+      for name, settings in models.items()
+    }
+    self._state_sharding = train_state.shardings(
+      mesh, rules, models, self._optimizers
     )
     self._replicated = replicated = mesh_lib.replicated(mesh)
     self._peak_flops = matmul_rate.peak_flops(mesh, forward.compute_dtype)
@@ -209,14 +131,11 @@ class Trainer:
     shape = 1, 1, rows, batch.tokens_per_row
     rows_per_shard = self._batch_sharding.shard_shape(shape)[2]
     self._num_shards = rows // rows_per_shard
-    self._init_opt = jax.jit(
-      self._optimizer.init, out_shardings=self._state_sharding.opt_state
-    )
     self._stages = list(stages)
     # Evaluation asks for logprobs, whatever the stages are.
     self._stage_programs = {
       stage.name: jax.jit(
-        functools.partial(stage.run, forward),
+        functools.partial(stage.run, self._forwards),
         out_shardings=self._batch_sharding,
       )
       for stage in [train_step.PROXIMAL_STAGE, *self._stages]
@@ -224,38 +143,43 @@ class Trainer:
     self._update = jax.jit(
       functools.partial(
         train_step.update,
-        forward,
+        self.forward,
         loss,
         objectives.rollout_diagnostic,
-        self._optimizer,
+        self._optimizers,
       ),
       donate_argnums=0,
       out_shardings=(self._state_sharding, replicated),
     )
     self._publish = train_step.make_publish(
-      forward.model, layout, dtype=rollout_dtype, weights=rollout_weights
+      self.forward.model, layout, dtype=rollout_dtype, weights=rollout_weights
     )
 
-  def start(self, params: transformer.Params) -> None:
-    """Takes parameters (of `init_params` or the warm start) as version 0."""
-    # A copy: the first update donates it, and the caller may go on using his.
-    params = jax.device_put(params, self._params_sharding, may_alias=False)
-    self.state = train_step.TrainState(
-      params=params, opt_state=self._init_opt(params)
-    )
+  def start(self, params: Mapping[str, transformer.Params]) -> None:
+    """Takes parameters as version 0, of each model by its name."""
+    models = {}
+    for name, settings in self._models.items():
+      # A copy: the first update donates it, and the caller may go on to use
+      # what was passed in.
+      own = jax.device_put(
+        params[name], self._params_sharding[name], may_alias=False
+      )
+      models[name] = train_state.start(
+        settings,
+        self._optimizers.get(name),
+        own,
+        self._state_sharding.models[name],
+      )
+    self.state = train_state.TrainState(models=models)
 
-  def abstract_state(self) -> train_step.TrainState:
+  def abstract_state(self) -> train_state.TrainState:
     """Shapes and shardings of the state, to restore into."""
-    shapes = abstract_train_state(self.forward.model, self._optimizer)
-    return jax.tree.map(
-      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-      shapes,
-      self._state_sharding,
-    )
+    shapes = train_state.shapes(self._models, self._optimizers)
+    return aot.placed(shapes, self._state_sharding)
 
   def published_shapes(self) -> transformer.Params:
     """Shapes, types and shardings of `published`."""
-    return self._publish.eval_shape(self.abstract_state().params)
+    return self._publish.eval_shape(self.abstract_state().policy.params)
 
   def programs(self) -> list[aot.Program]:
     """What a train step runs, on the largest batch that a run expects."""
@@ -267,21 +191,26 @@ class Trainer:
       behavior_logprobs=np.zeros(1, np.float32),
       policy_versions=np.zeros(1, np.int32),
     )
-    packed, _ = self._pack([_group([trajectory])], np.zeros(1, np.float32))
+    packed, _ = self._pack(
+      [packing.without_prompt([trajectory])], np.zeros(1, np.float32)
+    )
     max_trips = self.batch_settings.min_microbatches
+    params = state.params
+    opt_states = {name: x.opt_state for name, x in state.models.items()}
+    others = {k: v for k, v in params.items() if k != train_state.POLICY}
     batch = trained = self._abstract(packed)
     # The next batch is there, and what was published may not be taken yet.
     beside = batch, self.published_shapes()
     programs = []
     for name, program in self._stage_programs.items():
-      arguments = (state.params, trained)
+      arguments = (params, trained)
       made = self._abstract(jax.eval_shape(program, *arguments))
       programs.append(
         aot.Program(
           name=name,
           function=program,
           arguments=arguments,
-          resident=(state.opt_state, beside),
+          resident=(opt_states, beside),
           max_trips=max_trips,
         )
       )
@@ -299,8 +228,8 @@ class Trainer:
       aot.Program(
         name="publish",
         function=self._publish,
-        arguments=(state.params,),
-        resident=state.opt_state,
+        arguments=(params[train_state.POLICY],),
+        resident=(opt_states, others),
       ),
     ]
 
@@ -315,13 +244,12 @@ class Trainer:
 
   def published(self) -> transformer.Params:
     """The current weights as engines want them, in buffers of their own."""
-    assert self.state is not None
     with self._busy.record("publish"):
-      return jax.block_until_ready(self._publish(self.state.params))
+      return jax.block_until_ready(self._publish(self.state.policy.params))
 
   def prepare(self, groups: list[types.RolloutGroup]) -> PreparedBatch:
     """Advantages, packing and the transfer to the device."""
-    rewards = np.array([t.reward for g in groups for t in g.trajectories])
+    rewards = np.array([t.score for g in groups for t in g.trajectories])
     group_ids = np.repeat(
       np.arange(len(groups)), [len(g.trajectories) for g in groups]
     )
@@ -333,6 +261,7 @@ class Trainer:
         len(groups),
         scale=self.batch_settings.advantage_scale,
       ),
+      packing.reward_fields([t for g in groups for t in g.trajectories]),
     )
     arrays = mesh_lib.put(packed, self._batch_sharding)
     return PreparedBatch(
@@ -342,7 +271,10 @@ class Trainer:
     )
 
   def _pack(
-    self, groups: list[types.RolloutGroup], advantages: np.ndarray
+    self,
+    groups: list[types.RolloutGroup],
+    advantages: np.ndarray,
+    fields: Mapping[str, list[np.ndarray]] | None = None,
   ) -> tuple[packing.PackedBatch, packing.Placement]:
     settings = self.batch_settings
     return packing.pack(
@@ -353,16 +285,16 @@ class Trainer:
       num_minibatches=settings.num_minibatches,
       min_microbatches=settings.min_microbatches,
       num_shards=self._num_shards,
+      fields=fields,
     )
 
-  def step(self, step: int, batch: PreparedBatch) -> Pending:
+  def step(self, step: int, batch: PreparedBatch) -> step_metrics.Pending:
     """Trains on one batch.
 
     Args:
       step: completed train steps, which is the version of the weights.
       batch: of `prepare`.
     """
-    assert self.state is not None
     times, arrays = {"proximal_s": 0.0}, batch.arrays
     for stage in self._stages:
       start_s = time.perf_counter()
@@ -376,7 +308,7 @@ class Trainer:
       jax.block_until_ready(sums)
     times["update_s"] = time.perf_counter() - start_s
     minibatches = self.batch_settings.num_minibatches
-    return Pending(
+    return step_metrics.Pending(
       step=step,
       groups=batch.groups,
       placement=batch.placement,
@@ -392,9 +324,9 @@ class Trainer:
     self, trajectories: Sequence[types.Trajectory]
   ) -> list[np.ndarray]:
     """Each trajectory's logprobs under the current weights, [T] each."""
-    assert self.state is not None
     packed, placement = self._pack(
-      [_group(trajectories)], np.zeros((len(trajectories),), np.float32)
+      [packing.without_prompt(trajectories)],
+      np.zeros((len(trajectories),), np.float32),
     )
     batch = mesh_lib.put(packed, self._batch_sharding)
     program = self._stage_programs[train_step.PROXIMAL_STAGE.name]
@@ -404,65 +336,28 @@ class Trainer:
     return packing.unpack(np.asarray(whole), placement)
 
 
-def _group(trajectories: Sequence[types.Trajectory]) -> types.RolloutGroup:
-  """Trajectories that no prompt of the run stands behind."""
-  return types.RolloutGroup(
-    index=0,
-    birth=0,
-    deadline=0,
-    prompt=types.Prompt(prompt_id="", tokens=np.zeros(1, np.int32), item={}),
-    trajectories=list(trajectories),
-  )
+def _optimizer_of_policy(
+  models: Mapping[str, train_state.ModelSettings],
+) -> sections.OptimizerSection:
+  policy = models.get(train_state.POLICY)
+  if policy is None or policy.optimizer is None:
+    raise ValueError("the policy has to be one of the models, and be trained")
+  return policy.optimizer
 
 
-def abstract_train_state(
-  model: configs.ModelConfig, optimizer: Any
-) -> train_step.TrainState:
-  """Shapes of parameters and optimizer state, without making them."""
+def _check_models(models: Mapping[str, train_state.ModelSettings]) -> None:
+  """Refuses models that no program here could train.
 
-  def init():
-    params = transformer.init_params(model, jax.random.key(0))
-    return train_step.TrainState(
-      params=params, opt_state=optimizer.init(params)
-    )
-
-  return jax.eval_shape(init)
-
-
-def state_sharding(
-  mesh: Mesh,
-  model: configs.ModelConfig,
-  optimizer: Any,
-  params_sharding: transformer.Params,
-  *,
-  offload: bool,
-) -> train_step.TrainState:
-  """Optimizer moments sharded like their parameters, the rest replicated.
-
-  With `offload` the moments lie in the memory of the devices' host.
-
-  A leaf of the optimizer's state is a parameter's moment when its path ends in
-  the parameter's and their shapes agree.
+  Raises:
+    ValueError: says which.
   """
-  state = abstract_train_state(model, optimizer)
-  params = {
-    tuple(map(str, path)): (x.shape, sharding)
-    for (path, x), sharding in zip(
-      jax.tree_util.tree_leaves_with_path(state.params),
-      jax.tree.leaves(params_sharding),
-      strict=True,
-    )
-  }
-
-  def like_param(path, leaf):
-    keys = tuple(map(str, path))
-    for start in range(len(keys)):
-      shape, sharding = params.get(keys[start:], (None, None))
-      if shape == leaf.shape:
-        return sharding.with_memory_kind("pinned_host") if offload else sharding
-    return mesh_lib.replicated(mesh)
-
-  return train_step.TrainState(
-    params=params_sharding,
-    opt_state=jax.tree_util.tree_map_with_path(like_param, state.opt_state),
+  _optimizer_of_policy(models)
+  policy = models[train_state.POLICY]
+  trainable, _ = policy.split(
+    transformer.logical_axes(policy.model, is_stacked=True)
   )
+  if not trainable:
+    raise ValueError("policy: no parameter is trainable")
+  for name, settings in models.items():
+    if name != train_state.POLICY and settings.optimizer is not None:
+      raise ValueError(f"{name}: only the policy can be trained")

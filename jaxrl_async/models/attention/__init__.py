@@ -1,1 +1,1 @@
-"""Attention over packed rows: a reference, blocks, and kernels."""
+"""Attention over padded and packed rows: reference, blocks, kernels."""

@@ -1,12 +1,12 @@
-"""Attention over packed rows, in plain XLA, of blocks that a segment joins.
+"""Attention over packed rows in plain XLA, one pair of blocks at a time.
 
-The scores of a block of queries and a block of keys exist one pair at a time,
-in both passes: memory grows with the length of a row, not with its square. A
-pair is left out when no row's segments join it.
+The scores of a block of queries and a block of keys exist for one pair of
+blocks at a time, in both passes. Memory therefore grows linearly with the
+length of a row instead of with its square. Pairs of blocks that share no
+segment in any row are skipped.
 """
 
 import functools
-from typing import Any
 
 import jax
 from jax import ad_checkpoint
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_async.models.attention import reference
 
-BLOCK = 128  # columns
+BLOCK = 128  # columns of a block
 
 
 def blocks(
@@ -29,16 +29,16 @@ def blocks(
   *,
   block: int = BLOCK,
 ) -> Float[Array, "B Q N H"]:
-  """Softmax over blocks of keys with a running maximum, arXiv:2205.14135.
+  """Return attention by an online softmax over blocks (arXiv:2205.14135).
 
-  What padding gets means nothing.
+  The results at padding are meaningless.
 
   Args:
-    query: those of columns `first` and after.
-    key: whole rows.
-    value: whole rows.
-    query_start: column where each query's segment begins.
-    key_start: not needed.
+    query: queries of the columns from `first` on.
+    key: keys of whole rows.
+    value: values of whole rows.
+    query_start: column at which each query's segment begins.
+    key_start: not used; the other implementations need it.
     first: column of the first query.
     block: columns of a block.
   """
@@ -47,14 +47,15 @@ def blocks(
   num_kv_heads = key.shape[2]
   group = num_heads // num_kv_heads
 
-  def cut(rows, fill: Any = 0):  # [B T ...] to [blocks B block ...]
+  def cut(rows: Array, fill: int | Array = 0) -> Array:
+    """Pad [B T ...] with `fill` and cut it into [blocks B block ...]."""
     missing = -rows.shape[1] % block
     pads = ((0, 0), (0, missing), *((0, 0),) * (rows.ndim - 2))
     rows = jnp.pad(rows, pads, constant_values=fill)
     rows = rows.reshape(batch, -1, block, *rows.shape[2:])
     return jnp.swapaxes(rows, 0, 1)
 
-  # A padded query sees the last column, so that its softmax is of something.
+  # A padded query attends to the last column, so its softmax is over something.
   columns = first + jnp.arange(length, dtype=jnp.int32)
   last = columns[-1]
   own = jnp.pad(columns, (0, -length % block), constant_values=last)
@@ -72,10 +73,17 @@ def blocks(
   return mixed.reshape(batch, -1, num_heads, head_dim)[:, :length]
 
 
-def _scores(q, k, start, own, j):
-  """Scores of a block of queries and block j of keys, [B K G*block block].
+def _scores(
+  q: Float[Array, "B K Q H"],
+  k: Float[Array, "B K block H"],
+  start: Int[Array, "B block"],
+  own: Int[Array, "block"],
+  j: int | Array,
+) -> Float[Array, "B K Q block"]:
+  """Return the scores of a block of queries and block j of keys.
 
-  Where a query does not see a key they are so low that they weigh nothing.
+  Q stands for group * block, all queries of one kv head. Where a query must not
+  see a key, the score is so low that its weight is 0.
   """
   block = own.shape[0]
   scores = jnp.einsum(
@@ -90,20 +98,36 @@ def _scores(q, k, start, own, j):
   return scores.reshape(shape)
 
 
-def _range(start, own):
-  """First and last block of keys that any of these queries sees."""
+def _range(
+  start: Int[Array, "B block"], own: Int[Array, "block"]
+) -> tuple[Array, Array]:
+  """Return the first and the last block of keys that these queries see."""
   block = own.shape[0]
   return start.min() // block, own[-1] // block
 
 
-def _attend_one(q, key, value, start, own):
-  """Of one block of queries: the mixture, and the log of the softmax's sum."""
+def _attend_one(
+  q: Float[Array, "B K Q H"],
+  key: Float[Array, "c B K block H"],
+  value: Float[Array, "c B K block H"],
+  start: Int[Array, "B block"],
+  own: Int[Array, "block"],
+) -> tuple[Float[Array, "B K Q H"], Float[Array, "B K Q"]]:
+  """Return the result of one block of queries, and its log-sums.
+
+  The log-sums are the logarithms of the softmax's sums; the backward pass needs
+  them.
+  """
   low, high = _range(start, own)
 
-  def step(i, carry):
+  def step(
+    i: int | Array, carry: tuple[Array, Array, Array]
+  ) -> tuple[Array, Array, Array]:
     largest, total, mixed = carry
-    # From the diagonal backwards. Where a query sees nothing of a block it
-    # first counts all of it; the first key that it sees wipes that out.
+    # From the diagonal backwards. As long as a query has seen no key, its
+    # maximum is NEGATIVE and masked keys count with weight 1. The first key
+    # that it does see raises the maximum, and `drop` then erases what was
+    # counted before.
     j = high - i
     k = lax.dynamic_index_in_dim(key, j, keepdims=False)
     v = lax.dynamic_index_in_dim(value, j, keepdims=False)
@@ -127,37 +151,59 @@ def _attend_one(q, key, value, start, own):
 
 
 @jax.custom_vjp
-def _attend(query, key, value, start, own):
-  """[b B K G*block H] queries; [c B K block H] keys and values.
+def _attend(
+  query: Float[Array, "b B K Q H"],
+  key: Float[Array, "c B K block H"],
+  value: Float[Array, "c B K block H"],
+  start: Int[Array, "b B block"],
+  own: Int[Array, "b block"],
+) -> Float[Array, "b B K Q H"]:
+  """Return attention with a backward pass that recomputes the scores.
 
-  With them the columns of the queries, [b block], and where their segments
-  begin, [b B block].
+  Q stands for group * block, all queries of one kv head.
+
+  Args:
+    query: b blocks of queries.
+    key: c blocks of keys.
+    value: c blocks of values.
+    start: the column at which the segment of each query begins.
+    own: the column of each query.
   """
   return _forward(query, key, value, start, own)[0]
 
 
-def _forward(query, key, value, start, own):
+def _forward(
+  query: Array, key: Array, value: Array, start: Array, own: Array
+) -> tuple[Array, tuple[Array, ...]]:
+  """Return the result, and what the backward pass needs."""
   mixed, log_sums = lax.map(
     lambda x: _attend_one(x[0], key, value, *x[1:]), (query, start, own)
   )
-  # Both, or the backward pass would make both again.
+  # Both get the name, because the backward pass would recompute both if either
+  # were missing.
   mixed = ad_checkpoint.checkpoint_name(mixed, reference.MIXED)
   log_sums = ad_checkpoint.checkpoint_name(log_sums, reference.MIXED)
   return mixed, (query, key, value, start, own, mixed, log_sums)
 
 
-def _backward(residuals, d_mixed):
-  """Makes each pair's weights anew from their log-sums, arXiv:2205.14135."""
+def _backward(
+  residuals: tuple[Array, ...], d_mixed: Array
+) -> tuple[Array, Array, Array, None, None]:
+  """Recompute the weights of each pair from the log-sums (arXiv:2205.14135)."""
   query, key, value, start, own, mixed, log_sums = residuals
   scale = jnp.float32(query.shape[-1] ** -0.5)
   product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
-  def of_block(carry, x):
+  def of_block(
+    carry: tuple[Array, ...], x: tuple[Array, ...]
+  ) -> tuple[tuple[Array, ...], Array]:
     q, start, own, out, log_sum, d_out = x
     low, high = _range(start, own)
     inner = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
 
-    def step(j, carry):
+    def step(
+      j: int | Array, carry: tuple[Array, Array, Array]
+    ) -> tuple[Array, Array, Array]:
       d_q, d_key, d_value = carry
       k = lax.dynamic_index_in_dim(key, j, keepdims=False)
       v = lax.dynamic_index_in_dim(value, j, keepdims=False)

@@ -1,9 +1,10 @@
-"""Which implementation a run takes: the first of the platform's that agrees.
+"""The choice of an attention implementation: the first that works and agrees.
 
-A kernel is tried once, on one device, with few tokens, and compared with plain
-XLA at full precision; then it is compiled at the sizes of the run, which may be
-too large for it. One that cannot be imported, lowered, compiled or run is
-passed over, for a stated set of errors; any other error is a bug, and raised.
+Each kernel is run once, on one device and with few tokens, and compared with
+plain XLA at full precision. It is then compiled at the sizes of the run, which
+may be too large for it. A kernel that cannot be imported, lowered, compiled or
+run is skipped, for a stated set of errors. Any other error is a bug and is
+raised.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +24,11 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trial:
-  """What an implementation is tried on.
+  """Inputs for trying an implementation.
 
   Attributes:
-    arguments: few tokens; none for a device that is not there.
-    shapes: of the engine's largest call.
+    arguments: few tokens; empty for a device that is only described.
+    shapes: shapes of the largest call of the run.
   """
 
   arguments: tuple[Any, ...]
@@ -35,12 +36,12 @@ class Trial:
 
 
 def refusals() -> tuple[type[Exception], ...]:
-  """What a kernel that does not fit raises somewhere on its way to a device.
+  """Return the errors that mean that a kernel does not fit a device.
 
-  RuntimeError covers JaxRuntimeError (a compiler's and a device's errors),
-  NotImplementedError and a cuDNN that is not there.
+  RuntimeError includes JaxRuntimeError (errors of the compiler and the device),
+  NotImplementedError and a missing cuDNN.
   """
-  # Those of Pallas have no public name but one, and no base of their own.
+  # Of Pallas's errors only one has a public name, and they share no base class.
   from jax._src.pallas.mosaic import error_handling
   from jax._src.pallas.triton import lowering
   from jax.experimental.pallas import tpu
@@ -63,13 +64,20 @@ def refusal(
   expected: np.ndarray,
   tolerance: float,
 ) -> str:
-  """Why an implementation is not to be taken; "" when it is right."""
+  """Return why an implementation cannot be used, or "" if it agrees.
+
+  Args:
+    attend: the implementation.
+    trial: what it is run and compiled with.
+    expected: result of the reference for the trial's arguments.
+    tolerance: absolute and relative.
+  """
   compiled = jax.jit(attend)
   try:
     if trial.arguments:
       found = np.asarray(compiled(*trial.arguments), np.float32)
     else:
-      found = expected  # what compiles is assumed to be right
+      found = expected  # assume that a kernel that compiles is correct
     compiled.lower(*trial.shapes).compile()
   except refusals() as error:
     lines = str(error).strip().splitlines()
@@ -85,10 +93,17 @@ def first_right(
   trial: Trial,
   tolerance: float,
 ) -> tuple[str, dict[str, str]]:
-  """The first name whose implementation agrees with "xla", which is the last.
+  """Return the first name whose implementation agrees with "xla".
+
+  Args:
+    names: in the order in which they are tried.
+    implementations: by name, "xla" among them.
+    trial: what they are run and compiled with.
+    tolerance: absolute and relative.
 
   Returns:
-    It, and why each one before it was not taken.
+    The name, which is "xla" if no other works, and the reason why each name
+    before it was not chosen.
   """
   expected = np.zeros(())
   if trial.arguments:
@@ -112,20 +127,22 @@ def pick(
   make_trial: Callable[[], Trial],
   device: Any,
 ) -> tuple[str, dict[str, str]]:
-  """As `first_right`; where only "xla" is left, nothing is compiled.
+  """Choose an implementation for a device, as `first_right` does.
+
+  If only "xla" is left, nothing is compiled.
 
   Args:
-    field: of the config.
-    wanted: "auto", or a name that then has to work; of a name that is not of
-      these implementations "xla" is left.
-    candidates: of "auto", by platform.
+    field: of the config, for messages.
+    wanted: "auto", or a name that must then work. A name that is not among
+      these implementations leaves "xla".
+    candidates: names that "auto" tries, by platform.
     implementations: by name.
-    make_trial: gives what they are tried on.
-    device: one of those that will run it. What it is that cannot run here is
-      taken when it compiles.
+    make_trial: returns the inputs of the trial.
+    device: one of the devices of the run. On a described device, which cannot
+      run programs, a kernel is chosen if it compiles.
 
   Raises:
-    ConfigError: what is wanted does not work.
+    ConfigError: the wanted implementation does not work.
   """
   if wanted == kernel_names.AUTO:
     names = candidates.get(device.platform, ())

@@ -1,7 +1,7 @@
-"""Which attention can be asked for by name, known without importing JAX.
+"""Names of the attention implementations, known without importing JAX.
 
-The implementations are in `packed_attention`, `attention` and
-`rollout.paged_attention`; a test compares their names with these.
+The implementations are in `packed_attention`, `reference` and
+`engine.paged_attention`; a test compares their names with these.
 """
 
 from jaxrl_async.config import sections
@@ -13,16 +13,16 @@ DECODE = ("xla", "gpu_paged", "tpu_paged")
 
 
 def check_packed(wanted: str) -> None:
-  """Raises a ConfigError unless packed rows have attention of that name."""
+  """Raise a ConfigError unless this is a name of attention over packed rows."""
   sections.require_one_of("train.attention", wanted, (AUTO, *PACKED))
 
 
 def check_rollout(wanted: str, *, has_pages: bool) -> None:
-  """Raises a ConfigError unless the engine has attention of that name."""
+  """Raise a ConfigError unless this is a name of the engine's attention."""
   known = dict.fromkeys((AUTO, *PREFILL, *DECODE))
   sections.require_one_of("rollout.attention", wanted, tuple(known))
   sections.require(
     has_pages or wanted == "xla" or wanted not in DECODE,
     "rollout.attention",
-    f"{wanted} reads pages, and rollout.num_pages is 0",
+    f"{wanted} needs pages, but rollout.num_pages is 0",
   )

@@ -1,14 +1,14 @@
-"""Attention over the trainer's packed rows: segments side by side.
+"""Attention over the trainer's packed rows, which hold segments side by side.
 
-Query t sees keys segment_start[t] <= s <= t. So `segment_start` says it all: it
-is the same within a segment and different between them, and the kernels take
-it where they want segment ids.
+Query t sees the keys segment_start[t] <= s <= t, so `segment_start` is all that
+a mask needs. It is equal within a segment and differs between segments, so
+kernels that expect segment ids take it as well.
 
-Every implementation sees rows of keys as a whole and a part of each row's
-queries, those from column `first` on: with a `context` axis each device has
-another part. "xla" is the reference that the others are tested against; it
-writes down all [T, T] scores. "blocks" is plain XLA too, but never looks at a
-pair of blocks that no segment joins, and keeps no scores for the backward pass.
+Every implementation gets the keys of whole rows and the queries of a part of
+each row, from column `first` on: with a `context` axis, each device holds
+another part of the queries. "xla" is the reference for all others; it computes
+all [T, T] scores. "blocks" is plain XLA too, but skips pairs of blocks that
+share no segment and keeps no scores for the backward pass.
 """
 
 from collections.abc import Callable
@@ -28,10 +28,13 @@ from jaxrl_async.models.attention import kernel_choice
 from jaxrl_async.models.attention import kernel_names
 from jaxrl_async.models.attention import reference
 
-BLOCK = block_attention.BLOCK  # the kernels' rows are padded to it too
+# The rows of kernels are padded to a multiple of it too.
+BLOCK = block_attention.BLOCK
 
 # Query, key, value, segment_start of queries and of keys, first column.
 PackedAttention = Callable[..., jax.Array]
+# Query, key, value, over rows that are fixed.
+RowAttention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def xla(
@@ -42,7 +45,7 @@ def xla(
   key_start: Int[Array, "B T"],
   first: int | Int[Array, ""] = 0,
 ) -> Float[Array, "B Q N H"]:
-  """All scores of all pairs, written out."""
+  """Return attention with the scores of all pairs in one array."""
   del key_start
   mask = _mask(query_start, key.shape[1], first)
   return reference.xla_attention(query, key, value, mask)
@@ -51,6 +54,7 @@ def xla(
 def _mask(
   start: Int[Array, "B Q"], length: int, first: int | Int[Array, ""] = 0
 ) -> Bool[Array, "B Q T"]:
+  """Return True where a query may see a key."""
   columns = jnp.arange(length, dtype=jnp.int32)[None, None]
   own = first + jnp.arange(start.shape[1], dtype=jnp.int32)[None, :, None]
   return (start[:, :, None] <= columns) & (columns <= own)
@@ -66,15 +70,16 @@ def splash(
   kernel: Any = None,
   interpret: bool = False,
 ) -> Float[Array, "B Q N H"]:
-  """JAX's splash attention for TPU; blocks above the diagonal are left out.
+  """Return JAX's splash attention for TPU, which skips masked blocks.
 
   Args:
-    query: scaled here; a part of each row's if `kernel` is that part's.
-    key: whole rows.
-    value: whole rows.
-    query_start: the kernel's segment ids.
-    key_start: the same of the keys.
-    kernel: of `splash_kernel`, padded as these rows are; None makes one.
+    query: queries without the scale; a part of each row if `kernel` is for that
+      part.
+    key: keys of whole rows.
+    value: values of whole rows.
+    query_start: segment ids of the queries for the kernel.
+    key_start: segment ids of the keys.
+    kernel: result of `splash_kernel` for rows of this length; None makes one.
     interpret: run without a TPU.
   """
   from jax.experimental.pallas.ops.tpu import splash_attention
@@ -84,21 +89,23 @@ def splash(
     kernel = splash_kernel(key.shape[1], num_heads, interpret=interpret)
   missing = -length % BLOCK
 
-  def heads_first(rows):
-    rows = jnp.pad(rows, ((0, 0), (0, missing), (0, 0), (0, 0)))
-    return jnp.swapaxes(rows, 1, 2)
-
-  def segment_ids(start):
+  def segment_ids(start: jax.Array) -> jax.Array:
     return jnp.pad(start, ((0, 0), (0, missing)), constant_values=length)
 
-  def one_row(q, k, v, q_ids, k_ids):
+  def one_row(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    q_ids: jax.Array,
+    k_ids: jax.Array,
+  ) -> jax.Array:
     return kernel(q, k, v, splash_attention.SegmentIds(q=q_ids, kv=k_ids))
 
   scaled = query * jnp.asarray(head_dim**-0.5, query.dtype)
   mixed = jax.vmap(one_row)(
-    heads_first(scaled),
-    heads_first(key),
-    heads_first(value),
+    reference.heads_first(scaled, missing),
+    reference.heads_first(key, missing),
+    reference.heads_first(value, missing),
     segment_ids(query_start),
     segment_ids(key_start),
   )
@@ -108,18 +115,18 @@ def splash(
 def splash_kernel(
   length: int, num_heads: int, *, parts: int = 1, interpret: bool = False
 ) -> Any:
-  """Splash attention over rows of that length, as a pytree.
+  """Return splash attention over rows of that length, as a pytree.
 
   Args:
     length: of a whole row.
-    num_heads: query heads of a device.
-    parts: into how many each row's queries are split.
+    num_heads: query heads on each device.
+    parts: number of parts that the queries of each row are split into.
     interpret: run without a TPU.
   """
   from jax.experimental.pallas.ops.tpu import splash_attention as splash_lib
 
   padded = length + -length % BLOCK
-  block = next(b for b in (512, 384, 256, 128) if padded // parts % b == 0)
+  block = reference.splash_block(padded // parts)
   mask = splash_lib.CausalMask((padded, padded))
   return splash_lib.make_splash_mha(
     splash_lib.MultiHeadMask([mask] * num_heads),
@@ -149,7 +156,7 @@ def pallas_gpu(
   *,
   interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-  """JAX's own flash attention for GPUs, in Triton; rows padded to 128."""
+  """Return JAX's Triton flash attention for GPUs; it pads rows to 128."""
   from jax.experimental.pallas.ops.gpu import attention as gpu_attention
 
   del key_start
@@ -157,7 +164,7 @@ def pallas_gpu(
   missing = -length % BLOCK
   group = num_heads // key.shape[2]
 
-  def padded(rows, fill=0):
+  def padded(rows: jax.Array, fill: int = 0) -> jax.Array:
     pads = ((0, 0), (0, missing), *((0, 0),) * (rows.ndim - 2))
     return jnp.pad(rows, pads, constant_values=fill)
 
@@ -170,7 +177,7 @@ def pallas_gpu(
     causal=True,
     interpret=interpret,
   )
-  assert isinstance(mixed, jax.Array)  # without its residuals
+  assert isinstance(mixed, jax.Array)  # the result alone, without residuals
   return mixed[:, :length]
 
 
@@ -181,7 +188,7 @@ def cudnn(
   query_start: Int[Array, "B T"],
   key_start: Int[Array, "B T"],
 ) -> Float[Array, "B T N H"]:
-  """CuDNN's flash attention, of 16-bit types, with a [T, T] mask a row."""
+  """Return cuDNN's flash attention for 16-bit types, with a [T, T] mask."""
   same = query_start[:, None, :, None] == key_start[:, None, None, :]
   return jax.nn.dot_product_attention(
     query, key, value, mask=same, is_causal=True, implementation="cudnn"
@@ -198,7 +205,7 @@ IMPLEMENTATIONS: dict[str, PackedAttention] = {
 
 
 def _are_together(layout: mesh_lib.Layout) -> bool:
-  """Whether each device has the kv heads of the query heads that it has."""
+  """Return whether each device holds the kv heads of its query heads."""
   heads, kv_heads = (
     [axis for axis in axes if layout.mesh.shape[axis] > 1]
     for axes in (layout.rules.heads, layout.rules.kv_heads)
@@ -206,8 +213,12 @@ def _are_together(layout: mesh_lib.Layout) -> bool:
   return heads == kv_heads
 
 
-def _by_compiler(mask, layout):
-  def attend(query, key, value):
+def _by_compiler(
+  mask: Bool[Array, "B T T"], layout: mesh_lib.Layout | None
+) -> RowAttention:
+  """Return the reference, split over the mesh by the compiler."""
+
+  def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     if layout is None:
       return reference.xla_attention(query, key, value, mask)
     axes = "batch", "tokens", "heads", "head"
@@ -223,7 +234,8 @@ def _by_compiler(mask, layout):
   return attend
 
 
-# They take a part of each row's queries; the others get whole rows.
+# Implementations that accept a part of each row's queries; the others need
+# whole rows.
 _TAKE_PARTS = ("blocks", "splash")
 _PLAIN = ("xla", "blocks")
 _CANDIDATES = {"gpu": ("cudnn", "pallas_gpu"), "tpu": ("splash",)}
@@ -237,18 +249,18 @@ def over_rows(
   layout: mesh_lib.Layout | None = None,
   *,
   interpret: bool = False,
-) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-  """What mixes the values of these rows, given query, key and value.
+) -> RowAttention:
+  """Return a function of query, key and value that attends over these rows.
 
-  XLA's is split by the compiler. The others see what one device holds: its rows
-  and heads, and its part of the queries; keys are gathered over `context`.
+  The compiler splits "xla". The other implementations run per device, on its
+  rows, its heads and its part of the queries; keys are gathered over `context`.
 
   Args:
     name: of `IMPLEMENTATIONS`.
     start: `segment_start` of the rows.
     num_heads: query heads of the model.
-    layout: None or of one device leaves nothing to be split.
-    interpret: splash without a TPU.
+    layout: of the mesh; None or a single device splits nothing.
+    interpret: run splash without a TPU.
   """
   implementation = IMPLEMENTATIONS[name]
   if name == "xla":
@@ -256,13 +268,15 @@ def over_rows(
   if layout is None or layout.mesh.size == 1:
     return lambda q, k, v: implementation(q, k, v, start, start)
   mesh, rules = layout.mesh, layout.rules
-  # A head is whole, whatever the rules say: it is what scores are sums over.
+  # A head is never split, whatever the rules say, because scores are sums over
+  # it.
   axes = "batch", "tokens", "heads"
   kv_axes = "batch", None, "kv_heads"
   if name not in _TAKE_PARTS:
     axes = "batch", None, "heads"
   if not _are_together(layout):
-    # A device's query heads would not belong to the kv heads it holds.
+    # Otherwise the query heads of a device would not belong to its kv heads.
+    # The kv heads are repeated, one per query head, and split like query heads.
     kv_axes = "batch", None, "heads"
   parts = layout.parts("tokens") if name in _TAKE_PARTS else 1
   of_arrays = axes, kv_axes, kv_axes, axes[:2], ("batch", None)
@@ -277,7 +291,14 @@ def over_rows(
     in_specs.append(kernel.manual_sharding_spec(of_context))
     extra = (kernel,)
 
-  def on_device(query, key, value, query_start, key_start, *kernel):
+  def on_device(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_start: jax.Array,
+    key_start: jax.Array,
+    *kernel: Any,
+  ) -> jax.Array:
     arguments = query, key, value, query_start, key_start
     if kernel:
       return splash(*arguments, kernel=kernel[0])
@@ -294,7 +315,7 @@ def over_rows(
     check_vma=False,
   )
 
-  def attend(query, key, value):
+  def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     if kv_axes[2] == "heads":
       group = num_heads // key.shape[2]
       key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
@@ -304,10 +325,15 @@ def over_rows(
 
 
 def _with_gradients(attend: PackedAttention) -> Callable[..., jax.Array]:
-  """Its result, and the gradients of the sum of its squares, in one array."""
+  """Return a function that computes result and gradients as one flat array.
 
-  def all_of_it(query, key, value, start):
-    def total(*inputs):
+  The gradients are those of the sum of the squared results.
+  """
+
+  def all_of_it(
+    query: jax.Array, key: jax.Array, value: jax.Array, start: jax.Array
+  ) -> jax.Array:
+    def total(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
       mixed = attend(*inputs, start, start)
       wide = mixed.astype(jnp.float32)
       return (wide * wide).sum(), mixed
@@ -324,11 +350,14 @@ def _with_gradients(attend: PackedAttention) -> Callable[..., jax.Array]:
 def _trial(
   heads: tuple[int, int, int], length: int, dtype: jnp.dtype
 ) -> kernel_choice.Trial:
-  """A row of few tokens in three segments; the shapes of a whole row."""
+  """Return the inputs of a trial: few tokens in three segments.
+
+  The shapes are those of a whole row.
+  """
   num_heads, num_kv_heads, head_dim = heads
   rng = np.random.default_rng(0)
 
-  def shapes(length):
+  def shapes(length: int) -> tuple[tuple[int, ...], ...]:
     of_kv = 1, length, num_kv_heads, head_dim
     return (1, length, num_heads, head_dim), of_kv, of_kv
 
@@ -356,21 +385,22 @@ def choose(
   dtype: jnp.dtype,
   layout: mesh_lib.Layout,
 ) -> str:
-  """The name of what a run takes; what is not plain XLA is tried, and logged.
+  """Return the name of the implementation that a run takes.
 
-  Where no kernel works it is "blocks", or "xla" for rows of two blocks or less.
+  Kernels are tried first, and the choice is logged. If no kernel works, the
+  choice is "blocks", or "xla" for rows of at most two blocks.
 
   Args:
-    wanted: `attention_names.AUTO`, or a name, which then has to work.
+    wanted: `kernel_names.AUTO`, or a name that must then work.
     num_heads: query heads of the whole model.
     num_kv_heads: key and value heads of the whole model.
-    head_dim: numbers of a head.
-    tokens_per_row: of a run.
+    head_dim: size of a head.
+    tokens_per_row: of the run.
     dtype: of the forward pass.
     layout: of the training slice.
 
   Raises:
-    ConfigError: no such name, or it does not work here.
+    ConfigError: there is no such name, or it does not work here.
   """
   field = "train.attention"
   kernel_names.check_packed(wanted)
@@ -389,7 +419,7 @@ def choose(
     )
     candidates = {}
 
-  def held(axis, size):
+  def held(axis: str, size: int) -> int:
     return mesh_lib.sharding(mesh, rules, axis).shard_shape((size,))[0]
 
   num_heads = held("heads", num_heads)

@@ -1,8 +1,9 @@
-"""Attention written out, and over padded rows (prefill).
+"""Reference attention, and attention over padded rows for prefill.
 
-Implementations sit in a dict; "xla" is the reference every other one is tested
-against, with float32 scores and softmax. Packed rows are those of
-`packed_attention.py`; decoding reads the cache: `rollout/paged_attention.py`.
+The implementations are in a dict. "xla", with float32 scores and softmax, is
+the reference that every other one is tested against. Packed rows are in
+`packed_attention.py`, and decoding, which reads the cache, is in
+`engine/paged_attention.py`.
 """
 
 from collections.abc import Callable
@@ -11,14 +12,15 @@ import jax
 from jax import numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-MIXED = "mixed"  # what attention gave, for rematerialisation policies
-NEGATIVE = -1e30  # finite, so that a row with nothing to attend stays finite
+MIXED = "mixed"  # name of attention's output, for rematerialisation policies
+LANES = 128  # of a TPU's registers; its kernels take multiples of it
+NEGATIVE = -1e30  # finite, so that the softmax of a fully masked row is finite
 
 
 def packed_mask(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
-  """True where query t (second axis) may look at key s (third axis).
+  """Return True where query t (second axis) may see key s (third axis).
 
-  Causal within a segment; padding (segment 0) looks at padding only.
+  The mask is causal within a segment. Padding (segment 0) sees only padding.
   """
   length = segment_ids.shape[1]
   same = segment_ids[:, :, None] == segment_ids[:, None, :]
@@ -33,7 +35,16 @@ def xla_attention(
   value: Float[Array, "B T K H"],
   mask: Bool[Array, "B T T"],
 ) -> Float[Array, "B T N H"]:
-  """Grouped-query attention written out: softmax(q k^T / sqrt(H)) v."""
+  """Return grouped-query attention: softmax(q k^T / sqrt(H)) v.
+
+  Each of the K key and value heads serves N / K query heads.
+
+  Args:
+    query: one per token and query head.
+    key: one per token and kv head.
+    value: one per token and kv head.
+    mask: True where a query (second axis) may see a key (third axis).
+  """
   batch, length, num_heads, head_dim = query.shape
   num_kv_heads = key.shape[2]
   grouped = query.reshape(
@@ -55,7 +66,11 @@ def causal_xla(
   value: Float[Array, "B T K H"],
   lengths: Int[Array, "B"],
 ) -> Float[Array, "B T N H"]:
-  """Rows of `lengths` tokens from their start, padding to the right."""
+  """Return causal attention over rows of `lengths` tokens, padded right.
+
+  Every entry of `CAUSAL` takes the same arguments and returns the mixed values.
+  The results at padding are finite but otherwise meaningless.
+  """
   order = jnp.arange(query.shape[1], dtype=jnp.int32)[None]
   segments = (order < lengths[:, None]).astype(jnp.int32)
   return xla_attention(query, key, value, packed_mask(segments))
@@ -67,15 +82,33 @@ def causal_cudnn(
   value: Float[Array, "B T K H"],
   lengths: Int[Array, "B"],
 ) -> Float[Array, "B T N H"]:
-  """CuDNN's flash attention, of 16-bit types.
+  """Return cuDNN's causal flash attention, for 16-bit types.
 
-  A token never looks at the padding to its right, so `lengths` say nothing
-  new, and without them what padding gets is finite: it goes to the cache.
+  `lengths` is not needed, because a token never sees the padding to its right.
+  Without a mask, the results at padding are finite, which matters because they
+  go to the cache.
   """
   del lengths
   return jax.nn.dot_product_attention(
     query, key, value, is_causal=True, implementation="cudnn"
   )
+
+
+def splash_block(length: int) -> int:
+  """Return the largest block of splash attention that divides a length.
+
+  Args:
+    length: a multiple of LANES.
+  """
+  return next(b for b in (512, 384, 256, LANES) if length % b == 0)
+
+
+def heads_first(
+  rows: Float[Array, "B T N H"], missing: int
+) -> Float[Array, "B N padded H"]:
+  """Append `missing` tokens of padding, and move heads before tokens."""
+  padded = jnp.pad(rows, ((0, 0), (0, missing), (0, 0), (0, 0)))
+  return jnp.swapaxes(padded, 1, 2)
 
 
 def causal_splash(
@@ -86,13 +119,16 @@ def causal_splash(
   *,
   interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-  """JAX's splash attention for TPU; of `lengths` as `causal_cudnn`."""
+  """Return JAX's causal splash attention for TPU.
+
+  `lengths` is not needed, as in `causal_cudnn`.
+  """
   from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
   del lengths
   length, num_heads, head_dim = query.shape[1:]
-  padded = -(-length // 128) * 128  # a multiple of the lanes
-  block = next(b for b in (512, 384, 256, 128) if padded % b == 0)
+  padded = length + -length % LANES
+  block = splash_block(padded)
   mask = splash.MultiHeadMask([splash.CausalMask((padded, padded))] * num_heads)
   attend = splash.make_splash_mha_single_device(
     mask,
@@ -100,13 +136,11 @@ def causal_splash(
     interpret=interpret,
   )
 
-  def heads_first(rows):
-    rows = jnp.pad(rows, ((0, 0), (0, padded - length), (0, 0), (0, 0)))
-    return jnp.swapaxes(rows, 1, 2)
-
   scaled = query * jnp.asarray(head_dim**-0.5, query.dtype)
-  mixed = jax.vmap(attend)(*map(heads_first, (scaled, key, value)))
-  assert isinstance(mixed, jax.Array)  # without its residuals
+  mixed = jax.vmap(attend)(
+    *(heads_first(x, padded - length) for x in (scaled, key, value))
+  )
+  assert isinstance(mixed, jax.Array)  # the result alone, without residuals
   return jnp.swapaxes(mixed, 1, 2)[:, :length]
 
 

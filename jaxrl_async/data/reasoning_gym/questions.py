@@ -1,21 +1,21 @@
 """Questions of reasoning-gym by index, and the split each of them belongs to.
 
-Item i of a split is a function of (seed, split, i). reasoning-gym's item i
-depends on its own seed + i only, so neighbouring seeds would be the same data
-shifted; each (seed, split) therefore owns a range of seed + i. Different seeds
-still make equal questions, the more so the smaller the task, so every question
-text also belongs to exactly one split, by a hash: held-out questions are never
-trained on.
+Item i of a split is a function of (seed, split, i). Item i of reasoning-gym
+depends only on the dataset's seed + i, so that neighbouring seeds would give
+the same data, shifted. Each pair (seed, split) therefore owns a range of
+seed + i.
 
-Some datasets iterate over sets of strings, so an item is the same in another
-process only under the same PYTHONHASHSEED. A run therefore has its questions
-made by the processes of `question_stream`, and makes none by itself.
+Items of different seeds can still ask the same question, and in a small task
+they often do. So a hash of the question's text decides which split it belongs
+to, for all seeds alike. That is how a held-out question is never trained on.
+
+Some datasets iterate over sets of strings. Their items are the same in another
+process only under the same PYTHONHASHSEED. A run therefore makes no questions
+by itself, but lets the processes of `question_stream` make them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 import dataclasses
-import difflib
-import enum
 import hashlib
 import random
 from typing import Any
@@ -23,12 +23,19 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.config import sections
+from jaxrl_async.data import source as source_lib
 from jaxrl_async.rewards import reasoning
-from jaxrl_async.storage import item_json
 
 ITEMS_PER_SPLIT = 2**22
 # seed + i stays below 2**32, which is as far as some random generators go.
 MAX_SEED = 2**32 // (4 * ITEMS_PER_SPLIT) - 1
+
+# Which range of a seed belongs to which split; the fourth one is free.
+_RANGES = (
+  source_lib.Split.TRAIN,
+  source_lib.Split.WARM_START,
+  source_lib.Split.EVAL,
+)
 
 # Datasets that are built whole, or that refuse more.
 _FEWER_ITEMS = {"acre": 2**12, "word_ladder": 20_000}
@@ -40,41 +47,55 @@ REFUSED = {
 }
 
 
-class Split(enum.StrEnum):
-  """What a question is used for."""
+def split_of(question: str) -> source_lib.Split:
+  """Return the one split that a question belongs to.
 
-  TRAIN = "train"
-  WARM_START = "warm_start"
-  EVAL = "eval"
-
-
-def split_of(question: str) -> Split:
-  """The one split a question text belongs to: 5, 4 and 1 of 10."""
+  Of ten questions five are for training, four for the warm start, and one is
+  held out.
+  """
   digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
   tenth = int.from_bytes(digest, "big") % 10
   if tenth == 0:
-    return Split.EVAL
-  return Split.WARM_START if tenth <= 4 else Split.TRAIN
+    return source_lib.Split.EVAL
+  return source_lib.Split.WARM_START if tenth <= 4 else source_lib.Split.TRAIN
 
 
-def first_dataset_seed(seed: int, split: Split) -> int:
-  """Start of the range of seed + i that (seed, split) owns."""
-  return (seed * 4 + list(Split).index(split)) * ITEMS_PER_SPLIT
+def first_dataset_seed(seed: int, split: source_lib.Split) -> int:
+  """Return the start of the range of seed + i that (seed, split) owns."""
+  return (seed * 4 + _RANGES.index(split)) * ITEMS_PER_SPLIT
+
+
+def check(dataset: str, seed: int) -> None:
+  """Check what can be known without the library.
+
+  Raises:
+    sections.ConfigError: the dataset is refused, or the seed is out of range.
+  """
+  if not 0 <= seed <= MAX_SEED:
+    raise sections.ConfigError(f"seed: {seed} is not within 0 to {MAX_SEED}")
+  if dataset in REFUSED:
+    raise sections.ConfigError(
+      f"task.dataset: {dataset} cannot be used: {REFUSED[dataset]}"
+    )
 
 
 class QuestionSource:
   """reasoning-gym's items of one range of seed + i, of whatever text.
 
   Raises:
-    config.ConfigError: the dataset or its parameters do not exist or cannot be
-      used, or the seed is out of range.
+    sections.ConfigError: the dataset or its parameters do not exist or cannot
+      be used, or the seed is out of range.
   """
 
   def __init__(
-    self, dataset: str, params: Mapping[str, Any], *, seed: int, split: Split
+    self,
+    dataset: str,
+    params: Mapping[str, Any],
+    *,
+    seed: int,
+    split: source_lib.Split,
   ):
-    if not 0 <= seed <= MAX_SEED:
-      raise sections.ConfigError(f"seed: {seed} is not within 0 to {MAX_SEED}")
+    check(dataset, seed)
     self._name = dataset
     self._params = dict(params)
     self._first_seed = first_dataset_seed(seed, split)
@@ -89,7 +110,7 @@ class QuestionSource:
     return len(self._dataset)
 
   def __getitem__(self, index: int) -> dict[str, Any]:
-    """What scoring needs, which becomes `types.Prompt.item`.
+    """Return an item as `source` describes them, with what scoring needs.
 
     Past the last item the source begins again.
     """
@@ -107,43 +128,23 @@ class QuestionSource:
       "metadata": entry["metadata"],
     }
 
-  def stored(self, index: int) -> dict[str, Any]:
-    """The same as JSON, for `item_json.decode`.
+  def stored(self, index: int) -> Any:
+    """Return the item as JSON, for `item_json.decode`.
 
     Raises:
-      config.ConfigError: the item holds what a checkpoint cannot store.
+      sections.ConfigError: the item holds what a checkpoint cannot store.
     """
-    try:
-      return item_json.encode(self[index])
-    except item_json.UnstorableError as error:
-      raise sections.ConfigError(
-        f"task.dataset: {self._name} cannot be used, because its items hold"
-        f" {error}, which a checkpoint cannot store"
-      ) from error
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-  """The end of a message that refuses a name: what would be right."""
-  known = sorted(known)
-  close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-  if close:
-    return f"; did you mean {' or '.join(close)}?"
-  shown = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
-  return f"; there is {shown}"
+    return source_lib.stored(self[index], self._name)
 
 
 def _create_dataset(
   name: str, params: Mapping[str, Any], *, seed: int, size: int
 ) -> Any:
-  if name in REFUSED:
-    raise sections.ConfigError(
-      f"task.dataset: {name} cannot be used: {REFUSED[name]}"
-    )
   datasets = reasoning.datasets()
   if name not in datasets:
     raise sections.ConfigError(
       f"task.dataset: reasoning-gym has no dataset {name!r}"
-      f"{did_you_mean(name, datasets.keys() - REFUSED.keys())}"
+      f"{sections.did_you_mean(name, datasets.keys() - REFUSED.keys())}"
     )
   fields = {f.name for f in dataclasses.fields(datasets[name][1])}
   for key in params:
@@ -154,7 +155,7 @@ def _create_dataset(
     if key not in fields:
       raise sections.ConfigError(
         f"task.params.{key}: {name} has no such parameter"
-        f"{did_you_mean(key, fields - {'seed', 'size'})}"
+        f"{sections.did_you_mean(key, fields - {'seed', 'size'})}"
       )
   try:
     return reasoning.create_dataset(name, params, seed=seed, size=size)

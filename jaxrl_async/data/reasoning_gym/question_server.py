@@ -22,7 +22,8 @@ import traceback
 from typing import Any
 
 from jaxrl_async.config import sections
-from jaxrl_async.data import questions
+from jaxrl_async.data import source as source_lib
+from jaxrl_async.data.reasoning_gym import questions
 from jaxrl_async.rewards import reasoning
 from jaxrl_async.storage import item_json
 
@@ -86,7 +87,7 @@ def _lines(
       dataset,
       item_json.decode(params),
       seed=seed,
-      split=questions.Split(split),
+      split=source_lib.Split(split),
     )
     for index in itertools.count(first, step):
       item = source.stored(index)

@@ -21,14 +21,10 @@ from typing import Any
 import weakref
 
 from jaxrl_async.config import sections
-from jaxrl_async.data import questions
+from jaxrl_async.data import source as source_lib
 from jaxrl_async.storage import item_json
 
 _START_LOCK = threading.Lock()
-
-
-class QuestionError(RuntimeError):
-  """A dataset failed to make an item, or the process that made it died."""
 
 
 class _Server:
@@ -46,7 +42,7 @@ class _Server:
       sys.executable,
       "-P",  # the working directory is no place to import from
       "-c",
-      "from jaxrl_async.data import question_server;"
+      "from jaxrl_async.data.reasoning_gym import question_server;"
       f" question_server.serve({theirs.fileno()})",
     )
     self._process = subprocess.Popen(
@@ -59,7 +55,7 @@ class _Server:
     weakref.finalize(self, _end, self._control, self._process)
 
   def open(self, request: dict[str, Any]) -> int:
-    """Has a process make questions; gives the pipe it writes to."""
+    """Start a process that makes questions; return the pipe it writes to."""
     read, write = os.pipe()
     try:
       with self._lock:
@@ -67,7 +63,7 @@ class _Server:
         reduction.send_handle(self._control, write, self._process.pid)
     except OSError as error:
       os.close(read)
-      raise QuestionError(
+      raise source_lib.SourceError(
         "the server of questions ended with exit code"
         f" {self._process.wait(timeout=10)}"
       ) from error
@@ -112,7 +108,7 @@ class _Pipe:
         return False
       received = os.read(self.descriptor, 2**16)
       if not received:
-        raise QuestionError("a process that made questions was killed")
+        raise source_lib.SourceError("a process that made questions was killed")
       *lines, self._rest = (self._rest + received).split(b"\n")
       self.lines.extend(lines)
     return True
@@ -130,7 +126,7 @@ class QuestionStream:
     params: Mapping[str, Any],
     *,
     seed: int,
-    split: questions.Split,
+    split: source_lib.Split,
     first_index: int,
     num_processes: int,
   ):
@@ -140,9 +136,9 @@ class QuestionStream:
       dataset: a name of reasoning-gym.
       params: of the dataset.
       seed: of the run.
-      split: which questions; others are passed over.
+      split: whose questions to make; those of other splits become None.
       first_index: place of the first item.
-      num_processes: how many make items; each takes every so-manieth.
+      num_processes: how many make items: of n processes each makes every n-th.
     """
     start_server()
     self._dataset = dataset
@@ -166,19 +162,19 @@ class QuestionStream:
     self.close = weakref.finalize(self, _close, descriptors)
 
   def is_ready(self, timeout_s: float = 0.0) -> bool:
-    """Whether the next item is there; waits for it, at most so long.
+    """Return whether the next item is there, after at most that long.
 
     Raises:
-      QuestionError: it will never be.
+      SourceError: it will never be.
     """
     return self._pipes[self._turn].receive(timeout_s)
 
   def next(self) -> dict[str, Any] | None:
-    """The next index's item; None is another split's.
+    """Return the item at the next index; None if it is another split's.
 
     Raises:
-      config.ConfigError: the dataset or its parameters cannot be used.
-      QuestionError: the dataset failed.
+      sections.ConfigError: the dataset or its parameters cannot be used.
+      SourceError: the dataset failed.
     """
     pipe = self._pipes[self._turn]
     while not self.is_ready(timeout_s=60.0):
@@ -188,7 +184,7 @@ class QuestionStream:
     if "refused" in line:
       raise sections.ConfigError(line["refused"])
     if "failed" in line:
-      error = QuestionError(
+      error = source_lib.SourceError(
         f"task.dataset: {self._dataset} failed to make {line['failed']}"
       )
       error.add_note(line["traceback"])
@@ -197,6 +193,6 @@ class QuestionStream:
 
 
 def _close(descriptors: Iterable[int]) -> None:
-  """Closes the pipes, which ends their processes."""
+  """Close the pipes, which ends their processes."""
   for descriptor in descriptors:
     os.close(descriptor)

@@ -1,0 +1,51 @@
+"""The types and values of a config's fields, whichever sections it has."""
+
+from collections.abc import Iterator
+import dataclasses
+import enum
+import math
+from typing import Any
+
+from jaxrl_async.config import sections
+
+
+def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+  """Yield path, declared type and value of every field, in order."""
+  for field in dataclasses.fields(section):
+    kind, path = field.type, prefix + field.name
+    value = getattr(section, field.name)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+      if not isinstance(value, kind):
+        raise sections.ConfigError(
+          f"{path}: {sections.shown(value)} is not a section"
+        )
+      yield from leaves(value, path + ".")
+    else:
+      yield path, kind, value
+
+
+def check_type(path: str, kind: Any, value: Any) -> None:
+  """Raise a ConfigError unless the value is of the field's declared type."""
+  if kind is int:
+    holds, wanted = type(value) is int, "an integer"
+  elif kind is float:
+    # Integers need no check: they are finite, and `isfinite` overflows for huge
+    # ones.
+    is_finite = type(value) is float and math.isfinite(value)
+    holds = is_finite or type(value) is int
+    wanted = "a finite number"
+  elif kind == tuple[int, ...]:
+    holds = type(value) is tuple and all(type(x) is int for x in value)
+    wanted = "a tuple of integers, such as (64, 128)"
+  elif kind == tuple[str, ...]:
+    holds = type(value) is tuple and all(type(x) is str for x in value)
+    wanted = 'a tuple of names, such as ("data", "fsdp")'
+  elif issubclass(kind, enum.Enum):
+    wanted = "one of " + ", ".join(member.value for member in kind)
+    holds = isinstance(value, kind)
+  else:
+    holds, wanted = isinstance(value, kind), f"a {kind.__name__}"
+  if not holds:
+    raise sections.ConfigError(
+      f"{path}: {sections.shown(value)} is not {wanted}"
+    )

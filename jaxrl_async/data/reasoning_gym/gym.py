@@ -1,0 +1,63 @@
+"""reasoning-gym as a `source.Source`: any of its datasets, by name."""
+
+from collections.abc import Mapping
+import dataclasses
+from importlib import metadata
+from typing import Any
+
+from jaxrl_async.data import source as source_lib
+from jaxrl_async.data.reasoning_gym import question_stream
+from jaxrl_async.data.reasoning_gym import questions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ReasoningGym:
+  """The questions of one dataset.
+
+  A hash of a question's text decides which split it belongs to, whatever the
+  seed. So no held-out question is ever trained on; see `questions`.
+
+  Attributes:
+    name: of the dataset.
+    params: of the dataset.
+    seed: of the run.
+  """
+
+  name: str
+  params: Mapping[str, Any]
+  seed: int
+
+  @property
+  def versions(self) -> dict[str, str]:
+    """Version of the library: another one may ask other questions."""
+    return {"reasoning_gym": metadata.version("reasoning-gym")}
+
+  @property
+  def splits(self) -> tuple[str, ...]:
+    """All of `source.Split`."""
+    return tuple(source_lib.Split)
+
+  def check(self) -> None:
+    """Check name and seed, and start the process that imports the library.
+
+    Whether the dataset exists and takes its parameters only the library knows;
+    the first question of a stream tells.
+
+    Raises:
+      sections.ConfigError: the name or the seed cannot be used.
+    """
+    questions.check(self.name, self.seed)
+    question_stream.start_server()
+
+  def open(
+    self, split: str, first_index: int, *, num_workers: int
+  ) -> question_stream.QuestionStream:
+    """Let `num_workers` processes make the questions of a split."""
+    return question_stream.QuestionStream(
+      self.name,
+      self.params,
+      seed=self.seed,
+      split=source_lib.Split(split),
+      first_index=first_index,
+      num_processes=num_workers,
+    )

@@ -1,0 +1,46 @@
+"""What a scorer is shown of a trajectory, as text where the tokenizer is."""
+
+import numpy as np
+
+from jaxrl_async.text import tokenizer as tokenizer_lib
+from jaxrl_async.types import Completion, Trajectory, Turn
+
+
+def of_trajectory(
+  trajectory: Trajectory, tokenizer: tokenizer_lib.Tokenizer
+) -> Completion:
+  """Decode a finished trajectory; its answer is left to the reward service.
+
+  A turn is a run of tokens with a False `loss_mask` and the run of True ones
+  after it.
+
+  Raises:
+    ValueError: the trajectory has not ended.
+  """
+  if trajectory.finish_reason is None:
+    raise ValueError(f"trajectory {trajectory.member} has not ended")
+  mask, tokens = trajectory.loss_mask, trajectory.tokens
+  written = tokens[mask]
+  text = tokenizer.decode(written)
+  begins = np.flatnonzero(~mask & np.append(True, mask[:-1]))
+  turns = []
+  for first, end in zip(
+    begins, np.append(begins[1:], len(tokens)), strict=True
+  ):
+    middle = first + int((~mask[first:end]).sum())
+    turns.append(
+      Turn(
+        prompt=tokenizer.decode(tokens[first:middle]),
+        # The whole text was decoded already.
+        completion=text
+        if len(begins) == 1
+        else tokenizer.decode(tokens[middle:end]),
+        num_tokens=int(end - middle),
+      )
+    )
+  return Completion(
+    text=text,
+    turns=tuple(turns),
+    tokens=written,
+    finish_reason=trajectory.finish_reason,
+  )

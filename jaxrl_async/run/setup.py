@@ -1,0 +1,188 @@
+"""What every entry point has to know of a config, worked out once.
+
+Training, serving, the warm start alone and a dry run all begin with `resolve`.
+Whatever only one of them needs is one of its parts and is made in `assembly`.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import os
+import pathlib
+from typing import Any
+
+import jax
+
+from jaxrl_async.config import sections
+from jaxrl_async.data import source as source_lib
+from jaxrl_async.data.reasoning_gym import gym
+from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.models import configs
+from jaxrl_async.models import hf_config
+from jaxrl_async.run import config_checks
+from jaxrl_async.text import tokenizer as tokenizer_lib
+from jaxrl_async.training import packing
+from jaxrl_async.training import train_state
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+  """A config and what it refers to.
+
+  Attributes:
+    config: validated.
+    tokenizer: the pretrained model's; without one, a token a character.
+    model: the policy's architecture, with a vocabulary that holds the
+      tokenizer's.
+    pretrained: directory of the model in Hugging Face's format that
+      `model.name` names. None if it names one of `configs.MODELS`.
+    train_mesh: devices of the training slice.
+    rollout_mesh: devices of the rollout slice.
+    source: where prompts come from.
+  """
+
+  config: sections.Config
+  tokenizer: tokenizer_lib.Tokenizer
+  model: configs.ModelConfig
+  pretrained: pathlib.Path | None
+  train_mesh: jax.sharding.Mesh
+  rollout_mesh: jax.sharding.Mesh
+  source: source_lib.Source
+
+  @property
+  def models(self) -> dict[str, train_state.ModelSettings]:
+    """What the train state of a run holds, by name."""
+    policy = train_state.ModelSettings(
+      model=self.model, optimizer=self.config.train.optimizer
+    )
+    return {train_state.POLICY: policy}
+
+  @property
+  def max_microbatches(self) -> int:
+    """Microbatches of a minibatch whose trajectories are as long as allowed."""
+    algorithm, rollout = self.config.algorithm, self.config.rollout
+    return packing.expected_microbatches(
+      algorithm.group_size
+      * algorithm.groups_per_step
+      // algorithm.num_minibatches,
+      max_tokens=rollout.max_prompt_tokens + rollout.max_completion_tokens,
+      tokens_per_row=self.config.train.tokens_per_row,
+      rows_per_microbatch=self.config.train.rows_per_microbatch,
+    )
+
+
+def resolve(
+  config: sections.Config,
+  devices: Sequence[Any],
+  *,
+  tokenizer: tokenizer_lib.Tokenizer | None = None,
+  source: source_lib.Source | None = None,
+) -> Setup:
+  """Works out what a config refers to; reads files, and compiles nothing.
+
+  Args:
+    config: validated.
+    devices: to be cut into the two slices. They may be described ones.
+    tokenizer: that a run has stored, to be used instead of the model's.
+    source: where prompts come from; None is the dataset of `task.dataset`.
+
+  Raises:
+    ConfigError: one line that names the field.
+  """
+  pretrained = _pretrained(config)
+  if tokenizer is None:
+    tokenizer = _load_tokenizer(pretrained)
+  model = _model_config(config, pretrained, tokenizer.vocab_size)
+  train_mesh, rollout_mesh = _cut_devices(config, devices)
+  return Setup(
+    config=config,
+    tokenizer=tokenizer,
+    model=model,
+    pretrained=pretrained,
+    train_mesh=train_mesh,
+    rollout_mesh=rollout_mesh,
+    source=source_of(config) if source is None else source,
+  )
+
+
+def source_of(config: sections.Config) -> source_lib.Source:
+  """Return the source that a config names."""
+  return gym.ReasoningGym(
+    name=config.task.dataset,
+    params=config.task.params.to_dict(),
+    seed=config.seed,
+  )
+
+
+def _pretrained(config: sections.Config) -> pathlib.Path | None:
+  """The directory of a pretrained model, if `model.name` names one."""
+  name = config.model.name  # os.path takes any, where pathlib may raise
+  is_directory = name not in configs.MODELS and os.path.isdir(name)
+  return pathlib.Path(name) if is_directory else None
+
+
+def _load_tokenizer(
+  pretrained: pathlib.Path | None,
+) -> tokenizer_lib.Tokenizer:
+  """The pretrained model's tokenizer; without one, a token a character.
+
+  Raises:
+    ConfigError: the directory has no tokenizer that can be used.
+  """
+  if pretrained is None:
+    return tokenizer_lib.character_level()
+  try:
+    return tokenizer_lib.load(pretrained)
+  except (FileNotFoundError, ValueError) as error:
+    raise sections.ConfigError(f"model.name: {error}") from error
+
+
+def _model_config(
+  config: sections.Config, pretrained: pathlib.Path | None, vocab_size: int
+) -> configs.ModelConfig:
+  """The architecture of a run, with its tokenizer's vocabulary.
+
+  A pretrained model keeps its own vocabulary, which may be larger. So does one
+  of ours that has the shapes of a pretrained one.
+
+  Raises:
+    ConfigError: there is no model of that name, or its files cannot be used.
+  """
+  name = config.model.name
+  if name in configs.MODELS:
+    model = configs.MODELS[name]
+    return dataclasses.replace(
+      model, vocab_size=max(model.vocab_size, vocab_size)
+    )
+  if pretrained is None:
+    raise sections.ConfigError(
+      f"model.name: {sections.shown(name)} does not exist; use one of"
+      f" {', '.join(configs.MODELS)}, or a directory in Hugging Face's format"
+    )
+  try:
+    model = hf_config.model_config(pretrained)
+    hf_config.check_vocabulary(pretrained, model, vocab_size)
+  except (FileNotFoundError, ValueError) as error:
+    raise sections.ConfigError(f"model.name: {error}") from error
+  return model
+
+
+def _cut_devices(
+  config: sections.Config, devices: Sequence[Any]
+) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
+  """Cuts the devices into the train and the rollout mesh.
+
+  Raises:
+    ConfigError: a mesh would have chips of two TPU slices.
+  """
+  train, rollout = config_checks.slice_shapes(config.mesh, len(devices))
+  meshes = mesh_lib.cut_devices(
+    devices, train_shape=train, rollout_shape=rollout
+  )
+  for side, mesh in zip(("train", "rollout"), meshes, strict=True):
+    sections.require(
+      len(set(mesh.devices.flat)) == mesh.size,
+      f"mesh.{side}_data",
+      f"the {side} slice would have chips of two TPU slices; give each mesh the"
+      " chips of one",
+    )
+  return meshes

@@ -1,0 +1,400 @@
+"""Builds the parts of a training run, up to the point where its loop can begin.
+
+The order matters. What needs no thread and no process comes first
+(`_foundation`), so that a mistake leaves nothing to clean up. Then the first
+stage runs: the warm start of a new run, or the checkpoint of a continued one.
+The parts of the loop follow, since some of them need the first stage's result.
+Everything that has to be closed is registered with `Shutdown` as it is made.
+"""
+
+from collections.abc import Iterator
+import contextlib
+import dataclasses
+import functools
+import pathlib
+import time
+from typing import Any
+
+from jaxrl_async import types
+from jaxrl_async.coordination import buffer as buffer_lib
+from jaxrl_async.coordination import ledger as ledger_lib
+from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.coordination import weight_transfer
+from jaxrl_async.data import held_out
+from jaxrl_async.data import prompts
+from jaxrl_async.data import source as source_lib
+from jaxrl_async.engine import engine as engine_lib
+from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.models import transformer
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.reporting import progress as progress_lib
+from jaxrl_async.reporting import run_record
+from jaxrl_async.reporting import side_outputs as side_outputs_lib
+from jaxrl_async.rewards import reasoning
+from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.rollout import episode as episode_lib
+from jaxrl_async.rollout import worker as worker_lib
+from jaxrl_async.run import assembly
+from jaxrl_async.run import evaluate
+from jaxrl_async.run import recorder as recorder_lib
+from jaxrl_async.run import resume
+from jaxrl_async.run import setup as setup_lib
+from jaxrl_async.run import shutdown as shutdown_lib
+from jaxrl_async.run import snapshot
+from jaxrl_async.serving import front as front_lib
+from jaxrl_async.storage import checkpoint
+from jaxrl_async.storage import workdir as workdir_lib
+from jaxrl_async.training import batch_loader
+from jaxrl_async.training import objectives
+from jaxrl_async.training import train_state
+from jaxrl_async.training import trainer as trainer_lib
+
+WORKER = "rollout worker"  # name of its thread
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Extensions:
+  """What a caller may put in the place of what the config would choose.
+
+  Attributes:
+    scorer: a function of an importable module that scores an answer.
+    loss: what is minimised; None is the loss of the config's algorithm.
+    episode: how the turns of a trajectory follow from its prompt.
+    initial_params: stacked float32 parameters of the policy, instead of a warm
+      start.
+    serving: how clients reach the policy during the run; None is not at all.
+  """
+
+  scorer: service_lib.Scorer = reasoning.score
+  loss: objectives.Loss | None = None
+  episode: episode_lib.Episode = episode_lib.single_turn
+  initial_params: transformer.Params | None = None
+  serving: front_lib.ServeSettings | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Session:
+  """What belongs to this start of the process, whatever it runs."""
+
+  workdir: pathlib.Path
+  progress: progress_lib.Progress
+  stop: supervisor_lib.StopRequest
+  claim: workdir_lib.Claim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Foundation:
+  """The parts that are there before the first stage.
+
+  Attributes:
+    resumed_step: of the checkpoint that the run goes on from; None for a new
+      run.
+    stored: the run's part of that checkpoint.
+  """
+
+  resumed_step: int | None
+  stored: dict[str, Any]
+  record: run_record.RunRecord
+  busy: dict[str, metrics_lib.BusyClock]
+  trainer: trainer_lib.Trainer
+  engine: engine_lib.Engine
+  buffer: buffer_lib.Buffer
+  side_outputs: side_outputs_lib.SideOutputs
+  writer: metrics_lib.MetricsWriter
+  source: prompts.PromptSource
+  stream: prompts.PromptStream
+  rewards: service_lib.RewardService
+  shutdown: shutdown_lib.Shutdown
+  front: front_lib.Front | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+  """All parts of a run, ready for the loop. Its threads do not run yet.
+
+  Attributes:
+    setup: of the run.
+    session: of this start.
+    is_new: whether the run has no checkpoint yet.
+    first_step: completed train steps.
+    max_staleness: the largest bound that any start of the run has had.
+    shutdown: starts the threads, and closes everything.
+  """
+
+  setup: setup_lib.Setup
+  session: Session
+  is_new: bool
+  first_step: int
+  max_staleness: int
+  record: run_record.RunRecord
+  clock: metrics_lib.BusyClock
+  trainer: trainer_lib.Trainer
+  engine: engine_lib.Engine
+  buffer: buffer_lib.Buffer
+  writer: metrics_lib.MetricsWriter
+  stream: prompts.PromptStream
+  evaluator: evaluate.Evaluator
+  ledger: ledger_lib.Ledger
+  channel: weight_transfer.WeightChannel
+  scheduler: scheduler_lib.Scheduler
+  worker: worker_lib.RolloutWorker
+  recorder: recorder_lib.Recorder
+  loader: batch_loader.BatchLoader[trainer_lib.PreparedBatch]
+  shutdown: shutdown_lib.Shutdown
+
+
+@contextlib.contextmanager
+def parts(
+  setup: setup_lib.Setup, session: Session, extensions: Extensions
+) -> Iterator[Parts]:
+  """Builds the parts of a run, and closes them when the block ends.
+
+  Closing raises only if the block did not.
+
+  Args:
+    setup: checked.
+    session: of this start.
+    extensions: of the caller.
+
+  Raises:
+    Interrupted: the run was asked to end during the first stage.
+    ConfigError: the workdir cannot be continued like this.
+  """
+  base = _foundation(setup, session, extensions)
+  with base.shutdown:
+    if base.front is not None:
+      base.front.start(session.progress.note)
+      session.progress.note(f"serving the policy at {base.front.address}")
+    evaluator = _evaluator(setup, session, base)
+    if base.resumed_step is None:
+      _warm_start(setup, session, base, extensions.initial_params)
+      running = []
+    else:
+      running = _restore(session.workdir, base, base.resumed_step)
+    base.stream.prefetch()
+    base.rewards.warm_up()
+    yield _of_the_loop(setup, session, extensions, base, evaluator, running)
+
+
+def _foundation(
+  setup: setup_lib.Setup, session: Session, extensions: Extensions
+) -> _Foundation:
+  """What can be made before anything runs or is learned."""
+  started_s = time.perf_counter()
+  config, note = setup.config, session.progress.note
+  resumed_step, stored = resume.find(config, session.workdir, note)
+  record = run_record.RunRecord.from_json(stored.get("record", {}))
+  origin_s = started_s - record.wall_s
+  busy = {
+    name: metrics_lib.BusyClock(origin_s) for name in ("rollout", "train")
+  }
+  trainer = assembly.make_trainer(setup, busy["train"], loss=extensions.loss)
+  engine = assembly.make_engine(setup)
+  buffer = buffer_lib.Buffer(
+    config.algorithm.groups_per_step, config.algorithm.max_staleness
+  )
+  shutdown = shutdown_lib.Shutdown(
+    buffer, timeout_s=config.run.join_timeout_s, note=note
+  )
+  side_outputs = side_outputs_lib.SideOutputs(note)
+  writer = metrics_lib.MetricsWriter(session.workdir, side_outputs)
+  source = assembly.prompt_source(setup)
+  stream = prompts.PromptStream(source, source_lib.Split.TRAIN)
+  front = extensions.serving and front_lib.of_a_run(
+    extensions.serving,
+    config,
+    setup.model,
+    setup.tokenizer,
+    lambda: shutdown.supervisor.has_spawned(WORKER),
+  )
+  # Last, since processes start here: from now on there is something to close.
+  rewards = assembly.make_rewards(config.task, extensions.scorer)
+  shutdown.closes(writer.close)
+  shutdown.closes(stream.close)
+  shutdown.closes(rewards.close, config.run.join_timeout_s)
+  if front is not None:
+    shutdown.stops(front.close, config.run.join_timeout_s, note)
+  return _Foundation(
+    resumed_step=resumed_step,
+    stored=stored,
+    record=record,
+    busy=busy,
+    trainer=trainer,
+    engine=engine,
+    buffer=buffer,
+    side_outputs=side_outputs,
+    writer=writer,
+    source=source,
+    stream=stream,
+    rewards=rewards,
+    shutdown=shutdown,
+    front=front,
+  )
+
+
+# -- the first stage ----------------------------------------------------------
+
+
+def _evaluator(
+  setup: setup_lib.Setup, session: Session, base: _Foundation
+) -> evaluate.Evaluator:
+  """Reads the held-out questions, or makes them in a new workdir."""
+  config = setup.config
+
+  def show(num_made: int) -> None:
+    session.stop.check("stopped in the first stage; it will begin anew")
+    session.progress.stage(
+      "held-out questions", num_made, config.eval.num_items
+    )
+
+  return evaluate.Evaluator(
+    base.engine,
+    held_out.load_or_make(
+      session.workdir / "held_out.json",
+      base.source,
+      config.eval.num_items,
+      note=session.progress.note,
+      on_progress=show,
+    ),
+    max_completion_tokens=config.rollout.max_completion_tokens,
+    tokenizer=setup.tokenizer,
+    rewards=base.rewards,
+  )
+
+
+def _warm_start(
+  setup: setup_lib.Setup,
+  session: Session,
+  base: _Foundation,
+  params: transformer.Params | None,
+) -> None:
+  """Gives the trainer its first parameters; those of the caller if there are.
+
+  A new run writes its tokenizer down here.
+  """
+  clock = base.busy["train"]
+  start_s = clock.now()
+  if params is None:
+    show = functools.partial(
+      _show_warm_start, session, setup.config.warm_start.num_steps
+    )
+    params = assembly.warm_start(setup, show)
+  base.trainer.start({train_state.POLICY: params})
+  with base.side_outputs.attempt("tokenizer/"):
+    setup.tokenizer.save(session.workdir / "tokenizer")
+  base.record.warm_start_s = clock.now() - start_s
+
+
+def _show_warm_start(
+  session: Session, num_steps: int, step: int, loss: float
+) -> None:
+  """Tells how far the warm start is, and ends it where the user asked to."""
+  session.stop.check("stopped in the warm start; it will begin anew")
+  session.progress.stage("warm start", step, num_steps, f"loss {loss:.3f}")
+
+
+def _restore(
+  workdir: pathlib.Path, base: _Foundation, step: int
+) -> list[types.RolloutGroup]:
+  """Takes up a checkpoint; gives what the worker goes on with."""
+  base.trainer.state, _, groups = checkpoint.restore(
+    workdir / workdir_lib.CHECKPOINTS, step, base.trainer.abstract_state()
+  )
+  base.stream.restore(base.stored["stream"])
+  base.writer.restore(base.stored["metrics"])
+  base.buffer.restore(
+    snapshot.buffer_state(
+      groups,
+      groups_per_step=base.stored["groups_per_step"],
+      next_step=step,
+      next_index=base.stored["next_index"],
+    )
+  )
+  return snapshot.running(groups)
+
+
+# -- the parts of the loop ----------------------------------------------------
+
+
+def _of_the_loop(
+  setup: setup_lib.Setup,
+  session: Session,
+  extensions: Extensions,
+  base: _Foundation,
+  evaluator: evaluate.Evaluator,
+  running: list[types.RolloutGroup],
+) -> Parts:
+  """What drives and records the asynchronous loop."""
+  config, workdir = setup.config, session.workdir
+  join_s = config.run.join_timeout_s
+  step = base.resumed_step or 0
+  ledger = ledger_lib.Ledger(
+    workdir / "ledger.jsonl",
+    ledger_lib.LedgerState(**base.stored.get("ledger", {})),
+  )
+  base.shutdown.closes(ledger.close)
+  channel = assembly.make_channel(
+    config,
+    workdir,
+    base.trainer.published_shapes(),
+    base.engine,
+    session.progress.note,
+  )
+  base.shutdown.closes(channel.close, join_s)
+  session.stop.before_ending_now(channel.remove)
+  session.stop.before_ending_now(session.progress.show_cursor)
+  scheduler = assembly.make_scheduler(setup, base.engine, base.busy["rollout"])
+  worker = worker_lib.in_one_process(
+    assembly.coordinator_settings(config),
+    scheduler=scheduler,
+    stream=base.stream,
+    buffer=base.buffer,
+    channel=channel,
+    rewards=base.rewards,
+    ledger=ledger,
+    tokenizer=setup.tokenizer,
+    busy=base.busy["rollout"],
+    episode=extensions.episode,
+    requests=None if base.front is None else base.front.queue,
+  )
+  worker.coordinator.restore(running)
+  recorder = recorder_lib.Recorder(
+    base.record,
+    workdir=workdir,
+    writer=base.writer,
+    ledger=ledger,
+    worker=worker,
+    rewards=base.rewards,
+    busy=base.busy,
+    progress=session.progress,
+    side_outputs=base.side_outputs,
+    max_bad_updates=config.train.max_bad_updates,
+  )
+  base.shutdown.closes(recorder.close, join_s)
+  return Parts(
+    setup=setup,
+    session=session,
+    is_new=base.resumed_step is None,
+    first_step=step,
+    max_staleness=base.stored["max_staleness"],
+    record=base.record,
+    clock=base.busy["train"],
+    trainer=base.trainer,
+    engine=base.engine,
+    buffer=base.buffer,
+    writer=base.writer,
+    stream=base.stream,
+    evaluator=evaluator,
+    ledger=ledger,
+    channel=channel,
+    scheduler=scheduler,
+    worker=worker,
+    recorder=recorder,
+    loader=batch_loader.BatchLoader(
+      base.buffer,
+      base.trainer.prepare,
+      first_step=step,
+      end_step=config.train.num_steps,
+    ),
+    shutdown=base.shutdown,
+  )

@@ -1,0 +1,177 @@
+"""The metrics of a train step, from its groups and from what it measured.
+
+A step leaves its sums on the device, so that the next one can be dispatched
+while nobody has looked at them. `Pending.metrics` fetches them and gives every
+number its name.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_async import types
+from jaxrl_async.models import configs
+from jaxrl_async.planning import matmul_rate
+from jaxrl_async.training import packing
+
+# Sums over the loss tokens, and the metric that the mean of each is.
+_MEANS = {
+  "entropy_sum": "policy/entropy",
+  "clip_count": "policy/clip_frac",
+  "approx_kl_sum": "policy/approx_kl",
+  "behavior_kl_sum": "offpolicy/behavior_kl",
+  "behavior_weight_sum": "offpolicy/behavior_weight_mean",
+  "behavior_weight_capped_count": "offpolicy/behavior_weight_capped_frac",
+  "loglinear_gap_sum": "offpolicy/loglinear_gap",
+  "loglinear_kl_sum": "offpolicy/loglinear_kl",
+  "reuse_gap_sum": "offpolicy/reuse_gap",
+}
+# What an update measures that is no sum over all loss tokens, or not alone.
+_NO_MEANS = frozenset(
+  [
+    "num_loss_tokens",
+    "num_trajectories",
+    "loss",
+    "grad_norm",
+    "bad_updates",
+    "behavior_weight_square_sum",
+    "mismatch_kl_sum",
+    "mismatch_count",
+  ]
+)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Pending:
+  """A train step that has run and whose metrics were not fetched yet.
+
+  Attributes:
+    step: completed train steps before it.
+    sums: what the update has measured, on the device.
+    learning_rate: computes the rate of the step.
+    times_s: seconds of the step's parts, by name.
+    programs_s: seconds of all of its programs together.
+    model: the policy's architecture.
+    peak_flops: matmul rate of the training slice.
+  """
+
+  step: int
+  groups: list[types.RolloutGroup]
+  placement: packing.Placement
+  sums: Mapping[str, jax.Array]
+  learning_rate: Callable[[], Any]
+  times_s: dict[str, float]
+  programs_s: float
+  model: configs.ModelConfig
+  peak_flops: float
+
+  def metrics(self) -> tuple[dict[str, Any], list[bool]]:
+    """Named metrics of the step, and which of its updates were skipped."""
+    sums = {k: np.asarray(v, np.float64) for k, v in self.sums.items()}
+    count = max(sums["num_loss_tokens"].sum(), 1.0)
+
+    values = {
+      **of_groups(self.groups, self.step),
+      **_means(sums, count),
+      "policy/loss": sums["loss"].mean(),
+      "policy/grad_norm": sums["grad_norm"].mean(),
+      "policy/lr": float(self.learning_rate()),
+      "train/mfu": self._mfu(),
+      "train/pack_efficiency": self.placement.pack_efficiency,
+      "train/bad_updates": sums["bad_updates"].sum(),
+      **{f"time/{name}": value for name, value in self.times_s.items()},
+    }
+    if "behavior_weight_square_sum" in sums:
+      weights = sums["behavior_weight_sum"].sum()
+      squares = sums["behavior_weight_square_sum"].sum()
+      values["offpolicy/ess"] = weights**2 / max(count * squares, 1e-30)
+    mismatch_count = sums["mismatch_count"].sum()
+    if mismatch_count:
+      values["offpolicy/mismatch_kl"] = (
+        sums["mismatch_kl_sum"].sum() / mismatch_count
+      )
+    return values, [bool(x) for x in sums["bad_updates"]]
+
+  def _mfu(self) -> float:
+    """Share of the matmul rate that forward and backward pass have used.
+
+    The time is that of all programs of the step, but what the stages compute
+    does not count as work.
+    """
+    lengths = np.array(
+      [len(t.tokens) for g in self.groups for t in g.trajectories]
+    )
+    flops = matmul_rate.model_flops(self.model, lengths)
+    return flops / self.programs_s / self.peak_flops
+
+
+def _means(sums: Mapping[str, np.ndarray], count: float) -> dict[str, Any]:
+  """Means over the loss tokens, of what the loss and the diagnostic summed up.
+
+  What no line of `_MEANS` names is a sum that only the loss knows; it becomes
+  `loss/<name>`.
+  """
+  return {
+    _MEANS.get(name, f"loss/{name.removesuffix('_sum')}"): x.sum() / count
+    for name, x in sums.items()
+    if name not in _NO_MEANS
+  }
+
+
+def of_groups(groups: list[types.RolloutGroup], step: int) -> dict[str, Any]:
+  """Metrics of what a train step learned from: rewards, lengths, staleness.
+
+  Args:
+    groups: of the step's batch.
+    step: completed train steps before it.
+  """
+  trajectories = [t for g in groups for t in g.trajectories]
+  return {
+    **_reward_metrics(groups),
+    **_completion_metrics(trajectories),
+    **_staleness_metrics(trajectories, step),
+  }
+
+
+def _reward_metrics(groups: list[types.RolloutGroup]) -> dict[str, Any]:
+  rewards = [np.array([t.score for t in g.trajectories]) for g in groups]
+  flat = np.concatenate(rewards)
+  parts = types.mean_parts(t for g in groups for t in g.trajectories)
+  return {
+    "reward/mean": flat.mean(),
+    "reward/std": flat.std(),
+    "reward/frac_groups_zero_std": np.mean([r.std() == 0 for r in rewards]),
+    **{f"reward/parts/{name}": mean for name, mean in parts.items()},
+  }
+
+
+def _completion_metrics(
+  trajectories: list[types.Trajectory],
+) -> dict[str, Any]:
+  lengths = np.array([t.num_completion_tokens for t in trajectories])
+  truncated = [
+    t.finish_reason is types.FinishReason.LENGTH for t in trajectories
+  ]
+  return {
+    "completion/tokens_mean": lengths.mean(),
+    "completion/tokens_max": lengths.max(),
+    "completion/frac_truncated": np.mean(truncated),
+  }
+
+
+def _staleness_metrics(
+  trajectories: list[types.Trajectory], step: int
+) -> dict[str, Any]:
+  versions = [t.policy_versions[t.loss_mask] for t in trajectories]
+  staleness = step - np.concatenate(versions)
+  num_versions = [len(np.unique(v)) for v in versions]
+  return {
+    "staleness/mean": staleness.mean(),
+    "staleness/max": int(staleness.max()),
+    "staleness/histogram": np.bincount(staleness).tolist(),
+    "staleness/versions_per_trajectory": np.mean(num_versions),
+    "staleness/versions_histogram": np.bincount(num_versions).tolist(),
+  }

@@ -1,0 +1,126 @@
+"""Scores at token positions and named parts, from the reward to the step."""
+
+import numpy as np
+import pytest
+import test_train_step
+
+from jaxrl_async import types
+from jaxrl_async.training import packing
+
+
+def trajectory(mask, reward=None):
+  mask = np.array(mask, bool)
+  return types.Trajectory(
+    member=0,
+    tokens=np.arange(len(mask)).astype(np.int32),
+    loss_mask=mask,
+    behavior_logprobs=np.zeros(len(mask), np.float32),
+    policy_versions=np.where(mask, 0, -1),
+    reward=reward,
+  )
+
+
+def test_a_position_counts_written_tokens_and_the_field_all_tokens():
+  # Two turns: tokens 2, 3 and 5, 6, 7 are written.
+  mask = [0, 0, 1, 1, 0, 1, 1, 1]
+  scores = {0: 0.5, 2: -1.0, 4: 2.0}
+  made = [
+    trajectory(mask, types.Reward(score=1.0, token_scores=scores)),
+    trajectory([0, 1], types.Reward(score=1.0)),
+    trajectory([0, 0, 1], types.Reward(score=1.0, token_scores={})),
+    trajectory([0, 1]),
+  ]
+  fields = packing.reward_fields(made)
+  assert list(fields) == [packing.TOKEN_SCORES]
+  first, *others = fields[packing.TOKEN_SCORES]
+  assert first.dtype == np.float32
+  assert first.tolist() == [0, 0, 0.5, 0, 0, -1.0, 0, 2.0]
+  assert [values.tolist() for values in others] == [[0, 0], [0, 0, 0], [0, 0]]
+
+
+def test_there_is_no_field_where_no_reward_scores_tokens():
+  unscored = [trajectory([0, 1]), trajectory([0, 1], types.Reward(score=1.0))]
+  assert packing.reward_fields(unscored) == {}
+  # A scorer that scores tokens and found none to score keeps the field.
+  none_found = types.Reward(score=1.0, token_scores={})
+  assert packing.reward_fields([trajectory([0, 1], none_found)])
+
+
+def test_only_equal_scores_without_token_scores_teach_nothing():
+  def reward(score, token_scores=None):
+    return types.Reward(score=score, token_scores=token_scores)
+
+  assert types.teach_nothing([reward(0.5), reward(0.5, {})])
+  assert not types.teach_nothing([reward(0.5), reward(0.25)])
+  assert not types.teach_nothing([reward(0.5), reward(0.5, {0: 1.0})])
+
+
+def test_the_mean_of_a_part_is_over_the_rewards_that_have_it():
+  parts = ({"a": 1.0, "b": 2.0}, {"a": 0.0}, {})
+  made = [
+    trajectory([0, 1], types.Reward(score=0.0, parts=part)) for part in parts
+  ]
+  assert types.mean_parts([*made, trajectory([0, 1])]) == {"a": 0.5, "b": 2.0}
+
+
+def test_a_score_that_is_not_there_is_an_error():
+  assert trajectory([0, 1], types.Reward(score=0.5)).score == 0.5
+  with pytest.raises(ValueError, match="trajectory 0 has not been scored"):
+    _ = trajectory([0, 1]).score
+
+
+def scored_groups(*, has_token_scores):
+  """Groups of `test_train_step`, with more to their rewards."""
+  groups = test_train_step.groups()
+  for group in groups:
+    for one in group.trajectories:
+      last = one.num_completion_tokens - 1
+      one.reward = types.Reward(
+        score=one.score,
+        parts={"member": float(one.member)},
+        token_scores={last: one.score}
+        if has_token_scores and last >= 0
+        else None,
+      )
+  return groups
+
+
+@pytest.fixture(scope="module")
+def trained():
+  """By whether tokens are scored: the batch, and the step's metrics."""
+  found = {}
+  for has_token_scores in (False, True):
+    trainer = test_train_step.make_trainer()
+    batch = trainer.prepare(scored_groups(has_token_scores=has_token_scores))
+    found[has_token_scores] = (
+      batch,
+      trainer.step(test_train_step.VERSION, batch).metrics()[0],
+    )
+  return found
+
+
+def test_a_batch_has_the_scores_beside_their_tokens(trained):
+  batch, _ = trained[True]
+  values = batch.arrays.fields[packing.TOKEN_SCORES]
+  assert values.sharding == batch.arrays.tokens.sharding
+  unpacked = packing.unpack(values, batch.placement)
+  trajectories = [t for g in batch.groups for t in g.trajectories]
+  for one, scores in zip(trajectories, unpacked, strict=True):
+    expected = np.zeros(len(one.tokens), np.float32)
+    if one.num_completion_tokens:
+      expected[-1] = one.score
+    np.testing.assert_array_equal(scores, expected)
+  assert sum(scores.any() for scores in unpacked) > 4
+  assert not trained[False][0].arrays.fields
+
+
+def test_a_loss_that_does_not_read_them_trains_as_without_them(trained):
+  names = ("policy/loss", "policy/grad_norm", "policy/entropy", "reward/mean")
+  without, with_scores = (
+    [trained[kind][1][name] for name in names] for kind in (False, True)
+  )
+  np.testing.assert_allclose(with_scores, without, rtol=1e-6)
+
+
+def test_the_steps_metrics_have_the_mean_of_each_part(trained):
+  assert trained[False][1]["reward/parts/member"] == 1.5
