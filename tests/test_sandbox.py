@@ -1,18 +1,23 @@
 """The sandbox: what programs may do, and how they are judged."""
 
 import os
+import pathlib
 import socket
+import sys
 import time
 
 import pytest
 
 from jaxrl_async.rewards import sandbox
 
-TESTS = "assert f(1) == 2 and f(5) == 6"
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+from benchmarks import hostile_programs  # noqa: E402
+
 GOOD = "def f(x):\n  return x + 1\n"
 WRONG = "def f(x):\n  return 0\n"
 QUICK = sandbox.Limits(wall_s=1.5, cpu_s=2.0)
 
+# The first one is tested by default, and the others with the slow tests.
 KINDS = [
   sandbox.Sandbox(kind, has_user)
   for kind in (sandbox.Kind.BUBBLEWRAP, sandbox.Kind.UNSHARE)
@@ -21,7 +26,12 @@ KINDS = [
 
 
 @pytest.fixture(
-  params=KINDS, ids=lambda s: f"{s.kind}{'-user' * s.has_user}", scope="module"
+  params=[
+    KINDS[0],
+    *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS[1:]),
+  ],
+  ids=lambda s: f"{s.kind}{'-user' * s.has_user}",
+  scope="module",
 )
 def box(request):
   if request.param == KINDS[0]:
@@ -31,151 +41,6 @@ def box(request):
   return request.param
 
 
-# Whatever they attempt, they must not pass. Those that would have to wait have
-# `QUICK` limits.
-HOSTILE = {
-  "endless loop": "def f(x):\n  while True: pass",
-  "endless loop while loading": "while True: pass",
-  "fork bomb": """
-import os
-def f(x):
-  while True:
-    try: os.fork()
-    except OSError: pass
-""",
-  "threads": """
-import threading, time
-def f(x):
-  while True:
-    threading.Thread(target=time.sleep, args=(100,)).start()
-""",
-  "memory at once": "def f(x):\n  return len('a' * 10**10)",
-  "memory by and by": """
-def f(x):
-  held = []
-  while True: held.append(bytearray(10**6))
-""",
-  "output": """
-import sys
-def f(x):
-  while True: sys.stdout.write('x' * 10**6); sys.stderr.write('x' * 10**6)
-""",
-  "a long answer": "def f(x):\n  return 'x' * 10**8",
-  "a large file": """
-def f(x):
-  with open('large', 'wb') as file:
-    for _ in range(1000): file.write(b'x' * 10**6)
-  return x + 1
-""",
-  "many files": """
-def f(x):
-  for i in range(1000):
-    with open(f'{i}', 'wb') as file: file.write(b'x' * 10**6)
-  return x + 1
-""",
-  "another's file": "def f(x):\n  open({secret!r}).read()\n  return x + 1",
-  "the environment": """
-import os
-def f(x):
-  os.environ['JAXRL_TEST_SECRET']
-  return x + 1
-""",
-  "proc": "def f(x):\n  open('/proc/self/environ').read()\n  return x + 1",
-  "writing to the system": "def f(x):\n  open('/usr/x', 'w')\n  return x + 1",
-  "writing to the root": "def f(x):\n  open('/x', 'w')\n  return x + 1",
-  "the network of this machine": """
-import socket
-def f(x):
-  socket.create_connection(('127.0.0.1', {port}), 1.0)
-  return x + 1
-""",
-  "the network": """
-import socket
-def f(x):
-  socket.create_connection(('192.0.2.1', 53), 1.0)
-  return x + 1
-""",
-  "killing the parent": """
-import os
-def f(x):
-  for pid in (os.getppid(), 1, -1):
-    try: os.kill(pid, 9)
-    except OSError: pass
-  return 0
-""",
-  "stopping the parent": """
-import os, signal
-def f(x):
-  os.kill(1, signal.SIGSTOP)
-  return 0
-""",
-  "tracing the parent": """
-import ctypes
-def f(x):
-  return x + 1 if ctypes.CDLL(None).ptrace(16, 1, 0, 0) == 0 else 0
-""",
-  "mounting": """
-import ctypes
-def f(x):
-  done = ctypes.CDLL(None).mount(b'none', b'/usr', b'tmpfs', 0, None)
-  return x + 1 if done == 0 else 0
-""",
-  "a verdict of its own": """
-import os
-for fd in range(64):
-  try: os.write(fd, b'{"failures": [""]}\\n')
-  except OSError: pass
-os._exit(0)
-""",
-  "answers before it was asked": """
-import os
-for fd in range(64):
-  for value in (b'null', b'2', b'6'):
-    try: os.write(fd, b'{"number": 0, "value": ' + value + b'}\\n')
-    except OSError: pass
-os._exit(0)
-""",
-  "exit with success": "import os\nos._exit(0)",
-  "exit with success when called": "import os\ndef f(x): os._exit(0)",
-  "SystemExit": "raise SystemExit(0)",
-  "equal to everything": """
-class Equal:
-  def __eq__(self, other): return True
-def f(x): return Equal()
-""",
-  "an integer equal to everything": """
-class Equal(int):
-  def __eq__(self, other): return True
-  __hash__ = int.__hash__
-def f(x): return Equal(3)
-""",
-  "changing the checker": """
-import builtins, json
-builtins.AssertionError = KeyError
-json.dumps = lambda *args: '{"value": true}'
-def f(x): return 0
-""",
-  "a daemon": """
-import os, time
-def f(x):
-  if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0: time.sleep({sleep_s})
-    os._exit(0)
-  return 0
-""",
-  "a deep list": """
-def f(x):
-  deep = []
-  for _ in range(100_000): deep = [deep]
-  return deep
-""",
-  "a huge integer": "def f(x): return 10**(10**6)",
-  "a lone surrogate": "def f(x): return '\\ud800'",
-  "a lone surrogate in the source": "def f(x): return '\ud800'",
-  "no Python": "def f(x",
-  "a null byte": "def f(x): return 1\0",
-}
 SLEEP_S = 4_321.0
 
 
@@ -189,15 +54,16 @@ def secret(tmp_path_factory):
   del os.environ["JAXRL_TEST_SECRET"]
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", hostile_programs.PROGRAMS)
 def test_a_hostile_program_does_not_pass(box, secret, name):
   file, port = secret
-  program = HOSTILE[name]
-  for key, value in (("secret!r", repr(file)), ("port", port)):
-    program = program.replace(f"{{{key}}}", str(value))
-  program = program.replace("{sleep_s}", str(SLEEP_S))
+  program = hostile_programs.filled(
+    name, secret=file, port=port, sleep_s=SLEEP_S
+  )
   start_s = time.monotonic()
-  verdict = box.run_tests(program, tests=TESTS, functions=["f"], limits=QUICK)
+  verdict = box.run_tests(
+    program, tests=hostile_programs.TESTS, functions=["f"], limits=QUICK
+  )
   assert verdict.num_passed == 0 and verdict.failures[0], verdict
   # Told by the program's own limits, not by the last resort.
   assert time.monotonic() - start_s < QUICK.wall_s + 4.0
@@ -206,9 +72,11 @@ def test_a_hostile_program_does_not_pass(box, secret, name):
 
 
 def test_nothing_of_a_program_outlives_it(box, secret):
-  program = HOSTILE["a daemon"].replace("{sleep_s}", str(SLEEP_S))
+  program = hostile_programs.filled(
+    "a daemon", secret=secret[0], port=secret[1], sleep_s=SLEEP_S
+  )
   before = number_of_processes()
-  box.run_tests(program, tests=TESTS, limits=QUICK)
+  box.run_tests(program, tests=hostile_programs.TESTS, limits=QUICK)
   deadline = time.monotonic() + 10.0
   while number_of_processes() > before and time.monotonic() < deadline:
     time.sleep(0.05)
@@ -228,8 +96,8 @@ def number_of_processes():
 
 
 def test_a_right_program_passes_and_a_wrong_one_fails(box):
-  assert box.run_tests(GOOD, tests=TESTS).failures == [""]
-  (failure,) = box.run_tests(WRONG, tests=TESTS).failures
+  assert box.run_tests(GOOD, tests=hostile_programs.TESTS).failures == [""]
+  (failure,) = box.run_tests(WRONG, tests=hostile_programs.TESTS).failures
   assert failure == "assertion failed"
 
 
@@ -321,9 +189,11 @@ def test_without_a_sandbox_programs_run_only_where_that_is_allowed(monkeypatch):
   assert unsafe.kind is sandbox.Kind.UNSAFE
   assert "it does not hold" in sandbox.reason_against(unsafe)
   # Nothing hostile here: there is nothing around it.
-  assert unsafe.run_tests(GOOD, tests=TESTS).failures == [""]
-  assert unsafe.run_tests(WRONG, tests=TESTS).num_passed == 0
+  assert unsafe.run_tests(GOOD, tests=hostile_programs.TESTS).failures == [""]
+  assert unsafe.run_tests(WRONG, tests=hostile_programs.TESTS).num_passed == 0
   (timeout,) = unsafe.run_tests(
-    HOSTILE["endless loop"], tests=TESTS, limits=QUICK
+    hostile_programs.PROGRAMS["endless loop"],
+    tests=hostile_programs.TESTS,
+    limits=QUICK,
   ).failures
   assert "timeout" in timeout

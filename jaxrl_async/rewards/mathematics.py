@@ -6,9 +6,12 @@ It is compared as mathematics: 0.5 equals \frac{1}{2}, intervals and sets are
 compared as such, units and dollar signs are dropped.
 """
 
+from collections.abc import Mapping
 import functools
 import re
 from typing import Any
+
+from jaxrl_async.types import Completion, Reward
 
 _HASHES = re.compile(r"####[ \t]*([^\n]*)")
 # What a longer answer could cost: math-verify's grammar backtracks.
@@ -74,3 +77,23 @@ def are_equal(expected: str, answer: str | None) -> bool:
   if not gold or not read:
     return False
   return bool(_library().verify(gold, read, timeout_seconds=None))
+
+
+def score(item: Mapping[str, Any], completion: Completion) -> Reward:
+  r"""Score 1 if the completion's answer equals the item's as mathematics.
+
+  The item's answer may be a whole solution that ends with `#### answer` or has
+  a `\boxed{}`. Part "answered" tells whether the completion has an answer.
+
+  Args:
+    item: with the right answer as `answer`.
+    completion: whose last box or `####` is its answer. Without either it is
+      the extracted one (`task.answer_prefix`).
+  """
+  expected = str(item["answer"])
+  expected = answer_of(expected) or expected
+  answer = answer_of(completion.text)
+  if answer is None:
+    answer = completion.answer
+  is_right = are_equal(expected, answer)
+  return Reward(score=float(is_right), parts={"answered": float(bool(answer))})
