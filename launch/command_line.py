@@ -1,8 +1,8 @@
-"""What the launch scripts share: flags, checks, devices, one-line errors.
+"""Flags, checks and error messages that the launch scripts share.
 
 A script imports this module first, because it sets XLA's environment variables,
-which JAX reads once. It imports nothing that takes long, and not JAX, so that a
-wrong flag or field is reported at once.
+which JAX reads only once. The module imports neither JAX nor anything else that
+is slow, so that a wrong flag or field is reported at once.
 """
 
 from collections.abc import Callable
@@ -80,17 +80,17 @@ def check_compile_cache() -> None:
 
 
 def workdir() -> pathlib.Path:
-  """Return the absolute workdir, and keep XLA's programs in it."""
+  """Return the absolute workdir, and keep XLA's compiled programs in it."""
   path = pathlib.Path(WORKDIR.value).absolute()
   use_compile_cache(path)
   return path
 
 
 def use_own_compile_cache() -> None:
-  """Keep XLA's programs in the user's cache directory.
+  """Keep XLA's compiled programs in the user's cache directory.
 
-  For a script that only reads a workdir. If there is no such directory, nothing
-  is kept.
+  This is for scripts that only read a workdir. --compile_cache names another
+  directory. If there is neither, no programs are kept.
   """
   caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
   if _COMPILE_CACHE.value or os.path.isabs(caches):
@@ -98,7 +98,10 @@ def use_own_compile_cache() -> None:
 
 
 def use_compile_cache(path: pathlib.Path) -> None:
-  """Keep XLA's programs in that directory, or in that of the flag."""
+  """Keep XLA's compiled programs below a directory.
+
+  The flag --compile_cache takes precedence over `path`.
+  """
   import jax
 
   cache = _COMPILE_CACHE.value or str(path / "compile_cache")
@@ -141,7 +144,7 @@ def _fail(text: str) -> NoReturn:
 
 
 def _causes(error: BaseException | None) -> list[BaseException]:
-  """Return the error and what led to it, the first cause last."""
+  """Return the error and its chain of causes, the first cause last."""
   causes = []
   while error is not None and error not in causes:
     causes.append(error)
@@ -150,7 +153,7 @@ def _causes(error: BaseException | None) -> list[BaseException]:
 
 
 def _place_in_config(error: BaseException) -> str:
-  """Return file and line of the config file that raised an error, or ""."""
+  """Return the file and line of a config file that raised an error, or ""."""
   if isinstance(error, SyntaxError):
     return f"{error.filename}, line {error.lineno}: "
   place, where = "", error.__traceback__
@@ -164,7 +167,7 @@ def _place_in_config(error: BaseException) -> str:
 
 
 def _of_config_file(error: BaseException) -> str:
-  """Say what went wrong inside a config file; "" if it was something else."""
+  """Describe an error that a config file raised; "" for any other error."""
   for cause in reversed(_causes(error)):
     if isinstance(cause, sections.ConfigError):
       return str(cause)
@@ -175,7 +178,7 @@ def _of_config_file(error: BaseException) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-  """Say in one line what was wrong with the flags."""
+  """Describe in one line what was wrong with the flags."""
   text = str(error.args[0]) if error.args else str(error)
   missing = re.fullmatch(r"[\"']*(\w+)[\"']*", text)
   unknown = re.search(r"Field (\w+) not found on dataclass .*\.(\w+)'", text)
@@ -266,7 +269,7 @@ def _parse(argv: list[str], has_config: bool = True) -> list[str]:
 
 
 def _run(check: Callable[[], None], main: Callable[[], None]) -> None:
-  """Call check and main; report expected errors without a traceback."""
+  """Call `check` and `main`, and report expected errors without a traceback."""
   try:
     check()
     _prepare_jax()
@@ -286,11 +289,11 @@ def _run(check: Callable[[], None], main: Callable[[], None]) -> None:
 def start(
   main: Callable[[sections.Config], None], check: Callable[[], None]
 ) -> None:
-  """Parse the flags and call main(config), with errors in one line.
+  """Parse the flags and call `main` with the config; report errors in one line.
 
   Args:
-    main: the script. It makes slow imports by itself, because the checks come
-      first.
+    main: the script. It makes slow imports in its body, so that the checks come
+      before them.
     check: checks the script's own flags.
   """
 
@@ -308,7 +311,7 @@ def start(
 def start_without_config(
   main: Callable[[], None], check: Callable[[], None]
 ) -> None:
-  """Parse the flags of a script that takes no config, and call main().
+  """Parse the flags of a script that takes no config, and call `main`.
 
   Args:
     main: see `start`.

@@ -1,13 +1,14 @@
-"""Serves a policy over HTTP with OpenAI's interface, and over gRPC.
+"""Serve a policy over HTTP with OpenAI's interface, and over gRPC.
 
 python launch/serve.py --workdir=/tmp/quickstart
 
 This serves the newest checkpoint of a run. --checkpoint=DIRECTORY serves
 parameters alone. Weights are quantised as the run's config says
-(`rollout.weights`); a pretrained model is not quantised. With --grpc_port=PORT
-the same engine serves JetStream's clients too, with the same key. The first
-line on stdout gives the address. SIGTERM or Ctrl-C finishes the requests that
-have begun; a second one ends the server at once.
+(`rollout.weights`); a pretrained model is not quantised. With --grpc_port=PORT,
+the same engine also serves JetStream's clients, with the same key. The first
+line on stdout gives the address. After SIGTERM or Ctrl-C, the server finishes
+the accepted requests within --drain_s and ends. A second signal ends it at
+once.
 """
 
 import command_line  # isort: skip, first: it sets XLA's environment
@@ -28,7 +29,7 @@ from jaxrl_async.serving import addresses
 
 # Slow imports are made where they are used, after all checks.
 
-_MAX_S = 1e9  # longer waits overflow
+_MAX_S = 1e9  # seconds; longer waits overflow
 _MAX_NAME = 256
 
 _CHECKPOINT = flags.DEFINE_string(
@@ -163,7 +164,7 @@ def _policy() -> Any:
 
 
 def main() -> None:
-  """Serves until a signal comes."""
+  """Serve the policy until a signal arrives."""
   from jaxrl_async.run import serve
   from jaxrl_async.serving import bodies
   from jaxrl_async.serving import front as front_lib
@@ -199,8 +200,9 @@ def main() -> None:
           flush=True,
         ),
       )
-  # Threads are still working, and nothing they do is worth waiting for. The
-  # interpreter's own shutdown is skipped, because some would crash during it.
+  # Threads are still running, and there is no reason to wait for their work.
+  # The interpreter's own shutdown is skipped, because some threads would crash
+  # during it.
   except TimeoutError as error:
     print(f"error: {error}", file=sys.stderr, flush=True)
     os._exit(1)

@@ -1,10 +1,11 @@
-"""The warm start alone: supervised training on worked solutions.
+"""Run the warm start alone: supervised training on worked solutions.
 
 python launch/sft.py --config=configs/quickstart.py --workdir=/tmp/sft
 
-Writes config.json and WORKDIR/params. A run starts from these parameters with
---config.warm_start.checkpoint=WORKDIR/params. The last line on stdout is JSON
-with the number of steps, the wall-clock time and the path of the parameters.
+This writes config.json, the tokenizer and WORKDIR/params. A run starts from
+these parameters with --config.warm_start.checkpoint=WORKDIR/params. The last
+line on stdout is JSON with the number of steps, the wall-clock time and the
+path of the parameters.
 """
 
 import command_line  # isort: skip, first: it sets XLA's environment
@@ -19,7 +20,7 @@ from jaxrl_async.run import config_checks
 
 
 def main(config: sections.Config) -> None:
-  """Trains on worked solutions and writes the parameters."""
+  """Train on worked solutions, and write the parameters."""
   import jax
 
   from jaxrl_async.reporting import progress as progress_lib

@@ -1,4 +1,4 @@
-"""Trains a policy: warm start, then asynchronous reinforcement learning.
+"""Train a policy: warm start, then asynchronous reinforcement learning.
 
 python launch/train.py --config=configs/quickstart.py --workdir=/tmp/quickstart
 
@@ -110,7 +110,7 @@ def _train(config: sections.Config) -> None:
 
 
 def main(config: sections.Config) -> None:
-  """Runs the config, or says what it would take."""
+  """Run the config, or report what a run would need if --dry_run is given."""
   devices = _devices()
   config_checks.validate(config, len(devices))
   if _DRY_RUN.value:

@@ -1,71 +1,94 @@
-"""Decides which groups may start and which are trained: the staleness bound.
+"""The staleness bound: which groups may start, and which are trained when.
 
 Terms. P is groups_per_step. Weights of version v have completed v train steps,
-so train step s updates version s, and s is here the next step to take a batch.
-An outstanding group is one admitted and not yet taken or dropped. Its birth is
-the version its engine held at admission, its deadline is birth + max_staleness.
+so train step s updates the weights of version s. Below, s is the next step that
+will take a batch. A group is outstanding from its admission until it is taken
+or dropped. Its birth is the version that its engine held at admission. Its
+deadline is birth + max_staleness.
 
-Predicate. Outstanding deadlines d_0 <= d_1 <= ... are schedulable at s when
+Predicate. Let d_0 <= d_1 <= ... be the deadlines of the outstanding groups. The
+groups are schedulable at s if
 
-  d_j >= s + j // P   for every j,
+  d_j >= s + j // P   for every j.
 
-that is, when P groups a step, oldest deadline first, leave none behind.
+This means: if every step from s on takes the P groups with the oldest
+deadlines, then no group is taken by a step after its deadline.
 
 Counts. Let n(d) be the number of outstanding groups whose deadline is d or
 earlier. The groups are schedulable at s if and only if
 
   n(d) <= (d - s + 1) * P   for every deadline d that occurs,
 
-that is, if what is due by d fits into the steps s to d. Proof: the last group
-with deadline d has j = n(d) - 1. In whole numbers, d >= s + j // P is the same
-as j < (d - s + 1) * P. The other groups with this deadline have a smaller j. So
-the buffer counts its groups by deadline and decides from these counts (`fits`);
-`is_schedulable` is the definition, and the tests compare the two. There are few
-deadlines: none is below s (see the bound), and none is above s + max_staleness,
-for the largest max_staleness under which an outstanding group was admitted.
+that is, if the groups that are due by d fit into the steps s to d. Proof: the
+last group with deadline d has j = n(d) - 1. For integers, d >= s + j // P is
+equivalent to j < (d - s + 1) * P. The other groups with this deadline have a
+smaller j. The buffer therefore counts its groups by deadline and decides from
+these counts (`fits`). `is_schedulable` is the definition, and the tests compare
+the two. There are few distinct deadlines. None is below s (see the bound). None
+is above s + m, where m is the largest max_staleness under which an outstanding
+group was admitted.
 
 Invariant. The outstanding groups are schedulable at s. It holds because
 
-- `try_admit` adds a group only if the set with it is schedulable at s;
+- `try_admit` adds a group only if the groups including it are schedulable at s;
 - `put` changes no deadline;
-- `drop` leaves a subset, in which every remaining j is the same or smaller;
-- `get_batch` takes a batch only if what remains is schedulable at s + 1.
+- `drop` removes a group, which makes no remaining group's j larger;
+- `get_batch` takes a batch only if the other groups are schedulable at s + 1.
 
-Bound. No token of a group is older than its birth (`put` checks it), and by the
-invariant at j = 0 no deadline is below s. A group taken by step s therefore has
-staleness s - version <= s - birth <= deadline - birth = max_staleness.
+Bound. No token of a group is older than the group's birth, which `put` checks.
+By the invariant at j = 0, no deadline is below s. A group that step s takes
+therefore has staleness
 
-Nothing is lost to age. By the same line a group is taken, at the latest, by the
-step that is its deadline: if it is still there, that step waits for it.
+  s - version <= s - birth <= deadline - birth = max_staleness.
 
-No deadlock, if each admitted group is put or dropped at some time and some
-engine adopts at some time. Let step s wait while every outstanding group is
-finished. If there are P or more, the P oldest deadlines are a batch, for what
-remains has d_{j+P} >= s + (j + P) // P = (s + 1) + j // P. If there are fewer,
-a group of an engine at version >= s - max_staleness is admitted, for then all
-j // P are 0 and all deadlines >= s; version s exists once step s - 1 is done.
+No group becomes too old. Because no deadline is below s, a group is taken at
+the latest by the step that equals its deadline. If the group is still running
+then, that step waits for it.
 
-Oldest deadline first is the best choice among finished groups: to swap a taken
-group for an older one puts a later deadline into what remains. So if any batch
-is allowed, this one is, and a step waits for a running group only if without it
-the remaining ones could not all be taken in time.
+No deadlock. This assumes that each admitted group is eventually put or dropped
+and that some engine eventually adopts new weights. Suppose that step s waits
+while every outstanding group is finished.
 
-A batch may be taken while earlier steps are still training, and a checkpoint
-then has to give it back. So a taken batch is kept until the weights that it
-trained are set as the policy version, and `state` shows the buffer as if it had
-never been taken: next_step is the first step whose weights do not exist yet.
-The invariant holds for that state too. By induction over the batches kept,
-newest first, let R be schedulable at t + 1 and T be the P groups of step t,
-which have deadlines >= t by the bound's argument; then R and T together are
-schedulable at t. Sort them, T first among equals. At most P of T stand before
-a group of R with rank j in R, so its rank i is at most j + P, and
-d >= (t + 1) + j // P >= t + i // P. A group of T has at most P - 1 of T before
-it; if none of R stands there, i < P and d >= t is enough; else its deadline is
-not below that of the last one there, of rank j in R, and i <= j + P again.
+- If there are P or more groups, the P groups with the oldest deadlines are a
+  batch, because for the others d_{j+P} >= s + (j + P) // P = (s + 1) + j // P.
+- If there are fewer, a group is admitted for any engine that holds a version
+  >= s - max_staleness, because all j // P are 0 and all deadlines are >= s.
+  Weights of version s exist once step s - 1 is done, so there will be such an
+  engine.
 
-With every engine up to date and nothing dropped, admission is AReaL's gate
-(arXiv:2505.24298), N <= (version + max_staleness + 1) * P over all N groups
-ever admitted: s * P of them are taken, and the new deadline is the latest.
+Order. Among finished groups, taking the oldest deadlines first is the best
+choice: replacing a taken group by an older one leaves a later deadline among
+the remaining groups. If any batch is allowed, this one is. A step therefore
+waits for a running group only if the groups that remain could not all be taken
+in time otherwise.
+
+Checkpoints. A batch may be taken while earlier steps are still training. A
+checkpoint of that moment must include the batch, because its step will be
+repeated. The buffer therefore keeps a taken batch until the weights that it
+trained are set as the policy version. `state` describes the buffer as if no
+such batch had been taken: next_step is the first step that has not produced its
+new weights yet.
+
+The invariant also holds for that state, by induction over the batches that are
+kept, newest first. Let R be schedulable at t + 1, and let T be the P groups of
+step t. Their deadlines are >= t, as shown for the bound. Then R and T together
+are schedulable at t. To see this, sort them by deadline, T first among equals,
+and let d be a group's deadline and i its rank.
+
+- For a group of R with rank j in R, at most P groups of T come before it. So
+  i <= j + P, and d >= (t + 1) + j // P >= t + i // P.
+- For a group of T, at most P - 1 other groups of T come before it. If no group
+  of R does, then i < P, and d >= t is enough. Otherwise, let j be the rank in R
+  of the last group of R before it. Its d is not below the deadline of that
+  group, and again i <= j + P.
+
+Relation to AReaL (arXiv:2505.24298). If every engine holds the newest weights
+and no group is dropped, admission is AReaL's gate
+
+  N <= (version + max_staleness + 1) * P
+
+for the number N of all groups ever admitted: s * P of them have been taken, and
+the new group has the latest deadline.
 """
 
 import collections
@@ -85,12 +108,18 @@ _OLDEST_FIRST = operator.attrgetter("deadline", "index")
 
 
 class BufferClosed(RuntimeError):
-  """The run is ending; `__cause__` is the failure that ended it, if any."""
+  """The run is ending. `__cause__` is the failure that ended it, if any."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class BufferState:
-  """What a checkpoint keeps of a buffer; lists are in order of the index."""
+  """The state of a buffer that a checkpoint stores.
+
+  Attributes:
+    next_step: the first step that has not produced its new weights yet.
+    running: admissions, ordered by index.
+    finished: groups, ordered by index.
+  """
 
   groups_per_step: int
   next_step: int
@@ -99,14 +128,14 @@ class BufferState:
   finished: list[types.RolloutGroup]
 
   def admissions(self) -> list[types.Admission]:
-    """Those of all groups, running and finished."""
+    """Return the admissions of all groups, running and finished."""
     return [*self.running, *(group.admission for group in self.finished)]
 
 
 def is_schedulable(
   deadlines: Iterable[int], step: int, groups_per_step: int
 ) -> bool:
-  """Return whether d_j >= step + j // P for the deadlines in any order."""
+  """Return whether d_j >= step + j // P; the deadlines may be in any order."""
   return all(
     deadline >= step + j // groups_per_step
     for j, deadline in enumerate(sorted(deadlines))
@@ -114,7 +143,7 @@ def is_schedulable(
 
 
 def fits(num_due: Mapping[int, int], step: int, groups_per_step: int) -> bool:
-  """`is_schedulable` of the numbers of groups at each deadline."""
+  """Do what `is_schedulable` does, given the number of groups per deadline."""
   num_groups = 0
   for deadline in sorted(num_due):
     num_groups += num_due[deadline]
@@ -126,18 +155,19 @@ def fits(num_due: Mapping[int, int], step: int, groups_per_step: int) -> bool:
 class Buffer:
   """The outstanding groups, running and finished.
 
-  Invariant: they are schedulable at the next step; the module's docstring says
-  why, and what follows from it. `_num_due` counts them by deadline, without
-  zeros, so that to admit and to ask for a batch costs the same however many
-  groups there are.
+  Invariant: the groups are schedulable at the next step. The module's docstring
+  proves this and says what follows from it. `_num_due` counts the groups by
+  deadline and holds no zeros. The cost of admitting a group or of asking for a
+  batch therefore does not depend on the number of groups.
 
-  Threads: every method may be called from any thread; one condition guards all
+  Threads: every method may be called from any thread. One condition guards all
   fields. A method that waits tests its predicate under that condition, and each
-  change that can make a predicate true notifies: `put` and `drop` for a batch;
-  `drop` and `set_policy_version` for admission; `close` for both. Two changes
-  need not notify. An admission makes no batch possible. Neither does a batch
-  make an admission possible: its groups had deadlines >= s, so that if the new
-  group fits from s + 1 on without them, it fitted at s with them.
+  change that can make a predicate true notifies: `put` and `drop` for a batch,
+  `drop` and `set_policy_version` for an admission, and `close` for both. Two
+  changes need not notify. An admission never makes a batch possible. A batch
+  never makes an admission possible: the groups of the batch have deadlines
+  >= s, so a new group that fits without them from s + 1 on also fitted with
+  them at s.
   """
 
   def __init__(
@@ -146,7 +176,13 @@ class Buffer:
     max_staleness: int,
     clock: Callable[[], float] = time.monotonic,
   ):
-    """Start empty, at step 0; the clock is for `waiting` only."""
+    """Create an empty buffer at step 0.
+
+    Args:
+      groups_per_step: P, the number of groups in a batch.
+      max_staleness: the bound for groups that are admitted from now on.
+      clock: seconds; used by `waiting` only.
+    """
     self._groups_per_step = groups_per_step
     self._max_staleness = max_staleness
     self._clock = clock
@@ -154,7 +190,7 @@ class Buffer:
     self._next_index = 0
     self._policy_version = -1
     self._running: dict[int, types.Admission] = {}
-    # By deadline, of which each has a heap by index.
+    # For each deadline, a heap of its finished groups, ordered by index.
     self._finished: dict[int, list[tuple[int, types.RolloutGroup]]] = {}
     self._num_due: collections.Counter[int] = collections.Counter()
     self._taken: dict[int, list[types.RolloutGroup]] = {}  # by train step
@@ -165,20 +201,21 @@ class Buffer:
 
   @property
   def policy_version(self) -> int:
-    """Newest version that was set; -1 before the first."""
+    """The newest policy version that was set; -1 before the first."""
     with self._condition:
       return self._policy_version
 
   @property
   def num_finished(self) -> int:
-    """Groups that wait to be taken."""
+    """The number of finished groups that wait to be taken."""
     with self._condition:
       return self._count_finished()
 
   def set_policy_version(self, version: int) -> None:
-    """Wake the engines that wait: weights of this version can be adopted.
+    """Set the policy version and wake the engines that wait for admission.
 
-    Batches of earlier steps have been trained; they are forgotten.
+    Weights of this version can be adopted from now on. The batches of earlier
+    steps have been trained, so the buffer no longer keeps them.
     """
     with self._condition:
       if not self._policy_version <= version <= self._next_step:
@@ -192,7 +229,14 @@ class Buffer:
       self._condition.notify_all()
 
   def try_admit(self, engine_version: int) -> types.Admission | None:
-    """Admit one group of an engine that holds this version, if it fits."""
+    """Admit one group for an engine that holds this version.
+
+    Returns:
+      The admission, or None if the group does not fit.
+
+    Raises:
+      BufferClosed: the buffer is closed.
+    """
     with self._condition:
       self._check_open()
       if not self._can_admit(engine_version):
@@ -210,14 +254,21 @@ class Buffer:
   def wait_for_admission(
     self, engine_version: int, seen_version: int, timeout_s: float
   ) -> bool:
-    """Return True once a group can be admitted or a newer version was set.
+    """Wait until a group can be admitted or a newer version was set.
 
     Args:
-      engine_version: the version it holds.
-      seen_version: `policy_version` as read before it last looked for newer
-        weights. Weights set since then end the wait; those it looked for and
-        could not have do not, or it would spin until they can be adopted.
-      timeout_s: real time; False if it has passed first.
+      engine_version: the version that the engine holds.
+      seen_version: `policy_version` as read before the engine last looked for
+        newer weights. A version set since then ends the wait. The version that
+        the engine already looked for does not: the engine may not be able to
+        adopt it yet, and would otherwise call in a busy loop until it can.
+      timeout_s: the longest wait in seconds of real time.
+
+    Returns:
+      False if the timeout has passed first.
+
+    Raises:
+      BufferClosed: the buffer is closed.
     """
     with self._condition:
       found = self._wait_for(
@@ -228,7 +279,10 @@ class Buffer:
       return found is not None
 
   def put(self, group: types.RolloutGroup) -> None:
-    """Hand in a running group, finished and scored; allowed after `close`."""
+    """Hand in a running group that is finished and scored.
+
+    This is also allowed after `close`.
+    """
     for trajectory in group.trajectories:
       versions = trajectory.policy_versions[trajectory.loss_mask]
       if versions.size and versions.min() < group.admission.birth:
@@ -245,7 +299,7 @@ class Buffer:
       self._condition.notify_all()
 
   def drop(self, index: int) -> None:
-    """Free the place of a running group, filtered or failed."""
+    """Remove a running group that was filtered or has failed."""
     with self._condition:
       admission = self._get_running(index)
       del self._running[index]
@@ -257,12 +311,19 @@ class Buffer:
   ) -> list[types.RolloutGroup] | None:
     """Take P finished groups, oldest deadline first, ties by index.
 
-    Waits while there are fewer, or while a running group has to go first. With
-    max_staleness = 0 and nothing dropped these are groups step * P and on.
+    The call waits while fewer than P groups are finished, or while a running
+    group has to be taken first. If max_staleness is 0 and no group is dropped,
+    the batch consists of the P groups with the indices from step * P on.
 
     Args:
-      step: the next one; steps take their batches in order.
-      timeout_s: real time; None if it has passed first.
+      step: the next step. Steps take their batches in order.
+      timeout_s: the longest wait in seconds of real time.
+
+    Returns:
+      The batch, or None if the timeout has passed first.
+
+    Raises:
+      BufferClosed: the buffer is closed.
     """
     with self._condition:
       oldest = self._wait_for(
@@ -283,8 +344,12 @@ class Buffer:
   def close(self, error: BaseException | None = None) -> None:
     """End every wait and every later admission or batch with `BufferClosed`.
 
-    The first call's error is kept. What runs may still be put, so that a
-    checkpoint taken afterwards has it.
+    Running groups may still be put, so that a checkpoint written afterwards
+    contains them as finished groups.
+
+    Args:
+      error: the failure that ends the run, if any. The error of the first call
+        is kept.
     """
     with self._condition:
       if not self._is_closed:
@@ -293,9 +358,9 @@ class Buffer:
       self._condition.notify_all()
 
   def state(self) -> BufferState:
-    """Return what a checkpoint keeps, all of the same moment.
+    """Return a consistent state for a checkpoint.
 
-    What was taken and not trained yet is finished again.
+    Groups that were taken but not trained yet are among the finished ones.
     """
     with self._condition:
       taken = [group for batch in self._taken.values() for group in batch]
@@ -310,7 +375,14 @@ class Buffer:
       )
 
   def restore(self, state: BufferState) -> None:
-    """Continue from a checkpoint, with its deadlines; the buffer is unused."""
+    """Continue from the state of a checkpoint.
+
+    The groups keep the deadlines that they were admitted with.
+
+    Raises:
+      ValueError: there are outstanding groups, and groups_per_step differs.
+      RuntimeError: the buffer was used before.
+    """
     outstanding = state.admissions()
     if outstanding and state.groups_per_step != self._groups_per_step:
       raise ValueError(
@@ -329,7 +401,12 @@ class Buffer:
       self._num_due.update(admission.deadline for admission in outstanding)
 
   def waiting(self) -> list[str]:
-    """Say who waits for what since when, and which groups are in the way."""
+    """Describe for the stall report which threads wait, and for what.
+
+    Returns:
+      A line for each waiting thread and a line about the groups, with the
+      running groups that have the oldest deadlines. Empty if nothing waits.
+    """
     with self._condition:
       if not self._waits:
         return []
@@ -381,7 +458,10 @@ class Buffer:
     return fits(num_due, self._next_step, self._groups_per_step)
 
   def _find_batch(self, step: int) -> dict[int, int] | None:
-    """How many finished groups of which deadline are the batch, if any."""
+    """Return how many finished groups of each deadline form the batch, if any.
+
+    The result is None while there is no batch that may be taken.
+    """
     self._check_open()
     if step != self._next_step:
       raise ValueError(f"step {step} asks for the batch of {self._next_step}")

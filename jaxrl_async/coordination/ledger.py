@@ -1,8 +1,11 @@
-"""One JSON line for each group that ends: where every generated token went.
+"""The ledger: a JSON line per ended group, which accounts for all its tokens.
 
-Invariant (`check_balance`): generated = trained + filtered + failed + in
-flight, in completion tokens, where in flight is what belongs to groups that
-have not ended. The worker counts what it generates; the rest is counted here.
+Invariant, checked by `check_balance`, in completion tokens:
+
+  generated = trained + filtered + failed + in flight
+
+Tokens in flight belong to groups that have not ended. The rollout worker counts
+the generated tokens. The ledger counts the trained, filtered and failed ones.
 """
 
 import dataclasses
@@ -20,11 +23,13 @@ from jaxrl_async.storage import disk
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerState:
-  """What a checkpoint keeps; the default is an empty ledger.
+  """The state of a ledger that a checkpoint stores; by default an empty one.
 
   Attributes:
     offset_bytes: length of the file.
-    trained_tokens: completion tokens of groups of that fate; so the others.
+    trained_tokens: completion tokens of all trained groups.
+    filtered_tokens: completion tokens of all filtered groups.
+    failed_tokens: completion tokens of all failed groups.
   """
 
   offset_bytes: int = 0
@@ -36,7 +41,13 @@ class LedgerState:
 def check_balance(
   *, generated: int, trained: int, filtered: int, failed: int, in_flight: int
 ) -> None:
-  """Raise RuntimeError unless every generated token is somewhere, once."""
+  """Check that every generated token is accounted for exactly once.
+
+  All arguments are numbers of completion tokens.
+
+  Raises:
+    RuntimeError: the generated tokens are not the sum of the others.
+  """
   missing = generated - (trained + filtered + failed + in_flight)
   if missing:
     raise RuntimeError(
@@ -48,22 +59,24 @@ def check_balance(
 class Ledger:
   """The file `ledger.jsonl` of a run, open for writing.
 
-  Invariant: the file is whole lines, and the totals are the sums over them.
+  Invariant: the file consists of whole lines, and the totals are the sums over
+  these lines.
 
-  Threads: any thread may add a line (rollout threads those of filtered and
-  failed groups, the train thread those of trained ones); a lock makes line and
-  totals one change.
+  Threads: any thread may add a line. Rollout threads add filtered and failed
+  groups, and the recorder's thread adds trained groups. A lock makes writing
+  the line and updating the totals one change.
   """
 
   def __init__(self, path: str | os.PathLike[str], state: LedgerState):
-    """Open the file and cut it to the state's length.
+    """Open the file and truncate it to the length in the state.
 
-    What stands behind it was written after the checkpoint, perhaps torn, and
-    will be written again.
+    Anything after that was written after the checkpoint. It may end in the
+    middle of a line, and the continued run will write it again.
 
     Raises:
       ValueError: the file is shorter than the state says.
-      StorageError: it cannot be opened; so whatever else writes to it.
+      StorageError: the file cannot be opened. The methods that write to it
+        raise StorageError as well.
     """
     self._lock = threading.Lock()
     self._state = state
@@ -72,13 +85,13 @@ class Ledger:
   def add_trained(
     self, group: types.RolloutGroup, *, step: int, skipped_update: bool
   ) -> None:
-    """Add a group of a batch.
+    """Add a group that was trained.
 
     Args:
       group: as taken from the buffer.
-      step: the train step.
-      skipped_update: whether an update of the step was left out because its
-        loss or gradient was not finite.
+      step: the train step that trained it.
+      skipped_update: whether an update of the step was skipped because its loss
+        or gradient was not finite.
     """
     versions = _versions(group)
     self._add(
@@ -90,7 +103,7 @@ class Ledger:
     )
 
   def add_filtered(self, group: types.RolloutGroup) -> None:
-    """Add a group that teaches nothing."""
+    """Add a group that was filtered, because it would teach nothing."""
     self._add(group, types.Fate.FILTERED)
 
   def add_failed(self, group: types.RolloutGroup, reason: str) -> None:
@@ -98,17 +111,17 @@ class Ledger:
     self._add(group, types.Fate.FAILED, reason=reason)
 
   def state(self) -> LedgerState:
-    """Return length and totals, after the lines have reached the disk.
+    """Flush the file to disk, then return its length and the totals.
 
     Raises:
-      WorkdirError: the file is no longer where it was.
+      WorkdirError: the file was moved or removed.
     """
     with self._lock:
       self._file.sync()
       return self._state
 
   def close(self) -> None:
-    """Close the file; nothing can be added afterwards."""
+    """Close the file. Nothing can be added afterwards."""
     with self._lock:
       self._file.close()
 
@@ -128,16 +141,17 @@ class Ledger:
 
 
 def _versions(group: types.RolloutGroup) -> np.ndarray:
-  """Return the distinct versions of the group's written tokens, ascending."""
+  """Return the distinct versions that wrote the group's tokens, ascending."""
   written = [t.policy_versions[t.loss_mask] for t in group.trajectories]
   return np.unique(np.concatenate(written)) if written else np.zeros(0, int)
 
 
 def _describe(group: types.RolloutGroup) -> dict[str, Any]:
-  """Return the part of the line that every fate has.
+  """Return the fields that the lines of all groups have.
 
-  Rewards are those of the trajectories in order, with a list for each named
-  part. What is missing or not finite becomes null, because JSON has no NaN.
+  Rewards are listed in the order of the trajectories, with another list for
+  each named part. A reward that is missing or not finite becomes null, because
+  JSON has no NaN.
   """
   versions = _versions(group)
   rewards = [t.reward for t in group.trajectories]

@@ -1,1 +1,1 @@
-"""The generation engine: JetStream interface, scheduler, cache, sampling."""
+"""The generation engine: JetStream interface, scheduler, cache and sampling."""

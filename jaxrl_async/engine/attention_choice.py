@@ -1,7 +1,8 @@
-"""Which attention the engine takes: the first of the platform's that agrees.
+"""The choice of the engine's attention implementations.
 
-It is tried (`kernel_choice`) on the rollout mesh's first device, with the
-model's heads, head size, page and dtype.
+Of the platform's candidates the engine uses the first one that agrees with
+XLA. `kernel_choice` tries them on the first device of the rollout mesh, with
+the heads, head size, page size and dtype of the run.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,24 +27,25 @@ from jaxrl_async.models.attention import kernel_choice
 from jaxrl_async.models.attention import kernel_names
 from jaxrl_async.models.attention import reference
 
-# By platform, in the order in which they are tried.
+# Kernels by platform, in the order in which they are tried.
 PREFILL_CANDIDATES = {"gpu": ("cudnn",), "tpu": ("splash",)}
 DECODE_CANDIDATES = {"gpu": ("gpu_paged",), "tpu": ("tpu_paged",)}
 
-_DECODE_TOKENS = 1024  # two blocks of any kernel
+_DECODE_TOKENS = 1024  # at least two blocks of every kernel
 _PREFILL_TOKENS = 256
 
 
-# Makes an argument of a shape, or only describes it.
+# Returns an array of the given shape, or only its description.
 Make = Callable[[tuple[int, ...]], Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-  """What prefill and decode run, for the whole rollout mesh.
+  """The attention of prefill and decode, for the whole rollout mesh.
 
   Attributes:
-    description: their names, and why others are not taken.
+    description: the names of the implementations, and the reasons why others
+      were not chosen.
   """
 
   prefill: reference.CausalAttention
@@ -58,13 +60,15 @@ def _random(rng: np.random.Generator, dtype: jnp.dtype) -> Make:
 def prefill_trial(
   heads: tuple[int, int, int], sizes: EngineSizes, rows: int, dtype: jnp.dtype
 ) -> kernel_choice.Trial:
-  """Arguments of `attention.CAUSAL`: few rows, of several lengths.
+  """Return inputs for trying prefill attention: a few rows of several lengths.
+
+  They are arguments of the functions in `reference.CAUSAL`.
 
   Args:
-    heads: query heads and kv heads of a device, and the size of a head.
-    sizes: of the engine.
-    rows: of a device.
-    dtype: of the cache.
+    heads: number of query heads and of kv heads per device, and the head size.
+    sizes: shapes of the engine's programs.
+    rows: number of rows per device.
+    dtype: dtype of the cache.
   """
   num_heads, num_kv_heads, head_dim = heads
 
@@ -86,7 +90,12 @@ def prefill_trial(
 
 
 def of_tokens(attend: reference.CausalAttention) -> reference.CausalAttention:
-  """Padding comes out as 0, unless it was not finite."""
+  """Return attention whose results at padding are 0 if they were finite.
+
+  Implementations may return different values at padding, and only results at
+  tokens are to be compared. Values that are not finite become NaN, so that the
+  comparison still finds them.
+  """
 
   def masked(
     query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array
@@ -101,15 +110,17 @@ def of_tokens(attend: reference.CausalAttention) -> reference.CausalAttention:
 def decode_trial(
   heads: tuple[int, int, int], sizes: EngineSizes, slots: int, dtype: jnp.dtype
 ) -> kernel_choice.Trial:
-  """Arguments of `paged_attention.IMPLEMENTATIONS`: few pages, full and not.
+  """Return inputs for trying decode attention over a few pages.
 
-  As in a run, a table's entries past its row's end are out of range.
+  They are arguments of the functions in `paged_attention.IMPLEMENTATIONS`. Some
+  pages are full and some are not. As in a run, the entries of a table past the
+  end of its sequence are out of range.
 
   Args:
-    heads: query heads and kv heads of a device, and the size of a head.
-    sizes: of the engine.
-    slots: of a device.
-    dtype: of the cache.
+    heads: number of query heads and of kv heads per device, and the head size.
+    sizes: shapes of the engine's programs.
+    slots: number of slots per device.
+    dtype: dtype of the cache.
   """
   num_heads, num_kv_heads, head_dim = heads
   page_tokens = sizes.page_tokens
@@ -149,22 +160,25 @@ def choose(
   mesh: Mesh,
   rules: sections.ShardingRules,
 ) -> Choice:
-  """Tries what the platform has, and logs what is taken.
+  """Try the platform's implementations, and log which ones are chosen.
 
-  The line is a warning when something is not: a run is slower than it seems.
+  The line in the log is a warning if a candidate was refused, because the run
+  is then slower than one would expect on this platform.
 
   Args:
-    wanted: attention_names.AUTO, or a name of `attention.CAUSAL` or
-      `paged_attention.IMPLEMENTATIONS`, which then has to work; what the name
-      is not of takes "xla".
-    model: whose heads are tried.
-    sizes: of the engine; a cache of slots has XLA only.
-    dtype: of the cache.
-    mesh: of the rollout slice.
-    rules: of the same.
+    wanted: kernel_names.AUTO, or a name in `reference.CAUSAL` or
+      `paged_attention.IMPLEMENTATIONS`. A named implementation must work. If
+      only one of the two has the name, the other uses "xla".
+    model: the model whose heads are tried.
+    sizes: shapes of the engine's programs. Decoding from a cache of slots is
+      always done by XLA.
+    dtype: dtype of the cache.
+    mesh: mesh of the rollout slice.
+    rules: sharding rules of the rollout slice.
 
   Raises:
-    ConfigError: no such name, or it does not work here.
+    ConfigError: there is no such name, or the implementation does not work
+      here.
   """
   kernel_names.check_rollout(wanted, has_pages=sizes.num_pages > 0)
   decode = paged_attention.IMPLEMENTATIONS
@@ -242,16 +256,16 @@ def over_mesh(
   mesh: Mesh,
   specs: tuple[Any, P],
 ) -> Callable[..., jax.Array]:
-  """An implementation for the whole mesh.
+  """Return an implementation that runs on the whole mesh.
 
-  XLA's is split by the compiler; a kernel is of one device, and each gets the
-  heads and slots that it holds.
+  The compiler partitions XLA's attention by itself. A kernel runs on a single
+  device, so each device applies it to the heads and slots that it holds.
 
   Args:
-    implementations: by name.
-    name: which of them.
-    mesh: of the rollout slice.
-    specs: of its arguments and of its result.
+    implementations: implementations by name.
+    name: the name of the chosen one.
+    mesh: mesh of the rollout slice.
+    specs: partition specs of the arguments and of the result.
   """
   attend = implementations[name]
   if name == "xla" or mesh.size == 1:

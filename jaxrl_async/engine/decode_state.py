@@ -1,9 +1,11 @@
-"""What the engine's programs take and give: weights, prefixes, slots, results.
+"""Arguments and results of the engine's programs: prefixes, slots, results.
 
-Array leaves may in the same tree be their shardings: hence `Any`. Letters: B
-slots, M entries of an insertion, R rows of a prefill, N steps a call, S cached
-tokens a slot, S' of them that can be replayed, P pages a slot, E end tokens a
-slot.
+The leaves of these trees are arrays, or in other uses of the same classes their
+shardings. They are therefore annotated as `Any`.
+
+Letters in shapes: B slots, M entries of an insertion, R rows of a prefill, N
+steps per call, S cached tokens per slot, S' tokens per slot that can be
+replayed, P pages per slot, E end tokens per slot.
 """
 
 from collections.abc import Callable
@@ -22,12 +24,12 @@ from jaxrl_async.engine import sampling
 
 T = TypeVar("T")
 
-PICK = -1  # instead of a slot: any idle one
+PICK = -1  # in place of a slot number: the device picks an idle slot
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineSizes:
-  """Fixed shapes of the programs, as in `config.RolloutSection`."""
+  """The fixed shapes of the programs, as in `config.RolloutSection`."""
 
   num_slots: int
   cache_tokens: int
@@ -42,41 +44,49 @@ class EngineSizes:
 
   @property
   def pages_per_slot(self) -> int:
-    """Pages of the longest sequence; 0 when every slot has its own cache."""
+    """The pages of the longest sequence; 0 if every slot has its own cache."""
     return self.cache_tokens // self.page_tokens if self.num_pages else 0
 
   @property
   def insert_rows(self) -> int:
-    """Entries of one insertion."""
+    """The number of entries of one insertion."""
     return min(self.num_slots, self.prefill_rows)
 
   @property
   def replay_tokens(self) -> int:
-    """Room a slot has for tokens to be decoded again; 0 when none are."""
+    """The number of tokens that a slot can replay.
+
+    It is 0 unless preemption is exact. Tokens are replayed when they are fed
+    through the decode program again after a preemption.
+    """
     is_exact = self.preemption is sections.Preemption.EXACT
     return self.cache_tokens if self.num_pages and is_exact else 0
 
   def prefill_rows_axis(self, layout: mesh_lib.Layout) -> str | None:
-    """The logical axis of a prefill's rows: split as slots are, if that fits.
+    """Return the logical axis that the rows of a prefill are sharded along.
 
-    What does not fit is computed by every replica.
+    The rows are sharded like the slots if their number is divisible. Otherwise
+    the result is None, and each replica computes all rows.
     """
     return None if self.prefill_rows % layout.parts("batch") else "batch"
 
   def is_chunked(self, bucket: int) -> bool:
-    """Whether prompts of this bucket are prefilled in several calls."""
+    """Return whether prompts of this bucket are prefilled in several calls."""
     return 0 < self.prefill_chunk < bucket
 
 
 def _pytree(cls: type[T]) -> type[T]:
-  """Registers a dataclass whose fields are all part of the tree."""
+  """Register a dataclass as a tree in which every field is a child."""
   return jax.tree_util.register_dataclass(cls, [*cls.__annotations__], [])
 
 
 @_pytree
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineParams:
-  """Weights (layers unstacked, rollout dtype) and their policy version."""
+  """Weights and their policy version.
+
+  The layers of the weights are unstacked and in the rollout dtype.
+  """
 
   weights: Any
   version: Any
@@ -85,7 +95,13 @@ class EngineParams:
 @_pytree
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prefix:
-  """Prefilled rows: cache [R, ...] a layer, padded tokens [R T], lengths."""
+  """Prefilled rows.
+
+  Attributes:
+    cache: a pair of arrays [R, ...] for each layer.
+    tokens: [R T] the padded tokens.
+    lengths: [R] number of tokens of each row without padding.
+  """
 
   cache: Any
   tokens: Any
@@ -95,13 +111,13 @@ class Prefix:
 def _slot_field(
   fill: int | float, width: str | None = None, dtype: Any = np.int32
 ) -> Any:
-  """Declares an array of `SlotSettings`.
+  """Declare an array of `SlotSettings`.
 
   Args:
     fill: the value in rows that describe no sequence.
-    width: what a row has several values for, a name in `unused_slots`; None
-      is one value a row, without an axis of its own.
-    dtype: of the array.
+    width: the name, in `unused_slots`, of the number of values per row. With
+      None there is one value per row, and the array has no second axis.
+    dtype: dtype of the array.
   """
   return dataclasses.field(
     metadata={"fill": fill, "width": width, "dtype": dtype}
@@ -111,26 +127,28 @@ def _slot_field(
 @_pytree
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotSettings:
-  """How sequences are to be written: a row for each of them.
+  """How sequences are to be generated, one row per sequence.
 
-  A `DecodeState` holds a row for each slot, an `Insertion` one for each of its
-  entries, and to insert is to copy every field from the latter to the former.
-  So a new field is declared here, filled in by `Sequence.describe`, and read by
-  the program that needs it; nothing else names it.
+  A `DecodeState` holds a row for each slot, and an `Insertion` holds a row for
+  each of its entries. Inserting copies every field from the insertion to the
+  state. To add a field, declare it here, fill it in `Sequence.describe`, and
+  read it in the program that needs it. No other code has to name it.
 
   Attributes:
     tickets: [B] number under which the scheduler inserted the sequence. It
-      comes back with the results of the slot.
-    limits: [B] the sequence ends when it has that many tokens.
-    temperature: [B] 0 is greedy.
-    top_k: [B] as in `sampling.Filters`, like the next two.
-    top_p: [B]
-    min_p: [B]
+      is returned with the results of the slot.
+    limits: [B] number of tokens at which the sequence ends.
+    temperature: [B] sampling temperature; 0 is greedy.
+    top_k: [B] as in `sampling.Filters`.
+    top_p: [B] as in `sampling.Filters`.
+    min_p: [B] as in `sampling.Filters`.
     min_lengths: [B] no end token is drawn before the sequence is that long.
-    end_tokens: [B E] each of them ends the sequence; -1 is none.
-    replay: [B S'] tokens that are known already, by position.
-    replay_lengths: [B] up to where they are taken instead of drawn ones.
-    pages: [B P] where the tokens are cached; empty without pages.
+    end_tokens: [B E] tokens that end the sequence; -1 stands for none.
+    replay: [B S'] tokens that are already known, by position.
+    replay_lengths: [B] number of positions whose token is taken from `replay`
+      and not drawn.
+    pages: [B P] pages in which the tokens are cached; empty for a cache
+      without pages.
   """
 
   tickets: Any = _slot_field(-1)
@@ -152,14 +170,14 @@ def unused_slots(
   sizes: EngineSizes,
   num_end_tokens: int,
 ) -> SlotSettings:
-  """Returns settings in which no row describes a sequence.
+  """Return settings in which no row describes a sequence.
 
   Args:
-    full: makes an array of (shape, value, dtype): numpy's on the host, that of
-      jax.numpy in a program.
-    num_rows: slots, or entries of an insertion.
-    sizes: of the engine.
-    num_end_tokens: that a row has room for.
+    full: makes an array from (shape, value, dtype). It is `numpy.full` on the
+      host and `jax.numpy.full` in a program.
+    num_rows: number of slots, or of entries of an insertion.
+    sizes: shapes of the engine's programs.
+    num_end_tokens: number of end tokens that fit into a row.
   """
   widths = {
     "end_tokens": num_end_tokens,
@@ -179,14 +197,14 @@ def unused_slots(
 @_pytree
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeState:
-  """What lives on device between two calls; donated to each of them.
+  """The state on the device between two calls, donated to each call.
 
   Attributes:
-    cache: a pair of arrays a layer.
-    tokens: [B] the newest token of each slot, not yet in the cache.
+    cache: a pair of arrays for each layer.
+    tokens: [B] the newest token of each slot, which is not yet in the cache.
     positions: [B] its position, which is also the number of cached tokens.
-    is_active: [B] the slot is writing.
-    keys: [B 2] of `sampling.row_keys`.
+    is_active: [B] whether the slot is generating.
+    keys: [B 2] result of `sampling.row_keys`.
     settings: a row for each slot.
   """
 
@@ -201,13 +219,17 @@ class DecodeState:
 @_pytree
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Insertion:
-  """Which prefilled rows start to be written on, and how; numpy, M entries.
+  """Prefilled rows to be put into slots, and how they are continued.
+
+  The arrays are NumPy's and have M entries.
 
   Attributes:
-    slots: [M] where to; `PICK` takes an idle slot, if there is one, and
-      num_slots marks an unused entry.
+    slots: [M] the slot of each row. With `PICK` the device takes an idle slot,
+      if there is one. num_slots marks an unused entry.
     sources: [M] row of the prefix.
-    streams: [M], with groups and members: of `sampling.row_keys`.
+    streams: [M] argument of `sampling.row_keys`.
+    groups: [M] argument of `sampling.row_keys`.
+    members: [M] argument of `sampling.row_keys`.
     settings: a row for each entry.
   """
 
@@ -220,7 +242,7 @@ class Insertion:
 
 
 def unused_insertion(sizes: EngineSizes, num_end_tokens: int) -> Insertion:
-  """Returns an insertion to be filled in: none of its entries is used."""
+  """Return an insertion without used entries, for the caller to fill in."""
   m = sizes.insert_rows
   return Insertion(
     slots=np.full((m,), sizes.num_slots, np.int32),
@@ -234,15 +256,17 @@ def unused_insertion(sizes: EngineSizes, num_end_tokens: int) -> Insertion:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepResult:
-  """One call's outcome, on the host.
+  """The result of one call of `generate`, on the host.
 
   Attributes:
-    tokens: [B N]; entry i of a row is its i-th new token.
-    is_valid: [B N] False after the row's end, and for replayed tokens.
-    logprobs: [B N] float32, under the distribution of the draw.
+    tokens: [B N] the token of each slot and step.
+    is_valid: [B N] whether the token was drawn. It is False after the end of
+      the sequence, and for replayed tokens.
+    logprobs: [B N] float32, under the distribution that the token was drawn
+      from.
     policy_versions: [B N] version of the weights that drew the token.
-    has_ended: [B] the row wrote its last token in this call (or idled).
-    tickets: [B] the sequences that sat in the slots.
+    has_ended: [B] whether the sequence ended in this call, or the slot idled.
+    tickets: [B] tickets of the sequences in the slots.
   """
 
   tokens: np.ndarray
@@ -260,14 +284,16 @@ def pack_result(
   is_valid: Bool[Array, "N B"],
   logprobs: Float[Array, "N B"],
 ) -> Int[Array, "B W"]:
-  """Puts a call's outcome into one integer array: one transfer to the host.
+  """Pack the result of a call into one integer array.
+
+  A single array needs only one transfer to the host.
 
   Args:
-    state: after the call.
-    version: of the weights.
-    tokens: of each step and slot.
-    is_valid: which of them were drawn.
-    logprobs: float32; their bits travel as integers.
+    state: the state after the call.
+    version: policy version of the weights.
+    tokens: token of each step and slot.
+    is_valid: which of the tokens were drawn.
+    logprobs: float32; their bits are stored as integers.
   """
   columns = (
     tokens.T,
@@ -282,7 +308,12 @@ def pack_result(
 
 
 def result_tokens(data: jax.Array, n: int) -> jetstream_api.ResultTokens:
-  """A packed result in JetStream's form."""
+  """Return a packed result in JetStream's form.
+
+  Args:
+    data: result of `pack_result`.
+    n: number of steps per call.
+  """
   return jetstream_api.ResultTokens(
     data=data,
     tokens_idx=(0, n),
@@ -293,7 +324,12 @@ def result_tokens(data: jax.Array, n: int) -> jetstream_api.ResultTokens:
 
 
 def unpack_result(data: np.ndarray, n: int) -> StepResult:
-  """The columns of `pack_result`."""
+  """Return the columns of an array that `pack_result` made.
+
+  Args:
+    data: the packed array, on the host.
+    n: number of steps per call.
+  """
   logprobs = np.ascontiguousarray(data[:, 2 * n + 1 : 3 * n + 1])
   return StepResult(
     tokens=data[:, :n],

@@ -1,16 +1,24 @@
 """The device programs of the rollout slice, behind JetStream's `Engine`.
 
-The main ones: `prefill` (rows of one padded length -> cached prefix), `insert`
-(rows -> slots), `generate` (several tokens for every slot). Weights are an
-argument of each, so the next call with other weights is the interruption.
+There are three main programs:
 
-Three things depart from what one expects. Prefill samples nothing: the last
-prompt token enters the slot as its *current* token, and the first decode step
-writes it to the cache and samples after it, so every token of a trajectory
-comes out of the same program. `insert` may leave it to the device which idle
-slot to take, so that a slot is refilled in the call after its end, which the
-host has not read by then; tickets tell who sits where. And a finished slot
-needs no freeing: it idles until something is inserted over it.
+- `prefill` turns rows of one padded length into a cached prefix.
+- `insert` puts rows of a prefix into slots.
+- `generate` decodes several tokens in every slot.
+
+The weights are an argument of prefill and generate. Running sequences are
+interrupted simply by passing other weights to the next call.
+
+The engine differs from other engines in three ways:
+
+- Prefill does not sample. The last prompt token enters the slot as its
+  *current* token. The first decode step writes it to the cache and samples the
+  next one. Every token of a trajectory is therefore drawn by the same program.
+- `insert` may let the device choose an idle slot. A slot is then refilled in
+  the call that follows the end of its sequence, before the host has read that
+  it ended. The tickets in the results tell which sequence is in which slot.
+- A finished slot does not have to be freed. It idles until another sequence is
+  inserted over it.
 """
 
 from collections.abc import Sequence
@@ -44,10 +52,10 @@ from jaxrl_async.planning import aot
 
 
 class Engine(jetstream_api.Engine):
-  """Compiled programs for one model, mesh and set of shapes.
+  """The compiled programs for one model, mesh and set of shapes.
 
-  Threads: the engine has no state beyond its compiled programs; callers own
-  the `DecodeState`s, each of which belongs to one thread at a time.
+  Threads: the engine has no state besides its compiled programs. Callers own
+  the `DecodeState`s, and each state belongs to one thread at a time.
   """
 
   def __init__(
@@ -63,6 +71,22 @@ class Engine(jetstream_api.Engine):
     weights: sections.WeightFormat = sections.WeightFormat.FLOAT,
     attention: str = kernel_names.AUTO,
   ):
+    """Build the programs; each is compiled at its first call.
+
+    Args:
+      model: architecture of the model.
+      sizes: shapes of the programs.
+      mesh: mesh of the rollout slice.
+      rules: sharding rules of the rollout slice.
+      seed: seed of the run, from which the key of every token is derived.
+      end_tokens: tokens that end a sequence unless its settings ignore them.
+      dtype: dtype of weights, activations and cache.
+      weights: format of the published weights.
+      attention: the wanted implementation; see `attention_choice.choose`.
+
+    Raises:
+      ConfigError: the wanted attention does not exist or does not work here.
+    """
     self.model = model
     self.sizes = sizes
     self.seed = seed
@@ -152,13 +176,15 @@ class Engine(jetstream_api.Engine):
     )
 
   def programs(self, weights: Any) -> list[aot.Program]:
-    """The longest prefill, or its chunk, and the longest decode call.
+    """Return the largest prefill and decode programs, for planning.
 
-    While a version is adopted, it and the previous one are there; while one is
-    evaluated, a second cache.
+    For a chunked bucket the prefill program is that of one chunk. What counts
+    as resident includes the weights of the previous policy version, which stay
+    in memory while a new one is adopted, and a second cache, which exists while
+    a policy version is evaluated.
 
     Args:
-      weights: shapes and types of what is published.
+      weights: shapes and dtypes of the published weights.
     """
     params = aot.placed(
       EngineParams(weights=weights, version=jax.ShapeDtypeStruct((), np.int32)),
@@ -201,12 +227,12 @@ class Engine(jetstream_api.Engine):
   # -- JetStream's interface ------------------------------------------------
 
   def load_params(self, weights: Any, version: int) -> EngineParams:
-    """Weights of a version, placed as the programs expect them."""
+    """Return the weights of a policy version, placed as the programs expect."""
     params = EngineParams(weights=weights, version=np.int32(version))
     return jax.device_put(params, self.params_sharding)
 
   def init_decode_state(self) -> DecodeState:
-    """An empty cache with every slot idle."""
+    """Return a state with an empty cache and every slot idle."""
     return self._init()
 
   def prefill(
@@ -217,17 +243,18 @@ class Engine(jetstream_api.Engine):
     padded_tokens: np.ndarray | jax.Array,
     true_length: int | np.ndarray,
   ) -> Prefix:
-    """Caches rows of tokens.
+    """Prefill whole rows of tokens in one call.
 
     Args:
-      params: of `load_params`.
+      params: result of `load_params`.
       existing_prefix: not supported; must be None.
       padded_tokens: [T] or [R T] with R <= prefill_rows; T is one of
         prefill_buckets.
-      true_length: tokens of each row that are not padding, at least 1.
+      true_length: number of tokens of each row without padding, at least 1.
 
     Raises:
-      ValueError: a shape no program was made for.
+      ValueError: there is no program for this shape, or an existing prefix is
+        given.
     """
     if existing_prefix is not None:
       raise ValueError("existing_prefix: use open_prefix and extend_prefix")
@@ -248,7 +275,10 @@ class Engine(jetstream_api.Engine):
   def _padded(
     self, tokens: Int[np.ndarray, "_ T"], lengths: Int[np.ndarray, "_"]
   ) -> tuple[Int[np.ndarray, "R T"], Int[np.ndarray, "R"]]:
-    """Fills up with rows of one token, as every program takes all rows."""
+    """Add rows of one token until there are prefill_rows of them.
+
+    The programs are compiled for exactly that many rows.
+    """
     missing = self.sizes.prefill_rows - len(tokens)
     tokens = np.pad(tokens, ((0, missing), (0, 0)))
     return tokens, np.pad(lengths, (0, missing), constant_values=1)
@@ -256,19 +286,24 @@ class Engine(jetstream_api.Engine):
   def open_prefix(
     self, tokens: np.ndarray, lengths: np.ndarray, shared: Prefix | None
   ) -> Prefix:
-    """Rows of which nothing, or only what they share, is cached yet.
+    """Return a prefix whose rows are to be cached by `extend_prefix`.
 
     Args:
       tokens: [R T] with R <= prefill_rows; T is one of prefill_buckets.
-      lengths: [R].
-      shared: its first row's tokens begin every row; a whole number of chunks.
+      lengths: [R] number of tokens of each row without padding.
+      shared: a prefix whose first row holds the tokens that every row begins
+        with, a whole number of chunks. Its cache is copied into every row.
+        With None nothing is cached yet.
     """
     return self._open(*self._padded(tokens, lengths), shared)
 
   def extend_prefix(
     self, params: EngineParams, prefix: Prefix, start: int
   ) -> Prefix:
-    """Caches the prefill_chunk tokens from `start`; consumes the prefix."""
+    """Cache prefill_chunk tokens of every row, beginning at `start`.
+
+    The given prefix is donated and must not be used again.
+    """
     return self._extend(params, prefix, np.int32(start))
 
   def fill_pages(
@@ -278,13 +313,16 @@ class Engine(jetstream_api.Engine):
     decode_state: DecodeState,
     pages: np.ndarray,
   ) -> DecodeState:
-    """Copies a prefilled row into pages; `decode_state` is consumed.
+    """Copy a prefilled row into pages of the cache.
 
     Args:
-      prefix: of `prefill`, or extended to its end.
-      row: of the prefix.
-      decode_state: to be written into.
-      pages: [W] one for each page_tokens of the row; num_pages leaves one out.
+      prefix: result of `prefill`, or of `extend_prefix` once all chunks are
+        cached.
+      row: index of the row in the prefix.
+      decode_state: the state to write into; it is donated and must not be used
+        again.
+      pages: [W] for each page_tokens tokens of the row, the page they are
+        copied to. num_pages means that they are not copied.
     """
     return self._fill(prefix, np.int32(row), decode_state, pages)
 
@@ -294,16 +332,21 @@ class Engine(jetstream_api.Engine):
     decode_state: DecodeState,
     slot: int | Insertion,
   ) -> DecodeState:
-    """Puts prefilled rows into slots; `decode_state` is consumed.
+    """Put prefilled rows into slots.
+
+    With a cache of pages, the pages must have been filled with `fill_pages`
+    before.
 
     Args:
-      prefix: of `prefill`, or extended to its end.
-      decode_state: to be written into.
-      slot: one slot, for row 0 with sampling defaults (JetStream's form), or
-        an `Insertion` for many. With pages they have to be filled before.
+      prefix: result of `prefill`, or of `extend_prefix` once all chunks are
+        cached.
+      decode_state: the state to write into; it is donated and must not be used
+        again.
+      slot: an `Insertion`, which may fill many slots. A single slot number is
+        JetStream's form: it takes row 0 and the default sampling settings.
 
     Raises:
-      ValueError: JetStream's form with a cache of pages.
+      ValueError: a slot number is given, but the cache consists of pages.
     """
     if not isinstance(slot, Insertion):
       if self.sizes.num_pages:
@@ -316,16 +359,19 @@ class Engine(jetstream_api.Engine):
     return self._insert(prefix, decode_state, slot)
 
   def unused_insertion(self) -> Insertion:
-    """Returns an insertion to be filled in."""
+    """Return an insertion without used entries, for the caller to fill in."""
     return decode_state_lib.unused_insertion(self.sizes, self.num_end_tokens)
 
   def release(
     self, decode_state: DecodeState, tickets: Sequence[int]
   ) -> DecodeState:
-    """Stops the sequences with these tickets, wherever they sit."""
+    """Stop the sequences with these tickets, whatever slots they are in.
+
+    `decode_state` is donated and must not be used again.
+    """
     b = self.sizes.num_slots
     for start in range(0, len(tickets), b):
-      padded = np.full((b,), -1, np.int32)  # nobody's ticket
+      padded = np.full((b,), -1, np.int32)  # no sequence has this ticket
       some = tickets[start : start + b]
       padded[: len(some)] = some
       decode_state = self._release(decode_state, padded)
@@ -340,16 +386,22 @@ class Engine(jetstream_api.Engine):
     is_filtered: bool = False,
     tables: tuple[np.ndarray, np.ndarray] | None = None,
   ) -> tuple[DecodeState, jetstream_api.ResultTokens]:
-    """Writes decode_steps_per_call tokens in every active slot.
+    """Decode up to decode_steps_per_call tokens in every active slot.
 
     Args:
-      params: weights of this call; they may change at every call.
-      decode_state: consumed.
+      params: weights of this call; they may change with every call.
+      decode_state: the state to continue from; it is donated and must not be
+        used again.
       window: one of window_buckets, larger than any position reached in this
         call; None attends to the whole cache.
-      is_filtered: whether any slot's settings are more than a temperature.
-      tables: [B] tickets, and [B P] the pages of the slots where these
-        tickets still sit.
+      is_filtered: whether any slot needs more than a temperature, as in
+        `sampling.SamplingSettings.is_filtered`.
+      tables: [B] the ticket that the host expects in each slot, and [B P] the
+        pages of its sequence. A slot that holds another ticket keeps its own
+        pages. None changes no pages.
+
+    Returns:
+      The new state, and the packed result for `read`.
     """
     window = window or self.sizes.cache_tokens
     b, n = self.sizes.num_slots, self.sizes.decode_steps_per_call
@@ -368,26 +420,26 @@ class Engine(jetstream_api.Engine):
   def read(
     self, result: jetstream_api.ResultTokens
   ) -> decode_state_lib.StepResult:
-    """Brings a call's packed result to the host; waits for the call."""
+    """Wait until a call is finished and return its result on the host."""
     n = self.sizes.decode_steps_per_call
     return decode_state_lib.unpack_result(np.asarray(result.data), n)
 
   def get_prefix_destination_sharding(self) -> Any:
-    """Where prefixes are expected: a `Prefix` of shardings."""
+    """Return the shardings that prefixes must have, as a `Prefix`."""
     return self._prefix_sharding
 
   def get_tokenizer(self) -> Any:
-    """Tokens are made outside of the engine; there is nothing to describe."""
+    """Return empty parameters, as text is tokenized outside of the engine."""
     return jetstream_api.TokenizerParameters()
 
   @property
   def max_concurrent_decodes(self) -> int:
-    """Number of slots."""
+    """The number of slots."""
     return self.sizes.num_slots
 
   @property
   def samples_per_slot(self) -> int:
-    """One sequence a slot."""
+    """The number of sequences per slot, which is 1."""
     return 1
 
   @property
@@ -402,5 +454,5 @@ class Engine(jetstream_api.Engine):
 
   @property
   def colocated_cpus(self) -> None:
-    """Not used here."""
+    """None, because the engine does not use colocated CPUs."""
     return None

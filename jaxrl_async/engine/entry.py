@@ -1,4 +1,4 @@
-"""A sequence with a ticket, and how it is offered to the device."""
+"""Sequences with tickets, and how they are inserted into the device's slots."""
 
 import collections
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,12 +14,13 @@ from jaxrl_async.engine import sequence as sequence_lib
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
 class Entry:
-  """A prefilled sequence: offered to the device, or in a slot.
+  """A prefilled sequence that waits for a slot or is in one.
 
   Attributes:
-    ticket: counts up; no two entries ever have the same one.
-    key: of its prefix.
-    slot: where it sits, as far as the calls that were read tell.
+    ticket: a number that counts up. No two entries ever have the same ticket.
+    key: the key of its prefix in the `Prefiller`.
+    slot: the slot it is in, or None if the calls read so far have not shown
+      it in a slot.
   """
 
   ticket: int
@@ -29,7 +30,11 @@ class Entry:
 
 
 def urgency(entry: Entry) -> tuple[bool, int, int]:
-  """Sorts the latest deadline last, and what has no slot after the others."""
+  """Return a sort key that puts the most urgent entry first.
+
+  Entries in slots come before entries without a slot. Within each of the two
+  kinds the earliest deadline comes first.
+  """
   is_staged = entry.slot is None
   return is_staged, entry.sequence.deadline, entry.ticket
 
@@ -37,12 +42,12 @@ def urgency(entry: Entry) -> tuple[bool, int, int]:
 def prefill_batches(
   entries: Iterable[Entry], bucket_of: Callable[[int], int], num_rows: int
 ) -> list[list[Entry]]:
-  """Entries that can be prefilled together, the most urgent batch first.
+  """Return batches of entries of one bucket, the most urgent batch first.
 
   Args:
-    entries: in any order.
-    bucket_of: the padded length of so many tokens.
-    num_rows: at most, of a batch.
+    entries: the entries to be prefilled, in any order.
+    bucket_of: returns the padded length for a number of tokens.
+    num_rows: the largest number of entries in a batch.
   """
   by_bucket = collections.defaultdict(list)
   for entry in sorted(entries, key=urgency):
@@ -61,15 +66,19 @@ def insertions(
   row_of: Callable[[bytes], prefill.Row],
   admission: page_admission.CacheAdmission,
 ) -> Iterator[tuple[decode_state_lib.Prefix, decode_state_lib.Insertion]]:
-  """What inserts entries in their order: their prefixes, and where they go.
+  """Yield the insertions that put entries into slots, in the entries' order.
 
-  Neighbours of one prefix share an insertion, as far as it has room for them.
+  Consecutive entries with the same prefix share an insertion, up to
+  insert_rows of them.
 
   Args:
-    engine: that will insert.
-    entries: those without a slot go to whatever slot is idle.
-    row_of: the prefix of a key, and the row there.
-    admission: knows the pages.
+    engine: the engine that will insert them.
+    entries: the entries. An entry without a slot goes to any idle slot.
+    row_of: returns the prefix for a key, and the row in that prefix.
+    admission: knows the pages of each ticket.
+
+  Yields:
+    A prefix, and the insertion of some of its rows.
   """
   most = engine.sizes.insert_rows
   rows = [(*row_of(entry.key), entry) for entry in entries]

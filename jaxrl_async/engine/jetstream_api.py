@@ -1,13 +1,14 @@
-"""The one door to JetStream: its `Engine` interface and its gRPC service.
+"""The only module that imports JetStream: its `Engine` and its gRPC service.
 
 JetStream imports seqio for tokenizers that are not used here, and seqio
-imports TensorFlow. Stubs stand in `sys.modules` while JetStream is imported
-and are removed after it, whether or not seqio is installed.
+imports TensorFlow. Stubs take the place of seqio in `sys.modules` while
+JetStream is imported. They are removed afterwards, whether or not seqio is
+installed.
 
-The gRPC service comes with more: its orchestrator sets the root logger to
-DEBUG, with a handler on stdout, and its metrics enter Prometheus' global
-registry. All of that is put back, and none of it is imported before somebody
-calls `grpc_api`, which only serving does.
+Importing the gRPC service has further side effects. Its orchestrator sets the
+root logger to DEBUG and adds a handler on stdout, and its metrics are added to
+Prometheus' global registry. All of this is undone. The service is imported only
+when `grpc_api` is called, which only serving does.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 
 @contextlib.contextmanager
 def _importing() -> Iterator[None]:
-  """Stubs for seqio, and afterwards no trace of them nor of a new logger."""
+  """Replace seqio with stubs, and undo this and changes to the root logger."""
   names = ("seqio", "seqio.vocabularies")
   saved = {name: sys.modules.pop(name, None) for name in names}
   package: Any = types.ModuleType(names[0])
@@ -60,12 +61,13 @@ TokenizerParameters = tokenizer_pb2.TokenizerParameters
 
 
 class GrpcApi(NamedTuple):
-  """What serving takes from JetStream.
+  """The parts of JetStream's gRPC service that serving uses.
 
   Attributes:
-    messages: the module of the proto's messages.
-    services: the module of the generated stub, servicer and registration.
-    LLMOrchestrator: JetStream's servicer.
+    messages: the module of the protocol's messages.
+    services: the module of the generated stub, servicer and registration
+      function.
+    LLMOrchestrator: JetStream's servicer class.
   """
 
   messages: Any
@@ -75,7 +77,7 @@ class GrpcApi(NamedTuple):
 
 @functools.cache
 def grpc_api() -> GrpcApi:
-  """Imports JetStream's gRPC service, without its side effects."""
+  """Import JetStream's gRPC service without its side effects."""
   import prometheus_client
 
   with _importing():
@@ -83,7 +85,7 @@ def grpc_api() -> GrpcApi:
     from jetstream.core.metrics import prometheus
     from jetstream.core.proto import jetstream_pb2
     from jetstream.core.proto import jetstream_pb2_grpc
-  # Of JetStream's own driver, which does not run here.
+  # The gauges belong to JetStream's own driver, which does not run here.
   for gauge in vars(prometheus.JetstreamMetricsCollector).values():
     if isinstance(gauge, prometheus_client.Gauge):
       prometheus_client.REGISTRY.unregister(gauge)

@@ -1,16 +1,16 @@
 """The key-value cache, in two layouts.
 
 `Slots`: every slot has room for the longest sequence. Keys are [slot, kv head,
-head size, time], so that scores are a matrix product along time without a
-transposition; values are [slot, kv head, time, head size].
+head size, time], so that the matrix product for the scores needs no
+transposition. Values are [slot, kv head, time, head size].
 
-`Pages`: slots share a pool of pages, which may be smaller than all of them
-would need at once; a table [slot, page of the sequence] says where its tokens
-are. Both arrays are [kv head, page, time in page, head size], which is what
-kernels that read pages directly expect.
+`Pages`: the slots share a pool of pages. The pool may be smaller than what all
+slots together could need. A table [slot, page of the sequence] says where the
+tokens of each slot are. Keys and values are [kv head, page, time in page, head
+size], which is what kernels that read pages directly expect.
 
-Layers are separate arrays: a stacked cache would be copied by the scan over
-layers. Prefilled rows are in the layout of `Slots`, in either case.
+Each layer has its own arrays, because a scan over layers would copy a stacked
+cache. Prefilled rows have the layout of `Slots` in both cases.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from jaxrl_async.models import configs
 from jaxrl_async.models.attention import reference
 
 Layer = tuple[jax.Array, jax.Array]
-# Of pages, queries [B N H], positions [B] and the table [B W].
+# Takes the pages, queries [B N H], positions [B] and the table [B W].
 PagedAttention = Callable[[Layer, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -33,7 +33,7 @@ def from_prefill(
   value: Float[Array, "B T K H"],
   dtype: jnp.dtype,
 ) -> Layer:
-  """A layer's rows in the layout of `Slots`."""
+  """Return the prefilled rows of a layer in the layout of `Slots`."""
   key, value = key.astype(dtype), value.astype(dtype)
   return jnp.transpose(key, (0, 2, 3, 1)), jnp.transpose(value, (0, 2, 1, 3))
 
@@ -41,7 +41,10 @@ def from_prefill(
 def empty_rows(
   model: configs.ModelConfig, *, rows: int, tokens: int, dtype: jnp.dtype
 ) -> list[Layer]:
-  """Rows to be filled by `extend_rows`, and the cache of `Slots`."""
+  """Return zeros in the layout of `Slots`, for every layer.
+
+  They are the empty cache of `Slots`, or rows that `extend_rows` fills.
+  """
   k, h = model.num_kv_heads, model.head_dim
   return [
     (
@@ -55,7 +58,7 @@ def empty_rows(
 def extend_rows(
   layer: Layer, chunk: Layer, start: Int[Array, ""] | int
 ) -> Layer:
-  """Rows with a chunk of tokens written at `start`."""
+  """Return the rows with a chunk of tokens written at position `start`."""
   return (
     jax.lax.dynamic_update_slice_in_dim(layer[0], chunk[0], start, axis=3),
     jax.lax.dynamic_update_slice_in_dim(layer[1], chunk[1], start, axis=2),
@@ -67,7 +70,13 @@ def attend_rows(
   query: Float[Array, "B T N H"],
   start: Int[Array, ""] | int,
 ) -> Float[Array, "B T N H"]:
-  """Queries at positions start, start + 1, … over cached rows."""
+  """Return causal attention of a chunk of queries over cached rows.
+
+  Args:
+    layer: the cached rows, those of the chunk included.
+    query: queries at positions start, start + 1, …
+    start: position of the first query.
+  """
   keys, values = layer
   rows, length, num_heads, head_dim = query.shape
   num_kv_heads, width = keys.shape[1], keys.shape[3]
@@ -87,7 +96,7 @@ def attend_rows(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slots:
-  """A row of the cache for each slot."""
+  """A cache with one row for each slot."""
 
   num_slots: int
   cache_tokens: int
@@ -95,7 +104,7 @@ class Slots:
   logical_axes = ("batch", "kv_heads")
 
   def init(self, model: configs.ModelConfig, dtype: jnp.dtype) -> list[Layer]:
-    """An empty cache."""
+    """Return an empty cache."""
     return empty_rows(
       model, rows=self.num_slots, tokens=self.cache_tokens, dtype=dtype
     )
@@ -107,7 +116,14 @@ class Slots:
     slots: Int[Array, "M"],
     sources: Int[Array, "M"],
   ) -> Layer:
-    """Copies prefilled rows into slots; a slot out of range writes nothing."""
+    """Copy prefilled rows into slots, except for slots that are out of range.
+
+    Args:
+      layer: the cache of one layer.
+      rows: the prefilled rows of that layer.
+      slots: where each row is copied to.
+      sources: index of each row among the prefilled rows.
+    """
     length = rows[0].shape[-1]
     keys = layer[0].at[slots, :, :, :length].set(rows[0][sources], mode="drop")
     values = layer[1].at[slots, :, :length].set(rows[1][sources], mode="drop")
@@ -122,8 +138,8 @@ class Slots:
     pages: Int[Array, "B P"],
     is_active: Bool[Array, "B"],
   ) -> Layer:
-    """Writes one token a slot at its position."""
-    del pages, is_active  # an idle slot may write what nobody reads
+    """Write the key and value of one token per slot at its position."""
+    del pages, is_active  # what an idle slot writes is never read
     slots = jnp.arange(self.num_slots)
     keys, values = layer
     keys = keys.at[slots, :, :, positions].set(
@@ -142,7 +158,10 @@ class Slots:
     pages: Int[Array, "B P"],
     window: int,
   ) -> Float[Array, "B N H"]:
-    """One query a slot over cached times 0..position, all below `window`."""
+    """Return attention of one query per slot over cached times 0..position.
+
+    All positions must be less than `window`.
+    """
     del pages
     keys, values = layer[0][..., :window], layer[1][:, :, :window]
     return attend_cached(query, keys, values, positions)
@@ -153,7 +172,7 @@ class Pages:
   """A pool of pages that all slots share.
 
   Attributes:
-    attention: of `paged_attention.IMPLEMENTATIONS`.
+    attention: one of `paged_attention.IMPLEMENTATIONS`.
   """
 
   num_pages: int
@@ -163,7 +182,7 @@ class Pages:
   logical_axes = ("kv_heads",)
 
   def init(self, model: configs.ModelConfig, dtype: jnp.dtype) -> list[Layer]:
-    """An empty pool."""
+    """Return an empty pool."""
     shape = model.num_kv_heads, self.num_pages, self.page_tokens
     return [
       (
@@ -176,14 +195,23 @@ class Pages:
   def fill(
     self, layer: Layer, rows: Layer, row: Int[Array, ""], pages: Int[Array, "W"]
   ) -> Layer:
-    """Copies a prefilled row into pages; one out of range is left out."""
+    """Copy a prefilled row into pages, except for pages that are out of range.
+
+    Args:
+      layer: the pool of one layer.
+      rows: the prefilled rows of that layer.
+      row: index of the row among them.
+      pages: for each page_tokens tokens of the row, the page they are copied
+        to.
+    """
 
     def put(pool: jax.Array, times: Float[Array, "K S H"]) -> jax.Array:
       k, _, h = times.shape
       paged = times.reshape(k, len(pages), self.page_tokens, h)
       return pool.at[:, pages].set(paged, mode="drop")
 
-    # A gather: of rows split over devices a slice would bring all to each.
+    # A gather, because a slice of rows that are sharded over devices would
+    # first bring all rows to every device.
     keys, values = (jnp.take(x, row[None], axis=0)[0] for x in rows)
     return put(layer[0], jnp.swapaxes(keys, 1, 2)), put(layer[1], values)
 
@@ -196,7 +224,11 @@ class Pages:
     pages: Int[Array, "B P"],
     is_active: Bool[Array, "B"],
   ) -> Layer:
-    """Writes one token a slot; an idle slot's pages may be another's now."""
+    """Write the key and value of one token per active slot at its position.
+
+    Idle slots write nothing, because their pages may belong to other sequences
+    by now.
+    """
     index = (positions // self.page_tokens)[:, None]
     page = jnp.take_along_axis(pages, index, axis=1, mode="clip")[:, 0]
     page = jnp.where(is_active, page, self.num_pages)
@@ -216,7 +248,10 @@ class Pages:
     pages: Int[Array, "B P"],
     window: int,
   ) -> Float[Array, "B N H"]:
-    """As of `Slots`."""
+    """Return attention of one query per slot over cached times 0..position.
+
+    All positions must be less than `window`.
+    """
     pages = pages[:, : -(-window // self.page_tokens)]
     return self.attention(layer, query, positions, pages)
 
@@ -227,7 +262,7 @@ def attend_cached(
   values: Float[Array, "B K S H"],
   positions: Int[Array, "B"],
 ) -> Float[Array, "B N H"]:
-  """One query a row over its keys and values up to its position."""
+  """Return attention of one query per row over times 0..position."""
   rows, num_heads, head_dim = query.shape
   num_kv_heads, width = keys.shape[1], keys.shape[3]
   grouped = query.reshape(rows, num_kv_heads, -1, head_dim)

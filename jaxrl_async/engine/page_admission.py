@@ -1,11 +1,12 @@
-"""Who gets room in the cache, and who waits until some is free.
+"""Admission to the cache: which sequences get room, and which have to wait.
 
-`PageAdmission` is for a cache of pages that all sequences share,
-`SlotAdmission` for one in which every slot has a row of its own. The scheduler
-asks either of them the same questions. It decides itself whose pages are taken
-away when there are too few, because only it knows what else can be waited for.
+`PageAdmission` is for a cache of pages that all sequences share.
+`SlotAdmission` is for a cache in which every slot has its own row. Both have
+the same interface, which the scheduler uses. When there are too few pages, the
+scheduler decides which sequence loses its pages, because only the scheduler
+knows whether calls that are still running may free some.
 
-Threads: the scheduler's.
+Threads: only the scheduler's thread uses these classes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,12 +25,14 @@ Tables = tuple[np.ndarray, np.ndarray]
 
 
 class SlotAdmission:
-  """A row of the cache for each slot: whoever has a slot has room enough.
+  """Admission to a cache with a row for each slot.
 
-  `PageAdmission` says what the methods mean.
+  A sequence in a slot always has enough room. The methods are those of
+  `PageAdmission`, which documents them.
   """
 
   def __init__(self, sizes: decode_state_lib.EngineSizes):
+    """Create an admission for the given shapes of the engine's programs."""
     self.max_tokens = sizes.cache_tokens
 
   def may_enter(
@@ -38,56 +41,57 @@ class SlotAdmission:
     promised: list[sequence_lib.Sequence],
     num_entered: int,
   ) -> bool:
-    """Always."""
+    """Return True, because every slot has room."""
     del sequence, promised, num_entered
     return True
 
   def take(
     self, ticket: int, cached: Int[np.ndarray, "T"], bucket: int
   ) -> Int[np.ndarray, "W"] | None:
-    """Never too few, and nothing to be filled: `insert` copies the row."""
+    """Return an empty array, because `Engine.insert` copies the row itself."""
     del ticket, cached, bucket
     return _NOTHING
 
   def grow(self, needs: Iterable[tuple[int, int]]) -> bool:
-    """Always: a row is as long as a sequence can become."""
+    """Return True, because a row has room for the longest sequence."""
     del needs
     return True
 
   def release(self, ticket: int) -> None:
-    """The row stays with its slot."""
+    """Do nothing, because the row stays with its slot."""
 
   def forget_contents(self) -> None:
-    """Nothing is shared."""
+    """Do nothing, because sequences share no rows."""
 
   def row(self, ticket: int) -> Int[np.ndarray, "P"]:
-    """No pages."""
+    """Return an empty array, because there are no pages."""
     del ticket
     return _NOTHING
 
   def tables(self, tickets: Mapping[int, int]) -> Tables | None:
-    """None: the programs ask for no pages."""
+    """Return None, because the programs need no pages."""
     del tickets
     return None
 
 
 class PageAdmission:
-  """Which sequence, by its ticket, holds which pages of the pool.
+  """Admission to a pool of pages, which sequences hold by their tickets.
 
-  Invariant: `_held` has the tickets for which `take` succeeded and `release`
-  was not called since; each holds every page of its list once.
+  Invariant: `_held` contains exactly the tickets for which `take` succeeded and
+  `release` has not been called since. A ticket is one holder of each page in
+  its list.
   """
 
   def __init__(self, sizes: decode_state_lib.EngineSizes, steps_ahead: int):
-    """Starts with all pages free.
+    """Create an admission with all pages free.
 
     Args:
-      sizes: of the engine.
-      steps_ahead: tokens that a sequence may write before the host hears of
-        the first of them.
+      sizes: shapes of the engine's programs.
+      steps_ahead: number of tokens that the device may generate for a sequence
+        before the host has read the first of them.
     """
-    # More cannot be promised, or a sequence that runs alone might need a page
-    # and find none that could be taken from another.
+    # A longer sequence could need more pages than the pool has. It would find
+    # none to take even if it were the only one.
     self.max_tokens = min(
       sizes.cache_tokens, sizes.num_pages * sizes.page_tokens
     )
@@ -109,16 +113,18 @@ class PageAdmission:
     promised: list[sequence_lib.Sequence],
     num_entered: int,
   ) -> bool:
-    """Whether a sequence may be prefilled.
+    """Return whether a sequence may be prefilled.
 
-    There have to be pages for what it begins with, and one more for each that
-    runs: whoever enters with the last page makes another one leave at once. A
-    sequence that is alone enters in any case.
+    There must be enough free pages for the start of this sequence and of all
+    promised ones, and one more for each sequence that has entered. Without this
+    reserve, a sequence that takes the last page would cause another one to be
+    preempted at once. If no other sequence is promised or has entered, the
+    result is always True.
 
     Args:
-      sequence: which waits.
-      promised: those that were let in and have taken no pages yet.
-      num_entered: how many have taken theirs.
+      sequence: the waiting sequence.
+      promised: sequences that were admitted but have not taken pages yet.
+      num_entered: number of sequences that have taken their pages.
     """
     if not (promised or num_entered):
       return True
@@ -129,16 +135,18 @@ class PageAdmission:
   def take(
     self, ticket: int, cached: Int[np.ndarray, "T"], bucket: int
   ) -> Int[np.ndarray, "W"] | None:
-    """Takes pages for prefilled tokens; whole ones are shared where they exist.
+    """Take pages for prefilled tokens, sharing existing full pages.
 
     Args:
-      ticket: that will hold them.
+      ticket: the ticket that will hold the pages.
       cached: the tokens.
-      bucket: in which they were prefilled; another one gives other bits.
+      bucket: the bucket in which they were prefilled. Pages are shared only
+        within a bucket, because another bucket gives other bits.
 
     Returns:
-      For each page of the bucket which one of the pool is to be filled with
-      it; num_pages leaves it out. None when there are too few.
+      For each page of the bucket, the page of the pool that must be filled with
+      its tokens, or num_pages if none has to be filled. The array is empty if
+      nothing has to be filled at all. None if too few pages are free.
     """
     taken = self.pool.take_for(
       cached, bucket=bucket, page_tokens=self._sizes.page_tokens
@@ -149,15 +157,15 @@ class PageAdmission:
     return new[:0] if (new == self._sizes.num_pages).all() else new
 
   def grow(self, needs: Iterable[tuple[int, int]]) -> bool:
-    """Gives pages to all that need more.
+    """Take more pages for the tickets that need them.
 
     Args:
-      needs: a ticket and how many tokens its pages have to hold, the most
-        urgent first.
+      needs: pairs of a ticket and the number of tokens that its pages must
+        hold, the most urgent pair first.
 
     Returns:
-      False when none was left for one of them. Pages that were given stay
-      given, so the next call goes on from there.
+      Whether there were enough pages. If not, the tickets keep the pages they
+      were given, and a later call continues from there.
     """
     for ticket, num_tokens in needs:
       pages = self._held[ticket]
@@ -168,15 +176,15 @@ class PageAdmission:
     return True
 
   def release(self, ticket: int) -> None:
-    """Gives up whatever the ticket holds."""
+    """Give up all pages that the ticket holds, if any."""
     self.pool.release(self._held.pop(ticket, []))
 
   def forget_contents(self) -> None:
-    """From now on nothing is shared with what the pages hold today."""
+    """Make sure that no page filled so far is shared with later sequences."""
     self.pool.forget_names()
 
   def row(self, ticket: int) -> Int[np.ndarray, "P"]:
-    """The pages of a ticket; num_pages, which is none, where it has no more."""
+    """Return a ticket's pages, padded with num_pages, which is no page."""
     sizes = self._sizes
     row = np.full((sizes.pages_per_slot,), sizes.num_pages, np.int32)
     pages = self._held[ticket]
@@ -184,10 +192,11 @@ class PageAdmission:
     return row
 
   def tables(self, tickets: Mapping[int, int]) -> Tables | None:
-    """What `Engine.generate` has to know of the slots.
+    """Return the page tables that `Engine.generate` takes.
 
     Args:
-      tickets: by slot, where the host knows who sits there.
+      tickets: the ticket in each slot, for the slots whose sequence the host
+        knows.
     """
     sizes = self._sizes
     by_slot = np.full((sizes.num_slots,), -1, np.int32)
@@ -204,7 +213,12 @@ CacheAdmission = SlotAdmission | PageAdmission
 def make(
   sizes: decode_state_lib.EngineSizes, steps_ahead: int
 ) -> CacheAdmission:
-  """The admission that goes with the layout of the cache."""
+  """Build the admission for the layout of the cache.
+
+  Args:
+    sizes: shapes of the engine's programs.
+    steps_ahead: as in `PageAdmission`.
+  """
   if sizes.num_pages:
     return PageAdmission(sizes, steps_ahead)
   return SlotAdmission(sizes)

@@ -1,7 +1,8 @@
-"""Which page of the cache belongs to whom.
+"""The pool of cache pages: which pages are free, and how many hold each page.
 
-Pages filled by prefill are shared between sequences that begin alike: found by
-their contents' name, counted, and free when nobody holds them any more.
+Sequences that begin with the same tokens share the pages that prefill filled
+with these tokens. A shared page is found by a name that stands for its
+contents. Its holders are counted, and it becomes free when no holder is left.
 """
 
 import collections
@@ -11,13 +12,16 @@ import numpy as np
 
 
 class PagePool:
-  """Counts the holders of each page.
+  """A pool of pages that counts the holders of each page.
 
-  Invariant: a page is free, or held by at least one; a name points to a page
-  that is held. Threads: one at a time.
+  Invariant: every page is either free or has at least one holder, and every
+  name points to a page that has a holder.
+
+  Threads: one thread at a time.
   """
 
   def __init__(self, num_pages: int):
+    """Create a pool of free pages."""
     self.num_pages = num_pages
     self._free = list(range(num_pages))[::-1]
     self._holders: collections.Counter[int] = collections.Counter()
@@ -26,44 +30,46 @@ class PagePool:
 
   @property
   def num_free(self) -> int:
-    """Pages nobody holds."""
+    """The number of pages without a holder."""
     return len(self._free)
 
   def take(self) -> int:
-    """A free page, now held once.
+    """Take a free page, which then has one holder.
 
     Raises:
-      IndexError: there is none; ask `num_free` before.
+      IndexError: no page is free; check `num_free` first.
     """
     page = self._free.pop()
     self._holders[page] = 1
     return page
 
   def find(self, name: Hashable) -> int | None:
-    """The page of that name, held once more; None if there is none."""
+    """Return the page with a name and add a holder; None if there is none."""
     page = self._named.get(name)
     if page is not None:
       self._holders[page] += 1
     return page
 
   def name(self, page: int, name: Hashable) -> None:
-    """Says what a page will hold from now on."""
+    """Give a held page a name that stands for its contents."""
     self._named[name] = page
     self._names[page] = name
 
   def take_for(
     self, cached: np.ndarray, *, bucket: int, page_tokens: int
   ) -> tuple[list[int], np.ndarray] | None:
-    """Pages for prefilled tokens: whole ones are shared where they exist.
+    """Take pages for prefilled tokens, sharing existing full pages.
 
     Args:
       cached: the tokens.
-      bucket: in which they were prefilled; another gives other bits.
-      page_tokens: of a page.
+      bucket: the bucket in which they were prefilled. Pages are shared only
+        within a bucket, because another bucket gives other bits.
+      page_tokens: number of tokens per page.
 
     Returns:
-      The pages, and for each of the bucket's which of them is to be filled:
-      num_pages means not. None when there are too few.
+      The pages that hold the tokens, and an array with one entry for each page
+      of the bucket: the page that must be filled with these tokens, or
+      num_pages if none has to be filled. None if too few pages are free.
     """
     pages = []
     new = np.full((bucket // page_tokens,), self.num_pages, np.int32)
@@ -83,7 +89,7 @@ class PagePool:
     return pages, new
 
   def release(self, pages: Sequence[int]) -> None:
-    """Gives up one hold of each page."""
+    """Remove one holder from each page."""
     for page in pages:
       self._holders[page] -= 1
       if not self._holders[page]:
@@ -94,6 +100,9 @@ class PagePool:
         self._free.append(page)
 
   def forget_names(self) -> None:
-    """Nothing is shared with what is there: its weights are old."""
+    """Forget all names, so that no page filled so far is shared any more.
+
+    This is for a change of weights, which makes the contents outdated.
+    """
     self._named.clear()
     self._names.clear()

@@ -1,8 +1,11 @@
-"""One query a slot over a cache of pages: XLA's gather, or a kernel of JAX.
+"""Attention of one query per slot over a cache of pages.
 
-The kernels read pages where they are. Tables may hold entries that mean
-nothing, past a sequence's end or where its slot idles: each is made a page
-that exists, and none is looked at further than the table reaches.
+XLA's implementation gathers the pages. The kernels, which are part of JAX, read
+the pages in place.
+
+The entries of a table past the end of its sequence, and those of idle slots,
+have no meaning and may be out of range. They are clipped to pages that exist,
+and lengths are clipped to the tokens that the table covers.
 """
 
 import warnings
@@ -13,8 +16,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_async.engine import kv_cache
 
-# Tokens a kernel takes at a time, not fewer for a short table, which is padded:
-# so that what worked once works at every width.
+# Tokens that a kernel processes at a time. Tables are padded to whole blocks,
+# and a short table does not get smaller blocks. A kernel that works for one
+# table width therefore works for every width.
 _GPU_BLOCK_TOKENS = 128
 _TPU_BLOCK_TOKENS = 512
 _MAX_GPU_SPLITS = 16
@@ -26,7 +30,7 @@ def xla(
   positions: Int[Array, "B"],
   pages: Int[Array, "B W"],
 ) -> Float[Array, "B N H"]:
-  """Gathers every page of the table."""
+  """Return attention computed by XLA, which gathers every page of the table."""
 
   def gather(pool: Float[Array, "K P page H"]) -> Float[Array, "B K S H"]:
     rows = jnp.moveaxis(jnp.take(pool, pages, axis=1, mode="clip"), 0, 1)
@@ -43,15 +47,16 @@ def _for_kernel(
   pages: Int[Array, "B W"],
   block_tokens: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, int]:
-  """Arguments as the kernels want them.
+  """Convert the arguments to those of the kernels.
 
   Returns:
-    Scaled queries, lengths, a table of whole blocks of pages, and how many
-    pages a block has.
+    Scaled queries, lengths, a table padded to whole blocks of pages, and the
+    number of pages per block.
   """
   num_pages, page_tokens = layer[0].shape[1:3]
   per_block = max(1, block_tokens // page_tokens)
-  per_block = 1 << (per_block.bit_length() - 1)  # Triton's shapes
+  # Triton needs shapes that are powers of two.
+  per_block = 1 << (per_block.bit_length() - 1)
   width = pages.shape[1]
   table = jnp.pad(pages, ((0, 0), (0, -width % per_block)))
   table = jnp.clip(table, 0, num_pages - 1)
@@ -68,9 +73,13 @@ def gpu_paged(
   *,
   interpret: bool = False,
 ) -> Float[Array, "B N H"]:
-  """JAX's Triton kernel: head and page sizes that are powers of two."""
+  """Return attention computed by JAX's Triton kernel.
+
+  The head size and the page size must be powers of two.
+  """
   with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # JAX 0.11
+    # JAX 0.11 gives a DeprecationWarning on this import.
+    warnings.simplefilter("ignore", DeprecationWarning)
     from jax.experimental.pallas.ops.gpu import paged_attention as kernel
 
   query, lengths, table, per_block = _for_kernel(
@@ -95,13 +104,16 @@ def tpu_paged(
   positions: Int[Array, "B"],
   pages: Int[Array, "B W"],
 ) -> Float[Array, "B N H"]:
-  """JAX's Mosaic kernel; it rounds the cache to bfloat16."""
+  """Return attention computed by JAX's Mosaic kernel.
+
+  The kernel rounds the cache to bfloat16.
+  """
   from jax.experimental.pallas.ops.tpu import paged_attention as kernel
 
   query, lengths, table, per_block = _for_kernel(
     layer, query, positions, pages, _TPU_BLOCK_TOKENS
   )
-  # The kernel multiplies float32 by bfloat16.
+  # The kernel multiplies float32 by bfloat16, which strict promotion forbids.
   with jax.numpy_dtype_promotion("standard"):
     return kernel.paged_attention(
       query, *layer, lengths, table, pages_per_compute_block=per_block

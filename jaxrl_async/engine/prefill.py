@@ -1,10 +1,13 @@
-"""Prompts to cached prefixes: by length bucket, several rows a call.
+"""Prefill: prompts become cached prefixes, several rows of a bucket per call.
 
-Buckets longer than `prefill_chunk` go through the model chunk by chunk, so
-that running sequences do not wait for a long prompt. What all prompts begin
-with (a system prompt) is then computed once per policy version and copied.
-Which programs a prompt goes through depends on its own tokens alone: neither
-on what else is prefilled nor on what is kept already. So do its bits.
+Buckets longer than `prefill_chunk` are prefilled chunk by chunk, so that
+running sequences do not have to wait for a long prompt. The tokens that all
+prompts begin with (a system prompt) are in this case computed once per policy
+version and copied.
+
+The programs that process a prompt depend only on the prompt's own tokens. They
+depend neither on what else is being prefilled nor on what is already cached.
+The same is therefore true of the resulting bits.
 """
 
 import collections
@@ -23,7 +26,14 @@ Wanted = tuple[bytes, np.ndarray]  # a key and its tokens
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class _Chunked:
-  """Rows on their way through the model."""
+  """A prefix that is being prefilled chunk by chunk.
+
+  Attributes:
+    keys: the key of each row.
+    prefix: the rows, cached up to `start`.
+    start: position of the next chunk.
+    end: position up to which the rows must be cached.
+  """
 
   keys: list[bytes]
   prefix: decode_state_lib.Prefix
@@ -32,9 +42,12 @@ class _Chunked:
 
 
 class Prefiller:
-  """Prefixes under the weights in use, by the bytes of their tokens.
+  """Prefixes for the current weights, by the bytes of their tokens.
 
-  Threads: the scheduler's.
+  Attributes:
+    num_tokens: tokens that were prefilled so far, without padding.
+
+  Threads: only the scheduler's thread uses this class.
   """
 
   def __init__(
@@ -44,7 +57,15 @@ class Prefiller:
     shared_tokens: np.ndarray,
     busy: metrics_lib.BusyClock,
   ):
-    self.num_tokens = 0  # that went through the model, padding left out
+    """Create a prefiller without prefixes.
+
+    Args:
+      engine: the engine whose programs run.
+      shared_tokens: tokens that prompts commonly begin with. Whole chunks of
+        them are computed once for all chunked prompts that begin with them.
+      busy: records the time of every call.
+    """
+    self.num_tokens = 0
     self._engine = engine
     self._busy = busy
     chunk = engine.sizes.prefill_chunk
@@ -57,18 +78,18 @@ class Prefiller:
     self._chunked: _Chunked | None = None
 
   def adopt(self, params: decode_state_lib.EngineParams) -> None:
-    """Forgets everything of older weights."""
+    """Use new weights, and forget all prefixes of older ones."""
     self._params = params
     self._shared = self._chunked = None
     self._ready.clear()
     self._pending.clear()
 
   def bucket(self, length: int) -> int:
-    """The padded length of so many tokens."""
+    """Return the padded length for a number of tokens."""
     return next(b for b in self._engine.sizes.prefill_buckets if b >= length)
 
   def want(self, tokens: np.ndarray) -> bytes:
-    """Asks for a prefix; returns its key."""
+    """Request the prefix of these tokens and return its key."""
     key = tokens.tobytes()
     is_running = self._chunked is not None and key in self._chunked.keys
     if key not in self._ready and not is_running:
@@ -76,23 +97,29 @@ class Prefiller:
     return key
 
   def is_ready(self, key: bytes) -> bool:
-    """Whether `get` has it."""
+    """Return whether `get` has this prefix."""
     return key in self._ready
 
   def get(self, key: bytes) -> Row:
-    """The prefix and its row."""
+    """Return the prefix that holds a key, and the key's row in it.
+
+    Raises:
+      KeyError: the prefix is not ready.
+    """
     return self._ready[key]
 
   def keep_only(self, keys: Collection[bytes]) -> None:
-    """Forgets prefixes nobody asks for any more."""
+    """Forget all prefixes and requests except those with these keys."""
     self._ready = {k: row for k, row in self._ready.items() if k in keys}
     self._pending = {k: t for k, t in self._pending.items() if k in keys}
 
   def advance(self, *, is_patient: bool) -> None:
-    """Prefills what is wanted.
+    """Prefill the requested prefixes.
 
     Args:
-      is_patient: at most one chunk of what comes in chunks.
+      is_patient: whether to process at most one chunk of the chunked prompts,
+        so that running sequences wait less. The tokens that all prompts share
+        are not counted. If False, all requests are completed.
     """
     by_program = collections.defaultdict(list)
     for key, tokens in self._pending.items():
@@ -124,7 +151,7 @@ class Prefiller:
   def _padded(
     self, bucket: int, wanted: Sequence[Wanted]
   ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of the bucket's length, and how many tokens of each count."""
+    """Return rows of the bucket's length, and the lengths without padding."""
     padded = np.zeros((len(wanted), bucket), np.int32)
     for row, (_, tokens) in enumerate(wanted):
       padded[row, : len(tokens)] = tokens
@@ -165,7 +192,8 @@ class Prefiller:
       keys=[key for key, _ in wanted],
       prefix=prefix,
       start=start,
-      end=int(lengths.max()) - 1,  # decoding caches the last token
+      # The first decode step caches the last token.
+      end=int(lengths.max()) - 1,
     )
     self._keep_if_whole()
 

@@ -1,4 +1,4 @@
-"""What the engine compiles: pure functions of weights, prefixes and slots."""
+"""The engine's programs: pure functions of weights, prefixes and slots."""
 
 import dataclasses
 
@@ -18,7 +18,8 @@ from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
 from jaxrl_async.models.attention import reference
 
-# Of the loop over decode steps: their number so far, and what they wrote.
+# Carry of the loop over decode steps: the number of steps so far, the state,
+# and the tokens, their validity and their logprobs [N B].
 Carry = tuple[jax.Array, DecodeState, tuple[jax.Array, ...]]
 
 
@@ -27,10 +28,11 @@ class Programs:
   """The device programs for one model and set of shapes, not yet compiled.
 
   Attributes:
-    seed: of the run; every token's key begins with it.
-    prefill_attention: of whole rows; that of decoding is the layout's.
-    num_end_tokens: that fit a slot.
-    dtype: of weights, activations and cache.
+    layout: the layout of the cache, which also defines how decoding attends.
+    prefill_attention: attention for prefilling whole rows at once.
+    seed: seed of the run, from which the key of every token is derived.
+    num_end_tokens: number of end tokens that fit into a slot.
+    dtype: dtype of weights, activations and cache.
   """
 
   model: configs.ModelConfig
@@ -42,7 +44,7 @@ class Programs:
   dtype: jnp.dtype
 
   def init_state(self) -> DecodeState:
-    """An empty cache with every slot idle."""
+    """Return a state with an empty cache and every slot idle."""
     b = self.sizes.num_slots
     return DecodeState(
       cache=self.layout.init(self.model, self.dtype),
@@ -61,7 +63,7 @@ class Programs:
     tokens: Int[Array, "R T"],
     lengths: Int[Array, "R"],
   ) -> Prefix:
-    """Caches whole rows at once."""
+    """Prefill whole rows at once."""
     rows, width = tokens.shape
     order = jnp.arange(width, dtype=jnp.int32)[None]
     positions = jnp.broadcast_to(order, (rows, width))
@@ -84,7 +86,14 @@ class Programs:
     lengths: Int[Array, "R"],
     shared: Prefix | None,
   ) -> Prefix:
-    """Rows of which at most what they share is cached."""
+    """Return rows in which nothing is cached but the tokens they share.
+
+    Args:
+      tokens: padded tokens of each row.
+      lengths: number of tokens of each row without padding.
+      shared: a prefix whose first row holds what every row begins with; None if
+        nothing is cached yet.
+    """
     rows, width = tokens.shape
     cache = kv_cache.empty_rows(
       self.model, rows=rows, tokens=width, dtype=self.dtype
@@ -101,7 +110,7 @@ class Programs:
   def extend_rows(
     self, params: EngineParams, prefix: Prefix, start: Int[Array, ""]
   ) -> Prefix:
-    """Caches the next chunk of every row."""
+    """Cache the chunk of every row that begins at `start`."""
     rows, chunk = prefix.tokens.shape[0], self.sizes.prefill_chunk
     tokens = jax.lax.dynamic_slice_in_dim(prefix.tokens, start, chunk, axis=1)
     positions = start + jnp.arange(chunk, dtype=jnp.int32)
@@ -126,7 +135,7 @@ class Programs:
     state: DecodeState,
     pages: Int[Array, "W"],
   ) -> DecodeState:
-    """Copies a prefilled row into pages."""
+    """Copy a prefilled row into pages."""
     assert isinstance(self.layout, kv_cache.Pages)
     layers = zip(state.cache, prefix.cache, strict=True)
     cache = [self.layout.fill(x, rows, row, pages) for x, rows in layers]
@@ -135,10 +144,11 @@ class Programs:
   def insert_rows(
     self, prefix: Prefix, state: DecodeState, entries: Insertion
   ) -> DecodeState:
-    """Makes rows current in slots; see `Insertion`."""
+    """Put prefilled rows into slots; see `Insertion`."""
     num_slots = self.sizes.num_slots
-    # The j-th entry that picks gets the j-th idle slot, or none. Tickets are
-    # taken in order: one up to the newest was taken by an earlier call.
+    # The j-th new entry with `PICK` gets the j-th idle slot, or none. Tickets
+    # are taken in order, so an entry whose ticket is not above the newest one
+    # in a slot was taken by an earlier call.
     is_new = entries.settings.tickets > state.settings.tickets.max()
     is_picking = (entries.slots == decode_state_lib.PICK) & is_new
     (idle,) = jnp.nonzero(
@@ -176,12 +186,12 @@ class Programs:
   def release_slots(
     self, state: DecodeState, tickets: Int[Array, "B"]
   ) -> DecodeState:
-    """Stops the sequences with these tickets."""
+    """Stop the sequences with these tickets."""
     is_released = (state.settings.tickets[:, None] == tickets[None]).any(axis=1)
     return dataclasses.replace(state, is_active=state.is_active & ~is_released)
 
   def _is_allowed(self, state: DecodeState) -> jax.Array:
-    """[B V]: no end token before its time."""
+    """Return [B V]: False for end tokens of sequences below min_lengths."""
     rows = jnp.arange(self.sizes.num_slots)[:, None]
     is_early = state.positions + 1 < state.settings.min_lengths
     ends = jnp.where(is_early[:, None], state.settings.end_tokens, -1)
@@ -196,10 +206,15 @@ class Programs:
     is_filtered: bool,
     state: DecodeState,
   ) -> tuple[DecodeState, tuple[jax.Array, ...]]:
-    """Draws one token in every active slot, and caches the one before it."""
+    """Draw one token in every active slot, and cache the one before it.
+
+    Returns:
+      The new state, and tokens, validity and logprobs [B].
+    """
     positions, settings = state.positions, state.settings
     was_active = state.is_active
-    seen = jnp.where(was_active, positions, 0)  # idling costs a kernel little
+    # A kernel then reads only one token for an idle slot.
+    seen = jnp.where(was_active, positions, 0)
 
     def attend(
       layer: int, query: jax.Array, key: jax.Array, value: jax.Array
@@ -233,7 +248,8 @@ class Programs:
       tokens = jnp.where(is_known, known[:, 0], tokens)
       is_drawn = was_active & ~is_known
     is_end = (tokens[:, None] == settings.end_tokens).any(axis=1) & is_drawn
-    grown = positions + 2 >= settings.limits  # tokens of the row, this one too
+    # The row has positions + 2 tokens, the new one included.
+    grown = positions + 2 >= settings.limits
     after = dataclasses.replace(
       state,
       cache=cache,
@@ -253,9 +269,23 @@ class Programs:
     window: int,
     is_filtered: bool,
   ) -> tuple[DecodeState, jax.Array]:
-    """Several tokens a slot, or none when every slot idles."""
+    """Decode several tokens in every slot, or none if every slot idles.
+
+    Args:
+      params: weights and their policy version.
+      state: the state to continue from.
+      tickets: the ticket that the host expects in each slot.
+      pages: the pages of these sequences.
+      window: number of cached tokens that attention covers, larger than any
+        position reached in this call.
+      is_filtered: whether any slot needs more than a temperature.
+
+    Returns:
+      The new state, and the packed result of `decode_state.pack_result`.
+    """
     n, b = self.sizes.decode_steps_per_call, self.sizes.num_slots
-    # A slot whose sequence the host does not know yet keeps its own table.
+    # A slot keeps its own pages if its sequence is not the one that the host
+    # expects there.
     settings = state.settings
     is_known = (settings.tickets == tickets)[:, None]
     settings = dataclasses.replace(

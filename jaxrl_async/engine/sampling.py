@@ -1,14 +1,16 @@
-"""One token a row: counter-based keys, inverse CDF, the logprob it had.
+"""Sampling of one token per row, with counter-based keys and an inverse CDF.
 
-A token's key is a function of (run seed, stream, group index, member,
-position) and of nothing else: not of slot, batch or time. With the versions
-recorded per token that is what a replay needs.
+The key of a token is a function of (run seed, stream, group index, member,
+position) and of nothing else. In particular it does not depend on slot, batch
+or time. Together with the policy version recorded for each token, this makes it
+possible to replay a trajectory.
 
-Filters leave out unlikely tokens in the order of transformers: forbidden
-tokens, temperature, top_k, top_p of what top_k left, min_p. Each keeps the
-tokens above a threshold, which is searched bit by bit and needs no sort. So
-tokens of the same float32 probability are kept or left out together: a tie at
-the threshold keeps more than top_k.
+Filters are applied in the order of transformers: forbidden tokens, temperature,
+top_k, top_p of the tokens that top_k left, and min_p. The last three keep the
+tokens whose probability reaches a threshold. The threshold is searched bit by
+bit, which needs no sort. Tokens of the same float32 probability are therefore
+kept or removed together, and a tie at the threshold keeps more than top_k
+tokens.
 """
 
 from collections.abc import Callable
@@ -24,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 
 class Stream(enum.IntEnum):
-  """Who a token is sampled for; keeps their randomness apart."""
+  """The purpose of a sequence; each purpose has its own random numbers."""
 
   TRAIN = 0
   EVAL = 1
@@ -33,18 +35,21 @@ class Stream(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingSettings:
-  """How the tokens of one sequence are drawn, and what ends it.
+  """How the tokens of one sequence are drawn, and which tokens end it.
 
   Attributes:
-    temperature: divides the logits; 0 takes the largest one.
-    top_k: only that many of the likeliest tokens are drawn; 0 is all.
-    top_p: only the smallest set of likeliest tokens whose probabilities sum
-      to at least that much; 1 is all.
-    min_p: only tokens at least that share as likely as the likeliest; 0 is
-      all.
-    min_tokens: before so many tokens nothing ends the sequence but its limit.
-    end_tokens: end it besides the engine's own; at most MAX_END_TOKENS.
-    ignore_eos: the engine's own end tokens are tokens like any other.
+    temperature: divisor of the logits; 0 takes the largest logit.
+    top_k: number of most likely tokens among which is drawn; 0 keeps all.
+    top_p: the smallest set of most likely tokens is kept whose probabilities
+      sum to at least this; 1 keeps all.
+    min_p: tokens are kept whose probability is at least this fraction of the
+      largest one; 0 keeps all.
+    min_tokens: number of tokens of a completion before which nothing but its
+      limit ends it.
+    end_tokens: tokens that end the sequence in addition to the engine's own; at
+      most MAX_END_TOKENS.
+    ignore_eos: whether the engine's own end tokens are treated like any other
+      token.
   """
 
   temperature: float = 1.0
@@ -57,15 +62,19 @@ class SamplingSettings:
 
   @property
   def is_filtered(self) -> bool:
-    """Whether it takes more than a temperature."""
+    """Whether sampling needs more than a temperature."""
     is_cut = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
     return is_cut or self.min_tokens > 0
 
   def check(self, vocab_size: int) -> None:
-    """Refuses what no sequence can be drawn with.
+    """Check that a sequence can be drawn with these settings.
+
+    Args:
+      vocab_size: number of tokens of the model's vocabulary.
 
     Raises:
-      ValueError: one line that names the field.
+      ValueError: a field has a value that is not allowed; the message is one
+        line that names the field.
     """
     temperature = self.temperature
     if temperature != 0 and not MIN_TEMPERATURE <= temperature < math.inf:
@@ -104,16 +113,17 @@ MIN_TEMPERATURE = 1e-30  # logits / temperature must fit into a float32
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Filters:
-  """What may be drawn; the first three as in `SamplingSettings`.
+  """The tokens that may be drawn in each row.
 
-  Leaves are arrays, or in the same tree their shardings: hence `Any`.
+  The leaves are arrays, or in other uses of the same class their shardings.
+  They are therefore annotated as `Any`.
 
   Attributes:
-    top_k: [B] int32, 0 is all.
-    top_p: [B] float32, 1 is all.
-    min_p: [B] float32, 0 is all.
-    is_allowed: [B V] bool: the logit of any other token is -inf; None allows
-      all. Every row must allow a token.
+    top_k: [B] int32, as in `SamplingSettings`; 0 keeps all.
+    top_p: [B] float32, as in `SamplingSettings`; 1 keeps all.
+    min_p: [B] float32, as in `SamplingSettings`; 0 keeps all.
+    is_allowed: [B V] bool. The logit of a token that is not allowed becomes
+      -inf. Every row must allow a token. None allows all.
   """
 
   top_k: Any
@@ -128,7 +138,14 @@ def row_keys(
   groups: Int[Array, "B"],
   members: Int[Array, "B"],
 ) -> UInt32[Array, "B 2"]:
-  """The part of the key that stays the same along a trajectory."""
+  """Return the part of the key that is the same for a whole trajectory.
+
+  Args:
+    seed: seed of the run.
+    streams: a `Stream` for each row.
+    groups: index of the rollout group.
+    members: index of the trajectory within its group.
+  """
 
   def one(stream: jax.Array, group: jax.Array, member: jax.Array) -> jax.Array:
     key = jax.random.key(seed)
@@ -146,21 +163,21 @@ def sample(
   temperature: Float[Array, "B"],
   filters: Filters | None = None,
 ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
-  """Draws a token a row by inverse CDF from one uniform.
+  """Draw one token per row from one uniform number, by the inverse CDF.
 
   Args:
     logits: float32.
-    keys: of `row_keys`.
-    positions: of the tokens to be drawn.
-    temperature: the distribution is softmax(logits / temperature); 0 takes the
+    keys: result of `row_keys`.
+    positions: positions of the tokens to be drawn.
+    temperature: the distribution is softmax(logits / temperature). 0 takes the
       largest logit and reports its logprob at temperature 1.
-    filters: what is left out before the draw; a row with all of them off gets
-      the very token and logprob that it gets without. At temperature 0 only
-      `is_allowed` counts: the largest logit passes the others.
+    filters: which tokens may be drawn. A row for which all filters are off gets
+      exactly the token and logprob that it gets without filters. At temperature
+      0 only `is_allowed` matters, because the largest logit passes the others.
 
   Returns:
-    Tokens, and the logprob of each under the distribution it was drawn from:
-    filtered and normalised again.
+    The tokens, and the logprob of each under the distribution that it was drawn
+    from, which is filtered and then normalised again.
   """
 
   def uniform(key: jax.Array, position: jax.Array) -> jax.Array:
@@ -194,14 +211,15 @@ def passing(
   filters: Filters,
   is_greedy: Bool[Array, "B"],
 ) -> Bool[Array, "B V"]:
-  """Which tokens pass top_k, then top_p of what is left, and min_p.
+  """Return which tokens pass top_k, then top_p of what is left, and min_p.
 
   Args:
-    weights: probabilities over the row's largest; 0 where not allowed.
-    filters: of the rows.
-    is_greedy: rows for which all tokens pass, if all are allowed.
+    weights: probabilities divided by the largest one of the row; 0 for tokens
+      that are not allowed.
+    filters: the filters of each row.
+    is_greedy: rows to which only `is_allowed` applies.
   """
-  # Non-negative floats are ordered like the integers of the same bits.
+  # Non-negative floats are ordered like the integers with the same bits.
   bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
   by_k = (filters.top_k > 0) & ~is_greedy
   by_p = (filters.top_p < 1.0) & ~is_greedy
@@ -221,27 +239,30 @@ def passing(
   least_min = jax.lax.bitcast_convert_type(filters.min_p, jnp.int32)
   least = jnp.maximum(least, least_p)
   least = jnp.maximum(least, jnp.where(by_min, least_min, 0))
-  # A row with a filter draws nothing of probability 0; a row without must be
-  # the row it is without filters, and keeps all.
+  # A row with a filter must not draw a token of probability 0. A row without
+  # one keeps all tokens, so that its result is the same as without `filters`.
   is_filtered = by_k | by_p | by_min
   if filters.is_allowed is not None:
     is_filtered |= ~jnp.all(filters.is_allowed, axis=-1)
   least = jnp.maximum(least, is_filtered.astype(jnp.int32))
-  least = jnp.minimum(least, jnp.max(bits, axis=-1))  # the likeliest stays
+  # The most likely token is always kept.
+  least = jnp.minimum(least, jnp.max(bits, axis=-1))
   return bits >= least[:, None]
 
 
 def _largest_threshold(
   is_enough: Callable[[jax.Array], jax.Array], is_asked: Bool[Array, "B"]
 ) -> Int[Array, "B"]:
-  """The bits of the largest float <= 1 at which `is_enough`, exactly.
+  """Return the bits of the largest float <= 1 for which `is_enough` holds.
 
-  One pass over the vocabulary a bit; none where no row asks, and a row that
-  does not gets 0. The bits of 1.0 are below 2**30.
+  The result is exact. The search takes one pass over the vocabulary for each of
+  30 bits, as the bits of 1.0 are below 2**30. It takes no pass if no row needs
+  the threshold.
 
   Args:
-    is_enough: from thresholds [B] to [B], True up to some threshold.
-    is_asked: [B].
+    is_enough: a function from thresholds [B] to truth values [B]. It is True up
+      to some threshold and False above it.
+    is_asked: [B] the rows that need a threshold; the others get 0.
   """
 
   def set_bit(i: jax.Array, threshold: jax.Array) -> jax.Array:
@@ -257,11 +278,11 @@ def _largest_threshold(
 def _nearest_kept(
   drawn: Int[Array, "B"], is_kept: Bool[Array, "B V"]
 ) -> Int[Array, "B"]:
-  """The next kept token, from the drawn one on, or the last.
+  """Return the first kept token from the drawn one on, or the last kept one.
 
   A token of weight 0 should have no step in the CDF. But partial sums are
-  rounded in different orders, and 1.6 % of those steps are an ulp up or down
-  (measured on a CPU), in which a uniform may fall.
+  rounded in different orders, so 1.6 % of these steps are one ulp up or down
+  (measured on a CPU), and a uniform number may fall into such a step.
   """
   index = jnp.arange(is_kept.shape[-1], dtype=jnp.int32)[None]
   end = is_kept.shape[-1]

@@ -1,21 +1,23 @@
-"""Which sequence sits in which slot: continuous batching over one engine.
+"""Continuous batching: which sequence is in which slot of an engine.
 
 `submit` queues sequences. Each `step` refills slots, dispatches the next
-`generate` call, reads the one before and returns the sequences that ended in
-it. So a call is on its way while another is read, and the device never waits
-for the host.
+`generate` call, reads the call before it, and returns the sequences that ended
+in that call. The device runs one call while the host reads another, so it
+never waits for the host.
 
-The price is that the host fills slots before it knows which ones are idle. So
-the device decides. Prefilled sequences are offered to whatever slots are idle
-when a call begins; each offer has a ticket, tickets count up, and the device
-takes offers in their order. The tickets come back with the results of the call
-and tell which offers were taken. An offer whose outcome is not known yet is
-simply repeated in the next call: the device ignores every ticket up to the
-newest one that sits in a slot, because that one was taken by an earlier call.
+The host therefore has to fill slots before it knows which ones are idle, and
+the device chooses the slots. Before each call the host offers prefilled
+sequences for insertion into any slots that are idle on the device. Each
+offered sequence has a ticket. Tickets count up, and the device takes offers in
+the order of their tickets. The tickets in the results of the call show which
+offers were taken. If the host does not know yet whether an offer was taken, it
+repeats the offer before the next call. The device ignores every ticket up to
+the newest one in a slot, because these were taken by earlier calls.
 
 With a cache of pages, a sequence enters when there are pages for its prompt
-(`page_admission`). When none are left for a running one, the sequence with the
-latest deadline gives up its own and waits; its tokens stay.
+(`page_admission`). When a running sequence needs a page and none is left, the
+sequence with the latest deadline gives up its pages and waits. It keeps its
+tokens.
 """
 
 import collections
@@ -35,13 +37,18 @@ from jaxrl_async.engine import prefill
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 
-_DEPTH = 2  # calls on their way: the one that is read and the one after it
+_DEPTH = 2  # calls in flight: the one being read and the one after it
 _NO_TOKENS = np.zeros((0,), np.int32)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class SchedulerStats:
-  """Counts since the start; occupancy is over calls made while work waited."""
+  """Counts since the start.
+
+  The last two give the occupancy, over the calls during which a sequence waited
+  for a slot: busy_slot_steps is the tokens drawn in them, and
+  waiting_slot_steps is their slots times their steps.
+  """
 
   generated_tokens: int = 0
   prefill_tokens: int = 0
@@ -54,20 +61,20 @@ class SchedulerStats:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class _Call:
-  """A call whose result was not read."""
+  """A dispatched call whose result has not been read yet."""
 
   result: jetstream_api.ResultTokens
-  num_unplaced: int  # sequences for which it had no slot
+  num_unplaced: int  # sequences without a slot in this call
 
 
 class Scheduler:
-  """Keeps an engine's slots full.
+  """A scheduler that keeps an engine's slots full.
 
-  Invariant: a sequence is in `_waiting`, in `_prefilling`, in one entry, or
-  gone. Entries are offered in the order of their tickets, and the device takes
-  them in that order, so the newest ticket that sits in a slot tells which were
-  taken. While no call is on its way, an entry has a slot if and only if its
-  sequence sits there; otherwise the host may not have heard of it yet.
+  Invariant: a sequence is in exactly one of `_waiting`, `_prefilling` and
+  `_entries`, or has left. The device takes entries in the order of their
+  tickets, so the newest ticket in a slot shows which were taken. While no call
+  is in flight, an entry has a slot if and only if its sequence is in that slot.
+  During a call, the device may have taken an entry without the host knowing.
 
   Threads: one thread at a time; nothing here is locked.
   """
@@ -80,13 +87,14 @@ class Scheduler:
     shared_tokens: np.ndarray = _NO_TOKENS,
     busy: metrics_lib.BusyClock,
   ):
-    """Starts empty.
+    """Create a scheduler without sequences.
 
     Args:
-      engine: whose programs run.
-      kv_on_adopt: what new weights do to running sequences' caches.
-      shared_tokens: what prompts commonly begin with; see `prefill`.
-      busy: hears of every call.
+      engine: the engine whose programs run.
+      kv_on_adopt: what happens to the caches of running sequences when new
+        weights are adopted.
+      shared_tokens: tokens that prompts commonly begin with; see `prefill`.
+      busy: records the time of every call.
     """
     self.engine = engine
     self.kv_on_adopt = kv_on_adopt
@@ -110,34 +118,38 @@ class Scheduler:
       engine.sizes, steps_ahead=_DEPTH * engine.sizes.decode_steps_per_call
     )
 
-  # -- what it holds --------------------------------------------------------
+  # -- contents -------------------------------------------------------------
 
   @property
   def version(self) -> int:
-    """Policy version of the weights in use; -1 before the first."""
+    """The policy version of the current weights; -1 before the first."""
     return self._version
 
   @property
   def num_free(self) -> int:
-    """Slots that nothing sits in or waits for; negative: work is waiting."""
+    """The number of slots minus the number of running and waiting sequences."""
     return self.engine.sizes.num_slots - len(self.sequences())
 
   @property
   def room(self) -> int:
-    """How many further sequences would soon be written; may be negative.
+    """The number of further sequences that are useful now; may be negative.
 
-    As many as one insertion takes wait prefilled, and as many as will have
-    reached their limits, so that a slot that ends finds one.
+    It is the number of free slots plus the number of sequences that should wait
+    prefilled, so that a slot whose sequence ends is refilled at once.
     """
     return self.num_free + self._num_ahead()
 
   @property
   def is_idle(self) -> bool:
-    """Nothing runs, waits or is left to be returned."""
+    """Whether no sequence runs, waits or still has to be returned."""
     return not (self.sequences() or self._calls or self._ended)
 
   def _num_ahead(self) -> int:
-    """How many wait prefilled: for ends that are known, and some others."""
+    """Return the number of sequences that should wait prefilled.
+
+    There is one for each sequence that will have reached its limit after the
+    calls in flight. In addition there are insert_rows for other ends.
+    """
     num_ending = sum(
       e.slot is not None and self._reach(e, 0) == e.sequence.limit
       for e in self._entries.values()
@@ -145,16 +157,17 @@ class Scheduler:
     return self.engine.sizes.insert_rows + num_ending
 
   def sequences(self) -> list[sequence_lib.Sequence]:
-    """Everything running or waiting."""
+    """Return all sequences that run or wait."""
     entered = [e.sequence for e in self._entries.values()]
     prefilling = [sequence for _, sequence in self._prefilling]
     return entered + prefilling + list(self._waiting)
 
   def submit(self, sequence: sequence_lib.Sequence) -> None:
-    """Queues a sequence.
+    """Queue a sequence.
 
     Raises:
-      ValueError: it cannot be held, or asks for what cannot be drawn.
+      ValueError: the sequence does not fit the cache, or its sampling settings
+        are not allowed.
     """
     sequence.settings.check(self.engine.model.vocab_size)
     most = self._admission.max_tokens
@@ -171,10 +184,10 @@ class Scheduler:
     self._waiting.append(sequence)
 
   def cancel(self, owner: sequence_lib.Owner) -> int:
-    """Forgets an owner's sequences; returns how many there were.
+    """Forget an owner's sequences and return their number.
 
-    What was read of them stays in them. What calls on their way write of them
-    is not read any more.
+    The sequences keep the tokens read so far. Tokens from calls still in flight
+    are discarded.
     """
     before = len(self.sequences())
     self._waiting = collections.deque(
@@ -187,13 +200,14 @@ class Scheduler:
   # -- weights --------------------------------------------------------------
 
   def adopt(self, params: decode_state_lib.EngineParams, version: int) -> None:
-    """Changes the weights; the next call uses them.
+    """Adopt new weights, which the next call uses.
 
     With kv_on_adopt RECOMPUTE the caches of running sequences are rebuilt
     under the new weights (arXiv:2505.24298, section 4.1).
     """
-    # Afterwards the host knows where everything sits, so that what is rebuilt
-    # can go to its own slot, and no later call mixes old tickets with new ones.
+    # Afterwards the host knows which sequence is in which slot. Rebuilt
+    # sequences can then go to their own slots, and no later call mixes old
+    # tickets with new ones.
     self._drain()
     self._params, self._version = params, version
     self._prefiller.adopt(params)
@@ -204,26 +218,28 @@ class Scheduler:
       self._recompute()
 
   def _unstage(self) -> None:
-    """Puts what has no slot back to the front of the queue, in order.
+    """Return sequences without a slot to the front of the queue, in order.
 
-    It was prefilled with the weights before, so it has to be prefilled again.
+    They were prefilled with the old weights and must be prefilled again.
     """
     self._waiting.extendleft(s for _, s in self._prefilling[::-1])
     self._prefilling = []
     self._put_back([e for e in self._entries.values() if e.slot is None])
 
   def _recompute(self) -> None:
-    """Prefills what sits in slots under the new weights, and inserts it again.
+    """Prefill the sequences in slots again, under the new weights.
 
-    The most urgent go first, because the last ones may find too few pages:
-    what shared pages before need not share as many afterwards.
+    The most urgent ones go first, because the last ones may find too few pages:
+    sequences that shared pages before may share fewer afterwards.
     """
     entries = list(self._entries.values())
     for entry in entries:
       entry.sequence.num_prefilled = entry.sequence.length
-      # All before any takes new ones, or the first might find too few.
+      # All pages are released before any is taken again. Otherwise the first
+      # sequences might find too few.
       self._admission.release(entry.ticket)
-    # A prefill at a time: all prefixes together would be a second cache.
+    # One batch at a time, as all prefixes together would be as large as the
+    # cache.
     for batch in entry_lib.prefill_batches(
       entries, self._prefiller.bucket, self.engine.sizes.prefill_rows
     ):
@@ -242,14 +258,14 @@ class Scheduler:
   # -- one call -------------------------------------------------------------
 
   def step(self) -> list[sequence_lib.Sequence]:
-    """Dispatches the next call, reads the one before, returns what ended.
+    """Dispatch the next call, read the one before, return ended sequences.
 
     Raises:
-      ValueError: nothing was adopted yet.
+      ValueError: no weights have been adopted yet.
     """
     if self._params is None:
       raise ValueError("adopt weights before the first step")
-    # The next call goes out before the one before it is read.
+    # The next call is dispatched before the one before it is read.
     while len(self._calls) < _DEPTH and self._has_work():
       self._dispatch()
     if self._calls:
@@ -258,18 +274,18 @@ class Scheduler:
     return ended
 
   def _has_work(self) -> bool:
-    """Whether the next call could write anything."""
+    """Return whether another call could generate any token."""
     return bool(self._waiting or self._prefilling) or any(
       entry.slot is None or self._reach(entry, 0) < entry.sequence.limit
       for entry in self._entries.values()
     )
 
   def _reach(self, entry: entry_lib.Entry, num_more: int) -> int:
-    """The most tokens an entry can have after calls that were not read yet.
+    """Return the most tokens an entry can have after the calls in flight.
 
     Args:
-      entry: whose sequence is counted.
-      num_more: calls besides those on their way.
+      entry: the entry whose tokens are counted.
+      num_more: number of further calls to count.
     """
     calls = len(self._calls) + num_more
     steps = self.engine.sizes.decode_steps_per_call
@@ -301,12 +317,12 @@ class Scheduler:
     return sum(e.slot is not None for e in self._entries.values())
 
   def _drain(self) -> None:
-    """Reads every call: the host then knows what the device knows."""
+    """Read all calls in flight, so that the host knows the device's state."""
     while self._calls:
       self._collect(self._calls.popleft())
 
   def _collect(self, call: _Call) -> None:
-    """Reads a call: who sits where, what was written, and what has ended."""
+    """Read a call: slots of sequences, new tokens, and ended sequences."""
     with self._busy.record("decode"):
       result = self.engine.read(call.result)
     in_use = num_placed = 0
@@ -314,9 +330,9 @@ class Scheduler:
     for slot, ticket in enumerate(result.tickets.tolist()):
       entry = self._entries.get(ticket)
       if entry is None:
-        continue  # ended before, or cancelled meanwhile
-      # An offer that was taken. Its slot is not where it was dispatched to, but
-      # wherever the device had an idle one.
+        continue  # it ended earlier or has been cancelled
+      # If the entry had no slot, its offer was taken, and the device chose the
+      # slot.
       num_placed += entry.slot is None
       entry.slot = slot
       num_new, num_kept = entry.sequence.take(
@@ -327,13 +343,13 @@ class Scheduler:
       if result.has_ended[slot]:
         ended.append(entry)
       elif entry.sequence.finish_reason is not None:
-        stopped.append(entry)  # by a stop string, which the device cannot see
+        stopped.append(entry)  # at a stop string, which only the host finds
     self._ended += [entry.sequence for entry in ended + stopped]
     self._forget(ended)
     self._drop(stopped)
     if num_placed:
       self._forget_prefixes()
-    # The next call counted them as unplaced, as nobody knew better.
+    # Later calls were dispatched before it was known that these have slots.
     for later in self._calls:
       later.num_unplaced -= num_placed
     if call.num_unplaced > num_placed:
@@ -343,7 +359,7 @@ class Scheduler:
   # -- from the queue to the slots ------------------------------------------
 
   def _stage(self) -> None:
-    """Takes sequences from the queue and has them prefilled."""
+    """Take sequences from the queue, prefill them, and make them entries."""
     sizes = self.engine.sizes
     places = sizes.num_slots + self._num_ahead()
     places -= len(self._entries) + len(self._prefilling)
@@ -352,7 +368,7 @@ class Scheduler:
       if not self._admission.may_enter(
         self._waiting[0], promised, len(self._entries)
       ):
-        break  # and nothing overtakes it, or long prompts would wait for ever
+        break  # no other may overtake it, or a long prompt might never enter
       sequence = self._waiting.popleft()
       if sizes.preemption is sections.Preemption.FAST:
         sequence.num_prefilled = sequence.length
@@ -367,7 +383,7 @@ class Scheduler:
         ticket=self._next_ticket, sequence=sequence, key=key
       )
       if not self._take_pages(entry):
-        continue  # it keeps its prefix and asks again
+        continue  # it keeps its prefix, and the next call tries again
       self._next_ticket += 1
       self._entries[entry.ticket] = entry
     entered = {id(e.sequence) for e in self._entries.values()}
@@ -381,7 +397,7 @@ class Scheduler:
     self.stats.prefill_tokens = self._prefiller.num_tokens
 
   def _forget_prefixes(self) -> None:
-    """Keeps what is staged, and what comes next and begins with the same."""
+    """Forget prefixes that no staged or soon to be staged sequence needs."""
     keys = {e.key for e in self._entries.values() if e.slot is None}
     keys |= {key for key, _ in self._prefilling}
     coming = itertools.islice(self._waiting, self.engine.sizes.num_slots)
@@ -389,19 +405,19 @@ class Scheduler:
     self._prefiller.keep_only(keys)
 
   def _offer(self) -> None:
-    """Inserts staged sequences wherever a slot is idle on device.
+    """Offer staged sequences to whichever slots are idle on the device.
 
-    Some of them were offered to the call before as well, whose tickets were not
-    read yet. What it took is not taken twice.
+    Some were already offered to the call before, which has not been read yet.
+    The device does not take an offer twice.
     """
     staged = [e for e in self._entries.values() if e.slot is None]
     sizes = self.engine.sizes
-    # More than are known to be free: some may have ended meanwhile.
+    # More than the slots known to be free, as some sequences may have ended.
     most = sizes.num_slots - self._num_placed() + self._num_ahead()
     self._insert(staged[:most])
 
   def _insert(self, entries: list[entry_lib.Entry]) -> None:
-    """Inserts entries in the order of the list."""
+    """Insert entries in the order of the list."""
     for prefix, insertion in entry_lib.insertions(
       self.engine, entries, self._prefiller.get, self._admission
     ):
@@ -409,12 +425,12 @@ class Scheduler:
         self._state = self.engine.insert(prefix, self._state, insertion)
 
   def _put_back(self, entries: list[entry_lib.Entry]) -> None:
-    """Returns entries to the front of the queue, in order."""
+    """Stop entries and put their sequences at the queue's front, in order."""
     self._drop(entries)
     self._waiting.extendleft(e.sequence for e in entries[::-1])
 
   def _drop(self, entries: list[entry_lib.Entry]) -> None:
-    """Forgets entries and stops them on device."""
+    """Forget entries and stop their sequences on the device."""
     self._forget(entries)
     tickets = [entry.ticket for entry in entries]
     self._state = self.engine.release(self._state, tickets)
@@ -427,7 +443,7 @@ class Scheduler:
   # -- room in the cache ----------------------------------------------------
 
   def _take_pages(self, entry: entry_lib.Entry) -> bool:
-    """Fills pages with what was prefilled; False when there are too few."""
+    """Take and fill an entry's pages; return False if there are too few."""
     length = entry.sequence.num_prefilled
     new = self._admission.take(
       entry.ticket,
@@ -443,13 +459,13 @@ class Scheduler:
     return True
 
   def _grow(self) -> None:
-    """Gives everyone room for the next call, the latest deadlines last.
+    """Take pages for the next call, the most urgent sequences first.
 
-    When pages run out, calls on their way are read first, as what ended in them
-    frees its pages. Only then is a sequence preempted: the least urgent one, so
-    that what is due first is never kept waiting by what is due later. It ends,
-    because each round reads a call or preempts an entry, and a sequence that is
-    left alone fits (`submit` checks that).
+    When pages run out, the calls in flight are read first, because sequences
+    that ended in them free their pages. Only then is a sequence preempted. It
+    is the least urgent one, so that an early deadline never waits for a later
+    one. The loop ends, because each round reads calls or preempts an entry, and
+    a single remaining sequence always fits, as `submit` checks.
     """
     while not self._admission.grow(self._needs()):
       if self._calls:
@@ -458,14 +474,18 @@ class Scheduler:
         self._preempt([max(self._entries.values(), key=entry_lib.urgency)])
 
   def _needs(self) -> Iterator[tuple[int, int]]:
-    """Tickets, and the tokens for which each needs room, most urgent first."""
+    """Yield tickets and the tokens each needs room for, most urgent first."""
     for entry in sorted(self._entries.values(), key=entry_lib.urgency):
-      # The table of an entry is sent along once the host knows its slot. Until
-      # then it has the pages it was inserted with, which must last for as long.
+      # The host sends an entry's pages with each call once it knows the slot.
+      # Until then the device uses the pages of the insertion, which must last
+      # for one more call.
       num_more = _DEPTH if entry.slot is None else 1
       yield entry.ticket, self._reach(entry, num_more)
 
   def _preempt(self, entries: list[entry_lib.Entry]) -> None:
-    """Takes away what entries have of the cache; what they wrote stays."""
+    """Take entries out of the cache and queue their sequences again.
+
+    The sequences keep their tokens.
+    """
     self.stats.preemptions += sum(e.slot is not None for e in entries)
     self._put_back(entries)

@@ -1,7 +1,7 @@
-"""A trajectory being written, in host memory.
+"""A trajectory that is being generated, in host memory.
 
-Everything written so far survives whatever happens on device: to continue
-after an interruption, a preemption or a crash is to cache again what is there.
+All tokens read so far are kept, whatever happens on the device. To continue
+after an interruption, a preemption or a crash, these tokens are cached again.
 """
 
 from collections.abc import Callable
@@ -14,18 +14,20 @@ from jaxrl_async import types
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import sampling
 
-# Told the tokens of each call in order; says how many of them belong to the
-# completion (at least 1) once a stop string is there, else None.
+# Takes the new tokens of each call, in order. Once there is a stop string it
+# returns how many of these tokens belong to the completion (at least 1). Until
+# then it returns None.
 StopCheck = Callable[[np.ndarray], int | None]
 
 
 class Owner(NamedTuple):
-  """Whom a sequence is written for: a name that can be sent and compared.
+  """The owner of sequences: a name that can be sent and compared.
 
   Attributes:
-    kind: what the number counts, so that those who share a scheduler do not
-      take each other's numbers.
-    number: of the owner. All its sequences are cancelled together.
+    kind: what the number counts. It keeps apart the owners of different kinds
+      that share a scheduler.
+    number: the owner's number. All sequences of an owner are cancelled
+      together.
   """
 
   kind: str
@@ -33,17 +35,26 @@ class Owner(NamedTuple):
 
 
 class Sequence:
-  """Growing arrays of one fixed capacity.
+  """The tokens of a sequence and what is recorded for each of them.
 
   Attributes:
-    stream, group, member: what its randomness is a function of.
-    limit: it ends when it has that many tokens.
+    stream, group, member: determine the sequence's random numbers, together
+      with the seed of the run.
     settings: how its tokens are drawn.
-    stop: looks for stop strings in what is written.
-    deadline: when pages run out, the latest deadline is preempted first.
-    owner: whom it is written for; None is nobody who would cancel it.
-    num_prefilled: how many of its tokens its cache was prefilled with; the
-      others went through the decode program one by one.
+    stop: looks for stop strings in the completion.
+    limit: number of tokens at which the sequence ends.
+    deadline: when pages run out, the sequence with the latest deadline is
+      preempted first.
+    owner: for whom it is generated; None if no owner may cancel it.
+    length: number of tokens so far. The arrays below have a fixed capacity of
+      `limit` tokens.
+    num_prefilled: number of its tokens that are cached by prefill. The others
+      go through the decode program one by one.
+    tokens: prompt and completion.
+    loss_mask: True for the tokens that the policy wrote.
+    behavior_logprobs: logprobs of these tokens when they were drawn.
+    policy_versions: version of the weights that drew them; -1 for other tokens.
+    finish_reason: why the completion ended; None while it has not.
   """
 
   def __init__(
@@ -59,6 +70,19 @@ class Sequence:
     deadline: int = 0,
     owner: Owner | None = None,
   ):
+    """Create a sequence that consists of its prompt.
+
+    Args:
+      prompt_tokens: tokens of the prompt, at most `limit`.
+      limit: number of tokens at which the sequence ends.
+      stream: purpose of the sequence.
+      group: index of the rollout group.
+      member: index of the trajectory within its group.
+      settings: how its tokens are drawn.
+      stop: looks for stop strings in the completion.
+      deadline: the later it is, the sooner the sequence is preempted.
+      owner: for whom the sequence is generated.
+    """
     self.stream, self.group, self.member = stream, group, member
     self.settings = settings
     self.stop = stop
@@ -75,13 +99,16 @@ class Sequence:
     self.extend_prompt(prompt_tokens)
 
   def extend_prompt(self, tokens: Int[np.ndarray, "T"]) -> None:
-    """Appends tokens the policy did not write."""
+    """Append tokens that the policy did not write."""
     end = self.length + len(tokens)
     self.tokens[self.length : end] = tokens
     self.length = end
 
   def resume(self, trajectory: types.Trajectory) -> None:
-    """Takes over what was recorded of the tokens that it begins with."""
+    """Copy what a trajectory recorded for the tokens this sequence begins with.
+
+    The tokens themselves must already be there.
+    """
     n = len(trajectory.tokens)
     self.loss_mask[:n] = trajectory.loss_mask
     self.behavior_logprobs[:n] = trajectory.behavior_logprobs
@@ -93,7 +120,7 @@ class Sequence:
     logprobs: Float[np.ndarray, "T"],
     versions: Int[np.ndarray, "T"],
   ) -> None:
-    """Appends tokens the policy wrote."""
+    """Append tokens that the policy wrote, with their logprobs and versions."""
     end = self.length + len(tokens)
     self.tokens[self.length : end] = tokens
     self.loss_mask[self.length : end] = True
@@ -104,14 +131,14 @@ class Sequence:
   def describe(
     self, insertion: decode_state_lib.Insertion, i: int, eos: tuple[int, ...]
   ) -> None:
-    """Fills in how the sequence is to be written.
+    """Fill in an entry of an insertion: how the sequence is to be generated.
 
-    The caller fills in the rest: its ticket and pages, the slot where it goes,
-    and the row that it was prefilled in.
+    The caller fills in the rest: the ticket and the pages, the slot, and the
+    row in which the sequence was prefilled.
 
     Args:
-      insertion: with an unused entry.
-      i: that entry.
+      insertion: an insertion with an unused entry.
+      i: index of that entry.
       eos: the engine's end tokens.
     """
     insertion.streams[i] = self.stream
@@ -127,26 +154,27 @@ class Sequence:
     ends = () if settings.ignore_eos else eos
     ends += settings.end_tokens
     rows.end_tokens[i, : len(ends)] = ends
-    if self.num_prefilled < self.length:  # what is known is not drawn again
+    if self.num_prefilled < self.length:  # known tokens are not drawn again
       rows.replay[i, : self.length] = self.written()
       rows.replay_lengths[i] = self.length
 
   def take(
     self, result: decode_state_lib.StepResult, slot: int, eos: tuple[int, ...]
   ) -> tuple[int, int]:
-    """Takes over what a call wrote in its slot, up to a stop string.
+    """Append what a call generated in the sequence's slot, up to a stop string.
 
-    Sets `finish_reason` if that was its end.
+    If the sequence ended, `finish_reason` is set.
 
     Args:
-      result: of the call.
-      slot: where it sat.
+      result: result of the call.
+      slot: the slot that the sequence was in.
       eos: the engine's end tokens.
 
     Returns:
-      How many tokens were written, and how many of them are kept.
+      The number of tokens that were drawn, and the number of them that were
+      kept.
     """
-    new = np.flatnonzero(result.is_valid[slot])  # replayed ones are left out
+    new = np.flatnonzero(result.is_valid[slot])  # without replayed tokens
     tokens = result.tokens[slot, new]
     kept = self.stop(tokens) if self.stop is not None and len(new) else None
     num_kept = len(new) if kept is None else kept
@@ -169,18 +197,18 @@ class Sequence:
 
   @property
   def turn_start(self) -> int:
-    """Tokens before the completion that is being written."""
+    """The number of tokens before the completion that is being generated."""
     written = self.loss_mask[: self.length]
     if written.all():
       return 0
     return self.length - int((~written[::-1]).argmax())
 
   def written(self) -> np.ndarray:
-    """All tokens that are there, the prompt's included; not a copy."""
+    """Return all tokens so far, including the prompt, without a copy."""
     return self.tokens[: self.length]
 
   def trajectory(self) -> types.Trajectory:
-    """A copy of what is there."""
+    """Return a copy of what is there so far, as a trajectory."""
     n = self.length
     return types.Trajectory(
       member=self.member,

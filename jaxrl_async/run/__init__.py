@@ -1,1 +1,1 @@
-"""Putting the parts together: train, serve, evaluate, dry run."""
+"""The programs made of all parts: training, serving, evaluation, dry run."""

@@ -1,4 +1,4 @@
-"""Makes the parts of a run from its setup."""
+"""Functions that build the parts of a run from its setup."""
 
 from collections.abc import Callable
 import dataclasses
@@ -33,10 +33,14 @@ from jaxrl_async.training import trainer as trainer_lib
 def forward_settings(
   setup: setup_lib.Setup, temperature: float
 ) -> train_step.ForwardSettings:
-  """The policy's forward pass on the training slice, at a temperature.
+  """Return the settings of the policy's forward pass on the training slice.
+
+  Args:
+    setup: of the run.
+    temperature: the temperature that logprobs are computed at.
 
   Raises:
-    ConfigError: its attention does not work there.
+    ConfigError: the configured attention does not work on these devices.
   """
   config, model = setup.config, setup.model
   layout = mesh_lib.Layout(mesh=setup.train_mesh, rules=config.mesh.train_rules)
@@ -59,7 +63,7 @@ def forward_settings(
 
 
 def make_engine(setup: setup_lib.Setup) -> engine_lib.Engine:
-  """The engine of the rollout slice."""
+  """Build the engine of the rollout slice."""
   config = setup.config
   names = [
     field.name for field in dataclasses.fields(decode_state_lib.EngineSizes)
@@ -81,7 +85,7 @@ def make_engine(setup: setup_lib.Setup) -> engine_lib.Engine:
 def coordinator_settings(
   config: sections.Config,
 ) -> coordinator_lib.CoordinatorSettings:
-  """What the coordinator needs of a config."""
+  """Return the settings that the coordinator needs from a config."""
   return coordinator_lib.CoordinatorSettings(
     group_size=config.algorithm.group_size,
     max_completion_tokens=config.rollout.max_completion_tokens,
@@ -95,7 +99,7 @@ def coordinator_settings(
 def make_rewards(
   task: sections.TaskSection, scorer: service_lib.Scorer
 ) -> service_lib.RewardService:
-  """The scoring processes of a run."""
+  """Build the reward service of a run, which scores in processes."""
   return service_lib.RewardService(
     num_workers=task.reward_workers,
     timeout_s=task.reward_timeout_s,
@@ -106,7 +110,7 @@ def make_rewards(
 
 
 def prompt_source(setup: setup_lib.Setup) -> prompts.PromptSource:
-  """Where the prompts of a run come from."""
+  """Return the source that makes the prompts of a run."""
   config = setup.config
   return prompts.PromptSource(
     items=setup.source,
@@ -122,7 +126,10 @@ def make_scheduler(
   engine: engine_lib.Engine,
   busy: metrics_lib.BusyClock,
 ) -> scheduler_lib.Scheduler:
-  """The scheduler of a run. Its prompts share the template's beginning."""
+  """Build the scheduler of a run.
+
+  All prompts share the tokens of the template's text before its first field.
+  """
   config = setup.config
   beginning = config.task.template.split("{", 1)[0]
   return scheduler_lib.Scheduler(
@@ -140,14 +147,15 @@ def make_channel(
   engine: engine_lib.Engine,
   note: Callable[[str], None],
 ) -> weight_transfer.WeightChannel:
-  """The channel of a run.
+  """Build the channel that brings weights from the trainer to the engine.
 
   Args:
-    config: validated.
+    config: a validated config.
     workdir: of the run.
-    published: shapes and types of the arrays that are published.
-    engine: that adopts them.
-    note: is told what the channel found in its directory.
+    published: shapes and dtypes of the arrays that are published.
+    engine: the engine that adopts them.
+    note: is called with messages about what was found in the directory of the
+      channel.
   """
   target = aot.placed(published, engine.params_sharding.weights)
   return weight_transfer.make_channel(
@@ -161,7 +169,7 @@ def make_channel(
 
 
 def policy_loss(section: sections.AlgorithmSection) -> objectives.Loss:
-  """What the config says is minimised: the loss of decoupled PPO."""
+  """Return the loss that the config selects, which is decoupled PPO."""
   return objectives.decoupled_ppo(
     proximal=objectives.PROXIMAL_MODES[section.proximal],
     clip_low=section.clip_low,
@@ -177,12 +185,12 @@ def make_trainer(
   *,
   loss: objectives.Loss | None = None,
 ) -> trainer_lib.Trainer:
-  """The trainer of a run.
+  """Build the trainer of a run.
 
   Args:
     setup: of the run.
-    busy: told when the training slice is at work.
-    loss: instead of the config's `policy_loss`.
+    busy: measures how long the training slice is busy.
+    loss: the loss to minimise; None is the config's `policy_loss`.
   """
   config = setup.config
   algorithm = config.algorithm
@@ -215,14 +223,15 @@ def make_trainer(
 def warm_start(
   setup: setup_lib.Setup, on_step: Callable[[int, float], None]
 ) -> transformer.Params:
-  """The policy's parameters after the first stage, supervised training.
+  """Run the first stage, supervised training, and return its parameters.
 
-  The stage begins with those of the pretrained model, or with fresh ones. It is
-  skipped where `warm_start.checkpoint` names its result.
+  The stage starts from the parameters of the pretrained model, or from newly
+  initialised ones. If `warm_start.checkpoint` is set, the stage is skipped and
+  its result is loaded from there.
 
   Args:
     setup: of the run.
-    on_step: told step and loss after each step.
+    on_step: is called after each step with the step and its loss.
   """
   config = setup.config
   section = config.warm_start

@@ -1,4 +1,4 @@
-"""All checks of a config before a run starts, and what they found out."""
+"""All checks of a config before a run starts, and the setup that results."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,16 +18,16 @@ def checked(
   *,
   source: source_lib.Source | None = None,
 ) -> setup_lib.Setup:
-  """Checks a config in every respect, and returns what it refers to.
+  """Check a config completely, and return its setup.
 
-  After the checks of `config_checks` these are the names, the sizes on the
-  devices, the data and the template. Quantised weights are tried out on a
-  rollout device, if it is there. Nothing else compiles.
+  The checks of `config_checks` come first. Then the names, the sizes on the
+  devices, the data and the template are checked. Quantised weights are tried
+  out on a rollout device, if that device is present. Nothing else is compiled.
 
   Args:
     config: of the run.
-    devices: to be cut into the two slices.
-    source: where prompts come from; None is the dataset of `task.dataset`.
+    devices: the devices that are divided into the two slices.
+    source: the source of the prompts; None is the dataset of `task.dataset`.
 
   Raises:
     ConfigError: one line that names the field.
@@ -35,7 +35,7 @@ def checked(
   config_checks.validate(config, len(devices))
   if source is None:
     source = setup_lib.source_of(config)
-  source.check()  # it may import a library meanwhile
+  source.check()  # may import the library of the data set
   setup = setup_lib.resolve(config, devices, source=source)
   device_checks.check_sharding(setup)
   device_checks.check_weights(setup)

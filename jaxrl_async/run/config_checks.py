@@ -1,7 +1,8 @@
-"""What must hold between settings, checked before anything is imported.
+"""Checks of settings against each other, made before any slow import.
 
-`check` needs neither devices nor JAX, so that the launch scripts can tell of a
-wrong setting within a second; `validate` knows the number of devices too.
+`check` needs neither devices nor JAX, so that the launch scripts can report a
+wrong setting within a second. `validate` also takes the number of devices into
+account.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from jaxrl_async.models import configs
 from jaxrl_async.models.attention import kernel_names
 from jaxrl_async.storage import config_json
 
-# Of a template: no tokenizer has tokens that are as long on average.
+# An upper bound for templates: no tokenizer has tokens this long on average.
 _MAX_CHARACTERS_PER_TOKEN = 32
 
 
@@ -110,7 +111,7 @@ def _check_template(template: str, max_prompt_tokens: int) -> None:
       f" ({error}); double a brace that is meant literally"
     ) from error
   named = [name for _, name, _, _ in parts if name is not None]
-  # {question:>1000000000} would be a text of a gigabyte.
+  # A field such as {question:>1000000000} would become a gigabyte of text.
   widths = re.findall(r"\d+", " ".join(spec or "" for _, _, spec, _ in parts))
   sections.require(
     all(len(width) < 10 and int(width) <= longest for width in widths),
@@ -134,10 +135,11 @@ def _check_template(template: str, max_prompt_tokens: int) -> None:
 def slice_shapes(
   mesh: sections.MeshSection, num_devices: int
 ) -> tuple[MeshShape, MeshShape]:
-  """Shapes of the train and the rollout mesh, with -1 resolved.
+  """Return the shapes of the train and the rollout mesh, with -1 resolved.
 
   Raises:
-    ConfigError: an axis is not positive or -1, or the devices do not suffice.
+    ConfigError: the size of an axis is neither positive nor -1, more than one
+      axis is -1, or there are too few devices.
   """
   fields = [f.name for f in dataclasses.fields(mesh) if f.type is int]
   sizes = {name: getattr(mesh, name) for name in fields}
@@ -196,7 +198,10 @@ def _check_rules(mesh: sections.MeshSection) -> None:
 
 
 def mesh_fields(side: str, shape: MeshShape, axes: Sequence[str]) -> str:
-  """The settings of a slice that split an array over these mesh axes."""
+  """Return the mesh settings by which a slice splits an array over these axes.
+
+  The result has the form "mesh.train_data * train_fsdp", for error messages.
+  """
   used = [f"{side}_{axis}" for axis in axes if shape.parts([axis]) > 1]
   return f"mesh.{' * '.join(used)}"
 
@@ -234,7 +239,7 @@ def _check_directories(config: sections.Config) -> None:
 
 
 def _check_params(task: sections.TaskSection) -> None:
-  """What config.json would not give back is refused."""
+  """Check that config.json can store the params of the data set unchanged."""
   path = "task.params"
   try:
     values = config_json.to_dict(task)["params"]
@@ -254,13 +259,14 @@ def _check_params(task: sections.TaskSection) -> None:
 
 
 def check(config: sections.Config) -> None:
-  """Checks every field and what belongs together, as far as no device tells.
+  """Check every field, and fields against each other, without any device.
 
-  What needs a library or a model's files (data set names, the template's
-  fields) is checked where it is looked up, with the same error.
+  Checks that need a library or the files of a model are made where these are
+  used, and raise the same error. Examples are the names of data sets and the
+  fields of the template.
 
   Raises:
-    ConfigError: one line that names the field and what would be right.
+    ConfigError: one line that names the field and a correct value.
   """
   bounds.check(config)
   _check_lengths(config.rollout, config.train.tokens_per_row)
@@ -300,10 +306,13 @@ def check(config: sections.Config) -> None:
 
 
 def validate(config: sections.Config, num_devices: int) -> None:
-  """Checks what `check` does, and that the devices suffice and divide sizes.
+  """Do what `check` does, and check the meshes against the devices.
+
+  There have to be enough devices, and the axes of the meshes have to divide the
+  sizes that are split over them.
 
   Raises:
-    ConfigError: one line that names the field and what would be right.
+    ConfigError: one line that names the field and a correct value.
   """
   check(config)
   rows = config.train.rows_per_microbatch

@@ -1,4 +1,4 @@
-"""What a config asks of the devices it is to run on, before compiling."""
+"""Checks of a setup against its devices, made before anything is compiled."""
 
 import math
 from typing import Any
@@ -19,10 +19,11 @@ from jaxrl_async.training import train_step
 
 
 def check_sharding(setup: setup_lib.Setup) -> None:
-  """Checks that every array of the model divides over its mesh axes.
+  """Check that the mesh axes divide every array of the model.
 
   Raises:
-    ConfigError: names the rule, or the mesh axis, that does not fit.
+    ConfigError: one line that names the sharding rule or the mesh axis that
+      does not fit.
   """
   config, model = setup.config, setup.model
   sizes = {
@@ -60,10 +61,10 @@ def check_sharding(setup: setup_lib.Setup) -> None:
 
 
 def check_weights(setup: setup_lib.Setup) -> None:
-  """Tries quantised weights on a rollout device, if it is there.
+  """Try out quantised weights on a rollout device, if it is present.
 
   Raises:
-    ConfigError: it cannot use them.
+    ConfigError: the device cannot use weights of that type.
   """
   weights = setup.config.rollout.weights
   device = setup.rollout_mesh.devices.flat[0]
@@ -78,7 +79,7 @@ def check_weights(setup: setup_lib.Setup) -> None:
 
 
 def num_bytes(shapes: Any) -> int:
-  """Of all arrays of these shapes and types."""
+  """Return the total size in bytes of all arrays in a tree of shapes."""
   return sum(
     math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(shapes)
   )
@@ -87,7 +88,10 @@ def num_bytes(shapes: Any) -> int:
 def model_bytes(
   setup: setup_lib.Setup,
 ) -> dict[str, memory_estimate.ModelBytes]:
-  """What each model of the train state needs of a device, by name."""
+  """Return the bytes that each model of the train state needs on each device.
+
+  The keys are the names of the models.
+  """
   models = setup.models
   optimizers = train_step.make_optimizers(models)
   state = aot.placed(
@@ -100,7 +104,11 @@ def model_bytes(
 
 
 def bytes_of(model: train_state.ModelState) -> memory_estimate.ModelBytes:
-  """What a model needs of each device, from the shapes of its state."""
+  """Return the bytes that a model needs on each device.
+
+  Args:
+    model: the state of the model, as shapes with shardings.
+  """
   return memory_estimate.ModelBytes(
     trainable=aot.bytes_a_device(model.trainable),
     frozen=aot.bytes_a_device(model.frozen),
@@ -109,7 +117,7 @@ def bytes_of(model: train_state.ModelState) -> memory_estimate.ModelBytes:
 
 
 def training_memory(setup: setup_lib.Setup) -> memory_estimate.Estimate:
-  """What the training slice needs of a device, before anything compiles."""
+  """Estimate the memory that training needs on each device of its slice."""
   config = setup.config
   others = model_bytes(setup)
   policy = others.pop(train_state.POLICY)
@@ -129,7 +137,10 @@ def training_memory(setup: setup_lib.Setup) -> memory_estimate.Estimate:
 
 
 def rollout_memory(setup: setup_lib.Setup) -> dict[str, int]:
-  """What the rollout slice needs of a device, by what needs it."""
+  """Estimate the bytes that generation needs on each device of its slice.
+
+  The keys say what the memory is used for.
+  """
   config, model = setup.config, setup.model
   published = jax.eval_shape(
     lambda: train_step.published_params(
@@ -149,7 +160,10 @@ def rollout_memory(setup: setup_lib.Setup) -> dict[str, int]:
 
 
 def _memory_of(mesh: jax.sharding.Mesh) -> int | float | None:
-  """Bytes of each device; those of a CPU share the host's memory."""
+  """Return the bytes of memory of each device; None if that is not known.
+
+  The devices of a CPU share the memory of the host.
+  """
   device = mesh.devices.flat[0]
   if device.platform == "cpu":
     return memory_estimate.host_bytes() / mesh.size
@@ -157,7 +171,7 @@ def _memory_of(mesh: jax.sharding.Mesh) -> int | float | None:
 
 
 def check_rollout_memory(setup: setup_lib.Setup) -> None:
-  """Refuses an engine that the devices of its mesh cannot hold.
+  """Check that the devices of the rollout mesh have memory for the engine.
 
   Raises:
     ConfigError: one line that names the largest part.
@@ -170,7 +184,7 @@ def check_rollout_memory(setup: setup_lib.Setup) -> None:
 
 
 def check_training_memory(setup: setup_lib.Setup) -> None:
-  """Refuses an update that the devices of the training mesh cannot hold.
+  """Check that the devices of the train mesh have memory for an update.
 
   Raises:
     ConfigError: one line that names the largest part.

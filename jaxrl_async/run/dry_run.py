@@ -1,4 +1,4 @@
-"""What a config asks of the machine, before anything compiles."""
+"""The dry run, which reports what a config needs from the machine."""
 
 from collections.abc import Mapping
 
@@ -21,7 +21,7 @@ def _slice(mesh: Mesh) -> str:
 
 
 def describe(setup: setup_lib.Setup) -> str:
-  """What `--dry_run` prints: the batch, models, memory and devices."""
+  """Return the text that `--dry_run` prints; nothing is compiled."""
   return report(
     setup,
     models=device_checks.model_bytes(setup),
@@ -33,10 +33,11 @@ def describe(setup: setup_lib.Setup) -> str:
 def programs(
   setup: setup_lib.Setup,
 ) -> tuple[dict[str, list[aot.Program]], str]:
-  """What a run on these devices compiles, by slice.
+  """Return the programs that a run on these devices compiles.
 
   Returns:
-    And which attention they take.
+    The programs of each slice, and a description of the attention that they
+    use.
   """
   trainer = assembly.make_trainer(setup, metrics_lib.BusyClock())
   engine = assembly.make_engine(setup)
@@ -55,13 +56,14 @@ def report(
   training: memory_estimate.Estimate,
   generation: dict[str, int],
 ) -> str:
-  """The batch arithmetic, parameters, memory and devices, as a text.
+  """Return a text about the batch sizes, parameters, memory and devices.
 
   Args:
     setup: of the run.
-    models: what each model of the train state needs of a device, by name.
-    training: memory of the training slice, these models included.
-    generation: memory of the rollout slice, by what needs it.
+    models: for each model of the train state, the bytes that it needs on each
+      device.
+    training: memory of each device of the training slice, including the models.
+    generation: bytes of each device of the rollout slice, by their use.
   """
   config, model = setup.config, setup.model
   train_mesh, rollout_mesh = setup.train_mesh, setup.rollout_mesh
@@ -107,7 +109,7 @@ def report(
 
 
 def _each(models: Mapping[str, memory_estimate.ModelBytes]) -> list[str]:
-  """A line for each model, where the policy is not the only one."""
+  """Return a line for each model, or none if the policy is the only model."""
   if len(models) == 1:
     return []
   return [

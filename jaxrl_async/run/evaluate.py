@@ -1,7 +1,8 @@
-"""Held-out accuracy of a policy version, sampled and greedy.
+"""The held-out accuracy of a policy version, sampled and greedy.
 
-Evaluation borrows the engine between two decode calls: same programs
-and shapes, its own weights, its own cache and its own stream of randomness.
+An evaluation uses the engine of the run between two of its decode calls. It
+runs the same programs with the same shapes. Its weights, its cache and its
+stream of random numbers are its own.
 """
 
 from collections.abc import Callable
@@ -24,20 +25,20 @@ from jaxrl_async.text import tokenizer as tokenizer_lib
 
 
 class EvaluationError(supervisor_lib.RunError):
-  """No held-out answer could be scored."""
+  """None of the held-out completions could be scored."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Evaluation:
-  """One pass over the held-out prompts.
+  """The result of one pass over the held-out prompts.
 
   Attributes:
     accuracy: share of the scored completions whose score is exactly 1.
-    parts: mean of each named part of their rewards.
-    trajectories: one per prompt, in order; without a reward where the score
-      failed.
-    failures: why a completion has no score, by prompt id; none of them counts
-      in the accuracy.
+    parts: mean of each named part of the rewards.
+    trajectories: one per prompt, in the order of the prompts. A trajectory that
+      could not be scored has no reward.
+    failures: the reason for each completion without a score, by prompt id. The
+      accuracy does not count these completions.
   """
 
   accuracy: float
@@ -49,7 +50,8 @@ class Evaluation:
 class Evaluator:
   """Completes and scores the held-out prompts.
 
-  Threads: who calls it drives the engine meanwhile.
+  Threads: `evaluate` drives the engine in the caller's thread, so no other
+  thread may drive it at the same time.
   """
 
   def __init__(
@@ -64,11 +66,12 @@ class Evaluator:
     """Prepare evaluations.
 
     Args:
-      engine: whose programs run; its training sequences stay as they are.
-      prompts: held-out.
-      max_completion_tokens: as in training.
+      engine: runs its programs for the evaluation. The sequences that it
+        decodes for training are not changed.
+      prompts: the held-out prompts.
+      max_completion_tokens: longest completion, as in training.
       tokenizer: turns completions into text.
-      rewards: the scorer.
+      rewards: scores the completions.
     """
     self._engine = engine
     self._prompts = prompts
@@ -83,10 +86,11 @@ class Evaluator:
 
     Args:
       params: the weights to evaluate.
-      temperature: 0 is greedy.
+      temperature: the sampling temperature; 0 is greedy.
 
     Raises:
-      EvaluationError: every score failed; says how the first one did.
+      EvaluationError: no completion could be scored. The message has the reason
+        and the traceback of the first failure.
     """
     prompts, engine = self._prompts, self._engine
     scheduler = scheduler_lib.Scheduler(engine, busy=metrics_lib.BusyClock())
@@ -138,7 +142,7 @@ class Evaluator:
 def metrics_of(
   sampled: Evaluation, greedy: Evaluation | None
 ) -> dict[str, float]:
-  """Return the metrics of both by name.
+  """Return the metrics of a sampled and a greedy evaluation, by name.
 
   Each question is answered once, so avg@1 and pass@1 are equal.
   """
@@ -153,7 +157,7 @@ def metrics_of(
 
 
 def describe(sampled: Evaluation, greedy: Evaluation | None) -> str:
-  """Describe both in words, with what could not be scored."""
+  """Describe both evaluations in a sentence, including failed scores."""
   text = f"held-out accuracy {sampled.accuracy:.3f}"
   if greedy is not None:
     text += f", greedy {greedy.accuracy:.3f}"
@@ -172,10 +176,15 @@ def mismatch_kl(
   trajectories: list[types.Trajectory],
   trainer_logprobs: Callable[[list[types.Trajectory]], list[np.ndarray]],
 ) -> float:
-  """Mean `divergences.k3` between the engine's and the trainer's logprobs.
+  """Return the mean `divergences.k3` of engine and trainer logprobs.
 
-  Both have to be of the same weights and temperature. What is left then is the
-  error of the engine, and of its quantised weights if it has such.
+  Both have to use the same weights and temperature. The result then measures
+  the numerical error of the engine, including the error of quantised weights.
+
+  Args:
+    trajectories: with the logprobs of the engine.
+    trainer_logprobs: computes the logprobs of the trainer for all tokens of
+      these trajectories.
   """
   total, count = 0.0, 0
   for trajectory, logprobs in zip(

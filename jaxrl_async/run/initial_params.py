@@ -1,4 +1,4 @@
-"""The parameters a run begins with: an earlier run's, or pretrained ones."""
+"""The parameters that a run starts from: stored earlier, or pretrained."""
 
 import dataclasses
 import pathlib
@@ -16,22 +16,25 @@ from jaxrl_async.training import train_state
 
 
 def save(directory: pathlib.Path, params: transformer.Params) -> None:
-  """Writes parameters where `warm_start.checkpoint` can name them."""
+  """Write parameters to a directory for use as `warm_start.checkpoint`."""
   checkpoint.save(directory, 0, params, {}, [])
 
 
 def load_pretrained(
   field: str, directory: pathlib.Path, setup: setup_lib.Setup
 ) -> transformer.Params:
-  """Pretrained weights of exactly the policy's architecture, sharded for it.
+  """Load pretrained weights, sharded like the policy's parameters.
+
+  The weights must have exactly the architecture of the policy.
 
   Args:
-    field: that names the directory, for errors.
-    directory: in Hugging Face's format.
+    field: the config field that names the directory, for error messages.
+    directory: a model in Hugging Face's format.
     setup: of the run.
 
   Raises:
-    ConfigError: the directory holds something else.
+    ConfigError: the directory cannot be read, or its model has another
+      architecture.
   """
   try:
     found, params = hf_weights.load(directory)
@@ -48,21 +51,21 @@ def load_pretrained(
 
 
 def _shardings(setup: setup_lib.Setup) -> transformer.Params:
-  """The shardings of the policy's parameters on the training slice."""
+  """Return the shardings of the policy's parameters on the training slice."""
   return train_state.params_sharding(
     setup.train_mesh, setup.config.mesh.train_rules, setup.model
   )
 
 
 def load(directory: str, setup: setup_lib.Setup) -> transformer.Params:
-  """Reads what `save` wrote, or pretrained weights.
+  """Load parameters that `save` wrote, or pretrained weights.
 
   Args:
-    directory: that `warm_start.checkpoint` names.
+    directory: the value of `warm_start.checkpoint`.
     setup: of the run.
 
   Raises:
-    ConfigError: there is nothing of that shape.
+    ConfigError: the directory holds no parameters of the policy's shapes.
   """
   path = pathlib.Path(directory)
   if hf_weights.is_pretrained(path):

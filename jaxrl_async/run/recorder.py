@@ -1,7 +1,7 @@
-"""Writes the steps of a run down, and at its end the summary.
+"""The recorder, which writes down each step of a run and finally the summary.
 
-`run_record.RunRecord` is what a run remembers about itself across restarts; the
-`Recorder` reads the parts of a running one.
+A `run_record.RunRecord` holds what a run remembers about itself across
+restarts. The `Recorder` updates it from the parts of the running program.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,15 +26,19 @@ from jaxrl_async.training import step_metrics
 
 
 class BadUpdatesError(RuntimeError):
-  """Too many updates in a row were not finite; names step and groups."""
+  """Too many updates in a row were not finite.
+
+  The message names the step and its groups.
+  """
 
 
 class RlTimes(NamedTuple):
-  """Seconds of the RL stage without evaluation, and busy ones of each slice.
+  """Times of the run in seconds, including those of its earlier starts.
 
   Attributes:
     now_s: since the start of the run.
-    rl_s: earlier starts included; so `busy_s`.
+    rl_s: duration of the RL stage without evaluations.
+    busy_s: part of `rl_s` during which each slice was busy, by slice.
   """
 
   now_s: float
@@ -43,12 +47,13 @@ class RlTimes(NamedTuple):
 
 
 class Recorder:
-  """Fetches a step's metrics and writes them everywhere they belong.
+  """Fetches the metrics of each step and writes them to all outputs.
 
-  Threads: its methods belong to the main thread; `begin` writes in a thread of
-  its own, so that the device need not wait for it. From `begin` on, until
-  `wait` is true, only `totals` and `end_rl` may be called, which read nothing
-  that it changes. What is read of the worker are plain counters.
+  Threads: the methods belong to the main thread. `begin` writes in a separate
+  thread, so that the device does not wait for it. From a call of `begin` until
+  `wait` returns True, besides `wait`, `status` and `close` only `totals` and
+  `end_rl` may be called, because these read nothing that the writing thread
+  changes. Only plain counters are read from the worker, which goes on working.
   """
 
   def __init__(
@@ -65,6 +70,20 @@ class Recorder:
     side_outputs: side_outputs_lib.SideOutputs,
     max_bad_updates: int,
   ):
+    """Prepare recording.
+
+    Args:
+      record: of the run; it is updated with each step.
+      workdir: of the run.
+      writer: writes the metrics.
+      ledger: gets the trained groups.
+      worker: its counters are read.
+      rewards: its metrics are read.
+      busy: the clocks of the two slices, "train" and "rollout".
+      progress: shows each step.
+      side_outputs: guards outputs whose failure must not end the run.
+      max_bad_updates: so many skipped updates in a row end the run.
+    """
     self.record = record
     self._max_bad_updates = max_bad_updates
     self._bad_updates = 0
@@ -80,23 +99,26 @@ class Recorder:
     self._side_outputs = side_outputs
     self._clock = busy["train"]
     self._evaluating = timeline_lib.Timeline()
-    # Moved forward by each evaluation, as if that had taken no time.
+    # Each evaluation moves this forward by its duration, so it does not count.
     self._rl_start: metrics_lib.Reading | None = None
     self._rl_end: RlTimes | None = None
     self._last: dict[str, int | float] = {}
 
   def start_rl(self) -> None:
-    """The RL stage begins: everything from here on counts."""
+    """Start the clocks and counters of the RL stage."""
     self._rl_start = metrics_lib.read(self._busy)
     self._last = self.totals()
 
   def end_rl(self) -> None:
-    """The last train step is done; evaluating and closing do not count."""
+    """Stop the clocks of the RL stage after the last train step.
+
+    The final evaluation and closing therefore do not count.
+    """
     self._rl_end = self._rl_times()
 
   @contextlib.contextmanager
   def evaluating(self) -> Iterator[None]:
-    """What happens inside counts for neither slice, nor as RL stage."""
+    """Exclude the time inside the block from `rl_s` and `busy_s`."""
     before = metrics_lib.read(self._busy)
     try:
       yield
@@ -123,14 +145,16 @@ class Recorder:
     *,
     is_evaluated: bool,
   ) -> None:
-    """Begins to write a step down; the one before it must be written.
+    """Begin to write a step down in a separate thread.
+
+    The previous step must be written already, which `wait` tells.
 
     Args:
       pending: the step.
-      totals: of `totals`, taken when the step was done.
-      more: metrics of the caller.
-      is_evaluated: whether an evaluation follows, whose metrics belong to the
-        step: the line of metrics is then held for them.
+      totals: the result of `totals` when the step was done.
+      more: further metrics of the step.
+      is_evaluated: whether an evaluation follows. Its metrics belong to the
+        step, so the line of metrics is held back until they are known.
     """
     assert self._writing is None
     writing = self._writing = futures.Future()
@@ -139,16 +163,20 @@ class Recorder:
       self._step(pending, totals, more, is_evaluated)
       writing.set_result(None)
 
-    # A daemon, so that a disk that does not answer cannot keep the process.
+    # The thread is a daemon, so that a disk that does not respond cannot keep
+    # the process from ending.
     supervisor_lib.start_thread("recorder", write, writing.set_exception)
     self._status = f"writing step {pending.step + 1} down", time.perf_counter()
 
   def wait(self, timeout_s: float) -> bool:
-    """Waits until what was begun is written; False after the timeout.
+    """Wait until the step that was begun is written.
+
+    Returns:
+      False if it is not written after `timeout_s` seconds.
 
     Raises:
       BadUpdatesError: too many updates in a row were skipped.
-      StorageError: the books could not be written.
+      StorageError: the metrics or the ledger could not be written.
     """
     if self._writing is None:
       return True
@@ -159,17 +187,17 @@ class Recorder:
     return True
 
   def status(self) -> str:
-    """What it is doing, for the stall report."""
+    """Return for the stall report what the recorder is doing."""
     if self._writing is None:
       return "recorder: everything is written"
     text, since_s = self._status
     return f"recorder: {text} since {time.perf_counter() - since_s:.1f} s"
 
   def close(self, timeout_s: float) -> None:
-    """Waits for what was begun, whatever becomes of it.
+    """Wait until the writing thread is done, even if it has failed.
 
     Raises:
-      TimeoutError: that took too long.
+      TimeoutError: the thread is not done after `timeout_s` seconds.
     """
     if self._writing is None:
       return
@@ -207,7 +235,9 @@ class Recorder:
     ended = (
       ledger.trained_tokens + ledger.filtered_tokens + ledger.failed_tokens
     )
-    # Once, and after the ledger: the worker goes on counting.
+    # The worker goes on counting. Its counter is read only once, so that the
+    # values below agree, and after the ledger, so that no difference is
+    # negative.
     generated = self._generated_tokens()
     values |= {
       "ledger/generated_tokens": generated,
@@ -248,13 +278,14 @@ class Recorder:
         )
 
   def tokens(self, in_flight: int) -> dict[str, int]:
-    """Where the generated tokens are.
+    """Return how many generated tokens have met each fate, or are in flight.
 
     Args:
-      in_flight: counted over the outstanding groups, while the worker pauses.
+      in_flight: the completion tokens of the outstanding groups, counted while
+        the worker is paused.
 
     Raises:
-      RuntimeError: they do not balance.
+      RuntimeError: the numbers do not add up to the generated tokens.
     """
     ledger = self._ledger.state()
     tokens = {
@@ -268,7 +299,7 @@ class Recorder:
     return tokens
 
   def state(self) -> dict[str, Any]:
-    """The record as of now, for a checkpoint."""
+    """Return the current record as a checkpoint stores it."""
     times = self._rl_times()
     record = dataclasses.replace(
       self.record,
@@ -287,7 +318,17 @@ class Recorder:
     max_staleness: int,
     extra: dict[str, Any],
   ) -> str:
-    """Writes summary.json and summary.png; gives the summary's line."""
+    """Write summary.json and summary.png.
+
+    Args:
+      step: completed train steps.
+      tokens: the result of `tokens`.
+      max_staleness: the largest bound that any start of the run has had.
+      extra: further fields of the summary.
+
+    Returns:
+      The summary on one line.
+    """
     record = self.record
     times = self._rl_end or self._rl_times()
     with self._side_outputs.attempt("summary.png"):
@@ -336,7 +377,7 @@ class Recorder:
     return self.record.generated_tokens + training
 
   def _rl_times(self) -> RlTimes:
-    """Of the RL stage up to now, without evaluation."""
+    """Return the times up to now."""
     record, start = self.record, self._rl_start
     now = metrics_lib.read(self._busy)
     if start is None:
@@ -351,7 +392,10 @@ class Recorder:
     )
 
   def totals(self) -> dict[str, int | float]:
-    """Counters and clocks as of now, of which a step takes differences."""
+    """Return the current counters and clocks.
+
+    The metrics of a step are computed from differences between these.
+    """
     times = self._rl_times()
     return {
       **dataclasses.asdict(self._worker.replica.scheduler.stats),

@@ -1,8 +1,9 @@
-"""What a start on a workdir goes on from, and which settings may differ then.
+"""How a run is continued: from which checkpoint, and with which settings.
 
-Each field of the config is in one of three tables, with the reason. Fields that
-say how something is computed, placed or supervised may differ; fields that
-stored data depends on may not, or not while there is such data.
+Each field of the config is in one of three tables, together with the reason.
+Fields that decide how something is computed, placed or supervised may differ
+from the stored config. Fields that stored data depends on may not differ, or
+not while there is such data.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,8 @@ _MEMORY = "decides memory and speed of a train step, not what it computes"
 _PROGRAM = "which program generates; logprobs are recorded as they are drawn"
 _SUPERVISION = "supervision and persistence of this start"
 
-# A path, or a section for all of its fields, to why it may differ.
+# Maps the path of a field, or a section for all its fields, to the reason why
+# it may differ.
 MAY_DIFFER = {
   "model.compute_dtype": "activations only; stored weights are float32",
   "model.remat": _MEMORY,
@@ -81,7 +83,7 @@ MAY_DIFFER = {
 }
 
 _TRAJECTORIES = "groups that the checkpoint holds have that size"
-# May differ only if the checkpoint holds no unfinished or untrained group.
+# These may differ only if the checkpoint holds no outstanding group.
 NOT_WITH_OUTSTANDING_GROUPS = {
   "algorithm.group_size": _TRAJECTORIES,
   "algorithm.groups_per_step": "their deadlines were given for batches of that"
@@ -112,7 +114,8 @@ MUST_STAY = {
   "eval.temperature": _HELD_OUT,
 }
 
-# What `run.Run` stores; parameters alone, of launch/sft.py, lack it.
+# The keys that `training_run.Run` stores. Parameters that launch/sft.py wrote
+# do not have them.
 _RUN_STATE = (
   "groups_per_step",
   "next_index",
@@ -124,7 +127,7 @@ _RUN_STATE = (
 
 
 def reason(table: dict[str, str], path: str) -> str | None:
-  """What a table says of a field or the section that it is in."""
+  """Return the reason that a table gives for a field or for its section."""
   section = path.partition(".")[0]
   return table.get(path) or table.get(section)
 
@@ -141,19 +144,20 @@ def check_config(
   *,
   has_outstanding: bool,
 ) -> list[str]:
-  """Refuses settings that the stored data does not allow.
+  """Check that the stored data allows all settings that differ.
 
   Args:
-    stored: the data was made with.
-    wanted: to go on with.
-    workdir: for the message.
+    stored: the config that the data was made with.
+    wanted: the config to continue with.
+    workdir: for the error message.
     has_outstanding: whether there are groups that were not trained.
 
   Returns:
-    The differences that are allowed, as "rollout.num_slots: 8 and now 4".
+    The allowed differences, each like "rollout.num_slots: 8 and now 4".
 
   Raises:
-    ConfigError: names each field that may not differ, and why.
+    ConfigError: some fields may not differ. The message names each one and the
+      reason.
   """
   allowed, refused = [], []
   for path, values in config_json.differences(stored, wanted).items():
@@ -176,10 +180,12 @@ def check_config(
 def check_config_file(
   wanted: sections.Config, workdir: pathlib.Path
 ) -> list[str]:
-  """As `check_config` with config.json, if there is one; no run need be there.
+  """Do what `check_config` does with the workdir's config.json, if any.
+
+  The workdir need not hold a run.
 
   Raises:
-    ConfigError: as there, or config.json is something else.
+    ConfigError: some fields may not differ, or config.json is not a config.
   """
   stored = config_json.read(workdir)
   if stored is None:
@@ -190,12 +196,13 @@ def check_config_file(
 def stored_config(
   workdir: pathlib.Path, host_state: dict[str, Any]
 ) -> sections.Config:
-  """The config that a checkpoint was written with.
+  """Return the config that a checkpoint was written with.
 
-  Those of format 0 do not hold it: there config.json is taken.
+  Checkpoints of format 0 do not hold the config. For these, config.json in the
+  workdir is read.
 
   Raises:
-    ConfigError: it cannot be found or read.
+    ConfigError: the config cannot be found or read.
   """
   if "config" in host_state:
     try:
@@ -219,23 +226,28 @@ def find(
   workdir: pathlib.Path,
   note: Callable[[str], None],
 ) -> tuple[int | None, dict[str, Any]]:
-  """The checkpoint that a start goes on from; whoever calls it has the claim.
+  """Find the checkpoint that this start continues from.
+
+  The caller must hold the workdir's claim.
 
   Args:
     wanted: the config of this start.
     workdir: of the run.
-    note: is told what may differ and does, and what was passed over.
+    note: is called with messages about the settings that differ, and about
+      checkpoints that cannot be used.
 
   Returns:
-    The step and the run's part of its checkpoint; None for a new run. Its
-    "max_staleness" is the largest bound that any start of the run has had.
+    The step, which is None for a new run, and the host state of the run in that
+    checkpoint. Its "max_staleness" is the largest bound that any start of the
+    run has had.
 
   Raises:
-    ConfigError: the workdir cannot be continued like this, or holds something
-      that a new run would destroy.
+    ConfigError: the run in the workdir cannot be continued with this config, or
+      the workdir holds something that a new run would destroy.
   """
   directory = workdir / workdir_lib.CHECKPOINTS
-  config_json.read(workdir)  # if it is not a run's, nothing here is touched
+  # Raises before anything is changed in a directory that is not a run's.
+  config_json.read(workdir)
   try:
     checkpoint.recover(directory)
     step = checkpoint.latest(directory)
@@ -287,7 +299,7 @@ def find(
 def _check_lengths(
   wanted: sections.Config, outstanding: list[dict[str, Any]]
 ) -> None:
-  """Refuses limits that stored trajectories exceed."""
+  """Check that no stored trajectory exceeds the new limits."""
   groups = [record["group"] for record in outstanding if record["group"]]
   stored = [t for group in groups for t in group["trajectories"]]
   half_written = [t for t in stored if t["finish_reason"] is None]

@@ -1,9 +1,10 @@
-"""Builds a server of one policy, starts its threads, shuts it down.
+"""A server of one policy: its parts, its threads and its shutdown.
 
 The main thread waits for a signal or a failure. One thread drives the engine,
-one the event loop of the HTTP server, one that of the gRPC server if there is
-one; between them lies the request queue. A signal drains: nothing new is taken,
-what was taken is finished within a bound. A second signal waits for nothing.
+and one runs the event loop of the HTTP server. Another runs the gRPC server if
+there is one. The request queue connects them. After a signal, the server
+accepts no new requests and finishes the accepted ones within a time limit. A
+second signal ends it without waiting.
 """
 
 from collections.abc import Callable
@@ -41,18 +42,18 @@ from jaxrl_async.training import train_step
 
 _JOIN_S = 20.0
 _SMALLEST_BUCKET = 64
-_PRETRAINED_CACHE_TOKENS = 1024  # unless told otherwise
+_PRETRAINED_CACHE_TOKENS = 1024  # if the caller names no size
 
 
 @dataclasses.dataclass(kw_only=True)
 class Policy:
-  """What is served.
+  """A policy to serve.
 
   Attributes:
-    setup: the rollout section of its config sizes the engine.
-    params: stacked, as the trainer has them.
-    version: of the policy; 0 where nobody counted.
-    chat_template: that turns messages into a prompt.
+    setup: of the run. The rollout section of its config sizes the engine.
+    params: parameters with stacked layers, as the trainer holds them.
+    version: the policy version; 0 for parameters that no run has counted.
+    chat_template: turns the messages of a chat into a prompt.
   """
 
   setup: setup_lib.Setup
@@ -67,15 +68,15 @@ class Policy:
 def load_run(
   workdir: pathlib.Path, *, num_slots: int, cache_tokens: int
 ) -> Policy:
-  """The newest checkpoint of a run.
+  """Load the policy of a run's newest checkpoint.
 
   Args:
     workdir: of the run.
-    num_slots: instead of the run's own; 0 keeps that.
-    cache_tokens: likewise.
+    num_slots: replaces the number of slots of the run; 0 keeps it.
+    cache_tokens: replaces the cache length of the run; 0 keeps it.
 
   Raises:
-    ConfigError: the directory holds no such thing.
+    ConfigError: the workdir holds no checkpoint that can be served.
   """
   directory = workdir / workdir_lib.CHECKPOINTS
   try:
@@ -121,16 +122,17 @@ def load_run(
 def load_checkpoint(
   directory: pathlib.Path, *, num_slots: int, cache_tokens: int
 ) -> Policy:
-  """Parameters alone: of launch/sft.py, or in Hugging Face's format.
+  """Load a policy from a directory of parameters alone.
 
   Args:
-    directory: WORKDIR/params of the former, whose config.json and tokenizer
-      lie beside it; or the latter, with its tokenizer.
-    num_slots: as of `load_run`.
-    cache_tokens: likewise.
+    directory: either WORKDIR/params of launch/sft.py, with config.json and
+      tokenizer in WORKDIR, or a pretrained model in Hugging Face's format, with
+      its tokenizer.
+    num_slots: see `load_run`.
+    cache_tokens: see `load_run`. For a pretrained model, 0 means 1024.
 
   Raises:
-    ConfigError: the directory holds no such thing.
+    ConfigError: the directory holds no such parameters.
   """
   if not directory.is_dir():
     raise sections.ConfigError(f"checkpoint: {directory} does not exist")
@@ -168,7 +170,12 @@ def _read_config(workdir: pathlib.Path) -> sections.Config:
 def _load_tokenizer(
   config: sections.Config, directory: pathlib.Path
 ) -> tuple[tokenizer_lib.Tokenizer, chat_template_lib.ChatTemplate]:
-  """Of a workdir; the chat template stays with the model it came with."""
+  """Load the tokenizer of a workdir and the chat template of its model.
+
+  A workdir does not hold the chat template of a pretrained model, so that is
+  read from the model's own directory. If the directory is gone, the result is a
+  chat template that refuses every chat.
+  """
   try:
     tokenizer = tokenizer_lib.load(directory)
   except (OSError, ValueError) as error:
@@ -185,7 +192,7 @@ def _load_tokenizer(
 
 
 def _resize(config: sections.Config, num_slots: int, cache_tokens: int) -> None:
-  """Other sizes of the engine than the run's; 0 keeps them."""
+  """Change the sizes of the engine in a config; 0 keeps a size as it is."""
   rollout = config.rollout
   if cache_tokens == 1:
     raise sections.ConfigError(
@@ -209,7 +216,7 @@ def _resize(config: sections.Config, num_slots: int, cache_tokens: int) -> None:
 
 
 def _check_sizes(setup: setup_lib.Setup) -> None:
-  """Refuses sizes that do not divide or that no device here holds."""
+  """Check that the mesh divides the slots and that the memory is sufficient."""
   rollout, rules = setup.config.rollout, setup.config.mesh.rollout_rules
   parts = mesh_lib.shape_of(setup.rollout_mesh).parts(rules.batch)
   sections.require(
@@ -222,7 +229,10 @@ def _check_sizes(setup: setup_lib.Setup) -> None:
 
 
 def make_scheduler(policy: Policy) -> scheduler_lib.Scheduler:
-  """An engine with the policy's weights, in the run's rollout format."""
+  """Build a scheduler and its engine, and let it adopt the policy's weights.
+
+  The engine holds the weights in the format of the run's rollout slice.
+  """
   setup = policy.setup
   config = setup.config
   _check_sizes(setup)
@@ -243,9 +253,13 @@ def make_scheduler(policy: Policy) -> scheduler_lib.Scheduler:
 def _compile(
   scheduler: scheduler_lib.Scheduler, stop: supervisor_lib.StopRequest
 ) -> None:
-  """Writes a token at each padded length, so that no client waits for XLA."""
+  """Generate a token at each padded length, which compiles all programs.
+
+  Otherwise the first clients would wait for XLA. A stop request ends this.
+  """
   sizes = scheduler.engine.sizes
-  # A prompt of a bucket's length, and one whose next token fills a window.
+  # Prompts that fill a prefill bucket, and prompts whose next token fills a
+  # window.
   lengths = {min(b, sizes.cache_tokens - 1) for b in sizes.prefill_buckets}
   lengths |= {max(w - 1, 1) for w in sizes.window_buckets}
   for length, top_p in itertools.product(sorted(lengths), (1.0, 0.5)):
@@ -271,18 +285,18 @@ def serve(
   stop: supervisor_lib.StopRequest,
   on_ready: Callable[[str], None],
 ) -> None:
-  """Serves until asked to stop; then drains.
+  """Serve a policy until a stop request, then finish the accepted requests.
 
   Args:
-    policy: its `params` are let go of.
-    settings: see there.
-    stop: set by a signal.
-    on_ready: told the address, once requests are answered.
+    policy: its `params` are set to None once the engine has the weights.
+    settings: of the servers.
+    stop: the stop request, which a signal sets.
+    on_ready: is called with the address once requests are answered.
 
   Raises:
-    ConfigError: it cannot be served like that.
-    ThreadFailed: a thread failed, and every request with it.
-    TimeoutError: a thread did not end.
+    ConfigError: the policy cannot be served with these settings.
+    ThreadFailed: a thread failed. All requests have failed with it.
+    TimeoutError: a thread did not end in time.
   """
   loop: serve_loop_lib.ServeLoop | None = None
   front = front_lib.Front(
@@ -313,7 +327,7 @@ def serve(
       time.sleep(0.02)
   finally:
     if loop is not None:
-      loop.stop()  # what is left gets an error, then its connection ends
+      loop.stop()  # the remaining requests get an error before `front` ends
     front.stop()
     late = this.join(_JOIN_S) + front.join(_JOIN_S)
   this.check()

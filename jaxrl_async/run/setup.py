@@ -1,7 +1,7 @@
-"""What every entry point has to know of a config, worked out once.
+"""The setup of a run: a config with everything that it refers to.
 
 Training, serving, the warm start alone and a dry run all begin with `resolve`.
-Whatever only one of them needs is one of its parts and is made in `assembly`.
+Parts that only some of them need are built in `assembly`.
 """
 
 from collections.abc import Sequence
@@ -26,18 +26,19 @@ from jaxrl_async.training import train_state
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
-  """A config and what it refers to.
+  """A config and everything that it refers to.
 
   Attributes:
-    config: validated.
-    tokenizer: the pretrained model's; without one, a token a character.
-    model: the policy's architecture, with a vocabulary that holds the
+    config: a validated config.
+    tokenizer: the tokenizer of the pretrained model. Without such a model, each
+      character is a token.
+    model: the policy's architecture. Its vocabulary is at least as large as the
       tokenizer's.
     pretrained: directory of the model in Hugging Face's format that
       `model.name` names. None if it names one of `configs.MODELS`.
     train_mesh: devices of the training slice.
     rollout_mesh: devices of the rollout slice.
-    source: where prompts come from.
+    source: the source of the prompts.
   """
 
   config: sections.Config
@@ -50,7 +51,7 @@ class Setup:
 
   @property
   def models(self) -> dict[str, train_state.ModelSettings]:
-    """What the train state of a run holds, by name."""
+    """The settings of each model in the train state, by name."""
     policy = train_state.ModelSettings(
       model=self.model, optimizer=self.config.train.optimizer
     )
@@ -58,7 +59,10 @@ class Setup:
 
   @property
   def max_microbatches(self) -> int:
-    """Microbatches of a minibatch whose trajectories are as long as allowed."""
+    """The number of microbatches if every trajectory has the maximum length.
+
+    This is for one minibatch.
+    """
     algorithm, rollout = self.config.algorithm, self.config.rollout
     return packing.expected_microbatches(
       algorithm.group_size
@@ -77,13 +81,14 @@ def resolve(
   tokenizer: tokenizer_lib.Tokenizer | None = None,
   source: source_lib.Source | None = None,
 ) -> Setup:
-  """Works out what a config refers to; reads files, and compiles nothing.
+  """Return the setup of a config; this reads files but compiles nothing.
 
   Args:
-    config: validated.
-    devices: to be cut into the two slices. They may be described ones.
-    tokenizer: that a run has stored, to be used instead of the model's.
-    source: where prompts come from; None is the dataset of `task.dataset`.
+    config: a validated config.
+    devices: the devices that are divided into the two slices. They may be
+      descriptions of devices that are not present.
+    tokenizer: a tokenizer that a run has stored, used instead of the model's.
+    source: the source of the prompts; None is the dataset of `task.dataset`.
 
   Raises:
     ConfigError: one line that names the field.
@@ -114,8 +119,8 @@ def source_of(config: sections.Config) -> source_lib.Source:
 
 
 def _pretrained(config: sections.Config) -> pathlib.Path | None:
-  """The directory of a pretrained model, if `model.name` names one."""
-  name = config.model.name  # os.path takes any, where pathlib may raise
+  """Return the directory of the pretrained model, if `model.name` names one."""
+  name = config.model.name  # os.path accepts any name; pathlib may raise
   is_directory = name not in configs.MODELS and os.path.isdir(name)
   return pathlib.Path(name) if is_directory else None
 
@@ -123,10 +128,12 @@ def _pretrained(config: sections.Config) -> pathlib.Path | None:
 def _load_tokenizer(
   pretrained: pathlib.Path | None,
 ) -> tokenizer_lib.Tokenizer:
-  """The pretrained model's tokenizer; without one, a token a character.
+  """Load the pretrained model's tokenizer.
+
+  Without a pretrained model, return a tokenizer whose tokens are characters.
 
   Raises:
-    ConfigError: the directory has no tokenizer that can be used.
+    ConfigError: the directory has no usable tokenizer.
   """
   if pretrained is None:
     return tokenizer_lib.character_level()
@@ -139,10 +146,12 @@ def _load_tokenizer(
 def _model_config(
   config: sections.Config, pretrained: pathlib.Path | None, vocab_size: int
 ) -> configs.ModelConfig:
-  """The architecture of a run, with its tokenizer's vocabulary.
+  """Return the architecture of the policy, with a sufficient vocabulary.
 
-  A pretrained model keeps its own vocabulary, which may be larger. So does one
-  of ours that has the shapes of a pretrained one.
+  A pretrained model keeps its own vocabulary size, which may be larger than the
+  tokenizer's. A model of `configs.MODELS` keeps its size too if that is larger,
+  as for those with the shapes of a pretrained model. Otherwise it gets the size
+  of the tokenizer's vocabulary.
 
   Raises:
     ConfigError: there is no model of that name, or its files cannot be used.
@@ -169,10 +178,11 @@ def _model_config(
 def _cut_devices(
   config: sections.Config, devices: Sequence[Any]
 ) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
-  """Cuts the devices into the train and the rollout mesh.
+  """Divide the devices into the train and the rollout mesh.
 
   Raises:
-    ConfigError: a mesh would have chips of two TPU slices.
+    ConfigError: the mesh sizes do not suit the devices, or a mesh would contain
+      chips of two TPU slices.
   """
   train, rollout = config_checks.slice_shapes(config.mesh, len(devices))
   meshes = mesh_lib.cut_devices(

@@ -1,4 +1,4 @@
-"""Starts the threads of a run, and ends threads and processes in order."""
+"""The start of a run's threads, and the ordered end of a run."""
 
 from collections.abc import Callable
 import contextlib
@@ -10,15 +10,16 @@ from jaxrl_async.coordination import weight_transfer
 
 
 class Shutdown:
-  """Closes what was registered, when the block that it guards has ended.
+  """A context manager that closes everything registered with it.
 
-  First it closes the buffer and calls what `stops` and `spawn` registered, so
-  that every thread comes to its end. Then it joins the threads, within a
-  deadline. What `closes` registered comes last, because threads may use it up
-  to their end. Each of the two lists is called from the newest to the oldest.
+  At the end of its block, it first closes the buffer and calls the functions
+  that `stops` and `spawn` registered, so that every thread ends. Then it joins
+  the threads, within a deadline. The functions that `closes` registered come
+  last, because threads may use what they close until the threads end. Each of
+  the two lists is called from the newest to the oldest function.
 
-  Threads: belongs to the main thread. A failure in a thread that it has spawned
-  closes the buffer, which makes the main thread leave the block.
+  Threads: belongs to the main thread. A failure in a thread that was spawned
+  here closes the buffer, which makes the main thread leave the block.
   """
 
   def __init__(
@@ -28,12 +29,12 @@ class Shutdown:
     timeout_s: float,
     note: Callable[[str], None],
   ):
-    """Registers nothing but the buffer.
+    """Register the buffer.
 
     Args:
-      buffer: closed first, and as soon as a thread has failed.
-      timeout_s: within which all threads together have to end.
-      note: is told what went wrong while closing after another error.
+      buffer: is closed first, and as soon as a thread has failed.
+      timeout_s: seconds within which all threads together have to end.
+      note: is called with a message if closing fails after another error.
     """
     self.supervisor = supervisor_lib.Supervisor(on_failure=buffer.close)
     self._buffer = buffer
@@ -43,33 +44,44 @@ class Shutdown:
     self._closing = contextlib.ExitStack()
 
   def stops(self, stop: Callable[..., Any], *arguments: Any) -> None:
-    """Has something called before the threads are joined."""
+    """Register a call to make before the threads are joined."""
     self._stopping.callback(stop, *arguments)
 
   def closes(self, close: Callable[..., Any], *arguments: Any) -> None:
-    """Has something called after the threads were joined."""
+    """Register a call to make after the threads have been joined."""
     self._closing.callback(close, *arguments)
 
   def spawn(
     self, name: str, run: Callable[[], None], *, stop: Callable[[], None]
   ) -> None:
-    """Runs a function in a thread of that name; `stop` makes it return."""
+    """Run a function in a thread of that name.
+
+    Args:
+      name: of the thread.
+      run: the function.
+      stop: is called at the end of the block and makes `run` return.
+    """
     self.stops(stop)
     self.supervisor.spawn(name, run)
 
   def __enter__(self) -> "Shutdown":
+    """Return this object."""
     return self
 
   def __exit__(
     self, kind: Any, error: BaseException | None, where: Any
   ) -> None:
-    """Ends everything; raises only if nothing was raised before."""
+    """End all threads, and close everything.
+
+    An error while closing is raised only if the block raised none. Otherwise
+    it is passed to `note`, so that it does not hide the error of the block.
+    """
     del kind, where
     self._buffer.close(error)
     self._stopping.close()
     late = self.supervisor.join(self._timeout_s)
     try:
-      self._closing.close()  # all of them, whatever one raises
+      self._closing.close()  # calls all of them, even if one raises
       if late:
         raise TimeoutError(
           f"{', '.join(late)} did not end in {self._timeout_s} s"

@@ -1,4 +1,4 @@
-"""Outstanding groups, from the parts of a run into a checkpoint and back."""
+"""Conversion of outstanding groups between a run and its checkpoints."""
 
 from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
@@ -11,7 +11,7 @@ _RUNNING, _FINISHED = "running", "finished"
 def outstanding(
   buffer: buffer_lib.Buffer, worker: worker_lib.RolloutWorker
 ) -> list[outstanding_lib.OutstandingGroup]:
-  """Every group that has not ended; the worker must be paused."""
+  """Return every outstanding group; the worker must be paused."""
   state = buffer.state()
   running = worker.groups()
   groups = [(_RUNNING, running[a.index]) for a in state.running]
@@ -25,14 +25,14 @@ def outstanding(
 
 
 def count_tokens(groups: list[outstanding_lib.OutstandingGroup]) -> int:
-  """Tokens the policy wrote in them."""
+  """Return the number of completion tokens in these groups."""
   return sum(g.group.num_completion_tokens for g in groups if g.group)
 
 
 def running(
   groups: list[outstanding_lib.OutstandingGroup],
 ) -> list[types.RolloutGroup]:
-  """The groups that are taken up again where they stopped."""
+  """Return the groups that were running, which continue where they stopped."""
   return [g.group for g in groups if g.status == _RUNNING and g.group]
 
 
@@ -43,7 +43,7 @@ def buffer_state(
   next_step: int,
   next_index: int,
 ) -> buffer_lib.BufferState:
-  """What the buffer goes on with."""
+  """Return the state from which the buffer continues."""
   return buffer_lib.BufferState(
     groups_per_step=groups_per_step,
     next_step=next_step,

@@ -1,10 +1,11 @@
-"""Builds the parts of a training run, up to the point where its loop can begin.
+"""The start of a training run, up to the point where its loop can begin.
 
-The order matters. What needs no thread and no process comes first
-(`_foundation`), so that a mistake leaves nothing to clean up. Then the first
-stage runs: the warm start of a new run, or the checkpoint of a continued one.
-The parts of the loop follow, since some of them need the first stage's result.
-Everything that has to be closed is registered with `Shutdown` as it is made.
+The order matters. Parts that need no thread and no process are built first, in
+`_foundation`, so that an error there leaves nothing to clean up. Then the first
+stage runs: a new run does its warm start, a continued run restores its
+checkpoint. The parts of the loop follow, because some of them need the result
+of the first stage. Every part that has to be closed is registered with
+`Shutdown` when it is built.
 """
 
 from collections.abc import Iterator
@@ -54,15 +55,16 @@ WORKER = "rollout worker"  # name of its thread
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Extensions:
-  """What a caller may put in the place of what the config would choose.
+  """Parts that a caller may provide instead of the defaults.
 
   Attributes:
-    scorer: a function of an importable module that scores an answer.
-    loss: what is minimised; None is the loss of the config's algorithm.
-    episode: how the turns of a trajectory follow from its prompt.
-    initial_params: stacked float32 parameters of the policy, instead of a warm
-      start.
-    serving: how clients reach the policy during the run; None is not at all.
+    scorer: a function of an importable module that scores a completion.
+    loss: the loss to minimise; None is the loss of the config's algorithm.
+    episode: decides how the turns of a trajectory follow from its prompt.
+    initial_params: float32 parameters of the policy with stacked layers, used
+      instead of a warm start.
+    serving: settings of a server that gives clients access to the policy during
+      the run; None starts no server.
   """
 
   scorer: service_lib.Scorer = reasoning.score
@@ -74,7 +76,14 @@ class Extensions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Session:
-  """What belongs to this start of the process, whatever it runs."""
+  """What belongs to one start of the program rather than to the run.
+
+  Attributes:
+    workdir: of the run.
+    progress: shows the progress and messages to the user.
+    stop: the stop request, which a signal sets.
+    claim: ensures that no other process uses the workdir.
+  """
 
   workdir: pathlib.Path
   progress: progress_lib.Progress
@@ -84,12 +93,12 @@ class Session:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Foundation:
-  """The parts that are there before the first stage.
+  """The parts that exist before the first stage.
 
   Attributes:
-    resumed_step: of the checkpoint that the run goes on from; None for a new
-      run.
-    stored: the run's part of that checkpoint.
+    resumed_step: step of the checkpoint that the run continues from; None for a
+      new run.
+    stored: host state of the run in that checkpoint.
   """
 
   resumed_step: int | None
@@ -110,13 +119,13 @@ class _Foundation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-  """All parts of a run, ready for the loop. Its threads do not run yet.
+  """All parts of a run, ready for the loop. The loop's threads do not run yet.
 
   Attributes:
     setup: of the run.
     session: of this start.
     is_new: whether the run has no checkpoint yet.
-    first_step: completed train steps.
+    first_step: number of train steps that are already completed.
     max_staleness: the largest bound that any start of the run has had.
     shutdown: starts the threads, and closes everything.
   """
@@ -147,18 +156,18 @@ class Parts:
 def parts(
   setup: setup_lib.Setup, session: Session, extensions: Extensions
 ) -> Iterator[Parts]:
-  """Builds the parts of a run, and closes them when the block ends.
+  """Build the parts of a run, and close them when the block ends.
 
-  Closing raises only if the block did not.
+  An error while closing is raised only if the block raised none.
 
   Args:
-    setup: checked.
+    setup: a setup that `checks.checked` returned.
     session: of this start.
-    extensions: of the caller.
+    extensions: parts that the caller provides.
 
   Raises:
     Interrupted: the run was asked to end during the first stage.
-    ConfigError: the workdir cannot be continued like this.
+    ConfigError: the run in the workdir cannot be continued with this config.
   """
   base = _foundation(setup, session, extensions)
   with base.shutdown:
@@ -179,7 +188,7 @@ def parts(
 def _foundation(
   setup: setup_lib.Setup, session: Session, extensions: Extensions
 ) -> _Foundation:
-  """What can be made before anything runs or is learned."""
+  """Build the parts that need no thread and no result of the first stage."""
   started_s = time.perf_counter()
   config, note = setup.config, session.progress.note
   resumed_step, stored = resume.find(config, session.workdir, note)
@@ -207,7 +216,7 @@ def _foundation(
     setup.tokenizer,
     lambda: shutdown.supervisor.has_spawned(WORKER),
   )
-  # Last, since processes start here: from now on there is something to close.
+  # This comes last because it starts processes, which have to be closed.
   rewards = assembly.make_rewards(config.task, extensions.scorer)
   shutdown.closes(writer.close)
   shutdown.closes(stream.close)
@@ -238,7 +247,10 @@ def _foundation(
 def _evaluator(
   setup: setup_lib.Setup, session: Session, base: _Foundation
 ) -> evaluate.Evaluator:
-  """Reads the held-out questions, or makes them in a new workdir."""
+  """Build the evaluator, with the stored held-out questions or with new ones.
+
+  New questions are stored in the workdir.
+  """
   config = setup.config
 
   def show(num_made: int) -> None:
@@ -268,9 +280,13 @@ def _warm_start(
   base: _Foundation,
   params: transformer.Params | None,
 ) -> None:
-  """Gives the trainer its first parameters; those of the caller if there are.
+  """Start the trainer of a new run, and store the tokenizer in the workdir.
 
-  A new run writes its tokenizer down here.
+  Args:
+    setup: of the run.
+    session: of this start.
+    base: the trainer and the record.
+    params: the first parameters. If None, a warm start makes them.
   """
   clock = base.busy["train"]
   start_s = clock.now()
@@ -288,7 +304,11 @@ def _warm_start(
 def _show_warm_start(
   session: Session, num_steps: int, step: int, loss: float
 ) -> None:
-  """Tells how far the warm start is, and ends it where the user asked to."""
+  """Show the progress of the warm start, or end it if the user asked to stop.
+
+  Raises:
+    Interrupted: there is a stop request.
+  """
   session.stop.check("stopped in the warm start; it will begin anew")
   session.progress.stage("warm start", step, num_steps, f"loss {loss:.3f}")
 
@@ -296,7 +316,7 @@ def _show_warm_start(
 def _restore(
   workdir: pathlib.Path, base: _Foundation, step: int
 ) -> list[types.RolloutGroup]:
-  """Takes up a checkpoint; gives what the worker goes on with."""
+  """Restore a checkpoint, and return the groups that the worker continues."""
   base.trainer.state, _, groups = checkpoint.restore(
     workdir / workdir_lib.CHECKPOINTS, step, base.trainer.abstract_state()
   )
@@ -324,7 +344,7 @@ def _of_the_loop(
   evaluator: evaluate.Evaluator,
   running: list[types.RolloutGroup],
 ) -> Parts:
-  """What drives and records the asynchronous loop."""
+  """Build the parts that drive and record the asynchronous loop."""
   config, workdir = setup.config, session.workdir
   join_s = config.run.join_timeout_s
   step = base.resumed_step or 0

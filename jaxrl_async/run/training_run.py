@@ -1,10 +1,10 @@
-"""Drives a training run, and supervises it.
+"""The loop of a training run, and its supervision.
 
-The main thread trains, on batches that another thread prepares. One rollout
-thread generates. The channel has a thread that writes weights, the recorder has
-one that writes steps down, and rewards are computed in processes. The first
-failure anywhere closes the buffer. Then everything is joined within a deadline,
-and the failure is raised with the name of the thread that it came from.
+The main thread trains on batches that another thread prepares. One rollout
+thread generates. The channel has a thread that writes weights, and the recorder
+has one that writes steps down. Rewards are computed in processes. The first
+failure anywhere closes the buffer. Then all threads are joined within a
+deadline, and the failure is raised with the name of the thread that failed.
 
 `start_up` builds the parts of a run, and `Run` is the loop over them.
 """
@@ -41,12 +41,13 @@ from jaxrl_async.training import trainer as trainer_lib
 
 
 class Run:
-  """The loop of one run over its finished parts.
+  """The loop of one run, over parts that `start_up` has built.
 
   Threads: everything here belongs to the main thread.
   """
 
   def __init__(self, parts: start_up.Parts):
+    """Take over the parts; nothing is started."""
     self.config = parts.setup.config
     self.workdir = parts.session.workdir
     self.progress = parts.session.progress
@@ -73,10 +74,15 @@ class Run:
     self._max_staleness = parts.max_staleness
 
   def start(self) -> int:
-    """First checkpoint and evaluation, then the threads; gives the step."""
+    """Save and evaluate a new run, publish its weights, and start the threads.
+
+    Returns:
+      The number of completed train steps.
+    """
     step = self._first_step
     params = self.trainer.published()
-    # The checkpoint is first: books without one mean that it was lost.
+    # The checkpoint is written first. In a workdir that has metrics or a ledger
+    # but no checkpoint, the checkpoint was lost.
     if self._is_new:
       self.writer.hold(0, {})
       self._save(0)
@@ -92,17 +98,24 @@ class Run:
   # -- the loop -------------------------------------------------------------
 
   def loop(self, step: int) -> int:
-    """Trains until num_steps or until asked to stop; gives the step.
+    """Train until `num_steps` or until a stop request.
 
-    Consumes batches of the loader; waits for the next one; is unblocked by the
-    loader, by a failure (which closes the buffer and so ends the loader) and by
-    a stop request.
+    The loop takes batches from the loader and waits for the next one. A wait
+    ends when the loader has a batch, on a stop request, or on a failure, which
+    closes the buffer and thereby ends the loader.
+
+    Args:
+      step: the number of completed train steps.
+
+    Returns:
+      The number of train steps completed at the end.
     """
     every, num_steps = self.config.eval.every, self.config.train.num_steps
     if step >= num_steps:
       self.recorder.end_rl()
       _, last_step, _, greedy = self.record.evaluations.last
-      if last_step != step or greedy is None:  # num_steps was lowered
+      # Without a final evaluation at this step, num_steps was lowered.
+      if last_step != step or greedy is None:
         self._evaluate(step, self.trainer.published())
     while step < num_steps and not self.stop.is_set:
       wait_start_s = time.perf_counter()
@@ -128,7 +141,8 @@ class Run:
       self._wait_for_recorder()
       more = {"transfer/bytes": self.channel.num_bytes}
       self.recorder.begin(done, totals, more, is_evaluated=is_evaluated)
-      if is_saved:  # first: an evaluation that fails must not cost the steps
+      # Saved before the evaluation, whose failure must not lose the steps.
+      if is_saved:
         self._save(step)
       if is_evaluated:
         self._complete_step(step, self.trainer.published())
@@ -144,18 +158,24 @@ class Run:
       loaded = self.loader.next(timeout_s=0.2)
       if loaded is not None:
         return loaded
-      self.recorder.wait(timeout_s=0.0)  # raises what ended it
+      self.recorder.wait(timeout_s=0.0)  # raises the recorder's failure
       self._look(watch, f"a batch for step {step}")
     return None
 
   def _wait_for_recorder(self) -> None:
-    """Returns when the last step is written down."""
+    """Wait until the last step is written down."""
     watch = supervisor_lib.StallWatch(self.config.run.stall_timeout_s)
     while not self.recorder.wait(timeout_s=0.2):
       self._look(watch, "the recorder")
 
   def _look(self, watch: supervisor_lib.StallWatch, awaited: str) -> None:
-    """Raises the first failure, or a StallError; part of every wait."""
+    """Check for failures and stalls; every wait calls this repeatedly.
+
+    Raises:
+      ThreadFailed: a thread has failed.
+      ConfigError, StorageError: a thread has failed with this error.
+      StallError: nothing has moved for `run.stall_timeout_s`.
+    """
     self.supervisor.check()
     parts = (self.loader, self.recorder, self.worker)
     moving = self.worker.replica.group_tokens, self.scheduler.version
@@ -175,19 +195,21 @@ class Run:
   # -- evaluation, checkpoints, the end -------------------------------------
 
   def _complete_step(self, step: int, params: transformer.Params) -> None:
-    """Evaluates a step whose metrics are held for it, and writes them.
+    """Evaluate a step whose metrics are held back, and write them.
 
-    A checkpoint from before it carries them: a continuation evaluates first.
+    A checkpoint that was saved before the evaluation contains these metrics. A
+    run that continues from it starts with this evaluation.
     """
     self._wait_for_recorder()
     self.writer.write(step, self._evaluate(step, params))
     if step >= self.config.train.num_steps:
-      self._save(step)  # with the evaluation, for whoever starts it again
+      # Another start on the workdir then finds the evaluation.
+      self._save(step)
 
   def _evaluate(
     self, step: int, params: transformer.Params
   ) -> dict[str, float]:
-    """Held-out accuracies of these weights; both slices rest meanwhile."""
+    """Evaluate these weights and return the metrics; both slices are idle."""
     is_end = step == 0 or step >= self.config.train.num_steps
     with self.recorder.evaluating(), self._paused():
       engine_params = self.engine.load_params(params, step)
@@ -206,16 +228,19 @@ class Run:
 
   @contextlib.contextmanager
   def _paused(self) -> Iterator[None]:
-    """Lets the worker stand still inside the block, if it runs already."""
+    """Pause the worker inside the block, if it has been started."""
     if not self.supervisor.has_spawned(start_up.WORKER):
       yield
       return
     with self.worker.paused(self.config.run.join_timeout_s):
-      self.supervisor.check()  # a worker that ended by itself has failed
+      self.supervisor.check()  # a worker that has ended already has failed
       yield
 
   def _save(self, step: int) -> None:
-    """A checkpoint of everything; the worker stands still for the copy."""
+    """Save a checkpoint of the whole run.
+
+    The worker is paused while its state is copied.
+    """
     self.claim.check()
     self._wait_for_recorder()
     with self._paused():
@@ -241,11 +266,19 @@ class Run:
     )
 
   def finish(self, step: int, extra: dict[str, Any]) -> str:
-    """Writes summary.json and summary.png; gives the summary's line."""
+    """Write summary.json and summary.png.
+
+    Args:
+      step: the number of completed train steps.
+      extra: further fields of the summary.
+
+    Returns:
+      The summary on one line.
+    """
     with self._paused():
       groups = snapshot.outstanding(self.buffer, self.worker)
       tokens = self.recorder.tokens(snapshot.count_tokens(groups))
-      self.worker.stop()  # what it went on to write nobody would count
+      self.worker.stop()  # tokens written after this would not be counted
     return self.recorder.finish(
       step=step,
       tokens=tokens,
@@ -254,7 +287,7 @@ class Run:
     )
 
   def interrupt(self, step: int) -> None:
-    """Writes a checkpoint and raises Interrupted."""
+    """Save a checkpoint, and raise Interrupted."""
     self._save(step)
     raise supervisor_lib.Interrupted(
       f"stopped after step {step}; the same command on {self.workdir} goes on"
@@ -272,24 +305,33 @@ def run(
   episode: episode_lib.Episode = episode_lib.single_turn,
   serving: front_lib.ServeSettings | None = None,
 ) -> str:
-  """Runs or continues a whole run; gives its summary on one line.
+  """Start or continue a training run, and return its summary.
 
   Args:
     config: of the run.
-    workdir: of this run alone; the same one continues from its newest
-      checkpoint, also with other settings where `resume.MAY_DIFFER` has them.
-    initial_params: stacked float32 parameters instead of a warm start.
-    source: where prompts come from; None is the dataset of `task.dataset`.
+    workdir: directory of this run alone. If it holds a checkpoint, the run
+      continues from the newest one. The settings in `resume.MAY_DIFFER` may
+      then be different ones.
+    initial_params: float32 parameters of the policy with stacked layers, used
+      instead of a warm start.
+    source: the source of the prompts; None is the dataset of `task.dataset`.
     scorer: a function of an importable module; see `service.Scorer`.
-    loss: what is minimised, see `objectives`. None is the loss of decoupled PPO
-      with the config's settings.
-    episode: how the turns of a trajectory follow from its prompt.
-    serving: how clients reach the policy meanwhile; None is not at all.
+    loss: the loss to minimise; see `objectives`. None is the loss of decoupled
+      PPO with the config's settings.
+    episode: decides how the turns of a trajectory follow from its prompt.
+    serving: settings of a server that gives clients access to the policy during
+      the run; None starts no server.
+
+  Returns:
+    The summary on one line.
 
   Raises:
-    Interrupted: it was asked to end, and can be continued.
-    StorageError: the disk took no checkpoint, or no line of the books.
-    ConfigError, ThreadFailed, StallError, BadUpdatesError: what they say.
+    Interrupted: the run was asked to stop. It can be continued.
+    StorageError: a checkpoint, the metrics or the ledger could not be written.
+    ConfigError: a setting is wrong, or the workdir cannot be used with it.
+    ThreadFailed: a thread failed.
+    StallError: nothing moved for `run.stall_timeout_s`.
+    BadUpdatesError: too many updates in a row were not finite.
   """
   extensions = start_up.Extensions(
     initial_params=initial_params,
