@@ -91,6 +91,7 @@ def _math500(folder: pathlib.Path) -> Iterator[tuple[str, list[str]]]:
   """Yield each answer, and spellings of it."""
   for item in json.loads((folder / "math500" / "test.json").read_text()):
     answer = item["answer"]
+    larger = answer.replace("\\frac", "\\dfrac")
     yield (
       answer,
       [
@@ -98,7 +99,7 @@ def _math500(folder: pathlib.Path) -> Iterator[tuple[str, list[str]]]:
         f"\\boxed{{{answer}}}",
         f"#### {answer}",
         f"#### ${answer}$",
-        f"\\boxed{{{answer.replace('frac', 'dfrac').replace('ddfrac', 'dfrac')}}}",
+        f"\\boxed{{{larger}}}",
         f"so \\[ \\boxed{{ {answer} }}. \\]",
       ],
     )

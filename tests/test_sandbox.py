@@ -17,27 +17,26 @@ GOOD = "def f(x):\n  return x + 1\n"
 WRONG = "def f(x):\n  return 0\n"
 QUICK = sandbox.Limits(wall_s=1.5, cpu_s=2.0)
 
-# The first one is tested by default, and the others with the slow tests.
+# All that work here. The first one is tested by default, and the others with
+# the slow tests.
 KINDS = [
-  sandbox.Sandbox(kind, has_user)
+  box
   for kind in (sandbox.Kind.BUBBLEWRAP, sandbox.Kind.UNSHARE)
   for has_user in ((False, True) if os.geteuid() == 0 else (True,))
+  if not sandbox.reason_against(box := sandbox.Sandbox(kind, has_user))
 ]
+pytestmark = pytest.mark.sandbox
 
 
 @pytest.fixture(
   params=[
-    KINDS[0],
+    *KINDS[:1],
     *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS[1:]),
   ],
   ids=lambda s: f"{s.kind}{'-user' * s.has_user}",
   scope="module",
 )
 def box(request):
-  if request.param == KINDS[0]:
-    assert sandbox.find() in KINDS  # so that not all of this is skipped
-  if reason := sandbox.reason_against(request.param):
-    pytest.skip(f"does not work here: {reason}")
   return request.param
 
 
@@ -172,28 +171,3 @@ if os.fork() == 0:
 """
   cases = [{"stdin": "", "stdout": "False"}] * 2
   assert box.run_cases(program, cases, limits=QUICK).failures == ["", ""]
-
-
-def test_without_a_sandbox_programs_run_only_where_that_is_allowed(monkeypatch):
-  monkeypatch.setattr(sandbox, "bubblewrap_path", lambda: None)
-  monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
-  sandbox.find.cache_clear()
-  try:
-    with pytest.raises(
-      sandbox.SandboxError, match="bubblewrap is not installed.*unshare"
-    ):
-      sandbox.find()
-    unsafe = sandbox.find(allow_unsafe=True)
-  finally:
-    sandbox.find.cache_clear()
-  assert unsafe.kind is sandbox.Kind.UNSAFE
-  assert "it does not hold" in sandbox.reason_against(unsafe)
-  # Nothing hostile here: there is nothing around it.
-  assert unsafe.run_tests(GOOD, tests=hostile_programs.TESTS).failures == [""]
-  assert unsafe.run_tests(WRONG, tests=hostile_programs.TESTS).num_passed == 0
-  (timeout,) = unsafe.run_tests(
-    hostile_programs.PROGRAMS["endless loop"],
-    tests=hostile_programs.TESTS,
-    limits=QUICK,
-  ).failures
-  assert "timeout" in timeout
