@@ -1,10 +1,10 @@
-"""What travels between the two sides: prompts, trajectories, rewards, groups.
+"""The data that rollout and training share: prompts, trajectories, rewards.
 
-Everything here is host memory (numpy). Position t of every [T] array is about
-token t: its id, whether it is learned from, the logprob it was drawn with, the
-version of the weights that drew it.
+All arrays are in host memory (numpy). Position t of every [T] array is about
+token t: its id, whether it is learned from, the logprob with which it was
+sampled, and the version of the weights that sampled it.
 
-Reward processes import this module, so it must not import jax.
+Reward processes import this module, so that it must not import jax.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ class FinishReason(enum.StrEnum):
 
 
 class Fate(enum.StrEnum):
-  """Why a group left the buffer; one ledger line each."""
+  """Why a group left the buffer. The ledger records one line per group."""
 
   TRAINED = "trained"
   FILTERED = "filtered"
@@ -35,12 +35,12 @@ class Fate(enum.StrEnum):
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Prompt:
-  """One question of the task, ready to be generated from.
+  """One question of the task, as the policy sees it.
 
   Attributes:
-    prompt_id: "<source>/<split>/<index of the item>", stable over runs.
+    prompt_id: "<source>/<split>/<index of the item>", the same in every run.
     tokens: token ids of the filled-in template.
-    item: of the source; the scorer is given it. See `data.source`.
+    item: the source's item, which is passed to the scorer. See `data.source`.
   """
 
   prompt_id: str
@@ -50,19 +50,20 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Reward:
-  """What a scorer says about one completion.
+  """A scorer's result for one completion.
 
   Positions are indices into `Completion.tokens`: they count the tokens that the
-  policy wrote, over all turns of the trajectory, from 0.
+  policy generated, over all turns of the trajectory, from 0.
 
   Attributes:
     score: the score of the whole trajectory; advantages are computed from it.
-    parts: named numbers that are recorded and not learned from, such as what
-      the score is the sum of.
-    token_scores: scores by position, for a loss that learns from them; 0 at
-      all other positions. None if the scorer does not score tokens. One that
-      does gives a mapping each time, if need be an empty one: the programs of
-      a batch with such scores are others than those of a batch without.
+    parts: named numbers that are recorded but not learned from, such as the
+      terms of which the score is the sum.
+    token_scores: scores by position, for a loss that learns from them. Other
+      positions have the score 0. None if the scorer does not score tokens. A
+      scorer of tokens should always return a mapping, even an empty one,
+      because batches with and without token scores need different compiled
+      programs.
   """
 
   score: float
@@ -71,9 +72,10 @@ class Reward:
 
 
 def teach_nothing(rewards: Sequence[Reward]) -> bool:
-  """Whether a group with these rewards has nothing to learn from.
+  """Return whether a group with these rewards gives nothing to learn.
 
-  All scores are equal, so that every advantage is 0, and no token has a score.
+  That is so if all scores are equal, which makes every advantage 0, and no
+  token has a score.
   """
   has_token_scores = any(reward.token_scores for reward in rewards)
   return not has_token_scores and len({r.score for r in rewards}) == 1
@@ -81,13 +83,13 @@ def teach_nothing(rewards: Sequence[Reward]) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-  """One prompt of an episode and what the policy wrote after it, as text.
+  """One prompt of an episode and the completion that followed, as text.
 
   Attributes:
-    prompt: what the policy was shown.
-    completion: what it wrote.
-    num_tokens: how many tokens it wrote. The last of them is at the position
-      that is one less than the sum of `num_tokens` up to and with this turn.
+    prompt: text of the prompt.
+    completion: text of the completion.
+    num_tokens: number of tokens of the completion. The position of the last one
+      is the sum of `num_tokens` up to and including this turn, minus one.
   """
 
   prompt: str
@@ -97,18 +99,19 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Completion:
-  """What a scorer is shown of a finished trajectory.
+  """The view of a finished trajectory that a scorer gets.
 
-  Special tokens, such as the one that ends a sequence, are not in the texts.
+  The texts do not contain special tokens, such as the end of sequence.
 
   Attributes:
-    text: all that the policy wrote, in all turns.
-    answer: the part of the text that is its answer, by `task.answer_prefix`;
-      None if the text has none. The reward service fills it in.
-    turns: at least one; several if the episode has several.
-    tokens: ids of the tokens that the policy wrote, in all turns. A scorer that
-      scores places in the text finds their positions with the tokenizer, which
-      it can load with `text.tokenizer.load`.
+    text: the text that the policy generated, of all turns.
+    answer: the part of the text that is the answer according to
+      `task.answer_prefix`, or None if there is none. The reward service fills
+      it in.
+    turns: the turns of the episode, at least one.
+    tokens: ids of the tokens that the policy generated, of all turns. To score
+      places in the text, a scorer can find their positions with the tokenizer,
+      which `text.tokenizer.load` loads.
     finish_reason: why the trajectory ended.
   """
 
@@ -121,19 +124,19 @@ class Completion:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Trajectory:
-  """One prompt with what the policy wrote after it, partial or finished.
+  """A prompt and its completion, partial or finished.
 
   Attributes:
-    member: place within its group, 0 <= member < group_size.
-    tokens: prompt and completion (and, in an episode of several turns, the
-      tokens of later prompts).
-    loss_mask: True where the policy wrote the token.
-    behavior_logprobs: logprob of each written token under the distribution it
-      was drawn from; 0 where loss_mask is False.
-    policy_versions: version of the weights that drew each written token; -1
-      where loss_mask is False.
-    finish_reason: None while the trajectory is still being written.
-    reward: None until scored.
+    member: index within the group, 0 <= member < group_size.
+    tokens: prompt and completion. An episode of several turns adds the prompts
+      and completions of later turns.
+    loss_mask: True for tokens that the policy generated.
+    behavior_logprobs: logprob of each generated token under the distribution
+      from which it was sampled; 0 where loss_mask is False.
+    policy_versions: version of the weights that sampled each generated token;
+      -1 where loss_mask is False.
+    finish_reason: why the trajectory ended. None while it is being generated.
+    reward: the scorer's result. None until the trajectory has been scored.
   """
 
   member: int
@@ -146,7 +149,7 @@ class Trajectory:
 
   @property
   def num_completion_tokens(self) -> int:
-    """Tokens the policy wrote; what the ledger counts."""
+    """Number of tokens that the policy generated. The ledger counts these."""
     return int(self.loss_mask.sum())
 
   @property
@@ -173,15 +176,15 @@ def mean_parts(trajectories: Iterable[Trajectory]) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Admission:
-  """The right to write one group, and until when the group may be used.
+  """The permission to generate one group, and its deadline.
 
   Attributes:
-    index: order of admission, from 0. It identifies the group, and together
-      with the member it seeds the sampling.
-    birth: policy version that the engine held at admission; no token of the
-      group is older.
-    deadline: last train step that may use the group: birth + max_staleness as
-      it was at admission.
+    index: number of the group in the order of admission, from 0. It identifies
+      the group. Together with the member it seeds the sampling.
+    birth: policy version that the engine held at admission. No token of the
+      group is of an older version.
+    deadline: last train step that may use the group. It is birth +
+      max_staleness, with the setting at admission.
   """
 
   index: int
@@ -191,11 +194,11 @@ class Admission:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class RolloutGroup:
-  """The trajectories of one prompt and the admission they were begun under.
+  """The trajectories of one prompt, with their admission.
 
   Attributes:
-    times_s: seconds since the start of the run: "admitted", "generated",
-      "scored".
+    times_s: when the group was "admitted", "generated" and "scored", in seconds
+      since the start of the run.
   """
 
   admission: Admission
@@ -205,10 +208,10 @@ class RolloutGroup:
 
   @property
   def index(self) -> int:
-    """What the group is called: its place in the order of admission."""
+    """Number of the group in the order of admission, which identifies it."""
     return self.admission.index
 
   @property
   def num_completion_tokens(self) -> int:
-    """Tokens the policy wrote in the whole group."""
+    """Number of tokens that the policy generated in the whole group."""
     return sum(t.num_completion_tokens for t in self.trajectories)

@@ -1,1 +1,1 @@
-"""Where prompts come from, and how they are split, numbered and made."""
+"""Sources of questions, and the prompts that are made from their items."""

@@ -1,7 +1,7 @@
-"""The held-out questions of a run, which its workdir keeps.
+"""The held-out questions of a run, which are kept in its workdir.
 
-They are a function of the config, but making them again at each start would
-take minutes where a question takes a second to make.
+They depend only on the config. They are stored because some datasets need a
+second for each question, so that making them at each start would take minutes.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,14 @@ from jaxrl_async.data import prompts
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.storage import item_json
 
-# Nothing else runs while they are made, but each process takes memory.
+# Nothing else runs while the questions are made, but each process takes memory.
 _MAX_PROCESSES = 16
-# So many questions in a row that were there before, and there are no others.
+# After this many repeated questions in a row, the split has no other ones.
 _MAX_REPEATED = 2_000
 
 
 class _UnusableError(ValueError):
-  """Why the file's questions are not those of the run."""
+  """The file's questions cannot be used by the run, for the reason given."""
 
 
 def make(
@@ -36,12 +36,12 @@ def make(
   """Return the first prompts of the evaluation split, each question once.
 
   Args:
-    source: of the run.
-    num_items: how many to return.
-    on_progress: is told several times a second how many there are so far.
+    source: the run's source of prompts.
+    num_items: number of prompts to return.
+    on_progress: called several times a second with the number made so far.
 
   Raises:
-    sections.ConfigError: the split has fewer.
+    sections.ConfigError: the split has fewer distinct questions.
   """
   stream = prompts.PromptStream(
     source,
@@ -78,14 +78,21 @@ def load_or_make(
   note: Callable[[str], None],
   on_progress: Callable[[int], None],
 ) -> list[types.Prompt]:
-  """Read them from the file, or make them and write it.
+  """Return the held-out prompts from the file, or make them and write it.
 
-  They are made again if something that they depend on has changed or if the
-  file is damaged, and `note` is told why. It is also told if the file cannot be
-  written, which does not end the run.
+  They are made again if something that they depend on has changed, or if the
+  file is damaged.
+
+  Args:
+    path: the file.
+    source: the run's source of prompts.
+    num_items: number of prompts to return.
+    note: called with a message if stored questions cannot be used, or if the
+      file cannot be written. Neither ends the run.
+    on_progress: as in `make`.
 
   Raises:
-    sections.ConfigError: as of `make`.
+    sections.ConfigError: the split has fewer distinct questions.
   """
   made_from = {
     "dataset": source.items.name,

@@ -1,7 +1,7 @@
 """Prompts: the items of a source in the run's template, as tokens.
 
-A stream gives the prompts of one split in order, from a place that can be
-saved. What is here holds for every source; see `source` for what one is.
+A stream returns the prompts of one split in order, from a position that can be
+saved. This module works with every source; see `source` for the interface.
 """
 
 from collections.abc import Generator, Mapping
@@ -22,25 +22,27 @@ from jaxrl_async.data import worked_solutions
 from jaxrl_async.rewards import extraction
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
-# So many items in a row without a usable one, and there are no more to come.
+# After this many items in a row without a usable prompt, there are no more.
 _MAX_BARREN = 2_000
-# Or so many tokens of prompts that are all too long: a long template would
-# otherwise be tokenized two thousand times before anybody is told.
+# The same after this many tokens of prompts that are too long. Otherwise a long
+# template would be tokenized two thousand times before the error is raised.
 _MAX_BARREN_TOKENS = 5_000_000
-# A check before the start cannot wait for as many of a slow dataset.
+# The limit for checks before the start, which must not wait long for a slow
+# dataset.
 _MAX_BARREN_CHECKED = 200
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PromptSource:
-  """Where all prompts of a run come from.
+  """The source of all prompts of a run.
 
   Attributes:
-    items: the source of what is asked.
-    task: the template, and how many processes may make items.
-    tokenizer: of the policy.
-    seed: of the run.
-    max_prompt_tokens: longest prompt that fits; longer ones are skipped.
+    items: the source of the questions.
+    task: the section with the template and the number of processes that may
+      make items.
+    tokenizer: the policy's tokenizer.
+    seed: seed of the run.
+    max_prompt_tokens: longest prompt that fits. Longer ones are skipped.
   """
 
   items: source_lib.Source
@@ -50,11 +52,11 @@ class PromptSource:
   max_prompt_tokens: int
 
   def prompt(self, split: str, item: dict[str, Any]) -> types.Prompt:
-    """Put an item of a split into the task's template, whatever its length.
+    """Return the prompt of an item, without checking its length.
 
     Raises:
-      sections.ConfigError: it is no item, or its prompt cannot be filled in or
-        tokenized.
+      sections.ConfigError: the item lacks an entry, or its prompt cannot be
+        filled in or tokenized.
     """
     name = self.items.name
     if missing := {"index", "question"} - item.keys():
@@ -73,14 +75,14 @@ class PromptSource:
 
 
 class PromptStream:
-  """A split's prompts in order, from a place that can be saved.
+  """A split's prompts in order, from a position that can be saved.
 
-  Prompts that do not fit are skipped and counted, never cut. The place is the
-  one after the last prompt that was taken, however many items the source has
-  made since.
+  Prompts that do not fit are skipped and counted, never truncated. The position
+  is the one after the last prompt that `next` returned, however many items the
+  source has made ahead.
 
-  Threads: belongs to one thread, the one that admits groups. Its state may be
-  saved only while that thread does not use it.
+  Threads: a stream belongs to one thread, the one that admits groups. Its state
+  may be saved only while that thread does not use it.
   """
 
   def __init__(
@@ -91,15 +93,15 @@ class PromptStream:
     num_workers: int = 0,
     max_barren: int = _MAX_BARREN,
   ):
-    """Make nothing yet; the first use or `prefetch` begins.
+    """Create a stream, which makes no items before its first use or `prefetch`.
 
     Args:
-      source: of the run.
-      split: of the source.
-      num_workers: how many processes may make items at the same time; 0 is
+      source: the run's source of prompts.
+      split: a split of the source.
+      num_workers: how many processes may make items at the same time. 0 means
         `task.question_workers`.
-      max_barren: items in a row without a prompt that fits after which there
-        are none.
+      max_barren: number of items in a row without a prompt that fits, after
+        which an error is raised.
 
     Raises:
       sections.ConfigError: the source has no such split.
@@ -119,11 +121,11 @@ class PromptStream:
 
   @property
   def num_too_long(self) -> int:
-    """Prompts that were skipped, up to the place."""
+    """Number of prompts that were skipped before the current position."""
     return self._place["num_too_long"]
 
   def prefetch(self) -> None:
-    """Let the source begin to make items; returns at once."""
+    """Let the source start to make items, without waiting for them."""
     if self._items is None:
       self._items = self._source.items.open(
         self._split,
@@ -132,11 +134,11 @@ class PromptStream:
       )
 
   def is_ready(self, timeout_s: float = 0.0) -> bool:
-    """Return whether `next` would return at once, after at most that long.
+    """Return whether a prompt is ready, after waiting up to `timeout_s`.
 
     Raises:
-      sections.ConfigError: there is no prompt in a long stretch of items, or
-        the task cannot be used.
+      sections.ConfigError: many items in a row had no prompt that fits, or the
+        task cannot be used.
       source.SourceError: the source failed.
     """
     self.prefetch()
@@ -150,10 +152,9 @@ class PromptStream:
     return True
 
   def next(self) -> types.Prompt:
-    """Return the next prompt that fits; wait until it has been made.
+    """Wait for the next prompt that fits and return it.
 
-    Raises:
-      As `is_ready`.
+    It raises the same errors as `is_ready`.
     """
     while not self.is_ready(timeout_s=60.0):
       pass
@@ -165,22 +166,23 @@ class PromptStream:
     return prompt
 
   def state(self) -> dict[str, int]:
-    """Return where the stream stands, for a checkpoint."""
+    """Return the position of the stream, for a checkpoint."""
     return dict(self._place)
 
   def restore(self, state: Mapping[str, int]) -> None:
-    """Continue where `state` was taken, with the very same prompts."""
+    """Continue with the same prompts from a position that `state` returned."""
     self.close()
     names = ("next_index", "num_too_long")
     self._place = {name: state[name] for name in names}
-    # What was looked at, of which `_ahead` is the last and not yet taken.
+    # The position after the last item that was looked at. `_ahead` is the
+    # prompt of this item, if it fits and `next` has not returned it yet.
     self._seen = dict(self._place)
     self._ahead: types.Prompt | None = None
     self._num_barren = self._num_barren_tokens = 0
     self._shortest: int | None = None
 
   def close(self) -> None:
-    """Close the source's stream; the next use opens another one."""
+    """Close the source's stream. The next use opens another one."""
     if self._items is not None:
       self._items.close()
       self._items = None
@@ -237,9 +239,10 @@ def worked_examples(
 ) -> Generator[WorkedExample, None, None]:
   """Yield `num_examples` worked solutions of the warm-start split.
 
-  A question may come again with other mistakes in its solution, or with the
-  same: leaving repetitions out would leave out right solutions, which are all
-  alike, before wrong ones. Example n is a function of the seed and n.
+  A question may occur several times, with the same or with other mistakes in
+  its solution. Repetitions are not removed, because that would remove mostly
+  right solutions, which are all equal for a question. Example n depends only on
+  the seed and n.
 
   Raises:
     sections.ConfigError: prompt and solution are longer than `max_tokens`.
@@ -257,8 +260,8 @@ def _worked_example(
   max_tokens: int,
 ) -> WorkedExample:
   prompt = stream.next()
-  # Of the place in the stream, not of the item: in a second pass over a
-  # small dataset the mistakes are others.
+  # The seed depends on the position in the stream and not on the item, so that
+  # a second pass over a small dataset makes other mistakes.
   rng = np.random.default_rng((source.seed, stream.state()["next_index"]))
   solver = worked_solutions.SOLVERS[warm_start.solver]
   solution = solver(prompt.item, rng, warm_start.corrupted_frac)
@@ -277,15 +280,16 @@ def _worked_example(
 
 
 def render(template: str, item: Mapping[str, Any], source_name: str) -> str:
-  """Fill the template in with the question and the item's metadata.
+  """Fill in the template with the question and the item's metadata.
 
   Args:
-    template: see `sections.TaskSection`.
-    item: see `source`.
-    source_name: for messages.
+    template: the template; see `sections.TaskSection`.
+    item: the item; see `source`.
+    source_name: name of the source, for messages.
 
   Raises:
-    sections.ConfigError: the template asks for what the item does not have.
+    sections.ConfigError: the template uses a field that the item does not have,
+      or it cannot be filled in.
   """
   fields = {**item.get("metadata", {}), "question": item["question"]}
   try:
@@ -311,11 +315,10 @@ def validate_task(source: PromptSource) -> None:
   """Check source, template and alphabet on a few prompts.
 
   Raises:
-    sections.ConfigError: one of them is wrong; the line says what would be
-      right.
+    sections.ConfigError: one of them is wrong. The message says what to change.
   """
   source.items.check()
-  PromptStream(source, source_lib.Split.EVAL)  # that there is one
+  PromptStream(source, source_lib.Split.EVAL)  # raises if the split is missing
   stream = PromptStream(
     source, source_lib.Split.TRAIN, max_barren=_MAX_BARREN_CHECKED
   )
@@ -335,11 +338,11 @@ def validate_warm_start(
 ) -> None:
   """Check that the solver solves this task, in a form that can be scored.
 
-  The first examples have to fit rows of `max_tokens`; the rest is checked when
-  they are made.
+  The first 100 examples are checked against `max_tokens`. The others are
+  checked when they are made.
 
   Raises:
-    sections.ConfigError: it does not; the line says what would be right.
+    sections.ConfigError: a check failed. The message says what to change.
   """
   if warm_start.solver not in worked_solutions.SOLVERS:
     raise sections.ConfigError(

@@ -1,26 +1,26 @@
-"""What a source of items is: reasoning-gym, a file, a list, your own.
+"""The interface of a source of items: reasoning-gym, a file, a list, your own.
 
-A source has named splits, each of them a sequence of items without an end. The
-item at an index of a split is always the same, in every process and at every
-start, so an index is all that a checkpoint has to keep of a stream. A source of
-finite data begins again after its last item, and may shuffle each pass anew as
-long as the order follows from the source's seed, the split and the index.
+A source has named splits. Each split is an endless sequence of items. The item
+at an index of a split is the same in every process and in every run, so that a
+checkpoint only stores the index of a stream. A source of finite data begins
+again after its last item. It may shuffle each pass anew, as long as the order
+depends only on the source's seed, the split and the index.
 
-An item is a dict. It becomes `types.Prompt.item`, is stored in checkpoints, and
-is what a scorer is given. It has these entries, and any others that a scorer
-wants:
+An item is a dict. It becomes `types.Prompt.item`, is stored in checkpoints and
+is passed to the scorer. It has these entries, and any others that the scorer
+needs:
 
-    index       int, names the item within its split; the same one for the same
-                question in a later pass
-    question    str, what is asked: two items with the same question are one
-    metadata    dict, may be missing: what else a prompt's template may name
-    answer      what is right, if it is known; a warm start checks it
+    index       int that identifies the item within its split; the same for the
+                same question in a later pass
+    question    str; two items with the same question count as one
+    metadata    dict of further fields for the prompt's template; optional
+    answer      the right answer, if it is known; a warm start checks it
 
 Entries must be of the types that `storage.item_json` can store. A source of
 real data maps the columns of its files to these entries.
 
 `prompts` does the rest for all sources: it fills in the template, tokenizes,
-skips prompts that are too long, and keeps the place.
+skips prompts that are too long, and keeps the position of a stream.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -32,7 +32,7 @@ from jaxrl_async.storage import item_json
 
 
 class Split(enum.StrEnum):
-  """The splits that a run asks for by itself.
+  """The splits that a run uses by default.
 
   Each source has `TRAIN` and `EVAL`. `WARM_START` is needed for a warm start
   from worked solutions. A source may have further splits of its own.
@@ -44,38 +44,38 @@ class Split(enum.StrEnum):
 
 
 class SourceError(RuntimeError):
-  """A source failed to give an item that it should have."""
+  """A source failed to produce an item."""
 
 
 @runtime_checkable
 class ItemStream(Protocol):
   """The items of one split in order, from an index on.
 
-  Threads: one at a time.
+  Threads: only one thread at a time may use it.
   """
 
   def is_ready(self, timeout_s: float = 0.0) -> bool:
     """Return whether `next` would return at once.
 
-    The rollout thread asks between two decode calls, and goes on decoding while
-    the answer is no. A source that takes long to make an item therefore makes
-    it in another process or thread.
+    The rollout thread calls this method between two decode calls, and continues
+    to decode while the result is False. A source that takes long to make an
+    item should therefore make it in another process or thread.
 
     Args:
-      timeout_s: how long to wait for the item before the answer is no.
+      timeout_s: how long to wait for the item, in seconds.
 
     Raises:
-      SourceError: the next item will never be there.
+      SourceError: the next item will never be ready.
     """
     ...
 
   def next(self) -> dict[str, Any] | None:
-    """Return the item at the next index; wait until it is there.
+    """Wait for the item at the next index and return it.
 
     Returns:
-      None if the split has no item at that index, which takes up the index all
-      the same. A source that sorts items into splits as it makes them does
-      this instead of counting.
+      The item, or None if the split has no item at that index. The index is
+      used up in both cases. A source that decides on an item's split only after
+      making it returns None for items of other splits.
 
     Raises:
       sections.ConfigError: the source cannot be used as it is configured.
@@ -84,60 +84,66 @@ class ItemStream(Protocol):
     ...
 
   def close(self) -> None:
-    """End what makes items ahead of time. May be called twice."""
+    """Stop making items ahead of time. It may be called twice."""
     ...
 
 
 @runtime_checkable
 class Source(Protocol):
-  """Items in splits, each a function of (seed, split, index) alone.
+  """Items in splits, each of which depends only on (seed, split, index).
 
-  The source promises that no question of `EVAL` is in another split: held-out
-  accuracy means nothing otherwise, and nobody else checks it.
-
-  Attributes:
-    name: begins the prompt ids, and names the source in messages.
-    params: what the items depend on besides name and seed, of types that
-      `storage.item_json` can store.
-    versions: of the code or files that the items come from, by name. Held-out
-      questions that a workdir keeps are made again if a version, a parameter
-      or the name has changed.
-    splits: names of the splits.
+  The source must ensure that no question of `EVAL` is in another split.
+  Otherwise held-out accuracy means nothing. No other code checks this.
   """
 
   @property
-  def name(self) -> str: ...
+  def name(self) -> str:
+    """The first part of prompt ids, and the source's name in messages."""
+    ...
 
   @property
-  def params(self) -> Mapping[str, Any]: ...
+  def params(self) -> Mapping[str, Any]:
+    """Everything that the items depend on besides name and seed.
+
+    The values are of types that `storage.item_json` can store.
+    """
+    ...
 
   @property
-  def versions(self) -> Mapping[str, str]: ...
+  def versions(self) -> Mapping[str, str]:
+    """Versions of the code or files that the items come from, by name.
+
+    The held-out questions in a workdir are made again if a version, a parameter
+    or the name of the source has changed.
+    """
+    ...
 
   @property
-  def splits(self) -> Collection[str]: ...
+  def splits(self) -> Collection[str]:
+    """Names of the splits."""
+    ...
 
   def check(self) -> None:
-    """Check what can be checked at once, and begin to load what takes long.
+    """Check the settings, and start to load anything that takes long.
 
-    A mistake that shows only when an item is made is raised by the stream.
+    A mistake that appears only when an item is made is raised by the stream.
 
     Raises:
-      sections.ConfigError: the source cannot be used; one line that names the
-        setting.
+      sections.ConfigError: the source cannot be used. The message is one line
+        that names the setting.
     """
     ...
 
   def open(
     self, split: str, first_index: int, *, num_workers: int
   ) -> ItemStream:
-    """Begin to make a split's items from an index on; return at once.
+    """Start to make a split's items from an index on, without waiting.
 
     Args:
       split: one of `splits`.
-      first_index: of the first item; 0 or more.
+      first_index: index of the first item, 0 or more.
       num_workers: how many processes may make items at the same time. The
-        items must not depend on it; a source that needs none ignores it.
+        items must not depend on it. A source without processes ignores it.
     """
     ...
 
@@ -146,7 +152,7 @@ def stored(item: dict[str, Any], source_name: str) -> Any:
   """Return an item as JSON, for `item_json.decode`.
 
   Raises:
-    sections.ConfigError: it holds what a checkpoint cannot store.
+    sections.ConfigError: a checkpoint cannot store the item.
   """
   try:
     return item_json.encode(item)
@@ -158,14 +164,14 @@ def stored(item: dict[str, Any], source_name: str) -> Any:
 
 
 class IteratorStream:
-  """An `ItemStream` of an iterator that is quick to ask for its next item."""
+  """An `ItemStream` of an iterator that returns its next item quickly."""
 
   def __init__(self, items: Iterator[dict[str, Any] | None]):
-    """Take over an iterator, which begins at the stream's first index."""
+    """Create a stream of an iterator that begins at the first index."""
     self._items = items
 
   def is_ready(self, timeout_s: float = 0.0) -> bool:
-    """Return True: `next` asks the iterator for its item."""
+    """Return True, because `next` gets the item from the iterator."""
     return True
 
   def next(self) -> dict[str, Any] | None:

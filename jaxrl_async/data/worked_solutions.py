@@ -1,7 +1,7 @@
-"""Solutions written out step by step, for the supervised first stage.
+"""Solutions written out step by step, for the warm start.
 
-A policy that thinks in tokens has something for reinforcement learning to
-improve, and completions whose lengths have a long tail.
+A policy that learned to reason step by step can be improved by reinforcement
+learning. Its completions have lengths with a long tail.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,16 +15,17 @@ Solver = Callable[[Mapping[str, Any], np.random.Generator, float], str]
 def chain_sum(
   item: Mapping[str, Any], rng: np.random.Generator, corrupted_frac: float
 ) -> str:
-  r"""Add up from left to right, a line for each partial sum.
+  r"""Return a sum computed from left to right, with a line per partial sum.
 
-  "4 - 1 - 7 + 7" becomes "4-1=3\n3-7=-4\n-4+7=3": what follows the last "=" is
-  the answer. With terms of one digit a line has at most 10 characters.
+  "4 - 1 - 7 + 7" becomes "4-1=3\n3-7=-4\n-4+7=3". The answer is the text after
+  the last "=". With terms of one digit a line has at most 10 characters.
 
   Args:
-    item: of reasoning-gym's chain_sum.
-    rng: draws which sums are wrong, and by how much.
-    corrupted_frac: share of the partial sums, the last one included, that are
-      written wrong by 1 to 3, up or down, and carried on.
+    item: an item of reasoning-gym's chain_sum.
+    rng: draws which partial sums are wrong, and by how much.
+    corrupted_frac: probability that a partial sum, the last one included, is
+      wrong by 1 to 3 in either direction. Later lines continue with the wrong
+      sum.
   """
   first, *rest = item["metadata"]["expression"].split()
   if not rest:

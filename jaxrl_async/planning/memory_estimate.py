@@ -1,8 +1,8 @@
-"""What each slice needs of a device, by arithmetic.
+"""An estimate, by arithmetic, of the device memory that each slice needs.
 
-Parameters, gradients and moments are exact. Of activations it is what
-automatic differentiation keeps, and of working sets the large arrays only:
-`dry_run --compile` has the compiler's own figure.
+Parameters, gradients and moments are exact. Activations are those that
+automatic differentiation keeps. Of temporary arrays only the large ones count.
+`dry_run --compile` reports the compiler's own figure.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,12 +23,12 @@ _BATCH_BYTES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelBytes:
-  """Bytes of one device that a model of the train state takes.
+  """Bytes that a model of the train state takes on one device.
 
   Attributes:
-    trainable: the parameters that are trained.
-    frozen: the other parameters, in the type that they are held in.
-    optimizer: the optimizer's state, unless it lies in the host's memory.
+    trainable: bytes of the trainable parameters.
+    frozen: bytes of the other parameters, in the dtype in which they are held.
+    optimizer: bytes of the optimizer's state; 0 if it is in host memory.
   """
 
   trainable: int
@@ -37,17 +37,17 @@ class ModelBytes:
 
   @property
   def weights(self) -> int:
-    """All parameters."""
+    """Bytes of all parameters."""
     return self.trainable + self.frozen
 
   @property
   def gradients(self) -> int:
-    """The sum so far, and the gradients of a microbatch."""
+    """Bytes of the accumulated gradients and of one microbatch's gradients."""
     return 2 * self.trainable
 
   @property
   def parts(self) -> dict[str, int]:
-    """What the model takes, by name. What it does without is left out."""
+    """Bytes by name, without the parts that are 0."""
     parts = {
       "weights": self.weights,
       "optimizer": self.optimizer,
@@ -58,19 +58,20 @@ class ModelBytes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-  """Bytes of one device during an update.
+  """Bytes on one device during an update.
 
   Attributes:
-    weights: of all models that the trainer holds.
-    optimizer: its state, unless that is the host's.
-    gradients: the sum so far, and those of a microbatch.
-    activations: kept from the forward pass for the backward pass.
-    layer: one layer's backward pass, its gathered weights included.
-    logits: of a chunk of the vocabulary, a few times.
-    batch: of a train step.
-    least_activations: that no compiler can do without.
-    least_working: the same of a layer's backward pass or a chunk's logits,
-      whichever is larger.
+    weights: the parameters of all models of the train state.
+    optimizer: the optimizer's state; 0 if it is in host memory.
+    gradients: the accumulated gradients and those of one microbatch.
+    activations: activations kept from the forward pass for the backward pass.
+    layer: temporary arrays of one layer's backward pass, with the layer's
+      gathered weights.
+    logits: temporary arrays for the logits of one chunk of the vocabulary.
+    batch: the packed batch of a train step.
+    least_activations: a lower bound of the activations for any compiler.
+    least_working: a lower bound of the temporary arrays, either of a layer's
+      backward pass or of a chunk's logits, whichever is larger.
   """
 
   weights: int
@@ -85,7 +86,7 @@ class Estimate:
 
   @property
   def parts(self) -> dict[str, int]:
-    """What `total` is made of, by name."""
+    """The terms of `total` by name."""
     parts = dataclasses.asdict(self)
     del parts["least_activations"], parts["least_working"]
     del parts["logits" if self.layer > self.logits else "layer"]
@@ -93,12 +94,16 @@ class Estimate:
 
   @property
   def total(self) -> int:
-    """All of it; a layer's backward pass and the logits take turns."""
+    """The estimate in bytes.
+
+    A layer's backward pass and the logits are not in memory at the same time,
+    so that only the larger one counts.
+    """
     return sum(self.parts.values())
 
   @property
   def at_least(self) -> int:
-    """What an update holds at one moment, however it is compiled."""
+    """A lower bound of the peak in bytes, however the update is compiled."""
     return (
       self.weights
       + self.optimizer
@@ -117,14 +122,15 @@ def _kept(
   num_scores: int,
   itemsize: int,
 ) -> int:
-  """Bytes a token that one layer keeps.
+  """Return the bytes per token that one layer keeps for the backward pass.
 
   Args:
-    model: whose layers these are.
-    parts: into how many parts a logical axis is split.
-    remat: what is computed again.
-    num_scores: attention scores of a token that are written out.
-    itemsize: of an activation.
+    model: the architecture.
+    parts: returns into how many parts a logical axis is split.
+    remat: which activations are recomputed instead of kept.
+    num_scores: attention scores per token that are written to memory. 0 if the
+      kernel does not write them.
+    itemsize: bytes of an activation.
   """
   width = model.model_dim
   query = model.num_heads * model.head_dim // parts("heads")
@@ -140,7 +146,8 @@ def _kept(
     case sections.Remat.DOTS:
       return itemsize * (2 * width + 2 * query + 2 * key + 2 * mlp)
     case sections.Remat.NONE:
-      # Each norm keeps three float32 arrays; the softmax its numerators too.
+      # Each norm keeps three float32 arrays. The softmax keeps its numerators
+      # besides its result.
       norms = 6 * width + 3 * (query + key) * model.has_qk_norm
       inputs = 2 * width + 2 * query + 2 * key + 6 * mlp
       if num_scores == 0:
@@ -160,17 +167,17 @@ def training(
   others: Iterable[ModelBytes] = (),
   tokens_per_step: int,
 ) -> Estimate:
-  """The training slice's estimate.
+  """Return the estimate for an update on the training slice.
 
   Args:
     model: the policy's architecture, with the tokenizer's vocabulary.
-    shape: of the training mesh.
-    rules: of the same.
-    train: rows, attention and the logits' chunk.
-    section: type and rematerialisation of activations.
-    policy: what the policy takes of a device.
-    others: what each other model of the train state takes.
-    tokens_per_step: places of a step's packed batch.
+    shape: the shape of the training mesh.
+    rules: which mesh axes split which logical axes.
+    train: the section with the rows, the attention and the vocabulary chunk.
+    section: the section with the dtype and rematerialisation of activations.
+    policy: bytes of the policy on a device.
+    others: bytes of each other model of the train state on a device.
+    tokens_per_step: size of a step's packed batch in tokens, padding included.
   """
 
   def parts(axis: str) -> int:
@@ -179,7 +186,7 @@ def training(
   split = parts("batch") * parts("tokens")
   tokens = train.rows_per_microbatch * train.tokens_per_row // split
   itemsize = BYTES[section.compute_dtype]
-  # "auto" writes scores out for short rows only.
+  # "auto" writes scores to memory only for short rows.
   has_scores = train.attention == "xla" or (
     train.attention == "auto" and train.tokens_per_row <= 256
   )
@@ -193,17 +200,17 @@ def training(
 
   none, dots = sections.Remat.NONE, sections.Remat.DOTS
   remat = section.remat
-  # A compiler may drop what it can make again from the products.
+  # A compiler may drop activations that it can recompute from the products.
   least = kept(dots if remat is none else remat)
   head = model.vocab_size * model.model_dim // parts("vocab")
   layer_weights = policy.weights * parts("embed") - 4 * head * (
     1 if model.has_tied_head else 2
   )
   gathered = layer_weights // model.num_layers if parts("embed") > 1 else 0
-  # Half as much again as what a layer keeps is what compiled programs take.
+  # Compiled programs were found to take half as much again as a layer keeps.
   layer = kept(none) * (2 if remat is none else 3) // 2 + gathered
   chunk = min(train.vocab_chunk, model.vocab_size) // parts("vocab")
-  # The products of a layer are made again, if they were not kept.
+  # The backward pass recomputes the products of a layer that were not kept.
   working = 0 if remat in (none, dots) else kept(dots)
   working += tokens * num_scores * itemsize
   states = 3 * tokens * model.model_dim * 4
@@ -229,14 +236,14 @@ def rollout(
   *,
   published: int,
 ) -> dict[str, int]:
-  """Bytes of a device of the rollout slice: what is large there.
+  """Return the large parts of a rollout device's memory, in bytes by name.
 
   Args:
-    model: with the tokenizer's vocabulary.
-    shape: of the rollout mesh.
-    rules: of the same.
-    section: slots, buckets and cache.
-    published: bytes of one version of the weights, before it is split.
+    model: the architecture, with the tokenizer's vocabulary.
+    shape: the shape of the rollout mesh.
+    rules: which mesh axes split which logical axes.
+    section: the section with the slots, the prefill buckets and the cache.
+    published: bytes of one version of the weights, before they are sharded.
   """
 
   def parts(axis: str) -> int:
@@ -257,7 +264,7 @@ def rollout(
   rows, left = divmod(section.prefill_rows, parts("batch"))
   rows = section.prefill_rows if left else rows
   return {
-    # While one version is adopted, the one before it is in use.
+    # While a new version is being adopted, the previous one is still in use.
     "weights": 2 * published // (parts("mlp") * parts("embed")),
     "cache": cache // (slots * parts("kv_heads")),
     "prefill": rows * bucket * kept,
@@ -267,10 +274,14 @@ def rollout(
 
 
 def check(estimate: Estimate, limit: int | float | None) -> None:
-  """Refuses what a device of that many bytes cannot hold; None is unknown.
+  """Check that a device can hold an update.
+
+  Args:
+    estimate: the estimate for the training slice.
+    limit: bytes of a device. None means unknown, and nothing is checked.
 
   Raises:
-    ConfigError: it has less than what no compiler can do without.
+    ConfigError: a device has fewer bytes than the lower bound of the estimate.
   """
   if limit is None or estimate.at_least <= limit:
     return
@@ -304,15 +315,15 @@ def check_rollout(
   section: sections.RolloutSection,
   limit: int | float | None,
 ) -> None:
-  """Refuses what a device of the rollout slice cannot hold.
+  """Check that a device of the rollout slice can hold what generation needs.
 
   Args:
-    parts: of `rollout`.
-    section: that they are of.
-    limit: bytes of a device; None is unknown.
+    parts: the result of `rollout`.
+    section: the section that `rollout` was called with.
+    limit: bytes of a device. None means unknown, and nothing is checked.
 
   Raises:
-    ConfigError: weights, cache and what is prefilled are more than it has.
+    ConfigError: weights, cache and the outputs of prefill do not fit.
   """
   at_least = parts["weights"] // 2 + parts["cache"] + parts["prefilled"]
   if limit is None or at_least <= limit:
@@ -339,10 +350,16 @@ def check_warm_start(
   tokens_per_row: int,
   limit: int | float | None,
 ) -> None:
-  """Refuses a batch of the warm start that is more than all devices hold.
+  """Check that a batch of the warm start fits.
+
+  Args:
+    section: the section of the warm start.
+    tokens_per_row: length of a row.
+    limit: bytes of all devices together. None means unknown, and nothing is
+      checked.
 
   Raises:
-    ConfigError: it is.
+    ConfigError: the batch has more bytes than the devices.
   """
   num_bytes = section.rows_per_batch * tokens_per_row * _BATCH_BYTES
   if section.num_steps and limit is not None:
@@ -355,7 +372,7 @@ def check_warm_start(
 
 
 def host_bytes() -> int:
-  """Memory of this machine, or of the container that this runs in."""
+  """Return the bytes of memory of this machine or container."""
   physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
   try:
     limit = pathlib.Path("/sys/fs/cgroup/memory.max").read_text().strip()
@@ -371,14 +388,15 @@ def _refuse(
   largest: dict[str, tuple[str, int]],
   use: dict[str, str],
 ) -> None:
-  """Raises a ConfigError that names the largest part.
+  """Raise a ConfigError that names the largest part.
 
   Args:
-    what: needs it.
-    at_least: bytes that it needs of a device.
+    what: name of the work that does not fit.
+    at_least: bytes that it needs on a device.
     limit: bytes that a device has.
-    largest: by field, the part that it sizes, and the part's bytes.
-    use: what helps, by field.
+    largest: for each field of the config, the part of memory that it controls
+      and the part's bytes.
+    use: for each field, advice on how to need less.
   """
   path = max(largest, key=lambda name: largest[name][1])
   part, num_bytes = largest[path]
@@ -389,13 +407,13 @@ def _refuse(
 
 
 def size(num_bytes: int) -> str:
-  """MiB below a GiB, else GiB."""
+  """Return a size as text, in MiB below one GiB and in GiB otherwise."""
   if num_bytes < 1 << 30:
     return f"{num_bytes / (1 << 20):,.1f} MiB"
   return f"{num_bytes / (1 << 30):,.1f} GiB"
 
 
 def line(parts: dict[str, int]) -> str:
-  """The parts by name, largest first."""
+  """Return the names and sizes of the parts as text, largest first."""
   ordered = sorted(parts.items(), key=lambda part: -part[1])
   return ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in ordered)

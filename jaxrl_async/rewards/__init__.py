@@ -1,1 +1,1 @@
-"""Scoring completions in processes of their own."""
+"""Rewards: completions are scored in separate processes."""

@@ -1,4 +1,4 @@
-"""What a scorer is shown of a trajectory, as text where the tokenizer is."""
+"""Conversion of a trajectory to the `Completion` that a scorer gets."""
 
 import numpy as np
 
@@ -9,10 +9,10 @@ from jaxrl_async.types import Completion, Trajectory, Turn
 def of_trajectory(
   trajectory: Trajectory, tokenizer: tokenizer_lib.Tokenizer
 ) -> Completion:
-  """Decode a finished trajectory; its answer is left to the reward service.
+  """Decode a finished trajectory. The reward service adds the answer later.
 
-  A turn is a run of tokens with a False `loss_mask` and the run of True ones
-  after it.
+  A turn is a run of tokens with a False `loss_mask` and the following run of
+  tokens with a True one.
 
   Raises:
     ValueError: the trajectory has not ended.
@@ -31,7 +31,7 @@ def of_trajectory(
     turns.append(
       Turn(
         prompt=tokenizer.decode(tokens[first:middle]),
-        # The whole text was decoded already.
+        # With a single turn, its completion is the text decoded above.
         completion=text
         if len(begins) == 1
         else tokenizer.decode(tokens[middle:end]),

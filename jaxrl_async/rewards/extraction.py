@@ -1,18 +1,18 @@
-"""Which part of a completion is its answer."""
+"""Extraction of the answer from a completion."""
 
 
 def extract_answer(completion: str, answer_prefix: str) -> str | None:
-  """Return what follows the last prefix, up to the end of its line, stripped.
+  """Return the text after the last prefix, up to the end of the line, stripped.
 
   The scorers of reasoning-gym give partial credit to text that merely contains
-  the right answer. What they score is therefore the extracted answer alone.
+  the right answer. They are therefore given only the extracted answer.
 
   Args:
-    completion: what the policy wrote, without special tokens.
-    answer_prefix: "" takes the whole completion, stripped.
+    completion: text of the completion, without special tokens.
+    answer_prefix: the prefix. "" selects the whole completion, stripped.
 
   Returns:
-    None where the prefix does not occur.
+    The answer, or None if the prefix does not occur.
   """
   if not answer_prefix:
     return completion.strip()

@@ -1,9 +1,9 @@
 """A lock between processes that leaves nothing behind when they are killed.
 
-Those of multiprocessing are named semaphores, which lie in /dev/shm: there must
-be room for them, and where a whole group of processes is killed nobody removes
-them. This one locks a file that has no name any more, and the kernel unlocks it
-when its process ends.
+The locks of multiprocessing are named semaphores in /dev/shm. They need room
+there, and they are not removed if a whole group of processes is killed. The
+lock of this module locks a file that has no name any more. The kernel unlocks
+it when the process that holds it ends.
 """
 
 import fcntl
@@ -18,19 +18,21 @@ _POLL_S = 0.001
 
 
 class FileLock:
-  """Has the interface of `multiprocessing.RLock`; given to child processes.
+  """A lock with the interface of `multiprocessing.RLock`.
 
-  Threads: one of each process may use it, since the kernel knows the process
-  that holds a lock and not the thread.
+  It can be passed to child processes.
+
+  Threads: only one thread of each process may use it, because the kernel
+  records which process holds a lock, not which thread.
   """
 
   def __init__(self, descriptor: int):
-    """Take over the descriptor of an open file."""
+    """Create a lock that owns the descriptor of an open file."""
     self._descriptor = descriptor
     self._depth = 0
 
   def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
-    """Take the lock, and return whether it was free before the timeout."""
+    """Acquire the lock, and return whether that succeeded in time."""
     end_s = None if timeout is None else time.monotonic() + timeout
     while not self._depth and not self._try():
       if not block or (end_s is not None and time.monotonic() > end_s):
@@ -40,7 +42,7 @@ class FileLock:
     return True
 
   def release(self) -> None:
-    """Give the lock back; once for each `acquire`."""
+    """Release the lock, once for each `acquire`."""
     self._depth -= 1
     if not self._depth:
       fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
@@ -53,9 +55,11 @@ class FileLock:
     return True
 
   def __del__(self):
+    """Close the file."""
     os.close(self._descriptor)
 
   def __reduce__(self):
+    """Pass a duplicate of the descriptor to a child process."""
     return _from_parent, (reduction.DupFd(self._descriptor),)
 
 
@@ -64,8 +68,9 @@ def _from_parent(duplicate: Any) -> FileLock:
 
 
 class ForkServerContext(multiprocessing.context.ForkServerContext):
-  """The fork server's, whose recursive locks are files."""
+  """The fork server's context, with recursive locks that are files."""
 
   def RLock(self) -> Any:  # noqa: N802, the name is multiprocessing's
+    """Return a new `FileLock` of an unnamed temporary file."""
     with tempfile.TemporaryFile() as file:
       return FileLock(os.dup(file.fileno()))

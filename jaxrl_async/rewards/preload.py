@@ -1,14 +1,15 @@
-"""Imported by the fork server, and there only: what reward processes share.
+"""Set-up of the fork server from which reward processes are forked.
 
-Three things are done once, so that a reward process starts within milliseconds,
-also the one that replaces a process that hung:
+Only the fork server imports this module. It does three things once, so that
+each reward process starts within milliseconds. That includes a process which
+replaces one that hung.
 
-- reasoning-gym is imported;
-- Ctrl-C and a hangup, which a terminal sends to all processes of a run, are
-  left to the one that trains: the others end when it does;
-- `multiprocessing` is kept from running the parent's main script again in each
-  child, as it otherwise does. A launch file imports jax, which starts threads
-  and takes seconds and memory, and nothing of it is needed to score.
+- It imports reasoning-gym.
+- It ignores Ctrl-C and hangups, which a terminal sends to all processes of a
+  run. Only the main process handles them; the others end when it ends.
+- It keeps `multiprocessing` from running the parent's main script again in each
+  child. A launch file imports jax, which starts threads and takes seconds and
+  memory, and scoring needs nothing of it.
 """
 
 from multiprocessing import spawn

@@ -1,7 +1,7 @@
-"""The only file that imports reasoning-gym: its datasets and their scorers.
+"""The datasets and scorers of reasoning-gym. No other file imports the library.
 
-The import takes seconds, so it happens at first use; in the reward processes
-that is in the fork server, once, before any of them exists.
+The import takes seconds and happens at first use. For the reward processes that
+is in the fork server, once, before any of them exists.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,10 +16,10 @@ from jaxrl_async.types import Completion
 
 @functools.cache
 def library() -> types.ModuleType:
-  """Import reasoning-gym, without the warnings that are not ours."""
+  """Import reasoning-gym without the warnings of its dependencies."""
   with warnings.catch_warnings():
-    # A dependency compares with a literal; compiling it says so each time
-    # where byte code cannot be cached.
+    # A dependency compares with a literal. Compiling it warns at each start if
+    # byte code cannot be cached.
     warnings.filterwarnings(
       "ignore", category=SyntaxWarning, module=".*cellpylib"
     )
@@ -27,7 +27,8 @@ def library() -> types.ModuleType:
     from reasoning_gym.arithmetic import time_intervals
     import reasoning_gym.factory
 
-  # It completes a time of the day by today's date, in the item's metadata.
+  # The library completes a time of day with today's date, in the item's
+  # metadata. A fixed date makes the items the same every day.
   parse = functools.partial(
     time_intervals.parser.parse, default=datetime.datetime(2000, 1, 1)
   )
@@ -36,12 +37,12 @@ def library() -> types.ModuleType:
 
 
 def datasets() -> Mapping[str, tuple[type, type]]:
-  """Return class and settings dataclass of every dataset, by name."""
+  """Return the class and the settings dataclass of every dataset, by name."""
   return library().factory.DATASETS
 
 
 def create_dataset(name: str, params: Mapping[str, Any], **sizes: int) -> Any:
-  """Build a dataset; its item i is a function of its seed and i."""
+  """Build a dataset, whose item i depends only on its seed and i."""
   return library().create_dataset(name, **params, **sizes)
 
 
@@ -49,20 +50,21 @@ _SCORERS: dict[str, Callable[[str | None, Mapping[str, Any]], float]] = {}
 
 
 def score(item: Mapping[str, Any], completion: Completion) -> float:
-  """Score a completion's answer as the dataset that made the item does."""
+  """Return the dataset's score of a completion's answer, from 0 to 1."""
   return score_answer(item, completion.answer)
 
 
 def score_answer(item: Mapping[str, Any], answer: str | None) -> float:
-  """Score an answer as the dataset that made the item does, from 0 to 1.
+  """Return the dataset's score of an answer, from 0 to 1.
 
   Args:
-    item: as `questions.QuestionSource` makes them.
-    answer: the extracted answer; None scores 0, as nothing was answered.
+    item: an item of `questions.QuestionSource`.
+    answer: the extracted answer. None means that there is no answer, and scores
+      0.
   """
   if answer is None:
     return 0.0
-  # A scorer may depend on the dataset's parameters, so they travel along.
+  # A scorer may depend on the dataset's parameters, so the item holds them.
   key = f"{item['dataset']} {item['params']!r}"
   if key not in _SCORERS:
     dataset = create_dataset(item["dataset"], item["params"], seed=0)

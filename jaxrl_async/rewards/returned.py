@@ -1,4 +1,4 @@
-"""What a scorer returned: a reward, or a reason why it is none."""
+"""Validation of the values that scorers return."""
 
 from collections.abc import Mapping
 import math
@@ -9,18 +9,23 @@ from jaxrl_async.types import Reward
 
 
 class NoRewardError(ValueError):
-  """What a scorer returned is no reward; the message is a failure's reason."""
+  """A scorer returned something that is not a reward.
+
+  The message is the reason of a `RewardFailure`.
+  """
 
 
 def as_reward(returned: Any, num_tokens: int) -> Reward:
-  """Return what a scorer returned as a `Reward` of plain numbers.
+  """Convert the value that a scorer returned to a `Reward` of plain numbers.
 
   Args:
-    returned: by the scorer; anything.
-    num_tokens: of the completion; token scores are at positions below it.
+    returned: the value; it may be anything.
+    num_tokens: number of tokens of the completion. Positions of token scores
+      must be below it.
 
   Raises:
-    NoRewardError: it is neither a finite number nor a reward made of them.
+    NoRewardError: the value is neither a finite number nor a `Reward` of finite
+      numbers.
   """
   if not isinstance(returned, Reward):
     return Reward(score=_number(returned, ""))

@@ -1,11 +1,11 @@
-"""Scores whole groups in a pool of processes, each score with a deadline.
+"""The reward service: scores groups in a pool of processes, with deadlines.
 
-A scorer is other people's code run on text that a policy made up: it may raise,
-hang, exit, or return something that is no reward. Each of these is a
-`RewardFailure`, after the configured retries; a failure is never turned into a
+A scorer is user code that runs on text which a policy generated. It may raise,
+hang, exit or return something that is not a reward. After the configured
+retries each of these becomes a `RewardFailure`. A failure never becomes a
 score.
 
-One group is one pool task: 32 groups of 16 cost 32 round trips, not 512.
+One group is one task of the pool: 32 groups of 16 cost 32 round trips, not 512.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,15 +28,15 @@ from jaxrl_async.rewards import reasoning
 from jaxrl_async.rewards import returned as returned_lib
 from jaxrl_async.types import Completion, Reward
 
-# (types.Prompt.item, completion) -> score, or a score with more to it. It must
-# be a function of a module that imports neither jax nor the launch file.
+# (types.Prompt.item, completion) -> score or `Reward`. It must be a function of
+# a module that imports neither jax nor the launch file.
 Scorer = Callable[[dict[str, Any], Completion], float | Reward]
 
 _PRELOAD = "jaxrl_async.rewards.preload"
-# Processor seconds past its deadline after which a score that does not return
-# to the interpreter (a long loop in C, say) has its process killed.
+# A scorer may not return to the interpreter, for example from a long loop in C.
+# Its process is killed after this many seconds of CPU time past the deadline.
 _KILL_GRACE_S = 1.0
-# Seconds past all its scores' deadlines after which a group is given up.
+# A group is given up this many seconds after the deadlines of all its scores.
 _GROUP_GRACE_S = 2.0
 _KILLED = "timeout: the scorer did not return; its process was killed"
 
@@ -47,7 +47,7 @@ class RewardFailure:
 
   Attributes:
     reason: one line that starts with "timeout", "error" or "nan".
-    traceback: of the scorer, "" where its process died.
+    traceback: traceback of the scorer; "" if its process died.
   """
 
   reason: str
@@ -57,15 +57,15 @@ class RewardFailure:
 class RewardService:
   """A pool of processes that score groups.
 
-  Invariant: each submitted group ends as rewards or as a `RewardFailure`,
-  within (num_retries + 1) * (group size * timeout_s + 2 s) of being picked up,
-  for as long as its owner polls. Why: each score runs under a timer in its
-  process; a process that ignores it is killed by the kernel or, at last, by
-  pebble; a pool that broke is replaced, and the groups it held count a failed
-  attempt.
+  Invariant: each submitted group ends as rewards or as a `RewardFailure` within
+  (num_retries + 1) * (group size * timeout_s + 2 s) after its processing has
+  begun, as long as the owner of the handle polls. This holds because each score
+  runs under a timer in its process. A process that ignores the timer is killed
+  by the kernel or, as a last resort, by pebble. A broken pool is replaced, and
+  the groups that it held count a failed attempt.
 
-  Threads: any thread may submit, and owns the handle it got. `_lock` guards the
-  pool in use and the counters.
+  Threads: any thread may submit, and owns the handle that it gets. `_lock`
+  guards the pool in use and the counters.
   """
 
   def __init__(
@@ -77,14 +77,14 @@ class RewardService:
     answer_prefix: str,
     scorer: Scorer = reasoning.score,
   ):
-    """Start the processes; they import their libraries in the background.
+    """Start the processes, which import their libraries in the background.
 
     Args:
-      num_workers: processes that score.
-      timeout_s: deadline of one score.
-      num_retries: further attempts at a group before it is a failure.
-      answer_prefix: see `extraction.extract_answer`.
-      scorer: a function of an importable module, so not of the main script.
+      num_workers: number of processes that score.
+      timeout_s: time limit of one score in seconds.
+      num_retries: number of further attempts at a group before it fails.
+      answer_prefix: prefix of the answer; see `extraction.extract_answer`.
+      scorer: a function of an importable module, not of the main script.
     """
     self._num_workers = num_workers
     self._timeout_s = timeout_s
@@ -110,7 +110,7 @@ class RewardService:
 
     Raises:
       TimeoutError: they were not ready in time.
-      RuntimeError: they imported jax, or not what they should.
+      RuntimeError: they imported jax, or they did not import `preload`.
     """
     deadline = time.monotonic() + timeout_s
     self._started.result(timeout=timeout_s)
@@ -129,11 +129,12 @@ class RewardService:
   def submit(
     self, item: dict[str, Any], completions: Sequence[Completion]
   ) -> "ScoreHandle":
-    """Begin to score a group; returns at once.
+    """Start to score a group, without waiting for the result.
 
     Args:
-      item: the prompt's, as the scorer is given it.
-      completions: of `completion.of_trajectory`; their answers are found here.
+      item: the item of the prompt, which is passed to the scorer.
+      completions: results of `completion.of_trajectory`. This method fills in
+        their answers.
     """
     answered = [
       dataclasses.replace(
@@ -145,7 +146,10 @@ class RewardService:
     return ScoreHandle(self, item, answered)
 
   def metrics(self) -> dict[str, float]:
-    """Return failed attempts so far, and seconds an attempt since last time."""
+    """Return the failed attempts so far and the mean seconds of an attempt.
+
+    The mean is over the attempts since the last call.
+    """
     with self._lock:
       latencies_s, self._latencies_s = self._latencies_s, []
       return {
@@ -157,10 +161,10 @@ class RewardService:
       }
 
   def close(self, timeout_s: float = 10.0) -> None:
-    """End the processes; what is still being scored is given up.
+    """End the processes and give up the groups that are being scored.
 
     Raises:
-      TimeoutError: they did not end in time.
+      TimeoutError: the processes did not end in time.
     """
     with self._lock:
       if not self._is_closed:
@@ -176,11 +180,11 @@ class RewardService:
         )
 
   def _start(self) -> None:
-    """Fork the processes; blocks until the fork server has its libraries."""
+    """Fork the processes, which waits for the fork server's imports."""
     try:
       with self._lock:
         if not self._is_closed:
-          # One for each process, so that all of them start now.
+          # There is one task for each process, so that all of them start now.
           self._greetings = [
             self._pool.schedule(_loaded_modules)
             for _ in range(self._num_workers)
@@ -196,7 +200,7 @@ class RewardService:
     )
 
   def _stop(self, pool: pebble.ProcessPool) -> None:
-    """Stop a pool on a thread of its own; pebble's join has no deadline."""
+    """Stop a pool on a separate thread, since pebble's join has no timeout."""
     pool.stop()
     thread = threading.Thread(
       target=pool.join, name="stop reward processes", daemon=True
@@ -232,13 +236,13 @@ class RewardService:
         self._num_errors += 1
 
   def _count_latency(self, latency_s: float) -> None:
-    # Without the lock: runs on a thread of the pool, or inside `_schedule`,
-    # which holds it. Appending is atomic.
+    # This does not take the lock, because it runs on a thread of the pool or
+    # inside `_schedule`, which holds the lock. Appending is atomic.
     self._latencies_s.append(latency_s)
 
 
 class ScoreHandle:
-  """A group being scored. Retries happen when its owner polls."""
+  """A group that is being scored. Retries start when its owner polls."""
 
   def __init__(
     self,
@@ -246,6 +250,7 @@ class ScoreHandle:
     item: dict[str, Any],
     completions: list[Completion],
   ):
+    """Start the first attempt."""
     self._service = service
     self._item = item
     self._completions = completions
@@ -254,10 +259,10 @@ class ScoreHandle:
     self._begin()
 
   def done(self) -> bool:
-    """Return whether the result is there, without waiting for it.
+    """Return whether the result has arrived, without waiting for it.
 
     Raises:
-      RuntimeError: the service was closed meanwhile.
+      RuntimeError: the service was closed before.
     """
     if self._outcome is not None:
       return True
@@ -270,9 +275,17 @@ class ScoreHandle:
     return self._outcome is not None
 
   def result(self) -> list[Reward] | RewardFailure:
-    """Wait for the rewards, in the order of the completions."""
+    """Wait for the rewards and return them in the order of the completions.
+
+    Returns:
+      The rewards, or the failure of the group's last attempt.
+
+    Raises:
+      RuntimeError: the service was closed before.
+    """
     while not self.done():
-      # Not for ever: a closed or broken pool never completes its futures.
+      # The wait has a timeout, because a closed or broken pool never completes
+      # its futures.
       futures.wait([self._future], timeout=0.1)
     assert self._outcome is not None
     return self._outcome
@@ -293,7 +306,7 @@ class ScoreHandle:
 
 
 def _outcome(future: futures.Future) -> list[Reward] | RewardFailure:
-  """Return what became of one attempt."""
+  """Return the rewards or the failure of one attempt."""
   if not future.done():
     return RewardFailure("error: the pool of reward processes broke")
   if future.cancelled():
@@ -314,11 +327,11 @@ def _outcome(future: futures.Future) -> list[Reward] | RewardFailure:
   )
 
 
-# What follows runs in a reward process.
+# The code below runs in a reward process.
 
 
 class _ScoreTimeout(BaseException):
-  """Raised inside a scorer whose time is up; no `except Exception` stops it."""
+  """The time of a scorer is up. `except Exception` does not catch it."""
 
 
 def _loaded_modules() -> tuple[bool, bool]:
@@ -331,7 +344,7 @@ def _score_group(
   completions: list[Completion],
   timeout_s: float,
 ) -> list[Reward] | RewardFailure:
-  """Score each completion, or say why the first that failed did."""
+  """Return the reward of each completion, or the first failure."""
   rewards = []
   for completion in completions:
     reward = _score_before_deadline(scorer, item, completion, timeout_s)
@@ -355,14 +368,16 @@ def _score_before_deadline(
     raise _ScoreTimeout
 
   signal.signal(signal.SIGALRM, run_out)
-  # Again every second, since a bare `except` in the scorer swallows the first.
+  # The signal repeats every second, in case a bare `except` in the scorer
+  # catches the first one.
   signal.setitimer(signal.ITIMER_REAL, timeout_s, 1.0)
-  # Left at its default action, which ends the process even while it is in C.
+  # This signal keeps its default action, which ends the process even while it
+  # runs C code.
   signal.setitimer(signal.ITIMER_VIRTUAL, timeout_s + _KILL_GRACE_S)
   error = None
   try:
     returned = scorer(item, completion)
-  except BaseException as raised:  # SystemExit too: user code, counted
+  except BaseException as raised:  # user code may also raise SystemExit
     error, returned = raised, None
   finally:
     signal.setitimer(signal.ITIMER_REAL, 0.0)

@@ -1,1 +1,1 @@
-"""The rollout worker and the episodes it plays."""
+"""Rollouts: the coordinator, its replicas and the thread that drives them."""

@@ -1,4 +1,4 @@
-"""Clients whose requests a replica writes beside its groups."""
+"""The interface to client requests that a replica serves beside its groups."""
 
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
@@ -9,34 +9,40 @@ from jaxrl_async.engine import sequence as sequence_lib
 
 @runtime_checkable
 class ClientRequests(Protocol):
-  """Requests that share a scheduler with whatever else it writes.
+  """Client requests that share a scheduler with other sequences.
 
-  All methods belong to the thread that drives the scheduler.
+  Threads: all methods belong to the thread that drives the scheduler.
   """
 
   def feed(
     self, scheduler: scheduler_lib.Scheduler, most: int | None = None
   ) -> None:
-    """Hands over what is next, and cancels what nobody wants any more.
+    """Submit the next requests and cancel those whose clients have left.
 
     Args:
-      scheduler: that will write it.
-      most: sequences of requests that it may have at a time.
+      scheduler: the scheduler that generates the completions.
+      most: the largest number of request sequences that the scheduler may hold
+        at a time. None sets no limit.
     """
     ...
 
   def deliver(self, ended: Iterable[sequence_lib.Sequence]) -> None:
-    """Tells clients what was written since the last time.
+    """Send clients the tokens that were generated since the last call.
 
     Args:
-      ended: of `Scheduler.step`; those of others are left alone.
+      ended: the sequences that `Scheduler.step` returned. Sequences that do
+        not belong to a request are ignored.
     """
     ...
 
   def num_written(self) -> int:
-    """Tokens written for requests so far."""
+    """Return the number of tokens generated for requests so far."""
     ...
 
   def close(self, *, has_failed: bool) -> None:
-    """Ends everything that has not finished; nothing is taken any more."""
+    """End all unfinished requests and accept no further ones.
+
+    Args:
+      has_failed: whether the rollout worker ended with an error.
+    """
     ...

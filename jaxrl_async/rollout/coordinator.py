@@ -1,9 +1,10 @@
-"""The coordinator: admits groups, plays their episodes, keeps the books.
+"""The coordinator: admits groups, runs their episodes and records the outcome.
 
-It never touches an engine. Replicas ask it for turns and report what they wrote
-(`messages` has the verbs), and all that it answers can be sent to another
-process. What a replica reported last is all that the coordinator knows of it,
-and enough for another replica to go on.
+The coordinator never touches an engine. Replicas ask it for turns and report
+the tokens that they generated, with the calls defined in `messages`. Every
+answer can be sent to another process. The coordinator knows of a trajectory
+only what was reported last, and that is enough for another replica to continue
+it.
 """
 
 from collections.abc import Iterable
@@ -23,20 +24,21 @@ from jaxrl_async.text import tokenizer as tokenizer_lib
 
 
 class RewardError(RuntimeError):
-  """Too many groups in a row failed, or none had rewards to learn from.
+  """Too many groups in a row failed or had only equal rewards.
 
-  Of failures the message holds the first traceback.
+  If groups failed, the message contains the traceback of the first failure.
   """
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class CoordinatorSettings:
-  """What a coordinator needs of the configuration.
+  """The part of the configuration that the coordinator uses.
 
   Attributes:
-    max_tokens: of a trajectory; the cache of every replica holds as many.
-    max_filtered_groups: in a row, after which the run ends: nobody waits for
-      the one group in so many that is not filtered.
+    max_tokens: the longest trajectory in tokens, prompt included. The cache of
+      every replica holds this many.
+    max_filtered_groups: the run ends with an error after this many filtered
+      groups in a row, because training would hardly advance.
   """
 
   group_size: int
@@ -50,7 +52,12 @@ class CoordinatorSettings:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class _Failure:
-  """Why a group has failed, for the ledger and for whoever looks for it."""
+  """Why a group failed.
+
+  Attributes:
+    reason: one line for the ledger.
+    traceback: the traceback for the error message of the run.
+  """
 
   reason: str
   traceback: str
@@ -61,12 +68,15 @@ class _Running:
   """A group that has not reached the buffer.
 
   Attributes:
-    episodes: by member.
-    trajectories: by member, as they were reported last.
-    unfinished: members whose episodes go on.
-    replica: which writes the unfinished members; None while they wait for one.
-    score: once all members are finished.
-    failure: set when the group has failed, but its replica was not heard yet.
+    episodes: the episode of each member.
+    trajectories: the trajectory of each member as last reported.
+    unfinished: the members whose episodes have not ended.
+    replica: the replica that generates the unfinished members. None while they
+      wait for a replica.
+    score: the handle of the group's rewards. None until all members are
+      finished.
+    failure: set as soon as the group has failed. The group ends when its
+      replica has reported the members it was still generating.
   """
 
   admission: types.Admission
@@ -84,7 +94,7 @@ class _Running:
   failure: _Failure | None = None
 
   def group(self) -> types.RolloutGroup:
-    """What is known of it, members in order, partial ones included."""
+    """Return the group with its trajectories so far, in order of member."""
     return types.RolloutGroup(
       admission=self.admission,
       prompt=self.prompt,
@@ -93,7 +103,7 @@ class _Running:
     )
 
   def abort(self, members: Iterable[int]) -> None:
-    """Nothing more is written of these members."""
+    """Mark these members as aborted and no longer unfinished."""
     for member in members:
       self.trajectories[member] = dataclasses.replace(
         self.trajectories[member], finish_reason=types.FinishReason.ABORTED
@@ -102,18 +112,20 @@ class _Running:
 
 
 class Coordinator:
-  """One side of a rollout, of which the replicas are the other.
+  """Admits groups, hands their turns to replicas and has them scored.
 
-  Invariant: a group that was admitted is in exactly one place: in `_running`,
-  or handed to the buffer, or ended in the ledger. One in `_running` has
-  unfinished members or awaits a score. All its unfinished members are with the
-  same replica, or they wait for one, and then the group is in `_waiting` too.
+  Invariant: an admitted group is in exactly one place. It is in `_running`, or
+  it was handed to the buffer, or the ledger records that it ended. A group in
+  `_running` has unfinished members or awaits its score. Either one replica has
+  all of its unfinished members, or they wait for a replica and the group is in
+  `_waiting` as well.
 
-  Threads: one at a time, which is the one that drives the only replica, as long
-  as there is one. Others may call `status`.
+  Threads: only one thread at a time may call the methods. With a single
+  replica, it is the thread that drives this replica. `status` may be called
+  from any thread.
 
   Attributes:
-    stream: where prompts come from.
+    stream: the source of prompts for new groups.
   """
 
   def __init__(
@@ -128,6 +140,7 @@ class Coordinator:
     busy: metrics_lib.BusyClock,
     episode: episode_lib.Episode = episode_lib.single_turn,
   ):
+    """Create a coordinator that has no groups yet."""
     self.settings = settings
     self.stream = stream
     self._buffer = buffer
@@ -139,15 +152,16 @@ class Coordinator:
     self._running: dict[int, _Running] = {}
     self._waiting: dict[int, _Running] = {}
     self._versions: dict[str, int] = {}  # by replica
-    self._failures: list[str] = []  # of the last groups in a row
+    self._failures: list[str] = []  # of consecutive groups, oldest first
     self._num_filtered = 0  # since the last group for the buffer
 
-  # -- what replicas say ----------------------------------------------------
+  # -- calls from replicas --------------------------------------------------
 
   def admit(self, ask: messages.Ask) -> messages.Work:
-    """Returns turns for a replica that has room: whole groups, while it has.
+    """Return turns of whole groups until the replica's room is used up.
 
-    Groups that wait are first, then new ones as far as the buffer allows.
+    Groups that wait for a replica come first. New groups follow as long as the
+    buffer admits them.
     """
     turns: list[messages.Turn] = []
     while len(turns) < ask.room:
@@ -159,10 +173,14 @@ class Coordinator:
     return messages.Work(turns=tuple(turns))
 
   def report(self, report: messages.Report) -> messages.Work:
-    """Takes note of what was written; returns how it goes on.
+    """Record the reported trajectories and return the work that follows.
 
-    What is reported of a group that has ended, or that another replica writes
-    meanwhile, is not wanted any more.
+    A report is ignored if its group has ended or if another replica has taken
+    the group over. The answer then cancels the group.
+
+    Raises:
+      ValueError: a replica aborted a group that was not cancelled.
+      RewardError: too many groups in a row failed.
     """
     turns, failed, unwanted = [], {}, {}
     for written in report.written:
@@ -186,7 +204,8 @@ class Coordinator:
       if running.failure is not None:
         running.abort([member])
         failed[written.group] = running
-    # The ledger counts what their other members wrote, so those come first.
+    # The ledger counts the tokens of all members. A failed group therefore ends
+    # only after its other members have been reported.
     for running in failed.values():
       if not running.unfinished:
         self._end_failed(running)
@@ -194,11 +213,11 @@ class Coordinator:
     return messages.Work(turns=tuple(turns), cancelled=(*cancelled, *unwanted))
 
   def adopted(self, adopted: messages.Adopted) -> None:
-    """Takes note of a replica's version."""
+    """Record the policy version that a replica holds."""
     self._versions[adopted.replica] = adopted.version
 
   def drained(self, drained: messages.Drained) -> None:
-    """Keeps the groups of a replica that is gone for another one."""
+    """Let the groups of a drained replica wait for another replica."""
     self._versions.pop(drained.replica, None)
     lost = [r for r in self._running.values() if r.replica == drained.replica]
     for running in lost:
@@ -209,41 +228,44 @@ class Coordinator:
       elif running.unfinished:
         self._waiting[running.admission.index] = running
 
-  # -- what its owner asks --------------------------------------------------
+  # -- calls from the owner -------------------------------------------------
 
   @property
   def policy_version(self) -> int:
-    """Newest version that replicas may adopt; -1 before the first."""
+    """Newest policy version that replicas may adopt; -1 before the first."""
     return self._buffer.policy_version
 
   @property
   def is_scoring(self) -> bool:
-    """Whether `collect_scores` will have something to do."""
+    """Whether any group awaits its score."""
     return any(r.score is not None for r in self._running.values())
 
   def has_prompt(self, timeout_s: float = 0.0) -> bool:
-    """Whether there is a prompt for a new group; waits at most so long."""
+    """Return whether a prompt is ready, after waiting up to `timeout_s`."""
     return self.stream.is_ready(timeout_s=timeout_s)
 
   def wait_for_admission(
     self, version: int, seen_version: int, timeout_s: float
   ) -> None:
-    """As `Buffer.wait_for_admission`."""
+    """Call `Buffer.wait_for_admission` with the same arguments."""
     self._buffer.wait_for_admission(version, seen_version, timeout_s)
 
   def status(self) -> str:
-    """How many groups there are, and what their replicas hold."""
+    """Return the replicas' versions and the number of groups, as text."""
     held = [f"{name} holding version {v}" for name, v in self._versions.items()]
     return ", ".join([*held, f"{len(self._running)} groups running"])
 
   def groups(self) -> dict[int, types.RolloutGroup]:
-    """Groups being written or scored, by index, as they were reported last."""
+    """Return the groups in progress by index, as they were last reported.
+
+    These are the groups that are being generated or scored.
+    """
     return {index: r.group() for index, r in self._running.items()}
 
   def restore(self, groups: list[types.RolloutGroup]) -> None:
-    """Takes up groups of a checkpoint, partial trajectories included.
+    """Continue the groups of a checkpoint, partial trajectories included.
 
-    Call it before any replica asks.
+    It must be called before any replica asks for work.
     """
     for group in groups:
       running = _Running(
@@ -265,7 +287,13 @@ class Coordinator:
       self._score_if_done(running)
 
   def collect_scores(self) -> None:
-    """Hands over or ends every group whose score is there."""
+    """Finish every group whose rewards have arrived.
+
+    Such a group goes to the buffer, or it ends as filtered or failed.
+
+    Raises:
+      RewardError: too many groups in a row failed or were filtered.
+    """
     scored = [
       r
       for r in self._running.values()
@@ -277,8 +305,12 @@ class Coordinator:
   # -- groups and members ---------------------------------------------------
 
   def _next_group(self, version: int) -> _Running | None:
-    """A group for a replica of that version; None if there is none now."""
-    # A token of an older version than its group's birth would be too stale.
+    """Return a group for a replica of this version, or None if there is none.
+
+    Args:
+      version: the policy version that the replica holds.
+    """
+    # No token of a group may be older than the group's birth version.
     waiting = [
       r for r in self._waiting.values() if r.admission.birth <= version
     ]
@@ -299,7 +331,7 @@ class Coordinator:
   def _start(
     self, admission: types.Admission, prompt: types.Prompt
   ) -> _Running | None:
-    """Begins the episodes of a new group; None if one of them failed."""
+    """Start the episodes of a new group; return None if one of them failed."""
     running = _Running(
       admission=admission,
       prompt=prompt,
@@ -330,7 +362,15 @@ class Coordinator:
   def _restore_member(
     self, running: _Running, trajectory: types.Trajectory
   ) -> None:
-    """Takes up one member: finished, in the middle, or between two turns."""
+    """Continue one member of a group that a checkpoint held.
+
+    The episode is replayed up to the recorded trajectory. A finished member is
+    scored again with its group. A partial completion is continued. If the
+    recorded turn had ended, the next turn starts.
+
+    Raises:
+      EpisodeError: the episode failed, or its prompts differ from the record.
+    """
     member = trajectory.member
     turns = self._episode(running.prompt)
     running.episodes[member] = turns
@@ -342,7 +382,7 @@ class Coordinator:
       trajectory = episode_lib.extend(trajectory, pending)
       running.unfinished.add(member)
     else:
-      # As in `_advance`. The limit may have been a higher one before.
+      # As in `_advance`. The limit may have been higher before the restart.
       trajectory = dataclasses.replace(
         trajectory, finish_reason=types.FinishReason.LENGTH
       )
@@ -361,10 +401,10 @@ class Coordinator:
     )
 
   def _advance(self, running: _Running, member: int) -> list[messages.Turn]:
-    """A turn has ended: tells the episode; returns its next turn, if any.
+    """Pass a finished turn to its episode and return the next turn, if any.
 
     Raises:
-      EpisodeError: of the episode.
+      EpisodeError: the episode failed.
     """
     trajectory = running.trajectories[member]
     more = episode_lib.advance(
@@ -423,13 +463,13 @@ class Coordinator:
       self._buffer.put(group)
 
   def _fail(self, running: _Running, failure: _Failure) -> None:
-    """Ends a group of which no replica writes anything."""
+    """End a group that failed while no replica generates any of its members."""
     running.failure = failure
     running.abort(list(running.unfinished))
     self._end_failed(running)
 
   def _end_failed(self, running: _Running) -> None:
-    """Writes down a failed group once everything that was written is known."""
+    """Record a failed group after all of its members have been reported."""
     assert running.failure is not None and not running.unfinished
     reason, index = running.failure.reason, running.admission.index
     del self._running[index]
@@ -446,6 +486,6 @@ class Coordinator:
 
 
 def _failure_of(error: episode_lib.EpisodeError) -> _Failure:
-  """The failure of a group that one of its episodes failed with."""
+  """Return the failure of a group one of whose episodes raised this error."""
   lines = traceback_lib.format_exception(error.__cause__ or error)
   return _Failure(reason=f"episode: {error}", traceback="".join(lines))

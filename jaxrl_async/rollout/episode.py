@@ -1,13 +1,14 @@
-"""The unit of work: a generator that yields prompts and receives completions.
+"""Episodes: generators that yield prompts and receive completions.
 
     def episode(prompt):
       completion = yield prompt.tokens          # first turn
-      completion = yield environment(completion)  # tokens of the next one
+      completion = yield environment(completion)  # next turn
       # returning ends the trajectory
 
-What it yields is appended to the trajectory with a False `loss_mask`; what the
-policy writes after it is sent in. An episode that raises, yields nothing to
-append or returns before its first turn fails its group.
+The tokens that an episode yields are appended to the trajectory with a False
+`loss_mask`. The completion that the policy generates after them is sent into
+the generator. A group fails if one of its episodes raises, yields no tokens or
+returns before its first turn.
 """
 
 from collections.abc import Callable, Generator
@@ -22,23 +23,30 @@ Episode = Callable[[types.Prompt], Turns]
 
 
 class EpisodeError(RuntimeError):
-  """An episode failed, and with it its group; the cause is what it raised."""
+  """An episode failed, and its group with it.
+
+  If the episode raised an exception, it is the `__cause__`.
+  """
 
 
 def single_turn(prompt: types.Prompt) -> Turns:
-  """One prompt, one completion."""
+  """Yield the prompt and end after one completion."""
   yield prompt.tokens
 
 
 def advance(turns: Turns, written: np.ndarray | None) -> np.ndarray | None:
-  """Tells an episode what was written; gives its next prompt, None at its end.
+  """Send a completion to an episode and return the tokens of its next prompt.
 
   Args:
-    turns: of the episode.
-    written: the completion of the last turn; None begins the first one.
+    turns: the episode's generator.
+    written: the completion of the last turn. None starts the first turn.
+
+  Returns:
+    The token ids to append to the trajectory, or None if the episode has ended.
 
   Raises:
-    EpisodeError: it raised, or did not say what to append.
+    EpisodeError: the episode raised, yielded no tokens, or returned before its
+      first turn.
   """
   is_first = written is None
   try:
@@ -48,7 +56,8 @@ def advance(turns: Turns, written: np.ndarray | None) -> np.ndarray | None:
     if is_first:
       raise EpisodeError("returned before its first turn") from end
     return None
-  except Exception as error:  # user code: counted, reported, never a score
+  # User code may raise anything. It counts as a failed group, never as a score.
+  except Exception as error:
     raise EpisodeError(repr(error)) from error
   if len(tokens) == 0:
     raise EpisodeError("yielded a turn without tokens")
@@ -56,7 +65,7 @@ def advance(turns: Turns, written: np.ndarray | None) -> np.ndarray | None:
 
 
 def begin(member: int, tokens: np.ndarray) -> types.Trajectory:
-  """A trajectory that consists of its first prompt alone."""
+  """Return a trajectory that holds only its first prompt."""
   nothing = types.Trajectory(
     member=member,
     tokens=np.zeros((0,), np.int32),
@@ -70,7 +79,10 @@ def begin(member: int, tokens: np.ndarray) -> types.Trajectory:
 def extend(
   trajectory: types.Trajectory, tokens: np.ndarray
 ) -> types.Trajectory:
-  """The trajectory with the prompt of its next turn, ready to be written on."""
+  """Return the trajectory with the prompt of its next turn appended.
+
+  The result has no finish reason, so that a replica can continue it.
+  """
   n = len(tokens)
   return dataclasses.replace(
     trajectory,
@@ -85,25 +97,26 @@ def extend(
 
 
 def last_completion(trajectory: types.Trajectory) -> np.ndarray:
-  """A copy of what the policy wrote in the last turn."""
+  """Return a copy of the tokens that the policy generated in the last turn."""
   mask = trajectory.loss_mask
   start = len(mask) - int((~mask[::-1]).argmax())
   return trajectory.tokens[start:].copy()
 
 
 def replay(turns: Turns, trajectory: types.Trajectory) -> np.ndarray | None:
-  """Brings a fresh episode to where a recorded trajectory stopped.
+  """Advance a new episode to the point where a recorded trajectory stopped.
 
   Args:
-    turns: of the same prompt, not started.
-    trajectory: with the completions to be sent again.
+    turns: an episode of the same prompt that has not started.
+    trajectory: the record, whose completions are sent to the episode again.
 
   Returns:
-    Tokens still to be appended as the next prompt (empty when the policy was
-    in the middle of writing), or None when the episode is over.
+    The tokens to append as the next prompt, or None if the episode has ended.
+    They are empty if the trajectory stopped within a completion.
 
   Raises:
-    EpisodeError: it failed, or yielded other prompts than were recorded.
+    EpisodeError: the episode failed, or its prompts differ from the recorded
+      ones.
   """
   mask, tokens = trajectory.loss_mask, trajectory.tokens
   edges = np.flatnonzero(np.diff(mask.astype(np.int8))) + 1

@@ -1,19 +1,20 @@
-"""What the coordinator and the replicas that write for it tell each other.
+"""The messages between the coordinator and its replicas.
 
-The coordinator (`coordinator.Coordinator`) admits groups, plays their episodes,
-has them scored and keeps the books. A replica (`replica.Replica`) is an engine
-that writes turns, and adopts new weights by itself. A replica always speaks
-first, through the verbs of `CoordinatorLink`:
+The coordinator (`coordinator.Coordinator`) admits groups, runs their episodes,
+has them scored and records the outcome. A replica (`replica.Replica`) is an
+engine that generates the completions of turns and adopts new weights by itself.
+All calls are made by replicas, through `CoordinatorLink`:
 
-    admit     it has room; the answer is what to write
-    report    this was written; the answer is how that goes on
-    adopted   it holds other weights from now on
-    drained   it writes nothing any more
+    admit     asks for turns; the answer holds them
+    report    passes on trajectories; the answer says how they continue
+    adopted   says that the replica holds other weights
+    drained   says that the replica generates nothing any more
 
-In one process a verb is a method call. The messages are made to be sent: they
-are frozen, consist of plain data and numpy arrays, and name things by numbers.
-A turn carries the whole trajectory so far, so any replica can write it. The
-one that wrote the turn before knows nothing that is not in its report.
+Within one process these are method calls. The messages could also be sent to
+another process: they are frozen, consist of plain data and numpy arrays, and
+identify things by numbers and names. A turn carries the whole trajectory so
+far, so that any replica can generate it. A replica holds no state of a
+trajectory beyond what it reports.
 """
 
 import dataclasses
@@ -24,13 +25,13 @@ from jaxrl_async import types
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Ask:
-  """A replica asks for work.
+  """A replica's request for work.
 
   Attributes:
-    replica: its name, which no other replica has or had.
-    version: of the weights that it holds.
-    room: how many more trajectories it could soon be writing. It is given whole
-      groups, and so perhaps a few trajectories more.
+    replica: the replica's name. No two replicas of a run ever share a name.
+    version: the policy version of the weights that the replica holds.
+    room: how many more trajectories the replica can soon generate. The answer
+      consists of whole groups, so that it may hold a few more than that.
   """
 
   replica: str
@@ -40,15 +41,15 @@ class Ask:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-  """Something to write: the next completion of one trajectory.
+  """One completion to generate: the next one of a trajectory.
 
   Attributes:
-    admission: of its group. The index seeds the sampling together with the
-      member, and the deadline says what may wait.
-    trajectory: everything so far, the prompt of this turn included. It has no
-      finish reason.
-    limit: the turn ends when the trajectory has that many tokens.
-    temperature: of the sampling.
+    admission: the admission of the trajectory's group. Its index and the member
+      seed the sampling. Its deadline decides which sequences may wait.
+    trajectory: the trajectory so far, the prompt of this turn included. It has
+      no finish reason.
+    limit: the turn ends when the trajectory has this many tokens.
+    temperature: the sampling temperature.
   """
 
   admission: types.Admission
@@ -59,12 +60,12 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-  """The coordinator's answer.
+  """The coordinator's answer to a request or a report.
 
   Attributes:
-    turns: to be written.
-    cancelled: indices of groups that are not to be written on. The replica
-      reports what it has of them, as `ABORTED`.
+    turns: turns to generate.
+    cancelled: indices of groups to stop generating. The replica reports their
+      trajectories with the finish reason `ABORTED`.
   """
 
   turns: tuple[Turn, ...] = ()
@@ -73,13 +74,13 @@ class Work:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-  """A trajectory as a replica has it.
+  """The state of one trajectory at a replica.
 
   Attributes:
-    group: its index.
-    trajectory: everything so far. Its finish reason tells what became of the
-      turn: None while it is being written, `ABORTED` where the coordinator
-      cancelled it, and otherwise why it ended.
+    group: the index of the trajectory's group.
+    trajectory: the trajectory so far. Its finish reason is None while the turn
+      is being generated, `ABORTED` if the coordinator cancelled the group, and
+      otherwise the reason why the turn ended.
   """
 
   group: int
@@ -88,7 +89,7 @@ class Written:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-  """What a replica has written; not necessarily of all its trajectories."""
+  """The current state of some or all trajectories of a replica."""
 
   replica: str
   written: tuple[Written, ...]
@@ -96,7 +97,7 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Adopted:
-  """A replica holds weights of another version from now on."""
+  """A notice that a replica now holds the weights of another version."""
 
   replica: str
   version: int
@@ -104,9 +105,9 @@ class Adopted:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Drained:
-  """A replica writes nothing any more: it was stopped, or it is lost.
+  """A notice that a replica was stopped or lost and generates nothing more.
 
-  Another one goes on with its groups, from what was reported of them last.
+  Another replica continues its groups from the last report.
   """
 
   replica: str
@@ -114,20 +115,20 @@ class Drained:
 
 @runtime_checkable
 class CoordinatorLink(Protocol):
-  """The coordinator, as replicas know it."""
+  """The interface of the coordinator that replicas use."""
 
   def admit(self, ask: Ask) -> Work:
-    """Returns turns for a replica that has room."""
+    """Return turns for a replica that has room."""
     ...
 
   def report(self, report: Report) -> Work:
-    """Takes note of what was written; returns how it goes on."""
+    """Record the reported trajectories and return the work that follows."""
     ...
 
   def adopted(self, adopted: Adopted) -> None:
-    """Takes note of a replica's version."""
+    """Record the policy version that a replica holds."""
     ...
 
   def drained(self, drained: Drained) -> None:
-    """Keeps the groups of a replica that is gone for another one."""
+    """Let the groups of a drained replica wait for another replica."""
     ...

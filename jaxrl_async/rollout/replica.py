@@ -1,8 +1,8 @@
-"""A replica: one engine that writes turns for the coordinator.
+"""A replica: one engine that generates turns for the coordinator.
 
-It owns a scheduler, adopts new weights between two calls, and writes requests
-of clients beside its turns. Of groups and episodes it knows only what messages
-say.
+A replica owns a scheduler and adopts new weights between two decode calls. It
+can serve client requests beside its turns. It knows of groups and episodes only
+what the messages contain.
 """
 
 import time
@@ -15,24 +15,25 @@ from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.rollout import client_requests
 from jaxrl_async.rollout import messages
 
-_GROUP = "group"  # kind of the owners of its sequences
+_GROUP = "group"  # the owner kind of sequences that belong to rollout groups
 
 
 class Replica:
-  """Writes turns with one scheduler.
+  """Generates turns with one scheduler.
 
-  Invariant: a turn that was taken is in `_writing` until it is reported as
-  ended or aborted. Meanwhile its sequence is in the scheduler, or has ended and
-  is returned by the next `step`.
+  Invariant: an accepted turn stays in `_writing` until it is reported as ended
+  or aborted. Until then its sequence is in the scheduler, or it has ended and
+  the next `step` of the scheduler returns it.
 
-  Threads: all methods belong to the thread that drives it. While that thread
-  stands still, another one may call them. The counters may be read by any.
+  Threads: all methods belong to the thread that drives the replica. Another
+  thread may call them while that one is paused. Any thread may read the
+  counters.
 
   Attributes:
-    name: no other replica has or had it.
+    name: the replica's name. No two replicas of a run ever share a name.
     adopt_s: seconds spent adopting weights.
-    served_tokens: of those that the scheduler wrote, those of requests.
-    group_tokens: and the others, as of the last step.
+    served_tokens: tokens generated for client requests, as of the last step.
+    group_tokens: tokens generated for rollout groups, as of the last step.
   """
 
   def __init__(
@@ -44,6 +45,15 @@ class Replica:
     channel: weight_transfer.WeightChannel,
     requests: client_requests.ClientRequests | None = None,
   ):
+    """Create a replica.
+
+    Args:
+      name: a name that no other replica of the run has or had.
+      link: the coordinator that gives it turns.
+      scheduler: the scheduler that it drives from now on.
+      channel: the channel through which it gets new weights.
+      requests: client requests to serve beside the turns, if any.
+    """
     self.name = name
     self.scheduler = scheduler
     self.adopt_s = 0.0
@@ -56,29 +66,29 @@ class Replica:
 
   @property
   def version(self) -> int:
-    """Policy version of its weights; -1 before the first."""
+    """The policy version of the weights; -1 before the first."""
     return self.scheduler.version
 
   @property
   def can_step(self) -> bool:
-    """Whether it has something to write, and weights to write it with."""
+    """Whether there is something to generate and weights to do it with."""
     return self.version >= 0 and not self.scheduler.is_idle
 
   @property
   def serves_clients(self) -> bool:
-    """Whether requests may come in at any time."""
+    """Whether client requests may arrive at any time."""
     return self._requests is not None
 
   def has_newer_weights(self) -> bool:
-    """Whether `adopt` would find some."""
+    """Return whether weights newer than the current ones were published."""
     return self._channel.newest_version() > self.version
 
   def wait_for_weights(self, timeout_s: float) -> None:
-    """Waits until there are newer weights, at most so long."""
+    """Wait up to `timeout_s` seconds for newer weights."""
     self._channel.wait_for_version(self.version, timeout_s)
 
   def adopt(self) -> None:
-    """Takes up the newest weights, if they can be had."""
+    """Adopt the newest published weights, if they are available."""
     start_s = time.perf_counter()
     adopted = self._channel.adopt(self.version)
     if adopted is None:
@@ -90,10 +100,10 @@ class Replica:
     self._link.adopted(messages.Adopted(replica=self.name, version=version))
 
   def feed(self) -> None:
-    """Takes up requests of clients, and work for the room that is left."""
+    """Take client requests, and ask for turns to fill the remaining room."""
     if self._requests is not None:
-      # At most half of the slots: however many clients there are, training
-      # goes on.
+      # Requests get at most half of the slots, so that training continues
+      # however many clients there are.
       num_slots = self.scheduler.engine.sizes.num_slots
       self._requests.feed(self.scheduler, max(1, num_slots // 2))
     room = self.scheduler.room
@@ -102,7 +112,7 @@ class Replica:
       self._take(self._link.admit(ask))
 
   def step(self) -> None:
-    """Writes on, and reports the turns that ended."""
+    """Run one step of the scheduler and report the turns that ended."""
     ended = self.scheduler.step()
     if self._requests is not None:
       self._requests.deliver(ended)
@@ -110,15 +120,16 @@ class Replica:
     self.group_tokens = (
       self.scheduler.stats.generated_tokens - self.served_tokens
     )
-    # Others are a client's, or were cancelled, or reported meanwhile.
+    # Other sequences belong to clients, were cancelled, or were reported
+    # before.
     self._report([s for s in ended if self._writing.get(_key(s)) is s])
 
   def report_all(self) -> None:
-    """Reports all that it has, as far as it was read."""
+    """Report all trajectories with the tokens read from the device so far."""
     self._report(list(self._writing.values()))
 
   def drain(self) -> None:
-    """Reports what it has, and lets go of it: another replica goes on."""
+    """Report all trajectories and drop them, so that another can continue."""
     self.report_all()
     for group in {group for group, _ in self._writing}:
       self.scheduler.cancel(sequence_lib.Owner(_GROUP, group))
@@ -126,12 +137,16 @@ class Replica:
     self._link.drained(messages.Drained(replica=self.name))
 
   def close(self, *, has_failed: bool) -> None:
-    """Tells clients that nothing is written any more."""
+    """End all client requests.
+
+    Args:
+      has_failed: whether the rollout worker ended with an error.
+    """
     if self._requests is not None:
       self._requests.close(has_failed=has_failed)
 
   def _report(self, sequences: list[sequence_lib.Sequence]) -> None:
-    """Reports sequences, and lets go of those that have ended."""
+    """Report sequences and forget those that have ended."""
     if not sequences:
       return
     written = []
@@ -145,7 +160,8 @@ class Replica:
     self._take(self._link.report(report))
 
   def _take(self, work: messages.Work) -> None:
-    # Turns first: a group may have failed after one of its members went on.
+    # Turns come before cancellations, because the same answer can hold a turn
+    # of a group and cancel the group.
     for turn in work.turns:
       sequence = _sequence(turn)
       self._writing[_key(sequence)] = sequence
@@ -159,7 +175,7 @@ class Replica:
 
 
 def _sequence(turn: messages.Turn) -> sequence_lib.Sequence:
-  """What the scheduler writes a turn as."""
+  """Return the sequence with which the scheduler generates a turn."""
   trajectory, admission = turn.trajectory, turn.admission
   sequence = sequence_lib.Sequence(
     trajectory.tokens,

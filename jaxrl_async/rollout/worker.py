@@ -1,10 +1,10 @@
 """The rollout worker: the thread that drives one replica.
 
-Where coordinator and replica share a process, this thread drives both: it plays
-the coordinator's episodes and collects its scores between two decode calls. It
-waits for admission (training is behind) or for weights; it is woken by the
-buffer and the channel. Between two decode calls it looks for newer weights,
-which is all there is to interruption.
+If the coordinator and the replica share a process, this thread drives both.
+Between two decode calls it runs the coordinator's episodes, collects scores and
+adopts newer weights, so that a completion can continue under a new policy
+version. When there is nothing to decode, the thread waits for admission
+(training is behind) or for weights. The buffer and the weight channel wake it.
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def in_one_process(
   episode: episode_lib.Episode = episode_lib.single_turn,
   requests: client_requests.ClientRequests | None,
 ) -> "RolloutWorker":
-  """A worker with a coordinator and the only replica, which call each other."""
+  """Return a worker with a coordinator and one replica in the same process."""
   coordinator = coordinator_lib.Coordinator(
     settings,
     stream=stream,
@@ -64,12 +64,14 @@ def in_one_process(
 class RolloutWorker:
   """Drives a replica and its coordinator.
 
-  Threads: `run` belongs to the worker's thread, and so do coordinator and
-  replica while it runs. Others may call `paused`, `stop` and `status`; inside
-  `paused` the worker stands between two decode calls, and both may be used.
+  Threads: `run` belongs to the worker's thread. While it runs, the coordinator
+  and the replica belong to that thread too. Other threads may call `paused`,
+  `stop` and `status`. Inside `paused` the worker stands between two decode
+  calls, and the caller may use the coordinator and the replica.
 
   Attributes:
-    wait_for_admission_s: seconds without anything to write or to score.
+    wait_for_admission_s: seconds in which there was nothing to generate and
+      nothing to score.
   """
 
   def __init__(
@@ -77,6 +79,7 @@ class RolloutWorker:
     coordinator: coordinator_lib.Coordinator,
     replica: replica_lib.Replica,
   ):
+    """Create a worker; a thread of the caller has to call `run`."""
     self.coordinator = coordinator
     self.replica = replica
     self.wait_for_admission_s = 0.0
@@ -90,7 +93,7 @@ class RolloutWorker:
   # -- other threads --------------------------------------------------------
 
   def status(self) -> str:
-    """What the worker is doing, for the stall report."""
+    """Return what the worker is doing, for the stall report."""
     text, since_s = self._status
     return (
       f"rollout worker: {text} since {time.perf_counter() - since_s:.1f} s,"
@@ -102,17 +105,20 @@ class RolloutWorker:
       self._status = status, time.perf_counter()
 
   def stop(self) -> None:
-    """Ends `run` at the next call boundary."""
+    """End `run` before the next decode call."""
     with self._gate:
       self._is_stopping = True
       self._gate.notify_all()
 
   @contextlib.contextmanager
   def paused(self, timeout_s: float) -> Iterator[None]:
-    """Holds the worker between two decode calls.
+    """Hold the worker between two decode calls while the context is open.
+
+    Args:
+      timeout_s: how long to wait for the worker to stop, in seconds.
 
     Raises:
-      TimeoutError: it did not get there in time.
+      TimeoutError: the worker did not stop in time.
     """
     with self._gate:
       self._num_pausers += 1
@@ -130,14 +136,17 @@ class RolloutWorker:
         self._gate.notify_all()
 
   def groups(self) -> dict[int, types.RolloutGroup]:
-    """Groups being written or scored, by index. Only while paused."""
+    """Return the groups being generated or scored, by index.
+
+    Call it only while the worker is paused.
+    """
     self.replica.report_all()
     return self.coordinator.groups()
 
   # -- the worker's thread --------------------------------------------------
 
   def run(self) -> None:
-    """Generates until stopped; a closed buffer ends it without an error."""
+    """Generate until the worker is stopped or the buffer is closed."""
     has_failed = True
     try:
       while self._pass_gate():
@@ -162,7 +171,7 @@ class RolloutWorker:
         self._gate.notify_all()
 
   def _pass_gate(self) -> bool:
-    """Stands still while anybody wants it to; False when it is to end."""
+    """Wait while the worker is paused; return False if it is to stop."""
     with self._gate:
       while self._num_pausers and not self._is_stopping:
         self._is_parked = True
@@ -173,7 +182,10 @@ class RolloutWorker:
       return not self._is_stopping
 
   def _wait(self) -> None:
-    """Nothing to decode: waits for a question, weights, admission or scores."""
+    """Wait for a question, weights, admission or scores.
+
+    It is called when there is nothing to decode.
+    """
     start_s = time.perf_counter()
     version = self.replica.version
     newest = self.coordinator.policy_version
@@ -182,7 +194,8 @@ class RolloutWorker:
       self.coordinator.has_prompt(timeout_s=_IDLE_S)
       return
     is_scoring = self.coordinator.is_scoring
-    # Nothing wakes this thread when a score is there or a request comes in.
+    # Nothing wakes this thread when a score or a request arrives, so that the
+    # wait has to be short if either may come.
     is_short = is_scoring or self.replica.serves_clients
     timeout_s = _IDLE_S if is_short else 10 * _IDLE_S
     if version < newest:

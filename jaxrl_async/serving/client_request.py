@@ -1,4 +1,4 @@
-"""What a client asks of the engine, what it is told, and why it is refused."""
+"""Client requests, the updates that answer them, and reasons for refusals."""
 
 import dataclasses
 import enum
@@ -16,20 +16,21 @@ class QueueFull(RuntimeError):
   """There is no room for another request.
 
   Attributes:
-    retry_after_s: when there will probably be room.
+    retry_after_s: after how many seconds there will probably be room.
   """
 
   def __init__(self, message: str, retry_after_s: float):
+    """Create the error with its message and `retry_after_s`."""
     super().__init__(message)
     self.retry_after_s = retry_after_s
 
 
 class TooLong(ValueError):
-  """Prompt and completion do not fit into the cache."""
+  """A prompt and its completion do not fit into the cache."""
 
 
 class Draining(RuntimeError):
-  """Nothing is taken any more: the server is shutting down."""
+  """The server is shutting down and accepts no further requests."""
 
 
 class RequestError(enum.StrEnum):
@@ -42,21 +43,21 @@ class RequestError(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-  """What a client wants written.
+  """A client's request for completions of one or more prompts.
 
   Choice c of the request continues prompt c // num_choices.
 
   Attributes:
-    prompts: token ids of each, at least one.
-    max_tokens: of each choice, at least one.
-    settings: how tokens are drawn.
-    seed: with the number of the choice, counted over all prompts, all that the
-      randomness is a function of.
+    prompts: token ids of each prompt. There is at least one prompt.
+    max_tokens: the largest number of tokens of each choice, at least one.
+    settings: the sampling settings.
+    seed: seed of the sampling. The randomness of a choice depends only on the
+      seed and on the choice's number, counted over all prompts.
     num_choices: completions of each prompt.
-    stop_strings: the first of them to be written ends a choice; its tokens
-      are part of the completion, its text is not.
-    deadline_s: on the clock of `time.monotonic`.
-    client: who asks, as far as anybody knows; slots are shared between
+    stop_strings: a choice ends when one of these has been generated. The
+      completion contains the tokens of that string but not its text.
+    deadline_s: when the request expires, on the clock of `time.monotonic`.
+    client: name of the client, if it is known. Slots are shared fairly between
       clients.
   """
 
@@ -71,24 +72,26 @@ class Request:
 
   @property
   def all_choices(self) -> int:
-    """Completions of all prompts together."""
+    """Number of completions of all prompts together."""
     return len(self.prompts) * self.num_choices
 
   def prompt_of(self, choice: int) -> Int[np.ndarray, "T"]:
-    """What that choice continues."""
+    """Return the token ids of the prompt that a choice continues."""
     return self.prompts[choice // self.num_choices]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-  """What was written of one choice since its last update.
+  """The tokens of one choice that were generated since its last update.
 
   Attributes:
-    choice: which of them.
-    tokens, logprobs, policy_versions: may be empty in the last update.
-    finish_reason: given in the choice's last update.
-    error: a `RequestError`. It ends all choices that have not finished; no
-      update of the request follows.
+    choice: number of the choice.
+    tokens: ids of the new tokens. The arrays may be empty in the last update.
+    logprobs: logprob of each new token.
+    policy_versions: version of the weights that sampled each new token.
+    finish_reason: why the choice ended; set only in its last update.
+    error: a `RequestError`. It ends all unfinished choices of the request, and
+      no further update follows.
   """
 
   choice: int

@@ -10,7 +10,7 @@ import math
 
 _NUM_ENDS = 64  # number of finished choices over which their rate is measured
 _RESERVED = 8  # one place in eight is reserved for clients that hold none
-_UNKNOWN_S = 1.0  # per choice, as long as nothing has finished yet
+_UNKNOWN_S = 1.0  # assumed time per choice until choices have finished
 
 
 class Places:

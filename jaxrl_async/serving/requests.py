@@ -1,14 +1,15 @@
-"""Requests of clients beside whatever else a scheduler does.
+"""The queue of client requests that share a scheduler.
 
-Any thread submits and cancels; the thread that owns the scheduler calls `feed`
-before each step and `deliver` after it. `serve_loop.ServeLoop` is that thread
-where nothing trains. Beside a training it is the rollout worker's, which knows
-the queue as a `rollout.client_requests.ClientRequests`.
+Any thread may submit and cancel requests. The thread that owns the scheduler
+calls `feed` before each step and `deliver` after it. Without training that is
+the thread of `serve_loop.ServeLoop`. During training it is the rollout worker's
+thread, to which the queue is a `rollout.client_requests.ClientRequests`.
 
-Slots are shared by client: a free slot goes to the client that has the fewest,
-of its requests to the one that has the fewest, and of those to the one whose
-turn was the longest ago. So neither many choices nor many requests of one
-client keep another's request waiting for longer than a slot takes to end.
+Slots are shared fairly between clients. A free slot goes to the client that
+holds the fewest slots. Among this client's requests it goes to the one that
+holds the fewest, and then to the one that has waited longest for its turn. A
+request therefore waits no longer than one slot takes to become free, however
+many requests or choices another client has.
 """
 
 import collections
@@ -33,8 +34,14 @@ from jaxrl_async.text import tokenizer as tokenizer_lib
 class Handle:
   """One submitted request.
 
-  Belongs to the queue: a client only keeps it, to cancel. In the scheduler its
-  sequences are those of `owner`.
+  The handle belongs to the queue. A client only keeps it to cancel the request.
+
+  Attributes:
+    owner: the owner of the request's sequences in the scheduler.
+    num_begun: number of choices that were submitted to the scheduler.
+    writing: the sequences that are being generated, by choice.
+    num_sent: for each choice, the tokens sent so far, the prompt included.
+    turn: when the request last got a slot. A larger number is later.
   """
 
   def __init__(
@@ -43,25 +50,26 @@ class Handle:
     request: client_request.Request,
     on_update: Callable[[client_request.Update], None],
   ):
+    """Create the handle of a request, numbered by the queue."""
     self.owner = sequence_lib.Owner("request", number)
     self.request = request
     self.on_update = on_update
     self.submitted_s = time.monotonic()
     self.is_cancelled = False
     self.has_started = False  # its first token was delivered
-    self.num_begun = 0  # choices that the scheduler has or had
+    self.num_begun = 0
     self.num_unfinished = request.all_choices
-    self.writing: dict[int, sequence_lib.Sequence] = {}  # by choice
-    self.num_sent: dict[int, int] = {}  # tokens of these, the prompt too
-    self.turn = 0  # larger is later
+    self.writing: dict[int, sequence_lib.Sequence] = {}
+    self.num_sent: dict[int, int] = {}
+    self.turn = 0
 
   @property
   def has_more(self) -> bool:
-    """The scheduler has not had all of its choices."""
+    """Whether some choices have not been submitted to the scheduler yet."""
     return self.num_begun < self.request.all_choices
 
   def num_written(self) -> int:
-    """Tokens so far of what is being written."""
+    """Return the tokens generated so far for the choices in progress."""
     return sum(
       sequence.length - len(self.request.prompt_of(choice))
       for choice, sequence in self.writing.items()
@@ -70,7 +78,7 @@ class Handle:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class QueueStats:
-  """Counts since the start; the last three are as of the last `feed`."""
+  """Counts since the start. The last three fields are as of the last `feed`."""
 
   requests: int = 0
   refused: int = 0
@@ -86,17 +94,18 @@ class QueueStats:
 
 
 class RequestQueue:
-  """Carries requests to the scheduler's thread and what it writes back.
+  """Passes requests to the scheduler's thread and their updates to clients.
 
-  Invariant: a handle is in `_handles` from `submit` until its last update was
-  made (or, cancelled, until `feed` has freed its slots), and nowhere after.
-  Those are the requests that `_places` counts, and none means drained.
+  Invariant: a handle is in `_handles` from `submit` until its last update. A
+  cancelled one stays until `feed` has freed its slots. Afterwards it is in no
+  collection. `_places` counts the requests in `_handles`; a draining queue is
+  done when there are none.
 
-  Threads: `submit`, `cancel`, `drain`, `wake` and the properties are for any
-  thread. `feed`, `deliver` and `close` belong to the thread of the scheduler,
-  which is also the one that calls each `on_update` and `on_time`: they must
-  not block, not raise and not call back. The lock guards `_handles`, `_places`,
-  `_new`, `_cancelled` and the two flags.
+  Threads: any thread may use `submit`, `cancel`, `drain`, `wake` and the
+  properties. `feed`, `deliver` and `close` belong to the scheduler's thread.
+  That thread also calls `on_update` and `on_time`, which must not block, raise
+  or call the queue. The lock guards `_handles`, `_places`, `_new`, `_cancelled`
+  and the two flags.
   """
 
   def __init__(
@@ -110,16 +119,18 @@ class RequestQueue:
     max_further_choices: int = 512,
     on_time: Callable[[str, float], None] = lambda name, seconds: None,
   ):
-    """Makes an empty queue.
+    """Create an empty queue.
 
     Args:
-      tokenizer: of the policy; finds stop strings.
-      max_waiting: requests at a time, running ones included.
-      cache_tokens: the most tokens of a prompt with its completion.
-      vocab_size: of the model.
-      max_choices: of one request, all prompts together.
-      max_further_choices: of all requests, besides the first of each.
-      on_time: told "first_token" and "latency" of a request, in seconds.
+      tokenizer: the policy's tokenizer, used to find stop strings.
+      max_waiting: most requests at a time, running ones included.
+      cache_tokens: most tokens of a prompt together with its completion.
+      vocab_size: vocabulary size of the model.
+      max_choices: most choices of one request, all prompts together.
+      max_further_choices: most choices of all requests together, not counting
+        the first of each.
+      on_time: called with "first_token" or "latency" and the seconds that a
+        request took until then.
     """
     self.cache_tokens = cache_tokens
     self.vocab_size = vocab_size
@@ -137,7 +148,7 @@ class RequestQueue:
     self._cancelled: list[Handle] = []
     self._is_draining = False
     self._is_awake = False
-    self._running: dict[Handle, None] = {}  # taken up, in order
+    self._running: dict[Handle, None] = {}  # accepted by `feed`, in order
     self._numbers = itertools.count()
     self._turns = itertools.count()
     self._ended_tokens = 0
@@ -149,12 +160,16 @@ class RequestQueue:
     request: client_request.Request,
     on_update: Callable[[client_request.Update], None],
   ) -> Handle:
-    """Queues a request.
+    """Queue a request.
+
+    Args:
+      request: the request.
+      on_update: called on the scheduler's thread with each update.
 
     Raises:
-      ValueError: it can never be served.
-      QueueFull: not now.
-      Draining: not any more.
+      ValueError: the request can never be served.
+      QueueFull: there is no room for the request now.
+      Draining: the queue accepts no further requests.
     """
     self.check(request)
     with self._changed:
@@ -177,10 +192,10 @@ class RequestQueue:
     return handle
 
   def cancel(self, handle: Handle) -> None:
-    """Its client is gone: no further updates, its slots are freed soon.
+    """Cancel a request whose client has left.
 
-    An update that is being made meanwhile may still arrive. What has ended
-    already is left alone.
+    No further updates are sent, except one that may be under way. The next
+    `feed` frees the request's slots. A request that has ended is not affected.
     """
     with self._changed:
       if handle in self._handles and not handle.is_cancelled:
@@ -189,34 +204,38 @@ class RequestQueue:
         self._changed.notify_all()
 
   def drain(self) -> None:
-    """From now on nothing is taken; what was taken is finished."""
+    """Accept no further requests; those already accepted are finished."""
     with self._changed:
       self._is_draining = True
 
   def wake(self) -> None:
-    """Ends the current `wait`, or the next one."""
+    """End the current `wait`, or the next one."""
     with self._changed:
       self._is_awake = True
       self._changed.notify_all()
 
   @property
   def is_draining(self) -> bool:
-    """Nothing is taken any more."""
+    """Whether the queue accepts no further requests."""
     return self._is_draining
 
   @property
   def is_empty(self) -> bool:
-    """Nothing waits and nothing runs."""
+    """Whether no request is waiting or running."""
     return self.depth == 0
 
   @property
   def depth(self) -> int:
-    """Requests waiting or running."""
+    """Number of requests that are waiting or running."""
     with self._changed:
       return len(self._handles)
 
   def check(self, request: client_request.Request) -> None:
-    """Raises ValueError, with the field first, if it can never be served."""
+    """Check that a request can be served.
+
+    Raises:
+      ValueError: it can never be served. The message begins with the field.
+    """
     settings, v = request.settings, self.vocab_size
     if not request.prompts:
       raise ValueError("prompt: is missing")
@@ -259,16 +278,16 @@ class RequestQueue:
   def feed(
     self, scheduler: scheduler_lib.Scheduler, most: int | None = None
   ) -> None:
-    """Hands over what is next; ends what was cancelled or took too long.
+    """Submit the next choices, and end cancelled and expired requests.
 
     Args:
-      scheduler: this thread's.
-      most: choices that it may have at a time; by default as many as keep its
-        slots full.
+      scheduler: the scheduler that this thread owns.
+      most: most choices that the scheduler may hold at a time. None means as
+        many as keep its slots full.
     """
     with self._changed:
       new, self._new = self._new, []
-      # What ended meanwhile was not cancelled.
+      # A request that ended before this call does not count as cancelled.
       cancelled = [h for h in self._cancelled if h in self._handles]
       self._cancelled = []
     for handle in cancelled:
@@ -295,7 +314,7 @@ class RequestQueue:
     self.stats.policy_version = scheduler.version
 
   def _begin(self, scheduler: scheduler_lib.Scheduler, most: int) -> None:
-    """Gives the scheduler choices, whoever has the fewest first."""
+    """Submit choices, those of the client with the fewest slots first."""
     held: collections.Counter[str] = collections.Counter()
     for handle in self._running:
       held[handle.request.client] += len(handle.writing)
@@ -315,7 +334,7 @@ class RequestQueue:
         waiting.remove(handle)
 
   def _next_sequence(self, handle: Handle) -> sequence_lib.Sequence:
-    # Not made before it is written: a thousand waiting choices hold no memory.
+    # The sequence is created only now, so that waiting choices take no memory.
     request, choice = handle.request, handle.num_begun
     prompt = request.prompt_of(choice)
     stop = None
@@ -341,10 +360,11 @@ class RequestQueue:
     return sequence
 
   def deliver(self, ended: Iterable[sequence_lib.Sequence]) -> None:
-    """Tells clients what was written since the last time.
+    """Send clients the tokens that were generated since the last call.
 
     Args:
-      ended: of `Scheduler.step`; those of others are left alone.
+      ended: the sequences that `Scheduler.step` returned. Sequences that do
+        not belong to a request are ignored.
     """
     has_ended = {(s.owner, s.member) for s in ended}
     for handle in list(self._running):
@@ -355,7 +375,8 @@ class RequestQueue:
         if (handle.owner, choice) in has_ended:
           self._end(handle, choice)
       if not handle.num_unfinished:
-        # Before its last update, whose client may call `cancel` at once.
+        # This comes before the last update, because the client may call
+        # `cancel` as soon as it gets the update.
         self._forget(handle)
       for choice, sequence in writing:
         self._send(handle, choice, sequence)
@@ -410,7 +431,7 @@ class RequestQueue:
       )
 
   def _forget(self, handle: Handle) -> None:
-    if handle in self._running:  # counted once
+    if handle in self._running:  # so that its tokens are counted once
       del self._running[handle]
       self._ended_tokens += handle.num_written()
     with self._changed:
@@ -419,11 +440,11 @@ class RequestQueue:
         self._places.leave(handle.request.client, handle.num_unfinished)
 
   def num_written(self) -> int:
-    """Tokens written for requests, whether or not anybody got them."""
+    """Return the tokens generated for requests, delivered or not."""
     return self._ended_tokens + sum(h.num_written() for h in self._running)
 
   def wait(self, timeout_s: float) -> None:
-    """Waits for something to `feed`, or for `wake`."""
+    """Wait up to `timeout_s` for new or cancelled requests, or for `wake`."""
     with self._changed:
       self._changed.wait_for(
         lambda: self._new or self._cancelled or self._is_awake, timeout_s
@@ -431,11 +452,11 @@ class RequestQueue:
       self._is_awake = False
 
   def close(self, *, has_failed: bool) -> None:
-    """Ends everything that has not finished; nothing is taken any more.
+    """End all unfinished requests and accept no further ones.
 
     Args:
-      has_failed: whether clients are told that the engine failed, or else that
-        the server is shutting down.
+      has_failed: True tells clients that the engine failed, False that the
+        server is shutting down.
     """
     error = (
       client_request.RequestError.FAILED

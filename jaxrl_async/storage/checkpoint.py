@@ -1,19 +1,19 @@
-"""Everything a run needs to go on: train state, host state, outstanding groups.
+"""Checkpoints: train state, host state and outstanding groups of a run.
 
     <directory>/<step>/train_state/       Orbax's files
-    <directory>/<step>/host_state.json    the caller's: prompts, lengths, record
-    <directory>/<step>/groups.json        records and scalars of the groups
-    <directory>/<step>/<field>.npy        one of their arrays, end to end
-    <directory>/<step>/manifest.json      a digest per file
+    <directory>/<step>/host_state.json    state of the caller, such as prompts
+    <directory>/<step>/groups.json        the groups without their arrays
+    <directory>/<step>/<field>.npy        one array field of all trajectories
+    <directory>/<step>/manifest.json      a digest of each file
 
-A checkpoint is written under another name, sealed by its manifest and renamed:
-what has a step for a name is whole, and a crash before the rename leaves the
-previous checkpoint the newest. What was whole and no longer matches its
-manifest raises instead: falling back in silence would hide a failing disk.
-Nothing is pickled.
+A checkpoint is written under a temporary name, sealed by its manifest and then
+renamed. A directory named by its step is therefore complete, and a crash before
+the rename leaves the previous checkpoint as the newest. A checkpoint that no
+longer matches its manifest raises an error. Falling back silently to an earlier
+one would hide a failing disk. Nothing is pickled.
 
-One process writes, under a claim on the workdir. Any number may read meanwhile
-and change nothing: see `read_newest`.
+One process writes, under a claim on the workdir. Any number of processes may
+read at the same time without changing anything; see `read_newest`.
 """
 
 from collections.abc import Callable
@@ -32,13 +32,13 @@ from jaxrl_async.storage import pytree_files
 
 R = TypeVar("R")
 
-# Rises when what is stored changes so that earlier code would misread it.
-# Checkpoints of format 0 carry no number, and no config in their host state.
-# Up to format 1 a train state held one model, the policy, all of it trained.
-# Its groups' trajectories had a score in place of a reward.
+# The format is raised when earlier code would misread the stored files.
+# Checkpoints of format 0 have no format number and no config in their host
+# state. Up to format 1 a train state held one model, the policy, all of whose
+# parameters were trained, and trajectories had a score instead of a reward.
 FORMAT = 2
 
-# Where that policy's arrays are now, and how their names began then.
+# Prefixes of the names of the policy's arrays: now, and before format 2.
 _BEFORE_FORMAT_2 = {
   "models.policy.trainable.": "params.",
   "models.policy.frozen.": "params.",
@@ -47,7 +47,7 @@ _BEFORE_FORMAT_2 = {
 
 
 class CheckpointError(sections.ConfigError):
-  """A checkpoint cannot be written or read; one line that names the file."""
+  """A checkpoint cannot be written or read; the message is one line."""
 
 
 def save(
@@ -59,18 +59,22 @@ def save(
   *,
   keep: int = 2,
 ) -> None:
-  """Write a checkpoint, then remove all but the newest.
+  """Write a checkpoint, then remove all but the newest ones.
+
+  The arguments may be changed after this function has returned.
 
   Args:
-    directory: of the run's checkpoints; created if missing.
-    step: completed train steps; a checkpoint of the same step is replaced.
-    train_state: pytree of arrays on any devices, read before this returns.
-    host_state: JSON; floats come back exactly.
-    groups: read before this returns.
-    keep: checkpoints left, at least 1.
+    directory: directory of the run's checkpoints; created if missing.
+    step: completed train steps. A checkpoint of the same step is replaced.
+    train_state: pytree of arrays on any devices.
+    host_state: JSON data. Floats are restored exactly.
+    groups: the outstanding groups.
+    keep: number of checkpoints to keep, at least 1.
 
   Raises:
-    StorageError: the disk did not take it; earlier ones are as they were.
+    CheckpointError: `keep` is less than 1.
+    StorageError: the checkpoint could not be written. Earlier checkpoints are
+      unchanged.
   """
   if keep < 1:
     raise CheckpointError(f"keep is {keep}, must be at least 1")
@@ -79,7 +83,7 @@ def save(
     try:
       _save(directory, step, train_state, host_state, groups, keep)
     except (OSError, ValueError):
-      # What is useless would only keep the disk full.
+      # The incomplete files are useless and would keep a full disk full.
       shutil.rmtree(directory / f"{step}.incomplete", ignore_errors=True)
       raise
 
@@ -104,7 +108,7 @@ def _save(
   incomplete.mkdir()
   (incomplete / "host_state.json").write_text(json.dumps(host_state))
   outstanding_lib.write(incomplete, groups)
-  # Last, so that nothing can raise while it writes in the background.
+  # This comes last, so that nothing can raise during its background write.
   pytree_files.save_async(incomplete / "train_state", named)()
   layout = pytree_files.layout(named)
   about = {"format": FORMAT, "step": step, "layout": layout}
@@ -121,9 +125,11 @@ def _save(
 
 
 def recover(directory: pathlib.Path) -> None:
-  """Puts back what a crash left between two renames, moved aside but whole.
+  """Rename back a complete checkpoint that a crash left as `<step>.old`.
 
-  For the process that writes; readers find it where it is.
+  That happens if `save` is killed between its two renames. Only the process
+  that writes may call this function. Readers find the checkpoint under either
+  name.
   """
   for replaced in directory.glob("*.old"):
     if not replaced.with_suffix("").exists():
@@ -131,19 +137,19 @@ def recover(directory: pathlib.Path) -> None:
 
 
 def latest(directory: pathlib.Path) -> int | None:
-  """The newest step with a checkpoint, None without one.
+  """Return the newest step with a checkpoint, or None if there is none.
 
   Raises:
-    CheckpointError: there is something of that name that cannot be looked into.
+    CheckpointError: the directory exists but cannot be read.
   """
   return max(_steps(pathlib.Path(directory)), default=None)
 
 
 def unsealed(directory: pathlib.Path) -> list[pathlib.Path]:
-  """Checkpoints that lost their manifest: none is ever written without it.
+  """Return checkpoints whose manifest is missing, which means damage.
 
   Raises:
-    CheckpointError: as of `latest`.
+    CheckpointError: the directory exists but cannot be read.
   """
   return [
     directory / name
@@ -155,18 +161,18 @@ def unsealed(directory: pathlib.Path) -> list[pathlib.Path]:
 def read_newest(
   directory: pathlib.Path, read: Callable[[int], R]
 ) -> tuple[int, R] | None:
-  """Reads the newest checkpoint while another process may write.
+  """Read the newest checkpoint while another process may write.
 
-  A shared lock on its manifest keeps it from being removed meanwhile. One that
-  was removed just before, or that is replaced by one of the same step, is no
-  error: then the one that is newest by now is read.
+  A shared lock on the manifest prevents the checkpoint from being removed while
+  it is read. If it was removed before that, or replaced by another one of the
+  same step, the checkpoint that is now the newest is read instead.
 
   Args:
-    directory: of the run's checkpoints.
-    read: what to do with the checkpoint of a step, such as `restore`.
+    directory: directory of the run's checkpoints.
+    read: function that reads the checkpoint of a step, such as `restore`.
 
   Returns:
-    The step and what `read` returned; None if there is no checkpoint.
+    The step and the result of `read`, or None if there is no checkpoint.
   """
   directory = pathlib.Path(directory).absolute()
   while (step := latest(directory)) is not None:
@@ -190,10 +196,10 @@ def read_newest(
 
 
 def host_state(directory: pathlib.Path, step: int) -> dict[str, Any]:
-  """The caller's part of a checkpoint.
+  """Return the host state of a checkpoint.
 
   Raises:
-    CheckpointError: as of `restore`.
+    CheckpointError: the checkpoint is damaged.
   """
   path = _path(directory, step)
   _verify(path, step)
@@ -201,7 +207,7 @@ def host_state(directory: pathlib.Path, step: int) -> dict[str, Any]:
 
 
 def group_records(directory: pathlib.Path, step: int) -> list[dict[str, Any]]:
-  """The outstanding groups without their arrays, as they are stored."""
+  """Return the stored records of the outstanding groups, without arrays."""
   return json.loads((_path(directory, step) / "groups.json").read_text())
 
 
@@ -210,17 +216,21 @@ def restore(
   step: int,
   abstract_train_state: Any,
 ) -> tuple[Any, dict[str, Any], list[outstanding_lib.OutstandingGroup]]:
-  """Read what `save` wrote, bit for bit.
+  """Read a checkpoint that `save` wrote, bit for bit.
 
   Args:
-    directory: of the run's checkpoints.
-    step: see `latest`.
-    abstract_train_state: jax.ShapeDtypeStruct leaves with the shardings wanted
-      now, which need not be those the state was saved with.
+    directory: directory of the run's checkpoints.
+    step: step of the checkpoint; see `latest`.
+    abstract_train_state: a train state with jax.ShapeDtypeStruct leaves. Their
+      shardings are those of the result and may differ from those of the saved
+      state.
+
+  Returns:
+    The train state, the host state and the outstanding groups.
 
   Raises:
-    CheckpointError: a file is missing, added or changed by a single bit, or
-      the state does not have the abstract state's leaves.
+    CheckpointError: a file is missing, was added or has changed, even by one
+      bit, or the stored leaves are not those of the abstract state.
   """
   path = _path(directory, step)
   about = _verify(path, step)
@@ -248,10 +258,10 @@ def restore(
 
 
 def _stored_as(name: str, written_as: int) -> str:
-  """The name on the disk of an array of the train state.
+  """Return the name under which a checkpoint stores an array.
 
   Args:
-    name: in a train state of today.
+    name: name of the array in a train state of the current format.
     written_as: format of the checkpoint.
   """
   if written_as < 2:
@@ -262,10 +272,11 @@ def _stored_as(name: str, written_as: int) -> str:
 
 
 def _verify(path: pathlib.Path, step: int) -> dict[str, Any]:
-  """What the manifest says about a checkpoint, which is whole.
+  """Verify a checkpoint and return the information stored in its manifest.
 
   Raises:
-    CheckpointError: it is damaged, or not what its name says.
+    CheckpointError: the checkpoint is damaged, its format is too new, or it
+      belongs to another step.
   """
   try:
     about = manifest.verify(path)
@@ -284,14 +295,17 @@ def _verify(path: pathlib.Path, step: int) -> dict[str, Any]:
 
 
 def _path(directory: pathlib.Path, step: int) -> pathlib.Path:
-  """Where a checkpoint is; a crash may have left it moved aside but whole."""
+  """Return the path of a checkpoint.
+
+  A crash may have left it complete but under the name `<step>.old`.
+  """
   path = pathlib.Path(directory).absolute() / str(step)
   aside = path.with_suffix(".old")
   return aside if not path.exists() and aside.exists() else path
 
 
 def _is_at(path: pathlib.Path, lock: IO[bytes]) -> bool:
-  """Whether an open manifest is still that of the checkpoint at a path."""
+  """Return whether the checkpoint at a path still has this open manifest."""
   try:
     found = os.stat(path / manifest.NAME)
   except FileNotFoundError:
@@ -300,9 +314,10 @@ def _is_at(path: pathlib.Path, lock: IO[bytes]) -> bool:
 
 
 def _lock(manifest_file: IO[bytes], how: int) -> bool:
-  """Locks a checkpoint against removal; False if it is being read.
+  """Lock a manifest; return False if another process holds it.
 
-  Where the file system has no locks, readers depend on reading again.
+  On a file system without locks the result is True. Readers then rely on
+  `read_newest`, which reads again if a checkpoint has vanished.
   """
   try:
     fcntl.flock(manifest_file, how)
@@ -314,19 +329,27 @@ def _lock(manifest_file: IO[bytes], how: int) -> bool:
 
 
 def _remove_unread(path: pathlib.Path) -> None:
-  """Removes a checkpoint, unless it is being read: then a later save does."""
+  """Remove a checkpoint unless a process reads it.
+
+  In that case a later `save` removes it.
+  """
   with open(path / manifest.NAME, "rb") as lock:
     if _lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
       _remove(path)
 
 
 def _remove(path: pathlib.Path) -> None:
-  # Under another name first: what is half removed is no checkpoint.
+  # The rename comes first, so that a half-removed directory does not look like
+  # a checkpoint.
   shutil.rmtree(path.rename(path.with_suffix(".removed")))
 
 
 def _names(directory: pathlib.Path) -> list[str]:
-  """What lies in a directory that need not exist."""
+  """Return the names in a directory, which need not exist.
+
+  Raises:
+    CheckpointError: the directory exists but cannot be read.
+  """
   try:
     return sorted(os.listdir(directory))
   except FileNotFoundError:
@@ -343,7 +366,7 @@ def _names(directory: pathlib.Path) -> list[str]:
 
 
 def _steps(directory: pathlib.Path) -> list[int]:
-  """Steps with a sealed checkpoint, ascending."""
+  """Return the steps that have a sealed checkpoint, in ascending order."""
   names = {name.removesuffix(".old") for name in _names(directory)}
   return sorted(
     int(step)

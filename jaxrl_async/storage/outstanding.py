@@ -1,7 +1,7 @@
-"""The groups of a run that have not ended, and their files in a checkpoint.
+"""Outstanding groups, which have not ended, and their files in a checkpoint.
 
-groups.json     records and scalars of the groups, questions included
-<field>.npy     one of their arrays, those of all trajectories end to end
+groups.json     the groups without their arrays, questions included
+<field>.npy     one array field of all trajectories, end to end
 """
 
 from collections.abc import Iterator
@@ -31,16 +31,17 @@ _ARRAY_FIELDS = (
 
 
 class OutstandingError(ValueError):
-  """Groups that cannot be stored, or files that do not hold all of them."""
+  """Groups cannot be stored, or stored groups are incomplete."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class OutstandingGroup:
-  """One group that has not ended, as the buffer knows it.
+  """One group that has not ended, with its status in the buffer.
 
   Attributes:
-    status: the buffer's word for where the group is.
-    group: its trajectories, partial or finished; None before the first token.
+    status: the buffer's status of the group.
+    group: the group with its trajectories, partial or finished. None before the
+      first token.
   """
 
   admission: Admission
@@ -49,7 +50,11 @@ class OutstandingGroup:
 
 
 def write(directory: pathlib.Path, groups: list[OutstandingGroup]) -> None:
-  """Write `groups.json` and the .npy files into an existing directory."""
+  """Write `groups.json` and the .npy files into an existing directory.
+
+  Raises:
+    OutstandingError: a group cannot be stored.
+  """
   records, arrays = _pack(groups)
   (directory / "groups.json").write_text(json.dumps(records))
   for field, array in arrays.items():
@@ -57,7 +62,7 @@ def write(directory: pathlib.Path, groups: list[OutstandingGroup]) -> None:
 
 
 def read(directory: pathlib.Path) -> list[OutstandingGroup]:
-  """Read what `write` wrote, bit for bit.
+  """Read the groups that `write` stored, bit for bit.
 
   Raises:
     OutstandingError: a group was stored without its item.
@@ -108,7 +113,7 @@ def _pack(
 
 
 def _group_record(group: RolloutGroup) -> dict[str, Any]:
-  """Return a group without its arrays, but with the lengths to cut them by."""
+  """Return the record of a group, which holds the lengths of its arrays."""
   try:
     item = item_json.encode(group.prompt.item)
   except item_json.UnstorableError as error:
@@ -136,7 +141,8 @@ def _group_record(group: RolloutGroup) -> dict[str, Any]:
 def _reward_record(reward: Reward | None) -> dict[str, Any] | None:
   """Return a reward as JSON.
 
-  Keys of JSON are strings, so token scores become pairs (position, score).
+  Keys of JSON objects are strings. Token scores therefore become pairs
+  (position, score).
   """
   if reward is None:
     return None
@@ -149,7 +155,10 @@ def _reward_record(reward: Reward | None) -> dict[str, Any] | None:
 
 
 def _read_reward(record: dict[str, Any] | float | None) -> Reward | None:
-  """Invert `_reward_record`. Before format 2 a record was the score alone."""
+  """Invert `_reward_record`.
+
+  Before format 2 of checkpoints a record was only the score.
+  """
   if record is None:
     return None
   if not isinstance(record, dict):
@@ -187,7 +196,7 @@ def _unpack(
 
 
 def _read_admission(record: dict[str, Any]) -> Admission:
-  """The fields that stand in a record beside others."""
+  """Return the admission from a record that holds other fields too."""
   names = [field.name for field in dataclasses.fields(Admission)]
   return Admission(**{name: record[name] for name in names})
 
@@ -197,7 +206,7 @@ def _read_group(
   prompt_tokens: np.ndarray,
   pieces: dict[str, Iterator[np.ndarray]],
 ) -> RolloutGroup:
-  """Return one group; take its arrays off the front of `pieces`."""
+  """Return one group, taking its arrays from the iterators in `pieces`."""
   if "item" not in record:
     raise OutstandingError(
       f"group {record['index']} was stored without its question,"

@@ -1,10 +1,10 @@
-"""The next train step's batch, taken and prepared while this one trains.
+"""The batch loader: prepares the next batch while the current one trains.
 
-Advantages, packing and the transfer are host work that needs no weights, so
-that another thread can do it. It stays one batch ahead: the batch of step s + 1
-is taken as soon as that of step s has been handed over, if the buffer's
-predicate allows it; with max_staleness = 0 it never does before step s is done,
-and the loader only waits.
+Advantages, packing and the transfer to the device need no weights, so that
+another thread can do them. The loader is one batch ahead: it takes the batch of
+step s + 1 as soon as that of step s has been handed over and the buffer allows
+it. With max_staleness = 0 the buffer does not allow it before step s is done,
+so that nothing is prepared ahead.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,12 @@ Prepared = TypeVar("Prepared")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded(Generic[Prepared]):
-  """A batch and when it came, by `time.perf_counter`.
+  """A prepared batch and the time at which its groups were taken.
 
   Attributes:
-    batch: what `prepare` made of the groups.
-    taken_s: when the buffer gave the groups.
+    batch: the result of `prepare`.
+    taken_s: when the groups were taken from the buffer, in seconds of
+      `time.perf_counter`.
   """
 
   batch: Prepared
@@ -35,13 +36,13 @@ class Loaded(Generic[Prepared]):
 class BatchLoader(Generic[Prepared]):
   """Takes batches from the buffer in order and prepares them, one ahead.
 
-  Invariant: what it has taken and nobody has trained is still in the buffer's
-  `state`; the loader itself has nothing that a checkpoint would need.
+  Invariant: groups that were taken but not yet trained on are still in the
+  buffer's `state`. A checkpoint needs nothing of the loader.
 
-  Threads: `run` belongs to the loader's thread, `next` to the one that trains;
-  the others may be called from any. One condition guards the batch that is
-  ready. `run` waits for the buffer, and with a batch ready for `next` or
-  `stop`; `next` waits for a batch or the end of `run`.
+  Threads: `run` belongs to the loader's thread and `next` to the thread that
+  trains. The other methods may be called from any thread. One condition guards
+  the batch that is ready. `run` waits for the buffer and, while a batch is
+  ready, for `next` or `stop`. `next` waits for a batch or for the end of `run`.
   """
 
   def __init__(
@@ -52,7 +53,7 @@ class BatchLoader(Generic[Prepared]):
     first_step: int,
     end_step: int,
   ):
-    """Loads the batches of first_step and on, and none of end_step."""
+    """Create a loader of the batches of steps first_step to end_step - 1."""
     self._buffer = buffer
     self._prepare = prepare
     self._steps = range(first_step, end_step)
@@ -63,18 +64,21 @@ class BatchLoader(Generic[Prepared]):
     self._status = "not started", time.perf_counter()
 
   def status(self) -> str:
-    """What it is doing, for the stall report."""
+    """Return what the loader is doing, for the stall report."""
     text, since_s = self._status
     return f"batch loader: {text} since {time.perf_counter() - since_s:.1f} s"
 
   def stop(self) -> None:
-    """Ends `run`, at the latest when the buffer is closed."""
+    """End `run`, at the latest when the buffer is closed."""
     with self._condition:
       self._is_stopping = True
       self._condition.notify_all()
 
   def next(self, timeout_s: float) -> Loaded[Prepared] | None:
-    """The next step's batch; None after the timeout, or if there is no more."""
+    """Return the next step's batch.
+
+    The result is None after the timeout, or if there are no more batches.
+    """
     with self._condition:
       self._condition.wait_for(
         lambda: self._ready is not None or self._has_ended, timeout_s
@@ -84,7 +88,7 @@ class BatchLoader(Generic[Prepared]):
       return loaded
 
   def run(self) -> None:
-    """Loads until stopped; a closed buffer ends it without an error."""
+    """Load batches until the loader is stopped or the buffer is closed."""
     try:
       for step in self._steps:
         groups = self._take(step)

@@ -1,10 +1,10 @@
-"""What an update minimises: a loss is a function of what a microbatch offers.
+"""Losses and diagnostics: functions of one evaluated microbatch.
 
-`train_step.update` evaluates the policy on one microbatch at a time and hands
-the result to a `Loss`, which returns the microbatch's share of the minibatch's
-loss and any sums that it wants reported. A further algorithm is one more such
-function; `train_step` need not know it. What is only measured is a
-`Diagnostic`, so that every loss is measured alike.
+`train_step.update` evaluates the policy on one microbatch at a time and passes
+the result to a `Loss`. The loss returns the microbatch's share of the
+minibatch's loss, and sums to report. A new algorithm is another function of
+this kind; `train_step` does not change. A `Diagnostic` returns sums that are
+only measured, so that they are the same for every loss.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,29 +19,28 @@ from jaxrl_async.algorithms import losses
 from jaxrl_async.config import sections
 from jaxrl_async.training import packing
 
-# The field of a batch that `train_step.proximal_logprobs` fills in.
+# The field of a batch that `train_step.PROXIMAL_STAGE` adds.
 PROXIMAL = "proximal_logprobs"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Microbatch:
-  """What a loss may look at. Position t of a [B, T] array is about token t.
+  """The inputs of a loss. Position t of a [B, T] array is about token t.
 
-  The arrays are those of all devices together: a sum over an axis is the sum
-  over the devices that split it, `context` included. A loss over sequences
-  sums with `segment_sum`.
+  The arrays are global: a sum over an axis includes all devices that split the
+  axis, those of the `context` mesh axis too. A loss over whole sequences sums
+  with `segment_sum`.
 
   Attributes:
-    logprobs: of each token under the policy that is being updated; gradients
-      flow through them.
-    entropy: of the distribution that each token was drawn from; gradients flow
-      through it too.
-    values: of a critic; None without one.
-    batch: the packed arrays, and in `batch.fields` whatever stages before the
-      update have added by name.
-    totals: of the whole minibatch, taken before its microbatches are visited;
-      see `minibatch_totals`.
-    policy_version: of the weights before the train step.
+    logprobs: the logprob of each token under the policy that is being updated.
+      Gradients flow through it.
+    entropy: the entropy of that policy's distribution of each token. Gradients
+      flow through it too.
+    values: the values of a critic, or None without one.
+    batch: the packed arrays. `batch.fields` holds what the stages before the
+      update added.
+    totals: the `minibatch_totals` of the whole minibatch.
+    policy_version: the version of the weights before the train step.
     minibatch: index of the minibatch within the train step.
   """
 
@@ -54,8 +53,8 @@ class Microbatch:
   minibatch: Int[Array, ""]
 
   def segment_sum(self, values: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """Sum over the loss tokens of each token's trajectory, at every token."""
-    num_segments = values.shape[1] + 1  # with padding, whose id is 0
+    """Return for each token the sum over the loss tokens of its trajectory."""
+    num_segments = values.shape[1] + 1  # padding included, whose id is 0
 
     def of_row(values: Array, segment_ids: Array) -> Array:
       sums = jax.ops.segment_sum(values, segment_ids, num_segments)
@@ -66,18 +65,23 @@ class Microbatch:
 
 
 Sums = dict[str, Float[Array, ""]]
-# Returns the microbatch's share of the loss, which simply add up over the
-# microbatches of a minibatch, and sums that are added up likewise.
+# Returns the microbatch's share of the loss, and sums by name. Both are added
+# up over the microbatches of a minibatch.
 Loss = Callable[[Microbatch], tuple[Float[Array, ""], Sums]]
 Diagnostic = Callable[[Microbatch], Sums]
 
 
 def minibatch_totals(batch: packing.PackedBatch) -> Sums:
-  """Count what losses divide by, over a whole minibatch of [K, B, T] arrays.
+  """Count the loss tokens and the trajectories of a minibatch.
+
+  Losses divide by these counts.
+
+  Args:
+    batch: one minibatch, [K, B, T] arrays.
 
   Returns:
-    num_loss_tokens: tokens that are learned from.
-    num_trajectories: trajectories.
+    `num_loss_tokens`, the number of tokens in `loss_mask`, and
+    `num_trajectories`.
   """
   starts = (batch.positions == 0) & (batch.segment_ids != 0)
   return {
@@ -87,7 +91,10 @@ def minibatch_totals(batch: packing.PackedBatch) -> Sums:
 
 
 def loglinear(micro: Microbatch) -> Float[Array, "B T"]:
-  """Logprobs under the weights before the train step, by interpolation."""
+  """Return proximal logprobs by log-linear interpolation.
+
+  See `losses.loglinear_proximal_logprobs`.
+  """
   return losses.loglinear_proximal_logprobs(
     micro.logprobs,
     micro.batch.behavior_logprobs,
@@ -97,12 +104,15 @@ def loglinear(micro: Microbatch) -> Float[Array, "B T"]:
 
 
 def reused(micro: Microbatch) -> Float[Array, "B T"]:
-  """Logprobs of the update itself; exact in a step's first minibatch."""
+  """Return the update's own logprobs, without gradients.
+
+  They are the exact proximal logprobs only in the first minibatch of a step.
+  """
   return jax.lax.stop_gradient(micro.logprobs)
 
 
 def recomputed(micro: Microbatch) -> Float[Array, "B T"]:
-  """Logprobs of the forward pass that was made before the first update."""
+  """Return the logprobs of the forward pass before the step's first update."""
   return micro.batch.fields[PROXIMAL]
 
 
@@ -123,14 +133,15 @@ def decoupled_ppo(
   behavior_weight_cap: float,
   cap_mode: sections.BehaviorWeightCapMode,
 ) -> Loss:
-  """The loss of AReaL, arXiv:2505.24298 eq. 5.
+  """Return the decoupled PPO loss of AReaL, arXiv:2505.24298 eq. 5.
 
   Args:
-    proximal: where the logprobs of the centre of the trust region come from.
-    clip_low: as of `losses.decoupled_ppo_loss`, like all that follow.
-    clip_high: see there.
-    behavior_weight_cap: see there.
-    cap_mode: see there.
+    proximal: returns the proximal logprobs of a microbatch, the centre of the
+      trust region. It is one of `PROXIMAL_MODES`.
+    clip_low: as in `losses.decoupled_ppo_loss`.
+    clip_high: as in `losses.decoupled_ppo_loss`.
+    behavior_weight_cap: as in `losses.decoupled_ppo_loss`.
+    cap_mode: as in `losses.decoupled_ppo_loss`.
   """
 
   def loss(micro: Microbatch) -> tuple[Float[Array, ""], Sums]:
@@ -151,7 +162,7 @@ def decoupled_ppo(
 
 
 def next_token(micro: Microbatch) -> tuple[Float[Array, ""], Sums]:
-  """Cross-entropy of the loss tokens, for supervised training."""
+  """Return the cross-entropy of the loss tokens, for supervised training."""
   loss = losses.next_token_loss(
     micro.logprobs,
     micro.batch.loss_mask,
@@ -161,19 +172,22 @@ def next_token(micro: Microbatch) -> tuple[Float[Array, ""], Sums]:
 
 
 def no_diagnostic(micro: Microbatch) -> Sums:
-  """Measures nothing."""
+  """Return no sums."""
   del micro
   return {}
 
 
 def rollout_diagnostic(micro: Microbatch) -> Sums:
-  """Measure entropy, and the divergence from the policies that wrote the batch.
+  """Measure entropy and the divergence from the policies that wrote the batch.
 
-  The divergences are those of the weights before the train step. Without a
-  forward pass of these weights they are taken from the update's own logprobs,
-  which are the same in the first minibatch: only there do tokens count as
-  mismatch, and behavior_kl_sum includes the step's own motion in later ones.
-  With it, the other ways to come by the proximal logprobs are compared to it.
+  The divergences are between the behavior policies and the weights before the
+  train step. If a stage computed the logprobs of these weights
+  (`recomputed`), they are used, and the other proximal modes are compared with
+  them.
+
+  Otherwise the update's own logprobs are used, which are the same in the first
+  minibatch. Later minibatches then count no tokens as mismatch, and their
+  `behavior_kl_sum` includes the change that the step itself has made.
   """
   batch, mask = micro.batch, micro.batch.loss_mask
   is_current = batch.policy_versions == micro.policy_version

@@ -1,27 +1,28 @@
-"""Trajectories of any length become a few arrays of fixed shape.
+"""Packing: trajectories of any length in a few arrays of fixed shape.
 
 Trajectories are dealt to minibatches, those of a minibatch are packed into
-rows, and rows are cut into microbatches:
+rows, and the rows are grouped into microbatches:
 
   [num_minibatches, num_microbatches, rows_per_microbatch, tokens_per_row]
 
-A row holds several trajectories side by side, its segments, then padding.
-Attention within a segment needs nothing but `segment_ids` or `segment_start`:
-token q sees token k iff segment_ids[k] == segment_ids[q] and k <= q, which is
-the same as segment_start[q] <= k <= q. Padding obeys both, as a segment of its
-own with id 0, so that no token is left without anything to attend to.
+A row holds several trajectories one after the other, its segments, and then
+padding. Attention stays within a segment. It can use either of two arrays:
+token q sees token k if segment_ids[k] == segment_ids[q] and k <= q, which is
+the same as segment_start[q] <= k <= q. Padding is a segment of its own with id
+0, so that every token has something to attend to.
 
 XLA compiles once per shape, and only num_microbatches may vary from step to
-step. A run asks for enough microbatches for any batch it expects, so that one
-shape serves it all; the device programs stop after those in use
-(`num_used_microbatches`). A batch that needs more gets 2^k or 3 * 2^k of them.
+step. A run asks for enough microbatches for any batch that it expects, so that
+all its batches have one shape. The device programs visit only the microbatches
+in use (`num_used_microbatches`), and the unused ones come last in each
+minibatch. If a batch needs more microbatches, their number is rounded up to 2^k
+or 3 * 2^k.
 
-Where a microbatch's rows are split over several devices, all of them wait for
-the slowest. Each takes its rows through the matrices whole, padding included;
-what differs is attention, quadratic in the length of each trajectory, if the
-kernel skips what the mask hides. Rows are dealt so that the shards of each
-microbatch have much the same sum of squared lengths.
-Microbatches without a trajectory come last in each minibatch.
+If the rows of a microbatch are split over several devices, all devices wait for
+the slowest one. The matrix products of a row cost the same for every row,
+padding included. Attention does not, if the kernel skips what the mask hides:
+its cost is quadratic in the length of each trajectory. Rows are therefore dealt
+so that the shards of a microbatch have similar sums of squared lengths.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,28 +35,28 @@ import numpy as np
 
 from jaxrl_async.types import Admission, Prompt, RolloutGroup, Trajectory
 
-# A field of batches whose rewards score tokens; see `reward_fields`.
+# The field with the token scores of rewards; see `reward_fields`.
 TOKEN_SCORES = "token_scores"
 
 
 class PackedBatch(NamedTuple):
-  """One train step's trajectories; numpy until it is moved to a device.
+  """One train step's trajectories, in numpy until they are moved to a device.
 
-  A pytree, so that `jax.tree.map` cuts it: a minibatch or a microbatch is a
-  `PackedBatch` again, with fewer leading axes. Position t of every array is
-  about token t.
+  It is a pytree: indexing each array with `jax.tree.map` gives the
+  `PackedBatch` of a minibatch or a microbatch, with fewer leading axes.
+  Position t of every array is about token t.
 
   Attributes:
-    tokens: int32; 0 in padding.
+    tokens: int32 token ids; 0 in padding.
     segment_ids: int32; 1, 2, ... along the row, 0 in padding.
-    positions: int32; place within the trajectory, 0 in padding.
-    segment_start: int32; column where the token's segment begins; in padding,
-      the first column of padding.
-    loss_mask: bool; True where the policy wrote the token.
-    advantages: float32; its trajectory's at each token, 0 in padding.
+    positions: int32 position within the trajectory; 0 in padding.
+    segment_start: int32 column where the token's segment begins. In padding it
+      is the first column of padding.
+    loss_mask: bool; True for tokens that the policy generated.
+    advantages: float32 advantage of the token's trajectory; 0 in padding.
     behavior_logprobs: float32; 0 where loss_mask is False.
     policy_versions: int32; -1 where loss_mask is False.
-    fields: further float32 arrays by name, given to `pack` or added by a stage
+    fields: further float32 arrays by name, passed to `pack` or added by a stage
       of the train step; 0 in padding.
   """
 
@@ -70,7 +71,7 @@ class PackedBatch(NamedTuple):
   fields: Mapping[str, Float[Any, "*leading B T"]]
 
   def with_arrays(self, arrays: Mapping[str, Any]) -> "PackedBatch":
-    """The batch with other arrays of these names, or with further fields."""
+    """Return the batch with arrays replaced by name or added to its fields."""
     own = {name: x for name, x in arrays.items() if name in self._fields}
     further = {name: x for name, x in arrays.items() if name not in own}
     return self._replace(**own, fields={**self.fields, **further})
@@ -78,13 +79,15 @@ class PackedBatch(NamedTuple):
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Placement:
-  """Where each trajectory went, in the order it was given; never on device.
+  """Where each trajectory was packed, in the order of `pack`'s input.
+
+  The arrays stay on the host.
 
   Attributes:
-    starts: index of its first token in the flattened packed array;
-      `np.unravel_index` gives minibatch, microbatch, row and column.
-    lengths: number of its tokens.
-    shape: of the packed arrays.
+    starts: index of each trajectory's first token in the flattened packed
+      array. `np.unravel_index` gives minibatch, microbatch, row and column.
+    lengths: number of tokens of each trajectory.
+    shape: shape of the packed arrays.
   """
 
   starts: Int[np.ndarray, "trajectories"]
@@ -93,7 +96,7 @@ class Placement:
 
   @property
   def pack_efficiency(self) -> float:
-    """Share of the tokens of microbatches in use that is not padding."""
+    """Share of tokens that are not padding, in the microbatches in use."""
     per_microbatch = self.shape[2] * self.shape[3]
     num_used = len(np.unique(self.starts // per_microbatch))
     return float(self.lengths.sum() / (num_used * per_microbatch))
@@ -110,24 +113,30 @@ def pack(
   num_shards: int = 1,
   fields: Mapping[str, Sequence[Float[np.ndarray, "_"]]] | None = None,
 ) -> tuple[PackedBatch, Placement]:
-  """Pack all trajectories of the groups, the same way for the same input.
+  """Pack all trajectories of the groups, deterministically.
 
   Args:
-    groups: their trajectories, group by group, are "the trajectories".
-    advantages: one per trajectory.
-    tokens_per_row: the longest trajectory must fit.
-    rows_per_microbatch: rows of one forward and backward.
-    num_minibatches: trajectories, not groups, are dealt to them, as many to
-      each, longest completion first to the one with the fewest loss tokens.
-    min_microbatches: of each minibatch; padding microbatches come last.
-    num_shards: contiguous parts of a microbatch's rows, a device each.
-    fields: further values by name, an array for each trajectory with a number
-      for each of its tokens.
+    groups: the groups; their trajectories are packed in order, group by group.
+    advantages: one advantage per trajectory.
+    tokens_per_row: length of a row. The longest trajectory must fit into it.
+    rows_per_microbatch: rows of one forward and backward pass.
+    num_minibatches: number of optimizer steps. Trajectories, not groups, are
+      dealt to minibatches: an equal number to each, the longest completion
+      first, each to the minibatch with the fewest loss tokens.
+    min_microbatches: smallest number of microbatches of a minibatch. Unused
+      ones come last and hold only padding.
+    num_shards: number of contiguous parts of a microbatch's rows, one for each
+      device that they are split over.
+    fields: further values by name: for each trajectory an array with one number
+      per token.
+
+  Returns:
+    The packed arrays, and where each trajectory is in them.
 
   Raises:
     ValueError: a trajectory does not fit, does not begin with a prompt token,
-      or has no advantage; a field does not have a number for each of its
-      tokens; or the rows cannot be split over the shards.
+      or has no advantage; a field does not have one number per token; or the
+      rows cannot be split over the shards.
   """
   if rows_per_microbatch % num_shards:
     raise ValueError(
@@ -172,12 +181,12 @@ def pack(
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class _Rows:
-  """Which row of its minibatch each trajectory is in, and where in the row.
+  """The row of each trajectory within its minibatch, and its place in the row.
 
   Attributes:
-    row: counted from the first row of the minibatch.
-    column: of the trajectory's first token.
-    segment: 1, 2, ... along the row.
+    row: index of the row, counted from the first row of the minibatch.
+    column: column of the trajectory's first token.
+    segment: segment id of the trajectory: 1, 2, ... along the row.
     used: for each minibatch, the number of tokens in each of its rows.
   """
 
@@ -226,7 +235,7 @@ def _filled(
   """Write the trajectories' tokens into the arrays of a batch."""
   lengths, shape = placement.lengths, placement.shape
   tokens_per_row = shape[-1]
-  # All tokens of all trajectories, one after the other, and their places.
+  # Position and place of every token, with the trajectories end to end.
   first = np.cumsum(lengths) - lengths
   position = np.arange(lengths.sum()) - np.repeat(first, lengths)
   place = np.repeat(placement.starts, lengths) + position
@@ -263,7 +272,7 @@ def _filled(
 
 
 def without_prompt(trajectories: Sequence[Trajectory]) -> RolloutGroup:
-  """Puts trajectories that belong to no prompt of a run into a group."""
+  """Return a group of trajectories that do not come from a prompt of a run."""
   return RolloutGroup(
     admission=Admission(index=0, birth=0, deadline=0),
     prompt=Prompt(prompt_id="", tokens=np.zeros(1, np.int32), item={}),
@@ -274,13 +283,13 @@ def without_prompt(trajectories: Sequence[Trajectory]) -> RolloutGroup:
 def reward_fields(
   trajectories: Sequence[Trajectory],
 ) -> dict[str, list[Float[np.ndarray, "_"]]]:
-  """Return `TOKEN_SCORES` for `pack`, if the rewards score tokens.
+  """Return the field `TOKEN_SCORES` for `pack`, if any reward scores tokens.
 
-  Position t is about token t of the trajectory, prompt included, although a
-  reward counts only the tokens that the policy wrote. A token without a score
-  has 0, and so has every token of a reward that does not score tokens. If no
-  reward scores tokens there is no field, and the device programs are those of
-  a run without token scores.
+  Position t of an array is about token t of the trajectory, prompt included. A
+  reward, in contrast, counts only the tokens that the policy generated. Tokens
+  without a score get 0, including all tokens of a reward without token scores.
+  If no reward scores tokens, the result is empty and the device programs are
+  those of a run without token scores.
   """
   rewards = [t.reward for t in trajectories]
   if all(r is None or r.token_scores is None for r in rewards):
@@ -303,10 +312,17 @@ def expected_microbatches(
   tokens_per_row: int,
   rows_per_microbatch: int,
 ) -> int:
-  """Microbatches that hold so many trajectories, each as long as it may be.
+  """Return how many microbatches hold this many trajectories of any length.
 
-  First fit never leaves room for one of max_tokens in two rows, so a row holds
-  tokens_per_row // max_tokens of them or more.
+  With first fit, at most one row has room for another trajectory of max_tokens.
+  Every other row therefore holds at least tokens_per_row // max_tokens
+  trajectories.
+
+  Args:
+    num_trajectories: the number of trajectories of a minibatch.
+    max_tokens: the longest trajectory in tokens.
+    tokens_per_row: length of a row.
+    rows_per_microbatch: rows of a microbatch.
   """
   num_rows = -(-num_trajectories // (tokens_per_row // max_tokens))
   return -(-num_rows // rows_per_microbatch)
@@ -315,14 +331,14 @@ def expected_microbatches(
 def num_used_microbatches(
   segment_ids: Int[Any, "K B T"],
 ) -> Int[Any, ""]:
-  """How many microbatches of a minibatch hold a trajectory; the first ones."""
+  """Return how many microbatches of a minibatch are in use; they come first."""
   return (segment_ids != 0).any(axis=(1, 2)).sum(dtype=np.int32)
 
 
 def unpack(
   packed: Shaped[Any, "M K B T"], placement: Placement
 ) -> list[np.ndarray]:
-  """Cut a packed array back into one array per trajectory, in order given."""
+  """Return one array per trajectory, in the order of `pack`'s input."""
   flat = np.asarray(packed).reshape(-1)
   return [
     flat[start : start + length]
@@ -357,9 +373,11 @@ def _deal(
   lengths: Int[np.ndarray, "trajectories"],
   num_minibatches: int,
 ) -> Int[np.ndarray, "trajectories"]:
-  """Give each trajectory a minibatch; loss tokens even, then tokens.
+  """Return the minibatch of each trajectory.
 
-  None gets more than its share of trajectories: `expected_microbatches` holds.
+  Minibatches get similar numbers of loss tokens and, as a tie-breaker, similar
+  numbers of tokens. None gets more than its share of trajectories, so that
+  `expected_microbatches` applies.
   """
   loss_tokens = np.array([t.num_completion_tokens for t in trajectories])
   minibatch = np.zeros_like(lengths)
@@ -383,11 +401,14 @@ def _first_fit(
   Int[np.ndarray, "trajectories"],
   Int[np.ndarray, "rows"],
 ]:
-  """First-fit decreasing: longest first, each into the first row with room.
+  """Pack by first-fit decreasing.
+
+  The longest trajectory comes first. Each goes into the first row that has room
+  for it.
 
   Returns:
-    Row, column of the first token and segment id of each trajectory; tokens
-    in each row.
+    The row, the column of the first token and the segment id of each
+    trajectory, and the number of tokens in each row.
   """
   row = np.zeros_like(lengths)
   column = np.zeros_like(lengths)
@@ -396,7 +417,7 @@ def _first_fit(
   num_segments = np.zeros(len(lengths), np.int64)
   num_rows = 0
   for i in np.argsort(-lengths, kind="stable").tolist():
-    # One row that was never used has room, so there is always a first one.
+    # The search includes one unused row, so that there always is a row.
     r = int(np.argmax(used[: num_rows + 1] <= tokens_per_row - lengths[i]))
     num_rows = max(num_rows, r + 1)
     row[i], column[i] = r, used[r]
@@ -409,10 +430,11 @@ def _first_fit(
 def _balance(
   costs: Num[np.ndarray, "rows"], rows_per_microbatch: int, num_shards: int
 ) -> Int[np.ndarray, "rows"]:
-  """Where each row goes, so that the shards of a microbatch cost alike.
+  """Return a new place for each row that balances the shards' costs.
 
-  Rows of similar cost share a microbatch. In it, costliest first, a row goes to
-  the shard with the least cost that has room. One shard keeps the order.
+  Rows of similar cost share a microbatch. Within it the most expensive row
+  comes first, and each row goes to the cheapest shard that has room. With one
+  shard the order does not change.
   """
   places = np.arange(len(costs))
   if num_shards == 1:
@@ -430,6 +452,6 @@ def _balance(
 
 
 def _round_up(count: int) -> int:
-  """Smallest of 1, 2, 3, 4, 6, 8, 12, 16, ... that is not below count."""
+  """Return the smallest of 1, 2, 3, 4, 6, 8, 12, 16, ... not below count."""
   power = 1 << (count - 1).bit_length()
   return power * 3 // 4 if count <= power * 3 // 4 else power

@@ -1,7 +1,7 @@
 """The warm start: supervised training on worked solutions.
 
-Everything is packed once into rows; a step takes the next rows of a shuffled
-order, anew for each pass.
+All examples are packed into rows once. Each step trains on the next rows of a
+random order, which is drawn anew for each pass.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,13 +25,13 @@ from jaxrl_async.training import train_step
 
 
 class WarmStartError(RuntimeError):
-  """Too many updates in a row were not finite."""
+  """Too many updates in a row had a loss or gradient that is not finite."""
 
 
 def pack_examples(
   examples: Iterable[prompts.WorkedExample], *, tokens_per_row: int
 ) -> packing.PackedBatch:
-  """Rows of worked solutions, [R T] arrays."""
+  """Return the worked solutions packed into rows, as [R, T] arrays."""
   trajectories = []
   for member, example in enumerate(examples):
     p, c = len(example.prompt_tokens), len(example.completion_tokens)
@@ -71,23 +71,24 @@ def warm_start(
   seed: int,
   on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> transformer.Params:
-  """Trains on the rows; the result is version 0 of the policy.
+  """Train on the rows and return the parameters of policy version 0.
 
   Args:
-    section: steps, rows of a step, optimizer.
-    rows: of `pack_examples`; None if there are no steps.
-    params: to start from; None initialises them.
-    mesh: of the training slice.
-    rules: of the same.
+    section: number of steps, rows per step, and optimizer.
+    rows: the result of `pack_examples`. None if there are no steps.
+    params: initial parameters. None draws them at random.
+    mesh: the mesh of the training slice.
+    rules: which mesh axes split which logical axes.
     forward: settings of the forward pass.
-    rows_per_microbatch: rows of one forward and backward; divides the rows of
-      a step.
-    max_bad_updates: that many skipped updates in a row are an error.
-    seed: of initialisation and order.
-    on_step: told step and loss after each step.
+    rows_per_microbatch: rows of one forward and backward pass. It must divide
+      the rows of a step.
+    max_bad_updates: number of skipped updates in a row that is an error.
+    seed: seed of the initialisation and of the order of rows.
+    on_step: called with the step and its loss after each step.
 
   Raises:
-    WarmStartError: loss or gradient were not finite, too many times in a row.
+    WarmStartError: `max_bad_updates` updates in a row had a loss or gradient
+      that is not finite.
   """
   layout = mesh_lib.Layout(mesh=mesh, rules=rules)
   forward = dataclasses.replace(forward, layout=layout)
@@ -125,7 +126,7 @@ def _state_and_update(
   params: transformer.Params | None,
   seed: int,
 ) -> tuple[train_state.TrainState, Callable[..., Any]]:
-  """The state before the first step, and the compiled update."""
+  """Return the state before the first step, and the compiled update."""
   policy = train_state.ModelSettings(
     model=forward.model, optimizer=section.optimizer
   )

@@ -1,8 +1,7 @@
-"""The metrics of a train step, from its groups and from what it measured.
+"""The metrics of a train step, from its groups and its device sums.
 
-A step leaves its sums on the device, so that the next one can be dispatched
-while nobody has looked at them. `Pending.metrics` fetches them and gives every
-number its name.
+A step leaves its sums on the device, so that the next step can be dispatched
+before they are fetched. `Pending.metrics` fetches them and names every metric.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from jaxrl_async.models import configs
 from jaxrl_async.planning import matmul_rate
 from jaxrl_async.training import packing
 
-# Sums over the loss tokens, and the metric that the mean of each is.
+# Sums over the loss tokens, and the names of the metrics that are their means.
 _MEANS = {
   "entropy_sum": "policy/entropy",
   "clip_count": "policy/clip_frac",
@@ -29,7 +28,7 @@ _MEANS = {
   "loglinear_kl_sum": "offpolicy/loglinear_kl",
   "reuse_gap_sum": "offpolicy/reuse_gap",
 }
-# What an update measures that is no sum over all loss tokens, or not alone.
+# Outputs of an update that are not reported as a mean over all loss tokens.
 _NO_MEANS = frozenset(
   [
     "num_loss_tokens",
@@ -46,16 +45,18 @@ _NO_MEANS = frozenset(
 
 @dataclasses.dataclass(kw_only=True)
 class Pending:
-  """A train step that has run and whose metrics were not fetched yet.
+  """A finished train step whose metrics have not been fetched yet.
 
   Attributes:
-    step: completed train steps before it.
-    sums: what the update has measured, on the device.
-    learning_rate: computes the rate of the step.
+    step: completed train steps before this one.
+    groups: the groups of the step's batch.
+    placement: where the trajectories were packed.
+    sums: the outputs of the update, on the device, one value per minibatch.
+    learning_rate: returns the learning rate of the step.
     times_s: seconds of the step's parts, by name.
-    programs_s: seconds of all of its programs together.
+    programs_s: seconds of all of the step's device programs together.
     model: the policy's architecture.
-    peak_flops: matmul rate of the training slice.
+    peak_flops: peak matmul rate of the training slice, in FLOP/s.
   """
 
   step: int
@@ -69,7 +70,7 @@ class Pending:
   peak_flops: float
 
   def metrics(self) -> tuple[dict[str, Any], list[bool]]:
-    """Named metrics of the step, and which of its updates were skipped."""
+    """Return the step's metrics by name, and which updates were skipped."""
     sums = {k: np.asarray(v, np.float64) for k, v in self.sums.items()}
     count = max(sums["num_loss_tokens"].sum(), 1.0)
 
@@ -96,10 +97,10 @@ class Pending:
     return values, [bool(x) for x in sums["bad_updates"]]
 
   def _mfu(self) -> float:
-    """Share of the matmul rate that forward and backward pass have used.
+    """Return the model FLOPs utilisation of the step.
 
-    The time is that of all programs of the step, but what the stages compute
-    does not count as work.
+    The FLOPs are those of the update's forward and backward passes. The time is
+    that of all programs of the step, the stages included.
     """
     lengths = np.array(
       [len(t.tokens) for g in self.groups for t in g.trajectories]
@@ -109,10 +110,10 @@ class Pending:
 
 
 def _means(sums: Mapping[str, np.ndarray], count: float) -> dict[str, Any]:
-  """Means over the loss tokens, of what the loss and the diagnostic summed up.
+  """Return means over the loss tokens of the loss's and diagnostic's sums.
 
-  What no line of `_MEANS` names is a sum that only the loss knows; it becomes
-  `loss/<name>`.
+  A sum that `_MEANS` does not name belongs to a particular loss. Its mean is
+  reported as `loss/<name>`.
   """
   return {
     _MEANS.get(name, f"loss/{name.removesuffix('_sum')}"): x.sum() / count
@@ -122,11 +123,11 @@ def _means(sums: Mapping[str, np.ndarray], count: float) -> dict[str, Any]:
 
 
 def of_groups(groups: list[types.RolloutGroup], step: int) -> dict[str, Any]:
-  """Metrics of what a train step learned from: rewards, lengths, staleness.
+  """Return metrics of a batch: rewards, completion lengths and staleness.
 
   Args:
-    groups: of the step's batch.
-    step: completed train steps before it.
+    groups: the groups of the step's batch.
+    step: completed train steps before this one.
   """
   trajectories = [t for g in groups for t in g.trajectories]
   return {

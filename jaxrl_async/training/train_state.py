@@ -1,9 +1,8 @@
-"""What a trainer holds: named models, each split into trained and frozen parts.
+"""The train state: named models, each split into trained and frozen parts.
 
-The policy is one of the models. Others can stand beside it, for example a
-frozen reference that a loss measures a divergence from. Gradients and optimizer
-state exist for trainable parameters only, so a frozen model costs its weights
-and nothing else.
+The policy is one of the models. There may be others, for example a frozen
+reference model for a KL penalty. Gradients and optimizer state exist only for
+trainable parameters, so that a frozen model costs its weights and nothing else.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,21 +27,22 @@ Optimizers = Mapping[str, optax.GradientTransformation]
 
 
 def everything(path: Path) -> bool:
-  """Chooses every parameter."""
+  """Return True: every parameter is trainable."""
   del path
   return True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-  """What the train state holds of one model.
+  """How the train state holds one model.
 
   Attributes:
     model: the architecture.
-    optimizer: for the trainable parameters. None freezes the whole model.
-    is_trainable: says of each parameter whether it is trained. It is not asked
-      where `optimizer` is None.
-    frozen_dtype: type of the parameters that are not trained. Trainable ones
+    optimizer: the optimizer of the trainable parameters. None freezes the whole
+      model.
+    is_trainable: returns whether the parameter with this path is trained. It is
+      not called if `optimizer` is None.
+    frozen_dtype: dtype of the parameters that are not trained. Trainable ones
       are always float32.
   """
 
@@ -52,14 +52,14 @@ class ModelSettings:
   frozen_dtype: str = "float32"
 
   def split(self, params: dict[str, Any]) -> tuple[dict, dict]:
-    """Splits a tree with the parameters' paths into (trainable, frozen)."""
+    """Split a tree with the parameters' paths into (trainable, frozen)."""
     if self.optimizer is None:
       return {}, params
     return _split(params, self.is_trainable, ())
 
   @property
   def offload(self) -> bool:
-    """Whether the optimizer's moments lie in the memory of the host."""
+    """Whether the optimizer's moments are kept in host memory."""
     return self.optimizer is not None and self.optimizer.offload
 
 
@@ -73,10 +73,10 @@ class ModelState:
   """The parameters of one model (layers stacked) and its optimizer's state.
 
   Attributes:
-    trainable: float32 master weights. A nested dict that lacks the frozen
-      parameters.
+    trainable: the trainable parameters, which are float32 master weights in a
+      nested dict.
     frozen: the other parameters, in a nested dict of the same form.
-    opt_state: of the trainable parameters. None where there are none.
+    opt_state: the optimizer's state. None for a frozen model.
   """
 
   trainable: transformer.Params
@@ -85,7 +85,7 @@ class ModelState:
 
   @property
   def params(self) -> transformer.Params:
-    """All parameters, as the forward pass takes them."""
+    """All parameters in one tree, as the forward pass takes them."""
     return merged(self.trainable, self.frozen)
 
 
@@ -94,13 +94,13 @@ class ModelState:
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainState:
-  """The state of every model, by name. There is always a `POLICY`."""
+  """The state of every model by name. One of the names is `POLICY`."""
 
   models: dict[str, ModelState]
 
   @property
   def policy(self) -> ModelState:
-    """The model that generates."""
+    """The state of the model whose weights the engines generate with."""
     return self.models[POLICY]
 
   @property
@@ -121,7 +121,7 @@ class TrainState:
 def _split(
   tree: dict[str, Any], is_chosen: Callable[[Path], bool], path: Path
 ) -> tuple[dict, dict]:
-  """Two trees that share the leaves; a dict without leaves is left out."""
+  """Return the chosen part of a tree and the rest, without empty dicts."""
   chosen, rest = {}, {}
   for name, value in tree.items():
     here = (*path, name)
@@ -137,7 +137,7 @@ def _split(
 
 
 def merged(trainable: dict[str, Any], frozen: dict[str, Any]) -> dict[str, Any]:
-  """The tree that `ModelSettings.split` took apart."""
+  """Return the tree from which `ModelSettings.split` made these two."""
   both = dict(frozen)
   for name, value in trainable.items():
     is_in_both = isinstance(value, dict) and name in both
@@ -151,13 +151,15 @@ def start(
   params: transformer.Params,
   sharding: ModelState | None = None,
 ) -> ModelState:
-  """The state of a model before its first update.
+  """Return the state of a model before its first update.
 
   Args:
-    settings: say what is trained, and in which type the rest is held.
-    optimizer: what `settings.optimizer` describes; None if that is None.
-    params: all of the model's parameters, where they are to stay.
-    sharding: of the state; None leaves the optimizer's state to the compiler.
+    settings: which parameters are trained, and the dtype of the others.
+    optimizer: the optimizer that `settings.optimizer` describes, or None if
+      that is None.
+    params: all of the model's parameters, in their final shardings.
+    sharding: the sharding of the state. None lets the compiler choose that of
+      the optimizer's state.
   """
   trainable, frozen = settings.split(params)
   opt_state = None
@@ -174,11 +176,11 @@ def start(
 def shapes(
   models: Mapping[str, ModelSettings], optimizers: Optimizers
 ) -> TrainState:
-  """Shapes and types of the whole state, without making it.
+  """Return the shapes and dtypes of the train state without allocating it.
 
   Args:
-    models: by name.
-    optimizers: of the models that are trained, by the same names.
+    models: the settings of each model by name.
+    optimizers: the optimizer of each trained model by name.
   """
 
   def init(name: str, settings: ModelSettings) -> ModelState:
@@ -196,7 +198,7 @@ def shapes(
 def params_sharding(
   mesh: Mesh, rules: sections.ShardingRules, model: configs.ModelConfig
 ) -> transformer.Params:
-  """The sharding of each of a model's parameters, layers stacked."""
+  """Return the sharding of each parameter of a model, layers stacked."""
   axes = transformer.logical_axes(model, is_stacked=True)
   return mesh_lib.shardings(mesh, rules, axes)
 
@@ -207,16 +209,16 @@ def shardings(
   models: Mapping[str, ModelSettings],
   optimizers: Optimizers,
 ) -> TrainState:
-  """The sharding of every array of the state.
+  """Return the sharding of every array of the train state.
 
-  Optimizer moments are sharded like their parameters, and lie in the memory of
-  the devices' host where the settings say so. All else is replicated.
+  Optimizer moments are sharded like their parameters. They are in host memory
+  if the settings offload them. The rest of an optimizer's state is replicated.
 
   Args:
-    mesh: of the training slice.
+    mesh: the mesh of the training slice.
     rules: which mesh axes split which logical axes.
-    models: by name.
-    optimizers: of the models that are trained, by the same names.
+    models: the settings of each model by name.
+    optimizers: the optimizer of each trained model by name.
   """
   state = shapes(models, optimizers)
 
@@ -244,10 +246,10 @@ def _moments_sharding(
   model: ModelState,
   trainable_sharding: dict[str, Any],
 ) -> Any:
-  """The sharding of each array of an optimizer's state.
+  """Return the sharding of each array of an optimizer's state.
 
-  A leaf is a parameter's moment when its path ends in the parameter's path and
-  their shapes agree.
+  A leaf is a moment of a parameter if its path ends in the parameter's path and
+  their shapes are equal.
   """
   params = {
     tuple(map(str, path)): (x.shape, sharding)

@@ -1,10 +1,9 @@
 """The trainer's device programs, as pure functions of state and batch.
 
-A train step runs its stages and then `update`. A stage computes something under
-the weights from before the step and adds it to the batch; the proximal logprobs
-are an example. `update` makes num_minibatches optimizer steps, each of which
-sums the gradients of its microbatches. What is minimised is an argument, see
-`objectives`.
+A train step runs its stages and then `update`. A stage computes arrays with the
+weights from before the step, for example the proximal logprobs, and adds them
+to the batch. `update` makes num_minibatches optimizer steps, each of which sums
+the gradients of its microbatches. The loss is an argument; see `objectives`.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,11 +32,12 @@ Metrics = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForwardSettings:
-  """What the forward pass depends on beside parameters and batch.
+  """The settings of the forward pass.
 
   Attributes:
     attention: a name of `packed_attention.IMPLEMENTATIONS`.
-    layout: of the mesh it is compiled for; None leaves all to the compiler.
+    layout: the mesh to compile for, and its sharding rules. None leaves all
+      shardings to the compiler.
   """
 
   model: configs.ModelConfig
@@ -49,7 +49,7 @@ class ForwardSettings:
   layout: mesh_lib.Layout | None = None
 
   def constrain(self, array: jax.Array, *axes: str | None) -> jax.Array:
-    """The array with these logical axes, split as the layout says."""
+    """Return the array, sharded by its logical axes as the layout says."""
     if self.layout is None:
       return array
     return self.layout.constrain(array, *axes)
@@ -61,15 +61,17 @@ def learning_rate_schedule(
   total_steps: int = 0,
   decay: float = 1.0,
 ) -> Callable[[Any], Any]:
-  """Linear warmup, then constant, or cosine to `decay` of the peak.
+  """Return a schedule of linear warmup, then a constant or a cosine decay.
 
   Args:
-    section: peak and warmup, in optimizer steps.
-    total_steps: end of the cosine; 0 keeps the rate constant.
-    decay: final rate over peak.
+    section: the peak learning rate, and the warmup in optimizer steps.
+    total_steps: the optimizer step at which the cosine ends. 0 keeps the rate
+      constant.
+    decay: ratio of the final rate to the peak.
   """
   peak, warmup = section.learning_rate, section.warmup_steps
-  # The first update already moves: warmup starts at peak / (warmup + 1).
+  # Warmup starts at peak / (warmup + 1), so that the first update has an
+  # effect.
   ramp = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
   if total_steps and decay != 1.0:
     after = optax.cosine_decay_schedule(
@@ -83,7 +85,10 @@ def learning_rate_schedule(
 def make_optimizer(
   section: sections.OptimizerSection, schedule: Callable[[Any], Any]
 ) -> optax.GradientTransformation:
-  """Global-norm clipping, then AdamW or Muon (AdamW for what is no matrix)."""
+  """Return clipping by global norm followed by AdamW or Muon.
+
+  Muon applies to the matrices of the blocks; all other parameters use AdamW.
+  """
   if section.name is sections.OptimizerName.MUON:
     optimizer = optax.contrib.muon(
       schedule,
@@ -114,12 +119,12 @@ def make_optimizers(
   total_steps: int = 0,
   decay: float = 1.0,
 ) -> dict[str, optax.GradientTransformation]:
-  """The optimizer of each model that is trained, by the model's name.
+  """Return the optimizer of each trained model by the model's name.
 
   Args:
-    models: by name.
-    total_steps: as of `learning_rate_schedule`.
-    decay: as of `learning_rate_schedule`.
+    models: the settings of each model by name.
+    total_steps: as in `learning_rate_schedule`.
+    decay: as in `learning_rate_schedule`.
   """
 
   def optimizer(section: sections.OptimizerSection):
@@ -136,10 +141,12 @@ def make_optimizers(
 
 
 def muon_dimensions(params: Any) -> Any:
-  """Which axes of each parameter Muon orthogonalises; None leaves it to AdamW.
+  """Return the axes of each parameter that Muon orthogonalises.
 
-  Matrices of the blocks only, layers kept apart; heads belong to the side
-  they are summed on.
+  Muon gets only the matrices of the blocks, each layer by itself. The head axes
+  of a projection count to its output for queries, keys and values, and to its
+  input for the output projection. All other parameters get None and are left to
+  AdamW.
   """
   axes = {
     "query": ((1,), (2, 3)),
@@ -166,12 +173,13 @@ def token_logprobs(
   params: transformer.Params,
   batch: packing.PackedBatch,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-  """Logprobs and entropies of one packed microbatch."""
+  """Return the logprobs and entropies of one packed microbatch."""
   model = transformer.bind(
     settings.model, params, is_stacked=True, remat=settings.remat
   )
   length = batch.tokens.shape[1]
-  # Nothing learns from padding: each sees itself alone, and costs no block.
+  # Nothing is learned from padding. Each padding token attends only to itself,
+  # so that a kernel can skip the other blocks.
   start = jnp.where(
     batch.segment_ids == 0,
     jnp.arange(length, dtype=jnp.int32)[None],
@@ -209,10 +217,12 @@ def _embedded(
   model: transformer.Decoder,
   tokens: Int[Array, "B T"],
 ) -> Float[Array, "B T D"]:
-  """Looks up tokens in a table whose columns lie where other rows are.
+  """Look up tokens in a table whose columns are split over devices.
 
-  Each device looks up its columns of all those rows, then columns are exchanged
-  for rows: the table would be more to gather, and its gradient to sum.
+  The mesh axes that split the table's columns also split the rows of the batch.
+  Each device looks up its columns for the rows of all these devices. The
+  devices then exchange columns for rows. This moves less data than gathering
+  the table and summing its gradient.
   """
   dtype = jnp.dtype(settings.compute_dtype)
   if settings.layout is None:
@@ -226,17 +236,16 @@ def _embedded(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-  """A device program of a train step that runs before its first update.
+  """A device program that runs before the first update of a train step.
 
-  What it returns joins the batch: arrays [M, K, B, T] by name, which are new
-  fields of the batch or replace its own arrays. A stage can compute logprobs
-  under the weights of any model that the trainer holds, or advantages from what
-  an earlier stage has added.
+  A stage returns [M, K, B, T] arrays by name. They replace arrays of the batch
+  or become new fields. A stage can compute logprobs under any model of the
+  train state, or advantages from the fields that an earlier stage has added.
 
   Attributes:
-    name: of its time, as `time/<name>_s`, and in the picture.
-    run: a function of the forward settings of each model by name, the
-      parameters of each model before the step by name, and the batch.
+    name: name of the stage in the metric `time/<name>_s` and in the timeline.
+    run: function of three arguments: the forward settings of each model by
+      name, the parameters of each model before the step by name, and the batch.
   """
 
   name: str
@@ -255,7 +264,7 @@ def batch_logprobs(
   params: transformer.Params,
   batch: packing.PackedBatch,
 ) -> Float[Array, "M K B T"]:
-  """Logprobs of every token of a train step's batch under one model."""
+  """Return the logprobs of all tokens of a step's batch under one model."""
 
   def minibatch_logprobs(minibatch: packing.PackedBatch) -> Array:
     def step(k: Array, logprobs: Array) -> Array:
@@ -270,12 +279,12 @@ def batch_logprobs(
 
 
 def logprobs_stage(name: str, *, model: str, field: str) -> Stage:
-  """A stage that adds the logprobs of every token under one of the models.
+  """Return a stage that adds the logprobs of all tokens under one model.
 
   Args:
-    name: of the stage.
+    name: name of the stage.
     model: name of the model in the train state.
-    field: of the batch that the logprobs become.
+    field: name of the batch field that holds the logprobs.
   """
 
   def run(
@@ -294,7 +303,7 @@ PROXIMAL_STAGE = logprobs_stage(
 
 
 def _in_memory_of(tree: Any, like: Any) -> Any:
-  """The arrays, each in the memory (a device's or its host's) of the other."""
+  """Move each array to the memory space of its counterpart in `like`."""
   return jax.tree.map(
     lambda x, y: jax.device_put(x, jax.typeof(y).memory_space), tree, like
   )
@@ -306,13 +315,16 @@ def _apply_gradients(
   gradients: Mapping[str, transformer.Params],
   loss: Float[Array, ""],
 ) -> tuple[train_state.TrainState, Metrics]:
-  """One optimizer step, or none if loss or gradient is not finite.
+  """Make one optimizer step, or none if loss or gradient is not finite.
 
   Args:
-    optimizers: of the models that are trained, by name.
-    state: before the step.
-    gradients: of the trainable parameters of the same models.
-    loss: that they are gradients of.
+    optimizers: the optimizer of each trained model by name.
+    state: the state before the step.
+    gradients: the gradients of the same models' trainable parameters.
+    loss: the loss that was differentiated.
+
+  Returns:
+    The new state, and loss, gradient norm and whether the step was skipped.
   """
   norm = optax.tree.norm(gradients)
   is_good = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -334,13 +346,14 @@ def _stepped(
   gradients: transformer.Params,
   is_good: Bool[Array, ""],
 ) -> train_state.ModelState:
-  """One model after an optimizer step, or as it was unless `is_good`.
+  """Return one model after an optimizer step, or unchanged unless `is_good`.
 
-  An optimizer state that lies in the host's memory is brought to the device for
-  the step and taken back afterwards.
+  An optimizer state in host memory is moved to the device for the step and
+  moved back afterwards.
   """
   before = jax.device_put(state.opt_state, jax.memory.Space.Device)
-  # Optax multiplies by its int32 step count.
+  # Optax multiplies floats by its int32 step count. The strict dtype promotion
+  # of the tests forbids that.
   with jax.numpy_dtype_promotion("standard"):
     updates, after = optimizer.update(gradients, before, state.trainable)
   trainable, opt_state = _in_memory_of(
@@ -360,7 +373,7 @@ def _accumulate(
   microbatches: Any,
   num_used: Int[Array, ""],
 ) -> tuple[Float[Array, ""], dict[str, transformer.Params], Metrics]:
-  """Sums loss, gradients and metric sums over the first microbatches."""
+  """Sum loss, gradients and metrics over the first `num_used` microbatches."""
   gradient_fn = jax.value_and_grad(loss_fn, has_aux=True)
   first = jax.tree.map(lambda x: x[0], microbatches)
   shapes = jax.eval_shape(gradient_fn, params, first)
@@ -383,26 +396,26 @@ def update(
   batch: packing.PackedBatch,
   policy_version: Int[Any, ""],
 ) -> tuple[train_state.TrainState, Metrics]:
-  """The optimizer steps of one train step, one for each minibatch.
+  """Make the optimizer steps of one train step, one for each minibatch.
 
   The loss is differentiated with respect to the trainable parameters of every
-  model. Only the policy has a forward pass here; that of a trained critic would
-  give the loss its `values`.
+  model. Only the policy has a forward pass here. A trained critic would need
+  one too, which would give the loss its `values`.
 
   Args:
-    settings: of the policy's forward pass.
-    loss: what is minimised.
-    diagnostic: what is measured beside it.
-    optimizers: of the models that are trained, by name.
-    state: before the step.
-    batch: [M, K, B, T] arrays: minibatches of microbatches; with the fields
+    settings: settings of the policy's forward pass.
+    loss: the loss to minimise.
+    diagnostic: sums to measure beside the loss.
+    optimizers: the optimizer of each trained model by name.
+    state: the state before the step.
+    batch: [M, K, B, T] arrays, M minibatches of K microbatches, with the fields
       that the loss needs.
-    policy_version: of `state`.
+    policy_version: the version of the weights in `state`.
 
   Returns:
-    The new state, and for each minibatch [M] the loss, the gradient norm,
-    whether the update was skipped, the sums of loss and diagnostic, and the
-    minibatch's totals.
+    The new state, and metrics with one value per minibatch, [M]: the loss, the
+    gradient norm, whether the update was skipped, the sums of the loss and the
+    diagnostic, and the minibatch's totals.
   """
 
   def minibatch_step(
@@ -449,12 +462,10 @@ def published_params(
   dtype: str,
   weights: sections.WeightFormat,
 ) -> transformer.Params:
-  """What travels to the engines: layers unstacked, cast. Call it in a jit.
+  """Return the weights for the engines, with layers unstacked and cast.
 
-  Where the config asks for it the matrices are quantised.
-
-  The outputs of the jit are fresh buffers, so that the trainer may go on to
-  donate its own.
+  The matrices are quantised if `weights` says so. Call this function in a jit:
+  its outputs are then new buffers, so that the trainer can donate its own.
   """
   unstacked = transformer.unstack(params, num_layers)
   return quantization.quantize(unstacked, weights, dtype)
@@ -467,10 +478,10 @@ def make_publish(
   dtype: str,
   weights: sections.WeightFormat,
 ) -> Any:
-  """The program `published_params`, for parameters that lie in this layout.
+  """Return `published_params` compiled for parameters in this layout.
 
-  Training and serving both make an engine's weights with it, so that what is
-  served is what the run's own engine was given.
+  Training and serving both make an engine's weights with this program, so that
+  a server uses the same weights as the engine of the run.
   """
   axes = transformer.logical_axes(model, is_stacked=False)
   return jax.jit(

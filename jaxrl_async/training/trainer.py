@@ -1,9 +1,10 @@
-"""The training side: groups in, a new policy version out.
+"""The trainer: makes a new policy version from a batch of groups.
 
 `Trainer.prepare` turns groups into a batch on the device. It needs no weights,
-so another thread does it ahead of time. `Trainer.step` runs the stages and the
-updates on the batch, and waits for nothing but its device. What a step has
-measured stays on the device until `step_metrics.Pending.metrics` fetches it.
+so that another thread can do it ahead of time. `Trainer.step` runs the stages
+and the updates on the batch and waits only for the device. The sums that a step
+has measured stay on the device until `step_metrics.Pending.metrics` fetches
+them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,7 @@ from jaxrl_async.training import train_step
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchSettings:
-  """How groups become arrays."""
+  """How groups are packed into arrays; see `packing.pack`."""
 
   tokens_per_row: int
   rows_per_microbatch: int
@@ -52,13 +53,13 @@ class PreparedBatch:
 
 
 class Trainer:
-  """Train state and the compiled programs that change it.
+  """The train state and the compiled programs that change it.
 
-  Threads: belongs to the thread that trains, except for `prepare`, which reads
-  nothing that changes and may run in another one.
+  Threads: all methods belong to the thread that trains, except `prepare`. That
+  method reads nothing that changes and may run on another thread.
   """
 
-  state: train_state.TrainState  # there is none before `start` or a restore
+  state: train_state.TrainState  # unset before `start` or a restore
 
   def __init__(
     self,
@@ -76,23 +77,24 @@ class Trainer:
     rollout_weights: sections.WeightFormat = sections.WeightFormat.FLOAT,
     busy: metrics_lib.BusyClock,
   ):
-    """Prepares the programs; nothing is allocated or compiled yet.
+    """Set up the programs without allocating or compiling anything.
 
     Args:
-      mesh: of the training slice.
+      mesh: the mesh of the training slice.
       rules: which mesh axes split which logical axes.
-      models: what is held, by name. The policy is the one of that name
-        (`train_state.POLICY`), and the only one that can be trained so far.
-      forward: how the policy's logprobs are computed. Those of the other models
-        are computed in the same way, with their own architecture.
-      loss: what is minimised.
-      stages: what is computed before the updates of a step, in this order.
-      batch: how groups become arrays.
-      num_steps: train steps of the run, the end of a decaying learning rate.
-      decay: final learning rate over the peak.
-      rollout_dtype: of what `published` returns.
-      rollout_weights: whether its matrices are quantised.
-      busy: told when the devices are at work.
+      models: the settings of each model of the train state, by name. The policy
+        is `train_state.POLICY` and is the only model that can be trained so
+        far.
+      forward: settings of the policy's forward pass. The other models use the
+        same settings with their own architecture.
+      loss: the loss to minimise.
+      stages: the stages that run before the updates of a step, in this order.
+      batch: how groups are packed into arrays.
+      num_steps: train steps of the run. A decaying learning rate ends there.
+      decay: ratio of the final learning rate to the peak.
+      rollout_dtype: dtype of the weights that `published` returns.
+      rollout_weights: whether the matrices of these weights are quantised.
+      busy: the clock that records when the devices are busy.
 
     Raises:
       ValueError: the policy is missing or has nothing to train, or another
@@ -132,7 +134,7 @@ class Trainer:
     rows_per_shard = self._batch_sharding.shard_shape(shape)[2]
     self._num_shards = rows // rows_per_shard
     self._stages = list(stages)
-    # Evaluation asks for logprobs, whatever the stages are.
+    # `logprobs` needs the proximal program whether or not it is a stage.
     self._stage_programs = {
       stage.name: jax.jit(
         functools.partial(stage.run, self._forwards),
@@ -156,11 +158,11 @@ class Trainer:
     )
 
   def start(self, params: Mapping[str, transformer.Params]) -> None:
-    """Takes parameters as version 0, of each model by its name."""
+    """Start with these parameters of each model, as policy version 0."""
     models = {}
     for name, settings in self._models.items():
-      # A copy: the first update donates it, and the caller may go on to use
-      # what was passed in.
+      # The first update donates these buffers. They are a copy, because the
+      # caller may still use the arrays that were passed in.
       own = jax.device_put(
         params[name], self._params_sharding[name], may_alias=False
       )
@@ -173,16 +175,16 @@ class Trainer:
     self.state = train_state.TrainState(models=models)
 
   def abstract_state(self) -> train_state.TrainState:
-    """Shapes and shardings of the state, to restore into."""
+    """Return the shapes and shardings of the state, for a restore."""
     shapes = train_state.shapes(self._models, self._optimizers)
     return aot.placed(shapes, self._state_sharding)
 
   def published_shapes(self) -> transformer.Params:
-    """Shapes, types and shardings of `published`."""
+    """Return the shapes, dtypes and shardings of `published`."""
     return self._publish.eval_shape(self.abstract_state().policy.params)
 
   def programs(self) -> list[aot.Program]:
-    """What a train step runs, on the largest batch that a run expects."""
+    """Return the programs of a train step for the largest expected batch."""
     state = self.abstract_state()
     trajectory = types.Trajectory(
       member=0,
@@ -199,7 +201,8 @@ class Trainer:
     opt_states = {name: x.opt_state for name, x in state.models.items()}
     others = {k: v for k, v in params.items() if k != train_state.POLICY}
     batch = trained = self._abstract(packed)
-    # The next batch is there, and what was published may not be taken yet.
+    # The next batch is on the device already, and the weights published last
+    # may still be there, because no engine has adopted them yet.
     beside = batch, self.published_shapes()
     programs = []
     for name, program in self._stage_programs.items():
@@ -234,7 +237,7 @@ class Trainer:
     ]
 
   def _abstract(self, arrays: Any) -> Any:
-    """Shapes of a batch's arrays, split as batches are."""
+    """Return the shapes and shardings of a batch's arrays."""
     return jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(
         x.shape, x.dtype, sharding=self._batch_sharding
@@ -243,12 +246,12 @@ class Trainer:
     )
 
   def published(self) -> transformer.Params:
-    """The current weights as engines want them, in buffers of their own."""
+    """Return a copy of the current weights in the engines' format."""
     with self._busy.record("publish"):
       return jax.block_until_ready(self._publish(self.state.policy.params))
 
   def prepare(self, groups: list[types.RolloutGroup]) -> PreparedBatch:
-    """Advantages, packing and the transfer to the device."""
+    """Compute advantages, pack the groups and move them to the device."""
     rewards = np.array([t.score for g in groups for t in g.trajectories])
     group_ids = np.repeat(
       np.arange(len(groups)), [len(g.trajectories) for g in groups]
@@ -289,11 +292,11 @@ class Trainer:
     )
 
   def step(self, step: int, batch: PreparedBatch) -> step_metrics.Pending:
-    """Trains on one batch.
+    """Run the stages and the updates of one batch.
 
     Args:
-      step: completed train steps, which is the version of the weights.
-      batch: of `prepare`.
+      step: completed train steps, which is the policy version of the weights.
+      batch: the result of `prepare`.
     """
     times, arrays = {"proximal_s": 0.0}, batch.arrays
     for stage in self._stages:
@@ -323,7 +326,7 @@ class Trainer:
   def logprobs(
     self, trajectories: Sequence[types.Trajectory]
   ) -> list[np.ndarray]:
-    """Each trajectory's logprobs under the current weights, [T] each."""
+    """Return each trajectory's logprobs under the current weights, [T] each."""
     packed, placement = self._pack(
       [packing.without_prompt(trajectories)],
       np.zeros((len(trajectories),), np.float32),
@@ -331,7 +334,8 @@ class Trainer:
     batch = mesh_lib.put(packed, self._batch_sharding)
     program = self._stage_programs[train_step.PROXIMAL_STAGE.name]
     logprobs = program(self.state.params, batch)[objectives.PROXIMAL]
-    # Of several processes none could read another's part.
+    # The array is replicated first, because with several processes none can
+    # read the shards of another.
     whole = jax.device_put(logprobs, self._replicated)
     return packing.unpack(np.asarray(whole), placement)
 
@@ -346,10 +350,11 @@ def _optimizer_of_policy(
 
 
 def _check_models(models: Mapping[str, train_state.ModelSettings]) -> None:
-  """Refuses models that no program here could train.
+  """Check that the policy, and only the policy, is to be trained.
 
   Raises:
-    ValueError: says which.
+    ValueError: the policy is missing or has nothing to train, or another model
+      is to be trained.
   """
   _optimizer_of_policy(models)
   policy = models[train_state.POLICY]

@@ -1,1 +1,1 @@
-"""reasoning-gym as a source of items; its questions are made by processes."""
+"""reasoning-gym as a source of items, which separate processes make."""

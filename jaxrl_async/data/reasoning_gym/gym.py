@@ -1,4 +1,4 @@
-"""reasoning-gym as a `source.Source`: any of its datasets, by name."""
+"""The `source.Source` of reasoning-gym's datasets."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -14,13 +14,14 @@ from jaxrl_async.data.reasoning_gym import questions
 class ReasoningGym:
   """The questions of one dataset.
 
-  A hash of a question's text decides which split it belongs to, whatever the
-  seed. So no held-out question is ever trained on; see `questions`.
+  A hash of a question's text decides which split it belongs to, independently
+  of the seed. No held-out question is therefore ever trained on; see
+  `questions`.
 
   Attributes:
-    name: of the dataset.
-    params: of the dataset.
-    seed: of the run.
+    name: name of the dataset.
+    params: parameters of the dataset.
+    seed: seed of the run.
   """
 
   name: str
@@ -29,19 +30,19 @@ class ReasoningGym:
 
   @property
   def versions(self) -> dict[str, str]:
-    """Version of the library: another one may ask other questions."""
+    """Version of the library, since another one may make other questions."""
     return {"reasoning_gym": metadata.version("reasoning-gym")}
 
   @property
   def splits(self) -> tuple[str, ...]:
-    """All of `source.Split`."""
+    """The splits of `source.Split`."""
     return tuple(source_lib.Split)
 
   def check(self) -> None:
     """Check name and seed, and start the process that imports the library.
 
-    Whether the dataset exists and takes its parameters only the library knows;
-    the first question of a stream tells.
+    Only the library knows whether the dataset exists and accepts its
+    parameters. A mistake there is raised with the first question of a stream.
 
     Raises:
       sections.ConfigError: the name or the seed cannot be used.
@@ -52,7 +53,7 @@ class ReasoningGym:
   def open(
     self, split: str, first_index: int, *, num_workers: int
   ) -> question_stream.QuestionStream:
-    """Let `num_workers` processes make the questions of a split."""
+    """Start `num_workers` processes that make the questions of a split."""
     return question_stream.QuestionStream(
       self.name,
       self.params,

@@ -1,12 +1,12 @@
-"""The processes that make questions; nothing here runs in the run's own.
+"""The processes that make questions. Nothing here runs in the main process.
 
 A server imports reasoning-gym once. For each request it forks a process that
 makes items first, first + step, first + 2 step, ... and writes a line of JSON
-for each into a pipe. A full pipe makes it wait, so that the pipe is all there
-is to prefetching. A process ends as soon as nobody can read its pipe any more,
-and the server when its control connection closes, which the kernel sees to
-even if the run is killed. Both ignore the signals that ask a run to end: it
-still needs questions for the step it finishes.
+for each into a pipe. The process waits while the pipe is full, so that the
+size of the pipe limits how far it works ahead. A process ends as soon as its
+pipe has no reader. The server ends when its control connection closes, which
+the kernel does even if the run is killed. Both ignore the signals that ask a
+run to end, because the run still needs questions for the step that it finishes.
 """
 
 from collections.abc import Iterator
@@ -32,8 +32,9 @@ def serve(descriptor: int) -> None:
   """Fork a process for each request until the connection closes.
 
   Args:
-    descriptor: of the control connection. A request is a JSON object (see
-      `_lines`), then the handle of the pipe to write to.
+    descriptor: file descriptor of the control connection. A request is a JSON
+      object with the arguments of `_lines`, followed by the handle of the pipe
+      to write to.
   """
   for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
@@ -65,9 +66,9 @@ def _write_questions(request: dict[str, Any], pipe: int) -> None:
 
 
 def _end_with_reader(pipe: int) -> None:
-  """Wait until nobody can read the pipe; also in the middle of an item."""
+  """End the process when its pipe has no reader, even within an item."""
   poll = select.poll()
-  poll.register(pipe, 0)  # only for what is always reported: POLLERR
+  poll.register(pipe, 0)  # only POLLERR, which is always reported
   poll.poll()
   os._exit(0)
 
@@ -80,7 +81,11 @@ def _lines(
   first: int,
   step: int,
 ) -> Iterator[dict[str, Any]]:
-  """Yield an item each, empty for another split's; an error is the last."""
+  """Yield one line per index, as a dict to be written as JSON.
+
+  A line holds the item, or nothing if the item belongs to another split. After
+  an error there is one last line that describes it.
+  """
   index = first
   try:
     source = questions.QuestionSource(
@@ -95,7 +100,8 @@ def _lines(
       yield {"item": item} if is_ours else {}
   except sections.ConfigError as error:
     yield {"refused": str(error)}
-  except Exception as error:  # the dataset's code; raised where it is read
+  # The dataset's code may raise anything. The reader of the pipe raises it.
+  except Exception as error:
     yield {
       "failed": f"item {index}: {type(error).__name__}: {error}",
       "traceback": traceback.format_exc(),

@@ -1,8 +1,8 @@
 """Items of a dataset in order, made ahead of time by other processes.
 
-All streams of a process share one `question_server`, which takes seconds to
-start, the library's import, and then milliseconds for each stream. It has a
-hash seed of its own that is always the same; see `questions` for why.
+All streams of a process share one `question_server`. It takes seconds to start,
+because it imports the library, and then milliseconds for each stream. Its hash
+seed is always the same; see `questions` for the reason.
 """
 
 import collections
@@ -28,19 +28,19 @@ _START_LOCK = threading.Lock()
 
 
 class _Server:
-  """The server's process; ends with this one, however this one ends."""
+  """The server's process, which ends when this process ends in any way."""
 
   def __init__(self):
     self._lock = threading.Lock()
     self._control, theirs = multiprocessing.Pipe()
     command = (
-      # What is set here holds for the server alone.
+      # These variables are set for the server alone.
       "env",
       "PYTHONHASHSEED=0",
       "OPENBLAS_NUM_THREADS=1",  # no threads in a process that forks
       f"PYTHONPATH={os.pathsep.join(filter(None, sys.path))}",
       sys.executable,
-      "-P",  # the working directory is no place to import from
+      "-P",  # does not import from the working directory
       "-c",
       "from jaxrl_async.data.reasoning_gym import question_server;"
       f" question_server.serve({theirs.fileno()})",
@@ -84,13 +84,13 @@ def _server() -> _Server:
 
 
 def start_server() -> None:
-  """Begin to start the server, if there is none yet; returns at once."""
+  """Start the server if there is none yet, without waiting for it."""
   with _START_LOCK:
     _server()
 
 
 class _Pipe:
-  """Lines of one process."""
+  """The lines that one process writes."""
 
   def __init__(self, descriptor: int):
     self.descriptor = descriptor
@@ -100,7 +100,11 @@ class _Pipe:
     self._poll.register(descriptor, select.POLLIN)
 
   def receive(self, timeout_s: float) -> bool:
-    """Wait for a whole line, at most so long."""
+    """Return whether there is a whole line, after waiting up to `timeout_s`.
+
+    Raises:
+      SourceError: the process has ended.
+    """
     deadline = time.monotonic() + timeout_s
     while not self.lines:
       left_s = max(0.0, deadline - time.monotonic())
@@ -115,9 +119,9 @@ class _Pipe:
 
 
 class QuestionStream:
-  """Items of one source from a place on, in order.
+  """The items of one dataset in order, from an index on.
 
-  Threads: one at a time.
+  Threads: only one thread at a time may use it.
   """
 
   def __init__(
@@ -130,15 +134,16 @@ class QuestionStream:
     first_index: int,
     num_processes: int,
   ):
-    """Have processes begin to make the items; see `questions` for the rest.
+    """Start the processes that make the items; see `questions`.
 
     Args:
-      dataset: a name of reasoning-gym.
-      params: of the dataset.
-      seed: of the run.
-      split: whose questions to make; those of other splits become None.
-      first_index: place of the first item.
-      num_processes: how many make items: of n processes each makes every n-th.
+      dataset: name of a dataset of reasoning-gym.
+      params: parameters of the dataset.
+      seed: seed of the run.
+      split: the split to make. Questions of other splits become None.
+      first_index: index of the first item.
+      num_processes: number of processes. Of n processes, each makes every n-th
+        item.
     """
     start_server()
     self._dataset = dataset
@@ -162,15 +167,15 @@ class QuestionStream:
     self.close = weakref.finalize(self, _close, descriptors)
 
   def is_ready(self, timeout_s: float = 0.0) -> bool:
-    """Return whether the next item is there, after at most that long.
+    """Return whether the next item is ready, after waiting up to `timeout_s`.
 
     Raises:
-      SourceError: it will never be.
+      SourceError: a process that makes items has ended.
     """
     return self._pipes[self._turn].receive(timeout_s)
 
   def next(self) -> dict[str, Any] | None:
-    """Return the item at the next index; None if it is another split's.
+    """Return the next item, or None if it belongs to another split.
 
     Raises:
       sections.ConfigError: the dataset or its parameters cannot be used.

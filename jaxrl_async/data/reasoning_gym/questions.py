@@ -27,7 +27,7 @@ from jaxrl_async.data import source as source_lib
 from jaxrl_async.rewards import reasoning
 
 ITEMS_PER_SPLIT = 2**22
-# seed + i stays below 2**32, which is as far as some random generators go.
+# seed + i stays below 2**32, the limit of some random generators.
 MAX_SEED = 2**32 // (4 * ITEMS_PER_SPLIT) - 1
 
 # Which range of a seed belongs to which split; the fourth one is free.
@@ -37,7 +37,7 @@ _RANGES = (
   source_lib.Split.EVAL,
 )
 
-# Datasets that are built whole, or that refuse more.
+# Datasets that build all items at once, or that do not accept a larger size.
 _FEWER_ITEMS = {"acre": 2**12, "word_ladder": 20_000}
 # Datasets that cannot be used, and why.
 REFUSED = {
@@ -50,8 +50,8 @@ REFUSED = {
 def split_of(question: str) -> source_lib.Split:
   """Return the one split that a question belongs to.
 
-  Of ten questions five are for training, four for the warm start, and one is
-  held out.
+  Of every ten questions, five are for training, four are for the warm start and
+  one is held out.
   """
   digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
   tenth = int.from_bytes(digest, "big") % 10
@@ -66,7 +66,7 @@ def first_dataset_seed(seed: int, split: source_lib.Split) -> int:
 
 
 def check(dataset: str, seed: int) -> None:
-  """Check what can be known without the library.
+  """Check the dataset's name and the seed without importing the library.
 
   Raises:
     sections.ConfigError: the dataset is refused, or the seed is out of range.
@@ -80,7 +80,9 @@ def check(dataset: str, seed: int) -> None:
 
 
 class QuestionSource:
-  """reasoning-gym's items of one range of seed + i, of whatever text.
+  """reasoning-gym's items of one range of seed + i.
+
+  The questions belong to any split, since `split_of` has not been applied.
 
   Raises:
     sections.ConfigError: the dataset or its parameters do not exist or cannot
@@ -95,6 +97,7 @@ class QuestionSource:
     seed: int,
     split: source_lib.Split,
   ):
+    """Create the dataset with the range of seeds of (seed, split)."""
     check(dataset, seed)
     self._name = dataset
     self._params = dict(params)
@@ -107,12 +110,14 @@ class QuestionSource:
     )
 
   def __len__(self) -> int:
+    """Return the number of items after which the source begins again."""
     return len(self._dataset)
 
   def __getitem__(self, index: int) -> dict[str, Any]:
-    """Return an item as `source` describes them, with what scoring needs.
+    """Return an item in the form that `source` describes.
 
-    Past the last item the source begins again.
+    It also holds the entries that scoring needs. After the last item the source
+    begins again.
     """
     index %= len(self)
     # A few items draw from the interpreter's and NumPy's global generators.
@@ -132,7 +137,7 @@ class QuestionSource:
     """Return the item as JSON, for `item_json.decode`.
 
     Raises:
-      sections.ConfigError: the item holds what a checkpoint cannot store.
+      sections.ConfigError: a checkpoint cannot store the item.
     """
     return source_lib.stored(self[index], self._name)
 
