@@ -89,8 +89,8 @@ class Verdict:
 
 
 @functools.cache
-def _text(module: Any) -> str:
-  return pathlib.Path(module.__file__).read_text()
+def _text(path: str) -> str:
+  return pathlib.Path(path).read_text()
 
 
 def _interpreter() -> str:
@@ -184,7 +184,7 @@ def _unshare(limits: Limits, *, has_user: bool) -> list[str]:
 def _command(kind: Kind, limits: Limits, *, has_user: bool) -> list[str]:
   builders = {Kind.BUBBLEWRAP: _bubblewrap, Kind.UNSHARE: _unshare}
   outer = builders[kind](limits, has_user=has_user) if kind in builders else []
-  supervisor = _text(sandbox_supervisor)
+  supervisor = _text(sandbox_supervisor.__file__)
   return [*outer, _interpreter(), "-I", "-S", "-c", supervisor]
 
 
@@ -236,7 +236,7 @@ class Sandbox:
       "tests": tests,
       "setup": setup,
       "functions": list(functions),
-      "candidate": _text(sandbox_candidate),
+      "candidate": _text(sandbox_candidate.__file__),
     }
     return self._run(job, program, limits, limits.wall_s)
 
