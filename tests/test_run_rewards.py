@@ -12,7 +12,6 @@ import reward_scorers
 import test_run
 
 from jaxrl_async.data import source as source_lib
-from jaxrl_async.run import assembly
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import outstanding as outstanding_lib
 
@@ -38,12 +37,12 @@ class Letters:
 def workdir(tmp_path_factory):
   """Two steps, a checkpoint, and two more."""
   path = tmp_path_factory.mktemp("letters")
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(assembly, "item_source", lambda config: Letters())
-    for num_steps in (2, 4):
-      config = test_run.make_config(num_steps=num_steps)
-      config.task.template = "{question}\n"
-      test_run.start(config, path, scorer=reward_scorers.adds_up)
+  for num_steps in (2, 4):
+    config = test_run.make_config(num_steps=num_steps)
+    config.task.template = "{question}\n"
+    test_run.start(
+      config, path, source=Letters(), scorer=reward_scorers.adds_up
+    )
   return path
 
 
