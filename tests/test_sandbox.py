@@ -1,5 +1,6 @@
 """The sandbox: what programs may do, and how they are judged."""
 
+import importlib
 import os
 import pathlib
 import socket
@@ -10,8 +11,9 @@ import pytest
 
 from jaxrl_async.rewards import sandbox
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-from benchmarks import hostile_programs  # noqa: E402
+BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+hostile_programs = importlib.import_module("hostile_programs")
 
 GOOD = "def f(x):\n  return x + 1\n"
 WRONG = "def f(x):\n  return 0\n"

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 import importlib
-from typing import Any
+import types
 
 from jaxrl_async.rewards import service as service_lib
 
@@ -36,7 +36,7 @@ def find(name: str) -> service_lib.Scorer:
     module = importlib.import_module(module_name)
   except ImportError as error:
     raise ValueError(f"{name!r} cannot be imported: {error}") from error
-  scorer: Any = getattr(module, function_name, None)
-  if not callable(scorer):
+  scorer = getattr(module, function_name, None)
+  if not isinstance(scorer, types.FunctionType):
     raise ValueError(f"{module_name} has no function {function_name!r}")
   return scorer
