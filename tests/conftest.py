@@ -38,11 +38,13 @@ def pytest_collection_modifyitems(config, items):
   tests = [item for item in items if item.get_closest_marker("sandbox")]
   if not tests:
     return
-  from jaxrl_async.rewards import sandbox  # after the import hook above
+  from jaxrl_async.rewards import (
+    sandbox as sandbox_lib,
+  )  # after the import hook above
 
   try:
-    sandbox.find()
-  except sandbox.SandboxError as error:
+    sandbox_lib.find()
+  except sandbox_lib.SandboxError as error:
     print(f"{len(tests)} tests of the sandbox are left out: {error}")
     items[:] = [item for item in items if item not in tests]
     config.hook.pytest_deselected(items=tests)

@@ -7,7 +7,7 @@ from jaxrl_async import types
 from jaxrl_async.rewards import code
 from jaxrl_async.rewards import match
 from jaxrl_async.rewards import mathematics
-from jaxrl_async.rewards import sandbox
+from jaxrl_async.rewards import sandbox as sandbox_lib
 from jaxrl_async.rewards import shaping
 
 
@@ -138,22 +138,22 @@ CHECKS = "assert f(1) == 2"
 
 
 def test_without_a_sandbox_programs_run_only_where_that_is_allowed(monkeypatch):
-  monkeypatch.setattr(sandbox, "bubblewrap_path", lambda: None)
-  monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
-  sandbox.find.cache_clear()
+  monkeypatch.setattr(sandbox_lib, "bubblewrap_path", lambda: None)
+  monkeypatch.setattr(sandbox_lib.shutil, "which", lambda name: None)
+  sandbox_lib.find.cache_clear()
   try:
     with pytest.raises(
-      sandbox.SandboxError, match="bubblewrap is not installed.*unshare"
+      sandbox_lib.SandboxError, match="bubblewrap is not installed.*unshare"
     ):
-      sandbox.find()
-    unsafe = sandbox.find(allow_unsafe=True)
+      sandbox_lib.find()
+    unsafe = sandbox_lib.find(allow_unsafe=True)
   finally:
-    sandbox.find.cache_clear()
-  assert unsafe.kind is sandbox.Kind.UNSAFE
-  assert "it does not hold" in sandbox.reason_against(unsafe)
+    sandbox_lib.find.cache_clear()
+  assert unsafe.kind is sandbox_lib.Kind.UNSAFE
+  assert "it does not hold" in sandbox_lib.reason_against(unsafe)
   # Nothing hostile here: there is nothing around it.
   assert unsafe.run_tests(GOOD, tests=CHECKS).failures == [""]
   assert unsafe.run_tests(WRONG, tests=CHECKS).num_passed == 0
-  quick = sandbox.Limits(wall_s=1.5, cpu_s=2.0)
+  quick = sandbox_lib.Limits(wall_s=1.5, cpu_s=2.0)
   (timeout,) = unsafe.run_tests(LOOP, tests=CHECKS, limits=quick).failures
   assert "timeout" in timeout

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from jaxrl_async.rewards import sandbox
+from jaxrl_async.rewards import sandbox as sandbox_lib
 
 BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -17,15 +17,15 @@ hostile_programs = importlib.import_module("hostile_programs")
 
 GOOD = "def f(x):\n  return x + 1\n"
 WRONG = "def f(x):\n  return 0\n"
-QUICK = sandbox.Limits(wall_s=1.5, cpu_s=2.0)
+QUICK = sandbox_lib.Limits(wall_s=1.5, cpu_s=2.0)
 
 # All that work here. The first one is tested by default, and the others with
 # the slow tests.
 KINDS = [
   box
-  for kind in (sandbox.Kind.BUBBLEWRAP, sandbox.Kind.UNSHARE)
+  for kind in (sandbox_lib.Kind.BUBBLEWRAP, sandbox_lib.Kind.UNSHARE)
   for has_user in ((False, True) if os.geteuid() == 0 else (True,))
-  if not sandbox.reason_against(box := sandbox.Sandbox(kind, has_user))
+  if not sandbox_lib.reason_against(box := sandbox_lib.Sandbox(kind, has_user))
 ]
 pytestmark = pytest.mark.sandbox
 
@@ -118,7 +118,7 @@ def test_a_right_program_passes_and_a_wrong_one_fails(box):
   ],
 )
 def test_plain_data_goes_in_and_comes_out_as_it_is(value):
-  box = sandbox.find()
+  box = sandbox_lib.find()
   tests = f"x = {value}\ny = f(x)\nassert y == x and type(y) is type(x), y"
   assert box.run_tests("def f(x):\n  return x", tests=tests).failures == [""]
 
@@ -134,7 +134,7 @@ else:
   raise AssertionError
 assert g(3, y=1) == 2
 """
-  assert sandbox.find().run_tests(program, tests=tests).failures == [""]
+  assert sandbox_lib.find().run_tests(program, tests=tests).failures == [""]
 
 
 def test_the_interpreter_has_its_standard_library():
@@ -144,7 +144,7 @@ def f(x):
   return hashlib.md5(str(x).encode()).hexdigest()
 """
   tests = "assert f(1) == 'c4ca4238a0b923820dcc509a6f75849b'"
-  assert sandbox.find().run_tests(program, tests=tests).failures == [""]
+  assert sandbox_lib.find().run_tests(program, tests=tests).failures == [""]
 
 
 def test_cases_compare_what_a_program_writes(box):

@@ -8,6 +8,7 @@ compared as such, units and dollar signs are dropped.
 
 from collections.abc import Mapping
 import functools
+import logging
 import re
 from typing import Any
 
@@ -50,6 +51,8 @@ def _library() -> Any:
   # Imports sympy and a parser: half a second.
   import math_verify
 
+  # It warns that its own timeouts are off; the reward service has others.
+  logging.getLogger("math_verify").setLevel(logging.ERROR)
   return math_verify
 
 
