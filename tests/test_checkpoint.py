@@ -461,8 +461,7 @@ def test_a_reader_goes_on_to_the_newest_where_the_writer_removes(tmp_path):
   assert checkpoint.read_newest(tmp_path / "none", read) is None
 
 
-# A read fails if its files are removed meanwhile. What is left of it may then
-# tell Orbax's event loop when that is closed, where nobody can catch the error.
+# What is left of a read that failed may reach Orbax's event loop too late.
 @pytest.mark.filterwarnings(
   "ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"
 )
