@@ -303,6 +303,8 @@ def start(
 
   def checked(argv: list[str]) -> None:
     del argv
+    # After all others: a config may name a function of a module that lies here.
+    sys.path.append(os.getcwd())
     _run(check_all, lambda: main(CONFIG.value))
 
   app.run(checked, flags_parser=_parse)

@@ -31,3 +31,20 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 jaxtyping.install_import_hook("jaxrl_async", "beartype.beartype")
+
+
+def pytest_collection_modifyitems(config, items):
+  """Leave tests of the sandbox out where none can be made, and say so."""
+  tests = [item for item in items if item.get_closest_marker("sandbox")]
+  if not tests:
+    return
+  from jaxrl_async.rewards import (
+    sandbox as sandbox_lib,
+  )  # after the import hook above
+
+  try:
+    sandbox_lib.find()
+  except sandbox_lib.SandboxError as error:
+    print(f"{len(tests)} tests of the sandbox are left out: {error}")
+    items[:] = [item for item in items if item not in tests]
+    config.hook.pytest_deselected(items=tests)

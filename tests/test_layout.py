@@ -93,6 +93,8 @@ CATCHES_ALL = {
   "text/tokenizer.py": "the library raises Exception itself",
   "coordination/supervisor.py": "the supervisor",
   "rewards/service.py": "user code",
+  "rewards/sandbox_candidate.py": "a program that a model wrote",
+  "rewards/sandbox_supervisor.py": "its tests",
   "rollout/episode.py": "user code",
   "data/reasoning_gym/question_server.py": "user code",
 }

@@ -188,6 +188,9 @@ class TaskSection:
     answer_prefix: the extracted answer is the text between the last occurrence
       of this prefix in the completion and the end of its line; "" takes the
       whole completion, stripped.
+    reward: what scores a completion: reasoning_gym, mathematics, code, exact,
+      numeric, or module:function of a module that does not import JAX. The
+      directory in which a launch script is started is searched too.
     reward_timeout_s: deadline for one score.
     reward_workers: number of scoring processes.
     reward_retries: further attempts before a group is counted as failed.
@@ -202,6 +205,7 @@ class TaskSection:
   )
   template: str = "{question}\n"
   answer_prefix: str = "="
+  reward: str = "reasoning_gym"
   reward_timeout_s: float = 10.0
   reward_workers: int = 1
   reward_retries: int = 1

@@ -6,6 +6,7 @@ from typing import Any
 from jaxrl_async.config import sections
 from jaxrl_async.data import prompts
 from jaxrl_async.data import source as source_lib
+from jaxrl_async.rewards import named
 from jaxrl_async.run import assembly
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import device_checks
@@ -33,6 +34,10 @@ def checked(
     ConfigError: one line that names the field.
   """
   config_checks.validate(config, len(devices))
+  try:
+    named.find(config.task.reward)
+  except ValueError as error:
+    raise sections.ConfigError(f"task.reward: {error}") from error
   if source is None:
     source = setup_lib.source_of(config)
   source.check()  # may import the library of the data set

@@ -101,6 +101,7 @@ MUST_STAY = {
   "task.params": _QUESTIONS,
   "task.template": _QUESTIONS,
   "task.answer_prefix": "stored groups were scored with it",
+  "task.reward": "stored groups were scored with it",
   "warm_start": _WARM_START,
   "rollout.max_prompt_tokens": "it decides which questions there are",
   "rollout.temperature": "stored logprobs are of tokens drawn at it",

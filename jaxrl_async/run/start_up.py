@@ -31,7 +31,7 @@ from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.reporting import run_record
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
-from jaxrl_async.rewards import reasoning
+from jaxrl_async.rewards import named
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import worker as worker_lib
@@ -58,7 +58,8 @@ class Extensions:
   """Parts that a caller may provide instead of the defaults.
 
   Attributes:
-    scorer: a function of an importable module that scores a completion.
+    scorer: a function of an importable module that scores a completion; None
+      is that of `task.reward`.
     loss: the loss to minimise; None is the loss of the config's algorithm.
     episode: decides how the turns of a trajectory follow from its prompt.
     initial_params: float32 parameters of the policy with stacked layers, used
@@ -67,7 +68,7 @@ class Extensions:
       the run; None starts no server.
   """
 
-  scorer: service_lib.Scorer = reasoning.score
+  scorer: service_lib.Scorer | None = None
   loss: objectives.Loss | None = None
   episode: episode_lib.Episode = episode_lib.single_turn
   initial_params: transformer.Params | None = None
@@ -217,7 +218,9 @@ def _foundation(
     lambda: shutdown.supervisor.has_spawned(WORKER),
   )
   # This comes last because it starts processes, which have to be closed.
-  rewards = assembly.make_rewards(config.task, extensions.scorer)
+  rewards = assembly.make_rewards(
+    config.task, extensions.scorer or named.find(config.task.reward)
+  )
   shutdown.closes(writer.close)
   shutdown.closes(stream.close)
   shutdown.closes(rewards.close, config.run.join_timeout_s)

@@ -24,7 +24,6 @@ from jaxrl_async.data import source as source_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import progress as progress_lib
-from jaxrl_async.rewards import reasoning
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.run import checks
@@ -300,7 +299,7 @@ def run(
   *,
   initial_params: transformer.Params | None = None,
   source: source_lib.Source | None = None,
-  scorer: service_lib.Scorer = reasoning.score,
+  scorer: service_lib.Scorer | None = None,
   loss: objectives.Loss | None = None,
   episode: episode_lib.Episode = episode_lib.single_turn,
   serving: front_lib.ServeSettings | None = None,
@@ -315,7 +314,8 @@ def run(
     initial_params: float32 parameters of the policy with stacked layers, used
       instead of a warm start.
     source: the source of the prompts; None is the dataset of `task.dataset`.
-    scorer: a function of an importable module; see `service.Scorer`.
+    scorer: a function of an importable module; see `service.Scorer`. None is
+      that of `task.reward`.
     loss: the loss to minimise; see `objectives`. None is the loss of decoupled
       PPO with the config's settings.
     episode: decides how the turns of a trajectory follow from its prompt.

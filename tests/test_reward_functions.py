@@ -1,0 +1,159 @@
+"""The rewards that come with the project, apart from reasoning-gym's."""
+
+import numpy as np
+import pytest
+
+from jaxrl_async import types
+from jaxrl_async.rewards import code
+from jaxrl_async.rewards import match
+from jaxrl_async.rewards import mathematics
+from jaxrl_async.rewards import sandbox as sandbox_lib
+from jaxrl_async.rewards import shaping
+
+
+def completion(text, *, answer=None, num_tokens=1, reason="eos"):
+  return types.Completion(
+    text=text,
+    answer=answer,
+    turns=(),
+    tokens=np.zeros((num_tokens,), np.int32),
+    finish_reason=types.FinishReason(reason),
+  )
+
+
+@pytest.mark.parametrize(
+  ("text", "answer", "score", "answered"),
+  [
+    ("so it is \\boxed{18}", None, 1.0, 1.0),
+    ("#### 18.0", None, 1.0, 1.0),
+    ("#### 19", None, 0.0, 1.0),
+    ("= 18", "18", 1.0, 1.0),
+    ("\\boxed{19}", "18", 0.0, 1.0),
+    ("no idea", None, 0.0, 0.0),
+  ],
+)
+def test_mathematics_reads_the_box_then_the_hashes_then_the_answer(
+  text, answer, score, answered
+):
+  item = {"answer": "18 - 9 = <<18-9=9>>9 ...\n#### 18"}
+  reward = mathematics.score(item, completion(text, answer=answer))
+  assert (reward.score, reward.parts) == (score, {"answered": answered})
+
+
+@pytest.mark.parametrize(
+  ("answer", "exact", "numeric"),
+  [
+    ("1,200", 0.0, 1.0),
+    ("1200", 1.0, 1.0),
+    (" 1200 ", 1.0, 1.0),
+    ("it is 1200.0", 0.0, 1.0),
+    ("1200 or 1300", 0.0, 0.0),
+    ("-1200", 0.0, 0.0),
+    ("1.2e3", 0.0, 1.0),
+    ("", 0.0, 0.0),
+    (None, 0.0, 0.0),
+  ],
+)
+def test_matches_of_text_and_of_numbers(answer, exact, numeric):
+  said = completion("", answer=answer)
+  assert match.exact({"answer": "1200"}, said) == exact
+  assert match.numeric({"answer": "1200"}, said) == numeric
+
+
+@pytest.mark.parametrize(
+  ("num_tokens", "score"), [(80, 0.0), (90, -0.5), (100, -1.0), (120, -1.0)]
+)
+def test_overlong_completions_lose_by_the_buffer(num_tokens, score):
+  said = completion("", num_tokens=num_tokens)
+  shaped = shaping.overlong({}, said, max_tokens=100, buffer_tokens=20)
+  assert shaped == pytest.approx(score)
+
+
+def test_form():
+  assert shaping.answered({}, completion("", answer="1")) == 1.0
+  assert shaping.answered({}, completion("", answer="")) == 0.0
+  assert shaping.ended({}, completion("")) == 1.0
+  assert shaping.ended({}, completion("", reason="length")) == 0.0
+  pattern = "<think>.*</think>.+"
+  right = completion("<think>\n1\n</think>\n2")
+  assert shaping.matches({}, right, pattern=pattern) == 1.0
+  assert shaping.matches({}, completion("2"), pattern=pattern) == 0.0
+
+
+PROMPT = '''import math
+
+
+def area(r):
+  """Return the area of a circle."""
+'''
+TESTS = """
+def check(candidate):
+  assert round(candidate(1.0), 3) == 3.142
+"""
+BODY = "  return math.pi * r**2\n"
+
+
+def item(**metadata):
+  return {
+    "question": PROMPT,
+    "metadata": {"test": TESTS, "entry_point": "area", **metadata},
+  }
+
+
+@pytest.mark.sandbox
+@pytest.mark.parametrize(
+  ("text", "score"),
+  [
+    (BODY, 1.0),
+    (BODY + "\nprint(area(2))\nassert False\n", 1.0),  # is cut off
+    (f"Here it is:\n```python\n{PROMPT}{BODY}```\nDone.", 1.0),
+    (f"```\ndef area(r):\n{BODY}```", 1.0),
+    (f"def area(r):\n{BODY}", 1.0),
+    (f"```python\nx = 1\n```\nand\n```python\ndef area(r):\n{BODY}", 1.0),
+    ("  return 3\n", 0.0),
+    ("I cannot.", 0.0),
+    ("", 0.0),
+  ],
+)
+def test_code_is_read_from_blocks_or_goes_on_with_the_prompt(text, score):
+  reward = code.score(item(), completion(text))
+  assert (reward.score, reward.parts) == (score, {"passed": score})
+
+
+@pytest.mark.sandbox
+def test_code_that_reads_and_writes_is_scored_by_its_cases():
+  cases = [{"stdin": f"{i}", "stdout": f"{2 * i}"} for i in range(4)]
+  task = {"question": "Double the number.", "metadata": {"cases": cases}}
+  right = code.score(task, completion("```py\nprint(2 * int(input()))\n```"))
+  assert (right.score, right.parts) == (1.0, {"passed": 1.0})
+  half = "n = int(input())\nprint(2 * n if n < 2 else 0)"
+  reward = code.score(task, completion(half))
+  assert (reward.score, reward.parts) == (0.0, {"passed": 0.5})
+
+
+GOOD = "def f(x):\n  return x + 1\n"
+WRONG = "def f(x):\n  return 0\n"
+LOOP = "def f(x):\n  while True: pass\n"
+CHECKS = "assert f(1) == 2"
+
+
+def test_without_a_sandbox_programs_run_only_where_that_is_allowed(monkeypatch):
+  monkeypatch.setattr(sandbox_lib, "bubblewrap_path", lambda: None)
+  monkeypatch.setattr(sandbox_lib.shutil, "which", lambda name: None)
+  sandbox_lib.find.cache_clear()
+  try:
+    with pytest.raises(
+      sandbox_lib.SandboxError, match="bubblewrap is not installed.*unshare"
+    ):
+      sandbox_lib.find()
+    unsafe = sandbox_lib.find(allow_unsafe=True)
+  finally:
+    sandbox_lib.find.cache_clear()
+  assert unsafe.kind is sandbox_lib.Kind.UNSAFE
+  assert "it does not hold" in sandbox_lib.reason_against(unsafe)
+  # Nothing hostile here: there is nothing around it.
+  assert unsafe.run_tests(GOOD, tests=CHECKS).failures == [""]
+  assert unsafe.run_tests(WRONG, tests=CHECKS).num_passed == 0
+  quick = sandbox_lib.Limits(wall_s=1.5, cpu_s=2.0)
+  (timeout,) = unsafe.run_tests(LOOP, tests=CHECKS, limits=quick).failures
+  assert "timeout" in timeout

@@ -1,0 +1,175 @@
+"""The sandbox: what programs may do, and how they are judged."""
+
+import importlib
+import os
+import pathlib
+import socket
+import sys
+import time
+
+import pytest
+
+from jaxrl_async.rewards import sandbox as sandbox_lib
+
+BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+hostile_programs = importlib.import_module("hostile_programs")
+
+GOOD = "def f(x):\n  return x + 1\n"
+WRONG = "def f(x):\n  return 0\n"
+QUICK = sandbox_lib.Limits(wall_s=1.5, cpu_s=2.0)
+
+# All that work here. The first one is tested by default, and the others with
+# the slow tests.
+KINDS = [
+  box
+  for kind in (sandbox_lib.Kind.BUBBLEWRAP, sandbox_lib.Kind.UNSHARE)
+  for has_user in ((False, True) if os.geteuid() == 0 else (True,))
+  if not sandbox_lib.reason_against(box := sandbox_lib.Sandbox(kind, has_user))
+]
+pytestmark = pytest.mark.sandbox
+
+
+@pytest.fixture(
+  params=[
+    *KINDS[:1],
+    *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS[1:]),
+  ],
+  ids=lambda s: f"{s.kind}{'-user' * s.has_user}",
+  scope="module",
+)
+def box(request):
+  return request.param
+
+
+SLEEP_S = 4_321.0
+
+
+@pytest.fixture(scope="module")
+def secret(tmp_path_factory):
+  file = tmp_path_factory.mktemp("outside") / "secret.txt"
+  file.write_text("a secret")
+  os.environ["JAXRL_TEST_SECRET"] = "a secret"
+  with socket.create_server(("127.0.0.1", 0)) as server:
+    yield str(file), server.getsockname()[1]
+  del os.environ["JAXRL_TEST_SECRET"]
+
+
+@pytest.mark.parametrize("name", hostile_programs.PROGRAMS)
+def test_a_hostile_program_does_not_pass(box, secret, name):
+  file, port = secret
+  program = hostile_programs.filled(
+    name, secret=file, port=port, sleep_s=SLEEP_S
+  )
+  start_s = time.monotonic()
+  verdict = box.run_tests(
+    program, tests=hostile_programs.TESTS, functions=["f"], limits=QUICK
+  )
+  assert verdict.num_passed == 0 and verdict.failures[0], verdict
+  # Told by the program's own limits, not by the last resort.
+  assert time.monotonic() - start_s < QUICK.wall_s + 4.0
+  with open(file) as untouched:
+    assert untouched.read() == "a secret"
+
+
+def test_nothing_of_a_program_outlives_it(box, secret):
+  program = hostile_programs.filled(
+    "a daemon", secret=secret[0], port=secret[1], sleep_s=SLEEP_S
+  )
+  before = number_of_processes()
+  box.run_tests(program, tests=hostile_programs.TESTS, limits=QUICK)
+  deadline = time.monotonic() + 10.0
+  while number_of_processes() > before and time.monotonic() < deadline:
+    time.sleep(0.05)
+  assert number_of_processes() <= before
+
+
+def number_of_processes():
+  """Of processes that hold the candidate's text, which only sandboxes do."""
+  count = 0
+  for pid in filter(str.isdigit, os.listdir("/proc")):
+    try:
+      with open(f"/proc/{pid}/cmdline", "rb") as file:
+        count += b"holds a program which a model wrote" in file.read()
+    except OSError:
+      pass  # it has ended
+  return count
+
+
+def test_a_right_program_passes_and_a_wrong_one_fails(box):
+  assert box.run_tests(GOOD, tests=hostile_programs.TESTS).failures == [""]
+  (failure,) = box.run_tests(WRONG, tests=hostile_programs.TESTS).failures
+  assert failure == "assertion failed"
+
+
+@pytest.mark.parametrize(
+  "value",
+  [
+    "None",
+    "True",
+    "-(10**40)",
+    "2.5",
+    "float('inf')",
+    "1 + 2j",
+    "'a\\n\\u20ac'",
+    "b'\\x00\\xff'",
+    "[1, (2, 3), {'a': [4]}, {5, 6}, frozenset({7})]",
+    "{1: 'a', (2, 3): None}",
+  ],
+)
+def test_plain_data_goes_in_and_comes_out_as_it_is(value):
+  box = sandbox_lib.find()
+  tests = f"x = {value}\ny = f(x)\nassert y == x and type(y) is type(x), y"
+  assert box.run_tests("def f(x):\n  return x", tests=tests).failures == [""]
+
+
+def test_tests_may_wait_for_an_exception_and_call_several_functions():
+  program = "def f(x):\n  raise ValueError('no')\ndef g(x, *, y): return x - y"
+  tests = """
+try:
+  f(1)
+except ValueError as error:
+  assert str(error) == "no"
+else:
+  raise AssertionError
+assert g(3, y=1) == 2
+"""
+  assert sandbox_lib.find().run_tests(program, tests=tests).failures == [""]
+
+
+def test_the_interpreter_has_its_standard_library():
+  program = """
+import collections, decimal, functools, hashlib, heapq, itertools, math, re
+def f(x):
+  return hashlib.md5(str(x).encode()).hexdigest()
+"""
+  tests = "assert f(1) == 'c4ca4238a0b923820dcc509a6f75849b'"
+  assert sandbox_lib.find().run_tests(program, tests=tests).failures == [""]
+
+
+def test_cases_compare_what_a_program_writes(box):
+  program = "n = int(input())\nprint(n + 1, ' ')\nprint()"
+  cases = [
+    {"stdin": "1\n", "stdout": "2"},
+    {"stdin": "2\n", "stdout": "3  \n\n"},
+    {"stdin": "3\n", "stdout": "5\n"},
+    {"stdin": "x\n", "stdout": ""},
+  ]
+  verdict = box.run_cases(program, cases, stop_early=False)
+  assert verdict.num_passed == 2
+  assert verdict.failures[2] == "Failed: wrote '4  \\n\\n'"
+  assert verdict.failures[3] == "Failed: exit code 1"
+  assert len(box.run_cases(program, cases).failures) == 3
+
+
+def test_a_case_sees_nothing_of_the_one_before(box):
+  program = """
+import os, time
+print(os.path.exists('left'))
+open('left', 'w').close()
+if os.fork() == 0:
+  os.close(1)
+  time.sleep(1000)
+"""
+  cases = [{"stdin": "", "stdout": "False"}] * 2
+  assert box.run_cases(program, cases, limits=QUICK).failures == ["", ""]
