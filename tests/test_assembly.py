@@ -38,6 +38,8 @@ def test_a_model_that_a_mesh_cannot_split_is_refused_in_one_line(
   axis, size, what
 ):
   config = tiny.get_config()
+  config.train.rows_per_microbatch = 12  # which all of them divide
+  config.warm_start.rows_per_batch = 12
   setattr(config.mesh, axis, size)
   with pytest.raises(sections.ConfigError) as caught:
     checks.checked(config, jax.devices()[:8])
@@ -53,6 +55,8 @@ def test_a_model_that_a_mesh_cannot_split_is_refused_in_one_line(
 )
 def test_a_mesh_that_splits_the_model_is_accepted(sizes):
   config = tiny.get_config()
+  config.train.rows_per_microbatch = 12  # which all of them divide
+  config.warm_start.rows_per_batch = 12
   for axis, size in sizes.items():
     setattr(config.mesh, axis, size)
   checks.checked(config, jax.devices()[:8])
