@@ -219,7 +219,9 @@ def test_a_run_that_a_described_chip_cannot_hold_is_refused_before_compiling():
   assert topology.memory_bytes(jax.devices()[0]) is None
   config = tiny_config.get_config()
   checks.checked(config, devices)
-  config.train.rows_per_microbatch = 2_000_000
+  config.train.rows_per_microbatch = 65_536
+  config.warm_start.rows_per_batch = 65_536
+  config.train.tokens_per_row = 16 * 48
   with pytest.raises(
     sections.ConfigError, match="^model.remat: .*15.8 GiB.*activations"
   ):
