@@ -1,14 +1,17 @@
 """The rewards that come with the project, apart from reasoning-gym's."""
 
+import jax
 import numpy as np
 import pytest
 
 from jaxrl_async import types
+from jaxrl_async.config import sections
 from jaxrl_async.rewards import code
 from jaxrl_async.rewards import match
 from jaxrl_async.rewards import mathematics
 from jaxrl_async.rewards import sandbox as sandbox_lib
 from jaxrl_async.rewards import shaping
+from jaxrl_async.run import checks
 
 
 def completion(text, *, answer=None, num_tokens=1, reason="eos"):
@@ -157,3 +160,16 @@ def test_without_a_sandbox_programs_run_only_where_that_is_allowed(monkeypatch):
   quick = sandbox_lib.Limits(wall_s=1.5, cpu_s=2.0)
   (timeout,) = unsafe.run_tests(LOOP, tests=CHECKS, limits=quick).failures
   assert "timeout" in timeout
+
+
+def test_a_run_that_scores_code_does_not_start_without_a_sandbox(monkeypatch):
+  def nothing_works(**options):
+    raise sandbox_lib.SandboxError("no sandbox works on this machine")
+
+  monkeypatch.setattr(sandbox_lib, "find", nothing_works)
+  config = sections.Config()
+  config.task.reward = "code"
+  with pytest.raises(
+    sections.ConfigError, match="^task.reward: no sandbox works"
+  ):
+    checks.checked(config, jax.devices())

@@ -39,6 +39,7 @@ _INTEGERS = (
   (1, _MAX_GROUP, "algorithm.groups_per_step warm_start.rows_per_batch"),
   (1, 1_024, "task.reward_workers task.question_workers"),
   (0, 1_000, "task.reward_retries"),
+  (1, 99, "task.eval_percent"),
   # All examples are made before the first step. A split has 4 million
   # questions.
   (1, 1_000_000, "warm_start.num_examples"),

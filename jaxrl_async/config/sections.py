@@ -27,6 +27,13 @@ class KvOnAdopt(enum.Enum):
   KEEP = "keep"
 
 
+class OnBadRow(enum.Enum):
+  """What happens if a row of a dataset cannot be used."""
+
+  ERROR = "error"
+  SKIP = "skip"
+
+
 class Preemption(enum.Enum):
   """How a sequence is resumed after its cache pages were taken away.
 
@@ -181,8 +188,17 @@ class TaskSection:
   """The source of prompts, and how answers are extracted and scored.
 
   Attributes:
-    dataset: name of any dataset of reasoning-gym.
-    params: parameters of the dataset.
+    dataset: name of any dataset of reasoning-gym, or "jsonl:" and the path of a
+      file with one JSON object in each line.
+    params: parameters of a dataset of reasoning-gym.
+    eval_dataset: "jsonl:" and the path of the file for evaluations. "" holds
+      out `eval_percent` of the questions of a file, by a hash of their text.
+    eval_percent: see `eval_dataset`.
+    fields: names the columns of a file that are the question and the answer, if
+      they are not called so: {"question": "problem"}. The other columns become
+      the item's metadata.
+    on_bad_row: whether a row that cannot be used ends the start with an error
+      or is left out.
     template: str.format template of the prompt; its fields are "question" and
       the keys of the item's metadata.
     answer_prefix: the extracted answer is the text between the last occurrence
@@ -203,6 +219,12 @@ class TaskSection:
   params: config_dict.ConfigDict = dataclasses.field(
     default_factory=config_dict.ConfigDict
   )
+  eval_dataset: str = ""
+  eval_percent: int = 10
+  fields: config_dict.ConfigDict = dataclasses.field(
+    default_factory=config_dict.ConfigDict
+  )
+  on_bad_row: OnBadRow = OnBadRow.ERROR
   template: str = "{question}\n"
   answer_prefix: str = "="
   reward: str = "reasoning_gym"

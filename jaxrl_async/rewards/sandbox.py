@@ -400,5 +400,5 @@ def find(*, allow_unsafe: bool = False) -> Sandbox:
     return Sandbox(Kind.UNSAFE, has_user=False)
   raise SandboxError(
     f"no sandbox works on this machine ({'; '.join(reasons)}); see"
-    " docs/rewards.md, or set the sandbox to unsafe"
+    " docs/rewards.md"
   )

@@ -6,7 +6,9 @@ from typing import Any
 from jaxrl_async.config import sections
 from jaxrl_async.data import prompts
 from jaxrl_async.data import source as source_lib
+from jaxrl_async.rewards import code
 from jaxrl_async.rewards import named
+from jaxrl_async.rewards import sandbox as sandbox_lib
 from jaxrl_async.run import assembly
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import device_checks
@@ -35,8 +37,9 @@ def checked(
   """
   config_checks.validate(config, len(devices))
   try:
-    named.find(config.task.reward)
-  except ValueError as error:
+    if named.find(config.task.reward) is code.score:
+      sandbox_lib.find()
+  except (ValueError, sandbox_lib.SandboxError) as error:
     raise sections.ConfigError(f"task.reward: {error}") from error
   if source is None:
     source = setup_lib.source_of(config)

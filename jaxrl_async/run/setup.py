@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jaxrl_async.config import sections
+from jaxrl_async.data import rows as rows_lib
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.data.reasoning_gym import gym
 from jaxrl_async.devices import mesh as mesh_lib
@@ -111,11 +112,41 @@ def resolve(
 
 def source_of(config: sections.Config) -> source_lib.Source:
   """Return the source that a config names."""
-  return gym.ReasoningGym(
-    name=config.task.dataset,
-    params=config.task.params.to_dict(),
-    seed=config.seed,
+  task = config.task
+  path = _path("task.dataset", task.dataset)
+  eval_path = _path("task.eval_dataset", task.eval_dataset)
+  if path is not None:
+    return rows_lib.Rows(
+      path=path,
+      eval_path=eval_path,
+      fields=task.fields.to_dict(),
+      eval_percent=task.eval_percent,
+      skips_bad_rows=task.on_bad_row is sections.OnBadRow.SKIP,
+      seed=config.seed,
+    )
+  sections.require(
+    eval_path is None and not task.eval_dataset,
+    "task.eval_dataset",
+    "a dataset of reasoning-gym has held-out questions of its own; leave it"
+    " empty",
   )
+  return gym.ReasoningGym(
+    name=task.dataset, params=task.params.to_dict(), seed=config.seed
+  )
+
+
+def _path(field: str, dataset: str) -> pathlib.Path | None:
+  """Return the path that a dataset names; None if it is not a URI."""
+  kind, has_colon, path = dataset.partition(":")
+  if not has_colon:
+    return None
+  sections.require(
+    kind == "jsonl" and bool(path),
+    field,
+    f"{sections.shown(dataset)} is no dataset; use jsonl:PATH, or the name of a"
+    " dataset of reasoning-gym",
+  )
+  return pathlib.Path(path)
 
 
 def _pretrained(config: sections.Config) -> pathlib.Path | None:
