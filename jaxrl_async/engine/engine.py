@@ -51,6 +51,36 @@ from jaxrl_async.models.attention import kernel_names
 from jaxrl_async.planning import aot
 
 
+def _cache_layout(
+  sizes: EngineSizes, attention: attention_choice.Choice
+) -> kv_cache.Pages | kv_cache.Slots:
+  """Return pages that slots share, or a row of the cache for each slot."""
+  if not sizes.num_pages:
+    return kv_cache.Slots(
+      num_slots=sizes.num_slots, cache_tokens=sizes.cache_tokens
+    )
+  return kv_cache.Pages(
+    num_pages=sizes.num_pages,
+    page_tokens=sizes.page_tokens,
+    attention=attention.decode,
+  )
+
+
+def _prefix_sharding(
+  model: configs.ModelConfig,
+  sizes: EngineSizes,
+  mesh: Mesh,
+  rules: sections.ShardingRules,
+) -> Prefix:
+  """Return the sharding of each array of a prefix."""
+  rows_axis = sizes.prefill_rows_axis(mesh_lib.Layout(mesh=mesh, rules=rules))
+  rows = mesh_lib.sharding(mesh, rules, rows_axis)
+  layer = mesh_lib.sharding(mesh, rules, rows_axis, "kv_heads")
+  return Prefix(
+    cache=[(layer, layer)] * model.num_layers, tokens=rows, lengths=rows
+  )
+
+
 class Engine(jetstream_api.Engine):
   """The compiled programs for one model, mesh and set of shapes.
 
@@ -102,17 +132,7 @@ class Engine(jetstream_api.Engine):
       mesh=mesh,
       rules=rules,
     )
-    layout = (
-      kv_cache.Pages(
-        num_pages=sizes.num_pages,
-        page_tokens=sizes.page_tokens,
-        attention=self.attention.decode,
-      )
-      if sizes.num_pages
-      else kv_cache.Slots(
-        num_slots=sizes.num_slots, cache_tokens=sizes.cache_tokens
-      )
-    )
+    layout = _cache_layout(sizes, self.attention)
     replicated = mesh_lib.replicated(mesh)
     self.params_sharding = EngineParams(
       weights=mesh_lib.shardings(
@@ -141,12 +161,8 @@ class Engine(jetstream_api.Engine):
     state = dataclasses.replace(
       shardings, cache=[(layer, layer)] * model.num_layers
     )
-    rows_axis = sizes.prefill_rows_axis(mesh_lib.Layout(mesh=mesh, rules=rules))
-    rows = mesh_lib.sharding(mesh, rules, rows_axis)
-    layer = mesh_lib.sharding(mesh, rules, rows_axis, "kv_heads")
-    prefix = Prefix(
-      cache=[(layer, layer)] * model.num_layers, tokens=rows, lengths=rows
-    )
+    prefix = _prefix_sharding(model, sizes, mesh, rules)
+    rows = prefix.tokens
     self._state_sharding = state
     self._prefix_sharding = prefix
     self._init = jax.jit(programs.init_state, out_shardings=state)
