@@ -7,7 +7,8 @@ step four busy intervals and an entry in the record, and an evaluation every 50
 steps. After 1,000, 100,000 and 1,000,000 steps (--steps) it measures
 
     step_ms       the books of a train step: busy intervals, totals, metrics,
-                  ledger, metrics.jsonl and TensorBoard; median of --repeats
+                  ledger, metrics.jsonl, TensorBoard and samples of four
+                  groups; median of --repeats
     totals_us     the part of these that runs on the thread that trains
     record_bytes  what a checkpoint keeps of the record
     record_ms     time to write the record as JSON
@@ -57,6 +58,8 @@ from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.reporting import run_record
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
 from jaxrl_async.run import recorder as recorder_lib
+from jaxrl_async.run import sampler as sampler_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.training import packing
 from jaxrl_async.training import step_metrics
 
@@ -144,6 +147,7 @@ class Books:
         served_tokens=0,
         adopt_s=0.0,
       ),
+      coordinator=SimpleNamespace(stream=SimpleNamespace(metrics=dict)),
       wait_for_admission_s=0.0,
     )
     rewards: Any = SimpleNamespace(
@@ -161,7 +165,16 @@ class Books:
         1, console=rich.console.Console(file=self._null)
       ),
       side_outputs=beside,
+      sampler=sampler_lib.Sampler(
+        workdir,
+        num_groups=4,
+        tokenizer=tokenizer_lib.character_level(),
+        answer_prefix="",
+        side_outputs=beside,
+        first_step=0,
+      ),
       max_bad_updates=1,
+      solved_score=1.0,
     )
     self._evaluate()
     self.recorder.start_rl()

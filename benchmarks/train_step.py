@@ -59,7 +59,7 @@ from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
 from jaxrl_async.models.attention import kernel_names
-from jaxrl_async.models.attention import packed_attention
+from jaxrl_async.models.attention import packed_choice
 from jaxrl_async.planning import aot
 from jaxrl_async.planning import matmul_rate
 from jaxrl_async.reporting import metrics as metrics_lib
@@ -194,7 +194,7 @@ class Ours:
       model=case.model,
       compute_dtype=case.dtype,
       remat=_REMAT.value or case.remat,
-      attention=packed_attention.choose(
+      attention=packed_choice.choose(
         _ATTENTION.value,
         num_heads=case.model.num_heads,
         num_kv_heads=case.model.num_kv_heads,
@@ -202,6 +202,7 @@ class Ours:
         tokens_per_row=case.tokens_per_row,
         dtype=jax.numpy.dtype(case.dtype),
         layout=layout,
+        sliding_windows=case.model.windows_within(case.tokens_per_row),
       ),
       temperature=1.0,
       vocab_chunk=_VOCAB_CHUNK.value or case.vocab_chunk,

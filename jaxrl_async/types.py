@@ -64,11 +64,15 @@ class Reward:
       scorer of tokens should always return a mapping, even an empty one,
       because batches with and without token scores need different compiled
       programs.
+    answer: what was taken for the completion's answer, for whoever reads
+      samples. None leaves it to the reward service, which fills in
+      `Completion.answer`.
   """
 
   score: float
   parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
   token_scores: Mapping[int, float] | None = None
+  answer: str | None = None
 
 
 def teach_nothing(rewards: Sequence[Reward]) -> bool:

@@ -268,11 +268,14 @@ def _parse(argv: list[str], has_config: bool = True) -> list[str]:
   return rest
 
 
-def _run(check: Callable[[], None], main: Callable[[], None]) -> None:
+def _run(
+  check: Callable[[], None], main: Callable[[], None], needs_jax: bool = True
+) -> None:
   """Call `check` and `main`, and report expected errors without a traceback."""
   try:
     check()
-    _prepare_jax()
+    if needs_jax:
+      _prepare_jax()
     main()
   except sections.ConfigError as error:
     _fail(str(error))
@@ -287,7 +290,10 @@ def _run(check: Callable[[], None], main: Callable[[], None]) -> None:
 
 
 def start(
-  main: Callable[[sections.Config], None], check: Callable[[], None]
+  main: Callable[[sections.Config], None],
+  check: Callable[[], None],
+  *,
+  check_config: Callable[[sections.Config], None] = config_checks.check,
 ) -> None:
   """Parse the flags and call `main` with the config; report errors in one line.
 
@@ -295,10 +301,11 @@ def start(
     main: the script. It makes slow imports in its body, so that the checks come
       before them.
     check: checks the script's own flags.
+    check_config: checks the config, before `check`.
   """
 
   def check_all() -> None:
-    config_checks.check(CONFIG.value)
+    check_config(CONFIG.value)
     check()
 
   def checked(argv: list[str]) -> None:
@@ -311,17 +318,21 @@ def start(
 
 
 def start_without_config(
-  main: Callable[[], None], check: Callable[[], None]
+  main: Callable[[], None],
+  check: Callable[[], None],
+  *,
+  needs_jax: bool = True,
 ) -> None:
   """Parse the flags of a script that takes no config, and call `main`.
 
   Args:
     main: see `start`.
     check: checks the script's flags.
+    needs_jax: whether the script uses JAX, whose import takes seconds.
   """
 
   def checked(argv: list[str]) -> None:
     del argv
-    _run(check, main)
+    _run(check, main, needs_jax)
 
   app.run(checked, flags_parser=functools.partial(_parse, has_config=False))

@@ -6,9 +6,10 @@ This serves the newest checkpoint of a run. --checkpoint=DIRECTORY serves
 parameters alone. Weights are quantised as the run's config says
 (`rollout.weights`); a pretrained model is not quantised. With --grpc_port=PORT,
 the same engine also serves JetStream's clients, with the same key. The first
-line on stdout gives the address. After SIGTERM or Ctrl-C, the server finishes
-the accepted requests within --drain_s and ends. A second signal ends it at
-once.
+line on stdout gives the address. --adapter=NAME=DIRECTORY, which may be given
+several times, also serves adapters in PEFT's format, each by its name. After
+SIGTERM or Ctrl-C, the server finishes the accepted requests within --drain_s
+and ends. A second signal ends it at once.
 """
 
 import command_line  # isort: skip, first: it sets XLA's environment
@@ -47,6 +48,9 @@ _API_KEY_FILE = flags.DEFINE_string(
 )
 _MODEL_NAME = flags.DEFINE_string(
   "model_name", "policy", "Name of the model in requests."
+)
+_ADAPTERS = flags.DEFINE_multi_string(
+  "adapter", [], "NAME=DIRECTORY of an adapter to serve beside the policy."
 )
 _NUM_SLOTS = flags.DEFINE_integer(
   "num_slots",
@@ -125,6 +129,28 @@ def _check_policy() -> None:
     )
 
 
+def _adapters() -> dict[str, pathlib.Path]:
+  """Return the directory of each adapter by its name, after checking both."""
+  found: dict[str, pathlib.Path] = {}
+  for given in _ADAPTERS.value:
+    name, _, directory = given.partition("=")
+    sections.require(
+      0 < len(name) <= _MAX_NAME and name.isprintable() and bool(directory),
+      "adapter",
+      f"{sections.shown(given)} is not NAME=DIRECTORY",
+    )
+    sections.require(
+      name not in found and name != _MODEL_NAME.value,
+      "adapter",
+      f"{sections.shown(name)} is the name of another model; use a new one",
+    )
+    directories.check_can_read(
+      "adapter", directory, "use an adapter in PEFT's format"
+    )
+    found[name] = pathlib.Path(directory)
+  return found
+
+
 def _check() -> None:
   for flag in (_DEADLINE_S, _MAX_DEADLINE_S, _DRAIN_S):
     # absl's bounds let nan pass.
@@ -148,6 +174,7 @@ def _check() -> None:
   if grpc_port:
     addresses.check_can_bind("grpc_port", host, grpc_port)
   command_line.check_compile_cache()
+  _adapters()
   _check_policy()
 
 
@@ -177,6 +204,7 @@ def main() -> None:
     model_name=_MODEL_NAME.value,
     max_waiting=_MAX_WAITING.value,
     drain_s=_DRAIN_S.value,
+    adapters=tuple(_adapters()),
     limits=bodies.Limits(
       deadline_s=min(_DEADLINE_S.value, _MAX_DEADLINE_S.value),
       max_deadline_s=_MAX_DEADLINE_S.value,
@@ -185,6 +213,7 @@ def main() -> None:
   stop = supervisor_lib.StopRequest()
   try:
     policy = _policy()
+    serve.add_adapters(policy, _adapters())
     with stop.on_signals(
       lambda text: print(text, file=sys.stderr),
       "finishing what was begun; once more ends it now",

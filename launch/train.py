@@ -15,6 +15,7 @@ from typing import Any
 from absl import flags
 
 from jaxrl_async.config import sections
+from jaxrl_async.devices import gpus
 from jaxrl_async.devices import tpu_chips
 from jaxrl_async.run import config_checks
 from jaxrl_async.serving import addresses
@@ -29,7 +30,7 @@ _TOPOLOGY = flags.DEFINE_string(
   "topology",
   "",
   "With --dry_run: compile for this TPU slice, such as v5p:4x4x4, which need"
-  " not be present.",
+  " not be present. For GPUs, such as gpu:24GB or 8xgpu:80GB, only estimate.",
 )
 
 _COMPILE = flags.DEFINE_bool(
@@ -45,14 +46,42 @@ _SERVE_PORT = flags.DEFINE_integer(
   65535,
 )
 
+_PROFILE_STEPS = flags.DEFINE_list(
+  "profile_steps",
+  [],
+  "Train steps to write traces of, such as 10,12, into WORKDIR/profile.",
+)
+
+
+def _profile_steps() -> list[int]:
+  steps = []
+  num_steps = command_line.CONFIG.value.train.num_steps
+  for text in _PROFILE_STEPS.value:
+    is_step = text.isascii() and text.isdigit() and len(text) < 10
+    if not is_step or not 1 <= int(text) <= num_steps:
+      raise sections.ConfigError(
+        f"profile_steps: {sections.shown(text)} is no train step; use numbers"
+        f" from 1 to {num_steps} (train.num_steps)"
+      )
+    steps.append(int(text))
+  return steps
+
 
 def _check() -> None:
+  _profile_steps()
   for flag in (_TOPOLOGY, _COMPILE):
     if flag.value and not _DRY_RUN.value:
       raise sections.ConfigError(
         f"{flag.name}: nothing runs on it; add --dry_run"
       )
-  if _TOPOLOGY.value:
+  if gpus.is_named(_TOPOLOGY.value):
+    gpus.parse(_TOPOLOGY.value)
+    if _COMPILE.value:
+      raise sections.ConfigError(
+        "compile: only a machine with a GPU can compile for one; leave"
+        " --topology out there"
+      )
+  elif _TOPOLOGY.value:
     tpu_chips.parse(_TOPOLOGY.value)
   if _DRY_RUN.value:
     return
@@ -69,6 +98,23 @@ def _devices() -> Sequence[Any]:
   if not _TOPOLOGY.value:
     return jax.devices()
   return topology.devices(_TOPOLOGY.value)
+
+
+def _dry_run_of_gpus(config: sections.Config) -> None:
+  import jax
+
+  from jaxrl_async.run import checks
+  from jaxrl_async.run import dry_run
+
+  named = gpus.parse(_TOPOLOGY.value)
+  # JAX has not looked for devices yet.
+  jax.config.update("jax_platforms", "cpu")
+  jax.config.update("jax_num_cpu_devices", named.count)
+  devices = jax.devices()
+  config_checks.validate(config, len(devices))
+  setup = checks.checked(config, devices, device_bytes=named.memory_bytes)
+  print(dry_run.describe(setup))
+  print(f"By this estimate it fits on {_TOPOLOGY.value}.")
 
 
 def _dry_run(config: sections.Config, devices: Sequence[Any]) -> None:
@@ -106,11 +152,20 @@ def _train(config: sections.Config) -> None:
   if _SERVE_PORT.value:
     key = os.environ.get("JAXRL_API_KEY", "").strip() or None
     serving = front_lib.ServeSettings(port=_SERVE_PORT.value, api_key=key)
-  print(training_run.run(config, command_line.workdir(), serving=serving))
+  summary = training_run.run(
+    config,
+    command_line.workdir(),
+    serving=serving,
+    profile_steps=_profile_steps(),
+  )
+  print(summary)
 
 
 def main(config: sections.Config) -> None:
   """Run the config, or report what a run would need if --dry_run is given."""
+  if gpus.is_named(_TOPOLOGY.value):
+    _dry_run_of_gpus(config)
+    return
   devices = _devices()
   config_checks.validate(config, len(devices))
   if _DRY_RUN.value:

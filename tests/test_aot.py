@@ -149,7 +149,10 @@ def test_what_is_compiled_takes_what_a_run_gives_it():
   params = engine.load_params(published, 0)
   rows = config.rollout.prefill_rows, config.rollout.prefill_buckets[-1]
   compiled["prefill"](
-    params, np.zeros(rows, np.int32), np.ones(rows[:1], np.int32)
+    params,
+    np.zeros(rows, np.int32),
+    np.ones(rows[:1], np.int32),
+    None,
   )
   slots = config.rollout.num_slots
   tables = np.full(slots, -2, np.int32), np.zeros((slots, 0), np.int32)

@@ -4,16 +4,20 @@ import dataclasses
 import pathlib
 import sys
 
+import byte_level
 import jax
 from ml_collections import config_dict
 import numpy as np
 import pytest
+from safetensors import numpy as safetensors_numpy
 
 from jaxrl_async.config import sections
 from jaxrl_async.models import hf_weights
 from jaxrl_async.models import transformer
+from jaxrl_async.planning import memory_estimate
 from jaxrl_async.run import assembly
 from jaxrl_async.run import checks
+from jaxrl_async.run import device_checks
 from jaxrl_async.run import dry_run
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import resume
@@ -134,7 +138,7 @@ def test_a_warm_start_from_what_does_not_fit_is_refused(tmp_path):
       warm_started(config)
 
 
-def write_pretrained(directory, config, vocab_size=98):
+def write_pretrained(directory, config, vocab_size=98, **more):
   """A pretrained model of a run's architecture: weights, and its tokenizer."""
   model = dataclasses.replace(resolved(config).model, vocab_size=vocab_size)
   params = jax.tree.map(
@@ -143,7 +147,7 @@ def write_pretrained(directory, config, vocab_size=98):
       lambda key: transformer.init_params(model, key), jax.random.key(0)
     ),
   )
-  hf_weights.save(directory, model, params)
+  hf_weights.save(directory, model, params, **more)
   tokenizer_lib.character_level().save(directory)
   return params
 
@@ -181,6 +185,29 @@ def test_a_model_may_be_a_pretrained_one(tmp_path):
   jax.tree.map(np.testing.assert_array_equal, params, loaded)
 
 
+def test_a_built_in_model_may_have_a_tokenizer_from_a_directory(tmp_path):
+  config = tiny.get_config()
+  byte_level.save(tmp_path)
+  config.model.tokenizer = str(tmp_path)
+  setup = resolved(config)
+  assert setup.pretrained is None
+  assert setup.tokenizer.digest() == tokenizer_lib.load(tmp_path).digest()
+  assert setup.model.vocab_size == setup.tokenizer.vocab_size > 98
+  (tmp_path / "tokenizer.json").unlink()
+  with pytest.raises(sections.ConfigError, match="^model.tokenizer: "):
+    resolved(config)
+
+
+def test_a_pretrained_model_takes_no_other_tokenizer(tmp_path):
+  config = tiny.get_config()
+  write_pretrained(tmp_path, config)
+  config.model.name = config.model.tokenizer = str(tmp_path)
+  with pytest.raises(
+    sections.ConfigError, match="^model.tokenizer: .* has a tokenizer"
+  ):
+    resolved(config)
+
+
 @pytest.mark.parametrize(
   ("name", "message"),
   [("tokenizer.json", "tokenizer.json"), ("config.json", "config.json")],
@@ -192,6 +219,65 @@ def test_a_pretrained_model_without_a_file_is_refused(tmp_path, name, message):
   (tmp_path / name).unlink()
   with pytest.raises(sections.ConfigError, match=f"^model.name: .*{message}"):
     checks.checked(config, jax.devices()[:2])
+
+
+def truncate(path):
+  path.write_bytes(path.read_bytes()[:-100])
+
+
+def wrong_shape(path):
+  tensors = safetensors_numpy.load_file(path)
+  name = "model.norm.weight"
+  safetensors_numpy.save_file(tensors | {name: tensors[name][:-2]}, path)
+
+
+@pytest.mark.parametrize(
+  ("shard", "damage", "message"),
+  [
+    (1, truncate, "model-00002-of-.*incomplete"),
+    (1, pathlib.Path.unlink, "model-00002-of-.* does not exist"),
+    (-1, wrong_shape, r"model.norm.weight has shape \(30,\), expected \(32,\)"),
+  ],
+)
+def test_damaged_weights_are_refused_before_anything_compiles(
+  tmp_path, shard, damage, message
+):
+  config = tiny.get_config()
+  write_pretrained(tmp_path, config, max_shard_bytes=30_000)
+  damage(sorted(tmp_path.glob("*.safetensors"))[shard])
+  for field in ("model.name", "warm_start.checkpoint"):
+    config = tiny.get_config()
+    section, name = field.split(".")
+    setattr(getattr(config, section), name, str(tmp_path))
+    with pytest.raises(
+      sections.ConfigError, match=f"^{field}: .*{message}"
+    ) as caught:
+      checks.checked(config, jax.devices()[:2])
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_of_another_architecture_are_refused_before_compiling(tmp_path):
+  config = tiny.get_config()
+  config.model.name = "quickstart"
+  write_pretrained(tmp_path, config)
+  config = tiny.get_config()
+  config.warm_start.checkpoint = str(tmp_path)
+  words = (
+    "^warm_start.checkpoint: .* has model_dim 96, the model of this run 32"
+  )
+  with pytest.raises(sections.ConfigError, match=words):
+    checks.checked(config, jax.devices()[:2])
+
+
+def test_a_dry_run_needs_no_weights_but_a_run_does(tmp_path):
+  config = tiny.get_config()
+  config.warm_start.num_steps = 0
+  write_pretrained(tmp_path, config)
+  (tmp_path / hf_weights.WEIGHTS_FILE).unlink()
+  config.model.name = str(tmp_path)
+  checks.checked(config, jax.devices()[:2])
+  with pytest.raises(sections.ConfigError, match="^model.name: .* neither"):
+    warm_started(config)
 
 
 def test_a_pretrained_model_too_small_for_its_tokenizer_is_refused(tmp_path):
@@ -236,3 +322,21 @@ def test_a_mesh_has_chips_of_one_tpu_slice():
   config.mesh = sections.MeshSection(train_fsdp=3, rollout_data=5)
   with pytest.raises(sections.ConfigError, match="^mesh.rollout_data: .*two"):
     setup_lib.resolve(config, two_slices)
+
+
+@pytest.mark.slow
+def test_a_device_that_both_slices_share_has_to_hold_both():
+  config = tiny.get_config()
+
+  def check(device_bytes):
+    checks.checked(config, jax.devices()[:1], device_bytes=device_bytes)
+
+  setup = setup_lib.resolve(config, jax.devices()[:1])
+  training = device_checks.training_memory(setup).at_least
+  rollout = memory_estimate.least_rollout(device_checks.rollout_memory(setup))
+  assert 0 < rollout < training
+  check(training + rollout)
+  with pytest.raises(sections.ConfigError, match="^model.name: both slices"):
+    check(training + rollout - 1)
+  with pytest.raises(sections.ConfigError, match=": an update needs"):
+    check(training - 1)

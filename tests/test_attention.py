@@ -85,14 +85,19 @@ def test_rows_attend_to_their_own_past():
       np.testing.assert_allclose(mixed[row, t], expected, atol=1e-5)
 
 
-def test_jaxs_own_attention_means_the_same_by_its_arguments():
+@pytest.mark.parametrize("window", [None, 1, 4])
+def test_jaxs_own_attention_means_the_same_by_its_arguments(window):
   # The form in which cuDNN is asked, of which there is none here.
   arguments = rows_of(9)
   found = jax.nn.dot_product_attention(
-    *arguments[:3], is_causal=True, implementation="xla"
+    *arguments[:3],
+    is_causal=True,
+    local_window_size=None if window is None else (window - 1, 0),
+    implementation="xla",
   )
-  found = attention_choice.of_tokens(lambda *_: found)(*arguments)
-  expected = attention_choice.of_tokens(reference.causal_xla)(*arguments)
+  found = attention_choice.of_tokens(lambda *_, **__: found)(*arguments)
+  attend = attention_choice.of_tokens(reference.causal_xla, [window])
+  expected = attend(*arguments)
   np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
@@ -102,12 +107,13 @@ def test_cudnn_is_refused_where_there_is_none():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [16, 150])
-def test_splash_attention_agrees(length):
-  arguments = rows_of(length)
+@pytest.mark.parametrize(("length", "window"), [(16, None), (150, 20)])
+def test_splash_attention_agrees(length, window):
+  arguments, windows = rows_of(length), {None, window}
   interpreted = functools.partial(reference.causal_splash, interpret=True)
-  found = jax.jit(attention_choice.of_tokens(interpreted))(*arguments)
-  expected = attention_choice.of_tokens(reference.causal_xla)(*arguments)
+  of_tokens = attention_choice.of_tokens
+  found = jax.jit(of_tokens(interpreted, windows))(*arguments)
+  expected = of_tokens(reference.causal_xla, windows)(*arguments)
   np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
@@ -167,7 +173,7 @@ def test_the_kernels_are_lowered_for_a_tpu(heads):
       attention_choice.decode_trial(heads, sizes, 4, dtype),
     ),
     (
-      reference.causal_splash,
+      functools.partial(reference.causal_splash, sliding_window=40),
       attention_choice.prefill_trial(heads, sizes, 3, dtype),
     ),
   ]:
@@ -277,8 +283,8 @@ def test_padding_does_not_count_unless_it_is_not_finite():
   is_padding = is_padding[:, :, None, None]
 
   def found(padding):
-    def attend(*arguments):
-      mixed = reference.causal_xla(*arguments)
+    def attend(*arguments, **window):
+      mixed = reference.causal_xla(*arguments, **window)
       return jnp.where(is_padding, jnp.float32(padding), mixed)
 
     return attention_choice.of_tokens(attend)(*arguments)
@@ -344,9 +350,9 @@ def test_a_kernel_of_one_device_is_split_over_the_mesh(
   seen = []
 
   def one_device(attend):
-    def spy(*arguments):
+    def spy(*arguments, **window):
       seen.append([np.shape(x) for x in jax.tree.leaves(arguments)])
-      return attend(*arguments)
+      return attend(*arguments, **window)
 
     return spy
 
@@ -381,9 +387,9 @@ def test_a_kernel_of_one_device_is_split_over_the_mesh(
 def test_an_engine_writes_the_same_with_a_kernel(monkeypatch):
   calls = []
 
-  def counted(*arguments):
+  def counted(*arguments, **window):
     calls.append(1)
-    return reference.causal_xla(*arguments)
+    return reference.causal_xla(*arguments, **window)
 
   monkeypatch.setitem(reference.CAUSAL, "cudnn", counted)
   mesh = mesh_lib.make_mesh(jax.devices()[:1])

@@ -9,7 +9,9 @@ import serving_world
 
 from jaxrl_async.config import sections
 from jaxrl_async.data import prompts
+from jaxrl_async.data import rendering
 from jaxrl_async.data import source as source_lib
+from jaxrl_async.data import worked_examples as worked_examples_lib
 from jaxrl_async.data.reasoning_gym import gym
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
@@ -37,15 +39,17 @@ def test_prompts_have_it_and_worked_solutions_do_not():
     prompt = stream.next()
   begin = tokenizer.pad_id
   assert prompt.tokens[0] == begin
-  text = prompts.render(task.template, prompt.item, task.dataset)
+  text = rendering.render(task.template, prompt.item, task.dataset)
   np.testing.assert_array_equal(prompt.tokens[1:], tokenizer.encode(text))
   # What the scheduler computes once for all prompts.
-  shared = tokenizer.encode_prompt(task.template.split("{", 1)[0])
+  shared = source.shared_tokens
   np.testing.assert_array_equal(prompt.tokens[: len(shared)], shared)
-  examples = prompts.worked_examples(source, warm_start, max_tokens=2_000)
+  examples = worked_examples_lib.WorkedExamples(
+    source, warm_start, max_tokens=2_000
+  )
   for example in examples:
-    assert example.prompt_tokens[0] == begin
-    assert begin not in example.completion_tokens
+    assert example.tokens[~example.loss_mask][0] == begin
+    assert begin not in example.tokens[example.loss_mask]
 
 
 @pytest.fixture(scope="module")

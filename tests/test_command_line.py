@@ -95,7 +95,7 @@ def test_a_servers_bad_flag_is_told_before_anything_heavy_is_imported():
   check(done, ["grpc_port", "81"])
 
 
-@pytest.mark.parametrize("script", ["train", "sft", "serve"])
+@pytest.mark.parametrize("script", ["train", "sft", "serve", "show"])
 def test_help_is_short_quick_and_names_what_is_needed(script):
   done = launch_light("--help", script=script)
   assert done.returncode == 0
@@ -104,7 +104,7 @@ def test_help_is_short_quick_and_names_what_is_needed(script):
   assert len(lines) < 60
   assert max(map(len, lines)) <= 80
   assert "  --workdir=" in done.stdout
-  has_config = script != "serve"
+  has_config = script in ("train", "sft")
   assert ("  --config=FILE" in done.stdout) is has_config
   assert ("jaxrl_async/config/sections.py" in done.stdout) is has_config
   assert "--alsologtostderr" not in done.stdout
@@ -190,6 +190,11 @@ EARLY = [
     with_tiny("--dry_run", "--topology=v5e:3x3"),
     ["topology", "v5e:3x3", "2x2, 2x4"],
   ),
+  (with_tiny("--dry_run", "--topology=gpu:24"), ["topology", "gpu:24GB is"]),
+  (
+    with_tiny("--dry_run", "--compile", "--topology=gpu:24GB"),
+    ["compile", "with a GPU"],
+  ),
   (with_tiny(f"--config.transfer.directory={TINY}"), ["transfer.directory"]),
   (with_tiny(f"--workdir=/tmp/{LONG}"), ["workdir", "at most"]),
   (with_tiny(f"--compile_cache={TINY}"), ["compile_cache"]),
@@ -218,19 +223,19 @@ def test_what_a_library_or_a_device_must_say_is_one_line_too(arguments, words):
   check(launch(*arguments), words)
 
 
-def readme_config():
-  """The config file that the README shows."""
+def page_config():
+  """The config file that docs/running.md shows."""
   blocks = re.findall(
-    r"(?s)```python\n(.*?)```", (ROOT / "README.md").read_text()
+    r"(?s)```python\n(.*?)```", (ROOT / "docs" / "running.md").read_text()
   )
   (found,) = [block for block in blocks if "def get_config" in block]
   return found
 
 
-def test_the_readmes_config_works_from_any_folder(tmp_path, monkeypatch):
+def test_the_config_of_the_page_works_from_any_folder(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   path = tmp_path / "mine.py"
-  path.write_text(readme_config())
+  path.write_text(page_config())
   names = {"__file__": str(path), "__name__": "mine"}
   exec(compile(path.read_text(), str(path), "exec"), names)
   config_checks.check(names["get_config"]())
@@ -238,7 +243,7 @@ def test_the_readmes_config_works_from_any_folder(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_readmes_config_is_one_that_a_dry_run_agrees_with(tmp_path):
-  (tmp_path / "mine.py").write_text(readme_config())
+  (tmp_path / "mine.py").write_text(page_config())
   done = launch("--config=mine.py", "--dry_run", cwd=tmp_path)
   assert done.returncode == 0, done.stderr
   assert "vocabulary" in done.stdout

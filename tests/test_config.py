@@ -1,6 +1,7 @@
 """Wrong settings are refused in one line; a config survives JSON."""
 
 import json
+import re
 
 from ml_collections import config_dict
 import pytest
@@ -345,3 +346,49 @@ def test_differences_name_the_fields():
     "train.optimizer.learning_rate",
   ]
   assert found["train.optimizer.learning_rate"] == (3e-4, 1e-3)
+
+
+@pytest.mark.parametrize(
+  ("sets", "message"),
+  [
+    ({"held_out": {"dataset": "chain_sum"}}, "eval.sets: held_out: "),
+    ({"a b": {"dataset": "chain_sum"}}, "eval.sets: 'a b' is no name"),
+    ({"a": {}}, "eval.sets: a.dataset: is missing"),
+    ({"a": 3}, "eval.sets: a: 3 is not a ConfigDict"),
+    ({"a": {"dataset": "x", "k": 2}}, "eval.sets: a: there is no entry 'k'"),
+    (
+      {"a": {"dataset": "x", "samples": 0}},
+      "eval.sets: a.samples: 0 is out of",
+    ),
+    (
+      {"a": {"dataset": "x", "num_items": "5"}},
+      "eval.sets: a.num_items: '5' is",
+    ),
+    (
+      {"a": {"dataset": "x", "template": "q"}},
+      "eval.sets: a.template: 'q' has",
+    ),
+  ],
+)
+def test_a_wrong_set_of_questions_is_refused(sets, message):
+  config = sections.Config()
+  config.eval.sets = config_dict.ConfigDict(sets)
+  with pytest.raises(sections.ConfigError, match=re.escape(message)):
+    config_checks.check(config)
+
+
+@pytest.mark.parametrize(
+  ("field", "value", "message"),
+  [
+    ("stop", ("",), "rollout.stop: '' can never be found"),
+    ("stop", ("a\ufffd",), "can never be found"),
+    ("stop", tuple("abcdefghijklmnopq"), "17 texts; use at most 16"),
+    ("stop_token_ids", (-1,), "rollout.stop_token_ids: -1 is no token id"),
+    ("stop_token_ids", tuple(range(9)), "9 tokens; use at most 8"),
+  ],
+)
+def test_a_stop_that_cannot_be_looked_for_is_refused(field, value, message):
+  config = sections.Config()
+  setattr(config.rollout, field, value)
+  with pytest.raises(sections.ConfigError, match=re.escape(message)):
+    config_checks.check(config)

@@ -46,7 +46,8 @@ def check_all():
       assert "\n" not in message and "\0" not in message
       assert len(message) < 600, message
       named = message.partition(":")[0]
-      assert named in known or named.startswith("mesh."), message
+      places = ("mesh.", "task.rewards.")
+      assert named in known or named.startswith(places), message
       # Of two that do not go together either may be named first.
       name = path.rpartition(".")[2]
       assert name in message or named == "mesh", message

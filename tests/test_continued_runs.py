@@ -7,6 +7,7 @@ import threading
 import time
 
 import jax
+from ml_collections import config_dict
 import numpy as np
 import pytest
 import reward_scorers
@@ -82,7 +83,19 @@ CASES = {
       "weight_decay": 0.1,
       "max_grad_norm": 0.5,
     },
-    "eval": {"every": 2},
+    "eval": {
+      "every": 2,
+      "samples": 2,
+      "sets": config_dict.ConfigDict(
+        {
+          "more": {
+            "dataset": "chain_sum",
+            "params": {"min_terms": 2, "max_terms": 2, "max_digits": 1},
+            "num_items": 3,
+          }
+        }
+      ),
+    },
   },
   "other types and another directory": {
     "rollout": {
@@ -205,6 +218,15 @@ def test_a_run_goes_on_with_other_settings(stopped, case, tmp_path, capsys):
   for path, fields in CASES[case].items():
     for name in fields:
       assert f"{path}.{name}: " in said
+  if config.eval.sets:
+    names = {"accuracy", "pass@1", "tokens_mean", "frac_truncated", "failed"}
+    last = test_run.lines(workdir, "metrics")[-1]
+    assert names == {
+      name.removeprefix("eval/more/")
+      for name in last
+      if name.startswith("eval/more/")
+    }
+    assert {"eval/held_out/avg@2", "eval/held_out/pass@2"} <= last.keys()
   if config.transfer.directory:
     assert not any((tmp_path / "transfer").iterdir())
 

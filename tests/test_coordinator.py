@@ -124,6 +124,7 @@ def test_groups_are_scored_once_all_members_are_there(make_world):
   (group,) = world.buffer.state().finished
   assert [t.score for t in group.trajectories] == [0, 1, 2]
   assert coordinator.groups() == {}
+  assert coordinator.stream.recorded == [("tiny/train/0", True)]
 
 
 def test_a_failed_group_is_written_down_when_all_of_it_is_known(make_world):

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 from jax import numpy as jnp
+import lora_world
 import numpy as np
 import pytest
 import tiny
@@ -22,13 +23,13 @@ FIELDS = [f.name for f in dataclasses.fields(decode_state_lib.SlotSettings)]
 @pytest.fixture(scope="module")
 def prefix():
   return tiny.prefill(
-    tiny.engine(**PAGES), tiny.engine_params(), tiny.prompt(5)
+    lora_world.engine(**PAGES), lora_world.engine_params(), tiny.prompt(5)
   )
 
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_an_insertion_copies_every_field_to_its_slot_alone(prefix, name):
-  engine = tiny.engine(**PAGES)
+  engine = lora_world.engine(**PAGES)
   state = engine.init_decode_state()
   before = np.asarray(getattr(state.settings, name)).copy()
   insertion = engine.unused_insertion()
@@ -50,7 +51,7 @@ def test_an_insertion_copies_every_field_to_its_slot_alone(prefix, name):
 
 @pytest.mark.parametrize("sizes", [{}, PAGES])
 def test_host_and_device_declare_the_same_arrays(sizes):
-  engine = tiny.engine(**sizes)
+  engine = lora_world.engine(**sizes)
   on_device = engine.init_decode_state().settings
   on_host = engine.unused_insertion().settings
   for name in FIELDS:
@@ -62,6 +63,10 @@ def test_host_and_device_declare_the_same_arrays(sizes):
       assert (ours == np.asarray(theirs)[:1]).all()
 
 
-def test_the_settings_are_a_tree_of_all_their_fields():
-  rows = decode_state_lib.unused_slots(jnp.full, 3, tiny.SIZES, 2)
-  assert len(jax.tree.leaves(rows)) == len(FIELDS)
+@pytest.mark.parametrize("has_adapters", [True, False])
+def test_the_settings_are_a_tree_of_all_their_fields(has_adapters):
+  rows = decode_state_lib.unused_slots(
+    jnp.full, 3, tiny.SIZES, 2, has_adapters=has_adapters
+  )
+  # A model without a stack of adapters has no array for it in its programs.
+  assert len(jax.tree.leaves(rows)) == len(FIELDS) - (not has_adapters)

@@ -6,24 +6,30 @@ import tiny
 
 from jaxrl_async import types
 from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.run import answers as answers_lib
 from jaxrl_async.run import evaluate
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 NUM_PROMPTS = 5
 
 
-def evaluated(score, rewards=None):
+def evaluated(score, rewards=None, samples=1, **settings):
   """An evaluation whose answer i has the score `score(i)`."""
   rewards = rewards or tiny.Rewards(lambda item, made: score(item["number"]))
   stream = tiny.Prompts()
   this = evaluate.Evaluator(
     tiny.engine(),
     [stream.next() for _ in range(NUM_PROMPTS)],
-    max_completion_tokens=4,
+    answers_lib.AnswerSettings(
+      samples=samples,
+      temperature=1.0,
+      max_completion_tokens=4,
+      **settings,
+    ),
     tokenizer=tokenizer_lib.character_level(),
     rewards=rewards,
   )
-  return this.evaluate(tiny.engine_params(), 0.0)
+  return this.evaluate(tiny.engine_params(), is_greedy=samples == 1)
 
 
 def failure(reason="error: LookupError: no such"):
@@ -85,3 +91,71 @@ def test_the_scorer_is_given_the_whole_completion():
     (turn,) = completion.turns
     assert turn.completion == completion.text
     assert turn.num_tokens == len(written) > 0
+
+
+def test_several_answers_give_pass_at_k_of_the_ones_that_could_be_scored():
+  counts = {}
+
+  def score(i):
+    """Of four answers to question i, the first i are right."""
+    counts[i] = counts.get(i, 0) + 1
+    return failure() if i == 4 and counts[i] == 1 else [float(counts[i] <= i)]
+
+  found = evaluated(score, samples=4)
+  assert found.num_answers == 20 and len(found.trajectories) == 5
+  right = [0, 1 / 4, 2 / 4, 3 / 4, 1]
+  assert np.isclose(found.accuracy, np.mean(right))
+  values = evaluate.metrics_of(found, None, {"other": found})
+  assert values["eval/other/accuracy"] == found.accuracy
+  for name in ("held_out", "other"):
+    assert values[f"eval/{name}/failed"] == 1
+    # C(4 - c, 2) / C(4, 2) for c = 0, 1, 2, 3; the last has only right ones.
+    assert np.isclose(
+      values[f"eval/{name}/pass@2"], np.mean([0, 1 / 2, 5 / 6, 1, 1])
+    )
+    # The last question has only three scored answers.
+    assert np.isclose(values[f"eval/{name}/pass@4"], np.mean([0, 1, 1, 1]))
+  assert values["eval/held_out/avg@4"] == found.accuracy
+  assert len(found.failures) == 1
+
+
+def test_answers_do_not_depend_on_each_other():
+  def texts(found):
+    return [t.tokens.tolist() for t in found.trajectories]
+
+  rewards = tiny.Rewards(lambda item, made: [0.0])
+  alone = evaluated(None, rewards, samples=2)
+  many = evaluated(None, rewards, samples=7)
+  assert texts(alone) == texts(many)
+  submitted = [made[0].tokens.tolist() for _, made in rewards.submitted]
+  assert len({tuple(tokens) for tokens in submitted}) > NUM_PROMPTS
+
+
+def test_stop_texts_end_answers_of_evaluations():
+  rewards = tiny.Rewards(lambda item, made: [0.0])
+  evaluated(None, rewards, samples=2)
+  text = next(m[0].text[1] for _, m in rewards.submitted if len(m[0].text) == 4)
+  rewards.submitted.clear()
+  evaluated(None, rewards, samples=2, stop=(text,))
+  found = [m[0] for _, m in rewards.submitted]
+  stopped = [c for c in found if c.finish_reason is types.FinishReason.STOP]
+  assert stopped and all(c.text.index(text) == len(c.text) - 1 for c in stopped)
+  assert all(text not in c.text for c in found if c not in stopped)
+
+
+def test_slow_scores_hold_generation_back():
+  rewards = tiny.Rewards(lambda item, made: [0.0], num_polls=10**9)
+  scheduler = tiny.ready()
+  stream = tiny.Prompts()
+  prompts = [stream.next() for _ in range(100)]
+  answers = answers_lib.generate(
+    scheduler,
+    prompts,
+    answers_lib.AnswerSettings(temperature=0.0, max_completion_tokens=1),
+    tokenizer=tokenizer_lib.character_level(),
+    rewards=rewards,
+  )
+  first = next(answers)
+  assert first.trajectory.reward is not None
+  assert len(rewards.submitted) < 80
+  assert len(list(answers)) == 99

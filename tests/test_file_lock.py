@@ -60,6 +60,7 @@ import _multiprocessing
 import numpy as np
 from jaxrl_async import types
 from jaxrl_async.rewards import service
+from jaxrl_async.rewards import term
 import reward_scorers
 
 class None_(_multiprocessing.SemLock):
@@ -68,9 +69,9 @@ class None_(_multiprocessing.SemLock):
 
 if __name__ == "__main__":
   _multiprocessing.SemLock = None_
+  only = term.Term(scorer=reward_scorers.length, timeout_s=5.0, num_retries=0)
   rewards = service.RewardService(
-    num_workers=2, timeout_s=5.0, num_retries=0, answer_prefix="=",
-    scorer=reward_scorers.length,
+    num_workers=2, terms=[only], answer_prefix="="
   )
   rewards.warm_up()
   completion = types.Completion(

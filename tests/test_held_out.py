@@ -4,9 +4,11 @@ import json
 
 import pytest
 import test_prompts
+import test_rows
 
 from jaxrl_async.config import sections
 from jaxrl_async.data import held_out
+from jaxrl_async.data import rows as rows_lib
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.data.reasoning_gym import questions
 
@@ -25,7 +27,21 @@ def test_held_out_questions_are_distinct_and_in_no_other_split():
 def test_too_few_held_out_questions_is_an_error():
   few = test_prompts.chain_sum(min_terms=2, max_terms=2, max_digits=1)
   with pytest.raises(sections.ConfigError, match="eval.num_items: 999, but"):
-    held_out.make(test_prompts.source(few), 999)
+    held_out.check_number(test_prompts.source(few), 999, patience_s=60.0)
+  held_out.check_number(test_prompts.source(few), 999, patience_s=0.0)
+
+
+def test_rows_for_evaluations_are_counted(tmp_path):
+  path = test_rows.write(tmp_path / "a.jsonl", test_rows.sums(range(30)) * 2)
+  rows = rows_lib.Rows(
+    dataset=f"jsonl:{path}", eval_dataset=f"jsonl:{path}", eval_percent=50
+  )
+  source = test_rows.prompt_source(rows)
+  held_out.check_number(source, 30, patience_s=60.0)
+  with pytest.raises(
+    sections.ConfigError, match="eval.num_items: 31, but a has 30 distinct"
+  ):
+    held_out.check_number(source, 31, patience_s=0.0)
 
 
 class Kept:

@@ -31,7 +31,24 @@ LLAMA = dataclasses.replace(
     original_max_tokens=32,
   ),
 )
-MODELS = {"qwen3": tiny.MODEL, "qwen2": QWEN2, "llama": LLAMA}
+MISTRAL = dataclasses.replace(
+  tiny.MODEL,
+  has_qk_norm=False,
+  has_tied_head=False,
+  sliding_windows=(7, 7),
+  family="mistral",
+)
+MODELS = {
+  "qwen3": tiny.MODEL,
+  "qwen2": QWEN2,
+  "llama": LLAMA,
+  "mistral": MISTRAL,
+  "mistral without a window": dataclasses.replace(MISTRAL, sliding_windows=()),
+  "qwen2 with windows": dataclasses.replace(QWEN2, sliding_windows=(None, 5)),
+  "qwen3 with windows": dataclasses.replace(
+    tiny.MODEL, sliding_windows=(5, None)
+  ),
+}
 
 # As their files say, but for what no reader of the architecture looks at.
 PRETRAINED = {
@@ -154,9 +171,14 @@ def test_a_pretrained_model_is_the_one_of_that_name(tmp_path):
   assert model == configs.MODELS["qwen2-0.5b"]
 
 
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_settings_come_back_as_they_were_written(tmp_path, model):
-  assert described(tmp_path, hf_config.config_json(model)) == model
+@pytest.mark.parametrize("name", MODELS)
+def test_settings_come_back_as_they_were_written(tmp_path, name):
+  model = MODELS[name]
+  settings = hf_config.config_json(model)
+  read = described(tmp_path, settings)
+  assert read == model
+  assert read.family == settings["model_type"] == name.split()[0]
+  assert hf_config.config_json(read) == settings
 
 
 def test_the_rotary_settings_may_stand_in_any_of_their_places(tmp_path):
@@ -224,10 +246,39 @@ def test_a_window_that_is_not_used_is_not_refused(tmp_path):
     ({"mlp_bias": True}, "mlp_bias is True"),
     ({"attention_bias": True}, "attention_bias is True"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
-    ({"layer_types": ["sliding_attention"] * 2}, "layer_types has 'sliding"),
+    ({"model_type": "mixtral"}, "model_type is 'mixtral'; use one of qwen2"),
+    ({"model_type": "qwen3_moe"}, "model_type is 'qwen3_moe'; use one of"),
     (
-      {"use_sliding_window": True, "max_window_layers": 1},
-      "use_sliding_window",
+      {"layer_types": ["sliding_attention"] * 2},
+      "layer_types has 'sliding_attention', but there is no window",
+    ),
+    (
+      {"layer_types": ["chunked_attention"] * 2},
+      "layer_types has 'chunked_attention'; use 'full_attention' or",
+    ),
+    (
+      {
+        "use_sliding_window": True,
+        "sliding_window": None,
+        "layer_types": ["sliding_attention"] * 2,
+      },
+      "there is no window; set use_sliding_window and sliding_window",
+    ),
+    (
+      {"use_sliding_window": True, "sliding_window": 0},
+      "sliding_window is 0, not a positive int",
+    ),
+    (
+      {"model_type": "llama", "layer_types": ["sliding_attention"] * 2},
+      "layer_types: no layer of this llama has a window",
+    ),
+    (
+      {
+        "model_type": "mistral",
+        "sliding_window": 4,
+        "layer_types": ["full_attention", "sliding_attention"],
+      },
+      "layer_types: every layer of this mistral has a window",
     ),
     (
       {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
@@ -328,6 +379,14 @@ def test_what_the_format_cannot_say_is_refused(tmp_path):
   both = dataclasses.replace(QWEN2, has_qk_norm=True)
   with pytest.raises(ValueError, match="has_qkv_bias and has_qk_norm"):
     written(tmp_path, both)
+  some = dataclasses.replace(MISTRAL, sliding_windows=(None, 7))
+  with pytest.raises(ValueError, match="a window in every layer or in none"):
+    written(tmp_path, some)
+  two = dataclasses.replace(QWEN2, sliding_windows=(3, 7))
+  with pytest.raises(ValueError, match="one size for all layers"):
+    written(tmp_path, two)
+  with pytest.raises(ValueError, match="family 'llama' has no such"):
+    written(tmp_path, dataclasses.replace(MISTRAL, family="llama"))
   uneven = dataclasses.replace(LLAMA, num_heads=5, num_kv_heads=5)
   with pytest.raises(ValueError, match="not a multiple of num_heads"):
     written(tmp_path, uneven)

@@ -99,6 +99,24 @@ def test_a_line_says_everything_about_its_group(tmp_path, open_ledger):
   ]
 
 
+def test_what_was_not_trained_is_told(tmp_path):
+  told = []
+  ledger = ledger_lib.Ledger(
+    tmp_path / "ledger.jsonl",
+    ledger_lib.LedgerState(),
+    on_untrained=lambda *what: told.append(what),
+  )
+  trained, filtered, failed = map(make_group, range(3))
+  ledger.add_trained(trained, step=5, skipped_update=False)
+  ledger.add_filtered(filtered)
+  ledger.add_failed(failed, "no slot")
+  ledger.close()
+  assert told == [
+    (filtered, types.Fate.FILTERED, ""),
+    (failed, types.Fate.FAILED, "no slot"),
+  ]
+
+
 def test_rewards_that_json_cannot_say_are_null(tmp_path, open_ledger):
   path = tmp_path / "ledger.jsonl"
   ledger = open_ledger()

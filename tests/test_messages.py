@@ -13,6 +13,7 @@ from jaxrl_async import types
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import replica as replica_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 
 @pytest.fixture
@@ -167,7 +168,11 @@ def test_a_group_whose_replica_left_is_written_on_by_another(make_world):
   before = world.scheduler.stats.generated_tokens
   world.scheduler = tiny.scheduler(cls=tiny.SteppedScheduler)
   world.replica = world.worker.replica = replica_lib.Replica(
-    "replica 1", world.link, world.scheduler, channel=world.channel
+    "replica 1",
+    world.link,
+    world.scheduler,
+    channel=world.channel,
+    tokenizer=tokenizer_lib.character_level(),
   )
   world.run_until(worker_world.finished(4))
   world.scheduler.stats.generated_tokens += before

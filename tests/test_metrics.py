@@ -84,6 +84,40 @@ def test_tensorboard_gets_scalars_and_the_histogram(tmp_path):
   assert counts[1.5] == 4 and counts[2.5] == 1
 
 
+def test_a_histogram_has_limits_also_after_a_resume(tmp_path):
+  values = [0.0, 0.25, 1.0, 1.0]
+  found = metrics_lib.histogram_of(values)
+  assert sum(found.counts) == 4 and len(found.limits) == len(found.counts) + 1
+  assert (found.counts[0], found.counts[-1]) == (1, 2)
+  assert (found.limits[0], found.limits[-1]) == (0.0, 1.0)
+  alike = metrics_lib.histogram_of([3.0, 3.0])
+  assert sum(alike.counts) == 2 and alike.limits[0] < 3.0 < alike.limits[-1]
+
+  writer = make_writer(tmp_path)
+  writer.write(1, {"a": 1})
+  writer.hold(2, {"reward/histogram": found})
+  state = json.loads(json.dumps(writer.state()))
+  writer.close()
+  writer = make_writer(tmp_path)
+  writer.restore(state)
+  writer.write(2, {"eval/x": 1.0})
+  writer.close()
+  assert lines(tmp_path)[1] == {
+    "step": 2,
+    "reward/histogram": {"limits": found.limits, "counts": found.counts},
+    "eval/x": 1.0,
+  }
+  (histogram,) = (
+    v.histo
+    for e in events(tmp_path)
+    for v in e.summary.value
+    if v.tag == "reward/histogram"
+  )
+  assert histogram.num == 4
+  assert list(histogram.bucket_limit)[-1] >= 1.0
+  assert sum(histogram.bucket) == 4
+
+
 def test_events_are_on_disk_when_write_returns(tmp_path):
   writer = make_writer(tmp_path)
   writer.write(1, {"x": 1})
@@ -237,6 +271,42 @@ def test_busy_time_equals_counting_ticks(seed):
     assert busy_s(clock) == sum(t < tick for t in ticks)
   assert not entered
   assert sum(clock.activity_s().values()) == (ends - starts).sum()
+
+
+def test_what_compiles_inside_is_an_activity_of_its_own():
+  clock = metrics_lib.BusyClock()
+  function = jax.jit(lambda x: jnp.tanh(jnp.sin(x) @ x) * 1.618)
+  x = jnp.ones((300, 300))
+  with metrics_lib.CompilationCounter() as counter:
+    for _ in range(2):
+      with clock.record("update"):
+        jax.block_until_ready(function(x))
+  assert counter.num_programs >= 1
+  names = [interval.activity for interval in clock.timeline().recent]
+  assert names.count("update") >= 2 and names.count("compile") >= 1
+  assert names[-1] == "update"  # the second call compiled nothing
+  activity_s = clock.activity_s()
+  assert activity_s["compile"] >= 0.9 * counter.total_s
+  busy_s = metrics_lib.read({"train": clock}).busy_s["train"]
+  assert sum(activity_s.values()) == pytest.approx(busy_s)
+
+
+@pytest.mark.parametrize(
+  ("compiled", "pieces"),
+  [
+    ([], [(1.0, 5.0, False)]),
+    ([(2.0, 3.0)], [(1.0, 2.0, False), (2.0, 3.0, True), (3.0, 5.0, False)]),
+    # Tracing a program traces those inside it, and may have begun before.
+    (
+      [(2.0, 2.5), (0.5, 3.0), (3.0, 5.0)],
+      [(1.0, 3.0, True), (3.0, 5.0, True)],
+    ),
+    ([(4.0, 6.0)], [(1.0, 4.0, False), (4.0, 5.0, True)]),
+  ],
+)
+def test_a_period_is_divided_where_something_was_compiled(compiled, pieces):
+  assert [*metrics_lib._pieces(1.0, 5.0, compiled)] == pieces
+  assert [*metrics_lib._pieces(1.0, 1.0, compiled)][-1][:2] == (1.0, 1.0)
 
 
 def test_recording_survives_an_error_and_many_threads():

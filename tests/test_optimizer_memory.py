@@ -48,19 +48,13 @@ def test_moments_in_the_hosts_memory_change_no_bit():
 def test_a_warm_start_may_keep_its_moments_on_the_host():
   def warm_start(optimizer):
     losses = []
-    params = sft.warm_start(
-      sections.WarmStartSection(
-        num_steps=2, rows_per_batch=4, optimizer=optimizer
-      ),
-      sft.pack_examples(test_sft.examples(30), tokens_per_row=16),
-      params=jax.tree.map(jax.numpy.copy, tiny.params()),
-      mesh=mesh_lib.make_mesh(jax.devices()[:1]),
-      forward=test_sft.FORWARD,
-      rows_per_microbatch=2,
-      max_bad_updates=3,
-      seed=0,
-      on_step=lambda step, loss: losses.append(loss),
+    section = sections.WarmStartSection(
+      num_steps=2, rows_per_batch=4, optimizer=optimizer
     )
+    rows = sft.pack_examples(test_sft.examples(30), tokens_per_row=16)
+    trainer = test_sft.make_trainer(section, rows)
+    trainer.start(test_sft.own_params())
+    params = sft.warm_start(trainer, 2, lambda step, loss: losses.append(loss))
     return params, losses
 
   wanted, found = warm_start(ADAMW), warm_start(OFFLOADED)

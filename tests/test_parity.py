@@ -86,6 +86,17 @@ CASES = [
     rms_norm_eps=1e-3,
     tie_word_embeddings=True,
   ),
+  case("mistral-4/2-window", "Mistral", 4, 2, 32, sliding_window=6),
+  case(
+    "qwen2-4/2-windows",
+    "Qwen2",
+    4,
+    2,
+    32,
+    use_sliding_window=True,
+    sliding_window=5,
+    max_window_layers=1,
+  ),
 ]
 
 
@@ -106,12 +117,15 @@ class Pair:
   def continuation(self, prompt):
     """The reference's greedy continuation, prompt included."""
     batch = torch.tensor(np.asarray(prompt, np.int64)[None])
+    # With a window of 1, the cache of transformers 5.23 keeps all tokens.
+    has_cache = getattr(self.reference.config, "sliding_window", None) != 1
     return self.reference.generate(
       batch,
       attention_mask=torch.ones_like(batch),
       do_sample=False,
       max_new_tokens=NUM_TOKENS,
       pad_token_id=0,
+      use_cache=has_cache,
     )[0].numpy()
 
 
@@ -134,11 +148,14 @@ def spread(model):
 @pytest.fixture(scope="module", params=CASES)
 def pair(request, tmp_path_factory):
   family, sizes = request.param
-  torch.manual_seed(0)
+  return make_pair(family, sizes, tmp_path_factory.mktemp(family))
+
+
+def make_pair(family, sizes, directory, seed=0):
+  torch.manual_seed(seed)
   settings = getattr(transformers, f"{family}Config")(**sizes)
   reference = getattr(transformers, f"{family}ForCausalLM")(settings).eval()
   spread(reference)
-  directory = tmp_path_factory.mktemp(family)
   reference.save_pretrained(directory)
   model, params = hf_weights.load(directory)
   assert sum(x.size for x in jax.tree.leaves(params)) == model.num_params
@@ -151,13 +168,14 @@ def log_softmax(logits):
   return wide - np.log(np.exp(wide).sum(-1, keepdims=True))
 
 
-def greedy(pair, decode_steps_per_call):
+def greedy(pair, decode_steps_per_call, **sizes):
   """What our engine writes after each prompt, several in flight."""
   engine = tiny.engine(
     pair.model,
     end_tokens=(),
     decode_steps_per_call=decode_steps_per_call,
     num_slots=3,
+    **sizes,
   )
   scheduler = scheduler_lib.Scheduler(engine, busy=metrics_lib.BusyClock())
   weights = transformer.unstack(pair.params, pair.model.num_layers)
@@ -271,14 +289,114 @@ def test_transformers_reads_what_is_written(pair, tmp_path):
   read = transformers.AutoModelForCausalLM.from_pretrained(
     directory, attn_implementation="eager"
   )
-  assert read.dtype == torch.float32
-  for name, tensor in pair.reference.state_dict().items():
-    assert torch.equal(read.state_dict()[name], tensor), name
+  check_same(read, pair.reference)
   tokens = torch.arange(60)[None]
   with torch.no_grad():
     torch.testing.assert_close(
       read(tokens).logits, pair.reference(tokens).logits, rtol=0, atol=0
     )
+
+
+def check_same(found, expected):
+  """The same class of model, the same windows, and the same bits."""
+  assert type(found) is type(expected)
+  assert found.dtype == expected.dtype
+  for name in ("sliding_window", "layer_types"):
+    assert getattr(found.config, name, None) == getattr(
+      expected.config, name, None
+    )
+  tensors = found.state_dict()
+  assert tensors.keys() == expected.state_dict().keys()
+  for name, tensor in expected.state_dict().items():
+    assert torch.equal(tensors[name], tensor), name
+
+
+FAMILIES = ("Qwen2", "Qwen3", "Llama", "Mistral")
+
+
+def random_model(seed):
+  """A model of a family, with anything that the family may have."""
+  rng = np.random.default_rng(seed)
+  family = FAMILIES[seed % len(FAMILIES)]
+
+  def any_of(*values):
+    return values[rng.integers(len(values))]
+
+  kv_heads, layers = any_of(1, 2, 3), any_of(1, 2, 3)
+  heads, head_dim = kv_heads * any_of(1, 2, 3), any_of(6, 8, 10)
+  window = any_of(1, 2, 5, 8)
+  sizes = {
+    "num_hidden_layers": layers,
+    "rms_norm_eps": any_of(1e-3, 1e-6),
+    "tie_word_embeddings": any_of(True, False),
+  }
+  rope = {"rope_type": "default", "rope_theta": any_of(500.0, 1e4, 1e6)}
+  if family in ("Llama", "Mistral") and any_of(True, False):
+    rope = LLAMA3 | {"factor": any_of(2.0, 8.0)}
+  if family != "Qwen2":
+    sizes["head_dim"] = head_dim
+  if family == "Mistral":
+    sizes["sliding_window"] = any_of(None, window, window, window)
+  elif family != "Llama":
+    sizes |= {"use_sliding_window": True, "sliding_window": window}
+    kinds = any_of("full_attention", "sliding_attention"), "sliding_attention"
+    sizes |= any_of(
+      {"max_window_layers": any_of(0, 1)},
+      {"layer_types": [any_of(*kinds) for _ in range(layers)]},
+    )
+  name = f"{family}-{seed}"
+  width = heads * any_of(8, 12)  # of Qwen2, a multiple of the heads
+  return case(
+    name, family, heads, kv_heads, width, rope_parameters=rope, **sizes
+  )
+
+
+def is_clear(pair, tokens, start):
+  """For each token from `start` on: no other was as likely, up to there."""
+  logits = np.sort(pair.logits(tokens[:-1])[start - 1 :])
+  return np.cumprod(logits[:, -1] - logits[:, -2] > 1e-3).astype(bool)
+
+
+@pytest.mark.parametrize(
+  "seed",
+  [
+    *range(4),
+    *(pytest.param(n, marks=pytest.mark.nightly) for n in range(4, 24)),
+  ],
+)
+def test_any_model_of_a_family_is_that_of_transformers(seed, tmp_path):
+  (described,) = random_model(seed).values
+  pair = make_pair(*described, tmp_path / "float32", seed)
+  tokens = np.random.default_rng(seed).integers(0, VOCABULARY, 48, np.int32)
+  logits = tiny.logits(pair.params, tokens, pair.model)
+  np.testing.assert_allclose(logits, pair.logits(tokens), atol=1e-4)
+  (logprobs,) = tiny.trainer_logprobs(pair.params, [tokens], model=pair.model)
+  expected = log_softmax(pair.logits(tokens))[np.arange(47), tokens[1:]]
+  np.testing.assert_allclose(logprobs[1:], expected, atol=1e-4)
+  num_clear = 0
+  few = {"prefill_buckets": (16,), "window_buckets": (32,)}
+  for sizes in (few, few | {"num_pages": 30, "page_tokens": 4}):
+    for prompt, sequence in zip(PROMPTS, greedy(pair, 4, **sizes), strict=True):
+      expected, start = pair.continuation(prompt), len(prompt)
+      clear = is_clear(pair, expected, start)
+      num_clear += clear.sum()
+      np.testing.assert_array_equal(
+        sequence.tokens[start:][clear], expected[start:][clear]
+      )
+  assert num_clear > len(PROMPTS) * NUM_TOKENS  # of twice as many
+  # In half precision and in shards, there and back.
+  half = pair.reference.to(torch.bfloat16)
+  half.save_pretrained(tmp_path / "half", max_shard_size="5KB")
+  assert len(list((tmp_path / "half").glob("*.safetensors"))) > 1
+  model, params = hf_weights.load(tmp_path / "half", "bfloat16")
+  assert model == pair.model
+  hf_weights.save(
+    tmp_path / "back", model, params, dtype="bfloat16", max_shard_bytes=5_000
+  )
+  read = transformers.AutoModelForCausalLM.from_pretrained(
+    tmp_path / "back", attn_implementation="eager", dtype=torch.bfloat16
+  )
+  check_same(read, half)
 
 
 @pytest.mark.parametrize("scaling", [{}, {"rope_type": "llama3"}])

@@ -11,7 +11,6 @@ from jaxrl_async.config import sections
 from jaxrl_async.data import prompts
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.data.reasoning_gym import gym
-from jaxrl_async.rewards import extraction
 from jaxrl_async.rewards import reasoning
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
@@ -160,58 +159,6 @@ def test_prompts_that_are_far_too_long_are_not_all_tokenized(
   assert long._seen["num_too_long"] == 5
 
 
-def worked_examples(task=None, max_tokens=120, **kwargs):
-  return list(
-    prompts.worked_examples(
-      source(task), sections.WarmStartSection(**kwargs), max_tokens=max_tokens
-    )
-  )
-
-
-def test_few_questions_make_many_worked_examples_as_corrupted_as_asked():
-  # 200 questions, of which 4 of 10 belong to the warm start: leaving out
-  # repetitions would leave right solutions out first.
-  task = chain_sum(min_terms=2, max_terms=2, max_digits=1)
-  examples = worked_examples(task, num_examples=2_000, corrupted_frac=0.3)
-  num_wrong = sum(
-    int(extraction.extract_answer(TOKENIZER.decode(e.completion_tokens), "="))
-    != eval(TOKENIZER.decode(e.prompt_tokens))
-    for e in examples
-  )
-  assert len(examples) == 2_000
-  assert abs(num_wrong / 2_000 - 0.3) < 0.04  # four standard deviations
-
-
-def test_worked_examples_are_solved_and_reproducible():
-  examples = worked_examples(num_examples=200, corrupted_frac=0.0)
-  assert len(examples) == 200
-  for example in examples:
-    assert example.completion_tokens.dtype == np.int32
-    assert example.completion_tokens[-1] == TOKENIZER.eos_id
-    prompt = TOKENIZER.decode(example.prompt_tokens)
-    solution = TOKENIZER.decode(example.completion_tokens)
-    answer = extraction.extract_answer(solution, "=")
-    assert int(answer) == eval(prompt)
-  again = worked_examples(num_examples=200, corrupted_frac=0.0)
-  for one, other in zip(examples, again, strict=True):
-    np.testing.assert_array_equal(
-      one.completion_tokens, other.completion_tokens
-    )
-
-
-def test_a_worked_solution_longer_than_a_row_is_refused():
-  with pytest.raises(sections.ConfigError, match="^train.tokens_per_row: 20, "):
-    worked_examples(num_examples=50, max_tokens=20)
-
-
-def test_a_shorter_warm_start_is_the_beginning_of_a_longer_one():
-  long = worked_examples(num_examples=40)
-  for one, other in zip(worked_examples(num_examples=20), long, strict=False):
-    np.testing.assert_array_equal(
-      one.completion_tokens, other.completion_tokens
-    )
-
-
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
@@ -246,42 +193,5 @@ def test_a_seed_out_of_range_is_named():
       prompts.validate_task(source(seed=seed))
 
 
-def validate_warm_start(task, *, max_tokens=128, **settings):
-  prompts.validate_warm_start(
-    source(task, max_prompt_tokens=400),
-    sections.WarmStartSection(**settings),
-    max_tokens=max_tokens,
-  )
-
-
-@pytest.mark.parametrize(
-  ("task", "solver", "message"),
-  [
-    (chain_sum(), "chain_sun", "warm_start.solver: .*did you mean chain_sum"),
-    (
-      chain_sum("{question}", dataset="leg_counting", max_animals=3),
-      "chain_sum",
-      "warm_start.solver: .*cannot solve leg_counting",
-    ),
-    (
-      sections.TaskSection(answer_prefix="answer:"),
-      "chain_sum",
-      "task.answer_prefix: 'answer:' finds None",
-    ),
-  ],
-)
-def test_a_warm_start_that_cannot_work_is_named(task, solver, message):
-  with pytest.raises(sections.ConfigError, match=message):
-    validate_warm_start(task, solver=solver)
-
-
 def test_a_right_task_passes():
   prompts.validate_task(source())
-  validate_warm_start(chain_sum())
-
-
-def test_a_solution_longer_than_a_row_is_named_before_anything_is_made():
-  with pytest.raises(
-    sections.ConfigError, match="train.tokens_per_row: 20, but .*; use more"
-  ):
-    validate_warm_start(chain_sum(), max_tokens=20)

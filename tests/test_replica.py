@@ -1,5 +1,7 @@
 """A replica alone: the coordinator is a script."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import tiny
@@ -8,12 +10,23 @@ from jaxrl_async import types
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import replica as replica_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.types import FinishReason
 
 LONG_GROUPS = (8, 9, 10, 11)  # member 2 of these writes much
 
 
-def turn(group=8, trajectory=None, limit=24):
+def make_replica(name, link, channel):
+  return replica_lib.Replica(
+    name,
+    link,
+    tiny.scheduler(),
+    channel=channel,
+    tokenizer=tokenizer_lib.character_level(),
+  )
+
+
+def turn(group=8, trajectory=None, limit=24, **stops):
   if trajectory is None:
     trajectory = episode_lib.begin(2, tiny.prompt(5))
   return messages.Turn(
@@ -21,6 +34,7 @@ def turn(group=8, trajectory=None, limit=24):
     trajectory=trajectory,
     limit=limit,
     temperature=1.0,
+    **stops,
   )
 
 
@@ -60,7 +74,7 @@ def script():
 @pytest.fixture
 def replica(script):
   channel = tiny.channel()
-  made = replica_lib.Replica("r", script, tiny.scheduler(), channel=channel)
+  made = make_replica("r", script, channel)
   yield made
   channel.close()
 
@@ -163,7 +177,7 @@ def test_another_replica_goes_on_with_what_was_reported(script, replica):
   assert partial.trajectory.num_completion_tokens == 4
   other = Script()
   channel = tiny.channel()
-  second = replica_lib.Replica("s", other, tiny.scheduler(), channel=channel)
+  second = make_replica("s", other, channel)
   second.adopt()
   other.to_admit = messages.Work(turns=(turn(trajectory=partial.trajectory),))
   second.feed()
@@ -173,6 +187,94 @@ def test_another_replica_goes_on_with_what_was_reported(script, replica):
   assert ended.trajectory.tokens.tolist() == expected.tokens.tolist()
   assert ended.trajectory.loss_mask.tolist() == expected.loss_mask.tolist()
   channel.close()
+
+
+def cut(trajectory, num_tokens):
+  """The beginning of a trajectory, as a report in the middle has it."""
+  return dataclasses.replace(
+    trajectory,
+    tokens=trajectory.tokens[:num_tokens],
+    loss_mask=trajectory.loss_mask[:num_tokens],
+    behavior_logprobs=trajectory.behavior_logprobs[:num_tokens],
+    policy_versions=trajectory.policy_versions[:num_tokens],
+    finish_reason=None,
+  )
+
+
+def ended(script, replica, made):
+  """The only trajectory that a turn ends as."""
+  script.reports.clear()
+  script.to_admit = messages.Work(turns=(made,))
+  replica.feed()
+  run(replica)
+  (written,) = script.written()
+  return written.trajectory
+
+
+def test_a_stop_text_ends_a_turn_wherever_it_was_interrupted(script, replica):
+  replica.adopt()
+  whole = alone()
+  text = tokenizer_lib.character_level().decode(whole.tokens[9:13])
+  assert len(text) == 4 and len(whole.tokens) > 13
+  expected = ended(script, replica, turn(stop=(text, "never")))
+  assert expected.finish_reason is FinishReason.STOP
+  assert expected.tokens.tolist() == whole.tokens[:13].tolist()
+  assert expected.loss_mask[5:].all()
+  # From 10 on, the stop text has begun in what another replica wrote.
+  for num_tokens in range(5, 13):
+    begun = cut(whole, num_tokens)
+    found = ended(script, replica, turn(trajectory=begun, stop=(text,)))
+    assert found.finish_reason is FinishReason.STOP, num_tokens
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    np.testing.assert_array_equal(
+      found.behavior_logprobs[:13], expected.behavior_logprobs
+    )
+
+
+def test_a_stop_text_of_an_earlier_turn_does_not_end_the_next(script, replica):
+  replica.adopt()
+  first = cut(alone(), 9)
+  text = tokenizer_lib.character_level().decode(first.tokens[6:9])
+  again = episode_lib.extend(first, np.array([50, 51], np.int32))
+  found = ended(script, replica, turn(trajectory=again, stop=(text,)))
+  assert len(found.tokens) > 12 and found.finish_reason != FinishReason.STOP
+  # Nor does one that begins in what the turn was shown.
+  across = tokenizer_lib.character_level().decode(found.tokens[10:12])
+  assert len(across) == 2
+  again = ended(script, replica, turn(trajectory=again, stop=(across,)))
+  assert again.tokens.tolist() == found.tokens.tolist()
+
+
+@pytest.mark.parametrize("what", ["adopt", "preempt"])
+def test_a_stop_text_is_found_across_an_interruption(script, replica, what):
+  replica.adopt()
+  whole = alone()
+  text = tokenizer_lib.character_level().decode(whole.tokens[7:11])
+  script.to_admit = messages.Work(turns=(turn(stop=(text,)),))
+  replica.feed()
+  scheduler = replica.scheduler
+  scheduler.step()  # 4 of 6 tokens, the first 2 of the stop text among them
+  (sequence,) = scheduler.sequences()
+  assert sequence.length == 9
+  if what == "adopt":
+    scheduler.adopt(tiny.engine_params(1), 1)
+  else:
+    scheduler._drain()
+    scheduler._preempt(list(scheduler._entries.values()))
+  run(replica)
+  (written,) = script.written()
+  assert written.trajectory.finish_reason is FinishReason.STOP
+  assert written.trajectory.tokens.tolist() == whole.tokens[:11].tolist()
+
+
+def test_a_stop_token_ends_a_turn(script, replica):
+  replica.adopt()
+  whole = alone()
+  token = int(whole.tokens[10])
+  assert token not in whole.tokens[5:10]
+  found = ended(script, replica, turn(stop_token_ids=(token,)))
+  assert found.finish_reason is FinishReason.STOP
+  assert found.tokens.tolist() == whole.tokens[:11].tolist()
 
 
 def test_what_is_cancelled_is_reported_as_aborted_and_frees_its_slots(

@@ -301,3 +301,12 @@ def test_a_stored_config_of_a_newer_version_is_refused_by_its_field(tmp_path):
   path = tmp_path / "config.json"
   path.write_text(json.dumps(values))
   assert refusal(tmp_path).startswith(f"workdir: {path} is not the config of")
+
+
+def test_data_that_has_changed_since_the_checkpoint_is_told():
+  notes = []
+  for then in (None, {"a": "1", "b": "2"}):
+    resume.tell_changed_data(then, {"a": "1", "b": "2"}, notes.append)
+  assert not notes
+  resume.tell_changed_data({"a": "1", "b": "2"}, {"a": "3"}, notes.append)
+  assert "(a, b)" in notes[0]

@@ -13,6 +13,7 @@ from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import extraction
 from jaxrl_async.rewards import reasoning
 from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.rewards import term as term_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 TOKENIZER = tokenizer_lib.character_level()
@@ -74,6 +75,15 @@ def chain_sum_item(index):
   return {"dataset": "chain_sum", "params": PARAMS, **dataset[index]}
 
 
+def one_term_service(scorer, *, timeout_s, num_retries=0):
+  term = term_lib.Term(
+    scorer=scorer, timeout_s=timeout_s, num_retries=num_retries
+  )
+  return service_lib.RewardService(
+    num_workers=1, terms=[term], answer_prefix="="
+  )
+
+
 @pytest.fixture(scope="module")
 def make_service():
   """Services that share the fork server, closed when the module is done."""
@@ -82,12 +92,8 @@ def make_service():
   def make(scorer=reward_scorers.length, timeout_s=5.0, num_retries=0):
     key = scorer, timeout_s, num_retries
     if key not in services:
-      services[key] = service_lib.RewardService(
-        num_workers=1,
-        timeout_s=timeout_s,
-        num_retries=num_retries,
-        answer_prefix="=",
-        scorer=scorer,
+      services[key] = one_term_service(
+        scorer, timeout_s=timeout_s, num_retries=num_retries
       )
       services[key].warm_up()
     return services[key]
@@ -248,6 +254,7 @@ def test_parts_and_token_scores_come_with_each_score(make_service):
       score=2.0,
       parts={"answered": 1.0, "lines": 1.0},
       token_scores={1: 0.5, 4: 0.5},
+      answer="b",
     ),
     types.Reward(
       score=0.0, parts={"answered": 0.0, "lines": 0.0}, token_scores={}
@@ -336,13 +343,7 @@ def test_a_pool_that_broke_is_replaced(make_service):
 
 
 def test_a_closed_service_says_so():
-  service = service_lib.RewardService(
-    num_workers=1,
-    timeout_s=60.0,
-    num_retries=0,
-    answer_prefix="=",
-    scorer=reward_scorers.hangs,
-  )
+  service = one_term_service(reward_scorers.hangs, timeout_s=60.0)
   service.warm_up()
   handle = submit(service, {}, ["=a"])
   assert not handle.done()
@@ -360,13 +361,16 @@ import numpy as np
 import sys
 from jaxrl_async import types
 from jaxrl_async.rewards import service
+from jaxrl_async.rewards import term
 import reward_scorers
 
 if __name__ == "__main__":
   assert "jax" in sys.modules and "reasoning_gym" not in sys.modules
+  only = term.Term(
+    scorer=reward_scorers.reports_jax, timeout_s=5.0, num_retries=0
+  )
   rewards = service.RewardService(
-    num_workers=1, timeout_s=5.0, num_retries=0, answer_prefix="=",
-    scorer=reward_scorers.reports_jax,
+    num_workers=1, terms=[only], answer_prefix="="
   )
   rewards.warm_up()
   completion = types.Completion(

@@ -10,9 +10,11 @@ import jax
 import pytest
 
 from jaxrl_async.config import sections
+from jaxrl_async.data import prompts
 from jaxrl_async.data import rows as rows_lib
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.run import setup as setup_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
 GSM8K = ROOT / "../shared/data/gsm8k"
@@ -33,6 +35,16 @@ def sums(numbers):
   ]
 
 
+def prompt_source(items, **task):
+  return prompts.PromptSource(
+    items=items,
+    task=sections.TaskSection(**task),
+    tokenizer=tokenizer_lib.character_level(),
+    seed=0,
+    max_prompt_tokens=200,
+  )
+
+
 def take(source, split, count, first_index=0):
   stream = source.open(split, first_index, num_workers=2)
   return [stream.next() for _ in range(count)]
@@ -40,7 +52,7 @@ def take(source, split, count, first_index=0):
 
 def test_rows_become_items(tmp_path):
   path = write(tmp_path / "sums.jsonl", ["", *sums(range(40)), "  "])
-  source = rows_lib.Rows(path=path)
+  source = rows_lib.Rows(dataset=f"jsonl:{path}")
   source.check()
   assert isinstance(source, source_lib.Source)
   for item in take(source, TRAIN, 60):
@@ -55,7 +67,7 @@ def test_rows_become_items(tmp_path):
 
 def test_each_pass_has_every_row_once_in_an_order_of_its_own(tmp_path):
   path = write(tmp_path / "sums.jsonl", sums(range(40)))
-  source = rows_lib.Rows(path=path, seed=3)
+  source = rows_lib.Rows(dataset=f"jsonl:{path}", seed=3)
   held_out = {item["index"] for item in take(source, EVAL, 40)}
   num_trained = 40 - len(held_out)
   assert 0 < len(held_out) < 20
@@ -64,24 +76,29 @@ def test_each_pass_has_every_row_once_in_an_order_of_its_own(tmp_path):
   for one in passes:
     assert sorted(one) == sorted(set(range(40)) - held_out)
   assert passes[0] != passes[1] != sorted(passes[1])
-  again = rows_lib.Rows(path=path, seed=3)
+  again = rows_lib.Rows(dataset=f"jsonl:{path}", seed=3)
   for first_index in (0, 1, num_trained, num_trained + 7):
     items = take(again, TRAIN, 5, first_index)
     expected = indices[first_index : first_index + 5]
     assert [item["index"] for item in items] == expected
-  other = [i["index"] for i in take(rows_lib.Rows(path=path, seed=4), TRAIN, 9)]
+  other = [
+    i["index"]
+    for i in take(rows_lib.Rows(dataset=f"jsonl:{path}", seed=4), TRAIN, 9)
+  ]
   assert other != indices[:9]
 
 
 def test_questions_of_the_evaluation_file_are_not_trained_on(tmp_path):
   train = write(tmp_path / "train.jsonl", sums(range(20)))
   test = write(tmp_path / "test.jsonl", sums(range(15, 25)))
-  source = rows_lib.Rows(path=train, eval_path=test)
+  source = rows_lib.Rows(dataset=f"jsonl:{train}", eval_dataset=f"jsonl:{test}")
   trained = {item["question"] for item in take(source, TRAIN, 40)}
   held_out = [item["question"] for item in take(source, EVAL, 10)]
   assert trained == {x["question"] for x in sums(range(15))}
   assert held_out == [x["question"] for x in sums(range(15, 25))]
-  assert source.versions.keys() == {"train.jsonl", "test.jsonl"}
+  assert source.versions.keys() == {f"jsonl:{train}", f"jsonl:{test}"}
+  assert source.num_questions(EVAL) == 10
+  assert source.is_held_out("16 + 16 = ") and not source.is_held_out("no")
 
 
 def test_columns_may_have_other_names(tmp_path):
@@ -89,7 +106,7 @@ def test_columns_may_have_other_names(tmp_path):
     tmp_path / "a.jsonl", [{"problem": f"p{i}", "gold": i} for i in range(30)]
   )
   fields = {"question": "problem", "answer": "gold"}
-  (item,) = take(rows_lib.Rows(path=path, fields=fields), EVAL, 1)
+  (item,) = take(rows_lib.Rows(dataset=f"jsonl:{path}", fields=fields), EVAL, 1)
   assert item["question"] == f"p{item['answer']}" and item["metadata"] == {}
 
 
@@ -100,7 +117,13 @@ def test_columns_may_have_other_names(tmp_path):
     ("[1]", "a.jsonl:3: not a JSON object"),
     ({"answer": "1"}, "a.jsonl:3: no column 'question' for the question"),
     ({"question": "1"}, "a.jsonl:3: no column 'answer' for the answer"),
-    ({"question": " ", "answer": "1"}, "a.jsonl:3: the column 'question' is"),
+    (
+      {"question": " ", "answer": "1"},
+      "a.jsonl:3: the column 'question' is empty",
+    ),
+    ({"question": "a", "answer": None}, "the column 'answer' is empty"),
+    ('{"question": "\\ud800", "answer": "1"}', "is not valid Unicode"),
+    ("[" * 100_000, "a.jsonl:3: not JSON: "),
     ({"question": 1, "answer": "1"}, "is 1, not a text"),
   ],
 )
@@ -108,24 +131,86 @@ def test_a_bad_row_is_named_with_its_line_or_left_out(tmp_path, row, words):
   values = sums(range(30))
   path = write(tmp_path / "a.jsonl", [*values[:2], row, *values[2:]])
   with pytest.raises(sections.ConfigError, match="^task.dataset: 1 of 31") as e:
-    rows_lib.Rows(path=path).check()
+    rows_lib.Rows(dataset=f"jsonl:{path}").check()
   assert words in str(e.value) and "\n" not in str(e.value)
-  source = rows_lib.Rows(path=path, skips_bad_rows=True)
+  source = rows_lib.Rows(dataset=f"jsonl:{path}", skips_bad_rows=True)
   source.check()
   items = take(source, TRAIN, 100) + take(source, EVAL, 100)
   assert {i["question"] for i in items} == {x["question"] for x in values}
 
 
 @pytest.mark.parametrize(
-  ("values", "words"),
-  [([], "has no rows for the split train"), (None, "cannot be read: No such")],
+  ("values", "settings", "words"),
+  [
+    ([], {}, "^task.dataset: .* has no rows"),
+    (None, {}, "^task.dataset: .* cannot be read: No such"),
+    (["{"], {"skips_bad_rows": True}, "1 of 1 rows cannot be used"),
+    (sums([0]), {}, "^task.eval_percent: .* has 1 row, none of which"),
+    (sums([0]), {"eval_percent": 99}, "^task.eval_percent: .* all of which"),
+    (sums(range(3)), {"eval_dataset": "same"}, "^task.dataset: .* held out"),
+    (
+      sums(range(30)),
+      {"in_template": ("question", "levle")},
+      "^task.template: .* no column 'levle'; did you mean level",
+    ),
+  ],
 )
-def test_a_file_without_rows_is_refused(tmp_path, values, words):
+def test_data_that_leaves_a_split_empty_is_refused(
+  tmp_path, values, settings, words
+):
   path = tmp_path / "a.jsonl"
   if values is not None:
     write(path, values)
-  with pytest.raises(sections.ConfigError, match=words):
-    rows_lib.Rows(path=path).check()
+  if settings.get("eval_dataset"):
+    settings = {"eval_dataset": f"jsonl:{path}"}
+  with pytest.raises(sections.ConfigError, match=words) as raised:
+    rows_lib.Rows(dataset=f"jsonl:{path}", **settings).check()
+  assert "\n" not in str(raised.value)
+
+
+def test_a_row_without_what_the_template_names_is_a_bad_row(tmp_path):
+  values = sums(range(30))
+  del values[4]["level"]
+  path = write(tmp_path / "a.jsonl", values)
+  with pytest.raises(sections.ConfigError, match=":5: no column 'level' for"):
+    rows_lib.Rows(dataset=f"jsonl:{path}", in_template=("level",)).check()
+
+
+def test_what_is_left_out_is_told(tmp_path):
+  path = write(tmp_path / "a.jsonl", ["{", *sums(range(30)), *["[]"] * 5])
+  source = rows_lib.Rows(dataset=f"jsonl:{path}", skips_bad_rows=True)
+  source.check()
+  rows, bad = source.describe()
+  num_held_out = source.num_questions(EVAL)
+  assert rows == (
+    f"a: {30 - num_held_out} rows for training, {num_held_out} held out (by a"
+    " hash)"
+  )
+  assert "6 rows of 36 cannot be used and are left out" in bad
+  assert f"{path}:1: not JSON" in bad and bad.endswith("and 3 more")
+
+
+def test_passes_are_counted(tmp_path):
+  path = write(tmp_path / "a.jsonl", sums(range(30)))
+  source = rows_lib.Rows(dataset=f"jsonl:{path}")
+  stream = prompts.PromptStream(prompt_source(source), TRAIN)
+  num_trained = 30 - source.num_questions(EVAL)
+  assert stream.metrics() == {"data/epoch": 0.0}
+  for _ in range(num_trained + num_trained // 2):
+    stream.next()
+  epoch = (num_trained + num_trained // 2) / num_trained
+  assert stream.metrics() == {"data/epoch": pytest.approx(epoch)}
+
+
+def test_the_warm_start_reads_the_training_rows_in_another_order(tmp_path):
+  path = write(tmp_path / "a.jsonl", sums(range(30)))
+  source = rows_lib.Rows(dataset=f"jsonl:{path}")
+  orders = [
+    [item["index"] for item in take(source, split, 20)]
+    for split in (TRAIN, source_lib.Split.WARM_START)
+  ]
+  assert orders[0] != orders[1]
+  assert set(orders[1]) <= {item["index"] for item in take(source, TRAIN, 30)}
 
 
 def test_a_config_names_files(tmp_path):
@@ -134,14 +219,8 @@ def test_a_config_names_files(tmp_path):
   config.task.dataset = f"jsonl:{path}"
   config.task.eval_dataset = f"jsonl:{path}"
   source = setup_lib.source_of(config)
-  assert (source.path, source.eval_path) == (path, path)
+  assert source.dataset == source.eval_dataset == f"jsonl:{path}"
   assert setup_lib.resolve(config, jax.devices()).source.name == "a"
-  config.task.dataset = "csv:a.csv"
-  with pytest.raises(sections.ConfigError, match="^task.dataset: 'csv:a.csv'"):
-    setup_lib.source_of(config)
-  config.task.dataset = "chain_sum"
-  with pytest.raises(sections.ConfigError, match="^task.eval_dataset: "):
-    setup_lib.source_of(config)
 
 
 @pytest.mark.slow
@@ -171,20 +250,24 @@ def test_a_run_trains_on_a_file_and_goes_on_with_its_next_row(tmp_path):
       timeout=TIMEOUT_S,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-  source = rows_lib.Rows(path=path, eval_percent=30)
+  source = rows_lib.Rows(dataset=f"jsonl:{path}", eval_percent=30)
   expected = [item["index"] for item in take(source, TRAIN, 200)]
   ledger = (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()
   entries = {e["index"]: e for e in map(json.loads, ledger)}
   assert len(entries) >= 16
   for index, entry in entries.items():
     assert entry["prompt_id"] == f"sums/train/{expected[index]}"
+  metrics = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+  epochs = [json.loads(line).get("data/epoch", 0) for line in metrics]
+  assert len(epochs) == 5 and epochs == sorted(epochs) and epochs[-1] >= 2
 
 
 @pytest.mark.nightly
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not there")
 def test_gsm8k_is_read_as_it_is():
   source = rows_lib.Rows(
-    path=GSM8K / "train.jsonl", eval_path=GSM8K / "test.jsonl"
+    dataset=f"jsonl:{GSM8K / 'train.jsonl'}",
+    eval_dataset=f"jsonl:{GSM8K / 'test.jsonl'}",
   )
   source.check()
   (item,) = take(source, TRAIN, 1)

@@ -15,6 +15,8 @@ from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.reporting import run_record
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
 from jaxrl_async.run import recorder as recorder_lib
+from jaxrl_async.run import sampler as sampler_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.training import packing
 from jaxrl_async.training import step_metrics
 
@@ -53,7 +55,16 @@ def recorder(tmp_path, hand):
     },
     progress=progress_lib.Progress(1),
     side_outputs=beside,
+    sampler=sampler_lib.Sampler(
+      tmp_path,
+      num_groups=0,
+      tokenizer=tokenizer_lib.character_level(),
+      answer_prefix="",
+      side_outputs=beside,
+      first_step=0,
+    ),
     max_bad_updates=1,
+    solved_score=1.0,
   )
   yield this
   this.close(DEADLINE_S)

@@ -6,6 +6,7 @@ It is stopped and continued, so that rewards pass through a checkpoint.
 import itertools
 import json
 
+import metrics_page
 import numpy as np
 import pytest
 import reward_scorers
@@ -67,6 +68,7 @@ def test_named_parts_are_in_the_ledger_and_the_metrics(workdir):
     )
     by_step.setdefault(entry.get("step"), []).append(parts["lines"])
   first, *steps = test_run.lines(workdir, "metrics")
+  assert not metrics_page.unexplained(set().union(first, *steps))
   assert first["eval/held_out/parts/answered"] == 1.0
   means = [np.mean(by_step[step]) for step in range(4)]
   assert max(means) > 0, "lines that prove nothing"

@@ -187,6 +187,9 @@ def test_no_client_waits_for_a_compilation():
     (["--workdir=/nowhere", "--drain_s=-1"], ".*drain_s"),
     (["--workdir=/nowhere", "--model_name="], "model_name: ''"),
     (["--workdir=/nowhere", "--compile_cache=/proc/x"], "compile_cache: "),
+    (["--workdir=/x", "--adapter=/tmp"], "adapter: '/tmp' is not NAME=DIR"),
+    (["--workdir=/x", "--adapter=a=/nowhere"], "adapter: '/nowhere' is not"),
+    (["--workdir=/x", "--adapter=policy=/tmp"], "adapter: 'policy' is the"),
   ],
 )
 def test_bad_input_is_one_line(arguments, words):

@@ -8,9 +8,11 @@ import pytest
 import tiny
 
 from jaxrl_async.config import sections
-from jaxrl_async.data import prompts
+from jaxrl_async.data import worked_examples as worked_examples_lib
 from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.models import transformer
 from jaxrl_async.training import sft
+from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
 
 FORWARD = train_step.ForwardSettings(
@@ -30,9 +32,7 @@ def examples(count, seed=0):
   for _ in range(count):
     first, p = rng.integers(1, 80), int(rng.integers(1, 3))
     run = (first + np.arange(p + rng.integers(1, 6))).astype(np.int32)
-    made.append(
-      prompts.WorkedExample(prompt_tokens=run[:p], completion_tokens=run[p:])
-    )
+    made.append(worked_examples_lib.joined([(run[:p], False), (run[p:], True)]))
   return made
 
 
@@ -51,28 +51,53 @@ def test_every_example_is_packed_once_and_only_completions_are_learned():
       assert rows.positions[row, here].tolist() == list(range(here.sum()))
       found.append((tuple(tokens[~mask]), tuple(tokens[mask])))
     assert not rows.loss_mask[row, ids == 0].any()
-  wanted = [(tuple(e.prompt_tokens), tuple(e.completion_tokens)) for e in made]
+  wanted = [
+    (tuple(e.tokens[~e.loss_mask]), tuple(e.tokens[e.loss_mask])) for e in made
+  ]
   assert sorted(found) == sorted(wanted)
+
+
+def make_trainer(section, rows, *, rows_per_microbatch=2, seed=0):
+  return sft.SupervisedTrainer(
+    section,
+    rows,
+    mesh=mesh_lib.make_mesh(jax.devices()[:1]),
+    policy=train_state.ModelSettings(
+      model=tiny.MODEL, optimizer=section.optimizer
+    ),
+    forward=FORWARD,
+    rows_per_microbatch=rows_per_microbatch,
+    max_bad_updates=3,
+    seed=seed,
+  )
+
+
+def section_of(num_steps, rows_per_batch=4, learning_rate=1e-2):
+  return sections.WarmStartSection(
+    num_steps=num_steps,
+    rows_per_batch=rows_per_batch,
+    optimizer=sections.OptimizerSection(learning_rate=learning_rate),
+  )
+
+
+def own_params():
+  """Return parameters that a trainer may donate."""
+  return jax.tree.map(jax.numpy.copy, tiny.params())
 
 
 @functools.cache
 def warm_start(seed, num_steps=30, initial=None):
-  mesh = mesh_lib.make_mesh(jax.devices()[:1])
   losses = []
-  params = sft.warm_start(
-    sections.WarmStartSection(
-      num_steps=num_steps,
-      rows_per_batch=4,
-      optimizer=sections.OptimizerSection(learning_rate=1e-2),
-    ),
+  trainer = make_trainer(
+    section_of(num_steps),
     sft.pack_examples(examples(30), tokens_per_row=16),
-    params=initial,
-    mesh=mesh,
-    forward=FORWARD,
-    rows_per_microbatch=2,
-    max_bad_updates=3,
     seed=seed,
-    on_step=lambda step, loss: losses.append((step, loss)),
+  )
+  if initial is None:
+    initial = transformer.init_params(tiny.MODEL, jax.random.key(seed))
+  trainer.start(initial)
+  params = sft.warm_start(
+    trainer, num_steps, lambda step, loss: losses.append((step, loss))
   )
   return jax.tree.map(np.asarray, params), losses
 
@@ -100,34 +125,45 @@ def test_updates_that_are_never_finite_end_it():
     warm_start.__wrapped__(0, initial=bad)
 
 
-@pytest.mark.slow
-def test_each_pass_takes_every_row_once():
+def test_each_pass_takes_every_row_once_in_another_order():
+  order = sft.row_order(7, 3, seed=0)
+  rows = np.concatenate([next(order) for _ in range(7)]).reshape(3, 7)
+  assert [sorted(one_pass) for one_pass in rows.tolist()] == [
+    list(range(7))
+  ] * 3
+  assert len(set(map(tuple, rows.tolist()))) == 3
+
+
+def test_a_step_reports_the_loss_of_its_rows_before_the_update():
   rows = sft.pack_examples(examples(30), tokens_per_row=16)
   num_rows = len(rows.tokens)
-  seen = []
-
-  def forget(step, loss):
-    del step
-    seen.append(loss)
-
-  # With a rate of 0 a batch's loss tells which row it was.
-  mesh = mesh_lib.make_mesh(jax.devices()[:1])
-  sft.warm_start(
-    sections.WarmStartSection(
-      num_steps=2 * num_rows,
-      rows_per_batch=1,
-      optimizer=sections.OptimizerSection(learning_rate=0.0),
-    ),
-    rows,
-    params=jax.tree.map(jax.numpy.copy, tiny.params()),
-    mesh=mesh,
-    forward=FORWARD,
-    rows_per_microbatch=1,
-    max_bad_updates=3,
-    seed=0,
-    on_step=forget,
+  trainer = make_trainer(
+    section_of(2, rows_per_batch=num_rows), rows, rows_per_microbatch=num_rows
   )
-  first, second = seen[:num_rows], seen[num_rows:]
-  assert len(set(first)) == num_rows
-  assert sorted(first) == sorted(second)
-  assert first != second
+  trainer.start(own_params())
+  before = trainer.loss_of(rows)
+  assert trainer.step()["loss"] == pytest.approx(before, rel=1e-5)
+  after = trainer.loss_of(rows)
+  assert after < before
+  # It is the mean over tokens, however many calls they are spread over.
+  smaller = make_trainer(section_of(2, rows_per_batch=4), rows)
+  smaller.restore(trainer.state, trainer.position())
+  assert smaller.loss_of(rows) == pytest.approx(after, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_restored_trainer_makes_the_same_updates():
+  rows = sft.pack_examples(examples(30), tokens_per_row=16)
+  section = section_of(6)
+  whole = make_trainer(section, rows)
+  whole.start(own_params())
+  metrics = []
+  for step in range(6):
+    if step == 3:
+      kept = jax.tree.map(jax.numpy.copy, whole.state), whole.position()
+    metrics.append(whole.step())
+  again = make_trainer(section, rows)
+  again.restore(*kept)
+  assert [again.step() for _ in range(3)] == metrics[3:]
+  jax.tree.map(np.testing.assert_array_equal, again.state, whole.state)
+  assert len({m["learning_rate"] for m in metrics}) == 6  # it decays

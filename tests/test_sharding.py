@@ -24,7 +24,12 @@ from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.planning import hlo_text
-from jaxrl_async.training import sft
+from jaxrl_async.run import initial_params
+from jaxrl_async.run import setup as setup_lib
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+from configs import tiny as tiny_config  # noqa: E402
 
 MeshShape = mesh_lib.MeshShape
 MIXED = MeshShape(fsdp=2, context=2, tensor=2)
@@ -225,20 +230,12 @@ def test_parameters_are_never_whole_on_one_device():
 
 def test_a_run_begins_with_parameters_in_parts():
   mesh = mesh_lib.make_mesh(jax.devices(), MeshShape(fsdp=8))
-  params = sft.warm_start(
-    sections.WarmStartSection(num_steps=0),
-    None,
-    params=None,
-    mesh=mesh,
-    rules=mesh_lib.TRAIN_RULES,
-    forward=dataclasses.replace(
-      test_train_step.FORWARD, model=mesh_world.MODEL
-    ),
-    rows_per_microbatch=8,
-    max_bad_updates=1,
-    seed=0,
-    on_step=lambda step, loss: None,
+  setup = dataclasses.replace(
+    setup_lib.resolve(tiny_config.get_config(), jax.devices()[:2]),
+    model=mesh_world.MODEL,
+    train_mesh=mesh,
   )
+  params = initial_params.before_training(setup)
   matrices = [x for x in jax.tree.leaves(params) if x.ndim > 2]
   assert matrices
   for x in matrices:

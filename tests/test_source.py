@@ -9,6 +9,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.data import held_out
 from jaxrl_async.data import prompts
 from jaxrl_async.data import source as source_lib
+from jaxrl_async.data import worked_examples as worked_examples_lib
 from jaxrl_async.data.reasoning_gym import gym
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
@@ -126,6 +127,13 @@ def test_items_of_other_splits_and_long_prompts_take_up_their_index():
   assert stream.state() == {"next_index": 10, "num_too_long": 3}
 
 
+def test_questions_that_a_run_evaluates_on_are_passed_over():
+  stream = prompts.PromptStream(source(), source_lib.Split.TRAIN)
+  stream.exclude(["0+1=", "2+1=", "no question"])
+  assert [p.item["index"] for p in take(stream, 4)] == [1, 3, 4, 5]
+  assert stream.state() == {"next_index": 6, "num_too_long": 0}
+
+
 def test_held_out_questions_are_the_distinct_ones_of_its_evaluation_split():
   found = held_out.make(source(), 8)
   assert [p.item["question"] for p in found] == ROWS["eval"][:8]
@@ -190,7 +198,7 @@ def test_a_source_without_a_split_is_refused_by_its_name():
       sections.ConfigError, match=f"^task.dataset: rows has no split '{split}'"
     ):
       prompts.validate_task(source(items))
-      prompts.validate_warm_start(
+      worked_examples_lib.validate(
         source(items), sections.WarmStartSection(), max_tokens=99
       )
 

@@ -4,6 +4,7 @@ import io
 import json
 
 import jax
+import numpy as np
 from PIL import Image
 import pytest
 import rich.console
@@ -115,6 +116,7 @@ def make_history(num_steps, /, **changes):
     "max_staleness": 4,
     "evaluations": [(0.0, 0.4), (float(num_steps), 0.9)],
     "rewards": [(end, 0.5) for end in ends],
+    "signals": [(end, 1.0, None, 0.1, 9.0, 12.0) for end in ends],
     "staleness_counts": [10, 30, 5],
     "versions_counts": [0, 3, 1],
     "lanes": {"train": timeline_of(*train), "rollout": timeline_of(*rollout)},
@@ -141,6 +143,37 @@ def test_a_run_that_was_never_evaluated_or_busy_has_a_picture(tmp_path):
   empty = {"train": timeline_of(), "rollout": timeline_of()}
   history = make_history(0, lanes=empty, evaluating=timeline_of())
   summary_lib.draw(tmp_path / "summary.png", history)
+
+
+def test_signals_are_drawn_over_time_and_gaps_stay_open(tmp_path, monkeypatch):
+  drawn = {}
+  draw = summary_lib._draw_signals
+
+  def keep(axes, history, title, plot):
+    draw(axes, history, title, plot)
+    drawn[title] = {
+      x.get_label(): (x.get_xdata(), x.get_ydata()) for x in axes.lines
+    }
+
+  monkeypatch.setattr(summary_lib, "_draw_signals", keep)
+  signals = [
+    (1.0, 2.0, None, 0.2, 9.0, 12.0),
+    (2.0, None, None, 0.1, 8.0, 11.0),
+  ]
+  history = make_history(2, signals=signals)
+  summary_lib.draw(tmp_path / "summary.png", history)
+  np.testing.assert_equal(
+    drawn,
+    {
+      "Entropy per token": {"policy": ([1.0, 2.0], [2.0, np.nan])},
+      # Of behavior to proximal there is nothing to draw.
+      "KL per token": {"proximal to current": ([1.0, 2.0], [0.2, 0.1])},
+      "Tokens per completion": {
+        "mean": ([1.0, 2.0], [9.0, 8.0]),
+        "longest": ([1.0, 2.0], [12.0, 11.0]),
+      },
+    },
+  )
 
 
 def test_the_zoom_is_three_steps_without_an_evaluation():

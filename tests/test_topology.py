@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from jaxrl_async.config import sections
+from jaxrl_async.devices import gpus
 from jaxrl_async.devices import topology
 from jaxrl_async.devices import tpu_chips
 
@@ -176,3 +177,20 @@ def test_a_process_waits_until_another_has_let_go_of_libtpu():
     assert found == "4\n"
   finally:
     first.kill()
+
+
+@pytest.mark.parametrize(
+  ("name", "count", "gigabytes"), [("gpu:24GB", 1, 24), ("8xgpu:80GB", 8, 80)]
+)
+def test_the_name_of_gpus_says_how_many_and_how_large(name, count, gigabytes):
+  assert gpus.is_named(name)
+  assert gpus.parse(name) == gpus.Gpus(
+    count=count, memory_bytes=gigabytes * 10**9
+  )
+
+
+@pytest.mark.parametrize("name", ["gpu", "gpu:24", "0xgpu:24GB", "gpu:0GB"])
+def test_other_names_of_gpus_are_refused(name):
+  assert gpus.is_named(name)
+  with pytest.raises(sections.ConfigError, match="^topology: .*8xgpu:80GB"):
+    gpus.parse(name)

@@ -308,10 +308,13 @@ def input_dependence(model, stacked_params, tokens, segment_ids):
 
 def hidden_states(model, params, batch, *, is_stacked=True, kept=False):
   """Final hidden states of packed rows; with `kept`, keys and values too."""
-  mask = reference.packed_mask(jnp.asarray(batch.segment_ids))
+  segment_ids = jnp.asarray(batch.segment_ids)
+  length = segment_ids.shape[1]
+  windows = [x or length for x in model.windows_within(length)]
 
   def attend(layer, query, key, value):
-    del layer
+    window = layer if is_stacked else windows[layer]
+    mask = reference.packed_mask(segment_ids, window)
     mixed = reference.xla_attention(query, key, value, mask)
     return mixed, (key, value)
 
@@ -320,6 +323,7 @@ def hidden_states(model, params, batch, *, is_stacked=True, kept=False):
     bound.embed(jnp.asarray(batch.tokens), jnp.dtype("float32")),
     jnp.asarray(batch.positions),
     attend,
+    per_layer=jnp.array(windows) if is_stacked else None,
   )
   return (hidden, keys_and_values) if kept else hidden
 
@@ -329,9 +333,16 @@ class Prompts(prompts.PromptStream):
 
   def __init__(self, first=0):
     self.count = first
+    self.recorded = []
 
   def is_ready(self, timeout_s=0.0):
     return True
+
+  def record(self, prompt_id, *, teaches):
+    self.recorded.append((prompt_id, teaches))
+
+  def metrics(self):
+    return {}
 
   def next(self):
     number = self.count
@@ -370,7 +381,7 @@ def reward(score):
   return types.Reward(score=float(score))
 
 
-class Score:
+class Score(service_lib.ScoreHandle):
   """A handle whose outcome was known from the start."""
 
   def __init__(self, outcome, num_polls=0):

@@ -92,6 +92,7 @@ class World:
       self.link,
       self.scheduler,
       channel=self.channel,
+      tokenizer=tokenizer_lib.character_level(),
       requests=self.requests,
     )
     self.worker = worker_lib.RolloutWorker(self.coordinator, self.replica)

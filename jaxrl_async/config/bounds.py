@@ -11,6 +11,7 @@ import threading
 from typing import Any
 
 from jaxrl_async.config import field_types
+from jaxrl_async.config import lora_section
 from jaxrl_async.config import sections
 
 # Counters on devices, in numpy and in Optax have 32 bits.
@@ -23,11 +24,17 @@ _MIN_FLOAT, _MAX_FLOAT = 1.2e-38, 3.4e38
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-4, 1e4
 # The kernel's timers and all waits accept this; a longer timeout overflows.
 _MAX_TIMEOUT_S = 1e9
-_MAX_REWARD_TIMEOUT_S = 86_400.0
+MAX_REWARD_TIMEOUT_S = 86_400.0
+MAX_REWARD_RETRIES = 1_000
 # A group's deadline is the sum of its scores' deadlines.
 _MAX_GROUP = 2**16
-assert _MAX_GROUP * _MAX_REWARD_TIMEOUT_S < threading.TIMEOUT_MAX
+assert _MAX_GROUP * MAX_REWARD_TIMEOUT_S < threading.TIMEOUT_MAX
 assert _MAX_TIMEOUT_S < threading.TIMEOUT_MAX
+MAX_ITEMS = 100_000  # questions of an evaluation
+MAX_SAMPLES = 4_096  # answers to each of them
+_MAX_STOPS = 16  # each is looked for in every completion
+_MAX_STOP_CHARACTERS = 1_000
+MAX_STOP_TOKENS = 8  # the engine compares each token with so many
 _MAX_BUCKETS = 64  # each of them is a program to compile
 DTYPES = ("float32", "bfloat16")
 
@@ -38,12 +45,17 @@ _INTEGERS = (
   (2, _MAX_GROUP, "algorithm.group_size"),
   (1, _MAX_GROUP, "algorithm.groups_per_step warm_start.rows_per_batch"),
   (1, 1_024, "task.reward_workers task.question_workers"),
-  (0, 1_000, "task.reward_retries"),
+  (0, MAX_REWARD_RETRIES, "task.reward_retries"),
+  (0, 2**16, "model.lora.rank"),
   (1, 99, "task.eval_percent"),
+  (0, 1_000_000, "task.rest_after"),
+  (1, 1_000_000, "task.rest_for"),
   # All examples are made before the first step. A split has 4 million
   # questions.
-  (1, 1_000_000, "warm_start.num_examples"),
-  (1, 100_000, "eval.num_items"),
+  (1, 1_000_000, "warm_start.num_examples warm_start.num_eval_examples"),
+  (1, MAX_ITEMS, "eval.num_items"),
+  (1, MAX_SAMPLES, "eval.samples"),
+  (0, 1_024, "run.sample_groups"),
   (
     1,
     MAX_INT,
@@ -57,7 +69,8 @@ _INTEGERS = (
   (
     0,
     MAX_INT,
-    """rollout.prefill_chunk rollout.num_pages warm_start.num_steps eval.every
+    """rollout.prefill_chunk rollout.num_pages eval.every
+    warm_start.num_steps warm_start.eval_every warm_start.patience
     warm_start.optimizer.warmup_steps train.optimizer.warmup_steps""",
   ),
 )
@@ -69,9 +82,11 @@ _NUMBERS = (
     algorithm.clip_low""",
   ),
   (0, _MAX_FLOAT, "algorithm.clip_high"),
+  (-_MAX_FLOAT, _MAX_FLOAT, "task.solved_score"),
+  (_MIN_FLOAT, _MAX_FLOAT, "model.lora.alpha"),
   (1, _MAX_FLOAT, "algorithm.behavior_weight_cap"),
   (_MIN_TEMPERATURE, _MAX_TEMPERATURE, "rollout.temperature"),
-  (0.1, _MAX_REWARD_TIMEOUT_S, "task.reward_timeout_s"),
+  (0.1, MAX_REWARD_TIMEOUT_S, "task.reward_timeout_s"),
   (1, _MAX_TIMEOUT_S, "run.stall_timeout_s"),
   (0.1, _MAX_TIMEOUT_S, "run.join_timeout_s"),
 )
@@ -117,6 +132,35 @@ def _check_int(path: str, value: int) -> None:
     path,
     f"{sections.shown(value)} is out of range; use at most {MAX_INT}",
   )
+
+
+def _check_stops(texts: tuple[str, ...], tokens: tuple[int, ...]) -> None:
+  """Check what ends a completion; the vocabulary is checked with the model."""
+  path = "rollout.stop"
+  sections.require(
+    len(texts) <= _MAX_STOPS,
+    path,
+    f"{len(texts)} texts; use at most {_MAX_STOPS}",
+  )
+  for text in texts:
+    sections.require(
+      0 < len(text) <= _MAX_STOP_CHARACTERS and "\ufffd" not in text,
+      path,
+      f"{sections.shown(text)} can never be found; use texts of 1 to"
+      f" {_MAX_STOP_CHARACTERS} characters without U+FFFD",
+    )
+  path = "rollout.stop_token_ids"
+  sections.require(
+    len(tokens) <= MAX_STOP_TOKENS,
+    path,
+    f"{len(tokens)} tokens; use at most {MAX_STOP_TOKENS}",
+  )
+  for token in tokens:
+    sections.require(
+      0 <= token <= MAX_INT,
+      path,
+      f"{sections.shown(token)} is no token id; use 0 or more",
+    )
 
 
 def check(config: sections.Config) -> None:
@@ -171,8 +215,11 @@ def check(config: sections.Config) -> None:
     )
     for bucket in buckets:
       _check_int(path, bucket)
+  _check_stops(values["rollout.stop"], values["rollout.stop_token_ids"])
   for path in ("model.compute_dtype", "rollout.dtype"):
     sections.require_one_of(path, values[path], DTYPES)
+  path = "model.lora.base_dtype"
+  sections.require_one_of(path, values[path], lora_section.BASE_DTYPES)
   for section in ("warm_start.optimizer.", "train.optimizer."):
     for low, high, names in _OPTIMIZER:
       for name in names.split():

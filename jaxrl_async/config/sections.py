@@ -7,17 +7,21 @@ are neither frozen nor checked in `__post_init__`, because overrides arrive
 after construction.
 """
 
-from collections.abc import Collection, Iterable
 import dataclasses
-import difflib
 import enum
-from typing import Any
 
 from ml_collections import config_dict
 
+from jaxrl_async.config import lora_section
+from jaxrl_async.config import mesh_sections
+from jaxrl_async.config import refusals
 
-class ConfigError(ValueError):
-  """A setting is wrong; the message is one line that names the field."""
+# Names by which the whole code refuses a setting.
+ConfigError = refusals.ConfigError
+require = refusals.require
+require_one_of = refusals.require_one_of
+shown = refusals.shown
+did_you_mean = refusals.did_you_mean
 
 
 class KvOnAdopt(enum.Enum):
@@ -118,69 +122,26 @@ class ModelSection:
   Attributes:
     name: a key of `models.configs.MODELS`, or a directory in Hugging Face
       format, which provides architecture, tokenizer and initial weights.
+    tokenizer: directory of a tokenizer in Hugging Face format, for a model of
+      `MODELS`; "" makes each character a token.
     compute_dtype: dtype of the trainer's activations; its master weights are
       float32.
     remat: activations that the backward pass computes again.
+    lora: low-rank adapters to train instead of the whole model.
   """
 
   name: str = "quickstart"
+  tokenizer: str = ""
   compute_dtype: str = "float32"
   remat: Remat = Remat.FULL
-
-
-MESH_AXES = ("data", "fsdp", "context", "tensor")
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class ShardingRules:
-  """Mesh axes that split each logical axis of an array; () leaves it whole.
-
-  Attributes:
-    batch: rows of a batch, slots of a cache.
-    tokens: tokens of a row.
-    layers: stacked layers of the trainer's parameters.
-  """
-
-  batch: tuple[str, ...] = ("data", "fsdp")
-  tokens: tuple[str, ...] = ("context",)
-  layers: tuple[str, ...] = ()
-  vocab: tuple[str, ...] = ("tensor",)
-  embed: tuple[str, ...] = ("fsdp", "context")
-  heads: tuple[str, ...] = ("tensor",)
-  kv_heads: tuple[str, ...] = ("tensor",)
-  head: tuple[str, ...] = ()
-  mlp: tuple[str, ...] = ("tensor",)
-
-
-def _rollout_rules() -> ShardingRules:
-  # Decoding reads every weight for every token, so gathering weights over fsdp
-  # would dominate its time.
-  return ShardingRules(batch=("data",), embed=(), tokens=())
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class MeshSection:
-  """Number of devices along each axis of both slices; -1 means the rest.
-
-  If there is only one device, both slices share it.
-
-  Attributes:
-    train_context: splits the tokens of a row, for rows too long for one device.
-      Like train_fsdp it also splits the weights.
-    train_rules: mesh axes that split each logical axis; on the command line
-      for example --config.mesh.train_rules.kv_heads="()".
-  """
-
-  train_data: int = 1
-  train_fsdp: int = 1
-  train_context: int = 1
-  train_tensor: int = 1
-  rollout_data: int = 1
-  rollout_tensor: int = 1
-  train_rules: ShardingRules = dataclasses.field(default_factory=ShardingRules)
-  rollout_rules: ShardingRules = dataclasses.field(
-    default_factory=_rollout_rules
+  lora: lora_section.LoraSection = dataclasses.field(
+    default_factory=lora_section.LoraSection
   )
+
+
+MESH_AXES = mesh_sections.MESH_AXES
+ShardingRules = mesh_sections.ShardingRules
+MeshSection = mesh_sections.MeshSection
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -188,26 +149,47 @@ class TaskSection:
   """The source of prompts, and how answers are extracted and scored.
 
   Attributes:
-    dataset: name of any dataset of reasoning-gym, or "jsonl:" and the path of a
-      file with one JSON object in each line.
+    dataset: URI of the data, or the name of a dataset of reasoning-gym. See
+      `data.tables.uri` for the kinds: jsonl, json, parquet, arrayrecord,
+      datasets, hf, reasoning_gym.
+    sources: a mixture instead of one dataset. By name, each has a `dataset`, a
+      `weight`, and any of params, eval_dataset, eval_percent, fields,
+      on_bad_row, template, chat and system that differ from those here.
     params: parameters of a dataset of reasoning-gym.
-    eval_dataset: "jsonl:" and the path of the file for evaluations. "" holds
-      out `eval_percent` of the questions of a file, by a hash of their text.
-    eval_percent: see `eval_dataset`.
+    eval_dataset: URI of the held-out rows. "" takes the dataset's own split
+      `test` or `validation` if it has one (datasets, hf), and otherwise holds
+      out `eval_percent` of the questions.
+    eval_percent: share of the questions that a hash of their text holds out.
     fields: names the columns of a file that are the question and the answer, if
-      they are not called so: {"question": "problem"}. The other columns become
-      the item's metadata.
+      they are not called so: {"question": "problem"}. "messages" names a column
+      of chat messages, which are then the prompt. The other columns become the
+      item's metadata.
     on_bad_row: whether a row that cannot be used ends the start with an error
       or is left out.
+    rest_after: after this many groups in a row whose rewards were all equal, a
+      question rests; 0 lets none rest.
+    rest_for: so many passes are made without a question that rests.
     template: str.format template of the prompt; its fields are "question" and
       the keys of the item's metadata.
+    chat: the filled-in template is a user's message, and the tokenizer's own
+      chat template makes the prompt of it.
+    system: message of the system before it; "" is none.
     answer_prefix: the extracted answer is the text between the last occurrence
       of this prefix in the completion and the end of its line; "" takes the
       whole completion, stripped.
     reward: what scores a completion: reasoning_gym, mathematics, code, exact,
-      numeric, or module:function of a module that does not import JAX. The
-      directory in which a launch script is started is searched too.
-    reward_timeout_s: deadline for one score.
+      numeric, answered, ended, module:function of a module that does not import
+      JAX, or the address of a server, http://HOST:PORT/PATH. The directory in
+      which a launch script is started is searched too.
+    rewards: several rewards, whose weighted sum is the score. Each entry has a
+      name, and the fields function (as `reward`; also matches and overlong,
+      which need params), params (of the function), weight, timeout_s, retries,
+      and sources, the names of the sources whose items it scores. Only function
+      is required. `reward` is then not used.
+    solved_score: a completion with at least this score counts as solved, in
+      held-out accuracies and in the metrics reward/pass@k.
+    reward_timeout_s: deadline for one score, or for one request to a server,
+      which scores a group.
     reward_workers: number of scoring processes.
     reward_retries: further attempts before a group is counted as failed.
     max_failed_groups: the run ends after this many failed groups in a row.
@@ -216,6 +198,9 @@ class TaskSection:
   """
 
   dataset: str = "chain_sum"
+  sources: config_dict.ConfigDict = dataclasses.field(
+    default_factory=config_dict.ConfigDict
+  )
   params: config_dict.ConfigDict = dataclasses.field(
     default_factory=config_dict.ConfigDict
   )
@@ -225,9 +210,17 @@ class TaskSection:
     default_factory=config_dict.ConfigDict
   )
   on_bad_row: OnBadRow = OnBadRow.ERROR
+  rest_after: int = 0
+  rest_for: int = 1
   template: str = "{question}\n"
+  chat: bool = False
+  system: str = ""
   answer_prefix: str = "="
   reward: str = "reasoning_gym"
+  rewards: config_dict.ConfigDict = dataclasses.field(
+    default_factory=config_dict.ConfigDict
+  )
+  solved_score: float = 1.0
   reward_timeout_s: float = 10.0
   reward_workers: int = 1
   reward_retries: int = 1
@@ -261,14 +254,25 @@ class OptimizerSection:
 class WarmStartSection:
   """Supervised first stage on worked solutions; num_steps = 0 skips it.
 
+  `launch/sft.py` runs this stage alone, and only there `eval_every`,
+  `num_eval_examples` and `patience` have an effect.
+
   Attributes:
-    solver: a key of `worked_solutions.SOLVERS`.
+    solver: a key of `worked_solutions.SOLVERS`; field:NAME, an entry or a
+      column of the data; or module:function of (item, rng), which returns the
+      solution's text. Solutions longer than a row are skipped and counted.
     num_examples: number of worked solutions; every pass over them is shuffled.
-    corrupted_frac: share of intermediate results that are written wrong and
-      then carried on, so that the policy has something left to learn.
+    corrupted_frac: for solvers of SOLVERS, share of intermediate results that
+      are written wrong and then carried on, so that the policy has something
+      left to learn.
     decay: final learning rate over the peak, reached on a cosine curve.
     checkpoint: directory of parameters to load instead of training, either from
       `launch/sft.py` or in Hugging Face format.
+    eval_every: steps between two measurements of the loss on held-out examples;
+      0 measures none. The parameters with the least loss are the result.
+    num_eval_examples: number of held-out examples.
+    patience: training ends after this many measurements in a row that are no
+      better than the best; 0 never ends it early.
   """
 
   num_steps: int = 0
@@ -278,6 +282,9 @@ class WarmStartSection:
   num_examples: int = 20_000
   corrupted_frac: float = 0.2
   decay: float = 0.1
+  eval_every: int = 0
+  num_eval_examples: int = 256
+  patience: int = 0
   optimizer: OptimizerSection = dataclasses.field(
     default_factory=OptimizerSection
   )
@@ -306,6 +313,8 @@ class RolloutSection:
     page_tokens: tokens per page.
     temperature: sampling temperature; the trainer divides its logits by the
       same value.
+    stop: texts each of which ends a completion and belongs to it.
+    stop_token_ids: tokens each of which ends one, besides the end tokens.
     dtype: dtype of the rollout weights and of the cache.
     weights: int8 or fp8 quantises the published matrices, with one scale per
       output channel; mismatch_kl measures the cost.
@@ -329,6 +338,8 @@ class RolloutSection:
   preemption: Preemption = Preemption.FAST
   kv_on_adopt: KvOnAdopt = KvOnAdopt.RECOMPUTE
   temperature: float = 1.0
+  stop: tuple[str, ...] = ()
+  stop_token_ids: tuple[int, ...] = ()
   dtype: str = "float32"
   weights: WeightFormat = WeightFormat.FLOAT
   attention: str = "auto"
@@ -411,21 +422,39 @@ class EvalSection:
     every: train steps between evaluations; 0 evaluates at start and end only.
     temperature: sampling temperature of the sampled accuracy; the greedy
       accuracy is measured as well.
+    samples: answers to each question; more than one also give pass@k.
+    sets: further sets of questions by name: ConfigDicts with `dataset`, and
+      optionally `num_items`, `samples`, `fields`, `params` and `template`;
+      docs/evaluation.md explains them.
   """
 
   num_items: int = 256
   every: int = 10
   temperature: float = 1.0
+  samples: int = 1
+  sets: config_dict.ConfigDict = dataclasses.field(
+    default_factory=config_dict.ConfigDict
+  )
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class RunSection:
-  """Supervision and persistence of a run."""
+  """Supervision and persistence of a run, and what it writes beside.
+
+  Attributes:
+    sample_groups: groups of each train step whose completions are written to
+      WORKDIR/samples, besides those that failed or were filtered; 0 writes
+      none.
+    wandb_project: project at Weights & Biases that gets the metrics too; "" is
+      none.
+  """
 
   checkpoint_every: int = 20
   keep_checkpoints: int = 2
   stall_timeout_s: float = 300.0
   join_timeout_s: float = 30.0
+  sample_groups: int = 4
+  wandb_project: str = ""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -447,42 +476,3 @@ class Config:
   transfer: TransferSection = dataclasses.field(default_factory=TransferSection)
   eval: EvalSection = dataclasses.field(default_factory=EvalSection)
   run: RunSection = dataclasses.field(default_factory=RunSection)
-
-
-def require(holds: bool, path: str, message: str) -> None:
-  """Raise a ConfigError of one line about the field unless `holds` is True."""
-  if not holds:
-    raise ConfigError(f"{path}: {message}")
-
-
-_SHOWN = 60  # characters of a value that a message shows
-
-
-def shown(value: Any) -> str:
-  """Return a value as messages show it: on one line, and cut if it is long."""
-  if type(value) is int and value.bit_length() > 8 * _SHOWN:
-    return f"an integer of {value.bit_length()} bits"
-  try:
-    text = " ".join(repr(value).split())
-  except ValueError:  # a huge integer inside a container
-    return f"a {type(value).__name__}"
-  if len(text) <= 2 * _SHOWN:
-    return text
-  return f"{text[:_SHOWN]}... ({len(text)} characters)"
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-  """End a message that refuses a name: say what would be right."""
-  known = sorted(known)
-  close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-  if close:
-    return f"; did you mean {' or '.join(close)}?"
-  shown = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
-  return f"; there is {shown}"
-
-
-def require_one_of(path: str, value: str, known: Collection[str]) -> None:
-  """Raise a ConfigError that lists the known names unless `value` is one."""
-  require(
-    value in known, path, f"{shown(value)} is not one of {', '.join(known)}"
-  )

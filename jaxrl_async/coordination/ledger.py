@@ -8,6 +8,7 @@ Tokens in flight belong to groups that have not ended. The rollout worker counts
 the generated tokens. The ledger counts the trained, filtered and failed ones.
 """
 
+from collections.abc import Callable
 import dataclasses
 import json
 import math
@@ -67,11 +68,25 @@ class Ledger:
   the line and updating the totals one change.
   """
 
-  def __init__(self, path: str | os.PathLike[str], state: LedgerState):
+  def __init__(
+    self,
+    path: str | os.PathLike[str],
+    state: LedgerState,
+    *,
+    on_untrained: Callable[
+      [types.RolloutGroup, types.Fate, str], None
+    ] = lambda group, fate, reason: None,
+  ):
     """Open the file and truncate it to the length in the state.
 
     Anything after that was written after the checkpoint. It may end in the
     middle of a line, and the continued run will write it again.
+
+    Args:
+      path: of the file.
+      state: of the checkpoint.
+      on_untrained: is called with each group that ended without being trained,
+        with its fate and the reason of a failure.
 
     Raises:
       ValueError: the file is shorter than the state says.
@@ -80,6 +95,7 @@ class Ledger:
     """
     self._lock = threading.Lock()
     self._state = state
+    self._on_untrained = on_untrained
     self._file = disk.AppendFile(path, state.offset_bytes)
 
   def add_trained(
@@ -105,10 +121,12 @@ class Ledger:
   def add_filtered(self, group: types.RolloutGroup) -> None:
     """Add a group that was filtered, because it would teach nothing."""
     self._add(group, types.Fate.FILTERED)
+    self._on_untrained(group, types.Fate.FILTERED, "")
 
   def add_failed(self, group: types.RolloutGroup, reason: str) -> None:
     """Add a group that could not be finished or scored."""
     self._add(group, types.Fate.FAILED, reason=reason)
+    self._on_untrained(group, types.Fate.FAILED, reason)
 
   def state(self) -> LedgerState:
     """Flush the file to disk, then return its length and the totals.

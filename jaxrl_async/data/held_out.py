@@ -10,18 +10,24 @@ import hashlib
 import json
 import os
 import pathlib
+import time
 from typing import Any
 
 from jaxrl_async import types
 from jaxrl_async.config import sections
 from jaxrl_async.data import prompts
 from jaxrl_async.data import source as source_lib
+from jaxrl_async.storage import config_json
 from jaxrl_async.storage import item_json
 
 # Nothing else runs while the questions are made, but each process takes memory.
 _MAX_PROCESSES = 16
 # After this many repeated questions in a row, the split has no other ones.
 _MAX_REPEATED = 2_000
+
+
+class _OutOfTimeError(Exception):
+  """A check has taken long enough."""
 
 
 class _UnusableError(ValueError):
@@ -43,6 +49,7 @@ def make(
   Raises:
     sections.ConfigError: the split has fewer distinct questions.
   """
+  _check_known_number(source.items, num_items)
   stream = prompts.PromptStream(
     source,
     source_lib.Split.EVAL,
@@ -70,6 +77,44 @@ def make(
   return list(found.values())
 
 
+def check_number(
+  source: prompts.PromptSource, num_items: int, *, patience_s: float
+) -> None:
+  """Check that the evaluation split has enough questions, as far as is known.
+
+  A source of finite data knows. Of any other, questions are made until there
+  are enough or time is up.
+
+  Args:
+    source: the run's source of prompts.
+    num_items: number of distinct questions that are needed.
+    patience_s: how long to try, in seconds.
+
+  Raises:
+    sections.ConfigError: the split has fewer.
+  """
+  end_s = time.monotonic() + patience_s
+
+  def look_at_the_clock(num_made: int) -> None:
+    del num_made
+    if time.monotonic() > end_s:
+      raise _OutOfTimeError
+
+  with contextlib.suppress(_OutOfTimeError):
+    make(source, num_items, look_at_the_clock)
+
+
+def _check_known_number(items: source_lib.Source, num_items: int) -> None:
+  if not isinstance(items, source_lib.Counted):
+    return
+  number = items.num_questions(source_lib.Split.EVAL)
+  if number is not None and number < num_items:
+    raise sections.ConfigError(
+      f"eval.num_items: {num_items}, but {items.name} has {number} distinct"
+      f" held-out questions; use {number} or fewer, or more rows"
+    )
+
+
 def load_or_make(
   path: pathlib.Path,
   source: prompts.PromptSource,
@@ -94,14 +139,19 @@ def load_or_make(
   Raises:
     sections.ConfigError: the split has fewer distinct questions.
   """
+  task = source.task
   made_from = {
     "dataset": source.items.name,
     "params": item_json.encode(dict(source.items.params)),
-    "template": source.task.template,
+    "template": task.template,
     "tokenizer": source.tokenizer.digest(),
     "seed": source.seed,
     "max_prompt_tokens": source.max_prompt_tokens,
     "num_items": num_items,
+    **({"chat": task.chat, "system": task.system} if task.chat else {}),
+    **(
+      {"sources": config_json.to_dict(task)["sources"]} if task.sources else {}
+    ),
     **source.items.versions,
   }
   try:

@@ -4,11 +4,9 @@ A stream returns the prompts of one split in order, from a position that can be
 saved. This module works with every source; see `source` for the interface.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Iterable, Mapping
 import contextlib
 import dataclasses
-import itertools
-import string
 import time
 from typing import Any
 
@@ -17,9 +15,11 @@ import numpy as np
 
 from jaxrl_async import types
 from jaxrl_async.config import sections
+from jaxrl_async.data import columns as columns_lib
+from jaxrl_async.data import rendering
+from jaxrl_async.data import rests as rests_lib
 from jaxrl_async.data import source as source_lib
-from jaxrl_async.data import worked_solutions
-from jaxrl_async.rewards import extraction
+from jaxrl_async.text import chat_template as chat_template_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 # After this many items in a row without a usable prompt, there are no more.
@@ -29,7 +29,7 @@ _MAX_BARREN = 2_000
 _MAX_BARREN_TOKENS = 5_000_000
 # The limit for checks before the start, which must not wait long for a slow
 # dataset.
-_MAX_BARREN_CHECKED = 200
+MAX_BARREN_CHECKED = 200
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +43,7 @@ class PromptSource:
     tokenizer: the policy's tokenizer.
     seed: seed of the run.
     max_prompt_tokens: longest prompt that fits. Longer ones are skipped.
+    chat_template: of the tokenizer, if the prompts are chats.
   """
 
   items: source_lib.Source
@@ -50,6 +51,12 @@ class PromptSource:
   tokenizer: tokenizer_lib.Tokenizer
   seed: int
   max_prompt_tokens: int
+  chat_template: chat_template_lib.ChatTemplate | None = None
+
+  def named(self, split: str, item: dict[str, Any]) -> tuple[str, str]:
+    """Return the source of an item and the id of its prompt."""
+    source = str(item.get("source", self.items.name))
+    return source, f"{source}/{split}/{item.get('index')}"
 
   def prompt(self, split: str, item: dict[str, Any]) -> types.Prompt:
     """Return the prompt of an item, without checking its length.
@@ -63,21 +70,52 @@ class PromptSource:
       raise sections.ConfigError(
         f"task.dataset: an item of {name} has no {sorted(missing)[0]!r}"
       )
-    text = render(self.task.template, item, name)
-    prompt_id = f"{name}/{split}/{item['index']}"
+    source, prompt_id = self.named(split, item)
     try:
-      tokens = self.tokenizer.encode_prompt(text)
+      tokens = rendering.tokens(
+        rendering.style_of(self.task, source),
+        item,
+        source,
+        tokenizer=self.tokenizer,
+        chat_template=self.chat_template,
+      )
+    except sections.ConfigError:
+      raise
     except ValueError as error:
       raise sections.ConfigError(
         f"task.dataset: {prompt_id} cannot be tokenized: {error}"
       ) from error
-    return types.Prompt(prompt_id=prompt_id, tokens=tokens, item=item)
+    return types.Prompt(
+      prompt_id=prompt_id, tokens=tokens, item={"source": source, **item}
+    )
+
+  def answered_chat(self, item: dict[str, Any]) -> list[dict[str, str]] | None:
+    """Return the chat of an item with its last answer, or None without one."""
+    reply = item.get(columns_lib.REPLY)
+    if reply is None:
+      return None
+    source, _ = self.named("", item)
+    style = rendering.style_of(self.task, source)
+    messages = rendering.messages_of(style, item, source)
+    return [*messages, {"role": "assistant", "content": reply}]
+
+  @property
+  def shared_tokens(self) -> Int32[np.ndarray, "T"]:
+    """Tokens that all prompts begin with: the template before its first field.
+
+    There are none if the prompts are chats or come from several sources.
+    """
+    if self.chat_template is not None or self.task.sources:
+      return np.zeros((0,), np.int32)
+    beginning = self.task.template.split("{", 1)[0]
+    return self.tokenizer.encode_prompt(beginning)
 
 
 class PromptStream:
   """A split's prompts in order, from a position that can be saved.
 
-  Prompts that do not fit are skipped and counted, never truncated. The position
+  Prompts that do not fit are skipped and counted, never truncated. Questions
+  that rest are passed over (`rests`). The position
   is the one after the last prompt that `next` returned, however many items the
   source has made ahead.
 
@@ -117,12 +155,42 @@ class PromptStream:
     self._num_workers = num_workers or source.task.question_workers
     self._max_barren = max_barren
     self._items: source_lib.ItemStream | None = None
+    self._excluded: frozenset[str] = frozenset()
+    task = source.task
+    self._rests = rests_lib.Rests(task.rest_after, task.rest_for)
     self.restore({"next_index": 0, "num_too_long": 0})
 
   @property
   def num_too_long(self) -> int:
     """Number of prompts that were skipped before the current position."""
     return self._place["num_too_long"]
+
+  def metrics(self) -> dict[str, float]:
+    """Return the passes over finite data, and how many questions rest.
+
+    Any thread may call it.
+    """
+    items, values = self._source.items, {}
+    if isinstance(items, source_lib.Counted):
+      passes = items.epochs(self._split, self._place["next_index"])
+      names = {name: f"data/epoch/{name}" for name in passes}
+      names[items.name] = "data/epoch"  # not one of several
+      values = {names[name]: value for name, value in passes.items()}
+    if self._source.task.rest_after:
+      values["data/resting"] = self._rests.num_resting
+    return values
+
+  def exclude(self, questions: Iterable[str]) -> None:
+    """Pass over these questions, which a run evaluates on, in what follows.
+
+    A source keeps its own splits apart. This is for questions that come from
+    another source as well. It must be called before the first use.
+    """
+    self._excluded = frozenset(questions)
+
+  def record(self, prompt_id: str, *, teaches: bool) -> None:
+    """Record for the curriculum whether a group's rewards differ."""
+    self._rests.add(prompt_id, teaches=teaches)
 
   def prefetch(self) -> None:
     """Let the source start to make items, without waiting for them."""
@@ -161,17 +229,22 @@ class PromptStream:
     assert self._ahead is not None
     prompt, self._ahead = self._ahead, None
     self._place = dict(self._seen)
+    self._rests.commit()
     self._num_barren = self._num_barren_tokens = 0
     self._shortest = None
     return prompt
 
-  def state(self) -> dict[str, int]:
+  def state(self) -> dict[str, Any]:
     """Return the position of the stream, for a checkpoint."""
-    return dict(self._place)
+    if not self._source.task.rest_after:
+      return dict(self._place)
+    return {**self._place, "rests": self._rests.state()}
 
-  def restore(self, state: Mapping[str, int]) -> None:
+  def restore(self, state: Mapping[str, Any]) -> None:
     """Continue with the same prompts from a position that `state` returned."""
     self.close()
+    if "rests" in state:
+      self._rests.restore(state["rests"])
     names = ("next_index", "num_too_long")
     self._place = {name: state[name] for name in names}
     # The position after the last item that was looked at. `_ahead` is the
@@ -190,6 +263,12 @@ class PromptStream:
   def _look_at(self, item: dict[str, Any] | None) -> None:
     max_tokens = self._source.max_prompt_tokens
     self._seen["next_index"] += 1
+    if item is not None and item.get("question") in self._excluded:
+      item = None
+    if item is not None:
+      _, prompt_id = self._source.named(self._split, item)
+      if self._rests.sits_out(prompt_id):
+        return
     self._num_barren += 1
     if item is not None:
       prompt = self._source.prompt(self._split, item)
@@ -218,99 +297,6 @@ class PromptStream:
     )
 
 
-@dataclasses.dataclass(kw_only=True, slots=True)
-class WorkedExample:
-  """A prompt and its worked solution.
-
-  Attributes:
-    prompt_tokens: token ids of the filled-in template.
-    completion_tokens: token ids of the solution and the end of sequence.
-  """
-
-  prompt_tokens: Int32[np.ndarray, "P"]
-  completion_tokens: Int32[np.ndarray, "C"]
-
-
-def worked_examples(
-  source: PromptSource,
-  warm_start: sections.WarmStartSection,
-  *,
-  max_tokens: int,
-) -> Generator[WorkedExample, None, None]:
-  """Yield `num_examples` worked solutions of the warm-start split.
-
-  A question may occur several times, with the same or with other mistakes in
-  its solution. Repetitions are not removed, because that would remove mostly
-  right solutions, which are all equal for a question. Example n depends only on
-  the seed and n.
-
-  Raises:
-    sections.ConfigError: prompt and solution are longer than `max_tokens`.
-  """
-  stream = PromptStream(source, source_lib.Split.WARM_START)
-  with contextlib.closing(stream):
-    for _ in range(warm_start.num_examples):
-      yield _worked_example(source, stream, warm_start, max_tokens)
-
-
-def _worked_example(
-  source: PromptSource,
-  stream: PromptStream,
-  warm_start: sections.WarmStartSection,
-  max_tokens: int,
-) -> WorkedExample:
-  prompt = stream.next()
-  # The seed depends on the position in the stream and not on the item, so that
-  # a second pass over a small dataset makes other mistakes.
-  rng = np.random.default_rng((source.seed, stream.state()["next_index"]))
-  solver = worked_solutions.SOLVERS[warm_start.solver]
-  solution = solver(prompt.item, rng, warm_start.corrupted_frac)
-  completion = np.append(
-    source.tokenizer.encode(solution), np.int32(source.tokenizer.eos_id)
-  )
-  length = len(prompt.tokens) + len(completion)
-  if length > max_tokens:
-    raise sections.ConfigError(
-      f"train.tokens_per_row: {max_tokens}, but the worked solution of"
-      f" {prompt.prompt_id} has {length} tokens with its prompt; use more"
-    )
-  return WorkedExample(
-    prompt_tokens=prompt.tokens, completion_tokens=completion
-  )
-
-
-def render(template: str, item: Mapping[str, Any], source_name: str) -> str:
-  """Fill in the template with the question and the item's metadata.
-
-  Args:
-    template: the template; see `sections.TaskSection`.
-    item: the item; see `source`.
-    source_name: name of the source, for messages.
-
-  Raises:
-    sections.ConfigError: the template uses a field that the item does not have,
-      or it cannot be filled in.
-  """
-  fields = {**item.get("metadata", {}), "question": item["question"]}
-  try:
-    wanted = [name for _, name, _, _ in string.Formatter().parse(template)]
-    for name in wanted:
-      # "a.b" and "a[0]" look into the field a.
-      root = (name or "question").partition(".")[0].partition("[")[0]
-      if root not in fields:
-        raise sections.ConfigError(
-          f"task.template: {source_name} has no field {root!r}"
-          f"{sections.did_you_mean(root, map(str, fields))}"
-        )
-    return string.Formatter().vformat(template, (), fields)
-  except sections.ConfigError:
-    raise
-  except (ValueError, LookupError, AttributeError, TypeError) as error:
-    raise sections.ConfigError(
-      f"task.template: {template!r} cannot be filled in: {error}"
-    ) from error
-
-
 def validate_task(source: PromptSource) -> None:
   """Check source, template and alphabet on a few prompts.
 
@@ -320,7 +306,7 @@ def validate_task(source: PromptSource) -> None:
   source.items.check()
   PromptStream(source, source_lib.Split.EVAL)  # raises if the split is missing
   stream = PromptStream(
-    source, source_lib.Split.TRAIN, max_barren=_MAX_BARREN_CHECKED
+    source, source_lib.Split.TRAIN, max_barren=MAX_BARREN_CHECKED
   )
   with contextlib.closing(stream):
     try:
@@ -328,48 +314,3 @@ def validate_task(source: PromptSource) -> None:
         source_lib.stored(stream.next().item, source.items.name)
     except source_lib.SourceError as error:
       raise sections.ConfigError(str(error)) from error
-
-
-def validate_warm_start(
-  source: PromptSource,
-  warm_start: sections.WarmStartSection,
-  *,
-  max_tokens: int,
-) -> None:
-  """Check that the solver solves this task, in a form that can be scored.
-
-  The first 100 examples are checked against `max_tokens`. The others are
-  checked when they are made.
-
-  Raises:
-    sections.ConfigError: a check failed. The message says what to change.
-  """
-  if warm_start.solver not in worked_solutions.SOLVERS:
-    raise sections.ConfigError(
-      f"warm_start.solver: {warm_start.solver!r} does not exist"
-      f"{sections.did_you_mean(warm_start.solver, worked_solutions.SOLVERS)}"
-    )
-  task = source.task
-  stream = PromptStream(
-    source, source_lib.Split.WARM_START, max_barren=_MAX_BARREN_CHECKED
-  )
-  with contextlib.closing(stream):
-    item = stream.next().item
-  solver = worked_solutions.SOLVERS[warm_start.solver]
-  try:
-    solution = solver(item, np.random.default_rng(source.seed), 0.0)
-  except (LookupError, ValueError, TypeError, AttributeError) as error:
-    raise sections.ConfigError(
-      f"warm_start.solver: {warm_start.solver!r} cannot solve"
-      f" {source.items.name}"
-    ) from error
-  answer = extraction.extract_answer(solution, task.answer_prefix)
-  if answer != item.get("answer"):
-    raise sections.ConfigError(
-      f"task.answer_prefix: {task.answer_prefix!r} finds {answer!r} in a right "
-      f"solution of the solver {warm_start.solver!r}, {solution!r}"
-    )
-  examples = worked_examples(source, warm_start, max_tokens=max_tokens)
-  with contextlib.closing(examples):
-    for _ in itertools.islice(examples, 100):
-      pass

@@ -6,68 +6,105 @@ does not depend on how it was stopped.
 """
 
 from collections.abc import Mapping
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import itertools
-import pathlib
 from typing import Any
 
+import numpy as np
+
 from jaxrl_async.config import sections
-from jaxrl_async.data import jsonl
+from jaxrl_async.data import columns as columns_lib
 from jaxrl_async.data import source as source_lib
+from jaxrl_async.data.tables import opening
+from jaxrl_async.data.tables import table as table_lib
+from jaxrl_async.data.tables import uri as uri_lib
 
 _SHOWN = 3  # bad rows in a message
-_FIELDS = {"question": "question", "answer": "answer"}
+_TRAIN, _WARM_START, _EVAL = source_lib.Split
+# The warm start reads the training rows in an order of its own.
+_SEEDS: dict[str, int] = {_TRAIN: 0, _WARM_START: 2**16}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Scan:
+  """What one look at every row of a table finds.
+
+  Attributes:
+    table: the rows.
+    good: the numbers of the rows that can be used.
+    questions: a hash of the question of each of them.
+    num_bad: number of the other rows.
+    bad: the first of them, each with its place and what is wrong.
+  """
+
+  table: table_lib.Table
+  good: np.ndarray
+  questions: np.ndarray
+  num_bad: int
+  bad: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
-  """The rows of a JSON Lines file, and of another one for evaluations.
+  """The rows of a dataset for training, and of another one for evaluations.
 
-  Without a file for evaluations, a hash of the question's text decides which
-  rows are held out. With one, training leaves out the questions that it has.
+  The held-out questions are those of `eval_dataset`, else those of the
+  dataset's own split for tests, and training leaves them out. If there is
+  neither, a hash of the question's text decides which rows are held out. The
+  warm start reads the rows for training.
 
   Attributes:
-    path: the training rows.
-    eval_path: the held-out rows, in their order; None cuts them from `path`.
-    fields: which column is the question, and which the answer.
-    eval_percent: how much of `path` is held out if there is no `eval_path`.
+    dataset: URI of the training rows.
+    eval_dataset: URI of the held-out rows, or "".
+    fields: which columns become which entries; see `columns.Columns`.
+    in_template: names that the template uses, which all rows must have.
+    eval_percent: how much is held out by the hash.
     skips_bad_rows: leave rows out that cannot be used, and do not refuse them.
     seed: of the order of the training rows.
+    label: name of the source; "" derives it from the URI.
+    setting: the section of the config, for messages.
   """
 
-  path: pathlib.Path
-  eval_path: pathlib.Path | None = None
+  dataset: str
+  eval_dataset: str = ""
   fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  in_template: tuple[str, ...] = ()
   eval_percent: int = 10
   skips_bad_rows: bool = False
   seed: int = 0
+  label: str = ""
+  setting: str = "task"
 
   @property
   def name(self) -> str:
-    """The name of the training file, without its folder."""
-    return self.path.stem
+    """The label, or the name of the file without its folder."""
+    return self._name
 
   @property
   def params(self) -> dict[str, Any]:
     """What the items depend on besides the files."""
     return {
-      "fields": dict(self._columns),
+      "fields": self._columns.by_entry,
       "eval_percent": self.eval_percent,
-      "has_eval_file": self.eval_path is not None,
+      "eval_dataset": str(self._eval_uri or ""),
     }
 
   @property
   def versions(self) -> dict[str, str]:
-    """Digests of the files."""
-    files = [self._train_file] + ([self._eval_file] if self._eval_file else [])
-    return {file.path.name: file.digest for file in files}
+    """Digests of the files; none of files that `check` refuses."""
+    try:
+      scans = {self._uri: self._train, self._eval_uri: self._eval}
+    except sections.ConfigError:
+      return {}
+    return {str(u): scan.table.digest for u, scan in scans.items() if scan}
 
   @property
   def splits(self) -> tuple[str, ...]:
-    """Training and evaluation."""
-    return (source_lib.Split.TRAIN, source_lib.Split.EVAL)
+    """The splits of `source.Split`."""
+    return tuple(source_lib.Split)
 
   def check(self) -> None:
     """Read the files, and look at every row.
@@ -76,94 +113,208 @@ class Rows:
       sections.ConfigError: a file cannot be read, has no rows, or has rows that
         cannot be used; or a split is empty.
     """
-    for split in self.splits:
-      if not self._rows_of(split):
-        raise sections.ConfigError(
-          f"task.dataset: {self.path} has no rows for the split {split}"
-        )
+    for split in (_TRAIN, _EVAL):
+      if not len(self._numbers[split]):
+        raise sections.ConfigError(self._why_empty(split))
 
   def open(
     self, split: str, first_index: int, *, num_workers: int
   ) -> source_lib.ItemStream:
     """Begin to read a split; rows are read when they are asked for."""
+    return self.open_every(split, first_index, 1, num_workers=num_workers)
+
+  def open_every(
+    self, split: str, first_index: int, step: int, *, num_workers: int
+  ) -> source_lib.ItemStream:
+    """Do what `open` does, for every `step`-th item from the first one on."""
     import grain  # which imports JAX
 
     del num_workers  # reading a row takes microseconds
-    file, numbers = self._file_of(split), self._rows_of(split)
-    order = grain.MapDataset.source(numbers)
-    if split == source_lib.Split.TRAIN:
-      order = order.seed(self.seed).shuffle()
+    table, numbers = self._table(split), self._numbers[split]
+    if not len(numbers):
+      raise sections.ConfigError(
+        f"{self.setting}.dataset: {self.dataset} has no rows for the split"
+        f" {split}"
+      )
+    order: Any = grain.MapDataset.source(numbers.tolist())
+    if split in _SEEDS:
+      order = order.seed(self.seed + _SEEDS[split]).shuffle()
     order = order.repeat()
-    places = (order[i] for i in itertools.count(first_index))
+    places = (order[i] for i in itertools.count(first_index, step))
     return source_lib.IteratorStream(
-      jsonl.item_of(file, row, self._columns)
+      self._columns.item(table, row)
       for row in places
       if row is not None  # which `MapDataset` has where it filters
     )
 
-  @functools.cached_property
-  def _columns(self) -> dict[str, str]:
-    return {**_FIELDS, **self.fields}
+  # -- what is known of a source of finite data ------------------------------
+
+  def is_held_out(self, question: str) -> bool:
+    """Return whether a question is one of the held-out ones."""
+    return _hash(question) in self._held_out
+
+  def items_per_index(self, split: str) -> float:
+    """Return 1, because there is a row at each index."""
+    return 1.0
+
+  def num_questions(self, split: str) -> int:
+    """Return the number of distinct questions of a split."""
+    scan = self._scan(split)
+    is_ours = np.isin(scan.good, self._numbers[split])
+    return len(np.unique(scan.questions[is_ours]))
+
+  def epochs(self, split: str, next_index: int) -> dict[str, float]:
+    """Return the number of passes over the split before an index."""
+    return {self.name: next_index / len(self._numbers[split])}
+
+  def describe(self) -> list[str]:
+    """Return a line on the rows, and one on those that are left out."""
+    lines = [
+      f"{self.name}: {len(self._numbers[_TRAIN]):,} rows for training,"
+      f" {len(self._numbers[_EVAL]):,} held out"
+      + (f" ({self._eval_uri})" if self._eval_uri else " (by a hash)")
+    ]
+    for scan in filter(None, (self._train, self._eval)):
+      if scan.num_bad:
+        lines.append(
+          f"{self.name}: {scan.num_bad:,} rows of"
+          f" {scan.num_bad + len(scan.good):,} cannot be used and are left out:"
+          f" {'; '.join(scan.bad)}"
+        )
+    return lines
+
+  # -- files -----------------------------------------------------------------
 
   @functools.cached_property
-  def _train_file(self) -> jsonl.JsonLines:
-    return _opened("task.dataset", self.path)
+  def _name(self) -> str:
+    return self.label or self._uri.label
 
   @functools.cached_property
-  def _eval_file(self) -> jsonl.JsonLines | None:
-    if self.eval_path is None:
+  def _columns(self) -> columns_lib.Columns:
+    return columns_lib.Columns(self.fields, self.in_template)
+
+  @functools.cached_property
+  def _uri(self) -> uri_lib.Uri:
+    return uri_lib.parse(f"{self.setting}.dataset", self.dataset)
+
+  @functools.cached_property
+  def _eval_uri(self) -> uri_lib.Uri | None:
+    if self.eval_dataset:
+      return uri_lib.parse(f"{self.setting}.eval_dataset", self.eval_dataset)
+    try:
+      return opening.test_split(self._uri)
+    except table_lib.TableError as error:
+      raise sections.ConfigError(f"{self.setting}.dataset: {error}") from error
+
+  @functools.cached_property
+  def _train(self) -> _Scan:
+    return self._scanned("dataset", self._uri)
+
+  @functools.cached_property
+  def _eval(self) -> _Scan | None:
+    if self._eval_uri is None:
       return None
-    return _opened("task.eval_dataset", self.eval_path)
+    return self._scanned("eval_dataset", self._eval_uri)
 
-  def _file_of(self, split: str) -> jsonl.JsonLines:
-    is_eval = split == source_lib.Split.EVAL
-    return (self._eval_file if is_eval else None) or self._train_file
+  def _scan(self, split: str) -> _Scan:
+    return (self._eval if split == _EVAL else None) or self._train
 
-  def _rows_of(self, split: str) -> list[int]:
-    """Return the numbers of a split's rows in its file."""
-    return self._splits[split]
+  def _table(self, split: str) -> table_lib.Table:
+    return self._scan(split).table
+
+  def _scanned(self, field: str, uri: uri_lib.Uri) -> _Scan:
+    """Look at every row of a table.
+
+    Raises:
+      sections.ConfigError: it cannot be read or has no rows, or has bad rows
+        and they are not to be skipped.
+    """
+    field = f"{self.setting}.{field}"
+    try:
+      table = opening.open_table(uri)
+    except table_lib.TableError as error:
+      raise sections.ConfigError(f"{field}: {error}") from error
+    sections.require(len(table) > 0, field, f"{uri} has no rows")
+    self._check_template(table)
+    good, questions, bad = [], [], []
+    num_bad = 0
+    for row in range(len(table)):
+      try:
+        questions.append(_hash(self._columns.item(table, row)["question"]))
+        good.append(row)
+      except table_lib.RowError as error:
+        num_bad += 1
+        if len(bad) < _SHOWN:
+          bad.append(str(error))
+    if num_bad == len(table):  # for one reason, most likely
+      del bad[1:]
+    elif num_bad > len(bad):
+      bad.append(f"and {num_bad - len(bad)} more")
+    if num_bad and not (self.skips_bad_rows and good):
+      raise sections.ConfigError(
+        f"{field}: {num_bad} of {len(table)} rows cannot be used:"
+        f" {'; '.join(bad)}"
+      )
+    return _Scan(
+      table=table,
+      good=np.array(good, np.int64),
+      questions=np.array(questions, np.uint64),
+      num_bad=num_bad,
+      bad=tuple(bad),
+    )
+
+  def _check_template(self, table: table_lib.Table) -> None:
+    """Name the template if it is wrong, and not each of the rows."""
+    rows = []
+    for row in {0, len(table) // 2, len(table) - 1}:
+      with contextlib.suppress(table_lib.RowError):
+        rows.append(table[row])
+    self._columns.check_template(f"{self.setting}.template", rows)
+
+  # -- splits ----------------------------------------------------------------
 
   @functools.cached_property
-  def _splits(self) -> dict[str, list[int]]:
-    questions = {
-      row: self._question(self._train_file, row)
-      for row in self._good_rows("task.dataset", self._train_file)
-    }
-    if self._eval_file is None:
-      held_out = [r for r, q in questions.items() if self._is_held_out(q)]
-      left_out = {questions[row] for row in held_out}
+  def _numbers(self) -> dict[str, np.ndarray]:
+    """The numbers of each split's rows in its table."""
+    train, held_out = self._train, self._eval
+    if held_out is None:
+      is_held_out = train.questions % np.uint64(100) < self.eval_percent
+      numbers = train.good[is_held_out]
     else:
-      held_out = self._good_rows("task.eval_dataset", self._eval_file)
-      left_out = {self._question(self._eval_file, row) for row in held_out}
-    trained = [r for r, q in questions.items() if q not in left_out]
-    return {
-      source_lib.Split.TRAIN: trained,
-      source_lib.Split.EVAL: held_out,
-    }
+      is_held_out = np.isin(train.questions, held_out.questions)
+      numbers = held_out.good
+    trained = train.good[~is_held_out]
+    return {_TRAIN: trained, _WARM_START: trained, _EVAL: numbers}
 
-  def _question(self, file: jsonl.JsonLines, row: int) -> str:
-    return jsonl.item_of(file, row, self._columns)["question"]
+  @functools.cached_property
+  def _held_out(self) -> frozenset[int]:
+    scan = self._scan(_EVAL)
+    is_ours = np.isin(scan.good, self._numbers[_EVAL])
+    return frozenset(scan.questions[is_ours].tolist())
 
-  def _is_held_out(self, question: str) -> bool:
-    digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % 100 < self.eval_percent
-
-  def _good_rows(self, field: str, file: jsonl.JsonLines) -> list[int]:
-    bad = dict(jsonl.bad_rows(file, self._columns))
-    good = [row for row in range(len(file)) if row not in bad]
-    if bad and not self.skips_bad_rows:
-      shown = "; ".join(str(error) for error in list(bad.values())[:_SHOWN])
-      more = f"; and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
-      raise sections.ConfigError(
-        f"{field}: {len(bad)} of {len(file)} rows cannot be used: {shown}{more}"
+  def _why_empty(self, split: str) -> str:
+    """Return a message about a split that has no rows."""
+    number = len(self._train.good)
+    rows = f"{self._uri} has {number} row{'s' if number != 1 else ''}"
+    if split == _EVAL:
+      return (
+        f"{self.setting}.eval_percent: {rows}, none of which its"
+        f" {self.eval_percent} % hold out; use more, or name"
+        f" {self.setting}.eval_dataset"
       )
-    return good
+    if self._eval is None:
+      return (
+        f"{self.setting}.eval_percent: {rows}, all of which its"
+        f" {self.eval_percent} % hold out; use more rows, or name"
+        f" {self.setting}.eval_dataset"
+      )
+    return (
+      f"{self.setting}.dataset: {rows}, all of which ask questions that are"
+      f" held out ({self._eval_uri}); use other rows"
+    )
 
 
-def _opened(field: str, path: pathlib.Path) -> jsonl.JsonLines:
-  try:
-    return jsonl.JsonLines(path)
-  except OSError as error:
-    raise sections.ConfigError(
-      f"{field}: {path} cannot be read: {error.strerror}"
-    ) from error
+def _hash(question: str) -> int:
+  """Return 64 bits that stand for a question, in every process alike."""
+  digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
+  return int.from_bytes(digest, "big")

@@ -1,4 +1,4 @@
-"""The interface of a source of items: reasoning-gym, a file, a list, your own.
+"""The interface of a source of items: reasoning-gym, files, a list, your own.
 
 A source has named splits. Each split is an endless sequence of items. The item
 at an index of a split is the same in every process and in every run, so that a
@@ -13,6 +13,10 @@ needs:
     index       int that identifies the item within its split; the same for the
                 same question in a later pass
     question    str; two items with the same question count as one
+    source      name of the source, which `prompts` adds if it is missing; a
+                mixture sets it to the name of its member
+    messages    list of chat messages, which are the prompt instead of the
+                filled-in template; optional
     metadata    dict of further fields for the prompt's template; optional
     answer      the right answer, if it is known; a warm start checks it
 
@@ -145,6 +149,23 @@ class Source(Protocol):
       num_workers: how many processes may make items at the same time. The
         items must not depend on it. A source without processes ignores it.
     """
+    ...
+
+
+@runtime_checkable
+class Counted(Protocol):
+  """What a source of finite data can tell besides; all of it is optional."""
+
+  def num_questions(self, split: str) -> int | None:
+    """Return the number of distinct questions of a split, if it is known."""
+    ...
+
+  def epochs(self, split: str, next_index: int) -> dict[str, float]:
+    """Return how many passes lie before an index, by name of the data."""
+    ...
+
+  def describe(self) -> list[str]:
+    """Return lines about the data for the user."""
     ...
 
 

@@ -1,15 +1,26 @@
 """Solutions written out step by step, for the warm start.
 
-A policy that learned to reason step by step can be improved by reinforcement
-learning. Its completions have lengths with a long tail.
+A solver is named in the config: one of this module, a column of the data, or a
+function of one's own. A policy that learned to reason step by step can be
+improved by reinforcement learning. Its completions have lengths with a long
+tail.
 """
 
 from collections.abc import Callable, Mapping
+import functools
+import importlib
+import types
 from typing import Any
 
 import numpy as np
 
-Solver = Callable[[Mapping[str, Any], np.random.Generator, float], str]
+from jaxrl_async.config import sections
+from jaxrl_async.data import columns as columns_lib
+
+# Returns the text of a solution, from an item and what random choices need.
+Solver = Callable[[Mapping[str, Any], np.random.Generator], str]
+_FIELD = "field"
+_SETTING = "warm_start.solver"
 
 
 def chain_sum(
@@ -41,4 +52,74 @@ def chain_sum(
   return "\n".join(lines)
 
 
-SOLVERS: dict[str, Solver] = {"chain_sum": chain_sum}
+def of_field(
+  name: str, item: Mapping[str, Any], rng: np.random.Generator
+) -> str:
+  """Return the text that the data has in an entry or a column.
+
+  Raises:
+    LookupError: it has no such column, or no text there.
+  """
+  del rng  # there is one solution
+  metadata = item.get("metadata", {})
+  solution = metadata.get(name, item.get(name))
+  if not isinstance(solution, str) or not solution.strip():
+    known = {*metadata, *item} - {"index", "metadata", "source"}
+    raise LookupError(
+      f"an item has no text in {name!r}"
+      f"{sections.did_you_mean(name, known - {name})}"
+    )
+  return solution
+
+
+SOLVERS = {"chain_sum": chain_sum}
+# Learns every turn of the assistant in a chat, and not the last one alone.
+MESSAGES = "messages"
+
+
+def check(name: str) -> None:
+  """Check the form of a solver's name, without importing anything.
+
+  Raises:
+    sections.ConfigError: it is none of the forms.
+  """
+  place, has_colon, rest = name.partition(":")
+  known = (*SOLVERS, MESSAGES)
+  if name in known or (has_colon and place and rest):
+    return
+  hint = "" if has_colon else sections.did_you_mean(name, known)
+  raise sections.ConfigError(
+    f"{_SETTING}: {sections.shown(name)} is none of {', '.join(known)},"
+    f" field:NAME and module:function{hint}"
+  )
+
+
+def find(name: str, corrupted_frac: float) -> Solver:
+  """Return the solver of a name.
+
+  Args:
+    name: see `sections.WarmStartSection`. A module is imported.
+    corrupted_frac: for the solvers of `SOLVERS`.
+
+  Raises:
+    sections.ConfigError: there is none.
+  """
+  check(name)
+  if name in SOLVERS:
+    return functools.partial(SOLVERS[name], corrupted_frac=corrupted_frac)
+  if name == MESSAGES:
+    return functools.partial(of_field, columns_lib.REPLY)
+  place, _, rest = name.partition(":")
+  if place == _FIELD:
+    return functools.partial(of_field, rest)
+  try:
+    solver = getattr(importlib.import_module(place), rest, None)
+  except ImportError as error:
+    raise sections.ConfigError(
+      f"{_SETTING}: {sections.shown(name)} cannot be imported: {error}"
+    ) from error
+  if not isinstance(solver, types.FunctionType):
+    raise sections.ConfigError(
+      f"{_SETTING}: {place} has no function {sections.shown(rest)}"
+    )
+  return solver

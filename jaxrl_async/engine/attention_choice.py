@@ -5,8 +5,9 @@ XLA. `kernel_choice` tries them on the first device of the rollout mesh, with
 the heads, head size, page size and dtype of the run.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 import dataclasses
+import functools
 from typing import Any
 
 from absl import logging
@@ -89,8 +90,10 @@ def prefill_trial(
   )
 
 
-def of_tokens(attend: reference.CausalAttention) -> reference.CausalAttention:
-  """Return attention whose results at padding are 0 if they were finite.
+def of_tokens(
+  attend: reference.CausalAttention, windows: Iterable[int | None] = (None,)
+) -> Callable[..., jax.Array]:
+  """Return attention under each window, 0 at padding if it was finite there.
 
   Implementations may return different values at padding, and only results at
   tokens are to be compared. Values that are not finite become NaN, so that the
@@ -100,9 +103,15 @@ def of_tokens(attend: reference.CausalAttention) -> reference.CausalAttention:
   def masked(
     query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array
   ) -> jax.Array:
-    mixed = attend(query, key, value, lengths)
-    is_token = jnp.arange(mixed.shape[1])[None] < lengths[:, None]
-    return mixed * is_token[:, :, None, None].astype(mixed.dtype)
+    length = query.shape[1]
+    is_token = jnp.arange(length)[None] < lengths[:, None]
+    is_token = is_token[:, :, None, None].astype(query.dtype)
+    results = []
+    for window in windows:
+      window = kernel_choice.tried_window(window, length)
+      mixed = attend(query, key, value, lengths, sliding_window=window)
+      results.append(mixed * is_token)
+    return jnp.stack(results)
 
   return masked
 
@@ -201,11 +210,15 @@ def choose(
     held("kv_heads", model.num_kv_heads),
     model.head_dim,
   )
+  windows = set(model.windows_within(sizes.prefill_buckets[-1]))
   prefill_name, refused = kernel_choice.pick(
     "rollout.attention",
     wanted,
     PREFILL_CANDIDATES,
-    {name: of_tokens(attend) for name, attend in reference.CAUSAL.items()},
+    {
+      name: of_tokens(attend, sorted(windows, key=str))
+      for name, attend in reference.CAUSAL.items()
+    },
     lambda: prefill_trial(
       heads, sizes, held(rows_axis, sizes.prefill_rows), dtype
     ),
@@ -214,11 +227,16 @@ def choose(
   decode_name, cache = "xla", "slots"
   if sizes.num_pages:
     slots = held("batch", sizes.num_slots)
+    windows = set(model.windows_within(sizes.cache_tokens)) - {None}
+    window = windows.pop() if windows else None
     decode_name, too = kernel_choice.pick(
       "rollout.attention",
       wanted,
       DECODE_CANDIDATES,
-      decode,
+      {
+        name: functools.partial(attend, sliding_window=window)
+        for name, attend in decode.items()
+      },
       lambda: decode_trial(heads, sizes, slots, dtype),
       device,
     )
@@ -271,10 +289,15 @@ def over_mesh(
   if name == "xla" or mesh.size == 1:
     return attend
   arguments, result = specs
-  return jax.shard_map(
-    attend,
-    mesh=mesh,
-    in_specs=arguments,
-    out_specs=result,
-    check_vma=False,
-  )
+
+  def on_mesh(*arrays: Any, sliding_window: int | None = None) -> jax.Array:
+    mapped = jax.shard_map(
+      functools.partial(attend, sliding_window=sliding_window),
+      mesh=mesh,
+      in_specs=arguments,
+      out_specs=result,
+      check_vma=False,
+    )
+    return mapped(*arrays)
+
+  return on_mesh

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 from jax import numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 import numpy as np
 
@@ -21,6 +22,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import jetstream_api
 from jaxrl_async.engine import sampling
+from jaxrl_async.models import configs
 
 T = TypeVar("T")
 
@@ -101,11 +103,31 @@ class Prefix:
     cache: a pair of arrays [R, ...] for each layer.
     tokens: [R T] the padded tokens.
     lengths: [R] number of tokens of each row without padding.
+    adapters: [R] the adapter of each row, if the model has a stack of them.
   """
 
   cache: Any
   tokens: Any
   lengths: Any
+  adapters: Any = None
+
+
+def prefix_sharding(
+  model: configs.ModelConfig,
+  sizes: EngineSizes,
+  mesh: Mesh,
+  rules: sections.ShardingRules,
+) -> Prefix:
+  """Return the sharding of each array of a prefix."""
+  rows_axis = sizes.prefill_rows_axis(mesh_lib.Layout(mesh=mesh, rules=rules))
+  rows = mesh_lib.sharding(mesh, rules, rows_axis)
+  layer = mesh_lib.sharding(mesh, rules, rows_axis, "kv_heads")
+  return Prefix(
+    cache=[(layer, layer)] * model.num_layers,
+    tokens=rows,
+    lengths=rows,
+    adapters=rows if model.lora and model.lora.num_adapters else None,
+  )
 
 
 def _slot_field(
@@ -149,6 +171,8 @@ class SlotSettings:
       and not drawn.
     pages: [B P] pages in which the tokens are cached; empty for a cache
       without pages.
+    adapters: [B] the adapter that the sequence is generated with. None unless
+      the model has a stack of adapters.
   """
 
   tickets: Any = _slot_field(-1)
@@ -162,6 +186,7 @@ class SlotSettings:
   replay: Any = _slot_field(0, "replay_tokens")
   replay_lengths: Any = _slot_field(0)
   pages: Any = _slot_field(0, "pages")
+  adapters: Any = _slot_field(0)
 
 
 def unused_slots(
@@ -169,6 +194,8 @@ def unused_slots(
   num_rows: int,
   sizes: EngineSizes,
   num_end_tokens: int,
+  *,
+  has_adapters: bool = False,
 ) -> SlotSettings:
   """Return settings in which no row describes a sequence.
 
@@ -178,6 +205,7 @@ def unused_slots(
     num_rows: number of slots, or of entries of an insertion.
     sizes: shapes of the engine's programs.
     num_end_tokens: number of end tokens that fit into a row.
+    has_adapters: whether the model has a stack of adapters.
   """
   widths = {
     "end_tokens": num_end_tokens,
@@ -191,6 +219,8 @@ def unused_slots(
     arrays[field.name] = full(
       shape, field.metadata["fill"], field.metadata["dtype"]
     )
+  if not has_adapters:
+    arrays["adapters"] = None  # programs without adapters take no such array
   return SlotSettings(**arrays)
 
 
@@ -241,7 +271,9 @@ class Insertion:
   settings: SlotSettings
 
 
-def unused_insertion(sizes: EngineSizes, num_end_tokens: int) -> Insertion:
+def unused_insertion(
+  sizes: EngineSizes, num_end_tokens: int, *, has_adapters: bool = False
+) -> Insertion:
   """Return an insertion without used entries, for the caller to fill in."""
   m = sizes.insert_rows
   return Insertion(
@@ -250,7 +282,9 @@ def unused_insertion(sizes: EngineSizes, num_end_tokens: int) -> Insertion:
     streams=np.full((m,), sampling.Stream.SERVE, np.int32),
     groups=np.zeros((m,), np.int32),
     members=np.zeros((m,), np.int32),
-    settings=unused_slots(np.full, m, sizes, num_end_tokens),
+    settings=unused_slots(
+      np.full, m, sizes, num_end_tokens, has_adapters=has_adapters
+    ),
   )
 
 

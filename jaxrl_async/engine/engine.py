@@ -45,6 +45,7 @@ from jaxrl_async.engine.decode_state import EngineSizes
 from jaxrl_async.engine.decode_state import Insertion
 from jaxrl_async.engine.decode_state import Prefix
 from jaxrl_async.models import configs
+from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
 from jaxrl_async.models.attention import kernel_names
@@ -66,26 +67,13 @@ def _cache_layout(
   )
 
 
-def _prefix_sharding(
-  model: configs.ModelConfig,
-  sizes: EngineSizes,
-  mesh: Mesh,
-  rules: sections.ShardingRules,
-) -> Prefix:
-  """Return the sharding of each array of a prefix."""
-  rows_axis = sizes.prefill_rows_axis(mesh_lib.Layout(mesh=mesh, rules=rules))
-  rows = mesh_lib.sharding(mesh, rules, rows_axis)
-  layer = mesh_lib.sharding(mesh, rules, rows_axis, "kv_heads")
-  return Prefix(
-    cache=[(layer, layer)] * model.num_layers, tokens=rows, lengths=rows
-  )
-
-
 class Engine(jetstream_api.Engine):
   """The compiled programs for one model, mesh and set of shapes.
 
-  Threads: the engine has no state besides its compiled programs. Callers own
-  the `DecodeState`s, and each state belongs to one thread at a time.
+  Threads: the engine has no state besides its compiled programs and the base
+  of a model with LoRA, which is set once, before the first `load_params`.
+  Callers own the `DecodeState`s, and each state belongs to one thread at a
+  time.
   """
 
   def __init__(
@@ -124,6 +112,7 @@ class Engine(jetstream_api.Engine):
     self.num_end_tokens = len(end_tokens) + sampling.MAX_END_TOKENS
     self.dtype = jnp.dtype(dtype)
     self._mesh = mesh
+    self._base: Any = None
     self.attention = attention_choice.choose(
       attention,
       model=model,
@@ -161,14 +150,15 @@ class Engine(jetstream_api.Engine):
     state = dataclasses.replace(
       shardings, cache=[(layer, layer)] * model.num_layers
     )
-    prefix = _prefix_sharding(model, sizes, mesh, rules)
+    prefix = decode_state_lib.prefix_sharding(model, sizes, mesh, rules)
     rows = prefix.tokens
+    self._has_adapters = programs.has_adapters
     self._state_sharding = state
     self._prefix_sharding = prefix
     self._init = jax.jit(programs.init_state, out_shardings=state)
     self._prefill = jax.jit(
       programs.prefill_rows,
-      in_shardings=(self.params_sharding, rows, rows),
+      in_shardings=(self.params_sharding, rows, rows, prefix.adapters),
       out_shardings=prefix,
     )
     self._open = jax.jit(programs.open_rows, out_shardings=prefix)
@@ -208,15 +198,18 @@ class Engine(jetstream_api.Engine):
     )
     state = aot.placed(jax.eval_shape(self._init), self._state_sharding)
     sizes = self.sizes
+    previous = params.weights
+    if self.model.lora is not None:
+      previous = lora_lib.adapters(previous)
     bucket, b = sizes.prefill_buckets[-1], sizes.num_slots
-    rows = (
-      jax.ShapeDtypeStruct((sizes.prefill_rows, bucket), np.int32),
-      jax.ShapeDtypeStruct((sizes.prefill_rows,), np.int32),
-    )
-    function, arguments = self._prefill, (params, *rows)
+    tokens = jax.ShapeDtypeStruct((sizes.prefill_rows, bucket), np.int32)
+    lengths = jax.ShapeDtypeStruct((sizes.prefill_rows,), np.int32)
+    rows, adapters = (tokens, lengths), lengths if self._has_adapters else None
+    function, arguments = self._prefill, (params, *rows, adapters)
     if sizes.is_chunked(bucket):
       prefix = aot.placed(
-        jax.eval_shape(self._open, *rows, None), self._prefix_sharding
+        jax.eval_shape(self._open, *rows, None, adapters),
+        self._prefix_sharding,
       )
       function, arguments = self._extend, (params, prefix, np.int32(0))
     tables = (
@@ -228,22 +221,35 @@ class Engine(jetstream_api.Engine):
         name="prefill",
         function=function,
         arguments=arguments,
-        resident=(state, state, params.weights),
+        resident=(state, state, previous),
       ),
       aot.Program(
         name="decode",
         function=self._generate,
         arguments=(params, state, *tables),
         settings={"window": sizes.cache_tokens, "is_filtered": False},
-        resident=(state, params.weights),
+        resident=(state, previous),
         max_trips=sizes.decode_steps_per_call,
       ),
     ]
 
   # -- JetStream's interface ------------------------------------------------
 
+  def hold_base(self, weights: Any) -> None:
+    """Keep the weights that no policy version changes.
+
+    From now on `load_params` takes adapters alone.
+
+    Args:
+      weights: the base of a model with LoRA, as it was published.
+    """
+    shardings = lora_lib.base(self.params_sharding.weights)
+    self._base = jax.device_put(weights, shardings)
+
   def load_params(self, weights: Any, version: int) -> EngineParams:
     """Return the weights of a policy version, placed as the programs expect."""
+    if self._base is not None:
+      weights = lora_lib.joined(self._base, weights)
     params = EngineParams(weights=weights, version=np.int32(version))
     return jax.device_put(params, self.params_sharding)
 
@@ -258,6 +264,7 @@ class Engine(jetstream_api.Engine):
     existing_prefix: Prefix | None = None,
     padded_tokens: np.ndarray | jax.Array,
     true_length: int | np.ndarray,
+    adapters: np.ndarray | None = None,
   ) -> Prefix:
     """Prefill whole rows of tokens in one call.
 
@@ -267,6 +274,7 @@ class Engine(jetstream_api.Engine):
       padded_tokens: [T] or [R T] with R <= prefill_rows; T is one of
         prefill_buckets.
       true_length: number of tokens of each row without padding, at least 1.
+      adapters: [R] the adapter of each row, if the model has a stack of them.
 
     Raises:
       ValueError: there is no program for this shape, or an existing prefix is
@@ -286,21 +294,33 @@ class Engine(jetstream_api.Engine):
       raise ValueError(
         f"{rows} rows; a prefill takes {self.sizes.prefill_rows}"
       )
-    return self._prefill(params, *self._padded(tokens, lengths))
+    return self._prefill(params, *self._padded(tokens, lengths, adapters))
 
   def _padded(
-    self, tokens: Int[np.ndarray, "_ T"], lengths: Int[np.ndarray, "_"]
-  ) -> tuple[Int[np.ndarray, "R T"], Int[np.ndarray, "R"]]:
+    self,
+    tokens: Int[np.ndarray, "_ T"],
+    lengths: Int[np.ndarray, "_"],
+    adapters: Int[np.ndarray, "_"] | None,
+  ) -> tuple[
+    Int[np.ndarray, "R T"], Int[np.ndarray, "R"], Int[np.ndarray, "R"] | None
+  ]:
     """Add rows of one token until there are prefill_rows of them.
 
     The programs are compiled for exactly that many rows.
     """
     missing = self.sizes.prefill_rows - len(tokens)
+    if adapters is None:
+      adapters = np.zeros_like(lengths)
+    adapters = np.pad(adapters, (0, missing)) if self._has_adapters else None
     tokens = np.pad(tokens, ((0, missing), (0, 0)))
-    return tokens, np.pad(lengths, (0, missing), constant_values=1)
+    return tokens, np.pad(lengths, (0, missing), constant_values=1), adapters
 
   def open_prefix(
-    self, tokens: np.ndarray, lengths: np.ndarray, shared: Prefix | None
+    self,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    shared: Prefix | None,
+    adapters: np.ndarray | None = None,
   ) -> Prefix:
     """Return a prefix whose rows are to be cached by `extend_prefix`.
 
@@ -310,8 +330,10 @@ class Engine(jetstream_api.Engine):
       shared: a prefix whose first row holds the tokens that every row begins
         with, a whole number of chunks. Its cache is copied into every row.
         With None nothing is cached yet.
+      adapters: as in `prefill`.
     """
-    return self._open(*self._padded(tokens, lengths), shared)
+    tokens, lengths, adapters = self._padded(tokens, lengths, adapters)
+    return self._open(tokens, lengths, shared, adapters)
 
   def extend_prefix(
     self, params: EngineParams, prefix: Prefix, start: int
@@ -376,7 +398,9 @@ class Engine(jetstream_api.Engine):
 
   def unused_insertion(self) -> Insertion:
     """Return an insertion without used entries, for the caller to fill in."""
-    return decode_state_lib.unused_insertion(self.sizes, self.num_end_tokens)
+    return decode_state_lib.unused_insertion(
+      self.sizes, self.num_end_tokens, has_adapters=self._has_adapters
+    )
 
   def release(
     self, decode_state: DecodeState, tickets: Sequence[int]

@@ -11,6 +11,11 @@ size], which is what kernels that read pages directly expect.
 
 Each layer has its own arrays, because a scan over layers would copy a stacked
 cache. Prefilled rows have the layout of `Slots` in both cases.
+
+A slot of a layer with a sliding window is a ring of as many tokens as the
+window has: the token at position p lies at time p % width. What the ring has
+forgotten is exactly what the window hides. Pages and prefilled rows keep all
+tokens, and attention masks those that the window hides.
 """
 
 from collections.abc import Callable
@@ -24,8 +29,9 @@ from jaxrl_async.models import configs
 from jaxrl_async.models.attention import reference
 
 Layer = tuple[jax.Array, jax.Array]
-# Takes the pages, queries [B N H], positions [B] and the table [B W].
-PagedAttention = Callable[[Layer, jax.Array, jax.Array, jax.Array], jax.Array]
+# Takes the pages, queries [B N H], positions [B], the table [B W], and the
+# keyword `sliding_window`.
+PagedAttention = Callable[..., jax.Array]
 
 
 def from_prefill(
@@ -41,18 +47,21 @@ def from_prefill(
 def empty_rows(
   model: configs.ModelConfig, *, rows: int, tokens: int, dtype: jnp.dtype
 ) -> list[Layer]:
-  """Return zeros in the layout of `Slots`, for every layer.
-
-  They are the empty cache of `Slots`, or rows that `extend_rows` fills.
-  """
-  k, h = model.num_kv_heads, model.head_dim
+  """Return zeros for every layer, as rows that `extend_rows` fills."""
   return [
-    (
-      jnp.zeros((rows, k, h, tokens), dtype),
-      jnp.zeros((rows, k, tokens, h), dtype),
-    )
-    for _ in range(model.num_layers)
+    _empty_layer(model, rows, tokens, dtype) for _ in range(model.num_layers)
   ]
+
+
+def _empty_layer(
+  model: configs.ModelConfig, rows: int, tokens: int, dtype: jnp.dtype
+) -> Layer:
+  """Return zeros in the layout of `Slots`, for one layer."""
+  k, h = model.num_kv_heads, model.head_dim
+  return (
+    jnp.zeros((rows, k, h, tokens), dtype),
+    jnp.zeros((rows, k, tokens, h), dtype),
+  )
 
 
 def extend_rows(
@@ -69,6 +78,8 @@ def attend_rows(
   layer: Layer,
   query: Float[Array, "B T N H"],
   start: Int[Array, ""] | int,
+  *,
+  sliding_window: int | None = None,
 ) -> Float[Array, "B T N H"]:
   """Return causal attention of a chunk of queries over cached rows.
 
@@ -76,6 +87,8 @@ def attend_rows(
     layer: the cached rows, those of the chunk included.
     query: queries at positions start, start + 1, …
     start: position of the first query.
+    sliding_window: number of tokens that a query sees, itself included; None is
+      all of them.
   """
   keys, values = layer
   rows, length, num_heads, head_dim = query.shape
@@ -86,6 +99,9 @@ def attend_rows(
   )
   scores = scores * jnp.float32(head_dim**-0.5)
   seen = jnp.arange(width)[None] <= start + jnp.arange(length)[:, None]
+  if sliding_window is not None:
+    oldest = start + jnp.arange(length)[:, None] - (sliding_window - 1)
+    seen &= jnp.arange(width)[None] >= oldest
   scores = jnp.where(
     seen[None, None, None], scores, jnp.float32(reference.NEGATIVE)
   )
@@ -96,7 +112,10 @@ def attend_rows(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slots:
-  """A cache with one row for each slot."""
+  """A cache with one row for each slot, which is a ring if there is a window.
+
+  A layer whose arrays are shorter than `cache_tokens` is a ring.
+  """
 
   num_slots: int
   cache_tokens: int
@@ -105,9 +124,10 @@ class Slots:
 
   def init(self, model: configs.ModelConfig, dtype: jnp.dtype) -> list[Layer]:
     """Return an empty cache."""
-    return empty_rows(
-      model, rows=self.num_slots, tokens=self.cache_tokens, dtype=dtype
-    )
+    return [
+      _empty_layer(model, self.num_slots, window or self.cache_tokens, dtype)
+      for window in model.windows_within(self.cache_tokens)
+    ]
 
   def insert(
     self,
@@ -115,6 +135,7 @@ class Slots:
     rows: Layer,
     slots: Int[Array, "M"],
     sources: Int[Array, "M"],
+    lengths: Int[Array, "R"],
   ) -> Layer:
     """Copy prefilled rows into slots, except for slots that are out of range.
 
@@ -123,8 +144,11 @@ class Slots:
       rows: the prefilled rows of that layer.
       slots: where each row is copied to.
       sources: index of each row among the prefilled rows.
+      lengths: number of tokens of each prefilled row.
     """
-    length = rows[0].shape[-1]
+    length, width = rows[0].shape[-1], layer[0].shape[-1]
+    if length > width:
+      rows, length = _newest(rows, lengths, width), width
     keys = layer[0].at[slots, :, :, :length].set(rows[0][sources], mode="drop")
     values = layer[1].at[slots, :, :length].set(rows[1][sources], mode="drop")
     return keys, values
@@ -142,6 +166,8 @@ class Slots:
     del pages, is_active  # what an idle slot writes is never read
     slots = jnp.arange(self.num_slots)
     keys, values = layer
+    if keys.shape[-1] < self.cache_tokens:
+      positions = positions % keys.shape[-1]
     keys = keys.at[slots, :, :, positions].set(
       key.astype(keys.dtype), mode="drop", unique_indices=True
     )
@@ -157,14 +183,37 @@ class Slots:
     positions: Int[Array, "B"],
     pages: Int[Array, "B P"],
     window: int,
+    sliding_window: int | None,
   ) -> Float[Array, "B N H"]:
     """Return attention of one query per slot over cached times 0..position.
 
-    All positions must be less than `window`.
+    All positions must be less than `window`. A ring holds no token that its
+    query does not see, once it is full; before that it is like any other row.
     """
-    del pages
+    del pages, sliding_window
     keys, values = layer[0][..., :window], layer[1][:, :, :window]
     return attend_cached(query, keys, values, positions)
+
+
+def _newest(rows: Layer, lengths: Int[Array, "R"], width: int) -> Layer:
+  """Return the newest tokens of prefilled rows, as rings of `width` tokens.
+
+  The entries of a row that is shorter than the ring are those of the row, and
+  meaningless past its end.
+  """
+  last = lengths[:, None] - 1
+  # The newest position that lies at each time of the ring.
+  positions = last - (last - jnp.arange(width, dtype=jnp.int32)[None]) % width
+  positions = jnp.maximum(positions, 0)
+
+  def take(array: jax.Array, index: jax.Array, axis: int) -> jax.Array:
+    return jnp.take_along_axis(array, index, axis, mode="clip")
+
+  keys, values = rows
+  return (
+    take(keys, positions[:, None, None], 3),
+    take(values, positions[:, None, :, None], 2),
+  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -247,13 +296,16 @@ class Pages:
     positions: Int[Array, "B"],
     pages: Int[Array, "B P"],
     window: int,
+    sliding_window: int | None,
   ) -> Float[Array, "B N H"]:
     """Return attention of one query per slot over cached times 0..position.
 
     All positions must be less than `window`.
     """
     pages = pages[:, : -(-window // self.page_tokens)]
-    return self.attention(layer, query, positions, pages)
+    return self.attention(
+      layer, query, positions, pages, sliding_window=sliding_window
+    )
 
 
 def attend_cached(
@@ -261,8 +313,13 @@ def attend_cached(
   keys: Float[Array, "B K H S"],
   values: Float[Array, "B K S H"],
   positions: Int[Array, "B"],
+  *,
+  sliding_window: int | None = None,
 ) -> Float[Array, "B N H"]:
-  """Return attention of one query per row over times 0..position."""
+  """Return attention of one query per row over times 0..position.
+
+  With a sliding window, only the newest `sliding_window` of these times count.
+  """
   rows, num_heads, head_dim = query.shape
   num_kv_heads, width = keys.shape[1], keys.shape[3]
   grouped = query.reshape(rows, num_kv_heads, -1, head_dim)
@@ -271,6 +328,8 @@ def attend_cached(
   )
   scores = scores * jnp.float32(head_dim**-0.5)
   seen = jnp.arange(width)[None] <= positions[:, None]
+  if sliding_window is not None:
+    seen &= jnp.arange(width)[None] > positions[:, None] - sliding_window
   scores = jnp.where(
     seen[:, None, None], scores, jnp.float32(reference.NEGATIVE)
   )

@@ -46,10 +46,14 @@ class SlotAdmission:
     return True
 
   def take(
-    self, ticket: int, cached: Int[np.ndarray, "T"], bucket: int
+    self,
+    ticket: int,
+    cached: Int[np.ndarray, "T"],
+    bucket: int,
+    adapter: int = 0,
   ) -> Int[np.ndarray, "W"] | None:
     """Return an empty array, because `Engine.insert` copies the row itself."""
-    del ticket, cached, bucket
+    del ticket, cached, bucket, adapter
     return _NOTHING
 
   def grow(self, needs: Iterable[tuple[int, int]]) -> bool:
@@ -133,7 +137,11 @@ class PageAdmission:
     return needed <= self.pool.num_free
 
   def take(
-    self, ticket: int, cached: Int[np.ndarray, "T"], bucket: int
+    self,
+    ticket: int,
+    cached: Int[np.ndarray, "T"],
+    bucket: int,
+    adapter: int = 0,
   ) -> Int[np.ndarray, "W"] | None:
     """Take pages for prefilled tokens, sharing existing full pages.
 
@@ -142,6 +150,8 @@ class PageAdmission:
       cached: the tokens.
       bucket: the bucket in which they were prefilled. Pages are shared only
         within a bucket, because another bucket gives other bits.
+      adapter: the adapter that they were prefilled with. Another adapter gives
+        other keys and values.
 
     Returns:
       For each page of the bucket, the page of the pool that must be filled with
@@ -149,7 +159,10 @@ class PageAdmission:
       nothing has to be filled at all. None if too few pages are free.
     """
     taken = self.pool.take_for(
-      cached, bucket=bucket, page_tokens=self._sizes.page_tokens
+      cached,
+      bucket=bucket,
+      page_tokens=self._sizes.page_tokens,
+      adapter=adapter,
     )
     if taken is None:
       return None

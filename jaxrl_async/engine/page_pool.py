@@ -56,7 +56,12 @@ class PagePool:
     self._names[page] = name
 
   def take_for(
-    self, cached: np.ndarray, *, bucket: int, page_tokens: int
+    self,
+    cached: np.ndarray,
+    *,
+    bucket: int,
+    page_tokens: int,
+    adapter: int = 0,
   ) -> tuple[list[int], np.ndarray] | None:
     """Take pages for prefilled tokens, sharing existing full pages.
 
@@ -65,6 +70,8 @@ class PagePool:
       bucket: the bucket in which they were prefilled. Pages are shared only
         within a bucket, because another bucket gives other bits.
       page_tokens: number of tokens per page.
+      adapter: the adapter that they were prefilled with; pages are shared only
+        within one.
 
     Returns:
       The pages that hold the tokens, and an array with one entry for each page
@@ -76,7 +83,7 @@ class PagePool:
     for index in range(-(-len(cached) // page_tokens)):
       end = (index + 1) * page_tokens
       is_whole = end <= len(cached)
-      name = (bucket, cached[:end].tobytes()) if is_whole else None
+      name = (bucket, adapter, cached[:end].tobytes()) if is_whole else None
       page = self.find(name)
       if page is None:
         if not self._free:

@@ -29,15 +29,30 @@ def xla(
   query: Float[Array, "B N H"],
   positions: Int[Array, "B"],
   pages: Int[Array, "B W"],
+  *,
+  sliding_window: int | None = None,
 ) -> Float[Array, "B N H"]:
-  """Return attention computed by XLA, which gathers every page of the table."""
+  """Return attention computed by XLA, which gathers the pages of the table.
+
+  With a sliding window it gathers only those that the window can reach.
+  """
+  if sliding_window is not None:
+    page_tokens = layer[0].shape[2]
+    first = jnp.maximum(positions - sliding_window + 1, 0) // page_tokens
+    # As many pages as so many tokens in a row may lie in.
+    reach = min(-(-(sliding_window - 1) // page_tokens) + 1, pages.shape[1])
+    index = first[:, None] + jnp.arange(reach)[None]
+    pages = jnp.take_along_axis(pages, index, axis=1, mode="clip")
+    positions = positions - first * page_tokens
 
   def gather(pool: Float[Array, "K P page H"]) -> Float[Array, "B K S H"]:
     rows = jnp.moveaxis(jnp.take(pool, pages, axis=1, mode="clip"), 0, 1)
     return rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
 
   keys = jnp.swapaxes(gather(layer[0]), 2, 3)
-  return kv_cache.attend_cached(query, keys, gather(layer[1]), positions)
+  return kv_cache.attend_cached(
+    query, keys, gather(layer[1]), positions, sliding_window=sliding_window
+  )
 
 
 def _for_kernel(
@@ -65,18 +80,29 @@ def _for_kernel(
   return scaled, lengths, table, per_block
 
 
+def _refuse(sliding_window: int | None) -> None:
+  """Raise a NotImplementedError if there is a window.
+
+  The kernels read a sequence from its first token on.
+  """
+  if sliding_window is not None:
+    raise NotImplementedError("it has no sliding windows")
+
+
 def gpu_paged(
   layer: kv_cache.Layer,
   query: Float[Array, "B N H"],
   positions: Int[Array, "B"],
   pages: Int[Array, "B W"],
   *,
+  sliding_window: int | None = None,
   interpret: bool = False,
 ) -> Float[Array, "B N H"]:
   """Return attention computed by JAX's Triton kernel.
 
   The head size and the page size must be powers of two.
   """
+  _refuse(sliding_window)
   with warnings.catch_warnings():
     # JAX 0.11 gives a DeprecationWarning on this import.
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -103,11 +129,14 @@ def tpu_paged(
   query: Float[Array, "B N H"],
   positions: Int[Array, "B"],
   pages: Int[Array, "B W"],
+  *,
+  sliding_window: int | None = None,
 ) -> Float[Array, "B N H"]:
   """Return attention computed by JAX's Mosaic kernel.
 
   The kernel rounds the cache to bfloat16.
   """
+  _refuse(sliding_window)
   from jax.experimental.pallas.ops.tpu import paged_attention as kernel
 
   query, lengths, table, per_block = _for_kernel(

@@ -13,6 +13,7 @@ The same is therefore true of the resulting bits.
 import collections
 from collections.abc import Collection, Sequence
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,7 +22,19 @@ from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 
 Row = tuple[decode_state_lib.Prefix, int]
-Wanted = tuple[bytes, np.ndarray]  # a key and its tokens
+
+
+class Wanted(NamedTuple):
+  """A row to prefill: its key, its tokens, and the number of its adapter."""
+
+  key: bytes
+  tokens: np.ndarray
+  adapter: int
+
+
+def key_of(tokens: np.ndarray, adapter: int) -> bytes:
+  """Return the key of the prefix of these tokens under an adapter."""
+  return adapter.to_bytes(4, "little") + tokens.tobytes()
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -42,7 +55,7 @@ class _Chunked:
 
 
 class Prefiller:
-  """Prefixes for the current weights, by the bytes of their tokens.
+  """Prefixes for the current weights, by their adapter and their tokens.
 
   Attributes:
     num_tokens: tokens that were prefilled so far, without padding.
@@ -74,7 +87,7 @@ class Prefiller:
     self._shared: decode_state_lib.Prefix | None = None
     self._params: decode_state_lib.EngineParams | None = None
     self._ready: dict[bytes, Row] = {}
-    self._pending: dict[bytes, np.ndarray] = {}
+    self._pending: dict[bytes, Wanted] = {}
     self._chunked: _Chunked | None = None
 
   def adopt(self, params: decode_state_lib.EngineParams) -> None:
@@ -88,12 +101,17 @@ class Prefiller:
     """Return the padded length for a number of tokens."""
     return next(b for b in self._engine.sizes.prefill_buckets if b >= length)
 
-  def want(self, tokens: np.ndarray) -> bytes:
-    """Request the prefix of these tokens and return its key."""
-    key = tokens.tobytes()
+  def want(self, tokens: np.ndarray, adapter: int = 0) -> bytes:
+    """Request the prefix of these tokens and return its key.
+
+    Args:
+      tokens: without padding.
+      adapter: number of the adapter that continues them.
+    """
+    key = key_of(tokens, adapter)
     is_running = self._chunked is not None and key in self._chunked.keys
     if key not in self._ready and not is_running:
-      self._pending[key] = tokens
+      self._pending[key] = Wanted(key, tokens, adapter)
     return key
 
   def is_ready(self, key: bytes) -> bool:
@@ -122,12 +140,12 @@ class Prefiller:
         are not counted. If False, all requests are completed.
     """
     by_program = collections.defaultdict(list)
-    for key, tokens in self._pending.items():
-      bucket = self.bucket(len(tokens))
+    for row in self._pending.values():
+      bucket = self.bucket(len(row.tokens))
       if self._engine.sizes.is_chunked(bucket):
-        by_program[bucket, self._begins_as_all(tokens)].append((key, tokens))
+        by_program[bucket, self._begins_as_all(row)].append(row)
       else:
-        by_program[bucket, None].append((key, tokens))
+        by_program[bucket, None].append(row)
     rows = self._engine.sizes.prefill_rows
     for (bucket, is_shared), wanted in by_program.items():
       for start in range(0, len(wanted), rows):
@@ -142,20 +160,27 @@ class Prefiller:
     else:
       self._finish_chunked()
 
-  def _begins_as_all(self, tokens: np.ndarray) -> bool:
+  def _begins_as_all(self, row: Wanted) -> bool:
     n = len(self._shared_tokens)
-    return 0 < n < len(tokens) and np.array_equal(
-      tokens[:n], self._shared_tokens
+    # The shared tokens are cached without an adapter, which is number 0.
+    return (
+      0 < n < len(row.tokens)
+      and row.adapter == 0
+      and np.array_equal(row.tokens[:n], self._shared_tokens)
     )
 
   def _padded(
     self, bucket: int, wanted: Sequence[Wanted]
-  ) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows of the bucket's length, and the lengths without padding."""
+  ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return rows of the bucket's length, their lengths and their adapters.
+
+    The lengths are those without padding.
+    """
     padded = np.zeros((len(wanted), bucket), np.int32)
-    for row, (_, tokens) in enumerate(wanted):
-      padded[row, : len(tokens)] = tokens
-    return padded, np.array([len(tokens) for _, tokens in wanted], np.int32)
+    for i, row in enumerate(wanted):
+      padded[i, : len(row.tokens)] = row.tokens
+    lengths = np.array([len(row.tokens) for row in wanted], np.int32)
+    return padded, lengths, np.array([row.adapter for row in wanted], np.int32)
 
   def _keep(
     self, keys: Sequence[bytes], prefix: decode_state_lib.Prefix
@@ -165,15 +190,18 @@ class Prefiller:
 
   def _prefill(self, bucket: int, wanted: Sequence[Wanted]) -> None:
     assert self._params is not None
-    padded, lengths = self._padded(bucket, wanted)
+    padded, lengths, adapters = self._padded(bucket, wanted)
     self.num_tokens += int(lengths.sum())
     with self._busy.record("prefill"):
       prefix = self._engine.prefill(
-        params=self._params, padded_tokens=padded, true_length=lengths
+        params=self._params,
+        padded_tokens=padded,
+        true_length=lengths,
+        adapters=adapters,
       )
-    for key, _ in wanted:
-      del self._pending[key]
-    self._keep([key for key, _ in wanted], prefix)
+    for row in wanted:
+      del self._pending[row.key]
+    self._keep([row.key for row in wanted], prefix)
 
   def _open(
     self, bucket: int, wanted: Sequence[Wanted], is_shared: bool
@@ -182,14 +210,14 @@ class Prefiller:
     if is_shared and self._shared is None:
       self._shared = self._prefill_shared()
     shared = self._shared if is_shared else None
-    padded, lengths = self._padded(bucket, wanted)
+    padded, lengths, adapters = self._padded(bucket, wanted)
     self.num_tokens += int((lengths - start).sum())
     with self._busy.record("prefill"):
-      prefix = self._engine.open_prefix(padded, lengths, shared)
-    for key, _ in wanted:
-      del self._pending[key]
+      prefix = self._engine.open_prefix(padded, lengths, shared, adapters)
+    for row in wanted:
+      del self._pending[row.key]
     self._chunked = _Chunked(
-      keys=[key for key, _ in wanted],
+      keys=[row.key for row in wanted],
       prefix=prefix,
       start=start,
       # The first decode step caches the last token.
@@ -199,10 +227,11 @@ class Prefiller:
 
   def _prefill_shared(self) -> decode_state_lib.Prefix:
     tokens = self._shared_tokens
-    padded, lengths = self._padded(self.bucket(len(tokens)), [(b"", tokens)])
+    row = Wanted(key_of(tokens, 0), tokens, 0)
+    padded, lengths, adapters = self._padded(self.bucket(len(tokens)), [row])
     self.num_tokens += len(tokens)
     with self._busy.record("prefill"):
-      prefix = self._engine.open_prefix(padded, lengths, None)
+      prefix = self._engine.open_prefix(padded, lengths, None, adapters)
       for start in range(0, len(tokens), self._engine.sizes.prefill_chunk):
         assert self._params is not None
         prefix = self._engine.extend_prefix(self._params, prefix, start)

@@ -43,6 +43,11 @@ class Programs:
   num_end_tokens: int
   dtype: jnp.dtype
 
+  @property
+  def has_adapters(self) -> bool:
+    """Whether each sequence chooses one of several adapters."""
+    return self.model.lora is not None and self.model.lora.num_adapters > 0
+
   def init_state(self) -> DecodeState:
     """Return a state with an empty cache and every slot idle."""
     b = self.sizes.num_slots
@@ -53,7 +58,11 @@ class Programs:
       is_active=jnp.zeros((b,), bool),
       keys=jnp.zeros((b, 2), jnp.uint32),
       settings=decode_state_lib.unused_slots(
-        jnp.full, b, self.sizes, self.num_end_tokens
+        jnp.full,
+        b,
+        self.sizes,
+        self.num_end_tokens,
+        has_adapters=self.has_adapters,
       ),
     )
 
@@ -62,29 +71,35 @@ class Programs:
     params: EngineParams,
     tokens: Int[Array, "R T"],
     lengths: Int[Array, "R"],
+    adapters: Int[Array, "R"] | None = None,
   ) -> Prefix:
-    """Prefill whole rows at once."""
+    """Prefill whole rows at once; `adapters` is as in `open_rows`."""
     rows, width = tokens.shape
     order = jnp.arange(width, dtype=jnp.int32)[None]
     positions = jnp.broadcast_to(order, (rows, width))
+    windows = self.model.windows_within(width)
 
     def attend(
       layer: int, query: jax.Array, key: jax.Array, value: jax.Array
     ) -> tuple[jax.Array, kv_cache.Layer]:
-      del layer
-      mixed = self.prefill_attention(query, key, value, lengths)
+      mixed = self.prefill_attention(
+        query, key, value, lengths, sliding_window=windows[layer]
+      )
       return mixed, kv_cache.from_prefill(key, value, self.dtype)
 
     model = transformer.bind(self.model, params.weights, is_stacked=False)
     embedded = model.embed(tokens, self.dtype)
-    _, cache = model.hidden(embedded, positions, attend)
-    return Prefix(cache=cache, tokens=tokens, lengths=lengths)
+    _, cache = model.hidden(embedded, positions, attend, rows=adapters)
+    return Prefix(
+      cache=cache, tokens=tokens, lengths=lengths, adapters=adapters
+    )
 
   def open_rows(
     self,
     tokens: Int[Array, "R T"],
     lengths: Int[Array, "R"],
     shared: Prefix | None,
+    adapters: Int[Array, "R"] | None = None,
   ) -> Prefix:
     """Return rows in which nothing is cached but the tokens they share.
 
@@ -93,6 +108,7 @@ class Programs:
       lengths: number of tokens of each row without padding.
       shared: a prefix whose first row holds what every row begins with; None if
         nothing is cached yet.
+      adapters: the adapter of each row, if there are several.
     """
     rows, width = tokens.shape
     cache = kv_cache.empty_rows(
@@ -105,27 +121,33 @@ class Programs:
         )
         for layer, first in zip(cache, shared.cache, strict=True)
       ]
-    return Prefix(cache=cache, tokens=tokens, lengths=lengths)
+    return Prefix(
+      cache=cache, tokens=tokens, lengths=lengths, adapters=adapters
+    )
 
   def extend_rows(
     self, params: EngineParams, prefix: Prefix, start: Int[Array, ""]
   ) -> Prefix:
     """Cache the chunk of every row that begins at `start`."""
-    rows, chunk = prefix.tokens.shape[0], self.sizes.prefill_chunk
+    (rows, width), chunk = prefix.tokens.shape, self.sizes.prefill_chunk
     tokens = jax.lax.dynamic_slice_in_dim(prefix.tokens, start, chunk, axis=1)
     positions = start + jnp.arange(chunk, dtype=jnp.int32)
     positions = jnp.broadcast_to(positions[None], (rows, chunk))
+    windows = self.model.windows_within(width)
 
     def attend(
       layer: int, query: jax.Array, key: jax.Array, value: jax.Array
     ) -> tuple[jax.Array, kv_cache.Layer]:
       added = kv_cache.from_prefill(key, value, self.dtype)
       written = kv_cache.extend_rows(prefix.cache[layer], added, start)
-      return kv_cache.attend_rows(written, query, start), written
+      mixed = kv_cache.attend_rows(
+        written, query, start, sliding_window=windows[layer]
+      )
+      return mixed, written
 
     model = transformer.bind(self.model, params.weights, is_stacked=False)
     embedded = model.embed(tokens, self.dtype)
-    _, cache = model.hidden(embedded, positions, attend)
+    _, cache = model.hidden(embedded, positions, attend, rows=prefix.adapters)
     return dataclasses.replace(prefix, cache=cache)
 
   def fill_pages(
@@ -163,7 +185,8 @@ class Programs:
     if isinstance(self.layout, kv_cache.Slots):
       layers = zip(state.cache, prefix.cache, strict=True)
       cache = [
-        self.layout.insert(x, rows, slots, sources) for x, rows in layers
+        self.layout.insert(x, rows, slots, sources, prefix.lengths)
+        for x, rows in layers
       ]
 
     def put(array: jax.Array, rows: jax.Array) -> jax.Array:
@@ -215,6 +238,7 @@ class Programs:
     was_active = state.is_active
     # A kernel then reads only one token for an idle slot.
     seen = jnp.where(was_active, positions, 0)
+    windows = self.model.windows_within(window)
 
     def attend(
       layer: int, query: jax.Array, key: jax.Array, value: jax.Array
@@ -222,12 +246,16 @@ class Programs:
       written = self.layout.write(
         state.cache[layer], key, value, positions, settings.pages, was_active
       )
-      mixed = self.layout.attend(written, query, seen, settings.pages, window)
+      mixed = self.layout.attend(
+        written, query, seen, settings.pages, window, windows[layer]
+      )
       return mixed, written
 
     model = transformer.bind(self.model, params.weights, is_stacked=False)
     embedded = model.embed(state.tokens, self.dtype)
-    hidden, cache = model.hidden(embedded, positions, attend)
+    hidden, cache = model.hidden(
+      embedded, positions, attend, rows=settings.adapters
+    )
     logits = model.logits(hidden)
     filters = None
     if is_filtered:

@@ -24,6 +24,8 @@ import jax
 from jax import numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxrl_async.config import bounds
+
 
 class Stream(enum.IntEnum):
   """The purpose of a sequence; each purpose has its own random numbers."""
@@ -102,7 +104,7 @@ class SamplingSettings:
         )
 
 
-MAX_END_TOKENS = 8
+MAX_END_TOKENS = bounds.MAX_STOP_TOKENS
 MIN_TEMPERATURE = 1e-30  # logits / temperature must fit into a float32
 
 

@@ -247,7 +247,9 @@ class Scheduler:
 
   def _recompute_batch(self, batch: list[entry_lib.Entry]) -> None:
     for entry in batch:
-      entry.key = self._prefiller.want(entry.sequence.written())
+      entry.key = self._prefiller.want(
+        entry.sequence.written(), entry.sequence.adapter
+      )
     self._advance_prefill(is_patient=False)
     fitting = [e for e in batch if self._take_pages(e)]
     self._preempt([e for e in batch if e not in fitting])
@@ -372,7 +374,9 @@ class Scheduler:
       sequence = self._waiting.popleft()
       if sizes.preemption is sections.Preemption.FAST:
         sequence.num_prefilled = sequence.length
-      key = self._prefiller.want(sequence.tokens[: sequence.num_prefilled])
+      key = self._prefiller.want(
+        sequence.tokens[: sequence.num_prefilled], sequence.adapter
+      )
       self._prefilling.append((key, sequence))
       places -= 1
     self._advance_prefill(is_patient=self._num_placed() > 0)
@@ -401,7 +405,9 @@ class Scheduler:
     keys = {e.key for e in self._entries.values() if e.slot is None}
     keys |= {key for key, _ in self._prefilling}
     coming = itertools.islice(self._waiting, self.engine.sizes.num_slots)
-    keys |= {s.tokens[: s.num_prefilled].tobytes() for s in coming}
+    keys |= {
+      prefill.key_of(s.tokens[: s.num_prefilled], s.adapter) for s in coming
+    }
     self._prefiller.keep_only(keys)
 
   def _offer(self) -> None:
@@ -449,6 +455,7 @@ class Scheduler:
       entry.ticket,
       entry.sequence.tokens[: length - 1],  # the last one is not cached yet
       self._prefiller.bucket(length),
+      entry.sequence.adapter,
     )
     if new is None:
       return False

@@ -46,6 +46,7 @@ class Sequence:
     deadline: when pages run out, the sequence with the latest deadline is
       preempted first.
     owner: for whom it is generated; None if no owner may cancel it.
+    adapter: number of the adapter that generates it, if the model has a stack.
     length: number of tokens so far. The arrays below have a fixed capacity of
       `limit` tokens.
     num_prefilled: number of its tokens that are cached by prefill. The others
@@ -69,6 +70,7 @@ class Sequence:
     stop: StopCheck | None = None,
     deadline: int = 0,
     owner: Owner | None = None,
+    adapter: int = 0,
   ):
     """Create a sequence that consists of its prompt.
 
@@ -82,6 +84,7 @@ class Sequence:
       stop: looks for stop strings in the completion.
       deadline: the later it is, the sooner the sequence is preempted.
       owner: for whom the sequence is generated.
+      adapter: number of the adapter that generates it.
     """
     self.stream, self.group, self.member = stream, group, member
     self.settings = settings
@@ -89,6 +92,7 @@ class Sequence:
     self.limit = limit
     self.deadline = deadline
     self.owner = owner
+    self.adapter = adapter
     self.length = 0
     self.num_prefilled = 0
     self.tokens = np.zeros((limit,), np.int32)
@@ -154,6 +158,8 @@ class Sequence:
     ends = () if settings.ignore_eos else eos
     ends += settings.end_tokens
     rows.end_tokens[i, : len(ends)] = ends
+    if rows.adapters is not None:
+      rows.adapters[i] = self.adapter
     if self.num_prefilled < self.length:  # known tokens are not drawn again
       rows.replay[i, : self.length] = self.written()
       rows.replay_lengths[i] = self.length

@@ -1,4 +1,4 @@
-"""Architectures of the Qwen2, Qwen3 and Llama families, by name."""
+"""Architectures of the Qwen2, Qwen3, Llama and Mistral families, by name."""
 
 import dataclasses
 
@@ -29,6 +29,29 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Lora:
+  """Low-rank adapters beside kernels of every layer; see `models.lora`.
+
+  Attributes:
+    rank: number of columns of each matrix A, and of rows of each matrix B.
+    alpha: what an adapter adds is multiplied by `scale`, alpha / rank.
+    modules: names of the kernels that have an adapter.
+    num_adapters: the parameters hold that many adapters in a stack, and each
+      row of a batch chooses one of them. 0 means one adapter for all rows.
+  """
+
+  rank: int
+  alpha: float
+  modules: tuple[str, ...]
+  num_adapters: int = 0
+
+  @property
+  def scale(self) -> float:
+    """The factor of what an adapter adds."""
+    return self.alpha / self.rank
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
   """Sizes and switches of a decoder.
 
@@ -39,6 +62,12 @@ class ModelConfig:
     has_qkv_bias: Qwen2's biases of queries, keys and values.
     has_qk_norm: Qwen3's RMSNorm of each query and key head.
     has_tied_head: the output head is the transposed embedding.
+    lora: adapters beside the kernels, or None.
+    sliding_windows: for each layer, how many tokens a token sees, itself
+      included; None is all tokens up to itself. Empty if no layer has a window.
+    family: name of the family in Hugging Face's format, as it was read. It does
+      not change what the decoder computes, and two configs that differ only
+      here are equal. If it is empty, it follows from the other settings.
   """
 
   vocab_size: int
@@ -54,6 +83,9 @@ class ModelConfig:
   has_qkv_bias: bool = False
   has_qk_norm: bool = False
   has_tied_head: bool = True
+  lora: Lora | None = None
+  sliding_windows: tuple[int | None, ...] = ()
+  family: str = dataclasses.field(default="", compare=False)
 
   def __post_init__(self):
     if self.num_heads % self.num_kv_heads:
@@ -65,10 +97,39 @@ class ModelConfig:
       raise ValueError(
         f"head_dim {self.head_dim} is odd; rotary embeddings need pairs"
       )
+    windows = self.sliding_windows
+    if windows and len(windows) != self.num_layers:
+      raise ValueError(
+        f"sliding_windows has {len(windows)} entries for num_layers"
+        f" {self.num_layers}"
+      )
+    if any(window is not None and window < 1 for window in windows):
+      raise ValueError(f"sliding_windows {windows} has one below 1")
+    if windows and not any(windows):
+      raise ValueError("sliding_windows has no window; leave it empty")
+
+  @property
+  def base(self) -> "ModelConfig":
+    """The same architecture without adapters."""
+    return dataclasses.replace(self, lora=None)
+
+  @property
+  def kernel_shapes(self) -> dict[str, tuple[int, ...]]:
+    """The shape of each kernel of a layer by name, its inputs first."""
+    d, h, f = self.model_dim, self.head_dim, self.mlp_dim
+    return {
+      "query": (d, self.num_heads, h),
+      "key": (d, self.num_kv_heads, h),
+      "value": (d, self.num_kv_heads, h),
+      "output": (self.num_heads, h, d),
+      "gate": (d, f),
+      "up": (d, f),
+      "down": (f, d),
+    }
 
   @property
   def num_params(self) -> int:
-    """The number of parameters; a tied head counts once."""
+    """The number of parameters without adapters; a tied head counts once."""
     d, h = self.model_dim, self.head_dim
     qkv = d * h * (self.num_heads + 2 * self.num_kv_heads)
     bias = h * (self.num_heads + 2 * self.num_kv_heads) * self.has_qkv_bias
@@ -78,10 +139,34 @@ class ModelConfig:
     heads = 1 if self.has_tied_head else 2
     return self.num_layers * block + heads * self.vocab_size * d + d
 
+  def windows_within(self, num_tokens: int) -> tuple[int | None, ...]:
+    """Return the window of each layer for sequences of at most this length.
+
+    A window that is not shorter than the sequences changes nothing, and is None
+    in the result.
+    """
+    windows = self.sliding_windows or (None,) * self.num_layers
+    return tuple(
+      window if window is not None and window < num_tokens else None
+      for window in windows
+    )
+
   def cache_bytes(self, *, tokens: int, itemsize: int) -> int:
-    """Return the memory of a key-value cache for this many tokens."""
+    """Return the memory of a key-value cache for this many tokens.
+
+    All tokens count, whether or not they are still within a window.
+    """
     per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim
     return per_token * tokens * itemsize
+
+  def slot_bytes(self, *, tokens: int, itemsize: int) -> int:
+    """Return the memory of a slot of the cache for this many tokens.
+
+    A layer with a window keeps no more tokens than its window.
+    """
+    kept = sum(window or tokens for window in self.windows_within(tokens))
+    per_token = 2 * self.num_kv_heads * self.head_dim
+    return per_token * kept * itemsize
 
 
 MODELS = {
@@ -102,6 +187,16 @@ MODELS = {
     num_heads=4,
     num_kv_heads=2,
     head_dim=24,
+    mlp_dim=256,
+    has_qk_norm=True,
+  ),
+  "small": ModelConfig(  # for a large vocabulary on a CPU
+    vocab_size=97,
+    model_dim=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
     mlp_dim=256,
     has_qk_norm=True,
   ),

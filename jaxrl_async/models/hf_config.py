@@ -17,7 +17,9 @@ ARCHITECTURES = {
   "qwen2": "Qwen2ForCausalLM",
   "qwen3": "Qwen3ForCausalLM",
   "llama": "LlamaForCausalLM",
+  "mistral": "MistralForCausalLM",
 }
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 # Far beyond any model. The bounds refuse a file before anything of its size is
 # built or counted.
 _MAX_SIZE = 2**24
@@ -86,6 +88,7 @@ def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
     )
   _refuse_the_unknown(settings, family)
   model_dim = _number(settings, "hidden_size", int)
+  num_layers = _number(settings, "num_hidden_layers", int, most=_MAX_LAYERS)
   num_heads = _number(settings, "num_attention_heads", int)
   # Defaults of transformers.
   num_kv_heads = num_heads if family == "llama" else None
@@ -105,7 +108,7 @@ def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
   model = configs.ModelConfig(
     vocab_size=_number(settings, "vocab_size", int),
     model_dim=model_dim,
-    num_layers=_number(settings, "num_hidden_layers", int, most=_MAX_LAYERS),
+    num_layers=num_layers,
     num_heads=num_heads,
     num_kv_heads=num_kv_heads,
     head_dim=head_dim,
@@ -116,6 +119,8 @@ def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
     has_qkv_bias=family == "qwen2",
     has_qk_norm=family == "qwen3",
     has_tied_head=_flag(settings, "tie_word_embeddings"),
+    sliding_windows=_sliding_windows(settings, family, num_layers),
+    family=family,
   )
   if model.num_params > _MAX_PARAMS:
     raise ValueError(
@@ -139,33 +144,69 @@ def _refuse_the_unknown(settings: Mapping[str, Any], family: str) -> None:
       raise ValueError(f"{name} is True; only False is supported")
   if settings.get("quantization_config") is not None:
     raise ValueError("quantization_config: quantized weights are not supported")
-  num_layers = _number(settings, "num_hidden_layers", int, most=_MAX_LAYERS)
+
+
+def _sliding_windows(
+  settings: Mapping[str, Any], family: str, num_layers: int
+) -> tuple[int | None, ...]:
+  """Return the sliding window of each layer; empty if no layer has one.
+
+  As in transformers, a Mistral has its window in all layers, or in none if
+  sliding_window is null. Qwen2 and Qwen3 need use_sliding_window, and have the
+  window in the layers that layer_types names. Without layer_types, these are
+  the layers from max_window_layers on. A Llama has no windows.
+  """
+  is_used = _flag(settings, "use_sliding_window")
+  is_used = {"llama": False, "mistral": True}.get(family, is_used)
+  first = _number(settings, "max_window_layers", int, 28, least=0)
+  window = None
+  if is_used and settings.get("sliding_window", 4096) is not None:
+    window = _number(settings, "sliding_window", int, 4096)
+  has_window = [window is not None] * num_layers
+  types = _layer_types(settings, num_layers)
+  if family in ("qwen2", "qwen3"):
+    if types is not None:
+      has_window = [name == _SLIDING for name in types]
+    else:
+      has_window = [has and i >= first for i, has in enumerate(has_window)]
+    if any(has_window) and window is None:
+      raise ValueError(
+        f"layer_types has {_SLIDING!r}, but there is no window; set"
+        " use_sliding_window and sliding_window"
+      )
+  elif types not in (None, [_SLIDING if has else _FULL for has in has_window]):
+    which = "no layer" if not any(has_window) else "every layer"
+    raise ValueError(
+      f"layer_types: {which} of this {family} has a window; leave it out"
+    )
+  if not any(has_window):
+    return ()
+  return tuple(window if has else None for has in has_window)
+
+
+def _layer_types(
+  settings: Mapping[str, Any], num_layers: int
+) -> list[str] | None:
+  """Return the kind of each layer's attention; None if there is no list."""
   layer_types = settings.get("layer_types")
-  if layer_types is not None:
-    if not isinstance(layer_types, list):
+  if layer_types is None:
+    return None
+  if not isinstance(layer_types, list):
+    raise ValueError(
+      f"layer_types is {sections.shown(layer_types)}, not a list"
+    )
+  for layer_type in layer_types:
+    if layer_type not in (_FULL, _SLIDING):
       raise ValueError(
-        f"layer_types is {sections.shown(layer_types)}, not a list"
+        f"layer_types has {sections.shown(layer_type)}; use {_FULL!r} or"
+        f" {_SLIDING!r}"
       )
-    for layer_type in layer_types:
-      if layer_type != "full_attention":
-        found = sections.shown(layer_type)
-        raise ValueError(
-          f"layer_types has {found}; only full attention is supported"
-        )
-    if len(layer_types) != num_layers:
-      raise ValueError(
-        f"layer_types has {len(layer_types)} entries for num_hidden_layers"
-        f" {num_layers}"
-      )
-  is_windowed = _flag(settings, "use_sliding_window")
-  first_windowed = _number(settings, "max_window_layers", int, 28, least=0)
-  if (
-    layer_types is None
-    and is_windowed
-    and settings.get("sliding_window", 4096) is not None
-    and first_windowed < num_layers
-  ):
-    raise ValueError("use_sliding_window: only full attention is supported")
+  if len(layer_types) != num_layers:
+    raise ValueError(
+      f"layer_types has {len(layer_types)} entries for num_hidden_layers"
+      f" {num_layers}"
+    )
+  return layer_types
 
 
 def _rope(
@@ -280,19 +321,7 @@ def config_json(config: configs.ModelConfig) -> dict[str, Any]:
   Raises:
     ValueError: the format cannot describe this architecture.
   """
-  if config.has_qkv_bias and config.has_qk_norm:
-    raise ValueError(
-      "has_qkv_bias and has_qk_norm: no model of this format has both"
-    )
-  if config.has_qk_norm:
-    family = "qwen3"
-  else:
-    family = "qwen2" if config.has_qkv_bias else "llama"
-  if family == "llama" and config.model_dim % config.num_heads:
-    raise ValueError(
-      f"model_dim {config.model_dim} is not a multiple of num_heads"
-      f" {config.num_heads}, as transformers requires of a Llama"
-    )
+  family = _family(config)
   scaling = config.rope_scaling
   return {
     "architectures": [ARCHITECTURES[family]],
@@ -316,4 +345,57 @@ def config_json(config: configs.ModelConfig) -> dict[str, Any]:
       "original_max_position_embeddings": scaling.original_max_tokens,
     },
     "tie_word_embeddings": config.has_tied_head,
+    **_window_settings(config, family),
+  }
+
+
+def _family(config: configs.ModelConfig) -> str:
+  """Return the family that has a model's biases, norms and windows."""
+  if config.has_qkv_bias and config.has_qk_norm:
+    raise ValueError(
+      "has_qkv_bias and has_qk_norm: no model of this format has both"
+    )
+  if config.has_qk_norm or config.has_qkv_bias:
+    possible = ("qwen3",) if config.has_qk_norm else ("qwen2",)
+  else:
+    possible = ("mistral",) if config.sliding_windows else ("llama", "mistral")
+  family = config.family or possible[0]
+  if family not in possible:
+    raise ValueError(
+      f"family {family!r} has no such biases, norms or windows; use"
+      f" {possible[0]!r}, or leave it empty"
+    )
+  if family == "llama" and config.model_dim % config.num_heads:
+    raise ValueError(
+      f"model_dim {config.model_dim} is not a multiple of num_heads"
+      f" {config.num_heads}, as transformers requires of a Llama"
+    )
+  return family
+
+
+def _window_settings(
+  config: configs.ModelConfig, family: str
+) -> dict[str, Any]:
+  """Return the settings of the windows, for old and new transformers."""
+  windows = config.sliding_windows
+  sizes = {size for size in windows if size is not None}
+  if len(sizes) > 1:
+    raise ValueError(
+      f"sliding_windows {sorted(sizes)}: this format has one size for all"
+      " layers"
+    )
+  window = next(iter(sizes), None)
+  if family == "mistral":
+    if window is not None and None in windows:
+      raise ValueError(
+        "sliding_windows: a Mistral has a window in every layer or in none"
+      )
+    return {"sliding_window": window}
+  if window is None:
+    return {}
+  return {
+    "use_sliding_window": True,
+    "sliding_window": window,
+    "max_window_layers": windows.index(window),
+    "layer_types": [_SLIDING if size else _FULL for size in windows],
   }

@@ -1,20 +1,25 @@
 """Pretrained weights: reading and writing directories in Hugging Face format.
 
-`load` reads models of the Qwen2, Qwen3 and Llama families into the trainer's
-tree with stacked layers. `save` writes that tree in the same format. Nothing is
-guessed: an unknown tensor, a missing one, or one of another shape is an error
-that names it.
+`load` reads models of the Qwen2, Qwen3, Llama and Mistral families into the
+trainer's tree with stacked layers. `save` writes that tree in the same format.
+Nothing is guessed: an unknown tensor, a missing one, or one of another shape is
+an error that names it.
 """
 
+import collections
 from collections.abc import Mapping
 import dataclasses
+import functools
 import json
 import pathlib
 import re
 from typing import Any
 
 import jax
+from jax import lax
 from jax import numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import safetensors
 from safetensors import numpy as safetensors_numpy
@@ -22,81 +27,17 @@ from safetensors import numpy as safetensors_numpy
 from jaxrl_async.config import sections
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_config
+from jaxrl_async.models import hf_tensors
 from jaxrl_async.models import transformer
 from jaxrl_async.storage import model_files
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
 _DTYPES = {"F32", "F16", "BF16"}
 _UNUSED = "rotary_emb.inv_freq"  # in old files; it follows from the settings
 
 
 _SHARD = re.compile(r"[^/\\\0]{1,200}\.safetensors")
-
-
-# -- tensors ----------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Place:
-  """The place of a stored tensor in our tree.
-
-  Attributes:
-    leaf: its name in our tree.
-    layer: index in the stacked leaf; None outside the layers.
-    shape: shape as stored, which is [out, in] for matrices; ours is [in, out].
-  """
-
-  leaf: str
-  layer: int | None
-  shape: tuple[int, ...]
-
-
-def _places(config: configs.ModelConfig) -> dict[str, _Place]:
-  """Return all tensors that a directory must hold, by their stored names."""
-  c = config
-  d, f = c.model_dim, c.mlp_dim
-  queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-  block: dict[str, tuple[str, tuple[int, ...]]] = {
-    "input_layernorm.weight": ("attention_norm", (d,)),
-    "self_attn.q_proj.weight": ("query", (queries, d)),
-    "self_attn.k_proj.weight": ("key", (keys, d)),
-    "self_attn.v_proj.weight": ("value", (keys, d)),
-    "self_attn.o_proj.weight": ("output", (d, queries)),
-    "post_attention_layernorm.weight": ("mlp_norm", (d,)),
-    "mlp.gate_proj.weight": ("gate", (f, d)),
-    "mlp.up_proj.weight": ("up", (f, d)),
-    "mlp.down_proj.weight": ("down", (d, f)),
-  }
-  if c.has_qkv_bias:
-    block["self_attn.q_proj.bias"] = ("query_bias", (queries,))
-    block["self_attn.k_proj.bias"] = ("key_bias", (keys,))
-    block["self_attn.v_proj.bias"] = ("value_bias", (keys,))
-  if c.has_qk_norm:
-    block["self_attn.q_norm.weight"] = ("query_norm", (c.head_dim,))
-    block["self_attn.k_norm.weight"] = ("key_norm", (c.head_dim,))
-  table = (c.vocab_size, d)
-  places = {EMBEDDING: _Place("embedding", None, table)}
-  for layer in range(c.num_layers):
-    for suffix, (leaf, shape) in block.items():
-      places[f"model.layers.{layer}.{suffix}"] = _Place(leaf, layer, shape)
-  places["model.norm.weight"] = _Place("final_norm", None, (d,))
-  if not c.has_tied_head:
-    places[HEAD] = _Place("output_head", None, table)
-  return places
-
-
-def _as_stored(params: transformer.Params, place: _Place) -> np.ndarray:
-  """Return our array in the stored orientation, as a view where possible."""
-  if place.layer is None:
-    array = params[place.leaf]
-  else:
-    array = params["layers"][place.leaf][place.layer]
-  if len(place.shape) == 1 or place.leaf == "embedding":
-    return array.reshape(place.shape)
-  return array.reshape(place.shape[::-1]).T
 
 
 def _abstract_params(config: configs.ModelConfig) -> transformer.Params:
@@ -114,66 +55,171 @@ def is_pretrained(directory: pathlib.Path) -> bool:
   return any((directory / name).exists() for name in names)
 
 
-def load(
-  directory: str | pathlib.Path, dtype: str = "float32"
-) -> tuple[configs.ModelConfig, transformer.Params]:
-  """Read a model: its architecture, and its parameters as numpy arrays.
+def has_weights(directory: pathlib.Path) -> bool:
+  """Return whether there are weights in a directory, even if damaged."""
+  return any((directory / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE))
 
-  The layers of the parameters are stacked. All headers are checked before any
-  data is read. Then one tensor at a time is copied into the result, so the peak
-  memory is that of the parameters plus the largest tensor.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Contents:
+  """What the headers of a directory say.
+
+  Attributes:
+    config: the architecture.
+    places: the place of each tensor of the model, by its stored name.
+    copies: tensors that must equal the embedding. Files of models with a tied
+      head may repeat it.
+    files: the file of each tensor.
+  """
+
+  config: configs.ModelConfig
+  places: dict[str, hf_tensors.Place]
+  copies: dict[str, hf_tensors.Place]
+  files: dict[str, pathlib.Path]
+
+
+def _contents(directory: pathlib.Path) -> _Contents:
+  """Check the settings and all headers of a directory."""
+  config = hf_config.model_config(directory)
+  places = hf_tensors.places(config)
+  copies = {}
+  if config.has_tied_head:
+    copies[hf_tensors.HEAD] = places[hf_tensors.EMBEDDING]
+  files = _check_headers(directory, places, copies)
+  copies = {name: place for name, place in copies.items() if name in files}
+  return _Contents(config=config, places=places, copies=copies, files=files)
+
+
+def check(directory: str | pathlib.Path) -> configs.ModelConfig:
+  """Check a model's settings and headers, and return its architecture.
+
+  Raises:
+    FileNotFoundError: a file is missing.
+    ValueError: the files do not hold a model that this decoder implements.
+  """
+  return _contents(pathlib.Path(directory)).config
+
+
+def load(
+  directory: str | pathlib.Path,
+  dtype: str = "float32",
+  shardings: transformer.Params | None = None,
+) -> tuple[configs.ModelConfig, transformer.Params]:
+  """Read a model: its architecture, and its parameters with stacked layers.
+
+  All headers are checked before any data is read. Then one tensor at a time is
+  read and put into its place. With shardings, each process reads the parts of
+  it that its own devices hold, and keeps none: beyond what the devices hold,
+  its memory grows by the largest such part, in the dtype of the parameters.
 
   Args:
     directory: holds config.json, and either model.safetensors or shards with
       their index. The embedding has the model's vocabulary, which may be larger
       than the tokenizer's.
     dtype: of the parameters, whatever dtype the files have.
+    shardings: a NamedSharding for each parameter. None returns numpy arrays.
 
   Raises:
     FileNotFoundError: a file is missing.
     ValueError: the files do not hold a model that this decoder implements.
   """
-  directory = pathlib.Path(directory)
-  config = hf_config.model_config(directory)
-  places = _places(config)
-  # Files of models with a tied head may repeat the embedding.
-  copies = {HEAD: places[EMBEDDING]} if config.has_tied_head else {}
-  files = _check_headers(directory, places, copies)
-  params = jax.tree.map(
-    lambda x: np.empty(x.shape, jnp.dtype(dtype)), _abstract_params(config)
-  )
-  for path, names in files.items():
-    with safetensors.safe_open(path, "numpy") as file:
-      for name in places.keys() & names:
-        array = _as_stored(params, places[name])
-        np.copyto(array, file.get_tensor(name), casting="unsafe")
-        if not np.isfinite(array).all():
-          raise ValueError(
-            f"{path}: {name} has values that are not finite in {dtype}"
-          )
-  for path, names in files.items():
-    for name in copies.keys() & names:
-      with safetensors.safe_open(path, "numpy") as file:
-        copy = file.get_tensor(name).astype(jnp.dtype(dtype), copy=False)
-      if not np.array_equal(copy, _as_stored(params, copies[name])):
-        raise ValueError(
-          f"{path}: {name} is not the embedding, but tie_word_embeddings is set"
-        )
-  return config, params
+  contents = _contents(pathlib.Path(directory))
+  kind = jnp.dtype(dtype)
+
+  def stored(name: str, place: hf_tensors.Place) -> hf_tensors.StoredTensor:
+    return hf_tensors.StoredTensor(contents.files[name], name, place, kind)
+
+  shapes = _abstract_params(contents.config)
+  if shardings is None:
+    params = jax.tree.map(lambda x: np.empty(x.shape, kind), shapes)
+  else:
+    params = {**shapes, "layers": dict(shapes["layers"])}
+  # In the order of the names, which is the same in every process.
+  for name, place in contents.places.items():
+    is_layer = place.layer is not None
+    leaves = params["layers"] if is_layer else params
+    leaf, tensor = leaves[place.leaf], stored(name, place)
+    if shardings is None:
+      own = leaf[place.layer] if is_layer else leaf
+      own[...] = tensor.part(own.shape, (slice(None),) * own.ndim)
+    elif is_layer:
+      sharding = shardings["layers"][place.leaf]
+      leaves[place.leaf] = _with_layer(leaf, tensor, sharding)
+    else:
+      sharding = shardings[place.leaf]
+      leaves[place.leaf] = _on_devices(leaf.shape, tensor, sharding)
+  embedding = hf_tensors.EMBEDDING
+  for name, place in contents.copies.items():
+    copy = stored(name, place)
+    both = zip(copy.pieces(), stored(embedding, place).pieces(), strict=True)
+    if not all(np.array_equal(a, b) for (_, a), (_, b) in both):
+      raise ValueError(
+        f"{copy.path}: {name} is not the embedding, but tie_word_embeddings is"
+        " set"
+      )
+  return contents.config, params
+
+
+def _on_devices(
+  shape: tuple[int, ...],
+  tensor: hf_tensors.StoredTensor,
+  sharding: NamedSharding,
+) -> jax.Array:
+  """Read a tensor onto the devices, one of its parts after the other."""
+  holders = collections.defaultdict(list)
+  for device, index in sharding.addressable_devices_indices_map(shape).items():
+    bounds = (s.indices(n) for s, n in zip(index or (), shape, strict=True))
+    holders[tuple(bounds)].append(device)
+  arrays = []
+  for bounds, devices in holders.items():
+    part = tensor.part(shape, [slice(*bound) for bound in bounds])
+    arrays += [jax.device_put(part, device) for device in devices]
+    # The transfers end before the next part is read.
+    jax.block_until_ready(arrays)
+  return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def _with_layer(
+  leaf: jax.Array | jax.ShapeDtypeStruct,
+  tensor: hf_tensors.StoredTensor,
+  sharding: NamedSharding,
+) -> jax.Array:
+  """Return a stacked parameter with one more layer, read onto the devices."""
+  own = NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
+  read = _on_devices(leaf.shape[1:], tensor, own)
+  if not isinstance(leaf, jax.Array):
+    leaf = _zeros(leaf.shape, tensor.dtype, sharding)
+  assert tensor.place.layer is not None
+  written = _written(leaf, read, np.int32(tensor.place.layer), sharding)
+  # One tensor at a time: the device frees what it was read into.
+  return jax.block_until_ready(written)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _zeros(
+  shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding
+) -> jax.Array:
+  return lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
+def _written(
+  leaf: jax.Array, tensor: jax.Array, layer: Any, sharding: NamedSharding
+) -> jax.Array:
+  leaf = lax.dynamic_update_index_in_dim(leaf, tensor, layer, 0)
+  return lax.with_sharding_constraint(leaf, sharding)
 
 
 def _check_headers(
   directory: pathlib.Path,
-  places: Mapping[str, _Place],
-  optional: Mapping[str, _Place],
-) -> dict[pathlib.Path, set[str]]:
-  """Check all headers and return the names of the tensors in each file."""
-  files: dict[pathlib.Path, set[str]] = {}
+  places: Mapping[str, hf_tensors.Place],
+  optional: Mapping[str, hf_tensors.Place],
+) -> dict[str, pathlib.Path]:
+  """Check all headers and return the file of each tensor."""
   paths, weight_map = _weight_files(directory)
   known = {**places, **optional}
   found: dict[str, pathlib.Path] = {}
   for path in paths:
-    files[path] = set()
     model_files.check_file(path)
     try:
       with safetensors.safe_open(path, "numpy") as file:
@@ -184,7 +230,6 @@ def _check_headers(
             raise ValueError(f"{name} is in {found[name].name} as well")
           header = file.get_slice(name)
           _check_tensor(name, header.get_shape(), header.get_dtype(), known)
-          files[path].add(name)
           found[name] = path
     except (OSError, ValueError, safetensors.SafetensorError) as error:
       raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
@@ -200,11 +245,14 @@ def _check_headers(
       raise ValueError(
         f"{source}: {name} is in {found[name].name}, not in {file_name}"
       )
-  return files
+  return found
 
 
 def _check_tensor(
-  name: str, shape: list[int], dtype: str, places: Mapping[str, _Place]
+  name: str,
+  shape: list[int],
+  dtype: str,
+  places: Mapping[str, hf_tensors.Place],
 ) -> None:
   if name not in places:
     raise ValueError(f"{name} is not a tensor of this model")
@@ -317,7 +365,7 @@ def _write_shards(
   max_shard_bytes: int,
 ) -> None:
   """Fill shards in the order of the names; a single one needs no index."""
-  places = _places(config)
+  places = hf_tensors.places(config)
   shards: list[list[str]] = [[]]
   in_shard = total = 0
   for name, place in places.items():
@@ -328,22 +376,49 @@ def _write_shards(
     shards[-1].append(name)
     in_shard += size
     total += size
-  host = jax.tree.map(np.asarray, params)
   weight_map = {}
   for number, names in enumerate(shards, start=1):
     file_name = WEIGHTS_FILE
     if len(shards) > 1:
       file_name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-    tensors = {
-      name: np.ascontiguousarray(
-        _as_stored(host, places[name]).astype(dtype, copy=False)
-      )
-      for name in names
-    }
+    tensors = {name: _as_stored(params, places[name], dtype) for name in names}
     safetensors_numpy.save_file(
       tensors, directory / file_name, metadata={"format": "pt"}
     )
+    del tensors  # before those of the next file are made
     weight_map |= dict.fromkeys(names, file_name)
   if len(shards) > 1:
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _as_stored(
+  params: transformer.Params, place: hf_tensors.Place, dtype: np.dtype
+) -> np.ndarray:
+  """Return one tensor on the host, in the stored orientation and dtype."""
+  is_layer = place.layer is not None
+  leaf = (params["layers"] if is_layer else params)[place.leaf]
+  if isinstance(leaf, jax.Array):
+    layer = None if place.layer is None else np.int32(place.layer)
+    alike = dataclasses.replace(place, layer=None)  # compiled once for all
+    return np.asarray(_stored(leaf, layer, alike, dtype))
+  leaf = leaf[place.layer] if is_layer else leaf
+  leaf = _turned(leaf, place).astype(dtype, copy=False)
+  return np.ascontiguousarray(leaf)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _stored(
+  leaf: jax.Array, layer: Any, place: hf_tensors.Place, dtype: np.dtype
+) -> jax.Array:
+  """Return one tensor as stored, made on the devices that hold it."""
+  if layer is not None:
+    leaf = lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
+  return _turned(leaf, place).astype(dtype)
+
+
+def _turned(array: Any, place: hf_tensors.Place) -> Any:
+  """Return one of our arrays in the stored shape."""
+  if place.is_turned:
+    return array.reshape(place.shape[::-1]).T
+  return array.reshape(place.shape)

@@ -1,8 +1,9 @@
-"""Weight-only int8 and fp8 quantization of the engine's matrices.
+"""Weight-only int8 and fp8 quantization of matrices.
 
 The trainer quantises the weights that it publishes; the channel then moves
 smaller arrays, and the engine multiplies by them. Activations, the cache and
-the trainer's own weights are not quantised. The trainer computes logprobs with
+the weights that the trainer updates are not quantised. A base that LoRA freezes
+may be int8 in the trainer too. The trainer computes logprobs with
 its full weights, so `mismatch_kl` measures the cost of quantization. The
 recorded behavior logprobs are those of the quantised policy, so the loss
 corrects for it as it does for any stale policy.
@@ -31,7 +32,7 @@ _TYPES = {
 }
 # Matrices by name, and the number of leading axes that a product sums over. The
 # other axes are output channels, each of which has a scale of its own.
-_NUM_CONTRACTED = {
+NUM_CONTRACTED = {
   "query": 1,
   "key": 1,
   "value": 1,
@@ -58,36 +59,44 @@ def _map_matrices(
 
   def replaced(path: tuple[Any, ...], leaf: Any) -> Any:
     name = getattr(path[-1], "key", None)
-    if name not in _NUM_CONTRACTED:
+    if name not in NUM_CONTRACTED:
       return leaf
-    return fn(leaf, range(_NUM_CONTRACTED[name]))
+    # Stacked layers have one axis more, in front: ("layers", name).
+    start = int(getattr(path[0], "key", None) == "layers" and len(path) == 2)
+    return fn(leaf, range(start, start + NUM_CONTRACTED[name]))
 
   return jax.tree_util.tree_map_with_path(
-    replaced, tree, is_leaf=lambda x: isinstance(x, tuple)
+    replaced, tree, is_leaf=lambda x: isinstance(x, tuple) or _is_quantized(x)
   )
 
 
 def quantize(
   params: Any, weight_format: sections.WeightFormat, dtype: str
 ) -> Any:
-  """Return the tree to publish: quantised matrices, all else in `dtype`.
+  """Return the tree with quantised matrices, and all else in `dtype`.
 
   Each output channel is scaled by its largest magnitude. The error of int8 is
-  at most half a scale.
+  at most half a scale. A matrix that has this format already stays as it is.
 
   Args:
-    params: layers unstacked, in full precision.
+    params: layers stacked or not, in full precision or quantised.
     weight_format: FLOAT only casts.
     dtype: of arrays that are not quantised. Scales are float32.
   """
 
-  def quantized(matrix: jax.Array, contracted: range) -> qwix.QArray:
+  def quantized(matrix: Any, contracted: range) -> qwix.QArray:
+    if _is_quantized(matrix):
+      if matrix.qtype == jnp.dtype(_TYPES[weight_format]):
+        return matrix
+      matrix = qwix.dequantize(matrix)
     return qwix.quantize(
       matrix.astype(jnp.float32),
       jnp.dtype(_TYPES[weight_format]),
       channelwise_axes=[x for x in range(matrix.ndim) if x not in contracted],
     )
 
+  if weight_format is sections.WeightFormat.FLOAT:
+    params = dequantize(params)
   return jax.tree.map(
     lambda x: x if _is_quantized(x) else x.astype(dtype),
     _map_matrices(quantized, params, weight_format),
@@ -95,12 +104,38 @@ def quantize(
   )
 
 
-def logical_axes(axes: Any, weight_format: sections.WeightFormat) -> Any:
-  """Return the logical axes of a published tree.
+def frozen(params: Any, dtype: str) -> Any:
+  """Return parameters as the trainer holds those that it does not train.
 
   Args:
-    axes: `transformer.logical_axes` with unstacked layers.
-    weight_format: of the published tree.
+    params: layers stacked.
+    dtype: a dtype to cast to. "int8" quantises the matrices of the layers, and
+      the rest becomes bfloat16. The head is not quantised, because the trainer
+      would have to dequantise it as a whole.
+  """
+  if dtype != "int8":
+    return jax.tree.map(lambda x: x.astype(dtype), params)
+  layers = {"layers": params.get("layers", {})}
+  return {
+    **jax.tree.map(lambda x: x.astype("bfloat16"), params),
+    **quantize(layers, sections.WeightFormat.INT8, "bfloat16"),
+  }
+
+
+def frozen_axes(axes: Any, dtype: str) -> Any:
+  """Return the logical axes of the result of `frozen`."""
+  if dtype != "int8":
+    return axes
+  layers = {"layers": axes["layers"]}
+  return {**axes, **logical_axes(layers, sections.WeightFormat.INT8)}
+
+
+def logical_axes(axes: Any, weight_format: sections.WeightFormat) -> Any:
+  """Return the logical axes of the result of `quantize`.
+
+  Args:
+    axes: `transformer.logical_axes` of the tree that is quantised.
+    weight_format: of the quantised tree.
   """
 
   def quantized(names: Any, contracted: range) -> qwix.QArray:
@@ -140,6 +175,13 @@ def project(
   """
   if not _is_quantized(kernel):
     return projection.project(equation, dtype, x, kernel)
+  return _quantized_product(equation, dtype, x, kernel)
+
+
+def _product(
+  equation: str, dtype: Any, x: Float[Array, "..."], kernel: Any
+) -> Float[Array, "..."]:
+  """Return the product with a quantised kernel; see `project`."""
   # The kernel does not change during a decode loop, so XLA would convert it
   # before the loop and keep the larger copy. Tying it to x, which does change,
   # with a barrier prevents this.
@@ -153,6 +195,44 @@ def project(
   return (summed * kernel.scale.reshape(ones + channels)).astype(
     dtype or x.dtype
   )
+
+
+def _input_gradient(
+  equation: str, dtype: Any, inputs: Any, d_out: Float[Array, "..."]
+) -> tuple[Float[Array, "..."], Any]:
+  """Return the gradient of the input; a quantised kernel has none.
+
+  The backward pass reads the quantised values. Automatic differentiation would
+  keep the matrix in the dtype of x for each layer, between the two passes.
+  """
+  del dtype
+  x, kernel = inputs
+  operands, _, outputs = equation.partition("->...")
+  into, _, whole = operands.removeprefix("...").partition(",")
+  num_channels = len(outputs)
+  ones = (1,) * (d_out.ndim - num_channels)
+  scale = kernel.scale.reshape(ones + kernel.scale.shape[-num_channels:])
+  scaled = (d_out.astype(jnp.float32) * scale).astype(x.dtype)
+  d_x = jnp.einsum(
+    f"...{outputs},{whole}->...{into}", scaled, kernel.qvalue.astype(x.dtype)
+  )
+  return d_x, jax.tree.map(_no_gradient, kernel)
+
+
+def _no_gradient(x: jax.Array) -> Any:
+  if jnp.issubdtype(x.dtype, jnp.integer):
+    return np.zeros(x.shape, jax.dtypes.float0)
+  return jnp.zeros_like(x)
+
+
+_quantized_product = jax.custom_vjp(_product, nondiff_argnums=(0, 1))
+_quantized_product.defvjp(
+  lambda equation, dtype, x, kernel: (
+    _product(equation, dtype, x, kernel),
+    (x, kernel),
+  ),
+  _input_gradient,
+)
 
 
 def unsupported(weight_format: sections.WeightFormat, device: Any) -> str:

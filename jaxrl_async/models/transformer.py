@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxrl_async.config import sections
 from jaxrl_async.models import configs
+from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import quantization
 from jaxrl_async.models.attention import reference
 
@@ -172,16 +173,46 @@ class Block(nnx.Module):
     self.gate = _param(rngs, (d, c.mlp_dim), ("embed", "mlp"), fan_in=d)
     self.up = _param(rngs, (d, c.mlp_dim), ("embed", "mlp"), fan_in=d)
     self.down = _param(rngs, (c.mlp_dim, d), ("mlp", "embed"), fan_in=c.mlp_dim)
+    # Drawn last, so that the base is the same with and without adapters.
+    if c.lora is not None:
+      for module in c.lora.modules:
+        self._add_adapter(c.lora, module, rngs)
+
+  def _add_adapter(
+    self, lora: configs.Lora, module: str, rngs: nnx.Rngs
+  ) -> None:
+    """Add the two matrices of an adapter; its rank is not split."""
+    kernel = getattr(self, module)
+    shapes = lora_lib.shapes(lora, module, kernel.shape, lora.rank)
+    names = kernel.get_metadata()["logical_axes"]
+    axes = lora_lib.shapes(lora, module, names, None)
+    values = lora_lib.initial(rngs.params(), *shapes)
+    for name, value, own in zip(
+      lora_lib.names(module), values, axes, strict=True
+    ):
+      setattr(self, name, nnx.Param(value, logical_axes=own))
+
+  def _product(
+    self, module: str, equation: str, x: jax.Array, rows: jax.Array | None
+  ) -> jax.Array:
+    """Return a product with a kernel, and with its adapter if it has one."""
+    product = _project(equation, x, getattr(self, module)[...])
+    lora = self.config.lora
+    if lora is None or module not in lora.modules:
+      return product
+    a, b = (getattr(self, name)[...] for name in lora_lib.names(module))
+    return product + lora_lib.added(lora, equation, x, a, b, rows)
 
   def _heads(
     self,
+    module: str,
     x: jax.Array,
-    kernel: nnx.Param,
+    rows: jax.Array | None,
     bias: nnx.Param | None,
     norm: nnx.Param | None,
   ) -> jax.Array:
     """Return queries, keys or values: product, bias and norm of each head."""
-    heads = _project("...d,dnh->...nh", x, kernel[...])
+    heads = self._product(module, "...d,dnh->...nh", x, rows)
     if bias is not None:
       shape = (1,) * (x.ndim - 1) + bias.shape
       heads = heads + bias[...].astype(x.dtype).reshape(shape)
@@ -195,6 +226,7 @@ class Block(nnx.Module):
     positions: Int[Array, "*B"],
     layer: Any,
     attend: Attend,
+    rows: Int[Array, "R"] | None = None,
   ) -> tuple[Float[Array, "*B D"], Any]:
     c = self.config
     biases = (
@@ -204,18 +236,18 @@ class Block(nnx.Module):
     )
     norms = (self.query_norm, self.key_norm) if c.has_qk_norm else (None, None)
     h = rms_norm(x, self.attention_norm[...], c.norm_eps)
-    query = self._heads(h, self.query, biases[0], norms[0])
-    key = self._heads(h, self.key, biases[1], norms[1])
-    value = self._heads(h, self.value, biases[2], None)
+    query = self._heads("query", h, rows, biases[0], norms[0])
+    key = self._heads("key", h, rows, biases[1], norms[1])
+    value = self._heads("value", h, rows, biases[2], None)
     frequencies = rope_frequencies(c)
     query = rotary(query, positions, frequencies)
     key = rotary(key, positions, frequencies)
     mixed, kept = attend(layer, query, key, value)
-    x = x + _project("...nh,nhd->...d", mixed, self.output[...])
+    x = x + self._product("output", "...nh,nhd->...d", mixed, rows)
     h = rms_norm(x, self.mlp_norm[...], c.norm_eps)
-    gate = jax.nn.silu(_project("...d,df->...f", h, self.gate[...]))
-    up = _project("...d,df->...f", h, self.up[...])
-    return x + _project("...f,fd->...d", gate * up, self.down[...]), kept
+    gate = jax.nn.silu(self._product("gate", "...d,df->...f", h, rows))
+    up = self._product("up", "...d,df->...f", h, rows)
+    return x + self._product("down", "...f,fd->...d", gate * up, rows), kept
 
 
 class Decoder(nnx.Module):
@@ -281,6 +313,8 @@ class Decoder(nnx.Module):
     positions: Int[Array, "*B"],
     attend: Attend,
     constrain: Callable[[jax.Array], jax.Array] = lambda x: x,
+    rows: Int[Array, "R"] | None = None,
+    per_layer: Any = None,
   ) -> tuple[Float[Array, "*B D"], Any]:
     """Return the normed hidden states, and what `attend` kept of each layer.
 
@@ -289,14 +323,18 @@ class Decoder(nnx.Module):
       positions: of each token in its sequence.
       attend: the attention, see the module's docstring.
       constrain: constrains how the states after each layer are split.
+      rows: the adapter of each row, if the model holds a stack of adapters.
+      per_layer: arrays with a value for each layer, which `attend` gets instead
+        of the layer's index. Only for stacked layers.
     """
     if self.is_stacked:
       block_def, stacked = nnx.split(self.layers)
 
-      def step(x: jax.Array, layer_params: Any) -> tuple[jax.Array, Any]:
+      def step(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
+        layer_params, layer_values = layer
         block = nnx.merge(block_def, layer_params)
         x = ad_checkpoint.checkpoint_name(x, _LAYER_INPUT)
-        x, kept = block(x, positions, None, attend)
+        x, kept = block(x, positions, layer_values, attend, rows)
         return constrain(x), kept
 
       body: Any = step
@@ -306,11 +344,11 @@ class Decoder(nnx.Module):
         body = jax.checkpoint(
           step, policy=POLICIES[self.remat], prevent_cse=False
         )
-      x, kept = jax.lax.scan(body, x, stacked)
+      x, kept = jax.lax.scan(body, x, (stacked, per_layer))
     else:
       kept = []
       for layer, block in enumerate(self.layers):
-        x, kept_here = block(x, positions, layer, attend)
+        x, kept_here = block(x, positions, layer, attend, rows)
         x = constrain(x)
         kept.append(kept_here)
     return rms_norm(x, self.final_norm[...], self.config.norm_eps), kept

@@ -13,6 +13,7 @@ import numpy as np
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.devices import topology
 from jaxrl_async.models import configs
+from jaxrl_async.models import lora as lora_lib
 
 
 def peak_flops(mesh: Mesh, dtype: str) -> float:
@@ -36,7 +37,9 @@ def model_flops(
 
   6 per parameter and token, without an embedding that is only looked up, plus
   12 per layer, head, element of a head, and pair of tokens of which one sees
-  the other. Activations that are computed twice count once.
+  the other. Tokens outside of a layer's sliding window are not seen.
+  Activations that are computed twice count once. A base under LoRA's adapters
+  has no gradient of its own, so its parameters count 4.
 
   Args:
     model: the architecture.
@@ -44,9 +47,15 @@ def model_flops(
   """
   tables = 0 if model.has_tied_head else model.vocab_size * model.model_dim
   products = (model.num_params - tables) * lengths.sum()
-  pairs = (lengths * (lengths + 1) // 2).sum()
-  heads = model.num_layers * model.num_heads * model.head_dim
-  return float(6 * products + 12 * heads * pairs)
+  pairs = 0
+  for window in model.windows_within(int(lengths.max(initial=0))):
+    seen = lengths if window is None else np.minimum(lengths, window)
+    # The first tokens see all before them, and the others a whole window.
+    pairs += (seen * (seen + 1) // 2 + (lengths - seen) * seen).sum()
+  heads = model.num_heads * model.head_dim
+  per_parameter = 6 if model.lora is None else 4
+  adapters = 6 * lora_lib.num_params(model) * lengths.sum()
+  return float(per_parameter * products + adapters + 12 * heads * pairs)
 
 
 def measured_matmul_flops(

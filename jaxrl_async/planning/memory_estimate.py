@@ -16,6 +16,8 @@ from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
 
 BYTES = {"float32": 4, "bfloat16": 2}
+# Of an element of the embedding or of the head under a frozen base.
+BASE_BYTES = BYTES | {"int8": 2}
 _BATCH_BYTES = (
   7 * 4 + 1 + 4
 )  # of a token: PackedBatch, and its proximal logprob
@@ -203,7 +205,8 @@ def training(
   # A compiler may drop activations that it can recompute from the products.
   least = kept(dots if remat is none else remat)
   head = model.vocab_size * model.model_dim // parts("vocab")
-  layer_weights = policy.weights * parts("embed") - 4 * head * (
+  of_head = 4 if model.lora is None else BASE_BYTES[section.lora.base_dtype]
+  layer_weights = policy.weights * parts("embed") - of_head * head * (
     1 if model.has_tied_head else 2
   )
   gathered = layer_weights // model.num_layers if parts("embed") > 1 else 0
@@ -235,6 +238,7 @@ def rollout(
   section: sections.RolloutSection,
   *,
   published: int,
+  base: int = 0,
 ) -> dict[str, int]:
   """Return the large parts of a rollout device's memory, in bytes by name.
 
@@ -244,6 +248,7 @@ def rollout(
     rules: which mesh axes split which logical axes.
     section: the section with the slots, the prefill buckets and the cache.
     published: bytes of one version of the weights, before they are sharded.
+    base: likewise of the weights that all versions share.
   """
 
   def parts(axis: str) -> int:
@@ -251,10 +256,11 @@ def rollout(
 
   itemsize = BYTES[section.dtype]
   in_pages = section.num_pages * section.page_tokens
-  cache = model.cache_bytes(
-    tokens=in_pages or section.num_slots * section.cache_tokens,
-    itemsize=itemsize,
-  )
+  if in_pages:
+    cache = model.cache_bytes(tokens=in_pages, itemsize=itemsize)
+  else:
+    slot = model.slot_bytes(tokens=section.cache_tokens, itemsize=itemsize)
+    cache = section.num_slots * slot
   slots = 1 if in_pages else parts("batch")
   kept = _kept(
     model, parts, sections.Remat.DOTS, num_scores=0, itemsize=itemsize
@@ -263,9 +269,11 @@ def rollout(
   bucket = min(section.prefill_chunk or longest, longest)
   rows, left = divmod(section.prefill_rows, parts("batch"))
   rows = section.prefill_rows if left else rows
+  split = parts("mlp") * parts("embed")
   return {
     # While a new version is being adopted, the previous one is still in use.
-    "weights": 2 * published // (parts("mlp") * parts("embed")),
+    "weights": 2 * published // split,
+    **({"base": base // split} if base else {}),
     "cache": cache // (slots * parts("kv_heads")),
     "prefill": rows * bucket * kept,
     "prefilled": model.cache_bytes(tokens=rows * bucket, itemsize=itemsize)
@@ -310,6 +318,16 @@ def check(estimate: Estimate, limit: int | float | None) -> None:
   _refuse("an update", estimate.at_least, limit, largest, use)
 
 
+def least_rollout(parts: dict[str, int]) -> int:
+  """Return a lower bound of the bytes that generation needs on a device.
+
+  Args:
+    parts: the result of `rollout`.
+  """
+  weights = parts["weights"] // 2 + parts.get("base", 0)
+  return weights + parts["cache"] + parts["prefilled"]
+
+
 def check_rollout(
   parts: dict[str, int],
   section: sections.RolloutSection,
@@ -325,12 +343,12 @@ def check_rollout(
   Raises:
     ConfigError: weights, cache and the outputs of prefill do not fit.
   """
-  at_least = parts["weights"] // 2 + parts["cache"] + parts["prefilled"]
+  at_least = least_rollout(parts)
   if limit is None or at_least <= limit:
     return
   cache = "rollout.num_pages" if section.num_pages else "rollout.num_slots"
   largest = {
-    "model.name": ("weights", parts["weights"] // 2),
+    "model.name": ("weights", parts["weights"] // 2 + parts.get("base", 0)),
     cache: ("the cache", parts["cache"]),
     "rollout.prefill_rows": (
       "what one prefill call gives",

@@ -4,7 +4,7 @@
 """
 
 import collections
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import copy
 import json
@@ -22,15 +22,41 @@ import numpy as np
 
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
 from jaxrl_async.reporting import timeline as timeline_lib
+from jaxrl_async.reporting import wandb_log as wandb_log_lib
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import events
 
+COMPILE = "compile"  # an activity
+# Tracing, lowering and compiling; JAX calls listeners in the compiling thread.
+_COMPILE_EVENTS = "/jax/core/compile/"
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
+_NUM_BINS = 16
 
 
-def _plain(name: str, value: Any) -> float | int | list[float | int]:
-  """Return a metric as a number, or a list of numbers, of Python."""
+class Histogram(NamedTuple):
+  """How many of some numbers lie between neighbouring limits.
+
+  Attributes:
+    limits: ascending, one more than there are counts.
+    counts: `counts[i]` numbers are at least `limits[i]` and less than
+      `limits[i + 1]`. The last limit itself counts as well.
+  """
+
+  limits: list[float]
+  counts: list[int]
+
+
+def histogram_of(values: Sequence[float] | np.ndarray) -> Histogram:
+  """Return a histogram of finite numbers in a fixed number of bins."""
+  counts, limits = np.histogram(np.asarray(values, np.float64), _NUM_BINS)
+  return Histogram(limits.tolist(), counts.tolist())
+
+
+def _plain(name: str, value: Any) -> Any:
+  """Return a metric as numbers of Python, in a list or a dict if several."""
+  if isinstance(value, Histogram):
+    return {k: _plain(name, v) for k, v in value._asdict().items()}
   array = np.asarray(value)
   if array.dtype.kind not in "biuf" or array.ndim > 1:
     raise TypeError(
@@ -41,6 +67,8 @@ def _plain(name: str, value: Any) -> float | int | list[float | int]:
 
 def _finite(value: Any) -> Any:
   """Return the value with None in place of NaN and infinities."""
+  if isinstance(value, dict):
+    return {name: _finite(x) for name, x in value.items()}
   if isinstance(value, list):
     return [_finite(x) for x in value]
   if isinstance(value, float) and not math.isfinite(value):
@@ -49,7 +77,7 @@ def _finite(value: Any) -> Any:
 
 
 class MetricsWriter:
-  """Writes `metrics.jsonl` and TensorBoard events.
+  """Writes `metrics.jsonl`, TensorBoard events, and to W&B if asked to.
 
   The first `write` opens the files. It starts them anew, unless `restore` was
   called, which cuts both back to a checkpoint. Only `metrics.jsonl` must
@@ -65,15 +93,18 @@ class MetricsWriter:
     self,
     workdir: str | os.PathLike[str],
     side_outputs: side_outputs_lib.SideOutputs,
+    wandb_log: wandb_log_lib.WandbLog | None = None,
   ):
     """Prepare a writer; no file is opened yet.
 
     Args:
       workdir: of the run; it is created by the first write.
-      side_outputs: counts failures of TensorBoard's files.
+      side_outputs: counts failures of TensorBoard's files and of W&B.
+      wandb_log: gets the same values.
     """
     self._workdir = pathlib.Path(workdir)
     self._side_outputs = side_outputs
+    self._wandb_log = wandb_log
     self._num_bytes = 0
     self._last_step = -1
     self._held: dict[str, Any] | None = None
@@ -105,8 +136,8 @@ class MetricsWriter:
 
     Args:
       step: completed train steps; grows with every call.
-      values: numbers, or lists whose entry i counts the value i
-        (`staleness/histogram`). NaN and infinities become null.
+      values: numbers, lists whose entry i counts the value i
+        (`staleness/histogram`), or histograms. NaN and infinities become null.
 
     Raises:
       StorageError: `metrics.jsonl` could not be written.
@@ -129,6 +160,9 @@ class MetricsWriter:
           self._workdir / "tensorboard", first_step
         )
       self._events.add(step, plain)
+    if self._wandb_log is not None:
+      with self._side_outputs.attempt("the log at W&B"):
+        self._wandb_log.add(step, plain)
     self._last_step = step
 
   def _check_order(self, step: int) -> None:
@@ -171,10 +205,28 @@ class MetricsWriter:
     self._file = self._open()
 
   def close(self) -> None:
-    """Close both files."""
+    """Close both files, and the log at W&B."""
     for file in (self._file, self._events):
       if file is not None:
         file.close()
+    if self._wandb_log is not None:
+      with self._side_outputs.attempt("the log at W&B"):
+        self._wandb_log.close()
+
+
+class _Compiling(threading.local):
+  """What the thread's innermost `BusyClock.record` has seen compile.
+
+  Attributes:
+    clock: of that record; None outside of any.
+    periods: start and end in seconds of that clock. They may be nested.
+  """
+
+  clock: "BusyClock | None" = None
+  periods: tuple[tuple[float, float], ...] = ()
+
+
+_compiling = _Compiling()
 
 
 class BusyClock:
@@ -182,6 +234,10 @@ class BusyClock:
 
   It keeps totals and a timeline for the picture. Its memory and the time of
   each call do not depend on how much was recorded.
+
+  A program is compiled when it is first called. Inside a `CompilationCounter`,
+  this time is an activity of its own, "compile". The slice still counts as busy
+  during it.
 
   Invariant: `_busy_s` is the length of the closed periods in which at least one
   thread was inside a program; `_since_s` is the start of the open period, if
@@ -222,16 +278,22 @@ class BusyClock:
       if not self._num_inside:
         self._since_s = start_s
       self._num_inside += 1
+    outer = _compiling.clock, _compiling.periods
+    _compiling.clock, _compiling.periods = self, ()
     try:
       yield
     finally:
+      compiled = _compiling.periods
+      _compiling.clock, _compiling.periods = outer
       with self._lock:
         end_s = self.now()
         self._num_inside -= 1
         if not self._num_inside:
           self._busy_s += end_s - self._since_s
-        self._activity_s[activity] += end_s - start_s
-        self._timeline.add(timeline_lib.Interval(start_s, end_s, activity))
+        for a, b, is_compiling in _pieces(start_s, end_s, compiled):
+          name = COMPILE if is_compiling else activity
+          self._activity_s[name] += b - a
+          self._timeline.add(timeline_lib.Interval(a, b, name))
 
   def activity_s(self) -> dict[str, float]:
     """Return the seconds of each activity, summed over threads."""
@@ -242,6 +304,23 @@ class BusyClock:
     """Return a copy of the timeline."""
     with self._lock:
       return copy.deepcopy(self._timeline)
+
+
+def _pieces(
+  start_s: float, end_s: float, compiled: Sequence[tuple[float, float]]
+) -> Iterator[tuple[float, float, bool]]:
+  """Divide a period into start, end and whether something was compiled."""
+  at = start_s
+  for a, b in sorted(compiled):
+    a, b = max(a, at), min(b, end_s)
+    if a >= b:
+      continue  # inside the one before
+    if a > at:
+      yield at, a, False
+    yield a, b, True
+    at = b
+  if at < end_s or at == start_s:
+    yield at, end_s, False
 
 
 class Reading(NamedTuple):
@@ -296,6 +375,10 @@ class CompilationCounter:
     return self.num_programs - self.num_cache_hits
 
   def _on_duration(self, event: str, duration_secs: float, **_: Any) -> None:
+    clock = _compiling.clock
+    if event.startswith(_COMPILE_EVENTS) and clock is not None:
+      now_s = clock.now()
+      _compiling.periods += ((now_s - duration_secs, now_s),)
     if event == _BACKEND_COMPILE:
       with self._lock:
         self.num_programs += 1

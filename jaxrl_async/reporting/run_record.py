@@ -1,6 +1,7 @@
 """What a run remembers about itself across restarts."""
 
 import dataclasses
+import math
 from typing import Any
 
 from jaxrl_async.config import sections
@@ -17,6 +18,10 @@ def _add_counts(total: list[int], more: list[int]) -> list[int]:
   size = max(len(total), len(more))
   padded = [counts + [0] * (size - len(counts)) for counts in (total, more)]
   return [a + b for a, b in zip(*padded, strict=True)]
+
+
+def _finite(value: Any) -> float | None:
+  return None if value is None or not math.isfinite(value) else float(value)
 
 
 def _mean_of_counts(counts: list[int]) -> float:
@@ -41,6 +46,7 @@ class RunRecord:
     generated_tokens: written training tokens, of earlier starts.
     evaluations: (time, version, sampled accuracy, greedy accuracy or None).
     rewards: (time, mean reward) of each train step.
+    signals: (time, *values) of each train step; see `summary.History`.
     mismatch_kl: of the completions of each evaluation, and of each train step
       that had tokens of the current version.
     staleness_counts: trained tokens by staleness.
@@ -59,6 +65,9 @@ class RunRecord:
     default_factory=series_lib.Series
   )
   rewards: series_lib.Series = dataclasses.field(
+    default_factory=series_lib.Series
+  )
+  signals: series_lib.Series = dataclasses.field(
     default_factory=series_lib.Series
   )
   mismatch_kl: series_lib.Mean = dataclasses.field(
@@ -89,13 +98,15 @@ class RunRecord:
     for name in ("mismatch_kls", "evaluation_kls"):
       for value in values.pop(name, ()):
         kls.add(value)
-    for name in {"evaluations", "rewards"} & values.keys():
+    for name in {"evaluations", "rewards", "signals"} & values.keys():
       values[name] = series_lib.Series.from_json(values[name])
     return cls(mismatch_kl=kls, **values)
 
   def add_step(self, now_s: float, values: dict[str, Any]) -> None:
     """Add what the summary needs from the metrics of a train step."""
     self.rewards.append((now_s, float(values["reward/mean"])))
+    signals = [_finite(values.get(name)) for name in summary_lib.SIGNALS]
+    self.signals.append((now_s, *signals))
     self.staleness_counts = _add_counts(
       self.staleness_counts, values["staleness/histogram"]
     )
@@ -132,6 +143,7 @@ class RunRecord:
       max_staleness=max_staleness,
       evaluations=[(e[0], e[2]) for e in self.evaluations.points()],
       rewards=self.rewards.points(),
+      signals=self.signals.points(),
       staleness_counts=self.staleness_counts,
       versions_counts=self.versions_counts,
       lanes=lanes,

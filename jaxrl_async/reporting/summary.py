@@ -19,10 +19,25 @@ _COLORS = {
   "proximal": "#8fb339",
   "update": "#c8553d",
   "publish": "#5d4a9c",
+  "compile": "#9b9b9b",
 }
 _OTHER_COLORS = ("#7a7a7a", "#a98467", "#4a5568", "#98c1d9")
 # Lower edge of the lane of each slice.
 _LANES = {"train": 0.0, "rollout": 1.15}
+# The metrics of the small plots, by the titles of these. A plot has one or two
+# lines, each with its label.
+_PLOTS = {
+  "Entropy per token": {"policy/entropy": "policy"},
+  "KL per token": {
+    "offpolicy/behavior_kl": "behavior to proximal",
+    "policy/approx_kl": "proximal to current",
+  },
+  "Tokens per completion": {
+    "completion/tokens_mean": "mean",
+    "completion/tokens_max": "longest",
+  },
+}
+SIGNALS = tuple(name for plot in _PLOTS.values() for name in plot)
 _HEIGHTS = (-0.05, 2.2)  # lower and upper limit of the axes
 _EVALUATION = 0xDD / 0xFF  # grey
 
@@ -123,6 +138,8 @@ class History:
     max_staleness: the bound, drawn beside the histogram.
     evaluations: (time, held-out accuracy) of each evaluation.
     rewards: (time, mean reward) of each train step.
+    signals: (time, *values) of each train step, with the values of `SIGNALS`
+      in their order. A value that is missing or not finite is None.
     staleness_counts: trained tokens by staleness, from 0.
     versions_counts: trained trajectories by number of versions, from 0.
     lanes: activities of the slices "rollout" and "train" since the last start.
@@ -136,6 +153,7 @@ class History:
   max_staleness: int
   evaluations: Sequence[tuple[float, float]]
   rewards: Sequence[tuple[float, float]]
+  signals: Sequence[tuple[float | None, ...]]
   staleness_counts: Sequence[int]
   versions_counts: Sequence[int]
   lanes: Mapping[str, timeline_lib.Timeline]
@@ -151,12 +169,12 @@ def draw(path: str | os.PathLike[str], history: History) -> None:
   from matplotlib.backends import backend_agg
   from matplotlib.figure import Figure
 
-  figure = Figure(figsize=(13, 8.5), dpi=110, layout="constrained")
+  figure = Figure(figsize=(13, 10.5), dpi=110, layout="constrained")
   backend_agg.FigureCanvasAgg(figure)
-  grid = figure.add_gridspec(3, 4, height_ratios=(1.25, 1, 1))
-  learning = figure.add_subplot(grid[0, :2])
+  grid = figure.add_gridspec(4, 12, height_ratios=(1.25, 0.85, 1, 1))
+  learning = figure.add_subplot(grid[0, :6])
   _draw_learning(learning, history)
-  staleness = figure.add_subplot(grid[0, 2])
+  staleness = figure.add_subplot(grid[0, 6:9])
   _draw_shares(
     staleness, history.staleness_counts, "#2a7f9e", "Staleness of tokens"
   )
@@ -165,7 +183,7 @@ def draw(path: str | os.PathLike[str], history: History) -> None:
     xlabel=f"versions (bound {history.max_staleness}, dashed)",
     ylabel="share of trained tokens",
   )
-  versions = figure.add_subplot(grid[0, 3])
+  versions = figure.add_subplot(grid[0, 9:])
   _draw_shares(
     versions, history.versions_counts, "#5d4a9c", "Versions per trajectory"
   )
@@ -173,12 +191,15 @@ def draw(path: str | os.PathLike[str], history: History) -> None:
     xlabel="versions that wrote it",
     ylabel="share of trajectories",
   )
-  whole = figure.add_subplot(grid[1, :])
+  for i, (title, plot) in enumerate(_PLOTS.items()):
+    axes = figure.add_subplot(grid[1, 4 * i : 4 * i + 4])
+    _draw_signals(axes, history, title, plot)
+  whole = figure.add_subplot(grid[2, :])
   colors = _activity_colors(history)
   _draw_occupancy(whole, history, colors)
   what = "since the last start" if history.is_resumed else "the whole run"
   whole.set_title(f"What each slice did: {what}", loc="left")
-  zoom = figure.add_subplot(grid[2, :])
+  zoom = figure.add_subplot(grid[3, :])
   start_s, end_s = _zoom(history)
   _draw_intervals(zoom, history, colors, start_s, end_s)
   zoom.set_title(
@@ -214,6 +235,26 @@ def _draw_learning(axes: Any, history: History) -> None:
   axes.grid(alpha=0.25)
   if values:
     axes.legend(frameon=False, loc="lower right")
+
+
+def _draw_signals(
+  axes: Any, history: History, title: str, plot: Mapping[str, str]
+) -> None:
+  """Draw metrics of the train steps over time; gaps are left open."""
+  colors = ("#2a7f9e", "#c8553d")
+  times = [point[0] for point in history.signals]
+  for color, (name, label) in zip(colors, plot.items(), strict=False):
+    at = 1 + SIGNALS.index(name)
+    values = [point[at] for point in history.signals]
+    if any(value is not None for value in values):
+      line = [math.nan if value is None else value for value in values]
+      axes.plot(times, line, color=color, lw=1.2, label=label)
+  axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+  axes.set_title(title, fontsize=10.5)
+  axes.set_xlabel("seconds since the start of the run")
+  axes.grid(alpha=0.25)
+  if len(plot) > 1 and axes.lines:
+    axes.legend(frameon=False, fontsize=8.5)
 
 
 def _draw_shares(

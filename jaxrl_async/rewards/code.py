@@ -94,7 +94,9 @@ def score(
     cases = metadata["cases"]
     verdict = box.run_cases(program, cases, stop_early=False, limits=limits)
     share = verdict.num_passed / len(cases)
-    return Reward(score=float(share == 1.0), parts={"passed": share})
+    return Reward(
+      score=float(share == 1.0), parts={"passed": share}, answer=program
+    )
   tests = str(metadata.get("tests") or metadata["test"])
   if "def check(" in tests and entry_point:
     tests += f"\ncheck({entry_point})\n"
@@ -106,4 +108,4 @@ def score(
     limits=limits,
   )
   passed = float(verdict.num_passed)
-  return Reward(score=passed, parts={"passed": passed})
+  return Reward(score=passed, parts={"passed": passed}, answer=program)

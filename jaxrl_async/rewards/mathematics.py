@@ -99,4 +99,8 @@ def score(item: Mapping[str, Any], completion: Completion) -> Reward:
   if answer is None:
     answer = completion.answer
   is_right = are_equal(expected, answer)
-  return Reward(score=float(is_right), parts={"answered": float(bool(answer))})
+  return Reward(
+    score=float(is_right),
+    parts={"answered": float(bool(answer))},
+    answer=answer,
+  )

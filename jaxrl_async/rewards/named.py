@@ -1,10 +1,14 @@
 """Scorers by the names that a config gives them."""
 
 from collections.abc import Mapping
+import functools
 import importlib
+import inspect
 import types
+from typing import Any
 
-from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.rewards import server as server_lib
+from jaxrl_async.rewards import term as term_lib
 
 # Name -> module:function.
 SHIPPED: Mapping[str, str] = {
@@ -13,11 +17,43 @@ SHIPPED: Mapping[str, str] = {
   "code": "jaxrl_async.rewards.code:score",
   "exact": "jaxrl_async.rewards.match:exact",
   "numeric": "jaxrl_async.rewards.match:numeric",
+  "answered": "jaxrl_async.rewards.shaping:answered",
+  "ended": "jaxrl_async.rewards.shaping:ended",
+  "matches": "jaxrl_async.rewards.shaping:matches",
+  "overlong": "jaxrl_async.rewards.shaping:overlong",
 }
 
 
-def find(name: str) -> service_lib.Scorer:
-  """Return the scorer of a name, or that of `module:function`.
+def scorer(
+  name: str, params: Mapping[str, Any]
+) -> term_lib.Scorer | server_lib.RewardServer:
+  """Return what a name stands for: a function with its parameters, or a server.
+
+  Args:
+    name: one of `SHIPPED`, module:function, or the address of a server.
+    params: keyword arguments of the function, after the item and the
+      completion.
+
+  Raises:
+    ValueError: there is none, or it does not take these parameters.
+  """
+  if server_lib.is_address(name):
+    if params:
+      raise ValueError(f"{name} is a server, which takes no params")
+    return server_lib.at(name)
+  function = find(name)
+  try:
+    inspect.signature(function).bind({}, None, **params)
+  except TypeError as error:
+    raise ValueError(
+      f"{name!r} cannot be called with an item, a completion and the params"
+      f" {', '.join(params) or '(none)'}: {error}"
+    ) from error
+  return functools.partial(function, **params) if params else function
+
+
+def find(name: str) -> types.FunctionType:
+  """Return the function of a name, or that of `module:function`.
 
   The module is imported here, and in the reward processes by its name. It has
   to be in the directories of `sys.path`.
@@ -29,14 +65,23 @@ def find(name: str) -> service_lib.Scorer:
   module_name, has_colon, function_name = place.partition(":")
   if not (has_colon and module_name and function_name):
     raise ValueError(
-      f"there is no reward {name!r}; use one of {', '.join(SHIPPED)}, or"
-      " module:function"
+      f"there is no reward {name!r}; use one of {', '.join(SHIPPED)},"
+      " module:function, or http://HOST:PORT/PATH"
     )
   try:
     module = importlib.import_module(module_name)
   except ImportError as error:
     raise ValueError(f"{name!r} cannot be imported: {error}") from error
-  scorer = getattr(module, function_name, None)
-  if not isinstance(scorer, types.FunctionType):
+  function = getattr(module, function_name, None)
+  if not isinstance(function, types.FunctionType):
     raise ValueError(f"{module_name} has no function {function_name!r}")
-  return scorer
+  return function
+
+
+def function_of(
+  scorer: term_lib.Scorer | server_lib.RewardServer,
+) -> tuple[Any, Mapping[str, Any]]:
+  """Return the function of a scorer and its parameters."""
+  if isinstance(scorer, functools.partial):
+    return scorer.func, scorer.keywords
+  return scorer, {}

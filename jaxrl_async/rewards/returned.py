@@ -44,8 +44,16 @@ def as_reward(returned: Any, num_tokens: int) -> Reward:
     ).items():
       at = _position(position, num_tokens)
       token_scores[at] = _number(value, f" as the score at token {at}")
+  if not isinstance(returned.answer, str | None):
+    raise NoRewardError(
+      f"error: the scorer returned {returned.answer!r:.80} as the answer, no"
+      " text"
+    )
   return Reward(
-    score=_number(returned.score, ""), parts=parts, token_scores=token_scores
+    score=_number(returned.score, ""),
+    parts=parts,
+    token_scores=token_scores,
+    answer=returned.answer,
   )
 
 

@@ -5,10 +5,12 @@ hang, exit or return something that is not a reward. After the configured
 retries each of these becomes a `RewardFailure`. A failure never becomes a
 score.
 
-One group is one task of the pool: 32 groups of 16 cost 32 round trips, not 512.
+A score may be the sum of several terms, each with its own deadline, retries and
+counters. One term of one group is one task of the pool: 32 groups of 16 cost 32
+round trips, not 512.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent import futures
 import dataclasses
 import multiprocessing
@@ -17,52 +19,45 @@ import sys
 import threading
 import time
 import traceback
-import types
 from typing import Any
 
 import pebble
 
 from jaxrl_async.rewards import extraction
 from jaxrl_async.rewards import file_lock
-from jaxrl_async.rewards import reasoning
-from jaxrl_async.rewards import returned as returned_lib
+from jaxrl_async.rewards import scoring
+from jaxrl_async.rewards import term as term_lib
 from jaxrl_async.types import Completion, Reward
 
-# (types.Prompt.item, completion) -> score or `Reward`. It must be a function of
-# a module that imports neither jax nor the launch file.
-Scorer = Callable[[dict[str, Any], Completion], float | Reward]
+RewardFailure = scoring.RewardFailure
+Scorer = term_lib.Scorer
 
 _PRELOAD = "jaxrl_async.rewards.preload"
-# A scorer may not return to the interpreter, for example from a long loop in C.
-# Its process is killed after this many seconds of CPU time past the deadline.
-_KILL_GRACE_S = 1.0
 # A group is given up this many seconds after the deadlines of all its scores.
 _GROUP_GRACE_S = 2.0
 _KILLED = "timeout: the scorer did not return; its process was killed"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RewardFailure:
-  """Why a group has no scores.
+@dataclasses.dataclass(slots=True)
+class _Counters:
+  """Failed attempts so far, and the seconds of the last attempts."""
 
-  Attributes:
-    reason: one line that starts with "timeout", "error" or "nan".
-    traceback: traceback of the scorer; "" if its process died.
-  """
-
-  reason: str
-  traceback: str = ""
+  num_timeouts: int = 0
+  num_errors: int = 0
+  latencies_s: list[float] = dataclasses.field(default_factory=list)
 
 
 class RewardService:
   """A pool of processes that score groups.
 
-  Invariant: each submitted group ends as rewards or as a `RewardFailure` within
-  (num_retries + 1) * (group size * timeout_s + 2 s) after its processing has
-  begun, as long as the owner of the handle polls. This holds because each score
-  runs under a timer in its process. A process that ignores the timer is killed
-  by the kernel or, as a last resort, by pebble. A broken pool is replaced, and
-  the groups that it held count a failed attempt.
+  Invariant: each submitted group ends as rewards or as a `RewardFailure`, as
+  long as the owner of the handle polls. Each term of its score takes at most
+  num_retries + 1 attempts. An attempt ends within group size * timeout_s + 2 s
+  after a process has taken it up, or timeout_s + 2 s if a server scores the
+  group. This holds because each score runs under a timer in its process. A
+  process that ignores the timer is killed by the kernel or, as a last resort,
+  by pebble. A broken pool is replaced, and the groups that it held count a
+  failed attempt.
 
   Threads: any thread may submit, and owns the handle that it gets. `_lock`
   guards the pool in use and the counters.
@@ -72,31 +67,23 @@ class RewardService:
     self,
     *,
     num_workers: int,
-    timeout_s: float,
-    num_retries: int,
+    terms: Sequence[term_lib.Term],
     answer_prefix: str,
-    scorer: Scorer = reasoning.score,
   ):
     """Start the processes, which import their libraries in the background.
 
     Args:
       num_workers: number of processes that score.
-      timeout_s: time limit of one score in seconds.
-      num_retries: number of further attempts at a group before it fails.
+      terms: at least one, with different names.
       answer_prefix: prefix of the answer; see `extraction.extract_answer`.
-      scorer: a function of an importable module, not of the main script.
     """
     self._num_workers = num_workers
-    self._timeout_s = timeout_s
-    self._num_retries = num_retries
+    self._terms = tuple(terms)
     self._answer_prefix = answer_prefix
-    self._scorer = scorer
     self._lock = threading.Lock()
     self._is_closed = False
     self._stopping: list[threading.Thread] = []
-    self._num_timeouts = 0
-    self._num_errors = 0
-    self._latencies_s: list[float] = []
+    self._counters = {term.name: _Counters() for term in terms}
     multiprocessing.set_forkserver_preload([_PRELOAD])
     self._pool = self._new_pool()
     self._greetings: list[futures.Future] = []
@@ -148,17 +135,19 @@ class RewardService:
   def metrics(self) -> dict[str, float]:
     """Return the failed attempts so far and the mean seconds of an attempt.
 
-    The mean is over the attempts since the last call.
+    The mean is over the attempts since the last call. Each term that has a name
+    has these metrics too.
     """
     with self._lock:
-      latencies_s, self._latencies_s = self._latencies_s, []
-      return {
-        "reward_service/timeouts": float(self._num_timeouts),
-        "reward_service/errors": float(self._num_errors),
-        "reward_service/latency_s": (
-          sum(latencies_s) / len(latencies_s) if latencies_s else 0.0
-        ),
-      }
+      read = {}
+      for name, counters in self._counters.items():
+        latencies_s, counters.latencies_s = counters.latencies_s, []
+        read[name] = dataclasses.replace(counters, latencies_s=latencies_s)
+    values = _metrics("reward_service", [*read.values()])
+    for name, counters in read.items():
+      if name:
+        values |= _metrics(f"reward_service/{name}", [counters])
+    return values
 
   def close(self, timeout_s: float = 10.0) -> None:
     """End the processes and give up the groups that are being scored.
@@ -209,7 +198,10 @@ class RewardService:
     self._stopping.append(thread)
 
   def _schedule(
-    self, item: dict[str, Any], completions: list[Completion]
+    self,
+    term: term_lib.Term,
+    item: dict[str, Any],
+    completions: list[Completion],
   ) -> tuple[pebble.ProcessPool, futures.Future]:
     with self._lock:
       if self._is_closed:
@@ -218,31 +210,33 @@ class RewardService:
         self._stop(self._pool)
         self._pool = self._new_pool()
       future = self._pool.schedule(
-        _score_group,
-        args=(self._scorer, item, completions, self._timeout_s),
-        timeout=len(completions) * self._timeout_s + _GROUP_GRACE_S,
+        scoring.score_group,
+        args=(term, item, completions),
+        timeout=scoring.max_group_s(term, len(completions)) + _GROUP_GRACE_S,
       )
       submitted_s = time.monotonic()
+      # The callback does not take the lock, because it runs on a thread of the
+      # pool or inside this method. Appending is atomic.
       future.add_done_callback(
-        lambda _: self._count_latency(time.monotonic() - submitted_s)
+        lambda _: self._counters[term.name].latencies_s.append(
+          time.monotonic() - submitted_s
+        )
       )
       return self._pool, future
 
-  def _count_failure(self, failure: RewardFailure) -> None:
+  def _count_failure(self, term: term_lib.Term, failure: RewardFailure) -> None:
     with self._lock:
       if failure.reason.startswith("timeout"):
-        self._num_timeouts += 1
+        self._counters[term.name].num_timeouts += 1
       else:
-        self._num_errors += 1
-
-  def _count_latency(self, latency_s: float) -> None:
-    # This does not take the lock, because it runs on a thread of the pool or
-    # inside `_schedule`, which holds the lock. Appending is atomic.
-    self._latencies_s.append(latency_s)
+        self._counters[term.name].num_errors += 1
 
 
 class ScoreHandle:
-  """A group that is being scored. Retries start when its owner polls."""
+  """A group that is being scored. Retries start when its owner polls.
+
+  All terms of its score run to their end, also if one of them has failed.
+  """
 
   def __init__(
     self,
@@ -250,13 +244,21 @@ class ScoreHandle:
     item: dict[str, Any],
     completions: list[Completion],
   ):
-    """Start the first attempt."""
-    self._service = service
-    self._item = item
+    """Start the first attempts."""
     self._completions = completions
-    self._attempts_left = service._num_retries
     self._outcome: list[Reward] | RewardFailure | None = None
-    self._begin()
+    self._parts: list[_TermHandle] = []
+    try:
+      used = [term for term in service._terms if term.scores(item)]
+    except KeyError:
+      used = []
+    if not used:
+      self._outcome = RewardFailure(
+        "error: no reward is for an item of the source"
+        f" {item.get('source')!r:.80}"
+      )
+      service._count_failure(service._terms[0], self._outcome)
+    self._parts = [_TermHandle(service, x, item, completions) for x in used]
 
   def done(self) -> bool:
     """Return whether the result has arrived, without waiting for it.
@@ -264,21 +266,16 @@ class ScoreHandle:
     Raises:
       RuntimeError: the service was closed before.
     """
-    if self._outcome is not None:
-      return True
-    if not self._future.done():
-      if self._service._is_closed:
-        raise RuntimeError("the reward service is closed")
-      if self._pool.active:
-        return False
-    self._settle(_outcome(self._future))
+    if self._outcome is None and all([part.done() for part in self._parts]):
+      self._outcome = self._settled()
     return self._outcome is not None
 
   def result(self) -> list[Reward] | RewardFailure:
     """Wait for the rewards and return them in the order of the completions.
 
     Returns:
-      The rewards, or the failure of the group's last attempt.
+      The rewards, or the failure of the last attempt at the first term that
+      failed.
 
     Raises:
       RuntimeError: the service was closed before.
@@ -286,23 +283,83 @@ class ScoreHandle:
     while not self.done():
       # The wait has a timeout, because a closed or broken pool never completes
       # its futures.
-      futures.wait([self._future], timeout=0.1)
+      futures.wait(
+        [part.future for part in self._parts if part.outcome is None],
+        timeout=0.1,
+        return_when=futures.FIRST_COMPLETED,
+      )
     assert self._outcome is not None
     return self._outcome
 
+  def _settled(self) -> list[Reward] | RewardFailure:
+    rewards = []
+    for part in self._parts:
+      assert part.outcome is not None
+      if isinstance(part.outcome, RewardFailure):
+        return part.outcome
+      rewards.append(part.outcome)
+    return [
+      dataclasses.replace(reward, answer=completion.answer)
+      if reward.answer is None
+      else reward
+      for reward, completion in zip(
+        term_lib.combined([part.term for part in self._parts], rewards),
+        self._completions,
+        strict=True,
+      )
+    ]
+
+
+class _TermHandle:
+  """One term of a group's score.
+
+  Attributes:
+    outcome: None until the term is scored or has failed for the last time.
+    future: of the attempt that is under way.
+  """
+
+  def __init__(
+    self,
+    service: RewardService,
+    term: term_lib.Term,
+    item: dict[str, Any],
+    completions: list[Completion],
+  ):
+    """Start the first attempt."""
+    self.term = term
+    self.outcome: list[Reward] | RewardFailure | None = None
+    self._service = service
+    self._group = item, completions
+    self._attempts_left = term.num_retries
+    self._begin()
+
+  def done(self) -> bool:
+    """Return whether there is an outcome; start the next attempt if not."""
+    if self.outcome is not None:
+      return True
+    if not self.future.done():
+      if self._service._is_closed:
+        raise RuntimeError("the reward service is closed")
+      if self._pool.active:
+        return False
+    self._settle(_outcome(self.future))
+    return self.outcome is not None
+
   def _begin(self) -> None:
-    self._pool, self._future = self._service._schedule(
-      self._item, self._completions
-    )
+    self._pool, self.future = self._service._schedule(self.term, *self._group)
 
   def _settle(self, outcome: list[Reward] | RewardFailure) -> None:
     if isinstance(outcome, RewardFailure):
-      self._service._count_failure(outcome)
+      self._service._count_failure(self.term, outcome)
       if self._attempts_left > 0:
         self._attempts_left -= 1
         self._begin()
         return
-    self._outcome = outcome
+      if self.term.name:
+        outcome = dataclasses.replace(
+          outcome, reason=f"{outcome.reason} (reward {self.term.name})"
+        )
+    self.outcome = outcome
 
 
 def _outcome(future: futures.Future) -> list[Reward] | RewardFailure:
@@ -323,78 +380,22 @@ def _outcome(future: futures.Future) -> list[Reward] | RewardFailure:
   if isinstance(error, TimeoutError):
     return RewardFailure(_KILLED)
   return RewardFailure(
-    f"error: {_one_line(error)}", "".join(traceback.format_exception(error))
+    f"error: {scoring.one_line(error)}",
+    "".join(traceback.format_exception(error)),
   )
 
 
-# The code below runs in a reward process.
-
-
-class _ScoreTimeout(BaseException):
-  """The time of a scorer is up. `except Exception` does not catch it."""
+def _metrics(prefix: str, counters: Sequence[_Counters]) -> dict[str, float]:
+  latencies_s = [s for counter in counters for s in counter.latencies_s]
+  return {
+    f"{prefix}/timeouts": float(sum(x.num_timeouts for x in counters)),
+    f"{prefix}/errors": float(sum(x.num_errors for x in counters)),
+    f"{prefix}/latency_s": (
+      sum(latencies_s) / len(latencies_s) if latencies_s else 0.0
+    ),
+  }
 
 
 def _loaded_modules() -> tuple[bool, bool]:
+  """Run in a reward process: whether it has the preload, and jax."""
   return _PRELOAD in sys.modules, "jax" in sys.modules
-
-
-def _score_group(
-  scorer: Scorer,
-  item: dict[str, Any],
-  completions: list[Completion],
-  timeout_s: float,
-) -> list[Reward] | RewardFailure:
-  """Return the reward of each completion, or the first failure."""
-  rewards = []
-  for completion in completions:
-    reward = _score_before_deadline(scorer, item, completion, timeout_s)
-    if isinstance(reward, RewardFailure):
-      return reward
-    rewards.append(reward)
-  return rewards
-
-
-def _score_before_deadline(
-  scorer: Scorer,
-  item: dict[str, Any],
-  completion: Completion,
-  timeout_s: float,
-) -> Reward | RewardFailure:
-  ran_out = False
-
-  def run_out(signum: int, frame: types.FrameType | None) -> None:
-    nonlocal ran_out
-    ran_out = True
-    raise _ScoreTimeout
-
-  signal.signal(signal.SIGALRM, run_out)
-  # The signal repeats every second, in case a bare `except` in the scorer
-  # catches the first one.
-  signal.setitimer(signal.ITIMER_REAL, timeout_s, 1.0)
-  # This signal keeps its default action, which ends the process even while it
-  # runs C code.
-  signal.setitimer(signal.ITIMER_VIRTUAL, timeout_s + _KILL_GRACE_S)
-  error = None
-  try:
-    returned = scorer(item, completion)
-  except BaseException as raised:  # user code may also raise SystemExit
-    error, returned = raised, None
-  finally:
-    signal.setitimer(signal.ITIMER_REAL, 0.0)
-    signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-  where = "".join(traceback.format_exception(error)) if error else ""
-  if ran_out:
-    return RewardFailure(
-      f"timeout: a score took longer than {timeout_s:g} s", where
-    )
-  if error is not None:
-    return RewardFailure(f"error: {_one_line(error)}", where)
-  try:
-    return returned_lib.as_reward(returned, len(completion.tokens))
-  except returned_lib.NoRewardError as unusable:
-    return RewardFailure(str(unusable))
-
-
-def _one_line(error: BaseException) -> str:
-  message = " ".join(str(error).split())
-  return f"{type(error).__name__}: {message}"

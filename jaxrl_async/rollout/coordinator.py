@@ -39,6 +39,8 @@ class CoordinatorSettings:
       every replica holds this many.
     max_filtered_groups: the run ends with an error after this many filtered
       groups in a row, because training would hardly advance.
+    stop: texts each of which ends a turn.
+    stop_token_ids: tokens each of which ends a turn.
   """
 
   group_size: int
@@ -48,6 +50,8 @@ class CoordinatorSettings:
   filter_zero_std: bool
   max_failed_groups: int
   max_filtered_groups: int = 1_000
+  stop: tuple[str, ...] = ()
+  stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -398,6 +402,8 @@ class Coordinator:
       trajectory=running.trajectories[member],
       limit=self._limit(running),
       temperature=self.settings.temperature,
+      stop=self.settings.stop,
+      stop_token_ids=self.settings.stop_token_ids,
     )
 
   def _advance(self, running: _Running, member: int) -> list[messages.Turn]:
@@ -448,7 +454,9 @@ class Coordinator:
       trajectory.reward = reward
     index = running.admission.index
     del self._running[index]
-    if self.settings.filter_zero_std and types.teach_nothing(outcome):
+    is_empty = types.teach_nothing(outcome)
+    self.stream.record(running.prompt.prompt_id, teaches=not is_empty)
+    if self.settings.filter_zero_std and is_empty:
       self._ledger.add_filtered(group)
       self._buffer.drop(index)
       self._num_filtered += 1

@@ -50,12 +50,16 @@ class Turn:
       no finish reason.
     limit: the turn ends when the trajectory has this many tokens.
     temperature: the sampling temperature.
+    stop: texts each of which ends the turn.
+    stop_token_ids: tokens each of which ends the turn, besides the engine's.
   """
 
   admission: types.Admission
   trajectory: types.Trajectory
   limit: int
   temperature: float
+  stop: tuple[str, ...] = ()
+  stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

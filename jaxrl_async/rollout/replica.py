@@ -14,6 +14,8 @@ from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.rollout import client_requests
 from jaxrl_async.rollout import messages
+from jaxrl_async.text import stop_strings
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 _GROUP = "group"  # the owner kind of sequences that belong to rollout groups
 
@@ -43,6 +45,7 @@ class Replica:
     scheduler: scheduler_lib.Scheduler,
     *,
     channel: weight_transfer.WeightChannel,
+    tokenizer: tokenizer_lib.Tokenizer,
     requests: client_requests.ClientRequests | None = None,
   ):
     """Create a replica.
@@ -52,6 +55,7 @@ class Replica:
       link: the coordinator that gives it turns.
       scheduler: the scheduler that it drives from now on.
       channel: the channel through which it gets new weights.
+      tokenizer: of the policy, to find the texts that end turns.
       requests: client requests to serve beside the turns, if any.
     """
     self.name = name
@@ -61,6 +65,7 @@ class Replica:
     self.group_tokens = 0
     self._link = link
     self._channel = channel
+    self._tokenizer = tokenizer
     self._requests = requests
     self._writing: dict[tuple[int, int], sequence_lib.Sequence] = {}
 
@@ -163,7 +168,7 @@ class Replica:
     # Turns come before cancellations, because the same answer can hold a turn
     # of a group and cancel the group.
     for turn in work.turns:
-      sequence = _sequence(turn)
+      sequence = _sequence(turn, self._tokenizer)
       self._writing[_key(sequence)] = sequence
       self.scheduler.submit(sequence)
     for group in work.cancelled:
@@ -174,7 +179,9 @@ class Replica:
     self._report(aborted)
 
 
-def _sequence(turn: messages.Turn) -> sequence_lib.Sequence:
+def _sequence(
+  turn: messages.Turn, tokenizer: tokenizer_lib.Tokenizer
+) -> sequence_lib.Sequence:
   """Return the sequence with which the scheduler generates a turn."""
   trajectory, admission = turn.trajectory, turn.admission
   sequence = sequence_lib.Sequence(
@@ -183,11 +190,16 @@ def _sequence(turn: messages.Turn) -> sequence_lib.Sequence:
     stream=sampling.Stream.TRAIN,
     group=admission.index,
     member=trajectory.member,
-    settings=sampling.SamplingSettings(temperature=turn.temperature),
+    settings=sampling.SamplingSettings(
+      temperature=turn.temperature, end_tokens=turn.stop_token_ids
+    ),
     deadline=admission.deadline,
     owner=sequence_lib.Owner(_GROUP, admission.index),
   )
   sequence.resume(trajectory)
+  # A turn that was begun elsewhere may end with part of a stop text.
+  begun = sequence.written()[sequence.turn_start :]
+  sequence.stop = stop_strings.check_of(tokenizer, turn.stop, begun)
   return sequence
 
 

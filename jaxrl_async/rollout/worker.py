@@ -56,7 +56,12 @@ def in_one_process(
     episode=episode,
   )
   replica = replica_lib.Replica(
-    "replica 0", coordinator, scheduler, channel=channel, requests=requests
+    "replica 0",
+    coordinator,
+    scheduler,
+    channel=channel,
+    tokenizer=tokenizer,
+    requests=requests,
   )
   return RolloutWorker(coordinator, replica)
 

@@ -11,21 +11,31 @@ from jaxrl_async.config import sections
 from jaxrl_async.coordination import transfer_directory
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.data import prompts
+from jaxrl_async.data import source as source_lib
+from jaxrl_async.data import worked_examples as worked_examples_lib
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import transformer
-from jaxrl_async.models.attention import packed_attention
+from jaxrl_async.models.attention import packed_choice
 from jaxrl_async.planning import aot
+from jaxrl_async.planning import memory_estimate
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.reporting import wandb_log as wandb_log_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
+from jaxrl_async.run import answers as answers_lib
 from jaxrl_async.run import device_checks
 from jaxrl_async.run import initial_params
+from jaxrl_async.run import reward_terms
 from jaxrl_async.run import setup as setup_lib
+from jaxrl_async.storage import config_json
 from jaxrl_async.training import objectives
+from jaxrl_async.training import packing
 from jaxrl_async.training import sft
+from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
 from jaxrl_async.training import trainer as trainer_lib
 
@@ -48,7 +58,7 @@ def forward_settings(
     model=model,
     compute_dtype=config.model.compute_dtype,
     remat=config.model.remat,
-    attention=packed_attention.choose(
+    attention=packed_choice.choose(
       config.train.attention,
       num_heads=model.num_heads,
       num_kv_heads=model.num_kv_heads,
@@ -56,6 +66,7 @@ def forward_settings(
       tokens_per_row=config.train.tokens_per_row,
       dtype=jax.numpy.dtype(config.model.compute_dtype),
       layout=layout,
+      sliding_windows=model.windows_within(config.train.tokens_per_row),
     ),
     temperature=temperature,
     vocab_chunk=config.train.vocab_chunk,
@@ -82,6 +93,27 @@ def make_engine(setup: setup_lib.Setup) -> engine_lib.Engine:
   )
 
 
+def engine_with(
+  setup: setup_lib.Setup, params: transformer.Params, version: int
+) -> tuple[engine_lib.Engine, decode_state_lib.EngineParams]:
+  """Return an engine and parameters in the format in which it takes them.
+
+  Args:
+    setup: its two meshes may share their devices.
+    params: float32 with stacked layers, on the training mesh.
+    version: the policy version of the parameters.
+  """
+  config = setup.config
+  engine = make_engine(setup)
+  publish = train_step.make_publish(
+    setup.model,
+    mesh_lib.Layout(mesh=setup.train_mesh, rules=config.mesh.train_rules),
+    dtype=config.rollout.dtype,
+    weights=config.rollout.weights,
+  )
+  return engine, engine.load_params(publish(params), version)
+
+
 def coordinator_settings(
   config: sections.Config,
 ) -> coordinator_lib.CoordinatorSettings:
@@ -93,19 +125,55 @@ def coordinator_settings(
     temperature=config.rollout.temperature,
     filter_zero_std=config.algorithm.filter_zero_std,
     max_failed_groups=config.task.max_failed_groups,
+    stop=config.rollout.stop,
+    stop_token_ids=config.rollout.stop_token_ids,
+  )
+
+
+def answer_settings(
+  config: sections.Config, samples: int
+) -> answers_lib.AnswerSettings:
+  """Return how the questions of an evaluation are answered.
+
+  Args:
+    config: a validated config.
+    samples: answers to each question.
+  """
+  return answers_lib.AnswerSettings(
+    samples=samples,
+    temperature=config.eval.temperature,
+    max_completion_tokens=config.rollout.max_completion_tokens,
+    stop=config.rollout.stop,
+    stop_token_ids=config.rollout.stop_token_ids,
   )
 
 
 def make_rewards(
-  task: sections.TaskSection, scorer: service_lib.Scorer
+  task: sections.TaskSection, scorer: service_lib.Scorer | None = None
 ) -> service_lib.RewardService:
-  """Build the reward service of a run, which scores in processes."""
+  """Build the reward service of a run, which scores in processes.
+
+  Args:
+    task: of the run.
+    scorer: scores instead of what the task names.
+  """
   return service_lib.RewardService(
     num_workers=task.reward_workers,
-    timeout_s=task.reward_timeout_s,
-    num_retries=task.reward_retries,
+    terms=reward_terms.of_task(task)
+    if scorer is None
+    else [reward_terms.of_scorer(task, scorer)],
     answer_prefix=task.answer_prefix,
-    scorer=scorer,
+  )
+
+
+def make_wandb_log(
+  config: sections.Config, workdir: pathlib.Path
+) -> wandb_log_lib.WandbLog | None:
+  """Return the run's log at W&B, or None if the config names no project."""
+  if not config.run.wandb_project:
+    return None
+  return wandb_log_lib.WandbLog(
+    workdir, config.run.wandb_project, config_json.to_dict(config)
   )
 
 
@@ -118,6 +186,7 @@ def prompt_source(setup: setup_lib.Setup) -> prompts.PromptSource:
     tokenizer=setup.tokenizer,
     seed=config.seed,
     max_prompt_tokens=config.rollout.max_prompt_tokens,
+    chat_template=setup.chat_template,
   )
 
 
@@ -126,16 +195,11 @@ def make_scheduler(
   engine: engine_lib.Engine,
   busy: metrics_lib.BusyClock,
 ) -> scheduler_lib.Scheduler:
-  """Build the scheduler of a run.
-
-  All prompts share the tokens of the template's text before its first field.
-  """
-  config = setup.config
-  beginning = config.task.template.split("{", 1)[0]
+  """Build the scheduler of a run."""
   return scheduler_lib.Scheduler(
     engine,
-    kv_on_adopt=config.rollout.kv_on_adopt,
-    shared_tokens=setup.tokenizer.encode_prompt(beginning),
+    kv_on_adopt=setup.config.rollout.kv_on_adopt,
+    shared_tokens=prompt_source(setup).shared_tokens,
     busy=busy,
   )
 
@@ -152,12 +216,17 @@ def make_channel(
   Args:
     config: a validated config.
     workdir: of the run.
-    published: shapes and dtypes of the arrays that are published.
+    published: shapes and dtypes of the arrays that are published: all weights,
+      or the base or the adapters of a model with LoRA.
     engine: the engine that adopts them.
     note: is called with messages about what was found in the directory of the
       channel.
   """
-  target = aot.placed(published, engine.params_sharding.weights)
+  shardings = engine.params_sharding.weights
+  if engine.model.lora is not None:
+    is_base = "embedding" in published
+    shardings = (lora_lib.base if is_base else lora_lib.adapters)(shardings)
+  target = aot.placed(published, shardings)
   return weight_transfer.make_channel(
     config.transfer.channel,
     directory=transfer_directory.prepare(
@@ -165,6 +234,42 @@ def make_channel(
     ),
     target=target,
     coalesce=config.algorithm.max_staleness > 0,
+  )
+
+
+def send_base(
+  config: sections.Config,
+  workdir: pathlib.Path,
+  trainer: trainer_lib.Trainer,
+  engine: engine_lib.Engine,
+  note: Callable[[str], None],
+) -> None:
+  """Send the engine the weights that no version changes.
+
+  They travel through a channel of the configured kind, which is closed
+  afterwards. The versions that follow hold adapters only.
+
+  Raises:
+    WeightTransferError: they could not be sent.
+    StorageError: the directory of the channel is full.
+  """
+  shapes = trainer.base_shapes()
+  channel = make_channel(config, workdir, shapes, engine, note)
+  try:
+    channel.publish(trainer.published_base(), 0)
+    channel.wait_for_version(-1, config.run.stall_timeout_s)
+    adopted = channel.adopt(-1)
+    if adopted is None:
+      raise weight_transfer.WeightTransferError(
+        f"the base did not arrive in {config.run.stall_timeout_s:g} s"
+      )
+    engine.hold_base(adopted[0])
+  finally:
+    channel.close(config.run.join_timeout_s)
+  adapters = device_checks.num_bytes(trainer.published_shapes())
+  note(
+    f"the base is in the engine ({memory_estimate.size(channel.num_bytes)});"
+    f" each version brings its adapters ({memory_estimate.size(adapters)})"
   )
 
 
@@ -220,43 +325,86 @@ def make_trainer(
   )
 
 
+def sft_rows(
+  setup: setup_lib.Setup, split: str, num_examples: int
+) -> tuple[packing.PackedBatch, int]:
+  """Return the packed worked solutions of a split, for supervised training.
+
+  Args:
+    setup: of the run.
+    split: of the source.
+    num_examples: number of worked solutions.
+
+  Returns:
+    The rows, and how many solutions were left out because they are too long.
+  """
+  max_tokens = setup.config.train.tokens_per_row
+  examples = worked_examples_lib.WorkedExamples(
+    prompt_source(setup),
+    dataclasses.replace(setup.config.warm_start, num_examples=num_examples),
+    max_tokens=max_tokens,
+    split=split,
+  )
+  rows = sft.pack_examples(examples, tokens_per_row=max_tokens)
+  return rows, examples.num_too_long
+
+
+def make_sft_trainer(
+  setup: setup_lib.Setup, rows: packing.PackedBatch
+) -> sft.SupervisedTrainer:
+  """Build a trainer for supervised training.
+
+  Args:
+    setup: of the run. If its model has adapters, only these are trained.
+    rows: the packed examples.
+  """
+  config = setup.config
+  policy = setup.models[train_state.POLICY]
+  return sft.SupervisedTrainer(
+    config.warm_start,
+    rows,
+    mesh=setup.train_mesh,
+    rules=config.mesh.train_rules,
+    policy=dataclasses.replace(policy, optimizer=config.warm_start.optimizer),
+    forward=forward_settings(setup, 1.0),
+    rows_per_microbatch=config.train.rows_per_microbatch,
+    max_bad_updates=config.train.max_bad_updates,
+    seed=config.seed,
+  )
+
+
 def warm_start(
-  setup: setup_lib.Setup, on_step: Callable[[int, float], None]
+  setup: setup_lib.Setup,
+  on_step: Callable[[int, float], None],
+  note: Callable[[str], None] = lambda message: None,
 ) -> transformer.Params:
   """Run the first stage, supervised training, and return its parameters.
 
   The stage starts from the parameters of the pretrained model, or from newly
   initialised ones. If `warm_start.checkpoint` is set, the stage is skipped and
-  its result is loaded from there.
+  its result is loaded from there. The stage trains the whole model. Adapters
+  are added to its result; see `initial_params.with_adapters`.
 
   Args:
     setup: of the run.
     on_step: is called after each step with the step and its loss.
+    note: is called with a message if worked solutions were too long.
   """
-  config = setup.config
-  section = config.warm_start
+  section = setup.config.warm_start
   if section.checkpoint:
     return initial_params.load(section.checkpoint, setup)
-  rows = params = None
-  if section.num_steps:
-    max_tokens = config.train.tokens_per_row
-    examples = prompts.worked_examples(
-      prompt_source(setup), section, max_tokens=max_tokens
-    )
-    rows = sft.pack_examples(examples, tokens_per_row=max_tokens)
-  if setup.pretrained is not None:
-    params = initial_params.load_pretrained(
-      "model.name", setup.pretrained, setup
-    )
-  return sft.warm_start(
-    section,
-    rows,
-    params=params,
-    mesh=setup.train_mesh,
-    rules=config.mesh.train_rules,
-    forward=forward_settings(setup, 1.0),
-    rows_per_microbatch=config.train.rows_per_microbatch,
-    max_bad_updates=config.train.max_bad_updates,
-    seed=config.seed,
-    on_step=on_step,
+  if not section.num_steps:
+    return initial_params.before_training(setup)
+  rows, num_too_long = sft_rows(
+    setup, source_lib.Split.WARM_START, section.num_examples
   )
+  if num_too_long:
+    note(
+      f"warm start: {num_too_long:,} worked solutions longer than"
+      f" {setup.config.train.tokens_per_row:,} tokens (train.tokens_per_row)"
+      f" were left out, beside {section.num_examples:,} that were not"
+    )
+  whole = dataclasses.replace(setup, model=setup.model.base)
+  trainer = make_sft_trainer(whole, rows)
+  trainer.start(initial_params.before_training(setup))
+  return sft.warm_start(trainer, section.num_steps, on_step)

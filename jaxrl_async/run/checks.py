@@ -1,18 +1,29 @@
 """All checks of a config before a run starts, and the setup that results."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+import sys
 from typing import Any
 
 from jaxrl_async.config import sections
+from jaxrl_async.data import held_out
 from jaxrl_async.data import prompts
 from jaxrl_async.data import source as source_lib
-from jaxrl_async.rewards import code
-from jaxrl_async.rewards import named
-from jaxrl_async.rewards import sandbox as sandbox_lib
+from jaxrl_async.data import worked_examples as worked_examples_lib
+from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.run import assembly
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import device_checks
+from jaxrl_async.run import initial_params
+from jaxrl_async.run import question_sets
+from jaxrl_async.run import reward_terms
 from jaxrl_async.run import setup as setup_lib
+
+# How long held-out questions are made to see whether there are enough.
+_PATIENCE_S = 3.0
+
+
+def _to_stderr(line: str) -> None:
+  print(line, file=sys.stderr)
 
 
 def checked(
@@ -20,39 +31,73 @@ def checked(
   devices: Sequence[Any],
   *,
   source: source_lib.Source | None = None,
+  scorer: service_lib.Scorer | None = None,
+  note: Callable[[str], None] = _to_stderr,
+  device_bytes: int | None = None,
+  is_supervised: bool = False,
 ) -> setup_lib.Setup:
   """Check a config completely, and return its setup.
 
-  The checks of `config_checks` come first. Then the names, the sizes on the
-  devices, the data and the template are checked. Quantised weights are tried
-  out on a rollout device, if that device is present. Nothing else is compiled.
+  The checks of `config_checks` come first. Then the names, the rewards, the
+  headers of pretrained weights, the sizes on the devices, the data and the
+  template are checked. A reward server is asked to score nothing, and a sandbox
+  is tried. Quantised weights are tried out on a rollout device, if that device
+  is present. Nothing else is compiled.
 
   Args:
     config: of the run.
     devices: the devices that are divided into the two slices.
     source: the source of the prompts; None is the dataset of `task.dataset`.
+    scorer: the reward of the run; None is what the config names.
+    note: is called with lines for the user, such as how programs are isolated.
+    device_bytes: as in `setup.Setup`.
+    is_supervised: nothing will be scored, so that rewards are not checked.
 
   Raises:
     ConfigError: one line that names the field.
   """
   config_checks.validate(config, len(devices))
-  try:
-    if named.find(config.task.reward) is code.score:
-      sandbox_lib.find()
-  except (ValueError, sandbox_lib.SandboxError) as error:
-    raise sections.ConfigError(f"task.reward: {error}") from error
+  if scorer is None and not is_supervised:
+    terms = reward_terms.of_task(config.task)
+    for line in reward_terms.try_out(terms):
+      note(line)
+    scorer = reward_terms.in_process(terms)
   if source is None:
     source = setup_lib.source_of(config)
   source.check()  # may import the library of the data set
-  setup = setup_lib.resolve(config, devices, source=source)
+  setup = setup_lib.resolve(
+    config, devices, source=source, device_bytes=device_bytes
+  )
+  _check_stop_tokens(setup)
+  initial_params.check(setup)
   device_checks.check_sharding(setup)
   device_checks.check_weights(setup)
   device_checks.check_training_memory(setup)
   device_checks.check_rollout_memory(setup)
+  device_checks.check_shared_memory(setup)
   prompt_source = assembly.prompt_source(setup)
   prompts.validate_task(prompt_source)
+  held_out.check_number(
+    prompt_source, config.eval.num_items, patience_s=_PATIENCE_S
+  )
+  for name in config.eval.sets:
+    question_sets.of_run(setup, name)
   if config.warm_start.num_steps and not config.warm_start.checkpoint:
-    prompts.validate_warm_start(
-      prompt_source, config.warm_start, max_tokens=config.train.tokens_per_row
+    worked_examples_lib.validate(
+      prompt_source,
+      config.warm_start,
+      max_tokens=config.train.tokens_per_row,
+      scorer=scorer,
+      is_scored=not is_supervised,
     )
   return setup
+
+
+def _check_stop_tokens(setup: setup_lib.Setup) -> None:
+  vocab_size = setup.model.vocab_size
+  for token in setup.config.rollout.stop_token_ids:
+    sections.require(
+      token < vocab_size,
+      "rollout.stop_token_ids",
+      f"{token} is not in the vocabulary; use less than {vocab_size}",
+    )

@@ -10,19 +10,37 @@ import dataclasses
 import json
 import re
 import string
+from typing import Any
+
+from ml_collections import config_dict
 
 from jaxrl_async.config import bounds
 from jaxrl_async.config import directories
 from jaxrl_async.config import field_types
+from jaxrl_async.config import lora_section
 from jaxrl_async.config import sections
 from jaxrl_async.config.mesh_shape import MeshShape
 from jaxrl_async.data import worked_solutions
 from jaxrl_async.models import configs
 from jaxrl_async.models.attention import kernel_names
+from jaxrl_async.reporting import wandb_log as wandb_log_lib
+from jaxrl_async.run import reward_terms
+from jaxrl_async.run import source_checks
 from jaxrl_async.storage import config_json
 
 # An upper bound for templates: no tokenizer has tokens this long on average.
 _MAX_CHARACTERS_PER_TOKEN = 32
+# The evaluations of every run, whose names no set of `eval.sets` may have.
+_EVALUATIONS = ("held_out", "greedy")
+# Entries of such a set: their types, and how to say so.
+_SET_ENTRIES = {
+  "dataset": (str, "a text"),
+  "num_items": (int, "an integer"),
+  "samples": (int, "an integer"),
+  "template": (str, "a text"),
+  "fields": (config_dict.ConfigDict, "a ConfigDict"),
+  "params": (config_dict.ConfigDict, "a ConfigDict"),
+}
 
 
 def _check_lengths(
@@ -94,8 +112,7 @@ def _check_cache(rollout: sections.RolloutSection) -> None:
   )
 
 
-def _check_template(template: str, max_prompt_tokens: int) -> None:
-  path = "task.template"
+def _check_template(path: str, template: str, max_prompt_tokens: int) -> None:
   longest = _MAX_CHARACTERS_PER_TOKEN * max_prompt_tokens
   sections.require(
     len(template) <= longest,
@@ -217,8 +234,46 @@ def _check_names(config: sections.Config) -> None:
     config.rollout.attention, has_pages=config.rollout.num_pages > 0
   )
   if config.warm_start.num_steps and not config.warm_start.checkpoint:
-    solver, known = config.warm_start.solver, worked_solutions.SOLVERS
-    sections.require_one_of("warm_start.solver", solver, known)
+    worked_solutions.check(config.warm_start.solver)
+
+
+def _check_lora(config: sections.Config) -> None:
+  lora = config.model.lora
+  for name in lora.modules:
+    sections.require(
+      name in lora_section.MODULES,
+      "model.lora.modules",
+      f"{sections.shown(name)} is no kernel of a layer; use"
+      f" {', '.join(lora_section.MODULES)}",
+    )
+  sections.require(
+    len(set(lora.modules)) == len(lora.modules),
+    "model.lora.modules",
+    f"{sections.shown(lora.modules)} names a kernel twice",
+  )
+  if not lora.rank:
+    sections.require(
+      not lora.adapter,
+      "model.lora.adapter",
+      f"{sections.shown(lora.adapter)} is not read while model.lora.rank is 0;"
+      " give the adapter's rank",
+    )
+    return
+  sections.require(
+    len(lora.modules) > 0,
+    "model.lora.modules",
+    f"() leaves nothing to train; use {', '.join(lora_section.MODULES)}",
+  )
+  sections.require(
+    config.train.optimizer.name is sections.OptimizerName.ADAMW,
+    "train.optimizer.name",
+    "muon is for whole matrices, not for the factors of an adapter"
+    " (model.lora.rank); use adamw",
+  )
+  if lora.adapter:
+    directories.check_can_read(
+      "model.lora.adapter", lora.adapter, "use one in PEFT's format"
+    )
 
 
 def _check_directories(config: sections.Config) -> None:
@@ -227,6 +282,12 @@ def _check_directories(config: sections.Config) -> None:
     known = f"use one of {', '.join(configs.MODELS)}"
     directories.check_can_read(
       "model.name", name, f"{known}, or a directory in Hugging Face's format"
+    )
+  if config.model.tokenizer:
+    directories.check_can_read(
+      "model.tokenizer",
+      config.model.tokenizer,
+      "use a directory with a tokenizer.json",
     )
   if config.warm_start.checkpoint:
     directories.check_can_read(
@@ -238,11 +299,31 @@ def _check_directories(config: sections.Config) -> None:
     directories.check_can_write("transfer.directory", config.transfer.directory)
 
 
-def _check_params(task: sections.TaskSection) -> None:
-  """Check that config.json can store the params of the data set unchanged."""
-  path = "task.params"
+def _check_task(task: sections.TaskSection, max_prompt_tokens: int) -> None:
+  for name in ("params", "fields", "sources", "rewards"):
+    _check_stored(f"task.{name}", task, name)
+  reward_terms.check(task)
+  source_checks.check(task)
+  _check_template("task.template", task.template, max_prompt_tokens)
+  longest = _MAX_CHARACTERS_PER_TOKEN * max_prompt_tokens
+  members = source_checks.members_of(task)
+  for name, member in members.items():
+    path = f"task.sources.{name}"
+    _check_template(f"{path}.template", member.template, max_prompt_tokens)
+  for name, each in {"": task, **members}.items():
+    path = f"task.sources.{name}" if name else "task"
+    sections.require(
+      len(each.system) <= longest,
+      f"{path}.system",
+      f"{len(each.system)} characters are more than {max_prompt_tokens} tokens"
+      " (rollout.max_prompt_tokens); use a shorter one",
+    )
+
+
+def _check_stored(path: str, section: Any, name: str) -> None:
+  """Check that config.json can store a field of free form unchanged."""
   try:
-    values = config_json.to_dict(task)["params"]
+    values = config_json.to_dict(section)[name]
     read = json.loads(json.dumps(values, allow_nan=False))
   except (TypeError, ValueError, RecursionError) as error:
     reason = str(error).partition("\n")[0]
@@ -258,6 +339,77 @@ def _check_params(task: sections.TaskSection) -> None:
   )
 
 
+def _check_wandb(project: str) -> None:
+  path = "run.wandb_project"
+  sections.require(
+    not project or wandb_log_lib.is_installed(),
+    path,
+    "the package wandb is not installed; pip install jaxrl_async[wandb], or"
+    ' leave it ""',
+  )
+  sections.require(
+    len(project) <= 128
+    and not set(project) & set("/\\#?%:")
+    and project.isprintable()
+    and project.isascii(),
+    path,
+    f"{sections.shown(project)} is no name that W&B takes; use up to 128"
+    " letters, digits, - and _",
+  )
+
+
+def _check_sets(section: sections.EvalSection, max_prompt_tokens: int) -> None:
+  """Check the names and entries of `eval.sets`."""
+  sets: dict[str, Any] = dict(section.sets.items())
+  for name, entries in sets.items():
+    path = f"eval.sets: {name}"
+    sections.require(
+      isinstance(name, str) and re.fullmatch(r"[\w.-]{1,64}", name) is not None,
+      "eval.sets",
+      f"{sections.shown(name)} is no name of a set; use letters and digits",
+    )
+    sections.require(
+      name not in _EVALUATIONS,
+      path,
+      "this is the name of another evaluation; use another one",
+    )
+    sections.require(
+      isinstance(entries, config_dict.ConfigDict),
+      path,
+      f"{sections.shown(entries)} is not a ConfigDict with a dataset",
+    )
+    for entry, value in entries.items():
+      kind, wanted = _SET_ENTRIES.get(entry, (None, ""))
+      sections.require(
+        kind is not None,
+        path,
+        f"there is no entry {sections.shown(entry)}; use"
+        f" {', '.join(_SET_ENTRIES)}",
+      )
+      sections.require(
+        type(value) is kind,
+        f"{path}.{entry}",
+        f"{sections.shown(value)} is not {wanted}",
+      )
+    sections.require(
+      bool(entries.get("dataset")),
+      f"{path}.dataset",
+      "is missing; use that of a dataset, as in task.dataset",
+    )
+    for entry, low, high in (
+      ("num_items", 0, bounds.MAX_ITEMS),
+      ("samples", 1, bounds.MAX_SAMPLES),
+    ):
+      value = entries.get(entry, low)
+      sections.require(
+        low <= value <= high,
+        f"{path}.{entry}",
+        f"{value} is out of range; use {low} to {high:,}",
+      )
+    if "template" in entries:
+      _check_template(f"{path}.template", entries.template, max_prompt_tokens)
+
+
 def check(config: sections.Config) -> None:
   """Check every field, and fields against each other, without any device.
 
@@ -271,11 +423,14 @@ def check(config: sections.Config) -> None:
   bounds.check(config)
   _check_lengths(config.rollout, config.train.tokens_per_row)
   _check_cache(config.rollout)
-  _check_template(config.task.template, config.rollout.max_prompt_tokens)
-  _check_params(config.task)
+  _check_task(config.task, config.rollout.max_prompt_tokens)
+  _check_stored("eval.sets", config.eval, "sets")
+  _check_sets(config.eval, config.rollout.max_prompt_tokens)
   _check_rules(config.mesh)
   _check_names(config)
+  _check_lora(config)
   _check_directories(config)
+  _check_wandb(config.run.wandb_project)
 
   algorithm = config.algorithm
   _divides(

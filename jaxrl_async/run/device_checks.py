@@ -8,6 +8,7 @@ import jax
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.devices import topology
+from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
 from jaxrl_async.planning import aot
@@ -136,10 +137,10 @@ def training_memory(setup: setup_lib.Setup) -> memory_estimate.Estimate:
   )
 
 
-def rollout_memory(setup: setup_lib.Setup) -> dict[str, int]:
-  """Estimate the bytes that generation needs on each device of its slice.
+def published_bytes(setup: setup_lib.Setup) -> tuple[int, int]:
+  """Return the bytes of one version, and of the base that none changes.
 
-  The keys say what the memory is used for.
+  Without LoRA a version holds all weights, and the base is 0.
   """
   config, model = setup.config, setup.model
   published = jax.eval_shape(
@@ -150,20 +151,40 @@ def rollout_memory(setup: setup_lib.Setup) -> dict[str, int]:
       config.rollout.weights,
     )
   )
-  return memory_estimate.rollout(
-    model,
-    mesh_lib.shape_of(setup.rollout_mesh),
-    config.mesh.rollout_rules,
-    config.rollout,
-    published=num_bytes(published),
+  if model.lora is None:
+    return num_bytes(published), 0
+  return (
+    num_bytes(lora_lib.adapters(published)),
+    num_bytes(lora_lib.base(published)),
   )
 
 
-def _memory_of(mesh: jax.sharding.Mesh) -> int | float | None:
+def rollout_memory(setup: setup_lib.Setup) -> dict[str, int]:
+  """Estimate the bytes that generation needs on each device of its slice.
+
+  The keys say what the memory is used for.
+  """
+  config = setup.config
+  version, base = published_bytes(setup)
+  return memory_estimate.rollout(
+    setup.model,
+    mesh_lib.shape_of(setup.rollout_mesh),
+    config.mesh.rollout_rules,
+    config.rollout,
+    published=version,
+    base=base,
+  )
+
+
+def _memory_of(
+  setup: setup_lib.Setup, mesh: jax.sharding.Mesh
+) -> int | float | None:
   """Return the bytes of memory of each device; None if that is not known.
 
   The devices of a CPU share the memory of the host.
   """
+  if setup.device_bytes is not None:
+    return setup.device_bytes
   device = mesh.devices.flat[0]
   if device.platform == "cpu":
     return memory_estimate.host_bytes() / mesh.size
@@ -179,7 +200,7 @@ def check_rollout_memory(setup: setup_lib.Setup) -> None:
   memory_estimate.check_rollout(
     rollout_memory(setup),
     setup.config.rollout,
-    _memory_of(setup.rollout_mesh),
+    _memory_of(setup, setup.rollout_mesh),
   )
 
 
@@ -190,10 +211,31 @@ def check_training_memory(setup: setup_lib.Setup) -> None:
     ConfigError: one line that names the largest part.
   """
   config, mesh = setup.config, setup.train_mesh
-  limit = _memory_of(mesh)
+  limit = _memory_of(setup, mesh)
   memory_estimate.check(training_memory(setup), limit)
   memory_estimate.check_warm_start(
     config.warm_start,
     config.train.tokens_per_row,
     None if limit is None else limit * mesh.size,
+  )
+
+
+def check_shared_memory(setup: setup_lib.Setup) -> None:
+  """Check that a device that both slices share can hold both.
+
+  Raises:
+    ConfigError: one line with the needs of both.
+  """
+  limit = _memory_of(setup, setup.train_mesh)
+  if not setup.shares_a_device or limit is None:
+    return
+  training = training_memory(setup).at_least
+  rollout = memory_estimate.least_rollout(rollout_memory(setup))
+  sections.require(
+    training + rollout <= limit,
+    "model.name",
+    f"both slices share a device of {memory_estimate.size(int(limit))}, and"
+    f" need at least {memory_estimate.size(training)} to train and"
+    f" {memory_estimate.size(rollout)} to generate; use a smaller model,"
+    " train.optimizer.offload=True, or a second device",
   )

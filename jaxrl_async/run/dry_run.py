@@ -1,16 +1,22 @@
 """The dry run, which reports what a config needs from the machine."""
 
 from collections.abc import Mapping
+import dataclasses
+from typing import Any
 
 from jax.sharding import Mesh
 
+from jaxrl_async.data import source as source_lib
 from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.planning import aot
 from jaxrl_async.planning import memory_estimate
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import assembly
 from jaxrl_async.run import device_checks
 from jaxrl_async.run import setup as setup_lib
+from jaxrl_async.training import train_state
+from jaxrl_async.training import trainer as trainer_lib
 
 
 def _slice(mesh: Mesh) -> str:
@@ -43,10 +49,44 @@ def programs(
   engine = assembly.make_engine(setup)
   slices = {
     "training": trainer.programs(),
-    "rollout": engine.programs(trainer.published_shapes()),
+    "rollout": engine.programs(_published(trainer)),
   }
   attention = f"packed rows {trainer.forward.attention}"
   return slices, f"{attention}, {engine.attention.description}"
+
+
+def _published(trainer: trainer_lib.Trainer) -> Any:
+  """Return the shapes of all weights that an engine has."""
+  base = trainer.base_shapes()
+  shapes = trainer.published_shapes()
+  return shapes if base is None else lora_lib.joined(base, shapes)
+
+
+def _lora(setup: setup_lib.Setup) -> list[str]:
+  """Return lines that say what LoRA saves, none without LoRA."""
+  model, section = setup.model, setup.config.model.lora
+  if model.lora is None:
+    return []
+  whole = dataclasses.replace(setup, model=model.base)
+  held, without = (
+    device_checks.model_bytes(x)[train_state.POLICY] for x in (setup, whole)
+  )
+  version, _ = device_checks.published_bytes(setup)
+  before, _ = device_checks.published_bytes(whole)
+  trained = lora_lib.num_params(model)
+  size = memory_estimate.size
+  return [
+    f"  LoRA             rank {section.rank} on"
+    f" {', '.join(model.lora.modules)}: {trained:,} parameters are trained,"
+    f" {100 * trained / model.num_params:.2g}%",
+    f"    weights        {size(held.weights)} a device with a base of"
+    f" {section.base_dtype}, instead of {size(without.weights)}",
+    f"    moments        {size(held.optimizer)} a device instead of"
+    f" {size(without.optimizer)}; gradients {size(held.gradients)} instead of"
+    f" {size(without.gradients)}",
+    f"    a version      {size(version)} are transferred instead of"
+    f" {size(before)}",
+  ]
 
 
 def report(
@@ -90,9 +130,11 @@ def report(
     f" {rollout.num_slots} are decoded at once",
     f"  the run          {train.num_steps * trajectories:,} trajectories in"
     f" {train.num_steps} train steps",
+    *_data(setup.source),
     "Model",
     f"  {config.model.name:<16} {model.num_params:,} parameters,"
     f" vocabulary {model.vocab_size:,}",
+    *_lora(setup),
     "Memory a device, estimated",
     f"  training slice   {memory_estimate.size(training.total)}:"
     f" {memory_estimate.line(training.parts)}",
@@ -103,9 +145,18 @@ def report(
     f"  training slice   {_slice(train_mesh)}",
     f"  rollout slice    {_slice(rollout_mesh)}",
   ]
-  if train_mesh.size == 1 and train_mesh == rollout_mesh:
-    lines.append("  both slices share a device")
+  if setup.shares_a_device:
+    together = memory_estimate.size(training.total + sum(generation.values()))
+    lines.append(f"  both slices share a device, with {together} together")
   return "\n".join(lines)
+
+
+def _data(source: source_lib.Source) -> list[str]:
+  """Return lines about the data, or none if the source does not tell."""
+  if not isinstance(source, source_lib.Counted):
+    return []
+  lines = [f"  {line}" for line in source.describe()]
+  return ["Data", *lines] if lines else []
 
 
 def _each(models: Mapping[str, memory_estimate.ModelBytes]) -> list[str]:

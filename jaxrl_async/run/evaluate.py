@@ -2,10 +2,11 @@
 
 An evaluation uses the engine of the run between two of its decode calls. It
 runs the same programs with the same shapes. Its weights, its cache and its
-stream of random numbers are its own.
+stream of random numbers are its own. There may be several sets of questions,
+each with its own number of answers for a question (`eval.sets`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import dataclasses
 
 import numpy as np
@@ -15,13 +16,19 @@ from jaxrl_async.algorithms import divergences
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import engine as engine_lib
-from jaxrl_async.engine import sampling
 from jaxrl_async.engine import scheduler as scheduler_lib
-from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.run import answer_results
+from jaxrl_async.run import answers as answers_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
+
+# Beginnings of the statistics that are metrics, by the name of the evaluation.
+_STATISTICS_OF_SETS = ("pass@", "tokens_mean", "frac_truncated")
+_STATISTICS = {
+  "held_out": ("avg@", *_STATISTICS_OF_SETS),
+  "greedy": ("avg@",),
+}
 
 
 class EvaluationError(supervisor_lib.RunError):
@@ -33,35 +40,50 @@ class Evaluation:
   """The result of one pass over the held-out prompts.
 
   Attributes:
-    accuracy: share of the scored completions whose score is exactly 1.
+    means: each statistic of `answer_results`, by name.
     parts: mean of each named part of the rewards.
-    trajectories: one per prompt, in the order of the prompts. A trajectory that
-      could not be scored has no reward.
-    failures: the reason for each completion without a score, by prompt id. The
-      accuracy does not count these completions.
+    trajectories: the first answer to each prompt, in the order of the prompts.
+      A trajectory that could not be scored has no reward.
+    num_answers: number of answers, scored or not.
+    failures: the reason for each answer without a score, by prompt id, followed
+      by "#" and the number of the answer if it is not the first. The accuracy
+      does not count these answers.
   """
 
-  accuracy: float
+  means: dict[str, float]
   parts: dict[str, float]
   trajectories: list[types.Trajectory]
+  num_answers: int
   failures: dict[str, str]
+
+  @property
+  def accuracy(self) -> float:
+    """The share of right answers among the scored answers to a question.
+
+    It is the mean over the questions.
+    """
+    return self.means["pass@1"]
 
 
 class Evaluator:
-  """Completes and scores the held-out prompts.
+  """Completes and scores a set of held-out prompts.
 
   Threads: `evaluate` drives the engine in the caller's thread, so no other
   thread may drive it at the same time.
+
+  Attributes:
+    prompts: the held-out prompts.
   """
 
   def __init__(
     self,
     engine: engine_lib.Engine,
     prompts: list[types.Prompt],
+    settings: answers_lib.AnswerSettings,
     *,
-    max_completion_tokens: int,
     tokenizer: tokenizer_lib.Tokenizer,
     rewards: service_lib.RewardService,
+    solved_score: float = 1.0,
   ):
     """Prepare evaluations.
 
@@ -69,100 +91,122 @@ class Evaluator:
       engine: runs its programs for the evaluation. The sequences that it
         decodes for training are not changed.
       prompts: the held-out prompts.
-      max_completion_tokens: longest completion, as in training.
+      settings: how they are answered, unless the answers are greedy.
       tokenizer: turns completions into text.
       rewards: scores the completions.
+      solved_score: a completion with at least this score solves its question.
     """
     self._engine = engine
-    self._prompts = prompts
-    self._max_completion_tokens = max_completion_tokens
+    self.prompts = prompts
+    self._settings = settings
     self._tokenizer = tokenizer
     self._rewards = rewards
+    self._solved_score = solved_score
 
   def evaluate(
-    self, params: decode_state_lib.EngineParams, temperature: float
+    self, params: decode_state_lib.EngineParams, *, is_greedy: bool = False
   ) -> Evaluation:
-    """Complete every prompt once and score it.
+    """Answer every prompt and score the answers.
 
     Args:
       params: the weights to evaluate.
-      temperature: the sampling temperature; 0 is greedy.
+      is_greedy: whether each prompt is answered once, greedily.
 
     Raises:
       EvaluationError: no completion could be scored. The message has the reason
         and the traceback of the first failure.
     """
-    prompts, engine = self._prompts, self._engine
-    scheduler = scheduler_lib.Scheduler(engine, busy=metrics_lib.BusyClock())
+    prompts, settings = self.prompts, self._settings
+    if is_greedy:
+      settings = dataclasses.replace(settings, samples=1, temperature=0.0)
+    scheduler = scheduler_lib.Scheduler(
+      self._engine, busy=metrics_lib.BusyClock()
+    )
     scheduler.adopt(params, int(params.version))
-    for index, prompt in enumerate(prompts):
-      limit = len(prompt.tokens) + self._max_completion_tokens
-      scheduler.submit(
-        sequence_lib.Sequence(
-          prompt.tokens,
-          limit=min(limit, engine.sizes.cache_tokens),
-          stream=sampling.Stream.EVAL,
-          group=index,
-          member=0,
-          settings=sampling.SamplingSettings(temperature=temperature),
-        )
-      )
-    done: dict[int, types.Trajectory] = {}
-    scores: dict[int, service_lib.ScoreHandle] = {}
-    while not scheduler.is_idle:
-      for sequence in scheduler.step():
-        trajectory = sequence.trajectory()
-        done[sequence.group] = trajectory
-        scores[sequence.group] = self._rewards.submit(
-          prompts[sequence.group].item,
-          [completion_lib.of_trajectory(trajectory, self._tokenizer)],
-        )
-    failures: dict[str, service_lib.RewardFailure] = {}
-    for index in sorted(scores):
-      outcome = scores[index].result()
-      if isinstance(outcome, service_lib.RewardFailure):
-        failures[prompts[index].prompt_id] = outcome
-      else:
-        done[index].reward = outcome[0]
-    rewards = [t.reward for t in done.values() if t.reward is not None]
-    if not rewards:
-      prompt_id, first = next(iter(failures.items()))
+    answers = sorted(
+      answers_lib.generate(
+        scheduler,
+        prompts,
+        settings,
+        tokenizer=self._tokenizer,
+        rewards=self._rewards,
+      ),
+      key=lambda answer: (answer.question, answer.sample),
+    )
+    failed = [answer for answer in answers if answer.failure is not None]
+    if len(failed) == len(answers):
+      first = failed[0].failure
+      assert first is not None
       raise EvaluationError(
-        f"none of {len(prompts)} held-out answers could be scored; the first,"
-        f" {prompt_id}: {first.reason}\n{first.traceback}".rstrip()
+        f"none of {len(answers)} held-out answers could be scored; the first,"
+        f" {_name(prompts, failed[0])}: {first.reason}\n"
+        f"{first.traceback}".rstrip()
       )
+    values = answer_results.by_question(
+      (answer_results.record_of(a.question, a.trajectory) for a in answers),
+      len(prompts),
+      settings.samples,
+      solved_score=self._solved_score,
+    )
     return Evaluation(
-      accuracy=sum(reward.score == 1.0 for reward in rewards) / len(rewards),
-      parts=types.mean_parts(done.values()),
-      trajectories=[done[i] for i in range(len(prompts))],
-      failures={name: failure.reason for name, failure in failures.items()},
+      means=answer_results.means(values),
+      parts=types.mean_parts(a.trajectory for a in answers),
+      trajectories=[a.trajectory for a in answers if a.sample == 0],
+      num_answers=len(answers),
+      failures={
+        _name(prompts, a): a.failure.reason
+        for a in failed
+        if a.failure is not None
+      },
     )
 
 
-def metrics_of(
-  sampled: Evaluation, greedy: Evaluation | None
-) -> dict[str, float]:
-  """Return the metrics of a sampled and a greedy evaluation, by name.
+def _name(prompts: list[types.Prompt], answer: answers_lib.Answer) -> str:
+  prompt_id = prompts[answer.question].prompt_id
+  return prompt_id if not answer.sample else f"{prompt_id}#{answer.sample}"
 
-  Each question is answered once, so avg@1 and pass@1 are equal.
+
+def metrics_of(
+  sampled: Evaluation,
+  greedy: Evaluation | None,
+  sets: Mapping[str, Evaluation] | None = None,
+) -> dict[str, float]:
+  """Return the metrics of the evaluations, by name.
+
+  Args:
+    sampled: of the held-out questions.
+    greedy: of the same questions, with greedy answers; None if there is none.
+    sets: of the sets of `eval.sets`, by name.
   """
-  named = {"held_out": sampled} | ({} if greedy is None else {"greedy": greedy})
+  found = {"held_out": sampled} | ({} if greedy is None else {"greedy": greedy})
   values: dict[str, float] = {}
-  for name, evaluation in named.items():
-    values[f"eval/{name}/avg@1"] = evaluation.accuracy
-    values[f"eval/{name}/failed"] = len(evaluation.failures)
+  for name, evaluation in (found | dict(sets or {})).items():
+    if name not in found:
+      values[f"eval/{name}/accuracy"] = evaluation.accuracy
+    values[f"eval/{name}/failed"] = float(len(evaluation.failures))
+    shown = _STATISTICS.get(name, _STATISTICS_OF_SETS)
+    for statistic, mean in evaluation.means.items():
+      # Without enough scored answers to any question there is no number.
+      if statistic.startswith(shown) and not np.isnan(mean):
+        values[f"eval/{name}/{statistic}"] = mean
     for part, mean in evaluation.parts.items():
       values[f"eval/{name}/parts/{part}"] = mean
-  return values | {"eval/held_out/pass@1": sampled.accuracy}
+  return values
 
 
-def describe(sampled: Evaluation, greedy: Evaluation | None) -> str:
-  """Describe both evaluations in a sentence, including failed scores."""
+def describe(
+  sampled: Evaluation,
+  greedy: Evaluation | None,
+  sets: Mapping[str, Evaluation] | None = None,
+) -> str:
+  """Describe the evaluations in a sentence, including failed scores."""
   text = f"held-out accuracy {sampled.accuracy:.3f}"
   if greedy is not None:
     text += f", greedy {greedy.accuracy:.3f}"
   text += f" ({len(sampled.trajectories)} questions)"
-  for evaluation in (sampled, greedy):
+  for name, found in (sets or {}).items():
+    text += f", {name} {found.accuracy:.3f} ({len(found.trajectories)})"
+  for evaluation in (sampled, greedy, *(sets or {}).values()):
     if evaluation is not None and evaluation.failures:
       prompt_id, reason = next(iter(evaluation.failures.items()))
       text += (

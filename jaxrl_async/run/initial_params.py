@@ -1,13 +1,20 @@
-"""The parameters that a run starts from: stored earlier, or pretrained."""
+"""The parameters that a run starts from: stored earlier, or pretrained.
+
+With LoRA these are first those of the base. `with_adapters` adds the adapters.
+"""
 
 import dataclasses
+import functools
 import pathlib
+from typing import Any
 
 import jax
 
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import hf_weights
+from jaxrl_async.models import lora as lora_lib
+from jaxrl_async.models import peft_files
 from jaxrl_async.models import transformer
 from jaxrl_async.planning import aot
 from jaxrl_async.run import setup as setup_lib
@@ -20,12 +27,68 @@ def save(directory: pathlib.Path, params: transformer.Params) -> None:
   checkpoint.save(directory, 0, params, {}, [])
 
 
+def before_training(setup: setup_lib.Setup) -> transformer.Params:
+  """Return the pretrained model's parameters, or random ones without one.
+
+  Raises:
+    ConfigError: as `load_pretrained`.
+  """
+  if setup.pretrained is not None:
+    return load_pretrained("model.name", setup.pretrained, setup)
+  init = jax.jit(
+    functools.partial(transformer.init_params, setup.model.base),
+    out_shardings=_shardings(setup),
+  )
+  return init(jax.random.key(setup.config.seed))
+
+
+def check(setup: setup_lib.Setup) -> None:
+  """Check the files of the weights and of the adapter that a run starts from.
+
+  Only their headers are read. A directory without any weights passes, because a
+  dry run needs none; `load_pretrained` refuses it.
+
+  Raises:
+    ConfigError: a file is damaged or missing, or the model has another
+      architecture than the policy.
+  """
+  if setup.config.model.lora.adapter:
+    _check_adapter(setup)
+  checkpoint_of_sft = setup.config.warm_start.checkpoint
+  if checkpoint_of_sft:
+    field, directory = "warm_start.checkpoint", pathlib.Path(checkpoint_of_sft)
+  elif setup.pretrained is not None:
+    field, directory = "model.name", setup.pretrained
+  else:
+    return
+  if hf_weights.has_weights(directory):
+    _check_pretrained(field, directory, setup)
+
+
+def _check_pretrained(
+  field: str, directory: pathlib.Path, setup: setup_lib.Setup
+) -> None:
+  """Check the headers of weights, and that they are of the policy."""
+  try:
+    found = hf_weights.check(directory)
+  except (FileNotFoundError, ValueError) as error:
+    raise sections.ConfigError(f"{field}: {error}") from error
+  for entry in dataclasses.fields(found):
+    here, wanted = (getattr(x, entry.name) for x in (found, setup.model.base))
+    sections.require(
+      not entry.compare or here == wanted,
+      field,
+      f"{directory} has {entry.name} {here}, the model of this run {wanted}",
+    )
+
+
 def load_pretrained(
   field: str, directory: pathlib.Path, setup: setup_lib.Setup
 ) -> transformer.Params:
   """Load pretrained weights, sharded like the policy's parameters.
 
-  The weights must have exactly the architecture of the policy.
+  The weights must have exactly the architecture of the policy. Each process
+  reads what its own devices hold.
 
   Args:
     field: the config field that names the directory, for error messages.
@@ -36,25 +99,90 @@ def load_pretrained(
     ConfigError: the directory cannot be read, or its model has another
       architecture.
   """
+  _check_pretrained(field, directory, setup)
   try:
-    found, params = hf_weights.load(directory)
+    _, params = hf_weights.load(
+      directory, _dtype(setup), shardings=_shardings(setup)
+    )
   except (FileNotFoundError, ValueError) as error:
     raise sections.ConfigError(f"{field}: {error}") from error
-  for name, wanted in dataclasses.asdict(setup.model).items():
-    here = dataclasses.asdict(found)[name]
-    sections.require(
-      here == wanted,
-      field,
-      f"{directory} has {name} {here}, the model of this run {wanted}",
-    )
-  return mesh_lib.put(params, _shardings(setup))
+  return params
+
+
+def _dtype(setup: setup_lib.Setup) -> str:
+  """Return the dtype in which pretrained weights are loaded.
+
+  A base that LoRA freezes is not needed in float32, unless it is trained first.
+  """
+  config = setup.config
+  is_trained = config.warm_start.num_steps and not config.warm_start.checkpoint
+  if setup.model.lora is None or is_trained:
+    return "float32"
+  dtype = config.model.lora.base_dtype
+  return "bfloat16" if dtype == "int8" else dtype
 
 
 def _shardings(setup: setup_lib.Setup) -> transformer.Params:
-  """Return the shardings of the policy's parameters on the training slice."""
+  """Return the shardings of the base on the training slice."""
   return train_state.params_sharding(
-    setup.train_mesh, setup.config.mesh.train_rules, setup.model
+    setup.train_mesh, setup.config.mesh.train_rules, setup.model.base
   )
+
+
+def placed(params: Any, setup: setup_lib.Setup) -> transformer.Params:
+  """Return parameters of the base on the training slice."""
+  return mesh_lib.put(params, _shardings(setup))
+
+
+def abstract(setup: setup_lib.Setup) -> transformer.Params:
+  """Return the shapes of the base's parameters on the training slice."""
+  shapes = jax.eval_shape(
+    lambda: transformer.init_params(setup.model.base, jax.random.key(0))
+  )
+  return aot.placed(shapes, _shardings(setup))
+
+
+def _check_adapter(setup: setup_lib.Setup) -> None:
+  """Check that `model.lora.adapter` holds an adapter for this model.
+
+  Raises:
+    ConfigError: one line that names the field and the file.
+  """
+  try:
+    peft_files.check(setup.config.model.lora.adapter, setup.model)
+  except (FileNotFoundError, ValueError) as error:
+    raise sections.ConfigError(f"model.lora.adapter: {error}") from error
+
+
+def with_adapters(
+  params: transformer.Params, setup: setup_lib.Setup
+) -> transformer.Params:
+  """Return the parameters of a base together with those of its adapters.
+
+  Args:
+    params: the base, with stacked layers.
+    setup: of the run. Its adapters are read from `model.lora.adapter`, or new.
+
+  Raises:
+    ConfigError: there are no such adapters in the directory.
+  """
+  model, config = setup.model, setup.config
+  shardings = lora_lib.adapters(
+    train_state.params_sharding(
+      setup.train_mesh, config.mesh.train_rules, model
+    )
+  )
+  if config.model.lora.adapter:
+    try:
+      found = peft_files.read(config.model.lora.adapter, model)
+    except (FileNotFoundError, ValueError) as error:
+      raise sections.ConfigError(f"model.lora.adapter: {error}") from error
+    return lora_lib.joined(params, mesh_lib.put(found[1], shardings))
+  fresh = jax.jit(
+    lambda key: lora_lib.adapters(transformer.init_params(model, key)),
+    out_shardings=shardings,
+  )
+  return lora_lib.joined(params, fresh(jax.random.key(config.seed)))
 
 
 def load(directory: str, setup: setup_lib.Setup) -> transformer.Params:
@@ -70,18 +198,13 @@ def load(directory: str, setup: setup_lib.Setup) -> transformer.Params:
   path = pathlib.Path(directory)
   if hf_weights.is_pretrained(path):
     return load_pretrained("warm_start.checkpoint", path, setup)
-  shapes = jax.eval_shape(
-    lambda: transformer.init_params(setup.model, jax.random.key(0))
-  )
   if checkpoint.latest(path) is None:
     raise sections.ConfigError(
       f"warm_start.checkpoint: {directory} holds no parameters; launch/sft.py"
       " writes them to WORKDIR/params"
     )
   try:
-    params, _, _ = checkpoint.restore(
-      path, 0, aot.placed(shapes, _shardings(setup))
-    )
+    params, _, _ = checkpoint.restore(path, 0, abstract(setup))
   except checkpoint.CheckpointError as error:
     raise sections.ConfigError(f"warm_start.checkpoint: {error}") from error
   return params

@@ -22,10 +22,11 @@ from jaxrl_async.reporting import summary as summary_lib
 from jaxrl_async.reporting import timeline as timeline_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import worker as worker_lib
+from jaxrl_async.run import sampler as sampler_lib
 from jaxrl_async.training import step_metrics
 
 
-class BadUpdatesError(RuntimeError):
+class BadUpdatesError(supervisor_lib.RunError):
   """Too many updates in a row were not finite.
 
   The message names the step and its groups.
@@ -68,7 +69,9 @@ class Recorder:
     busy: dict[str, metrics_lib.BusyClock],
     progress: progress_lib.Progress,
     side_outputs: side_outputs_lib.SideOutputs,
+    sampler: sampler_lib.Sampler,
     max_bad_updates: int,
+    solved_score: float,
   ):
     """Prepare recording.
 
@@ -82,10 +85,13 @@ class Recorder:
       busy: the clocks of the two slices, "train" and "rollout".
       progress: shows each step.
       side_outputs: guards outputs whose failure must not end the run.
+      sampler: writes some completions of each step.
       max_bad_updates: so many skipped updates in a row end the run.
+      solved_score: a completion with at least this score counts as solved.
     """
     self.record = record
     self._max_bad_updates = max_bad_updates
+    self._solved_score = solved_score
     self._bad_updates = 0
     self._writing: futures.Future[None] | None = None
     self._status = "", 0.0
@@ -97,6 +103,7 @@ class Recorder:
     self._busy = busy
     self._progress = progress
     self._side_outputs = side_outputs
+    self._sampler = sampler
     self._clock = busy["train"]
     self._evaluating = timeline_lib.Timeline()
     # Each evaluation moves this forward by its duration, so it does not count.
@@ -218,12 +225,15 @@ class Recorder:
       self._ledger.add_trained(
         group, step=pending.step, skipped_update=any(is_bad)
       )
+    self._sampler.write_step(pending.step + 1, pending.groups)
     delta = {name: totals[name] - self._last[name] for name in totals}
     self._last = totals
     step_s = max(delta["rl_s"], 1e-9)
     trained = sum(g.num_completion_tokens for g in pending.groups)
+    values |= step_metrics.pass_at_k(pending.groups, self._solved_score)
     values |= _rollout_metrics(delta, step_s)
     values |= self._rewards.metrics()
+    values |= self._worker.coordinator.stream.metrics()
     values |= more
     values |= {
       "time/step_s": step_s,

@@ -6,7 +6,7 @@ from the stored config. Fields that stored data depends on may not differ, or
 not while there is such data.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import pathlib
 from typing import Any
 
@@ -79,6 +79,8 @@ MAY_DIFFER = {
   "transfer": "weights are published anew; those of earlier starts are removed"
   " or never adopted",
   "eval.every": "how often; not what is measured",
+  "eval.samples": "more answers narrow the same accuracy",
+  "eval.sets": "each has metrics of its own name; nothing stored depends on it",
   "run": _SUPERVISION,
 }
 
@@ -96,19 +98,33 @@ _HELD_OUT = "accuracies before and after could not be compared"
 _MOMENTS = "the stored moments are made with it"
 MUST_STAY = {
   "seed": _QUESTIONS,
+  "model.lora.rank": "the stored adapters have it",
+  "model.lora.alpha": "the stored adapters were trained with it",
+  "model.lora.modules": "the stored adapters are of these kernels",
+  "model.lora.base_dtype": "the stored adapters were trained on that base",
+  "model.lora.adapter": "the stored adapters came of it",
   "model.name": "stored weights and tokens are of that model and tokenizer",
+  "model.tokenizer": "stored weights and tokens are of that tokenizer",
   "task.dataset": _QUESTIONS,
+  "task.sources": _QUESTIONS,
   "task.params": _QUESTIONS,
   "task.eval_dataset": _QUESTIONS,
   "task.eval_percent": _QUESTIONS,
   "task.fields": _QUESTIONS,
   "task.on_bad_row": _QUESTIONS,
+  "task.rest_after": _QUESTIONS,
+  "task.rest_for": _QUESTIONS,
   "task.template": _QUESTIONS,
+  "task.chat": _QUESTIONS,
+  "task.system": _QUESTIONS,
   "task.answer_prefix": "stored groups were scored with it",
   "task.reward": "stored groups were scored with it",
+  "task.rewards": "stored groups were scored with them",
   "warm_start": _WARM_START,
   "rollout.max_prompt_tokens": "it decides which questions there are",
   "rollout.temperature": "stored logprobs are of tokens drawn at it",
+  "rollout.stop": "half-written trajectories were read with it",
+  "rollout.stop_token_ids": "half-written trajectories were read with it",
   "algorithm.num_minibatches": "the stored number of updates, and so the place"
   " on the learning rate's curve, counts so many a step",
   "train.optimizer.name": _MOMENTS,
@@ -116,6 +132,7 @@ MUST_STAY = {
   "train.optimizer.b2": _MOMENTS,
   "train.optimizer.state_dtype": _MOMENTS,
   "eval.num_items": _HELD_OUT,
+  "task.solved_score": _HELD_OUT,
   "eval.temperature": _HELD_OUT,
 }
 
@@ -299,6 +316,27 @@ def find(
       stored.get("max_staleness", then.algorithm.max_staleness),
     )
   }
+
+
+def tell_changed_data(
+  then: Mapping[str, str] | None,
+  now: Mapping[str, str],
+  note: Callable[[str], None],
+) -> None:
+  """Tell if the prompts to come are not those that they would have been.
+
+  Args:
+    then: versions of the source when the checkpoint was written; None if the
+      checkpoint does not say.
+    now: versions of the source.
+    note: is called with a message if they differ.
+  """
+  if then is not None and then != now:
+    names = sorted(n for n in then.keys() | now if then.get(n) != now.get(n))
+    note(
+      f"the data differs from when the checkpoint was written"
+      f" ({', '.join(names)}); the run goes on with what is there now"
+    )
 
 
 def _check_lengths(

@@ -7,7 +7,7 @@ accepts no new requests and finishes the accepted ones within a time limit. A
 second signal ends it without waiting.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import dataclasses
 import itertools
 import pathlib
@@ -24,24 +24,20 @@ from jaxrl_async.engine import sampling
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.models import configs
-from jaxrl_async.models import hf_weights
+from jaxrl_async.models import lora as lora_lib
+from jaxrl_async.models import peft_files
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import assembly
 from jaxrl_async.run import device_checks
-from jaxrl_async.run import initial_params
-from jaxrl_async.run import resume
+from jaxrl_async.run import engine_sizes
 from jaxrl_async.run import setup as setup_lib
+from jaxrl_async.run import stored_policy
 from jaxrl_async.serving import front as front_lib
 from jaxrl_async.serving import serve_loop as serve_loop_lib
-from jaxrl_async.storage import checkpoint
-from jaxrl_async.storage import config_json
-from jaxrl_async.storage import workdir as workdir_lib
 from jaxrl_async.text import chat_template as chat_template_lib
-from jaxrl_async.text import tokenizer as tokenizer_lib
-from jaxrl_async.training import train_step
+from jaxrl_async.training import train_state
 
 _JOIN_S = 20.0
-_SMALLEST_BUCKET = 64
 _PRETRAINED_CACHE_TOKENS = 1024  # if the caller names no size
 
 
@@ -54,12 +50,17 @@ class Policy:
     params: parameters with stacked layers, as the trainer holds them.
     version: the policy version; 0 for parameters that no run has counted.
     chat_template: turns the messages of a chat into a prompt.
+    adapters: further models to serve, in the order of their names in
+      `ServeSettings.adapters`. Each is what `peft_files.read` returned.
   """
 
   setup: setup_lib.Setup
   params: Any
   version: int
   chat_template: chat_template_lib.ChatTemplate
+  adapters: list[tuple[configs.Lora, Any]] = dataclasses.field(
+    default_factory=list
+  )
 
 
 # -- what to serve ----------------------------------------------------------
@@ -78,45 +79,7 @@ def load_run(
   Raises:
     ConfigError: the workdir holds no checkpoint that can be served.
   """
-  directory = workdir / workdir_lib.CHECKPOINTS
-  try:
-    found = checkpoint.read_newest(
-      directory,
-      lambda step: resume.stored_config(
-        workdir, checkpoint.host_state(directory, step)
-      ),
-    )
-  except checkpoint.CheckpointError as error:
-    raise sections.ConfigError(f"workdir: {error}") from error
-  if found is None:
-    _read_config(workdir)
-    raise sections.ConfigError(
-      f"workdir: {workdir} holds no checkpoint; launch/train.py writes the"
-      " first one after the warm start"
-    )
-  _, config = found
-  _resize(config, num_slots, cache_tokens)
-  tokenizer, chat_template = _load_tokenizer(config, workdir / "tokenizer")
-  setup = setup_lib.resolve(config, jax.devices(), tokenizer=tokenizer)
-  trainer = assembly.make_trainer(setup, metrics_lib.BusyClock())
-  try:
-    found = checkpoint.read_newest(
-      directory,
-      lambda step: checkpoint.restore(
-        directory, step, trainer.abstract_state()
-      ),
-    )
-  except checkpoint.CheckpointError as error:
-    raise sections.ConfigError(f"workdir: {error}") from error
-  if found is None:
-    raise sections.ConfigError(f"workdir: {directory} was removed meanwhile")
-  step, (state, _, _) = found
-  return Policy(
-    setup=setup,
-    params=state.policy.params,
-    version=step,
-    chat_template=chat_template,
-  )
+  return _load(stored_policy.of_run(workdir), num_slots, cache_tokens)
 
 
 def load_checkpoint(
@@ -136,59 +99,73 @@ def load_checkpoint(
   """
   if not directory.is_dir():
     raise sections.ConfigError(f"checkpoint: {directory} does not exist")
-  if hf_weights.is_pretrained(directory):
-    config = sections.Config()
-    config.model.name = str(directory)
-    _resize(config, num_slots, cache_tokens or _PRETRAINED_CACHE_TOKENS)
-    setup = setup_lib.resolve(config, jax.devices())
-    chat_template = front_lib.load_chat_template(directory)
-  else:
-    config = _read_config(directory.parent)
-    _resize(config, num_slots, cache_tokens)
-    beside = directory.parent / "tokenizer"
-    tokenizer, chat_template = _load_tokenizer(config, beside)
-    setup = setup_lib.resolve(config, jax.devices(), tokenizer=tokenizer)
-  try:
-    params = initial_params.load(str(directory), setup)
-  except sections.ConfigError as error:
-    text = str(error).removeprefix("warm_start.")
-    raise sections.ConfigError(text) from error
+  stored = stored_policy.of_directory(directory)
+  if stored.kind is stored_policy.Kind.PRETRAINED:
+    cache_tokens = cache_tokens or _PRETRAINED_CACHE_TOKENS
+  return _load(stored, num_slots, cache_tokens)
+
+
+def _load(
+  stored: stored_policy.StoredPolicy, num_slots: int, cache_tokens: int
+) -> Policy:
+  """Load a policy in the format in which the run's devices hold it."""
+  is_run = stored.kind is stored_policy.Kind.RUN
+  _resize(stored.config, num_slots, cache_tokens)
+  setup = setup_lib.resolve(
+    stored.config, jax.devices(), tokenizer=stored_policy.tokenizer(stored)
+  )
+  version, params = stored_policy.load(
+    stored, setup, field="workdir" if is_run else "checkpoint"
+  )
   return Policy(
-    setup=setup, params=params, version=0, chat_template=chat_template
+    setup=setup,
+    params=params,
+    version=version,
+    chat_template=stored_policy.chat_template(stored),
   )
 
 
-def _read_config(workdir: pathlib.Path) -> sections.Config:
-  config = config_json.read(workdir)
-  if config is None:
-    raise sections.ConfigError(
-      f"workdir: {workdir / config_json.NAME} does not exist"
-    )
-  return config
+def add_adapters(
+  policy: Policy, directories: Mapping[str, pathlib.Path]
+) -> None:
+  """Load adapters that are served beside a policy.
 
+  They are for its base, so that a policy with an adapter of its own is not
+  changed twice.
 
-def _load_tokenizer(
-  config: sections.Config, directory: pathlib.Path
-) -> tuple[tokenizer_lib.Tokenizer, chat_template_lib.ChatTemplate]:
-  """Load the tokenizer of a workdir and the chat template of its model.
+  Args:
+    policy: gets the adapters, in the order of the mapping.
+    directories: an adapter in PEFT's format for each name.
 
-  A workdir does not hold the chat template of a pretrained model, so that is
-  read from the model's own directory. If the directory is gone, the result is a
-  chat template that refuses every chat.
+  Raises:
+    ConfigError: a directory holds no adapter for the policy's architecture.
   """
-  try:
-    tokenizer = tokenizer_lib.load(directory)
-  except (OSError, ValueError) as error:
-    raise sections.ConfigError(f"tokenizer: {error}") from error
-  if config.model.name in configs.MODELS:
-    return tokenizer, front_lib.load_chat_template(directory)
-  pretrained = pathlib.Path(config.model.name)
-  if hf_weights.is_pretrained(pretrained):
-    return tokenizer, front_lib.load_chat_template(pretrained)
-  refusal = (
-    f"the chat template of this policy was in {pretrained}, which is gone"
+  for name, directory in directories.items():
+    try:
+      found = peft_files.read(directory, policy.setup.model.base)
+    except (FileNotFoundError, ValueError) as error:
+      raise sections.ConfigError(f"adapter: {name}: {error}") from error
+    policy.adapters.append(found)
+
+
+def _stack(policy: Policy) -> tuple[setup_lib.Setup, Any]:
+  """Return setup and parameters with all adapters in a stack.
+
+  Number 0 is the policy: its own adapter, or nothing beside the base.
+  """
+  setup, params = policy.setup, policy.params
+  own = None
+  if setup.model.lora is not None:
+    own = setup.model.lora, lora_lib.adapters(params)
+    params = lora_lib.base(params)
+  lora, stack = lora_lib.stacked(setup.model.base, [own, *policy.adapters])
+  model = dataclasses.replace(setup.model, lora=lora)
+  shardings = train_state.params_sharding(
+    setup.train_mesh, setup.config.mesh.train_rules, model
   )
-  return tokenizer, chat_template_lib.ChatTemplate(None, refusal=refusal)
+  stack = mesh_lib.put(stack, lora_lib.adapters(shardings))
+  setup = dataclasses.replace(setup, model=model)
+  return setup, lora_lib.joined(params, stack)
 
 
 def _resize(config: sections.Config, num_slots: int, cache_tokens: int) -> None:
@@ -201,15 +178,7 @@ def _resize(config: sections.Config, num_slots: int, cache_tokens: int) -> None:
   if num_slots:
     rollout.num_slots = num_slots
   if cache_tokens:
-    sizes = []
-    size = min(_SMALLEST_BUCKET, cache_tokens)
-    while size < cache_tokens:
-      sizes.append(size)
-      size *= 2
-    buckets = (*sizes, cache_tokens)
-    rollout.cache_tokens = cache_tokens
-    rollout.num_pages = rollout.prefill_chunk = 0
-    rollout.prefill_buckets = rollout.window_buckets = buckets
+    engine_sizes.set_cache_tokens(rollout, cache_tokens)
 
 
 # -- serving it -------------------------------------------------------------
@@ -233,19 +202,13 @@ def make_scheduler(policy: Policy) -> scheduler_lib.Scheduler:
 
   The engine holds the weights in the format of the run's rollout slice.
   """
-  setup = policy.setup
-  config = setup.config
+  setup, weights = policy.setup, policy.params
+  if policy.adapters:
+    setup, weights = _stack(policy)
   _check_sizes(setup)
   device_checks.check_weights(setup)
-  engine = assembly.make_engine(setup)
-  publish = train_step.make_publish(
-    setup.model,
-    mesh_lib.Layout(mesh=setup.train_mesh, rules=config.mesh.train_rules),
-    dtype=config.rollout.dtype,
-    weights=config.rollout.weights,
-  )
+  engine, params = assembly.engine_with(setup, weights, policy.version)
   scheduler = scheduler_lib.Scheduler(engine, busy=metrics_lib.BusyClock())
-  params = engine.load_params(publish(policy.params), policy.version)
   scheduler.adopt(params, policy.version)
   return scheduler
 

@@ -13,13 +13,16 @@ from typing import Any
 import jax
 
 from jaxrl_async.config import sections
-from jaxrl_async.data import rows as rows_lib
+from jaxrl_async.config.mesh_shape import MeshShape
 from jaxrl_async.data import source as source_lib
-from jaxrl_async.data.reasoning_gym import gym
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_config
+from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.run import config_checks
+from jaxrl_async.run import source_checks
+from jaxrl_async.run import sources
+from jaxrl_async.text import chat_template as chat_template_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.training import packing
 from jaxrl_async.training import train_state
@@ -31,15 +34,18 @@ class Setup:
 
   Attributes:
     config: a validated config.
-    tokenizer: the tokenizer of the pretrained model. Without such a model, each
-      character is a token.
-    model: the policy's architecture. Its vocabulary is at least as large as the
-      tokenizer's.
+    tokenizer: the tokenizer of the pretrained model, or that of
+      `model.tokenizer`. Without either, each character is a token.
+    model: the policy's architecture, with its adapters. Its vocabulary is at
+      least as large as the tokenizer's.
     pretrained: directory of the model in Hugging Face's format that
       `model.name` names. None if it names one of `configs.MODELS`.
     train_mesh: devices of the training slice.
     rollout_mesh: devices of the rollout slice.
     source: the source of the prompts.
+    chat_template: of the tokenizer, if the task's prompts are chats.
+    device_bytes: the memory of each device, where the devices only stand in for
+      others. None asks the devices.
   """
 
   config: sections.Config
@@ -49,14 +55,28 @@ class Setup:
   train_mesh: jax.sharding.Mesh
   rollout_mesh: jax.sharding.Mesh
   source: source_lib.Source
+  chat_template: chat_template_lib.ChatTemplate | None = None
+  device_bytes: int | None = None
 
   @property
   def models(self) -> dict[str, train_state.ModelSettings]:
     """The settings of each model in the train state, by name."""
+    config = self.config
     policy = train_state.ModelSettings(
-      model=self.model, optimizer=self.config.train.optimizer
+      model=self.model, optimizer=config.train.optimizer
     )
+    if self.model.lora is not None:
+      policy = dataclasses.replace(
+        policy,
+        is_trainable=lora_lib.is_adapter,
+        frozen_dtype=config.model.lora.base_dtype,
+      )
     return {train_state.POLICY: policy}
+
+  @property
+  def shares_a_device(self) -> bool:
+    """Whether both slices are the same single device."""
+    return self.train_mesh.size == 1 and self.train_mesh == self.rollout_mesh
 
   @property
   def max_microbatches(self) -> int:
@@ -81,6 +101,7 @@ def resolve(
   *,
   tokenizer: tokenizer_lib.Tokenizer | None = None,
   source: source_lib.Source | None = None,
+  device_bytes: int | None = None,
 ) -> Setup:
   """Return the setup of a config; this reads files but compiles nothing.
 
@@ -90,13 +111,14 @@ def resolve(
       descriptions of devices that are not present.
     tokenizer: a tokenizer that a run has stored, used instead of the model's.
     source: the source of the prompts; None is the dataset of `task.dataset`.
+    device_bytes: as in `Setup`.
 
   Raises:
     ConfigError: one line that names the field.
   """
   pretrained = _pretrained(config)
   if tokenizer is None:
-    tokenizer = _load_tokenizer(pretrained)
+    tokenizer = _load_tokenizer(config.model, pretrained)
   model = _model_config(config, pretrained, tokenizer.vocab_size)
   train_mesh, rollout_mesh = _cut_devices(config, devices)
   return Setup(
@@ -107,46 +129,88 @@ def resolve(
     train_mesh=train_mesh,
     rollout_mesh=rollout_mesh,
     source=source_of(config) if source is None else source,
+    chat_template=chat_template_of(config),
+    device_bytes=device_bytes,
+  )
+
+
+def on_all_devices(
+  config: sections.Config,
+  devices: Sequence[Any],
+  *,
+  tokenizer: tokenizer_lib.Tokenizer,
+  source: source_lib.Source | None = None,
+) -> Setup:
+  """Return the setup of a program that generates and does not train.
+
+  Both meshes have all of the devices. Generation splits the sequences over
+  them, and the model over `mesh.rollout_tensor` of them where that many divide
+  the devices. The parameters are read in parts, one for each device.
+
+  Args:
+    config: a checked config. The other sizes of its meshes are not used, and
+      `rollout.num_slots` is rounded up to what the meshes divide.
+    devices: all of them.
+    tokenizer: of the policy.
+    source: see `resolve`.
+
+  Raises:
+    ConfigError: one line that names the field.
+  """
+  count, tensor = len(devices), config.mesh.rollout_tensor
+  if tensor < 1 or count % tensor:
+    tensor = 1
+  pretrained = _pretrained(config)
+  model = _model_config(config, pretrained, tokenizer.vocab_size)
+  parts = count if model.model_dim % count == 0 else 1
+  slots = config.rollout.num_slots
+  rollout_shape = MeshShape(data=count // tensor, tensor=tensor)
+  replicas = rollout_shape.parts(config.mesh.rollout_rules.batch)
+  config.rollout.num_slots = -(-slots // replicas) * replicas
+  return Setup(
+    config=config,
+    tokenizer=tokenizer,
+    model=model,
+    pretrained=pretrained,
+    train_mesh=mesh_lib.make_mesh(
+      devices, MeshShape(data=count // parts, fsdp=parts)
+    ),
+    rollout_mesh=mesh_lib.make_mesh(devices, rollout_shape),
+    source=source_of(config) if source is None else source,
+    chat_template=chat_template_of(config),
   )
 
 
 def source_of(config: sections.Config) -> source_lib.Source:
   """Return the source that a config names."""
-  task = config.task
-  path = _path("task.dataset", task.dataset)
-  eval_path = _path("task.eval_dataset", task.eval_dataset)
-  if path is not None:
-    return rows_lib.Rows(
-      path=path,
-      eval_path=eval_path,
-      fields=task.fields.to_dict(),
-      eval_percent=task.eval_percent,
-      skips_bad_rows=task.on_bad_row is sections.OnBadRow.SKIP,
-      seed=config.seed,
-    )
-  sections.require(
-    eval_path is None and not task.eval_dataset,
-    "task.eval_dataset",
-    "a dataset of reasoning-gym has held-out questions of its own; leave it"
-    " empty",
-  )
-  return gym.ReasoningGym(
-    name=task.dataset, params=task.params.to_dict(), seed=config.seed
-  )
+  return sources.of_task(config.task, config.seed)
 
 
-def _path(field: str, dataset: str) -> pathlib.Path | None:
-  """Return the path that a dataset names; None if it is not a URI."""
-  kind, has_colon, path = dataset.partition(":")
-  if not has_colon:
+def chat_template_of(
+  config: sections.Config,
+) -> chat_template_lib.ChatTemplate | None:
+  """Return the chat template of the tokenizer, if the task's prompts need one.
+
+  Raises:
+    ConfigError: the tokenizer has none, or it cannot be used.
+  """
+  needed_by = source_checks.needs_chat(config.task)
+  if needed_by is None:
     return None
-  sections.require(
-    kind == "jsonl" and bool(path),
-    field,
-    f"{sections.shown(dataset)} is no dataset; use jsonl:PATH, or the name of a"
-    " dataset of reasoning-gym",
-  )
-  return pathlib.Path(path)
+  directory = _pretrained(config) or config.model.tokenizer
+  field = "model.tokenizer" if config.model.tokenizer else "model.name"
+  try:
+    template = directory and chat_template_lib.load(pathlib.Path(directory))
+  except (OSError, ValueError) as error:
+    raise sections.ConfigError(f"{field}: {error}") from error
+  if not template or not template.exists:
+    why = f" ({template.refusal})" if template and template.refusal else ""
+    name = config.model.tokenizer or config.model.name
+    raise sections.ConfigError(
+      f"{needed_by}: the tokenizer of {sections.shown(name)} has no chat"
+      f" template{why}; use a model that has one, or task.template alone"
+    )
+  return template
 
 
 def _pretrained(config: sections.Config) -> pathlib.Path | None:
@@ -157,27 +221,47 @@ def _pretrained(config: sections.Config) -> pathlib.Path | None:
 
 
 def _load_tokenizer(
-  pretrained: pathlib.Path | None,
+  section: sections.ModelSection, pretrained: pathlib.Path | None
 ) -> tokenizer_lib.Tokenizer:
-  """Load the pretrained model's tokenizer.
+  """Load the tokenizer of the pretrained model, or that of the section.
 
-  Without a pretrained model, return a tokenizer whose tokens are characters.
+  Without either, return a tokenizer whose tokens are characters.
 
   Raises:
-    ConfigError: the directory has no usable tokenizer.
+    ConfigError: the directory has no usable tokenizer, or there are two.
   """
-  if pretrained is None:
+  sections.require(
+    pretrained is None or not section.tokenizer,
+    "model.tokenizer",
+    f"{pretrained} has a tokenizer of its own; leave it empty",
+  )
+  if pretrained is None and not section.tokenizer:
     return tokenizer_lib.character_level()
   try:
-    return tokenizer_lib.load(pretrained)
+    return tokenizer_lib.load(pretrained or section.tokenizer)
   except (FileNotFoundError, ValueError) as error:
-    raise sections.ConfigError(f"model.name: {error}") from error
+    field = "model.name" if pretrained else "model.tokenizer"
+    raise sections.ConfigError(f"{field}: {error}") from error
 
 
 def _model_config(
   config: sections.Config, pretrained: pathlib.Path | None, vocab_size: int
 ) -> configs.ModelConfig:
-  """Return the architecture of the policy, with a sufficient vocabulary.
+  """Return the architecture of the policy, with its adapters.
+
+  Raises:
+    ConfigError: there is no model of that name, or its files cannot be used.
+  """
+  return dataclasses.replace(
+    _base_config(config, pretrained, vocab_size),
+    lora=lora_lib.of_section(config.model.lora),
+  )
+
+
+def _base_config(
+  config: sections.Config, pretrained: pathlib.Path | None, vocab_size: int
+) -> configs.ModelConfig:
+  """Return the architecture without adapters, with a sufficient vocabulary.
 
   A pretrained model keeps its own vocabulary size, which may be larger than the
   tokenizer's. A model of `configs.MODELS` keeps its size too if that is larger,

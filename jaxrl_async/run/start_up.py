@@ -28,22 +28,25 @@ from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.reporting import profile as profile_lib
 from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.reporting import run_record
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
-from jaxrl_async.rewards import named
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import worker as worker_lib
 from jaxrl_async.run import assembly
 from jaxrl_async.run import evaluate
+from jaxrl_async.run import frozen_base
+from jaxrl_async.run import initial_params
+from jaxrl_async.run import question_sets
 from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import resume
+from jaxrl_async.run import sampler as sampler_lib
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.run import shutdown as shutdown_lib
 from jaxrl_async.run import snapshot
 from jaxrl_async.serving import front as front_lib
-from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import workdir as workdir_lib
 from jaxrl_async.training import batch_loader
 from jaxrl_async.training import objectives
@@ -59,7 +62,7 @@ class Extensions:
 
   Attributes:
     scorer: a function of an importable module that scores a completion; None
-      is that of `task.reward`.
+      is that of `task.reward` or `task.rewards`.
     loss: the loss to minimise; None is the loss of the config's algorithm.
     episode: decides how the turns of a trajectory follow from its prompt.
     initial_params: float32 parameters of the policy with stacked layers, used
@@ -84,12 +87,14 @@ class Session:
     progress: shows the progress and messages to the user.
     stop: the stop request, which a signal sets.
     claim: ensures that no other process uses the workdir.
+    profile_steps: train steps to write traces of.
   """
 
   workdir: pathlib.Path
   progress: progress_lib.Progress
   stop: supervisor_lib.StopRequest
   claim: workdir_lib.Claim
+  profile_steps: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,6 +132,8 @@ class Parts:
     session: of this start.
     is_new: whether the run has no checkpoint yet.
     first_step: number of train steps that are already completed.
+    set_evaluators: those of `eval.sets`, by name.
+    base_record: where the base of a run with LoRA is; None without one.
     max_staleness: the largest bound that any start of the run has had.
     shutdown: starts the threads, and closes everything.
   """
@@ -135,6 +142,7 @@ class Parts:
   session: Session
   is_new: bool
   first_step: int
+  base_record: frozen_base.Record | None
   max_staleness: int
   record: run_record.RunRecord
   clock: metrics_lib.BusyClock
@@ -144,11 +152,14 @@ class Parts:
   writer: metrics_lib.MetricsWriter
   stream: prompts.PromptStream
   evaluator: evaluate.Evaluator
+  set_evaluators: dict[str, evaluate.Evaluator]
   ledger: ledger_lib.Ledger
   channel: weight_transfer.WeightChannel
   scheduler: scheduler_lib.Scheduler
   worker: worker_lib.RolloutWorker
   recorder: recorder_lib.Recorder
+  sampler: sampler_lib.Sampler
+  profiler: profile_lib.Profiler
   loader: batch_loader.BatchLoader[trainer_lib.PreparedBatch]
   shutdown: shutdown_lib.Shutdown
 
@@ -175,15 +186,23 @@ def parts(
     if base.front is not None:
       base.front.start(session.progress.note)
       session.progress.note(f"serving the policy at {base.front.address}")
-    evaluator = _evaluator(setup, session, base)
+    if isinstance(setup.source, source_lib.Counted):
+      for line in setup.source.describe():
+        session.progress.note(line)
+    evaluators = _evaluators(setup, session, base)
     if base.resumed_step is None:
       _warm_start(setup, session, base, extensions.initial_params)
       running = []
     else:
-      running = _restore(session.workdir, base, base.resumed_step)
+      running = _restore(setup, session.workdir, base, base.resumed_step)
+      resume.tell_changed_data(
+        base.stored.get("data"),
+        dict(setup.source.versions),
+        session.progress.note,
+      )
     base.stream.prefetch()
     base.rewards.warm_up()
-    yield _of_the_loop(setup, session, extensions, base, evaluator, running)
+    yield _of_the_loop(setup, session, extensions, base, evaluators, running)
 
 
 def _foundation(
@@ -207,7 +226,11 @@ def _foundation(
     buffer, timeout_s=config.run.join_timeout_s, note=note
   )
   side_outputs = side_outputs_lib.SideOutputs(note)
-  writer = metrics_lib.MetricsWriter(session.workdir, side_outputs)
+  writer = metrics_lib.MetricsWriter(
+    session.workdir,
+    side_outputs,
+    assembly.make_wandb_log(config, session.workdir),
+  )
   source = assembly.prompt_source(setup)
   stream = prompts.PromptStream(source, source_lib.Split.TRAIN)
   front = extensions.serving and front_lib.of_a_run(
@@ -218,9 +241,7 @@ def _foundation(
     lambda: shutdown.supervisor.has_spawned(WORKER),
   )
   # This comes last because it starts processes, which have to be closed.
-  rewards = assembly.make_rewards(
-    config.task, extensions.scorer or named.find(config.task.reward)
-  )
+  rewards = assembly.make_rewards(config.task, extensions.scorer)
   shutdown.closes(writer.close)
   shutdown.closes(stream.close)
   shutdown.closes(rewards.close, config.run.join_timeout_s)
@@ -247,12 +268,12 @@ def _foundation(
 # -- the first stage ----------------------------------------------------------
 
 
-def _evaluator(
+def _evaluators(
   setup: setup_lib.Setup, session: Session, base: _Foundation
-) -> evaluate.Evaluator:
-  """Build the evaluator, with the stored held-out questions or with new ones.
+) -> tuple[evaluate.Evaluator, dict[str, evaluate.Evaluator]]:
+  """Build the evaluator of the held-out questions, and those of `eval.sets`.
 
-  New questions are stored in the workdir.
+  The held-out questions are stored in the workdir, or read from there.
   """
   config = setup.config
 
@@ -262,19 +283,37 @@ def _evaluator(
       "held-out questions", num_made, config.eval.num_items
     )
 
-  return evaluate.Evaluator(
-    base.engine,
-    held_out.load_or_make(
-      session.workdir / "held_out.json",
-      base.source,
-      config.eval.num_items,
-      note=session.progress.note,
-      on_progress=show,
-    ),
-    max_completion_tokens=config.rollout.max_completion_tokens,
-    tokenizer=setup.tokenizer,
-    rewards=base.rewards,
+  def evaluator(
+    prompts: list[types.Prompt], samples: int
+  ) -> evaluate.Evaluator:
+    return evaluate.Evaluator(
+      base.engine,
+      prompts,
+      assembly.answer_settings(config, samples),
+      tokenizer=setup.tokenizer,
+      rewards=base.rewards,
+      solved_score=config.task.solved_score,
+    )
+
+  stored = held_out.load_or_make(
+    session.workdir / "held_out.json",
+    base.source,
+    config.eval.num_items,
+    note=session.progress.note,
+    on_progress=show,
   )
+  base.stream.exclude(prompt.item["question"] for prompt in stored)
+  sets = {}
+  for name in config.eval.sets:
+    found, samples = question_sets.of_run(setup, name)
+    if found.num_too_long:
+      session.progress.note(
+        f"eval.sets: {name}: {found.num_too_long} of"
+        f" {found.num_too_long + len(found.prompts)} prompts are longer than"
+        " rollout.max_prompt_tokens and left out"
+      )
+    sets[name] = evaluator(found.prompts, samples)
+  return evaluator(stored, config.eval.samples), sets
 
 
 def _warm_start(
@@ -297,7 +336,9 @@ def _warm_start(
     show = functools.partial(
       _show_warm_start, session, setup.config.warm_start.num_steps
     )
-    params = assembly.warm_start(setup, show)
+    params = assembly.warm_start(setup, show, session.progress.note)
+  if setup.model.lora is not None:
+    params = initial_params.with_adapters(params, setup)
   base.trainer.start({train_state.POLICY: params})
   with base.side_outputs.attempt("tokenizer/"):
     setup.tokenizer.save(session.workdir / "tokenizer")
@@ -317,11 +358,11 @@ def _show_warm_start(
 
 
 def _restore(
-  workdir: pathlib.Path, base: _Foundation, step: int
+  setup: setup_lib.Setup, workdir: pathlib.Path, base: _Foundation, step: int
 ) -> list[types.RolloutGroup]:
   """Restore a checkpoint, and return the groups that the worker continues."""
-  base.trainer.state, _, groups = checkpoint.restore(
-    workdir / workdir_lib.CHECKPOINTS, step, base.trainer.abstract_state()
+  base.trainer.state, _, groups = frozen_base.restore(
+    setup, workdir, step, base.trainer.abstract_state()
   )
   base.stream.restore(base.stored["stream"])
   base.writer.restore(base.stored["metrics"])
@@ -344,18 +385,40 @@ def _of_the_loop(
   session: Session,
   extensions: Extensions,
   base: _Foundation,
-  evaluator: evaluate.Evaluator,
+  evaluators: tuple[evaluate.Evaluator, dict[str, evaluate.Evaluator]],
   running: list[types.RolloutGroup],
 ) -> Parts:
   """Build the parts that drive and record the asynchronous loop."""
   config, workdir = setup.config, session.workdir
   join_s = config.run.join_timeout_s
   step = base.resumed_step or 0
+  sampler = sampler_lib.Sampler(
+    workdir,
+    num_groups=config.run.sample_groups,
+    tokenizer=setup.tokenizer,
+    answer_prefix=config.task.answer_prefix,
+    side_outputs=base.side_outputs,
+    first_step=step,
+  )
+  base.shutdown.closes(sampler.close)
   ledger = ledger_lib.Ledger(
     workdir / "ledger.jsonl",
     ledger_lib.LedgerState(**base.stored.get("ledger", {})),
+    on_untrained=sampler.add_untrained,
   )
   base.shutdown.closes(ledger.close)
+  base_record = base.stored.get(frozen_base.KEY)
+  if base.trainer.has_base:
+    if base.resumed_step is None:
+      base_record = frozen_base.keep(
+        setup,
+        workdir,
+        base.trainer.state,
+        is_given=extensions.initial_params is not None,
+      )
+    assembly.send_base(
+      config, workdir, base.trainer, base.engine, session.progress.note
+    )
   channel = assembly.make_channel(
     config,
     workdir,
@@ -391,7 +454,9 @@ def _of_the_loop(
     busy=base.busy,
     progress=session.progress,
     side_outputs=base.side_outputs,
+    sampler=sampler,
     max_bad_updates=config.train.max_bad_updates,
+    solved_score=config.task.solved_score,
   )
   base.shutdown.closes(recorder.close, join_s)
   return Parts(
@@ -399,6 +464,7 @@ def _of_the_loop(
     session=session,
     is_new=base.resumed_step is None,
     first_step=step,
+    base_record=base_record,
     max_staleness=base.stored["max_staleness"],
     record=base.record,
     clock=base.busy["train"],
@@ -407,12 +473,17 @@ def _of_the_loop(
     buffer=base.buffer,
     writer=base.writer,
     stream=base.stream,
-    evaluator=evaluator,
+    evaluator=evaluators[0],
+    set_evaluators=evaluators[1],
     ledger=ledger,
     channel=channel,
     scheduler=scheduler,
     worker=worker,
     recorder=recorder,
+    sampler=sampler,
+    profiler=profile_lib.Profiler(
+      workdir, session.profile_steps, base.side_outputs
+    ),
     loader=batch_loader.BatchLoader(
       base.buffer,
       base.trainer.prepare,

@@ -9,7 +9,7 @@ deadline, and the failure is raised with the name of the thread that failed.
 `start_up` builds the parts of a run, and `Run` is the loop over them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
 import pathlib
@@ -28,6 +28,7 @@ from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.run import checks
 from jaxrl_async.run import evaluate
+from jaxrl_async.run import frozen_base
 from jaxrl_async.run import snapshot
 from jaxrl_async.run import start_up
 from jaxrl_async.serving import front as front_lib
@@ -36,6 +37,7 @@ from jaxrl_async.storage import config_json
 from jaxrl_async.storage import workdir as workdir_lib
 from jaxrl_async.training import batch_loader
 from jaxrl_async.training import objectives
+from jaxrl_async.training import step_metrics
 from jaxrl_async.training import trainer as trainer_lib
 
 
@@ -62,14 +64,19 @@ class Run:
     self.writer = parts.writer
     self.stream = parts.stream
     self.evaluator = parts.evaluator
+    self.set_evaluators = parts.set_evaluators
     self.ledger = parts.ledger
     self.channel = parts.channel
     self.scheduler = parts.scheduler
     self.worker = parts.worker
     self.recorder = parts.recorder
+    self.sampler = parts.sampler
+    self.profiler = parts.profiler
     self.loader = parts.loader
+    self._data = dict(parts.setup.source.versions)
     self._is_new = parts.is_new
     self._first_step = parts.first_step
+    self._base_record = parts.base_record
     self._max_staleness = parts.max_staleness
 
   def start(self) -> int:
@@ -117,20 +124,11 @@ class Run:
       if last_step != step or greedy is None:
         self._evaluate(step, self.trainer.published())
     while step < num_steps and not self.stop.is_set:
-      wait_start_s = time.perf_counter()
-      loaded = self._next_batch(step)
-      if loaded is None:
+      with self.profiler.step(step + 1):
+        done = self._train(step)
+      if done is None:
         break
-      ready_s = time.perf_counter()
-      taken_s = max(wait_start_s, loaded.taken_s)
-      done = self.trainer.step(step, loaded.batch)
-      done.times_s["wait_for_rollouts_s"] = taken_s - wait_start_s
-      done.times_s["prepare_batch_s"] = ready_s - taken_s
       step += 1
-      self.claim.check()
-      start_s = time.perf_counter()
-      self._publish(self.trainer.published(), step)
-      done.times_s["publish_s"] = time.perf_counter() - start_s
       totals = self.recorder.totals()
       is_last = step == num_steps
       if is_last:
@@ -148,6 +146,23 @@ class Run:
     self._wait_for_recorder()
     self.supervisor.check()
     return step
+
+  def _train(self, step: int) -> step_metrics.Pending | None:
+    """Make a train step and publish its weights; None if there is no batch."""
+    wait_start_s = time.perf_counter()
+    loaded = self._next_batch(step)
+    if loaded is None:
+      return None
+    ready_s = time.perf_counter()
+    taken_s = max(wait_start_s, loaded.taken_s)
+    done = self.trainer.step(step, loaded.batch)
+    done.times_s["wait_for_rollouts_s"] = taken_s - wait_start_s
+    done.times_s["prepare_batch_s"] = ready_s - taken_s
+    self.claim.check()
+    start_s = time.perf_counter()
+    self._publish(self.trainer.published(), step + 1)
+    done.times_s["publish_s"] = time.perf_counter() - start_s
+    return done
 
   def _next_batch(
     self, step: int
@@ -213,17 +228,28 @@ class Run:
     with self.recorder.evaluating(), self._paused():
       engine_params = self.engine.load_params(params, step)
       temperature = self.config.eval.temperature
-      sampled = self.evaluator.evaluate(engine_params, temperature)
-      greedy = self.evaluator.evaluate(engine_params, 0.0) if is_end else None
+      sampled = self.evaluator.evaluate(engine_params)
+      greedy = (
+        self.evaluator.evaluate(engine_params, is_greedy=True)
+        if is_end
+        else None
+      )
+      sets = {
+        name: evaluator.evaluate(engine_params)
+        for name, evaluator in self.set_evaluators.items()
+      }
       if temperature == self.config.rollout.temperature:
         kl = evaluate.mismatch_kl(sampled.trajectories, self.trainer.logprobs)
         self.record.mismatch_kl.add(kl)
+    self.sampler.write_evaluation(step, self.evaluator.prompts, sampled)
     of_greedy = None if greedy is None else greedy.accuracy
     self.record.evaluations.append(
       (self.clock.now(), step, sampled.accuracy, of_greedy)
     )
-    self.progress.note(f"step {step}: {evaluate.describe(sampled, greedy)}")
-    return evaluate.metrics_of(sampled, greedy)
+    self.progress.note(
+      f"step {step}: {evaluate.describe(sampled, greedy, sets)}"
+    )
+    return evaluate.metrics_of(sampled, greedy, sets)
 
   @contextlib.contextmanager
   def _paused(self) -> Iterator[None]:
@@ -250,15 +276,20 @@ class Run:
         "max_staleness": self._max_staleness,
         "next_index": self.buffer.state().next_index,
         "stream": self.stream.state(),
+        "data": self._data,
         "ledger": dataclasses.asdict(self.ledger.state()),
         "metrics": self.writer.state(),
         "record": self.recorder.state(),
         "config": config_json.to_stored(self.config),
       }
+    state = self.trainer.state
+    if self._base_record is not None:
+      host_state[frozen_base.KEY] = self._base_record
+      state = frozen_base.without_base(state)
     checkpoint.save(
       self.workdir / workdir_lib.CHECKPOINTS,
       step,
-      self.trainer.state,
+      state,
       host_state,
       groups,
       keep=self.config.run.keep_checkpoints,
@@ -303,6 +334,7 @@ def run(
   loss: objectives.Loss | None = None,
   episode: episode_lib.Episode = episode_lib.single_turn,
   serving: front_lib.ServeSettings | None = None,
+  profile_steps: Sequence[int] = (),
 ) -> str:
   """Start or continue a training run, and return its summary.
 
@@ -312,7 +344,7 @@ def run(
       continues from the newest one. The settings in `resume.MAY_DIFFER` may
       then be different ones.
     initial_params: float32 parameters of the policy with stacked layers, used
-      instead of a warm start.
+      instead of a warm start. With LoRA they are those of the base.
     source: the source of the prompts; None is the dataset of `task.dataset`.
     scorer: a function of an importable module; see `service.Scorer`. None is
       that of `task.reward`.
@@ -321,6 +353,7 @@ def run(
     episode: decides how the turns of a trajectory follow from its prompt.
     serving: settings of a server that gives clients access to the policy during
       the run; None starts no server.
+    profile_steps: train steps to trace, into WORKDIR/profile.
 
   Returns:
     The summary on one line.
@@ -340,7 +373,7 @@ def run(
     episode=episode,
     serving=serving,
   )
-  setup = checks.checked(config, jax.devices(), source=source)
+  setup = checks.checked(config, jax.devices(), source=source, scorer=scorer)
   stop = supervisor_lib.StopRequest()
   with (
     progress_lib.Progress(config.train.num_steps) as progress,
@@ -350,7 +383,11 @@ def run(
     start_up.parts(
       setup,
       start_up.Session(
-        workdir=workdir, progress=progress, stop=stop, claim=claim
+        workdir=workdir,
+        progress=progress,
+        stop=stop,
+        claim=claim,
+        profile_steps=tuple(profile_steps),
       ),
       extensions,
     ) as parts,

@@ -6,7 +6,7 @@ characters and token ids. Checks that take long run in separate threads.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import hmac
 import secrets
 import time
@@ -52,6 +52,7 @@ class Service:
     is_alive: Callable[[], bool],
     api_key: str | None = None,
     limits: bodies.Limits | None = None,
+    adapters: Sequence[str] = (),
   ):
     """Keep the parts that the handlers use.
 
@@ -60,16 +61,20 @@ class Service:
       tokenizer: of the policy.
       chat_template: of the same tokenizer.
       metrics: the object that `queue` reports its durations to.
-      model_name: the only value of `model` that is served.
+      model_name: the value of `model` for the policy.
       is_alive: returns whether the queue is being served.
       api_key: bearer token that every path except /health requires.
       limits: on the requests of clients.
+      adapters: the values of `model` for adapters, from number 1 on.
     """
     self.queue = queue
     self.tokenizer = tokenizer
     self.chat_template = chat_template
     self.metrics = metrics
     self.model_name = model_name
+    self.adapters = {
+      name: number for number, name in enumerate((model_name, *adapters))
+    }
     self.is_alive = is_alive
     self.api_key = api_key
     self.limits = limits or bodies.Limits()
@@ -119,14 +124,16 @@ class Service:
     )
 
   async def models(self, request: http_requests.Request):
-    """Answer with the list of models, which has one entry."""
+    """Answer with the list of models: the policy, and its adapters."""
     del request
-    return responses.JSONResponse({"object": "list", "data": [self._model()]})
+    listed = [self._model(name) for name in self.adapters]
+    return responses.JSONResponse({"object": "list", "data": listed})
 
   async def model(self, request: http_requests.Request):
-    """Answer with the model, if it has the requested name."""
-    self._check_model(request.path_params["name"])
-    return responses.JSONResponse(self._model())
+    """Answer with the model of the requested name."""
+    name = request.path_params["name"]
+    self._check_model(name)
+    return responses.JSONResponse(self._model(name))
 
   async def completions(self, request: http_requests.Request):
     """Continue texts or lists of token ids."""
@@ -162,9 +169,11 @@ class Service:
 
   # -- their parts ----------------------------------------------------------
 
-  def _model(self) -> dict[str, Any]:
+  def _model(self, name: str) -> dict[str, Any]:
+    parent = {} if name == self.model_name else {"parent": self.model_name}
     return {
-      "id": self.model_name,
+      "id": name,
+      **parent,
       "object": "model",
       "created": self.created_s,
       "owned_by": "jaxrl_async",
@@ -173,11 +182,11 @@ class Service:
     }
 
   def _check_model(self, name: str) -> None:
-    if name != self.model_name:
+    if name not in self.adapters:
       raise errors.ApiError(
         404,
         f"model {name[:100]!r} does not exist; this server has"
-        f" {self.model_name!r}",
+        f" {', '.join(map(repr, self.adapters))}",
         param="model",
         code="model_not_found",
       )
@@ -283,10 +292,11 @@ class Service:
       stop_strings=wanted.stop,
       deadline_s=time.monotonic() + deadline_s,
       client="" if request.client is None else request.client.host,
+      adapter=self.adapters[wanted.model],
     )
     options = wanted.stream_options
     shape = answers.Shape(
-      model=self.model_name,
+      model=wanted.model,
       is_chat=is_chat,
       prompt_tokens=[prompt.tolist() for prompt in prompts],
       num_choices=wanted.n,

@@ -59,6 +59,7 @@ class Request:
     deadline_s: when the request expires, on the clock of `time.monotonic`.
     client: name of the client, if it is known. Slots are shared fairly between
       clients.
+    adapter: number of the adapter that continues the prompts; 0 is the policy.
   """
 
   prompts: tuple[Int[np.ndarray, "_"], ...]
@@ -69,6 +70,7 @@ class Request:
   stop_strings: tuple[str, ...] = ()
   deadline_s: float
   client: str = ""
+  adapter: int = 0
 
   @property
   def all_choices(self) -> int:

@@ -28,6 +28,7 @@ class ServeSettings:
       loopback addresses only.
     max_waiting: most requests at a time, including those that run.
     drain_s: time that requests have left after a stop signal.
+    adapters: names of further models, each an adapter of the policy.
   """
 
   host: str = "127.0.0.1"
@@ -38,6 +39,7 @@ class ServeSettings:
   max_waiting: int = 256
   drain_s: float = 30.0
   limits: bodies.Limits = dataclasses.field(default_factory=bodies.Limits)
+  adapters: tuple[str, ...] = ()
 
 
 def load_chat_template(
@@ -105,6 +107,7 @@ class Front:
       is_alive=is_alive,
       api_key=settings.api_key,
       limits=settings.limits,
+      adapters=settings.adapters,
     )
     max_connections = 4 * settings.max_waiting + 64
     try:

@@ -353,6 +353,7 @@ class RequestQueue:
       settings=request.settings,
       stop=stop,
       owner=handle.owner,
+      adapter=request.adapter,
     )
     handle.num_begun += 1
     handle.writing[choice] = sequence

@@ -120,7 +120,7 @@ def _save(
   _sync_names(directory)
   if replaced.exists():
     _remove(replaced)
-  for old in _steps(directory)[:-keep]:
+  for old in steps(directory)[:-keep]:
     _remove_unread(directory / str(old))
 
 
@@ -142,7 +142,7 @@ def latest(directory: pathlib.Path) -> int | None:
   Raises:
     CheckpointError: the directory exists but cannot be read.
   """
-  return max(_steps(pathlib.Path(directory)), default=None)
+  return max(steps(pathlib.Path(directory)), default=None)
 
 
 def unsealed(directory: pathlib.Path) -> list[pathlib.Path]:
@@ -257,6 +257,43 @@ def restore(
   return train_state, host_state, groups
 
 
+def restore_params(
+  directory: pathlib.Path, step: int, abstract_params: Any
+) -> Any:
+  """Read the policy's parameters alone, without the optimizer's state.
+
+  Args:
+    directory: directory of the run's checkpoints.
+    step: step of the checkpoint; see `steps`.
+    abstract_params: the parameters with jax.ShapeDtypeStruct leaves, in the
+      shardings of the result.
+
+  Raises:
+    CheckpointError: the checkpoint is damaged or of another architecture.
+  """
+  path = _path(directory, step)
+  about = _verify(path, step)
+  found = about["layout"]
+  parts = [f"models.policy.{part}." for part in ("trainable", "frozen")]
+  stored_parts = [_stored_as(part, about.get("format", 0)) for part in parts]
+
+  def stored_as(name: str) -> str:
+    names = [part + name for part in stored_parts]
+    return next((n for n in names if n in found), names[0])
+
+  expected = pytree_files.layout(pytree_files.named_leaves(abstract_params))
+  try:
+    pytree_files.check_layout(
+      {n: x for n, x in found.items() if n.startswith(tuple(stored_parts))},
+      {stored_as(name): x for name, x in expected.items()},
+    )
+  except pytree_files.LayoutError as error:
+    raise CheckpointError(f"checkpoint of step {step}: {error}") from error
+  return pytree_files.load(
+    path / "train_state", abstract_params, stored_as=stored_as, is_partial=True
+  )
+
+
 def _stored_as(name: str, written_as: int) -> str:
   """Return the name under which a checkpoint stores an array.
 
@@ -365,7 +402,7 @@ def _names(directory: pathlib.Path) -> list[str]:
     ) from error
 
 
-def _steps(directory: pathlib.Path) -> list[int]:
+def steps(directory: pathlib.Path) -> list[int]:
   """Return the steps that have a sealed checkpoint, in ascending order."""
   names = {name.removesuffix(".old") for name in _names(directory)}
   return sorted(

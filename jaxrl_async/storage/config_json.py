@@ -22,7 +22,8 @@ FORMAT = 1
 _FORMAT = "format"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+  """Return a value of a config as JSON can hold it."""
   if dataclasses.is_dataclass(value):
     return to_dict(value)
   if isinstance(value, enum.Enum):
@@ -30,16 +31,16 @@ def _plain(value: Any) -> Any:
   if isinstance(value, config_dict.ConfigDict):
     value = value.to_dict()
   if isinstance(value, dict):
-    return {key: _plain(item) for key, item in value.items()}
+    return {key: plain(item) for key, item in value.items()}
   if isinstance(value, tuple | list):
-    return [_plain(item) for item in value]
+    return [plain(item) for item in value]
   return value
 
 
 def to_dict(section: Any) -> dict[str, Any]:
   """Return a config or section with enums as values and tuples as lists."""
   return {
-    field.name: _plain(getattr(section, field.name))
+    field.name: plain(getattr(section, field.name))
     for field in dataclasses.fields(section)
   }
 
@@ -93,7 +94,7 @@ def differences(
     for (path, _, value), (_, _, other) in zip(
       field_types.leaves(a), field_types.leaves(b), strict=True
     )
-    if _plain(value) != _plain(other)
+    if plain(value) != plain(other)
   }
 
 

@@ -7,6 +7,7 @@ the file when `add` returns, or `add` raises.
 """
 
 from collections.abc import Mapping
+import itertools
 import pathlib
 import struct
 import time
@@ -55,17 +56,23 @@ class EventFile:
 
     Args:
       step: completed train steps.
-      values: numbers, or lists whose entry i counts the value i.
+      values: numbers, lists whose entry i counts the value i, or dicts of the
+        limits and counts of a `metrics.Histogram`.
 
     Raises:
       StorageError: nothing of the event was written.
     """
     found = summary.Summary()
     for name, value in values.items():
-      if not isinstance(value, list):
+      name = name.replace("@", "_")  # TensorBoard's names have no such sign
+      if isinstance(value, dict):
+        histogram = _histogram(name, value["limits"], value["counts"])
+        found.value.extend(histogram.value)
+      elif not isinstance(value, list):
         found.value.extend(summary.scalar(name, value).value)
       elif sum(value):
-        found.value.extend(_histogram(name, value).value)
+        limits = [i - 0.5 for i in range(len(value) + 1)]
+        found.value.extend(_histogram(name, limits, value).value)
     self._append(_proto.Event(step=step, summary=found))
 
   def sync(self) -> None:
@@ -87,15 +94,19 @@ class EventFile:
     self._file.append(size + checksums[0] + data + checksums[1])
 
 
-def _histogram(name: str, counts: list[Any]) -> Any:
+def _histogram(name: str, limits: list[float], counts: list[Any]) -> Any:
+  """Return the summary of a histogram, as if values were in the middle."""
   used = [i for i, count in enumerate(counts) if count]
+  middles = [(a + b) / 2 for a, b in itertools.pairwise(limits)]
   return summary.histogram_raw(
     name,
-    min=used[0],
-    max=used[-1],
+    min=middles[used[0]],
+    max=middles[used[-1]],
     num=sum(counts),
-    sum=sum(i * count for i, count in enumerate(counts)),
-    sum_squares=sum(i * i * count for i, count in enumerate(counts)),
-    bucket_limits=[i + 0.5 for i in range(len(counts))],
+    sum=sum(x * count for x, count in zip(middles, counts, strict=True)),
+    sum_squares=sum(
+      x * x * count for x, count in zip(middles, counts, strict=True)
+    ),
+    bucket_limits=limits[1:],
     bucket_counts=counts,
   )

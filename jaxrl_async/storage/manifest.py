@@ -73,6 +73,16 @@ def verify(directory: pathlib.Path) -> dict[str, Any]:
   return manifest["about"]
 
 
+def digest(directory: pathlib.Path) -> str:
+  """Return a digest of a sealed directory's content, which is not read.
+
+  Raises:
+    OSError: there is no manifest.
+  """
+  data = (directory / NAME).read_bytes()
+  return hashlib.sha256(data).hexdigest()
+
+
 def _sealed(content: bytes) -> bytes:
   """Return the bytes of a manifest: a line of JSON and one with its digest."""
   return b"%b\n%b\n" % (content, hashlib.sha256(content).hexdigest().encode())

@@ -151,6 +151,7 @@ def _reward_record(reward: Reward | None) -> dict[str, Any] | None:
     "score": reward.score,
     "parts": dict(reward.parts),
     "token_scores": None if scores is None else list(scores.items()),
+    "answer": reward.answer,
   }
 
 
@@ -168,6 +169,7 @@ def _read_reward(record: dict[str, Any] | float | None) -> Reward | None:
     score=record["score"],
     parts=record["parts"],
     token_scores=None if scores is None else {at: x for at, x in scores},
+    answer=record.get("answer"),  # older records have no answer
   )
 
 

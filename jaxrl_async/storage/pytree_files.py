@@ -92,6 +92,7 @@ def load(
   target: Any,
   *,
   stored_as: Callable[[str], str] = lambda name: name,
+  is_partial: bool = False,
 ) -> Any:
   """Read a tree into the structure, dtypes and shardings of the target.
 
@@ -100,9 +101,13 @@ def load(
     target: jax.ShapeDtypeStruct leaves with shardings. The caller has checked
       that their layout equals the one that was written.
     stored_as: from a leaf's name in the target to its name on the disk.
+    is_partial: whether the target may lack some of the stored arrays, which are
+      then not read.
   """
   named = {stored_as(name): leaf for name, leaf in named_leaves(target).items()}
-  with _STARTING:
+  context = ocp.Context()
+  context.pytree.loading.partial_load = is_partial
+  with _STARTING, context:
     loaded: Any = ocp.load(str(path), named)
   # In the order in which `named` has them, which is that of the target.
   leaves = [loaded[name] for name in named]

@@ -20,6 +20,7 @@ from jaxrl_async.config import sections
 
 LOCK = "lock"
 CHECKPOINTS = "checkpoints"
+FINE_TUNING = "fine_tuning"  # checkpoints of launch/sft.py
 METRICS = "metrics.jsonl"
 LEDGER = "ledger.jsonl"
 _LONGEST_HOLDER = 500
@@ -186,6 +187,11 @@ def check_unused(workdir: pathlib.Path) -> None:
   Raises:
     WorkdirError: there are such files, although the caller found no checkpoint.
   """
+  if _is_present(workdir / FINE_TUNING):
+    raise WorkdirError(
+      f"workdir: {workdir} is that of a fine-tuning; use another one, with"
+      f" warm_start.checkpoint={workdir / 'params'}"
+    )
   found = [
     name
     for name in (METRICS, LEDGER)

@@ -26,6 +26,8 @@ _CONFIG_FILE = model_files.TOKENIZER_CONFIG
 _FILE = "chat_template.jinja"
 _FOLDER = "additional_chat_templates"
 _PROCESSORS_FILE = "chat_template.json"
+# What a directory may have besides tokenizer_config.json.
+FILES = (_FILE, _FOLDER, _PROCESSORS_FILE)
 
 
 class ChatTemplateError(ValueError):
@@ -36,6 +38,9 @@ class ChatTemplate:
   """A chat template, rendered by a separate process (`template_process`).
 
   Threads: any may render; they take turns.
+
+  Attributes:
+    refusal: why every rendering is refused, or "".
   """
 
   def __init__(
@@ -60,30 +65,42 @@ class ChatTemplate:
     """
     self._source = source
     self._special_tokens = dict(special_tokens or {})
-    self._refusal = refusal
+    self.refusal = refusal
     self._deadline_s = deadline_s
     self._turn = threading.Lock()
     self._process: _Process | None = None
     if source is not None:
       self._process = _Process(source)
 
-  def render(self, messages: Sequence[dict[str, Any]]) -> str:
+  @property
+  def exists(self) -> bool:
+    """Whether the policy has a template that can be rendered."""
+    return self._source is not None and not self.refusal
+
+  def render(
+    self, messages: Sequence[dict[str, Any]], *, is_prompt: bool = True
+  ) -> str:
     """Return the prompt after which the assistant's answer is written.
 
     This takes up to `deadline_s`, so it must not run on an event loop.
 
+    Args:
+      messages: of the chat.
+      is_prompt: whether the assistant answers next. Otherwise the text ends
+        after the last message.
+
     Raises:
       ChatTemplateError: the template refuses these messages, or takes too long.
     """
-    if self._refusal:
-      raise ChatTemplateError(self._refusal)
+    if self.refusal:
+      raise ChatTemplateError(self.refusal)
     if self._source is None:
       return _without_template(messages)
     variables = {
       "messages": list(messages),
       "tools": None,
       "documents": None,
-      "add_generation_prompt": True,
+      "add_generation_prompt": is_prompt,
       **self._special_tokens,
     }
     if not self._turn.acquire(timeout=self._deadline_s):

@@ -212,6 +212,25 @@ class StopStrings:
     return len(text) - min(starts) if starts else None
 
 
+def check_of(
+  tokenizer: tokenizer_lib.Tokenizer,
+  strings: Sequence[str],
+  written: Sequence[int] | np.ndarray = (),
+) -> StopStrings | None:
+  """Return a search for stop strings that goes on after some tokens.
+
+  Args:
+    tokenizer: of the tokens that will be read.
+    strings: the stop strings; none need no search, and the result is None.
+    written: the completion so far, in which none of the strings was found.
+  """
+  if not strings:
+    return None
+  check = StopStrings(tokenizer, strings)
+  check.read(written)
+  return check
+
+
 class CompletionText:
   """The text of one completion as a client sees it, piece by piece.
 

@@ -184,6 +184,10 @@ class Tokenizer:
       "clean_up_tokenization_spaces": False,
     }
     _write_json(directory / model_files.TOKENIZER_CONFIG, settings)
+    self.save_end_tokens(directory)
+
+  def save_end_tokens(self, directory: pathlib.Path) -> None:
+    """Write the end tokens to the directory's `generation_config.json`."""
     path = directory / model_files.GENERATION_CONFIG
     ends = {"eos_token_id": list(self.end_tokens)}
     _write_json(path, model_files.read_optional(path) | ends)

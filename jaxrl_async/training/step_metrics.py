@@ -12,8 +12,10 @@ import jax
 import numpy as np
 
 from jaxrl_async import types
+from jaxrl_async.algorithms import answer_statistics
 from jaxrl_async.models import configs
 from jaxrl_async.planning import matmul_rate
+from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.training import packing
 
 # Sums over the loss tokens, and the names of the metrics that are their means.
@@ -141,12 +143,55 @@ def _reward_metrics(groups: list[types.RolloutGroup]) -> dict[str, Any]:
   rewards = [np.array([t.score for t in g.trajectories]) for g in groups]
   flat = np.concatenate(rewards)
   parts = types.mean_parts(t for g in groups for t in g.trajectories)
+  sources: dict[str, list[np.ndarray]] = {}
+  for group, scores in zip(groups, rewards, strict=True):
+    source = group.prompt.item.get("source", "")
+    sources.setdefault(source, []).append(scores)
+  if len(sources) == 1:  # its mean is the one of all
+    sources.clear()
   return {
     "reward/mean": flat.mean(),
     "reward/std": flat.std(),
     "reward/frac_groups_zero_std": np.mean([r.std() == 0 for r in rewards]),
+    "reward/unextracted_frac": np.mean(
+      [
+        not (t.reward and t.reward.answer)
+        for g in groups
+        for t in g.trajectories
+      ]
+    ),
+    "reward/histogram": metrics_lib.histogram_of(flat),
     **{f"reward/parts/{name}": mean for name, mean in parts.items()},
+    **{
+      f"reward/source/{name}": np.concatenate(scores).mean()
+      for name, scores in sources.items()
+    },
   }
+
+
+def pass_at_k(
+  groups: list[types.RolloutGroup], solved_score: float
+) -> dict[str, float]:
+  """Return estimates that one of k completions solves its prompt.
+
+  Args:
+    groups: with their rewards. Their mean is taken; a group of fewer than k
+      completions does not count for that k.
+    solved_score: a completion with at least this score is solved.
+
+  Returns:
+    `reward/pass@k` by name, for each power of two k up to the largest group.
+  """
+  counts = [
+    (len(g.trajectories), sum(t.score >= solved_score for t in g.trajectories))
+    for g in groups
+  ]
+  values, k = {}, 1
+  while used := [(n, c) for n, c in counts if n >= k]:
+    estimates = [answer_statistics.pass_at_k(n, c, k) for n, c in used]
+    values[f"reward/pass@{k}"] = float(np.mean(estimates))
+    k *= 2
+  return values
 
 
 def _completion_metrics(
@@ -159,6 +204,7 @@ def _completion_metrics(
   return {
     "completion/tokens_mean": lengths.mean(),
     "completion/tokens_max": lengths.max(),
+    "completion/tokens_histogram": metrics_lib.histogram_of(lengths),
     "completion/frac_truncated": np.mean(truncated),
   }
 

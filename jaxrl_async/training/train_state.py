@@ -17,6 +17,7 @@ import optax
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
+from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
 
 POLICY = "policy"
@@ -42,8 +43,8 @@ class ModelSettings:
       model.
     is_trainable: returns whether the parameter with this path is trained. It is
       not called if `optimizer` is None.
-    frozen_dtype: dtype of the parameters that are not trained. Trainable ones
-      are always float32.
+    frozen_dtype: dtype of the parameters that are not trained, or "int8" as in
+      `quantization.frozen`. Trainable ones are always float32.
   """
 
   model: configs.ModelConfig
@@ -168,7 +169,7 @@ def start(
     opt_state = jax.jit(optimizer.init, out_shardings=placement)(trainable)
   return ModelState(
     trainable=trainable,
-    frozen=jax.tree.map(lambda x: x.astype(settings.frozen_dtype), frozen),
+    frozen=quantization.frozen(frozen, settings.frozen_dtype),
     opt_state=opt_state,
   )
 
@@ -223,8 +224,13 @@ def shardings(
   state = shapes(models, optimizers)
 
   def of_model(settings: ModelSettings, model: ModelState) -> ModelState:
-    trainable, frozen = settings.split(
-      params_sharding(mesh, rules, settings.model)
+    axes = transformer.logical_axes(settings.model, is_stacked=True)
+    trainable_axes, frozen_axes = settings.split(axes)
+    if frozen_axes:
+      frozen_axes = quantization.frozen_axes(frozen_axes, settings.frozen_dtype)
+    trainable, frozen = (
+      mesh_lib.shardings(mesh, rules, part)
+      for part in (trainable_axes, frozen_axes)
     )
     return ModelState(
       trainable=trainable,

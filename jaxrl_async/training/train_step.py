@@ -185,21 +185,19 @@ def token_logprobs(
     jnp.arange(length, dtype=jnp.int32)[None],
     batch.segment_start,
   )
-  mix = packed_attention.over_rows(
-    settings.attention, start, settings.model.num_heads, settings.layout
+  attend, windows = packed_attention.over_layers(
+    settings.attention,
+    start,
+    settings.model.num_heads,
+    settings.layout,
+    settings.model.windows_within(length),
   )
-
-  def attend(
-    layer: Any, query: Array, key: Array, value: Array
-  ) -> tuple[Array, None]:
-    del layer
-    return mix(query, key, value), None
-
   hidden, _ = model.hidden(
     _embedded(settings, model, batch.tokens),
     batch.positions,
     attend,
     lambda x: settings.constrain(x, "batch", "tokens", None),
+    per_layer=windows,
   )
   return likelihood.token_logprobs_and_entropy(
     hidden,
@@ -464,8 +462,9 @@ def published_params(
 ) -> transformer.Params:
   """Return the weights for the engines, with layers unstacked and cast.
 
-  The matrices are quantised if `weights` says so. Call this function in a jit:
-  its outputs are then new buffers, so that the trainer can donate its own.
+  The parameters may be those of a base or of its adapters alone. The matrices
+  are quantised if `weights` says so. Call this function in a jit: its outputs
+  are then new buffers, so that the trainer can donate its own.
   """
   unstacked = transformer.unstack(params, num_layers)
   return quantization.quantize(unstacked, weights, dtype)
@@ -477,11 +476,13 @@ def make_publish(
   *,
   dtype: str,
   weights: sections.WeightFormat,
+  part: Callable[[Any], Any] = lambda tree: tree,
 ) -> Any:
   """Return `published_params` compiled for parameters in this layout.
 
   Training and serving both make an engine's weights with this program, so that
-  a server uses the same weights as the engine of the run.
+  a server uses the same weights as the engine of the run. `part` takes the
+  parameters of the program out of all of them, as `lora.base` does.
   """
   axes = transformer.logical_axes(model, is_stacked=False)
   return jax.jit(
@@ -492,6 +493,6 @@ def make_publish(
       weights=weights,
     ),
     out_shardings=mesh_lib.shardings(
-      layout.mesh, layout.rules, quantization.logical_axes(axes, weights)
+      layout.mesh, layout.rules, part(quantization.logical_axes(axes, weights))
     ),
   )

@@ -21,6 +21,7 @@ from jaxrl_async import types
 from jaxrl_async.algorithms import advantages as advantages_lib
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.planning import aot
 from jaxrl_async.planning import matmul_rate
@@ -54,6 +55,13 @@ class PreparedBatch:
 
 class Trainer:
   """The train state and the compiled programs that change it.
+
+  With LoRA, the policy has a base that no step changes. It is published once,
+  by `published_base`, and each version consists of the adapters.
+
+  Attributes:
+    state: the train state.
+    has_base: whether the policy has such a base.
 
   Threads: all methods belong to the thread that trains, except `prepare`. That
   method reads nothing that changes and may run on another thread.
@@ -153,9 +161,19 @@ class Trainer:
       donate_argnums=0,
       out_shardings=(self._state_sharding, replicated),
     )
-    self._publish = train_step.make_publish(
-      self.forward.model, layout, dtype=rollout_dtype, weights=rollout_weights
+    make_publish = functools.partial(
+      train_step.make_publish,
+      self.forward.model,
+      layout,
+      dtype=rollout_dtype,
+      weights=rollout_weights,
     )
+    self.has_base = self.forward.model.lora is not None
+    if self.has_base:
+      self._publish_base = make_publish(part=lora_lib.base)
+      self._publish = make_publish(part=lora_lib.adapters)
+    else:
+      self._publish = make_publish()
 
   def start(self, params: Mapping[str, transformer.Params]) -> None:
     """Start with these parameters of each model, as policy version 0."""
@@ -181,7 +199,18 @@ class Trainer:
 
   def published_shapes(self) -> transformer.Params:
     """Return the shapes, dtypes and shardings of `published`."""
-    return self._publish.eval_shape(self.abstract_state().policy.params)
+    return self._publish.eval_shape(self._changing(self.abstract_state()))
+
+  def base_shapes(self) -> transformer.Params | None:
+    """Return those of `published_base`, or None without a base."""
+    if not self.has_base:
+      return None
+    return self._publish_base.eval_shape(self.abstract_state().policy.frozen)
+
+  def _changing(self, state: train_state.TrainState) -> transformer.Params:
+    """Return the parameters of the policy that each version publishes."""
+    policy = state.policy
+    return policy.trainable if self.has_base else policy.params
 
   def programs(self) -> list[aot.Program]:
     """Return the programs of a train step for the largest expected batch."""
@@ -231,8 +260,12 @@ class Trainer:
       aot.Program(
         name="publish",
         function=self._publish,
-        arguments=(params[train_state.POLICY],),
-        resident=(opt_states, others),
+        arguments=(self._changing(state),),
+        resident=(
+          opt_states,
+          others,
+          state.policy.frozen if self.has_base else (),
+        ),
       ),
     ]
 
@@ -246,9 +279,16 @@ class Trainer:
     )
 
   def published(self) -> transformer.Params:
-    """Return a copy of the current weights in the engines' format."""
+    """Return a copy of the current weights in the engines' format.
+
+    With a base these are the adapters alone.
+    """
     with self._busy.record("publish"):
-      return jax.block_until_ready(self._publish(self.state.policy.params))
+      return jax.block_until_ready(self._publish(self._changing(self.state)))
+
+  def published_base(self) -> transformer.Params:
+    """Return a copy of the policy's base in the engines' format."""
+    return jax.block_until_ready(self._publish_base(self.state.policy.frozen))
 
   def prepare(self, groups: list[types.RolloutGroup]) -> PreparedBatch:
     """Compute advantages, pack the groups and move them to the device."""

@@ -54,11 +54,41 @@ class ReasoningGym:
     self, split: str, first_index: int, *, num_workers: int
   ) -> question_stream.QuestionStream:
     """Start `num_workers` processes that make the questions of a split."""
+    return self.open_every(split, first_index, 1, num_workers=num_workers)
+
+  def open_every(
+    self, split: str, first_index: int, step: int, *, num_workers: int
+  ) -> question_stream.QuestionStream:
+    """Do what `open` does, for every `step`-th item from the first one on."""
     return question_stream.QuestionStream(
       self.name,
       self.params,
       seed=self.seed,
       split=source_lib.Split(split),
       first_index=first_index,
+      step=step,
       num_processes=num_workers,
     )
+
+  def is_held_out(self, question: str) -> bool:
+    """Return False, because it is not known what the dataset may ask.
+
+    The hash that decides on a question's split says nothing about a text that
+    is not one of its questions.
+    """
+    return False
+
+  def items_per_index(self, split: str) -> float:
+    """Return the share of questions that belong to a split."""
+    return questions.TENTHS[source_lib.Split(split)] / 10
+
+  def num_questions(self, split: str) -> None:
+    """Return None, because only making them all would tell."""
+
+  def epochs(self, split: str, next_index: int) -> dict[str, float]:
+    """Return nothing, because there is no end of questions."""
+    return {}
+
+  def describe(self) -> list[str]:
+    """Return nothing, because there are no rows to count."""
+    return []

@@ -133,6 +133,7 @@ class QuestionStream:
     split: source_lib.Split,
     first_index: int,
     num_processes: int,
+    step: int = 1,
   ):
     """Start the processes that make the items; see `questions`.
 
@@ -144,6 +145,7 @@ class QuestionStream:
       first_index: index of the first item.
       num_processes: number of processes. Of n processes, each makes every n-th
         item.
+      step: only every `step`-th item is made.
     """
     start_server()
     self._dataset = dataset
@@ -156,8 +158,8 @@ class QuestionStream:
             "params": item_json.encode(dict(params)),
             "seed": seed,
             "split": split,
-            "first": first_index + i,
-            "step": num_processes,
+            "first": first_index + i * step,
+            "step": num_processes * step,
           }
         )
       )

@@ -37,6 +37,13 @@ _RANGES = (
   source_lib.Split.EVAL,
 )
 
+# How many of every ten questions belong to a split, in the order of the hash.
+TENTHS = {
+  source_lib.Split.EVAL: 1,
+  source_lib.Split.WARM_START: 4,
+  source_lib.Split.TRAIN: 5,
+}
+
 # Datasets that build all items at once, or that do not accept a larger size.
 _FEWER_ITEMS = {"acre": 2**12, "word_ladder": 20_000}
 # Datasets that cannot be used, and why.
@@ -48,16 +55,14 @@ REFUSED = {
 
 
 def split_of(question: str) -> source_lib.Split:
-  """Return the one split that a question belongs to.
-
-  Of every ten questions, five are for training, four are for the warm start and
-  one is held out.
-  """
+  """Return the one split that a question belongs to; see `TENTHS`."""
   digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
   tenth = int.from_bytes(digest, "big") % 10
-  if tenth == 0:
-    return source_lib.Split.EVAL
-  return source_lib.Split.WARM_START if tenth <= 4 else source_lib.Split.TRAIN
+  for split, number in TENTHS.items():
+    if tenth < number:
+      return split
+    tenth -= number
+  raise AssertionError("the tenths add up to ten")
 
 
 def first_dataset_seed(seed: int, split: source_lib.Split) -> int:

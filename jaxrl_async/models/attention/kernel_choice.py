@@ -35,6 +35,17 @@ class Trial:
   shapes: tuple[Any, ...]
 
 
+def tried_window(window: int | None, num_tokens: int) -> int | None:
+  """Return the window for a call of this length, which may be a trial's.
+
+  A trial may have fewer tokens than the window. It then gets a window of half
+  its length, so that the window is tried at all.
+  """
+  if window is None or window < num_tokens:
+    return window
+  return num_tokens // 2
+
+
 def refusals() -> tuple[type[Exception], ...]:
   """Return the errors that mean that a kernel does not fit a device.
 

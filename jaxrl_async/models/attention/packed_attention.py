@@ -9,23 +9,24 @@ each row, from column `first` on: with a `context` axis, each device holds
 another part of the queries. "xla" is the reference for all others; it computes
 all [T, T] scores. "blocks" is plain XLA too, but skips pairs of blocks that
 share no segment and keeps no scores for the backward pass.
+
+With a sliding window, query t sees no key before t - sliding_window + 1. For
+"xla" and "blocks" this is only a later `query_start`, which may therefore
+differ between layers, and "blocks" skips what lies before it. Kernels have the
+window in their mask, and need the same one in every layer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+import functools
 from typing import Any
 
-from absl import logging
 import jax
 from jax import lax
 from jax import numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
-import numpy as np
 
-from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models.attention import block_attention
-from jaxrl_async.models.attention import kernel_choice
-from jaxrl_async.models.attention import kernel_names
 from jaxrl_async.models.attention import reference
 
 # The rows of kernels are padded to a multiple of it too.
@@ -60,6 +61,16 @@ def _mask(
   return (start[:, :, None] <= columns) & (columns <= own)
 
 
+def windowed_start(
+  start: Int[Array, "B T"], sliding_window: int | Int[Array, ""] | None
+) -> Int[Array, "B T"]:
+  """Return the first column that each query of whole rows sees."""
+  if sliding_window is None:
+    return start
+  columns = jnp.arange(start.shape[1], dtype=jnp.int32)[None]
+  return jnp.maximum(start, columns - (sliding_window - 1))
+
+
 def splash(
   query: Float[Array, "B Q N H"],
   key: Float[Array, "B T K H"],
@@ -67,6 +78,7 @@ def splash(
   query_start: Int[Array, "B Q"],
   key_start: Int[Array, "B T"],
   *,
+  sliding_window: int | None = None,
   kernel: Any = None,
   interpret: bool = False,
 ) -> Float[Array, "B Q N H"]:
@@ -79,6 +91,8 @@ def splash(
     value: values of whole rows.
     query_start: segment ids of the queries for the kernel.
     key_start: segment ids of the keys.
+    sliding_window: number of tokens that a query sees, itself included; None is
+      all of its segment. It must be that of `kernel`.
     kernel: result of `splash_kernel` for rows of this length; None makes one.
     interpret: run without a TPU.
   """
@@ -86,7 +100,12 @@ def splash(
 
   length, num_heads, head_dim = query.shape[1:]
   if kernel is None:
-    kernel = splash_kernel(key.shape[1], num_heads, interpret=interpret)
+    kernel = splash_kernel(
+      key.shape[1],
+      num_heads,
+      sliding_window=sliding_window,
+      interpret=interpret,
+    )
   missing = -length % BLOCK
 
   def segment_ids(start: jax.Array) -> jax.Array:
@@ -113,7 +132,12 @@ def splash(
 
 
 def splash_kernel(
-  length: int, num_heads: int, *, parts: int = 1, interpret: bool = False
+  length: int,
+  num_heads: int,
+  *,
+  parts: int = 1,
+  sliding_window: int | None = None,
+  interpret: bool = False,
 ) -> Any:
   """Return splash attention over rows of that length, as a pytree.
 
@@ -121,13 +145,14 @@ def splash_kernel(
     length: of a whole row.
     num_heads: query heads on each device.
     parts: number of parts that the queries of each row are split into.
+    sliding_window: as in `splash`.
     interpret: run without a TPU.
   """
   from jax.experimental.pallas.ops.tpu import splash_attention as splash_lib
 
   padded = length + -length % BLOCK
   block = reference.splash_block(padded // parts)
-  mask = splash_lib.CausalMask((padded, padded))
+  mask = reference.splash_mask(padded, sliding_window)
   return splash_lib.make_splash_mha(
     splash_lib.MultiHeadMask([mask] * num_heads),
     block_sizes=splash_lib.BlockSizes(
@@ -154,11 +179,18 @@ def pallas_gpu(
   query_start: Int[Array, "B T"],
   key_start: Int[Array, "B T"],
   *,
+  sliding_window: int | None = None,
   interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-  """Return JAX's Triton flash attention for GPUs; it pads rows to 128."""
+  """Return JAX's Triton flash attention for GPUs; it pads rows to 128.
+
+  Raises:
+    NotImplementedError: there is a window, which the kernel cannot mask.
+  """
   from jax.experimental.pallas.ops.gpu import attention as gpu_attention
 
+  if sliding_window is not None:
+    raise NotImplementedError("it has no sliding windows")
   del key_start
   length, num_heads, head_dim = query.shape[1:]
   missing = -length % BLOCK
@@ -187,9 +219,15 @@ def cudnn(
   value: Float[Array, "B T K H"],
   query_start: Int[Array, "B T"],
   key_start: Int[Array, "B T"],
+  *,
+  sliding_window: int | None = None,
 ) -> Float[Array, "B T N H"]:
   """Return cuDNN's flash attention for 16-bit types, with a [T, T] mask."""
   same = query_start[:, None, :, None] == key_start[:, None, None, :]
+  if sliding_window is not None:
+    columns = jnp.arange(key.shape[1], dtype=jnp.int32)
+    is_near = columns[:, None] - columns[None] < sliding_window
+    same &= is_near[None, None]
   return jax.nn.dot_product_attention(
     query, key, value, mask=same, is_causal=True, implementation="cudnn"
   )
@@ -204,7 +242,7 @@ IMPLEMENTATIONS: dict[str, PackedAttention] = {
 }
 
 
-def _are_together(layout: mesh_lib.Layout) -> bool:
+def are_together(layout: mesh_lib.Layout) -> bool:
   """Return whether each device holds the kv heads of its query heads."""
   heads, kv_heads = (
     [axis for axis in axes if layout.mesh.shape[axis] > 1]
@@ -237,9 +275,7 @@ def _by_compiler(
 # Implementations that accept a part of each row's queries; the others need
 # whole rows.
 _TAKE_PARTS = ("blocks", "splash")
-_PLAIN = ("xla", "blocks")
-_CANDIDATES = {"gpu": ("cudnn", "pallas_gpu"), "tpu": ("splash",)}
-_TRIED_TOKENS = 256
+PLAIN = ("xla", "blocks")
 
 
 def over_rows(
@@ -248,6 +284,7 @@ def over_rows(
   num_heads: int,
   layout: mesh_lib.Layout | None = None,
   *,
+  sliding_window: int | Int[Array, ""] | None = None,
   interpret: bool = False,
 ) -> RowAttention:
   """Return a function of query, key and value that attends over these rows.
@@ -260,13 +297,24 @@ def over_rows(
     start: `segment_start` of the rows.
     num_heads: query heads of the model.
     layout: of the mesh; None or a single device splits nothing.
+    sliding_window: number of tokens that a query sees, itself included; None is
+      all of its segment. For "xla" and "blocks" it may be an array.
     interpret: run splash without a TPU.
   """
-  implementation = IMPLEMENTATIONS[name]
   if name == "xla":
-    return _by_compiler(_mask(start, start.shape[1]), layout)
+    first_seen = windowed_start(start, sliding_window)
+    return _by_compiler(_mask(first_seen, start.shape[1]), layout)
+  implementation = IMPLEMENTATIONS[name]
+  query_start, own_window = start, sliding_window
+  if name in PLAIN:
+    query_start, own_window = windowed_start(start, sliding_window), None
+  if own_window is not None:
+    assert isinstance(own_window, int), "a kernel's mask is not an array"
+    implementation = functools.partial(
+      implementation, sliding_window=own_window
+    )
   if layout is None or layout.mesh.size == 1:
-    return lambda q, k, v: implementation(q, k, v, start, start)
+    return lambda q, k, v: implementation(q, k, v, query_start, start)
   mesh, rules = layout.mesh, layout.rules
   # A head is never split, whatever the rules say, because scores are sums over
   # it.
@@ -274,7 +322,7 @@ def over_rows(
   kv_axes = "batch", None, "kv_heads"
   if name not in _TAKE_PARTS:
     axes = "batch", None, "heads"
-  if not _are_together(layout):
+  if not are_together(layout):
     # Otherwise the query heads of a device would not belong to its kv heads.
     # The kv heads are repeated, one per query head, and split like query heads.
     kv_axes = "batch", None, "heads"
@@ -285,7 +333,11 @@ def over_rows(
   if name == "splash":
     heads = num_heads // layout.parts("heads")
     kernel = splash_kernel(
-      start.shape[1], heads, parts=parts, interpret=interpret
+      start.shape[1],
+      heads,
+      parts=parts,
+      sliding_window=own_window,
+      interpret=interpret,
     )
     of_context = mesh_lib.sharding(mesh, rules, None, "tokens")
     in_specs.append(kernel.manual_sharding_spec(of_context))
@@ -319,126 +371,41 @@ def over_rows(
     if kv_axes[2] == "heads":
       group = num_heads // key.shape[2]
       key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
-    return mapped(query, key, value, start, start, *extra)
+    return mapped(query, key, value, query_start, start, *extra)
 
   return attend
 
 
-def _with_gradients(attend: PackedAttention) -> Callable[..., jax.Array]:
-  """Return a function that computes result and gradients as one flat array.
-
-  The gradients are those of the sum of the squared results.
-  """
-
-  def all_of_it(
-    query: jax.Array, key: jax.Array, value: jax.Array, start: jax.Array
-  ) -> jax.Array:
-    def total(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
-      mixed = attend(*inputs, start, start)
-      wide = mixed.astype(jnp.float32)
-      return (wide * wide).sum(), mixed
-
-    gradients, mixed = jax.grad(total, argnums=(0, 1, 2), has_aux=True)(
-      query, key, value
-    )
-    flat = [x.astype(jnp.float32).reshape(-1) for x in (mixed, *gradients)]
-    return jnp.concatenate(flat)
-
-  return all_of_it
-
-
-def _trial(
-  heads: tuple[int, int, int], length: int, dtype: jnp.dtype
-) -> kernel_choice.Trial:
-  """Return the inputs of a trial: few tokens in three segments.
-
-  The shapes are those of a whole row.
-  """
-  num_heads, num_kv_heads, head_dim = heads
-  rng = np.random.default_rng(0)
-
-  def shapes(length: int) -> tuple[tuple[int, ...], ...]:
-    of_kv = 1, length, num_kv_heads, head_dim
-    return (1, length, num_heads, head_dim), of_kv, of_kv
-
-  few = [
-    rng.standard_normal(shape, np.float32).astype(dtype)
-    for shape in shapes(_TRIED_TOKENS)
-  ]
-  start = np.repeat([0, 100, 101], [100, 1, _TRIED_TOKENS - 101])
-  return kernel_choice.Trial(
-    arguments=(*few, start[None].astype(np.int32)),
-    shapes=(
-      *(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes(length)),
-      jax.ShapeDtypeStruct((1, length), np.int32),
-    ),
-  )
-
-
-def choose(
-  wanted: str,
-  *,
+def over_layers(
+  name: str,
+  start: Int[Array, "B T"],
   num_heads: int,
-  num_kv_heads: int,
-  head_dim: int,
-  tokens_per_row: int,
-  dtype: jnp.dtype,
-  layout: mesh_lib.Layout,
-) -> str:
-  """Return the name of the implementation that a run takes.
-
-  Kernels are tried first, and the choice is logged. If no kernel works, the
-  choice is "blocks", or "xla" for rows of at most two blocks.
+  layout: mesh_lib.Layout | None,
+  sliding_windows: Sequence[int | None],
+) -> tuple[Callable[..., tuple[jax.Array, None]], Int[Array, "L"] | None]:
+  """Return attention over these rows, for a decoder that scans its layers.
 
   Args:
-    wanted: `kernel_names.AUTO`, or a name that must then work.
-    num_heads: query heads of the whole model.
-    num_kv_heads: key and value heads of the whole model.
-    head_dim: size of a head.
-    tokens_per_row: of the run.
-    dtype: of the forward pass.
-    layout: of the training slice.
+    name: of `IMPLEMENTATIONS`.
+    start: `segment_start` of the rows.
+    num_heads: query heads of the model.
+    layout: as in `over_rows`.
+    sliding_windows: of each layer, as far as they matter in these rows.
 
-  Raises:
-    ConfigError: there is no such name, or it does not work here.
+  Returns:
+    The `attend` of `transformer.Decoder.hidden`, which keeps nothing, and the
+    window of each layer, which the scan is to give it. If all layers have the
+    same window, the latter is None.
   """
-  field = "train.attention"
-  kernel_names.check_packed(wanted)
-  if wanted in _PLAIN:
-    return wanted
-  mesh, rules = layout.mesh, layout.rules
-  device = mesh.devices.flat[0]
-  candidates = _CANDIDATES
-  parts = layout.parts("tokens")
-  if parts > 1 and tokens_per_row % (parts * BLOCK):
-    sections.require(
-      wanted != "splash",
-      field,
-      f"splash needs rows of {parts} times a multiple of {BLOCK} tokens; change"
-      " train.tokens_per_row, or use blocks",
-    )
-    candidates = {}
+  over = functools.partial(over_rows, name, start, num_heads, layout)
+  if len(set(sliding_windows)) == 1:
+    mix = over(sliding_window=sliding_windows[0])
+    return lambda _, q, k, v: (mix(q, k, v), None), None
 
-  def held(axis: str, size: int) -> int:
-    return mesh_lib.sharding(mesh, rules, axis).shard_shape((size,))[0]
+  def attend(
+    window: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array
+  ) -> tuple[jax.Array, None]:
+    return over(sliding_window=window)(query, key, value), None
 
-  num_heads = held("heads", num_heads)
-  num_kv_heads = held("kv_heads", num_kv_heads)
-  if not _are_together(layout):
-    num_kv_heads = num_heads
-  name, refused = kernel_choice.pick(
-    field,
-    wanted,
-    candidates,
-    {name: _with_gradients(attend) for name, attend in IMPLEMENTATIONS.items()},
-    lambda: _trial((num_heads, num_kv_heads, head_dim), tokens_per_row, dtype),
-    device,
-  )
-  if name == "xla" and tokens_per_row > 2 * BLOCK:
-    name = "blocks"
-  description = name
-  for other, reason in refused.items():
-    description += f"; not {other}: {reason}"
-  log = logging.warning if refused else logging.info
-  log("attention over packed rows on %s: %s", device.platform, description)
-  return name
+  length = start.shape[1]
+  return attend, jnp.array([x or length for x in sliding_windows], jnp.int32)

@@ -7,6 +7,7 @@ the reference that every other one is tested against. Packed rows are in
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax import numpy as jnp
@@ -17,15 +18,22 @@ LANES = 128  # of a TPU's registers; its kernels take multiples of it
 NEGATIVE = -1e30  # finite, so that the softmax of a fully masked row is finite
 
 
-def packed_mask(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
+def packed_mask(
+  segment_ids: Int[Array, "B T"],
+  sliding_window: int | Int[Array, ""] | None = None,
+) -> Bool[Array, "B T T"]:
   """Return True where query t (second axis) may see key s (third axis).
 
   The mask is causal within a segment. Padding (segment 0) sees only padding.
+  With a sliding window, t sees t - sliding_window < s <= t, which is itself and
+  the sliding_window - 1 tokens before it (arXiv:2310.06825).
   """
   length = segment_ids.shape[1]
   same = segment_ids[:, :, None] == segment_ids[:, None, :]
   order = jnp.arange(length)
   causal = order[:, None] >= order[None, :]
+  if sliding_window is not None:
+    causal &= order[:, None] - order[None, :] < sliding_window
   return same & causal[None]
 
 
@@ -65,15 +73,19 @@ def causal_xla(
   key: Float[Array, "B T K H"],
   value: Float[Array, "B T K H"],
   lengths: Int[Array, "B"],
+  *,
+  sliding_window: int | None = None,
 ) -> Float[Array, "B T N H"]:
   """Return causal attention over rows of `lengths` tokens, padded right.
 
   Every entry of `CAUSAL` takes the same arguments and returns the mixed values.
-  The results at padding are finite but otherwise meaningless.
+  The results at padding are finite but otherwise meaningless. `sliding_window`
+  is as in `packed_mask`.
   """
   order = jnp.arange(query.shape[1], dtype=jnp.int32)[None]
   segments = (order < lengths[:, None]).astype(jnp.int32)
-  return xla_attention(query, key, value, packed_mask(segments))
+  mask = packed_mask(segments, sliding_window)
+  return xla_attention(query, key, value, mask)
 
 
 def causal_cudnn(
@@ -81,6 +93,8 @@ def causal_cudnn(
   key: Float[Array, "B T K H"],
   value: Float[Array, "B T K H"],
   lengths: Int[Array, "B"],
+  *,
+  sliding_window: int | None = None,
 ) -> Float[Array, "B T N H"]:
   """Return cuDNN's causal flash attention, for 16-bit types.
 
@@ -90,7 +104,14 @@ def causal_cudnn(
   """
   del lengths
   return jax.nn.dot_product_attention(
-    query, key, value, is_causal=True, implementation="cudnn"
+    query,
+    key,
+    value,
+    is_causal=True,
+    local_window_size=(
+      None if sliding_window is None else (sliding_window - 1, 0)
+    ),
+    implementation="cudnn",
   )
 
 
@@ -101,6 +122,15 @@ def splash_block(length: int) -> int:
     length: a multiple of LANES.
   """
   return next(b for b in (512, 384, 256, LANES) if length % b == 0)
+
+
+def splash_mask(length: int, sliding_window: int | None) -> Any:
+  """Return splash attention's mask; it skips blocks outside of the window."""
+  from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+  if sliding_window is None:
+    return splash.CausalMask((length, length))
+  return splash.LocalMask((length, length), (sliding_window - 1, 0), 0)
 
 
 def heads_first(
@@ -117,6 +147,7 @@ def causal_splash(
   value: Float[Array, "B T K H"],
   lengths: Int[Array, "B"],
   *,
+  sliding_window: int | None = None,
   interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
   """Return JAX's causal splash attention for TPU.
@@ -129,9 +160,9 @@ def causal_splash(
   length, num_heads, head_dim = query.shape[1:]
   padded = length + -length % LANES
   block = splash_block(padded)
-  mask = splash.MultiHeadMask([splash.CausalMask((padded, padded))] * num_heads)
+  mask = splash_mask(padded, sliding_window)
   attend = splash.make_splash_mha_single_device(
-    mask,
+    splash.MultiHeadMask([mask] * num_heads),
     block_sizes=splash.BlockSizes(block_q=block, block_kv=block),
     interpret=interpret,
   )
@@ -144,9 +175,9 @@ def causal_splash(
   return jnp.swapaxes(mixed, 1, 2)[:, :length]
 
 
-CausalAttention = Callable[
-  [jax.Array, jax.Array, jax.Array, jax.Array], jax.Array
-]
+# Takes queries, keys and values [B T heads H], lengths [B], and the keyword
+# `sliding_window`.
+CausalAttention = Callable[..., jax.Array]
 CAUSAL: dict[str, CausalAttention] = {
   "xla": causal_xla,
   "cudnn": causal_cudnn,

@@ -1,0 +1,118 @@
+r"""GSM8K, and MATH beside it, with Qwen2.5 on one GPU or one TPU host.
+
+    uv run --extra cuda12 launch/train.py --config=configs/gsm8k.py:0.5b \
+      --workdir=/tmp/gsm8k --config.model.name=Qwen2.5-0.5B-Instruct \
+      --config.task.dataset=jsonl:gsm8k/train.jsonl \
+      --config.task.eval_dataset=jsonl:gsm8k/test.jsonl
+
+The variant after the colon is the hardware that the sizes are for. The memory
+is what `--dry_run` estimates for a device: of both slices together on a single
+GPU, and of each slice on the TPU.
+
+| variant       | model                 | hardware          | memory           |
+| ------------- | --------------------- | ----------------- | ---------------- |
+| 0.5b          | Qwen2.5-0.5B-Instruct | one 24 GB GPU     | 13.6 GiB         |
+| 1.5b          | Qwen2.5-1.5B-Instruct | one 80 GB GPU     | 42.3 GiB         |
+| 1.5b@v5e:2x4  | Qwen2.5-1.5B-Instruct | TPU v5e-8         | 8.6 and 6.5 GiB  |
+
+`-math` after it, as in `1.5b-math`, trains on a mixture of GSM8K and MATH.
+`math/train.jsonl` has to have the columns problem and answer.
+
+None of these has been run yet: no such device was at hand. To see what a
+variant needs without the weights, name the built-in shapes and any tokenizer:
+
+    uv run launch/train.py --config=configs/gsm8k.py:0.5b --dry_run \
+      --topology=gpu:24GB --config.model.name=qwen2-0.5b \
+      --config.model.tokenizer=TOKENIZER --config.task.chat=False
+"""
+
+from ml_collections import config_dict
+
+from jaxrl_async.config import sections
+
+_ASK = (
+  "{question}\nThink step by step, and put the final answer into \\boxed{{}}."
+)
+_MATH = "-math"
+_MODELS = {"0.5b": "Qwen2.5-0.5B-Instruct", "1.5b": "Qwen2.5-1.5B-Instruct"}
+# Slots of a replica, and rows of a microbatch, in all.
+_SIZES = {"0.5b": (64, 4), "1.5b": (64, 8), "1.5b@v5e:2x4": (16, 8)}
+
+
+def get_config(variant: str = "0.5b") -> sections.Config:
+  """Return the run of this file; variants are described above."""
+  size = (variant or "0.5b").removesuffix(_MATH)
+  sections.require(
+    size in _SIZES,
+    "variant",
+    f"{sections.shown(variant)}; use {', '.join(_SIZES)}, and {_MATH} after it",
+  )
+  slots, rows = _SIZES[size]
+  has_tpu = "@" in size
+  mesh = sections.MeshSection()
+  if has_tpu:
+    mesh = sections.MeshSection(train_fsdp=4, rollout_data=4)
+    slots *= mesh.rollout_data
+  return sections.Config(
+    model=sections.ModelSection(
+      name=_MODELS[size.partition("@")[0]], compute_dtype="bfloat16"
+    ),
+    mesh=mesh,
+    task=_task(has_math=variant.endswith(_MATH)),
+    rollout=sections.RolloutSection(
+      num_slots=slots,
+      max_prompt_tokens=512,
+      max_completion_tokens=1_024,
+      cache_tokens=1_536,
+      decode_steps_per_call=32,
+      prefill_rows=mesh.rollout_data,
+      prefill_buckets=(256, 512, 1_536),
+      window_buckets=(512, 1_536),
+      dtype="bfloat16",
+    ),
+    algorithm=sections.AlgorithmSection(
+      group_size=8,
+      groups_per_step=64,
+      num_minibatches=4,
+      max_staleness=4,
+      filter_zero_std=True,
+    ),
+    train=sections.TrainSection(
+      num_steps=150,
+      tokens_per_row=2_048,
+      rows_per_microbatch=rows,
+      optimizer=sections.OptimizerSection(
+        learning_rate=1e-6, warmup_steps=10, b2=0.95
+      ),
+    ),
+    eval=sections.EvalSection(num_items=512, every=25),
+  )
+
+
+def _task(*, has_math: bool) -> sections.TaskSection:
+  task = sections.TaskSection(
+    dataset="jsonl:gsm8k/train.jsonl",
+    eval_dataset="jsonl:gsm8k/test.jsonl",
+    template=_ASK,
+    chat=True,
+    answer_prefix="####",
+    reward="mathematics",
+    reward_workers=4,
+  )
+  if has_math:
+    task.dataset = task.eval_dataset = ""
+    task.sources = config_dict.ConfigDict(
+      {
+        "gsm8k": {
+          "dataset": "jsonl:gsm8k/train.jsonl",
+          "eval_dataset": "jsonl:gsm8k/test.jsonl",
+          "weight": 1.0,
+        },
+        "math": {
+          "dataset": "jsonl:math/train.jsonl",
+          "fields": {"question": "problem"},
+          "weight": 1.0,
+        },
+      }
+    )
+  return task

@@ -1,0 +1,1 @@
+"""Files of datasets as tables of rows, one format a module."""

@@ -1,0 +1,147 @@
+"""Rows of the library `datasets` (extra `datasets`): directories, and the hub.
+
+A dataset of the hub is taken from the cache if the hub cannot be reached.
+Whether it can is found out by one request, because the library itself tries
+again for half a minute.
+"""
+
+from collections.abc import Mapping
+import functools
+import logging
+import types
+from typing import Any
+
+from jaxrl_async.config import sections
+from jaxrl_async.data.tables import table as table_lib
+from jaxrl_async.data.tables import uri as uri_lib
+
+_HUB_TIMEOUT_S = 5.0
+_TRAIN = "train"
+_TEST = ("test", "validation")
+
+
+class HuggingFace:
+  """The rows of one split, which `datasets` keeps in mapped files."""
+
+  def __init__(self, uri: uri_lib.Uri):
+    """Load a dataset, which may download it.
+
+    Raises:
+      TableError: there is no such dataset or split, or it cannot be loaded.
+    """
+    self._uri = uri
+    self._rows = _splits(uri)[_chosen(uri)]
+    self.digest = str(self._rows._fingerprint)
+
+  def __len__(self) -> int:
+    """Return the number of rows."""
+    return len(self._rows)
+
+  def __getitem__(self, row: int) -> dict[str, Any]:
+    """Return a row.
+
+    Raises:
+      RowError: it has a value that JSON cannot hold.
+    """
+    return table_lib.plain(self._rows[row], self.where(row))
+
+  def where(self, row: int) -> str:
+    """Return the dataset and the number of a row, from 0."""
+    return f"{self._uri}: row {row}"
+
+
+def test_split(uri: uri_lib.Uri) -> uri_lib.Uri | None:
+  """Return the URI of the split `test`, or of `validation`; None without one.
+
+  Raises:
+    TableError: the dataset cannot be loaded.
+  """
+  for name in _TEST:
+    if name in _splits(uri) and name != _chosen(uri):
+      return uri.with_option("split", name)
+  return None
+
+
+def _chosen(uri: uri_lib.Uri) -> str:
+  """Return the split of a URI: the one it names, else the one for training."""
+  splits, name = _splits(uri), uri.option("split")
+  if name is None:
+    name = next(iter(splits)) if len(splits) == 1 else _TRAIN
+  if name not in splits:
+    raise table_lib.TableError(
+      f"{uri} has no split {name!r}{sections.did_you_mean(name, splits)}"
+    )
+  return name
+
+
+def _splits(uri: uri_lib.Uri) -> Mapping[str, Any]:
+  if uri.kind == "datasets":
+    return _of_directory(uri.place)
+  return _of_hub(uri.place, uri.option("name"), uri.option("revision"))
+
+
+def _library() -> types.ModuleType:
+  try:
+    import datasets
+  except ImportError as error:
+    raise table_lib.TableError(
+      "datasets: and hf: need the library datasets; pip install"
+      " jaxrl_async[datasets]"
+    ) from error
+  return datasets
+
+
+@functools.cache
+def _of_directory(place: str) -> Mapping[str, Any]:
+  """Return the splits of a directory that `save_to_disk` wrote."""
+  library = _library()
+  import pyarrow
+
+  try:
+    loaded = library.load_from_disk(place)
+  except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
+    raise table_lib.TableError(
+      f"{place} cannot be read: {table_lib.reason(error)}"
+    ) from error
+  if isinstance(loaded, library.Dataset):
+    return {str(loaded.split or _TRAIN): loaded}
+  return {str(name): rows for name, rows in loaded.items()}
+
+
+@functools.cache
+def _of_hub(
+  place: str, name: str | None, revision: str | None
+) -> Mapping[str, Any]:
+  """Return the splits of a dataset of the hub, or of the cache."""
+  library = _library()
+  import huggingface_hub
+  from huggingface_hub import errors
+  import pyarrow
+
+  logging.getLogger("datasets").setLevel(logging.ERROR)
+  why = ""
+  try:
+    huggingface_hub.HfApi().dataset_info(
+      place, revision=revision, timeout=_HUB_TIMEOUT_S
+    )
+  except (errors.HFValidationError, errors.RepositoryNotFoundError) as error:
+    raise table_lib.TableError(
+      f"hf:{place} cannot be found: {table_lib.reason(error)}"
+    ) from error
+  # The client's errors of connections, under a name it does not declare.
+  except (OSError, errors.HTTPError) as error:  # pyright: ignore
+    why = f"; the hub cannot be reached ({table_lib.reason(error)})"
+    library.config.HF_HUB_OFFLINE = True  # so that it asks only the cache
+  try:
+    loaded = library.load_dataset(place, name, revision=revision)
+  except (
+    OSError,
+    ValueError,
+    KeyError,
+    pyarrow.ArrowException,
+    library.exceptions.DatasetsError,
+  ) as error:
+    raise table_lib.TableError(
+      f"hf:{place} cannot be loaded: {table_lib.reason(error)}{why}"
+    ) from error
+  return {str(split): rows for split, rows in loaded.items()}

@@ -1,0 +1,183 @@
+"""The tensors of Hugging Face's format: their places in our tree, their parts.
+
+`places` is the one table of where each stored tensor lies in the stacked tree.
+Reading and writing both use it. A stored matrix is [out, in], and ours is
+[in, out], with the heads and the head size as axes of their own.
+"""
+
+from collections.abc import Iterator, Sequence
+import dataclasses
+import math
+import pathlib
+
+import numpy as np
+import safetensors
+
+from jaxrl_async.models import configs
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+_PIECE_BYTES = 16 * 2**20  # read at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+  """The place of a stored tensor in our tree.
+
+  Attributes:
+    leaf: its name in our tree.
+    layer: index in the stacked leaf; None outside the layers.
+    shape: shape as stored.
+  """
+
+  leaf: str
+  layer: int | None
+  shape: tuple[int, ...]
+
+  @property
+  def is_turned(self) -> bool:
+    """Whether it is stored with its axes the other way round."""
+    return len(self.shape) == 2 and self.leaf != "embedding"
+
+
+def places(config: configs.ModelConfig) -> dict[str, Place]:
+  """Return all tensors that a directory must hold, by their stored names."""
+  c = config
+  d, f = c.model_dim, c.mlp_dim
+  queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+  block: dict[str, tuple[str, tuple[int, ...]]] = {
+    "input_layernorm.weight": ("attention_norm", (d,)),
+    "self_attn.q_proj.weight": ("query", (queries, d)),
+    "self_attn.k_proj.weight": ("key", (keys, d)),
+    "self_attn.v_proj.weight": ("value", (keys, d)),
+    "self_attn.o_proj.weight": ("output", (d, queries)),
+    "post_attention_layernorm.weight": ("mlp_norm", (d,)),
+    "mlp.gate_proj.weight": ("gate", (f, d)),
+    "mlp.up_proj.weight": ("up", (f, d)),
+    "mlp.down_proj.weight": ("down", (d, f)),
+  }
+  if c.has_qkv_bias:
+    block["self_attn.q_proj.bias"] = ("query_bias", (queries,))
+    block["self_attn.k_proj.bias"] = ("key_bias", (keys,))
+    block["self_attn.v_proj.bias"] = ("value_bias", (keys,))
+  if c.has_qk_norm:
+    block["self_attn.q_norm.weight"] = ("query_norm", (c.head_dim,))
+    block["self_attn.k_norm.weight"] = ("key_norm", (c.head_dim,))
+  table = (c.vocab_size, d)
+  found = {EMBEDDING: Place("embedding", None, table)}
+  for layer in range(c.num_layers):
+    for suffix, (leaf, shape) in block.items():
+      found[f"model.layers.{layer}.{suffix}"] = Place(leaf, layer, shape)
+  found["model.norm.weight"] = Place("final_norm", None, (d,))
+  if not c.has_tied_head:
+    found[HEAD] = Place("output_head", None, table)
+  return found
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+  """A tensor in a file, which is read a piece at a time.
+
+  Attributes:
+    path: of the file. It is opened for each piece, because what was read
+      through an open file counts as memory of this process.
+    name: of the tensor in the file.
+    place: its place in our tree.
+    dtype: of what is read, whatever the file has.
+  """
+
+  path: pathlib.Path
+  name: str
+  place: Place
+  dtype: np.dtype
+
+  def part(self, shape: tuple[int, ...], index: Sequence[slice]) -> np.ndarray:
+    """Read a part of the tensor, in our orientation.
+
+    Args:
+      shape: of the whole tensor in our tree, without the axis of layers.
+      index: of the part, with a slice for each of these axes.
+
+    Raises:
+      ValueError: it has values that are not finite in this dtype.
+    """
+    index = [slice(*s.indices(n)) for s, n in zip(index, shape, strict=True)]
+    if len(self.place.shape) == 1:
+      with safetensors.safe_open(self.path, "numpy") as file:
+        whole = file.get_tensor(self.name)
+      return self._converted(whole).reshape(shape)[tuple(index)]
+    # The axes of ours that make up the first axis of a matrix, and the second.
+    first = 2 if self.place.leaf == "output" else 1
+    low, high = (
+      _Flat.of(sizes, slices)
+      for sizes, slices in (
+        (shape[:first], index[:first]),
+        (shape[first:], index[first:]),
+      )
+    )
+    matrix = np.empty((low.size, high.size), self.dtype)
+    stored, ranges = matrix, (low.range, high.range)
+    if self.place.is_turned:
+      stored, ranges = matrix.T, (high.range, low.range)
+    for rows, piece in self.pieces(*ranges):
+      stored[rows] = piece
+    return matrix.reshape(low.shape + high.shape)[low.rest + high.rest]
+
+  def pieces(
+    self, rows: slice = slice(None), columns: slice = slice(None)
+  ) -> Iterator[tuple[slice, np.ndarray]]:
+    """Yield parts of a matrix as stored: their rows, and their values.
+
+    Args:
+      rows: that are read; the rows yielded count from the first of them.
+      columns: that are read.
+    """
+    begin, end, _ = rows.indices(self.place.shape[0])
+    row_bytes = self.place.shape[1] * self.dtype.itemsize
+    step = max(1, _PIECE_BYTES // row_bytes)
+    for low in range(begin, end, step):
+      high = min(low + step, end)
+      with safetensors.safe_open(self.path, "numpy") as file:
+        piece = file.get_slice(self.name)[low:high, columns]
+      yield slice(low - begin, high - begin), self._converted(piece)
+
+  def _converted(self, array: np.ndarray) -> np.ndarray:
+    converted = np.empty(array.shape, self.dtype)
+    np.copyto(converted, array, casting="unsafe")
+    if not np.isfinite(converted).all():
+      raise ValueError(
+        f"{self.path}: {self.name} has values that are not finite in"
+        f" {self.dtype.name}"
+      )
+    return converted
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flat:
+  """A part of axes that are one axis in the file.
+
+  Attributes:
+    range: what is read of that axis: whole entries of the first of ours.
+    shape: of what is read, in our axes.
+    rest: the part of it that is wanted.
+  """
+
+  range: slice
+  shape: tuple[int, ...]
+  rest: tuple[slice, ...]
+
+  @classmethod
+  def of(cls, sizes: Sequence[int], index: Sequence[slice]) -> "_Flat":
+    """Return the part that `index` takes of axes of these sizes."""
+    each = math.prod(sizes[1:])
+    low, high = index[0].start, index[0].stop
+    return cls(
+      range=slice(low * each, high * each),
+      shape=(high - low, *sizes[1:]),
+      rest=(slice(None), *index[1:]),
+    )
+
+  @property
+  def size(self) -> int:
+    """The number of entries that are read."""
+    return self.range.stop - self.range.start

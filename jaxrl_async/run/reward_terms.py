@@ -1,0 +1,213 @@
+"""What a config says of rewards, as terms for the reward service."""
+
+from collections.abc import Mapping
+import math
+import re
+from typing import Any
+
+from jaxrl_async import types
+from jaxrl_async.config import bounds
+from jaxrl_async.config import sections
+from jaxrl_async.rewards import code
+from jaxrl_async.rewards import named
+from jaxrl_async.rewards import sandbox as sandbox_lib
+from jaxrl_async.rewards import server as server_lib
+from jaxrl_async.rewards import term as term_lib
+from jaxrl_async.storage import config_json
+
+_PATH = "task.rewards"
+# The fields of an entry, with their types.
+_FIELDS: Mapping[str, tuple[type, ...]] = {
+  "function": (str,),
+  "params": (dict,),
+  "weight": (int, float),
+  "timeout_s": (int, float),
+  "retries": (int,),
+  "sources": (list,),
+}
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
+_PROBE_S = 5.0
+
+
+def check(task: sections.TaskSection) -> None:
+  """Check the entries of `task.rewards`; nothing is imported.
+
+  Raises:
+    ConfigError: one line that names the entry and what would be right.
+  """
+  entries = config_json.to_dict(task)["rewards"]
+  sections.require(
+    not entries or task.reward == sections.TaskSection().reward,
+    "task.reward",
+    f"{sections.shown(task.reward)} is not used beside task.rewards; make it an"
+    " entry there, or leave one of them out",
+  )
+  for name, entry in entries.items():
+    path = f"{_PATH}.{name}"
+    sections.require(
+      isinstance(name, str) and _NAME.fullmatch(name) is not None,
+      _PATH,
+      f"{sections.shown(name)} is no name of a metric; use letters, digits, _"
+      " and -",
+    )
+    sections.require(
+      isinstance(entry, dict),
+      path,
+      f"{sections.shown(entry)} has no fields; use"
+      ' ConfigDict({"function": ..., "weight": ...})',
+    )
+    _check_entry(path, entry)
+
+
+def _check_entry(path: str, entry: dict[str, Any]) -> None:
+  for field, value in entry.items():
+    sections.require(
+      field in _FIELDS,
+      path,
+      f"there is no field {sections.shown(field)}"
+      f"{sections.did_you_mean(str(field), _FIELDS)}",
+    )
+    kinds = _FIELDS[field]
+    sections.require(
+      isinstance(value, kinds) and not isinstance(value, bool),
+      f"{path}.{field}",
+      f"{sections.shown(value)} is not of the type"
+      f" {' or '.join(kind.__name__ for kind in kinds)}",
+    )
+  sections.require(
+    bool(entry.get("function")),
+    path,
+    "it has no function; name a reward, module:function, or"
+    " http://HOST:PORT/PATH",
+  )
+  weight = entry.get("weight", 1.0)
+  sections.require(
+    abs(weight) <= bounds.MAX_INT and math.isfinite(weight),
+    f"{path}.weight",
+    f"{sections.shown(weight)} is out of range; use a finite number",
+  )
+  for field, low, high in (
+    ("timeout_s", 0.1, bounds.MAX_REWARD_TIMEOUT_S),
+    ("retries", 0, bounds.MAX_REWARD_RETRIES),
+  ):
+    value = entry.get(field, low)
+    sections.require(
+      low <= value <= high,
+      f"{path}.{field}",
+      f"{sections.shown(value)} is out of range; use {low:g} to {high:,g}",
+    )
+  sources = entry.get("sources", ["any"])
+  sections.require(
+    len(sources) > 0 and all(isinstance(x, str) for x in sources),
+    f"{path}.sources",
+    f"{sections.shown(sources)} is no list of names; leave it out for all",
+  )
+
+
+def of_task(task: sections.TaskSection) -> list[term_lib.Term]:
+  """Return the terms that a config names, and import their modules.
+
+  They are in the order of their names.
+
+  Raises:
+    ConfigError: one of them does not exist, or takes other params.
+  """
+  entries = config_json.to_dict(task)["rewards"]
+  if not entries:
+    return [of_scorer(task, _scorer("task.reward", task.reward, {}))]
+  return [
+    term_lib.Term(
+      name=name,
+      scorer=_scorer(
+        f"{_PATH}.{name}", entry["function"], entry.get("params", {})
+      ),
+      weight=float(entry.get("weight", 1.0)),
+      timeout_s=float(entry.get("timeout_s", task.reward_timeout_s)),
+      num_retries=entry.get("retries", task.reward_retries),
+      sources=tuple(entry.get("sources", ())),
+    )
+    for name, entry in entries.items()
+  ]
+
+
+def of_scorer(
+  task: sections.TaskSection,
+  scorer: term_lib.Scorer | server_lib.RewardServer,
+) -> term_lib.Term:
+  """Return the only term of a reward, with the limits of the task."""
+  return term_lib.Term(
+    scorer=scorer,
+    timeout_s=task.reward_timeout_s,
+    num_retries=task.reward_retries,
+  )
+
+
+def _scorer(
+  path: str, name: str, params: dict[str, Any]
+) -> term_lib.Scorer | server_lib.RewardServer:
+  try:
+    return named.scorer(name, params)
+  except ValueError as error:
+    raise sections.ConfigError(f"{path}: {error}") from error
+
+
+def in_process(terms: list[term_lib.Term]) -> term_lib.Scorer:
+  """Return a scorer of the weighted sum, to be called in this process.
+
+  Servers are not asked. With one among the terms, every score is 1.
+  """
+  functions = [
+    (term, term.scorer)
+    for term in terms
+    if not isinstance(term.scorer, server_lib.RewardServer)
+  ]
+
+  def score(item: dict[str, Any], completion: types.Completion) -> float:
+    if len(functions) < len(terms):
+      return 1.0
+    total = 0.0
+    for term, scorer in functions:
+      if term.scores(item):
+        found = scorer(item, completion)
+        own = found.score if isinstance(found, types.Reward) else float(found)
+        total += term.weight * own
+    return total
+
+  return score
+
+
+def try_out(terms: list[term_lib.Term]) -> list[str]:
+  """Check that servers answer, and that programs can be run safely.
+
+  Returns:
+    Lines for the user about what was found.
+
+  Raises:
+    ConfigError: a server does not answer, or there is no sandbox.
+  """
+  found = []
+  for term in terms:
+    path = f"{_PATH}.{term.name}" if term.name else "task.reward"
+    if isinstance(term.scorer, server_lib.RewardServer):
+      try:
+        term.scorer.check(min(term.timeout_s, _PROBE_S))
+      except (server_lib.ServerError, ValueError) as error:
+        raise sections.ConfigError(
+          f"{path}: the reward server {term.scorer.url} does not work: {error};"
+          " start it first (docs/rewards.md)"
+        ) from error
+      continue
+    function, params = named.function_of(term.scorer)
+    if function is code.score:
+      is_unsafe = params.get("sandbox") == "unsafe"
+      try:
+        sandbox = sandbox_lib.find(allow_unsafe=is_unsafe)
+      except sandbox_lib.SandboxError as error:
+        raise sections.ConfigError(f"{path}: {error}") from error
+      found.append(f"programs run in a sandbox made by {sandbox.kind}")
+      if sandbox.kind is sandbox_lib.Kind.UNSAFE:
+        found[-1] = (
+          "WARNING: there is no sandbox; programs of the policy run as"
+          ' ordinary processes (sandbox="unsafe")'
+        )
+  return found

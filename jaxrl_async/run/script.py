@@ -1,0 +1,115 @@
+"""Training from a script: what the user has at hand becomes a run."""
+
+from collections.abc import Mapping, Sequence
+import copy
+import enum
+import json
+import pathlib
+import runpy
+from typing import Any
+
+from jaxrl_async.config import sections
+from jaxrl_async.data import source as source_lib
+from jaxrl_async.rewards import importable
+from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.rollout import episode as episode_lib
+from jaxrl_async.run import training_run
+from jaxrl_async.storage import disk
+from jaxrl_async.training import objectives
+
+
+def train(
+  config: sections.Config | str | pathlib.Path,
+  workdir: pathlib.Path,
+  *,
+  reward: service_lib.Scorer | None,
+  dataset: Any,
+  eval_dataset: Any,
+  settings: Mapping[str, Any],
+  loss: objectives.Loss | None,
+  episode: episode_lib.Episode,
+) -> dict[str, Any]:
+  """Do what `jaxrl_async.train` documents."""
+  scorer = _importable(reward)
+  config = _config(config)
+  for path, value in settings.items():
+    _set(config, path, value)
+  workdir = workdir.absolute()
+  source = None
+  if isinstance(dataset, source_lib.Source):
+    source = dataset
+  elif dataset is not None:
+    config.task.dataset = _uri("dataset", dataset, workdir)
+    config.task.eval_dataset = ""
+  if eval_dataset is not None:
+    config.task.eval_dataset = _uri("eval_dataset", eval_dataset, workdir)
+  summary = training_run.run(
+    config, workdir, source=source, scorer=scorer, loss=loss, episode=episode
+  )
+  return json.loads(summary)
+
+
+def _importable(reward: service_lib.Scorer | None) -> service_lib.Scorer | None:
+  try:
+    importable.check_main_script()
+    return None if reward is None else importable.function(reward)
+  except ValueError as error:
+    raise sections.ConfigError(f"reward: {error}") from error
+
+
+def _config(config: sections.Config | str | pathlib.Path) -> sections.Config:
+  """Return a copy of a config, or the config of a file."""
+  if isinstance(config, sections.Config):
+    return copy.deepcopy(config)
+  path, has_variant, variant = str(config).partition(":")
+  try:
+    get_config = runpy.run_path(path)["get_config"]
+  except (OSError, KeyError) as error:
+    reason = "defines no get_config()" if isinstance(error, KeyError) else error
+    raise sections.ConfigError(f"config: {path}: {reason}") from error
+  return get_config(variant) if has_variant else get_config()
+
+
+def _set(config: sections.Config, path: str, value: Any) -> None:
+  """Set the field at a path such as "train.num_steps"."""
+  *parents, name = path.split(".")
+  place: Any = config
+  for parent in parents:
+    place = getattr(place, parent, None)
+  if not hasattr(place, name):
+    raise sections.ConfigError(f"settings: there is no field {path!r}")
+  kind = type(getattr(place, name))
+  if isinstance(value, str) and issubclass(kind, enum.Enum):
+    value = next((x for x in kind if x.value == value), value)
+  setattr(place, name, value)
+
+
+def _uri(
+  name: str, dataset: str | Sequence[Mapping[str, Any]], workdir: pathlib.Path
+) -> str:
+  """Return the name of a dataset; rows are first stored in the workdir.
+
+  Raises:
+    ConfigError: a row cannot be stored as JSON, or other rows are there.
+  """
+  if isinstance(dataset, str):
+    return dataset
+  lines = []
+  for number, row in enumerate(dataset):
+    try:
+      lines.append(json.dumps(dict(row), allow_nan=False) + "\n")
+    except (TypeError, ValueError) as error:
+      raise sections.ConfigError(
+        f"{name}: row {number} is no dict of JSON values: {error}"
+      ) from error
+  text, path = "".join(lines), workdir / f"{name}.jsonl"
+  if not path.exists():
+    with disk.writing(path):
+      workdir.mkdir(parents=True, exist_ok=True)
+    disk.replace_text(path, text)
+  elif path.read_text() != text:
+    raise sections.ConfigError(
+      f"{name}: {path} holds other rows, of a run that began with them; use"
+      " another workdir"
+    )
+  return f"jsonl:{path}"

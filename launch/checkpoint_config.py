@@ -1,0 +1,44 @@
+"""The config of a stored policy, as a config file.
+
+launch/evaluate.py takes it where no other one is given. In a file of one's own:
+
+--config=launch/checkpoint_config.py:/tmp/quickstart
+
+A run's workdir has its config in config.json, and so has that of launch/sft.py.
+For a directory in Hugging Face's format it is the default config with this
+model.
+"""
+
+import pathlib
+
+from jaxrl_async.config import sections
+from jaxrl_async.storage import config_json
+from jaxrl_async.storage import model_files
+
+
+def get_config(checkpoint: str = "") -> sections.Config:
+  """Return the config that belongs to a policy in a directory."""
+  sections.require(
+    bool(checkpoint), "checkpoint", "missing; use --checkpoint=DIRECTORY"
+  )
+  directory = pathlib.Path(checkpoint)
+  if not directory.is_dir():
+    raise sections.ConfigError(
+      f"checkpoint: {sections.shown(checkpoint)} is no directory; use a run's"
+      " workdir, or a directory in Hugging Face's format"
+    )
+  directory = directory.absolute()
+  for place in (directory, directory.parent):
+    try:
+      found = model_files.read_optional(place / config_json.NAME)
+    except ValueError as error:
+      raise sections.ConfigError(f"checkpoint: {error}") from error
+    if "algorithm" in found:
+      config = config_json.read(place)
+      assert config is not None
+      return config
+    if found:
+      break
+  config = sections.Config()
+  config.model.name = str(directory)
+  return config

@@ -1,0 +1,155 @@
+"""Evaluate a policy: answer the questions of a dataset, several times each.
+
+python launch/evaluate.py --checkpoint=/tmp/quickstart --output=/tmp/evaluation
+
+This asks the held-out questions of a run. Any other dataset is named by
+--dataset, for example jsonl:test.jsonl, and a directory in Hugging Face's
+format can be evaluated as well. --config.SECTION.FIELD=VALUE changes one
+setting of the run, for example --config.task.reward=mathematics. OUTPUT gets
+every completion and the results. The same command continues an evaluation that
+was stopped. docs/evaluation.md explains the numbers. The last line on stdout is
+JSON.
+"""
+
+import command_line  # isort: skip, first: it sets XLA's environment
+
+import contextlib
+import json
+import os
+import pathlib
+import sys
+
+from absl import flags
+
+from jaxrl_async.config import bounds
+from jaxrl_async.config import directories
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.storage import config_json
+
+# Slow imports are made where they are used, after all checks.
+
+_CHECKPOINT = flags.DEFINE_string(
+  "checkpoint",
+  "",
+  "A run's workdir, WORKDIR/params of launch/sft.py, or a model in Hugging"
+  " Face's format.",
+)
+_STEP = flags.DEFINE_integer(
+  "step", -1, "Train step of a run's checkpoint; -1 is the newest.", -1
+)
+_DATASET = flags.DEFINE_string(
+  "dataset",
+  "",
+  "Dataset as in task.dataset, all of whose rows are asked. By default the"
+  " held-out questions of the run.",
+)
+_SAMPLES = flags.DEFINE_integer(
+  "samples", 1, "Answers to each question.", 1, bounds.MAX_SAMPLES
+)
+_NUM_ITEMS = flags.DEFINE_integer(
+  "num_items",
+  0,
+  "Number of questions; 0 is all of a dataset of rows.",
+  0,
+  bounds.MAX_ITEMS,
+)
+_CATEGORY = flags.DEFINE_string(
+  "category", "", "Column of a row by which the results are divided."
+)
+_OUTPUT = flags.DEFINE_string(
+  "output", "", "Directory for the completions and the results."
+)
+
+_CONFIG_FILE = pathlib.Path(__file__).parent / "checkpoint_config.py"
+# So that an answer has the same bits in whatever slot it is generated, also on
+# a CPU; see "Randomness is a function" in docs/design.md.
+_SAME_BITS = "--xla_cpu_experimental_ynn_fusion_type="
+
+
+def _check() -> None:
+  if command_line.WORKDIR.value:
+    raise sections.ConfigError("workdir: not used here; use --output=DIRECTORY")
+  for flag, use in (
+    (_CHECKPOINT, "--checkpoint=DIRECTORY"),
+    (_OUTPUT, "--output=DIRECTORY"),
+  ):
+    if not flag.value:
+      raise sections.ConfigError(f"{flag.name}: missing; use {use}")
+  directories.check_can_read(
+    "checkpoint",
+    _CHECKPOINT.value,
+    "use a run's workdir, or a directory in Hugging Face's format",
+  )
+  directories.check_can_write("output", _OUTPUT.value)
+  command_line.check_compile_cache()
+
+
+def _given(config: sections.Config) -> set[str]:
+  """Return the paths of the settings that differ from the checkpoint's own."""
+  import checkpoint_config
+
+  own = checkpoint_config.get_config(_CHECKPOINT.value)
+  return set(config_json.differences(own, config))
+
+
+def main(config: sections.Config) -> None:
+  """Evaluate, print a table, and print the results as JSON."""
+  import jax
+
+  from jaxrl_async.reporting import progress as progress_lib
+  from jaxrl_async.run import evaluation
+  from jaxrl_async.run import evaluation_plan
+  from jaxrl_async.run import evaluation_start
+  from jaxrl_async.storage import workdir as workdir_lib
+
+  command_line.use_own_compile_cache()
+  output = pathlib.Path(_OUTPUT.value).absolute()
+  stop = supervisor_lib.StopRequest()
+  with (
+    progress_lib.Progress(0) as progress,
+    stop.on_signals(
+      progress.note,
+      "stopping; once more ends it now",
+      "ended at once; what was written is whole",
+    ),
+    workdir_lib.Claim(output, progress.note),
+  ):
+    results = evaluation_start.evaluate(
+      pathlib.Path(_CHECKPOINT.value),
+      None if _STEP.value < 0 else _STEP.value,
+      config,
+      evaluation_plan.Wanted(
+        dataset=_DATASET.value,
+        samples=_SAMPLES.value,
+        num_items=_NUM_ITEMS.value,
+        category=_CATEGORY.value,
+        given=_given(config),
+      ),
+      output,
+      jax.devices(),
+      progress=progress,
+      stop=stop,
+    )
+  with contextlib.suppress(BrokenPipeError):
+    print(evaluation.describe(results))
+    print(json.dumps({"checkpoint": _CHECKPOINT.value, **results}))
+
+
+def _use_config_of_checkpoint() -> None:
+  """Add --config to the arguments, unless there is one."""
+  checkpoint = ""
+  for argument, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
+    name, has_value, value = argument.lstrip("-").partition("=")
+    if name == "config":
+      return
+    if name == "checkpoint":
+      checkpoint = value if has_value else following
+  sys.argv.insert(1, f"--config={_CONFIG_FILE}:{checkpoint}")
+
+
+if __name__ == "__main__":
+  if _SAME_BITS not in os.environ["XLA_FLAGS"]:
+    os.environ["XLA_FLAGS"] += f" {_SAME_BITS}"
+  _use_config_of_checkpoint()
+  command_line.start(main, _check, check_config=bounds.check)

@@ -1,0 +1,76 @@
+"""Read the completions that a run has sampled, also while it runs.
+
+python launch/show.py --workdir=/tmp/quickstart --sort=reward --num=10
+
+On a terminal the completions are shown in a pager, and otherwise as plain text.
+"""
+
+import command_line  # isort: skip, first, as in the other scripts
+
+import os
+import pathlib
+import sys
+
+from absl import flags
+
+from jaxrl_async.config import sections
+
+# Slow imports are made where they are used, after all checks.
+
+_STEP = flags.DEFINE_integer(
+  "step", None, "Only this train step; all steps by default.", 0
+)
+_SORT = flags.DEFINE_enum(
+  "sort",
+  "step",
+  ["step", "reward", "length"],
+  "Newest step first and group by group, or the best completions first, or the"
+  " longest.",
+)
+_REVERSE = flags.DEFINE_bool(
+  "reverse", False, "The other way round: the worst, or the shortest, first."
+)
+_PROMPT = flags.DEFINE_string(
+  "prompt", "", "Only prompts with this text, or with this prompt_id."
+)
+_FAILED = flags.DEFINE_bool("failed", False, "Only what could not be scored.")
+_EVAL = flags.DEFINE_bool(
+  "eval", False, "Completions of evaluations instead of train steps."
+)
+_NUM = flags.DEFINE_integer(
+  "num", 20, "At most this many completions; 0 shows all.", 0
+)
+
+
+def _check() -> None:
+  if not command_line.WORKDIR.value:
+    raise sections.ConfigError("workdir: missing; use --workdir=DIRECTORY")
+  if not os.path.isdir(command_line.WORKDIR.value):
+    raise sections.ConfigError(
+      f"workdir: {sections.shown(command_line.WORKDIR.value)} is no directory"
+    )
+
+
+def main() -> None:
+  """Show what the flags ask for."""
+  from jaxrl_async.reporting import sample_pages
+
+  workdir = pathlib.Path(command_line.WORKDIR.value)
+  query = sample_pages.Query(
+    step=_STEP.value,
+    sort=_SORT.value,
+    is_reversed=_REVERSE.value,
+    prompt=_PROMPT.value,
+    has_failed=_FAILED.value,
+    is_evaluation=_EVAL.value,
+    max_rows=_NUM.value,
+  )
+  os.environ.setdefault("LESS", "-R")  # lets colors through
+  try:
+    sample_pages.show(workdir, query)
+  except BrokenPipeError:  # the reader has seen enough
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+  command_line.start_without_config(main, _check, needs_jax=False)

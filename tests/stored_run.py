@@ -1,0 +1,72 @@
+"""A run's workdir with a checkpoint, without training."""
+
+import dataclasses
+import json
+import pathlib
+import sys
+
+import numpy as np
+import optax
+import tiny
+
+from jaxrl_async.storage import checkpoint
+from jaxrl_async.storage import config_json
+from jaxrl_async.text import tokenizer as tokenizer_lib
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+from configs import tiny as tiny_config  # noqa: E402
+
+KINDS = ("even", "odd")
+MODEL = dataclasses.replace(tiny.MODEL, vocab_size=98)
+STEPS = (2, 5)
+
+
+def params(step):
+  """The parameters of the checkpoint of a step."""
+  return tiny.params(step, MODEL)
+
+
+def get_config():
+  config = tiny_config.get_config()
+  config.eval.num_items = 4
+  return config
+
+
+def write(workdir, config=None):
+  """Writes what a run leaves in its workdir, with the checkpoints of STEPS."""
+  config = config or get_config()
+  config_json.write(config, workdir)
+  tokenizer_lib.character_level().save(workdir / "tokenizer")
+  for step in STEPS:
+    state = tiny.policy_state(params(step), optax.adam(1e-3))
+    host_state = {"config": config_json.to_stored(config)}
+    checkpoint.save(workdir / "checkpoints", step, state, host_state, [])
+  return workdir
+
+
+def write_rows(path, rows):
+  """Writes rows as JSON Lines, and returns the dataset."""
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  return f"jsonl:{path}"
+
+
+def random_rows(count):
+  rng = np.random.default_rng(count)
+  numbers = rng.integers(10, size=(count, 2)).tolist()
+  return [
+    {
+      "question": f"{a}+{b}",
+      "answer": str(a + b),
+      "kind": KINDS[a % 2],
+    }
+    for a, b in numbers
+  ]
+
+
+def config_for_rows():
+  config = get_config()
+  config.task.template = "{question}\n"
+  config.task.reward = "exact"
+  config.rollout.max_completion_tokens = 6
+  return config

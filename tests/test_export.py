@@ -1,0 +1,167 @@
+"""An exported policy, read by transformers and by ourselves."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import stored_run
+import tiny
+
+from jaxrl_async.config import sections
+from jaxrl_async.models import hf_weights
+from jaxrl_async.run import export
+from jaxrl_async.run import policy as policy_lib
+from jaxrl_async.run import stored_policy
+from jaxrl_async.storage import checkpoint
+from jaxrl_async.text import tokenizer as tokenizer_lib
+
+ROOT = pathlib.Path(__file__).parents[1]
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}="
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+  return stored_run.write(tmp_path_factory.mktemp("export") / "run")
+
+
+def same(a, b):
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_an_export_is_read_back_with_the_same_bits(workdir, tmp_path):
+  stored = stored_policy.find(workdir)
+  written = export.export(stored, tmp_path / "out", dtype="float32")
+  assert written["step"] == 5
+  model, params = hf_weights.load(tmp_path / "out")
+  assert model == stored_run.MODEL
+  same(params, stored_run.params(5))
+  older = stored_policy.find(workdir, 2)
+  export.export(older, tmp_path / "older", dtype="bfloat16")
+  _, params = hf_weights.load(tmp_path / "older")
+  expected = jax.tree.map(
+    lambda x: x.astype("bfloat16").astype("float32"), stored_run.params(2)
+  )
+  same(params, expected)
+  tokenizer = tokenizer_lib.load(tmp_path / "out")
+  assert tokenizer.digest() == tokenizer_lib.character_level().digest()
+  with pytest.raises(sections.ConfigError, match="output: .*is not empty"):
+    export.export(stored, tmp_path / "out", dtype="float32")
+  with pytest.raises(sections.ConfigError, match="of step 3; there is 2, 5"):
+    stored_policy.find(workdir, 3)
+
+
+def test_only_the_parameters_of_a_checkpoint_are_read(workdir, monkeypatch):
+  targets = []
+  load = checkpoint.pytree_files.load
+
+  def watch(path, target, **options):
+    targets.append(target)
+    return load(path, target, **options)
+
+  monkeypatch.setattr(checkpoint.pytree_files, "load", watch)
+  (device, *_) = jax.devices()
+  policy = policy_lib.load(stored_policy.find(workdir, 2), [device])
+  same(policy._params, stored_run.params(2))
+  (target,) = targets
+  assert jax.tree.structure(target) == jax.tree.structure(policy._params)
+
+
+def test_a_checkpoint_of_another_architecture_is_named(tmp_path):
+  config = stored_run.get_config()
+  config.model.name = "quickstart"
+  stored_run.write(tmp_path, config)
+  with pytest.raises(sections.ConfigError, match=r"checkpoint: .* expected"):
+    export.export(
+      stored_policy.find(tmp_path), tmp_path / "out", dtype="float32"
+    )
+  assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_policy_is_named(tmp_path):
+  with pytest.raises(sections.ConfigError, match="does not exist"):
+    stored_policy.find(tmp_path / "no")
+  with pytest.raises(sections.ConfigError, match="holds no policy"):
+    stored_policy.find(tmp_path)
+  (tmp_path / "checkpoints").mkdir()
+  with pytest.raises(sections.ConfigError, match="checkpoint|workdir"):
+    stored_policy.find(tmp_path)
+
+
+def pretrained(directory):
+  """A directory of another's making, with what training does not need."""
+  tokenizer_lib.character_level().save(directory)
+  hf_weights.save(
+    directory,
+    stored_run.MODEL,
+    jax.tree.map(np.asarray, stored_run.params(2)),
+    settings={"max_position_embeddings": 512},
+  )
+  (directory / "chat_template.jinja").write_text(TEMPLATE)
+  path = directory / "generation_config.json"
+  # The end token is that of the tokenizer alone.
+  path.write_text(json.dumps({"temperature": 0.6, "top_k": 20}))
+  return directory
+
+
+def test_what_a_pretrained_model_brought_is_exported_with_it(tmp_path):
+  source = pretrained(tmp_path / "model")
+  config = stored_run.get_config()
+  config.model.name = str(source)
+  stored_run.write(tmp_path / "run", config)
+  out = tmp_path / "out"
+  export.export(
+    stored_policy.find(tmp_path / "run"),
+    out,
+    dtype="float32",
+    max_shard_bytes=20_000,
+  )
+  assert (out / "chat_template.jinja").read_text() == TEMPLATE
+  generation = json.loads((out / "generation_config.json").read_text())
+  assert generation["temperature"] == 0.6 and generation["eos_token_id"] == [1]
+  settings = json.loads((out / "config.json").read_text())
+  assert settings["max_position_embeddings"] == 512
+  assert len(list(out.glob("model-*.safetensors"))) > 3
+  _, params = hf_weights.load(out)
+  same(params, stored_run.params(5))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_computes_and_writes_the_same(workdir, tmp_path):
+  torch = pytest.importorskip("torch")
+  transformers = pytest.importorskip("transformers")
+  out = tmp_path / "out"
+  ran = subprocess.run(
+    [
+      sys.executable,
+      str(ROOT / "launch" / "export.py"),
+      f"--checkpoint={workdir}",
+      f"--output={out}",
+      "--dtype=float32",
+      "--max_shard_bytes=1000000",
+    ],
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  assert json.loads(ran.stdout)["output"] == str(out)
+  tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+  model = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+  text = "12+34=\n"
+  ours = tokenizer_lib.character_level()
+  tokens = ours.encode_prompt(text)
+  ids = tokenizer(text, return_tensors="pt").input_ids
+  assert ids[0].tolist() == tokens.tolist()
+  with torch.no_grad():
+    logits = model(ids).logits[0].numpy()
+  expected = tiny.logits(stored_run.params(5), tokens, stored_run.MODEL)
+  np.testing.assert_allclose(logits, expected, atol=1e-4)
+  written = model.generate(ids, do_sample=False, max_new_tokens=24)
+  policy = policy_lib.load(stored_policy.find(out), jax.devices()[:1])
+  (greedy,) = policy.generate(text, max_tokens=24, temperature=0.0)
+  theirs = tokenizer.decode(written[0, len(tokens) :], skip_special_tokens=True)
+  assert greedy.text == theirs and len(greedy.tokens) > 2

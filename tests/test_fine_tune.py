@@ -1,0 +1,173 @@
+"""Fine-tuning as a program: validation, early stop, checkpoints."""
+
+import json
+import pathlib
+import sys
+
+import jax
+import metrics_page
+import numpy as np
+import pytest
+
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.models import lora as lora_lib
+from jaxrl_async.models import peft_files
+from jaxrl_async.run import fine_tune
+from jaxrl_async.run import initial_params
+from jaxrl_async.run import setup as setup_lib
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+from configs import tiny  # noqa: E402
+
+
+def make_config(**warm_start):
+  config = tiny.get_config()
+  config.run.checkpoint_every = 3
+  fields = {
+    "num_steps": 8,
+    "num_examples": 40,
+    "eval_every": 2,
+    "num_eval_examples": 12,
+  }
+  for name, value in (fields | warm_start).items():
+    setattr(config.warm_start, name, value)
+  return config
+
+
+def metrics(workdir):
+  lines = (workdir / "metrics.jsonl").read_text().splitlines()
+  read = [json.loads(line) for line in lines]
+  for line in read:
+    line.pop("sft/step_s", None)
+  return read
+
+
+def params(workdir, config):
+  setup = setup_lib.resolve(config, jax.devices())
+  loaded = initial_params.load(str(workdir / fine_tune.PARAMS), setup)
+  return jax.tree.map(np.asarray, loaded)
+
+
+def without_time(summary):
+  return {k: v for k, v in summary.items() if k not in ("wall_s", "params")}
+
+
+@pytest.mark.slow
+def test_the_best_parameters_are_kept_and_an_interruption_changes_nothing(
+  tmp_path, monkeypatch
+):
+  config = make_config()
+  whole = fine_tune.fine_tune(config, tmp_path / "whole")
+  lines = metrics(tmp_path / "whole")
+  losses = {
+    line["step"]: line["sft/validation_loss"]
+    for line in lines
+    if "sft/validation_loss" in line
+  }
+  assert list(losses) == [0, 2, 4, 6, 8]
+  named = {name for line in lines for name in line} - {"step"}
+  in_page = {x for x in metrics_page.entries() if x.startswith("sft/")}
+  assert named == in_page - {"sft/step_s"}
+  assert whole["validation_loss_before"] == losses[0]
+  assert whole["validation_loss"] == min(losses.values()) < 0.9 * losses[0]
+  assert losses[whole["best_step"]] == whole["validation_loss"]
+  assert not whole["stopped_early"]
+
+  steps = []
+
+  def stop_in_step_5(progress, name, done, total, text=""):
+    del progress, name, total, text
+    steps.append(done)
+    if len(steps) == 5:
+      raise RuntimeError("killed")
+
+  part = tmp_path / "part"
+  with monkeypatch.context() as patch:
+    patch.setattr(fine_tune.progress_lib.Progress, "stage", stop_in_step_5)
+    with pytest.raises(RuntimeError, match="killed"):
+      fine_tune.fine_tune(config, part)
+  monkeypatch.setattr(
+    supervisor_lib.StopRequest, "is_set", property(lambda self: True)
+  )
+  with pytest.raises(
+    supervisor_lib.Interrupted, match="after step 3; the same"
+  ):
+    fine_tune.fine_tune(config, part)
+  monkeypatch.undo()
+  again = fine_tune.fine_tune(config, part)
+  assert without_time(again) == without_time(whole)
+  assert metrics(part) == lines
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    params(part, config),
+    params(tmp_path / "whole", config),
+  )
+  # Once more, on what is finished.
+  assert without_time(fine_tune.fine_tune(config, part)) == without_time(whole)
+
+
+@pytest.mark.slow
+def test_it_ends_when_the_validation_loss_no_longer_falls(tmp_path):
+  config = make_config(num_steps=40, eval_every=1, patience=2)
+  config.warm_start.optimizer.learning_rate = 0.0
+  summary = fine_tune.fine_tune(config, tmp_path)
+  assert summary["train_steps"] == 2
+  assert summary["stopped_early"] and summary["best_step"] == 0
+  assert summary["validation_loss"] == summary["validation_loss_before"]
+  assert fine_tune.fine_tune(config, tmp_path)["train_steps"] == 2
+
+
+@pytest.mark.slow
+def test_with_lora_the_adapter_and_the_merged_model_are_the_result(tmp_path):
+  config = make_config(num_steps=3, eval_every=0)
+  config.model.lora.rank = 2
+  config.model.lora.base_dtype = "float32"
+  fine_tune.fine_tune(config, tmp_path)
+  setup = setup_lib.resolve(config, jax.devices())
+  initial = jax.tree.map(np.asarray, initial_params.before_training(setup))
+  lora, adapter = peft_files.read(tmp_path / fine_tune.ADAPTER, setup.model)
+  found = params(tmp_path, config)
+  np.testing.assert_array_equal(found["embedding"], initial["embedding"])
+  wanted = lora_lib.merged(lora_lib.joined(initial, adapter), lora)
+  jax.tree.map(np.testing.assert_array_equal, found, wanted)
+  changed = found["layers"]["query"] != initial["layers"]["query"]
+  assert changed.any()
+  again = fine_tune.fine_tune(config, tmp_path)
+  assert again["train_steps"] == 3
+  config.warm_start.optimizer.name = sections.OptimizerName.MUON
+  with pytest.raises(sections.ConfigError, match="^warm_start.optimizer.name"):
+    fine_tune.fine_tune(config, tmp_path / "muon")
+
+
+def test_without_a_validation_the_last_parameters_are_the_result(tmp_path):
+  config = make_config(num_steps=2, eval_every=0)
+  summary = fine_tune.fine_tune(config, tmp_path)
+  assert summary["validation_loss"] is summary["best_step"] is None
+  initial = initial_params.before_training(
+    setup_lib.resolve(config, jax.devices())
+  )
+  found = params(tmp_path, config)
+  assert not np.array_equal(found["embedding"], initial["embedding"])
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"num_steps": 0}, "^warm_start.num_steps: 0 trains nothing"),
+    ({"checkpoint": "."}, "^warm_start.checkpoint: not used here"),
+    ({"solver": "nobody"}, "^warm_start.solver: 'nobody' is none of"),
+  ],
+)
+def test_what_cannot_be_trained_is_one_line(tmp_path, changes, message):
+  with pytest.raises(sections.ConfigError, match=message):
+    fine_tune.fine_tune(make_config(**changes), tmp_path / "new")
+
+
+def test_the_workdir_of_something_else_is_refused(tmp_path):
+  config = make_config(num_steps=1, eval_every=0)
+  fine_tune.fine_tune(config, tmp_path)
+  config.warm_start.num_examples = 50
+  with pytest.raises(sections.ConfigError, match="num_examples: 40 and 50"):
+    fine_tune.fine_tune(config, tmp_path)

@@ -1,0 +1,70 @@
+"""What is measured of a step's groups."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from jaxrl_async import types
+from jaxrl_async.training import step_metrics
+
+
+def group(*scores, lengths=None, answers=None):
+  lengths = lengths or [1] * len(scores)
+  answers = answers or ["7"] * len(scores)
+  trajectories = [
+    types.Trajectory(
+      member=member,
+      tokens=np.zeros(1 + length, np.int32),
+      loss_mask=np.arange(1 + length) > 0,
+      behavior_logprobs=np.zeros(1 + length, np.float32),
+      policy_versions=np.where(np.arange(1 + length) > 0, 3, -1),
+      finish_reason=types.FinishReason.EOS,
+      reward=types.Reward(score=score, answer=answer),
+    )
+    for member, (score, length, answer) in enumerate(
+      zip(scores, lengths, answers, strict=True)
+    )
+  ]
+  return types.RolloutGroup(
+    admission=types.Admission(index=0, birth=3, deadline=5),
+    prompt=types.Prompt(prompt_id="a", tokens=np.zeros(1, np.int32), item={}),
+    trajectories=trajectories,
+  )
+
+
+@pytest.mark.parametrize("num_solved", range(6))
+def test_pass_at_k_is_the_share_of_all_choices_with_one_that_solves(num_solved):
+  scores = [1.0] * num_solved + [0.99] * (5 - num_solved)
+  values = step_metrics.pass_at_k([group(*scores)], 1.0)
+  assert values.keys() == {"reward/pass@1", "reward/pass@2", "reward/pass@4"}
+  for k in (1, 2, 4):
+    chosen = list(itertools.combinations(scores, k))
+    share = np.mean([max(x) >= 1.0 for x in chosen])
+    assert values[f"reward/pass@{k}"] == pytest.approx(share)
+
+
+def test_pass_at_k_is_the_mean_over_groups_that_have_k():
+  groups = [group(2.0, 0.0), group(0.5, 0.5, 0.5, 0.5), group(0.0, 0.0)]
+  values = step_metrics.pass_at_k(groups, 0.5)
+  assert values == {
+    "reward/pass@1": pytest.approx((0.5 + 1 + 0) / 3),
+    "reward/pass@2": pytest.approx((1 + 1 + 0) / 3),
+    "reward/pass@4": 1.0,
+  }
+
+
+def test_answers_that_could_not_be_extracted_are_a_share():
+  groups = [group(1.0, 0.0, answers=["7", None]), group(1.0, answers=[""])]
+  values = step_metrics.of_groups(groups, 4)
+  assert values["reward/unextracted_frac"] == pytest.approx(2 / 3)
+
+
+def test_rewards_and_lengths_have_histograms():
+  groups = [group(0.0, 1.0, 1.0, lengths=[4, 8, 40])]
+  values = step_metrics.of_groups(groups, 4)
+  rewards = values["reward/histogram"]
+  assert (rewards.counts[0], rewards.counts[-1]) == (1, 2)
+  lengths = values["completion/tokens_histogram"]
+  assert (lengths.limits[0], lengths.limits[-1]) == (4, 40)
+  assert sum(lengths.counts) == 3
