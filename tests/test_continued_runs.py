@@ -7,6 +7,7 @@ import threading
 import time
 
 import jax
+import jax.numpy as jnp
 from ml_collections import config_dict
 import numpy as np
 import pytest
@@ -298,18 +299,22 @@ def constant_loss(micro):
   count = micro.batch.loss_mask.sum(dtype="float32")
   nothing = 0 * micro.logprobs.sum()
   loss = nothing + 0.5 * count / micro.totals["num_loss_tokens"]
-  return loss, {"thirds_sum": count / 3}
+  # A turn begins where the loss mask rises.
+  turns = (jnp.diff(micro.batch.loss_mask.astype("int32")) == 1).sum()
+  return loss, {"thirds_sum": count / 3, "turns_sum": turns}
 
 
 def twice(prompt):
-  """Two completions of the prompt, one after the other."""
+  """A completion of the prompt, and one after a further token."""
   yield prompt.tokens
-  yield prompt.tokens
+  yield prompt.tokens[-1:]
 
 
 def test_a_run_takes_a_loss_and_an_episode_of_its_own(tmp_path):
   config = make_config(num_steps=1, run={"stall_timeout_s": 100.0})
   config.rollout.max_completion_tokens = 8
+  # An eighth of the vocabulary ends a turn.
+  config.rollout.stop_token_ids = tuple(range(10, 18))
   summary = json.loads(
     training_run.run(
       config,
@@ -325,16 +330,8 @@ def test_a_run_takes_a_loss_and_an_episode_of_its_own(tmp_path):
   assert step["policy/grad_norm"] == 0
   assert step["loss/thirds"] == pytest.approx(1 / 3)
   assert "policy/clip_frac" not in step and "offpolicy/ess" not in step
-  groups = outstanding_lib.read(tmp_path / "checkpoints" / "1")
-  masks = [
-    t.loss_mask
-    for group in groups
-    if group.group is not None
-    for t in group.group.trajectories
-    if t.finish_reason is not None
-  ]
-  # Prompt, completion, prompt, completion.
-  assert any(np.diff(mask.astype(int)).tolist().count(1) == 2 for mask in masks)
+  turns = step["loss/turns"] * step["ledger/trained_tokens"]
+  assert turns > 1.2 * sum(step["staleness/versions_histogram"])
 
 
 def test_a_second_run_touches_nothing(stopped):
