@@ -53,6 +53,7 @@ def test_a_model_that_a_mesh_cannot_split_is_refused_in_one_line(
   assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "sizes",
   [{}, {"train_fsdp": 4, "train_data": 1}, {"train_data": 3}],
@@ -185,6 +186,7 @@ def test_a_model_may_be_a_pretrained_one(tmp_path):
   jax.tree.map(np.testing.assert_array_equal, params, loaded)
 
 
+@pytest.mark.slow
 def test_a_built_in_model_may_have_a_tokenizer_from_a_directory(tmp_path):
   config = tiny.get_config()
   byte_level.save(tmp_path)

@@ -183,6 +183,7 @@ def test_the_kernels_are_lowered_for_a_tpu(heads):
       assert "tpu_custom_call" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [(12, 2, 128), (14, 2, 64), (9, 3, 32)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_kernel_of_pages_is_lowered_for_a_gpu(heads, dtype):
@@ -318,7 +319,9 @@ def test_on_a_cpu_it_is_xla_and_nothing_is_tried(wanted, monkeypatch):
   assert slots.description == "prefill xla, decode xla over slots"
 
 
-@pytest.mark.parametrize("name", [*reference.CAUSAL.keys() - {"xla"}, *KERNELS])
+@pytest.mark.parametrize(
+  "name", [*sorted(reference.CAUSAL.keys() - {"xla"}), *KERNELS]
+)
 def test_a_kernel_asked_for_by_name_that_does_not_work_is_one_line(name):
   with pytest.raises(sections.ConfigError) as caught:
     choose(name)

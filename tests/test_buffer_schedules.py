@@ -360,6 +360,7 @@ def test_the_schedules_reach_what_they_are_about():
   assert len(seen) == 5 and min(seen.values()) >= 10, seen
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 @given(cases)
 @many
@@ -374,6 +375,7 @@ def test_synchronous_batches_are_the_survivors_in_order(case):
     assert case.drop_frac or batch == [*range(step * p, (step + 1) * p)]
 
 
+@pytest.mark.slow
 @given(
   groups_per_step=st.integers(1, 5),
   max_staleness=st.integers(0, 6),
@@ -443,6 +445,7 @@ def test_a_batch_is_taken_whenever_any_choice_leaves_a_schedule(kwargs):
     assert [urgency(group) for group in batch] == oldest
 
 
+@pytest.mark.slow
 @given(outstanding, st.integers(0, 3))
 @many
 def test_a_batch_makes_no_admission_possible(kwargs, engine_version):

@@ -221,6 +221,7 @@ def _build_group(numbers, prompt_id, prompt_tokens, trajectories, **rest):
   )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
   all_fields=st.lists(
@@ -231,9 +232,7 @@ def _build_group(numbers, prompt_id, prompt_tokens, trajectories, **rest):
 def test_any_groups_come_back_bit_for_bit(all_fields):
   groups = [
     outstanding_lib.OutstandingGroup(
-      admission=types.Admission(
-        index=number, birth=number + 1, deadline=number + 2
-      ),
+      admission=types.Admission(number, number + 1, number + 2),
       status=status,
       group=None if fields is None else _build_group(**fields),
     )

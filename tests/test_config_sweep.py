@@ -6,6 +6,7 @@ import sys
 import time
 
 import config_values
+import pytest
 
 from jaxrl_async.config import sections
 from jaxrl_async.run import config_checks
@@ -55,6 +56,7 @@ def check_all():
   assert not refusal(base)
 
 
+@pytest.mark.slow
 def test_every_value_of_every_field_passes_or_is_refused_in_one_line():
   # Nine thousand configs: without this session's checks of types.
   call = "import test_config_sweep; test_config_sweep.check_all()"

@@ -293,6 +293,7 @@ print("tensorflow" in sys.modules)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_installed", [False, True])
 def test_importing_jetstream_leaves_no_stub_of_seqio(is_installed):
   ran = subprocess.run(

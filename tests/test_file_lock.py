@@ -37,6 +37,7 @@ def holder():
   process.join(DEADLINE_S)
 
 
+@pytest.mark.slow
 def test_one_process_has_it_at_a_time(holder):
   lock, process, release = holder
   assert not lock.acquire(block=False)

@@ -141,6 +141,7 @@ def test_with_lora_the_adapter_and_the_merged_model_are_the_result(tmp_path):
     fine_tune.fine_tune(config, tmp_path / "muon")
 
 
+@pytest.mark.slow
 def test_without_a_validation_the_last_parameters_are_the_result(tmp_path):
   config = make_config(num_steps=2, eval_every=0)
   summary = fine_tune.fine_tune(config, tmp_path)
@@ -165,6 +166,7 @@ def test_what_cannot_be_trained_is_one_line(tmp_path, changes, message):
     fine_tune.fine_tune(make_config(**changes), tmp_path / "new")
 
 
+@pytest.mark.slow
 def test_the_workdir_of_something_else_is_refused(tmp_path):
   config = make_config(num_steps=1, eval_every=0)
   fine_tune.fine_tune(config, tmp_path)

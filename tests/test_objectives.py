@@ -120,6 +120,7 @@ def sequence_mean(micro):
   return loss / micro.totals["num_trajectories"], {"seen": count.max()}
 
 
+@pytest.mark.slow
 def test_a_loss_of_ones_own_is_a_function():
   batch, placement, lengths = packed()
   params = tiny.params(model=test_train_step.MODEL)

@@ -352,6 +352,7 @@ def test_too_many_prompts_are_refused_before_any_is_read(serving, monkeypatch):
   serving_world.check_error(answer, 400, "prompt: 100 prompts; at most 8")
 
 
+@pytest.mark.slow
 def test_a_deadline_in_the_middle_ends_a_stream_with_an_error(held):
   seed = serving_world.long_seed()
   with held.client() as client:

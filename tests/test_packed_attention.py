@@ -87,7 +87,7 @@ def test_packed_rows_are_attended_one_segment_at_a_time(name):
   assert np.isfinite(mixed).all()
 
 
-@pytest.mark.parametrize("name", KERNELS.keys() - {"xla"})
+@pytest.mark.parametrize("name", sorted(KERNELS.keys() - {"xla"}))
 def test_gradients_are_those_of_plain_xla(name):
   (query, key, value, start), _ = example()
   weights = np.random.default_rng(1).standard_normal(query.shape, np.float32)
@@ -131,6 +131,7 @@ PLACES = [
 SOME_PLACES = PLACES[0], PLACES[4], PLACES[8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("shape", "kv_heads"),
   [

@@ -420,6 +420,7 @@ def test_a_format_this_device_gets_wrong_is_refused_in_one_line(monkeypatch):
   assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_dry_run_counts_quantised_weights():
   config = tiny_config.get_config()
   sizes = {}

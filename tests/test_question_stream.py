@@ -153,6 +153,7 @@ def test_the_modules_of_the_processes_import_without_jax():
   assert ran.stdout == "[]\n", ran.stderr
 
 
+@pytest.mark.slow
 def test_processes_end_with_the_process_that_started_them():
   owner = subprocess.Popen(
     [sys.executable, "-c", OWNER],

@@ -134,6 +134,7 @@ def check_items(tmp_path, names, num_items):
     assert found_there() == here
 
 
+@pytest.mark.slow
 def test_items_of_delicate_datasets_are_the_same_under_another_hash_seed(
   tmp_path,
 ):

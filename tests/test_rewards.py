@@ -425,6 +425,7 @@ def test_a_dependencys_warnings_are_not_shown_and_ours_are(tmp_path):
   assert "SyntaxWarning: ours" in ran.stderr
 
 
+@pytest.mark.slow
 def test_the_modules_of_a_reward_process_import_without_jax():
   code = (
     "import jaxrl_async.rewards.preload, jaxrl_async.rewards.service, sys;"

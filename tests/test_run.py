@@ -467,6 +467,7 @@ def test_a_finished_run_started_again_only_says_what_it_was(asynchronous):
   check_ledger(workdir, again)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_to_end_where_it_stands_is_evaluated_there(
   asynchronous, tmp_path
 ):

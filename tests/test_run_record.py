@@ -144,6 +144,7 @@ def record_of(num_steps):
   return record
 
 
+@pytest.mark.slow
 def test_a_record_is_no_larger_after_more_steps_and_comes_back_the_same():
   sizes = []
   for num_steps in (3_000, 30_000):

@@ -110,6 +110,7 @@ def test_the_loss_falls():
   assert last < 0.7 * first
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits_and_another_one_does_not():
   params, losses = warm_start(0)
   warm_start.cache_clear()
@@ -119,6 +120,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_one_does_not():
   assert warm_start(1)[1] != losses
 
 
+@pytest.mark.slow
 def test_updates_that_are_never_finite_end_it():
   bad = jax.tree.map(lambda x: jax.numpy.full_like(x, np.nan), tiny.params())
   with pytest.raises(sft.WarmStartError, match="step 3: 3 updates in a row"):

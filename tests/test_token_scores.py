@@ -99,6 +99,7 @@ def trained():
   return found
 
 
+@pytest.mark.slow
 def test_a_batch_has_the_scores_beside_their_tokens(trained):
   batch, _ = trained[True]
   values = batch.arrays.fields[packing.TOKEN_SCORES]
@@ -114,6 +115,7 @@ def test_a_batch_has_the_scores_beside_their_tokens(trained):
   assert not trained[False][0].arrays.fields
 
 
+@pytest.mark.slow
 def test_a_loss_that_does_not_read_them_trains_as_without_them(trained):
   names = ("policy/loss", "policy/grad_norm", "policy/entropy", "reward/mean")
   without, with_scores = (
@@ -122,5 +124,6 @@ def test_a_loss_that_does_not_read_them_trains_as_without_them(trained):
   np.testing.assert_allclose(with_scores, without, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_steps_metrics_have_the_mean_of_each_part(trained):
   assert trained[False][1]["reward/parts/member"] == 1.5

@@ -116,6 +116,7 @@ def test_models_that_nothing_could_train_are_refused(models, message):
     )
 
 
+@pytest.mark.slow
 def test_a_frozen_embedding_stays_and_the_rest_is_trained():
   trainer = test_train_step.make_trainer(
     models=WITH_FROZEN_EMBEDDING, minibatches=2
@@ -235,6 +236,7 @@ def with_field(program):
   return 4 * math.prod(program.arguments[1].tokens.shape)
 
 
+@pytest.mark.slow
 def test_a_loss_uses_what_a_stage_computed_under_another_model():
   trainer = make_trainer_with_reference()
   groups = test_train_step.groups()

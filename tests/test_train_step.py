@@ -228,6 +228,7 @@ def test_proximal_logprobs_are_those_of_each_trajectory_alone():
     np.testing.assert_allclose(logprobs[mask], alone[mask], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_at_the_proximal_weights_the_gradient_is_that_of_reinforce():
   batch = packed(rows=16)
   _, gradients = loss_and_gradients(batch)
@@ -249,6 +250,7 @@ def test_at_the_proximal_weights_the_gradient_is_that_of_reinforce():
   )
 
 
+@pytest.mark.slow
 def test_with_one_update_reused_logprobs_are_the_recomputed_ones():
   batch = packed(rows=16)
   arrays, gradients = loss_and_gradients(batch)
@@ -261,6 +263,7 @@ def test_with_one_update_reused_logprobs_are_the_recomputed_ones():
   assert_close(found_gradients, gradients, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_loglinear_is_the_update_around_its_formula():
   batch = packed(rows=16)
   logprobs = np.array(proximal_program()(tiny.params(model=MODEL), batch))
@@ -449,6 +452,7 @@ def test_a_step_learns_and_what_it_published_before_stays():
   assert not np.array_equal(after["embedding"], copy["embedding"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [LOGLINEAR, REUSE])
 def test_the_trainer_leaves_the_forward_out_where_the_mode_does_without(mode):
   trainer = make_trainer(mode=mode)

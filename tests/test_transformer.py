@@ -70,6 +70,7 @@ def test_stacked_layers_compute_what_unstacked_ones_do(model):
   np.testing.assert_allclose(stacked, unstacked, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", sections.Remat)
 def test_recomputed_activations_change_no_gradient(remat):
   batch = tiny.packed([tiny.prompt(9)], 16)
@@ -94,6 +95,7 @@ def test_recomputed_activations_change_no_gradient(remat):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_no_token_depends_on_a_later_one_or_on_another_segment():
   model = dataclasses.replace(EVERYTHING, num_layers=2)
   segments = np.array([1, 1, 1, 1, 2, 2, 2])
