@@ -232,11 +232,11 @@ def _build_group(numbers, prompt_id, prompt_tokens, trajectories, **rest):
 def test_any_groups_come_back_bit_for_bit(all_fields):
   groups = [
     outstanding_lib.OutstandingGroup(
-      admission=types.Admission(number, number + 1, number + 2),
+      admission=types.Admission(index=n, birth=n + 1, deadline=n + 2),
       status=status,
       group=None if fields is None else _build_group(**fields),
     )
-    for number, status, fields in all_fields
+    for n, status, fields in all_fields
   ]
   with tempfile.TemporaryDirectory() as directory:
     outstanding_lib.write(pathlib.Path(directory), groups)
