@@ -16,7 +16,10 @@ import stored_run
 
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.data import prompts
 from jaxrl_async.reporting import progress as progress_lib
+from jaxrl_async.run import assembly
+from jaxrl_async.run import checks
 from jaxrl_async.run import evaluate
 from jaxrl_async.run import evaluation
 from jaxrl_async.run import evaluation_plan
@@ -236,12 +239,12 @@ def test_without_a_dataset_the_questions_are_the_held_out_ones_of_the_run():
   config = stored_run.get_config()
   tokenizer = tokenizer_lib.character_level()
   found = question_sets.held_out_of(config, tokenizer, num_items=4)
-  prompts = [prompt.item["question"] for prompt in found.prompts]
-  assert len(set(prompts)) == 4
+  asked = [prompt.item["question"] for prompt in found.prompts]
+  assert len(set(asked)) == 4
   again = question_sets.read(
     question_sets.task_of(config, "chain_sum"), tokenizer, num_items=4
   )
-  assert [prompt.item["question"] for prompt in again.prompts] == prompts
+  assert [prompt.item["question"] for prompt in again.prompts] == asked
 
 
 def test_sets_have_their_own_rows_template_and_samples(tmp_path):
@@ -263,6 +266,23 @@ def test_sets_have_their_own_rows_template_and_samples(tmp_path):
     sections.ConfigError, match="eval.sets: two: .*all 2 prom"
   ):
     question_sets.of_run(setup, "two")
+
+
+def test_questions_of_a_set_are_in_no_other_split(tmp_path):
+  rows = [{"question": f"{i}+1", "answer": str(i + 1)} for i in range(40)]
+  config = stored_run.get_config()
+  config.task.template = "{question}"
+  config.task.dataset = stored_run.write_rows(tmp_path / "all.jsonl", rows)
+  config.task.reward, config.warm_start.num_steps = "exact", 0
+  config.eval.num_items = 2
+  entries = {"dataset": stored_run.write_rows(tmp_path / "a.jsonl", rows[:9])}
+  config.eval.sets.some = entries | {"num_items": 5}
+  setup = checks.checked(config, jax.devices())
+  for split in ("train", "warm_start"):
+    stream = prompts.PromptStream(assembly.prompt_source(setup), split)
+    seen = {stream.next().item["question"] for _ in range(100)}
+    assert not seen & {row["question"] for row in rows[:5]}
+    assert seen & {row["question"] for row in rows[5:9]}
 
 
 def launched(*arguments):

@@ -78,7 +78,7 @@ def test_none_rests_by_default(stream):
     ids = a_pass(tested, stream.size, {f"a/train/{i}" for i in range(12)})
     assert len(set(ids)) == stream.size
   assert tested.state().keys() == {"next_index", "num_too_long"}
-  assert tested.metrics().keys() == {"data/epoch"}
+  assert "data/resting" not in tested.metrics()
 
 
 def test_all_questions_may_rest_and_come_back(stream):

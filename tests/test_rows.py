@@ -186,6 +186,7 @@ def test_what_is_left_out_is_told(tmp_path):
     f"a: {30 - num_held_out} rows for training, {num_held_out} held out (by a"
     " hash)"
   )
+  assert source.num_bad() == 6
   assert "6 rows of 36 cannot be used and are left out" in bad
   assert f"{path}:1: not JSON" in bad and bad.endswith("and 3 more")
 
@@ -195,11 +196,12 @@ def test_passes_are_counted(tmp_path):
   source = rows_lib.Rows(dataset=f"jsonl:{path}")
   stream = prompts.PromptStream(prompt_source(source), TRAIN)
   num_trained = 30 - source.num_questions(EVAL)
-  assert stream.metrics() == {"data/epoch": 0.0}
+  expected = {"data/bad_rows": 0.0, "data/prompts_too_long": 0.0}
+  assert stream.metrics() == {"data/epoch": 0.0, **expected}
   for _ in range(num_trained + num_trained // 2):
     stream.next()
   epoch = (num_trained + num_trained // 2) / num_trained
-  assert stream.metrics() == {"data/epoch": pytest.approx(epoch)}
+  assert stream.metrics() == {"data/epoch": pytest.approx(epoch), **expected}
 
 
 def test_the_warm_start_reads_the_training_rows_in_another_order(tmp_path):

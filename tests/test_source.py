@@ -1,5 +1,6 @@
 """Sources of one's own: prompts, resuming, held-out questions, refusals."""
 
+import dataclasses
 import itertools
 import json
 
@@ -132,6 +133,13 @@ def test_questions_that_a_run_evaluates_on_are_passed_over():
   stream.exclude(["0+1=", "2+1=", "no question"])
   assert [p.item["index"] for p in take(stream, 4)] == [1, 3, 4, 5]
   assert stream.state() == {"next_index": 6, "num_too_long": 0}
+  # As questions of `eval.sets` are, in every split but the held-out one.
+  evaluated = dataclasses.replace(source(), evaluated=frozenset({"1+1="}))
+  stream = prompts.PromptStream(evaluated, source_lib.Split.TRAIN)
+  stream.exclude(["0+1="])
+  assert [p.item["index"] for p in take(stream, 2)] == [2, 3]
+  first = prompts.PromptStream(evaluated, source_lib.Split.EVAL).next()
+  assert first.item["index"] == 0
 
 
 def test_held_out_questions_are_the_distinct_ones_of_its_evaluation_split():

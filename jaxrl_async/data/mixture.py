@@ -109,6 +109,10 @@ class Mixture:
       for name, passes in self.members[member].epochs(split, count).items()
     }
 
+  def num_bad(self) -> int:
+    """Return the sum over the members."""
+    return sum(member.num_bad() for member in self.members.values())
+
   def describe(self) -> list[str]:
     """Return the lines of all members."""
     return [line for m in self.members.values() for line in m.describe()]

@@ -44,6 +44,7 @@ class PromptSource:
     seed: seed of the run.
     max_prompt_tokens: longest prompt that fits. Longer ones are skipped.
     chat_template: of the tokenizer, if the prompts are chats.
+    evaluated: questions that every split but the held-out one passes over.
   """
 
   items: source_lib.Source
@@ -52,6 +53,7 @@ class PromptSource:
   seed: int
   max_prompt_tokens: int
   chat_template: chat_template_lib.ChatTemplate | None = None
+  evaluated: frozenset[str] = frozenset()
 
   def named(self, split: str, item: dict[str, Any]) -> tuple[str, str]:
     """Return the source of an item and the id of its prompt."""
@@ -155,7 +157,8 @@ class PromptStream:
     self._num_workers = num_workers or source.task.question_workers
     self._max_barren = max_barren
     self._items: source_lib.ItemStream | None = None
-    self._excluded: frozenset[str] = frozenset()
+    is_eval = split == source_lib.Split.EVAL
+    self._excluded = frozenset() if is_eval else source.evaluated
     task = source.task
     self._rests = rests_lib.Rests(task.rest_after, task.rest_for)
     self.restore({"next_index": 0, "num_too_long": 0})
@@ -166,16 +169,18 @@ class PromptStream:
     return self._place["num_too_long"]
 
   def metrics(self) -> dict[str, float]:
-    """Return the passes over finite data, and how many questions rest.
+    """Return passes over finite data, and what was left out or rests.
 
     Any thread may call it.
     """
-    items, values = self._source.items, {}
+    items = self._source.items
+    values = {"data/prompts_too_long": float(self.num_too_long)}
     if isinstance(items, source_lib.Counted):
       passes = items.epochs(self._split, self._place["next_index"])
       names = {name: f"data/epoch/{name}" for name in passes}
       names[items.name] = "data/epoch"  # not one of several
-      values = {names[name]: value for name, value in passes.items()}
+      values |= {names[name]: value for name, value in passes.items()}
+      values["data/bad_rows"] = float(items.num_bad())
     if self._source.task.rest_after:
       values["data/resting"] = self._rests.num_resting
     return values
@@ -183,10 +188,10 @@ class PromptStream:
   def exclude(self, questions: Iterable[str]) -> None:
     """Pass over these questions, which a run evaluates on, in what follows.
 
-    A source keeps its own splits apart. This is for questions that come from
-    another source as well. It must be called before the first use.
+    They are passed over besides those that the source of the prompts names. It
+    must be called before the first use.
     """
-    self._excluded = frozenset(questions)
+    self._excluded |= frozenset(questions)
 
   def record(self, prompt_id: str, *, teaches: bool) -> None:
     """Record for the curriculum whether a group's rewards differ."""

@@ -167,6 +167,11 @@ class Rows:
     """Return the number of passes over the split before an index."""
     return {self.name: next_index / len(self._numbers[split])}
 
+  def num_bad(self) -> int:
+    """Return the number of rows that cannot be used and are left out."""
+    scans = filter(None, (self._train, self._eval))
+    return sum(scan.num_bad for scan in scans)
+
   def describe(self) -> list[str]:
     """Return a line on the rows, and one on those that are left out."""
     lines = [

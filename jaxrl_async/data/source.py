@@ -164,6 +164,10 @@ class Counted(Protocol):
     """Return how many passes lie before an index, by name of the data."""
     ...
 
+  def num_bad(self) -> int:
+    """Return the number of rows that cannot be used and are left out."""
+    ...
+
   def describe(self) -> list[str]:
     """Return lines about the data for the user."""
     ...

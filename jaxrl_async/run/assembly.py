@@ -187,6 +187,7 @@ def prompt_source(setup: setup_lib.Setup) -> prompts.PromptSource:
     seed=config.seed,
     max_prompt_tokens=config.rollout.max_prompt_tokens,
     chat_template=setup.chat_template,
+    evaluated=setup.evaluated,
   )
 
 

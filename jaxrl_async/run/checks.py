@@ -1,6 +1,7 @@
 """All checks of a config before a run starts, and the setup that results."""
 
 from collections.abc import Callable, Sequence
+import dataclasses
 import sys
 from typing import Any
 
@@ -75,13 +76,12 @@ def checked(
   device_checks.check_training_memory(setup)
   device_checks.check_rollout_memory(setup)
   device_checks.check_shared_memory(setup)
+  setup = dataclasses.replace(setup, evaluated=_evaluated(setup))
   prompt_source = assembly.prompt_source(setup)
   prompts.validate_task(prompt_source)
   held_out.check_number(
     prompt_source, config.eval.num_items, patience_s=_PATIENCE_S
   )
-  for name in config.eval.sets:
-    question_sets.of_run(setup, name)
   if config.warm_start.num_steps and not config.warm_start.checkpoint:
     worked_examples_lib.validate(
       prompt_source,
@@ -91,6 +91,19 @@ def checked(
       is_scored=not is_supervised,
     )
   return setup
+
+
+def _evaluated(setup: setup_lib.Setup) -> frozenset[str]:
+  """Return the questions of `eval.sets`.
+
+  Raises:
+    ConfigError: the questions of a set cannot be read.
+  """
+  return frozenset(
+    prompt.item["question"]
+    for name in setup.config.eval.sets
+    for prompt in question_sets.of_run(setup, name)[0].prompts
+  )
 
 
 def _check_stop_tokens(setup: setup_lib.Setup) -> None:

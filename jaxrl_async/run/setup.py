@@ -44,6 +44,8 @@ class Setup:
     rollout_mesh: devices of the rollout slice.
     source: the source of the prompts.
     chat_template: of the tokenizer, if the task's prompts are chats.
+    evaluated: the questions of `eval.sets`, which nothing is trained on. It is
+      empty until `checks` has read them.
     device_bytes: the memory of each device, where the devices only stand in for
       others. None asks the devices.
   """
@@ -56,6 +58,7 @@ class Setup:
   rollout_mesh: jax.sharding.Mesh
   source: source_lib.Source
   chat_template: chat_template_lib.ChatTemplate | None = None
+  evaluated: frozenset[str] = frozenset()
   device_bytes: int | None = None
 
   @property

@@ -89,6 +89,10 @@ class ReasoningGym:
     """Return nothing, because there is no end of questions."""
     return {}
 
+  def num_bad(self) -> int:
+    """Return 0, because generated questions have no rows."""
+    return 0
+
   def describe(self) -> list[str]:
     """Return nothing, because there are no rows to count."""
     return []
