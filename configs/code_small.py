@@ -31,7 +31,7 @@ def get_config() -> sections.Config:
       reward_workers=2,
     ),
     warm_start=sections.WarmStartSection(
-      num_steps=400,
+      num_steps=120,
       rows_per_batch=8,
       solver="field:answer",
       num_examples=4_000,

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import jax.numpy as jnp
+from ml_collections import config_dict
 import numpy as np
 import pytest
 
@@ -120,6 +121,36 @@ def test_the_newest_checkpoint_is_taken_and_said(workdir):
   assert notes == [
     f"continuing {workdir} from step 4 with 0 outstanding groups"
   ]
+
+
+def test_a_reward_server_may_move_but_not_become_another_reward(tmp_path):
+  def terms(function, **fields):
+    config = sections.Config()
+    entry = {"function": function, "weight": 1.0, **fields}
+    config.task.rewards = config_dict.ConfigDict({"judge": entry})
+    return config
+
+  stored = terms("http://a:1/score", retries=2)
+  moved = terms("https://b:2/judge", timeout_s=9.0)
+
+  def allowed(wanted):
+    return resume.check_config(stored, wanted, tmp_path, has_outstanding=True)
+
+  (difference,) = allowed(moved)
+  assert "http://a:1" in difference and "https://b:2" in difference
+  for other in (
+    terms("exact", retries=2),
+    terms("http://a:1/score", weight=2.0),
+    sections.Config(),
+  ):
+    with pytest.raises(sections.ConfigError, match="were scored with them"):
+      allowed(other)
+  single, other = sections.Config(), sections.Config()
+  single.task.reward, other.task.reward = "http://a:1", "http://b:1"
+  assert resume.check_config(single, other, tmp_path, has_outstanding=True)
+  other.task.reward = "exact"
+  with pytest.raises(sections.ConfigError, match="were scored with it"):
+    resume.check_config(single, other, tmp_path, has_outstanding=True)
 
 
 def test_what_may_differ_is_said_and_what_may_not_is_refused_with_reasons(

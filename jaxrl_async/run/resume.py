@@ -11,6 +11,7 @@ import pathlib
 from typing import Any
 
 from jaxrl_async.config import sections
+from jaxrl_async.rewards import server as server_lib
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import config_json
 from jaxrl_async.storage import workdir as workdir_lib
@@ -154,6 +155,28 @@ def reason(table: dict[str, str], path: str) -> str | None:
   return table.get(path) or table.get(section)
 
 
+_REWARDS = ("task.reward", "task.rewards")
+
+
+def _as_scored(value: Any) -> Any:
+  """Return a setting of rewards without what changes no score.
+
+  That is the address of a reward server, and how long and how often it is
+  asked.
+  """
+  value = config_json.plain(value)
+  if isinstance(value, str):
+    return "http" if server_lib.is_address(value) else value
+  return {
+    name: {
+      field: _as_scored(x) if field == "function" else x
+      for field, x in entry.items()
+      if field not in ("timeout_s", "retries")
+    }
+    for name, entry in value.items()
+  }
+
+
 def _shown(value: Any) -> str:
   text = str(getattr(value, "value", value)).replace("\n", " ")
   return text if len(text) <= 60 else text[:57] + "..."
@@ -185,6 +208,8 @@ def check_config(
   for path, values in config_json.differences(stored, wanted).items():
     before, now = map(_shown, values)
     why = reason(MUST_STAY, path)
+    if path in _REWARDS and _as_scored(values[0]) == _as_scored(values[1]):
+      why = None
     if has_outstanding and why is None:
       why = reason(NOT_WITH_OUTSTANDING_GROUPS, path)
     if why is None:
