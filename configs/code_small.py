@@ -31,7 +31,7 @@ def get_config() -> sections.Config:
       reward_workers=2,
     ),
     warm_start=sections.WarmStartSection(
-      num_steps=120,
+      num_steps=100,
       rows_per_batch=8,
       solver="field:answer",
       num_examples=4_000,
@@ -55,7 +55,7 @@ def get_config() -> sections.Config:
     algorithm=sections.AlgorithmSection(
       group_size=8,
       groups_per_step=8,
-      num_minibatches=2,
+      num_minibatches=1,
       max_staleness=4,
       filter_zero_std=True,
     ),
@@ -65,7 +65,7 @@ def get_config() -> sections.Config:
       rows_per_microbatch=4,
       optimizer=sections.OptimizerSection(
         name=sections.OptimizerName.MUON,
-        learning_rate=2e-3,
+        learning_rate=7e-4,
         max_grad_norm=0.3,
       ),
     ),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import jax
+from ml_collections import config_dict
 import polars
 import pytest
 import stored_run
@@ -103,6 +104,18 @@ def test_an_evaluation_that_was_stopped_ends_with_the_same_bits(world, whole):
   assert results == expected_results
   stored = json.loads((output / "results.json").read_text())
   assert stored == json.loads(json.dumps(results))
+
+
+@pytest.mark.slow
+def test_results_name_the_rewards_that_were_used(world, tmp_path):
+  config = stored_run.config_for_rows()
+  config.task.reward = sections.TaskSection().reward
+  terms = {"exact": {"function": "exact", "weight": 1.0}}
+  config.task.rewards = config_dict.ConfigDict(terms)
+  results = run(
+    world, tmp_path / "named", config=config, samples=1, num_items=2
+  )
+  assert results["task.rewards"] == terms and "task.reward" not in results
 
 
 @pytest.mark.slow

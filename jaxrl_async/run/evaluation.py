@@ -322,7 +322,8 @@ def _results(
     solved_score=plan.solved_score,
   )
   failed = sum(record.score is None for record in records)
-  about = ("step", "task.dataset", "task.reward", "samples", "category")
+  reward = "task.rewards" if plan.made_from["task.rewards"] else "task.reward"
+  about = ("step", "task.dataset", reward, "samples", "category")
   results = {
     **{name: plan.made_from[name] for name in about},
     "questions": len(plan.prompts),
