@@ -1,3 +1,5 @@
+import hashlib
+import json
 import pathlib
 import tempfile
 
@@ -64,4 +66,41 @@ def test_a_lost_and_an_added_file_are_refused_by_name():
   (directory / "b/d").unlink()
   (directory / "b/c").unlink()
   with pytest.raises(manifest.ManifestError, match="b/c is missing"):
+    manifest.verify(directory)
+
+
+def test_a_digest_is_that_of_the_digests_of_its_blocks(monkeypatch):
+  monkeypatch.setattr(manifest, "_BLOCK_BYTES", 4)
+  contents = {"a": b"", "b": b"1234", "c": b"123456789", "d/e": bytes(40)}
+  directory = _directory_with(contents)
+  manifest.write(directory, {})
+  assert manifest.verify(directory) == {}
+  line = (directory / manifest.NAME).read_bytes().partition(b"\n")[0]
+  found = json.loads(line)["files"]
+  for name, data in contents.items():
+    blocks = [data[i : i + 4] for i in range(0, max(1, len(data)), 4)]
+    digests = b"".join(hashlib.sha256(block).digest() for block in blocks)
+    assert found[name] == hashlib.sha256(digests).hexdigest()
+  for name, changed in {
+    "c": b"1234_6789",
+    "b": b"1234\0",
+    "d/e": bytes(36),
+    "a": b"1",
+  }.items():
+    (directory / name).write_bytes(changed)
+    with pytest.raises(manifest.ManifestError, match=f"{name} is corrupted"):
+      manifest.verify(directory)
+    (directory / name).write_bytes(contents[name])
+
+
+def test_an_older_manifest_has_digests_of_whole_files():
+  contents = {"a": b"1", "b/c": bytes(9)}
+  directory = _directory_with(contents)
+  digests = {k: hashlib.sha256(v).hexdigest() for k, v in contents.items()}
+  line = json.dumps({"about": {"version": 3}, "files": digests}).encode()
+  sealed = b"%b\n%b\n" % (line, hashlib.sha256(line).hexdigest().encode())
+  (directory / manifest.NAME).write_bytes(sealed)
+  assert manifest.verify(directory) == {"version": 3}
+  (directory / "b/c").write_bytes(bytes(8))
+  with pytest.raises(manifest.ManifestError, match="b/c is corrupted"):
     manifest.verify(directory)

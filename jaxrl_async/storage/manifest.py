@@ -8,9 +8,15 @@ corrupted; both are refused. The last line of a manifest is the digest of the
 lines before it, so that the manifest is protected too.
 
 The digest is SHA-256, because processors have instructions for it: it takes 0.7
-ms per MB, BLAKE2b 1.4 ms.
+ms per MB, BLAKE2b 1.4 ms. A file is cut into blocks that several threads read
+and hash at the same time, since a version of a large model has tens of
+gigabytes. The digest of a file is that of the digests of its blocks. A manifest
+that does not name the size of its blocks is older, and its digests are of whole
+files.
 """
 
+from collections.abc import Sequence
+import concurrent.futures
 import hashlib
 import json
 import os
@@ -18,6 +24,9 @@ import pathlib
 from typing import Any
 
 NAME = "manifest.json"
+_BLOCK_BYTES = 2**24
+# Each holds a block in memory.
+_MAX_THREADS = 16
 
 
 class ManifestError(ValueError):
@@ -34,10 +43,10 @@ def write(
     about: a JSON object that `verify` will return.
     sync: also wait until every byte has reached the disk.
   """
-  files = {}
-  for name in _file_names(directory):
-    files[name] = _digest(directory / name, sync=sync)
-  content = json.dumps({"about": about, "files": files}).encode()
+  files = _digests(directory, _file_names(directory), _BLOCK_BYTES, sync=sync)
+  content = json.dumps(
+    {"about": about, "files": files, "block_bytes": _BLOCK_BYTES}
+  ).encode()
   incomplete = directory / f"{NAME}.incomplete"
   with open(incomplete, "wb") as out:
     out.write(_sealed(content))
@@ -67,8 +76,12 @@ def verify(directory: pathlib.Path) -> dict[str, Any]:
   for name in sorted(expected.keys() ^ set(found)):
     what = "is missing" if name in expected else "does not belong here"
     raise ManifestError(f"{directory / name} {what}")
+  if "block_bytes" in manifest:
+    digests = _digests(directory, found, manifest["block_bytes"])
+  else:
+    digests = {name: _whole_digest(directory / name) for name in found}
   for name in found:
-    if _digest(directory / name, sync=False) != expected[name]:
+    if digests[name] != expected[name]:
       raise ManifestError(f"{directory / name} is corrupted")
   return manifest["about"]
 
@@ -97,8 +110,45 @@ def _file_names(directory: pathlib.Path) -> list[str]:
   )
 
 
-def _digest(path: pathlib.Path, *, sync: bool) -> str:
+def _digests(
+  directory: pathlib.Path,
+  names: Sequence[str],
+  block_bytes: int,
+  *,
+  sync: bool = False,
+) -> dict[str, str]:
+  """Return the digests of files by name, computed by several threads.
+
+  Args:
+    directory: holds the files.
+    names: of the files.
+    block_bytes: size of the blocks.
+    sync: also wait until the files have reached the disk.
+  """
+  num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
+  with concurrent.futures.ThreadPoolExecutor(num_threads, "digest") as threads:
+    of_blocks = {
+      path: [
+        threads.submit(_block_digest, path, start, block_bytes)
+        for start in range(0, max(1, path.stat().st_size), block_bytes)
+      ]
+      for path in (directory / name for name in names)
+    }
+    for path in of_blocks if sync else ():
+      with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    return {
+      name: hashlib.sha256(b"".join(d.result() for d in digests)).hexdigest()
+      for name, digests in zip(names, of_blocks.values(), strict=True)
+    }
+
+
+def _block_digest(path: pathlib.Path, start: int, num_bytes: int) -> bytes:
   with open(path, "rb") as file:
-    if sync:
-      os.fsync(file.fileno())
+    file.seek(start)
+    return hashlib.sha256(file.read(num_bytes)).digest()
+
+
+def _whole_digest(path: pathlib.Path) -> str:
+  with open(path, "rb") as file:
     return hashlib.file_digest(file, "sha256").hexdigest()
