@@ -1,6 +1,8 @@
 """A replica alone: the coordinator is a script."""
 
 import dataclasses
+import functools
+import threading
 
 import numpy as np
 import pytest
@@ -100,6 +102,8 @@ def alone(group=8, tokens=None):
 def test_it_asks_once_it_has_weights_and_room(script, replica):
   replica.feed()
   assert not script.asks and not replica.can_step
+  replica.has_newer_weights()  # begins to fetch them
+  replica.wait_for_weights(60.0)
   assert replica.has_newer_weights()
   replica.adopt()
   assert script.others == [messages.Adopted(replica="r", version=0)]
@@ -113,6 +117,22 @@ def test_it_asks_once_it_has_weights_and_room(script, replica):
   assert script.asks[-1].room == tiny.SIZES.insert_rows
   replica.feed()
   assert len(script.asks) == 2  # nothing would be written soon
+
+
+def test_it_waits_for_a_version_and_has_its_weights(script, replica):
+  replica.adopt_version(0, 60.0)
+  assert replica.version == 0 and replica.params.version == 0
+  with pytest.raises(TimeoutError, match="r has not got version 1 in 0.1 s"):
+    replica.adopt_version(1, 0.1)
+  weights = tiny.engine_params(0, seed=1).weights
+  publish = functools.partial(replica._channel.publish, weights, 2)
+  timer = threading.Timer(0.2, publish)
+  timer.start()
+  replica.adopt_version(1, 60.0)  # a newer one will do
+  timer.join()
+  assert [adopted.version for adopted in script.others] == [0, 2]
+  found = replica.params.weights["embedding"]
+  np.testing.assert_array_equal(found, weights["embedding"])
 
 
 def test_it_writes_what_the_turn_says_and_reports_its_end(script, replica):

@@ -11,6 +11,7 @@ import tiny
 import worker_world
 
 from jaxrl_async import types
+from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
@@ -133,25 +134,51 @@ def test_a_paused_worker_stands_between_two_calls_and_goes_on(make_world):
     pass
 
 
-def test_a_newer_version_is_adopted_between_two_calls(make_world):
+def test_a_newer_version_is_fetched_beside_decoding_and_adopted_between_calls(
+  make_world,
+):
   world = make_world()
-  seen = []
+  seen, may_read = [], threading.Event()
+  adopt = world.channel.adopt
+
+  def slow_adopt(newer_than):
+    if newer_than == 0:
+      assert may_read.wait(DEADLINE_S)
+    return adopt(newer_than)
 
   def after_step(num_steps):
     seen.append(world.scheduler.version)
     if num_steps == 2:
       world.channel.publish(tiny.engine_params(0, seed=1).weights, 1)
-    if num_steps == 6:
+    if num_steps == 5:
+      assert not world.replica.has_newer_weights()
+      may_read.set()
+      world.replica.wait_for_weights(DEADLINE_S)
+      assert world.replica.has_newer_weights()
+    if num_steps == 7:
       world.worker.stop()
 
+  world.channel.adopt = slow_adopt
   # Step 0 has its batch, so that version 1 may exist.
   world.run_until(worker_world.finished(2))
   assert world.buffer.get_batch(0, 0.0)
   world.scheduler.num_steps = 0
   world.scheduler.after_step = after_step
   world.worker.run()
-  assert seen[:2] == [0, 0] and set(seen[2:]) == {1}
+  assert seen == [0, 0, 0, 0, 0, 1, 1]
   assert world.adopted == [0, 1]
+
+
+def test_a_version_that_cannot_be_read_ends_the_worker(make_world):
+  world = make_world()
+
+  def broken(newer_than):
+    raise weight_transfer.WeightTransferError("version 0 is not adopted")
+
+  world.channel.adopt = broken
+  with pytest.raises(weight_transfer.WeightTransferError, match="version 0 is"):
+    world.worker.run()
+  assert "ended" in world.worker.status()
 
 
 def test_the_status_says_since_when(make_world):

@@ -1,22 +1,26 @@
 """A replica: one engine that generates turns for the coordinator.
 
-A replica owns a scheduler and adopts new weights between two decode calls. It
-can serve client requests beside its turns. It knows of groups and episodes only
-what the messages contain.
+A replica owns a scheduler. It fetches new weights beside decoding, and adopts
+them between two decode calls. It can serve client requests beside its turns. It
+knows of groups and episodes only what the messages contain.
 """
 
 import time
 
 from jaxrl_async import types
+from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import weight_transfer
+from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import sampling
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.rollout import client_requests
 from jaxrl_async.rollout import messages
+from jaxrl_async.rollout import weight_fetch
 from jaxrl_async.text import stop_strings
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
+_LAST_FETCH_S = 10.0
 _GROUP = "group"  # the owner kind of sequences that belong to rollout groups
 
 
@@ -33,7 +37,8 @@ class Replica:
 
   Attributes:
     name: the replica's name. No two replicas of a run ever share a name.
-    adopt_s: seconds spent adopting weights.
+    params: the weights of its version; None before the first.
+    adopt_s: seconds in which nothing was decoded because weights were adopted.
     served_tokens: tokens generated for client requests, as of the last step.
     group_tokens: tokens generated for rollout groups, as of the last step.
   """
@@ -60,6 +65,7 @@ class Replica:
     """
     self.name = name
     self.scheduler = scheduler
+    self.params: decode_state_lib.EngineParams | None = None
     self.adopt_s = 0.0
     self.served_tokens = 0
     self.group_tokens = 0
@@ -67,6 +73,7 @@ class Replica:
     self._channel = channel
     self._tokenizer = tokenizer
     self._requests = requests
+    self._fetch: weight_fetch.WeightFetch | None = None
     self._writing: dict[tuple[int, int], sequence_lib.Sequence] = {}
 
   @property
@@ -85,24 +92,60 @@ class Replica:
     return self._requests is not None
 
   def has_newer_weights(self) -> bool:
-    """Return whether weights newer than the current ones were published."""
-    return self._channel.newest_version() > self.version
+    """Return whether newer weights were fetched, so that `adopt` is quick.
+
+    It begins to fetch them as soon as they are published.
+    """
+    if self._fetch is None and self._channel.newest_version() > self.version:
+      self._fetch = weight_fetch.WeightFetch(
+        self._channel, self.scheduler.engine, self.version
+      )
+    return self._fetch is not None and self._fetch.is_done
 
   def wait_for_weights(self, timeout_s: float) -> None:
     """Wait up to `timeout_s` seconds for newer weights."""
-    self._channel.wait_for_version(self.version, timeout_s)
+    if self._fetch is None:
+      self._channel.wait_for_version(self.version, timeout_s)
+    else:
+      self._fetch.wait(timeout_s)
 
   def adopt(self) -> None:
-    """Adopt the newest published weights, if they are available."""
+    """Adopt newer weights, if any were published, after they are fetched.
+
+    Raises:
+      WeightTransferError: they differ from what was published, or could not be
+        published.
+    """
     start_s = time.perf_counter()
-    adopted = self._channel.adopt(self.version)
-    if adopted is None:
+    self.has_newer_weights()
+    if self._fetch is None:
       return
-    weights, version = adopted
-    params = self.scheduler.engine.load_params(weights, version)
+    fetched, self._fetch = self._fetch.result(), None
+    if fetched is None:
+      return
+    params, version = fetched
     self.scheduler.adopt(params, version)
+    self.params = params
     self.adopt_s += time.perf_counter() - start_s
     self._link.adopted(messages.Adopted(replica=self.name, version=version))
+
+  def adopt_version(self, version: int, timeout_s: float) -> None:
+    """Adopt weights until they are of a version or of a newer one.
+
+    Raises:
+      TimeoutError: they were not there in time.
+      WeightTransferError: as `adopt`.
+    """
+    deadline = supervisor_lib.Deadline(timeout_s)
+    while self.version < version:
+      if self.has_newer_weights():
+        self.adopt()
+      elif (wait_s := deadline.next_wait_s()) == 0:
+        raise TimeoutError(
+          f"{self.name} has not got version {version} in {timeout_s} s"
+        )
+      else:
+        self.wait_for_weights(wait_s)
 
   def feed(self) -> None:
     """Take client requests, and ask for turns to fill the remaining room."""
@@ -142,13 +185,16 @@ class Replica:
     self._link.drained(messages.Drained(replica=self.name))
 
   def close(self, *, has_failed: bool) -> None:
-    """End all client requests.
+    """End all client requests, and wait for what is being fetched.
 
     Args:
       has_failed: whether the rollout worker ended with an error.
     """
     if self._requests is not None:
       self._requests.close(has_failed=has_failed)
+    # The channel may be closed only when nothing is read from it any more.
+    if self._fetch is not None:
+      self._fetch.wait(_LAST_FETCH_S)
 
   def _report(self, sequences: list[sequence_lib.Sequence]) -> None:
     """Report sequences and forget those that have ended."""

@@ -21,6 +21,7 @@ import jax
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.data import source as source_lib
+from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import progress as progress_lib
@@ -226,7 +227,7 @@ class Run:
     """Evaluate these weights and return the metrics; both slices are idle."""
     is_end = step == 0 or step >= self.config.train.num_steps
     with self.recorder.evaluating(), self._paused():
-      engine_params = self.engine.load_params(params, step)
+      engine_params = self._engine_params(step, params)
       temperature = self.config.eval.temperature
       sampled = self.evaluator.evaluate(engine_params)
       greedy = (
@@ -251,13 +252,28 @@ class Run:
     )
     return evaluate.metrics_of(sampled, greedy, sets)
 
+  def _engine_params(
+    self, step: int, params: transformer.Params
+  ) -> decode_state_lib.EngineParams:
+    """Return weights for an evaluation; the worker is paused.
+
+    A worker that was started gets this version in any case. It gets it now, so
+    that the devices need not hold a further copy.
+    """
+    if not self.supervisor.has_spawned(start_up.WORKER):
+      return self.engine.load_params(params, step)
+    replica = self.worker.replica
+    replica.adopt_version(step, self.config.run.stall_timeout_s)
+    assert replica.params is not None
+    return replica.params
+
   @contextlib.contextmanager
   def _paused(self) -> Iterator[None]:
     """Pause the worker inside the block, if it has been started."""
     if not self.supervisor.has_spawned(start_up.WORKER):
       yield
       return
-    with self.worker.paused(self.config.run.join_timeout_s):
+    with self.worker.paused(self.config.run.stall_timeout_s):
       self.supervisor.check()  # a worker that has ended already has failed
       yield
 
