@@ -118,6 +118,15 @@ def test_a_group_that_is_several_of_them_is_kept_once():
 # -- what is written ----------------------------------------------------------
 
 
+def test_of_a_worked_solution_the_answer_is_shown(tmp_path):
+  items = [{"answer": "3+4\n=7"}, {"answer": "seven"}, {"question": "x"}]
+  sampler = make_sampler(tmp_path)
+  for step, item in enumerate(items):
+    sampler.write_step(step, [group(step, trajectory("1"), item=item)])
+  found = [step_rows(tmp_path, i)[0]["expected"] for i in range(3)]
+  assert found == ["7", "seven", None]
+
+
 def test_a_row_has_the_texts_the_reward_and_the_versions(tmp_path):
   reward = types.Reward(score=1.5, parts={"a": 1.0, "b": 0.5}, answer="7")
   written = trajectory(

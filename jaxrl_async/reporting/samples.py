@@ -54,7 +54,7 @@ def _schema() -> dict[str, Any]:
     "prompt": pl.String,
     "completion": pl.String,  # all turns, if there are several
     "answer": pl.String,  # null if none was found
-    "expected": pl.String,  # the item's answer
+    "expected": pl.String,  # the item's answer, without a worked solution
     "reward": pl.Float64,  # null if it could not be scored
     "parts": pl.List(parts),
     "finish_reason": pl.String,

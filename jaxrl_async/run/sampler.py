@@ -184,6 +184,10 @@ class Sampler:
       answer = reward.answer
     versions = _runs(trajectory.policy_versions[trajectory.loss_mask])
     expected = prompt.item.get("answer")
+    if expected is not None:  # the last line of a worked solution, as in GSM8K
+      expected = extraction.extract_answer(
+        str(expected), self._answer_prefix
+      ) or str(expected)
     turns = made.turns if len(made.turns) > 1 else ()
     first = made.turns[0].prompt if made.turns else ""
     return {
@@ -191,7 +195,7 @@ class Sampler:
       "prompt": _plain(first),
       "completion": _plain(made.text),
       "answer": None if answer is None else _plain(answer),
-      "expected": None if expected is None else _plain(str(expected)),
+      "expected": None if expected is None else _plain(expected),
       "reward": None if reward is None else reward.score,
       "parts": [
         {"name": _plain(name), "value": value}
