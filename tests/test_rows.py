@@ -275,3 +275,19 @@ def test_gsm8k_is_read_as_it_is():
   (item,) = take(source, TRAIN, 1)
   assert "####" in item["answer"]
   assert len(take(source, EVAL, 1319)) == 1319
+
+
+def test_a_dataset_that_is_its_own_test_set_is_read_once(tmp_path):
+  path = tmp_path / "rows.jsonl"
+  good = [json.dumps({"question": f"{i}?", "answer": str(i)}) for i in range(5)]
+  path.write_text("\n".join([*good, "not JSON"]))
+  dataset = f"jsonl:{path}"
+  source = rows_lib.Rows(
+    dataset=dataset, eval_dataset=dataset, skips_bad_rows=True
+  )
+  assert source.num_questions(EVAL) == 5 and source.num_bad() == 1
+  assert len(source.describe()) == 2
+  path.unlink()
+  lost = rows_lib.Rows(dataset=dataset, eval_dataset=dataset)
+  with pytest.raises(sections.ConfigError, match=r"^task\.dataset: .* cannot"):
+    lost.check()

@@ -169,8 +169,7 @@ class Rows:
 
   def num_bad(self) -> int:
     """Return the number of rows that cannot be used and are left out."""
-    scans = filter(None, (self._train, self._eval))
-    return sum(scan.num_bad for scan in scans)
+    return sum(scan.num_bad for scan in self._scans)
 
   def describe(self) -> list[str]:
     """Return a line on the rows, and one on those that are left out."""
@@ -179,7 +178,7 @@ class Rows:
       f" {len(self._numbers[_EVAL]):,} held out"
       + (f" ({self._eval_uri})" if self._eval_uri else " (by a hash)")
     ]
-    for scan in filter(None, (self._train, self._eval)):
+    for scan in self._scans:
       if scan.num_bad:
         lines.append(
           f"{self.name}: {scan.num_bad:,} rows of"
@@ -219,7 +218,15 @@ class Rows:
   def _eval(self) -> _Scan | None:
     if self._eval_uri is None:
       return None
+    if self._eval_uri == self._uri:  # an evaluation asks all rows
+      return self._train
     return self._scanned("eval_dataset", self._eval_uri)
+
+  @property
+  def _scans(self) -> list[_Scan]:
+    """What is known of each table, once."""
+    is_other = self._eval is not None and self._eval is not self._train
+    return [self._train, *([self._eval] if is_other else [])]
 
   def _scan(self, split: str) -> _Scan:
     return (self._eval if split == _EVAL else None) or self._train
