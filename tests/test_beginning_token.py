@@ -60,6 +60,7 @@ def serving():
       yield made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", ["ab", ["ab"], [0, 67, 68], [[0, 67, 68]]])
 def test_a_text_has_it_and_tokens_are_taken_as_they_are(serving, prompt):
   body = serving_world.body(prompt=prompt, max_tokens=2, seed=1)
@@ -67,6 +68,7 @@ def test_a_text_has_it_and_tokens_are_taken_as_they_are(serving, prompt):
   assert answer["usage"]["prompt_tokens"] == 3
 
 
+@pytest.mark.slow
 def test_a_chat_brings_its_own(serving):
   # Without a template it is the message and a newline.
   body = serving_world.chat(max_tokens=2)

@@ -75,9 +75,10 @@ def on_one_device(cache):
 @pytest.mark.parametrize(
   ("shape", "cache"),
   [
-    (BOTH_AXES, "slots"),
-    pytest.param(BOTH_AXES, "pages", marks=pytest.mark.slow),
-    pytest.param(BOTH_AXES, "chunks", marks=pytest.mark.slow),
+    *(
+      pytest.param(BOTH_AXES, cache, marks=pytest.mark.slow)
+      for cache in CACHES
+    ),
     pytest.param(ONE_AXIS[0], "pages", marks=pytest.mark.slow),
     pytest.param(ONE_AXIS[0], "slots", marks=pytest.mark.nightly),
     pytest.param(ONE_AXIS[0], "chunks", marks=pytest.mark.nightly),

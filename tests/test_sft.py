@@ -102,6 +102,7 @@ def warm_start(seed, num_steps=30, initial=None):
   return jax.tree.map(np.asarray, params), losses
 
 
+@pytest.mark.slow
 def test_the_loss_falls():
   _, losses = warm_start(0)
   assert [step for step, _ in losses] == list(range(1, 31))
@@ -136,6 +137,7 @@ def test_each_pass_takes_every_row_once_in_another_order():
   assert len(set(map(tuple, rows.tolist()))) == 3
 
 
+@pytest.mark.slow
 def test_a_step_reports_the_loss_of_its_rows_before_the_update():
   rows = sft.pack_examples(examples(30), tokens_per_row=16)
   num_rows = len(rows.tokens)

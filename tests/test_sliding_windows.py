@@ -220,6 +220,7 @@ def test_scanned_layers_have_their_own_windows(name):
   )
 
 
+@pytest.mark.slow
 def test_a_token_depends_on_its_window_alone():
   model = dataclasses.replace(tiny.MODEL, num_layers=1, sliding_windows=(3,))
   depends = tiny.input_dependence(
