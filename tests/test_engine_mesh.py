@@ -76,8 +76,7 @@ def on_one_device(cache):
   ("shape", "cache"),
   [
     *(
-      pytest.param(BOTH_AXES, cache, marks=pytest.mark.slow)
-      for cache in CACHES
+      pytest.param(BOTH_AXES, cache, marks=pytest.mark.slow) for cache in CACHES
     ),
     pytest.param(ONE_AXIS[0], "pages", marks=pytest.mark.slow),
     pytest.param(ONE_AXIS[0], "slots", marks=pytest.mark.nightly),
