@@ -5,6 +5,7 @@ import os
 import pathlib
 import socket
 import sys
+import tempfile
 import time
 
 import pytest
@@ -53,6 +54,11 @@ def box(request):
 
 def name_of(box):
   return f"{box.kind}{'-user' * box.has_user}"
+
+
+def test_it_holds_wherever_temporary_files_are(box, tmp_path, monkeypatch):
+  monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # as with TMPDIR
+  assert not sandbox_lib.reason_against(box)
 
 
 @pytest.mark.parametrize("box", REASONS, ids=name_of)
