@@ -225,8 +225,10 @@ class Rows:
   @property
   def _scans(self) -> list[_Scan]:
     """What is known of each table, once."""
-    is_other = self._eval is not None and self._eval is not self._train
-    return [self._train, *([self._eval] if is_other else [])]
+    train, held_out = self._train, self._eval
+    if held_out is None or held_out is train:
+      return [train]
+    return [train, held_out]
 
   def _scan(self, split: str) -> _Scan:
     return (self._eval if split == _EVAL else None) or self._train
