@@ -134,7 +134,9 @@ def test_questions_that_a_run_evaluates_on_are_passed_over():
   assert [p.item["index"] for p in take(stream, 4)] == [1, 3, 4, 5]
   assert stream.state() == {"next_index": 6, "num_too_long": 0}
   # As questions of `eval.sets` are, in every split but the held-out one.
-  evaluated = dataclasses.replace(source(), evaluated=frozenset({"1+1="}))
+  evaluated = dataclasses.replace(
+    source(), evaluated=frozenset({"1+1=", "0+2="})
+  )
   stream = prompts.PromptStream(evaluated, source_lib.Split.TRAIN)
   stream.exclude(["0+1="])
   assert [p.item["index"] for p in take(stream, 2)] == [2, 3]
