@@ -59,6 +59,7 @@ def chat_example(messages, template=PLAIN, tokenizer=None):
   )
 
 
+@pytest.mark.slow
 def test_each_turn_of_the_assistant_is_learned_up_to_its_end():
   tokenizer = byte_level.load()
   example = chat_example(CHAT)

@@ -154,6 +154,7 @@ def test_pages_hold_what_slots_hold(with_slots, with_many):
   assert_close(with_many, with_slots)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preemption", [FAST, EXACT])
 def test_a_pool_too_small_for_all_slots_loses_nothing(with_many, preemption):
   scheduler = make(**FEW, preemption=preemption)

@@ -238,6 +238,7 @@ def rows():
   ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", QUANTIZED)
 def test_recorded_logprobs_are_those_of_the_dequantised_weights(weights):
   made = engine(weights)

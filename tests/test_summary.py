@@ -130,6 +130,7 @@ def make_history(num_steps, /, **changes):
   return summary_lib.History(**(values | changes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_steps", [0, 2, 20, 20_000])
 def test_the_picture_is_drawn_for_runs_of_any_length(tmp_path, num_steps):
   path = tmp_path / "summary.png"

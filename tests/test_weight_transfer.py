@@ -217,6 +217,7 @@ def test_nothing_can_be_published_after_close(channel):
     channel.publish(stamped.params(0), 0)
 
 
+@pytest.mark.slow
 def test_engines_see_whole_and_increasing_versions_under_load(channel):
   num_versions, failures, adopted = 50, [], {0: [], 1: []}
   done = threading.Event()

@@ -24,6 +24,7 @@ def worked_examples(task=None, max_tokens=120, **kwargs):
   )
 
 
+@pytest.mark.slow
 def test_few_questions_make_many_worked_examples_as_corrupted_as_asked():
   # 200 questions, of which 4 of 10 belong to the warm start: leaving out
   # repetitions would leave right solutions out first.
@@ -55,6 +56,7 @@ def test_worked_examples_are_solved_and_reproducible():
     )
 
 
+@pytest.mark.slow
 def test_solutions_that_are_all_longer_than_a_row_are_refused():
   with pytest.raises(sections.ConfigError, match="^train.tokens_per_row: 20, "):
     worked_examples(num_examples=50, max_tokens=20)
