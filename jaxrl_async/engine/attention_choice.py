@@ -249,6 +249,16 @@ def choose(
   log = logging.warning if refused else logging.info
   log("attention on %s: %s", device.platform, description)
 
+  of_prefill, of_decode = _specs(rules, rows_axis)
+  return Choice(
+    prefill=over_mesh(reference.CAUSAL, prefill_name, mesh, of_prefill),
+    decode=over_mesh(decode, decode_name, mesh, of_decode),
+    description=description,
+  )
+
+
+def _specs(rules: sections.ShardingRules, rows_axis: str | None) -> Any:
+  """Return how arguments and results of prefill and of decode are split."""
   rows, lengths, slot_heads, slot, pool = (
     mesh_lib.spec(rules, axes)
     for axes in (
@@ -261,11 +271,7 @@ def choose(
   )
   of_prefill = (rows, rows, rows, lengths), rows
   of_decode = ((pool, pool), slot_heads, slot, slot), slot_heads
-  return Choice(
-    prefill=over_mesh(reference.CAUSAL, prefill_name, mesh, of_prefill),
-    decode=over_mesh(decode, decode_name, mesh, of_decode),
-    description=description,
-  )
+  return of_prefill, of_decode
 
 
 def over_mesh(

@@ -123,15 +123,10 @@ class Engine(jetstream_api.Engine):
     )
     layout = _cache_layout(sizes, self.attention)
     replicated = mesh_lib.replicated(mesh)
+    axes = transformer.logical_axes(model, is_stacked=False)
+    axes = quantization.logical_axes(axes, weights)
     self.params_sharding = EngineParams(
-      weights=mesh_lib.shardings(
-        mesh,
-        rules,
-        quantization.logical_axes(
-          transformer.logical_axes(model, is_stacked=False), weights
-        ),
-      ),
-      version=replicated,
+      weights=mesh_lib.shardings(mesh, rules, axes), version=replicated
     )
     programs = programs_lib.Programs(
       model=model,

@@ -137,10 +137,7 @@ class Trainer:
     self._batch_sharding = mesh_lib.sharding(
       mesh, rules, None, None, "batch", "tokens"
     )
-    rows = batch.rows_per_microbatch
-    shape = 1, 1, rows, batch.tokens_per_row
-    rows_per_shard = self._batch_sharding.shard_shape(shape)[2]
-    self._num_shards = rows // rows_per_shard
+    self._num_shards = _num_shards(batch, self._batch_sharding)
     self._stages = list(stages)
     # `logprobs` needs the proximal program whether or not it is a stage.
     self._stage_programs = {
@@ -387,6 +384,13 @@ def _optimizer_of_policy(
   if policy is None or policy.optimizer is None:
     raise ValueError("the policy has to be one of the models, and be trained")
   return policy.optimizer
+
+
+def _num_shards(batch: BatchSettings, sharding: jax.sharding.Sharding) -> int:
+  """Return the number of parts that a microbatch's rows are split into."""
+  rows = batch.rows_per_microbatch
+  shape = 1, 1, rows, batch.tokens_per_row
+  return rows // sharding.shard_shape(shape)[2]
 
 
 def _check_models(models: Mapping[str, train_state.ModelSettings]) -> None:
