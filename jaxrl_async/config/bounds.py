@@ -66,6 +66,12 @@ _INTEGERS = (
     train.rows_per_microbatch train.max_bad_updates train.vocab_chunk
     run.checkpoint_every run.keep_checkpoints""",
   ),
+  (1, 4_096, "cluster.replicas cluster.trainer_processes"),
+  (
+    0,
+    65_536,
+    "cluster.replica_gpus cluster.reward_tasks",
+  ),
   (
     0,
     MAX_INT,
@@ -89,6 +95,14 @@ _NUMBERS = (
   (0.1, MAX_REWARD_TIMEOUT_S, "task.reward_timeout_s"),
   (1, _MAX_TIMEOUT_S, "run.stall_timeout_s"),
   (0.1, _MAX_TIMEOUT_S, "run.join_timeout_s"),
+  (0, 65_536, "cluster.replica_cpus"),
+  (
+    1,
+    _MAX_TIMEOUT_S,
+    """cluster.replica_timeout_s cluster.start_timeout_s
+    cluster.coordinator_timeout_s""",
+  ),
+  (0.1, _MAX_TIMEOUT_S, "cluster.report_every_s"),
 )
 # Fields of each optimizer. An update moves a weight by about the learning rate.
 _OPTIMIZER = (

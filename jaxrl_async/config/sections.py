@@ -12,6 +12,7 @@ import enum
 
 from ml_collections import config_dict
 
+from jaxrl_async.config import cluster_section
 from jaxrl_async.config import lora_section
 from jaxrl_async.config import mesh_sections
 from jaxrl_async.config import refusals
@@ -142,6 +143,8 @@ class ModelSection:
 MESH_AXES = mesh_sections.MESH_AXES
 ShardingRules = mesh_sections.ShardingRules
 MeshSection = mesh_sections.MeshSection
+ClusterKind = cluster_section.ClusterKind
+ClusterSection = cluster_section.ClusterSection
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -476,3 +479,4 @@ class Config:
   transfer: TransferSection = dataclasses.field(default_factory=TransferSection)
   eval: EvalSection = dataclasses.field(default_factory=EvalSection)
   run: RunSection = dataclasses.field(default_factory=RunSection)
+  cluster: ClusterSection = dataclasses.field(default_factory=ClusterSection)

@@ -83,6 +83,8 @@ MAY_DIFFER = {
   "eval.samples": "more answers narrow the same accuracy",
   "eval.sets": "each has metrics of its own name; nothing stored depends on it",
   "run": _SUPERVISION,
+  "cluster": "groups, checkpoints and versions are the same in any number of"
+  " processes",
 }
 
 _TRAJECTORIES = "groups that the checkpoint holds have that size"

@@ -1,0 +1,59 @@
+"""The settings of a run that spreads over several processes or hosts."""
+
+import dataclasses
+import enum
+
+
+class ClusterKind(enum.Enum):
+  """Where the rollout replicas of a run are.
+
+  LOCAL has one replica, in the process that trains. RAY has any number of
+  them, in processes that Ray starts on this machine or on a cluster.
+  """
+
+  LOCAL = "local"
+  RAY = "ray"
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class ClusterSection:
+  """Replicas in other processes, and a trainer of several processes.
+
+  The fields from `address` to `reward_tasks` have an effect only with
+  kind = RAY.
+
+  Attributes:
+    address: of a Ray cluster, HOST:PORT, or "auto" for the one of this machine.
+      "" starts Ray on this machine for the duration of the run.
+    replicas: number of rollout replicas. Each has a mesh of its own, with
+      `mesh.rollout_*` devices, and `rollout.num_slots` slots.
+    replica_cpus: processor cores that Ray reserves for each replica.
+    replica_gpus: GPUs for each replica. If not 0, they are the devices of its
+      mesh.
+    replica_tpu: TPU slice for each replica, such as v5p:2x2x1; "" is none.
+    replica_timeout_s: a replica that has said nothing for so long loses its
+      groups, which another replica continues.
+    start_timeout_s: a replica has to be ready after this many seconds, and the
+      run needs at least one.
+    report_every_s: seconds between two reports of what is half-written. It is
+      what is lost with a replica.
+    coordinator_timeout_s: replicas wait so long for a coordinator that has
+      ended, before they end too.
+    reward_tasks: completions are scored by so many tasks of Ray at a time, on
+      hosts of the cluster; 0 scores them on the coordinator's host.
+    trainer_processes: number of processes that train together, each with
+      devices of its own, under jax.distributed.
+  """
+
+  kind: ClusterKind = ClusterKind.LOCAL
+  address: str = ""
+  replicas: int = 1
+  replica_cpus: float = 1.0
+  replica_gpus: int = 0
+  replica_tpu: str = ""
+  replica_timeout_s: float = 60.0
+  start_timeout_s: float = 300.0
+  report_every_s: float = 2.0
+  coordinator_timeout_s: float = 600.0
+  reward_tasks: int = 0
+  trainer_processes: int = 1
