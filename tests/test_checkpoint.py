@@ -74,6 +74,9 @@ REWARD = types.Reward(
 )
 
 
+EOS = types.FinishReason.EOS
+
+
 def _groups():
   rng = np.random.default_rng(3)
   group = types.RolloutGroup(
@@ -85,7 +88,7 @@ def _groups():
     ),
     trajectories=[
       _trajectory(
-        rng, 0, 9, finish_reason=types.FinishReason.EOS, reward=REWARD
+        rng, 0, 9, finish_reason=EOS, reward=REWARD, writers=(("a", 6),)
       ),
       _trajectory(rng, 1, 0),
       _trajectory(rng, 3, 7),

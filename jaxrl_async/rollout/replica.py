@@ -29,7 +29,8 @@ class Replica:
 
   Invariant: an accepted turn stays in `_writing` until it is reported as ended
   or aborted. Until then its sequence is in the scheduler, or it has ended and
-  the next `step` of the scheduler returns it.
+  the next `step` of the scheduler returns it. `_num_known` has the same keys,
+  and counts the tokens that the coordinator knows of.
 
   Threads: all methods belong to the thread that drives the replica. Another
   thread may call them while that one is paused. Any thread may read the
@@ -75,6 +76,7 @@ class Replica:
     self._requests = requests
     self._fetch: weight_fetch.WeightFetch | None = None
     self._writing: dict[tuple[int, int], sequence_lib.Sequence] = {}
+    self._num_known: dict[tuple[int, int], int] = {}
 
   @property
   def version(self) -> int:
@@ -182,6 +184,7 @@ class Replica:
     for group in {group for group, _ in self._writing}:
       self.scheduler.cancel(sequence_lib.Owner(_GROUP, group))
     self._writing.clear()
+    self._num_known.clear()
     self._link.drained(messages.Drained(replica=self.name))
 
   def close(self, *, has_failed: bool) -> None:
@@ -197,16 +200,25 @@ class Replica:
       self._fetch.wait(_LAST_FETCH_S)
 
   def _report(self, sequences: list[sequence_lib.Sequence]) -> None:
-    """Report sequences and forget those that have ended."""
-    if not sequences:
-      return
+    """Report what is new of sequences, and forget those that have ended."""
     written = []
     for sequence in sequences:
-      if sequence.finish_reason is not None:
-        del self._writing[_key(sequence)]
+      key = _key(sequence)
+      begin = self._num_known[key]
+      if begin == sequence.length and sequence.finish_reason is None:
+        continue
       written.append(
-        messages.Written(group=sequence.group, trajectory=sequence.trajectory())
+        messages.Written(
+          group=sequence.group,
+          begin=begin,
+          trajectory=sequence.trajectory(begin),
+        )
       )
+      self._num_known[key] = sequence.length
+      if sequence.finish_reason is not None:
+        del self._writing[key], self._num_known[key]
+    if not written:
+      return
     report = messages.Report(replica=self.name, written=tuple(written))
     self._take(self._link.report(report))
 
@@ -216,6 +228,7 @@ class Replica:
     for turn in work.turns:
       sequence = _sequence(turn, self._tokenizer)
       self._writing[_key(sequence)] = sequence
+      self._num_known[_key(sequence)] = sequence.length
       self.scheduler.submit(sequence)
     for group in work.cancelled:
       self.scheduler.cancel(sequence_lib.Owner(_GROUP, group))
