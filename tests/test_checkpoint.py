@@ -72,8 +72,6 @@ REWARD = types.Reward(
   parts={"format": 1 / 3, "é": -0.0},
   token_scores={12: 2 / 3, 0: -1.0},
 )
-
-
 EOS = types.FinishReason.EOS
 
 

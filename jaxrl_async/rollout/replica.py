@@ -5,6 +5,7 @@ them between two decode calls. It can serve client requests beside its turns. It
 knows of groups and episodes only what the messages contain.
 """
 
+from collections.abc import Iterable, Iterator, Sequence
 import time
 
 from jaxrl_async import types
@@ -14,6 +15,8 @@ from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import sampling
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.engine import sequence as sequence_lib
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import client_requests
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import weight_fetch
@@ -186,6 +189,34 @@ class Replica:
     self._writing.clear()
     self._num_known.clear()
     self._link.drained(messages.Drained(replica=self.name))
+
+  def answers(
+    self,
+    prompts: Sequence[types.Prompt],
+    settings: answers_lib.AnswerSettings,
+    questions: Iterable[int] | None = None,
+  ) -> Iterator[list[answers_lib.Written]]:
+    """Answer questions with the present weights, and yield as `answers.write`.
+
+    The sequences of the groups stand still meanwhile.
+
+    Args:
+      prompts: of all questions.
+      settings: how they are answered.
+      questions: numbers of the questions to answer; None means all of them.
+    """
+    assert self.params is not None
+    scheduler = scheduler_lib.Scheduler(
+      self.scheduler.engine, busy=metrics_lib.BusyClock()
+    )
+    scheduler.adopt(self.params, self.version)
+    yield from answers_lib.write(
+      scheduler,
+      prompts,
+      settings,
+      tokenizer=self._tokenizer,
+      questions=questions,
+    )
 
   def close(self, *, has_failed: bool) -> None:
     """End all client requests, and wait for what is being fetched.

@@ -25,7 +25,6 @@ from jaxrl_async.data import held_out
 from jaxrl_async.data import prompts
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.engine import engine as engine_lib
-from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import profile as profile_lib
@@ -34,6 +33,7 @@ from jaxrl_async.reporting import run_record
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import episode as episode_lib
+from jaxrl_async.rollout import rollout_side
 from jaxrl_async.rollout import worker as worker_lib
 from jaxrl_async.run import assembly
 from jaxrl_async.run import evaluate
@@ -53,7 +53,7 @@ from jaxrl_async.training import objectives
 from jaxrl_async.training import train_state
 from jaxrl_async.training import trainer as trainer_lib
 
-WORKER = "rollout worker"  # name of its thread
+ROLLOUT = "rollout"  # name of the thread that drives the rollout side
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,6 @@ class Parts:
   record: run_record.RunRecord
   clock: metrics_lib.BusyClock
   trainer: trainer_lib.Trainer
-  engine: engine_lib.Engine
   buffer: buffer_lib.Buffer
   writer: metrics_lib.MetricsWriter
   stream: prompts.PromptStream
@@ -155,8 +154,7 @@ class Parts:
   set_evaluators: dict[str, evaluate.Evaluator]
   ledger: ledger_lib.Ledger
   channel: weight_transfer.WeightChannel
-  scheduler: scheduler_lib.Scheduler
-  worker: worker_lib.RolloutWorker
+  rollout: rollout_side.RolloutSide
   recorder: recorder_lib.Recorder
   sampler: sampler_lib.Sampler
   profiler: profile_lib.Profiler
@@ -238,7 +236,7 @@ def _foundation(
     config,
     setup.model,
     setup.tokenizer,
-    lambda: shutdown.supervisor.has_spawned(WORKER),
+    lambda: shutdown.supervisor.has_spawned(ROLLOUT),
   )
   # This comes last because it starts processes, which have to be closed.
   rewards = assembly.make_rewards(config.task, extensions.scorer)
@@ -287,11 +285,11 @@ def _evaluators(
     prompts: list[types.Prompt], samples: int
   ) -> evaluate.Evaluator:
     return evaluate.Evaluator(
-      base.engine,
       prompts,
       assembly.answer_settings(config, samples),
       tokenizer=setup.tokenizer,
       rewards=base.rewards,
+      num_slots=config.rollout.num_slots,
       solved_score=config.task.solved_score,
     )
 
@@ -430,7 +428,7 @@ def _of_the_loop(
   session.stop.before_ending_now(channel.remove)
   session.stop.before_ending_now(session.progress.show_cursor)
   scheduler = assembly.make_scheduler(setup, base.engine, base.busy["rollout"])
-  worker = worker_lib.in_one_process(
+  rollout = worker_lib.in_one_process(
     assembly.coordinator_settings(config),
     scheduler=scheduler,
     stream=base.stream,
@@ -443,13 +441,13 @@ def _of_the_loop(
     episode=extensions.episode,
     requests=None if base.front is None else base.front.queue,
   )
-  worker.coordinator.restore(running)
+  rollout.coordinator.restore(running)
   recorder = recorder_lib.Recorder(
     base.record,
     workdir=workdir,
     writer=base.writer,
     ledger=ledger,
-    worker=worker,
+    rollout=rollout,
     rewards=base.rewards,
     busy=base.busy,
     progress=session.progress,
@@ -469,7 +467,6 @@ def _of_the_loop(
     record=base.record,
     clock=base.busy["train"],
     trainer=base.trainer,
-    engine=base.engine,
     buffer=base.buffer,
     writer=base.writer,
     stream=base.stream,
@@ -477,8 +474,7 @@ def _of_the_loop(
     set_evaluators=evaluators[1],
     ledger=ledger,
     channel=channel,
-    scheduler=scheduler,
-    worker=worker,
+    rollout=rollout,
     recorder=recorder,
     sampler=sampler,
     profiler=profile_lib.Profiler(
