@@ -86,6 +86,13 @@ def _check() -> None:
   if _DRY_RUN.value:
     return
   command_line.check_workdir()
+  config = command_line.CONFIG.value
+  is_apart = config.cluster.kind is sections.ClusterKind.RAY
+  if _SERVE_PORT.value and is_apart:
+    raise sections.ConfigError(
+      "serve_port: clients are served by a replica in this process, and"
+      " cluster.kind=ray has none; use launch/serve.py beside the run"
+    )
   if _SERVE_PORT.value:
     addresses.check_can_bind("serve_port", "127.0.0.1", _SERVE_PORT.value)
 
@@ -145,6 +152,8 @@ def _dry_run(config: sections.Config, devices: Sequence[Any]) -> None:
 
 
 def _train(config: sections.Config) -> None:
+  command_line.prepare_ray(config)
+
   from jaxrl_async.run import training_run
   from jaxrl_async.serving import front as front_lib
 
@@ -157,6 +166,7 @@ def _train(config: sections.Config) -> None:
     command_line.workdir(),
     serving=serving,
     profile_steps=_profile_steps(),
+    replica_environment=command_line.replica_environment(config),
   )
   print(summary)
 

@@ -51,6 +51,7 @@ class WeightChannel(abc.ABC):
 
   Attributes:
     num_bytes: size of one version.
+    shapes: shapes and dtypes of the arrays of a version.
 
   Threads: one thread publishes and closes; any number poll, wait and adopt.
   `_changed` guards what they share and is notified after every new version,
@@ -64,6 +65,9 @@ class WeightChannel(abc.ABC):
       target: jax.ShapeDtypeStruct leaves with the rollout shardings.
     """
     self._target = target
+    self.shapes = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), target
+    )
     self._layout = pytree_files.layout(pytree_files.named_leaves(target))
     self.num_bytes = sum(
       x.size * x.dtype.itemsize for x in jax.tree.leaves(target)
@@ -252,6 +256,10 @@ class OrbaxChannel(WeightChannel):
   starts. A process that only adopts neither writes nor removes anything. The
   train side is a single process, since several would have to agree on which
   versions to skip.
+
+  Attributes:
+    directory: the parent of all incarnations.
+    incarnation: id of this start of the run.
   """
 
   def __init__(
@@ -271,9 +279,9 @@ class OrbaxChannel(WeightChannel):
       coalesce: False at max_staleness 0, where no version may be skipped.
     """
     super().__init__(target)
-    self._directory = pathlib.Path(directory).absolute()
-    self._incarnation = incarnation
-    self._path = self._directory / f"incarnation-{incarnation}"
+    self.directory = pathlib.Path(directory).absolute()
+    self.incarnation = incarnation
+    self._path = self.directory / f"incarnation-{incarnation}"
     self._newest_link = self._path / "newest"
     self._coalesce = coalesce
     self._waiting: collections.deque[tuple[dict[str, Any], int]]
@@ -320,7 +328,7 @@ class OrbaxChannel(WeightChannel):
       self._thread = None
       assert self._lock is not None
       self._lock.close()
-      transfer_directory.remove_leftovers(self._directory)
+      transfer_directory.remove_leftovers(self.directory)
     self._raise_failure()
 
   def remove(self) -> None:
@@ -328,7 +336,7 @@ class OrbaxChannel(WeightChannel):
     # this process. Removing them here would be in vain, since other threads may
     # still be writing.
     self._remover = subprocess.Popen(
-      ["sh", "-c", _REMOVE, "sh", self._path, self._directory],
+      ["sh", "-c", _REMOVE, "sh", self._path, self.directory],
       stdin=subprocess.PIPE,
       stdout=subprocess.DEVNULL,
       stderr=subprocess.DEVNULL,
@@ -385,7 +393,7 @@ class OrbaxChannel(WeightChannel):
     # Orbax has made its own copy, so the device memory can be released.
     del named
     wait_until_saved()
-    about = {"incarnation": self._incarnation, "version": version}
+    about = {"incarnation": self.incarnation, "version": version}
     manifest.write(directory, about | {"layout": self._layout})
     incomplete = self._path / "newest.incomplete"
     os.symlink(str(version), incomplete)
@@ -409,7 +417,7 @@ class OrbaxChannel(WeightChannel):
   def _load(self, version: int) -> Any:
     """Read a version whose lock is held, after checking its manifest."""
     directory = self._path / str(version)
-    expected = {"incarnation": self._incarnation, "version": version}
+    expected = {"incarnation": self.incarnation, "version": version}
     try:
       about = manifest.verify(directory)
       found = {key: about[key] for key in expected}

@@ -8,7 +8,7 @@ generated, so that an evaluation may begin where an earlier one was stopped.
 """
 
 import collections
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import itertools
 from typing import NamedTuple
@@ -75,7 +75,7 @@ class Answer:
 
 def write(
   scheduler: scheduler_lib.Scheduler,
-  prompts: Sequence[types.Prompt],
+  prompts: Sequence[types.Prompt] | Mapping[int, types.Prompt],
   settings: AnswerSettings,
   *,
   tokenizer: tokenizer_lib.Tokenizer,
@@ -88,7 +88,7 @@ def write(
   Args:
     scheduler: holds the weights and has no sequences. It belongs to the
       iterator until that has ended.
-    prompts: of all questions.
+    prompts: by the number of the question.
     settings: how they are answered.
     tokenizer: of the policy, to find the texts that end answers.
     questions: numbers of the questions to answer; None means all of them.

@@ -5,7 +5,7 @@ them between two decode calls. It can serve client requests beside its turns. It
 knows of groups and episodes only what the messages contain.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import time
 
 from jaxrl_async import types
@@ -159,8 +159,9 @@ class Replica:
       # however many clients there are.
       num_slots = self.scheduler.engine.sizes.num_slots
       self._requests.feed(self.scheduler, max(1, num_slots // 2))
-    room = self.scheduler.room
-    if self.version >= 0 and room > 0:
+    if self.version >= 0:
+      # Without room nothing is asked for, but something may have arrived.
+      room = max(0, self.scheduler.room)
       ask = messages.Ask(replica=self.name, version=self.version, room=room)
       self._take(self._link.admit(ask))
 
@@ -192,7 +193,7 @@ class Replica:
 
   def answers(
     self,
-    prompts: Sequence[types.Prompt],
+    prompts: Sequence[types.Prompt] | Mapping[int, types.Prompt],
     settings: answers_lib.AnswerSettings,
     questions: Iterable[int] | None = None,
   ) -> Iterator[list[answers_lib.Written]]:
@@ -201,7 +202,7 @@ class Replica:
     The sequences of the groups stand still meanwhile.
 
     Args:
-      prompts: of all questions.
+      prompts: by the number of the question.
       settings: how they are answered.
       questions: numbers of the questions to answer; None means all of them.
     """

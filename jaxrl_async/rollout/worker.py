@@ -14,16 +14,11 @@ import time
 
 from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
-from jaxrl_async.coordination import ledger as ledger_lib
 from jaxrl_async.coordination import weight_transfer
-from jaxrl_async.data import prompts
 from jaxrl_async.engine import scheduler as scheduler_lib
-from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import client_requests
 from jaxrl_async.rollout import coordinator as coordinator_lib
-from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import gate as gate_lib
 from jaxrl_async.rollout import replica as replica_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
@@ -32,30 +27,14 @@ _IDLE_S = 0.005
 
 
 def in_one_process(
-  settings: coordinator_lib.CoordinatorSettings,
+  coordinator: coordinator_lib.Coordinator,
   *,
   scheduler: scheduler_lib.Scheduler,
-  stream: prompts.PromptStream,
-  buffer: buffer_lib.Buffer,
   channel: weight_transfer.WeightChannel,
-  rewards: service_lib.RewardService,
-  ledger: ledger_lib.Ledger,
   tokenizer: tokenizer_lib.Tokenizer,
-  busy: metrics_lib.BusyClock,
-  episode: episode_lib.Episode = episode_lib.single_turn,
   requests: client_requests.ClientRequests | None,
 ) -> "RolloutWorker":
-  """Return a worker with a coordinator and one replica in the same process."""
-  coordinator = coordinator_lib.Coordinator(
-    settings,
-    stream=stream,
-    buffer=buffer,
-    rewards=rewards,
-    ledger=ledger,
-    tokenizer=tokenizer,
-    busy=busy,
-    episode=episode,
-  )
+  """Return a worker whose only replica is in the coordinator's process."""
   replica = replica_lib.Replica(
     "replica 0",
     coordinator,

@@ -19,7 +19,6 @@ from typing import Any
 from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import ledger as ledger_lib
-from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.data import held_out
 from jaxrl_async.data import prompts
@@ -28,73 +27,31 @@ from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import profile as profile_lib
-from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.reporting import run_record
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
 from jaxrl_async.rewards import service as service_lib
-from jaxrl_async.rollout import episode as episode_lib
+from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import rollout_side
-from jaxrl_async.rollout import worker as worker_lib
 from jaxrl_async.run import assembly
+from jaxrl_async.run import cluster_checks
 from jaxrl_async.run import evaluate
 from jaxrl_async.run import frozen_base
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import question_sets
 from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import resume
+from jaxrl_async.run import rollout_start
 from jaxrl_async.run import sampler as sampler_lib
+from jaxrl_async.run import session as session_lib
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.run import shutdown as shutdown_lib
 from jaxrl_async.run import snapshot
 from jaxrl_async.serving import front as front_lib
-from jaxrl_async.storage import workdir as workdir_lib
 from jaxrl_async.training import batch_loader
-from jaxrl_async.training import objectives
 from jaxrl_async.training import train_state
 from jaxrl_async.training import trainer as trainer_lib
 
-ROLLOUT = "rollout"  # name of the thread that drives the rollout side
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Extensions:
-  """Parts that a caller may provide instead of the defaults.
-
-  Attributes:
-    scorer: a function of an importable module that scores a completion; None
-      is that of `task.reward` or `task.rewards`.
-    loss: the loss to minimise; None is the loss of the config's algorithm.
-    episode: decides how the turns of a trajectory follow from its prompt.
-    initial_params: float32 parameters of the policy with stacked layers, used
-      instead of a warm start.
-    serving: settings of a server that gives clients access to the policy during
-      the run; None starts no server.
-  """
-
-  scorer: service_lib.Scorer | None = None
-  loss: objectives.Loss | None = None
-  episode: episode_lib.Episode = episode_lib.single_turn
-  initial_params: transformer.Params | None = None
-  serving: front_lib.ServeSettings | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Session:
-  """What belongs to one start of the program rather than to the run.
-
-  Attributes:
-    workdir: of the run.
-    progress: shows the progress and messages to the user.
-    stop: the stop request, which a signal sets.
-    claim: ensures that no other process uses the workdir.
-    profile_steps: train steps to write traces of.
-  """
-
-  workdir: pathlib.Path
-  progress: progress_lib.Progress
-  stop: supervisor_lib.StopRequest
-  claim: workdir_lib.Claim
-  profile_steps: tuple[int, ...] = ()
+ROLLOUT = "rollout worker"  # thread that drives the rollout side
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,6 +61,7 @@ class _Foundation:
   Attributes:
     resumed_step: step of the checkpoint that the run continues from; None for a
       new run.
+    engine: of the rollout slice; None if it is in other processes.
     stored: host state of the run in that checkpoint.
   """
 
@@ -112,7 +70,7 @@ class _Foundation:
   record: run_record.RunRecord
   busy: dict[str, metrics_lib.BusyClock]
   trainer: trainer_lib.Trainer
-  engine: engine_lib.Engine
+  engine: engine_lib.Engine | None
   buffer: buffer_lib.Buffer
   side_outputs: side_outputs_lib.SideOutputs
   writer: metrics_lib.MetricsWriter
@@ -139,7 +97,7 @@ class Parts:
   """
 
   setup: setup_lib.Setup
-  session: Session
+  session: session_lib.Session
   is_new: bool
   first_step: int
   base_record: frozen_base.Record | None
@@ -164,7 +122,9 @@ class Parts:
 
 @contextlib.contextmanager
 def parts(
-  setup: setup_lib.Setup, session: Session, extensions: Extensions
+  setup: setup_lib.Setup,
+  session: session_lib.Session,
+  extensions: session_lib.Extensions,
 ) -> Iterator[Parts]:
   """Build the parts of a run, and close them when the block ends.
 
@@ -204,7 +164,9 @@ def parts(
 
 
 def _foundation(
-  setup: setup_lib.Setup, session: Session, extensions: Extensions
+  setup: setup_lib.Setup,
+  session: session_lib.Session,
+  extensions: session_lib.Extensions,
 ) -> _Foundation:
   """Build the parts that need no thread and no result of the first stage."""
   started_s = time.perf_counter()
@@ -216,7 +178,9 @@ def _foundation(
     name: metrics_lib.BusyClock(origin_s) for name in ("rollout", "train")
   }
   trainer = assembly.make_trainer(setup, busy["train"], loss=extensions.loss)
-  engine = assembly.make_engine(setup)
+  engine = None
+  if not cluster_checks.has_remote_replicas(config):
+    engine = assembly.make_engine(setup)
   buffer = buffer_lib.Buffer(
     config.algorithm.groups_per_step, config.algorithm.max_staleness
   )
@@ -267,7 +231,7 @@ def _foundation(
 
 
 def _evaluators(
-  setup: setup_lib.Setup, session: Session, base: _Foundation
+  setup: setup_lib.Setup, session: session_lib.Session, base: _Foundation
 ) -> tuple[evaluate.Evaluator, dict[str, evaluate.Evaluator]]:
   """Build the evaluator of the held-out questions, and those of `eval.sets`.
 
@@ -316,7 +280,7 @@ def _evaluators(
 
 def _warm_start(
   setup: setup_lib.Setup,
-  session: Session,
+  session: session_lib.Session,
   base: _Foundation,
   params: transformer.Params | None,
 ) -> None:
@@ -344,7 +308,7 @@ def _warm_start(
 
 
 def _show_warm_start(
-  session: Session, num_steps: int, step: int, loss: float
+  session: session_lib.Session, num_steps: int, step: int, loss: float
 ) -> None:
   """Show the progress of the warm start, or end it if the user asked to stop.
 
@@ -380,8 +344,8 @@ def _restore(
 
 def _of_the_loop(
   setup: setup_lib.Setup,
-  session: Session,
-  extensions: Extensions,
+  session: session_lib.Session,
+  extensions: session_lib.Extensions,
   base: _Foundation,
   evaluators: tuple[evaluate.Evaluator, dict[str, evaluate.Evaluator]],
   running: list[types.RolloutGroup],
@@ -414,40 +378,36 @@ def _of_the_loop(
         base.trainer.state,
         is_given=extensions.initial_params is not None,
       )
-    assembly.send_base(
-      config, workdir, base.trainer, base.engine, session.progress.note
-    )
-  channel = assembly.make_channel(
-    config,
-    workdir,
-    base.trainer.published_shapes(),
-    base.engine,
-    session.progress.note,
-  )
-  base.shutdown.closes(channel.close, join_s)
-  session.stop.before_ending_now(channel.remove)
-  session.stop.before_ending_now(session.progress.show_cursor)
-  scheduler = assembly.make_scheduler(setup, base.engine, base.busy["rollout"])
-  rollout = worker_lib.in_one_process(
+  coordinator = coordinator_lib.Coordinator(
     assembly.coordinator_settings(config),
-    scheduler=scheduler,
     stream=base.stream,
     buffer=base.buffer,
-    channel=channel,
     rewards=base.rewards,
     ledger=ledger,
     tokenizer=setup.tokenizer,
     busy=base.busy["rollout"],
     episode=extensions.episode,
-    requests=None if base.front is None else base.front.queue,
   )
-  rollout.coordinator.restore(running)
+  coordinator.restore(running)
+  rollout = rollout_start.build(
+    setup,
+    session,
+    coordinator,
+    trainer=base.trainer,
+    engine=base.engine,
+    environment=extensions.replica_environment,
+    busy=base.busy["rollout"],
+    requests=None if base.front is None else base.front.queue,
+    shutdown=base.shutdown,
+  )
+  session.stop.before_ending_now(rollout.channel.remove)
+  session.stop.before_ending_now(session.progress.show_cursor)
   recorder = recorder_lib.Recorder(
     base.record,
     workdir=workdir,
     writer=base.writer,
     ledger=ledger,
-    rollout=rollout,
+    rollout=rollout.side,
     rewards=base.rewards,
     busy=base.busy,
     progress=session.progress,
@@ -473,8 +433,8 @@ def _of_the_loop(
     evaluator=evaluators[0],
     set_evaluators=evaluators[1],
     ledger=ledger,
-    channel=channel,
-    rollout=rollout,
+    channel=rollout.channel,
+    rollout=rollout.side,
     recorder=recorder,
     sampler=sampler,
     profiler=profile_lib.Profiler(

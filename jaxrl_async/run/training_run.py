@@ -9,7 +9,7 @@ deadline, and the failure is raised with the name of the thread that failed.
 `start_up` builds the parts of a run, and `Run` is the loop over them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -30,6 +30,7 @@ from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.run import checks
 from jaxrl_async.run import evaluate
 from jaxrl_async.run import frozen_base
+from jaxrl_async.run import session as session_lib
 from jaxrl_async.run import snapshot
 from jaxrl_async.run import start_up
 from jaxrl_async.serving import front as front_lib
@@ -339,6 +340,7 @@ def run(
   episode: episode_lib.Episode = episode_lib.single_turn,
   serving: front_lib.ServeSettings | None = None,
   profile_steps: Sequence[int] = (),
+  replica_environment: Mapping[str, str] | None = None,
 ) -> str:
   """Start or continue a training run, and return its summary.
 
@@ -358,6 +360,8 @@ def run(
     serving: settings of a server that gives clients access to the policy during
       the run; None starts no server.
     profile_steps: train steps to trace, into WORKDIR/profile.
+    replica_environment: environment variables for the processes of replicas, if
+      they are in processes of their own.
 
   Returns:
     The summary on one line.
@@ -370,7 +374,8 @@ def run(
     StallError: nothing moved for `run.stall_timeout_s`.
     BadUpdatesError: too many updates in a row were not finite.
   """
-  extensions = start_up.Extensions(
+  extensions = session_lib.Extensions(
+    replica_environment=replica_environment or {},
     initial_params=initial_params,
     scorer=scorer,
     loss=loss,
@@ -386,7 +391,7 @@ def run(
     workdir_lib.Claim(workdir, progress.note) as claim,
     start_up.parts(
       setup,
-      start_up.Session(
+      session_lib.Session(
         workdir=workdir,
         progress=progress,
         stop=stop,
