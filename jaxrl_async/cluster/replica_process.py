@@ -10,6 +10,7 @@ from concurrent import futures
 import dataclasses
 import queue
 import socket
+import threading
 import time
 from typing import Any
 
@@ -69,6 +70,7 @@ class ReplicaProcess:
     self._failure: BaseException | None = None
     self._called_s = time.monotonic()
     self._timeout_s = float("inf")
+    self._is_ending = threading.Event()
     supervisor_lib.start_thread("replica", self._run, self._fail)
     supervisor_lib.start_thread("watch", self._watch, self._fail)
 
@@ -145,6 +147,11 @@ class ReplicaProcess:
     self._called_s = time.monotonic()
     return self._do(self._answer, questions)
 
+  def end(self) -> None:
+    """End the threads."""
+    self._is_ending.set()
+    self._commands.put((lambda: None, (), futures.Future()))
+
   def _do(self, function: Callable[..., Any], *arguments: Any) -> Any:
     """Have the replica's thread call a function, and return its result."""
     future: futures.Future = futures.Future()
@@ -171,14 +178,15 @@ class ReplicaProcess:
 
   def _watch(self) -> None:
     """End the process when nobody calls any more."""
-    while time.monotonic() - self._called_s < self._timeout_s:
-      time.sleep(_LOOK_S)
-    self._on_orphaned()
+    while not self._is_ending.wait(_LOOK_S):
+      if time.monotonic() - self._called_s > self._timeout_s:
+        self._on_orphaned()
+        return
 
   # -- the replica's thread -------------------------------------------------
 
   def _run(self) -> None:
-    while True:
+    while not self._is_ending.is_set():
       try:
         command = self._commands.get(block=self._attached is None, timeout=None)
       except queue.Empty:
