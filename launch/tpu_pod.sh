@@ -111,7 +111,7 @@ rollout_type="${rollout_type:-$type}"
 # The shape of a slice as launch/train.py names it, such as v5p:2x2x1. Google
 # counts two cores for each chip of a v5p, and one for the others.
 shape_of() {
-  local chips=""
+  local chips="" unknown="$1 is no known type; v5litepod-16, v6e-16 and v5p-32 are"
   case "$1" in
     v5litepod-*) chips="${1#v5litepod-}" && echo -n v5e: ;;
     v6e-*) chips="${1#v6e-}" && echo -n v6e: ;;
@@ -124,6 +124,9 @@ shape_of() {
     v5p-*:32) echo 2x4x4 ;;
     v5p-*:64) echo 4x4x4 ;;
     v5p-*:128) echo 4x4x8 ;;
+    v5p-*:256) echo 4x8x8 ;;
+    v5p-*:512) echo 8x8x8 ;;
+    v5p-*) fail "$unknown" ;;
     *:4) echo 2x2 ;;
     *:8) echo 2x4 ;;
     *:16) echo 4x4 ;;
@@ -131,7 +134,7 @@ shape_of() {
     *:64) echo 8x8 ;;
     *:128) echo 8x16 ;;
     *:256) echo 16x16 ;;
-    *) fail "$1 is no known type; such as v5litepod-16, v6e-16, v5p-32" ;;
+    *) fail "$unknown" ;;
   esac
 }
 
