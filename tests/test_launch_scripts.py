@@ -17,7 +17,7 @@ from jaxrl_async.devices import tpu_chips
 ROOT = launch_world.ROOT
 SCRIPTS = [launch_world.TPU_POD, launch_world.SBATCH, ROOT / ".ci" / "run"]
 TWO_SLICES = ("--accelerator_type=v5p-16", "--slices=2", "--nfs=10.0.0.2:/s")
-# Until launch/train.py and launch/trainer_world.py are there.
+# Until launch/train.py has these flags, and launch/trainer_world.py is there.
 COMING_FLAGS = {"num_processes", "process_id", "coordinator_address"}
 COMING_FILES = {"launch/trainer_world.py"}
 
