@@ -20,6 +20,7 @@
 #   --rollout_accelerator_type  of slices 1 and higher [as slice 0]
 #   --runtime_version           of the machines [the one for the chip]
 #   --spot                      cheaper slices, which may be preempted
+#   --network, --subnetwork     of the machines [the default network]
 #   --nfs=SERVER:/SHARE         shared directory; needed unless one host is all
 #   --mount=DIRECTORY           where the hosts mount it [/mnt/jaxrl]
 #   --token=FILE                Ray's token [~/.ray/auth_token]
@@ -66,6 +67,7 @@ dry_run=false
 spot=false
 name="" project="" zone="" nfs=""
 type="" rollout_type="" version=""
+network=()
 slices=1
 mount=/mnt/jaxrl
 token="$HOME/.ray/auth_token"
@@ -87,6 +89,7 @@ while (($#)); do
     --nfs=*) nfs="${1#*=}" ;;
     --mount=*) mount="${1#*=}" ;;
     --token=*) token="${1#*=}" ;;
+    --network=* | --subnetwork=*) network+=("$1") ;;
     --spot) spot=true ;;
     --dry_run) dry_run=true ;;
     --) break ;;
@@ -240,7 +243,7 @@ create_slice() {
   local words=(
     gcloud compute tpus queued-resources create "$name-$1"
     "--node-id=$name-$1" "${where[@]}" "--accelerator-type=$of"
-    "--runtime-version=${version:-$(runtime_of "$of")}"
+    "--runtime-version=${version:-$(runtime_of "$of")}" "${network[@]}"
   )
   if "$spot"; then words+=(--spot); fi
   run "${words[@]}"

@@ -40,7 +40,8 @@ def test_a_script_passes_shellcheck_and_can_be_parsed(script):
 
 
 def test_slices_are_requested_one_by_one_and_waited_for():
-  commands = launch_world.tpu_pod("create", *TWO_SLICES, "--spot")
+  options = (*TWO_SLICES, "--spot", "--network=n", "--subnetwork=s")
+  commands = launch_world.tpu_pod("create", *options)
   create = "gcloud compute tpus queued-resources create"
   describe = "gcloud compute tpus queued-resources describe"
   assert [c.split(" --")[0] for c in commands] == [
@@ -49,6 +50,7 @@ def test_slices_are_requested_one_by_one_and_waited_for():
   ]
   for part in (
     *("--node-id=run1-0", "--project=p", "--zone=z", "--spot"),
+    *("--network=n", "--subnetwork=s"),
     *("--accelerator-type=v5p-16", "--runtime-version=v2-alpha-tpuv5"),
   ):
     assert f" {part}" in commands[0]
