@@ -75,7 +75,7 @@ class Script:
     known = self.known[key]
     assert written.begin == len(known.tokens)
     assert len(written.trajectory.tokens) or written.trajectory.finish_reason
-    self.known[key] = running_group.joined(known, written.trajectory)
+    self.known[key] = running_group.joined(known, written.trajectory, "r")
     return dataclasses.replace(written, trajectory=self.known[key])
 
   def adopted(self, adopted):

@@ -388,10 +388,9 @@ class Coordinator:
     if running.unfinished or running.score is not None:
       return
     running.times_s["generated"] = self._busy.now()
-    completions = [
-      completion_lib.of_trajectory(trajectory, self._tokenizer)
-      for trajectory in running.group().trajectories
-    ]
+    completions = completion_lib.of_group(
+      running.group().trajectories, self._tokenizer
+    )
     running.score = self._rewards.submit(running.prompt.item, completions)
 
   def _finish(self, running: running_group.RunningGroup) -> None:
