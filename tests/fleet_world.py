@@ -87,7 +87,16 @@ class Handle:
     return future
 
   def attach(self, name, spec):
-    return self._call(self.process.attach, name, spec, time.time())
+    asked_s = time.time()
+
+    def attach(name, spec):
+      found = self.process.facts(spec.probe[0])
+      why_not = hosts.difference(found, spec.probe, spec.versions, asked_s)
+      if why_not is not None:
+        raise remote.ReplicaFailed(why_not)
+      self.process.attach(name, spec)
+
+    return self._call(attach, name, spec)
 
   def collect(self):
     return self._call(self.process.collect)

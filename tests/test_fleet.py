@@ -206,10 +206,17 @@ def test_a_host_that_does_not_fit_is_refused_at_the_start(
 def test_clocks_that_are_apart_are_told(tmp_path):
   probe = tmp_path / "probe", "here"
   probe[0].write_text("here")
-  same = hosts.versions()
-  assert hosts.difference(same, probe, 3.0) is None
-  assert "+31 s off" in hosts.difference(same, probe, 31.0)
-  assert "-31 s off" in hosts.difference(same, probe, -31.0)
+  found, now_s = hosts.facts(probe[0]), time.time()
+
+  def difference(ahead_s, asked_s=now_s):
+    other = dataclasses.replace(found, time_s=now_s + ahead_s)
+    return hosts.difference(other, probe, hosts.versions(), asked_s)
+
+  assert difference(3.0) is None
+  assert "+3600 s off" in difference(3_600.0)
+  assert "-3600 s off" in difference(-3_600.0)
+  # It had to wait for a free host, an hour long.
+  assert difference(-1_800.0, asked_s=now_s - 3_600.0) is None
 
 
 def test_a_replica_that_fails_is_started_again(make_world):
@@ -221,7 +228,7 @@ def test_a_replica_that_fails_is_started_again(make_world):
   def fail():
     raise LookupError("no such page")
 
-  world.handles[1].process._attached.replica.step = fail
+  world.handles[1].process._attached.replica.feed = fail
   groups += world.train(NUM_STEPS, first=1)
   until(lambda: len(world.handles) == 3, "a third replica")
   check(world, groups)

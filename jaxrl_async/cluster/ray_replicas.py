@@ -11,12 +11,14 @@ import os
 import pathlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from typing import IO, Any
 
+from jaxrl_async.cluster import hosts
 from jaxrl_async.cluster import replica_process
 from jaxrl_async.cluster import replica_spec
 from jaxrl_async.config import sections
@@ -29,6 +31,8 @@ _NAMESPACE = "jaxrl_async"
 # evaluation and deliveries, and those of a coordinator that has ended.
 _CONCURRENCY = 16
 _END_S = 20.0
+_CONNECT_S = 10.0
+_LONGEST = 300
 _LOCAL_RAY = "jaxrl_async.cluster.local_ray"
 _LOG_LINE = re.compile(r"^\[.*?\]\s*|\x1b\[[0-9;]*m")
 
@@ -79,6 +83,8 @@ class Cluster:
     self._groups: list[Any] = []  # placement groups of TPU slices
     self._closing = contextlib.ExitStack()
     try:
+      if section.address not in ("", "auto"):
+        _check_answers(section.address)
       address = section.address or self._start()
       self._within(
         lambda: self._ray.init(
@@ -140,9 +146,8 @@ class Cluster:
         " (cluster.start_timeout_s)"
       ) from None
     except (RuntimeError, ConnectionError, ValueError, OSError) as error:
-      text = " ".join(_LOG_LINE.sub("", str(error)).split())
       raise sections.ConfigError(
-        f"cluster.address: Ray ({where}): {text[:400]}"
+        f"cluster.address: Ray ({where}): {_one_line(error)}"
       ) from error
 
   def _read_address(
@@ -190,6 +195,56 @@ class Cluster:
         f" {best[name]:g}",
       )
 
+  def check_hosts(
+    self,
+    versions: dict[str, str],
+    probe: tuple[pathlib.Path, str],
+    check: Callable[[], None],
+  ) -> None:
+    """Check that at least one host of the cluster can have a replica.
+
+    Args:
+      versions: those that a replica's process has to have.
+      probe: a file that its host has to see, and what it contains.
+      check: is called now and then, and may raise.
+
+    Raises:
+      ConfigError: no host has room for a replica in time, or the first that has
+        does not fit.
+    """
+    options: dict[str, Any] = {
+      "num_cpus": self._section.replica_cpus,
+      "num_gpus": self._section.replica_gpus,
+      "scheduling_strategy": "SPREAD",
+      "max_retries": 0,
+      "runtime_env": {"env_vars": self._environment},
+    }
+    task = self._ray.remote(**options)(hosts.facts)
+    asked_s = time.time()
+    waiting = [task.remote(probe[0]) for _ in range(self._section.replicas)]
+    deadline = supervisor_lib.Deadline(self._section.start_timeout_s)
+    done: list[Any] = []
+    while not done:
+      check()
+      if (wait_s := deadline.next_wait_s()) == 0:
+        raise sections.ConfigError(
+          f"cluster.replicas: no host had room for a replica in"
+          f" {self._section.start_timeout_s:g} s (cluster.start_timeout_s);"
+          f" {self.missing()}"
+        )
+      done, waiting = self._ray.wait(waiting, timeout=wait_s)
+    for reference in done:
+      try:
+        why_not = hosts.difference(
+          self._ray.get(reference), probe, versions, asked_s
+        )
+      except self._ray.exceptions.RayError as error:
+        why_not = f"cluster.address: {_one_line(error)}"
+      if why_not is not None:
+        raise sections.ConfigError(why_not)
+    for reference in waiting:
+      self._ray.cancel(reference)
+
   def missing(self) -> str:
     """Return what the cluster has and what all replicas need, as a sentence."""
     total = self._ray.cluster_resources()
@@ -236,6 +291,24 @@ class Cluster:
     self._closing.close()
 
 
+def _check_answers(address: str) -> None:
+  """Check that something listens at an address.
+
+  Ray would end this process if nothing did.
+
+  Raises:
+    ConfigError: nothing does.
+  """
+  host, _, port = address.rpartition(":")
+  try:
+    socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+  except OSError as error:
+    raise sections.ConfigError(
+      f"cluster.address: {address} does not answer ({error}); start Ray there"
+      " with `ray start --head`"
+    ) from error
+
+
 def _end(process: subprocess.Popen[str]) -> None:
   """End `local_ray`, and all processes of Ray with it."""
   assert process.stdin is not None
@@ -254,10 +327,6 @@ class Actor(replica_process.ReplicaProcess):
     """Start; the process ends when nobody calls any more."""
     super().__init__(on_orphaned=lambda: os._exit(0))
 
-  def host(self) -> str:
-    """Return the name of the host, once the process has started."""
-    return os.uname().nodename
-
 
 class RayHandle:
   """An actor, as `remote.Handle` describes it."""
@@ -272,18 +341,22 @@ class RayHandle:
     self, name: str, spec: replica_spec.ReplicaSpec
   ) -> futures.Future[None]:
     """Give the replica a name; see `remote.Handle`."""
-    ready = self._actor.host.remote().future()
+    asked_s = time.time()
     attached: futures.Future[None] = futures.Future()
 
-    def begin(host: futures.Future) -> None:
-      # The time is sent when the process has started, which may take long.
-      if (error := host.exception()) is not None:
+    def begin(call: futures.Future) -> None:
+      if (error := call.exception()) is not None:
         attached.set_exception(self._translated(error))
         return
-      made = self._actor.attach.remote(name, spec, time.time())
-      self._pass_on(made, attached)
+      why_not = hosts.difference(
+        call.result(), spec.probe, spec.versions, asked_s
+      )
+      if why_not is not None:
+        attached.set_exception(remote.ReplicaFailed(why_not))
+        return
+      self._pass_on(self._actor.attach.remote(name, spec), attached)
 
-    ready.add_done_callback(begin)
+    self._actor.facts.remote(spec.probe[0]).future().add_done_callback(begin)
     return attached
 
   def collect(self) -> futures.Future[Any]:
@@ -325,9 +398,14 @@ class RayHandle:
         return remote.ReplicaFailed(str(cause))
       return remote.ReplicaFailed(f"{type(cause).__name__}: {cause}")
     if isinstance(error, self._ray.exceptions.RayError):
-      text = " ".join(_LOG_LINE.sub("", str(error)).split())
-      return remote.ReplicaLost(text[:200])
+      return remote.ReplicaLost(_one_line(error))
     return error
+
+
+def _one_line(error: BaseException) -> str:
+  """Return the text of an error of Ray's, without colours and line breaks."""
+  text = " ".join(_LOG_LINE.sub("", str(error)).split())
+  return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
 
 
 def run_name(workdir: pathlib.Path) -> str:

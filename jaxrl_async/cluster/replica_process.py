@@ -8,6 +8,7 @@ while the devices compute.
 from collections.abc import Callable
 from concurrent import futures
 import dataclasses
+import pathlib
 import queue
 import socket
 import threading
@@ -76,24 +77,18 @@ class ReplicaProcess:
 
   # -- the transport's threads ----------------------------------------------
 
-  def attach(
-    self, name: str, spec: replica_spec.ReplicaSpec, time_s: float
-  ) -> None:
+  def facts(self, probe: pathlib.Path) -> hosts.Facts:
+    """Return what the caller has to know before it attaches the replica."""
+    return hosts.facts(probe)
+
+  def attach(self, name: str, spec: replica_spec.ReplicaSpec) -> None:
     """Become the replica of this name, and forget everything else.
 
-    Args:
-      name: of the replica.
-      spec: what it needs.
-      time_s: the time of day at the caller, in seconds since 1970.
-
     Raises:
-      ReplicaFailed: it cannot work with the caller, or could not be built.
+      ReplicaFailed: it could not be built.
     """
     self._called_s = time.monotonic()
     self._timeout_s = spec.coordinator_timeout_s
-    why_not = hosts.difference(spec.versions, spec.probe, time.time() - time_s)
-    if why_not is not None:
-      raise remote.ReplicaFailed(why_not)
     self._do(self._attach, name, spec)
 
   def collect(self) -> remote.Said:

@@ -406,7 +406,8 @@ class OrbaxChannel(WeightChannel):
     """Remove versions that two newer ones have replaced and nobody reads."""
     for version in self._announced[: -transfer_directory.NUM_KEPT]:
       directory = self._path / str(version)
-      with open(directory / manifest.NAME, "rb") as lock:
+      # NFS locks exclusively only what is open for writing.
+      with open(directory / manifest.NAME, "r+b") as lock:
         try:
           fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

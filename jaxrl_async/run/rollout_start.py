@@ -19,6 +19,7 @@ from jaxrl_async.rollout import fleet as fleet_lib
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.rollout import worker as worker_lib
 from jaxrl_async.run import assembly
+from jaxrl_async.run import cluster_checks
 from jaxrl_async.run import session as session_lib
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.run import shutdown as shutdown_lib
@@ -37,6 +38,60 @@ class Rollout:
   channel: weight_transfer.WeightChannel
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Remote:
+  """What is there of replicas in other processes before they are started.
+
+  Attributes:
+    channels: to the replicas, that of the versions last.
+    spec: what every replica will be attached with.
+  """
+
+  cluster: ray_replicas.Cluster
+  channels: list[weight_transfer.OrbaxChannel]
+  spec: replica_spec.ReplicaSpec
+
+
+def connect(
+  setup: setup_lib.Setup,
+  session: session_lib.Session,
+  *,
+  trainer: trainer_lib.Trainer,
+  environment: Mapping[str, str],
+  shutdown: shutdown_lib.Shutdown,
+) -> Remote | None:
+  """Connect to the cluster of a run, and check its hosts.
+
+  This comes before the first stage, so that a host that does not fit is told at
+  once. The parameters are those of `build`.
+
+  Returns:
+    None if the replica is in this process.
+
+  Raises:
+    ConfigError: Ray cannot be used, or a host of the cluster does not fit.
+    Interrupted: the run was asked to end.
+  """
+  if not cluster_checks.has_remote_replicas(setup.config):
+    return None
+  workdir, note = session.workdir, session.progress.note
+  channels = _channels(setup, workdir, trainer, shutdown, note)
+  spec = _spec(setup, channels)
+  _write_probe(spec.probe, shutdown)
+  cluster = ray_replicas.Cluster(
+    setup.config.cluster,
+    run_name=ray_replicas.run_name(workdir),
+    environment=environment,
+  )
+  shutdown.closes(cluster.close)
+  cluster.check_hosts(
+    spec.versions,
+    spec.probe,
+    lambda: session.stop.check("stopped while the hosts were checked"),
+  )
+  return Remote(cluster=cluster, channels=channels, spec=spec)
+
+
 def build(
   setup: setup_lib.Setup,
   session: session_lib.Session,
@@ -44,7 +99,7 @@ def build(
   *,
   trainer: trainer_lib.Trainer,
   engine: engine_lib.Engine | None,
-  environment: Mapping[str, str],
+  remote: Remote | None,
   busy: metrics_lib.BusyClock,
   requests: client_requests.ClientRequests | None,
   shutdown: shutdown_lib.Shutdown,
@@ -56,21 +111,22 @@ def build(
     session: of this start.
     coordinator: of the run.
     trainer: that publishes the weights.
-    engine: generates in this process. Without one, replicas are started in a
-      cluster, and at least one of them is ready afterwards.
-    environment: variables for the processes of these replicas.
+    engine: generates in this process; None if there is `remote`.
+    remote: a cluster, in which replicas are started. At least one of them is
+      ready afterwards.
     busy: records how long the rollout side is busy.
     requests: of clients, which the engine serves too.
     shutdown: closes everything that is opened here.
 
   Raises:
-    ConfigError: Ray cannot be used, or no replica was ready in time.
+    ConfigError: no replica was ready in time.
     ReplicaFailed: a replica cannot work with this process.
     Interrupted: the run was asked to end.
   """
   config, workdir = setup.config, session.workdir
   note, join_s = session.progress.note, config.run.join_timeout_s
-  if engine is not None:
+  if remote is None:
+    assert engine is not None
     if trainer.has_base:
       assembly.send_base(config, workdir, trainer, engine, note)
     channel = assembly.make_channel(
@@ -85,19 +141,13 @@ def build(
       requests=requests,
     )
     return Rollout(side=worker, channel=channel)
-  channels = _channels(setup, workdir, trainer, shutdown, note)
-  spec = _spec(setup, channels)
-  _write_probe(spec.probe, shutdown)
-  cluster = ray_replicas.Cluster(
-    config.cluster,
-    run_name=ray_replicas.run_name(workdir),
-    environment=environment,
-  )
-  shutdown.closes(cluster.close)
+  for base in remote.channels[:-1]:
+    # It stays, for replicas that join late.
+    base.publish(trainer.published_base(), 0)
   fleet = fleet_lib.Fleet(
     coordinator,
-    cluster.launch,
-    spec,
+    remote.cluster.launch,
+    remote.spec,
     num_replicas=config.cluster.replicas,
     num_slots=config.rollout.num_slots,
     replica_timeout_s=config.cluster.replica_timeout_s,
@@ -114,9 +164,9 @@ def build(
     )
   except fleet_lib.NoReplicaError as error:
     raise sections.ConfigError(
-      f"cluster.replicas: {error}; {cluster.missing()}"
+      f"cluster.replicas: {error}; {remote.cluster.missing()}"
     ) from error
-  return Rollout(side=fleet, channel=channels[-1])
+  return Rollout(side=fleet, channel=remote.channels[-1])
 
 
 def _channels(
@@ -128,8 +178,7 @@ def _channels(
 ) -> list[weight_transfer.OrbaxChannel]:
   """Return the channels to other processes, that of the versions last.
 
-  With LoRA there is one of the base before it. The base stays there, for
-  replicas that join late.
+  With LoRA there is one of the base before it.
   """
   channels = []
   for shapes in (trainer.base_shapes(), trainer.published_shapes()):
@@ -139,8 +188,6 @@ def _channels(
     assert isinstance(channel, weight_transfer.OrbaxChannel)
     shutdown.closes(channel.close, setup.config.run.join_timeout_s)
     channels.append(channel)
-  for base in channels[:-1]:
-    base.publish(trainer.published_base(), 0)
   return channels
 
 

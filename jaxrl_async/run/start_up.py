@@ -147,6 +147,13 @@ def parts(
     if isinstance(setup.source, source_lib.Counted):
       for line in setup.source.describe():
         session.progress.note(line)
+    remote = rollout_start.connect(
+      setup,
+      session,
+      trainer=base.trainer,
+      environment=extensions.replica_environment,
+      shutdown=base.shutdown,
+    )
     evaluators = _evaluators(setup, session, base)
     if base.resumed_step is None:
       _warm_start(setup, session, base, extensions.initial_params)
@@ -160,7 +167,9 @@ def parts(
       )
     base.stream.prefetch()
     base.rewards.warm_up()
-    yield _of_the_loop(setup, session, extensions, base, evaluators, running)
+    yield _of_the_loop(
+      setup, session, extensions, base, evaluators, running, remote
+    )
 
 
 def _foundation(
@@ -349,6 +358,7 @@ def _of_the_loop(
   base: _Foundation,
   evaluators: tuple[evaluate.Evaluator, dict[str, evaluate.Evaluator]],
   running: list[types.RolloutGroup],
+  remote: rollout_start.Remote | None,
 ) -> Parts:
   """Build the parts that drive and record the asynchronous loop."""
   config, workdir = setup.config, session.workdir
@@ -395,7 +405,7 @@ def _of_the_loop(
     coordinator,
     trainer=base.trainer,
     engine=base.engine,
-    environment=extensions.replica_environment,
+    remote=remote,
     busy=base.busy["rollout"],
     requests=None if base.front is None else base.front.queue,
     shutdown=base.shutdown,
