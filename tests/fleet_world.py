@@ -229,6 +229,7 @@ class World(worker_world.World):
     for handle in self.handles:
       handle.can_speak.set()
       handle.process.end()
+      assert handle.process.join(DEADLINE_S)
       handle.pool.shutdown(wait=False)
     self.channel.close()
     self.ledger.close()

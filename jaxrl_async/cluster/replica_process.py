@@ -72,6 +72,7 @@ class ReplicaProcess:
     self._called_s = time.monotonic()
     self._timeout_s = float("inf")
     self._is_ending = threading.Event()
+    self._has_ended = threading.Event()
     supervisor_lib.start_thread("replica", self._run, self._fail)
     supervisor_lib.start_thread("watch", self._watch, self._fail)
 
@@ -143,9 +144,13 @@ class ReplicaProcess:
     return self._do(self._answer, questions)
 
   def end(self) -> None:
-    """End the threads."""
+    """Let the threads end, for a transport within one process."""
     self._is_ending.set()
     self._commands.put((lambda: None, (), futures.Future()))
+
+  def join(self, timeout_s: float) -> bool:
+    """Wait until the replica's thread has ended, and return whether it has."""
+    return self._has_ended.wait(timeout_s)
 
   def _do(self, function: Callable[..., Any], *arguments: Any) -> Any:
     """Have the replica's thread call a function, and return its result."""
@@ -181,6 +186,14 @@ class ReplicaProcess:
   # -- the replica's thread -------------------------------------------------
 
   def _run(self) -> None:
+    try:
+      self._generate_until_the_end()
+    finally:
+      if self._attached is not None:
+        self._attached.replica.close(has_failed=False)
+      self._has_ended.set()
+
+  def _generate_until_the_end(self) -> None:
     while not self._is_ending.is_set():
       try:
         command = self._commands.get(block=self._attached is None, timeout=None)
