@@ -92,7 +92,8 @@ def meet(
   return _join(place, facts, shared)
 
 
-def _is_local(host: str) -> bool:
+def is_local(host: str) -> bool:
+  """Whether a host's name or address is that of the loopback interface."""
   return host == "localhost" or host.startswith("127.") or host == "::1"
 
 
@@ -116,7 +117,7 @@ class _Leader:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
       listener = socket.create_server(
-        (host if _is_local(host) else "", port), family=family
+        (host if is_local(host) else "", port), family=family
       )
     except OSError as error:
       raise sections.ConfigError(

@@ -16,7 +16,9 @@ the same device.
 
 import abc
 import collections
+from collections.abc import Callable
 import fcntl
+import functools
 import os
 import pathlib
 import secrets
@@ -31,6 +33,7 @@ import jax
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import transfer_directory
+from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import manifest
 from jaxrl_async.storage import pytree_files
@@ -249,9 +252,13 @@ class OrbaxChannel(WeightChannel):
   in order.
 
   The first `publish` creates the incarnation and removes those of earlier
-  starts. A process that only adopts neither writes nor removes anything. The
-  train side is a single process, since several would have to agree on which
-  versions to skip.
+  starts. A process that only adopts neither writes nor removes anything.
+
+  Several processes. If several processes train, each writes its parts of every
+  version. Process 0 has the channel. It tells the others when to begin (see
+  `write_part`), and seals and announces what Orbax has committed. All begin in
+  the thread that trains, because what several processes do together has one
+  order. So no version is skipped; it waits until the last one is committed.
   """
 
   def __init__(
@@ -261,6 +268,7 @@ class OrbaxChannel(WeightChannel):
     target: Any,
     *,
     coalesce: bool = True,
+    world: world_lib.World | None = None,
   ):
     """Create one side of the channel; both sides are created in the same way.
 
@@ -269,14 +277,19 @@ class OrbaxChannel(WeightChannel):
       incarnation: id of this start of the run, see `new_incarnation`.
       target: jax.ShapeDtypeStruct leaves with the rollout shardings.
       coalesce: False at max_staleness 0, where no version may be skipped.
+      world: the processes that publish together; None is this one alone.
     """
     super().__init__(target)
+    self._world = world or world_lib.alone()
     self._directory = pathlib.Path(directory).absolute()
     self._incarnation = incarnation
     self._path = self._directory / f"incarnation-{incarnation}"
     self._newest_link = self._path / "newest"
-    self._coalesce = coalesce
-    self._waiting: collections.deque[tuple[dict[str, Any], int]]
+    self._coalesce = coalesce and self._world.size == 1
+    # Each begins to save a version, and returns what waits for the end of that.
+    self._waiting: collections.deque[
+      tuple[Callable[[], Callable[[], None]], int]
+    ]
     self._waiting = collections.deque()
     self._announced: list[int] = []
     self._failure: BaseException | None = None
@@ -291,6 +304,8 @@ class OrbaxChannel(WeightChannel):
 
   def adopt(self, newer_than: int) -> tuple[Any, int] | None:
     self._raise_failure()
+    if self._world.size > 1:
+      raise WeightTransferError("one of several processes cannot adopt alone")
     while (version := self.newest_version()) > newer_than:
       try:
         lock = open(self._path / str(version) / manifest.NAME, "rb")
@@ -341,10 +356,15 @@ class OrbaxChannel(WeightChannel):
       self._thread = supervisor_lib.start_thread(
         "weight-transfer", self._publish_all, self._keep_failure
       )
+    save = functools.partial(self._save, named, version)
+    if self._world.size > 1:
+      with disk.writing(self._path):
+        begun = save()
+      save = functools.partial(lambda wait: wait, begun)
     with self._changed:
       if self._coalesce:
         self._waiting.clear()
-      self._waiting.append((named, version))
+      self._waiting.append((save, version))
       self._changed.notify_all()
 
   def _open_incarnation(self) -> None:
@@ -372,19 +392,25 @@ class OrbaxChannel(WeightChannel):
       self._changed.wait_for(lambda: self._waiting or self._is_closed)
       if self._is_closed:
         return False
-      named, version = self._waiting.popleft()
+      save, version = self._waiting.popleft()
     with disk.writing(self._path):
-      self._announce(named, version)
+      wait_until_saved = save()
+      # Orbax has made its own copy, so the device memory can be released.
+      del save
+      wait_until_saved()
+      self._announce(version)
     self._remove_old()
     return True
 
-  def _announce(self, named: dict[str, Any], version: int) -> None:
-    """Save a version, seal it, and point the link at it."""
+  def _save(self, named: dict[str, Any], version: int) -> Callable[[], None]:
+    """Begin to save a version, and return what waits for the end of that."""
+    path = self._path / str(version)
+    self._world.tell("write version", path=str(path))
+    return pytree_files.save_async(path, named)
+
+  def _announce(self, version: int) -> None:
+    """Seal a version that is saved, and point the link at it."""
     directory = self._path / str(version)
-    wait_until_saved = pytree_files.save_async(directory, named)
-    # Orbax has made its own copy, so the device memory can be released.
-    del named
-    wait_until_saved()
     about = {"incarnation": self._incarnation, "version": version}
     manifest.write(directory, about | {"layout": self._layout})
     incomplete = self._path / "newest.incomplete"
@@ -434,12 +460,23 @@ class OrbaxChannel(WeightChannel):
       ) from self._failure
 
 
+def write_part(path: pathlib.Path, params: Any) -> None:
+  """Begin to write this process's parts of a version that process 0 publishes.
+
+  Args:
+    path: of the version, as process 0 has told.
+    params: the same arrays that process 0 publishes.
+  """
+  pytree_files.save_async(path, pytree_files.named_leaves(params))
+
+
 def make_channel(
   kind: sections.Channel,
   *,
   directory: pathlib.Path,
   target: Any,
   coalesce: bool,
+  world: world_lib.World | None = None,
 ) -> WeightChannel:
   """Return the channel that a config asks for.
 
@@ -448,10 +485,13 @@ def make_channel(
     directory: where an Orbax channel writes versions.
     target: jax.ShapeDtypeStruct leaves with the rollout shardings.
     coalesce: False at max_staleness 0, where no version may be skipped.
+    world: the processes that publish together; None is this one alone.
   """
   if kind == sections.Channel.DIRECT:
     return DirectChannel(target)
-  return OrbaxChannel(directory, new_incarnation(), target, coalesce=coalesce)
+  return OrbaxChannel(
+    directory, new_incarnation(), target, coalesce=coalesce, world=world
+  )
 
 
 def new_incarnation() -> str:

@@ -64,7 +64,7 @@ def _in_blocks(pieces: Sequence[np.ndarray]) -> Iterator[Any]:
       if small:
         yield small
       small = bytearray()
-      yield memoryview(piece).cast("B")
+      yield piece.data.cast("B")
     else:
       small += piece.tobytes()
       if len(small) >= _PIECE_BYTES:
@@ -106,7 +106,7 @@ def receive(
     if array.dtype.hasobject:
       raise WireError("an array of objects")
     if array.nbytes:
-      _fill(connection, memoryview(array).cast("B"), is_needed=True)
+      _fill(connection, array.data.cast("B"), is_needed=True)
   return message, arrays
 
 

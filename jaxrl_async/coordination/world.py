@@ -43,6 +43,8 @@ _IDLE_S = 20
 _PROBE_S = 5
 _NUM_PROBES = 8
 _LEAVE_S = 5.0
+_GRACE_S = 2.0
+_INTERRUPTED = 130
 
 _END = "end"
 _FAILED = "failed"
@@ -63,12 +65,13 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def end_process(line: str, code: int = LOST) -> None:
-  """Print an error of one line and end this process at once.
+  """Print an error of one line, if there is one, and end this process at once.
 
   The interpreter is not shut down. A thread may be inside a program that waits
   for a process that is gone.
   """
-  print(f"error: {line}", file=sys.stderr, flush=True)
+  if line:
+    print(f"error: {line}", file=sys.stderr, flush=True)
   sys.stdout.flush()
   os._exit(code)
 
@@ -84,6 +87,8 @@ class World:
     rank: number of this process. Process 0 leads.
     size: number of processes.
     is_one_host: whether all of them are on one host.
+    lost: is set when another process has ended before its time. A thread then
+      ends this process too.
 
   Threads: `tell` may be called from any thread. The programs that messages
   announce are started by the main thread of each process, which has to announce
@@ -110,6 +115,7 @@ class World:
     self.size = size
     self.is_one_host = is_one_host
     self._connections = dict(connections)
+    self.lost = threading.Event()
     self._sending = threading.Lock()
     self._leaving = threading.Event()
     self._on_stop: Callable[[], None] = lambda: None
@@ -171,18 +177,22 @@ class World:
           self._leaving.wait()
           return
 
-  def close(self, failure: str = "") -> None:
+  def close(self, failure: str = "", code: int = 1) -> None:
     """End the world, as process 0 or as a follower that fails.
 
     Args:
       failure: why this process ends without the others, on one line. They end
         at once then, whatever they do. Without one, followers end after what
         they were told before.
+      code: the exit code of followers after a failure of process 0.
     """
+    if failure and not self.leads:
+      # What fails in every process is for process 0 to report.
+      self._leaving.wait(_GRACE_S)
     if self._leaving.is_set() or not self._connections:
       return
     if failure:
-      self._fail_others(failure)
+      self._fail_others(failure, code)
     elif self.leads:
       self.tell(_END)
     self._leaving.set()
@@ -242,7 +252,9 @@ class World:
     del rank
     if message["command"] == _FAILED:
       self._leaving.set()
-      end_process(f"process 0 of the trainer: {message['line']}", 1)
+      code = message["code"]
+      line = f"process 0 of the trainer: {message['line']}"
+      end_process("" if code == _INTERRUPTED else line, code)
     made = None
     if arrays:
       self._can_receive.wait()
@@ -254,15 +266,16 @@ class World:
     """End this process, because another one has ended before its time."""
     if self._leaving.is_set():
       return
-    self._fail_others(line)
+    self.lost.set()
+    self._fail_others(line, LOST)
     supervisor_lib.start_thread(
       "clean-up", self._before_ending, lambda error: None
     ).join(1.0)
     end_process(line)
 
-  def _fail_others(self, line: str) -> None:
+  def _fail_others(self, line: str, code: int) -> None:
     self._leaving.set()
-    message = {"command": _FAILED, "line": line}
+    message = {"command": _FAILED, "line": line, "code": code}
     for connection in self._connections.values():
       self._send_quietly(connection, message)
 

@@ -21,6 +21,7 @@ from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import ledger as ledger_lib
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import weight_transfer
+from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.data import held_out
 from jaxrl_async.data import prompts
 from jaxrl_async.data import source as source_lib
@@ -67,8 +68,7 @@ class Extensions:
     episode: decides how the turns of a trajectory follow from its prompt.
     initial_params: float32 parameters of the policy with stacked layers, used
       instead of a warm start.
-    serving: settings of a server that gives clients access to the policy during
-      the run; None starts no server.
+    serving: of a server of the policy during the run; None starts no server.
   """
 
   scorer: service_lib.Scorer | None = None
@@ -88,6 +88,7 @@ class Session:
     stop: the stop request, which a signal sets.
     claim: ensures that no other process uses the workdir.
     profile_steps: train steps to write traces of.
+    world: the processes that train together. This one leads them.
   """
 
   workdir: pathlib.Path
@@ -95,6 +96,7 @@ class Session:
   stop: supervisor_lib.StopRequest
   claim: workdir_lib.Claim
   profile_steps: tuple[int, ...] = ()
+  world: world_lib.World = dataclasses.field(default_factory=world_lib.alone)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,8 +104,7 @@ class _Foundation:
   """The parts that exist before the first stage.
 
   Attributes:
-    resumed_step: step of the checkpoint that the run continues from; None for a
-      new run.
+    resumed_step: of the checkpoint to continue from; None for a new run.
     stored: host state of the run in that checkpoint.
   """
 
@@ -217,7 +218,9 @@ def _foundation(
   busy = {
     name: metrics_lib.BusyClock(origin_s) for name in ("rollout", "train")
   }
-  trainer = assembly.make_trainer(setup, busy["train"], loss=extensions.loss)
+  trainer = assembly.make_trainer(
+    setup, busy["train"], loss=extensions.loss, world=session.world
+  )
   engine = assembly.make_engine(setup)
   buffer = buffer_lib.Buffer(
     config.algorithm.groups_per_step, config.algorithm.max_staleness
@@ -333,6 +336,7 @@ def _warm_start(
   clock = base.busy["train"]
   start_s = clock.now()
   if params is None:
+    session.world.tell("start", evaluated=sorted(setup.evaluated))
     show = functools.partial(
       _show_warm_start, session, setup.config.warm_start.num_steps
     )
@@ -362,7 +366,7 @@ def _restore(
 ) -> list[types.RolloutGroup]:
   """Restore a checkpoint, and return the groups that the worker continues."""
   base.trainer.state, _, groups = frozen_base.restore(
-    setup, workdir, step, base.trainer.abstract_state()
+    setup, workdir, step, base.trainer.abstract_state(), base.trainer.world
   )
   base.stream.restore(base.stored["stream"])
   base.writer.restore(base.stored["metrics"])
@@ -415,6 +419,7 @@ def _of_the_loop(
         workdir,
         base.trainer.state,
         is_given=extensions.initial_params is not None,
+        world=session.world,
       )
     assembly.send_base(
       config, workdir, base.trainer, base.engine, session.progress.note
@@ -425,6 +430,7 @@ def _of_the_loop(
     base.trainer.published_shapes(),
     base.engine,
     session.progress.note,
+    session.world,
   )
   base.shutdown.closes(channel.close, join_s)
   session.stop.before_ending_now(channel.remove)

@@ -20,6 +20,7 @@ import jax
 
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.models import transformer
@@ -309,6 +310,9 @@ class Run:
       host_state,
       groups,
       keep=self.config.run.keep_checkpoints,
+      announce=frozen_base.announce(
+        self.trainer.world, "save", frozen_base.STATE
+      ),
     )
 
   def finish(self, step: int, extra: dict[str, Any]) -> str:
@@ -351,6 +355,7 @@ def run(
   episode: episode_lib.Episode = episode_lib.single_turn,
   serving: front_lib.ServeSettings | None = None,
   profile_steps: Sequence[int] = (),
+  world: world_lib.World | None = None,
 ) -> str:
   """Start or continue a training run, and return its summary.
 
@@ -370,6 +375,8 @@ def run(
     serving: settings of a server that gives clients access to the policy during
       the run; None starts no server.
     profile_steps: train steps to trace, into WORKDIR/profile.
+    world: the processes that train together; None is this one alone. This one
+      leads. The others call `follower.follow`, and the caller closes the world.
 
   Returns:
     The summary on one line.
@@ -391,6 +398,8 @@ def run(
   )
   setup = checks.checked(config, jax.devices(), source=source, scorer=scorer)
   stop = supervisor_lib.StopRequest()
+  world = world or world_lib.alone()
+  world.lead(stop.set, stop.clean_up)
   with (
     progress_lib.Progress(config.train.num_steps) as progress,
     metrics_lib.CompilationCounter() as compilations,
@@ -404,6 +413,7 @@ def run(
         stop=stop,
         claim=claim,
         profile_steps=tuple(profile_steps),
+        world=world,
       ),
       extensions,
     ) as parts,

@@ -367,18 +367,7 @@ class Trainer:
       batch: the result of `prepare`.
     """
     self.world.tell("step", step=step)
-    times, arrays = {"proximal_s": 0.0}, batch.arrays
-    for stage in self._stages:
-      start_s = time.perf_counter()
-      with self._busy.record(stage.name):
-        made = self._stage_programs[stage.name](self.state.params, arrays)
-        arrays = arrays.with_arrays(jax.block_until_ready(made))
-      times[f"{stage.name}_s"] = time.perf_counter() - start_s
-    start_s = time.perf_counter()
-    with self._busy.record("update"):
-      self.state, sums = self._update(self.state, arrays, np.int32(step))
-      jax.block_until_ready(sums)
-    times["update_s"] = time.perf_counter() - start_s
+    sums, times = self.run_programs(step, batch.arrays)
     minibatches = self.batch_settings.num_minibatches
     return step_metrics.Pending(
       step=step,
@@ -391,6 +380,28 @@ class Trainer:
       model=self.forward.model,
       peak_flops=self._peak_flops,
     )
+
+  def run_programs(
+    self, step: int, arrays: packing.PackedBatch
+  ) -> tuple[train_step.Metrics, dict[str, float]]:
+    """Run the stages and the updates of one batch, and nothing else.
+
+    Returns:
+      What the updates measured, on the device, and the seconds of each part.
+    """
+    times = {"proximal_s": 0.0}
+    for stage in self._stages:
+      start_s = time.perf_counter()
+      with self._busy.record(stage.name):
+        made = self._stage_programs[stage.name](self.state.params, arrays)
+        arrays = arrays.with_arrays(jax.block_until_ready(made))
+      times[f"{stage.name}_s"] = time.perf_counter() - start_s
+    start_s = time.perf_counter()
+    with self._busy.record("update"):
+      self.state, sums = self._update(self.state, arrays, np.int32(step))
+      jax.block_until_ready(sums)
+    times["update_s"] = time.perf_counter() - start_s
+    return sums, times
 
   def logprobs(
     self, trajectories: Sequence[types.Trajectory]
