@@ -38,6 +38,9 @@ from jaxrl_async.storage import disk
 from jaxrl_async.storage import manifest
 from jaxrl_async.storage import pytree_files
 
+# Begins to save a version, and returns what waits for the end of that.
+_Save = Callable[[], Callable[[], None]]
+
 _POLL_S = 0.005
 _REMOVE = 'cat >/dev/null; rm -rf -- "$1"; rmdir -- "$2"'
 
@@ -286,10 +289,7 @@ class OrbaxChannel(WeightChannel):
     self._path = self._directory / f"incarnation-{incarnation}"
     self._newest_link = self._path / "newest"
     self._coalesce = coalesce and self._world.size == 1
-    # Each begins to save a version, and returns what waits for the end of that.
-    self._waiting: collections.deque[
-      tuple[Callable[[], Callable[[], None]], int]
-    ]
+    self._waiting: collections.deque[tuple[_Save, int]]
     self._waiting = collections.deque()
     self._announced: list[int] = []
     self._failure: BaseException | None = None
@@ -394,11 +394,7 @@ class OrbaxChannel(WeightChannel):
         return False
       save, version = self._waiting.popleft()
     with disk.writing(self._path):
-      wait_until_saved = save()
-      # Orbax has made its own copy, so the device memory can be released.
-      del save
-      wait_until_saved()
-      self._announce(version)
+      self._announce(save, version)
     self._remove_old()
     return True
 
@@ -408,9 +404,10 @@ class OrbaxChannel(WeightChannel):
     self._world.tell("write version", path=str(path))
     return pytree_files.save_async(path, named)
 
-  def _announce(self, version: int) -> None:
-    """Seal a version that is saved, and point the link at it."""
+  def _announce(self, save: _Save, version: int) -> None:
+    """Save a version, seal it, and point the link at it."""
     directory = self._path / str(version)
+    save()()
     about = {"incarnation": self._incarnation, "version": version}
     manifest.write(directory, about | {"layout": self._layout})
     incomplete = self._path / "newest.incomplete"
