@@ -17,15 +17,16 @@ import threading
 
 from absl import app
 from absl import flags
+from absl import logging
 import jax
 import numpy as np
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path += [str(ROOT), str(ROOT / "launch")]
 
-from configs import tiny as tiny_config  # noqa: E402
 import trainer_process  # noqa: E402
 
+from configs import tiny as tiny_config  # noqa: E402
 from jaxrl_async import types  # noqa: E402
 from jaxrl_async.config import sections  # noqa: E402
 from jaxrl_async.coordination import buffer as buffer_lib  # noqa: E402
@@ -36,6 +37,7 @@ from jaxrl_async.reporting import metrics as metrics_lib  # noqa: E402
 from jaxrl_async.run import assembly  # noqa: E402
 from jaxrl_async.run import follower  # noqa: E402
 from jaxrl_async.run import frozen_base  # noqa: E402
+from jaxrl_async.run import initial_params  # noqa: E402
 from jaxrl_async.run import setup as setup_lib  # noqa: E402
 from jaxrl_async.run import shutdown as shutdown_lib  # noqa: E402
 from jaxrl_async.run import snapshot  # noqa: E402
@@ -68,10 +70,10 @@ def get_config(size, num_steps, sft_steps=0, lora_rank=0):
   return config
 
 
-def make_setup(config):
-  """A setup with all devices of all processes in its train mesh."""
+def make_setup(config, num_devices=NUM_DEVICES):
+  """A setup with the devices of all processes in its train mesh."""
   setup = setup_lib.resolve(config, jax.devices()[:2])
-  mesh = mesh_lib.make_mesh(jax.devices(), SHAPE)
+  mesh = mesh_lib.make_mesh(jax.devices()[:num_devices], SHAPE)
   return dataclasses.replace(setup, train_mesh=mesh)
 
 
@@ -84,7 +86,7 @@ def group(admission, vocab_size):
     n = 3 + int(rng.integers(1, 24))
     mask = np.arange(n) >= 3
     logprobs = np.where(mask, rng.normal(-4.0, 0.3, n), 0)
-    versions = np.where(mask, admission.birth, -1)
+    versions = np.where(mask, admission.index // 4, -1)
     trajectories.append(
       types.Trajectory(
         member=member,
@@ -120,6 +122,7 @@ class Run:
     self.stop = supervisor_lib.StopRequest()
     world.lead(self.stop.set)
     self.base_record = None
+    self.feeding = threading.Lock()  # held while a group is running
 
   def begin(self):
     """Restores the newest checkpoint, or starts; gives the first step."""
@@ -129,8 +132,6 @@ class Run:
       self.world.tell("start", evaluated=[])
       params = assembly.warm_start(self.setup, lambda step, loss: None)
       if self.setup.model.lora is not None:
-        from jaxrl_async.run import initial_params
-
         params = initial_params.with_adapters(params, self.setup)
       trainer.start({train_state.POLICY: params})
       if trainer.has_base:
@@ -162,11 +163,9 @@ class Run:
     state = self.trainer.state
     if self.base_record is not None:
       state = frozen_base.without_base(state)
-    groups = [
-      frozen_base_group
-      for frozen_base_group in snapshot.outstanding(self.buffer, self)
-    ]
-    host_state = {"next_index": self.buffer.state().next_index}
+    with self.feeding:
+      groups = snapshot.outstanding(self.buffer, self)
+      host_state = {"next_index": self.buffer.state().next_index}
     if self.base_record is not None:
       host_state[frozen_base.KEY] = self.base_record
     checkpoint.save(
@@ -185,23 +184,27 @@ class Run:
 
   def feed(self):
     """Puts a group into the buffer whenever one may be admitted."""
-    vocab_size, seen = self.setup.model.vocab_size, -1
+    vocab_size = self.setup.model.vocab_size
     try:
       while True:
         version = self.buffer.policy_version
-        admission = self.buffer.try_admit(version) if version >= 0 else None
-        if admission is not None:
-          self.buffer.put(group(admission, vocab_size))
-        else:
+        with self.feeding:
+          admission = self.buffer.try_admit(version) if version >= 0 else None
+          if admission is not None:
+            self.buffer.put(group(admission, vocab_size))
+        if admission is None:
           self.buffer.wait_for_admission(version, version, 0.2)
     except buffer_lib.BufferClosed:
       pass
-    del seen
 
   def run(self):
     """Trains until the last step, or until a signal."""
     config, trainer = self.setup.config, self.trainer
-    step = self.begin()
+    with workdir_lib.Claim(self.workdir, print):
+      self.loop(config, trainer, self.begin())
+
+  def loop(self, config, trainer, step):
+    """Trains from a step on."""
     target = trainer.published_shapes()
     channel = weight_transfer.OrbaxChannel(
       self.workdir / VERSIONS, INCARNATION, target, world=self.world
@@ -239,7 +242,8 @@ class Run:
       if self.stop.is_set:
         self.save(step)
         raise supervisor_lib.Interrupted(f"stopped after step {step}")
-      (first, *_) = (group(types.Admission(index=0, birth=0, deadline=2), 40),)
+      admission = types.Admission(index=0, birth=0, deadline=2)
+      first = group(admission, self.setup.model.vocab_size)
       logprobs = trainer.logprobs(first.trajectories)
       print(json.dumps({"logprobs": np.concatenate(logprobs).tolist()}))
       self.wait_for_reader(channel)
@@ -259,6 +263,7 @@ def main(argv):
   del argv
   workdir = pathlib.Path(_WORKDIR.value)
   size = max(1, flags.FLAGS.num_processes)
+  logging.set_verbosity(logging.WARNING)
   jax.config.update("jax_num_cpu_devices", NUM_DEVICES // size)
   jax.config.update("jax_cpu_enable_async_dispatch", False)
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -196,12 +196,11 @@ class World:
     elif self.leads:
       self.tell(_END)
     self._leaving.set()
-    # Process 0 stays until the others are gone: it holds what they would miss.
-    deadline = supervisor_lib.Deadline(_LEAVE_S)
-    for thread in self._threads if self.leads else ():
-      deadline.join(thread)
-    for connection in self._connections.values():
-      connection.close()
+    if failure and self.leads:
+      # It stays until the others are gone, which would miss what it holds.
+      deadline = supervisor_lib.Deadline(_LEAVE_S)
+      for thread in self._threads:
+        deadline.join(thread)
 
   # -- followers ------------------------------------------------------------
 
