@@ -12,6 +12,7 @@ other.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -292,7 +293,26 @@ def _join(
   place: Place, facts: Mapping[str, Any], shared: Sequence[pathlib.Path]
 ) -> tuple[world_lib.World, str]:
   """Connect to process 0 and do what it asks for."""
-  connection = _connect(place)
+  with contextlib.ExitStack() as stack:
+    connection = stack.enter_context(_connect(place))
+    found = _answer(connection, place, facts, shared)
+    stack.pop_all()
+  world = world_lib.World(
+    place.rank,
+    place.size,
+    {0: connection},
+    is_one_host=found["is_one_host"],
+  )
+  return world, found["welcome"]
+
+
+def _answer(
+  connection: socket.socket,
+  place: Place,
+  facts: Mapping[str, Any],
+  shared: Sequence[pathlib.Path],
+) -> dict[str, Any]:
+  """Answer process 0 until it has seen enough, and return its last message."""
   world_lib.keep_alive(connection)
   connection.settimeout(place.timeout_s + 2 * _SHARED_S)
   hello = {
@@ -322,13 +342,7 @@ def _join(
         raise sections.ConfigError(message["refused"])
       else:
         connection.settimeout(None)
-        world = world_lib.World(
-          place.rank,
-          place.size,
-          {0: connection},
-          is_one_host=message["is_one_host"],
-        )
-        return world, message["welcome"]
+        return message
   except OSError as error:
     raise sections.ConfigError(
       f"{_FIELD}: process 0 at {place.address} was lost while the trainer"

@@ -191,11 +191,11 @@ class World:
       self._leaving.wait(_GRACE_S)
     if self._leaving.is_set() or not self._connections:
       return
+    self._leaving.set()
     if failure:
       self._fail_others(failure, code)
     elif self.leads:
       self.tell(_END)
-    self._leaving.set()
     if failure and self.leads:
       # It stays until the others are gone, which would miss what it holds.
       deadline = supervisor_lib.Deadline(_LEAVE_S)
@@ -231,12 +231,13 @@ class World:
   def _read(self, other: int) -> None:
     """Take messages until one of them is the last, or nobody sends any."""
     take = self._from_follower if self.leads else self._from_leader
-    try:
-      while (found := wire.receive(self._connections[other])) is not None:
-        if not take(other, *found):
-          return
-    except OSError:
-      pass
+    with self._connections[other] as connection:
+      try:
+        while (found := wire.receive(connection)) is not None:
+          if not take(other, *found):
+            return
+      except OSError:
+        pass
     self._lost(f"process {other} of the trainer has ended")
 
   def _from_follower(self, rank: int, message: Any, arrays: Any) -> bool:
@@ -250,6 +251,8 @@ class World:
   def _from_leader(self, rank: int, message: Any, arrays: Any) -> bool:
     del rank
     if message["command"] == _FAILED:
+      if self._leaving.is_set():
+        return False  # it is about the failure of this process
       self._leaving.set()
       code = message["code"]
       line = f"process 0 of the trainer: {message['line']}"
