@@ -90,7 +90,7 @@ def _check() -> None:
     return
   command_line.check_workdir()
   trainer_process.check()
-  if _SERVE_PORT.value:
+  if _SERVE_PORT.value and trainer_process.leads():
     addresses.check_can_bind("serve_port", "127.0.0.1", _SERVE_PORT.value)
 
 

@@ -68,6 +68,11 @@ def check() -> None:
     )
 
 
+def leads() -> bool:
+  """Whether the flags are those of process 0, or of the only one."""
+  return _PROCESS_ID.value == 0
+
+
 def begin(config: sections.Config, workdir: pathlib.Path) -> world_lib.World:
   """Connect this process with the others, and return the world of all.
 
@@ -80,6 +85,7 @@ def begin(config: sections.Config, workdir: pathlib.Path) -> world_lib.World:
   """
   if max(config.cluster.trainer_processes, _NUM_PROCESSES.value) <= 1:
     return world_lib.alone()
+  trainer_facts.check(config)
   import jax
 
   # Programs of several processes on a CPU need it; other platforms ignore it.
@@ -88,12 +94,12 @@ def begin(config: sections.Config, workdir: pathlib.Path) -> world_lib.World:
   jax.config.update("jax_enable_preemption_service", False)
   timeout_s = config.cluster.start_timeout_s
   if _NUM_PROCESSES.value:
-    trainer_facts.check(config, _NUM_PROCESSES.value)
     rank, size = _PROCESS_ID.value, _NUM_PROCESSES.value
     address = _COORDINATOR_ADDRESS.value
+    trainer_facts.check_size(config, size)
   else:
     rank, size, address = _detected(timeout_s)
-    trainer_facts.check(config, size)
+    trainer_facts.check_size(config, size)
   place = rendezvous.Place(
     rank=rank, size=size, address=address, timeout_s=timeout_s
   )

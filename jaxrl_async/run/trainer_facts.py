@@ -17,31 +17,38 @@ from jaxrl_async.storage import config_json
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
 
 
-def check(config: sections.Config, size: int) -> None:
-  """Check that a run may be trained by this many processes.
+def check(config: sections.Config) -> None:
+  """Check that a run may be trained by several processes, if it asks for them.
 
   Raises:
     ConfigError: one line that names the field.
   """
-  cluster = config.cluster
-  sections.require(
-    cluster.trainer_processes == size,
-    "cluster.trainer_processes",
-    f"the config wants {cluster.trainer_processes} processes, and this is one"
-    f" of {size}; start as many of them (--num_processes)",
-  )
-  if size == 1:
+  if config.cluster.trainer_processes == 1:
     return
   sections.require(
-    cluster.kind is sections.ClusterKind.RAY,
+    config.cluster.kind is sections.ClusterKind.RAY,
     "cluster.trainer_processes",
-    f"{size} processes that train need replicas in other processes to generate;"
+    "several processes that train need replicas in other processes to generate;"
     " set cluster.kind=ray",
   )
   sections.require(
     config.transfer.channel is sections.Channel.ORBAX,
     "transfer.channel",
     "direct is for slices of one process; use orbax",
+  )
+
+
+def check_size(config: sections.Config, size: int) -> None:
+  """Check that there are as many processes as the run asks for.
+
+  Raises:
+    ConfigError: there are not.
+  """
+  wanted = config.cluster.trainer_processes
+  sections.require(
+    wanted == size,
+    "cluster.trainer_processes",
+    f"the config asks for {wanted}, and this is one of {size} (num_processes)",
   )
 
 

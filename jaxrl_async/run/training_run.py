@@ -33,6 +33,7 @@ from jaxrl_async.run import evaluate
 from jaxrl_async.run import frozen_base
 from jaxrl_async.run import snapshot
 from jaxrl_async.run import start_up
+from jaxrl_async.run import trainer_facts
 from jaxrl_async.serving import front as front_lib
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import config_json
@@ -399,6 +400,7 @@ def run(
   setup = checks.checked(config, jax.devices(), source=source, scorer=scorer)
   stop = supervisor_lib.StopRequest()
   world = world or world_lib.alone()
+  trainer_facts.check_size(config, world.size)
   world.lead(stop.set, stop.clean_up)
   with (
     progress_lib.Progress(config.train.num_steps) as progress,
