@@ -120,7 +120,7 @@ def test_what_is_compared_is_all_settings_packages_and_the_code(tmp_path):
   facts = trainer_facts.facts(sections.Config(), tmp_path)
   names = {"jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint"}
   assert names <= facts.keys()
-  assert facts["algorithm.groups_per_step"] == 16
+  assert facts["algorithm.groups_per_step"] == 32
   assert facts["source of jaxrl_async"] == trainer_facts.source_digest()
   assert facts["workdir"] == str(tmp_path)
 
