@@ -16,6 +16,8 @@ import sys
 import time
 from typing import IO
 
+from jaxrl_async.coordination import world as world_lib
+
 # From rank and address to a command line and its environment.
 Command = Callable[[int, str], tuple[list[str], Mapping[str, str]]]
 
@@ -47,33 +49,33 @@ def run(
     logs: directory for what processes other than 0 print; None drops it.
 
   Returns:
-    The exit code of process 0, or one that says that a process was lost.
+    The exit code of process 0, or of another one if process 0 had none.
   """
   with _Signals() as signals:
     for start in range(max_restarts + 1):
       codes = _run_once(command, size, address(), logs, signals)
       if not _is_lost(codes) or signals.received:
         break
-      dead = [
-        f"process {rank} was ended by {signal.Signals(-code).name}"
-        for rank, code in enumerate(codes)
-        if code < 0
-      ]
-      what = dead[0] if dead else "a process was lost"
+      what = "a process was lost"
+      for rank, code in codes.items():
+        if code < 0:
+          what = f"process {rank} was ended by {signal.Signals(-code).name}"
       if start < max_restarts:
         note(f"{what}; starting all {size} processes again ({start + 1})")
       else:
         note(f"error: {what}, after {max_restarts} restarts (max_restarts)")
-  if codes[0] < 0:
-    return 128 - codes[0]
-  return codes[0] or next((code for code in codes if code), 0)
+  code = codes.get(0, next(iter(codes.values())))
+  return 128 - code if code < 0 else code
 
 
-def _is_lost(codes: list[int]) -> bool:
-  """Whether a process died, as opposed to ending with an error of its own."""
-  return codes[0] not in (0, 1, 130) or (
-    codes[0] == 0 and any(code < 0 for code in codes)
-  )
+def _is_lost(codes: Mapping[int, int]) -> bool:
+  """Whether a process died, so that starting again may help.
+
+  If another process dies, process 0 ends with `LOST`. If it could not, the
+  others tell.
+  """
+  known = [codes[0]] if 0 in codes else codes.values()
+  return any(code < 0 or code == world_lib.LOST for code in known)
 
 
 class _Signals:
@@ -118,8 +120,12 @@ def _run_once(
   address: str,
   logs: pathlib.Path | None,
   signals: _Signals,
-) -> list[int]:
-  """Start all processes, wait for their ends, and return their exit codes."""
+) -> dict[int, int]:
+  """Start all processes, and wait for their ends.
+
+  Returns:
+    The exit codes by rank, of those that ended by themselves.
+  """
   processes: list[subprocess.Popen] = []
   with contextlib.ExitStack() as files:
     try:
@@ -148,11 +154,15 @@ def _run_once(
         time.sleep(_LOOK_S)
     finally:
       signals.pass_to(None)
+      ended = {
+        rank: process.returncode
+        for rank, process in enumerate(processes)
+        if process.poll() is not None
+      }
       for process in processes:
-        if process.poll() is None:
-          process.kill()
+        process.kill()
         process.wait()
-  return [process.returncode for process in processes]
+  return ended
 
 
 def _output(logs: pathlib.Path | None, rank: int) -> IO[bytes]:

@@ -402,6 +402,7 @@ def run(
   world = world or world_lib.alone()
   trainer_facts.check_size(config, world.size)
   world.lead(stop.set, stop.clean_up)
+  stop.before_ending_now(lambda: world.close("ended at once", 130))
   with (
     progress_lib.Progress(config.train.num_steps) as progress,
     metrics_lib.CompilationCounter() as compilations,
