@@ -112,16 +112,22 @@ def begin(config: sections.Config, workdir: pathlib.Path) -> world_lib.World:
   )
   if _NUM_PROCESSES.value:
     local = host if rendezvous.is_local(host) else None
-    jax.distributed.initialize(
-      service,
-      size,
-      rank,
-      coordinator_bind_address=local and service,
-      cluster_detection_method="deactivate",
-      initialization_timeout=int(timeout_s),
-      heartbeat_timeout_seconds=_HEARTBEAT_S,
-      shutdown_timeout_seconds=_SHUTDOWN_S,
-    )
+    try:
+      jax.distributed.initialize(
+        service,
+        size,
+        rank,
+        coordinator_bind_address=local and service,
+        cluster_detection_method="deactivate",
+        initialization_timeout=int(timeout_s),
+        heartbeat_timeout_seconds=_HEARTBEAT_S,
+        shutdown_timeout_seconds=_SHUTDOWN_S,
+      )
+    except RuntimeError as error:
+      raise sections.ConfigError(
+        f"coordinator_address: JAX's service at {service} cannot be used"
+        f" ({' '.join(str(error).split())})"
+      ) from error
   sections.require(
     jax.process_index() == rank,
     "process_id",

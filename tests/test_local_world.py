@@ -1,6 +1,6 @@
 """The launcher of several processes, with small programs as processes."""
 
-import os
+import json
 import pathlib
 import signal
 import subprocess
@@ -10,47 +10,59 @@ import time
 
 import pytest
 
-from jaxrl_async.coordination import local_world
 from jaxrl_async.coordination import world as world_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
 DEADLINE_S = 30.0
 
 
+# A launcher forks, which a process with JAX's threads must not.
+RUN = """
+import json, os, pathlib, sys
+sys.path.insert(0, sys.argv[1])
+from jaxrl_async.coordination import local_world
+
+local_world._GRACE_S = 1.0
+directory, program, logs = sys.argv[2:]
+starts, notes = [0, 0], []
+
+def command(rank, address):
+  own = {"RANK": str(rank), "START": str(starts[rank]), "ADDRESS": address}
+  starts[rank] += 1
+  return [sys.executable, "-c", program], os.environ | own
+
+addresses = iter("abcdef")
+code = local_world.run(
+  command,
+  2,
+  address=lambda: next(addresses),
+  max_restarts=2,
+  note=notes.append,
+  logs=pathlib.Path(logs) if logs else None,
+)
+print(json.dumps([code, notes, starts]))
+"""
+
+
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-  """Runs a program in two processes; gives the exit code and the notes.
+def run(tmp_path):
+  """Runs a program in two processes; gives exit code, notes and starts.
 
-  It finds RANK, START (from 0), ADDRESS and DIRECTORY in its environment.
+  It knows its rank, its start (from 0), and a directory.
   """
-  monkeypatch.setattr(local_world, "_GRACE_S", 1.0)
-  notes = []
 
-  def call(program, **more):
-    starts = [0, 0]
-
-    def command(rank, address):
-      own = {
-        "RANK": str(rank),
-        "START": str(starts[rank]),
-        "ADDRESS": address,
-        "DIRECTORY": str(tmp_path),
-      }
-      starts[rank] += 1
-      text = "import os, sys, time\nrank = int(os.environ['RANK'])\n"
-      text += "start = int(os.environ['START'])\n" + textwrap.dedent(program)
-      return [sys.executable, "-c", text], os.environ | own
-
-    addresses = iter("abcdef")
-    code = local_world.run(
-      command,
-      2,
-      address=lambda: next(addresses),
-      max_restarts=2,
-      note=notes.append,
-      **more,
+  def call(program, logs=""):
+    text = f"""
+import os, sys, time
+rank, start = int(os.environ["RANK"]), int(os.environ["START"])
+directory = {str(tmp_path)!r}
+{textwrap.dedent(program)}
+"""
+    line = [sys.executable, "-c", RUN, str(ROOT), str(tmp_path), text, logs]
+    done = subprocess.run(
+      line, capture_output=True, text=True, timeout=DEADLINE_S
     )
-    return code, notes, starts
+    return tuple(json.loads(done.stdout.splitlines()[-1]))
 
   return call
 
@@ -96,7 +108,7 @@ def test_restarts_are_bounded(run):
 def test_each_start_has_an_address_of_its_own(run, tmp_path):
   run(
     f"""
-    path = os.path.join(os.environ["DIRECTORY"], f"{{start}}-{{rank}}")
+    path = os.path.join(directory, f"{{start}}-{{rank}}")
     open(path, "w").write(os.environ["ADDRESS"])
     sys.exit({world_lib.LOST} if start < 2 else 0)
     """
@@ -110,7 +122,7 @@ def test_each_start_has_an_address_of_its_own(run, tmp_path):
 
 
 def test_others_print_to_their_own_files(run, tmp_path):
-  run("print('here', rank); time.sleep(rank)", logs=tmp_path / "logs")
+  run("print('here', rank); time.sleep(rank)", logs=str(tmp_path / "logs"))
   (log,) = (tmp_path / "logs").iterdir()
   assert (log.name, log.read_text()) == ("process-1.log", "here 1\n")
 

@@ -59,7 +59,8 @@ def forward_settings(
     model=model,
     compute_dtype=config.model.compute_dtype,
     remat=config.model.remat,
-    attention=packed_choice.choose(
+    attention=setup.attention
+    or packed_choice.choose(
       config.train.attention,
       num_heads=model.num_heads,
       num_kv_heads=model.num_kv_heads,
@@ -320,11 +321,15 @@ def make_trainer(
   """
   config = setup.config
   algorithm = config.algorithm
+  forward = forward_settings(setup, config.rollout.temperature)
+  if world is not None:
+    # A kernel is tried on the first device, which is one of process 0.
+    world.tell("begin", attention=forward.attention)
   return trainer_lib.Trainer(
     mesh=setup.train_mesh,
     rules=config.mesh.train_rules,
     models=setup.models,
-    forward=forward_settings(setup, config.rollout.temperature),
+    forward=forward,
     loss=loss or policy_loss(algorithm),
     stages=(
       [train_step.PROXIMAL_STAGE]

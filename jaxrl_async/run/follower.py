@@ -6,6 +6,7 @@ nothing unless something fails.
 
 | command | what a follower does |
 | --- | --- |
+| begin | sets up its trainer, with the attention that works |
 | start | makes or reads the first parameters |
 | restore | reads its part of a checkpoint |
 | batch | packs its rows of the next batch, while it trains on this one |
@@ -79,9 +80,9 @@ class _Follower:
     loss: objectives.Loss | None,
   ):
     self._setup = setup
-    self._trainer = assembly.make_trainer(
-      setup, metrics_lib.BusyClock(), loss=loss, world=world
-    )
+    self._world = world
+    self._loss = loss
+    self._begun = threading.Event()
     self._batches: collections.deque[packing.PackedBatch] = collections.deque()
     self._published: Any = None
 
@@ -89,10 +90,14 @@ class _Follower:
     self, message: dict[str, Any], arrays: dict[str, np.ndarray]
   ) -> packing.PackedBatch:
     """Pack the rows that a message brings."""
+    self._begun.wait()
     return self._trainer.placed(segments_lib.from_message(message, arrays))
 
   def do(self, message: dict[str, Any], made: Any) -> None:
     """Do what a message says."""
+    if message["command"] == "begin":
+      self._begin(message["attention"])
+      return
     trainer = self._trainer
     match message["command"]:
       case "start":
@@ -117,6 +122,13 @@ class _Follower:
         self._save(message["what"], pathlib.Path(message["path"]))
       case unknown:
         raise ValueError(f"unknown command {unknown}")
+
+  def _begin(self, attention: str) -> None:
+    self._setup = dataclasses.replace(self._setup, attention=attention)
+    self._trainer = assembly.make_trainer(
+      self._setup, metrics_lib.BusyClock(), loss=self._loss, world=self._world
+    )
+    self._begun.set()
 
   def _start(self, evaluated: frozenset[str]) -> None:
     setup = dataclasses.replace(self._setup, evaluated=evaluated)
