@@ -51,7 +51,7 @@ from jaxrl_async.cluster import ray_replicas
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import ledger as ledger_lib
-from jaxrl_async.data import prompts as prompts_lib
+from jaxrl_async.data import prompts
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rewards import service as service_lib
@@ -77,7 +77,7 @@ _PROMPT_TOKENS = 32
 _DEADLINE_S = 300.0
 
 
-class Prompts(prompts_lib.PromptStream):
+class Prompts(prompts.PromptStream):
   """The same prompt, as often as it is wanted."""
 
   def __init__(self):

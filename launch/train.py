@@ -7,14 +7,17 @@ continues from its newest checkpoint.
 """
 
 import command_line  # isort: skip, first: it sets XLA's environment
+import trainer_process  # isort: skip
 
 from collections.abc import Sequence
 import os
+import pathlib
 from typing import Any
 
 from absl import flags
 
 from jaxrl_async.config import sections
+from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.devices import gpus
 from jaxrl_async.devices import tpu_chips
 from jaxrl_async.run import config_checks
@@ -86,6 +89,7 @@ def _check() -> None:
   if _DRY_RUN.value:
     return
   command_line.check_workdir()
+  trainer_process.check()
   config = command_line.CONFIG.value
   is_apart = config.cluster.kind is sections.ClusterKind.RAY
   if _SERVE_PORT.value and is_apart:
@@ -93,7 +97,7 @@ def _check() -> None:
       "serve_port: clients are served by a replica in this process, and"
       " cluster.kind=ray has none; use launch/serve.py beside the run"
     )
-  if _SERVE_PORT.value:
+  if _SERVE_PORT.value and trainer_process.leads():
     addresses.check_can_bind("serve_port", "127.0.0.1", _SERVE_PORT.value)
 
 
@@ -151,7 +155,18 @@ def _dry_run(config: sections.Config, devices: Sequence[Any]) -> None:
     print("It fits.")
 
 
-def _train(config: sections.Config) -> None:
+def _follow(config: sections.Config, world: world_lib.World) -> None:
+  import jax
+
+  from jaxrl_async.run import follower
+  from jaxrl_async.run import setup as setup_lib
+
+  follower.follow(setup_lib.resolve(config, jax.devices()), world)
+
+
+def _train(
+  config: sections.Config, workdir: pathlib.Path, world: world_lib.World
+) -> None:
   command_line.prepare_ray(config)
 
   from jaxrl_async.run import training_run
@@ -163,10 +178,11 @@ def _train(config: sections.Config) -> None:
     serving = front_lib.ServeSettings(port=_SERVE_PORT.value, api_key=key)
   summary = training_run.run(
     config,
-    command_line.workdir(),
+    workdir,
     serving=serving,
     profile_steps=_profile_steps(),
     replica_environment=command_line.replica_environment(config),
+    world=world,
   )
   print(summary)
 
@@ -176,12 +192,19 @@ def main(config: sections.Config) -> None:
   if gpus.is_named(_TOPOLOGY.value):
     _dry_run_of_gpus(config)
     return
-  devices = _devices()
-  config_checks.validate(config, len(devices))
   if _DRY_RUN.value:
+    devices = _devices()
+    config_checks.validate(config, len(devices))
     _dry_run(config, devices)
-  else:
-    _train(config)
+    return
+  workdir = command_line.workdir()
+  world = trainer_process.begin(config, workdir)
+  with trainer_process.ending(world):
+    config_checks.validate(config, len(_devices()))
+    if world.leads:
+      _train(config, workdir, world)
+    else:
+      _follow(config, world)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ CASES = {
   "meshes": {
     "mesh": {"train_fsdp": 2, "rollout_data": 2},
     "train.optimizer": {"offload": True},
+    "cluster": {"start_timeout_s": 200.0},
   },
   "slots and pages": {
     "rollout": {

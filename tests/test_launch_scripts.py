@@ -17,9 +17,6 @@ from jaxrl_async.devices import tpu_chips
 ROOT = launch_world.ROOT
 SCRIPTS = [launch_world.TPU_POD, launch_world.SBATCH, ROOT / ".ci" / "run"]
 TWO_SLICES = ("--accelerator_type=v5p-16", "--slices=2", "--nfs=10.0.0.2:/s")
-# Until launch/train.py has these flags, and launch/trainer_world.py is there.
-COMING_FLAGS = {"num_processes", "process_id", "coordinator_address"}
-COMING_FILES = {"launch/trainer_world.py"}
 
 
 def in_order(commands, *parts):
@@ -382,7 +379,7 @@ def test_every_setting_that_scripts_and_page_use_exists():
     for flag in run:
       name = re.match(r"--([^=]*)", flag)[1]
       if not name.startswith("config"):
-        assert name in defined | COMING_FLAGS, flag
+        assert name in defined, flag
 
 
 def test_settings_that_the_page_mentions_exist():
@@ -406,8 +403,7 @@ def test_files_that_scripts_and_page_mention_exist():
   name = rf"(?<![\w/])(?:{folders})/[\w./-]*\.(?:py|sh|md|yaml|sbatch)\b"
   for file in files:
     for mentioned in re.findall(name, file.read_text()):
-      exists = (ROOT / mentioned).exists()
-      assert exists or mentioned in COMING_FILES, f"{file}: {mentioned}"
+      assert (ROOT / mentioned).exists(), f"{file}: {mentioned}"
   page = launch_world.CLUSTERS.read_text()
   for mentioned in re.findall(r"`(tpu_\w+\.py):", page):
     assert (ROOT / "configs" / mentioned).exists()

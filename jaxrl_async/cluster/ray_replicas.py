@@ -81,11 +81,10 @@ class Cluster:
     self._environment = dict(environment)
     self._is_own = not section.address
     self._groups: list[Any] = []  # placement groups of TPU slices
-    self._closing = contextlib.ExitStack()
-    try:
-      if section.address not in ("", "auto"):
-        _check_answers(section.address)
-      address = section.address or self._start()
+    if section.address not in ("", "auto"):
+      _check_answers(section.address)
+    with contextlib.ExitStack() as closing:
+      address = section.address or self._start(closing)
       self._within(
         lambda: self._ray.init(
           address=address,
@@ -94,14 +93,15 @@ class Cluster:
           log_to_driver=False,
         )
       )
-      self._closing.callback(self._ray.shutdown)
+      closing.callback(self._ray.shutdown)
       self._check_resources()
-    except BaseException:
-      self._closing.close()
-      raise
+      self._closing = closing.pop_all()
 
-  def _start(self) -> str:
+  def _start(self, closing: contextlib.ExitStack) -> str:
     """Start Ray on this machine, and return its address.
+
+    Args:
+      closing: ends it.
 
     Raises:
       ConfigError: it does not start.
@@ -110,7 +110,7 @@ class Cluster:
     # Replicas share the cores of this machine if it has too few.
     wanted = section.replicas * section.replica_cpus + section.reward_tasks
     num_cpus = max(os.cpu_count() or 1, math.ceil(wanted))
-    errors = self._closing.enter_context(tempfile.TemporaryFile("w+"))
+    errors = closing.enter_context(tempfile.TemporaryFile("w+"))
     process = subprocess.Popen(
       [sys.executable, "-m", _LOCAL_RAY, str(num_cpus)],
       stdin=subprocess.PIPE,
@@ -119,7 +119,7 @@ class Cluster:
       text=True,
       start_new_session=True,  # signals are for this process alone
     )
-    self._closing.callback(_end, process)
+    closing.callback(_end, process)
     self._within(lambda: self._read_address(process, errors))
     return self._address
 

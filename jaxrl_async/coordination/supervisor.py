@@ -176,6 +176,11 @@ class StopRequest:
     """
     self._clean_ups.append(clean_up)
 
+  def clean_up(self) -> None:
+    """Call what `before_ending_now` registered."""
+    for clean_up in self._clean_ups:
+      _within(_LOOK_S, clean_up)
+
   @contextlib.contextmanager
   def on_signals(
     self,
@@ -236,8 +241,7 @@ class StopRequest:
       self.set()
       _within(_LOOK_S, lambda: note(f"{number.name}: {what_follows}"))
       return
-    for clean_up in self._clean_ups:
-      _within(_LOOK_S, clean_up)
+    self.clean_up()
     text = f"{number.name}: {at_once}\n"
     _within(_LOOK_S, functools.partial(os.write, 2, text.encode()))
     self._end(128 + number)

@@ -16,7 +16,9 @@ the same device.
 
 import abc
 import collections
+from collections.abc import Callable
 import fcntl
+import functools
 import os
 import pathlib
 import secrets
@@ -31,9 +33,13 @@ import jax
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import transfer_directory
+from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import manifest
 from jaxrl_async.storage import pytree_files
+
+# Begins to save a version, and returns what waits for the end of that.
+_Save = Callable[[], Callable[[], None]]
 
 _POLL_S = 0.005
 _REMOVE = 'cat >/dev/null; rm -rf -- "$1"; rmdir -- "$2"'
@@ -253,13 +259,13 @@ class OrbaxChannel(WeightChannel):
   in order.
 
   The first `publish` creates the incarnation and removes those of earlier
-  starts. A process that only adopts neither writes nor removes anything. The
-  train side is a single process, since several would have to agree on which
-  versions to skip.
+  starts. A process that only adopts neither writes nor removes anything.
 
-  Attributes:
-    directory: the parent of all incarnations.
-    incarnation: id of this start of the run.
+  Several processes. If several processes train, each writes its parts of every
+  version. Process 0 has the channel. It tells the others when to begin (see
+  `write_part`), and seals and announces what Orbax has committed. All begin in
+  the thread that trains, because what several processes do together has one
+  order. So no version is skipped; it waits until the last one is committed.
   """
 
   def __init__(
@@ -269,6 +275,7 @@ class OrbaxChannel(WeightChannel):
     target: Any,
     *,
     coalesce: bool = True,
+    world: world_lib.World | None = None,
   ):
     """Create one side of the channel; both sides are created in the same way.
 
@@ -277,14 +284,16 @@ class OrbaxChannel(WeightChannel):
       incarnation: id of this start of the run, see `new_incarnation`.
       target: jax.ShapeDtypeStruct leaves with the rollout shardings.
       coalesce: False at max_staleness 0, where no version may be skipped.
+      world: the processes that publish together; None is this one alone.
     """
     super().__init__(target)
+    self._world = world or world_lib.alone()
     self.directory = pathlib.Path(directory).absolute()
     self.incarnation = incarnation
     self._path = self.directory / f"incarnation-{incarnation}"
     self._newest_link = self._path / "newest"
-    self._coalesce = coalesce
-    self._waiting: collections.deque[tuple[dict[str, Any], int]]
+    self._coalesce = coalesce and self._world.size == 1
+    self._waiting: collections.deque[tuple[_Save, int]]
     self._waiting = collections.deque()
     self._announced: list[int] = []
     self._failure: BaseException | None = None
@@ -299,6 +308,8 @@ class OrbaxChannel(WeightChannel):
 
   def adopt(self, newer_than: int) -> tuple[Any, int] | None:
     self._raise_failure()
+    if self._world.size > 1:
+      raise WeightTransferError("one of several processes cannot adopt alone")
     while (version := self.newest_version()) > newer_than:
       try:
         lock = open(self._path / str(version) / manifest.NAME, "rb")
@@ -349,10 +360,15 @@ class OrbaxChannel(WeightChannel):
       self._thread = supervisor_lib.start_thread(
         "weight-transfer", self._publish_all, self._keep_failure
       )
+    save = functools.partial(self._save, named, version)
+    if self._world.size > 1:
+      with disk.writing(self._path):
+        begun = save()
+      save = functools.partial(lambda wait: wait, begun)
     with self._changed:
       if self._coalesce:
         self._waiting.clear()
-      self._waiting.append((named, version))
+      self._waiting.append((save, version))
       self._changed.notify_all()
 
   def _open_incarnation(self) -> None:
@@ -380,19 +396,22 @@ class OrbaxChannel(WeightChannel):
       self._changed.wait_for(lambda: self._waiting or self._is_closed)
       if self._is_closed:
         return False
-      named, version = self._waiting.popleft()
+      save, version = self._waiting.popleft()
     with disk.writing(self._path):
-      self._announce(named, version)
+      self._announce(save, version)
     self._remove_old()
     return True
 
-  def _announce(self, named: dict[str, Any], version: int) -> None:
+  def _save(self, named: dict[str, Any], version: int) -> Callable[[], None]:
+    """Begin to save a version, and return what waits for the end of that."""
+    path = self._path / str(version)
+    self._world.tell("write version", path=str(path))
+    return pytree_files.save_async(path, named)
+
+  def _announce(self, save: _Save, version: int) -> None:
     """Save a version, seal it, and point the link at it."""
     directory = self._path / str(version)
-    wait_until_saved = pytree_files.save_async(directory, named)
-    # Orbax has made its own copy, so the device memory can be released.
-    del named
-    wait_until_saved()
+    save()()
     about = {"incarnation": self.incarnation, "version": version}
     manifest.write(directory, about | {"layout": self._layout})
     incomplete = self._path / "newest.incomplete"
@@ -406,8 +425,7 @@ class OrbaxChannel(WeightChannel):
     """Remove versions that two newer ones have replaced and nobody reads."""
     for version in self._announced[: -transfer_directory.NUM_KEPT]:
       directory = self._path / str(version)
-      # NFS locks exclusively only what is open for writing.
-      with open(directory / manifest.NAME, "r+b") as lock:
+      with open(directory / manifest.NAME, "r+b") as lock:  # as NFS wants it
         try:
           fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -443,12 +461,23 @@ class OrbaxChannel(WeightChannel):
       ) from self._failure
 
 
+def write_part(path: pathlib.Path, params: Any) -> None:
+  """Begin to write this process's parts of a version that process 0 publishes.
+
+  Args:
+    path: of the version, as process 0 has told.
+    params: the same arrays that process 0 publishes.
+  """
+  pytree_files.save_async(path, pytree_files.named_leaves(params))
+
+
 def make_channel(
   kind: sections.Channel,
   *,
   directory: pathlib.Path,
   target: Any,
   coalesce: bool,
+  world: world_lib.World | None = None,
 ) -> WeightChannel:
   """Return the channel that a config asks for.
 
@@ -457,10 +486,13 @@ def make_channel(
     directory: where an Orbax channel writes versions.
     target: jax.ShapeDtypeStruct leaves with the rollout shardings.
     coalesce: False at max_staleness 0, where no version may be skipped.
+    world: the processes that publish together; None is this one alone.
   """
   if kind == sections.Channel.DIRECT:
     return DirectChannel(target)
-  return OrbaxChannel(directory, new_incarnation(), target, coalesce=coalesce)
+  return OrbaxChannel(
+    directory, new_incarnation(), target, coalesce=coalesce, world=world
+  )
 
 
 def new_incarnation() -> str:

@@ -10,6 +10,7 @@ import jax
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import transfer_directory
 from jaxrl_async.coordination import weight_transfer
+from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.data import prompts
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.data import worked_examples as worked_examples_lib
@@ -58,7 +59,8 @@ def forward_settings(
     model=model,
     compute_dtype=config.model.compute_dtype,
     remat=config.model.remat,
-    attention=packed_choice.choose(
+    attention=setup.attention
+    or packed_choice.choose(
       config.train.attention,
       num_heads=model.num_heads,
       num_kv_heads=model.num_kv_heads,
@@ -217,6 +219,7 @@ def make_channel(
   published: Any,
   engine: engine_lib.Engine | None,
   note: Callable[[str], None],
+  world: world_lib.World | None = None,
 ) -> weight_transfer.WeightChannel:
   """Build the channel that brings weights from the trainer to the engine.
 
@@ -228,6 +231,7 @@ def make_channel(
     engine: the engine that adopts them; None if none is in this process.
     note: is called with messages about what was found in the directory of the
       channel.
+    world: the processes that train together; None is this one alone.
   """
   target = published
   if engine is not None:
@@ -239,11 +243,26 @@ def make_channel(
   return weight_transfer.make_channel(
     config.transfer.channel,
     directory=transfer_directory.prepare(
-      config.transfer, workdir, device_checks.num_bytes(target), note
+      transfer_section(config.transfer, workdir, world),
+      workdir,
+      device_checks.num_bytes(target),
+      note,
     ),
     target=target,
     coalesce=config.algorithm.max_staleness > 0,
+    world=world,
   )
+
+
+def transfer_section(
+  section: sections.TransferSection,
+  workdir: pathlib.Path,
+  world: world_lib.World | None,
+) -> sections.TransferSection:
+  """Return a section whose directory all processes of the trainer share."""
+  if section.directory or world is None or world.is_one_host:
+    return section
+  return dataclasses.replace(section, directory=str(workdir))
 
 
 def send_base(
@@ -263,7 +282,7 @@ def send_base(
     StorageError: the directory of the channel is full.
   """
   shapes = trainer.base_shapes()
-  channel = make_channel(config, workdir, shapes, engine, note)
+  channel = make_channel(config, workdir, shapes, engine, note, trainer.world)
   try:
     channel.publish(trainer.published_base(), 0)
     channel.wait_for_version(-1, config.run.stall_timeout_s)
@@ -298,6 +317,7 @@ def make_trainer(
   busy: metrics_lib.BusyClock,
   *,
   loss: objectives.Loss | None = None,
+  world: world_lib.World | None = None,
 ) -> trainer_lib.Trainer:
   """Build the trainer of a run.
 
@@ -305,14 +325,19 @@ def make_trainer(
     setup: of the run.
     busy: measures how long the training slice is busy.
     loss: the loss to minimise; None is the config's `policy_loss`.
+    world: the processes that train together; None is this one alone.
   """
   config = setup.config
   algorithm = config.algorithm
+  forward = forward_settings(setup, config.rollout.temperature)
+  if world is not None:
+    # A kernel is tried on the first device, which is one of process 0.
+    world.tell("begin", attention=forward.attention)
   return trainer_lib.Trainer(
     mesh=setup.train_mesh,
     rules=config.mesh.train_rules,
     models=setup.models,
-    forward=forward_settings(setup, config.rollout.temperature),
+    forward=forward,
     loss=loss or policy_loss(algorithm),
     stages=(
       [train_step.PROXIMAL_STAGE]
@@ -331,6 +356,7 @@ def make_trainer(
     rollout_dtype=config.rollout.dtype,
     rollout_weights=config.rollout.weights,
     busy=busy,
+    world=world,
   )
 
 

@@ -24,13 +24,11 @@ def check(config: sections.Config) -> None:
   """
   section = config.cluster
   if not has_remote_replicas(config):
-    for name in ("replicas", "trainer_processes"):
-      value = getattr(section, name)
-      sections.require(
-        value == 1,
-        f"cluster.{name}",
-        f"{value} need several processes; use cluster.kind=ray",
-      )
+    sections.require(
+      section.replicas == 1,
+      "cluster.replicas",
+      f"{section.replicas} need processes of their own; use cluster.kind=ray",
+    )
     return
   sections.require(
     importlib.util.find_spec("ray") is not None,
@@ -48,7 +46,7 @@ def check(config: sections.Config) -> None:
   sections.require(
     config.transfer.channel is sections.Channel.ORBAX,
     "transfer.channel",
-    "direct is for one process; use orbax with cluster.kind=ray",
+    "direct is for slices of one process; use orbax",
   )
   _check_devices(config)
 

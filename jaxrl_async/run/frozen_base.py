@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from jaxrl_async.config import sections
+from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import hf_weights
 from jaxrl_async.models import lora as lora_lib
@@ -33,10 +34,29 @@ from jaxrl_async.storage import workdir as workdir_lib
 from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
 
+STATE, BASE = "state", "base"  # what processes save and restore together
 _OWN = "base"  # directory in the workdir
 KEY = "base"  # of the host state
 
 Record = dict[str, str]
+
+
+def announce(
+  world: world_lib.World | None, command: str, what: str
+) -> checkpoint.Announce:
+  """Return what tells the other processes to "save" or "restore" their parts.
+
+  Args:
+    world: the processes that train together.
+    command: "save" or "restore".
+    what: `STATE` or `BASE`.
+  """
+
+  def tell(path: pathlib.Path) -> None:
+    if world is not None:
+      world.tell(command, what=what, path=str(path))
+
+  return tell
 
 
 def keep(
@@ -45,6 +65,7 @@ def keep(
   state: train_state.TrainState,
   *,
   is_given: bool,
+  world: world_lib.World | None = None,
 ) -> Record:
   """Make sure that a new run's base is on the disk, and say where.
 
@@ -53,6 +74,7 @@ def keep(
     workdir: of the run.
     state: holds the base.
     is_given: whether the caller of the run provided the parameters.
+    world: the processes that train, all of which write it.
 
   Returns:
     What a checkpoint stores about the base: its "path", which is empty for
@@ -63,7 +85,14 @@ def keep(
   """
   directory = None if is_given else _directory(setup)
   if directory is None:
-    checkpoint.save(workdir / _OWN, 0, state.policy.frozen, {}, [])
+    checkpoint.save(
+      workdir / _OWN,
+      0,
+      state.policy.frozen,
+      {},
+      [],
+      announce=announce(world, "save", BASE),
+    )
     return {"path": "", "digest": _digest(workdir / _OWN)}
   return {"path": str(directory.absolute()), "digest": _digest(directory)}
 
@@ -107,6 +136,7 @@ def restore(
   workdir: pathlib.Path,
   step: int,
   abstract_state: train_state.TrainState,
+  world: world_lib.World | None = None,
 ) -> tuple[train_state.TrainState, dict[str, Any], list[Any]]:
   """Do what `checkpoint.restore` does, with the base of a run with LoRA.
 
@@ -115,20 +145,70 @@ def restore(
     workdir: of the run.
     step: of the checkpoint.
     abstract_state: the shapes and shardings of the whole train state.
+    world: the processes that train. Each reads its part.
 
   Raises:
     CheckpointError: the checkpoint or the base is damaged, or is not there.
   """
   directory = workdir / workdir_lib.CHECKPOINTS
   if setup.model.lora is None:
-    return checkpoint.restore(directory, step, abstract_state)
+    return checkpoint.restore(
+      directory,
+      step,
+      abstract_state,
+      announce=announce(world, "restore", STATE),
+    )
   state, host_state, groups = checkpoint.restore(
-    directory, step, without_base(abstract_state)
+    directory,
+    step,
+    without_base(abstract_state),
+    announce=announce(world, "restore", STATE),
   )
-  base = _load(setup, workdir, host_state[KEY], abstract_state.policy.frozen)
+  base = _load(
+    setup,
+    workdir,
+    host_state[KEY],
+    abstract_state.policy.frozen,
+    announce(world, "restore", BASE),
+  )
+  return with_base(state, base), host_state, groups
+
+
+def with_base(
+  state: train_state.TrainState, base: Any
+) -> train_state.TrainState:
+  """Return a train state with this base under its adapters."""
   policy = dataclasses.replace(state.policy, frozen=base)
-  models = {**state.models, train_state.POLICY: policy}
-  return train_state.TrainState(models=models), host_state, groups
+  return train_state.TrainState(
+    models={**state.models, train_state.POLICY: policy}
+  )
+
+
+def restore_arrays(
+  what: str,
+  path: pathlib.Path,
+  setup: setup_lib.Setup,
+  abstract_state: train_state.TrainState,
+) -> Any:
+  """Read this process's part of what process 0 restores at the same time.
+
+  Args:
+    what: `STATE` or `BASE`.
+    path: where it is.
+    setup: of the run.
+    abstract_state: the shapes and shardings of the whole train state.
+
+  Returns:
+    The train state, without a base where there are adapters, or the base.
+  """
+  if what == BASE:
+    abstract = abstract_state.policy.frozen
+    if (path / manifest.NAME).exists():
+      return checkpoint.restore_arrays(path, abstract)
+    return _read(path, setup, abstract)
+  if setup.model.lora is not None:
+    abstract_state = without_base(abstract_state)
+  return checkpoint.restore_arrays(path, abstract_state)
 
 
 def restore_params(
@@ -172,6 +252,7 @@ def _load(
   workdir: pathlib.Path,
   record: Record,
   abstract: Any,
+  told: checkpoint.Announce = lambda path: None,
 ) -> Any:
   """Return the base that a checkpoint names."""
   own = workdir / _OWN
@@ -189,7 +270,15 @@ def _load(
       " that the run began with"
     )
   if directory == own:
-    return checkpoint.restore(own, 0, abstract)[0]
+    return checkpoint.restore(own, 0, abstract, announce=told)[0]
+  told(directory)
+  return _read(directory, setup, abstract)
+
+
+def _read(
+  directory: pathlib.Path, setup: setup_lib.Setup, abstract: Any
+) -> Any:
+  """Read a base from where the run found it."""
   try:
     params = initial_params.load(str(directory), setup)
   except sections.ConfigError as error:

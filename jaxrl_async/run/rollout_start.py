@@ -1,6 +1,6 @@
 """Builds the rollout side of a run: in this process, or in a cluster."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 import dataclasses
 import pathlib
 
@@ -74,13 +74,12 @@ def connect(
   """
   if not cluster_checks.has_remote_replicas(setup.config):
     return None
-  workdir, note = session.workdir, session.progress.note
-  channels = _channels(setup, workdir, trainer, shutdown, note)
+  channels = _channels(setup, session, trainer, shutdown)
   spec = _spec(setup, channels)
   _write_probe(spec.probe, shutdown)
   cluster = ray_replicas.Cluster(
     setup.config.cluster,
-    run_name=ray_replicas.run_name(workdir),
+    run_name=ray_replicas.run_name(session.workdir),
     environment=environment,
   )
   shutdown.closes(cluster.close)
@@ -130,7 +129,7 @@ def build(
     if trainer.has_base:
       assembly.send_base(config, workdir, trainer, engine, note)
     channel = assembly.make_channel(
-      config, workdir, trainer.published_shapes(), engine, note
+      config, workdir, trainer.published_shapes(), engine, note, session.world
     )
     shutdown.closes(channel.close, join_s)
     worker = worker_lib.in_one_process(
@@ -171,10 +170,9 @@ def build(
 
 def _channels(
   setup: setup_lib.Setup,
-  workdir: pathlib.Path,
+  session: session_lib.Session,
   trainer: trainer_lib.Trainer,
   shutdown: shutdown_lib.Shutdown,
-  note: Callable[[str], None],
 ) -> list[weight_transfer.OrbaxChannel]:
   """Return the channels to other processes, that of the versions last.
 
@@ -184,7 +182,14 @@ def _channels(
   for shapes in (trainer.base_shapes(), trainer.published_shapes()):
     if shapes is None:
       continue
-    channel = assembly.make_channel(setup.config, workdir, shapes, None, note)
+    channel = assembly.make_channel(
+      setup.config,
+      session.workdir,
+      shapes,
+      None,
+      session.progress.note,
+      session.world,
+    )
     assert isinstance(channel, weight_transfer.OrbaxChannel)
     shutdown.closes(channel.close, setup.config.run.join_timeout_s)
     channels.append(channel)

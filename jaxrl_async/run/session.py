@@ -5,6 +5,7 @@ import dataclasses
 import pathlib
 
 from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.rewards import service as service_lib
@@ -50,6 +51,7 @@ class Session:
     stop: the stop request, which a signal sets.
     claim: ensures that no other process uses the workdir.
     profile_steps: train steps to write traces of.
+    world: the processes that train together. This one leads them.
   """
 
   workdir: pathlib.Path
@@ -57,3 +59,4 @@ class Session:
   stop: supervisor_lib.StopRequest
   claim: workdir_lib.Claim
   profile_steps: tuple[int, ...] = ()
+  world: world_lib.World = dataclasses.field(default_factory=world_lib.alone)

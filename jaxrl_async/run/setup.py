@@ -50,6 +50,8 @@ class Setup:
       empty until `checks` has read them.
     device_bytes: the memory of each device, where the devices only stand in for
       others. None asks the devices.
+    attention: of the trainer's packed rows, if another process of the trainer
+      has chosen it. "" is to choose it.
   """
 
   config: sections.Config
@@ -62,6 +64,7 @@ class Setup:
   chat_template: chat_template_lib.ChatTemplate | None = None
   evaluated: frozenset[str] = frozenset()
   device_bytes: int | None = None
+  attention: str = ""
 
   @property
   def models(self) -> dict[str, train_state.ModelSettings]:

@@ -186,7 +186,9 @@ def _foundation(
   busy = {
     name: metrics_lib.BusyClock(origin_s) for name in ("rollout", "train")
   }
-  trainer = assembly.make_trainer(setup, busy["train"], loss=extensions.loss)
+  trainer = assembly.make_trainer(
+    setup, busy["train"], loss=extensions.loss, world=session.world
+  )
   engine = None
   if not cluster_checks.has_remote_replicas(config):
     engine = assembly.make_engine(setup)
@@ -304,6 +306,7 @@ def _warm_start(
   clock = base.busy["train"]
   start_s = clock.now()
   if params is None:
+    session.world.tell("start", evaluated=sorted(setup.evaluated))
     show = functools.partial(
       _show_warm_start, session, setup.config.warm_start.num_steps
     )
@@ -333,7 +336,7 @@ def _restore(
 ) -> list[types.RolloutGroup]:
   """Restore a checkpoint, and return the groups that the worker continues."""
   base.trainer.state, _, groups = frozen_base.restore(
-    setup, workdir, step, base.trainer.abstract_state()
+    setup, workdir, step, base.trainer.abstract_state(), base.trainer.world
   )
   base.stream.restore(base.stored["stream"])
   base.writer.restore(base.stored["metrics"])
@@ -387,6 +390,7 @@ def _of_the_loop(
         workdir,
         base.trainer.state,
         is_given=extensions.initial_params is not None,
+        world=session.world,
       )
   coordinator = coordinator_lib.Coordinator(
     assembly.coordinator_settings(config),

@@ -21,6 +21,7 @@ import jax
 
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.reporting import metrics as metrics_lib
@@ -33,6 +34,7 @@ from jaxrl_async.run import frozen_base
 from jaxrl_async.run import session as session_lib
 from jaxrl_async.run import snapshot
 from jaxrl_async.run import start_up
+from jaxrl_async.run import trainer_facts
 from jaxrl_async.serving import front as front_lib
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import config_json
@@ -298,6 +300,9 @@ class Run:
       host_state,
       groups,
       keep=self.config.run.keep_checkpoints,
+      announce=frozen_base.announce(
+        self.trainer.world, "save", frozen_base.STATE
+      ),
     )
 
   def finish(self, step: int, extra: dict[str, Any]) -> str:
@@ -341,6 +346,7 @@ def run(
   serving: front_lib.ServeSettings | None = None,
   profile_steps: Sequence[int] = (),
   replica_environment: Mapping[str, str] | None = None,
+  world: world_lib.World | None = None,
 ) -> str:
   """Start or continue a training run, and return its summary.
 
@@ -362,6 +368,8 @@ def run(
     profile_steps: train steps to trace, into WORKDIR/profile.
     replica_environment: environment variables for the processes of replicas, if
       they are in processes of their own.
+    world: the processes that train together; None is this one alone. This one
+      leads. The others call `follower.follow`, and the caller closes the world.
 
   Returns:
     The summary on one line.
@@ -384,6 +392,10 @@ def run(
   )
   setup = checks.checked(config, jax.devices(), source=source, scorer=scorer)
   stop = supervisor_lib.StopRequest()
+  world = world or world_lib.alone()
+  trainer_facts.check_size(config, world.size)
+  world.lead(stop.set, stop.clean_up)
+  stop.before_ending_now(lambda: world.close("ended at once", 130))
   with (
     progress_lib.Progress(config.train.num_steps) as progress,
     metrics_lib.CompilationCounter() as compilations,
@@ -397,6 +409,7 @@ def run(
         stop=stop,
         claim=claim,
         profile_steps=tuple(profile_steps),
+        world=world,
       ),
       extensions,
     ) as parts,

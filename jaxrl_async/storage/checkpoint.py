@@ -13,11 +13,15 @@ longer matches its manifest raises an error. Falling back silently to an earlier
 one would hide a failing disk. Nothing is pickled.
 
 One process writes, under a claim on the workdir. Any number of processes may
-read at the same time without changing anything; see `read_newest`.
+read at the same time without changing anything; see `read_newest`. If several
+processes train together, the train state is written and read by all of them,
+each its own part. Process 0 calls `save` and `restore`, which do the rest. The
+others call `save_arrays` and `restore_arrays` when it says so.
 """
 
 from collections.abc import Callable
 import fcntl
+import functools
 import json
 import os
 import pathlib
@@ -31,6 +35,7 @@ from jaxrl_async.storage import outstanding as outstanding_lib
 from jaxrl_async.storage import pytree_files
 
 R = TypeVar("R")
+Announce = Callable[[pathlib.Path], None]
 
 # The format is raised when earlier code would misread the stored files.
 # Checkpoints of format 0 have no format number and no config in their host
@@ -58,6 +63,7 @@ def save(
   groups: list[outstanding_lib.OutstandingGroup],
   *,
   keep: int = 2,
+  announce: Announce = lambda path: None,
 ) -> None:
   """Write a checkpoint, then remove all but the newest ones.
 
@@ -70,6 +76,8 @@ def save(
     host_state: JSON data. Floats are restored exactly.
     groups: the outstanding groups.
     keep: number of checkpoints to keep, at least 1.
+    announce: is called with the path for `save_arrays`, when it is time for the
+      other processes to call that.
 
   Raises:
     CheckpointError: `keep` is less than 1.
@@ -81,7 +89,7 @@ def save(
   directory = pathlib.Path(directory).absolute()
   with disk.writing(directory / str(step)):
     try:
-      _save(directory, step, train_state, host_state, groups, keep)
+      _save(directory, step, train_state, host_state, groups, keep, announce)
     except (OSError, ValueError):
       # The incomplete files are useless and would keep a full disk full.
       shutil.rmtree(directory / f"{step}.incomplete", ignore_errors=True)
@@ -95,6 +103,7 @@ def _save(
   host_state: dict[str, Any],
   groups: list[outstanding_lib.OutstandingGroup],
   keep: int,
+  announce: Announce,
 ) -> None:
   directory.mkdir(parents=True, exist_ok=True)
   recover(directory)
@@ -103,14 +112,14 @@ def _save(
       shutil.rmtree(leftover)
   for replaced in directory.glob("*.old"):
     _remove(replaced)
-  named = pytree_files.named_leaves(train_state)
+  layout = pytree_files.layout(pytree_files.named_leaves(train_state))
   incomplete = directory / f"{step}.incomplete"
   incomplete.mkdir()
   (incomplete / "host_state.json").write_text(json.dumps(host_state))
   outstanding_lib.write(incomplete, groups)
   # This comes last, so that nothing can raise during its background write.
-  pytree_files.save_async(incomplete / "train_state", named)()
-  layout = pytree_files.layout(named)
+  announce(incomplete / "train_state")
+  save_arrays(incomplete / "train_state", train_state)
   about = {"format": FORMAT, "step": step, "layout": layout}
   manifest.write(incomplete, about, sync=True)
   target, replaced = directory / str(step), directory / f"{step}.old"
@@ -122,6 +131,11 @@ def _save(
     _remove(replaced)
   for old in steps(directory)[:-keep]:
     _remove_unread(directory / str(old))
+
+
+def save_arrays(path: pathlib.Path, train_state: Any) -> None:
+  """Write this process's part of a train state, and wait for the others."""
+  pytree_files.save_async(path, pytree_files.named_leaves(train_state))()
 
 
 def recover(directory: pathlib.Path) -> None:
@@ -215,6 +229,8 @@ def restore(
   directory: pathlib.Path,
   step: int,
   abstract_train_state: Any,
+  *,
+  announce: Announce = lambda path: None,
 ) -> tuple[Any, dict[str, Any], list[outstanding_lib.OutstandingGroup]]:
   """Read a checkpoint that `save` wrote, bit for bit.
 
@@ -224,6 +240,8 @@ def restore(
     abstract_train_state: a train state with jax.ShapeDtypeStruct leaves. Their
       shardings are those of the result and may differ from those of the saved
       state.
+    announce: is called with the checkpoint's path when it has been verified,
+      and the other processes are to call `restore_arrays`.
 
   Returns:
     The train state, the host state and the outstanding groups.
@@ -235,17 +253,16 @@ def restore(
   path = _path(directory, step)
   about = _verify(path, step)
 
-  def stored_as(name: str) -> str:
-    return _stored_as(name, about.get("format", 0))
-
   try:
     named = pytree_files.named_leaves(abstract_train_state)
     expected = pytree_files.layout(named)
+    stored_as = functools.partial(_stored_as, written_as=about.get("format", 0))
     pytree_files.check_layout(
       about["layout"], {stored_as(name): x for name, x in expected.items()}
     )
   except pytree_files.LayoutError as error:
     raise CheckpointError(f"checkpoint of step {step}: {error}") from error
+  announce(path)
   train_state = pytree_files.load(
     path / "train_state", abstract_train_state, stored_as=stored_as
   )
@@ -255,6 +272,16 @@ def restore(
   except outstanding_lib.OutstandingError as error:
     raise CheckpointError(f"checkpoint of step {step}: {error}") from error
   return train_state, host_state, groups
+
+
+def restore_arrays(path: pathlib.Path, abstract_train_state: Any) -> Any:
+  """Read this process's part of a train state that process 0 has verified."""
+  written_as = manifest.about(path).get("format", 0)
+  return pytree_files.load(
+    path / "train_state",
+    abstract_train_state,
+    stored_as=functools.partial(_stored_as, written_as=written_as),
+  )
 
 
 def restore_params(

@@ -86,6 +86,18 @@ def verify(directory: pathlib.Path) -> dict[str, Any]:
   return manifest["about"]
 
 
+def about(directory: pathlib.Path) -> dict[str, Any]:
+  """Return what `write` was told about a directory, without checking files.
+
+  Another process has verified the directory.
+
+  Raises:
+    OSError: there is no manifest.
+  """
+  data = (directory / NAME).read_bytes()
+  return json.loads(data.partition(b"\n")[0])["about"]
+
+
 def digest(directory: pathlib.Path) -> str:
   """Return a digest of a sealed directory's content, which is not read.
 

@@ -7,8 +7,13 @@ read directly into the shardings of the target, whatever mesh the tree was
 written from. Dtypes and shapes must be those that were written, since Orbax
 would cast silently.
 
+With several processes under jax.distributed, all of them save and load a tree
+together, in one order, and each its own parts of the arrays. Process 0 commits
+what all have written. A save or load begins when the save before it is
+committed, because in each process Orbax may be at another point of it.
+
 Threads: any number may save and load at the same time, as long as all of them
-use this module.
+use this module. With several processes only the main threads may.
 """
 
 from collections.abc import Callable
@@ -26,6 +31,8 @@ from orbax.checkpoint import v1 as ocp
 # another thread. The lock covers the start only: after `save_async` has
 # returned, a save keeps using the number it started with.
 _STARTING = threading.Lock()
+# Waits for the save that several processes have begun last.
+_waits: list[Callable[[], None]] = []
 
 
 class LayoutError(ValueError):
@@ -81,10 +88,14 @@ def save_async(path: pathlib.Path, named: dict[str, Any]) -> Callable[[], None]:
     A function that waits until Orbax has committed `path` by one rename, and
     raises if that failed.
   """
-  context = ocp.Context()
+  context = _context()
   context.array.saving.enable_write_sharding_file = False
+  _wait_for_others()
   with _STARTING, context:
-    return ocp.save_async(str(path), named).result
+    wait = ocp.save_async(str(path), named).result
+  if jax.process_count() > 1:
+    _waits.append(wait)
+  return wait
 
 
 def load(
@@ -105,10 +116,26 @@ def load(
       then not read.
   """
   named = {stored_as(name): leaf for name, leaf in named_leaves(target).items()}
-  context = ocp.Context()
+  context = _context()
   context.pytree.loading.partial_load = is_partial
+  _wait_for_others()
   with _STARTING, context:
     loaded: Any = ocp.load(str(path), named)
   # In the order in which `named` has them, which is that of the target.
   leaves = [loaded[name] for name in named]
   return jax.tree.unflatten(jax.tree.structure(target), leaves)
+
+
+def _context() -> ocp.Context:
+  """Return the settings of a save or load by all processes."""
+  context = ocp.Context()
+  if jax.process_count() > 1:
+    # By default Orbax waits for the others with programs on all devices, also
+    # from threads of its own. If it is told who they are, it sends messages.
+    context.multiprocessing.active_processes = set(range(jax.process_count()))
+  return context
+
+
+def _wait_for_others() -> None:
+  while _waits:
+    _waits.pop()()

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Bool, Float, Int, Num, Shaped
 import numpy as np
 
+from jaxrl_async.training import segments as segments_lib
 from jaxrl_async.types import Admission, Prompt, RolloutGroup, Trajectory
 
 # The field with the token scores of rewards; see `reward_fields`.
@@ -105,6 +106,39 @@ class Placement:
 def pack(
   groups: list[RolloutGroup],
   advantages: Float[np.ndarray, "trajectories"],
+  **settings: Any,
+) -> tuple[PackedBatch, Placement]:
+  """Pack all trajectories of the groups, deterministically.
+
+  Args:
+    groups: as in `plan`.
+    advantages: as in `plan`.
+    **settings: the other arguments of `plan`.
+
+  Returns:
+    The packed arrays, and where each trajectory is in them.
+  """
+  segments = plan(groups, advantages, **settings)
+  return packed_batch(dict(segments.filled())), placement(segments)
+
+
+def packed_batch(arrays: Mapping[str, Any]) -> PackedBatch:
+  """Return the batch of these arrays by name."""
+  own = {name: arrays[name] for name in segments_lib.ARRAYS}
+  fields = {name: x for name, x in arrays.items() if name not in own}
+  return PackedBatch(**own, fields=fields)
+
+
+def placement(segments: segments_lib.Segments) -> Placement:
+  """Return where each trajectory lies in the packed arrays."""
+  return Placement(
+    starts=segments.starts, lengths=segments.lengths, shape=segments.shape
+  )
+
+
+def plan(
+  groups: list[RolloutGroup],
+  advantages: Float[np.ndarray, "trajectories"],
   *,
   tokens_per_row: int,
   rows_per_microbatch: int,
@@ -112,8 +146,8 @@ def pack(
   min_microbatches: int = 1,
   num_shards: int = 1,
   fields: Mapping[str, Sequence[Float[np.ndarray, "_"]]] | None = None,
-) -> tuple[PackedBatch, Placement]:
-  """Pack all trajectories of the groups, deterministically.
+) -> segments_lib.Segments:
+  """Decide where each trajectory of the groups is packed, deterministically.
 
   Args:
     groups: the groups; their trajectories are packed in order, group by group.
@@ -129,9 +163,6 @@ def pack(
       device that they are split over.
     fields: further values by name: for each trajectory an array with one number
       per token.
-
-  Returns:
-    The packed arrays, and where each trajectory is in them.
 
   Raises:
     ValueError: a trajectory does not fit, does not begin with a prompt token,
@@ -160,7 +191,7 @@ def pack(
     num_minibatches=num_minibatches,
     num_shards=num_shards,
   )
-  num_rows = max(1, *map(len, rows.used))
+  num_rows = max(1, *rows.used)
   num_microbatches = -(-num_rows // rows_per_microbatch)
   if num_microbatches <= min_microbatches:
     num_microbatches = min_microbatches
@@ -173,10 +204,20 @@ def pack(
     tokens_per_row,
   )
   row = minibatch * num_microbatches * rows_per_microbatch + rows.row
-  placement = Placement(
-    starts=row * tokens_per_row + rows.column, lengths=lengths, shape=shape
+  return segments_lib.Segments(
+    shape=shape,
+    starts=row * tokens_per_row + rows.column,
+    lengths=lengths,
+    segment_ids=rows.segment,
+    advantages=np.asarray(advantages),
+    values={
+      **{
+        name: [getattr(t, name) for t in trajectories]
+        for name in segments_lib.VALUES
+      },
+      **fields,
+    },
   )
-  return _filled(trajectories, advantages, fields, rows, placement), placement
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -187,13 +228,13 @@ class _Rows:
     row: index of the row, counted from the first row of the minibatch.
     column: column of the trajectory's first token.
     segment: segment id of the trajectory: 1, 2, ... along the row.
-    used: for each minibatch, the number of tokens in each of its rows.
+    used: for each minibatch, the number of its rows.
   """
 
   row: Int[np.ndarray, "trajectories"]
   column: Int[np.ndarray, "trajectories"]
   segment: Int[np.ndarray, "trajectories"]
-  used: list[np.ndarray]
+  used: list[int]
 
 
 def _lay_out(
@@ -209,7 +250,7 @@ def _lay_out(
   row = np.zeros_like(lengths)
   column = np.zeros_like(lengths)
   segment = np.zeros_like(lengths)
-  row_tokens = []
+  num_rows = []
   for m in range(num_minibatches):
     members = np.flatnonzero(minibatch == m)
     first_row, column[members], segment[members], used = _first_fit(
@@ -221,54 +262,8 @@ def _lay_out(
       num_shards,
     )
     row[members] = places[first_row]
-    row_tokens.append(np.bincount(places, used).astype(np.int64))
-  return _Rows(row=row, column=column, segment=segment, used=row_tokens)
-
-
-def _filled(
-  trajectories: list[Trajectory],
-  advantages: Float[np.ndarray, "trajectories"],
-  fields: Mapping[str, Sequence[Float[np.ndarray, "_"]]],
-  rows: _Rows,
-  placement: Placement,
-) -> PackedBatch:
-  """Write the trajectories' tokens into the arrays of a batch."""
-  lengths, shape = placement.lengths, placement.shape
-  tokens_per_row = shape[-1]
-  # Position and place of every token, with the trajectories end to end.
-  first = np.cumsum(lengths) - lengths
-  position = np.arange(lengths.sum()) - np.repeat(first, lengths)
-  place = np.repeat(placement.starts, lengths) + position
-
-  def filled(padding: Any, values: np.ndarray, dtype: Any) -> np.ndarray:
-    packed = np.full(np.prod(shape), padding, dtype)
-    packed[place] = values
-    return packed.reshape(shape)
-
-  def joined(name: str) -> np.ndarray:
-    return np.concatenate([getattr(t, name) for t in trajectories])
-
-  padding_start = np.zeros((shape[0], shape[1] * shape[2]), np.int32)
-  for m, used in enumerate(rows.used):
-    padding_start[m, : len(used)] = used
-  return PackedBatch(
-    tokens=filled(0, joined("tokens"), np.int32),
-    segment_ids=filled(0, np.repeat(rows.segment, lengths), np.int32),
-    positions=filled(0, position, np.int32),
-    segment_start=filled(
-      np.repeat(padding_start.reshape(-1), tokens_per_row),
-      np.repeat(rows.column, lengths),
-      np.int32,
-    ),
-    loss_mask=filled(False, joined("loss_mask"), np.bool_),
-    advantages=filled(0, np.repeat(advantages, lengths), np.float32),
-    behavior_logprobs=filled(0, joined("behavior_logprobs"), np.float32),
-    policy_versions=filled(-1, joined("policy_versions"), np.int32),
-    fields={
-      name: filled(0, np.concatenate(values), np.float32)
-      for name, values in fields.items()
-    },
-  )
+    num_rows.append(int(places.max(initial=-1)) + 1)
+  return _Rows(row=row, column=column, segment=segment, used=num_rows)
 
 
 def without_prompt(trajectories: Sequence[Trajectory]) -> RolloutGroup:

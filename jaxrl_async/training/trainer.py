@@ -10,6 +10,7 @@ them.
 from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
+import math
 import time
 from typing import Any
 
@@ -20,14 +21,17 @@ import numpy as np
 from jaxrl_async import types
 from jaxrl_async.algorithms import advantages as advantages_lib
 from jaxrl_async.config import sections
+from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.planning import aot
 from jaxrl_async.planning import matmul_rate
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.training import batch_parts
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
+from jaxrl_async.training import segments as segments_lib
 from jaxrl_async.training import step_metrics
 from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
@@ -59,8 +63,12 @@ class Trainer:
   With LoRA, the policy has a base that no step changes. It is published once,
   by `published_base`, and each version consists of the adapters.
 
+  With several processes, each has a trainer. That of process 0 tells the others
+  which program comes next; `run.follower` then calls the same method there.
+
   Attributes:
     state: the train state.
+    world: the processes that train together.
     has_base: whether the policy has such a base.
 
   Threads: all methods belong to the thread that trains, except `prepare`. That
@@ -84,6 +92,7 @@ class Trainer:
     rollout_dtype: str,
     rollout_weights: sections.WeightFormat = sections.WeightFormat.FLOAT,
     busy: metrics_lib.BusyClock,
+    world: world_lib.World | None = None,
   ):
     """Set up the programs without allocating or compiling anything.
 
@@ -103,12 +112,14 @@ class Trainer:
       rollout_dtype: dtype of the weights that `published` returns.
       rollout_weights: whether the matrices of these weights are quantised.
       busy: the clock that records when the devices are busy.
+      world: the processes that train together; None is this one alone.
 
     Raises:
       ValueError: the policy is missing or has nothing to train, or another
         model is to be trained.
     """
     _check_models(models)
+    self.world = world or world_lib.alone()
     layout = mesh_lib.Layout(mesh=mesh, rules=rules)
     self._forwards = {
       name: dataclasses.replace(forward, layout=layout, model=settings.model)
@@ -133,7 +144,11 @@ class Trainer:
       mesh, rules, models, self._optimizers
     )
     self._replicated = replicated = mesh_lib.replicated(mesh)
-    self._peak_flops = matmul_rate.peak_flops(mesh, forward.compute_dtype)
+    self._peak_flops = (
+      matmul_rate.peak_flops(mesh, forward.compute_dtype)
+      if self.world.leads
+      else math.nan
+    )
     self._batch_sharding = mesh_lib.sharding(
       mesh, rules, None, None, "batch", "tokens"
     )
@@ -219,14 +234,14 @@ class Trainer:
       behavior_logprobs=np.zeros(1, np.float32),
       policy_versions=np.zeros(1, np.int32),
     )
-    packed, _ = self._pack(
+    segments = self._plan(
       [packing.without_prompt([trajectory])], np.zeros(1, np.float32)
     )
     max_trips = self.batch_settings.min_microbatches
     params = state.params
     opt_states = {name: x.opt_state for name, x in state.models.items()}
     others = {k: v for k, v in params.items() if k != train_state.POLICY}
-    batch = trained = self._abstract(packed)
+    batch = trained = batch_parts.abstract(segments, self._batch_sharding)
     # The next batch is on the device already, and the weights published last
     # may still be there, because no engine has adopted them yet.
     beside = batch, self.published_shapes()
@@ -280,11 +295,13 @@ class Trainer:
 
     With a base these are the adapters alone.
     """
+    self.world.tell("published")
     with self._busy.record("publish"):
       return jax.block_until_ready(self._publish(self._changing(self.state)))
 
   def published_base(self) -> transformer.Params:
     """Return a copy of the policy's base in the engines' format."""
+    self.world.tell("published base")
     return jax.block_until_ready(self._publish_base(self.state.policy.frozen))
 
   def prepare(self, groups: list[types.RolloutGroup]) -> PreparedBatch:
@@ -293,7 +310,7 @@ class Trainer:
     group_ids = np.repeat(
       np.arange(len(groups)), [len(g.trajectories) for g in groups]
     )
-    packed, placement = self._pack(
+    segments = self._plan(
       groups,
       advantages_lib.group_relative_advantages(
         rewards.astype(np.float64),
@@ -303,21 +320,35 @@ class Trainer:
       ),
       packing.reward_fields([t for g in groups for t in g.trajectories]),
     )
-    arrays = mesh_lib.put(packed, self._batch_sharding)
+    self._tell_parts("batch", segments)
     return PreparedBatch(
       groups=groups,
-      placement=placement,
-      arrays=jax.block_until_ready(arrays),
+      placement=packing.placement(segments),
+      arrays=self.placed(segments),
     )
 
-  def _pack(
+  def placed(self, segments: segments_lib.Segments) -> packing.PackedBatch:
+    """Pack the rows of this process's devices, and move them there."""
+    return batch_parts.placed(segments, self._batch_sharding)
+
+  def _tell_parts(self, command: str, segments: segments_lib.Segments) -> None:
+    """Send each process the segments of its own rows."""
+    if self.world.size > 1:
+      rows = batch_parts.rows_of_processes(segments.shape, self._batch_sharding)
+      parts = [
+        segments.of_rows(rows.get(rank, [])).message()
+        for rank in range(self.world.size)
+      ]
+      self.world.tell(command, parts)
+
+  def _plan(
     self,
     groups: list[types.RolloutGroup],
     advantages: np.ndarray,
     fields: Mapping[str, list[np.ndarray]] | None = None,
-  ) -> tuple[packing.PackedBatch, packing.Placement]:
+  ) -> segments_lib.Segments:
     settings = self.batch_settings
-    return packing.pack(
+    return packing.plan(
       groups,
       advantages,
       tokens_per_row=settings.tokens_per_row,
@@ -335,18 +366,8 @@ class Trainer:
       step: completed train steps, which is the policy version of the weights.
       batch: the result of `prepare`.
     """
-    times, arrays = {"proximal_s": 0.0}, batch.arrays
-    for stage in self._stages:
-      start_s = time.perf_counter()
-      with self._busy.record(stage.name):
-        made = self._stage_programs[stage.name](self.state.params, arrays)
-        arrays = arrays.with_arrays(jax.block_until_ready(made))
-      times[f"{stage.name}_s"] = time.perf_counter() - start_s
-    start_s = time.perf_counter()
-    with self._busy.record("update"):
-      self.state, sums = self._update(self.state, arrays, np.int32(step))
-      jax.block_until_ready(sums)
-    times["update_s"] = time.perf_counter() - start_s
+    self.world.tell("step", step=step)
+    sums, times = self.run_programs(step, batch.arrays)
     minibatches = self.batch_settings.num_minibatches
     return step_metrics.Pending(
       step=step,
@@ -360,21 +381,47 @@ class Trainer:
       peak_flops=self._peak_flops,
     )
 
+  def run_programs(
+    self, step: int, arrays: packing.PackedBatch
+  ) -> tuple[train_step.Metrics, dict[str, float]]:
+    """Run the stages and the updates of one batch, and nothing else.
+
+    Returns:
+      What the updates measured, on the device, and the seconds of each part.
+    """
+    times = {"proximal_s": 0.0}
+    for stage in self._stages:
+      start_s = time.perf_counter()
+      with self._busy.record(stage.name):
+        made = self._stage_programs[stage.name](self.state.params, arrays)
+        arrays = arrays.with_arrays(jax.block_until_ready(made))
+      times[f"{stage.name}_s"] = time.perf_counter() - start_s
+    start_s = time.perf_counter()
+    with self._busy.record("update"):
+      self.state, sums = self._update(self.state, arrays, np.int32(step))
+      jax.block_until_ready(sums)
+    times["update_s"] = time.perf_counter() - start_s
+    return sums, times
+
   def logprobs(
     self, trajectories: Sequence[types.Trajectory]
   ) -> list[np.ndarray]:
     """Return each trajectory's logprobs under the current weights, [T] each."""
-    packed, placement = self._pack(
+    segments = self._plan(
       [packing.without_prompt(trajectories)],
       np.zeros((len(trajectories),), np.float32),
     )
-    batch = mesh_lib.put(packed, self._batch_sharding)
+    self._tell_parts("logprobs", segments)
+    logprobs = self.logprobs_of(self.placed(segments))
+    return packing.unpack(logprobs, packing.placement(segments))
+
+  def logprobs_of(self, batch: packing.PackedBatch) -> np.ndarray:
+    """Return the logprobs of all tokens of a batch, [M, K, B, T]."""
     program = self._stage_programs[train_step.PROXIMAL_STAGE.name]
     logprobs = program(self.state.params, batch)[objectives.PROXIMAL]
     # The array is replicated first, because with several processes none can
     # read the shards of another.
-    whole = jax.device_put(logprobs, self._replicated)
-    return packing.unpack(np.asarray(whole), placement)
+    return np.asarray(jax.device_put(logprobs, self._replicated))
 
 
 def _optimizer_of_policy(

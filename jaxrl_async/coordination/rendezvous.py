@@ -1,0 +1,374 @@
+"""How the processes of a trainer find each other, and what they check first.
+
+Process 0 listens at an address that all of them know. Each other process
+connects and says who it is. Before anything else happens, process 0 compares
+what has to be the same everywhere: the versions of packages and of this code,
+the configuration, and the clocks. Then each side writes a file into the
+directories that all of them share, and looks for those of the others. Whatever
+is wrong ends all processes, each with the same line.
+
+The address is to be reached by processes of the run only. They trust each
+other.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import dataclasses
+import os
+import pathlib
+import secrets
+import socket
+import time
+from typing import Any
+
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.coordination import wire
+from jaxrl_async.coordination import world as world_lib
+
+_MAX_CLOCK_S = 5.0
+# A shared file system may show a file late.
+_SHARED_S = 10.0
+_RETRY_S = 0.2
+_HELLO_S = 10.0
+_FIELD = "coordinator_address"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+  """A process of the world, and where the world begins.
+
+  Attributes:
+    rank: number of the process.
+    size: number of processes.
+    address: HOST:PORT at which process 0 listens.
+    timeout_s: deadline for all processes to come, and to be found alike.
+  """
+
+  rank: int
+  size: int
+  address: str
+  timeout_s: float
+
+
+def parse_address(address: str) -> tuple[str, int]:
+  """Return host and port.
+
+  Raises:
+    ConfigError: it is not HOST:PORT.
+  """
+  host, _, port = address.rpartition(":")
+  is_port = port.isascii() and port.isdigit() and 0 < int(port) < 2**16
+  sections.require(
+    bool(host) and is_port,
+    _FIELD,
+    f"{sections.shown(address)} is not HOST:PORT, such as 10.0.0.1:8476",
+  )
+  return host.strip("[]"), int(port)
+
+
+def meet(
+  place: Place,
+  facts: Mapping[str, Any],
+  shared: Sequence[pathlib.Path],
+  service: Callable[[], str] = lambda: "",
+) -> tuple[world_lib.World, str]:
+  """Connect all processes, and check that they can work together.
+
+  Args:
+    place: of this process.
+    facts: JSON values by name that have to be the same in each process.
+    shared: directories that every process has to see. They are created.
+    service: is called in process 0; what it returns reaches all processes.
+
+  Returns:
+    The world, and the result of `service`.
+
+  Raises:
+    ConfigError: one line; the processes cannot work together.
+  """
+  parse_address(place.address)
+  if place.rank == 0:
+    return _Leader(place, facts, shared).meet(service)
+  return _join(place, facts, shared)
+
+
+def is_local(host: str) -> bool:
+  """Whether a host's name or address is that of the loopback interface."""
+  return host == "localhost" or host.startswith("127.") or host == "::1"
+
+
+class _Leader:
+  """Process 0 while the others arrive."""
+
+  def __init__(
+    self,
+    place: Place,
+    facts: Mapping[str, Any],
+    shared: Sequence[pathlib.Path],
+  ):
+    self._place = place
+    self._facts = facts
+    self._shared = shared
+    self._found: dict[int, socket.socket] = {}
+    self._hosts = {0: socket.gethostname()}
+
+  def meet(self, service: Callable[[], str]) -> tuple[world_lib.World, str]:
+    host, port = parse_address(self._place.address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+      listener = socket.create_server(
+        (host if is_local(host) else "", port), family=family
+      )
+    except OSError as error:
+      raise sections.ConfigError(
+        f"{_FIELD}: process 0 cannot listen at {self._place.address}"
+        f" ({error.strerror}); use a free port of its host"
+      ) from error
+    try:
+      with listener:
+        self._accept_all(listener)
+      self._check_shared()
+      about = service()
+      hosts = set(self._hosts.values())
+      for connection in self._found.values():
+        wire.send(
+          connection, {"welcome": about, "is_one_host": len(hosts) == 1}
+        )
+        connection.settimeout(None)
+    except (sections.ConfigError, OSError) as error:
+      line = (
+        str(error)
+        if isinstance(error, sections.ConfigError)
+        else f"{_FIELD}: a process was lost while the trainer started ({error})"
+      )
+      self._refuse(line)
+      raise sections.ConfigError(line) from error
+    world = world_lib.World(
+      0, self._place.size, self._found, is_one_host=len(hosts) == 1
+    )
+    return world, about
+
+  def _refuse(self, line: str) -> None:
+    """Tell all that came why nothing begins."""
+    for connection in self._found.values():
+      try:
+        connection.settimeout(1.0)
+        wire.send(connection, {"refused": line})
+        connection.close()
+      except OSError:
+        pass
+
+  def _accept_all(self, listener: socket.socket) -> None:
+    size, deadline = self._place.size, time.monotonic() + self._place.timeout_s
+    while len(self._found) < size - 1:
+      listener.settimeout(max(deadline - time.monotonic(), 0.01))
+      try:
+        connection, _ = listener.accept()
+      except TimeoutError:
+        missing = sorted(set(range(1, size)) - self._found.keys())
+        raise sections.ConfigError(
+          f"cluster.trainer_processes: {len(self._found) + 1} of {size}"
+          f" processes came within {self._place.timeout_s:g} s"
+          f" (cluster.start_timeout_s); missing: process"
+          f" {', '.join(map(str, missing))}"
+        ) from None
+      self._admit(connection)
+
+  def _admit(self, connection: socket.socket) -> None:
+    """Check a process that has connected, and remember its connection."""
+    world_lib.keep_alive(connection)
+    connection.settimeout(_HELLO_S)
+    try:
+      found = wire.receive(connection)
+      hello: Mapping[str, Any] = found[0] if found else {}
+      if hello.get("hello") != "jaxrl_async":
+        connection.close()
+        return  # a stranger
+      offset_s, uncertain_s = self._clock_of(connection)
+    except OSError:
+      connection.close()
+      return
+    rank, host = hello["rank"], hello["host"]
+    who = f"process {rank} on {host}"
+    is_new = 0 < rank < self._place.size and rank not in self._found
+    self._found[rank if is_new else -1 - len(self._found)] = connection
+    sections.require(
+      is_new and hello["size"] == self._place.size,
+      "process_id",
+      f"{who} of {hello['size']} came to a trainer of {self._place.size}"
+      f" processes{'' if is_new else ', in which it is there already'}; give"
+      f" each process a number of its own from 0 to {self._place.size - 1}",
+    )
+    self._hosts[rank] = host
+    for name in sorted(self._facts.keys() | hello["facts"].keys()):
+      here, there = self._facts.get(name), hello["facts"].get(name)
+      sections.require(
+        here == there,
+        name,
+        f"{who} has {sections.shown(there)}, process 0 has"
+        f" {sections.shown(here)}; they have to be the same",
+      )
+    sections.require(
+      abs(offset_s) - uncertain_s <= _MAX_CLOCK_S,
+      "cluster.trainer_processes",
+      f"the clock of {who} is {offset_s:+.1f} s from that of process 0, more"
+      f" than {_MAX_CLOCK_S:g} s; set the clocks of the hosts",
+    )
+
+  def _clock_of(self, connection: socket.socket) -> tuple[float, float]:
+    """Return by how much another clock is ahead, and how uncertain that is."""
+    start_s = time.time()
+    wire.send(connection, {"clock": True})
+    found = wire.receive(connection)
+    end_s = time.time()
+    if found is None:
+      raise wire.WireError("closed")
+    return found[0]["time_s"] - (start_s + end_s) / 2, (end_s - start_s) / 2
+
+  def _check_shared(self) -> None:
+    """Check that all processes see the same directories."""
+    token = secrets.token_hex(4)
+    probes = []
+    try:
+      for directory in self._shared:
+        probes.append(_write_probe(directory, token, 0))
+      for rank, connection in self._found.items():
+        connection.settimeout(_SHARED_S + _HELLO_S)
+        wire.send(connection, {"probe": token})
+        found = wire.receive(connection)
+        if found is None:
+          raise wire.WireError("closed")
+        unseen = found[0]["unseen"]
+        for directory in self._shared:
+          wanted = _probe(directory, token, rank)
+          is_seen = str(directory) not in unseen and _sees(wanted)
+          sections.require(
+            is_seen,
+            "workdir" if directory == self._shared[0] else "transfer.directory",
+            f"{directory} is not the same directory for process 0 on"
+            f" {self._hosts[0]} and process {rank} on {self._hosts[rank]}; use"
+            " one that all hosts share",
+          )
+    finally:
+      for probe in probes:
+        for written in probe.parent.glob(_probe(probe.parent, token, "*").name):
+          written.unlink(missing_ok=True)
+
+
+def _probe(
+  directory: pathlib.Path, token: str, rank: int | str
+) -> pathlib.Path:
+  return directory / f".shared-{token}-{rank}"
+
+
+def _write_probe(
+  directory: pathlib.Path, token: str, rank: int
+) -> pathlib.Path:
+  path = _probe(directory, token, rank)
+  try:
+    directory.mkdir(parents=True, exist_ok=True)
+    path.touch()
+  except OSError as error:
+    raise sections.ConfigError(
+      f"workdir: {path} cannot be written ({error.strerror})"
+    ) from error
+  return path
+
+
+def _sees(path: pathlib.Path) -> bool:
+  """Whether a file is there, or comes within some seconds."""
+  deadline = supervisor_lib.Deadline(_SHARED_S)
+  while deadline.next_wait_s() > 0:
+    try:
+      if path.name in os.listdir(path.parent):  # asks the server of the files
+        return True
+    except OSError:
+      pass
+    time.sleep(_RETRY_S)
+  return False
+
+
+def _join(
+  place: Place, facts: Mapping[str, Any], shared: Sequence[pathlib.Path]
+) -> tuple[world_lib.World, str]:
+  """Connect to process 0 and do what it asks for."""
+  with contextlib.ExitStack() as stack:
+    connection = stack.enter_context(_connect(place))
+    found = _answer(connection, place, facts, shared)
+    stack.pop_all()
+  world = world_lib.World(
+    place.rank,
+    place.size,
+    {0: connection},
+    is_one_host=found["is_one_host"],
+  )
+  return world, found["welcome"]
+
+
+def _answer(
+  connection: socket.socket,
+  place: Place,
+  facts: Mapping[str, Any],
+  shared: Sequence[pathlib.Path],
+) -> dict[str, Any]:
+  """Answer process 0 until it has seen enough, and return its last message."""
+  world_lib.keep_alive(connection)
+  connection.settimeout(place.timeout_s + 2 * _SHARED_S)
+  hello = {
+    "hello": "jaxrl_async",
+    "rank": place.rank,
+    "size": place.size,
+    "host": socket.gethostname(),
+    "facts": dict(facts),
+  }
+  written = []
+  try:
+    wire.send(connection, hello)
+    while (found := wire.receive(connection)) is not None:
+      message = found[0]
+      if "clock" in message:
+        wire.send(connection, {"time_s": time.time()})
+      elif "probe" in message:
+        token = message["probe"]
+        unseen = []
+        for directory in shared:
+          if _sees(_probe(directory, token, 0)):
+            written.append(_write_probe(directory, token, place.rank))
+          else:
+            unseen.append(str(directory))
+        wire.send(connection, {"unseen": unseen})
+      elif "refused" in message:
+        raise sections.ConfigError(message["refused"])
+      else:
+        connection.settimeout(None)
+        return message
+  except OSError as error:
+    raise sections.ConfigError(
+      f"{_FIELD}: process 0 at {place.address} was lost while the trainer"
+      f" started ({error})"
+    ) from error
+  finally:
+    for probe in written:
+      probe.unlink(missing_ok=True)
+  raise sections.ConfigError(
+    f"{_FIELD}: process 0 at {place.address} has ended while the trainer"
+    " started"
+  )
+
+
+def _connect(place: Place) -> socket.socket:
+  """Connect to process 0, which may not listen yet."""
+  deadline = time.monotonic() + place.timeout_s
+  while True:
+    try:
+      return socket.create_connection(
+        parse_address(place.address), timeout=_HELLO_S
+      )
+    except OSError as error:
+      if time.monotonic() > deadline:
+        raise sections.ConfigError(
+          f"{_FIELD}: process 0 did not listen at {place.address} within"
+          f" {place.timeout_s:g} s (cluster.start_timeout_s): {error}"
+        ) from error
+    time.sleep(_RETRY_S)

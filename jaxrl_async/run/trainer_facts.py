@@ -1,0 +1,100 @@
+"""What has to be the same in all processes of a trainer, and who may form one.
+
+Processes of other code would start other programs, and each would wait for the
+others for ever. So all of them are compared before anything starts.
+"""
+
+from collections.abc import Iterator
+import hashlib
+import importlib.metadata
+import pathlib
+import platform
+from typing import Any
+
+from jaxrl_async.config import sections
+from jaxrl_async.storage import config_json
+
+_PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
+
+
+def check(config: sections.Config) -> None:
+  """Check that a run may be trained by several processes, if it asks for them.
+
+  Raises:
+    ConfigError: one line that names the field.
+  """
+  if config.cluster.trainer_processes == 1:
+    return
+  sections.require(
+    config.cluster.kind is sections.ClusterKind.RAY,
+    "cluster.trainer_processes",
+    "several processes that train need replicas in other processes to generate;"
+    " set cluster.kind=ray",
+  )
+  sections.require(
+    config.transfer.channel is sections.Channel.ORBAX,
+    "transfer.channel",
+    "direct is for slices of one process; use orbax",
+  )
+
+
+def check_size(config: sections.Config, size: int) -> None:
+  """Check that there are as many processes as the run asks for.
+
+  Raises:
+    ConfigError: there are not.
+  """
+  wanted = config.cluster.trainer_processes
+  sections.require(
+    wanted == size,
+    "cluster.trainer_processes",
+    f"the config asks for {wanted}, and this is one of {size} (num_processes)",
+  )
+
+
+def facts(config: sections.Config, workdir: pathlib.Path) -> dict[str, Any]:
+  """Return what has to be the same in each process, by name.
+
+  The names of settings are those of their fields.
+  """
+  return {
+    "python": platform.python_version(),
+    **{name: importlib.metadata.version(name) for name in _PACKAGES},
+    "source of jaxrl_async": source_digest(),
+    "workdir": str(workdir),
+    **dict(_fields(config_json.to_dict(config))),
+  }
+
+
+def source_digest() -> str:
+  """Return a digest of the code of this package."""
+  root = pathlib.Path(__file__).parents[1]
+  digest = hashlib.sha256()
+  for path in sorted(root.rglob("*.py")):
+    digest.update(path.relative_to(root).as_posix().encode())
+    digest.update(path.read_bytes())
+  return digest.hexdigest()[:16]
+
+
+def shared(
+  config: sections.Config, workdir: pathlib.Path
+) -> list[pathlib.Path]:
+  """Return the directories that all processes write to; the workdir is first.
+
+  Without `transfer.directory` the processes of one host use its memory, and
+  those of several hosts the workdir.
+  """
+  directories = [workdir]
+  if config.transfer.directory:
+    directories.append(pathlib.Path(config.transfer.directory).absolute())
+  return directories
+
+
+def _fields(
+  section: dict[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+  for name, value in section.items():
+    if isinstance(value, dict) and value:
+      yield from _fields(value, f"{prefix}{name}.")
+    else:
+      yield f"{prefix}{name}", value

@@ -1,0 +1,210 @@
+"""Flags of a trainer of several processes, and the start of one of them.
+
+A script that trains imports this module for its flags. `begin` connects the
+processes, before anything else uses JAX. `ending` makes sure that none of them
+is left behind.
+"""
+
+from collections.abc import Iterator
+import contextlib
+import os
+import pathlib
+import socket
+import sys
+import time
+from typing import NoReturn
+
+from absl import flags
+
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import rendezvous
+from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.coordination import world as world_lib
+from jaxrl_async.run import trainer_facts
+from jaxrl_async.storage import disk
+
+_NUM_PROCESSES = flags.DEFINE_integer(
+  "num_processes",
+  0,
+  "Number of processes that train together (cluster.trainer_processes). Left"
+  " out, the processes of a TPU slice or of Slurm find each other.",
+  0,
+)
+_PROCESS_ID = flags.DEFINE_integer(
+  "process_id",
+  0,
+  "With --num_processes: number of this process, from 0.",
+  0,
+)
+_COORDINATOR_ADDRESS = flags.DEFINE_string(
+  "coordinator_address",
+  "",
+  "With --num_processes: HOST:PORT of process 0, which all others can reach. It"
+  " uses a second port, which it chooses.",
+)
+
+# Connections say when a process ends. This is for a host that stands still.
+_HEARTBEAT_S = 120
+_SHUTDOWN_S = 20
+_LOST_S = 1.0
+
+
+def check() -> None:
+  """Check the flags.
+
+  Raises:
+    ConfigError: they do not belong together.
+  """
+  size, rank = _NUM_PROCESSES.value, _PROCESS_ID.value
+  if size > 1:
+    sections.require(
+      rank < size, "process_id", f"{rank} is not one of 0 to {size - 1}"
+    )
+    rendezvous.parse_address(_COORDINATOR_ADDRESS.value)
+  elif _COORDINATOR_ADDRESS.value or rank:
+    raise sections.ConfigError(
+      "num_processes: missing; --process_id and --coordinator_address are for"
+      " one of several processes"
+    )
+
+
+def leads() -> bool:
+  """Whether the flags are those of process 0, or of the only one."""
+  return _PROCESS_ID.value == 0
+
+
+def begin(config: sections.Config, workdir: pathlib.Path) -> world_lib.World:
+  """Connect this process with the others, and return the world of all.
+
+  Args:
+    config: of the run.
+    workdir: of the run, which all processes share.
+
+  Raises:
+    ConfigError: one line; they do not fit together.
+  """
+  if max(config.cluster.trainer_processes, _NUM_PROCESSES.value) <= 1:
+    return world_lib.alone()
+  trainer_facts.check(config)
+  import jax
+
+  # Programs of several processes on a CPU need it; other platforms ignore it.
+  jax.config.update("jax_cpu_collectives_implementation", "gloo")
+  # It would take SIGTERM, which asks a run to stop.
+  jax.config.update("jax_enable_preemption_service", False)
+  timeout_s = config.cluster.start_timeout_s
+  if _NUM_PROCESSES.value:
+    rank, size = _PROCESS_ID.value, _NUM_PROCESSES.value
+    address = _COORDINATOR_ADDRESS.value
+    trainer_facts.check_size(config, size)
+  else:
+    rank, size, address = _detected(timeout_s)
+    trainer_facts.check_size(config, size)
+  place = rendezvous.Place(
+    rank=rank, size=size, address=address, timeout_s=timeout_s
+  )
+  host = address.rpartition(":")[0]
+  world, service = rendezvous.meet(
+    place,
+    trainer_facts.facts(config, workdir),
+    trainer_facts.shared(config, workdir),
+    lambda: f"{host}:{_free_port()}",
+  )
+  if _NUM_PROCESSES.value:
+    local = host if rendezvous.is_local(host) else None
+    try:
+      jax.distributed.initialize(
+        service,
+        size,
+        rank,
+        coordinator_bind_address=local and service,
+        cluster_detection_method="deactivate",
+        initialization_timeout=int(timeout_s),
+        heartbeat_timeout_seconds=_HEARTBEAT_S,
+        shutdown_timeout_seconds=_SHUTDOWN_S,
+      )
+    except RuntimeError as error:
+      raise sections.ConfigError(
+        f"coordinator_address: JAX's service at {service} cannot be used"
+        f" ({' '.join(str(error).split())})"
+      ) from error
+  sections.require(
+    jax.process_index() == rank,
+    "process_id",
+    f"{rank} is process {jax.process_index()} for JAX; leave --num_processes"
+    " out, so that the processes find each other",
+  )
+  return world
+
+
+def _detected(timeout_s: float) -> tuple[int, int, str]:
+  """Return rank, size and address of processes that JAX finds by itself."""
+  import jax
+  from jax.experimental import multihost_utils
+  import numpy as np
+
+  try:
+    jax.distributed.initialize(
+      initialization_timeout=int(timeout_s),
+      heartbeat_timeout_seconds=_HEARTBEAT_S,
+      shutdown_timeout_seconds=_SHUTDOWN_S,
+    )
+  except (ValueError, RuntimeError) as error:
+    raise sections.ConfigError(
+      "num_processes: missing; JAX finds no other processes by itself here"
+      f" ({' '.join(str(error).split())})"
+    ) from error
+  address = f"{socket.gethostbyname(socket.gethostname())}:{_free_port()}"
+  told = np.zeros(64, np.uint8)
+  told[: len(address)] = list(address.encode())
+  told = np.asarray(multihost_utils.broadcast_one_to_all(told))
+  address = bytes(told).rstrip(b"\0").decode()
+  return jax.process_index(), jax.process_count(), address
+
+
+def _free_port() -> int:
+  with socket.socket() as free:
+    free.bind(("", 0))
+    return free.getsockname()[1]
+
+
+@contextlib.contextmanager
+def ending(world: world_lib.World) -> Iterator[None]:
+  """End the world with the block, and the other processes with this one.
+
+  After a failure, the interpreter is not shut down: it would wait for programs
+  in which a process is missing.
+  """
+  if world.size == 1:
+    yield
+    return
+  import jax
+
+  try:
+    yield
+  except sections.ConfigError as error:
+    _end(world, f"error: {error}", str(error), 1)
+  except supervisor_lib.Interrupted as error:
+    _end(world, str(error), str(error), 130)
+  except (supervisor_lib.RunError, disk.StorageError) as error:
+    _end(world, f"error: {error}", str(error), 1)
+  except BaseException as error:
+    # A program fails when one of its processes is gone, which is the reason.
+    if world.lost.wait(_LOST_S):
+      time.sleep(_SHUTDOWN_S)
+    sys.excepthook(type(error), error, error.__traceback__)
+    _end(world, "", f"{type(error).__name__}: {error}", 1)
+  world.close()
+  jax.distributed.shutdown()
+
+
+def _end(
+  world: world_lib.World, line: str, failure: str, code: int
+) -> NoReturn:
+  """Tell the others why this process ends, and end it."""
+  world.close(" ".join(failure.split()), code)
+  if line:
+    print(line, file=sys.stderr)
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(code)

@@ -1,0 +1,162 @@
+"""The flags of one of several processes, and what they must not be."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from jaxrl_async.config import sections
+from jaxrl_async.run import trainer_facts
+
+ROOT = pathlib.Path(__file__).parents[1]
+TINY = ROOT / "configs" / "tiny.py"
+DEADLINE_S = 60.0
+
+
+def start(workdir, *flags):
+  return subprocess.Popen(
+    [
+      sys.executable,
+      str(ROOT / "launch" / "train.py"),
+      f"--config={TINY}",
+      f"--workdir={workdir}",
+      *flags,
+    ],
+    env=os.environ | {"PYTHONPATH": str(ROOT)},
+    stdout=subprocess.DEVNULL,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+def errors(*processes):
+  """What each process says; all of them fail."""
+  try:
+    found = [
+      process.communicate(timeout=DEADLINE_S)[1] for process in processes
+    ]
+  finally:
+    for process in processes:
+      process.kill()
+  assert [process.returncode for process in processes] == [1] * len(processes)
+  return [text.rstrip("\n") for text in found]
+
+
+def two(**settings):
+  """Flags of a run of two processes."""
+  fields = {"trainer_processes": 2, "kind": "ray", **settings}
+  return [f"--config.cluster.{name}={value}" for name, value in fields.items()]
+
+
+ADDRESS = "--coordinator_address=localhost:1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("flags", "error"),
+  [
+    (["--process_id=1"], "num_processes: missing; "),
+    ([ADDRESS], "num_processes: missing; "),
+    (["--num_processes=2"], "coordinator_address: '' is not HOST:PORT"),
+    (
+      ["--num_processes=2", "--process_id=2", ADDRESS],
+      "process_id: 2 is not one of 0 to 1",
+    ),
+    (
+      ["--num_processes=2", ADDRESS],
+      "cluster.trainer_processes: the config asks for 1, and this is one of 2",
+    ),
+    (
+      [*two(kind="local"), "--num_processes=2", ADDRESS],
+      "cluster.trainer_processes: several processes that train need replicas",
+    ),
+    (
+      [
+        *two(),
+        "--config.transfer.channel=direct",
+        "--num_processes=2",
+        ADDRESS,
+      ],
+      "transfer.channel: direct is for slices of one process; use orbax",
+    ),
+    (two(), "num_processes: missing; JAX finds no other processes by itself"),
+    (
+      [
+        *two(start_timeout_s=1),
+        "--num_processes=2",
+        "--process_id=1",
+        ADDRESS,
+      ],
+      "coordinator_address: process 0 did not listen at localhost:1 within 1 s",
+    ),
+  ],
+  ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_wrong_flags_are_one_line(flags, error, tmp_path):
+  (line,) = errors(start(tmp_path, *flags))
+  assert line.startswith(f"error: {error}")
+  assert "\n" not in line
+
+
+@pytest.mark.slow
+def test_two_processes_of_different_settings_end_with_one_line(tmp_path):
+  with socket.socket() as free:
+    free.bind(("localhost", 0))
+    address = f"--coordinator_address=localhost:{free.getsockname()[1]}"
+  flags = [*two(), "--num_processes=2", address]
+  lines = errors(
+    start(tmp_path, *flags, "--process_id=0"),
+    start(tmp_path, *flags, "--process_id=1", "--config.train.num_steps=9"),
+  )
+  assert lines[0] == lines[1]
+  assert lines[0].startswith("error: train.num_steps: process 1 on ")
+  assert lines[0].endswith("has 9, process 0 has 4; they have to be the same")
+
+
+def test_what_is_compared_is_all_settings_packages_and_the_code(tmp_path):
+  facts = trainer_facts.facts(sections.Config(), tmp_path)
+  names = {"jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint"}
+  assert names <= facts.keys()
+  assert facts["algorithm.groups_per_step"] == 32
+  assert facts["source of jaxrl_async"] == trainer_facts.source_digest()
+  assert facts["workdir"] == str(tmp_path)
+
+
+def test_the_workdir_and_the_directory_of_versions_are_shared(tmp_path):
+  config = sections.Config()
+  assert trainer_facts.shared(config, tmp_path) == [tmp_path]
+  config.transfer.directory = str(tmp_path / "versions")
+  assert trainer_facts.shared(config, tmp_path) == [
+    tmp_path,
+    tmp_path / "versions",
+  ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("arguments", "error"),
+  [
+    ([], "the flags of launch/train.py are missing; they follow after --"),
+    (["--num_processes=0", "--", "x"], "flag --num_processes=0: "),
+    (
+      ["--", f"--config={TINY}", "--workdir=/tmp/nowhere", *two(kind="local")],
+      "cluster.trainer_processes: several processes that train need replicas",
+    ),
+  ],
+  ids=["none", "too few", "of process 0"],
+)
+def test_the_launcher_of_all_says_what_is_wrong_once(arguments, error):
+  script = str(ROOT / "launch" / "trainer_world.py")
+  launcher = subprocess.Popen(
+    [sys.executable, script, *arguments],
+    env=os.environ | {"PYTHONPATH": str(ROOT)},
+    stdout=subprocess.DEVNULL,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+  (line,) = errors(launcher)
+  assert line.startswith(f"error: {error}")
+  assert "\n" not in line
