@@ -133,3 +133,30 @@ def test_the_workdir_and_the_directory_of_versions_are_shared(tmp_path):
     tmp_path,
     tmp_path / "versions",
   ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("arguments", "error"),
+  [
+    ([], "the flags of launch/train.py are missing; they follow after --"),
+    (["--num_processes=0", "--", "x"], "flag --num_processes=0: "),
+    (
+      ["--", f"--config={TINY}", "--workdir=/tmp/nowhere", *two(kind="local")],
+      "cluster.trainer_processes: several processes that train need replicas",
+    ),
+  ],
+  ids=["none", "too few", "of process 0"],
+)
+def test_the_launcher_of_all_says_what_is_wrong_once(arguments, error):
+  script = str(ROOT / "launch" / "trainer_world.py")
+  launcher = subprocess.Popen(
+    [sys.executable, script, *arguments],
+    env=os.environ | {"PYTHONPATH": str(ROOT)},
+    stdout=subprocess.DEVNULL,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+  (line,) = errors(launcher)
+  assert line.startswith(f"error: {error}")
+  assert "\n" not in line
