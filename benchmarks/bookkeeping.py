@@ -32,6 +32,7 @@ The last line of standard output is one JSON object whose keys are the sizes.
 """
 
 from collections.abc import Callable, Sequence
+import dataclasses
 import json
 import os
 import pathlib
@@ -141,14 +142,14 @@ class Books:
       workdir / "ledger.jsonl", ledger_lib.LedgerState()
     )
     self._null = open(os.devnull, "w")
-    self._worker: Any = SimpleNamespace(
-      replica=SimpleNamespace(
-        scheduler=SimpleNamespace(stats=scheduler_lib.SchedulerStats()),
-        served_tokens=0,
-        adopt_s=0.0,
-      ),
+    self._rollout: Any = SimpleNamespace(
       coordinator=SimpleNamespace(stream=SimpleNamespace(metrics=dict)),
-      wait_for_admission_s=0.0,
+      generated_tokens=0,
+      totals=lambda: {
+        **dataclasses.asdict(scheduler_lib.SchedulerStats()),
+        "wait_s": 0.0,
+        "adopt_s": 0.0,
+      },
     )
     rewards: Any = SimpleNamespace(
       metrics=lambda: {"reward_service/latency_s": 0.1}
@@ -158,7 +159,7 @@ class Books:
       workdir=workdir,
       writer=self._writer,
       ledger=self._ledger,
-      worker=self._worker,
+      rollout=self._rollout,
       rewards=rewards,
       busy=self._busy,
       progress=progress_lib.Progress(
@@ -236,7 +237,7 @@ class Books:
       model=configs.MODELS["tiny"],
       peak_flops=1e12,
     )
-    self._worker.replica.scheduler.stats.generated_tokens += sum(
+    self._rollout.generated_tokens += sum(
       group.num_completion_tokens for group in groups
     )
     self.step += 1

@@ -126,6 +126,10 @@ class Completion:
   finish_reason: FinishReason
 
 
+# The arrays of a trajectory, each with one entry for each token.
+TOKEN_ARRAYS = "tokens", "loss_mask", "behavior_logprobs", "policy_versions"
+
+
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Trajectory:
   """A prompt and its completion, partial or finished.
@@ -141,6 +145,8 @@ class Trajectory:
       -1 where loss_mask is False.
     finish_reason: why the trajectory ended. None while it is being generated.
     reward: the scorer's result. None until the trajectory has been scored.
+    writers: the replicas that generated the tokens, in order, each with the
+      number of tokens. The coordinator fills it in.
   """
 
   member: int
@@ -150,6 +156,7 @@ class Trajectory:
   policy_versions: Int[np.ndarray, "T"]
   finish_reason: FinishReason | None = None
   reward: Reward | None = None
+  writers: tuple[tuple[str, int], ...] = ()
 
   @property
   def num_completion_tokens(self) -> int:

@@ -10,6 +10,7 @@ import functools
 import os
 import pathlib
 import re
+import secrets
 import shutil
 import sys
 import textwrap
@@ -104,8 +105,7 @@ def use_compile_cache(path: pathlib.Path) -> None:
   """
   import jax
 
-  cache = _COMPILE_CACHE.value or str(path / "compile_cache")
-  jax.config.update("jax_compilation_cache_dir", cache)
+  jax.config.update("jax_compilation_cache_dir", _cache(path))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
@@ -129,6 +129,46 @@ def _prepare_jax() -> None:
   )
   # With asynchronous dispatch the two slices of a CPU wait for each other.
   jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+
+def _cache(path: pathlib.Path) -> str:
+  """Return where XLA's compiled programs are kept, by default below a path."""
+  return _COMPILE_CACHE.value or str(path / "compile_cache")
+
+
+def prepare_ray(config: sections.Config) -> None:
+  """Set the variables that Ray reads when it starts and connects."""
+  os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+  if config.cluster.address:
+    return
+  # Nothing listens on any address but the loopback one. (The variable is named
+  # after the systems on which this is the default.)
+  os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+  # Another user of this machine cannot call it without the token.
+  os.environ["RAY_AUTH_MODE"] = "token"
+  os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+  # Processes take longer to start than Ray expects where few cores are free.
+  os.environ.setdefault("RAY_worker_register_timeout_seconds", "300")
+
+
+def replica_environment(config: sections.Config) -> dict[str, str]:
+  """Return the variables for the processes of replicas.
+
+  They make the settings that `_prepare_jax` and `use_compile_cache` make here.
+  """
+  found = {
+    "JAX_CPU_ENABLE_ASYNC_DISPATCH": "false",
+    "JAX_COMPILATION_CACHE_DIR": _cache(pathlib.Path(WORKDIR.value).absolute()),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+  }
+  if not config.cluster.replica_gpus and not config.cluster.replica_tpu:
+    mesh = config.mesh
+    found |= {
+      "JAX_PLATFORMS": "cpu",
+      "XLA_FLAGS": f"{_HOST_DEVICES}={mesh.rollout_data * mesh.rollout_tensor}",
+    }
+  return found
 
 
 # -- errors -----------------------------------------------------------------

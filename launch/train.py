@@ -90,6 +90,13 @@ def _check() -> None:
     return
   command_line.check_workdir()
   trainer_process.check()
+  config = command_line.CONFIG.value
+  is_apart = config.cluster.kind is sections.ClusterKind.RAY
+  if _SERVE_PORT.value and is_apart:
+    raise sections.ConfigError(
+      "serve_port: clients are served by a replica in this process, and"
+      " cluster.kind=ray has none; use launch/serve.py beside the run"
+    )
   if _SERVE_PORT.value and trainer_process.leads():
     addresses.check_can_bind("serve_port", "127.0.0.1", _SERVE_PORT.value)
 
@@ -160,6 +167,8 @@ def _follow(config: sections.Config, world: world_lib.World) -> None:
 def _train(
   config: sections.Config, workdir: pathlib.Path, world: world_lib.World
 ) -> None:
+  command_line.prepare_ray(config)
+
   from jaxrl_async.run import training_run
   from jaxrl_async.serving import front as front_lib
 
@@ -172,6 +181,7 @@ def _train(
     workdir,
     serving=serving,
     profile_steps=_profile_steps(),
+    replica_environment=command_line.replica_environment(config),
     world=world,
   )
   print(summary)

@@ -72,6 +72,7 @@ REWARD = types.Reward(
   parts={"format": 1 / 3, "é": -0.0},
   token_scores={12: 2 / 3, 0: -1.0},
 )
+EOS = types.FinishReason.EOS
 
 
 def _groups():
@@ -85,7 +86,7 @@ def _groups():
     ),
     trajectories=[
       _trajectory(
-        rng, 0, 9, finish_reason=types.FinishReason.EOS, reward=REWARD
+        rng, 0, 9, finish_reason=EOS, reward=REWARD, writers=(("a", 6),)
       ),
       _trajectory(rng, 1, 0),
       _trajectory(rng, 3, 7),

@@ -1,7 +1,5 @@
 """The coordinator alone: replicas are what this file says they report."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import tiny
@@ -23,22 +21,18 @@ def ask(room=1, version=0, replica="a"):
   return messages.Ask(replica=replica, version=version, room=room)
 
 
-def written(turn, num_tokens, reason=FinishReason.EOS, version=0):
-  """A turn of which so many tokens were written."""
-  trajectory = turn.trajectory
-  new = np.arange(60, 60 + num_tokens, dtype=np.int32)
+def written(turn, num_tokens, reason=FinishReason.EOS, version=0, known=0):
+  """A turn of which so many tokens were written, some of them known already."""
+  num_tokens -= known
   return messages.Written(
     group=turn.admission.index,
-    trajectory=dataclasses.replace(
-      trajectory,
-      tokens=np.concatenate([trajectory.tokens, new]),
-      loss_mask=np.pad(
-        trajectory.loss_mask, (0, num_tokens), constant_values=True
-      ),
-      behavior_logprobs=np.pad(trajectory.behavior_logprobs, (0, num_tokens)),
-      policy_versions=np.pad(
-        trajectory.policy_versions, (0, num_tokens), constant_values=version
-      ),
+    begin=len(turn.trajectory.tokens) + known,
+    trajectory=types.Trajectory(
+      member=turn.trajectory.member,
+      tokens=np.arange(60, 60 + num_tokens, dtype=np.int32),
+      loss_mask=np.ones(num_tokens, bool),
+      behavior_logprobs=np.zeros(num_tokens, np.float32),
+      policy_versions=np.full(num_tokens, version, np.int32),
       finish_reason=reason,
     ),
   )
@@ -138,7 +132,7 @@ def test_a_failed_group_is_written_down_when_all_of_it_is_known(make_world):
   assert world.lines() == []
   aborted = FinishReason.ABORTED
   answer = coordinator.report(
-    report(written(second, 5, aborted), written(third, 1, aborted))
+    report(written(second, 5, aborted, known=4), written(third, 1, aborted))
   )
   assert answer == messages.Work()
   (line,) = world.lines()
@@ -181,7 +175,8 @@ def test_a_lost_replicas_groups_go_on_from_what_it_reported_last(make_world):
   assert {
     t.admission.index for t in coordinator.admit(ask(room=3, replica="b")).turns
   } == {1}
-  # It was not lost after all: nobody wants what it writes.
+  # It was not lost after all: nobody wants what it writes, and it gets nothing.
+  assert coordinator.admit(ask(room=9)).turns == ()
   late = coordinator.report(
     report(written(partial, 5, None), written(silent, 2))
   )
@@ -192,6 +187,13 @@ def test_a_lost_replicas_groups_go_on_from_what_it_reported_last(make_world):
   coordinator.collect_scores()
   (group,) = world.buffer.state().finished
   assert [t.num_completion_tokens for t in group.trajectories] == [2, 4, 1]
+  assert [t.writers for t in group.trajectories] == [
+    (("a", 2),),
+    (("a", 3), ("b", 1)),
+    (("b", 1),),
+  ]
+  assert coordinator.recorded_tokens == group.num_completion_tokens
+  assert coordinator.refused_tokens == 7
 
 
 def test_a_failed_group_of_a_lost_replica_ends_with_what_is_known(make_world):
@@ -210,6 +212,16 @@ def test_a_replica_that_aborts_what_nobody_cancelled_is_an_error(make_world):
   turn, *_ = coordinator.admit(ask()).turns
   with pytest.raises(ValueError, match="group 0 was aborted"):
     coordinator.report(report(written(turn, 1, FinishReason.ABORTED)))
+
+
+def test_a_report_that_leaves_tokens_out_is_an_error(make_world):
+  coordinator = make_world().coordinator
+  turn, *_ = coordinator.admit(ask()).turns
+  coordinator.report(
+    report(written(turn, 2, None), written(turn, 3, None, 0, 2))
+  )
+  with pytest.raises(ValueError, match="from token 7, but 6 are known"):
+    coordinator.report(report(written(turn, 5, known=4)))
 
 
 def test_restored_groups_wait_for_a_replica(make_world):

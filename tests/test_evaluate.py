@@ -1,12 +1,14 @@
 """An answer that cannot be scored is no answer, neither right nor wrong."""
 
+import functools
+
 import numpy as np
 import pytest
 import tiny
 
 from jaxrl_async import types
 from jaxrl_async.rewards import service as service_lib
-from jaxrl_async.run import answers as answers_lib
+from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.run import evaluate
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
@@ -18,7 +20,6 @@ def evaluated(score, rewards=None, samples=1, **settings):
   rewards = rewards or tiny.Rewards(lambda item, made: score(item["number"]))
   stream = tiny.Prompts()
   this = evaluate.Evaluator(
-    tiny.engine(),
     [stream.next() for _ in range(NUM_PROMPTS)],
     answers_lib.AnswerSettings(
       samples=samples,
@@ -28,8 +29,12 @@ def evaluated(score, rewards=None, samples=1, **settings):
     ),
     tokenizer=tokenizer_lib.character_level(),
     rewards=rewards,
+    num_slots=tiny.SIZES.num_slots,
   )
-  return this.evaluate(tiny.engine_params(), is_greedy=samples == 1)
+  write = functools.partial(
+    answers_lib.write, tiny.ready(), tokenizer=tokenizer_lib.character_level()
+  )
+  return this.evaluate(write, is_greedy=samples == 1)
 
 
 def failure(reason="error: LookupError: no such"):
@@ -148,12 +153,18 @@ def test_slow_scores_hold_generation_back():
   scheduler = tiny.ready()
   stream = tiny.Prompts()
   prompts = [stream.next() for _ in range(100)]
-  answers = answers_lib.generate(
-    scheduler,
+  tokenizer = tokenizer_lib.character_level()
+  answers = answers_lib.scored(
+    answers_lib.write(
+      scheduler,
+      prompts,
+      answers_lib.AnswerSettings(temperature=0.0, max_completion_tokens=1),
+      tokenizer=tokenizer,
+    ),
     prompts,
-    answers_lib.AnswerSettings(temperature=0.0, max_completion_tokens=1),
-    tokenizer=tokenizer_lib.character_level(),
+    tokenizer=tokenizer,
     rewards=rewards,
+    num_slots=scheduler.engine.sizes.num_slots,
   )
   first = next(answers)
   assert first.trajectory.reward is not None

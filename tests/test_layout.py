@@ -58,6 +58,17 @@ FOLDERS = {
     "coordination",
     "engine",
   ),
+  "cluster": (
+    "config",
+    "text",
+    "devices",
+    "reporting",
+    "models",
+    "planning",
+    "coordination",
+    "engine",
+    "rollout",
+  ),
   "serving": (
     "types",
     "config",
@@ -86,6 +97,7 @@ FOLDERS = {
     "training",
     "serving",
     "rollout",
+    "cluster",
   ),
   "api": ("config", "data", "rewards", "training", "rollout", "run"),
 }

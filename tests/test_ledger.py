@@ -33,6 +33,7 @@ def make_group(index, *, versions=((3, 3, 4), (5,)), rewards=(1.0, 0.5)):
         policy_versions=np.array([-1, -1, *written], np.int32),
         finish_reason=None if reward is None else types.FinishReason.EOS,
         reward=None if reward is None else tiny.reward(reward),
+        writers=(("a", 1), ("b", len(written) - 1))[: len(written)],
       )
     )
   return types.RolloutGroup(
@@ -84,6 +85,7 @@ def test_a_line_says_everything_about_its_group(tmp_path, open_ledger):
     "num_prompt_tokens": 2,
     "num_completion_tokens": [3, 1],
     "finish_reasons": ["eos", "eos"],
+    "writers": [[["a", 3, 1], ["b", 3, 1], ["b", 4, 1]], [["a", 5, 1]]],
     "rewards": [1.0, 0.5],
     "reward_parts": {},
     "times_s": {"admitted": 0.5, "scored": 2.0},

@@ -157,7 +157,7 @@ def test_a_group_whose_replica_left_is_written_on_by_another(make_world):
 
   world.scheduler.after_step = leave
   world.worker.run()
-  world.worker._is_stopping = False
+  world.worker._gate.reopen()
   world.replica.drain()
   assert not world.scheduler.sequences()
   assert any(

@@ -12,6 +12,7 @@ from jaxrl_async import types
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import replica as replica_lib
+from jaxrl_async.rollout import running_group
 from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.types import FinishReason
 
@@ -46,16 +47,36 @@ class Script:
   def __init__(self):
     self.asks, self.reports, self.others = [], [], []
     self.to_admit = self.to_report = messages.Work()
+    self.known = {}
 
   def admit(self, ask):
     self.asks.append(ask)
     work, self.to_admit = self.to_admit, messages.Work()
-    return work
+    return self.handed_out(work)
 
   def report(self, report):
-    self.reports.append(report)
+    self.reports.append(
+      messages.Report(
+        replica=report.replica, written=tuple(map(self.whole, report.written))
+      )
+    )
     work, self.to_report = self.to_report, messages.Work()
+    return self.handed_out(work)
+
+  def handed_out(self, work):
+    for turn in work.turns:
+      key = turn.admission.index, turn.trajectory.member
+      self.known[key] = turn.trajectory
     return work
+
+  def whole(self, written):
+    """What was written, after what was known before."""
+    key = written.group, written.trajectory.member
+    known = self.known[key]
+    assert written.begin == len(known.tokens)
+    assert len(written.trajectory.tokens) or written.trajectory.finish_reason
+    self.known[key] = running_group.joined(known, written.trajectory, "r")
+    return dataclasses.replace(written, trajectory=self.known[key])
 
   def adopted(self, adopted):
     self.others.append(adopted)
@@ -116,7 +137,7 @@ def test_it_asks_once_it_has_weights_and_room(script, replica):
   replica.feed()
   assert script.asks[-1].room == tiny.SIZES.insert_rows
   replica.feed()
-  assert len(script.asks) == 2  # nothing would be written soon
+  assert script.asks[-1].room == 0  # nothing would be written soon
 
 
 def test_it_waits_for_a_version_and_has_its_weights(script, replica):

@@ -48,7 +48,7 @@ def recorder(tmp_path, hand):
     workdir=tmp_path,
     writer=writer,
     ledger=world.ledger,
-    worker=world.worker,
+    rollout=world.worker,
     rewards=world.rewards,
     busy={
       name: metrics_lib.BusyClock(seconds=hand) for name in ("rollout", "train")

@@ -105,12 +105,12 @@ def test_a_paused_worker_stands_between_two_calls_and_goes_on(make_world):
     with world.worker.paused(0.01):  # it has not begun
       raise AssertionError
   try:
-    with world.worker._gate:  # so that the pause comes first
-      world.worker._num_pausers += 1
+    with world.worker._gate._condition:  # so that the pause comes first
+      world.worker._gate._num_pausers += 1
     thread.start()
     with world.worker.paused(DEADLINE_S):
-      with world.worker._gate:
-        world.worker._num_pausers -= 1
+      with world.worker._gate._condition:
+        world.worker._gate._num_pausers -= 1
       assert "paused" in world.worker.status()
       assert world.worker.groups() == {}
       assert world.scheduler.version == -1
@@ -183,14 +183,14 @@ def test_a_version_that_cannot_be_read_ends_the_worker(make_world):
 
 def test_the_status_says_since_when(make_world):
   world = make_world()
-  world.worker._show("decoding")
-  text, since_s = world.worker._status
-  world.worker._show("decoding")
-  assert world.worker._status == (text, since_s)
+  world.worker._gate.show("decoding")
+  text, since_s = world.worker._gate._status
+  world.worker._gate.show("decoding")
+  assert world.worker._gate._status == (text, since_s)
   assert "decoding since 0.0 s" in world.worker.status()
-  world.worker._status = (text, since_s - 3.0)
+  world.worker._gate._status = (text, since_s - 3.0)
   assert "decoding since 3." in world.worker.status()
-  world.worker._show("paused")
+  world.worker._gate.show("paused")
   assert "paused since 0.0 s" in world.worker.status()
 
 

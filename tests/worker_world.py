@@ -116,7 +116,7 @@ class World:
     self.scheduler.after_step = self.buffer.on_wait = look
     self.worker.run()
     self.scheduler.after_step = self.buffer.on_wait = lambda *_: None
-    self.worker._is_stopping = False
+    self.worker._gate.reopen()
 
   def lines(self):
     return [json.loads(line) for line in self.path.read_text().splitlines()]

@@ -10,6 +10,7 @@ the generated tokens. The ledger counts the trained, filtered and failed ones.
 
 from collections.abc import Callable
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -164,11 +165,27 @@ def _versions(group: types.RolloutGroup) -> np.ndarray:
   return np.unique(np.concatenate(written)) if written else np.zeros(0, int)
 
 
+def _writers(trajectory: types.Trajectory) -> list[tuple[str, int, int]]:
+  """Return replica, version and number of tokens of each run of tokens."""
+  versions = trajectory.policy_versions[trajectory.loss_mask]
+  found, at = [], 0
+  for replica, count in trajectory.writers:
+    part = versions[at : at + count]
+    edges = [0, *(np.flatnonzero(np.diff(part)) + 1).tolist(), len(part)]
+    found += [
+      (replica, int(part[a]), b - a) for a, b in itertools.pairwise(edges)
+    ]
+    at += count
+  return found
+
+
 def _describe(group: types.RolloutGroup) -> dict[str, Any]:
   """Return the fields that the lines of all groups have.
 
-  Rewards are listed in the order of the trajectories, with another list for
-  each named part. A reward that is missing or not finite becomes null, because
+  `writers` says of each trajectory which replica generated how many tokens with
+  which version of the weights, in order: [replica, version, tokens]. Rewards
+  are listed in the order of the trajectories, with another list for each named
+  part. A reward that is missing or not finite becomes null, because
   JSON has no NaN.
   """
   versions = _versions(group)
@@ -187,6 +204,7 @@ def _describe(group: types.RolloutGroup) -> dict[str, Any]:
       t.num_completion_tokens for t in group.trajectories
     ],
     "finish_reasons": [t.finish_reason for t in group.trajectories],
+    "writers": [_writers(t) for t in group.trajectories],
     "rewards": [_finite(r and r.score) for r in rewards],
     "reward_parts": {
       name: [_finite(r and r.parts.get(name)) for r in rewards]

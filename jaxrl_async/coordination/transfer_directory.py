@@ -131,7 +131,7 @@ def remove_leftovers(directory: pathlib.Path) -> None:
 
 def _is_published_to(incarnation: pathlib.Path) -> bool:
   try:
-    lock = open(incarnation / _LOCK, "rb")
+    lock = open(incarnation / _LOCK, "r+b")
   except FileNotFoundError:
     return False
   with lock:

@@ -57,6 +57,7 @@ class WeightChannel(abc.ABC):
 
   Attributes:
     num_bytes: size of one version.
+    shapes: shapes and dtypes of the arrays of a version.
 
   Threads: one thread publishes and closes; any number poll, wait and adopt.
   `_changed` guards what they share and is notified after every new version,
@@ -70,6 +71,9 @@ class WeightChannel(abc.ABC):
       target: jax.ShapeDtypeStruct leaves with the rollout shardings.
     """
     self._target = target
+    self.shapes = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), target
+    )
     self._layout = pytree_files.layout(pytree_files.named_leaves(target))
     self.num_bytes = sum(
       x.size * x.dtype.itemsize for x in jax.tree.leaves(target)
@@ -284,9 +288,9 @@ class OrbaxChannel(WeightChannel):
     """
     super().__init__(target)
     self._world = world or world_lib.alone()
-    self._directory = pathlib.Path(directory).absolute()
-    self._incarnation = incarnation
-    self._path = self._directory / f"incarnation-{incarnation}"
+    self.directory = pathlib.Path(directory).absolute()
+    self.incarnation = incarnation
+    self._path = self.directory / f"incarnation-{incarnation}"
     self._newest_link = self._path / "newest"
     self._coalesce = coalesce and self._world.size == 1
     self._waiting: collections.deque[tuple[_Save, int]]
@@ -335,7 +339,7 @@ class OrbaxChannel(WeightChannel):
       self._thread = None
       assert self._lock is not None
       self._lock.close()
-      transfer_directory.remove_leftovers(self._directory)
+      transfer_directory.remove_leftovers(self.directory)
     self._raise_failure()
 
   def remove(self) -> None:
@@ -343,7 +347,7 @@ class OrbaxChannel(WeightChannel):
     # this process. Removing them here would be in vain, since other threads may
     # still be writing.
     self._remover = subprocess.Popen(
-      ["sh", "-c", _REMOVE, "sh", self._path, self._directory],
+      ["sh", "-c", _REMOVE, "sh", self._path, self.directory],
       stdin=subprocess.PIPE,
       stdout=subprocess.DEVNULL,
       stderr=subprocess.DEVNULL,
@@ -408,7 +412,7 @@ class OrbaxChannel(WeightChannel):
     """Save a version, seal it, and point the link at it."""
     directory = self._path / str(version)
     save()()
-    about = {"incarnation": self._incarnation, "version": version}
+    about = {"incarnation": self.incarnation, "version": version}
     manifest.write(directory, about | {"layout": self._layout})
     incomplete = self._path / "newest.incomplete"
     os.symlink(str(version), incomplete)
@@ -421,7 +425,7 @@ class OrbaxChannel(WeightChannel):
     """Remove versions that two newer ones have replaced and nobody reads."""
     for version in self._announced[: -transfer_directory.NUM_KEPT]:
       directory = self._path / str(version)
-      with open(directory / manifest.NAME, "rb") as lock:
+      with open(directory / manifest.NAME, "r+b") as lock:  # as NFS wants it
         try:
           fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -432,7 +436,7 @@ class OrbaxChannel(WeightChannel):
   def _load(self, version: int) -> Any:
     """Read a version whose lock is held, after checking its manifest."""
     directory = self._path / str(version)
-    expected = {"incarnation": self._incarnation, "version": version}
+    expected = {"incarnation": self.incarnation, "version": version}
     try:
       about = manifest.verify(directory)
       found = {key: about[key] for key in expected}

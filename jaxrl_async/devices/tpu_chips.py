@@ -62,10 +62,14 @@ CHIPS = {
 }
 
 
-def parse(name: str) -> tuple[int, str, str]:
+def parse(name: str, field: str = "topology") -> tuple[int, str, str]:
   """Return the number of slices, the chip and the shape that a name means.
 
   "2xv5e:4x4" gives 2, "v5e" and "4x4".
+
+  Args:
+    name: of one or several slices.
+    field: the setting that holds it, for the error message.
 
   Raises:
     ConfigError: there is no such slice.
@@ -75,13 +79,13 @@ def parse(name: str) -> tuple[int, str, str]:
   count, chip, shape = int(found[1] or 1), found[2], found[3]
   sections.require(
     chip in CHIPS and count > 0,
-    "topology",
+    field,
     f"{sections.shown(name)} does not exist; chips are {', '.join(CHIPS)}; for"
     " example, v5p:4x4x4 is one slice and 2xv5e:4x4 is two slices",
   )
   sections.require(
     shape in CHIPS[chip].slices,
-    "topology",
+    field,
     f"{sections.shown(name)} does not exist; slices of {chip} are"
     f" {', '.join(CHIPS[chip].slices)}",
   )

@@ -213,14 +213,15 @@ class Sequence:
     """Return all tokens so far, including the prompt, without a copy."""
     return self.tokens[: self.length]
 
-  def trajectory(self) -> types.Trajectory:
-    """Return a copy of what is there so far, as a trajectory."""
-    n = self.length
+  def trajectory(self, begin: int = 0) -> types.Trajectory:
+    """Return a copy of what is there so far, as a trajectory.
+
+    Args:
+      begin: number of tokens to leave out at the beginning.
+    """
+    part = slice(begin, self.length)
     return types.Trajectory(
       member=self.member,
-      tokens=self.tokens[:n].copy(),
-      loss_mask=self.loss_mask[:n].copy(),
-      behavior_logprobs=self.behavior_logprobs[:n].copy(),
-      policy_versions=self.policy_versions[:n].copy(),
+      **{name: getattr(self, name)[part].copy() for name in types.TOKEN_ARRAYS},
       finish_reason=self.finish_reason,
     )

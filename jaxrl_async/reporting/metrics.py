@@ -4,7 +4,7 @@
 """
 
 import collections
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import copy
 import json
@@ -294,6 +294,31 @@ class BusyClock:
           name = COMPILE if is_compiling else activity
           self._activity_s[name] += b - a
           self._timeline.add(timeline_lib.Interval(a, b, name))
+
+  def add(
+    self, busy_s: float, intervals: Iterable[timeline_lib.Interval]
+  ) -> None:
+    """Add what was measured in other processes.
+
+    Args:
+      busy_s: seconds in which the slice was busy, on the average of them.
+      intervals: for the timeline, by this clock.
+    """
+    with self._lock:
+      self._busy_s += busy_s
+      for interval in intervals:
+        self._activity_s[interval.activity] += interval.end_s - interval.start_s
+        self._timeline.add(interval)
+
+  def since(self, end_s: float, most: int) -> list[timeline_lib.Interval]:
+    """Return the last intervals that ended after `end_s`, at most so many."""
+    found = []
+    with self._lock:
+      for interval in reversed(self._timeline.recent):
+        if interval.end_s <= end_s or len(found) == most:
+          break
+        found.append(interval)
+    return found[::-1]
 
   def activity_s(self) -> dict[str, float]:
     """Return the seconds of each activity, summed over threads."""

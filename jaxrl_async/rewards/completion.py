@@ -1,9 +1,30 @@
 """Conversion of a trajectory to the `Completion` that a scorer gets."""
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
 from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.types import Completion, Trajectory, Turn
+
+
+def of_group(
+  trajectories: Sequence[Trajectory], tokenizer: tokenizer_lib.Tokenizer
+) -> list[Completion]:
+  """Decode the finished trajectories of a group, most of whose prompts agree.
+
+  Raises:
+    ValueError: a trajectory has not ended.
+  """
+  prompts: dict[bytes, str] = {}
+
+  def of_prompt(tokens: np.ndarray) -> str:
+    key = tokens.tobytes()
+    if key not in prompts:
+      prompts[key] = tokenizer.decode(tokens)
+    return prompts[key]
+
+  return [_of_trajectory(t, tokenizer, of_prompt) for t in trajectories]
 
 
 def of_trajectory(
@@ -17,6 +38,14 @@ def of_trajectory(
   Raises:
     ValueError: the trajectory has not ended.
   """
+  return _of_trajectory(trajectory, tokenizer, tokenizer.decode)
+
+
+def _of_trajectory(
+  trajectory: Trajectory,
+  tokenizer: tokenizer_lib.Tokenizer,
+  of_prompt: Callable[[np.ndarray], str],
+) -> Completion:
   if trajectory.finish_reason is None:
     raise ValueError(f"trajectory {trajectory.member} has not ended")
   mask, tokens = trajectory.loss_mask, trajectory.tokens
@@ -30,7 +59,7 @@ def of_trajectory(
     middle = first + int((~mask[first:end]).sum())
     turns.append(
       Turn(
-        prompt=tokenizer.decode(tokens[first:middle]),
+        prompt=of_prompt(tokens[first:middle]),
         # With a single turn, its completion is the text decoded above.
         completion=text
         if len(begins) == 1

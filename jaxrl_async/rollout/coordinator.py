@@ -7,9 +7,7 @@ only what was reported last, and that is enough for another replica to continue
 it.
 """
 
-from collections.abc import Iterable
 import dataclasses
-import traceback as traceback_lib
 
 from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
@@ -20,6 +18,7 @@ from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import messages
+from jaxrl_async.rollout import running_group
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 
@@ -54,67 +53,6 @@ class CoordinatorSettings:
   stop_token_ids: tuple[int, ...] = ()
 
 
-@dataclasses.dataclass(kw_only=True, slots=True)
-class _Failure:
-  """Why a group failed.
-
-  Attributes:
-    reason: one line for the ledger.
-    traceback: the traceback for the error message of the run.
-  """
-
-  reason: str
-  traceback: str
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class _Running:
-  """A group that has not reached the buffer.
-
-  Attributes:
-    episodes: the episode of each member.
-    trajectories: the trajectory of each member as last reported.
-    unfinished: the members whose episodes have not ended.
-    replica: the replica that generates the unfinished members. None while they
-      wait for a replica.
-    score: the handle of the group's rewards. None until all members are
-      finished.
-    failure: set as soon as the group has failed. The group ends when its
-      replica has reported the members it was still generating.
-  """
-
-  admission: types.Admission
-  prompt: types.Prompt
-  times_s: dict[str, float]
-  episodes: dict[int, episode_lib.Turns] = dataclasses.field(
-    default_factory=dict
-  )
-  trajectories: dict[int, types.Trajectory] = dataclasses.field(
-    default_factory=dict
-  )
-  unfinished: set[int] = dataclasses.field(default_factory=set)
-  replica: str | None = None
-  score: service_lib.ScoreHandle | None = None
-  failure: _Failure | None = None
-
-  def group(self) -> types.RolloutGroup:
-    """Return the group with its trajectories so far, in order of member."""
-    return types.RolloutGroup(
-      admission=self.admission,
-      prompt=self.prompt,
-      trajectories=[self.trajectories[m] for m in sorted(self.trajectories)],
-      times_s=dict(self.times_s),
-    )
-
-  def abort(self, members: Iterable[int]) -> None:
-    """Mark these members as aborted and no longer unfinished."""
-    for member in members:
-      self.trajectories[member] = dataclasses.replace(
-        self.trajectories[member], finish_reason=types.FinishReason.ABORTED
-      )
-      self.unfinished.remove(member)
-
-
 class Coordinator:
   """Admits groups, hands their turns to replicas and has them scored.
 
@@ -130,6 +68,9 @@ class Coordinator:
 
   Attributes:
     stream: the source of prompts for new groups.
+    recorded_tokens: tokens that replicas reported, without those below.
+    refused_tokens: tokens that replicas reported of groups that had ended, or
+      that another replica had taken over.
   """
 
   def __init__(
@@ -153,9 +94,12 @@ class Coordinator:
     self._tokenizer = tokenizer
     self._busy = busy
     self._episode = episode
-    self._running: dict[int, _Running] = {}
-    self._waiting: dict[int, _Running] = {}
+    self._running: dict[int, running_group.RunningGroup] = {}
+    self._waiting: dict[int, running_group.RunningGroup] = {}
     self._versions: dict[str, int] = {}  # by replica
+    self._left: set[str] = set()  # replicas that were drained
+    self.recorded_tokens = 0
+    self.refused_tokens = 0
     self._failures: list[str] = []  # of consecutive groups, oldest first
     self._num_filtered = 0  # since the last group for the buffer
 
@@ -165,10 +109,10 @@ class Coordinator:
     """Return turns of whole groups until the replica's room is used up.
 
     Groups that wait for a replica come first. New groups follow as long as the
-    buffer admits them.
+    buffer admits them. A replica that was drained gets nothing.
     """
     turns: list[messages.Turn] = []
-    while len(turns) < ask.room:
+    while len(turns) < ask.room and ask.replica not in self._left:
       running = self._next_group(ask.version)
       if running is None:
         break
@@ -183,19 +127,23 @@ class Coordinator:
     the group over. The answer then cancels the group.
 
     Raises:
-      ValueError: a replica aborted a group that was not cancelled.
+      ValueError: a replica aborted a group that was not cancelled, or left out
+        tokens.
       RewardError: too many groups in a row failed.
     """
     turns, failed, unwanted = [], {}, {}
     for written in report.written:
       running = self._running.get(written.group)
-      trajectory = written.trajectory
-      member, reason = trajectory.member, trajectory.finish_reason
+      member = written.trajectory.member
+      reason = written.trajectory.finish_reason
+      num_new = written.trajectory.num_completion_tokens
       if running is None or running.replica != report.replica:
+        self.refused_tokens += num_new
         if reason is None:
           unwanted[written.group] = None
         continue
-      running.trajectories[member] = trajectory
+      self.recorded_tokens += num_new
+      running.add(report.replica, written)
       if reason is None:
         continue
       if running.failure is None:
@@ -204,7 +152,7 @@ class Coordinator:
         try:
           turns += self._advance(running, member)
         except episode_lib.EpisodeError as error:
-          running.failure = _failure_of(error)
+          running.failure = running_group.failure_of(error)
       if running.failure is not None:
         running.abort([member])
         failed[written.group] = running
@@ -223,6 +171,7 @@ class Coordinator:
   def drained(self, drained: messages.Drained) -> None:
     """Let the groups of a drained replica wait for another replica."""
     self._versions.pop(drained.replica, None)
+    self._left.add(drained.replica)
     lost = [r for r in self._running.values() if r.replica == drained.replica]
     for running in lost:
       running.replica = None
@@ -272,7 +221,7 @@ class Coordinator:
     It must be called before any replica asks for work.
     """
     for group in groups:
-      running = _Running(
+      running = running_group.RunningGroup(
         admission=group.admission,
         prompt=group.prompt,
         times_s=dict(group.times_s),
@@ -284,7 +233,7 @@ class Coordinator:
       except episode_lib.EpisodeError as error:
         for trajectory in group.trajectories:  # the ledger counts all tokens
           running.trajectories.setdefault(trajectory.member, trajectory)
-        self._fail(running, _failure_of(error))
+        self._fail(running, running_group.failure_of(error))
         continue
       if running.unfinished:
         self._waiting[group.index] = running
@@ -308,7 +257,7 @@ class Coordinator:
 
   # -- groups and members ---------------------------------------------------
 
-  def _next_group(self, version: int) -> _Running | None:
+  def _next_group(self, version: int) -> running_group.RunningGroup | None:
     """Return a group for a replica of this version, or None if there is none.
 
     Args:
@@ -334,9 +283,9 @@ class Coordinator:
 
   def _start(
     self, admission: types.Admission, prompt: types.Prompt
-  ) -> _Running | None:
+  ) -> running_group.RunningGroup | None:
     """Start the episodes of a new group; return None if one of them failed."""
-    running = _Running(
+    running = running_group.RunningGroup(
       admission=admission,
       prompt=prompt,
       times_s={"admitted": self._busy.now()},
@@ -346,11 +295,13 @@ class Coordinator:
       for member in range(self.settings.group_size):
         self._start_member(running, member)
     except episode_lib.EpisodeError as error:
-      self._fail(running, _failure_of(error))
+      self._fail(running, running_group.failure_of(error))
       return None
     return running
 
-  def _start_member(self, running: _Running, member: int) -> None:
+  def _start_member(
+    self, running: running_group.RunningGroup, member: int
+  ) -> None:
     turns = self._episode(running.prompt)
     running.episodes[member] = turns
     tokens = episode_lib.advance(turns, None)
@@ -364,7 +315,7 @@ class Coordinator:
     running.unfinished.add(member)
 
   def _restore_member(
-    self, running: _Running, trajectory: types.Trajectory
+    self, running: running_group.RunningGroup, trajectory: types.Trajectory
   ) -> None:
     """Continue one member of a group that a checkpoint held.
 
@@ -392,11 +343,13 @@ class Coordinator:
       )
     running.trajectories[member] = trajectory
 
-  def _limit(self, running: _Running) -> int:
+  def _limit(self, running: running_group.RunningGroup) -> int:
     limit = len(running.prompt.tokens) + self.settings.max_completion_tokens
     return min(limit, self.settings.max_tokens)
 
-  def _turn(self, running: _Running, member: int) -> messages.Turn:
+  def _turn(
+    self, running: running_group.RunningGroup, member: int
+  ) -> messages.Turn:
     return messages.Turn(
       admission=running.admission,
       trajectory=running.trajectories[member],
@@ -406,7 +359,9 @@ class Coordinator:
       stop_token_ids=self.settings.stop_token_ids,
     )
 
-  def _advance(self, running: _Running, member: int) -> list[messages.Turn]:
+  def _advance(
+    self, running: running_group.RunningGroup, member: int
+  ) -> list[messages.Turn]:
     """Pass a finished turn to its episode and return the next turn, if any.
 
     Raises:
@@ -429,22 +384,24 @@ class Coordinator:
 
   # -- scores and failures --------------------------------------------------
 
-  def _score_if_done(self, running: _Running) -> None:
+  def _score_if_done(self, running: running_group.RunningGroup) -> None:
     if running.unfinished or running.score is not None:
       return
     running.times_s["generated"] = self._busy.now()
-    completions = [
-      completion_lib.of_trajectory(trajectory, self._tokenizer)
-      for trajectory in running.group().trajectories
-    ]
+    completions = completion_lib.of_group(
+      running.group().trajectories, self._tokenizer
+    )
     running.score = self._rewards.submit(running.prompt.item, completions)
 
-  def _finish(self, running: _Running) -> None:
+  def _finish(self, running: running_group.RunningGroup) -> None:
     assert running.score is not None
     outcome = running.score.result()
     if isinstance(outcome, service_lib.RewardFailure):
       self._fail(
-        running, _Failure(reason=outcome.reason, traceback=outcome.traceback)
+        running,
+        running_group.Failure(
+          reason=outcome.reason, traceback=outcome.traceback
+        ),
       )
       return
     self._failures.clear()
@@ -470,13 +427,15 @@ class Coordinator:
       self._num_filtered = 0
       self._buffer.put(group)
 
-  def _fail(self, running: _Running, failure: _Failure) -> None:
+  def _fail(
+    self, running: running_group.RunningGroup, failure: running_group.Failure
+  ) -> None:
     """End a group that failed while no replica generates any of its members."""
     running.failure = failure
     running.abort(list(running.unfinished))
     self._end_failed(running)
 
-  def _end_failed(self, running: _Running) -> None:
+  def _end_failed(self, running: running_group.RunningGroup) -> None:
     """Record a failed group after all of its members have been reported."""
     assert running.failure is not None and not running.unfinished
     reason, index = running.failure.reason, running.admission.index
@@ -491,9 +450,3 @@ class Coordinator:
         f"{len(self._failures)} groups in a row failed"
         f" (task.max_failed_groups); the first: {self._failures[0]}"
       )
-
-
-def _failure_of(error: episode_lib.EpisodeError) -> _Failure:
-  """Return the failure of a group one of whose episodes raised this error."""
-  lines = traceback_lib.format_exception(error.__cause__ or error)
-  return _Failure(reason=f"episode: {error}", traceback="".join(lines))

@@ -66,14 +66,14 @@ def advance(turns: Turns, written: np.ndarray | None) -> np.ndarray | None:
 
 def begin(member: int, tokens: np.ndarray) -> types.Trajectory:
   """Return a trajectory that holds only its first prompt."""
-  nothing = types.Trajectory(
+  n = len(tokens)
+  return types.Trajectory(
     member=member,
-    tokens=np.zeros((0,), np.int32),
-    loss_mask=np.zeros((0,), bool),
-    behavior_logprobs=np.zeros((0,), np.float32),
-    policy_versions=np.zeros((0,), np.int32),
+    tokens=np.array(tokens, np.int32),
+    loss_mask=np.zeros(n, bool),
+    behavior_logprobs=np.zeros(n, np.float32),
+    policy_versions=np.full(n, -1, np.int32),
   )
-  return extend(nothing, tokens)
 
 
 def extend(
@@ -86,14 +86,18 @@ def extend(
   n = len(tokens)
   return dataclasses.replace(
     trajectory,
-    tokens=np.concatenate([trajectory.tokens, np.asarray(tokens, np.int32)]),
-    loss_mask=np.pad(trajectory.loss_mask, (0, n)),
-    behavior_logprobs=np.pad(trajectory.behavior_logprobs, (0, n)),
-    policy_versions=np.pad(
-      trajectory.policy_versions, (0, n), constant_values=-1
+    tokens=_and(trajectory.tokens, np.asarray(tokens, np.int32)),
+    loss_mask=_and(trajectory.loss_mask, np.zeros(n, bool)),
+    behavior_logprobs=_and(
+      trajectory.behavior_logprobs, np.zeros(n, np.float32)
     ),
+    policy_versions=_and(trajectory.policy_versions, np.full(n, -1, np.int32)),
     finish_reason=None,
   )
+
+
+def _and(array: np.ndarray, more: np.ndarray) -> np.ndarray:
+  return np.concatenate([array, more], dtype=array.dtype)
 
 
 def last_completion(trajectory: types.Trajectory) -> np.ndarray:

@@ -14,7 +14,11 @@ Within one process these are method calls. The messages could also be sent to
 another process: they are frozen, consist of plain data and numpy arrays, and
 identify things by numbers and names. A turn carries the whole trajectory so
 far, so that any replica can generate it. A replica holds no state of a
-trajectory beyond what it reports.
+trajectory beyond what it reports. Its reports arrive in the order in which they
+were made, and each holds only what is new.
+
+An answer need not be for the call that returns it. A link to another process
+does not wait: it returns what has arrived since the last call.
 """
 
 import dataclasses
@@ -28,7 +32,8 @@ class Ask:
   """A replica's request for work.
 
   Attributes:
-    replica: the replica's name. No two replicas of a run ever share a name.
+    replica: the replica's name. No two replicas of a run ever share a name,
+      and a replica that was given up gets a new one.
     version: the policy version of the weights that the replica holds.
     room: how many more trajectories the replica can soon generate. The answer
       consists of whole groups, so that it may hold a few more than that.
@@ -82,12 +87,16 @@ class Written:
 
   Attributes:
     group: the index of the trajectory's group.
-    trajectory: the trajectory so far. Its finish reason is None while the turn
-      is being generated, `ABORTED` if the coordinator cancelled the group, and
-      otherwise the reason why the turn ended.
+    begin: how many tokens of the trajectory the coordinator knows already, from
+      the turn or from earlier reports. The arrays of `trajectory` hold the
+      tokens after them.
+    trajectory: the rest of the trajectory so far. Its finish reason is None
+      while the turn is being generated, `ABORTED` if the coordinator cancelled
+      the group, and otherwise the reason why the turn ended.
   """
 
   group: int
+  begin: int
   trajectory: types.Trajectory
 
 

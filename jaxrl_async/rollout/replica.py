@@ -5,6 +5,7 @@ them between two decode calls. It can serve client requests beside its turns. It
 knows of groups and episodes only what the messages contain.
 """
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import time
 
 from jaxrl_async import types
@@ -14,6 +15,8 @@ from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import sampling
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.engine import sequence as sequence_lib
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import client_requests
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import weight_fetch
@@ -29,7 +32,8 @@ class Replica:
 
   Invariant: an accepted turn stays in `_writing` until it is reported as ended
   or aborted. Until then its sequence is in the scheduler, or it has ended and
-  the next `step` of the scheduler returns it.
+  the next `step` of the scheduler returns it. `_num_known` has the same keys,
+  and counts the tokens that the coordinator knows of.
 
   Threads: all methods belong to the thread that drives the replica. Another
   thread may call them while that one is paused. Any thread may read the
@@ -75,6 +79,7 @@ class Replica:
     self._requests = requests
     self._fetch: weight_fetch.WeightFetch | None = None
     self._writing: dict[tuple[int, int], sequence_lib.Sequence] = {}
+    self._num_known: dict[tuple[int, int], int] = {}
 
   @property
   def version(self) -> int:
@@ -154,8 +159,9 @@ class Replica:
       # however many clients there are.
       num_slots = self.scheduler.engine.sizes.num_slots
       self._requests.feed(self.scheduler, max(1, num_slots // 2))
-    room = self.scheduler.room
-    if self.version >= 0 and room > 0:
+    if self.version >= 0:
+      # Without room nothing is asked for, but something may have arrived.
+      room = max(0, self.scheduler.room)
       ask = messages.Ask(replica=self.name, version=self.version, room=room)
       self._take(self._link.admit(ask))
 
@@ -182,7 +188,36 @@ class Replica:
     for group in {group for group, _ in self._writing}:
       self.scheduler.cancel(sequence_lib.Owner(_GROUP, group))
     self._writing.clear()
+    self._num_known.clear()
     self._link.drained(messages.Drained(replica=self.name))
+
+  def answers(
+    self,
+    prompts: Sequence[types.Prompt] | Mapping[int, types.Prompt],
+    settings: answers_lib.AnswerSettings,
+    questions: Iterable[int] | None = None,
+  ) -> Iterator[list[answers_lib.Written]]:
+    """Answer questions with the present weights, and yield as `answers.write`.
+
+    The sequences of the groups stand still meanwhile.
+
+    Args:
+      prompts: by the number of the question.
+      settings: how they are answered.
+      questions: numbers of the questions to answer; None means all of them.
+    """
+    assert self.params is not None
+    scheduler = scheduler_lib.Scheduler(
+      self.scheduler.engine, busy=metrics_lib.BusyClock()
+    )
+    scheduler.adopt(self.params, self.version)
+    yield from answers_lib.write(
+      scheduler,
+      prompts,
+      settings,
+      tokenizer=self._tokenizer,
+      questions=questions,
+    )
 
   def close(self, *, has_failed: bool) -> None:
     """End all client requests, and wait for what is being fetched.
@@ -197,16 +232,25 @@ class Replica:
       self._fetch.wait(_LAST_FETCH_S)
 
   def _report(self, sequences: list[sequence_lib.Sequence]) -> None:
-    """Report sequences and forget those that have ended."""
-    if not sequences:
-      return
+    """Report what is new of sequences, and forget those that have ended."""
     written = []
     for sequence in sequences:
-      if sequence.finish_reason is not None:
-        del self._writing[_key(sequence)]
+      key = _key(sequence)
+      begin = self._num_known[key]
+      if begin == sequence.length and sequence.finish_reason is None:
+        continue
       written.append(
-        messages.Written(group=sequence.group, trajectory=sequence.trajectory())
+        messages.Written(
+          group=sequence.group,
+          begin=begin,
+          trajectory=sequence.trajectory(begin),
+        )
       )
+      self._num_known[key] = sequence.length
+      if sequence.finish_reason is not None:
+        del self._writing[key], self._num_known[key]
+    if not written:
+      return
     report = messages.Report(replica=self.name, written=tuple(written))
     self._take(self._link.report(report))
 
@@ -216,6 +260,7 @@ class Replica:
     for turn in work.turns:
       sequence = _sequence(turn, self._tokenizer)
       self._writing[_key(sequence)] = sequence
+      self._num_known[_key(sequence)] = sequence.length
       self.scheduler.submit(sequence)
     for group in work.cancelled:
       self.scheduler.cancel(sequence_lib.Owner(_GROUP, group))

@@ -7,23 +7,19 @@ version. When there is nothing to decode, the thread waits for admission
 (training is behind) or for weights. The buffer and the weight channel wake it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import contextlib
-import threading
+import dataclasses
 import time
 
 from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
-from jaxrl_async.coordination import ledger as ledger_lib
-from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import weight_transfer
-from jaxrl_async.data import prompts
 from jaxrl_async.engine import scheduler as scheduler_lib
-from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import client_requests
 from jaxrl_async.rollout import coordinator as coordinator_lib
-from jaxrl_async.rollout import episode as episode_lib
+from jaxrl_async.rollout import gate as gate_lib
 from jaxrl_async.rollout import replica as replica_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
@@ -31,30 +27,14 @@ _IDLE_S = 0.005
 
 
 def in_one_process(
-  settings: coordinator_lib.CoordinatorSettings,
+  coordinator: coordinator_lib.Coordinator,
   *,
   scheduler: scheduler_lib.Scheduler,
-  stream: prompts.PromptStream,
-  buffer: buffer_lib.Buffer,
   channel: weight_transfer.WeightChannel,
-  rewards: service_lib.RewardService,
-  ledger: ledger_lib.Ledger,
   tokenizer: tokenizer_lib.Tokenizer,
-  busy: metrics_lib.BusyClock,
-  episode: episode_lib.Episode = episode_lib.single_turn,
   requests: client_requests.ClientRequests | None,
 ) -> "RolloutWorker":
-  """Return a worker with a coordinator and one replica in the same process."""
-  coordinator = coordinator_lib.Coordinator(
-    settings,
-    stream=stream,
-    buffer=buffer,
-    rewards=rewards,
-    ledger=ledger,
-    tokenizer=tokenizer,
-    busy=busy,
-    episode=episode,
-  )
+  """Return a worker whose only replica is in the coordinator's process."""
   replica = replica_lib.Replica(
     "replica 0",
     coordinator,
@@ -88,35 +68,23 @@ class RolloutWorker:
     self.coordinator = coordinator
     self.replica = replica
     self.wait_for_admission_s = 0.0
-    self._status = "not started", time.perf_counter()
-    self._gate = threading.Condition()
-    self._num_pausers = 0
-    self._is_parked = False
-    self._is_stopping = False
-    self._has_ended = False
+    self._gate = gate_lib.Gate()
 
   # -- other threads --------------------------------------------------------
 
   def status(self) -> str:
     """Return what the worker is doing, for the stall report."""
-    text, since_s = self._status
-    return (
-      f"rollout worker: {text} since {time.perf_counter() - since_s:.1f} s,"
-      f" {self.coordinator.status()}"
-    )
+    return f"rollout worker: {self._gate.status()}, {self.coordinator.status()}"
 
-  def _show(self, status: str) -> None:
-    if status != self._status[0]:
-      self._status = status, time.perf_counter()
+  def moving(self) -> object:
+    """Return a value that changes when something is generated or adopted."""
+    return self.replica.group_tokens, self.replica.version
 
   def stop(self) -> None:
     """End `run` before the next decode call."""
-    with self._gate:
-      self._is_stopping = True
-      self._gate.notify_all()
+    self._gate.stop()
 
-  @contextlib.contextmanager
-  def paused(self, timeout_s: float) -> Iterator[None]:
+  def paused(self, timeout_s: float) -> contextlib.AbstractContextManager[None]:
     """Hold the worker between two decode calls while the context is open.
 
     Args:
@@ -125,20 +93,32 @@ class RolloutWorker:
     Raises:
       TimeoutError: the worker did not stop in time.
     """
-    with self._gate:
-      self._num_pausers += 1
-    try:
-      with self._gate:
-        deadline = supervisor_lib.Deadline(timeout_s)
-        while not (self._is_parked or self._has_ended):
-          if (wait_s := deadline.next_wait_s()) == 0:
-            raise TimeoutError(f"no pause in {timeout_s} s; {self.status()}")
-          self._gate.wait(wait_s)
-      yield
-    finally:
-      with self._gate:
-        self._num_pausers -= 1
-        self._gate.notify_all()
+    return self._gate.paused(timeout_s, self.status)
+
+  def totals(self) -> dict[str, int | float]:
+    """Return the counters that `RolloutSide.totals` names."""
+    return {
+      **dataclasses.asdict(self.replica.scheduler.stats),
+      "wait_s": self.wait_for_admission_s,
+      "adopt_s": self.replica.adopt_s,
+    }
+
+  @property
+  def generated_tokens(self) -> int:
+    """The tokens generated for groups since the start."""
+    written = self.replica.scheduler.stats.generated_tokens
+    return written - self.replica.served_tokens
+
+  def answers(
+    self,
+    prompts: Sequence[types.Prompt],
+    settings: answers_lib.AnswerSettings,
+    version: int,
+    timeout_s: float,
+  ) -> Iterator[list[answers_lib.Written]]:
+    """Answer questions; see `RolloutSide.answers`."""
+    self.replica.adopt_version(version, timeout_s)
+    yield from self.replica.answers(prompts, settings)
 
   def groups(self) -> dict[int, types.RolloutGroup]:
     """Return the groups being generated or scored, by index.
@@ -154,14 +134,14 @@ class RolloutWorker:
     """Generate until the worker is stopped or the buffer is closed."""
     has_failed = True
     try:
-      while self._pass_gate():
+      while self._gate.passes():
         if self.replica.has_newer_weights():
-          self._show("adopting")
+          self._gate.show("adopting")
           self.replica.adopt()
         self.coordinator.collect_scores()
         self.replica.feed()
         if self.replica.can_step:
-          self._show("decoding")
+          self._gate.show("decoding")
           self.replica.step()
         else:
           self._wait()
@@ -170,21 +150,7 @@ class RolloutWorker:
       has_failed = False
     finally:
       self.replica.close(has_failed=has_failed)
-      with self._gate:
-        self._has_ended = True
-        self._show("ended")
-        self._gate.notify_all()
-
-  def _pass_gate(self) -> bool:
-    """Wait while the worker is paused; return False if it is to stop."""
-    with self._gate:
-      while self._num_pausers and not self._is_stopping:
-        self._is_parked = True
-        self._show("paused")
-        self._gate.notify_all()
-        self._gate.wait()
-      self._is_parked = False
-      return not self._is_stopping
+      self._gate.end()
 
   def _wait(self) -> None:
     """Wait for a question, weights, admission or scores.
@@ -195,7 +161,7 @@ class RolloutWorker:
     version = self.replica.version
     newest = self.coordinator.policy_version
     if version >= 0 and not self.coordinator.has_prompt():
-      self._show("waiting for a question")
+      self._gate.show("waiting for a question")
       self.coordinator.has_prompt(timeout_s=_IDLE_S)
       return
     is_scoring = self.coordinator.is_scoring
@@ -204,10 +170,10 @@ class RolloutWorker:
     is_short = is_scoring or self.replica.serves_clients
     timeout_s = _IDLE_S if is_short else 10 * _IDLE_S
     if version < newest:
-      self._show(f"waiting for weights of version {newest}")
+      self._gate.show(f"waiting for weights of version {newest}")
       self.replica.wait_for_weights(timeout_s)
     else:
-      self._show("waiting for admission or scores")
+      self._gate.show("waiting for admission or scores")
       self.coordinator.wait_for_admission(version, newest, timeout_s)
     if not is_scoring:
       self.wait_for_admission_s += time.perf_counter() - start_s

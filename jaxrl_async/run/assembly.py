@@ -26,8 +26,8 @@ from jaxrl_async.planning import memory_estimate
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import wandb_log as wandb_log_lib
 from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
-from jaxrl_async.run import answers as answers_lib
 from jaxrl_async.run import device_checks
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import reward_terms
@@ -75,16 +75,22 @@ def forward_settings(
   )
 
 
-def make_engine(setup: setup_lib.Setup) -> engine_lib.Engine:
-  """Build the engine of the rollout slice."""
-  config = setup.config
+def engine_sizes(config: sections.Config) -> decode_state_lib.EngineSizes:
+  """Return the sizes of a replica's engine."""
   names = [
     field.name for field in dataclasses.fields(decode_state_lib.EngineSizes)
   ]
-  sizes = {name: getattr(config.rollout, name) for name in names}
+  return decode_state_lib.EngineSizes(
+    **{name: getattr(config.rollout, name) for name in names}
+  )
+
+
+def make_engine(setup: setup_lib.Setup) -> engine_lib.Engine:
+  """Build the engine of the rollout slice."""
+  config = setup.config
   return engine_lib.Engine(
     setup.model,
-    decode_state_lib.EngineSizes(**sizes),
+    engine_sizes(config),
     mesh=setup.rollout_mesh,
     rules=config.mesh.rollout_rules,
     seed=config.seed,
@@ -211,7 +217,7 @@ def make_channel(
   config: sections.Config,
   workdir: pathlib.Path,
   published: Any,
-  engine: engine_lib.Engine,
+  engine: engine_lib.Engine | None,
   note: Callable[[str], None],
   world: world_lib.World | None = None,
 ) -> weight_transfer.WeightChannel:
@@ -222,16 +228,18 @@ def make_channel(
     workdir: of the run.
     published: shapes and dtypes of the arrays that are published: all weights,
       or the base or the adapters of a model with LoRA.
-    engine: the engine that adopts them.
+    engine: the engine that adopts them; None if none is in this process.
     note: is called with messages about what was found in the directory of the
       channel.
     world: the processes that train together; None is this one alone.
   """
-  shardings = engine.params_sharding.weights
-  if engine.model.lora is not None:
-    is_base = "embedding" in published
-    shardings = (lora_lib.base if is_base else lora_lib.adapters)(shardings)
-  target = aot.placed(published, shardings)
+  target = published
+  if engine is not None:
+    shardings = engine.params_sharding.weights
+    if engine.model.lora is not None:
+      is_base = "embedding" in published
+      shardings = (lora_lib.base if is_base else lora_lib.adapters)(shardings)
+    target = aot.placed(published, shardings)
   return weight_transfer.make_channel(
     config.transfer.channel,
     directory=transfer_directory.prepare(

@@ -24,6 +24,7 @@ from jaxrl_async.data import worked_solutions
 from jaxrl_async.models import configs
 from jaxrl_async.models.attention import kernel_names
 from jaxrl_async.reporting import wandb_log as wandb_log_lib
+from jaxrl_async.run import cluster_checks
 from jaxrl_async.run import reward_terms
 from jaxrl_async.run import source_checks
 from jaxrl_async.storage import config_json
@@ -150,9 +151,15 @@ def _check_template(path: str, template: str, max_prompt_tokens: int) -> None:
 
 
 def slice_shapes(
-  mesh: sections.MeshSection, num_devices: int
+  mesh: sections.MeshSection, num_devices: int, *, are_apart: bool = False
 ) -> tuple[MeshShape, MeshShape]:
   """Return the shapes of the train and the rollout mesh, with -1 resolved.
+
+  Args:
+    mesh: of the config.
+    num_devices: number of devices that the two meshes are cut from.
+    are_apart: only the train mesh is cut from them. The rollout mesh is that of
+      a replica in another process.
 
   Raises:
     ConfigError: the size of an axis is neither positive nor -1, more than one
@@ -183,16 +190,19 @@ def slice_shapes(
     own, other = shape("train").num_devices, shape("rollout").num_devices
     if name.startswith("rollout"):
       own, other = other, own
-    left = num_devices - other
+    left = num_devices - (0 if are_apart else other)
     sizes[name] = max(1, left // own)
   train, rollout = shape("train").num_devices, shape("rollout").num_devices
+  there_are = f"there {'is' if num_devices == 1 else 'are'} {num_devices}"
+  fits = train + rollout <= num_devices
   sections.require(
-    train + rollout <= num_devices or num_devices == train == rollout == 1,
+    fits or are_apart or num_devices == train == rollout == 1,
     "mesh",
     f"train_* need {train} and rollout_* {rollout} devices, together"
-    f" {train + rollout}; there {'is' if num_devices == 1 else 'are'}"
-    f" {num_devices}",
+    f" {train + rollout}; {there_are}",
   )
+  message = f"train_* need {train} devices; {there_are}"
+  sections.require(train <= num_devices, "mesh", message)
   return shape("train"), shape("rollout")
 
 
@@ -431,6 +441,7 @@ def check(config: sections.Config) -> None:
   _check_lora(config)
   _check_directories(config)
   _check_wandb(config.run.wandb_project)
+  cluster_checks.check(config)
 
   algorithm = config.algorithm
   _divides(
@@ -471,7 +482,11 @@ def validate(config: sections.Config, num_devices: int) -> None:
   """
   check(config)
   rows = config.train.rows_per_microbatch
-  train, rollout = slice_shapes(config.mesh, num_devices)
+  train, rollout = slice_shapes(
+    config.mesh,
+    num_devices,
+    are_apart=cluster_checks.has_remote_replicas(config),
+  )
   train_rules = config.mesh.train_rules
   rollout_rules = config.mesh.rollout_rules
   tokens = config.train.tokens_per_row

@@ -1,12 +1,12 @@
 """The held-out accuracy of a policy version, sampled and greedy.
 
-An evaluation uses the engine of the run between two of its decode calls. It
-runs the same programs with the same shapes. Its weights, its cache and its
-stream of random numbers are its own. There may be several sets of questions,
+An evaluation uses the engines of the run between two of their decode calls. It
+runs the same programs with the same shapes. Its cache and its stream of random
+numbers are its own. There may be several sets of questions,
 each with its own number of answers for a question (`eval.sets`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 
 import numpy as np
@@ -14,13 +14,9 @@ import numpy as np
 from jaxrl_async import types
 from jaxrl_async.algorithms import divergences
 from jaxrl_async.coordination import supervisor as supervisor_lib
-from jaxrl_async.engine import decode_state as decode_state_lib
-from jaxrl_async.engine import engine as engine_lib
-from jaxrl_async.engine import scheduler as scheduler_lib
-from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.run import answer_results
-from jaxrl_async.run import answers as answers_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 # Beginnings of the statistics that are metrics, by the name of the evaluation.
@@ -65,11 +61,14 @@ class Evaluation:
     return self.means["pass@1"]
 
 
+Write = Callable[
+  [Sequence[types.Prompt], answers_lib.AnswerSettings],
+  Iterator[list[answers_lib.Written]],
+]
+
+
 class Evaluator:
   """Completes and scores a set of held-out prompts.
-
-  Threads: `evaluate` drives the engine in the caller's thread, so no other
-  thread may drive it at the same time.
 
   Attributes:
     prompts: the held-out prompts.
@@ -77,39 +76,36 @@ class Evaluator:
 
   def __init__(
     self,
-    engine: engine_lib.Engine,
     prompts: list[types.Prompt],
     settings: answers_lib.AnswerSettings,
     *,
     tokenizer: tokenizer_lib.Tokenizer,
     rewards: service_lib.RewardService,
+    num_slots: int,
     solved_score: float = 1.0,
   ):
     """Prepare evaluations.
 
     Args:
-      engine: runs its programs for the evaluation. The sequences that it
-        decodes for training are not changed.
       prompts: the held-out prompts.
       settings: how they are answered, unless the answers are greedy.
       tokenizer: turns completions into text.
       rewards: scores the completions.
+      num_slots: of the engine, which says how many answers may await a score.
       solved_score: a completion with at least this score solves its question.
     """
-    self._engine = engine
     self.prompts = prompts
     self._settings = settings
     self._tokenizer = tokenizer
     self._rewards = rewards
+    self._num_slots = num_slots
     self._solved_score = solved_score
 
-  def evaluate(
-    self, params: decode_state_lib.EngineParams, *, is_greedy: bool = False
-  ) -> Evaluation:
+  def evaluate(self, write: Write, *, is_greedy: bool = False) -> Evaluation:
     """Answer every prompt and score the answers.
 
     Args:
-      params: the weights to evaluate.
+      write: generates the answers, as `answers.write` does.
       is_greedy: whether each prompt is answered once, greedily.
 
     Raises:
@@ -119,17 +115,13 @@ class Evaluator:
     prompts, settings = self.prompts, self._settings
     if is_greedy:
       settings = dataclasses.replace(settings, samples=1, temperature=0.0)
-    scheduler = scheduler_lib.Scheduler(
-      self._engine, busy=metrics_lib.BusyClock()
-    )
-    scheduler.adopt(params, int(params.version))
     answers = sorted(
-      answers_lib.generate(
-        scheduler,
+      answers_lib.scored(
+        write(prompts, settings),
         prompts,
-        settings,
         tokenizer=self._tokenizer,
         rewards=self._rewards,
+        num_slots=self._num_slots,
       ),
       key=lambda answer: (answer.question, answer.sample),
     )

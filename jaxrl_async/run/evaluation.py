@@ -24,8 +24,8 @@ from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.rewards import extraction
 from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.run import answer_results
-from jaxrl_async.run import answers as answers_lib
 from jaxrl_async.run import evaluate
 from jaxrl_async.storage import columns
 from jaxrl_async.storage import disk
@@ -271,13 +271,21 @@ def run(
   num_unscored: int | None = 0  # None once there is a score
   if done < total:
     rewards.warm_up()
-    answers = answers_lib.generate(
-      scheduler(),
+    writer = scheduler()
+    answers = answers_lib.scored(
+      answers_lib.write(
+        writer,
+        plan.prompts,
+        plan.settings,
+        tokenizer=tokenizer,
+        questions=[
+          i for i in range(len(plan.prompts)) if not blocks.is_known(i)
+        ],
+      ),
       plan.prompts,
-      plan.settings,
       tokenizer=tokenizer,
       rewards=rewards,
-      is_known=blocks.is_known,
+      num_slots=writer.engine.sizes.num_slots,
     )
     for answer in answers:
       stop.check(f"stopped; the same command goes on with {output}")

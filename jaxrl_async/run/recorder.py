@@ -21,7 +21,7 @@ from jaxrl_async.reporting import side_outputs as side_outputs_lib
 from jaxrl_async.reporting import summary as summary_lib
 from jaxrl_async.reporting import timeline as timeline_lib
 from jaxrl_async.rewards import service as service_lib
-from jaxrl_async.rollout import worker as worker_lib
+from jaxrl_async.rollout import rollout_side
 from jaxrl_async.run import sampler as sampler_lib
 from jaxrl_async.training import step_metrics
 
@@ -54,7 +54,7 @@ class Recorder:
   thread, so that the device does not wait for it. From a call of `begin` until
   `wait` returns True, besides `wait`, `status` and `close` only `totals` and
   `end_rl` may be called, because these read nothing that the writing thread
-  changes. Only plain counters are read from the worker, which goes on working.
+  changes. Only plain counters are read from the rollout side, which goes on.
   """
 
   def __init__(
@@ -64,7 +64,7 @@ class Recorder:
     workdir: pathlib.Path,
     writer: metrics_lib.MetricsWriter,
     ledger: ledger_lib.Ledger,
-    worker: worker_lib.RolloutWorker,
+    rollout: rollout_side.RolloutSide,
     rewards: service_lib.RewardService,
     busy: dict[str, metrics_lib.BusyClock],
     progress: progress_lib.Progress,
@@ -80,7 +80,7 @@ class Recorder:
       workdir: of the run.
       writer: writes the metrics.
       ledger: gets the trained groups.
-      worker: its counters are read.
+      rollout: its counters are read.
       rewards: its metrics are read.
       busy: the clocks of the two slices, "train" and "rollout".
       progress: shows each step.
@@ -98,7 +98,7 @@ class Recorder:
     self._workdir = workdir
     self._writer = writer
     self._ledger = ledger
-    self._worker = worker
+    self._rollout = rollout
     self._rewards = rewards
     self._busy = busy
     self._progress = progress
@@ -233,7 +233,7 @@ class Recorder:
     values |= step_metrics.pass_at_k(pending.groups, self._solved_score)
     values |= _rollout_metrics(delta, step_s)
     values |= self._rewards.metrics()
-    values |= self._worker.coordinator.stream.metrics()
+    values |= self._rollout.coordinator.stream.metrics()
     values |= more
     values |= {
       "time/step_s": step_s,
@@ -245,8 +245,8 @@ class Recorder:
     ended = (
       ledger.trained_tokens + ledger.filtered_tokens + ledger.failed_tokens
     )
-    # The worker goes on counting. Its counter is read only once, so that the
-    # values below agree, and after the ledger, so that no difference is
+    # The rollout side goes on counting. Its counter is read only once, so that
+    # the values below agree, and after the ledger, so that no difference is
     # negative.
     generated = self._generated_tokens()
     values |= {
@@ -292,7 +292,7 @@ class Recorder:
 
     Args:
       in_flight: the completion tokens of the outstanding groups, counted while
-        the worker is paused.
+        the rollout side is paused.
 
     Raises:
       RuntimeError: the numbers do not add up to the generated tokens.
@@ -373,7 +373,7 @@ class Recorder:
           "mismatch_kl_not_finite": record.mismatch_kl.num_not_finite,
           "rl_s": times.rl_s,
           "first_step_s": record.first_step_s,
-          "prompts_too_long": self._worker.coordinator.stream.num_too_long,
+          "prompts_too_long": self._rollout.coordinator.stream.num_too_long,
           "peak_memory_bytes": metrics_lib.peak_memory_bytes(),
           **extra,
         },
@@ -382,9 +382,7 @@ class Recorder:
     )
 
   def _generated_tokens(self) -> int:
-    written = self._worker.replica.scheduler.stats.generated_tokens
-    training = written - self._worker.replica.served_tokens
-    return self.record.generated_tokens + training
+    return self.record.generated_tokens + self._rollout.generated_tokens
 
   def _rl_times(self) -> RlTimes:
     """Return the times up to now."""
@@ -408,9 +406,7 @@ class Recorder:
     """
     times = self._rl_times()
     return {
-      **dataclasses.asdict(self._worker.replica.scheduler.stats),
-      "wait_s": self._worker.wait_for_admission_s,
-      "adopt_s": self._worker.replica.adopt_s,
+      **self._rollout.totals(),
       "now_s": times.now_s,
       "rl_s": times.rl_s,
       **{f"{name}_busy_s": value for name, value in times.busy_s.items()},

@@ -19,6 +19,7 @@ from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_config
 from jaxrl_async.models import lora as lora_lib
+from jaxrl_async.run import cluster_checks
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import source_checks
 from jaxrl_async.run import sources
@@ -41,7 +42,8 @@ class Setup:
     pretrained: directory of the model in Hugging Face's format that
       `model.name` names. None if it names one of `configs.MODELS`.
     train_mesh: devices of the training slice.
-    rollout_mesh: devices of the rollout slice.
+    rollout_mesh: devices of the rollout slice. If replicas are in other
+      processes, it has the shape of a replica's mesh, and no devices to use.
     source: the source of the prompts.
     chat_template: of the tokenizer, if the task's prompts are chats.
     evaluated: the questions of `eval.sets`, which nothing is trained on. It is
@@ -82,6 +84,8 @@ class Setup:
   @property
   def shares_a_device(self) -> bool:
     """Whether both slices are the same single device."""
+    if cluster_checks.has_remote_replicas(self.config):
+      return False
     return self.train_mesh.size == 1 and self.train_mesh == self.rollout_mesh
 
   @property
@@ -305,7 +309,18 @@ def _cut_devices(
     ConfigError: the mesh sizes do not suit the devices, or a mesh would contain
       chips of two TPU slices.
   """
-  train, rollout = config_checks.slice_shapes(config.mesh, len(devices))
+  are_apart = cluster_checks.has_remote_replicas(config)
+  train, rollout = config_checks.slice_shapes(
+    config.mesh, len(devices), are_apart=are_apart
+  )
+  if are_apart:
+    # What is checked of the rollout mesh is its shape and the kind of its
+    # devices.
+    stand_ins = [devices[0]] * rollout.num_devices
+    return (
+      mesh_lib.make_mesh(devices[: train.num_devices], train),
+      mesh_lib.make_mesh(stand_ins, rollout),
+    )
   meshes = mesh_lib.cut_devices(
     devices, train_shape=train, rollout_shape=rollout
   )

@@ -2,18 +2,18 @@
 
 from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
-from jaxrl_async.rollout import worker as worker_lib
+from jaxrl_async.rollout import rollout_side
 from jaxrl_async.storage import outstanding as outstanding_lib
 
 _RUNNING, _FINISHED = "running", "finished"
 
 
 def outstanding(
-  buffer: buffer_lib.Buffer, worker: worker_lib.RolloutWorker
+  buffer: buffer_lib.Buffer, rollout: rollout_side.RolloutSide
 ) -> list[outstanding_lib.OutstandingGroup]:
-  """Return every outstanding group; the worker must be paused."""
+  """Return every outstanding group; the rollout side must be paused."""
   state = buffer.state()
-  running = worker.groups()
+  running = rollout.groups()
   groups = [(_RUNNING, running[a.index]) for a in state.running]
   groups += [(_FINISHED, group) for group in state.finished]
   return [

@@ -19,84 +19,39 @@ from typing import Any
 from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import ledger as ledger_lib
-from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import weight_transfer
-from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.data import held_out
 from jaxrl_async.data import prompts
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.engine import engine as engine_lib
-from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import profile as profile_lib
-from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.reporting import run_record
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
 from jaxrl_async.rewards import service as service_lib
-from jaxrl_async.rollout import episode as episode_lib
-from jaxrl_async.rollout import worker as worker_lib
+from jaxrl_async.rollout import coordinator as coordinator_lib
+from jaxrl_async.rollout import rollout_side
 from jaxrl_async.run import assembly
+from jaxrl_async.run import cluster_checks
 from jaxrl_async.run import evaluate
 from jaxrl_async.run import frozen_base
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import question_sets
 from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import resume
+from jaxrl_async.run import rollout_start
 from jaxrl_async.run import sampler as sampler_lib
+from jaxrl_async.run import session as session_lib
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.run import shutdown as shutdown_lib
 from jaxrl_async.run import snapshot
 from jaxrl_async.serving import front as front_lib
-from jaxrl_async.storage import workdir as workdir_lib
 from jaxrl_async.training import batch_loader
-from jaxrl_async.training import objectives
 from jaxrl_async.training import train_state
 from jaxrl_async.training import trainer as trainer_lib
 
-WORKER = "rollout worker"  # name of its thread
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Extensions:
-  """Parts that a caller may provide instead of the defaults.
-
-  Attributes:
-    scorer: a function of an importable module that scores a completion; None
-      is that of `task.reward` or `task.rewards`.
-    loss: the loss to minimise; None is the loss of the config's algorithm.
-    episode: decides how the turns of a trajectory follow from its prompt.
-    initial_params: float32 parameters of the policy with stacked layers, used
-      instead of a warm start.
-    serving: of a server of the policy during the run; None starts no server.
-  """
-
-  scorer: service_lib.Scorer | None = None
-  loss: objectives.Loss | None = None
-  episode: episode_lib.Episode = episode_lib.single_turn
-  initial_params: transformer.Params | None = None
-  serving: front_lib.ServeSettings | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Session:
-  """What belongs to one start of the program rather than to the run.
-
-  Attributes:
-    workdir: of the run.
-    progress: shows the progress and messages to the user.
-    stop: the stop request, which a signal sets.
-    claim: ensures that no other process uses the workdir.
-    profile_steps: train steps to write traces of.
-    world: the processes that train together. This one leads them.
-  """
-
-  workdir: pathlib.Path
-  progress: progress_lib.Progress
-  stop: supervisor_lib.StopRequest
-  claim: workdir_lib.Claim
-  profile_steps: tuple[int, ...] = ()
-  world: world_lib.World = dataclasses.field(default_factory=world_lib.alone)
+ROLLOUT = "rollout worker"  # thread that drives the rollout side
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +59,9 @@ class _Foundation:
   """The parts that exist before the first stage.
 
   Attributes:
-    resumed_step: of the checkpoint to continue from; None for a new run.
+    resumed_step: step of the checkpoint that the run continues from; None for a
+      new run.
+    engine: of the rollout slice; None if it is in other processes.
     stored: host state of the run in that checkpoint.
   """
 
@@ -113,7 +70,7 @@ class _Foundation:
   record: run_record.RunRecord
   busy: dict[str, metrics_lib.BusyClock]
   trainer: trainer_lib.Trainer
-  engine: engine_lib.Engine
+  engine: engine_lib.Engine | None
   buffer: buffer_lib.Buffer
   side_outputs: side_outputs_lib.SideOutputs
   writer: metrics_lib.MetricsWriter
@@ -140,7 +97,7 @@ class Parts:
   """
 
   setup: setup_lib.Setup
-  session: Session
+  session: session_lib.Session
   is_new: bool
   first_step: int
   base_record: frozen_base.Record | None
@@ -148,7 +105,6 @@ class Parts:
   record: run_record.RunRecord
   clock: metrics_lib.BusyClock
   trainer: trainer_lib.Trainer
-  engine: engine_lib.Engine
   buffer: buffer_lib.Buffer
   writer: metrics_lib.MetricsWriter
   stream: prompts.PromptStream
@@ -156,8 +112,7 @@ class Parts:
   set_evaluators: dict[str, evaluate.Evaluator]
   ledger: ledger_lib.Ledger
   channel: weight_transfer.WeightChannel
-  scheduler: scheduler_lib.Scheduler
-  worker: worker_lib.RolloutWorker
+  rollout: rollout_side.RolloutSide
   recorder: recorder_lib.Recorder
   sampler: sampler_lib.Sampler
   profiler: profile_lib.Profiler
@@ -167,7 +122,9 @@ class Parts:
 
 @contextlib.contextmanager
 def parts(
-  setup: setup_lib.Setup, session: Session, extensions: Extensions
+  setup: setup_lib.Setup,
+  session: session_lib.Session,
+  extensions: session_lib.Extensions,
 ) -> Iterator[Parts]:
   """Build the parts of a run, and close them when the block ends.
 
@@ -190,6 +147,13 @@ def parts(
     if isinstance(setup.source, source_lib.Counted):
       for line in setup.source.describe():
         session.progress.note(line)
+    remote = rollout_start.connect(
+      setup,
+      session,
+      trainer=base.trainer,
+      environment=extensions.replica_environment,
+      shutdown=base.shutdown,
+    )
     evaluators = _evaluators(setup, session, base)
     if base.resumed_step is None:
       _warm_start(setup, session, base, extensions.initial_params)
@@ -203,11 +167,15 @@ def parts(
       )
     base.stream.prefetch()
     base.rewards.warm_up()
-    yield _of_the_loop(setup, session, extensions, base, evaluators, running)
+    yield _of_the_loop(
+      setup, session, extensions, base, evaluators, running, remote
+    )
 
 
 def _foundation(
-  setup: setup_lib.Setup, session: Session, extensions: Extensions
+  setup: setup_lib.Setup,
+  session: session_lib.Session,
+  extensions: session_lib.Extensions,
 ) -> _Foundation:
   """Build the parts that need no thread and no result of the first stage."""
   started_s = time.perf_counter()
@@ -221,7 +189,9 @@ def _foundation(
   trainer = assembly.make_trainer(
     setup, busy["train"], loss=extensions.loss, world=session.world
   )
-  engine = assembly.make_engine(setup)
+  engine = None
+  if not cluster_checks.has_remote_replicas(config):
+    engine = assembly.make_engine(setup)
   buffer = buffer_lib.Buffer(
     config.algorithm.groups_per_step, config.algorithm.max_staleness
   )
@@ -241,7 +211,7 @@ def _foundation(
     config,
     setup.model,
     setup.tokenizer,
-    lambda: shutdown.supervisor.has_spawned(WORKER),
+    lambda: shutdown.supervisor.has_spawned(ROLLOUT),
   )
   # This comes last because it starts processes, which have to be closed.
   rewards = assembly.make_rewards(config.task, extensions.scorer)
@@ -272,7 +242,7 @@ def _foundation(
 
 
 def _evaluators(
-  setup: setup_lib.Setup, session: Session, base: _Foundation
+  setup: setup_lib.Setup, session: session_lib.Session, base: _Foundation
 ) -> tuple[evaluate.Evaluator, dict[str, evaluate.Evaluator]]:
   """Build the evaluator of the held-out questions, and those of `eval.sets`.
 
@@ -290,11 +260,11 @@ def _evaluators(
     prompts: list[types.Prompt], samples: int
   ) -> evaluate.Evaluator:
     return evaluate.Evaluator(
-      base.engine,
       prompts,
       assembly.answer_settings(config, samples),
       tokenizer=setup.tokenizer,
       rewards=base.rewards,
+      num_slots=config.rollout.num_slots,
       solved_score=config.task.solved_score,
     )
 
@@ -321,7 +291,7 @@ def _evaluators(
 
 def _warm_start(
   setup: setup_lib.Setup,
-  session: Session,
+  session: session_lib.Session,
   base: _Foundation,
   params: transformer.Params | None,
 ) -> None:
@@ -350,7 +320,7 @@ def _warm_start(
 
 
 def _show_warm_start(
-  session: Session, num_steps: int, step: int, loss: float
+  session: session_lib.Session, num_steps: int, step: int, loss: float
 ) -> None:
   """Show the progress of the warm start, or end it if the user asked to stop.
 
@@ -386,11 +356,12 @@ def _restore(
 
 def _of_the_loop(
   setup: setup_lib.Setup,
-  session: Session,
-  extensions: Extensions,
+  session: session_lib.Session,
+  extensions: session_lib.Extensions,
   base: _Foundation,
   evaluators: tuple[evaluate.Evaluator, dict[str, evaluate.Evaluator]],
   running: list[types.RolloutGroup],
+  remote: rollout_start.Remote | None,
 ) -> Parts:
   """Build the parts that drive and record the asynchronous loop."""
   config, workdir = setup.config, session.workdir
@@ -421,41 +392,36 @@ def _of_the_loop(
         is_given=extensions.initial_params is not None,
         world=session.world,
       )
-    assembly.send_base(
-      config, workdir, base.trainer, base.engine, session.progress.note
-    )
-  channel = assembly.make_channel(
-    config,
-    workdir,
-    base.trainer.published_shapes(),
-    base.engine,
-    session.progress.note,
-    session.world,
-  )
-  base.shutdown.closes(channel.close, join_s)
-  session.stop.before_ending_now(channel.remove)
-  session.stop.before_ending_now(session.progress.show_cursor)
-  scheduler = assembly.make_scheduler(setup, base.engine, base.busy["rollout"])
-  worker = worker_lib.in_one_process(
+  coordinator = coordinator_lib.Coordinator(
     assembly.coordinator_settings(config),
-    scheduler=scheduler,
     stream=base.stream,
     buffer=base.buffer,
-    channel=channel,
     rewards=base.rewards,
     ledger=ledger,
     tokenizer=setup.tokenizer,
     busy=base.busy["rollout"],
     episode=extensions.episode,
-    requests=None if base.front is None else base.front.queue,
   )
-  worker.coordinator.restore(running)
+  coordinator.restore(running)
+  rollout = rollout_start.build(
+    setup,
+    session,
+    coordinator,
+    trainer=base.trainer,
+    engine=base.engine,
+    remote=remote,
+    busy=base.busy["rollout"],
+    requests=None if base.front is None else base.front.queue,
+    shutdown=base.shutdown,
+  )
+  session.stop.before_ending_now(rollout.channel.remove)
+  session.stop.before_ending_now(session.progress.show_cursor)
   recorder = recorder_lib.Recorder(
     base.record,
     workdir=workdir,
     writer=base.writer,
     ledger=ledger,
-    worker=worker,
+    rollout=rollout.side,
     rewards=base.rewards,
     busy=base.busy,
     progress=session.progress,
@@ -475,16 +441,14 @@ def _of_the_loop(
     record=base.record,
     clock=base.busy["train"],
     trainer=base.trainer,
-    engine=base.engine,
     buffer=base.buffer,
     writer=base.writer,
     stream=base.stream,
     evaluator=evaluators[0],
     set_evaluators=evaluators[1],
     ledger=ledger,
-    channel=channel,
-    scheduler=scheduler,
-    worker=worker,
+    channel=rollout.channel,
+    rollout=rollout.side,
     recorder=recorder,
     sampler=sampler,
     profiler=profile_lib.Profiler(

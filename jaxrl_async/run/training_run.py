@@ -9,9 +9,10 @@ deadline, and the failure is raised with the name of the thread that failed.
 `start_up` builds the parts of a run, and `Run` is the loop over them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import time
 from typing import Any
@@ -22,7 +23,6 @@ from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.data import source as source_lib
-from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import progress as progress_lib
@@ -31,6 +31,7 @@ from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.run import checks
 from jaxrl_async.run import evaluate
 from jaxrl_async.run import frozen_base
+from jaxrl_async.run import session as session_lib
 from jaxrl_async.run import snapshot
 from jaxrl_async.run import start_up
 from jaxrl_async.run import trainer_facts
@@ -62,7 +63,6 @@ class Run:
     self.record = parts.record
     self.clock = parts.clock
     self.trainer = parts.trainer
-    self.engine = parts.engine
     self.buffer = parts.buffer
     self.writer = parts.writer
     self.stream = parts.stream
@@ -70,8 +70,7 @@ class Run:
     self.set_evaluators = parts.set_evaluators
     self.ledger = parts.ledger
     self.channel = parts.channel
-    self.scheduler = parts.scheduler
-    self.worker = parts.worker
+    self.rollout = parts.rollout
     self.recorder = parts.recorder
     self.sampler = parts.sampler
     self.profiler = parts.profiler
@@ -89,18 +88,20 @@ class Run:
       The number of completed train steps.
     """
     step = self._first_step
-    params = self.trainer.published()
     # The checkpoint is written first. In a workdir that has metrics or a ledger
     # but no checkpoint, the checkpoint was lost.
     if self._is_new:
       self.writer.hold(0, {})
       self._save(0)
     config_json.write(self.config, self.workdir)
+    self.channel.publish(self.trainer.published(), step)
     if self.writer.held_step is not None:
-      self._complete_step(step, params)
+      self._complete_step(step)
     self.recorder.start_rl()
-    self._publish(params, step)
-    self.shutdown.spawn(start_up.WORKER, self.worker.run, stop=self.worker.stop)
+    self.buffer.set_policy_version(step)
+    self.shutdown.spawn(
+      start_up.ROLLOUT, self.rollout.run, stop=self.rollout.stop
+    )
     self.shutdown.spawn("batch loader", self.loader.run, stop=self.loader.stop)
     return step
 
@@ -125,7 +126,7 @@ class Run:
       _, last_step, _, greedy = self.record.evaluations.last
       # Without a final evaluation at this step, num_steps was lowered.
       if last_step != step or greedy is None:
-        self._evaluate(step, self.trainer.published())
+        self._evaluate(step)
     while step < num_steps and not self.stop.is_set:
       with self.profiler.step(step + 1):
         done = self._train(step)
@@ -145,7 +146,7 @@ class Run:
       if is_saved:
         self._save(step)
       if is_evaluated:
-        self._complete_step(step, self.trainer.published())
+        self._complete_step(step)
     self._wait_for_recorder()
     self.supervisor.check()
     return step
@@ -194,10 +195,9 @@ class Run:
       StallError: nothing has moved for `run.stall_timeout_s`.
     """
     self.supervisor.check()
-    parts = (self.loader, self.recorder, self.worker)
-    moving = self.worker.replica.group_tokens, self.scheduler.version
+    parts = (self.loader, self.recorder, self.rollout)
     watch.check(
-      (*moving, self.buffer.num_finished),
+      (self.rollout.moving(), self.buffer.num_finished),
       lambda: [
         f"training waits for {awaited} since {watch.age_s:.1f} s",
         *(part.status() for part in parts),
@@ -211,34 +211,38 @@ class Run:
 
   # -- evaluation, checkpoints, the end -------------------------------------
 
-  def _complete_step(self, step: int, params: transformer.Params) -> None:
+  def _complete_step(self, step: int) -> None:
     """Evaluate a step whose metrics are held back, and write them.
 
     A checkpoint that was saved before the evaluation contains these metrics. A
     run that continues from it starts with this evaluation.
     """
     self._wait_for_recorder()
-    self.writer.write(step, self._evaluate(step, params))
+    self.writer.write(step, self._evaluate(step))
     if step >= self.config.train.num_steps:
       # Another start on the workdir then finds the evaluation.
       self._save(step)
 
-  def _evaluate(
-    self, step: int, params: transformer.Params
-  ) -> dict[str, float]:
-    """Evaluate these weights and return the metrics; both slices are idle."""
+  def _evaluate(self, step: int) -> dict[str, float]:
+    """Evaluate the current weights and return the metrics.
+
+    Both slices are idle meanwhile. The engines adopt the step's version, which
+    was published, so that they need not hold a further copy of the weights.
+    """
     is_end = step == 0 or step >= self.config.train.num_steps
     with self.recorder.evaluating(), self._paused():
-      engine_params = self._engine_params(step, params)
+      write = functools.partial(
+        self.rollout.answers,
+        version=step,
+        timeout_s=self.config.run.stall_timeout_s,
+      )
       temperature = self.config.eval.temperature
-      sampled = self.evaluator.evaluate(engine_params)
+      sampled = self.evaluator.evaluate(write)
       greedy = (
-        self.evaluator.evaluate(engine_params, is_greedy=True)
-        if is_end
-        else None
+        self.evaluator.evaluate(write, is_greedy=True) if is_end else None
       )
       sets = {
-        name: evaluator.evaluate(engine_params)
+        name: evaluator.evaluate(write)
         for name, evaluator in self.set_evaluators.items()
       }
       if temperature == self.config.rollout.temperature:
@@ -254,40 +258,25 @@ class Run:
     )
     return evaluate.metrics_of(sampled, greedy, sets)
 
-  def _engine_params(
-    self, step: int, params: transformer.Params
-  ) -> decode_state_lib.EngineParams:
-    """Return weights for an evaluation; the worker is paused.
-
-    A worker that was started gets this version in any case. It gets it now, so
-    that the devices need not hold a further copy.
-    """
-    if not self.supervisor.has_spawned(start_up.WORKER):
-      return self.engine.load_params(params, step)
-    replica = self.worker.replica
-    replica.adopt_version(step, self.config.run.stall_timeout_s)
-    assert replica.params is not None
-    return replica.params
-
   @contextlib.contextmanager
   def _paused(self) -> Iterator[None]:
-    """Pause the worker inside the block, if it has been started."""
-    if not self.supervisor.has_spawned(start_up.WORKER):
+    """Pause the rollout side inside the block, if it has been started."""
+    if not self.supervisor.has_spawned(start_up.ROLLOUT):
       yield
       return
-    with self.worker.paused(self.config.run.stall_timeout_s):
-      self.supervisor.check()  # a worker that has ended already has failed
+    with self.rollout.paused(self.config.run.stall_timeout_s):
+      self.supervisor.check()  # a thread that has ended already has failed
       yield
 
   def _save(self, step: int) -> None:
     """Save a checkpoint of the whole run.
 
-    The worker is paused while its state is copied.
+    The rollout side is paused while its state is copied.
     """
     self.claim.check()
     self._wait_for_recorder()
     with self._paused():
-      groups = snapshot.outstanding(self.buffer, self.worker)
+      groups = snapshot.outstanding(self.buffer, self.rollout)
       self.recorder.tokens(snapshot.count_tokens(groups))
       host_state = {
         "groups_per_step": self.config.algorithm.groups_per_step,
@@ -327,9 +316,9 @@ class Run:
       The summary on one line.
     """
     with self._paused():
-      groups = snapshot.outstanding(self.buffer, self.worker)
+      groups = snapshot.outstanding(self.buffer, self.rollout)
       tokens = self.recorder.tokens(snapshot.count_tokens(groups))
-      self.worker.stop()  # tokens written after this would not be counted
+      self.rollout.stop()  # tokens written after this would not be counted
     return self.recorder.finish(
       step=step,
       tokens=tokens,
@@ -356,6 +345,7 @@ def run(
   episode: episode_lib.Episode = episode_lib.single_turn,
   serving: front_lib.ServeSettings | None = None,
   profile_steps: Sequence[int] = (),
+  replica_environment: Mapping[str, str] | None = None,
   world: world_lib.World | None = None,
 ) -> str:
   """Start or continue a training run, and return its summary.
@@ -376,6 +366,8 @@ def run(
     serving: settings of a server that gives clients access to the policy during
       the run; None starts no server.
     profile_steps: train steps to trace, into WORKDIR/profile.
+    replica_environment: environment variables for the processes of replicas, if
+      they are in processes of their own.
     world: the processes that train together; None is this one alone. This one
       leads. The others call `follower.follow`, and the caller closes the world.
 
@@ -390,7 +382,8 @@ def run(
     StallError: nothing moved for `run.stall_timeout_s`.
     BadUpdatesError: too many updates in a row were not finite.
   """
-  extensions = start_up.Extensions(
+  extensions = session_lib.Extensions(
+    replica_environment=replica_environment or {},
     initial_params=initial_params,
     scorer=scorer,
     loss=loss,
@@ -410,7 +403,7 @@ def run(
     workdir_lib.Claim(workdir, progress.note) as claim,
     start_up.parts(
       setup,
-      start_up.Session(
+      session_lib.Session(
         workdir=workdir,
         progress=progress,
         stop=stop,

@@ -397,7 +397,7 @@ def _remove_unread(path: pathlib.Path) -> None:
 
   In that case a later `save` removes it.
   """
-  with open(path / manifest.NAME, "rb") as lock:
+  with open(path / manifest.NAME, "r+b") as lock:
     if _lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
       _remove(path)
 

@@ -14,19 +14,13 @@ import numpy as np
 
 from jaxrl_async.storage import item_json
 from jaxrl_async.types import (
+  TOKEN_ARRAYS,
   Admission,
   FinishReason,
   Prompt,
   Reward,
   RolloutGroup,
   Trajectory,
-)
-
-_ARRAY_FIELDS = (
-  "tokens",
-  "loss_mask",
-  "behavior_logprobs",
-  "policy_versions",
 )
 
 
@@ -70,7 +64,7 @@ def read(directory: pathlib.Path) -> list[OutstandingGroup]:
   records = json.loads((directory / "groups.json").read_text())
   arrays = {
     field: np.load(directory / f"{field}.npy", allow_pickle=False)
-    for field in ("prompt_tokens", *_ARRAY_FIELDS)
+    for field in ("prompt_tokens", *TOKEN_ARRAYS)
   }
   return _unpack(records, arrays)
 
@@ -80,7 +74,7 @@ def _pack(
 ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
   """Return JSON records, and for each field all of its arrays end to end."""
   pieces: dict[str, list[np.ndarray]] = {"prompt_tokens": []}
-  pieces |= {field: [] for field in _ARRAY_FIELDS}
+  pieces |= {field: [] for field in TOKEN_ARRAYS}
   records = []
   for outstanding in groups:
     group = outstanding.group
@@ -95,7 +89,7 @@ def _pack(
       continue
     pieces["prompt_tokens"].append(group.prompt.tokens)
     for trajectory in group.trajectories:
-      for field in _ARRAY_FIELDS:
+      for field in TOKEN_ARRAYS:
         array = getattr(trajectory, field)
         if array.shape != trajectory.tokens.shape:
           raise OutstandingError(
@@ -131,6 +125,7 @@ def _group_record(group: RolloutGroup) -> dict[str, Any]:
         "member": trajectory.member,
         "num_tokens": len(trajectory.tokens),
         "finish_reason": trajectory.finish_reason,
+        "writers": trajectory.writers,
         "reward": _reward_record(trajectory.reward),
       }
       for trajectory in group.trajectories
@@ -183,7 +178,7 @@ def _unpack(
     arrays["prompt_tokens"], [g["num_prompt_tokens"] for g in present]
   )
   lengths = [t["num_tokens"] for g in present for t in g["trajectories"]]
-  pieces = {field: _cut(arrays[field], lengths) for field in _ARRAY_FIELDS}
+  pieces = {field: _cut(arrays[field], lengths) for field in TOKEN_ARRAYS}
   groups = []
   for record in records:
     group = record["group"]
@@ -222,7 +217,9 @@ def _read_group(
         member=trajectory["member"],
         finish_reason=None if reason is None else FinishReason(reason),
         reward=_read_reward(trajectory["reward"]),
-        **{field: next(pieces[field]) for field in _ARRAY_FIELDS},
+        # Older records do not have them.
+        writers=tuple((n, k) for n, k in trajectory.get("writers", ())),
+        **{field: next(pieces[field]) for field in TOKEN_ARRAYS},
       )
     )
   return RolloutGroup(

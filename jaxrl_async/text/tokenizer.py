@@ -99,7 +99,7 @@ class Tokenizer:
     ordinary = vocabulary.keys() - special
     is_character_level = all(len(token) == 1 for token in ordinary)
     self._alphabet = frozenset(ordinary) if is_character_level else None
-    self._is_shown = bytearray(self.vocab_size)
+    self._is_shown = np.zeros(self.vocab_size, bool)
     for token in ordinary:
       self._is_shown[vocabulary[token]] = True
     for token_id in self.end_tokens:
@@ -155,9 +155,10 @@ class Tokenizer:
     Not shown are special tokens, tokens that end a sequence, and ids that only
     the model has.
     """
+    ids = np.asarray(tokens, np.int64)
+    ids = ids[ids < self.vocab_size]
     return self._tokenizer.decode(
-      [int(token) for token in tokens if self.is_shown(int(token))],
-      skip_special_tokens=True,
+      ids[self._is_shown[ids]].tolist(), skip_special_tokens=True
     )
 
   def is_shown(self, token: int) -> bool:

@@ -1,15 +1,17 @@
 """Answers of a policy to questions: generated, scored, and returned one by one.
 
-Evaluations within a run and launch/evaluate.py both get their answers here. An
+`write` generates answers, in whichever process the engine is. `scored` has them
+scored. Evaluations within a run and launch/evaluate.py both use them. An
 answer depends only on the weights, the seed of the engine, the question's
 number and the sample's number. It does not depend on which other answers are
 generated, so that an evaluation may begin where an earlier one was stopped.
 """
 
 import collections
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import itertools
+from typing import NamedTuple
 
 from jaxrl_async import types
 from jaxrl_async.engine import sampling
@@ -44,6 +46,14 @@ class AnswerSettings:
   stop_token_ids: tuple[int, ...] = ()
 
 
+class Written(NamedTuple):
+  """One answer to one question, before it is scored."""
+
+  question: int
+  sample: int
+  trajectory: types.Trajectory
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
   """One answer to one question.
@@ -63,34 +73,28 @@ class Answer:
   failure: service_lib.RewardFailure | None
 
 
-def generate(
+def write(
   scheduler: scheduler_lib.Scheduler,
-  prompts: Sequence[types.Prompt],
+  prompts: Sequence[types.Prompt] | Mapping[int, types.Prompt],
   settings: AnswerSettings,
   *,
   tokenizer: tokenizer_lib.Tokenizer,
-  rewards: service_lib.RewardService,
-  is_known: Callable[[int], bool] = lambda question: False,
-) -> Iterator[Answer]:
-  """Yield the answers to all questions, in the order in which they are scored.
+  questions: Iterable[int] | None = None,
+) -> Iterator[list[Written]]:
+  """Yield the answers that each step of the scheduler ends.
 
   Questions begin in their order, and few of them are under way at a time.
 
   Args:
     scheduler: holds the weights and has no sequences. It belongs to the
       iterator until that has ended.
-    prompts: of the questions.
+    prompts: by the number of the question.
     settings: how they are answered.
-    tokenizer: turns completions into text.
-    rewards: scores the answers. An answer that cannot be scored is no failure
-      of the evaluation.
-    is_known: whether a question, given by number, is left out.
+    tokenizer: of the policy, to find the texts that end answers.
+    questions: numbers of the questions to answer; None means all of them.
   """
-  pairs = itertools.product(range(len(prompts)), range(settings.samples))
-  wanted = (pair for pair in pairs if not is_known(pair[0]))
-  most_unscored = _UNSCORED_PER_SLOT * scheduler.engine.sizes.num_slots
-  unscored: collections.deque[tuple[Answer, service_lib.ScoreHandle]]
-  unscored = collections.deque()
+  numbers = range(len(prompts)) if questions is None else questions
+  wanted = itertools.product(numbers, range(settings.samples))
   while True:
     for question, sample in itertools.islice(wanted, max(scheduler.room, 0)):
       scheduler.submit(
@@ -100,8 +104,37 @@ def generate(
       )
     if scheduler.is_idle:
       break
-    for sequence in scheduler.step():
-      answer = _answer(sequence, tokenizer)
+    yield [
+      Written(sequence.group, sequence.member, sequence.trajectory())
+      for sequence in scheduler.step()
+    ]
+
+
+def scored(
+  written: Iterable[list[Written]],
+  prompts: Sequence[types.Prompt],
+  *,
+  tokenizer: tokenizer_lib.Tokenizer,
+  rewards: service_lib.RewardService,
+  num_slots: int,
+) -> Iterator[Answer]:
+  """Yield the answers in the order in which they are scored.
+
+  Args:
+    written: the answers as they are generated.
+    prompts: of all questions.
+    tokenizer: turns completions into text.
+    rewards: scores the answers. An answer that cannot be scored is no failure
+      of the evaluation.
+    num_slots: of the engine. If many times more answers await their scores, no
+      further ones are taken.
+  """
+  most_unscored = _UNSCORED_PER_SLOT * num_slots
+  unscored: collections.deque[tuple[Answer, service_lib.ScoreHandle]]
+  unscored = collections.deque()
+  for step in written:
+    for one in step:
+      answer = _answer(one, tokenizer)
       item = prompts[answer.question].item
       unscored.append((answer, rewards.submit(item, [answer.completion])))
     # A handle is asked before its turn too, because that starts its retries.
@@ -139,15 +172,10 @@ def _sequence(
   )
 
 
-def _answer(
-  sequence: sequence_lib.Sequence, tokenizer: tokenizer_lib.Tokenizer
-) -> Answer:
-  trajectory = sequence.trajectory()
+def _answer(written: Written, tokenizer: tokenizer_lib.Tokenizer) -> Answer:
   return Answer(
-    question=sequence.group,
-    sample=sequence.member,
-    trajectory=trajectory,
-    completion=completion_lib.of_trajectory(trajectory, tokenizer),
+    **written._asdict(),
+    completion=completion_lib.of_trajectory(written.trajectory, tokenizer),
     failure=None,
   )
 

@@ -1,0 +1,291 @@
+"""How many replicas and groups one coordinator carries.
+
+    uv run benchmarks/cluster.py --replicas=64
+
+The coordinator, the buffer, the ledger, the fleet and Ray are those of a run.
+The replicas are fakes, many to a process: they write random tokens at once, and
+report each trajectory twice, half-written and finished. Scores are given at
+once in the coordinator's process, because benchmarks/rewards.py measures those.
+A thread takes a batch of groups for each step, as a trainer would.
+
+The last line is JSON:
+
+    replicas                      number of fakes
+    groups_per_s                  groups that were trained, while the fakes and
+                                  the coordinator share this machine's cores
+    reports_per_s                 reports of single trajectories, partial ones
+                                  included
+    admit_p99_ms                  one round of handing out, in which every
+                                  replica may get hundreds of turns
+    report_p99_ms                 from taking what one replica says, hundreds of
+                                  reports at a time, to the answer
+    coordinator_cpu_per_group_ms  CPU time of the coordinator's whole process
+    wall_ratio_vs_local           with --run: a whole run with two real replicas
+                                  against the same run in one process
+    adopt_idle_s                  with --run: seconds without decoding, for each
+                                  version and replica
+    fan_out                       with --weights: readers of one version at a
+                                  time, and the GB/s of all of them together
+"""
+
+from collections.abc import Sequence
+from concurrent import futures
+import dataclasses
+import importlib
+import json
+import os
+import pathlib
+import secrets
+import tempfile
+import threading
+import time
+from typing import Any
+
+from absl import app
+from absl import flags
+import fake_replicas
+import numpy as np
+
+from jaxrl_async import types
+from jaxrl_async.cluster import ray_replicas
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import buffer as buffer_lib
+from jaxrl_async.coordination import ledger as ledger_lib
+from jaxrl_async.data import prompts
+from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.rollout import coordinator as coordinator_lib
+from jaxrl_async.rollout import fleet as fleet_lib
+from jaxrl_async.rollout import remote
+from jaxrl_async.rollout import wire
+from jaxrl_async.text import tokenizer as tokenizer_lib
+
+_REPLICAS = flags.DEFINE_integer("replicas", 64, "Number of fake replicas.", 1)
+_STEPS = flags.DEFINE_integer("steps", 8, "Train steps that are timed.", 1)
+_HOSTS = flags.DEFINE_integer("hosts", 2, "Processes of the fakes.", 1)
+_GROUPS = flags.DEFINE_integer("groups_per_step", 512, "Groups a step.", 1)
+_GROUP_SIZE = flags.DEFINE_integer("group_size", 16, "Trajectories a group.", 2)
+_TOKENS = flags.DEFINE_integer("tokens", 128, "Mean tokens a completion.", 2)
+_RUN = flags.DEFINE_bool("run", False, "Compare whole runs, too.")
+_WEIGHTS_MB = flags.DEFINE_integer(
+  "weights", 0, "MB of a version to be read by 1, 2, 4 and 8 processes.", 0
+)
+
+_MAX_STALENESS = 4
+_PROMPT_TOKENS = 32
+_DEADLINE_S = 300.0
+
+
+class Prompts(prompts.PromptStream):
+  """The same prompt, as often as it is wanted."""
+
+  def __init__(self):
+    self._tokens = np.arange(_PROMPT_TOKENS, dtype=np.int32)
+
+  def is_ready(self, timeout_s: float = 0.0) -> bool:
+    """Return True."""
+    del timeout_s
+    return True
+
+  def next(self) -> types.Prompt:
+    """Return the prompt."""
+    return types.Prompt(prompt_id="none/train/0", tokens=self._tokens, item={})
+
+  def record(self, prompt_id: str, *, teaches: bool) -> None:
+    """Forget it."""
+
+
+class Scored(service_lib.ScoreHandle):
+  """A group that is scored at once."""
+
+  def __init__(self, count: int):
+    self._rewards = [types.Reward(score=float(i % 2)) for i in range(count)]
+
+  def done(self) -> bool:
+    """Return True."""
+    return True
+
+  def result(self) -> list[types.Reward]:
+    """Return alternating scores."""
+    return self._rewards
+
+
+class Rewards(service_lib.RewardService):
+  """Scores without processes."""
+
+  def __init__(self):
+    pass
+
+  def submit(
+    self, item: dict[str, Any], completions: Sequence[types.Completion]
+  ) -> service_lib.ScoreHandle:
+    """Return scores at once."""
+    return Scored(len(completions))
+
+
+class TimedFleet(fleet_lib.Fleet):
+  """Measures how long its answers take."""
+
+  def __init__(self, *arguments: Any, **named: Any):
+    super().__init__(*arguments, **named)
+    self.admit_s: list[float] = []
+    self.report_s: list[float] = []
+    self.num_reports = 0
+
+  def _on_said(self, member: Any, said: remote.Said) -> None:
+    start_s = time.perf_counter()
+    super()._on_said(member, said)
+    self.report_s.append(time.perf_counter() - start_s)
+    self.num_reports += sum(
+      len(told.groups)
+      for told in said.told
+      if isinstance(told, wire.PackedReport)
+    )
+
+  def _hand_out(self) -> None:
+    start_s, before = time.perf_counter(), self.num_given
+    super()._hand_out()
+    if self.num_given > before:
+      self.admit_s.append(time.perf_counter() - start_s)
+
+  @property
+  def num_given(self) -> int:
+    """Deliveries so far."""
+    return sum(member.num_sent for member in self._members)
+
+
+class FakeHandle:
+  """One fake replica of a host, called through Ray."""
+
+  def __init__(self, ray: Any, host: Any, number: int):
+    self._ray, self._host, self._number = ray, host, number
+
+  def attach(self, name: str, spec: Any) -> futures.Future:
+    """Create the replica."""
+    del spec
+    return self._host.attach.remote(self._number, name).future()
+
+  def collect(self) -> futures.Future:
+    """Return what it says."""
+    return self._host.collect.remote(self._number).future()
+
+  def deliver(self, delivery: remote.Delivery) -> None:
+    """Give it work."""
+    self._host.deliver.remote(self._number, delivery)
+
+  def answer(self, questions: remote.Questions) -> futures.Future:
+    """Refuse: it knows nothing."""
+    raise NotImplementedError
+
+  def kill(self) -> None:
+    """Leave it; it ends with Ray."""
+
+
+def _p99_ms(times_s: list[float]) -> float:
+  return round(1e3 * float(np.quantile(times_s, 0.99)), 3)
+
+
+def measure(directory: pathlib.Path) -> dict[str, float]:
+  """Let a coordinator work with fakes for some train steps."""
+  section = sections.ClusterSection(
+    kind=sections.ClusterKind.RAY, replicas=_HOSTS.value, replica_cpus=1.0
+  )
+  cluster = ray_replicas.Cluster(section, run_name="fakes", environment={})
+  ray = importlib.import_module("ray")
+  host_class = ray.remote(fake_replicas.Host)
+  per_host = -(-_REPLICAS.value // _HOSTS.value)
+  hosts = [
+    host_class.options(max_concurrency=2 * per_host + 4).remote(
+      str(directory), _TOKENS.value
+    )
+    for _ in range(_HOSTS.value)
+  ]
+  buffer = buffer_lib.Buffer(_GROUPS.value, _MAX_STALENESS)
+  ledger = ledger_lib.Ledger(
+    directory / "ledger.jsonl", ledger_lib.LedgerState()
+  )
+  busy = metrics_lib.BusyClock()
+  fleet = TimedFleet(
+    coordinator_lib.Coordinator(
+      coordinator_lib.CoordinatorSettings(
+        group_size=_GROUP_SIZE.value,
+        max_completion_tokens=2 * _TOKENS.value,
+        max_tokens=_PROMPT_TOKENS + 2 * _TOKENS.value,
+        temperature=1.0,
+        filter_zero_std=False,
+        max_failed_groups=3,
+      ),
+      stream=Prompts(),
+      buffer=buffer,
+      rewards=Rewards(),
+      ledger=ledger,
+      tokenizer=tokenizer_lib.character_level(),
+      busy=busy,
+    ),
+    lambda place: FakeHandle(ray, hosts[place % _HOSTS.value], place),
+    None,
+    num_replicas=_REPLICAS.value,
+    num_slots=fake_replicas.SLOTS,
+    replica_timeout_s=60.0,
+    start_timeout_s=_DEADLINE_S,
+    busy=busy,
+    zero_totals=dataclasses.asdict(scheduler_lib.SchedulerStats())
+    | {"wait_s": 0.0, "adopt_s": 0.0},
+    note=lambda line: None,
+  )
+  version = directory / "version"
+  version.write_text("0")
+  fleet.start()
+  buffer.set_policy_version(0)
+  thread = threading.Thread(target=fleet.run, daemon=True)
+  thread.start()
+  start: tuple[float, float, int] | None = None
+  for step in range(_STEPS.value + 1):
+    batch = buffer.get_batch(step, _DEADLINE_S)
+    assert batch is not None, fleet.status()
+    for group in batch:
+      ledger.add_trained(group, step=step, skipped_update=False)
+    buffer.set_policy_version(step + 1)
+    incomplete = directory / "incomplete"
+    incomplete.write_text(str(step + 1))
+    incomplete.replace(version)
+    if start is None:  # the first step is a warm-up
+      start = time.perf_counter(), time.process_time(), fleet.num_reports
+      fleet.admit_s.clear()
+      fleet.report_s.clear()
+  assert start is not None
+  wall_s = time.perf_counter() - start[0]
+  cpu_s = time.process_time() - start[1]
+  num_groups = _STEPS.value * _GROUPS.value
+  fleet.stop()
+  buffer.close()
+  thread.join(_DEADLINE_S)
+  ledger.close()
+  found = {
+    "replicas": _REPLICAS.value,
+    "groups_per_s": round(num_groups / wall_s, 1),
+    "reports_per_s": round((fleet.num_reports - start[2]) / wall_s, 1),
+    "admit_p99_ms": _p99_ms(fleet.admit_s),
+    "report_p99_ms": _p99_ms(fleet.report_s),
+    "coordinator_cpu_per_group_ms": round(1e3 * cpu_s / num_groups, 3),
+  }
+  cluster.close()
+  return found
+
+
+def main(argv: Sequence[str]) -> None:
+  """Measure, and print one line of JSON."""
+  del argv
+  os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+  os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+  os.environ["RAY_AUTH_MODE"] = "token"
+  os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+  os.environ["PYTHONPATH"] = str(pathlib.Path(__file__).parent)
+  with tempfile.TemporaryDirectory() as directory:
+    found = measure(pathlib.Path(directory))
+  print(json.dumps(found))
+
+
+if __name__ == "__main__":
+  app.run(main)

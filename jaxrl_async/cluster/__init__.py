@@ -1,0 +1,1 @@
+"""Replicas in other processes, and the engines that start them."""

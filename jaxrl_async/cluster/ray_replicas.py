@@ -1,0 +1,414 @@
+"""Replicas as actors of Ray. Nothing but this folder imports Ray."""
+
+from collections.abc import Callable, Mapping
+from concurrent import futures
+import contextlib
+import hashlib
+import importlib
+import logging
+import math
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from typing import IO, Any
+
+from jaxrl_async.cluster import hosts
+from jaxrl_async.cluster import replica_process
+from jaxrl_async.cluster import replica_spec
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.rollout import answers as answers_lib
+from jaxrl_async.rollout import remote
+
+_NAMESPACE = "jaxrl_async"
+# Methods of one actor that may run at a time: an attachment, a collection, an
+# evaluation and deliveries, and those of a coordinator that has ended.
+_CONCURRENCY = 16
+_END_S = 20.0
+_CONNECT_S = 10.0
+_LONGEST = 300
+_LOCAL_RAY = "jaxrl_async.cluster.local_ray"
+_LOG_LINE = re.compile(r"^\[.*?\]\s*|\x1b\[[0-9;]*m")
+
+
+def _import_ray() -> Any:
+  """Return the module.
+
+  Raises:
+    ConfigError: it is not installed.
+  """
+  try:
+    return importlib.import_module("ray")
+  except ImportError as error:
+    raise sections.ConfigError(
+      f"cluster.kind: Ray cannot be imported ({error}); install the extra: uv"
+      " sync --extra ray, or pip install 'jaxrl_async[ray]'"
+    ) from error
+
+
+class Cluster:
+  """A connection to Ray, and the actors that this run has there.
+
+  Threads: all methods belong to one thread at a time.
+  """
+
+  def __init__(
+    self,
+    section: sections.ClusterSection,
+    *,
+    run_name: str,
+    environment: Mapping[str, str],
+  ):
+    """Start Ray on this machine, or connect to the cluster of the section.
+
+    Args:
+      section: of the config.
+      run_name: the same at every start of this run, and of no other one.
+      environment: variables for the processes of replicas.
+
+    Raises:
+      ConfigError: Ray is not installed, does not start or cannot be reached.
+    """
+    self._ray = _import_ray()
+    self._section = section
+    self._run_name = run_name
+    self._environment = dict(environment)
+    self._is_own = not section.address
+    self._groups: list[Any] = []  # placement groups of TPU slices
+    if section.address not in ("", "auto"):
+      _check_answers(section.address)
+    with contextlib.ExitStack() as closing:
+      address = section.address or self._start(closing)
+      self._within(
+        lambda: self._ray.init(
+          address=address,
+          namespace=_NAMESPACE,
+          logging_level=logging.ERROR,
+          log_to_driver=False,
+        )
+      )
+      closing.callback(self._ray.shutdown)
+      self._check_resources()
+      self._closing = closing.pop_all()
+
+  def _start(self, closing: contextlib.ExitStack) -> str:
+    """Start Ray on this machine, and return its address.
+
+    Args:
+      closing: ends it.
+
+    Raises:
+      ConfigError: it does not start.
+    """
+    section = self._section
+    # Replicas share the cores of this machine if it has too few.
+    wanted = section.replicas * section.replica_cpus + section.reward_tasks
+    num_cpus = max(os.cpu_count() or 1, math.ceil(wanted))
+    errors = closing.enter_context(tempfile.TemporaryFile("w+"))
+    process = subprocess.Popen(
+      [sys.executable, "-m", _LOCAL_RAY, str(num_cpus)],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      stderr=errors,
+      text=True,
+      start_new_session=True,  # signals are for this process alone
+    )
+    closing.callback(_end, process)
+    self._within(lambda: self._read_address(process, errors))
+    return self._address
+
+  def _within(self, function: Callable[[], Any]) -> None:
+    """Call a function of Ray's, with a deadline.
+
+    Raises:
+      ConfigError: it failed, or is not done in time.
+    """
+    done: futures.Future = futures.Future()
+
+    def call() -> None:
+      function()
+      done.set_result(None)
+
+    supervisor_lib.start_thread("ray", call, done.set_exception)
+    limit_s = self._section.start_timeout_s
+    where = self._section.address or "on this machine"
+    try:
+      done.result(timeout=limit_s)
+    except TimeoutError:
+      raise sections.ConfigError(
+        f"cluster.address: Ray ({where}) did not answer in {limit_s:g} s"
+        " (cluster.start_timeout_s)"
+      ) from None
+    except (RuntimeError, ConnectionError, ValueError, OSError) as error:
+      raise sections.ConfigError(
+        f"cluster.address: Ray ({where}): {_one_line(error)}"
+      ) from error
+
+  def _read_address(
+    self, process: subprocess.Popen[str], errors: IO[str]
+  ) -> None:
+    """Wait for the address that `local_ray` prints.
+
+    Raises:
+      RuntimeError: it ended before.
+    """
+    assert process.stdout is not None
+    self._address = process.stdout.readline().strip()
+    if not self._address:
+      errors.seek(0)
+      lines = [line for line in errors.read().splitlines() if line.strip()]
+      raise RuntimeError(lines[-1] if lines else "it ended at once")
+
+  def _resources(self) -> dict[str, float]:
+    """Return what Ray reserves for each replica."""
+    section = self._section
+    needed = {"CPU": section.replica_cpus, "GPU": section.replica_gpus}
+    return {name: float(count) for name, count in needed.items() if count}
+
+  def _check_resources(self) -> None:
+    """Check that the cluster can hold at least one replica.
+
+    Raises:
+      ConfigError: it has no such host.
+    """
+    needed = self._resources()
+    best = {
+      name: max(
+        (
+          n["Resources"].get(name, 0.0) for n in self._ray.nodes() if n["Alive"]
+        ),
+        default=0.0,
+      )
+      for name in needed
+    }
+    for name, count in needed.items():
+      sections.require(
+        best[name] >= count,
+        f"cluster.replica_{name.lower()}s",
+        f"no host of the cluster has {count:g} {name}; the largest has"
+        f" {best[name]:g}",
+      )
+
+  def check_hosts(
+    self,
+    versions: dict[str, str],
+    probe: tuple[pathlib.Path, str],
+    check: Callable[[], None],
+  ) -> None:
+    """Check that at least one host of the cluster can have a replica.
+
+    Args:
+      versions: those that a replica's process has to have.
+      probe: a file that its host has to see, and what it contains.
+      check: is called now and then, and may raise.
+
+    Raises:
+      ConfigError: no host has room for a replica in time, or the first that has
+        does not fit.
+    """
+    options: dict[str, Any] = {
+      "num_cpus": self._section.replica_cpus,
+      "num_gpus": self._section.replica_gpus,
+      "scheduling_strategy": "SPREAD",
+      "max_retries": 0,
+      "runtime_env": {"env_vars": self._environment},
+    }
+    task = self._ray.remote(**options)(hosts.facts)
+    asked_s = time.time()
+    waiting = [task.remote(probe[0]) for _ in range(self._section.replicas)]
+    deadline = supervisor_lib.Deadline(self._section.start_timeout_s)
+    done: list[Any] = []
+    while not done:
+      check()
+      if (wait_s := deadline.next_wait_s()) == 0:
+        raise sections.ConfigError(
+          f"cluster.replicas: no host had room for a replica in"
+          f" {self._section.start_timeout_s:g} s (cluster.start_timeout_s);"
+          f" {self.missing()}"
+        )
+      done, waiting = self._ray.wait(waiting, timeout=wait_s)
+    for reference in done:
+      try:
+        why_not = hosts.difference(
+          self._ray.get(reference), probe, versions, asked_s
+        )
+      except self._ray.exceptions.RayError as error:
+        why_not = f"cluster.address: {_one_line(error)}"
+      if why_not is not None:
+        raise sections.ConfigError(why_not)
+    for reference in waiting:
+      self._ray.cancel(reference)
+
+  def missing(self) -> str:
+    """Return what the cluster has and what all replicas need, as a sentence."""
+    total = self._ray.cluster_resources()
+    free = self._ray.available_resources()
+    needed = self._resources()
+    parts = [
+      f"{self._section.replicas * count:g} {name} of which the cluster has"
+      f" {total.get(name, 0):g}, {free.get(name, 0):g} of them free"
+      for name, count in needed.items()
+    ]
+    return f"{self._section.replicas} replicas need {', '.join(parts)}"
+
+  def launch(self, place: int) -> "RayHandle":
+    """Return the replica of a place, which an earlier start may have made."""
+    ray, section = self._ray, self._section
+    name = f"{self._run_name}-{place}"
+    if not self._is_own:
+      with contextlib.suppress(ValueError):
+        return RayHandle(ray, ray.get_actor(name, namespace=_NAMESPACE))
+    options: dict[str, Any] = {
+      "num_cpus": section.replica_cpus,
+      "num_gpus": section.replica_gpus,
+      "max_concurrency": _CONCURRENCY,
+      "max_restarts": 0,
+      "name": name,
+      "namespace": _NAMESPACE,
+      "runtime_env": {"env_vars": self._environment},
+    }
+    if not self._is_own:
+      # It outlives this process, and waits for the next start of the run.
+      options["lifetime"] = "detached"
+    if section.replica_tpu:
+      tpu_slices = importlib.import_module("jaxrl_async.cluster.tpu_slices")
+      group, more = tpu_slices.reserve(section.replica_tpu)
+      self._groups.append(group)
+      options |= more
+    actor = ray.remote(Actor).options(**options).remote()
+    return RayHandle(ray, actor)
+
+  def close(self) -> None:
+    """Disconnect, and end Ray if it was started here."""
+    for group in self._groups:
+      group.shutdown()
+    self._closing.close()
+
+
+def _check_answers(address: str) -> None:
+  """Check that something listens at an address.
+
+  Ray would end this process if nothing did.
+
+  Raises:
+    ConfigError: nothing does.
+  """
+  host, _, port = address.rpartition(":")
+  try:
+    socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+  except OSError as error:
+    raise sections.ConfigError(
+      f"cluster.address: {address} does not answer ({error}); start Ray there"
+      " with `ray start --head`"
+    ) from error
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+  """End `local_ray`, and all processes of Ray with it."""
+  assert process.stdin is not None
+  process.stdin.close()
+  try:
+    process.wait(_END_S)
+  except subprocess.TimeoutExpired:
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+class Actor(replica_process.ReplicaProcess):
+  """What Ray runs in a process of its own."""
+
+  def __init__(self):
+    """Start; the process ends when nobody calls any more."""
+    super().__init__(on_orphaned=lambda: os._exit(0))
+
+
+class RayHandle:
+  """An actor, as `remote.Handle` describes it."""
+
+  def __init__(self, ray: Any, actor: Any):
+    """Take over an actor."""
+    self._ray = ray
+    self._actor = actor
+    self._deliveries: list[Any] = []
+
+  def attach(
+    self, name: str, spec: replica_spec.ReplicaSpec
+  ) -> futures.Future[None]:
+    """Give the replica a name; see `remote.Handle`."""
+    asked_s = time.time()
+    attached: futures.Future[None] = futures.Future()
+
+    def begin(call: futures.Future) -> None:
+      if (error := call.exception()) is not None:
+        attached.set_exception(self._translated(error))
+        return
+      why_not = hosts.difference(
+        call.result(), spec.probe, spec.versions, asked_s
+      )
+      if why_not is not None:
+        attached.set_exception(remote.ReplicaFailed(why_not))
+        return
+      self._pass_on(self._actor.attach.remote(name, spec), attached)
+
+    self._actor.facts.remote(spec.probe[0]).future().add_done_callback(begin)
+    return attached
+
+  def collect(self) -> futures.Future[Any]:
+    """Return what it says next; see `remote.Handle`."""
+    return self._pass_on(self._actor.collect.remote(), futures.Future())
+
+  def deliver(self, delivery: remote.Delivery) -> None:
+    """Send work; that the process has ended is learnt from `collect`."""
+    self._actor.deliver.remote(delivery)
+
+  def answer(
+    self, questions: remote.Questions
+  ) -> futures.Future[list[answers_lib.Written]]:
+    """Have questions answered; see `remote.Handle`."""
+    return self._pass_on(self._actor.answer.remote(questions), futures.Future())
+
+  def kill(self) -> None:
+    """End the process."""
+    self._ray.kill(self._actor)
+
+  def _pass_on(self, reference: Any, to: futures.Future) -> futures.Future:
+    """Let a future end as the call of an actor ends."""
+
+    def end(call: futures.Future) -> None:
+      error = call.exception()
+      if error is None:
+        to.set_result(call.result())
+      else:
+        to.set_exception(self._translated(error))
+
+    reference.future().add_done_callback(end)
+    return to
+
+  def _translated(self, error: BaseException) -> BaseException:
+    """Return an error of Ray's as one of `remote`."""
+    if isinstance(error, self._ray.exceptions.RayTaskError):
+      cause = getattr(error, "cause", error)
+      if isinstance(cause, remote.ReplicaFailed):
+        return remote.ReplicaFailed(str(cause))
+      return remote.ReplicaFailed(f"{type(cause).__name__}: {cause}")
+    if isinstance(error, self._ray.exceptions.RayError):
+      return remote.ReplicaLost(_one_line(error))
+    return error
+
+
+def _one_line(error: BaseException) -> str:
+  """Return the text of an error of Ray's, without colours and line breaks."""
+  text = " ".join(_LOG_LINE.sub("", str(error)).split())
+  return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
+
+
+def run_name(workdir: pathlib.Path) -> str:
+  """Return a name that is the same at every start on this workdir."""
+  digest = hashlib.sha256(str(workdir.resolve()).encode()).hexdigest()
+  return f"run-{digest[:16]}"

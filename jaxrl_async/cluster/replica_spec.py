@@ -1,0 +1,128 @@
+"""Everything that a replica in another process needs to begin.
+
+It is plain data: settings, shapes, a tokenizer, and the directory through which
+the weights come. A replica reads no config file and no model directory, so that
+its host needs neither.
+"""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_async.config import sections
+from jaxrl_async.config.mesh_shape import MeshShape
+from jaxrl_async.coordination import weight_transfer
+from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.engine import decode_state as decode_state_lib
+from jaxrl_async.engine import engine as engine_lib
+from jaxrl_async.models import configs
+from jaxrl_async.models import lora as lora_lib
+from jaxrl_async.planning import aot
+from jaxrl_async.rollout import remote
+from jaxrl_async.text import tokenizer as tokenizer_lib
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightsSpec:
+  """A channel of weights; see `weight_transfer.OrbaxChannel`.
+
+  Attributes:
+    directory: of the channel, which the replica's host sees too.
+    incarnation: of the channel.
+    shapes: shapes and dtypes of the published arrays.
+  """
+
+  directory: pathlib.Path
+  incarnation: str
+  shapes: Any
+
+  def channel(self, shardings: Any) -> weight_transfer.OrbaxChannel:
+    """Return the side of the channel that adopts into these shardings."""
+    return weight_transfer.OrbaxChannel(
+      self.directory, self.incarnation, aot.placed(self.shapes, shardings)
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+  """The arguments of an engine, and the shape of its mesh."""
+
+  model: configs.ModelConfig
+  sizes: decode_state_lib.EngineSizes
+  mesh: MeshShape
+  rules: sections.ShardingRules
+  seed: int
+  end_tokens: tuple[int, ...]
+  dtype: str
+  weights: sections.WeightFormat
+  attention: str
+
+  def make(self) -> engine_lib.Engine:
+    """Build the engine on the first devices of this process.
+
+    Raises:
+      ReplicaFailed: there are too few devices.
+    """
+    devices = jax.devices()
+    needed = self.mesh.num_devices
+    if len(devices) < needed:
+      raise remote.ReplicaFailed(
+        f"mesh.rollout_*: a replica needs {needed} devices, and its process has"
+        f" {len(devices)} ({devices[0].device_kind})"
+      )
+    return engine_lib.Engine(
+      self.model,
+      self.sizes,
+      mesh=mesh_lib.make_mesh(devices[:needed], self.mesh),
+      rules=self.rules,
+      seed=self.seed,
+      end_tokens=self.end_tokens,
+      dtype=self.dtype,
+      weights=self.weights,
+      attention=self.attention,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplicaSpec:
+  """All that a replica is attached with.
+
+  Attributes:
+    engine: its engine. A replica that is attached again with an equal one keeps
+      it, with all compiled programs.
+    shared_tokens: tokens that prompts commonly begin with.
+    weights: the channel that brings each version.
+    base: the channel that brings the base of a model with LoRA, once.
+    probe: a file in the directory of the weights, and what it contains.
+    versions: those of the coordinator's process, by package.
+    report_every_s: seconds between two reports of what is half-written.
+    heartbeat_s: a replica with nothing to say tells so after so many seconds.
+    coordinator_timeout_s: it ends after so many seconds without a call.
+  """
+
+  engine: EngineSpec
+  kv_on_adopt: sections.KvOnAdopt
+  shared_tokens: np.ndarray
+  tokenizer: tokenizer_lib.Tokenizer
+  weights: WeightsSpec
+  base: WeightsSpec | None
+  probe: tuple[pathlib.Path, str]
+  versions: dict[str, str]
+  report_every_s: float
+  heartbeat_s: float
+  coordinator_timeout_s: float
+
+  def channels(
+    self, engine: engine_lib.Engine
+  ) -> tuple[weight_transfer.OrbaxChannel, weight_transfer.OrbaxChannel | None]:
+    """Return the channel of the versions, and that of the base if any."""
+    shardings = engine.params_sharding.weights
+    if self.base is None:
+      return self.weights.channel(shardings), None
+    return (
+      self.weights.channel(lora_lib.adapters(shardings)),
+      self.base.channel(lora_lib.base(shardings)),
+    )

@@ -1,0 +1,457 @@
+"""The rollout side whose replicas are in other processes.
+
+The fleet starts replicas, listens to all of them, and hands out the
+coordinator's work. A replica may join late, end, be silent or be slow. This
+changes how fast groups are generated and nothing else: what it reported last is
+continued by another replica.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+import contextlib
+import dataclasses
+import enum
+import functools
+import queue
+import time
+from typing import Any
+
+from jaxrl_async import types
+from jaxrl_async.coordination import buffer as buffer_lib
+from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.reporting import timeline as timeline_lib
+from jaxrl_async.rollout import answers as answers_lib
+from jaxrl_async.rollout import coordinator as coordinator_lib
+from jaxrl_async.rollout import fleet_answers
+from jaxrl_async.rollout import gate as gate_lib
+from jaxrl_async.rollout import messages
+from jaxrl_async.rollout import remote
+from jaxrl_async.rollout import wire
+
+_POLL_S = 0.005
+# Seconds before a replica is started again. They double with each failure.
+_RELAUNCH_S, _MAX_RELAUNCH_S = 1.0, 60.0
+_MAX_FAILURES = 3  # in a row, of every replica
+# Seconds that are averaged over the replicas; the other totals are summed.
+_SECONDS = ("wait_s", "adopt_s")
+
+
+class NoReplicaError(supervisor_lib.RunError):
+  """No replica was ready in time; the message says why."""
+
+
+class State(enum.Enum):
+  """What the fleet waits for from a replica."""
+
+  STARTING = "starting"  # that it is attached
+  READY = "ready"  # what it says next
+  SILENT = "silent"  # the same, but its groups were given to others
+  LOST = "lost"  # nothing; it is started again later
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class _Member:
+  """One place of the fleet, and the replica that fills it.
+
+  Attributes:
+    name: the present name of its replica, which changes at every attachment.
+    ask: its last request for work, with the room that was left then.
+    given: turns given since then, by the number of the delivery.
+    num_sent: number of deliveries to this name.
+    since_s: when it was last heard of, or when its state began.
+    num_failures: how often it failed since it last ended a trajectory.
+    totals: its counters as it said them last.
+  """
+
+  place: int
+  state: State = State.LOST
+  handle: remote.Handle | None = None
+  name: str = ""
+  num_names: int = 0
+  version: int = -1
+  ask: messages.Ask | None = None
+  given: dict[int, int] = dataclasses.field(default_factory=dict)
+  num_sent: int = 0
+  since_s: float = float("-inf")
+  num_failures: int = 0
+  totals: dict[str, int | float] = dataclasses.field(default_factory=dict)
+
+  @property
+  def room(self) -> int:
+    """For how many more trajectories it has room."""
+    if self.state is not State.READY or self.ask is None:
+      return 0
+    return self.ask.room - sum(self.given.values())
+
+
+class Fleet:
+  """Drives a coordinator and its replicas in other processes.
+
+  Invariant: `coordinator` knows a replica by the name of its member while the
+  member is READY, and has been told that the name is drained otherwise. Every
+  member that is not LOST has exactly one call outstanding, whose result will be
+  an event: that it is attached, or what it says.
+
+  Threads: `run` belongs to the rollout thread. `start` and `close` belong to
+  the main thread, before and after it. Futures end in threads of the transport
+  and only add to the queue of events. See `RolloutSide` for the rest.
+  """
+
+  def __init__(
+    self,
+    coordinator: coordinator_lib.Coordinator,
+    launch: Callable[[int], remote.Handle],
+    spec: Any,
+    *,
+    num_replicas: int,
+    num_slots: int,
+    replica_timeout_s: float,
+    start_timeout_s: float,
+    busy: metrics_lib.BusyClock,
+    zero_totals: dict[str, int | float],
+    note: Callable[[str], None],
+    seconds: Callable[[], float] = time.monotonic,
+  ):
+    """Create a fleet without replicas.
+
+    Args:
+      coordinator: belongs to the fleet from now on.
+      launch: starts the replica of a place, or finds one that was started by an
+        earlier start of this run.
+      spec: what each replica is attached with.
+      num_replicas: the number of places.
+      num_slots: of each replica's engine.
+      replica_timeout_s: a replica loses its groups after so long a silence.
+      start_timeout_s: at least one replica has to be ready after so long.
+      busy: records how long the replicas' devices are busy, on average.
+      zero_totals: the counters of a replica that has done nothing.
+      note: is called with a line when a replica comes, goes or fails.
+      seconds: a clock.
+    """
+    self.coordinator = coordinator
+    self._launch = launch
+    self._spec = spec
+    self._num_slots = num_slots
+    self._replica_timeout_s = replica_timeout_s
+    self._start_timeout_s = start_timeout_s
+    self._busy = busy
+    self._note = note
+    self._seconds = seconds
+    self._gate = gate_lib.Gate()
+    self._members = [_Member(place=i) for i in range(num_replicas)]
+    self._events: queue.SimpleQueue[tuple[_Member, str, futures.Future]]
+    self._events = queue.SimpleQueue()
+    self._ended_totals = dict(zero_totals)
+    self._zero_totals = dict(zero_totals)
+    self._started_s = float("inf")
+    self._was_ready = False
+
+  # -- other threads --------------------------------------------------------
+
+  def status(self) -> str:
+    """Return what the replicas are doing, for the stall report."""
+    states = [
+      f"{m.name or f'replica {m.place}'} {m.state.value}" for m in self._members
+    ]
+    return (
+      f"rollout: {self._gate.status()}, {', '.join(states)},"
+      f" {self.coordinator.status()}"
+    )
+
+  def moving(self) -> object:
+    """Return a value that changes when something is generated or adopted."""
+    versions = [member.version for member in self._members]
+    return self.coordinator.recorded_tokens, versions
+
+  def stop(self) -> None:
+    """End `run` soon."""
+    self._gate.stop()
+
+  def paused(self, timeout_s: float) -> contextlib.AbstractContextManager[None]:
+    """Hold the rollout thread; the replicas go on with what they have."""
+    return self._gate.paused(timeout_s, self.status)
+
+  def groups(self) -> dict[int, types.RolloutGroup]:
+    """Return the groups in progress, as they were last reported."""
+    return self.coordinator.groups()
+
+  @property
+  def generated_tokens(self) -> int:
+    """The tokens that replicas reported, without those that were refused."""
+    return self.coordinator.recorded_tokens
+
+  @property
+  def num_ready(self) -> int:
+    """The number of replicas that generate."""
+    return sum(m.state is State.READY for m in self._members)
+
+  def totals(self) -> dict[str, int | float]:
+    """Return the sums over all replicas; of seconds, the averages."""
+    totals = dict(self._ended_totals)
+    for member in self._members:
+      for name, value in member.totals.items():
+        totals[name] += value
+    for name in _SECONDS:
+      totals[name] /= len(self._members)
+    return totals
+
+  def answers(
+    self,
+    prompts: Sequence[types.Prompt],
+    settings: answers_lib.AnswerSettings,
+    version: int,
+    timeout_s: float,
+  ) -> Iterator[list[answers_lib.Written]]:
+    """Have the replicas that are ready answer questions."""
+    handles = [
+      member.handle
+      for member in self._members
+      if member.state is State.READY and member.handle is not None
+    ]
+    ask = fleet_answers.Questioning(
+      prompts, settings, version, timeout_s, num_slots=self._num_slots
+    )
+    yield from ask.answers(handles)
+
+  # -- start and end --------------------------------------------------------
+
+  def start(self, check: Callable[[], None] = lambda: None) -> None:
+    """Start the replicas, and wait until at least one of them is ready.
+
+    Args:
+      check: is called now and then, and may raise.
+
+    Raises:
+      NoReplicaError: none was ready in time.
+      ReplicaFailed: one could not be started for a reason that will not pass.
+    """
+    self._started_s = self._seconds()
+    while not self.num_ready:
+      check()
+      self._relaunch_lost()
+      self._take_events()
+      waited_s = self._seconds() - self._started_s
+      if waited_s > self._start_timeout_s:
+        raise NoReplicaError(
+          f"no replica was ready in {self._start_timeout_s:g} s"
+          " (cluster.start_timeout_s)"
+        )
+
+  def close(self) -> None:
+    """End all replicas."""
+    for member in self._members:
+      if member.handle is not None:
+        member.handle.kill()
+        member.handle = None
+
+  # -- the rollout thread ---------------------------------------------------
+
+  def run(self) -> None:
+    """Hand out work and take reports, until stopped or the buffer is closed."""
+    try:
+      while self._gate.passes():
+        self._gate.show("listening")
+        self._round()
+    except buffer_lib.BufferClosed:
+      pass
+    finally:
+      self._gate.end()
+
+  def _round(self) -> None:
+    """Take what has happened, then hand out work."""
+    self._relaunch_lost()
+    self._take_events()
+    self._look_for_silence()
+    self.coordinator.collect_scores()
+    self._hand_out()
+
+  def _take_events(self) -> None:
+    """Wait a moment for an event, and take all that there are."""
+    timeout_s = _POLL_S
+    while True:
+      try:
+        member, kind, future = self._events.get(timeout=timeout_s)
+      except queue.Empty:
+        return
+      timeout_s = 0.0
+      try:
+        result = future.result()
+      except remote.ReplicaLost as error:
+        self._lose(member, str(error))
+      except remote.ReplicaFailed as error:
+        self._fail(member, error)
+      else:
+        if kind == "attached":
+          self._on_attached(member)
+        else:
+          self._on_said(member, result)
+
+  # -- replicas come and go -------------------------------------------------
+
+  def _relaunch_lost(self) -> None:
+    for member in self._members:
+      wait_s = min(_RELAUNCH_S * 2**member.num_failures, _MAX_RELAUNCH_S)
+      waited_s = self._seconds() - member.since_s
+      if member.state is State.LOST and waited_s >= wait_s:
+        member.handle = self._launch(member.place)
+        self._attach(member)
+
+  def _attach(self, member: _Member) -> None:
+    """Give the replica of a member a new name."""
+    assert member.handle is not None
+    for name, value in member.totals.items():
+      self._ended_totals[name] += value
+    member.totals = {}
+    member.num_names += 1
+    member.name = f"replica {member.place}"
+    if member.num_names > 1:
+      member.name += f" #{member.num_names}"
+    member.state, member.since_s = State.STARTING, self._seconds()
+    member.version, member.ask = -1, None
+    member.given, member.num_sent = {}, 0
+    self._expect(
+      member, "attached", member.handle.attach(member.name, self._spec)
+    )
+
+  def _on_attached(self, member: _Member) -> None:
+    member.state, member.since_s = State.READY, self._seconds()
+    self._note(f"{member.name} is ready")
+    self._collect(member)
+
+  def _collect(self, member: _Member) -> None:
+    assert member.handle is not None
+    self._expect(member, "said", member.handle.collect())
+
+  def _expect(self, member: _Member, kind: str, future: futures.Future) -> None:
+    assert member.handle is not None
+    future.add_done_callback(
+      functools.partial(self._put, member, kind, member.handle)
+    )
+
+  def _put(
+    self,
+    member: _Member,
+    kind: str,
+    handle: remote.Handle,
+    future: futures.Future,
+  ) -> None:
+    # A call to a replica that was replaced says nothing any more.
+    if member.handle is handle:
+      self._events.put((member, kind, future))
+
+  def _lose(self, member: _Member, why: str) -> None:
+    """Give the groups of a replica whose process has ended to others."""
+    self._drain(member)
+    self._note(f"{member.name} is gone ({why}); it is started again")
+    member.state, member.since_s = State.LOST, self._seconds()
+    member.handle = None
+
+  def _fail(self, member: _Member, error: remote.ReplicaFailed) -> None:
+    """Start a replica again that has failed, unless all fail over and over.
+
+    Raises:
+      ReplicaFailed: each failed several times, or none was ready before.
+    """
+    member.num_failures += 1
+    fewest = min(m.num_failures for m in self._members)
+    if fewest >= _MAX_FAILURES or not self._was_ready:
+      raise error
+    assert member.handle is not None
+    member.handle.kill()
+    self._lose(member, str(error))
+
+  def _drain(self, member: _Member) -> None:
+    if member.state is State.READY:
+      self.coordinator.drained(messages.Drained(replica=member.name))
+
+  def _look_for_silence(self) -> None:
+    now_s = self._seconds()
+    for member in self._members:
+      silence_s = now_s - member.since_s
+      if member.state is State.READY and silence_s > self._replica_timeout_s:
+        self._drain(member)
+        member.state = State.SILENT
+        self._note(
+          f"{member.name} has said nothing for {silence_s:.0f} s"
+          " (cluster.replica_timeout_s); its groups go to others"
+        )
+
+  # -- what replicas say ----------------------------------------------------
+
+  def _on_said(self, member: _Member, said: remote.Said) -> None:
+    """Take reports, and listen on.
+
+    What a replica says after its groups were given to others is refused. It
+    gets another name then, and begins anew.
+    """
+    for told in said.told:
+      if isinstance(told, messages.Adopted):
+        if member.state is State.READY:
+          self.coordinator.adopted(told)
+        continue
+      report = wire.unpack_report(told)
+      answer = self.coordinator.report(report)
+      if any(one.trajectory.finish_reason for one in report.written):
+        member.num_failures = 0
+      if member.state is State.READY:
+        self._deliver(member, answer)
+    if member.state is State.SILENT:
+      self._note(f"{member.name} is heard again")
+      self._attach(member)
+      return
+    self._was_ready = True
+    member.since_s, member.version = self._seconds(), said.version
+    member.totals = said.totals
+    if said.ask is not None:
+      member.ask = said.ask
+      member.given = {
+        number: count
+        for number, count in member.given.items()
+        if number > said.received
+      }
+    self._record_busy(member, said)
+    self._collect(member)
+
+  def _record_busy(self, member: _Member, said: remote.Said) -> None:
+    """Record the average over the replicas, and what one of them does."""
+    first = next(m for m in self._members if m.state is State.READY)
+    now_s = self._busy.now()
+    self._busy.add(
+      said.busy_s / len(self._members),
+      [
+        timeline_lib.Interval(now_s - a.start_s, now_s - a.end_s, a.name)
+        for a in said.activities
+        if member is first
+      ],
+    )
+
+  def _deliver(self, member: _Member, work: messages.Work) -> None:
+    if not work.turns and not work.cancelled:
+      return
+    assert member.handle is not None
+    member.num_sent += 1
+    member.given[member.num_sent] = len(work.turns)
+    member.handle.deliver(
+      remote.Delivery(
+        name=member.name, number=member.num_sent, work=wire.pack_work(work)
+      )
+    )
+
+  def _hand_out(self) -> None:
+    """Give each group to the replica with the most room."""
+    open_members = [m for m in self._members if m.room > 0]
+    rooms = {m.place: m.room for m in open_members}
+    turns: dict[int, list[messages.Turn]] = {m.place: [] for m in open_members}
+    while open_members:
+      member = max(open_members, key=lambda m: rooms[m.place])
+      work = self.coordinator.admit(
+        messages.Ask(replica=member.name, version=member.version, room=1)
+      )
+      rooms[member.place] -= len(work.turns)
+      turns[member.place] += work.turns
+      if not work.turns or rooms[member.place] <= 0:
+        open_members.remove(member)
+    for member in self._members:
+      if turns.get(member.place):
+        self._deliver(member, messages.Work(turns=tuple(turns[member.place])))

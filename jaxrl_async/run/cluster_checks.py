@@ -1,0 +1,84 @@
+"""Checks of the settings of several processes, without any of them."""
+
+import importlib.util
+import math
+import re
+
+from jaxrl_async.config import sections
+from jaxrl_async.devices import tpu_chips
+
+# A host and a port; the host may be an IPv6 address in brackets.
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.-]+):[0-9]{1,5}")
+
+
+def has_remote_replicas(config: sections.Config) -> bool:
+  """Return whether the replicas are in other processes."""
+  return config.cluster.kind is sections.ClusterKind.RAY
+
+
+def check(config: sections.Config) -> None:
+  """Check the cluster's settings.
+
+  Raises:
+    ConfigError: one line that names the field and a correct value.
+  """
+  section = config.cluster
+  if not has_remote_replicas(config):
+    sections.require(
+      section.replicas == 1,
+      "cluster.replicas",
+      f"{section.replicas} need processes of their own; use cluster.kind=ray",
+    )
+    return
+  sections.require(
+    importlib.util.find_spec("ray") is not None,
+    "cluster.kind",
+    "ray is not installed; install the extra: uv sync --extra ray, or pip"
+    " install 'jaxrl_async[ray]'",
+  )
+  sections.require(
+    section.address in ("", "auto")
+    or _ADDRESS.fullmatch(section.address) is not None,
+    "cluster.address",
+    f'{sections.shown(section.address)} is no address; use HOST:PORT, "auto",'
+    ' or ""',
+  )
+  sections.require(
+    config.transfer.channel is sections.Channel.ORBAX,
+    "transfer.channel",
+    "direct is for slices of one process; use orbax",
+  )
+  _check_devices(config)
+
+
+def _check_devices(config: sections.Config) -> None:
+  section, mesh = config.cluster, config.mesh
+  for name in ("rollout_data", "rollout_tensor"):
+    sections.require(
+      getattr(mesh, name) >= 1,
+      f"mesh.{name}",
+      f"{getattr(mesh, name)} leaves the size open, but replicas have devices"
+      " of their own; give their number",
+    )
+  needed = mesh.rollout_data * mesh.rollout_tensor
+  sections.require(
+    section.replica_gpus in (0, needed),
+    "cluster.replica_gpus",
+    f"{section.replica_gpus} is not the number of devices of a replica's mesh,"
+    f" {needed} (mesh.rollout_data * rollout_tensor)",
+  )
+  if not section.replica_tpu:
+    return
+  sections.require(
+    not section.replica_gpus,
+    "cluster.replica_tpu",
+    f"{section.replica_tpu} beside cluster.replica_gpus; use one of them",
+  )
+  count, _, shape = tpu_chips.parse(section.replica_tpu, "cluster.replica_tpu")
+  num_chips = count * math.prod(int(size) for size in shape.split("x"))
+  sections.require(
+    num_chips == needed,
+    "cluster.replica_tpu",
+    f"{section.replica_tpu} has {num_chips} chips, and a replica's mesh has"
+    f" {needed} (mesh.rollout_data * rollout_tensor)",
+  )

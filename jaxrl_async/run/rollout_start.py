@@ -1,0 +1,246 @@
+"""Builds the rollout side of a run: in this process, or in a cluster."""
+
+from collections.abc import Mapping
+import dataclasses
+import pathlib
+
+from jaxrl_async.cluster import hosts
+from jaxrl_async.cluster import ray_replicas
+from jaxrl_async.cluster import replica_spec
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import weight_transfer
+from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.engine import engine as engine_lib
+from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.rollout import client_requests
+from jaxrl_async.rollout import coordinator as coordinator_lib
+from jaxrl_async.rollout import fleet as fleet_lib
+from jaxrl_async.rollout import rollout_side
+from jaxrl_async.rollout import worker as worker_lib
+from jaxrl_async.run import assembly
+from jaxrl_async.run import cluster_checks
+from jaxrl_async.run import session as session_lib
+from jaxrl_async.run import setup as setup_lib
+from jaxrl_async.run import shutdown as shutdown_lib
+from jaxrl_async.storage import disk
+from jaxrl_async.training import trainer as trainer_lib
+
+_HEARTBEATS_PER_TIMEOUT = 4
+_MAX_HEARTBEAT_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rollout:
+  """The rollout side, and the channel through which it gets weights."""
+
+  side: rollout_side.RolloutSide
+  channel: weight_transfer.WeightChannel
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Remote:
+  """What is there of replicas in other processes before they are started.
+
+  Attributes:
+    channels: to the replicas, that of the versions last.
+    spec: what every replica will be attached with.
+  """
+
+  cluster: ray_replicas.Cluster
+  channels: list[weight_transfer.OrbaxChannel]
+  spec: replica_spec.ReplicaSpec
+
+
+def connect(
+  setup: setup_lib.Setup,
+  session: session_lib.Session,
+  *,
+  trainer: trainer_lib.Trainer,
+  environment: Mapping[str, str],
+  shutdown: shutdown_lib.Shutdown,
+) -> Remote | None:
+  """Connect to the cluster of a run, and check its hosts.
+
+  This comes before the first stage, so that a host that does not fit is told at
+  once. The parameters are those of `build`.
+
+  Returns:
+    None if the replica is in this process.
+
+  Raises:
+    ConfigError: Ray cannot be used, or a host of the cluster does not fit.
+    Interrupted: the run was asked to end.
+  """
+  if not cluster_checks.has_remote_replicas(setup.config):
+    return None
+  channels = _channels(setup, session, trainer, shutdown)
+  spec = _spec(setup, channels)
+  _write_probe(spec.probe, shutdown)
+  cluster = ray_replicas.Cluster(
+    setup.config.cluster,
+    run_name=ray_replicas.run_name(session.workdir),
+    environment=environment,
+  )
+  shutdown.closes(cluster.close)
+  cluster.check_hosts(
+    spec.versions,
+    spec.probe,
+    lambda: session.stop.check("stopped while the hosts were checked"),
+  )
+  return Remote(cluster=cluster, channels=channels, spec=spec)
+
+
+def build(
+  setup: setup_lib.Setup,
+  session: session_lib.Session,
+  coordinator: coordinator_lib.Coordinator,
+  *,
+  trainer: trainer_lib.Trainer,
+  engine: engine_lib.Engine | None,
+  remote: Remote | None,
+  busy: metrics_lib.BusyClock,
+  requests: client_requests.ClientRequests | None,
+  shutdown: shutdown_lib.Shutdown,
+) -> Rollout:
+  """Build the rollout side and the channel to it.
+
+  Args:
+    setup: of the run.
+    session: of this start.
+    coordinator: of the run.
+    trainer: that publishes the weights.
+    engine: generates in this process; None if there is `remote`.
+    remote: a cluster, in which replicas are started. At least one of them is
+      ready afterwards.
+    busy: records how long the rollout side is busy.
+    requests: of clients, which the engine serves too.
+    shutdown: closes everything that is opened here.
+
+  Raises:
+    ConfigError: no replica was ready in time.
+    ReplicaFailed: a replica cannot work with this process.
+    Interrupted: the run was asked to end.
+  """
+  config, workdir = setup.config, session.workdir
+  note, join_s = session.progress.note, config.run.join_timeout_s
+  if remote is None:
+    assert engine is not None
+    if trainer.has_base:
+      assembly.send_base(config, workdir, trainer, engine, note)
+    channel = assembly.make_channel(
+      config, workdir, trainer.published_shapes(), engine, note, session.world
+    )
+    shutdown.closes(channel.close, join_s)
+    worker = worker_lib.in_one_process(
+      coordinator,
+      scheduler=assembly.make_scheduler(setup, engine, busy),
+      channel=channel,
+      tokenizer=setup.tokenizer,
+      requests=requests,
+    )
+    return Rollout(side=worker, channel=channel)
+  for base in remote.channels[:-1]:
+    # It stays, for replicas that join late.
+    base.publish(trainer.published_base(), 0)
+  fleet = fleet_lib.Fleet(
+    coordinator,
+    remote.cluster.launch,
+    remote.spec,
+    num_replicas=config.cluster.replicas,
+    num_slots=config.rollout.num_slots,
+    replica_timeout_s=config.cluster.replica_timeout_s,
+    start_timeout_s=config.cluster.start_timeout_s,
+    busy=busy,
+    zero_totals=dataclasses.asdict(scheduler_lib.SchedulerStats())
+    | {"wait_s": 0.0, "adopt_s": 0.0},
+    note=note,
+  )
+  shutdown.closes(fleet.close)
+  try:
+    fleet.start(
+      lambda: session.stop.check("stopped while replicas were starting")
+    )
+  except fleet_lib.NoReplicaError as error:
+    raise sections.ConfigError(
+      f"cluster.replicas: {error}; {remote.cluster.missing()}"
+    ) from error
+  return Rollout(side=fleet, channel=remote.channels[-1])
+
+
+def _channels(
+  setup: setup_lib.Setup,
+  session: session_lib.Session,
+  trainer: trainer_lib.Trainer,
+  shutdown: shutdown_lib.Shutdown,
+) -> list[weight_transfer.OrbaxChannel]:
+  """Return the channels to other processes, that of the versions last.
+
+  With LoRA there is one of the base before it.
+  """
+  channels = []
+  for shapes in (trainer.base_shapes(), trainer.published_shapes()):
+    if shapes is None:
+      continue
+    channel = assembly.make_channel(
+      setup.config,
+      session.workdir,
+      shapes,
+      None,
+      session.progress.note,
+      session.world,
+    )
+    assert isinstance(channel, weight_transfer.OrbaxChannel)
+    shutdown.closes(channel.close, setup.config.run.join_timeout_s)
+    channels.append(channel)
+  return channels
+
+
+def _spec(
+  setup: setup_lib.Setup, channels: list[weight_transfer.OrbaxChannel]
+) -> replica_spec.ReplicaSpec:
+  """Return what every replica of a run is attached with."""
+  config = setup.config
+  *bases, weights = [
+    replica_spec.WeightsSpec(
+      directory=channel.directory,
+      incarnation=channel.incarnation,
+      shapes=channel.shapes,
+    )
+    for channel in channels
+  ]
+  timeout_s = config.cluster.replica_timeout_s
+  return replica_spec.ReplicaSpec(
+    engine=replica_spec.EngineSpec(
+      model=setup.model,
+      sizes=assembly.engine_sizes(config),
+      mesh=mesh_lib.shape_of(setup.rollout_mesh),
+      rules=config.mesh.rollout_rules,
+      seed=config.seed,
+      end_tokens=setup.tokenizer.end_tokens,
+      dtype=config.rollout.dtype,
+      weights=config.rollout.weights,
+      attention=config.rollout.attention,
+    ),
+    kv_on_adopt=config.rollout.kv_on_adopt,
+    shared_tokens=assembly.prompt_source(setup).shared_tokens,
+    tokenizer=setup.tokenizer,
+    weights=weights,
+    base=bases[0] if bases else None,
+    probe=(weights.directory / "probe", weights.incarnation),
+    versions=hosts.versions(),
+    report_every_s=config.cluster.report_every_s,
+    heartbeat_s=min(timeout_s / _HEARTBEATS_PER_TIMEOUT, _MAX_HEARTBEAT_S),
+    coordinator_timeout_s=config.cluster.coordinator_timeout_s,
+  )
+
+
+def _write_probe(
+  probe: tuple[pathlib.Path, str], shutdown: shutdown_lib.Shutdown
+) -> None:
+  """Write the file by which replicas know that they see the same directory."""
+  path, content = probe
+  with disk.writing(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+  shutdown.closes(path.unlink, True)

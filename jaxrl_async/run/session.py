@@ -1,0 +1,62 @@
+"""What a caller, and a start of the program, add to a run's configuration."""
+
+from collections.abc import Mapping
+import dataclasses
+import pathlib
+
+from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.coordination import world as world_lib
+from jaxrl_async.models import transformer
+from jaxrl_async.reporting import progress as progress_lib
+from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.rollout import episode as episode_lib
+from jaxrl_async.serving import front as front_lib
+from jaxrl_async.storage import workdir as workdir_lib
+from jaxrl_async.training import objectives
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Extensions:
+  """Parts that a caller may provide instead of the defaults.
+
+  Attributes:
+    replica_environment: environment variables for the processes of replicas.
+    scorer: a function of an importable module that scores a completion; None
+      is that of `task.reward` or `task.rewards`.
+    loss: the loss to minimise; None is the loss of the config's algorithm.
+    episode: decides how the turns of a trajectory follow from its prompt.
+    initial_params: float32 parameters of the policy with stacked layers, used
+      instead of a warm start.
+    serving: settings of a server that gives clients access to the policy during
+      the run; None starts no server.
+  """
+
+  replica_environment: Mapping[str, str] = dataclasses.field(
+    default_factory=dict
+  )
+  scorer: service_lib.Scorer | None = None
+  loss: objectives.Loss | None = None
+  episode: episode_lib.Episode = episode_lib.single_turn
+  initial_params: transformer.Params | None = None
+  serving: front_lib.ServeSettings | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Session:
+  """What belongs to one start of the program rather than to the run.
+
+  Attributes:
+    workdir: of the run.
+    progress: shows the progress and messages to the user.
+    stop: the stop request, which a signal sets.
+    claim: ensures that no other process uses the workdir.
+    profile_steps: train steps to write traces of.
+    world: the processes that train together. This one leads them.
+  """
+
+  workdir: pathlib.Path
+  progress: progress_lib.Progress
+  stop: supervisor_lib.StopRequest
+  claim: workdir_lib.Claim
+  profile_steps: tuple[int, ...] = ()
+  world: world_lib.World = dataclasses.field(default_factory=world_lib.alone)

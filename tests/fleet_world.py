@@ -1,0 +1,235 @@
+"""A fleet whose replicas are threads of this process, behind a fake transport.
+
+Every message is pickled on its way, as between processes. A test can hold back
+what a replica says, end it, or let it fail.
+"""
+
+from concurrent import futures
+import dataclasses
+import pathlib
+import pickle
+import threading
+import time
+
+import tiny
+import worker_world
+
+from jaxrl_async.cluster import hosts
+from jaxrl_async.cluster import replica_process
+from jaxrl_async.cluster import replica_spec
+from jaxrl_async.config import sections
+from jaxrl_async.config.mesh_shape import MeshShape
+from jaxrl_async.coordination import ledger as ledger_lib
+from jaxrl_async.coordination import weight_transfer
+from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.planning import aot
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.rollout import fleet as fleet_lib
+from jaxrl_async.rollout import remote
+from jaxrl_async.text import tokenizer as tokenizer_lib
+
+DEADLINE_S = 60.0
+
+
+class Engine(replica_spec.EngineSpec):
+  """All replicas share one engine, which is compiled once."""
+
+  def make(self):
+    return tiny.engine()
+
+
+ENGINE = Engine(
+  model=tiny.MODEL,
+  sizes=tiny.SIZES,
+  mesh=MeshShape(),
+  rules=mesh_lib.ROLLOUT_RULES,
+  seed=7,
+  end_tokens=tiny.END_TOKENS,
+  dtype="float32",
+  weights=sections.WeightFormat.FLOAT,
+  attention="xla",
+)
+
+
+class Handle:
+  """A replica in this process, called by threads as Ray would call it."""
+
+  def __init__(self, place):
+    self.place = place
+    self.is_dead = False
+    self.is_orphaned = threading.Event()
+    self.can_speak = threading.Event()
+    self.can_speak.set()
+    self.process = replica_process.ReplicaProcess(self.is_orphaned.set)
+    self.delivered = []
+    self.pool = futures.ThreadPoolExecutor(8)
+
+  def _call(self, method, *arguments):
+    future = futures.Future()
+
+    def call():
+      try:
+        result = pickle.loads(
+          pickle.dumps(method(*pickle.loads(pickle.dumps(arguments))))
+        )
+        self.can_speak.wait(DEADLINE_S)
+        if self.is_dead:
+          raise remote.ReplicaLost("killed")
+        future.set_result(result)
+      except Exception as error:
+        future.set_exception(error)
+
+    if self.is_dead:
+      future.set_exception(remote.ReplicaLost("killed"))
+    else:
+      self.pool.submit(call)
+    return future
+
+  def attach(self, name, spec):
+    asked_s = time.time()
+
+    def attach(name, spec):
+      found = self.process.facts(spec.probe[0])
+      why_not = hosts.difference(found, spec.probe, spec.versions, asked_s)
+      if why_not is not None:
+        raise remote.ReplicaFailed(why_not)
+      self.process.attach(name, spec)
+
+    return self._call(attach, name, spec)
+
+  def collect(self):
+    return self._call(self.process.collect)
+
+  def deliver(self, delivery):
+    self.delivered.append(delivery)
+    self._call(self.process.deliver, delivery)
+
+  def answer(self, questions):
+    return self._call(self.process.answer, questions)
+
+  def kill(self):
+    self.is_dead = True
+    self.process.end()
+
+
+class World(worker_world.World):
+  """A world of `worker_world` whose replicas are in a fleet."""
+
+  def __init__(self, path: pathlib.Path, *, num_replicas=2, **options):
+    fleet_options = {
+      name: options.pop(name)
+      for name in ("replica_timeout_s", "start_timeout_s", "seconds")
+      if name in options
+    }
+    super().__init__(path, **options)
+    self.channel.close()
+    self.directory = path
+    self.channel = self.new_channel()
+    self.thread = self.error = None
+    self.handles = []
+    self.notes = []
+    probe = path / "probe"
+    probe.write_text("here")
+    self.spec = replica_spec.ReplicaSpec(
+      engine=ENGINE,
+      kv_on_adopt=sections.KvOnAdopt.RECOMPUTE,
+      shared_tokens=scheduler_lib._NO_TOKENS,
+      tokenizer=tokenizer_lib.character_level(),
+      weights=replica_spec.WeightsSpec(
+        directory=self.channel.directory,
+        incarnation=self.channel.incarnation,
+        shapes=self.channel.shapes,
+      ),
+      base=None,
+      probe=(probe, "here"),
+      versions=hosts.versions(),
+      report_every_s=0.05,
+      heartbeat_s=0.05,
+      coordinator_timeout_s=DEADLINE_S,
+    )
+    self.fleet = fleet_lib.Fleet(
+      self.coordinator,
+      self.launch,
+      self.spec,
+      num_replicas=num_replicas,
+      num_slots=tiny.SIZES.num_slots,
+      busy=metrics_lib.BusyClock(),
+      zero_totals=dataclasses.asdict(scheduler_lib.SchedulerStats())
+      | {"wait_s": 0.0, "adopt_s": 0.0},
+      note=self.notes.append,
+      **{"replica_timeout_s": 30.0, "start_timeout_s": DEADLINE_S}
+      | fleet_options,
+    )
+
+  def new_channel(self):
+    engine = tiny.engine()
+    weights = tiny.engine_params(0).weights
+    target = aot.placed(weights, engine.params_sharding.weights)
+    return weight_transfer.OrbaxChannel(
+      self.directory / "weights", weight_transfer.new_incarnation(), target
+    )
+
+  def launch(self, place):
+    self.handles.append(Handle(place))
+    return self.handles[-1]
+
+  def publish(self, version):
+    self.channel.publish(tiny.engine_params(0, seed=0).weights, version)
+    self.buffer.set_policy_version(version)
+
+  def begin(self):
+    """Start the replicas, publish version 0, and begin to generate."""
+    self.fleet.start()
+    self.publish(0)
+    self.thread = threading.Thread(target=self._run, daemon=True)
+    self.thread.start()
+
+  def _run(self):
+    try:
+      self.fleet.run()
+    except BaseException as error:
+      self.error = error
+      self.buffer.close(error)
+
+  def train(self, num_steps, first=0):
+    """Take the batches of some steps, and publish a version after each."""
+    groups = []
+    for step in range(first, first + num_steps):
+      batch = self.buffer.get_batch(step, DEADLINE_S)
+      assert batch is not None, self.fleet.status()
+      groups += batch
+      for group in batch:
+        self.ledger.add_trained(group, step=step, skipped_update=False)
+      self.publish(step + 1)
+    return groups
+
+  def check_books(self):
+    with self.fleet.paused(DEADLINE_S):
+      state = self.ledger.state()
+      ledger_lib.check_balance(
+        generated=self.fleet.generated_tokens,
+        trained=state.trained_tokens,
+        filtered=state.filtered_tokens,
+        failed=state.failed_tokens,
+        in_flight=sum(g.num_completion_tokens for g in self.in_flight()),
+      )
+      assert self.fleet.generated_tokens > 0
+
+  def in_flight(self):
+    return [*self.fleet.groups().values(), *self.buffer.state().finished]
+
+  def close(self):
+    self.fleet.stop()
+    self.buffer.close()
+    if self.thread is not None:
+      self.thread.join(DEADLINE_S)
+      assert not self.thread.is_alive()
+    self.fleet.close()
+    for handle in self.handles:
+      handle.can_speak.set()
+      handle.process.end()
+      assert handle.process.join(DEADLINE_S)
+      handle.pool.shutdown(wait=False)
+    self.channel.close()
+    self.ledger.close()

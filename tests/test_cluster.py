@@ -1,0 +1,133 @@
+"""Whole runs whose replicas are in other processes and on other hosts."""
+
+import json
+import pathlib
+import signal
+import sys
+import tempfile
+import time
+
+import pytest
+import three_hosts
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+NUM_STEPS = 600
+
+
+@pytest.fixture
+def hosts():
+  # Names of sockets are short, so the directory has to be near the root.
+  with tempfile.TemporaryDirectory(prefix="jr", dir="/tmp") as directory:
+    made = three_hosts.Hosts(pathlib.Path(directory))
+    try:
+      yield made
+    finally:
+      made.close()
+
+
+def train(workdir, *more):
+  return [
+    sys.executable,
+    str(ROOT / "launch" / "train.py"),
+    f"--config={ROOT / 'configs' / 'tiny.py'}",
+    f"--workdir={workdir}",
+    "--config.cluster.kind=ray",
+    *more,
+  ]
+
+
+def lines(path):
+  text = path.read_text() if path.exists() else ""
+  return [json.loads(line) for line in text.splitlines()]
+
+
+def until(is_so, run, what, timeout_s=240):
+  deadline_s = time.monotonic() + timeout_s
+  while not is_so():
+    assert run.poll() is None, f"{what}: the run has ended"
+    assert time.monotonic() < deadline_s, what
+    time.sleep(0.1)
+
+
+def test_a_run_over_three_hosts_loses_none_of_its_groups(hosts):
+  for i in range(3):
+    hosts.start_ray(i)
+  workdir = hosts.directory / "run"
+  command = train(
+    workdir,
+    f"--config.cluster.address={hosts.cluster}",
+    "--config.cluster.replicas=3",
+    "--config.cluster.replica_timeout_s=4",
+    "--config.cluster.report_every_s=0.2",
+    f"--config.transfer.directory={hosts.directory}",
+    f"--config.train.num_steps={NUM_STEPS}",
+    "--config.run.checkpoint_every=20",
+    "--config.eval.every=0",
+  )
+  log = open(hosts.directory / "run.log", "w+")
+  hosts.stack.callback(log.close)
+  said = pathlib.Path(log.name)
+
+  def begin():
+    return hosts.start(0, *command, stdout=log, stderr=log)
+
+  def step():
+    return len(lines(workdir / "metrics.jsonl"))
+
+  def has(text):
+    return text in said.read_text()
+
+  run = begin()
+  until(lambda: all(has(f"replica {i} is ready") for i in range(3)), run, "3")
+  until(lambda: step() > 5, run, "some steps")
+  hosts.cut(1)
+  before = step()
+  time.sleep(10)
+  hosts.mend(1)
+  assert step() > before, "it stood still while one host was away"
+  until(lambda: has("is heard again"), run, "the host that was away")
+  ledger = workdir / "ledger.jsonl"
+  until(lambda: '"replica 1 #2"' in ledger.read_text(), run, "its new name")
+  before = step()
+  hosts.kill(2)
+  until(lambda: has("is gone"), run, "the host that was killed")
+  # The coordinator dies, and the same command goes on.
+  until(lambda: step() > before + 40, run, "a checkpoint")
+  run.send_signal(signal.SIGKILL)
+  for pid in hosts.pids(0):
+    arguments = pathlib.Path(f"/proc/{pid}/cmdline").read_text()
+    if "launch/train.py" in arguments:
+      three_hosts.os.kill(pid, signal.SIGKILL)
+  run.wait(30)
+  run = begin()
+  assert run.wait(300) == 0, said.read_text()[-4000:]
+  summary = json.loads((workdir / "summary.json").read_text())
+  assert summary["train_steps"] == NUM_STEPS
+  assert summary["staleness_max"] <= 2
+  tokens = summary["tokens"]
+  assert tokens["generated"] == sum(
+    count for name, count in tokens.items() if name != "generated"
+  )
+  ledger = lines(ledger)
+  indices = [line["index"] for line in ledger]
+  assert len(indices) == len(set(indices))
+  assert len([x for x in ledger if x["fate"] == "trained"]) == 4 * NUM_STEPS
+  missing = set(range(max(indices) + 1)) - set(indices)
+  assert len(missing) <= 4 * 3, "groups that are still in flight"
+  names = {
+    name
+    for line in ledger
+    for trajectory in line["writers"]
+    for name, _, _ in trajectory
+  }
+  assert {"replica 0", "replica 1", "replica 2"} <= names
+  assert any("#2" in name for name in names), said.read_text()
+  for line in ledger:
+    for trajectory, count in zip(
+      line["writers"], line["num_completion_tokens"], strict=True
+    ):
+      assert sum(tokens for _, _, tokens in trajectory) == count
+      assert all(
+        line["birth"] <= version <= line["step"] for _, version, _ in trajectory
+      )

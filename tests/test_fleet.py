@@ -1,0 +1,435 @@
+"""A fleet of replicas: they come, go, fall silent and fail while it trains."""
+
+import collections
+import dataclasses
+import pickle
+import time
+
+import fleet_world
+import numpy as np
+import pytest
+import tiny
+import worker_world
+
+from jaxrl_async import types
+from jaxrl_async.cluster import hosts
+from jaxrl_async.rollout import answers as answers_lib
+from jaxrl_async.rollout import fleet as fleet_lib
+from jaxrl_async.rollout import messages
+from jaxrl_async.rollout import remote
+from jaxrl_async.rollout import wire
+
+NUM_STEPS = 4
+
+
+@pytest.fixture
+def make_world(tmp_path):
+  made = []
+
+  def make(**options):
+    path = tmp_path / str(len(made))
+    path.mkdir()
+    made.append(fleet_world.World(path, **options))
+    return made[-1]
+
+  yield make
+  for world in made:
+    world.close()
+
+
+def until(is_so, what):
+  deadline_s = time.monotonic() + fleet_world.DEADLINE_S
+  while not is_so():
+    assert time.monotonic() < deadline_s, what
+    time.sleep(0.01)
+
+
+def expected(group):
+  """What a scheduler of its own writes for each member of a group."""
+  scheduler = tiny.ready()
+  sequences = [
+    tiny.sequence(
+      group.prompt.tokens,
+      group=group.index,
+      member=member,
+      limit=len(group.prompt.tokens) + worker_world.MAX_COMPLETION,
+    )
+    for member in range(worker_world.GROUP_SIZE)
+  ]
+  for sequence in sequences:
+    scheduler.submit(sequence)
+  tiny.finish(scheduler)
+  return [sequence.trajectory() for sequence in sequences]
+
+
+def check(world, groups):
+  """Every group once, each as a single engine writes it, the books balanced."""
+  assert sorted(group.index for group in groups) == list(range(len(groups)))
+  world.check_books()
+  for group in groups:
+    for trajectory, alone in zip(
+      group.trajectories, expected(group), strict=True
+    ):
+      assert trajectory.tokens.tolist() == alone.tokens.tolist()
+      np.testing.assert_allclose(
+        trajectory.behavior_logprobs, alone.behavior_logprobs, atol=1e-5
+      )
+      assert sum(count for _, count in trajectory.writers) == (
+        trajectory.num_completion_tokens
+      )
+    staleness = group.admission.deadline - group.admission.birth
+    assert staleness == 1
+
+
+def writers(groups):
+  """How many tokens each replica has written."""
+  counts = collections.Counter()
+  for group in groups:
+    for trajectory in group.trajectories:
+      for name, count in trajectory.writers:
+        counts[name] += count
+  return counts
+
+
+def test_replicas_share_the_groups_and_the_books_balance(make_world):
+  world = make_world(num_replicas=2)
+  world.begin()
+  until(lambda: world.fleet.num_ready == 2, "both replicas")
+  groups = world.train(NUM_STEPS)
+  while len(writers(groups)) < 2:
+    assert len(groups) < 400
+    groups += world.train(1, first=len(groups) // 2)
+  check(world, groups)
+  assert set(writers(groups)) == {"replica 0", "replica 1"}
+  line = world.lines()[0]
+  assert {name for t in line["writers"] for name, _, _ in t} <= set(
+    writers(groups)
+  )
+  totals = world.fleet.totals()
+  assert totals["generated_tokens"] >= sum(writers(groups).values())
+  assert totals["interruptions"] >= 0 and totals["adopt_s"] > 0
+
+
+def test_the_groups_of_a_replica_that_dies_are_continued(make_world):
+  world = make_world(num_replicas=2)
+  world.begin()
+  until(lambda: world.fleet.num_ready == 2, "both replicas")
+  groups = world.train(1)
+  world.handles[0].kill()
+  groups += world.train(NUM_STEPS, first=1)
+  check(world, groups)
+  until(lambda: len(world.handles) == 3, "a third replica")
+  until(lambda: world.fleet.num_ready == 2, "two replicas again")
+  assert any("is gone (killed)" in note for note in world.notes)
+  assert "replica 0 #2" in world.fleet.status()
+
+
+def test_what_a_silent_replica_says_late_is_refused(make_world):
+  world = make_world(num_replicas=2, replica_timeout_s=0.5)
+  world.begin()
+  until(lambda: world.fleet.num_ready == 2, "both replicas")
+  groups = world.train(1)
+  silent = world.handles[0]
+  silent.can_speak.clear()
+  groups += world.train(NUM_STEPS, first=1)
+  until(lambda: world.fleet.num_ready == 1, "one replica")
+  assert any("has said nothing" in note for note in world.notes)
+  silent.can_speak.set()
+  until(lambda: world.fleet.num_ready == 2, "both replicas again")
+  assert "replica 0 #2 ready" in world.fleet.status()
+  groups += world.train(NUM_STEPS, first=1 + NUM_STEPS)
+  check(world, groups)
+  assert silent.process._attached.replica.name == "replica 0 #2"
+  assert len(world.handles) == 2
+
+
+def test_a_replica_that_joins_late_gets_work(make_world):
+  world = make_world(num_replicas=2)
+  launch, late = world.fleet._launch, []
+
+  def launch_one_late(place):
+    handle = launch(place)
+    if place == 1:
+      handle.can_speak.clear()
+      late.append(handle)
+    return handle
+
+  world.fleet._launch = launch_one_late
+  world.begin()
+  groups = world.train(2)
+  assert set(writers(groups)) == {"replica 0"}
+  late[0].can_speak.set()
+  until(lambda: world.fleet.num_ready == 2, "the late one")
+  while "replica 1" not in writers(groups):
+    assert len(groups) < 400
+    groups += world.train(1, first=len(groups) // 2)
+  check(world, groups)
+
+
+def test_without_any_replica_in_time_it_says_so(make_world):
+  world = make_world(num_replicas=1, start_timeout_s=0.2)
+  launch = world.fleet._launch
+
+  def mute(place):
+    handle = launch(place)
+    handle.can_speak.clear()
+    return handle
+
+  world.fleet._launch = mute
+  with pytest.raises(fleet_lib.NoReplicaError, match="was ready in 0.2 s"):
+    world.fleet.start()
+
+
+@pytest.mark.parametrize(
+  "change, message",
+  [
+    (
+      lambda spec: {"versions": spec.versions | {"jax": "0.1"}},
+      r"has jax \S+ instead of 0.1; install the same versions",
+    ),
+    (
+      lambda spec: {"probe": (spec.probe[0], "elsewhere")},
+      "transfer.directory: .* is not the directory that the trainer",
+    ),
+    (
+      lambda spec: {"probe": (spec.probe[0].with_name("none"), "here")},
+      "transfer.directory: .* is not the directory that the trainer",
+    ),
+  ],
+  ids=["versions", "other file", "no file"],
+)
+def test_a_host_that_does_not_fit_is_refused_at_the_start(
+  make_world, change, message
+):
+  world = make_world(num_replicas=1)
+  world.fleet._spec = dataclasses.replace(world.spec, **change(world.spec))
+  with pytest.raises(remote.ReplicaFailed, match=message):
+    world.fleet.start()
+
+
+def test_clocks_that_are_apart_are_told(tmp_path):
+  probe = tmp_path / "probe", "here"
+  probe[0].write_text("here")
+  found, now_s = hosts.facts(probe[0]), time.time()
+
+  def difference(ahead_s, asked_s=now_s):
+    other = dataclasses.replace(found, time_s=now_s + ahead_s)
+    return hosts.difference(other, probe, hosts.versions(), asked_s)
+
+  assert difference(3.0) is None
+  assert "+3600 s off" in difference(3_600.0)
+  assert "-3600 s off" in difference(-3_600.0)
+  # It had to wait for a free host, an hour long.
+  assert difference(-1_800.0, asked_s=now_s - 3_600.0) is None
+
+
+def test_a_replica_that_fails_is_started_again(make_world):
+  world = make_world(num_replicas=2)
+  world.begin()
+  until(lambda: world.fleet.num_ready == 2, "both replicas")
+  groups = world.train(1)
+
+  def fail():
+    raise LookupError("no such page")
+
+  world.handles[1].process._attached.replica.feed = fail
+  groups += world.train(NUM_STEPS, first=1)
+  until(lambda: len(world.handles) == 3, "a third replica")
+  check(world, groups)
+  assert any("LookupError: no such page" in note for note in world.notes)
+
+
+def test_if_all_replicas_fail_over_and_over_the_run_ends(make_world):
+  world = make_world(num_replicas=1)
+  world.begin()
+  groups = world.train(1)
+  assert groups
+  launch = world.fleet._launch
+
+  def launch_broken(place):
+    handle = launch(place)
+
+    def fail(spec):
+      raise LookupError("no such page")
+
+    handle.process._attach = lambda name, spec: fail(spec)
+    return handle
+
+  world.fleet._launch = launch_broken
+  fleet_lib._RELAUNCH_S, before = 0.0, fleet_lib._RELAUNCH_S
+  try:
+    world.handles[0].kill()
+    until(lambda: world.error is not None, "the failure")
+  finally:
+    fleet_lib._RELAUNCH_S = before
+  assert isinstance(world.error, remote.ReplicaFailed)
+  assert "LookupError: no such page" in str(world.error)
+
+
+def test_after_a_rollback_replicas_adopt_the_older_version(make_world):
+  first = make_world(num_replicas=1)
+  first.begin()
+  first.train(3)
+  handle = first.handles[0]
+  until(
+    lambda: handle.process._attached.replica.version == 3, "the third version"
+  )
+  first.fleet.stop()  # as if its process had ended
+  first.thread.join(fleet_world.DEADLINE_S)
+  second = make_world(num_replicas=1)
+  second.fleet._launch = lambda place: handle
+  second.begin()
+  engine = handle.process._attached.engine
+  groups = second.train(2)
+  check(second, groups)
+  assert handle.process._attached.replica.version <= 2
+  assert handle.process._attached.engine is engine
+  first.handles.clear()
+  first.fleet._members[0].handle = None
+
+
+def answers_of(written):
+  return sorted(
+    (one.question, one.sample, one.trajectory.tokens.tolist())
+    for step in written
+    for one in step
+  )
+
+
+def test_an_evaluation_is_the_same_whoever_answers(make_world):
+  world = make_world(num_replicas=2)
+  world.fleet.start()
+  until_ready(world, 2)
+  world.publish(0)
+  stream = tiny.Prompts()
+  prompts = [stream.next() for _ in range(40)]
+  settings = answers_lib.AnswerSettings(
+    samples=2, temperature=1.0, max_completion_tokens=9
+  )
+  alone = answers_of(
+    answers_lib.write(
+      tiny.ready(), prompts, settings, tokenizer=world.spec.tokenizer
+    )
+  )
+  together = world.fleet.answers(prompts, settings, 0, 30.0)
+  assert answers_of(together) == alone
+  # One is gone without a word, and one never answers.
+  world.handles[0].is_dead = True
+  assert answers_of(world.fleet.answers(prompts, settings, 0, 30.0)) == alone
+  world.handles[0].is_dead = False
+  world.handles[1].can_speak.clear()
+  assert answers_of(world.fleet.answers(prompts, settings, 0, 30.0)) == alone
+  world.handles[1].can_speak.set()
+  for handle in world.handles:
+    handle.is_dead = True
+  with pytest.raises(remote.ReplicaLost, match="killed"):
+    list(world.fleet.answers(prompts, settings, 0, 30.0))
+
+
+def until_ready(world, count):
+  def ready():
+    world.fleet._take_events()
+    return world.fleet.num_ready == count
+
+  until(ready, "replicas")
+
+
+def test_a_replica_that_nobody_calls_ends(make_world):
+  world = make_world(num_replicas=1)
+  world.fleet._spec = dataclasses.replace(world.spec, coordinator_timeout_s=0.3)
+  world.fleet.start()
+  assert world.handles[0].is_orphaned.wait(fleet_world.DEADLINE_S)
+
+
+# -- the link and the wire ----------------------------------------------------
+
+
+def work_of(*indices):
+  return messages.Work(
+    turns=tuple(
+      messages.Turn(
+        admission=types.Admission(index=i, birth=i + 1, deadline=i + 2),
+        trajectory=types.Trajectory(
+          member=i,
+          tokens=np.arange(i + 1, dtype=np.int32),
+          loss_mask=np.arange(i + 1) > 1,
+          behavior_logprobs=np.linspace(-1, 0, i + 1, dtype=np.float32),
+          policy_versions=np.full(i + 1, i, np.int32),
+          writers=(("a", i),) if i else (),
+        ),
+        limit=9 + i,
+        temperature=0.5 * i,
+        stop=("x",) * i,
+        stop_token_ids=(i,),
+      )
+      for i in indices
+    ),
+    cancelled=indices,
+  )
+
+
+def same(one, other):
+  """Whether two messages are equal, arrays and their types included."""
+  if isinstance(one, np.ndarray):
+    return one.dtype == other.dtype and one.tolist() == other.tolist()
+  if dataclasses.is_dataclass(one):
+    names = [field.name for field in dataclasses.fields(one)]
+    return type(one) is type(other) and all(
+      same(getattr(one, name), getattr(other, name)) for name in names
+    )
+  if isinstance(one, tuple):
+    return len(one) == len(other) and all(map(same, one, other))
+  return one == other
+
+
+@pytest.mark.parametrize("indices", [(), (0,), (3, 0, 2)])
+def test_packed_messages_are_what_was_packed(indices):
+  work = work_of(*indices)
+  packed = pickle.loads(pickle.dumps(wire.pack_work(work)))
+  assert same(wire.unpack_work(packed), work)
+  reasons = [None, *types.FinishReason]
+  report = messages.Report(
+    replica="a",
+    written=tuple(
+      messages.Written(
+        group=2**40 + turn.admission.index,
+        begin=turn.limit,
+        trajectory=dataclasses.replace(
+          turn.trajectory, finish_reason=reasons[i]
+        ),
+      )
+      for i, turn in enumerate(work.turns)
+    ),
+  )
+  packed = pickle.loads(pickle.dumps(wire.pack_report(report)))
+  assert same(wire.unpack_report(packed), report)
+
+
+def test_work_is_taken_in_the_order_in_which_it_was_sent():
+  link = remote.RemoteLink("a")
+
+  def deliver(number, *indices, name="a"):
+    link.deliver(
+      remote.Delivery(
+        name=name, number=number, work=wire.pack_work(work_of(*indices))
+      )
+    )
+
+  def ask(room):
+    work = link.admit(messages.Ask(replica="a", version=0, room=room))
+    return [turn.admission.index for turn in work.turns]
+
+  deliver(2, 5)
+  deliver(1, 9, name="b")
+  assert ask(4) == []
+  assert link.collect(0.0)[1:] == (
+    messages.Ask(replica="a", version=0, room=4),
+    0,
+  )
+  deliver(1, 3, 4)
+  assert ask(4) == [3, 4, 5]
+  told, request, received = link.collect(0.0)
+  assert not told and request.room == 1 and received == 2
+  # The same request again is not worth a message.
+  assert ask(1) == []
+  assert link.collect(0.0)[1] is None
