@@ -182,7 +182,11 @@ def is_gone(pid):
 def test_a_signal_is_passed_to_process_0_and_nothing_is_left(tmp_path):
   launcher, pids = started(tmp_path)
   launcher.terminate()
-  assert launcher.wait(DEADLINE_S) == 130
+  try:
+    assert launcher.wait(DEADLINE_S) == 130
+  finally:
+    launcher.kill()
+    launcher.wait()
   assert all(map(is_gone, pids))
 
 

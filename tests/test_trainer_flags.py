@@ -5,7 +5,9 @@ import pathlib
 import socket
 import subprocess
 import sys
+import types
 
+import numpy as np
 import pytest
 
 from jaxrl_async.config import sections
@@ -160,3 +162,19 @@ def test_the_launcher_of_all_says_what_is_wrong_once(arguments, error):
   (line,) = errors(launcher)
   assert line.startswith(f"error: {error}")
   assert "\n" not in line
+
+
+def test_each_process_needs_devices_of_the_train_mesh():
+  devices = np.array(
+    [types.SimpleNamespace(process_index=i) for i in (0, 0, 1)]
+  )
+
+  def check(count, size):
+    mesh = types.SimpleNamespace(devices=devices[:count], size=count)
+    trainer_facts.check_mesh(mesh, size)
+
+  check(3, 2)
+  check(1, 1)
+  error = "mesh.train_data: the train mesh of 2 devices leaves out 1 of 2"
+  with pytest.raises(sections.ConfigError, match=error):
+    check(2, 2)

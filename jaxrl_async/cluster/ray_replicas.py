@@ -108,7 +108,7 @@ class Cluster:
     """
     section = self._section
     # Replicas share the cores of this machine if it has too few.
-    wanted = section.replicas * section.replica_cpus + section.reward_tasks
+    wanted = section.replicas * section.replica_cpus
     num_cpus = max(os.cpu_count() or 1, math.ceil(wanted))
     errors = closing.enter_context(tempfile.TemporaryFile("w+"))
     process = subprocess.Popen(

@@ -67,11 +67,7 @@ _INTEGERS = (
     run.checkpoint_every run.keep_checkpoints""",
   ),
   (1, 4_096, "cluster.replicas cluster.trainer_processes"),
-  (
-    0,
-    65_536,
-    "cluster.replica_gpus cluster.reward_tasks",
-  ),
+  (0, 65_536, "cluster.replica_gpus"),
   (
     0,
     MAX_INT,

@@ -19,8 +19,7 @@ class ClusterKind(enum.Enum):
 class ClusterSection:
   """Replicas in other processes, and a trainer of several processes.
 
-  The fields from `address` to `reward_tasks` have an effect only with
-  kind = RAY.
+  All fields but `trainer_processes` have an effect only with kind = RAY.
 
   Attributes:
     address: of a Ray cluster, HOST:PORT, or "auto" for the one of this machine.
@@ -39,8 +38,6 @@ class ClusterSection:
       what is lost with a replica.
     coordinator_timeout_s: replicas wait so long for a coordinator that has
       ended, before they end too.
-    reward_tasks: completions are scored by so many tasks of Ray at a time, on
-      hosts of the cluster; 0 scores them on the coordinator's host.
     trainer_processes: number of processes that train together, each with
       devices of its own, under jax.distributed.
   """
@@ -55,5 +52,4 @@ class ClusterSection:
   start_timeout_s: float = 300.0
   report_every_s: float = 2.0
   coordinator_timeout_s: float = 600.0
-  reward_tasks: int = 0
   trainer_processes: int = 1

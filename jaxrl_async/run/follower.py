@@ -33,6 +33,7 @@ from jaxrl_async.run import assembly
 from jaxrl_async.run import frozen_base
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import setup as setup_lib
+from jaxrl_async.run import trainer_facts
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
@@ -53,6 +54,7 @@ def follow(
     world: the processes.
     loss: the loss to minimise; None is the config's.
   """
+  trainer_facts.check_mesh(setup.train_mesh, world.size)
   follower = _Follower(setup, world, loss)
   stop = supervisor_lib.StopRequest()
 

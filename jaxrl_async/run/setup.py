@@ -317,17 +317,8 @@ def _cut_devices(
     # What is checked of the rollout mesh is its shape and the kind of its
     # devices.
     stand_ins = [devices[0]] * rollout.num_devices
-    used = devices[: train.num_devices]
-    idle = {d.process_index for d in devices} - {d.process_index for d in used}
-    sections.require(
-      not idle,
-      "mesh",
-      f"train_* use {len(used)} of {len(devices)} devices, and none of process"
-      f" {min(idle, default=0)} of the trainer; use all, or fewer devices for"
-      " each process",
-    )
     return (
-      mesh_lib.make_mesh(used, train),
+      mesh_lib.make_mesh(devices[: train.num_devices], train),
       mesh_lib.make_mesh(stand_ins, rollout),
     )
   meshes = mesh_lib.cut_devices(

@@ -52,6 +52,22 @@ def check_size(config: sections.Config, size: int) -> None:
   )
 
 
+def check_mesh(mesh: Any, size: int) -> None:
+  """Check that each process has devices of the train mesh.
+
+  Raises:
+    ConfigError: a process would have nothing to train on.
+  """
+  found = {device.process_index for device in mesh.devices.flat}
+  sections.require(
+    size == 1 or len(found) == size,
+    "mesh.train_data",
+    f"the train mesh of {mesh.size} devices leaves out"
+    f" {size - len(found)} of {size} processes; use the devices of all"
+    " processes",
+  )
+
+
 def facts(config: sections.Config, workdir: pathlib.Path) -> dict[str, Any]:
   """Return what has to be the same in each process, by name.
 

@@ -394,6 +394,7 @@ def run(
   stop = supervisor_lib.StopRequest()
   world = world or world_lib.alone()
   trainer_facts.check_size(config, world.size)
+  trainer_facts.check_mesh(setup.train_mesh, world.size)
   world.lead(stop.set, stop.clean_up)
   stop.before_ending_now(lambda: world.close("ended at once", 130))
   with (
