@@ -3,6 +3,7 @@
 import json
 import pathlib
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -131,3 +132,46 @@ def test_a_run_over_three_hosts_loses_none_of_its_groups(hosts):
       assert all(
         line["birth"] <= version <= line["step"] for _, version, _ in trajectory
       )
+
+
+def test_two_processes_train_and_two_replicas_generate(tmp_path):
+  run = subprocess.run(
+    [
+      sys.executable,
+      str(ROOT / "launch" / "trainer_world.py"),
+      "--num_processes=2",
+      "--max_restarts=0",
+      "--",
+      *train(
+        tmp_path / "run",
+        "--config.cluster.trainer_processes=2",
+        "--config.cluster.replicas=2",
+        "--config.mesh.train_data=-1",
+      )[2:],
+    ],
+    capture_output=True,
+    text=True,
+    timeout=500,
+  )
+  assert run.returncode == 0, run.stderr[-4000:]
+  summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+  assert summary["train_steps"] == 4 and summary["staleness_max"] <= 2
+  assert summary["mismatch_kl_max"] < 1e-9
+  left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True)
+  assert not left.stdout
+
+
+@pytest.mark.parametrize(
+  "flags, error",
+  [
+    (["--config.cluster.address=127.0.0.1:1"], "cluster.address: 127.0.0.1:1"),
+    (["--config.cluster.replica_gpus=1"], "cluster.replica_gpus: no host of"),
+  ],
+)
+def test_a_cluster_that_cannot_be_used_is_one_line(tmp_path, flags, error):
+  run = subprocess.run(
+    train(tmp_path, *flags), capture_output=True, text=True, timeout=300
+  )
+  assert run.returncode == 1
+  assert run.stderr.splitlines()[-1].startswith(f"error: {error}")
+  assert "Traceback" not in run.stderr

@@ -1,0 +1,81 @@
+"""Settings of a cluster that cannot be right are told in one line."""
+
+import ast
+import importlib.util
+import pathlib
+import re
+
+import pytest
+import test_run
+
+from jaxrl_async.config import sections
+from jaxrl_async.run import config_checks
+
+RAY = sections.ClusterKind.RAY
+PACKAGE = pathlib.Path(config_checks.__file__).parents[1]
+
+
+def config(mesh=None, channel=sections.Channel.ORBAX, **cluster):
+  made = test_run.make_config()
+  made.transfer.channel = channel
+  for name, value in (mesh or {}).items():
+    setattr(made.mesh, name, value)
+  for name, value in ({"kind": RAY} | cluster).items():
+    setattr(made.cluster, name, value)
+  return made
+
+
+def test_replicas_elsewhere_leave_all_devices_to_the_trainer():
+  made = config({"train_data": -1, "rollout_tensor": 2, "rollout_data": 2})
+  train, rollout = config_checks.slice_shapes(made.mesh, 3, are_apart=True)
+  assert train.num_devices == 3 and rollout.num_devices == 4
+  config_checks.check(made)
+  with pytest.raises(sections.ConfigError, match="train_\\* need 4 devices"):
+    config_checks.slice_shapes(
+      sections.MeshSection(train_data=4), 3, are_apart=True
+    )
+
+
+@pytest.mark.parametrize(
+  "made, error",
+  [
+    (config(kind=sections.ClusterKind.LOCAL, replicas=2), "cluster.replicas"),
+    (config(channel=sections.Channel.DIRECT), "transfer.channel"),
+    (config(address="there"), "cluster.address"),
+    (config({"rollout_data": -1}), "mesh.rollout_data"),
+    (config(replica_gpus=2), "cluster.replica_gpus"),
+    (config(replica_tpu="v9:2x2"), "cluster.replica_tpu"),
+    (config(replica_tpu="v5e:2x2"), "cluster.replica_tpu"),
+    (
+      config({"rollout_data": 4}, replica_tpu="v5e:2x2", replica_gpus=4),
+      "cluster.replica_tpu",
+    ),
+  ],
+)
+def test_a_wrong_setting_is_named(made, error):
+  with pytest.raises(sections.ConfigError, match=f"^{re.escape(error)}: "):
+    config_checks.check(made)
+
+
+def test_without_ray_the_error_names_the_extra(monkeypatch):
+  find = importlib.util.find_spec
+  monkeypatch.setattr(
+    importlib.util,
+    "find_spec",
+    lambda name, *more: None if name == "ray" else find(name, *more),
+  )
+  with pytest.raises(sections.ConfigError, match="uv sync --extra ray"):
+    config_checks.check(config())
+  config_checks.check(config(kind=sections.ClusterKind.LOCAL))
+
+
+def test_only_one_module_imports_ray_and_none_that_others_import():
+  found = set()
+  for path in PACKAGE.rglob("*.py"):
+    for node in ast.walk(ast.parse(path.read_text())):
+      if isinstance(node, ast.Import | ast.ImportFrom):
+        names = [alias.name for alias in node.names]
+        names.append(getattr(node, "module", None) or "")
+        if any(name.split(".")[0] == "ray" for name in names):
+          found.add(path.relative_to(PACKAGE).as_posix())
+  assert found == {"cluster/local_ray.py"}
