@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import pickle
 import time
 
 import fleet_world
@@ -11,15 +10,12 @@ import pytest
 import tiny
 import worker_world
 
-from jaxrl_async import types
-from jaxrl_async.cluster import hosts
 from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import fleet as fleet_lib
-from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import remote
-from jaxrl_async.rollout import wire
 
 NUM_STEPS = 4
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -207,22 +203,6 @@ def test_a_host_that_does_not_fit_is_refused_at_the_start(
     world.fleet.start()
 
 
-def test_clocks_that_are_apart_are_told(tmp_path):
-  probe = tmp_path / "probe", "here"
-  probe[0].write_text("here")
-  found, now_s = hosts.facts(probe[0]), time.time()
-
-  def difference(ahead_s, asked_s=now_s):
-    other = dataclasses.replace(found, time_s=now_s + ahead_s)
-    return hosts.difference(other, probe, hosts.versions(), asked_s)
-
-  assert difference(3.0) is None
-  assert "+3600 s off" in difference(3_600.0)
-  assert "-3600 s off" in difference(-3_600.0)
-  # It had to wait for a free host, an hour long.
-  assert difference(-1_800.0, asked_s=now_s - 3_600.0) is None
-
-
 def test_a_replica_that_fails_is_started_again(make_world):
   world = make_world(num_replicas=2)
   world.begin()
@@ -339,97 +319,3 @@ def test_a_replica_that_nobody_calls_ends(make_world):
   world.fleet._spec = dataclasses.replace(world.spec, coordinator_timeout_s=0.3)
   world.fleet.start()
   assert world.handles[0].is_orphaned.wait(fleet_world.DEADLINE_S)
-
-
-# -- the link and the wire ----------------------------------------------------
-
-
-def work_of(*indices):
-  return messages.Work(
-    turns=tuple(
-      messages.Turn(
-        admission=types.Admission(index=i, birth=i + 1, deadline=i + 2),
-        trajectory=types.Trajectory(
-          member=i,
-          tokens=np.arange(i + 1, dtype=np.int32),
-          loss_mask=np.arange(i + 1) > 1,
-          behavior_logprobs=np.linspace(-1, 0, i + 1, dtype=np.float32),
-          policy_versions=np.full(i + 1, i, np.int32),
-          writers=(("a", i),) if i else (),
-        ),
-        limit=9 + i,
-        temperature=0.5 * i,
-        stop=("x",) * i,
-        stop_token_ids=(i,),
-      )
-      for i in indices
-    ),
-    cancelled=indices,
-  )
-
-
-def same(one, other):
-  """Whether two messages are equal, arrays and their types included."""
-  if isinstance(one, np.ndarray):
-    return one.dtype == other.dtype and one.tolist() == other.tolist()
-  if dataclasses.is_dataclass(one):
-    names = [field.name for field in dataclasses.fields(one)]
-    return type(one) is type(other) and all(
-      same(getattr(one, name), getattr(other, name)) for name in names
-    )
-  if isinstance(one, tuple):
-    return len(one) == len(other) and all(map(same, one, other))
-  return one == other
-
-
-@pytest.mark.parametrize("indices", [(), (0,), (3, 0, 2)])
-def test_packed_messages_are_what_was_packed(indices):
-  work = work_of(*indices)
-  packed = pickle.loads(pickle.dumps(wire.pack_work(work)))
-  assert same(wire.unpack_work(packed), work)
-  reasons = [None, *types.FinishReason]
-  report = messages.Report(
-    replica="a",
-    written=tuple(
-      messages.Written(
-        group=2**40 + turn.admission.index,
-        begin=turn.limit,
-        trajectory=dataclasses.replace(
-          turn.trajectory, finish_reason=reasons[i]
-        ),
-      )
-      for i, turn in enumerate(work.turns)
-    ),
-  )
-  packed = pickle.loads(pickle.dumps(wire.pack_report(report)))
-  assert same(wire.unpack_report(packed), report)
-
-
-def test_work_is_taken_in_the_order_in_which_it_was_sent():
-  link = remote.RemoteLink("a")
-
-  def deliver(number, *indices, name="a"):
-    link.deliver(
-      remote.Delivery(
-        name=name, number=number, work=wire.pack_work(work_of(*indices))
-      )
-    )
-
-  def ask(room):
-    work = link.admit(messages.Ask(replica="a", version=0, room=room))
-    return [turn.admission.index for turn in work.turns]
-
-  deliver(2, 5)
-  deliver(1, 9, name="b")
-  assert ask(4) == []
-  assert link.collect(0.0)[1:] == (
-    messages.Ask(replica="a", version=0, room=4),
-    0,
-  )
-  deliver(1, 3, 4)
-  assert ask(4) == [3, 4, 5]
-  told, request, received = link.collect(0.0)
-  assert not told and request.room == 1 and received == 2
-  # The same request again is not worth a message.
-  assert ask(1) == []
-  assert link.collect(0.0)[1] is None
