@@ -13,6 +13,7 @@ import pytest
 from jaxrl_async.coordination import world as world_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
+pytestmark = pytest.mark.slow
 DEADLINE_S = 30.0
 
 
@@ -178,7 +179,6 @@ def is_gone(pid):
   return text.rpartition(")")[2].split()[0] == "Z"
 
 
-@pytest.mark.slow
 def test_a_signal_is_passed_to_process_0_and_nothing_is_left(tmp_path):
   launcher, pids = started(tmp_path)
   launcher.terminate()
@@ -190,7 +190,6 @@ def test_a_signal_is_passed_to_process_0_and_nothing_is_left(tmp_path):
   assert all(map(is_gone, pids))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="uses prctl")
 def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path):
   launcher, pids = started(tmp_path)
