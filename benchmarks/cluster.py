@@ -20,12 +20,13 @@ The last line is JSON:
     report_p99_ms                 from taking what one replica says, hundreds of
                                   reports at a time, to the answer
     coordinator_cpu_per_group_ms  CPU time of the coordinator's whole process
-    wall_ratio_vs_local           with --run: a whole run with two real replicas
-                                  against the same run in one process
-    adopt_idle_s                  with --run: seconds without decoding, for each
-                                  version and replica
-    fan_out                       with --weights: readers of one version at a
-                                  time, and the GB/s of all of them together
+    wall_ratio_vs_local           with --run: time of the RL stage of
+                                  configs/quickstart.py with one replica in
+                                  another process, over that in one process
+    adopt_idle_s                  with --run: seconds without decoding for each
+                                  version, in the former
+    fan_out                       with --weights: by number of processes that
+                                  read one version at once, GB/s of all together
 """
 
 from collections.abc import Sequence
@@ -33,9 +34,12 @@ from concurrent import futures
 import dataclasses
 import importlib
 import json
+import multiprocessing
 import os
 import pathlib
 import secrets
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -51,6 +55,7 @@ from jaxrl_async.cluster import ray_replicas
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import ledger as ledger_lib
+from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.data import prompts
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.reporting import metrics as metrics_lib
@@ -75,6 +80,8 @@ _WEIGHTS_MB = flags.DEFINE_integer(
 _MAX_STALENESS = 4
 _PROMPT_TOKENS = 32
 _DEADLINE_S = 300.0
+_ARRAYS = 32
+_READERS = (1, 2, 4, 8)
 
 
 class Prompts(prompts.PromptStream):
@@ -274,6 +281,99 @@ def measure(directory: pathlib.Path) -> dict[str, float]:
   return found
 
 
+def compare_runs(directory: pathlib.Path) -> dict[str, float]:
+  """Run the quickstart in one process, and with a replica in another."""
+  root = pathlib.Path(__file__).parents[1]
+  rl_s, adopt_s = {}, {}
+  for kind in ("local", "ray"):
+    workdir = directory / kind
+    subprocess.run(
+      [
+        sys.executable,
+        str(root / "launch" / "train.py"),
+        f"--config={root / 'configs' / 'quickstart.py'}",
+        f"--workdir={workdir}",
+        f"--config.cluster.kind={kind}",
+        "--config.eval.every=0",
+      ],
+      check=True,
+      stdout=subprocess.DEVNULL,
+    )
+    rl_s[kind] = json.loads((workdir / "summary.json").read_text())["rl_s"]
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    adopted = [x["time/adopt_s"] for x in steps if "time/adopt_s" in x]
+    adopt_s[kind] = float(np.mean(adopted))
+  return {
+    "wall_ratio_vs_local": round(rl_s["ray"] / rl_s["local"], 3),
+    "adopt_idle_s": round(adopt_s["ray"], 4),
+  }
+
+
+def _channel(
+  directory: pathlib.Path, incarnation: str, num_bytes: int
+) -> weight_transfer.OrbaxChannel:
+  import jax
+
+  device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  shape = jax.ShapeDtypeStruct(
+    (num_bytes // _ARRAYS // 4,), np.float32, sharding=device
+  )
+  return weight_transfer.OrbaxChannel(
+    directory, incarnation, {str(i): shape for i in range(_ARRAYS)}
+  )
+
+
+def _read(
+  directory: pathlib.Path,
+  incarnation: str,
+  num_bytes: int,
+  barrier: threading.Barrier,
+) -> None:
+  """Adopt the version, at the same time as the other readers."""
+  import jax
+
+  channel = _channel(directory, incarnation, num_bytes)
+  barrier.wait(_DEADLINE_S)
+  adopted = channel.adopt(-1)
+  assert adopted is not None
+  jax.block_until_ready(adopted[0])
+  barrier.wait(_DEADLINE_S)
+
+
+def fan_out(directory: pathlib.Path, num_bytes: int) -> dict[str, float]:
+  """Return GB/s of all readers of a version together, by their number."""
+  incarnation = weight_transfer.new_incarnation()
+  channel = _channel(directory, incarnation, num_bytes)
+  rng = np.random.default_rng(0)
+  size = num_bytes // _ARRAYS // 4
+  channel.publish(
+    {str(i): rng.random(size, np.float32) for i in range(_ARRAYS)}, 0
+  )
+  assert channel.wait_for_version(-1, _DEADLINE_S)
+  context = multiprocessing.get_context("spawn")
+  found = {}
+  for count in _READERS:
+    barrier = context.Barrier(count + 1)
+    readers = [
+      context.Process(
+        target=_read, args=(directory, incarnation, num_bytes, barrier)
+      )
+      for _ in range(count)
+    ]
+    for reader in readers:
+      reader.start()
+    barrier.wait(_DEADLINE_S)
+    start_s = time.perf_counter()
+    barrier.wait(_DEADLINE_S)
+    took_s = time.perf_counter() - start_s
+    for reader in readers:
+      reader.join(_DEADLINE_S)
+    found[str(count)] = round(1e-9 * count * num_bytes / took_s, 3)
+  channel.close()
+  return found
+
+
 def main(argv: Sequence[str]) -> None:
   """Measure, and print one line of JSON."""
   del argv
@@ -283,7 +383,14 @@ def main(argv: Sequence[str]) -> None:
   os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
   os.environ["PYTHONPATH"] = str(pathlib.Path(__file__).parent)
   with tempfile.TemporaryDirectory() as directory:
-    found = measure(pathlib.Path(directory))
+    path = pathlib.Path(directory)
+    found: dict[str, Any] = dict(measure(path))
+    if _RUN.value:
+      found |= compare_runs(path)
+    if _WEIGHTS_MB.value:
+      found["fan_out"] = fan_out(
+        path / "weights", 1_000_000 * _WEIGHTS_MB.value
+      )
   print(json.dumps(found))
 
 

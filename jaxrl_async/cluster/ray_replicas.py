@@ -203,6 +203,9 @@ class Cluster:
   ) -> None:
     """Check that at least one host of the cluster can have a replica.
 
+    If replicas of an earlier start wait there, they hold what this would need.
+    They are checked when they are attached.
+
     Args:
       versions: those that a replica's process has to have.
       probe: a file that its host has to see, and what it contains.
@@ -212,6 +215,8 @@ class Cluster:
       ConfigError: no host has room for a replica in time, or the first that has
         does not fit.
     """
+    if any(map(self._waiting_actor, range(self._section.replicas))):
+      return
     options: dict[str, Any] = {
       "num_cpus": self._section.replica_cpus,
       "num_gpus": self._section.replica_gpus,
@@ -257,19 +262,29 @@ class Cluster:
     ]
     return f"{self._section.replicas} replicas need {', '.join(parts)}"
 
+  def _name(self, place: int) -> str:
+    return f"{self._run_name}-{place}"
+
+  def _waiting_actor(self, place: int) -> Any:
+    """Return the replica of a place that an earlier start left, or None."""
+    if self._is_own:
+      return None
+    try:
+      return self._ray.get_actor(self._name(place), namespace=_NAMESPACE)
+    except ValueError:
+      return None
+
   def launch(self, place: int) -> "RayHandle":
     """Return the replica of a place, which an earlier start may have made."""
     ray, section = self._ray, self._section
-    name = f"{self._run_name}-{place}"
-    if not self._is_own:
-      with contextlib.suppress(ValueError):
-        return RayHandle(ray, ray.get_actor(name, namespace=_NAMESPACE))
+    if (waiting := self._waiting_actor(place)) is not None:
+      return RayHandle(ray, waiting)
     options: dict[str, Any] = {
       "num_cpus": section.replica_cpus,
       "num_gpus": section.replica_gpus,
       "max_concurrency": _CONCURRENCY,
       "max_restarts": 0,
-      "name": name,
+      "name": self._name(place),
       "namespace": _NAMESPACE,
       "runtime_env": {"env_vars": self._environment},
     }
