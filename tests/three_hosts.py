@@ -33,6 +33,9 @@ class Hosts:
       "RAY_AUTH_TOKEN": secrets.token_hex(32),
       "RAY_USAGE_STATS_ENABLED": "0",
       "HOME": str(directory),
+      # Ray would give a host up that is away for ten seconds on a busy machine.
+      "RAY_health_check_timeout_ms": "60000",
+      "RAY_health_check_failure_threshold": "20",
     }
     self.nodes = []
     bridge = f"{self.tag}b"
