@@ -139,6 +139,27 @@ def test_what_a_silent_replica_says_late_is_refused(make_world):
   assert len(world.handles) == 2
 
 
+def test_a_replica_that_cannot_be_attached_again_is_replaced(make_world):
+  world = make_world(
+    num_replicas=2, replica_timeout_s=0.5, start_timeout_s=20.0
+  )
+  world.begin()
+  until(lambda: world.fleet.num_ready == 2, "both replicas")
+  groups = world.train(1)
+  silent = world.handles[0]
+  attach = silent.process._attach
+  silent.process._attach = lambda *arguments: time.sleep(3.0)
+  world.fleet._start_timeout_s = 1.0
+  silent.can_speak.clear()
+  until(lambda: world.fleet.num_ready == 1, "one replica")
+  silent.can_speak.set()
+  until(lambda: len(world.handles) == 3, "another process")
+  assert any("it was not attached in" in note for note in world.notes)
+  silent.process._attach = attach
+  groups += world.train(NUM_STEPS, first=1)
+  check(world, groups)
+
+
 def test_a_replica_that_joins_late_gets_work(make_world):
   world = make_world(num_replicas=2)
   launch, late = world.fleet._launch, []

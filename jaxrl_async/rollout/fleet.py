@@ -60,6 +60,7 @@ class _Member:
     given: turns given since then, by the number of the delivery.
     num_sent: number of deliveries to this name.
     since_s: when it was last heard of, or when its state began.
+    is_running: whether its process is known to have started.
     num_failures: how often it failed since it last ended a trajectory.
     totals: its counters as it said them last.
   """
@@ -75,6 +76,7 @@ class _Member:
   num_sent: int = 0
   since_s: float = float("-inf")
   num_failures: int = 0
+  is_running: bool = False
   totals: dict[str, int | float] = dataclasses.field(default_factory=dict)
 
   @property
@@ -295,6 +297,7 @@ class Fleet:
       waited_s = self._seconds() - member.since_s
       if member.state is State.LOST and waited_s >= wait_s:
         member.handle = self._launch(member.place)
+        member.is_running = False
         self._attach(member)
 
   def _attach(self, member: _Member) -> None:
@@ -316,6 +319,7 @@ class Fleet:
 
   def _on_attached(self, member: _Member) -> None:
     member.state, member.since_s = State.READY, self._seconds()
+    member.is_running = True
     self._note(f"{member.name} is ready")
     self._collect(member)
 
@@ -376,6 +380,12 @@ class Fleet:
           f"{member.name} has said nothing for {silence_s:.0f} s"
           " (cluster.replica_timeout_s); its groups go to others"
         )
+      # A process that has not started may wait for a free host, however long.
+      is_stuck = member.state is State.STARTING and member.is_running
+      if is_stuck and silence_s > self._start_timeout_s:
+        assert member.handle is not None
+        member.handle.kill()
+        self._lose(member, f"it was not attached in {silence_s:.0f} s")
 
   # -- what replicas say ----------------------------------------------------
 
