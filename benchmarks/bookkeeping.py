@@ -145,6 +145,7 @@ class Books:
     self._rollout: Any = SimpleNamespace(
       coordinator=SimpleNamespace(stream=SimpleNamespace(metrics=dict)),
       generated_tokens=0,
+      metrics=dict,
       totals=lambda: {
         **dataclasses.asdict(scheduler_lib.SchedulerStats()),
         "wait_s": 0.0,

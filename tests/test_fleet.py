@@ -136,6 +136,9 @@ def test_what_a_silent_replica_says_late_is_refused(make_world):
   groups += world.train(NUM_STEPS, first=1 + NUM_STEPS)
   check(world, groups)
   assert silent.process._attached.replica.name == "replica 0 #2"
+  metrics = world.fleet.metrics()
+  assert metrics["rollout/replicas"] == 2
+  assert metrics["rollout/refused_tokens"] == world.coordinator.refused_tokens
   assert len(world.handles) == 2
 
 

@@ -208,6 +208,13 @@ class Coordinator:
     held = [f"{name} holding version {v}" for name, v in self._versions.items()]
     return ", ".join([*held, f"{len(self._running)} groups running"])
 
+  def metrics(self, num_replicas: int) -> dict[str, float]:
+    """Return metrics about replicas, of which so many generate."""
+    return {
+      "rollout/replicas": float(num_replicas),
+      "rollout/refused_tokens": float(self.refused_tokens),
+    }
+
   def groups(self) -> dict[int, types.RolloutGroup]:
     """Return the groups in progress by index, as they were last reported.
 

@@ -178,6 +178,10 @@ class Fleet:
     """Return the groups in progress, as they were last reported."""
     return self.coordinator.groups()
 
+  def metrics(self) -> dict[str, float]:
+    """Return metrics of the replicas."""
+    return self.coordinator.metrics(num_replicas=self.num_ready)
+
   @property
   def generated_tokens(self) -> int:
     """The tokens that replicas reported, without those that were refused."""

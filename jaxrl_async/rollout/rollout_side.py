@@ -63,6 +63,10 @@ class RolloutSide(Protocol):
     """
     ...
 
+  def metrics(self) -> dict[str, float]:
+    """Return how many replicas generate, and the tokens that were refused."""
+    ...
+
   @property
   def generated_tokens(self) -> int:
     """The tokens generated for groups since the start."""

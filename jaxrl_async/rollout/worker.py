@@ -103,6 +103,10 @@ class RolloutWorker:
       "adopt_s": self.replica.adopt_s,
     }
 
+  def metrics(self) -> dict[str, float]:
+    """Return metrics of the replica; it is the only one."""
+    return self.coordinator.metrics(num_replicas=1)
+
   @property
   def generated_tokens(self) -> int:
     """The tokens generated for groups since the start."""

@@ -234,6 +234,7 @@ class Recorder:
     values |= _rollout_metrics(delta, step_s)
     values |= self._rewards.metrics()
     values |= self._rollout.coordinator.stream.metrics()
+    values |= self._rollout.metrics()
     values |= more
     values |= {
       "time/step_s": step_s,
