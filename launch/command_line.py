@@ -138,8 +138,12 @@ def _cache(path: pathlib.Path) -> str:
 
 def prepare_ray(config: sections.Config) -> None:
   """Set the variables that Ray reads when it starts and connects."""
+  if config.cluster.kind is not sections.ClusterKind.RAY:
+    return
   os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
   if config.cluster.address:
+    # Without a token, whoever reaches the cluster could run programs there.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
     return
   # Nothing listens on any address but the loopback one. (The variable is named
   # after the systems on which this is the default.)

@@ -145,7 +145,10 @@ class Cluster:
         f"cluster.address: Ray ({where}) did not answer in {limit_s:g} s"
         " (cluster.start_timeout_s)"
       ) from None
-    except (RuntimeError, ConnectionError, ValueError, OSError) as error:
+    except (
+      *(RuntimeError, ConnectionError, ValueError, OSError),
+      self._ray.exceptions.RayError,
+    ) as error:
       raise sections.ConfigError(
         f"cluster.address: Ray ({where}): {_one_line(error)}"
       ) from error
