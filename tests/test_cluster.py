@@ -1,6 +1,7 @@
 """Whole runs whose replicas are in other processes and on other hosts."""
 
 import json
+import os
 import pathlib
 import signal
 import subprocess
@@ -14,6 +15,8 @@ import three_hosts
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 FOR_EVER = 100_000
+# Without the eight devices of the tests' own process.
+ENVIRONMENT = os.environ | {"XLA_FLAGS": ""}
 
 
 @pytest.fixture
@@ -98,7 +101,7 @@ def test_a_run_over_three_hosts_loses_none_of_its_groups(hosts):
   for pid in hosts.pids(0):
     arguments = pathlib.Path(f"/proc/{pid}/cmdline").read_text()
     if "launch/train.py" in arguments:
-      three_hosts.os.kill(pid, signal.SIGKILL)
+      os.kill(pid, signal.SIGKILL)
   run.wait(30)
   num_steps = step() + 60
   run = begin(num_steps)
@@ -151,6 +154,7 @@ def test_two_processes_train_and_two_replicas_generate(tmp_path):
     capture_output=True,
     text=True,
     timeout=500,
+    env=ENVIRONMENT,
   )
   assert run.returncode == 0, run.stderr[-4000:]
   summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -169,7 +173,11 @@ def test_two_processes_train_and_two_replicas_generate(tmp_path):
 )
 def test_a_cluster_that_cannot_be_used_is_one_line(tmp_path, flags, error):
   run = subprocess.run(
-    train(tmp_path, *flags), capture_output=True, text=True, timeout=300
+    train(tmp_path, *flags),
+    capture_output=True,
+    text=True,
+    timeout=300,
+    env=ENVIRONMENT,
   )
   assert run.returncode == 1
   assert run.stderr.splitlines()[-1].startswith(f"error: {error}")

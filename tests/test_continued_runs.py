@@ -154,7 +154,7 @@ def stopped(tmp_path_factory):
     deadline = time.monotonic() + 60
     while step == 2 and time.monotonic() < deadline:
       with self._paused():
-        lengths = half_written(self.worker.groups().values())
+        lengths = half_written(self.rollout.groups().values())
       if max(lengths.values(), default=0) > 4:
         break
       time.sleep(0.01)  # the worker goes on meanwhile
