@@ -319,14 +319,12 @@ def test_ctrl_c_ends_with_a_checkpoint_that_goes_on(tmp_path):
   stored = json.loads(
     (tmp_path / "checkpoints" / str(step) / "groups.json").read_text()
   )
-  reasons = [
-    t["finish_reason"] for g in stored for t in g["group"]["trajectories"]
-  ]
+  # Whether any of them is half-written depends on the moment;
+  # test_continued_runs waits for one that has some that are.
   before = lines(tmp_path, "ledger")
   config.train.num_steps = step + 3
   summary = start(config, tmp_path)
   entries = check_ledger(tmp_path, summary)
-  assert None in reasons, "nothing was partial"
   assert entries[: len(before)] == before
   assert [m["step"] for m in lines(tmp_path, "metrics")] == list(
     range(step + 4)
