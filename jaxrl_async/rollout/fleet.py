@@ -273,9 +273,13 @@ class Fleet:
     self._hand_out()
 
   def _take_events(self) -> None:
-    """Wait a moment for an event, and take all that there are."""
+    """Wait a moment for an event, and take those that there are.
+
+    Each replica has one at most. More would only be answers to what is asked
+    here, and taking them too could keep the thread from handing out work.
+    """
     timeout_s = _POLL_S
-    while True:
+    for _ in self._members:
       try:
         member, kind, future = self._events.get(timeout=timeout_s)
       except queue.Empty:

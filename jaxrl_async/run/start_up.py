@@ -354,6 +354,24 @@ def _restore(
 # -- the parts of the loop ----------------------------------------------------
 
 
+def _base_record(
+  setup: setup_lib.Setup,
+  session: session_lib.Session,
+  base: _Foundation,
+  is_given: bool,
+) -> frozen_base.Record | None:
+  """Return where the base of a run with LoRA is; a new run keeps it first."""
+  if base.resumed_step is None and base.trainer.has_base:
+    return frozen_base.keep(
+      setup,
+      session.workdir,
+      base.trainer.state,
+      is_given=is_given,
+      world=session.world,
+    )
+  return base.stored.get(frozen_base.KEY)
+
+
 def _of_the_loop(
   setup: setup_lib.Setup,
   session: session_lib.Session,
@@ -382,16 +400,8 @@ def _of_the_loop(
     on_untrained=sampler.add_untrained,
   )
   base.shutdown.closes(ledger.close)
-  base_record = base.stored.get(frozen_base.KEY)
-  if base.trainer.has_base:
-    if base.resumed_step is None:
-      base_record = frozen_base.keep(
-        setup,
-        workdir,
-        base.trainer.state,
-        is_given=extensions.initial_params is not None,
-        world=session.world,
-      )
+  is_given = extensions.initial_params is not None
+  base_record = _base_record(setup, session, base, is_given)
   coordinator = coordinator_lib.Coordinator(
     assembly.coordinator_settings(config),
     stream=base.stream,

@@ -173,12 +173,21 @@ class Trainer:
       donate_argnums=0,
       out_shardings=(self._state_sharding, replicated),
     )
+    self._make_publish_programs(layout, rollout_dtype, rollout_weights)
+
+  def _make_publish_programs(
+    self,
+    layout: mesh_lib.Layout,
+    dtype: str,
+    weights: sections.WeightFormat,
+  ) -> None:
+    """Set up the programs that make weights for engines."""
     make_publish = functools.partial(
       train_step.make_publish,
       self.forward.model,
       layout,
-      dtype=rollout_dtype,
-      weights=rollout_weights,
+      dtype=dtype,
+      weights=weights,
     )
     self.has_base = self.forward.model.lora is not None
     if self.has_base:
