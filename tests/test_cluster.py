@@ -137,27 +137,32 @@ def test_a_run_over_three_hosts_loses_none_of_its_groups(hosts):
 
 
 def test_two_processes_train_and_two_replicas_generate(tmp_path):
+  # As below `uv run`: Ray looks for a parent with this command line.
+  (tmp_path / "run").write_text('"$@"\nexit $?\n')
   run = subprocess.run(
     [
+      *("uv", "run"),
       sys.executable,
       str(ROOT / "launch" / "trainer_world.py"),
       "--num_processes=2",
       "--max_restarts=0",
       "--",
       *train(
-        tmp_path / "run",
+        tmp_path / "work",
         "--config.cluster.trainer_processes=2",
         "--config.cluster.replicas=2",
         "--config.mesh.train_data=-1",
       )[2:],
     ],
+    executable="/bin/sh",
+    cwd=tmp_path,
     capture_output=True,
     text=True,
     timeout=500,
     env=ENVIRONMENT,
   )
   assert run.returncode == 0, run.stderr[-4000:]
-  summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+  summary = json.loads((tmp_path / "work" / "summary.json").read_text())
   assert summary["train_steps"] == 4 and summary["staleness_max"] <= 2
   assert summary["mismatch_kl_max"] < 1e-9
   left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True)

@@ -43,6 +43,9 @@ def _import_ray() -> Any:
   Raises:
     ConfigError: it is not installed.
   """
+  # Below `uv run`, Ray would start every worker with `uv run` too, in a copy of
+  # the working directory with an environment of its own.
+  os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
   try:
     return importlib.import_module("ray")
   except ImportError as error:
