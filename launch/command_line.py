@@ -167,10 +167,11 @@ def replica_environment(config: sections.Config) -> dict[str, str]:
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
   }
   if not config.cluster.replica_gpus and not config.cluster.replica_tpu:
-    mesh = config.mesh
+    devices = config.mesh.rollout_data * config.mesh.rollout_tensor
+    devices //= config.cluster.replica_processes
     found |= {
       "JAX_PLATFORMS": "cpu",
-      "XLA_FLAGS": f"{_HOST_DEVICES}={mesh.rollout_data * mesh.rollout_tensor}",
+      "XLA_FLAGS": f"{_HOST_DEVICES}={devices}",
     }
   return found
 

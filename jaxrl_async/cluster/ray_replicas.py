@@ -3,13 +3,13 @@
 from collections.abc import Callable, Mapping
 from concurrent import futures
 import contextlib
+import functools
 import hashlib
 import importlib
 import logging
 import math
 import os
 import pathlib
-import re
 import signal
 import socket
 import subprocess
@@ -19,12 +19,9 @@ import time
 from typing import IO, Any
 
 from jaxrl_async.cluster import hosts
-from jaxrl_async.cluster import replica_process
-from jaxrl_async.cluster import replica_spec
+from jaxrl_async.cluster import ray_handle
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
-from jaxrl_async.rollout import answers as answers_lib
-from jaxrl_async.rollout import remote
 
 _NAMESPACE = "jaxrl_async"
 # Methods of one actor that may run at a time: an attachment, a collection, an
@@ -32,9 +29,7 @@ _NAMESPACE = "jaxrl_async"
 _CONCURRENCY = 16
 _END_S = 20.0
 _CONNECT_S = 10.0
-_LONGEST = 300
 _LOCAL_RAY = "jaxrl_async.cluster.local_ray"
-_LOG_LINE = re.compile(r"^\[.*?\]\s*|\x1b\[[0-9;]*m")
 
 
 def _import_ray() -> Any:
@@ -83,6 +78,7 @@ class Cluster:
     self._run_name = run_name
     self._environment = dict(environment)
     self._is_own = not section.address
+    self._num_processes = section.replicas * section.replica_processes
     self._groups: list[Any] = []  # placement groups of TPU slices
     if section.address not in ("", "auto"):
       _check_answers(section.address)
@@ -111,7 +107,7 @@ class Cluster:
     """
     section = self._section
     # Replicas share the cores of this machine if it has too few.
-    wanted = section.replicas * section.replica_cpus
+    wanted = self._num_processes * section.replica_cpus
     num_cpus = max(os.cpu_count() or 1, math.ceil(wanted))
     errors = closing.enter_context(tempfile.TemporaryFile("w+"))
     process = subprocess.Popen(
@@ -153,7 +149,7 @@ class Cluster:
       self._ray.exceptions.RayError,
     ) as error:
       raise sections.ConfigError(
-        f"cluster.address: Ray ({where}): {_one_line(error)}"
+        f"cluster.address: Ray ({where}): {ray_handle.one_line(error)}"
       ) from error
 
   def _read_address(
@@ -172,13 +168,13 @@ class Cluster:
       raise RuntimeError(lines[-1] if lines else "it ended at once")
 
   def _resources(self) -> dict[str, float]:
-    """Return what Ray reserves for each replica."""
+    """Return what Ray reserves for each process of a replica."""
     section = self._section
     needed = {"CPU": section.replica_cpus, "GPU": section.replica_gpus}
     return {name: float(count) for name, count in needed.items() if count}
 
   def _check_resources(self) -> None:
-    """Check that the cluster can hold at least one replica.
+    """Check that the cluster can hold at least one process of a replica.
 
     Raises:
       ConfigError: it has no such host.
@@ -232,7 +228,7 @@ class Cluster:
     }
     task = self._ray.remote(**options)(hosts.facts)
     asked_s = time.time()
-    waiting = [task.remote(probe[0]) for _ in range(self._section.replicas)]
+    waiting = [task.remote(probe[0]) for _ in range(self._num_processes)]
     deadline = supervisor_lib.Deadline(self._section.start_timeout_s)
     done: list[Any] = []
     while not done:
@@ -250,7 +246,7 @@ class Cluster:
           self._ray.get(reference), probe, versions, asked_s
         )
       except self._ray.exceptions.RayError as error:
-        why_not = f"cluster.address: {_one_line(error)}"
+        why_not = f"cluster.address: {ray_handle.one_line(error)}"
       if why_not is not None:
         raise sections.ConfigError(why_not)
     for reference in waiting:
@@ -262,7 +258,7 @@ class Cluster:
     free = self._ray.available_resources()
     needed = self._resources()
     parts = [
-      f"{self._section.replicas * count:g} {name} of which the cluster has"
+      f"{self._num_processes * count:g} {name} of which the cluster has"
       f" {total.get(name, 0):g}, {free.get(name, 0):g} of them free"
       for name, count in needed.items()
     ]
@@ -280,30 +276,43 @@ class Cluster:
     except ValueError:
       return None
 
-  def launch(self, place: int) -> "RayHandle":
+  def launch(self, place: int) -> ray_handle.RayHandle:
     """Return the replica of a place, which an earlier start may have made."""
     ray, section = self._ray, self._section
+    handle = functools.partial(
+      ray_handle.RayHandle,
+      ray,
+      num_processes=section.replica_processes,
+      timeout_s=section.start_timeout_s,
+    )
     if (waiting := self._waiting_actor(place)) is not None:
-      return RayHandle(ray, waiting)
+      return handle(waiting)
     options: dict[str, Any] = {
       "num_cpus": section.replica_cpus,
       "num_gpus": section.replica_gpus,
       "max_concurrency": _CONCURRENCY,
       "max_restarts": 0,
-      "name": self._name(place),
       "namespace": _NAMESPACE,
       "runtime_env": {"env_vars": self._environment},
     }
     if not self._is_own:
       # It outlives this process, and waits for the next start of the run.
       options["lifetime"] = "detached"
+    places: list[dict[str, Any]] = [{}] * section.replica_processes
     if section.replica_tpu:
       tpu_slices = importlib.import_module("jaxrl_async.cluster.tpu_slices")
-      group, more = tpu_slices.reserve(section.replica_tpu)
+      group, places = tpu_slices.reserve(section.replica_tpu, len(places))
       self._groups.append(group)
-      options |= more
-    actor = ray.remote(Actor).options(**options).remote()
-    return RayHandle(ray, actor)
+    lead = ray.remote(ray_handle.Actor).options(
+      **options | places[0], name=self._name(place)
+    )
+    follower = ray.remote(ray_handle.Follower)
+    # They need no names: they end with the first process of the replica.
+    followers = [
+      follower.options(**options | where).remote(section.start_timeout_s)
+      for where in places[1:]
+    ]
+    return handle(lead.remote(), followers)
 
   def close(self) -> None:
     """Disconnect, and end Ray if it was started here."""
@@ -339,94 +348,6 @@ def _end(process: subprocess.Popen[str]) -> None:
   except subprocess.TimeoutExpired:
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-class Actor(replica_process.ReplicaProcess):
-  """What Ray runs in a process of its own."""
-
-  def __init__(self):
-    """Start; the process ends when nobody calls any more."""
-    super().__init__(on_orphaned=lambda: os._exit(0))
-
-
-class RayHandle:
-  """An actor, as `remote.Handle` describes it."""
-
-  def __init__(self, ray: Any, actor: Any):
-    """Take over an actor."""
-    self._ray = ray
-    self._actor = actor
-    self._deliveries: list[Any] = []
-
-  def attach(
-    self, name: str, spec: replica_spec.ReplicaSpec
-  ) -> futures.Future[None]:
-    """Give the replica a name; see `remote.Handle`."""
-    asked_s = time.time()
-    attached: futures.Future[None] = futures.Future()
-
-    def begin(call: futures.Future) -> None:
-      if (error := call.exception()) is not None:
-        attached.set_exception(self._translated(error))
-        return
-      why_not = hosts.difference(
-        call.result(), spec.probe, spec.versions, asked_s
-      )
-      if why_not is not None:
-        attached.set_exception(remote.ReplicaFailed(why_not))
-        return
-      self._pass_on(self._actor.attach.remote(name, spec), attached)
-
-    self._actor.facts.remote(spec.probe[0]).future().add_done_callback(begin)
-    return attached
-
-  def collect(self) -> futures.Future[Any]:
-    """Return what it says next; see `remote.Handle`."""
-    return self._pass_on(self._actor.collect.remote(), futures.Future())
-
-  def deliver(self, delivery: remote.Delivery) -> None:
-    """Send work; that the process has ended is learnt from `collect`."""
-    self._actor.deliver.remote(delivery)
-
-  def answer(
-    self, questions: remote.Questions
-  ) -> futures.Future[list[answers_lib.Written]]:
-    """Have questions answered; see `remote.Handle`."""
-    return self._pass_on(self._actor.answer.remote(questions), futures.Future())
-
-  def kill(self) -> None:
-    """End the process."""
-    self._ray.kill(self._actor)
-
-  def _pass_on(self, reference: Any, to: futures.Future) -> futures.Future:
-    """Let a future end as the call of an actor ends."""
-
-    def end(call: futures.Future) -> None:
-      error = call.exception()
-      if error is None:
-        to.set_result(call.result())
-      else:
-        to.set_exception(self._translated(error))
-
-    reference.future().add_done_callback(end)
-    return to
-
-  def _translated(self, error: BaseException) -> BaseException:
-    """Return an error of Ray's as one of `remote`."""
-    if isinstance(error, self._ray.exceptions.RayTaskError):
-      cause = getattr(error, "cause", error)
-      if isinstance(cause, remote.ReplicaFailed):
-        return remote.ReplicaFailed(str(cause))
-      return remote.ReplicaFailed(f"{type(cause).__name__}: {cause}")
-    if isinstance(error, self._ray.exceptions.RayError):
-      return remote.ReplicaLost(_one_line(error))
-    return error
-
-
-def _one_line(error: BaseException) -> str:
-  """Return the text of an error of Ray's, without colours and line breaks."""
-  text = " ".join(_LOG_LINE.sub("", str(error)).split())
-  return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
 
 
 def run_name(workdir: pathlib.Path) -> str:

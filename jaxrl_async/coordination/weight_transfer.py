@@ -16,7 +16,8 @@ the same device.
 
 import abc
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import contextlib
 import fcntl
 import functools
 import os
@@ -310,6 +311,19 @@ class OrbaxChannel(WeightChannel):
     self._raise_failure()
     if self._world.size > 1:
       raise WeightTransferError("one of several processes cannot adopt alone")
+    with self.reading(newer_than) as version:
+      return None if version is None else (self.load(version), version)
+
+  @contextlib.contextmanager
+  def reading(self, newer_than: int) -> Iterator[int | None]:
+    """Keep the newest version from being removed while the block runs.
+
+    Yields:
+      That version, or None if it is not newer than `newer_than`.
+
+    Raises:
+      WeightTransferError: it is announced and not there.
+    """
     while (version := self.newest_version()) > newer_than:
       try:
         lock = open(self._path / str(version) / manifest.NAME, "rb")
@@ -324,8 +338,9 @@ class OrbaxChannel(WeightChannel):
         # The version may have been removed before the lock was taken, but not
         # any more after this check.
         if self.newest_version() == version:
-          return self._load(version), version
-    return None
+          yield version
+          return
+    yield None
 
   def close(self, timeout_s: float = 30.0) -> None:
     with self._changed:
@@ -433,8 +448,14 @@ class OrbaxChannel(WeightChannel):
         shutil.rmtree(directory)
       self._announced.remove(version)
 
-  def _load(self, version: int) -> Any:
-    """Read a version whose lock is held, after checking its manifest."""
+  def load(self, version: int) -> Any:
+    """Read a version, after checking its manifest.
+
+    Meanwhile this process or another one holds it, see `reading`.
+
+    Raises:
+      WeightTransferError: it differs from what was published.
+    """
     directory = self._path / str(version)
     expected = {"incarnation": self.incarnation, "version": version}
     try:

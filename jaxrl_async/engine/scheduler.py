@@ -7,12 +7,12 @@ never waits for the host.
 
 The host therefore has to fill slots before it knows which ones are idle, and
 the device chooses the slots. Before each call the host offers prefilled
-sequences for insertion into any slots that are idle on the device. Each
-offered sequence has a ticket. Tickets count up, and the device takes offers in
-the order of their tickets. The tickets in the results of the call show which
-offers were taken. If the host does not know yet whether an offer was taken, it
-repeats the offer before the next call. The device ignores every ticket up to
-the newest one in a slot, because these were taken by earlier calls.
+sequences for insertion into any idle slots. Each offered sequence has a ticket.
+Tickets count up, and the device takes offers in the order of their tickets. The
+tickets in the results of the call show which offers were taken. If the host
+does not know yet whether an offer was taken, it repeats the offer before the
+next call. The device ignores every ticket up to the newest one in a slot,
+because these were taken by earlier calls.
 
 With a cache of pages, a sequence enters when there are pages for its prompt
 (`page_admission`). When a running sequence needs a page and none is left, the
@@ -117,6 +117,10 @@ class Scheduler:
     self._admission = page_admission.make(
       engine.sizes, steps_ahead=_DEPTH * engine.sizes.decode_steps_per_call
     )
+
+  def fresh(self, busy: metrics_lib.BusyClock) -> "Scheduler":
+    """Return another scheduler for the same engine, without sequences."""
+    return Scheduler(self.engine, busy=busy)
 
   # -- contents -------------------------------------------------------------
 
