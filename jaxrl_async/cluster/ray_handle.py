@@ -102,9 +102,22 @@ class RayHandle:
         raise remote.ReplicaFailed(why_not)
 
   def _meet(self) -> None:
-    """Connect the processes of the replica."""
-    size = 1 + len(self._followers)
-    invitation = self._ray.get(self._actor.listen.remote(size, self._timeout_s))
+    """Connect the processes of the replica, unless they are connected.
+
+    Raises:
+      ReplicaLost: an earlier start left a part of them, or another number.
+    """
+    size = self._ray.get(self._actor.num_processes.remote())
+    if size == self._num_processes:
+      return
+    if size > 1 or not self._followers:
+      self.kill()
+      raise remote.ReplicaLost(
+        f"it has {size} processes instead of {self._num_processes}"
+      )
+    invitation = self._ray.get(
+      self._actor.listen.remote(self._num_processes, self._timeout_s)
+    )
     joining = [self._actor.meet.remote()]
     for rank, follower in enumerate(self._followers, 1):
       joining.append(follower.join.remote(invitation, rank))

@@ -38,9 +38,6 @@ def _import_ray() -> Any:
   Raises:
     ConfigError: it is not installed.
   """
-  # Below `uv run`, Ray would start every worker with `uv run` too, in a copy of
-  # the working directory with an environment of its own.
-  os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
   try:
     return importlib.import_module("ray")
   except ImportError as error:
@@ -79,7 +76,7 @@ class Cluster:
     self._environment = dict(environment)
     self._is_own = not section.address
     self._num_processes = section.replicas * section.replica_processes
-    self._groups: list[Any] = []  # placement groups of TPU slices
+    self._groups: dict[int, Any] = {}  # TPU slices by place
     if section.address not in ("", "auto"):
       _check_answers(section.address)
     with contextlib.ExitStack() as closing:
@@ -295,19 +292,24 @@ class Cluster:
       "namespace": _NAMESPACE,
       "runtime_env": {"env_vars": self._environment},
     }
+    name: dict[str, Any] = {}
     if not self._is_own:
-      # It outlives this process, and waits for the next start of the run.
+      # It outlives this process, and waits for the next start of the run, which
+      # finds it by its name. A process that has just ended may still have that
+      # name. Then `attach` says that it is lost.
       options["lifetime"] = "detached"
+      name = {"name": self._name(place), "get_if_exists": True}
     places: list[dict[str, Any]] = [{}] * section.replica_processes
     if section.replica_tpu:
       tpu_slices = importlib.import_module("jaxrl_async.cluster.tpu_slices")
-      group, places = tpu_slices.reserve(section.replica_tpu, len(places))
-      self._groups.append(group)
-    lead = ray.remote(ray_handle.Actor).options(
-      **options | places[0], name=self._name(place)
-    )
+      if (before := self._groups.pop(place, None)) is not None:
+        before.shutdown()
+      self._groups[place], places = tpu_slices.reserve(
+        section.replica_tpu, len(places)
+      )
+    lead = ray.remote(ray_handle.Actor).options(**options | places[0] | name)
     follower = ray.remote(ray_handle.Follower)
-    # They need no names: they end with the first process of the replica.
+    # They end with the first process of the replica, so they need no names.
     followers = [
       follower.options(**options | where).remote(section.start_timeout_s)
       for where in places[1:]
@@ -316,7 +318,7 @@ class Cluster:
 
   def close(self) -> None:
     """Disconnect, and end Ray if it was started here."""
-    for group in self._groups:
+    for group in self._groups.values():
       group.shutdown()
     self._closing.close()
 

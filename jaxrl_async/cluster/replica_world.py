@@ -226,9 +226,6 @@ def _kept_alive(connection: Any) -> Any:
 
 def _initialize(invitation: Invitation, rank: int) -> None:
   """Make the devices of all processes known to each."""
-  # Programs of several processes on a CPU need it; other platforms ignore it.
-  jax.config.update("jax_cpu_collectives_implementation", "gloo")
-  jax.config.update("jax_enable_preemption_service", False)
   jax.distributed.initialize(
     invitation.service,
     invitation.size,
