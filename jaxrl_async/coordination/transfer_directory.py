@@ -124,7 +124,9 @@ def remove_leftovers(directory: pathlib.Path) -> None:
   """
   for incarnation in directory.glob("incarnation-*"):
     if not _is_published_to(incarnation):
-      shutil.rmtree(incarnation)
+      # A reader that has not heard of the end can put nothing there any more.
+      removed = incarnation.with_name(f"{incarnation.name}.removed")
+      shutil.rmtree(incarnation.rename(removed))
   if directory.is_dir() and not any(directory.iterdir()):
     directory.rmdir()
 

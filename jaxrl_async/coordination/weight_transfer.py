@@ -22,7 +22,6 @@ import functools
 import os
 import pathlib
 import secrets
-import shutil
 import subprocess
 import threading
 import time
@@ -33,6 +32,7 @@ import jax
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import transfer_directory
+from jaxrl_async.coordination import version_files
 from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import manifest
@@ -235,8 +235,7 @@ class DirectChannel(WeightChannel):
 class OrbaxChannel(WeightChannel):
   """A channel of versioned Orbax checkpoints in a directory seen by both sides.
 
-      <directory>/incarnation-<id>/<version>/       Orbax's files
-      <directory>/incarnation-<id>/<version>/manifest.json
+      <directory>/incarnation-<id>/<version>/       see `version_files`
       <directory>/incarnation-<id>/newest           symbolic link to a version
 
   Publishing. Orbax writes a version under a temporary name and renames it; then
@@ -259,7 +258,8 @@ class OrbaxChannel(WeightChannel):
   in order.
 
   The first `publish` creates the incarnation and removes those of earlier
-  starts. A process that only adopts neither writes nor removes anything.
+  starts. A process that only adopts removes nothing, and writes nothing but the
+  record by which the readers of one host check a version once.
 
   Several processes. If several processes train, each writes its parts of every
   version. Process 0 has the channel. It tells the others when to begin (see
@@ -412,8 +412,7 @@ class OrbaxChannel(WeightChannel):
     """Save a version, seal it, and point the link at it."""
     directory = self._path / str(version)
     save()()
-    about = {"incarnation": self.incarnation, "version": version}
-    manifest.write(directory, about | {"layout": self._layout})
+    version_files.seal(directory, self._named(version), self._layout)
     incomplete = self._path / "newest.incomplete"
     os.symlink(str(version), incomplete)
     with self._changed:
@@ -430,26 +429,22 @@ class OrbaxChannel(WeightChannel):
           fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
           continue  # It is being read; the next publish tries again.
-        shutil.rmtree(directory)
+        version_files.remove(directory)
       self._announced.remove(version)
 
   def _load(self, version: int) -> Any:
     """Read a version whose lock is held, after checking its manifest."""
-    directory = self._path / str(version)
-    expected = {"incarnation": self.incarnation, "version": version}
     try:
-      about = manifest.verify(directory)
-      found = {key: about[key] for key in expected}
-      if found != expected:
-        raise WeightTransferError(
-          f"version {version} is not adopted: it is {found}, not {expected}"
-        )
-      pytree_files.check_layout(about["layout"], self._layout)
+      return version_files.read(
+        self._path / str(version), self._named(version), self._target
+      )
     except (manifest.ManifestError, pytree_files.LayoutError) as error:
       raise WeightTransferError(
         f"version {version} is not adopted: {error}"
       ) from error
-    return pytree_files.load(directory, self._target)
+
+  def _named(self, version: int) -> dict[str, Any]:
+    return {"incarnation": self.incarnation, "version": version}
 
   def _raise_failure(self) -> None:
     if isinstance(self._failure, disk.StorageError):
