@@ -88,6 +88,7 @@ _READERS = flags.DEFINE_list(
 _MAX_STALENESS = 4
 _PROMPT_TOKENS = 32
 _COMPILING_STEPS = 3
+_WARM_START_STEPS = 300
 _DEADLINE_S = 300.0
 
 
@@ -302,6 +303,8 @@ def compare_runs(directory: pathlib.Path) -> dict[str, float]:
         f"--workdir={workdir}",
         f"--config.cluster.kind={kind}",
         f"--config.train.num_steps={_RUN_STEPS.value}",
+        # Enough for solutions of about the usual length.
+        f"--config.warm_start.num_steps={_WARM_START_STEPS}",
         "--config.eval.every=0",
       ],
       check=True,
