@@ -50,7 +50,7 @@ class Programs:
         | {
           "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
           "JAX_CPU_ENABLE_ASYNC_DISPATCH": "false",
-        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+          "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         },
       )
     )
