@@ -262,10 +262,10 @@ class OrbaxChannel(WeightChannel):
   record by which the readers of one host check a version once.
 
   Several processes. If several processes train, each writes its parts of every
-  version. Process 0 has the channel. It tells the others when to begin, and seals
-  and announces what Orbax has committed. All begin in the thread that trains,
-  because what several processes do together has one order. So no version is
-  skipped; it waits until the last one is committed.
+  version. Process 0 has the channel. It tells the others when to begin, and
+  seals and announces what Orbax has committed. All begin in the thread that
+  trains, because what several processes do together has one order. So no
+  version is skipped; it waits until the last one is committed.
   """
 
   def __init__(

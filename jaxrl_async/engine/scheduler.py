@@ -45,9 +45,8 @@ _NO_TOKENS = np.zeros((0,), np.int32)
 class SchedulerStats:
   """Counts since the start.
 
-  The last two give the occupancy, over the calls during which a sequence waited
-  for a slot: busy_slot_steps is the tokens drawn in them, and
-  waiting_slot_steps is their slots times their steps.
+  The last two give the occupancy over the calls in which a sequence waited for
+  a slot: the tokens drawn in them, and their slots times their steps.
   """
 
   generated_tokens: int = 0
@@ -190,8 +189,7 @@ class Scheduler:
   def cancel(self, owner: sequence_lib.Owner) -> int:
     """Forget an owner's sequences and return their number.
 
-    The sequences keep the tokens read so far. Tokens from calls still in flight
-    are discarded.
+    They keep the tokens read so far, and lose those of calls in flight.
     """
     before = len(self.sequences())
     self._waiting = collections.deque(
