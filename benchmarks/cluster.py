@@ -22,10 +22,10 @@ The last line is JSON:
     coordinator_cpu_per_group_ms  CPU time of the coordinator's whole process
     wall_ratio_vs_local           with --run: time of a step of
                                   configs/quickstart.py with one replica in
-                                  another process, over that in one process;
-                                  both without the steps that compile
+                                  another process, over that in one process
     adopt_idle_s                  with --run: seconds without decoding for each
-                                  version, in the former
+                                  version, in the former; both are means over
+                                  the steps after the first three
     fan_out                       with --weights: what it takes processes on one
                                   machine to adopt one version at once, by their
                                   number; see benchmarks/fan_out.py
