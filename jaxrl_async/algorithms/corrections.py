@@ -114,7 +114,7 @@ def within_second_moment(
   count = is_outward.sum()
   num_others = ascending.size - count
   rank = jnp.arange(ascending.size) - num_others + 1
-  means = jnp.cumsum(ascending) / jnp.maximum(rank, 1)
+  means = jnp.cumsum(ascending) / jnp.maximum(rank, 1).astype(jnp.float32)
   num_kept = jnp.sum((rank > 0) & (means <= bound))
   first_left_out = jnp.where(
     num_kept < count,
