@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrl_async.algorithms import corrections
 from jaxrl_async.config import sections
-from jaxrl_async.run import algorithm
+from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
 
@@ -235,7 +235,7 @@ def program(case):
   """Loss, sums, and gradients of logprobs and entropies, compiled once."""
   config = sections.Config(algorithm=section(case))
   config.rollout.max_completion_tokens = CONSTANT
-  loss = algorithm.policy_loss(config)
+  loss = algorithm_lib.policy_loss(config)
 
   def of(differentiated, batch, totals):
     logprobs, entropy = differentiated

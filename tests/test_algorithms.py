@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import pathlib
 import re
 
 import numpy as np
@@ -12,7 +13,7 @@ from jaxrl_async import types
 from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import algorithms
 from jaxrl_async.config import sections
-from jaxrl_async.run import algorithm
+from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.run import config_checks
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
@@ -22,6 +23,9 @@ PRESETS = {
   for name, function in inspect.getmembers(algorithms, inspect.isfunction)
   if not name.startswith("_")
 }
+PAGE = (
+  pathlib.Path(__file__).parents[1] / "docs" / "algorithms.md"
+).read_text()
 Level = sections.BehaviorWeightLevel
 
 
@@ -46,14 +50,37 @@ def test_methods_differ_and_are_those_of_the_page():
     algorithms.dapo(clip_hi=0.3)
 
 
+def test_the_page_has_the_fields_of_each_method():
+  rows = re.findall(r"^\| `(\w+)\(\)` \|.*\| (.*) \|$", PAGE, re.MULTILINE)
+  assert {name for name, _ in rows} == PRESETS.keys()
+  usual = sections.AlgorithmSection()
+  for name, fields in rows:
+    made = PRESETS[name]()
+    changed = {
+      field.name: getattr(made, field.name)
+      for field in dataclasses.fields(made)
+      if getattr(made, field.name) != getattr(usual, field.name)
+    }
+    written = dict(re.findall(r"`(\w+)=([^`]+)`", fields))
+    assert written.keys() == changed.keys(), name
+    for field, text in written.items():
+      value = changed[field]
+      if isinstance(value, bool):
+        assert text == str(value)
+      elif isinstance(value, float):
+        assert float(text) == value
+      else:
+        assert text == getattr(value, "value", value)
+
+
 def test_every_name_of_a_loss_and_of_an_advantage_stands_for_something():
   for name in algorithm_section.LOSSES:
     section = sections.AlgorithmSection(loss=name)
-    assert callable(algorithm._objective(section))
+    assert callable(algorithm_lib._objective(section))
   rewards, ids = np.array([1.0, 0.0]), np.array([0, 0])
   for name in algorithm_section.ADVANTAGES:
     section = sections.AlgorithmSection(advantage=name)
-    assert algorithm.advantages(section)(rewards, ids, 1)[0] > 0
+    assert algorithm_lib.advantages(section)(rewards, ids, 1)[0] > 0
 
 
 @pytest.mark.parametrize(
@@ -138,10 +165,10 @@ def test_functions_of_ones_own_are_named_in_the_config():
   )
   config = sections.Config(algorithm=section)
   config_checks.check(config)
-  algorithm.check(section)
-  assert algorithm.policy_loss(config).__name__ == "sum_of_logprobs"
+  algorithm_lib.check(section)
+  assert algorithm_lib.policy_loss(config).__name__ == "sum_of_logprobs"
   rewards, ids = np.array([0.0, 2.0, 1.0]), np.array([0, 0, 1])
-  found = algorithm.advantages(section)(rewards, ids, 2)
+  found = algorithm_lib.advantages(section)(rewards, ids, 2)
   assert found.tolist() == [0, 1, 1]
   for name, reason in (
     ("no_such_module:loss", "cannot be imported"),
@@ -150,7 +177,7 @@ def test_functions_of_ones_own_are_named_in_the_config():
     section.loss = name
     pattern = re.compile(f"^algorithm.loss: .*{reason}")
     with pytest.raises(sections.ConfigError, match=pattern):
-      algorithm.check(section)
+      algorithm_lib.check(section)
 
 
 def test_advantages_of_the_wrong_number_are_an_error():

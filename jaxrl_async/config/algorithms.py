@@ -13,41 +13,41 @@ in a run with max_staleness=0, unless the method has a correction of its own.
 
 from typing import Any
 
-from jaxrl_async.config import algorithm_section as section_lib
+from jaxrl_async.config import algorithm_section
 
-_NO_CORRECTION = section_lib.BehaviorWeightLevel.NONE
+_NO_CORRECTION = algorithm_section.BehaviorWeightLevel.NONE
 
 
 def _section(
   choices: dict[str, Any], changes: dict[str, Any]
-) -> section_lib.AlgorithmSection:
-  return section_lib.AlgorithmSection(**{**choices, **changes})
+) -> algorithm_section.AlgorithmSection:
+  return algorithm_section.AlgorithmSection(**{**choices, **changes})
 
 
-def areal(**changes: Any) -> section_lib.AlgorithmSection:
+def areal(**changes: Any) -> algorithm_section.AlgorithmSection:
   """Return decoupled PPO as in AReaL, arXiv:2505.24298; the defaults."""
   return _section({}, changes)
 
 
-def grpo(**changes: Any) -> section_lib.AlgorithmSection:
+def grpo(**changes: Any) -> algorithm_section.AlgorithmSection:
   """Return GRPO, arXiv:2402.03300, with its divergence from a reference."""
   choices = {
-    "aggregation": section_lib.Aggregation.SEQUENCE_MEAN,
+    "aggregation": algorithm_section.Aggregation.SEQUENCE_MEAN,
     "kl_coef": 0.04,
   }
   return _section(choices, changes)
 
 
-def dr_grpo(**changes: Any) -> section_lib.AlgorithmSection:
+def dr_grpo(**changes: Any) -> algorithm_section.AlgorithmSection:
   """Return Dr. GRPO, arXiv:2503.20783: no division by lengths or deviations."""
   choices = {
-    "aggregation": section_lib.Aggregation.SEQUENCE_SUM,
-    "advantage_scale": section_lib.AdvantageScale.NONE,
+    "aggregation": algorithm_section.Aggregation.SEQUENCE_SUM,
+    "advantage_scale": algorithm_section.AdvantageScale.NONE,
   }
   return _section(choices, changes)
 
 
-def dapo(**changes: Any) -> section_lib.AlgorithmSection:
+def dapo(**changes: Any) -> algorithm_section.AlgorithmSection:
   """Return DAPO, arXiv:2503.14476; its penalty for length is a reward.
 
   That is `overlong` of `task.rewards`.
@@ -56,7 +56,7 @@ def dapo(**changes: Any) -> section_lib.AlgorithmSection:
   return _section(choices, changes)
 
 
-def ppo(**changes: Any) -> section_lib.AlgorithmSection:
+def ppo(**changes: Any) -> algorithm_section.AlgorithmSection:
   """Return PPO, arXiv:1707.06347, whose ratio is to the behavior policy.
 
   The other sections decouple the two policies. This one is for comparison.
@@ -64,23 +64,23 @@ def ppo(**changes: Any) -> section_lib.AlgorithmSection:
   choices = {
     "loss": "coupled_ppo",
     "behavior_weight_level": _NO_CORRECTION,
-    "proximal": section_lib.ProximalMode.REUSE,
+    "proximal": algorithm_section.ProximalMode.REUSE,
   }
   return _section(choices, changes)
 
 
-def gspo(**changes: Any) -> section_lib.AlgorithmSection:
+def gspo(**changes: Any) -> algorithm_section.AlgorithmSection:
   """Return GSPO, arXiv:2507.18071, with the ratio of a whole trajectory."""
   choices = {
     "loss": "gspo",
     "clip_low": 3e-4,
     "clip_high": 4e-4,
-    "aggregation": section_lib.Aggregation.SEQUENCE_MEAN,
+    "aggregation": algorithm_section.Aggregation.SEQUENCE_MEAN,
   }
   return _section(choices, changes)
 
 
-def cispo(**changes: Any) -> section_lib.AlgorithmSection:
+def cispo(**changes: Any) -> algorithm_section.AlgorithmSection:
   """Return CISPO, arXiv:2506.13585, whose ratio has an upper bound only.
 
   The paper does not say which. 5 is from arXiv:2510.13786.
@@ -89,40 +89,40 @@ def cispo(**changes: Any) -> section_lib.AlgorithmSection:
   return _section(choices, changes)
 
 
-def sapo(**changes: Any) -> section_lib.AlgorithmSection:
+def sapo(**changes: Any) -> algorithm_section.AlgorithmSection:
   """Return SAPO, arXiv:2511.20347, with a gate in place of the clip."""
   choices = {
     "loss": "sapo",
-    "aggregation": section_lib.Aggregation.SEQUENCE_MEAN,
+    "aggregation": algorithm_section.Aggregation.SEQUENCE_MEAN,
   }
   return _section(choices, changes)
 
 
-def rloo(**changes: Any) -> section_lib.AlgorithmSection:
+def rloo(**changes: Any) -> algorithm_section.AlgorithmSection:
   """Return RLOO, arXiv:2402.14740: REINFORCE with a baseline of the others."""
   choices = {
     "loss": "reinforce",
-    "proximal": section_lib.ProximalMode.REUSE,
-    "aggregation": section_lib.Aggregation.SEQUENCE_SUM,
+    "proximal": algorithm_section.ProximalMode.REUSE,
+    "aggregation": algorithm_section.Aggregation.SEQUENCE_SUM,
     "advantage": "leave_one_out",
-    "advantage_scale": section_lib.AdvantageScale.NONE,
+    "advantage_scale": algorithm_section.AdvantageScale.NONE,
   }
   return _section(choices, changes)
 
 
-def reinforce_pp(**changes: Any) -> section_lib.AlgorithmSection:
+def reinforce_pp(**changes: Any) -> algorithm_section.AlgorithmSection:
   """Return REINFORCE++, arXiv:2501.03262, normalised over the batch.
 
   With advantage="group" it is the paper's variant with a baseline.
   """
   choices = {
     "advantage": "batch",
-    "advantage_scale": section_lib.AdvantageScale.BATCH_STD,
+    "advantage_scale": algorithm_section.AdvantageScale.BATCH_STD,
   }
   return _section(choices, changes)
 
 
-def tis(**changes: Any) -> section_lib.AlgorithmSection:
+def tis(**changes: Any) -> algorithm_section.AlgorithmSection:
   """Return decoupled PPO whose weights are truncated at 2.
 
   Truncated importance sampling against the mismatch of engine and trainer:
@@ -130,18 +130,18 @@ def tis(**changes: Any) -> section_lib.AlgorithmSection:
   """
   choices = {
     "behavior_weight_cap": 2.0,
-    "behavior_weight_cap_mode": section_lib.BehaviorWeightCapMode.TRUNCATE,
+    "behavior_weight_cap_mode": algorithm_section.BehaviorWeightCapMode.TRUNCATE,
   }
   return _section(choices, changes)
 
 
-def icepop(**changes: Any) -> section_lib.AlgorithmSection:
+def icepop(**changes: Any) -> algorithm_section.AlgorithmSection:
   """Return decoupled PPO with the two bounds of IcePop, arXiv:2510.18855."""
   choices = {"behavior_weight_floor": 0.5, "behavior_weight_cap": 5.0}
   return _section(choices, changes)
 
 
-def m2po(**changes: Any) -> section_lib.AlgorithmSection:
+def m2po(**changes: Any) -> algorithm_section.AlgorithmSection:
   """Return M2PO, arXiv:2510.01161, whose only bound is a second moment.
 
   The clip stays, and bounds how far one train step moves the policy.

@@ -147,8 +147,7 @@ MUST_STAY = {
   "rollout.stop_token_ids": "half-written trajectories were read with it",
   "algorithm.num_minibatches": "the stored number of updates, and so the place"
   " on the learning rate's curve, counts so many a step",
-  "algorithm.kl_coef": "the checkpoint holds a reference only if it is not 0;"
-  " it may change from one such value to another",
+  "algorithm.kl_coef": "the checkpoint holds a reference, or none if it was 0",
   "train.optimizer.name": _MOMENTS,
   "train.optimizer.b1": _MOMENTS,
   "train.optimizer.b2": _MOMENTS,
@@ -198,6 +197,11 @@ def _as_scored(value: Any) -> Any:
   }
 
 
+def _has_reference(config: sections.Config) -> bool:
+  """Return whether the train state of a run holds a frozen reference."""
+  return config.algorithm.kl_coef > 0 and not config.model.lora.rank
+
+
 def _shown(value: Any) -> str:
   text = str(getattr(value, "value", value)).replace("\n", " ")
   return text if len(text) <= 60 else text[:57] + "..."
@@ -231,8 +235,10 @@ def check_config(
     why = reason(MUST_STAY, path)
     if path in _REWARDS and _as_scored(values[0]) == _as_scored(values[1]):
       why = None
-    if path == "algorithm.kl_coef" and all(values):
-      why = None  # both with a reference, which is the same one
+    if path == "algorithm.kl_coef" and (all(values) or stored.model.lora.rank):
+      why = None  # the checkpoint holds what is needed
+    if path == "model.compute_dtype" and _has_reference(stored):
+      why = "the checkpoint holds a reference of that type"
     if has_outstanding and why is None:
       why = reason(NOT_WITH_OUTSTANDING_GROUPS, path)
     if why is None:
