@@ -1,5 +1,6 @@
 """Each loss with its corrections, against its equation in float64."""
 
+import functools
 import math
 
 import jax
@@ -15,6 +16,7 @@ from jaxrl_async.algorithms import losses
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.training import objectives
+from jaxrl_async.training import stages as stages_lib
 
 Level, Mode = sections.BehaviorWeightLevel, sections.BehaviorWeightCapMode
 
@@ -312,6 +314,31 @@ def test_tokens_of_a_minibatch_are_left_out_as_one():
   assert np.array_equal(within(100.0), made["mask"])
   none = np.asarray(within(0.0)).reshape(1, -1)
   assert np.array_equal(none, flat["mask"] & ~outward) and outward.any()
+
+
+def test_devices_choose_the_same_tokens_of_each_minibatch():
+  made = policy_world.arrays()
+  micro = policy_world.microbatch(made, {}, np.zeros(made["mask"].shape))
+  # Two minibatches of one microbatch; the second has other advantages.
+  batch = jax.tree.map(lambda x: jnp.stack([x, x])[:, None], micro.batch)
+  batch = batch._replace(advantages=batch.advantages.at[1].multiply(-1))
+  run = stages_lib.second_moment_stage(policy_world.SECOND_MOMENT).run
+  found = jax.jit(functools.partial(run, {}, {}))(batch)
+  kept = np.asarray(found[objectives.WITHIN_SECOND_MOMENT])[:, 0]
+  for sign, of_minibatch in zip((1, -1), kept, strict=True):
+    own = made | {"advantages": sign * made["advantages"]}
+    places = kept_by_second_moment(own, policy_world.SECOND_MOMENT)
+    assert set(map(tuple, np.argwhere(of_minibatch).tolist())) == places
+  assert not np.array_equal(*kept)
+  shape = mesh_lib.MeshShape(data=2, context=4)
+  mesh = mesh_lib.make_mesh(jax.devices()[:8], shape)
+  sharding = mesh_lib.sharding(
+    mesh, mesh_lib.TRAIN_RULES, None, None, "batch", "tokens"
+  )
+  split = jax.jit(functools.partial(run, {}, {}), out_shardings=sharding)(
+    jax.device_put(batch, sharding)
+  )
+  jax.tree.map(np.testing.assert_array_equal, split, found)
 
 
 def test_a_minibatch_without_loss_tokens_has_loss_and_gradient_zero():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import metrics_page
@@ -18,11 +19,12 @@ from jaxrl_async.models import transformer
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.run import assembly
+from jaxrl_async.run import dry_run
 from jaxrl_async.run import resume
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.training import objectives
-from jaxrl_async.training import stages
+from jaxrl_async.training import stages as stages_lib
 from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
 
@@ -58,7 +60,18 @@ def test_there_is_a_reference_only_for_a_penalty():
   config.algorithm.second_moment_bound = 0.04
   setup = resolved(config)
   assert setup.models[REFERENCE].frozen_dtype == "bfloat16"
-  assert stage_names(setup) == ["proximal", "second_moment", "reference"]
+  names = ["proximal", "second_moment", "reference"]
+  assert stage_names(setup) == names
+  trainer = assembly.make_trainer(setup, metrics_lib.BusyClock())
+  programs = {program.name: program for program in trainer.programs()}
+  assert [*programs] == [*names, "update", "publish"]
+  (_, batch, _) = programs["update"].arguments
+  assert batch.fields.keys() == {
+    objectives.PROXIMAL,
+    objectives.REFERENCE,
+    objectives.WITHIN_SECOND_MOMENT,
+  }
+  assert re.search("    reference .*weights", dry_run.describe(setup))
   config.model.lora.rank = 2
   assert resolved(config).models.keys() == {POLICY}
   assert stage_names(resolved(config))[-1] == "reference"
@@ -79,7 +92,9 @@ def test_the_reference_of_adapters_is_the_model_without_them():
   forward = dataclasses.replace(test_train_step.FORWARD, model=model)
   batch = test_train_step.packed(rows=16)
   made = jax.jit(
-    functools.partial(stages.base_as_reference_stage().run, {POLICY: forward})
+    functools.partial(
+      stages_lib.base_as_reference_stage().run, {POLICY: forward}
+    )
   )({POLICY: params}, batch)
   expected = test_train_step.proximal_program()(base, batch)
   np.testing.assert_allclose(made[objectives.REFERENCE], expected, atol=1e-5)

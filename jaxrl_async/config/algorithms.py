@@ -16,6 +16,7 @@ from typing import Any
 from jaxrl_async.config import algorithm_section
 
 _NO_CORRECTION = algorithm_section.BehaviorWeightLevel.NONE
+_TRUNCATE = algorithm_section.BehaviorWeightCapMode.TRUNCATE
 
 
 def _section(
@@ -130,7 +131,7 @@ def tis(**changes: Any) -> algorithm_section.AlgorithmSection:
   """
   choices = {
     "behavior_weight_cap": 2.0,
-    "behavior_weight_cap_mode": algorithm_section.BehaviorWeightCapMode.TRUNCATE,
+    "behavior_weight_cap_mode": _TRUNCATE,
   }
   return _section(choices, changes)
 
