@@ -83,6 +83,15 @@ MEMBERS = (
     ratios=(1.4, 4.5),
     weights=(1.5, 0.9),
   ),
+  Member(
+    row=1,
+    start=13,
+    length=3,
+    tokens=(1, 2),
+    advantage=0.5,
+    ratios=(0.7, 0.9),
+    weights=(0.6, 0.8),
+  ),
 )
 
 Level, Mode = sections.BehaviorWeightLevel, sections.BehaviorWeightCapMode
@@ -170,10 +179,12 @@ def arrays():
     "advantages": np.zeros((B, T)),
     "mask": np.zeros((B, T), bool),
     "segment_ids": np.zeros((B, T), np.int32),
+    "segment_start": np.zeros((B, T), np.int32),
   }
   for member in MEMBERS:
     own = (member.row, slice(member.start, member.start + member.length))
     made["segment_ids"][own] = made["segment_ids"][member.row].max() + 1
+    made["segment_start"][own] = member.start
     made["advantages"][own] = member.advantage
     tokens = (member.row, member.columns)
     made["mask"][tokens] = True
@@ -208,7 +219,7 @@ def microbatch(made, totals, within=None):
     tokens=zeros,
     segment_ids=given["segment_ids"],
     positions=zeros,
-    segment_start=zeros,
+    segment_start=given["segment_start"],
     loss_mask=mask,
     advantages=given["advantages"],
     behavior_logprobs=given["behavior"],

@@ -219,7 +219,7 @@ def test_the_trajectories_are_on_both_sides_of_every_bound():
   assert left_out["two-sided truncation"] == 0
   assert left_out["means of sequences"] == 8
   assert left_out["sequences far off"] == 9
-  assert 0 < left_out["m2po"] < 16
+  assert 0 < left_out["m2po"] < 18
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -408,9 +408,9 @@ def test_on_policy_all_token_losses_have_the_gradient_of_reinforce():
   made = policy_world.arrays()
   on_policy = dict.fromkeys(("proximal", "behavior"), made["logprobs"])
   micro = policy_world.microbatch(made | on_policy, policy_world.totals(made))
-  wanted = np.where(made["mask"], -made["advantages"], 0) / 16
+  wanted = np.where(made["mask"], -made["advantages"], 0) / 18
   for case in ("decoupled ppo", "gspo with weights", "cispo", "reinforce"):
     _, sums, (gradient, _) = policy_world.evaluated(case, micro)
     np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
     assert sums["clip_count"] == sums["approx_kl_sum"] == 0
-    assert sums["behavior_weight_sum"] == 16
+    assert sums["behavior_weight_sum"] == 18

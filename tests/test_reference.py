@@ -20,6 +20,7 @@ from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.run import assembly
 from jaxrl_async.run import dry_run
+from jaxrl_async.run import frozen_base
 from jaxrl_async.run import resume
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.storage import checkpoint
@@ -157,7 +158,8 @@ def test_a_run_is_held_to_the_policy_it_began_with(tmp_path):
   assert 0 <= kl[0] < kl[-1]
   assert all(line["time/reference_s"] > 0 for line in steps)
   assert not metrics_page.unexplained(set().union(*steps))
-  trainer = assembly.make_trainer(resolved(config), metrics_lib.BusyClock())
+  setup = resolved(config)
+  trainer = assembly.make_trainer(setup, metrics_lib.BusyClock())
   for step in (2, 4):
     state, _, _ = checkpoint.restore(
       tmp_path / "checkpoints", step, trainer.abstract_state()
@@ -165,6 +167,8 @@ def test_a_run_is_held_to_the_policy_it_began_with(tmp_path):
     jax.tree.map(
       np.testing.assert_array_equal, state.models[REFERENCE].params, params
     )
+    restored = frozen_base.restore_params(setup, tmp_path, step)
+    jax.tree.map(np.testing.assert_array_equal, restored, state.policy.params)
     moved = jax.tree.map(
       lambda x, y: np.abs(x - y).max(), state.policy.params, params
     )

@@ -87,16 +87,17 @@ def minibatch_totals(batch: packing.PackedBatch) -> Sums:
     `num_loss_tokens`, the number of tokens in `loss_mask`, and
     `num_trajectories`.
   """
-
-  def num_learned(segment_ids: Array, mask: Array) -> Array:
-    count = segment_ids.shape[0] + 1  # padding included, whose id is 0
-    found = jnp.zeros(count, jnp.bool_).at[segment_ids].max(mask)
-    return jnp.sum(found, dtype=jnp.float32)
-
-  rows = jax.vmap(jax.vmap(num_learned))(batch.segment_ids, batch.loss_mask)
+  mask = batch.loss_mask
+  # A trajectory counts at its first loss token: the last one before it in the
+  # row, if there is any, lies before its segment.
+  columns = jax.lax.broadcasted_iota(jnp.int32, mask.shape, mask.ndim - 1)
+  last = jax.lax.cummax(jnp.where(mask, columns, -1), axis=mask.ndim - 1)
+  before = jnp.roll(last, 1, axis=-1)
+  before = jnp.where(columns == 0, -1, before)
+  is_first = mask & (before < batch.segment_start)
   return {
-    "num_loss_tokens": jnp.sum(batch.loss_mask, dtype=jnp.float32),
-    "num_trajectories": rows.sum(),
+    "num_loss_tokens": jnp.sum(mask, dtype=jnp.float32),
+    "num_trajectories": jnp.sum(is_first, dtype=jnp.float32),
   }
 
 
