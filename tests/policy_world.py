@@ -155,6 +155,13 @@ CASES = {
 }
 
 
+# The others differ less from one of these.
+QUICK = (
+  *("decoupled ppo", "icepop", "dual clip", "gspo", "cispo", "sapo"),
+  *("products of sequences", "everything"),
+)
+
+
 def section(case):
   """The settings of a case."""
   settings = {
