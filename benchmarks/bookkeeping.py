@@ -90,6 +90,7 @@ _SUMS = (
   "behavior_weight_sum",
   "behavior_weight_square_sum",
   "behavior_weight_capped_count",
+  "left_out_count",
   "mismatch_kl_sum",
 )
 

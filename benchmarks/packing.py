@@ -47,6 +47,7 @@ import packed_lengths
 from jaxrl_async.config import sections
 from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
+from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
 from jaxrl_async.training import train_state
@@ -146,12 +147,12 @@ def measured_updates() -> dict[str, float]:
         temperature=1.0,
         vocab_chunk=4_096,
       ),
-      objectives.decoupled_ppo(
-        proximal=objectives.reused,
-        clip_low=0.2,
-        clip_high=0.2,
-        behavior_weight_cap=5.0,
-        cap_mode=sections.BehaviorWeightCapMode.MASK,
+      algorithm_lib.policy_loss(
+        sections.Config(
+          algorithm=sections.AlgorithmSection(
+            proximal=sections.ProximalMode.REUSE, num_minibatches=1
+          )
+        )
       ),
       objectives.rollout_diagnostic,
       {train_state.POLICY: optimizer},

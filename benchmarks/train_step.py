@@ -63,6 +63,7 @@ from jaxrl_async.models.attention import packed_choice
 from jaxrl_async.planning import aot
 from jaxrl_async.planning import matmul_rate
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.training import objectives
 from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
@@ -224,12 +225,12 @@ class Ours:
       mesh=mesh,
       models=models,
       forward=forward,
-      loss=objectives.decoupled_ppo(
-        proximal=objectives.recomputed,
-        clip_low=0.2,
-        clip_high=0.2,
-        behavior_weight_cap=5.0,
-        cap_mode=sections.BehaviorWeightCapMode.TRUNCATE,
+      loss=algorithm_lib.policy_loss(
+        sections.Config(
+          algorithm=sections.AlgorithmSection(
+            behavior_weight_cap_mode=sections.BehaviorWeightCapMode.TRUNCATE
+          )
+        )
       ),
       stages=[train_step.PROXIMAL_STAGE],
       batch=trainer_lib.BatchSettings(
@@ -237,7 +238,7 @@ class Ours:
         rows_per_microbatch=rows,
         num_minibatches=1,
         min_microbatches=placement.shape[1],
-        advantage_scale=sections.AdvantageScale.STD,
+        advantages=algorithm_lib.advantages(sections.AlgorithmSection()),
       ),
       num_steps=1_000,
       decay=1.0,

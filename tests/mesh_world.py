@@ -39,7 +39,7 @@ def make_trainer(shape, *, rules=mesh_lib.TRAIN_RULES):
       rows_per_microbatch=8,
       num_minibatches=2,
       min_microbatches=1,
-      advantage_scale=sections.AdvantageScale.STD,
+      advantages=test_train_step.ADVANTAGES,
     ),
     num_steps=NUM_STEPS,
     decay=1.0,

@@ -1,4 +1,4 @@
-"""Group-relative advantages."""
+"""Advantages: baselines, divisors and shaped rewards."""
 
 import math
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_async.algorithms import advantages as advantages_lib
+from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import sections
 
 # Groups of four, of one, of none, of three equal ones, of two; interleaved.
@@ -14,42 +15,80 @@ REWARDS = np.array([1.0, 0.1, 0.0, 1.0, 0.25, 0.0, 0.1, 1.0, 0.1, -2.0])
 NUM_GROUPS = 5
 
 
-def transcribed(rewards, group_ids, scale):
-  result = []
-  for reward, group in zip(rewards, group_ids, strict=True):
+Scale = sections.AdvantageScale
+CHOICES = [
+  (baseline, scale)
+  for baseline in algorithm_section.ADVANTAGES
+  for scale in Scale
+]
+
+
+def deviation_of(values):
+  mean = sum(values) / len(values)
+  return math.sqrt(sum((x - mean) ** 2 for x in values) / len(values))
+
+
+def transcribed(rewards, group_ids, baseline, scale):
+  centred, deviations = [], []
+  for i, (reward, group) in enumerate(zip(rewards, group_ids, strict=True)):
     mates = [r for r, g in zip(rewards, group_ids, strict=True) if g == group]
-    mean = sum(mates) / len(mates)
-    deviation = math.sqrt(sum((r - mean) ** 2 for r in mates) / len(mates))
-    divisor = deviation + 1e-6 if scale is sections.AdvantageScale.STD else 1.0
-    result.append((reward - mean) / divisor)
-  return np.array(result)
+    others = [
+      r
+      for j, (r, g) in enumerate(zip(rewards, group_ids, strict=True))
+      if g == group and j != i
+    ]
+    compared = {
+      "group": mates,
+      "leave_one_out": others or mates,
+      "batch": list(rewards),
+    }[baseline]
+    centred.append(reward - sum(compared) / len(compared))
+    deviations.append(deviation_of(mates))
+  if scale is Scale.NONE:
+    return np.array(centred)
+  if scale is Scale.BATCH_STD:
+    deviations = [deviation_of(centred)] * len(centred)
+  return np.array(centred) / (np.array(deviations) + 1e-6)
 
 
-@pytest.mark.parametrize("scale", sections.AdvantageScale)
-def test_advantages_equal_the_formula_for_groups_of_any_size(scale):
-  expected = transcribed(REWARDS, GROUP_IDS, scale)
-  assert (expected > 0.5).any() and (expected < -0.5).any()
-  actual = advantages_lib.group_relative_advantages(
-    REWARDS, GROUP_IDS, NUM_GROUPS, scale=scale
+def advantages(
+  rewards, group_ids, num_groups, baseline="group", scale=Scale.STD
+):
+  return advantages_lib.relative_advantages(
+    rewards, group_ids, num_groups, baseline=baseline, scale=scale
   )
+
+
+@pytest.mark.parametrize(("baseline", "scale"), CHOICES)
+def test_advantages_equal_the_formula_for_groups_of_any_size(baseline, scale):
+  expected = transcribed(REWARDS, GROUP_IDS, baseline, scale)
+  assert (expected > 0.4).any() and (expected < -0.5).any()
+  actual = advantages(REWARDS, GROUP_IDS, NUM_GROUPS, baseline, scale)
   assert actual.dtype == np.float32
   np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-9)
 
 
-def test_scale_changes_the_result():
-  with_std, without = (
-    advantages_lib.group_relative_advantages(
-      REWARDS, GROUP_IDS, NUM_GROUPS, scale=scale
-    )
-    for scale in (sections.AdvantageScale.STD, sections.AdvantageScale.NONE)
-  )
-  assert np.abs(with_std - without).max() > 0.4
+def test_each_choice_changes_the_result():
+  found = [
+    advantages(REWARDS, GROUP_IDS, NUM_GROUPS, *choice) for choice in CHOICES
+  ]
+  for i, one in enumerate(found):
+    assert all(np.abs(one - other).max() > 0.05 for other in found[:i])
+
+
+def test_rewards_are_shaped_before_they_are_compared():
+  shaped = advantages_lib.shaped(REWARDS, bias=-0.5, scale=4.0, clip=3.0)
+  expected = [min(max(4 * (r - 0.5), -3.0), 3.0) for r in REWARDS]
+  np.testing.assert_allclose(shaped, expected)
+  assert {*np.sign(shaped)} == {-1, 1} and -3.0 in shaped
+  unbounded = advantages_lib.shaped(REWARDS, bias=-0.5, scale=4.0, clip=0.0)
+  assert unbounded.min() == -10.0
+  same = advantages_lib.shaped(REWARDS, bias=0.0, scale=1.0, clip=0.0)
+  np.testing.assert_array_equal(same, REWARDS, strict=True)
 
 
 def test_a_group_that_agrees_teaches_nothing():
-  actual = advantages_lib.group_relative_advantages(
-    REWARDS, GROUP_IDS, NUM_GROUPS, scale=sections.AdvantageScale.STD
-  )
+  actual = advantages(REWARDS, GROUP_IDS, NUM_GROUPS)
   np.testing.assert_allclose(actual[np.isin(GROUP_IDS, [1, 3])], 0, atol=1e-9)
 
 
@@ -57,10 +96,7 @@ def test_another_group_has_no_influence():
   rewards = REWARDS.copy()
   rewards[GROUP_IDS == 4] = [7.0, 9.0]
   before, after = (
-    advantages_lib.group_relative_advantages(
-      r, GROUP_IDS, NUM_GROUPS, scale=sections.AdvantageScale.STD
-    )
-    for r in (REWARDS, rewards)
+    advantages(r, GROUP_IDS, NUM_GROUPS) for r in (REWARDS, rewards)
   )
   np.testing.assert_array_equal(
     before[GROUP_IDS != 4], after[GROUP_IDS != 4], strict=True
@@ -70,17 +106,9 @@ def test_another_group_has_no_influence():
 
 def test_what_cannot_be_compared_is_refused():
   with pytest.raises(ValueError, match="finite"):
-    advantages_lib.group_relative_advantages(
-      np.array([1.0, np.nan]),
-      np.array([0, 0]),
-      1,
-      scale=sections.AdvantageScale.STD,
-    )
+    advantages(np.array([1.0, np.nan]), np.array([0, 0]), 1)
   for ids in ([0, 2], [-1, 0]):
     with pytest.raises(ValueError, match="num_groups = 2"):
-      advantages_lib.group_relative_advantages(
-        np.array([1.0, 0.0]),
-        np.array(ids),
-        2,
-        scale=sections.AdvantageScale.STD,
-      )
+      advantages(np.array([1.0, 0.0]), np.array(ids), 2)
+  with pytest.raises(ValueError, match="no baseline 'median'"):
+    advantages(np.array([1.0, 0.0]), np.array([0, 0]), 1, "median")

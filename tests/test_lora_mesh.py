@@ -42,7 +42,7 @@ def make_trainer(shape, base_dtype):
       rows_per_microbatch=8,
       num_minibatches=2,
       min_microbatches=1,
-      advantage_scale=sections.AdvantageScale.STD,
+      advantages=test_train_step.ADVANTAGES,
     ),
     num_steps=mesh_world.NUM_STEPS,
     decay=1.0,

@@ -97,7 +97,7 @@ def test_the_estimate_is_near_what_is_compiled(remat, attention, shape):
       rows_per_microbatch=TRAIN.rows_per_microbatch,
       num_minibatches=2,
       min_microbatches=2,
-      advantage_scale=sections.AdvantageScale.STD,
+      advantages=test_train_step.ADVANTAGES,
     ),
     num_steps=1,
     decay=1.0,

@@ -15,6 +15,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.planning import matmul_rate
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
 from jaxrl_async.training import train_state
@@ -34,17 +35,13 @@ FORWARD = train_step.ForwardSettings(
 )
 
 
-def make_loss(mode=sections.ProximalMode.RECOMPUTE):
-  return objectives.decoupled_ppo(
-    proximal=objectives.PROXIMAL_MODES[mode],
-    clip_low=0.2,
-    clip_high=0.2,
-    behavior_weight_cap=5.0,
-    cap_mode=sections.BehaviorWeightCapMode.MASK,
-  )
+def make_loss(mode=sections.ProximalMode.RECOMPUTE, **settings):
+  section = sections.AlgorithmSection(proximal=mode, **settings)
+  return algorithm_lib.policy_loss(sections.Config(algorithm=section))
 
 
 LOSS = make_loss()
+ADVANTAGES = algorithm_lib.advantages(sections.AlgorithmSection())
 STAGES = [train_step.PROXIMAL_STAGE]
 RECOMPUTE, LOGLINEAR, REUSE = sections.ProximalMode
 ADAMW = sections.OptimizerSection(learning_rate=1e-2, weight_decay=0.1)
@@ -109,7 +106,7 @@ def make_trainer(
       rows_per_microbatch=rows,
       num_minibatches=minibatches,
       min_microbatches=1,
-      advantage_scale=sections.AdvantageScale.STD,
+      advantages=ADVANTAGES,
     ),
     num_steps=1,
     decay=1.0,

@@ -1,9 +1,14 @@
 """Policy losses as functions of token logprobs.
 
-Everything is float32. Each loss is a sum over the loss tokens of one
-microbatch, divided by the number of loss tokens of the whole minibatch. The
-losses and gradients of the microbatches of a minibatch therefore add up to
-those of the minibatch.
+Everything is float32. An objective is a number for each token, which the update
+makes larger. `aggregated` makes one number of the objectives of a microbatch:
+a sum that is divided by a count of the whole minibatch. The losses and
+gradients of the microbatches of a minibatch therefore add up to those of the
+minibatch.
+
+The ratio of an objective is r = pi_theta / pi_anchor. The anchor is the centre
+of the trust region, which is the proximal policy unless the loss is coupled
+PPO's. Gradient flows to the logprobs of pi_theta only.
 
 Positions where `loss_mask` is False do not change a single bit of a loss or of
 its gradient, even if they hold NaN. Two rules ensure this:
@@ -15,6 +20,9 @@ its gradient, even if they hold NaN. Two rules ensure this:
 - Masked positions are replaced with `where`, never multiplied by 0.
 """
 
+from collections.abc import Callable
+
+import jax
 from jax import lax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, ScalarLike
@@ -22,76 +30,44 @@ from jaxtyping import Array, Bool, Float, Int, ScalarLike
 from jaxrl_async.algorithms import divergences
 from jaxrl_async.config import sections
 
-
-def behavior_weights(
-  proximal_logprobs: Float[Array, "B T"],
-  behavior_logprobs: Float[Array, "B T"],
-  loss_mask: Bool[Array, "B T"],
-  *,
-  cap: float,
-  cap_mode: sections.BehaviorWeightCapMode,
-) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-  r"""Return weights that correct for tokens being drawn by an older policy.
-
-  w = pi_prox / pi_behav    arXiv:2505.24298, eq. 5; no gradient flows
-  w > cap becomes 0 (mask) or cap (truncate)
-
-  Args:
-    proximal_logprobs: under the weights before the train step.
-    behavior_logprobs: under the distribution that each token was drawn from.
-    loss_mask: tokens that the policy wrote.
-    cap: largest weight that is used unchanged.
-    cap_mode: what happens to larger weights.
-
-  Returns:
-    The weights, which are 0 outside loss_mask, and a mask of the tokens whose
-    weight was above the cap.
-  """
-  # Masked before `exp`, see the module's docstring.
-  log_ratio = jnp.where(loss_mask, proximal_logprobs - behavior_logprobs, 0)
-  weights = jnp.exp(lax.stop_gradient(log_ratio))
-  is_capped = weights > cap
-  capped = {
-    sections.BehaviorWeightCapMode.MASK: 0.0,
-    sections.BehaviorWeightCapMode.TRUNCATE: cap,
-  }[cap_mode]
-  weights = jnp.where(is_capped, capped, weights)
-  return jnp.where(loss_mask, weights, 0), is_capped & loss_mask
+# The objective of each token, which is 0 outside the mask, and a mask of the
+# tokens whose ratio was clipped.
+Objective = tuple[Float[Array, "B T"], Bool[Array, "B T"]]
+# Returns for each token the sum over the loss tokens of its trajectory.
+SequenceSum = Callable[[Float[Array, "B T"]], Float[Array, "B T"]]
 
 
-def ppo_objective(
+def sequence_mean(
+  values: Float[Array, "B T"], sequence_sum: SequenceSum
+) -> Float[Array, "B T"]:
+  """Return for each token the mean over the loss tokens of its trajectory."""
+  counts = sequence_sum(jnp.ones_like(values))
+  return sequence_sum(values) / jnp.maximum(counts, 1)
+
+
+def _masked(
   logprobs: Float[Array, "B T"],
-  proximal_logprobs: Float[Array, "B T"],
+  anchor_logprobs: Float[Array, "B T"],
   advantages: Float[Array, "B T"],
   loss_mask: Bool[Array, "B T"],
-  *,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+  """Return log-ratios and advantages, both 0 outside the mask.
+
+  A masked token then has ratio 1 and advantage 0, so its objective and gradient
+  are exactly 0.
+  """
+  anchor_logprobs = lax.stop_gradient(anchor_logprobs)
+  log_ratio = jnp.where(loss_mask, logprobs - anchor_logprobs, 0)
+  return log_ratio, jnp.where(loss_mask, lax.stop_gradient(advantages), 0)
+
+
+def _clipped_objective(
+  ratio: Float[Array, "B T"],
+  advantages: Float[Array, "B T"],
   clip_low: float,
   clip_high: float,
-) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-  r"""Return PPO's clipped objective of each token, arXiv:1707.06347 eq. 7.
-
-  min(r A, clip(r, 1 - clip_low, 1 + clip_high) A),   r = pi_theta / pi_prox
-
-  Gradient flows to logprobs only.
-
-  Args:
-    logprobs: under the policy being updated.
-    proximal_logprobs: under the weights before the train step.
-    advantages: one per token.
-    loss_mask: tokens that the policy wrote.
-    clip_low: the ratio is clipped at 1 - clip_low from below.
-    clip_high: the ratio is clipped at 1 + clip_high from above.
-
-  Returns:
-    The objective, which is 0 outside loss_mask, and a mask of the tokens where
-    the clipped term is the smaller one. These tokens have no gradient.
-  """
-  proximal_logprobs = lax.stop_gradient(proximal_logprobs)
-  # Masked before `exp`, see the module's docstring. A masked token then has
-  # ratio 1 and advantage 0, so its objective and gradient are exactly 0.
-  log_ratio = jnp.where(loss_mask, logprobs - proximal_logprobs, 0)
-  advantages = jnp.where(loss_mask, lax.stop_gradient(advantages), 0)
-  ratio = jnp.exp(log_ratio)
+) -> Objective:
+  """Return min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)."""
   unclipped = ratio * advantages
   clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * advantages
   # The minimum is the pessimistic bound of PPO: it removes the incentive to
@@ -100,68 +76,213 @@ def ppo_objective(
   return jnp.minimum(unclipped, clipped), clipped < unclipped
 
 
-def decoupled_ppo_loss(
+def ppo_objective(
   logprobs: Float[Array, "B T"],
-  proximal_logprobs: Float[Array, "B T"],
-  behavior_logprobs: Float[Array, "B T"],
+  anchor_logprobs: Float[Array, "B T"],
   advantages: Float[Array, "B T"],
   loss_mask: Bool[Array, "B T"],
   *,
   clip_low: float,
   clip_high: float,
-  behavior_weight_cap: float,
-  cap_mode: sections.BehaviorWeightCapMode,
-  num_loss_tokens: ScalarLike,
-) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-  r"""Return one microbatch's share of the decoupled PPO loss.
+  dual_clip: float = 0.0,
+) -> Objective:
+  r"""Return PPO's clipped objective of each token, arXiv:1707.06347 eq. 7.
 
-  L = sum over loss_mask of -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
-      / num_loss_tokens
-  r = pi_theta / pi_prox,   w = pi_prox / pi_behav, detached and capped
+  O = min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+  r = pi_theta / pi_anchor
 
-  This is arXiv:2505.24298, eq. 5. Gradient flows to logprobs only.
+  With dual_clip = c > 0, where A < 0 (arXiv:1912.09729, eq. 5):
+
+  max(O, c A)
 
   Args:
     logprobs: under the policy being updated.
-    proximal_logprobs: under the weights before the train step.
-    behavior_logprobs: under the distribution that each token was drawn from.
+    anchor_logprobs: under the centre of the trust region.
     advantages: one per token.
     loss_mask: tokens that the policy wrote.
     clip_low: the ratio is clipped at 1 - clip_low from below.
     clip_high: the ratio is clipped at 1 + clip_high from above.
-    behavior_weight_cap: largest w that is used unchanged.
-    cap_mode: what happens to tokens whose w is larger.
-    num_loss_tokens: of the whole minibatch; 0 makes the loss 0.
-
-  Returns:
-    The loss, and sums over loss_mask from which the metrics are computed. The
-    effective sample size is weight_sum^2 / (num_loss_tokens weight_square_sum);
-    every other metric is its sum divided by num_loss_tokens.
+    dual_clip: c, which is greater than 1; 0 is no second clip.
   """
-  weights, is_capped = behavior_weights(
-    proximal_logprobs,
-    behavior_logprobs,
-    loss_mask,
-    cap=behavior_weight_cap,
-    cap_mode=cap_mode,
+  log_ratio, advantages = _masked(
+    logprobs, anchor_logprobs, advantages, loss_mask
   )
-  objective, is_clipped = ppo_objective(
-    logprobs,
-    proximal_logprobs,
-    advantages,
-    loss_mask,
-    clip_low=clip_low,
-    clip_high=clip_high,
+  objective, is_clipped = _clipped_objective(
+    jnp.exp(log_ratio), advantages, clip_low, clip_high
   )
-  loss = -(weights * objective).sum() / _at_least_one(num_loss_tokens)
-  kl = divergences.k3(proximal_logprobs, lax.stop_gradient(logprobs))
-  return loss, {
-    "clip_count": is_clipped.sum(dtype=jnp.float32),
-    "approx_kl_sum": divergences.masked_sum(kl, loss_mask),
-    "behavior_weight_sum": weights.sum(),
-    "behavior_weight_square_sum": (weights**2).sum(),
-    "behavior_weight_capped_count": is_capped.sum(dtype=jnp.float32),
-  }
+  if dual_clip:
+    bound = dual_clip * advantages
+    is_below = (advantages < 0) & (objective < bound)
+    objective = jnp.where(is_below, bound, objective)
+    is_clipped |= is_below
+  return objective, is_clipped
+
+
+def gspo_objective(
+  logprobs: Float[Array, "B T"],
+  anchor_logprobs: Float[Array, "B T"],
+  advantages: Float[Array, "B T"],
+  loss_mask: Bool[Array, "B T"],
+  *,
+  clip_low: float,
+  clip_high: float,
+  sequence_sum: SequenceSum,
+) -> Objective:
+  r"""Return GSPO's objective of each token, arXiv:2507.18071 eq. 5, 7 and 13.
+
+  O   = min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)
+  s   = exp(mean over the trajectory of log(pi_theta / pi_anchor))
+
+  In the form of eq. 13, which the paper calls GSPO-token, the gradient of s
+  reaches each token through its own logprob:
+
+  s_t = sg(s) pi_theta(t) / sg(pi_theta(t))
+
+  If all tokens of a trajectory have the same advantage and weight, the gradient
+  is that of eq. 5. Otherwise each token has the gradient of its own advantage.
+  No gradient flows through the sum over the trajectory, which devices may
+  share.
+
+  Args:
+    logprobs: under the policy being updated.
+    anchor_logprobs: under the centre of the trust region.
+    advantages: one per token.
+    loss_mask: tokens that the policy wrote.
+    clip_low: s is clipped at 1 - clip_low from below.
+    clip_high: s is clipped at 1 + clip_high from above.
+    sequence_sum: sums over the loss tokens of a trajectory.
+  """
+  log_ratio, advantages = _masked(
+    logprobs, anchor_logprobs, advantages, loss_mask
+  )
+  constant = lax.stop_gradient(log_ratio)
+  # The difference is exactly 0, and has the gradient of the token's logprob.
+  ratio = jnp.exp(
+    sequence_mean(constant, sequence_sum) + (log_ratio - constant)
+  )
+  return _clipped_objective(ratio, advantages, clip_low, clip_high)
+
+
+def cispo_objective(
+  logprobs: Float[Array, "B T"],
+  anchor_logprobs: Float[Array, "B T"],
+  advantages: Float[Array, "B T"],
+  loss_mask: Bool[Array, "B T"],
+  *,
+  clip_low: float,
+  clip_high: float,
+) -> Objective:
+  r"""Return CISPO's objective of each token, arXiv:2506.13585 eq. 4 and 5.
+
+  O = sg(clip(r, 1 - clip_low, 1 + clip_high)) A log(pi_theta)
+
+  Every token keeps a gradient; the clip bounds its weight.
+
+  Args:
+    logprobs: under the policy being updated.
+    anchor_logprobs: under the centre of the trust region.
+    advantages: one per token.
+    loss_mask: tokens that the policy wrote.
+    clip_low: r is clipped at 1 - clip_low from below. The paper sets no lower
+      bound, which is 1.
+    clip_high: r is clipped at 1 + clip_high from above.
+  """
+  log_ratio, advantages = _masked(
+    logprobs, anchor_logprobs, advantages, loss_mask
+  )
+  ratio = jnp.exp(lax.stop_gradient(log_ratio))
+  clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
+  objective = clipped * advantages * jnp.where(loss_mask, logprobs, 0)
+  return objective, clipped != ratio
+
+
+def sapo_objective(
+  logprobs: Float[Array, "B T"],
+  anchor_logprobs: Float[Array, "B T"],
+  advantages: Float[Array, "B T"],
+  loss_mask: Bool[Array, "B T"],
+  *,
+  positive: float,
+  negative: float,
+) -> Objective:
+  r"""Return SAPO's objective of each token, arXiv:2511.20347.
+
+  O   = 4 / tau sigmoid(tau (r - 1)) A
+  tau = positive where A > 0, negative elsewhere
+
+  The gate is a clip without edges: at r = 1 its slope is 1, and it falls on
+  both sides. No token counts as clipped.
+
+  Args:
+    logprobs: under the policy being updated.
+    anchor_logprobs: under the centre of the trust region.
+    advantages: one per token.
+    loss_mask: tokens that the policy wrote.
+    positive: the temperature tau of tokens with a positive advantage.
+    negative: the temperature tau of the others.
+  """
+  log_ratio, advantages = _masked(
+    logprobs, anchor_logprobs, advantages, loss_mask
+  )
+  tau = jnp.where(advantages > 0, jnp.float32(positive), jnp.float32(negative))
+  gate = 4 / tau * jax.nn.sigmoid(tau * jnp.expm1(log_ratio))
+  return gate * advantages, jnp.zeros_like(loss_mask)
+
+
+def reinforce_objective(
+  logprobs: Float[Array, "B T"],
+  anchor_logprobs: Float[Array, "B T"],
+  advantages: Float[Array, "B T"],
+  loss_mask: Bool[Array, "B T"],
+) -> Objective:
+  r"""Return the objective of REINFORCE, Williams 1992, for each token.
+
+  O = A log(pi_theta)
+
+  Args:
+    logprobs: under the policy being updated.
+    anchor_logprobs: not used.
+    advantages: one per token.
+    loss_mask: tokens that the policy wrote.
+  """
+  del anchor_logprobs
+  advantages = jnp.where(loss_mask, lax.stop_gradient(advantages), 0)
+  objective = advantages * jnp.where(loss_mask, logprobs, 0)
+  return objective, jnp.zeros_like(loss_mask)
+
+
+def aggregated(
+  values: Float[Array, "B T"],
+  aggregation: sections.Aggregation,
+  *,
+  num_loss_tokens: ScalarLike,
+  num_trajectories: ScalarLike,
+  constant: int,
+  sequence_sum: SequenceSum,
+) -> Float[Array, ""]:
+  r"""Return one microbatch's share of an average over the minibatch.
+
+  token_mean     sum_i sum_t x_it / sum_i n_i        DAPO, arXiv:2503.14476
+  sequence_mean  1 / N sum_i 1 / n_i sum_t x_it      GRPO, arXiv:2402.03300
+  sequence_sum   1 / N sum_i 1 / C sum_t x_it        Dr. GRPO, arXiv:2503.20783
+
+  Trajectory i has n_i loss tokens, and N trajectories have some.
+
+  Args:
+    values: 0 outside the mask.
+    aggregation: which of them.
+    num_loss_tokens: of the whole minibatch; 0 makes the result 0.
+    num_trajectories: N, of the whole minibatch.
+    constant: C.
+    sequence_sum: sums over the loss tokens of a trajectory.
+  """
+  if aggregation is sections.Aggregation.TOKEN_MEAN:
+    return values.sum() / _at_least_one(num_loss_tokens)
+  if aggregation is sections.Aggregation.SEQUENCE_SUM:
+    return values.sum() / constant / _at_least_one(num_trajectories)
+  counts = sequence_sum(jnp.ones_like(values))
+  means = values / jnp.maximum(counts, 1)
+  return means.sum() / _at_least_one(num_trajectories)
 
 
 def loglinear_proximal_logprobs(

@@ -76,6 +76,7 @@ _INTEGERS = (
     0,
     MAX_INT,
     """rollout.prefill_chunk rollout.num_pages eval.every
+    algorithm.aggregation_tokens
     warm_start.num_steps warm_start.eval_every warm_start.patience
     warm_start.optimizer.warmup_steps train.optimizer.warmup_steps""",
   ),
@@ -85,9 +86,21 @@ _NUMBERS = (
     0,
     1,
     """warm_start.corrupted_frac warm_start.decay train.decay
-    algorithm.clip_low""",
+    algorithm.clip_low algorithm.behavior_weight_floor""",
   ),
-  (0, _MAX_FLOAT, "algorithm.clip_high"),
+  (
+    0,
+    _MAX_FLOAT,
+    """algorithm.clip_high algorithm.dual_clip algorithm.second_moment_bound
+    algorithm.sequence_kl_bound algorithm.reward_clip algorithm.kl_coef
+    algorithm.entropy_coef""",
+  ),
+  (
+    _MIN_FLOAT,
+    _MAX_FLOAT,
+    "algorithm.sapo_positive algorithm.sapo_negative algorithm.reward_scale",
+  ),
+  (-_MAX_FLOAT, _MAX_FLOAT, "algorithm.reward_bias"),
   (-_MAX_FLOAT, _MAX_FLOAT, "task.solved_score"),
   (_MIN_FLOAT, _MAX_FLOAT, "model.lora.alpha"),
   (1, _MAX_FLOAT, "algorithm.behavior_weight_cap"),

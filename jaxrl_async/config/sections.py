@@ -12,6 +12,7 @@ import enum
 
 from ml_collections import config_dict
 
+from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import cluster_section
 from jaxrl_async.config import lora_section
 from jaxrl_async.config import mesh_sections
@@ -81,34 +82,6 @@ class Remat(enum.Enum):
   OFFLOAD = "offload"
 
 
-class AdvantageScale(enum.Enum):
-  """The divisor of a group's centred rewards."""
-
-  STD = "std"
-  NONE = "none"
-
-
-class BehaviorWeightCapMode(enum.Enum):
-  """What happens to tokens whose pi_prox / pi_behav exceeds the cap."""
-
-  MASK = "mask"
-  TRUNCATE = "truncate"
-
-
-class ProximalMode(enum.Enum):
-  """Where the logprobs of the centre of the trust region come from.
-
-  RECOMPUTE costs one forward pass per train step. LOGLINEAR interpolates
-  between behavior and current logprobs by their versions. REUSE takes the
-  logprobs of the update itself, which are the same as long as a train step is
-  one update.
-  """
-
-  RECOMPUTE = "recompute"
-  LOGLINEAR = "loglinear"
-  REUSE = "reuse"
-
-
 class OptimizerName(enum.Enum):
   """The optimizers of the warm start and of the RL stage."""
 
@@ -145,6 +118,13 @@ ShardingRules = mesh_sections.ShardingRules
 MeshSection = mesh_sections.MeshSection
 ClusterKind = cluster_section.ClusterKind
 ClusterSection = cluster_section.ClusterSection
+AdvantageScale = algorithm_section.AdvantageScale
+Aggregation = algorithm_section.Aggregation
+AlgorithmSection = algorithm_section.AlgorithmSection
+BehaviorWeightCapMode = algorithm_section.BehaviorWeightCapMode
+BehaviorWeightLevel = algorithm_section.BehaviorWeightLevel
+KlEstimator = algorithm_section.KlEstimator
+ProximalMode = algorithm_section.ProximalMode
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -346,30 +326,6 @@ class RolloutSection:
   dtype: str = "float32"
   weights: WeightFormat = WeightFormat.FLOAT
   attention: str = "auto"
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class AlgorithmSection:
-  """Group-relative advantages and the decoupled PPO loss.
-
-  Attributes:
-    max_staleness: bound on train version minus token version; 0 is synchronous
-      training.
-    filter_zero_std: drop groups whose rewards are all equal, since they carry
-      no gradient. A thousand of them in a row end the run.
-  """
-
-  max_staleness: int = 4
-  group_size: int = 16
-  groups_per_step: int = 32
-  num_minibatches: int = 4
-  clip_low: float = 0.2
-  clip_high: float = 0.2
-  behavior_weight_cap: float = 5.0
-  behavior_weight_cap_mode: BehaviorWeightCapMode = BehaviorWeightCapMode.MASK
-  proximal: ProximalMode = ProximalMode.RECOMPUTE
-  advantage_scale: AdvantageScale = AdvantageScale.STD
-  filter_zero_std: bool = False
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)

@@ -28,6 +28,7 @@ from jaxrl_async.reporting import wandb_log as wandb_log_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
+from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.run import device_checks
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import reward_terms
@@ -301,17 +302,6 @@ def send_base(
   )
 
 
-def policy_loss(section: sections.AlgorithmSection) -> objectives.Loss:
-  """Return the loss that the config selects, which is decoupled PPO."""
-  return objectives.decoupled_ppo(
-    proximal=objectives.PROXIMAL_MODES[section.proximal],
-    clip_low=section.clip_low,
-    clip_high=section.clip_high,
-    behavior_weight_cap=section.behavior_weight_cap,
-    cap_mode=section.behavior_weight_cap_mode,
-  )
-
-
 def make_trainer(
   setup: setup_lib.Setup,
   busy: metrics_lib.BusyClock,
@@ -324,11 +314,10 @@ def make_trainer(
   Args:
     setup: of the run.
     busy: measures how long the training slice is busy.
-    loss: the loss to minimise; None is the config's `policy_loss`.
+    loss: the loss to minimise; None is the config's `algorithm.policy_loss`.
     world: the processes that train together; None is this one alone.
   """
   config = setup.config
-  algorithm = config.algorithm
   forward = forward_settings(setup, config.rollout.temperature)
   if world is not None:
     # A kernel is tried on the first device, which is one of process 0.
@@ -338,18 +327,15 @@ def make_trainer(
     rules=config.mesh.train_rules,
     models=setup.models,
     forward=forward,
-    loss=loss or policy_loss(algorithm),
-    stages=(
-      [train_step.PROXIMAL_STAGE]
-      if algorithm.proximal is sections.ProximalMode.RECOMPUTE
-      else []
-    ),
+    loss=loss or algorithm_lib.policy_loss(config),
+    stages=algorithm_lib.stages(setup),
     batch=trainer_lib.BatchSettings(
       tokens_per_row=config.train.tokens_per_row,
       rows_per_microbatch=config.train.rows_per_microbatch,
-      num_minibatches=algorithm.num_minibatches,
+      num_minibatches=config.algorithm.num_minibatches,
       min_microbatches=setup.max_microbatches,
-      advantage_scale=algorithm.advantage_scale,
+      advantages=algorithm_lib.advantages(config.algorithm),
+      overlong_filter=config.algorithm.overlong_filter,
     ),
     num_steps=config.train.num_steps,
     decay=config.train.decay,

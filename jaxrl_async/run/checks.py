@@ -11,6 +11,7 @@ from jaxrl_async.data import prompts
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.data import worked_examples as worked_examples_lib
 from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.run import assembly
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import device_checks
@@ -69,6 +70,7 @@ def checked(
   setup = setup_lib.resolve(
     config, devices, source=source, device_bytes=device_bytes
   )
+  algorithm_lib.check(config.algorithm)
   _check_stop_tokens(setup)
   initial_params.check(setup)
   device_checks.check_sharding(setup)

@@ -24,6 +24,7 @@ from jaxrl_async.data import worked_solutions
 from jaxrl_async.models import configs
 from jaxrl_async.models.attention import kernel_names
 from jaxrl_async.reporting import wandb_log as wandb_log_lib
+from jaxrl_async.run import algorithm_checks
 from jaxrl_async.run import cluster_checks
 from jaxrl_async.run import reward_terms
 from jaxrl_async.run import source_checks
@@ -442,29 +443,8 @@ def check(config: sections.Config) -> None:
   _check_directories(config)
   _check_wandb(config.run.wandb_project)
   cluster_checks.check(config)
+  algorithm_checks.check(config)
 
-  algorithm = config.algorithm
-  _divides(
-    "algorithm.num_minibatches",
-    algorithm.num_minibatches,
-    algorithm.group_size * algorithm.groups_per_step,
-    "trajectories of a train step (group_size * groups_per_step)",
-  )
-  num_updates = config.train.num_steps * algorithm.num_minibatches
-  sections.require(
-    num_updates <= bounds.MAX_INT,
-    "train.num_steps",
-    f"{config.train.num_steps} of {algorithm.num_minibatches} updates each are"
-    f" more than {bounds.MAX_INT} updates, which is as far as"
-    " optimizers count",
-  )
-  sections.require(
-    algorithm.proximal is not sections.ProximalMode.REUSE
-    or algorithm.num_minibatches == 1,
-    "algorithm.proximal",
-    f"reuse is wrong after the first of {algorithm.num_minibatches} updates;"
-    " use algorithm.num_minibatches=1, recompute or loglinear",
-  )
   rows = config.train.rows_per_microbatch
   if config.warm_start.num_steps:
     whole, of = config.warm_start.rows_per_batch, "warm_start.rows_per_batch"

@@ -38,7 +38,6 @@ from jaxrl_async.storage import checkpoint
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
 from jaxrl_async.training import segments as segments_lib
-from jaxrl_async.training import train_state
 
 
 def follow(
@@ -137,7 +136,7 @@ class _Follower:
     params = assembly.warm_start(setup, lambda step, loss: None)
     if setup.model.lora is not None:
       params = initial_params.with_adapters(params, setup)
-    self._trainer.start({train_state.POLICY: params})
+    self._trainer.start(setup.first_params(params))
 
   def _restore(self, what: str, path: pathlib.Path) -> None:
     trainer = self._trainer

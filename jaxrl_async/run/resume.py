@@ -53,10 +53,27 @@ MAY_DIFFER = {
   " holds for groups born afterwards",
   "algorithm.clip_low": _IN_THE_LOSS,
   "algorithm.clip_high": _IN_THE_LOSS,
+  "algorithm.loss": _IN_THE_LOSS,
+  "algorithm.dual_clip": _IN_THE_LOSS,
+  "algorithm.sapo_positive": _IN_THE_LOSS,
+  "algorithm.sapo_negative": _IN_THE_LOSS,
+  "algorithm.aggregation": _IN_THE_LOSS,
+  "algorithm.aggregation_tokens": _IN_THE_LOSS,
+  "algorithm.behavior_weight_level": _IN_THE_LOSS,
+  "algorithm.behavior_weight_floor": _IN_THE_LOSS,
   "algorithm.behavior_weight_cap": _IN_THE_LOSS,
   "algorithm.behavior_weight_cap_mode": _IN_THE_LOSS,
   "algorithm.proximal": _IN_THE_LOSS,
+  "algorithm.second_moment_bound": _IN_THE_LOSS,
+  "algorithm.sequence_kl_bound": _IN_THE_LOSS,
+  "algorithm.advantage": _IN_THE_LOSS,
   "algorithm.advantage_scale": _IN_THE_LOSS,
+  "algorithm.reward_bias": _IN_THE_LOSS,
+  "algorithm.reward_scale": _IN_THE_LOSS,
+  "algorithm.reward_clip": _IN_THE_LOSS,
+  "algorithm.overlong_filter": _IN_THE_LOSS,
+  "algorithm.kl_estimator": _IN_THE_LOSS,
+  "algorithm.entropy_coef": _IN_THE_LOSS,
   "algorithm.filter_zero_std": "asked when a group is scored; groups that were"
   " kept before are trained",
   "train.num_steps": "how far to go; a decaying learning rate follows the new"
@@ -130,6 +147,7 @@ MUST_STAY = {
   "rollout.stop_token_ids": "half-written trajectories were read with it",
   "algorithm.num_minibatches": "the stored number of updates, and so the place"
   " on the learning rate's curve, counts so many a step",
+  "algorithm.kl_coef": "the checkpoint holds a reference, or none if it was 0",
   "train.optimizer.name": _MOMENTS,
   "train.optimizer.b1": _MOMENTS,
   "train.optimizer.b2": _MOMENTS,
@@ -179,6 +197,11 @@ def _as_scored(value: Any) -> Any:
   }
 
 
+def _has_reference(config: sections.Config) -> bool:
+  """Return whether the train state of a run holds a frozen reference."""
+  return config.algorithm.kl_coef > 0 and not config.model.lora.rank
+
+
 def _shown(value: Any) -> str:
   text = str(getattr(value, "value", value)).replace("\n", " ")
   return text if len(text) <= 60 else text[:57] + "..."
@@ -212,6 +235,10 @@ def check_config(
     why = reason(MUST_STAY, path)
     if path in _REWARDS and _as_scored(values[0]) == _as_scored(values[1]):
       why = None
+    if path == "algorithm.kl_coef" and (all(values) or stored.model.lora.rank):
+      why = None  # the checkpoint holds what is needed
+    if path == "model.compute_dtype" and _has_reference(stored):
+      why = "the checkpoint holds a reference of that type"
     if has_outstanding and why is None:
       why = reason(NOT_WITH_OUTSTANDING_GROUPS, path)
     if why is None:

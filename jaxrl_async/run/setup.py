@@ -19,6 +19,7 @@ from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_config
 from jaxrl_async.models import lora as lora_lib
+from jaxrl_async.models import transformer
 from jaxrl_async.run import cluster_checks
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import source_checks
@@ -79,7 +80,27 @@ class Setup:
         is_trainable=lora_lib.is_adapter,
         frozen_dtype=config.model.lora.base_dtype,
       )
-    return {train_state.POLICY: policy}
+      # The reference of adapters is the model without them.
+      return {train_state.POLICY: policy}
+    models = {train_state.POLICY: policy}
+    if config.algorithm.kl_coef:
+      # Held as the forward pass uses it.
+      models[train_state.REFERENCE] = train_state.ModelSettings(
+        model=self.model,
+        optimizer=None,
+        frozen_dtype=config.model.compute_dtype,
+      )
+    return models
+
+  def first_params(
+    self, params: transformer.Params
+  ) -> dict[str, transformer.Params]:
+    """Return the parameters of each model before the first train step.
+
+    Args:
+      params: of the policy. The reference has the same.
+    """
+    return dict.fromkeys(self.models, params)
 
   @property
   def shares_a_device(self) -> bool:

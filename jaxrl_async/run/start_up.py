@@ -48,7 +48,6 @@ from jaxrl_async.run import shutdown as shutdown_lib
 from jaxrl_async.run import snapshot
 from jaxrl_async.serving import front as front_lib
 from jaxrl_async.training import batch_loader
-from jaxrl_async.training import train_state
 from jaxrl_async.training import trainer as trainer_lib
 
 ROLLOUT = "rollout worker"  # thread that drives the rollout side
@@ -313,7 +312,7 @@ def _warm_start(
     params = assembly.warm_start(setup, show, session.progress.note)
   if setup.model.lora is not None:
     params = initial_params.with_adapters(params, setup)
-  base.trainer.start({train_state.POLICY: params})
+  base.trainer.start(setup.first_params(params))
   with base.side_outputs.attempt("tokenizer/"):
     setup.tokenizer.save(session.workdir / "tokenizer")
   base.record.warm_start_s = clock.now() - start_s

@@ -12,15 +12,19 @@ import dataclasses
 
 import jax
 from jax import numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl_async.algorithms import corrections
 from jaxrl_async.algorithms import divergences
 from jaxrl_async.algorithms import losses
 from jaxrl_async.config import sections
 from jaxrl_async.training import packing
 
-# The field of a batch that `train_step.PROXIMAL_STAGE` adds.
+# The fields of a batch that `train_step.PROXIMAL_STAGE` and those of `stages`
+# add.
 PROXIMAL = "proximal_logprobs"
+REFERENCE = "reference_logprobs"
+WITHIN_SECOND_MOMENT = "within_second_moment"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +76,7 @@ Diagnostic = Callable[[Microbatch], Sums]
 
 
 def minibatch_totals(batch: packing.PackedBatch) -> Sums:
-  """Count the loss tokens and the trajectories of a minibatch.
+  """Count the loss tokens of a minibatch, and the trajectories that have some.
 
   Losses divide by these counts.
 
@@ -83,10 +87,17 @@ def minibatch_totals(batch: packing.PackedBatch) -> Sums:
     `num_loss_tokens`, the number of tokens in `loss_mask`, and
     `num_trajectories`.
   """
-  starts = (batch.positions == 0) & (batch.segment_ids != 0)
+  mask = batch.loss_mask
+  # A trajectory counts at its first loss token: the last one before it in the
+  # row, if there is any, lies before its segment.
+  columns = jax.lax.broadcasted_iota(jnp.int32, mask.shape, mask.ndim - 1)
+  last = jax.lax.cummax(jnp.where(mask, columns, -1), axis=mask.ndim - 1)
+  before = jnp.roll(last, 1, axis=-1)
+  before = jnp.where(columns == 0, -1, before)
+  is_first = mask & (before < batch.segment_start)
   return {
-    "num_loss_tokens": jnp.sum(batch.loss_mask, dtype=jnp.float32),
-    "num_trajectories": jnp.sum(starts, dtype=jnp.float32),
+    "num_loss_tokens": jnp.sum(mask, dtype=jnp.float32),
+    "num_trajectories": jnp.sum(is_first, dtype=jnp.float32),
   }
 
 
@@ -125,40 +136,208 @@ PROXIMAL_MODES: Mapping[
 }
 
 
-def decoupled_ppo(
-  *,
-  proximal: Callable[[Microbatch], Float[Array, "B T"]],
-  clip_low: float,
-  clip_high: float,
-  behavior_weight_cap: float,
-  cap_mode: sections.BehaviorWeightCapMode,
-) -> Loss:
-  """Return the decoupled PPO loss of AReaL, arXiv:2505.24298 eq. 5.
+# Returns a number for each token, 0 outside the mask, and which are clipped.
+TokenObjective = Callable[[Microbatch, Float[Array, "B T"]], losses.Objective]
+# Returns a weight for each token, and which weights were out of bounds.
+Correction = Callable[
+  [Microbatch, Float[Array, "B T"]],
+  tuple[Float[Array, "B T"], Bool[Array, "B T"]],
+]
+# Makes a microbatch's share of a loss of what its tokens have.
+Aggregate = Callable[[Microbatch, Float[Array, "B T"]], Float[Array, ""]]
 
-  Args:
-    proximal: returns the proximal logprobs of a microbatch, the centre of the
-      trust region. It is one of `PROXIMAL_MODES`.
-    clip_low: as in `losses.decoupled_ppo_loss`.
-    clip_high: as in `losses.decoupled_ppo_loss`.
-    behavior_weight_cap: as in `losses.decoupled_ppo_loss`.
-    cap_mode: as in `losses.decoupled_ppo_loss`.
-  """
 
-  def loss(micro: Microbatch) -> tuple[Float[Array, ""], Sums]:
-    return losses.decoupled_ppo_loss(
+def per_token(function: Callable[..., losses.Objective]) -> TokenObjective:
+  """Return an objective of `losses` as a function of a microbatch."""
+
+  def objective(
+    micro: Microbatch, anchor_logprobs: Float[Array, "B T"]
+  ) -> losses.Objective:
+    return function(
       micro.logprobs,
-      proximal(micro),
-      micro.batch.behavior_logprobs,
+      anchor_logprobs,
+      micro.batch.advantages,
+      micro.batch.loss_mask,
+    )
+
+  return objective
+
+
+def gspo(*, clip_low: float, clip_high: float) -> TokenObjective:
+  """Return `losses.gspo_objective` as a function of a microbatch."""
+
+  def objective(
+    micro: Microbatch, anchor_logprobs: Float[Array, "B T"]
+  ) -> losses.Objective:
+    return losses.gspo_objective(
+      micro.logprobs,
+      anchor_logprobs,
       micro.batch.advantages,
       micro.batch.loss_mask,
       clip_low=clip_low,
       clip_high=clip_high,
-      behavior_weight_cap=behavior_weight_cap,
-      cap_mode=cap_mode,
-      num_loss_tokens=micro.totals["num_loss_tokens"],
+      sequence_sum=micro.segment_sum,
     )
 
+  return objective
+
+
+def behavior_correction(
+  *,
+  level: sections.BehaviorWeightLevel,
+  floor: float,
+  cap: float,
+  cap_mode: sections.BehaviorWeightCapMode,
+  has_second_moment: bool,
+  sequence_kl_bound: float,
+) -> Correction:
+  """Return the weights of `corrections`, 0 for tokens that are left out.
+
+  Args:
+    level: as in `corrections.behavior_weights`.
+    floor: as in `corrections.behavior_weights`.
+    cap: as in `corrections.behavior_weights`.
+    cap_mode: as in `corrections.behavior_weights`.
+    has_second_moment: leave out the tokens that `stages.second_moment_stage`
+      has found.
+    sequence_kl_bound: as in `corrections.within_sequence_kl`; 0 keeps all.
+  """
+
+  def correction(
+    micro: Microbatch, proximal_logprobs: Float[Array, "B T"]
+  ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    batch = micro.batch
+    weights, is_outside = corrections.behavior_weights(
+      proximal_logprobs,
+      batch.behavior_logprobs,
+      batch.loss_mask,
+      level=level,
+      floor=floor,
+      cap=cap,
+      cap_mode=cap_mode,
+      sequence_sum=micro.segment_sum,
+    )
+    if has_second_moment:
+      weights = jnp.where(batch.fields[WITHIN_SECOND_MOMENT] > 0, weights, 0)
+    if sequence_kl_bound:
+      is_kept = corrections.within_sequence_kl(
+        micro.logprobs,
+        batch.behavior_logprobs,
+        batch.advantages,
+        batch.loss_mask,
+        bound=sequence_kl_bound,
+        sequence_sum=micro.segment_sum,
+      )
+      weights = jnp.where(is_kept, weights, 0)
+    return weights, is_outside
+
+  return correction
+
+
+def aggregate(aggregation: sections.Aggregation, constant: int) -> Aggregate:
+  """Return `losses.aggregated` as a function of a microbatch."""
+
+  def share(micro: Microbatch, values: Float[Array, "B T"]) -> Float[Array, ""]:
+    return losses.aggregated(
+      values,
+      aggregation,
+      num_loss_tokens=micro.totals["num_loss_tokens"],
+      num_trajectories=micro.totals["num_trajectories"],
+      constant=constant,
+      sequence_sum=micro.segment_sum,
+    )
+
+  return share
+
+
+def policy_loss(
+  objective: TokenObjective,
+  correction: Correction,
+  average: Aggregate,
+  *,
+  proximal: Callable[[Microbatch], Float[Array, "B T"]],
+  is_coupled: bool = False,
+) -> Loss:
+  r"""Return the loss of an objective, a correction and an aggregation.
+
+  L = -average(w O)
+
+  With PPO's objective, weights of tokens and the mean over tokens this is the
+  decoupled PPO of AReaL, arXiv:2505.24298 eq. 5.
+
+  Args:
+    objective: O, of the microbatch and the logprobs of the anchor.
+    correction: w, of the microbatch and the proximal logprobs.
+    average: of the minibatch.
+    proximal: returns the proximal logprobs of a microbatch. It is one of
+      `PROXIMAL_MODES`.
+    is_coupled: whether the anchor is the behavior policy. It is the proximal
+      policy otherwise.
+  """
+
+  def loss(micro: Microbatch) -> tuple[Float[Array, ""], Sums]:
+    mask = micro.batch.loss_mask
+    centre = proximal(micro)
+    anchor = micro.batch.behavior_logprobs if is_coupled else centre
+    weights, is_outside = correction(micro, centre)
+    objectives, is_clipped = objective(micro, anchor)
+    kl = divergences.k3(anchor, jax.lax.stop_gradient(micro.logprobs))
+    return -average(micro, weights * objectives), {
+      "clip_count": is_clipped.sum(dtype=jnp.float32),
+      "approx_kl_sum": divergences.masked_sum(kl, mask),
+      "behavior_weight_sum": weights.sum(),
+      "behavior_weight_square_sum": (weights**2).sum(),
+      "behavior_weight_capped_count": is_outside.sum(dtype=jnp.float32),
+      "left_out_count": (mask & (weights == 0)).sum(dtype=jnp.float32),
+    }
+
   return loss
+
+
+def with_penalties(
+  loss: Loss,
+  average: Aggregate,
+  *,
+  kl_coef: float,
+  kl_estimator: sections.KlEstimator,
+  entropy_coef: float,
+) -> Loss:
+  r"""Return a loss with a penalty for divergence and a bonus for entropy.
+
+  L + kl_coef average(KL(theta || reference)) - entropy_coef average(H)
+
+  Both are of all loss tokens, without weights. A term whose coefficient is 0 is
+  left out.
+
+  Args:
+    loss: L.
+    average: of the minibatch.
+    kl_coef: coefficient of the divergence from the reference, whose logprobs
+      `stages.reference_stage` adds to the batch.
+    kl_estimator: of the divergence.
+    entropy_coef: coefficient of the entropy of the policy's distributions.
+  """
+  if not kl_coef and not entropy_coef:
+    return loss
+
+  def penalised(micro: Microbatch) -> tuple[Float[Array, ""], Sums]:
+    mask = micro.batch.loss_mask
+    value, sums = loss(micro)
+    if kl_coef:
+      kl = divergences.kl_penalty(
+        micro.logprobs,
+        micro.batch.fields[REFERENCE],
+        mask,
+        estimator=kl_estimator,
+      )
+      value += kl_coef * average(micro, kl)
+      sums = {**sums, "reference_kl_sum": kl.sum()}
+    if entropy_coef:
+      entropy = jnp.where(mask, micro.entropy, 0)
+      value -= entropy_coef * average(micro, entropy)
+    return value, sums
+
+  return penalised
 
 
 def next_token(micro: Microbatch) -> tuple[Float[Array, ""], Sums]:

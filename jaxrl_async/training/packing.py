@@ -34,7 +34,13 @@ from jaxtyping import Bool, Float, Int, Num, Shaped
 import numpy as np
 
 from jaxrl_async.training import segments as segments_lib
-from jaxrl_async.types import Admission, Prompt, RolloutGroup, Trajectory
+from jaxrl_async.types import (
+  Admission,
+  FinishReason,
+  Prompt,
+  RolloutGroup,
+  Trajectory,
+)
 
 # The field with the token scores of rewards; see `reward_fields`.
 TOKEN_SCORES = "token_scores"
@@ -120,6 +126,24 @@ def pack(
   """
   segments = plan(groups, advantages, **settings)
   return packed_batch(dict(segments.filled())), placement(segments)
+
+
+def without_overlong(groups: list[RolloutGroup]) -> list[RolloutGroup]:
+  """Return the groups without loss tokens in trajectories that were cut off.
+
+  This is the overlong filter of DAPO, arXiv:2503.14476.
+  """
+
+  def learned(trajectory: Trajectory) -> Trajectory:
+    if trajectory.finish_reason is not FinishReason.LENGTH:
+      return trajectory
+    mask = np.zeros_like(trajectory.loss_mask)
+    return dataclasses.replace(trajectory, loss_mask=mask)
+
+  return [
+    dataclasses.replace(group, trajectories=[*map(learned, group.trajectories)])
+    for group in groups
+  ]
 
 
 def packed_batch(arrays: Mapping[str, Any]) -> PackedBatch:

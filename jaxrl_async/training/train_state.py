@@ -21,6 +21,7 @@ from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
 
 POLICY = "policy"
+REFERENCE = "reference"
 
 # Names from the root of the parameters down to an array: ("layers", "query").
 Path = tuple[str, ...]

@@ -7,7 +7,7 @@ has measured stay on the device until `step_metrics.Pending.metrics` fetches
 them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import math
@@ -16,10 +16,10 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from jaxtyping import Float, Int
 import numpy as np
 
 from jaxrl_async import types
-from jaxrl_async.algorithms import advantages as advantages_lib
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.devices import mesh as mesh_lib
@@ -36,16 +36,28 @@ from jaxrl_async.training import step_metrics
 from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
 
+# Makes advantages of the rewards of trajectories, the index of each one's group
+# and the number of groups.
+Advantages = Callable[
+  [Float[np.ndarray, "_"], Int[np.ndarray, "_"], int], Float[np.ndarray, "_"]
+]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchSettings:
-  """How groups are packed into arrays; see `packing.pack`."""
+  """What is learned from groups, and how they are packed; see `packing.pack`.
+
+  Attributes:
+    advantages: makes advantages of rewards.
+    overlong_filter: nothing is learned from trajectories that were cut off.
+  """
 
   tokens_per_row: int
   rows_per_microbatch: int
   num_minibatches: int
   min_microbatches: int
-  advantage_scale: sections.AdvantageScale
+  advantages: Advantages
+  overlong_filter: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -319,14 +331,13 @@ class Trainer:
     group_ids = np.repeat(
       np.arange(len(groups)), [len(g.trajectories) for g in groups]
     )
+    settings = self.batch_settings
+    advantages = settings.advantages(
+      rewards.astype(np.float64), group_ids, len(groups)
+    )
     segments = self._plan(
-      groups,
-      advantages_lib.group_relative_advantages(
-        rewards.astype(np.float64),
-        group_ids,
-        len(groups),
-        scale=self.batch_settings.advantage_scale,
-      ),
+      packing.without_overlong(groups) if settings.overlong_filter else groups,
+      _checked(advantages, len(rewards)),
       packing.reward_fields([t for g in groups for t in g.trajectories]),
     )
     self._tell_parts("batch", segments)
@@ -440,6 +451,23 @@ def _optimizer_of_policy(
   if policy is None or policy.optimizer is None:
     raise ValueError("the policy has to be one of the models, and be trained")
   return policy.optimizer
+
+
+def _checked(
+  advantages: Float[np.ndarray, "_"], count: int
+) -> Float[np.ndarray, "_"]:
+  """Return advantages, which a function of a user may have made.
+
+  Raises:
+    ValueError: there is not one finite number for each trajectory.
+  """
+  found = np.asarray(advantages, np.float32)
+  if found.shape != (count,) or not np.isfinite(found).all():
+    raise ValueError(
+      f"algorithm.advantage returned an array of shape {found.shape}, and there"
+      f" has to be a finite number for each of {count} trajectories"
+    )
+  return found
 
 
 def _num_shards(batch: BatchSettings, sharding: jax.sharding.Sharding) -> int:

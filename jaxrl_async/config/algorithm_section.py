@@ -1,0 +1,154 @@
+"""The settings of the algorithm: advantages, the loss and its corrections."""
+
+import dataclasses
+import enum
+
+# The names of losses and of advantages that come with the project. A name with
+# a colon is module:function.
+LOSSES = ("ppo", "coupled_ppo", "gspo", "cispo", "sapo", "reinforce")
+ADVANTAGES = ("group", "leave_one_out", "batch")
+
+
+class AdvantageScale(enum.Enum):
+  """The divisor of rewards minus their baseline.
+
+  STD is the standard deviation of the group, and BATCH_STD that of the whole
+  batch.
+  """
+
+  STD = "std"
+  NONE = "none"
+  BATCH_STD = "batch_std"
+
+
+class BehaviorWeightCapMode(enum.Enum):
+  """What happens to tokens whose behavior weight is out of bounds.
+
+  MASK leaves them out. TRUNCATE replaces the weight by the nearest bound.
+  """
+
+  MASK = "mask"
+  TRUNCATE = "truncate"
+
+
+class BehaviorWeightLevel(enum.Enum):
+  """What the behavior weight pi_prox / pi_behav is a weight of.
+
+  TOKEN has one for each token. The others have one for all tokens of a
+  trajectory: SEQUENCE_MEAN is the geometric mean of the tokens' weights, and
+  SEQUENCE_PRODUCT their product. NONE applies no weight.
+  """
+
+  NONE = "none"
+  TOKEN = "token"
+  SEQUENCE_MEAN = "sequence_mean"
+  SEQUENCE_PRODUCT = "sequence_product"
+
+
+class ProximalMode(enum.Enum):
+  """Where the logprobs of the centre of the trust region come from.
+
+  RECOMPUTE costs one forward pass per train step. LOGLINEAR interpolates
+  between behavior and current logprobs by their versions. REUSE takes the
+  logprobs of the update itself, which are the same as long as a train step is
+  one update.
+  """
+
+  RECOMPUTE = "recompute"
+  LOGLINEAR = "loglinear"
+  REUSE = "reuse"
+
+
+class Aggregation(enum.Enum):
+  """How the losses of tokens become the loss of a minibatch.
+
+  TOKEN_MEAN is the mean over all tokens. SEQUENCE_MEAN is the mean over
+  trajectories of their means. SEQUENCE_SUM is the mean over trajectories of
+  their sums, each divided by the same constant.
+  """
+
+  TOKEN_MEAN = "token_mean"
+  SEQUENCE_MEAN = "sequence_mean"
+  SEQUENCE_SUM = "sequence_sum"
+
+
+class KlEstimator(enum.Enum):
+  """Estimators of a divergence, of http://joschu.net/blog/kl-approx.html."""
+
+  K1 = "k1"
+  K2 = "k2"
+  K3 = "k3"
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class AlgorithmSection:
+  """The algorithm; docs/algorithms.md has the equation of each choice.
+
+  The defaults are AReaL's: advantages relative to the group, and the decoupled
+  PPO loss. `config.algorithms` has the settings of other methods.
+
+  Attributes:
+    max_staleness: bound on train version minus token version; 0 is synchronous
+      training.
+    loss: one of `LOSSES`, or module:function of a function of a
+      `training.objectives.Microbatch`.
+    clip_low: the ratio of ppo, coupled_ppo, gspo and cispo is clipped at
+      1 - clip_low from below. 1 sets no lower bound.
+    clip_high: it is clipped at 1 + clip_high from above.
+    dual_clip: with a negative advantage, the objective of ppo and coupled_ppo
+      is at least dual_clip times the advantage; 0 sets no such bound.
+    sapo_positive: temperature of sapo's gate where the advantage is positive.
+    sapo_negative: temperature of sapo's gate elsewhere.
+    aggregation: from the losses of tokens to that of a minibatch.
+    aggregation_tokens: the constant of SEQUENCE_SUM; 0 takes
+      rollout.max_completion_tokens.
+    behavior_weight_floor: smallest behavior weight that is used unchanged.
+    behavior_weight_cap: largest behavior weight that is used unchanged.
+    second_moment_bound: M2PO's bound on the mean squared log-ratio of proximal
+      and behavior policy, beyond which tokens are left out; 0 sets none.
+    sequence_kl_bound: trajectories with a negative advantage are left out if
+      the mean log-ratio of behavior and current policy is above; 0 keeps all.
+    advantage: baseline of the rewards, one of `ADVANTAGES`, or module:function.
+    advantage_scale: what advantages are divided by.
+    reward_bias: is added to each reward.
+    reward_scale: the sum is multiplied by this.
+    reward_clip: largest absolute value of the result; 0 sets no bound.
+    overlong_filter: nothing is learned from trajectories that were cut off at
+      rollout.max_completion_tokens. Their rewards count in the baseline.
+    filter_zero_std: drop groups whose rewards are all equal, since they carry
+      no gradient, and generate others in their place. A thousand of them in a
+      row end the run.
+    kl_coef: coefficient of the divergence from the reference, which is the
+      policy before the first train step; 0 keeps no reference.
+    entropy_coef: coefficient of the bonus for the policy's entropy.
+  """
+
+  max_staleness: int = 4
+  group_size: int = 16
+  groups_per_step: int = 32
+  num_minibatches: int = 4
+  loss: str = "ppo"
+  clip_low: float = 0.2
+  clip_high: float = 0.2
+  dual_clip: float = 0.0
+  sapo_positive: float = 1.0
+  sapo_negative: float = 1.05
+  aggregation: Aggregation = Aggregation.TOKEN_MEAN
+  aggregation_tokens: int = 0
+  proximal: ProximalMode = ProximalMode.RECOMPUTE
+  behavior_weight_level: BehaviorWeightLevel = BehaviorWeightLevel.TOKEN
+  behavior_weight_floor: float = 0.0
+  behavior_weight_cap: float = 5.0
+  behavior_weight_cap_mode: BehaviorWeightCapMode = BehaviorWeightCapMode.MASK
+  second_moment_bound: float = 0.0
+  sequence_kl_bound: float = 0.0
+  advantage: str = "group"
+  advantage_scale: AdvantageScale = AdvantageScale.STD
+  reward_bias: float = 0.0
+  reward_scale: float = 1.0
+  reward_clip: float = 0.0
+  overlong_filter: bool = False
+  filter_zero_std: bool = False
+  kl_coef: float = 0.0
+  kl_estimator: KlEstimator = KlEstimator.K3
+  entropy_coef: float = 0.0

@@ -1,0 +1,159 @@
+"""The algorithm that a config describes: advantages, stages and the loss."""
+
+from collections.abc import Callable
+import functools
+import importlib
+from typing import Any
+
+import numpy as np
+
+from jaxrl_async.algorithms import advantages as advantages_lib
+from jaxrl_async.algorithms import losses
+from jaxrl_async.config import algorithm_section
+from jaxrl_async.config import sections
+from jaxrl_async.run import setup as setup_lib
+from jaxrl_async.training import objectives
+from jaxrl_async.training import stages as stages_lib
+from jaxrl_async.training import train_step
+from jaxrl_async.training import trainer as trainer_lib
+
+
+def policy_loss(config: sections.Config) -> objectives.Loss:
+  """Return the loss that the config describes, with its penalties.
+
+  Raises:
+    ConfigError: `algorithm.loss` names a function that cannot be imported.
+  """
+  section = config.algorithm
+  average = objectives.aggregate(
+    section.aggregation,
+    section.aggregation_tokens or config.rollout.max_completion_tokens,
+  )
+  if section.loss in algorithm_section.LOSSES:
+    loss = objectives.policy_loss(
+      _objective(section),
+      objectives.behavior_correction(
+        level=section.behavior_weight_level,
+        floor=section.behavior_weight_floor,
+        cap=section.behavior_weight_cap,
+        cap_mode=section.behavior_weight_cap_mode,
+        has_second_moment=section.second_moment_bound > 0,
+        sequence_kl_bound=section.sequence_kl_bound,
+      ),
+      average,
+      proximal=objectives.PROXIMAL_MODES[section.proximal],
+      is_coupled=section.loss == "coupled_ppo",
+    )
+  else:
+    loss = _imported("algorithm.loss", section.loss)
+  return objectives.with_penalties(
+    loss,
+    average,
+    kl_coef=section.kl_coef,
+    kl_estimator=section.kl_estimator,
+    entropy_coef=section.entropy_coef,
+  )
+
+
+def _objective(section: sections.AlgorithmSection) -> objectives.TokenObjective:
+  """Return the objective of a loss that comes with the project."""
+  clip = {"clip_low": section.clip_low, "clip_high": section.clip_high}
+  ppo = functools.partial(
+    losses.ppo_objective, **clip, dual_clip=section.dual_clip
+  )
+  known: dict[str, objectives.TokenObjective] = {
+    "ppo": objectives.per_token(ppo),
+    "coupled_ppo": objectives.per_token(ppo),
+    "gspo": objectives.gspo(**clip),
+    "cispo": objectives.per_token(
+      functools.partial(losses.cispo_objective, **clip)
+    ),
+    "sapo": objectives.per_token(
+      functools.partial(
+        losses.sapo_objective,
+        positive=section.sapo_positive,
+        negative=section.sapo_negative,
+      )
+    ),
+    "reinforce": objectives.per_token(losses.reinforce_objective),
+  }
+  return known[section.loss]
+
+
+def stages(setup: setup_lib.Setup) -> list[train_step.Stage]:
+  """Return the stages that the loss needs, in their order."""
+  section = setup.config.algorithm
+  found = []
+  if section.proximal is sections.ProximalMode.RECOMPUTE:
+    found.append(train_step.PROXIMAL_STAGE)
+  if section.second_moment_bound:
+    found.append(stages_lib.second_moment_stage(section.second_moment_bound))
+  if section.kl_coef:
+    found.append(
+      stages_lib.reference_stage()
+      if setup.model.lora is None
+      else stages_lib.base_as_reference_stage()
+    )
+  return found
+
+
+def advantages(section: sections.AlgorithmSection) -> trainer_lib.Advantages:
+  """Return the function that makes advantages of rewards.
+
+  Raises:
+    ConfigError: `algorithm.advantage` names a function that cannot be imported.
+  """
+  if section.advantage in algorithm_section.ADVANTAGES:
+    compare = functools.partial(
+      advantages_lib.relative_advantages,
+      baseline=section.advantage,
+      scale=section.advantage_scale,
+    )
+  else:
+    compare = _imported("algorithm.advantage", section.advantage)
+
+  def of_rewards(
+    rewards: np.ndarray, group_ids: np.ndarray, num_groups: int
+  ) -> np.ndarray:
+    shaped = advantages_lib.shaped(
+      rewards,
+      bias=section.reward_bias,
+      scale=section.reward_scale,
+      clip=section.reward_clip,
+    )
+    return compare(shaped, group_ids, num_groups)
+
+  return of_rewards
+
+
+def check(section: sections.AlgorithmSection) -> None:
+  """Import the functions that a config names, if it names any.
+
+  Raises:
+    ConfigError: there is no such function.
+  """
+  for field in ("loss", "advantage"):
+    name = getattr(section, field)
+    if ":" in name:
+      _imported(f"algorithm.{field}", name)
+
+
+def _imported(path: str, name: str) -> Callable[..., Any]:
+  """Return the function that a field names as module:function."""
+  module_name, _, function_name = name.partition(":")
+  try:
+    module = importlib.import_module(module_name)
+  except ImportError as error:
+    reason = str(error).partition("\n")[0]
+    raise sections.ConfigError(
+      f"{path}: {sections.shown(name)} cannot be imported ({reason}); use"
+      " module:function of a module in this directory or on the path"
+    ) from error
+  function = getattr(module, function_name, None)
+  sections.require(
+    callable(function),
+    path,
+    f"{module_name} has no function {sections.shown(function_name)}",
+  )
+  assert function is not None
+  return function

@@ -1,0 +1,134 @@
+"""Checks of the algorithm's settings against each other, before any import."""
+
+from jaxrl_async.config import algorithm_section
+from jaxrl_async.config import bounds
+from jaxrl_async.config import sections
+
+# Losses whose ratio has the proximal policy as its anchor.
+_ANCHORED = ("ppo", "gspo", "cispo", "sapo")
+# Losses that have a second clip.
+_DUAL = ("ppo", "coupled_ppo")
+
+
+def check(config: sections.Config) -> None:
+  """Check that the settings of `algorithm` do not contradict each other.
+
+  Raises:
+    ConfigError: one line that names the field, and the other one.
+  """
+  section = config.algorithm
+  _check_name("loss", section.loss, algorithm_section.LOSSES)
+  _check_name("advantage", section.advantage, algorithm_section.ADVANTAGES)
+  _check_updates(config)
+  _check_loss(section)
+  _check_corrections(section)
+  _check_advantage(section)
+  sections.require(
+    not (section.kl_coef and config.model.lora.adapter),
+    "algorithm.kl_coef",
+    "the reference of adapters is the model without them, and"
+    " model.lora.adapter starts from others; merge that adapter into the model,"
+    " or use 0",
+  )
+
+
+def _check_name(field: str, name: str, known: tuple[str, ...]) -> None:
+  """Check a name, or the form module:function, which is imported later."""
+  module, has_colon, function = name.partition(":")
+  parts = module.split(".")
+  is_function = function.isidentifier() and all(x.isidentifier() for x in parts)
+  sections.require(
+    name in known or (bool(has_colon) and is_function),
+    f"algorithm.{field}",
+    f"{sections.shown(name)} is not one of {', '.join(known)}, and not"
+    " module:function",
+  )
+
+
+def _check_updates(config: sections.Config) -> None:
+  section = config.algorithm
+  trajectories = section.group_size * section.groups_per_step
+  sections.require(
+    trajectories % section.num_minibatches == 0,
+    "algorithm.num_minibatches",
+    f"{section.num_minibatches} does not divide {trajectories} trajectories of"
+    " a train step (group_size * groups_per_step); use numbers that divide",
+  )
+  num_updates = config.train.num_steps * section.num_minibatches
+  sections.require(
+    num_updates <= bounds.MAX_INT,
+    "train.num_steps",
+    f"{config.train.num_steps} of {section.num_minibatches} updates each are"
+    f" more than {bounds.MAX_INT} updates, which is as far as"
+    " optimizers count",
+  )
+
+
+def _check_loss(section: sections.AlgorithmSection) -> None:
+  sections.require(
+    section.proximal is not sections.ProximalMode.REUSE
+    or section.num_minibatches == 1
+    or section.loss not in _ANCHORED,
+    "algorithm.proximal",
+    f"reuse is wrong after the first of {section.num_minibatches} updates;"
+    " use algorithm.num_minibatches=1, recompute or loglinear",
+  )
+  sections.require(
+    section.dual_clip == 0 or section.dual_clip > 1,
+    "algorithm.dual_clip",
+    f"{section.dual_clip:g} would clip every ratio; use more than 1, such as 3,"
+    " or 0 for none",
+  )
+  sections.require(
+    section.dual_clip == 0 or section.loss in _DUAL,
+    "algorithm.dual_clip",
+    f"{sections.shown(section.loss)} (algorithm.loss) has no second clip; use"
+    f" 0, or a loss of {', '.join(_DUAL)}",
+  )
+  sections.require(
+    section.aggregation_tokens == 0
+    or section.aggregation is sections.Aggregation.SEQUENCE_SUM,
+    "algorithm.aggregation_tokens",
+    f"{section.aggregation.value} (algorithm.aggregation) divides by no"
+    " constant; use 0, or sequence_sum",
+  )
+
+
+def _check_corrections(section: sections.AlgorithmSection) -> None:
+  level = section.behavior_weight_level
+  is_none = level is sections.BehaviorWeightLevel.NONE
+  sections.require(
+    is_none or section.loss != "coupled_ppo",
+    "algorithm.behavior_weight_level",
+    f"{level.value} would correct twice, because the ratio of coupled_ppo"
+    " (algorithm.loss) is to the behavior policy already; use none",
+  )
+  sections.require(
+    section.behavior_weight_floor == 0 or not is_none,
+    "algorithm.behavior_weight_floor",
+    "there is no weight to bound (algorithm.behavior_weight_level is none);"
+    " use 0",
+  )
+  sections.require(
+    section.second_moment_bound == 0
+    or section.proximal is sections.ProximalMode.RECOMPUTE,
+    "algorithm.second_moment_bound",
+    "it needs the proximal logprobs before the first update; use"
+    " algorithm.proximal=recompute, or 0",
+  )
+
+
+def _check_advantage(section: sections.AlgorithmSection) -> None:
+  sections.require(
+    section.advantage != "batch"
+    or section.advantage_scale is not sections.AdvantageScale.STD,
+    "algorithm.advantage_scale",
+    "std is of a group, and the baseline is that of the batch"
+    " (algorithm.advantage); use batch_std or none",
+  )
+  sections.require(
+    section.advantage != "batch" or not section.filter_zero_std,
+    "algorithm.filter_zero_std",
+    "groups of equal rewards do teach something where the baseline is that of"
+    " the batch (algorithm.advantage); use False",
+  )

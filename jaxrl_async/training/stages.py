@@ -1,0 +1,77 @@
+"""Stages of a train step beside the proximal forward pass.
+
+Each adds to the batch what some losses need; `train_step.Stage` says how.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import functools
+
+import jax
+from jax import numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxrl_async.algorithms import corrections
+from jaxrl_async.models import lora as lora_lib
+from jaxrl_async.models import transformer
+from jaxrl_async.training import objectives
+from jaxrl_async.training import packing
+from jaxrl_async.training import train_state
+from jaxrl_async.training import train_step
+
+Settings = Mapping[str, train_step.ForwardSettings]
+Params = Mapping[str, transformer.Params]
+
+
+def reference_stage() -> train_step.Stage:
+  """Return the stage that adds the logprobs under the frozen reference."""
+  return train_step.logprobs_stage(
+    "reference", model=train_state.REFERENCE, field=objectives.REFERENCE
+  )
+
+
+def base_as_reference_stage() -> train_step.Stage:
+  """Return the stage that adds the logprobs under the policy's base.
+
+  The base is the policy without its adapters, so that a reference costs no
+  memory.
+  """
+
+  def run(
+    settings: Settings, params: Params, batch: packing.PackedBatch
+  ) -> dict[str, Float[Array, "M K B T"]]:
+    policy = settings[train_state.POLICY]
+    forward = dataclasses.replace(policy, model=policy.model.base)
+    base = lora_lib.base(params[train_state.POLICY])
+    return {
+      objectives.REFERENCE: train_step.batch_logprobs(forward, base, batch)
+    }
+
+  return train_step.Stage(name="reference", run=run)
+
+
+def second_moment_stage(bound: float) -> train_step.Stage:
+  """Return the stage that says which tokens M2PO learns from, as 0 and 1.
+
+  It has to come after `train_step.PROXIMAL_STAGE`.
+
+  Args:
+    bound: as in `corrections.within_second_moment`.
+  """
+  within = jax.vmap(
+    functools.partial(corrections.within_second_moment, bound=bound)
+  )
+
+  def run(
+    settings: Settings, params: Params, batch: packing.PackedBatch
+  ) -> dict[str, Float[Array, "M K B T"]]:
+    del settings, params
+    kept = within(
+      batch.fields[objectives.PROXIMAL],
+      batch.behavior_logprobs,
+      batch.advantages,
+      batch.loss_mask,
+    )
+    return {objectives.WITHIN_SECOND_MOMENT: kept.astype(jnp.float32)}
+
+  return train_step.Stage(name="second_moment", run=run)

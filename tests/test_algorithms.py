@@ -1,0 +1,216 @@
+"""The settings of methods, and combinations that contradict each other."""
+
+import dataclasses
+import inspect
+import pathlib
+import re
+
+import numpy as np
+import pytest
+import test_train_step
+
+from jaxrl_async import types
+from jaxrl_async.config import algorithm_section
+from jaxrl_async.config import algorithms
+from jaxrl_async.config import sections
+from jaxrl_async.run import algorithm as algorithm_lib
+from jaxrl_async.run import config_checks
+from jaxrl_async.training import objectives
+from jaxrl_async.training import packing
+
+PRESETS = {
+  name: function
+  for name, function in inspect.getmembers(algorithms, inspect.isfunction)
+  if not name.startswith("_")
+}
+PAGE = (
+  pathlib.Path(__file__).parents[1] / "docs" / "algorithms.md"
+).read_text()
+Level = sections.BehaviorWeightLevel
+
+
+def config_with(**settings):
+  return sections.Config(algorithm=sections.AlgorithmSection(**settings))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_each_method_is_a_config_that_can_be_trained(name):
+  made = PRESETS[name](group_size=8, max_staleness=1)
+  assert (made.group_size, made.max_staleness) == (8, 1)
+  assert made.groups_per_step == sections.AlgorithmSection().groups_per_step
+  config_checks.validate(sections.Config(algorithm=made), 2)
+
+
+def test_methods_differ_and_are_those_of_the_page():
+  found = [function() for function in PRESETS.values()]
+  assert all(x != y for i, x in enumerate(found) for y in found[:i])
+  assert algorithms.areal() == sections.AlgorithmSection()
+  assert len(PRESETS) == 13
+  with pytest.raises(TypeError, match="clip_hi"):
+    algorithms.dapo(clip_hi=0.3)
+
+
+def test_the_page_has_the_fields_of_each_method():
+  rows = re.findall(r"^\| `(\w+)\(\)` \|.*\| (.*) \|$", PAGE, re.MULTILINE)
+  assert {name for name, _ in rows} == PRESETS.keys()
+  usual = sections.AlgorithmSection()
+  for name, fields in rows:
+    made = PRESETS[name]()
+    changed = {
+      field.name: getattr(made, field.name)
+      for field in dataclasses.fields(made)
+      if getattr(made, field.name) != getattr(usual, field.name)
+    }
+    written = dict(re.findall(r"`(\w+)=([^`]+)`", fields))
+    assert written.keys() == changed.keys(), name
+    for field, text in written.items():
+      value = changed[field]
+      if isinstance(value, bool):
+        assert text == str(value)
+      elif isinstance(value, float):
+        assert float(text) == value
+      else:
+        assert text == getattr(value, "value", value)
+
+
+def test_every_name_of_a_loss_and_of_an_advantage_stands_for_something():
+  for name in algorithm_section.LOSSES:
+    section = sections.AlgorithmSection(loss=name)
+    assert callable(algorithm_lib._objective(section))
+  rewards, ids = np.array([1.0, 0.0]), np.array([0, 0])
+  for name in algorithm_section.ADVANTAGES:
+    section = sections.AlgorithmSection(advantage=name)
+    assert algorithm_lib.advantages(section)(rewards, ids, 1)[0] > 0
+
+
+@pytest.mark.parametrize(
+  ("settings", "names"),
+  [
+    ({"loss": "pppo"}, "loss module:function"),
+    ({"loss": "my module:loss"}, "loss module:function"),
+    ({"advantage": "median"}, "advantage leave_one_out"),
+    ({"dual_clip": 0.5}, "dual_clip"),
+    ({"dual_clip": 3.0, "loss": "gspo"}, "dual_clip algorithm.loss"),
+    (
+      {"aggregation_tokens": 8},
+      "aggregation_tokens algorithm.aggregation sequence_sum",
+    ),
+    (
+      {"loss": "coupled_ppo"},
+      "behavior_weight_level algorithm.loss coupled_ppo none",
+    ),
+    (
+      {"behavior_weight_level": Level.NONE, "behavior_weight_floor": 0.5},
+      "behavior_weight_floor algorithm.behavior_weight_level",
+    ),
+    (
+      {
+        "second_moment_bound": 0.04,
+        "proximal": sections.ProximalMode.LOGLINEAR,
+      },
+      "second_moment_bound algorithm.proximal=recompute",
+    ),
+    ({"advantage": "batch"}, "advantage_scale algorithm.advantage batch_std"),
+    (
+      {
+        "advantage": "batch",
+        "advantage_scale": sections.AdvantageScale.NONE,
+        "filter_zero_std": True,
+      },
+      "filter_zero_std algorithm.advantage",
+    ),
+    (
+      {"loss": "sapo", "proximal": sections.ProximalMode.REUSE},
+      "proximal num_minibatches",
+    ),
+  ],
+  ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+)
+def test_what_contradicts_itself_is_refused_with_both_names(settings, names):
+  first, *others = names.split()
+  with pytest.raises(sections.ConfigError) as caught:
+    config_checks.check(config_with(**settings))
+  message = str(caught.value)
+  assert message.startswith(f"algorithm.{first}: ") and "\n" not in message
+  assert all(other in message for other in others)
+
+
+def test_a_reference_of_adapters_is_their_base(tmp_path):
+  config = config_with(kl_coef=0.1)
+  config.model.lora.rank = 4
+  config_checks.check(config)
+  config.model.lora.adapter = str(tmp_path)
+  (tmp_path / "adapter_config.json").write_text("{}")
+  message = "^algorithm.kl_coef: .*model.lora.adapter"
+  with pytest.raises(sections.ConfigError, match=message):
+    config_checks.check(config)
+
+
+def largest(rewards, group_ids, num_groups):
+  """An advantage of one's own: 1 for the best of each group."""
+  best = [rewards[group_ids == g].max() for g in range(num_groups)]
+  return (rewards == np.array(best)[group_ids]).astype(np.float32)
+
+
+def sum_of_logprobs(micro):
+  """A loss of one's own."""
+  return micro.logprobs.sum(), {}
+
+
+def test_functions_of_ones_own_are_named_in_the_config():
+  section = sections.AlgorithmSection(
+    loss="test_algorithms:sum_of_logprobs",
+    advantage="test_algorithms:largest",
+    reward_scale=-1.0 * -1.0,
+  )
+  config = sections.Config(algorithm=section)
+  config_checks.check(config)
+  algorithm_lib.check(section)
+  assert algorithm_lib.policy_loss(config).__name__ == "sum_of_logprobs"
+  rewards, ids = np.array([0.0, 2.0, 1.0]), np.array([0, 0, 1])
+  found = algorithm_lib.advantages(section)(rewards, ids, 2)
+  assert found.tolist() == [0, 1, 1]
+  for name, reason in (
+    ("no_such_module:loss", "cannot be imported"),
+    ("test_algorithms:missing", "has no function 'missing'"),
+  ):
+    section.loss = name
+    pattern = re.compile(f"^algorithm.loss: .*{reason}")
+    with pytest.raises(sections.ConfigError, match=pattern):
+      algorithm_lib.check(section)
+
+
+def test_advantages_of_the_wrong_number_are_an_error():
+  trainer = test_train_step.make_trainer()
+  settings = trainer.batch_settings
+  for wrong in (np.zeros(3), np.full(16, np.nan)):
+    trainer.batch_settings = dataclasses.replace(
+      settings, advantages=lambda *_, x=wrong: x
+    )
+    with pytest.raises(ValueError, match="algorithm.advantage returned"):
+      trainer.prepare(test_train_step.groups())
+
+
+def test_the_overlong_filter_learns_nothing_from_what_was_cut_off():
+  groups = test_train_step.groups()
+  for group in groups:
+    group.trajectories[0].finish_reason = types.FinishReason.EOS
+  filtered = packing.without_overlong(groups)
+  for before, after in zip(groups, filtered, strict=True):
+    first, *others = after.trajectories
+    assert np.array_equal(first.loss_mask, before.trajectories[0].loss_mask)
+    assert not any(t.loss_mask.any() for t in others)
+    assert all(t.loss_mask.any() for t in before.trajectories)
+  batch, _ = packing.pack(
+    filtered,
+    np.zeros(16, np.float32),
+    tokens_per_row=16,
+    rows_per_microbatch=16,
+    num_minibatches=1,
+  )
+  totals = objectives.minibatch_totals(
+    batch._replace(
+      **{name: x[0] for name, x in batch._asdict().items() if name != "fields"}
+    )
+  )
+  assert totals["num_trajectories"] == len(groups)

@@ -1,0 +1,175 @@
+"""The reference of a KL penalty: what it is, and that it stays."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import metrics_page
+import numpy as np
+import pytest
+import test_run
+import test_train_step
+import tiny
+
+from jaxrl_async.config import sections
+from jaxrl_async.models import configs
+from jaxrl_async.models import lora as lora_lib
+from jaxrl_async.models import transformer
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.run import algorithm as algorithm_lib
+from jaxrl_async.run import assembly
+from jaxrl_async.run import dry_run
+from jaxrl_async.run import frozen_base
+from jaxrl_async.run import resume
+from jaxrl_async.run import setup as setup_lib
+from jaxrl_async.storage import checkpoint
+from jaxrl_async.training import objectives
+from jaxrl_async.training import stages as stages_lib
+from jaxrl_async.training import train_state
+from jaxrl_async.training import train_step
+
+POLICY, REFERENCE = train_state.POLICY, train_state.REFERENCE
+
+
+def make_config(kl_coef, **more):
+  return test_run.make_config(
+    "sync", algorithm={"kl_coef": kl_coef, "entropy_coef": 1e-3}, **more
+  )
+
+
+def resolved(config):
+  return setup_lib.resolve(config, jax.devices())
+
+
+def stage_names(setup):
+  return [stage.name for stage in algorithm_lib.stages(setup)]
+
+
+def test_there_is_a_reference_only_for_a_penalty():
+  setup = resolved(make_config(0.0))
+  assert setup.models.keys() == {POLICY}
+  assert stage_names(setup) == ["proximal"]
+  setup = resolved(make_config(0.1))
+  assert setup.models.keys() == {POLICY, REFERENCE}
+  assert setup.models[REFERENCE].optimizer is None
+  assert stage_names(setup) == ["proximal", "reference"]
+  params = tiny.params()
+  assert all(x is params for x in setup.first_params(params).values())
+  config = make_config(0.1)
+  config.model.compute_dtype = "bfloat16"
+  config.algorithm.second_moment_bound = 0.04
+  setup = resolved(config)
+  assert setup.models[REFERENCE].frozen_dtype == "bfloat16"
+  names = ["proximal", "second_moment", "reference"]
+  assert stage_names(setup) == names
+  trainer = assembly.make_trainer(setup, metrics_lib.BusyClock())
+  programs = {program.name: program for program in trainer.programs()}
+  assert [*programs] == [*names, "update", "publish"]
+  (_, batch, _) = programs["update"].arguments
+  assert batch.fields.keys() == {
+    objectives.PROXIMAL,
+    objectives.REFERENCE,
+    objectives.WITHIN_SECOND_MOMENT,
+  }
+  assert re.search("    reference .*weights", dry_run.describe(setup))
+  config.model.lora.rank = 2
+  assert resolved(config).models.keys() == {POLICY}
+  assert stage_names(resolved(config))[-1] == "reference"
+
+
+def test_the_reference_of_adapters_is_the_model_without_them():
+  model = dataclasses.replace(
+    test_train_step.MODEL,
+    lora=configs.Lora(rank=2, alpha=4.0, modules=("query", "down")),
+  )
+  base = tiny.params(model=test_train_step.MODEL)
+  adapters = jax.jit(
+    lambda key: lora_lib.adapters(transformer.init_params(model, key))
+  )(jax.random.key(0))
+  params = lora_lib.joined(
+    base, jax.tree.map(lambda x: x + np.float32(0.1), adapters)
+  )
+  forward = dataclasses.replace(test_train_step.FORWARD, model=model)
+  batch = test_train_step.packed(rows=16)
+  made = jax.jit(
+    functools.partial(
+      stages_lib.base_as_reference_stage().run, {POLICY: forward}
+    )
+  )({POLICY: params}, batch)
+  expected = test_train_step.proximal_program()(base, batch)
+  np.testing.assert_allclose(made[objectives.REFERENCE], expected, atol=1e-5)
+  adapted = jax.jit(functools.partial(train_step.batch_logprobs, forward))(
+    params, batch
+  )
+  assert np.abs(adapted - expected).max() > 1e-2
+
+
+@pytest.mark.parametrize(
+  ("before", "after", "rank", "is_allowed"),
+  [
+    (0.0, 0.1, 0, False),
+    (0.1, 0.0, 0, False),
+    (0.1, 0.2, 0, True),
+    (0.0, 0.1, 4, True),
+  ],
+)
+def test_a_run_goes_on_with_a_reference_that_it_has(
+  before, after, rank, is_allowed, tmp_path
+):
+  stored, wanted = make_config(before), make_config(after)
+  stored.model.lora.rank = wanted.model.lora.rank = rank
+  check = functools.partial(
+    resume.check_config, stored, wanted, tmp_path, has_outstanding=True
+  )
+  if is_allowed:
+    (difference,) = check()
+    assert difference.startswith("algorithm.kl_coef: ")
+  else:
+    with pytest.raises(sections.ConfigError, match="algorithm.kl_coef"):
+      check()
+
+
+def test_the_type_of_a_stored_reference_stays(tmp_path):
+  for kl_coef in (0.0, 0.1):
+    stored, wanted = make_config(kl_coef), make_config(kl_coef)
+    wanted.model.compute_dtype = "bfloat16"
+    check = functools.partial(
+      resume.check_config, stored, wanted, tmp_path, has_outstanding=False
+    )
+    if kl_coef:
+      with pytest.raises(sections.ConfigError, match="holds a reference of"):
+        check()
+    else:
+      assert len(check()) == 1
+
+
+@pytest.mark.slow
+def test_a_run_is_held_to_the_policy_it_began_with(tmp_path):
+  """Over two starts; the metrics are those of the page."""
+  params = jax.tree.map(
+    np.array, tiny.params(model=resolved(make_config(0.1)).model)
+  )
+  for num_steps in (2, 4):
+    config = make_config(0.1, num_steps=num_steps)
+    test_run.start(config, tmp_path, initial_params=params)
+  _, *steps = test_run.lines(tmp_path, "metrics")
+  kl = [line["policy/reference_kl"] for line in steps]
+  assert 0 <= kl[0] < kl[-1]
+  assert all(line["time/reference_s"] > 0 for line in steps)
+  assert not metrics_page.unexplained(set().union(*steps))
+  setup = resolved(config)
+  trainer = assembly.make_trainer(setup, metrics_lib.BusyClock())
+  for step in (2, 4):
+    state, _, _ = checkpoint.restore(
+      tmp_path / "checkpoints", step, trainer.abstract_state()
+    )
+    jax.tree.map(
+      np.testing.assert_array_equal, state.models[REFERENCE].params, params
+    )
+    restored = frozen_base.restore_params(setup, tmp_path, step)
+    jax.tree.map(np.testing.assert_array_equal, restored, state.policy.params)
+    moved = jax.tree.map(
+      lambda x, y: np.abs(x - y).max(), state.policy.params, params
+    )
+    assert max(jax.tree.leaves(moved)) > 1e-4
