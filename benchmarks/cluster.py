@@ -37,6 +37,7 @@ import json
 import multiprocessing
 import os
 import pathlib
+import pickle
 import secrets
 import subprocess
 import sys
@@ -59,12 +60,12 @@ from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.data import prompts
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import fleet as fleet_lib
 from jaxrl_async.rollout import remote
 from jaxrl_async.rollout import wire
-from jaxrl_async.text import tokenizer as tokenizer_lib
 
 _REPLICAS = flags.DEFINE_integer("replicas", 64, "Number of fake replicas.", 1)
 _STEPS = flags.DEFINE_integer("steps", 8, "Train steps that are timed.", 1)
@@ -119,16 +120,17 @@ class Scored(service_lib.ScoreHandle):
 
 
 class Rewards(service_lib.RewardService):
-  """Scores without processes."""
+  """Scores without processes, but packs what they would get."""
 
   def __init__(self):
     pass
 
   def submit(
-    self, item: dict[str, Any], completions: Sequence[types.Completion]
+    self, item: dict[str, Any], trajectories: Sequence[types.Trajectory]
   ) -> service_lib.ScoreHandle:
     """Return scores at once."""
-    return Scored(len(completions))
+    pickle.dumps((item, completion_lib.pack(trajectories)))
+    return Scored(len(trajectories))
 
 
 class TimedFleet(fleet_lib.Fleet):
@@ -227,7 +229,6 @@ def measure(directory: pathlib.Path) -> dict[str, float]:
       buffer=buffer,
       rewards=Rewards(),
       ledger=ledger,
-      tokenizer=tokenizer_lib.character_level(),
       busy=busy,
     ),
     lambda place: FakeHandle(ray, hosts[place % _HOSTS.value], place),

@@ -161,7 +161,7 @@ class Trajectory:
   @property
   def num_completion_tokens(self) -> int:
     """Number of tokens that the policy generated. The ledger counts these."""
-    return int(self.loss_mask.sum())
+    return int(np.count_nonzero(self.loss_mask))
 
   @property
   def score(self) -> float:

@@ -25,6 +25,7 @@ from jaxrl_async.planning import aot
 from jaxrl_async.planning import memory_estimate
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import wandb_log as wandb_log_lib
+from jaxrl_async.rewards import scoring
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
@@ -33,6 +34,7 @@ from jaxrl_async.run import initial_params
 from jaxrl_async.run import reward_terms
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.storage import config_json
+from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
 from jaxrl_async.training import sft
@@ -157,21 +159,27 @@ def answer_settings(
 
 
 def make_rewards(
-  task: sections.TaskSection, scorer: service_lib.Scorer | None = None
+  task: sections.TaskSection,
+  tokenizer: tokenizer_lib.Tokenizer,
+  scorer: service_lib.Scorer | None = None,
 ) -> service_lib.RewardService:
   """Build the reward service of a run, which scores in processes.
 
   Args:
     task: of the run.
+    tokenizer: of the policy.
     scorer: scores instead of what the task names.
   """
-  return service_lib.RewardService(
-    num_workers=task.reward_workers,
-    terms=reward_terms.of_task(task)
-    if scorer is None
-    else [reward_terms.of_scorer(task, scorer)],
+  scorers = scoring.Scorers(
+    terms=tuple(
+      reward_terms.of_task(task)
+      if scorer is None
+      else [reward_terms.of_scorer(task, scorer)]
+    ),
     answer_prefix=task.answer_prefix,
+    tokenizer=tokenizer,
   )
+  return service_lib.on_this_host(scorers, num_workers=task.reward_workers)
 
 
 def make_wandb_log(

@@ -69,7 +69,7 @@ def evaluate(
   device_checks.check_sharding(setup)
   device_checks.check_weights(setup)
   engine_sizes.fit_slots(setup)
-  rewards = assembly.make_rewards(config.task)
+  rewards = assembly.make_rewards(config.task, tokenizer)
   with contextlib.closing(rewards):
     return evaluation.run(
       plan,

@@ -214,7 +214,9 @@ def _foundation(
     lambda: shutdown.supervisor.has_spawned(ROLLOUT),
   )
   # This comes last because it starts processes, which have to be closed.
-  rewards = assembly.make_rewards(config.task, extensions.scorer)
+  rewards = assembly.make_rewards(
+    config.task, setup.tokenizer, extensions.scorer
+  )
   shutdown.closes(writer.close)
   shutdown.closes(stream.close)
   shutdown.closes(rewards.close, config.run.join_timeout_s)
@@ -408,7 +410,6 @@ def _of_the_loop(
     buffer=base.buffer,
     rewards=base.rewards,
     ledger=ledger,
-    tokenizer=setup.tokenizer,
     busy=base.busy["rollout"],
     episode=extensions.episode,
   )
