@@ -125,8 +125,9 @@ def _and(array: np.ndarray, more: np.ndarray) -> np.ndarray:
 
 def last_completion(trajectory: types.Trajectory) -> np.ndarray:
   """Return a copy of the tokens that the policy generated in the last turn."""
-  mask = trajectory.loss_mask
-  start = len(mask) - int((~mask[::-1]).argmax())
+  # The last False, as a byte: it is called for every turn that ends, and bytes
+  # are searched faster than arrays.
+  start = trajectory.loss_mask.tobytes().rfind(b"\0") + 1
   return trajectory.tokens[start:].copy()
 
 

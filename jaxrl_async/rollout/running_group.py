@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 import dataclasses
 import traceback as traceback_lib
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,8 +28,7 @@ class Failure:
   traceback: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
   """What a replica has reported of a trajectory since its report before.
 
   Attributes:
