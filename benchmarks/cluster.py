@@ -32,6 +32,7 @@ The last line is JSON:
 from collections.abc import Sequence
 from concurrent import futures
 import dataclasses
+import gc
 import importlib
 import json
 import multiprocessing
@@ -378,6 +379,7 @@ def fan_out(directory: pathlib.Path, num_bytes: int) -> dict[str, float]:
 def main(argv: Sequence[str]) -> None:
   """Measure, and print one line of JSON."""
   del argv
+  gc.set_threshold(10_000)  # as in launch/train.py
   os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
   os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
   os.environ["RAY_AUTH_MODE"] = "token"

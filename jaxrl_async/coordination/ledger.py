@@ -205,9 +205,7 @@ def _describe(group: types.RolloutGroup) -> dict[str, Any]:
   JSON has no NaN.
   """
   members = group.trajectories
-  versions = np.concatenate(
-    [np.zeros(0, np.int32)] + [t.policy_versions[t.loss_mask] for t in members]
-  )
+  versions = group.written_versions()
   distinct = np.unique(versions)
   counts = [t.num_completion_tokens for t in members]
   rewards = [t.reward for t in members]
