@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import pathlib
-import re
 import signal
 import socket
 import subprocess
@@ -19,6 +18,8 @@ import time
 from typing import IO, Any
 
 from jaxrl_async.cluster import hosts
+from jaxrl_async.cluster import ray_errors
+from jaxrl_async.cluster import ray_rewards
 from jaxrl_async.cluster import replica_process
 from jaxrl_async.cluster import replica_spec
 from jaxrl_async.config import sections
@@ -32,9 +33,7 @@ _NAMESPACE = "jaxrl_async"
 _CONCURRENCY = 16
 _END_S = 20.0
 _CONNECT_S = 10.0
-_LONGEST = 300
 _LOCAL_RAY = "jaxrl_async.cluster.local_ray"
-_LOG_LINE = re.compile(r"^\[.*?\]\s*|\x1b\[[0-9;]*m")
 
 
 def _import_ray() -> Any:
@@ -67,6 +66,7 @@ class Cluster:
     *,
     run_name: str,
     environment: Mapping[str, str],
+    reward_workers: int = 0,
   ):
     """Start Ray on this machine, or connect to the cluster of the section.
 
@@ -74,6 +74,8 @@ class Cluster:
       section: of the config.
       run_name: the same at every start of this run, and of no other one.
       environment: variables for the processes of replicas.
+      reward_workers: processes of each pool that scores, and the cores that Ray
+        reserves for it.
 
     Raises:
       ConfigError: Ray is not installed, does not start or cannot be reached.
@@ -82,6 +84,7 @@ class Cluster:
     self._section = section
     self._run_name = run_name
     self._environment = dict(environment)
+    self._reward_workers = reward_workers
     self._is_own = not section.address
     self._groups: list[Any] = []  # placement groups of TPU slices
     if section.address not in ("", "auto"):
@@ -112,6 +115,7 @@ class Cluster:
     section = self._section
     # Replicas share the cores of this machine if it has too few.
     wanted = section.replicas * section.replica_cpus
+    wanted += section.reward_pools * self._reward_workers
     num_cpus = max(os.cpu_count() or 1, math.ceil(wanted))
     errors = closing.enter_context(tempfile.TemporaryFile("w+"))
     process = subprocess.Popen(
@@ -153,7 +157,7 @@ class Cluster:
       self._ray.exceptions.RayError,
     ) as error:
       raise sections.ConfigError(
-        f"cluster.address: Ray ({where}): {_one_line(error)}"
+        f"cluster.address: Ray ({where}): {ray_errors.one_line(error)}"
       ) from error
 
   def _read_address(
@@ -177,28 +181,39 @@ class Cluster:
     needed = {"CPU": section.replica_cpus, "GPU": section.replica_gpus}
     return {name: float(count) for name, count in needed.items() if count}
 
+  def _most(self, resource: str) -> float:
+    """Return how much of a resource the largest host of the cluster has."""
+    return max(
+      (
+        node["Resources"].get(resource, 0.0)
+        for node in self._ray.nodes()
+        if node["Alive"]
+      ),
+      default=0.0,
+    )
+
   def _check_resources(self) -> None:
-    """Check that the cluster can hold at least one replica.
+    """Check that the cluster can hold at least one replica, and one pool.
 
     Raises:
       ConfigError: it has no such host.
     """
-    needed = self._resources()
-    best = {
-      name: max(
-        (
-          n["Resources"].get(name, 0.0) for n in self._ray.nodes() if n["Alive"]
-        ),
-        default=0.0,
-      )
-      for name in needed
-    }
+    section, needed = self._section, self._resources()
+    best = {name: self._most(name) for name in needed}
     for name, count in needed.items():
       sections.require(
         best[name] >= count,
         f"cluster.replica_{name.lower()}s",
         f"no host of the cluster has {count:g} {name}; the largest has"
         f" {best[name]:g}",
+      )
+    if section.reward_pools:
+      most = self._most("CPU")
+      sections.require(
+        most >= self._reward_workers,
+        "cluster.reward_pools",
+        f"no host of the cluster has {self._reward_workers} CPU"
+        f" (task.reward_workers); the largest has {most:g}",
       )
 
   def check_hosts(
@@ -250,7 +265,7 @@ class Cluster:
           self._ray.get(reference), probe, versions, asked_s
         )
       except self._ray.exceptions.RayError as error:
-        why_not = f"cluster.address: {_one_line(error)}"
+        why_not = f"cluster.address: {ray_errors.one_line(error)}"
       if why_not is not None:
         raise sections.ConfigError(why_not)
     for reference in waiting:
@@ -304,6 +319,11 @@ class Cluster:
       options |= more
     actor = ray.remote(Actor).options(**options).remote()
     return RayHandle(ray, actor)
+
+  def launch_rewards(self, place: int) -> ray_rewards.RewardHandle:
+    """Start the process of a pool that scores; any thread may call this."""
+    del place  # all are alike
+    return ray_rewards.launch(self._ray, self._reward_workers)
 
   def close(self) -> None:
     """Disconnect, and end Ray if it was started here."""
@@ -419,14 +439,8 @@ class RayHandle:
         return remote.ReplicaFailed(str(cause))
       return remote.ReplicaFailed(f"{type(cause).__name__}: {cause}")
     if isinstance(error, self._ray.exceptions.RayError):
-      return remote.ReplicaLost(_one_line(error))
+      return remote.ReplicaLost(ray_errors.one_line(error))
     return error
-
-
-def _one_line(error: BaseException) -> str:
-  """Return the text of an error of Ray's, without colours and line breaks."""
-  text = " ".join(_LOG_LINE.sub("", str(error)).split())
-  return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
 
 
 def run_name(workdir: pathlib.Path) -> str:

@@ -68,6 +68,7 @@ _INTEGERS = (
   ),
   (1, 4_096, "cluster.replicas cluster.trainer_processes"),
   (0, 65_536, "cluster.replica_gpus"),
+  (0, 4_096, "cluster.reward_pools"),
   (
     0,
     MAX_INT,

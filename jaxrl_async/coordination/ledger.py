@@ -146,7 +146,7 @@ class Ledger:
   def _add(
     self, group: types.RolloutGroup, fate: types.Fate, **more: Any
   ) -> None:
-    record = _describe(group) | {"fate": fate} | more
+    record = {**_describe(group), "fate": fate, **more}
     if fate is types.Fate.TRAINED:
       oldest = record["policy_version_min"]
       record["staleness_max"] = (

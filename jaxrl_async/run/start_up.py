@@ -29,6 +29,7 @@ from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import profile as profile_lib
 from jaxrl_async.reporting import run_record
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
+from jaxrl_async.rewards import remote_pools
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import rollout_side
@@ -63,6 +64,7 @@ class _Foundation:
       new run.
     engine: of the rollout slice; None if it is in other processes.
     stored: host state of the run in that checkpoint.
+    pools: those of the rewards, if they are on other hosts.
   """
 
   resumed_step: int | None
@@ -77,6 +79,7 @@ class _Foundation:
   source: prompts.PromptSource
   stream: prompts.PromptStream
   rewards: service_lib.RewardService
+  pools: remote_pools.RemotePools | None
   shutdown: shutdown_lib.Shutdown
   front: front_lib.Front | None
 
@@ -151,6 +154,7 @@ def parts(
       setup,
       session,
       trainer=base.trainer,
+      pools=base.pools,
       environment=extensions.replica_environment,
       shutdown=base.shutdown,
     )
@@ -214,9 +218,11 @@ def _foundation(
     lambda: shutdown.supervisor.has_spawned(ROLLOUT),
   )
   # This comes last because it starts processes, which have to be closed.
-  rewards = assembly.make_rewards(
+  scorers = assembly.make_scorers(
     config.task, setup.tokenizer, extensions.scorer
   )
+  pool = assembly.make_reward_pool(config, scorers, note)
+  rewards = service_lib.RewardService(scorers, pool)
   shutdown.closes(writer.close)
   shutdown.closes(stream.close)
   shutdown.closes(rewards.close, config.run.join_timeout_s)
@@ -235,6 +241,7 @@ def _foundation(
     source=source,
     stream=stream,
     rewards=rewards,
+    pools=pool if isinstance(pool, remote_pools.RemotePools) else None,
     shutdown=shutdown,
     front=front,
   )
