@@ -321,8 +321,8 @@ class RemotePools:
     self._note(f"{place} is ready")
     for line in lines if not self._ready.is_set() else ():
       self._note(line)
-    self._ready.set()
     self._collect(place)
+    self._ready.set()
 
   def _collect(self, place: _Place) -> None:
     assert place.handle is not None
