@@ -75,15 +75,14 @@ class RunningGroup:
 
   def trajectory(self, member: int) -> types.Trajectory:
     """Return the trajectory of a member as last reported."""
-    if pieces := self._pieces[member]:
+    if pieces := self._pieces.pop(member, None):
       self._known[member] = joined(self._known[member], pieces)
-      pieces.clear()
     return self._known[member]
 
   def set(self, trajectory: types.Trajectory) -> None:
     """Replace the trajectory of a member, or add the first one."""
     self._known[trajectory.member] = trajectory
-    self._pieces[trajectory.member] = []
+    self._pieces.pop(trajectory.member, None)
 
   def has(self, member: int) -> bool:
     """Return whether the member has a trajectory."""
@@ -109,7 +108,7 @@ class RunningGroup:
       ValueError: there are tokens between what is known and what was reported.
     """
     member = piece.new.member
-    pieces = self._pieces[member]
+    pieces = self._pieces.setdefault(member, [])
     num_known = len(self._known[member].tokens)
     for earlier in pieces:
       num_known += len(earlier.new.tokens)
