@@ -20,13 +20,17 @@ The last line is JSON:
     report_p99_ms                 from taking what one replica says, hundreds of
                                   reports at a time, to the answer
     coordinator_cpu_per_group_ms  CPU time of the coordinator's whole process
-    wall_ratio_vs_local           with --run: time of the RL stage of
+    wall_ratio_vs_local           with --run: time of a step of
                                   configs/quickstart.py with one replica in
-                                  another process, over that in one process
+                                  another process, over that in one process;
+                                  both without the steps that compile
     adopt_idle_s                  with --run: seconds without decoding for each
                                   version, in the former
-    fan_out                       with --weights: by number of processes that
-                                  read one version at once, GB/s of all together
+    fan_out                       with --weights: what it takes processes on one
+                                  machine to adopt one version at once, by their
+                                  number; see benchmarks/fan_out.py
+
+With --replicas=0 there are no fakes, and only the last ones are measured.
 """
 
 from collections.abc import Sequence
@@ -35,7 +39,6 @@ import dataclasses
 import gc
 import importlib
 import json
-import multiprocessing
 import os
 import pathlib
 import pickle
@@ -49,7 +52,9 @@ from typing import Any
 
 from absl import app
 from absl import flags
+from absl import logging
 import fake_replicas
+import fan_out
 import numpy as np
 
 from jaxrl_async import types
@@ -57,7 +62,6 @@ from jaxrl_async.cluster import ray_replicas
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import ledger as ledger_lib
-from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.data import prompts
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.reporting import metrics as metrics_lib
@@ -68,22 +72,26 @@ from jaxrl_async.rollout import fleet as fleet_lib
 from jaxrl_async.rollout import remote
 from jaxrl_async.rollout import wire
 
-_REPLICAS = flags.DEFINE_integer("replicas", 64, "Number of fake replicas.", 1)
+_REPLICAS = flags.DEFINE_integer("replicas", 64, "Number of fake replicas.", 0)
 _STEPS = flags.DEFINE_integer("steps", 8, "Train steps that are timed.", 1)
 _HOSTS = flags.DEFINE_integer("hosts", 2, "Processes of the fakes.", 1)
 _GROUPS = flags.DEFINE_integer("groups_per_step", 512, "Groups a step.", 1)
 _GROUP_SIZE = flags.DEFINE_integer("group_size", 16, "Trajectories a group.", 2)
 _TOKENS = flags.DEFINE_integer("tokens", 128, "Mean tokens a completion.", 2)
 _RUN = flags.DEFINE_bool("run", False, "Compare whole runs, too.")
+_RUN_STEPS = flags.DEFINE_integer("run_steps", 30, "Steps of these runs.", 4)
 _WEIGHTS_MB = flags.DEFINE_integer(
-  "weights", 0, "MB of a version to be read by 1, 2, 4 and 8 processes.", 0
+  "weights", 0, "MB of a version to be read by several processes at once.", 0
+)
+_READERS = flags.DEFINE_list(
+  "readers", ["1", "2", "4"], "Numbers of those processes."
 )
 
 _MAX_STALENESS = 4
 _PROMPT_TOKENS = 32
+_COMPILING_STEPS = 3
+_WARM_START_STEPS = 300
 _DEADLINE_S = 300.0
-_ARRAYS = 32
-_READERS = (1, 2, 4, 8)
 
 
 class Prompts(prompts.PromptStream):
@@ -286,7 +294,7 @@ def measure(directory: pathlib.Path) -> dict[str, float]:
 def compare_runs(directory: pathlib.Path) -> dict[str, float]:
   """Run the quickstart in one process, and with a replica in another."""
   root = pathlib.Path(__file__).parents[1]
-  rl_s, adopt_s = {}, {}
+  step_s, adopt_s = {}, {}
   for kind in ("local", "ray"):
     workdir = directory / kind
     subprocess.run(
@@ -296,103 +304,49 @@ def compare_runs(directory: pathlib.Path) -> dict[str, float]:
         f"--config={root / 'configs' / 'quickstart.py'}",
         f"--workdir={workdir}",
         f"--config.cluster.kind={kind}",
+        f"--config.train.num_steps={_RUN_STEPS.value}",
+        # Enough for solutions of about the usual length.
+        f"--config.warm_start.num_steps={_WARM_START_STEPS}",
         "--config.eval.every=0",
       ],
       check=True,
       stdout=subprocess.DEVNULL,
     )
-    rl_s[kind] = json.loads((workdir / "summary.json").read_text())["rl_s"]
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in lines]
-    adopted = [x["time/adopt_s"] for x in steps if "time/adopt_s" in x]
-    adopt_s[kind] = float(np.mean(adopted))
+    steps = [x for x in map(json.loads, lines) if "time/step_s" in x]
+    steps = steps[_COMPILING_STEPS:]
+    step_s[kind] = float(np.mean([x["time/step_s"] for x in steps]))
+    adopt_s[kind] = float(np.mean([x["time/adopt_s"] for x in steps]))
+    print(kind, f"{step_s[kind]:.3f} s a step", flush=True)
   return {
-    "wall_ratio_vs_local": round(rl_s["ray"] / rl_s["local"], 3),
+    "wall_ratio_vs_local": round(step_s["ray"] / step_s["local"], 3),
     "adopt_idle_s": round(adopt_s["ray"], 4),
   }
-
-
-def _channel(
-  directory: pathlib.Path, incarnation: str, num_bytes: int
-) -> weight_transfer.OrbaxChannel:
-  import jax
-
-  device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  shape = jax.ShapeDtypeStruct(
-    (num_bytes // _ARRAYS // 4,), np.float32, sharding=device
-  )
-  return weight_transfer.OrbaxChannel(
-    directory, incarnation, {str(i): shape for i in range(_ARRAYS)}
-  )
-
-
-def _read(
-  directory: pathlib.Path,
-  incarnation: str,
-  num_bytes: int,
-  barrier: threading.Barrier,
-) -> None:
-  """Adopt the version, at the same time as the other readers."""
-  import jax
-
-  channel = _channel(directory, incarnation, num_bytes)
-  barrier.wait(_DEADLINE_S)
-  adopted = channel.adopt(-1)
-  assert adopted is not None
-  jax.block_until_ready(adopted[0])
-  barrier.wait(_DEADLINE_S)
-
-
-def fan_out(directory: pathlib.Path, num_bytes: int) -> dict[str, float]:
-  """Return GB/s of all readers of a version together, by their number."""
-  incarnation = weight_transfer.new_incarnation()
-  channel = _channel(directory, incarnation, num_bytes)
-  rng = np.random.default_rng(0)
-  size = num_bytes // _ARRAYS // 4
-  channel.publish(
-    {str(i): rng.random(size, np.float32) for i in range(_ARRAYS)}, 0
-  )
-  assert channel.wait_for_version(-1, _DEADLINE_S)
-  context = multiprocessing.get_context("spawn")
-  found = {}
-  for count in _READERS:
-    barrier = context.Barrier(count + 1)
-    readers = [
-      context.Process(
-        target=_read, args=(directory, incarnation, num_bytes, barrier)
-      )
-      for _ in range(count)
-    ]
-    for reader in readers:
-      reader.start()
-    barrier.wait(_DEADLINE_S)
-    start_s = time.perf_counter()
-    barrier.wait(_DEADLINE_S)
-    took_s = time.perf_counter() - start_s
-    for reader in readers:
-      reader.join(_DEADLINE_S)
-    found[str(count)] = round(1e-9 * count * num_bytes / took_s, 3)
-  channel.close()
-  return found
 
 
 def main(argv: Sequence[str]) -> None:
   """Measure, and print one line of JSON."""
   del argv
   gc.set_threshold(10_000)  # as in launch/train.py
+  logging.set_verbosity(logging.WARNING)
   os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+  os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
   os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
   os.environ["RAY_AUTH_MODE"] = "token"
   os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
   os.environ["PYTHONPATH"] = str(pathlib.Path(__file__).parent)
   with tempfile.TemporaryDirectory() as directory:
     path = pathlib.Path(directory)
-    found: dict[str, Any] = dict(measure(path))
+    found: dict[str, Any] = {}
+    if _REPLICAS.value:
+      found |= measure(path)
     if _RUN.value:
       found |= compare_runs(path)
     if _WEIGHTS_MB.value:
-      found["fan_out"] = fan_out(
-        path / "weights", 1_000_000 * _WEIGHTS_MB.value
+      found["fan_out"] = fan_out.measure(
+        path / "weights",
+        1_000_000 * _WEIGHTS_MB.value,
+        [int(count) for count in _READERS.value],
       )
   print(json.dumps(found))
 

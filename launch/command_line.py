@@ -141,6 +141,9 @@ def prepare_ray(config: sections.Config) -> None:
   if config.cluster.kind is not sections.ClusterKind.RAY:
     return
   os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+  # Below `uv run`, Ray would start every worker with `uv run` too, in a copy of
+  # the working directory with an environment of its own.
+  os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
   if config.cluster.address:
     # Without a token, whoever reaches the cluster could run programs there.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -165,12 +168,16 @@ def replica_environment(config: sections.Config) -> dict[str, str]:
     "JAX_COMPILATION_CACHE_DIR": _cache(pathlib.Path(WORKDIR.value).absolute()),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    # For replicas of several processes; `trainer_process` sets the same.
+    "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+    "JAX_ENABLE_PREEMPTION_SERVICE": "false",
   }
   if not config.cluster.replica_gpus and not config.cluster.replica_tpu:
-    mesh = config.mesh
+    devices = config.mesh.rollout_data * config.mesh.rollout_tensor
+    devices //= config.cluster.replica_processes
     found |= {
       "JAX_PLATFORMS": "cpu",
-      "XLA_FLAGS": f"{_HOST_DEVICES}={mesh.rollout_data * mesh.rollout_tensor}",
+      "XLA_FLAGS": f"{_HOST_DEVICES}={devices}",
     }
   return found
 

@@ -20,6 +20,7 @@ from jaxrl_async.cluster import replica_spec
 from jaxrl_async.config import sections
 from jaxrl_async.config.mesh_shape import MeshShape
 from jaxrl_async.coordination import ledger as ledger_lib
+from jaxrl_async.coordination import transfer_directory
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
@@ -167,7 +168,7 @@ class World(worker_world.World):
     weights = tiny.engine_params(0).weights
     target = aot.placed(weights, engine.params_sharding.weights)
     return weight_transfer.OrbaxChannel(
-      self.directory / "weights", weight_transfer.new_incarnation(), target
+      self.directory / "weights", transfer_directory.new_incarnation(), target
     )
 
   def launch(self, place):

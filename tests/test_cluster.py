@@ -136,7 +136,7 @@ def test_a_run_over_three_hosts_loses_none_of_its_groups(hosts):
       )
 
 
-def test_two_processes_train_and_two_replicas_generate(tmp_path):
+def test_two_processes_train_and_replicas_of_two_generate(tmp_path):
   # As below `uv run`: Ray looks for a parent with this command line.
   (tmp_path / "run").write_text('"$@"\nexit $?\n')
   run = subprocess.run(
@@ -151,6 +151,8 @@ def test_two_processes_train_and_two_replicas_generate(tmp_path):
         tmp_path / "work",
         "--config.cluster.trainer_processes=2",
         "--config.cluster.replicas=2",
+        "--config.cluster.replica_processes=2",
+        "--config.mesh.rollout_tensor=2",
         "--config.mesh.train_data=-1",
       )[2:],
     ],

@@ -48,6 +48,15 @@ def test_replicas_elsewhere_leave_all_devices_to_the_trainer():
     (config(address="there"), "cluster.address"),
     (config({"rollout_data": -1}), "mesh.rollout_data"),
     (config(replica_gpus=2), "cluster.replica_gpus"),
+    (config(replica_processes=2), "cluster.replica_processes"),
+    (
+      config({"rollout_data": 2}, replica_processes=2),
+      "cluster.replica_processes",
+    ),
+    (
+      config({"rollout_tensor": 4}, replica_processes=2, replica_gpus=4),
+      "cluster.replica_gpus",
+    ),
     (config(replica_tpu="v9:2x2"), "cluster.replica_tpu"),
     (config(replica_tpu="v5e:2x2"), "cluster.replica_tpu"),
     (

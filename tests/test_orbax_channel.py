@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ import stamped
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import manifest
+from jaxrl_async.storage import pytree_files
+from jaxrl_async.storage import shared_check
 
 
 def _orbax(directory, coalesce=True, incarnation=stamped.INCARNATION, cls=None):
@@ -89,6 +92,87 @@ def test_no_flipped_bit_is_ever_adopted(tmp_path):
         channel.adopt(-1)
     path.write_bytes(whole)
   assert channel.adopt(-1)[1] == 0
+  channel.close()
+
+
+@pytest.fixture
+def num_checks(monkeypatch):
+  """How often digests were computed to check a version, which may be new."""
+  monkeypatch.setattr(shared_check, "_SETTLED_NS", -(10**18))
+  calls = []
+  why_not = manifest._why_not
+
+  def counted(*arguments):
+    calls.append(arguments)
+    return why_not(*arguments)
+
+  monkeypatch.setattr(manifest, "_why_not", counted)
+  return lambda: len(calls)
+
+
+def _data_file(tmp_path, version):
+  root = tmp_path / f"incarnation-{stamped.INCARNATION}" / str(version)
+  files = [path for path in root.rglob("*") if "/d/" in str(path)]
+  return max(files, key=lambda path: path.stat().st_size)
+
+
+def test_readers_of_one_host_check_a_version_once(tmp_path, num_checks):
+  channel = _orbax(tmp_path)
+  stamped.publish_and_wait(channel, 0)
+  for _ in range(3):
+    params, version = _orbax(tmp_path).adopt(-1)
+    stamped.assert_all(params, version)
+  assert num_checks() == 1
+  stamped.publish_and_wait(channel, 1)
+  assert _orbax(tmp_path).adopt(0)[1] == 1
+  assert num_checks() == 2
+  for version in range(2, 6):
+    stamped.publish_and_wait(channel, version)
+  # Removal follows the announcement; that of 4 follows those before it.
+  root = tmp_path / f"incarnation-{stamped.INCARNATION}"
+  assert not list(root.glob("[01]*"))
+  assert channel.adopt(-1)[1] == 5
+  assert list(root.glob("5.*"))
+  channel.close()
+  assert not tmp_path.exists()
+
+
+def test_no_reader_relies_on_a_check_of_other_bytes(tmp_path, num_checks):
+  channel = _orbax(tmp_path)
+  stamped.publish_and_wait(channel, 0)
+  assert channel.adopt(-1)[1] == 0
+  path = _data_file(tmp_path, 0)
+  before, whole = path.stat(), path.read_bytes()
+  time.sleep(0.02)  # a tick of the file system's clock
+  path.write_bytes(bytes(len(whole)))
+  os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+  messages = set()
+  for _ in range(3):
+    with pytest.raises(weight_transfer.WeightTransferError) as raised:
+      _orbax(tmp_path).adopt(-1)
+    messages.add(str(raised.value))
+  assert messages == {f"version 0 is not adopted: {path} is corrupted"}
+  assert num_checks() == 2
+  channel.close()
+
+
+def test_a_version_that_changes_while_it_is_read_is_refused(
+  tmp_path, monkeypatch
+):
+  channel = _orbax(tmp_path)
+  stamped.publish_and_wait(channel, 0)
+  load = pytree_files.load
+
+  def load_and_change(directory, target):
+    loaded = load(directory, target)
+    time.sleep(0.02)  # a tick of the file system's clock
+    path = _data_file(tmp_path, 0)
+    path.write_bytes(path.read_bytes())
+    return loaded
+
+  monkeypatch.setattr(pytree_files, "load", load_and_change)
+  with pytest.raises(weight_transfer.WeightTransferError, match="has changed"):
+    channel.adopt(-1)
   channel.close()
 
 

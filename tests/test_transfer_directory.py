@@ -142,3 +142,28 @@ def test_two_workdirs_share_no_directory_and_another_runs_files_stay(
   other.mkdir()
   start(other, directory=str(tmp_path / "elsewhere"))[1].close()
   assert (first / "incarnation-0").exists()
+
+
+def test_a_reader_that_goes_on_does_not_disturb_the_removal(
+  tmp_path, monkeypatch
+):
+  incarnation = tmp_path / "incarnation-0"
+  transfer_directory.open_incarnation(incarnation).close()
+  late = []
+  rmtree = shutil.rmtree
+
+  def rmtree_beside_a_reader(directory):
+    for path in directory.iterdir():
+      path.unlink()
+    try:
+      (incarnation / "0.checked-here").write_text("")
+    except FileNotFoundError:
+      late.append(incarnation)
+    rmtree(directory)
+
+  monkeypatch.setattr(
+    transfer_directory.shutil, "rmtree", rmtree_beside_a_reader
+  )
+  transfer_directory.remove_leftovers(tmp_path)
+  assert late == [incarnation]
+  assert not tmp_path.exists()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from concurrent import futures
 import contextlib
+import functools
 import hashlib
 import importlib
 import logging
@@ -18,14 +19,10 @@ import time
 from typing import IO, Any
 
 from jaxrl_async.cluster import hosts
-from jaxrl_async.cluster import ray_errors
+from jaxrl_async.cluster import ray_handle
 from jaxrl_async.cluster import ray_rewards
-from jaxrl_async.cluster import replica_process
-from jaxrl_async.cluster import replica_spec
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
-from jaxrl_async.rollout import answers as answers_lib
-from jaxrl_async.rollout import remote
 
 _NAMESPACE = "jaxrl_async"
 # Methods of one actor that may run at a time: an attachment, a collection, an
@@ -42,9 +39,6 @@ def _import_ray() -> Any:
   Raises:
     ConfigError: it is not installed.
   """
-  # Below `uv run`, Ray would start every worker with `uv run` too, in a copy of
-  # the working directory with an environment of its own.
-  os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
   try:
     return importlib.import_module("ray")
   except ImportError as error:
@@ -86,7 +80,8 @@ class Cluster:
     self._environment = dict(environment)
     self._reward_workers = reward_workers
     self._is_own = not section.address
-    self._groups: list[Any] = []  # placement groups of TPU slices
+    self._num_processes = section.replicas * section.replica_processes
+    self._groups: dict[int, Any] = {}  # TPU slices by place
     if section.address not in ("", "auto"):
       _check_answers(section.address)
     with contextlib.ExitStack() as closing:
@@ -114,7 +109,7 @@ class Cluster:
     """
     section = self._section
     # Replicas share the cores of this machine if it has too few.
-    wanted = section.replicas * section.replica_cpus
+    wanted = self._num_processes * section.replica_cpus
     wanted += section.reward_pools * self._reward_workers
     num_cpus = max(os.cpu_count() or 1, math.ceil(wanted))
     errors = closing.enter_context(tempfile.TemporaryFile("w+"))
@@ -157,7 +152,7 @@ class Cluster:
       self._ray.exceptions.RayError,
     ) as error:
       raise sections.ConfigError(
-        f"cluster.address: Ray ({where}): {ray_errors.one_line(error)}"
+        f"cluster.address: Ray ({where}): {ray_handle.one_line(error)}"
       ) from error
 
   def _read_address(
@@ -176,7 +171,7 @@ class Cluster:
       raise RuntimeError(lines[-1] if lines else "it ended at once")
 
   def _resources(self) -> dict[str, float]:
-    """Return what Ray reserves for each replica."""
+    """Return what Ray reserves for each process of a replica."""
     section = self._section
     needed = {"CPU": section.replica_cpus, "GPU": section.replica_gpus}
     return {name: float(count) for name, count in needed.items() if count}
@@ -193,7 +188,7 @@ class Cluster:
     )
 
   def _check_resources(self) -> None:
-    """Check that the cluster can hold at least one replica, and one pool.
+    """Check that the cluster can hold a process of a replica, and a pool.
 
     Raises:
       ConfigError: it has no such host.
@@ -247,7 +242,7 @@ class Cluster:
     }
     task = self._ray.remote(**options)(hosts.facts)
     asked_s = time.time()
-    waiting = [task.remote(probe[0]) for _ in range(self._section.replicas)]
+    waiting = [task.remote(probe[0]) for _ in range(self._num_processes)]
     deadline = supervisor_lib.Deadline(self._section.start_timeout_s)
     done: list[Any] = []
     while not done:
@@ -265,7 +260,7 @@ class Cluster:
           self._ray.get(reference), probe, versions, asked_s
         )
       except self._ray.exceptions.RayError as error:
-        why_not = f"cluster.address: {ray_errors.one_line(error)}"
+        why_not = f"cluster.address: {ray_handle.one_line(error)}"
       if why_not is not None:
         raise sections.ConfigError(why_not)
     for reference in waiting:
@@ -277,7 +272,7 @@ class Cluster:
     free = self._ray.available_resources()
     needed = self._resources()
     parts = [
-      f"{self._section.replicas * count:g} {name} of which the cluster has"
+      f"{self._num_processes * count:g} {name} of which the cluster has"
       f" {total.get(name, 0):g}, {free.get(name, 0):g} of them free"
       for name, count in needed.items()
     ]
@@ -295,30 +290,48 @@ class Cluster:
     except ValueError:
       return None
 
-  def launch(self, place: int) -> "RayHandle":
+  def launch(self, place: int) -> ray_handle.RayHandle:
     """Return the replica of a place, which an earlier start may have made."""
     ray, section = self._ray, self._section
+    handle = functools.partial(
+      ray_handle.RayHandle,
+      ray,
+      num_processes=section.replica_processes,
+      timeout_s=section.start_timeout_s,
+    )
     if (waiting := self._waiting_actor(place)) is not None:
-      return RayHandle(ray, waiting)
+      return handle(waiting)
     options: dict[str, Any] = {
       "num_cpus": section.replica_cpus,
       "num_gpus": section.replica_gpus,
       "max_concurrency": _CONCURRENCY,
       "max_restarts": 0,
-      "name": self._name(place),
       "namespace": _NAMESPACE,
       "runtime_env": {"env_vars": self._environment},
     }
+    name: dict[str, Any] = {}
     if not self._is_own:
-      # It outlives this process, and waits for the next start of the run.
+      # It outlives this process, and waits for the next start of the run, which
+      # finds it by its name. A process that has just ended may still have that
+      # name. Then `attach` says that it is lost.
       options["lifetime"] = "detached"
+      name = {"name": self._name(place), "get_if_exists": True}
+    places: list[dict[str, Any]] = [{}] * section.replica_processes
     if section.replica_tpu:
       tpu_slices = importlib.import_module("jaxrl_async.cluster.tpu_slices")
-      group, more = tpu_slices.reserve(section.replica_tpu)
-      self._groups.append(group)
-      options |= more
-    actor = ray.remote(Actor).options(**options).remote()
-    return RayHandle(ray, actor)
+      if (before := self._groups.pop(place, None)) is not None:
+        before.shutdown()
+      self._groups[place], places = tpu_slices.reserve(
+        section.replica_tpu, len(places)
+      )
+    lead = ray.remote(ray_handle.Actor).options(**options | places[0] | name)
+    follower = ray.remote(ray_handle.Follower)
+    # They end with the first process of the replica, so they need no names.
+    followers = [
+      follower.options(**options | where).remote(section.start_timeout_s)
+      for where in places[1:]
+    ]
+    return handle(lead.remote(), followers)
 
   def launch_rewards(self, place: int) -> ray_rewards.RewardHandle:
     """Start the process of a pool that scores; any thread may call this."""
@@ -327,7 +340,7 @@ class Cluster:
 
   def close(self) -> None:
     """Disconnect, and end Ray if it was started here."""
-    for group in self._groups:
+    for group in self._groups.values():
       group.shutdown()
     self._closing.close()
 
@@ -359,88 +372,6 @@ def _end(process: subprocess.Popen[str]) -> None:
   except subprocess.TimeoutExpired:
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-class Actor(replica_process.ReplicaProcess):
-  """What Ray runs in a process of its own."""
-
-  def __init__(self):
-    """Start; the process ends when nobody calls any more."""
-    super().__init__(on_orphaned=lambda: os._exit(0))
-
-
-class RayHandle:
-  """An actor, as `remote.Handle` describes it."""
-
-  def __init__(self, ray: Any, actor: Any):
-    """Take over an actor."""
-    self._ray = ray
-    self._actor = actor
-    self._deliveries: list[Any] = []
-
-  def attach(
-    self, name: str, spec: replica_spec.ReplicaSpec
-  ) -> futures.Future[None]:
-    """Give the replica a name; see `remote.Handle`."""
-    asked_s = time.time()
-    attached: futures.Future[None] = futures.Future()
-
-    def begin(call: futures.Future) -> None:
-      if (error := call.exception()) is not None:
-        attached.set_exception(self._translated(error))
-        return
-      why_not = hosts.difference(
-        call.result(), spec.probe, spec.versions, asked_s
-      )
-      if why_not is not None:
-        attached.set_exception(remote.ReplicaFailed(why_not))
-        return
-      self._pass_on(self._actor.attach.remote(name, spec), attached)
-
-    self._actor.facts.remote(spec.probe[0]).future().add_done_callback(begin)
-    return attached
-
-  def collect(self) -> futures.Future[Any]:
-    """Return what it says next; see `remote.Handle`."""
-    return self._pass_on(self._actor.collect.remote(), futures.Future())
-
-  def deliver(self, delivery: remote.Delivery) -> None:
-    """Send work; that the process has ended is learnt from `collect`."""
-    self._actor.deliver.remote(delivery)
-
-  def answer(
-    self, questions: remote.Questions
-  ) -> futures.Future[list[answers_lib.Written]]:
-    """Have questions answered; see `remote.Handle`."""
-    return self._pass_on(self._actor.answer.remote(questions), futures.Future())
-
-  def kill(self) -> None:
-    """End the process."""
-    self._ray.kill(self._actor)
-
-  def _pass_on(self, reference: Any, to: futures.Future) -> futures.Future:
-    """Let a future end as the call of an actor ends."""
-
-    def end(call: futures.Future) -> None:
-      error = call.exception()
-      if error is None:
-        to.set_result(call.result())
-      else:
-        to.set_exception(self._translated(error))
-
-    reference.future().add_done_callback(end)
-    return to
-
-  def _translated(self, error: BaseException) -> BaseException:
-    """Return an error of Ray's as one of `remote`."""
-    if isinstance(error, self._ray.exceptions.RayTaskError):
-      cause = getattr(error, "cause", error)
-      if isinstance(cause, remote.ReplicaFailed):
-        return remote.ReplicaFailed(str(cause))
-      return remote.ReplicaFailed(f"{type(cause).__name__}: {cause}")
-    if isinstance(error, self._ray.exceptions.RayError):
-      return remote.ReplicaLost(ray_errors.one_line(error))
-    return error
 
 
 def run_name(workdir: pathlib.Path) -> str:

@@ -4,7 +4,7 @@ from concurrent import futures
 from typing import Any
 
 from jaxrl_async.cluster import hosts
-from jaxrl_async.cluster import ray_errors
+from jaxrl_async.cluster import ray_handle
 from jaxrl_async.cluster import reward_process
 from jaxrl_async.rewards import remote_pools
 from jaxrl_async.rewards import scoring
@@ -89,5 +89,5 @@ class RewardHandle:
         return remote_pools.PoolFailed(str(cause))
       return remote_pools.PoolFailed(f"{type(cause).__name__}: {cause}")
     if isinstance(error, self._ray.exceptions.RayError):
-      return remote_pools.PoolLost(ray_errors.one_line(error))
+      return remote_pools.PoolLost(ray_handle.one_line(error))
     return error

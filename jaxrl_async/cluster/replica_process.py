@@ -16,7 +16,9 @@ import time
 from typing import Any
 
 from jaxrl_async.cluster import hosts
+from jaxrl_async.cluster import led_replica
 from jaxrl_async.cluster import replica_spec
+from jaxrl_async.cluster import replica_world
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
@@ -27,7 +29,7 @@ from jaxrl_async.rollout import replica as replica_lib
 
 _IDLE_S = 0.02
 _LOOK_S = 0.5
-_BASE_TIMEOUT_S = 600.0
+_LOST_S = 2.0
 _MAX_ACTIVITIES = 256
 
 
@@ -68,6 +70,8 @@ class ReplicaProcess:
       tuple[Callable[..., Any], tuple[Any, ...], futures.Future]
     ] = queue.SimpleQueue()
     self._attached: _Attached | None = None
+    self._listener: replica_world.Listener | None = None
+    self._lead: led_replica.Lead | None = None
     self._failure: BaseException | None = None
     self._called_s = time.monotonic()
     self._timeout_s = float("inf")
@@ -81,6 +85,41 @@ class ReplicaProcess:
   def facts(self, probe: pathlib.Path) -> hosts.Facts:
     """Return what the caller has to know before it attaches the replica."""
     return hosts.facts(probe)
+
+  def num_processes(self) -> int:
+    """Return the number of processes of this replica that have met."""
+    listener = self._listener
+    return (
+      1
+      if self._lead is None or listener is None
+      else (listener.invitation.size)
+    )
+
+  def invite(
+    self, host: str, size: int, timeout_s: float
+  ) -> replica_world.Invitation:
+    """Listen for the other processes of the replica; see `Listener`."""
+    self._listener = replica_world.Listener(host, size, timeout_s)
+    return self._listener.invitation
+
+  def meet(self) -> None:
+    """Wait for the other processes, and lead them from now on.
+
+    Raises:
+      ReplicaFailed: JAX could not connect them.
+    """
+    listener = self._listener
+    assert listener is not None
+    try:
+      peers = listener.meet()
+    except RuntimeError as error:
+      raise remote.ReplicaFailed(
+        f"on {socket.gethostname()}: JAX could not connect the processes of a"
+        f" replica: {error}"
+      ) from error
+    self._lead = led_replica.Lead(
+      peers, listener.invitation.size, self._on_follower_failed
+    )
 
   def attach(self, name: str, spec: replica_spec.ReplicaSpec) -> None:
     """Become the replica of this name, and forget everything else.
@@ -170,8 +209,18 @@ class ReplicaProcess:
         f"on {socket.gethostname()}: {type(error).__name__}: {error}"
       )
 
+  def _on_follower_failed(self, error: BaseException) -> None:
+    """End this process with one that has ended, or keep why one will end."""
+    if isinstance(error, replica_world.LostError):
+      self._on_orphaned()
+    self._fail(error)
+
   def _fail(self, error: BaseException) -> None:
     """Keep the error of a thread, for the next call to raise."""
+    if self._lead is not None:
+      # A program also fails if another process has ended. Then this one ends
+      # here, and another replica takes its place.
+      time.sleep(_LOST_S)
     self._failure = error
     if self._attached is not None:
       self._attached.link.wake()
@@ -209,25 +258,24 @@ class ReplicaProcess:
 
   def _attach(self, name: str, spec: replica_spec.ReplicaSpec) -> None:
     before, self._attached = self._attached, None
-    engine = None
+    spec_before = engine = None
     if before is not None:
       before.replica.close(has_failed=False)
-      if before.spec.engine == spec.engine and before.spec.base == spec.base:
-        engine = before.engine
+      spec_before, engine = before.spec, before.engine
     # Frees the cache and the weights before there are others.
     del before
-    is_new = engine is None
-    if engine is None:
-      engine = spec.engine.make()
-    channel, base = spec.channels(engine)
-    if base is not None and is_new:
-      base.wait_for_version(-1, _BASE_TIMEOUT_S)
-      adopted = base.adopt(-1)
-      if adopted is None:
-        raise remote.ReplicaFailed(
-          f"the base of the model did not arrive in {_BASE_TIMEOUT_S:g} s"
-        )
-      engine.hold_base(adopted[0])
+    lead = self._lead
+    if lead is None:
+      engine, channel = replica_spec.engine_and_channel(
+        spec, spec_before, engine
+      )
+    else:
+      lead.attach(spec)
+      engine, channel = replica_spec.engine_and_channel(
+        spec, spec_before, engine, led_replica.LedChannel
+      )
+      assert isinstance(channel, led_replica.LedChannel)
+      channel.lead = lead
     busy = metrics_lib.BusyClock()
     link = remote.RemoteLink(name)
     self._attached = _Attached(
@@ -237,7 +285,7 @@ class ReplicaProcess:
       replica=replica_lib.Replica(
         name,
         link,
-        scheduler_lib.Scheduler(
+        self._scheduler(
           engine,
           kv_on_adopt=spec.kv_on_adopt,
           shared_tokens=spec.shared_tokens,
@@ -248,6 +296,13 @@ class ReplicaProcess:
       ),
       busy=busy,
     )
+
+  def _scheduler(
+    self, engine: engine_lib.Engine, **settings: Any
+  ) -> scheduler_lib.Scheduler:
+    if self._lead is None:
+      return scheduler_lib.Scheduler(engine, **settings)
+    return led_replica.LedScheduler(engine, self._lead, **settings)
 
   def _generate(self, this: _Attached) -> None:
     """Take work, make one step, and sometimes report what is half-written."""

@@ -24,6 +24,8 @@ from jaxrl_async.planning import aot
 from jaxrl_async.rollout import remote
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
+_BASE_TIMEOUT_S = 600.0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightsSpec:
@@ -39,9 +41,13 @@ class WeightsSpec:
   incarnation: str
   shapes: Any
 
-  def channel(self, shardings: Any) -> weight_transfer.OrbaxChannel:
+  def channel(
+    self,
+    shardings: Any,
+    kind: type[weight_transfer.OrbaxChannel] = weight_transfer.OrbaxChannel,
+  ) -> weight_transfer.OrbaxChannel:
     """Return the side of the channel that adopts into these shardings."""
-    return weight_transfer.OrbaxChannel(
+    return kind(
       self.directory, self.incarnation, aot.placed(self.shapes, shardings)
     )
 
@@ -61,17 +67,20 @@ class EngineSpec:
   attention: str
 
   def make(self) -> engine_lib.Engine:
-    """Build the engine on the first devices of this process.
+    """Build the engine on the first devices of this replica.
 
     Raises:
-      ReplicaFailed: there are too few devices.
+      ReplicaFailed: there are too few devices, or too many for all processes of
+        the replica to have a part in it.
     """
     devices = jax.devices()
     needed = self.mesh.num_devices
-    if len(devices) < needed:
+    has_enough = len(devices) >= needed
+    if not has_enough or (jax.process_count() > 1 and len(devices) > needed):
       raise remote.ReplicaFailed(
-        f"mesh.rollout_*: a replica needs {needed} devices, and its process has"
-        f" {len(devices)} ({devices[0].device_kind})"
+        f"mesh.rollout_*: a replica needs {needed} devices, and its"
+        f" {jax.process_count()} processes have {len(devices)}"
+        f" ({devices[0].device_kind})"
       )
     return engine_lib.Engine(
       self.model,
@@ -115,14 +124,43 @@ class ReplicaSpec:
   heartbeat_s: float
   coordinator_timeout_s: float
 
-  def channels(
-    self, engine: engine_lib.Engine
-  ) -> tuple[weight_transfer.OrbaxChannel, weight_transfer.OrbaxChannel | None]:
-    """Return the channel of the versions, and that of the base if any."""
-    shardings = engine.params_sharding.weights
-    if self.base is None:
-      return self.weights.channel(shardings), None
-    return (
-      self.weights.channel(lora_lib.adapters(shardings)),
-      self.base.channel(lora_lib.base(shardings)),
-    )
+
+def engine_and_channel(
+  spec: ReplicaSpec,
+  before: ReplicaSpec | None,
+  engine: engine_lib.Engine | None,
+  kind: type[weight_transfer.OrbaxChannel] = weight_transfer.OrbaxChannel,
+) -> tuple[engine_lib.Engine, weight_transfer.OrbaxChannel]:
+  """Return what a replica is made of, with the base of its model.
+
+  Args:
+    spec: of the replica.
+    before: what the process was attached with before, if it was.
+    engine: that it has from then. It is kept, with all compiled programs, if it
+      would be the same again.
+    kind: of the channel of the versions.
+
+  Raises:
+    ReplicaFailed: the engine does not fit the devices, or the base did not
+      arrive.
+  """
+  is_kept = (
+    engine is not None
+    and before is not None
+    and (before.engine, before.base) == (spec.engine, spec.base)
+  )
+  if engine is None or not is_kept:
+    engine = spec.engine.make()
+  shardings = engine.params_sharding.weights
+  if spec.base is None:
+    return engine, spec.weights.channel(shardings, kind)
+  if not is_kept:
+    base = spec.base.channel(lora_lib.base(shardings))
+    base.wait_for_version(-1, _BASE_TIMEOUT_S)
+    adopted = base.adopt(-1)
+    if adopted is None:
+      raise remote.ReplicaFailed(
+        f"the base of the model did not arrive in {_BASE_TIMEOUT_S:g} s"
+      )
+    engine.hold_base(adopted[0])
+  return engine, spec.weights.channel(lora_lib.adapters(shardings), kind)

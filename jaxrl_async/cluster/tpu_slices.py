@@ -10,17 +10,19 @@ from jaxrl_async.devices import tpu_chips
 _VERSIONS = {"v5e": "v5litepod"}
 
 
-def reserve(name: str) -> tuple[Any, dict[str, Any]]:
+def reserve(name: str, num_hosts: int) -> tuple[Any, list[dict[str, Any]]]:
   """Reserve a slice for one replica.
 
   Args:
     name: such as v5p:2x2x1.
+    num_hosts: that the slice has to have.
 
   Returns:
-    The reservation, which has `shutdown`, and the options of the actor.
+    The reservation, which has `shutdown`, and for each host the options of the
+    actor there.
 
   Raises:
-    ConfigError: the slice has several hosts, which one process cannot use.
+    ConfigError: the slice has another number of hosts.
   """
   tpu = importlib.import_module("ray.util.tpu")
   strategies = importlib.import_module("ray.util.scheduling_strategies")
@@ -29,16 +31,19 @@ def reserve(name: str) -> tuple[Any, dict[str, Any]]:
   group = tpu.slice_placement_group(
     topology=topology, accelerator_version=_VERSIONS.get(version, version)
   )
-  if group.num_hosts != 1:
+  if group.num_hosts != num_hosts:
     group.shutdown()
     raise sections.ConfigError(
-      f"cluster.replica_tpu: {name} has {group.num_hosts} hosts, and a replica"
-      " is one process; use a slice of one host"
+      f"cluster.replica_processes: {num_hosts}, and {name} has"
+      f" {group.num_hosts} hosts, each of which needs one"
     )
-  strategy = strategies.PlacementGroupSchedulingStrategy(
-    placement_group=group.placement_group
-  )
-  return group, {
-    "resources": {"TPU": group.chips_per_host},
-    "scheduling_strategy": strategy,
-  }
+  return group, [
+    {
+      "resources": {"TPU": group.chips_per_host},
+      "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(
+        placement_group=group.placement_group,
+        placement_group_bundle_index=host,
+      ),
+    }
+    for host in range(num_hosts)
+  ]

@@ -66,7 +66,11 @@ _INTEGERS = (
     train.rows_per_microbatch train.max_bad_updates train.vocab_chunk
     run.checkpoint_every run.keep_checkpoints""",
   ),
-  (1, 4_096, "cluster.replicas cluster.trainer_processes"),
+  (
+    1,
+    4_096,
+    "cluster.replicas cluster.replica_processes cluster.trainer_processes",
+  ),
   (0, 65_536, "cluster.replica_gpus"),
   (0, 4_096, "cluster.reward_pools"),
   (

@@ -26,10 +26,14 @@ class ClusterSection:
       "" starts Ray on this machine for the duration of the run.
     replicas: number of rollout replicas. Each has a mesh of its own, with
       `mesh.rollout_*` devices, and `rollout.num_slots` slots.
-    replica_cpus: processor cores that Ray reserves for each replica.
-    replica_gpus: GPUs for each replica. If not 0, they are the devices of its
-      mesh.
-    replica_tpu: TPU slice for each replica, such as v5p:2x2x1; "" is none.
+    replica_processes: number of processes of each replica. Several of them
+      share a mesh that does not fit on one host.
+    replica_cpus: processor cores that Ray reserves for each process of a
+      replica.
+    replica_gpus: GPUs for each process of a replica. If not 0, all of them are
+      the devices of its mesh.
+    replica_tpu: TPU slice for each replica, such as v5p:2x2x1, with a process
+      on each of its hosts; "" is none.
     reward_pools: pools of reward processes on hosts of the cluster, each with
       `task.reward_workers` processes, for which Ray reserves as many cores. 0
       has one such pool on the coordinator's host, without Ray.
@@ -49,6 +53,7 @@ class ClusterSection:
   kind: ClusterKind = ClusterKind.LOCAL
   address: str = ""
   replicas: int = 1
+  replica_processes: int = 1
   replica_cpus: float = 1.0
   replica_gpus: int = 0
   replica_tpu: str = ""

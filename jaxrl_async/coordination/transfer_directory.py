@@ -17,7 +17,9 @@ import hashlib
 import json
 import os
 import pathlib
+import secrets
 import shutil
+import time
 from typing import IO
 
 from jaxrl_async.config import sections
@@ -124,7 +126,9 @@ def remove_leftovers(directory: pathlib.Path) -> None:
   """
   for incarnation in directory.glob("incarnation-*"):
     if not _is_published_to(incarnation):
-      shutil.rmtree(incarnation)
+      # A reader that has not heard of the end can put nothing there any more.
+      removed = incarnation.with_name(f"{incarnation.name}.removed")
+      shutil.rmtree(incarnation.rename(removed))
   if directory.is_dir() and not any(directory.iterdir()):
     directory.rmdir()
 
@@ -140,3 +144,8 @@ def _is_published_to(incarnation: pathlib.Path) -> bool:
     except BlockingIOError:
       return True
   return False
+
+
+def new_incarnation() -> str:
+  """Return an id for this start of the run: a readable time and random bits."""
+  return f"{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(4)}"

@@ -16,13 +16,12 @@ the same device.
 
 import abc
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import contextlib
 import fcntl
 import functools
 import os
 import pathlib
-import secrets
-import shutil
 import subprocess
 import threading
 import time
@@ -33,6 +32,7 @@ import jax
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import transfer_directory
+from jaxrl_async.coordination import version_files
 from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import manifest
@@ -235,8 +235,7 @@ class DirectChannel(WeightChannel):
 class OrbaxChannel(WeightChannel):
   """A channel of versioned Orbax checkpoints in a directory seen by both sides.
 
-      <directory>/incarnation-<id>/<version>/       Orbax's files
-      <directory>/incarnation-<id>/<version>/manifest.json
+      <directory>/incarnation-<id>/<version>/       see `version_files`
       <directory>/incarnation-<id>/newest           symbolic link to a version
 
   Publishing. Orbax writes a version under a temporary name and renames it; then
@@ -259,13 +258,14 @@ class OrbaxChannel(WeightChannel):
   in order.
 
   The first `publish` creates the incarnation and removes those of earlier
-  starts. A process that only adopts neither writes nor removes anything.
+  starts. A process that only adopts removes nothing, and writes nothing but the
+  record by which the readers of one host check a version once.
 
   Several processes. If several processes train, each writes its parts of every
-  version. Process 0 has the channel. It tells the others when to begin (see
-  `write_part`), and seals and announces what Orbax has committed. All begin in
-  the thread that trains, because what several processes do together has one
-  order. So no version is skipped; it waits until the last one is committed.
+  version. Process 0 has the channel. It tells the others when to begin, and
+  seals and announces what Orbax has committed. All begin in the thread that
+  trains, because what several processes do together has one order. So no
+  version is skipped; it waits until the last one is committed.
   """
 
   def __init__(
@@ -281,7 +281,7 @@ class OrbaxChannel(WeightChannel):
 
     Args:
       directory: for this run alone, see `transfer_directory.prepare`.
-      incarnation: id of this start of the run, see `new_incarnation`.
+      incarnation: id of this start of the run.
       target: jax.ShapeDtypeStruct leaves with the rollout shardings.
       coalesce: False at max_staleness 0, where no version may be skipped.
       world: the processes that publish together; None is this one alone.
@@ -310,6 +310,19 @@ class OrbaxChannel(WeightChannel):
     self._raise_failure()
     if self._world.size > 1:
       raise WeightTransferError("one of several processes cannot adopt alone")
+    with self.reading(newer_than) as version:
+      return None if version is None else (self.load(version), version)
+
+  @contextlib.contextmanager
+  def reading(self, newer_than: int) -> Iterator[int | None]:
+    """Keep the newest version from being removed while the block runs.
+
+    Yields:
+      That version, or None if it is not newer than `newer_than`.
+
+    Raises:
+      WeightTransferError: it is announced and not there.
+    """
     while (version := self.newest_version()) > newer_than:
       try:
         lock = open(self._path / str(version) / manifest.NAME, "rb")
@@ -324,8 +337,9 @@ class OrbaxChannel(WeightChannel):
         # The version may have been removed before the lock was taken, but not
         # any more after this check.
         if self.newest_version() == version:
-          return self._load(version), version
-    return None
+          yield version
+          return
+    yield None
 
   def close(self, timeout_s: float = 30.0) -> None:
     with self._changed:
@@ -343,9 +357,8 @@ class OrbaxChannel(WeightChannel):
     self._raise_failure()
 
   def remove(self) -> None:
-    # Another process removes the files, when it sees that its input ends with
-    # this process. Removing them here would be in vain, since other threads may
-    # still be writing.
+    # Another process removes them when it sees that its input ends with this
+    # process. Here it would be in vain: other threads may still be writing.
     self._remover = subprocess.Popen(
       ["sh", "-c", _REMOVE, "sh", self._path, self.directory],
       stdin=subprocess.PIPE,
@@ -412,8 +425,7 @@ class OrbaxChannel(WeightChannel):
     """Save a version, seal it, and point the link at it."""
     directory = self._path / str(version)
     save()()
-    about = {"incarnation": self.incarnation, "version": version}
-    manifest.write(directory, about | {"layout": self._layout})
+    version_files.seal(directory, self._named(version), self._layout)
     incomplete = self._path / "newest.incomplete"
     os.symlink(str(version), incomplete)
     with self._changed:
@@ -430,26 +442,28 @@ class OrbaxChannel(WeightChannel):
           fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
           continue  # It is being read; the next publish tries again.
-        shutil.rmtree(directory)
+        version_files.remove(directory)
       self._announced.remove(version)
 
-  def _load(self, version: int) -> Any:
-    """Read a version whose lock is held, after checking its manifest."""
-    directory = self._path / str(version)
-    expected = {"incarnation": self.incarnation, "version": version}
+  def load(self, version: int) -> Any:
+    """Read a version, after checking its manifest.
+
+    Meanwhile this process or another one holds it, see `reading`.
+
+    Raises:
+      WeightTransferError: it differs from what was published.
+    """
     try:
-      about = manifest.verify(directory)
-      found = {key: about[key] for key in expected}
-      if found != expected:
-        raise WeightTransferError(
-          f"version {version} is not adopted: it is {found}, not {expected}"
-        )
-      pytree_files.check_layout(about["layout"], self._layout)
+      return version_files.read(
+        self._path / str(version), self._named(version), self._target
+      )
     except (manifest.ManifestError, pytree_files.LayoutError) as error:
       raise WeightTransferError(
         f"version {version} is not adopted: {error}"
       ) from error
-    return pytree_files.load(directory, self._target)
+
+  def _named(self, version: int) -> dict[str, Any]:
+    return {"incarnation": self.incarnation, "version": version}
 
   def _raise_failure(self) -> None:
     if isinstance(self._failure, disk.StorageError):
@@ -459,16 +473,6 @@ class OrbaxChannel(WeightChannel):
         f"a version after {self.newest_version()} could not be published: "
         f"{self._failure}"
       ) from self._failure
-
-
-def write_part(path: pathlib.Path, params: Any) -> None:
-  """Begin to write this process's parts of a version that process 0 publishes.
-
-  Args:
-    path: of the version, as process 0 has told.
-    params: the same arrays that process 0 publishes.
-  """
-  pytree_files.save_async(path, pytree_files.named_leaves(params))
 
 
 def make_channel(
@@ -490,11 +494,7 @@ def make_channel(
   """
   if kind == sections.Channel.DIRECT:
     return DirectChannel(target)
+  incarnation = transfer_directory.new_incarnation()
   return OrbaxChannel(
-    directory, new_incarnation(), target, coalesce=coalesce, world=world
+    directory, incarnation, target, coalesce=coalesce, world=world
   )
-
-
-def new_incarnation() -> str:
-  """Return an id for this start of the run: a readable time and random bits."""
-  return f"{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(4)}"

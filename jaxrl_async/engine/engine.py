@@ -122,7 +122,7 @@ class Engine(jetstream_api.Engine):
       rules=rules,
     )
     layout = _cache_layout(sizes, self.attention)
-    replicated = mesh_lib.replicated(mesh)
+    self._replicated = replicated = mesh_lib.replicated(mesh)
     axes = transformer.logical_axes(model, is_stacked=False)
     axes = quantization.logical_axes(axes, weights)
     self.params_sharding = EngineParams(
@@ -245,8 +245,11 @@ class Engine(jetstream_api.Engine):
     """Return the weights of a policy version, placed as the programs expect."""
     if self._base is not None:
       weights = lora_lib.joined(self._base, weights)
-    params = EngineParams(weights=weights, version=np.int32(version))
-    return jax.device_put(params, self.params_sharding)
+    placed = mesh_lib.put(np.array(version, np.int32), self._replicated)
+    if self._replicated.is_fully_addressable:
+      weights = jax.device_put(weights, self.params_sharding.weights)
+    # Between several processes, weights come as they have to be placed.
+    return EngineParams(weights=weights, version=placed)
 
   def init_decode_state(self) -> DecodeState:
     """Return a state with an empty cache and every slot idle."""

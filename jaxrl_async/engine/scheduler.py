@@ -7,12 +7,12 @@ never waits for the host.
 
 The host therefore has to fill slots before it knows which ones are idle, and
 the device chooses the slots. Before each call the host offers prefilled
-sequences for insertion into any slots that are idle on the device. Each
-offered sequence has a ticket. Tickets count up, and the device takes offers in
-the order of their tickets. The tickets in the results of the call show which
-offers were taken. If the host does not know yet whether an offer was taken, it
-repeats the offer before the next call. The device ignores every ticket up to
-the newest one in a slot, because these were taken by earlier calls.
+sequences for insertion into any idle slots. Each offered sequence has a ticket.
+Tickets count up, and the device takes offers in the order of their tickets. The
+tickets in the results of the call show which offers were taken. If the host
+does not know yet whether an offer was taken, it repeats the offer before the
+next call. The device ignores every ticket up to the newest one in a slot,
+because these were taken by earlier calls.
 
 With a cache of pages, a sequence enters when there are pages for its prompt
 (`page_admission`). When a running sequence needs a page and none is left, the
@@ -45,9 +45,8 @@ _NO_TOKENS = np.zeros((0,), np.int32)
 class SchedulerStats:
   """Counts since the start.
 
-  The last two give the occupancy, over the calls during which a sequence waited
-  for a slot: busy_slot_steps is the tokens drawn in them, and
-  waiting_slot_steps is their slots times their steps.
+  The last two give the occupancy over the calls in which a sequence waited for
+  a slot: the tokens drawn in them, and their slots times their steps.
   """
 
   generated_tokens: int = 0
@@ -118,6 +117,10 @@ class Scheduler:
       engine.sizes, steps_ahead=_DEPTH * engine.sizes.decode_steps_per_call
     )
 
+  def fresh(self, busy: metrics_lib.BusyClock) -> "Scheduler":
+    """Return another scheduler for the same engine, without sequences."""
+    return Scheduler(self.engine, busy=busy)
+
   # -- contents -------------------------------------------------------------
 
   @property
@@ -186,8 +189,7 @@ class Scheduler:
   def cancel(self, owner: sequence_lib.Owner) -> int:
     """Forget an owner's sequences and return their number.
 
-    The sequences keep the tokens read so far. Tokens from calls still in flight
-    are discarded.
+    They keep the tokens read so far, and lose those of calls in flight.
     """
     before = len(self.sequences())
     self._waiting = collections.deque(

@@ -358,6 +358,8 @@ class Fleet:
     self._drain(member)
     self._note(f"{member.name} is gone ({why}); it is started again")
     member.state, member.since_s = State.LOST, self._seconds()
+    assert member.handle is not None
+    member.handle.kill()  # it may have other processes
     member.handle = None
 
   def _fail(self, member: _Member, error: remote.ReplicaFailed) -> None:
@@ -370,8 +372,6 @@ class Fleet:
     fewest = min(m.num_failures for m in self._members)
     if fewest >= _MAX_FAILURES or not self._was_ready:
       raise error
-    assert member.handle is not None
-    member.handle.kill()
     self._lose(member, str(error))
 
   def _drain(self, member: _Member) -> None:
@@ -392,8 +392,6 @@ class Fleet:
       # A process that has not started may wait for a free host, however long.
       is_stuck = member.state is State.STARTING and member.is_running
       if is_stuck and silence_s > self._start_timeout_s:
-        assert member.handle is not None
-        member.handle.kill()
         self._lose(member, f"it was not attached in {silence_s:.0f} s")
 
   # -- what replicas say ----------------------------------------------------

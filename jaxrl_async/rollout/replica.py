@@ -207,9 +207,7 @@ class Replica:
       questions: numbers of the questions to answer; None means all of them.
     """
     assert self.params is not None
-    scheduler = scheduler_lib.Scheduler(
-      self.scheduler.engine, busy=metrics_lib.BusyClock()
-    )
+    scheduler = self.scheduler.fresh(metrics_lib.BusyClock())
     scheduler.adopt(self.params, self.version)
     yield from answers_lib.write(
       scheduler,

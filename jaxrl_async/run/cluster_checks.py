@@ -71,11 +71,25 @@ def _check_devices(config: sections.Config) -> None:
       " of their own; give their number",
     )
   needed = mesh.rollout_data * mesh.rollout_tensor
+  processes = section.replica_processes
   sections.require(
-    section.replica_gpus in (0, needed),
+    processes == 1 or mesh.rollout_data == 1,
+    "cluster.replica_processes",
+    f"{processes} share a mesh whose mesh.rollout_data is {mesh.rollout_data};"
+    " make it 1, and use more replicas (cluster.replicas) instead",
+  )
+  sections.require(
+    needed % processes == 0,
+    "cluster.replica_processes",
+    f"{processes} does not divide the {needed} devices of a replica's mesh"
+    " (mesh.rollout_data * rollout_tensor)",
+  )
+  sections.require(
+    section.replica_gpus * processes in (0, needed),
     "cluster.replica_gpus",
-    f"{section.replica_gpus} is not the number of devices of a replica's mesh,"
-    f" {needed} (mesh.rollout_data * rollout_tensor)",
+    f"{section.replica_gpus} for each of {processes} processes is not the"
+    f" number of devices of a replica's mesh, {needed} (mesh.rollout_data *"
+    " rollout_tensor)",
   )
   if not section.replica_tpu:
     return

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.coordination import supervisor as supervisor_lib
-from jaxrl_async.coordination import weight_transfer
+from jaxrl_async.coordination import version_files
 from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import assembly
@@ -117,7 +117,7 @@ class _Follower:
         self._published = trainer.published_base()
       case "write version":
         published, self._published = self._published, None
-        weight_transfer.write_part(pathlib.Path(message["path"]), published)
+        version_files.write_part(pathlib.Path(message["path"]), published)
       case "logprobs":
         trainer.logprobs_of(made)
       case "save":

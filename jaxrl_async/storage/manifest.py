@@ -23,6 +23,8 @@ import os
 import pathlib
 from typing import Any
 
+from jaxrl_async.storage import shared_check
+
 NAME = "manifest.json"
 _BLOCK_BYTES = 2**24
 # Each holds a block in memory.
@@ -56,8 +58,15 @@ def write(
   os.replace(incomplete, directory / NAME)
 
 
-def verify(directory: pathlib.Path) -> dict[str, Any]:
+def verify(
+  directory: pathlib.Path, record: pathlib.Path | None = None
+) -> dict[str, Any]:
   """Check every file, and return what `write` was told about the directory.
+
+  Args:
+    directory: holds the files.
+    record: where the processes of one host share the check of the digests, see
+      `shared_check.once`; None is a check by this process alone.
 
   Raises:
     ManifestError: there is no manifest, or a file was added, lost or changed.
@@ -76,14 +85,28 @@ def verify(directory: pathlib.Path) -> dict[str, Any]:
   for name in sorted(expected.keys() ^ set(found)):
     what = "is missing" if name in expected else "does not belong here"
     raise ManifestError(f"{directory / name} {what}")
-  if "block_bytes" in manifest:
-    digests = _digests(directory, found, manifest["block_bytes"])
-  else:
-    digests = {name: _whole_digest(directory / name) for name in found}
-  for name in found:
-    if digests[name] != expected[name]:
-      raise ManifestError(f"{directory / name} is corrupted")
+  why_not = shared_check.once(
+    record,
+    hashlib.sha256(data).hexdigest(),
+    [directory / name for name in found],
+    lambda: _why_not(directory, manifest),
+  )
+  if why_not:
+    raise ManifestError(why_not)
   return manifest["about"]
+
+
+def _why_not(directory: pathlib.Path, manifest: dict[str, Any]) -> str:
+  """Return which file differs from its digest, or ""."""
+  expected = manifest["files"]
+  if "block_bytes" in manifest:
+    digests = _digests(directory, sorted(expected), manifest["block_bytes"])
+  else:
+    digests = {name: _whole_digest(directory / name) for name in expected}
+  for name in sorted(expected):
+    if digests[name] != expected[name]:
+      return f"{directory / name} is corrupted"
+  return ""
 
 
 def about(directory: pathlib.Path) -> dict[str, Any]:
