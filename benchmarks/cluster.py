@@ -36,10 +36,12 @@ With --replicas=0 there are no fakes, and only the last ones are measured.
 from collections.abc import Sequence
 from concurrent import futures
 import dataclasses
+import gc
 import importlib
 import json
 import os
 import pathlib
+import pickle
 import secrets
 import subprocess
 import sys
@@ -63,12 +65,12 @@ from jaxrl_async.coordination import ledger as ledger_lib
 from jaxrl_async.data import prompts
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import fleet as fleet_lib
 from jaxrl_async.rollout import remote
 from jaxrl_async.rollout import wire
-from jaxrl_async.text import tokenizer as tokenizer_lib
 
 _REPLICAS = flags.DEFINE_integer("replicas", 64, "Number of fake replicas.", 0)
 _STEPS = flags.DEFINE_integer("steps", 8, "Train steps that are timed.", 1)
@@ -127,16 +129,17 @@ class Scored(service_lib.ScoreHandle):
 
 
 class Rewards(service_lib.RewardService):
-  """Scores without processes."""
+  """Scores without processes, but packs what they would get."""
 
   def __init__(self):
     pass
 
   def submit(
-    self, item: dict[str, Any], completions: Sequence[types.Completion]
+    self, item: dict[str, Any], trajectories: Sequence[types.Trajectory]
   ) -> service_lib.ScoreHandle:
     """Return scores at once."""
-    return Scored(len(completions))
+    pickle.dumps((item, completion_lib.pack(trajectories)))
+    return Scored(len(trajectories))
 
 
 class TimedFleet(fleet_lib.Fleet):
@@ -235,7 +238,6 @@ def measure(directory: pathlib.Path) -> dict[str, float]:
       buffer=buffer,
       rewards=Rewards(),
       ledger=ledger,
-      tokenizer=tokenizer_lib.character_level(),
       busy=busy,
     ),
     lambda place: FakeHandle(ray, hosts[place % _HOSTS.value], place),
@@ -325,8 +327,10 @@ def compare_runs(directory: pathlib.Path) -> dict[str, float]:
 def main(argv: Sequence[str]) -> None:
   """Measure, and print one line of JSON."""
   del argv
+  gc.set_threshold(10_000)  # as in launch/train.py
   logging.set_verbosity(logging.WARNING)
   os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+  os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
   os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
   os.environ["RAY_AUTH_MODE"] = "token"
   os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)

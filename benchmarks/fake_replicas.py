@@ -1,6 +1,7 @@
 """Replicas that write random tokens at once, many of them in one process."""
 
 import pathlib
+import random
 
 import numpy as np
 
@@ -22,7 +23,14 @@ class FakeReplica:
     """Create a replica that finds the newest version's number in a file."""
     self.link = remote.RemoteLink(name)
     self._version_file = version_file
-    self._rng = np.random.default_rng(0)
+    self._rng = random.Random(0)
+    # What is written is cut out of these, which costs next to nothing: the
+    # fakes share the machine's cores with the coordinator.
+    longest = 2 * mean_tokens
+    self._tokens = np.arange(2 * longest, dtype=np.int32) % 99
+    self._ones = np.ones(longest, bool)
+    self._zeros = np.zeros(longest, np.float32)
+    self._versions = np.full(longest, -1, np.int32)
     self._mean_tokens = mean_tokens
     self._version = -1
     self._ending: list[tuple[messages.Turn, int]] = []
@@ -32,6 +40,7 @@ class FakeReplica:
     version = int(self._version_file.read_text() or -1)
     if version > self._version:
       self._version = version
+      self._versions = np.full_like(self._versions, version)
       self.link.adopted(
         messages.Adopted(replica=self.link.name, version=version)
       )
@@ -61,7 +70,7 @@ class FakeReplica:
       self._part(turn, half, types.FinishReason.EOS)
       for turn, half in self._ending
     ]
-    halves = [int(self._rng.integers(1, self._mean_tokens)) for _ in work.turns]
+    halves = [self._rng.randrange(1, self._mean_tokens) for _ in work.turns]
     begun = [
       self._part(turn, 0, None, half)
       for turn, half in zip(work.turns, halves, strict=True)
@@ -79,16 +88,17 @@ class FakeReplica:
     reason: types.FinishReason | None,
     count: int = 0,
   ) -> messages.Written:
-    count = count or int(self._rng.integers(1, self._mean_tokens))
+    count = count or self._rng.randrange(1, self._mean_tokens)
+    first = self._rng.randrange(len(self._ones))
     return messages.Written(
       group=turn.admission.index,
       begin=len(turn.trajectory.tokens) + known,
       trajectory=types.Trajectory(
         member=turn.trajectory.member,
-        tokens=self._rng.integers(0, 99, count, np.int32),
-        loss_mask=np.ones(count, bool),
-        behavior_logprobs=np.zeros(count, np.float32),
-        policy_versions=np.full(count, self._version, np.int32),
+        tokens=self._tokens[first : first + count],
+        loss_mask=self._ones[:count],
+        behavior_logprobs=self._zeros[:count],
+        policy_versions=self._versions[:count],
         finish_reason=reason,
       ),
     )

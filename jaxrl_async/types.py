@@ -161,7 +161,7 @@ class Trajectory:
   @property
   def num_completion_tokens(self) -> int:
     """Number of tokens that the policy generated. The ledger counts these."""
-    return int(self.loss_mask.sum())
+    return int(np.count_nonzero(self.loss_mask))
 
   @property
   def score(self) -> float:
@@ -226,3 +226,15 @@ class RolloutGroup:
   def num_completion_tokens(self) -> int:
     """Number of tokens that the policy generated in the whole group."""
     return sum(t.num_completion_tokens for t in self.trajectories)
+
+  def written_versions(self) -> Int[np.ndarray, "C"]:
+    """Return the version of each token that the policy generated.
+
+    The trajectories' tokens come one after the other.
+    """
+    members = self.trajectories
+    if not members:
+      return np.zeros(0, np.int32)
+    # Two long arrays take a third of the time of two short ones a member.
+    versions = np.concatenate([t.policy_versions for t in members])
+    return versions[np.concatenate([t.loss_mask for t in members])]

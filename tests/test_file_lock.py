@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from jaxrl_async.rewards import file_lock
-from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.rewards import scoring
 
 DEADLINE_S = 60.0
 
@@ -25,7 +25,7 @@ def hold(lock, held, release):
 def holder():
   """A lock, the process that holds it, and the pipe that ends that."""
   # As the service does, which comes after this in the same process.
-  multiprocessing.set_forkserver_preload([service_lib._PRELOAD])
+  multiprocessing.set_forkserver_preload([scoring.PRELOAD])
   context = file_lock.ForkServerContext()
   lock = context.RLock()
   (held, tell), (wait, release) = context.Pipe(False), context.Pipe(False)
@@ -58,10 +58,9 @@ def test_a_killed_process_holds_it_no_more(holder):
 
 SERVICE = """
 import _multiprocessing
-import numpy as np
-from jaxrl_async import types
 from jaxrl_async.rewards import service
 from jaxrl_async.rewards import term
+import reward_groups
 import reward_scorers
 
 class None_(_multiprocessing.SemLock):
@@ -71,15 +70,9 @@ class None_(_multiprocessing.SemLock):
 if __name__ == "__main__":
   _multiprocessing.SemLock = None_
   only = term.Term(scorer=reward_scorers.length, timeout_s=5.0, num_retries=0)
-  rewards = service.RewardService(
-    num_workers=2, terms=[only], answer_prefix="="
-  )
+  rewards = service.on_this_host(reward_groups.scorers(only), num_workers=2)
   rewards.warm_up()
-  completion = types.Completion(
-    text="=ab", turns=(), tokens=np.zeros(3, np.int32),
-    finish_reason=types.FinishReason.EOS,
-  )
-  print(rewards.submit({}, [completion]).result()[0].score)
+  print(reward_groups.submit(rewards, {}, ["=ab"]).result()[0].score)
   rewards.close()
 """
 

@@ -146,6 +146,26 @@ def test_a_group_without_a_written_token_has_no_version(tmp_path, open_ledger):
   assert ledger.state().trained_tokens == ledger.state().failed_tokens == 0
 
 
+def test_writers_are_the_runs_of_replica_and_version(tmp_path, open_ledger):
+  rng = np.random.default_rng(3)
+  versions = [rng.integers(3, 6, n).tolist() for n in (6, 1, 0, 9, 9, 5, 9)]
+  group = make_group(0, versions=versions, rewards=[1.0] * len(versions))
+  group.trajectories[4].writers = ()  # of a checkpoint that had none
+  open_ledger().add_filtered(group)
+  expected = []
+  for trajectory, written in zip(group.trajectories, versions, strict=True):
+    names = [name for name, n in trajectory.writers for _ in range(n)]
+    runs = []
+    for name, version in zip(names, written, strict=False):
+      if not runs or runs[-1][:2] != [name, version]:
+        runs.append([name, version, 0])
+      runs[-1][2] += 1
+    expected.append(runs)
+  (line,) = read(tmp_path / "ledger.jsonl")
+  assert line["writers"] == expected
+  assert sum(len(runs) for runs in expected) > 15
+
+
 def test_a_resume_drops_what_came_after_the_checkpoint(tmp_path, open_ledger):
   path = tmp_path / "ledger.jsonl"
   ledger = open_ledger()

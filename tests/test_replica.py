@@ -31,7 +31,7 @@ def make_replica(name, link, channel):
 
 def turn(group=8, trajectory=None, limit=24, **stops):
   if trajectory is None:
-    trajectory = episode_lib.begin(2, tiny.prompt(5))
+    trajectory = episode_lib.First(tiny.prompt(5)).trajectory(2)
   return messages.Turn(
     admission=types.Admission(index=group, birth=0, deadline=1),
     trajectory=trajectory,
@@ -72,10 +72,12 @@ class Script:
   def whole(self, written):
     """What was written, after what was known before."""
     key = written.group, written.trajectory.member
-    known = self.known[key]
+    known, new = self.known[key], written.trajectory
     assert written.begin == len(known.tokens)
     assert len(written.trajectory.tokens) or written.trajectory.finish_reason
-    self.known[key] = running_group.joined(known, written.trajectory, "r")
+    self.known[key] = running_group.joined(
+      known, [running_group.Piece("r", new, new.num_completion_tokens)]
+    )
     return dataclasses.replace(written, trajectory=self.known[key])
 
   def adopted(self, adopted):

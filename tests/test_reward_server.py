@@ -13,6 +13,7 @@ import jax
 from ml_collections import config_dict
 import numpy as np
 import pytest
+import reward_groups
 
 from jaxrl_async import types
 from jaxrl_async.config import sections
@@ -110,7 +111,7 @@ def score(address):
   """Scores completions on a path of the server, in one reward process."""
   services = {}
 
-  def submit(path, item, completions=(COMPLETION,), num_retries=0):
+  def submit(path, item, texts=("1=2",), num_retries=0):
     Handler.asked.clear()
     key = path, num_retries
     if key not in services:
@@ -119,12 +120,10 @@ def score(address):
         timeout_s=0.6,
         num_retries=num_retries,
       )
-      services[key] = service_lib.RewardService(
-        num_workers=1, terms=[term], answer_prefix="="
-      )
+      services[key] = reward_groups.service(term)
       services[key].warm_up()
     start_s = time.monotonic()
-    outcome = services[key].submit(item, completions).result()
+    outcome = reward_groups.submit(services[key], item, texts).result()
     submit.took_s = time.monotonic() - start_s
     return outcome
 
@@ -136,7 +135,7 @@ def score(address):
 
 def test_a_group_is_one_request_with_everything_a_function_would_see(score):
   item = {"question": "1+1", "metadata": {"at": (1, 2), "kind": complex(1, 2)}}
-  rewards = score("lengths?a=b", item, [COMPLETION] * 3)
+  rewards = score("lengths?a=b", item, ["1=2"] * 3)
   assert [reward.score for reward in rewards] == [1.0, 1.0, 1.0]
   (asked,) = Handler.asked
   assert asked["item"] == {
@@ -148,7 +147,7 @@ def test_a_group_is_one_request_with_everything_a_function_would_see(score):
       "text": "1=2",
       "answer": "2",
       "turns": [{"prompt": "Q", "completion": "1=2", "num_tokens": 3}],
-      "tokens": [0, 1, 2],
+      "tokens": reward_groups.TOKENIZER.encode("1=2").tolist(),
       "finish_reason": "eos",
     }
   ]

@@ -8,6 +8,7 @@ import metrics_page
 from ml_collections import config_dict
 import numpy as np
 import pytest
+import reward_groups
 import reward_scorers
 
 from jaxrl_async import types
@@ -48,9 +49,7 @@ def make_service():
   made = []
 
   def make(*terms):
-    made.append(
-      service_lib.RewardService(num_workers=1, terms=terms, answer_prefix="=")
-    )
+    made.append(reward_groups.service(*terms))
     made[-1].warm_up()
     return made[-1]
 
@@ -112,7 +111,7 @@ def test_terms_are_scored_in_processes_with_limits_and_counters_of_their_own(
     make_term(reward_scorers.fails_first, name="late", num_retries=1),
   )
   item = {"path": str(tmp_path / "tried")}
-  rewards = service.submit(item, [completion("=abc"), completion("=", 3)])
+  rewards = reward_groups.submit(service, item, ["=abc", "=aa"])
   assert rewards.result() == [
     types.Reward(
       score=0.5 * 3 - 1.0 + 1.0,
@@ -120,9 +119,9 @@ def test_terms_are_scored_in_processes_with_limits_and_counters_of_their_own(
       answer="abc",
     ),
     types.Reward(
-      score=-0.5 + 1.0,
-      parts={"length": 0.0, "overlong": -0.5, "late": 1.0},
-      answer="",
+      score=0.5 * 2 - 0.5 + 1.0,
+      parts={"length": 2.0, "overlong": -0.5, "late": 1.0},
+      answer="aa",
     ),
   ]
   metrics = service.metrics()
@@ -140,7 +139,7 @@ def test_a_term_that_fails_for_good_fails_the_group_and_is_named(make_service):
     make_term(reward_scorers.hangs, name="slow", timeout_s=0.2, num_retries=1),
     make_term(reward_scorers.raises, name="bad", num_retries=2),
   )
-  failure = service.submit({}, [completion("=a")]).result()
+  failure = reward_groups.submit(service, {}, ["=a"]).result()
   assert isinstance(failure, service_lib.RewardFailure)
   assert failure.reason == (
     "timeout: a score took longer than 0.2 s (reward slow)"
@@ -168,7 +167,7 @@ def test_a_term_scores_the_items_of_its_sources_only(make_service):
     make_term(name="a", sources=("first", "third")),
     make_term(reward_scorers.raises, name="b", sources=("second",)),
   )
-  said = [completion("=ab")]
+  said = [reward_groups.trajectory("Q", "=ab")]
   (reward,) = service.submit({"source": "third"}, said).result()
   assert (reward.score, reward.parts) == (2.0, {"a": 2.0})
   failure = service.submit({"source": "second"}, said).result()

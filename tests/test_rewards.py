@@ -6,17 +6,20 @@ import sys
 
 import numpy as np
 import pytest
+import reward_groups
+from reward_groups import TOKENIZER
+from reward_groups import submit
+from reward_groups import trajectory
 import reward_scorers
 
 from jaxrl_async import types
 from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import extraction
+from jaxrl_async.rewards import pool as pool_lib
 from jaxrl_async.rewards import reasoning
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rewards import term as term_lib
-from jaxrl_async.text import tokenizer as tokenizer_lib
 
-TOKENIZER = tokenizer_lib.character_level()
 PARAMS = {"min_terms": 3, "max_terms": 6, "min_digits": 1, "max_digits": 1}
 
 
@@ -39,32 +42,6 @@ def test_the_answer_follows_the_last_prefix_up_to_the_end_of_its_line(
   assert extraction.extract_answer(completion, prefix) == answer
 
 
-def trajectory(*turns):
-  """Prompts and completions in turn, a token a character."""
-  tokens = [TOKENIZER.encode(text) for text in turns]
-  mask = [np.full(len(x), i % 2 == 1) for i, x in enumerate(tokens)]
-  tokens, mask = np.concatenate(tokens), np.concatenate(mask)
-  return types.Trajectory(
-    member=0,
-    tokens=tokens,
-    loss_mask=mask,
-    behavior_logprobs=np.zeros(len(tokens), np.float32),
-    policy_versions=np.where(mask, 0, -1),
-    finish_reason=types.FinishReason.EOS,
-  )
-
-
-def submit(service, item, texts):
-  """Has these completions of a prompt scored."""
-  return service.submit(
-    item,
-    [
-      completion_lib.of_trajectory(trajectory("Q", text), TOKENIZER)
-      for text in texts
-    ],
-  )
-
-
 def scores(handle):
   """The scores of a group that could be scored."""
   return [reward.score for reward in handle.result()]
@@ -79,9 +56,7 @@ def one_term_service(scorer, *, timeout_s, num_retries=0):
   term = term_lib.Term(
     scorer=scorer, timeout_s=timeout_s, num_retries=num_retries
   )
-  return service_lib.RewardService(
-    num_workers=1, terms=[term], answer_prefix="="
-  )
+  return reward_groups.service(term)
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +261,7 @@ def test_scores_come_in_the_order_of_the_completions(make_service):
     ("returns_text", "error: the scorer returned 'very good', no number", ""),
     ("hangs", "timeout: a score took longer than 0.3 s", "time.sleep(60)"),
     ("hangs_and_swallows", "timeout: a score took longer than 0.3 s", ""),
-    ("hangs_in_c", service_lib._KILLED, ""),
+    ("hangs_in_c", pool_lib._KILLED, ""),
   ],
 )
 def test_a_reward_that_misbehaves_is_a_failure_with_its_reason(
@@ -332,7 +307,7 @@ def test_a_pool_that_broke_is_replaced(make_service):
   assert scores(submit(service, {}, ["=a"])) == [1.0]
   # As the kernel does when memory runs out, while the process is idle.
   for process in list(
-    service._pool._pool_manager.worker_manager.workers.values()
+    service._pool._pool._pool_manager.worker_manager.workers.values()
   ):
     process.kill()
     process.join(10)
@@ -357,27 +332,18 @@ def test_a_closed_service_says_so():
 
 MAIN = """
 import jax
-import numpy as np
 import sys
-from jaxrl_async import types
-from jaxrl_async.rewards import service
 from jaxrl_async.rewards import term
+import reward_groups
 import reward_scorers
 
 if __name__ == "__main__":
   assert "jax" in sys.modules and "reasoning_gym" not in sys.modules
-  only = term.Term(
-    scorer=reward_scorers.reports_jax, timeout_s=5.0, num_retries=0
-  )
-  rewards = service.RewardService(
-    num_workers=1, terms=[only], answer_prefix="="
+  rewards = reward_groups.service(
+    term.Term(scorer=reward_scorers.reports_jax, timeout_s=5.0, num_retries=0)
   )
   rewards.warm_up()
-  completion = types.Completion(
-    text="=a", turns=(), tokens=np.zeros(2, np.int32),
-    finish_reason=types.FinishReason.EOS,
-  )
-  print(rewards.submit({}, [completion]).result()[0].score)
+  print(reward_groups.submit(rewards, {}, ["=a"]).result()[0].score)
   rewards.close()
 else:
   print("the main script was run again in", __name__)

@@ -21,7 +21,9 @@ from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
 from jaxrl_async.models.attention import reference
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.training import packing
 from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
@@ -399,17 +401,23 @@ class Score(service_lib.ScoreHandle):
 class Rewards(service_lib.RewardService):
   """Scores in this thread, by a function of (item, completions).
 
+  Tokens are those of the character-level tokenizer.
+
   Its scores may be numbers or rewards. It keeps what was submitted; a handle is
   done after `num_polls` polls.
   """
 
   def __init__(self, score=None, num_polls=0):
     self.submitted = []
+    self._tokenizer = tokenizer_lib.character_level()
     self._score_group = score or (lambda item, texts: [*range(len(texts))])
     self._num_polls = num_polls
 
-  def submit(self, item, completions):
-    self.submitted.append((item, list(completions)))
+  def submit(self, item, trajectories):
+    completions = completion_lib.of_group(
+      completion_lib.pack(trajectories), self._tokenizer
+    )
+    self.submitted.append((item, completions))
     outcome = self._score_group(item, completions)
     if not isinstance(outcome, service_lib.RewardFailure):
       outcome = [reward(score) for score in outcome]

@@ -82,7 +82,6 @@ class World:
       buffer=self.buffer,
       rewards=self.rewards,
       ledger=self.ledger,
-      tokenizer=tokenizer_lib.character_level(),
       busy=metrics_lib.BusyClock(),
       episode=episode,
     )

@@ -44,14 +44,14 @@ class Facts:
   time_s: float
 
 
-def facts(probe: pathlib.Path) -> Facts:
+def facts(probe: pathlib.Path | None = None) -> Facts:
   """Return the facts about this process.
 
   Args:
-    probe: a file that the other process has written.
+    probe: a file that the other process has written; None if it has not.
   """
   try:
-    content = probe.read_text()
+    content = None if probe is None else probe.read_text()
   except OSError:
     content = None
   return Facts(
@@ -80,16 +80,8 @@ def difference(
   Returns:
     None if it can.
   """
-  differing = [
-    f"{name} {found.versions.get(name)} instead of {version}"
-    for name, version in expected.items()
-    if found.versions.get(name) != version
-  ]
-  if differing:
-    return (
-      f"cluster: {found.host} has {', '.join(differing)}; install the same"
-      " versions on all hosts"
-    )
+  if (differing := version_difference(found, expected)) is not None:
+    return differing
   ahead_s = max(0.0, found.time_s - time.time())
   behind_s = max(0.0, asked_s - found.time_s)
   if max(ahead_s, behind_s) > MAX_CLOCK_S:
@@ -101,3 +93,18 @@ def difference(
   if found.probe != content:
     return _NOT_SHARED.format(directory=path.parent, host=found.host)
   return None
+
+
+def version_difference(found: Facts, expected: dict[str, str]) -> str | None:
+  """Return in one line which versions differ, or None if none does."""
+  differing = [
+    f"{name} {found.versions.get(name)} instead of {version}"
+    for name, version in expected.items()
+    if found.versions.get(name) != version
+  ]
+  if not differing:
+    return None
+  return (
+    f"cluster: {found.host} has {', '.join(differing)}; install the same"
+    " versions on all hosts"
+  )

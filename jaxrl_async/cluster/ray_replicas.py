@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from jaxrl_async.cluster import hosts
 from jaxrl_async.cluster import ray_handle
+from jaxrl_async.cluster import ray_rewards
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
 
@@ -59,6 +60,7 @@ class Cluster:
     *,
     run_name: str,
     environment: Mapping[str, str],
+    reward_workers: int = 0,
   ):
     """Start Ray on this machine, or connect to the cluster of the section.
 
@@ -66,6 +68,8 @@ class Cluster:
       section: of the config.
       run_name: the same at every start of this run, and of no other one.
       environment: variables for the processes of replicas.
+      reward_workers: processes of each pool that scores, and the cores that Ray
+        reserves for it.
 
     Raises:
       ConfigError: Ray is not installed, does not start or cannot be reached.
@@ -74,6 +78,7 @@ class Cluster:
     self._section = section
     self._run_name = run_name
     self._environment = dict(environment)
+    self._reward_workers = reward_workers
     self._is_own = not section.address
     self._num_processes = section.replicas * section.replica_processes
     self._groups: dict[int, Any] = {}  # TPU slices by place
@@ -105,6 +110,7 @@ class Cluster:
     section = self._section
     # Replicas share the cores of this machine if it has too few.
     wanted = self._num_processes * section.replica_cpus
+    wanted += section.reward_pools * self._reward_workers
     num_cpus = max(os.cpu_count() or 1, math.ceil(wanted))
     errors = closing.enter_context(tempfile.TemporaryFile("w+"))
     process = subprocess.Popen(
@@ -170,28 +176,39 @@ class Cluster:
     needed = {"CPU": section.replica_cpus, "GPU": section.replica_gpus}
     return {name: float(count) for name, count in needed.items() if count}
 
+  def _most(self, resource: str) -> float:
+    """Return how much of a resource the largest host of the cluster has."""
+    return max(
+      (
+        node["Resources"].get(resource, 0.0)
+        for node in self._ray.nodes()
+        if node["Alive"]
+      ),
+      default=0.0,
+    )
+
   def _check_resources(self) -> None:
-    """Check that the cluster can hold at least one process of a replica.
+    """Check that the cluster can hold a process of a replica, and a pool.
 
     Raises:
       ConfigError: it has no such host.
     """
-    needed = self._resources()
-    best = {
-      name: max(
-        (
-          n["Resources"].get(name, 0.0) for n in self._ray.nodes() if n["Alive"]
-        ),
-        default=0.0,
-      )
-      for name in needed
-    }
+    section, needed = self._section, self._resources()
+    best = {name: self._most(name) for name in needed}
     for name, count in needed.items():
       sections.require(
         best[name] >= count,
         f"cluster.replica_{name.lower()}s",
         f"no host of the cluster has {count:g} {name}; the largest has"
         f" {best[name]:g}",
+      )
+    if section.reward_pools:
+      most = self._most("CPU")
+      sections.require(
+        most >= self._reward_workers,
+        "cluster.reward_pools",
+        f"no host of the cluster has {self._reward_workers} CPU"
+        f" (task.reward_workers); the largest has {most:g}",
       )
 
   def check_hosts(
@@ -315,6 +332,11 @@ class Cluster:
       for where in places[1:]
     ]
     return handle(lead.remote(), followers)
+
+  def launch_rewards(self, place: int) -> ray_rewards.RewardHandle:
+    """Start the process of a pool that scores; any thread may call this."""
+    del place  # all are alike
+    return ray_rewards.launch(self._ray, self._reward_workers)
 
   def close(self) -> None:
     """Disconnect, and end Ray if it was started here."""

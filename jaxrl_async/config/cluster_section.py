@@ -34,10 +34,14 @@ class ClusterSection:
       the devices of its mesh.
     replica_tpu: TPU slice for each replica, such as v5p:2x2x1, with a process
       on each of its hosts; "" is none.
+    reward_pools: pools of reward processes on hosts of the cluster, each with
+      `task.reward_workers` processes, for which Ray reserves as many cores. 0
+      has one such pool on the coordinator's host, without Ray.
     replica_timeout_s: a replica that has said nothing for so long loses its
-      groups, which another replica continues.
+      groups, which another replica continues. A pool that scores loses its
+      groups likewise.
     start_timeout_s: a replica has to be ready after this many seconds, and the
-      run needs at least one.
+      run needs at least one. So does a pool that scores.
     report_every_s: seconds between two reports of what is half-written. It is
       what is lost with a replica.
     coordinator_timeout_s: replicas wait so long for a coordinator that has
@@ -53,6 +57,7 @@ class ClusterSection:
   replica_cpus: float = 1.0
   replica_gpus: int = 0
   replica_tpu: str = ""
+  reward_pools: int = 0
   replica_timeout_s: float = 60.0
   start_timeout_s: float = 300.0
   report_every_s: float = 2.0

@@ -283,13 +283,12 @@ class Buffer:
 
     This is also allowed after `close`.
     """
-    for trajectory in group.trajectories:
-      versions = trajectory.policy_versions[trajectory.loss_mask]
-      if versions.size and versions.min() < group.admission.birth:
-        raise ValueError(
-          f"group {group.index}, born at version {group.admission.birth}, has"
-          f" a token of version {versions.min()}"
-        )
+    versions = group.written_versions()
+    if versions.size and versions.min() < group.admission.birth:
+      raise ValueError(
+        f"group {group.index}, born at version {group.admission.birth}, has a"
+        f" token of version {versions.min()}"
+      )
     with self._condition:
       admission = self._get_running(group.index)
       if group.admission != admission:

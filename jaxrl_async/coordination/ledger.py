@@ -8,7 +8,8 @@ Tokens in flight belong to groups that have not ended. The rollout worker counts
 the generated tokens. The ledger counts the trained, filtered and failed ones.
 """
 
-from collections.abc import Callable
+import bisect
+from collections.abc import Callable, Sequence
 import dataclasses
 import itertools
 import json
@@ -17,10 +18,13 @@ import os
 import threading
 from typing import Any
 
+from jaxtyping import Int
 import numpy as np
 
 from jaxrl_async import types
 from jaxrl_async.storage import disk
+
+_ENCODER = json.JSONEncoder(allow_nan=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,13 +114,8 @@ class Ledger:
       skipped_update: whether an update of the step was skipped because its loss
         or gradient was not finite.
     """
-    versions = _versions(group)
     self._add(
-      group,
-      types.Fate.TRAINED,
-      step=step,
-      staleness_max=step - int(versions[0]) if versions.size else None,
-      skipped_update=skipped_update,
+      group, types.Fate.TRAINED, step=step, skipped_update=skipped_update
     )
 
   def add_filtered(self, group: types.RolloutGroup) -> None:
@@ -147,35 +146,52 @@ class Ledger:
   def _add(
     self, group: types.RolloutGroup, fate: types.Fate, **more: Any
   ) -> None:
-    record = _describe(group) | {"fate": fate} | more
-    line = json.dumps(record, allow_nan=False).encode() + b"\n"
+    record = {**_describe(group), "fate": fate, **more}
+    if fate is types.Fate.TRAINED:
+      oldest = record["policy_version_min"]
+      record["staleness_max"] = (
+        None if oldest is None else more["step"] - oldest
+      )
+    line = _ENCODER.encode(record).encode() + b"\n"
     total = f"{fate}_tokens"
+    num_tokens = sum(record["num_completion_tokens"])
     with self._lock:
       self._file.append(line)
       self._state = dataclasses.replace(
         self._state,
         offset_bytes=self._state.offset_bytes + len(line),
-        **{total: getattr(self._state, total) + group.num_completion_tokens},
+        **{total: getattr(self._state, total) + num_tokens},
       )
 
 
-def _versions(group: types.RolloutGroup) -> np.ndarray:
-  """Return the distinct versions that wrote the group's tokens, ascending."""
-  written = [t.policy_versions[t.loss_mask] for t in group.trajectories]
-  return np.unique(np.concatenate(written)) if written else np.zeros(0, int)
+def _writers(
+  trajectories: Sequence[types.Trajectory],
+  nums_tokens: Sequence[int],
+  versions: Int[np.ndarray, "C"],
+) -> list[list[tuple[str, int, int]]]:
+  """Return replica, version and number of tokens of each run of tokens.
 
-
-def _writers(trajectory: types.Trajectory) -> list[tuple[str, int, int]]:
-  """Return replica, version and number of tokens of each run of tokens."""
-  versions = trajectory.policy_versions[trajectory.loss_mask]
-  found, at = [], 0
-  for replica, count in trajectory.writers:
-    part = versions[at : at + count]
-    edges = [0, *(np.flatnonzero(np.diff(part)) + 1).tolist(), len(part)]
-    found += [
-      (replica, int(part[a]), b - a) for a, b in itertools.pairwise(edges)
-    ]
-    at += count
+  Args:
+    trajectories: of a group.
+    nums_tokens: how many tokens of each the policy generated.
+    versions: that wrote their tokens, those of all trajectories end to end.
+  """
+  edges = (np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist()
+  found, first = [], 0
+  for trajectory, num_tokens in zip(trajectories, nums_tokens, strict=True):
+    start, runs = first, []
+    for replica, count in trajectory.writers:
+      end = start + count
+      inside = edges[
+        bisect.bisect(edges, start) : bisect.bisect_left(edges, end)
+      ]
+      runs += [
+        (replica, int(versions[a]), b - a)
+        for a, b in itertools.pairwise([start, *inside, end])
+      ]
+      start = end
+    first += num_tokens
+    found.append(runs)
   return found
 
 
@@ -188,23 +204,24 @@ def _describe(group: types.RolloutGroup) -> dict[str, Any]:
   part. A reward that is missing or not finite becomes null, because
   JSON has no NaN.
   """
-  versions = _versions(group)
-  rewards = [t.reward for t in group.trajectories]
+  members = group.trajectories
+  versions = group.written_versions()
+  distinct = np.unique(versions)
+  counts = [t.num_completion_tokens for t in members]
+  rewards = [t.reward for t in members]
   names = dict.fromkeys(name for r in rewards if r for name in r.parts)
   return {
     "index": group.index,
     "prompt_id": group.prompt.prompt_id,
     "birth": group.admission.birth,
     "deadline": group.admission.deadline,
-    "policy_version_min": int(versions[0]) if versions.size else None,
-    "policy_version_max": int(versions[-1]) if versions.size else None,
-    "num_policy_versions": int(versions.size),
+    "policy_version_min": int(distinct[0]) if distinct.size else None,
+    "policy_version_max": int(distinct[-1]) if distinct.size else None,
+    "num_policy_versions": int(distinct.size),
     "num_prompt_tokens": len(group.prompt.tokens),
-    "num_completion_tokens": [
-      t.num_completion_tokens for t in group.trajectories
-    ],
-    "finish_reasons": [t.finish_reason for t in group.trajectories],
-    "writers": [_writers(t) for t in group.trajectories],
+    "num_completion_tokens": counts,
+    "finish_reasons": [t.finish_reason for t in members],
+    "writers": _writers(members, counts, versions),
     "rewards": [_finite(r and r.score) for r in rewards],
     "reward_parts": {
       name: [_finite(r and r.parts.get(name)) for r in rewards]

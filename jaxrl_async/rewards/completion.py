@@ -1,21 +1,59 @@
-"""Conversion of a trajectory to the `Completion` that a scorer gets."""
+"""Conversion of trajectories to the `Completion`s that scorers get.
+
+The coordinator packs the tokens of a group (`pack`), and the process that
+scores the group turns them into text (`of_group`). Text for people is made
+where it is shown, with `of_trajectory`.
+"""
 
 from collections.abc import Callable, Sequence
+import dataclasses
 
+from jaxtyping import Bool, Int32
 import numpy as np
 
 from jaxrl_async.text import tokenizer as tokenizer_lib
-from jaxrl_async.types import Completion, Trajectory, Turn
+from jaxrl_async.types import Completion, FinishReason, Trajectory, Turn
 
 
-def of_group(
-  trajectories: Sequence[Trajectory], tokenizer: tokenizer_lib.Tokenizer
-) -> list[Completion]:
-  """Decode the finished trajectories of a group, most of whose prompts agree.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Unscored:
+  """N finished trajectories with T tokens in all, end to end.
+
+  Attributes:
+    lengths: number of tokens of each trajectory.
+    loss_mask: True for tokens that the policy generated.
+  """
+
+  lengths: tuple[int, ...]
+  finish_reasons: tuple[FinishReason, ...]
+  tokens: Int32[np.ndarray, "T"]
+  loss_mask: Bool[np.ndarray, "T"]
+
+
+def pack(trajectories: Sequence[Trajectory]) -> Unscored:
+  """Return what scorers are shown of these trajectories.
 
   Raises:
     ValueError: a trajectory has not ended.
   """
+  reasons = []
+  for trajectory in trajectories:
+    if trajectory.finish_reason is None:
+      raise ValueError(f"trajectory {trajectory.member} has not ended")
+    reasons.append(trajectory.finish_reason)
+  empty = np.zeros(0, np.int32), np.zeros(0, bool)
+  return Unscored(
+    lengths=tuple([len(t.tokens) for t in trajectories]),
+    finish_reasons=tuple(reasons),
+    tokens=np.concatenate([empty[0], *[t.tokens for t in trajectories]]),
+    loss_mask=np.concatenate([empty[1], *[t.loss_mask for t in trajectories]]),
+  )
+
+
+def of_group(
+  unscored: Unscored, tokenizer: tokenizer_lib.Tokenizer
+) -> list[Completion]:
+  """Decode the trajectories of a group, most of whose prompts agree."""
   prompts: dict[bytes, str] = {}
 
   def of_prompt(tokens: np.ndarray) -> str:
@@ -24,13 +62,21 @@ def of_group(
       prompts[key] = tokenizer.decode(tokens)
     return prompts[key]
 
-  return [_of_trajectory(t, tokenizer, of_prompt) for t in trajectories]
+  found, start = [], 0
+  for length, reason in zip(
+    unscored.lengths, unscored.finish_reasons, strict=True
+  ):
+    part = slice(start, start + length)
+    tokens, mask = unscored.tokens[part], unscored.loss_mask[part]
+    found.append(_completion(tokens, mask, reason, tokenizer, of_prompt))
+    start += length
+  return found
 
 
 def of_trajectory(
   trajectory: Trajectory, tokenizer: tokenizer_lib.Tokenizer
 ) -> Completion:
-  """Decode a finished trajectory. The reward service adds the answer later.
+  """Decode a finished trajectory, without the answer.
 
   A turn is a run of tokens with a False `loss_mask` and the following run of
   tokens with a True one.
@@ -38,17 +84,17 @@ def of_trajectory(
   Raises:
     ValueError: the trajectory has not ended.
   """
-  return _of_trajectory(trajectory, tokenizer, tokenizer.decode)
+  (found,) = of_group(pack([trajectory]), tokenizer)
+  return found
 
 
-def _of_trajectory(
-  trajectory: Trajectory,
+def _completion(
+  tokens: Int32[np.ndarray, "T"],
+  mask: Bool[np.ndarray, "T"],
+  finish_reason: FinishReason,
   tokenizer: tokenizer_lib.Tokenizer,
   of_prompt: Callable[[np.ndarray], str],
 ) -> Completion:
-  if trajectory.finish_reason is None:
-    raise ValueError(f"trajectory {trajectory.member} has not ended")
-  mask, tokens = trajectory.loss_mask, trajectory.tokens
   written = tokens[mask]
   text = tokenizer.decode(written)
   begins = np.flatnonzero(~mask & np.append(True, mask[:-1]))
@@ -71,5 +117,5 @@ def _of_trajectory(
     text=text,
     turns=tuple(turns),
     tokens=written,
-    finish_reason=trajectory.finish_reason,
+    finish_reason=finish_reason,
   )

@@ -4,7 +4,7 @@ Only the fork server imports this module. It does three things once, so that
 each reward process starts within milliseconds. That includes a process which
 replaces one that hung.
 
-- It imports reasoning-gym.
+- It imports reasoning-gym, and what turns tokens into text.
 - It ignores Ctrl-C and hangups, which a terminal sends to all processes of a
   run. Only the main process handles them; the others end when it ends.
 - It keeps `multiprocessing` from running the parent's main script again in each
@@ -17,6 +17,7 @@ import signal
 from typing import Any
 
 from jaxrl_async.rewards import reasoning
+from jaxrl_async.rewards import scoring  # noqa: F401, for its children
 
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -2,15 +2,22 @@
 
 from collections.abc import Callable
 import dataclasses
+import pickle
 import signal
+import sys
 import traceback
 import types
 from typing import Any, TypeVar
 
+from jaxrl_async.rewards import completion as completion_lib
+from jaxrl_async.rewards import extraction
 from jaxrl_async.rewards import returned as returned_lib
 from jaxrl_async.rewards import server as server_lib
 from jaxrl_async.rewards import term as term_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.types import Completion, Reward
+
+PRELOAD = "jaxrl_async.rewards.preload"
 
 # A scorer may not return to the interpreter, for example from a long loop in C.
 # Its process is killed after this many seconds of CPU time past the deadline.
@@ -30,6 +37,100 @@ class RewardFailure:
 
   reason: str
   traceback: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scored:
+  """What one attempt at one term of a group found.
+
+  Attributes:
+    rewards: of each completion.
+    answers: those extracted from the completions; see
+      `extraction.extract_answer`.
+  """
+
+  rewards: list[Reward]
+  answers: list[str | None]
+
+
+Outcome = Scored | RewardFailure
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attempt:
+  """One attempt at one term of a group's score.
+
+  Attributes:
+    term: number of the term.
+    item: of the prompt, which is passed to the scorer.
+    group: its trajectories.
+  """
+
+  term: int
+  item: dict[str, Any]
+  group: completion_lib.Unscored
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scorers:
+  """What every reward process of a run has to know, whatever it scores.
+
+  Attributes:
+    terms: at least one, with different names.
+    answer_prefix: prefix of the answer; see `extraction.extract_answer`.
+    tokenizer: turns completions into text.
+  """
+
+  terms: tuple[term_lib.Term, ...]
+  answer_prefix: str
+  tokenizer: tokenizer_lib.Tokenizer
+
+  def score(self, attempt: Attempt) -> Outcome:
+    """Return the rewards of a group, or the first failure."""
+    completions = [
+      dataclasses.replace(
+        completion,
+        answer=extraction.extract_answer(completion.text, self.answer_prefix),
+      )
+      for completion in completion_lib.of_group(attempt.group, self.tokenizer)
+    ]
+    rewards = score_group(self.terms[attempt.term], attempt.item, completions)
+    if isinstance(rewards, RewardFailure):
+      return rewards
+    return Scored(rewards, [completion.answer for completion in completions])
+
+  def max_attempt_s(self, attempt: Attempt) -> float:
+    """Return the sum of the deadlines of its scores, or of its request."""
+    return max_group_s(self.terms[attempt.term], len(attempt.group.lengths))
+
+
+# Of this process, or why it has none.
+_scorers: Scorers | ImportError | AttributeError
+
+
+def begin(pickled: bytes) -> None:
+  """Take over the `Scorers` of this process, which is a reward process.
+
+  If a scorer cannot be imported, each attempt raises the error. An error here
+  would make the pool start one process after the other.
+  """
+  global _scorers
+  try:
+    _scorers = pickle.loads(pickled)
+  except (ImportError, AttributeError) as error:
+    _scorers = error
+
+
+def score(attempt: Attempt) -> Outcome:
+  """Return the rewards of a group, or why it has none."""
+  if not isinstance(_scorers, Scorers):
+    raise _scorers
+  return _scorers.score(attempt)
+
+
+def loaded_modules() -> tuple[bool, bool]:
+  """Return whether this process has the preload, and jax."""
+  return PRELOAD in sys.modules, "jax" in sys.modules
 
 
 def max_group_s(term: term_lib.Term, num_completions: int) -> float:

@@ -1,4 +1,4 @@
-"""The reward service: scores groups in a pool of processes, with deadlines.
+"""The reward service: scores groups in processes, with deadlines.
 
 A scorer is user code that runs on text which a policy generated. It may raise,
 hang, exit or return something that is not a reward. After the configured
@@ -6,36 +6,25 @@ retries each of these becomes a `RewardFailure`. A failure never becomes a
 score.
 
 A score may be the sum of several terms, each with its own deadline, retries and
-counters. One term of one group is one task of the pool: 32 groups of 16 cost 32
-round trips, not 512.
+counters. The processes belong to a pool: on this host (`pool`) or on other
+hosts (`remote_pools`).
 """
 
 from collections.abc import Sequence
 from concurrent import futures
 import dataclasses
-import multiprocessing
-import signal
-import sys
 import threading
 import time
-import traceback
 from typing import Any
 
-import pebble
-
-from jaxrl_async.rewards import extraction
-from jaxrl_async.rewards import file_lock
+from jaxrl_async.rewards import completion as completion_lib
+from jaxrl_async.rewards import pool as pool_lib
 from jaxrl_async.rewards import scoring
 from jaxrl_async.rewards import term as term_lib
-from jaxrl_async.types import Completion, Reward
+from jaxrl_async.types import Reward, Trajectory
 
 RewardFailure = scoring.RewardFailure
 Scorer = term_lib.Scorer
-
-_PRELOAD = "jaxrl_async.rewards.preload"
-# A group is given up this many seconds after the deadlines of all its scores.
-_GROUP_GRACE_S = 2.0
-_KILLED = "timeout: the scorer did not return; its process was killed"
 
 
 @dataclasses.dataclass(slots=True)
@@ -48,89 +37,50 @@ class _Counters:
 
 
 class RewardService:
-  """A pool of processes that score groups.
+  """Scores groups in a pool of processes.
 
   Invariant: each submitted group ends as rewards or as a `RewardFailure`, as
   long as the owner of the handle polls. Each term of its score takes at most
-  num_retries + 1 attempts. An attempt ends within group size * timeout_s + 2 s
-  after a process has taken it up, or timeout_s + 2 s if a server scores the
-  group. This holds because each score runs under a timer in its process. A
-  process that ignores the timer is killed by the kernel or, as a last resort,
-  by pebble. A broken pool is replaced, and the groups that it held count a
-  failed attempt.
+  num_retries + 1 attempts, and the pool ends every attempt.
 
   Threads: any thread may submit, and owns the handle that it gets. `_lock`
-  guards the pool in use and the counters.
+  guards the counters.
   """
 
-  def __init__(
-    self,
-    *,
-    num_workers: int,
-    terms: Sequence[term_lib.Term],
-    answer_prefix: str,
-  ):
-    """Start the processes, which import their libraries in the background.
+  def __init__(self, scorers: scoring.Scorers, pool: pool_lib.Pool):
+    """Create a service.
 
     Args:
-      num_workers: number of processes that score.
-      terms: at least one, with different names.
-      answer_prefix: prefix of the answer; see `extraction.extract_answer`.
+      scorers: of the pool's processes.
+      pool: belongs to the service from now on.
     """
-    self._num_workers = num_workers
-    self._terms = tuple(terms)
-    self._answer_prefix = answer_prefix
+    self._terms = scorers.terms
+    self._pool = pool
     self._lock = threading.Lock()
-    self._is_closed = False
-    self._stopping: list[threading.Thread] = []
-    self._counters = {term.name: _Counters() for term in terms}
-    multiprocessing.set_forkserver_preload([_PRELOAD])
-    self._pool = self._new_pool()
-    self._greetings: list[futures.Future] = []
-    self._started: futures.Future[None] = futures.Future()
-    threading.Thread(
-      target=self._start, name="start reward processes", daemon=True
-    ).start()
+    self._counters = {term.name: _Counters() for term in self._terms}
 
   def warm_up(self, timeout_s: float = 120.0) -> None:
-    """Wait until the processes are ready, and check what they imported.
+    """Wait until the processes are ready.
 
     Raises:
       TimeoutError: they were not ready in time.
-      RuntimeError: they imported jax, or they did not import `preload`.
+      RuntimeError: they cannot score; the message says why.
     """
-    deadline = time.monotonic() + timeout_s
-    self._started.result(timeout=timeout_s)
-    for greeting in self._greetings:
-      is_preloaded, has_jax = greeting.result(
-        timeout=max(0.0, deadline - time.monotonic())
-      )
-      if has_jax:
-        raise RuntimeError("a reward process imported jax; its scorer must not")
-      if not is_preloaded:
-        raise RuntimeError(
-          "reward processes lack their libraries: a fork server was running "
-          "before the reward service; make the service first"
-        )
+    self._pool.warm_up(timeout_s)
 
   def submit(
-    self, item: dict[str, Any], completions: Sequence[Completion]
+    self, item: dict[str, Any], trajectories: Sequence[Trajectory]
   ) -> "ScoreHandle":
     """Start to score a group, without waiting for the result.
 
     Args:
       item: the item of the prompt, which is passed to the scorer.
-      completions: results of `completion.of_trajectory`. This method fills in
-        their answers.
+      trajectories: finished ones. The processes decode them.
+
+    Raises:
+      RuntimeError: the service was closed before.
     """
-    answered = [
-      dataclasses.replace(
-        completion,
-        answer=extraction.extract_answer(completion.text, self._answer_prefix),
-      )
-      for completion in completions
-    ]
-    return ScoreHandle(self, item, answered)
+    return ScoreHandle(self, item, completion_lib.pack(trajectories))
 
   def metrics(self) -> dict[str, float]:
     """Return the failed attempts so far and the mean seconds of an attempt.
@@ -155,74 +105,23 @@ class RewardService:
     Raises:
       TimeoutError: the processes did not end in time.
     """
-    with self._lock:
-      if not self._is_closed:
-        self._is_closed = True
-        self._stop(self._pool)
-      stopping = list(self._stopping)
-    deadline = time.monotonic() + timeout_s
-    for thread in stopping:
-      thread.join(max(0.0, deadline - time.monotonic()))
-      if thread.is_alive():
-        raise TimeoutError(
-          f"reward processes did not end within {timeout_s:g} s"
-        )
+    self._pool.close(timeout_s)
 
-  def _start(self) -> None:
-    """Fork the processes, which waits for the fork server's imports."""
-    try:
-      with self._lock:
-        if not self._is_closed:
-          # There is one task for each process, so that all of them start now.
-          self._greetings = [
-            self._pool.schedule(_loaded_modules)
-            for _ in range(self._num_workers)
-          ]
-      self._started.set_result(None)
-    except BaseException as error:  # `warm_up` raises it
-      self._started.set_exception(error)
-
-  def _new_pool(self) -> pebble.ProcessPool:
-    return pebble.ProcessPool(
-      max_workers=self._num_workers,
-      context=file_lock.ForkServerContext(),
+  def _begin(
+    self, number: int, item: dict[str, Any], group: completion_lib.Unscored
+  ) -> futures.Future[scoring.Outcome]:
+    """Start an attempt at a term of a group."""
+    future = self._pool.score(
+      scoring.Attempt(term=number, item=item, group=group)
     )
-
-  def _stop(self, pool: pebble.ProcessPool) -> None:
-    """Stop a pool on a separate thread, since pebble's join has no timeout."""
-    pool.stop()
-    thread = threading.Thread(
-      target=pool.join, name="stop reward processes", daemon=True
+    submitted_s = time.monotonic()
+    counters = self._counters[self._terms[number].name]
+    # The callback does not take the lock, because it may run inside this
+    # method. Appending is atomic.
+    future.add_done_callback(
+      lambda _: counters.latencies_s.append(time.monotonic() - submitted_s)
     )
-    thread.start()
-    self._stopping.append(thread)
-
-  def _schedule(
-    self,
-    term: term_lib.Term,
-    item: dict[str, Any],
-    completions: list[Completion],
-  ) -> tuple[pebble.ProcessPool, futures.Future]:
-    with self._lock:
-      if self._is_closed:
-        raise RuntimeError("the reward service is closed")
-      if not self._pool.active:
-        self._stop(self._pool)
-        self._pool = self._new_pool()
-      future = self._pool.schedule(
-        scoring.score_group,
-        args=(term, item, completions),
-        timeout=scoring.max_group_s(term, len(completions)) + _GROUP_GRACE_S,
-      )
-      submitted_s = time.monotonic()
-      # The callback does not take the lock, because it runs on a thread of the
-      # pool or inside this method. Appending is atomic.
-      future.add_done_callback(
-        lambda _: self._counters[term.name].latencies_s.append(
-          time.monotonic() - submitted_s
-        )
-      )
-      return self._pool, future
+    return future
 
   def _count_failure(self, term: term_lib.Term, failure: RewardFailure) -> None:
     with self._lock:
@@ -242,14 +141,14 @@ class ScoreHandle:
     self,
     service: RewardService,
     item: dict[str, Any],
-    completions: list[Completion],
+    group: completion_lib.Unscored,
   ):
     """Start the first attempts."""
-    self._completions = completions
     self._outcome: list[Reward] | RewardFailure | None = None
     self._parts: list[_TermHandle] = []
+    terms = service._terms
     try:
-      used = [term for term in service._terms if term.scores(item)]
+      used = [i for i, term in enumerate(terms) if term.scores(item)]
     except KeyError:
       used = []
     if not used:
@@ -257,8 +156,8 @@ class ScoreHandle:
         "error: no reward is for an item of the source"
         f" {item.get('source')!r:.80}"
       )
-      service._count_failure(service._terms[0], self._outcome)
-    self._parts = [_TermHandle(service, x, item, completions) for x in used]
+      service._count_failure(terms[0], self._outcome)
+    self._parts = [_TermHandle(service, i, item, group) for i in used]
 
   def done(self) -> bool:
     """Return whether the result has arrived, without waiting for it.
@@ -271,7 +170,7 @@ class ScoreHandle:
     return self._outcome is not None
 
   def result(self) -> list[Reward] | RewardFailure:
-    """Wait for the rewards and return them in the order of the completions.
+    """Wait for the rewards and return them in the order of the trajectories.
 
     Returns:
       The rewards, or the failure of the last attempt at the first term that
@@ -281,30 +180,28 @@ class ScoreHandle:
       RuntimeError: the service was closed before.
     """
     while not self.done():
-      # The wait has a timeout, because a closed or broken pool never completes
-      # its futures.
       futures.wait(
         [part.future for part in self._parts if part.outcome is None],
-        timeout=0.1,
         return_when=futures.FIRST_COMPLETED,
       )
     assert self._outcome is not None
     return self._outcome
 
   def _settled(self) -> list[Reward] | RewardFailure:
-    rewards = []
+    rewards, answers = [], []
     for part in self._parts:
-      assert part.outcome is not None
       if isinstance(part.outcome, RewardFailure):
         return part.outcome
-      rewards.append(part.outcome)
+      assert part.outcome is not None
+      rewards.append(part.outcome.rewards)
+      answers = part.outcome.answers
     return [
-      dataclasses.replace(reward, answer=completion.answer)
+      dataclasses.replace(reward, answer=answer)
       if reward.answer is None
       else reward
-      for reward, completion in zip(
+      for reward, answer in zip(
         term_lib.combined([part.term for part in self._parts], rewards),
-        self._completions,
+        answers,
         strict=True,
       )
     ]
@@ -321,68 +218,36 @@ class _TermHandle:
   def __init__(
     self,
     service: RewardService,
-    term: term_lib.Term,
+    number: int,
     item: dict[str, Any],
-    completions: list[Completion],
+    group: completion_lib.Unscored,
   ):
-    """Start the first attempt."""
-    self.term = term
-    self.outcome: list[Reward] | RewardFailure | None = None
+    """Start the first attempt at the term of this number."""
+    self.term = service._terms[number]
+    self.outcome: scoring.Outcome | None = None
     self._service = service
-    self._group = item, completions
-    self._attempts_left = term.num_retries
-    self._begin()
+    self._attempt = number, item, group
+    self._attempts_left = self.term.num_retries
+    self.future = service._begin(*self._attempt)
 
   def done(self) -> bool:
     """Return whether there is an outcome; start the next attempt if not."""
-    if self.outcome is not None:
-      return True
-    if not self.future.done():
-      if self._service._is_closed:
-        raise RuntimeError("the reward service is closed")
-      if self._pool.active:
-        return False
-    self._settle(_outcome(self.future))
+    if self.outcome is None and self.future.done():
+      self._settle(self.future.result())
     return self.outcome is not None
 
-  def _begin(self) -> None:
-    self._pool, self.future = self._service._schedule(self.term, *self._group)
-
-  def _settle(self, outcome: list[Reward] | RewardFailure) -> None:
+  def _settle(self, outcome: scoring.Outcome) -> None:
     if isinstance(outcome, RewardFailure):
       self._service._count_failure(self.term, outcome)
       if self._attempts_left > 0:
         self._attempts_left -= 1
-        self._begin()
+        self.future = self._service._begin(*self._attempt)
         return
       if self.term.name:
         outcome = dataclasses.replace(
           outcome, reason=f"{outcome.reason} (reward {self.term.name})"
         )
     self.outcome = outcome
-
-
-def _outcome(future: futures.Future) -> list[Reward] | RewardFailure:
-  """Return the rewards or the failure of one attempt."""
-  if not future.done():
-    return RewardFailure("error: the pool of reward processes broke")
-  if future.cancelled():
-    return RewardFailure("error: cancelled")
-  error = future.exception()
-  if error is None:
-    return future.result()
-  if isinstance(error, pebble.ProcessExpired):
-    if error.exitcode == -signal.SIGVTALRM:
-      return RewardFailure(_KILLED)
-    return RewardFailure(
-      f"error: the reward process died with exit code {error.exitcode}"
-    )
-  if isinstance(error, TimeoutError):
-    return RewardFailure(_KILLED)
-  return RewardFailure(
-    f"error: {scoring.one_line(error)}",
-    "".join(traceback.format_exception(error)),
-  )
 
 
 def _metrics(prefix: str, counters: Sequence[_Counters]) -> dict[str, float]:
@@ -396,6 +261,8 @@ def _metrics(prefix: str, counters: Sequence[_Counters]) -> dict[str, float]:
   }
 
 
-def _loaded_modules() -> tuple[bool, bool]:
-  """Run in a reward process: whether it has the preload, and jax."""
-  return _PRELOAD in sys.modules, "jax" in sys.modules
+def on_this_host(
+  scorers: scoring.Scorers, *, num_workers: int
+) -> RewardService:
+  """Return a service with so many processes on this host."""
+  return RewardService(scorers, pool_lib.LocalPool(scorers, num_workers))

@@ -136,7 +136,7 @@ def scored(
     for one in step:
       answer = _answer(one, tokenizer)
       item = prompts[answer.question].item
-      unscored.append((answer, rewards.submit(item, [answer.completion])))
+      unscored.append((answer, rewards.submit(item, [answer.trajectory])))
     # A handle is asked before its turn too, because that starts its retries.
     are_done = [handle.done() for _, handle in unscored]
     must_wait = len(unscored) - most_unscored

@@ -14,12 +14,10 @@ from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import ledger as ledger_lib
 from jaxrl_async.data import prompts
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import running_group
-from jaxrl_async.text import tokenizer as tokenizer_lib
 
 
 class RewardError(RuntimeError):
@@ -81,7 +79,6 @@ class Coordinator:
     buffer: buffer_lib.Buffer,
     rewards: service_lib.RewardService,
     ledger: ledger_lib.Ledger,
-    tokenizer: tokenizer_lib.Tokenizer,
     busy: metrics_lib.BusyClock,
     episode: episode_lib.Episode = episode_lib.single_turn,
   ):
@@ -91,7 +88,6 @@ class Coordinator:
     self._buffer = buffer
     self._rewards = rewards
     self._ledger = ledger
-    self._tokenizer = tokenizer
     self._busy = busy
     self._episode = episode
     self._running: dict[int, running_group.RunningGroup] = {}
@@ -143,7 +139,10 @@ class Coordinator:
           unwanted[written.group] = None
         continue
       self.recorded_tokens += num_new
-      running.add(report.replica, written)
+      running.add(
+        written.begin,
+        running_group.Piece(report.replica, written.trajectory, num_new),
+      )
       if reason is None:
         continue
       if running.failure is None:
@@ -231,6 +230,7 @@ class Coordinator:
       running = running_group.RunningGroup(
         admission=group.admission,
         prompt=group.prompt,
+        limit=self._limit(group.prompt),
         times_s=dict(group.times_s),
       )
       self._running[group.index] = running
@@ -239,7 +239,8 @@ class Coordinator:
           self._restore_member(running, trajectory)
       except episode_lib.EpisodeError as error:
         for trajectory in group.trajectories:  # the ledger counts all tokens
-          running.trajectories.setdefault(trajectory.member, trajectory)
+          if not running.has(trajectory.member):
+            running.set(trajectory)
         self._fail(running, running_group.failure_of(error))
         continue
       if running.unfinished:
@@ -295,31 +296,40 @@ class Coordinator:
     running = running_group.RunningGroup(
       admission=admission,
       prompt=prompt,
+      limit=self._limit(prompt),
       times_s={"admitted": self._busy.now()},
     )
     self._running[admission.index] = running
+    first = None
     try:
       for member in range(self.settings.group_size):
-        self._start_member(running, member)
+        first = self._start_member(running, member, first)
     except episode_lib.EpisodeError as error:
       self._fail(running, running_group.failure_of(error))
       return None
     return running
 
   def _start_member(
-    self, running: running_group.RunningGroup, member: int
-  ) -> None:
+    self,
+    running: running_group.RunningGroup,
+    member: int,
+    first: episode_lib.First | None,
+  ) -> episode_lib.First:
+    """Start the episode of a member; `first` is that of the member before."""
     turns = self._episode(running.prompt)
     running.episodes[member] = turns
     tokens = episode_lib.advance(turns, None)
     assert tokens is not None
-    limit = self._limit(running)
-    if len(tokens) >= limit:
+    if len(tokens) >= running.limit:
       raise episode_lib.EpisodeError(
-        f"its first turn of {len(tokens)} tokens leaves nothing of {limit}"
+        f"its first turn of {len(tokens)} tokens leaves nothing of"
+        f" {running.limit}"
       )
-    running.trajectories[member] = episode_lib.begin(member, tokens)
+    if first is None or not first.is_equal(tokens):
+      first = episode_lib.First(tokens)
+    running.set(first.trajectory(member))
     running.unfinished.add(member)
+    return first
 
   def _restore_member(
     self, running: running_group.RunningGroup, trajectory: types.Trajectory
@@ -340,7 +350,7 @@ class Coordinator:
     trajectory = dataclasses.replace(trajectory, reward=None)
     if pending is None:
       pass
-    elif len(trajectory.tokens) + len(pending) < self._limit(running):
+    elif len(trajectory.tokens) + len(pending) < running.limit:
       trajectory = episode_lib.extend(trajectory, pending)
       running.unfinished.add(member)
     else:
@@ -348,10 +358,10 @@ class Coordinator:
       trajectory = dataclasses.replace(
         trajectory, finish_reason=types.FinishReason.LENGTH
       )
-    running.trajectories[member] = trajectory
+    running.set(trajectory)
 
-  def _limit(self, running: running_group.RunningGroup) -> int:
-    limit = len(running.prompt.tokens) + self.settings.max_completion_tokens
+  def _limit(self, prompt: types.Prompt) -> int:
+    limit = len(prompt.tokens) + self.settings.max_completion_tokens
     return min(limit, self.settings.max_tokens)
 
   def _turn(
@@ -359,8 +369,8 @@ class Coordinator:
   ) -> messages.Turn:
     return messages.Turn(
       admission=running.admission,
-      trajectory=running.trajectories[member],
-      limit=self._limit(running),
+      trajectory=running.trajectory(member),
+      limit=running.limit,
       temperature=self.settings.temperature,
       stop=self.settings.stop,
       stop_token_ids=self.settings.stop_token_ids,
@@ -374,16 +384,16 @@ class Coordinator:
     Raises:
       EpisodeError: the episode failed.
     """
-    trajectory = running.trajectories[member]
+    trajectory = running.trajectory(member)
     more = episode_lib.advance(
       running.episodes[member], episode_lib.last_completion(trajectory)
     )
     if more is not None:
-      if len(trajectory.tokens) + len(more) < self._limit(running):
-        running.trajectories[member] = episode_lib.extend(trajectory, more)
+      if len(trajectory.tokens) + len(more) < running.limit:
+        running.set(episode_lib.extend(trajectory, more))
         return [self._turn(running, member)]
-      running.trajectories[member] = dataclasses.replace(
-        trajectory, finish_reason=types.FinishReason.LENGTH
+      running.set(
+        dataclasses.replace(trajectory, finish_reason=types.FinishReason.LENGTH)
       )
     running.unfinished.remove(member)
     self._score_if_done(running)
@@ -395,10 +405,9 @@ class Coordinator:
     if running.unfinished or running.score is not None:
       return
     running.times_s["generated"] = self._busy.now()
-    completions = completion_lib.of_group(
-      running.group().trajectories, self._tokenizer
+    running.score = self._rewards.submit(
+      running.prompt.item, running.group().trajectories
     )
-    running.score = self._rewards.submit(running.prompt.item, completions)
 
   def _finish(self, running: running_group.RunningGroup) -> None:
     assert running.score is not None

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import heapq
 import queue
 import time
 from typing import Any
@@ -456,18 +457,22 @@ class Fleet:
 
   def _hand_out(self) -> None:
     """Give each group to the replica with the most room."""
-    open_members = [m for m in self._members if m.room > 0]
-    rooms = {m.place: m.room for m in open_members}
-    turns: dict[int, list[messages.Turn]] = {m.place: [] for m in open_members}
-    while open_members:
-      member = max(open_members, key=lambda m: rooms[m.place])
+    # A heap of those with room, the largest first, and then by place.
+    heap = [(-m.room, m.place) for m in self._members if m.room > 0]
+    heapq.heapify(heap)
+    turns: dict[int, list[messages.Turn]] = {place: [] for _, place in heap}
+    while heap:
+      room, place = heap[0]
+      member = self._members[place]
       work = self.coordinator.admit(
         messages.Ask(replica=member.name, version=member.version, room=1)
       )
-      rooms[member.place] -= len(work.turns)
-      turns[member.place] += work.turns
-      if not work.turns or rooms[member.place] <= 0:
-        open_members.remove(member)
+      turns[place] += work.turns
+      room += len(work.turns)
+      if work.turns and room < 0:
+        heapq.heapreplace(heap, (room, place))
+      else:
+        heapq.heappop(heap)
     for member in self._members:
       if turns.get(member.place):
         self._deliver(member, messages.Work(turns=tuple(turns[member.place])))

@@ -1,15 +1,18 @@
 """A group between its admission and the buffer, as the coordinator keeps it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 import dataclasses
 import traceback as traceback_lib
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxrl_async import types
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import episode as episode_lib
-from jaxrl_async.rollout import messages
+
+# A piece shares the memory of its whole report, so it must not be kept long.
+_MAX_PIECES = 8
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -25,13 +28,27 @@ class Failure:
   traceback: str
 
 
+class Piece(NamedTuple):
+  """What a replica has reported of a trajectory since its report before.
+
+  Attributes:
+    replica: that wrote it.
+    new: the new tokens, in a trajectory of their own.
+    num_tokens: how many of them the policy generated.
+  """
+
+  replica: str
+  new: types.Trajectory
+  num_tokens: int
+
+
 @dataclasses.dataclass(kw_only=True, slots=True)
 class RunningGroup:
   """A group that has not reached the buffer.
 
   Attributes:
+    limit: a turn ends when its trajectory has this many tokens.
     episodes: the episode of each member.
-    trajectories: the trajectory of each member as last reported.
     unfinished: the members whose episodes have not ended.
     replica: the replica that generates the unfinished members. None while they
       wait for a replica.
@@ -43,70 +60,102 @@ class RunningGroup:
 
   admission: types.Admission
   prompt: types.Prompt
+  limit: int
   times_s: dict[str, float]
   episodes: dict[int, episode_lib.Turns] = dataclasses.field(
-    default_factory=dict
-  )
-  trajectories: dict[int, types.Trajectory] = dataclasses.field(
     default_factory=dict
   )
   unfinished: set[int] = dataclasses.field(default_factory=set)
   replica: str | None = None
   score: service_lib.ScoreHandle | None = None
   failure: Failure | None = None
+  # A member's trajectory is what is known of it and the pieces after that.
+  _known: dict[int, types.Trajectory] = dataclasses.field(default_factory=dict)
+  _pieces: dict[int, list[Piece]] = dataclasses.field(default_factory=dict)
+
+  def trajectory(self, member: int) -> types.Trajectory:
+    """Return the trajectory of a member as last reported."""
+    if pieces := self._pieces.pop(member, None):
+      self._known[member] = joined(self._known[member], pieces)
+    return self._known[member]
+
+  def set(self, trajectory: types.Trajectory) -> None:
+    """Replace the trajectory of a member, or add the first one."""
+    self._known[trajectory.member] = trajectory
+    self._pieces.pop(trajectory.member, None)
+
+  def has(self, member: int) -> bool:
+    """Return whether the member has a trajectory."""
+    return member in self._known
 
   def group(self) -> types.RolloutGroup:
     """Return the group with its trajectories so far, in order of member."""
     return types.RolloutGroup(
       admission=self.admission,
       prompt=self.prompt,
-      trajectories=[self.trajectories[m] for m in sorted(self.trajectories)],
+      trajectories=[self.trajectory(member) for member in sorted(self._known)],
       times_s=dict(self.times_s),
     )
 
-  def add(self, replica: str, written: messages.Written) -> None:
+  def add(self, begin: int, piece: Piece) -> None:
     """Append what a replica reported of a member.
+
+    Args:
+      begin: how many tokens of the trajectory come before it.
+      piece: the new tokens.
 
     Raises:
       ValueError: there are tokens between what is known and what was reported.
     """
-    new = written.trajectory
-    known = self.trajectories[new.member]
-    if written.begin != len(known.tokens):
+    member = piece.new.member
+    pieces = self._pieces.setdefault(member, [])
+    num_known = len(self._known[member].tokens)
+    for earlier in pieces:
+      num_known += len(earlier.new.tokens)
+    if begin != num_known:
       raise ValueError(
-        f"{replica} reported group {written.group}, member {new.member} from"
-        f" token {written.begin}, but {len(known.tokens)} are known"
+        f"{piece.replica} reported group {self.admission.index}, member"
+        f" {member} from token {begin}, but {num_known} are known"
       )
-    self.trajectories[new.member] = joined(known, new, replica)
+    pieces.append(piece)
+    if len(pieces) >= _MAX_PIECES:
+      self.trajectory(member)
 
   def abort(self, members: Iterable[int]) -> None:
     """Mark these members as aborted and no longer unfinished."""
     for member in members:
-      self.trajectories[member] = dataclasses.replace(
-        self.trajectories[member], finish_reason=types.FinishReason.ABORTED
+      self._known[member] = dataclasses.replace(
+        self.trajectory(member), finish_reason=types.FinishReason.ABORTED
       )
       self.unfinished.remove(member)
 
 
 def joined(
-  known: types.Trajectory, new: types.Trajectory, replica: str
+  known: types.Trajectory, pieces: Sequence[Piece]
 ) -> types.Trajectory:
-  """Return a trajectory with what a replica has written after it."""
-  # This is called for every report of every trajectory, and
-  # `dataclasses.replace` would take half of its time.
+  """Return a trajectory with what replicas have written after it.
+
+  Args:
+    known: the trajectory so far.
+    pieces: at least one.
+  """
+  # This is called for every trajectory, and `dataclasses.replace` would take
+  # half of its time.
+  parts = [known, *[piece.new for piece in pieces]]
+  writers = known.writers
+  for piece in pieces:
+    writers = _and_writer(writers, piece.replica, piece.num_tokens)
   return types.Trajectory(
     member=known.member,
-    tokens=np.concatenate((known.tokens, new.tokens)),
-    loss_mask=np.concatenate((known.loss_mask, new.loss_mask)),
+    tokens=np.concatenate([part.tokens for part in parts]),
+    loss_mask=np.concatenate([part.loss_mask for part in parts]),
     behavior_logprobs=np.concatenate(
-      (known.behavior_logprobs, new.behavior_logprobs)
+      [part.behavior_logprobs for part in parts]
     ),
-    policy_versions=np.concatenate(
-      (known.policy_versions, new.policy_versions)
-    ),
-    finish_reason=new.finish_reason,
+    policy_versions=np.concatenate([part.policy_versions for part in parts]),
+    finish_reason=parts[-1].finish_reason,
     reward=known.reward,
-    writers=_and_writer(known.writers, replica, new.num_completion_tokens),
+    writers=writers,
   )
 
 

@@ -25,15 +25,20 @@ from jaxrl_async.planning import aot
 from jaxrl_async.planning import memory_estimate
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import wandb_log as wandb_log_lib
+from jaxrl_async.rewards import pool as pool_lib
+from jaxrl_async.rewards import remote_pools
+from jaxrl_async.rewards import scoring
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.run import algorithm as algorithm_lib
+from jaxrl_async.run import cluster_checks
 from jaxrl_async.run import device_checks
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import reward_terms
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.storage import config_json
+from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
 from jaxrl_async.training import sft
@@ -157,21 +162,48 @@ def answer_settings(
   )
 
 
-def make_rewards(
-  task: sections.TaskSection, scorer: service_lib.Scorer | None = None
-) -> service_lib.RewardService:
-  """Build the reward service of a run, which scores in processes.
+def make_scorers(
+  task: sections.TaskSection,
+  tokenizer: tokenizer_lib.Tokenizer,
+  scorer: service_lib.Scorer | None = None,
+) -> scoring.Scorers:
+  """Return what the processes that score have to know.
 
   Args:
     task: of the run.
+    tokenizer: of the policy.
     scorer: scores instead of what the task names.
   """
-  return service_lib.RewardService(
-    num_workers=task.reward_workers,
-    terms=reward_terms.of_task(task)
-    if scorer is None
-    else [reward_terms.of_scorer(task, scorer)],
+  return scoring.Scorers(
+    terms=tuple(
+      reward_terms.of_task(task)
+      if scorer is None
+      else [reward_terms.of_scorer(task, scorer)]
+    ),
     answer_prefix=task.answer_prefix,
+    tokenizer=tokenizer,
+  )
+
+
+def make_reward_pool(
+  config: sections.Config, scorers: scoring.Scorers, note: Callable[[str], None]
+) -> pool_lib.LocalPool | remote_pools.RemotePools:
+  """Return the processes of a run that score; those elsewhere do not run yet.
+
+  Args:
+    config: of the run.
+    scorers: that all of them have.
+    note: is called with a line when something becomes of pools elsewhere.
+  """
+  if not cluster_checks.has_remote_rewards(config):
+    return pool_lib.LocalPool(scorers, config.task.reward_workers)
+  return remote_pools.RemotePools(
+    scorers,
+    num_pools=config.cluster.reward_pools,
+    num_workers=config.task.reward_workers,
+    silence_s=config.cluster.replica_timeout_s,
+    start_timeout_s=config.cluster.start_timeout_s,
+    note=note,
   )
 
 

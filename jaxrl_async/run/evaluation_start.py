@@ -11,6 +11,7 @@ from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import progress as progress_lib
+from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.run import assembly
 from jaxrl_async.run import device_checks
 from jaxrl_async.run import engine_sizes
@@ -69,7 +70,10 @@ def evaluate(
   device_checks.check_sharding(setup)
   device_checks.check_weights(setup)
   engine_sizes.fit_slots(setup)
-  rewards = assembly.make_rewards(config.task)
+  rewards = service_lib.on_this_host(
+    assembly.make_scorers(config.task, tokenizer),
+    num_workers=config.task.reward_workers,
+  )
   with contextlib.closing(rewards):
     return evaluation.run(
       plan,

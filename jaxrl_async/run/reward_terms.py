@@ -8,11 +8,10 @@ from typing import Any
 from jaxrl_async import types
 from jaxrl_async.config import bounds
 from jaxrl_async.config import sections
-from jaxrl_async.rewards import code
 from jaxrl_async.rewards import named
-from jaxrl_async.rewards import sandbox as sandbox_lib
 from jaxrl_async.rewards import server as server_lib
 from jaxrl_async.rewards import term as term_lib
+from jaxrl_async.rewards import trial
 from jaxrl_async.storage import config_json
 
 _PATH = "task.rewards"
@@ -26,7 +25,6 @@ _FIELDS: Mapping[str, tuple[type, ...]] = {
   "sources": (list,),
 }
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
-_PROBE_S = 5.0
 
 
 def check(task: sections.TaskSection) -> None:
@@ -185,29 +183,8 @@ def try_out(terms: list[term_lib.Term]) -> list[str]:
   Raises:
     ConfigError: a server does not answer, or there is no sandbox.
   """
-  found = []
-  for term in terms:
-    path = f"{_PATH}.{term.name}" if term.name else "task.reward"
-    if isinstance(term.scorer, server_lib.RewardServer):
-      try:
-        term.scorer.check(min(term.timeout_s, _PROBE_S))
-      except (server_lib.ServerError, ValueError) as error:
-        raise sections.ConfigError(
-          f"{path}: the reward server {term.scorer.url} does not work: {error};"
-          " start it first (docs/rewards.md)"
-        ) from error
-      continue
-    function, params = named.function_of(term.scorer)
-    if function is code.score:
-      is_unsafe = params.get("sandbox") == "unsafe"
-      try:
-        sandbox = sandbox_lib.find(allow_unsafe=is_unsafe)
-      except sandbox_lib.SandboxError as error:
-        raise sections.ConfigError(f"{path}: {error}") from error
-      found.append(f"programs run in a sandbox made by {sandbox.kind}")
-      if sandbox.kind is sandbox_lib.Kind.UNSAFE:
-        found[-1] = (
-          "WARNING: there is no sandbox; programs of the policy run as"
-          ' ordinary processes (sandbox="unsafe")'
-        )
-  return found
+  try:
+    return trial.try_out(terms)
+  except trial.TrialError as error:
+    path = f"{_PATH}.{error.term.name}" if error.term.name else "task.reward"
+    raise sections.ConfigError(f"{path}: {error}") from error

@@ -13,6 +13,7 @@ from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.rewards import remote_pools
 from jaxrl_async.rollout import client_requests
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import fleet as fleet_lib
@@ -57,13 +58,23 @@ def connect(
   session: session_lib.Session,
   *,
   trainer: trainer_lib.Trainer,
+  pools: remote_pools.RemotePools | None,
   environment: Mapping[str, str],
   shutdown: shutdown_lib.Shutdown,
 ) -> Remote | None:
   """Connect to the cluster of a run, and check its hosts.
 
   This comes before the first stage, so that a host that does not fit is told at
-  once. The parameters are those of `build`.
+  once.
+
+  Args:
+    setup: of the run.
+    session: of this start.
+    trainer: that publishes the weights.
+    pools: of processes that score, which are started there; at least one of
+      them is ready afterwards.
+    environment: variables for the processes of replicas.
+    shutdown: closes everything that is opened here.
 
   Returns:
     None if the replica is in this process.
@@ -81,6 +92,7 @@ def connect(
     setup.config.cluster,
     run_name=ray_replicas.run_name(session.workdir),
     environment=environment,
+    reward_workers=setup.config.task.reward_workers,
   )
   shutdown.closes(cluster.close)
   cluster.check_hosts(
@@ -88,7 +100,30 @@ def connect(
     spec.probe,
     lambda: session.stop.check("stopped while the hosts were checked"),
   )
+  if pools is not None:
+    # Before the cluster is closed.
+    shutdown.closes(pools.close, setup.config.run.join_timeout_s)
+    _start_pools(pools, cluster, session)
   return Remote(cluster=cluster, channels=channels, spec=spec)
+
+
+def _start_pools(
+  pools: remote_pools.RemotePools,
+  cluster: ray_replicas.Cluster,
+  session: session_lib.Session,
+) -> None:
+  """Start the pools of processes that score.
+
+  Raises:
+    ConfigError: one cannot score, or none was ready in time.
+  """
+  try:
+    pools.start(
+      cluster.launch_rewards,
+      lambda: session.stop.check("stopped while reward pools were starting"),
+    )
+  except remote_pools.PoolFailed as error:
+    raise sections.ConfigError(f"cluster.reward_pools: {error}") from error
 
 
 def build(

@@ -29,6 +29,7 @@ from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import profile as profile_lib
 from jaxrl_async.reporting import run_record
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
+from jaxrl_async.rewards import remote_pools
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import rollout_side
@@ -62,6 +63,7 @@ class _Foundation:
       new run.
     engine: of the rollout slice; None if it is in other processes.
     stored: host state of the run in that checkpoint.
+    pools: those of the rewards, if they are on other hosts.
   """
 
   resumed_step: int | None
@@ -76,6 +78,7 @@ class _Foundation:
   source: prompts.PromptSource
   stream: prompts.PromptStream
   rewards: service_lib.RewardService
+  pools: remote_pools.RemotePools | None
   shutdown: shutdown_lib.Shutdown
   front: front_lib.Front | None
 
@@ -150,6 +153,7 @@ def parts(
       setup,
       session,
       trainer=base.trainer,
+      pools=base.pools,
       environment=extensions.replica_environment,
       shutdown=base.shutdown,
     )
@@ -213,7 +217,11 @@ def _foundation(
     lambda: shutdown.supervisor.has_spawned(ROLLOUT),
   )
   # This comes last because it starts processes, which have to be closed.
-  rewards = assembly.make_rewards(config.task, extensions.scorer)
+  scorers = assembly.make_scorers(
+    config.task, setup.tokenizer, extensions.scorer
+  )
+  pool = assembly.make_reward_pool(config, scorers, note)
+  rewards = service_lib.RewardService(scorers, pool)
   shutdown.closes(writer.close)
   shutdown.closes(stream.close)
   shutdown.closes(rewards.close, config.run.join_timeout_s)
@@ -232,6 +240,7 @@ def _foundation(
     source=source,
     stream=stream,
     rewards=rewards,
+    pools=pool if isinstance(pool, remote_pools.RemotePools) else None,
     shutdown=shutdown,
     front=front,
   )
@@ -407,7 +416,6 @@ def _of_the_loop(
     buffer=base.buffer,
     rewards=base.rewards,
     ledger=ledger,
-    tokenizer=setup.tokenizer,
     busy=base.busy["rollout"],
     episode=extensions.episode,
   )
