@@ -15,6 +15,9 @@ from jaxtyping import Array, Bool, Float
 from jaxrl_async.algorithms import losses
 from jaxrl_async.config import sections
 
+# Of the largest finite float32.
+_LARGEST_BITS = 0x7F7FFFFF
+
 
 def behavior_weights(
   proximal_logprobs: Float[Array, "B T"],
@@ -109,19 +112,22 @@ def within_second_moment(
   advantages = jnp.where(loss_mask, advantages, 0)
   is_outward = jnp.sign(advantages) * log_ratio > 0
   squares = jnp.where(is_outward, log_ratio**2, 0)
-  ascending = jnp.sort(squares.ravel())
-  # Tokens that are not of H come first, as zeros, and add nothing to the sums.
-  count = is_outward.sum()
-  num_others = ascending.size - count
-  rank = jnp.arange(ascending.size) - num_others + 1
-  means = jnp.cumsum(ascending) / jnp.maximum(rank, 1).astype(jnp.float32)
-  num_kept = jnp.sum((rank > 0) & (means <= bound))
-  first_left_out = jnp.where(
-    num_kept < count,
-    ascending[jnp.minimum(num_others + num_kept, ascending.size - 1)],
-    jnp.inf,
-  )
-  return loss_mask & (~is_outward | (squares < first_left_out))
+
+  def refine(i: Array, largest: Array) -> Array:
+    # The bits of positive floats are in the order of the floats.
+    bits = jnp.minimum(largest | (1 << (30 - i)), _LARGEST_BITS)
+    is_in = is_outward & (
+      squares <= lax.bitcast_convert_type(bits, jnp.float32)
+    )
+    count = jnp.maximum(jnp.sum(is_in, dtype=jnp.float32), 1)
+    mean = jnp.where(is_in, squares, 0).sum() / count
+    return jnp.where(mean <= bound, bits, largest)
+
+  # The largest square that stays, one bit after the other: a sort would bring
+  # the squares of all devices together.
+  largest = lax.fori_loop(0, 31, refine, jnp.int32(0))
+  largest = lax.bitcast_convert_type(largest, jnp.float32)
+  return loss_mask & (~is_outward | (squares <= largest))
 
 
 def within_sequence_kl(
