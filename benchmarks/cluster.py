@@ -11,7 +11,7 @@ A thread takes a batch of groups for each step, as a trainer would.
 The last line is JSON:
 
     replicas                      number of fakes
-    groups_per_s                  groups that were trained, while the fakes and
+    groups_per_s                  groups that were finished, while the fakes and
                                   the coordinator share this machine's cores
     reports_per_s                 reports of single trajectories, partial ones
                                   included
@@ -132,12 +132,13 @@ class Rewards(service_lib.RewardService):
   """Scores without processes, but packs what they would get."""
 
   def __init__(self):
-    pass
+    self.num_groups = 0
 
   def submit(
     self, item: dict[str, Any], trajectories: Sequence[types.Trajectory]
   ) -> service_lib.ScoreHandle:
     """Return scores at once."""
+    self.num_groups += 1
     pickle.dumps((item, completion_lib.pack(trajectories)))
     return Scored(len(trajectories))
 
@@ -224,6 +225,7 @@ def measure(directory: pathlib.Path) -> dict[str, float]:
     directory / "ledger.jsonl", ledger_lib.LedgerState()
   )
   busy = metrics_lib.BusyClock()
+  rewards = Rewards()
   fleet = TimedFleet(
     coordinator_lib.Coordinator(
       coordinator_lib.CoordinatorSettings(
@@ -236,7 +238,7 @@ def measure(directory: pathlib.Path) -> dict[str, float]:
       ),
       stream=Prompts(),
       buffer=buffer,
-      rewards=Rewards(),
+      rewards=rewards,
       ledger=ledger,
       busy=busy,
     ),
@@ -257,7 +259,7 @@ def measure(directory: pathlib.Path) -> dict[str, float]:
   buffer.set_policy_version(0)
   thread = threading.Thread(target=fleet.run, daemon=True)
   thread.start()
-  start: tuple[float, float, int] | None = None
+  start: tuple[float, float, int, int] | None = None
   for step in range(_STEPS.value + 1):
     batch = buffer.get_batch(step, _DEADLINE_S)
     assert batch is not None, fleet.status()
@@ -268,13 +270,19 @@ def measure(directory: pathlib.Path) -> dict[str, float]:
     incomplete.write_text(str(step + 1))
     incomplete.replace(version)
     if start is None:  # the first step is a warm-up
-      start = time.perf_counter(), time.process_time(), fleet.num_reports
+      start = (
+        time.perf_counter(),
+        time.process_time(),
+        fleet.num_reports,
+        rewards.num_groups,
+      )
       fleet.admit_s.clear()
       fleet.report_s.clear()
   assert start is not None
   wall_s = time.perf_counter() - start[0]
   cpu_s = time.process_time() - start[1]
-  num_groups = _STEPS.value * _GROUPS.value
+  # Others were trained, which had been written before.
+  num_groups = rewards.num_groups - start[3]
   fleet.stop()
   buffer.close()
   thread.join(_DEADLINE_S)

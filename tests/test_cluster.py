@@ -136,7 +136,26 @@ def test_a_run_over_three_hosts_loses_none_of_its_groups(hosts):
       )
 
 
-def test_two_processes_train_and_replicas_of_two_generate(tmp_path):
+REWARD = """
+import os
+import pathlib
+
+from jaxrl_async.rewards import reasoning
+
+
+def score(item, completion):
+  if not (died := pathlib.Path(__file__).with_name("died")).exists():
+    died.touch()
+    os._exit(3)
+  return reasoning.score(item, completion)
+"""
+
+
+def test_two_processes_train_replicas_of_two_generate_and_a_pool_scores(
+  tmp_path,
+):
+  # Where the run starts, and nowhere else. Its first process dies.
+  (tmp_path / "my_reward.py").write_text(REWARD)
   # As below `uv run`: Ray looks for a parent with this command line.
   (tmp_path / "run").write_text('"$@"\nexit $?\n')
   run = subprocess.run(
@@ -152,6 +171,8 @@ def test_two_processes_train_and_replicas_of_two_generate(tmp_path):
         "--config.cluster.trainer_processes=2",
         "--config.cluster.replicas=2",
         "--config.cluster.replica_processes=2",
+        "--config.cluster.reward_pools=1",
+        "--config.task.reward=my_reward:score",
         "--config.mesh.rollout_tensor=2",
         "--config.mesh.train_data=-1",
       )[2:],
@@ -167,6 +188,10 @@ def test_two_processes_train_and_replicas_of_two_generate(tmp_path):
   summary = json.loads((tmp_path / "work" / "summary.json").read_text())
   assert summary["train_steps"] == 4 and summary["staleness_max"] <= 2
   assert summary["mismatch_kl_max"] < 1e-9
+  assert "reward pool 0 is ready" in run.stderr
+  assert (tmp_path / "died").exists()
+  last = lines(tmp_path / "work" / "metrics.jsonl")[-1]
+  assert last["reward_service/errors"] == 1 and summary["tokens"]["failed"] == 0
   left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True)
   assert not left.stdout
 

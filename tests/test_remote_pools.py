@@ -191,7 +191,11 @@ def test_a_pool_that_ends_nothing_is_killed_after_the_longest_attempt(
 def test_attempts_do_not_wait_for_ever_for_a_pool(make_world):
   world = make_world(1).start()
   world.make = lambda: Pool(is_ready=False)
-  world.started[0].end()
+  (pool,) = world.started
+  world.now_s += 50.0  # in which there is one
+  pool.say()
+  until(lambda: not pool.saying.done())
+  pool.end()
   (outcome,) = world.score(1)
   until(lambda: "gone" in world.notes[-1])
   world.now_s += 5.0

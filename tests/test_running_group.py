@@ -91,3 +91,18 @@ def test_members_that_begin_alike_share_arrays_that_nothing_can_change():
   begins = episode_lib.First(PROMPT)
   assert begins.is_equal(PROMPT.astype(np.int64))
   assert not begins.is_equal(np.array([7, 8, 1]))
+
+
+@pytest.mark.parametrize("mask", ["001", "0110", "00101", "01011", "0"])
+def test_the_last_completion_is_what_follows_the_last_prompt(mask):
+  is_written = np.array([x == "1" for x in mask])
+  tokens = np.arange(len(mask), dtype=np.int32)
+  trajectory = types.Trajectory(
+    member=0,
+    tokens=tokens,
+    loss_mask=is_written,
+    behavior_logprobs=np.zeros(len(mask), np.float32),
+    policy_versions=tokens,
+  )
+  written = list(range(len(mask.rstrip("1")), len(mask)))
+  assert episode_lib.last_completion(trajectory).tolist() == written
