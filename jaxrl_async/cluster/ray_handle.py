@@ -1,6 +1,6 @@
 """Actors of Ray that are a replica, and the handle that calls them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 import importlib
 import os
@@ -125,7 +125,7 @@ class RayHandle:
 
   def collect(self) -> futures.Future[Any]:
     """Return what it says next; see `remote.Handle`."""
-    return self._pass_on(self._actor.collect.remote(), futures.Future())
+    return self._pass_on(self._actor.collect.remote())
 
   def deliver(self, delivery: remote.Delivery) -> None:
     """Send work; that the process has ended is learnt from `collect`."""
@@ -135,25 +135,17 @@ class RayHandle:
     self, questions: remote.Questions
   ) -> futures.Future[list[answers_lib.Written]]:
     """Have questions answered; see `remote.Handle`."""
-    return self._pass_on(self._actor.answer.remote(questions), futures.Future())
+    return self._pass_on(self._actor.answer.remote(questions))
 
   def kill(self) -> None:
     """End the processes."""
     for actor in [self._actor, *self._followers]:
       self._ray.kill(actor)
 
-  def _pass_on(self, reference: Any, to: futures.Future) -> futures.Future:
-    """Let a future end as the call of an actor ends."""
-
-    def end(call: futures.Future) -> None:
-      error = call.exception()
-      if error is None:
-        to.set_result(call.result())
-      else:
-        to.set_exception(self._translated(error))
-
-    reference.future().add_done_callback(end)
-    return to
+  def _pass_on(self, reference: Any) -> futures.Future:
+    result: futures.Future = futures.Future()
+    pass_on(reference, result, self._translated)
+    return result
 
   def _translated(self, error: BaseException) -> BaseException:
     """Return an error of Ray's as one of `remote`."""
@@ -165,6 +157,29 @@ class RayHandle:
     if isinstance(error, self._ray.exceptions.RayError):
       return remote.ReplicaLost(one_line(error))
     return error
+
+
+def pass_on(
+  reference: Any,
+  to: futures.Future,
+  translated: Callable[[BaseException], BaseException],
+) -> None:
+  """Let a future end as the call of an actor ends.
+
+  Args:
+    reference: of the call.
+    to: the future.
+    translated: returns an error of Ray's as the caller knows it.
+  """
+
+  def end(call: futures.Future) -> None:
+    error = call.exception()
+    if error is None:
+      to.set_result(call.result())
+    else:
+      to.set_exception(translated(error))
+
+  reference.future().add_done_callback(end)
 
 
 def one_line(error: BaseException) -> str:

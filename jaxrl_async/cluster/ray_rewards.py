@@ -49,7 +49,9 @@ class RewardHandle:
       if why_not is not None:
         attached.set_exception(remote_pools.PoolFailed(why_not))
         return
-      self._pass_on(self._actor.attach.remote(spec), attached)
+      ray_handle.pass_on(
+        self._actor.attach.remote(spec), attached, self._translated
+      )
 
     self._actor.facts.remote().future().add_done_callback(begin)
     return attached
@@ -58,7 +60,12 @@ class RewardHandle:
     self,
   ) -> futures.Future[list[tuple[int, scoring.Outcome]]]:
     """Return the outcomes that have arrived; see `remote_pools.Handle`."""
-    return self._pass_on(self._actor.collect.remote(), futures.Future())
+    collected: futures.Future[list[tuple[int, scoring.Outcome]]]
+    collected = futures.Future()
+    ray_handle.pass_on(
+      self._actor.collect.remote(), collected, self._translated
+    )
+    return collected
 
   def deliver(self, attempts: list[tuple[int, scoring.Attempt]]) -> None:
     """Send attempts; that the process has ended is learnt from `collect`."""
@@ -67,19 +74,6 @@ class RewardHandle:
   def kill(self) -> None:
     """End the process."""
     self._ray.kill(self._actor)
-
-  def _pass_on(self, reference: Any, to: futures.Future) -> futures.Future:
-    """Let a future end as the call of an actor ends."""
-
-    def end(call: futures.Future) -> None:
-      error = call.exception()
-      if error is None:
-        to.set_result(call.result())
-      else:
-        to.set_exception(self._translated(error))
-
-    reference.future().add_done_callback(end)
-    return to
 
   def _translated(self, error: BaseException) -> BaseException:
     """Return an error of Ray's as one of `remote_pools`."""
