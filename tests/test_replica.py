@@ -9,6 +9,7 @@ import pytest
 import tiny
 
 from jaxrl_async import types
+from jaxrl_async.config import sections
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import replica as replica_lib
@@ -19,11 +20,11 @@ from jaxrl_async.types import FinishReason
 LONG_GROUPS = (8, 9, 10, 11)  # member 2 of these writes much
 
 
-def make_replica(name, link, channel):
+def make_replica(name, link, channel, **settings):
   return replica_lib.Replica(
     name,
     link,
-    tiny.scheduler(),
+    tiny.scheduler(**settings),
     channel=channel,
     tokenizer=tokenizer_lib.character_level(),
   )
@@ -112,6 +113,12 @@ def run(replica, max_steps=50):
   raise AssertionError("turns do not end")
 
 
+def versions_of(written):
+  """The versions that wrote the tokens of a trajectory."""
+  trajectory = written.trajectory
+  return {*trajectory.policy_versions[trajectory.loss_mask].tolist()}
+
+
 def alone(group=8, tokens=None):
   """What a scheduler of its own writes."""
   scheduler = tiny.ready()
@@ -156,6 +163,46 @@ def test_it_waits_for_a_version_and_has_its_weights(script, replica):
   assert [adopted.version for adopted in script.others] == [0, 2]
   found = replica.params.weights["embedding"]
   np.testing.assert_array_equal(found, weights["embedding"])
+
+
+@pytest.mark.parametrize("kv_on_adopt", sections.KvOnAdopt)
+def test_new_weights_interrupt_unless_they_are_to_wait(script, kv_on_adopt):
+  channel = tiny.channel()
+  replica = make_replica("r", script, channel, kv_on_adopt=kv_on_adopt)
+  replica.adopt()
+  script.to_admit = messages.Work(turns=(turn(),))
+  replica.feed()
+  replica.step()
+  channel.publish(tiny.engine_params(0, seed=1).weights, 1)
+  while not replica.has_newer_weights():
+    replica.wait_for_weights(60.0)
+  waits = kv_on_adopt is sections.KvOnAdopt.WAIT
+  assert replica.may_adopt() != waits
+  if waits:
+    replica.feed()
+    assert script.asks[-1].room == 0
+    run(replica)
+    assert replica.may_adopt()
+  replica.adopt()
+  replica.feed()
+  assert script.asks[-1].room > 0
+  run(replica)
+  (found,) = script.written()
+  assert versions_of(found) == ({0} if waits else {0, 1})
+  channel.close()
+
+
+def test_an_evaluation_does_not_wait_for_sequences(script, replica):
+  replica.scheduler.kv_on_adopt = sections.KvOnAdopt.WAIT
+  replica.adopt()
+  script.to_admit = messages.Work(turns=(turn(),))
+  replica.feed()
+  replica.step()
+  replica._channel.publish(tiny.engine_params(0, seed=1).weights, 1)
+  replica.adopt_version(1, 60.0)
+  run(replica)
+  (found,) = script.written()
+  assert versions_of(found) == {0, 1}
 
 
 def test_it_writes_what_the_turn_says_and_reports_its_end(script, replica):

@@ -307,7 +307,7 @@ class ReplicaProcess:
   def _generate(self, this: _Attached) -> None:
     """Take work, make one step, and sometimes report what is half-written."""
     replica = this.replica
-    if replica.has_newer_weights():
+    if replica.may_adopt():
       replica.adopt()
     replica.feed()
     if replica.can_step:

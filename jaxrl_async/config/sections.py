@@ -27,10 +27,16 @@ did_you_mean = refusals.did_you_mean
 
 
 class KvOnAdopt(enum.Enum):
-  """What happens to the caches of running sequences when new weights arrive."""
+  """What happens to running sequences when new weights arrive.
+
+  RECOMPUTE and KEEP interrupt them: the new weights write the rest. RECOMPUTE
+  rebuilds their caches under these weights, and KEEP does not. WAIT adopts the
+  weights when all sequences have ended, and admits no others meanwhile.
+  """
 
   RECOMPUTE = "recompute"
   KEEP = "keep"
+  WAIT = "wait"
 
 
 class OnBadRow(enum.Enum):

@@ -204,7 +204,7 @@ class Scheduler:
   def adopt(self, params: decode_state_lib.EngineParams, version: int) -> None:
     """Adopt new weights, which the next call uses.
 
-    With kv_on_adopt RECOMPUTE the caches of running sequences are rebuilt
+    Unless kv_on_adopt is KEEP, the caches of running sequences are rebuilt
     under the new weights (arXiv:2505.24298, section 4.1).
     """
     # Afterwards the host knows which sequence is in which slot. Rebuilt
@@ -216,7 +216,7 @@ class Scheduler:
     self._admission.forget_contents()
     self._unstage()
     self.stats.interruptions += len(self._entries)
-    if self.kv_on_adopt is sections.KvOnAdopt.RECOMPUTE:
+    if self.kv_on_adopt is not sections.KvOnAdopt.KEEP:
       self._recompute()
 
   def _unstage(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import time
 
 from jaxrl_async import types
+from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.engine import decode_state as decode_state_lib
@@ -114,6 +115,22 @@ class Replica:
     else:
       self._fetch.wait(timeout_s)
 
+  def may_adopt(self) -> bool:
+    """Return whether newer weights were fetched and may be adopted now.
+
+    With kv_on_adopt WAIT they may be when all sequences have ended. Until then
+    `feed` asks for no others.
+    """
+    return self.has_newer_weights() and (
+      self.scheduler.is_idle or not self._is_emptying
+    )
+
+  @property
+  def _is_emptying(self) -> bool:
+    """Whether newer weights wait for the running sequences to end."""
+    waits = self.scheduler.kv_on_adopt is sections.KvOnAdopt.WAIT
+    return waits and self._fetch is not None and self._fetch.is_done
+
   def adopt(self) -> None:
     """Adopt newer weights, if any were published, after they are fetched.
 
@@ -154,14 +171,15 @@ class Replica:
 
   def feed(self) -> None:
     """Take client requests, and ask for turns to fill the remaining room."""
-    if self._requests is not None:
+    is_emptying = self._is_emptying
+    if self._requests is not None and not is_emptying:
       # Requests get at most half of the slots, so that training continues
       # however many clients there are.
       num_slots = self.scheduler.engine.sizes.num_slots
       self._requests.feed(self.scheduler, max(1, num_slots // 2))
     if self.version >= 0:
       # Without room nothing is asked for, but something may have arrived.
-      room = max(0, self.scheduler.room)
+      room = 0 if is_emptying else max(0, self.scheduler.room)
       ask = messages.Ask(replica=self.name, version=self.version, room=room)
       self._take(self._link.admit(ask))
 

@@ -139,7 +139,7 @@ class RolloutWorker:
     has_failed = True
     try:
       while self._gate.passes():
-        if self.replica.has_newer_weights():
+        if self.replica.may_adopt():
           self._gate.show("adopting")
           self.replica.adopt()
         self.coordinator.collect_scores()
