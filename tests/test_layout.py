@@ -51,6 +51,7 @@ FOLDERS = {
   ),
   "rollout": (
     "types",
+    "config",
     "text",
     "reporting",
     "rewards",
