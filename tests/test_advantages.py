@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from jaxrl_async.algorithms import advantages as advantages_lib
-from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import sections
 
 # Groups of four, of one, of none, of three equal ones, of two; interleaved.
@@ -16,11 +15,8 @@ NUM_GROUPS = 5
 
 
 Scale = sections.AdvantageScale
-CHOICES = [
-  (baseline, scale)
-  for baseline in algorithm_section.ADVANTAGES
-  for scale in Scale
-]
+BASELINES = "group", "leave_one_out", "batch"
+CHOICES = [(baseline, scale) for baseline in BASELINES for scale in Scale]
 
 
 def deviation_of(values):
@@ -112,3 +108,80 @@ def test_what_cannot_be_compared_is_refused():
       advantages(np.array([1.0, 0.0]), np.array(ids), 2)
   with pytest.raises(ValueError, match="no baseline 'median'"):
     advantages(np.array([1.0, 0.0]), np.array([0, 0]), 1, "median")
+
+
+def segments_of(mask):
+  """Lists of the positions of each completion."""
+  found = []
+  for t, is_loss in enumerate(mask):
+    if is_loss and (t == 0 or not mask[t - 1]):
+      found.append([])
+    if is_loss:
+      found[-1].append(t)
+  return found
+
+
+def transcribed_segments(rewards, scores, masks, group_ids, scale):
+  returns = {}
+  for i, mask in enumerate(masks):
+    parts = segments_of(mask)
+    for k in range(len(parts)):
+      later = [t for part in parts[k:] for t in part]
+      returns[i, k] = rewards[i] + sum(scores[i][t] for t in later)
+  mates = {
+    (i, k): [
+      r
+      for (j, other), r in returns.items()
+      if other == k and group_ids[j] == group_ids[i]
+    ]
+    for i, k in returns
+  }
+  centred = {
+    key: r - sum(mates[key]) / len(mates[key]) for key, r in returns.items()
+  }
+  divisor = {
+    Scale.NONE: dict.fromkeys(centred, 1.0),
+    Scale.STD: {key: deviation_of(m) + 1e-6 for key, m in mates.items()},
+    Scale.BATCH_STD: dict.fromkeys(
+      centred, deviation_of([*centred.values()]) + 1e-6
+    ),
+  }[scale]
+  found = [np.zeros(len(mask)) for mask in masks]
+  for i, mask in enumerate(masks):
+    for k, part in enumerate(segments_of(mask)):
+      found[i][part] = centred[i, k] / divisor[i, k]
+  return found
+
+
+@pytest.mark.parametrize("scale", Scale)
+def test_each_turn_is_compared_with_the_same_turn_of_the_others(scale):
+  rng = np.random.default_rng(0)
+  masks = [
+    np.array([*map(int, text)], bool)
+    for text in (
+      *("0110", "001101", "01011101", "0000", "0111", "00101", "010101"),
+      *("011", "001", "01111"),
+    )
+  ]
+  scores = [rng.integers(-1, 2, len(mask)) / 4 * mask for mask in masks]
+  found = advantages_lib.segment_advantages(
+    REWARDS, scores, masks, GROUP_IDS, NUM_GROUPS, scale=scale
+  )
+  expected = transcribed_segments(REWARDS, scores, masks, GROUP_IDS, scale)
+  assert len(found) == len(expected)
+  for one, other in zip(found, expected, strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+  assert any(
+    len({*x[m].tolist()}) > 1 for x, m in zip(found, masks, strict=True)
+  )
+
+
+def test_one_turn_without_scores_has_the_baseline_of_the_group():
+  masks = [np.array([False, True, True])] * len(REWARDS)
+  zeros = [np.zeros(3)] * len(REWARDS)
+  found = advantages_lib.segment_advantages(
+    REWARDS, zeros, masks, GROUP_IDS, NUM_GROUPS, scale=Scale.STD
+  )
+  expected = advantages(REWARDS, GROUP_IDS, NUM_GROUPS)
+  for one, value in zip(found, expected, strict=True):
+    assert one.tolist() == [0, value, value]

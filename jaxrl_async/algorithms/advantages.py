@@ -1,9 +1,10 @@
 """Advantages: how a trajectory compares with others, without a critic."""
 
-from jaxtyping import Float, Int
+from collections.abc import Sequence
+
+from jaxtyping import Bool, Float, Int
 import numpy as np
 
-from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import sections
 
 # Standard deviations are divided by after this was added.
@@ -53,7 +54,7 @@ def relative_advantages(
     group_ids: which group each trajectory belongs to. Groups may differ in
       size: one that lost a trajectory is normalised over those that are left.
     num_groups: ids run from 0 to num_groups - 1; some may be absent.
-    baseline: one of `algorithm_section.ADVANTAGES`.
+    baseline: "group", "leave_one_out" or "batch".
     scale: what the rewards minus their baseline are divided by.
 
   Raises:
@@ -65,7 +66,7 @@ def relative_advantages(
     len(group_ids) and not 0 <= group_ids.min() <= group_ids.max() < num_groups
   ):
     raise ValueError(f"group_ids must lie in [0, num_groups = {num_groups})")
-  if baseline not in algorithm_section.ADVANTAGES:
+  if baseline not in ("group", "leave_one_out", "batch"):
     raise ValueError(f"there is no baseline {baseline!r}")
 
   def group_mean(values: np.ndarray) -> np.ndarray:
@@ -84,3 +85,81 @@ def relative_advantages(
   elif scale is sections.AdvantageScale.BATCH_STD:
     centred /= centred.std() + _EPSILON
   return centred.astype(np.float32)
+
+
+def segment_advantages(
+  rewards: Float[np.ndarray, "trajectories"],
+  token_scores: Sequence[Float[np.ndarray, "_"]],
+  loss_masks: Sequence[Bool[np.ndarray, "_"]],
+  group_ids: Int[np.ndarray, "trajectories"],
+  num_groups: int,
+  *,
+  scale: sections.AdvantageScale,
+) -> list[Float[np.ndarray, "_"]]:
+  r"""Return the advantage of each token, with a baseline for each segment.
+
+  A segment is a completion of an episode: loss tokens without others between
+  them. Segment k of trajectory i has the return of what comes from its first
+  token on, and is compared with segment k of the others of its group:
+
+    R_ik = r_i + sum of the scores of tokens in the segments k, k + 1, ...
+    A_ik = (R_ik - mean_j R_jk) / (s_ik + 1e-6)
+
+  where j runs over the trajectories of the group that have a segment k. With
+  one segment and no scores of tokens this is the baseline "group" of
+  `relative_advantages`. GTPO (arXiv:2511.14846) compares the returns of turns,
+  which it discounts; they are not discounted here.
+
+  Args:
+    rewards: one per trajectory, for its end.
+    token_scores: of each trajectory, one per token.
+    loss_masks: likewise.
+    group_ids: which group each trajectory belongs to.
+    num_groups: ids run from 0 to num_groups - 1; some may be absent.
+    scale: STD is the deviation of the R_jk, BATCH_STD that of R_ik - mean_j
+      R_jk over all segments of the batch.
+
+  Returns:
+    For each trajectory an array with one number per token, 0 where nothing is
+    learned.
+  """
+  numbers = [_segment_numbers(mask) for mask in loss_masks]
+  counts = [int(n.max(initial=-1)) + 1 for n in numbers]
+  owners = np.repeat(np.arange(len(rewards)), counts)
+  places = np.concatenate([np.arange(n) for n in [0, *counts]])
+  returns = np.concatenate(
+    [
+      np.zeros(0),
+      *(
+        reward
+        + np.cumsum(np.bincount(number[mask], scores[mask], count)[::-1])[::-1]
+        for reward, number, mask, scores, count in zip(
+          rewards, numbers, loss_masks, token_scores, counts, strict=True
+        )
+      ),
+    ]
+  )
+  # Segment k of a group is a group of its own.
+  most = max(counts, default=0)
+  compared = relative_advantages(
+    returns,
+    group_ids[owners] * most + places,
+    num_groups * most,
+    baseline="group",
+    scale=scale,
+  )
+  ends = np.cumsum(counts)
+  return [
+    np.where(mask, compared[end - count : end][number], 0)
+    if count
+    else np.zeros(len(mask), np.float32)
+    for mask, number, end, count in zip(
+      loss_masks, numbers, ends, counts, strict=True
+    )
+  ]
+
+
+def _segment_numbers(mask: Bool[np.ndarray, "_"]) -> Int[np.ndarray, "_"]:
+  """Return the number of each loss token's segment, from 0; -1 elsewhere."""
+  begins = mask & ~np.append(False, mask[:-1])
+  return np.where(mask, np.cumsum(begins) - 1, -1)

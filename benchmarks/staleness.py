@@ -1,0 +1,262 @@
+"""What staleness costs: held-out accuracy by the bound and by the objective.
+
+    python benchmarks/staleness.py --directory=/tmp/staleness
+
+The tables, one for each value of --table:
+
+    staleness     max_staleness of 0, 1, 2, 4, 8 and 16, with the coupled and
+                  the decoupled objective of PPO; this is the ablation of
+                  AReaL (arXiv:2505.24298, table 2)
+    interruption  what new weights do to running sequences: recompute, keep and
+                  wait of rollout.kv_on_adopt, with completions that are longer
+                  than a train step
+    proximal      proximal logprobs that are recomputed, interpolated or left
+                  out, by algorithm.proximal
+
+Every run is configs/staleness.py for the same number of train steps, each of
+which takes the same number of trajectories. The runs of a seed begin from the
+same warm start and are evaluated on the same held-out questions. The mean
+staleness of the trained tokens is printed beside the bound, because generation
+that is no faster than training leaves a bound unused.
+
+Everything is kept in --directory. A command that was stopped goes on there with
+the run that it was in.
+
+Prints a table and, as the last line, one JSON object: `table` has a row for
+each setting, with its names, and over the seeds `eval_mean` and `eval_std` (of
+the sampled accuracy at the end), `greedy_mean`, `realised_staleness` and
+`wall_s`. --picture draws the curves, with bands of one standard deviation.
+Hardware: two CPU cores. Result: docs/staleness.md.
+"""
+
+from collections.abc import Mapping, Sequence
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+from absl import app
+from absl import flags
+
+_TABLE = flags.DEFINE_enum(
+  "table",
+  "staleness",
+  ["staleness", "interruption", "proximal"],
+  "What is compared.",
+)
+_DIRECTORY = flags.DEFINE_string(
+  "directory", None, "Where runs and results are kept.", required=True
+)
+_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds, comma-separated.")
+_BOUNDS = flags.DEFINE_list(
+  "bounds", ["0", "1", "2", "4", "8", "16"], "Values of max_staleness."
+)
+for _name in ("seeds", "bounds"):
+  flags.register_validator(
+    _name,
+    lambda values: (
+      all(map(str.isdecimal, values)) and 0 < len(values) == len({*values})
+    ),
+    message="different integers, separated by commas, as 0,1,2",
+  )
+_STEPS = flags.DEFINE_integer(
+  "steps", 0, "Train steps of each run; 0 takes the config's.", lower_bound=0
+)
+_SET = flags.DEFINE_multi_string(
+  "set", [], "A further setting of every run, as train.num_steps=10."
+)
+_PICTURE = flags.DEFINE_string("picture", "", "File of the curves, if any.")
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_CONFIG = _ROOT / "configs" / "staleness.py"
+
+Settings = Mapping[str, Any]
+OBJECTIVES: dict[str, Settings] = {
+  "decoupled": {},
+  "coupled": {
+    "algorithm.loss": "coupled_ppo",
+    "algorithm.behavior_weight_level": "none",
+    "algorithm.proximal": "reuse",
+  },
+}
+
+
+def _rows_of_table() -> list[tuple[dict[str, Any], Settings]]:
+  """Return the names of each row, and the settings of its runs."""
+  bounds = list(map(int, _BOUNDS.value))
+  if _TABLE.value == "staleness":
+    return [
+      (
+        {"max_staleness": bound, "objective": name},
+        {"algorithm.max_staleness": bound, **settings},
+      )
+      for bound in bounds
+      for name, settings in OBJECTIVES.items()
+    ]
+  if _TABLE.value == "interruption":
+    return [
+      (
+        {"max_staleness": bound, "kv_on_adopt": name},
+        {"algorithm.max_staleness": bound, "rollout.kv_on_adopt": name},
+      )
+      for bound in bounds
+      for name in ("recompute", "keep", "wait")
+    ]
+  return [
+    (
+      {"max_staleness": bound, "proximal": name},
+      {
+        "algorithm.max_staleness": bound,
+        "algorithm.proximal": name,
+        # One update a step is all that `reuse` can do; see docs/algorithms.md.
+        "algorithm.num_minibatches": 1,
+      },
+    )
+    for bound in bounds
+    for name in ("recompute", "loglinear", "reuse")
+  ]
+
+
+def _launch(script: str, *arguments: str) -> dict[str, Any]:
+  """Run a launch script to its end; return the JSON of its last line."""
+  command = [sys.executable, str(_ROOT / "launch" / script), *arguments]
+  done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+  if done.returncode:
+    sys.exit(f"error: {' '.join(command)} exited with {done.returncode}")
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+def _arguments(name: str, seed: int, settings: Settings) -> list[str]:
+  directory = pathlib.Path(_DIRECTORY.value)
+  variant = ":long" if _TABLE.value == "interruption" else ""
+  return [
+    f"--config={_CONFIG}{variant}",
+    f"--workdir={directory / name}",
+    f"--compile_cache={directory / 'compile_cache'}",
+    f"--config.seed={seed}",
+    *(f"--config.{field}={value}" for field, value in settings.items()),
+  ]
+
+
+def _warm_start(seed: int) -> str:
+  """Return the parameters that the runs of a seed begin with."""
+  long = "_long" if _TABLE.value == "interruption" else ""
+  arguments = _arguments(f"warm_start{long}_{seed}", seed, {})
+  return _launch("sft.py", *arguments)["params"]
+
+
+def _run(names: dict[str, Any], settings: Settings, seed: int) -> dict:
+  """Return the result of one run, which may have been made before."""
+  name = "_".join(map(str, [_TABLE.value, *names.values(), seed]))
+  workdir = pathlib.Path(_DIRECTORY.value) / name
+  summary_path = workdir / "summary.json"
+  if not summary_path.exists():
+    print(name, file=sys.stderr)
+    further: dict[str, Any] = dict(
+      setting.split("=", maxsplit=1) for setting in _SET.value
+    )
+    if _STEPS.value:
+      further["train.num_steps"] = _STEPS.value
+    further["warm_start.checkpoint"] = _warm_start(seed)
+    _launch("train.py", *_arguments(name, seed, {**settings, **further}))
+  summary = json.loads(summary_path.read_text())
+  lines = (workdir / "metrics.jsonl").read_text().splitlines()
+  metrics = [json.loads(line) for line in lines]
+  return {
+    "summary": summary,
+    "curve": [
+      (line["step"], line["eval/accuracy"])
+      for line in metrics
+      if "eval/accuracy" in line
+    ],
+  }
+
+
+def _row(names: dict[str, Any], runs: Sequence[dict[str, Any]]) -> dict:
+  """Return what the table says of the runs of one setting."""
+
+  def mean(field: str) -> float:
+    return statistics.mean(run["summary"][field] for run in runs)
+
+  accuracies = [run["summary"]["eval_after"] for run in runs]
+  return {
+    **names,
+    "eval_before": mean("eval_before"),
+    "eval_mean": statistics.mean(accuracies),
+    "eval_std": statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0,
+    "greedy_mean": mean("eval_after_greedy"),
+    "realised_staleness": mean("staleness_mean"),
+    "versions_per_trajectory": mean("versions_per_trajectory_mean"),
+    "rl_s": mean("rl_s"),
+    "wall_s": mean("wall_s"),
+    "seeds": accuracies,
+  }
+
+
+def _markdown(rows: Sequence[dict[str, Any]]) -> str:
+  """Return a Markdown table with a line for each row."""
+  columns = [name for name in rows[0] if name != "seeds"]
+  lines = [columns, ["---"] * len(columns)]
+  for row in rows:
+    values = (row[name] for name in columns)
+    lines.append(
+      [f"{x:.3f}" if isinstance(x, float) else str(x) for x in values]
+    )
+  return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _draw(path: str, rows: Sequence[dict], curves: Sequence[list]) -> None:
+  """Draw accuracy by train step, a panel for each bound."""
+  from matplotlib.backends import backend_svg
+  from matplotlib.figure import Figure
+
+  bounds = list(dict.fromkeys(row["max_staleness"] for row in rows))
+  figure = Figure(figsize=(3 * len(bounds), 3), layout="constrained")
+  panels = figure.subplots(1, len(bounds), sharey=True, squeeze=False)[0]
+  for panel, bound in zip(panels, bounds, strict=True):
+    panel.set_title(f"max_staleness {bound}")
+    panel.set_xlabel("train step")
+    for row, runs in zip(rows, curves, strict=True):
+      if row["max_staleness"] != bound:
+        continue
+      steps = [step for step, _ in runs[0]]
+      values = list(zip(*([y for _, y in run] for run in runs), strict=True))
+      means = [statistics.mean(x) for x in values]
+      spread = [statistics.stdev(x) if len(x) > 1 else 0.0 for x in values]
+      name = next(v for k, v in row.items() if k != "max_staleness")
+      panel.plot(steps, means, label=name)
+      panel.fill_between(
+        steps,
+        [m - s for m, s in zip(means, spread, strict=True)],
+        [m + s for m, s in zip(means, spread, strict=True)],
+        alpha=0.2,
+      )
+  panels[0].set_ylabel("held-out accuracy")
+  panels[0].legend()
+  backend_svg.FigureCanvasSVG(figure).print_svg(path, metadata={"Date": None})
+
+
+def main(argv: Sequence[str]) -> None:
+  """Make the runs that are missing, and print the table."""
+  if argv[1:]:
+    sys.exit(f"error: unexpected arguments {' '.join(argv[1:])}")
+  settings = _rows_of_table()
+  results: list[list[dict]] = [[] for _ in settings]
+  for seed in map(int, _SEEDS.value):
+    for found, (names, fields) in zip(results, settings, strict=True):
+      found.append(_run(names, fields, seed))
+  rows = [
+    _row(names, runs)
+    for (names, _), runs in zip(settings, results, strict=True)
+  ]
+  print(_markdown(rows))
+  if _PICTURE.value:
+    curves = [[run["curve"] for run in runs] for runs in results]
+    _draw(_PICTURE.value, rows, curves)
+  print(json.dumps({"table": rows}))
+
+
+if __name__ == "__main__":
+  app.run(main)
