@@ -151,8 +151,14 @@ class Cluster:
       *(RuntimeError, ConnectionError, ValueError, OSError),
       self._ray.exceptions.RayError,
     ) as error:
+      # Ray's own text of a wrong token is "Failed to connect".
+      hint = (
+        "; Ray has to run there, with the token of this process"
+        if self._section.address
+        else ""
+      )
       raise sections.ConfigError(
-        f"cluster.address: Ray ({where}): {ray_handle.one_line(error)}"
+        f"cluster.address: Ray ({where}): {ray_handle.one_line(error)}{hint}"
       ) from error
 
   def _read_address(
