@@ -1,10 +1,13 @@
 """The runs of benchmarks/staleness.py: a policy that has much left to discover.
 
-The warm start writes two of three partial sums wrong, so that the first policy
-gives every right line a probability of about a third. Training has to raise it
+The warm start writes nearly every second partial sum wrong, so that few of the
+first answers are right. Training has to raise the probability of a right line
 several times over, and stale data is then from a policy that is far away.
 Completions are short and slots many, so that generation is faster than
 training, and trajectories become as old as max_staleness allows.
+
+`long`, after a colon, has sums of eight to ten terms, whose completions take
+longer than a train step: most of them are interrupted by new weights.
 """
 
 import pathlib
@@ -20,33 +23,44 @@ _QUICKSTART = runpy.run_path(
 )
 
 
-def get_config() -> sections.Config:
-  """Return the run with the default bound and the decoupled objective."""
+def get_config(variant: str = "") -> sections.Config:
+  """Return the run of this file; variants are "" and "long"."""
+  if variant not in ("", "long"):
+    raise sections.ConfigError(
+      f"variant: {sections.shown(variant)}; use long or none"
+    )
   run: sections.Config = _QUICKSTART["get_config"]()
+  is_long = variant == "long"
+  min_terms, max_terms = (8, 10) if is_long else (3, 3)
   run.task.params = config_dict.ConfigDict(
-    {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
+    {
+      "min_terms": min_terms,
+      "max_terms": max_terms,
+      "min_digits": 1,
+      "max_digits": 1,
+    }
   )
-  run.warm_start.num_steps = 500
-  run.warm_start.corrupted_frac = 0.65
+  run.warm_start.num_steps = 1_000
+  run.warm_start.corrupted_frac = 0.08 if is_long else 0.45
+  longest_prompt, longest = (32, 128) if is_long else (16, 24)
+  cache = longest_prompt + longest
   run.rollout = sections.RolloutSection(
-    num_slots=32,
-    max_prompt_tokens=16,
-    max_completion_tokens=24,
-    cache_tokens=40,
-    decode_steps_per_call=8,
-    prefill_rows=4,
-    prefill_buckets=(16, 40),
-    window_buckets=(40,),
+    num_slots=32 if is_long else 64,
+    max_prompt_tokens=longest_prompt,
+    max_completion_tokens=longest,
+    cache_tokens=cache,
+    decode_steps_per_call=8 if is_long else 7,
+    prefill_rows=8,
+    prefill_buckets=(longest_prompt, cache),
+    window_buckets=(cache,),
   )
   run.algorithm.group_size = 8
-  run.algorithm.groups_per_step = 16
-  run.algorithm.num_minibatches = 4
-  run.train.num_steps = 80
-  # With a constant rate the program is the same for any number of steps.
-  run.train.decay = 1.0
-  run.train.optimizer.learning_rate = 8e-4
-  run.train.tokens_per_row = 48
-  run.train.rows_per_microbatch = 16
-  run.eval.every = 10
-  run.run.checkpoint_every = 40
+  run.algorithm.groups_per_step = 8 if is_long else 32
+  run.algorithm.num_minibatches = 8
+  run.train.num_steps = 100
+  run.train.optimizer.learning_rate = 1e-4
+  run.train.tokens_per_row = cache if is_long else 48
+  run.train.rows_per_microbatch = 8
+  run.eval.every = 25
+  run.run.checkpoint_every = 50
   return run
