@@ -18,7 +18,7 @@ NUM_GROUPS = 5
 Scale = sections.AdvantageScale
 CHOICES = [
   (baseline, scale)
-  for baseline in algorithm_section.ADVANTAGES
+  for baseline in algorithm_section.BASELINES
   for scale in Scale
 ]
 

@@ -53,7 +53,7 @@ def relative_advantages(
     group_ids: which group each trajectory belongs to. Groups may differ in
       size: one that lost a trajectory is normalised over those that are left.
     num_groups: ids run from 0 to num_groups - 1; some may be absent.
-    baseline: one of `algorithm_section.ADVANTAGES`.
+    baseline: one of `algorithm_section.BASELINES`.
     scale: what the rewards minus their baseline are divided by.
 
   Raises:
@@ -65,7 +65,7 @@ def relative_advantages(
     len(group_ids) and not 0 <= group_ids.min() <= group_ids.max() < num_groups
   ):
     raise ValueError(f"group_ids must lie in [0, num_groups = {num_groups})")
-  if baseline not in algorithm_section.ADVANTAGES:
+  if baseline not in algorithm_section.BASELINES:
     raise ValueError(f"there is no baseline {baseline!r}")
 
   def group_mean(values: np.ndarray) -> np.ndarray:
