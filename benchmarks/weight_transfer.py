@@ -49,7 +49,7 @@ from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
-from jaxrl_async.training import train_step
+from jaxrl_async.training import publishing
 
 _REPEATS = flags.DEFINE_integer(
   "repeats", 5, "Measured versions of each row.", lower_bound=1
@@ -128,7 +128,7 @@ def measure(
   params = trainer_params(model, train_mesh)
   cast = jax.jit(
     functools.partial(
-      train_step.published_params,
+      publishing.published_params,
       num_layers=model.num_layers,
       dtype=_DTYPE.value,
       weights=sections.WeightFormat.FLOAT,

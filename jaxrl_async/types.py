@@ -59,7 +59,7 @@ class Reward:
     score: the score of the whole trajectory; advantages are computed from it.
     parts: named numbers that are recorded but not learned from, such as the
       terms of which the score is the sum.
-    token_scores: scores by position, for a loss that learns from them. Other
+    token_scores: scores by position, for gae or a loss of your own. Other
       positions have the score 0. None if the scorer does not score tokens. A
       scorer of tokens should always return a mapping, even an empty one,
       because batches with and without token scores need different compiled

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_async.algorithms import advantages as advantages_lib
+from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import sections
 
 # Groups of four, of one, of none, of three equal ones, of two; interleaved.
@@ -15,8 +16,11 @@ NUM_GROUPS = 5
 
 
 Scale = sections.AdvantageScale
-BASELINES = "group", "leave_one_out", "batch"
-CHOICES = [(baseline, scale) for baseline in BASELINES for scale in Scale]
+CHOICES = [
+  (baseline, scale)
+  for baseline in algorithm_section.BASELINES
+  for scale in Scale
+]
 
 
 def deviation_of(values):

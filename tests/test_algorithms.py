@@ -26,6 +26,12 @@ PRESETS = {
 PAGE = (
   pathlib.Path(__file__).parents[1] / "docs" / "algorithms.md"
 ).read_text()
+GAE = {
+  "advantage": "gae",
+  "advantage_scale": sections.AdvantageScale.BATCH_STD,
+}
+SHARED = sections.CriticTrunk.SHARED
+RATE = sections.OptimizerSection(learning_rate=1e-5)
 Level = sections.BehaviorWeightLevel
 
 
@@ -45,7 +51,7 @@ def test_methods_differ_and_are_those_of_the_page():
   found = [function() for function in PRESETS.values()]
   assert all(x != y for i, x in enumerate(found) for y in found[:i])
   assert algorithms.areal() == sections.AlgorithmSection()
-  assert len(PRESETS) == 13
+  assert len(PRESETS) == 14
   with pytest.raises(TypeError, match="clip_hi"):
     algorithms.dapo(clip_hi=0.3)
 
@@ -78,9 +84,12 @@ def test_every_name_of_a_loss_and_of_an_advantage_stands_for_something():
     section = sections.AlgorithmSection(loss=name)
     assert callable(algorithm_lib._objective(section))
   rewards, ids = np.array([1.0, 0.0]), np.array([0, 0])
-  for name in algorithm_section.ADVANTAGES:
+  for name in algorithm_section.BASELINES:
     section = sections.AlgorithmSection(advantage=name)
     assert algorithm_lib.advantages(section)(rewards, ids, 1)[0] > 0
+  # Those of gae are made on the device.
+  section = sections.AlgorithmSection(advantage="gae")
+  assert not algorithm_lib.advantages(section)(rewards, ids, 1).any()
 
 
 @pytest.mark.parametrize(
@@ -119,6 +128,19 @@ def test_every_name_of_a_loss_and_of_an_advantage_stands_for_something():
       },
       "filter_zero_std algorithm.advantage",
     ),
+    ({"advantage": "gae"}, "advantage_scale algorithm.advantage batch_std"),
+    (
+      {**GAE, "filter_zero_std": True},
+      "filter_zero_std algorithm.advantage",
+    ),
+    ({"gamma": 0.9}, "gamma algorithm.advantage gae"),
+    ({"gae_lambda": 0.9}, "gae_lambda algorithm.advantage gae"),
+    ({"kl_in_reward": True}, "kl_in_reward algorithm.kl_coef"),
+    (
+      {"kl_in_reward": True, "kl_coef": 0.1},
+      "kl_estimator algorithm.kl_in_reward k1",
+    ),
+    ({"kl_reward_clip": 1.0}, "kl_reward_clip algorithm.kl_in_reward"),
     (
       {"loss": "sapo", "proximal": sections.ProximalMode.REUSE},
       "proximal num_minibatches",
@@ -144,6 +166,49 @@ def test_a_reference_of_adapters_is_their_base(tmp_path):
   message = "^algorithm.kl_coef: .*model.lora.adapter"
   with pytest.raises(sections.ConfigError, match=message):
     config_checks.check(config)
+
+
+@pytest.mark.parametrize(
+  ("settings", "critic", "changes", "field", "other"),
+  [
+    ({}, {"value_clip": 0.5}, {}, "value_clip", "algorithm.advantage"),
+    ({}, {"trunk": SHARED}, {}, "trunk", "algorithm.advantage"),
+    ({}, {"optimizer": RATE}, {}, "optimizer.learning_rate", "algorithm.adv"),
+    (GAE, {}, {"rank": 4}, "trunk", "model.lora.rank"),
+    (GAE, {"warmup_steps": 60}, {}, "warmup_steps", "train.num_steps"),
+    (GAE, {"normalize_decay": 1.0}, {}, "normalize_decay", "less than 1"),
+    (GAE, {"trunk": SHARED}, {"rank": 4}, "", ""),
+    (GAE, {"warmup_steps": 59, "normalize_decay": 0.0}, {}, "", ""),
+  ],
+)
+def test_a_critic_is_refused_where_it_cannot_be(
+  settings, critic, changes, field, other
+):
+  config = config_with(**settings)
+  config.critic = sections.CriticSection(**critic)
+  for name, value in changes.items():
+    setattr(config.model.lora, name, value)
+  if not field:
+    config_checks.check(config)
+    return
+  pattern = f"^critic.{field}: .*{other}"
+  with pytest.raises(sections.ConfigError, match=pattern):
+    config_checks.check(config)
+
+
+def test_advantages_are_divided_once():
+  """By the stage where tokens differ, and by the host where they do not."""
+  rewards, ids = np.array([1.0, 0.0, 0.5, 0.0]), np.array([0, 0, 1, 1])
+  batch_std = sections.AdvantageScale.BATCH_STD
+  settings = {"advantage_scale": batch_std, "kl_coef": 0.1}
+  whole = sections.AlgorithmSection(**settings)
+  split = sections.AlgorithmSection(**settings, kl_in_reward=True)
+  found = [
+    algorithm_lib.advantages(section)(rewards, ids, 2)
+    for section in (whole, split)
+  ]
+  np.testing.assert_allclose(found[1], [0.5, -0.5, 0.25, -0.25])
+  np.testing.assert_allclose(found[0], found[1] / found[1].std(), rtol=1e-5)
 
 
 def largest(rewards, group_ids, num_groups):

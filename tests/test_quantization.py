@@ -31,7 +31,7 @@ from jaxrl_async.run import config_checks
 from jaxrl_async.run import dry_run
 from jaxrl_async.run import evaluate
 from jaxrl_async.run import training_run
-from jaxrl_async.training import train_step
+from jaxrl_async.training import publishing
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
@@ -64,7 +64,7 @@ def full(model=UNTIED):
 def published(weights, model=UNTIED, dtype="float32"):
   """What the trainer publishes of `full`."""
   publish = functools.partial(
-    train_step.published_params,
+    publishing.published_params,
     num_layers=model.num_layers,
     dtype=dtype,
     weights=weights,
@@ -202,7 +202,7 @@ def test_matrices_shrink_to_a_quarter():
 
   def size(weights):
     publish = functools.partial(
-      train_step.published_params,
+      publishing.published_params,
       num_layers=model.num_layers,
       dtype="float32",
       weights=weights,

@@ -61,7 +61,7 @@ def test_there_is_a_reference_only_for_a_penalty():
   config.algorithm.second_moment_bound = 0.04
   setup = resolved(config)
   assert setup.models[REFERENCE].frozen_dtype == "bfloat16"
-  names = ["proximal", "second_moment", "reference"]
+  names = ["proximal", "reference", "second_moment"]
   assert stage_names(setup) == names
   trainer = assembly.make_trainer(setup, metrics_lib.BusyClock())
   programs = {program.name: program for program in trainer.programs()}
@@ -142,6 +142,44 @@ def test_the_type_of_a_stored_reference_stays(tmp_path):
         check()
     else:
       assert len(check()) == 1
+
+
+def test_the_divergence_is_in_the_reward_or_in_the_loss():
+  config = make_config(0.1)
+  section = config.algorithm
+  section.kl_estimator = sections.KlEstimator.K1
+  losses = []
+  rng = np.random.default_rng(0)
+  batch = test_train_step.packed(rows=16)
+  reference = rng.normal(-4, 1, batch.tokens.shape).astype(np.float32)
+  one = jax.tree.map(
+    lambda x: jax.numpy.asarray(x[0, 0]),
+    batch.with_arrays(
+      {objectives.REFERENCE: reference, objectives.PROXIMAL: reference}
+    ),
+  )
+  totals = objectives.minibatch_totals(one)
+  micro = objectives.Microbatch(
+    logprobs=one.behavior_logprobs,
+    entropy=jax.numpy.zeros_like(one.behavior_logprobs),
+    values=None,
+    batch=one,
+    totals=totals,
+    policy_version=jax.numpy.int32(test_train_step.VERSION),
+    minibatch=jax.numpy.int32(0),
+  )
+  for in_reward in (False, True):
+    section.kl_in_reward = in_reward
+    names = stage_names(resolved(config))
+    assert names == ["proximal", "reference"] + ["advantages"] * in_reward
+    losses.append(algorithm_lib.policy_loss(config)(micro))
+  (penalised, sums), (alone, measured) = losses
+  np.testing.assert_allclose(
+    penalised - alone,
+    0.1 * sums["reference_kl_sum"] / totals["num_loss_tokens"],
+    rtol=1e-4,
+  )
+  assert sums["reference_kl_sum"] == measured["reference_kl_sum"] != 0
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.planning import matmul_rate
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import algorithm as algorithm_lib
+from jaxrl_async.training import gradients as gradients_lib
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
 from jaxrl_async.training import train_state
@@ -330,7 +331,7 @@ def apply_program(section):
 
   @jax.jit
   def apply(state, gradients, loss):
-    return train_step._apply_gradients(
+    return gradients_lib.apply(
       optimizers, state, {train_state.POLICY: gradients}, loss
     )
 

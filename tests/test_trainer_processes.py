@@ -21,8 +21,8 @@ from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.storage import checkpoint
+from jaxrl_async.training import publishing
 from jaxrl_async.training import train_state
-from jaxrl_async.training import train_step
 
 SCRIPT = pathlib.Path(replayed_run.__file__)
 ENVIRONMENT = os.environ | {
@@ -141,7 +141,7 @@ def shapes_of_versions():
   """What a reader on one device of its own adopts."""
   setup = replayed_run.make_setup(replayed_run.get_config(1, 4))
   mesh = mesh_lib.make_mesh(jax.devices()[:1])
-  publish = train_step.make_publish(
+  publish = publishing.make_publish(
     setup.model,
     mesh_lib.Layout(mesh=mesh, rules=mesh_lib.TRAIN_RULES),
     dtype=setup.config.rollout.dtype,
@@ -212,7 +212,7 @@ def test_a_reader_adopts_what_two_processes_published(two):
         ),
       ),
     )
-    wanted = train_step.published_params(
+    wanted = publishing.published_params(
       state,
       setup.model.num_layers,
       setup.config.rollout.dtype,

@@ -12,10 +12,12 @@ import tiny
 from jaxrl_async.config import sections
 from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
+from jaxrl_async.planning import matmul_rate
 
 UNTIED = dataclasses.replace(
   tiny.MODEL, has_tied_head=False, has_qkv_bias=True, has_qk_norm=False
 )
+SCALAR = dataclasses.replace(UNTIED, has_scalar_head=True)
 EVERYTHING = dataclasses.replace(
   UNTIED, has_qk_norm=True, num_heads=3, num_kv_heads=1, num_layers=3
 )
@@ -23,8 +25,8 @@ EVERYTHING = dataclasses.replace(
 
 @pytest.mark.parametrize(
   "model",
-  [*configs.MODELS.values(), UNTIED, EVERYTHING],
-  ids=[*configs.MODELS, "untied", "everything"],
+  [*configs.MODELS.values(), UNTIED, SCALAR, EVERYTHING],
+  ids=[*configs.MODELS, "untied", "scalar", "everything"],
 )
 def test_the_formula_counts_the_parameters(model):
   shapes = jax.eval_shape(
@@ -32,6 +34,36 @@ def test_the_formula_counts_the_parameters(model):
   )
   count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
   assert model.num_params == count
+
+
+def test_a_scalar_head_is_a_vector_in_place_of_the_output_matrix():
+  params = jax.jit(functools.partial(transformer.init_params, SCALAR))(
+    jax.random.key(0)
+  )
+  whole = transformer.logical_axes(UNTIED, is_stacked=True)
+  assert params.keys() == whole.keys() - {"output_head"} | {"scalar_head"}
+  assert not params["scalar_head"].any()
+  hidden = np.random.default_rng(0).normal(size=(2, 3, SCALAR.model_dim))
+  head = np.arange(SCALAR.model_dim)
+  bound = transformer.bind(
+    SCALAR,
+    {**params, "scalar_head": jnp.asarray(head, jnp.float32)},
+    is_stacked=True,
+  )
+  found = bound.scalars(jnp.asarray(hidden, jnp.bfloat16))
+  assert found.dtype == jnp.float32
+  rounded = np.asarray(jnp.asarray(hidden, jnp.bfloat16), np.float64)
+  np.testing.assert_allclose(found, rounded @ head, rtol=1e-5, atol=1e-3)
+
+
+def test_nothing_is_multiplied_with_the_embedding_under_a_scalar_head():
+  lengths = np.array([5, 3])
+  tied = dataclasses.replace(SCALAR, has_tied_head=True)
+  found = matmul_rate.model_flops(tied, lengths)
+  assert found == matmul_rate.model_flops(SCALAR, lengths)
+  matrix = SCALAR.vocab_size * SCALAR.model_dim
+  whole = matmul_rate.model_flops(UNTIED, lengths)
+  assert whole - found == 6 * (matrix - SCALAR.model_dim) * lengths.sum()
 
 
 def test_impossible_heads_are_refused():

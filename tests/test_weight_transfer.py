@@ -17,7 +17,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import transformer
-from jaxrl_async.training import train_step
+from jaxrl_async.training import publishing
 
 
 @pytest.fixture(params=list(sections.Channel), ids=lambda kind: kind.value)
@@ -104,7 +104,7 @@ def test_the_cast_arrives_bit_for_bit_on_any_pair_of_meshes(
   mesh = mesh_lib.make_mesh(devices[: train_shape.num_devices], train_shape)
   params = random_params(mesh)
   publish = functools.partial(
-    train_step.published_params,
+    publishing.published_params,
     num_layers=MODEL.num_layers,
     dtype="bfloat16",
     weights=sections.WeightFormat.FLOAT,

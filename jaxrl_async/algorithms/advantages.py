@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from jaxtyping import Bool, Float, Int
 import numpy as np
 
+from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import sections
 
 # Standard deviations are divided by after this was added.
@@ -54,7 +55,7 @@ def relative_advantages(
     group_ids: which group each trajectory belongs to. Groups may differ in
       size: one that lost a trajectory is normalised over those that are left.
     num_groups: ids run from 0 to num_groups - 1; some may be absent.
-    baseline: "group", "leave_one_out" or "batch".
+    baseline: one of `algorithm_section.BASELINES`.
     scale: what the rewards minus their baseline are divided by.
 
   Raises:
@@ -66,7 +67,7 @@ def relative_advantages(
     len(group_ids) and not 0 <= group_ids.min() <= group_ids.max() < num_groups
   ):
     raise ValueError(f"group_ids must lie in [0, num_groups = {num_groups})")
-  if baseline not in ("group", "leave_one_out", "batch"):
+  if baseline not in algorithm_section.BASELINES:
     raise ValueError(f"there is no baseline {baseline!r}")
 
   def group_mean(values: np.ndarray) -> np.ndarray:

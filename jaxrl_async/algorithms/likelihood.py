@@ -49,10 +49,10 @@ def token_logprobs_and_entropy(
   entropy[t]  = - sum_v p_t(v) log p_t(v)
   p_t         = softmax(hidden[t - 1] @ head / temperature)
 
-  This is the only place where positions are shifted by one. The first token of
-  a segment and padding get 0 in both results, and no gradient. Hidden states
-  from which no token is predicted may hold NaN. Gradient flows to hidden and
-  head from both results.
+  Only this and `value_functions.before_tokens` shift positions by one. The
+  first token of a segment and padding get 0 in both results, and no gradient.
+  Hidden states from which no token is predicted may hold NaN. Gradient flows to
+  hidden and head from both results.
 
   Args:
     hidden: final hidden states, after the last norm. The product with head is

@@ -277,12 +277,12 @@ def aggregated(
     sequence_sum: sums over the loss tokens of a trajectory.
   """
   if aggregation is sections.Aggregation.TOKEN_MEAN:
-    return values.sum() / _at_least_one(num_loss_tokens)
+    return values.sum() / at_least_one(num_loss_tokens)
   if aggregation is sections.Aggregation.SEQUENCE_SUM:
-    return values.sum() / constant / _at_least_one(num_trajectories)
+    return values.sum() / constant / at_least_one(num_trajectories)
   counts = sequence_sum(jnp.ones_like(values))
   means = values / jnp.maximum(counts, 1)
-  return means.sum() / _at_least_one(num_trajectories)
+  return means.sum() / at_least_one(num_trajectories)
 
 
 def loglinear_proximal_logprobs(
@@ -328,11 +328,11 @@ def next_token_loss(
     loss_mask: tokens that are learned from.
     num_loss_tokens: of the whole minibatch; 0 makes the loss 0.
   """
-  return -divergences.masked_sum(logprobs, loss_mask) / _at_least_one(
+  return -divergences.masked_sum(logprobs, loss_mask) / at_least_one(
     num_loss_tokens
   )
 
 
-def _at_least_one(count: ScalarLike) -> Float[Array, ""]:
+def at_least_one(count: ScalarLike) -> Float[Array, ""]:
   """Return a count as float32, with 1 in place of 0 so that it can divide."""
   return jnp.maximum(jnp.asarray(count, jnp.float32), 1)

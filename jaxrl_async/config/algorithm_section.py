@@ -4,16 +4,19 @@ import dataclasses
 import enum
 
 # The names of losses and of advantages that come with the project. A name with
-# a colon is module:function.
+# a colon is module:function. A baseline makes one advantage for a trajectory,
+# and gae one for each token.
 LOSSES = ("ppo", "coupled_ppo", "gspo", "cispo", "sapo", "reinforce")
-ADVANTAGES = ("group", "leave_one_out", "batch")
+BASELINES = ("group", "leave_one_out", "batch")
+ADVANTAGES = (*BASELINES, "gae")
 
 
 class AdvantageScale(enum.Enum):
   """The divisor of rewards minus their baseline.
 
   STD is the standard deviation of the group, and BATCH_STD that of the whole
-  batch.
+  batch. Where tokens of a trajectory differ, as those of gae do, BATCH_STD also
+  subtracts the mean of the batch's tokens.
   """
 
   STD = "std"
@@ -109,7 +112,11 @@ class AlgorithmSection:
     sequence_kl_bound: trajectories with a negative advantage are left out if
       the mean log-ratio of behavior and current policy is above; 0 keeps all.
     advantage: baseline of the rewards, one of `ADVANTAGES`, or module:function.
+      gae has the values of a critic, see `critic_section`.
     advantage_scale: what advantages are divided by.
+    gamma: discount per token of gae.
+    gae_lambda: how much gae trusts rewards over values: 1 takes the whole
+      return, 0 the next value.
     reward_bias: is added to each reward.
     reward_scale: the sum is multiplied by this.
     reward_clip: largest absolute value of the result; 0 sets no bound.
@@ -120,6 +127,11 @@ class AlgorithmSection:
       row end the run.
     kl_coef: coefficient of the divergence from the reference, which is the
       policy before the first train step; 0 keeps no reference.
+    kl_estimator: of that divergence, from one token.
+    kl_in_reward: the divergence of a token is subtracted from its reward,
+      instead of being added to the loss. It needs the estimator k1.
+    kl_reward_clip: largest absolute value of the estimate of a token in the
+      reward; 0 sets no bound.
     entropy_coef: coefficient of the bonus for the policy's entropy.
   """
 
@@ -144,6 +156,8 @@ class AlgorithmSection:
   sequence_kl_bound: float = 0.0
   advantage: str = "group"
   advantage_scale: AdvantageScale = AdvantageScale.STD
+  gamma: float = 1.0
+  gae_lambda: float = 1.0
   reward_bias: float = 0.0
   reward_scale: float = 1.0
   reward_clip: float = 0.0
@@ -151,4 +165,6 @@ class AlgorithmSection:
   filter_zero_std: bool = False
   kl_coef: float = 0.0
   kl_estimator: KlEstimator = KlEstimator.K3
+  kl_in_reward: bool = False
+  kl_reward_clip: float = 0.0
   entropy_coef: float = 0.0

@@ -70,6 +70,18 @@ def ppo(**changes: Any) -> algorithm_section.AlgorithmSection:
   return _section(choices, changes)
 
 
+def ppo_gae(**changes: Any) -> algorithm_section.AlgorithmSection:
+  """Return decoupled PPO with a critic, arXiv:1506.02438 and 1707.06347.
+
+  The critic has the defaults of `config.critic`.
+  """
+  choices = {
+    "advantage": "gae",
+    "advantage_scale": algorithm_section.AdvantageScale.BATCH_STD,
+  }
+  return _section(choices, changes)
+
+
 def gspo(**changes: Any) -> algorithm_section.AlgorithmSection:
   """Return GSPO, arXiv:2507.18071, with the ratio of a whole trajectory."""
   choices = {
@@ -114,11 +126,15 @@ def rloo(**changes: Any) -> algorithm_section.AlgorithmSection:
 def reinforce_pp(**changes: Any) -> algorithm_section.AlgorithmSection:
   """Return REINFORCE++, arXiv:2501.03262, normalised over the batch.
 
-  With advantage="group" it is the paper's variant with a baseline.
+  The paper's variant with a baseline has advantage="group", kl_in_reward=False
+  and kl_estimator=KlEstimator.K2.
   """
   choices = {
     "advantage": "batch",
     "advantage_scale": algorithm_section.AdvantageScale.BATCH_STD,
+    "kl_coef": 0.01,
+    "kl_estimator": algorithm_section.KlEstimator.K1,
+    "kl_in_reward": True,
   }
   return _section(choices, changes)
 

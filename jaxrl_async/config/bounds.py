@@ -79,7 +79,8 @@ _INTEGERS = (
     """rollout.prefill_chunk rollout.num_pages eval.every
     algorithm.aggregation_tokens
     warm_start.num_steps warm_start.eval_every warm_start.patience
-    warm_start.optimizer.warmup_steps train.optimizer.warmup_steps""",
+    warm_start.optimizer.warmup_steps train.optimizer.warmup_steps
+    critic.optimizer.warmup_steps critic.warmup_steps""",
   ),
 )
 _NUMBERS = (
@@ -87,14 +88,16 @@ _NUMBERS = (
     0,
     1,
     """warm_start.corrupted_frac warm_start.decay train.decay
-    algorithm.clip_low algorithm.behavior_weight_floor""",
+    algorithm.clip_low algorithm.behavior_weight_floor algorithm.gamma
+    algorithm.gae_lambda""",
   ),
   (
     0,
     _MAX_FLOAT,
     """algorithm.clip_high algorithm.dual_clip algorithm.second_moment_bound
     algorithm.sequence_kl_bound algorithm.reward_clip algorithm.kl_coef
-    algorithm.entropy_coef""",
+    algorithm.entropy_coef algorithm.kl_reward_clip critic.value_clip
+    critic.value_coef""",
   ),
   (
     _MIN_FLOAT,
@@ -248,7 +251,17 @@ def check(config: sections.Config) -> None:
     sections.require_one_of(path, values[path], DTYPES)
   path = "model.lora.base_dtype"
   sections.require_one_of(path, values[path], lora_section.BASE_DTYPES)
-  for section in ("warm_start.optimizer.", "train.optimizer."):
+  # A decay that rounds to 1 in float32 would leave the statistics at 0.
+  holds(
+    "critic.normalize_decay",
+    lambda x: 0 <= x < 1 and _float32(x) < 1,
+    "0 (normalises nothing) or more, and less than 1 in float32",
+  )
+  for section in (
+    "warm_start.optimizer.",
+    "train.optimizer.",
+    "critic.optimizer.",
+  ):
     for low, high, names in _OPTIMIZER:
       for name in names.split():
         range_of(low, high, section + name)

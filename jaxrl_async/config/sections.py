@@ -14,8 +14,10 @@ from ml_collections import config_dict
 
 from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import cluster_section
+from jaxrl_async.config import critic_section
 from jaxrl_async.config import lora_section
 from jaxrl_async.config import mesh_sections
+from jaxrl_async.config import optimizer_section
 from jaxrl_async.config import refusals
 
 # Names by which the whole code refuses a setting.
@@ -88,13 +90,6 @@ class Remat(enum.Enum):
   OFFLOAD = "offload"
 
 
-class OptimizerName(enum.Enum):
-  """The optimizers of the warm start and of the RL stage."""
-
-  ADAMW = "adamw"
-  MUON = "muon"
-
-
 @dataclasses.dataclass(kw_only=True, slots=True)
 class ModelSection:
   """The decoder and its compute dtype.
@@ -129,7 +124,11 @@ Aggregation = algorithm_section.Aggregation
 AlgorithmSection = algorithm_section.AlgorithmSection
 BehaviorWeightCapMode = algorithm_section.BehaviorWeightCapMode
 BehaviorWeightLevel = algorithm_section.BehaviorWeightLevel
+CriticSection = critic_section.CriticSection
+CriticTrunk = critic_section.CriticTrunk
 KlEstimator = algorithm_section.KlEstimator
+OptimizerName = optimizer_section.OptimizerName
+OptimizerSection = optimizer_section.OptimizerSection
 ProximalMode = algorithm_section.ProximalMode
 
 
@@ -215,28 +214,6 @@ class TaskSection:
   reward_retries: int = 1
   max_failed_groups: int = 8
   question_workers: int = 2
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class OptimizerSection:
-  """An Optax optimizer with linear warmup and global-norm clipping.
-
-  Attributes:
-    state_dtype: dtype of the first moment, Muon's included; the second moment
-      stays float32.
-    offload: keep the moments in host memory between updates.
-  """
-
-  name: OptimizerName = OptimizerName.ADAMW
-  learning_rate: float = 3e-4
-  warmup_steps: int = 0
-  b1: float = 0.9
-  b2: float = 0.99
-  eps: float = 1e-8
-  weight_decay: float = 0.0
-  max_grad_norm: float = 1.0
-  state_dtype: str = "float32"
-  offload: bool = False
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -437,6 +414,7 @@ class Config:
   algorithm: AlgorithmSection = dataclasses.field(
     default_factory=AlgorithmSection
   )
+  critic: CriticSection = dataclasses.field(default_factory=CriticSection)
   train: TrainSection = dataclasses.field(default_factory=TrainSection)
   transfer: TransferSection = dataclasses.field(default_factory=TransferSection)
   eval: EvalSection = dataclasses.field(default_factory=EvalSection)

@@ -62,6 +62,8 @@ class ModelConfig:
     has_qkv_bias: Qwen2's biases of queries, keys and values.
     has_qk_norm: Qwen3's RMSNorm of each query and key head.
     has_tied_head: the output head is the transposed embedding.
+    has_scalar_head: the decoder ends in a vector that makes one number of each
+      hidden state, as critics and reward models do, and has no output head.
     lora: adapters beside the kernels, or None.
     sliding_windows: for each layer, how many tokens a token sees, itself
       included; None is all tokens up to itself. Empty if no layer has a window.
@@ -83,6 +85,7 @@ class ModelConfig:
   has_qkv_bias: bool = False
   has_qk_norm: bool = False
   has_tied_head: bool = True
+  has_scalar_head: bool = False
   lora: Lora | None = None
   sliding_windows: tuple[int | None, ...] = ()
   family: str = dataclasses.field(default="", compare=False)
@@ -136,8 +139,10 @@ class ModelConfig:
     qk_norm = 2 * h * self.has_qk_norm
     block = qkv + bias + qk_norm + self.num_heads * h * d
     block += 3 * d * self.mlp_dim + 2 * d
-    heads = 1 if self.has_tied_head else 2
-    return self.num_layers * block + heads * self.vocab_size * d + d
+    params = self.num_layers * block + self.vocab_size * d + d
+    if self.has_scalar_head:
+      return params + d
+    return params + (0 if self.has_tied_head else self.vocab_size * d)
 
   def windows_within(self, num_tokens: int) -> tuple[int | None, ...]:
     """Return the window of each layer for sequences of at most this length.

@@ -117,6 +117,14 @@ def rotary(
   return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
+def scalars(
+  hidden: Float[Array, "*B D"], head: Float[Array, "D"]
+) -> Float[Array, "*B"]:
+  """Return the product of each state with a scalar head, in float32."""
+  head = head.astype(jnp.float32).reshape((1,) * (hidden.ndim - 1) + (-1,))
+  return (hidden.astype(jnp.float32) * head).sum(-1)
+
+
 def _param(
   rngs: nnx.Rngs,
   shape: tuple[int, ...],
@@ -253,6 +261,9 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
   """Embedding, layers and final norm; `head` returns the output matrix.
 
+  A decoder with a scalar head has a vector in place of that matrix, which is
+  zero at first.
+
   Args:
     is_stacked: hold the layers as one stacked block (trainer) instead of a list
       (engine).
@@ -282,7 +293,9 @@ class Decoder(nnx.Module):
       blocks = [Block(c, rngs=rngs) for _ in range(c.num_layers)]
       self.layers: Any = nnx.List(blocks)
     self.final_norm = _constant(1.0, (c.model_dim,), (None,))
-    if not c.has_tied_head:
+    if c.has_scalar_head:
+      self.scalar_head = _constant(0.0, (c.model_dim,), (None,))
+    elif not c.has_tied_head:
       self.output_head = _param(
         rngs,
         (c.model_dim, c.vocab_size),
@@ -300,6 +313,10 @@ class Decoder(nnx.Module):
     """Return float32 logits; a quantised head is not dequantised as a whole."""
     head = self.head() if self.config.has_tied_head else self.output_head[...]
     return quantization.project("...d,dv->...v", hidden, head, jnp.float32)
+
+  def scalars(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B"]:
+    """Return the float32 number that the scalar head makes of each state."""
+    return scalars(hidden, self.scalar_head[...])
 
   def embed(
     self, tokens: Int[Array, "*B"], dtype: jnp.dtype

@@ -45,7 +45,9 @@ def model_flops(
     model: the architecture.
     lengths: tokens of each trajectory.
   """
-  tables = 0 if model.has_tied_head else model.vocab_size * model.model_dim
+  # A table of which rows are looked up, and nothing is multiplied.
+  is_product = model.has_tied_head and not model.has_scalar_head
+  tables = 0 if is_product else model.vocab_size * model.model_dim
   products = (model.num_params - tables) * lengths.sum()
   pairs = 0
   for window in model.windows_within(int(lengths.max(initial=0))):

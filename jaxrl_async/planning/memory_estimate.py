@@ -167,6 +167,8 @@ def training(
   *,
   policy: ModelBytes,
   others: Iterable[ModelBytes] = (),
+  num_trunks: int = 1,
+  num_fields: int = 0,
   tokens_per_step: int,
 ) -> Estimate:
   """Return the estimate for an update on the training slice.
@@ -179,6 +181,9 @@ def training(
     section: the section with the dtype and rematerialisation of activations.
     policy: bytes of the policy on a device.
     others: bytes of each other model of the train state on a device.
+    num_trunks: models through whose layers the update has a backward pass. A
+      compiler may finish one before the other, which the lower bound assumes.
+    num_fields: further float32 fields of the batch.
     tokens_per_step: size of a step's packed batch in tokens, padding included.
   """
 
@@ -222,10 +227,10 @@ def training(
     weights=sum(x.weights for x in models),
     optimizer=sum(x.optimizer for x in models),
     gradients=sum(x.gradients for x in models),
-    activations=model.num_layers * kept(remat),
+    activations=num_trunks * model.num_layers * kept(remat),
     layer=layer,
     logits=3 * 4 * tokens * chunk + states + 4 * chunk * model.model_dim,
-    batch=_BATCH_BYTES * math.ceil(tokens_per_step / split),
+    batch=(_BATCH_BYTES + 4 * num_fields) * math.ceil(tokens_per_step / split),
     least_activations=model.num_layers * least,
     least_working=max(working, 4 * tokens * chunk),
   )

@@ -12,7 +12,10 @@ from jaxrl_async.algorithms import losses
 from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import sections
 from jaxrl_async.run import setup as setup_lib
+from jaxrl_async.training import critic as critic_lib
+from jaxrl_async.training import episodes
 from jaxrl_async.training import objectives
+from jaxrl_async.training import packing
 from jaxrl_async.training import stages as stages_lib
 from jaxrl_async.training import train_step
 from jaxrl_async.training import trainer as trainer_lib
@@ -46,12 +49,18 @@ def policy_loss(config: sections.Config) -> objectives.Loss:
     )
   else:
     loss = _imported("algorithm.loss", section.loss)
-  return objectives.with_penalties(
+  loss = objectives.with_penalties(
     loss,
     average,
     kl_coef=section.kl_coef,
     kl_estimator=section.kl_estimator,
+    kl_in_reward=section.kl_in_reward,
     entropy_coef=section.entropy_coef,
+  )
+  if section.advantage != "gae":
+    return loss
+  return critic_lib.with_value_loss(
+    loss, coef=config.critic.value_coef, clip=config.critic.value_clip
   )
 
 
@@ -82,48 +91,118 @@ def _objective(section: sections.AlgorithmSection) -> objectives.TokenObjective:
 
 def stages(setup: setup_lib.Setup) -> list[train_step.Stage]:
   """Return the stages that the loss needs, in their order."""
-  section = setup.config.algorithm
+  section, critic = setup.config.algorithm, setup.config.critic
   found = []
   if section.proximal is sections.ProximalMode.RECOMPUTE:
     found.append(train_step.PROXIMAL_STAGE)
-  if section.second_moment_bound:
-    found.append(stages_lib.second_moment_stage(section.second_moment_bound))
   if section.kl_coef:
     found.append(
       stages_lib.reference_stage()
       if setup.model.lora is None
       else stages_lib.base_as_reference_stage()
     )
+  kl_coef = section.kl_coef if section.kl_in_reward else 0.0
+  if section.advantage == "gae":
+    found.append(critic_lib.value_stage(critic.trunk))
+    found.append(
+      critic_lib.gae_stage(
+        gamma=section.gamma,
+        gae_lambda=section.gae_lambda,
+        is_whitened=_is_whitened(section),
+        normalize_decay=critic.normalize_decay,
+        kl_coef=kl_coef,
+        kl_clip=section.kl_reward_clip,
+      )
+    )
+  elif kl_coef:
+    found.append(
+      stages_lib.kl_in_reward_stage(
+        coef=kl_coef,
+        clip=section.kl_reward_clip,
+        is_whitened=_is_whitened(section),
+      )
+    )
+  if section.second_moment_bound:
+    # It needs the sign of the advantages as they will be.
+    found.append(stages_lib.second_moment_stage(section.second_moment_bound))
   return found
 
 
+def _has_token_advantages(section: sections.AlgorithmSection) -> bool:
+  """Return whether a stage makes the advantages that are learned from."""
+  return section.advantage == "gae" or section.kl_in_reward
+
+
+def _is_whitened(section: sections.AlgorithmSection) -> bool:
+  """Return whether that stage divides them by their deviation."""
+  return (
+    section.advantage in algorithm_section.ADVANTAGES
+    and section.advantage_scale is sections.AdvantageScale.BATCH_STD
+  )
+
+
+def critic(config: sections.Config) -> critic_lib.Critic | None:
+  """Return how the critic of a run is trained, None without one."""
+  if config.algorithm.advantage != "gae":
+    return None
+  return critic_lib.Critic(
+    trunk=config.critic.trunk,
+    warmup_steps=config.critic.warmup_steps,
+    normalize_decay=config.critic.normalize_decay,
+  )
+
+
 def advantages(section: sections.AlgorithmSection) -> trainer_lib.Advantages:
-  """Return the function that makes advantages of rewards.
+  """Return the function that makes advantages of rewards, on the host.
+
+  Those of gae are 0, because a stage replaces them.
 
   Raises:
     ConfigError: `algorithm.advantage` names a function that cannot be imported.
   """
-  if section.advantage in algorithm_section.ADVANTAGES:
+  if section.advantage == "gae":
+    return lambda rewards, group_ids, num_groups: np.zeros_like(rewards)
+  if section.advantage in algorithm_section.BASELINES:
+    scale = section.advantage_scale
+    if _has_token_advantages(section) and _is_whitened(section):
+      scale = sections.AdvantageScale.NONE  # the stage divides
     compare = functools.partial(
       advantages_lib.relative_advantages,
       baseline=section.advantage,
-      scale=section.advantage_scale,
+      scale=scale,
     )
   else:
     compare = _imported("algorithm.advantage", section.advantage)
+  shape = _shaping(section)
 
   def of_rewards(
     rewards: np.ndarray, group_ids: np.ndarray, num_groups: int
   ) -> np.ndarray:
-    shaped = advantages_lib.shaped(
-      rewards,
-      bias=section.reward_bias,
-      scale=section.reward_scale,
-      clip=section.reward_clip,
-    )
-    return compare(shaped, group_ids, num_groups)
+    return compare(shape(rewards), group_ids, num_groups)
 
   return of_rewards
+
+
+def fields(section: sections.AlgorithmSection) -> trainer_lib.Fields:
+  """Return the function that makes the further fields of a batch."""
+  if section.advantage != "gae":
+    return packing.reward_fields
+  return functools.partial(
+    episodes.fields,
+    shaped=_shaping(section),
+    token_scale=section.reward_scale,
+  )
+
+
+def _shaping(
+  section: sections.AlgorithmSection,
+) -> Callable[[np.ndarray], np.ndarray]:
+  return functools.partial(
+    advantages_lib.shaped,
+    bias=section.reward_bias,
+    scale=section.reward_scale,
+    clip=section.reward_clip,
+  )
 
 
 def check(section: sections.AlgorithmSection) -> None:

@@ -2,6 +2,7 @@
 
 from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import bounds
+from jaxrl_async.config import field_types
 from jaxrl_async.config import sections
 
 # Losses whose ratio has the proximal policy as its anchor.
@@ -23,6 +24,8 @@ def check(config: sections.Config) -> None:
   _check_loss(section)
   _check_corrections(section)
   _check_advantage(section)
+  _check_gae(config)
+  _check_penalty(section)
   sections.require(
     not (section.kl_coef and config.model.lora.adapter),
     "algorithm.kl_coef",
@@ -131,4 +134,83 @@ def _check_advantage(section: sections.AlgorithmSection) -> None:
     "algorithm.filter_zero_std",
     "groups of equal rewards do teach something where the baseline is that of"
     " the batch (algorithm.advantage); use False",
+  )
+
+
+def _check_gae(config: sections.Config) -> None:
+  """Check the critic and what has an effect only with one."""
+  section, critic = config.algorithm, config.critic
+  if section.advantage != "gae":
+    _check_no_critic(config)
+    return
+  sections.require(
+    section.advantage_scale is not sections.AdvantageScale.STD,
+    "algorithm.advantage_scale",
+    "std is of a group's scores, and gae (algorithm.advantage) has an advantage"
+    " for each token; use batch_std or none",
+  )
+  sections.require(
+    not section.filter_zero_std,
+    "algorithm.filter_zero_std",
+    "groups of equal rewards do teach something with gae"
+    " (algorithm.advantage); use False",
+  )
+  sections.require(
+    critic.trunk is sections.CriticTrunk.SHARED or not config.model.lora.rank,
+    "critic.trunk",
+    "a second model would be trained as a whole beside adapters"
+    " (model.lora.rank); use shared, or a rank of 0",
+  )
+  sections.require(
+    critic.warmup_steps < config.train.num_steps,
+    "critic.warmup_steps",
+    f"in {critic.warmup_steps} steps the policy does not learn, and"
+    f" train.num_steps is {config.train.num_steps}; use fewer",
+  )
+
+
+def _check_no_critic(config: sections.Config) -> None:
+  usual = sections.Config()
+  for name in ("gamma", "gae_lambda"):
+    value = getattr(config.algorithm, name)
+    sections.require(
+      value == getattr(usual.algorithm, name),
+      f"algorithm.{name}",
+      f"{value:g} has no effect on {sections.shown(config.algorithm.advantage)}"
+      " (algorithm.advantage); use gae, or 1",
+    )
+  leaves = zip(
+    field_types.leaves(config.critic, "critic."),
+    field_types.leaves(usual.critic, "critic."),
+    strict=True,
+  )
+  for (path, _, value), (_, _, default) in leaves:
+    sections.require(
+      value == default,
+      path,
+      "there is no critic, because algorithm.advantage is"
+      f" {sections.shown(config.algorithm.advantage)}; use gae, or leave the"
+      " critic's settings as they are",
+    )
+
+
+def _check_penalty(section: sections.AlgorithmSection) -> None:
+  """Check where the divergence from the reference goes."""
+  sections.require(
+    section.kl_coef > 0 or not section.kl_in_reward,
+    "algorithm.kl_in_reward",
+    "there is no divergence (algorithm.kl_coef is 0); use a coefficient, or"
+    " False",
+  )
+  sections.require(
+    not section.kl_in_reward or section.kl_estimator is sections.KlEstimator.K1,
+    "algorithm.kl_estimator",
+    f"{section.kl_estimator.value} would be biased in the reward"
+    " (algorithm.kl_in_reward); use k1",
+  )
+  sections.require(
+    section.kl_reward_clip == 0 or section.kl_in_reward,
+    "algorithm.kl_reward_clip",
+    "there is no divergence in the reward (algorithm.kl_in_reward is False);"
+    " use 0, or True there",
   )

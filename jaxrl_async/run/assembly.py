@@ -41,6 +41,7 @@ from jaxrl_async.storage import config_json
 from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
+from jaxrl_async.training import publishing
 from jaxrl_async.training import sft
 from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
@@ -119,7 +120,7 @@ def engine_with(
   """
   config = setup.config
   engine = make_engine(setup)
-  publish = train_step.make_publish(
+  publish = publishing.make_publish(
     setup.model,
     mesh_lib.Layout(mesh=setup.train_mesh, rules=config.mesh.train_rules),
     dtype=config.rollout.dtype,
@@ -367,8 +368,10 @@ def make_trainer(
       num_minibatches=config.algorithm.num_minibatches,
       min_microbatches=setup.max_microbatches,
       advantages=algorithm_lib.advantages(config.algorithm),
+      fields=algorithm_lib.fields(config.algorithm),
       overlong_filter=config.algorithm.overlong_filter,
     ),
+    critic=algorithm_lib.critic(config),
     num_steps=config.train.num_steps,
     decay=config.train.decay,
     rollout_dtype=config.rollout.dtype,

@@ -15,6 +15,8 @@ from jaxrl_async.planning import aot
 from jaxrl_async.planning import memory_estimate
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import setup as setup_lib
+from jaxrl_async.training import critic as critic_lib
+from jaxrl_async.training import publishing
 from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
 
@@ -131,6 +133,12 @@ def training_memory(setup: setup_lib.Setup) -> memory_estimate.Estimate:
     config.model,
     policy=policy,
     others=others.values(),
+    num_trunks=sum(
+      settings.has_gradient_through_layers for settings in setup.models.values()
+    ),
+    num_fields=critic_lib.NUM_FIELDS
+    if train_state.CRITIC in setup.models
+    else 0,
     tokens_per_step=rows
     * config.algorithm.num_minibatches
     * config.train.tokens_per_row,
@@ -144,7 +152,7 @@ def published_bytes(setup: setup_lib.Setup) -> tuple[int, int]:
   """
   config, model = setup.config, setup.model
   published = jax.eval_shape(
-    lambda: train_step.published_params(
+    lambda: publishing.published_params(
       transformer.init_params(model, jax.random.key(0)),
       model.num_layers,
       config.rollout.dtype,

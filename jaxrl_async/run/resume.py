@@ -20,6 +20,16 @@ _IN_THE_LOSS = "read when a batch is trained; nothing stored depends on it"
 _MEMORY = "decides memory and speed of a train step, not what it computes"
 _PROGRAM = "which program generates; logprobs are recorded as they are drawn"
 _SUPERVISION = "supervision and persistence of this start"
+_RATE = (
+  "scales what the optimizer makes of the stored moments, from the next update"
+  " on"
+)
+_WARMUP = (
+  "the rate is a function of the number of updates, which goes on: a warmup"
+  " that is over is not repeated"
+)
+_EACH_UPDATE = "enters each update anew"
+_OFFLOAD = "where moments lie between updates"
 
 # Maps the path of a field, or a section for all its fields, to the reason why
 # it may differ.
@@ -68,12 +78,25 @@ MAY_DIFFER = {
   "algorithm.sequence_kl_bound": _IN_THE_LOSS,
   "algorithm.advantage": _IN_THE_LOSS,
   "algorithm.advantage_scale": _IN_THE_LOSS,
+  "algorithm.gamma": _IN_THE_LOSS,
+  "algorithm.gae_lambda": _IN_THE_LOSS,
   "algorithm.reward_bias": _IN_THE_LOSS,
   "algorithm.reward_scale": _IN_THE_LOSS,
   "algorithm.reward_clip": _IN_THE_LOSS,
   "algorithm.overlong_filter": _IN_THE_LOSS,
   "algorithm.kl_estimator": _IN_THE_LOSS,
+  "algorithm.kl_in_reward": _IN_THE_LOSS,
+  "algorithm.kl_reward_clip": _IN_THE_LOSS,
   "algorithm.entropy_coef": _IN_THE_LOSS,
+  "critic.value_clip": _IN_THE_LOSS,
+  "critic.value_coef": _IN_THE_LOSS,
+  "critic.warmup_steps": "the policy learns, or waits, from there on",
+  "critic.optimizer.learning_rate": _RATE,
+  "critic.optimizer.warmup_steps": _WARMUP,
+  "critic.optimizer.eps": _EACH_UPDATE,
+  "critic.optimizer.weight_decay": _EACH_UPDATE,
+  "critic.optimizer.max_grad_norm": _EACH_UPDATE,
+  "critic.optimizer.offload": _OFFLOAD,
   "algorithm.filter_zero_std": "asked when a group is scored; groups that were"
   " kept before are trained",
   "train.num_steps": "how far to go; a decaying learning rate follows the new"
@@ -86,14 +109,12 @@ MAY_DIFFER = {
   "train.attention": _MEMORY,
   "train.decay": "the rate is a function of the number of updates, which goes"
   " on: the new curve holds from there",
-  "train.optimizer.learning_rate": "scales what the optimizer makes of the"
-  " stored moments, from the next update on",
-  "train.optimizer.warmup_steps": "the rate is a function of the number of"
-  " updates, which goes on: a warmup that is over is not repeated",
-  "train.optimizer.eps": "enters each update anew",
-  "train.optimizer.weight_decay": "enters each update anew",
-  "train.optimizer.max_grad_norm": "enters each update anew",
-  "train.optimizer.offload": "where moments lie between updates",
+  "train.optimizer.learning_rate": _RATE,
+  "train.optimizer.warmup_steps": _WARMUP,
+  "train.optimizer.eps": _EACH_UPDATE,
+  "train.optimizer.weight_decay": _EACH_UPDATE,
+  "train.optimizer.max_grad_norm": _EACH_UPDATE,
+  "train.optimizer.offload": _OFFLOAD,
   "transfer": "weights are published anew; those of earlier starts are removed"
   " or never adopted",
   "eval.every": "how often; not what is measured",
@@ -148,6 +169,13 @@ MUST_STAY = {
   "algorithm.num_minibatches": "the stored number of updates, and so the place"
   " on the learning rate's curve, counts so many a step",
   "algorithm.kl_coef": "the checkpoint holds a reference, or none if it was 0",
+  "critic.trunk": "the checkpoint holds the other kind of critic",
+  "critic.normalize_decay": "the stored critic predicts in units that it has"
+  " made",
+  "critic.optimizer.name": _MOMENTS,
+  "critic.optimizer.b1": _MOMENTS,
+  "critic.optimizer.b2": _MOMENTS,
+  "critic.optimizer.state_dtype": _MOMENTS,
   "train.optimizer.name": _MOMENTS,
   "train.optimizer.b1": _MOMENTS,
   "train.optimizer.b2": _MOMENTS,
@@ -237,6 +265,8 @@ def check_config(
       why = None
     if path == "algorithm.kl_coef" and (all(values) or stored.model.lora.rank):
       why = None  # the checkpoint holds what is needed
+    if path == "algorithm.advantage" and "gae" in values:
+      why = "the checkpoint holds a critic if it is gae, and none otherwise"
     if path == "model.compute_dtype" and _has_reference(stored):
       why = "the checkpoint holds a reference of that type"
     if has_outstanding and why is None:

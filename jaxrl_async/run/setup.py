@@ -26,6 +26,7 @@ from jaxrl_async.run import source_checks
 from jaxrl_async.run import sources
 from jaxrl_async.text import chat_template as chat_template_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
+from jaxrl_async.training import critic as critic_lib
 from jaxrl_async.training import packing
 from jaxrl_async.training import train_state
 
@@ -80,15 +81,21 @@ class Setup:
         is_trainable=lora_lib.is_adapter,
         frozen_dtype=config.model.lora.base_dtype,
       )
-      # The reference of adapters is the model without them.
-      return {train_state.POLICY: policy}
     models = {train_state.POLICY: policy}
-    if config.algorithm.kl_coef:
+    # The reference of adapters is the model without them.
+    if config.algorithm.kl_coef and self.model.lora is None:
       # Held as the forward pass uses it.
       models[train_state.REFERENCE] = train_state.ModelSettings(
         model=self.model,
         optimizer=None,
         frozen_dtype=config.model.compute_dtype,
+      )
+    if config.algorithm.advantage == "gae":
+      models[train_state.CRITIC] = train_state.ModelSettings(
+        model=dataclasses.replace(self.model.base, has_scalar_head=True),
+        optimizer=config.critic.optimizer,
+        is_trainable=train_state.is_critic_weight,
+        trunk=config.critic.trunk,
       )
     return models
 
@@ -98,9 +105,15 @@ class Setup:
     """Return the parameters of each model before the first train step.
 
     Args:
-      params: of the policy. The reference has the same.
+      params: of the policy. The reference has the same, and so have the layers
+        of a critic.
     """
-    return dict.fromkeys(self.models, params)
+    return {
+      name: params
+      if settings.trunk is None
+      else critic_lib.first_params(settings, params)
+      for name, settings in self.models.items()
+    }
 
   @property
   def shares_a_device(self) -> bool:

@@ -40,7 +40,8 @@ class Microbatch:
       Gradients flow through it.
     entropy: the entropy of that policy's distribution of each token. Gradients
       flow through it too.
-    values: the values of a critic, or None without one.
+    values: what a critic predicts for the state before each token, see
+      `critic`. Gradients flow through it. None without a critic.
     batch: the packed arrays. `batch.fields` holds what the stages before the
       update added.
     totals: the `minibatch_totals` of the whole minibatch.
@@ -301,6 +302,7 @@ def with_penalties(
   kl_coef: float,
   kl_estimator: sections.KlEstimator,
   entropy_coef: float,
+  kl_in_reward: bool = False,
 ) -> Loss:
   r"""Return a loss with a penalty for divergence and a bonus for entropy.
 
@@ -316,6 +318,8 @@ def with_penalties(
       `stages.reference_stage` adds to the batch.
     kl_estimator: of the divergence.
     entropy_coef: coefficient of the entropy of the policy's distributions.
+    kl_in_reward: the divergence is a part of the advantages already, and is
+      only measured here.
   """
   if not kl_coef and not entropy_coef:
     return loss
@@ -330,7 +334,8 @@ def with_penalties(
         mask,
         estimator=kl_estimator,
       )
-      value += kl_coef * average(micro, kl)
+      if not kl_in_reward:
+        value += kl_coef * average(micro, kl)
       sums = {**sums, "reference_kl_sum": kl.sum()}
     if entropy_coef:
       entropy = jnp.where(mask, micro.entropy, 0)

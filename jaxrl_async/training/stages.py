@@ -12,6 +12,7 @@ from jax import numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxrl_async.algorithms import corrections
+from jaxrl_async.algorithms import gae
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.training import objectives
@@ -75,3 +76,51 @@ def second_moment_stage(bound: float) -> train_step.Stage:
     return {objectives.WITHIN_SECOND_MOMENT: kept.astype(jnp.float32)}
 
   return train_step.Stage(name="second_moment", run=run)
+
+
+def kl_in_reward_stage(
+  *, coef: float, clip: float, is_whitened: bool
+) -> train_step.Stage:
+  r"""Return the stage that takes the divergence off the advantages.
+
+  A_t = A - coef sum_{u >= t} clip(log pi_behav(u) - log pi_ref(u))
+
+  This is eq. 8 of REINFORCE++, arXiv:2501.03262, for any advantage A of a
+  trajectory. The stage has to come after that of the reference.
+
+  Args:
+    coef: the coefficient.
+    clip: as in `gae.kl_rewards`.
+    is_whitened: whether the result becomes `gae.whitened`.
+  """
+
+  def run(
+    settings: Settings, params: Params, batch: packing.PackedBatch
+  ) -> dict[str, Float[Array, "M K B T"]]:
+    del settings, params
+    mask = batch.loss_mask
+    rewards = gae.kl_rewards(
+      batch.behavior_logprobs,
+      batch.fields[objectives.REFERENCE],
+      mask,
+      coef=coef,
+      clip=clip,
+    )
+    nothing = jnp.zeros_like(rewards)
+    to_come = gae.generalized_advantages(
+      rewards,
+      nothing,
+      nothing,
+      mask,
+      batch.segment_ids,
+      gamma=1.0,
+      gae_lambda=1.0,
+    )
+    advantages = batch.advantages + to_come
+    return {
+      "advantages": gae.whitened(advantages, mask)
+      if is_whitened
+      else advantages
+    }
+
+  return train_step.Stage(name="advantages", run=run)

@@ -4,7 +4,7 @@ A step leaves its sums on the device, so that the next step can be dispatched
 before they are fetched. `Pending.metrics` fetches them and names every metric.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -33,6 +33,10 @@ _MEANS = {
   "loglinear_gap_sum": "offpolicy/loglinear_gap",
   "loglinear_kl_sum": "offpolicy/loglinear_kl",
   "reuse_gap_sum": "offpolicy/reuse_gap",
+  "value_loss_sum": "critic/loss",
+  "value_clip_count": "critic/clip_frac",
+  "value_sum": "critic/value_mean",
+  "return_sum": "critic/return_mean",
 }
 # Outputs of an update that are not reported as a mean over all loss tokens.
 _NO_MEANS = frozenset(
@@ -45,6 +49,10 @@ _NO_MEANS = frozenset(
     "behavior_weight_square_sum",
     "mismatch_kl_sum",
     "mismatch_count",
+    "critic_grad_norm",
+    "return_square_sum",
+    "value_error_sum",
+    "value_error_square_sum",
   ]
 )
 
@@ -61,7 +69,7 @@ class Pending:
     learning_rate: returns the learning rate of the step.
     times_s: seconds of the step's parts, by name.
     programs_s: seconds of all of the step's device programs together.
-    model: the policy's architecture.
+    models: the architectures that the update has a backward pass through.
     peak_flops: peak matmul rate of the training slice, in FLOP/s.
   """
 
@@ -72,7 +80,7 @@ class Pending:
   learning_rate: Callable[[], Any]
   times_s: dict[str, float]
   programs_s: float
-  model: configs.ModelConfig
+  models: Sequence[configs.ModelConfig]
   peak_flops: float
 
   def metrics(self) -> tuple[dict[str, Any], list[bool]]:
@@ -95,6 +103,9 @@ class Pending:
       weights = sums["behavior_weight_sum"].sum()
       squares = sums["behavior_weight_square_sum"].sum()
       values["offpolicy/ess"] = weights**2 / max(count * squares, 1e-30)
+    if "critic_grad_norm" in sums:
+      values["critic/grad_norm"] = sums["critic_grad_norm"].mean()
+      values["critic/explained_variance"] = _explained_variance(sums, count)
     mismatch_count = sums["mismatch_count"].sum()
     if mismatch_count:
       values["offpolicy/mismatch_kl"] = (
@@ -111,8 +122,20 @@ class Pending:
     lengths = np.array(
       [len(t.tokens) for g in self.groups for t in g.trajectories]
     )
-    flops = matmul_rate.model_flops(self.model, lengths)
+    flops = sum(matmul_rate.model_flops(x, lengths) for x in self.models)
     return flops / self.programs_s / self.peak_flops
+
+
+def _explained_variance(sums: Mapping[str, np.ndarray], count: float) -> float:
+  """Return 1 - Var(R - V) / Var(R), over loss tokens; 0 if all R are equal."""
+
+  def variance(name: str, squares: str) -> float:
+    return sums[squares].sum() / count - (sums[name].sum() / count) ** 2
+
+  of_returns = variance("return_sum", "return_square_sum")
+  if of_returns <= 0:
+    return 0.0
+  return 1 - variance("value_error_sum", "value_error_square_sum") / of_returns
 
 
 def _means(sums: Mapping[str, np.ndarray], count: float) -> dict[str, Any]:

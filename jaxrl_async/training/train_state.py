@@ -11,9 +11,11 @@ import functools
 from typing import Any
 
 import jax
+from jax import numpy as jnp
 from jax.sharding import Mesh
 import optax
 
+from jaxrl_async.algorithms import value_functions
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
@@ -22,6 +24,12 @@ from jaxrl_async.models import transformer
 
 POLICY = "policy"
 REFERENCE = "reference"
+CRITIC = "critic"
+
+# The leaves of a critic that a decoder of tokens does not have: its head, and
+# the running statistics of the returns, which no gradient changes.
+VALUE_HEAD = "scalar_head"
+RETURN_STATISTICS = "return_statistics"
 
 # Names from the root of the parameters down to an array: ("layers", "query").
 Path = tuple[str, ...]
@@ -32,6 +40,11 @@ def everything(path: Path) -> bool:
   """Return True: every parameter is trainable."""
   del path
   return True
+
+
+def is_critic_weight(path: Path) -> bool:
+  """Return whether gradients change this parameter of a critic."""
+  return path[0] != RETURN_STATISTICS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,12 +59,45 @@ class ModelSettings:
       not called if `optimizer` is None.
     frozen_dtype: dtype of the parameters that are not trained, or "int8" as in
       `quantization.frozen`. Trainable ones are always float32.
+    trunk: of a critic, whose `model` has a scalar head. With SHARED its
+      parameters do not include the layers. None for any other model.
   """
 
   model: configs.ModelConfig
   optimizer: sections.OptimizerSection | None
   is_trainable: Callable[[Path], bool] = everything
   frozen_dtype: str = "float32"
+  trunk: sections.CriticTrunk | None = None
+
+  @property
+  def has_gradient_through_layers(self) -> bool:
+    """Whether an update has a backward pass through layers of the model."""
+    is_shared = self.trunk is sections.CriticTrunk.SHARED
+    return self.optimizer is not None and not is_shared
+
+  def init_params(self, key: jax.Array) -> transformer.Params:
+    """Return fresh parameters of the whole model; call it inside jit."""
+    return self._own(
+      transformer.init_params(self.model, key),
+      {name: jnp.zeros(()) for name in value_functions.STATISTICS},
+    )
+
+  def logical_axes(self) -> transformer.Params:
+    """Return the names of the axes of every parameter, layers stacked."""
+    return self._own(
+      transformer.logical_axes(self.model, is_stacked=True),
+      {name: () for name in value_functions.STATISTICS},
+    )
+
+  def _own(
+    self, params: dict[str, Any], statistics: dict[str, Any]
+  ) -> dict[str, Any]:
+    """Return those of a decoder's leaves that the model has, and a critic's."""
+    if self.trunk is None:
+      return params
+    if self.trunk is sections.CriticTrunk.SHARED:
+      params = {VALUE_HEAD: params[VALUE_HEAD]}
+    return {**params, RETURN_STATISTICS: statistics}
 
   def split(self, params: dict[str, Any]) -> tuple[dict, dict]:
     """Split a tree with the parameters' paths into (trainable, frozen)."""
@@ -186,7 +232,7 @@ def shapes(
   """
 
   def init(name: str, settings: ModelSettings) -> ModelState:
-    params = transformer.init_params(settings.model, jax.random.key(0))
+    params = settings.init_params(jax.random.key(0))
     return start(settings, optimizers.get(name), params)
 
   return TrainState(
@@ -225,8 +271,7 @@ def shardings(
   state = shapes(models, optimizers)
 
   def of_model(settings: ModelSettings, model: ModelState) -> ModelState:
-    axes = transformer.logical_axes(settings.model, is_stacked=True)
-    trainable_axes, frozen_axes = settings.split(axes)
+    trainable_axes, frozen_axes = settings.split(settings.logical_axes())
     if frozen_axes:
       frozen_axes = quantization.frozen_axes(frozen_axes, settings.frozen_dtype)
     trainable, frozen = (
@@ -278,3 +323,22 @@ def _moments_sharding(
     return mesh_lib.replicated(mesh)
 
   return jax.tree_util.tree_map_with_path(like_param, model.opt_state)
+
+
+def check_models(models: Mapping[str, ModelSettings]) -> None:
+  """Check that a trainer can train these models.
+
+  Raises:
+    ValueError: the policy is missing or has nothing to train, or a model other
+      than the policy and a critic is to be trained.
+  """
+  policy = models.get(POLICY)
+  if policy is None or policy.optimizer is None:
+    raise ValueError("the policy has to be one of the models, and be trained")
+  trainable, _ = policy.split(policy.logical_axes())
+  if not trainable:
+    raise ValueError("policy: no parameter is trainable")
+  for name, settings in models.items():
+    can_learn = name == POLICY or (name == CRITIC and settings.trunk)
+    if settings.optimizer is not None and not can_learn:
+      raise ValueError(f"{name}: only the policy and a critic can be trained")

@@ -8,7 +8,6 @@ the gradients of its microbatches. The loss is an argument; see `objectives`.
 
 from collections.abc import Callable, Mapping
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -20,14 +19,14 @@ from jaxrl_async.algorithms import likelihood
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
-from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
 from jaxrl_async.models.attention import packed_attention
+from jaxrl_async.training import gradients as gradients_lib
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
 from jaxrl_async.training import train_state
 
-Metrics = dict[str, jax.Array]
+Metrics = gradients_lib.Metrics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,12 +167,12 @@ def muon_dimensions(params: Any) -> Any:
   return jax.tree_util.tree_map_with_path(dimensions, params)
 
 
-def token_logprobs(
+def final_hidden(
   settings: ForwardSettings,
   params: transformer.Params,
   batch: packing.PackedBatch,
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-  """Return the logprobs and entropies of one packed microbatch."""
+) -> tuple[transformer.Decoder, Float[Array, "B T D"]]:
+  """Return a decoder, and its last hidden states of one packed microbatch."""
   model = transformer.bind(
     settings.model, params, is_stacked=True, remat=settings.remat
   )
@@ -199,6 +198,26 @@ def token_logprobs(
     lambda x: settings.constrain(x, "batch", "tokens", None),
     per_layer=windows,
   )
+  return model, hidden
+
+
+def token_logprobs(
+  settings: ForwardSettings,
+  params: transformer.Params,
+  batch: packing.PackedBatch,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+  """Return the logprobs and entropies of one packed microbatch."""
+  model, hidden = final_hidden(settings, params, batch)
+  return _likelihood(settings, model, hidden, batch)
+
+
+def _likelihood(
+  settings: ForwardSettings,
+  model: transformer.Decoder,
+  hidden: Float[Array, "B T D"],
+  batch: packing.PackedBatch,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+  """Return the logprobs and entropies that a decoder's states give."""
   return likelihood.token_logprobs_and_entropy(
     hidden,
     model.head(),
@@ -263,17 +282,32 @@ def batch_logprobs(
   batch: packing.PackedBatch,
 ) -> Float[Array, "M K B T"]:
   """Return the logprobs of all tokens of a step's batch under one model."""
+  return of_batch(
+    lambda micro: token_logprobs(settings, params, micro)[0], batch
+  )
 
-  def minibatch_logprobs(minibatch: packing.PackedBatch) -> Array:
-    def step(k: Array, logprobs: Array) -> Array:
+
+def of_batch(
+  of_microbatch: Callable[[packing.PackedBatch], Float[Array, "B T"]],
+  batch: packing.PackedBatch,
+) -> Float[Array, "M K B T"]:
+  """Return what a forward pass gives for each token of a step's batch.
+
+  Args:
+    of_microbatch: gives it for one microbatch.
+    batch: [M, K, B, T] arrays. Microbatches that are not in use get 0.
+  """
+
+  def of_minibatch(minibatch: packing.PackedBatch) -> Array:
+    def step(k: Array, found: Array) -> Array:
       micro = jax.tree.map(lambda x: x[k], minibatch)
-      return logprobs.at[k].set(token_logprobs(settings, params, micro)[0])
+      return found.at[k].set(of_microbatch(micro))
 
     used = packing.num_used_microbatches(minibatch.segment_ids)
     zeros = jnp.zeros(minibatch.tokens.shape, jnp.float32)
     return jax.lax.fori_loop(0, used, step, zeros)
 
-  return jax.lax.map(minibatch_logprobs, batch)
+  return jax.lax.map(of_minibatch, batch)
 
 
 def logprobs_stage(name: str, *, model: str, field: str) -> Stage:
@@ -300,89 +334,12 @@ PROXIMAL_STAGE = logprobs_stage(
 )
 
 
-def _in_memory_of(tree: Any, like: Any) -> Any:
-  """Move each array to the memory space of its counterpart in `like`."""
-  return jax.tree.map(
-    lambda x, y: jax.device_put(x, jax.typeof(y).memory_space), tree, like
-  )
-
-
-def _apply_gradients(
-  optimizers: train_state.Optimizers,
-  state: train_state.TrainState,
-  gradients: Mapping[str, transformer.Params],
-  loss: Float[Array, ""],
-) -> tuple[train_state.TrainState, Metrics]:
-  """Make one optimizer step, or none if loss or gradient is not finite.
-
-  Args:
-    optimizers: the optimizer of each trained model by name.
-    state: the state before the step.
-    gradients: the gradients of the same models' trainable parameters.
-    loss: the loss that was differentiated.
-
-  Returns:
-    The new state, and loss, gradient norm and whether the step was skipped.
-  """
-  norm = optax.tree.norm(gradients)
-  is_good = jnp.isfinite(loss) & jnp.isfinite(norm)
-  stepped = {
-    name: _stepped(optimizers[name], state.models[name], own, is_good)
-    for name, own in gradients.items()
-  }
-  after = train_state.TrainState(models={**state.models, **stepped})
-  return after, {
-    "loss": loss,
-    "grad_norm": norm,
-    "bad_updates": (~is_good).astype(jnp.float32),
-  }
-
-
-def _stepped(
-  optimizer: optax.GradientTransformation,
-  state: train_state.ModelState,
-  gradients: transformer.Params,
-  is_good: Bool[Array, ""],
-) -> train_state.ModelState:
-  """Return one model after an optimizer step, or unchanged unless `is_good`.
-
-  An optimizer state in host memory is moved to the device for the step and
-  moved back afterwards.
-  """
-  before = jax.device_put(state.opt_state, jax.memory.Space.Device)
-  # Optax multiplies floats by its int32 step count. The strict dtype promotion
-  # of the tests forbids that.
-  with jax.numpy_dtype_promotion("standard"):
-    updates, after = optimizer.update(gradients, before, state.trainable)
-  trainable, opt_state = _in_memory_of(
-    jax.tree.map(
-      lambda new, old: jnp.where(is_good, new, old),
-      (optax.apply_updates(state.trainable, updates), after),
-      (state.trainable, before),
-    ),
-    (state.trainable, state.opt_state),
-  )
-  return dataclasses.replace(state, trainable=trainable, opt_state=opt_state)
-
-
-def _accumulate(
-  loss_fn: Callable[..., tuple[jax.Array, Metrics]],
-  params: dict[str, transformer.Params],
-  microbatches: Any,
-  num_used: Int[Array, ""],
-) -> tuple[Float[Array, ""], dict[str, transformer.Params], Metrics]:
-  """Sum loss, gradients and metrics over the first `num_used` microbatches."""
-  gradient_fn = jax.value_and_grad(loss_fn, has_aux=True)
-  first = jax.tree.map(lambda x: x[0], microbatches)
-  shapes = jax.eval_shape(gradient_fn, params, first)
-  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-  def step(k: Array, total: Any) -> Any:
-    micro = jax.tree.map(lambda x: x[k], microbatches)
-    return jax.tree.map(jnp.add, total, gradient_fn(params, micro))
-
-  (loss, sums), gradients = jax.lax.fori_loop(0, num_used, step, zeros)
-  return loss, gradients, sums
+# Returns the critic's prediction for each token of a microbatch, from the
+# critic's parameters and the policy's last hidden states.
+ValueFunction = Callable[
+  [transformer.Params, Float[Array, "B T D"], packing.PackedBatch],
+  Float[Array, "B T"],
+]
 
 
 def update(
@@ -393,12 +350,14 @@ def update(
   state: train_state.TrainState,
   batch: packing.PackedBatch,
   policy_version: Int[Any, ""],
+  *,
+  value_function: ValueFunction | None = None,
+  learns: Mapping[str, Bool[Array, ""]] | None = None,
 ) -> tuple[train_state.TrainState, Metrics]:
   """Make the optimizer steps of one train step, one for each minibatch.
 
   The loss is differentiated with respect to the trainable parameters of every
-  model. Only the policy has a forward pass here. A trained critic would need
-  one too, which would give the loss its `values`.
+  model. The policy has a forward pass here, and so has a critic.
 
   Args:
     settings: settings of the policy's forward pass.
@@ -409,6 +368,8 @@ def update(
     batch: [M, K, B, T] arrays, M minibatches of K microbatches, with the fields
       that the loss needs.
     policy_version: the version of the weights in `state`.
+    value_function: gives the loss its `values`. None without a critic.
+    learns: as in `gradients.apply`.
 
   Returns:
     The new state, and metrics with one value per minibatch, [M]: the loss, the
@@ -425,14 +386,20 @@ def update(
     def loss_fn(
       trainable: Mapping[str, transformer.Params], batch: packing.PackedBatch
     ) -> tuple[Array, Metrics]:
-      params = train_state.merged(
-        trainable[train_state.POLICY], state.policy.frozen
-      )
-      logprobs, entropy = token_logprobs(settings, params, batch)
+      def params_of(name: str) -> transformer.Params:
+        return train_state.merged(trainable[name], state.models[name].frozen)
+
+      params = params_of(train_state.POLICY)
+      model, hidden = final_hidden(settings, params, batch)
+      logprobs, entropy = _likelihood(settings, model, hidden, batch)
+      values = None
+      if value_function is not None:
+        critic = params_of(train_state.CRITIC)
+        values = value_function(critic, hidden, batch)
       micro = objectives.Microbatch(
         logprobs=logprobs,
         entropy=entropy,
-        values=None,
+        values=values,
         batch=batch,
         totals=totals,
         policy_version=policy_version,
@@ -441,58 +408,16 @@ def update(
       value, sums = loss(micro)
       return value, {**sums, **diagnostic(micro)}
 
-    value, gradients, sums = _accumulate(
+    value, gradients, sums = gradients_lib.accumulate(
       loss_fn,
       state.trainable,
       packed,
       packing.num_used_microbatches(packed.segment_ids),
     )
-    state, metrics = _apply_gradients(optimizers, state, gradients, value)
+    state, metrics = gradients_lib.apply(
+      optimizers, state, gradients, value, learns
+    )
     return state, {**metrics, **sums, **totals}
 
   indices = jnp.arange(len(batch.tokens), dtype=jnp.int32)
   return jax.lax.scan(minibatch_step, state, (batch, indices))
-
-
-def published_params(
-  params: transformer.Params,
-  num_layers: int,
-  dtype: str,
-  weights: sections.WeightFormat,
-) -> transformer.Params:
-  """Return the weights for the engines, with layers unstacked and cast.
-
-  The parameters may be those of a base or of its adapters alone. The matrices
-  are quantised if `weights` says so. Call this function in a jit: its outputs
-  are then new buffers, so that the trainer can donate its own.
-  """
-  unstacked = transformer.unstack(params, num_layers)
-  return quantization.quantize(unstacked, weights, dtype)
-
-
-def make_publish(
-  model: configs.ModelConfig,
-  layout: mesh_lib.Layout,
-  *,
-  dtype: str,
-  weights: sections.WeightFormat,
-  part: Callable[[Any], Any] = lambda tree: tree,
-) -> Any:
-  """Return `published_params` compiled for parameters in this layout.
-
-  Training and serving both make an engine's weights with this program, so that
-  a server uses the same weights as the engine of the run. `part` takes the
-  parameters of the program out of all of them, as `lora.base` does.
-  """
-  axes = transformer.logical_axes(model, is_stacked=False)
-  return jax.jit(
-    functools.partial(
-      published_params,
-      num_layers=model.num_layers,
-      dtype=dtype,
-      weights=weights,
-    ),
-    out_shardings=mesh_lib.shardings(
-      layout.mesh, layout.rules, part(quantization.logical_axes(axes, weights))
-    ),
-  )

@@ -29,8 +29,10 @@ from jaxrl_async.planning import aot
 from jaxrl_async.planning import matmul_rate
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.training import batch_parts
+from jaxrl_async.training import critic as critic_lib
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
+from jaxrl_async.training import publishing
 from jaxrl_async.training import segments as segments_lib
 from jaxrl_async.training import step_metrics
 from jaxrl_async.training import train_state
@@ -43,12 +45,19 @@ Advantages = Callable[
 ]
 
 
+# Makes further fields of a batch, by name, of the trajectories of a step.
+Fields = Callable[
+  [Sequence[types.Trajectory]], dict[str, list[Float[np.ndarray, "_"]]]
+]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchSettings:
   """What is learned from groups, and how they are packed; see `packing.pack`.
 
   Attributes:
     advantages: makes advantages of rewards.
+    fields: makes what else the stages and the loss need.
     overlong_filter: nothing is learned from trajectories that were cut off.
   """
 
@@ -57,6 +66,7 @@ class BatchSettings:
   num_minibatches: int
   min_microbatches: int
   advantages: Advantages
+  fields: Fields = packing.reward_fields
   overlong_filter: bool = False
 
 
@@ -99,6 +109,7 @@ class Trainer:
     loss: objectives.Loss,
     stages: Sequence[train_step.Stage],
     batch: BatchSettings,
+    critic: critic_lib.Critic | None = None,
     num_steps: int,
     decay: float,
     rollout_dtype: str,
@@ -112,13 +123,14 @@ class Trainer:
       mesh: the mesh of the training slice.
       rules: which mesh axes split which logical axes.
       models: the settings of each model of the train state, by name. The policy
-        is `train_state.POLICY` and is the only model that can be trained so
-        far.
+        is `train_state.POLICY`. Only it and a critic, `train_state.CRITIC`,
+        can be trained.
       forward: settings of the policy's forward pass. The other models use the
         same settings with their own architecture.
       loss: the loss to minimise.
       stages: the stages that run before the updates of a step, in this order.
       batch: how groups are packed into arrays.
+      critic: how the critic is trained; None without one.
       num_steps: train steps of the run. A decaying learning rate ends there.
       decay: ratio of the final learning rate to the peak.
       rollout_dtype: dtype of the weights that `published` returns.
@@ -127,10 +139,9 @@ class Trainer:
       world: the processes that train together; None is this one alone.
 
     Raises:
-      ValueError: the policy is missing or has nothing to train, or another
-        model is to be trained.
+      ValueError: as `train_state.check_models`.
     """
-    _check_models(models)
+    train_state.check_models(models)
     self.world = world or world_lib.alone()
     layout = mesh_lib.Layout(mesh=mesh, rules=rules)
     self._forwards = {
@@ -142,14 +153,21 @@ class Trainer:
     self._busy = busy
     self._models = models
     total_steps = num_steps * batch.num_minibatches
+    # The policy's optimizer does not count the updates of the critic's warm-up.
+    self._waits = critic.warmup_steps * batch.num_minibatches if critic else 0
+    section = models[train_state.POLICY].optimizer
+    assert section is not None
     self._schedule = train_step.learning_rate_schedule(
-      _optimizer_of_policy(models), total_steps=total_steps, decay=decay
+      section, total_steps=total_steps - self._waits, decay=decay
     )
-    self._optimizers = train_step.make_optimizers(
-      models, total_steps=total_steps, decay=decay
-    )
+    self._optimizers = {
+      **train_step.make_optimizers(
+        models, total_steps=total_steps, decay=decay
+      ),
+      train_state.POLICY: train_step.make_optimizer(section, self._schedule),
+    }
     self._params_sharding = {
-      name: train_state.params_sharding(mesh, rules, settings.model)
+      name: mesh_lib.shardings(mesh, rules, settings.logical_axes())
       for name, settings in models.items()
     }
     self._state_sharding = train_state.shardings(
@@ -174,13 +192,14 @@ class Trainer:
       )
       for stage in [train_step.PROXIMAL_STAGE, *self._stages]
     }
+    update = (
+      functools.partial(train_step.update, self.forward)
+      if critic is None
+      else functools.partial(critic_lib.update, critic, self._forwards)
+    )
     self._update = jax.jit(
       functools.partial(
-        train_step.update,
-        self.forward,
-        loss,
-        objectives.rollout_diagnostic,
-        self._optimizers,
+        update, loss, objectives.rollout_diagnostic, self._optimizers
       ),
       donate_argnums=0,
       out_shardings=(self._state_sharding, replicated),
@@ -195,7 +214,7 @@ class Trainer:
   ) -> None:
     """Set up the programs that make weights for engines."""
     make_publish = functools.partial(
-      train_step.make_publish,
+      publishing.make_publish,
       self.forward.model,
       layout,
       dtype=dtype,
@@ -254,9 +273,12 @@ class Trainer:
       loss_mask=np.zeros(1, np.bool_),
       behavior_logprobs=np.zeros(1, np.float32),
       policy_versions=np.zeros(1, np.int32),
+      reward=types.Reward(score=0.0),
     )
     segments = self._plan(
-      [packing.without_prompt([trajectory])], np.zeros(1, np.float32)
+      [packing.without_prompt([trajectory])],
+      np.zeros(1, np.float32),
+      self.batch_settings.fields([trajectory]),
     )
     max_trips = self.batch_settings.min_microbatches
     params = state.params
@@ -338,7 +360,7 @@ class Trainer:
     segments = self._plan(
       packing.without_overlong(groups) if settings.overlong_filter else groups,
       _checked(advantages, len(rewards)),
-      packing.reward_fields([t for g in groups for t in g.trajectories]),
+      settings.fields([t for g in groups for t in g.trajectories]),
     )
     self._tell_parts("batch", segments)
     return PreparedBatch(
@@ -394,10 +416,16 @@ class Trainer:
       groups=batch.groups,
       placement=batch.placement,
       sums=sums,
-      learning_rate=functools.partial(self._schedule, step * minibatches),
+      learning_rate=functools.partial(
+        self._schedule, max(step * minibatches - self._waits, 0)
+      ),
       times_s=times,
       programs_s=sum(times.values()),
-      model=self.forward.model,
+      models=[
+        settings.model
+        for settings in self._models.values()
+        if settings.has_gradient_through_layers
+      ],
       peak_flops=self._peak_flops,
     )
 
@@ -444,15 +472,6 @@ class Trainer:
     return np.asarray(jax.device_put(logprobs, self._replicated))
 
 
-def _optimizer_of_policy(
-  models: Mapping[str, train_state.ModelSettings],
-) -> sections.OptimizerSection:
-  policy = models.get(train_state.POLICY)
-  if policy is None or policy.optimizer is None:
-    raise ValueError("the policy has to be one of the models, and be trained")
-  return policy.optimizer
-
-
 def _checked(
   advantages: Float[np.ndarray, "_"], count: int
 ) -> Float[np.ndarray, "_"]:
@@ -475,22 +494,3 @@ def _num_shards(batch: BatchSettings, sharding: jax.sharding.Sharding) -> int:
   rows = batch.rows_per_microbatch
   shape = 1, 1, rows, batch.tokens_per_row
   return rows // sharding.shard_shape(shape)[2]
-
-
-def _check_models(models: Mapping[str, train_state.ModelSettings]) -> None:
-  """Check that the policy, and only the policy, is to be trained.
-
-  Raises:
-    ValueError: the policy is missing or has nothing to train, or another model
-      is to be trained.
-  """
-  _optimizer_of_policy(models)
-  policy = models[train_state.POLICY]
-  trainable, _ = policy.split(
-    transformer.logical_axes(policy.model, is_stacked=True)
-  )
-  if not trainable:
-    raise ValueError("policy: no parameter is trainable")
-  for name, settings in models.items():
-    if name != train_state.POLICY and settings.optimizer is not None:
-      raise ValueError(f"{name}: only the policy can be trained")

@@ -1,0 +1,112 @@
+"""Gradients of a minibatch, and the optimizer step that they make."""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+import optax
+
+from jaxrl_async.models import transformer
+from jaxrl_async.training import train_state
+
+Metrics = dict[str, jax.Array]
+
+
+def _in_memory_of(tree: Any, like: Any) -> Any:
+  """Move each array to the memory space of its counterpart in `like`."""
+  return jax.tree.map(
+    lambda x, y: jax.device_put(x, jax.typeof(y).memory_space), tree, like
+  )
+
+
+def apply(
+  optimizers: train_state.Optimizers,
+  state: train_state.TrainState,
+  gradients: Mapping[str, transformer.Params],
+  loss: Float[Array, ""],
+  learns: Mapping[str, Bool[Array, ""]] | None = None,
+) -> tuple[train_state.TrainState, Metrics]:
+  """Make one optimizer step, or none if loss or gradient is not finite.
+
+  Args:
+    optimizers: the optimizer of each trained model by name.
+    state: the state before the step.
+    gradients: the gradients of the same models' trainable parameters.
+    loss: the loss that was differentiated.
+    learns: by name, whether a model makes the step. One that is not named does.
+
+  Returns:
+    The new state, and loss, the policy's gradient norm and whether the step was
+    skipped. The gradient norm of any other model is `<name>_grad_norm`.
+  """
+  norms = {name: optax.tree.norm(own) for name, own in gradients.items()}
+  is_good = jnp.isfinite(loss)
+  for norm in norms.values():
+    is_good &= jnp.isfinite(norm)
+  learns = learns or {}
+  stepped = {
+    name: _stepped(
+      optimizers[name],
+      state.models[name],
+      own,
+      is_good & learns[name] if name in learns else is_good,
+    )
+    for name, own in gradients.items()
+  }
+  after = train_state.TrainState(models={**state.models, **stepped})
+  return after, {
+    "loss": loss,
+    "bad_updates": (~is_good).astype(jnp.float32),
+    "grad_norm": norms.pop(train_state.POLICY),
+    **{f"{name}_grad_norm": norm for name, norm in norms.items()},
+  }
+
+
+def _stepped(
+  optimizer: optax.GradientTransformation,
+  state: train_state.ModelState,
+  gradients: transformer.Params,
+  is_good: Bool[Array, ""],
+) -> train_state.ModelState:
+  """Return one model after an optimizer step, or unchanged unless `is_good`.
+
+  An optimizer state in host memory is moved to the device for the step and
+  moved back afterwards.
+  """
+  before = jax.device_put(state.opt_state, jax.memory.Space.Device)
+  # Optax multiplies floats by its int32 step count. The strict dtype promotion
+  # of the tests forbids that.
+  with jax.numpy_dtype_promotion("standard"):
+    updates, after = optimizer.update(gradients, before, state.trainable)
+  trainable, opt_state = _in_memory_of(
+    jax.tree.map(
+      lambda new, old: jnp.where(is_good, new, old),
+      (optax.apply_updates(state.trainable, updates), after),
+      (state.trainable, before),
+    ),
+    (state.trainable, state.opt_state),
+  )
+  return dataclasses.replace(state, trainable=trainable, opt_state=opt_state)
+
+
+def accumulate(
+  loss_fn: Callable[..., tuple[jax.Array, Metrics]],
+  params: dict[str, transformer.Params],
+  microbatches: Any,
+  num_used: Int[Array, ""],
+) -> tuple[Float[Array, ""], dict[str, transformer.Params], Metrics]:
+  """Sum loss, gradients and metrics over the first `num_used` microbatches."""
+  gradient_fn = jax.value_and_grad(loss_fn, has_aux=True)
+  first = jax.tree.map(lambda x: x[0], microbatches)
+  shapes = jax.eval_shape(gradient_fn, params, first)
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+  def step(k: Array, total: Any) -> Any:
+    micro = jax.tree.map(lambda x: x[k], microbatches)
+    return jax.tree.map(jnp.add, total, gradient_fn(params, micro))
+
+  (loss, sums), gradients = jax.lax.fori_loop(0, num_used, step, zeros)
+  return loss, gradients, sums
