@@ -90,6 +90,8 @@ class AlgorithmSection:
   Attributes:
     max_staleness: bound on train version minus token version; 0 is synchronous
       training.
+    num_epochs: a train step passes so many times over its minibatches. What is
+      computed before its first update, such as the proximal logprobs, stays.
     loss: one of `LOSSES`, or module:function of a function of a
       `training.objectives.Microbatch`.
     clip_low: the ratio of ppo, coupled_ppo, gspo and cispo is clipped at
@@ -127,6 +129,7 @@ class AlgorithmSection:
   group_size: int = 16
   groups_per_step: int = 32
   num_minibatches: int = 4
+  num_epochs: int = 1
   loss: str = "ppo"
   clip_low: float = 0.2
   clip_high: float = 0.2

@@ -17,6 +17,7 @@ from jaxrl_async.config import cluster_section
 from jaxrl_async.config import lora_section
 from jaxrl_async.config import mesh_sections
 from jaxrl_async.config import refusals
+from jaxrl_async.config import staleness_section
 
 # Names by which the whole code refuses a setting.
 ConfigError = refusals.ConfigError
@@ -125,6 +126,7 @@ BehaviorWeightCapMode = algorithm_section.BehaviorWeightCapMode
 BehaviorWeightLevel = algorithm_section.BehaviorWeightLevel
 KlEstimator = algorithm_section.KlEstimator
 ProximalMode = algorithm_section.ProximalMode
+StalenessControlSection = staleness_section.StalenessControlSection
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -430,6 +432,9 @@ class Config:
   rollout: RolloutSection = dataclasses.field(default_factory=RolloutSection)
   algorithm: AlgorithmSection = dataclasses.field(
     default_factory=AlgorithmSection
+  )
+  staleness_control: StalenessControlSection = dataclasses.field(
+    default_factory=StalenessControlSection
   )
   train: TrainSection = dataclasses.field(default_factory=TrainSection)
   transfer: TransferSection = dataclasses.field(default_factory=TransferSection)

@@ -23,6 +23,7 @@ def check(config: sections.Config) -> None:
   _check_loss(section)
   _check_corrections(section)
   _check_advantage(section)
+  _check_staleness_control(config)
   sections.require(
     not (section.kl_coef and config.model.lora.adapter),
     "algorithm.kl_coef",
@@ -54,11 +55,12 @@ def _check_updates(config: sections.Config) -> None:
     f"{section.num_minibatches} does not divide {trajectories} trajectories of"
     " a train step (group_size * groups_per_step); use numbers that divide",
   )
-  num_updates = config.train.num_steps * section.num_minibatches
+  step_updates = section.num_minibatches * section.num_epochs
+  num_updates = config.train.num_steps * step_updates
   sections.require(
     num_updates <= bounds.MAX_INT,
     "train.num_steps",
-    f"{config.train.num_steps} of {section.num_minibatches} updates each are"
+    f"{config.train.num_steps} of {step_updates} updates each are"
     f" more than {bounds.MAX_INT} updates, which is as far as"
     " optimizers count",
   )
@@ -67,11 +69,13 @@ def _check_updates(config: sections.Config) -> None:
 def _check_loss(section: sections.AlgorithmSection) -> None:
   sections.require(
     section.proximal is not sections.ProximalMode.REUSE
-    or section.num_minibatches == 1
+    or section.num_minibatches * section.num_epochs == 1
     or section.loss not in _ANCHORED,
     "algorithm.proximal",
-    f"reuse is wrong after the first of {section.num_minibatches} updates;"
-    " use algorithm.num_minibatches=1, recompute or loglinear",
+    "reuse is wrong after the first of"
+    f" {section.num_minibatches * section.num_epochs} updates; use"
+    " algorithm.num_minibatches=1 with algorithm.num_epochs=1, recompute or"
+    " loglinear",
   )
   sections.require(
     section.dual_clip == 0 or section.dual_clip > 1,
@@ -115,6 +119,30 @@ def _check_corrections(section: sections.AlgorithmSection) -> None:
     "algorithm.second_moment_bound",
     "it needs the proximal logprobs before the first update; use"
     " algorithm.proximal=recompute, or 0",
+  )
+
+
+def _check_staleness_control(config: sections.Config) -> None:
+  control, section = config.staleness_control, config.algorithm
+  path = "staleness_control.maximum"
+  sections.require(
+    control.maximum <= section.max_staleness,
+    path,
+    f"{control.maximum} is more than the hard limit"
+    f" {section.max_staleness} (algorithm.max_staleness); use at most that",
+  )
+  sections.require(
+    control.minimum < control.maximum
+    or control.minimum == control.maximum == 0,
+    "staleness_control.minimum",
+    f"{control.minimum} is not below {control.maximum} ({path}), so that"
+    " nothing could move; use less, or 0 for both to switch the control off",
+  )
+  sections.require(
+    not control.maximum or section.loss in algorithm_section.LOSSES,
+    path,
+    f"{sections.shown(section.loss)} (algorithm.loss) does not measure how old"
+    " its data is; use 0, or a loss of the project",
   )
 
 

@@ -368,6 +368,7 @@ def make_trainer(
       min_microbatches=setup.max_microbatches,
       advantages=algorithm_lib.advantages(config.algorithm),
       overlong_filter=config.algorithm.overlong_filter,
+      num_epochs=config.algorithm.num_epochs,
     ),
     num_steps=config.train.num_steps,
     decay=config.train.decay,

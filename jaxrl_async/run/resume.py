@@ -74,6 +74,8 @@ MAY_DIFFER = {
   "algorithm.overlong_filter": _IN_THE_LOSS,
   "algorithm.kl_estimator": _IN_THE_LOSS,
   "algorithm.entropy_coef": _IN_THE_LOSS,
+  "staleness_control": "decides the bound of groups born afterwards; a stored"
+  " bound outside of the limits becomes the nearer limit",
   "algorithm.filter_zero_std": "asked when a group is scored; groups that were"
   " kept before are trained",
   "train.num_steps": "how far to go; a decaying learning rate follows the new"
@@ -147,6 +149,7 @@ MUST_STAY = {
   "rollout.stop_token_ids": "half-written trajectories were read with it",
   "algorithm.num_minibatches": "the stored number of updates, and so the place"
   " on the learning rate's curve, counts so many a step",
+  "algorithm.num_epochs": "the stored number of updates counts so many a step",
   "algorithm.kl_coef": "the checkpoint holds a reference, or none if it was 0",
   "train.optimizer.name": _MOMENTS,
   "train.optimizer.b1": _MOMENTS,

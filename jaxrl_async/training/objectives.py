@@ -45,7 +45,8 @@ class Microbatch:
       update added.
     totals: the `minibatch_totals` of the whole minibatch.
     policy_version: the version of the weights before the train step.
-    minibatch: index of the minibatch within the train step.
+    minibatch: how many updates the train step has made before: the index of the
+      minibatch, plus the number of minibatches for each earlier epoch.
   """
 
   logprobs: Float[Array, "B T"]

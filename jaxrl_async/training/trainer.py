@@ -29,6 +29,7 @@ from jaxrl_async.planning import aot
 from jaxrl_async.planning import matmul_rate
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.training import batch_parts
+from jaxrl_async.training import epochs
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
 from jaxrl_async.training import segments as segments_lib
@@ -50,6 +51,7 @@ class BatchSettings:
   Attributes:
     advantages: makes advantages of rewards.
     overlong_filter: nothing is learned from trajectories that were cut off.
+    num_epochs: passes of a train step over its minibatches.
   """
 
   tokens_per_row: int
@@ -58,6 +60,7 @@ class BatchSettings:
   min_microbatches: int
   advantages: Advantages
   overlong_filter: bool = False
+  num_epochs: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,7 +144,8 @@ class Trainer:
     self.batch_settings = batch
     self._busy = busy
     self._models = models
-    total_steps = num_steps * batch.num_minibatches
+    self._num_updates = batch.num_minibatches * batch.num_epochs
+    total_steps = num_steps * self._num_updates
     self._schedule = train_step.learning_rate_schedule(
       _optimizer_of_policy(models), total_steps=total_steps, decay=decay
     )
@@ -176,7 +180,8 @@ class Trainer:
     }
     self._update = jax.jit(
       functools.partial(
-        train_step.update,
+        epochs.update,
+        batch.num_epochs,
         self.forward,
         loss,
         objectives.rollout_diagnostic,
@@ -388,13 +393,12 @@ class Trainer:
     """
     self.world.tell("step", step=step)
     sums, times = self.run_programs(step, batch.arrays)
-    minibatches = self.batch_settings.num_minibatches
     return step_metrics.Pending(
       step=step,
       groups=batch.groups,
       placement=batch.placement,
       sums=sums,
-      learning_rate=functools.partial(self._schedule, step * minibatches),
+      learning_rate=functools.partial(self._schedule, step * self._num_updates),
       times_s=times,
       programs_s=sum(times.values()),
       model=self.forward.model,
