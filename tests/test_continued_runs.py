@@ -123,6 +123,15 @@ CASES = {
       "overlong_filter": True,
       "kl_estimator": sections.KlEstimator.K2,
       "entropy_coef": 1e-3,
+      "schedules": config_dict.ConfigDict(
+        {
+          "entropy_coef": {
+            "schedule": "linear_schedule",
+            "end_value": 0.0,
+            "transition_steps": 4,
+          }
+        }
+      ),
     },
     "staleness_control": {"minimum": 1, "maximum": 3},
     "transfer": {"directory": "elsewhere"},

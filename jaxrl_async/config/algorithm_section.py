@@ -3,10 +3,27 @@
 import dataclasses
 import enum
 
+from ml_collections import config_dict
+
 # The names of losses and of advantages that come with the project. A name with
 # a colon is module:function.
 LOSSES = ("ppo", "coupled_ppo", "gspo", "cispo", "sapo", "reinforce")
 ADVANTAGES = ("group", "leave_one_out", "batch")
+# Functions of `optax.schedules` whose arguments a config can hold.
+SCHEDULES = (
+  "constant_schedule",
+  "cosine_decay_schedule",
+  "cosine_onecycle_schedule",
+  "exponential_decay",
+  "linear_onecycle_schedule",
+  "linear_schedule",
+  "piecewise_constant_schedule",
+  "piecewise_interpolate_schedule",
+  "polynomial_schedule",
+  "warmup_constant_schedule",
+  "warmup_cosine_decay_schedule",
+  "warmup_exponential_decay_schedule",
+)
 
 
 class AdvantageScale(enum.Enum):
@@ -123,6 +140,9 @@ class AlgorithmSection:
     kl_coef: coefficient of the divergence from the reference, which is the
       policy before the first train step; 0 keeps no reference.
     entropy_coef: coefficient of the bonus for the policy's entropy.
+    schedules: fields of the loss that change with the train step, by name. Each
+      entry has `schedule`, one of `SCHEDULES`, and its arguments; init_value is
+      by default the field's own value.
   """
 
   max_staleness: int = 4
@@ -155,3 +175,6 @@ class AlgorithmSection:
   kl_coef: float = 0.0
   kl_estimator: KlEstimator = KlEstimator.K3
   entropy_coef: float = 0.0
+  schedules: config_dict.ConfigDict = dataclasses.field(
+    default_factory=config_dict.ConfigDict
+  )

@@ -74,6 +74,7 @@ MAY_DIFFER = {
   "algorithm.overlong_filter": _IN_THE_LOSS,
   "algorithm.kl_estimator": _IN_THE_LOSS,
   "algorithm.entropy_coef": _IN_THE_LOSS,
+  "algorithm.schedules": _IN_THE_LOSS,
   "staleness_control": "decides the bound of groups born afterwards; a stored"
   " bound outside of the limits becomes the nearer limit",
   "algorithm.filter_zero_std": "asked when a group is scored; groups that were"

@@ -44,6 +44,7 @@ from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import resume
 from jaxrl_async.run import rollout_start
 from jaxrl_async.run import sampler as sampler_lib
+from jaxrl_async.run import schedules
 from jaxrl_async.run import session as session_lib
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.run import shutdown as shutdown_lib
@@ -456,6 +457,7 @@ def _of_the_loop(
     max_bad_updates=config.train.max_bad_updates,
     solved_score=config.task.solved_score,
     staleness=base.staleness,
+    scheduled=schedules.make(config.algorithm),
   )
   base.shutdown.closes(recorder.close, join_s)
   return Parts(
