@@ -14,7 +14,7 @@ from jaxrl_async.run import config_checks
 from jaxrl_async.storage import checkpoint
 
 SECTION = sections.StalenessControlSection(minimum=1, maximum=4, patience=3)
-FRESH = staleness_control.Measured(1.0, 0.0, 0.0, 0.0, 0.0)
+FRESH = staleness_control.Measured(1.0, 0.0, 0.0, 0.0, 0.0, 2)
 AT_2 = staleness_control.State(bound=2, streak=0, rest=0)
 
 
@@ -37,6 +37,10 @@ def bounds(asked, state=AT_2, section=SECTION):
     ({"clip_frac": 0.21}, -1, "21% of the tokens clipped"),
     ({"left_out_frac": 0.06}, -1, "6% of the tokens left out"),
     ({"train_wait_frac": 0.2}, 1, "training waited 20%"),
+    ({"train_wait_frac": 0.2, "staleness_max": 3}, 1, "training waited 20%"),
+    # Generation is slow, and the bound is not why.
+    ({"train_wait_frac": 0.9, "staleness_max": 1}, 0, ""),
+    ({"rollout_wait_frac": 0.2, "staleness_max": 0}, 1, "generation waited"),
     ({"rollout_wait_frac": 0.3}, 1, "generation waited 30%"),
     # What is too old is not made older, whoever waits.
     ({"ess": 0.5, "rollout_wait_frac": 0.9}, -1, "effective"),
@@ -45,7 +49,7 @@ def bounds(asked, state=AT_2, section=SECTION):
 )
 def test_a_step_asks_for_a_direction(changes, asked, words):
   found = FRESH._replace(**changes)
-  direction, reason = staleness_control.direction(SECTION, found)
+  direction, reason = staleness_control.direction(SECTION, 2, found)
   assert direction == asked
   assert words in reason and bool(reason) == bool(asked)
 
@@ -78,6 +82,7 @@ def values(**changes):
     "time/step_s": 2.0,
     "time/wait_for_rollouts_s": 0.0,
     "rollout/wait_for_admission_s": 0.5,
+    "staleness/max": 1,
     **changes,
   }
 

@@ -20,8 +20,8 @@ class StalenessControlSection:
     max_clip_frac: it is too old if policy/clip_frac is above.
     max_left_out_frac: it is too old if offpolicy/left_out_frac is above.
     max_wait_frac: a slice waits if it spends a larger share of the step with
-      waiting: the training slice for trajectories, or the rollout slice for
-      admission.
+      waiting: the rollout slice for admission, or the training slice for
+      trajectories, in a step that trains tokens as old as the bound.
     patience: the bound moves after so many steps in a row that ask for it.
   """
 

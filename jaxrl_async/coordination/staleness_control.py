@@ -4,8 +4,14 @@ Each step asks for a direction:
 
   -1  if its data is too old: its effective sample size is below a threshold, or
       the share of clipped or of left out tokens is above one
-  +1  else, if a slice waits for a larger share of the step than is allowed
+  +1  else, if a slice waits because of the bound, for a larger share of the
+      step than is allowed
    0  else, or if a measurement is not finite
+
+The rollout slice waits for admission because of the bound. The training slice
+may also wait because generation is slow, which no bound changes. Its wait
+counts only if a trained token was as old as the bound allows: then a step may
+have waited for a group at its deadline.
 
 The bound moves by one after `patience` steps in a row that ask for the same
 direction, if it stays between its limits. After a move from bound a to bound b,
@@ -49,7 +55,7 @@ class State:
 
 
 class Measured(NamedTuple):
-  """What a step says about the bound; all are fractions.
+  """What a step says about the bound.
 
   Attributes:
     ess: effective sample size of the behavior weights.
@@ -58,6 +64,7 @@ class Measured(NamedTuple):
     train_wait_frac: share of the step in which training waited for
       trajectories.
     rollout_wait_frac: share of the step in which there was nothing to generate.
+    staleness_max: of the trained tokens, in policy versions.
   """
 
   ess: float
@@ -65,6 +72,7 @@ class Measured(NamedTuple):
   left_out_frac: float
   train_wait_frac: float
   rollout_wait_frac: float
+  staleness_max: int
 
 
 def measured(values: Mapping[str, Any]) -> Measured:
@@ -85,6 +93,7 @@ def measured(values: Mapping[str, Any]) -> Measured:
     *(float(values[name]) for name in _OF_LOSS),
     train_wait_frac=values["time/wait_for_rollouts_s"] / step_s,
     rollout_wait_frac=values["rollout/wait_for_admission_s"] / step_s,
+    staleness_max=values["staleness/max"],
   )
 
 
@@ -105,9 +114,11 @@ def continued(
 
 
 def direction(
-  section: staleness_section.StalenessControlSection, found: Measured
+  section: staleness_section.StalenessControlSection,
+  bound: int,
+  found: Measured,
 ) -> tuple[int, str]:
-  """Return what a step asks for, and why, in words for a message."""
+  """Return what a step under a bound asks for, and why, for a message."""
   if not all(map(math.isfinite, found)):
     return 0, ""
   if found.ess < section.min_ess:
@@ -116,12 +127,11 @@ def direction(
     return -1, f"{found.clip_frac:.0%} of the tokens clipped"
   if found.left_out_frac > section.max_left_out_frac:
     return -1, f"{found.left_out_frac:.0%} of the tokens left out"
-  for name, frac in (
-    ("training", found.train_wait_frac),
-    ("generation", found.rollout_wait_frac),
-  ):
-    if frac > section.max_wait_frac:
-      return 1, f"{name} waited {frac:.0%} of the step"
+  if found.rollout_wait_frac > section.max_wait_frac:
+    return 1, f"generation waited {found.rollout_wait_frac:.0%} of the step"
+  is_at_bound = found.staleness_max >= bound
+  if is_at_bound and found.train_wait_frac > section.max_wait_frac:
+    return 1, f"training waited {found.train_wait_frac:.0%} of the step"
   return 0, ""
 
 
@@ -192,7 +202,7 @@ class StalenessControl:
       ConfigError: the loss does not measure the age of the data.
     """
     before = self._state.bound
-    asked, reason = direction(self._section, measured(values))
+    asked, reason = direction(self._section, before, measured(values))
     self._state = decide(self._section, self._state, asked)
     moved = self.bound - before
     if moved:
