@@ -236,7 +236,7 @@ class Books:
       learning_rate=lambda: 1e-3,
       times_s={"proximal_s": 0.1, "update_s": 0.1},
       programs_s=0.2,
-      model=configs.MODELS["tiny"],
+      models=[configs.MODELS["tiny"]],
       peak_flops=1e12,
     )
     self._rollout.generated_tokens += sum(

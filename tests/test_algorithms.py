@@ -79,17 +79,71 @@ def test_the_page_has_the_fields_of_each_method():
         assert text == getattr(value, "value", value)
 
 
+def groups_of(scores, token_scores=None, mask="0111"):
+  """Groups of trajectories with these scores, a list for each group."""
+  loss_mask = np.array([*map(int, mask)], bool)
+  zeros = np.zeros(len(mask))
+
+  def trajectory(score):
+    return types.Trajectory(
+      member=0,
+      tokens=np.zeros(len(mask), np.int32),
+      loss_mask=loss_mask,
+      behavior_logprobs=zeros.astype(np.float32),
+      policy_versions=np.where(loss_mask, 0, -1).astype(np.int32),
+      reward=types.Reward(score=score, token_scores=token_scores),
+    )
+
+  return [packing.without_prompt([*map(trajectory, x)]) for x in scores]
+
+
 def test_every_name_of_a_loss_and_of_an_advantage_stands_for_something():
   for name in algorithm_section.LOSSES:
     section = sections.AlgorithmSection(loss=name)
     assert callable(algorithm_lib._objective(section))
-  rewards, ids = np.array([1.0, 0.0]), np.array([0, 0])
-  for name in algorithm_section.BASELINES:
+  groups = groups_of([[1.0, 0.0]])
+  for name in algorithm_section.ADVANTAGES:
     section = sections.AlgorithmSection(advantage=name)
-    assert algorithm_lib.advantages(section)(rewards, ids, 1)[0] > 0
-  # Those of gae are made on the device.
-  section = sections.AlgorithmSection(advantage="gae")
-  assert not algorithm_lib.advantages(section)(rewards, ids, 1).any()
+    found = np.sum(algorithm_lib.advantages(section)(groups)[0])
+    # Those of gae are made on the device.
+    assert found == 0 if name == "gae" else found > 0
+
+
+def test_scores_of_tokens_count_for_the_turns_before_them():
+  section = sections.AlgorithmSection(
+    advantage="segment",
+    advantage_scale=sections.AdvantageScale.NONE,
+    reward_scale=2.0,
+  )
+  # Position 2 of the loss tokens is in the second turn.
+  plain = groups_of([[1.0]], mask="011011")[0].trajectories[0]
+  scored = groups_of([[0.0]], {2: 3.0}, mask="011011")[0].trajectories[0]
+  group = packing.without_prompt([plain, scored])
+  found = algorithm_lib.advantages(section)([group])
+  # Returns are 2 and 2 * 3 in both turns.
+  np.testing.assert_allclose(found[0], [0, -2, -2, 0, -2, -2])
+  np.testing.assert_allclose(found[1], [0, 2, 2, 0, 2, 2])
+  scored.reward = types.Reward(score=0.0, token_scores={1: 3.0})
+  found = algorithm_lib.advantages(section)([group])
+  np.testing.assert_allclose(found[1], [0, 2, 2, 0, -1, -1])
+
+
+def test_advantages_of_tokens_are_packed_with_them():
+  groups = test_train_step.groups()
+  masks = [t.loss_mask for g in groups for t in g.trajectories]
+  rng = np.random.default_rng(0)
+  given = [rng.normal(size=len(m)).astype(np.float32) * m for m in masks]
+  trainer = test_train_step.make_trainer()
+  trainer.batch_settings = dataclasses.replace(
+    trainer.batch_settings, advantages=lambda _: given
+  )
+  batch = trainer.prepare(groups)
+  found = packing.unpack(batch.arrays.advantages, batch.placement)
+  for one, other in zip(found, given, strict=True):
+    np.testing.assert_array_equal(one, other)
+  given[0] = given[0][1:]
+  with pytest.raises(ValueError, match="advantages does not have a number"):
+    trainer.prepare(groups)
 
 
 @pytest.mark.parametrize(
@@ -198,14 +252,13 @@ def test_a_critic_is_refused_where_it_cannot_be(
 
 def test_advantages_are_divided_once():
   """By the stage where tokens differ, and by the host where they do not."""
-  rewards, ids = np.array([1.0, 0.0, 0.5, 0.0]), np.array([0, 0, 1, 1])
+  groups = groups_of([[1.0, 0.0], [0.5, 0.0]])
   batch_std = sections.AdvantageScale.BATCH_STD
   settings = {"advantage_scale": batch_std, "kl_coef": 0.1}
   whole = sections.AlgorithmSection(**settings)
   split = sections.AlgorithmSection(**settings, kl_in_reward=True)
   found = [
-    algorithm_lib.advantages(section)(rewards, ids, 2)
-    for section in (whole, split)
+    algorithm_lib.advantages(section)(groups) for section in (whole, split)
   ]
   np.testing.assert_allclose(found[1], [0.5, -0.5, 0.25, -0.25])
   np.testing.assert_allclose(found[0], found[1] / found[1].std(), rtol=1e-5)
@@ -215,6 +268,11 @@ def largest(rewards, group_ids, num_groups):
   """An advantage of one's own: 1 for the best of each group."""
   best = [rewards[group_ids == g].max() for g in range(num_groups)]
   return (rewards == np.array(best)[group_ids]).astype(np.float32)
+
+
+def none_at_all(rewards, group_ids, num_groups):
+  """An advantage of one's own that is wrong."""
+  return np.zeros(0) if num_groups == 1 else np.full(len(rewards), np.nan)
 
 
 def sum_of_logprobs(micro):
@@ -232,8 +290,8 @@ def test_functions_of_ones_own_are_named_in_the_config():
   config_checks.check(config)
   algorithm_lib.check(section)
   assert algorithm_lib.policy_loss(config).__name__ == "sum_of_logprobs"
-  rewards, ids = np.array([0.0, 2.0, 1.0]), np.array([0, 0, 1])
-  found = algorithm_lib.advantages(section)(rewards, ids, 2)
+  groups = groups_of([[0.0, 2.0], [1.0]])
+  found = algorithm_lib.advantages(section)(groups)
   assert found.tolist() == [0, 1, 1]
   for name, reason in (
     ("no_such_module:loss", "cannot be imported"),
@@ -246,14 +304,10 @@ def test_functions_of_ones_own_are_named_in_the_config():
 
 
 def test_advantages_of_the_wrong_number_are_an_error():
-  trainer = test_train_step.make_trainer()
-  settings = trainer.batch_settings
-  for wrong in (np.zeros(3), np.full(16, np.nan)):
-    trainer.batch_settings = dataclasses.replace(
-      settings, advantages=lambda *_, x=wrong: x
-    )
+  section = sections.AlgorithmSection(advantage="test_algorithms:none_at_all")
+  for scores in ([[1.0]], [[1.0], [2.0]]):
     with pytest.raises(ValueError, match="algorithm.advantage returned"):
-      trainer.prepare(test_train_step.groups())
+      algorithm_lib.advantages(section)(groups_of(scores))
 
 
 def test_the_overlong_filter_learns_nothing_from_what_was_cut_off():

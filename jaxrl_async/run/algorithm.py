@@ -1,16 +1,20 @@
 """The algorithm that a config describes: advantages, stages and the loss."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+import copy
 import functools
 import importlib
 from typing import Any
 
+from jaxtyping import Array, Float
 import numpy as np
 
+from jaxrl_async import types
 from jaxrl_async.algorithms import advantages as advantages_lib
 from jaxrl_async.algorithms import losses
 from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import sections
+from jaxrl_async.run import schedules
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.training import critic as critic_lib
 from jaxrl_async.training import episodes
@@ -24,10 +28,31 @@ from jaxrl_async.training import trainer as trainer_lib
 def policy_loss(config: sections.Config) -> objectives.Loss:
   """Return the loss that the config describes, with its penalties.
 
+  Fields with a schedule have the value of the train step, which is the version
+  of the weights before it.
+
   Raises:
     ConfigError: `algorithm.loss` names a function that cannot be imported.
   """
-  section = config.algorithm
+  section, scheduled = config.algorithm, schedules.make(config.algorithm)
+  if not scheduled:
+    return _policy_loss(config, section)
+
+  def loss(
+    micro: objectives.Microbatch,
+  ) -> tuple[Float[Array, ""], objectives.Sums]:
+    now = copy.copy(section)
+    for field, schedule in scheduled.items():
+      setattr(now, field, schedule(micro.policy_version))
+    return _policy_loss(config, now)(micro)
+
+  return loss
+
+
+def _policy_loss(
+  config: sections.Config, section: sections.AlgorithmSection
+) -> objectives.Loss:
+  """Return the loss of a section, some numbers of which may be arrays."""
   average = objectives.aggregate(
     section.aggregation,
     section.aggregation_tokens or config.rollout.max_completion_tokens,
@@ -153,34 +178,75 @@ def critic(config: sections.Config) -> critic_lib.Critic | None:
 
 
 def advantages(section: sections.AlgorithmSection) -> trainer_lib.Advantages:
-  """Return the function that makes advantages of rewards, on the host.
+  """Return the function that makes advantages of groups, on the host.
 
   Those of gae are 0, because a stage replaces them.
 
   Raises:
     ConfigError: `algorithm.advantage` names a function that cannot be imported.
   """
-  if section.advantage == "gae":
-    return lambda rewards, group_ids, num_groups: np.zeros_like(rewards)
+  compare = None
+  scale = section.advantage_scale
+  if _has_token_advantages(section) and _is_whitened(section):
+    scale = sections.AdvantageScale.NONE  # the stage divides
   if section.advantage in algorithm_section.BASELINES:
-    scale = section.advantage_scale
-    if _has_token_advantages(section) and _is_whitened(section):
-      scale = sections.AdvantageScale.NONE  # the stage divides
     compare = functools.partial(
       advantages_lib.relative_advantages,
       baseline=section.advantage,
       scale=scale,
     )
-  else:
+  elif section.advantage not in algorithm_section.ADVANTAGES:
     compare = _imported("algorithm.advantage", section.advantage)
   shape = _shaping(section)
 
-  def of_rewards(
-    rewards: np.ndarray, group_ids: np.ndarray, num_groups: int
-  ) -> np.ndarray:
-    return compare(shape(rewards), group_ids, num_groups)
+  def of_groups(groups: Sequence[types.RolloutGroup]) -> packing.Advantages:
+    trajectories = [t for group in groups for t in group.trajectories]
+    rewards = shape(np.array([t.score for t in trajectories], np.float64))
+    group_ids = np.repeat(
+      np.arange(len(groups)), [len(g.trajectories) for g in groups]
+    )
+    if section.advantage == "gae":
+      return np.zeros_like(rewards)
+    if section.advantage == "segment":
+      return advantages_lib.segment_advantages(
+        rewards,
+        _token_scores(trajectories, section.reward_scale),
+        [t.loss_mask for t in trajectories],
+        group_ids,
+        len(groups),
+        scale=scale,
+      )
+    assert compare is not None
+    return _checked(compare(rewards, group_ids, len(groups)), len(rewards))
 
-  return of_rewards
+  return of_groups
+
+
+def _token_scores(
+  trajectories: Sequence[types.Trajectory], scale: float
+) -> list[Float[np.ndarray, "_"]]:
+  """Return the scores of each trajectory's tokens, 0 where there is none."""
+  scores = packing.reward_fields(trajectories).get(packing.TOKEN_SCORES)
+  if scores is None:
+    return [np.zeros(len(t.tokens)) for t in trajectories]
+  return [scale * x for x in scores]
+
+
+def _checked(
+  advantages: Float[np.ndarray, "_"], count: int
+) -> Float[np.ndarray, "_"]:
+  """Return advantages, which a function of a user may have made.
+
+  Raises:
+    ValueError: there is not one finite number for each trajectory.
+  """
+  found = np.asarray(advantages, np.float32)
+  if found.shape != (count,) or not np.isfinite(found).all():
+    raise ValueError(
+      f"algorithm.advantage returned an array of shape {found.shape}, and there"
+      f" has to be a finite number for each of {count} trajectories"
+    )
+  return found
 
 
 def fields(section: sections.AlgorithmSection) -> trainer_lib.Fields:

@@ -13,6 +13,7 @@ returns; see `value_functions`. A train step with a critic runs two more stages:
 
 from collections.abc import Mapping
 import dataclasses
+import functools
 
 import jax
 from jax import numpy as jnp
@@ -26,6 +27,7 @@ from jaxrl_async.algorithms import value_functions
 from jaxrl_async.config import sections
 from jaxrl_async.models import transformer
 from jaxrl_async.training import episodes
+from jaxrl_async.training import epochs
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
 from jaxrl_async.training import train_state
@@ -261,6 +263,7 @@ def with_value_loss(
 def update(
   critic: Critic,
   forwards: Settings,
+  num_epochs: int,
   loss: objectives.Loss,
   diagnostic: objectives.Diagnostic,
   optimizers: train_state.Optimizers,
@@ -276,6 +279,7 @@ def update(
   Args:
     critic: how the critic is trained.
     forwards: settings of the forward pass of each model.
+    num_epochs: as in `epochs.update`.
     loss: includes `with_value_loss`.
     diagnostic: as in `train_step.update`.
     optimizers: as in `train_step.update`.
@@ -303,14 +307,19 @@ def update(
     after = _after_tokens(critic.trunk, forward, params, hidden, micro)
     return value_functions.before_tokens(after)
 
-  return train_step.update(
+  one_pass = functools.partial(
+    train_step.update,
     forwards[train_state.POLICY],
+    value_function=predictions,
+    learns={train_state.POLICY: policy_version >= critic.warmup_steps},
+  )
+  return epochs.update(
+    num_epochs,
+    one_pass,
     loss,
     diagnostic,
     optimizers,
     train_state.TrainState(models={**state.models, train_state.CRITIC: own}),
     batch,
     policy_version,
-    value_function=predictions,
-    learns={train_state.POLICY: policy_version >= critic.warmup_steps},
   )

@@ -42,6 +42,8 @@ from jaxrl_async.types import (
   Trajectory,
 )
 
+# One for each trajectory, or for each an array with one per token.
+Advantages = Float[np.ndarray, "_"] | Sequence[Float[np.ndarray, "_"]]
 # The field with the token scores of rewards; see `reward_fields`.
 TOKEN_SCORES = "token_scores"
 
@@ -111,7 +113,7 @@ class Placement:
 
 def pack(
   groups: list[RolloutGroup],
-  advantages: Float[np.ndarray, "trajectories"],
+  advantages: Advantages,
   **settings: Any,
 ) -> tuple[PackedBatch, Placement]:
   """Pack all trajectories of the groups, deterministically.
@@ -162,7 +164,7 @@ def placement(segments: segments_lib.Segments) -> Placement:
 
 def plan(
   groups: list[RolloutGroup],
-  advantages: Float[np.ndarray, "trajectories"],
+  advantages: Advantages,
   *,
   tokens_per_row: int,
   rows_per_microbatch: int,
@@ -175,7 +177,8 @@ def plan(
 
   Args:
     groups: the groups; their trajectories are packed in order, group by group.
-    advantages: one advantage per trajectory.
+    advantages: one advantage per trajectory, or for each an array with one per
+      token.
     tokens_per_row: length of a row. The longest trajectory must fit into it.
     rows_per_microbatch: rows of one forward and backward pass.
     num_minibatches: number of optimizer steps. Trajectories, not groups, are
@@ -202,6 +205,9 @@ def plan(
   lengths = np.array([len(t.tokens) for t in trajectories], np.int64)
   fields = fields or {}
   _check(trajectories, lengths, advantages, tokens_per_row)
+  if not isinstance(advantages, np.ndarray):
+    fields = {**fields, "advantages": advantages}
+    advantages = np.zeros(len(trajectories))
   for name, values in fields.items():
     if [len(x) for x in values] != lengths.tolist():
       raise ValueError(f"{name} does not have a number for each token")
@@ -233,7 +239,7 @@ def plan(
     starts=row * tokens_per_row + rows.column,
     lengths=lengths,
     segment_ids=rows.segment,
-    advantages=np.asarray(advantages),
+    advantages=advantages,
     values={
       **{
         name: [getattr(t, name) for t in trajectories]
@@ -368,7 +374,7 @@ def unpack(
 def _check(
   trajectories: list[Trajectory],
   lengths: Int[np.ndarray, "trajectories"],
-  advantages: Float[np.ndarray, "given"],
+  advantages: Advantages,
   tokens_per_row: int,
 ):
   if not trajectories:

@@ -47,7 +47,7 @@ class Segments:
     starts: index of each trajectory's first token in the flattened array.
     lengths: number of tokens of each trajectory.
     segment_ids: 1, 2, ... along the row.
-    advantages: of each trajectory.
+    advantages: of each trajectory, unless `values` has those of its tokens.
     values: by the names of `VALUES` and of further fields, an array with one
       number per token for each trajectory.
   """
@@ -133,7 +133,7 @@ class Segments:
       return np.arange(own.start, own.stop, dtype=np.int32)
     if name == "segment_start":
       return self.starts[i] % self.shape[3]
-    if name == "advantages":
+    if name == "advantages" and name not in self.values:
       return self.advantages[i]
     return self.values[name][i][own]
 

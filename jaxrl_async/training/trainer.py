@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
-from jaxtyping import Float, Int
+from jaxtyping import Float
 import numpy as np
 
 from jaxrl_async import types
@@ -30,6 +30,7 @@ from jaxrl_async.planning import matmul_rate
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.training import batch_parts
 from jaxrl_async.training import critic as critic_lib
+from jaxrl_async.training import epochs
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
 from jaxrl_async.training import publishing
@@ -38,13 +39,9 @@ from jaxrl_async.training import step_metrics
 from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
 
-# Makes advantages of the rewards of trajectories, the index of each one's group
-# and the number of groups.
-Advantages = Callable[
-  [Float[np.ndarray, "_"], Int[np.ndarray, "_"], int], Float[np.ndarray, "_"]
-]
-
-
+# Makes advantages of groups: a number for each trajectory, or for each of its
+# tokens.
+Advantages = Callable[[Sequence[types.RolloutGroup]], packing.Advantages]
 # Makes further fields of a batch, by name, of the trajectories of a step.
 Fields = Callable[
   [Sequence[types.Trajectory]], dict[str, list[Float[np.ndarray, "_"]]]
@@ -59,6 +56,7 @@ class BatchSettings:
     advantages: makes advantages of rewards.
     fields: makes what else the stages and the loss need.
     overlong_filter: nothing is learned from trajectories that were cut off.
+    num_epochs: passes of a train step over its minibatches.
   """
 
   tokens_per_row: int
@@ -68,6 +66,7 @@ class BatchSettings:
   advantages: Advantages
   fields: Fields = packing.reward_fields
   overlong_filter: bool = False
+  num_epochs: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,9 +151,10 @@ class Trainer:
     self.batch_settings = batch
     self._busy = busy
     self._models = models
-    total_steps = num_steps * batch.num_minibatches
+    self._num_updates = batch.num_minibatches * batch.num_epochs
+    total_steps = num_steps * self._num_updates
     # The policy's optimizer does not count the updates of the critic's warm-up.
-    self._waits = critic.warmup_steps * batch.num_minibatches if critic else 0
+    self._waits = critic.warmup_steps * self._num_updates if critic else 0
     section = models[train_state.POLICY].optimizer
     assert section is not None
     self._schedule = train_step.learning_rate_schedule(
@@ -193,9 +193,15 @@ class Trainer:
       for stage in [train_step.PROXIMAL_STAGE, *self._stages]
     }
     update = (
-      functools.partial(train_step.update, self.forward)
+      functools.partial(
+        epochs.update,
+        batch.num_epochs,
+        functools.partial(train_step.update, self.forward),
+      )
       if critic is None
-      else functools.partial(critic_lib.update, critic, self._forwards)
+      else functools.partial(
+        critic_lib.update, critic, self._forwards, batch.num_epochs
+      )
     )
     self._update = jax.jit(
       functools.partial(
@@ -349,17 +355,10 @@ class Trainer:
 
   def prepare(self, groups: list[types.RolloutGroup]) -> PreparedBatch:
     """Compute advantages, pack the groups and move them to the device."""
-    rewards = np.array([t.score for g in groups for t in g.trajectories])
-    group_ids = np.repeat(
-      np.arange(len(groups)), [len(g.trajectories) for g in groups]
-    )
     settings = self.batch_settings
-    advantages = settings.advantages(
-      rewards.astype(np.float64), group_ids, len(groups)
-    )
     segments = self._plan(
       packing.without_overlong(groups) if settings.overlong_filter else groups,
-      _checked(advantages, len(rewards)),
+      settings.advantages(groups),
       settings.fields([t for g in groups for t in g.trajectories]),
     )
     self._tell_parts("batch", segments)
@@ -386,7 +385,7 @@ class Trainer:
   def _plan(
     self,
     groups: list[types.RolloutGroup],
-    advantages: np.ndarray,
+    advantages: packing.Advantages,
     fields: Mapping[str, list[np.ndarray]] | None = None,
   ) -> segments_lib.Segments:
     settings = self.batch_settings
@@ -410,14 +409,13 @@ class Trainer:
     """
     self.world.tell("step", step=step)
     sums, times = self.run_programs(step, batch.arrays)
-    minibatches = self.batch_settings.num_minibatches
     return step_metrics.Pending(
       step=step,
       groups=batch.groups,
       placement=batch.placement,
       sums=sums,
       learning_rate=functools.partial(
-        self._schedule, max(step * minibatches - self._waits, 0)
+        self._schedule, max(step * self._num_updates - self._waits, 0)
       ),
       times_s=times,
       programs_s=sum(times.values()),
@@ -470,23 +468,6 @@ class Trainer:
     # The array is replicated first, because with several processes none can
     # read the shards of another.
     return np.asarray(jax.device_put(logprobs, self._replicated))
-
-
-def _checked(
-  advantages: Float[np.ndarray, "_"], count: int
-) -> Float[np.ndarray, "_"]:
-  """Return advantages, which a function of a user may have made.
-
-  Raises:
-    ValueError: there is not one finite number for each trajectory.
-  """
-  found = np.asarray(advantages, np.float32)
-  if found.shape != (count,) or not np.isfinite(found).all():
-    raise ValueError(
-      f"algorithm.advantage returned an array of shape {found.shape}, and there"
-      f" has to be a finite number for each of {count} trajectories"
-    )
-  return found
 
 
 def _num_shards(batch: BatchSettings, sharding: jax.sharding.Sharding) -> int:
