@@ -83,6 +83,21 @@ def test_a_changed_bound_holds_for_later_groups_only():
   assert other.state().running == [old, new]
 
 
+def test_the_bound_may_move_while_groups_are_outstanding():
+  buffer = buffer_lib.Buffer(1, 2)
+  deadlines = [buffer.try_admit(0).deadline]
+  buffer.set_max_staleness(0)
+  # Due at once, in place of the group that can wait.
+  deadlines.append(buffer.try_admit(0).deadline)
+  assert buffer.try_admit(0) is None
+  buffer.set_max_staleness(1)
+  deadlines.append(buffer.try_admit(0).deadline)
+  assert deadlines == [2, 0, 1]
+  assert [a.deadline for a in buffer.state().running] == deadlines
+  with pytest.raises(ValueError, match="max_staleness -1 is negative"):
+    buffer.set_max_staleness(-1)
+
+
 def test_what_cannot_be_true_is_refused():
   buffer = buffer_lib.Buffer(1, 1)
   first, second = buffer.try_admit(0), buffer.try_admit(0)
@@ -197,6 +212,15 @@ def test_a_newer_version_wakes_the_engines_once():
   assert not buffer.wait_for_admission(0, 1, 0.0)
   assert buffer.wait_for_admission(0, 0, 0.0)
   assert buffer.wait_for_admission(1, 1, 0.0)
+
+
+def test_a_larger_bound_wakes_the_engines():
+  buffer = buffer_lib.Buffer(1, 0)
+  buffer.try_admit(0)
+  engine = Blocked(buffer, lambda: buffer.wait_for_admission(0, 0, 1e6))
+  buffer.set_max_staleness(1)
+  assert engine.join().result is True
+  assert buffer.try_admit(0).deadline == 1
 
 
 def test_close_wakes_everyone_with_the_first_failure():

@@ -16,6 +16,7 @@ import tiny
 
 from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
+from jaxrl_async.coordination import schedule
 
 many = settings(
   max_examples=1000,
@@ -42,8 +43,7 @@ def fits(deadlines, step, groups_per_step):
 
 
 def urgency(group):
-  """The order in which a batch takes finished groups."""
-  return group.admission.deadline, group.index
+  return group.admission.deadline, group.index  # the order of a batch
 
 
 class CheckedBuffer(buffer_lib.Buffer):
@@ -60,7 +60,7 @@ class CheckedBuffer(buffer_lib.Buffer):
   def try_admit(self, engine_version):
     deadlines = [*self.deadlines(), engine_version + self._max_staleness]
     admission = super().try_admit(engine_version)
-    assert (admission is not None) == buffer_lib.is_schedulable(
+    assert (admission is not None) == schedule.is_schedulable(
       deadlines, self._next_step, self._groups_per_step
     )
     assert admission is None or admission.deadline == deadlines[-1]
@@ -70,7 +70,7 @@ class CheckedBuffer(buffer_lib.Buffer):
     p = self._groups_per_step
     finished = [g for heap in self._finished.values() for _, g in heap]
     oldest = sorted(finished, key=urgency)[:p]
-    is_allowed = len(oldest) == p and buffer_lib.is_schedulable(
+    is_allowed = len(oldest) == p and schedule.is_schedulable(
       self.deadlines(taken=oldest), step + 1, p
     )
     batch = super().get_batch(step, timeout_s)
@@ -115,6 +115,7 @@ class Case:
   groups_per_step: int
   max_staleness: int
   later_max_staleness: int
+  tune_frac: float
   num_engines: int
   num_places: int
   train_s: float
@@ -132,6 +133,7 @@ cases = st.builds(
   groups_per_step=st.integers(1, 5),
   max_staleness=st.integers(0, 6),
   later_max_staleness=st.integers(0, 6),
+  tune_frac=st.sampled_from([0.0, 0.3, 1.0]),
   num_engines=st.integers(1, 4),
   num_places=st.integers(1, 8),
   train_s=st.sampled_from([0.01, 0.5, 3.0]),
@@ -170,6 +172,7 @@ class World:
     self.trained = {}
     self.batches = []
     self.num_waits = 0
+    self.num_tunes = 0
     self.has_news = True
     self.training = None
     self.has_restarted = False
@@ -278,7 +281,18 @@ class World:
     self.training = step
     self.at(self.duration(self.case.train_s), self.train_ends)
 
+  def tune(self):
+    """Set another bound; one that is larger wakes who waits for admission."""
+    bound = self.rng.randint(0, 6)
+    for engine in self.engines:
+      engine.is_refused &= bound <= self.max_staleness
+    self.max_staleness = bound
+    self.num_tunes += 1
+    self.buffer.set_max_staleness(bound)
+
   def train_ends(self):
+    if self.rng.random() < self.case.tune_frac:
+      self.at(self.duration(self.case.train_s), self.tune)
     self.published = self.training + 1
     self.training = None
     self.has_news = True
@@ -353,11 +367,12 @@ def test_the_schedules_reach_what_they_are_about():
     seen["out of order"] += flat != sorted(flat)
     seen["restarted"] += world.has_restarted
     seen["gave a batch back"] += world.has_given_back
+    seen["bound moved"] += world.num_tunes > 1
 
   run()
   # A batch is seldom there before the step before it has ended.
   assert seen.pop("gave a batch back") >= 4
-  assert len(seen) == 5 and min(seen.values()) >= 10, seen
+  assert len(seen) == 6 and min(seen.values()) >= 10, seen
 
 
 @pytest.mark.slow
@@ -366,7 +381,8 @@ def test_the_schedules_reach_what_they_are_about():
 @many
 def test_synchronous_batches_are_the_survivors_in_order(case):
   """Whatever the durations; with nothing dropped, step * P and on."""
-  case = dataclasses.replace(case, max_staleness=0, later_max_staleness=0)
+  bounds = {"max_staleness": 0, "later_max_staleness": 0, "tune_frac": 0.0}
+  case = dataclasses.replace(case, **bounds)
   world = World(case).run()
   survivors = [i for i in range(len(world.bounds)) if not world.is_dropped(i)]
   p = case.groups_per_step
@@ -420,10 +436,10 @@ outstanding = st.fixed_dictionaries(
 def test_schedulable_is_what_halls_condition_and_the_counts_say(kwargs):
   deadlines, p = kwargs["deadlines"], kwargs["groups_per_step"]
   for step in range(2, 7):
-    is_schedulable = buffer_lib.is_schedulable(deadlines, step, p)
+    is_schedulable = schedule.is_schedulable(deadlines, step, p)
     assert is_schedulable == fits(deadlines, step, p)
     num_due = collections.Counter(deadlines)
-    assert is_schedulable == buffer_lib.fits(num_due, step, p)
+    assert is_schedulable == schedule.fits(num_due, step, p)
 
 
 @given(outstanding)
@@ -456,7 +472,7 @@ def test_a_batch_makes_no_admission_possible(kwargs, engine_version):
     kwargs["groups_per_step"],
     min(kwargs["num_finished"], len(kwargs["deadlines"])),
   )
-  buffer._max_staleness = 4
+  buffer.set_max_staleness(4)
   if not fits(kwargs["deadlines"], 3, kwargs["groups_per_step"]):
     return
   could = buffer.wait_for_admission(engine_version, 3, 0.0)
@@ -473,7 +489,7 @@ def test_batches_that_are_given_back_leave_a_schedule(kwargs, engine_versions):
     return
   num_finished = min(kwargs["num_finished"], len(deadlines))
   buffer = make_buffer(deadlines, 3, p, num_finished)
-  buffer._max_staleness = 4
+  buffer.set_max_staleness(4)
   if buffer.get_batch(3, 0.0) is not None:
     buffer.get_batch(4, 0.0)
   admitted = [buffer.try_admit(version) for version in engine_versions]

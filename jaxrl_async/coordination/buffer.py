@@ -6,32 +6,16 @@ will take a batch. A group is outstanding from its admission until it is taken
 or dropped. Its birth is the version that its engine held at admission. Its
 deadline is birth + max_staleness.
 
-Predicate. Let d_0 <= d_1 <= ... be the deadlines of the outstanding groups. The
-groups are schedulable at s if
-
-  d_j >= s + j // P   for every j.
-
-This means: if every step from s on takes the P groups with the oldest
-deadlines, then no group is taken by a step after its deadline.
-
-Counts. Let n(d) be the number of outstanding groups whose deadline is d or
-earlier. The groups are schedulable at s if and only if
-
-  n(d) <= (d - s + 1) * P   for every deadline d that occurs,
-
-that is, if the groups that are due by d fit into the steps s to d. Proof: the
-last group with deadline d has j = n(d) - 1. For integers, d >= s + j // P is
-equivalent to j < (d - s + 1) * P. The other groups with this deadline have a
-smaller j. The buffer therefore counts its groups by deadline and decides from
-these counts (`fits`). `is_schedulable` is the definition, and the tests compare
-the two. There are few distinct deadlines. None is below s (see the bound). None
-is above s + m, where m is the largest max_staleness under which an outstanding
-group was admitted.
+Predicate. The groups are schedulable at s if every step from s on can take P
+of them, oldest deadline first, and none of them after its deadline. `schedule`
+has the definition, and the test by counts that the buffer makes. There are few
+distinct deadlines. None is below s (see the bound). None is above s + m, where
+m is the largest max_staleness under which an outstanding group was admitted.
 
 Invariant. The outstanding groups are schedulable at s. It holds because
 
 - `try_admit` adds a group only if the groups including it are schedulable at s;
-- `put` changes no deadline;
+- `put` and `set_max_staleness` change no deadline;
 - `drop` removes a group, which makes no remaining group's j larger;
 - `get_batch` takes a batch only if the other groups are schedulable at s + 1.
 
@@ -39,7 +23,11 @@ Bound. No token of a group is older than the group's birth, which `put` checks.
 By the invariant at j = 0, no deadline is below s. A group that step s takes
 therefore has staleness
 
-  s - version <= s - birth <= deadline - birth = max_staleness.
+  s - version <= s - birth <= deadline - birth = max_staleness,
+
+the setting at its admission. `set_max_staleness` changes the setting for groups
+that are admitted afterwards. Nothing here assumes that it is the same for all
+groups, so that it may change at any time.
 
 No group becomes too old. Because no deadline is below s, a group is taken at
 the latest by the step that equals its deadline. If the group is still running
@@ -52,9 +40,9 @@ while every outstanding group is finished.
 - If there are P or more groups, the P groups with the oldest deadlines are a
   batch, because for the others d_{j+P} >= s + (j + P) // P = (s + 1) + j // P.
 - If there are fewer, a group is admitted for any engine that holds a version
-  >= s - max_staleness, because all j // P are 0 and all deadlines are >= s.
-  Weights of version s exist once step s - 1 is done, so there will be such an
-  engine.
+  >= s - max_staleness, with the setting of that moment, because all j // P are
+  0 and all deadlines are >= s. Weights of version s exist once step s - 1 is
+  done, so there will be such an engine.
 
 Order. Among finished groups, taking the oldest deadlines first is the best
 choice: replacing a taken group by an older one leaves a later deadline among
@@ -92,7 +80,7 @@ the new group has the latest deadline.
 """
 
 import collections
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import heapq
 import operator
@@ -101,6 +89,7 @@ import time
 from typing import TypeVar
 
 from jaxrl_async import types
+from jaxrl_async.coordination import schedule
 
 R = TypeVar("R")
 
@@ -132,26 +121,6 @@ class BufferState:
     return [*self.running, *(group.admission for group in self.finished)]
 
 
-def is_schedulable(
-  deadlines: Iterable[int], step: int, groups_per_step: int
-) -> bool:
-  """Return whether d_j >= step + j // P; the deadlines may be in any order."""
-  return all(
-    deadline >= step + j // groups_per_step
-    for j, deadline in enumerate(sorted(deadlines))
-  )
-
-
-def fits(num_due: Mapping[int, int], step: int, groups_per_step: int) -> bool:
-  """Do what `is_schedulable` does, given the number of groups per deadline."""
-  num_groups = 0
-  for deadline in sorted(num_due):
-    num_groups += num_due[deadline]
-    if num_groups > (deadline - step + 1) * groups_per_step:
-      return False
-  return True
-
-
 class Buffer:
   """The outstanding groups, running and finished.
 
@@ -163,11 +132,11 @@ class Buffer:
   Threads: every method may be called from any thread. One condition guards all
   fields. A method that waits tests its predicate under that condition, and each
   change that can make a predicate true notifies: `put` and `drop` for a batch,
-  `drop` and `set_policy_version` for an admission, and `close` for both. Two
-  changes need not notify. An admission never makes a batch possible. A batch
-  never makes an admission possible: the groups of the batch have deadlines
-  >= s, so a new group that fits without them from s + 1 on also fitted with
-  them at s.
+  `drop`, `set_policy_version` and `set_max_staleness` for an admission, and
+  `close` for both. Two changes need not notify. An admission never makes a
+  batch possible. A batch never makes an admission possible: the groups of the
+  batch have deadlines >= s, so a new group that fits without them from s + 1 on
+  also fitted with them at s.
   """
 
   def __init__(
@@ -180,7 +149,8 @@ class Buffer:
 
     Args:
       groups_per_step: P, the number of groups in a batch.
-      max_staleness: the bound for groups that are admitted from now on.
+      max_staleness: the bound for groups that are admitted from now on, until
+        `set_max_staleness` changes it.
       clock: seconds; used by `waiting` only.
     """
     self._groups_per_step = groups_per_step
@@ -226,6 +196,17 @@ class Buffer:
       self._policy_version = version
       for step in [step for step in self._taken if step < version]:
         del self._taken[step]
+      self._condition.notify_all()
+
+  def set_max_staleness(self, max_staleness: int) -> None:
+    """Set the bound for groups that are admitted from now on.
+
+    Groups that are outstanding keep their deadlines.
+    """
+    with self._condition:
+      if max_staleness < 0:
+        raise ValueError(f"max_staleness {max_staleness} is negative")
+      self._max_staleness = max_staleness
       self._condition.notify_all()
 
   def try_admit(self, engine_version: int) -> types.Admission | None:
@@ -454,7 +435,7 @@ class Buffer:
       )
     deadline = engine_version + self._max_staleness
     num_due = self._num_due + collections.Counter([deadline])
-    return fits(num_due, self._next_step, self._groups_per_step)
+    return schedule.fits(num_due, self._next_step, self._groups_per_step)
 
   def _find_batch(self, step: int) -> dict[int, int] | None:
     """Return how many finished groups of each deadline form the batch, if any.
@@ -470,7 +451,8 @@ class Buffer:
       num_missing -= oldest[deadline]
       if not num_missing:
         rest = self._num_due - collections.Counter(oldest)
-        return oldest if fits(rest, step + 1, self._groups_per_step) else None
+        is_in_time = schedule.fits(rest, step + 1, self._groups_per_step)
+        return oldest if is_in_time else None
     return None
 
   def _count_finished(self) -> int:
