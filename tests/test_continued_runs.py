@@ -123,7 +123,17 @@ CASES = {
       "overlong_filter": True,
       "kl_estimator": sections.KlEstimator.K2,
       "entropy_coef": 1e-3,
+      "schedules": config_dict.ConfigDict(
+        {
+          "entropy_coef": {
+            "schedule": "linear_schedule",
+            "end_value": 0.0,
+            "transition_steps": 4,
+          }
+        }
+      ),
     },
+    "staleness_control": {"minimum": 1, "maximum": 3},
     "transfer": {"directory": "elsewhere"},
     "run": {"checkpoint_every": 1, "keep_checkpoints": 5},
   },
@@ -219,11 +229,14 @@ def test_a_run_goes_on_with_other_settings(stopped, case, tmp_path, capsys):
   assert steps_of(workdir) == [0, 1, 2, 3, 4]
   entries = test_run.check_ledger(workdir, summary)
   assert entries[: len(before)] == before
-  bound = config.algorithm.max_staleness
+  control, bound = config.staleness_control, config.algorithm.max_staleness
+  bounds = [*range(control.minimum, control.maximum + 1)]
+  if not control.maximum:
+    bounds = [bound]
   for entry in entries[len(before) :]:
     stored = outstanding.get(entry["index"])
     if stored is None:
-      assert entry["deadline"] == entry["birth"] + bound
+      assert entry["deadline"] - entry["birth"] in bounds
       assert max(entry["num_completion_tokens"]) <= (
         config.rollout.max_completion_tokens
       )

@@ -10,7 +10,7 @@ Nothing outside `loss_mask` has an influence, even if it is NaN.
 
 from jax import lax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, ScalarLike
 
 from jaxrl_async.algorithms import losses
 from jaxrl_async.config import sections
@@ -25,8 +25,8 @@ def behavior_weights(
   loss_mask: Bool[Array, "B T"],
   *,
   level: sections.BehaviorWeightLevel,
-  floor: float,
-  cap: float,
+  floor: ScalarLike,
+  cap: ScalarLike,
   cap_mode: sections.BehaviorWeightCapMode,
   sequence_sum: losses.SequenceSum,
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
@@ -136,7 +136,7 @@ def within_sequence_kl(
   advantages: Float[Array, "B T"],
   loss_mask: Bool[Array, "B T"],
   *,
-  bound: float,
+  bound: ScalarLike,
   sequence_sum: losses.SequenceSum,
 ) -> Bool[Array, "B T"]:
   r"""Return which tokens off-policy sequence masking keeps, arXiv:2512.02556.

@@ -37,6 +37,14 @@ Objective = tuple[Float[Array, "B T"], Bool[Array, "B T"]]
 SequenceSum = Callable[[Float[Array, "B T"]], Float[Array, "B T"]]
 
 
+def is_left_out(coefficient: ScalarLike) -> bool:
+  """Return whether a coefficient is the number 0, which leaves its term out.
+
+  An array, of which only the device knows the value, is not.
+  """
+  return isinstance(coefficient, int | float) and coefficient == 0
+
+
 def sequence_mean(
   values: Float[Array, "B T"], sequence_sum: SequenceSum
 ) -> Float[Array, "B T"]:
@@ -64,8 +72,8 @@ def _masked(
 def _clipped_objective(
   ratio: Float[Array, "B T"],
   advantages: Float[Array, "B T"],
-  clip_low: float,
-  clip_high: float,
+  clip_low: ScalarLike,
+  clip_high: ScalarLike,
 ) -> Objective:
   """Return min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)."""
   unclipped = ratio * advantages
@@ -82,9 +90,9 @@ def ppo_objective(
   advantages: Float[Array, "B T"],
   loss_mask: Bool[Array, "B T"],
   *,
-  clip_low: float,
-  clip_high: float,
-  dual_clip: float = 0.0,
+  clip_low: ScalarLike,
+  clip_high: ScalarLike,
+  dual_clip: ScalarLike = 0.0,
 ) -> Objective:
   r"""Return PPO's clipped objective of each token, arXiv:1707.06347 eq. 7.
 
@@ -110,7 +118,7 @@ def ppo_objective(
   objective, is_clipped = _clipped_objective(
     jnp.exp(log_ratio), advantages, clip_low, clip_high
   )
-  if dual_clip:
+  if not is_left_out(dual_clip):
     bound = dual_clip * advantages
     is_below = (advantages < 0) & (objective < bound)
     objective = jnp.where(is_below, bound, objective)
@@ -124,8 +132,8 @@ def gspo_objective(
   advantages: Float[Array, "B T"],
   loss_mask: Bool[Array, "B T"],
   *,
-  clip_low: float,
-  clip_high: float,
+  clip_low: ScalarLike,
+  clip_high: ScalarLike,
   sequence_sum: SequenceSum,
 ) -> Objective:
   r"""Return GSPO's objective of each token, arXiv:2507.18071 eq. 5, 7 and 13.
@@ -169,8 +177,8 @@ def cispo_objective(
   advantages: Float[Array, "B T"],
   loss_mask: Bool[Array, "B T"],
   *,
-  clip_low: float,
-  clip_high: float,
+  clip_low: ScalarLike,
+  clip_high: ScalarLike,
 ) -> Objective:
   r"""Return CISPO's objective of each token, arXiv:2506.13585 eq. 4 and 5.
 
@@ -202,8 +210,8 @@ def sapo_objective(
   advantages: Float[Array, "B T"],
   loss_mask: Bool[Array, "B T"],
   *,
-  positive: float,
-  negative: float,
+  positive: ScalarLike,
+  negative: ScalarLike,
 ) -> Objective:
   r"""Return SAPO's objective of each token, arXiv:2511.20347.
 

@@ -3,12 +3,29 @@
 import dataclasses
 import enum
 
+from ml_collections import config_dict
+
 # The names of losses and of advantages that come with the project. A name with
 # a colon is module:function. A baseline makes one advantage for a trajectory,
 # and gae one for each token.
 LOSSES = ("ppo", "coupled_ppo", "gspo", "cispo", "sapo", "reinforce")
 BASELINES = ("group", "leave_one_out", "batch")
 ADVANTAGES = (*BASELINES, "gae")
+# Functions of `optax.schedules` whose arguments a config can hold.
+SCHEDULES = (
+  "constant_schedule",
+  "cosine_decay_schedule",
+  "cosine_onecycle_schedule",
+  "exponential_decay",
+  "linear_onecycle_schedule",
+  "linear_schedule",
+  "piecewise_constant_schedule",
+  "piecewise_interpolate_schedule",
+  "polynomial_schedule",
+  "warmup_constant_schedule",
+  "warmup_cosine_decay_schedule",
+  "warmup_exponential_decay_schedule",
+)
 
 
 class AdvantageScale(enum.Enum):
@@ -93,6 +110,8 @@ class AlgorithmSection:
   Attributes:
     max_staleness: bound on train version minus token version; 0 is synchronous
       training.
+    num_epochs: a train step passes so many times over its minibatches. What is
+      computed before its first update, such as the proximal logprobs, stays.
     loss: one of `LOSSES`, or module:function of a function of a
       `training.objectives.Microbatch`.
     clip_low: the ratio of ppo, coupled_ppo, gspo and cispo is clipped at
@@ -133,12 +152,16 @@ class AlgorithmSection:
     kl_reward_clip: largest absolute value of the estimate of a token in the
       reward; 0 sets no bound.
     entropy_coef: coefficient of the bonus for the policy's entropy.
+    schedules: fields of the loss that change with the train step, by name. Each
+      entry has `schedule`, one of `SCHEDULES`, and its arguments; init_value is
+      by default the field's own value.
   """
 
   max_staleness: int = 4
   group_size: int = 16
   groups_per_step: int = 32
   num_minibatches: int = 4
+  num_epochs: int = 1
   loss: str = "ppo"
   clip_low: float = 0.2
   clip_high: float = 0.2
@@ -168,3 +191,6 @@ class AlgorithmSection:
   kl_in_reward: bool = False
   kl_reward_clip: float = 0.0
   entropy_coef: float = 0.0
+  schedules: config_dict.ConfigDict = dataclasses.field(
+    default_factory=config_dict.ConfigDict
+  )

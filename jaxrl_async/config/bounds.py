@@ -41,7 +41,13 @@ DTYPES = ("float32", "bfloat16")
 # Lowest value, highest value, and the fields with this range.
 _INTEGERS = (
   (0, 255, "seed"),
-  (0, MAX_INT, "algorithm.max_staleness"),
+  (
+    0,
+    MAX_INT,
+    """algorithm.max_staleness staleness_control.minimum
+    staleness_control.maximum""",
+  ),
+  (1, MAX_INT, "staleness_control.patience"),
   (2, _MAX_GROUP, "algorithm.group_size"),
   (1, _MAX_GROUP, "algorithm.groups_per_step warm_start.rows_per_batch"),
   (1, 1_024, "task.reward_workers task.question_workers"),
@@ -62,9 +68,9 @@ _INTEGERS = (
     """task.max_failed_groups rollout.num_slots rollout.max_prompt_tokens
     rollout.max_completion_tokens rollout.cache_tokens
     rollout.decode_steps_per_call rollout.prefill_rows rollout.page_tokens
-    algorithm.num_minibatches train.num_steps train.tokens_per_row
-    train.rows_per_microbatch train.max_bad_updates train.vocab_chunk
-    run.checkpoint_every run.keep_checkpoints""",
+    algorithm.num_minibatches algorithm.num_epochs train.num_steps
+    train.tokens_per_row train.rows_per_microbatch train.max_bad_updates
+    train.vocab_chunk run.checkpoint_every run.keep_checkpoints""",
   ),
   (
     1,
@@ -89,7 +95,9 @@ _NUMBERS = (
     1,
     """warm_start.corrupted_frac warm_start.decay train.decay
     algorithm.clip_low algorithm.behavior_weight_floor algorithm.gamma
-    algorithm.gae_lambda""",
+    algorithm.gae_lambda
+    staleness_control.min_ess staleness_control.max_clip_frac
+    staleness_control.max_left_out_frac staleness_control.max_wait_frac""",
   ),
   (
     0,

@@ -19,6 +19,7 @@ from jaxrl_async.config import lora_section
 from jaxrl_async.config import mesh_sections
 from jaxrl_async.config import optimizer_section
 from jaxrl_async.config import refusals
+from jaxrl_async.config import staleness_section
 
 # Names by which the whole code refuses a setting.
 ConfigError = refusals.ConfigError
@@ -130,6 +131,7 @@ KlEstimator = algorithm_section.KlEstimator
 OptimizerName = optimizer_section.OptimizerName
 OptimizerSection = optimizer_section.OptimizerSection
 ProximalMode = algorithm_section.ProximalMode
+StalenessControlSection = staleness_section.StalenessControlSection
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -415,6 +417,9 @@ class Config:
     default_factory=AlgorithmSection
   )
   critic: CriticSection = dataclasses.field(default_factory=CriticSection)
+  staleness_control: StalenessControlSection = dataclasses.field(
+    default_factory=StalenessControlSection
+  )
   train: TrainSection = dataclasses.field(default_factory=TrainSection)
   transfer: TransferSection = dataclasses.field(default_factory=TransferSection)
   eval: EvalSection = dataclasses.field(default_factory=EvalSection)

@@ -1,16 +1,19 @@
 """The algorithm that a config describes: advantages, stages and the loss."""
 
 from collections.abc import Callable
+import copy
 import functools
 import importlib
 from typing import Any
 
+from jaxtyping import Array, Float
 import numpy as np
 
 from jaxrl_async.algorithms import advantages as advantages_lib
 from jaxrl_async.algorithms import losses
 from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import sections
+from jaxrl_async.run import schedules
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.training import critic as critic_lib
 from jaxrl_async.training import episodes
@@ -24,10 +27,31 @@ from jaxrl_async.training import trainer as trainer_lib
 def policy_loss(config: sections.Config) -> objectives.Loss:
   """Return the loss that the config describes, with its penalties.
 
+  Fields with a schedule have the value of the train step, which is the version
+  of the weights before it.
+
   Raises:
     ConfigError: `algorithm.loss` names a function that cannot be imported.
   """
-  section = config.algorithm
+  section, scheduled = config.algorithm, schedules.make(config.algorithm)
+  if not scheduled:
+    return _policy_loss(config, section)
+
+  def loss(
+    micro: objectives.Microbatch,
+  ) -> tuple[Float[Array, ""], objectives.Sums]:
+    now = copy.copy(section)
+    for field, schedule in scheduled.items():
+      setattr(now, field, schedule(micro.policy_version))
+    return _policy_loss(config, now)(micro)
+
+  return loss
+
+
+def _policy_loss(
+  config: sections.Config, section: sections.AlgorithmSection
+) -> objectives.Loss:
+  """Return the loss of a section, some numbers of which may be arrays."""
   average = objectives.aggregate(
     section.aggregation,
     section.aggregation_tokens or config.rollout.max_completion_tokens,

@@ -9,6 +9,26 @@ from jaxrl_async.config import sections
 _ANCHORED = ("ppo", "gspo", "cispo", "sapo")
 # Losses that have a second clip.
 _DUAL = ("ppo", "coupled_ppo")
+_CLIPPED = ("ppo", "coupled_ppo", "gspo", "cispo")
+# The fields that may have a schedule, and the losses that read them.
+_SCHEDULED = {
+  "clip_low": _CLIPPED,
+  "clip_high": _CLIPPED,
+  "dual_clip": _DUAL,
+  "sapo_positive": ("sapo",),
+  "sapo_negative": ("sapo",),
+  "behavior_weight_floor": algorithm_section.LOSSES,
+  "behavior_weight_cap": algorithm_section.LOSSES,
+  "sequence_kl_bound": algorithm_section.LOSSES,
+  "kl_coef": (),
+  "entropy_coef": (),
+}
+# Fields of which 0 means that the loss lacks a term or a bound.
+_OFF_AT_ZERO = ("dual_clip", "sequence_kl_bound", "kl_coef", "entropy_coef")
+# Of a coefficient 0 is also a value. Of a bound it is none.
+NEVER_ZERO = ("dual_clip", "sequence_kl_bound")
+# Schedules have numbers, texts and tables of numbers as arguments.
+_ARGUMENTS = (bool, int, float, str, dict)
 
 
 def check(config: sections.Config) -> None:
@@ -26,6 +46,8 @@ def check(config: sections.Config) -> None:
   _check_advantage(section)
   _check_gae(config)
   _check_penalty(section)
+  _check_staleness_control(config)
+  _check_schedules(section)
   sections.require(
     not (section.kl_coef and config.model.lora.adapter),
     "algorithm.kl_coef",
@@ -57,11 +79,12 @@ def _check_updates(config: sections.Config) -> None:
     f"{section.num_minibatches} does not divide {trajectories} trajectories of"
     " a train step (group_size * groups_per_step); use numbers that divide",
   )
-  num_updates = config.train.num_steps * section.num_minibatches
+  step_updates = section.num_minibatches * section.num_epochs
+  num_updates = config.train.num_steps * step_updates
   sections.require(
     num_updates <= bounds.MAX_INT,
     "train.num_steps",
-    f"{config.train.num_steps} of {section.num_minibatches} updates each are"
+    f"{config.train.num_steps} of {step_updates} updates each are"
     f" more than {bounds.MAX_INT} updates, which is as far as"
     " optimizers count",
   )
@@ -70,11 +93,13 @@ def _check_updates(config: sections.Config) -> None:
 def _check_loss(section: sections.AlgorithmSection) -> None:
   sections.require(
     section.proximal is not sections.ProximalMode.REUSE
-    or section.num_minibatches == 1
+    or section.num_minibatches * section.num_epochs == 1
     or section.loss not in _ANCHORED,
     "algorithm.proximal",
-    f"reuse is wrong after the first of {section.num_minibatches} updates;"
-    " use algorithm.num_minibatches=1, recompute or loglinear",
+    "reuse is wrong after the first of"
+    f" {section.num_minibatches * section.num_epochs} updates; use"
+    " algorithm.num_minibatches=1 with algorithm.num_epochs=1, recompute or"
+    " loglinear",
   )
   sections.require(
     section.dual_clip == 0 or section.dual_clip > 1,
@@ -118,6 +143,89 @@ def _check_corrections(section: sections.AlgorithmSection) -> None:
     "algorithm.second_moment_bound",
     "it needs the proximal logprobs before the first update; use"
     " algorithm.proximal=recompute, or 0",
+  )
+
+
+def _check_schedules(section: sections.AlgorithmSection) -> None:
+  """Check the names in `schedules`; `run.schedules` checks the values."""
+  path = "algorithm.schedules"
+  for field, entry in section.schedules.to_dict().items():
+    sections.require(
+      field in _SCHEDULED,
+      path,
+      f"{sections.shown(field)} is not read in the update, or is no number;"
+      f" a schedule may have {', '.join(_SCHEDULED)}",
+    )
+    sections.require(
+      isinstance(entry, dict) and "schedule" in entry,
+      path,
+      f"{field}: {sections.shown(entry)} names no schedule; use an entry like"
+      ' {"schedule": "linear_schedule", "end_value": 0.1,'
+      ' "transition_steps": 100}',
+    )
+    sections.require(
+      entry["schedule"] in algorithm_section.SCHEDULES,
+      path,
+      f"{field}: {sections.shown(entry['schedule'])} is not one of"
+      f" {', '.join(algorithm_section.SCHEDULES)}",
+    )
+    for name, value in entry.items():
+      sections.require(
+        isinstance(value, _ARGUMENTS),
+        path,
+        f"{field}: {sections.shown(name)} is {sections.shown(value)}; use a"
+        " number, a text or a ConfigDict of numbers",
+      )
+    sections.require(
+      section.loss in (_SCHEDULED[field] or (section.loss,)),
+      path,
+      f"{field}: {sections.shown(section.loss)} (algorithm.loss) does not read"
+      f" it; use a loss of {', '.join(_SCHEDULED[field])}",
+    )
+    sections.require(
+      field not in _OFF_AT_ZERO or getattr(section, field) != 0,
+      path,
+      f"{field}: algorithm.{field}=0 leaves it out of the loss, with any"
+      f" schedule; use another algorithm.{field}, and an init_value of 0 if it"
+      " is to start there",
+    )
+    sections.require(
+      field != "kl_coef" or not section.kl_in_reward,
+      path,
+      "kl_coef is read before the update, because the divergence is in the"
+      " reward (algorithm.kl_in_reward); leave it out, or use False there",
+    )
+    is_weight = field.startswith("behavior_weight_")
+    sections.require(
+      not is_weight
+      or section.behavior_weight_level is not sections.BehaviorWeightLevel.NONE,
+      path,
+      f"{field}: there is no weight to bound (algorithm.behavior_weight_level"
+      " is none); leave it out",
+    )
+
+
+def _check_staleness_control(config: sections.Config) -> None:
+  control, section = config.staleness_control, config.algorithm
+  path = "staleness_control.maximum"
+  sections.require(
+    control.maximum <= section.max_staleness,
+    path,
+    f"{control.maximum} is more than the hard limit"
+    f" {section.max_staleness} (algorithm.max_staleness); use at most that",
+  )
+  sections.require(
+    control.minimum < control.maximum
+    or control.minimum == control.maximum == 0,
+    "staleness_control.minimum",
+    f"{control.minimum} is not below {control.maximum} ({path}), so that"
+    " nothing could move; use less, or 0 for both to switch the control off",
+  )
+  sections.require(
+    not control.maximum or section.loss in algorithm_section.LOSSES,
+    path,
+    f"{sections.shown(section.loss)} (algorithm.loss) does not measure how old"
+    " its data is; use 0, or a loss of the project",
   )
 
 

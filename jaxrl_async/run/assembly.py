@@ -370,6 +370,7 @@ def make_trainer(
       advantages=algorithm_lib.advantages(config.algorithm),
       fields=algorithm_lib.fields(config.algorithm),
       overlong_filter=config.algorithm.overlong_filter,
+      num_epochs=config.algorithm.num_epochs,
     ),
     critic=algorithm_lib.critic(config),
     num_steps=config.train.num_steps,

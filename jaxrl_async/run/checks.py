@@ -19,6 +19,7 @@ from jaxrl_async.run import device_checks
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import question_sets
 from jaxrl_async.run import reward_terms
+from jaxrl_async.run import schedules
 from jaxrl_async.run import setup as setup_lib
 
 # How long held-out questions are made to see whether there are enough.
@@ -74,6 +75,7 @@ def checked(
     config, devices, source=source, device_bytes=device_bytes
   )
   algorithm_lib.check(config.algorithm)
+  schedules.check(config)
   _check_stop_tokens(setup)
   initial_params.check(setup)
   device_checks.check_sharding(setup)

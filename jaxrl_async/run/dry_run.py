@@ -112,6 +112,7 @@ def report(
   longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
   microbatch = train.rows_per_microbatch * train.tokens_per_row
   per_minibatch = trajectories // algorithm.num_minibatches
+  updates = algorithm.num_minibatches * algorithm.num_epochs
   max_groups = (algorithm.max_staleness + 1) * algorithm.groups_per_step
   lines = [
     "Batch",
@@ -119,8 +120,7 @@ def report(
     f" {algorithm.group_size} = {trajectories:,} trajectories,"
     f" at most {trajectories * longest:,} tokens",
     f"  an update        {per_minibatch:,} trajectories;"
-    f" {algorithm.num_minibatches} updates a step,"
-    f" {algorithm.num_minibatches * train.num_steps:,} in the run",
+    f" {updates} updates a step, {updates * train.num_steps:,} in the run",
     f"  a microbatch     {train.rows_per_microbatch} rows x"
     f" {train.tokens_per_row} = {microbatch:,} tokens; at most"
     f" {setup.max_microbatches} an update",

@@ -4,7 +4,7 @@ A `run_record.RunRecord` holds what a run remembers about itself across
 restarts. The `Recorder` updates it from the parts of the running program.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 import contextlib
 import dataclasses
@@ -13,6 +13,7 @@ import time
 from typing import Any, NamedTuple
 
 from jaxrl_async.coordination import ledger as ledger_lib
+from jaxrl_async.coordination import staleness_control
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import progress as progress_lib
@@ -72,6 +73,8 @@ class Recorder:
     sampler: sampler_lib.Sampler,
     max_bad_updates: int,
     solved_score: float,
+    staleness: staleness_control.StalenessControl | None = None,
+    scheduled: Mapping[str, Callable[[int], Any]] | None = None,
   ):
     """Prepare recording.
 
@@ -88,10 +91,14 @@ class Recorder:
       sampler: writes some completions of each step.
       max_bad_updates: so many skipped updates in a row end the run.
       solved_score: a completion with at least this score counts as solved.
+      scheduled: returns each field with a schedule, of completed train steps.
+      staleness: decides from the metrics of each step, if the bound may move.
     """
     self.record = record
     self._max_bad_updates = max_bad_updates
     self._solved_score = solved_score
+    self._staleness = staleness
+    self._scheduled = scheduled or {}
     self._bad_updates = 0
     self._writing: futures.Future[None] | None = None
     self._status = "", 0.0
@@ -237,6 +244,10 @@ class Recorder:
     values |= self._rollout.metrics()
     values |= more
     values |= {
+      f"schedule/{field}": float(schedule(pending.step))
+      for field, schedule in self._scheduled.items()
+    }
+    values |= {
       "time/step_s": step_s,
       "train/tokens_per_s": trained / step_s,
       "train/busy_frac": min(delta["train_busy_s"] / step_s, 1.0),
@@ -257,6 +268,8 @@ class Recorder:
       "ledger/failed_tokens": ledger.failed_tokens,
       "ledger/in_flight_tokens": generated - ended,
     }
+    if self._staleness is not None:
+      values |= self._staleness.observe(pending.step + 1, values)
     self.record.add_step(totals["now_s"], values)
     if not self.record.first_step_s:
       self.record.first_step_s = totals["rl_s"]

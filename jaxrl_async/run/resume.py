@@ -97,6 +97,9 @@ MAY_DIFFER = {
   "critic.optimizer.weight_decay": _EACH_UPDATE,
   "critic.optimizer.max_grad_norm": _EACH_UPDATE,
   "critic.optimizer.offload": _OFFLOAD,
+  "algorithm.schedules": _IN_THE_LOSS,
+  "staleness_control": "decides the bound of groups born afterwards; a stored"
+  " bound outside of the limits becomes the nearer limit",
   "algorithm.filter_zero_std": "asked when a group is scored; groups that were"
   " kept before are trained",
   "train.num_steps": "how far to go; a decaying learning rate follows the new"
@@ -168,6 +171,7 @@ MUST_STAY = {
   "rollout.stop_token_ids": "half-written trajectories were read with it",
   "algorithm.num_minibatches": "the stored number of updates, and so the place"
   " on the learning rate's curve, counts so many a step",
+  "algorithm.num_epochs": "the stored number of updates counts so many a step",
   "algorithm.kl_coef": "the checkpoint holds a reference, or none if it was 0",
   "critic.trunk": "the checkpoint holds the other kind of critic",
   "critic.normalize_decay": "the stored critic predicts in units that it has"

@@ -19,6 +19,7 @@ from typing import Any
 from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import ledger as ledger_lib
+from jaxrl_async.coordination import staleness_control
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.data import held_out
 from jaxrl_async.data import prompts
@@ -43,6 +44,7 @@ from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import resume
 from jaxrl_async.run import rollout_start
 from jaxrl_async.run import sampler as sampler_lib
+from jaxrl_async.run import schedules
 from jaxrl_async.run import session as session_lib
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.run import shutdown as shutdown_lib
@@ -72,6 +74,7 @@ class _Foundation:
   busy: dict[str, metrics_lib.BusyClock]
   trainer: trainer_lib.Trainer
   engine: engine_lib.Engine | None
+  staleness: staleness_control.StalenessControl | None
   buffer: buffer_lib.Buffer
   side_outputs: side_outputs_lib.SideOutputs
   writer: metrics_lib.MetricsWriter
@@ -95,6 +98,7 @@ class Parts:
     set_evaluators: those of `eval.sets`, by name.
     base_record: where the base of a run with LoRA is; None without one.
     max_staleness: the largest bound that any start of the run has had.
+    staleness: moves the bound; None if it is fixed.
     shutdown: starts the threads, and closes everything.
   """
 
@@ -104,6 +108,7 @@ class Parts:
   first_step: int
   base_record: frozen_base.Record | None
   max_staleness: int
+  staleness: staleness_control.StalenessControl | None
   record: run_record.RunRecord
   clock: metrics_lib.BusyClock
   trainer: trainer_lib.Trainer
@@ -195,9 +200,13 @@ def _foundation(
   engine = None
   if not cluster_checks.has_remote_replicas(config):
     engine = assembly.make_engine(setup)
-  buffer = buffer_lib.Buffer(
-    config.algorithm.groups_per_step, config.algorithm.max_staleness
-  )
+  staleness, bound = None, config.algorithm.max_staleness
+  if config.staleness_control.maximum:
+    staleness = staleness_control.StalenessControl(
+      config.staleness_control, stored.get("staleness_control"), note
+    )
+    bound = staleness.bound
+  buffer = buffer_lib.Buffer(config.algorithm.groups_per_step, bound)
   shutdown = shutdown_lib.Shutdown(
     buffer, timeout_s=config.run.join_timeout_s, note=note
   )
@@ -234,6 +243,7 @@ def _foundation(
     busy=busy,
     trainer=trainer,
     engine=engine,
+    staleness=staleness,
     buffer=buffer,
     side_outputs=side_outputs,
     writer=writer,
@@ -446,6 +456,8 @@ def _of_the_loop(
     sampler=sampler,
     max_bad_updates=config.train.max_bad_updates,
     solved_score=config.task.solved_score,
+    staleness=base.staleness,
+    scheduled=schedules.make(config.algorithm),
   )
   base.shutdown.closes(recorder.close, join_s)
   return Parts(
@@ -455,6 +467,7 @@ def _of_the_loop(
     first_step=step,
     base_record=base_record,
     max_staleness=base.stored["max_staleness"],
+    staleness=base.staleness,
     record=base.record,
     clock=base.busy["train"],
     trainer=base.trainer,

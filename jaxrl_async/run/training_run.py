@@ -80,6 +80,7 @@ class Run:
     self._first_step = parts.first_step
     self._base_record = parts.base_record
     self._max_staleness = parts.max_staleness
+    self._staleness = parts.staleness
 
   def start(self) -> int:
     """Save and evaluate a new run, publish its weights, and start the threads.
@@ -163,6 +164,10 @@ class Run:
     done.times_s["wait_for_rollouts_s"] = taken_s - wait_start_s
     done.times_s["prepare_batch_s"] = ready_s - taken_s
     self.claim.check()
+    if self._staleness is not None:
+      # What the step before has measured decides from this version on.
+      self._wait_for_recorder()
+      self.buffer.set_max_staleness(self._staleness.bound)
     start_s = time.perf_counter()
     self._publish(self.trainer.published(), step + 1)
     done.times_s["publish_s"] = time.perf_counter() - start_s
@@ -289,6 +294,8 @@ class Run:
         "record": self.recorder.state(),
         "config": config_json.to_stored(self.config),
       }
+    if self._staleness is not None:
+      host_state["staleness_control"] = self._staleness.state()
     state = self.trainer.state
     if self._base_record is not None:
       host_state[frozen_base.KEY] = self._base_record

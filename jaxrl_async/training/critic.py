@@ -267,6 +267,8 @@ def update(
   state: train_state.TrainState,
   batch: packing.PackedBatch,
   policy_version: Int[Array, ""],
+  *,
+  num_epochs: int = 1,
 ) -> tuple[train_state.TrainState, train_step.Metrics]:
   """Do what `train_step.update` does, with a critic.
 
@@ -282,6 +284,8 @@ def update(
     state: the state before the step.
     batch: with the fields of `value_stage` and `gae_stage`.
     policy_version: the version of the weights in `state`.
+    num_epochs: as in `train_step.update`. The statistics get the returns of the
+      batch once.
   """
   own = state.models[train_state.CRITIC]
   statistics = _with_returns(
@@ -313,4 +317,5 @@ def update(
     policy_version,
     value_function=predictions,
     learns={train_state.POLICY: policy_version >= critic.warmup_steps},
+    num_epochs=num_epochs,
   )

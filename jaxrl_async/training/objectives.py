@@ -12,7 +12,7 @@ import dataclasses
 
 import jax
 from jax import numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, ScalarLike
 
 from jaxrl_async.algorithms import corrections
 from jaxrl_async.algorithms import divergences
@@ -46,7 +46,8 @@ class Microbatch:
       update added.
     totals: the `minibatch_totals` of the whole minibatch.
     policy_version: the version of the weights before the train step.
-    minibatch: index of the minibatch within the train step.
+    minibatch: how many updates the train step has made before: the index of the
+      minibatch, plus the number of minibatches for each earlier epoch.
   """
 
   logprobs: Float[Array, "B T"]
@@ -164,7 +165,7 @@ def per_token(function: Callable[..., losses.Objective]) -> TokenObjective:
   return objective
 
 
-def gspo(*, clip_low: float, clip_high: float) -> TokenObjective:
+def gspo(*, clip_low: ScalarLike, clip_high: ScalarLike) -> TokenObjective:
   """Return `losses.gspo_objective` as a function of a microbatch."""
 
   def objective(
@@ -186,11 +187,11 @@ def gspo(*, clip_low: float, clip_high: float) -> TokenObjective:
 def behavior_correction(
   *,
   level: sections.BehaviorWeightLevel,
-  floor: float,
-  cap: float,
+  floor: ScalarLike,
+  cap: ScalarLike,
   cap_mode: sections.BehaviorWeightCapMode,
   has_second_moment: bool,
-  sequence_kl_bound: float,
+  sequence_kl_bound: ScalarLike,
 ) -> Correction:
   """Return the weights of `corrections`, 0 for tokens that are left out.
 
@@ -220,7 +221,7 @@ def behavior_correction(
     )
     if has_second_moment:
       weights = jnp.where(batch.fields[WITHIN_SECOND_MOMENT] > 0, weights, 0)
-    if sequence_kl_bound:
+    if not losses.is_left_out(sequence_kl_bound):
       is_kept = corrections.within_sequence_kl(
         micro.logprobs,
         batch.behavior_logprobs,
@@ -299,9 +300,9 @@ def with_penalties(
   loss: Loss,
   average: Aggregate,
   *,
-  kl_coef: float,
+  kl_coef: ScalarLike,
   kl_estimator: sections.KlEstimator,
-  entropy_coef: float,
+  entropy_coef: ScalarLike,
   kl_in_reward: bool = False,
 ) -> Loss:
   r"""Return a loss with a penalty for divergence and a bonus for entropy.
@@ -321,13 +322,15 @@ def with_penalties(
     kl_in_reward: the divergence is a part of the advantages already, and is
       only measured here.
   """
-  if not kl_coef and not entropy_coef:
+  has_kl = not losses.is_left_out(kl_coef)
+  has_entropy = not losses.is_left_out(entropy_coef)
+  if not has_kl and not has_entropy:
     return loss
 
   def penalised(micro: Microbatch) -> tuple[Float[Array, ""], Sums]:
     mask = micro.batch.loss_mask
     value, sums = loss(micro)
-    if kl_coef:
+    if has_kl:
       kl = divergences.kl_penalty(
         micro.logprobs,
         micro.batch.fields[REFERENCE],
@@ -337,7 +340,7 @@ def with_penalties(
       if not kl_in_reward:
         value += kl_coef * average(micro, kl)
       sums = {**sums, "reference_kl_sum": kl.sum()}
-    if entropy_coef:
+    if has_entropy:
       entropy = jnp.where(mask, micro.entropy, 0)
       value -= entropy_coef * average(micro, entropy)
     return value, sums

@@ -65,7 +65,8 @@ class Pending:
     step: completed train steps before this one.
     groups: the groups of the step's batch.
     placement: where the trajectories were packed.
-    sums: the outputs of the update, on the device, one value per minibatch.
+    sums: the outputs of the update, on the device, one value per minibatch and
+      epoch.
     learning_rate: returns the learning rate of the step.
     times_s: seconds of the step's parts, by name.
     programs_s: seconds of all of the step's device programs together.
@@ -122,7 +123,11 @@ class Pending:
     lengths = np.array(
       [len(t.tokens) for g in self.groups for t in g.trajectories]
     )
-    flops = sum(matmul_rate.model_flops(x, lengths) for x in self.models)
+    num_minibatches = self.placement.shape[0]
+    num_epochs = len(self.sums["loss"]) // num_minibatches
+    flops = num_epochs * sum(
+      matmul_rate.model_flops(model, lengths) for model in self.models
+    )
     return flops / self.programs_s / self.peak_flops
 
 

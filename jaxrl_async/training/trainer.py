@@ -59,6 +59,7 @@ class BatchSettings:
     advantages: makes advantages of rewards.
     fields: makes what else the stages and the loss need.
     overlong_filter: nothing is learned from trajectories that were cut off.
+    num_epochs: passes of a train step over its minibatches.
   """
 
   tokens_per_row: int
@@ -68,6 +69,7 @@ class BatchSettings:
   advantages: Advantages
   fields: Fields = packing.reward_fields
   overlong_filter: bool = False
+  num_epochs: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,9 +154,10 @@ class Trainer:
     self.batch_settings = batch
     self._busy = busy
     self._models = models
-    total_steps = num_steps * batch.num_minibatches
+    self._num_updates = batch.num_minibatches * batch.num_epochs
+    total_steps = num_steps * self._num_updates
     # The policy's optimizer does not count the updates of the critic's warm-up.
-    self._waits = critic.warmup_steps * batch.num_minibatches if critic else 0
+    self._waits = critic.warmup_steps * self._num_updates if critic else 0
     section = models[train_state.POLICY].optimizer
     assert section is not None
     self._schedule = train_step.learning_rate_schedule(
@@ -197,6 +200,7 @@ class Trainer:
       if critic is None
       else functools.partial(critic_lib.update, critic, self._forwards)
     )
+    update = functools.partial(update, num_epochs=batch.num_epochs)
     self._update = jax.jit(
       functools.partial(
         update, loss, objectives.rollout_diagnostic, self._optimizers
@@ -410,14 +414,13 @@ class Trainer:
     """
     self.world.tell("step", step=step)
     sums, times = self.run_programs(step, batch.arrays)
-    minibatches = self.batch_settings.num_minibatches
     return step_metrics.Pending(
       step=step,
       groups=batch.groups,
       placement=batch.placement,
       sums=sums,
       learning_rate=functools.partial(
-        self._schedule, max(step * minibatches - self._waits, 0)
+        self._schedule, max(step * self._num_updates - self._waits, 0)
       ),
       times_s=times,
       programs_s=sum(times.values()),

@@ -1,0 +1,34 @@
+"""The settings by which a run moves its own bound on staleness."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class StalenessControlSection:
+  """The bound on staleness between two limits; maximum = 0 leaves it fixed.
+
+  A run starts with the minimum. The bound falls by one while the data is too
+  old, and rises by one while it is not and a slice waits. A smaller bound makes
+  the slices wait more for each other, and a larger one makes the data older.
+  `coordination.staleness_control` has the rule.
+
+  Attributes:
+    minimum: smallest bound.
+    maximum: largest bound, at most `algorithm.max_staleness`; 0 switches the
+      control off, and `algorithm.max_staleness` is then the bound.
+    min_ess: the data is too old if the metric offpolicy/ess is below.
+    max_clip_frac: it is too old if policy/clip_frac is above.
+    max_left_out_frac: it is too old if offpolicy/left_out_frac is above.
+    max_wait_frac: a slice waits if it spends a larger share of the step with
+      waiting: the rollout slice for admission, or the training slice for
+      trajectories, in a step that trains tokens as old as the bound.
+    patience: the bound moves after so many steps in a row that ask for it.
+  """
+
+  minimum: int = 0
+  maximum: int = 0
+  min_ess: float = 0.8
+  max_clip_frac: float = 0.2
+  max_left_out_frac: float = 0.05
+  max_wait_frac: float = 0.1
+  patience: int = 2
