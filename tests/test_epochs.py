@@ -12,7 +12,6 @@ import tiny
 
 from jaxrl_async.config import sections
 from jaxrl_async.run import config_checks
-from jaxrl_async.training import epochs
 from jaxrl_async.training import objectives
 from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
@@ -23,19 +22,19 @@ MODEL = test_train_step.MODEL
 SECTION = sections.OptimizerSection(learning_rate=1e-2, eps=1e-2)
 
 
-def made_update(function, *first, mode=test_train_step.RECOMPUTE):
+def made_update(mode=test_train_step.RECOMPUTE, **settings):
   """An update program, and the optimizer that it uses."""
   optimizer = train_step.make_optimizer(
     SECTION, train_step.learning_rate_schedule(SECTION)
   )
   return optimizer, jax.jit(
     functools.partial(
-      function,
-      *first,
+      train_step.update,
       test_train_step.FORWARD,
       test_train_step.make_loss(mode),
       objectives.rollout_diagnostic,
       {train_state.POLICY: optimizer},
+      **settings,
     )
   )
 
@@ -51,7 +50,7 @@ def batch_of_two():
 def test_two_epochs_are_twice_the_updates_written_out():
   batch = batch_of_two()
   params = tiny.params(model=MODEL)
-  optimizer, update = made_update(epochs.update, 2)
+  optimizer, update = made_update(num_epochs=2)
   state, metrics = update(
     tiny.policy_state(params, optimizer), batch, jnp.int32(VERSION)
   )
@@ -81,21 +80,9 @@ def test_two_epochs_are_twice_the_updates_written_out():
   assert (metrics["reuse_gap_sum"][2:] > metrics["reuse_gap_sum"][0]).all()
 
 
-def test_one_epoch_is_the_program_without_epochs():
-  batch = batch_of_two()
-  texts = []
-  for function, *first in ((train_step.update,), (epochs.update, 1)):
-    optimizer, update = made_update(function, *first)
-    state = tiny.policy_state(tiny.params(model=MODEL), optimizer)
-    texts.append(update.lower(state, batch, jnp.int32(VERSION)).as_text())
-  assert texts[0] == texts[1]
-
-
 @pytest.mark.slow
 def test_without_a_forward_only_the_very_first_update_counts_as_mismatch():
-  optimizer, update = made_update(
-    epochs.update, 3, mode=test_train_step.LOGLINEAR
-  )
+  optimizer, update = made_update(test_train_step.LOGLINEAR, num_epochs=3)
   _, metrics = update(
     tiny.policy_state(tiny.params(model=MODEL), optimizer),
     test_train_step.packed(minibatches=2),

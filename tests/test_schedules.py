@@ -166,6 +166,15 @@ def test_schedules_of_optax_and_where_they_start():
       {"behavior_weight_level": sections.BehaviorWeightLevel.NONE},
       "behavior_weight_cap algorithm.behavior_weight_level",
     ),
+    (
+      {"kl_coef": line(0.2)},
+      {
+        "kl_coef": 0.1,
+        "kl_in_reward": True,
+        "kl_estimator": sections.KlEstimator.K1,
+      },
+      "kl_coef algorithm.kl_in_reward",
+    ),
     # What Optax does not take.
     (
       {"clip_low": {**line(0.1), "end": 0.2}},

@@ -95,9 +95,9 @@ _NUMBERS = (
     1,
     """warm_start.corrupted_frac warm_start.decay train.decay
     algorithm.clip_low algorithm.behavior_weight_floor algorithm.gamma
-    algorithm.gae_lambda staleness_control.min_ess
-    staleness_control.max_clip_frac staleness_control.max_left_out_frac
-    staleness_control.max_wait_frac""",
+    algorithm.gae_lambda
+    staleness_control.min_ess staleness_control.max_clip_frac
+    staleness_control.max_left_out_frac staleness_control.max_wait_frac""",
   ),
   (
     0,

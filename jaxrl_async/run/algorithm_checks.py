@@ -189,6 +189,12 @@ def _check_schedules(section: sections.AlgorithmSection) -> None:
       f" schedule; use another algorithm.{field}, and an init_value of 0 if it"
       " is to start there",
     )
+    sections.require(
+      field != "kl_coef" or not section.kl_in_reward,
+      path,
+      "kl_coef is read before the update, because the divergence is in the"
+      " reward (algorithm.kl_in_reward); leave it out, or use False there",
+    )
     is_weight = field.startswith("behavior_weight_")
     sections.require(
       not is_weight

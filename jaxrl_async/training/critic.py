@@ -13,7 +13,6 @@ returns; see `value_functions`. A train step with a critic runs two more stages:
 
 from collections.abc import Mapping
 import dataclasses
-import functools
 
 import jax
 from jax import numpy as jnp
@@ -27,7 +26,6 @@ from jaxrl_async.algorithms import value_functions
 from jaxrl_async.config import sections
 from jaxrl_async.models import transformer
 from jaxrl_async.training import episodes
-from jaxrl_async.training import epochs
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
 from jaxrl_async.training import train_state
@@ -263,13 +261,14 @@ def with_value_loss(
 def update(
   critic: Critic,
   forwards: Settings,
-  num_epochs: int,
   loss: objectives.Loss,
   diagnostic: objectives.Diagnostic,
   optimizers: train_state.Optimizers,
   state: train_state.TrainState,
   batch: packing.PackedBatch,
   policy_version: Int[Array, ""],
+  *,
+  num_epochs: int = 1,
 ) -> tuple[train_state.TrainState, train_step.Metrics]:
   """Do what `train_step.update` does, with a critic.
 
@@ -279,13 +278,14 @@ def update(
   Args:
     critic: how the critic is trained.
     forwards: settings of the forward pass of each model.
-    num_epochs: as in `epochs.update`.
     loss: includes `with_value_loss`.
     diagnostic: as in `train_step.update`.
     optimizers: as in `train_step.update`.
     state: the state before the step.
     batch: with the fields of `value_stage` and `gae_stage`.
     policy_version: the version of the weights in `state`.
+    num_epochs: as in `train_step.update`. The statistics get the returns of the
+      batch once.
   """
   own = state.models[train_state.CRITIC]
   statistics = _with_returns(
@@ -307,19 +307,15 @@ def update(
     after = _after_tokens(critic.trunk, forward, params, hidden, micro)
     return value_functions.before_tokens(after)
 
-  one_pass = functools.partial(
-    train_step.update,
+  return train_step.update(
     forwards[train_state.POLICY],
-    value_function=predictions,
-    learns={train_state.POLICY: policy_version >= critic.warmup_steps},
-  )
-  return epochs.update(
-    num_epochs,
-    one_pass,
     loss,
     diagnostic,
     optimizers,
     train_state.TrainState(models={**state.models, train_state.CRITIC: own}),
     batch,
     policy_version,
+    value_function=predictions,
+    learns={train_state.POLICY: policy_version >= critic.warmup_steps},
+    num_epochs=num_epochs,
   )

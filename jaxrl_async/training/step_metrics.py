@@ -126,7 +126,7 @@ class Pending:
     num_minibatches = self.placement.shape[0]
     num_epochs = len(self.sums["loss"]) // num_minibatches
     flops = num_epochs * sum(
-      matmul_rate.model_flops(x, lengths) for x in self.models
+      matmul_rate.model_flops(model, lengths) for model in self.models
     )
     return flops / self.programs_s / self.peak_flops
 

@@ -353,8 +353,12 @@ def update(
   *,
   value_function: ValueFunction | None = None,
   learns: Mapping[str, Bool[Array, ""]] | None = None,
+  num_epochs: int = 1,
 ) -> tuple[train_state.TrainState, Metrics]:
   """Make the optimizer steps of one train step, one for each minibatch.
+
+  With several epochs this is done several times, with the same batch: what the
+  stages have added to it stays.
 
   The loss is differentiated with respect to the trainable parameters of every
   model. The policy has a forward pass here, and so has a critic.
@@ -370,11 +374,13 @@ def update(
     policy_version: the version of the weights in `state`.
     value_function: gives the loss its `values`. None without a critic.
     learns: as in `gradients.apply`.
+    num_epochs: passes over the minibatches.
 
   Returns:
-    The new state, and metrics with one value per minibatch, [M]: the loss, the
-    gradient norm, whether the update was skipped, the sums of the loss and the
-    diagnostic, and the minibatch's totals.
+    The new state, and metrics with one value per optimizer step in their order,
+    [num_epochs * M]: the loss, the gradient norm, whether the update was
+    skipped, the sums of the loss and the diagnostic, and the minibatch's
+    totals.
   """
 
   def minibatch_step(
@@ -420,4 +426,16 @@ def update(
     return state, {**metrics, **sums, **totals}
 
   indices = jnp.arange(len(batch.tokens), dtype=jnp.int32)
-  return jax.lax.scan(minibatch_step, state, (batch, indices))
+  if num_epochs == 1:
+    return jax.lax.scan(minibatch_step, state, (batch, indices))
+
+  def epoch(
+    state: train_state.TrainState, first: Int[Array, ""]
+  ) -> tuple[train_state.TrainState, Metrics]:
+    return jax.lax.scan(minibatch_step, state, (batch, first + indices))
+
+  # The batch is no input of the outer scan, which would need a copy of it for
+  # each epoch.
+  firsts = len(indices) * jnp.arange(num_epochs, dtype=jnp.int32)
+  state, metrics = jax.lax.scan(epoch, state, firsts)
+  return state, {name: values.ravel() for name, values in metrics.items()}

@@ -30,7 +30,6 @@ from jaxrl_async.planning import matmul_rate
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.training import batch_parts
 from jaxrl_async.training import critic as critic_lib
-from jaxrl_async.training import epochs
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
 from jaxrl_async.training import publishing
@@ -193,16 +192,11 @@ class Trainer:
       for stage in [train_step.PROXIMAL_STAGE, *self._stages]
     }
     update = (
-      functools.partial(
-        epochs.update,
-        batch.num_epochs,
-        functools.partial(train_step.update, self.forward),
-      )
+      functools.partial(train_step.update, self.forward)
       if critic is None
-      else functools.partial(
-        critic_lib.update, critic, self._forwards, batch.num_epochs
-      )
+      else functools.partial(critic_lib.update, critic, self._forwards)
     )
+    update = functools.partial(update, num_epochs=batch.num_epochs)
     self._update = jax.jit(
       functools.partial(
         update, loss, objectives.rollout_diagnostic, self._optimizers
