@@ -195,6 +195,16 @@ def test_advantages_of_tokens_are_packed_with_them():
       "kl_estimator algorithm.kl_in_reward k1",
     ),
     ({"kl_reward_clip": 1.0}, "kl_reward_clip algorithm.kl_in_reward"),
+    ({"reference_every": 2}, "reference_every algorithm.kl_coef"),
+    ({"reference_offload": True}, "reference_offload algorithm.kl_coef"),
+    (
+      {"kl_coef": 0.1, "reference_decay": 0.9},
+      "reference_decay algorithm.reference_every",
+    ),
+    (
+      {"kl_coef": 0.1, "reference_every": 1, "reference_decay": 1.0},
+      "reference_decay algorithm.reference_every=0",
+    ),
     (
       {"loss": "sapo", "proximal": sections.ProximalMode.REUSE},
       "proximal num_minibatches",
@@ -217,6 +227,11 @@ def test_a_reference_of_adapters_is_their_base(tmp_path):
   config_checks.check(config)
   config.model.lora.adapter = str(tmp_path)
   (tmp_path / "adapter_config.json").write_text("{}")
+  config.algorithm.reference_every = 3
+  message = "^algorithm.reference_every: .*model.lora.rank"
+  with pytest.raises(sections.ConfigError, match=message):
+    config_checks.check(config)
+  config.algorithm.reference_every = 0
   message = "^algorithm.kl_coef: .*model.lora.adapter"
   with pytest.raises(sections.ConfigError, match=message):
     config_checks.check(config)

@@ -211,3 +211,60 @@ def test_a_run_is_held_to_the_policy_it_began_with(tmp_path):
       lambda x, y: np.abs(x - y).max(), state.policy.params, params
     )
     assert max(jax.tree.leaves(moved)) > 1e-4
+
+
+def reference_in(workdir, setup, step):
+  trainer = assembly.make_trainer(setup, metrics_lib.BusyClock())
+  state, _, _ = checkpoint.restore(
+    workdir / "checkpoints", step, trainer.abstract_state()
+  )
+  kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.params)}
+  return jax.tree.map(np.array, state.params), kinds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("every", "decay", "is_offloaded"), [(2, 0.0, False), (1, 0.75, True)]
+)
+def test_a_reference_moves_when_it_is_due(every, decay, is_offloaded, tmp_path):
+  """Over two starts; the expected reference is computed in float64."""
+  settings = {
+    "kl_coef": 0.1,
+    "reference_every": every,
+    "reference_decay": decay,
+    "reference_offload": is_offloaded,
+  }
+  for num_steps in (3, 4):
+    config = test_run.make_config(
+      "sync", algorithm=settings, num_steps=num_steps
+    )
+    config.run.checkpoint_every, config.run.keep_checkpoints = 1, 10
+    test_run.start(config, tmp_path)
+  setup = resolved(config)
+  expected = None
+  for step in range(5):
+    params, kinds = reference_in(tmp_path, setup, step)
+    assert ("pinned_host" in kinds) == is_offloaded
+    policy = jax.tree.map(np.float64, params[POLICY])
+    if expected is None:
+      expected = policy
+    elif step % every == 0:
+      expected = jax.tree.map(
+        lambda old, new: decay * old + (1 - decay) * new, expected, policy
+      )
+    jax.tree.map(
+      functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7),
+      params[REFERENCE],
+      expected,
+    )
+  _, *steps = test_run.lines(tmp_path, "metrics")
+  assert not metrics_page.unexplained(set().union(*steps))
+
+
+def test_a_moving_average_is_held_in_full_precision():
+  config = make_config(0.1)
+  config.model.compute_dtype = "bfloat16"
+  config.algorithm.reference_every = 1
+  assert resolved(config).models[REFERENCE].frozen_dtype == "bfloat16"
+  config.algorithm.reference_decay = 0.99
+  assert resolved(config).models[REFERENCE].frozen_dtype == "float32"

@@ -145,13 +145,18 @@ class AlgorithmSection:
     filter_zero_std: drop groups whose rewards are all equal, since they carry
       no gradient, and generate others in their place. A thousand of them in a
       row end the run.
-    kl_coef: coefficient of the divergence from the reference, which is the
-      policy before the first train step; 0 keeps no reference.
+    kl_coef: coefficient of the divergence from the reference, which begins as
+      the policy before the first train step; 0 keeps no reference.
     kl_estimator: of that divergence, from one token.
     kl_in_reward: the divergence of a token is subtracted from its reward,
       instead of being added to the loss. It needs the estimator k1.
     kl_reward_clip: largest absolute value of the estimate of a token in the
       reward; 0 sets no bound.
+    reference_every: the reference moves to the policy after every so many train
+      steps; 0 leaves it where it began.
+    reference_decay: share of the reference that stays when it moves. 0 replaces
+      it by the policy; 0.99 with reference_every=1 is a moving average.
+    reference_offload: keep the reference in host memory between its uses.
     entropy_coef: coefficient of the bonus for the policy's entropy.
     schedules: fields of the loss that change with the train step, by name. Each
       entry has `schedule`, one of `SCHEDULES`, and its arguments; init_value is
@@ -191,6 +196,9 @@ class AlgorithmSection:
   kl_estimator: KlEstimator = KlEstimator.K3
   kl_in_reward: bool = False
   kl_reward_clip: float = 0.0
+  reference_every: int = 0
+  reference_decay: float = 0.0
+  reference_offload: bool = False
   entropy_coef: float = 0.0
   schedules: config_dict.ConfigDict = dataclasses.field(
     default_factory=config_dict.ConfigDict

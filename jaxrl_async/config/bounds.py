@@ -83,7 +83,7 @@ _INTEGERS = (
     0,
     MAX_INT,
     """rollout.prefill_chunk rollout.num_pages eval.every
-    algorithm.aggregation_tokens
+    algorithm.aggregation_tokens algorithm.reference_every
     warm_start.num_steps warm_start.eval_every warm_start.patience
     warm_start.optimizer.warmup_steps train.optimizer.warmup_steps
     critic.optimizer.warmup_steps critic.warmup_steps""",
@@ -95,7 +95,7 @@ _NUMBERS = (
     1,
     """warm_start.corrupted_frac warm_start.decay train.decay
     algorithm.clip_low algorithm.behavior_weight_floor algorithm.gamma
-    algorithm.gae_lambda
+    algorithm.gae_lambda algorithm.reference_decay
     staleness_control.min_ess staleness_control.max_clip_frac
     staleness_control.max_left_out_frac staleness_control.max_wait_frac""",
   ),

@@ -48,6 +48,7 @@ def check(config: sections.Config) -> None:
   _check_penalty(section)
   _check_staleness_control(config)
   _check_schedules(section)
+  _check_reference(config)
   sections.require(
     not (section.kl_coef and config.model.lora.adapter),
     "algorithm.kl_coef",
@@ -321,4 +322,34 @@ def _check_penalty(section: sections.AlgorithmSection) -> None:
     "algorithm.kl_reward_clip",
     "there is no divergence in the reward (algorithm.kl_in_reward is False);"
     " use 0, or True there",
+  )
+
+
+def _check_reference(config: sections.Config) -> None:
+  section = config.algorithm
+  for name in ("reference_every", "reference_decay", "reference_offload"):
+    value = getattr(section, name)
+    sections.require(
+      not value or bool(section.kl_coef),
+      f"algorithm.{name}",
+      f"{value} needs a reference, and without algorithm.kl_coef there is none;"
+      f" use {type(value)()}",
+    )
+    sections.require(
+      not value or not config.model.lora.rank,
+      f"algorithm.{name}",
+      f"{value} is of a model of its own, and the reference of adapters"
+      f" (model.lora.rank) is the model without them; use {type(value)()}",
+    )
+  sections.require(
+    section.reference_decay == 0 or section.reference_every > 0,
+    "algorithm.reference_decay",
+    f"{section.reference_decay:g} has no effect on a reference that does not"
+    " move (algorithm.reference_every is 0); use 1 there, or 0 here",
+  )
+  sections.require(
+    section.reference_decay < 1,
+    "algorithm.reference_decay",
+    "1 leaves the reference where it is; use algorithm.reference_every=0 for"
+    " that",
   )

@@ -373,6 +373,7 @@ def make_trainer(
       num_epochs=config.algorithm.num_epochs,
     ),
     critic=algorithm_lib.critic(config),
+    movement=algorithm_lib.movement(config.algorithm),
     num_steps=config.train.num_steps,
     decay=config.train.decay,
     rollout_dtype=config.rollout.dtype,

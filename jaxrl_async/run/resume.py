@@ -100,6 +100,7 @@ MAY_DIFFER = {
   "algorithm.schedules": _IN_THE_LOSS,
   "staleness_control": "decides the bound of groups born afterwards; a stored"
   " bound outside of the limits becomes the nearer limit",
+  "algorithm.reference_offload": "where the reference lies between its uses",
   "algorithm.filter_zero_std": "asked when a group is scored; groups that were"
   " kept before are trained",
   "train.num_steps": "how far to go; a decaying learning rate follows the new"
@@ -128,6 +129,7 @@ MAY_DIFFER = {
   " processes",
 }
 
+_MOVED = "the reference of the checkpoint has moved by it"
 _TRAJECTORIES = "groups that the checkpoint holds have that size"
 # These may differ only if the checkpoint holds no outstanding group.
 NOT_WITH_OUTSTANDING_GROUPS = {
@@ -172,6 +174,8 @@ MUST_STAY = {
   "algorithm.num_minibatches": "the stored number of updates, and so the place"
   " on the learning rate's curve, counts so many a step",
   "algorithm.num_epochs": "the stored number of updates counts so many a step",
+  "algorithm.reference_every": _MOVED,
+  "algorithm.reference_decay": _MOVED,
   "algorithm.kl_coef": "the checkpoint holds a reference, or none if it was 0",
   "critic.trunk": "the checkpoint holds the other kind of critic",
   "critic.normalize_decay": "the stored critic predicts in units that it has"

@@ -82,13 +82,18 @@ class Setup:
         frozen_dtype=config.model.lora.base_dtype,
       )
     models = {train_state.POLICY: policy}
+    algorithm = config.algorithm
     # The reference of adapters is the model without them.
-    if config.algorithm.kl_coef and self.model.lora is None:
-      # Held as the forward pass uses it.
+    if algorithm.kl_coef and self.model.lora is None:
+      # Held as the forward pass uses it. A moving average needs more digits,
+      # because it changes by little at a time.
       models[train_state.REFERENCE] = train_state.ModelSettings(
         model=self.model,
         optimizer=None,
-        frozen_dtype=config.model.compute_dtype,
+        frozen_dtype="float32"
+        if algorithm.reference_decay
+        else config.model.compute_dtype,
+        is_on_host=algorithm.reference_offload,
       )
     if config.algorithm.advantage == "gae":
       models[train_state.CRITIC] = train_state.ModelSettings(

@@ -17,6 +17,7 @@ from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
+from jaxrl_async.training import reference as reference_lib
 from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
 
@@ -25,10 +26,21 @@ Params = Mapping[str, transformer.Params]
 
 
 def reference_stage() -> train_step.Stage:
-  """Return the stage that adds the logprobs under the frozen reference."""
-  return train_step.logprobs_stage(
-    "reference", model=train_state.REFERENCE, field=objectives.REFERENCE
-  )
+  """Return the stage that adds the logprobs under the reference.
+
+  The reference may be in host memory. It is then on the devices only while the
+  stage runs.
+  """
+
+  def run(
+    settings: Settings, params: Params, batch: packing.PackedBatch
+  ) -> dict[str, Float[Array, "M K B T"]]:
+    name = train_state.REFERENCE
+    model = reference_lib.on_device(params[name])
+    logprobs = train_step.batch_logprobs(settings[name], model, batch)
+    return {objectives.REFERENCE: logprobs}
+
+  return train_step.Stage(name="reference", run=run)
 
 
 def base_as_reference_stage() -> train_step.Stage:

@@ -59,6 +59,7 @@ class ModelSettings:
       not called if `optimizer` is None.
     frozen_dtype: dtype of the parameters that are not trained, or "int8" as in
       `quantization.frozen`. Trainable ones are always float32.
+    is_on_host: keep the parameters that are not trained in host memory.
     trunk: of a critic, whose `model` has a scalar head. With SHARED its
       parameters do not include the layers. None for any other model.
   """
@@ -67,6 +68,7 @@ class ModelSettings:
   optimizer: sections.OptimizerSection | None
   is_trainable: Callable[[Path], bool] = everything
   frozen_dtype: str = "float32"
+  is_on_host: bool = False
   trunk: sections.CriticTrunk | None = None
 
   @property
@@ -210,15 +212,14 @@ def start(
       the optimizer's state.
   """
   trainable, frozen = settings.split(params)
+  frozen = quantization.frozen(frozen, settings.frozen_dtype)
+  if settings.is_on_host and sharding is not None:
+    frozen = jax.device_put(frozen, sharding.frozen)
   opt_state = None
   if optimizer is not None:
     placement = sharding and sharding.opt_state
     opt_state = jax.jit(optimizer.init, out_shardings=placement)(trainable)
-  return ModelState(
-    trainable=trainable,
-    frozen=quantization.frozen(frozen, settings.frozen_dtype),
-    opt_state=opt_state,
-  )
+  return ModelState(trainable=trainable, frozen=frozen, opt_state=opt_state)
 
 
 def shapes(
@@ -259,8 +260,9 @@ def shardings(
 ) -> TrainState:
   """Return the sharding of every array of the train state.
 
-  Optimizer moments are sharded like their parameters. They are in host memory
-  if the settings offload them. The rest of an optimizer's state is replicated.
+  Optimizer moments are sharded like their parameters. They and frozen
+  parameters are in host memory if the settings say so. The rest of an
+  optimizer's state is replicated.
 
   Args:
     mesh: the mesh of the training slice.
@@ -278,6 +280,8 @@ def shardings(
       mesh_lib.shardings(mesh, rules, part)
       for part in (trainable_axes, frozen_axes)
     )
+    if settings.is_on_host:
+      frozen = jax.tree.map(lambda x: x.with_memory_kind("pinned_host"), frozen)
     return ModelState(
       trainable=trainable,
       frozen=frozen,

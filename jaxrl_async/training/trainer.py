@@ -33,6 +33,7 @@ from jaxrl_async.training import critic as critic_lib
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
 from jaxrl_async.training import publishing
+from jaxrl_async.training import reference as reference_lib
 from jaxrl_async.training import segments as segments_lib
 from jaxrl_async.training import step_metrics
 from jaxrl_async.training import train_state
@@ -108,6 +109,7 @@ class Trainer:
     stages: Sequence[train_step.Stage],
     batch: BatchSettings,
     critic: critic_lib.Critic | None = None,
+    movement: reference_lib.Movement | None = None,
     num_steps: int,
     decay: float,
     rollout_dtype: str,
@@ -129,6 +131,7 @@ class Trainer:
       stages: the stages that run before the updates of a step, in this order.
       batch: how groups are packed into arrays.
       critic: how the critic is trained; None without one.
+      movement: when the reference moves; None if it stays or is not there.
       num_steps: train steps of the run. A decaying learning rate ends there.
       decay: ratio of the final learning rate to the peak.
       rollout_dtype: dtype of the weights that `published` returns.
@@ -191,6 +194,11 @@ class Trainer:
       )
       for stage in [train_step.PROXIMAL_STAGE, *self._stages]
     }
+    self._movement = movement
+    if movement is not None:
+      self._move_reference = reference_lib.make_program(
+        movement, self._state_sharding
+      )
     update = (
       functools.partial(train_step.update, self.forward)
       if critic is None
@@ -303,6 +311,15 @@ class Trainer:
       )
       if name in [stage.name for stage in self._stages]:
         trained = trained.with_arrays(made)
+    if self._movement is not None:
+      programs.append(
+        aot.Program(
+          name="move_reference",
+          function=self._move_reference,
+          arguments=(state,),
+          resident=beside,
+        )
+      )
     return [
       *programs,
       aot.Program(
@@ -441,6 +458,9 @@ class Trainer:
       self.state, sums = self._update(self.state, arrays, np.int32(step))
       jax.block_until_ready(sums)
     times["update_s"] = time.perf_counter() - start_s
+    if self._movement is not None and self._movement.is_due(step + 1):
+      with self._busy.record("reference"):
+        self.state = jax.block_until_ready(self._move_reference(self.state))
     return sums, times
 
   def logprobs(
