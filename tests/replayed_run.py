@@ -44,7 +44,6 @@ from jaxrl_async.run import snapshot  # noqa: E402
 from jaxrl_async.storage import checkpoint  # noqa: E402
 from jaxrl_async.storage import workdir as workdir_lib  # noqa: E402
 from jaxrl_async.training import batch_loader  # noqa: E402
-from jaxrl_async.training import train_state  # noqa: E402
 
 NUM_DEVICES = 4
 SHAPE = mesh_lib.MeshShape(fsdp=2, tensor=2)
@@ -56,9 +55,10 @@ _NUM_STEPS = flags.DEFINE_integer("num_steps", 4, "")
 _SLOW_S = flags.DEFINE_float("slow_s", 0.0, "wait before each step")
 _SFT_STEPS = flags.DEFINE_integer("sft_steps", 0, "")
 _RANK = flags.DEFINE_integer("lora_rank", 0, "")
+_CRITIC = flags.DEFINE_string("critic", "", "its trunk, if there is one")
 
 
-def get_config(size, num_steps, sft_steps=0, lora_rank=0):
+def get_config(size, num_steps, sft_steps=0, lora_rank=0, critic=""):
   """configs/tiny.py for so many processes."""
   config = tiny_config.get_config()
   config.model.lora.rank = lora_rank
@@ -67,6 +67,14 @@ def get_config(size, num_steps, sft_steps=0, lora_rank=0):
   config.cluster.trainer_processes = size
   config.cluster.kind = sections.ClusterKind.RAY
   config.cluster.start_timeout_s = 60.0
+  if critic:
+    algorithm = config.algorithm
+    algorithm.advantage = "gae"
+    algorithm.advantage_scale = sections.AdvantageScale.BATCH_STD
+    algorithm.kl_coef = 0.1
+    algorithm.kl_estimator = sections.KlEstimator.K1
+    algorithm.kl_in_reward = True
+    config.critic.trunk = sections.CriticTrunk(critic)
   return config
 
 
@@ -133,7 +141,7 @@ class Run:
       params = assembly.warm_start(self.setup, lambda step, loss: None)
       if self.setup.model.lora is not None:
         params = initial_params.with_adapters(params, self.setup)
-      trainer.start({train_state.POLICY: params})
+      trainer.start(self.setup.first_params(params))
       if trainer.has_base:
         self.base_record = frozen_base.keep(
           self.setup,
@@ -268,7 +276,9 @@ def main(argv):
   jax.config.update("jax_cpu_enable_async_dispatch", False)
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-  config = get_config(size, _NUM_STEPS.value, _SFT_STEPS.value, _RANK.value)
+  config = get_config(
+    size, _NUM_STEPS.value, _SFT_STEPS.value, _RANK.value, _CRITIC.value
+  )
   try:
     world = trainer_process.begin(config, workdir)
   except sections.ConfigError as error:

@@ -12,6 +12,7 @@ from ml_collections import config_dict
 import numpy as np
 import pytest
 import reward_scorers
+import test_critic_run
 import test_run
 
 from jaxrl_async.config import sections
@@ -206,6 +207,12 @@ def test_there_is_a_case_for_every_field_that_may_differ():
   assert all(resume.reason(resume.MAY_DIFFER, path) for path in changed)
   tried = {entry for entry in resume.MAY_DIFFER if entry in changed}
   tried |= {path.partition(".")[0] for path in changed}
+  # Runs with a critic are in a file of their own.
+  tried |= {
+    f"{path}.{name}"
+    for path, fields in test_critic_run.CHANGES.items()
+    for name in fields
+  }
   # XLA's CPU backend lacks products that the trainer would need for it.
   assert resume.MAY_DIFFER.keys() - tried == {"model.compute_dtype"}
 

@@ -37,8 +37,11 @@ def rows(seed=0, num_rows=4, width=32):
   spans = []
   for row in range(num_rows):
     start, segment = 0, 0
-    while start + 4 <= width - row:  # the first row is full
-      length = min(int(rng.integers(4, 12)), width - row - start)
+    end = width if row < 2 else width - row  # the first rows are full
+    while start + 4 <= end:
+      length = min(int(rng.integers(4, 12)), end - start)
+      if row == 1:  # a single trajectory
+        length = width
       segment += 1
       here = slice(start, start + length)
       segment_ids[row, here] = segment
@@ -76,6 +79,7 @@ def test_the_sample_has_what_matters():
   assert any(not mask[r, h].any() for r, h in spans) or len(spans) > 8
   assert any(not mask[r, h.stop - 1] for r, h in spans)  # ends elsewhere
   assert segment_ids[0, -1] > 1 and not segment_ids[-1, -1]
+  assert (segment_ids[1] == 1).all() and mask[1, -1]
   of_spans = [final[r, h.start] for r, h in spans]
   assert any(x == 0 for x in of_spans) and any(x != 0 for x in of_spans)
 

@@ -75,7 +75,7 @@ def test_there_is_a_reference_only_for_a_penalty():
   assert re.search("    reference .*weights", dry_run.describe(setup))
   config.model.lora.rank = 2
   assert resolved(config).models.keys() == {POLICY}
-  assert stage_names(resolved(config))[-1] == "reference"
+  assert stage_names(resolved(config)) == names
 
 
 def test_the_reference_of_adapters_is_the_model_without_them():

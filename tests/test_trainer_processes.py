@@ -246,6 +246,16 @@ def test_adapters_train_in_two_processes_and_go_on(tmp_path):
   assert_same(steps(found), steps(wanted))
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("trunk", ["own", "shared"])
+def test_a_critic_trains_in_two_processes_and_goes_on(trunk, tmp_path):
+  wanted = ran(tmp_path / "one", 1, critic=trunk, num_steps=3)
+  found = ran(tmp_path / "two", 2, critic=trunk, num_steps=2)
+  ran(found, 2, critic=trunk, num_steps=3)
+  assert_same(steps(found), steps(wanted))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_signal_at_any_process_stops_all_after_a_checkpoint(tmp_path):

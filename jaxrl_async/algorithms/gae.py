@@ -47,12 +47,9 @@ def generalized_advantages(
     gamma: discount per token.
     gae_lambda: weight of later deltas per token.
   """
-  values = jnp.where(loss_mask, values, 0)
   follower, is_last = _followers(loss_mask, segment_ids)
   next_values = jnp.where(
-    is_last,
-    jnp.where(loss_mask, final_values, 0),
-    jnp.take_along_axis(values, follower, axis=-1),
+    is_last, final_values, jnp.take_along_axis(values, follower, axis=-1)
   )
   deltas = jnp.where(loss_mask, rewards + gamma * next_values - values, 0)
   # A token that the policy did not write passes on what follows it.
