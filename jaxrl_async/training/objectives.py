@@ -59,14 +59,25 @@ class Microbatch:
 
   def segment_sum(self, values: Float[Array, "B T"]) -> Float[Array, "B T"]:
     """Return for each token the sum over the loss tokens of its trajectory."""
-    num_segments = values.shape[1] + 1  # padding included, whose id is 0
-
-    def of_row(values: Array, segment_ids: Array) -> Array:
-      sums = jax.ops.segment_sum(values, segment_ids, num_segments)
-      return sums[segment_ids]
-
     masked = jnp.where(self.batch.loss_mask, values, 0)
-    return jax.vmap(of_row)(masked, self.batch.segment_ids)
+    return row_sum(masked, self.batch.segment_ids)
+
+
+def row_sum(
+  values: Float[Array, "B T"], ids: Int[Array, "B T"]
+) -> Float[Array, "B T"]:
+  """Return for each token the sum over the tokens of its row with its id.
+
+  Args:
+    values: of each token.
+    ids: 0 to T. Segment ids are such, with 0 for padding.
+  """
+  num_ids = values.shape[1] + 1
+
+  def of_row(values: Array, ids: Array) -> Array:
+    return jax.ops.segment_sum(values, ids, num_ids)[ids]
+
+  return jax.vmap(of_row)(values, ids)
 
 
 Sums = dict[str, Float[Array, ""]]
@@ -343,16 +354,6 @@ def with_penalties(
     return value, sums
 
   return penalised
-
-
-def next_token(micro: Microbatch) -> tuple[Float[Array, ""], Sums]:
-  """Return the cross-entropy of the loss tokens, for supervised training."""
-  loss = losses.next_token_loss(
-    micro.logprobs,
-    micro.batch.loss_mask,
-    num_loss_tokens=micro.totals["num_loss_tokens"],
-  )
-  return loss, {}
 
 
 def no_diagnostic(micro: Microbatch) -> Sums:
