@@ -8,6 +8,7 @@ other, since no pair is divided.
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+from typing import Any
 
 from jax import numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -61,7 +62,7 @@ def pack_pairs(
   )
 
 
-def is_first_token(batch: packing.PackedBatch) -> Bool[Array, "*leading T"]:
+def is_first_token(batch: packing.PackedBatch) -> Bool[Any, "*leading T"]:
   """Return which tokens are the first one of a trajectory."""
   return (batch.positions == 0) & (batch.segment_ids > 0)
 
