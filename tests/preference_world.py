@@ -81,19 +81,22 @@ def placed(params, trainer_):
 
 
 def sums(path, count=60):
-  """Writes rows with a right and a wrong sum each, and returns the URI."""
-  rng = np.random.default_rng(0)
+  """Writes rows whose better sums say yes and worse ones no; returns the URI.
+
+  So what is preferred holds for other questions too.
+  """
   lines = []
   for i in range(count):
-    a, b = int(i % 10), int(i // 10)
-    wrong = a + b + int(rng.choice((-2, -1, 1, 2)))
+    a, b = i % 10, i // 10
+    is_right = bool(i % 2)
     lines.append(
       {
         "prompt": f"{a}+{b}",
-        "chosen": f"{a}+{b}={a + b}",
-        "rejected": f"{a}+{b}={wrong}",
-        "steps": [f"{a}+{b}", f"={a + b if i % 2 else wrong}"],
-        "labels": [True, bool(i % 2)],
+        "chosen": f"yes {a + b}",
+        "rejected": f"no {a + b + 1}",
+        "steps": [f"{a}+{b}", "yes" if is_right else "no"],
+        "labels": [True, is_right],
+        "completion": f"yes {a + b}" if is_right else f"no {a + b}",
       }
     )
   path.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -50,7 +50,7 @@ def steps():
 
 
 def score_loss(scores):
-  return preferences.bradley_terry_loss(scores, jnp.asarray(OTHERS, "float32"))
+  return preferences.bradley_terry_loss(scores - jnp.asarray(OTHERS, "float32"))
 
 
 def labelled_loss(logits):

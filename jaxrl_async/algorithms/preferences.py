@@ -58,8 +58,7 @@ def ipo_loss(
 
 
 def bradley_terry_loss(
-  chosen_scores: Float[Array, "*pairs"],
-  rejected_scores: Float[Array, "*pairs"],
+  margins: Float[Array, "*pairs"],
 ) -> Float[Array, "*pairs"]:
   r"""Return the loss of a reward model for each pair, arXiv:2203.02155 eq. 1.
 
@@ -68,8 +67,11 @@ def bradley_terry_loss(
   By the model of Bradley and Terry, sigmoid of the difference of two scores is
   the probability that the first completion is preferred. The scores are
   determined up to a constant for each prompt.
+
+  Args:
+    margins: r(y_c) - r(y_r).
   """
-  return -jax.nn.log_sigmoid(chosen_scores - rejected_scores)
+  return -jax.nn.log_sigmoid(margins)
 
 
 def step_loss(

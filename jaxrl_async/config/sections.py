@@ -133,6 +133,7 @@ OptimizerSection = optimizer_section.OptimizerSection
 ProximalMode = algorithm_section.ProximalMode
 PreferenceLoss = preference_section.PreferenceLoss
 PreferenceSection = preference_section.PreferenceSection
+RewardLoss = preference_section.RewardLoss
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)

@@ -414,13 +414,16 @@ def make_supervised_trainer(
   """Build a trainer for supervised training.
 
   Args:
-    setup: of the run. If its model has adapters, only these are trained.
+    setup: of the run. If its model has adapters, only these are trained, and
+      a scalar head.
     section: number of steps, and the optimizer.
     rows: the packed examples.
     objective: what is minimised.
   """
   config = setup.config
   policy = setup.models[train_state.POLICY]
+  if setup.model.lora is not None and setup.model.has_scalar_head:
+    policy = dataclasses.replace(policy, is_trainable=_is_adapter_or_head)
   return sft.SupervisedTrainer(
     section,
     rows,
@@ -433,6 +436,10 @@ def make_supervised_trainer(
     max_bad_updates=config.train.max_bad_updates,
     seed=config.seed,
   )
+
+
+def _is_adapter_or_head(path: train_state.Path) -> bool:
+  return path[0] == "scalar_head" or lora_lib.is_adapter(path)
 
 
 def warm_start(

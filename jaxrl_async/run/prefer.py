@@ -8,6 +8,7 @@ second model is in memory, and a step costs as much as one of supervised
 training on as many tokens.
 """
 
+from collections.abc import Callable
 import pathlib
 from typing import Any
 
@@ -85,9 +86,18 @@ def starting_policy(setup: setup_lib.Setup) -> transformer.Params:
 
 
 def packed_pairs(
-  setup: setup_lib.Setup, split: str, num_examples: int
+  setup: setup_lib.Setup,
+  split: str,
+  num_examples: int,
+  pack: Callable[..., packing.PackedBatch] = preference_objectives.pack_pairs,
 ) -> tuple[packing.PackedBatch, list[str]]:
   """Return the packed pairs of a split, and lines about those left out.
+
+  Args:
+    setup: of the training.
+    split: of the source.
+    num_examples: number of pairs.
+    pack: makes rows of pairs.
 
   Raises:
     ConfigError: the data has no pairs, or none that fits into a row.
@@ -101,7 +111,5 @@ def packed_pairs(
     num_examples=num_examples,
     max_tokens=tokens_per_row,
   )
-  rows = preference_objectives.pack_pairs(
-    list(pairs), tokens_per_row=tokens_per_row
-  )
+  rows = pack(list(pairs), tokens_per_row=tokens_per_row)
   return rows, [f"split {split}: {line}" for line in pairs.left_out()]

@@ -26,6 +26,34 @@ def check(config: sections.Config) -> None:
   check_pairs(config)
 
 
+def check_reward_model(config: sections.Config) -> None:
+  """Check a config of `launch/reward_model.py`.
+
+  Raises:
+    ConfigError: one line that names the field and a correct value.
+  """
+  config_checks.check(config)
+  section = config.preference
+  check_start(config)
+  if section.reward_loss is sections.RewardLoss.BRADLEY_TERRY:
+    check_pairs(config)
+    return
+  sections.require(
+    section.steps != section.labels,
+    "preference.labels",
+    f"{sections.shown(section.labels)} is preference.steps too; name another"
+    " column",
+  )
+  sections.require(
+    bool(config.task.sources)
+    or uri_lib.parse("task.dataset", config.task.dataset).has_rows,
+    "preference.reward_loss",
+    f"{section.reward_loss.value} needs a column of steps (preference.steps),"
+    f" but task.dataset {sections.shown(config.task.dataset)} is a generator"
+    " without any; name a dataset in files",
+  )
+
+
 def check_start(config: sections.Config) -> None:
   """Check what is trained, from what, and with which optimizer.
 

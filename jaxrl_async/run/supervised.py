@@ -260,7 +260,9 @@ class FineTuning:
     self._claim.check()
     params, model = self._trainer.state.policy.params, self._setup.model
     if model.lora is not None:
-      self._write_adapter(params)
+      # PEFT has no place for a scalar head.
+      if not model.has_scalar_head:
+        self._write_adapter(params)
       params = initial_params.placed(
         lora_lib.merged(params, model.lora), self._setup
       )

@@ -41,7 +41,9 @@ class Microbatch:
     entropy: the entropy of that policy's distribution of each token. Gradients
       flow through it too.
     values: what a critic predicts for the state before each token, see
-      `critic`. Gradients flow through it. None without a critic.
+      `critic`. Gradients flow through it. None without a critic. If a model
+      with a scalar head is trained in the policy's place, what the head makes
+      of the state after each token; logprobs and entropies are then 0.
     batch: the packed arrays. `batch.fields` holds what the stages before the
       update added.
     totals: the `minibatch_totals` of the whole minibatch.

@@ -27,6 +27,7 @@ from jaxrl_async.models import transformer
 from jaxrl_async.planning import aot
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
+from jaxrl_async.training import row_passes
 from jaxrl_async.training import segments as segments_lib
 from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
@@ -54,14 +55,22 @@ def plan(
   trajectories: Sequence[types.Trajectory],
   *,
   tokens_per_row: int,
+  fields: Mapping[str, Sequence[Float[np.ndarray, "_"]]] | None = None,
 ) -> segments_lib.Segments:
-  """Decide in which row each trajectory lies."""
+  """Decide in which row each trajectory lies.
+
+  Args:
+    trajectories: none of them is longer than a row.
+    tokens_per_row: length of a row.
+    fields: as in `packing.plan`.
+  """
   return packing.plan(
     [packing.without_prompt(trajectories)],
     np.zeros((len(trajectories),), np.float32),
     tokens_per_row=tokens_per_row,
     rows_per_microbatch=1,
     num_minibatches=1,
+    fields=fields,
   )
 
 
@@ -177,7 +186,6 @@ class SupervisedTrainer:
     self._section = section
     self._rows = rows
     self._objective = objective
-    self._rows_per_microbatch = rows_per_microbatch
     self._max_bad_updates = max_bad_updates
     self._seed = seed
     self._models = {train_state.POLICY: policy}
@@ -191,8 +199,11 @@ class SupervisedTrainer:
     self._sharding = train_state.shardings(
       mesh, rules, self._models, self._optimizers
     )
-    self._batch_sharding = mesh_lib.sharding(
-      mesh, rules, None, None, "batch", "tokens"
+    self._passes = row_passes.RowPasses(
+      mesh,
+      rules,
+      rows_per_microbatch=rows_per_microbatch,
+      rows_per_batch=section.rows_per_batch,
     )
     replicated = mesh_lib.replicated(mesh)
     self._update = jax.jit(
@@ -262,7 +273,7 @@ class SupervisedTrainer:
     chosen = next(self._order)
     batch = jax.tree.map(lambda x: x[chosen], self._rows)
     self.state, metrics = self._update(
-      self.state, self._on_device(batch), np.int32(0)
+      self.state, self._passes.on_device(batch), np.int32(0)
     )
     learning_rate = float(self._schedule(self.num_steps_done))
     self.num_steps_done += 1
@@ -295,8 +306,8 @@ class SupervisedTrainer:
       rows: as those that are trained on, with rows of the same length.
     """
     totals: dict[str, float] = {}
-    for batch in self._batches(rows):
-      sums = self._sums(self.state.policy.params, self._on_device(batch))
+    params = self.state.policy.params
+    for sums in self._passes.each(self._sums, params, rows):
       for name, value in sums.items():
         totals[name] = totals.get(name, 0.0) + float(value)
     count = totals.pop("count")
@@ -309,38 +320,13 @@ class SupervisedTrainer:
 
     The sum is over the loss tokens, under the parameters as they are now.
     """
-    parts = [
-      np.asarray(
-        self._logprob_sums(self.state.policy.params, self._on_device(batch))
-      )
-      for batch in self._batches(rows)
-    ]
-    return np.concatenate(parts)[: len(rows.tokens)]
+    params = self.state.policy.params
+    return self._passes.of_tokens(self._logprob_sums, params, rows)
 
   def use(self, rows: packing.PackedBatch) -> None:
     """Train on rows that have fields besides those given before."""
     assert len(rows.tokens) == len(self._rows.tokens)
     self._rows = rows
-
-  def _batches(
-    self, rows: packing.PackedBatch
-  ) -> Iterator[packing.PackedBatch]:
-    """Yield all rows in batches of one shape. Rows of zeros are padding."""
-    per_call = self._section.rows_per_batch
-    for first in range(0, len(rows.tokens), per_call):
-      yield jax.tree.map(
-        lambda x, first=first: np.pad(
-          x[first : first + per_call],
-          ((0, max(0, first + per_call - len(x))), (0, 0)),
-        ),
-        rows,
-      )
-
-  def _on_device(self, rows: packing.PackedBatch) -> packing.PackedBatch:
-    """Move [R, T] rows to the device as one minibatch of microbatches."""
-    shape = (1, -1, self._rows_per_microbatch, rows.tokens.shape[1])
-    batch = jax.tree.map(lambda x: x.reshape(shape), rows)
-    return mesh_lib.put(batch, self._batch_sharding)
 
   def _go_to(self, step: int, bad_updates: int) -> None:
     self.num_steps_done = step
@@ -357,15 +343,22 @@ def _evaluated(
   batch: packing.PackedBatch,
 ) -> objectives.Microbatch:
   """Return all rows of a batch as one microbatch, without gradients."""
-  logprobs = train_step.batch_logprobs(forward, params, batch)
+  values = None
+  if forward.model.has_scalar_head:
+    values = train_step.of_batch(
+      lambda micro: train_step.token_scalars(forward, params, micro), batch
+    )
+    logprobs = jnp.zeros_like(values)
+  else:
+    logprobs = train_step.batch_logprobs(forward, params, batch)
   length = batch.tokens.shape[-1]
-  logprobs, batch = jax.tree.map(
-    lambda x: x.reshape(-1, length), (logprobs, batch)
+  logprobs, values, batch = jax.tree.map(
+    lambda x: x.reshape(-1, length), (logprobs, values, batch)
   )
   return objectives.Microbatch(
     logprobs=logprobs,
     entropy=jnp.zeros_like(logprobs),
-    values=None,
+    values=values,
     batch=batch,
     totals=objectives.minibatch_totals(batch),
     policy_version=jnp.int32(0),
