@@ -128,12 +128,9 @@ class FineTuning:
     self._progress = progress
     self._stop = stop
     self._claim = claim
-    self._writer = metrics_lib.MetricsWriter(
-      workdir, side_outputs_lib.SideOutputs(progress.note)
-    )
     self._validation = Validation()
-    resume.check_config_file(setup.config, workdir)
     stored = self._newest()
+    resume.check_config_file(setup.config, workdir)
     self._is_new = stored is None
     if stored is None:
       sections.require(
@@ -152,6 +149,9 @@ class FineTuning:
       )
     self._trainer = assembly.make_supervised_trainer(
       setup, recipe.section, self._rows, recipe.objective
+    )
+    self._writer = metrics_lib.MetricsWriter(
+      workdir, side_outputs_lib.SideOutputs(progress.note)
     )
     if stored is None:
       self._trainer.start(recipe.first_params())
@@ -315,7 +315,8 @@ class FineTuning:
     """Return step and host state of the newest checkpoint, if there is one.
 
     Raises:
-      WorkdirError: it is damaged, or belongs to another config.
+      ConfigError: it is damaged, or belongs to another kind of training, to
+        another config or to other data.
     """
     try:
       checkpoint.recover(self._directory)
@@ -338,6 +339,12 @@ class FineTuning:
       self._workdir,
       has_outstanding=False,
     )
+    sections.require(
+      not self._recipe.needs_reference or stored["data"] == self._versions(),
+      "task.dataset",
+      f"the data has changed since the checkpoint in {self._workdir} was"
+      " written, which has reference logprobs of it; use an empty workdir",
+    )
     return step, stored
 
   def _versions(self) -> dict[str, str]:
@@ -351,9 +358,6 @@ class FineTuning:
 
     Args:
       stored: by the checkpoint that this start continues from.
-
-    Raises:
-      ConfigError: the checkpoint's is of other data.
     """
     named = {"train": self._rows, "held_out": self._held_out}
     parts = {name: rows for name, rows in named.items() if rows is not None}
@@ -363,12 +367,6 @@ class FineTuning:
         is_first = preference_objectives.is_first_token(rows)
         self._reference[name] = sums[is_first].tolist()
     else:
-      sections.require(
-        stored["data"] == self._versions(),
-        "task.dataset",
-        f"the data has changed since the checkpoint in {self._workdir} was"
-        " written, which has reference logprobs of it; use an empty workdir",
-      )
       self._reference = stored["reference"]
     parts = {
       name: preference_objectives.with_reference(rows, self._reference[name])
