@@ -65,6 +65,7 @@ from jaxrl_async.planning import matmul_rate
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.training import objectives
+from jaxrl_async.training import sft
 from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
 from jaxrl_async.training import trainer as trainer_lib
@@ -253,7 +254,7 @@ class Ours:
       functools.partial(
         train_step.update,
         forward,
-        objectives.next_token,
+        sft.NEXT_TOKEN.loss,
         objectives.no_diagnostic,
         train_step.make_optimizers(models),
       ),

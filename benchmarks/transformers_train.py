@@ -9,7 +9,7 @@ architecture, because that is what is built), `dtype`, `learning_rate` and
 [K B T] and as in `packing.PackedBatch`. Microbatches of padding only are left
 out.
 
-The update is that of `train_step.update` with `objectives.next_token`:
+The update is that of `train_step.update` with `sft.NEXT_TOKEN`:
 cross-entropy in float32 over the loss tokens of the whole batch, gradients
 summed over the microbatches, their global norm clipped at 1, AdamW. Weights are
 random and float32; a `dtype` of bfloat16 means autocast. A token sees those

@@ -42,8 +42,8 @@ SOMETIMES = {
   "reward/source/<name>",
   "eval/greedy/parts/<name>",
 }
-# Written by launch/sft.py and not by a run.
-FINE_TUNING = "sft/"
+# Written by launch/sft.py and its like and not by a run.
+FINE_TUNING = ("sft/", "preference/", "reward_model/")
 
 
 def entries():

@@ -67,7 +67,7 @@ def with_tiny(*arguments):
   return [f"--config={TINY}", "--workdir=/nowhere/to/be/written", *arguments]
 
 
-@pytest.mark.parametrize("script", ["train", "sft"])
+@pytest.mark.parametrize("script", ["train", "sft", "prefer", "reward_model"])
 def test_an_unknown_field_is_told_before_anything_heavy_is_imported(script):
   done = launch_light(*with_tiny("--config.train.num_stps=3"), script=script)
   check(done, ["num_stps"])
@@ -95,7 +95,9 @@ def test_a_servers_bad_flag_is_told_before_anything_heavy_is_imported():
   check(done, ["grpc_port", "81"])
 
 
-@pytest.mark.parametrize("script", ["train", "sft", "serve", "show"])
+@pytest.mark.parametrize(
+  "script", ["train", "sft", "prefer", "reward_model", "serve", "show"]
+)
 def test_help_is_short_quick_and_names_what_is_needed(script):
   done = launch_light("--help", script=script)
   assert done.returncode == 0
@@ -104,7 +106,7 @@ def test_help_is_short_quick_and_names_what_is_needed(script):
   assert len(lines) < 60
   assert max(map(len, lines)) <= 80
   assert "  --workdir=" in done.stdout
-  has_config = script in ("train", "sft")
+  has_config = script not in ("serve", "show")
   assert ("  --config=FILE" in done.stdout) is has_config
   assert ("jaxrl_async/config/sections.py" in done.stdout) is has_config
   assert "--alsologtostderr" not in done.stdout

@@ -16,6 +16,7 @@ from jaxrl_async.models import peft_files
 from jaxrl_async.run import fine_tune
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import setup as setup_lib
+from jaxrl_async.run import supervised
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
@@ -46,7 +47,7 @@ def metrics(workdir):
 
 def params(workdir, config):
   setup = setup_lib.resolve(config, jax.devices())
-  loaded = initial_params.load(str(workdir / fine_tune.PARAMS), setup)
+  loaded = initial_params.load(str(workdir / supervised.PARAMS), setup)
   return jax.tree.map(np.asarray, loaded)
 
 
@@ -85,7 +86,7 @@ def test_the_best_parameters_are_kept_and_an_interruption_changes_nothing(
 
   part = tmp_path / "part"
   with monkeypatch.context() as patch:
-    patch.setattr(fine_tune.progress_lib.Progress, "stage", stop_in_step_5)
+    patch.setattr(supervised.progress_lib.Progress, "stage", stop_in_step_5)
     with pytest.raises(RuntimeError, match="killed"):
       fine_tune.fine_tune(config, part)
   monkeypatch.setattr(
@@ -127,7 +128,7 @@ def test_with_lora_the_adapter_and_the_merged_model_are_the_result(tmp_path):
   fine_tune.fine_tune(config, tmp_path)
   setup = setup_lib.resolve(config, jax.devices())
   initial = jax.tree.map(np.asarray, initial_params.before_training(setup))
-  lora, adapter = peft_files.read(tmp_path / fine_tune.ADAPTER, setup.model)
+  lora, adapter = peft_files.read(tmp_path / supervised.ADAPTER, setup.model)
   found = params(tmp_path, config)
   np.testing.assert_array_equal(found["embedding"], initial["embedding"])
   wanted = lora_lib.merged(lora_lib.joined(initial, adapter), lora)

@@ -145,14 +145,14 @@ def test_a_step_reports_the_loss_of_its_rows_before_the_update():
     section_of(2, rows_per_batch=num_rows), rows, rows_per_microbatch=num_rows
   )
   trainer.start(own_params())
-  before = trainer.loss_of(rows)
+  before = trainer.measure(rows)["loss"]
   assert trainer.step()["loss"] == pytest.approx(before, rel=1e-5)
-  after = trainer.loss_of(rows)
+  after = trainer.measure(rows)["loss"]
   assert after < before
   # It is the mean over tokens, however many calls they are spread over.
   smaller = make_trainer(section_of(2, rows_per_batch=4), rows)
   smaller.restore(trainer.state, trainer.position())
-  assert smaller.loss_of(rows) == pytest.approx(after, rel=1e-5)
+  assert smaller.measure(rows)["loss"] == pytest.approx(after, rel=1e-5)
 
 
 @pytest.mark.slow

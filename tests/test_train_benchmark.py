@@ -18,6 +18,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_weights
 from jaxrl_async.training import objectives
+from jaxrl_async.training import sft
 from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
 
@@ -108,7 +109,7 @@ def test_their_updates_are_ours(attention, tmp_path):
     functools.partial(
       train_step.update,
       settings,
-      objectives.next_token,
+      sft.NEXT_TOKEN.loss,
       objectives.no_diagnostic,
       {train_state.POLICY: optimizer},
     )

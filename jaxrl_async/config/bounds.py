@@ -49,7 +49,12 @@ _INTEGERS = (
   ),
   (1, MAX_INT, "staleness_control.patience"),
   (2, _MAX_GROUP, "algorithm.group_size"),
-  (1, _MAX_GROUP, "algorithm.groups_per_step warm_start.rows_per_batch"),
+  (
+    1,
+    _MAX_GROUP,
+    """algorithm.groups_per_step warm_start.rows_per_batch
+    preference.rows_per_batch""",
+  ),
   (1, 1_024, "task.reward_workers task.question_workers"),
   (0, MAX_REWARD_RETRIES, "task.reward_retries"),
   (0, 2**16, "model.lora.rank"),
@@ -58,7 +63,12 @@ _INTEGERS = (
   (1, 1_000_000, "task.rest_for"),
   # All examples are made before the first step. A split has 4 million
   # questions.
-  (1, 1_000_000, "warm_start.num_examples warm_start.num_eval_examples"),
+  (
+    1,
+    1_000_000,
+    """warm_start.num_examples warm_start.num_eval_examples
+    preference.num_examples preference.num_eval_examples""",
+  ),
   (1, MAX_ITEMS, "eval.num_items"),
   (1, MAX_SAMPLES, "eval.samples"),
   (0, 1_024, "run.sample_groups"),
@@ -70,7 +80,8 @@ _INTEGERS = (
     rollout.decode_steps_per_call rollout.prefill_rows rollout.page_tokens
     algorithm.num_minibatches algorithm.num_epochs train.num_steps
     train.tokens_per_row train.rows_per_microbatch train.max_bad_updates
-    train.vocab_chunk run.checkpoint_every run.keep_checkpoints""",
+    train.vocab_chunk run.checkpoint_every run.keep_checkpoints
+    preference.num_steps""",
   ),
   (
     1,
@@ -86,7 +97,9 @@ _INTEGERS = (
     algorithm.aggregation_tokens algorithm.reference_every
     warm_start.num_steps warm_start.eval_every warm_start.patience
     warm_start.optimizer.warmup_steps train.optimizer.warmup_steps
-    critic.optimizer.warmup_steps critic.warmup_steps""",
+    critic.optimizer.warmup_steps critic.warmup_steps
+    preference.eval_every preference.patience
+    preference.optimizer.warmup_steps""",
   ),
 )
 _NUMBERS = (
@@ -95,7 +108,7 @@ _NUMBERS = (
     1,
     """warm_start.corrupted_frac warm_start.decay train.decay
     algorithm.clip_low algorithm.behavior_weight_floor algorithm.gamma
-    algorithm.gae_lambda algorithm.reference_decay
+    algorithm.gae_lambda algorithm.reference_decay preference.decay
     staleness_control.min_ess staleness_control.max_clip_frac
     staleness_control.max_left_out_frac staleness_control.max_wait_frac""",
   ),
@@ -110,7 +123,8 @@ _NUMBERS = (
   (
     _MIN_FLOAT,
     _MAX_FLOAT,
-    "algorithm.sapo_positive algorithm.sapo_negative algorithm.reward_scale",
+    """algorithm.sapo_positive algorithm.sapo_negative algorithm.reward_scale
+    preference.beta""",
   ),
   (-_MAX_FLOAT, _MAX_FLOAT, "algorithm.reward_bias"),
   (-_MAX_FLOAT, _MAX_FLOAT, "task.solved_score"),
@@ -128,6 +142,12 @@ _NUMBERS = (
     cluster.coordinator_timeout_s""",
   ),
   (0.1, _MAX_TIMEOUT_S, "cluster.report_every_s"),
+)
+_OPTIMIZERS = (
+  "warm_start.optimizer.",
+  "preference.optimizer.",
+  "train.optimizer.",
+  "critic.optimizer.",
 )
 # Fields of each optimizer. An update moves a weight by about the learning rate.
 _OPTIMIZER = (
@@ -265,11 +285,12 @@ def check(config: sections.Config) -> None:
     lambda x: 0 <= x < 1 and _float32(x) < 1,
     "0 (normalises nothing) or more, and less than 1 in float32",
   )
-  for section in (
-    "warm_start.optimizer.",
-    "train.optimizer.",
-    "critic.optimizer.",
-  ):
+  holds(
+    "preference.label_smoothing",
+    lambda x: 0 <= x < 0.5,
+    "0 or more, and less than 0.5",
+  )
+  for section in _OPTIMIZERS:
     for low, high, names in _OPTIMIZER:
       for name in names.split():
         range_of(low, high, section + name)

@@ -18,6 +18,7 @@ from jaxrl_async.config import critic_section
 from jaxrl_async.config import lora_section
 from jaxrl_async.config import mesh_sections
 from jaxrl_async.config import optimizer_section
+from jaxrl_async.config import preference_section
 from jaxrl_async.config import refusals
 from jaxrl_async.config import staleness_section
 
@@ -131,6 +132,9 @@ KlEstimator = algorithm_section.KlEstimator
 OptimizerName = optimizer_section.OptimizerName
 OptimizerSection = optimizer_section.OptimizerSection
 ProximalMode = algorithm_section.ProximalMode
+PreferenceLoss = preference_section.PreferenceLoss
+PreferenceSection = preference_section.PreferenceSection
+RewardLoss = preference_section.RewardLoss
 StalenessControlSection = staleness_section.StalenessControlSection
 
 
@@ -411,6 +415,9 @@ class Config:
   task: TaskSection = dataclasses.field(default_factory=TaskSection)
   warm_start: WarmStartSection = dataclasses.field(
     default_factory=WarmStartSection
+  )
+  preference: PreferenceSection = dataclasses.field(
+    default_factory=PreferenceSection
   )
   rollout: RolloutSection = dataclasses.field(default_factory=RolloutSection)
   algorithm: AlgorithmSection = dataclasses.field(

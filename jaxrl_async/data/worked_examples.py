@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxrl_async import types
 from jaxrl_async.config import sections
+from jaxrl_async.data import example_stream
 from jaxrl_async.data import prompts
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.data import worked_solutions
@@ -19,8 +20,6 @@ from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.text import chat_template as chat_template_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
-# After this many solutions in a row that are too long, there is no other.
-_MAX_TOO_LONG = 2_000
 # Items whose solutions are scored, and examples that are made, in a check.
 _NUM_SCORED = 4
 _NUM_CHECKED = 100
@@ -53,6 +52,19 @@ def joined(
   )
 
 
+def answered(
+  prompt: types.Prompt, text: str, tokenizer: tokenizer_lib.Tokenizer
+) -> WorkedExample:
+  """Return a prompt with a completion, which ends as a policy ends one.
+
+  Raises:
+    ValueError: the text cannot be tokenized.
+  """
+  tokens = tokenizer.encode(text)
+  completion = np.append(tokens, np.int32(tokenizer.eos_id))
+  return joined([(prompt.tokens, False), (completion, True)])
+
+
 class WorkedExamples:
   """The worked solutions of a split, one after the other.
 
@@ -60,10 +72,6 @@ class WorkedExamples:
   its solution. Repetitions are not removed, because that would remove mostly
   right solutions, which are all equal for a question. Example n depends only on
   the seed and n.
-
-  Attributes:
-    num_too_long: solutions that were skipped so far, because they are longer
-      with their prompt than a row.
   """
 
   def __init__(
@@ -72,7 +80,7 @@ class WorkedExamples:
     warm_start: sections.WarmStartSection,
     *,
     max_tokens: int,
-    max_too_long: int = _MAX_TOO_LONG,
+    max_too_long: int = example_stream.MAX_UNUSABLE,
     split: str = source_lib.Split.WARM_START,
   ):
     """Prepare the examples.
@@ -90,13 +98,24 @@ class WorkedExamples:
     """
     self._source = source
     self._warm_start = warm_start
-    self._max_tokens = max_tokens
-    self._max_too_long = max_too_long
-    self._split = split
     self._solve = worked_solutions.find(
       warm_start.solver, warm_start.corrupted_frac
     )
-    self.num_too_long = 0
+    self._stream = example_stream.ExampleStream(
+      source,
+      self._tokenized,
+      lambda example: len(example.tokens),
+      split=split,
+      num_examples=warm_start.num_examples,
+      max_tokens=max_tokens,
+      what="worked solutions",
+      max_unusable=max_too_long,
+    )
+
+  @property
+  def num_too_long(self) -> int:
+    """Solutions that were skipped so far, because no row has room for them."""
+    return self._stream.num_too_long
 
   def __iter__(self) -> Iterator[WorkedExample]:
     """Yield `num_examples` examples.
@@ -104,38 +123,18 @@ class WorkedExamples:
     Raises:
       sections.ConfigError: all solutions are too long, or one cannot be made.
     """
-    stream = prompts.PromptStream(
-      self._source,
-      self._split,
-      max_barren=prompts.MAX_BARREN_CHECKED,
-    )
-    with contextlib.closing(stream):
-      for _ in range(self._warm_start.num_examples):
-        yield self._next(stream)
+    return iter(self._stream)
 
-  def _next(self, stream: prompts.PromptStream) -> WorkedExample:
-    shortest = None
-    for _ in range(self._max_too_long):
-      prompt = stream.next()
-      try:
-        example = self._example(prompt, stream.state()["next_index"])
-      except ValueError as error:
-        if isinstance(error, sections.ConfigError):
-          raise
-        raise sections.ConfigError(
-          f"warm_start.solver: the solution of {prompt.prompt_id} cannot be"
-          f" tokenized: {error}"
-        ) from error
-      length = len(example.tokens)
-      if length <= self._max_tokens:
-        return example
-      self.num_too_long += 1
-      shortest = min(shortest or length, length)
-    raise sections.ConfigError(
-      f"train.tokens_per_row: {self._max_tokens}, but the shortest of"
-      f" {self._max_too_long} worked solutions of {self._source.items.name} has"
-      f" {shortest} tokens with its prompt; use more"
-    )
+  def _tokenized(self, prompt: types.Prompt, place: int) -> WorkedExample:
+    try:
+      return self._example(prompt, place)
+    except ValueError as error:
+      if isinstance(error, sections.ConfigError):
+        raise
+      raise sections.ConfigError(
+        f"warm_start.solver: the solution of {prompt.prompt_id} cannot be"
+        f" tokenized: {error}"
+      ) from error
 
   def _example(self, prompt: types.Prompt, place: int) -> WorkedExample:
     """Return the example of a prompt.
@@ -161,9 +160,7 @@ class WorkedExamples:
     # that a second pass over a small dataset makes other mistakes.
     rng = np.random.default_rng((source.seed, place))
     text = _solution(self._solve, prompt, rng, self._warm_start)
-    tokens = source.tokenizer.encode(text)
-    completion = np.append(tokens, np.int32(source.tokenizer.eos_id))
-    return joined([(prompt.tokens, False), (completion, True)])
+    return answered(prompt, text, source.tokenizer)
 
 
 def chat_example(

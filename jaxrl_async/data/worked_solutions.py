@@ -19,7 +19,7 @@ from jaxrl_async.data import columns as columns_lib
 
 # Returns the text of a solution, from an item and what random choices need.
 Solver = Callable[[Mapping[str, Any], np.random.Generator], str]
-_FIELD = "field"
+FIELD = "field"
 _SETTING = "warm_start.solver"
 
 
@@ -77,8 +77,12 @@ SOLVERS = {"chain_sum": chain_sum}
 MESSAGES = "messages"
 
 
-def check(name: str) -> None:
+def check(name: str, setting: str = _SETTING) -> None:
   """Check the form of a solver's name, without importing anything.
+
+  Args:
+    name: see `sections.WarmStartSection`.
+    setting: the field with the name, for messages.
 
   Raises:
     sections.ConfigError: it is none of the forms.
@@ -89,37 +93,38 @@ def check(name: str) -> None:
     return
   hint = "" if has_colon else sections.did_you_mean(name, known)
   raise sections.ConfigError(
-    f"{_SETTING}: {sections.shown(name)} is none of {', '.join(known)},"
+    f"{setting}: {sections.shown(name)} is none of {', '.join(known)},"
     f" field:NAME and module:function{hint}"
   )
 
 
-def find(name: str, corrupted_frac: float) -> Solver:
+def find(name: str, corrupted_frac: float, setting: str = _SETTING) -> Solver:
   """Return the solver of a name.
 
   Args:
     name: see `sections.WarmStartSection`. A module is imported.
     corrupted_frac: for the solvers of `SOLVERS`.
+    setting: the field with the name, for messages.
 
   Raises:
     sections.ConfigError: there is none.
   """
-  check(name)
+  check(name, setting)
   if name in SOLVERS:
     return functools.partial(SOLVERS[name], corrupted_frac=corrupted_frac)
   if name == MESSAGES:
     return functools.partial(of_field, columns_lib.REPLY)
   place, _, rest = name.partition(":")
-  if place == _FIELD:
+  if place == FIELD:
     return functools.partial(of_field, rest)
   try:
     solver = getattr(importlib.import_module(place), rest, None)
   except ImportError as error:
     raise sections.ConfigError(
-      f"{_SETTING}: {sections.shown(name)} cannot be imported: {error}"
+      f"{setting}: {sections.shown(name)} cannot be imported: {error}"
     ) from error
   if not isinstance(solver, types.FunctionType):
     raise sections.ConfigError(
-      f"{_SETTING}: {place} has no function {sections.shown(rest)}"
+      f"{setting}: {place} has no function {sections.shown(rest)}"
     )
   return solver

@@ -407,28 +407,41 @@ def sft_rows(
   return rows, examples.num_too_long
 
 
-def make_sft_trainer(
-  setup: setup_lib.Setup, rows: packing.PackedBatch
+def make_supervised_trainer(
+  setup: setup_lib.Setup,
+  section: sections.WarmStartSection | sections.PreferenceSection,
+  rows: packing.PackedBatch,
+  objective: sft.Objective = sft.NEXT_TOKEN,
 ) -> sft.SupervisedTrainer:
   """Build a trainer for supervised training.
 
   Args:
-    setup: of the run. If its model has adapters, only these are trained.
+    setup: of the run. If its model has adapters, only these are trained, and
+      a scalar head.
+    section: number of steps, and the optimizer.
     rows: the packed examples.
+    objective: what is minimised.
   """
   config = setup.config
   policy = setup.models[train_state.POLICY]
+  if setup.model.lora is not None and setup.model.has_scalar_head:
+    policy = dataclasses.replace(policy, is_trainable=_is_adapter_or_head)
   return sft.SupervisedTrainer(
-    config.warm_start,
+    section,
     rows,
+    objective=objective,
     mesh=setup.train_mesh,
     rules=config.mesh.train_rules,
-    policy=dataclasses.replace(policy, optimizer=config.warm_start.optimizer),
+    policy=dataclasses.replace(policy, optimizer=section.optimizer),
     forward=forward_settings(setup, 1.0),
     rows_per_microbatch=config.train.rows_per_microbatch,
     max_bad_updates=config.train.max_bad_updates,
     seed=config.seed,
   )
+
+
+def _is_adapter_or_head(path: train_state.Path) -> bool:
+  return path[0] == "scalar_head" or lora_lib.is_adapter(path)
 
 
 def warm_start(
@@ -463,6 +476,6 @@ def warm_start(
       f" were left out, beside {section.num_examples:,} that were not"
     )
   whole = dataclasses.replace(setup, model=setup.model.base)
-  trainer = make_sft_trainer(whole, rows)
+  trainer = make_supervised_trainer(whole, section, rows)
   trainer.start(initial_params.before_training(setup))
   return sft.warm_start(trainer, section.num_steps, on_step)

@@ -1,311 +1,24 @@
-"""Supervised fine-tuning as a program of its own, on a run's training slice.
+"""Supervised fine-tuning as a program of its own, by launch/sft.py.
 
-It trains as the warm start of a run does, on the same section of the config,
-and adds a validation loss, an early stop, metrics and checkpoints:
-
-    WORKDIR/params/         the result: the parameters with the least validation
-                            loss, or the last ones without a validation
-    WORKDIR/adapter/        with LoRA, the adapter of that result. It is merged
-                            into WORKDIR/params
-    WORKDIR/fine_tuning/    what the same command continues from
-    WORKDIR/metrics.jsonl   a line for each step, and TensorBoard's files
-
-A run starts from the result with `warm_start.checkpoint=WORKDIR/params`.
+It trains as the warm start of a run does, on the same section of the config.
+`supervised` says what it writes.
 """
 
-from collections.abc import Mapping
-import contextlib
-import dataclasses
 import pathlib
-import shutil
-import time
 from typing import Any
 
 import jax
 
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.data import source as source_lib
-from jaxrl_async.models import lora as lora_lib
-from jaxrl_async.models import peft_files
 from jaxrl_async.models import transformer
-from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.reporting import progress as progress_lib
-from jaxrl_async.reporting import side_outputs as side_outputs_lib
 from jaxrl_async.run import assembly
 from jaxrl_async.run import checks
 from jaxrl_async.run import initial_params
-from jaxrl_async.run import resume
 from jaxrl_async.run import setup as setup_lib
-from jaxrl_async.storage import checkpoint
-from jaxrl_async.storage import config_json
-from jaxrl_async.storage import disk
-from jaxrl_async.storage import workdir as workdir_lib
+from jaxrl_async.run import supervised
 from jaxrl_async.training import packing
-
-PARAMS, ADAPTER = "params", "adapter"
-_STAGE = "fine-tuning"
-
-
-@dataclasses.dataclass(kw_only=True)
-class Validation:
-  """The validation losses so far, in nats per token.
-
-  Attributes:
-    first: before training.
-    best: the least one.
-    best_step: the step after which it was measured.
-    last: the newest one.
-    num_worse: evaluations since the best one.
-  """
-
-  first: float | None = None
-  best: float | None = None
-  best_step: int = 0
-  last: float | None = None
-  num_worse: int = 0
-
-  def add(self, step: int, loss: float) -> bool:
-    """Add the loss after a step, and return whether it is the best so far."""
-    self.last = loss
-    if self.first is None:
-      self.first = loss
-    is_best = self.best is None or loss < self.best
-    if is_best:
-      self.best, self.best_step, self.num_worse = loss, step, 0
-    else:
-      self.num_worse += 1
-    return is_best
-
-
-class FineTuning:
-  """One start of a fine-tuning, over a claimed workdir.
-
-  Threads: everything belongs to the main thread.
-  """
-
-  def __init__(
-    self,
-    setup: setup_lib.Setup,
-    workdir: pathlib.Path,
-    progress: progress_lib.Progress,
-    stop: supervisor_lib.StopRequest,
-    claim: workdir_lib.Claim,
-  ):
-    """Pack the examples, and restore the newest checkpoint if there is one.
-
-    Raises:
-      ConfigError: the examples cannot be used, or the workdir belongs to
-        something else.
-    """
-    self._setup = setup
-    self._section = setup.config.warm_start
-    self._workdir = workdir
-    self._progress = progress
-    self._stop = stop
-    self._claim = claim
-    self._writer = metrics_lib.MetricsWriter(
-      workdir, side_outputs_lib.SideOutputs(progress.note)
-    )
-    self._validation = Validation()
-    resume.check_config_file(setup.config, workdir)
-    stored = self._newest()
-    self._is_new = stored is None
-    if stored is None:
-      sections.require(
-        not (workdir / workdir_lib.CHECKPOINTS).exists(),
-        "workdir",
-        f"{workdir} holds a run of launch/train.py; use another one",
-      )
-      workdir_lib.check_unused(workdir)
-    self._rows = self._packed(
-      source_lib.Split.WARM_START, self._section.num_examples
-    )
-    self._held_out = None
-    if self._section.eval_every:
-      self._held_out = self._packed(
-        source_lib.Split.EVAL, self._section.num_eval_examples
-      )
-    self._trainer = assembly.make_sft_trainer(setup, self._rows)
-    if stored is None:
-      params = initial_params.before_training(setup)
-      if setup.model.lora is not None:
-        params = initial_params.with_adapters(params, setup)
-      self._trainer.start(params)
-    else:
-      self._restore(stored)
-
-  def run(self) -> dict[str, Any]:
-    """Train to the end, and return the fields of the summary.
-
-    Raises:
-      Interrupted: a signal asked to stop; a checkpoint was written.
-      WarmStartError: too many updates in a row were not finite.
-      StorageError: a file could not be written.
-    """
-    start_s = time.perf_counter()
-    self._setup.tokenizer.save(self._workdir / "tokenizer")
-    trainer, section = self._trainer, self._section
-    # The checkpoint is written first. In a workdir that has metrics but no
-    # checkpoint, the checkpoint was lost.
-    if self._is_new:
-      self._save()
-      config_json.write(self._setup.config, self._workdir)
-    if self._held_out is not None and self._validation.first is None:
-      self._validate({})
-    while trainer.num_steps_done < section.num_steps and not self._is_over():
-      if self._stop.is_set:
-        self._save()
-        raise supervisor_lib.Interrupted(
-          f"stopped after step {trainer.num_steps_done}; the same command on"
-          f" {self._workdir} goes on"
-        )
-      self._step()
-    self._save()
-    if self._held_out is None:
-      self._write_params()
-    validation = self._validation
-    return {
-      "train_steps": trainer.num_steps_done,
-      "wall_s": time.perf_counter() - start_s,
-      "num_rows": len(self._rows.tokens),
-      "validation_loss_before": validation.first,
-      "validation_loss": validation.best,
-      "best_step": None if validation.best is None else validation.best_step,
-      "stopped_early": trainer.num_steps_done < section.num_steps,
-      "params": str(self._workdir / PARAMS),
-    }
-
-  def close(self) -> None:
-    """Close the files."""
-    self._writer.close()
-
-  def _step(self) -> None:
-    trainer, section = self._trainer, self._section
-    start_s = time.perf_counter()
-    values = trainer.step()
-    values["step_s"] = time.perf_counter() - start_s
-    step = trainer.num_steps_done
-    self._progress.stage(
-      _STAGE, step, section.num_steps, f"loss {values['loss']:.3f}"
-    )
-    self._claim.check()
-    is_last = step == section.num_steps
-    named = {f"sft/{name}": value for name, value in values.items()}
-    if self._held_out is not None and (
-      is_last or step % section.eval_every == 0
-    ):
-      self._validate(named)
-    else:
-      self._writer.write(step, named)
-    if step % self._setup.config.run.checkpoint_every == 0 and not is_last:
-      self._save()
-
-  def _is_over(self) -> bool:
-    """Return whether the validation loss has stopped falling."""
-    patience = self._section.patience
-    return bool(patience) and self._validation.num_worse >= patience
-
-  def _validate(self, values: Mapping[str, float]) -> None:
-    """Measure the validation loss, and keep the parameters if it is the best.
-
-    Args:
-      values: the other metrics of the step.
-    """
-    assert self._held_out is not None
-    step = self._trainer.num_steps_done
-    loss = self._trainer.loss_of(self._held_out)
-    if self._validation.add(step, loss):
-      self._write_params()
-    self._writer.write(step, {**values, "sft/validation_loss": loss})
-    self._progress.note(
-      f"step {step}: validation loss {loss:.4f}, best"
-      f" {self._validation.best:.4f} at step {self._validation.best_step}"
-    )
-
-  def _write_params(self) -> None:
-    self._claim.check()
-    params, model = self._trainer.state.policy.params, self._setup.model
-    if model.lora is not None:
-      self._write_adapter(params)
-      params = initial_params.placed(
-        lora_lib.merged(params, model.lora), self._setup
-      )
-    initial_params.save(self._workdir / PARAMS, params)
-
-  def _write_adapter(self, params: transformer.Params) -> None:
-    target = self._workdir / ADAPTER
-    incomplete = target.with_suffix(".incomplete")
-    name = self._setup.config.model.name
-    with disk.writing(target):
-      for path in (incomplete, target):
-        shutil.rmtree(path, ignore_errors=True)
-      peft_files.write(incomplete, self._setup.model, params, base_model=name)
-      incomplete.rename(target)
-
-  def _packed(self, split: str, num_examples: int) -> packing.PackedBatch:
-    """Return the packed worked solutions of a split."""
-    rows, num_too_long = assembly.sft_rows(self._setup, split, num_examples)
-    if num_too_long:
-      self._progress.note(
-        f"{num_too_long:,} worked solutions of the split {split} are longer"
-        " than train.tokens_per_row and were left out"
-      )
-    return rows
-
-  # -- checkpoints ------------------------------------------------------------
-
-  @property
-  def _directory(self) -> pathlib.Path:
-    return self._workdir / workdir_lib.FINE_TUNING
-
-  def _save(self) -> None:
-    self._claim.check()
-    checkpoint.save(
-      self._directory,
-      self._trainer.num_steps_done,
-      self._trainer.state,
-      {
-        "fine_tuning": self._trainer.position(),
-        "validation": dataclasses.asdict(self._validation),
-        "metrics": self._writer.state(),
-        "config": config_json.to_stored(self._setup.config),
-      },
-      [],
-      keep=self._setup.config.run.keep_checkpoints,
-    )
-
-  def _newest(self) -> tuple[int, dict[str, Any]] | None:
-    """Return step and host state of the newest checkpoint, if there is one.
-
-    Raises:
-      WorkdirError: it is damaged, or belongs to another config.
-    """
-    try:
-      checkpoint.recover(self._directory)
-      step = checkpoint.latest(self._directory)
-      if step is None:
-        return None
-      stored = checkpoint.host_state(self._directory, step)
-    except checkpoint.CheckpointError as error:
-      raise workdir_lib.WorkdirError(f"workdir: {error}") from error
-    resume.check_config(
-      resume.stored_config(self._workdir, stored),
-      self._setup.config,
-      self._workdir,
-      has_outstanding=False,
-    )
-    return step, stored
-
-  def _restore(self, newest: tuple[int, dict[str, Any]]) -> None:
-    step, stored = newest
-    state, _, _ = checkpoint.restore(
-      self._directory, step, self._trainer.abstract_state()
-    )
-    self._trainer.restore(state, stored["fine_tuning"])
-    self._validation = Validation(**stored["validation"])
-    self._writer.restore(stored["metrics"])
-    self._progress.note(f"continuing {self._workdir} from step {step}")
+from jaxrl_async.training import sft
 
 
 def fine_tune(
@@ -346,12 +59,33 @@ def fine_tune(
   setup = checks.checked(
     config, jax.devices(), source=source, is_supervised=True
   )
-  stop = supervisor_lib.StopRequest()
-  with (
-    progress_lib.Progress(section.num_steps) as progress,
-    stop.on_signals(progress.note),
-    workdir_lib.Claim(workdir, progress.note) as claim,
-  ):
-    fine_tuning = FineTuning(setup, workdir, progress, stop, claim)
-    with contextlib.closing(fine_tuning):
-      return fine_tuning.run()
+  return supervised.train(setup, _worked_solutions(setup), workdir)
+
+
+def _worked_solutions(setup: setup_lib.Setup) -> supervised.Recipe:
+  """Return the recipe of the warm start."""
+
+  def packed(
+    split: str, num_examples: int
+  ) -> tuple[packing.PackedBatch, list[str]]:
+    rows, num_too_long = assembly.sft_rows(setup, split, num_examples)
+    if not num_too_long:
+      return rows, []
+    return rows, [
+      f"{num_too_long:,} worked solutions of the split {split} are longer"
+      " than train.tokens_per_row and were left out"
+    ]
+
+  def first_params() -> transformer.Params:
+    params = initial_params.before_training(setup)
+    if setup.model.lora is None:
+      return params
+    return initial_params.with_adapters(params, setup)
+
+  return supervised.Recipe(
+    kind=supervised.SFT,
+    section=setup.config.warm_start,
+    objective=sft.NEXT_TOKEN,
+    packed=packed,
+    first_params=first_params,
+  )

@@ -167,6 +167,7 @@ MUST_STAY = {
   "task.reward": "stored groups were scored with it",
   "task.rewards": "stored groups were scored with them",
   "warm_start": _WARM_START,
+  "preference": _WARM_START,
   "rollout.max_prompt_tokens": "it decides which questions there are",
   "rollout.temperature": "stored logprobs are of tokens drawn at it",
   "rollout.stop": "half-written trajectories were read with it",

@@ -41,7 +41,9 @@ class Microbatch:
     entropy: the entropy of that policy's distribution of each token. Gradients
       flow through it too.
     values: what a critic predicts for the state before each token, see
-      `critic`. Gradients flow through it. None without a critic.
+      `critic`. Gradients flow through it. None without a critic. If a model
+      with a scalar head is trained in the policy's place, what the head makes
+      of the state after each token; logprobs and entropies are then 0.
     batch: the packed arrays. `batch.fields` holds what the stages before the
       update added.
     totals: the `minibatch_totals` of the whole minibatch.
@@ -60,14 +62,25 @@ class Microbatch:
 
   def segment_sum(self, values: Float[Array, "B T"]) -> Float[Array, "B T"]:
     """Return for each token the sum over the loss tokens of its trajectory."""
-    num_segments = values.shape[1] + 1  # padding included, whose id is 0
-
-    def of_row(values: Array, segment_ids: Array) -> Array:
-      sums = jax.ops.segment_sum(values, segment_ids, num_segments)
-      return sums[segment_ids]
-
     masked = jnp.where(self.batch.loss_mask, values, 0)
-    return jax.vmap(of_row)(masked, self.batch.segment_ids)
+    return row_sum(masked, self.batch.segment_ids)
+
+
+def row_sum(
+  values: Float[Array, "B T"], ids: Int[Array, "B T"]
+) -> Float[Array, "B T"]:
+  """Return for each token the sum over the tokens of its row with its id.
+
+  Args:
+    values: of each token.
+    ids: 0 to T. Segment ids are such, with 0 for padding.
+  """
+  num_ids = values.shape[1] + 1
+
+  def of_row(values: Array, ids: Array) -> Array:
+    return jax.ops.segment_sum(values, ids, num_ids)[ids]
+
+  return jax.vmap(of_row)(values, ids)
 
 
 Sums = dict[str, Float[Array, ""]]
@@ -346,16 +359,6 @@ def with_penalties(
     return value, sums
 
   return penalised
-
-
-def next_token(micro: Microbatch) -> tuple[Float[Array, ""], Sums]:
-  """Return the cross-entropy of the loss tokens, for supervised training."""
-  loss = losses.next_token_loss(
-    micro.logprobs,
-    micro.batch.loss_mask,
-    num_loss_tokens=micro.totals["num_loss_tokens"],
-  )
-  return loss, {}
 
 
 def no_diagnostic(micro: Microbatch) -> Sums:

@@ -6,7 +6,7 @@ of a run. `run.fine_tune` trains in the same way, with checkpoints and a
 validation loss.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import itertools
@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 import numpy as np
 
 from jaxrl_async import types
+from jaxrl_async.algorithms import losses
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.data import worked_examples as worked_examples_lib
@@ -26,6 +27,8 @@ from jaxrl_async.models import transformer
 from jaxrl_async.planning import aot
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
+from jaxrl_async.training import row_passes
+from jaxrl_async.training import segments as segments_lib
 from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
 
@@ -34,32 +37,57 @@ class WarmStartError(supervisor_lib.RunError):
   """Too many updates in a row had a loss or gradient that is not finite."""
 
 
-def pack_examples(
-  examples: Iterable[worked_examples_lib.WorkedExample], *, tokens_per_row: int
-) -> packing.PackedBatch:
-  """Return the examples packed into rows, as [R, T] arrays."""
-  trajectories = []
-  for member, example in enumerate(examples):
-    length = len(example.tokens)
-    trajectories.append(
-      types.Trajectory(
-        member=member,
-        tokens=example.tokens,
-        loss_mask=example.loss_mask,
-        behavior_logprobs=np.zeros((length,), np.float32),
-        policy_versions=np.full((length,), -1, np.int32),
-      )
-    )
-  packed, _ = packing.pack(
+def trajectory(
+  member: int, example: worked_examples_lib.WorkedExample
+) -> types.Trajectory:
+  """Return an example as a trajectory, which no policy has written."""
+  length = len(example.tokens)
+  return types.Trajectory(
+    member=member,
+    tokens=example.tokens,
+    loss_mask=example.loss_mask,
+    behavior_logprobs=np.zeros((length,), np.float32),
+    policy_versions=np.full((length,), -1, np.int32),
+  )
+
+
+def plan(
+  trajectories: Sequence[types.Trajectory],
+  *,
+  tokens_per_row: int,
+  fields: Mapping[str, Sequence[Float[np.ndarray, "_"]]] | None = None,
+) -> segments_lib.Segments:
+  """Decide in which row each trajectory lies.
+
+  Args:
+    trajectories: none of them is longer than a row.
+    tokens_per_row: length of a row.
+    fields: as in `packing.plan`.
+  """
+  return packing.plan(
     [packing.without_prompt(trajectories)],
     np.zeros((len(trajectories),), np.float32),
     tokens_per_row=tokens_per_row,
     rows_per_microbatch=1,
     num_minibatches=1,
+    fields=fields,
   )
-  rows = jax.tree.map(lambda x: x.reshape(-1, tokens_per_row), packed)
+
+
+def rows_of(segments: segments_lib.Segments) -> packing.PackedBatch:
+  """Return the rows of these segments as [R, T] arrays, without empty ones."""
+  packed = packing.packed_batch(dict(segments.filled()))
+  rows = jax.tree.map(lambda x: x.reshape(-1, segments.shape[3]), packed)
   used = rows.segment_ids.any(axis=1)
   return jax.tree.map(lambda x: x[used], rows)
+
+
+def pack_examples(
+  examples: Iterable[worked_examples_lib.WorkedExample], *, tokens_per_row: int
+) -> packing.PackedBatch:
+  """Return the examples packed into rows, as [R, T] arrays."""
+  trajectories = [trajectory(i, example) for i, example in enumerate(examples)]
+  return rows_of(plan(trajectories, tokens_per_row=tokens_per_row))
 
 
 def row_order(
@@ -78,6 +106,42 @@ def row_order(
     yield chosen
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Objective:
+  """What supervised training minimises: a mean, whose terms it counts.
+
+  Attributes:
+    sums: the sums of a microbatch over these terms, by name. "loss" is
+      minimised, and the others are measured beside it.
+    count: the number of terms, from `objectives.minibatch_totals`.
+    measured: the names of the other sums.
+  """
+
+  sums: Callable[[objectives.Microbatch], objectives.Sums]
+  count: Callable[[Mapping[str, Float[Array, ""]]], Float[Array, ""]]
+  measured: tuple[str, ...] = ()
+
+  def loss(
+    self, micro: objectives.Microbatch
+  ) -> tuple[Float[Array, ""], objectives.Sums]:
+    """Return a microbatch's share of the mean, as an `objectives.Loss`."""
+    sums = dict(self.sums(micro))
+    return sums.pop("loss") / jnp.maximum(self.count(micro.totals), 1), sums
+
+
+def _cross_entropy(micro: objectives.Microbatch) -> objectives.Sums:
+  loss = losses.next_token_loss(
+    micro.logprobs, micro.batch.loss_mask, num_loss_tokens=1
+  )
+  return {"loss": loss}
+
+
+# The mean cross-entropy of the loss tokens, in nats.
+NEXT_TOKEN = Objective(
+  sums=_cross_entropy, count=lambda totals: totals["num_loss_tokens"]
+)
+
+
 class SupervisedTrainer:
   """The train state of supervised training, and the programs that change it.
 
@@ -91,9 +155,10 @@ class SupervisedTrainer:
 
   def __init__(
     self,
-    section: sections.WarmStartSection,
+    section: sections.WarmStartSection | sections.PreferenceSection,
     rows: packing.PackedBatch,
     *,
+    objective: Objective = NEXT_TOKEN,
     mesh: Mesh,
     rules: sections.ShardingRules = mesh_lib.TRAIN_RULES,
     policy: train_state.ModelSettings,
@@ -107,6 +172,7 @@ class SupervisedTrainer:
     Args:
       section: number of steps, rows per step, and the learning rate's decay.
       rows: the result of `pack_examples`, in host memory.
+      objective: what is minimised.
       mesh: the mesh of the training slice.
       rules: which mesh axes split which logical axes.
       policy: what is trained, and with which optimizer.
@@ -119,7 +185,7 @@ class SupervisedTrainer:
     layout = mesh_lib.Layout(mesh=mesh, rules=rules)
     self._section = section
     self._rows = rows
-    self._rows_per_microbatch = rows_per_microbatch
+    self._objective = objective
     self._max_bad_updates = max_bad_updates
     self._seed = seed
     self._models = {train_state.POLICY: policy}
@@ -133,15 +199,18 @@ class SupervisedTrainer:
     self._sharding = train_state.shardings(
       mesh, rules, self._models, self._optimizers
     )
-    self._batch_sharding = mesh_lib.sharding(
-      mesh, rules, None, None, "batch", "tokens"
+    self._passes = row_passes.RowPasses(
+      mesh,
+      rules,
+      rows_per_microbatch=rows_per_microbatch,
+      rows_per_batch=section.rows_per_batch,
     )
     replicated = mesh_lib.replicated(mesh)
     self._update = jax.jit(
       functools.partial(
         train_step.update,
         self._forward,
-        objectives.next_token,
+        objective.loss,
         objectives.no_diagnostic,
         self._optimizers,
       ),
@@ -149,7 +218,11 @@ class SupervisedTrainer:
       out_shardings=(self._sharding, replicated),
     )
     self._sums = jax.jit(
-      functools.partial(_loss_sums, self._forward), out_shardings=replicated
+      functools.partial(_sums, self._forward, objective),
+      out_shardings=replicated,
+    )
+    self._logprob_sums = jax.jit(
+      functools.partial(_logprob_sums, self._forward), out_shardings=replicated
     )
     self._go_to(0, 0)
 
@@ -189,9 +262,9 @@ class SupervisedTrainer:
     """Make the next step and return its metrics.
 
     Returns:
-      "loss" is the mean cross-entropy of the step's loss tokens in nats, before
-      the update. The others are "grad_norm", "learning_rate", and "epoch", the
-      passes over the rows after the step.
+      "loss" and what the objective measures beside it are means over the step's
+      rows before the update. The others are "grad_norm", "learning_rate", and
+      "epoch", the passes over the rows after the step.
 
     Raises:
       WarmStartError: `max_bad_updates` updates in a row had a loss or gradient
@@ -200,7 +273,7 @@ class SupervisedTrainer:
     chosen = next(self._order)
     batch = jax.tree.map(lambda x: x[chosen], self._rows)
     self.state, metrics = self._update(
-      self.state, self._on_device(batch), np.int32(0)
+      self.state, self._passes.on_device(batch), np.int32(0)
     )
     learning_rate = float(self._schedule(self.num_steps_done))
     self.num_steps_done += 1
@@ -213,40 +286,47 @@ class SupervisedTrainer:
         " (train.max_bad_updates)"
       )
     rows_seen = self.num_steps_done * self._section.rows_per_batch
+    totals = {name: values[0] for name, values in metrics.items()}
+    count = max(float(self._objective.count(totals)), 1.0)
     return {
       "loss": float(metrics["loss"][0]),
+      **{
+        name: float(metrics[name][0]) / count
+        for name in self._objective.measured
+      },
       "grad_norm": float(metrics["grad_norm"][0]),
       "learning_rate": learning_rate,
       "epoch": rows_seen / len(self._rows.tokens),
     }
 
-  def loss_of(self, rows: packing.PackedBatch) -> float:
-    """Return the mean cross-entropy of the loss tokens of other rows, in nats.
+  def measure(self, rows: packing.PackedBatch) -> dict[str, float]:
+    """Return the loss of other rows, and what is measured beside it.
 
     Args:
-      rows: result of `pack_examples`, with rows of the same length.
+      rows: as those that are trained on, with rows of the same length.
     """
-    per_call = self._section.rows_per_batch
-    loss_sum = num_tokens = 0.0
-    for first in range(0, len(rows.tokens), per_call):
-      # All calls have one shape. Rows of zeros are padding.
-      batch = jax.tree.map(
-        lambda x, first=first: np.pad(
-          x[first : first + per_call],
-          ((0, max(0, first + per_call - len(x))), (0, 0)),
-        ),
-        rows,
-      )
-      sums = self._sums(self.state.policy.params, self._on_device(batch))
-      loss_sum += float(sums["loss"])
-      num_tokens += float(sums["tokens"])
-    return loss_sum / num_tokens
+    totals: dict[str, float] = {}
+    params = self.state.policy.params
+    for sums in self._passes.each(self._sums, params, rows):
+      for name, value in sums.items():
+        totals[name] = totals.get(name, 0.0) + float(value)
+    count = totals.pop("count")
+    return {name: value / count for name, value in totals.items()}
 
-  def _on_device(self, rows: packing.PackedBatch) -> packing.PackedBatch:
-    """Move [R, T] rows to the device as one minibatch of microbatches."""
-    shape = (1, -1, self._rows_per_microbatch, rows.tokens.shape[1])
-    batch = jax.tree.map(lambda x: x.reshape(shape), rows)
-    return mesh_lib.put(batch, self._batch_sharding)
+  def logprob_sums(
+    self, rows: packing.PackedBatch
+  ) -> Float[np.ndarray, "rows T"]:
+    """Return for each token the sum of the logprobs of its trajectory.
+
+    The sum is over the loss tokens, under the parameters as they are now.
+    """
+    params = self.state.policy.params
+    return self._passes.of_tokens(self._logprob_sums, params, rows)
+
+  def use(self, rows: packing.PackedBatch) -> None:
+    """Train on rows that have fields besides those given before."""
+    assert len(rows.tokens) == len(self._rows.tokens)
+    self._rows = rows
 
   def _go_to(self, step: int, bad_updates: int) -> None:
     self.num_steps_done = step
@@ -257,18 +337,54 @@ class SupervisedTrainer:
     self._order = itertools.islice(order, step, None)
 
 
-def _loss_sums(
+def _evaluated(
   forward: train_step.ForwardSettings,
   params: transformer.Params,
   batch: packing.PackedBatch,
-) -> dict[str, Float[Array, ""]]:
-  """Return the summed cross-entropy of the loss tokens, and their number."""
-  logprobs = train_step.batch_logprobs(forward, params, batch)
-  mask = batch.loss_mask
-  return {
-    "loss": -jnp.sum(jnp.where(mask, logprobs, 0.0)),
-    "tokens": jnp.sum(mask, dtype=jnp.float32),
-  }
+) -> objectives.Microbatch:
+  """Return all rows of a batch as one microbatch, without gradients."""
+  values = None
+  if forward.model.has_scalar_head:
+    values = train_step.of_batch(
+      lambda micro: train_step.token_scalars(forward, params, micro), batch
+    )
+    logprobs = jnp.zeros_like(values)
+  else:
+    logprobs = train_step.batch_logprobs(forward, params, batch)
+  length = batch.tokens.shape[-1]
+  logprobs, values, batch = jax.tree.map(
+    lambda x: x.reshape(-1, length), (logprobs, values, batch)
+  )
+  return objectives.Microbatch(
+    logprobs=logprobs,
+    entropy=jnp.zeros_like(logprobs),
+    values=values,
+    batch=batch,
+    totals=objectives.minibatch_totals(batch),
+    policy_version=jnp.int32(0),
+    minibatch=jnp.int32(0),
+  )
+
+
+def _sums(
+  forward: train_step.ForwardSettings,
+  objective: Objective,
+  params: transformer.Params,
+  batch: packing.PackedBatch,
+) -> objectives.Sums:
+  """Return the sums of an objective over a batch, and their "count"."""
+  micro = _evaluated(forward, params, batch)
+  return {**objective.sums(micro), "count": objective.count(micro.totals)}
+
+
+def _logprob_sums(
+  forward: train_step.ForwardSettings,
+  params: transformer.Params,
+  batch: packing.PackedBatch,
+) -> Float[Array, "R T"]:
+  """Return for each token the sum of the logprobs of its trajectory."""
+  micro = _evaluated(forward, params, batch)
+  return micro.segment_sum(micro.logprobs)
 
 
 def warm_start(

@@ -229,6 +229,16 @@ def _likelihood(
   )
 
 
+def token_scalars(
+  settings: ForwardSettings,
+  params: transformer.Params,
+  batch: packing.PackedBatch,
+) -> Float[Array, "B T"]:
+  """Return what a scalar head makes of the state after each token."""
+  model, hidden = final_hidden(settings, params, batch)
+  return model.scalars(hidden)
+
+
 def _embedded(
   settings: ForwardSettings,
   model: transformer.Decoder,
@@ -397,8 +407,12 @@ def update(
 
       params = params_of(train_state.POLICY)
       model, hidden = final_hidden(settings, params, batch)
-      logprobs, entropy = _likelihood(settings, model, hidden, batch)
       values = None
+      if settings.model.has_scalar_head:
+        values = model.scalars(hidden)
+        logprobs = entropy = jnp.zeros_like(values)
+      else:
+        logprobs, entropy = _likelihood(settings, model, hidden, batch)
       if value_function is not None:
         critic = params_of(train_state.CRITIC)
         values = value_function(critic, hidden, batch)

@@ -1,0 +1,165 @@
+"""Solutions in steps, each with a label whether it is right, as tokens."""
+
+from collections.abc import Iterator
+import dataclasses
+from typing import Any
+
+from jaxtyping import Float
+import numpy as np
+
+from jaxrl_async import types
+from jaxrl_async.config import sections
+from jaxrl_async.data import example_stream
+from jaxrl_async.data import prompts
+from jaxrl_async.data import worked_examples as worked_examples_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
+
+# What stands after each step.
+_END = "\n"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LabelledSteps:
+  """A prompt with a solution, whose steps end at the tokens of the loss mask.
+
+  Attributes:
+    example: the mask is True at the last token of each step.
+    labels: of each token; 1 at the end of a right step, and 0 elsewhere.
+  """
+
+  example: worked_examples_lib.WorkedExample
+  labels: Float[np.ndarray, "T"]
+
+
+def tokenized(
+  prompt: types.Prompt, steps: list[str], tokenizer: tokenizer_lib.Tokenizer
+) -> worked_examples_lib.WorkedExample:
+  r"""Return a solution whose loss mask is True at the last token of each step.
+
+  Each step is encoded by itself, together with the "\n" after it.
+
+  Raises:
+    ValueError: a text cannot be tokenized.
+  """
+  parts = [(prompt.tokens, False)]
+  for step in steps:
+    tokens = tokenizer.encode(step.removesuffix(_END) + _END)
+    parts += [(tokens[:-1], False), (tokens[-1:], True)]
+  return worked_examples_lib.joined(parts)
+
+
+def column(item: dict[str, Any], name: str, setting: str, what: str) -> Any:
+  """Return what an item has in a column.
+
+  Raises:
+    sections.ConfigError: it has no such column.
+  """
+  value = item.get("metadata", {}).get(name, item.get(name))
+  known = {*item.get("metadata", {}), *item} - {"index", "metadata", "source"}
+  if value is None:
+    raise sections.ConfigError(
+      f"{setting}: the data has no column {sections.shown(name)} of {what}"
+      f"{sections.did_you_mean(name, known)}; name the columns of both in"
+      " preference.steps and preference.labels"
+    )
+  return value
+
+
+def steps_of(
+  item: dict[str, Any], name: str, prompt_id: str, setting: str
+) -> list[str]:
+  """Return the steps of an item.
+
+  Raises:
+    sections.ConfigError: it has none.
+  """
+  steps = column(item, name, setting, "steps")
+  is_right = isinstance(steps, list) and all(
+    isinstance(x, str) and x.strip() for x in steps
+  )
+  sections.require(
+    is_right and bool(steps),
+    setting,
+    f"{prompt_id} has {sections.shown(steps)}, not a list of texts",
+  )
+  return steps
+
+
+class Solutions:
+  """The labelled solutions of a split, one after the other."""
+
+  def __init__(
+    self,
+    source: prompts.PromptSource,
+    section: sections.PreferenceSection,
+    *,
+    split: str,
+    num_examples: int,
+    max_tokens: int,
+  ):
+    """Prepare the solutions.
+
+    Args:
+      source: of the prompts.
+      section: the columns of the steps and of their labels.
+      split: of the source.
+      num_examples: number of solutions.
+      max_tokens: longest prompt and solution together.
+    """
+    self._source = source
+    self._section = section
+    self._stream = example_stream.ExampleStream(
+      source,
+      self._make,
+      lambda solution: len(solution.example.tokens),
+      split=split,
+      num_examples=num_examples,
+      max_tokens=max_tokens,
+      what="solutions",
+    )
+
+  def __iter__(self) -> Iterator[LabelledSteps]:
+    """Yield `num_examples` solutions.
+
+    Raises:
+      sections.ConfigError: the data has no labelled steps, or none that fits.
+    """
+    return iter(self._stream)
+
+  def left_out(self) -> list[str]:
+    """Return a line about the solutions that were skipped so far, if any."""
+    if not self._stream.num_too_long:
+      return []
+    return [
+      f"{self._stream.num_too_long:,} solutions are longer than"
+      " train.tokens_per_row and were left out"
+    ]
+
+  def _make(self, prompt: types.Prompt, place: int) -> LabelledSteps:
+    del place
+    path, name = "preference.labels", self._section.labels
+    steps = steps_of(
+      prompt.item, self._section.steps, prompt.prompt_id, "preference.steps"
+    )
+    labels = column(prompt.item, name, path, "labels")
+    sections.require(
+      isinstance(labels, list) and all(x in (0, 1) for x in labels),
+      path,
+      f"{prompt.prompt_id} has {sections.shown(labels)}, not a list of true and"
+      " false",
+    )
+    sections.require(
+      len(labels) == len(steps),
+      path,
+      f"{prompt.prompt_id} has {len(labels)} for {len(steps)} steps"
+      f" (preference.steps)",
+    )
+    try:
+      example = tokenized(prompt, steps, self._source.tokenizer)
+    except ValueError as error:
+      raise sections.ConfigError(
+        f"preference.steps: {prompt.prompt_id} cannot be tokenized: {error}"
+      ) from error
+    of_tokens = np.zeros(len(example.tokens), np.float32)
+    of_tokens[example.loss_mask] = labels
+    return LabelledSteps(example=example, labels=of_tokens)

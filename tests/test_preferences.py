@@ -1,0 +1,126 @@
+"""Losses of pairs and of steps: float64 transcriptions, gradients, PyTorch."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_async.algorithms import preferences
+
+# From clearly wrong to clearly right, and where exp of it overflows.
+MARGINS = np.array([-800.0, -31.7, -3.2, -0.4, 0.0, 0.3, 2.9, 27.5, 800.0])
+LABELS = np.array([1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0])
+OTHERS = np.array([1.5, -0.5, 2.0, -3.0, 0.0, 1.0, -1.0, 0.5, 4.0])
+
+
+def log_sigmoid(x):
+  """Of a Python float, without overflow."""
+  return -math.log1p(math.exp(-x)) if x > 0 else x - math.log1p(math.exp(x))
+
+
+def dpo(beta, eps):
+  return np.array(
+    [
+      -(1 - eps) * log_sigmoid(beta * h) - eps * log_sigmoid(-beta * h)
+      for h in MARGINS
+    ]
+  )
+
+
+def ipo(tau):
+  return np.array([(h - 0.5 / tau) ** 2 for h in MARGINS])
+
+
+def bradley_terry():
+  return np.array(
+    [-log_sigmoid(c - r) for c, r in zip(MARGINS, OTHERS, strict=True)]
+  )
+
+
+def steps():
+  return np.array(
+    [
+      -y * log_sigmoid(r) - (1 - y) * log_sigmoid(-r)
+      for r, y in zip(MARGINS, LABELS, strict=True)
+    ]
+  )
+
+
+def score_loss(scores):
+  return preferences.bradley_terry_loss(scores - jnp.asarray(OTHERS, "float32"))
+
+
+def labelled_loss(logits):
+  return preferences.step_loss(logits, jnp.asarray(LABELS, "float32"))
+
+
+CASES = {
+  "dpo": (
+    functools.partial(preferences.dpo_loss, beta=0.1, label_smoothing=0.0),
+    dpo(0.1, 0.0),
+  ),
+  "conservative dpo": (
+    functools.partial(preferences.dpo_loss, beta=0.7, label_smoothing=0.2),
+    dpo(0.7, 0.2),
+  ),
+  "ipo": (functools.partial(preferences.ipo_loss, beta=0.3), ipo(0.3)),
+  "bradley-terry": (score_loss, bradley_terry()),
+  "steps": (labelled_loss, steps()),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_loss_is_its_equation_in_float64(name):
+  loss, wanted = CASES[name]
+  found = loss(jnp.asarray(MARGINS, "float32"))
+  assert found.dtype == jnp.float32
+  np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_gradient_is_the_finite_difference(name):
+  loss, _ = CASES[name]
+  inside = np.abs(MARGINS) < 100  # differences of float32 say nothing beyond
+  margins = jnp.asarray(MARGINS, "float32")
+  found = jax.grad(lambda x: loss(x).sum())(margins)
+  assert np.isfinite(found).all()
+  width = 0.05
+  slope = (loss(margins + width) - loss(margins - width)) / (2 * width)
+  np.testing.assert_allclose(found[inside], slope[inside], rtol=2e-3, atol=1e-4)
+
+
+def test_the_losses_are_those_written_with_pytorch():
+  torch = pytest.importorskip("torch")
+  margins = torch.tensor(MARGINS)
+  log_sig = torch.nn.functional.logsigmoid
+  beta, eps = 0.7, 0.2
+  wanted = {
+    "conservative dpo": -log_sig(beta * margins) * (1 - eps)
+    - log_sig(-beta * margins) * eps,
+    "ipo": (margins - 1 / (2 * 0.3)) ** 2,
+    "bradley-terry": -log_sig(margins - torch.tensor(OTHERS)),
+    "steps": torch.nn.functional.binary_cross_entropy_with_logits(
+      margins, torch.tensor(LABELS), reduction="none"
+    ),
+  }
+  for name, values in wanted.items():
+    found = CASES[name][0](jnp.asarray(MARGINS, "float32"))
+    np.testing.assert_allclose(found, values.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_without_smoothing_a_larger_margin_is_always_better_and_not_with_it():
+  margins = jnp.linspace(-5.0, 40.0, 200)
+  plain = preferences.dpo_loss(margins, beta=1.0, label_smoothing=0.0)
+  assert (jnp.diff(plain[:100]) < 0).all()
+  smooth = preferences.dpo_loss(margins, beta=1.0, label_smoothing=0.2)
+  best = float(margins[jnp.argmin(smooth)])
+  assert best == pytest.approx(math.log(0.8 / 0.2), abs=0.2)
+
+
+def test_ipo_asks_for_one_margin():
+  grad = jax.grad(lambda h: preferences.ipo_loss(h, beta=0.25))
+  assert float(grad(jnp.float32(2.0))) == 0.0
+  assert float(grad(jnp.float32(1.0))) < 0 < float(grad(jnp.float32(3.0)))

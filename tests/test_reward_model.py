@@ -1,0 +1,249 @@
+"""Reward models: what they learn, their files, and what they say of texts."""
+
+import json
+
+import jax
+from jax import numpy as jnp
+import metrics_page
+import numpy as np
+import preference_world
+import pytest
+import test_fine_tune
+import test_prefer
+import test_preference_objectives
+import test_prompts
+import test_rows
+
+from jaxrl_async.config import sections
+from jaxrl_async.data import labelled_steps
+from jaxrl_async.data import rows as rows_lib
+from jaxrl_async.data import source as source_lib
+from jaxrl_async.run import preference_checks
+from jaxrl_async.run import reward_model
+from jaxrl_async.training import objectives
+from jaxrl_async.training import reward_objectives
+
+start = test_prefer.start  # a fixture
+TOKENIZER = test_prompts.TOKENIZER
+STEPS = sections.RewardLoss.STEPS
+
+
+def microbatch(rows, values):
+  batch = jax.tree.map(jnp.asarray, rows)
+  return objectives.Microbatch(
+    logprobs=jnp.zeros_like(values),
+    entropy=jnp.zeros_like(values),
+    values=values,
+    batch=batch,
+    totals=objectives.minibatch_totals(batch),
+    policy_version=jnp.int32(0),
+    minibatch=jnp.int32(0),
+  )
+
+
+def log_sigmoid(x):
+  return -np.logaddexp(0.0, -np.float64(x))
+
+
+def test_a_completions_score_is_that_after_its_last_token():
+  pairs = preference_world.counting(12)
+  rows = reward_objectives.pack_pairs(
+    pairs, tokens_per_row=test_preference_objectives.WIDTH
+  )
+  rng = np.random.default_rng(0)
+  values = rng.normal(0, 3, rows.tokens.shape).astype(np.float32)
+  ends = [
+    values[row, columns[-1]]
+    for _, _, row, columns in test_preference_objectives.segments(rows)
+  ]
+  margins = np.subtract(ends[::2], ends[1::2], dtype=np.float64)
+  assert 0 < (margins > 0).mean() < 1
+  found = reward_objectives.PAIRS.sums(microbatch(rows, jnp.asarray(values)))
+  wanted = -sum(map(log_sigmoid, margins))
+  assert float(found["loss"]) == pytest.approx(wanted, rel=1e-5)
+  assert float(found["accuracy"]) == (margins > 0).sum()
+  assert float(found["margin"]) == pytest.approx(margins.sum(), rel=1e-4)
+
+  # No other state has an influence, and both ends of each pair have one.
+  def loss(x):
+    x = jnp.where(rows.loss_mask, x, jnp.nan)
+    return reward_objectives.PAIRS.loss(microbatch(rows, x))[0]
+
+  value, gradient = jax.value_and_grad(loss)(jnp.asarray(values))
+  assert float(value) == pytest.approx(wanted / 12, rel=1e-5)
+  assert ((np.asarray(gradient) != 0) == rows.loss_mask).all()
+  assert rows.loss_mask.sum() == 24
+
+
+def labelled(tmp_path, rows, max_tokens=60, **section):
+  path = test_rows.write(tmp_path / "a.jsonl", rows)
+  fields = {"question": "prompt", "answer": ""}
+  items = rows_lib.Rows(dataset=f"jsonl:{path}", fields=fields)
+  return list(
+    labelled_steps.Solutions(
+      test_rows.prompt_source(items),
+      sections.PreferenceSection(**section),
+      split=source_lib.Split.WARM_START,
+      num_examples=20,
+      max_tokens=max_tokens,
+    )
+  )
+
+
+def steps(count=40, **columns):
+  return [
+    {
+      "prompt": f"{i}+1",
+      "steps": ["a", "bb\n", "ccc"],
+      "labels": [True, bool(i % 2), 0],
+      **columns,
+    }
+    for i in range(count)
+  ]
+
+
+def test_the_labels_lie_at_the_last_tokens_of_the_steps(tmp_path):
+  solutions = labelled(tmp_path, steps())
+  for solution in solutions:
+    example = solution.example
+    ends = np.flatnonzero(example.loss_mask)
+    assert len(ends) == 3
+    assert TOKENIZER.decode(example.tokens[: ends[-1] + 1]).endswith(
+      "+1\na\nbb\nccc\n"
+    )
+    assert TOKENIZER.decode(example.tokens[ends]) == "\n\n\n"
+    assert solution.labels[ends[0]] == 1 and solution.labels[ends[2]] == 0
+    assert not solution.labels[~example.loss_mask].any()
+  assert {x.labels[x.example.loss_mask][1] for x in solutions} == {0.0, 1.0}
+  rows = reward_objectives.pack_steps(solutions, tokens_per_row=60)
+  rng = np.random.default_rng(0)
+  values = rng.normal(0, 2, rows.tokens.shape).astype(np.float32)
+  labels = rows.fields[reward_objectives.LABELS]
+  wanted, right = 0.0, 0
+  for row, column in np.argwhere(rows.loss_mask):
+    r, y = values[row, column], labels[row, column]
+    wanted -= log_sigmoid(r) if y else log_sigmoid(-r)
+    right += (r > 0) == bool(y)
+  found = reward_objectives.STEPS.sums(microbatch(rows, jnp.asarray(values)))
+  assert float(found["loss"]) == pytest.approx(wanted, rel=1e-5)
+  assert float(found["accuracy"]) == right
+  assert labels.sum() == sum(x.labels.sum() for x in solutions) > 20
+
+  def loss(x):
+    x = jnp.where(rows.loss_mask, x, jnp.nan)
+    return reward_objectives.STEPS.loss(microbatch(rows, x))[0]
+
+  value, gradient = jax.value_and_grad(loss)(jnp.asarray(values))
+  assert float(value) == pytest.approx(wanted / rows.loss_mask.sum(), rel=1e-5)
+  assert ((np.asarray(gradient) != 0) == rows.loss_mask).all()
+
+
+@pytest.mark.parametrize(
+  ("rows", "words"),
+  [
+    (
+      steps(labels=[True]),
+      ["preference.labels", "1 for 3", "preference.steps"],
+    ),
+    (steps(labels=[True, 2, 0]), ["preference.labels", "true and false"]),
+    (steps(steps="a"), ["preference.steps", "not a list of texts"]),
+    (
+      [{"prompt": f"{i}"} for i in range(40)],
+      ["preference.steps: the data has no column 'steps'", "preference.labels"],
+    ),
+  ],
+)
+def test_data_without_labelled_steps_is_named(tmp_path, rows, words):
+  with pytest.raises(sections.ConfigError) as refused:
+    labelled(tmp_path, rows)
+  for word in words:
+    assert word in str(refused.value)
+  assert "\n" not in str(refused.value)
+
+
+def make_config(tmp_path, start, **fields):
+  config = test_prefer.make_config(tmp_path, start, **fields)
+  config.preference.optimizer.learning_rate = 1e-2
+  return config
+
+
+def metrics(workdir):
+  lines = test_fine_tune.metrics(workdir)
+  for line in lines:
+    line.pop("reward_model/step_s", None)
+  return lines
+
+
+@pytest.mark.slow
+def test_it_learns_scores_and_scores_texts_of_a_file(tmp_path, start):
+  config = make_config(tmp_path, start, num_steps=30, eval_every=10)
+  workdir = tmp_path / "model"
+  summary = reward_model.train(config, workdir)
+  lines = metrics(workdir)
+  assert lines[0]["reward_model/validation_loss"] == pytest.approx(np.log(2))
+  assert summary["validation_loss"] < 0.3
+  assert lines[-1]["reward_model/validation_accuracy"] > 0.9
+  named = {name for line in lines for name in line} - {"step"}
+  in_page = {x for x in metrics_page.entries() if x.startswith("reward_model")}
+  assert named == in_page - {"reward_model/step_s"}
+  # Each row's score, whatever row of tokens it was packed into.
+  uri = config.task.dataset
+  found = list(reward_model.scores(config, workdir, uri))
+  assert [line["row"] for line in found] == list(range(60))
+  values = np.array([line["score"] for line in found])
+  assert np.mean(values[1::2]) > np.mean(values[::2]) + 1
+  one = tmp_path / "one.jsonl"
+  text = (tmp_path / "pairs.jsonl").read_text().splitlines()[7]
+  one.write_text(text + "\n")
+  (alone,) = reward_model.scores(config, workdir, f"jsonl:{one}")
+  assert alone["score"] == pytest.approx(values[7], rel=1e-4)
+  without = json.loads(text)
+  del without["completion"]
+  one.write_text(json.dumps(without) + "\n")
+  with pytest.raises(sections.ConfigError, match="'completion'"):
+    list(reward_model.scores(config, workdir, f"jsonl:{one}"))
+  # The same command on what is finished changes nothing.
+  again = reward_model.train(config, workdir)
+  assert test_fine_tune.without_time(again) == test_fine_tune.without_time(
+    summary
+  )
+
+
+@pytest.mark.slow
+def test_it_learns_which_steps_are_right(tmp_path, start):
+  config = make_config(
+    tmp_path, start, num_steps=30, eval_every=0, reward_loss=STEPS
+  )
+  config.model.lora.rank = 4
+  config.model.lora.base_dtype = "float32"
+  workdir = tmp_path / "model"
+  reward_model.train(config, workdir)
+  lines = metrics(workdir)
+  assert lines[0]["reward_model/loss"] == pytest.approx(np.log(2))
+  assert lines[-1]["reward_model/accuracy"] > 0.9
+  found = list(reward_model.scores(config, workdir, config.task.dataset))
+  right = np.array([line["steps"] for line in found])
+  assert right.shape == (60, 2)
+  labels = np.arange(60) % 2
+  assert ((right[:, 1] > 0.5) == labels).mean() > 0.9
+
+
+def test_without_a_model_nothing_is_scored(tmp_path, start):
+  config = make_config(tmp_path, start)
+  with pytest.raises(sections.ConfigError, match="^workdir: .*no reward model"):
+    list(reward_model.scores(config, tmp_path / "new", config.task.dataset))
+
+
+def test_a_generator_has_no_steps(tmp_path, start):
+  config = make_config(tmp_path, start, reward_loss=STEPS)
+  preference_checks.check_reward_model(config)
+  config.task.dataset = "chain_sum"
+  with pytest.raises(
+    sections.ConfigError, match="^preference.reward_loss: .*task.dataset"
+  ):
+    preference_checks.check_reward_model(config)
+  config.preference.steps = config.preference.labels
+  with pytest.raises(
+    sections.ConfigError, match="^preference.labels: .*preference.steps"
+  ):
+    preference_checks.check_reward_model(config)
