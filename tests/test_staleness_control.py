@@ -40,11 +40,16 @@ def bounds(asked, state=AT_2, section=SECTION):
     ({"train_wait_frac": 0.2, "staleness_max": 3}, 1, "training waited 20%"),
     # Generation is slow, and the bound is not why.
     ({"train_wait_frac": 0.9, "staleness_max": 1}, 0, ""),
-    ({"rollout_wait_frac": 0.2, "staleness_max": 0}, 1, "generation waited"),
-    ({"rollout_wait_frac": 0.3}, 1, "generation waited 30%"),
+    (
+      {"train_wait_frac": 0.3, "rollout_wait_frac": 0.2, "staleness_max": 0},
+      1,
+      "training waited 30%",
+    ),
+    # Older data would not make training any faster.
+    ({"rollout_wait_frac": 0.9}, 0, ""),
     # What is too old is not made older, whoever waits.
-    ({"ess": 0.5, "rollout_wait_frac": 0.9}, -1, "effective"),
-    ({"ess": math.nan, "rollout_wait_frac": 0.9}, 0, ""),
+    ({"ess": 0.5, "train_wait_frac": 0.9}, -1, "effective"),
+    ({"ess": math.nan, "train_wait_frac": 0.9}, 0, ""),
   ],
 )
 def test_a_step_asks_for_a_direction(changes, asked, words):

@@ -4,14 +4,15 @@ Each step asks for a direction:
 
   -1  if its data is too old: its effective sample size is below a threshold, or
       the share of clipped or of left out tokens is above one
-  +1  else, if a slice waits because of the bound, for a larger share of the
+  +1  else, if training waits because of the bound, for a larger share of the
       step than is allowed
    0  else, or if a measurement is not finite
 
-The rollout slice waits for admission because of the bound. The training slice
-may also wait because generation is slow, which no bound changes. Its wait
-counts only if a trained token was as old as the bound allows: then a step may
-have waited for a group at its deadline.
+Training may also wait because generation is slow, which no bound changes. The
+bound is the reason if generation waited in the same step, for admission, or if
+a trained token was as old as the bound, so that the step may have waited for a
+group at its deadline. Where generation alone waits, older data would not make
+training any faster.
 
 The bound moves by one after `patience` steps in a row that ask for the same
 direction, if it stays between its limits. After a move from bound a to bound b,
@@ -127,10 +128,11 @@ def direction(
     return -1, f"{found.clip_frac:.0%} of the tokens clipped"
   if found.left_out_frac > section.max_left_out_frac:
     return -1, f"{found.left_out_frac:.0%} of the tokens left out"
-  if found.rollout_wait_frac > section.max_wait_frac:
-    return 1, f"generation waited {found.rollout_wait_frac:.0%} of the step"
-  is_at_bound = found.staleness_max >= bound
-  if is_at_bound and found.train_wait_frac > section.max_wait_frac:
+  is_because_of_bound = (
+    found.rollout_wait_frac > section.max_wait_frac
+    or found.staleness_max >= bound
+  )
+  if is_because_of_bound and found.train_wait_frac > section.max_wait_frac:
     return 1, f"training waited {found.train_wait_frac:.0%} of the step"
   return 0, ""
 
