@@ -8,7 +8,7 @@ class StalenessControlSection:
   """The bound on staleness between two limits; maximum = 0 leaves it fixed.
 
   A run starts with the minimum. The bound falls by one while the data is too
-  old, and rises by one while it is not and a slice waits. A smaller bound makes
+  old, and rises by one while it is not and the slices wait. A smaller bound makes
   the slices wait more for each other, and a larger one makes the data older.
   `coordination.staleness_control` has the rule.
 
@@ -19,9 +19,8 @@ class StalenessControlSection:
     min_ess: the data is too old if the metric offpolicy/ess is below.
     max_clip_frac: it is too old if policy/clip_frac is above.
     max_left_out_frac: it is too old if offpolicy/left_out_frac is above.
-    max_wait_frac: a slice waits if it spends a larger share of the step with
-      waiting: the rollout slice for admission, or the training slice for
-      trajectories, in a step that trains tokens as old as the bound.
+    max_wait_frac: the bound rises if training waits for a larger share of the
+      step, and generation does too, or trained tokens are as old as the bound.
     patience: the bound moves after so many steps in a row that ask for it.
   """
 
