@@ -8,9 +8,8 @@ class StalenessControlSection:
   """The bound on staleness between two limits; maximum = 0 leaves it fixed.
 
   A run starts with the minimum. The bound falls by one while the data is too
-  old, and rises by one while it is not and the slices wait. A smaller bound makes
-  the slices wait more for each other, and a larger one makes the data older.
-  `coordination.staleness_control` has the rule.
+  old. It rises by one while the data is not, and the slices wait because of the
+  bound. `coordination.staleness_control` has the rule.
 
   Attributes:
     minimum: smallest bound.
