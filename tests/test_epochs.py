@@ -3,10 +3,12 @@
 import dataclasses
 import functools
 
+import critic_world
 import jax
 from jax import numpy as jnp
 import numpy as np
 import pytest
+import test_critic
 import test_train_step
 import tiny
 
@@ -149,3 +151,22 @@ def test_reused_logprobs_are_those_of_one_epoch():
   config.train.num_steps = config.algorithm.num_epochs = 2**16
   with pytest.raises(sections.ConfigError, match="^train.num_steps: "):
     config_checks.check(config)
+
+
+@pytest.mark.slow
+def test_the_returns_of_a_batch_count_once_in_the_statistics_of_a_critic():
+  trainer = critic_world.make_trainer(critic_world.SHARED, minibatches=1)
+  arrays, _ = test_critic.fields_of(trainer, test_train_step.groups())
+  before = jax.tree.map(np.array, trainer.state)
+  after = [
+    jax.jit(
+      functools.partial(trainer._update.__wrapped__, num_epochs=num_epochs)
+    )(before, arrays, jnp.int32(VERSION))[0].models[critic_world.CRITIC]
+    for num_epochs in (1, 2)
+  ]
+  statistics, twice = (
+    x.frozen[train_state.RETURN_STATISTICS]["mean"] for x in after
+  )
+  assert statistics == twice != 0
+  heads = [np.asarray(x.trainable[train_state.VALUE_HEAD]) for x in after]
+  assert not np.allclose(heads[0], heads[1])

@@ -83,7 +83,7 @@ def without_arrays(kind=step_metrics.Pending):
     programs_s=0.0,
     learning_rate=lambda: 0.0,
     times_s={},
-    model=configs.MODELS["tiny"],
+    models=[configs.MODELS["tiny"]],
     peak_flops=1.0,
   )
 

@@ -38,14 +38,13 @@ def bounds(asked, state=AT_2, section=SECTION):
     ({"left_out_frac": 0.06}, -1, "6% of the tokens left out"),
     ({"train_wait_frac": 0.2}, 1, "training waited 20%"),
     ({"train_wait_frac": 0.2, "staleness_max": 3}, 1, "training waited 20%"),
-    # Generation is slow, and the bound is not why.
-    ({"train_wait_frac": 0.9, "staleness_max": 1}, 0, ""),
     (
-      {"train_wait_frac": 0.3, "rollout_wait_frac": 0.2, "staleness_max": 0},
+      {"train_wait_frac": 0.2, "rollout_wait_frac": 0.3, "staleness_max": 0},
       1,
-      "training waited 30%",
+      "training waited 20% of the step, generation 30%",
     ),
-    # Older data would not make training any faster.
+    # One of the slices is slow, and the bound is not why the other waits.
+    ({"train_wait_frac": 0.9, "staleness_max": 1}, 0, ""),
     ({"rollout_wait_frac": 0.9}, 0, ""),
     # What is too old is not made older, whoever waits.
     ({"ess": 0.5, "train_wait_frac": 0.9}, -1, "effective"),
@@ -85,7 +84,7 @@ def values(**changes):
     "policy/clip_frac": 0.0,
     "offpolicy/left_out_frac": 0.0,
     "time/step_s": 2.0,
-    "time/wait_for_rollouts_s": 0.0,
+    "time/wait_for_rollouts_s": 0.5,
     "rollout/wait_for_admission_s": 0.5,
     "staleness/max": 1,
     **changes,
@@ -106,7 +105,8 @@ def test_a_run_starts_with_the_minimum_and_says_when_the_bound_moves():
   assert [x["staleness/decision"] for x in written] == [0, 0, 0, 0, 1]
   assert {x["staleness/asked"] for x in written} == {1}
   assert notes == [
-    "step 5: staleness bound 1 -> 2 (generation waited 25% of the step)"
+    "step 5: staleness bound 1 -> 2 (training waited 25% of the step,"
+    " generation 25%)"
   ]
 
 

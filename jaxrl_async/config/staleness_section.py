@@ -8,10 +8,8 @@ class StalenessControlSection:
   """The bound on staleness between two limits; maximum = 0 leaves it fixed.
 
   A run starts with the minimum. The bound falls by one while the data is too
-  old, and rises by one while it is not and training waits because of the bound.
-  A smaller bound makes the slices wait more for each other, and a larger one
-  makes the data older.
-  `coordination.staleness_control` has the rule.
+  old. It rises by one while the data is not, and the slices wait because of the
+  bound. `coordination.staleness_control` has the rule.
 
   Attributes:
     minimum: smallest bound.
@@ -20,8 +18,8 @@ class StalenessControlSection:
     min_ess: the data is too old if the metric offpolicy/ess is below.
     max_clip_frac: it is too old if policy/clip_frac is above.
     max_left_out_frac: it is too old if offpolicy/left_out_frac is above.
-    max_wait_frac: a slice waits if it spends a larger share of the step with
-      waiting: training for trajectories, and generation for admission.
+    max_wait_frac: the bound rises if training waits for a larger share of the
+      step, and generation does too, or trained tokens are as old as the bound.
     patience: the bound moves after so many steps in a row that ask for it.
   """
 

@@ -4,15 +4,15 @@ Each step asks for a direction:
 
   -1  if its data is too old: its effective sample size is below a threshold, or
       the share of clipped or of left out tokens is above one
-  +1  else, if training waits because of the bound, for a larger share of the
-      step than is allowed
+  +1  else, if training waits for a larger share of the step than is allowed,
+      and the bound may be the reason
    0  else, or if a measurement is not finite
 
-Training may also wait because generation is slow, which no bound changes. The
-bound is the reason if generation waited in the same step, for admission, or if
-a trained token was as old as the bound, so that the step may have waited for a
-group at its deadline. Where generation alone waits, older data would not make
-training any faster.
+The bound may be the reason if generation waits for more than the same share of
+the step, because the slices then wait for each other, or if a trained token was
+as old as the bound allows, because the step may then have waited for a group at
+its deadline. If only generation waits, training is the bottleneck. If only
+training waits, generation is. No bound makes either of them faster.
 
 The bound moves by one after `patience` steps in a row that ask for the same
 direction, if it stays between its limits. After a move from bound a to bound b,
@@ -128,12 +128,13 @@ def direction(
     return -1, f"{found.clip_frac:.0%} of the tokens clipped"
   if found.left_out_frac > section.max_left_out_frac:
     return -1, f"{found.left_out_frac:.0%} of the tokens left out"
-  is_because_of_bound = (
-    found.rollout_wait_frac > section.max_wait_frac
-    or found.staleness_max >= bound
-  )
-  if is_because_of_bound and found.train_wait_frac > section.max_wait_frac:
-    return 1, f"training waited {found.train_wait_frac:.0%} of the step"
+  both_wait = found.rollout_wait_frac > section.max_wait_frac
+  may_be_reason = both_wait or found.staleness_max >= bound
+  if found.train_wait_frac > section.max_wait_frac and may_be_reason:
+    return 1, (
+      f"training waited {found.train_wait_frac:.0%} of the step, generation"
+      f" {found.rollout_wait_frac:.0%}"
+    )
   return 0, ""
 
 
