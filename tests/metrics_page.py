@@ -17,6 +17,8 @@ SOMETIMES = {
   "staleness/asked",
   "staleness/decision",
   "policy/reference_kl",
+  "policy/teacher_kl",
+  "time/teacher_s",
   "time/reference_s",
   "time/second_moment_s",
   "time/values_s",

@@ -10,7 +10,7 @@ from ml_collections import config_dict
 # segment one for each of its turns, and gae one for each token.
 LOSSES = ("ppo", "coupled_ppo", "gspo", "cispo", "sapo", "reinforce")
 BASELINES = ("group", "leave_one_out", "batch")
-ADVANTAGES = (*BASELINES, "segment", "gae")
+ADVANTAGES = (*BASELINES, "segment", "gae", "none")
 # Functions of `optax.schedules` whose arguments a config can hold.
 SCHEDULES = (
   "constant_schedule",
@@ -132,7 +132,8 @@ class AlgorithmSection:
       the mean log-ratio of behavior and current policy is above; 0 keeps all.
     advantage: baseline of the rewards, one of `ADVANTAGES`, or module:function.
       segment compares each turn of an episode with the same turn of the others
-      of its group. gae has the values of a critic, see `critic_section`.
+      of its group. gae has the values of a critic, see `critic_section`. none
+      learns nothing from rewards, and needs a teacher.
     advantage_scale: what advantages are divided by.
     gamma: discount per token of gae.
     gae_lambda: how much gae trusts rewards over values: 1 takes the whole
@@ -161,6 +162,11 @@ class AlgorithmSection:
     schedules: fields of the loss that change with the train step, by name. Each
       entry has `schedule`, one of `SCHEDULES`, and its arguments; init_value is
       by default the field's own value.
+    teacher: directory of a model with the policy's tokenizer, from which the
+      policy learns by its logprobs of what the policy writes: one in Hugging
+      Face format, of any size, or parameters of the policy's architecture that
+      `launch/sft.py` wrote. "" is none.
+    distill_coef: coefficient of the teacher's part of the advantages.
   """
 
   max_staleness: int = 4
@@ -203,3 +209,5 @@ class AlgorithmSection:
   schedules: config_dict.ConfigDict = dataclasses.field(
     default_factory=config_dict.ConfigDict
   )
+  teacher: str = ""
+  distill_coef: float = 0.0

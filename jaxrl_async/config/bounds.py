@@ -117,8 +117,8 @@ _NUMBERS = (
     _MAX_FLOAT,
     """algorithm.clip_high algorithm.dual_clip algorithm.second_moment_bound
     algorithm.sequence_kl_bound algorithm.reward_clip algorithm.kl_coef
-    algorithm.entropy_coef algorithm.kl_reward_clip critic.value_clip
-    critic.value_coef""",
+    algorithm.entropy_coef algorithm.distill_coef algorithm.kl_reward_clip
+    critic.value_clip critic.value_coef""",
   ),
   (
     _MIN_FLOAT,

@@ -148,6 +148,8 @@ def stages(setup: setup_lib.Setup) -> list[train_step.Stage]:
         is_whitened=_is_whitened(section),
       )
     )
+  if section.teacher:
+    found.append(stages_lib.distillation_stage(section.distill_coef))
   if section.second_moment_bound:
     # It needs the sign of the advantages as they will be.
     found.append(stages_lib.second_moment_stage(section.second_moment_bound))
@@ -192,7 +194,7 @@ def movement(
 def advantages(section: sections.AlgorithmSection) -> trainer_lib.Advantages:
   """Return the function that makes advantages of groups, on the host.
 
-  Those of gae are 0, because a stage replaces them.
+  Those of gae are 0, because a stage replaces them. So are those of none.
 
   Raises:
     ConfigError: `algorithm.advantage` names a function that cannot be imported.
@@ -217,7 +219,7 @@ def advantages(section: sections.AlgorithmSection) -> trainer_lib.Advantages:
     group_ids = np.repeat(
       np.arange(len(groups)), [len(g.trajectories) for g in groups]
     )
-    if section.advantage == "gae":
+    if section.advantage in ("gae", "none"):
       return np.zeros_like(rewards)
     if section.advantage == "segment":
       return advantages_lib.segment_advantages(

@@ -2,6 +2,7 @@
 
 from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import bounds
+from jaxrl_async.config import directories
 from jaxrl_async.config import field_types
 from jaxrl_async.config import sections
 
@@ -44,6 +45,7 @@ def check(config: sections.Config) -> None:
   _check_loss(section)
   _check_corrections(section)
   _check_advantage(section)
+  _check_teacher(section)
   _check_gae(config)
   _check_penalty(section)
   _check_staleness_control(config)
@@ -56,6 +58,33 @@ def check(config: sections.Config) -> None:
     " model.lora.adapter starts from others; merge that adapter into the model,"
     " or use 0",
   )
+
+
+def _check_teacher(section: sections.AlgorithmSection) -> None:
+  sections.require(
+    bool(section.teacher) == (section.distill_coef > 0),
+    "algorithm.distill_coef",
+    f"{section.distill_coef:g}, and algorithm.teacher is"
+    f" {sections.shown(section.teacher)}; set both, or neither",
+  )
+  sections.require(
+    section.advantage != "none" or bool(section.teacher),
+    "algorithm.advantage",
+    "none leaves nothing to learn without algorithm.teacher; name one, or use"
+    " another advantage",
+  )
+  sections.require(
+    section.advantage != "none" or not section.filter_zero_std,
+    "algorithm.filter_zero_std",
+    "groups of equal rewards do teach something where rewards are not used"
+    " (algorithm.advantage is none); use False",
+  )
+  if section.teacher:
+    directories.check_can_read(
+      "algorithm.teacher",
+      section.teacher,
+      "use one in Hugging Face's format, or WORKDIR/params of launch/sft.py",
+    )
 
 
 def _check_name(field: str, name: str, known: tuple[str, ...]) -> None:

@@ -6,8 +6,10 @@ from typing import Any
 import jax
 
 from jaxrl_async.config import sections
+from jaxrl_async.config.mesh_shape import MeshShape
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.devices import topology
+from jaxrl_async.models import configs
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
@@ -29,15 +31,6 @@ def check_sharding(setup: setup_lib.Setup) -> None:
       does not fit.
   """
   config, model = setup.config, setup.model
-  sizes = {
-    "vocab": (model.vocab_size, "vocabulary"),
-    "embed": (model.model_dim, "model dimension"),
-    "heads": (model.num_heads, "number of heads"),
-    "kv_heads": (model.num_kv_heads, "number of key-value heads"),
-    "head": (model.head_dim, "head size"),
-    "mlp": (model.mlp_dim, "MLP dimension"),
-    "layers": (model.num_layers, "number of layers"),
-  }
   meshes = setup.train_mesh, setup.rollout_mesh
   for side, mesh in zip(("train", "rollout"), meshes, strict=True):
     shape = mesh_lib.shape_of(mesh)
@@ -50,17 +43,41 @@ def check_sharding(setup: setup_lib.Setup) -> None:
         mesh_lib.spec(rules, axes)
       except ValueError as error:
         raise sections.ConfigError(f"mesh.{side}_rules.{error}") from error
-    for name, (size, what) in sizes.items():
-      if name == "layers" and not is_stacked:
-        continue
-      axes = getattr(rules, name)
-      sections.require(
-        size % shape.parts(axes) == 0,
-        config_checks.mesh_fields(side, shape, axes),
-        f"{shape.parts(axes)} does not divide the {what} of {size} of"
-        f" {config.model.name}; use a number that does, or"
-        f" mesh.{side}_rules.{name}=()",
-      )
+    divided = {config.model.name: model}
+    if is_stacked and setup.teacher is not None:
+      divided[config.algorithm.teacher] = setup.teacher
+    for whose, each in divided.items():
+      _check_divided(side, shape, rules, whose, each, is_stacked)
+
+
+def _check_divided(
+  side: str,
+  shape: MeshShape,
+  rules: sections.ShardingRules,
+  whose: str,
+  model: configs.ModelConfig,
+  is_stacked: bool,
+) -> None:
+  """Check that the mesh axes of a side divide the sizes of a model."""
+  sizes = {
+    "vocab": (model.vocab_size, "vocabulary"),
+    "embed": (model.model_dim, "model dimension"),
+    "heads": (model.num_heads, "number of heads"),
+    "kv_heads": (model.num_kv_heads, "number of key-value heads"),
+    "head": (model.head_dim, "head size"),
+    "mlp": (model.mlp_dim, "MLP dimension"),
+    "layers": (model.num_layers, "number of layers"),
+  }
+  for name, (size, what) in sizes.items():
+    if name == "layers" and not is_stacked:
+      continue
+    axes = getattr(rules, name)
+    sections.require(
+      size % shape.parts(axes) == 0,
+      config_checks.mesh_fields(side, shape, axes),
+      f"{shape.parts(axes)} does not divide the {what} of {size} of"
+      f" {whose}; use a number that does, or mesh.{side}_rules.{name}=()",
+    )
 
 
 def check_weights(setup: setup_lib.Setup) -> None:

@@ -136,7 +136,7 @@ class _Follower:
     params = assembly.warm_start(setup, lambda step, loss: None)
     if setup.model.lora is not None:
       params = initial_params.with_adapters(params, setup)
-    self._trainer.start(setup.first_params(params))
+    self._trainer.start(initial_params.of_models(setup, params))
 
   def _restore(self, what: str, path: pathlib.Path) -> None:
     trainer = self._trainer

@@ -12,6 +12,7 @@ import jax
 
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.models import configs
 from jaxrl_async.models import hf_weights
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import peft_files
@@ -185,6 +186,42 @@ def with_adapters(
   return lora_lib.joined(params, fresh(jax.random.key(config.seed)))
 
 
+def of_models(
+  setup: setup_lib.Setup, params: transformer.Params
+) -> dict[str, transformer.Params]:
+  """Return the parameters of each model before the first train step.
+
+  Args:
+    setup: of the run.
+    params: of the policy.
+
+  Raises:
+    ConfigError: the parameters of the teacher cannot be used.
+  """
+  found = setup.first_params(params)
+  if setup.teacher is not None:
+    found[train_state.TEACHER] = _teacher(setup, setup.teacher)
+  return found
+
+
+def _teacher(
+  setup: setup_lib.Setup, model: configs.ModelConfig
+) -> transformer.Params:
+  """Load the parameters of the teacher onto the training slice."""
+  field, path = "algorithm.teacher", setup.config.algorithm.teacher
+  directory = pathlib.Path(path)
+  if not hf_weights.is_pretrained(directory):
+    return _stored(field, path, setup)
+  shardings = train_state.params_sharding(
+    setup.train_mesh, setup.config.mesh.train_rules, model
+  )
+  dtype = setup.config.model.compute_dtype
+  try:
+    return hf_weights.load(directory, dtype, shardings=shardings)[1]
+  except (FileNotFoundError, ValueError) as error:
+    raise sections.ConfigError(f"{field}: {error}") from error
+
+
 def load(directory: str, setup: setup_lib.Setup) -> transformer.Params:
   """Load parameters that `save` wrote, or pretrained weights.
 
@@ -198,13 +235,21 @@ def load(directory: str, setup: setup_lib.Setup) -> transformer.Params:
   path = pathlib.Path(directory)
   if hf_weights.is_pretrained(path):
     return load_pretrained("warm_start.checkpoint", path, setup)
+  return _stored("warm_start.checkpoint", directory, setup)
+
+
+def _stored(
+  field: str, directory: str, setup: setup_lib.Setup
+) -> transformer.Params:
+  """Return parameters of the policy's base that `save` wrote."""
+  path = pathlib.Path(directory)
   if checkpoint.latest(path) is None:
     raise sections.ConfigError(
-      f"warm_start.checkpoint: {directory} holds no parameters; launch/sft.py"
+      f"{field}: {directory} holds no parameters; launch/sft.py"
       " writes them to WORKDIR/params"
     )
   try:
     params, _, _ = checkpoint.restore(path, 0, abstract(setup))
   except checkpoint.CheckpointError as error:
-    raise sections.ConfigError(f"warm_start.checkpoint: {error}") from error
+    raise sections.ConfigError(f"{field}: {error}") from error
   return params

@@ -18,6 +18,7 @@ from jaxrl_async.data import source as source_lib
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_config
+from jaxrl_async.models import hf_weights
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.run import cluster_checks
@@ -48,6 +49,7 @@ class Setup:
       processes, it has the shape of a replica's mesh, and no devices to use.
     source: the source of the prompts.
     chat_template: of the tokenizer, if the task's prompts are chats.
+    teacher: the architecture of `algorithm.teacher`, if there is one.
     evaluated: the questions of `eval.sets`, which nothing is trained on. It is
       empty until `checks` has read them.
     device_bytes: the memory of each device, where the devices only stand in for
@@ -64,6 +66,7 @@ class Setup:
   rollout_mesh: jax.sharding.Mesh
   source: source_lib.Source
   chat_template: chat_template_lib.ChatTemplate | None = None
+  teacher: configs.ModelConfig | None = None
   evaluated: frozenset[str] = frozenset()
   device_bytes: int | None = None
   attention: str = ""
@@ -95,6 +98,12 @@ class Setup:
         else config.model.compute_dtype,
         is_on_host=algorithm.reference_offload,
       )
+    if self.teacher is not None:
+      models[train_state.TEACHER] = train_state.ModelSettings(
+        model=self.teacher,
+        optimizer=None,
+        frozen_dtype=config.model.compute_dtype,
+      )
     if config.algorithm.advantage == "gae":
       models[train_state.CRITIC] = train_state.ModelSettings(
         model=dataclasses.replace(self.model.base, has_scalar_head=True),
@@ -109,6 +118,8 @@ class Setup:
   ) -> dict[str, transformer.Params]:
     """Return the parameters of each model before the first train step.
 
+    Those of a teacher are not among them; see `initial_params.of_models`.
+
     Args:
       params: of the policy. The reference has the same, and so have the layers
         of a critic.
@@ -118,6 +129,7 @@ class Setup:
       if settings.trunk is None
       else critic_lib.first_params(settings, params)
       for name, settings in self.models.items()
+      if name != train_state.TEACHER
     }
 
   @property
@@ -179,6 +191,7 @@ def resolve(
     rollout_mesh=rollout_mesh,
     source=source_of(config) if source is None else source,
     chat_template=chat_template_of(config),
+    teacher=_teacher_config(config, model, tokenizer),
     device_bytes=device_bytes,
   )
 
@@ -305,6 +318,36 @@ def _model_config(
     _base_config(config, pretrained, vocab_size),
     lora=lora_lib.of_section(config.model.lora),
   )
+
+
+def _teacher_config(
+  config: sections.Config,
+  policy: configs.ModelConfig,
+  tokenizer: tokenizer_lib.Tokenizer,
+) -> configs.ModelConfig | None:
+  """Return the architecture of the teacher, if there is one.
+
+  Raises:
+    ConfigError: its files cannot be used, or it has another vocabulary.
+  """
+  field, name = "algorithm.teacher", config.algorithm.teacher
+  if not name:
+    return None
+  directory = pathlib.Path(name)
+  if not hf_weights.is_pretrained(directory):
+    return policy.base
+  try:
+    model = hf_config.model_config(directory)
+    digest = tokenizer_lib.load(directory).digest()
+  except (FileNotFoundError, ValueError) as error:
+    raise sections.ConfigError(f"{field}: {error}") from error
+  sections.require(
+    digest == tokenizer.digest() and model.vocab_size >= tokenizer.vocab_size,
+    field,
+    f"{sections.shown(name)} has another vocabulary than model.name"
+    f" {sections.shown(config.model.name)}; use a model with its tokenizer",
+  )
+  return model
 
 
 def _base_config(

@@ -331,7 +331,7 @@ def _warm_start(
     params = assembly.warm_start(setup, show, session.progress.note)
   if setup.model.lora is not None:
     params = initial_params.with_adapters(params, setup)
-  base.trainer.start(setup.first_params(params))
+  base.trainer.start(initial_params.of_models(setup, params))
   with base.side_outputs.attempt("tokenizer/"):
     setup.tokenizer.save(session.workdir / "tokenizer")
   base.record.warm_start_s = clock.now() - start_s

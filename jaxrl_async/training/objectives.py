@@ -24,6 +24,7 @@ from jaxrl_async.training import packing
 # add.
 PROXIMAL = "proximal_logprobs"
 REFERENCE = "reference_logprobs"
+TEACHER = "teacher_logprobs"
 WITHIN_SECOND_MOMENT = "within_second_moment"
 
 
@@ -389,6 +390,10 @@ def rollout_diagnostic(micro: Microbatch) -> Sums:
     before, batch.behavior_logprobs, mask, is_current
   )
   sums["entropy_sum"] = divergences.masked_sum(micro.entropy, mask)
+  if TEACHER in batch.fields:
+    sums["teacher_kl_sum"] = divergences.masked_sum(
+      batch.behavior_logprobs - batch.fields[TEACHER], mask
+    )
   if has_forward:
     guess = loglinear(micro)
     for name, other in (("loglinear", guess), ("reuse", micro.logprobs)):

@@ -12,6 +12,7 @@ from jax import numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxrl_async.algorithms import corrections
+from jaxrl_async.algorithms import distillation
 from jaxrl_async.algorithms import gae
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import transformer
@@ -61,6 +62,33 @@ def base_as_reference_stage() -> train_step.Stage:
     }
 
   return train_step.Stage(name="reference", run=run)
+
+
+def distillation_stage(coef: float) -> train_step.Stage:
+  """Return the stage that adds what a teacher says to the advantages.
+
+  See `distillation.advantages`. It has to come after every stage
+  that makes advantages.
+
+  Args:
+    coef: the coefficient.
+  """
+
+  def run(
+    settings: Settings, params: Params, batch: packing.PackedBatch
+  ) -> dict[str, Float[Array, "M K B T"]]:
+    teacher = train_step.batch_logprobs(
+      settings[train_state.TEACHER], params[train_state.TEACHER], batch
+    )
+    added = distillation.advantages(
+      teacher, batch.behavior_logprobs, batch.loss_mask, coef=coef
+    )
+    return {
+      objectives.TEACHER: teacher,
+      "advantages": batch.advantages + added,
+    }
+
+  return train_step.Stage(name="teacher", run=run)
 
 
 def second_moment_stage(bound: float) -> train_step.Stage:

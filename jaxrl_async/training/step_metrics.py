@@ -33,6 +33,7 @@ _MEANS = {
   "loglinear_gap_sum": "offpolicy/loglinear_gap",
   "loglinear_kl_sum": "offpolicy/loglinear_kl",
   "reuse_gap_sum": "offpolicy/reuse_gap",
+  "teacher_kl_sum": "policy/teacher_kl",
   "value_loss_sum": "critic/loss",
   "value_clip_count": "critic/clip_frac",
   "value_sum": "critic/value_mean",

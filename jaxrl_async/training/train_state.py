@@ -24,6 +24,7 @@ from jaxrl_async.models import transformer
 
 POLICY = "policy"
 REFERENCE = "reference"
+TEACHER = "teacher"
 CRITIC = "critic"
 
 # The leaves of a critic that a decoder of tokens does not have: its head, and

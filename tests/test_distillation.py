@@ -1,0 +1,156 @@
+"""On-policy distillation: the equation, the teacher, a run that follows it."""
+
+import functools
+
+import jax
+from jax import numpy as jnp
+import metrics_page
+import numpy as np
+import pytest
+import test_fine_tune
+import test_reference
+import test_run
+import test_train_step
+import tiny
+
+from jaxrl_async.algorithms import distillation
+from jaxrl_async.config import sections
+from jaxrl_async.run import algorithm as algorithm_lib
+from jaxrl_async.run import algorithm_checks
+from jaxrl_async.run import initial_params
+from jaxrl_async.run import resume
+from jaxrl_async.run import setup as setup_lib
+from jaxrl_async.training import objectives
+from jaxrl_async.training import stages as stages_lib
+from jaxrl_async.training import train_state
+
+POLICY, TEACHER = train_state.POLICY, train_state.TEACHER
+
+
+def test_the_advantage_is_the_difference_of_logprobs_under_the_mask():
+  rng = np.random.default_rng(0)
+  teacher, behavior = -rng.exponential(1.0, (2, 3, 7)).astype(np.float32)
+  mask = rng.random((3, 7)) < 0.6
+  wanted = np.zeros((3, 7))
+  for row, column in np.argwhere(mask):
+    difference = float(teacher[row, column]) - float(behavior[row, column])
+    wanted[row, column] = 0.3 * difference
+  assert (wanted > 0).any() and (wanted < 0).any()
+
+  def of(teacher, behavior):
+    # Nothing outside the mask has an influence.
+    return distillation.advantages(
+      jnp.where(mask, teacher, jnp.nan),
+      jnp.where(mask, behavior, jnp.nan),
+      jnp.asarray(mask),
+      coef=0.3,
+    )
+
+  np.testing.assert_allclose(of(teacher, behavior), wanted, atol=1e-6)
+  gradient = jax.grad(lambda x: of(x, behavior).sum())(jnp.asarray(teacher))
+  assert not np.asarray(gradient).any()
+
+
+def test_the_stage_adds_to_the_advantages_that_there_are():
+  batch = test_train_step.packed(rows=16)
+  params = tiny.params(seed=3, model=test_train_step.MODEL)
+  stage = stages_lib.distillation_stage(0.5)
+  made = jax.jit(
+    functools.partial(stage.run, {TEACHER: test_train_step.FORWARD})
+  )({TEACHER: params}, batch)
+  teacher = test_train_step.proximal_program()(params, batch)
+  np.testing.assert_allclose(made[objectives.TEACHER], teacher, atol=1e-6)
+  wanted = batch.advantages + 0.5 * np.where(
+    batch.loss_mask, teacher - batch.behavior_logprobs, 0
+  )
+  np.testing.assert_allclose(made["advantages"], wanted, atol=1e-6)
+  assert np.abs(wanted - batch.advantages).max() > 0.1
+
+
+def make_config(teacher, **algorithm):
+  config = test_run.make_config("sync")
+  given = {"distill_coef": 1.0, "advantage": "none"} | algorithm
+  for name, value in {"teacher": str(teacher), **given}.items():
+    setattr(config.algorithm, name, value)
+  return config
+
+
+def test_the_teacher_comes_after_what_makes_advantages(tmp_path):
+  config = make_config(
+    tmp_path, kl_coef=0.1, second_moment_bound=0.04, advantage="group"
+  )
+  setup = setup_lib.resolve(config, jax.devices())
+  assert setup.models[TEACHER].optimizer is None
+  assert setup.models[TEACHER].model == setup.model
+  names = [stage.name for stage in algorithm_lib.stages(setup)]
+  assert names == ["proximal", "reference", "teacher", "second_moment"]
+  config = make_config("", distill_coef=0.0, advantage="group")
+  setup = setup_lib.resolve(config, jax.devices())
+  assert TEACHER not in setup.models
+  assert test_reference.stage_names(setup) == ["proximal"]
+
+
+@pytest.mark.parametrize(
+  ("algorithm", "words"),
+  [
+    ({"distill_coef": 0.0}, ["algorithm.distill_coef: 0", "algorithm.teacher"]),
+    ({"teacher": ""}, ["algorithm.distill_coef: 1", "algorithm.teacher"]),
+    (
+      {"teacher": "", "distill_coef": 0.0},
+      ["algorithm.advantage: none", "algorithm.teacher"],
+    ),
+    (
+      {"filter_zero_std": True},
+      ["algorithm.filter_zero_std", "algorithm.advantage is none"],
+    ),
+    ({"teacher": "/no/such"}, ["algorithm.teacher"]),
+  ],
+)
+def test_contradictions_are_one_line(tmp_path, algorithm, words):
+  config = make_config(**({"teacher": tmp_path} | algorithm))
+  with pytest.raises(sections.ConfigError) as refused:
+    algorithm_checks.check(config)
+  for word in words:
+    assert word in str(refused.value)
+  assert "\n" not in str(refused.value)
+
+
+def test_a_directory_without_parameters_is_no_teacher(tmp_path):
+  setup = setup_lib.resolve(make_config(tmp_path), jax.devices())
+  with pytest.raises(
+    sections.ConfigError, match="^algorithm.teacher: .*holds no parameters"
+  ):
+    initial_params.of_models(setup, tiny.params())
+
+
+def test_a_run_keeps_its_teacher(tmp_path):
+  stored, wanted = make_config("/a"), make_config("/b")
+  check = functools.partial(
+    resume.check_config, stored, wanted, tmp_path, has_outstanding=True
+  )
+  with pytest.raises(sections.ConfigError, match="teacher: /a and /b"):
+    check()
+  wanted.algorithm.teacher, wanted.algorithm.distill_coef = "/a", 0.5
+  (difference,) = check()
+  assert difference.startswith("algorithm.distill_coef: ")
+
+
+@pytest.mark.slow
+def test_a_run_comes_closer_to_its_teacher_over_two_starts(tmp_path):
+  """The teacher is the policy after a warm start; the policy has none."""
+  from jaxrl_async.run import fine_tune
+  from jaxrl_async.run import supervised
+
+  tuned = test_fine_tune.make_config(num_steps=200, eval_every=0)
+  fine_tune.fine_tune(tuned, tmp_path / "sft")
+  config = make_config(tmp_path / "sft" / supervised.PARAMS)
+  config.warm_start.num_steps = 60
+  config.algorithm.groups_per_step = 16
+  for num_steps in (3, 16):
+    config.train.num_steps = num_steps
+    test_run.start(config, tmp_path / "run")
+  _, *steps = test_run.lines(tmp_path / "run", "metrics")
+  assert not metrics_page.unexplained(set().union(*steps))
+  kl = [line["policy/teacher_kl"] for line in steps]
+  assert len(kl) == 16
+  assert 0 < np.mean(kl[-4:]) < 0.9 * np.mean(kl[:4])
