@@ -105,8 +105,8 @@ def test_every_name_of_a_loss_and_of_an_advantage_stands_for_something():
   for name in algorithm_section.ADVANTAGES:
     section = sections.AlgorithmSection(advantage=name)
     found = np.sum(algorithm_lib.advantages(section)(groups)[0])
-    # Those of gae are made on the device.
-    assert found == 0 if name == "gae" else found > 0
+    # Those of gae are made on the device, and none has none.
+    assert found == 0 if name in ("gae", "none") else found > 0
 
 
 def test_scores_of_tokens_count_for_the_turns_before_them():
