@@ -1,4 +1,4 @@
-"""Train a policy on pairs of completions, of which one is better.
+r"""Train a policy on pairs of completions, of which one is better.
 
 python launch/prefer.py --config=configs/quickstart.py --workdir=/tmp/prefer \
     --config.warm_start.checkpoint=/tmp/sft/params

@@ -1,4 +1,4 @@
-"""Train a reward model on pairs or labelled steps, or score texts with one.
+r"""Train a reward model on pairs or labelled steps, or score texts with one.
 
 python launch/reward_model.py --config=FILE --workdir=/tmp/reward \
     --config.warm_start.checkpoint=/tmp/sft/params

@@ -87,6 +87,7 @@ def test_rules_that_split_an_array_twice_are_refused_in_one_line(
   assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_what_a_mesh_cannot_split_may_stay_whole():
   config = tiny.get_config()
   config.mesh.train_tensor = 4

@@ -135,6 +135,7 @@ def run_one_update(trunk, **settings):
   return before, jax.tree.map(np.array, trainer.state), sums
 
 
+@pytest.mark.slow
 def test_with_a_trunk_of_its_own_the_critic_changes_nothing_of_the_policy():
   """The update of the policy is that of the same advantages without one."""
   before, after, sums = run_one_update(OWN)
@@ -186,6 +187,7 @@ def test_a_shared_trunk_learns_from_both_losses():
   assert max(jax.tree.leaves(moved)) > 1e-4
 
 
+@pytest.mark.slow
 @BOTH
 def test_the_gradient_of_the_head_is_that_of_finite_differences(trunk):
   """Of the value loss, whose terms are computed here from hidden states."""
@@ -238,6 +240,7 @@ def test_the_gradient_of_the_head_is_that_of_finite_differences(trunk):
   )
 
 
+@pytest.mark.slow
 @BOTH
 def test_the_policy_waits_bit_by_bit_while_the_critic_warms_up(trunk):
   trainer = critic_world.make_trainer(trunk, warmup_steps=VERSION + 1)
@@ -273,6 +276,7 @@ def test_the_policy_waits_bit_by_bit_while_the_critic_warms_up(trunk):
   assert counts and set(counts) == {2}
 
 
+@pytest.mark.slow
 def test_the_metrics_of_a_critic_are_those_of_the_page():
   trainer = critic_world.make_trainer(OWN)
   arrays, _ = fields_of(trainer, test_train_step.groups())

@@ -78,6 +78,7 @@ def changed(config):
   return config
 
 
+@pytest.mark.slow
 def test_a_critic_is_a_model_of_the_run():
   names = {"proximal", "reference", "values", "advantages"}
   for trunk in (OWN, SHARED):

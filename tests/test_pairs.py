@@ -83,6 +83,7 @@ def test_a_chat_is_its_last_answer_if_it_asks_what_the_prompt_asks(tmp_path):
     list(pairs_of(tmp_path, unanswered))
 
 
+@pytest.mark.slow
 def test_equal_completions_and_long_ones_are_left_out_and_counted(tmp_path):
   rows = [
     row | {"rejected": row["chosen"] if i % 4 == 0 else "x" * (i % 4)}

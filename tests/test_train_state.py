@@ -183,6 +183,7 @@ def make_trainer_with_reference(shape=mesh_lib.ONE, **more):
   return trainer
 
 
+@pytest.mark.slow
 def test_a_frozen_model_is_sharded_saved_and_restored(tmp_path):
   trainer = make_trainer_with_reference(mesh_lib.MeshShape(fsdp=2))
   state = trainer.state

@@ -5,6 +5,9 @@ import enum
 
 from jaxrl_async.config import optimizer_section
 
+# The fields that name the two completions of a pair.
+SIDES = ("chosen", "rejected")
+
 
 class PreferenceLoss(enum.Enum):
   """What `launch/prefer.py` minimises; see `algorithms.preferences`."""

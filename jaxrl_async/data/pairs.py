@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async import types
+from jaxrl_async.config import preference_section
 from jaxrl_async.config import sections
 from jaxrl_async.data import example_stream
 from jaxrl_async.data import prompts
 from jaxrl_async.data import worked_examples as worked_examples_lib
 from jaxrl_async.data import worked_solutions
-
-SIDES = ("chosen", "rejected")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,29 +35,6 @@ def joined(pair: Pair) -> worked_examples_lib.WorkedExample:
   return worked_examples_lib.WorkedExample(
     tokens=np.concatenate([x.tokens for x in both]),
     loss_mask=np.concatenate([x.loss_mask for x in both]),
-  )
-
-
-def check(section: sections.PreferenceSection) -> None:
-  """Check the names of the two completions, without importing anything.
-
-  Raises:
-    sections.ConfigError: one of them is wrong, or both are the same column.
-  """
-  names = [getattr(section, side) for side in SIDES]
-  for side, name in zip(SIDES, names, strict=True):
-    path = f"preference.{side}"
-    sections.require(
-      name != worked_solutions.MESSAGES,
-      path,
-      f"{sections.shown(name)} names no single answer; use field:reply",
-    )
-    worked_solutions.check(name, path)
-  sections.require(
-    names[0] != names[1] or names[0] in worked_solutions.SOLVERS,
-    "preference.rejected",
-    f"{sections.shown(names[1])} is preference.chosen too, so that there is"
-    " nothing to prefer; name another one",
   )
 
 
@@ -93,11 +69,13 @@ class Pairs:
     Raises:
       sections.ConfigError: there is no such completion.
     """
-    check(section)
+    worked_solutions.check_pair(section)
     self._source = source
     self._solvers = {
       side: _solver(f"preference.{side}", getattr(section, side), frac)
-      for side, frac in zip(SIDES, (0.0, corrupted_frac), strict=True)
+      for side, frac in zip(
+        preference_section.SIDES, (0.0, corrupted_frac), strict=True
+      )
     }
     self._stream = example_stream.ExampleStream(
       source,
@@ -129,7 +107,9 @@ class Pairs:
     ]
 
   def _make(self, prompt: types.Prompt, place: int) -> Pair | None:
-    texts = {side: self._text(side, prompt, place) for side in SIDES}
+    texts = {
+      side: self._text(side, prompt, place) for side in preference_section.SIDES
+    }
     if texts["chosen"] == texts["rejected"]:
       return None
     made = {}

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_async.config import preference_section
 from jaxrl_async.config import sections
 from jaxrl_async.data import columns as columns_lib
 
@@ -95,6 +96,29 @@ def check(name: str, setting: str = _SETTING) -> None:
   raise sections.ConfigError(
     f"{setting}: {sections.shown(name)} is none of {', '.join(known)},"
     f" field:NAME and module:function{hint}"
+  )
+
+
+def check_pair(section: sections.PreferenceSection) -> None:
+  """Check the names of the two completions, without importing anything.
+
+  Raises:
+    sections.ConfigError: one of them is wrong, or both are the same column.
+  """
+  names = [getattr(section, side) for side in preference_section.SIDES]
+  for side, name in zip(preference_section.SIDES, names, strict=True):
+    path = f"preference.{side}"
+    sections.require(
+      name != MESSAGES,
+      path,
+      f"{sections.shown(name)} names no single answer; use field:reply",
+    )
+    check(name, path)
+  sections.require(
+    names[0] != names[1] or names[0] in SOLVERS,
+    "preference.rejected",
+    f"{sections.shown(names[1])} is preference.chosen too, so that there is"
+    " nothing to prefer; name another one",
   )
 
 

@@ -1,7 +1,7 @@
 """Checks of the settings of training on preferences, before any slow import."""
 
+from jaxrl_async.config import preference_section
 from jaxrl_async.config import sections
-from jaxrl_async.data import pairs as pairs_lib
 from jaxrl_async.data import worked_solutions
 from jaxrl_async.data.tables import uri as uri_lib
 from jaxrl_async.models import configs
@@ -97,10 +97,10 @@ def check_pairs(config: sections.Config) -> None:
     ConfigError: one line that names the field and a correct value.
   """
   section, task = config.preference, config.task
-  pairs_lib.check(section)
+  worked_solutions.check_pair(section)
   if task.sources or uri_lib.parse("task.dataset", task.dataset).has_rows:
     return
-  for side in pairs_lib.SIDES:
+  for side in preference_section.SIDES:
     name = getattr(section, side)
     sections.require(
       not name.startswith(f"{worked_solutions.FIELD}:"),
