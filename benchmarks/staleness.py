@@ -26,7 +26,8 @@ Prints a table and, as the last line, one JSON object: `table` has a row for
 each setting, with its names, and over the seeds `eval_mean` and `eval_std` (of
 the sampled accuracy at the end), `greedy_mean`, `realised_staleness` and
 `wall_s`. --picture draws the curves, with bands of one standard deviation.
-Hardware: two CPU cores. Result: docs/staleness.md.
+Hardware: two CPU cores. docs/performance.md has the search for a setting in
+which the objectives differ.
 """
 
 from collections.abc import Mapping, Sequence

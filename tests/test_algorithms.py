@@ -152,6 +152,7 @@ def test_advantages_of_tokens_are_packed_with_them():
     ({"loss": "pppo"}, "loss module:function"),
     ({"loss": "my module:loss"}, "loss module:function"),
     ({"advantage": "median"}, "advantage leave_one_out"),
+    ({"num_minibatches": 64}, "num_minibatches algorithm.groups_per_step"),
     ({"dual_clip": 0.5}, "dual_clip"),
     ({"dual_clip": 3.0, "loss": "gspo"}, "dual_clip algorithm.loss"),
     (

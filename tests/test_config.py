@@ -202,7 +202,7 @@ def test_the_message_says_what_would_be_right():
 def test_edges_of_the_allowed_are_allowed():
   config = sections.Config()
   config.algorithm.max_staleness = 0
-  config.algorithm.num_minibatches = 512
+  config.algorithm.num_minibatches = config.algorithm.groups_per_step
   config.eval.temperature = 0.0
   config.eval.every = 0
   config.warm_start.num_steps = 0

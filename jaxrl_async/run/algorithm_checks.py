@@ -109,6 +109,13 @@ def _check_updates(config: sections.Config) -> None:
     f"{section.num_minibatches} does not divide {trajectories} trajectories of"
     " a train step (group_size * groups_per_step); use numbers that divide",
   )
+  sections.require(
+    section.num_minibatches <= section.groups_per_step,
+    "algorithm.num_minibatches",
+    f"{section.num_minibatches} are more than the {section.groups_per_step}"
+    " groups of a train step (algorithm.groups_per_step), so that an update"
+    " would have fewer trajectories than a group; use fewer",
+  )
   step_updates = section.num_minibatches * section.num_epochs
   num_updates = config.train.num_steps * step_updates
   sections.require(
