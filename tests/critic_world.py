@@ -57,6 +57,7 @@ def make_trainer(
   *,
   warmup_steps=0,
   minibatches=2,
+  epochs=1,
   rows=8,
   loss=test_train_step.LOSS,
 ):
@@ -79,6 +80,7 @@ def make_trainer(
       tokens_per_row=16,
       rows_per_microbatch=rows,
       num_minibatches=minibatches,
+      num_epochs=epochs,
       min_microbatches=1,
       advantages=lambda groups: np.zeros(
         sum(len(group.trajectories) for group in groups)

@@ -277,6 +277,22 @@ def test_the_policy_waits_bit_by_bit_while_the_critic_warms_up(trunk):
 
 
 @pytest.mark.slow
+def test_in_several_epochs_the_returns_of_a_batch_count_once():
+  found = {}
+  for epochs in (1, 2):
+    trainer = critic_world.make_trainer(OWN, epochs=epochs)
+    (pending,) = critic_world.train(trainer, 1)
+    found[epochs] = jax.tree.map(np.array, trainer.state)
+    assert len(pending.sums["value_loss_sum"]) == 2 * epochs
+  once, twice = (found[epochs].models[CRITIC] for epochs in (1, 2))
+  jax.tree.map(np.testing.assert_array_equal, once.frozen, twice.frozen)
+  moved = jax.tree.map(
+    lambda x, y: np.abs(x - y).max(), once.trainable, twice.trainable
+  )
+  assert max(jax.tree.leaves(moved)) > 1e-4
+
+
+@pytest.mark.slow
 def test_the_metrics_of_a_critic_are_those_of_the_page():
   trainer = critic_world.make_trainer(OWN)
   arrays, _ = fields_of(trainer, test_train_step.groups())
