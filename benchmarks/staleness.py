@@ -20,7 +20,7 @@ staleness of the trained tokens is printed beside the bound, because generation
 that is no faster than training leaves a bound unused.
 
 Everything is kept in --directory. A command that was stopped goes on there with
-the run that it was in.
+the run that it was in. Other settings need another directory.
 
 Prints a table and, as the last line, one JSON object: `table` has a row for
 each setting, with its names, and over the seeds `eval_mean` and `eval_std` (of
@@ -66,7 +66,9 @@ _STEPS = flags.DEFINE_integer(
   "steps", 0, "Train steps of each run; 0 takes the config's.", lower_bound=0
 )
 _SET = flags.DEFINE_multi_string(
-  "set", [], "A further setting of every run, as train.num_steps=10."
+  "set",
+  [],
+  "A further setting of every run and of its warm start, as eval.num_items=64.",
 )
 _PICTURE = flags.DEFINE_string("picture", "", "File of the curves, if any.")
 
@@ -130,38 +132,50 @@ def _launch(script: str, *arguments: str) -> dict[str, Any]:
 
 
 def _arguments(name: str, seed: int, settings: Settings) -> list[str]:
+  """Return the flags of a run, which are those of its first start.
+
+  They are kept beside the run, so that a result is never shown as that of other
+  settings.
+  """
   directory = pathlib.Path(_DIRECTORY.value)
   variant = ":long" if _TABLE.value == "interruption" else ""
-  return [
+  fields = dict(settings) | dict(x.split("=", maxsplit=1) for x in _SET.value)
+  arguments = [
     f"--config={_CONFIG}{variant}",
     f"--workdir={directory / name}",
     f"--compile_cache={directory / 'compile_cache'}",
     f"--config.seed={seed}",
-    *(f"--config.{field}={value}" for field, value in settings.items()),
+    *(f"--config.{field}={value}" for field, value in fields.items()),
   ]
+  directory.mkdir(parents=True, exist_ok=True)
+  kept = directory / f"{name}.json"
+  if not kept.exists():
+    kept.write_text(json.dumps(arguments))
+  if json.loads(kept.read_text()) != arguments:
+    sys.exit(f"error: {kept} has other settings; use another --directory")
+  return arguments
 
 
 def _warm_start(seed: int) -> str:
-  """Return the parameters that the runs of a seed begin with."""
+  """Return the name of the warm start that the runs of a seed begin with."""
   long = "_long" if _TABLE.value == "interruption" else ""
-  arguments = _arguments(f"warm_start{long}_{seed}", seed, {})
-  return _launch("sft.py", *arguments)["params"]
+  return f"warm_start{long}_{seed}"
 
 
 def _run(names: dict[str, Any], settings: Settings, seed: int) -> dict:
   """Return the result of one run, which may have been made before."""
   name = "_".join(map(str, [_TABLE.value, *names.values(), seed]))
-  workdir = pathlib.Path(_DIRECTORY.value) / name
+  directory = pathlib.Path(_DIRECTORY.value)
+  workdir, first = directory / name, _warm_start(seed)
   summary_path = workdir / "summary.json"
+  further = {"warm_start.checkpoint": str(directory / first / "params")}
+  if _STEPS.value:
+    further["train.num_steps"] = str(_STEPS.value)
+  arguments = _arguments(name, seed, {**settings, **further})
   if not summary_path.exists():
     print(name, file=sys.stderr)
-    further: dict[str, Any] = dict(
-      setting.split("=", maxsplit=1) for setting in _SET.value
-    )
-    if _STEPS.value:
-      further["train.num_steps"] = _STEPS.value
-    further["warm_start.checkpoint"] = _warm_start(seed)
-    _launch("train.py", *_arguments(name, seed, {**settings, **further}))
+    _launch("sft.py", *_arguments(first, seed, {}))  # at once if it is done
+    _launch("train.py", *arguments)
   summary = json.loads(summary_path.read_text())
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
   metrics = [json.loads(line) for line in lines]

@@ -45,7 +45,7 @@ CHANGES = {
     "kl_in_reward": False,
     "kl_reward_clip": 0.0,
   },
-  "critic": {"value_clip": 0.0, "value_coef": 0.1, "warmup_steps": 0},
+  "critic": {"value_clip": 0.0, "value_coef": 0.1},
   "critic.optimizer": {
     "learning_rate": 1e-4,
     "warmup_steps": 2,

@@ -273,3 +273,9 @@ def test_a_run_and_its_continuation_follow_one_schedule(tmp_path):
   ):
     np.testing.assert_allclose([x[name] for x in steps], values, rtol=1e-6)
   assert steps[0]["policy/lr"] == steps[3]["policy/lr"] > 0
+
+
+def test_a_coefficient_may_begin_at_0_with_a_reference_that_moves():
+  entries = {"kl_coef": line(0.4, init_value=0.0)}
+  config = config_with(entries, kl_coef=0.1, reference_every=2)
+  schedules.check(config)

@@ -122,6 +122,13 @@ def test_a_continued_control_decides_as_one_that_never_stopped(num_before):
   assert {x["staleness/bound"] for x in expected} == {1, 2, 3}
 
 
+def test_a_control_that_is_switched_on_waits_for_the_groups_of_before():
+  control = staleness_control.StalenessControl(
+    SECTION, None, lambda _: None, oldest=6
+  )
+  assert control.state() == {"bound": 1, "streak": 0, "rest": 7}
+
+
 def test_other_limits_move_a_stored_bound_to_the_nearer_one():
   stored = {"bound": 4, "streak": 2, "rest": 0}
   narrow = dataclasses.replace(SECTION, maximum=2)
@@ -156,6 +163,11 @@ def test_a_loss_that_measures_nothing_is_refused():
     ),
     ({"minimum": 1}, {}, "minimum staleness_control.maximum"),
     ({"maximum": 2}, {"loss": "a.b:loss"}, "maximum algorithm.loss"),
+    (
+      {"maximum": 2},
+      {"behavior_weight_level": sections.BehaviorWeightLevel.NONE},
+      "maximum algorithm.behavior_weight_level",
+    ),
   ],
 )
 def test_limits_that_cannot_be_are_refused_with_both_names(

@@ -116,6 +116,23 @@ def test_statistics_stay_without_loss_tokens_and_never_divide_by_little():
   np.testing.assert_allclose((mean, deviation), (1.0, 0.1), rtol=1e-5)
 
 
+def test_returns_that_are_not_finite_change_no_statistics():
+  mask = jnp.array([True, True, False])
+  before = value_functions.updated_statistics(
+    {name: jnp.float32(0) for name in value_functions.STATISTICS},
+    jnp.array([1.0, 2.0, 3.0], jnp.float32),
+    mask,
+    decay=0.5,
+  )
+  for wrong in (np.nan, np.inf, 1e30):
+    after = value_functions.updated_statistics(
+      before, jnp.array([wrong, 1.0, 0.0], jnp.float32), mask, decay=0.5
+    )
+    assert {k: float(v) for k, v in after.items()} == {
+      k: float(v) for k, v in before.items()
+    }
+
+
 def test_a_token_has_the_value_of_the_state_before_it():
   after = jnp.arange(6.0).reshape(2, 3)
   found = value_functions.before_tokens(after)

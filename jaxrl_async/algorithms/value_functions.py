@@ -49,7 +49,8 @@ def updated_statistics(
   Args:
     statistics: by the names of `STATISTICS`, all 0 before the first step.
     returns: of each token.
-    loss_mask: tokens that count. If there are none, nothing changes.
+    loss_mask: tokens that count. If there are none, or if their returns are
+      not finite, nothing changes.
     decay: weight of the statistics so far.
   """
   count = loss_mask.sum(dtype=jnp.float32)
@@ -59,9 +60,10 @@ def updated_statistics(
     "square": (returns**2).sum() / jnp.maximum(count, 1),
     "weight": jnp.float32(1),
   }
+  is_good = (count > 0) & jnp.isfinite(of_step["square"])
   return {
     name: jnp.where(
-      count > 0,
+      is_good,
       decay * statistics[name] + (1 - decay) * of_step[name],
       statistics[name],
     )

@@ -98,10 +98,19 @@ def measured(values: Mapping[str, Any]) -> Measured:
   )
 
 
-def first(section: staleness_section.StalenessControlSection) -> State:
-  """Return the state of a new run."""
+def first(
+  section: staleness_section.StalenessControlSection, oldest: int
+) -> State:
+  """Return the first state of a run.
+
+  Args:
+    section: limits and thresholds.
+    oldest: the largest bound that groups were admitted under before; 0 for a
+      new run.
+  """
   # The first step compiles, which no bound makes faster.
-  return State(bound=section.minimum, streak=0, rest=section.minimum + 1)
+  rest = max(section.minimum, oldest) + 1
+  return State(bound=section.minimum, streak=0, rest=rest)
 
 
 def continued(
@@ -168,17 +177,22 @@ class StalenessControl:
     section: staleness_section.StalenessControlSection,
     stored: Mapping[str, int] | None,
     note: Callable[[str], None],
+    *,
+    oldest: int = 0,
   ):
     """Start, or continue from the `state` of a checkpoint.
 
     Args:
       section: limits and thresholds.
-      stored: the state of a checkpoint; None for a new run.
+      stored: the state of a checkpoint; None if there was no control before.
       note: is called with a message when the bound moves.
+      oldest: as in `first`.
     """
     self._section = section
     self._state = (
-      first(section) if stored is None else continued(section, State(**stored))
+      first(section, oldest)
+      if stored is None
+      else continued(section, State(**stored))
     )
     self._note = note
 

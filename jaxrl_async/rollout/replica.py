@@ -119,17 +119,18 @@ class Replica:
     """Return whether newer weights were fetched and may be adopted now.
 
     With kv_on_adopt WAIT they may be when all sequences have ended. Until then
-    `feed` asks for no others.
+    `feed` asks for no others. They are fetched only then, because there may be
+    still newer ones by then.
     """
-    return self.has_newer_weights() and (
-      self.scheduler.is_idle or not self._is_emptying
-    )
+    if self._is_emptying and not self.scheduler.is_idle:
+      return False
+    return self.has_newer_weights()
 
   @property
   def _is_emptying(self) -> bool:
     """Whether newer weights wait for the running sequences to end."""
     waits = self.scheduler.kv_on_adopt is sections.KvOnAdopt.WAIT
-    return waits and self._fetch is not None and self._fetch.is_done
+    return waits and 0 <= self.version < self._channel.newest_version()
 
   def adopt(self) -> None:
     """Adopt newer weights, if any were published, after they are fetched.
@@ -172,11 +173,11 @@ class Replica:
   def feed(self) -> None:
     """Take client requests, and ask for turns to fill the remaining room."""
     is_emptying = self._is_emptying
-    if self._requests is not None and not is_emptying:
+    if self._requests is not None:
       # Requests get at most half of the slots, so that training continues
       # however many clients there are.
-      num_slots = self.scheduler.engine.sizes.num_slots
-      self._requests.feed(self.scheduler, max(1, num_slots // 2))
+      most = max(1, self.scheduler.engine.sizes.num_slots // 2)
+      self._requests.feed(self.scheduler, 0 if is_emptying else most)
     if self.version >= 0:
       # Without room nothing is asked for, but something may have arrived.
       room = 0 if is_emptying else max(0, self.scheduler.room)

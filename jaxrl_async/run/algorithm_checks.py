@@ -121,9 +121,9 @@ def _check_updates(config: sections.Config) -> None:
   sections.require(
     num_updates <= bounds.MAX_INT,
     "train.num_steps",
-    f"{config.train.num_steps} of {step_updates} updates each are"
-    f" more than {bounds.MAX_INT} updates, which is as far as"
-    " optimizers count",
+    f"{config.train.num_steps} of {step_updates} updates each"
+    " (algorithm.num_minibatches * algorithm.num_epochs) are more than"
+    f" {bounds.MAX_INT} updates, which is as far as optimizers count",
   )
 
 
@@ -263,6 +263,16 @@ def _check_staleness_control(config: sections.Config) -> None:
     path,
     f"{sections.shown(section.loss)} (algorithm.loss) does not measure how old"
     " its data is; use 0, or a loss of the project",
+  )
+  sections.require(
+    not control.maximum
+    or section.loss == "coupled_ppo"
+    or section.behavior_weight_level is not sections.BehaviorWeightLevel.NONE
+    or section.second_moment_bound > 0
+    or section.sequence_kl_bound > 0,
+    path,
+    "nothing measures how old the data is where"
+    " algorithm.behavior_weight_level is none; use 0, or another level",
   )
 
 

@@ -91,7 +91,6 @@ MAY_DIFFER = {
   "algorithm.distill_coef": _IN_THE_LOSS,
   "critic.value_clip": _IN_THE_LOSS,
   "critic.value_coef": _IN_THE_LOSS,
-  "critic.warmup_steps": "the policy learns, or waits, from there on",
   "critic.optimizer.learning_rate": _RATE,
   "critic.optimizer.warmup_steps": _WARMUP,
   "critic.optimizer.eps": _EACH_UPDATE,
@@ -179,6 +178,7 @@ MUST_STAY = {
   "algorithm.reference_every": _MOVED,
   "algorithm.reference_decay": _MOVED,
   "algorithm.kl_coef": "the checkpoint holds a reference, or none if it was 0",
+  "critic.warmup_steps": "the policy's learning rate counts from its end",
   "critic.trunk": "the checkpoint holds the other kind of critic",
   "critic.normalize_decay": "the stored critic predicts in units that it has"
   " made",

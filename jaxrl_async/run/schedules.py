@@ -119,7 +119,9 @@ def _check_value(
     reason = "0 would switch it off, which no schedule can do"
   try:
     bounds.check(there)
-    algorithm_checks.check(there)
+    # A coefficient of 0 keeps no reference only if the field itself is 0.
+    if field != "kl_coef" or value:
+      algorithm_checks.check(there)
   except sections.ConfigError as error:
     reason = str(error)
   sections.require(

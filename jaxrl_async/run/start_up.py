@@ -203,7 +203,10 @@ def _foundation(
   staleness, bound = None, config.algorithm.max_staleness
   if config.staleness_control.maximum:
     staleness = staleness_control.StalenessControl(
-      config.staleness_control, stored.get("staleness_control"), note
+      config.staleness_control,
+      stored.get("staleness_control"),
+      note,
+      oldest=stored.get("max_staleness", 0),
     )
     bound = staleness.bound
   buffer = buffer_lib.Buffer(config.algorithm.groups_per_step, bound)

@@ -107,6 +107,7 @@ class Pending:
       values["offpolicy/ess"] = weights**2 / max(count * squares, 1e-30)
     if "critic_grad_norm" in sums:
       values["critic/grad_norm"] = sums["critic_grad_norm"].mean()
+    if "return_square_sum" in sums:  # a script's own loss may leave it out
       values["critic/explained_variance"] = _explained_variance(sums, count)
     mismatch_count = sums["mismatch_count"].sum()
     if mismatch_count:
