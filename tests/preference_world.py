@@ -17,7 +17,6 @@ from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.training import sft
 from jaxrl_async.training import train_state
 
-
 RIGHT = "yes"
 
 

@@ -83,7 +83,7 @@ def digest(*parts: packing.PackedBatch) -> str:
       rows.loss_mask,
     ):
       found.update(f"{array.dtype}{array.shape}".encode())
-      found.update(np.ascontiguousarray(array))
+      found.update(array.tobytes())
   return found.hexdigest()
 
 
