@@ -17,6 +17,14 @@ from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.training import sft
 from jaxrl_async.training import train_state
 
+RIGHT = "yes"
+
+
+def right(item, rng):
+  """A completion that a test may change."""
+  del item, rng
+  return RIGHT
+
 
 def counting(count, seed=0):
   """Pairs: counting up is better, and counting down is worse."""

@@ -173,24 +173,59 @@ def test_data_without_pairs_is_named_with_both_fields(tmp_path):
       {"preference.rows_per_batch": 6},
       ["preference.rows_per_batch: 6", "train.rows_per_microbatch 4"],
     ),
+    (
+      {"warm_start.corrupted_frac": 0.0},
+      ["preference.rejected: 'chain_sum'", "warm_start.corrupted_frac is 0"],
+    ),
+    (
+      {"preference.patience": 2, "preference.eval_every": 0},
+      ["preference.patience: 2", "preference.eval_every is 0"],
+    ),
+    (
+      {"preference.reward_loss": "steps"},
+      ["preference.reward_loss: steps", "launch/reward_model.py"],
+    ),
   ],
 )
 def test_settings_that_contradict_each_other_are_one_line(changes, words):
+  is_refused_in_one_line(preference_checks.check, changes, words)
+
+
+@pytest.mark.parametrize(
+  ("changes", "words"),
+  [
+    ({"preference.loss": "ipo"}, ["preference.loss: ipo", "use dpo"]),
+    ({"preference.beta": 0.2}, ["preference.beta: 0.2", "use 0.1"]),
+    ({"preference.label_smoothing": 0.1}, ["preference.label_smoothing: 0.1"]),
+    (
+      {"preference.length_normalised": True},
+      ["preference.length_normalised: True", "use False"],
+    ),
+  ],
+)
+def test_a_reward_model_has_no_loss_of_a_policy(changes, words):
+  check = preference_checks.check_reward_model
+  is_refused_in_one_line(check, changes, [*words, "launch/prefer.py"])
+
+
+def is_refused_in_one_line(check, changes, words):
   import config_values
 
   config = config_values.get_config()
   config.warm_start.checkpoint = "/tmp"
+  config.warm_start.corrupted_frac = 0.5
   config.preference.chosen = config.preference.rejected = "chain_sum"
-  preference_checks.check(config)
+  check(config)
   enums = {
     "preference.loss": sections.PreferenceLoss,
+    "preference.reward_loss": sections.RewardLoss,
     "preference.optimizer.name": sections.OptimizerName,
   }
   for path, value in changes.items():
     kind = enums.get(path, lambda x: x)
     config_values.put(config, path, kind(value))
   with pytest.raises(sections.ConfigError) as refused:
-    preference_checks.check(config)
+    check(config)
   for word in words:
     assert word in str(refused.value)
   assert "\n" not in str(refused.value)

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import metrics_page
+from ml_collections import config_dict
 import numpy as np
 import preference_world
 import pytest
@@ -116,6 +117,63 @@ def test_it_learns_and_an_interruption_changes_nothing(
   other = test_fine_tune.make_config(num_steps=8)
   with pytest.raises(sections.ConfigError, match="of the kind preference, not"):
     fine_tune.fine_tune(other, part)
+
+
+@pytest.mark.slow
+def test_a_reference_of_other_rows_is_refused(tmp_path, start, monkeypatch):
+  def make():
+    chosen = "preference_world:right"
+    return make_config(tmp_path, start, chosen=chosen, num_steps=1)
+
+  workdir = tmp_path / "new"
+  first = prefer.prefer(make(), workdir)
+  lines = test_fine_tune.metrics(workdir)
+  again = prefer.prefer(make(), workdir)
+  assert test_fine_tune.without_time(again) == test_fine_tune.without_time(
+    first
+  )
+
+  def refusal(config):
+    with pytest.raises(sections.ConfigError) as refused:
+      prefer.prefer(config, workdir)
+    # Nothing is lost.
+    assert test_fine_tune.metrics(workdir) == lines
+    message = str(refused.value)
+    assert "\n" not in message
+    return message
+
+  def is_of_rows(message):
+    return message.startswith("train.tokens_per_row: ") and all(
+      name in message
+      for name in ("eval.sets", "preference.chosen", "preference.rejected")
+    )
+
+  config = make()
+  config.train.tokens_per_row += 8
+  assert is_of_rows(refusal(config))
+  config = make()
+  one = tmp_path / "one.jsonl"
+  one.write_text((tmp_path / "pairs.jsonl").read_text().splitlines()[7] + "\n")
+  config.eval.sets = config_dict.ConfigDict({"a": {"dataset": f"jsonl:{one}"}})
+  assert is_of_rows(refusal(config))
+  with monkeypatch.context() as patch:
+    patch.setattr(preference_world, "RIGHT", "yea")
+    assert is_of_rows(refusal(make()))
+  config = make()
+  config.model.compute_dtype = "bfloat16"
+  message = refusal(config)
+  assert message.startswith("model.compute_dtype: bfloat16, but the checkpoint")
+  # A checkpoint that does not say of which rows its reference is.
+  stored = supervised.checkpoint.host_state
+
+  def without_digest(*args):
+    found = dict(stored(*args))
+    del found["rows_digest"]
+    return found
+
+  with monkeypatch.context() as patch:
+    patch.setattr(supervised.checkpoint, "host_state", without_digest)
+    assert is_of_rows(refusal(make()))
 
 
 @pytest.mark.slow

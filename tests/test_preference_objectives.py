@@ -67,6 +67,22 @@ def test_the_two_of_a_pair_lie_next_to_each_other_in_one_row():
   assert not rows.loss_mask[rows.segment_ids == 0].any()
 
 
+def test_a_digest_is_of_the_trajectories_and_their_places():
+  _, rows = packed(30)
+  _, same = packed(30)
+  found = preference_objectives.digest(rows, same)
+  assert found == preference_objectives.digest(same, rows)
+  assert found != preference_objectives.digest(rows)
+  for name in ("tokens", "segment_ids", "positions", "loss_mask"):
+    array = getattr(rows, name).copy()
+    array[-1, 0] = 1 - array[-1, 0] if name != "loss_mask" else ~array[-1, 0]
+    other = rows._replace(**{name: array})
+    assert found != preference_objectives.digest(other, same)
+    assert found != preference_objectives.digest(rows, other)
+  turned = jax.tree.map(lambda x: x[::-1], rows)
+  assert found != preference_objectives.digest(turned, same)
+
+
 def microbatch(rows, logprobs):
   return objectives.Microbatch(
     logprobs=logprobs,

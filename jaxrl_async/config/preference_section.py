@@ -37,20 +37,20 @@ class PreferenceSection:
   `launch/prefer.py` that policy is also the reference.
 
   Attributes:
-    loss: of a pair, of a policy.
+    loss: what `launch/prefer.py` minimises for each pair.
     beta: strength of the tie to the reference.
     label_smoothing: share of the pairs that DPO takes to be labelled the wrong
       way round.
     length_normalised: divide the log-ratio of a completion by its number of
       tokens.
-    reward_loss: of a reward model.
+    reward_loss: what `launch/reward_model.py` minimises.
     chosen: the better completion: field:NAME, an entry or a column of the data,
       which is a text or a chat that ends with the assistant's answer; a key of
       `worked_solutions.SOLVERS`, whose solution is then right; or
       module:function of (item, rng), which returns a text.
     rejected: the worse one, in the same way. A solver of SOLVERS makes mistakes
-      as often as `warm_start.corrupted_frac` says. Pairs whose completions are
-      equal are left out and counted.
+      as often as `warm_start.corrupted_frac` says, which must then be above 0.
+      Pairs whose completions are equal are left out and counted.
     steps: column of the data with the steps of a solution, a list of texts.
     labels: column with a label for each of them: true or 1 if it is right.
     num_steps: number of updates.

@@ -1,5 +1,7 @@
 """Checks of the settings of training on preferences, before any slow import."""
 
+from typing import Any
+
 from jaxrl_async.config import preference_section
 from jaxrl_async.config import sections
 from jaxrl_async.data import worked_solutions
@@ -16,6 +18,7 @@ def check(config: sections.Config) -> None:
   """
   config_checks.check(config)
   section = config.preference
+  _check_usual(section, ("reward_loss",), "launch/reward_model.py")
   sections.require(
     section.loss is sections.PreferenceLoss.DPO or not section.label_smoothing,
     "preference.label_smoothing",
@@ -34,6 +37,11 @@ def check_reward_model(config: sections.Config) -> None:
   """
   config_checks.check(config)
   section = config.preference
+  _check_usual(
+    section,
+    ("loss", "beta", "label_smoothing", "length_normalised"),
+    "launch/prefer.py",
+  )
   check_start(config)
   if section.reward_loss is sections.RewardLoss.BRADLEY_TERRY:
     check_pairs(config)
@@ -52,6 +60,25 @@ def check_reward_model(config: sections.Config) -> None:
     f" but task.dataset {sections.shown(config.task.dataset)} is a generator"
     " without any; name a dataset in files",
   )
+
+
+def _check_usual(
+  section: sections.PreferenceSection, names: tuple[str, ...], program: str
+) -> None:
+  """Check that settings which another program reads are the usual ones."""
+  usual = sections.PreferenceSection()
+  for name in names:
+    value, default = getattr(section, name), getattr(usual, name)
+    sections.require(
+      value == default,
+      f"preference.{name}",
+      f"{_shown(value)} has no effect here, because only {program} reads it;"
+      f" use {_shown(default)}",
+    )
+
+
+def _shown(value: Any) -> str:
+  return str(getattr(value, "value", value))
 
 
 def check_start(config: sections.Config) -> None:
@@ -81,6 +108,12 @@ def check_start(config: sections.Config) -> None:
     f"{section.optimizer.name.value} cannot train adapters (model.lora.rank);"
     " use adamw",
   )
+  sections.require(
+    section.eval_every > 0 or not section.patience,
+    "preference.patience",
+    f"{section.patience} has no effect without measurements"
+    " (preference.eval_every is 0); use 0, or measure",
+  )
   rows = config.train.rows_per_microbatch
   sections.require(
     section.rows_per_batch % rows == 0,
@@ -98,6 +131,14 @@ def check_pairs(config: sections.Config) -> None:
   """
   section, task = config.preference, config.task
   worked_solutions.check_pair(section)
+  sections.require(
+    section.rejected not in worked_solutions.SOLVERS
+    or config.warm_start.corrupted_frac > 0,
+    "preference.rejected",
+    f"{sections.shown(section.rejected)} makes no mistakes, because"
+    " warm_start.corrupted_frac is 0, so that right solutions would be"
+    " rejected; use more than 0 there, such as 0.5",
+  )
   if task.sources or uri_lib.parse("task.dataset", task.dataset).has_rows:
     return
   for side in preference_section.SIDES:

@@ -4,8 +4,8 @@ It has a validation loss, an early stop, metrics and checkpoints, and writes
 
     WORKDIR/params/         the result: the parameters with the least validation
                             loss, or the last ones without a validation
-    WORKDIR/adapter/        with LoRA, the adapter of that result. It is merged
-                            into WORKDIR/params
+    WORKDIR/adapter/        with LoRA, the adapter of that result, if it is a
+                            policy. It is merged into WORKDIR/params
     WORKDIR/fine_tuning/    what the same command continues from
     WORKDIR/metrics.jsonl   a line for each step, and TensorBoard's files
 
@@ -48,7 +48,10 @@ _STAGE = "fine-tuning"
 
 @dataclasses.dataclass(kw_only=True)
 class Validation:
-  """The validation losses so far, in nats per token.
+  """The validation losses so far.
+
+  They are in the unit of the objective: nats per token, per pair or per step;
+  for IPO squared nats.
 
   Attributes:
     first: before training.
@@ -129,6 +132,9 @@ class FineTuning:
     self._stop = stop
     self._claim = claim
     self._validation = Validation()
+    # Of the train and the held-out rows, what `with_reference` takes.
+    self._reference: dict[str, list[float]] = {}
+    self._rows_digest = ""
     stored = self._newest()
     resume.check_config_file(setup.config, workdir)
     self._is_new = stored is None
@@ -147,6 +153,10 @@ class FineTuning:
       self._held_out = self._packed(
         source_lib.Split.EVAL, self._section.num_eval_examples
       )
+    if recipe.needs_reference:
+      self._rows_digest = preference_objectives.digest(*self._parts().values())
+      if stored is not None:
+        self._check_rows(stored[1])
     self._trainer = assembly.make_supervised_trainer(
       setup, recipe.section, self._rows, recipe.objective
     )
@@ -157,8 +167,6 @@ class FineTuning:
       self._trainer.start(recipe.first_params())
     else:
       self._restore(stored)
-    # Of the train and the held-out rows, what `with_reference` takes.
-    self._reference: dict[str, list[float]] = {}
     if recipe.needs_reference:
       self._add_reference(None if stored is None else stored[1])
 
@@ -304,6 +312,7 @@ class FineTuning:
         "validation": dataclasses.asdict(self._validation),
         "metrics": self._writer.state(),
         "reference": self._reference,
+        "rows_digest": self._rows_digest,
         "data": self._versions(),
         "config": config_json.to_stored(self._setup.config),
       },
@@ -333,22 +342,49 @@ class FineTuning:
       f"{self._workdir} holds a training of the kind {there}, not {here}; use"
       " another one",
     )
+    then = resume.stored_config(self._workdir, stored)
     resume.check_config(
-      resume.stored_config(self._workdir, stored),
-      self._setup.config,
-      self._workdir,
-      has_outstanding=False,
+      then, self._setup.config, self._workdir, has_outstanding=False
     )
-    sections.require(
-      not self._recipe.needs_reference or stored["data"] == self._versions(),
-      "task.dataset",
-      f"the data has changed since the checkpoint in {self._workdir} was"
-      " written, which has reference logprobs of it; use an empty workdir",
-    )
+    if self._recipe.needs_reference:
+      sections.require(
+        stored["data"] == self._versions(),
+        "task.dataset",
+        f"the data has changed since the checkpoint in {self._workdir} was"
+        " written, which has reference logprobs of it; use an empty workdir",
+      )
+      dtype = self._setup.config.model.compute_dtype
+      sections.require(
+        dtype == then.model.compute_dtype,
+        "model.compute_dtype",
+        f"{dtype}, but the checkpoint in {self._workdir} has reference logprobs"
+        f" that were computed in {then.model.compute_dtype}; use that, or an"
+        " empty workdir",
+      )
     return step, stored
 
   def _versions(self) -> dict[str, str]:
     return dict(self._setup.source.versions)
+
+  def _parts(self) -> dict[str, packing.PackedBatch]:
+    """Return the train rows, and the held-out ones if there are any."""
+    named = {"train": self._rows, "held_out": self._held_out}
+    return {name: rows for name, rows in named.items() if rows is not None}
+
+  def _check_rows(self, stored: Mapping[str, Any]) -> None:
+    """Check that the reference of a checkpoint is of the rows of this start.
+
+    Raises:
+      ConfigError: it is of others, or does not say of which.
+    """
+    sections.require(
+      stored.get("rows_digest") == self._rows_digest,
+      "train.tokens_per_row",
+      f"the checkpoint in {self._workdir} has reference logprobs of other rows"
+      " of pairs, or does not say of which; use what it was written with, which"
+      " is train.tokens_per_row, eval.sets and the functions of"
+      " preference.chosen and preference.rejected, or an empty workdir",
+    )
 
   def _add_reference(self, stored: Mapping[str, Any] | None) -> None:
     """Add what the parameters before training say of the rows.
@@ -359,8 +395,7 @@ class FineTuning:
     Args:
       stored: by the checkpoint that this start continues from.
     """
-    named = {"train": self._rows, "held_out": self._held_out}
-    parts = {name: rows for name, rows in named.items() if rows is not None}
+    parts = self._parts()
     if stored is None:
       for name, rows in parts.items():
         sums = self._trainer.logprob_sums(rows)

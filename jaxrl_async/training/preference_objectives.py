@@ -8,6 +8,7 @@ other, since no pair is divided.
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import hashlib
 from typing import Any
 
 from jax import numpy as jnp
@@ -65,6 +66,25 @@ def pack_pairs(
 def is_first_token(batch: packing.PackedBatch) -> Bool[Any, "*leading T"]:
   """Return which tokens are the first one of a trajectory."""
   return (batch.positions == 0) & (batch.segment_ids > 0)
+
+
+def digest(*parts: packing.PackedBatch) -> str:
+  """Return what differs if a trajectory or its place in the rows does.
+
+  Args:
+    *parts: results of `pack_pairs`, in host memory.
+  """
+  found = hashlib.sha256()
+  for rows in parts:
+    for array in (
+      rows.tokens,
+      rows.segment_ids,
+      rows.positions,
+      rows.loss_mask,
+    ):
+      found.update(f"{array.dtype}{array.shape}".encode())
+      found.update(array.tobytes())
+  return found.hexdigest()
 
 
 def with_reference(

@@ -281,7 +281,7 @@ class SupervisedTrainer:
     self._bad_updates = self._bad_updates + 1 if is_bad else 0
     if self._bad_updates >= self._max_bad_updates:
       raise WarmStartError(
-        f"warm start, step {self.num_steps_done}: {self._bad_updates} updates"
+        f"training, step {self.num_steps_done}: {self._bad_updates} updates"
         " in a row had a loss or gradient that is not finite"
         " (train.max_bad_updates)"
       )
