@@ -51,8 +51,14 @@ def test_the_advantage_is_the_difference_of_logprobs_under_the_mask():
   assert not np.asarray(gradient).any()
 
 
-def test_the_stage_adds_to_the_advantages_that_there_are():
+@pytest.mark.parametrize("has_proximal", [False, True])
+def test_the_stage_adds_to_the_advantages_that_there_are(has_proximal):
+  """What it subtracts is as old as the weights, where their logprobs exist."""
   batch = test_train_step.packed(rows=16)
+  policy = batch.behavior_logprobs
+  if has_proximal:
+    policy = policy + 0.25 * np.cos(np.arange(policy.shape[-1]))
+    batch = batch.with_arrays({objectives.PROXIMAL: policy})
   params = tiny.params(seed=3, model=test_train_step.MODEL)
   stage = stages_lib.distillation_stage(0.5)
   made = jax.jit(
@@ -61,7 +67,7 @@ def test_the_stage_adds_to_the_advantages_that_there_are():
   teacher = test_train_step.proximal_program()(params, batch)
   np.testing.assert_allclose(made[objectives.TEACHER], teacher, atol=1e-6)
   wanted = batch.advantages + 0.5 * np.where(
-    batch.loss_mask, teacher - batch.behavior_logprobs, 0
+    batch.loss_mask, teacher - policy, 0
   )
   np.testing.assert_allclose(made["advantages"], wanted, atol=1e-6)
   assert np.abs(wanted - batch.advantages).max() > 0.1
