@@ -107,7 +107,32 @@ def test_the_teacher_comes_after_what_makes_advantages(tmp_path):
     ),
     (
       {"filter_zero_std": True},
-      ["algorithm.filter_zero_std", "algorithm.advantage is none"],
+      ["algorithm.filter_zero_std: ", "algorithm.advantage=none"],
+    ),
+    (
+      {"advantage": "group", "filter_zero_std": True},
+      ["algorithm.filter_zero_std: ", "algorithm.teacher"],
+    ),
+    (
+      {
+        "kl_in_reward": True,
+        "kl_coef": 0.1,
+        "kl_estimator": sections.KlEstimator.K1,
+        "advantage_scale": sections.AdvantageScale.BATCH_STD,
+      },
+      ["algorithm.advantage_scale: batch_std", "algorithm.advantage is none"],
+    ),
+    (
+      {"reward_bias": 0.5},
+      ["algorithm.reward_bias: 0.5", "algorithm.advantage is none"],
+    ),
+    (
+      {"reward_scale": 2.0},
+      ["algorithm.reward_scale: 2", "algorithm.advantage is none"],
+    ),
+    (
+      {"reward_clip": 3.0},
+      ["algorithm.reward_clip: 3", "algorithm.advantage is none"],
     ),
     ({"teacher": "/no/such"}, ["algorithm.teacher"]),
   ],

@@ -84,9 +84,7 @@ def distillation_stage(coef: float) -> train_step.Stage:
       settings[train_state.TEACHER], params[train_state.TEACHER], batch
     )
     policy = batch.fields.get(objectives.PROXIMAL, batch.behavior_logprobs)
-    added = distillation.advantages(
-      teacher, policy, batch.loss_mask, coef=coef
-    )
+    added = distillation.advantages(teacher, policy, batch.loss_mask, coef=coef)
     return {
       objectives.TEACHER: teacher,
       "advantages": batch.advantages + added,
