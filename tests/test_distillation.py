@@ -1,12 +1,15 @@
 """On-policy distillation: the equation, the teacher, a run that follows it."""
 
 import functools
+import re
 
 import jax
 from jax import numpy as jnp
 import metrics_page
 import numpy as np
 import pytest
+from safetensors import numpy as safetensors_numpy
+import test_assembly
 import test_fine_tune
 import test_reference
 import test_run
@@ -15,8 +18,10 @@ import tiny
 
 from jaxrl_async.algorithms import distillation
 from jaxrl_async.config import sections
+from jaxrl_async.models import hf_weights
 from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.run import algorithm_checks
+from jaxrl_async.run import checks
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import resume
 from jaxrl_async.run import setup as setup_lib
@@ -154,6 +159,70 @@ def test_a_directory_without_parameters_is_no_teacher(tmp_path):
     initial_params.of_models(setup, tiny.params())
 
 
+def stored_teacher(tmp_path):
+  """Parameters of the policy's architecture in bfloat16, which is another."""
+  config = make_config(tmp_path)
+  params = tiny.params(model=setup_lib.resolve(config, jax.devices()).model)
+  params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+  initial_params.save(tmp_path, params)
+
+
+def damaged_manifest(tmp_path):
+  stored_teacher(tmp_path)
+  (tmp_path / "0" / "manifest.json").write_text("{}")
+
+
+def teacher_without_weights(tmp_path):
+  test_assembly.write_pretrained(tmp_path, make_config(tmp_path))
+  (tmp_path / hf_weights.WEIGHTS_FILE).unlink()
+
+
+def teacher_that_lacks_a_tensor(tmp_path):
+  test_assembly.write_pretrained(tmp_path, make_config(tmp_path))
+  file = tmp_path / hf_weights.WEIGHTS_FILE
+  tensors = safetensors_numpy.load_file(file)
+  del tensors["model.norm.weight"]
+  safetensors_numpy.save_file(tensors, file)
+
+
+@pytest.mark.parametrize(
+  ("make", "words"),
+  [
+    (lambda tmp_path: None, "holds no parameters"),
+    (stored_teacher, "bfloat16.*, expected .*float32"),
+    (damaged_manifest, "is not a checkpoint"),
+    (teacher_without_weights, hf_weights.WEIGHTS_FILE),
+    (teacher_that_lacks_a_tensor, "model.norm.weight"),
+  ],
+)
+def test_a_teacher_is_checked_before_anything_is_trained(tmp_path, make, words):
+  make(tmp_path)
+  with pytest.raises(sections.ConfigError) as refused:
+    checks.checked(make_config(tmp_path), jax.devices())
+  message = str(refused.value)
+  assert re.search(f"^algorithm.teacher: .*{words}", message)
+  assert "\n" not in message
+
+
+def test_a_good_teacher_passes_and_gives_each_token_a_logprob(tmp_path):
+  """The policy may draw each token of its padded vocabulary."""
+  size, larger = 98, 104
+  for directory, vocab_size in (("policy", larger), ("small", size)):
+    test_assembly.write_pretrained(
+      tmp_path / directory, make_config(tmp_path), vocab_size=vocab_size
+    )
+  config = make_config(tmp_path / "policy")
+  checks.checked(config, jax.devices())
+  config.model.name = str(tmp_path / "policy")
+  checks.checked(config, jax.devices())
+  config.algorithm.teacher = str(tmp_path / "small")
+  with pytest.raises(sections.ConfigError) as refused:
+    checks.checked(config, jax.devices())
+  assert re.search(
+    "^algorithm.teacher: .* 98 .*model.name .* 104", str(refused.value)
+  )
+
+
 def test_a_run_keeps_its_teacher(tmp_path):
   stored, wanted = make_config("/a"), make_config("/b")
   check = functools.partial(
@@ -164,6 +233,9 @@ def test_a_run_keeps_its_teacher(tmp_path):
   wanted.algorithm.teacher, wanted.algorithm.distill_coef = "/a", 0.5
   (difference,) = check()
   assert difference.startswith("algorithm.distill_coef: ")
+  wanted.model.compute_dtype = "bfloat16"
+  with pytest.raises(sections.ConfigError, match="holds a teacher of that"):
+    check()
 
 
 @pytest.mark.slow
@@ -180,6 +252,7 @@ def test_a_run_comes_closer_to_its_teacher_over_two_starts(tmp_path):
   for num_steps in (3, 16):
     config.train.num_steps = num_steps
     test_run.start(config, tmp_path / "run")
+    config.algorithm.distill_coef = 0.9  # of the second start
   _, *steps = test_run.lines(tmp_path / "run", "metrics")
   assert not metrics_page.unexplained(set().union(*steps))
   kl = [line["policy/teacher_kl"] for line in steps]
