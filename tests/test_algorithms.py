@@ -195,6 +195,15 @@ def test_advantages_of_tokens_are_packed_with_them():
       {"kl_in_reward": True, "kl_coef": 0.1},
       "kl_estimator algorithm.kl_in_reward k1",
     ),
+    (
+      {
+        "kl_in_reward": True,
+        "kl_coef": 0.1,
+        "kl_estimator": sections.KlEstimator.K1,
+        "filter_zero_std": True,
+      },
+      "filter_zero_std algorithm.kl_in_reward",
+    ),
     ({"kl_reward_clip": 1.0}, "kl_reward_clip algorithm.kl_in_reward"),
     ({"reference_every": 2}, "reference_every algorithm.kl_coef"),
     ({"reference_offload": True}, "reference_offload algorithm.kl_coef"),
@@ -220,6 +229,31 @@ def test_what_contradicts_itself_is_refused_with_both_names(settings, names):
   message = str(caught.value)
   assert message.startswith(f"algorithm.{first}: ") and "\n" not in message
   assert all(other in message for other in others)
+
+
+@pytest.mark.parametrize(
+  ("settings", "name"),
+  [
+    (GAE, "advantage=gae"),
+    ({**GAE, "advantage": "batch"}, "advantage=batch"),
+    (
+      {
+        "kl_in_reward": True,
+        "kl_coef": 0.1,
+        "kl_estimator": sections.KlEstimator.K1,
+      },
+      "kl_in_reward",
+    ),
+    ({"teacher": ".", "distill_coef": 1.0}, "teacher"),
+  ],
+)
+def test_no_question_rests_that_teaches_with_equal_rewards(settings, name):
+  config = config_with(**settings)
+  config_checks.check(config)
+  config.task.rest_after = 2
+  message = f"^task.rest_after: .*algorithm.{name}"
+  with pytest.raises(sections.ConfigError, match=message):
+    config_checks.check(config)
 
 
 def test_a_reference_of_adapters_is_their_base(tmp_path):

@@ -1,12 +1,15 @@
 """On-policy distillation: the equation, the teacher, a run that follows it."""
 
 import functools
+import re
 
 import jax
 from jax import numpy as jnp
 import metrics_page
 import numpy as np
 import pytest
+from safetensors import numpy as safetensors_numpy
+import test_assembly
 import test_fine_tune
 import test_reference
 import test_run
@@ -15,8 +18,10 @@ import tiny
 
 from jaxrl_async.algorithms import distillation
 from jaxrl_async.config import sections
+from jaxrl_async.models import hf_weights
 from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.run import algorithm_checks
+from jaxrl_async.run import checks
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import resume
 from jaxrl_async.run import setup as setup_lib
@@ -51,8 +56,14 @@ def test_the_advantage_is_the_difference_of_logprobs_under_the_mask():
   assert not np.asarray(gradient).any()
 
 
-def test_the_stage_adds_to_the_advantages_that_there_are():
+@pytest.mark.parametrize("has_proximal", [False, True])
+def test_the_stage_adds_to_the_advantages_that_there_are(has_proximal):
+  """What it subtracts is as old as the weights, where their logprobs exist."""
   batch = test_train_step.packed(rows=16)
+  policy = batch.behavior_logprobs
+  if has_proximal:
+    policy = policy + 0.25 * np.cos(np.arange(policy.shape[-1]))
+    batch = batch.with_arrays({objectives.PROXIMAL: policy})
   params = tiny.params(seed=3, model=test_train_step.MODEL)
   stage = stages_lib.distillation_stage(0.5)
   made = jax.jit(
@@ -61,7 +72,7 @@ def test_the_stage_adds_to_the_advantages_that_there_are():
   teacher = test_train_step.proximal_program()(params, batch)
   np.testing.assert_allclose(made[objectives.TEACHER], teacher, atol=1e-6)
   wanted = batch.advantages + 0.5 * np.where(
-    batch.loss_mask, teacher - batch.behavior_logprobs, 0
+    batch.loss_mask, teacher - policy, 0
   )
   np.testing.assert_allclose(made["advantages"], wanted, atol=1e-6)
   assert np.abs(wanted - batch.advantages).max() > 0.1
@@ -101,7 +112,32 @@ def test_the_teacher_comes_after_what_makes_advantages(tmp_path):
     ),
     (
       {"filter_zero_std": True},
-      ["algorithm.filter_zero_std", "algorithm.advantage is none"],
+      ["algorithm.filter_zero_std: ", "algorithm.advantage=none"],
+    ),
+    (
+      {"advantage": "group", "filter_zero_std": True},
+      ["algorithm.filter_zero_std: ", "algorithm.teacher"],
+    ),
+    (
+      {
+        "kl_in_reward": True,
+        "kl_coef": 0.1,
+        "kl_estimator": sections.KlEstimator.K1,
+        "advantage_scale": sections.AdvantageScale.BATCH_STD,
+      },
+      ["algorithm.advantage_scale: batch_std", "algorithm.advantage is none"],
+    ),
+    (
+      {"reward_bias": 0.5},
+      ["algorithm.reward_bias: 0.5", "algorithm.advantage is none"],
+    ),
+    (
+      {"reward_scale": 2.0},
+      ["algorithm.reward_scale: 2", "algorithm.advantage is none"],
+    ),
+    (
+      {"reward_clip": 3.0},
+      ["algorithm.reward_clip: 3", "algorithm.advantage is none"],
     ),
     ({"teacher": "/no/such"}, ["algorithm.teacher"]),
   ],
@@ -123,6 +159,70 @@ def test_a_directory_without_parameters_is_no_teacher(tmp_path):
     initial_params.of_models(setup, tiny.params())
 
 
+def stored_teacher(tmp_path):
+  """Parameters of the policy's architecture in bfloat16, which is another."""
+  config = make_config(tmp_path)
+  params = tiny.params(model=setup_lib.resolve(config, jax.devices()).model)
+  params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+  initial_params.save(tmp_path, params)
+
+
+def damaged_manifest(tmp_path):
+  stored_teacher(tmp_path)
+  (tmp_path / "0" / "manifest.json").write_text("{}")
+
+
+def teacher_without_weights(tmp_path):
+  test_assembly.write_pretrained(tmp_path, make_config(tmp_path))
+  (tmp_path / hf_weights.WEIGHTS_FILE).unlink()
+
+
+def teacher_that_lacks_a_tensor(tmp_path):
+  test_assembly.write_pretrained(tmp_path, make_config(tmp_path))
+  file = tmp_path / hf_weights.WEIGHTS_FILE
+  tensors = safetensors_numpy.load_file(file)
+  del tensors["model.norm.weight"]
+  safetensors_numpy.save_file(tensors, file)
+
+
+@pytest.mark.parametrize(
+  ("make", "words"),
+  [
+    (lambda tmp_path: None, "holds no parameters"),
+    (stored_teacher, "bfloat16.*, expected .*float32"),
+    (damaged_manifest, "is not a checkpoint"),
+    (teacher_without_weights, hf_weights.WEIGHTS_FILE),
+    (teacher_that_lacks_a_tensor, "model.norm.weight"),
+  ],
+)
+def test_a_teacher_is_checked_before_anything_is_trained(tmp_path, make, words):
+  make(tmp_path)
+  with pytest.raises(sections.ConfigError) as refused:
+    checks.checked(make_config(tmp_path), jax.devices())
+  message = str(refused.value)
+  assert re.search(f"^algorithm.teacher: .*{words}", message)
+  assert "\n" not in message
+
+
+def test_a_good_teacher_passes_and_gives_each_token_a_logprob(tmp_path):
+  """The policy may draw each token of its padded vocabulary."""
+  size, larger = 98, 104
+  for directory, vocab_size in (("policy", larger), ("small", size)):
+    test_assembly.write_pretrained(
+      tmp_path / directory, make_config(tmp_path), vocab_size=vocab_size
+    )
+  config = make_config(tmp_path / "policy")
+  checks.checked(config, jax.devices())
+  config.model.name = str(tmp_path / "policy")
+  checks.checked(config, jax.devices())
+  config.algorithm.teacher = str(tmp_path / "small")
+  with pytest.raises(sections.ConfigError) as refused:
+    checks.checked(config, jax.devices())
+  assert re.search(
+    "^algorithm.teacher: .* 98 .*model.name .* 104", str(refused.value)
+  )
+
+
 def test_a_run_keeps_its_teacher(tmp_path):
   stored, wanted = make_config("/a"), make_config("/b")
   check = functools.partial(
@@ -133,6 +233,9 @@ def test_a_run_keeps_its_teacher(tmp_path):
   wanted.algorithm.teacher, wanted.algorithm.distill_coef = "/a", 0.5
   (difference,) = check()
   assert difference.startswith("algorithm.distill_coef: ")
+  wanted.model.compute_dtype = "bfloat16"
+  with pytest.raises(sections.ConfigError, match="holds a teacher of that"):
+    check()
 
 
 @pytest.mark.slow
@@ -149,6 +252,7 @@ def test_a_run_comes_closer_to_its_teacher_over_two_starts(tmp_path):
   for num_steps in (3, 16):
     config.train.num_steps = num_steps
     test_run.start(config, tmp_path / "run")
+    config.algorithm.distill_coef = 0.9  # of the second start
   _, *steps = test_run.lines(tmp_path / "run", "metrics")
   assert not metrics_page.unexplained(set().union(*steps))
   kl = [line["policy/teacher_kl"] for line in steps]

@@ -7,28 +7,30 @@ from jaxtyping import Array, Bool, Float
 
 def advantages(
   teacher_logprobs: Float[Array, "*leading T"],
-  behavior_logprobs: Float[Array, "*leading T"],
+  policy_logprobs: Float[Array, "*leading T"],
   loss_mask: Bool[Array, "*leading T"],
   *,
   coef: float,
 ) -> Float[Array, "*leading T"]:
   r"""Return the advantage of each token under the reverse divergence.
 
-  A_t = coef (log pi_teacher(t) - log pi_behav(t))
+  A_t = coef (log pi_teacher(t) - log pi(t))
 
-  The mean of -A_t / coef over tokens that the policy drew is an estimate of the
-  reverse divergence KL(pi || pi_teacher) of each token, which on-policy
-  distillation minimises: arXiv:2306.13649 eq. 4 with the reverse divergence
-  and data of the student alone. The advantage of a token counts its own term
-  and not those of later tokens, as in
+  The mean of -A_t / coef over tokens that pi drew is an estimate of the reverse
+  divergence KL(pi || pi_teacher) of each token, which on-policy distillation
+  minimises: arXiv:2306.13649 eq. 4 with the reverse divergence and data of the
+  student alone. For tokens of an older policy, a weight of the token corrects
+  the mean, but not log pi, which should therefore be of the policy before the
+  train step. The advantage of a token contains its own difference, and not
+  those of the tokens after it, as in
   https://thinkingmachines.ai/blog/on-policy-distillation, which is a discount
   of 0.
 
   Args:
     teacher_logprobs: of the policy's tokens, under the teacher.
-    behavior_logprobs: of the same tokens, under the policy that drew them.
+    policy_logprobs: of the same tokens, under pi.
     loss_mask: tokens that the policy drew. The others get 0.
     coef: the coefficient.
   """
-  difference = lax.stop_gradient(teacher_logprobs - behavior_logprobs)
+  difference = lax.stop_gradient(teacher_logprobs - policy_logprobs)
   return coef * jnp.where(loss_mask, difference, 0)

@@ -11,6 +11,8 @@ _ANCHORED = ("ppo", "gspo", "cispo", "sapo")
 # Losses that have a second clip.
 _DUAL = ("ppo", "coupled_ppo")
 _CLIPPED = ("ppo", "coupled_ppo", "gspo", "cispo")
+# Advantages that equal rewards in a group do not make 0.
+_NOT_OF_GROUPS = ("batch", "gae", "none")
 # The fields that may have a schedule, and the losses that read them.
 _SCHEDULED = {
   "clip_low": _CLIPPED,
@@ -48,6 +50,7 @@ def check(config: sections.Config) -> None:
   _check_teacher(section)
   _check_gae(config)
   _check_penalty(section)
+  _check_equal_rewards(config)
   _check_staleness_control(config)
   _check_schedules(section)
   _check_reference(config)
@@ -74,11 +77,23 @@ def _check_teacher(section: sections.AlgorithmSection) -> None:
     " another advantage",
   )
   sections.require(
-    section.advantage != "none" or not section.filter_zero_std,
-    "algorithm.filter_zero_std",
-    "groups of equal rewards do teach something where rewards are not used"
-    " (algorithm.advantage is none); use False",
+    section.advantage != "none"
+    or not section.kl_in_reward
+    or section.advantage_scale is not sections.AdvantageScale.BATCH_STD,
+    "algorithm.advantage_scale",
+    "batch_std would divide the divergence by its own deviation, so that"
+    " algorithm.kl_coef had no effect, because rewards are not used"
+    " (algorithm.advantage is none); use none",
   )
+  usual = sections.AlgorithmSection()
+  for name in ("reward_bias", "reward_scale", "reward_clip"):
+    value, default = getattr(section, name), getattr(usual, name)
+    sections.require(
+      section.advantage != "none" or value == default,
+      f"algorithm.{name}",
+      f"{value:g} has no effect where rewards are not used"
+      f" (algorithm.advantage is none); use {default:g}",
+    )
   if section.teacher:
     directories.check_can_read(
       "algorithm.teacher",
@@ -284,12 +299,6 @@ def _check_advantage(section: sections.AlgorithmSection) -> None:
     "std is of a group, and the baseline is that of the batch"
     " (algorithm.advantage); use batch_std or none",
   )
-  sections.require(
-    section.advantage != "batch" or not section.filter_zero_std,
-    "algorithm.filter_zero_std",
-    "groups of equal rewards do teach something where the baseline is that of"
-    " the batch (algorithm.advantage); use False",
-  )
 
 
 def _check_gae(config: sections.Config) -> None:
@@ -303,12 +312,6 @@ def _check_gae(config: sections.Config) -> None:
     "algorithm.advantage_scale",
     "std is of a group's scores, and gae (algorithm.advantage) has an advantage"
     " for each token; use batch_std or none",
-  )
-  sections.require(
-    not section.filter_zero_std,
-    "algorithm.filter_zero_std",
-    "groups of equal rewards do teach something with gae"
-    " (algorithm.advantage); use False",
   )
   sections.require(
     critic.trunk is sections.CriticTrunk.SHARED or not config.model.lora.rank,
@@ -369,6 +372,34 @@ def _check_penalty(section: sections.AlgorithmSection) -> None:
     "there is no divergence in the reward (algorithm.kl_in_reward is False);"
     " use 0, or True there",
   )
+
+
+def _check_equal_rewards(config: sections.Config) -> None:
+  """Check that groups of equal rewards are left out only if they teach nothing.
+
+  `types.teach_nothing` says which groups are dropped, and after which a
+  question rests.
+  """
+  section, advantage = config.algorithm, config.algorithm.advantage
+  teaching = [
+    text
+    for text, does_teach in (
+      (f"algorithm.advantage={advantage}", advantage in _NOT_OF_GROUPS),
+      ("algorithm.teacher", bool(section.teacher)),
+      ("algorithm.kl_in_reward", section.kl_in_reward),
+    )
+    if does_teach
+  ]
+  for path, value, off in (
+    ("algorithm.filter_zero_std", section.filter_zero_std, False),
+    ("task.rest_after", config.task.rest_after, 0),
+  ):
+    sections.require(
+      not value or not teaching,
+      path,
+      "groups of equal rewards do teach something with"
+      f" {' and '.join(teaching)}; use {off}",
+    )
 
 
 def _check_reference(config: sections.Config) -> None:

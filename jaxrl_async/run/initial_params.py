@@ -47,7 +47,9 @@ def check(setup: setup_lib.Setup) -> None:
   """Check the files of the weights and of the adapter that a run starts from.
 
   Only their headers are read. A directory without any weights passes, because a
-  dry run needs none; `load_pretrained` refuses it.
+  dry run needs none; `load_pretrained` refuses it before anything is trained.
+  That of a teacher does not pass: it is loaded after the warm start, the result
+  of which would be lost.
 
   Raises:
     ConfigError: a file is damaged or missing, or the model has another
@@ -55,6 +57,8 @@ def check(setup: setup_lib.Setup) -> None:
   """
   if setup.config.model.lora.adapter:
     _check_adapter(setup)
+  if setup.teacher is not None:
+    _check_teacher(setup)
   checkpoint_of_sft = setup.config.warm_start.checkpoint
   if checkpoint_of_sft:
     field, directory = "warm_start.checkpoint", pathlib.Path(checkpoint_of_sft)
@@ -81,6 +85,19 @@ def _check_pretrained(
       field,
       f"{directory} has {entry.name} {here}, the model of this run {wanted}",
     )
+
+
+def _check_teacher(setup: setup_lib.Setup) -> None:
+  """Check that there are weights of the teacher, and that they fit."""
+  field, path = "algorithm.teacher", setup.config.algorithm.teacher
+  directory = pathlib.Path(path)
+  if not hf_weights.is_pretrained(directory):
+    _check_stored(field, path, setup)
+    return
+  try:
+    hf_weights.check(directory)
+  except (FileNotFoundError, ValueError) as error:
+    raise sections.ConfigError(f"{field}: {error}") from error
 
 
 def load_pretrained(
@@ -243,13 +260,29 @@ def _stored(
 ) -> transformer.Params:
   """Return parameters of the policy's base that `save` wrote."""
   path = pathlib.Path(directory)
-  if checkpoint.latest(path) is None:
-    raise sections.ConfigError(
-      f"{field}: {directory} holds no parameters; launch/sft.py"
-      " writes them to WORKDIR/params"
-    )
+  _check_stored(field, directory, setup)
   try:
     params, _, _ = checkpoint.restore(path, 0, abstract(setup))
   except checkpoint.CheckpointError as error:
     raise sections.ConfigError(f"{field}: {error}") from error
   return params
+
+
+def _check_stored(field: str, directory: str, setup: setup_lib.Setup) -> None:
+  """Check that `save` wrote parameters of the policy's base.
+
+  Their values are not read.
+
+  Raises:
+    ConfigError: there are none, or they have another architecture.
+  """
+  path = pathlib.Path(directory)
+  try:
+    if 0 not in checkpoint.steps(path):
+      raise sections.ConfigError(
+        f"{field}: {directory} holds no parameters; launch/sft.py"
+        " writes them to WORKDIR/params"
+      )
+    checkpoint.check_layout(path, 0, abstract(setup))
+  except checkpoint.CheckpointError as error:
+    raise sections.ConfigError(f"{field}: {error}") from error

@@ -236,9 +236,19 @@ def _as_scored(value: Any) -> Any:
   }
 
 
-def _has_reference(config: sections.Config) -> bool:
-  """Return whether the train state of a run holds a frozen reference."""
-  return config.algorithm.kl_coef > 0 and not config.model.lora.rank
+def _holds_compute_dtype(config: sections.Config) -> str | None:
+  """Return which model a checkpoint holds in `model.compute_dtype`, if any.
+
+  `setup.Setup.models` gives each model its type. A reference that is a moving
+  average is in float32.
+  """
+  algorithm = config.algorithm
+  if algorithm.teacher:
+    return "teacher"
+  has_reference = algorithm.kl_coef > 0 and not config.model.lora.rank
+  if has_reference and not algorithm.reference_decay:
+    return "reference"
+  return None
 
 
 def _shown(value: Any) -> str:
@@ -278,8 +288,9 @@ def check_config(
       why = None  # the checkpoint holds what is needed
     if path == "algorithm.advantage" and "gae" in values:
       why = "the checkpoint holds a critic if it is gae, and none otherwise"
-    if path == "model.compute_dtype" and _has_reference(stored):
-      why = "the checkpoint holds a reference of that type"
+    held = _holds_compute_dtype(stored)
+    if path == "model.compute_dtype" and held:
+      why = f"the checkpoint holds a {held} of that type"
     if has_outstanding and why is None:
       why = reason(NOT_WITH_OUTSTANDING_GROUPS, path)
     if why is None:

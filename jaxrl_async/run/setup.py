@@ -342,10 +342,17 @@ def _teacher_config(
   except (FileNotFoundError, ValueError) as error:
     raise sections.ConfigError(f"{field}: {error}") from error
   sections.require(
-    digest == tokenizer.digest() and model.vocab_size >= tokenizer.vocab_size,
+    digest == tokenizer.digest(),
     field,
     f"{sections.shown(name)} has another vocabulary than model.name"
     f" {sections.shown(config.model.name)}; use a model with its tokenizer",
+  )
+  sections.require(
+    model.vocab_size >= policy.vocab_size,
+    field,
+    f"{sections.shown(name)} has logits of {model.vocab_size} tokens, and"
+    f" model.name {sections.shown(config.model.name)} may draw any of"
+    f" {policy.vocab_size}; use a teacher with at least as many",
   )
   return model
 

@@ -252,16 +252,7 @@ def restore(
   """
   path = _path(directory, step)
   about = _verify(path, step)
-
-  try:
-    named = pytree_files.named_leaves(abstract_train_state)
-    expected = pytree_files.layout(named)
-    stored_as = functools.partial(_stored_as, written_as=about.get("format", 0))
-    pytree_files.check_layout(
-      about["layout"], {stored_as(name): x for name, x in expected.items()}
-    )
-  except pytree_files.LayoutError as error:
-    raise CheckpointError(f"checkpoint of step {step}: {error}") from error
+  stored_as = _check_layout(about, step, abstract_train_state)
   announce(path)
   train_state = pytree_files.load(
     path / "train_state", abstract_train_state, stored_as=stored_as
@@ -272,6 +263,44 @@ def restore(
   except outstanding_lib.OutstandingError as error:
     raise CheckpointError(f"checkpoint of step {step}: {error}") from error
   return train_state, host_state, groups
+
+
+def check_layout(
+  directory: pathlib.Path, step: int, abstract_train_state: Any
+) -> None:
+  """Check the names, shapes and dtypes of a checkpoint; no array is read.
+
+  Args:
+    directory: directory of the checkpoints.
+    step: step of the checkpoint; see `latest`.
+    abstract_train_state: as in `restore`.
+
+  Raises:
+    CheckpointError: there is no such checkpoint, or the stored leaves are not
+      those of the abstract state.
+  """
+  path = _path(directory, step)
+  try:
+    about = manifest.about(path)
+  except (OSError, ValueError, LookupError, TypeError) as error:
+    raise CheckpointError(f"{path} is not a checkpoint") from error
+  _check_layout(_readable(about, path, step), step, abstract_train_state)
+
+
+def _check_layout(
+  about: dict[str, Any], step: int, abstract_train_state: Any
+) -> Callable[[str], str]:
+  """Check what a manifest says, and return the stored name of each array."""
+  stored_as = functools.partial(_stored_as, written_as=about.get("format", 0))
+  try:
+    named = pytree_files.named_leaves(abstract_train_state)
+    expected = pytree_files.layout(named)
+    pytree_files.check_layout(
+      about["layout"], {stored_as(name): x for name, x in expected.items()}
+    )
+  except pytree_files.LayoutError as error:
+    raise CheckpointError(f"checkpoint of step {step}: {error}") from error
+  return stored_as
 
 
 def restore_arrays(path: pathlib.Path, abstract_train_state: Any) -> Any:
@@ -346,6 +375,15 @@ def _verify(path: pathlib.Path, step: int) -> dict[str, Any]:
     about = manifest.verify(path)
   except (manifest.ManifestError, OSError) as error:
     raise CheckpointError(f"checkpoint of step {step}: {error}") from error
+  return _readable(about, path, step)
+
+
+def _readable(about: Any, path: pathlib.Path, step: int) -> dict[str, Any]:
+  """Return what a manifest says, if it is of a checkpoint that can be read.
+
+  Raises:
+    CheckpointError: the format is too new, or it belongs to another step.
+  """
   if not isinstance(about, dict) or not {"step", "layout"} <= about.keys():
     raise CheckpointError(f"{path} is not a checkpoint")
   if about.get("format", 0) > FORMAT:

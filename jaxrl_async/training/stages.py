@@ -67,7 +67,10 @@ def base_as_reference_stage() -> train_step.Stage:
 def distillation_stage(coef: float) -> train_step.Stage:
   """Return the stage that adds what a teacher says to the advantages.
 
-  See `distillation.advantages`. It has to come after every stage
+  See `distillation.advantages`. The teacher is compared with the proximal
+  policy if `train_step.PROXIMAL_STAGE` has run, and otherwise with the behavior
+  policy, whose logprobs are older by the staleness of the token. The stage has
+  to come after `train_step.PROXIMAL_STAGE`, if that runs, and after every stage
   that makes advantages.
 
   Args:
@@ -80,9 +83,8 @@ def distillation_stage(coef: float) -> train_step.Stage:
     teacher = train_step.batch_logprobs(
       settings[train_state.TEACHER], params[train_state.TEACHER], batch
     )
-    added = distillation.advantages(
-      teacher, batch.behavior_logprobs, batch.loss_mask, coef=coef
-    )
+    policy = batch.fields.get(objectives.PROXIMAL, batch.behavior_logprobs)
+    added = distillation.advantages(teacher, policy, batch.loss_mask, coef=coef)
     return {
       objectives.TEACHER: teacher,
       "advantages": batch.advantages + added,
