@@ -206,7 +206,7 @@ def _foundation(
       config.staleness_control,
       stored.get("staleness_control"),
       note,
-      oldest=stored.get("max_staleness", 0),
+      oldest=0 if resumed_step is None else stored["max_staleness"],
     )
     bound = staleness.bound
   buffer = buffer_lib.Buffer(config.algorithm.groups_per_step, bound)
