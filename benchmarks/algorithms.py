@@ -18,13 +18,13 @@ import dataclasses
 import inspect
 import json
 import pathlib
-import subprocess
 import sys
 import tempfile
 from typing import Any
 
 from absl import app
 from absl import flags
+import launching
 
 from jaxrl_async.config import algorithms
 from jaxrl_async.config import sections
@@ -52,7 +52,6 @@ _WARM_START_STEPS = flags.DEFINE_integer(
   "warm_start_steps", 600, "Steps of each warm start.", lower_bound=1
 )
 
-_ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Metrics whose mean over the steps is printed.
 _MEANS = (
   "policy/grad_norm",
@@ -62,15 +61,6 @@ _MEANS = (
   "offpolicy/left_out_frac",
   "time/update_s",
 )
-
-
-def _launch(script: str, *arguments: str) -> dict[str, Any]:
-  """Run a launch script to its end; return the JSON of its last line."""
-  command = [sys.executable, str(_ROOT / "launch" / script), *arguments]
-  done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-  if done.returncode:
-    sys.exit(f"error: {' '.join(command)} exited with {done.returncode}")
-  return json.loads(done.stdout.splitlines()[-1])
 
 
 def _overrides(section: sections.AlgorithmSection) -> list[str]:
@@ -115,21 +105,21 @@ def _measure(seed: int, directory: pathlib.Path) -> None:
 
   def arguments(name: str) -> list[str]:
     return [
-      f"--config={_ROOT / 'configs' / 'quickstart.py'}",
+      f"--config={launching.ROOT / 'configs' / 'quickstart.py'}",
       f"--config.seed={seed}",
       f"--workdir={directory / f'{name}_{seed}'}",
       f"--compile_cache={directory / 'compile_cache'}",
     ]
 
   print(f"seed {seed}: warm start", file=sys.stderr)
-  params = _launch(
+  params = launching.launch(
     "sft.py",
     *arguments("warm_start"),
     f"--config.warm_start.num_steps={_WARM_START_STEPS.value}",
   )["params"]
   for name in _NAMES.value:
     print(f"seed {seed}: {name}", file=sys.stderr)
-    summary = _launch(
+    summary = launching.launch(
       "train.py",
       *arguments(name),
       f"--config.warm_start.checkpoint={params}",

@@ -25,13 +25,13 @@ from collections.abc import Sequence
 import json
 import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
 from typing import Any
 
 from absl import app
 from absl import flags
+import launching
 
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds, comma-separated.")
 flags.register_validator(
@@ -51,7 +51,6 @@ _WARM_START_STEPS = flags.DEFINE_integer(
   lower_bound=0,
 )
 
-_ROOT = pathlib.Path(__file__).resolve().parents[1]
 _CONFIG = "configs/async_vs_sync.py"
 _VARIANTS = {"async": "", "sync": ":sync"}
 # Enough steps for an adoption in the middle of sequences, which uses one more
@@ -71,21 +70,12 @@ _COLUMNS = {
 }
 
 
-def _launch(script: str, *arguments: str) -> dict[str, Any]:
-  """Run a launch script to its end; return the JSON of its last line."""
-  command = [sys.executable, str(_ROOT / "launch" / script), *arguments]
-  done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-  if done.returncode:
-    sys.exit(f"error: {' '.join(command)} exited with {done.returncode}")
-  return json.loads(done.stdout.splitlines()[-1])
-
-
 def _measure(seed: int, directory: pathlib.Path) -> dict[str, Any]:
   """Return the summaries of one seed, by "async" and "sync"."""
 
   def arguments(name: str, variant: str) -> list[str]:
     return [
-      f"--config={_ROOT / _CONFIG}{variant}",
+      f"--config={launching.ROOT / _CONFIG}{variant}",
       f"--config.seed={seed}",
       f"--workdir={directory / f'{name}_{seed}'}",
       f"--compile_cache={directory / 'compile_cache'}",
@@ -93,7 +83,7 @@ def _measure(seed: int, directory: pathlib.Path) -> dict[str, Any]:
 
   def train(name: str, variant: str, *overrides: str) -> dict[str, Any]:
     print(f"seed {seed}: {name}", file=sys.stderr)
-    return _launch(
+    return launching.launch(
       "train.py",
       *arguments(name, variant),
       f"--config.warm_start.checkpoint={params}",
@@ -102,7 +92,7 @@ def _measure(seed: int, directory: pathlib.Path) -> dict[str, Any]:
 
   print(f"seed {seed}: warm start", file=sys.stderr)
   steps = _WARM_START_STEPS.value
-  params = _launch(
+  params = launching.launch(
     "sft.py",
     *arguments("warm_start", ""),
     *([f"--config.warm_start.num_steps={steps}"] if steps else []),

@@ -34,12 +34,12 @@ from collections.abc import Mapping, Sequence
 import json
 import pathlib
 import statistics
-import subprocess
 import sys
 from typing import Any
 
 from absl import app
 from absl import flags
+import launching
 
 _TABLE = flags.DEFINE_enum(
   "table",
@@ -72,8 +72,7 @@ _SET = flags.DEFINE_multi_string(
 )
 _PICTURE = flags.DEFINE_string("picture", "", "File of the curves, if any.")
 
-_ROOT = pathlib.Path(__file__).resolve().parents[1]
-_CONFIG = _ROOT / "configs" / "staleness.py"
+_CONFIG = launching.ROOT / "configs" / "staleness.py"
 
 Settings = Mapping[str, Any]
 OBJECTIVES: dict[str, Settings] = {
@@ -122,15 +121,6 @@ def _rows_of_table() -> list[tuple[dict[str, Any], Settings]]:
   ]
 
 
-def _launch(script: str, *arguments: str) -> dict[str, Any]:
-  """Run a launch script to its end; return the JSON of its last line."""
-  command = [sys.executable, str(_ROOT / "launch" / script), *arguments]
-  done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-  if done.returncode:
-    sys.exit(f"error: {' '.join(command)} exited with {done.returncode}")
-  return json.loads(done.stdout.splitlines()[-1])
-
-
 def _arguments(name: str, seed: int, settings: Settings) -> list[str]:
   """Return the flags of a run, which are those of its first start.
 
@@ -174,8 +164,10 @@ def _run(names: dict[str, Any], settings: Settings, seed: int) -> dict:
   arguments = _arguments(name, seed, {**settings, **further})
   if not summary_path.exists():
     print(name, file=sys.stderr)
-    _launch("sft.py", *_arguments(first, seed, {}))  # at once if it is done
-    _launch("train.py", *arguments)
+    launching.launch(
+      "sft.py", *_arguments(first, seed, {})
+    )  # at once if it is done
+    launching.launch("train.py", *arguments)
   summary = json.loads(summary_path.read_text())
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
   metrics = [json.loads(line) for line in lines]

@@ -379,7 +379,7 @@ def _base_record(
   setup: setup_lib.Setup,
   session: session_lib.Session,
   base: _Foundation,
-  is_given: bool,
+  extensions: session_lib.Extensions,
 ) -> frozen_base.Record | None:
   """Return where the base of a run with LoRA is; a new run keeps it first."""
   if base.resumed_step is None and base.trainer.has_base:
@@ -387,7 +387,7 @@ def _base_record(
       setup,
       session.workdir,
       base.trainer.state,
-      is_given=is_given,
+      is_given=extensions.initial_params is not None,
       world=session.world,
     )
   return base.stored.get(frozen_base.KEY)
@@ -404,7 +404,6 @@ def _of_the_loop(
 ) -> Parts:
   """Build the parts that drive and record the asynchronous loop."""
   config, workdir = setup.config, session.workdir
-  join_s = config.run.join_timeout_s
   step = base.resumed_step or 0
   sampler = sampler_lib.Sampler(
     workdir,
@@ -421,8 +420,7 @@ def _of_the_loop(
     on_untrained=sampler.add_untrained,
   )
   base.shutdown.closes(ledger.close)
-  is_given = extensions.initial_params is not None
-  base_record = _base_record(setup, session, base, is_given)
+  base_record = _base_record(setup, session, base, extensions)
   coordinator = coordinator_lib.Coordinator(
     assembly.coordinator_settings(config),
     stream=base.stream,
@@ -462,7 +460,7 @@ def _of_the_loop(
     staleness=base.staleness,
     scheduled=schedules.make(config.algorithm),
   )
-  base.shutdown.closes(recorder.close, join_s)
+  base.shutdown.closes(recorder.close, config.run.join_timeout_s)
   return Parts(
     setup=setup,
     session=session,

@@ -352,6 +352,34 @@ ValueFunction = Callable[
 ]
 
 
+def _evaluated(
+  settings: ForwardSettings,
+  params_of: Callable[[str], transformer.Params],
+  batch: packing.PackedBatch,
+  value_function: ValueFunction | None,
+) -> tuple[
+  Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"] | None
+]:
+  """Return logprobs, entropies and values of one packed microbatch.
+
+  Args:
+    settings: settings of the policy's forward pass.
+    params_of: returns the parameters of the model with this name.
+    batch: the microbatch.
+    value_function: as in `update`.
+  """
+  model, hidden = final_hidden(settings, params_of(train_state.POLICY), batch)
+  values = None
+  if settings.model.has_scalar_head:
+    values = model.scalars(hidden)
+    logprobs = entropy = jnp.zeros_like(values)
+  else:
+    logprobs, entropy = _likelihood(settings, model, hidden, batch)
+  if value_function is not None:
+    values = value_function(params_of(train_state.CRITIC), hidden, batch)
+  return logprobs, entropy, values
+
+
 def update(
   settings: ForwardSettings,
   loss: objectives.Loss,
@@ -405,17 +433,9 @@ def update(
       def params_of(name: str) -> transformer.Params:
         return train_state.merged(trainable[name], state.models[name].frozen)
 
-      params = params_of(train_state.POLICY)
-      model, hidden = final_hidden(settings, params, batch)
-      values = None
-      if settings.model.has_scalar_head:
-        values = model.scalars(hidden)
-        logprobs = entropy = jnp.zeros_like(values)
-      else:
-        logprobs, entropy = _likelihood(settings, model, hidden, batch)
-      if value_function is not None:
-        critic = params_of(train_state.CRITIC)
-        values = value_function(critic, hidden, batch)
+      logprobs, entropy, values = _evaluated(
+        settings, params_of, batch, value_function
+      )
       micro = objectives.Microbatch(
         logprobs=logprobs,
         entropy=entropy,

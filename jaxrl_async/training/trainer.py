@@ -175,7 +175,7 @@ class Trainer:
     self._state_sharding = train_state.shardings(
       mesh, rules, models, self._optimizers
     )
-    self._replicated = replicated = mesh_lib.replicated(mesh)
+    self._replicated = mesh_lib.replicated(mesh)
     self._peak_flops = (
       matmul_rate.peak_flops(mesh, forward.compute_dtype)
       if self.world.leads
@@ -195,24 +195,32 @@ class Trainer:
       for stage in [train_step.PROXIMAL_STAGE, *self._stages]
     }
     self._movement = movement
-    if movement is not None:
-      self._move_reference = reference_lib.make_program(
-        movement, self._state_sharding
-      )
+    self._make_update_programs(loss, critic)
+    self._make_publish_programs(layout, rollout_dtype, rollout_weights)
+
+  def _make_update_programs(
+    self, loss: objectives.Loss, critic: critic_lib.Critic | None
+  ) -> None:
+    """Set up the programs that change the train state."""
     update = (
       functools.partial(train_step.update, self.forward)
       if critic is None
       else functools.partial(critic_lib.update, critic, self._forwards)
     )
-    update = functools.partial(update, num_epochs=batch.num_epochs)
+    update = functools.partial(
+      update, num_epochs=self.batch_settings.num_epochs
+    )
     self._update = jax.jit(
       functools.partial(
         update, loss, objectives.rollout_diagnostic, self._optimizers
       ),
       donate_argnums=0,
-      out_shardings=(self._state_sharding, replicated),
+      out_shardings=(self._state_sharding, self._replicated),
     )
-    self._make_publish_programs(layout, rollout_dtype, rollout_weights)
+    if self._movement is not None:
+      self._move_reference = reference_lib.make_program(
+        self._movement, self._state_sharding
+      )
 
   def _make_publish_programs(
     self,
