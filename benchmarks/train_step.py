@@ -64,6 +64,7 @@ from jaxrl_async.planning import aot
 from jaxrl_async.planning import matmul_rate
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import algorithm as algorithm_lib
+from jaxrl_async.training import batch_settings
 from jaxrl_async.training import objectives
 from jaxrl_async.training import sft
 from jaxrl_async.training import train_state
@@ -234,7 +235,7 @@ class Ours:
         )
       ),
       stages=[train_step.PROXIMAL_STAGE],
-      batch=trainer_lib.BatchSettings(
+      batch=batch_settings.BatchSettings(
         tokens_per_row=case.tokens_per_row,
         rows_per_microbatch=rows,
         num_minibatches=1,

@@ -57,10 +57,11 @@ def get_config(variant: str = "") -> sections.Config:
   run.algorithm.group_size = 8
   run.algorithm.groups_per_step = 8 if is_long else 32
   run.algorithm.num_minibatches = 8
-  run.train.num_steps = 100
-  run.train.optimizer.learning_rate = 1e-4
+  run.train.num_steps = 150
+  run.train.optimizer.learning_rate = 2e-4
   run.train.tokens_per_row = cache if is_long else 48
   run.train.rows_per_microbatch = 8
-  run.eval.every = 25
+  run.eval.every = 30
+  run.eval.samples = 4
   run.run.checkpoint_every = 50
   return run

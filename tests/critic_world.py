@@ -1,7 +1,6 @@
 """A trainer with a critic, for tests."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
@@ -11,6 +10,7 @@ import tiny
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.training import batch_settings
 from jaxrl_async.training import critic as critic_lib
 from jaxrl_async.training import episodes
 from jaxrl_async.training import train_state
@@ -76,17 +76,17 @@ def make_trainer(
     forward=dataclasses.replace(test_train_step.FORWARD, model=MODEL),
     loss=critic_lib.with_value_loss(loss, coef=COEF, clip=CLIP),
     stages=[train_step.PROXIMAL_STAGE, critic_lib.value_stage(trunk), stage],
-    batch=trainer_lib.BatchSettings(
+    batch=batch_settings.BatchSettings(
       tokens_per_row=16,
       rows_per_microbatch=rows,
       num_minibatches=minibatches,
       num_epochs=epochs,
       min_microbatches=1,
-      advantages=lambda groups: np.zeros(
+      advantages=lambda groups, _: np.zeros(
         sum(len(group.trajectories) for group in groups)
       ),
-      fields=functools.partial(
-        episodes.fields, shaped=lambda x: x, token_scale=1.0
+      fields=lambda trajectories, _: episodes.fields(
+        trajectories, shaped=lambda x: x, token_scale=1.0
       ),
     ),
     critic=critic_lib.Critic(

@@ -104,7 +104,7 @@ def test_every_name_of_a_loss_and_of_an_advantage_stands_for_something():
   groups = groups_of([[1.0, 0.0]])
   for name in algorithm_section.ADVANTAGES:
     section = sections.AlgorithmSection(advantage=name)
-    found = np.sum(algorithm_lib.advantages(section)(groups)[0])
+    found = np.sum(algorithm_lib.advantages(section)(groups, 0)[0])
     # Those of gae are made on the device, and a teacher needs none.
     assert found == 0 if name in ("gae", "none") else found > 0
 
@@ -119,12 +119,12 @@ def test_scores_of_tokens_count_for_the_turns_before_them():
   plain = groups_of([[1.0]], mask="011011")[0].trajectories[0]
   scored = groups_of([[0.0]], {2: 3.0}, mask="011011")[0].trajectories[0]
   group = packing.without_prompt([plain, scored])
-  found = algorithm_lib.advantages(section)([group])
+  found = algorithm_lib.advantages(section)([group], 0)
   # Returns are 2 and 2 * 3 in both turns.
   np.testing.assert_allclose(found[0], [0, -2, -2, 0, -2, -2])
   np.testing.assert_allclose(found[1], [0, 2, 2, 0, 2, 2])
   scored.reward = types.Reward(score=0.0, token_scores={1: 3.0})
-  found = algorithm_lib.advantages(section)([group])
+  found = algorithm_lib.advantages(section)([group], 0)
   np.testing.assert_allclose(found[1], [0, 2, 2, 0, -1, -1])
 
 
@@ -135,7 +135,7 @@ def test_advantages_of_tokens_are_packed_with_them():
   given = [rng.normal(size=len(m)).astype(np.float32) * m for m in masks]
   trainer = test_train_step.make_trainer()
   trainer.batch_settings = dataclasses.replace(
-    trainer.batch_settings, advantages=lambda _: given
+    trainer.batch_settings, advantages=lambda *_: given
   )
   batch = trainer.prepare(groups)
   found = packing.unpack(batch.arrays.advantages, batch.placement)
@@ -308,7 +308,7 @@ def test_advantages_are_divided_once():
   whole = sections.AlgorithmSection(**settings)
   split = sections.AlgorithmSection(**settings, kl_in_reward=True)
   found = [
-    algorithm_lib.advantages(section)(groups) for section in (whole, split)
+    algorithm_lib.advantages(section)(groups, 0) for section in (whole, split)
   ]
   np.testing.assert_allclose(found[1], [0.5, -0.5, 0.25, -0.25])
   np.testing.assert_allclose(found[0], found[1] / found[1].std(), rtol=1e-5)
@@ -341,7 +341,7 @@ def test_functions_of_ones_own_are_named_in_the_config():
   algorithm_lib.check(section)
   assert algorithm_lib.policy_loss(config).__name__ == "sum_of_logprobs"
   groups = groups_of([[0.0, 2.0], [1.0]])
-  found = algorithm_lib.advantages(section)(groups)
+  found = algorithm_lib.advantages(section)(groups, 0)
   assert found.tolist() == [0, 1, 1]
   for name, reason in (
     ("no_such_module:loss", "cannot be imported"),
@@ -357,7 +357,7 @@ def test_advantages_of_the_wrong_number_are_an_error():
   section = sections.AlgorithmSection(advantage="test_algorithms:none_at_all")
   for scores in ([[1.0]], [[1.0], [2.0]]):
     with pytest.raises(ValueError, match="algorithm.advantage returned"):
-      algorithm_lib.advantages(section)(groups_of(scores))
+      algorithm_lib.advantages(section)(groups_of(scores), 0)
 
 
 def test_the_overlong_filter_learns_nothing_from_what_was_cut_off():

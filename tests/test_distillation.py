@@ -68,7 +68,7 @@ def test_the_stage_adds_to_the_advantages_that_there_are(has_proximal):
   stage = stages_lib.distillation_stage(0.5)
   made = jax.jit(
     functools.partial(stage.run, {TEACHER: test_train_step.FORWARD})
-  )({TEACHER: params}, batch)
+  )({TEACHER: params}, batch, 0)
   teacher = test_train_step.proximal_program()(params, batch)
   np.testing.assert_allclose(made[objectives.TEACHER], teacher, atol=1e-6)
   wanted = batch.advantages + 0.5 * np.where(

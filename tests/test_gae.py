@@ -171,7 +171,7 @@ def test_an_advantage_loses_the_divergence_that_is_to_come(is_whitened):
   stage = stages_lib.kl_in_reward_stage(
     coef=0.1, clip=0.6, is_whitened=is_whitened
   )
-  (found,) = jax.jit(functools.partial(stage.run, {}))({}, batch).values()
+  (found,) = jax.jit(functools.partial(stage.run, {}))({}, batch, 0).values()
   gaps = np.clip(
     batch.behavior_logprobs.astype(np.float64) - reference, -0.6, 0.6
   )

@@ -151,13 +151,14 @@ def test_a_loss_of_ones_own_is_a_function():
 
 @pytest.mark.slow
 def test_a_stage_may_make_advantages_of_what_another_has_added():
-  def values(settings, params, batch):
-    del settings, params
+  def values(settings, params, batch, version):
+    del settings, params, version
     return {"values": jnp.ones(batch.tokens.shape)}
 
-  def advantages(settings, params, batch):
+  def advantages(settings, params, batch, version):
     del settings, params
-    return {"advantages": batch.fields["values"] * 0}
+    zeros = batch.fields["values"] * (version - VERSION)
+    return {"advantages": zeros}
 
   made = test_train_step.groups()
   trainer = test_train_step.make_trainer(

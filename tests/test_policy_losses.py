@@ -333,7 +333,7 @@ def test_devices_choose_the_same_tokens_of_each_minibatch():
   batch = jax.tree.map(lambda x: jnp.stack([x, x])[:, None], micro.batch)
   batch = batch._replace(advantages=batch.advantages.at[1].multiply(-1))
   run = stages_lib.second_moment_stage(policy_world.SECOND_MOMENT).run
-  found = jax.jit(functools.partial(run, {}, {}))(batch)
+  found = jax.jit(functools.partial(run, {}, {}))(batch, 0)
   kept = np.asarray(found[objectives.WITHIN_SECOND_MOMENT])[:, 0]
   for sign, of_minibatch in zip((1, -1), kept, strict=True):
     own = made | {"advantages": sign * made["advantages"]}
@@ -346,7 +346,7 @@ def test_devices_choose_the_same_tokens_of_each_minibatch():
     mesh, mesh_lib.TRAIN_RULES, None, None, "batch", "tokens"
   )
   split = jax.jit(functools.partial(run, {}, {}), out_shardings=sharding)(
-    jax.device_put(batch, sharding)
+    jax.device_put(batch, sharding), 0
   )
   jax.tree.map(np.testing.assert_array_equal, split, found)
 

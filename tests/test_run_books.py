@@ -54,10 +54,10 @@ def with_a_skipped_update(tmp_path_factory):
   workdir = tmp_path_factory.mktemp("skipped")
   prepare, count = trainer_lib.Trainer.prepare, itertools.count()
 
-  def poisoned(self, groups):
+  def poisoned(self, groups, step):
     if next(count) == 1:
       groups[0].trajectories[0].behavior_logprobs[:] = np.nan
-    return prepare(self, groups)
+    return prepare(self, groups, step)
 
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(trainer_lib.Trainer, "prepare", poisoned)

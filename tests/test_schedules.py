@@ -13,13 +13,22 @@ import policy_world
 import pytest
 import test_policy_losses
 import test_run
+import test_train_step
 
+from jaxrl_async import types
+from jaxrl_async.algorithms import value_functions
 from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import sections
 from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.run import algorithm_checks
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import schedules
+from jaxrl_async.run import setup as setup_lib
+from jaxrl_async.training import critic as critic_lib
+from jaxrl_async.training import episodes
+from jaxrl_async.training import objectives
+from jaxrl_async.training import train_state
+from jaxrl_async.training import train_step
 
 STEP = 4
 # The case of each field, and the value at step 10 of a line from its own.
@@ -34,6 +43,26 @@ FIELDS = {
   "sequence_kl_bound": ("sequences far off", 2.8),
   "kl_coef": ("penalties", 0.0),
   "entropy_coef": ("penalties", 1.0),
+}
+# Of a field that a stage reads: what it needs, its value, and that at step 10.
+GAE = {"advantage": "gae", "advantage_scale": sections.AdvantageScale.NONE}
+IN_REWARD = {
+  "kl_coef": 0.5,
+  "kl_in_reward": True,
+  "kl_estimator": sections.KlEstimator.K1,
+}
+STAGE_FIELDS = {
+  "gamma": (GAE, 1.0, 0.5),
+  "gae_lambda": (GAE, 1.0, 0.5),
+  "kl_reward_clip": (IN_REWARD, 1.0, 0.25),
+  "second_moment_bound": ({}, 1.0, 0.01),
+  "distill_coef": ({"teacher": "anything"}, 0.5, 0.0),
+}
+# Of a field that the host reads.
+REWARD_FIELDS = {
+  "reward_bias": ({}, 0.25, 2.0),
+  "reward_scale": ({}, 1.0, 3.0),
+  "reward_clip": ({}, 2.0, 0.5),
 }
 
 
@@ -64,7 +93,9 @@ def refusal(config):
 
 
 def test_there_is_a_case_for_every_field_that_may_have_a_schedule():
-  assert FIELDS.keys() == algorithm_checks._SCHEDULED.keys()
+  known = [*FIELDS, *STAGE_FIELDS, *REWARD_FIELDS]
+  assert len(known) == len({*known})
+  assert {*known} == algorithm_checks._SCHEDULED.keys()
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -94,6 +125,129 @@ def test_the_loss_of_a_step_is_the_equation_with_the_value_of_the_step(field):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     losses.append(float(found))
   assert losses[0] != losses[2] == losses[3]
+
+
+def with_values(settings, **values):
+  section = sections.AlgorithmSection(**settings)
+  for field, value in values.items():
+    setattr(section, field, value)
+  return section
+
+
+def stages_of(section):
+  """The stages of a section that need no forward pass of a model here."""
+  setup = setup_lib.resolve(test_run.make_config("sync"), jax.devices())
+  config = sections.Config(algorithm=section)
+  setup = dataclasses.replace(setup, config=config)
+  return {
+    stage.name: stage
+    for stage in algorithm_lib.stages(setup)
+    if stage.name in ("advantages", "second_moment", "teacher")
+  }
+
+
+@pytest.mark.parametrize(
+  ("settings", "field", "first", "end"),
+  [
+    *((given, name, *ends) for name, (given, *ends) in STAGE_FIELDS.items()),
+    (IN_REWARD, "kl_coef", 0.5, 0.0),
+    (GAE | IN_REWARD, "kl_coef", 0.5, 0.0),
+    (GAE | IN_REWARD, "kl_reward_clip", 1.0, 0.25),
+  ],
+)
+def test_a_stage_has_the_value_of_the_step(
+  settings, field, first, end, monkeypatch
+):
+  batch = test_train_step.packed(rows=4, minibatches=2)
+  rng = np.random.default_rng(0)
+
+  def random(scale=1.0):
+    return rng.normal(0, scale, batch.tokens.shape).astype(np.float32)
+
+  behavior = batch.behavior_logprobs
+  batch = batch.with_arrays(
+    {
+      objectives.REFERENCE: behavior + random(),
+      objectives.PROXIMAL: behavior + random(0.2),
+      critic_lib.VALUES: random(),
+      critic_lib.VALUES_AFTER: random(),
+      episodes.REWARDS: random(),
+      episodes.CUT_OFF: (random() > 0).astype(np.float32),
+    }
+  )
+  teacher = jnp.asarray(behavior + random())
+  monkeypatch.setattr(train_step, "batch_logprobs", lambda *_: teacher)
+  models = {
+    name: {train_state.RETURN_STATISTICS: None}
+    for name in (train_state.CRITIC, train_state.TEACHER)
+  }
+
+  forwards = dict.fromkeys(models, test_train_step.FORWARD)
+
+  def made(section, step):
+    # The statistics of returns have no part in what is compared here.
+    monkeypatch.setattr(critic_lib, "_with_returns", lambda *_: None)
+    monkeypatch.setattr(value_functions, "normalized", lambda x, _: x)
+    return {
+      name: value
+      for stage in stages_of(section).values()
+      for name, value in jax.jit(
+        lambda batch, step, run=stage.run: run(forwards, models, batch, step)
+      )(batch, np.int32(step)).items()
+    }
+
+  section = with_values(settings, **{field: first})
+  section.schedules = config_dict.ConfigDict({field: line(end)})
+  config = sections.Config(algorithm=section)
+  if not section.teacher:
+    config_checks.check(config)
+    schedules.check(config)
+  for step in (0, STEP, 10, 99):
+    value = first + (end - first) * min(step, 10) / 10
+    found = made(section, step)
+    # A fixed number that is 0 would leave the stage out.
+    fixed = made(with_values(settings, **{field: value or 1e-30}), step)
+    assert found.keys() == fixed.keys() and found
+    for name, array in found.items():
+      np.testing.assert_allclose(
+        array, fixed[name], rtol=1e-5, atol=1e-6, err_msg=name
+      )
+  first_found, last = made(section, 0), made(section, 10)
+  assert any(np.any(first_found[x] != last[x]) for x in last)
+
+
+@pytest.mark.parametrize("field", REWARD_FIELDS)
+def test_rewards_have_the_shape_of_the_step(field):
+  settings, first, end = REWARD_FIELDS[field]
+  settings |= {"advantage_scale": sections.AdvantageScale.NONE}
+  settings |= {"reward_clip": 2.0}  # without it a bias changes nothing
+  groups = test_train_step.groups()
+  for i, trajectory in enumerate(t for g in groups for t in g.trajectories):
+    scores = {0: 1.5} if i % 2 else {}
+    trajectory.reward = types.Reward(score=i / 4, token_scores=scores)
+  trajectories = [t for g in groups for t in g.trajectories]
+  for kind in ({}, {"advantage": "segment"}, GAE):
+    section = with_values(settings | kind, **{field: first})
+    section.schedules = config_dict.ConfigDict({field: line(end)})
+    config = sections.Config(algorithm=section)
+    config_checks.check(config)
+    schedules.check(config)
+    found = []
+    for step in (0, STEP, 99):
+      value = first + (end - first) * min(step, 10) / 10
+      fixed = with_values(settings | kind, **{field: value})
+      if kind is GAE:
+        makers = [algorithm_lib.fields(x) for x in (section, fixed)]
+        now, wanted = (
+          make(trajectories, step)[episodes.REWARDS] for make in makers
+        )
+      else:
+        makers = [algorithm_lib.advantages(x) for x in (section, fixed)]
+        now, wanted = (make(groups, step) for make in makers)
+      now, wanted = (np.hstack(list(x)) for x in (now, wanted))
+      np.testing.assert_allclose(now, wanted, atol=1e-5)
+      found.append(now)
+    assert np.any(found[0] != found[1]) and np.any(found[1] != found[2])
 
 
 def test_schedules_of_optax_and_where_they_start():
@@ -134,13 +288,7 @@ def test_schedules_of_optax_and_where_they_start():
   [
     ({"clip_hi": line(0.1)}, {}, "'clip_hi' clip_high"),
     ({"learning_rate": line(0.1)}, {}, "'learning_rate' entropy_coef"),
-    # A stage and the host read these.
-    (
-      {"second_moment_bound": line(0.1)},
-      {"second_moment_bound": 0.04},
-      "'second_moment_bound' is not read in the update",
-    ),
-    ({"reward_scale": line(0.1)}, {}, "'reward_scale' is not read"),
+    ({"max_staleness": line(0.1)}, {}, "'max_staleness' is not a number of"),
     ({"clip_low": 0.1}, {}, "clip_low: 0.1 names no schedule"),
     ({"clip_low": {"end_value": 0.1}}, {}, "clip_low names no schedule"),
     ({"clip_low": {"schedule": "join_schedules"}}, {}, "clip_low is not one"),
@@ -167,13 +315,30 @@ def test_schedules_of_optax_and_where_they_start():
       "behavior_weight_cap algorithm.behavior_weight_level",
     ),
     (
-      {"kl_coef": line(0.2)},
-      {
-        "kl_coef": 0.1,
-        "kl_in_reward": True,
-        "kl_estimator": sections.KlEstimator.K1,
-      },
-      "kl_coef algorithm.kl_in_reward",
+      {"second_moment_bound": line(0.1)},
+      {},
+      "second_moment_bound algorithm.second_moment_bound=0 leaves",
+    ),
+    # What the other settings leave without effect.
+    (
+      {"gamma": line(0.9)},
+      {},
+      "gamma becomes 0.9 at train step 10 algorithm.gamma gae",
+    ),
+    (
+      {"kl_reward_clip": line(0.1)},
+      {},
+      "kl_reward_clip algorithm.kl_reward_clip=0 leaves",
+    ),
+    (
+      {"reward_scale": line(0.0)},
+      {},
+      "reward_scale becomes 0 at train step 10 algorithm.reward_scale",
+    ),
+    (
+      {"reward_clip": line(0.0)},
+      {"reward_clip": 1.0},
+      "reward_clip becomes 0 at train step 10 switch it off",
     ),
     # What Optax does not take.
     (

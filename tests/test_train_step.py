@@ -16,6 +16,7 @@ from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.planning import matmul_rate
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import algorithm as algorithm_lib
+from jaxrl_async.training import batch_settings
 from jaxrl_async.training import gradients as gradients_lib
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
@@ -102,7 +103,7 @@ def make_trainer(
     forward=FORWARD,
     loss=loss or make_loss(mode),
     stages=stages or (STAGES if mode is RECOMPUTE else []),
-    batch=trainer_lib.BatchSettings(
+    batch=batch_settings.BatchSettings(
       tokens_per_row=16,
       rows_per_microbatch=rows,
       num_minibatches=minibatches,

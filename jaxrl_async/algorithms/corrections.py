@@ -82,7 +82,7 @@ def within_second_moment(
   advantages: Float[Array, "*minibatch"],
   loss_mask: Bool[Array, "*minibatch"],
   *,
-  bound: float,
+  bound: ScalarLike,
 ) -> Bool[Array, "*minibatch"]:
   r"""Return which tokens M2PO learns from, arXiv:2510.01161.
 

@@ -2,7 +2,7 @@
 
 from jax import lax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, ScalarLike
 
 
 def advantages(
@@ -10,7 +10,7 @@ def advantages(
   policy_logprobs: Float[Array, "*leading T"],
   loss_mask: Bool[Array, "*leading T"],
   *,
-  coef: float,
+  coef: ScalarLike,
 ) -> Float[Array, "*leading T"]:
   r"""Return the advantage of each token under the reverse divergence.
 
@@ -33,4 +33,4 @@ def advantages(
     coef: the coefficient.
   """
   difference = lax.stop_gradient(teacher_logprobs - policy_logprobs)
-  return coef * jnp.where(loss_mask, difference, 0)
+  return jnp.where(loss_mask, difference, 0) * coef

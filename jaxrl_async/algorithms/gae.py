@@ -8,7 +8,9 @@ contains them. Everything is float32.
 import jax
 from jax import lax
 from jax import numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, ScalarLike
+
+from jaxrl_async.algorithms import losses
 
 # Added to a deviation that is divided by, as in `advantages`.
 _EPSILON = 1e-6
@@ -21,8 +23,8 @@ def generalized_advantages(
   loss_mask: Bool[Array, "*rows T"],
   segment_ids: Int[Array, "*rows T"],
   *,
-  gamma: float,
-  gae_lambda: float,
+  gamma: ScalarLike,
+  gae_lambda: ScalarLike,
 ) -> Float[Array, "*rows T"]:
   r"""Return generalised advantages, arXiv:1506.02438 eq. 16.
 
@@ -106,8 +108,8 @@ def kl_rewards(
   reference_logprobs: Float[Array, "*shape"],
   loss_mask: Bool[Array, "*shape"],
   *,
-  coef: float,
-  clip: float,
+  coef: ScalarLike,
+  clip: ScalarLike,
 ) -> Float[Array, "*shape"]:
   r"""Return the reward of each token for staying near a reference.
 
@@ -125,6 +127,7 @@ def kl_rewards(
     clip: largest absolute value of an estimate; 0 sets no bound.
   """
   estimate = jnp.where(loss_mask, behavior_logprobs - reference_logprobs, 0)
-  if clip:
-    estimate = jnp.clip(estimate, -clip, clip)
-  return -coef * jax.lax.stop_gradient(estimate)
+  if not losses.is_left_out(clip):
+    bound = jnp.asarray(clip, estimate.dtype)
+    estimate = jnp.clip(estimate, -bound, bound)
+  return -jax.lax.stop_gradient(estimate) * coef

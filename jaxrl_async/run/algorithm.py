@@ -1,7 +1,7 @@
 """The algorithm that a config describes: advantages, stages and the loss."""
 
 from collections.abc import Callable, Sequence
-import copy
+import dataclasses
 import functools
 import importlib
 from typing import Any
@@ -16,6 +16,7 @@ from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import sections
 from jaxrl_async.run import schedules
 from jaxrl_async.run import setup as setup_lib
+from jaxrl_async.training import batch_settings
 from jaxrl_async.training import critic as critic_lib
 from jaxrl_async.training import episodes
 from jaxrl_async.training import objectives
@@ -23,7 +24,6 @@ from jaxrl_async.training import packing
 from jaxrl_async.training import reference as reference_lib
 from jaxrl_async.training import stages as stages_lib
 from jaxrl_async.training import train_step
-from jaxrl_async.training import trainer as trainer_lib
 
 
 def policy_loss(config: sections.Config) -> objectives.Loss:
@@ -35,17 +35,14 @@ def policy_loss(config: sections.Config) -> objectives.Loss:
   Raises:
     ConfigError: `algorithm.loss` names a function that cannot be imported.
   """
-  section, scheduled = config.algorithm, schedules.make(config.algorithm)
-  if not scheduled:
-    return _policy_loss(config, section)
+  at = schedules.sections_by_step(config.algorithm)
+  if at is None:
+    return _policy_loss(config, config.algorithm)
 
   def loss(
     micro: objectives.Microbatch,
   ) -> tuple[Float[Array, ""], objectives.Sums]:
-    now = copy.copy(section)
-    for field, schedule in scheduled.items():
-      setattr(now, field, schedule(micro.policy_version))
-    return _policy_loss(config, now)(micro)
+    return _policy_loss(config, at(micro.policy_version))(micro)
 
   return loss
 
@@ -66,7 +63,7 @@ def _policy_loss(
         floor=section.behavior_weight_floor,
         cap=section.behavior_weight_cap,
         cap_mode=section.behavior_weight_cap_mode,
-        has_second_moment=section.second_moment_bound > 0,
+        has_second_moment=config.algorithm.second_moment_bound > 0,
         sequence_kl_bound=section.sequence_kl_bound,
       ),
       average,
@@ -116,12 +113,39 @@ def _objective(section: sections.AlgorithmSection) -> objectives.TokenObjective:
 
 
 def stages(setup: setup_lib.Setup) -> list[train_step.Stage]:
-  """Return the stages that the loss needs, in their order."""
-  section, critic = setup.config.algorithm, setup.config.critic
+  """Return the stages that the loss needs, in their order.
+
+  Fields with a schedule have the value of the train step.
+  """
+  found = _stages(setup, setup.config.algorithm)
+  at = schedules.sections_by_step(setup.config.algorithm)
+  if at is None:
+    return found
+
+  def scheduled(i: int, stage: train_step.Stage) -> train_step.Stage:
+    def run(
+      settings: stages_lib.Settings,
+      params: stages_lib.Params,
+      batch: packing.PackedBatch,
+      version: stages_lib.Version,
+    ) -> dict[str, Float[Array, "M K B T"]]:
+      now = _stages(setup, at(version))[i]
+      return now.run(settings, params, batch, version)
+
+    return dataclasses.replace(stage, run=run)
+
+  return [scheduled(i, stage) for i, stage in enumerate(found)]
+
+
+def _stages(
+  setup: setup_lib.Setup, section: sections.AlgorithmSection
+) -> list[train_step.Stage]:
+  """Return the stages of a section, some numbers of which may be arrays."""
+  critic = setup.config.critic
   found = []
   if section.proximal is sections.ProximalMode.RECOMPUTE:
     found.append(train_step.PROXIMAL_STAGE)
-  if section.kl_coef:
+  if not losses.is_left_out(section.kl_coef):
     found.append(
       stages_lib.reference_stage()
       if setup.model.lora is None
@@ -140,7 +164,7 @@ def stages(setup: setup_lib.Setup) -> list[train_step.Stage]:
         kl_clip=section.kl_reward_clip,
       )
     )
-  elif kl_coef:
+  elif not losses.is_left_out(kl_coef):
     found.append(
       stages_lib.kl_in_reward_stage(
         coef=kl_coef,
@@ -150,7 +174,7 @@ def stages(setup: setup_lib.Setup) -> list[train_step.Stage]:
     )
   if section.teacher:
     found.append(stages_lib.distillation_stage(section.distill_coef))
-  if section.second_moment_bound:
+  if not losses.is_left_out(section.second_moment_bound):
     # It needs the sign of the advantages as they will be.
     found.append(stages_lib.second_moment_stage(section.second_moment_bound))
   return found
@@ -191,7 +215,7 @@ def movement(
   )
 
 
-def advantages(section: sections.AlgorithmSection) -> trainer_lib.Advantages:
+def advantages(section: sections.AlgorithmSection) -> batch_settings.Advantages:
   """Return the function that makes advantages of groups, on the host.
 
   Those of gae are 0, because a stage replaces them. So are those of none.
@@ -211,11 +235,14 @@ def advantages(section: sections.AlgorithmSection) -> trainer_lib.Advantages:
     )
   elif section.advantage not in algorithm_section.ADVANTAGES:
     compare = _imported("algorithm.advantage", section.advantage)
-  shape = _shaping(section)
+  now = _at_step(section)
 
-  def of_groups(groups: Sequence[types.RolloutGroup]) -> packing.Advantages:
+  def of_groups(
+    groups: Sequence[types.RolloutGroup], step: int
+  ) -> packing.Advantages:
     trajectories = [t for group in groups for t in group.trajectories]
-    rewards = shape(np.array([t.score for t in trajectories], np.float64))
+    scores = np.array([t.score for t in trajectories], np.float64)
+    rewards = _shaping(now(step))(scores)
     group_ids = np.repeat(
       np.arange(len(groups)), [len(g.trajectories) for g in groups]
     )
@@ -224,7 +251,7 @@ def advantages(section: sections.AlgorithmSection) -> trainer_lib.Advantages:
     if section.advantage == "segment":
       return advantages_lib.segment_advantages(
         rewards,
-        _token_scores(trajectories, section.reward_scale),
+        _token_scores(trajectories, now(step).reward_scale),
         [t.loss_mask for t in trajectories],
         group_ids,
         len(groups),
@@ -263,14 +290,30 @@ def _checked(
   return found
 
 
-def fields(section: sections.AlgorithmSection) -> trainer_lib.Fields:
+def fields(section: sections.AlgorithmSection) -> batch_settings.Fields:
   """Return the function that makes the further fields of a batch."""
   if section.advantage != "gae":
-    return packing.reward_fields
-  return functools.partial(
-    episodes.fields,
-    shaped=_shaping(section),
-    token_scale=section.reward_scale,
+    return batch_settings.reward_fields
+  now = _at_step(section)
+
+  def of_trajectories(
+    trajectories: Sequence[types.Trajectory], step: int
+  ) -> dict[str, list[Float[np.ndarray, "_"]]]:
+    return episodes.fields(
+      trajectories,
+      shaped=_shaping(now(step)),
+      token_scale=now(step).reward_scale,
+    )
+
+  return of_trajectories
+
+
+def _at_step(
+  section: sections.AlgorithmSection,
+) -> Callable[[int], sections.AlgorithmSection]:
+  """Return what gives the section with the numbers of a train step."""
+  return schedules.sections_by_step(section, on_host=True) or (
+    lambda _: section
   )
 
 

@@ -23,13 +23,29 @@ _SCHEDULED = {
   "behavior_weight_floor": algorithm_section.LOSSES,
   "behavior_weight_cap": algorithm_section.LOSSES,
   "sequence_kl_bound": algorithm_section.LOSSES,
+  "second_moment_bound": algorithm_section.LOSSES,
   "kl_coef": (),
+  "kl_reward_clip": (),
   "entropy_coef": (),
+  "distill_coef": (),
+  "gamma": (),
+  "gae_lambda": (),
+  "reward_bias": (),
+  "reward_scale": (),
+  "reward_clip": (),
 }
+# Coefficients that are 0 where there is no reference or teacher.
+OF_ANOTHER_MODEL = ("kl_coef", "distill_coef")
+# Fields of which 0 means that there is no bound. No schedule may reach it.
+NEVER_ZERO = (
+  "dual_clip",
+  "sequence_kl_bound",
+  "second_moment_bound",
+  "kl_reward_clip",
+  "reward_clip",
+)
 # Fields of which 0 means that the loss lacks a term or a bound.
-_OFF_AT_ZERO = ("dual_clip", "sequence_kl_bound", "kl_coef", "entropy_coef")
-# Of a coefficient 0 is also a value. Of a bound it is none.
-NEVER_ZERO = ("dual_clip", "sequence_kl_bound")
+_OFF_AT_ZERO = (*NEVER_ZERO, *OF_ANOTHER_MODEL, "entropy_coef")
 # Schedules have numbers, texts and tables of numbers as arguments.
 _ARGUMENTS = (bool, int, float, str, dict)
 
@@ -205,8 +221,8 @@ def _check_schedules(section: sections.AlgorithmSection) -> None:
     sections.require(
       field in _SCHEDULED,
       path,
-      f"{sections.shown(field)} is not read in the update, or is no number;"
-      f" a schedule may have {', '.join(_SCHEDULED)}",
+      f"{sections.shown(field)} is not a number of the loss; a schedule may"
+      f" have {', '.join(_SCHEDULED)}",
     )
     sections.require(
       isinstance(entry, dict) and "schedule" in entry,
@@ -240,12 +256,6 @@ def _check_schedules(section: sections.AlgorithmSection) -> None:
       f"{field}: algorithm.{field}=0 leaves it out of the loss, with any"
       f" schedule; use another algorithm.{field}, and an init_value of 0 if it"
       " is to start there",
-    )
-    sections.require(
-      field != "kl_coef" or not section.kl_in_reward,
-      path,
-      "kl_coef is read before the update, because the divergence is in the"
-      " reward (algorithm.kl_in_reward); leave it out, or use False there",
     )
     is_weight = field.startswith("behavior_weight_")
     sections.require(

@@ -39,6 +39,7 @@ from jaxrl_async.run import reward_terms
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.storage import config_json
 from jaxrl_async.text import tokenizer as tokenizer_lib
+from jaxrl_async.training import batch_settings
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
 from jaxrl_async.training import publishing
@@ -362,7 +363,7 @@ def make_trainer(
     forward=forward,
     loss=loss or algorithm_lib.policy_loss(config),
     stages=algorithm_lib.stages(setup),
-    batch=trainer_lib.BatchSettings(
+    batch=batch_settings.BatchSettings(
       tokens_per_row=config.train.tokens_per_row,
       rows_per_microbatch=config.train.rows_per_microbatch,
       num_minibatches=config.algorithm.num_minibatches,

@@ -41,6 +41,29 @@ def make(section: sections.AlgorithmSection) -> dict[str, Schedule]:
   }
 
 
+def sections_by_step(
+  section: sections.AlgorithmSection, *, on_host: bool = False
+) -> Callable[[Any], sections.AlgorithmSection] | None:
+  """Return what gives the section of a train step; None without schedules.
+
+  Args:
+    section: the section, with its schedules.
+    on_host: the values are numbers in place of arrays.
+  """
+  scheduled = make(section)
+  if not scheduled:
+    return None
+
+  def at(step: Any) -> sections.AlgorithmSection:
+    now = copy.copy(section)
+    for field, schedule in scheduled.items():
+      value = schedule(step)
+      setattr(now, field, float(value) if on_host else value)
+    return now
+
+  return at
+
+
 def _schedule(field: str, value: float, entry: dict[str, Any]) -> Schedule:
   """Return a schedule; it starts with the field's own value by default."""
   arguments = {
@@ -119,8 +142,9 @@ def _check_value(
     reason = "0 would switch it off, which no schedule can do"
   try:
     bounds.check(there)
-    # A coefficient of 0 keeps no reference only if the field itself is 0.
-    if field != "kl_coef" or value:
+    # A coefficient of 0 keeps no reference and no teacher only if the field
+    # itself is 0.
+    if field not in algorithm_checks.OF_ANOTHER_MODEL or value:
       algorithm_checks.check(there)
   except sections.ConfigError as error:
     reason = str(error)

@@ -48,7 +48,7 @@ class BatchLoader(Generic[Prepared]):
   def __init__(
     self,
     buffer: buffer_lib.Buffer,
-    prepare: Callable[[list[types.RolloutGroup]], Prepared],
+    prepare: Callable[[list[types.RolloutGroup], int], Prepared],
     *,
     first_step: int,
     end_step: int,
@@ -96,7 +96,7 @@ class BatchLoader(Generic[Prepared]):
           return
         taken_s = time.perf_counter()
         self._show(f"preparing the batch of step {step}")
-        batch = self._prepare(groups)
+        batch = self._prepare(groups, step)
         self._show(f"ready with the batch of step {step}")
         if not self._hand_over(Loaded(batch=batch, taken_s=taken_s)):
           return

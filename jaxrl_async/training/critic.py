@@ -13,10 +13,11 @@ returns; see `value_functions`. A train step with a critic runs two more stages:
 
 from collections.abc import Mapping
 import dataclasses
+from typing import Any
 
 import jax
 from jax import numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, ScalarLike
 import numpy as np
 
 from jaxrl_async.algorithms import divergences
@@ -45,6 +46,7 @@ NUM_FIELDS = 7
 
 Settings = Mapping[str, train_step.ForwardSettings]
 Params = Mapping[str, transformer.Params]
+Version = Int[Any, ""]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,8 +116,12 @@ def value_stage(trunk: sections.CriticTrunk) -> train_step.Stage:
   """Return the stage that adds the values under the critic before the step."""
 
   def run(
-    settings: Settings, params: Params, batch: packing.PackedBatch
+    settings: Settings,
+    params: Params,
+    batch: packing.PackedBatch,
+    version: Version,
   ) -> dict[str, Float[Array, "M K B T"]]:
+    del version
     critic = params[train_state.CRITIC]
 
     def of_microbatch(micro: packing.PackedBatch) -> Float[Array, "B T"]:
@@ -138,12 +144,12 @@ def value_stage(trunk: sections.CriticTrunk) -> train_step.Stage:
 
 def gae_stage(
   *,
-  gamma: float,
-  gae_lambda: float,
+  gamma: ScalarLike,
+  gae_lambda: ScalarLike,
   is_whitened: bool,
   normalize_decay: float,
-  kl_coef: float,
-  kl_clip: float,
+  kl_coef: ScalarLike,
+  kl_clip: ScalarLike,
 ) -> train_step.Stage:
   """Return the stage that makes advantages and returns of tokens.
 
@@ -160,12 +166,15 @@ def gae_stage(
   """
 
   def run(
-    settings: Settings, params: Params, batch: packing.PackedBatch
+    settings: Settings,
+    params: Params,
+    batch: packing.PackedBatch,
+    version: Version,
   ) -> dict[str, Float[Array, "M K B T"]]:
-    del settings
+    del settings, version
     mask, fields = batch.loss_mask, batch.fields
     rewards = fields[episodes.REWARDS]
-    if kl_coef:
+    if not losses.is_left_out(kl_coef):
       rewards = rewards + gae.kl_rewards(
         batch.behavior_logprobs,
         fields[objectives.REFERENCE],

@@ -6,10 +6,11 @@ Each adds to the batch what some losses need; `train_step.Stage` says how.
 from collections.abc import Mapping
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 from jax import numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, ScalarLike
 
 from jaxrl_async.algorithms import corrections
 from jaxrl_async.algorithms import distillation
@@ -24,6 +25,7 @@ from jaxrl_async.training import train_step
 
 Settings = Mapping[str, train_step.ForwardSettings]
 Params = Mapping[str, transformer.Params]
+Version = Int[Any, ""]
 
 
 def reference_stage() -> train_step.Stage:
@@ -34,8 +36,12 @@ def reference_stage() -> train_step.Stage:
   """
 
   def run(
-    settings: Settings, params: Params, batch: packing.PackedBatch
+    settings: Settings,
+    params: Params,
+    batch: packing.PackedBatch,
+    version: Version,
   ) -> dict[str, Float[Array, "M K B T"]]:
+    del version
     name = train_state.REFERENCE
     model = reference_lib.on_device(params[name])
     logprobs = train_step.batch_logprobs(settings[name], model, batch)
@@ -52,8 +58,12 @@ def base_as_reference_stage() -> train_step.Stage:
   """
 
   def run(
-    settings: Settings, params: Params, batch: packing.PackedBatch
+    settings: Settings,
+    params: Params,
+    batch: packing.PackedBatch,
+    version: Version,
   ) -> dict[str, Float[Array, "M K B T"]]:
+    del version
     policy = settings[train_state.POLICY]
     forward = dataclasses.replace(policy, model=policy.model.base)
     base = lora_lib.base(params[train_state.POLICY])
@@ -64,7 +74,7 @@ def base_as_reference_stage() -> train_step.Stage:
   return train_step.Stage(name="reference", run=run)
 
 
-def distillation_stage(coef: float) -> train_step.Stage:
+def distillation_stage(coef: ScalarLike) -> train_step.Stage:
   """Return the stage that adds what a teacher says to the advantages.
 
   See `distillation.advantages`. The teacher is compared with the proximal
@@ -78,8 +88,12 @@ def distillation_stage(coef: float) -> train_step.Stage:
   """
 
   def run(
-    settings: Settings, params: Params, batch: packing.PackedBatch
+    settings: Settings,
+    params: Params,
+    batch: packing.PackedBatch,
+    version: Version,
   ) -> dict[str, Float[Array, "M K B T"]]:
+    del version
     teacher = train_step.batch_logprobs(
       settings[train_state.TEACHER], params[train_state.TEACHER], batch
     )
@@ -93,7 +107,7 @@ def distillation_stage(coef: float) -> train_step.Stage:
   return train_step.Stage(name="teacher", run=run)
 
 
-def second_moment_stage(bound: float) -> train_step.Stage:
+def second_moment_stage(bound: ScalarLike) -> train_step.Stage:
   """Return the stage that says which tokens M2PO learns from, as 0 and 1.
 
   It has to come after `train_step.PROXIMAL_STAGE`.
@@ -106,9 +120,12 @@ def second_moment_stage(bound: float) -> train_step.Stage:
   )
 
   def run(
-    settings: Settings, params: Params, batch: packing.PackedBatch
+    settings: Settings,
+    params: Params,
+    batch: packing.PackedBatch,
+    version: Version,
   ) -> dict[str, Float[Array, "M K B T"]]:
-    del settings, params
+    del settings, params, version
     kept = within(
       batch.fields[objectives.PROXIMAL],
       batch.behavior_logprobs,
@@ -121,7 +138,7 @@ def second_moment_stage(bound: float) -> train_step.Stage:
 
 
 def kl_in_reward_stage(
-  *, coef: float, clip: float, is_whitened: bool
+  *, coef: ScalarLike, clip: ScalarLike, is_whitened: bool
 ) -> train_step.Stage:
   r"""Return the stage that takes the divergence off the advantages.
 
@@ -137,9 +154,12 @@ def kl_in_reward_stage(
   """
 
   def run(
-    settings: Settings, params: Params, batch: packing.PackedBatch
+    settings: Settings,
+    params: Params,
+    batch: packing.PackedBatch,
+    version: Version,
   ) -> dict[str, Float[Array, "M K B T"]]:
-    del settings, params
+    del settings, params, version
     mask = batch.loss_mask
     rewards = gae.kl_rewards(
       batch.behavior_logprobs,

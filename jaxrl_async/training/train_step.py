@@ -271,8 +271,9 @@ class Stage:
 
   Attributes:
     name: name of the stage in the metric `time/<name>_s` and in the timeline.
-    run: function of three arguments: the forward settings of each model by
-      name, the parameters of each model before the step by name, and the batch.
+    run: function of four arguments: the forward settings of each model by
+      name, the parameters of each model before the step by name, the batch, and
+      the version of the policy's weights before the step.
   """
 
   name: str
@@ -281,6 +282,7 @@ class Stage:
       Mapping[str, ForwardSettings],
       Mapping[str, transformer.Params],
       packing.PackedBatch,
+      Int[Any, ""],
     ],
     dict[str, Float[Array, "M K B T"]],
   ]
@@ -333,7 +335,9 @@ def logprobs_stage(name: str, *, model: str, field: str) -> Stage:
     settings: Mapping[str, ForwardSettings],
     params: Mapping[str, transformer.Params],
     batch: packing.PackedBatch,
+    version: Int[Any, ""],
   ) -> dict[str, Float[Array, "M K B T"]]:
+    del version
     return {field: batch_logprobs(settings[model], params[model], batch)}
 
   return Stage(name=name, run=run)

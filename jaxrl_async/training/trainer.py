@@ -7,7 +7,7 @@ has measured stay on the device until `step_metrics.Pending.metrics` fetches
 them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import math
@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
-from jaxtyping import Float
 import numpy as np
 
 from jaxrl_async import types
@@ -29,6 +28,7 @@ from jaxrl_async.planning import aot
 from jaxrl_async.planning import matmul_rate
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.training import batch_parts
+from jaxrl_async.training import batch_settings
 from jaxrl_async.training import critic as critic_lib
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
@@ -38,35 +38,6 @@ from jaxrl_async.training import segments as segments_lib
 from jaxrl_async.training import step_metrics
 from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
-
-# Makes advantages of groups: a number for each trajectory, or for each of its
-# tokens.
-Advantages = Callable[[Sequence[types.RolloutGroup]], packing.Advantages]
-# Makes further fields of a batch, by name, of the trajectories of a step.
-Fields = Callable[
-  [Sequence[types.Trajectory]], dict[str, list[Float[np.ndarray, "_"]]]
-]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchSettings:
-  """What is learned from groups, and how they are packed; see `packing.pack`.
-
-  Attributes:
-    advantages: makes advantages of rewards.
-    fields: makes what else the stages and the loss need.
-    overlong_filter: nothing is learned from trajectories that were cut off.
-    num_epochs: passes of a train step over its minibatches.
-  """
-
-  tokens_per_row: int
-  rows_per_microbatch: int
-  num_minibatches: int
-  min_microbatches: int
-  advantages: Advantages
-  fields: Fields = packing.reward_fields
-  overlong_filter: bool = False
-  num_epochs: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +78,7 @@ class Trainer:
     forward: train_step.ForwardSettings,
     loss: objectives.Loss,
     stages: Sequence[train_step.Stage],
-    batch: BatchSettings,
+    batch: batch_settings.BatchSettings,
     critic: critic_lib.Critic | None = None,
     movement: reference_lib.Movement | None = None,
     num_steps: int,
@@ -294,7 +265,7 @@ class Trainer:
     segments = self._plan(
       [packing.without_prompt([trajectory])],
       np.zeros(1, np.float32),
-      self.batch_settings.fields([trajectory]),
+      self.batch_settings.fields([trajectory], 0),
     )
     max_trips = self.batch_settings.min_microbatches
     params = state.params
@@ -306,7 +277,7 @@ class Trainer:
     beside = batch, self.published_shapes()
     programs = []
     for name, program in self._stage_programs.items():
-      arguments = (params, trained)
+      arguments = params, trained, np.int32(0)
       made = self._abstract(jax.eval_shape(program, *arguments))
       programs.append(
         aot.Program(
@@ -372,13 +343,21 @@ class Trainer:
     self.world.tell("published base")
     return jax.block_until_ready(self._publish_base(self.state.policy.frozen))
 
-  def prepare(self, groups: list[types.RolloutGroup]) -> PreparedBatch:
-    """Compute advantages, pack the groups and move them to the device."""
+  def prepare(
+    self, groups: list[types.RolloutGroup], step: int = 0
+  ) -> PreparedBatch:
+    """Compute advantages, pack the groups and move them to the device.
+
+    Args:
+      groups: those of one train step.
+      step: train steps that are completed before this one. Only schedules of
+        the numbers that shape rewards read it.
+    """
     settings = self.batch_settings
     segments = self._plan(
       packing.without_overlong(groups) if settings.overlong_filter else groups,
-      settings.advantages(groups),
-      settings.fields([t for g in groups for t in g.trajectories]),
+      settings.advantages(groups, step),
+      settings.fields([t for g in groups for t in g.trajectories], step),
     )
     self._tell_parts("batch", segments)
     return PreparedBatch(
@@ -458,7 +437,9 @@ class Trainer:
     for stage in self._stages:
       start_s = time.perf_counter()
       with self._busy.record(stage.name):
-        made = self._stage_programs[stage.name](self.state.params, arrays)
+        made = self._stage_programs[stage.name](
+          self.state.params, arrays, np.int32(step)
+        )
         arrays = arrays.with_arrays(jax.block_until_ready(made))
       times[f"{stage.name}_s"] = time.perf_counter() - start_s
     start_s = time.perf_counter()
@@ -486,13 +467,16 @@ class Trainer:
   def logprobs_of(self, batch: packing.PackedBatch) -> np.ndarray:
     """Return the logprobs of all tokens of a batch, [M, K, B, T]."""
     program = self._stage_programs[train_step.PROXIMAL_STAGE.name]
-    logprobs = program(self.state.params, batch)[objectives.PROXIMAL]
+    made = program(self.state.params, batch, np.int32(0))
+    logprobs = made[objectives.PROXIMAL]
     # The array is replicated first, because with several processes none can
     # read the shards of another.
     return np.asarray(jax.device_put(logprobs, self._replicated))
 
 
-def _num_shards(batch: BatchSettings, sharding: jax.sharding.Sharding) -> int:
+def _num_shards(
+  batch: batch_settings.BatchSettings, sharding: jax.sharding.Sharding
+) -> int:
   """Return the number of parts that a microbatch's rows are split into."""
   rows = batch.rows_per_microbatch
   shape = 1, 1, rows, batch.tokens_per_row
