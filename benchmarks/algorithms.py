@@ -1,25 +1,34 @@
-"""Each published method on the task of the quickstart, for a few steps.
+"""Each published method on one task: what it reaches, compared with GRPO.
 
-    python benchmarks/algorithms.py --methods=areal,gspo --seeds=0,1 --steps=10
+    python benchmarks/algorithms.py --directory=/tmp/algorithms
 
-For each seed a warm start is made once, and every run begins from it. A run is
-configs/quickstart.py with the fields in which `config.algorithms` differs from
-the defaults. Group size, minibatches and learning rate are those of that file,
-which were chosen for decoupled PPO: the comparison says that a method trains,
-and not which one is best.
+Every run is configs/staleness.py with the fields in which a function of
+`config.algorithms` differs from the defaults, for the same number of train
+steps of the same size. The runs of a seed begin from the same warm start and
+are evaluated on the same held-out questions. The learning rate, the minibatches
+and the group size are those of that file. They were not tuned for any method,
+so that the comparison says how the methods train with the same settings, and
+not which one is best.
 
-Prints one JSON line for each run, with its accuracies, the mean reward of the
-first and of the last steps, and what the metrics say of its updates. Hardware:
-two CPU cores.
+Everything is kept in --directory. A command that was stopped goes on there with
+the run that it was in. Other settings need another directory.
+
+Prints a table and, as the last line, one JSON object. `table` has a row for
+each method, with means over the seeds: the accuracies, `difference` from the
+sampled accuracy of GRPO with the same seed, and what the metrics say of the
+updates. `noise` is the standard error of a difference, from the deviations of
+all methods between seeds. `is_within_noise` says that a difference is at most
+twice that. Hardware: two CPU cores.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import inspect
 import json
+import math
 import pathlib
+import statistics
 import sys
-import tempfile
 from typing import Any
 
 from absl import app
@@ -34,110 +43,134 @@ _METHODS = {
   for name, function in inspect.getmembers(algorithms, inspect.isfunction)
   if not name.startswith("_")
 }
+# The method that the others are compared with.
+_REFERENCE = "grpo"
 
+_DIRECTORY = flags.DEFINE_string(
+  "directory", None, "Where runs and results are kept.", required=True
+)
 _NAMES = flags.DEFINE_list("methods", [*_METHODS], "Functions of algorithms.")
 flags.register_validator(
   _NAMES,
-  lambda names: set(names) <= _METHODS.keys(),
-  message=f"of {', '.join(_METHODS)}, separated by commas",
+  lambda names: {_REFERENCE} <= set(names) <= _METHODS.keys(),
+  message=f"{_REFERENCE} and others of {', '.join(_METHODS)}",
 )
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1"], "Seeds, comma-separated.")
 flags.register_validator(
   _SEEDS,
-  lambda seeds: all(map(str.isdecimal, seeds)) and len(seeds) > 0,
-  message="integers, separated by commas, as 0,1",
+  lambda seeds: (
+    all(map(str.isdecimal, seeds)) and 1 < len(seeds) == len({*seeds})
+  ),
+  message="two or more different integers, separated by commas, as 0,1,2",
 )
-_STEPS = flags.DEFINE_integer("steps", 10, "Steps of each run.", lower_bound=2)
-_WARM_START_STEPS = flags.DEFINE_integer(
-  "warm_start_steps", 600, "Steps of each warm start.", lower_bound=1
+_STEPS = flags.DEFINE_integer("steps", 60, "Steps of each run.", lower_bound=2)
+_SET = flags.DEFINE_multi_string(
+  "set",
+  [],
+  "A further setting of every run and of its warm start, as eval.num_items=64.",
 )
 
 # Metrics whose mean over the steps is printed.
-_MEANS = (
-  "policy/grad_norm",
+_METRICS = (
   "policy/clip_frac",
   "policy/entropy",
   "offpolicy/ess",
   "offpolicy/left_out_frac",
+  "staleness/mean",
   "time/update_s",
 )
 
 
-def _overrides(section: sections.AlgorithmSection) -> list[str]:
-  """Return the flags for the fields that differ from the defaults."""
+def _overrides(section: sections.AlgorithmSection) -> dict[str, Any]:
+  """Return the fields that differ from the defaults."""
   usual = sections.AlgorithmSection()
   names = [field.name for field in dataclasses.fields(section)]
   values = {name: getattr(section, name) for name in names}
-  return [
-    f"--config.algorithm.{name}={getattr(value, 'value', value)}"
+  return {
+    name: getattr(value, "value", value)
     for name, value in values.items()
     if value != getattr(usual, name)
-  ]
+  }
 
 
-def _row(
-  name: str, seed: int, summary: dict[str, Any], workdir: pathlib.Path
-) -> dict[str, Any]:
-  """Return what is printed of a run."""
-  text = (workdir / "metrics.jsonl").read_text()
-  steps = [json.loads(line) for line in text.splitlines()][1:]
-
-  def mean(metric: str, lines: Sequence[dict[str, Any]]) -> float:
-    found = [line[metric] for line in lines]
-    return sum(found) / len(found)
-
-  few = max(1, len(steps) // 4)
+def _run(method: str, seed: int) -> dict[str, float]:
+  """Return the numbers of one run, which may have been made before."""
+  directory = pathlib.Path(_DIRECTORY.value)
+  usual = (
+    f"--config={launching.ROOT / 'configs' / 'staleness.py'}",
+    f"--config.seed={seed}",
+    *(f"--config.{setting}" for setting in _SET.value),
+  )
+  params = launching.launch_once(
+    "sft.py", directory, f"warm_start_{seed}", *usual
+  )["params"]
+  name = f"{method}_{seed}"
+  launching.launch_once(
+    "train.py",
+    directory,
+    name,
+    *usual,
+    f"--config.warm_start.checkpoint={params}",
+    f"--config.train.num_steps={_STEPS.value}",
+    "--config.eval.every=0",
+    *(
+      f"--config.algorithm.{field}={value}"
+      for field, value in _overrides(_METHODS[method]()).items()
+    ),
+  )
+  summary = json.loads((directory / name / "summary.json").read_text())
+  steps = launching.metrics(directory / name)[1:]
   return {
-    "method": name,
-    "seed": seed,
-    "steps": len(steps),
     "eval_before": summary["eval_before"],
     "eval_after": summary["eval_after"],
-    "reward_first": mean("reward/mean", steps[:few]),
-    "reward_last": mean("reward/mean", steps[-few:]),
-    **{metric: mean(metric, steps) for metric in _MEANS},
+    "greedy_after": summary["eval_after_greedy"],
+    **{x: statistics.mean(line[x] for line in steps) for x in _METRICS},
     "rl_s": summary["rl_s"],
   }
 
 
-def _measure(seed: int, directory: pathlib.Path) -> None:
-  """Train one seed by each method, and print a line for each."""
-
-  def arguments(name: str) -> list[str]:
-    return [
-      f"--config={launching.ROOT / 'configs' / 'quickstart.py'}",
-      f"--config.seed={seed}",
-      f"--workdir={directory / f'{name}_{seed}'}",
-      f"--compile_cache={directory / 'compile_cache'}",
+def _table(
+  runs: Mapping[str, Sequence[Mapping[str, float]]],
+) -> tuple[list[dict[str, Any]], float]:
+  """Return a row for each method, and the standard error of a difference."""
+  differences = {
+    name: [
+      mine["eval_after"] - reference["eval_after"]
+      for mine, reference in zip(found, runs[_REFERENCE], strict=True)
     ]
-
-  print(f"seed {seed}: warm start", file=sys.stderr)
-  params = launching.launch(
-    "sft.py",
-    *arguments("warm_start"),
-    f"--config.warm_start.num_steps={_WARM_START_STEPS.value}",
-  )["params"]
-  for name in _NAMES.value:
-    print(f"seed {seed}: {name}", file=sys.stderr)
-    summary = launching.launch(
-      "train.py",
-      *arguments(name),
-      f"--config.warm_start.checkpoint={params}",
-      f"--config.train.num_steps={_STEPS.value}",
-      "--config.eval.every=0",
-      *_overrides(_METHODS[name]()),
+    for name, found in runs.items()
+  }
+  variances = [
+    statistics.variance(x) for k, x in differences.items() if k != _REFERENCE
+  ]
+  count = len(runs[_REFERENCE])
+  noise = math.sqrt(statistics.mean(variances or [0.0]) / count)
+  rows = []
+  for name, found in runs.items():
+    difference = statistics.mean(differences[name])
+    rows.append(
+      {
+        "method": name,
+        "difference": difference,
+        "is_within_noise": abs(difference) <= 2 * noise,
+        **{x: statistics.mean(run[x] for run in found) for x in found[0]},
+        "seeds": [run["eval_after"] for run in found],
+      }
     )
-    row = _row(name, seed, summary, directory / f"{name}_{seed}")
-    print(json.dumps(row), flush=True)
+  return rows, noise
 
 
 def main(argv: Sequence[str]) -> None:
-  """Measure every seed."""
+  """Make the runs that are missing, and print the table."""
   if argv[1:]:
     sys.exit(f"error: unexpected arguments {' '.join(argv[1:])}")
-  with tempfile.TemporaryDirectory(prefix="algorithms_") as directory:
-    for seed in map(int, _SEEDS.value):
-      _measure(seed, pathlib.Path(directory))
+  runs: dict[str, list[dict[str, float]]] = {x: [] for x in _NAMES.value}
+  for seed in map(int, _SEEDS.value):
+    for name, found in runs.items():
+      found.append(_run(name, seed))
+  rows, noise = _table(runs)
+  print(launching.markdown(rows))
+  print(json.dumps({"table": rows, "noise": noise}))
 
 
 if __name__ == "__main__":

@@ -16,3 +16,51 @@ def launch(script: str, *arguments: str) -> dict[str, Any]:
   if done.returncode:
     sys.exit(f"error: {' '.join(command)} exited with {done.returncode}")
   return json.loads(done.stdout.splitlines()[-1])
+
+
+def launch_once(
+  script: str, directory: pathlib.Path, name: str, *arguments: str
+) -> dict[str, Any]:
+  """Run a launch script in DIRECTORY/NAME, unless it has been run there.
+
+  A run that was stopped goes on. What it was started with is kept beside it, so
+  that a result is never shown as that of other settings. All runs of a
+  directory share a compile cache.
+
+  Returns:
+    The JSON of the script's last line.
+  """
+  arguments = (
+    f"--workdir={directory / name}",
+    f"--compile_cache={directory / 'compile_cache'}",
+    *arguments,
+  )
+  directory.mkdir(parents=True, exist_ok=True)
+  settings = directory / f"{name}.json"
+  if not settings.exists():
+    settings.write_text(json.dumps([script, *arguments]))
+  if json.loads(settings.read_text()) != [script, *arguments]:
+    sys.exit(f"error: {settings} has other settings; use another --directory")
+  result = directory / f"{name}.result.json"
+  if not result.exists():
+    print(name, file=sys.stderr)
+    result.write_text(json.dumps(launch(script, *arguments)))
+  return json.loads(result.read_text())
+
+
+def metrics(workdir: pathlib.Path) -> list[dict[str, Any]]:
+  """Return the lines of a run's metrics."""
+  lines = (workdir / "metrics.jsonl").read_text().splitlines()
+  return [json.loads(line) for line in lines]
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+  """Return a Markdown table with a line for each row, without lists."""
+  columns = [k for k, v in rows[0].items() if not isinstance(v, list)]
+  lines = [columns, ["---"] * len(columns)]
+  for row in rows:
+    values = (row[name] for name in columns)
+    lines.append(
+      [f"{x:.3f}" if isinstance(x, float) else str(x) for x in values]
+    )
+  return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -121,61 +121,34 @@ def _rows_of_table() -> list[tuple[dict[str, Any], Settings]]:
   ]
 
 
-def _arguments(name: str, seed: int, settings: Settings) -> list[str]:
-  """Return the flags of a run, which are those of its first start.
-
-  They are kept beside the run, so that a result is never shown as that of other
-  settings.
-  """
-  directory = pathlib.Path(_DIRECTORY.value)
-  variant = ":long" if _TABLE.value == "interruption" else ""
-  fields = dict(settings) | dict(x.split("=", maxsplit=1) for x in _SET.value)
-  arguments = [
-    f"--config={_CONFIG}{variant}",
-    f"--workdir={directory / name}",
-    f"--compile_cache={directory / 'compile_cache'}",
-    f"--config.seed={seed}",
-    *(f"--config.{field}={value}" for field, value in fields.items()),
-  ]
-  directory.mkdir(parents=True, exist_ok=True)
-  kept = directory / f"{name}.json"
-  if not kept.exists():
-    kept.write_text(json.dumps(arguments))
-  if json.loads(kept.read_text()) != arguments:
-    sys.exit(f"error: {kept} has other settings; use another --directory")
-  return arguments
-
-
-def _warm_start(seed: int) -> str:
-  """Return the name of the warm start that the runs of a seed begin with."""
-  long = "_long" if _TABLE.value == "interruption" else ""
-  return f"warm_start{long}_{seed}"
-
-
 def _run(names: dict[str, Any], settings: Settings, seed: int) -> dict:
   """Return the result of one run, which may have been made before."""
-  name = "_".join(map(str, [_TABLE.value, *names.values(), seed]))
   directory = pathlib.Path(_DIRECTORY.value)
-  workdir, first = directory / name, _warm_start(seed)
-  summary_path = workdir / "summary.json"
-  further = {"warm_start.checkpoint": str(directory / first / "params")}
+  long = ":long" if _TABLE.value == "interruption" else ""
+  usual = (
+    f"--config={_CONFIG}{long}",
+    f"--config.seed={seed}",
+    *(f"--config.{setting}" for setting in _SET.value),
+  )
+  # The runs of a seed begin with the same policy.
+  first = f"warm_start{long.replace(':', '_')}_{seed}"
+  params = launching.launch_once("sft.py", directory, first, *usual)["params"]
+  further = dict(settings) | {"warm_start.checkpoint": params}
   if _STEPS.value:
-    further["train.num_steps"] = str(_STEPS.value)
-  arguments = _arguments(name, seed, {**settings, **further})
-  if not summary_path.exists():
-    print(name, file=sys.stderr)
-    launching.launch(
-      "sft.py", *_arguments(first, seed, {})
-    )  # at once if it is done
-    launching.launch("train.py", *arguments)
-  summary = json.loads(summary_path.read_text())
-  lines = (workdir / "metrics.jsonl").read_text().splitlines()
-  metrics = [json.loads(line) for line in lines]
+    further["train.num_steps"] = _STEPS.value
+  name = "_".join(map(str, [_TABLE.value, *names.values(), seed]))
+  launching.launch_once(
+    "train.py",
+    directory,
+    name,
+    *usual,
+    *(f"--config.{field}={value}" for field, value in further.items()),
+  )
   return {
-    "summary": summary,
+    "summary": json.loads((directory / name / "summary.json").read_text()),
     "curve": [
       (line["step"], line["eval/accuracy"])
-      for line in metrics
+      for line in launching.metrics(directory / name)
       if "eval/accuracy" in line
     ],
   }
@@ -200,18 +173,6 @@ def _row(names: dict[str, Any], runs: Sequence[dict[str, Any]]) -> dict:
     "wall_s": mean("wall_s"),
     "seeds": accuracies,
   }
-
-
-def _markdown(rows: Sequence[dict[str, Any]]) -> str:
-  """Return a Markdown table with a line for each row."""
-  columns = [name for name in rows[0] if name != "seeds"]
-  lines = [columns, ["---"] * len(columns)]
-  for row in rows:
-    values = (row[name] for name in columns)
-    lines.append(
-      [f"{x:.3f}" if isinstance(x, float) else str(x) for x in values]
-    )
-  return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _draw(path: str, rows: Sequence[dict], curves: Sequence[list]) -> None:
@@ -258,7 +219,7 @@ def main(argv: Sequence[str]) -> None:
     _row(names, runs)
     for (names, _), runs in zip(settings, results, strict=True)
   ]
-  print(_markdown(rows))
+  print(launching.markdown(rows))
   if _PICTURE.value:
     curves = [[run["curve"] for run in runs] for runs in results]
     _draw(_PICTURE.value, rows, curves)

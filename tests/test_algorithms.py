@@ -128,6 +128,23 @@ def test_scores_of_tokens_count_for_the_turns_before_them():
   np.testing.assert_allclose(found[1], [0, 2, 2, 0, -1, -1])
 
 
+def test_a_batch_is_made_with_the_numbers_of_its_step():
+  groups = test_train_step.groups()
+  trajectories = [t for g in groups for t in g.trajectories]
+  trainer = test_train_step.make_trainer()
+  trainer.batch_settings = dataclasses.replace(
+    trainer.batch_settings,
+    advantages=lambda groups, step: np.full(len(trajectories), float(step)),
+    fields=lambda trajectories, step: {
+      "steps": [np.full(len(t.tokens), float(-step)) for t in trajectories]
+    },
+  )
+  batch = trainer.prepare(groups, 7).arrays
+  mask = np.asarray(batch.loss_mask)
+  assert mask.any() and (np.asarray(batch.advantages)[mask] == 7).all()
+  assert (np.asarray(batch.fields["steps"])[mask] == -7).all()
+
+
 def test_advantages_of_tokens_are_packed_with_them():
   groups = test_train_step.groups()
   masks = [t.loss_mask for g in groups for t in g.trajectories]

@@ -96,7 +96,7 @@ def test_the_reference_of_adapters_is_the_model_without_them():
     functools.partial(
       stages_lib.base_as_reference_stage().run, {POLICY: forward}
     )
-  )({POLICY: params}, batch)
+  )({POLICY: params}, batch, 0)
   expected = test_train_step.proximal_program()(base, batch)
   np.testing.assert_allclose(made[objectives.REFERENCE], expected, atol=1e-5)
   adapted = jax.jit(functools.partial(train_step.batch_logprobs, forward))(

@@ -153,6 +153,8 @@ def stages_of(section):
     (IN_REWARD, "kl_coef", 0.5, 0.0),
     (GAE | IN_REWARD, "kl_coef", 0.5, 0.0),
     (GAE | IN_REWARD, "kl_reward_clip", 1.0, 0.25),
+    # A stage that is not the last.
+    (GAE | {"second_moment_bound": 0.04}, "gamma", 1.0, 0.5),
   ],
 )
 def test_a_stage_has_the_value_of_the_step(
