@@ -287,6 +287,19 @@ def test_a_warm_starts_batch_is_cut_into_microbatches():
     config_checks.validate(config, 2)
 
 
+def test_patience_needs_measurements():
+  config = sections.Config()
+  config.warm_start.patience = 2
+  config.warm_start.eval_every = 10
+  config_checks.validate(config, 2)
+  config.warm_start.eval_every = 0
+  with pytest.raises(
+    sections.ConfigError,
+    match="^warm_start.patience: 2 .*warm_start.eval_every",
+  ):
+    config_checks.validate(config, 2)
+
+
 def changed_config():
   config = sections.Config()
   config.task.params = config_dict.ConfigDict({"min_terms": 3, "sizes": [1]})

@@ -185,6 +185,10 @@ def test_data_without_pairs_is_named_with_both_fields(tmp_path):
       {"preference.reward_loss": "steps"},
       ["preference.reward_loss: steps", "launch/reward_model.py"],
     ),
+    (
+      {"preference.labels": "marks"},
+      ["preference.labels: marks", "launch/reward_model.py", "use labels"],
+    ),
   ],
 )
 def test_settings_that_contradict_each_other_are_one_line(changes, words):

@@ -244,8 +244,17 @@ def _check_names(config: sections.Config) -> None:
   kernel_names.check_rollout(
     config.rollout.attention, has_pages=config.rollout.num_pages > 0
   )
-  if config.warm_start.num_steps and not config.warm_start.checkpoint:
-    worked_solutions.check(config.warm_start.solver)
+
+
+def _check_warm_start(section: sections.WarmStartSection) -> None:
+  if section.num_steps and not section.checkpoint:
+    worked_solutions.check(section.solver)
+  sections.require(
+    section.eval_every > 0 or not section.patience,
+    "warm_start.patience",
+    f"{section.patience} has no effect without measurements"
+    " (warm_start.eval_every is 0); use 0, or measure",
+  )
 
 
 def _check_lora(config: sections.Config) -> None:
@@ -439,6 +448,7 @@ def check(config: sections.Config) -> None:
   _check_sets(config.eval, config.rollout.max_prompt_tokens)
   _check_rules(config.mesh)
   _check_names(config)
+  _check_warm_start(config.warm_start)
   _check_lora(config)
   _check_directories(config)
   _check_wandb(config.run.wandb_project)

@@ -18,7 +18,8 @@ def check(config: sections.Config) -> None:
   """
   config_checks.check(config)
   section = config.preference
-  _check_usual(section, ("reward_loss",), "launch/reward_model.py")
+  others = "reward_loss", "steps", "labels"
+  _check_usual(section, others, "launch/reward_model.py")
   sections.require(
     section.loss is sections.PreferenceLoss.DPO or not section.label_smoothing,
     "preference.label_smoothing",
