@@ -97,6 +97,7 @@ def _run(method: str, seed: int) -> dict[str, float]:
   """Return the numbers of one run, which may have been made before."""
   directory = pathlib.Path(_DIRECTORY.value)
   usual = (
+    f"--compile_cache={directory / 'compile_cache'}",
     f"--config={launching.ROOT / 'configs' / 'staleness.py'}",
     f"--config.seed={seed}",
     *(f"--config.{setting}" for setting in _SET.value),

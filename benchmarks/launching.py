@@ -24,17 +24,12 @@ def launch_once(
   """Run a launch script in DIRECTORY/NAME, unless it has been run there.
 
   A run that was stopped goes on. What it was started with is kept beside it, so
-  that a result is never shown as that of other settings. All runs of a
-  directory share a compile cache.
+  that a result is never shown as that of other settings.
 
   Returns:
     The JSON of the script's last line.
   """
-  arguments = (
-    f"--workdir={directory / name}",
-    f"--compile_cache={directory / 'compile_cache'}",
-    *arguments,
-  )
+  arguments = f"--workdir={directory / name}", *arguments
   directory.mkdir(parents=True, exist_ok=True)
   settings = directory / f"{name}.json"
   if not settings.exists():

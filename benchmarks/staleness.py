@@ -19,15 +19,18 @@ same warm start and are evaluated on the same held-out questions. The mean
 staleness of the trained tokens is printed beside the bound, because generation
 that is no faster than training leaves a bound unused.
 
+Every run compiles its programs anew. Its first train step takes some seconds
+for that, in which generation gets ahead: the bound is used from then on.
+
 Everything is kept in --directory. A command that was stopped goes on there with
 the run that it was in. Other settings need another directory.
 
 Prints a table and, as the last line, one JSON object: `table` has a row for
 each setting, with its names, and over the seeds `eval_mean` and `eval_std` (of
-the sampled accuracy at the end), `greedy_mean`, `realised_staleness` and
-`wall_s`. --picture draws the curves, with bands of one standard deviation.
-Hardware: two CPU cores. docs/performance.md has the search for a setting in
-which the objectives differ.
+the sampled accuracy at the end), `difference_mean` and `difference_std` (of the
+same minus that of the first row with the same seed), `greedy_mean`,
+`realised_staleness` and `wall_s`. --picture draws the curves. Hardware: two CPU
+cores. docs/staleness.md has the results.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,6 +43,7 @@ from typing import Any
 from absl import app
 from absl import flags
 import launching
+import numpy as np
 
 _TABLE = flags.DEFINE_enum(
   "table",
@@ -114,6 +118,7 @@ def _rows_of_table() -> list[tuple[dict[str, Any], Settings]]:
         "algorithm.proximal": name,
         # One update a step is all that `reuse` can do; see docs/algorithms.md.
         "algorithm.num_minibatches": 1,
+        "train.optimizer.learning_rate": 8e-4,
       },
     )
     for bound in bounds
@@ -141,31 +146,51 @@ def _run(names: dict[str, Any], settings: Settings, seed: int) -> dict:
     "train.py",
     directory,
     name,
+    f"--compile_cache={directory / name}.compiled",
     *usual,
     *(f"--config.{field}={value}" for field, value in further.items()),
   )
   return {
     "summary": json.loads((directory / name / "summary.json").read_text()),
     "curve": [
-      (line["step"], line["eval/accuracy"])
+      (line["step"], value)
       for line in launching.metrics(directory / name)
-      if "eval/accuracy" in line
+      for metric, value in line.items()
+      if metric.startswith("eval/held_out/avg@")
     ],
   }
 
 
-def _row(names: dict[str, Any], runs: Sequence[dict[str, Any]]) -> dict:
-  """Return what the table says of the runs of one setting."""
+def _row(
+  names: dict[str, Any],
+  runs: Sequence[dict[str, Any]],
+  first: Sequence[dict[str, Any]],
+) -> dict:
+  """Return what the table says of the runs of one setting.
+
+  Args:
+    names: the names of the setting.
+    runs: its runs, by seed.
+    first: those of the first setting of the table, which it is compared with.
+  """
 
   def mean(field: str) -> float:
     return statistics.mean(run["summary"][field] for run in runs)
 
-  accuracies = [run["summary"]["eval_after"] for run in runs]
+  def deviation(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+  accuracies, usual = (
+    [run["summary"]["eval_after"] for run in of] for of in (runs, first)
+  )
+  differences = [x - y for x, y in zip(accuracies, usual, strict=True)]
   return {
     **names,
     "eval_before": mean("eval_before"),
     "eval_mean": statistics.mean(accuracies),
-    "eval_std": statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0,
+    "eval_std": deviation(accuracies),
+    "difference_mean": statistics.mean(differences),
+    "difference_std": deviation(differences),
     "greedy_mean": mean("eval_after_greedy"),
     "realised_staleness": mean("staleness_mean"),
     "versions_per_trajectory": mean("versions_per_trajectory_mean"),
@@ -175,32 +200,37 @@ def _row(names: dict[str, Any], runs: Sequence[dict[str, Any]]) -> dict:
   }
 
 
-def _draw(path: str, rows: Sequence[dict], curves: Sequence[list]) -> None:
-  """Draw accuracy by train step, a panel for each bound."""
+def _draw(path: str, rows: Sequence[dict], curves: np.ndarray) -> None:
+  """Draw accuracy by train step, a panel for each bound.
+
+  The bands are one standard deviation of the seeds to each side. Some seeds
+  begin with a better policy: before the deviation is taken, each seed is moved
+  by the same number in all settings, so that the mean of its settings is that
+  of all seeds.
+
+  Args:
+    path: the file.
+    rows: of the table.
+    curves: [setting, seed, evaluation, 2] train steps and accuracies.
+  """
   from matplotlib.backends import backend_svg
   from matplotlib.figure import Figure
 
+  steps, values = curves[0, 0, :, 0], curves[..., 1]
+  values = values - values.mean(axis=0) + values.mean(axis=(0, 1))
+  means = values.mean(axis=1)
+  spread = values.std(axis=1, ddof=1) if values.shape[1] > 1 else 0 * means
   bounds = list(dict.fromkeys(row["max_staleness"] for row in rows))
-  figure = Figure(figsize=(3 * len(bounds), 3), layout="constrained")
+  figure = Figure(figsize=(2.2 * len(bounds), 2.8), layout="constrained")
   panels = figure.subplots(1, len(bounds), sharey=True, squeeze=False)[0]
   for panel, bound in zip(panels, bounds, strict=True):
-    panel.set_title(f"max_staleness {bound}")
+    panel.set_title(f"max_staleness {bound}", fontsize=10)
     panel.set_xlabel("train step")
-    for row, runs in zip(rows, curves, strict=True):
-      if row["max_staleness"] != bound:
-        continue
-      steps = [step for step, _ in runs[0]]
-      values = list(zip(*([y for _, y in run] for run in runs), strict=True))
-      means = [statistics.mean(x) for x in values]
-      spread = [statistics.stdev(x) if len(x) > 1 else 0.0 for x in values]
-      name = next(v for k, v in row.items() if k != "max_staleness")
-      panel.plot(steps, means, label=name)
-      panel.fill_between(
-        steps,
-        [m - s for m, s in zip(means, spread, strict=True)],
-        [m + s for m, s in zip(means, spread, strict=True)],
-        alpha=0.2,
-      )
+    for row, middle, half in zip(rows, means, spread, strict=True):
+      if row["max_staleness"] == bound:
+        name = next(v for k, v in row.items() if k != "max_staleness")
+        panel.plot(steps, middle, label=name)
+        panel.fill_between(steps, middle - half, middle + half, alpha=0.2)
   panels[0].set_ylabel("held-out accuracy")
   panels[0].legend()
   backend_svg.FigureCanvasSVG(figure).print_svg(path, metadata={"Date": None})
@@ -216,13 +246,13 @@ def main(argv: Sequence[str]) -> None:
     for found, (names, fields) in zip(results, settings, strict=True):
       found.append(_run(names, fields, seed))
   rows = [
-    _row(names, runs)
+    _row(names, runs, results[0])
     for (names, _), runs in zip(settings, results, strict=True)
   ]
   print(launching.markdown(rows))
   if _PICTURE.value:
     curves = [[run["curve"] for run in runs] for runs in results]
-    _draw(_PICTURE.value, rows, curves)
+    _draw(_PICTURE.value, rows, np.array(curves))
   print(json.dumps({"table": rows}))
 
 
