@@ -8,7 +8,7 @@ The tables, one for each value of --table:
                   the decoupled objective of PPO; this is the ablation of
                   AReaL (arXiv:2505.24298, table 2)
     interruption  what new weights do to running sequences: recompute, keep and
-                  wait of rollout.kv_on_adopt, with completions that are longer
+                  wait of rollout.kv_on_adopt, where a completion takes longer
                   than a train step
     proximal      proximal logprobs that are recomputed, interpolated or left
                   out, by algorithm.proximal

@@ -6,8 +6,9 @@ several times over, and stale data is then from a policy that is far away.
 Completions are short and slots many, so that generation is faster than
 training, and trajectories become as old as max_staleness allows.
 
-`long`, after a colon, has sums of eight to ten terms, whose completions take
-longer than a train step: most of them are interrupted by new weights.
+`long`, after a colon, has sums of eight to ten terms and small train steps. A
+completion takes longer than a train step, so that most of them are interrupted by
+new weights.
 """
 
 import pathlib
@@ -45,7 +46,7 @@ def get_config(variant: str = "") -> sections.Config:
   longest_prompt, longest = (32, 128) if is_long else (16, 24)
   cache = longest_prompt + longest
   run.rollout = sections.RolloutSection(
-    num_slots=32 if is_long else 64,
+    num_slots=64,
     max_prompt_tokens=longest_prompt,
     max_completion_tokens=longest,
     cache_tokens=cache,
@@ -55,12 +56,12 @@ def get_config(variant: str = "") -> sections.Config:
     window_buckets=(cache,),
   )
   run.algorithm.group_size = 8
-  run.algorithm.groups_per_step = 8 if is_long else 32
-  run.algorithm.num_minibatches = 8
+  run.algorithm.groups_per_step = 2 if is_long else 32
+  run.algorithm.num_minibatches = 2 if is_long else 8
   run.train.num_steps = 150
-  run.train.optimizer.learning_rate = 2e-4
+  run.train.optimizer.learning_rate = 1e-4 if is_long else 2e-4
   run.train.tokens_per_row = cache if is_long else 48
-  run.train.rows_per_microbatch = 8
+  run.train.rows_per_microbatch = 2 if is_long else 8
   run.eval.every = 30
   run.eval.samples = 4
   run.run.checkpoint_every = 50
