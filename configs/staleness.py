@@ -7,8 +7,8 @@ Completions are short and slots many, so that generation is faster than
 training, and trajectories become as old as max_staleness allows.
 
 `long`, after a colon, has sums of eight to ten terms and small train steps. A
-completion takes longer than a train step, so that most of them are interrupted by
-new weights.
+completion takes longer than a train step, so that new weights interrupt many of
+them.
 """
 
 import pathlib
