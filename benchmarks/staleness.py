@@ -105,7 +105,12 @@ def _rows_of_table() -> list[tuple[dict[str, Any], Settings]]:
     return [
       (
         {"max_staleness": bound, "kv_on_adopt": name},
-        {"algorithm.max_staleness": bound, "rollout.kv_on_adopt": name},
+        {
+          "algorithm.max_staleness": bound,
+          "rollout.kv_on_adopt": name,
+          # An evaluation interrupts what is running, whatever kv_on_adopt says.
+          "eval.every": 0,
+        },
       )
       for bound in bounds
       for name in ("recompute", "keep", "wait")
