@@ -157,7 +157,7 @@ def test_a_stage_may_make_advantages_of_what_another_has_added():
 
   def advantages(settings, params, batch, version):
     del settings, params
-    zeros = batch.fields["values"] * (version - VERSION)
+    zeros = batch.fields["values"] * (version - VERSION).astype(jnp.float32)
     return {"advantages": zeros}
 
   made = test_train_step.groups()
