@@ -144,7 +144,9 @@ def test_what_is_compiled_takes_what_a_run_gives_it():
     programs[0].arguments[1],
   )
   compiled["publish"](state.policy.params)
-  trained = batch.with_arrays(compiled["proximal"](state.params, batch))
+  trained = batch.with_arrays(
+    compiled["proximal"](state.params, batch, np.int32(0))
+  )
   compiled["update"](state, trained, np.int32(0))
   params = engine.load_params(published, 0)
   rows = config.rollout.prefill_rows, config.rollout.prefill_buckets[-1]
