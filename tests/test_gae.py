@@ -10,11 +10,14 @@ import test_train_step
 
 from jaxrl_async import types
 from jaxrl_async.algorithms import gae
+from jaxrl_async.algorithms import value_functions
 from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.training import critic as critic_lib
 from jaxrl_async.training import episodes
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
 from jaxrl_async.training import stages as stages_lib
+from jaxrl_async.training import train_state
 
 
 def trajectory_advantages(rewards, values, final_value, *, gamma, lam):
@@ -186,6 +189,46 @@ def test_an_advantage_loses_the_divergence_that_is_to_come(is_whitened):
     chosen = expected[mask]
     expected = (expected - chosen.mean()) / chosen.std()
   np.testing.assert_allclose(found[mask], expected[mask], rtol=1e-4, atol=1e-5)
+
+
+def test_with_a_critic_the_divergence_is_taken_off_the_rewards():
+  batch = test_train_step.packed(rows=4, minibatches=2)
+  mask = np.asarray(batch.loss_mask)
+  rng = np.random.default_rng(0)
+  reference, rewards = rng.normal(-4, 1, (2, *mask.shape)).astype(np.float32)
+  nothing = np.zeros_like(rewards)
+  batch = batch.with_arrays(
+    {
+      objectives.REFERENCE: reference,
+      episodes.REWARDS: rewards,
+      episodes.CUT_OFF: nothing,
+      critic_lib.VALUES: nothing,
+      critic_lib.VALUES_AFTER: nothing,
+    }
+  )
+  stage = critic_lib.gae_stage(
+    gamma=1.0,
+    gae_lambda=1.0,
+    is_whitened=False,
+    normalize_decay=0.0,
+    kl_coef=0.1,
+    kl_clip=0.6,
+  )
+  statistics = dict.fromkeys(value_functions.STATISTICS, jnp.float32(0))
+  params = {train_state.CRITIC: {train_state.RETURN_STATISTICS: statistics}}
+  made = jax.jit(functools.partial(stage.run, {}))(params, batch, 0)
+  gaps = np.asarray(batch.behavior_logprobs, np.float64) - reference
+  of_tokens = rewards - 0.1 * np.clip(gaps, -0.6, 0.6)
+  for name in ("advantages", critic_lib.RETURNS):
+    found = np.asarray(made[name])
+    for place in zip(*np.nonzero(mask), strict=True):
+      *row, t = place
+      row = tuple(row)
+      same = batch.segment_ids[row] == batch.segment_ids[place]
+      to_come = mask[row] & np.asarray(same)
+      to_come[:t] = False
+      expected = of_tokens[row][to_come].sum()
+      np.testing.assert_allclose(found[place], expected, atol=1e-4)
 
 
 def test_the_fields_of_episodes_put_rewards_where_they_were_earned():
