@@ -230,7 +230,7 @@ class DecodeState:
   """The state on the device between two calls, donated to each call.
 
   Attributes:
-    cache: a pair of arrays for each layer.
+    cache: keys and values of each layer, as the cache's layout has them.
     tokens: [B] the newest token of each slot, which is not yet in the cache.
     positions: [B] its position, which is also the number of cached tokens.
     is_active: [B] whether the slot is generating.

@@ -58,7 +58,9 @@ def _cache_layout(
   """Return pages that slots share, or a row of the cache for each slot."""
   if not sizes.num_pages:
     return kv_cache.Slots(
-      num_slots=sizes.num_slots, cache_tokens=sizes.cache_tokens
+      num_slots=sizes.num_slots,
+      cache_tokens=sizes.cache_tokens,
+      windows=sizes.window_buckets,
     )
   return kv_cache.Pages(
     num_pages=sizes.num_pages,
@@ -139,11 +141,10 @@ class Engine(jetstream_api.Engine):
     )
     slots = mesh_lib.sharding(mesh, rules, "batch")
     layer = mesh_lib.sharding(mesh, rules, *layout.logical_axes)
-    shardings = jax.tree.map(
-      lambda _: slots, jax.eval_shape(programs.init_state)
-    )
+    shapes = jax.eval_shape(programs.init_state)
     state = dataclasses.replace(
-      shardings, cache=[(layer, layer)] * model.num_layers
+      jax.tree.map(lambda _: slots, shapes),
+      cache=jax.tree.map(lambda _: layer, shapes.cache),
     )
     prefix = decode_state_lib.prefix_sharding(model, sizes, mesh, rules)
     rows = prefix.tokens

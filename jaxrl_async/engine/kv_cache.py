@@ -2,7 +2,10 @@
 
 `Slots`: every slot has room for the longest sequence. Keys are [slot, kv head,
 head size, time], so that the matrix product for the scores needs no
-transposition. Values are [slot, kv head, time, head size].
+transposition. Values are [slot, kv head, time, head size]. Time is cut into
+parts at the windows that decoding attends over, and each part is an array of
+its own: a window is then the first few arrays, and nothing has to be copied out
+of a longer one.
 
 `Pages`: the slots share a pool of pages. The pool may be smaller than what all
 slots together could need. A table [slot, page of the sequence] says where the
@@ -18,8 +21,10 @@ forgotten is exactly what the window hides. Pages and prefilled rows keep all
 tokens, and attention masks those that the window hides.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
+import functools
+import itertools
 
 import jax
 from jax import numpy as jnp
@@ -29,6 +34,8 @@ from jaxrl_async.models import configs
 from jaxrl_async.models.attention import reference
 
 Layer = tuple[jax.Array, jax.Array]
+# The keys and the values of a layer, part by part.
+PartedLayer = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
 # Takes the pages, queries [B N H], positions [B], the table [B W], and the
 # keyword `sliding_window`.
 PagedAttention = Callable[..., jax.Array]
@@ -114,29 +121,42 @@ def attend_rows(
 class Slots:
   """A cache with one row for each slot, which is a ring if there is a window.
 
-  A layer whose arrays are shorter than `cache_tokens` is a ring.
+  A layer that holds less than `cache_tokens` is a ring.
+
+  Attributes:
+    windows: the windows that decoding attends over, in ascending order. The
+      last is `cache_tokens`.
   """
 
   num_slots: int
   cache_tokens: int
+  windows: tuple[int, ...]
 
   logical_axes = ("batch", "kv_heads")
 
-  def init(self, model: configs.ModelConfig, dtype: jnp.dtype) -> list[Layer]:
+  def init(
+    self, model: configs.ModelConfig, dtype: jnp.dtype
+  ) -> list[PartedLayer]:
     """Return an empty cache."""
-    return [
-      _empty_layer(model, self.num_slots, window or self.cache_tokens, dtype)
-      for window in model.windows_within(self.cache_tokens)
-    ]
+    layers = []
+    for window in model.windows_within(self.cache_tokens):
+      width = window or self.cache_tokens
+      ends = [*(x for x in self.windows if x < width), width]
+      parts = [
+        _empty_layer(model, self.num_slots, end - start, dtype)
+        for start, end in itertools.pairwise([0, *ends])
+      ]
+      layers.append(tuple(zip(*parts, strict=True)))
+    return layers
 
   def insert(
     self,
-    layer: Layer,
+    layer: PartedLayer,
     rows: Layer,
     slots: Int[Array, "M"],
     sources: Int[Array, "M"],
     lengths: Int[Array, "R"],
-  ) -> Layer:
+  ) -> PartedLayer:
     """Copy prefilled rows into slots, except for slots that are out of range.
 
     Args:
@@ -146,39 +166,62 @@ class Slots:
       sources: index of each row among the prefilled rows.
       lengths: number of tokens of each prefilled row.
     """
-    length, width = rows[0].shape[-1], layer[0].shape[-1]
+    length, width = rows[0].shape[-1], _width(layer)
     if length > width:
       rows, length = _newest(rows, lengths, width), width
-    keys = layer[0].at[slots, :, :, :length].set(rows[0][sources], mode="drop")
-    values = layer[1].at[slots, :, :length].set(rows[1][sources], mode="drop")
-    return keys, values
+    all_keys, all_values = [], []
+    for start, keys, values in _parts(layer):
+      size = min(keys.shape[-1], length - start)
+      if size > 0:
+        taken = slice(start, start + size)
+        keys = keys.at[slots, :, :, :size].set(
+          rows[0][sources, :, :, taken], mode="drop"
+        )
+        values = values.at[slots, :, :size].set(
+          rows[1][sources, :, taken], mode="drop"
+        )
+      all_keys.append(keys)
+      all_values.append(values)
+    return tuple(all_keys), tuple(all_values)
 
   def write(
     self,
-    layer: Layer,
+    layer: PartedLayer,
     key: Float[Array, "B K H"],
     value: Float[Array, "B K H"],
     positions: Int[Array, "B"],
     pages: Int[Array, "B P"],
     is_active: Bool[Array, "B"],
-  ) -> Layer:
-    """Write the key and value of one token per slot at its position."""
+    window: int,
+  ) -> PartedLayer:
+    """Write the key and value of one token per slot at its position.
+
+    All positions must be less than `window`; an idle slot may write nothing.
+    """
     del pages, is_active  # what an idle slot writes is never read
     slots = jnp.arange(self.num_slots)
-    keys, values = layer
-    if keys.shape[-1] < self.cache_tokens:
-      positions = positions % keys.shape[-1]
-    keys = keys.at[slots, :, :, positions].set(
-      key.astype(keys.dtype), mode="drop", unique_indices=True
-    )
-    values = values.at[slots, :, positions].set(
-      value.astype(values.dtype), mode="drop", unique_indices=True
-    )
-    return keys, values
+    width = _width(layer)
+    if width < self.cache_tokens:
+      positions = positions % width
+    all_keys, all_values = [], []
+    for start, keys, values in _parts(layer):
+      if start < window:
+        # Indices below 0 count from the end, those of the size are dropped.
+        size = keys.shape[-1]
+        times = jnp.where(positions < start, size, positions - start)
+        keys = keys.at[slots, :, :, times].set(
+          key.astype(keys.dtype), mode="drop", unique_indices=True
+        )
+        values = values.at[slots, :, times].set(
+          value.astype(values.dtype), mode="drop", unique_indices=True
+        )
+      all_keys.append(keys)
+      all_values.append(values)
+    return tuple(all_keys), tuple(all_values)
 
   def attend(
     self,
-    layer: Layer,
+    layer: PartedLayer,
     query: Float[Array, "B N H"],
     positions: Int[Array, "B"],
     pages: Int[Array, "B P"],
@@ -191,8 +234,25 @@ class Slots:
     query does not see, once it is full; before that it is like any other row.
     """
     del pages, sliding_window
-    keys, values = layer[0][..., :window], layer[1][:, :, :window]
-    return attend_cached(query, keys, values, positions)
+    parts = [
+      (keys, values) for start, keys, values in _parts(layer) if start < window
+    ]
+    return attend_cached(query, parts, positions)
+
+
+def _width(layer: PartedLayer) -> int:
+  """Return the tokens that a slot of the layer holds."""
+  return sum(keys.shape[-1] for keys in layer[0])
+
+
+def _parts(
+  layer: PartedLayer,
+) -> Iterator[tuple[int, jax.Array, jax.Array]]:
+  """Yield the first time, the keys and the values of each part."""
+  start = 0
+  for keys, values in zip(*layer, strict=True):
+    yield start, keys, values
+    start += keys.shape[-1]
 
 
 def _newest(rows: Layer, lengths: Int[Array, "R"], width: int) -> Layer:
@@ -272,12 +332,14 @@ class Pages:
     positions: Int[Array, "B"],
     pages: Int[Array, "B P"],
     is_active: Bool[Array, "B"],
+    window: int,
   ) -> Layer:
     """Write the key and value of one token per active slot at its position.
 
     Idle slots write nothing, because their pages may belong to other sequences
     by now.
     """
+    del window  # the tables cover every position
     index = (positions // self.page_tokens)[:, None]
     page = jnp.take_along_axis(pages, index, axis=1, mode="clip")[:, 0]
     page = jnp.where(is_active, page, self.num_pages)
@@ -310,29 +372,50 @@ class Pages:
 
 def attend_cached(
   query: Float[Array, "B N H"],
-  keys: Float[Array, "B K H S"],
-  values: Float[Array, "B K S H"],
+  parts: Sequence[Layer],
   positions: Int[Array, "B"],
   *,
   sliding_window: int | None = None,
 ) -> Float[Array, "B N H"]:
   """Return attention of one query per row over times 0..position.
 
-  With a sliding window, only the newest `sliding_window` of these times count.
+  Parts after a row's position add exact zeros to its result, which therefore
+  does not depend on how many parts there are. With a sliding window, only the
+  newest `sliding_window` of these times count.
+
+  Args:
+    query: one per row and query head.
+    parts: keys [B K H S] and values [B K S H] of successive times.
+    positions: of the queries.
+    sliding_window: number of tokens that a query sees, itself included.
   """
   rows, num_heads, head_dim = query.shape
-  num_kv_heads, width = keys.shape[1], keys.shape[3]
+  num_kv_heads = parts[0][0].shape[1]
   grouped = query.reshape(rows, num_kv_heads, -1, head_dim)
-  scores = jnp.einsum(
-    "bkgh,bkhs->bkgs", grouped, keys, preferred_element_type=jnp.float32
-  )
-  scores = scores * jnp.float32(head_dim**-0.5)
+  scores = [
+    jnp.einsum(
+      "bkgh,bkhs->bkgs", grouped, keys, preferred_element_type=jnp.float32
+    )
+    for keys, _ in parts
+  ]
+  scores = jnp.concatenate(scores, axis=-1) * jnp.float32(head_dim**-0.5)
+  width = scores.shape[-1]
   seen = jnp.arange(width)[None] <= positions[:, None]
   if sliding_window is not None:
     seen &= jnp.arange(width)[None] > positions[:, None] - sliding_window
   scores = jnp.where(
     seen[:, None, None], scores, jnp.float32(reference.NEGATIVE)
   )
-  weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-  mixed = jnp.einsum("bkgs,bksh->bkgh", weights, values)
+  weights = jax.nn.softmax(scores, axis=-1)
+  ends = itertools.accumulate(values.shape[2] for _, values in parts)
+  mixed = [
+    jnp.einsum(
+      "bkgs,bksh->bkgh",
+      weights[..., end - values.shape[2] : end].astype(values.dtype),
+      values,
+      preferred_element_type=jnp.float32,
+    )
+    for end, (_, values) in zip(ends, parts, strict=True)
+  ]
+  mixed = functools.reduce(jnp.add, mixed)
   return mixed.reshape(rows, num_heads, head_dim).astype(query.dtype)

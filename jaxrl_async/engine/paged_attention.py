@@ -51,7 +51,7 @@ def xla(
 
   keys = jnp.swapaxes(gather(layer[0]), 2, 3)
   return kv_cache.attend_cached(
-    query, keys, gather(layer[1]), positions, sliding_window=sliding_window
+    query, [(keys, gather(layer[1]))], positions, sliding_window=sliding_window
   )
 
 

@@ -1,6 +1,7 @@
 """The engine's programs: pure functions of weights, prefixes and slots."""
 
 import dataclasses
+from typing import Any
 
 import jax
 from jax import numpy as jnp
@@ -242,9 +243,15 @@ class Programs:
 
     def attend(
       layer: int, query: jax.Array, key: jax.Array, value: jax.Array
-    ) -> tuple[jax.Array, kv_cache.Layer]:
-      written = self.layout.write(
-        state.cache[layer], key, value, positions, settings.pages, was_active
+    ) -> tuple[jax.Array, Any]:
+      written: Any = self.layout.write(
+        state.cache[layer],
+        key,
+        value,
+        positions,
+        settings.pages,
+        was_active,
+        window,
       )
       mixed = self.layout.attend(
         written, query, seen, settings.pages, window, windows[layer]
