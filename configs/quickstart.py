@@ -18,7 +18,9 @@ def get_config(variant: str = "") -> sections.Config:
       f"variant: {sections.shown(variant)}; use sync or none"
     )
   return sections.Config(
-    model=sections.ModelSection(name="quickstart"),
+    model=sections.ModelSection(
+      name="quickstart", remat=sections.Remat.DOTS
+    ),
     task=sections.TaskSection(
       dataset="chain_sum",
       params=config_dict.ConfigDict(
@@ -39,14 +41,14 @@ def get_config(variant: str = "") -> sections.Config:
       ),
     ),
     rollout=sections.RolloutSection(
-      # With few slots decoding takes about as long as training. Both slices
-      # then stay busy, and trajectories are used while they are fresh.
-      num_slots=4,
+      # Enough slots that training hardly waits. With more, generation would wait
+      # for admission, and the trajectories would be older.
+      num_slots=16,
       max_prompt_tokens=16,
       max_completion_tokens=48,
       cache_tokens=64,
       decode_steps_per_call=8,
-      prefill_rows=4,
+      prefill_rows=8,
       prefill_buckets=(16, 64),
       window_buckets=(64,),
     ),
@@ -57,13 +59,13 @@ def get_config(variant: str = "") -> sections.Config:
       num_minibatches=4,
     ),
     train=sections.TrainSection(
-      num_steps=70,
+      num_steps=50,
       tokens_per_row=64,
       rows_per_microbatch=16,
       decay=0.1,
       optimizer=sections.OptimizerSection(
         name=sections.OptimizerName.MUON,
-        learning_rate=4e-4,
+        learning_rate=5e-4,
         warmup_steps=4,
       ),
     ),
