@@ -30,10 +30,11 @@ def get_config(variant: str = "") -> sections.Config:
       answer_prefix="=",
     ),
     warm_start=sections.WarmStartSection(
-      num_steps=1_300,
+      num_steps=1_000,
       rows_per_batch=16,
       num_examples=20_000,
       corrupted_frac=0.19,
+      decay=0.02,
       optimizer=sections.OptimizerSection(
         name=sections.OptimizerName.MUON,
         learning_rate=3e-3,
@@ -59,7 +60,7 @@ def get_config(variant: str = "") -> sections.Config:
       num_minibatches=4,
     ),
     train=sections.TrainSection(
-      num_steps=50,
+      num_steps=45,
       tokens_per_row=64,
       rows_per_microbatch=16,
       decay=0.1,
