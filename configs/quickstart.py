@@ -30,7 +30,7 @@ def get_config(variant: str = "") -> sections.Config:
       answer_prefix="=",
     ),
     warm_start=sections.WarmStartSection(
-      num_steps=1_000,
+      num_steps=1_300,
       rows_per_batch=16,
       num_examples=20_000,
       corrupted_frac=0.19,
@@ -60,7 +60,7 @@ def get_config(variant: str = "") -> sections.Config:
       num_minibatches=4,
     ),
     train=sections.TrainSection(
-      num_steps=45,
+      num_steps=50,
       tokens_per_row=64,
       rows_per_microbatch=16,
       decay=0.1,

@@ -42,6 +42,7 @@ def get_config(variant: str = "") -> sections.Config:
     }
   )
   run.warm_start.num_steps = 1_000
+  run.warm_start.decay = 0.1
   run.warm_start.corrupted_frac = 0.08 if is_long else 0.45
   longest_prompt, longest = (32, 128) if is_long else (16, 24)
   cache = longest_prompt + longest
