@@ -8,19 +8,19 @@ update, temperature 1, no penalty for divergence, the same AdamW and the same
 reward. The cases (peers/shared_work.py):
 
     fixed      every completion has 64 tokens
-    long_tail  lengths are lognormal (median 40, deviation 1 in logarithms) and
-               cut at 512; TRL and Tunix wait for the longest of a batch, and
-               this project goes on with the others
+    long_tail  lengths are nearly lognormal (median 32, deviation 1.1 in
+               logarithms) and cut at 512; TRL and Tunix wait for the longest of
+               a batch, and this project goes on with the others
     reward     sums of three or four digits that are worked out step by step,
                32 prompts of 8 completions: the time until an evaluation on 256
                held-out questions, sampled at temperature 1, reaches 0.8
 
 Lengths are those that the policy has learned. It was fine-tuned by this project
-on random letters of such lengths (in `fixed`: of more than may be written), and
-all systems begin from that policy, exported in Hugging Face's format. So none
-of them is changed, and they draw lengths from one distribution; the table has
-the mean. In these cases rewards are arbitrary, and the learning rate is so
-small that the lengths stay.
+on letters of such lengths (in `fixed`: of more than may be written), and all
+systems begin from that policy, exported in Hugging Face's format. So none of
+them is changed, and they draw lengths from one distribution; the table has the
+tokens of a mean batch. In these cases rewards are arbitrary, and the learning
+rate is so small that the lengths stay.
 
 The systems run one after the other, in the reverse order in every second
 repeat, each in a process of its own. Peers have environments of their own,
@@ -30,12 +30,17 @@ before: the error says how. PyTorch is the build for CPUs, which uv has to find
 
 Each system has the settings that its documentation recommends for speed, as far
 as they work without a GPU; they are printed below the table. This project runs
-asynchronously. Its first and last steps are left out, because the engine is
-ahead at the start, and has nothing to write at the end. `ours_sync`, which has
-to be asked for, is the same with max_staleness=0.
+asynchronously, by the function that its users call. Its first and last steps
+are left out, because the engine is ahead at the start, and has nothing to write
+at the end; of the peers, which do one step after the other, only the first step
+is, which compiles. `ours_sync`, which has to be asked for, is the same with
+max_staleness=0.
 
-verl (0.5) names CUDA 12.1 as a requirement, and AReaL (1.0) says that training
-and inference are not available without CUDA; so neither is here.
+Three others are not here, because they do not run without a GPU. verl (0.5)
+requires CUDA 12.1, and generates with vLLM or SGLang on it. AReaL (1.0)
+requires NVIDIA's cuDNN in every installation, and its two inference engines are
+extras for CUDA. prime-rl (0.5) says that it needs at least one NVIDIA GPU, and
+requires a build of vLLM for CUDA.
 
     tokens_per_s   tokens of completions up to their end, over the time of all
                    measured steps
@@ -43,9 +48,15 @@ and inference are not available without CUDA; so neither is here.
                    the fastest peer's time over the own. Median of the repeats.
     step_s         median of the measured steps
     step_cpu_s     time on cores, with all child processes
+    train_frac     share of the time in which there was training; rollout_frac
+                   is that in which completions were written and scored. Of this
+                   project both are what its two devices were busy, at once.
+    step_tokens    tokens of a batch; longest_tokens are those of its longest
+                   completion. Both are means.
     first_step_s   from the start of the program, imports included, to the end
                    of the first step, with nothing in a compilation cache
     peak_mb        largest resident memory, with all child processes
+    num_compilations   programs that XLA compiled
     reach_s        until the target, evaluations after the first not counted
 
 Everything is kept in --directory, and policies there are used again. Prints the
@@ -58,6 +69,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -76,33 +88,51 @@ class System:
 
   Attributes:
     program: a file of peers/, and its options.
+    modules: what it imports; the first import in an environment is slow.
     requirements: of the environment of a peer; "" is this project's own.
     skip_first: steps before those that are measured.
     skip_last: steps after them.
   """
 
   program: tuple[str, ...]
+  modules: str
   requirements: str = ""
-  skip_first: int = 2
+  skip_first: int = 1
   skip_last: int = 0
+
+  def num_measured(self) -> int:
+    """Return the number of measured steps of a run without a target."""
+    return _PEER_STEPS.value if self.requirements else _STEPS.value
 
 
 SYSTEMS = {
-  "ours": System(program=("ours.py",), skip_first=12, skip_last=3),
-  "ours_sync": System(program=("ours.py", "--sync")),
-  "trl": System(program=("trl_grpo.py",), requirements="trl.txt"),
-  "tunix": System(program=("tunix_grpo.py",), requirements="tunix.txt"),
+  "ours": System(
+    program=("ours.py",), modules="jaxrl_async", skip_first=12, skip_last=3
+  ),
+  "ours_sync": System(
+    program=("ours.py", "--sync"), modules="jaxrl_async", skip_first=2
+  ),
+  "trl": System(
+    program=("trl_grpo.py",),
+    modules="torch, transformers, trl",
+    requirements="trl.txt",
+  ),
+  "tunix": System(
+    program=("tunix_grpo.py",),
+    modules="jax, transformers, tunix",
+    requirements="tunix.txt",
+  ),
 }
 _PEERS = launching.ROOT / "benchmarks" / "peers"
-_MOST_STEPS = 150  # of a run that has a target
-_EVAL_EVERY = 10
+_MOST_STEPS = 100  # of a run that has a target
+_EVAL_EVERY = 5
 _NUM_HELD_OUT = 256
 
 _SYSTEMS = flags.DEFINE_list(
   "systems", ["ours", "trl", "tunix"], f"Of {', '.join(SYSTEMS)}."
 )
 _CASES = flags.DEFINE_list(
-  "cases", ["fixed", "long_tail"], f"Of {', '.join(shared_work.CASES)}."
+  "cases", [*shared_work.CASES], f"Of {', '.join(shared_work.CASES)}."
 )
 for _name, _known in (("systems", SYSTEMS), ("cases", shared_work.CASES)):
   flags.register_validator(
@@ -114,7 +144,10 @@ _REPEATS = flags.DEFINE_integer(
   "repeats", 3, "How often each system does each case.", lower_bound=1
 )
 _STEPS = flags.DEFINE_integer(
-  "steps", 16, "Train steps that are measured.", lower_bound=1
+  "steps", 16, "Train steps of this project that are measured.", lower_bound=1
+)
+_PEER_STEPS = flags.DEFINE_integer(
+  "peer_steps", 6, "Train steps of a peer that are measured.", lower_bound=1
 )
 _REWARD_MS = flags.DEFINE_float(
   "reward_ms", 0.0, "Processor time of each reward.", lower_bound=0.0
@@ -142,7 +175,7 @@ def _check_environments(systems: Sequence[str]) -> None:
   """Make the environments; end the process with one line if one is missing."""
   for name in systems:
     command, variables = _environment(SYSTEMS[name].requirements)
-    command += ["-c", ""]
+    command += ["-c", f"import {SYSTEMS[name].modules}"]
     try:
       done = subprocess.run(
         command, env=variables, capture_output=True, text=True
@@ -151,7 +184,7 @@ def _check_environments(systems: Sequence[str]) -> None:
     except FileNotFoundError:
       reason = ["uv is not installed"]
     if reason:
-      shown = " ".join([*command[:-1], "''"])
+      shown = shlex.join(command)
       sys.exit(
         f"error: no environment for {name} ({reason[0].strip()}); run this"
         f" where there is a network: {shown}"
@@ -187,7 +220,7 @@ def _run(
 ) -> dict[str, Any]:
   """Let one system do a case once; return what was measured."""
   system, shape = SYSTEMS[name], shared_work.CASES[case]
-  num_steps = system.skip_first + _STEPS.value + system.skip_last
+  num_steps = system.skip_first + system.num_measured() + system.skip_last
   if shape.target:
     num_steps = _MOST_STEPS
   directory = pathlib.Path(

@@ -16,6 +16,8 @@ _THROUGHPUT = {
   "ratio": ".2f",
   "step_s": ".2f",
   "step_cpu_s": ".2f",
+  "train_frac": ".2f",
+  "rollout_frac": ".2f",
   "step_tokens": ",.0f",
   "longest_tokens": ".0f",
   "first_step_s": ".1f",
@@ -32,7 +34,12 @@ _REWARD = {
   "accuracy_after": ".3f",
   "tokens_per_s": ",.0f",
   "step_s": ".2f",
+  "step_cpu_s": ".2f",
+  "train_frac": ".2f",
+  "rollout_frac": ".2f",
   "first_step_s": ".1f",
+  "num_compilations": "d",
+  "peak_mb": ",.0f",
 }
 
 Line = Mapping[str, Any]
@@ -68,12 +75,14 @@ def run(
   if not measured:
     raise ValueError(f"{len(steps)} steps, none of which is measured")
   part = [steps[i] for i in measured]
+  step_s = sum(step["step_s"] for step in part)
   cpu_s = part[-1]["cpu_s"] - steps[measured[0] - 1]["cpu_s"]
   values = {
-    "tokens_per_s": sum(step["tokens"] for step in part)
-    / sum(step["step_s"] for step in part),
+    "tokens_per_s": sum(step["tokens"] for step in part) / step_s,
     "step_s": statistics.median(step["step_s"] for step in part),
     "step_cpu_s": cpu_s / len(part),
+    "train_frac": sum(step["train_s"] for step in part) / step_s,
+    "rollout_frac": sum(step["rollout_s"] for step in part) / step_s,
     "step_tokens": statistics.mean(step["tokens"] for step in part),
     "longest_tokens": statistics.mean(step["longest_tokens"] for step in part),
     "first_step_s": steps[0]["at_s"],

@@ -8,10 +8,13 @@ The settings are in `_config`. Generation runs beside training, at most
 
 import shared_work  # isort: skip, first: it starts the clock
 
+import contextlib
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
+import signal
 import sys
 import threading
 from typing import Any
@@ -22,10 +25,12 @@ if __name__ == "__main__":
   os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
   os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "false")
 
+import compilations
 from ml_collections import config_dict
 
 import jaxrl_async
 from jaxrl_async.config import sections
+from jaxrl_async.coordination import supervisor
 
 _MAX_STALENESS = 2
 _POLL_S = 0.02
@@ -34,7 +39,7 @@ _POLL_S = 0.02
 def _engine(shape: shared_work.Case) -> sections.RolloutSection:
   prompt, completion = shape.max_prompt_tokens, shape.max_completion_tokens
   whole = prompt + completion
-  windows = [size for size in (96, 160, 288) if size < whole]
+  windows = [size for size in (160, 288) if size < whole]
   return sections.RolloutSection(
     num_slots=32,
     max_prompt_tokens=prompt,
@@ -42,7 +47,7 @@ def _engine(shape: shared_work.Case) -> sections.RolloutSection:
     cache_tokens=whole,
     decode_steps_per_call=8,
     prefill_rows=8,
-    prefill_buckets=(prompt, *windows, whole),
+    prefill_buckets=(prompt, *windows[:1], whole),
     window_buckets=(*windows, whole),
   )
 
@@ -69,7 +74,8 @@ def _config(work: shared_work.Work, *, is_sync: bool) -> sections.Config:
     train=sections.TrainSection(
       num_steps=work.num_steps,
       tokens_per_row=row,
-      rows_per_microbatch=max(1, 1_024 // row),
+      # About a thousand tokens; a power of two divides the completions.
+      rows_per_microbatch=2 ** int(math.log2(1_024 / row)),
       optimizer=sections.OptimizerSection(
         learning_rate=shape.learning_rate, b1=0.9, b2=0.99, max_grad_norm=1.0
       ),
@@ -83,12 +89,17 @@ def _config(work: shared_work.Work, *, is_sync: bool) -> sections.Config:
 
 
 class Follower:
-  """Records the lines that a run adds to its metrics.jsonl."""
+  """Records the lines that a run adds to its metrics.jsonl.
+
+  At the target it ends the run, as a user would: by a signal.
+  """
 
   def __init__(self, work: shared_work.Work, path: pathlib.Path):
     self._recorder = shared_work.Recorder(work)
+    self._work = work
     self._path = path
     self._num_read = 0
+    self._is_reached = False
     self._is_ending = threading.Event()
     self._thread = threading.Thread(target=self._follow)
 
@@ -122,9 +133,17 @@ class Follower:
         num_completions=sum(line["completion/tokens_histogram"]["counts"]),
         reward=line["reward/mean"],
         step_s=step_s,
+        train_s=line["train/busy_frac"] * step_s,
+        rollout_s=line["rollout/busy_frac"] * step_s,
       )
     if "eval/held_out/avg@1" in line:
-      self._recorder.evaluation(line["eval/held_out/avg@1"], 0.0)
+      accuracy = line["eval/held_out/avg@1"]
+      self._recorder.evaluation(accuracy, 0.0)
+      is_last = line["step"] == self._work.num_steps
+      if self._work.shape.target and not self._is_reached and not is_last:
+        self._is_reached = accuracy >= self._work.shape.target
+        if self._is_reached:
+          os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _rows(
@@ -143,8 +162,12 @@ def main(path: str, *options: str) -> None:
   config = _config(work, is_sync=is_sync)
   workdir = pathlib.Path(work.directory) / "run"
   held_out = work.held_out or shared_work.questions(work.case, 1, -1)
-  with Follower(work, workdir / "metrics.jsonl") as recorder:
-    summary = jaxrl_async.train(
+  counted = compilations.Compilations()
+  with (
+    Follower(work, workdir / "metrics.jsonl") as recorder,
+    contextlib.suppress(supervisor.Interrupted),
+  ):
+    jaxrl_async.train(
       config,
       workdir,
       reward=shared_work.score_item,
@@ -160,7 +183,7 @@ def main(path: str, *options: str) -> None:
     versions=", ".join(
       f"{n} {importlib.metadata.version(n)}" for n in ("jaxrl_async", "jax")
     ),
-    num_compilations=summary["num_compilations"],
+    num_compilations=counted.count,
   )
 
 

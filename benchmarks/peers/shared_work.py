@@ -16,6 +16,7 @@ import math
 import pathlib
 import random
 import re
+import statistics
 import string
 import time
 from typing import Any
@@ -31,8 +32,9 @@ class Case:
 
   Attributes:
     max_prompt_tokens: a bound, not the length of every prompt.
-    median_tokens: of the lognormal lengths of the texts that the policy was
-      fine-tuned on; 0 is for texts that are longer than any completion.
+    median_tokens: of the lengths, nearly lognormal, of the texts that the
+      policy was fine-tuned on; 0 is for texts that are longer than any
+      completion.
     sigma: deviation of these lengths, in logarithms.
     learning_rate: of AdamW. 1e-9 does the work of an update and changes
       nothing.
@@ -54,15 +56,15 @@ CASES = {
   "long_tail": Case(
     max_prompt_tokens=32,
     max_completion_tokens=512,
-    median_tokens=40,
-    sigma=1.0,
+    median_tokens=32,
+    sigma=1.2,
   ),
   "reward": Case(
     max_prompt_tokens=16,
     max_completion_tokens=48,
     prompts_per_step=32,
     group_size=8,
-    learning_rate=3e-4,
+    learning_rate=1e-3,
     target=0.8,
   ),
 }
@@ -134,6 +136,7 @@ def read(path: str | pathlib.Path) -> Work:
 # -- questions, and texts to fine-tune on -----------------------------------
 
 _LETTERS = string.ascii_lowercase
+_NUM_SIZES = 13  # of texts with a long tail
 # Partial sums of the worked examples that are wrong: what is left to learn.
 _WRONG_FRACTION = 0.25
 # Of how many sums one is held out.
@@ -161,9 +164,9 @@ def held_out(case: str, count: int) -> list[Question]:
 def examples(case: str, count: int) -> list[dict[str, str]]:
   """Return rows to fine-tune on: question, answer and solution.
 
-  Solutions of the throughput cases are random letters. In "fixed" they are
-  three times as long as completions may become; in "long_tail" their length,
-  with the token that ends them, is lognormal and cut at the longest.
+  Solutions of the throughput cases are letters. In "fixed" they are random, and
+  three times as many as completions may have; `_phases` makes those of
+  "long_tail".
   """
   rng = random.Random(f"examples of {case}")
   drawn = [_example(case, rng, is_held_out=False) for _ in range(count)]
@@ -179,7 +182,9 @@ def _example(
   shape = CASES[case]
   if not shape.target:
     prompt = "".join(rng.choices(_LETTERS, k=shape.max_prompt_tokens - 1))
-    text = "".join(rng.choices(_LETTERS, k=_num_letters(shape, rng)))
+    if shape.median_tokens:
+      return Question(prompt=prompt), _phases(shape, rng)
+    text = "".join(rng.choices(_LETTERS, k=3 * shape.max_completion_tokens))
     return Question(prompt=prompt), text
   while True:
     question, solution = _sum(rng)
@@ -187,13 +192,30 @@ def _example(
       return question, solution
 
 
-def _num_letters(case: Case, rng: random.Random) -> int:
-  """Return the length of a text; one more token ends it."""
-  longest = case.max_completion_tokens
-  if not case.median_tokens:
-    return 3 * longest
-  drawn = rng.lognormvariate(math.log(case.median_tokens), case.sigma)
-  return min(max(round(drawn), 2), longest) - 1
+def _phases(case: Case, rng: random.Random) -> str:
+  """Return a text whose length is nearly lognormal.
+
+  It has one of 13 sizes and consists of the four letters of this size, each
+  repeated for a geometrically distributed number of times. Whether a letter is
+  repeated depends on nothing but the letter, so a policy learns the whole
+  distribution of lengths in a few steps.
+
+  The logarithm of a sum of four exponentials with mean 1 has the mean 1.256 and
+  the variance 0.284 (digamma and trigamma of 4). The sizes are the quantiles of
+  the lognormal distribution that adds the rest of the case's variance.
+  """
+  size = rng.randrange(_NUM_SIZES)
+  quantile = statistics.NormalDist().inv_cdf((size + 0.5) / _NUM_SIZES)
+  spread = math.sqrt(case.sigma**2 - 0.284)
+  repeats = case.median_tokens * math.exp(spread * quantile - 1.256)
+  letters = string.ascii_letters[4 * size : 4 * size + 4]
+  text = ""
+  for letter in letters:
+    text += letter
+    while rng.random() > 1 / repeats:
+      text += letter
+  # One more token ends the text.
+  return text[: case.max_completion_tokens - 1]
 
 
 def _sum(rng: random.Random) -> tuple[Question, str]:
@@ -255,9 +277,43 @@ class Recorder:
     """Begin the file `lines.jsonl` of the run's directory."""
     self._path = lines_file(work.directory)
     self._path.write_text("")
-    self._last_s = time.perf_counter()
+    self._last_s = self._generated_s = time.perf_counter()
     self._spent_s = 0.0
+    self._tokens: list[int] = []
+    self._rewards: list[float] = []
     self.steps = 0
+
+  def completions(
+    self, tokens: Sequence[int], rewards: Sequence[float]
+  ) -> None:
+    """Note completions of the step that is going on, which has generated them.
+
+    Args:
+      tokens: of each completion, with the token that ended it.
+      rewards: of each.
+    """
+    self._generated_s = time.perf_counter()
+    self._tokens += tokens
+    self._rewards += rewards
+
+  def end_of_step(self) -> None:
+    """Record the end of a train step on the completions that were noted.
+
+    For a system that trains only when all completions of a step are there.
+    """
+    now_s = time.perf_counter()
+    step_s = now_s - self._last_s - self._spent_s
+    self.step(
+      tokens=sum(self._tokens),
+      longest_tokens=max(self._tokens),
+      num_completions=len(self._tokens),
+      reward=mean(self._rewards),
+      step_s=step_s,
+      train_s=now_s - self._generated_s,
+      rollout_s=step_s - (now_s - self._generated_s),
+    )
+    self._tokens, self._rewards = [], []
+    self._last_s, self._spent_s = now_s, 0.0
 
   def step(
     self,
@@ -266,7 +322,9 @@ class Recorder:
     longest_tokens: int,
     num_completions: int,
     reward: float,
-    step_s: float | None = None,
+    step_s: float,
+    train_s: float,
+    rollout_s: float,
   ) -> None:
     """Record the end of a train step.
 
@@ -275,32 +333,22 @@ class Recorder:
       longest_tokens: of the longest completion.
       num_completions: that were trained on.
       reward: mean of the rewards.
-      step_s: its duration where the system measures it itself. By default, it
-        is the time since the step before, without evaluations.
+      step_s: time since the step before, without evaluations.
+      train_s: the part of it in which there was training.
+      rollout_s: the part in which completions were written and scored.
     """
-    now_s = time.perf_counter()
     self.steps += 1
-    if step_s is None:
-      step_s = now_s - self._last_s - self._spent_s
-    self._last_s, self._spent_s = now_s, 0.0
     self._write(
       STEP,
       step=self.steps,
       step_s=step_s,
+      train_s=train_s,
+      rollout_s=rollout_s,
       tokens=tokens,
       longest_tokens=longest_tokens,
       num_completions=num_completions,
       reward=reward,
       cpu_s=cpu_s(),
-    )
-
-  def batch(self, tokens: Sequence[int], rewards: Sequence[float]) -> None:
-    """Record the end of a train step on completions of these lengths."""
-    self.step(
-      tokens=sum(tokens),
-      longest_tokens=max(tokens),
-      num_completions=len(tokens),
-      reward=mean(rewards),
     )
 
   def evaluation(self, accuracy: float, spent_s: float) -> None:

@@ -24,6 +24,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from absl import logging
+import compilations
 import jax
 import numpy as np
 import optax
@@ -40,17 +41,6 @@ _SETTINGS = (
 )
 
 
-class Compilations:
-  """Counts the programs that XLA compiles."""
-
-  def __init__(self):
-    self.count = 0
-    jax.monitoring.register_event_duration_secs_listener(self._listen)
-
-  def _listen(self, event: str, _: float, **__: Any) -> None:
-    self.count += event == "/jax/core/compile/backend_compile_duration"
-
-
 class Training:
   """Feeds prompts, and records a step when the next one asks for its prompts.
 
@@ -64,20 +54,19 @@ class Training:
     self._work = work
     self._recorder = shared_work.Recorder(work)
     self._num_asked = 0  # steps whose prompts were asked for
-    self._tokens: list[int] = []
-    self._rewards: list[float] = []
 
   def reward(
     self, prompts: Any, completions: list[str], answer: Any, **_: Any
   ) -> list[float]:
     """Score completions, as Tunix calls its reward functions."""
     longest = self._work.shape.max_completion_tokens
-    self._tokens = [min(len(text) + 1, longest) for text in completions]
-    self._rewards = [
+    rewards = [
       shared_work.score(text, str(right), self._work.reward_ms)
       for text, right in zip(completions, answer, strict=True)
     ]
-    return self._rewards
+    tokens = [min(len(text) + 1, longest) for text in completions]
+    self._recorder.completions(tokens, rewards)
+    return rewards
 
   def batches(self) -> Iterator[dict[str, np.ndarray]]:
     """Yield the prompts of each step."""
@@ -105,7 +94,9 @@ class Training:
     """Record the step that has ended, if it was not yet."""
     if self._recorder.steps == self._num_asked:
       return
-    self._recorder.batch(self._tokens, self._rewards)
+    # The next generation would wait for the update as well.
+    jax.block_until_ready(jax.live_arrays())
+    self._recorder.end_of_step()
 
   def _evaluate(self) -> float:
     """Sample an answer to each held-out question; return the accuracy."""
@@ -123,13 +114,13 @@ class Training:
     self._recorder.evaluation(accuracy, time.perf_counter() - start_s)
     return accuracy
 
-  def end(self, compilations: Compilations) -> None:
+  def end(self, counted: compilations.Compilations) -> None:
     """Record the end."""
     names = ("google-tunix", "jax", "flax")
     self._recorder.end(
       settings=_SETTINGS,
       versions=", ".join(f"{n} {importlib.metadata.version(n)}" for n in names),
-      num_compilations=compilations.count,
+      num_compilations=counted.count,
     )
 
 
@@ -190,7 +181,7 @@ def main(path: str) -> None:
   """Train."""
   work = shared_work.read(path)
   logging.set_verbosity(logging.WARNING)
-  compilations = Compilations()
+  counted = compilations.Compilations()
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:1])[:, None], ("fsdp", "tp"))
   training = Training(work)
   training.cluster = rl_cluster.RLCluster(
@@ -211,7 +202,7 @@ def main(path: str) -> None:
   )
   learner.train(training.batches())
   training.record()
-  training.end(compilations)
+  training.end(counted)
 
 
 if __name__ == "__main__":
