@@ -12,8 +12,8 @@ reward. The cases (peers/shared_work.py):
                logarithms) and cut at 512; TRL and Tunix wait for the longest of
                a batch, and this project goes on with the others
     reward     sums of three or four digits that are worked out step by step,
-               32 prompts of 8 completions: the time until an evaluation on 256
-               held-out questions, sampled at temperature 1, reaches 0.8
+               16 prompts of 8 completions: the time until an evaluation on 256
+               held-out questions, sampled at temperature 1, reaches 0.7
 
 Lengths are those that the policy has learned. It was fine-tuned by this project
 on letters of such lengths (in `fixed`: of more than may be written), and all

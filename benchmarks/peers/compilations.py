@@ -18,5 +18,6 @@ class Compilations:
     self.count = 0
     jax.monitoring.register_event_duration_secs_listener(self._listen)
 
-  def _listen(self, event: str, _: float, **__: Any) -> None:
+  def _listen(self, event: str, duration_secs: float, **_: Any) -> None:
+    del duration_secs
     self.count += event == _EVENT

@@ -63,9 +63,8 @@ CASES = {
     max_prompt_tokens=16,
     max_completion_tokens=48,
     prompts_per_step=32,
-    group_size=8,
-    learning_rate=1e-3,
-    target=0.8,
+    learning_rate=3e-4,
+    target=0.7,
   ),
 }
 
