@@ -77,7 +77,11 @@ def _config(work: shared_work.Work, *, is_sync: bool) -> sections.Config:
       # About a thousand tokens; a power of two divides the completions.
       rows_per_microbatch=2 ** int(math.log2(1_024 / row)),
       optimizer=sections.OptimizerSection(
-        learning_rate=shape.learning_rate, b1=0.9, b2=0.99, max_grad_norm=1.0
+        learning_rate=shape.learning_rate,
+        warmup_steps=shape.warmup_steps,
+        b1=0.9,
+        b2=0.99,
+        max_grad_norm=1.0,
       ),
     ),
     transfer=sections.TransferSection(channel=sections.Channel.DIRECT),

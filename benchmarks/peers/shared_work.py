@@ -38,6 +38,7 @@ class Case:
     sigma: deviation of these lengths, in logarithms.
     learning_rate: of AdamW. 1e-9 does the work of an update and changes
       nothing.
+    warmup_steps: in which the learning rate rises linearly.
     target: held-out accuracy to be reached; 0 measures throughput instead.
   """
 
@@ -48,6 +49,7 @@ class Case:
   prompts_per_step: int = 8
   group_size: int = 8
   learning_rate: float = 1e-9
+  warmup_steps: int = 0
   target: float = 0.0
 
 
@@ -64,6 +66,7 @@ CASES = {
     max_completion_tokens=48,
     prompts_per_step=32,
     learning_rate=3e-4,
+    warmup_steps=10,
     target=0.7,
   ),
 }

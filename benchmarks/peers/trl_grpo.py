@@ -117,7 +117,9 @@ def _config(work: shared_work.Work) -> Any:
     epsilon=0.2,
     scale_rewards="group",
     learning_rate=shape.learning_rate,
-    lr_scheduler_type="constant",
+    lr_scheduler_type="constant_with_warmup",
+    # From 0, where the others begin with one part of the peak.
+    warmup_steps=shape.warmup_steps + 1 if shape.warmup_steps else 0,
     optim="adamw_torch_fused",
     adam_beta2=0.99,
     weight_decay=0.0,

@@ -158,9 +158,11 @@ def _cluster_config(work: shared_work.Work, mesh: jax.sharding.Mesh) -> Any:
     )
     for mode in rl_cluster.Mode
   }
+  peak, warmup = shape.learning_rate, shape.warmup_steps
+  rate = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
   optimizer = optax.chain(
     optax.clip_by_global_norm(1.0),
-    optax.adamw(shape.learning_rate, b1=0.9, b2=0.99, weight_decay=0.0),
+    optax.adamw(rate if warmup else peak, b1=0.9, b2=0.99, weight_decay=0.0),
   )
   roles = rl_cluster.Role
   return rl_cluster.ClusterConfig(

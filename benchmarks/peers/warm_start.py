@@ -42,7 +42,7 @@ MODEL = configs.ModelConfig(  # 0.53 million parameters
 )
 _TOKENS_PER_BATCH = 4_096
 # Enough for the lengths to be right; the sums need more.
-_STEPS = {"fixed": 150, "long_tail": 120, "reward": 400}
+_STEPS = {"fixed": 150, "long_tail": 120, "reward": 600}
 
 
 def _write_random(directory: pathlib.Path) -> None:
