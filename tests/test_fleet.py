@@ -332,7 +332,7 @@ def test_an_evaluation_is_the_same_whoever_answers(make_world):
 
 def until_ready(world, count):
   def ready():
-    world.fleet._take_events()
+    world.fleet._take_events(0.005)
     return world.fleet.num_ready == count
 
   until(ready, "replicas")

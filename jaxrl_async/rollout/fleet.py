@@ -237,7 +237,7 @@ class Fleet:
     while not self.num_ready:
       check()
       self._relaunch_lost()
-      self._take_events()
+      self._take_events(_POLL_S)
       waited_s = self._seconds() - self._started_s
       if waited_s > self._start_timeout_s:
         raise NoReplicaError(
@@ -259,27 +259,34 @@ class Fleet:
     try:
       while self._gate.passes():
         self._gate.show("listening")
-        self._round()
+        self.round(_POLL_S)
     except buffer_lib.BufferClosed:
       pass
     finally:
       self._gate.end()
 
-  def _round(self) -> None:
-    """Take what has happened, then hand out work."""
+  def round(self, timeout_s: float) -> None:
+    """Take what has happened, then hand out work.
+
+    Args:
+      timeout_s: how long to wait for something to happen.
+
+    Raises:
+      BufferClosed: the buffer is closed.
+      ReplicaFailed: all replicas have failed over and over.
+    """
     self._relaunch_lost()
-    self._take_events()
+    self._take_events(timeout_s)
     self._look_for_silence()
     self.coordinator.collect_scores()
     self._hand_out()
 
-  def _take_events(self) -> None:
+  def _take_events(self, timeout_s: float) -> None:
     """Wait a moment for an event, and take those that there are.
 
     Each replica has one at most. More would only be answers to what is asked
     here, and taking them too could keep the thread from handing out work.
     """
-    timeout_s = _POLL_S
     for _ in self._members:
       try:
         member, kind, future = self._events.get(timeout=timeout_s)

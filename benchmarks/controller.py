@@ -1,0 +1,54 @@
+"""The controller on a virtual clock: many random runs, with faults.
+
+    python benchmarks/controller.py --seeds=10000
+
+Each seed is a run of buffer, coordinator, replicas, schedulers, leases and
+batches, with modelled engines, a modelled trainer and modelled rewards
+(`jaxrl_async/simulation`). Replicas die, are silent, are slow, fail, join late
+and leave; the trainer's process ends and goes on from a checkpoint. A seed that
+violates an invariant is printed, and `--first` runs it alone:
+
+    python benchmarks/controller.py --first=SEED --seeds=1
+
+Prints, as the last line, one JSON object: `seeds`, `violations`, `deadlocks`
+(which are counted as violations too), `groups_per_s` (groups that ended, per
+second of the real clock), `groups`, `faults` by kind, `wall_s`. Ends with
+status 1 if there was a violation.
+"""
+
+import json
+import sys
+
+from absl import app
+from absl import flags
+
+from jaxrl_async.simulation import seeds
+
+_SEEDS = flags.DEFINE_integer("seeds", 1000, "How many.", lower_bound=1)
+_FIRST = flags.DEFINE_integer("first", 0, "The first seed.", lower_bound=0)
+
+
+def main(_) -> int:
+  """Run the seeds."""
+  first = _FIRST.value
+  found = seeds.run(range(first, first + _SEEDS.value))
+  for seed, text in found.failures.items():
+    print(f"seed {seed}: {text}", file=sys.stderr)
+  print(
+    json.dumps(
+      {
+        "seeds": found.num_seeds,
+        "violations": len(found.failures),
+        "deadlocks": found.num_deadlocks,
+        "groups_per_s": round(found.num_groups / found.wall_s, 1),
+        "groups": found.num_groups,
+        "faults": dict(sorted(found.faults.items())),
+        "wall_s": round(found.wall_s, 1),
+      }
+    )
+  )
+  return min(1, len(found.failures))
+
+
+if __name__ == "__main__":
+  app.run(main)

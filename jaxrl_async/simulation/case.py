@@ -1,0 +1,161 @@
+"""A random run: sizes, times and faults, all of them a function of the seed."""
+
+import dataclasses
+import random
+
+from jaxrl_async.config import sections
+from jaxrl_async.engine import decode_state as decode_state_lib
+from jaxrl_async.simulation import modelled_engine
+
+_MAX_COMPLETION = 10
+_CACHE_TOKENS = 16
+_FAULTS = ("die", "leave", "fail", "silence", "slow", "restart")
+_LATEST_FAULT_S = 12.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fault:
+  """Something that goes wrong.
+
+  Attributes:
+    at_s: when.
+    kind: "die": a replica's process ends, and what it was about to report is
+      lost. "leave": the same, and its place stays empty for long. "fail": its
+      code raises. "silence": it goes on, but is not heard for longer than its
+      lease. "slow": its calls take five times as long from then on. "restart":
+      the trainer's process ends, and goes on from the last checkpoint.
+    place: of the replica, or 0.
+  """
+
+  at_s: float
+  kind: str
+  place: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+  """A run; times are in seconds of the virtual clock.
+
+  Attributes:
+    is_fleet: whether the replicas are in processes of their own.
+    sizes: of each engine.
+    train_s: the longest train step; half of them are a tenth of it.
+    call_s: the longest decode call.
+    adopt_s: the longest time in which a version is fetched.
+    reward_s: the longest time in which a group is scored.
+    message_s: the longest way of a message to or from a process.
+    late_s: when the last replica joins, if not at once.
+    filter_frac: share of the groups with equal rewards, which are left out.
+    fail_frac: share of the groups whose reward fails.
+    no_prompt_frac: how often the next question is not ready.
+    tune_frac: how often the bound moves after a step.
+    checkpoint_every: in train steps.
+    survives: whether replicas outlive the trainer's process.
+  """
+
+  seed: int
+  is_fleet: bool
+  groups_per_step: int
+  group_size: int
+  max_staleness: int
+  num_steps: int
+  num_replicas: int
+  sizes: decode_state_lib.EngineSizes
+  kv_on_adopt: sections.KvOnAdopt
+  train_s: float
+  call_s: float
+  adopt_s: float
+  reward_s: float
+  message_s: float
+  late_s: float
+  filter_frac: float
+  fail_frac: float
+  no_prompt_frac: float
+  tune_frac: float
+  checkpoint_every: int
+  survives: bool
+  report_every_s: float
+  faults: tuple[Fault, ...]
+
+  @property
+  def script(self) -> modelled_engine.Script:
+    """What the policy writes in this run."""
+    return modelled_engine.Script(
+      seed=self.seed, max_completion=_MAX_COMPLETION
+    )
+
+  @property
+  def max_tokens(self) -> int:
+    """The longest trajectory."""
+    return modelled_engine.PROMPT_TOKENS + _MAX_COMPLETION
+
+
+def _sizes(rng: random.Random) -> decode_state_lib.EngineSizes:
+  num_slots = rng.randint(1, 5)
+  pages = {}
+  if rng.random() < 0.2:
+    # A page of four tokens; the longest sequence always fits alone.
+    page_tokens = 4
+    fewest = _CACHE_TOKENS // page_tokens
+    pages = {
+      "num_pages": rng.randint(fewest, fewest * num_slots),
+      "page_tokens": page_tokens,
+    }
+  return decode_state_lib.EngineSizes(
+    num_slots=num_slots,
+    cache_tokens=_CACHE_TOKENS,
+    decode_steps_per_call=rng.randint(2, 5),
+    prefill_rows=rng.randint(1, 3),
+    prefill_buckets=(_CACHE_TOKENS // 2, _CACHE_TOKENS),
+    window_buckets=(_CACHE_TOKENS,),
+    prefill_chunk=4 if rng.random() < 0.1 else 0,
+    **pages,
+  )
+
+
+def _faults(
+  rng: random.Random, num_replicas: int, is_fleet: bool
+) -> tuple[Fault, ...]:
+  kinds = _FAULTS if is_fleet else ("slow", "restart")
+  faults = []
+  for _ in range(rng.choice((0, 1, 1, 2, 3))):
+    kind, place = rng.choice(kinds), rng.randrange(num_replicas)
+    if kind == "fail" and place == 0:
+      kind = "die"  # a run ends if all replicas fail over and over
+    at_s = _LATEST_FAULT_S * rng.random() ** 2
+    faults.append(Fault(at_s=at_s, kind=kind, place=place))
+  return tuple(faults)
+
+
+def of_seed(seed: int) -> Case:
+  """Return the case of a seed."""
+  rng = random.Random(seed)
+  is_fleet = rng.random() < 0.75
+  num_replicas = rng.randint(1, 3) if is_fleet else 1
+  return Case(
+    seed=seed,
+    is_fleet=is_fleet,
+    groups_per_step=rng.randint(1, 3),
+    group_size=rng.choice((2, 2, 2, 3)),
+    max_staleness=rng.randint(0, 3),
+    num_steps=rng.randint(2, 4),
+    num_replicas=num_replicas,
+    sizes=_sizes(rng),
+    kv_on_adopt=rng.choice(
+      (sections.KvOnAdopt.RECOMPUTE, *sections.KvOnAdopt)
+    ),
+    train_s=rng.choice((0.05, 0.5, 2.0)),
+    call_s=rng.choice((0.05, 0.2, 0.3)),
+    adopt_s=rng.choice((0.0, 0.3, 2.0)),
+    reward_s=rng.choice((0.0, 0.2, 2.0)),
+    message_s=rng.choice((0.01, 0.3)),
+    late_s=rng.choice((0.0, 0.0, 5.0)),
+    filter_frac=rng.choice((0.0, 0.0, 0.3)),
+    fail_frac=rng.choice((0.0, 0.0, 0.2)),
+    no_prompt_frac=rng.choice((0.0, 0.0, 0.3)),
+    tune_frac=rng.choice((0.0, 0.0, 0.5)),
+    checkpoint_every=rng.randint(1, 2),
+    survives=rng.random() < 0.5,
+    report_every_s=rng.choice((0.1, 1.0)),
+    faults=_faults(rng, num_replicas, is_fleet),
+  )

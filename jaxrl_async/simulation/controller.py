@@ -1,0 +1,433 @@
+"""The controller of a run on the virtual clock.
+
+Buffer, ledger, coordinator, fleet or rollout worker, replicas, schedulers and
+batch loader are the real ones. Engines, the trainer, rewards, questions and the
+way of messages are models, which take random times and have faults.
+"""
+
+import collections
+from collections.abc import Iterable
+import dataclasses
+import random
+
+from jaxrl_async import types
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import ledger as ledger_lib
+from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.rollout import coordinator as coordinator_lib
+from jaxrl_async.rollout import fleet as fleet_lib
+from jaxrl_async.rollout import rollout_side
+from jaxrl_async.rollout import worker as worker_lib
+from jaxrl_async.run import snapshot
+from jaxrl_async.simulation import case as case_lib
+from jaxrl_async.simulation import event_loop
+from jaxrl_async.simulation import invariants as invariants_lib
+from jaxrl_async.simulation import modelled_replica
+from jaxrl_async.simulation import surroundings
+from jaxrl_async.storage import outstanding as outstanding_lib
+from jaxrl_async.training import batch_loader
+
+_LOOK_S = 1.0
+_STALL_S = 80.0
+_MOST_EVENTS = 100_000
+_NO_TOTALS = dataclasses.asdict(scheduler_lib.SchedulerStats()) | {
+  "wait_s": 0.0,
+  "adopt_s": 0.0,
+}
+
+Batch = tuple[int, list[types.RolloutGroup]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+  """What a start of the trainer continues from.
+
+  Attributes:
+    version: completed train steps.
+    groups: outstanding ones.
+    num_tokens: tokens that were generated for groups.
+    num_prompts: questions that were taken.
+  """
+
+  version: int = 0
+  next_index: int = 0
+  groups: tuple[outstanding_lib.OutstandingGroup, ...] = ()
+  ledger: ledger_lib.LedgerState = ledger_lib.LedgerState()
+  num_tokens: int = 0
+  num_prompts: int = 0
+  trained: frozenset[int] = frozenset()
+  bounds: tuple[tuple[int, int], ...] = ()
+
+
+def _copied(
+  groups: Iterable[outstanding_lib.OutstandingGroup],
+) -> tuple[outstanding_lib.OutstandingGroup, ...]:
+  """Return groups that no later change reaches, as a file would hold them."""
+  copies = []
+  for one in groups:
+    assert one.group is not None
+    trajectories = [dataclasses.replace(t) for t in one.group.trajectories]
+    group = dataclasses.replace(one.group, trajectories=trajectories)
+    copies.append(dataclasses.replace(one, group=group))
+  return tuple(copies)
+
+
+class World:
+  """One run of a case: starts of the trainer, and replicas.
+
+  Attributes:
+    faults: how often each kind of fault has happened.
+    seen: how many trained groups were of interest, and why.
+  """
+
+  def __init__(self, case: case_lib.Case):
+    """Create a world; nothing happens before `run`."""
+    self.case = case
+    self.loop = event_loop.Loop(random.Random(case.seed))
+    self.faults: collections.Counter[str] = collections.Counter()
+    self.seen: collections.Counter[str] = collections.Counter()
+    self.ledger_bytes = bytearray()
+    self.processes: dict[int, modelled_replica.ReplicaProcess] = {}
+    self.absence_s = {case.num_replicas - 1: case.late_s}
+    self.checkpoint = Checkpoint()
+    self.start = Start(self, self.checkpoint)
+    self._moved: tuple[object, float] = None, 0.0
+
+  def run(self) -> int:
+    """Run until all steps are trained, and return how many groups ended.
+
+    Raises:
+      Violation: an invariant does not hold.
+    """
+    for fault in self.case.faults:
+      self.loop.at(fault.at_s, self._happen, fault)
+    while self.start.version < self.case.num_steps:
+      if not self.loop.step() or self.loop.num_events > _MOST_EVENTS:
+        raise invariants_lib.Violation("deadlock", self.start.status())
+      self._look_for_stall()
+    self.start.check_balance()
+    return self.start.invariants.check_ledger(
+      bytes(self.ledger_bytes), self.start.buffer.state().next_index
+    )
+
+  def _look_for_stall(self) -> None:
+    """Check that tokens or versions still come."""
+    moving = self.start.moving()
+    if moving != self._moved[0]:
+      self._moved = moving, self.loop.now
+    elif self.loop.now - self._moved[1] > _STALL_S:
+      raise invariants_lib.Violation("deadlock", self.start.status())
+
+  def _happen(self, fault: case_lib.Fault) -> None:
+    """Let something go wrong."""
+    process = self.processes.get(fault.place)
+    if fault.kind == "restart":
+      self._restart()
+    elif fault.kind == "slow" and not self.case.is_fleet:
+      self.start.pace = modelled_replica.SLOW
+    elif process is None or process.is_dead:
+      return
+    elif fault.kind == "slow":
+      process.is_slow = True
+    elif fault.kind == "silence":
+      longest = modelled_replica.MOST_SILENCE_S
+      process.silence_s = self.loop.rng.uniform(
+        modelled_replica.LEASE_S, longest
+      )
+    elif fault.kind == "fail":
+      if process.replica is None:
+        return  # the first start of a replica must not fail
+      process.has_failed = True
+    else:
+      if fault.kind == "leave":
+        absence_s = modelled_replica.MOST_ABSENCE_S
+        self.absence_s[fault.place] = absence_s * self.loop.rng.random()
+      process.die()
+    self.faults[fault.kind] += 1
+
+  def _restart(self) -> None:
+    """End the trainer's process, and start it from the last checkpoint."""
+    self.start.end()
+    if not self.case.survives:
+      for process in self.processes.values():
+        process.die()
+      self.processes.clear()
+    self.start = Start(self, self.checkpoint)
+
+  def launch(self, place: int) -> modelled_replica.Handle:
+    """Start the replica of a place, or find the one that is there."""
+    process = self.processes.get(place)
+    if process is None or process.is_dead:
+      process = modelled_replica.ReplicaProcess(self.loop, self.case)
+      self.processes[place] = process
+    return modelled_replica.Handle(
+      self.loop,
+      self.case,
+      process,
+      absence_s=self.absence_s.pop(place, 0.0),
+      wake=self.start.wake,
+    )
+
+
+class Start:
+  """One start of the trainer's process, with all that lives in it."""
+
+  def __init__(self, world: World, checkpoint: Checkpoint):
+    """Continue from a checkpoint, and publish its version."""
+    case, loop = world.case, world.loop
+    self.world, self.case, self.loop = world, case, loop
+    self.version = checkpoint.version
+    self.pace = 1.0
+    self._base_tokens = checkpoint.num_tokens
+    self._max_staleness = case.max_staleness
+    self._training: Batch | None = None
+    turn = self._fleet_turn if case.is_fleet else self._worker_turn
+    self._rollout_process = event_loop.Process(
+      loop, turn, sleeps_lightly=case.is_fleet
+    )
+    self._trainer_process = event_loop.Process(loop, self._train)
+    self._loader_process = event_loop.Process(loop, self._load)
+    self.buffer = self._make_buffer(checkpoint)
+    self.ledger = ledger_lib.Ledger(
+      "ledger.jsonl",
+      checkpoint.ledger,
+      open_file=lambda path, num_bytes: surroundings.MemoryFile(
+        world.ledger_bytes, num_bytes
+      ),
+    )
+    self.coordinator = self._make_coordinator(checkpoint)
+    self.channel = surroundings.Channel(loop)
+    self.rollout = self._make_rollout()
+    self.invariants = invariants_lib.Invariants(
+      self.buffer,
+      self.coordinator,
+      case.script,
+      groups_per_step=case.groups_per_step,
+      trained=checkpoint.trained,
+    )
+    self._loader: batch_loader.BatchLoader[Batch] = batch_loader.BatchLoader(
+      self.buffer,
+      lambda groups, step: (step, groups),
+      first_step=self.version,
+      end_step=case.num_steps,
+      new_condition=loop.condition,
+    )
+    self._loading = self._loader.waits()
+    self.channel.publish(self.version)
+    self.buffer.set_policy_version(self.version)
+    for process in self._processes():
+      process.wake()
+
+  def _processes(self) -> tuple[event_loop.Process, ...]:
+    return self._rollout_process, self._trainer_process, self._loader_process
+
+  def _new_condition(self) -> event_loop.Condition:
+    """Return the buffer's condition; a fleet asks again at every change."""
+    condition = self.loop.condition()
+    if self.case.is_fleet:
+      condition.watch(self._rollout_process)
+    return condition
+
+  def _make_buffer(
+    self, checkpoint: Checkpoint
+  ) -> invariants_lib.WatchedBuffer:
+    buffer = invariants_lib.WatchedBuffer(
+      self.case.groups_per_step,
+      self._max_staleness,
+      clock=self.loop.seconds,
+      new_condition=self._new_condition,
+    )
+    buffer.bounds.update(checkpoint.bounds)
+    buffer.admitted_s |= {
+      one.admission.index: self.loop.now for one in checkpoint.groups
+    }
+    buffer.restore(
+      snapshot.buffer_state(
+        [*_copied(checkpoint.groups)],
+        groups_per_step=self.case.groups_per_step,
+        next_step=checkpoint.version,
+        next_index=checkpoint.next_index,
+      )
+    )
+    return buffer
+
+  def _make_coordinator(
+    self, checkpoint: Checkpoint
+  ) -> coordinator_lib.Coordinator:
+    case, loop = self.case, self.loop
+    self.stream = surroundings.Prompts(
+      loop, checkpoint.num_prompts, case.no_prompt_frac, self.wake
+    )
+    coordinator = coordinator_lib.Coordinator(
+      coordinator_lib.CoordinatorSettings(
+        group_size=case.group_size,
+        max_completion_tokens=case.script.max_completion,
+        max_tokens=case.max_tokens,
+        temperature=1.0,
+        filter_zero_std=True,
+        max_failed_groups=1000,
+      ),
+      stream=self.stream,
+      buffer=self.buffer,
+      rewards=surroundings.Rewards(
+        loop,
+        seed=case.seed,
+        most_s=case.reward_s,
+        filter_frac=case.filter_frac,
+        fail_frac=case.fail_frac,
+        wake=self.wake,
+      ),
+      ledger=self.ledger,
+      busy=metrics_lib.BusyClock(seconds=loop.seconds),
+    )
+    coordinator.restore(snapshot.running([*_copied(checkpoint.groups)]))
+    return coordinator
+
+  def _make_rollout(self) -> rollout_side.RolloutSide:
+    if self.case.is_fleet:
+      self._fleet = fleet_lib.Fleet(
+        self.coordinator,
+        self.world.launch,
+        self.channel,
+        num_replicas=self.case.num_replicas,
+        num_slots=self.case.sizes.num_slots,
+        replica_timeout_s=modelled_replica.LEASE_S,
+        start_timeout_s=2 * modelled_replica.MOST_ABSENCE_S,
+        busy=metrics_lib.BusyClock(seconds=self.loop.seconds),
+        zero_totals=_NO_TOTALS,
+        note=lambda line: None,
+        seconds=self.loop.seconds,
+      )
+      return self._fleet
+    self._worker = worker_lib.RolloutWorker(
+      self.coordinator,
+      modelled_replica.make_replica(
+        self.loop,
+        self.case,
+        "replica 0",
+        self.coordinator,
+        self.channel,
+        self._rollout_process,
+      ),
+    )
+    return self._worker
+
+  # -- what others ask ------------------------------------------------------
+
+  def wake(self) -> None:
+    """Wake the process that drives the rollout side."""
+    self._rollout_process.wake()
+
+  def end(self) -> None:
+    """End the process of the trainer, with all its threads."""
+    for process in self._processes():
+      process.end()
+
+  def moving(self) -> tuple[object, ...]:
+    """Return what changes as long as the run goes on."""
+    return self.coordinator.recorded_tokens, self.version, id(self)
+
+  def status(self) -> str:
+    """Return what everything waits for."""
+    return f"step {self.version}; {self.rollout.status()}; {self.buffer.state()}"
+
+  # -- the processes --------------------------------------------------------
+
+  def _fleet_turn(self) -> float:
+    self._fleet.round(0.0)
+    self.invariants.check_groups(self.loop.now)
+    self.invariants.check_members(self._fleet._members)
+    # With WAIT, slots are free on purpose until the last sequence has ended.
+    if self.case.kv_on_adopt is not sections.KvOnAdopt.WAIT:
+      for member in self._fleet._members:
+        process = self.world.processes.get(member.place)
+        if member.state is fleet_lib.State.READY and process is not None:
+          assert process.replica is not None
+          self.invariants.check_slots(
+            process.replica, process.is_well, self.loop.now
+          )
+    return _LOOK_S
+
+  def _worker_turn(self) -> float | None:
+    has_stepped = self._worker.round()
+    self.invariants.check_groups(self.loop.now)
+    if has_stepped:
+      return self.case.call_s * self.loop.rng.random() * self.pace
+    replica = self._worker.replica
+    is_done = replica.scheduler.is_idle and replica.version == self.version
+    if is_done and self.invariants.can_get_group(replica.version):
+      raise invariants_lib.Violation("slot", "the worker waits for admission")
+    return None
+
+  def _load(self) -> None:
+    next(self._loading, None)
+
+  def _train(self) -> float | None:
+    """Publish what was trained, and take the next batch."""
+    if self._training is not None:
+      self._publish(*self._training)
+      self._training = None
+    loaded = self._loader.next(0.0)
+    if loaded is None:
+      return None
+    self.invariants.check_batch(*loaded.batch)
+    self._note_seen(*loaded.batch)
+    self._training = loaded.batch
+    rng = self.loop.rng
+    return self.case.train_s * rng.random() * rng.choice((0.1, 1.0))
+
+  def _note_seen(self, step: int, groups: list[types.RolloutGroup]) -> None:
+    seen = self.world.seen
+    for group in groups:
+      versions = group.written_versions()
+      bound = self.buffer.bounds[group.index]
+      seen["several versions"] += versions.max() > versions.min()
+      seen["at the bound"] += step - versions.min() == bound > 0
+      writers = {name for t in group.trajectories for name, _ in t.writers}
+      seen["several writers"] += len(writers) > 1
+
+  def _publish(self, step: int, groups: list[types.RolloutGroup]) -> None:
+    """End a train step: its version, its lines, perhaps a checkpoint."""
+    rng = self.loop.rng
+    if rng.random() < self.case.tune_frac:
+      self._max_staleness = rng.randint(0, 3)
+      self.buffer.set_max_staleness(self._max_staleness)
+    self.version = step + 1
+    self.channel.publish(self.version)
+    self.buffer.set_policy_version(self.version)
+    for group in groups:
+      self.ledger.add_trained(group, step=step, skipped_update=False)
+    if self.version % self.case.checkpoint_every == 0:
+      self._save()
+
+  # -- the books ------------------------------------------------------------
+
+  def check_balance(self) -> list[outstanding_lib.OutstandingGroup]:
+    """Check that all tokens are accounted for; return outstanding groups."""
+    groups = snapshot.outstanding(self.buffer, self.rollout)
+    state = self.ledger.state()
+    try:
+      ledger_lib.check_balance(
+        generated=self._base_tokens + self.rollout.generated_tokens,
+        trained=state.trained_tokens,
+        filtered=state.filtered_tokens,
+        failed=state.failed_tokens,
+        in_flight=snapshot.count_tokens(groups),
+      )
+    except RuntimeError as error:
+      raise invariants_lib.Violation("balance", str(error)) from error
+    return groups
+
+  def _save(self) -> None:
+    groups = self.check_balance()
+    self.world.checkpoint = Checkpoint(
+      version=self.version,
+      next_index=self.buffer.state().next_index,
+      groups=_copied(groups),
+      ledger=self.ledger.state(),
+      num_tokens=self._base_tokens + self.rollout.generated_tokens,
+      num_prompts=self.stream.count,
+      trained=frozenset(self.invariants.trained),
+      bounds=tuple(self.buffer.bounds.items()),
+    )

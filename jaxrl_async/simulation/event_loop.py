@@ -1,0 +1,181 @@
+"""A clock that jumps from event to event, and processes that take turns on it.
+
+Everything runs in one thread, so that a run is a function of its seed. A
+process stands for a thread or a process of the real system. It runs until it
+has nothing to do, and says when it wants its next turn.
+
+A wait of the real code is a `Condition` here. It returns at once, and the
+process that called it is woken by the next `notify_all`. The timeout of a wait
+is ignored: a wait that would only end by its timeout shows as a deadlock.
+"""
+
+from collections.abc import Callable
+import heapq
+import itertools
+import random
+import threading
+from typing import Any
+
+_MOST_JITTER_S = 0.01
+
+
+class Loop:
+  """The clock and the events that are still to come.
+
+  Attributes:
+    now: seconds since the start.
+    num_events: events that have happened.
+    rng: decides every random time.
+  """
+
+  def __init__(self, rng: random.Random):
+    """Create a loop at time 0."""
+    self.now = 0.0
+    self.num_events = 0
+    self.rng = rng
+    self._heap: list[tuple[float, int, Callable[..., object], tuple]] = []
+    self._order = itertools.count()
+    self._current: Process | None = None
+
+  def seconds(self) -> float:
+    """Return the time, as a clock of the real code does."""
+    return self.now
+
+  def at(
+    self, delay_s: float, call: Callable[..., object], *arguments: Any
+  ) -> None:
+    """Call a function after a delay; events of one time keep their order."""
+    entry = self.now + delay_s, next(self._order), call, arguments
+    heapq.heappush(self._heap, entry)
+
+  def step(self) -> bool:
+    """Let the next event happen; return False if there is none."""
+    if not self._heap:
+      return False
+    self.now, _, call, arguments = heapq.heappop(self._heap)
+    self.num_events += 1
+    call(*arguments)
+    return True
+
+  def condition(self) -> "Condition":
+    """Return what the real code takes for a `threading.Condition`."""
+    return Condition(self)
+
+  def jitter_s(self) -> float:
+    """Return how long the operating system takes to run what was woken."""
+    return _MOST_JITTER_S * self.rng.random()
+
+
+class Process:
+  """Something that takes turns.
+
+  Attributes:
+    turn: does what there is to do. It returns after how many seconds the next
+      turn is, or None if something has to wake the process.
+  """
+
+  def __init__(
+    self,
+    loop: Loop,
+    turn: Callable[[], float | None],
+    *,
+    sleeps_lightly: bool = False,
+  ):
+    """Create a process, whose first turn needs a `wake`.
+
+    Args:
+      loop: on which it takes its turns.
+      turn: see the attributes.
+      sleeps_lightly: whether `wake` ends a wait for a time. It does not end
+        work that takes time, such as a decode call.
+    """
+    self.turn = turn
+    self._loop = loop
+    self._sleeps_lightly = sleeps_lightly
+    self._due_s: float | None = None
+    self._alarm = 0  # the number of the alarm that counts
+    self._is_running = self._is_woken = self._has_ended = False
+
+  def wake(self) -> None:
+    """Give the process a turn soon, unless it works or has ended."""
+    if self._is_running:
+      self._is_woken = True
+    elif self._due_s is None or self._sleeps_lightly:
+      self._sleep(self._loop.jitter_s())
+
+  def end(self) -> None:
+    """Give the process no further turn."""
+    self._has_ended = True
+
+  def _sleep(self, delay_s: float) -> None:
+    due_s = self._loop.now + delay_s
+    if self._has_ended or (self._due_s is not None and self._due_s <= due_s):
+      return
+    self._due_s = due_s
+    self._alarm += 1
+    self._loop.at(delay_s, self._ring, self._alarm)
+
+  def _ring(self, alarm: int) -> None:
+    if alarm != self._alarm or self._has_ended:
+      return
+    self._due_s = None
+    self._is_running, self._is_woken = True, False
+    before, self._loop._current = self._loop._current, self
+    try:
+      delay_s = self.turn()
+    finally:
+      self._loop._current = before
+      self._is_running = False
+    if delay_s is not None:
+      self._sleep(delay_s)
+    if self._is_woken and (delay_s is None or self._sleeps_lightly):
+      self._sleep(self._loop.jitter_s())
+
+
+class Condition(threading.Condition):
+  """A condition whose waits return at once, as the module's docstring says."""
+
+  def __init__(self, loop: Loop):
+    """Create a condition that nobody waits for."""
+    self._loop = loop
+    self._parked: list[Process] = []
+    self._watchers: list[Process] = []
+
+  def __enter__(self) -> bool:
+    """Do nothing: there is one thread."""
+    return True
+
+  def __exit__(self, *error: object) -> None:
+    """Do nothing."""
+
+  def watch(self, process: Process) -> None:
+    """Wake a process at every notification, for one that really polls."""
+    self._watchers.append(process)
+
+  def wait(self, timeout: float | None = None) -> bool:
+    """Have the current process woken by the next notification."""
+    del timeout
+    process = self._loop._current
+    if process is not None and process not in self._parked:
+      self._parked.append(process)
+    return False
+
+  def wait_for(
+    self, predicate: Callable[[], Any], timeout: float | None = None
+  ) -> Any:
+    """Return what the predicate returns; if it is falsy, also do as `wait`."""
+    found = predicate()
+    if not found:
+      self.wait(timeout)
+    return found
+
+  def notify(self, n: int = 1) -> None:
+    """Wake all of them, which the real one may do as well."""
+    del n
+    self.notify_all()
+
+  def notify_all(self) -> None:
+    """Wake the processes that wait."""
+    parked, self._parked = self._parked, []
+    for process in (*parked, *self._watchers):
+      process.wake()

@@ -1,0 +1,279 @@
+"""A replica's process and the way to it, under the faults of a case.
+
+The replica, its scheduler and its side of the messages are the real ones. What
+`cluster.replica_process` does in threads is done in turns here.
+"""
+
+from collections.abc import Callable
+from concurrent import futures
+import dataclasses
+import functools
+from typing import Any
+
+from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.rollout import answers as answers_lib
+from jaxrl_async.rollout import messages
+from jaxrl_async.rollout import remote
+from jaxrl_async.rollout import replica as replica_lib
+from jaxrl_async.simulation import case as case_lib
+from jaxrl_async.simulation import event_loop
+from jaxrl_async.simulation import modelled_engine
+from jaxrl_async.simulation import surroundings
+from jaxrl_async.text import tokenizer as tokenizer_lib
+
+HEARTBEAT_S = 2.0
+LEASE_S = 5.0
+MOST_SILENCE_S = 12.0
+MOST_ABSENCE_S = 30.0
+SLOW = 5.0
+_ATTACH_S = 1.0
+_IDLE_S = 0.02
+
+
+def make_replica(
+  loop: event_loop.Loop,
+  case: case_lib.Case,
+  name: str,
+  link: messages.CoordinatorLink,
+  channel: surroundings.Channel,
+  process: event_loop.Process,
+) -> replica_lib.Replica:
+  """Return a replica whose engine is a model; its process fetches weights."""
+
+  def fetch(channel: Any, engine: Any, newer_than: int) -> surroundings.Fetch:
+    del engine, newer_than
+    return surroundings.Fetch(loop, case.adopt_s, process, channel)
+
+  scheduler = scheduler_lib.Scheduler(
+    modelled_engine.ModelledEngine(case.sizes, case.script),
+    kv_on_adopt=case.kv_on_adopt,
+    busy=metrics_lib.BusyClock(seconds=loop.seconds),
+  )
+  stands_for_channel: Any = channel
+  return replica_lib.Replica(
+    name,
+    link,
+    scheduler,
+    channel=stands_for_channel,
+    tokenizer=_tokenizer(),
+    fetch=fetch,
+  )
+
+
+@functools.cache
+def _tokenizer() -> tokenizer_lib.Tokenizer:
+  return tokenizer_lib.character_level()
+
+
+class ReplicaProcess:
+  """A process with a replica, whoever attached it last.
+
+  Attributes:
+    replica: under its present name; None before the first.
+    is_dead: whether the process has ended.
+    is_slow: whether its calls take `SLOW` times as long.
+    silence_s: by how much the next report is late.
+    silent_until_s: when that report arrives at the latest.
+    has_failed: whether its next report is that it has failed.
+  """
+
+  def __init__(self, loop: event_loop.Loop, case: case_lib.Case):
+    """Start a process, which waits to be attached."""
+    self.replica: replica_lib.Replica | None = None
+    self.is_dead = self.is_slow = self.has_failed = False
+    self.silence_s = self.silent_until_s = 0.0
+    self._loop = loop
+    self._case = case
+    self._link: remote.RemoteLink | None = None
+    self._reported_s = 0.0
+    self._caller: tuple[Handle, futures.Future, float] | None = None
+    self._process = event_loop.Process(loop, self._turn)
+    self._speaker = event_loop.Process(loop, self._speak, sleeps_lightly=True)
+
+  @property
+  def is_well(self) -> bool:
+    """Whether nothing keeps it from working at its usual pace."""
+    is_silent = self.silence_s > 0 or self._loop.now < self.silent_until_s
+    return not (self.is_dead or self.is_slow or self.has_failed or is_silent)
+
+  def die(self) -> None:
+    """End the process; what it was about to say is lost."""
+    self.is_dead = True
+    self._process.end()
+    self._speaker.end()
+    if self._caller is not None:
+      handle, future, _ = self._caller
+      handle.end_later(future, remote.ReplicaLost("its process has ended"))
+
+  def attach(self, name: str, channel: surroundings.Channel) -> None:
+    """Become the replica of this name, and forget everything else."""
+    self._process.end()
+    self._process = event_loop.Process(self._loop, self._turn)
+    self._caller = None
+    self._link = remote.RemoteLink(name, new_condition=self._loop.condition)
+    self.replica = make_replica(
+      self._loop, self._case, name, self._link, channel, self._process
+    )
+    self._process.wake()
+
+  def deliver(self, delivery: remote.Delivery) -> None:
+    """Take work, if it is for the present name."""
+    if self._link is not None:
+      self._link.deliver(delivery)
+
+  def collect(self, handle: "Handle", future: futures.Future) -> None:
+    """Answer as soon as there is something to say, or after a heartbeat."""
+    self._caller = handle, future, self._loop.now + HEARTBEAT_S
+    self._speaker.wake()
+
+  def _turn(self) -> float | None:
+    """Do as `ReplicaProcess._generate` of `cluster.replica_process`."""
+    replica, link = self.replica, self._link
+    assert replica is not None and link is not None
+    if replica.may_adopt():
+      replica.adopt()
+    replica.feed()
+    has_stepped = replica.can_step
+    if has_stepped:
+      replica.step()
+    else:
+      replica.wait_for_weights(_IDLE_S)
+      link.wait(_IDLE_S)
+    if self._loop.now - self._reported_s >= self._case.report_every_s:
+      self._reported_s = self._loop.now
+      replica.report_all()
+    if not has_stepped:
+      return None
+    return self._case.call_s * self._loop.rng.random() * self._pace
+
+  @property
+  def _pace(self) -> float:
+    return SLOW if self.is_slow else 1.0
+
+  def _speak(self) -> float | None:
+    """Do as `ReplicaProcess.collect` of `cluster.replica_process`."""
+    if self._caller is None:
+      return None
+    handle, future, latest_s = self._caller
+    replica, link = self.replica, self._link
+    assert replica is not None and link is not None
+    told, ask, received = link.collect(HEARTBEAT_S)
+    if not told and ask is None and self._loop.now < latest_s:
+      return latest_s - self._loop.now
+    self._caller = None
+    said = remote.Said(
+      name=replica.name,
+      told=told,
+      ask=ask,
+      received=received,
+      version=replica.version,
+      totals={
+        **dataclasses.asdict(replica.scheduler.stats),
+        "wait_s": 0.0,
+        "adopt_s": 0.0,
+      },
+      busy_s=0.0,
+    )
+    silence_s, self.silence_s = self.silence_s, 0.0
+    if silence_s:
+      self.silent_until_s = self._loop.now + silence_s + self._case.message_s
+    handle.say_later(future, said, silence_s)
+    return None
+
+
+class Handle:
+  """A replica's process as one start of the trainer knows it."""
+
+  def __init__(
+    self,
+    loop: event_loop.Loop,
+    case: case_lib.Case,
+    process: ReplicaProcess,
+    *,
+    absence_s: float,
+    wake: Callable[[], None],
+  ):
+    """Create a handle.
+
+    Args:
+      loop: the clock.
+      case: how long messages take.
+      process: the process, which may be an old one.
+      absence_s: until it has a host.
+      wake: wakes the process that drives the fleet.
+    """
+    self.process = process
+    self._loop = loop
+    self._case = case
+    self._absence_s = absence_s
+    self._wake = wake
+
+  def _way_s(self) -> float:
+    return self._case.message_s * self._loop.rng.random()
+
+  def attach(self, name: str, spec: Any) -> futures.Future[None]:
+    """Give the replica a name; the spec is the channel of this start."""
+    future: futures.Future[None] = futures.Future()
+    delay_s = self._absence_s + _ATTACH_S * self._loop.rng.random()
+    self._absence_s = 0.0
+    self._loop.at(delay_s, self._attach, future, name, spec)
+    return future
+
+  def _attach(self, future: futures.Future, name: str, spec: Any) -> None:
+    if not self.process.is_dead:
+      self.process.attach(name, spec)
+    self._end(future, None)
+
+  def collect(self) -> futures.Future[remote.Said]:
+    """Return what it says next, or nothing new after a while."""
+    future: futures.Future[remote.Said] = futures.Future()
+    self._loop.at(self._way_s(), self._collect, future)
+    return future
+
+  def _collect(self, future: futures.Future) -> None:
+    if self.process.is_dead:
+      self._end(future, None)
+    else:
+      self.process.collect(self, future)
+
+  def deliver(self, delivery: remote.Delivery) -> None:
+    """Send work, which may arrive in another order."""
+    self._loop.at(self._way_s(), self._deliver, delivery)
+
+  def _deliver(self, delivery: remote.Delivery) -> None:
+    if not self.process.is_dead:
+      self.process.deliver(delivery)
+
+  def answer(
+    self, questions: remote.Questions
+  ) -> futures.Future[list[answers_lib.Written]]:
+    """Evaluations are not simulated."""
+    raise NotImplementedError
+
+  def kill(self) -> None:
+    """End the process."""
+    if not self.process.is_dead:
+      self.process.die()
+
+  def say_later(
+    self, future: futures.Future, said: remote.Said, late_s: float
+  ) -> None:
+    """Let what was said arrive, unless the process ends before it has left."""
+    self._loop.at(late_s + self._way_s(), self._end, future, said)
+
+  def end_later(self, future: futures.Future, error: Exception) -> None:
+    """Let it be known that the process has ended."""
+    self._loop.at(self._way_s(), self._end, future, error)
+
+  def _end(self, future: futures.Future, result: Any) -> None:
+    if future.done():
+      return
+    process = self.process
+    if process.is_dead:
+      future.set_exception(remote.ReplicaLost("its process has ended"))
+    elif process.has_failed:
+      future.set_exception(remote.ReplicaFailed("a fault of the simulation"))
+    else:
+      future.set_result(result)
+    self._wake()

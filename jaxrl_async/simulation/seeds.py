@@ -1,0 +1,71 @@
+"""Runs the cases of many seeds, and counts what went wrong."""
+
+import collections
+from collections.abc import Iterable
+import dataclasses
+import time
+
+from jaxrl_async.simulation import case as case_lib
+from jaxrl_async.simulation import controller
+from jaxrl_async.simulation import invariants
+
+# What the real code raises if it is used, or works, in a wrong way.
+_ERRORS = (
+  ArithmeticError,
+  AssertionError,
+  AttributeError,
+  LookupError,
+  RuntimeError,
+  TypeError,
+  ValueError,
+)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Summary:
+  """What came of some seeds.
+
+  Attributes:
+    failures: for each seed that failed, what failed.
+    num_groups: groups that ended.
+    faults: how often each kind of fault has happened.
+    seen: how many trained groups were of interest, and why.
+    wall_s: seconds of the real clock.
+  """
+
+  num_seeds: int = 0
+  failures: dict[int, str] = dataclasses.field(default_factory=dict)
+  num_groups: int = 0
+  faults: collections.Counter[str] = dataclasses.field(
+    default_factory=collections.Counter
+  )
+  seen: collections.Counter[str] = dataclasses.field(
+    default_factory=collections.Counter
+  )
+  wall_s: float = 0.0
+
+  @property
+  def num_deadlocks(self) -> int:
+    """The number of seeds that stood still."""
+    return sum(text.startswith("deadlock") for text in self.failures.values())
+
+
+def run(seeds: Iterable[int], most_failures: int = 10) -> Summary:
+  """Run the cases of these seeds, until so many have failed."""
+  summary = Summary()
+  start_s = time.perf_counter()
+  for seed in seeds:
+    world = controller.World(case_lib.of_seed(seed))
+    summary.num_seeds += 1
+    try:
+      summary.num_groups += world.run()
+    except invariants.Violation as violation:
+      summary.failures[seed] = str(violation)
+    except _ERRORS as error:
+      summary.failures[seed] = f"{type(error).__name__}: {error}"
+    summary.faults += world.faults
+    summary.seen += world.seen
+    if len(summary.failures) >= most_failures:
+      break
+  summary.wall_s = time.perf_counter() - start_s
+  return summary
