@@ -135,7 +135,7 @@ def test_what_a_silent_replica_says_late_is_refused(make_world):
   assert "replica 0 #2 ready" in world.fleet.status()
   groups += world.train(NUM_STEPS, first=1 + NUM_STEPS)
   check(world, groups)
-  assert silent.process._attached.replica.name == "replica 0 #2"
+  assert silent.process._attachment.attached.replica.name == "replica 0 #2"
   metrics = world.fleet.metrics()
   assert metrics["rollout/replicas"] == 2
   assert metrics["rollout/refused_tokens"] == world.coordinator.refused_tokens
@@ -236,7 +236,7 @@ def test_a_replica_that_fails_is_started_again(make_world):
   def fail():
     raise LookupError("no such page")
 
-  world.handles[1].process._attached.replica.feed = fail
+  world.handles[1].process._attachment.attached.replica.feed = fail
   groups += world.train(NUM_STEPS, first=1)
   until(lambda: len(world.handles) == 3, "a third replica")
   check(world, groups)
@@ -276,18 +276,19 @@ def test_after_a_rollback_replicas_adopt_the_older_version(make_world):
   first.train(3)
   handle = first.handles[0]
   until(
-    lambda: handle.process._attached.replica.version == 3, "the third version"
+    lambda: handle.process._attachment.attached.replica.version == 3,
+    "the third version",
   )
   first.fleet.stop()  # as if its process had ended
   first.thread.join(fleet_world.DEADLINE_S)
   second = make_world(num_replicas=1)
   second.fleet._launch = lambda place: handle
   second.begin()
-  engine = handle.process._attached.engine
+  engine = handle.process._attachment.engine
   groups = second.train(2)
   check(second, groups)
-  assert handle.process._attached.replica.version <= 2
-  assert handle.process._attached.engine is engine
+  assert handle.process._attachment.attached.replica.version <= 2
+  assert handle.process._attachment.engine is engine
   first.handles.clear()
   first.fleet._members[0].handle = None
 

@@ -81,7 +81,6 @@ class Ledger:
     on_untrained: Callable[
       [types.RolloutGroup, types.Fate, str], None
     ] = lambda group, fate, reason: None,
-    open_file: Callable[..., disk.AppendFile] = disk.AppendFile,
   ):
     """Open the file and truncate it to the length in the state.
 
@@ -93,7 +92,6 @@ class Ledger:
       state: of the checkpoint.
       on_untrained: is called with each group that ended without being trained,
         with its fate and the reason of a failure.
-      open_file: opens the file; a simulation keeps it in memory.
 
     Raises:
       ValueError: the file is shorter than the state says.
@@ -103,7 +101,7 @@ class Ledger:
     self._lock = threading.Lock()
     self._state = state
     self._on_untrained = on_untrained
-    self._file = open_file(path, state.offset_bytes)
+    self._file = disk.AppendFile(path, state.offset_bytes)
 
   def add_trained(
     self, group: types.RolloutGroup, *, step: int, skipped_update: bool

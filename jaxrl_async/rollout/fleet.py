@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import enum
 import functools
-import heapq
 import queue
 import time
 from typing import Any
@@ -27,6 +26,7 @@ from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import fleet_answers
 from jaxrl_async.rollout import gate as gate_lib
 from jaxrl_async.rollout import messages
+from jaxrl_async.rollout import most_room
 from jaxrl_async.rollout import remote
 from jaxrl_async.rollout import wire
 
@@ -464,22 +464,15 @@ class Fleet:
 
   def _hand_out(self) -> None:
     """Give each group to the replica with the most room."""
-    # A heap of those with room, the largest first, and then by place.
-    heap = [(-m.room, m.place) for m in self._members if m.room > 0]
-    heapq.heapify(heap)
-    turns: dict[int, list[messages.Turn]] = {place: [] for _, place in heap}
-    while heap:
-      room, place = heap[0]
+    turns: dict[int, list[messages.Turn]] = {m.place: [] for m in self._members}
+
+    def give(place: int) -> int:
       member = self._members[place]
-      work = self.coordinator.admit(
-        messages.Ask(replica=member.name, version=member.version, room=1)
-      )
+      ask = messages.Ask(replica=member.name, version=member.version, room=1)
+      work = self.coordinator.admit(ask)
       turns[place] += work.turns
-      room += len(work.turns)
-      if work.turns and room < 0:
-        heapq.heapreplace(heap, (room, place))
-      else:
-        heapq.heappop(heap)
+      return len(work.turns)
+
+    most_room.share_out({m.place: m.room for m in self._members}, give)
     for member in self._members:
-      if turns.get(member.place):
-        self._deliver(member, messages.Work(turns=tuple(turns[member.place])))
+      self._deliver(member, messages.Work(turns=tuple(turns[member.place])))

@@ -5,9 +5,9 @@ import random
 
 from jaxrl_async.config import sections
 from jaxrl_async.engine import decode_state as decode_state_lib
-from jaxrl_async.simulation import modelled_engine
+from jaxrl_async.simulation import script as script_lib
 
-_MAX_COMPLETION = 10
+MAX_TOKENS = 14  # of a trajectory
 _CACHE_TOKENS = 16
 _FAULTS = ("die", "leave", "fail", "silence", "slow", "restart")
 _LATEST_FAULT_S = 12.0
@@ -23,7 +23,7 @@ class Fault:
       lost. "leave": the same, and its place stays empty for long. "fail": its
       code raises. "silence": it goes on, but is not heard for longer than its
       lease. "slow": its calls take five times as long from then on. "restart":
-      the trainer's process ends, and goes on from the last checkpoint.
+      the trainer's process ends, and another goes on from the last checkpoint.
     place: of the replica, or 0.
   """
 
@@ -45,8 +45,7 @@ class Case:
     reward_s: the longest time in which a group is scored.
     message_s: the longest way of a message to or from a process.
     late_s: when the last replica joins, if not at once.
-    filter_frac: share of the groups with equal rewards, which are left out.
-    fail_frac: share of the groups whose reward fails.
+    script: what the policy writes, and how groups end.
     no_prompt_frac: how often the next question is not ready.
     tune_frac: how often the bound moves after a step.
     checkpoint_every: in train steps.
@@ -68,26 +67,13 @@ class Case:
   reward_s: float
   message_s: float
   late_s: float
-  filter_frac: float
-  fail_frac: float
+  script: script_lib.Script
   no_prompt_frac: float
   tune_frac: float
   checkpoint_every: int
   survives: bool
   report_every_s: float
   faults: tuple[Fault, ...]
-
-  @property
-  def script(self) -> modelled_engine.Script:
-    """What the policy writes in this run."""
-    return modelled_engine.Script(
-      seed=self.seed, max_completion=_MAX_COMPLETION
-    )
-
-  @property
-  def max_tokens(self) -> int:
-    """The longest trajectory."""
-    return modelled_engine.PROMPT_TOKENS + _MAX_COMPLETION
 
 
 def _sizes(rng: random.Random) -> decode_state_lib.EngineSizes:
@@ -141,17 +127,21 @@ def of_seed(seed: int) -> Case:
     num_steps=rng.randint(2, 4),
     num_replicas=num_replicas,
     sizes=_sizes(rng),
-    kv_on_adopt=rng.choice(
-      (sections.KvOnAdopt.RECOMPUTE, *sections.KvOnAdopt)
-    ),
+    kv_on_adopt=rng.choice((sections.KvOnAdopt.RECOMPUTE, *sections.KvOnAdopt)),
     train_s=rng.choice((0.05, 0.5, 2.0)),
     call_s=rng.choice((0.05, 0.2, 0.3)),
     adopt_s=rng.choice((0.0, 0.3, 2.0)),
     reward_s=rng.choice((0.0, 0.2, 2.0)),
     message_s=rng.choice((0.01, 0.3)),
     late_s=rng.choice((0.0, 0.0, 5.0)),
-    filter_frac=rng.choice((0.0, 0.0, 0.3)),
-    fail_frac=rng.choice((0.0, 0.0, 0.2)),
+    script=script_lib.Script(
+      seed=seed,
+      limit=MAX_TOKENS,
+      turns_frac=rng.choice((0.0, 0.0, 0.5)),
+      raise_frac=rng.choice((0.0, 0.0, 0.1)),
+      fail_frac=rng.choice((0.0, 0.0, 0.2)),
+      filter_frac=rng.choice((0.0, 0.0, 0.3)),
+    ),
     no_prompt_frac=rng.choice((0.0, 0.0, 0.3)),
     tune_frac=rng.choice((0.0, 0.0, 0.5)),
     checkpoint_every=rng.randint(1, 2),

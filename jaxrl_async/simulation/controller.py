@@ -1,13 +1,14 @@
 """The controller of a run on the virtual clock.
 
 Buffer, ledger, coordinator, fleet or rollout worker, replicas, schedulers and
-batch loader are the real ones. Engines, the trainer, rewards, questions and the
-way of messages are models, which take random times and have faults.
+batch loader are the real ones, and so are the files of a checkpoint's groups.
+Engines, the trainer, rewards, questions and the way of messages are models,
+which take random times and have faults.
 """
 
 import collections
-from collections.abc import Iterable
 import dataclasses
+import pathlib
 import random
 
 from jaxrl_async import types
@@ -31,6 +32,10 @@ from jaxrl_async.training import batch_loader
 _LOOK_S = 1.0
 _STALL_S = 80.0
 _MOST_EVENTS = 100_000
+# From the end of the trainer's process to the next one. No message takes so
+# long.
+_RESTART_S = 1.0
+_MAX_STALENESS = 3
 _NO_TOTALS = dataclasses.asdict(scheduler_lib.SchedulerStats()) | {
   "wait_s": 0.0,
   "adopt_s": 0.0,
@@ -41,18 +46,20 @@ Batch = tuple[int, list[types.RolloutGroup]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-  """What a start of the trainer continues from.
+  """What a start of the trainer continues from, besides the groups' files.
 
   Attributes:
     version: completed train steps.
-    groups: outstanding ones.
+    next_index: of the next group.
+    ledger: its length and its totals.
     num_tokens: tokens that were generated for groups.
     num_prompts: questions that were taken.
+    trained: groups that were trained.
+    bounds: of the groups, by index.
   """
 
   version: int = 0
   next_index: int = 0
-  groups: tuple[outstanding_lib.OutstandingGroup, ...] = ()
   ledger: ledger_lib.LedgerState = ledger_lib.LedgerState()
   num_tokens: int = 0
   num_prompts: int = 0
@@ -60,37 +67,31 @@ class Checkpoint:
   bounds: tuple[tuple[int, int], ...] = ()
 
 
-def _copied(
-  groups: Iterable[outstanding_lib.OutstandingGroup],
-) -> tuple[outstanding_lib.OutstandingGroup, ...]:
-  """Return groups that no later change reaches, as a file would hold them."""
-  copies = []
-  for one in groups:
-    assert one.group is not None
-    trajectories = [dataclasses.replace(t) for t in one.group.trajectories]
-    group = dataclasses.replace(one.group, trajectories=trajectories)
-    copies.append(dataclasses.replace(one, group=group))
-  return tuple(copies)
-
-
 class World:
   """One run of a case: starts of the trainer, and replicas.
 
   Attributes:
+    directory: for the ledger and the groups of the last checkpoint.
     faults: how often each kind of fault has happened.
     seen: how many trained groups were of interest, and why.
   """
 
-  def __init__(self, case: case_lib.Case):
-    """Create a world; nothing happens before `run`."""
+  def __init__(self, case: case_lib.Case, directory: pathlib.Path):
+    """Create a world; nothing happens before `run`.
+
+    Args:
+      case: what happens.
+      directory: an empty one, or that of an earlier run.
+    """
     self.case = case
+    self.directory = directory
     self.loop = event_loop.Loop(random.Random(case.seed))
     self.faults: collections.Counter[str] = collections.Counter()
     self.seen: collections.Counter[str] = collections.Counter()
-    self.ledger_bytes = bytearray()
     self.processes: dict[int, modelled_replica.ReplicaProcess] = {}
     self.absence_s = {case.num_replicas - 1: case.late_s}
     self.checkpoint = Checkpoint()
+    outstanding_lib.write(directory, [])
     self.start = Start(self, self.checkpoint)
     self._moved: tuple[object, float] = None, 0.0
 
@@ -101,15 +102,22 @@ class World:
       Violation: an invariant does not hold.
     """
     for fault in self.case.faults:
-      self.loop.at(fault.at_s, self._happen, fault)
-    while self.start.version < self.case.num_steps:
-      if not self.loop.step() or self.loop.num_events > _MOST_EVENTS:
-        raise invariants_lib.Violation("deadlock", self.start.status())
-      self._look_for_stall()
-    self.start.check_balance()
-    return self.start.invariants.check_ledger(
-      bytes(self.ledger_bytes), self.start.buffer.state().next_index
-    )
+      self.loop.after(fault.at_s, self._happen, fault)
+    try:
+      while self.start.version < self.case.num_steps:
+        if not self.loop.step() or self.loop.num_events > _MOST_EVENTS:
+          raise invariants_lib.Violation("deadlock", self.start.status())
+        self._look_for_stall()
+      self.start.check_balance()
+      return self.start.invariants.check_ledger(
+        self.ledger_bytes(), self.start.buffer.state().next_index
+      )
+    finally:
+      self.start.end()
+
+  def ledger_bytes(self) -> bytes:
+    """Return the content of the ledger."""
+    return (self.directory / "ledger.jsonl").read_bytes()
 
   def _look_for_stall(self) -> None:
     """Check that tokens or versions still come."""
@@ -123,7 +131,9 @@ class World:
     """Let something go wrong."""
     process = self.processes.get(fault.place)
     if fault.kind == "restart":
-      self._restart()
+      if self.start.has_ended:
+        return
+      self._stop()
     elif fault.kind == "slow" and not self.case.is_fleet:
       self.start.pace = modelled_replica.SLOW
     elif process is None or process.is_dead:
@@ -146,13 +156,16 @@ class World:
       process.die()
     self.faults[fault.kind] += 1
 
-  def _restart(self) -> None:
-    """End the trainer's process, and start it from the last checkpoint."""
+  def _stop(self) -> None:
+    """End the trainer's process; another one starts later."""
     self.start.end()
     if not self.case.survives:
       for process in self.processes.values():
         process.die()
       self.processes.clear()
+    self.loop.after(_RESTART_S, self._restart)
+
+  def _restart(self) -> None:
     self.start = Start(self, self.checkpoint)
 
   def launch(self, place: int) -> modelled_replica.Handle:
@@ -161,42 +174,52 @@ class World:
     if process is None or process.is_dead:
       process = modelled_replica.ReplicaProcess(self.loop, self.case)
       self.processes[place] = process
+    start = self.start
     return modelled_replica.Handle(
       self.loop,
       self.case,
       process,
       absence_s=self.absence_s.pop(place, 0.0),
-      wake=self.start.wake,
+      wake=start.wake,
+      has_ended=lambda: start.has_ended,
     )
 
 
 class Start:
-  """One start of the trainer's process, with all that lives in it."""
+  """One start of the trainer's process, with all that lives in it.
+
+  Attributes:
+    has_ended: whether the process has ended.
+    version: completed train steps.
+    pace: times as long as usual take the calls of a replica that is in it.
+  """
 
   def __init__(self, world: World, checkpoint: Checkpoint):
     """Continue from a checkpoint, and publish its version."""
     case, loop = world.case, world.loop
     self.world, self.case, self.loop = world, case, loop
+    self.has_ended = False
     self.version = checkpoint.version
     self.pace = 1.0
     self._base_tokens = checkpoint.num_tokens
-    self._max_staleness = case.max_staleness
     self._training: Batch | None = None
-    turn = self._fleet_turn if case.is_fleet else self._worker_turn
-    self._rollout_process = event_loop.Process(
-      loop, turn, sleeps_lightly=case.is_fleet
+    self._rollout_process = (
+      event_loop.Process(loop, self._fleet_turn, poll_s=_LOOK_S)
+      if case.is_fleet
+      else event_loop.Process(loop, self._worker_turn, is_looping=True)
     )
     self._trainer_process = event_loop.Process(loop, self._train)
     self._loader_process = event_loop.Process(loop, self._load)
-    self.buffer = self._make_buffer(checkpoint)
+    groups = outstanding_lib.read(world.directory)
+    self.buffer = self._make_buffer(checkpoint, groups)
     self.ledger = ledger_lib.Ledger(
-      "ledger.jsonl",
-      checkpoint.ledger,
-      open_file=lambda path, num_bytes: surroundings.MemoryFile(
-        world.ledger_bytes, num_bytes
-      ),
+      world.directory / "ledger.jsonl", checkpoint.ledger
     )
-    self.coordinator = self._make_coordinator(checkpoint)
+    self.stream = surroundings.Prompts(
+      loop, checkpoint.num_prompts, case.no_prompt_frac, self.wake
+    )
+    self.coordinator = self._make_coordinator()
+    self.coordinator.restore(snapshot.running(groups))
     self.channel = surroundings.Channel(loop)
     self.rollout = self._make_rollout()
     self.invariants = invariants_lib.Invariants(
@@ -204,6 +227,7 @@ class Start:
       self.coordinator,
       case.script,
       groups_per_step=case.groups_per_step,
+      group_size=case.group_size,
       trained=checkpoint.trained,
     )
     self._loader: batch_loader.BatchLoader[Batch] = batch_loader.BatchLoader(
@@ -230,21 +254,21 @@ class Start:
     return condition
 
   def _make_buffer(
-    self, checkpoint: Checkpoint
+    self,
+    checkpoint: Checkpoint,
+    groups: list[outstanding_lib.OutstandingGroup],
   ) -> invariants_lib.WatchedBuffer:
     buffer = invariants_lib.WatchedBuffer(
       self.case.groups_per_step,
-      self._max_staleness,
+      self.case.max_staleness,
       clock=self.loop.seconds,
       new_condition=self._new_condition,
     )
     buffer.bounds.update(checkpoint.bounds)
-    buffer.admitted_s |= {
-      one.admission.index: self.loop.now for one in checkpoint.groups
-    }
+    buffer.admitted_s |= {one.admission.index: self.loop.now for one in groups}
     buffer.restore(
       snapshot.buffer_state(
-        [*_copied(checkpoint.groups)],
+        groups,
         groups_per_step=self.case.groups_per_step,
         next_step=checkpoint.version,
         next_index=checkpoint.next_index,
@@ -252,39 +276,27 @@ class Start:
     )
     return buffer
 
-  def _make_coordinator(
-    self, checkpoint: Checkpoint
-  ) -> coordinator_lib.Coordinator:
+  def _make_coordinator(self) -> coordinator_lib.Coordinator:
     case, loop = self.case, self.loop
-    self.stream = surroundings.Prompts(
-      loop, checkpoint.num_prompts, case.no_prompt_frac, self.wake
-    )
-    coordinator = coordinator_lib.Coordinator(
+    return coordinator_lib.Coordinator(
       coordinator_lib.CoordinatorSettings(
         group_size=case.group_size,
-        max_completion_tokens=case.script.max_completion,
-        max_tokens=case.max_tokens,
+        max_completion_tokens=case_lib.MAX_TOKENS,
+        max_tokens=case_lib.MAX_TOKENS,
         temperature=1.0,
         filter_zero_std=True,
         max_failed_groups=1000,
       ),
       stream=self.stream,
       buffer=self.buffer,
-      rewards=surroundings.Rewards(
-        loop,
-        seed=case.seed,
-        most_s=case.reward_s,
-        filter_frac=case.filter_frac,
-        fail_frac=case.fail_frac,
-        wake=self.wake,
-      ),
+      rewards=surroundings.Rewards(loop, case.script, case.reward_s, self.wake),
       ledger=self.ledger,
       busy=metrics_lib.BusyClock(seconds=loop.seconds),
+      episode=case.script.episode,
     )
-    coordinator.restore(snapshot.running([*_copied(checkpoint.groups)]))
-    return coordinator
 
   def _make_rollout(self) -> rollout_side.RolloutSide:
+    busy = metrics_lib.BusyClock(seconds=self.loop.seconds)
     if self.case.is_fleet:
       self._fleet = fleet_lib.Fleet(
         self.coordinator,
@@ -294,7 +306,7 @@ class Start:
         num_slots=self.case.sizes.num_slots,
         replica_timeout_s=modelled_replica.LEASE_S,
         start_timeout_s=2 * modelled_replica.MOST_ABSENCE_S,
-        busy=metrics_lib.BusyClock(seconds=self.loop.seconds),
+        busy=busy,
         zero_totals=_NO_TOTALS,
         note=lambda line: None,
         seconds=self.loop.seconds,
@@ -303,12 +315,7 @@ class Start:
     self._worker = worker_lib.RolloutWorker(
       self.coordinator,
       modelled_replica.make_replica(
-        self.loop,
-        self.case,
-        "replica 0",
-        self.coordinator,
-        self.channel,
-        self._rollout_process,
+        self.loop, self.case, "replica 0", self.coordinator, self.channel, busy
       ),
     )
     return self._worker
@@ -321,8 +328,10 @@ class Start:
 
   def end(self) -> None:
     """End the process of the trainer, with all its threads."""
+    self.has_ended = True
     for process in self._processes():
       process.end()
+    self.ledger.close()
 
   def moving(self) -> tuple[object, ...]:
     """Return what changes as long as the run goes on."""
@@ -330,11 +339,16 @@ class Start:
 
   def status(self) -> str:
     """Return what everything waits for."""
-    return f"step {self.version}; {self.rollout.status()}; {self.buffer.state()}"
+    state = self.buffer.state()
+    finished = [group.admission for group in state.finished]
+    return (
+      f"step {self.version}; {self.rollout.status()}; next step"
+      f" {state.next_step}, running {state.running}, finished {finished}"
+    )
 
   # -- the processes --------------------------------------------------------
 
-  def _fleet_turn(self) -> float:
+  def _fleet_turn(self) -> None:
     self._fleet.round(0.0)
     self.invariants.check_groups(self.loop.now)
     self.invariants.check_members(self._fleet._members)
@@ -347,7 +361,6 @@ class Start:
           self.invariants.check_slots(
             process.replica, process.is_well, self.loop.now
           )
-    return _LOOK_S
 
   def _worker_turn(self) -> float | None:
     has_stepped = self._worker.round()
@@ -391,8 +404,7 @@ class Start:
     """End a train step: its version, its lines, perhaps a checkpoint."""
     rng = self.loop.rng
     if rng.random() < self.case.tune_frac:
-      self._max_staleness = rng.randint(0, 3)
-      self.buffer.set_max_staleness(self._max_staleness)
+      self.buffer.set_max_staleness(rng.randint(0, _MAX_STALENESS))
     self.version = step + 1
     self.channel.publish(self.version)
     self.buffer.set_policy_version(self.version)
@@ -420,11 +432,10 @@ class Start:
     return groups
 
   def _save(self) -> None:
-    groups = self.check_balance()
+    outstanding_lib.write(self.world.directory, self.check_balance())
     self.world.checkpoint = Checkpoint(
       version=self.version,
       next_index=self.buffer.state().next_index,
-      groups=_copied(groups),
       ledger=self.ledger.state(),
       num_tokens=self._base_tokens + self.rollout.generated_tokens,
       num_prompts=self.stream.count,

@@ -1,12 +1,13 @@
 """A clock that jumps from event to event, and processes that take turns on it.
 
 Everything runs in one thread, so that a run is a function of its seed. A
-process stands for a thread or a process of the real system. It runs until it
-has nothing to do, and says when it wants its next turn.
+process stands for a thread or a process of the real system. In a turn it does
+what that would do until it has to wait.
 
 A wait of the real code is a `Condition` here. It returns at once, and the
 process that called it is woken by the next `notify_all`. The timeout of a wait
-is ignored: a wait that would only end by its timeout shows as a deadlock.
+is ignored: a wait that would only end by its timeout shows as a deadlock. A
+process of which the real one polls has a period of its own.
 """
 
 from collections.abc import Callable
@@ -41,7 +42,7 @@ class Loop:
     """Return the time, as a clock of the real code does."""
     return self.now
 
-  def at(
+  def after(
     self, delay_s: float, call: Callable[..., object], *arguments: Any
   ) -> None:
     """Call a function after a delay; events of one time keep their order."""
@@ -67,69 +68,81 @@ class Loop:
 
 
 class Process:
-  """Something that takes turns.
-
-  Attributes:
-    turn: does what there is to do. It returns after how many seconds the next
-      turn is, or None if something has to wake the process.
-  """
+  """Something that takes turns: it works, or it waits."""
 
   def __init__(
     self,
     loop: Loop,
     turn: Callable[[], float | None],
     *,
-    sleeps_lightly: bool = False,
+    poll_s: float | None = None,
+    is_looping: bool = False,
   ):
     """Create a process, whose first turn needs a `wake`.
 
     Args:
       loop: on which it takes its turns.
-      turn: see the attributes.
-      sleeps_lightly: whether `wake` ends a wait for a time. It does not end
-        work that takes time, such as a decode call.
+      turn: does what there is to do. It returns the seconds that this took, in
+        which nothing wakes the process, or None if the process waits now.
+      poll_s: how long it waits at most; None is for ever.
+      is_looping: whether a turn in which it neither worked nor waited for a
+        condition is followed by another one, as in a loop of the real code.
     """
-    self.turn = turn
     self._loop = loop
-    self._sleeps_lightly = sleeps_lightly
+    self._turn = turn
+    self._poll_s = poll_s
+    self._is_looping = is_looping
     self._due_s: float | None = None
     self._alarm = 0  # the number of the alarm that counts
-    self._is_running = self._is_woken = self._has_ended = False
+    self._is_running = self._is_working = self._is_woken = False
+    self._has_ended = False
+    self._conditions: list[Condition] = []  # for which it waits
 
   def wake(self) -> None:
     """Give the process a turn soon, unless it works or has ended."""
     if self._is_running:
       self._is_woken = True
-    elif self._due_s is None or self._sleeps_lightly:
-      self._sleep(self._loop.jitter_s())
+    elif not self._is_working:
+      self._set_alarm(self._loop.jitter_s())
 
   def end(self) -> None:
     """Give the process no further turn."""
     self._has_ended = True
 
-  def _sleep(self, delay_s: float) -> None:
+  def wait_for(self, condition: "Condition") -> None:
+    """Be woken by the next notification, unless there is a turn before."""
+    self._conditions.append(condition)
+
+  def _set_alarm(self, delay_s: float) -> None:
     due_s = self._loop.now + delay_s
     if self._has_ended or (self._due_s is not None and self._due_s <= due_s):
       return
     self._due_s = due_s
     self._alarm += 1
-    self._loop.at(delay_s, self._ring, self._alarm)
+    self._loop.after(delay_s, self._ring, self._alarm)
 
   def _ring(self, alarm: int) -> None:
     if alarm != self._alarm or self._has_ended:
       return
     self._due_s = None
+    for condition in self._conditions:
+      condition.leave(self)
+    self._conditions.clear()
     self._is_running, self._is_woken = True, False
     before, self._loop._current = self._loop._current, self
     try:
-      delay_s = self.turn()
+      worked_s = self._turn()
     finally:
       self._loop._current = before
       self._is_running = False
-    if delay_s is not None:
-      self._sleep(delay_s)
-    if self._is_woken and (delay_s is None or self._sleeps_lightly):
-      self._sleep(self._loop.jitter_s())
+    self._is_working = worked_s is not None
+    is_again = self._is_looping and not self._conditions
+    if worked_s is not None:
+      self._set_alarm(worked_s)
+    elif self._is_woken or is_again:
+      self._set_alarm(self._loop.jitter_s())
+    elif self._poll_s is not None:
+      self._set_alarm(self._poll_s)
 
 
 class Condition(threading.Condition):
@@ -138,8 +151,8 @@ class Condition(threading.Condition):
   def __init__(self, loop: Loop):
     """Create a condition that nobody waits for."""
     self._loop = loop
-    self._parked: list[Process] = []
-    self._watchers: list[Process] = []
+    self._waiting: list[Process] = []
+    self._watching: list[Process] = []
 
   def __enter__(self) -> bool:
     """Do nothing: there is one thread."""
@@ -149,15 +162,21 @@ class Condition(threading.Condition):
     """Do nothing."""
 
   def watch(self, process: Process) -> None:
-    """Wake a process at every notification, for one that really polls."""
-    self._watchers.append(process)
+    """Wake a process at every notification, in place of frequent polls."""
+    self._watching.append(process)
+
+  def leave(self, process: Process) -> None:
+    """Do not wake a process any more."""
+    if process in self._waiting:
+      self._waiting.remove(process)
 
   def wait(self, timeout: float | None = None) -> bool:
     """Have the current process woken by the next notification."""
     del timeout
     process = self._loop._current
-    if process is not None and process not in self._parked:
-      self._parked.append(process)
+    if process is not None and process not in self._waiting:
+      self._waiting.append(process)
+      process.wait_for(self)
     return False
 
   def wait_for(
@@ -176,6 +195,6 @@ class Condition(threading.Condition):
 
   def notify_all(self) -> None:
     """Wake the processes that wait."""
-    parked, self._parked = self._parked, []
-    for process in (*parked, *self._watchers):
+    waiting, self._waiting = self._waiting, []
+    for process in (*waiting, *self._watching):
       process.wake()

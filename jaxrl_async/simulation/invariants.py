@@ -1,16 +1,19 @@
 """What has to hold at every moment of a run, whatever goes wrong.
 
     bound     no token is trained that is older than the bound under which its
-              group was admitted
-    balance   every generated token is in the ledger or in a group in flight,
-              every group is in one place, and is trained at most once
-    text      what is trained is what the policy wrote, whoever wrote it
+              group was admitted, and all groups can be trained in time
+    balance   every generated token is in the ledger or in a group in flight;
+              every group is in one place, ends once, and as its script says
+    text      what is trained is what the policy wrote, with its logprobs, the
+              versions that wrote it and its rewards
+    order     a batch takes the groups that are due first
+    lease     a group is written by a replica that has a lease, or waits
     wait      no group is outstanding for longer than its steps can take
     slot      no replica has room while a group could be admitted for it
     deadlock  something happens until all steps are trained
 
-They are computed from what was admitted and written, and not from what the
-buffer and the coordinator count.
+They look into the buffer, the coordinator and the fleet for what these parts
+hold, and decide by themselves whether it is right.
 """
 
 from collections.abc import Iterable
@@ -18,11 +21,10 @@ import json
 
 from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
-from jaxrl_async.coordination import schedule
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import fleet as fleet_lib
 from jaxrl_async.rollout import replica as replica_lib
-from jaxrl_async.simulation import modelled_engine
+from jaxrl_async.simulation import script as script_lib
 
 # How long a replica may have free slots before it is given what there is: the
 # longest ways of a request and of its answer, and a version that is adopted.
@@ -45,9 +47,10 @@ class Violation(AssertionError):
 
 
 class WatchedBuffer(buffer_lib.Buffer):
-  """A buffer that tells of each admission, and is otherwise the real one.
+  """The real buffer, and a book of what was admitted and taken.
 
   Attributes:
+    bound: as it was set last.
     bounds: the bound under which each group was admitted.
     admitted_s: when each group was admitted.
   """
@@ -55,16 +58,42 @@ class WatchedBuffer(buffer_lib.Buffer):
   def __init__(self, groups_per_step: int, max_staleness: int, **settings):
     """Create a buffer; the clock has to be given."""
     super().__init__(groups_per_step, max_staleness, **settings)
+    self.bound = max_staleness
     self.bounds: dict[int, int] = {}
     self.admitted_s: dict[int, float] = {}
 
+  def set_max_staleness(self, max_staleness: int) -> None:
+    """Set the bound, and write it down."""
+    super().set_max_staleness(max_staleness)
+    self.bound = max_staleness
+
   def try_admit(self, engine_version: int) -> types.Admission | None:
-    """Admit a group as the real buffer does, and write it down."""
+    """Admit a group, and write it down."""
     admission = super().try_admit(engine_version)
     if admission is not None:
-      self.bounds[admission.index] = self._max_staleness
+      self.bounds[admission.index] = self.bound
       self.admitted_s[admission.index] = self._clock()
     return admission
+
+  def get_batch(
+    self, step: int, timeout_s: float
+  ) -> list[types.RolloutGroup] | None:
+    """Take a batch, and check that nothing in it could have waited."""
+    batch = super().get_batch(step, timeout_s)
+    if batch is not None:
+      left = [
+        _due(group.admission)
+        for heap in self._finished.values()
+        for _, group in heap
+      ]
+      taken = [_due(group.admission) for group in batch]
+      if taken != sorted(taken) or left and min(left) < taken[-1]:
+        raise Violation("order", f"step {step} took {taken}, and left {left}")
+    return batch
+
+
+def _due(admission: types.Admission) -> tuple[int, int]:
+  return admission.deadline, admission.index
 
 
 class Invariants:
@@ -78,9 +107,10 @@ class Invariants:
     self,
     buffer: WatchedBuffer,
     coordinator: coordinator_lib.Coordinator,
-    script: modelled_engine.Script,
+    script: script_lib.Script,
     *,
     groups_per_step: int,
+    group_size: int,
     trained: Iterable[int],
   ):
     """Look at these parts from now on.
@@ -90,6 +120,7 @@ class Invariants:
       coordinator: of this start.
       script: what the policy writes.
       groups_per_step: the number of groups of a batch.
+      group_size: the number of trajectories of a group.
       trained: the groups that were trained before the checkpoint.
     """
     self.trained = set(trained)
@@ -97,6 +128,7 @@ class Invariants:
     self._coordinator = coordinator
     self._script = script
     self._groups_per_step = groups_per_step
+    self._group_size = group_size
     self._free_since_s: dict[str, float] = {}
 
   def check_batch(self, step: int, groups: list[types.RolloutGroup]) -> None:
@@ -108,6 +140,8 @@ class Invariants:
       if index in self.trained:
         raise Violation("balance", f"group {index} is trained twice")
       self.trained.add(index)
+      if [t.member for t in group.trajectories] != [*range(self._group_size)]:
+        raise Violation("balance", f"group {index} is not whole: {group}")
       staleness = step - int(group.written_versions().min())
       bound = self._buffer.bounds[index]
       if not 0 <= staleness <= bound:
@@ -116,13 +150,9 @@ class Invariants:
           f"step {step} trains a token of group {index} that is {staleness}"
           f" versions old; the bound is {bound}",
         )
-      for trajectory in group.trajectories:
-        if not self._script.is_whole(index, trajectory):
-          raise Violation(
-            "text",
-            f"group {index}, member {trajectory.member}:"
-            f" {trajectory.tokens.tolist()}",
-          )
+      difference = self._script.difference(group)
+      if difference is not None:
+        raise Violation("text", f"group {index}: {difference}")
 
   def check_groups(self, now_s: float) -> None:
     """Check where the outstanding groups are, and how long they have waited."""
@@ -136,10 +166,7 @@ class Invariants:
         f" {sorted(known)}",
       )
     admissions = state.admissions()
-    is_schedulable = schedule.is_schedulable(
-      [a.deadline for a in admissions], state.next_step, self._groups_per_step
-    )
-    if not is_schedulable:
+    if not self._is_schedulable(admissions, state.next_step):
       raise Violation("bound", f"step {state.next_step}: not in time: {state}")
     for admission in admissions:
       num_steps = self._buffer.bounds[admission.index] + 2
@@ -149,16 +176,44 @@ class Invariants:
           "wait", f"{admission} is outstanding for {waited_s:.0f} s"
         )
 
+  def _is_schedulable(
+    self, admissions: Iterable[types.Admission], step: int
+  ) -> bool:
+    """Return whether P groups a step, oldest deadline first, are in time."""
+    deadlines = sorted(admission.deadline for admission in admissions)
+    return all(
+      deadline >= step + rank // self._groups_per_step
+      for rank, deadline in enumerate(deadlines)
+    )
+
   def can_get_group(self, version: int) -> bool:
     """Return whether there is a group for a replica of this version."""
     waiting = self._coordinator._waiting.values()
     if any(one.admission.birth <= version for one in waiting):
       return True
-    return self._coordinator.has_prompt() and self._buffer._can_admit(version)
+    buffer = self._buffer
+    new = types.Admission(
+      index=-1, birth=version, deadline=version + buffer.bound
+    )
+    outstanding = [
+      *buffer._running.values(),
+      *(g.admission for heap in buffer._finished.values() for _, g in heap),
+    ]
+    return self._coordinator.has_prompt() and self._is_schedulable(
+      [*outstanding, new], buffer._next_step
+    )
 
   def check_members(self, members: Iterable[fleet_lib._Member]) -> None:
-    """Check that the fleet has handed out all that it could."""
-    for member in members:
+    """Check that the fleet has handed out all that it could, and to whom."""
+    ready = {m.name: m for m in members if m.state is fleet_lib.State.READY}
+    for index, running in self._coordinator._running.items():
+      if running.unfinished and running.replica not in ready:
+        is_waiting = index in self._coordinator._waiting
+        if running.replica is not None or not is_waiting:
+          raise Violation(
+            "lease", f"group {index} is with {running.replica}, not {[*ready]}"
+          )
+    for member in ready.values():
       if member.room > 0 and self.can_get_group(member.version):
         raise Violation(
           "slot",
@@ -188,7 +243,7 @@ class Invariants:
       )
 
   def check_ledger(self, content: bytes, next_index: int) -> int:
-    """Check that every group ended once or is outstanding.
+    """Check that every group ended once and as it should, or is outstanding.
 
     Args:
       content: of the ledger.
@@ -197,14 +252,19 @@ class Invariants:
     Returns:
       The number of groups that ended.
     """
-    lines = [json.loads(line) for line in content.splitlines()]
-    ended = [line["index"] for line in lines]
-    state = self._buffer.state()
-    outstanding = [a.index for a in state.admissions()]
+    fates = [
+      (line["index"], line["fate"])
+      for line in map(json.loads, content.splitlines())
+    ]
+    outstanding = [a.index for a in self._buffer.state().admissions()]
+    ended = [index for index, _ in fates]
     if sorted(ended + outstanding) != list(range(next_index)):
       raise Violation(
         "balance",
         f"of {next_index} groups {sorted(ended)} ended and"
         f" {sorted(outstanding)} are outstanding",
       )
+    wrong = [(i, fate) for i, fate in fates if fate != self._script.fate(i)]
+    if wrong or self.trained != {i for i, f in fates if f == "trained"}:
+      raise Violation("balance", f"{self.trained} were trained, not {fates}")
     return len(ended)

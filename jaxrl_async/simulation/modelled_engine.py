@@ -1,9 +1,6 @@
 """An engine without device programs, for the real scheduler.
 
-What a sequence becomes is a function of its group and member: which tokens, and
-how many. It does not matter who writes it, how often it was interrupted, or
-when. So everything that arrives anywhere can be compared with what it has to
-be.
+It writes what the script of the run says.
 """
 
 from collections.abc import Sequence
@@ -12,70 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async import types
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import sampling
 from jaxrl_async.models import configs
-
-END_TOKEN = 1
-PROMPT_TOKENS = 3
-_FIRST_TOKEN, _NUM_TOKENS = 8, 40
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Script:
-  """What every sequence of a run becomes.
-
-  Attributes:
-    seed: of the run.
-    max_completion: the most tokens of a completion, at which it is cut off.
-  """
-
-  seed: int
-  max_completion: int
-
-  def num_tokens(self, group: int, member: int) -> int:
-    """Return the tokens of a completion; one more than allowed is cut off."""
-    mixed = (self.seed * 1_000_003 + group) * 8191 + member * 127 + 11
-    mixed = (mixed ^ (mixed >> 13)) * 0x5BD1E995 & 0xFFFFFFFF
-    # The minimum of two numbers: few are long.
-    most = self.max_completion + 1
-    return 1 + min((mixed >> 3) % most, (mixed >> 17) % most)
-
-  def tokens(
-    self, group: int, member: int, begin: int, count: int
-  ) -> np.ndarray:
-    """Return tokens of a completion, from its token `begin` on."""
-    first = group * 31 + member * 17
-    positions = np.arange(begin, begin + count, dtype=np.int32)
-    tokens = _FIRST_TOKEN + (first + 7 * positions) % _NUM_TOKENS
-    last = self.num_tokens(group, member) - 1
-    tokens[positions == last] = END_TOKEN
-    return tokens
-
-  def is_of(self, group: int, trajectory: types.Trajectory) -> bool:
-    """Return whether a trajectory is this script's, as far as it goes."""
-    written = trajectory.tokens[PROMPT_TOKENS:]
-    expected = self.tokens(group, trajectory.member, 0, len(written))
-    return bool(
-      len(trajectory.tokens) >= PROMPT_TOKENS
-      and trajectory.loss_mask[PROMPT_TOKENS:].all()
-      and (written == expected).all()
-    )
-
-  def is_whole(self, group: int, trajectory: types.Trajectory) -> bool:
-    """Return whether a trajectory is all that this script has for it."""
-    count = min(
-      self.num_tokens(group, trajectory.member), self.max_completion
-    )
-    written = len(trajectory.tokens) - PROMPT_TOKENS
-    return written == count and self.is_of(group, trajectory)
+from jaxrl_async.simulation import script as script_lib
 
 
 @dataclasses.dataclass(slots=True)
 class _Slot:
-  """A sequence in a slot; `length` and `end` count its prompt too."""
+  """A sequence in a slot, which is idle once `length` is `end`."""
 
   ticket: int = -1
   group: int = 0
@@ -90,11 +33,13 @@ class ModelledEngine(engine_lib.Engine):
   The lengths of its rows stand for a prefix. Its state is changed in place.
   """
 
-  def __init__(self, sizes: decode_state_lib.EngineSizes, script: Script):
+  def __init__(
+    self, sizes: decode_state_lib.EngineSizes, script: script_lib.Script
+  ):
     """Create an engine; nothing is compiled."""
     self.sizes = sizes
     self.model = configs.MODELS["tiny"]
-    self.end_tokens = (END_TOKEN,)
+    self.end_tokens = (script_lib.END_TOKEN,)
     self.num_end_tokens = 1 + sampling.MAX_END_TOKENS
     self._script = script
     self._has_adapters = False
@@ -145,12 +90,14 @@ class ModelledEngine(engine_lib.Engine):
           continue
         place = idle.pop(0)
       group, member = int(slot.groups[i]), int(slot.members[i])
-      end = PROMPT_TOKENS + self._script.num_tokens(group, member)
+      length = int(prefix[slot.sources[i]])
+      ends = self._script.expected(group, member).turn_ends
+      end = next(end for end in ends if end > length)
       slots[place] = _Slot(
         ticket=ticket,
         group=group,
         member=member,
-        length=int(prefix[slot.sources[i]]),
+        length=length,
         end=min(end, int(slot.settings.limits[i])),
       )
     return slots
@@ -175,20 +122,21 @@ class ModelledEngine(engine_lib.Engine):
     shape = self.sizes.num_slots, self.sizes.decode_steps_per_call
     tokens = np.zeros(shape, np.int32)
     is_valid = np.zeros(shape, bool)
+    logprobs = np.zeros(shape, np.float32)
     for row, slot in enumerate(decode_state):
       count = min(shape[1], slot.end - slot.length)
       if count <= 0:
         continue
-      begin = slot.length - PROMPT_TOKENS
-      tokens[row, :count] = self._script.tokens(
-        slot.group, slot.member, begin, count
-      )
+      expected = self._script.expected(slot.group, slot.member)
+      places = np.arange(slot.length, slot.length + count)
+      tokens[row, :count] = expected.tokens[places]
+      logprobs[row, :count] = script_lib.logprobs(places, params.version)
       is_valid[row, :count] = True
       slot.length += count
     return decode_state, decode_state_lib.StepResult(
       tokens=tokens,
       is_valid=is_valid,
-      logprobs=np.zeros(shape, np.float32),
+      logprobs=logprobs,
       policy_versions=np.full(shape, params.version, np.int32),
       has_ended=np.array([s.length >= s.end for s in decode_state]),
       tickets=np.array([s.ticket for s in decode_state], np.int32),

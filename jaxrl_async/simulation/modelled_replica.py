@@ -1,18 +1,18 @@
 """A replica's process and the way to it, under the faults of a case.
 
-The replica, its scheduler and its side of the messages are the real ones. What
-`cluster.replica_process` does in threads is done in turns here.
+The replica, its scheduler and its side of the messages are the real ones. The
+threads of `cluster.replica_process` take turns here.
 """
 
 from collections.abc import Callable
 from concurrent import futures
-import dataclasses
 import functools
 from typing import Any
 
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import answers as answers_lib
+from jaxrl_async.rollout import attached_replica
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import remote
 from jaxrl_async.rollout import replica as replica_lib
@@ -28,7 +28,7 @@ MOST_SILENCE_S = 12.0
 MOST_ABSENCE_S = 30.0
 SLOW = 5.0
 _ATTACH_S = 1.0
-_IDLE_S = 0.02
+_IDLE_S = 0.25
 
 
 def make_replica(
@@ -37,27 +37,21 @@ def make_replica(
   name: str,
   link: messages.CoordinatorLink,
   channel: surroundings.Channel,
-  process: event_loop.Process,
+  busy: metrics_lib.BusyClock,
 ) -> replica_lib.Replica:
-  """Return a replica whose engine is a model; its process fetches weights."""
-
-  def fetch(channel: Any, engine: Any, newer_than: int) -> surroundings.Fetch:
-    del engine, newer_than
-    return surroundings.Fetch(loop, case.adopt_s, process, channel)
-
-  scheduler = scheduler_lib.Scheduler(
-    modelled_engine.ModelledEngine(case.sizes, case.script),
-    kv_on_adopt=case.kv_on_adopt,
-    busy=metrics_lib.BusyClock(seconds=loop.seconds),
-  )
+  """Return a replica whose engine and whose weights are models."""
   stands_for_channel: Any = channel
   return replica_lib.Replica(
     name,
     link,
-    scheduler,
+    scheduler_lib.Scheduler(
+      modelled_engine.ModelledEngine(case.sizes, case.script),
+      kv_on_adopt=case.kv_on_adopt,
+      busy=busy,
+    ),
     channel=stands_for_channel,
     tokenizer=_tokenizer(),
-    fetch=fetch,
+    fetch=lambda *_: surroundings.Fetch(loop, case.adopt_s, channel),
   )
 
 
@@ -70,7 +64,6 @@ class ReplicaProcess:
   """A process with a replica, whoever attached it last.
 
   Attributes:
-    replica: under its present name; None before the first.
     is_dead: whether the process has ended.
     is_slow: whether its calls take `SLOW` times as long.
     silence_s: by how much the next report is late.
@@ -80,16 +73,23 @@ class ReplicaProcess:
 
   def __init__(self, loop: event_loop.Loop, case: case_lib.Case):
     """Start a process, which waits to be attached."""
-    self.replica: replica_lib.Replica | None = None
     self.is_dead = self.is_slow = self.has_failed = False
     self.silence_s = self.silent_until_s = 0.0
     self._loop = loop
     self._case = case
-    self._link: remote.RemoteLink | None = None
-    self._reported_s = 0.0
+    self._attached: attached_replica.AttachedReplica | None = None
     self._caller: tuple[Handle, futures.Future, float] | None = None
-    self._process = event_loop.Process(loop, self._turn)
-    self._speaker = event_loop.Process(loop, self._speak, sleeps_lightly=True)
+    self._process = self._new_process()
+    self._speaker = event_loop.Process(loop, self._speak)
+
+  def _new_process(self) -> event_loop.Process:
+    """Return what generates; the real one looks for weights while it waits."""
+    return event_loop.Process(self._loop, self._turn, poll_s=_IDLE_S)
+
+  @property
+  def replica(self) -> replica_lib.Replica | None:
+    """The replica under its present name; None before the first."""
+    return self._attached and self._attached.replica
 
   @property
   def is_well(self) -> bool:
@@ -104,82 +104,55 @@ class ReplicaProcess:
     self._speaker.end()
     if self._caller is not None:
       handle, future, _ = self._caller
-      handle.end_later(future, remote.ReplicaLost("its process has ended"))
+      handle.end_later(future)
 
   def attach(self, name: str, channel: surroundings.Channel) -> None:
     """Become the replica of this name, and forget everything else."""
     self._process.end()
-    self._process = event_loop.Process(self._loop, self._turn)
+    self._process = self._new_process()
     self._caller = None
-    self._link = remote.RemoteLink(name, new_condition=self._loop.condition)
-    self.replica = make_replica(
-      self._loop, self._case, name, self._link, channel, self._process
+    link = remote.RemoteLink(name, new_condition=self._loop.condition)
+    busy = metrics_lib.BusyClock(seconds=self._loop.seconds)
+    self._attached = attached_replica.AttachedReplica(
+      make_replica(self._loop, self._case, name, link, channel, busy),
+      link,
+      busy=busy,
+      report_every_s=self._case.report_every_s,
+      seconds=self._loop.seconds,
     )
     self._process.wake()
 
   def deliver(self, delivery: remote.Delivery) -> None:
     """Take work, if it is for the present name."""
-    if self._link is not None:
-      self._link.deliver(delivery)
+    if self._attached is not None:
+      self._attached.link.deliver(delivery)
 
   def collect(self, handle: "Handle", future: futures.Future) -> None:
     """Answer as soon as there is something to say, or after a heartbeat."""
     self._caller = handle, future, self._loop.now + HEARTBEAT_S
     self._speaker.wake()
+    self._loop.after(HEARTBEAT_S, self._speaker.wake)
 
   def _turn(self) -> float | None:
-    """Do as `ReplicaProcess._generate` of `cluster.replica_process`."""
-    replica, link = self.replica, self._link
-    assert replica is not None and link is not None
-    if replica.may_adopt():
-      replica.adopt()
-    replica.feed()
-    has_stepped = replica.can_step
-    if has_stepped:
-      replica.step()
-    else:
-      replica.wait_for_weights(_IDLE_S)
-      link.wait(_IDLE_S)
-    if self._loop.now - self._reported_s >= self._case.report_every_s:
-      self._reported_s = self._loop.now
-      replica.report_all()
-    if not has_stepped:
+    assert self._attached is not None
+    if not self._attached.round(_IDLE_S):
       return None
-    return self._case.call_s * self._loop.rng.random() * self._pace
+    pace = SLOW if self.is_slow else 1.0
+    return self._case.call_s * self._loop.rng.random() * pace
 
-  @property
-  def _pace(self) -> float:
-    return SLOW if self.is_slow else 1.0
-
-  def _speak(self) -> float | None:
-    """Do as `ReplicaProcess.collect` of `cluster.replica_process`."""
+  def _speak(self) -> None:
     if self._caller is None:
-      return None
+      return
     handle, future, latest_s = self._caller
-    replica, link = self.replica, self._link
-    assert replica is not None and link is not None
-    told, ask, received = link.collect(HEARTBEAT_S)
-    if not told and ask is None and self._loop.now < latest_s:
-      return latest_s - self._loop.now
+    assert self._attached is not None
+    said = self._attached.collect(HEARTBEAT_S)
+    if not said.told and said.ask is None and self._loop.now < latest_s:
+      return
     self._caller = None
-    said = remote.Said(
-      name=replica.name,
-      told=told,
-      ask=ask,
-      received=received,
-      version=replica.version,
-      totals={
-        **dataclasses.asdict(replica.scheduler.stats),
-        "wait_s": 0.0,
-        "adopt_s": 0.0,
-      },
-      busy_s=0.0,
-    )
     silence_s, self.silence_s = self.silence_s, 0.0
     if silence_s:
       self.silent_until_s = self._loop.now + silence_s + self._case.message_s
     handle.say_later(future, said, silence_s)
-    return None
 
 
 class Handle:
@@ -193,6 +166,7 @@ class Handle:
     *,
     absence_s: float,
     wake: Callable[[], None],
+    has_ended: Callable[[], bool],
   ):
     """Create a handle.
 
@@ -202,12 +176,14 @@ class Handle:
       process: the process, which may be an old one.
       absence_s: until it has a host.
       wake: wakes the process that drives the fleet.
+      has_ended: returns whether that start of the trainer has ended.
     """
     self.process = process
     self._loop = loop
     self._case = case
     self._absence_s = absence_s
     self._wake = wake
+    self._has_ended = has_ended
 
   def _way_s(self) -> float:
     return self._case.message_s * self._loop.rng.random()
@@ -217,18 +193,19 @@ class Handle:
     future: futures.Future[None] = futures.Future()
     delay_s = self._absence_s + _ATTACH_S * self._loop.rng.random()
     self._absence_s = 0.0
-    self._loop.at(delay_s, self._attach, future, name, spec)
+    self._loop.after(delay_s, self._attach, future, name, spec)
     return future
 
   def _attach(self, future: futures.Future, name: str, spec: Any) -> None:
-    if not self.process.is_dead:
+    # What waits for a host ends with the process that waits for it.
+    if not self.process.is_dead and not self._has_ended():
       self.process.attach(name, spec)
     self._end(future, None)
 
   def collect(self) -> futures.Future[remote.Said]:
     """Return what it says next, or nothing new after a while."""
     future: futures.Future[remote.Said] = futures.Future()
-    self._loop.at(self._way_s(), self._collect, future)
+    self._loop.after(self._way_s(), self._collect, future)
     return future
 
   def _collect(self, future: futures.Future) -> None:
@@ -239,7 +216,7 @@ class Handle:
 
   def deliver(self, delivery: remote.Delivery) -> None:
     """Send work, which may arrive in another order."""
-    self._loop.at(self._way_s(), self._deliver, delivery)
+    self._loop.after(self._way_s(), self._deliver, delivery)
 
   def _deliver(self, delivery: remote.Delivery) -> None:
     if not self.process.is_dead:
@@ -248,7 +225,7 @@ class Handle:
   def answer(
     self, questions: remote.Questions
   ) -> futures.Future[list[answers_lib.Written]]:
-    """Evaluations are not simulated."""
+    """Raise an error: evaluations are not simulated."""
     raise NotImplementedError
 
   def kill(self) -> None:
@@ -259,20 +236,19 @@ class Handle:
   def say_later(
     self, future: futures.Future, said: remote.Said, late_s: float
   ) -> None:
-    """Let what was said arrive, unless the process ends before it has left."""
-    self._loop.at(late_s + self._way_s(), self._end, future, said)
+    """Let what was said arrive, unless the process ends before that."""
+    self._loop.after(late_s + self._way_s(), self._end, future, said)
 
-  def end_later(self, future: futures.Future, error: Exception) -> None:
+  def end_later(self, future: futures.Future) -> None:
     """Let it be known that the process has ended."""
-    self._loop.at(self._way_s(), self._end, future, error)
+    self._loop.after(self._way_s(), self._end, future, None)
 
   def _end(self, future: futures.Future, result: Any) -> None:
     if future.done():
       return
-    process = self.process
-    if process.is_dead:
+    if self.process.is_dead:
       future.set_exception(remote.ReplicaLost("its process has ended"))
-    elif process.has_failed:
+    elif self.process.has_failed:
       future.set_exception(remote.ReplicaFailed("a fault of the simulation"))
     else:
       future.set_result(result)

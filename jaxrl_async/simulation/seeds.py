@@ -3,12 +3,15 @@
 import collections
 from collections.abc import Iterable
 import dataclasses
+import pathlib
+import tempfile
 import time
 
 from jaxrl_async.simulation import case as case_lib
 from jaxrl_async.simulation import controller
 from jaxrl_async.simulation import invariants
 
+_MEMORY = pathlib.Path("/dev/shm")  # holds the files, where there is one
 # What the real code raises if it is used, or works, in a wrong way.
 _ERRORS = (
   ArithmeticError,
@@ -54,18 +57,24 @@ def run(seeds: Iterable[int], most_failures: int = 10) -> Summary:
   """Run the cases of these seeds, until so many have failed."""
   summary = Summary()
   start_s = time.perf_counter()
-  for seed in seeds:
-    world = controller.World(case_lib.of_seed(seed))
-    summary.num_seeds += 1
-    try:
-      summary.num_groups += world.run()
-    except invariants.Violation as violation:
-      summary.failures[seed] = str(violation)
-    except _ERRORS as error:
-      summary.failures[seed] = f"{type(error).__name__}: {error}"
-    summary.faults += world.faults
-    summary.seen += world.seen
-    if len(summary.failures) >= most_failures:
-      break
+  memory = str(_MEMORY) if _MEMORY.is_dir() else None
+  with tempfile.TemporaryDirectory(dir=memory) as directory:
+    for seed in seeds:
+      _run(seed, pathlib.Path(directory), summary)
+      if len(summary.failures) >= most_failures:
+        break
   summary.wall_s = time.perf_counter() - start_s
   return summary
+
+
+def _run(seed: int, directory: pathlib.Path, summary: Summary) -> None:
+  summary.num_seeds += 1
+  world = controller.World(case_lib.of_seed(seed), directory)
+  try:
+    summary.num_groups += world.run()
+  except invariants.Violation as violation:
+    summary.failures[seed] = str(violation)
+  except _ERRORS as error:
+    summary.failures[seed] = f"{type(error).__name__}: {error}"
+  summary.faults += world.faults
+  summary.seen += world.seen

@@ -115,7 +115,9 @@ class Cluster:
     """Return the number of devices that train."""
     if mode is Mode.SYNCHRONOUS:
       return self.num_devices
-    return max(1, self.num_devices - round(self.num_devices * self.rollout_frac))
+    return max(
+      1, self.num_devices - round(self.num_devices * self.rollout_frac)
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -315,9 +317,7 @@ class _Run:
       self._training = None
       self.version = step + 1
       generated = sum(r.num_tokens for r in self.replicas)
-      self.ended.append(
-        (self.loop.now, num_tokens, generated, self._staleness)
-      )
+      self.ended.append((self.loop.now, num_tokens, generated, self._staleness))
       self.buffer.set_policy_version(self.version)
       for replica in self.replicas:
         replica.process.wake()
