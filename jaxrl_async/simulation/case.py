@@ -9,8 +9,8 @@ from jaxrl_async.simulation import script as script_lib
 
 MAX_TOKENS = 14  # of a trajectory
 _CACHE_TOKENS = 16
-_FAULTS = ("die", "leave", "fail", "silence", "slow", "restart")
-_LATEST_FAULT_S = 12.0
+_FAULTS = ("die", "leave", "fail", "silence", "silence", "slow", "restart")
+_DELAYS_S = 0.1, 1.0, 4.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,8 @@ class Fault:
   """Something that goes wrong.
 
   Attributes:
-    at_s: when.
+    step: it happens when this version has been trained,
+    delay_s: or so many seconds after that.
     kind: "die": a replica's process ends, and what it was about to report is
       lost. "leave": the same, and its place stays empty for long. "fail": its
       code raises. "silence": it goes on, but is not heard for longer than its
@@ -27,7 +28,8 @@ class Fault:
     place: of the replica, or 0.
   """
 
-  at_s: float
+  step: int
+  delay_s: float
   kind: str
   place: int
 
@@ -44,6 +46,7 @@ class Case:
     adopt_s: the longest time in which a version is fetched.
     reward_s: the longest time in which a group is scored.
     message_s: the longest way of a message to or from a process.
+    late_frac: how often work arrives seconds later than that.
     late_s: when the last replica joins, if not at once.
     script: what the policy writes, and how groups end.
     no_prompt_frac: how often the next question is not ready.
@@ -66,6 +69,7 @@ class Case:
   adopt_s: float
   reward_s: float
   message_s: float
+  late_frac: float
   late_s: float
   script: script_lib.Script
   no_prompt_frac: float
@@ -100,16 +104,22 @@ def _sizes(rng: random.Random) -> decode_state_lib.EngineSizes:
 
 
 def _faults(
-  rng: random.Random, num_replicas: int, is_fleet: bool
+  rng: random.Random, num_replicas: int, num_steps: int, is_fleet: bool
 ) -> tuple[Fault, ...]:
   kinds = _FAULTS if is_fleet else ("slow", "restart")
   faults = []
-  for _ in range(rng.choice((0, 1, 1, 2, 3))):
+  for _ in range(rng.choice((0, 1, 2, 3, 4))):
     kind, place = rng.choice(kinds), rng.randrange(num_replicas)
     if kind == "fail" and place == 0:
       kind = "die"  # a run ends if all replicas fail over and over
-    at_s = _LATEST_FAULT_S * rng.random() ** 2
-    faults.append(Fault(at_s=at_s, kind=kind, place=place))
+    faults.append(
+      Fault(
+        step=rng.randrange(num_steps),
+        delay_s=rng.choice(_DELAYS_S) * rng.random(),
+        kind=kind,
+        place=place,
+      )
+    )
   return tuple(faults)
 
 
@@ -117,22 +127,24 @@ def of_seed(seed: int) -> Case:
   """Return the case of a seed."""
   rng = random.Random(seed)
   is_fleet = rng.random() < 0.75
-  num_replicas = rng.randint(1, 3) if is_fleet else 1
+  num_replicas = rng.choice((1, 2, 3, 3)) if is_fleet else 1
+  num_steps = rng.randint(2, 5)
   return Case(
     seed=seed,
     is_fleet=is_fleet,
-    groups_per_step=rng.randint(1, 3),
+    groups_per_step=rng.randint(1, 4),
     group_size=rng.choice((2, 2, 2, 3)),
     max_staleness=rng.randint(0, 3),
-    num_steps=rng.randint(2, 4),
+    num_steps=num_steps,
     num_replicas=num_replicas,
     sizes=_sizes(rng),
     kv_on_adopt=rng.choice((sections.KvOnAdopt.RECOMPUTE, *sections.KvOnAdopt)),
     train_s=rng.choice((0.05, 0.5, 2.0)),
-    call_s=rng.choice((0.05, 0.2, 0.3)),
-    adopt_s=rng.choice((0.0, 0.3, 2.0)),
+    call_s=rng.choice((0.05, 0.3, 1.0)),
+    adopt_s=rng.choice((0.0, 0.5, 2.0)),
     reward_s=rng.choice((0.0, 0.2, 2.0)),
     message_s=rng.choice((0.01, 0.3)),
+    late_frac=rng.choice((0.0, 0.0, 0.1)),
     late_s=rng.choice((0.0, 0.0, 5.0)),
     script=script_lib.Script(
       seed=seed,
@@ -147,5 +159,5 @@ def of_seed(seed: int) -> Case:
     checkpoint_every=rng.randint(1, 2),
     survives=rng.random() < 0.5,
     report_every_s=rng.choice((0.1, 1.0)),
-    faults=_faults(rng, num_replicas, is_fleet),
+    faults=_faults(rng, num_replicas, num_steps, is_fleet),
   )

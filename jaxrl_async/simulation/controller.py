@@ -29,7 +29,7 @@ from jaxrl_async.simulation import surroundings
 from jaxrl_async.storage import outstanding as outstanding_lib
 from jaxrl_async.training import batch_loader
 
-_LOOK_S = 1.0
+_LOOK_S = 0.3
 _STALL_S = 80.0
 _MOST_EVENTS = 100_000
 # From the end of the trainer's process to the next one. No message takes so
@@ -92,6 +92,9 @@ class World:
     self.absence_s = {case.num_replicas - 1: case.late_s}
     self.checkpoint = Checkpoint()
     outstanding_lib.write(directory, [])
+    self._faults: dict[int, list[case_lib.Fault]] = {}
+    for fault in case.faults:
+      self._faults.setdefault(fault.step, []).append(fault)
     self.start = Start(self, self.checkpoint)
     self._moved: tuple[object, float] = None, 0.0
 
@@ -101,8 +104,7 @@ class World:
     Raises:
       Violation: an invariant does not hold.
     """
-    for fault in self.case.faults:
-      self.loop.after(fault.at_s, self._happen, fault)
+    self.schedule_faults(0)
     try:
       while self.start.version < self.case.num_steps:
         if not self.loop.step() or self.loop.num_events > _MOST_EVENTS:
@@ -118,6 +120,11 @@ class World:
   def ledger_bytes(self) -> bytes:
     """Return the content of the ledger."""
     return (self.directory / "ledger.jsonl").read_bytes()
+
+  def schedule_faults(self, version: int) -> None:
+    """Let those faults happen that follow a version, if it is the first time."""
+    for fault in self._faults.pop(version, ()):
+      self.loop.after(fault.delay_s, self._happen, fault)
 
   def _look_for_stall(self) -> None:
     """Check that tokens or versions still come."""
@@ -146,8 +153,8 @@ class World:
         modelled_replica.LEASE_S, longest
       )
     elif fault.kind == "fail":
-      if process.replica is None:
-        return  # the first start of a replica must not fail
+      if not self.start.may_replicas_fail:
+        return
       process.has_failed = True
     else:
       if fault.kind == "leave":
@@ -210,6 +217,10 @@ class Start:
     )
     self._trainer_process = event_loop.Process(loop, self._train)
     self._loader_process = event_loop.Process(loop, self._load)
+    self._condition = loop.condition()  # of the buffer
+    if case.is_fleet:
+      # The real one looks every few milliseconds.
+      self._condition.watch(self._rollout_process)
     groups = outstanding_lib.read(world.directory)
     self.buffer = self._make_buffer(checkpoint, groups)
     self.ledger = ledger_lib.Ledger(
@@ -246,13 +257,6 @@ class Start:
   def _processes(self) -> tuple[event_loop.Process, ...]:
     return self._rollout_process, self._trainer_process, self._loader_process
 
-  def _new_condition(self) -> event_loop.Condition:
-    """Return the buffer's condition; a fleet asks again at every change."""
-    condition = self.loop.condition()
-    if self.case.is_fleet:
-      condition.watch(self._rollout_process)
-    return condition
-
   def _make_buffer(
     self,
     checkpoint: Checkpoint,
@@ -262,7 +266,7 @@ class Start:
       self.case.groups_per_step,
       self.case.max_staleness,
       clock=self.loop.seconds,
-      new_condition=self._new_condition,
+      new_condition=lambda: self._condition,
     )
     buffer.bounds.update(checkpoint.bounds)
     buffer.admitted_s |= {one.admission.index: self.loop.now for one in groups}
@@ -322,6 +326,11 @@ class Start:
 
   # -- what others ask ------------------------------------------------------
 
+  @property
+  def may_replicas_fail(self) -> bool:
+    """Whether the run goes on if one fails; not before one has worked."""
+    return self.has_ended or self._fleet._was_ready
+
   def wake(self) -> None:
     """Wake the process that drives the rollout side."""
     self._rollout_process.wake()
@@ -350,28 +359,39 @@ class Start:
 
   def _fleet_turn(self) -> None:
     self._fleet.round(0.0)
-    self.invariants.check_groups(self.loop.now)
+    self._check_groups()
     self.invariants.check_members(self._fleet._members)
-    # With WAIT, slots are free on purpose until the last sequence has ended.
-    if self.case.kv_on_adopt is not sections.KvOnAdopt.WAIT:
-      for member in self._fleet._members:
-        process = self.world.processes.get(member.place)
-        if member.state is fleet_lib.State.READY and process is not None:
-          assert process.replica is not None
-          self.invariants.check_slots(
-            process.replica, process.is_well, self.loop.now
-          )
+    for member in self._fleet._members:
+      process = self.world.processes.get(member.place)
+      if member.state is not fleet_lib.State.READY or process is None:
+        continue
+      replica = process.replica
+      assert replica is not None
+      silence_s = self.loop.now - process.heard_s
+      self.invariants.check_lease(
+        member.name, silence_s, modelled_replica.LEASE_S
+      )
+      self.invariants.check_room(replica)
+      # With WAIT, slots are free on purpose until the last sequence has ended.
+      if self.case.kv_on_adopt is not sections.KvOnAdopt.WAIT:
+        self.invariants.check_slots(replica, process.is_well, self.loop.now)
 
   def _worker_turn(self) -> float | None:
     has_stepped = self._worker.round()
-    self.invariants.check_groups(self.loop.now)
+    self._check_groups()
+    replica = self._worker.replica
+    self.invariants.check_room(replica)
     if has_stepped:
       return self.case.call_s * self.loop.rng.random() * self.pace
-    replica = self._worker.replica
     is_done = replica.scheduler.is_idle and replica.version == self.version
     if is_done and self.invariants.can_get_group(replica.version):
       raise invariants_lib.Violation("slot", "the worker waits for admission")
     return None
+
+  def _check_groups(self) -> None:
+    self.invariants.check_groups(self.loop.now)
+    if self._condition.has(self._loader_process):
+      self.invariants.check_wakeup()
 
   def _load(self) -> None:
     next(self._loading, None)
@@ -385,6 +405,9 @@ class Start:
     if loaded is None:
       return None
     self.invariants.check_batch(*loaded.batch)
+    waits = self.case.kv_on_adopt is sections.KvOnAdopt.WAIT
+    if waits and not self.world.faults:
+      self.invariants.check_whole_turns(loaded.batch[1])
     self._note_seen(*loaded.batch)
     self._training = loaded.batch
     rng = self.loop.rng
@@ -412,6 +435,7 @@ class Start:
       self.ledger.add_trained(group, step=step, skipped_update=False)
     if self.version % self.case.checkpoint_every == 0:
       self._save()
+    self.world.schedule_faults(self.version)
 
   # -- the books ------------------------------------------------------------
 

@@ -165,6 +165,10 @@ class Condition(threading.Condition):
     """Wake a process at every notification, in place of frequent polls."""
     self._watching.append(process)
 
+  def has(self, process: Process) -> bool:
+    """Return whether a process waits, and was not notified."""
+    return process in self._waiting
+
   def leave(self, process: Process) -> None:
     """Do not wake a process any more."""
     if process in self._waiting:

@@ -7,8 +7,12 @@
     text      what is trained is what the policy wrote, with its logprobs, the
               versions that wrote it and its rewards
     order     a batch takes the groups that are due first
-    lease     a group is written by a replica that has a lease, or waits
-    wait      no group is outstanding for longer than its steps can take
+    lease     a group is written by a replica that has a lease, or waits; who
+              is not heard has none
+    room      no replica is given more than it has room for
+    whole     with kv_on_adopt WAIT, one version writes a turn
+    wait      no group is outstanding for longer than its steps can take, and
+              no batch lies ready while the loader sleeps
     slot      no replica has room while a group could be admitted for it
     deadlock  something happens until all steps are trained
 
@@ -18,6 +22,8 @@ hold, and decide by themselves whether it is right.
 
 from collections.abc import Iterable
 import json
+
+import numpy as np
 
 from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
@@ -29,6 +35,8 @@ from jaxrl_async.simulation import script as script_lib
 # How long a replica may have free slots before it is given what there is: the
 # longest ways of a request and of its answer, and a version that is adopted.
 _GRACE_S = 10.0
+# A replica keeps its lease at most so much longer than it should.
+_LOOK_S = 1.0
 # A step takes less, with all faults.
 _LONGEST_STEP_S = 90.0
 
@@ -186,6 +194,19 @@ class Invariants:
       for rank, deadline in enumerate(deadlines)
     )
 
+  def check_wakeup(self) -> None:
+    """Check, where the loader waits for a batch, that there is none."""
+    buffer = self._buffer
+    finished = sorted(
+      (g.admission for heap in buffer._finished.values() for _, g in heap),
+      key=_due,
+    )
+    rest = finished[self._groups_per_step :]
+    if len(finished) >= self._groups_per_step and self._is_schedulable(
+      [*rest, *buffer._running.values()], buffer._next_step + 1
+    ):
+      raise Violation("wait", f"nobody wakes the loader for {finished}")
+
   def can_get_group(self, version: int) -> bool:
     """Return whether there is a group for a replica of this version."""
     waiting = self._coordinator._waiting.values()
@@ -202,6 +223,30 @@ class Invariants:
     return self._coordinator.has_prompt() and self._is_schedulable(
       [*outstanding, new], buffer._next_step
     )
+
+  def check_lease(self, name: str, silence_s: float, lease_s: float) -> None:
+    """Check that a replica that has a lease was heard of."""
+    if silence_s > lease_s + _LOOK_S:
+      raise Violation("lease", f"{name} was not heard of for {silence_s:.0f} s")
+
+  def check_room(self, replica: replica_lib.Replica) -> None:
+    """Check that a replica has no more than it has asked for."""
+    sizes = replica.scheduler.engine.sizes
+    # It asks for the sequences of all slots, and for as many to come after
+    # them as may end. The last group may be larger than what is left.
+    most = 2 * sizes.num_slots + sizes.insert_rows + self._group_size - 1
+    found = len(replica.scheduler.sequences())
+    if found > most:
+      raise Violation("room", f"{replica.name} has {found} sequences")
+
+  def check_whole_turns(self, groups: Iterable[types.RolloutGroup]) -> None:
+    """Check that each turn has one version."""
+    for group in groups:
+      for trajectory in group.trajectories:
+        ends = self._script.expected(group.index, trajectory.member).turn_ends
+        for versions in np.split(trajectory.policy_versions, ends[:-1]):
+          if len(set(versions[versions >= 0].tolist())) > 1:
+            raise Violation("whole", f"group {group.index}: {trajectory}")
 
   def check_members(self, members: Iterable[fleet_lib._Member]) -> None:
     """Check that the fleet has handed out all that it could, and to whom."""

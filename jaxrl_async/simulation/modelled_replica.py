@@ -22,12 +22,13 @@ from jaxrl_async.simulation import modelled_engine
 from jaxrl_async.simulation import surroundings
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
-HEARTBEAT_S = 2.0
-LEASE_S = 5.0
-MOST_SILENCE_S = 12.0
+HEARTBEAT_S = 0.5
+LEASE_S = 1.5
+MOST_SILENCE_S = 4.0
 MOST_ABSENCE_S = 30.0
 SLOW = 5.0
-_ATTACH_S = 1.0
+_MOST_LATE_S = 3.0
+_ATTACH_S = 0.5
 _IDLE_S = 0.25
 
 
@@ -68,13 +69,16 @@ class ReplicaProcess:
     is_slow: whether its calls take `SLOW` times as long.
     silence_s: by how much the next report is late.
     silent_until_s: when that report arrives at the latest.
+    late_until_s: when all work that is on its way has arrived.
     has_failed: whether its next report is that it has failed.
+    heard_s: when the trainer's process heard of it last.
   """
 
   def __init__(self, loop: event_loop.Loop, case: case_lib.Case):
     """Start a process, which waits to be attached."""
     self.is_dead = self.is_slow = self.has_failed = False
-    self.silence_s = self.silent_until_s = 0.0
+    self.silence_s = self.silent_until_s = self.late_until_s = 0.0
+    self.heard_s = 0.0
     self._loop = loop
     self._case = case
     self._attached: attached_replica.AttachedReplica | None = None
@@ -94,8 +98,9 @@ class ReplicaProcess:
   @property
   def is_well(self) -> bool:
     """Whether nothing keeps it from working at its usual pace."""
-    is_silent = self.silence_s > 0 or self._loop.now < self.silent_until_s
-    return not (self.is_dead or self.is_slow or self.has_failed or is_silent)
+    late_until_s = max(self.silent_until_s, self.late_until_s)
+    is_late = self.silence_s > 0 or self._loop.now < late_until_s
+    return not (self.is_dead or self.is_slow or self.has_failed or is_late)
 
   def die(self) -> None:
     """End the process; what it was about to say is lost."""
@@ -197,8 +202,10 @@ class Handle:
     return future
 
   def _attach(self, future: futures.Future, name: str, spec: Any) -> None:
-    # What waits for a host ends with the process that waits for it.
-    if not self.process.is_dead and not self._has_ended():
+    # Nobody waits for a host any more after the end of that process.
+    if self.process.has_failed:
+      self.process.die()
+    elif not self.process.is_dead and not self._has_ended():
       self.process.attach(name, spec)
     self._end(future, None)
 
@@ -215,11 +222,16 @@ class Handle:
       self.process.collect(self, future)
 
   def deliver(self, delivery: remote.Delivery) -> None:
-    """Send work, which may arrive in another order."""
-    self._loop.after(self._way_s(), self._deliver, delivery)
+    """Send work, which may arrive in another order, and sometimes very late."""
+    way_s = self._way_s()
+    if self._loop.rng.random() < self._case.late_frac:
+      way_s += _MOST_LATE_S * self._loop.rng.random()
+      process = self.process
+      process.late_until_s = max(process.late_until_s, self._loop.now + way_s)
+    self._loop.after(way_s, self._deliver, delivery)
 
   def _deliver(self, delivery: remote.Delivery) -> None:
-    if not self.process.is_dead:
+    if not self.process.is_dead and not self._has_ended():
       self.process.deliver(delivery)
 
   def answer(
@@ -251,5 +263,6 @@ class Handle:
     elif self.process.has_failed:
       future.set_exception(remote.ReplicaFailed("a fault of the simulation"))
     else:
+      self.process.heard_s = self._loop.now
       future.set_result(result)
     self._wake()

@@ -12,13 +12,13 @@ the replica with the most room, as by the fleet.
 import collections
 import dataclasses
 import enum
-import heapq
 import random
 
 import numpy as np
 
 from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
+from jaxrl_async.rollout import most_room
 from jaxrl_async.simulation import event_loop
 from jaxrl_async.training import batch_loader
 
@@ -60,10 +60,17 @@ class Lengths:
     drawn = rng.lognormal(np.log(self.median), self.sigma, count)
     return np.clip(drawn, 1, self.limit).astype(np.int64)
 
+  def mean(self) -> float:
+    """Return the mean tokens of a completion."""
+    return float(self._sample().mean())
+
   def mean_cached(self) -> float:
     """Return the mean tokens of a running completion so far."""
-    drawn = self.draw(np.random.default_rng(0), 20_000).astype(float)
+    drawn = self._sample()
     return float((drawn**2).mean() / (2 * drawn.mean()))
+
+  def _sample(self) -> np.ndarray:
+    return self.draw(np.random.default_rng(0), 20_000).astype(float)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,11 +195,11 @@ class _Replica:
     self._written += count
     has_ended = self._left <= 0
     if has_ended.any():
-      run.loop.at(spent_s, run.end, self._groups[has_ended].tolist())
+      run.loop.after(spent_s, run.end, self._groups[has_ended].tolist())
       keep = ~has_ended
       self._left, self._written = self._left[keep], self._written[keep]
       self._groups = self._groups[keep]
-      run.loop.at(spent_s, run.dispatcher.wake)
+      run.loop.after(spent_s, run.dispatcher.wake)
     return spent_s
 
   def _enter(self) -> None:
@@ -231,9 +238,7 @@ class _Run:
     self._tokens: dict[int, int] = {}
     self._admissions: dict[int, types.Admission] = {}
     self._training: tuple[int, int] | None = None
-    self.dispatcher = event_loop.Process(
-      loop, self._dispatch, sleeps_lightly=True
-    )
+    self.dispatcher = event_loop.Process(loop, self._dispatch)
     self.trainer = event_loop.Process(loop, self._train)
     self._loader_process = event_loop.Process(loop, self._load)
     self.buffer = buffer_lib.Buffer(
@@ -274,20 +279,16 @@ class _Run:
     newest = max((r.version for r in ready), default=-1)
     if newest < 0 or not self.buffer.wait_for_admission(newest, UNBOUNDED, 0.0):
       return
-    heap = [(-r.room, i) for i, r in enumerate(ready) if r.room > 0]
-    heapq.heapify(heap)
-    while heap:
-      _, place = heap[0]
+
+    def give(place: int) -> int:
       replica = ready[place]
       admission = self.buffer.try_admit(replica.version)
       if admission is None:
-        heapq.heappop(heap)
-        continue
+        return 0
       self._begin(replica, admission)
-      if replica.room > 0:
-        heapq.heapreplace(heap, (-replica.room, place))
-      else:
-        heapq.heappop(heap)
+      return self.cluster.group_size
+
+    most_room.share_out({i: r.room for i, r in enumerate(ready)}, give)
     # Parks until a place is free, if that is what was missing.
     self.buffer.wait_for_admission(newest, UNBOUNDED, 0.0)
 
