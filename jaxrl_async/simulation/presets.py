@@ -18,8 +18,8 @@ class Chip:
     flops_per_s: of bfloat16 products.
     bytes_per_s: of its memory.
     memory_bytes: of its memory.
-    step_s: seconds of a decode step besides reading: launches, sampling and
-      exchanges between devices.
+    layer_s: seconds of a decode step for each layer besides reading: launches,
+      and exchanges between devices.
     efficiency: share of `bytes_per_s` that decoding reaches, and of
       `flops_per_s` that products reach.
   """
@@ -27,24 +27,25 @@ class Chip:
   flops_per_s: float
   bytes_per_s: float
   memory_bytes: float
-  step_s: float
+  layer_s: float
   efficiency: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-  """A decoder in bfloat16: its parameters, and the bytes of a cached token."""
+  """A decoder in bfloat16: its sizes, and the bytes of a cached token."""
 
   params: float
+  layers: int
   cached_bytes: float
 
 
-# H800: the data sheet. step_s is calibrated; see docs/scaling.md.
+# H800: the data sheet. layer_s is calibrated; see docs/scaling.md.
 H800 = Chip(
   flops_per_s=989e12,
   bytes_per_s=3.35e12,
   memory_bytes=80e9,
-  step_s=3e-3,
+  layer_s=9e-5,
   efficiency=0.8,
 )
 # As devices.tpu_chips has them. The rates are reached, as docs/scaling.md says.
@@ -53,33 +54,34 @@ TPUS = {
     flops_per_s=197e12,
     bytes_per_s=819e9,
     memory_bytes=15.75 * 2**30,
-    step_s=0.0,
+    layer_s=0.0,
     efficiency=1.0,
   ),
   "v5p": Chip(
     flops_per_s=459e12,
     bytes_per_s=2_765e9,
     memory_bytes=95.74 * 2**30,
-    step_s=0.0,
+    layer_s=0.0,
     efficiency=1.0,
   ),
   "v6e": Chip(
     flops_per_s=918e12,
     bytes_per_s=1_638e9,
     memory_bytes=31.25 * 2**30,
-    step_s=0.0,
+    layer_s=0.0,
     efficiency=1.0,
   ),
 }
 MODELS = {
-  "1p5b": Model(params=1.78e9, cached_bytes=28 * 2 * 2 * 128 * 2),
-  "7b": Model(params=7.62e9, cached_bytes=28 * 2 * 4 * 128 * 2),
-  "14b": Model(params=14.8e9, cached_bytes=48 * 2 * 8 * 128 * 2),
-  "32b": Model(params=32.8e9, cached_bytes=64 * 2 * 8 * 128 * 2),
+  "1p5b": Model(params=1.78e9, layers=28, cached_bytes=28 * 2 * 2 * 128 * 2),
+  "7b": Model(params=7.62e9, layers=28, cached_bytes=28 * 2 * 4 * 128 * 2),
+  "14b": Model(params=14.8e9, layers=48, cached_bytes=48 * 2 * 8 * 128 * 2),
+  "32b": Model(params=32.8e9, layers=64, cached_bytes=64 * 2 * 8 * 128 * 2),
 }
 # Calibrated with the mean length that the paper's throughput and hours of 1.5B
 # have in common.
-AREAL_LENGTHS = throughput.Lengths(median=7_200, sigma=0.8, limit=27_648)
+AREAL_LENGTHS = throughput.Lengths(median=7_150, sigma=0.8, limit=27_648)
+_CODE_LENGTHS = throughput.Lengths(median=16_000, sigma=0.8, limit=27_648)
 _TPU_LENGTHS = throughput.Lengths(median=3_000, sigma=0.8, limit=7_168)
 _MAX_SLOTS = 512
 _MEMORY_FRAC = 0.85
@@ -128,7 +130,7 @@ def cluster(
     devices_per_replica=devices_per_replica,
     lengths=lengths,
     slots=slots or min(fitting, _MAX_SLOTS),
-    step_s=chip.step_s + weights / bytes_per_s,
+    step_s=chip.layer_s * model.layers + weights / bytes_per_s,
     slot_s=2 * model.params / flops_per_s,
     cached_s=model.cached_bytes / bytes_per_s,
     recompute_s=2 * model.params / flops_per_s,
@@ -196,7 +198,8 @@ def areal(name: str) -> throughput.Cluster:
   paper = PAPER[name]
   num_devices = 8 * paper.num_nodes
   num_training = num_devices // 4
-  tokens = _COMPLETIONS_PER_STEP * AREAL_LENGTHS.mean()
+  lengths = _CODE_LENGTHS if name in ("14b", "32b") else AREAL_LENGTHS
+  tokens = _COMPLETIONS_PER_STEP * lengths.mean()
   step_s = 3_600 * paper.async_hours / paper.num_steps
   if name == "1p5b":
     step_s = tokens / (1e3 * PAPER_THROUGHPUT[8])
@@ -205,7 +208,7 @@ def areal(name: str) -> throughput.Cluster:
     H800,
     num_devices=num_devices,
     devices_per_replica=_DEVICES_PER_REPLICA[name],
-    lengths=AREAL_LENGTHS,
+    lengths=lengths,
     train_device_s=step_s * num_training / tokens,
     switch_s=_SWITCH_FRAC * step_s,
   )
