@@ -1,21 +1,28 @@
 """Predict the throughput of a cluster, without its devices.
 
-python launch/simulate.py --preset=areal_1p5b
+    python launch/simulate.py --preset=areal_1p5b
+    python launch/simulate.py --workdir=RUN
 
 The controller's buffer, its bound on staleness and its batches are simulated
 with the rates of a preset: synchronous, overlapped by one step, and
 asynchronous under several bounds. Flags replace single numbers of the preset.
-docs/scaling.md says where the rates come from and how far they can be trusted.
+docs/simulation.md says where the rates come from and how far they can be
+trusted. With --workdir the rates are those of a run that was measured, and the
+table has the best split of its devices for each bound instead.
 
 Prints a table and, as the last line, one JSON object: `preset`, `devices`,
 `rollout_frac`, `slots`, `rows` (each with `mode`, `staleness`, `tokens_per_s`,
-`step_s`, `train_busy` and `speedup` over synchronous).
+`step_s`, `train_busy` and `speedup` over synchronous). With --workdir it has
+`measured_tokens_per_s`, `predicted_tokens_per_s`, and `rows` (`staleness`,
+`training_devices`, `tokens_per_s`), the best first.
 """
 
 import command_line  # isort: skip, first, as in the other scripts
 
 import dataclasses
 import json
+import pathlib
+import statistics
 from typing import Any
 
 from absl import flags
@@ -52,6 +59,11 @@ def _check() -> None:
     "staleness",
     "must be integers, separated by commas, as 1,2,4",
   )
+  sections.require(
+    bool(_PRESET.value) != bool(command_line.WORKDIR.value),
+    "preset",
+    "give --preset or --workdir, and not both",
+  )
 
 
 def _cluster() -> Any:
@@ -65,9 +77,12 @@ def _cluster() -> Any:
     f"{sections.shown(_PRESET.value)}; use {', '.join(presets.names())}",
   )
   if kind == "areal":
-    cluster = presets.areal(name)
-  else:
-    cluster = presets.tpu(name, _TPU_CHIPS)
+    return _changed(presets.areal(name))
+  return _changed(presets.tpu(name, _TPU_CHIPS))
+
+
+def _changed(cluster: Any) -> Any:
+  """Return a cluster with what the flags say."""
   given = {
     "num_devices": _DEVICES.value,
     "rollout_frac": _FRAC.value,
@@ -79,8 +94,53 @@ def _cluster() -> Any:
   )
 
 
-def main() -> None:
-  """Print the table of a preset."""
+def _advise() -> None:
+  """Print what the split of a run's devices should be."""
+  from jaxrl_async.simulation import measured
+  from jaxrl_async.simulation import throughput
+
+  config, steps = measured.read(pathlib.Path(command_line.WORKDIR.value))
+  cluster = measured.cluster(config, steps)
+  bound = config.algorithm.max_staleness
+  found_per_s = statistics.fmean(step["train/tokens_per_s"] for step in steps)
+  same = throughput.predict(cluster, throughput.Mode.ASYNCHRONOUS, bound)
+  print(
+    f"measured {found_per_s:.0f} tokens/s, simulated {same.tokens_per_s:.0f},"
+    f" with {cluster.num_training(throughput.Mode.ASYNCHRONOUS)} of"
+    f" {cluster.num_devices} devices training and a bound of {bound}"
+  )
+  best = measured.advise(
+    _changed(cluster), [int(b) for b in _BOUNDS.value], num_steps=_STEPS.value
+  )
+  print("| bound | devices that train | tokens/s | training busy |")
+  print("| --- | --- | --- | --- |")
+  rows = []
+  for one in best:
+    found = one.prediction
+    rows.append(
+      {
+        "staleness": one.max_staleness,
+        "training_devices": one.num_training,
+        "tokens_per_s": round(found.tokens_per_s, 1),
+      }
+    )
+    print(
+      f"| {one.max_staleness} | {one.num_training} |"
+      f" {found.tokens_per_s:.0f} | {found.train_busy:.0%} |"
+    )
+  print(
+    json.dumps(
+      {
+        "measured_tokens_per_s": round(found_per_s, 1),
+        "predicted_tokens_per_s": round(same.tokens_per_s, 1),
+        "rows": rows,
+      }
+    )
+  )
+
+
+def _compare() -> None:
+  """Print the modes of a preset."""
   from jaxrl_async.simulation import throughput
 
   cluster = _cluster()
@@ -118,6 +178,14 @@ def main() -> None:
       }
     )
   )
+
+
+def main() -> None:
+  """Print a table."""
+  if command_line.WORKDIR.value:
+    _advise()
+  else:
+    _compare()
 
 
 if __name__ == "__main__":

@@ -243,6 +243,17 @@ def test_a_replica_that_fails_is_started_again(make_world):
   assert any("LookupError: no such page" in note for note in world.notes)
 
 
+def test_a_process_that_failed_unheard_ends_when_it_is_attached(make_world):
+  """As after a restart of the trainer, on a cluster that outlives it."""
+  world = make_world(num_replicas=1)
+  handle = world.launch(0)
+  handle.process._fail(LookupError("no such page"))
+  attached = handle.attach("replica 0", world.spec)
+  with pytest.raises(remote.ReplicaFailed, match="no such page"):
+    attached.result(fleet_world.DEADLINE_S)
+  assert handle.is_orphaned.is_set()
+
+
 def test_if_all_replicas_fail_over_and_over_the_run_ends(make_world):
   world = make_world(num_replicas=1)
   world.begin()

@@ -1,4 +1,4 @@
-"""The controller on a virtual clock: faults, and what holds in spite of them."""
+"""The controller on a virtual clock: faults, and what holds all the same."""
 
 import random
 
@@ -16,7 +16,7 @@ from jaxrl_async.simulation import controller
 from jaxrl_async.simulation import event_loop
 from jaxrl_async.simulation import seeds
 
-SEEDS = 300
+SEEDS = 200
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def unchecked():
   jaxtyping.config.update("jaxtyping_disable", False)
 
 
-def test_some_hundred_seeds_keep_every_invariant():
+def test_many_seeds_keep_every_invariant():
   found = seeds.run(range(SEEDS))
   assert not found.failures
   assert found.num_seeds == SEEDS
@@ -35,7 +35,7 @@ def test_some_hundred_seeds_keep_every_invariant():
   assert found.faults.keys() == {
     "die", "leave", "fail", "silence", "slow", "restart",
   }  # fmt: skip
-  assert min(found.faults.values()) >= 10, found.faults
+  assert min(found.faults.values()) >= 5, found.faults
   assert len(found.seen) == 3 and min(found.seen.values()) >= 10, found.seen
 
 
@@ -44,15 +44,15 @@ def test_ten_thousand_seeds_keep_every_invariant():
   assert not seeds.run(range(SEEDS, SEEDS + 10_000)).failures
 
 
-def record(seed):
-  world = controller.World(case_lib.of_seed(seed))
+def record(seed, directory):
+  world = controller.World(case_lib.of_seed(seed), directory)
   world.run()
-  return world.loop.num_events, world.loop.now, bytes(world.ledger_bytes)
+  return world.loop.num_events, world.loop.now, world.ledger_bytes()
 
 
-def test_a_seed_is_the_same_run_every_time():
-  assert [record(seed) for seed in range(20)] == [
-    record(seed) for seed in range(20)
+def test_a_seed_is_the_same_run_every_time(tmp_path):
+  assert [record(seed, tmp_path) for seed in range(15)] == [
+    record(seed, tmp_path) for seed in range(15)
   ]
 
 
@@ -75,16 +75,16 @@ def test_a_bound_that_is_one_too_large_is_found(monkeypatch):
   assert first_failure().startswith("bound")
 
 
-def test_a_group_too_many_is_found(monkeypatch):
+def test_a_batch_that_leaves_too_much_behind_is_found(monkeypatch):
+  fits = schedule.fits
   monkeypatch.setattr(
     schedule,
     "fits",
-    lambda num_due, step, groups_per_step: (
-      not num_due
-      or sum(num_due.values()) <= (max(num_due) - step + 1) * groups_per_step + 1
+    lambda num_due, step, groups_per_step: fits(
+      num_due, max(0, step - 1), groups_per_step
     ),
   )
-  assert first_failure() is not None
+  assert first_failure().split(":")[0] in ("bound", "wait")
 
 
 def silently(method):
@@ -104,14 +104,28 @@ def silently(method):
 def test_a_lost_wakeup_is_found(monkeypatch, name):
   method = getattr(buffer_lib.Buffer, name)
   monkeypatch.setattr(buffer_lib.Buffer, name, silently(method))
-  assert first_failure().startswith("deadlock")
+  assert first_failure().split(":")[0] in ("deadlock", "wait")
 
 
 def test_a_lease_that_is_not_returned_is_found(monkeypatch):
   monkeypatch.setattr(
     coordinator_lib.Coordinator, "drained", lambda self, drained: None
   )
-  assert first_failure().startswith("deadlock")
+  assert first_failure().startswith("lease")
+
+
+def test_a_lease_that_never_ends_is_found(monkeypatch):
+  monkeypatch.setattr(fleet_lib.Fleet, "_look_for_silence", lambda self: None)
+  assert first_failure().startswith("lease")
+
+
+def test_a_replica_that_is_given_too_much_is_found(monkeypatch):
+  monkeypatch.setattr(
+    fleet_lib._Member,
+    "room",
+    property(lambda self: 0 if self.ask is None else self.ask.room),
+  )
+  assert first_failure() is not None
 
 
 def test_room_that_is_never_given_back_is_found(monkeypatch):
@@ -146,34 +160,6 @@ def test_a_group_that_is_trained_twice_is_found(monkeypatch):
 
   monkeypatch.setattr(buffer_lib.Buffer, "_pop_finished", keep)
   assert first_failure() is not None
-
-
-def test_refused_reports_that_are_taken_are_found(monkeypatch):
-  """What a replica says after it has lost its lease."""
-  report = coordinator_lib.Coordinator.report
-
-  def take_all(self, message):
-    for written in message.written:
-      running = self._running.get(written.group)
-      if running is not None and running.replica is not None:
-        running.replica = message.replica
-    return report(self, message)
-
-  monkeypatch.setattr(coordinator_lib.Coordinator, "report", take_all)
-  assert first_failure() is not None
-
-
-def test_a_call_that_is_read_with_the_wrong_version_is_found(monkeypatch):
-  """Groups that wait for a replica may not go to one that is behind."""
-  next_group = coordinator_lib.Coordinator._next_group
-
-  def any_group(self, version):
-    for running in self._waiting.values():
-      return self._waiting.pop(running.admission.index)
-    return next_group(self, version)
-
-  monkeypatch.setattr(coordinator_lib.Coordinator, "_next_group", any_group)
-  assert first_failure(2 * SEEDS) is not None
 
 
 def test_sequences_that_are_forgotten_are_found(monkeypatch):

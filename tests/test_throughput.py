@@ -20,12 +20,13 @@ CLUSTER = throughput.Cluster(
   num_devices=8,
   groups_per_step=12,
   group_size=4,
-  lengths=throughput.Lengths(median=1_000, sigma=0.0, limit=2_000),
+  lengths=throughput.Lengths(median=1_000.0, sigma=0.0, limit=2_000),
   slots=8,
   step_s=0.01,
   cached_s=0.0,
   adopt_s=0.0,
   train_device_s=1e-3,
+  call_tokens=100,
 )
 TOKENS = 48_000
 
@@ -40,7 +41,7 @@ def unchecked():
 
 def step_s(mode, bound=0, **changes):
   cluster = dataclasses.replace(CLUSTER, **changes)
-  found = throughput.predict(cluster, mode, bound, call_tokens=100)
+  found = throughput.predict(cluster, mode, bound)
   assert found.tokens_per_s == pytest.approx(TOKENS / found.step_s)
   return found.step_s
 
@@ -65,7 +66,7 @@ def test_a_bound_holds_back_what_takes_longer_than_its_steps():
   """A batch of a bound of 1 is two steps on its way, however short they are."""
   long = dataclasses.replace(CLUSTER, slots=64, train_device_s=1e-4)
   found = {
-    bound: throughput.predict(long, ASYNC, bound, call_tokens=100).step_s
+    bound: throughput.predict(long, ASYNC, bound).step_s
     for bound in (0, 1, 3, 20)
   }
   assert found[0] == pytest.approx(12.4, rel=0.01)
@@ -75,13 +76,16 @@ def test_a_bound_holds_back_what_takes_longer_than_its_steps():
 
 
 def test_waiting_for_running_sequences_costs_slots():
-  spread = throughput.Lengths(median=800, sigma=1.0, limit=8_000)
-  changes = {"lengths": spread, "train_device_s": 1e-5, "slots": 8}
+  spread = throughput.Lengths(median=800.0, sigma=1.0, limit=8_000)
+  changes = {
+    "lengths": spread,
+    "train_device_s": 1e-5,
+    "slots": 8,
+    "call_tokens": 50,
+  }
   cluster = dataclasses.replace(CLUSTER, **changes)
   rates = [
-    throughput.predict(
-      cluster, ASYNC, 4, interrupts=interrupts, call_tokens=50
-    ).generated_per_s
+    throughput.predict(cluster, ASYNC, 4, interrupts=interrupts).generated_per_s
     for interrupts in (True, False)
   ]
   assert rates[0] > 1.05 * rates[1]

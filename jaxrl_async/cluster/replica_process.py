@@ -123,6 +123,9 @@ class ReplicaProcess:
     """
     self._called_s = time.monotonic()
     self._timeout_s = spec.coordinator_timeout_s
+    if self._failure is not None:
+      # It failed when nobody listened. A new process has to take its place.
+      self._on_orphaned()
     self._do(self._attach, name, spec)
 
   def collect(self) -> remote.Said:

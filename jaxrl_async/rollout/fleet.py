@@ -465,14 +465,16 @@ class Fleet:
   def _hand_out(self) -> None:
     """Give each group to the replica with the most room."""
     turns: dict[int, list[messages.Turn]] = {m.place: [] for m in self._members}
-
-    def give(place: int) -> int:
-      member = self._members[place]
-      ask = messages.Ask(replica=member.name, version=member.version, room=1)
-      work = self.coordinator.admit(ask)
-      turns[place] += work.turns
-      return len(work.turns)
-
-    most_room.share_out({m.place: m.room for m in self._members}, give)
+    rooms = {member.place: member.room for member in self._members}
+    most_room.share_out(rooms, functools.partial(self._give, turns))
     for member in self._members:
       self._deliver(member, messages.Work(turns=tuple(turns[member.place])))
+
+  def _give(self, turns: dict[int, list[messages.Turn]], place: int) -> int:
+    """Add the turns of a group for a place, and return how many there are."""
+    member = self._members[place]
+    work = self.coordinator.admit(
+      messages.Ask(replica=member.name, version=member.version, room=1)
+    )
+    turns[place] += work.turns
+    return len(work.turns)

@@ -25,13 +25,13 @@ class Fault:
       code raises. "silence": it goes on, but is not heard for longer than its
       lease. "slow": its calls take five times as long from then on. "restart":
       the trainer's process ends, and another goes on from the last checkpoint.
-    place: of the replica, or 0.
+    place: of the replica; None is the one with the newest version.
   """
 
   step: int
   delay_s: float
   kind: str
-  place: int
+  place: int | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,6 +110,7 @@ def _faults(
   faults = []
   for _ in range(rng.choice((0, 1, 2, 3, 4))):
     kind, place = rng.choice(kinds), rng.randrange(num_replicas)
+    is_newest = kind in ("die", "silence") and rng.random() < 0.5
     if kind == "fail" and place == 0:
       kind = "die"  # a run ends if all replicas fail over and over
     faults.append(
@@ -117,7 +118,7 @@ def _faults(
         step=rng.randrange(num_steps),
         delay_s=rng.choice(_DELAYS_S) * rng.random(),
         kind=kind,
-        place=place,
+        place=None if is_newest else place,
       )
     )
   return tuple(faults)
@@ -144,7 +145,7 @@ def of_seed(seed: int) -> Case:
     adopt_s=rng.choice((0.0, 0.5, 2.0)),
     reward_s=rng.choice((0.0, 0.2, 2.0)),
     message_s=rng.choice((0.01, 0.3)),
-    late_frac=rng.choice((0.0, 0.0, 0.1)),
+    late_frac=rng.choice((0.0, 0.0, 0.3)),
     late_s=rng.choice((0.0, 0.0, 5.0)),
     script=script_lib.Script(
       seed=seed,

@@ -7,6 +7,7 @@ which take random times and have faults.
 """
 
 import collections
+from collections.abc import Generator
 import dataclasses
 import pathlib
 import random
@@ -122,7 +123,7 @@ class World:
     return (self.directory / "ledger.jsonl").read_bytes()
 
   def schedule_faults(self, version: int) -> None:
-    """Let those faults happen that follow a version, if it is the first time."""
+    """Let the faults after a version happen, if it is the first time."""
     for fault in self._faults.pop(version, ()):
       self.loop.after(fault.delay_s, self._happen, fault)
 
@@ -136,7 +137,8 @@ class World:
 
   def _happen(self, fault: case_lib.Fault) -> None:
     """Let something go wrong."""
-    process = self.processes.get(fault.place)
+    place = self._newest() if fault.place is None else fault.place
+    process = self.processes.get(place)
     if fault.kind == "restart":
       if self.start.has_ended:
         return
@@ -159,9 +161,18 @@ class World:
     else:
       if fault.kind == "leave":
         absence_s = modelled_replica.MOST_ABSENCE_S
-        self.absence_s[fault.place] = absence_s * self.loop.rng.random()
+        self.absence_s[place] = absence_s * self.loop.rng.random()
       process.die()
     self.faults[fault.kind] += 1
+
+  def _newest(self) -> int:
+    """Return the place of the replica with the newest version."""
+    versions = {
+      place: process.replica.version
+      for place, process in self.processes.items()
+      if process.replica is not None
+    }
+    return max(versions, key=lambda place: versions[place], default=0)
 
   def _stop(self) -> None:
     """End the trainer's process; another one starts later."""
@@ -248,7 +259,7 @@ class Start:
       end_step=case.num_steps,
       new_condition=loop.condition,
     )
-    self._loading = self._loader.waits()
+    self._loading: Generator[None, None, None] = self._loader.waits()
     self.channel.publish(self.version)
     self.buffer.set_policy_version(self.version)
     for process in self._processes():
@@ -340,6 +351,7 @@ class Start:
     self.has_ended = True
     for process in self._processes():
       process.end()
+    self._loading.close()
     self.ledger.close()
 
   def moving(self) -> tuple[object, ...]:

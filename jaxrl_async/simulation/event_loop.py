@@ -102,7 +102,7 @@ class Process:
     """Give the process a turn soon, unless it works or has ended."""
     if self._is_running:
       self._is_woken = True
-    elif not self._is_working:
+    elif not (self._is_working or self._has_ended):
       self._set_alarm(self._loop.jitter_s())
 
   def end(self) -> None:

@@ -1,8 +1,8 @@
 """Clusters whose speed is predicted: AReaL's, and TPU slices.
 
 The rates of a decode step follow from the architecture and from the rates of a
-chip: all weights and all cached tokens are read once in a step. Those of a train
-step are measured or compiled, as `docs/scaling.md` says of each.
+chip: all weights and all cached tokens are read once in a step. Those of a
+train step are published or compiled, as `docs/simulation.md` says of each.
 """
 
 import dataclasses
@@ -37,10 +37,10 @@ class Model:
 
   params: float
   layers: int
-  cached_bytes: float
+  cached_bytes: int
 
 
-# H800: the data sheet. layer_s is calibrated; see docs/scaling.md.
+# H800: the data sheet. layer_s is calibrated; see docs/simulation.md.
 H800 = Chip(
   flops_per_s=989e12,
   bytes_per_s=3.35e12,
@@ -80,9 +80,9 @@ MODELS = {
 }
 # Calibrated with the mean length that the paper's throughput and hours of 1.5B
 # have in common.
-AREAL_LENGTHS = throughput.Lengths(median=7_150, sigma=0.8, limit=27_648)
-_CODE_LENGTHS = throughput.Lengths(median=16_000, sigma=0.8, limit=27_648)
-_TPU_LENGTHS = throughput.Lengths(median=3_000, sigma=0.8, limit=7_168)
+AREAL_LENGTHS = throughput.Lengths(median=7_150.0, sigma=0.8, limit=27_648)
+_CODE_LENGTHS = throughput.Lengths(median=16_000.0, sigma=0.8, limit=27_648)
+_TPU_LENGTHS = throughput.Lengths(median=3_000.0, sigma=0.8, limit=7_168)
 _MAX_SLOTS = 512
 _MEMORY_FRAC = 0.85
 
@@ -214,13 +214,13 @@ def areal(name: str) -> throughput.Cluster:
   )
 
 
-# Seconds of `proximal` and `update` in the table of docs/scaling.md, the devices
-# that they are of, the devices of a replica, and its slots: all at 8k tokens.
+# Seconds of `proximal` and `update` at 8k tokens in the table of
+# docs/scaling.md, the devices that they are of, and the devices of a replica.
 _TPU_ROWS = {
-  "1p5b_v5e": (16.432 + 61.619, 4, 1, 8),
-  "1p5b_v5p": (14.105 + 52.893, 2, 1, 8),
-  "7b_v5p": (32.304 + 120.521, 4, 2, 16),
-  "32b_v5p": (36.089 + 109.155, 32, 8, 16),
+  "1p5b_v5e": (16.432 + 61.619, 4, 1),
+  "1p5b_v5p": (14.105 + 52.893, 2, 1),
+  "7b_v5p": (32.304 + 120.521, 4, 2),
+  "32b_v5p": (36.089 + 109.155, 32, 8),
 }
 _ROW_TOKENS = 512 * 8_192
 
@@ -228,7 +228,7 @@ _ROW_TOKENS = 512 * 8_192
 def tpu(name: str, num_devices: int) -> throughput.Cluster:
   """Return a cluster of TPU chips with the rates of a compiled config."""
   size, kind = name.split("_")
-  train_s, num_training, devices_per_replica, _ = _TPU_ROWS[name]
+  train_s, num_training, devices_per_replica = _TPU_ROWS[name]
   return cluster(
     MODELS[size],
     TPUS[kind],

@@ -12,6 +12,7 @@ the replica with the most room, as by the fleet.
 import collections
 import dataclasses
 import enum
+import functools
 import random
 
 import numpy as np
@@ -58,7 +59,7 @@ class Lengths:
   def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
     """Return the lengths of completions."""
     drawn = rng.lognormal(np.log(self.median), self.sigma, count)
-    return np.clip(drawn, 1, self.limit).astype(np.int64)
+    return np.clip(np.rint(drawn), 1, self.limit).astype(np.int64)
 
   def mean(self) -> float:
     """Return the mean tokens of a completion."""
@@ -71,6 +72,16 @@ class Lengths:
 
   def _sample(self) -> np.ndarray:
     return self.draw(np.random.default_rng(0), 20_000).astype(float)
+
+
+def lognormal(mean: float, deviation: float, *, limit: int) -> Lengths:
+  """Return lengths with this mean and standard deviation, before the cut."""
+  variance = float(np.log1p((deviation / mean) ** 2))
+  return Lengths(
+    median=mean * float(np.exp(-variance / 2)),
+    sigma=variance**0.5,
+    limit=limit,
+  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,6 +103,7 @@ class Cluster:
     adopt_s: seconds in which a replica decodes nothing for new weights, besides
       `recompute_s`.
     train_device_s: seconds of a device for a trained token.
+    call_tokens: tokens of a sequence in a call, after which slots are filled.
     switch_s: seconds in which devices that do both change from generating to
       training and back.
   """
@@ -109,6 +121,7 @@ class Cluster:
   recompute_s: float = 0.0
   adopt_s: float = 1.0
   train_device_s: float
+  call_tokens: int = 256
   switch_s: float = 0.0
 
   def num_replicas(self, mode: Mode) -> int:
@@ -186,7 +199,7 @@ class _Replica:
     self._enter()
     if not len(self._left):
       return spent_s or None
-    count = min(run.call_tokens, int(self._left.max()))
+    count = min(cluster.call_tokens, int(self._left.max()))
     cached = float(self._written.sum()) + len(self._left) * count / 2
     step_s = cluster.step_s + cluster.slot_s * len(self._left)
     spent_s += count * (step_s + cluster.cached_s * cached)
@@ -226,10 +239,8 @@ class _Run:
     num_steps: int,
     seed: int,
     interrupts: bool,
-    call_tokens: int,
   ):
     self.cluster, self.mode, self.interrupts = cluster, mode, interrupts
-    self.call_tokens = call_tokens
     self.loop = loop = event_loop.Loop(random.Random(seed))
     self._rng = np.random.default_rng(seed)
     self.version = 0
@@ -279,18 +290,18 @@ class _Run:
     newest = max((r.version for r in ready), default=-1)
     if newest < 0 or not self.buffer.wait_for_admission(newest, UNBOUNDED, 0.0):
       return
-
-    def give(place: int) -> int:
-      replica = ready[place]
-      admission = self.buffer.try_admit(replica.version)
-      if admission is None:
-        return 0
-      self._begin(replica, admission)
-      return self.cluster.group_size
-
-    most_room.share_out({i: r.room for i, r in enumerate(ready)}, give)
+    rooms = {place: replica.room for place, replica in enumerate(ready)}
+    most_room.share_out(rooms, functools.partial(self._give, ready))
     # Parks until a place is free, if that is what was missing.
     self.buffer.wait_for_admission(newest, UNBOUNDED, 0.0)
+
+  def _give(self, ready: list[_Replica], place: int) -> int:
+    """Give a group to a replica, and return its size; 0 if there is none."""
+    admission = self.buffer.try_admit(ready[place].version)
+    if admission is None:
+      return 0
+    self._begin(ready[place], admission)
+    return self.cluster.group_size
 
   def _begin(self, replica: _Replica, admission: types.Admission) -> None:
     size = self.cluster.group_size
@@ -363,7 +374,6 @@ def predict(
   skip: int = 8,
   seed: int = 0,
   interrupts: bool | None = None,
-  call_tokens: int = 256,
 ) -> Prediction:
   """Return what a cluster does.
 
@@ -376,7 +386,6 @@ def predict(
     seed: of the lengths.
     interrupts: whether sequences continue under new weights; None leaves it to
       the mode.
-    call_tokens: tokens of each sequence in a replica's turn.
   """
   if mode is not Mode.ASYNCHRONOUS:
     max_staleness = 0 if mode is Mode.SYNCHRONOUS else 1
@@ -389,7 +398,6 @@ def predict(
     num_steps=num_steps,
     seed=seed,
     interrupts=interrupts,
-    call_tokens=call_tokens,
   ).run()
   start_s, _, before, _ = ended[skip - 1]
   end_s, _, after, _ = ended[-1]

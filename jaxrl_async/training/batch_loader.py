@@ -7,7 +7,7 @@ it. With max_staleness = 0 the buffer does not allow it before step s is done,
 so that nothing is prepared ahead.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 import dataclasses
 import threading
 import time
@@ -102,7 +102,7 @@ class BatchLoader(Generic[Prepared]):
     for _ in self.waits():
       pass
 
-  def waits(self) -> Iterator[None]:
+  def waits(self) -> Generator[None, None, None]:
     """Do what `run` does, and yield after each wait that was in vain."""
     try:
       for step in self._steps:
