@@ -153,7 +153,7 @@ class Buffer:
       max_staleness: the bound for groups that are admitted from now on, until
         `set_max_staleness` changes it.
       clock: seconds; used by `waiting` only.
-      new_condition: makes the condition; a simulation has one of its own.
+      new_condition: makes the condition; on another clock, of another kind.
     """
     self._groups_per_step = groups_per_step
     self._max_staleness = max_staleness

@@ -156,7 +156,7 @@ class RemoteLink:
 
     Args:
       name: of the replica.
-      new_condition: makes the condition; a simulation has one of its own.
+      new_condition: makes the condition; on another clock, of another kind.
     """
     self.name = name
     self._condition = new_condition()

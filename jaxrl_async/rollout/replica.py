@@ -68,7 +68,7 @@ class Replica:
       channel: the channel through which it gets new weights.
       tokenizer: of the policy, to find the texts that end turns.
       requests: client requests to serve beside the turns, if any.
-      fetch: begins to fetch a version; a simulation has one without a thread.
+      fetch: begins to fetch a version.
     """
     self.name = name
     self.scheduler = scheduler

@@ -82,15 +82,12 @@ class Case:
 
 def _sizes(rng: random.Random) -> decode_state_lib.EngineSizes:
   num_slots = rng.randint(1, 5)
-  pages = {}
+  num_pages = page_tokens = 0
   if rng.random() < 0.2:
     # A page of four tokens; the longest sequence always fits alone.
     page_tokens = 4
     fewest = _CACHE_TOKENS // page_tokens
-    pages = {
-      "num_pages": rng.randint(fewest, fewest * num_slots),
-      "page_tokens": page_tokens,
-    }
+    num_pages = rng.randint(fewest, fewest * num_slots)
   return decode_state_lib.EngineSizes(
     num_slots=num_slots,
     cache_tokens=_CACHE_TOKENS,
@@ -99,7 +96,8 @@ def _sizes(rng: random.Random) -> decode_state_lib.EngineSizes:
     prefill_buckets=(_CACHE_TOKENS // 2, _CACHE_TOKENS),
     window_buckets=(_CACHE_TOKENS,),
     prefill_chunk=4 if rng.random() < 0.1 else 0,
-    **pages,
+    num_pages=num_pages,
+    page_tokens=page_tokens,
   )
 
 

@@ -96,7 +96,7 @@ class World:
     self._faults: dict[int, list[case_lib.Fault]] = {}
     for fault in case.faults:
       self._faults.setdefault(fault.step, []).append(fault)
-    self.start = Start(self, self.checkpoint)
+    self.start: Start  # the present one, or the last one while there is none
     self._moved: tuple[object, float] = None, 0.0
 
   def run(self) -> int:
@@ -105,6 +105,7 @@ class World:
     Raises:
       Violation: an invariant does not hold.
     """
+    self.start = Start(self, self.checkpoint)
     self.schedule_faults(0)
     try:
       while self.start.version < self.case.num_steps:

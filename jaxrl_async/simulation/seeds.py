@@ -5,11 +5,10 @@ from collections.abc import Iterable
 import dataclasses
 import pathlib
 import tempfile
-import time
 
 from jaxrl_async.simulation import case as case_lib
 from jaxrl_async.simulation import controller
-from jaxrl_async.simulation import invariants
+from jaxrl_async.simulation import invariants as invariants_lib
 
 _MEMORY = pathlib.Path("/dev/shm")  # holds the files, where there is one
 # What the real code raises if it is used, or works, in a wrong way.
@@ -33,7 +32,6 @@ class Summary:
     num_groups: groups that ended.
     faults: how often each kind of fault has happened.
     seen: how many trained groups were of interest, and why.
-    wall_s: seconds of the real clock.
   """
 
   num_seeds: int = 0
@@ -45,7 +43,6 @@ class Summary:
   seen: collections.Counter[str] = dataclasses.field(
     default_factory=collections.Counter
   )
-  wall_s: float = 0.0
 
   @property
   def num_deadlocks(self) -> int:
@@ -56,15 +53,25 @@ class Summary:
 def run(seeds: Iterable[int], most_failures: int = 10) -> Summary:
   """Run the cases of these seeds, until so many have failed."""
   summary = Summary()
-  start_s = time.perf_counter()
   memory = str(_MEMORY) if _MEMORY.is_dir() else None
   with tempfile.TemporaryDirectory(dir=memory) as directory:
     for seed in seeds:
       _run(seed, pathlib.Path(directory), summary)
       if len(summary.failures) >= most_failures:
         break
-  summary.wall_s = time.perf_counter() - start_s
   return summary
+
+
+def joined(summaries: Iterable[Summary]) -> Summary:
+  """Return the sum of what came of several sets of seeds."""
+  total = Summary()
+  for one in summaries:
+    total.num_seeds += one.num_seeds
+    total.num_groups += one.num_groups
+    total.failures |= one.failures
+    total.faults += one.faults
+    total.seen += one.seen
+  return total
 
 
 def _run(seed: int, directory: pathlib.Path, summary: Summary) -> None:
@@ -72,7 +79,7 @@ def _run(seed: int, directory: pathlib.Path, summary: Summary) -> None:
   world = controller.World(case_lib.of_seed(seed), directory)
   try:
     summary.num_groups += world.run()
-  except invariants.Violation as violation:
+  except invariants_lib.Violation as violation:
     summary.failures[seed] = str(violation)
   except _ERRORS as error:
     summary.failures[seed] = f"{type(error).__name__}: {error}"

@@ -106,7 +106,11 @@ class Rewards(service_lib.RewardService):
     delay_s = self._most_s * self._loop.rng.random()
     self._loop.after(delay_s, self._wake)
     rewards = self._script.rewards(item["number"], len(trajectories))
-    outcome = rewards or service_lib.RewardFailure("error: it is simulated")
+    outcome: list[types.Reward] | service_lib.RewardFailure
+    if rewards is None:
+      outcome = service_lib.RewardFailure("error: it is simulated")
+    else:
+      outcome = rewards
     return _Score(self._loop, self._loop.now + delay_s, outcome)
 
 

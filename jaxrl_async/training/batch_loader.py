@@ -61,7 +61,7 @@ class BatchLoader(Generic[Prepared]):
       prepare: makes a batch of the groups of a step.
       first_step: the first step that has not taken its batch.
       end_step: the number of steps of the run.
-      new_condition: makes the condition; a simulation has one of its own.
+      new_condition: makes the condition; on another clock, of another kind.
     """
     self._buffer = buffer
     self._prepare = prepare
