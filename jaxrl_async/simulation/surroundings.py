@@ -74,13 +74,13 @@ class _Score(service_lib.ScoreHandle):
   ):
     self._loop = loop
     self._done_s = done_s
-    self._outcome = outcome
+    self._scored = outcome
 
   def done(self) -> bool:
     return self._loop.now >= self._done_s
 
   def result(self) -> list[types.Reward] | service_lib.RewardFailure:
-    return self._outcome
+    return self._scored
 
 
 class Rewards(service_lib.RewardService):
