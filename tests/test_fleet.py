@@ -135,7 +135,7 @@ def test_what_a_silent_replica_says_late_is_refused(make_world):
   assert "replica 0 #2 ready" in world.fleet.status()
   groups += world.train(NUM_STEPS, first=1 + NUM_STEPS)
   check(world, groups)
-  assert silent.process._attached.replica.name == "replica 0 #2"
+  assert silent.process._attachment.attached.replica.name == "replica 0 #2"
   metrics = world.fleet.metrics()
   assert metrics["rollout/replicas"] == 2
   assert metrics["rollout/refused_tokens"] == world.coordinator.refused_tokens
@@ -236,11 +236,22 @@ def test_a_replica_that_fails_is_started_again(make_world):
   def fail():
     raise LookupError("no such page")
 
-  world.handles[1].process._attached.replica.feed = fail
+  world.handles[1].process._attachment.attached.replica.feed = fail
   groups += world.train(NUM_STEPS, first=1)
   until(lambda: len(world.handles) == 3, "a third replica")
   check(world, groups)
   assert any("LookupError: no such page" in note for note in world.notes)
+
+
+def test_a_process_that_failed_unheard_ends_when_it_is_attached(make_world):
+  """As after a restart of the trainer, on a cluster that outlives it."""
+  world = make_world(num_replicas=1)
+  handle = world.launch(0)
+  handle.process._fail(LookupError("no such page"))
+  attached = handle.attach("replica 0", world.spec)
+  with pytest.raises(remote.ReplicaFailed, match="no such page"):
+    attached.result(fleet_world.DEADLINE_S)
+  assert handle.is_orphaned.is_set()
 
 
 def test_if_all_replicas_fail_over_and_over_the_run_ends(make_world):
@@ -276,18 +287,19 @@ def test_after_a_rollback_replicas_adopt_the_older_version(make_world):
   first.train(3)
   handle = first.handles[0]
   until(
-    lambda: handle.process._attached.replica.version == 3, "the third version"
+    lambda: handle.process._attachment.attached.replica.version == 3,
+    "the third version",
   )
   first.fleet.stop()  # as if its process had ended
   first.thread.join(fleet_world.DEADLINE_S)
   second = make_world(num_replicas=1)
   second.fleet._launch = lambda place: handle
   second.begin()
-  engine = handle.process._attached.engine
+  engine = handle.process._attachment.engine
   groups = second.train(2)
   check(second, groups)
-  assert handle.process._attached.replica.version <= 2
-  assert handle.process._attached.engine is engine
+  assert handle.process._attachment.attached.replica.version <= 2
+  assert handle.process._attachment.engine is engine
   first.handles.clear()
   first.fleet._members[0].handle = None
 
@@ -332,7 +344,7 @@ def test_an_evaluation_is_the_same_whoever_answers(make_world):
 
 def until_ready(world, count):
   def ready():
-    world.fleet._take_events()
+    world.fleet._take_events(0.005)
     return world.fleet.num_ready == count
 
   until(ready, "replicas")

@@ -24,28 +24,22 @@ from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import answers as answers_lib
+from jaxrl_async.rollout import attached_replica
 from jaxrl_async.rollout import remote
 from jaxrl_async.rollout import replica as replica_lib
 
 _IDLE_S = 0.02
 _LOOK_S = 0.5
 _LOST_S = 2.0
-_MAX_ACTIVITIES = 256
 
 
-@dataclasses.dataclass(kw_only=True)
-class _Attached:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Attachment:
   """A replica under one name, and what it works with."""
 
   spec: replica_spec.ReplicaSpec
   engine: engine_lib.Engine
-  link: remote.RemoteLink
-  replica: replica_lib.Replica
-  busy: metrics_lib.BusyClock
-  wait_s: float = 0.0
-  reported_s: float = dataclasses.field(default_factory=time.monotonic)
-  said_s: float = 0.0  # by the clock `busy`, at the last `collect`
-  busy_s: float = 0.0  # as of then
+  attached: attached_replica.AttachedReplica
 
 
 class ReplicaProcess:
@@ -69,7 +63,7 @@ class ReplicaProcess:
     self._commands: queue.SimpleQueue[
       tuple[Callable[..., Any], tuple[Any, ...], futures.Future]
     ] = queue.SimpleQueue()
-    self._attached: _Attached | None = None
+    self._attachment: _Attachment | None = None
     self._listener: replica_world.Listener | None = None
     self._lead: led_replica.Lead | None = None
     self._failure: BaseException | None = None
@@ -129,6 +123,9 @@ class ReplicaProcess:
     """
     self._called_s = time.monotonic()
     self._timeout_s = spec.coordinator_timeout_s
+    if self._failure is not None:
+      # It failed when nobody listened. A new process has to take its place.
+      self._on_orphaned()
     self._do(self._attach, name, spec)
 
   def collect(self) -> remote.Said:
@@ -139,39 +136,18 @@ class ReplicaProcess:
     """
     self._called_s = time.monotonic()
     self._raise_failure()
-    this = self._attached
+    this = self._attachment
     assert this is not None
-    told, ask, received = this.link.collect(this.spec.heartbeat_s)
+    said = this.attached.collect(this.spec.heartbeat_s)
     self._raise_failure()
-    before_s, this.said_s = this.said_s, this.busy.now()
-    busy_s = metrics_lib.read({"": this.busy}).busy_s[""]
-    before_busy_s, this.busy_s = this.busy_s, busy_s
-    return remote.Said(
-      name=this.replica.name,
-      told=told,
-      ask=ask,
-      received=received,
-      version=this.replica.version,
-      totals={
-        **dataclasses.asdict(this.replica.scheduler.stats),
-        "wait_s": this.wait_s,
-        "adopt_s": this.replica.adopt_s,
-      },
-      busy_s=max(0.0, busy_s - before_busy_s),
-      activities=tuple(
-        remote.Activity(
-          this.said_s - one.start_s, this.said_s - one.end_s, one.activity
-        )
-        for one in this.busy.since(before_s, _MAX_ACTIVITIES)
-      ),
-    )
+    return said
 
   def deliver(self, delivery: remote.Delivery) -> None:
     """Take work for the replica."""
     self._called_s = time.monotonic()
-    this = self._attached
+    this = self._attachment
     if this is not None:
-      this.link.deliver(delivery)
+      this.attached.link.deliver(delivery)
 
   def answer(self, questions: remote.Questions) -> list[answers_lib.Written]:
     """Answer questions of an evaluation.
@@ -222,8 +198,8 @@ class ReplicaProcess:
       # here, and another replica takes its place.
       time.sleep(_LOST_S)
     self._failure = error
-    if self._attached is not None:
-      self._attached.link.wake()
+    if self._attachment is not None:
+      self._attachment.attached.link.wake()
 
   def _watch(self) -> None:
     """End the process when nobody calls any more."""
@@ -238,17 +214,19 @@ class ReplicaProcess:
     try:
       self._generate_until_the_end()
     finally:
-      if self._attached is not None:
-        self._attached.replica.close(has_failed=False)
+      if self._attachment is not None:
+        self._attachment.attached.replica.close(has_failed=False)
       self._has_ended.set()
 
   def _generate_until_the_end(self) -> None:
     while not self._is_ending.is_set():
       try:
-        command = self._commands.get(block=self._attached is None, timeout=None)
+        command = self._commands.get(
+          block=self._attachment is None, timeout=None
+        )
       except queue.Empty:
-        assert self._attached is not None
-        self._generate(self._attached)
+        assert self._attachment is not None
+        self._attachment.attached.round(_IDLE_S)
         continue
       function, arguments, future = command
       try:
@@ -257,10 +235,10 @@ class ReplicaProcess:
         future.set_exception(remote.ReplicaFailed(str(error)))
 
   def _attach(self, name: str, spec: replica_spec.ReplicaSpec) -> None:
-    before, self._attached = self._attached, None
+    before, self._attachment = self._attachment, None
     spec_before = engine = None
     if before is not None:
-      before.replica.close(has_failed=False)
+      before.attached.replica.close(has_failed=False)
       spec_before, engine = before.spec, before.engine
     # Frees the cache and the weights before there are others.
     del before
@@ -278,23 +256,24 @@ class ReplicaProcess:
       channel.lead = lead
     busy = metrics_lib.BusyClock()
     link = remote.RemoteLink(name)
-    self._attached = _Attached(
+    replica = replica_lib.Replica(
+      name,
+      link,
+      self._scheduler(
+        engine,
+        kv_on_adopt=spec.kv_on_adopt,
+        shared_tokens=spec.shared_tokens,
+        busy=busy,
+      ),
+      channel=channel,
+      tokenizer=spec.tokenizer,
+    )
+    self._attachment = _Attachment(
       spec=spec,
       engine=engine,
-      link=link,
-      replica=replica_lib.Replica(
-        name,
-        link,
-        self._scheduler(
-          engine,
-          kv_on_adopt=spec.kv_on_adopt,
-          shared_tokens=spec.shared_tokens,
-          busy=busy,
-        ),
-        channel=channel,
-        tokenizer=spec.tokenizer,
+      attached=attached_replica.AttachedReplica(
+        replica, link, busy=busy, report_every_s=spec.report_every_s
       ),
-      busy=busy,
     )
 
   def _scheduler(
@@ -304,33 +283,12 @@ class ReplicaProcess:
       return scheduler_lib.Scheduler(engine, **settings)
     return led_replica.LedScheduler(engine, self._lead, **settings)
 
-  def _generate(self, this: _Attached) -> None:
-    """Take work, make one step, and sometimes report what is half-written."""
-    replica = this.replica
-    if replica.may_adopt():
-      replica.adopt()
-    replica.feed()
-    if replica.can_step:
-      replica.step()
-    else:
-      start_s = time.monotonic()
-      if replica.version < 0:
-        replica.wait_for_weights(_IDLE_S)
-      else:
-        this.link.wait(_IDLE_S)
-      this.wait_s += time.monotonic() - start_s
-    now_s = time.monotonic()
-    if now_s - this.reported_s >= this.spec.report_every_s:
-      this.reported_s = now_s
-      replica.report_all()
-
   def _answer(self, questions: remote.Questions) -> list[answers_lib.Written]:
-    this = self._attached
+    this = self._attachment
     if this is None:
       raise remote.ReplicaFailed("it is not attached")
-    this.replica.adopt_version(questions.version, questions.timeout_s)
+    replica = this.attached.replica
+    replica.adopt_version(questions.version, questions.timeout_s)
     prompts = dict(zip(questions.numbers, questions.prompts, strict=True))
-    written = this.replica.answers(
-      prompts, questions.settings, questions.numbers
-    )
+    written = replica.answers(prompts, questions.settings, questions.numbers)
     return [one for step in written for one in step]

@@ -144,6 +144,7 @@ class Buffer:
     groups_per_step: int,
     max_staleness: int,
     clock: Callable[[], float] = time.monotonic,
+    new_condition: Callable[[], threading.Condition] = threading.Condition,
   ):
     """Create an empty buffer at step 0.
 
@@ -152,6 +153,7 @@ class Buffer:
       max_staleness: the bound for groups that are admitted from now on, until
         `set_max_staleness` changes it.
       clock: seconds; used by `waiting` only.
+      new_condition: makes the condition; on another clock, of another kind.
     """
     self._groups_per_step = groups_per_step
     self._max_staleness = max_staleness
@@ -167,7 +169,7 @@ class Buffer:
     self._is_closed = False
     self._error: BaseException | None = None
     self._waits: dict[int, tuple[str, str, float]] = {}
-    self._condition = threading.Condition()
+    self._condition = new_condition()
 
   @property
   def policy_version(self) -> int:

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import enum
 import functools
-import heapq
 import queue
 import time
 from typing import Any
@@ -27,6 +26,7 @@ from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import fleet_answers
 from jaxrl_async.rollout import gate as gate_lib
 from jaxrl_async.rollout import messages
+from jaxrl_async.rollout import most_room
 from jaxrl_async.rollout import remote
 from jaxrl_async.rollout import wire
 
@@ -237,7 +237,7 @@ class Fleet:
     while not self.num_ready:
       check()
       self._relaunch_lost()
-      self._take_events()
+      self._take_events(_POLL_S)
       waited_s = self._seconds() - self._started_s
       if waited_s > self._start_timeout_s:
         raise NoReplicaError(
@@ -259,27 +259,34 @@ class Fleet:
     try:
       while self._gate.passes():
         self._gate.show("listening")
-        self._round()
+        self.round(_POLL_S)
     except buffer_lib.BufferClosed:
       pass
     finally:
       self._gate.end()
 
-  def _round(self) -> None:
-    """Take what has happened, then hand out work."""
+  def round(self, timeout_s: float) -> None:
+    """Take what has happened, then hand out work.
+
+    Args:
+      timeout_s: how long to wait for something to happen.
+
+    Raises:
+      BufferClosed: the buffer is closed.
+      ReplicaFailed: all replicas have failed over and over.
+    """
     self._relaunch_lost()
-    self._take_events()
+    self._take_events(timeout_s)
     self._look_for_silence()
     self.coordinator.collect_scores()
     self._hand_out()
 
-  def _take_events(self) -> None:
+  def _take_events(self, timeout_s: float) -> None:
     """Wait a moment for an event, and take those that there are.
 
     Each replica has one at most. More would only be answers to what is asked
     here, and taking them too could keep the thread from handing out work.
     """
-    timeout_s = _POLL_S
     for _ in self._members:
       try:
         member, kind, future = self._events.get(timeout=timeout_s)
@@ -457,22 +464,17 @@ class Fleet:
 
   def _hand_out(self) -> None:
     """Give each group to the replica with the most room."""
-    # A heap of those with room, the largest first, and then by place.
-    heap = [(-m.room, m.place) for m in self._members if m.room > 0]
-    heapq.heapify(heap)
-    turns: dict[int, list[messages.Turn]] = {place: [] for _, place in heap}
-    while heap:
-      room, place = heap[0]
-      member = self._members[place]
-      work = self.coordinator.admit(
-        messages.Ask(replica=member.name, version=member.version, room=1)
-      )
-      turns[place] += work.turns
-      room += len(work.turns)
-      if work.turns and room < 0:
-        heapq.heapreplace(heap, (room, place))
-      else:
-        heapq.heappop(heap)
+    turns: dict[int, list[messages.Turn]] = {m.place: [] for m in self._members}
+    rooms = {member.place: member.room for member in self._members}
+    most_room.share_out(rooms, functools.partial(self._give, turns))
     for member in self._members:
-      if turns.get(member.place):
-        self._deliver(member, messages.Work(turns=tuple(turns[member.place])))
+      self._deliver(member, messages.Work(turns=tuple(turns[member.place])))
+
+  def _give(self, turns: dict[int, list[messages.Turn]], place: int) -> int:
+    """Add the turns of a group for a place, and return how many there are."""
+    member = self._members[place]
+    work = self.coordinator.admit(
+      messages.Ask(replica=member.name, version=member.version, room=1)
+    )
+    turns[place] += work.turns
+    return len(work.turns)

@@ -13,6 +13,7 @@ side, and `fleet.Fleet` turns them back on the coordinator's. Neither side waits
 for the other: the engine decodes while its reports are on the way.
 """
 
+from collections.abc import Callable
 from concurrent import futures
 import dataclasses
 import threading
@@ -146,10 +147,19 @@ class RemoteLink:
   transport call `collect` and `deliver`. A lock guards everything.
   """
 
-  def __init__(self, name: str):
-    """Create a link for a replica of this name."""
+  def __init__(
+    self,
+    name: str,
+    new_condition: Callable[[], threading.Condition] = threading.Condition,
+  ):
+    """Create a link for a replica of this name.
+
+    Args:
+      name: of the replica.
+      new_condition: makes the condition; on another clock, of another kind.
+    """
     self.name = name
-    self._condition = threading.Condition()
+    self._condition = new_condition()
     self._told: list[wire.PackedReport | messages.Adopted] = []
     self._ask: messages.Ask | None = None
     self._sent_ask: messages.Ask | None = None

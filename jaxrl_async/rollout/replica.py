@@ -5,7 +5,7 @@ them between two decode calls. It can serve client requests beside its turns. It
 knows of groups and episodes only what the messages contain.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import time
 
 from jaxrl_async import types
@@ -57,6 +57,7 @@ class Replica:
     channel: weight_transfer.WeightChannel,
     tokenizer: tokenizer_lib.Tokenizer,
     requests: client_requests.ClientRequests | None = None,
+    fetch: Callable[..., weight_fetch.WeightFetch] = weight_fetch.WeightFetch,
   ):
     """Create a replica.
 
@@ -67,6 +68,7 @@ class Replica:
       channel: the channel through which it gets new weights.
       tokenizer: of the policy, to find the texts that end turns.
       requests: client requests to serve beside the turns, if any.
+      fetch: begins to fetch a version.
     """
     self.name = name
     self.scheduler = scheduler
@@ -78,6 +80,7 @@ class Replica:
     self._channel = channel
     self._tokenizer = tokenizer
     self._requests = requests
+    self._begin_fetch = fetch
     self._fetch: weight_fetch.WeightFetch | None = None
     self._writing: dict[tuple[int, int], sequence_lib.Sequence] = {}
     self._num_known: dict[tuple[int, int], int] = {}
@@ -103,7 +106,7 @@ class Replica:
     It begins to fetch them as soon as they are published.
     """
     if self._fetch is None and self._channel.newest_version() > self.version:
-      self._fetch = weight_fetch.WeightFetch(
+      self._fetch = self._begin_fetch(
         self._channel, self.scheduler.engine, self.version
       )
     return self._fetch is not None and self._fetch.is_done

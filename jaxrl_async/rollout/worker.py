@@ -139,22 +139,34 @@ class RolloutWorker:
     has_failed = True
     try:
       while self._gate.passes():
-        if self.replica.may_adopt():
-          self._gate.show("adopting")
-          self.replica.adopt()
-        self.coordinator.collect_scores()
-        self.replica.feed()
-        if self.replica.can_step:
-          self._gate.show("decoding")
-          self.replica.step()
-        else:
-          self._wait()
+        self.round()
       has_failed = False
     except buffer_lib.BufferClosed:
       has_failed = False
     finally:
       self.replica.close(has_failed=has_failed)
       self._gate.end()
+
+  def round(self) -> bool:
+    """Adopt, finish groups and ask for others, and make one step or wait.
+
+    Returns:
+      Whether it made a step.
+
+    Raises:
+      BufferClosed: the buffer is closed.
+    """
+    if self.replica.may_adopt():
+      self._gate.show("adopting")
+      self.replica.adopt()
+    self.coordinator.collect_scores()
+    self.replica.feed()
+    if not self.replica.can_step:
+      self._wait()
+      return False
+    self._gate.show("decoding")
+    self.replica.step()
+    return True
 
   def _wait(self) -> None:
     """Wait for a question, weights, admission or scores.

@@ -7,7 +7,7 @@ it. With max_staleness = 0 the buffer does not allow it before step s is done,
 so that nothing is prepared ahead.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 import dataclasses
 import threading
 import time
@@ -52,15 +52,24 @@ class BatchLoader(Generic[Prepared]):
     *,
     first_step: int,
     end_step: int,
+    new_condition: Callable[[], threading.Condition] = threading.Condition,
   ):
-    """Create a loader of the batches of steps first_step to end_step - 1."""
+    """Create a loader of the batches of steps first_step to end_step - 1.
+
+    Args:
+      buffer: from which the groups are taken.
+      prepare: makes a batch of the groups of a step.
+      first_step: the first step that has not taken its batch.
+      end_step: the number of steps of the run.
+      new_condition: makes the condition; on another clock, of another kind.
+    """
     self._buffer = buffer
     self._prepare = prepare
     self._steps = range(first_step, end_step)
     self._ready: Loaded[Prepared] | None = None
     self._is_stopping = False
     self._has_ended = False
-    self._condition = threading.Condition()
+    self._condition = new_condition()
     self._status = "not started", time.perf_counter()
 
   def status(self) -> str:
@@ -84,21 +93,32 @@ class BatchLoader(Generic[Prepared]):
         lambda: self._ready is not None or self._has_ended, timeout_s
       )
       loaded, self._ready = self._ready, None
-      self._condition.notify_all()
+      if loaded is not None:
+        self._condition.notify_all()
       return loaded
 
   def run(self) -> None:
     """Load batches until the loader is stopped or the buffer is closed."""
+    for _ in self.waits():
+      pass
+
+  def waits(self) -> Generator[None, None, None]:
+    """Do what `run` does, and yield after each wait that was in vain."""
     try:
       for step in self._steps:
-        groups = self._take(step)
-        if groups is None:
-          return
+        self._show(f"waiting for a batch for step {step}")
+        while (groups := self._take(step)) is None:
+          if self._is_stopping:
+            return
+          yield
         taken_s = time.perf_counter()
         self._show(f"preparing the batch of step {step}")
         batch = self._prepare(groups, step)
         self._show(f"ready with the batch of step {step}")
-        if not self._hand_over(Loaded(batch=batch, taken_s=taken_s)):
+        self._offer(Loaded(batch=batch, taken_s=taken_s))
+        while not self._is_taken():
+          yield
+        if self._is_stopping:
           return
     except buffer_lib.BufferClosed:
       pass
@@ -109,19 +129,21 @@ class BatchLoader(Generic[Prepared]):
         self._condition.notify_all()
 
   def _take(self, step: int) -> list[types.RolloutGroup] | None:
-    self._show(f"waiting for a batch for step {step}")
-    while not self._is_stopping:
-      groups = self._buffer.get_batch(step, timeout_s=0.2)
-      if groups is not None:
-        return groups
-    return None
+    if self._is_stopping:
+      return None
+    return self._buffer.get_batch(step, timeout_s=0.2)
 
-  def _hand_over(self, loaded: Loaded[Prepared]) -> bool:
+  def _offer(self, loaded: Loaded[Prepared]) -> None:
     with self._condition:
       self._ready = loaded
       self._condition.notify_all()
-      self._condition.wait_for(lambda: self._ready is None or self._is_stopping)
-      return not self._is_stopping
+
+  def _is_taken(self) -> bool:
+    """Wait until the batch was taken or the loader is stopped."""
+    with self._condition:
+      return self._condition.wait_for(
+        lambda: self._ready is None or self._is_stopping
+      )
 
   def _show(self, status: str) -> None:
     self._status = status, time.perf_counter()

@@ -1,0 +1,481 @@
+"""The controller of a run on the virtual clock.
+
+Buffer, ledger, coordinator, fleet or rollout worker, replicas, schedulers and
+batch loader are the real ones, and so are the files of a checkpoint's groups.
+Engines, the trainer, rewards, questions and the way of messages are models,
+which take random times and have faults.
+"""
+
+import collections
+from collections.abc import Generator
+import dataclasses
+import pathlib
+import random
+
+from jaxrl_async import types
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import ledger as ledger_lib
+from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.rollout import coordinator as coordinator_lib
+from jaxrl_async.rollout import fleet as fleet_lib
+from jaxrl_async.rollout import rollout_side
+from jaxrl_async.rollout import worker as worker_lib
+from jaxrl_async.run import snapshot
+from jaxrl_async.simulation import case as case_lib
+from jaxrl_async.simulation import event_loop
+from jaxrl_async.simulation import invariants as invariants_lib
+from jaxrl_async.simulation import modelled_replica
+from jaxrl_async.simulation import surroundings
+from jaxrl_async.storage import outstanding as outstanding_lib
+from jaxrl_async.training import batch_loader
+
+_LOOK_S = 0.3
+_STALL_S = 80.0
+_MOST_EVENTS = 100_000
+# From the end of the trainer's process to the next one. No message takes so
+# long.
+_RESTART_S = 1.0
+_MAX_STALENESS = 3
+_NO_TOTALS = dataclasses.asdict(scheduler_lib.SchedulerStats()) | {
+  "wait_s": 0.0,
+  "adopt_s": 0.0,
+}
+
+Batch = tuple[int, list[types.RolloutGroup]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+  """What a start of the trainer continues from, besides the groups' files.
+
+  Attributes:
+    version: completed train steps.
+    next_index: of the next group.
+    ledger: its length and its totals.
+    num_tokens: tokens that were generated for groups.
+    num_prompts: questions that were taken.
+    trained: groups that were trained.
+    bounds: of the groups, by index.
+  """
+
+  version: int = 0
+  next_index: int = 0
+  ledger: ledger_lib.LedgerState = ledger_lib.LedgerState()
+  num_tokens: int = 0
+  num_prompts: int = 0
+  trained: frozenset[int] = frozenset()
+  bounds: tuple[tuple[int, int], ...] = ()
+
+
+class World:
+  """One run of a case: starts of the trainer, and replicas.
+
+  Attributes:
+    directory: for the ledger and the groups of the last checkpoint.
+    faults: how often each kind of fault has happened.
+    seen: how many trained groups were of interest, and why.
+  """
+
+  def __init__(self, case: case_lib.Case, directory: pathlib.Path):
+    """Create a world; nothing happens before `run`.
+
+    Args:
+      case: what happens.
+      directory: an empty one, or that of an earlier run.
+    """
+    self.case = case
+    self.directory = directory
+    self.loop = event_loop.Loop(random.Random(case.seed))
+    self.faults: collections.Counter[str] = collections.Counter()
+    self.seen: collections.Counter[str] = collections.Counter()
+    self.processes: dict[int, modelled_replica.ReplicaProcess] = {}
+    self.absence_s = {case.num_replicas - 1: case.late_s}
+    self.checkpoint = Checkpoint()
+    outstanding_lib.write(directory, [])
+    self._faults: dict[int, list[case_lib.Fault]] = {}
+    for fault in case.faults:
+      self._faults.setdefault(fault.step, []).append(fault)
+    self.start: Start  # the present one, or the last one while there is none
+    self._moved: tuple[object, float] = None, 0.0
+
+  def run(self) -> int:
+    """Run until all steps are trained, and return how many groups ended.
+
+    Raises:
+      Violation: an invariant does not hold.
+    """
+    self.start = Start(self, self.checkpoint)
+    self.schedule_faults(0)
+    try:
+      while self.start.version < self.case.num_steps:
+        if not self.loop.step() or self.loop.num_events > _MOST_EVENTS:
+          raise invariants_lib.Violation("deadlock", self.start.status())
+        self._look_for_stall()
+      self.start.check_balance()
+      return self.start.invariants.check_ledger(
+        self.ledger_bytes(), self.start.buffer.state().next_index
+      )
+    finally:
+      self.start.end()
+
+  def ledger_bytes(self) -> bytes:
+    """Return the content of the ledger."""
+    return (self.directory / "ledger.jsonl").read_bytes()
+
+  def schedule_faults(self, version: int) -> None:
+    """Let the faults after a version happen, if it is the first time."""
+    for fault in self._faults.pop(version, ()):
+      self.loop.after(fault.delay_s, self._happen, fault)
+
+  def _look_for_stall(self) -> None:
+    """Check that tokens or versions still come."""
+    moving = self.start.moving()
+    if moving != self._moved[0]:
+      self._moved = moving, self.loop.now
+    elif self.loop.now - self._moved[1] > _STALL_S:
+      raise invariants_lib.Violation("deadlock", self.start.status())
+
+  def _happen(self, fault: case_lib.Fault) -> None:
+    """Let something go wrong."""
+    place = self._newest() if fault.place is None else fault.place
+    process = self.processes.get(place)
+    if fault.kind == "restart":
+      if self.start.has_ended:
+        return
+      self._stop()
+    elif fault.kind == "slow" and not self.case.is_fleet:
+      self.start.pace = modelled_replica.SLOW
+    elif process is None or process.is_dead:
+      return
+    elif fault.kind == "slow":
+      process.is_slow = True
+    elif fault.kind == "silence":
+      longest = modelled_replica.MOST_SILENCE_S
+      process.silence_s = self.loop.rng.uniform(
+        modelled_replica.LEASE_S, longest
+      )
+    elif fault.kind == "fail":
+      if not self.start.may_replicas_fail:
+        return
+      process.has_failed = True
+    else:
+      if fault.kind == "leave":
+        absence_s = modelled_replica.MOST_ABSENCE_S
+        self.absence_s[place] = absence_s * self.loop.rng.random()
+      process.die()
+    self.faults[fault.kind] += 1
+
+  def _newest(self) -> int:
+    """Return the place of the replica with the newest version."""
+    versions = {
+      place: process.replica.version
+      for place, process in self.processes.items()
+      if process.replica is not None
+    }
+    return max(versions, key=lambda place: versions[place], default=0)
+
+  def _stop(self) -> None:
+    """End the trainer's process; another one starts later."""
+    self.start.end()
+    if not self.case.survives:
+      for process in self.processes.values():
+        process.die()
+      self.processes.clear()
+    self.loop.after(_RESTART_S, self._restart)
+
+  def _restart(self) -> None:
+    self.start = Start(self, self.checkpoint)
+
+  def launch(self, place: int) -> modelled_replica.Handle:
+    """Start the replica of a place, or find the one that is there."""
+    process = self.processes.get(place)
+    if process is None or process.is_dead:
+      process = modelled_replica.ReplicaProcess(self.loop, self.case)
+      self.processes[place] = process
+    start = self.start
+    return modelled_replica.Handle(
+      self.loop,
+      self.case,
+      process,
+      absence_s=self.absence_s.pop(place, 0.0),
+      wake=start.wake,
+      has_ended=lambda: start.has_ended,
+    )
+
+
+class Start:
+  """One start of the trainer's process, with all that lives in it.
+
+  Attributes:
+    has_ended: whether the process has ended.
+    version: completed train steps.
+    pace: times as long as usual take the calls of a replica that is in it.
+  """
+
+  def __init__(self, world: World, checkpoint: Checkpoint):
+    """Continue from a checkpoint, and publish its version."""
+    case, loop = world.case, world.loop
+    self.world, self.case, self.loop = world, case, loop
+    self.has_ended = False
+    self.version = checkpoint.version
+    self.pace = 1.0
+    self._base_tokens = checkpoint.num_tokens
+    self._training: Batch | None = None
+    self._rollout_process = (
+      event_loop.Process(loop, self._fleet_turn, poll_s=_LOOK_S)
+      if case.is_fleet
+      else event_loop.Process(loop, self._worker_turn, is_looping=True)
+    )
+    self._trainer_process = event_loop.Process(loop, self._train)
+    self._loader_process = event_loop.Process(loop, self._load)
+    self._condition = loop.condition()  # of the buffer
+    if case.is_fleet:
+      # The real one looks every few milliseconds.
+      self._condition.watch(self._rollout_process)
+    groups = outstanding_lib.read(world.directory)
+    self.buffer = self._make_buffer(checkpoint, groups)
+    self.ledger = ledger_lib.Ledger(
+      world.directory / "ledger.jsonl", checkpoint.ledger
+    )
+    self.stream = surroundings.Prompts(
+      loop, checkpoint.num_prompts, case.no_prompt_frac, self.wake
+    )
+    self.coordinator = self._make_coordinator()
+    self.coordinator.restore(snapshot.running(groups))
+    self.channel = surroundings.Channel(loop)
+    self.rollout = self._make_rollout()
+    self.invariants = invariants_lib.Invariants(
+      self.buffer,
+      self.coordinator,
+      case.script,
+      groups_per_step=case.groups_per_step,
+      group_size=case.group_size,
+      trained=checkpoint.trained,
+    )
+    self._loader: batch_loader.BatchLoader[Batch] = batch_loader.BatchLoader(
+      self.buffer,
+      lambda groups, step: (step, groups),
+      first_step=self.version,
+      end_step=case.num_steps,
+      new_condition=loop.condition,
+    )
+    self._loading: Generator[None, None, None] = self._loader.waits()
+    self.channel.publish(self.version)
+    self.buffer.set_policy_version(self.version)
+    for process in self._processes():
+      process.wake()
+
+  def _processes(self) -> tuple[event_loop.Process, ...]:
+    return self._rollout_process, self._trainer_process, self._loader_process
+
+  def _make_buffer(
+    self,
+    checkpoint: Checkpoint,
+    groups: list[outstanding_lib.OutstandingGroup],
+  ) -> invariants_lib.WatchedBuffer:
+    buffer = invariants_lib.WatchedBuffer(
+      self.case.groups_per_step,
+      self.case.max_staleness,
+      clock=self.loop.seconds,
+      new_condition=lambda: self._condition,
+    )
+    buffer.bounds.update(checkpoint.bounds)
+    buffer.admitted_s |= {one.admission.index: self.loop.now for one in groups}
+    buffer.restore(
+      snapshot.buffer_state(
+        groups,
+        groups_per_step=self.case.groups_per_step,
+        next_step=checkpoint.version,
+        next_index=checkpoint.next_index,
+      )
+    )
+    return buffer
+
+  def _make_coordinator(self) -> coordinator_lib.Coordinator:
+    case, loop = self.case, self.loop
+    return coordinator_lib.Coordinator(
+      coordinator_lib.CoordinatorSettings(
+        group_size=case.group_size,
+        max_completion_tokens=case_lib.MAX_TOKENS,
+        max_tokens=case_lib.MAX_TOKENS,
+        temperature=1.0,
+        filter_zero_std=True,
+        max_failed_groups=1000,
+      ),
+      stream=self.stream,
+      buffer=self.buffer,
+      rewards=surroundings.Rewards(loop, case.script, case.reward_s, self.wake),
+      ledger=self.ledger,
+      busy=metrics_lib.BusyClock(seconds=loop.seconds),
+      episode=case.script.episode,
+    )
+
+  def _make_rollout(self) -> rollout_side.RolloutSide:
+    busy = metrics_lib.BusyClock(seconds=self.loop.seconds)
+    if self.case.is_fleet:
+      self._fleet = fleet_lib.Fleet(
+        self.coordinator,
+        self.world.launch,
+        self.channel,
+        num_replicas=self.case.num_replicas,
+        num_slots=self.case.sizes.num_slots,
+        replica_timeout_s=modelled_replica.LEASE_S,
+        start_timeout_s=2 * modelled_replica.MOST_ABSENCE_S,
+        busy=busy,
+        zero_totals=_NO_TOTALS,
+        note=lambda line: None,
+        seconds=self.loop.seconds,
+      )
+      return self._fleet
+    self._worker = worker_lib.RolloutWorker(
+      self.coordinator,
+      modelled_replica.make_replica(
+        self.loop, self.case, "replica 0", self.coordinator, self.channel, busy
+      ),
+    )
+    return self._worker
+
+  # -- what others ask ------------------------------------------------------
+
+  @property
+  def may_replicas_fail(self) -> bool:
+    """Whether the run goes on if one fails; not before one has worked."""
+    return self.has_ended or self._fleet._was_ready
+
+  def wake(self) -> None:
+    """Wake the process that drives the rollout side."""
+    self._rollout_process.wake()
+
+  def end(self) -> None:
+    """End the process of the trainer, with all its threads."""
+    self.has_ended = True
+    for process in self._processes():
+      process.end()
+    self._loading.close()
+    self.ledger.close()
+
+  def moving(self) -> tuple[object, ...]:
+    """Return what changes as long as the run goes on."""
+    return self.coordinator.recorded_tokens, self.version, id(self)
+
+  def status(self) -> str:
+    """Return what everything waits for."""
+    state = self.buffer.state()
+    finished = [group.admission for group in state.finished]
+    return (
+      f"step {self.version}; {self.rollout.status()}; next step"
+      f" {state.next_step}, running {state.running}, finished {finished}"
+    )
+
+  # -- the processes --------------------------------------------------------
+
+  def _fleet_turn(self) -> None:
+    self._fleet.round(0.0)
+    self._check_groups()
+    self.invariants.check_members(self._fleet._members)
+    for member in self._fleet._members:
+      process = self.world.processes.get(member.place)
+      if member.state is not fleet_lib.State.READY or process is None:
+        continue
+      replica = process.replica
+      assert replica is not None
+      silence_s = self.loop.now - process.heard_s
+      self.invariants.check_lease(
+        member.name, silence_s, modelled_replica.LEASE_S
+      )
+      self.invariants.check_room(replica)
+      # With WAIT, slots are free on purpose until the last sequence has ended.
+      if self.case.kv_on_adopt is not sections.KvOnAdopt.WAIT:
+        self.invariants.check_slots(replica, process.is_well, self.loop.now)
+
+  def _worker_turn(self) -> float | None:
+    has_stepped = self._worker.round()
+    self._check_groups()
+    replica = self._worker.replica
+    self.invariants.check_room(replica)
+    if has_stepped:
+      return self.case.call_s * self.loop.rng.random() * self.pace
+    is_done = replica.scheduler.is_idle and replica.version == self.version
+    if is_done and self.invariants.can_get_group(replica.version):
+      raise invariants_lib.Violation("slot", "the worker waits for admission")
+    return None
+
+  def _check_groups(self) -> None:
+    self.invariants.check_groups(self.loop.now)
+    if self._condition.has(self._loader_process):
+      self.invariants.check_wakeup()
+
+  def _load(self) -> None:
+    next(self._loading, None)
+
+  def _train(self) -> float | None:
+    """Publish what was trained, and take the next batch."""
+    if self._training is not None:
+      self._publish(*self._training)
+      self._training = None
+    loaded = self._loader.next(0.0)
+    if loaded is None:
+      return None
+    self.invariants.check_batch(*loaded.batch)
+    waits = self.case.kv_on_adopt is sections.KvOnAdopt.WAIT
+    if waits and not self.world.faults:
+      self.invariants.check_whole_turns(loaded.batch[1])
+    self._note_seen(*loaded.batch)
+    self._training = loaded.batch
+    rng = self.loop.rng
+    return self.case.train_s * rng.random() * rng.choice((0.1, 1.0))
+
+  def _note_seen(self, step: int, groups: list[types.RolloutGroup]) -> None:
+    seen = self.world.seen
+    for group in groups:
+      versions = group.written_versions()
+      bound = self.buffer.bounds[group.index]
+      seen["several versions"] += versions.max() > versions.min()
+      seen["at the bound"] += step - versions.min() == bound > 0
+      writers = {name for t in group.trajectories for name, _ in t.writers}
+      seen["several writers"] += len(writers) > 1
+
+  def _publish(self, step: int, groups: list[types.RolloutGroup]) -> None:
+    """End a train step: its version, its lines, perhaps a checkpoint."""
+    rng = self.loop.rng
+    if rng.random() < self.case.tune_frac:
+      self.buffer.set_max_staleness(rng.randint(0, _MAX_STALENESS))
+    self.version = step + 1
+    self.channel.publish(self.version)
+    self.buffer.set_policy_version(self.version)
+    for group in groups:
+      self.ledger.add_trained(group, step=step, skipped_update=False)
+    if self.version % self.case.checkpoint_every == 0:
+      self._save()
+    self.world.schedule_faults(self.version)
+
+  # -- the books ------------------------------------------------------------
+
+  def check_balance(self) -> list[outstanding_lib.OutstandingGroup]:
+    """Check that all tokens are accounted for; return outstanding groups."""
+    groups = snapshot.outstanding(self.buffer, self.rollout)
+    state = self.ledger.state()
+    try:
+      ledger_lib.check_balance(
+        generated=self._base_tokens + self.rollout.generated_tokens,
+        trained=state.trained_tokens,
+        filtered=state.filtered_tokens,
+        failed=state.failed_tokens,
+        in_flight=snapshot.count_tokens(groups),
+      )
+    except RuntimeError as error:
+      raise invariants_lib.Violation("balance", str(error)) from error
+    return groups
+
+  def _save(self) -> None:
+    outstanding_lib.write(self.world.directory, self.check_balance())
+    self.world.checkpoint = Checkpoint(
+      version=self.version,
+      next_index=self.buffer.state().next_index,
+      ledger=self.ledger.state(),
+      num_tokens=self._base_tokens + self.rollout.generated_tokens,
+      num_prompts=self.stream.count,
+      trained=frozenset(self.invariants.trained),
+      bounds=tuple(self.buffer.bounds.items()),
+    )

@@ -1,0 +1,315 @@
+"""What has to hold at every moment of a run, whatever goes wrong.
+
+    bound     no token is trained that is older than the bound under which its
+              group was admitted, and all groups can be trained in time
+    balance   every generated token is in the ledger or in a group in flight;
+              every group is in one place, ends once, and as its script says
+    text      what is trained is what the policy wrote, with its logprobs, the
+              versions that wrote it and its rewards
+    order     a batch takes the groups that are due first
+    lease     a group is written by a replica that has a lease, or waits; who
+              is not heard has none
+    room      no replica is given more than it has room for
+    whole     with kv_on_adopt WAIT, one version writes a turn
+    wait      no group is outstanding for longer than its steps can take, and
+              no batch lies ready while the loader sleeps
+    slot      no replica has room while a group could be admitted for it
+    deadlock  something happens until all steps are trained
+
+They look into the buffer, the coordinator and the fleet for what these parts
+hold, and decide by themselves whether it is right.
+"""
+
+from collections.abc import Iterable
+import json
+
+import numpy as np
+
+from jaxrl_async import types
+from jaxrl_async.coordination import buffer as buffer_lib
+from jaxrl_async.rollout import coordinator as coordinator_lib
+from jaxrl_async.rollout import fleet as fleet_lib
+from jaxrl_async.rollout import replica as replica_lib
+from jaxrl_async.simulation import script as script_lib
+
+# How long a replica may have free slots before it is given what there is: the
+# longest ways of a request and of its answer, and a version that is adopted.
+_GRACE_S = 10.0
+# A replica keeps its lease at most so much longer than it should.
+_LOOK_S = 1.0
+# A step takes less, with all faults.
+_LONGEST_STEP_S = 90.0
+
+
+class Violation(AssertionError):
+  """An invariant does not hold.
+
+  Attributes:
+    kind: its name in the module's docstring.
+  """
+
+  def __init__(self, kind: str, text: str):
+    """Create a violation; the text says what was found."""
+    super().__init__(f"{kind}: {text}")
+    self.kind = kind
+
+
+class WatchedBuffer(buffer_lib.Buffer):
+  """The real buffer, and a book of what was admitted and taken.
+
+  Attributes:
+    bound: as it was set last.
+    bounds: the bound under which each group was admitted.
+    admitted_s: when each group was admitted.
+  """
+
+  def __init__(self, groups_per_step: int, max_staleness: int, **settings):
+    """Create a buffer; the clock has to be given."""
+    super().__init__(groups_per_step, max_staleness, **settings)
+    self.bound = max_staleness
+    self.bounds: dict[int, int] = {}
+    self.admitted_s: dict[int, float] = {}
+
+  def set_max_staleness(self, max_staleness: int) -> None:
+    """Set the bound, and write it down."""
+    super().set_max_staleness(max_staleness)
+    self.bound = max_staleness
+
+  def try_admit(self, engine_version: int) -> types.Admission | None:
+    """Admit a group, and write it down."""
+    admission = super().try_admit(engine_version)
+    if admission is not None:
+      self.bounds[admission.index] = self.bound
+      self.admitted_s[admission.index] = self._clock()
+    return admission
+
+  def get_batch(
+    self, step: int, timeout_s: float
+  ) -> list[types.RolloutGroup] | None:
+    """Take a batch, and check that nothing in it could have waited."""
+    batch = super().get_batch(step, timeout_s)
+    if batch is not None:
+      left = [
+        _due(group.admission)
+        for heap in self._finished.values()
+        for _, group in heap
+      ]
+      taken = [_due(group.admission) for group in batch]
+      if taken != sorted(taken) or left and min(left) < taken[-1]:
+        raise Violation("order", f"step {step} took {taken}, and left {left}")
+    return batch
+
+
+def _due(admission: types.Admission) -> tuple[int, int]:
+  return admission.deadline, admission.index
+
+
+class Invariants:
+  """The invariants of one start of the trainer.
+
+  Attributes:
+    trained: the groups that were trained.
+  """
+
+  def __init__(
+    self,
+    buffer: WatchedBuffer,
+    coordinator: coordinator_lib.Coordinator,
+    script: script_lib.Script,
+    *,
+    groups_per_step: int,
+    group_size: int,
+    trained: Iterable[int],
+  ):
+    """Look at these parts from now on.
+
+    Args:
+      buffer: of this start.
+      coordinator: of this start.
+      script: what the policy writes.
+      groups_per_step: the number of groups of a batch.
+      group_size: the number of trajectories of a group.
+      trained: the groups that were trained before the checkpoint.
+    """
+    self.trained = set(trained)
+    self._buffer = buffer
+    self._coordinator = coordinator
+    self._script = script
+    self._groups_per_step = groups_per_step
+    self._group_size = group_size
+    self._free_since_s: dict[str, float] = {}
+
+  def check_batch(self, step: int, groups: list[types.RolloutGroup]) -> None:
+    """Check the groups that a step is going to train."""
+    if len(groups) != self._groups_per_step:
+      raise Violation("balance", f"a batch of {len(groups)} groups")
+    for group in groups:
+      index = group.index
+      if index in self.trained:
+        raise Violation("balance", f"group {index} is trained twice")
+      self.trained.add(index)
+      if [t.member for t in group.trajectories] != [*range(self._group_size)]:
+        raise Violation("balance", f"group {index} is not whole: {group}")
+      staleness = step - int(group.written_versions().min())
+      bound = self._buffer.bounds[index]
+      if not 0 <= staleness <= bound:
+        raise Violation(
+          "bound",
+          f"step {step} trains a token of group {index} that is {staleness}"
+          f" versions old; the bound is {bound}",
+        )
+      difference = self._script.difference(group)
+      if difference is not None:
+        raise Violation("text", f"group {index}: {difference}")
+
+  def check_groups(self, now_s: float) -> None:
+    """Check where the outstanding groups are, and how long they have waited."""
+    state = self._buffer.state()
+    running = {admission.index for admission in state.running}
+    known = self._coordinator._running
+    if running != known.keys():
+      raise Violation(
+        "balance",
+        f"the buffer has {sorted(running)} running, the coordinator"
+        f" {sorted(known)}",
+      )
+    admissions = state.admissions()
+    if not self._is_schedulable(admissions, state.next_step):
+      raise Violation("bound", f"step {state.next_step}: not in time: {state}")
+    for admission in admissions:
+      num_steps = self._buffer.bounds[admission.index] + 2
+      waited_s = now_s - self._buffer.admitted_s[admission.index]
+      if waited_s > num_steps * _LONGEST_STEP_S:
+        raise Violation(
+          "wait", f"{admission} is outstanding for {waited_s:.0f} s"
+        )
+
+  def _is_schedulable(
+    self, admissions: Iterable[types.Admission], step: int
+  ) -> bool:
+    """Return whether P groups a step, oldest deadline first, are in time."""
+    deadlines = sorted(admission.deadline for admission in admissions)
+    return all(
+      deadline >= step + rank // self._groups_per_step
+      for rank, deadline in enumerate(deadlines)
+    )
+
+  def check_wakeup(self) -> None:
+    """Check, where the loader waits for a batch, that there is none."""
+    buffer = self._buffer
+    finished = sorted(
+      (g.admission for heap in buffer._finished.values() for _, g in heap),
+      key=_due,
+    )
+    rest = finished[self._groups_per_step :]
+    if len(finished) >= self._groups_per_step and self._is_schedulable(
+      [*rest, *buffer._running.values()], buffer._next_step + 1
+    ):
+      raise Violation("wait", f"nobody wakes the loader for {finished}")
+
+  def can_get_group(self, version: int) -> bool:
+    """Return whether there is a group for a replica of this version."""
+    waiting = self._coordinator._waiting.values()
+    if any(one.admission.birth <= version for one in waiting):
+      return True
+    buffer = self._buffer
+    new = types.Admission(
+      index=-1, birth=version, deadline=version + buffer.bound
+    )
+    outstanding = [
+      *buffer._running.values(),
+      *(g.admission for heap in buffer._finished.values() for _, g in heap),
+    ]
+    return self._coordinator.has_prompt() and self._is_schedulable(
+      [*outstanding, new], buffer._next_step
+    )
+
+  def check_lease(self, name: str, silence_s: float, lease_s: float) -> None:
+    """Check that a replica that has a lease was heard of."""
+    if silence_s > lease_s + _LOOK_S:
+      raise Violation("lease", f"{name} was not heard of for {silence_s:.0f} s")
+
+  def check_room(self, replica: replica_lib.Replica) -> None:
+    """Check that a replica has no more than it has asked for."""
+    sizes = replica.scheduler.engine.sizes
+    # It asks for the sequences of all slots, and for as many to come after
+    # them as may end. The last group may be larger than what is left.
+    most = 2 * sizes.num_slots + sizes.insert_rows + self._group_size - 1
+    found = len(replica.scheduler.sequences())
+    if found > most:
+      raise Violation("room", f"{replica.name} has {found} sequences")
+
+  def check_whole_turns(self, groups: Iterable[types.RolloutGroup]) -> None:
+    """Check that each turn has one version."""
+    for group in groups:
+      for trajectory in group.trajectories:
+        ends = self._script.expected(group.index, trajectory.member).turn_ends
+        for versions in np.split(trajectory.policy_versions, ends[:-1]):
+          if len(set(versions[versions >= 0].tolist())) > 1:
+            raise Violation("whole", f"group {group.index}: {trajectory}")
+
+  def check_members(self, members: Iterable[fleet_lib._Member]) -> None:
+    """Check that the fleet has handed out all that it could, and to whom."""
+    ready = {m.name: m for m in members if m.state is fleet_lib.State.READY}
+    for index, running in self._coordinator._running.items():
+      if running.unfinished and running.replica not in ready:
+        is_waiting = index in self._coordinator._waiting
+        if running.replica is not None or not is_waiting:
+          raise Violation(
+            "lease", f"group {index} is with {running.replica}, not {[*ready]}"
+          )
+    for member in ready.values():
+      if member.room > 0 and self.can_get_group(member.version):
+        raise Violation(
+          "slot",
+          f"{member.name} has room for {member.room}, and gets no group at"
+          f" version {member.version}",
+        )
+
+  def check_slots(
+    self, replica: replica_lib.Replica, is_well: bool, now_s: float
+  ) -> None:
+    """Check that a replica has no free slots for long."""
+    is_free = (
+      is_well
+      and replica.version >= 0
+      and replica.scheduler.num_free > 0
+      and self.can_get_group(replica.version)
+    )
+    if not is_free:
+      self._free_since_s.pop(replica.name, None)
+      return
+    free_s = now_s - self._free_since_s.setdefault(replica.name, now_s)
+    if free_s > _GRACE_S:
+      raise Violation(
+        "slot",
+        f"{replica.name} has {replica.scheduler.num_free} free slots for"
+        f" {free_s:.0f} s, and gets no group at version {replica.version}",
+      )
+
+  def check_ledger(self, content: bytes, next_index: int) -> int:
+    """Check that every group ended once and as it should, or is outstanding.
+
+    Args:
+      content: of the ledger.
+      next_index: the number of groups that were admitted.
+
+    Returns:
+      The number of groups that ended.
+    """
+    fates = [
+      (line["index"], line["fate"])
+      for line in map(json.loads, content.splitlines())
+    ]
+    outstanding = [a.index for a in self._buffer.state().admissions()]
+    ended = [index for index, _ in fates]
+    if sorted(ended + outstanding) != list(range(next_index)):
+      raise Violation(
+        "balance",
+        f"of {next_index} groups {sorted(ended)} ended and"
+        f" {sorted(outstanding)} are outstanding",
+      )
+    wrong = [(i, fate) for i, fate in fates if fate != self._script.fate(i)]
+    if wrong or self.trained != {i for i, f in fates if f == "trained"}:
+      raise Violation("balance", f"{self.trained} were trained, not {fates}")
+    return len(ended)

@@ -1,0 +1,192 @@
+"""Predict the throughput of a cluster, without its devices.
+
+    python launch/simulate.py --preset=areal_1p5b
+    python launch/simulate.py --workdir=RUN
+
+The controller's buffer, its bound on staleness and its batches are simulated
+with the rates of a preset: synchronous, overlapped by one step, and
+asynchronous under several bounds. Flags replace single numbers of the preset.
+docs/simulation.md says where the rates come from and how far they can be
+trusted. With --workdir the rates are those of a run that was measured, and the
+table has the best split of its devices for each bound instead.
+
+Prints a table and, as the last line, one JSON object: `preset`, `devices`,
+`rollout_frac`, `slots`, `rows` (each with `mode`, `staleness`, `tokens_per_s`,
+`step_s`, `train_busy` and `speedup` over synchronous). With --workdir it has
+`measured_tokens_per_s`, `predicted_tokens_per_s`, and `rows` (`staleness`,
+`training_devices`, `tokens_per_s`), the best first.
+"""
+
+import command_line  # isort: skip, first, as in the other scripts
+
+import dataclasses
+import json
+import pathlib
+import statistics
+from typing import Any
+
+from absl import flags
+
+from jaxrl_async.config import sections
+
+# Slow imports are made where they are used, after all checks.
+
+_PRESET = flags.DEFINE_string(
+  "preset", "", "areal_1p5b, areal_7b, areal_14b, areal_32b, tpu_1p5b_v5e, ..."
+)
+_BOUNDS = flags.DEFINE_list(
+  "staleness", ["1", "2", "4", "8"], "Bounds of the asynchronous rows."
+)
+_DEVICES = flags.DEFINE_integer(
+  "devices", 0, "Number of devices; 0 is the preset's.", 0
+)
+_FRAC = flags.DEFINE_float(
+  "rollout_frac", 0.0, "Share of them that generates; 0 is the preset's.", 0, 1
+)
+_SLOTS = flags.DEFINE_integer(
+  "slots", 0, "Slots of a replica; 0 is the preset's.", 0
+)
+_GROUPS = flags.DEFINE_integer(
+  "groups_per_step", 0, "Groups of a train step; 0 is the preset's.", 0
+)
+_STEPS = flags.DEFINE_integer("steps", 24, "Train steps to simulate.", 12)
+_TPU_CHIPS = 64
+
+
+def _check() -> None:
+  sections.require(
+    all(map(str.isdecimal, _BOUNDS.value)),
+    "staleness",
+    "must be integers, separated by commas, as 1,2,4",
+  )
+  sections.require(
+    bool(_PRESET.value) != bool(command_line.WORKDIR.value),
+    "preset",
+    "give --preset or --workdir, and not both",
+  )
+
+
+def _cluster() -> Any:
+  """Return the cluster of the preset and of the other flags."""
+  from jaxrl_async.simulation import presets
+
+  kind, _, name = _PRESET.value.partition("_")
+  sections.require(
+    _PRESET.value in presets.names(),
+    "preset",
+    f"{sections.shown(_PRESET.value)}; use {', '.join(presets.names())}",
+  )
+  if kind == "areal":
+    return _changed(presets.areal(name))
+  return _changed(presets.tpu(name, _TPU_CHIPS))
+
+
+def _changed(cluster: Any) -> Any:
+  """Return a cluster with what the flags say."""
+  given = {
+    "num_devices": _DEVICES.value,
+    "rollout_frac": _FRAC.value,
+    "slots": _SLOTS.value,
+    "groups_per_step": _GROUPS.value,
+  }
+  return dataclasses.replace(
+    cluster, **{name: value for name, value in given.items() if value}
+  )
+
+
+def _advise() -> None:
+  """Print what the split of a run's devices should be."""
+  from jaxrl_async.simulation import measured
+  from jaxrl_async.simulation import throughput
+
+  config, steps = measured.read(pathlib.Path(command_line.WORKDIR.value))
+  cluster = measured.cluster(config, steps)
+  bound = config.algorithm.max_staleness
+  found_per_s = statistics.fmean(step["train/tokens_per_s"] for step in steps)
+  same = throughput.predict(cluster, throughput.Mode.ASYNCHRONOUS, bound)
+  print(
+    f"measured {found_per_s:.0f} tokens/s, simulated {same.tokens_per_s:.0f},"
+    f" with {cluster.num_training(throughput.Mode.ASYNCHRONOUS)} of"
+    f" {cluster.num_devices} devices training and a bound of {bound}"
+  )
+  best = measured.advise(
+    _changed(cluster), [int(b) for b in _BOUNDS.value], num_steps=_STEPS.value
+  )
+  print("| bound | devices that train | tokens/s | training busy |")
+  print("| --- | --- | --- | --- |")
+  rows = []
+  for one in best:
+    found = one.prediction
+    rows.append(
+      {
+        "staleness": one.max_staleness,
+        "training_devices": one.num_training,
+        "tokens_per_s": round(found.tokens_per_s, 1),
+      }
+    )
+    print(
+      f"| {one.max_staleness} | {one.num_training} |"
+      f" {found.tokens_per_s:.0f} | {found.train_busy:.0%} |"
+    )
+  print(
+    json.dumps(
+      {
+        "measured_tokens_per_s": round(found_per_s, 1),
+        "predicted_tokens_per_s": round(same.tokens_per_s, 1),
+        "rows": rows,
+      }
+    )
+  )
+
+
+def _compare() -> None:
+  """Print the modes of a preset."""
+  from jaxrl_async.simulation import throughput
+
+  cluster = _cluster()
+  modes = [(throughput.Mode.SYNCHRONOUS, 0), (throughput.Mode.OVERLAPPED, 1)]
+  modes += [(throughput.Mode.ASYNCHRONOUS, int(b)) for b in _BOUNDS.value]
+  rows: list[dict[str, Any]] = []
+  print("| mode | bound | k tokens/s | step, s | training busy | speedup |")
+  print("| --- | --- | --- | --- | --- | --- |")
+  for mode, bound in modes:
+    found = throughput.predict(cluster, mode, bound, num_steps=_STEPS.value)
+    first = rows[0]["tokens_per_s"] if rows else found.tokens_per_s
+    speedup = found.tokens_per_s / first
+    rows.append(
+      {
+        "mode": mode.value,
+        "staleness": bound,
+        "tokens_per_s": round(found.tokens_per_s, 1),
+        "step_s": round(found.step_s, 2),
+        "train_busy": round(found.train_busy, 3),
+        "speedup": round(speedup, 3),
+      }
+    )
+    print(
+      f"| {mode} | {bound} | {found.tokens_per_s / 1e3:.1f} |"
+      f" {found.step_s:.1f} | {found.train_busy:.0%} | {speedup:.2f} |"
+    )
+  print(
+    json.dumps(
+      {
+        "preset": _PRESET.value,
+        "devices": cluster.num_devices,
+        "rollout_frac": cluster.rollout_frac,
+        "slots": cluster.slots,
+        "rows": rows,
+      }
+    )
+  )
+
+
+def main() -> None:
+  """Print a table."""
+  if command_line.WORKDIR.value:
+    _advise()
+  else:
+    _compare()
+
+
+if __name__ == "__main__":
+  command_line.start_without_config(main, _check, needs_jax=False)

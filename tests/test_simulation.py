@@ -1,0 +1,196 @@
+"""The controller on a virtual clock: faults, and what holds all the same."""
+
+import random
+
+import jaxtyping
+import pytest
+
+from jaxrl_async.coordination import buffer as buffer_lib
+from jaxrl_async.coordination import ledger as ledger_lib
+from jaxrl_async.coordination import schedule
+from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.rollout import coordinator as coordinator_lib
+from jaxrl_async.rollout import fleet as fleet_lib
+from jaxrl_async.simulation import case as case_lib
+from jaxrl_async.simulation import controller
+from jaxrl_async.simulation import event_loop
+from jaxrl_async.simulation import seeds
+
+SEEDS = 200
+
+
+@pytest.fixture(autouse=True)
+def unchecked():
+  """Switch off shape checks: most of a seed's time would be theirs."""
+  jaxtyping.config.update("jaxtyping_disable", True)
+  yield
+  jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def test_many_seeds_keep_every_invariant():
+  found = seeds.run(range(SEEDS))
+  assert not found.failures
+  assert found.num_seeds == SEEDS
+  # They reach what they are about.
+  assert found.faults.keys() == {
+    "die", "leave", "fail", "silence", "slow", "restart",
+  }  # fmt: skip
+  assert min(found.faults.values()) >= 5, found.faults
+  assert len(found.seen) == 3 and min(found.seen.values()) >= 10, found.seen
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_thousands_of_seeds_keep_every_invariant():
+  assert not seeds.run(range(SEEDS, SEEDS + 3_000)).failures
+
+
+def record(seed, directory):
+  world = controller.World(case_lib.of_seed(seed), directory)
+  world.run()
+  return world.loop.num_events, world.loop.now, world.ledger_bytes()
+
+
+def test_a_seed_is_the_same_run_every_time(tmp_path):
+  assert [record(seed, tmp_path) for seed in range(15)] == [
+    record(seed, tmp_path) for seed in range(15)
+  ]
+
+
+def first_failure(num_seeds=SEEDS):
+  found = seeds.run(range(num_seeds), most_failures=1)
+  return next(iter(found.failures.values()), None)
+
+
+def test_a_bound_that_is_one_too_large_is_found(monkeypatch):
+  try_admit = buffer_lib.Buffer.try_admit
+
+  def late(self, engine_version):
+    self._max_staleness += 1
+    try:
+      return try_admit(self, engine_version)
+    finally:
+      self._max_staleness -= 1
+
+  monkeypatch.setattr(buffer_lib.Buffer, "try_admit", late)
+  assert first_failure().startswith("bound")
+
+
+def test_a_batch_that_leaves_too_much_behind_is_found(monkeypatch):
+  fits = schedule.fits
+  monkeypatch.setattr(
+    schedule,
+    "fits",
+    lambda num_due, step, groups_per_step: fits(
+      num_due, max(0, step - 1), groups_per_step
+    ),
+  )
+  assert first_failure().split(":")[0] in ("bound", "wait")
+
+
+def silently(method):
+  """The method without the wake-ups that it promises."""
+
+  def call(self, *arguments):
+    condition, self._condition = self._condition, event_loop.Condition(None)
+    try:
+      return method(self, *arguments)
+    finally:
+      self._condition = condition
+
+  return call
+
+
+@pytest.mark.parametrize("name", ["put", "drop", "set_policy_version"])
+def test_a_lost_wakeup_is_found(monkeypatch, name):
+  method = getattr(buffer_lib.Buffer, name)
+  monkeypatch.setattr(buffer_lib.Buffer, name, silently(method))
+  assert first_failure().split(":")[0] in ("deadlock", "wait")
+
+
+def test_a_lease_that_is_not_returned_is_found(monkeypatch):
+  monkeypatch.setattr(
+    coordinator_lib.Coordinator, "drained", lambda self, drained: None
+  )
+  assert first_failure().startswith("lease")
+
+
+def test_a_lease_that_never_ends_is_found(monkeypatch):
+  monkeypatch.setattr(fleet_lib.Fleet, "_look_for_silence", lambda self: None)
+  assert first_failure().startswith("lease")
+
+
+def test_a_replica_that_is_given_too_much_is_found(monkeypatch):
+  monkeypatch.setattr(
+    fleet_lib._Member,
+    "room",
+    property(lambda self: 0 if self.ask is None else self.ask.room),
+  )
+  assert first_failure() is not None
+
+
+def test_room_that_is_never_given_back_is_found(monkeypatch):
+  room = fleet_lib._Member.room.fget
+
+  def shrinking(self):
+    return room(self) - self.num_sent
+
+  monkeypatch.setattr(fleet_lib._Member, "room", property(shrinking))
+  assert first_failure().split(":")[0] in ("slot", "deadlock")
+
+
+def test_a_group_that_is_counted_twice_is_found(monkeypatch):
+  add_filtered = ledger_lib.Ledger.add_filtered
+
+  def twice(self, group):
+    add_filtered(self, group)
+    add_filtered(self, group)
+
+  monkeypatch.setattr(ledger_lib.Ledger, "add_filtered", twice)
+  assert first_failure().startswith("balance")
+
+
+def test_a_group_that_is_trained_twice_is_found(monkeypatch):
+  pop = buffer_lib.Buffer._pop_finished
+
+  def keep(self, deadline):
+    group = pop(self, deadline)
+    if group.index % 5 == 3:
+      self._keep_finished(group)
+    return group
+
+  monkeypatch.setattr(buffer_lib.Buffer, "_pop_finished", keep)
+  assert first_failure() is not None
+
+
+def test_sequences_that_are_forgotten_are_found(monkeypatch):
+  """Those without a slot, when weights are adopted."""
+
+  def forget(self):
+    self._prefilling = []
+    self._drop([e for e in self._entries.values() if e.slot is None])
+
+  monkeypatch.setattr(scheduler_lib.Scheduler, "_unstage", forget)
+  assert first_failure() is not None
+
+
+def test_a_wait_ends_only_when_it_is_notified():
+  loop = event_loop.Loop(random.Random(0))
+  condition, turns, is_open = loop.condition(), [], []
+
+  def turn():
+    turns.append(loop.now)
+    condition.wait_for(lambda: is_open, 0.1)
+
+  process = event_loop.Process(loop, turn)
+  process.wake()
+  while loop.step():
+    pass
+  assert len(turns) == 1
+  is_open.append(True)
+  assert not loop.step()
+  with condition:
+    condition.notify_all()
+  while loop.step():
+    pass
+  assert len(turns) == 2
