@@ -34,7 +34,6 @@ def get_config(variant: str = "") -> sections.Config:
       rows_per_batch=16,
       num_examples=20_000,
       corrupted_frac=0.19,
-      decay=0.02,
       optimizer=sections.OptimizerSection(
         name=sections.OptimizerName.MUON,
         learning_rate=3e-3,
@@ -60,13 +59,13 @@ def get_config(variant: str = "") -> sections.Config:
       num_minibatches=4,
     ),
     train=sections.TrainSection(
-      num_steps=60,
+      num_steps=70,
       tokens_per_row=64,
       rows_per_microbatch=16,
       decay=0.1,
       optimizer=sections.OptimizerSection(
         name=sections.OptimizerName.MUON,
-        learning_rate=5e-4,
+        learning_rate=4e-4,
         warmup_steps=4,
       ),
     ),
