@@ -12,8 +12,8 @@ reward. The cases (peers/shared_work.py):
                logarithms) and cut at 512; TRL and Tunix wait for the longest of
                a batch, and this project goes on with the others
     reward     sums of three or four digits that are worked out step by step,
-               16 prompts of 8 completions: the time until an evaluation on 256
-               held-out questions, sampled at temperature 1, reaches 0.7
+               32 prompts of 8 completions: the time until an evaluation on 256
+               held-out questions, sampled at temperature 1, reaches 0.65
 
 Lengths are those that the policy has learned. It was fine-tuned by this project
 on letters of such lengths (in `fixed`: of more than may be written), and all
@@ -124,7 +124,7 @@ SYSTEMS = {
   ),
 }
 _PEERS = launching.ROOT / "benchmarks" / "peers"
-_MOST_STEPS = 100  # of a run that has a target
+_MOST_STEPS = 80  # of a run that has a target
 _EVAL_EVERY = 5
 _NUM_HELD_OUT = 256
 

@@ -50,7 +50,7 @@ def test_work_is_read_as_it_was_written(shared_work, tmp_path):
   work = work_of(shared_work, tmp_path)
   work.write(tmp_path / "work.json")
   assert shared_work.read(tmp_path / "work.json") == work
-  assert work.completions_per_step == 128
+  assert work.completions_per_step == 256
 
 
 def test_equal_seeds_ask_the_same_and_others_do_not(shared_work):
