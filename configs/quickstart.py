@@ -18,9 +18,7 @@ def get_config(variant: str = "") -> sections.Config:
       f"variant: {sections.shown(variant)}; use sync or none"
     )
   return sections.Config(
-    model=sections.ModelSection(
-      name="quickstart", remat=sections.Remat.DOTS
-    ),
+    model=sections.ModelSection(name="quickstart", remat=sections.Remat.DOTS),
     task=sections.TaskSection(
       dataset="chain_sum",
       params=config_dict.ConfigDict(
@@ -41,8 +39,8 @@ def get_config(variant: str = "") -> sections.Config:
       ),
     ),
     rollout=sections.RolloutSection(
-      # Enough slots that training hardly waits. With more, generation would wait
-      # for admission, and the trajectories would be older.
+      # Enough slots that training hardly waits. With more of them generation
+      # would wait for admission, and the trajectories would be older.
       num_slots=16,
       max_prompt_tokens=16,
       max_completion_tokens=48,

@@ -30,7 +30,7 @@ from ml_collections import config_dict
 
 import jaxrl_async
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import supervisor
+from jaxrl_async.coordination import supervisor as supervisor_lib
 
 _MAX_STALENESS = 2
 _POLL_S = 0.02
@@ -169,7 +169,7 @@ def main(path: str, *options: str) -> None:
   counted = compilations.Compilations()
   with (
     Follower(work, workdir / "metrics.jsonl") as recorder,
-    contextlib.suppress(supervisor.Interrupted),
+    contextlib.suppress(supervisor_lib.Interrupted),
   ):
     jaxrl_async.train(
       config,
