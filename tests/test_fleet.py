@@ -247,7 +247,13 @@ def test_a_process_that_failed_unheard_ends_when_it_is_attached(make_world):
   """As after a restart of the trainer, on a cluster that outlives it."""
   world = make_world(num_replicas=1)
   handle = world.launch(0)
-  handle.process._fail(LookupError("no such page"))
+
+  def fail():
+    raise LookupError("no such page")
+
+  with pytest.raises(remote.ReplicaFailed, match="no such page"):
+    handle.process._do(fail)
+  assert not handle.is_orphaned.is_set()
   attached = handle.attach("replica 0", world.spec)
   with pytest.raises(remote.ReplicaFailed, match="no such page"):
     attached.result(fleet_world.DEADLINE_S)

@@ -16,7 +16,7 @@ from jaxrl_async.simulation import controller
 from jaxrl_async.simulation import event_loop
 from jaxrl_async.simulation import seeds
 
-SEEDS = 200
+SEEDS = 160
 
 
 @pytest.fixture(autouse=True)
