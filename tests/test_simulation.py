@@ -41,8 +41,8 @@ def test_many_seeds_keep_every_invariant():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_thousands_of_seeds_keep_every_invariant():
-  assert not seeds.run(range(SEEDS, SEEDS + 3_000)).failures
+def test_a_thousand_seeds_keep_every_invariant():
+  assert not seeds.run(range(SEEDS, SEEDS + 1_000)).failures
 
 
 def record(seed, directory):
