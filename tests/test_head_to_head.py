@@ -134,6 +134,13 @@ def test_rewards_without_an_answer_depend_on_the_text(shared_work):
   assert shared_work.score("3", "4") == 0.0
 
 
+def test_a_tokenizer_that_loses_characters_is_refused(shared_work, tmp_path):
+  work = work_of(shared_work, tmp_path)
+  shared_work.check_tokenizer(work, lambda text: [*text.encode()])
+  with pytest.raises(ValueError, match="tokens, not"):
+    shared_work.check_tokenizer(work, lambda text: [*text.strip().encode()])
+
+
 def test_a_child_that_still_runs_counts(shared_work):
   before_s = shared_work.cpu_s()
   program = (

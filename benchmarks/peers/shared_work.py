@@ -9,7 +9,7 @@ that no system has to be changed: it was fine-tuned on texts of those lengths
 (`examples`), and the learning rate is too small to move it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import json
 import math
@@ -133,6 +133,21 @@ def read(path: str | pathlib.Path) -> Work:
   for name in ("questions", "held_out"):
     fields[name] = [Question(**question) for question in fields[name]]
   return Work(**fields)
+
+
+def check_tokenizer(work: Work, encode: Callable[[str], Sequence[int]]) -> None:
+  """Check that each character of the prompts is a token.
+
+  Transformers' AutoTokenizer takes this policy's tokenizer for that of Qwen2,
+  and loses the ends of lines without a word.
+
+  Raises:
+    ValueError: a prompt has another number of tokens.
+  """
+  for question in [*work.questions, *work.held_out]:
+    count, text = len(encode(question.prompt)), question.prompt
+    if count != len(text):
+      raise ValueError(f"{text!r} has {count} tokens, not {len(text)}")
 
 
 # -- questions, and texts to fine-tune on -----------------------------------

@@ -140,7 +140,8 @@ def main(path: str) -> None:
   """Train."""
   work = shared_work.read(path)
   transformers.logging.set_verbosity_error()
-  tokenizer = transformers.AutoTokenizer.from_pretrained(work.policy)
+  tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(work.policy)
+  shared_work.check_tokenizer(work, tokenizer.encode)
   model = transformers.AutoModelForCausalLM.from_pretrained(
     work.policy, dtype=torch.float32
   )

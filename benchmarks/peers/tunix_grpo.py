@@ -186,9 +186,11 @@ def main(path: str) -> None:
   counted = compilations.Compilations()
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:1])[:, None], ("fsdp", "tp"))
   training = Training(work)
+  tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(work.policy)
+  shared_work.check_tokenizer(work, tokenizer.encode)
   training.cluster = rl_cluster.RLCluster(
     actor=_model(work, mesh),
-    tokenizer=transformers.AutoTokenizer.from_pretrained(work.policy),
+    tokenizer=tokenizer,
     cluster_config=_cluster_config(work, mesh),
   )
   learner = grpo_learner.GRPOLearner(
