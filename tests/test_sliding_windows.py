@@ -297,7 +297,7 @@ def test_of_pages_only_those_in_the_window_count(shape, window):
 
 
 CACHES = {
-  "slots": (SOME, {}),
+  "slots": (SOME, {"window_buckets": (4, 16, 32)}),  # a ring of two parts
   "pages": (SOME, {"num_pages": 24, "page_tokens": 4}),
   "windows only": (ALL, {}),
   "chunks": (SOME, {"prefill_chunk": 8}),
