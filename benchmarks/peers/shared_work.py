@@ -67,7 +67,7 @@ CASES = {
     prompts_per_step=32,
     learning_rate=3e-4,
     warmup_steps=10,
-    target=0.65,
+    target=0.6,
   ),
 }
 
