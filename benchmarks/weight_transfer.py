@@ -44,8 +44,8 @@ import jax
 import numpy as np
 
 from jaxrl_async.config import sections
+from jaxrl_async.coordination import channels
 from jaxrl_async.coordination import transfer_directory
-from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
@@ -55,7 +55,9 @@ _REPEATS = flags.DEFINE_integer(
   "repeats", 5, "Measured versions of each row.", lower_bound=1
 )
 _ROWS = flags.DEFINE_list(
-  "rows", None, "Rows, by default all: 1m, 10m, 38m, 100m, pairs."
+  "rows",
+  None,
+  "Rows: 1m, 10m, 38m, 100m, pairs, which are the default, and 1.5b.",
 )
 _DTYPE = flags.DEFINE_enum(
   "dtype", "float32", ["float32", "bfloat16"], "Type of the rollout weights."
@@ -85,6 +87,7 @@ MODELS = {
   "38m": _model(640, 8, 12_288),
   "100m": _model(896, 12, 16_384),
 }
+LARGE_MODELS = {"1.5b": configs.MODELS["qwen2-1.5b"]}
 PAIRS = [
   (MeshShape(fsdp=4), MeshShape(tensor=4)),
   (MeshShape(fsdp=2, tensor=2), MeshShape(data=2, tensor=2)),
@@ -141,7 +144,7 @@ def measure(
     mesh_lib.shardings(rollout_mesh, mesh_lib.ROLLOUT_RULES, axes),
   )
   num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(target))
-  channel = weight_transfer.make_channel(
+  channel = channels.make_channel(
     channel_kind,
     directory=transfer_directory.prepare(
       sections.TransferSection(directory=_DIRECTORY.value),
@@ -209,12 +212,11 @@ def main(argv: Sequence[str]) -> None:
   for name in _ROWS.value or [*MODELS, "pairs"]:
     if name == "pairs":
       cases += [(MODELS["10m"], *pair) for pair in PAIRS]
-    elif name in MODELS:
-      cases.append((MODELS[name], mesh_lib.ONE, mesh_lib.ONE))
+    elif model := (MODELS | LARGE_MODELS).get(name):
+      cases.append((model, mesh_lib.ONE, mesh_lib.ONE))
     else:
-      sys.exit(
-        f"error: rows: {name!r} is not one of {', '.join(MODELS)}, pairs"
-      )
+      known = ", ".join([*MODELS, *LARGE_MODELS, "pairs"])
+      sys.exit(f"error: rows: {name!r} is not one of {known}")
   rows = []
   with tempfile.TemporaryDirectory(prefix="weight_transfer_") as directory:
     for model, train_shape, rollout_shape in cases:

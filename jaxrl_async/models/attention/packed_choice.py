@@ -19,11 +19,11 @@ from jaxrl_async.models.attention import kernel_names
 from jaxrl_async.models.attention import packed_attention
 
 # Kernels by platform, in the order in which they are tried.
-_CANDIDATES = {"gpu": ("cudnn", "pallas_gpu"), "tpu": ("splash",)}
+CANDIDATES = {"gpu": ("cudnn", "pallas_gpu"), "tpu": ("splash",)}
 _TRIED_TOKENS = 256
 
 
-def _with_gradients(
+def with_gradients(
   name: str, sliding_window: int | None
 ) -> Callable[..., jax.Array]:
   """Return a function that computes result and gradients as one flat array.
@@ -53,7 +53,7 @@ def _with_gradients(
   return all_of_it
 
 
-def _trial(
+def trial(
   heads: tuple[int, int, int], length: int, dtype: jnp.dtype
 ) -> kernel_choice.Trial:
   """Return the inputs of a trial: few tokens in three segments.
@@ -117,7 +117,7 @@ def choose(
     return wanted
   mesh, rules = layout.mesh, layout.rules
   device = mesh.devices.flat[0]
-  candidates = _CANDIDATES
+  candidates = CANDIDATES
   parts = layout.parts("tokens")
   if parts > 1 and tokens_per_row % (parts * packed_attention.BLOCK):
     sections.require(
@@ -150,10 +150,10 @@ def choose(
     wanted,
     candidates,
     {
-      name: _with_gradients(name, window)
+      name: with_gradients(name, window)
       for name in packed_attention.IMPLEMENTATIONS
     },
-    lambda: _trial((num_heads, num_kv_heads, head_dim), tokens_per_row, dtype),
+    lambda: trial((num_heads, num_kv_heads, head_dim), tokens_per_row, dtype),
     device,
   )
   if name == "xla" and tokens_per_row > 2 * packed_attention.BLOCK:
