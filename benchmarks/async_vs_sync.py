@@ -2,20 +2,20 @@
 
     python benchmarks/async_vs_sync.py
 
-For each seed a warm start is made once, and both runs begin from it. Each run
+For each seed a warm start is made once, and all runs begin from it. Each run
 does the workload of configs/async_vs_sync.py for the same number of train steps
-on the same devices, one with max_staleness=4 and one with max_staleness=0. Each
-is a process of its own. A short run before them fills XLA's persistent cache,
-so that they find their programs there; `num_compilations` counts the programs
-that they did not find. Odd seeds run in the reverse order, so that a machine
-that becomes slower favours neither side.
+on the same devices: `sync` with max_staleness=0, `async` with max_staleness=4,
+and `recompute` like `async` with caches that are recomputed at each adoption
+instead of kept. Each is a process of its own. A short run before them fills
+XLA's persistent cache, so that they find their programs there;
+`num_compilations` counts the programs that they did not find. Odd seeds run in
+the reverse order, so that a machine that becomes slower favours no side.
 
-Two CPU devices of one host share its cores. Training alone already uses about
-one and a half of two cores, so overlapping it with generation gains less than
-it would on two accelerators.
+Two CPU devices of one host share its cores. Training alone uses both, so
+overlapping it with generation gains less than it would on two accelerators.
 
-The speedup is that of `rl_s`, the RL stage without evaluation. The whole
-wall-clock time, with start and evaluation, is reported beside it.
+The speedup is that of the steps after the third, evaluation and start left out.
+That of the RL stage and of the whole run are reported beside it.
 
 Prints a table and, as the last line, one JSON object. Hardware: two CPU cores.
 Time: about twenty minutes. Result: docs/results.md has the table.
@@ -52,12 +52,33 @@ _WARM_START_STEPS = flags.DEFINE_integer(
 )
 
 _CONFIG = "configs/async_vs_sync.py"
-_VARIANTS = {"async": "", "sync": ":sync"}
-# Enough steps for an adoption in the middle of sequences, which uses one more
-# program.
-_CACHE_STEPS = 3
+# The variant of the config, and further flags.
+_VARIANTS = {
+  "async": ("", ()),
+  "recompute": ("", ("--config.rollout.kv_on_adopt=recompute",)),
+  "sync": (":sync", ()),
+}
+# Enough steps for adoptions in the middle of sequences of any length, which use
+# more programs.
+_CACHE_STEPS = 8
+_FIRST_STEPS = 3  # that are not timed
+# Means over the steps that are timed, of the run's metrics.
+_METRICS = {
+  "step_s": "time/step_s",
+  "update_s": "time/update_s",
+  "adopt_s": "time/adopt_s",
+  "slot_occupancy": "rollout/slot_occupancy",
+  "tokens_mean": "completion/tokens_mean",
+  "tokens_max": "completion/tokens_max",
+}
 # Fields of the summary in the order of the table, and how they are shown.
 _COLUMNS = {
+  "step_s": ".3f",
+  "update_s": ".3f",
+  "adopt_s": ".3f",
+  "slot_occupancy": ".2f",
+  "tokens_mean": ".0f",
+  "tokens_max": ".0f",
   "rl_s": ".1f",
   "wall_s": ".1f",
   "eval_before": ".3f",
@@ -71,7 +92,7 @@ _COLUMNS = {
 
 
 def _measure(seed: int, directory: pathlib.Path) -> dict[str, Any]:
-  """Return the summaries of one seed, by "async" and "sync"."""
+  """Return the summaries of one seed, by the names of `_VARIANTS`."""
 
   def arguments(name: str, variant: str) -> list[str]:
     return [
@@ -83,12 +104,17 @@ def _measure(seed: int, directory: pathlib.Path) -> dict[str, Any]:
 
   def train(name: str, variant: str, *overrides: str) -> dict[str, Any]:
     print(f"seed {seed}: {name}", file=sys.stderr)
-    return launching.launch(
+    summary = launching.launch(
       "train.py",
       *arguments(name, variant),
       f"--config.warm_start.checkpoint={params}",
       *overrides,
     )
+    steps = launching.metrics(directory / f"{name}_{seed}")
+    steps = [row for row in steps if row["step"] > _FIRST_STEPS]
+    for column, key in _METRICS.items():
+      summary[column] = statistics.fmean(x[key] for x in steps if key in x)
+    return summary
 
   print(f"seed {seed}: warm start", file=sys.stderr)
   steps = _WARM_START_STEPS.value
@@ -97,15 +123,18 @@ def _measure(seed: int, directory: pathlib.Path) -> dict[str, Any]:
     *arguments("warm_start", ""),
     *([f"--config.warm_start.num_steps={steps}"] if steps else []),
   )["params"]
-  train(
-    "filling_the_cache",
-    "",
-    f"--config.train.num_steps={_CACHE_STEPS}",
-  )
+  for name in ("async", "recompute"):
+    variant, flags_of_variant = _VARIANTS[name]
+    train(
+      f"filling_the_cache_{name}",
+      variant,
+      *flags_of_variant,
+      f"--config.train.num_steps={_CACHE_STEPS}",
+    )
   steps = _TRAIN_STEPS.value
   overrides = [f"--config.train.num_steps={steps}"] if steps else []
   return {
-    name: train(name, _VARIANTS[name], *overrides)
+    name: train(name, _VARIANTS[name][0], *_VARIANTS[name][1], *overrides)
     for name in (reversed(_VARIANTS) if seed % 2 else _VARIANTS)
   }
 
@@ -126,8 +155,13 @@ def _row(seed: int, summaries: dict[str, Any]) -> dict[str, Any]:
   row: dict[str, Any] = {"seed": seed}
   for name, summary in summaries.items():
     row[name] = {column: summary[column] for column in _COLUMNS}
-  for speedup, time in (("speedup", "rl_s"), ("wall_speedup", "wall_s")):
-    row[speedup] = summaries["sync"][time] / summaries["async"][time]
+  for speedup, name, time in (
+    ("speedup", "async", "step_s"),
+    ("recompute_speedup", "recompute", "step_s"),
+    ("rl_speedup", "async", "rl_s"),
+    ("wall_speedup", "async", "wall_s"),
+  ):
+    row[speedup] = summaries["sync"][time] / summaries[name][time]
   return row
 
 
@@ -149,15 +183,15 @@ def main(argv: Sequence[str]) -> None:
     "speedup_median": statistics.median(speedups),
     "speedup_min": min(speedups),
     "speedup_max": max(speedups),
-    "eval_async": eval_after("async"),
-    "eval_sync": eval_after("sync"),
+    **{f"eval_{name}": eval_after(name) for name in _VARIANTS},
     "seeds": rows,
   }
   print(
-    f"speedup of the RL stage: median {result['speedup_median']:.2f},"
+    f"speedup of a step: median {result['speedup_median']:.2f},"
     f" {result['speedup_min']:.2f} to {result['speedup_max']:.2f}"
-    f" over {len(rows)} seeds; of the whole wall-clock: median"
-    f" {statistics.median(row['wall_speedup'] for row in rows):.2f}"
+    f" over {len(rows)} seeds; of the RL stage"
+    f" {statistics.median(row['rl_speedup'] for row in rows):.2f}, of the whole"
+    f" run {statistics.median(row['wall_speedup'] for row in rows):.2f}"
   )
   print(json.dumps(result))
 

@@ -52,6 +52,7 @@ import rich.console
 from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import ledger as ledger_lib
+from jaxrl_async.coordination import run_schedule
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.models import configs
 from jaxrl_async.reporting import metrics as metrics_lib
@@ -142,6 +143,14 @@ class Books:
     self._ledger = ledger_lib.Ledger(
       workdir / "ledger.jsonl", ledger_lib.LedgerState()
     )
+    self._schedule = run_schedule.Schedule(
+      workdir,
+      0,
+      keep_trajectories=False,
+      first_step=0,
+      environment={},
+      config={},
+    )
     self._null = open(os.devnull, "w")
     self._rollout: Any = SimpleNamespace(
       coordinator=SimpleNamespace(stream=SimpleNamespace(metrics=dict)),
@@ -151,6 +160,7 @@ class Books:
         **dataclasses.asdict(scheduler_lib.SchedulerStats()),
         "wait_s": 0.0,
         "adopt_s": 0.0,
+        "refused_versions": 0,
       },
     )
     rewards: Any = SimpleNamespace(
@@ -161,6 +171,7 @@ class Books:
       workdir=workdir,
       writer=self._writer,
       ledger=self._ledger,
+      schedule=self._schedule,
       rollout=self._rollout,
       rewards=rewards,
       busy=self._busy,
@@ -187,6 +198,7 @@ class Books:
     self.recorder.close(60.0)
     self._writer.close()
     self._ledger.close()
+    self._schedule.close()
     self._null.close()
 
   def _evaluate(self) -> None:

@@ -68,6 +68,7 @@ from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
+from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib
 from jaxrl_async.rollout import fleet as fleet_lib
 from jaxrl_async.rollout import remote
 from jaxrl_async.rollout import wire
@@ -197,6 +198,14 @@ class FakeHandle:
     """Refuse: it knows nothing."""
     raise NotImplementedError
 
+  def hold(self, version: int) -> futures.Future:
+    """Refuse: it knows nothing."""
+    raise NotImplementedError
+
+  def release(self, version: int) -> None:
+    """Refuse: it knows nothing."""
+    raise NotImplementedError
+
   def kill(self) -> None:
     """Leave it; it ends with Ray."""
 
@@ -228,7 +237,7 @@ def measure(directory: pathlib.Path) -> dict[str, float]:
   rewards = Rewards()
   fleet = TimedFleet(
     coordinator_lib.Coordinator(
-      coordinator_lib.CoordinatorSettings(
+      coordinator_settings_lib.CoordinatorSettings(
         group_size=_GROUP_SIZE.value,
         max_completion_tokens=2 * _TOKENS.value,
         max_tokens=_PROMPT_TOKENS + 2 * _TOKENS.value,
@@ -250,7 +259,7 @@ def measure(directory: pathlib.Path) -> dict[str, float]:
     start_timeout_s=_DEADLINE_S,
     busy=busy,
     zero_totals=dataclasses.asdict(scheduler_lib.SchedulerStats())
-    | {"wait_s": 0.0, "adopt_s": 0.0},
+    | {"wait_s": 0.0, "adopt_s": 0.0, "refused_versions": 0},
     note=lambda line: None,
   )
   version = directory / "version"

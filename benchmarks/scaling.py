@@ -64,7 +64,9 @@ def _cases() -> Iterator[tuple[str, Any]]:
     file = runpy.run_path(str(_CONFIGS / f"tpu_{model}.py"))
     for length in _LENGTHS:
       for name in file["SLICES"]:
-        yield f"{model}:{length}@{name}", file["get_config"](f"{length}@{name}")
+        config = file["get_config"](f"{length}@{name}")
+        config.eval.beside = False  # as in docs/scaling.md
+        yield f"{model}:{length}@{name}", config
 
 
 def _stored(path: pathlib.Path) -> dict[tuple[str, str], dict[str, Any]]:

@@ -2,12 +2,14 @@
 
     python benchmarks/async_vs_sync.py
 
-The policy of the quickstart on sums of two to ten terms, whose worked solutions
-have 6 to 86 tokens, and 36 on average. Generation is otherwise much cheaper
-here than training. With two slots it takes about as long.
+The policy of the quickstart on sums of 2 to 32 terms. There are many short ones
+and few long ones, so that the longest worked solution of a batch has about six
+times as many tokens as the mean: lengths are nearly lognormal.
 
-The benchmark starts this run on two CPU devices, with a warm start that both
-variants share. `sync`, after a colon, is the same run with max_staleness=0.
+The settings are those that were fastest for both ways of training, see
+docs/performance.md. The benchmark starts this run on two CPU devices, with a
+warm start that all variants share. `sync`, after a colon, is the same run with
+max_staleness=0.
 """
 
 import pathlib
@@ -21,34 +23,62 @@ from jaxrl_async.config import sections
 _QUICKSTART = runpy.run_path(
   str(pathlib.Path(__file__).with_name("quickstart.py"))
 )
+# Fewest and most terms, and how many of 16 sums have as many.
+_TERMS = {
+  "short": (2, 3, 10),
+  "middling": (5, 8, 4),
+  "long": (9, 16, 1),
+  "longest": (25, 32, 1),
+}
 
 
 def get_config(variant: str = "") -> sections.Config:
   """Return the run of this file; variants are "" and "sync"."""
   run: sections.Config = _QUICKSTART["get_config"](variant)
-  run.task.params = config_dict.ConfigDict(
-    {"min_terms": 2, "max_terms": 10, "min_digits": 1, "max_digits": 1}
+  run.task.dataset, run.task.params = "", config_dict.ConfigDict()
+  run.task.sources = config_dict.ConfigDict(
+    {
+      name: {
+        "dataset": "reasoning_gym:chain_sum",
+        "params": {
+          "min_terms": fewest,
+          "max_terms": most,
+          "min_digits": 1,
+          "max_digits": 1,
+        },
+        "weight": float(weight),
+      }
+      for name, (fewest, most, weight) in _TERMS.items()
+    }
   )
   run.warm_start.num_steps = 600
+  run.warm_start.rows_per_batch = 8
   run.warm_start.corrupted_frac = 0.05
   run.rollout = sections.RolloutSection(
-    num_slots=2,
-    max_prompt_tokens=40,
-    max_completion_tokens=120,
-    cache_tokens=160,
+    num_slots=32,
+    max_prompt_tokens=128,
+    max_completion_tokens=352,
+    cache_tokens=480,
     decode_steps_per_call=8,
-    prefill_rows=4,
-    prefill_buckets=(40, 160),
-    window_buckets=(80, 160),
+    prefill_rows=8,
+    prefill_buckets=(16, 128, 480),
+    window_buckets=(64, 128, 256, 480),
+    kv_on_adopt=sections.KvOnAdopt.KEEP,
   )
-  run.algorithm.groups_per_step = 32
+  run.algorithm.groups_per_step = 16
+  # With one update a step, the proximal logprobs are those of training.
   run.algorithm.num_minibatches = 1
-  run.train.num_steps = 30
+  run.algorithm.proximal = sections.ProximalMode.REUSE
+  run.transfer.channel = sections.Channel.DIRECT
+  run.train.num_steps = 40
   # With a constant rate the program is the same for any number of steps.
   run.train.decay = 1.0
-  run.train.optimizer.learning_rate = 1e-4
-  run.train.tokens_per_row = 160
-  run.train.rows_per_microbatch = 8
+  run.train.optimizer = sections.OptimizerSection(
+    name=sections.OptimizerName.ADAMW, learning_rate=5e-5, warmup_steps=4
+  )
+  run.train.tokens_per_row = 480
+  run.train.rows_per_microbatch = 2
+  run.train.attention = "blocks"
   # Only training and generation run between the first step and the last.
   run.eval.every = 0
   run.run.checkpoint_every = 1_000

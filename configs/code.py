@@ -71,5 +71,6 @@ def get_config() -> sections.Config:
         learning_rate=2e-6, warmup_steps=10, b2=0.95
       ),
     ),
-    eval=sections.EvalSection(num_items=256, every=25),
+    # Beside training it would need a second version of the weights and a cache.
+    eval=sections.EvalSection(num_items=256, every=25, beside=False),
   )

@@ -79,5 +79,8 @@ def get_config() -> sections.Config:
         weight_decay=0.05,
       ),
     ),
-    eval=sections.EvalSection(num_items=256, every=25, temperature=0.6),
+    # Beside training it would need a second version of the weights and a cache.
+    eval=sections.EvalSection(
+      num_items=256, every=25, temperature=0.6, beside=False
+    ),
   )

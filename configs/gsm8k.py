@@ -85,7 +85,8 @@ def get_config(variant: str = "0.5b") -> sections.Config:
         learning_rate=1e-6, warmup_steps=10, b2=0.95
       ),
     ),
-    eval=sections.EvalSection(num_items=512, every=25),
+    # Beside training it would need a second version of the weights and a cache.
+    eval=sections.EvalSection(num_items=512, every=25, beside=False),
   )
 
 

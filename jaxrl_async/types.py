@@ -10,7 +10,7 @@ Reward processes import this module, so that it must not import jax.
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxtyping import Bool, Float, Int
 import numpy as np
@@ -126,6 +126,21 @@ class Completion:
   finish_reason: FinishReason
 
 
+class CacheBuild(NamedTuple):
+  """How the cache was made with which a trajectory was continued.
+
+  Attributes:
+    length: number of tokens that the trajectory had then.
+    num_prefilled: how many of them were cached by prefill. The others went
+      through the decode program one by one.
+    version: version of the weights that cached them.
+  """
+
+  length: int
+  num_prefilled: int
+  version: int
+
+
 # The arrays of a trajectory, each with one entry for each token.
 TOKEN_ARRAYS = "tokens", "loss_mask", "behavior_logprobs", "policy_versions"
 
@@ -147,6 +162,8 @@ class Trajectory:
     reward: the scorer's result. None until the trajectory has been scored.
     writers: the replicas that generated the tokens, in order, each with the
       number of tokens. The coordinator fills it in.
+    cache_builds: how its caches were made, by increasing length. With the
+      weights, they determine the generated tokens.
   """
 
   member: int
@@ -157,6 +174,7 @@ class Trajectory:
   finish_reason: FinishReason | None = None
   reward: Reward | None = None
   writers: tuple[tuple[str, int], ...] = ()
+  cache_builds: tuple[CacheBuild, ...] = ()
 
   @property
   def num_completion_tokens(self) -> int:

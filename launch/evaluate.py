@@ -15,7 +15,6 @@ import command_line  # isort: skip, first: it sets XLA's environment
 
 import contextlib
 import json
-import os
 import pathlib
 import sys
 
@@ -62,9 +61,6 @@ _OUTPUT = flags.DEFINE_string(
 )
 
 _CONFIG_FILE = pathlib.Path(__file__).parent / "checkpoint_config.py"
-# So that an answer has the same bits in whatever slot it is generated, also on
-# a CPU; see "Randomness is a function" in docs/design.md.
-_SAME_BITS = "--xla_cpu_experimental_ynn_fusion_type="
 
 
 def _check() -> None:
@@ -149,7 +145,6 @@ def _use_config_of_checkpoint() -> None:
 
 
 if __name__ == "__main__":
-  if _SAME_BITS not in os.environ["XLA_FLAGS"]:
-    os.environ["XLA_FLAGS"] += f" {_SAME_BITS}"
+  command_line.use_same_bits()
   _use_config_of_checkpoint()
   command_line.start(main, _check, check_config=bounds.check)

@@ -11,18 +11,24 @@ same workdir continues from its newest checkpoint. The last line on stdout is
 JSON: the number of steps, the wall-clock time, the validation loss before and
 after, and the path of the parameters.
 
-With --score there is one line of JSON for each row of the data instead.
+With --score there is one line of JSON for each row of the data instead. With
+--port the trained model is a reward server on that port of this machine, until
+SIGTERM or Ctrl-C. A run names it as task.reward=http://127.0.0.1:PORT/.
 """
 
 import command_line  # isort: skip, first: it sets XLA's environment
 
 import json
+import pathlib
+import sys
 
 from absl import flags
 
 from jaxrl_async.config import sections
+from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import preference_checks
+from jaxrl_async.serving import addresses
 
 # Slow imports are made in main(), after all checks.
 
@@ -31,16 +37,55 @@ _SCORE = flags.DEFINE_string(
   "",
   "URI of rows with prompts and completions, which a trained model scores.",
 )
+_PORT = flags.DEFINE_integer(
+  "port",
+  None,
+  "Serve the scores of a trained model on this port; 0 takes a free one.",
+  0,
+  65535,
+)
+
+
+def _check() -> None:
+  command_line.check_workdir()
+  if _PORT.value is None:
+    return
+  sections.require(not _SCORE.value, "port", "not together with --score")
+  addresses.check_can_bind("port", "127.0.0.1", _PORT.value)
+
+
+def _serve(config: sections.Config, workdir: pathlib.Path) -> None:
+  """Answer with scores until a signal arrives."""
+  from jaxrl_async.run import reward_server
+
+  stop = supervisor_lib.StopRequest()
+  with stop.on_signals(
+    lambda text: print(text, file=sys.stderr),
+    "ending; once more ends it now",
+    "ended at once",
+  ):
+    reward_server.serve(
+      config,
+      workdir,
+      port=_PORT.value or 0,
+      stop=stop,
+      on_ready=lambda address: print(
+        f"serving the scores of {workdir} at {address}", flush=True
+      ),
+    )
 
 
 def main(config: sections.Config) -> None:
-  """Train a reward model and print the summary, or print scores."""
+  """Train a reward model and print the summary, or print or serve scores."""
   import jax
 
   from jaxrl_async.run import reward_model
 
   config_checks.validate(config, len(jax.devices()))
   workdir = command_line.workdir()
+  if _PORT.value is not None:
+    _serve(config, workdir)
+    return
   if not _SCORE.value:
     print(json.dumps(reward_model.train(config, workdir)))
     return
@@ -51,6 +96,6 @@ def main(config: sections.Config) -> None:
 if __name__ == "__main__":
   command_line.start(
     main,
-    command_line.check_workdir,
+    _check,
     check_config=preference_checks.check_reward_model,
   )

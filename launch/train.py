@@ -92,6 +92,8 @@ def _check() -> None:
   command_line.check_workdir()
   trainer_process.check()
   config = command_line.CONFIG.value
+  if config.run.exact_resume:
+    command_line.use_same_bits()
   is_apart = config.cluster.kind is sections.ClusterKind.RAY
   if _SERVE_PORT.value and is_apart:
     raise sections.ConfigError(
@@ -188,6 +190,7 @@ def _train(
     profile_steps=_profile_steps(),
     replica_environment=command_line.replica_environment(config),
     world=world,
+    xla_flags=os.environ["XLA_FLAGS"],
   )
   print(summary)
 

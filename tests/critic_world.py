@@ -60,8 +60,9 @@ def make_trainer(
   epochs=1,
   rows=8,
   loss=test_train_step.LOSS,
+  whole_loss=None,
 ):
-  """A trainer that has been started."""
+  """A trainer that has been started; `whole_loss` has that of the values."""
   stage = critic_lib.gae_stage(
     gamma=GAMMA,
     gae_lambda=LAMBDA,
@@ -74,7 +75,7 @@ def make_trainer(
     mesh=mesh_lib.make_mesh(jax.devices()[: shape.num_devices], shape),
     models=settings(trunk),
     forward=dataclasses.replace(test_train_step.FORWARD, model=MODEL),
-    loss=critic_lib.with_value_loss(loss, coef=COEF, clip=CLIP),
+    loss=whole_loss or critic_lib.with_value_loss(loss, coef=COEF, clip=CLIP),
     stages=[train_step.PROXIMAL_STAGE, critic_lib.value_stage(trunk), stage],
     batch=batch_settings.BatchSettings(
       tokens_per_row=16,

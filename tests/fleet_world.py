@@ -109,6 +109,12 @@ class Handle:
   def answer(self, questions):
     return self._call(self.process.answer, questions)
 
+  def hold(self, version):
+    return self._call(self.process.hold, version)
+
+  def release(self, version):
+    self._call(self.process.release, version)
+
   def kill(self):
     self.is_dead = True
     self.process.end()
@@ -157,7 +163,7 @@ class World(worker_world.World):
       num_slots=tiny.SIZES.num_slots,
       busy=metrics_lib.BusyClock(),
       zero_totals=dataclasses.asdict(scheduler_lib.SchedulerStats())
-      | {"wait_s": 0.0, "adopt_s": 0.0},
+      | {"wait_s": 0.0, "adopt_s": 0.0, "refused_versions": 0},
       note=self.notes.append,
       **{"replica_timeout_s": 30.0, "start_timeout_s": DEADLINE_S}
       | fleet_options,
@@ -175,8 +181,8 @@ class World(worker_world.World):
     self.handles.append(Handle(place))
     return self.handles[-1]
 
-  def publish(self, version):
-    self.channel.publish(tiny.engine_params(0, seed=0).weights, version)
+  def publish(self, version, seed=0):
+    self.channel.publish(tiny.engine_params(0, seed).weights, version)
     self.buffer.set_policy_version(version)
 
   def begin(self):
@@ -193,7 +199,7 @@ class World(worker_world.World):
       self.error = error
       self.buffer.close(error)
 
-  def train(self, num_steps, first=0):
+  def train(self, num_steps, first=0, seed=0):
     """Take the batches of some steps, and publish a version after each."""
     groups = []
     for step in range(first, first + num_steps):
@@ -202,7 +208,7 @@ class World(worker_world.World):
       groups += batch
       for group in batch:
         self.ledger.add_trained(group, step=step, skipped_update=False)
-      self.publish(step + 1)
+      self.publish(step + 1, seed)
     return groups
 
   def check_books(self):

@@ -26,6 +26,11 @@ def raises(item, completion):
   raise LookupError(f"no such\nanswer {completion.answer}")
 
 
+def floods(item, completion):
+  print("flood" * 1_000_000)
+  raise ValueError("flood " * 1_000_000 + completion.answer)
+
+
 def raises_on_b(item, completion):
   return (
     length(item, completion)

@@ -22,9 +22,9 @@ MODEL = dataclasses.replace(tiny.MODEL, vocab_size=98)
 STEPS = (2, 5)
 
 
-def params(step):
+def params(step, model=MODEL):
   """The parameters of the checkpoint of a step."""
-  return tiny.params(step, MODEL)
+  return tiny.params(step, model)
 
 
 def get_config():
@@ -33,13 +33,14 @@ def get_config():
   return config
 
 
-def write(workdir, config=None):
+def write(workdir, config=None, model=MODEL, tokenizer=None):
   """Writes what a run leaves in its workdir, with the checkpoints of STEPS."""
   config = config or get_config()
   config_json.write(config, workdir)
-  tokenizer_lib.character_level().save(workdir / "tokenizer")
+  tokenizer = tokenizer or tokenizer_lib.character_level()
+  tokenizer.save(workdir / "tokenizer")
   for step in STEPS:
-    state = tiny.policy_state(params(step), optax.adam(1e-3))
+    state = tiny.policy_state(params(step, model), optax.adam(1e-3))
     host_state = {"config": config_json.to_stored(config)}
     checkpoint.save(workdir / "checkpoints", step, state, host_state, [])
   return workdir

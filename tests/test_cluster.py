@@ -196,6 +196,47 @@ def test_two_processes_train_replicas_of_two_generate_and_a_pool_scores(
   assert not left.stdout
 
 
+def test_a_run_of_two_replicas_is_replayed_in_one_process(tmp_path):
+  subprocess.run(
+    train(
+      tmp_path,
+      "--config.cluster.replicas=2",
+      "--config.warm_start.num_steps=0",
+      "--config.rollout.num_slots=4",
+      "--config.rollout.decode_steps_per_call=1",
+      "--config.run.exact_resume",
+    ),
+    check=True,
+    timeout=300,
+    env=ENVIRONMENT,
+  )
+  writers = {
+    name
+    for line in lines(tmp_path / "ledger.jsonl")
+    for trajectory in line["writers"]
+    for name, _, _ in trajectory
+  }
+  assert {name.split(" #")[0] for name in writers} == {"replica 0", "replica 1"}
+  for first in (0, 2):
+    run = subprocess.run(
+      [
+        sys.executable,
+        str(ROOT / "launch" / "replay.py"),
+        f"--workdir={tmp_path}",
+        f"--compile_cache={tmp_path / 'compile_cache'}",
+        f"--from_step={first}",
+      ],
+      capture_output=True,
+      text=True,
+      timeout=300,
+      env=ENVIRONMENT,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["bit_exact"] and found["last_step"] == 4
+    assert found["first_step"] == first
+
+
 @pytest.mark.parametrize(
   "flags, error",
   [

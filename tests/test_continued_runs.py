@@ -55,7 +55,11 @@ CASES = {
     "train": {"tokens_per_row": 64, "rows_per_microbatch": 2},
   },
   "a lower limit": {
-    "rollout": {"max_completion_tokens": 2, "prefill_chunk": 8},
+    "rollout": {
+      "max_completion_tokens": 2,
+      "prefill_chunk": 8,
+      "max_group_seconds": 600.0,
+    },
     "train": {"attention": "blocks", "vocab_chunk": 40, "max_bad_updates": 1},
     "model": {"remat": sections.Remat.FULL},
     "task": {
@@ -89,6 +93,7 @@ CASES = {
     },
     "eval": {
       "every": 2,
+      "beside": False,
       "samples": 2,
       "sets": config_dict.ConfigDict(
         {
@@ -188,7 +193,7 @@ def stopped(tmp_path_factory):
       if max(lengths.values(), default=0) > 4:
         break
       time.sleep(0.01)  # the worker goes on meanwhile
-    save(self, step, *rest)
+    return save(self, step, *rest)
 
   with pytest.MonkeyPatch.context() as patched:
     patched.setattr(training_run.Run, "_save", save_in_the_middle)
@@ -291,8 +296,8 @@ def test_a_run_killed_before_it_trains_begins_again_by_the_same_command(
   for place, name in (
     (start_up, "_show_warm_start"),
     (checkpoint.manifest, "write"),
+    (checkpoint, "_put_in_place"),
     # From here on there is a checkpoint.
-    (checkpoint, "_sync_names"),
     (training_run.config_json, "write"),
     (training_run.Run, "_evaluate"),
     (metrics_lib.MetricsWriter, "write"),

@@ -237,3 +237,58 @@ def test_restored_groups_wait_for_a_replica(make_world):
   members = [(t.admission.index, t.trajectory.member) for t in turns]
   assert members == [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2)]
   assert turns[3].trajectory.num_completion_tokens == 3
+
+
+def test_a_group_that_takes_too_long_fails_and_its_replica_drops_it(make_world):
+  world = make_world(max_group_s=1e-9)
+  coordinator = world.coordinator
+  work = coordinator.admit(ask(room=4))
+  ended, partial, silent = of_group(work, 0)
+  coordinator.report(report(written(ended, 2), written(partial, 3, None)))
+  coordinator.report(report(*(written(t, 1) for t in of_group(work, 1))))
+  # Group 1 is generated, and its score may take its time.
+  assert coordinator.overdue() == {"a": messages.Work(cancelled=(0,))}
+  assert coordinator.overdue() == {} and world.lines() == []
+  aborted = FinishReason.ABORTED
+  coordinator.report(
+    report(written(partial, 4, aborted, known=3), written(silent, 1))
+  )
+  (line,) = world.lines()
+  assert line["index"] == 0 and line["fate"] == "failed"
+  assert line["reason"] == (
+    "not generated in 1e-09 s (rollout.max_group_seconds)"
+  )
+  assert line["num_completion_tokens"] == [2, 4, 1]
+  assert line["finish_reasons"] == ["eos", "aborted", "aborted"]
+  assert [a.index for a in world.buffer.state().running] == [1]
+
+
+def test_a_group_that_waits_too_long_for_a_replica_ends_at_once(make_world):
+  world = make_world(max_group_s=1e-9)
+  coordinator = world.coordinator
+  first, *_ = coordinator.admit(ask()).turns
+  coordinator.report(report(written(first, 2)))
+  coordinator.drained(messages.Drained(replica="a"))
+  assert coordinator.overdue() == {}
+  (line,) = world.lines()
+  assert line["fate"] == "failed" and line["num_completion_tokens"] == [2, 0, 0]
+  assert coordinator._waiting == {}
+  assert coordinator.groups() == {}
+  assert coordinator.admit(ask(replica="b")).turns[0].admission.index == 1
+
+
+def test_the_group_that_training_waits_for_is_named(make_world):
+  world = make_world()
+  coordinator = world.coordinator
+  names = "rollout/oldest_group", "rollout/oldest_group_s"
+  metrics = coordinator.metrics(num_replicas=1)
+  assert [metrics[name] for name in names] == [-1, 0]
+  work = coordinator.admit(ask(room=4))
+  coordinator.report(report(*(written(t, 1) for t in of_group(work, 0))))
+  coordinator._running[1].times_s["admitted"] -= 50.0
+  assert coordinator.metrics(1)["rollout/oldest_group"] == 0
+  coordinator.collect_scores()
+  metrics = coordinator.metrics(num_replicas=1)
+  assert metrics["rollout/oldest_group"] == 1
+  assert 50 <= metrics["rollout/oldest_group_s"] < 60
+  assert coordinator.overdue() == {}, "off by default"

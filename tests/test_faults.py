@@ -6,6 +6,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import time
 
 import jax
 import metrics_page
@@ -47,7 +48,26 @@ def test_an_evaluation_that_fails_costs_no_step_and_no_line(tmp_path):
   test_run.check_ledger(workdir, summary)
 
 
-def launch(workdir, output, *arguments):
+# Of all processes of a run: the time of day jumps by up to a day every second,
+# forwards and backwards.
+JUMPING_CLOCK = """
+import random
+import time
+
+_time, _time_ns = time.time, time.time_ns
+
+
+def _jump_s():
+  return random.Random(int(_time())).randint(-86_400, 86_400)
+
+
+time.time = lambda: _time() + _jump_s()
+time.time_ns = lambda: _time_ns() + 10**9 * _jump_s()
+print("the clock jumps")
+"""
+
+
+def launch(workdir, output, *arguments, environment=None):
   """launch/train.py in a process group of its own."""
   return subprocess.Popen(
     [
@@ -64,6 +84,7 @@ def launch(workdir, output, *arguments):
     start_new_session=True,
     stderr=output,
     stdout=output,
+    env=os.environ | (environment or {}),
   )
 
 
@@ -118,3 +139,46 @@ def test_two_signals_end_a_run_at_once_and_leave_nothing(tmp_path):
   assert text.count("WARNING: TensorBoard could not be written") == 1
   assert test_run.until(lambda: not members(process.pid))
   assert test_run.until(lambda: not pathlib.Path(used).exists())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_run_that_stands_still_under_a_jumping_clock_loses_only_time(
+  tmp_path,
+):
+  workdir, shown = tmp_path / "run", tmp_path / "shown"
+  (tmp_path / "sitecustomize.py").write_text(JUMPING_CLOCK)
+  with open(shown, "w") as output:
+    process = launch(
+      workdir,
+      output,
+      "--config.train.num_steps=40",
+      "--config.run.stall_timeout_s=3",
+      "--config.rollout.max_group_seconds=3",
+      "--config.task.reward_timeout_s=2",
+      environment={"PYTHONPATH": str(tmp_path)},
+    )
+  has_ended = lambda: process.poll() is not None  # noqa: E731
+  stopped_s = 0.0
+  try:
+    for num_lines in (4, 12):
+      assert test_run.until_lines(
+        workdir / "metrics.jsonl", num_lines, has_ended
+      )
+      os.kill(process.pid, signal.SIGSTOP)
+      # What the process is to sleep through: both deadlines and more.
+      time.sleep(6.0)
+      stopped_s += 6.0
+      os.kill(process.pid, signal.SIGCONT)
+  finally:
+    process.send_signal(signal.SIGCONT)
+    code = end(process)
+  assert code == 0, shown.read_text()
+  assert "the clock jumps" in shown.read_text()
+  summary = json.loads((workdir / "summary.json").read_text())
+  entries = test_run.check_ledger(workdir, summary)
+  assert {entry["fate"] for entry in entries} == {"trained"}
+  assert len(entries) == 40 * 4
+  metrics = test_run.lines(workdir, "metrics")
+  assert [line["step"] for line in metrics] == list(range(41))
+  assert sum(line.get("time/step_s", 0.0) for line in metrics) > stopped_s

@@ -12,7 +12,9 @@ import worker_world
 
 from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import fleet as fleet_lib
+from jaxrl_async.rollout import held_version
 from jaxrl_async.rollout import remote
+from jaxrl_async.rollout import wire
 
 NUM_STEPS = 4
 pytestmark = pytest.mark.slow
@@ -121,7 +123,7 @@ def test_the_groups_of_a_replica_that_dies_are_continued(make_world):
 
 
 def test_what_a_silent_replica_says_late_is_refused(make_world):
-  world = make_world(num_replicas=2, replica_timeout_s=0.5)
+  world = make_world(num_replicas=2, replica_timeout_s=3.0)
   world.begin()
   until(lambda: world.fleet.num_ready == 2, "both replicas")
   groups = world.train(1)
@@ -132,19 +134,69 @@ def test_what_a_silent_replica_says_late_is_refused(make_world):
   assert any("has said nothing" in note for note in world.notes)
   silent.can_speak.set()
   until(lambda: world.fleet.num_ready == 2, "both replicas again")
-  assert "replica 0 #2 ready" in world.fleet.status()
   groups += world.train(NUM_STEPS, first=1 + NUM_STEPS)
   check(world, groups)
-  assert silent.process._attachment.attached.replica.name == "replica 0 #2"
+  attached = silent.process._attachment.attached.replica
+  assert attached.name != "replica 0" and attached.name in world.fleet.status()
   metrics = world.fleet.metrics()
   assert metrics["rollout/replicas"] == 2
   assert metrics["rollout/refused_tokens"] == world.coordinator.refused_tokens
   assert len(world.handles) == 2
 
 
+def test_a_replica_that_becomes_very_slow_holds_nobody_up(make_world):
+  world = make_world(num_replicas=2, max_group_s=1.0, max_failed_groups=1000)
+  world.begin()
+  until(lambda: world.fleet.num_ready == 2, "both replicas")
+  groups = world.train(1)
+  scheduler = world.handles[0].process._attachment.attached.replica.scheduler
+  step = scheduler.step
+
+  def slow_step():
+    time.sleep(0.7)
+    return step()
+
+  scheduler.step = slow_step
+  failed = []
+  while not failed or len(groups) < 2 * NUM_STEPS:
+    assert len(groups) < 400
+    groups += world.train(1, first=len(groups) // 2)
+    failed = [x for x in world.lines() if x["fate"] == "failed"]
+  reason = "not generated in 1 s (rollout.max_group_seconds)"
+  assert {line["reason"] for line in failed} == {reason}
+  world.check_books()
+  with world.fleet.paused(fleet_world.DEADLINE_S):
+    there = [line["index"] for line in world.lines()]
+    there += [group.index for group in world.in_flight()]
+  assert sorted(there) == list(range(len(there)))
+
+
+def test_an_overdue_group_is_cancelled_at_its_replica_at_once(make_world):
+  world = make_world(num_replicas=1, max_group_s=1e-9, max_failed_groups=1000)
+  find, found = world.coordinator.overdue, []
+
+  def overdue():
+    found.append(find())
+    return found[-1]
+
+  world.coordinator.overdue = overdue
+  world.fleet.start()
+  world.publish(0)
+
+  def is_found():
+    world.fleet.round(0.01)
+    return bool(found[-1])
+
+  until(is_found, "an overdue group")
+  (work,) = found[-1].values()
+  assert work.cancelled
+  delivered = [wire.unpack_work(x.work) for x in world.handles[0].delivered]
+  assert work in delivered
+
+
 def test_a_replica_that_cannot_be_attached_again_is_replaced(make_world):
   world = make_world(
-    num_replicas=2, replica_timeout_s=0.5, start_timeout_s=20.0
+    num_replicas=2, replica_timeout_s=3.0, start_timeout_s=20.0
   )
   world.begin()
   until(lambda: world.fleet.num_ready == 2, "both replicas")
@@ -346,6 +398,43 @@ def test_an_evaluation_is_the_same_whoever_answers(make_world):
     handle.is_dead = True
   with pytest.raises(remote.ReplicaLost, match="killed"):
     list(world.fleet.answers(prompts, settings, 0, 30.0))
+
+
+def test_an_evaluation_beside_groups_keeps_its_version(make_world):
+  world = make_world(num_replicas=2)
+  world.begin()
+  until(lambda: world.fleet.num_ready == 2, "replicas")
+  with world.fleet.paused(fleet_world.DEADLINE_S):
+    held = world.fleet.hold(0)
+  until(lambda: len(held._holding()) == 2, "that both hold it")
+  stream = tiny.Prompts()
+  prompts = [stream.next() for _ in range(40)]
+  settings = answers_lib.AnswerSettings(
+    samples=2, temperature=1.0, max_completion_tokens=9
+  )
+  alone = answers_of(
+    answers_lib.write(
+      tiny.ready(), prompts, settings, tokenizer=world.spec.tokenizer
+    )
+  )
+  # Other weights from here on. The groups adopt them, the questions do not.
+  answers = held.answers(prompts, settings)
+  first = next(answers)
+  world.train(2, seed=1)
+  assert answers_of([first, *answers]) == alone
+  # One that is gone is replaced by the other, and all of them by nobody.
+  world.handles[0].is_dead = True
+  assert answers_of(held.answers(prompts, settings)) == alone
+  held.release()
+  with pytest.raises(held_version.NotHeld):
+    list(held.answers(prompts, settings))
+  until(lambda: len(world.handles) == 3, "another replica")
+  until(lambda: world.fleet.num_ready == 2, "replicas")
+  with world.fleet.paused(fleet_world.DEADLINE_S):
+    late = world.fleet.hold(0)
+  with pytest.raises(held_version.NotHeld, match="was not held"):
+    until(late.is_held, "never")
+  world.check_books()
 
 
 def until_ready(world, count):

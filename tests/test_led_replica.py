@@ -15,6 +15,7 @@ import led_engine
 import numpy as np
 import pytest
 
+from jaxrl_async.cluster import led_replica
 from jaxrl_async.cluster import replica_world
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.devices import mesh as mesh_lib
@@ -97,6 +98,8 @@ def test_two_processes_write_what_one_writes(begin):
     ]
     np.testing.assert_allclose(a["logprobs"], b["logprobs"], atol=1e-6)
   assert {v for one in led for v in one["versions"]} == {-1, 0, 1, 2}
+  (question,) = (one for one in led if one["group"] == 20)
+  assert set(question["versions"]) == {-1, 1}
   assert {"stop", "length"} <= {one["reason"] for one in led}
 
 
@@ -116,6 +119,24 @@ def test_a_process_that_is_killed_ends_the_others(begin):
   follower.kill()
   assert "a process of the replica has ended" in programs.written(lead)
   assert lead.wait(30) == 3
+
+
+def test_a_version_is_adopted_once_all_processes_have_read_it():
+  pairs = [multiprocessing.Pipe() for _ in range(2)]
+  failures = []
+  lead = led_replica.Lead(
+    replica_world.Peers([ours for ours, _ in pairs]), 3, failures.append
+  )
+  first, second = (replica_world.Peers([theirs]) for _, theirs in pairs)
+  lead.fetch(4)
+  waiting = threading.Thread(target=lead.wait_fetched, args=(4,), daemon=True)
+  waiting.start()
+  first.send("fetched", 4)
+  waiting.join(0.5)
+  assert waiting.is_alive()
+  second.send("fetched", 4)
+  waiting.join(30.0)
+  assert not waiting.is_alive() and not failures
 
 
 def test_without_the_key_nobody_is_let_in():

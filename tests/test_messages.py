@@ -38,6 +38,7 @@ KINDS = {
     messages.Drained,
     types.Admission,
     types.Trajectory,
+    types.CacheBuild,
   )
 }
 
@@ -50,6 +51,8 @@ def plain(value):
       for field in dataclasses.fields(value)
     }
     return {"kind": type(value).__name__, **fields}
+  if isinstance(value, types.CacheBuild):
+    return {"kind": "CacheBuild", **value._asdict()}
   if isinstance(value, np.ndarray):
     return {"dtype": value.dtype.str, "bytes": value.tobytes().hex()}
   if isinstance(value, types.FinishReason):

@@ -172,7 +172,7 @@ def test_a_held_step_is_one_line_also_after_a_resume(tmp_path):
   resumed.restore(state)
   assert resumed.held_step == 2
   with pytest.raises(ValueError, match="step 3 while step 2 is held"):
-    resumed.write(3, {"x": 3})
+    resumed.hold(3, {"x": 3})
   resumed.write(2, {"eval": 0.25})
   assert resumed.held_step is None
   resumed.close()
@@ -180,6 +180,38 @@ def test_a_held_step_is_one_line_also_after_a_resume(tmp_path):
     {"step": 1, "x": 1},
     {"step": 2, "x": 2.0, "eval": 0.25},
   ]
+
+
+def test_steps_behind_a_held_one_are_written_in_order_also_after_a_resume(
+  tmp_path,
+):
+  writer = make_writer(tmp_path)
+  writer.hold(1, {"x": 1})
+  writer.write(2, {"x": np.float32(2)})
+  state = json.loads(json.dumps(writer.state()))
+  writer.write(3, {"x": 3})
+  with pytest.raises(ValueError, match="step 2 was written already"):
+    writer.write(2, {"x": 2})
+  assert not (tmp_path / "metrics.jsonl").exists()
+  writer.write(1, {"eval": 0.5})
+  writer.write(4, {"x": 4})
+  assert [x["step"] for x in lines(tmp_path)] == [1, 2, 3, 4]
+  assert lines(tmp_path)[0] == {"step": 1, "x": 1, "eval": 0.5}
+  writer.close()
+  resumed = make_writer(tmp_path)
+  resumed.restore(state)
+  assert resumed.held_step == 1 and not lines(tmp_path)
+  resumed.write(3, {"x": 30})
+  resumed.close()  # the run has failed before the evaluation was done
+  assert lines(tmp_path) == [
+    {"step": 1, "x": 1},
+    {"step": 2, "x": 2.0},
+    {"step": 3, "x": 30},
+  ]
+  (scalars,) = [
+    [e.step for e in events(tmp_path) if e.summary.value][-3:],
+  ]
+  assert scalars == [1, 2, 3]
 
 
 def test_a_resume_drops_what_came_after_the_checkpoint(tmp_path):

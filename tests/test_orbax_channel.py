@@ -3,10 +3,8 @@
 import errno
 import fcntl
 import os
-import pathlib
+import queue
 import shutil
-import subprocess
-import sys
 import threading
 import time
 
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 import stamped
 
+from jaxrl_async.coordination import transfer_directory
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import manifest
@@ -21,9 +20,16 @@ from jaxrl_async.storage import pytree_files
 from jaxrl_async.storage import shared_check
 
 
-def _orbax(directory, coalesce=True, incarnation=stamped.INCARNATION, cls=None):
-  cls = cls or weight_transfer.OrbaxChannel
-  return cls(directory, incarnation, stamped.target(), coalesce=coalesce)
+def _orbax(
+  directory,
+  coalesce=True,
+  incarnation=stamped.INCARNATION,
+  cls=weight_transfer.OrbaxChannel,
+  **more,
+):
+  return cls(
+    directory, incarnation, stamped.target(), coalesce=coalesce, **more
+  )
 
 
 class _HeldUp(weight_transfer.OrbaxChannel):
@@ -195,7 +201,9 @@ def test_a_torn_version_is_not_there(tmp_path):
 
 
 @pytest.mark.parametrize("foreign", ["incarnation", "version"])
-def test_a_foreign_version_is_never_adopted(tmp_path, foreign):
+def test_a_foreign_version_is_not_adopted_and_the_next_one_is(
+  tmp_path, foreign
+):
   before = _orbax(tmp_path / "before", incarnation="before")
   channel = _orbax(tmp_path / "now")
   stamped.publish_and_wait(before, 7)
@@ -209,9 +217,35 @@ def test_a_foreign_version_is_never_adopted(tmp_path, foreign):
   shutil.copytree(source, root / "7")
   os.symlink("7", root / "link")
   os.replace(root / "link", root / "newest")
-  with pytest.raises(weight_transfer.WeightTransferError, match="not adopted"):
-    channel.adopt(1)
+  # A reader without weights cannot go on, and one that has some waits.
+  with pytest.raises(weight_transfer.RefusedVersionError, match="not adopted"):
+    channel.adopt(-1)
+  assert channel.num_refused == 0
+  for _ in range(2):
+    assert channel.adopt(1) is None
+    assert channel.newest_version() == 1
+  assert channel.num_refused == 1
+  assert "version 7 is not adopted: " in str(channel.refusal)
+  assert not channel.wait_for_version(1, 0.05)
+  stamped.publish_and_wait(channel, 8)
+  params, version = channel.adopt(1)
+  assert version == 8 and channel.num_refused == 1
+  stamped.assert_all(params, 8)
   before.close()
+  channel.close()
+
+
+def test_a_damaged_version_that_may_not_be_skipped_is_an_error(tmp_path):
+  channel = _orbax(tmp_path, coalesce=False)
+  for version in (0, 1):
+    stamped.publish_and_wait(channel, version)
+  assert channel.adopt(-1)[1] == 1
+  stamped.publish_and_wait(channel, 2)
+  path = _data_file(tmp_path, 2)
+  path.write_bytes(path.read_bytes()[:-1])
+  with pytest.raises(weight_transfer.RefusedVersionError, match="corrupted"):
+    channel.adopt(1)
+  assert channel.num_refused == 0
   channel.close()
 
 
@@ -260,11 +294,11 @@ def test_old_versions_go_but_never_one_that_is_read(tmp_path):
 class _OvertakenWhileReading(weight_transfer.OrbaxChannel):
   """Four newer versions are announced between its lock and its first byte."""
 
-  def _load(self, version):
+  def load(self, version):
     if version == 0:
       for newer in range(1, 5):
         stamped.publish_and_wait(self, newer)
-    return super()._load(version)
+    return super().load(version)
 
 
 def test_a_version_that_is_overtaken_while_it_is_read_is_read_whole(tmp_path):
@@ -335,28 +369,79 @@ def test_a_failed_save_surfaces_everywhere_with_its_cause(tmp_path):
 
 
 class _Full(weight_transfer.OrbaxChannel):
-  """The disk takes one version."""
+  """The disk takes one version, and more when it has room."""
 
-  def _announce(self, named, version):
-    if version:
+  has_room = False
+
+  def _announce(self, save, version):
+    if version and not self.has_room:
+      save()()
       raise OSError(errno.ENOSPC, "No space left on device")
-    super()._announce(named, version)
+    super()._announce(save, version)
 
 
-def test_a_full_disk_is_said_as_such_wherever_it_surfaces(tmp_path):
-  channel = _orbax(tmp_path, cls=_Full)
+@pytest.fixture
+def notes(monkeypatch):
+  """What channels say; their attempts follow each other quickly."""
+  monkeypatch.setattr(weight_transfer, "_FIRST_WAIT_S", 0.01)
+  monkeypatch.setattr(weight_transfer, "_LONGEST_WAIT_S", 0.02)
+  return queue.Queue()
+
+
+def test_a_full_disk_is_said_and_engines_keep_the_version_they_have(
+  tmp_path, notes
+):
+  channel = _orbax(tmp_path, cls=_Full, note=notes.put)
   stamped.publish_and_wait(channel, 0)
   channel.publish(stamped.params(1), 1)
-  for call in (
-    lambda: channel.wait_for_version(0, stamped.DEADLINE_S),
-    lambda: channel.adopt(-1),
-    channel.close,
+  for _ in range(3):
+    note = notes.get(timeout=stamped.DEADLINE_S)
+    assert note.startswith("WARNING: version 1 of the weights could not be")
+    assert "No space left on device" in note
+  assert not channel.wait_for_version(0, 0.1)
+  assert channel.adopt(-1)[1] == 0
+  with pytest.raises(
+    disk.StorageError, match=f"^{tmp_path}.* cannot be .*make room"
   ):
-    with pytest.raises(
-      disk.StorageError, match=f"^{tmp_path}.* cannot be .*make room"
-    ):
-      call()
+    channel.close()
   assert not tmp_path.exists()
+
+
+def test_the_newest_version_is_published_when_there_is_room_again(
+  tmp_path, notes
+):
+  channel = _orbax(tmp_path, cls=_Full, note=notes.put)
+  stamped.publish_and_wait(channel, 0)
+  channel.publish(stamped.params(1), 1)
+  notes.get(timeout=stamped.DEADLINE_S)
+  channel.publish(stamped.params(2), 2)
+  while "version 2" not in notes.get(timeout=stamped.DEADLINE_S):
+    pass
+  # Nothing of an attempt stays, which would keep the disk full.
+  (incarnation,) = tmp_path.iterdir()
+  assert not [path.name for path in incarnation.iterdir() if "1" in path.name]
+  channel.has_room = True
+  assert channel.wait_for_version(0, stamped.DEADLINE_S)
+  params, version = channel.adopt(-1)
+  assert version == 2
+  stamped.assert_all(params, 2)
+  channel.close()
+
+
+def test_a_directory_that_was_removed_is_made_again(tmp_path, notes):
+  channel = _orbax(tmp_path / "versions", note=notes.put)
+  for version in range(3):
+    stamped.publish_and_wait(channel, version)
+  (tmp_path / "versions").rename(tmp_path / "elsewhere")
+  assert channel.newest_version() == -1
+  assert channel.adopt(2) is None
+  for version in range(3, 6):
+    stamped.publish_and_wait(channel, version)
+    stamped.assert_all(channel.adopt(-1)[0], version)
+  (incarnation,) = (tmp_path / "versions").iterdir()
+  assert transfer_directory._is_published_to(incarnation)
+  channel.close()
+  assert not (tmp_path / "versions").exists()
 
 
 def test_close_does_not_wait_for_ever(tmp_path):
@@ -366,51 +451,4 @@ def test_close_does_not_wait_for_ever(tmp_path):
   with pytest.raises(weight_transfer.WeightTransferError, match="still saving"):
     channel.close(timeout_s=0.05)
   channel.gate.set()
-  channel.close()
-
-
-_READER = """
-import pathlib, sys
-import jax, numpy as np
-from jax.sharding import SingleDeviceSharding
-from jaxrl_async.coordination import weight_transfer
-
-here = SingleDeviceSharding(jax.devices()[0])
-def leaf(shape, dtype):
-  return jax.ShapeDtypeStruct(shape, dtype, sharding=here)
-target = {
-  "embedding": leaf((8, 6), "float32"),
-  "layers": [{"query": leaf((4, 8), "bfloat16")}] * 2,
-  "scale": leaf((), "int32"),
-}
-channel = weight_transfer.OrbaxChannel(
-  pathlib.Path(sys.argv[1]), sys.argv[2], target)
-version = -1
-while version < 2:
-  assert channel.wait_for_version(version, 60.0)
-  params, version = channel.adopt(version)
-  stamps = {float(np.asarray(x).max()) for x in jax.tree.leaves(params)}
-  assert stamps == {float(version)}
-  print(version, flush=True)
-channel.close()
-"""
-
-
-@pytest.mark.slow
-def test_an_engine_in_another_process_adopts(tmp_path):
-  channel = _orbax(tmp_path, coalesce=False)
-  with subprocess.Popen(
-    [sys.executable, "-c", _READER, str(tmp_path), stamped.INCARNATION],
-    stdout=subprocess.PIPE,
-    text=True,
-    cwd=pathlib.Path(__file__).parent.parent,
-    env=os.environ | {"XLA_FLAGS": ""},
-  ) as reader:
-    try:
-      for version in range(3):
-        channel.publish(stamped.params(version), version)
-        assert reader.stdout.readline() == f"{version}\n"
-      assert reader.wait(stamped.DEADLINE_S) == 0
-    finally:
-      reader.kill()
   channel.close()

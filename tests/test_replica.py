@@ -10,6 +10,8 @@ import tiny
 
 from jaxrl_async import types
 from jaxrl_async.config import sections
+from jaxrl_async.coordination import weight_transfer
+from jaxrl_async.planning import aot
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import replica as replica_lib
@@ -416,3 +418,32 @@ def test_a_drained_replica_has_told_all_and_holds_nothing(script, replica):
   assert not replica.scheduler.sequences()
   run(replica)
   assert len(script.reports) == 1
+
+
+def test_a_damaged_version_is_passed_over_unless_it_is_waited_for(tmp_path):
+  weights = tiny.engine_params(0).weights
+  target = aot.placed(weights, tiny.engine().params_sharding.weights)
+  channel = weight_transfer.OrbaxChannel(tmp_path, "now", target)
+  replica = make_replica("a", Script(), channel)
+
+  def publish(version, *, is_damaged=False):
+    channel.publish(weights, version)
+    assert channel.wait_for_version(version - 1, 60.0)
+    if is_damaged:
+      (tmp_path / "incarnation-now" / str(version) / "stranger").touch()
+
+  publish(0)
+  replica.adopt_version(0, 60.0)
+  publish(1, is_damaged=True)
+  replica.adopt()
+  assert replica.version == 0 and not replica.has_newer_weights()
+  assert replica.refused_versions == 1
+  with pytest.raises(weight_transfer.RefusedVersionError, match="stranger"):
+    replica.adopt_version(1, 60.0)
+  publish(2)
+  replica.adopt_version(1, 60.0)
+  assert replica.version == 2 and replica.refused_versions == 1
+  again = make_replica("a #2", Script(), channel)
+  assert again.refused_versions == 0
+  replica.close(has_failed=False)
+  channel.close()

@@ -241,6 +241,24 @@ def test_a_passed_over_checkpoint_is_said(workdir):
   assert f"{workdir}/checkpoints/4 has no manifest and is passed over" in notes
 
 
+def test_a_damaged_newest_is_said_and_set_aside_unless_the_start_is_refused(
+  workdir,
+):
+  groups = workdir / "checkpoints" / "4" / "groups.json"
+  groups.write_bytes(groups.read_bytes() + b" ")
+  config = sections.Config()
+  config.seed = 1
+  assert "seed: 0 and 1" in refusal(workdir, config)
+  step, notes = find(workdir)
+  assert step == 2
+  assert notes[0].startswith("WARNING: checkpoint of step 4: ")
+  assert "groups.json is corrupted" in notes[0]
+  assert "from step 2" in notes[1]
+  kept = sorted(path.name for path in (workdir / "checkpoints").iterdir())
+  assert kept == ["2", "4.damaged"]
+  assert find(workdir) == (2, notes[1:])
+
+
 def test_the_config_is_checked_without_config_json(workdir):
   config = sections.Config()
   config.algorithm.num_minibatches = 2
@@ -298,7 +316,9 @@ def test_a_book_of_another_kind_is_one_line(workdir, name, data):
   assert refusal(workdir).startswith(f"workdir: {path} ")
 
 
-def test_a_checkpoint_of_another_kind_is_one_line(workdir):
+def test_a_checkpoint_of_another_kind_is_one_line(tmp_path):
+  workdir = tmp_path
+  write_run(workdir, steps=(4,))
   newest = workdir / "checkpoints" / "4"
   sealed = (newest / "manifest.json").read_bytes()
   for data in (b"", b"{}", bytes(range(256)), sealed[:-1], None):

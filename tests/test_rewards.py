@@ -281,6 +281,14 @@ def test_a_reward_that_misbehaves_is_a_failure_with_its_reason(
   assert metrics["reward_service/latency_s"] > 0.0
 
 
+def test_what_a_scorer_floods_is_cut(make_service):
+  service = make_service(reward_scorers.floods)
+  failure = submit(service, {}, ["=a"]).result()
+  assert failure.reason.startswith("error: ValueError: flood flood")
+  assert failure.reason.endswith("flood a") and len(failure.reason) < 1_100
+  assert "in floods" in failure.traceback and len(failure.traceback) < 20_100
+
+
 def test_one_member_that_fails_fails_its_group_and_no_other(make_service):
   service = make_service(reward_scorers.raises_on_b)
   handles = [submit(service, {}, ["=a", f"={x}"]) for x in "abc"]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import worker_world
 
+from jaxrl_async.coordination import run_schedule
 from jaxrl_async.models import configs
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import progress as progress_lib
@@ -43,6 +44,14 @@ def recorder(tmp_path, hand):
   world = worker_world.World(tmp_path)
   beside = side_outputs_lib.SideOutputs(lambda text: None)
   writer = metrics_lib.MetricsWriter(tmp_path, beside)
+  schedule = run_schedule.Schedule(
+    tmp_path,
+    0,
+    keep_trajectories=False,
+    first_step=0,
+    environment={},
+    config={},
+  )
   this = recorder_lib.Recorder(
     run_record.RunRecord(),
     workdir=tmp_path,
@@ -63,11 +72,13 @@ def recorder(tmp_path, hand):
       side_outputs=beside,
       first_step=0,
     ),
+    schedule=schedule,
     max_bad_updates=1,
     solved_score=1.0,
   )
   yield this
   this.close(DEADLINE_S)
+  schedule.close()
   writer.close()
   world.ledger.close()
 

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import policy_world
 import pytest
+import test_critic_schedules
 import test_policy_losses
 import test_run
 import test_train_step
@@ -93,7 +94,8 @@ def refusal(config):
 
 
 def test_there_is_a_case_for_every_field_that_may_have_a_schedule():
-  known = [*FIELDS, *STAGE_FIELDS, *REWARD_FIELDS]
+  of_critic = test_critic_schedules.FIELDS
+  known = [*FIELDS, *STAGE_FIELDS, *REWARD_FIELDS, *of_critic]
   assert len(known) == len({*known})
   assert {*known} == algorithm_checks._SCHEDULED.keys()
 
@@ -270,7 +272,7 @@ def test_schedules_of_optax_and_where_they_start():
   config = config_with(entries, clip_high=0.4, entropy_coef=0.2, kl_coef=0.1)
   config_checks.check(config)
   schedules.check(config)
-  made = schedules.make(config.algorithm)
+  made = schedules.make(config)
   assert made.keys() == entries.keys()
   steps = (0, 4, 7, 10)
   expected = {
@@ -290,7 +292,11 @@ def test_schedules_of_optax_and_where_they_start():
   [
     ({"clip_hi": line(0.1)}, {}, "'clip_hi' clip_high"),
     ({"learning_rate": line(0.1)}, {}, "'learning_rate' entropy_coef"),
-    ({"max_staleness": line(0.1)}, {}, "'max_staleness' is not a number of"),
+    (
+      {"max_staleness": line(0.1)},
+      {},
+      "'max_staleness' has none staleness_control",
+    ),
     ({"clip_low": 0.1}, {}, "clip_low: 0.1 names no schedule"),
     ({"clip_low": {"end_value": 0.1}}, {}, "clip_low names no schedule"),
     ({"clip_low": {"schedule": "join_schedules"}}, {}, "clip_low is not one"),

@@ -181,6 +181,13 @@ def test_without_a_place_for_the_record_every_process_checks(world, settled):
   assert world.num_checks == 3
 
 
+def test_files_that_are_gone_leave_no_record(world):
+  world.files[0].unlink()
+  with pytest.raises(FileNotFoundError):
+    world.once()
+  assert not world.record.exists()
+
+
 def test_records_belong_to_a_host_and_go_with_their_directory(
   tmp_path, monkeypatch
 ):

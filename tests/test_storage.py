@@ -24,6 +24,44 @@ def test_a_record_that_does_not_fit_leaves_whole_records(tmp_path):
   assert path.read_bytes() == b"one\ntwo\nfour\n"
 
 
+def test_records_that_are_refused_may_wait_in_memory_in_their_order(tmp_path):
+  path, notes = tmp_path / "lines", []
+  file = disk.AppendFile(path, note=notes.append)
+  file.append(b"one\n")
+  with disks.files_of_at_most(10):
+    for record in (b"two\n", b"three\n", b"four\n"):
+      file.append(record)
+    assert file.num_bytes == 19
+    assert path.read_bytes() == b"one\ntwo\n"
+    for call in (file.sync, file.sync):
+      with pytest.raises(disk.StorageError, match="make room"):
+        call()
+  assert path.read_bytes() == b"one\ntwo\n"
+  file.append(b"five\n")
+  assert path.read_bytes() == b"one\ntwo\nthree\nfour\nfive\n"
+  assert file.num_bytes == 24
+  first, second = notes
+  assert first.startswith(f"WARNING: {path} cannot be written (")
+  assert second == f"{path} is written again, and lacks nothing"
+  with disks.files_of_at_most(10):
+    file.append(b"six\n")
+    with pytest.raises(disk.StorageError):
+      file.close()
+  file.close()
+
+
+def test_no_more_than_a_limit_waits_in_memory(tmp_path, monkeypatch):
+  monkeypatch.setattr(disk, "_MOST_KEPT", 9)
+  file = disk.AppendFile(tmp_path / "lines", note=lambda text: None)
+  with disks.files_of_at_most(1):
+    file.append(b"four\n")
+    with pytest.raises(disk.StorageError):
+      file.append(b"five\n")
+    assert file.num_bytes == 5
+  file.close()
+  assert (tmp_path / "lines").read_bytes() == b"four\n"
+
+
 def test_a_file_is_cut_to_what_is_known_of_it(tmp_path):
   path = tmp_path / "lines"
   path.write_bytes(b"one\ntwo\ntorn")

@@ -8,6 +8,7 @@ from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import ledger as ledger_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
+from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import replica as replica_lib
 from jaxrl_async.rollout import worker as worker_lib
@@ -77,7 +78,7 @@ class World:
       "max_failed_groups": 3,
     }
     self.coordinator = coordinator_lib.Coordinator(
-      coordinator_lib.CoordinatorSettings(**(settings | options)),
+      coordinator_settings_lib.CoordinatorSettings(**(settings | options)),
       stream=prompts or tiny.Prompts(),
       buffer=self.buffer,
       rewards=self.rewards,

@@ -21,8 +21,9 @@ from typing import Any
 
 if __name__ == "__main__":
   os.environ.setdefault("JAX_PLATFORMS", "cpu")
-  # A device for each slice, which do not wait for each other.
-  os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
+  # The slices have devices of their own, and do not wait for each other. Two
+  # train, because elementwise work uses one core of its device.
+  os.environ.setdefault("JAX_NUM_CPU_DEVICES", "3")
   os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "false")
 
 import compilations
@@ -32,6 +33,7 @@ import jaxrl_async
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
 
+_TRAIN_DEVICES = 2
 _MAX_STALENESS = 2
 _POLL_S = 0.02
 
@@ -58,10 +60,11 @@ def _config(work: shared_work.Work, *, is_sync: bool) -> sections.Config:
   row = shape.max_prompt_tokens + shape.max_completion_tokens
   return sections.Config(
     seed=work.seed,
-    model=sections.ModelSection(name=work.policy, remat=sections.Remat.NONE),
+    model=sections.ModelSection(name=work.policy, remat=sections.Remat.DOTS),
     task=sections.TaskSection(
       params=config_dict.ConfigDict(), template="{question}", answer_prefix=""
     ),
+    mesh=sections.MeshSection(train_data=_TRAIN_DEVICES),
     rollout=_engine(shape),
     algorithm=sections.AlgorithmSection(
       max_staleness=0 if is_sync else _MAX_STALENESS,
@@ -75,7 +78,7 @@ def _config(work: shared_work.Work, *, is_sync: bool) -> sections.Config:
       num_steps=work.num_steps,
       tokens_per_row=row,
       # About a thousand tokens; a power of two divides the completions.
-      rows_per_microbatch=2 ** int(math.log2(1_024 / row)),
+      rows_per_microbatch=max(_TRAIN_DEVICES, 2 ** int(math.log2(1_024 / row))),
       optimizer=sections.OptimizerSection(
         learning_rate=shape.learning_rate,
         warmup_steps=shape.warmup_steps,
@@ -182,7 +185,8 @@ def main(path: str, *options: str) -> None:
   recorder.end(
     settings=(
       f"{staleness}, {config.rollout.num_slots} slots, packed rows, one update"
-      " a step, proximal=reuse, weights in memory, no remat"
+      " a step, proximal=reuse, weights in memory, remat=dots, two CPU devices"
+      " that train"
     ),
     versions=", ".join(
       f"{n} {importlib.metadata.version(n)}" for n in ("jaxrl_async", "jax")

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 
 from jax import lax
 from jax import numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, ScalarLike
+
+from jaxrl_async.algorithms import losses
 
 # The running statistics: exponential averages of the returns and of their
 # squares, and the sum of the weights of these averages, which debiases them.
@@ -111,7 +113,7 @@ def value_loss(
   targets: Float[Array, "*shape"],
   loss_mask: Bool[Array, "*shape"],
   *,
-  clip: float,
+  clip: ScalarLike,
 ) -> tuple[Float[Array, "*shape"], Bool[Array, "*shape"]]:
   r"""Return PPO's clipped loss of each value, and which are clipped.
 
@@ -134,8 +136,8 @@ def value_loss(
   before = lax.stop_gradient(jnp.where(loss_mask, predictions_before, 0))
   targets = lax.stop_gradient(jnp.where(loss_mask, targets, 0))
   error = (predictions - targets) ** 2
-  if not clip:
+  if losses.is_left_out(clip):
     return error / 2, jnp.zeros_like(loss_mask)
-  near = before + jnp.clip(predictions - before, -clip, clip)
+  near = before + jnp.clip(predictions - before, -jnp.asarray(clip), clip)
   clipped_error = (near - targets) ** 2
   return jnp.maximum(error, clipped_error) / 2, clipped_error > error

@@ -12,6 +12,7 @@ the same results from its own devices, so its scheduler decides the same.
 | schedule | makes a scheduler without sequences |
 | fetch | reads its part of a version beside decoding, and says when it has it |
 | submit, cancel, adopt, step | calls its scheduler |
+| forget | forgets a scheduler, with its cache |
 
 Each step brings a checksum of what the steps before have written. A follower
 whose own differs ends the replica, before it could train on such tokens.
@@ -93,6 +94,10 @@ class Lead:
       self._changed.wait_for(
         lambda: self._fetched.get(version) == self._num_followers
       )
+
+  def forget_questions(self) -> None:
+    """Have the followers free the cache of the questions."""
+    self.tell("forget", _QUESTIONS)
 
   def _receive(self, message: tuple[Any, ...]) -> None:
     _, version = message
@@ -253,9 +258,10 @@ class Follower:
     self._weights = {version: params}
     self._schedulers[number].adopt(params, version)
 
+  def _on_forget(self, number: int) -> None:
+    self._schedulers.pop(number, None)  # with its cache
+
   def _on_step(self, number: int, checksum: int) -> None:
-    if number == _GROUPS:
-      self._schedulers.pop(_QUESTIONS, None)  # with its cache
     if checksum != self._checksums[number]:
       raise RuntimeError(
         "a process of the replica has generated other tokens than the first"

@@ -137,6 +137,14 @@ class RayHandle:
     """Have questions answered; see `remote.Handle`."""
     return self._pass_on(self._actor.answer.remote(questions))
 
+  def hold(self, version: int) -> futures.Future[None]:
+    """Have a version kept; see `remote.Handle`."""
+    return self._pass_on(self._actor.hold.remote(version))
+
+  def release(self, version: int) -> None:
+    """Give it back; that the process has ended is learnt from `collect`."""
+    self._actor.release.remote(version)
+
   def kill(self) -> None:
     """End the processes."""
     for actor in [self._actor, *self._followers]:

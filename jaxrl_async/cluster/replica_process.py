@@ -25,6 +25,7 @@ from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import attached_replica
+from jaxrl_async.rollout import held_version
 from jaxrl_async.rollout import remote
 from jaxrl_async.rollout import replica as replica_lib
 
@@ -64,6 +65,7 @@ class ReplicaProcess:
       tuple[Callable[..., Any], tuple[Any, ...], futures.Future]
     ] = queue.SimpleQueue()
     self._attachment: _Attachment | None = None
+    self._held: held_version.HeldVersion | None = None
     self._listener: replica_world.Listener | None = None
     self._lead: led_replica.Lead | None = None
     self._failure: BaseException | None = None
@@ -156,7 +158,52 @@ class ReplicaProcess:
       ReplicaFailed: the replica has failed, or the version did not arrive.
     """
     self._called_s = time.monotonic()
+    if questions.is_held:
+      return self._answer_held(questions)
     return self._do(self._answer, questions)
+
+  def _answer_held(
+    self, questions: remote.Questions
+  ) -> list[answers_lib.Written]:
+    """Wait for answers of a held version, which `_run` writes."""
+    held = self._held
+    if held is None or held.version != questions.version:
+      raise remote.ReplicaFailed(f"version {questions.version} is not held")
+    steps = held.answers(
+      dict(zip(questions.numbers, questions.prompts, strict=True)),
+      questions.settings,
+      questions.numbers,
+    )
+    try:
+      return [one for step in steps for one in step]
+    except held_version.NotHeld as error:
+      self._raise_failure()
+      raise remote.ReplicaFailed(str(error)) from error
+
+  def hold(self, version: int) -> None:
+    """Hold a version for questions; returns when the replica has it.
+
+    Raises:
+      ReplicaFailed: it has a newer version, or has failed.
+    """
+    self._called_s = time.monotonic()
+    this = self._attachment
+    if this is None:
+      raise remote.ReplicaFailed("it is not attached")
+    held = this.attached.replica.hold(version, self._forget_questions)
+    self._held = held
+    while not futures.wait([held.held], timeout=_LOOK_S).done:
+      self._raise_failure()
+    try:
+      held.held.result()
+    except held_version.NotHeld as error:
+      raise remote.ReplicaFailed(str(error)) from error
+
+  def release(self, version: int) -> None:
+    """Give this version back, if it is held; calls may come out of order."""
+    held = self._held
+    if held is not None and held.version == version:
+      held.release()
 
   def end(self) -> None:
     """Let the threads end, for a transport within one process."""
@@ -290,5 +337,11 @@ class ReplicaProcess:
     replica = this.attached.replica
     replica.adopt_version(questions.version, questions.timeout_s)
     prompts = dict(zip(questions.numbers, questions.prompts, strict=True))
-    written = replica.answers(prompts, questions.settings, questions.numbers)
-    return [one for step in written for one in step]
+    steps = replica.answers(prompts, questions.settings, questions.numbers)
+    written = [one for step in steps for one in step]
+    self._forget_questions()
+    return written
+
+  def _forget_questions(self) -> None:
+    if self._lead is not None:
+      self._lead.forget_questions()

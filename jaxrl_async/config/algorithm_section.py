@@ -159,9 +159,10 @@ class AlgorithmSection:
       it by the policy; 0.99 with reference_every=1 is a moving average.
     reference_offload: keep the reference in host memory between its uses.
     entropy_coef: coefficient of the bonus for the policy's entropy.
-    schedules: fields of the loss that change with the train step, by name. Each
-      entry has `schedule`, one of `SCHEDULES`, and its arguments; init_value is
-      by default the field's own value.
+    schedules: fields of the loss that change with the train step, by name;
+      value_coef and value_clip are those of the critic. Each entry has
+      `schedule`, one of `SCHEDULES`, and its arguments; init_value is by
+      default the field's own value.
     teacher: directory of a model with the policy's tokenizer, from which the
       policy learns by its logprobs of what the policy writes: one in Hugging
       Face format, of any size, or parameters of the policy's architecture that

@@ -81,7 +81,7 @@ _INTEGERS = (
     algorithm.num_minibatches algorithm.num_epochs train.num_steps
     train.tokens_per_row train.rows_per_microbatch train.max_bad_updates
     train.vocab_chunk run.checkpoint_every run.keep_checkpoints
-    preference.num_steps""",
+    run.max_checkpoint_failures preference.num_steps""",
   ),
   (
     1,
@@ -134,6 +134,7 @@ _NUMBERS = (
   (0.1, MAX_REWARD_TIMEOUT_S, "task.reward_timeout_s"),
   (1, _MAX_TIMEOUT_S, "run.stall_timeout_s"),
   (0.1, _MAX_TIMEOUT_S, "run.join_timeout_s"),
+  (0, _MAX_TIMEOUT_S, "rollout.max_group_seconds"),
   (0, 65_536, "cluster.replica_cpus"),
   (
     1,

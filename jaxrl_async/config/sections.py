@@ -290,6 +290,10 @@ class RolloutSection:
     dtype: dtype of the rollout weights and of the cache.
     weights: int8 or fp8 quantises the published matrices, with one scale per
       output channel; mismatch_kl measures the cost.
+    max_group_seconds: a group that is not generated after so long is ended and
+      counted as failed, for the time in which the process runs; 0 waits for
+      every group. What is waited for is in the metrics rollout/oldest_group and
+      rollout/oldest_group_s.
     attention: "auto" takes the platform's first kernel that works and agrees
       with plain XLA; "xla" takes no kernel; the name of a kernel (cudnn or
       splash for prefill, gpu_paged or tpu_paged for decoding over pages)
@@ -314,6 +318,7 @@ class RolloutSection:
   stop_token_ids: tuple[int, ...] = ()
   dtype: str = "float32"
   weights: WeightFormat = WeightFormat.FLOAT
+  max_group_seconds: float = 0.0
   attention: str = "auto"
 
 
@@ -371,6 +376,9 @@ class EvalSection:
     temperature: sampling temperature of the sampled accuracy; the greedy
       accuracy is measured as well.
     samples: answers to each question; more than one also give pass@k.
+    beside: whether evaluations between the first and the last step run while
+      training goes on. They take one more version of the weights and one more
+      cache, and every other decode call. If not, both slices wait for them.
     sets: further sets of questions by name: ConfigDicts with `dataset`, and
       optionally `num_items`, `samples`, `fields`, `params` and `template`;
       docs/evaluation.md explains them.
@@ -380,6 +388,7 @@ class EvalSection:
   every: int = 10
   temperature: float = 1.0
   samples: int = 1
+  beside: bool = True
   sets: config_dict.ConfigDict = dataclasses.field(
     default_factory=config_dict.ConfigDict
   )
@@ -390,18 +399,28 @@ class RunSection:
   """Supervision and persistence of a run, and what it writes beside.
 
   Attributes:
+    max_checkpoint_failures: so many attempts in a row that fail to write a
+      checkpoint end the run.
     sample_groups: groups of each train step whose completions are written to
       WORKDIR/samples, besides those that failed or were filtered; 0 writes
       none.
+    exact_resume: whether a run that continues from a checkpoint, or is replayed
+      from one, repeats the bits of one that went on. Every checkpoint then ends
+      the caches of all trajectories, which are made again.
+    keep_trajectories: whether all tokens that were trained are stored in
+      WORKDIR/trajectories, so that a replay can show where it differs.
     wandb_project: project at Weights & Biases that gets the metrics too; "" is
       none.
   """
 
   checkpoint_every: int = 20
   keep_checkpoints: int = 2
+  max_checkpoint_failures: int = 10
   stall_timeout_s: float = 300.0
   join_timeout_s: float = 30.0
   sample_groups: int = 4
+  exact_resume: bool = False
+  keep_trajectories: bool = False
   wandb_project: str = ""
 
 

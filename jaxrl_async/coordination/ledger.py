@@ -81,6 +81,7 @@ class Ledger:
     on_untrained: Callable[
       [types.RolloutGroup, types.Fate, str], None
     ] = lambda group, fate, reason: None,
+    note: Callable[[str], None] | None = None,
   ):
     """Open the file and truncate it to the length in the state.
 
@@ -92,16 +93,18 @@ class Ledger:
       state: of the checkpoint.
       on_untrained: is called with each group that ended without being trained,
         with its fate and the reason of a failure.
+      note: if given, lines that the disk refuses are kept in memory, and this
+        is called with a message.
 
     Raises:
       ValueError: the file is shorter than the state says.
       StorageError: the file cannot be opened. The methods that write to it
-        raise StorageError as well.
+        raise StorageError as well, those that add a line only without `note`.
     """
     self._lock = threading.Lock()
     self._state = state
     self._on_untrained = on_untrained
-    self._file = disk.AppendFile(path, state.offset_bytes)
+    self._file = disk.AppendFile(path, state.offset_bytes, note)
 
   def add_trained(
     self, group: types.RolloutGroup, *, step: int, skipped_update: bool
@@ -133,6 +136,7 @@ class Ledger:
 
     Raises:
       WorkdirError: the file was moved or removed.
+      StorageError: not everything reached the disk.
     """
     with self._lock:
       self._file.sync()

@@ -19,6 +19,7 @@ import os
 import pathlib
 import secrets
 import shutil
+import subprocess
 import time
 from typing import IO
 
@@ -29,6 +30,7 @@ NUM_KEPT = 2  # versions that a reader may be reading
 _MEMORY_BACKED = pathlib.Path("/dev/shm")
 _RECORD = "weight_transfer.json"
 _LOCK = "publisher"
+_REMOVE = 'cat >/dev/null; rm -rf -- "$1"; rmdir -- "$2"'
 
 
 def prepare(
@@ -131,6 +133,32 @@ def remove_leftovers(directory: pathlib.Path) -> None:
       shutil.rmtree(incarnation.rename(removed))
   if directory.is_dir() and not any(directory.iterdir()):
     directory.rmdir()
+
+
+def remove_attempts(version: pathlib.Path) -> None:
+  """Remove what attempts to write a version have left.
+
+  Raises:
+    OSError: it could not be removed.
+  """
+  for attempt in version.parent.glob(f"{version.name}*"):
+    if attempt.name.partition(".")[0] == version.name:
+      shutil.rmtree(attempt)
+
+
+def remove_when_ended(incarnation: pathlib.Path) -> subprocess.Popen:
+  """Have an incarnation removed as soon as this process has ended.
+
+  Another process does it when it sees that its input ends with this one. Here
+  it would be in vain, because other threads may still be writing.
+  """
+  return subprocess.Popen(
+    ["sh", "-c", _REMOVE, "sh", incarnation, incarnation.parent],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.DEVNULL,
+    stderr=subprocess.DEVNULL,
+    start_new_session=True,
+  )
 
 
 def _is_published_to(incarnation: pathlib.Path) -> bool:

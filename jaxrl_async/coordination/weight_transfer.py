@@ -7,14 +7,13 @@ one interface:
 
 - `OrbaxChannel` writes versioned Orbax checkpoints to a directory that both
   sides see, in the same process or in several.
-- `DirectChannel` uses `jax.device_put`, for both sides in one process.
+- `channels.DirectChannel` uses `jax.device_put`, for both sides in one process.
 
 Published arrays are outputs of the trainer's jitted cast. They must not be
 donated afterwards, because the direct channel may hand out aliases of arrays on
 the same device.
 """
 
-import abc
 import collections
 from collections.abc import Callable, Iterator
 import contextlib
@@ -22,17 +21,13 @@ import fcntl
 import functools
 import os
 import pathlib
-import subprocess
 import threading
-import time
 from typing import IO, Any
 
-import jax
-
-from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import transfer_directory
 from jaxrl_async.coordination import version_files
+from jaxrl_async.coordination import weight_channel
 from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import manifest
@@ -41,195 +36,14 @@ from jaxrl_async.storage import pytree_files
 # Begins to save a version, and returns what waits for the end of that.
 _Save = Callable[[], Callable[[], None]]
 
-_POLL_S = 0.005
-_REMOVE = 'cat >/dev/null; rm -rf -- "$1"; rmdir -- "$2"'
+# What a caller of either channel needs.
+WeightChannel = weight_channel.WeightChannel
+WeightTransferError = weight_channel.WeightTransferError
+RefusedVersionError = weight_channel.RefusedVersionError
 
-
-class WeightTransferError(RuntimeError):
-  """A version could not be published, or differs from what was published."""
-
-
-class WeightChannel(abc.ABC):
-  """Order, layout and waiting, which both channels have in common.
-
-  Invariant: `newest_version` never decreases, and `adopt` returns exactly the
-  params that were published with the version it returns.
-
-  Attributes:
-    num_bytes: size of one version.
-    shapes: shapes and dtypes of the arrays of a version.
-
-  Threads: one thread publishes and closes; any number poll, wait and adopt.
-  `_changed` guards what they share and is notified after every new version,
-  failure and close.
-  """
-
-  def __init__(self, target: Any):
-    """Prepare a channel.
-
-    Args:
-      target: jax.ShapeDtypeStruct leaves with the rollout shardings.
-    """
-    self._target = target
-    self.shapes = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), target
-    )
-    self._layout = pytree_files.layout(pytree_files.named_leaves(target))
-    self.num_bytes = sum(
-      x.size * x.dtype.itemsize for x in jax.tree.leaves(target)
-    )
-    self._changed = threading.Condition()
-    self._last_published = -1
-    self._is_closed = False
-
-  def publish(self, params: Any, version: int) -> float:
-    """Hand over the weights of a version, which engines may adopt from now on.
-
-    Args:
-      params: arrays with the target's leaf names, shapes and dtypes, on any
-        devices.
-      version: completed train steps; increases from call to call.
-
-    Returns:
-      The seconds for which the caller was held up.
-
-    Raises:
-      WeightTransferError: the params do not fit the target, the version is not
-        newer than the last one, the channel is closed, or an earlier version
-        could not be published.
-    """
-    start = time.perf_counter()
-    self._raise_failure()
-    if self._is_closed:
-      raise WeightTransferError(f"version {version}: the channel is closed")
-    if version <= self._last_published:
-      raise WeightTransferError(
-        f"version {version} is not newer than {self._last_published}"
-      )
-    try:
-      named = pytree_files.named_leaves(params)
-      pytree_files.check_layout(pytree_files.layout(named), self._layout)
-    except pytree_files.LayoutError as error:
-      raise WeightTransferError(f"version {version}: {error}") from error
-    self._last_published = version
-    self._hand_over({name: named[name] for name in self._layout}, version)
-    return time.perf_counter() - start
-
-  @abc.abstractmethod
-  def newest_version(self) -> int:
-    """Return the newest version that can be adopted, -1 before the first."""
-
-  @abc.abstractmethod
-  def adopt(self, newer_than: int) -> tuple[Any, int] | None:
-    """Return the newest version in the target's shardings, or None.
-
-    The result is None if no version is newer than `newer_than`.
-
-    Raises:
-      WeightTransferError: the stored version differs from what was published,
-        or an earlier version could not be published.
-    """
-
-  def wait_for_version(self, newer_than: int, timeout_s: float) -> bool:
-    """Wait until there is a newer version.
-
-    Returns:
-      True if there is one, False after the timeout or the close of the channel.
-
-    Raises:
-      WeightTransferError: a version could not be published.
-    """
-    deadline = time.monotonic() + timeout_s
-    with self._changed:
-      while self.newest_version() <= newer_than:
-        self._raise_failure()
-        left_s = deadline - time.monotonic()
-        if self._is_closed or left_s <= 0:
-          return False
-        # A publisher in another process cannot notify this one, so its versions
-        # are found by polling.
-        self._changed.wait(min(left_s, _POLL_S))
-    return True
-
-  @abc.abstractmethod
-  def close(self, timeout_s: float = 30.0) -> None:
-    """Stop publishing, wake all waiting threads and remove what was written.
-
-    Call it when no engine adopts any more. Further calls do nothing.
-
-    Args:
-      timeout_s: deadline for a version that is still being written.
-
-    Raises:
-      WeightTransferError: a version could not be published, or the deadline
-        passed.
-    """
-
-  @abc.abstractmethod
-  def remove(self) -> None:
-    """Have the written versions removed as soon as the process has ended."""
-
-  @abc.abstractmethod
-  def _hand_over(self, named: dict[str, Any], version: int) -> None: ...
-
-  @abc.abstractmethod
-  def _raise_failure(self) -> None: ...
-
-
-class DirectChannel(WeightChannel):
-  """A channel that copies with `jax.device_put` into the rollout shardings.
-
-  The first engine that adopts a version copies it, and all engines share the
-  copy. The publisher does not copy: where `device_put` blocks, as on a CPU, the
-  trainer would have to wait. The published arrays are released as soon as they
-  have been copied or replaced by a newer version.
-  """
-
-  def __init__(self, target: Any):
-    """Prepare a channel.
-
-    Args:
-      target: jax.ShapeDtypeStruct leaves with the rollout shardings.
-    """
-    super().__init__(target)
-    self._shardings = [leaf.sharding for leaf in jax.tree.leaves(target)]
-    self._newest: tuple[list[Any], int] = ([], -1)
-    self._copy: tuple[Any, int] = (None, -1)
-    self._copying = threading.Lock()
-
-  def newest_version(self) -> int:
-    return self._newest[1]
-
-  def adopt(self, newer_than: int) -> tuple[Any, int] | None:
-    with self._copying:
-      published, version = self._newest
-      if version <= newer_than:
-        return None
-      if version > self._copy[1]:
-        leaves = jax.device_put(published, self._shardings)
-        structure = jax.tree.structure(self._target)
-        self._copy = jax.tree.unflatten(structure, leaves), version
-        with self._changed:
-          if self._newest[1] == version:
-            self._newest = [], version
-      return self._copy
-
-  def close(self, timeout_s: float = 30.0) -> None:
-    del timeout_s
-    with self._changed:
-      self._is_closed = True
-      self._changed.notify_all()
-
-  def remove(self) -> None:
-    pass
-
-  def _hand_over(self, named: dict[str, Any], version: int) -> None:
-    with self._changed:
-      self._newest = list(named.values()), version
-      self._changed.notify_all()
-
-  def _raise_failure(self) -> None:
-    pass
+# Waits after an attempt to publish that has failed.
+_FIRST_WAIT_S = 1.0
+_LONGEST_WAIT_S = 30.0
 
 
 class OrbaxChannel(WeightChannel):
@@ -243,8 +57,10 @@ class OrbaxChannel(WeightChannel):
   link. Each of the three steps is atomic, and they happen in this order, so an
   announced version is always complete. A poll is one readlink (2 us), in the
   publishing process and in any other. If an announced version differs from its
-  manifest, or if the manifest names another incarnation or version, `adopt`
-  raises; the version is neither adopted nor skipped.
+  manifest, or if the manifest names another incarnation or version, it is never
+  adopted. `adopt` counts it and returns None, and the reader keeps what it has
+  until a newer version is announced. It raises instead where nothing newer
+  would come: if the reader has no weights yet, or if no version may be skipped.
 
   Removal. A reader takes a shared lock on the manifest and then checks whether
   the version is still the newest. The publisher removes a version only when two
@@ -261,6 +77,11 @@ class OrbaxChannel(WeightChannel):
   starts. A process that only adopts removes nothing, and writes nothing but the
   record by which the readers of one host check a version once.
 
+  Failures. A disk that is full, or a directory that was removed, does not end
+  the run: the thread writes the version again, or a newer one, after waits that
+  become longer. Engines go on with the version they have. What they lack then
+  shows as a stall.
+
   Several processes. If several processes train, each writes its parts of every
   version. Process 0 has the channel. It tells the others when to begin, and
   seals and announces what Orbax has committed. All begin in the thread that
@@ -276,6 +97,7 @@ class OrbaxChannel(WeightChannel):
     *,
     coalesce: bool = True,
     world: world_lib.World | None = None,
+    note: Callable[[str], None] = lambda text: None,
   ):
     """Create one side of the channel; both sides are created in the same way.
 
@@ -285,6 +107,7 @@ class OrbaxChannel(WeightChannel):
       target: jax.ShapeDtypeStruct leaves with the rollout shardings.
       coalesce: False at max_staleness 0, where no version may be skipped.
       world: the processes that publish together; None is this one alone.
+      note: is called with a message when a version cannot be written.
     """
     super().__init__(target)
     self._world = world or world_lib.alone()
@@ -292,6 +115,7 @@ class OrbaxChannel(WeightChannel):
     self.incarnation = incarnation
     self._path = self.directory / f"incarnation-{incarnation}"
     self._newest_link = self._path / "newest"
+    self._note = note
     self._coalesce = coalesce and self._world.size == 1
     self._waiting: collections.deque[tuple[_Save, int]]
     self._waiting = collections.deque()
@@ -299,19 +123,30 @@ class OrbaxChannel(WeightChannel):
     self._failure: BaseException | None = None
     self._thread: threading.Thread | None = None
     self._lock: IO[bytes] | None = None
+    self._held = -1  # by the reader that refused a version
 
   def newest_version(self) -> int:
     try:
-      return int(os.readlink(self._newest_link))
+      newest = int(os.readlink(self._newest_link))
     except FileNotFoundError:
       return -1
+    if self.refusal is not None and newest == self.refusal.version:
+      return self._held
+    return newest
 
   def adopt(self, newer_than: int) -> tuple[Any, int] | None:
     self._raise_failure()
     if self._world.size > 1:
       raise WeightTransferError("one of several processes cannot adopt alone")
-    with self.reading(newer_than) as version:
-      return None if version is None else (self.load(version), version)
+    try:
+      with self.reading(newer_than) as version:
+        return None if version is None else (self.load(version), version)
+    except RefusedVersionError as error:
+      if newer_than < 0 or not self._coalesce:
+        raise
+      self._held, self.refusal = newer_than, error
+      self.num_refused += 1
+      return None
 
   @contextlib.contextmanager
   def reading(self, newer_than: int) -> Iterator[int | None]:
@@ -321,15 +156,15 @@ class OrbaxChannel(WeightChannel):
       That version, or None if it is not newer than `newer_than`.
 
     Raises:
-      WeightTransferError: it is announced and not there.
+      RefusedVersionError: it is announced and not there.
     """
     while (version := self.newest_version()) > newer_than:
       try:
         lock = open(self._path / str(version) / manifest.NAME, "rb")
       except FileNotFoundError:
         if self.newest_version() == version:
-          raise WeightTransferError(
-            f"version {version} is announced but has no manifest"
+          raise RefusedVersionError(
+            version, "is announced but has no manifest"
           ) from None
         continue
       with lock:
@@ -357,15 +192,7 @@ class OrbaxChannel(WeightChannel):
     self._raise_failure()
 
   def remove(self) -> None:
-    # Another process removes them when it sees that its input ends with this
-    # process. Here it would be in vain: other threads may still be writing.
-    self._remover = subprocess.Popen(
-      ["sh", "-c", _REMOVE, "sh", self._path, self.directory],
-      stdin=subprocess.PIPE,
-      stdout=subprocess.DEVNULL,
-      stderr=subprocess.DEVNULL,
-      start_new_session=True,
-    )
+    self._remover = transfer_directory.remove_when_ended(self._path)
 
   def _hand_over(self, named: dict[str, Any], version: int) -> None:
     if self._thread is None:
@@ -385,6 +212,8 @@ class OrbaxChannel(WeightChannel):
       self._changed.notify_all()
 
   def _open_incarnation(self) -> None:
+    if self._lock is not None:
+      self._lock.close()  # of a directory that was removed
     try:
       with disk.writing(self._path):
         self._lock = transfer_directory.open_incarnation(self._path)
@@ -410,14 +239,38 @@ class OrbaxChannel(WeightChannel):
       if self._is_closed:
         return False
       save, version = self._waiting.popleft()
-    with disk.writing(self._path):
-      self._announce(save, version)
+    wait_s = _FIRST_WAIT_S
+    while True:
+      try:
+        with disk.writing(self._path):
+          self._announce(save, version)
+        break
+      except disk.StorageError as error:
+        if self._world.size > 1:
+          raise  # all of them would have to write it again
+        with contextlib.suppress(OSError):
+          transfer_directory.remove_attempts(self._path / str(version))
+        self._note(
+          f"WARNING: version {version} of the weights could not be published"
+          f" ({error.__cause__ or error}); the next attempt follows in"
+          f" {wait_s:g} s"
+        )
+        with self._changed:
+          self._changed.wait_for(lambda: self._is_closed, wait_s)
+          if self._is_closed:
+            raise
+          if self._coalesce and self._waiting:
+            save, version = self._waiting.popleft()
+      wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
     self._remove_old()
     return True
 
   def _save(self, named: dict[str, Any], version: int) -> Callable[[], None]:
     """Begin to save a version, and return what waits for the end of that."""
     path = self._path / str(version)
+    if not self._path.is_dir():
+      self._announced.clear()
+      self._open_incarnation()
     self._world.tell("write version", path=str(path))
     return pytree_files.save_async(path, named)
 
@@ -427,6 +280,7 @@ class OrbaxChannel(WeightChannel):
     save()()
     version_files.seal(directory, self._named(version), self._layout)
     incomplete = self._path / "newest.incomplete"
+    incomplete.unlink(missing_ok=True)
     os.symlink(str(version), incomplete)
     with self._changed:
       os.replace(incomplete, self._newest_link)
@@ -437,12 +291,18 @@ class OrbaxChannel(WeightChannel):
     """Remove versions that two newer ones have replaced and nobody reads."""
     for version in self._announced[: -transfer_directory.NUM_KEPT]:
       directory = self._path / str(version)
-      with open(directory / manifest.NAME, "r+b") as lock:  # as NFS wants it
+      try:
+        manifest_file = open(directory / manifest.NAME, "r+b")  # NFS wants "+"
+      except FileNotFoundError:  # It was damaged, or the directory was removed.
+        self._announced.remove(version)
+        continue
+      with manifest_file as lock:
         try:
           fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
           continue  # It is being read; the next publish tries again.
-        version_files.remove(directory)
+        with contextlib.suppress(FileNotFoundError):
+          version_files.remove(directory)
       self._announced.remove(version)
 
   def load(self, version: int) -> Any:
@@ -451,16 +311,14 @@ class OrbaxChannel(WeightChannel):
     Meanwhile this process or another one holds it, see `reading`.
 
     Raises:
-      WeightTransferError: it differs from what was published.
+      RefusedVersionError: it differs from what was published.
     """
     try:
       return version_files.read(
         self._path / str(version), self._named(version), self._target
       )
     except (manifest.ManifestError, pytree_files.LayoutError) as error:
-      raise WeightTransferError(
-        f"version {version} is not adopted: {error}"
-      ) from error
+      raise RefusedVersionError(version, f"is not adopted: {error}") from error
 
   def _named(self, version: int) -> dict[str, Any]:
     return {"incarnation": self.incarnation, "version": version}
@@ -473,28 +331,3 @@ class OrbaxChannel(WeightChannel):
         f"a version after {self.newest_version()} could not be published: "
         f"{self._failure}"
       ) from self._failure
-
-
-def make_channel(
-  kind: sections.Channel,
-  *,
-  directory: pathlib.Path,
-  target: Any,
-  coalesce: bool,
-  world: world_lib.World | None = None,
-) -> WeightChannel:
-  """Return the channel that a config asks for.
-
-  Args:
-    kind: of the channel.
-    directory: where an Orbax channel writes versions.
-    target: jax.ShapeDtypeStruct leaves with the rollout shardings.
-    coalesce: False at max_staleness 0, where no version may be skipped.
-    world: the processes that publish together; None is this one alone.
-  """
-  if kind == sections.Channel.DIRECT:
-    return DirectChannel(target)
-  incarnation = transfer_directory.new_incarnation()
-  return OrbaxChannel(
-    directory, incarnation, target, coalesce=coalesce, world=world
-  )

@@ -177,7 +177,7 @@ class Engine(jetstream_api.Engine):
       out_shardings=(state, replicated),
     )
 
-  def programs(self, weights: Any) -> list[aot.Program]:
+  def programs(self, weights: Any, num_held: int = 0) -> list[aot.Program]:
     """Return the largest prefill and decode programs, for planning.
 
     For a chunked bucket the prefill program is that of one chunk. What counts
@@ -187,6 +187,7 @@ class Engine(jetstream_api.Engine):
 
     Args:
       weights: shapes and dtypes of the published weights.
+      num_held: versions that are held for evaluations, at most 1.
     """
     params = aot.placed(
       EngineParams(weights=weights, version=jax.ShapeDtypeStruct((), np.int32)),
@@ -197,6 +198,7 @@ class Engine(jetstream_api.Engine):
     previous = params.weights
     if self.model.lora is not None:
       previous = lora_lib.adapters(previous)
+    previous = [previous] * (1 + num_held)
     bucket, b = sizes.prefill_buckets[-1], sizes.num_slots
     tokens = jax.ShapeDtypeStruct((sizes.prefill_rows, bucket), np.int32)
     lengths = jax.ShapeDtypeStruct((sizes.prefill_rows,), np.int32)

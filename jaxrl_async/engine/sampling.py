@@ -159,6 +159,23 @@ def row_keys(
   return jax.vmap(one)(streams, groups, members)
 
 
+def uniforms(
+  keys: UInt32[Array, "B 2"], positions: Int[Array, "B"]
+) -> Float[Array, "B"]:
+  """Return the number in [0, 1) that draws the token at each position.
+
+  Args:
+    keys: result of `row_keys`.
+    positions: of the tokens, from the beginning of their trajectories.
+  """
+
+  def one(key: jax.Array, position: jax.Array) -> jax.Array:
+    key = jax.random.fold_in(jax.random.wrap_key_data(key), position)
+    return jax.random.uniform(key, (), jnp.float32)
+
+  return jax.vmap(one)(keys, positions)
+
+
 def sample(
   logits: Float[Array, "B V"],
   keys: UInt32[Array, "B 2"],
@@ -182,11 +199,6 @@ def sample(
     The tokens, and the logprob of each under the distribution that it was drawn
     from, which is filtered and then normalised again.
   """
-
-  def uniform(key: jax.Array, position: jax.Array) -> jax.Array:
-    key = jax.random.fold_in(jax.random.wrap_key_data(key), position)
-    return jax.random.uniform(key, (), jnp.float32)
-
   is_greedy = temperature == 0.0
   divisor = jnp.where(is_greedy, jnp.float32(1.0), temperature)
   if filters is not None and filters.is_allowed is not None:
@@ -198,7 +210,7 @@ def sample(
   if filters is not None:
     is_kept = passing(weights, filters, is_greedy)
     weights = jnp.where(is_kept, weights, jnp.float32(0.0))
-  drawn = _at_quantile(weights, jax.vmap(uniform)(keys, positions))
+  drawn = _at_quantile(weights, uniforms(keys, positions))
   if is_kept is not None:
     drawn = _nearest_kept(drawn, is_kept)
   largest = _largest(logits)

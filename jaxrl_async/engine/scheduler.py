@@ -269,7 +269,6 @@ class Scheduler:
     """
     if self._params is None:
       raise ValueError("adopt weights before the first step")
-    # The next call is dispatched before the one before it is read.
     while len(self._calls) < _DEPTH and self._has_work():
       self._dispatch()
     if self._calls:
@@ -461,6 +460,7 @@ class Scheduler:
     )
     if new is None:
       return False
+    entry.sequence.record_cache(self._version)
     if new.size:
       prefix, row = self._prefiller.get(entry.key)
       with self._busy.record("prefill"):

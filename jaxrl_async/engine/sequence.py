@@ -56,6 +56,7 @@ class Sequence:
     behavior_logprobs: logprobs of these tokens when they were drawn.
     policy_versions: version of the weights that drew them; -1 for other tokens.
     finish_reason: why the completion ended; None while it has not.
+    cache_builds: how its caches were made, by increasing length.
   """
 
   def __init__(
@@ -100,6 +101,7 @@ class Sequence:
     self.behavior_logprobs = np.zeros((limit,), np.float32)
     self.policy_versions = np.full((limit,), -1, np.int32)
     self.finish_reason: types.FinishReason | None = None
+    self.cache_builds: list[types.CacheBuild] = []
     self.extend_prompt(prompt_tokens)
 
   def extend_prompt(self, tokens: Int[np.ndarray, "T"]) -> None:
@@ -117,6 +119,16 @@ class Sequence:
     self.loss_mask[:n] = trajectory.loss_mask
     self.behavior_logprobs[:n] = trajectory.behavior_logprobs
     self.policy_versions[:n] = trajectory.policy_versions
+
+  def record_cache(self, version: int) -> None:
+    """Record that its tokens so far are cached with a version of the weights.
+
+    A cache from which nothing was drawn is forgotten.
+    """
+    builds = self.cache_builds
+    while builds and builds[-1].length >= self.length:
+      builds.pop()
+    builds.append(types.CacheBuild(self.length, self.num_prefilled, version))
 
   def append(
     self,
@@ -224,4 +236,5 @@ class Sequence:
       member=self.member,
       **{name: getattr(self, name)[part].copy() for name in types.TOKEN_ARRAYS},
       finish_reason=self.finish_reason,
+      cache_builds=tuple(b for b in self.cache_builds if b.length >= begin),
     )

@@ -244,6 +244,7 @@ def rollout(
   *,
   published: int,
   base: int = 0,
+  holds_version: bool = False,
 ) -> dict[str, int]:
   """Return the large parts of a rollout device's memory, in bytes by name.
 
@@ -254,6 +255,8 @@ def rollout(
     section: the section with the slots, the prefill buckets and the cache.
     published: bytes of one version of the weights, before they are sharded.
     base: likewise of the weights that all versions share.
+    holds_version: whether a version is held for an evaluation beside training,
+      with a cache of its own.
   """
 
   def parts(axis: str) -> int:
@@ -275,11 +278,13 @@ def rollout(
   rows, left = divmod(section.prefill_rows, parts("batch"))
   rows = section.prefill_rows if left else rows
   split = parts("mlp") * parts("embed")
+  cache //= slots * parts("kv_heads")
   return {
     # While a new version is being adopted, the previous one is still in use.
     "weights": 2 * published // split,
     **({"base": base // split} if base else {}),
-    "cache": cache // (slots * parts("kv_heads")),
+    "cache": cache,
+    **({"evaluation": published // split + cache} if holds_version else {}),
     "prefill": rows * bucket * kept,
     "prefilled": model.cache_bytes(tokens=rows * bucket, itemsize=itemsize)
     // parts("kv_heads"),
@@ -330,7 +335,8 @@ def least_rollout(parts: dict[str, int]) -> int:
     parts: the result of `rollout`.
   """
   weights = parts["weights"] // 2 + parts.get("base", 0)
-  return weights + parts["cache"] + parts["prefilled"]
+  held = parts.get("evaluation", 0)
+  return weights + parts["cache"] + parts["prefilled"] + held
 
 
 def check_rollout(
@@ -359,8 +365,13 @@ def check_rollout(
       "what one prefill call gives",
       parts["prefilled"],
     ),
+    "eval.beside": (
+      "a version that is held for an evaluation, and its cache",
+      parts.get("evaluation", 0),
+    ),
   }
   use = {
+    "eval.beside": "False, with which both slices wait for evaluations",
     "model.name": "a smaller model, or more mesh.rollout_tensor",
     cache: "fewer of them, or a smaller rollout.cache_tokens",
     "rollout.prefill_rows": "fewer of them, or rollout.prefill_chunk",

@@ -76,6 +76,11 @@ def _finite(value: Any) -> Any:
   return value
 
 
+def _entry(step: int, values: Mapping[str, Any]) -> dict[str, Any]:
+  plain = {name: _plain(name, value) for name, value in values.items()}
+  return {"step": step, "values": plain}
+
+
 class MetricsWriter:
   """Writes `metrics.jsonl`, TensorBoard events, and to W&B if asked to.
 
@@ -84,7 +89,8 @@ class MetricsWriter:
   succeed.
 
   If a step will be evaluated, its values are held and its line is written when
-  the evaluation is complete. Until then checkpoints carry the held values.
+  the evaluation is complete. Steps that are written meanwhile follow it then,
+  so that the lines are in order. Until then checkpoints carry all these values.
 
   Threads: one at a time.
   """
@@ -94,6 +100,7 @@ class MetricsWriter:
     workdir: str | os.PathLike[str],
     side_outputs: side_outputs_lib.SideOutputs,
     wandb_log: wandb_log_lib.WandbLog | None = None,
+    note: Callable[[str], None] | None = None,
   ):
     """Prepare a writer; no file is opened yet.
 
@@ -101,13 +108,17 @@ class MetricsWriter:
       workdir: of the run; it is created by the first write.
       side_outputs: counts failures of TensorBoard's files and of W&B.
       wandb_log: gets the same values.
+      note: if given, lines that the disk refuses are kept in memory, and this
+        is called with a message.
     """
     self._workdir = pathlib.Path(workdir)
     self._side_outputs = side_outputs
     self._wandb_log = wandb_log
+    self._note = note
     self._num_bytes = 0
     self._last_step = -1
     self._held: dict[str, Any] | None = None
+    self._waiting: list[dict[str, Any]] = []  # behind it, in order
     self._file: disk.AppendFile | None = None
     self._events: events.EventFile | None = None
 
@@ -115,7 +126,7 @@ class MetricsWriter:
     path = self._workdir / "metrics.jsonl"
     with disk.writing(path):
       self._workdir.mkdir(parents=True, exist_ok=True)
-    return disk.AppendFile(path, self._num_bytes)
+    return disk.AppendFile(path, self._num_bytes, self._note)
 
   @property
   def held_step(self) -> int | None:
@@ -125,52 +136,69 @@ class MetricsWriter:
   def hold(self, step: int, values: Mapping[str, Any]) -> None:
     """Keep the values of a step that is still to be evaluated.
 
-    The next `write` must be for the same step and completes it.
+    A `write` for the same step completes it. No other step may be held before.
     """
+    if self._held is not None:
+      raise ValueError(f"step {step} while step {self.held_step} is held")
     self._check_order(step)
-    plain = {name: _plain(name, value) for name, value in values.items()}
-    self._held = {"step": step, "values": plain}
+    self._held = _entry(step, values)
 
   def write(self, step: int, values: Mapping[str, Any]) -> None:
     """Write everything that is known about one step.
 
+    Behind a step that is held, the values wait until that one is complete.
+
     Args:
-      step: completed train steps; grows with every call.
+      step: completed train steps; grows with every call, except for the step
+        that is held.
       values: numbers, lists whose entry i counts the value i
         (`staleness/histogram`), or histograms. NaN and infinities become null.
 
     Raises:
-      StorageError: `metrics.jsonl` could not be written.
+      StorageError: `metrics.jsonl` could not be written, and its line is not
+        kept in memory.
     """
-    self._check_order(step)
-    plain = {name: _plain(name, value) for name, value in values.items()}
-    if self._held is not None:
-      plain = self._held["values"] | plain
-    finite = {name: _finite(value) for name, value in plain.items()}
+    entry = _entry(step, values)
+    if self._held is None:
+      self._check_order(step)
+      self._write(step, entry["values"])
+    elif step == self.held_step:
+      waiting = [
+        {"step": step, "values": self._held["values"] | entry["values"]},
+        *self._waiting,
+      ]
+      self._held, self._waiting = None, []
+      for one in waiting:
+        self._write(**one)
+    else:
+      self._check_order(step)
+      self._waiting.append(entry)
+
+  def _write(self, step: int, values: dict[str, Any]) -> None:
+    finite = {name: _finite(value) for name, value in values.items()}
     line = json.dumps({"step": step, **finite}, allow_nan=False)
     if self._file is None:
       self._file = self._open()
     self._file.append(line.encode() + b"\n")
     self._num_bytes = self._file.num_bytes
-    self._held = None
     with self._side_outputs.attempt("TensorBoard"):
       if self._events is None:
         first_step = self._last_step + 1
         self._events = events.EventFile(
           self._workdir / "tensorboard", first_step
         )
-      self._events.add(step, plain)
+      self._events.add(step, values)
     if self._wandb_log is not None:
       with self._side_outputs.attempt("the log at W&B"):
-        self._wandb_log.add(step, plain)
+        self._wandb_log.add(step, values)
     self._last_step = step
 
   def _check_order(self, step: int) -> None:
-    held_step = self.held_step
-    if held_step is not None and step != held_step:
-      raise ValueError(f"step {step} while step {held_step} is held")
-    if step <= self._last_step:
-      raise ValueError(f"step {step} was written already ({self._last_step})")
+    last = self._last_step
+    if self._held is not None:
+      last = [self._held, *self._waiting][-1]["step"]
+    if step <= last:
+      raise ValueError(f"step {step} was written already ({last})")
 
   def state(self) -> dict[str, Any]:
     """Return what a checkpoint keeps.
@@ -189,6 +217,7 @@ class MetricsWriter:
       "num_bytes": self._num_bytes,
       "last_step": self._last_step,
       "held": self._held,
+      "waiting": list(self._waiting),
     }
 
   def restore(self, state: Mapping[str, Any]) -> None:
@@ -201,17 +230,28 @@ class MetricsWriter:
       raise ValueError("restore must come before the first write")
     self._num_bytes = state["num_bytes"]
     self._last_step = state["last_step"]
-    self._held = state.get("held")  # older checkpoints have no such entry
+    # Older checkpoints have no such entries.
+    self._held = state.get("held")
+    self._waiting = list(state.get("waiting", ()))
     self._file = self._open()
 
   def close(self) -> None:
-    """Close both files, and the log at W&B."""
-    for file in (self._file, self._events):
-      if file is not None:
-        file.close()
+    """Close both files, and the log at W&B.
+
+    Steps that wait behind a held one are written first, and so is that one: if
+    the run ended with a failure, its last steps are of use.
+
+    Raises:
+      StorageError: `metrics.jsonl` lacks lines that the disk refuses.
+    """
+    if self._waiting and self._held is not None:
+      self.write(self._held["step"], {})
     if self._wandb_log is not None:
       with self._side_outputs.attempt("the log at W&B"):
         self._wandb_log.close()
+    for file in (self._events, self._file):
+      if file is not None:
+        file.close()
 
 
 class _Compiling(threading.local):

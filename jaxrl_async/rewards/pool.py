@@ -10,7 +10,6 @@ import pickle
 import signal
 import threading
 import time
-import traceback
 from typing import Protocol, runtime_checkable
 
 import pebble
@@ -228,5 +227,5 @@ def _outcome(future: futures.Future) -> scoring.Outcome:
     return scoring.RewardFailure(_KILLED)
   return scoring.RewardFailure(
     f"error: {scoring.one_line(error)}",
-    "".join(traceback.format_exception(error)),
+    scoring.where_raised(error),
   )

@@ -24,6 +24,7 @@ PRELOAD = "jaxrl_async.rewards.preload"
 _KILL_GRACE_S = 1.0
 
 Result = TypeVar("Result")
+_MAX_MESSAGE, _MAX_TRACEBACK = 1_000, 20_000  # characters
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -207,7 +208,7 @@ def _before_deadline(
   finally:
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-  where = "".join(traceback.format_exception(error)) if error else ""
+  where = where_raised(error) if error else ""
   if ran_out:
     return RewardFailure(late, where)
   if isinstance(error, returned_lib.NoRewardError):
@@ -218,6 +219,18 @@ def _before_deadline(
 
 
 def one_line(error: BaseException) -> str:
-  """Return an exception as one line."""
-  message = " ".join(str(error).split())
+  """Return an exception as one line, which is in the ledger."""
+  message = " ".join(_cut(str(error), _MAX_MESSAGE).split())
   return f"{type(error).__name__}: {message}"
+
+
+def where_raised(error: BaseException) -> str:
+  """Return the traceback of an exception."""
+  return _cut("".join(traceback.format_exception(error)), _MAX_TRACEBACK)
+
+
+def _cut(text: str, most: int) -> str:
+  """Return the beginning and the end of a text that user code has made."""
+  if len(text) <= most:
+    return text
+  return f"{text[: most // 2]} ... {text[-most // 2 :]}"

@@ -68,10 +68,11 @@ class AttachedReplica:
     if replica.may_adopt():
       replica.adopt()
     replica.feed()
+    has_answered = replica.answer_beside(self._busy)
     can_step = replica.can_step
     if can_step:
       replica.step()
-    else:
+    elif not has_answered:
       start_s = self._seconds()
       if replica.version < 0:
         replica.wait_for_weights(idle_s)
@@ -82,7 +83,7 @@ class AttachedReplica:
     if now_s - self._reported_s >= self._report_every_s:
       self._reported_s = now_s
       replica.report_all()
-    return can_step
+    return can_step or has_answered
 
   def collect(self, timeout_s: float) -> remote.Said:
     """Return what the replica says next, or nothing new after `timeout_s`."""
@@ -101,6 +102,7 @@ class AttachedReplica:
         **dataclasses.asdict(replica.scheduler.stats),
         "wait_s": self._wait_s,
         "adopt_s": replica.adopt_s,
+        "refused_versions": replica.refused_versions,
       },
       busy_s=max(0.0, busy_s - before_busy_s),
       activities=tuple(

@@ -7,6 +7,7 @@ only what was reported last, and that is enough for another replica to continue
 it.
 """
 
+from collections.abc import Collection
 import dataclasses
 
 from jaxrl_async import types
@@ -15,6 +16,7 @@ from jaxrl_async.coordination import ledger as ledger_lib
 from jaxrl_async.data import prompts
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import running_group
@@ -25,30 +27,6 @@ class RewardError(RuntimeError):
 
   If groups failed, the message contains the traceback of the first failure.
   """
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class CoordinatorSettings:
-  """The part of the configuration that the coordinator uses.
-
-  Attributes:
-    max_tokens: the longest trajectory in tokens, prompt included. The cache of
-      every replica holds this many.
-    max_filtered_groups: the run ends with an error after this many filtered
-      groups in a row, because training would hardly advance.
-    stop: texts each of which ends a turn.
-    stop_token_ids: tokens each of which ends a turn.
-  """
-
-  group_size: int
-  max_completion_tokens: int
-  max_tokens: int
-  temperature: float
-  filter_zero_std: bool
-  max_failed_groups: int
-  max_filtered_groups: int = 1_000
-  stop: tuple[str, ...] = ()
-  stop_token_ids: tuple[int, ...] = ()
 
 
 class Coordinator:
@@ -66,6 +44,7 @@ class Coordinator:
 
   Attributes:
     stream: the source of prompts for new groups.
+    busy: the clock of the rollout slice.
     recorded_tokens: tokens that replicas reported, without those below.
     refused_tokens: tokens that replicas reported of groups that had ended, or
       that another replica had taken over.
@@ -73,7 +52,7 @@ class Coordinator:
 
   def __init__(
     self,
-    settings: CoordinatorSettings,
+    settings: coordinator_settings_lib.CoordinatorSettings,
     *,
     stream: prompts.PromptStream,
     buffer: buffer_lib.Buffer,
@@ -88,12 +67,13 @@ class Coordinator:
     self._buffer = buffer
     self._rewards = rewards
     self._ledger = ledger
-    self._busy = busy
+    self.busy = self._busy = busy
     self._episode = episode
     self._running: dict[int, running_group.RunningGroup] = {}
     self._waiting: dict[int, running_group.RunningGroup] = {}
     self._versions: dict[str, int] = {}  # by replica
     self._left: set[str] = set()  # replicas that were drained
+    self._oldest_version = 0  # of a replica that gets groups
     self.recorded_tokens = 0
     self.refused_tokens = 0
     self._failures: list[str] = []  # of consecutive groups, oldest first
@@ -171,8 +151,22 @@ class Coordinator:
     """Let the groups of a drained replica wait for another replica."""
     self._versions.pop(drained.replica, None)
     self._left.add(drained.replica)
-    lost = [r for r in self._running.values() if r.replica == drained.replica]
-    for running in lost:
+    self._take_back({drained.replica})
+
+  def cut(self, version: int) -> None:
+    """Let all groups wait for a replica that holds at least this version.
+
+    The replicas must have reported and forgotten them. What is generated from
+    now on depends only on what a checkpoint holds.
+    """
+    self._oldest_version = version
+    self._take_back({r.replica for r in self._running.values() if r.replica})
+
+  def _take_back(self, replicas: Collection[str]) -> None:
+    """Let the groups that replicas were generating wait for others."""
+    for running in list(self._running.values()):
+      if running.replica not in replicas:
+        continue
       running.replica = None
       if running.failure is not None:
         running.abort(list(running.unfinished))
@@ -212,6 +206,7 @@ class Coordinator:
     return {
       "rollout/replicas": float(num_replicas),
       "rollout/refused_tokens": float(self.refused_tokens),
+      **running_group.oldest_metrics(self._running, self._busy.now()),
     }
 
   def groups(self) -> dict[int, types.RolloutGroup]:
@@ -227,13 +222,7 @@ class Coordinator:
     It must be called before any replica asks for work.
     """
     for group in groups:
-      running = running_group.RunningGroup(
-        admission=group.admission,
-        prompt=group.prompt,
-        limit=self._limit(group.prompt),
-        times_s=dict(group.times_s),
-      )
-      self._running[group.index] = running
+      running = self._open(group.admission, group.prompt, dict(group.times_s))
       try:
         for trajectory in group.trajectories:
           self._restore_member(running, trajectory)
@@ -263,6 +252,30 @@ class Coordinator:
     for running in scored:
       self._finish(running)
 
+  def overdue(self) -> dict[str, messages.Work]:
+    """Let groups fail that take too long, and return what to cancel where.
+
+    Such a group ends when its replica has reported it. It ends at once if it
+    waits for a replica.
+
+    Raises:
+      RewardError: too many groups in a row failed.
+    """
+    found: dict[str, list[int]] = {}
+    if not self.settings.max_group_s:
+      return {}
+    late = [r for r in self._running.values() if r.is_overdue]
+    for running in late:
+      index = running.admission.index
+      failure = running_group.overdue(self.settings.max_group_s)
+      if running.replica is None:
+        del self._waiting[index]
+        self._fail(running, failure)
+      else:
+        running.failure = failure
+        found.setdefault(running.replica, []).append(index)
+    return {n: messages.Work(cancelled=tuple(i)) for n, i in found.items()}
+
   # -- groups and members ---------------------------------------------------
 
   def _next_group(self, version: int) -> running_group.RunningGroup | None:
@@ -272,6 +285,8 @@ class Coordinator:
       version: the policy version that the replica holds.
     """
     # No token of a group may be older than the group's birth version.
+    if version < self._oldest_version:
+      return None
     waiting = [
       r for r in self._waiting.values() if r.admission.birth <= version
     ]
@@ -289,17 +304,30 @@ class Coordinator:
         return running
     return None
 
+  def _open(
+    self,
+    admission: types.Admission,
+    prompt: types.Prompt,
+    times_s: dict[str, float],
+  ) -> running_group.RunningGroup:
+    """Return a group that runs from now on and has no members yet."""
+    limit = len(prompt.tokens) + self.settings.max_completion_tokens
+    running = running_group.RunningGroup(
+      admission=admission,
+      prompt=prompt,
+      limit=min(limit, self.settings.max_tokens),
+      times_s=times_s,
+      patience=running_group.patience(self.settings.max_group_s),
+    )
+    self._running[admission.index] = running
+    return running
+
   def _start(
     self, admission: types.Admission, prompt: types.Prompt
   ) -> running_group.RunningGroup | None:
     """Start the episodes of a new group; return None if one of them failed."""
-    running = running_group.RunningGroup(
-      admission=admission,
-      prompt=prompt,
-      limit=self._limit(prompt),
-      times_s={"admitted": self._busy.now()},
-    )
-    self._running[admission.index] = running
+    times_s = {"admitted": self._busy.now()}
+    running = self._open(admission, prompt, times_s)
     first = None
     try:
       for member in range(self.settings.group_size):
@@ -359,10 +387,6 @@ class Coordinator:
         trajectory, finish_reason=types.FinishReason.LENGTH
       )
     running.set(trajectory)
-
-  def _limit(self, prompt: types.Prompt) -> int:
-    limit = len(prompt.tokens) + self.settings.max_completion_tokens
-    return min(limit, self.settings.max_tokens)
 
   def _turn(
     self, running: running_group.RunningGroup, member: int

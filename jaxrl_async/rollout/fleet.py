@@ -48,6 +48,7 @@ class State(enum.Enum):
   STARTING = "starting"  # that it is attached
   READY = "ready"  # what it says next
   SILENT = "silent"  # the same, but its groups were given to others
+  RECALLED = "recalled"  # the same, because all groups were taken back
   LOST = "lost"  # nothing; it is started again later
 
 
@@ -143,10 +144,8 @@ class Fleet:
     self._seconds = seconds
     self._gate = gate_lib.Gate()
     self._members = [_Member(place=i) for i in range(num_replicas)]
-    self._events: queue.SimpleQueue[tuple[_Member, str, futures.Future]]
-    self._events = queue.SimpleQueue()
+    self._events = queue.SimpleQueue[tuple[_Member, str, futures.Future]]()
     self._ended_totals = dict(zero_totals)
-    self._zero_totals = dict(zero_totals)
     self._started_s = float("inf")
     self._was_ready = False
 
@@ -178,6 +177,14 @@ class Fleet:
   def groups(self) -> dict[int, types.RolloutGroup]:
     """Return the groups in progress, as they were last reported."""
     return self.coordinator.groups()
+
+  def cut(self, version: int) -> None:
+    """Take all groups back; each replica begins anew under another name."""
+    for member in self._members:
+      if member.state is State.READY:
+        self._drain(member)
+        member.state = State.RECALLED
+    self.coordinator.cut(version)
 
   def metrics(self) -> dict[str, float]:
     """Return metrics of the replicas."""
@@ -211,15 +218,24 @@ class Fleet:
     timeout_s: float,
   ) -> Iterator[list[answers_lib.Written]]:
     """Have the replicas that are ready answer questions."""
-    handles = [
-      member.handle
-      for member in self._members
-      if member.state is State.READY and member.handle is not None
-    ]
     ask = fleet_answers.Questioning(
       prompts, settings, version, timeout_s, num_slots=self._num_slots
     )
-    yield from ask.answers(handles)
+    yield from ask.answers(self._ready_handles())
+
+  def hold(self, version: int) -> fleet_answers.HeldByFleet:
+    """Have the replicas that are ready hold a version for questions."""
+    return fleet_answers.HeldByFleet(
+      self._ready_handles(), version, num_slots=self._num_slots
+    )
+
+  def _ready_handles(self) -> list[remote.Handle]:
+    return [
+      member.handle
+      for member in self._members
+      if member.state in (State.READY, State.RECALLED)
+      and member.handle is not None
+    ]
 
   # -- start and end --------------------------------------------------------
 
@@ -279,6 +295,9 @@ class Fleet:
     self._take_events(timeout_s)
     self._look_for_silence()
     self.coordinator.collect_scores()
+    overdue = self.coordinator.overdue()
+    for member in self._members:
+      self._deliver(member, overdue.get(member.name, messages.Work()))
     self._hand_out()
 
   def _take_events(self, timeout_s: float) -> None:
@@ -406,8 +425,8 @@ class Fleet:
   def _on_said(self, member: _Member, said: remote.Said) -> None:
     """Take reports, and listen on.
 
-    What a replica says after its groups were given to others is refused. It
-    gets another name then, and begins anew.
+    What a replica says after its groups were taken from it is refused. It gets
+    another name then, and begins anew.
     """
     for told in said.told:
       if isinstance(told, messages.Adopted):
@@ -420,8 +439,9 @@ class Fleet:
         member.num_failures = 0
       if member.state is State.READY:
         self._deliver(member, answer)
-    if member.state is State.SILENT:
-      self._note(f"{member.name} is heard again")
+    if member.state is not State.READY:
+      if member.state is State.SILENT:
+        self._note(f"{member.name} is heard again")
       self._attach(member)
       return
     self._was_ready = True

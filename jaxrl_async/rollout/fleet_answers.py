@@ -1,16 +1,23 @@
-"""An evaluation whose questions are divided among several replicas."""
+"""An evaluation whose questions are divided among several replicas.
+
+Either all of their groups stand still, or each replica holds the version that
+is evaluated, and answers between two calls for groups.
+"""
 
 import collections
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
+import threading
 
 from jaxrl_async import types
 from jaxrl_async.rollout import answers as answers_lib
+from jaxrl_async.rollout import held_version
 from jaxrl_async.rollout import remote
 
 # Sequences of one part for each slot of an engine. Larger parts leave fewer
 # slots empty at their ends, and are longer to repeat.
 _SEQUENCES_PER_SLOT = 4
+_LOOK_S = 0.2
 
 
 class Questioning:
@@ -31,6 +38,7 @@ class Questioning:
     timeout_s: float,
     *,
     num_slots: int,
+    is_held: bool = False,
   ):
     """Divide the questions into parts.
 
@@ -40,6 +48,7 @@ class Questioning:
       version: the policy version that answers them.
       timeout_s: how long replicas wait for that version.
       num_slots: of each replica's engine.
+      is_held: whether the replicas hold the version.
     """
     size = max(1, _SEQUENCES_PER_SLOT * num_slots // settings.samples)
     numbers = range(len(prompts))
@@ -50,14 +59,21 @@ class Questioning:
         numbers=tuple(numbers[i : i + size]),
         settings=settings,
         timeout_s=timeout_s,
+        is_held=is_held,
       )
       for i in range(0, len(prompts), size)
     ]
 
   def answers(
-    self, handles: Sequence[remote.Handle]
+    self,
+    handles: Sequence[remote.Handle],
+    more: Callable[[], Sequence[remote.Handle]] = tuple,
   ) -> Iterator[list[answers_lib.Written]]:
-    """Yield the answers of each part.
+    """Yield the answers of each part, and now and then none.
+
+    Args:
+      handles: of the replicas that answer.
+      more: returns those that may answer too since it was called last.
 
     Raises:
       ReplicaLost: all replicas have ended.
@@ -69,12 +85,17 @@ class Questioning:
     done: set[int] = set()
     error: Exception = remote.ReplicaLost("no replica is ready")
     while len(done) < len(self._parts):
+      idle += more()
       while idle and (part := self._next(waiting, out, done)) is not None:
         handle = idle.pop()
         out[handle.answer(self._parts[part])] = part, handle
       if not out:
         raise error
-      ended, _ = futures.wait(out, return_when=futures.FIRST_COMPLETED)
+      ended, _ = futures.wait(
+        out, timeout=_LOOK_S, return_when=futures.FIRST_COMPLETED
+      )
+      if not ended:
+        yield []  # so that the caller can look whether it shall go on
       for future in ended:
         part, handle = out.pop(future)
         try:
@@ -101,3 +122,88 @@ class Questioning:
     times = collections.Counter(part for part, _ in out.values())
     once = [part for part, n in times.items() if n == 1 and part not in done]
     return min(once, default=None)
+
+
+class HeldByFleet:
+  """A version that all replicas which were ready have been asked to hold.
+
+  A replica that adopts a newer version first is left out. So is one that
+  attaches later.
+
+  Threads: as `held_version.HeldVersion`.
+  """
+
+  def __init__(
+    self, handles: Sequence[remote.Handle], version: int, *, num_slots: int
+  ):
+    """Ask the replicas to hold a version.
+
+    Args:
+      handles: of the replicas.
+      version: the policy version that was published last.
+      num_slots: of each replica's engine.
+    """
+    self._version = version
+    self._num_slots = num_slots
+    self._held = [(handle, handle.hold(version)) for handle in handles]
+    self._is_released = threading.Event()
+
+  def is_held(self) -> bool:
+    """Return whether a replica holds the version.
+
+    Raises:
+      NotHeld: none does or will.
+    """
+    if self._holding():
+      return True
+    if not all(future.done() for _, future in self._held):
+      return False
+    why = [str(future.exception()) for _, future in self._held]
+    raise held_version.NotHeld("; ".join(why) or "no replica is ready")
+
+  def _holding(self) -> list[remote.Handle]:
+    return [
+      handle
+      for handle, future in self._held
+      if future.done() and future.exception() is None
+    ]
+
+  def answers(
+    self, prompts: Sequence[types.Prompt], settings: answers_lib.AnswerSettings
+  ) -> Iterator[list[answers_lib.Written]]:
+    """Have the replicas that hold the version answer questions.
+
+    Raises:
+      NotHeld: it was released, or all of them have ended or failed.
+    """
+    asked = Questioning(
+      prompts,
+      settings,
+      self._version,
+      timeout_s=0.0,
+      num_slots=self._num_slots,
+      is_held=True,
+    )
+    known: list[remote.Handle] = []
+
+    def more() -> list[remote.Handle]:
+      later = [x for x in self._holding() if x not in known]
+      known.extend(later)
+      return later
+
+    try:
+      while not self.is_held():
+        if self._is_released.wait(_LOOK_S):
+          raise held_version.NotHeld(f"version {self._version} was released")
+      for written in asked.answers(more(), more):
+        if self._is_released.is_set():
+          raise held_version.NotHeld(f"version {self._version} was released")
+        yield written
+    except (remote.ReplicaLost, remote.ReplicaFailed) as error:
+      raise held_version.NotHeld(str(error)) from error
+
+  def release(self) -> None:
+    """Have the replicas give it back."""
+    self._is_released.set()
+    for handle, _ in self._held:
+      handle.release(self._version)

@@ -7,6 +7,8 @@ other one:
     collect   waits until the replica has something to say, and returns it
     deliver   hands over turns and cancellations
     answer    has questions of an evaluation answered
+    hold      has a version kept, which then answers beside the groups
+    release   gives it back
 
 `RemoteLink` turns the verbs of `messages` into these calls on the replica's
 side, and `fleet.Fleet` turns them back on the coordinator's. Neither side waits
@@ -89,6 +91,8 @@ class Questions:
     numbers: their numbers, which seed the sampling.
     settings: how they are answered.
     timeout_s: how long to wait for the version.
+    is_held: whether exactly this version is held, and answers them between the
+      calls for groups. Otherwise the groups stand still.
   """
 
   version: int
@@ -96,6 +100,7 @@ class Questions:
   numbers: tuple[int, ...]
   settings: answers_lib.AnswerSettings
   timeout_s: float
+  is_held: bool = False
 
 
 @runtime_checkable
@@ -122,6 +127,17 @@ class Handle(Protocol):
     self, questions: Questions
   ) -> futures.Future[list[answers_lib.Written]]:
     """Have questions answered."""
+    ...
+
+  def hold(self, version: int) -> futures.Future[None]:
+    """Have a version kept for questions; it ends when the replica has it.
+
+    It fails if the replica has a newer version already.
+    """
+    ...
+
+  def release(self, version: int) -> None:
+    """Give this version back if it is held, without waiting for it."""
     ...
 
   def kill(self) -> None:

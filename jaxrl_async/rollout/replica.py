@@ -19,6 +19,7 @@ from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import client_requests
+from jaxrl_async.rollout import held_version
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import weight_fetch
 from jaxrl_async.text import stop_strings
@@ -36,8 +37,8 @@ class Replica:
   the next `step` of the scheduler returns it. `_num_known` has the same keys,
   and counts the tokens that the coordinator knows of.
 
-  Threads: all methods belong to the thread that drives the replica. Another
-  thread may call them while that one is paused. Any thread may read the
+  Threads: all methods but `hold` belong to the thread that drives the replica.
+  Another thread may call them while that one is paused. Any thread may read the
   counters.
 
   Attributes:
@@ -78,10 +79,13 @@ class Replica:
     self.group_tokens = 0
     self._link = link
     self._channel = channel
+    self._refused_before = channel.num_refused
     self._tokenizer = tokenizer
     self._requests = requests
     self._begin_fetch = fetch
     self._fetch: weight_fetch.WeightFetch | None = None
+    self._wanted: held_version.HeldVersion | None = None
+    self._held: held_version.HeldVersion | None = None
     self._writing: dict[tuple[int, int], sequence_lib.Sequence] = {}
     self._num_known: dict[tuple[int, int], int] = {}
 
@@ -99,6 +103,11 @@ class Replica:
   def serves_clients(self) -> bool:
     """Whether client requests may arrive at any time."""
     return self._requests is not None
+
+  @property
+  def refused_versions(self) -> int:
+    """The versions that were not adopted, because they were damaged."""
+    return self._channel.num_refused - self._refused_before
 
   def has_newer_weights(self) -> bool:
     """Return whether newer weights were fetched, so that `adopt` is quick.
@@ -166,6 +175,12 @@ class Replica:
     while self.version < version:
       if self.has_newer_weights():
         self.adopt()
+      elif (
+        self._fetch is None
+        and (refusal := self._channel.refusal) is not None
+        and refusal.version >= version
+      ):
+        raise refusal  # none that is newer comes before this one is adopted
       elif (wait_s := deadline.next_wait_s()) == 0:
         raise TimeoutError(
           f"{self.name} has not got version {version} in {timeout_s} s"
@@ -185,7 +200,7 @@ class Replica:
       # Without room nothing is asked for, but something may have arrived.
       room = 0 if is_emptying else max(0, self.scheduler.room)
       ask = messages.Ask(replica=self.name, version=self.version, room=room)
-      self._take(self._link.admit(ask))
+      self.take(self._link.admit(ask))
 
   def step(self) -> None:
     """Run one step of the scheduler and report the turns that ended."""
@@ -206,12 +221,16 @@ class Replica:
 
   def drain(self) -> None:
     """Report all trajectories and drop them, so that another can continue."""
+    self.give_back()
+    self._link.drained(messages.Drained(replica=self.name))
+
+  def give_back(self) -> None:
+    """Report all trajectories and drop them; the replica can have others."""
     self.report_all()
     for group in {group for group, _ in self._writing}:
       self.scheduler.cancel(sequence_lib.Owner(_GROUP, group))
     self._writing.clear()
     self._num_known.clear()
-    self._link.drained(messages.Drained(replica=self.name))
 
   def answers(
     self,
@@ -221,7 +240,8 @@ class Replica:
   ) -> Iterator[list[answers_lib.Written]]:
     """Answer questions with the present weights, and yield as `answers.write`.
 
-    The sequences of the groups stand still meanwhile.
+    The sequences of the groups stand still meanwhile. A version that was held
+    is given back.
 
     Args:
       prompts: by the number of the question.
@@ -229,6 +249,8 @@ class Replica:
       questions: numbers of the questions to answer; None means all of them.
     """
     assert self.params is not None
+    if self._held is not None:
+      self._held.drop()
     scheduler = self.scheduler.fresh(metrics_lib.BusyClock())
     scheduler.adopt(self.params, self.version)
     yield from answers_lib.write(
@@ -239,14 +261,49 @@ class Replica:
       questions=questions,
     )
 
+  def hold(
+    self, version: int, on_drop: Callable[[], None] = lambda: None
+  ) -> held_version.HeldVersion:
+    """Hold a version for questions, from when the replica has it.
+
+    Any thread may call this. A version that was held before is given back.
+
+    Args:
+      version: the policy version.
+      on_drop: is called in the replica's thread when it is given back.
+    """
+    self._wanted = held_version.HeldVersion(version, self._tokenizer, on_drop)
+    return self._wanted
+
+  def answer_beside(self, busy: metrics_lib.BusyClock) -> bool:
+    """Make one step for the questions of a held version, if there are any.
+
+    Args:
+      busy: records the time of the step.
+
+    Returns:
+      Whether a step was made.
+    """
+    wanted = self._wanted
+    if self._held is not wanted:
+      if self._held is not None:
+        self._held.drop()
+      self._held = wanted
+    return wanted is not None and wanted.round(
+      self.scheduler, self.params, busy
+    )
+
   def close(self, *, has_failed: bool) -> None:
-    """End all client requests, and wait for what is being fetched.
+    """End client requests, give a held version back, wait for what is fetched.
 
     Args:
       has_failed: whether the rollout worker ended with an error.
     """
     if self._requests is not None:
       self._requests.close(has_failed=has_failed)
+    for held in (self._held, self._wanted):
+      if held is not None:
+        held.drop()
     # The channel may be closed only when nothing is read from it any more.
     if self._fetch is not None:
       self._fetch.wait(_LAST_FETCH_S)
@@ -272,13 +329,14 @@ class Replica:
     if not written:
       return
     report = messages.Report(replica=self.name, written=tuple(written))
-    self._take(self._link.report(report))
+    self.take(self._link.report(report))
 
-  def _take(self, work: messages.Work) -> None:
+  def take(self, work: messages.Work) -> None:
+    """Begin the turns of the coordinator's answer, and cancel its groups."""
     # Turns come before cancellations, because the same answer can hold a turn
     # of a group and cancel the group.
     for turn in work.turns:
-      sequence = _sequence(turn, self._tokenizer)
+      sequence = sequence_of(turn, self._tokenizer)
       self._writing[_key(sequence)] = sequence
       self._num_known[_key(sequence)] = sequence.length
       self.scheduler.submit(sequence)
@@ -290,7 +348,7 @@ class Replica:
     self._report(aborted)
 
 
-def _sequence(
+def sequence_of(
   turn: messages.Turn, tokenizer: tokenizer_lib.Tokenizer
 ) -> sequence_lib.Sequence:
   """Return the sequence with which the scheduler generates a turn."""

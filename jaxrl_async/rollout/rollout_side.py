@@ -14,12 +14,42 @@ from jaxrl_async.rollout import coordinator as coordinator_lib
 
 
 @runtime_checkable
+class Held(Protocol):
+  """A version that answers questions while groups go on with newer ones.
+
+  `held_version` has that of one replica, and `fleet_answers` that of several.
+  """
+
+  def is_held(self) -> bool:
+    """Return whether a newer version may be published.
+
+    Raises:
+      NotHeld: no replica has the version, or will have it.
+    """
+    ...
+
+  def answers(
+    self, prompts: Sequence[types.Prompt], settings: answers_lib.AnswerSettings
+  ) -> Iterator[list[answers_lib.Written]]:
+    """Have questions answered, and yield as `answers.write`.
+
+    Raises:
+      NotHeld: the version was released, or its replicas have ended.
+    """
+    ...
+
+  def release(self) -> None:
+    """Give its memory back soon."""
+    ...
+
+
+@runtime_checkable
 class RolloutSide(Protocol):
   """The coordinator and its replicas, driven by one thread.
 
   Threads: `run` belongs to that thread. While it runs, the coordinator belongs
-  to it too. Other threads may call the rest, `groups` and `answers` only inside
-  `paused`.
+  to it too. Other threads may call the rest, but `groups`, `answers` and `hold`
+  only inside `paused`.
   """
 
   @property
@@ -55,11 +85,21 @@ class RolloutSide(Protocol):
     """Return the groups being generated or scored, by index."""
     ...
 
-  def totals(self) -> dict[str, int | float]:
-    """Return counters since the start: those of `SchedulerStats`, and seconds.
+  def cut(self, version: int) -> None:
+    """Make all trajectories go on from their tokens alone, inside `paused`.
 
-    The seconds are `wait_s`, in which there was nothing to generate, and
-    `adopt_s`, in which nothing was decoded because weights were adopted.
+    All caches are made again, under this version of the weights or a newer one,
+    as they are when a run continues from a checkpoint.
+    """
+    ...
+
+  def totals(self) -> dict[str, int | float]:
+    """Return counters since the start: those of `SchedulerStats`, and others.
+
+    `refused_versions` are those of the weights that were not adopted, because
+    they differed from what was published. The others are seconds: `wait_s`, in
+    which there was nothing to generate, and `adopt_s`, in which nothing was
+    decoded because weights were adopted.
     """
     ...
 
@@ -83,5 +123,13 @@ class RolloutSide(Protocol):
 
     Raises:
       TimeoutError: the version did not arrive within `timeout_s` seconds.
+    """
+    ...
+
+  def hold(self, version: int) -> Held:
+    """Hold the newest published version for questions, beside the groups.
+
+    Its cache and its weights stay in memory until it is released. A version
+    that was held before is released.
     """
     ...

@@ -1,6 +1,6 @@
 """A group between its admission and the buffer, as the coordinator keeps it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import traceback as traceback_lib
 from typing import NamedTuple
@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl_async import types
+from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import episode as episode_lib
 
@@ -56,6 +57,7 @@ class RunningGroup:
       finished.
     failure: set as soon as the group has failed. The group ends when its
       replica has reported the members it was still generating.
+    patience: how long its members may still be generated; None is for ever.
   """
 
   admission: types.Admission
@@ -69,6 +71,7 @@ class RunningGroup:
   replica: str | None = None
   score: service_lib.ScoreHandle | None = None
   failure: Failure | None = None
+  patience: supervisor_lib.Deadline | None = None
   # A member's trajectory is what is known of it and the pieces after that.
   _known: dict[int, types.Trajectory] = dataclasses.field(default_factory=dict)
   _pieces: dict[int, list[Piece]] = dataclasses.field(default_factory=dict)
@@ -121,6 +124,13 @@ class RunningGroup:
     if len(pieces) >= _MAX_PIECES:
       self.trajectory(member)
 
+  @property
+  def is_overdue(self) -> bool:
+    """Whether a member is still generated, for longer than it may be."""
+    if self.patience is None or self.failure is not None:
+      return False
+    return bool(self.unfinished) and self.patience.next_wait_s() == 0
+
   def abort(self, members: Iterable[int]) -> None:
     """Mark these members as aborted and no longer unfinished."""
     for member in members:
@@ -142,9 +152,15 @@ def joined(
   # This is called for every trajectory, and `dataclasses.replace` would take
   # half of its time.
   parts = [known, *[piece.new for piece in pieces]]
-  writers = known.writers
+  writers, builds = known.writers, known.cache_builds
+  length = len(known.tokens)
   for piece in pieces:
     writers = _and_writer(writers, piece.replica, piece.num_tokens)
+    if piece.new.cache_builds:
+      # The replica's own, of which the first may have been reported before.
+      builds = tuple(b for b in builds if b.length < length)
+      builds += piece.new.cache_builds
+    length += len(piece.new.tokens)
   return types.Trajectory(
     member=known.member,
     tokens=np.concatenate([part.tokens for part in parts]),
@@ -156,7 +172,33 @@ def joined(
     finish_reason=parts[-1].finish_reason,
     reward=known.reward,
     writers=writers,
+    cache_builds=builds,
   )
+
+
+def oldest_metrics(
+  groups: Mapping[int, RunningGroup], now_s: float
+) -> dict[str, float]:
+  """Return which group training will wait for first, and how old it is.
+
+  Args:
+    groups: those that are being generated or scored, by index. Another thread
+      may add and remove some.
+    now_s: by the clock of their times.
+  """
+  oldest = min(
+    list(groups.values()),
+    key=lambda r: (r.admission.deadline, r.admission.index),
+    default=None,
+  )
+  if oldest is None:
+    return {"rollout/oldest_group": -1.0, "rollout/oldest_group_s": 0.0}
+  return {
+    "rollout/oldest_group": float(oldest.admission.index),
+    "rollout/oldest_group_s": max(
+      0.0, now_s - oldest.times_s.get("admitted", now_s)
+    ),
+  }
 
 
 def _and_writer(
@@ -168,6 +210,17 @@ def _and_writer(
   if writers and writers[-1][0] == replica:
     return *writers[:-1], (replica, writers[-1][1] + num_tokens)
   return *writers, (replica, num_tokens)
+
+
+def patience(max_group_s: float) -> supervisor_lib.Deadline | None:
+  """Return how long a new group may be generated; 0 seconds are for ever."""
+  return supervisor_lib.Deadline(max_group_s) if max_group_s else None
+
+
+def overdue(max_group_s: float) -> Failure:
+  """Return the failure of a group that was not generated in time."""
+  reason = f"not generated in {max_group_s:g} s (rollout.max_group_seconds)"
+  return Failure(reason=reason, traceback="")
 
 
 def failure_of(error: episode_lib.EpisodeError) -> Failure:

@@ -6,6 +6,7 @@ take longer to encode and decode than all else that a coordinator does.
 
 from collections.abc import Sequence
 import dataclasses
+import itertools
 
 from jaxtyping import Bool, Float, Int
 import numpy as np
@@ -25,6 +26,8 @@ class PackedTrajectories:
     reasons: of each finish reason, its index in `types.FinishReason` plus one;
       0 is none.
     writers: those of each trajectory; () if none has any.
+    num_builds: how many `cache_builds` each has.
+    builds: the fields of all of them.
   """
 
   members: Int[np.ndarray, "N"]
@@ -34,6 +37,8 @@ class PackedTrajectories:
   loss_mask: Bool[np.ndarray, "T"]
   behavior_logprobs: Float[np.ndarray, "T"]
   policy_versions: Int[np.ndarray, "T"]
+  num_builds: Int[np.ndarray, "N"]
+  builds: Int[np.ndarray, "C 3"]
   writers: tuple[tuple[tuple[str, int], ...], ...] = ()
 
 
@@ -79,6 +84,10 @@ def pack_trajectories(
       [_NUMBERS[t.finish_reason] for t in trajectories], np.int8
     ),
     writers=tuple(t.writers for t in trajectories) if has_writers else (),
+    num_builds=np.array([len(t.cache_builds) for t in trajectories], np.int32),
+    builds=np.array(
+      [build for t in trajectories for build in t.cache_builds], np.int32
+    ).reshape(-1, 3),
     **{
       name: np.concatenate([getattr(t, name) for t in trajectories])
       if trajectories
@@ -93,11 +102,13 @@ def unpack_trajectories(packed: PackedTrajectories) -> list[types.Trajectory]:
   ends = np.cumsum(packed.lengths).tolist()
   arrays = [getattr(packed, name) for name in types.TOKEN_ARRAYS]
   writers = packed.writers or ((),) * len(ends)
+  builds = itertools.starmap(types.CacheBuild, packed.builds.tolist())
   found, start = [], 0
-  for member, reason, by, end in zip(
+  for member, reason, by, num_builds, end in zip(
     packed.members.tolist(),
     packed.reasons.tolist(),
     writers,
+    packed.num_builds.tolist(),
     ends,
     strict=True,
   ):
@@ -111,6 +122,7 @@ def unpack_trajectories(packed: PackedTrajectories) -> list[types.Trajectory]:
         policy_versions=versions,
         finish_reason=_REASONS[reason],
         writers=by,
+        cache_builds=tuple(itertools.islice(builds, num_builds)),
       )
     )
     start = end

@@ -20,6 +20,7 @@ from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import client_requests
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import gate as gate_lib
+from jaxrl_async.rollout import held_version
 from jaxrl_async.rollout import replica as replica_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
@@ -101,6 +102,7 @@ class RolloutWorker:
       **dataclasses.asdict(self.replica.scheduler.stats),
       "wait_s": self.wait_for_admission_s,
       "adopt_s": self.replica.adopt_s,
+      "refused_versions": self.replica.refused_versions,
     }
 
   def metrics(self) -> dict[str, float]:
@@ -124,6 +126,10 @@ class RolloutWorker:
     self.replica.adopt_version(version, timeout_s)
     yield from self.replica.answers(prompts, settings)
 
+  def hold(self, version: int) -> held_version.HeldVersion:
+    """Hold a version for an evaluation; see `RolloutSide.hold`."""
+    return self.replica.hold(version)
+
   def groups(self) -> dict[int, types.RolloutGroup]:
     """Return the groups being generated or scored, by index.
 
@@ -131,6 +137,11 @@ class RolloutWorker:
     """
     self.replica.report_all()
     return self.coordinator.groups()
+
+  def cut(self, version: int) -> None:
+    """Give all groups back; see `RolloutSide.cut`."""
+    self.replica.give_back()
+    self.coordinator.cut(version)
 
   # -- the worker's thread --------------------------------------------------
 
@@ -160,13 +171,18 @@ class RolloutWorker:
       self._gate.show("adopting")
       self.replica.adopt()
     self.coordinator.collect_scores()
+    for work in self.coordinator.overdue().values():
+      self.replica.take(work)
     self.replica.feed()
-    if not self.replica.can_step:
+    # Groups and the questions of a held version have every other call.
+    has_answered = self.replica.answer_beside(self.coordinator.busy)
+    if self.replica.can_step:
+      self._gate.show("decoding")
+      self.replica.step()
+      return True
+    if not has_answered:
       self._wait()
-      return False
-    self._gate.show("decoding")
-    self.replica.step()
-    return True
+    return has_answered
 
   def _wait(self) -> None:
     """Wait for a question, weights, admission or scores.

@@ -35,22 +35,27 @@ def policy_loss(config: sections.Config) -> objectives.Loss:
   Raises:
     ConfigError: `algorithm.loss` names a function that cannot be imported.
   """
-  at = schedules.sections_by_step(config.algorithm)
-  if at is None:
-    return _policy_loss(config, config.algorithm)
+  entries = config.algorithm.schedules
+  if not entries:
+    return _policy_loss(config, config.algorithm, config.critic)
+  section_at = schedules.at_step(config.algorithm, entries)
+  critic_at = schedules.at_step(config.critic, entries)
 
   def loss(
     micro: objectives.Microbatch,
   ) -> tuple[Float[Array, ""], objectives.Sums]:
-    return _policy_loss(config, at(micro.policy_version))(micro)
+    step = micro.policy_version
+    return _policy_loss(config, section_at(step), critic_at(step))(micro)
 
   return loss
 
 
 def _policy_loss(
-  config: sections.Config, section: sections.AlgorithmSection
+  config: sections.Config,
+  section: sections.AlgorithmSection,
+  critic: sections.CriticSection,
 ) -> objectives.Loss:
-  """Return the loss of a section, some numbers of which may be arrays."""
+  """Return the loss of two sections, some numbers of which may be arrays."""
   average = objectives.aggregate(
     section.aggregation,
     section.aggregation_tokens or config.rollout.max_completion_tokens,
@@ -83,7 +88,7 @@ def _policy_loss(
   if section.advantage != "gae":
     return loss
   return critic_lib.with_value_loss(
-    loss, coef=config.critic.value_coef, clip=config.critic.value_clip
+    loss, coef=critic.value_coef, clip=critic.value_clip
   )
 
 
@@ -117,10 +122,11 @@ def stages(setup: setup_lib.Setup) -> list[train_step.Stage]:
 
   Fields with a schedule have the value of the train step.
   """
-  found = _stages(setup, setup.config.algorithm)
-  at = schedules.sections_by_step(setup.config.algorithm)
-  if at is None:
+  section = setup.config.algorithm
+  found = _stages(setup, section)
+  if not section.schedules:
     return found
+  at = schedules.at_step(section, section.schedules)
 
   def scheduled(i: int, stage: train_step.Stage) -> train_step.Stage:
     def run(
@@ -312,9 +318,7 @@ def _at_step(
   section: sections.AlgorithmSection,
 ) -> Callable[[int], sections.AlgorithmSection]:
   """Return what gives the section with the numbers of a train step."""
-  return schedules.sections_by_step(section, on_host=True) or (
-    lambda _: section
-  )
+  return schedules.at_step(section, section.schedules, on_host=True)
 
 
 def _shaping(

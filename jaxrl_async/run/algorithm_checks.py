@@ -33,6 +33,16 @@ _SCHEDULED = {
   "reward_bias": (),
   "reward_scale": (),
   "reward_clip": (),
+  "value_coef": (),
+  "value_clip": (),
+}
+# Of numbers that a reader may look for: why they have no schedule.
+_NOT_SCHEDULED = {
+  "learning_rate": "train.decay and warmup_steps are its schedule",
+  "max_staleness": "staleness_control moves it",
+  "temperature": "stored logprobs are of tokens drawn at it",
+  "reference_decay": "the stored reference is an average with that weight",
+  "normalize_decay": "the stored critic's unit is an average with that weight",
 }
 # Coefficients that are 0 where there is no reference or teacher.
 OF_ANOTHER_MODEL = ("kl_coef", "distill_coef")
@@ -43,6 +53,7 @@ NEVER_ZERO = (
   "second_moment_bound",
   "kl_reward_clip",
   "reward_clip",
+  "value_clip",
 )
 # Fields of which 0 means that the loss lacks a term or a bound.
 _OFF_AT_ZERO = (*NEVER_ZERO, *OF_ANOTHER_MODEL, "entropy_coef")
@@ -68,7 +79,7 @@ def check(config: sections.Config) -> None:
   _check_penalty(section)
   _check_equal_rewards(config)
   _check_staleness_control(config)
-  _check_schedules(section)
+  _check_schedules(config)
   _check_reference(config)
   sections.require(
     not (section.kl_coef and config.model.lora.adapter),
@@ -214,15 +225,29 @@ def _check_corrections(section: sections.AlgorithmSection) -> None:
   )
 
 
-def _check_schedules(section: sections.AlgorithmSection) -> None:
+def owner(
+  config: sections.Config, field: str
+) -> sections.AlgorithmSection | sections.CriticSection:
+  """Return the section that a field with a schedule belongs to."""
+  return config.critic if hasattr(config.critic, field) else config.algorithm
+
+
+def _name(config: sections.Config, field: str) -> str:
+  """Return the name of such a field with that of its section."""
+  is_of_critic = owner(config, field) is config.critic
+  return f"{'critic' if is_of_critic else 'algorithm'}.{field}"
+
+
+def _check_schedules(config: sections.Config) -> None:
   """Check the names in `schedules`; `run.schedules` checks the values."""
-  path = "algorithm.schedules"
+  section, path = config.algorithm, "algorithm.schedules"
   for field, entry in section.schedules.to_dict().items():
     sections.require(
       field in _SCHEDULED,
       path,
-      f"{sections.shown(field)} is not a number of the loss; a schedule may"
-      f" have {', '.join(_SCHEDULED)}",
+      f"{sections.shown(field)} has none"
+      f" ({_NOT_SCHEDULED.get(field, 'it is not a number of the loss')}); use"
+      f" one of {', '.join(_SCHEDULED)}",
     )
     sections.require(
       isinstance(entry, dict) and "schedule" in entry,
@@ -251,11 +276,11 @@ def _check_schedules(section: sections.AlgorithmSection) -> None:
       f" it; use a loss of {', '.join(_SCHEDULED[field])}",
     )
     sections.require(
-      field not in _OFF_AT_ZERO or getattr(section, field) != 0,
+      field not in _OFF_AT_ZERO or getattr(owner(config, field), field) != 0,
       path,
-      f"{field}: algorithm.{field}=0 leaves it out of the loss, with any"
-      f" schedule; use another algorithm.{field}, and an init_value of 0 if it"
-      " is to start there",
+      f"{field}: {_name(config, field)}=0 leaves it out of the loss, with any"
+      f" schedule; use another {_name(config, field)}, and an init_value of 0"
+      " if it is to start there",
     )
     is_weight = field.startswith("behavior_weight_")
     sections.require(

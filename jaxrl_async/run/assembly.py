@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jaxrl_async.config import sections
+from jaxrl_async.coordination import channels
 from jaxrl_async.coordination import transfer_directory
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.coordination import world as world_lib
@@ -30,7 +31,7 @@ from jaxrl_async.rewards import remote_pools
 from jaxrl_async.rewards import scoring
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import answers as answers_lib
-from jaxrl_async.rollout import coordinator as coordinator_lib
+from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib
 from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.run import cluster_checks
 from jaxrl_async.run import device_checks
@@ -132,15 +133,16 @@ def engine_with(
 
 def coordinator_settings(
   config: sections.Config,
-) -> coordinator_lib.CoordinatorSettings:
+) -> coordinator_settings_lib.CoordinatorSettings:
   """Return the settings that the coordinator needs from a config."""
-  return coordinator_lib.CoordinatorSettings(
+  return coordinator_settings_lib.CoordinatorSettings(
     group_size=config.algorithm.group_size,
     max_completion_tokens=config.rollout.max_completion_tokens,
     max_tokens=config.rollout.cache_tokens,
     temperature=config.rollout.temperature,
     filter_zero_std=config.algorithm.filter_zero_std,
     max_failed_groups=config.task.max_failed_groups,
+    max_group_s=config.rollout.max_group_seconds,
     stop=config.rollout.stop,
     stop_token_ids=config.rollout.stop_token_ids,
   )
@@ -275,7 +277,7 @@ def make_channel(
       is_base = "embedding" in published
       shardings = (lora_lib.base if is_base else lora_lib.adapters)(shardings)
     target = aot.placed(published, shardings)
-  return weight_transfer.make_channel(
+  return channels.make_channel(
     config.transfer.channel,
     directory=transfer_directory.prepare(
       transfer_section(config.transfer, workdir, world),
@@ -286,6 +288,7 @@ def make_channel(
     target=target,
     coalesce=config.algorithm.max_staleness > 0,
     world=world,
+    note=note,
   )
 
 

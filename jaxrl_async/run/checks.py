@@ -81,7 +81,10 @@ def checked(
   device_checks.check_sharding(setup)
   device_checks.check_weights(setup)
   device_checks.check_training_memory(setup)
-  device_checks.check_rollout_memory(setup)
+  device_checks.check_rollout_memory(
+    setup,
+    holds_version=not is_supervised and device_checks.evaluates_beside(config),
+  )
   device_checks.check_shared_memory(setup)
   setup = dataclasses.replace(setup, evaluated=_evaluated(setup))
   prompt_source = assembly.prompt_source(setup)

@@ -32,7 +32,9 @@ def describe(setup: setup_lib.Setup) -> str:
     setup,
     models=device_checks.model_bytes(setup),
     training=device_checks.training_memory(setup),
-    generation=device_checks.rollout_memory(setup),
+    generation=device_checks.rollout_memory(
+      setup, holds_version=device_checks.evaluates_beside(setup.config)
+    ),
   )
 
 
@@ -49,7 +51,10 @@ def programs(
   engine = assembly.make_engine(setup)
   slices = {
     "training": trainer.programs(),
-    "rollout": engine.programs(_published(trainer)),
+    "rollout": engine.programs(
+      _published(trainer),
+      num_held=int(device_checks.evaluates_beside(setup.config)),
+    ),
   }
   attention = f"packed rows {trainer.forward.attention}"
   return slices, f"{attention}, {engine.attention.description}"

@@ -4,6 +4,7 @@ transformers, vLLM and other tools load such a directory. Only the parameters
 are read, on the host, and no device is used.
 """
 
+import json
 import pathlib
 import shutil
 from typing import Any
@@ -22,6 +23,7 @@ from jaxrl_async.storage import disk
 from jaxrl_async.storage import model_files
 from jaxrl_async.text import chat_template as chat_template_lib
 
+_CLASS_FILE = "tokenizer_class.py"
 # Files of a tokenizer that are taken over as they are.
 _TOKENIZER_FILES = (
   model_files.TOKENIZER,
@@ -31,8 +33,22 @@ _TOKENIZER_FILES = (
   "vocab.json",
   "merges.txt",
   "tokenizer.model",
+  _CLASS_FILE,
   *chat_template_lib.FILES,
 )
+# transformers 5 builds the tokenizer of some families anew, whatever class
+# tokenizer_config.json names, and one of another kind then loses characters.
+# Where auto_map names a class, it does not. Only a caller who trusts the code
+# of the directory runs that class, which reads tokenizer.json as well.
+_TOKENIZER_CLASS = '''"""Reads tokenizer.json as it is."""
+
+import transformers
+
+
+class AsWritten(transformers.PreTrainedTokenizerFast):
+  """The tokenizer of this directory."""
+'''
+_BUILT_ANEW = ("qwen2",)  # families, by model_type
 # Entries of a pretrained model's config.json that follow from nothing here, and
 # that programs which generate read.
 _KEPT_SETTINGS = (
@@ -90,7 +106,7 @@ def export(
     params = lora_lib.merged(params, setup.model.lora)
   with disk.writing(output):
     output.mkdir(parents=True, exist_ok=True)
-    _copy_tokenizer(stored, output)
+    _copy_tokenizer(stored, output, setup.model.base)
     # Adds the end tokens that the run knows to those of the model.
     tokenizer.save_end_tokens(output)
     hf_weights.save(
@@ -148,14 +164,17 @@ def export_adapter(
 
 
 def _copy_tokenizer(
-  stored: stored_policy.StoredPolicy, output: pathlib.Path
+  stored: stored_policy.StoredPolicy,
+  output: pathlib.Path,
+  model: configs.ModelConfig,
 ) -> None:
   """Copy the tokenizer, from the pretrained model if it is still there.
 
   The run's copy lacks what training does not need, such as a chat template.
   """
   source = stored_policy.model_directory(stored)
-  if source is None or not (source / model_files.TOKENIZER).exists():
+  is_own = source is None or not (source / model_files.TOKENIZER).exists()
+  if is_own or source is None:
     source = stored_policy.tokenizer_directory(stored)
   for name in (*_TOKENIZER_FILES, model_files.GENERATION_CONFIG):
     path = source / name
@@ -163,6 +182,12 @@ def _copy_tokenizer(
       shutil.copytree(path, output / name)
     elif path.exists():
       shutil.copyfile(path, output / name)
+  if is_own and hf_config.config_json(model)["model_type"] in _BUILT_ANEW:
+    path = output / model_files.TOKENIZER_CONFIG
+    mention = {"AutoTokenizer": [None, "tokenizer_class.AsWritten"]}
+    settings = model_files.read_object(path) | {"auto_map": mention}
+    path.write_text(json.dumps(settings, indent=2) + "\n")
+    (output / _CLASS_FILE).write_text(_TOKENIZER_CLASS)
 
 
 def _settings(

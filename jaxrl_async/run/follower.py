@@ -14,7 +14,7 @@ nothing unless something fails.
 | published, published base | makes the weights in the engines' format |
 | write version | writes its part of what was made last |
 | logprobs | computes those of other trajectories |
-| save | writes its part of a checkpoint, and waits for the others |
+| save | begins to write its part of a checkpoint |
 """
 
 import collections
@@ -150,8 +150,8 @@ class _Follower:
   def _save(self, what: str, path: pathlib.Path) -> None:
     state = self._trainer.state
     if what == frozen_base.BASE:
-      checkpoint.save_arrays(path, state.policy.frozen)
+      checkpoint.begin_arrays(path, state.policy.frozen)
     elif self._trainer.has_base:
-      checkpoint.save_arrays(path, frozen_base.without_base(state))
+      checkpoint.begin_arrays(path, frozen_base.without_base(state))
     else:
-      checkpoint.save_arrays(path, state)
+      checkpoint.begin_arrays(path, state)

@@ -13,6 +13,7 @@ import time
 from typing import Any, NamedTuple
 
 from jaxrl_async.coordination import ledger as ledger_lib
+from jaxrl_async.coordination import run_schedule
 from jaxrl_async.coordination import staleness_control
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.reporting import metrics as metrics_lib
@@ -71,6 +72,7 @@ class Recorder:
     progress: progress_lib.Progress,
     side_outputs: side_outputs_lib.SideOutputs,
     sampler: sampler_lib.Sampler,
+    schedule: run_schedule.Schedule,
     max_bad_updates: int,
     solved_score: float,
     staleness: staleness_control.StalenessControl | None = None,
@@ -89,6 +91,7 @@ class Recorder:
       progress: shows each step.
       side_outputs: guards outputs whose failure must not end the run.
       sampler: writes some completions of each step.
+      schedule: records what timing has decided.
       max_bad_updates: so many skipped updates in a row end the run.
       solved_score: a completion with at least this score counts as solved.
       scheduled: returns each field with a schedule, of completed train steps.
@@ -111,6 +114,7 @@ class Recorder:
     self._progress = progress
     self._side_outputs = side_outputs
     self._sampler = sampler
+    self._schedule = schedule
     self._clock = busy["train"]
     self._evaluating = timeline_lib.Timeline()
     # Each evaluation moves this forward by its duration, so it does not count.
@@ -232,6 +236,7 @@ class Recorder:
       self._ledger.add_trained(
         group, step=pending.step, skipped_update=any(is_bad)
       )
+    self._schedule.add_step(pending.step, pending.groups, pending.sums)
     self._sampler.write_step(pending.step + 1, pending.groups)
     delta = {name: totals[name] - self._last[name] for name in totals}
     self._last = totals
@@ -321,6 +326,10 @@ class Recorder:
     }
     ledger_lib.check_balance(**tokens)
     return tokens
+
+  def schedule_bytes(self) -> int:
+    """Return the length of the schedule, all of which is on the disk."""
+    return self._schedule.num_bytes()
 
   def state(self) -> dict[str, Any]:
     """Return the current record as a checkpoint stores it."""
@@ -444,4 +453,5 @@ def _rollout_metrics(
     "rollout/wait_for_admission_s": delta["wait_s"],
     "rollout/busy_frac": min(delta["rollout_busy_s"] / step_s, 1.0),
     "time/adopt_s": delta["adopt_s"],
+    "transfer/refused_versions": delta["refused_versions"],
   }

@@ -12,8 +12,10 @@ from typing import Any
 
 from jaxrl_async.config import sections
 from jaxrl_async.rewards import server as server_lib
+from jaxrl_async.run import schedule_start
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import config_json
+from jaxrl_async.storage import fallback
 from jaxrl_async.storage import workdir as workdir_lib
 
 _IN_THE_LOSS = "read when a batch is trained; nothing stored depends on it"
@@ -52,6 +54,7 @@ MAY_DIFFER = {
   "rollout.prefill_buckets": _PROGRAM,
   "rollout.window_buckets": _PROGRAM,
   "rollout.prefill_chunk": _PROGRAM,
+  "rollout.max_group_seconds": _SUPERVISION,
   "rollout.num_pages": "caches are rebuilt",
   "rollout.page_tokens": "caches are rebuilt",
   "rollout.preemption": _PROGRAM,
@@ -122,6 +125,7 @@ MAY_DIFFER = {
   "transfer": "weights are published anew; those of earlier starts are removed"
   " or never adopted",
   "eval.every": "how often; not what is measured",
+  "eval.beside": "when; not what is measured",
   "eval.samples": "more answers narrow the same accuracy",
   "eval.sets": "each has metrics of its own name; nothing stored depends on it",
   "run": _SUPERVISION,
@@ -356,6 +360,9 @@ def find(
 ) -> tuple[int | None, dict[str, Any]]:
   """Find the checkpoint that this start continues from.
 
+  A damaged checkpoint is passed over for the one before. It is set aside once
+  nothing else keeps the run from continuing.
+
   The caller must hold the workdir's claim.
 
   Args:
@@ -378,9 +385,9 @@ def find(
   config_json.read(workdir)
   try:
     checkpoint.recover(directory)
-    step = checkpoint.latest(directory)
     torn = checkpoint.unsealed(directory)
-    if step is None:
+    whole = fallback.newest_whole(directory, note)
+    if whole is None:
       if torn:
         raise checkpoint.CheckpointError(
           f"{torn[-1]} has no manifest, and there is no other checkpoint; put"
@@ -388,7 +395,7 @@ def find(
         )
       workdir_lib.check_unused(workdir)
       return None, {"max_staleness": wanted.algorithm.max_staleness}
-    stored = checkpoint.host_state(directory, step)
+    step, stored, damaged = whole
     outstanding = checkpoint.group_records(directory, step)
   except checkpoint.CheckpointError as error:
     raise workdir_lib.WorkdirError(f"workdir: {error}") from error
@@ -407,9 +414,12 @@ def find(
   ledger_bytes = stored["ledger"]["offset_bytes"]
   workdir_lib.check_lines(workdir / workdir_lib.METRICS, metrics_bytes)
   workdir_lib.check_lines(workdir / workdir_lib.LEDGER, ledger_bytes)
+  schedule_bytes = stored.get(schedule_start.KEY, 0)
+  workdir_lib.check_lines(workdir / workdir_lib.SCHEDULE, schedule_bytes)
   for path in torn:
     if int(path.name) > step:
       note(f"{path} has no manifest and is passed over")
+  fallback.set_aside(directory, damaged)
   note(
     f"continuing {workdir} from step {step} with {len(outstanding)} outstanding"
     " groups"

@@ -3,11 +3,11 @@
 A reward model is the policy that training starts from with a scalar head in
 place of its output head, which is zero at first. Training is supervised
 (`supervised`), and its result are parameters like any other: WORKDIR/params.
-`scores` reads them again. A reward of a run cannot be such a model, because the
-processes that score have no devices.
+`Scorer` reads them again, for `scores` and for `reward_server`, through which
+such a model is the reward of a run.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
 import pathlib
@@ -160,42 +160,70 @@ def scores(
   Raises:
     ConfigError: there is no such model, or a row cannot be scored.
   """
-  resume.check_config_file(config, workdir)
-  policy = setup_lib.resolve(config, jax.devices())
-  setup = _with_scalar_head(policy)
-  examples = list(_examples(setup, dataset))
-  params = load(setup, workdir)
-  trajectories = [sft.trajectory(i, x) for i, x in enumerate(examples)]
-  width = config.train.tokens_per_row
-  segments = sft.plan(trajectories, tokens_per_row=width)
-  passes = row_passes.RowPasses(
-    setup.train_mesh,
-    config.mesh.train_rules,
-    rows_per_microbatch=config.train.rows_per_microbatch,
-    rows_per_batch=config.preference.rows_per_batch,
-  )
-  forward = assembly.forward_settings(setup, 1.0)
-  forward = dataclasses.replace(
-    forward,
-    model=setup.model.base,
-    layout=mesh_lib.Layout(
-      mesh=setup.train_mesh, rules=config.mesh.train_rules
-    ),
-  )
-  values = passes.of_tokens(
-    jax.jit(functools.partial(_scalars, forward)),
-    params,
-    sft.rows_of(segments),
-  ).reshape(-1)
-  for row, (example, start) in enumerate(
-    zip(examples, segments.starts.tolist(), strict=True)
-  ):
-    found = values[start + np.flatnonzero(example.loss_mask)]
+  scorer = Scorer(config, workdir)
+  examples = list(_examples(scorer.setup, dataset))
+  for row, found in enumerate(scorer.values(examples)):
     if config.preference.reward_loss is sections.RewardLoss.STEPS:
       right = 1 / (1 + np.exp(-found.astype(np.float64)))
       yield {"row": row, "steps": right.tolist()}
     else:
       yield {"row": row, "score": float(found[0])}
+
+
+class Scorer:
+  """A trained reward model on the devices of this process.
+
+  Attributes:
+    setup: of the reward model.
+  """
+
+  def __init__(self, config: sections.Config, workdir: pathlib.Path):
+    """Read the model.
+
+    Args:
+      config: that it was trained with.
+      workdir: that it was trained in.
+
+    Raises:
+      ConfigError: there is no such model.
+    """
+    resume.check_config_file(config, workdir)
+    self.setup = _with_scalar_head(setup_lib.resolve(config, jax.devices()))
+    self._params = load(self.setup, workdir)
+    self._passes = row_passes.RowPasses(
+      self.setup.train_mesh,
+      config.mesh.train_rules,
+      rows_per_microbatch=config.train.rows_per_microbatch,
+      rows_per_batch=config.preference.rows_per_batch,
+    )
+    forward = dataclasses.replace(
+      assembly.forward_settings(self.setup, 1.0),
+      model=self.setup.model.base,
+      layout=mesh_lib.Layout(
+        mesh=self.setup.train_mesh, rules=config.mesh.train_rules
+      ),
+    )
+    self._program = jax.jit(functools.partial(_scalars, forward))
+
+  def values(
+    self, examples: Sequence[worked_examples_lib.WorkedExample]
+  ) -> list[Float[np.ndarray, "_"]]:
+    """Return what the scalar head says at the loss tokens of each example.
+
+    Args:
+      examples: one or more, none of them longer than a row.
+    """
+    segments = sft.plan(
+      [sft.trajectory(i, x) for i, x in enumerate(examples)],
+      tokens_per_row=self.setup.config.train.tokens_per_row,
+    )
+    found = self._passes.of_tokens(
+      self._program, self._params, sft.rows_of(segments)
+    ).reshape(-1)
+    return [
+      found[start + np.flatnonzero(example.loss_mask)]
+      for example, start in zip(examples, segments.starts.tolist(), strict=True)
+    ]
 
 
 def load(setup: setup_lib.Setup, workdir: pathlib.Path) -> transformer.Params:
@@ -260,13 +288,22 @@ def _examples(
       raise sections.ConfigError(
         f"score: {prompt.prompt_id} cannot be tokenized: {error}"
       ) from error
-    sections.require(
-      len(example.tokens) <= config.train.tokens_per_row,
-      "train.tokens_per_row",
-      f"{config.train.tokens_per_row}, but {prompt.prompt_id} has"
-      f" {len(example.tokens)} tokens; use more",
-    )
+    check_length(example, prompt.prompt_id, config)
     yield example
+
+
+def check_length(
+  example: worked_examples_lib.WorkedExample,
+  prompt_id: str,
+  config: sections.Config,
+) -> None:
+  """Raise a ConfigError if no row of tokens holds an example."""
+  sections.require(
+    len(example.tokens) <= config.train.tokens_per_row,
+    "train.tokens_per_row",
+    f"{config.train.tokens_per_row}, but {prompt_id} has"
+    f" {len(example.tokens)} tokens; use more",
+  )
 
 
 def _example(

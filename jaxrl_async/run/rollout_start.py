@@ -188,7 +188,7 @@ def build(
     start_timeout_s=config.cluster.start_timeout_s,
     busy=busy,
     zero_totals=dataclasses.asdict(scheduler_lib.SchedulerStats())
-    | {"wait_s": 0.0, "adopt_s": 0.0},
+    | {"wait_s": 0.0, "adopt_s": 0.0, "refused_versions": 0},
     note=note,
   )
   shutdown.closes(fleet.close)

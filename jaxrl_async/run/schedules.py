@@ -1,4 +1,4 @@
-"""Fields of the algorithm that follow a schedule of Optax.
+"""Fields of the algorithm and the critic that follow a schedule of Optax.
 
 `algorithm_checks` checks their names before anything slow is imported. Here the
 schedules are made, and tried at the steps of the run.
@@ -7,7 +7,7 @@ schedules are made, and tried at the steps of the run.
 from collections.abc import Callable
 import copy
 import inspect
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax import numpy as jnp
@@ -23,38 +23,48 @@ from jaxrl_async.run import algorithm_checks
 # Makes a value of the number of completed train steps.
 Schedule = Callable[[Any], Float[Array, ""]]
 
+_Section = TypeVar(
+  "_Section", sections.AlgorithmSection, sections.CriticSection
+)
 _PATH = "algorithm.schedules"
 _MAX_TRIED = 10_000  # steps at which a schedule is tried
 # What a wrong argument leads to inside Optax.
 _ERRORS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 
 
-def make(section: sections.AlgorithmSection) -> dict[str, Schedule]:
+def make(config: sections.Config) -> dict[str, Schedule]:
   """Return the schedule of each field that has one.
 
   Raises:
     ConfigError: Optax does not take the arguments of a schedule.
   """
+  entries = config.algorithm.schedules
+  return _of(config.algorithm, entries) | _of(config.critic, entries)
+
+
+def _of(section: Any, entries: config_dict.ConfigDict) -> dict[str, Schedule]:
+  """Return the schedules of a section's own fields."""
   return {
     field: _schedule(field, getattr(section, field), entry)
-    for field, entry in section.schedules.to_dict().items()
+    for field, entry in entries.to_dict().items()
+    if hasattr(section, field)
   }
 
 
-def sections_by_step(
-  section: sections.AlgorithmSection, *, on_host: bool = False
-) -> Callable[[Any], sections.AlgorithmSection] | None:
-  """Return what gives the section of a train step; None without schedules.
+def at_step(
+  section: _Section, entries: config_dict.ConfigDict, *, on_host: bool = False
+) -> Callable[[Any], _Section]:
+  """Return what gives a section with the numbers of a train step.
 
   Args:
-    section: the section, with its schedules.
+    section: of the algorithm, or of the critic.
+    entries: `algorithm.schedules`. Those of fields that the section does not
+      have are passed over.
     on_host: the values are numbers in place of arrays.
   """
-  scheduled = make(section)
-  if not scheduled:
-    return None
+  scheduled = _of(section, entries)
 
-  def at(step: Any) -> sections.AlgorithmSection:
+  def at(step: Any) -> _Section:
     now = copy.copy(section)
     for field, schedule in scheduled.items():
       value = schedule(step)
@@ -119,7 +129,7 @@ def check(config: sections.Config) -> None:
   last = config.train.num_steps - 1
   count = min(config.train.num_steps, _MAX_TRIED)
   steps = np.unique(np.linspace(0, last, count).astype(np.int32))
-  for field, schedule in make(config.algorithm).items():
+  for field, schedule in make(config).items():
     try:
       values = np.asarray(jax.vmap(schedule)(steps))
     except _ERRORS as error:
@@ -136,7 +146,7 @@ def _check_value(
   """Check a value of a field as if the config had it, and no schedules."""
   there = copy.deepcopy(config)
   there.algorithm.schedules = config_dict.ConfigDict()
-  setattr(there.algorithm, field, value)
+  setattr(algorithm_checks.owner(there, field), field, value)
   reason = ""
   if value == 0 and field in algorithm_checks.NEVER_ZERO:
     reason = "0 would switch it off, which no schedule can do"

@@ -29,6 +29,7 @@ class Extensions:
       instead of a warm start.
     serving: settings of a server that gives clients access to the policy during
       the run; None starts no server.
+    xla_flags: the options that XLA was started with, which are recorded.
   """
 
   replica_environment: Mapping[str, str] = dataclasses.field(
@@ -39,6 +40,7 @@ class Extensions:
   episode: episode_lib.Episode = episode_lib.single_turn
   initial_params: transformer.Params | None = None
   serving: front_lib.ServeSettings | None = None
+  xla_flags: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,6 @@ from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import ledger as ledger_lib
 from jaxrl_async.coordination import staleness_control
 from jaxrl_async.coordination import weight_transfer
-from jaxrl_async.data import held_out
 from jaxrl_async.data import prompts
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.engine import engine as engine_lib
@@ -37,13 +36,14 @@ from jaxrl_async.rollout import rollout_side
 from jaxrl_async.run import assembly
 from jaxrl_async.run import cluster_checks
 from jaxrl_async.run import evaluate
+from jaxrl_async.run import evaluators as evaluators_lib
 from jaxrl_async.run import frozen_base
 from jaxrl_async.run import initial_params
-from jaxrl_async.run import question_sets
 from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import resume
 from jaxrl_async.run import rollout_start
 from jaxrl_async.run import sampler as sampler_lib
+from jaxrl_async.run import schedule_start
 from jaxrl_async.run import schedules
 from jaxrl_async.run import session as session_lib
 from jaxrl_async.run import setup as setup_lib
@@ -162,7 +162,13 @@ def parts(
       environment=extensions.replica_environment,
       shutdown=base.shutdown,
     )
-    evaluators = _evaluators(setup, session, base)
+    evaluators = evaluators_lib.make(
+      setup,
+      session,
+      source=base.source,
+      stream=base.stream,
+      rewards=base.rewards,
+    )
     if base.resumed_step is None:
       _warm_start(setup, session, base, extensions.initial_params)
       running = []
@@ -218,6 +224,7 @@ def _foundation(
     session.workdir,
     side_outputs,
     assembly.make_wandb_log(config, session.workdir),
+    note,
   )
   source = assembly.prompt_source(setup)
   stream = prompts.PromptStream(source, source_lib.Split.TRAIN)
@@ -260,54 +267,6 @@ def _foundation(
 
 
 # -- the first stage ----------------------------------------------------------
-
-
-def _evaluators(
-  setup: setup_lib.Setup, session: session_lib.Session, base: _Foundation
-) -> tuple[evaluate.Evaluator, dict[str, evaluate.Evaluator]]:
-  """Build the evaluator of the held-out questions, and those of `eval.sets`.
-
-  The held-out questions are stored in the workdir, or read from there.
-  """
-  config = setup.config
-
-  def show(num_made: int) -> None:
-    session.stop.check("stopped in the first stage; it will begin anew")
-    session.progress.stage(
-      "held-out questions", num_made, config.eval.num_items
-    )
-
-  def evaluator(
-    prompts: list[types.Prompt], samples: int
-  ) -> evaluate.Evaluator:
-    return evaluate.Evaluator(
-      prompts,
-      assembly.answer_settings(config, samples),
-      tokenizer=setup.tokenizer,
-      rewards=base.rewards,
-      num_slots=config.rollout.num_slots,
-      solved_score=config.task.solved_score,
-    )
-
-  stored = held_out.load_or_make(
-    session.workdir / "held_out.json",
-    base.source,
-    config.eval.num_items,
-    note=session.progress.note,
-    on_progress=show,
-  )
-  base.stream.exclude(prompt.item["question"] for prompt in stored)
-  sets = {}
-  for name in config.eval.sets:
-    found, samples = question_sets.of_run(setup, name)
-    if found.num_too_long:
-      session.progress.note(
-        f"eval.sets: {name}: {found.num_too_long} of"
-        f" {found.num_too_long + len(found.prompts)} prompts are longer than"
-        " rollout.max_prompt_tokens and left out"
-      )
-    sets[name] = evaluator(found.prompts, samples)
-  return evaluator(stored, config.eval.samples), sets
 
 
 def _warm_start(
@@ -393,6 +352,29 @@ def _base_record(
   return base.stored.get(frozen_base.KEY)
 
 
+def _records_of_groups(
+  setup: setup_lib.Setup, session: session_lib.Session, base: _Foundation
+) -> tuple[sampler_lib.Sampler, ledger_lib.Ledger]:
+  """Open samples.jsonl and ledger.jsonl."""
+  sampler = sampler_lib.Sampler(
+    session.workdir,
+    num_groups=setup.config.run.sample_groups,
+    tokenizer=setup.tokenizer,
+    answer_prefix=setup.config.task.answer_prefix,
+    side_outputs=base.side_outputs,
+    first_step=base.resumed_step or 0,
+  )
+  base.shutdown.closes(sampler.close)
+  ledger = ledger_lib.Ledger(
+    session.workdir / "ledger.jsonl",
+    ledger_lib.LedgerState(**base.stored.get("ledger", {})),
+    on_untrained=sampler.add_untrained,
+    note=session.progress.note,
+  )
+  base.shutdown.closes(ledger.close)
+  return sampler, ledger
+
+
 def _of_the_loop(
   setup: setup_lib.Setup,
   session: session_lib.Session,
@@ -405,21 +387,11 @@ def _of_the_loop(
   """Build the parts that drive and record the asynchronous loop."""
   config, workdir = setup.config, session.workdir
   step = base.resumed_step or 0
-  sampler = sampler_lib.Sampler(
-    workdir,
-    num_groups=config.run.sample_groups,
-    tokenizer=setup.tokenizer,
-    answer_prefix=config.task.answer_prefix,
-    side_outputs=base.side_outputs,
-    first_step=step,
+  sampler, ledger = _records_of_groups(setup, session, base)
+  schedule = schedule_start.open_schedule(
+    config, session, extensions, base.stored, step
   )
-  base.shutdown.closes(sampler.close)
-  ledger = ledger_lib.Ledger(
-    workdir / "ledger.jsonl",
-    ledger_lib.LedgerState(**base.stored.get("ledger", {})),
-    on_untrained=sampler.add_untrained,
-  )
-  base.shutdown.closes(ledger.close)
+  base.shutdown.closes(schedule.close)
   base_record = _base_record(setup, session, base, extensions)
   coordinator = coordinator_lib.Coordinator(
     assembly.coordinator_settings(config),
@@ -455,10 +427,11 @@ def _of_the_loop(
     progress=session.progress,
     side_outputs=base.side_outputs,
     sampler=sampler,
+    schedule=schedule,
     max_bad_updates=config.train.max_bad_updates,
     solved_score=config.task.solved_score,
     staleness=base.staleness,
-    scheduled=schedules.make(config.algorithm),
+    scheduled=schedules.make(config),
   )
   base.shutdown.closes(recorder.close, config.run.join_timeout_s)
   return Parts(

@@ -2,20 +2,20 @@
 
 The main thread trains on batches that another thread prepares. One rollout
 thread generates. The channel has a thread that writes weights, and the recorder
-has one that writes steps down. Rewards are computed in processes. The first
-failure anywhere closes the buffer. Then all threads are joined within a
-deadline, and the failure is raised with the name of the thread that failed.
+has one that writes steps down. A further one writes a checkpoint. Rewards are
+computed in processes. The first failure anywhere closes the buffer. Then all
+threads are joined within a deadline, and the failure is raised with the name of
+the thread that failed.
 
 `start_up` builds the parts of a run, and `Run` is the loop over them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
-import functools
 import pathlib
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -28,9 +28,11 @@ from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import episode as episode_lib
+from jaxrl_async.run import checkpointing
 from jaxrl_async.run import checks
-from jaxrl_async.run import evaluate
 from jaxrl_async.run import frozen_base
+from jaxrl_async.run import run_evaluations
+from jaxrl_async.run import schedule_start
 from jaxrl_async.run import session as session_lib
 from jaxrl_async.run import snapshot
 from jaxrl_async.run import start_up
@@ -43,6 +45,8 @@ from jaxrl_async.training import batch_loader
 from jaxrl_async.training import objectives
 from jaxrl_async.training import step_metrics
 from jaxrl_async.training import trainer as trainer_lib
+
+_HELD_S = 0.005
 
 
 class Run:
@@ -66,8 +70,6 @@ class Run:
     self.buffer = parts.buffer
     self.writer = parts.writer
     self.stream = parts.stream
-    self.evaluator = parts.evaluator
-    self.set_evaluators = parts.set_evaluators
     self.ledger = parts.ledger
     self.channel = parts.channel
     self.rollout = parts.rollout
@@ -80,7 +82,19 @@ class Run:
     self._first_step = parts.first_step
     self._base_record = parts.base_record
     self._max_staleness = parts.max_staleness
+    self._is_ending = False
+    # Steps after which nothing is between two steps; None inside of one.
+    self._whole_step: int | None = None
     self._staleness = parts.staleness
+    self.checkpoints = checkpointing.Checkpointing(
+      self._save, self.config.run, self.stop, self.progress.note
+    )
+    # What is being written was taken whole, so it may use its time.
+    self.shutdown.closes(
+      self.checkpoints.close, self.config.run.stall_timeout_s
+    )
+    self.evaluations = run_evaluations.RunEvaluations(parts, self._paused)
+    self.shutdown.stops(self.evaluations.close)
 
   def start(self) -> int:
     """Save and evaluate a new run, publish its weights, and start the threads.
@@ -93,10 +107,10 @@ class Run:
     # but no checkpoint, the checkpoint was lost.
     if self._is_new:
       self.writer.hold(0, {})
-      self._save(0)
+      self.checkpoints.take_first()
     config_json.write(self.config, self.workdir)
     self.channel.publish(self.trainer.published(), step)
-    if self.writer.held_step is not None:
+    if self.evaluations.catch_up(step):
       self._complete_step(step)
     self.recorder.start_rl()
     self.buffer.set_policy_version(step)
@@ -121,6 +135,14 @@ class Run:
     Returns:
       The number of train steps completed at the end.
     """
+    self._whole_step = step
+    try:
+      return self._loop(step)
+    except (supervisor_lib.ThreadFailed, supervisor_lib.StallError):
+      self._rescue()
+      raise
+
+  def _loop(self, step: int) -> int:
     every, num_steps = self.config.eval.every, self.config.train.num_steps
     if step >= num_steps:
       self.recorder.end_rl()
@@ -139,13 +161,17 @@ class Run:
       if is_last:
         self.recorder.end_rl()
       is_evaluated = is_last or bool(every and step % every == 0)
-      is_saved = is_last or step % self.config.run.checkpoint_every == 0
+      is_saved = self.checkpoints.is_due(step) or is_last
       self._wait_for_recorder()
+      # One evaluation at a time. The next one waits for that under way.
+      self.evaluations.finish(step, is_awaited=is_evaluated)
       more = {"transfer/bytes": self.channel.num_bytes}
+      more |= self.checkpoints.metrics()
       self.recorder.begin(done, totals, more, is_evaluated=is_evaluated)
+      self._whole_step = step
       # Saved before the evaluation, whose failure must not lose the steps.
       if is_saved:
-        self._save(step)
+        self.checkpoints.take(step)
       if is_evaluated:
         self._complete_step(step)
     self._wait_for_recorder()
@@ -160,6 +186,7 @@ class Run:
       return None
     ready_s = time.perf_counter()
     taken_s = max(wait_start_s, loaded.taken_s)
+    self._whole_step = None
     done = self.trainer.step(step, loaded.batch)
     done.times_s["wait_for_rollouts_s"] = taken_s - wait_start_s
     done.times_s["prepare_batch_s"] = ready_s - taken_s
@@ -169,9 +196,17 @@ class Run:
       self._wait_for_recorder()
       self.buffer.set_max_staleness(self._staleness.bound)
     start_s = time.perf_counter()
+    self._wait_until_held(step)
     self._publish(self.trainer.published(), step + 1)
     done.times_s["publish_s"] = time.perf_counter() - start_s
     return done
+
+  def _wait_until_held(self, step: int) -> None:
+    """Wait until the rollout side has the version that it evaluates."""
+    watch = supervisor_lib.StallWatch(self.config.run.stall_timeout_s)
+    while not self.evaluations.is_held() and not self.stop.is_set:
+      self.stop.wait(_HELD_S)
+      self._look(watch, f"version {step} to be held for its evaluation")
 
   def _next_batch(
     self, step: int
@@ -219,49 +254,30 @@ class Run:
   def _complete_step(self, step: int) -> None:
     """Evaluate a step whose metrics are held back, and write them.
 
-    A checkpoint that was saved before the evaluation contains these metrics. A
-    run that continues from it starts with this evaluation.
+    An evaluation beside training is only begun here. A checkpoint that was
+    saved before the evaluation contains these metrics. A run that continues
+    from it starts with this evaluation.
     """
+    if self.evaluations.is_beside(step):
+      if not self.stop.is_set:
+        self.evaluations.begin(step)
+      return
     self._wait_for_recorder()
     self.writer.write(step, self._evaluate(step))
     if step >= self.config.train.num_steps:
       # Another start on the workdir then finds the evaluation.
-      self._save(step)
+      self.checkpoints.take_now(step)
 
   def _evaluate(self, step: int) -> dict[str, float]:
-    """Evaluate the current weights and return the metrics.
+    """Evaluate the current weights in a pause, and return the metrics.
 
-    Both slices are idle meanwhile. The engines adopt the step's version, which
-    was published, so that they need not hold a further copy of the weights.
+    Raises:
+      Interrupted: the run was asked to end; a checkpoint was saved.
     """
-    is_end = step == 0 or step >= self.config.train.num_steps
-    with self.recorder.evaluating(), self._paused():
-      write = functools.partial(
-        self.rollout.answers,
-        version=step,
-        timeout_s=self.config.run.stall_timeout_s,
-      )
-      temperature = self.config.eval.temperature
-      sampled = self.evaluator.evaluate(write)
-      greedy = (
-        self.evaluator.evaluate(write, is_greedy=True) if is_end else None
-      )
-      sets = {
-        name: evaluator.evaluate(write)
-        for name, evaluator in self.set_evaluators.items()
-      }
-      if temperature == self.config.rollout.temperature:
-        kl = evaluate.mismatch_kl(sampled.trajectories, self.trainer.logprobs)
-        self.record.mismatch_kl.add(kl)
-    self.sampler.write_evaluation(step, self.evaluator.prompts, sampled)
-    of_greedy = None if greedy is None else greedy.accuracy
-    self.record.evaluations.append(
-      (self.clock.now(), step, sampled.accuracy, of_greedy)
-    )
-    self.progress.note(
-      f"step {step}: {evaluate.describe(sampled, greedy, sets)}"
-    )
-    return evaluate.metrics_of(sampled, greedy, sets)
+    try:
+      return self.evaluations.in_a_pause(step)
+    except supervisor_lib.Interrupted:
+      self.interrupt(step)
 
   @contextlib.contextmanager
   def _paused(self) -> Iterator[None]:
@@ -269,18 +285,34 @@ class Run:
     if not self.supervisor.has_spawned(start_up.ROLLOUT):
       yield
       return
-    with self.rollout.paused(self.config.run.stall_timeout_s):
-      self.supervisor.check()  # a thread that has ended already has failed
+    run = self.config.run
+    timeout_s = run.join_timeout_s if self._is_ending else run.stall_timeout_s
+    with self.rollout.paused(timeout_s):
+      if not self._is_ending:
+        self.supervisor.check()  # a thread that has ended already has failed
       yield
 
-  def _save(self, step: int) -> None:
-    """Save a checkpoint of the whole run.
+  def _rescue(self) -> None:
+    """Take a last checkpoint, as a thread has failed or nothing moves.
+
+    Several processes that train would have to take it together, and one of
+    them may be what has failed.
+    """
+    step = self._whole_step
+    if step is not None and self.trainer.world.size == 1:
+      self._is_ending = True
+      self.checkpoints.rescue(step, self.config.run.join_timeout_s)
+
+  def _save(self, step: int) -> Callable[[], None]:
+    """Copy the whole run for a checkpoint, and return what writes the copy.
 
     The rollout side is paused while its state is copied.
     """
     self.claim.check()
     self._wait_for_recorder()
     with self._paused():
+      if self.config.run.exact_resume:
+        self.rollout.cut(step)
       groups = snapshot.outstanding(self.buffer, self.rollout)
       self.recorder.tokens(snapshot.count_tokens(groups))
       host_state = {
@@ -292,6 +324,7 @@ class Run:
         "ledger": dataclasses.asdict(self.ledger.state()),
         "metrics": self.writer.state(),
         "record": self.recorder.state(),
+        schedule_start.KEY: self.recorder.schedule_bytes(),
         "config": config_json.to_stored(self.config),
       }
     if self._staleness is not None:
@@ -300,7 +333,7 @@ class Run:
     if self._base_record is not None:
       host_state[frozen_base.KEY] = self._base_record
       state = frozen_base.without_base(state)
-    checkpoint.save(
+    return checkpoint.begin(
       self.workdir / workdir_lib.CHECKPOINTS,
       step,
       state,
@@ -333,9 +366,11 @@ class Run:
       extra=extra,
     )
 
-  def interrupt(self, step: int) -> None:
+  def interrupt(self, step: int) -> NoReturn:
     """Save a checkpoint, and raise Interrupted."""
-    self._save(step)
+    self._wait_for_recorder()
+    self.evaluations.drop(step)
+    self.checkpoints.take_now(step)
     raise supervisor_lib.Interrupted(
       f"stopped after step {step}; the same command on {self.workdir} goes on"
     )
@@ -354,6 +389,7 @@ def run(
   profile_steps: Sequence[int] = (),
   replica_environment: Mapping[str, str] | None = None,
   world: world_lib.World | None = None,
+  xla_flags: str = "",
 ) -> str:
   """Start or continue a training run, and return its summary.
 
@@ -377,13 +413,16 @@ def run(
       they are in processes of their own.
     world: the processes that train together; None is this one alone. This one
       leads. The others call `follower.follow`, and the caller closes the world.
+    xla_flags: the options that XLA was started with, for the schedule.
 
   Returns:
     The summary on one line.
 
   Raises:
     Interrupted: the run was asked to stop. It can be continued.
-    StorageError: a checkpoint, the metrics or the ledger could not be written.
+    StorageError: the metrics or the ledger could not be written, or
+      `run.max_checkpoint_failures` attempts in a row to write a checkpoint
+      have failed.
     ConfigError: a setting is wrong, or the workdir cannot be used with it.
     ThreadFailed: a thread failed.
     StallError: nothing moved for `run.stall_timeout_s`.
@@ -396,6 +435,7 @@ def run(
     loss=loss,
     episode=episode,
     serving=serving,
+    xla_flags=xla_flags,
   )
   setup = checks.checked(config, jax.devices(), source=source, scorer=scorer)
   stop = supervisor_lib.StopRequest()

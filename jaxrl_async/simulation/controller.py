@@ -18,6 +18,7 @@ from jaxrl_async.coordination import ledger as ledger_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
+from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib
 from jaxrl_async.rollout import fleet as fleet_lib
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.rollout import worker as worker_lib
@@ -40,6 +41,7 @@ _MAX_STALENESS = 3
 _NO_TOTALS = dataclasses.asdict(scheduler_lib.SchedulerStats()) | {
   "wait_s": 0.0,
   "adopt_s": 0.0,
+  "refused_versions": 0,
 }
 
 Batch = tuple[int, list[types.RolloutGroup]]
@@ -295,7 +297,7 @@ class Start:
   def _make_coordinator(self) -> coordinator_lib.Coordinator:
     case, loop = self.case, self.loop
     return coordinator_lib.Coordinator(
-      coordinator_lib.CoordinatorSettings(
+      coordinator_settings_lib.CoordinatorSettings(
         group_size=case.group_size,
         max_completion_tokens=case_lib.MAX_TOKENS,
         max_tokens=case_lib.MAX_TOKENS,

@@ -240,6 +240,14 @@ class Handle:
     """Raise an error: evaluations are not simulated."""
     raise NotImplementedError
 
+  def hold(self, version: int) -> futures.Future[None]:
+    """Raise an error: evaluations are not simulated."""
+    raise NotImplementedError
+
+  def release(self, version: int) -> None:
+    """Raise an error: evaluations are not simulated."""
+    raise NotImplementedError
+
   def kill(self) -> None:
     """End the process."""
     if not self.process.is_dead:

@@ -117,6 +117,9 @@ class Rewards(service_lib.RewardService):
 class Channel:
   """Versions without weights, with what a replica uses of a channel."""
 
+  num_refused = 0
+  refusal = None
+
   def __init__(self, loop: event_loop.Loop):
     """Create a channel without versions."""
     self._newest = -1

@@ -9,26 +9,32 @@
 A checkpoint is written under a temporary name, sealed by its manifest and then
 renamed. A directory named by its step is therefore complete, and a crash before
 the rename leaves the previous checkpoint as the newest. A checkpoint that no
-longer matches its manifest raises an error. Falling back silently to an earlier
-one would hide a failing disk. Nothing is pickled.
+longer matches its manifest raises an error; `fallback` finds the newest one
+that does. Nothing is pickled.
+
+`begin` copies what a checkpoint holds into host memory. What it returns does
+the rest, possibly in another thread: it writes, computes the digests, and
+renames. Only one checkpoint of a directory may be between the two.
 
 One process writes, under a claim on the workdir. Any number of processes may
 read at the same time without changing anything; see `read_newest`. If several
 processes train together, the train state is written and read by all of them,
-each its own part. Process 0 calls `save` and `restore`, which do the rest. The
-others call `save_arrays` and `restore_arrays` when it says so.
+each its own part. Process 0 calls `begin` and `restore`. The others call
+`begin_arrays` and `restore_arrays` when it says so.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import contextlib
+import errno
 import fcntl
 import functools
 import json
 import os
 import pathlib
 import shutil
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
-from jaxrl_async.config import sections
+from jaxrl_async.storage import checkpoint_places as places
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import manifest
 from jaxrl_async.storage import outstanding as outstanding_lib
@@ -51,8 +57,11 @@ _BEFORE_FORMAT_2 = {
 }
 
 
-class CheckpointError(sections.ConfigError):
-  """A checkpoint cannot be written or read; the message is one line."""
+CheckpointError = places.CheckpointError
+
+
+class DamagedError(CheckpointError):
+  """A checkpoint is not what was written; the message is one line."""
 
 
 def save(
@@ -65,9 +74,36 @@ def save(
   keep: int = 2,
   announce: Announce = lambda path: None,
 ) -> None:
-  """Write a checkpoint, then remove all but the newest ones.
+  """Write a checkpoint, and wait until it has reached the disk.
 
-  The arguments may be changed after this function has returned.
+  The arguments and exceptions are those of `begin`, and of what that returns.
+  """
+  finish = begin(
+    directory,
+    step,
+    train_state,
+    host_state,
+    groups,
+    keep=keep,
+    announce=announce,
+  )
+  finish()
+
+
+def begin(
+  directory: pathlib.Path,
+  step: int,
+  train_state: Any,
+  host_state: dict[str, Any],
+  groups: list[outstanding_lib.OutstandingGroup],
+  *,
+  keep: int = 2,
+  announce: Announce = lambda path: None,
+) -> Callable[[], None]:
+  """Copy what a checkpoint holds, and begin to write it.
+
+  The arguments may be changed, and the arrays donated, after this function has
+  returned.
 
   Args:
     directory: directory of the run's checkpoints; created if missing.
@@ -76,66 +112,98 @@ def save(
     host_state: JSON data. Floats are restored exactly.
     groups: the outstanding groups.
     keep: number of checkpoints to keep, at least 1.
-    announce: is called with the path for `save_arrays`, when it is time for the
-      other processes to call that.
+    announce: is called with the path for `begin_arrays`, when it is time for
+      the other processes to call that.
+
+  Returns:
+    A function that waits until the checkpoint has reached the disk under its
+    name, and then removes all but the newest ones. It has to be called before
+    the next checkpoint of this directory is begun, in any thread. It raises a
+    StorageError if the checkpoint could not be written. Earlier checkpoints are
+    then unchanged.
 
   Raises:
     CheckpointError: `keep` is less than 1.
-    StorageError: the checkpoint could not be written. Earlier checkpoints are
-      unchanged.
+    StorageError: the checkpoint could not be begun. Earlier ones are unchanged.
   """
   if keep < 1:
     raise CheckpointError(f"keep is {keep}, must be at least 1")
   directory = pathlib.Path(directory).absolute()
+  incomplete = directory / f"{step}.incomplete"
+  with _writing(directory, step):
+    files = outstanding_lib.packed(groups)
+    files["host_state.json"] = json.dumps(host_state).encode()
+    layout = pytree_files.layout(pytree_files.named_leaves(train_state))
+    _make_ready(directory)
+    incomplete.mkdir()
+    # This comes last, so that nothing can raise during its background write.
+    announce(incomplete / "train_state")
+    wait = begin_arrays(incomplete / "train_state", train_state)
+
+  def finish() -> None:
+    with _writing(directory, step):
+      wait()
+      for name, content in files.items():
+        (incomplete / name).write_bytes(content)
+      about = {"format": FORMAT, "step": step, "layout": layout}
+      manifest.write(incomplete, about, sync=True)
+      _put_in_place(directory, step, keep)
+
+  return finish
+
+
+@contextlib.contextmanager
+def _writing(directory: pathlib.Path, step: int) -> Iterator[None]:
+  """Remove what is incomplete if the disk fails inside the block."""
   with disk.writing(directory / str(step)):
     try:
-      _save(directory, step, train_state, host_state, groups, keep, announce)
-    except (OSError, ValueError):
+      yield
+    except (OSError, ValueError) as error:
+      incomplete = directory / f"{step}.incomplete"
+      has_vanished = not directory.is_dir()
       # The incomplete files are useless and would keep a full disk full.
-      shutil.rmtree(directory / f"{step}.incomplete", ignore_errors=True)
+      shutil.rmtree(incomplete, ignore_errors=True)
+      if has_vanished and isinstance(error, ValueError):
+        # Orbax then says which of its files it does not find.
+        raise FileNotFoundError(
+          errno.ENOENT, os.strerror(errno.ENOENT), str(incomplete)
+        ) from error
       raise
 
 
-def _save(
-  directory: pathlib.Path,
-  step: int,
-  train_state: Any,
-  host_state: dict[str, Any],
-  groups: list[outstanding_lib.OutstandingGroup],
-  keep: int,
-  announce: Announce,
-) -> None:
-  directory.mkdir(parents=True, exist_ok=True)
+def _make_ready(directory: pathlib.Path) -> None:
+  """Create the directory, or remove what a crash has left in it."""
+  if not directory.is_dir():
+    directory.mkdir(parents=True)
+    disk.sync_names(directory.parent)
   recover(directory)
   for suffix in ("incomplete", "removed"):
     for leftover in directory.glob(f"*.{suffix}"):
       shutil.rmtree(leftover)
   for replaced in directory.glob("*.old"):
-    _remove(replaced)
-  layout = pytree_files.layout(pytree_files.named_leaves(train_state))
-  incomplete = directory / f"{step}.incomplete"
-  incomplete.mkdir()
-  (incomplete / "host_state.json").write_text(json.dumps(host_state))
-  outstanding_lib.write(incomplete, groups)
-  # This comes last, so that nothing can raise during its background write.
-  announce(incomplete / "train_state")
-  save_arrays(incomplete / "train_state", train_state)
-  about = {"format": FORMAT, "step": step, "layout": layout}
-  manifest.write(incomplete, about, sync=True)
+    places.remove(replaced)
+
+
+def _put_in_place(directory: pathlib.Path, step: int, keep: int) -> None:
+  """Give a sealed checkpoint its name, and remove all but the newest ones."""
   target, replaced = directory / str(step), directory / f"{step}.old"
   if target.exists():
     target.rename(replaced)
-  incomplete.rename(target)
-  _sync_names(directory)
+  (directory / f"{step}.incomplete").rename(target)
+  disk.sync_names(directory)
   if replaced.exists():
-    _remove(replaced)
+    places.remove(replaced)
   for old in steps(directory)[:-keep]:
-    _remove_unread(directory / str(old))
+    places.remove_unread(directory / str(old))
 
 
-def save_arrays(path: pathlib.Path, train_state: Any) -> None:
-  """Write this process's part of a train state, and wait for the others."""
-  pytree_files.save_async(path, pytree_files.named_leaves(train_state))()
+def begin_arrays(path: pathlib.Path, train_state: Any) -> Callable[[], None]:
+  """Begin to write this process's part of a train state.
+
+  Returns:
+    A function that waits until all processes have written their parts.
+  """
+  return pytree_files.save_async(path, pytree_files.named_leaves(train_state))
 
 
 def recover(directory: pathlib.Path) -> None:
@@ -167,7 +235,7 @@ def unsealed(directory: pathlib.Path) -> list[pathlib.Path]:
   """
   return [
     directory / name
-    for name in _names(directory)
+    for name in places.names(directory)
     if name.isdecimal() and not (directory / name / manifest.NAME).exists()
   ]
 
@@ -190,39 +258,42 @@ def read_newest(
   """
   directory = pathlib.Path(directory).absolute()
   while (step := latest(directory)) is not None:
-    path = _path(directory, step)
+    path = places.path_of(directory, step)
     try:
       lock = open(path / manifest.NAME, "rb")
     except FileNotFoundError:
       continue
     with lock:
-      _lock(lock, fcntl.LOCK_SH)
+      places.lock_manifest(lock, fcntl.LOCK_SH)
       try:
         result = read(step)
       except (CheckpointError, OSError, ValueError):
         # Orbax raises a ValueError for arrays that have vanished.
-        if _is_at(path, lock) and latest(directory) == step:
+        if places.is_at(path, lock) and latest(directory) == step:
           raise
         continue
-      if _is_at(path, lock):
+      if places.is_at(path, lock):
         return step, result
   return None
 
 
 def host_state(directory: pathlib.Path, step: int) -> dict[str, Any]:
-  """Return the host state of a checkpoint.
+  """Return the host state of a checkpoint, all of which is verified.
 
   Raises:
-    CheckpointError: the checkpoint is damaged.
+    DamagedError: a file is missing, was added or has changed.
+    CheckpointError: it is of a newer version.
   """
-  path = _path(directory, step)
+  path = places.path_of(directory, step)
   _verify(path, step)
   return json.loads((path / "host_state.json").read_text())
 
 
 def group_records(directory: pathlib.Path, step: int) -> list[dict[str, Any]]:
   """Return the stored records of the outstanding groups, without arrays."""
-  return json.loads((_path(directory, step) / "groups.json").read_text())
+  return json.loads(
+    (places.path_of(directory, step) / "groups.json").read_text()
+  )
 
 
 def restore(
@@ -250,7 +321,7 @@ def restore(
     CheckpointError: a file is missing, was added or has changed, even by one
       bit, or the stored leaves are not those of the abstract state.
   """
-  path = _path(directory, step)
+  path = places.path_of(directory, step)
   about = _verify(path, step)
   stored_as = _check_layout(about, step, abstract_train_state)
   announce(path)
@@ -279,7 +350,7 @@ def check_layout(
     CheckpointError: there is no such checkpoint, or the stored leaves are not
       those of the abstract state.
   """
-  path = _path(directory, step)
+  path = places.path_of(directory, step)
   try:
     about = manifest.about(path)
   except (OSError, ValueError, LookupError, TypeError) as error:
@@ -327,7 +398,7 @@ def restore_params(
   Raises:
     CheckpointError: the checkpoint is damaged or of another architecture.
   """
-  path = _path(directory, step)
+  path = places.path_of(directory, step)
   about = _verify(path, step)
   found = about["layout"]
   parts = [f"models.policy.{part}." for part in ("trainable", "frozen")]
@@ -368,13 +439,15 @@ def _verify(path: pathlib.Path, step: int) -> dict[str, Any]:
   """Verify a checkpoint and return the information stored in its manifest.
 
   Raises:
-    CheckpointError: the checkpoint is damaged, its format is too new, or it
-      belongs to another step.
+    DamagedError: a file is missing, was added or has changed.
+    CheckpointError: its format is too new, or it belongs to another step.
   """
   try:
     about = manifest.verify(path)
   except (manifest.ManifestError, OSError) as error:
-    raise CheckpointError(f"checkpoint of step {step}: {error}") from error
+    is_refused = isinstance(error, PermissionError)
+    kind = CheckpointError if is_refused else DamagedError
+    raise kind(f"checkpoint of step {step}: {error}") from error
   return _readable(about, path, step)
 
 
@@ -396,92 +469,12 @@ def _readable(about: Any, path: pathlib.Path, step: int) -> dict[str, Any]:
   return about
 
 
-def _path(directory: pathlib.Path, step: int) -> pathlib.Path:
-  """Return the path of a checkpoint.
-
-  A crash may have left it complete but under the name `<step>.old`.
-  """
-  path = pathlib.Path(directory).absolute() / str(step)
-  aside = path.with_suffix(".old")
-  return aside if not path.exists() and aside.exists() else path
-
-
-def _is_at(path: pathlib.Path, lock: IO[bytes]) -> bool:
-  """Return whether the checkpoint at a path still has this open manifest."""
-  try:
-    found = os.stat(path / manifest.NAME)
-  except FileNotFoundError:
-    return False
-  return os.path.samestat(found, os.fstat(lock.fileno()))
-
-
-def _lock(manifest_file: IO[bytes], how: int) -> bool:
-  """Lock a manifest; return False if another process holds it.
-
-  On a file system without locks the result is True. Readers then rely on
-  `read_newest`, which reads again if a checkpoint has vanished.
-  """
-  try:
-    fcntl.flock(manifest_file, how)
-  except BlockingIOError:
-    return False
-  except OSError:
-    return True
-  return True
-
-
-def _remove_unread(path: pathlib.Path) -> None:
-  """Remove a checkpoint unless a process reads it.
-
-  In that case a later `save` removes it.
-  """
-  with open(path / manifest.NAME, "r+b") as lock:
-    if _lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
-      _remove(path)
-
-
-def _remove(path: pathlib.Path) -> None:
-  # The rename comes first, so that a half-removed directory does not look like
-  # a checkpoint.
-  shutil.rmtree(path.rename(path.with_suffix(".removed")))
-
-
-def _names(directory: pathlib.Path) -> list[str]:
-  """Return the names in a directory, which need not exist.
-
-  Raises:
-    CheckpointError: the directory exists but cannot be read.
-  """
-  try:
-    return sorted(os.listdir(directory))
-  except FileNotFoundError:
-    if directory.is_symlink():
-      raise CheckpointError(
-        f"{directory} is a link to {os.readlink(directory)}, which does not"
-        " exist; is its disk mounted?"
-      ) from None
-    return []
-  except OSError as error:
-    raise CheckpointError(
-      f"{directory} cannot be read ({error.strerror})"
-    ) from error
-
-
 def steps(directory: pathlib.Path) -> list[int]:
   """Return the steps that have a sealed checkpoint, in ascending order."""
-  names = {name.removesuffix(".old") for name in _names(directory)}
+  names = {name.removesuffix(".old") for name in places.names(directory)}
   return sorted(
     int(step)
     for step in names
     if step.isdecimal()
-    and (_path(directory, int(step)) / manifest.NAME).exists()
+    and (places.path_of(directory, int(step)) / manifest.NAME).exists()
   )
-
-
-def _sync_names(directory: pathlib.Path) -> None:
-  """Wait until the directory's renames have reached the disk."""
-  descriptor = os.open(directory, os.O_RDONLY)
-  try:
-    os.fsync(descriptor)
-  finally:
-    os.close(descriptor)

@@ -4,7 +4,7 @@ A full or broken disk is not a bug of the program. It ends the run with one line
 that names the file, and without a traceback.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import errno
 import os
@@ -18,6 +18,9 @@ _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _BROKEN = {errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENODEV}
 # Orbax's storage layer reports the error of a system call in this form.
 _OS_ERROR = re.compile(r"OS error (\d+)")
+
+# Bytes of records that a file keeps in memory at most.
+_MOST_KEPT = 2**26
 
 
 class StorageError(OSError):
@@ -65,23 +68,49 @@ def replace_text(path: pathlib.Path, text: str) -> None:
     incomplete.replace(path)
 
 
+def sync_names(directory: pathlib.Path) -> None:
+  """Wait until the names in a directory have reached the disk."""
+  descriptor = os.open(directory, os.O_RDONLY)
+  try:
+    os.fsync(descriptor)
+  finally:
+    os.close(descriptor)
+
+
 class AppendFile:
   """A file that only grows, by whole records.
 
   Invariant: the file ends with a whole record, because the remains of a failed
-  write are cut off. Nothing is buffered, so closing the file writes nothing.
+  write are cut off. What the disk has refused may be kept in memory, and is
+  then written before anything else. Records are never reordered.
+
+  Attributes:
+    num_bytes: of all records, those in memory included.
 
   Threads: one at a time.
   """
 
-  def __init__(self, path: str | os.PathLike[str], num_bytes: int = 0):
+  def __init__(
+    self,
+    path: str | os.PathLike[str],
+    num_bytes: int = 0,
+    note: Callable[[str], None] | None = None,
+  ):
     """Open or create the file and cut it to `num_bytes`.
+
+    Args:
+      path: of the file.
+      num_bytes: its length before the next record.
+      note: if given, records that the disk refuses are kept in memory, and
+        this is called with a message about the first of them.
 
     Raises:
       ValueError: the file is shorter than that.
       StorageError: the file cannot be opened.
     """
     self._path = pathlib.Path(path)
+    self._note = note
+    self._kept: list[bytes] = []
     with writing(self._path):
       is_there = self._path.exists()
       found = self._path.stat().st_size if is_there else 0
@@ -92,26 +121,34 @@ class AppendFile:
         )
       self._file = open(self._path, "r+b" if is_there else "x+b", 0)
       self._file.truncate(num_bytes)
-      self.num_bytes = self._file.seek(num_bytes)
+      self.num_bytes = self._written = self._file.seek(num_bytes)
 
   def append(self, record: bytes) -> None:
-    """Write all of a record, or nothing.
+    """Write all of a record, or keep all of it, or do neither.
 
     Raises:
       WorkdirError: the file is no longer at its path.
-      StorageError: the disk refused the record.
+      StorageError: the disk refused the record, and it is not kept.
     """
     workdir_lib.check_in_place(self._path, self._file)
-    with writing(self._path):
-      try:
-        rest = memoryview(record)
-        while rest:
-          rest = rest[self._file.write(rest) :]
-      except OSError:
-        self._file.seek(self.num_bytes)
-        self._file.truncate()
-        raise
+    num_kept = len(self._kept)
+    self._kept.append(record)
     self.num_bytes += len(record)
+    try:
+      self._write_kept()
+    except StorageError as error:
+      if self._note is None or self.num_bytes - self._written > _MOST_KEPT:
+        self.num_bytes -= len(self._kept.pop())
+        raise
+      if not num_kept:
+        self._note(
+          f"WARNING: {self._path} cannot be written"
+          f" ({error.__cause__ or error}); its records stay in memory until it"
+          " can be"
+        )
+    else:
+      if num_kept and self._note is not None:
+        self._note(f"{self._path} is written again, and lacks nothing")
 
   def sync(self) -> None:
     """Wait until everything has reached the disk.
@@ -121,9 +158,30 @@ class AppendFile:
       StorageError: the disk refused it.
     """
     workdir_lib.check_in_place(self._path, self._file)
+    self._write_kept()
     with writing(self._path):
       os.fsync(self._file.fileno())
 
   def close(self) -> None:
-    """Close the file."""
-    self._file.close()
+    """Close the file.
+
+    Raises:
+      StorageError: there are records in memory that the disk refuses.
+    """
+    if not self._file.closed:
+      with self._file:
+        self._write_kept()
+
+  def _write_kept(self) -> None:
+    """Write the records that are in memory, oldest first."""
+    while self._kept:
+      with writing(self._path):
+        try:
+          rest = memoryview(self._kept[0])
+          while rest:
+            rest = rest[self._file.write(rest) :]
+        except OSError:
+          self._file.seek(self._written)
+          self._file.truncate()
+          raise
+      self._written += len(self._kept.pop(0))

@@ -23,6 +23,7 @@ import os
 import pathlib
 from typing import Any
 
+from jaxrl_async.storage import disk
 from jaxrl_async.storage import shared_check
 
 NAME = "manifest.json"
@@ -43,7 +44,7 @@ def write(
   Args:
     directory: holds its final files, possibly in subdirectories.
     about: a JSON object that `verify` will return.
-    sync: also wait until every byte has reached the disk.
+    sync: also wait until every byte and every name has reached the disk.
   """
   files = _digests(directory, _file_names(directory), _BLOCK_BYTES, sync=sync)
   content = json.dumps(
@@ -56,6 +57,10 @@ def write(
     if sync:
       os.fsync(out.fileno())
   os.replace(incomplete, directory / NAME)
+  if sync:
+    for path in (directory, *directory.rglob("*")):
+      if path.is_dir():
+        disk.sync_names(path)
 
 
 def verify(

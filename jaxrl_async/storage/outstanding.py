@@ -6,6 +6,7 @@ groups.json     the groups without their arrays, questions included
 
 from collections.abc import Iterator
 import dataclasses
+import io
 import json
 import pathlib
 from typing import Any
@@ -16,6 +17,7 @@ from jaxrl_async.storage import item_json
 from jaxrl_async.types import (
   TOKEN_ARRAYS,
   Admission,
+  CacheBuild,
   FinishReason,
   Prompt,
   Reward,
@@ -44,15 +46,28 @@ class OutstandingGroup:
 
 
 def write(directory: pathlib.Path, groups: list[OutstandingGroup]) -> None:
-  """Write `groups.json` and the .npy files into an existing directory.
+  """Write the files of `packed` into an existing directory.
+
+  Raises:
+    OutstandingError: a group cannot be stored.
+  """
+  for name, content in packed(groups).items():
+    (directory / name).write_bytes(content)
+
+
+def packed(groups: list[OutstandingGroup]) -> dict[str, bytes]:
+  """Return the content of `groups.json` and of the .npy files, by name.
 
   Raises:
     OutstandingError: a group cannot be stored.
   """
   records, arrays = _pack(groups)
-  (directory / "groups.json").write_text(json.dumps(records))
+  files = {"groups.json": json.dumps(records).encode()}
   for field, array in arrays.items():
-    np.save(directory / f"{field}.npy", array, allow_pickle=False)
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    files[f"{field}.npy"] = file.getvalue()
+  return files
 
 
 def read(directory: pathlib.Path) -> list[OutstandingGroup]:
@@ -126,14 +141,15 @@ def _group_record(group: RolloutGroup) -> dict[str, Any]:
         "num_tokens": len(trajectory.tokens),
         "finish_reason": trajectory.finish_reason,
         "writers": trajectory.writers,
-        "reward": _reward_record(trajectory.reward),
+        "cache_builds": trajectory.cache_builds,
+        "reward": reward_record(trajectory.reward),
       }
       for trajectory in group.trajectories
     ],
   }
 
 
-def _reward_record(reward: Reward | None) -> dict[str, Any] | None:
+def reward_record(reward: Reward | None) -> dict[str, Any] | None:
   """Return a reward as JSON.
 
   Keys of JSON objects are strings. Token scores therefore become pairs
@@ -150,8 +166,8 @@ def _reward_record(reward: Reward | None) -> dict[str, Any] | None:
   }
 
 
-def _read_reward(record: dict[str, Any] | float | None) -> Reward | None:
-  """Invert `_reward_record`.
+def read_reward(record: dict[str, Any] | float | None) -> Reward | None:
+  """Invert `reward_record`.
 
   Before format 2 of checkpoints a record was only the score.
   """
@@ -186,13 +202,13 @@ def _unpack(
       group = _read_group(group, next(prompts), pieces)
     groups.append(
       OutstandingGroup(
-        admission=_read_admission(record), status=record["status"], group=group
+        admission=read_admission(record), status=record["status"], group=group
       )
     )
   return groups
 
 
-def _read_admission(record: dict[str, Any]) -> Admission:
+def read_admission(record: dict[str, Any]) -> Admission:
   """Return the admission from a record that holds other fields too."""
   names = [field.name for field in dataclasses.fields(Admission)]
   return Admission(**{name: record[name] for name in names})
@@ -216,14 +232,17 @@ def _read_group(
       Trajectory(
         member=trajectory["member"],
         finish_reason=None if reason is None else FinishReason(reason),
-        reward=_read_reward(trajectory["reward"]),
+        reward=read_reward(trajectory["reward"]),
         # Older records do not have them.
         writers=tuple((n, k) for n, k in trajectory.get("writers", ())),
+        cache_builds=tuple(
+          CacheBuild(*build) for build in trajectory.get("cache_builds", ())
+        ),
         **{field: next(pieces[field]) for field in TOKEN_ARRAYS},
       )
     )
   return RolloutGroup(
-    admission=_read_admission(record),
+    admission=read_admission(record),
     prompt=Prompt(
       prompt_id=record["prompt_id"],
       tokens=prompt_tokens,

@@ -31,6 +31,11 @@ from orbax.checkpoint import v1 as ocp
 # another thread. The lock covers the start only: after `save_async` has
 # returned, a save keeps using the number it started with.
 _STARTING = threading.Lock()
+# Orbax gives up on a save after 20 minutes by the time of day. That is too
+# short for a large one on a slow disk, and a clock that is set meanwhile may
+# jump by more. Ten years; a save that hangs is noticed by
+# `run.stall_timeout_s`.
+_NO_LIMIT_S = 10 * 365 * 86_400
 # Waits for the save that several processes have begun last.
 _waits: list[Callable[[], None]] = []
 
@@ -79,7 +84,11 @@ def check_layout(found: dict[str, str], expected: dict[str, str]) -> None:
 
 
 def save_async(path: pathlib.Path, named: dict[str, Any]) -> Callable[[], None]:
-  """Start to write a tree; the arrays may be released when this returns.
+  """Start to write a tree; the arrays may be donated when this returns.
+
+  By then Orbax has copied them from their devices into ordinary memory. Arrays
+  that lie in the host's memory already, such as offloaded moments, would not
+  be copied. For these the function waits until they are written.
 
   Orbax's sharding file is not written. Only a reader without a target needs it,
   and it takes 20 ms of the 80 ms that saving a small model takes.
@@ -93,6 +102,8 @@ def save_async(path: pathlib.Path, named: dict[str, Any]) -> Callable[[], None]:
   _wait_for_others()
   with _STARTING, context:
     wait = ocp.save_async(str(path), named).result
+  if any(map(_is_on_host, named.values())):
+    wait()
   if jax.process_count() > 1:
     _waits.append(wait)
   return wait
@@ -126,13 +137,26 @@ def load(
   return jax.tree.unflatten(jax.tree.structure(target), leaves)
 
 
+def _is_on_host(leaf: Any) -> bool:
+  """Return whether an array of an accelerator lies in the host's memory."""
+  if not isinstance(leaf, jax.Array):
+    return True
+  kinds = {d.default_memory().kind for d in leaf.sharding.addressable_devices}
+  return leaf.sharding.memory_kind not in {None, *kinds}
+
+
 def _context() -> ocp.Context:
   """Return the settings of a save or load by all processes."""
   context = ocp.Context()
+  context.asynchronous.timeout_secs = _NO_LIMIT_S
   if jax.process_count() > 1:
     # By default Orbax waits for the others with programs on all devices, also
     # from threads of its own. If it is told who they are, it sends messages.
     context.multiprocessing.active_processes = set(range(jax.process_count()))
+  else:
+    # If a thread of Orbax fails to create the directory, its other threads wait
+    # for that for 300 s, and keep the process from ending.
+    context.asynchronous.create_directories_asynchronously = False
   return context
 
 

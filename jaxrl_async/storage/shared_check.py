@@ -127,12 +127,16 @@ def once(
 def _locked(
   record: pathlib.Path, files: Sequence[pathlib.Path]
 ) -> IO[bytes] | None:
-  """Return the record with its lock, or None if it cannot be had."""
+  """Return the record with its lock, or None if it cannot be had.
+
+  Raises:
+    OSError: one of the files is gone. Then there is no record of them either.
+  """
+  num_bytes = sum(path.stat().st_size for path in files)
   try:
     lock = open(record, "a+b", buffering=0)
   except OSError:
     return None
-  num_bytes = sum(path.stat().st_size for path in files)
   end_s = time.monotonic() + _PATIENCE_S + num_bytes / _SLOWEST_BYTES_PER_S
   while True:
     try:

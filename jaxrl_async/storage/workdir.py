@@ -23,6 +23,7 @@ CHECKPOINTS = "checkpoints"
 FINE_TUNING = "fine_tuning"  # checkpoints of launch/sft.py
 METRICS = "metrics.jsonl"
 LEDGER = "ledger.jsonl"
+SCHEDULE = "schedule.jsonl"
 _LONGEST_HOLDER = 500
 
 # Lock files that this process holds open.

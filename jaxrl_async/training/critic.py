@@ -222,7 +222,7 @@ def _with_returns(
 
 
 def with_value_loss(
-  loss: objectives.Loss, *, coef: float, clip: float
+  loss: objectives.Loss, *, coef: ScalarLike, clip: ScalarLike
 ) -> objectives.Loss:
   r"""Return a loss with that of the critic.
 

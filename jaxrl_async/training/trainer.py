@@ -262,7 +262,7 @@ class Trainer:
       policy_versions=np.zeros(1, np.int32),
       reward=types.Reward(score=0.0),
     )
-    segments = self._plan(
+    segments = self.plan(
       [packing.without_prompt([trajectory])],
       np.zeros(1, np.float32),
       self.batch_settings.fields([trajectory], 0),
@@ -354,7 +354,7 @@ class Trainer:
         the numbers that shape rewards read it.
     """
     settings = self.batch_settings
-    segments = self._plan(
+    segments = self.plan(
       packing.without_overlong(groups) if settings.overlong_filter else groups,
       settings.advantages(groups, step),
       settings.fields([t for g in groups for t in g.trajectories], step),
@@ -380,12 +380,13 @@ class Trainer:
       ]
       self.world.tell(command, parts)
 
-  def _plan(
+  def plan(
     self,
     groups: list[types.RolloutGroup],
     advantages: packing.Advantages,
     fields: Mapping[str, list[np.ndarray]] | None = None,
   ) -> segments_lib.Segments:
+    """Decide where each trajectory lies; see `packing.plan`."""
     settings = self.batch_settings
     return packing.plan(
       groups,
@@ -456,7 +457,7 @@ class Trainer:
     self, trajectories: Sequence[types.Trajectory]
   ) -> list[np.ndarray]:
     """Return each trajectory's logprobs under the current weights, [T] each."""
-    segments = self._plan(
+    segments = self.plan(
       [packing.without_prompt(trajectories)],
       np.zeros((len(trajectories),), np.float32),
     )

@@ -1,0 +1,71 @@
+"""launch/train.py, which marks on a board what it is doing.
+
+    python benchmarks/staged_train.py BOARD --config=... --workdir=...
+
+The flags after the board are those of launch/train.py. Only the functions that
+are named below are wrapped, and they do what they did.
+"""
+
+from collections.abc import Callable
+import pathlib
+import runpy
+import sys
+from typing import Any
+
+import stage_board
+
+from jaxrl_async.coordination import weight_transfer
+from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.rewards import pool as pool_lib
+from jaxrl_async.run import run_evaluations
+from jaxrl_async.run import start_up
+from jaxrl_async.storage import checkpoint
+from jaxrl_async.training import trainer as trainer_lib
+
+LAUNCH = pathlib.Path(__file__).resolve().parents[1] / "launch"
+# The stage, and the function that is inside it from its call to its return.
+_FUNCTIONS = (
+  ("warm start", start_up, "_warm_start"),
+  ("restore", start_up, "_restore"),
+  ("publish", weight_transfer.OrbaxChannel, "_announce"),
+  ("adopt", weight_transfer.OrbaxChannel, "adopt"),
+  ("adopt", scheduler_lib.Scheduler, "adopt"),
+  ("evaluation", run_evaluations.RunEvaluations, "_evaluated"),
+  ("train step", trainer_lib.Trainer, "step"),
+)
+
+
+def mark(board: stage_board.Board) -> None:
+  """Have the functions of a run mark their stages."""
+  for stage, owner, name in _FUNCTIONS:
+    setattr(owner, name, board.marking(stage, getattr(owner, name)))
+  score = pool_lib.LocalPool.score
+
+  def marked(self: pool_lib.LocalPool, attempt: Any) -> Any:
+    board.enter("reward")
+    future = score(self, attempt)
+    future.add_done_callback(lambda _: board.leave("reward"))
+    return future
+
+  pool_lib.LocalPool.score = marked
+  begin = checkpoint.begin
+
+  def begun(*arguments: Any, **options: Any) -> Callable[[], None]:
+    # A thread finishes it.
+    finish = board.marking("checkpoint", begin)(*arguments, **options)
+    return board.marking("checkpoint", finish)
+
+  checkpoint.begin = begun
+
+
+def run(arguments: list[str]) -> None:
+  """Run launch/train.py in this process, as if it had been started."""
+  script = str(LAUNCH / "train.py")
+  sys.argv = [script, *arguments]
+  sys.path[0] = str(LAUNCH)
+  runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+  mark(stage_board.Board(pathlib.Path(sys.argv[1])))
+  run(sys.argv[2:])

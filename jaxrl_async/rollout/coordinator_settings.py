@@ -1,0 +1,30 @@
+"""What the coordinator has to know of the configuration."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class CoordinatorSettings:
+  """The part of the configuration that the coordinator uses.
+
+  Attributes:
+    max_tokens: the longest trajectory in tokens, prompt included. The cache of
+      every replica holds this many.
+    max_filtered_groups: the run ends with an error after this many filtered
+      groups in a row, because training would hardly advance.
+    stop: texts each of which ends a turn.
+    stop_token_ids: tokens each of which ends a turn.
+    max_group_s: a group fails that is not generated after so many seconds; 0
+      lets every group take its time.
+  """
+
+  group_size: int
+  max_completion_tokens: int
+  max_tokens: int
+  temperature: float
+  filter_zero_std: bool
+  max_failed_groups: int
+  max_filtered_groups: int = 1_000
+  stop: tuple[str, ...] = ()
+  stop_token_ids: tuple[int, ...] = ()
+  max_group_s: float = 0.0

@@ -1,0 +1,253 @@
+"""Checkpoints of a run, which are written while it trains on.
+
+The trainer stands still while a checkpoint is copied into the host's memory. A
+thread writes it to the disk meanwhile and computes its digests. One checkpoint
+is written at a time. One that becomes due before the last one is written is
+taken after the first step after that.
+
+A disk that is full or gone does not end the run at once: the checkpoint is
+tried again, after waits that become longer. Earlier checkpoints stay as they
+are.
+"""
+
+from collections.abc import Callable
+from concurrent import futures
+import time
+
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.storage import disk
+
+FIRST_WAIT_S = 5.0
+_LONGEST_WAIT_S = 300.0
+
+
+class Checkpointing:
+  """Decides when checkpoints are taken, and has them written by a thread.
+
+  Attributes:
+    num_failures: attempts that have failed since the start of the process.
+
+  Threads: belongs to the main thread, which waits while `rescue` uses another
+  one. The thread that writes a checkpoint shares nothing but its result.
+  """
+
+  def __init__(
+    self,
+    save: Callable[[int], Callable[[], None]],
+    section: sections.RunSection,
+    stop: supervisor_lib.StopRequest,
+    note: Callable[[str], None],
+  ):
+    """Begin without a checkpoint.
+
+    Args:
+      save: copies the run after a number of steps, and returns what writes the
+        copy. Both raise a StorageError if the disk fails.
+      section: says how often, and how many failures in a row end the run.
+      stop: ends the waits between attempts.
+      note: is called with messages for the user.
+    """
+    self._save = save
+    self._section = section
+    self._stop = stop
+    self._note = note
+    self._writing: futures.Future[float] | None = None
+    self._step = -1  # of the last attempt
+    self._taken_step = -1  # of the last copy
+    self._is_due = False
+    self._failure: disk.StorageError | None = None
+    self._max_failures = section.max_checkpoint_failures
+    self._num_in_a_row = 0
+    self._wait_s = FIRST_WAIT_S
+    self._retry_at_s = 0.0
+    self._stood_still_s = 0.0
+    self._write_s = 0.0
+    self.num_failures = 0
+
+  def is_due(self, step: int) -> bool:
+    """Return whether to take a checkpoint after this step.
+
+    Raises:
+      StorageError: too many attempts in a row have failed.
+    """
+    self._look()
+    if step % self._section.checkpoint_every == 0:
+      if self._writing is not None:
+        self._note(
+          f"the checkpoint of step {step} waits until that of step"
+          f" {self._step} is written"
+        )
+      self._is_due = True
+    return (
+      self._is_due
+      and self._writing is None
+      and time.monotonic() >= self._retry_at_s
+    )
+
+  def take(self, step: int) -> None:
+    """Take a checkpoint, which is written while the run goes on.
+
+    If another one is being written, this waits for it. A failure is passed to
+    `note`, and the checkpoint becomes due again.
+
+    Args:
+      step: the number of completed train steps.
+
+    Raises:
+      StorageError: too many attempts in a row have failed.
+    """
+    start_s = time.perf_counter()
+    self._wait()
+    self._step = step
+    try:
+      self._write(self._save(step))
+      self._is_due, self._taken_step = False, step
+    except disk.StorageError as error:
+      self._fail(error)
+    finally:
+      self._stood_still_s += time.perf_counter() - start_s
+
+  def take_first(self) -> None:
+    """Take the checkpoint of step 0. A failure ends the run at once.
+
+    Raises:
+      StorageError: it could not be written.
+    """
+    self._max_failures = 1
+    self.take_now(0)
+    self._max_failures = self._section.max_checkpoint_failures
+
+  def take_now(self, step: int) -> None:
+    """Take a checkpoint, and wait until it is on the disk.
+
+    A stop request ends the attempts after one that fails.
+
+    Args:
+      step: the number of completed train steps.
+
+    Raises:
+      StorageError: it could not be written.
+    """
+    self.take(step)
+    self._wait()
+    while self._failure is not None:
+      if self._stop.is_set:
+        raise self._failure
+      self._stop.wait(max(0.0, self._retry_at_s - time.monotonic()))
+      self.take(step)
+      self._wait()
+
+  def rescue(self, step: int, timeout_s: float) -> None:
+    """Take a last checkpoint if possible, before a failure ends the run.
+
+    Other threads may be in any state. What copies the run refuses it if its
+    tokens do not add up, or raises whatever else is wrong with it. Then the
+    checkpoint before stays the newest.
+
+    Args:
+      step: the number of completed train steps.
+      timeout_s: seconds that it may take to copy the run.
+    """
+    if self._taken_step == step:
+      return
+    thread = supervisor_lib.start_thread(
+      "last checkpoint",
+      lambda: self.take(step),
+      lambda error: self._note(
+        f"no checkpoint of step {step} could be taken: {error}"
+      ),
+    )
+    supervisor_lib.Deadline(timeout_s).join(thread)
+
+  def _write(self, finish: Callable[[], None]) -> None:
+    writing = self._writing = futures.Future()
+
+    def run():
+      start_s = time.perf_counter()
+      finish()
+      writing.set_result(time.perf_counter() - start_s)
+
+    # The thread is a daemon, so that a disk that does not respond cannot keep
+    # the process from ending.
+    supervisor_lib.start_thread("checkpoint", run, writing.set_exception)
+
+  def _wait(self) -> None:
+    """Wait until the checkpoint that was taken last is written or has failed.
+
+    Raises:
+      StorageError: too many attempts in a row have failed.
+    """
+    if self._writing is not None:
+      futures.wait([self._writing])
+      self._look()
+
+  def metrics(self) -> dict[str, float]:
+    """Return the metrics since the call before."""
+    stood_still_s, self._stood_still_s = self._stood_still_s, 0.0
+    return {
+      "checkpoint/stood_still_s": stood_still_s,
+      "checkpoint/write_s": self._write_s,
+      "checkpoint/failures": self.num_failures,
+    }
+
+  def close(self, timeout_s: float) -> None:
+    """Wait until nothing is being written.
+
+    Raises:
+      TimeoutError: something still is after `timeout_s` seconds.
+      StorageError: the last checkpoint could not be written.
+    """
+    if self._writing is None:
+      return
+    deadline = supervisor_lib.Deadline(timeout_s)
+    while not futures.wait([self._writing], deadline.next_wait_s()).done:
+      if deadline.next_wait_s() == 0:
+        raise TimeoutError(
+          f"the checkpoint of step {self._step} was not written in"
+          f" {timeout_s:g} s"
+        )
+    writing, self._writing = self._writing, None
+    writing.result()
+
+  def _look(self) -> None:
+    """Take the result of the thread, if it has ended."""
+    if self._writing is None or not self._writing.done():
+      return
+    writing, self._writing = self._writing, None
+    try:
+      self._write_s = writing.result()
+    except disk.StorageError as error:
+      self._fail(error)
+      return
+    if self._failure is not None:
+      self._note(f"the checkpoint of step {self._step} is written")
+    self._failure, self._num_in_a_row = None, 0
+    self._wait_s, self._retry_at_s = FIRST_WAIT_S, 0.0
+
+  def _fail(self, error: disk.StorageError) -> None:
+    """Count a failure, and try again later.
+
+    Raises:
+      StorageError: it was one too many.
+    """
+    self._failure = error
+    self.num_failures += 1
+    self._num_in_a_row += 1
+    most = self._max_failures
+    if most == 1:
+      raise error
+    if self._num_in_a_row >= most:
+      raise disk.StorageError(
+        f"{error}. This was attempt {most} in a row that failed"
+        " (run.max_checkpoint_failures)"
+      ) from error
+    self._is_due = True
+    self._retry_at_s = time.monotonic() + self._wait_s
+    self._note(
+      f"WARNING: the checkpoint of step {self._step} could not be written"
+      f" ({error.__cause__ or error}), attempt {self._num_in_a_row} of {most}"
+      " (run.max_checkpoint_failures). The run goes on; the next attempt is due"
+      f" after {self._wait_s:g} s"
+    )
+    self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S)

@@ -1,0 +1,112 @@
+"""Checks stored trajectories against the weights, without generating them.
+
+This needs neither the same engine nor the same bits as the run. Each token is
+given its context ("teacher forcing"), and must be the one that its random
+number draws from the weights which the record names for it.
+"""
+
+from collections.abc import Sequence
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_async import types
+from jaxrl_async.engine import sampling
+from jaxrl_async.training import draw_check
+from jaxrl_async.training import trainer as trainer_lib
+
+TOLERANCE = 1e-4  # of logprobs, and of the place in a CDF
+_MOST_TOKENS = 2**20  # of trajectories that are measured at a time
+
+
+class ForcedReplay:
+  """Checks trajectories, one version of the weights after the other.
+
+  Attributes:
+    num_tokens: tokens that were checked.
+    num_at_boundary: those of them that other rounding could have drawn
+      differently.
+    largest_error: of a logprob.
+  """
+
+  def __init__(self, trainer: trainer_lib.Trainer, seed: int):
+    """Prepare to check the trajectories of a run with this seed."""
+    self.num_tokens = self.num_at_boundary = 0
+    self.largest_error = 0.0
+    self._check = draw_check.DrawCheck(trainer)
+    self._row = trainer.batch_settings.tokens_per_row
+    self._draw = jax.jit(functools.partial(_uniforms, seed, self._row))
+    self._of_version: dict[int, list[tuple[int, types.Trajectory]]] = {}
+
+  def add(self, groups: Sequence[types.RolloutGroup]) -> None:
+    """Add groups, before any version that wrote them is checked."""
+    for group in groups:
+      for trajectory in group.trajectories:
+        versions = trajectory.policy_versions[trajectory.loss_mask]
+        for version in np.unique(versions).tolist():
+          found = self._of_version.setdefault(version, [])
+          found.append((group.index, trajectory))
+
+  def check(self, version: int) -> str:
+    """Check every token of a version, which the trainer has now.
+
+    Returns:
+      What is wrong with the first token that is wrong, or "".
+    """
+    waiting = self._of_version.pop(version, [])
+    most = max(1, _MOST_TOKENS // self._row)
+    for start in range(0, len(waiting), most):
+      part = waiting[start : start + most]
+      trajectories = [trajectory for _, trajectory in part]
+      uniforms = [
+        np.asarray(self._draw(index, t.member))[: len(t.tokens)]
+        for index, t in part
+      ]
+      measured = self._check.measure(trajectories, uniforms)
+      for (index, trajectory), logprobs, gaps in zip(
+        part, *measured, strict=True
+      ):
+        wrong = self._look_at(version, trajectory, logprobs, gaps)
+        if wrong:
+          return f"group {index}, member {trajectory.member}: {wrong}"
+    return ""
+
+  def _look_at(
+    self,
+    version: int,
+    trajectory: types.Trajectory,
+    logprobs: np.ndarray,
+    gaps: np.ndarray,
+  ) -> str:
+    """Count the tokens of a version, and say which is wrong, if one is."""
+    mine = np.flatnonzero(trajectory.policy_versions == version)
+    errors = np.abs(logprobs - trajectory.behavior_logprobs)[mine]
+    self.num_tokens += len(mine)
+    self.num_at_boundary += int(np.count_nonzero(gaps[mine]))
+    self.largest_error = max(self.largest_error, float(errors.max()))
+    # A NaN is wrong too.
+    wrong = mine[~((errors <= TOLERANCE) & (gaps[mine] <= TOLERANCE))]
+    if not wrong.size:
+      return ""
+    at = int(wrong[0])
+    return (
+      f"token {at} was drawn with logprob"
+      f" {trajectory.behavior_logprobs[at]:.6f} and has {logprobs[at]:.6f}; its"
+      f" random number is {gaps[at]:.1e} outside of its part of the CDF"
+    )
+
+
+def _uniforms(
+  seed: int, length: int, group: jax.Array, member: jax.Array
+) -> jax.Array:
+  """Return the numbers [length] that draw the tokens of a trajectory."""
+  keys = sampling.row_keys(
+    jnp.int32(seed),
+    jnp.full(1, sampling.Stream.TRAIN),
+    jnp.reshape(group, 1),
+    jnp.reshape(member, 1),
+  )
+  positions = jnp.arange(length, dtype=jnp.int32)
+  return sampling.uniforms(jnp.repeat(keys, length, axis=0), positions)

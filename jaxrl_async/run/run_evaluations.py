@@ -1,0 +1,242 @@
+"""The evaluations of a training run: in a pause, or beside training.
+
+At the start and at the end of a run both slices wait for an evaluation. One in
+the middle runs beside training (`eval.beside`): the rollout side holds the
+version of its step, and makes calls for questions and for groups in turn. The
+metrics line of the step is held back meanwhile, and so are later lines.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent import futures
+import contextlib
+import dataclasses
+import functools
+
+from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.rollout import held_version
+from jaxrl_async.rollout import rollout_side
+from jaxrl_async.run import device_checks
+from jaxrl_async.run import evaluate
+from jaxrl_async.run import start_up
+
+_LOOK_S = 0.2
+_END_S = 5.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Result:
+  """Evaluations of one version: of the held-out questions, and of the sets."""
+
+  sampled: evaluate.Evaluation
+  greedy: evaluate.Evaluation | None
+  sets: dict[str, evaluate.Evaluation]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Beside:
+  """An evaluation that runs beside training."""
+
+  step: int
+  held: rollout_side.Held
+  result: "futures.Future[_Result]"
+
+
+class RunEvaluations:
+  """Evaluates the policy of a run, and writes the metrics lines of its steps.
+
+  Invariant: at most one evaluation runs beside training. The metrics writer
+  holds the line of its step.
+
+  Threads: the main thread. It calls the methods while the recorder writes
+  nothing, except for `begin`, `is_held` and `close`. The answers of an
+  evaluation beside training are awaited in a thread of its own.
+  """
+
+  def __init__(
+    self,
+    parts: start_up.Parts,
+    paused: Callable[[], contextlib.AbstractContextManager[None]],
+  ):
+    """Prepare evaluations.
+
+    Args:
+      parts: of the run.
+      paused: holds the rollout side, if its thread has been started.
+    """
+    self._config = parts.setup.config
+    self._parts = parts
+    self._paused = paused
+    self._stop = parts.session.stop
+    self._note = parts.session.progress.note
+    self._supervisor = parts.shutdown.supervisor
+    self._now: _Beside | None = None
+
+  # -- in a pause -----------------------------------------------------------
+
+  def in_a_pause(self, step: int) -> dict[str, float]:
+    """Evaluate the current weights and return the metrics.
+
+    Both slices are idle meanwhile. The engines adopt the step's version, which
+    was published, so that they need not hold a further copy of the weights.
+
+    Raises:
+      Interrupted: the run was asked to end before all questions were answered.
+      EvaluationError: no answer could be scored.
+    """
+    parts, config = self._parts, self._config
+    is_end = step == 0 or step >= config.train.num_steps
+    with parts.recorder.evaluating(), self._paused():
+      write = functools.partial(
+        parts.rollout.answers,
+        version=step,
+        timeout_s=config.run.stall_timeout_s,
+      )
+      result = self._evaluated(self._until_stopped(write), is_greedy=is_end)
+      if config.eval.temperature == config.rollout.temperature:
+        kl = evaluate.mismatch_kl(
+          result.sampled.trajectories, parts.trainer.logprobs
+        )
+        parts.record.mismatch_kl.add(kl)
+    return self._recorded(step, result)
+
+  def _until_stopped(self, write: Callable[..., Iterator]) -> evaluate.Write:
+    def answers(*arguments) -> Iterator:
+      for written in write(*arguments):
+        self._stop.check("stopped in an evaluation")
+        yield written
+
+    return answers
+
+  # -- beside training ------------------------------------------------------
+
+  def is_beside(self, step: int) -> bool:
+    """Return whether the evaluation of a step is one beside training."""
+    return (
+      device_checks.evaluates_beside(self._config)
+      and 0 < step < self._config.train.num_steps
+      and self._supervisor.has_spawned(start_up.ROLLOUT)
+    )
+
+  def begin(self, step: int) -> None:
+    """Begin the evaluation of a step whose version was published last."""
+    assert self._now is None
+    with self._paused():
+      held = self._parts.rollout.hold(step)
+    result: futures.Future[_Result] = futures.Future()
+
+    def evaluate_all() -> None:
+      result.set_result(self._evaluated(held.answers, is_greedy=False))
+
+    supervisor_lib.start_thread(
+      "evaluation", evaluate_all, result.set_exception
+    )
+    self._now = _Beside(step=step, held=held, result=result)
+
+  def is_held(self) -> bool:
+    """Return whether a newer version may be published.
+
+    It would replace the one that is evaluated before the rollout side has it.
+    """
+    if self._now is None:
+      return True
+    try:
+      return self._now.held.is_held()
+    except held_version.NotHeld:
+      return True  # `finish` says so
+
+  def finish(self, step: int, *, is_awaited: bool) -> None:
+    """Write the lines of an evaluation if it is done, or when it is.
+
+    Args:
+      step: completed train steps.
+      is_awaited: whether to wait for it. A request to stop ends the wait, and
+        with it the evaluation.
+
+    Raises:
+      EvaluationError: no answer could be scored.
+      ThreadFailed, ConfigError, StorageError: a thread has failed.
+    """
+    if (now := self._now) is None:
+      return
+    while not now.result.done():
+      if not is_awaited:
+        return
+      if self._stop.is_set:
+        self.drop(step)
+        return
+      self._supervisor.check()
+      futures.wait([now.result], _LOOK_S)
+    self._supervisor.check()  # it may be why there are no answers
+    self._now = None
+    now.held.release()
+    try:
+      metrics = self._recorded(now.step, now.result.result())
+    except held_version.NotHeld as error:
+      self._leave_out(now.step, str(error))
+    else:
+      self._parts.writer.write(now.step, metrics)
+
+  def drop(self, step: int) -> None:
+    """Give up an evaluation that is not done, because the run is to stop.
+
+    Args:
+      step: completed train steps. If the evaluation is of this step, its line
+        stays held, and the run goes on with the evaluation.
+    """
+    self.finish(step, is_awaited=False)
+    if (now := self._now) is None:
+      return
+    self._now = None
+    now.held.release()
+    if now.step < step:
+      self._leave_out(now.step, "the run was asked to stop")
+
+  def catch_up(self, step: int) -> bool:
+    """Return whether a continued run has to evaluate the step it begins at.
+
+    The weights of an earlier step, whose evaluation was under way when the
+    checkpoint was written, are gone.
+    """
+    held = self._parts.writer.held_step
+    if held is None or held == step:
+      return held is not None
+    self._leave_out(held, f"the checkpoint is of step {step}")
+    return False
+
+  def close(self) -> None:
+    """End an evaluation that is under way."""
+    if self._now is not None:
+      self._now.held.release()
+      futures.wait([self._now.result], _END_S)
+
+  # -- both -----------------------------------------------------------------
+
+  def _leave_out(self, step: int, why: str) -> None:
+    self._note(f"step {step} has no evaluation: {why}")
+    self._parts.writer.write(step, {})
+
+  def _evaluated(self, write: evaluate.Write, *, is_greedy: bool) -> _Result:
+    parts = self._parts
+    sampled = parts.evaluator.evaluate(write)
+    greedy = None
+    if is_greedy:
+      greedy = parts.evaluator.evaluate(write, is_greedy=True)
+    sets = {
+      name: evaluator.evaluate(write)
+      for name, evaluator in parts.set_evaluators.items()
+    }
+    return _Result(sampled=sampled, greedy=greedy, sets=sets)
+
+  def _recorded(self, step: int, result: _Result) -> dict[str, float]:
+    """Add an evaluation to samples, record and progress; return its metrics."""
+    parts = self._parts
+    of_all = result.sampled, result.greedy, result.sets
+    parts.sampler.write_evaluation(
+      step, parts.evaluator.prompts, result.sampled
+    )
+    of_greedy = None if result.greedy is None else result.greedy.accuracy
+    parts.record.evaluations.append(
+      (parts.clock.now(), step, result.sampled.accuracy, of_greedy)
+    )
+    self._note(f"step {step}: {evaluate.describe(*of_all)}")
+    return evaluate.metrics_of(*of_all)

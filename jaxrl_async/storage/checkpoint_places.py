@@ -1,0 +1,91 @@
+"""Where checkpoints lie in their directory, and how readers hold them there.
+
+A checkpoint is a directory named by its step. While another one takes its
+place, it is called `<step>.old`. A reader holds a shared lock on the manifest,
+and the writer removes only what it can lock exclusively.
+"""
+
+import fcntl
+import os
+import pathlib
+import shutil
+from typing import IO
+
+from jaxrl_async.config import sections
+from jaxrl_async.storage import manifest
+
+
+class CheckpointError(sections.ConfigError):
+  """A checkpoint cannot be written or read; the message is one line."""
+
+
+def names(directory: pathlib.Path) -> list[str]:
+  """Return the names in a directory, which need not exist.
+
+  Raises:
+    CheckpointError: the directory exists but cannot be read.
+  """
+  try:
+    return sorted(os.listdir(directory))
+  except FileNotFoundError:
+    if directory.is_symlink():
+      raise CheckpointError(
+        f"{directory} is a link to {os.readlink(directory)}, which does not"
+        " exist; is its disk mounted?"
+      ) from None
+    return []
+  except OSError as error:
+    raise CheckpointError(
+      f"{directory} cannot be read ({error.strerror})"
+    ) from error
+
+
+def path_of(directory: pathlib.Path, step: int) -> pathlib.Path:
+  """Return the path of a checkpoint.
+
+  A crash may have left it complete but under the name `<step>.old`.
+  """
+  path = pathlib.Path(directory).absolute() / str(step)
+  aside = path.with_suffix(".old")
+  return aside if not path.exists() and aside.exists() else path
+
+
+def is_at(path: pathlib.Path, lock: IO[bytes]) -> bool:
+  """Return whether the checkpoint at a path still has this open manifest."""
+  try:
+    found = os.stat(path / manifest.NAME)
+  except FileNotFoundError:
+    return False
+  return os.path.samestat(found, os.fstat(lock.fileno()))
+
+
+def lock_manifest(manifest_file: IO[bytes], how: int) -> bool:
+  """Lock a manifest; return False if another process holds it.
+
+  On a file system without locks the result is True. Readers then rely on
+  `read_newest`, which reads again if a checkpoint has vanished.
+  """
+  try:
+    fcntl.flock(manifest_file, how)
+  except BlockingIOError:
+    return False
+  except OSError:
+    return True
+  return True
+
+
+def remove_unread(path: pathlib.Path) -> None:
+  """Remove a checkpoint unless a process reads it.
+
+  In that case a later `save` removes it.
+  """
+  with open(path / manifest.NAME, "r+b") as lock:
+    if lock_manifest(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
+      remove(path)
+
+
+def remove(path: pathlib.Path) -> None:
+  """Remove a checkpoint."""
+  # The rename comes first, so that a half-removed directory does not look like
+  # a checkpoint.
+  shutil.rmtree(path.rename(path.with_suffix(".removed")))

@@ -1,0 +1,109 @@
+"""Replay a run: generate and train again what its schedule says, bit for bit.
+
+python launch/replay.py --workdir=/tmp/quickstart
+
+Every token, logprob and loss is compared with the record, and the first
+difference ends the replay with exit status 1. Nothing is written to the
+workdir. docs/replay.md says what can be replayed. The last line on stdout is
+JSON.
+"""
+
+import command_line  # isort: skip, first: it sets XLA's environment
+
+import json
+import os
+import pathlib
+import sys
+from typing import Any
+
+from absl import flags
+
+from jaxrl_async.config import directories
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import run_schedule
+from jaxrl_async.coordination import supervisor as supervisor_lib
+
+# Slow imports are made where they are used, after all checks.
+
+_UNTIL = flags.DEFINE_integer(
+  "until", -1, "Train steps to replay; -1 is all of them.", -1
+)
+_FROM_STEP = flags.DEFINE_integer(
+  "from_step",
+  0,
+  "Begin with the checkpoint of this train step; of a run with"
+  " run.exact_resume.",
+  0,
+)
+_FROM_LEDGER = flags.DEFINE_bool(
+  "from_ledger",
+  False,
+  "Train on the stored trajectories, and generate nothing; of a run with"
+  " run.keep_trajectories.",
+)
+_FORCED = flags.DEFINE_bool(
+  "teacher_forced",
+  False,
+  "Train on the stored trajectories, and check that each token is the one that"
+  " its random number draws. It allows for other rounding.",
+)
+
+
+def _check() -> None:
+  if not command_line.WORKDIR.value:
+    raise sections.ConfigError("workdir: missing; use --workdir=DIRECTORY")
+  directories.check_can_read(
+    "workdir", command_line.WORKDIR.value, "use the workdir of a run"
+  )
+  command_line.check_compile_cache()
+  flags_then = run_schedule.first_environment(
+    pathlib.Path(command_line.WORKDIR.value)
+  ).get("xla_flags")
+  if flags_then:
+    os.environ["XLA_FLAGS"] = flags_then
+
+
+def main() -> None:
+  """Replay, and print what was compared as JSON."""
+  import jax
+
+  from jaxrl_async.reporting import progress as progress_lib
+  from jaxrl_async.run import replay
+
+  command_line.use_own_compile_cache()
+  stop = supervisor_lib.StopRequest()
+  outcome: dict[str, Any] = {"workdir": command_line.WORKDIR.value}
+  difference = ""
+  with (
+    progress_lib.Progress(0) as progress,
+    stop.on_signals(
+      progress.note, "stopping; once more ends it now", "ended at once"
+    ),
+  ):
+    try:
+      result = replay.replay(
+        pathlib.Path(command_line.WORKDIR.value).absolute(),
+        replay.Wanted(
+          until=None if _UNTIL.value < 0 else _UNTIL.value,
+          from_step=_FROM_STEP.value,
+          from_ledger=_FROM_LEDGER.value,
+          is_forced=_FORCED.value,
+        ),
+        jax.devices(),
+        progress=progress,
+        stop=stop,
+        xla_flags=os.environ["XLA_FLAGS"],
+      )
+      if not _FORCED.value:
+        outcome["bit_exact"] = True
+      outcome |= result.record()
+    except replay.Difference as error:
+      difference = str(error)
+      outcome |= {"bit_exact": False, "difference": difference}
+  print(json.dumps(outcome))
+  if difference:
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+  command_line.start_without_config(main, _check)

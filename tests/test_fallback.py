@@ -1,0 +1,204 @@
+"""Checkpoints that are damaged, in flight, or cut off; without a run."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+
+import conftest  # noqa: F401  session settings, also as a script
+import disks
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_async.storage import checkpoint
+from jaxrl_async.storage import disk
+from jaxrl_async.storage import fallback
+from jaxrl_async.storage import manifest
+
+STATE = {"w": jnp.arange(4.0)}
+TIMEOUT_S = 120.0
+
+
+def save(directory, *steps, keep=9):
+  for step in steps:
+    checkpoint.save(directory, step, STATE, {"step": step}, [], keep=keep)
+
+
+def newest(directory):
+  notes = []
+  return fallback.newest_whole(directory, notes.append), notes
+
+
+def tear(path, how):
+  array = path / "host_state.json"
+  if how == "missing":
+    array.unlink()
+  elif how == "short":
+    array.write_bytes(array.read_bytes()[:-1])
+  elif how == "changed":
+    array.write_bytes(array.read_bytes()[:-1] + b" ")
+  elif how == "added":
+    (path / "more").touch()
+  elif how == "manifest":
+    (path / manifest.NAME).write_bytes(b"{}")
+
+
+@pytest.mark.parametrize(
+  "how", ["missing", "short", "changed", "added", "manifest"]
+)
+def test_a_damaged_newest_falls_back_to_the_one_before(tmp_path, how):
+  save(tmp_path, 1, 2, 3)
+  assert newest(tmp_path) == ((3, {"step": 3}, ()), [])
+  tear(tmp_path / "3", how)
+  before = sorted(tmp_path.rglob("*"))
+  whole, notes = newest(tmp_path)
+  assert whole == (2, {"step": 2}, (3,))
+  assert sorted(tmp_path.rglob("*")) == before
+  (note,) = notes
+  assert note.startswith("WARNING: checkpoint of step 3: ")
+  assert note.endswith("going back to the checkpoint of step 2")
+  tear(tmp_path / "2", how)
+  whole, notes = newest(tmp_path)
+  assert whole == (1, {"step": 1}, (3, 2)) and len(notes) == 2
+  fallback.set_aside(tmp_path, whole.damaged)
+  assert checkpoint.latest(tmp_path) == 1
+  save(tmp_path, 2, keep=1)
+  found = sorted(path.name for path in tmp_path.iterdir())
+  assert found == ["2", "2.damaged", "3.damaged"]
+  assert newest(tmp_path) == ((2, {"step": 2}, ()), [])
+
+
+def test_where_all_are_damaged_the_newest_is_named(tmp_path):
+  assert newest(tmp_path) == (None, [])
+  save(tmp_path, 1, 2)
+  for step in (1, 2):
+    tear(tmp_path / str(step), "short")
+  with pytest.raises(checkpoint.DamagedError, match="step 2: "):
+    newest(tmp_path)
+
+
+def test_a_newer_format_is_no_damage(tmp_path, monkeypatch):
+  save(tmp_path, 1)
+  with monkeypatch.context() as patched:
+    patched.setattr(checkpoint, "FORMAT", checkpoint.FORMAT + 1)
+    save(tmp_path, 2)
+  with pytest.raises(checkpoint.CheckpointError, match="newer version"):
+    newest(tmp_path)
+
+
+def test_arrays_may_be_donated_and_the_rest_changed_while_it_is_written(
+  tmp_path,
+):
+  rng = np.random.default_rng(0)
+  shape = (64, 1024)
+  values = {
+    name: rng.normal(size=shape).astype(np.float32) for name in "abcdefgh"
+  }
+  state = jax.tree.map(jnp.array, values)
+  overwrite = jax.jit(
+    lambda tree: jax.tree.map(lambda x: -x, tree), donate_argnums=0
+  )
+  overwrite(jax.tree.map(jnp.array, values))
+  host_state = {"step": 1}
+  finish = checkpoint.begin(tmp_path, 1, state, host_state, [])
+  host_state["step"] = 2
+  for _ in range(3):
+    state = jax.block_until_ready(overwrite(state))
+  finish()
+  abstract = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+  )
+  found, found_state, _ = checkpoint.restore(tmp_path, 1, abstract)
+  jax.tree.map(np.testing.assert_array_equal, found, values)
+  assert found_state == {"step": 1}
+
+
+def test_a_full_disk_in_the_background_leaves_the_one_before(tmp_path):
+  save(tmp_path, 4)
+  finish = checkpoint.begin(tmp_path, 8, STATE, {"x": "x" * 50_000}, [])
+  with disks.files_of_at_most(20_000):
+    with pytest.raises(disk.StorageError, match=f"{tmp_path}/8.*make room"):
+      finish()
+  assert [path.name for path in tmp_path.iterdir()] == ["4"]
+  save(tmp_path, 9)
+  assert checkpoint.latest(tmp_path) == 9
+
+
+def test_a_directory_that_vanishes_is_a_failure_and_is_made_again(tmp_path):
+  directory = tmp_path / "checkpoints"
+  save(directory, 4)
+  finish = checkpoint.begin(directory, 8, STATE, {}, [])
+  directory.rename(tmp_path / "elsewhere")
+  directory.touch()
+  with pytest.raises(disk.StorageError, match="checkpoints/8"):
+    finish()
+  directory.unlink()
+  save(directory, 9)
+  assert checkpoint.latest(directory) == 9
+
+
+def test_names_reach_the_disk_before_and_after_the_rename(
+  tmp_path, monkeypatch
+):
+  synced, fsync = [], os.fsync
+
+  def record(descriptor):
+    synced.append(pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+    fsync(descriptor)
+
+  monkeypatch.setattr(os, "fsync", record)
+  directory = tmp_path / "checkpoints"
+  save(directory, 5)
+  incomplete = directory / "5.incomplete"
+  of_files = [
+    incomplete / path.relative_to(directory / "5")
+    for path in (directory / "5").rglob("*")
+  ]
+  assert {tmp_path, directory, incomplete} < {*synced}
+  sealed = {str(path).removesuffix(".incomplete") for path in synced}
+  assert {str(path) for path in of_files} <= sealed
+  assert synced.index(incomplete) < len(synced) - 1
+  assert synced[-1] == directory
+
+
+def in_another_process(directory):
+  """Write step 2, and stand still in the middle of the background write."""
+  seal = manifest.write
+
+  def stand_still(path, about, **rest):
+    print("writing", flush=True)
+    threading.Event().wait(TIMEOUT_S)
+    seal(path, about, **rest)
+
+  save(directory, 1)
+  manifest.write = stand_still
+  checkpoint.begin(directory, 2, STATE, {"step": 2}, [])()
+
+
+def test_a_process_killed_while_it_writes_leaves_the_one_before(tmp_path):
+  process = subprocess.Popen(
+    [sys.executable, __file__, str(tmp_path)], stdout=subprocess.PIPE
+  )
+  try:
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"writing\n"
+  finally:
+    process.send_signal(signal.SIGKILL)
+    process.wait(TIMEOUT_S)
+    process.stdout.close()
+  assert (tmp_path / "2.incomplete" / "train_state").exists()
+  assert newest(tmp_path) == ((1, {"step": 1}, ()), [])
+  save(tmp_path, 2, keep=1)
+  assert [path.name for path in tmp_path.iterdir()] == ["2"]
+  assert json.loads((tmp_path / "2" / "host_state.json").read_text()) == {
+    "step": 2
+  }
+
+
+if __name__ == "__main__":
+  in_another_process(pathlib.Path(sys.argv[1]))

@@ -1,0 +1,169 @@
+"""A run that is killed over and over, and what its books have to hold."""
+
+import dataclasses
+import importlib
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from jaxrl_async import types
+from jaxrl_async.storage import manifest
+from jaxrl_async.storage import outstanding as outstanding_lib
+
+BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def surviving_books(monkeypatch):
+  monkeypatch.syspath_prepend(BENCHMARKS)
+  return importlib.import_module("surviving_books")
+
+
+def entry(index, **changes):
+  """A line of the ledger: two groups a step, two tokens each."""
+  return {
+    "index": index,
+    "prompt_id": f"prompt {index}",
+    "birth": index // 2,
+    "deadline": index // 2 + 1,
+    "step": index // 2,
+    "policy_version_min": index // 2,
+    "policy_version_max": index // 2,
+    "staleness_max": 0,
+    "num_completion_tokens": [1, 1],
+    "fate": "trained",
+  } | changes
+
+
+def outstanding(index):
+  """A group of three tokens that is in no line yet."""
+  admission = types.Admission(index=index, birth=2, deadline=3)
+  prompt = dataclasses.replace(
+    tiny.Prompts().next(), prompt_id=f"prompt {index}"
+  )
+  mask = np.array([False, True, True, True])
+  trajectory = types.Trajectory(
+    member=0,
+    tokens=np.arange(4, dtype=np.int32),
+    loss_mask=mask,
+    behavior_logprobs=np.zeros(4, np.float32),
+    policy_versions=np.where(mask, 2, -1).astype(np.int32),
+  )
+  return outstanding_lib.OutstandingGroup(
+    admission=admission,
+    status="running",
+    group=types.RolloutGroup(
+      admission=admission, prompt=prompt, trajectories=[trajectory]
+    ),
+  )
+
+
+def write(workdir, entries, groups, *, generated=11, torn="{torn"):
+  """A workdir after a kill: two steps, five groups, one of them outstanding."""
+  text = "".join(json.dumps(line) + "\n" for line in entries)
+  workdir.mkdir(exist_ok=True)
+  (workdir / "ledger.jsonl").write_text(text + torn)
+  path = workdir / "checkpoints" / "2"
+  path.mkdir(parents=True)
+  trained = sum(sum(line["num_completion_tokens"]) for line in entries)
+  host_state = {
+    "groups_per_step": 2,
+    "max_staleness": 1,
+    "next_index": 5,
+    "ledger": {
+      "offset_bytes": len(text),
+      "trained_tokens": trained,
+      "filtered_tokens": 0,
+      "failed_tokens": 0,
+    },
+    "record": {"generated_tokens": generated},
+  }
+  (path / "host_state.json").write_text(json.dumps(host_state))
+  outstanding_lib.write(path, groups)
+  manifest.write(path, {})
+  (workdir / "checkpoints" / "4.incomplete").mkdir()
+
+
+ENTRIES = [entry(i) for i in range(4)]
+PROMPTS = [f"prompt {i}" for i in range(9)]
+
+
+def test_books_that_hold_each_group_once_are_whole(tmp_path, surviving_books):
+  assert surviving_books.read(tmp_path) is None
+  write(tmp_path, ENTRIES, [outstanding(4)])
+  books = surviving_books.read(tmp_path, PROMPTS)
+  assert books.are_whole and books.prefix.step == 2
+  assert surviving_books.changed_since(tmp_path, [books.prefix]) == []
+  ledger = tmp_path / "ledger.jsonl"
+  ledger.write_text(ledger.read_text().replace("trained", "TRAINED", 1))
+  assert surviving_books.changed_since(tmp_path, [books.prefix]) == [2]
+  lines = [{"step": step} for step in (0, 1, 1, 3)]
+  (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+  assert surviving_books.repeated_metrics(tmp_path) == [2, 1]
+
+
+def fourth(**changes):
+  return [*ENTRIES[:3], entry(3, **changes)]
+
+
+@pytest.mark.parametrize(
+  ("entries", "groups", "expected"),
+  [
+    (ENTRIES[:3], [4], {"lost": [3, "prompt 3"], "wrong_steps": [1]}),
+    (ENTRIES, [], {"lost": [4, "prompt 4"], "unaccounted_tokens": 3}),
+    (ENTRIES, [3, 4], {"duplicated": [3], "unaccounted_tokens": -3}),
+    (
+      fourth(prompt_id="prompt 2"),
+      [4],
+      {"lost": ["prompt 3"], "duplicated": ["prompt 2"]},
+    ),
+    (fourth(staleness_max=2), [4], {"out_of_bound": [3]}),
+    (fourth(deadline=0), [4], {"out_of_bound": [3]}),
+    (fourth(policy_version_min=0), [4], {"out_of_bound": [3]}),
+    (fourth(num_completion_tokens=[1, 2]), [4], {"unaccounted_tokens": -1}),
+    (fourth(step=2, deadline=2), [4], {"wrong_steps": [1, 2]}),
+  ],
+)
+def test_what_is_wrong_with_books_is_named(
+  tmp_path, surviving_books, entries, groups, expected
+):
+  write(tmp_path, entries, [outstanding(i) for i in groups])
+  books = surviving_books.read(tmp_path, PROMPTS)
+  assert not books.are_whole
+  found = dataclasses.asdict(books)
+  for name in ("lost", "duplicated", "out_of_bound", "wrong_steps"):
+    assert found[name] == expected.get(name, []), name
+  if len(entries) == 4:
+    assert found["unaccounted_tokens"] == expected.get("unaccounted_tokens", 0)
+
+
+def test_a_damaged_checkpoint_is_an_error(tmp_path, surviving_books):
+  write(tmp_path, ENTRIES, [outstanding(4)])
+  path = tmp_path / "checkpoints" / "2" / "groups.json"
+  path.write_text(path.read_text().replace("running", "Running"))
+  with pytest.raises(manifest.ManifestError, match="corrupted"):
+    surviving_books.read(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_that_is_killed_anywhere_loses_and_repeats_nothing(
+  tmp_path, monkeypatch
+):
+  monkeypatch.syspath_prepend(BENCHMARKS)
+  kill_resume = importlib.import_module("kill_resume")
+  result = kill_resume.measure(
+    tmp_path,
+    6,
+    compile_cache=pathlib.Path(jax.config.jax_compilation_cache_dir),
+  )
+  assert result["lost"] == result["duplicated"] == 0
+  assert result["ledger_balanced"] and result["bound_held"]
+  assert result["whole_steps"] and not result["rewritten_checkpoints"]
+  assert result["left_in_memory"] == []
+  assert result["bit_exact"] in (None, True)
+  assert result["train_steps"] >= 4 and "warm start" in result["stages"]

@@ -1,0 +1,35 @@
+"""A long run in which something fails every few seconds."""
+
+import importlib
+import pathlib
+
+import jax
+import pytest
+
+BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_a_long_run_with_faults_loses_nothing_and_grows_in_nothing(
+  tmp_path, monkeypatch
+):
+  monkeypatch.syspath_prepend(BENCHMARKS)
+  soak = importlib.import_module("soak")
+  found = soak.measure(
+    tmp_path, 300, 1.0, str(jax.config.jax_compilation_cache_dir)
+  )
+  assert found["train_steps"] == 300
+  assert found["lost"] == found["duplicated"] == 0
+  assert found["ledger_balanced"] and found["bound_held"]
+  injected, counted = found["injected"], found["counted"]
+  assert all(injected.values()), injected
+  damaged = injected["torn version"] + injected["foreign version"]
+  assert 0 < counted["transfer/refused_versions"] <= damaged
+  assert counted["train/bad_updates"] == injected["loss not finite"]
+  assert counted["reward_service/errors"] > counted["failed groups"]
+  for name, slack in (("open_files", 5), ("threads", 5), ("resident_mb", 60)):
+    before, after = found[name]
+    assert after <= before + slack, name
+  without = found["reward_last_tenth_without_faults"]
+  assert without > 12 and abs(found["reward_last_tenth"] - without) < 1
