@@ -62,6 +62,8 @@ class Handle:
     self.is_orphaned = threading.Event()
     self.can_speak = threading.Event()
     self.can_speak.set()
+    self.can_attach = threading.Event()
+    self.can_attach.set()
     self.process = replica_process.ReplicaProcess(self.is_orphaned.set)
     self.delivered = []
     self.pool = futures.ThreadPoolExecutor(8)
@@ -91,6 +93,7 @@ class Handle:
     asked_s = time.time()
 
     def attach(name, spec):
+      assert self.can_attach.wait(DEADLINE_S)
       found = self.process.facts(spec.probe[0])
       why_not = hosts.difference(found, spec.probe, spec.versions, asked_s)
       if why_not is not None:

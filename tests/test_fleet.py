@@ -12,6 +12,7 @@ import worker_world
 
 from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import fleet as fleet_lib
+from jaxrl_async.rollout import fleet_member
 from jaxrl_async.rollout import held_version
 from jaxrl_async.rollout import remote
 from jaxrl_async.rollout import wire
@@ -362,6 +363,15 @@ def test_after_a_rollback_replicas_adopt_the_older_version(make_world):
   first.fleet._members[0].handle = None
 
 
+def questions(count):
+  """Prompts and how they are answered; see `answers_lib.write`."""
+  stream = tiny.Prompts()
+  settings = answers_lib.AnswerSettings(
+    samples=2, temperature=1.0, max_completion_tokens=9
+  )
+  return [stream.next() for _ in range(count)], settings
+
+
 def answers_of(written):
   return sorted(
     (one.question, one.sample, one.trajectory.tokens.tolist())
@@ -375,11 +385,7 @@ def test_an_evaluation_is_the_same_whoever_answers(make_world):
   world.fleet.start()
   until_ready(world, 2)
   world.publish(0)
-  stream = tiny.Prompts()
-  prompts = [stream.next() for _ in range(40)]
-  settings = answers_lib.AnswerSettings(
-    samples=2, temperature=1.0, max_completion_tokens=9
-  )
+  prompts, settings = questions(40)
   alone = answers_of(
     answers_lib.write(
       tiny.ready(), prompts, settings, tokenizer=world.spec.tokenizer
@@ -394,10 +400,52 @@ def test_an_evaluation_is_the_same_whoever_answers(make_world):
   world.handles[1].can_speak.clear()
   assert answers_of(world.fleet.answers(prompts, settings, 0, 30.0)) == alone
   world.handles[1].can_speak.set()
+  # All are gone: others are started.
   for handle in world.handles:
     handle.is_dead = True
-  with pytest.raises(remote.ReplicaLost, match="killed"):
-    list(world.fleet.answers(prompts, settings, 0, 30.0))
+  assert answers_of(world.fleet.answers(prompts, settings, 0, 30.0)) == alone
+  assert len(world.handles) > 2
+
+
+def test_an_evaluation_without_any_replica_in_time_says_so(make_world):
+  world = make_world(num_replicas=2, start_timeout_s=3.0)
+  world.fleet.start()
+  world.publish(0)
+
+  def dead(place):
+    handle = world.launch(place)
+    handle.is_dead = True
+    return handle
+
+  world.fleet._launch = dead
+  for handle in world.handles:
+    handle.is_dead = True
+  with pytest.raises(fleet_lib.NoReplicaError, match="in 3 s .*: killed"):
+    list(world.fleet.answers(*questions(1), 0, 30.0))
+
+
+def test_replicas_that_begin_anew_answer_and_hold(make_world):
+  world = make_world(num_replicas=1)
+  world.begin()
+  until(lambda: world.fleet.num_ready == 1, "a replica")
+  (handle,), (member,) = world.handles, world.fleet._members
+  asked = questions(4)
+  # A checkpoint recalls them, and none is attached again in time.
+  with world.fleet.paused(fleet_world.DEADLINE_S):
+    handle.can_attach.clear()
+    world.fleet.cut(0)
+    while member.state is not fleet_member.State.STARTING:
+      world.fleet._take_events(0.005)
+    held = world.fleet.hold(0)
+    assert not held.is_held()
+    answers = world.fleet.answers(*asked, 0, 30.0)
+    assert next(answers) == []
+    handle.can_attach.set()
+    assert len(answers_of(answers)) == 8
+  until(held.is_held, "that it holds the version")
+  assert len(answers_of(held.answers(*asked))) == 8
+  held.release()
+  world.check_books()
 
 
 def test_an_evaluation_beside_groups_keeps_its_version(make_world):
@@ -407,11 +455,7 @@ def test_an_evaluation_beside_groups_keeps_its_version(make_world):
   with world.fleet.paused(fleet_world.DEADLINE_S):
     held = world.fleet.hold(0)
   until(lambda: len(held._holding()) == 2, "that both hold it")
-  stream = tiny.Prompts()
-  prompts = [stream.next() for _ in range(40)]
-  settings = answers_lib.AnswerSettings(
-    samples=2, temperature=1.0, max_completion_tokens=9
-  )
+  prompts, settings = questions(40)
   alone = answers_of(
     answers_lib.write(
       tiny.ready(), prompts, settings, tokenizer=world.spec.tokenizer

@@ -11,6 +11,7 @@ from jaxrl_async.coordination import schedule
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import fleet as fleet_lib
+from jaxrl_async.rollout import fleet_member
 from jaxrl_async.simulation import case as case_lib
 from jaxrl_async.simulation import controller
 from jaxrl_async.simulation import event_loop
@@ -122,7 +123,7 @@ def test_a_lease_that_never_ends_is_found(monkeypatch):
 
 def test_a_replica_that_is_given_too_much_is_found(monkeypatch):
   monkeypatch.setattr(
-    fleet_lib._Member,
+    fleet_member.Member,
     "room",
     property(lambda self: 0 if self.ask is None else self.ask.room),
   )
@@ -130,12 +131,12 @@ def test_a_replica_that_is_given_too_much_is_found(monkeypatch):
 
 
 def test_room_that_is_never_given_back_is_found(monkeypatch):
-  room = fleet_lib._Member.room.fget
+  room = fleet_member.Member.room.fget
 
   def shrinking(self):
     return room(self) - self.num_sent
 
-  monkeypatch.setattr(fleet_lib._Member, "room", property(shrinking))
+  monkeypatch.setattr(fleet_member.Member, "room", property(shrinking))
   assert first_failure().split(":")[0] in ("slot", "deadlock")
 
 

@@ -9,8 +9,6 @@ continued by another replica.
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 import contextlib
-import dataclasses
-import enum
 import functools
 import queue
 import time
@@ -24,6 +22,7 @@ from jaxrl_async.reporting import timeline as timeline_lib
 from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import fleet_answers
+from jaxrl_async.rollout import fleet_member
 from jaxrl_async.rollout import gate as gate_lib
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import most_room
@@ -40,53 +39,6 @@ _SECONDS = ("wait_s", "adopt_s")
 
 class NoReplicaError(supervisor_lib.RunError):
   """No replica was ready in time; the message says why."""
-
-
-class State(enum.Enum):
-  """What the fleet waits for from a replica."""
-
-  STARTING = "starting"  # that it is attached
-  READY = "ready"  # what it says next
-  SILENT = "silent"  # the same, but its groups were given to others
-  RECALLED = "recalled"  # the same, because all groups were taken back
-  LOST = "lost"  # nothing; it is started again later
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class _Member:
-  """One place of the fleet, and the replica that fills it.
-
-  Attributes:
-    name: the present name of its replica, which changes at every attachment.
-    ask: its last request for work, with the room that was left then.
-    given: turns given since then, by the number of the delivery.
-    num_sent: number of deliveries to this name.
-    since_s: when it was last heard of, or when its state began.
-    is_running: whether its process is known to have started.
-    num_failures: how often it failed since it last ended a trajectory.
-    totals: its counters as it said them last.
-  """
-
-  place: int
-  state: State = State.LOST
-  handle: remote.Handle | None = None
-  name: str = ""
-  num_names: int = 0
-  version: int = -1
-  ask: messages.Ask | None = None
-  given: dict[int, int] = dataclasses.field(default_factory=dict)
-  num_sent: int = 0
-  since_s: float = float("-inf")
-  num_failures: int = 0
-  is_running: bool = False
-  totals: dict[str, int | float] = dataclasses.field(default_factory=dict)
-
-  @property
-  def room(self) -> int:
-    """For how many more trajectories it has room."""
-    if self.state is not State.READY or self.ask is None:
-      return 0
-    return self.ask.room - sum(self.given.values())
 
 
 class Fleet:
@@ -143,8 +95,10 @@ class Fleet:
     self._note = note
     self._seconds = seconds
     self._gate = gate_lib.Gate()
-    self._members = [_Member(place=i) for i in range(num_replicas)]
-    self._events = queue.SimpleQueue[tuple[_Member, str, futures.Future]]()
+    self._members = [fleet_member.Member(place=i) for i in range(num_replicas)]
+    self._events = queue.SimpleQueue[
+      tuple[fleet_member.Member, str, futures.Future]
+    ]()
     self._ended_totals = dict(zero_totals)
     self._started_s = float("inf")
     self._was_ready = False
@@ -181,9 +135,9 @@ class Fleet:
   def cut(self, version: int) -> None:
     """Take all groups back; each replica begins anew under another name."""
     for member in self._members:
-      if member.state is State.READY:
+      if member.state is fleet_member.State.READY:
         self._drain(member)
-        member.state = State.RECALLED
+        member.state = fleet_member.State.RECALLED
     self.coordinator.cut(version)
 
   def metrics(self) -> dict[str, float]:
@@ -198,7 +152,7 @@ class Fleet:
   @property
   def num_ready(self) -> int:
     """The number of replicas that generate."""
-    return sum(m.state is State.READY for m in self._members)
+    return sum(m.state is fleet_member.State.READY for m in self._members)
 
   def totals(self) -> dict[str, int | float]:
     """Return the sums over all replicas; of seconds, the averages."""
@@ -217,25 +171,45 @@ class Fleet:
     version: int,
     timeout_s: float,
   ) -> Iterator[list[answers_lib.Written]]:
-    """Have the replicas that are ready answer questions."""
+    """Have the replicas answer questions, while `run` is held.
+
+    If none is ready, replicas that have ended are started again.
+
+    Raises:
+      NoReplicaError: none was ready in time.
+      ReplicaFailed: all of them have failed.
+    """
     ask = fleet_answers.Questioning(
       prompts, settings, version, timeout_s, num_slots=self._num_slots
     )
-    yield from ask.answers(self._ready_handles())
+    try:
+      yield from ask.answers(
+        lambda: self._handles(
+          fleet_member.State.READY, fleet_member.State.RECALLED
+        ),
+        self._revive,
+        self._start_timeout_s,
+      )
+    except remote.ReplicaLost as error:
+      raise NoReplicaError(
+        f"no replica was ready for an evaluation in {self._start_timeout_s:g} s"
+        f" (cluster.start_timeout_s): {error}"
+      ) from error
 
   def hold(self, version: int) -> fleet_answers.HeldByFleet:
-    """Have the replicas that are ready hold a version for questions."""
+    """Have the replicas that are ready hold a version for questions.
+
+    One that was recalled begins anew first.
+    """
     return fleet_answers.HeldByFleet(
-      self._ready_handles(), version, num_slots=self._num_slots
+      lambda: self._handles(fleet_member.State.READY),
+      version,
+      num_slots=self._num_slots,
     )
 
-  def _ready_handles(self) -> list[remote.Handle]:
-    return [
-      member.handle
-      for member in self._members
-      if member.state in (State.READY, State.RECALLED)
-      and member.handle is not None
-    ]
+  def _handles(self, *states: fleet_member.State) -> list[remote.Handle]:
+    handles = [(member.state, member.handle) for member in self._members]
+    return [h for state, h in handles if state in states and h is not None]
 
   # -- start and end --------------------------------------------------------
 
@@ -252,8 +226,7 @@ class Fleet:
     self._started_s = self._seconds()
     while not self.num_ready:
       check()
-      self._relaunch_lost()
-      self._take_events(_POLL_S)
+      self._revive()
       waited_s = self._seconds() - self._started_s
       if waited_s > self._start_timeout_s:
         raise NoReplicaError(
@@ -324,18 +297,23 @@ class Fleet:
         else:
           self._on_said(member, result)
 
+  def _revive(self) -> None:
+    """Start replicas that have ended, and take what has happened."""
+    self._relaunch_lost()
+    self._take_events(_POLL_S)
+
   # -- replicas come and go -------------------------------------------------
 
   def _relaunch_lost(self) -> None:
     for member in self._members:
       wait_s = min(_RELAUNCH_S * 2**member.num_failures, _MAX_RELAUNCH_S)
       waited_s = self._seconds() - member.since_s
-      if member.state is State.LOST and waited_s >= wait_s:
+      if member.state is fleet_member.State.LOST and waited_s >= wait_s:
         member.handle = self._launch(member.place)
         member.is_running = False
         self._attach(member)
 
-  def _attach(self, member: _Member) -> None:
+  def _attach(self, member: fleet_member.Member) -> None:
     """Give the replica of a member a new name."""
     assert member.handle is not None
     for name, value in member.totals.items():
@@ -345,24 +323,26 @@ class Fleet:
     member.name = f"replica {member.place}"
     if member.num_names > 1:
       member.name += f" #{member.num_names}"
-    member.state, member.since_s = State.STARTING, self._seconds()
+    member.state, member.since_s = fleet_member.State.STARTING, self._seconds()
     member.version, member.ask = -1, None
     member.given, member.num_sent = {}, 0
     self._expect(
       member, "attached", member.handle.attach(member.name, self._spec)
     )
 
-  def _on_attached(self, member: _Member) -> None:
-    member.state, member.since_s = State.READY, self._seconds()
+  def _on_attached(self, member: fleet_member.Member) -> None:
+    member.state, member.since_s = fleet_member.State.READY, self._seconds()
     member.is_running = True
     self._note(f"{member.name} is ready")
     self._collect(member)
 
-  def _collect(self, member: _Member) -> None:
+  def _collect(self, member: fleet_member.Member) -> None:
     assert member.handle is not None
     self._expect(member, "said", member.handle.collect())
 
-  def _expect(self, member: _Member, kind: str, future: futures.Future) -> None:
+  def _expect(
+    self, member: fleet_member.Member, kind: str, future: futures.Future
+  ) -> None:
     assert member.handle is not None
     future.add_done_callback(
       functools.partial(self._put, member, kind, member.handle)
@@ -370,7 +350,7 @@ class Fleet:
 
   def _put(
     self,
-    member: _Member,
+    member: fleet_member.Member,
     kind: str,
     handle: remote.Handle,
     future: futures.Future,
@@ -379,16 +359,18 @@ class Fleet:
     if member.handle is handle:
       self._events.put((member, kind, future))
 
-  def _lose(self, member: _Member, why: str) -> None:
+  def _lose(self, member: fleet_member.Member, why: str) -> None:
     """Give the groups of a replica whose process has ended to others."""
     self._drain(member)
     self._note(f"{member.name} is gone ({why}); it is started again")
-    member.state, member.since_s = State.LOST, self._seconds()
+    member.state, member.since_s = fleet_member.State.LOST, self._seconds()
     assert member.handle is not None
     member.handle.kill()  # it may have other processes
     member.handle = None
 
-  def _fail(self, member: _Member, error: remote.ReplicaFailed) -> None:
+  def _fail(
+    self, member: fleet_member.Member, error: remote.ReplicaFailed
+  ) -> None:
     """Start a replica again that has failed, unless all fail over and over.
 
     Raises:
@@ -400,29 +382,34 @@ class Fleet:
       raise error
     self._lose(member, str(error))
 
-  def _drain(self, member: _Member) -> None:
-    if member.state is State.READY:
+  def _drain(self, member: fleet_member.Member) -> None:
+    if member.state is fleet_member.State.READY:
       self.coordinator.drained(messages.Drained(replica=member.name))
 
   def _look_for_silence(self) -> None:
     now_s = self._seconds()
     for member in self._members:
       silence_s = now_s - member.since_s
-      if member.state is State.READY and silence_s > self._replica_timeout_s:
+      if (
+        member.state is fleet_member.State.READY
+        and silence_s > self._replica_timeout_s
+      ):
         self._drain(member)
-        member.state = State.SILENT
+        member.state = fleet_member.State.SILENT
         self._note(
           f"{member.name} has said nothing for {silence_s:.0f} s"
           " (cluster.replica_timeout_s); its groups go to others"
         )
       # A process that has not started may wait for a free host, however long.
-      is_stuck = member.state is State.STARTING and member.is_running
+      is_stuck = (
+        member.state is fleet_member.State.STARTING and member.is_running
+      )
       if is_stuck and silence_s > self._start_timeout_s:
         self._lose(member, f"it was not attached in {silence_s:.0f} s")
 
   # -- what replicas say ----------------------------------------------------
 
-  def _on_said(self, member: _Member, said: remote.Said) -> None:
+  def _on_said(self, member: fleet_member.Member, said: remote.Said) -> None:
     """Take reports, and listen on.
 
     What a replica says after its groups were taken from it is refused. It gets
@@ -430,17 +417,17 @@ class Fleet:
     """
     for told in said.told:
       if isinstance(told, messages.Adopted):
-        if member.state is State.READY:
+        if member.state is fleet_member.State.READY:
           self.coordinator.adopted(told)
         continue
       report = wire.unpack_report(told)
       answer = self.coordinator.report(report)
       if any(one.trajectory.finish_reason for one in report.written):
         member.num_failures = 0
-      if member.state is State.READY:
+      if member.state is fleet_member.State.READY:
         self._deliver(member, answer)
-    if member.state is not State.READY:
-      if member.state is State.SILENT:
+    if member.state is not fleet_member.State.READY:
+      if member.state is fleet_member.State.SILENT:
         self._note(f"{member.name} is heard again")
       self._attach(member)
       return
@@ -457,9 +444,13 @@ class Fleet:
     self._record_busy(member, said)
     self._collect(member)
 
-  def _record_busy(self, member: _Member, said: remote.Said) -> None:
+  def _record_busy(
+    self, member: fleet_member.Member, said: remote.Said
+  ) -> None:
     """Record the average over the replicas, and what one of them does."""
-    first = next(m for m in self._members if m.state is State.READY)
+    first = next(
+      m for m in self._members if m.state is fleet_member.State.READY
+    )
     now_s = self._busy.now()
     self._busy.add(
       said.busy_s / len(self._members),
@@ -470,7 +461,7 @@ class Fleet:
       ],
     )
 
-  def _deliver(self, member: _Member, work: messages.Work) -> None:
+  def _deliver(self, member: fleet_member.Member, work: messages.Work) -> None:
     if not work.turns and not work.cancelled:
       return
     assert member.handle is not None

@@ -10,6 +10,7 @@ from concurrent import futures
 import threading
 
 from jaxrl_async import types
+from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import held_version
 from jaxrl_async.rollout import remote
@@ -66,31 +67,45 @@ class Questioning:
 
   def answers(
     self,
-    handles: Sequence[remote.Handle],
-    more: Callable[[], Sequence[remote.Handle]] = tuple,
+    ready: Callable[[], Sequence[remote.Handle]],
+    revive: Callable[[], None] | None = None,
+    revive_timeout_s: float = 0.0,
   ) -> Iterator[list[answers_lib.Written]]:
     """Yield the answers of each part, and now and then none.
 
     Args:
-      handles: of the replicas that answer.
-      more: returns those that may answer too since it was called last.
+      ready: returns the replicas that may answer; there may be more each time.
+      revive: is called again and again while no replica answers, and helps them
+        to become ready.
+      revive_timeout_s: how long no replica may answer before this is an error.
 
     Raises:
       ReplicaLost: all replicas have ended.
       ReplicaFailed: all replicas have failed.
     """
     waiting = collections.deque(range(len(self._parts)))
-    idle = list(handles)
+    known: list[remote.Handle] = []
+    idle: list[remote.Handle] = []
     out: dict[futures.Future, tuple[int, remote.Handle]] = {}
     done: set[int] = set()
     error: Exception = remote.ReplicaLost("no replica is ready")
+    deadline = supervisor_lib.Deadline(revive_timeout_s)
     while len(done) < len(self._parts):
-      idle += more()
+      more = [handle for handle in ready() if handle not in known]
+      known += more
+      idle += more
       while idle and (part := self._next(waiting, out, done)) is not None:
         handle = idle.pop()
         out[handle.answer(self._parts[part])] = part, handle
-      if not out:
-        raise error
+      if out:
+        deadline = supervisor_lib.Deadline(revive_timeout_s)
+      else:
+        has_failed = isinstance(error, remote.ReplicaFailed)
+        if revive is None or has_failed or deadline.next_wait_s() == 0:
+          raise error
+        revive()
+        yield []
+        continue
       ended, _ = futures.wait(
         out, timeout=_LOOK_S, return_when=futures.FIRST_COMPLETED
       )
@@ -125,28 +140,46 @@ class Questioning:
 
 
 class HeldByFleet:
-  """A version that all replicas which were ready have been asked to hold.
+  """A version that all replicas which are ready have been asked to hold.
 
   A replica that adopts a newer version first is left out. So is one that
-  attaches later.
+  attaches after others hold it.
 
   Threads: as `held_version.HeldVersion`.
   """
 
   def __init__(
-    self, handles: Sequence[remote.Handle], version: int, *, num_slots: int
+    self,
+    ready: Callable[[], Sequence[remote.Handle]],
+    version: int,
+    *,
+    num_slots: int,
   ):
     """Ask the replicas to hold a version.
 
     Args:
-      handles: of the replicas.
+      ready: returns the replicas that can be asked now. If there are none, the
+        first ones that are ready later are asked.
       version: the policy version that was published last.
       num_slots: of each replica's engine.
     """
+    self._ready = ready
     self._version = version
     self._num_slots = num_slots
-    self._held = [(handle, handle.hold(version)) for handle in handles]
+    self._lock = threading.Lock()
+    self._held: list[tuple[remote.Handle, futures.Future[None]]] = []
     self._is_released = threading.Event()
+    self._ask()
+
+  def _ask(self) -> bool:
+    """Ask the replicas that were not asked; return whether there are any."""
+    with self._lock:
+      if self._is_released.is_set():
+        return False
+      asked = [handle for handle, _ in self._held]
+      more = [handle for handle in self._ready() if handle not in asked]
+      self._held += [(handle, handle.hold(self._version)) for handle in more]
+      return bool(more)
 
   def is_held(self) -> bool:
     """Return whether a replica holds the version.
@@ -158,8 +191,10 @@ class HeldByFleet:
       return True
     if not all(future.done() for _, future in self._held):
       return False
+    if self._ask() or not (self._held or self._is_released.is_set()):
+      return False
     why = [str(future.exception()) for _, future in self._held]
-    raise held_version.NotHeld("; ".join(why) or "no replica is ready")
+    raise held_version.NotHeld("; ".join(why) or "no replica was ready")
 
   def _holding(self) -> list[remote.Handle]:
     return [
@@ -184,18 +219,11 @@ class HeldByFleet:
       num_slots=self._num_slots,
       is_held=True,
     )
-    known: list[remote.Handle] = []
-
-    def more() -> list[remote.Handle]:
-      later = [x for x in self._holding() if x not in known]
-      known.extend(later)
-      return later
-
     try:
       while not self.is_held():
         if self._is_released.wait(_LOOK_S):
           raise held_version.NotHeld(f"version {self._version} was released")
-      for written in asked.answers(more(), more):
+      for written in asked.answers(self._holding):
         if self._is_released.is_set():
           raise held_version.NotHeld(f"version {self._version} was released")
         yield written
@@ -204,6 +232,7 @@ class HeldByFleet:
 
   def release(self) -> None:
     """Have the replicas give it back."""
-    self._is_released.set()
+    with self._lock:
+      self._is_released.set()
     for handle, _ in self._held:
       handle.release(self._version)

@@ -20,6 +20,7 @@ from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib
 from jaxrl_async.rollout import fleet as fleet_lib
+from jaxrl_async.rollout import fleet_member
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.rollout import worker as worker_lib
 from jaxrl_async.run import snapshot
@@ -378,7 +379,7 @@ class Start:
     self.invariants.check_members(self._fleet._members)
     for member in self._fleet._members:
       process = self.world.processes.get(member.place)
-      if member.state is not fleet_lib.State.READY or process is None:
+      if member.state is not fleet_member.State.READY or process is None:
         continue
       replica = process.replica
       assert replica is not None

@@ -28,7 +28,7 @@ import numpy as np
 from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
-from jaxrl_async.rollout import fleet as fleet_lib
+from jaxrl_async.rollout import fleet_member
 from jaxrl_async.rollout import replica as replica_lib
 from jaxrl_async.simulation import script as script_lib
 
@@ -248,9 +248,9 @@ class Invariants:
           if len(set(versions[versions >= 0].tolist())) > 1:
             raise Violation("whole", f"group {group.index}: {trajectory}")
 
-  def check_members(self, members: Iterable[fleet_lib._Member]) -> None:
+  def check_members(self, members: Iterable[fleet_member.Member]) -> None:
     """Check that the fleet has handed out all that it could, and to whom."""
-    ready = {m.name: m for m in members if m.state is fleet_lib.State.READY}
+    ready = {m.name: m for m in members if m.state is fleet_member.State.READY}
     for index, running in self._coordinator._running.items():
       if running.unfinished and running.replica not in ready:
         is_waiting = index in self._coordinator._waiting
