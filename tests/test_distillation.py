@@ -249,12 +249,14 @@ def test_a_run_comes_closer_to_its_teacher_over_two_starts(tmp_path):
   config = make_config(tmp_path / "sft" / supervised.PARAMS)
   config.warm_start.num_steps = 60
   config.algorithm.groups_per_step = 16
-  for num_steps in (3, 16):
+  config.train.optimizer.learning_rate = 3e-3
+  for num_steps in (3, 24):
     config.train.num_steps = num_steps
     test_run.start(config, tmp_path / "run")
     config.algorithm.distill_coef = 0.9  # of the second start
   _, *steps = test_run.lines(tmp_path / "run", "metrics")
   assert not metrics_page.unexplained(set().union(*steps))
   kl = [line["policy/teacher_kl"] for line in steps]
-  assert len(kl) == 16
-  assert 0 < np.mean(kl[-4:]) < 0.9 * np.mean(kl[:4])
+  assert len(kl) == 24
+  # 0.57 and 0.58 with two seeds; the last bits differ between processors.
+  assert 0 < np.mean(kl[-4:]) < 0.8 * np.mean(kl[:4])
