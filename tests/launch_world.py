@@ -20,6 +20,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 LAUNCH = ROOT / "launch"
 TPU_POD = LAUNCH / "tpu_pod.sh"
 SBATCH = LAUNCH / "slurm.sbatch"
+GKE = LAUNCH / "gke" / "run.sh"
+OWN_MACHINES = LAUNCH / "ray_cluster.sh"
 MANIFESTS = sorted((LAUNCH / "gke").glob("*.yaml"))
 CLUSTERS = ROOT / "docs" / "clusters.md"
 SLICES = ("--name=run1", "--project=p", "--zone=z")
@@ -53,6 +55,18 @@ def tpu_pod(command, *options, run=A_RUN):
 def slurm(*arguments, **environment):
   """Return the commands that a dry run of slurm.sbatch prints."""
   text = output(SBATCH, *arguments, DRY_RUN="1", **environment)
+  return [line[2:] for line in text.splitlines() if line.startswith("+ ")]
+
+
+def gke(command, *options):
+  """Return the commands that a dry run of gke/run.sh prints."""
+  text = output(GKE, command, *options, "--dry_run")
+  return [line[2:] for line in text.splitlines() if line.startswith("+ ")]
+
+
+def own_machines(command, *run):
+  """Return the commands that a dry run of ray_cluster.sh prints."""
+  text = output(OWN_MACHINES, command, "--dry_run", "--", *run)
   return [line[2:] for line in text.splitlines() if line.startswith("+ ")]
 
 

@@ -15,7 +15,10 @@ from jaxrl_async.config import bounds
 from jaxrl_async.devices import tpu_chips
 
 ROOT = launch_world.ROOT
-SCRIPTS = [launch_world.TPU_POD, launch_world.SBATCH, ROOT / ".ci" / "run"]
+SCRIPTS = [
+  *(launch_world.TPU_POD, launch_world.SBATCH, launch_world.GKE),
+  *(launch_world.OWN_MACHINES, ROOT / ".ci" / "run"),
+]
 TWO_SLICES = ("--accelerator_type=v5p-16", "--slices=2", "--nfs=10.0.0.2:/s")
 
 
@@ -344,7 +347,20 @@ def test_a_job_whose_time_ends_stops_the_run_and_is_requeued(tmp_path):
   assert job.calls().endswith("checkpoint\nscontrol requeue 7\n")
 
 
-@pytest.mark.parametrize("status", [0, 3])
+@pytest.mark.parametrize("status", [75, 137])
+def test_a_job_that_lost_a_process_is_requeued_but_not_for_ever(
+  tmp_path, monkeypatch, status
+):
+  job = Job(tmp_path / "first", f"exit {status}")
+  assert job.process.wait(60) == status
+  assert job.calls().endswith("scontrol requeue 7\n")
+  monkeypatch.setenv("SLURM_RESTART_COUNT", "100")
+  job = Job(tmp_path / "last", f"exit {status}")
+  assert job.process.wait(60) == status
+  assert "launch/train.py" in job.calls() and "requeue" not in job.calls()
+
+
+@pytest.mark.parametrize("status", [0, 1, 3, 130])
 def test_a_job_whose_run_ends_by_itself_is_not_requeued(tmp_path, status):
   job = Job(tmp_path, f"exit {status}")
   assert job.process.wait(60) == status
