@@ -56,11 +56,13 @@ _SLOW_S = flags.DEFINE_float("slow_s", 0.0, "wait before each step")
 _SFT_STEPS = flags.DEFINE_integer("sft_steps", 0, "")
 _RANK = flags.DEFINE_integer("lora_rank", 0, "")
 _CRITIC = flags.DEFINE_string("critic", "", "its trunk, if there is one")
+_MODEL = flags.DEFINE_string("model", "", "directory of a pretrained model")
 
 
-def get_config(size, num_steps, sft_steps=0, lora_rank=0, critic=""):
+def get_config(size, num_steps, sft_steps=0, lora_rank=0, critic="", model=""):
   """configs/tiny.py for so many processes."""
   config = tiny_config.get_config()
+  config.model.name = model or config.model.name
   config.model.lora.rank = lora_rank
   config.warm_start.num_steps = sft_steps
   config.train.num_steps = num_steps
@@ -86,15 +88,21 @@ def make_setup(config, num_devices=NUM_DEVICES):
 
 
 def group(admission, vocab_size):
-  """The group of this admission: a function of its index alone."""
+  """The group of this admission: a function of its index alone.
+
+  As in an asynchronous run, a trajectory has tokens of several versions, up to
+  two older than the step that trains it.
+  """
   rng = np.random.default_rng(admission.index)
+  step = admission.index // 4
   prompt = rng.integers(6, vocab_size, 3).astype(np.int32)
   trajectories = []
   for member in range(4):
     n = 3 + int(rng.integers(1, 24))
     mask = np.arange(n) >= 3
     logprobs = np.where(mask, rng.normal(-4.0, 0.3, n), 0)
-    versions = np.where(mask, admission.index // 4, -1)
+    ages = np.sort(rng.integers(0, 3, n))[::-1]
+    versions = np.where(mask, np.maximum(step - ages, 0), -1)
     trajectories.append(
       types.Trajectory(
         member=member,
@@ -277,7 +285,12 @@ def main(argv):
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
   config = get_config(
-    size, _NUM_STEPS.value, _SFT_STEPS.value, _RANK.value, _CRITIC.value
+    size,
+    _NUM_STEPS.value,
+    _SFT_STEPS.value,
+    _RANK.value,
+    _CRITIC.value,
+    _MODEL.value,
   )
   try:
     world = trainer_process.begin(config, workdir)

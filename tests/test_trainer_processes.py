@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 import replayed_run
+import test_assembly
 
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.coordination import world as world_lib
@@ -32,6 +33,7 @@ ENVIRONMENT = os.environ | {
   "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
 }
 DEADLINE_S = 120.0
+NUM_STEPS = 6
 
 
 def free_address():
@@ -134,7 +136,8 @@ def ran(workdir, size, **more):
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
-  return ran(tmp_path_factory.mktemp("one"), 1, sft_steps=3)
+  workdir = tmp_path_factory.mktemp("one")
+  return ran(workdir, 1, sft_steps=3, num_steps=NUM_STEPS)
 
 
 def shapes_of_versions():
@@ -170,14 +173,14 @@ def two(tmp_path_factory):
       workdir / replayed_run.VERSIONS, replayed_run.INCARNATION, target
     )
     version = -1
-    while version < 4 and channel.wait_for_version(version, DEADLINE_S):
+    while version < NUM_STEPS and channel.wait_for_version(version, DEADLINE_S):
       params, version = channel.adopt(version)
       adopted[version] = jax.tree.map(np.asarray, params)
     (workdir / "adopted").touch()
 
   reader = threading.Thread(target=read, daemon=True)
   reader.start()
-  ran(workdir, 2, sft_steps=3)
+  ran(workdir, 2, sft_steps=3, num_steps=NUM_STEPS)
   reader.join(DEADLINE_S)
   return workdir, adopted
 
@@ -185,7 +188,7 @@ def two(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_processes_train_like_one(one, two):
-  assert [x["step"] for x in steps(one)] == [1, 2, 3, 4]
+  assert [x["step"] for x in steps(one)] == list(range(1, NUM_STEPS + 1))
   assert any(x["grad_norm"][0] > 1e-2 for x in steps(one))
   assert_same(printed(two[0]), printed(one))
 
@@ -194,9 +197,9 @@ def test_two_processes_train_like_one(one, two):
 @pytest.mark.timeout(300)
 def test_a_reader_adopts_what_two_processes_published(two):
   workdir, adopted = two
-  assert 4 in adopted and len(adopted) > 1
+  assert NUM_STEPS in adopted and len(adopted) > 1
   setup, _ = shapes_of_versions()
-  for version in {2, 4} & adopted.keys():
+  for version in {2, 4, NUM_STEPS} & adopted.keys():
     state = checkpoint.restore_params(
       workdir / "checkpoints",
       version,
@@ -229,11 +232,25 @@ def test_a_checkpoint_of_one_goes_on_in_two_and_back(size, one, two, tmp_path):
   shutil.copytree(
     before / "checkpoints",
     tmp_path / "checkpoints",
-    ignore=shutil.ignore_patterns("4"),
+    ignore=shutil.ignore_patterns("4", str(NUM_STEPS)),
   )
-  ran(tmp_path, size)
-  assert [x["step"] for x in steps(tmp_path)] == [3, 4]
+  ran(tmp_path, size, num_steps=NUM_STEPS)
+  assert [x["step"] for x in steps(tmp_path)] == [3, 4, 5, NUM_STEPS]
   assert_same(printed(tmp_path), printed(one)[2:])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_a_pretrained_model_is_the_same_in_two_processes(tmp_path):
+  """Each of them reads the parts of its own devices."""
+  model = tmp_path / "model"
+  test_assembly.write_pretrained(model, replayed_run.get_config(1, 1))
+  wanted = ran(tmp_path / "one", 1, model=model, num_steps=2)
+  found = ran(tmp_path / "two", 2, model=model, num_steps=2)
+  assert_same(printed(found), printed(wanted))
+  fresh = ran(tmp_path / "fresh", 1, num_steps=2)
+  norms = [steps(workdir)[0]["grad_norm"] for workdir in (wanted, fresh)]
+  assert not np.allclose(*norms, rtol=1e-3)
 
 
 @pytest.mark.nightly
