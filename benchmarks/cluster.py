@@ -1,6 +1,6 @@
 """How many replicas and groups one coordinator carries.
 
-    uv run benchmarks/cluster.py --replicas=64
+    uv run --extra ray benchmarks/cluster.py
 
 The coordinator, the buffer, the ledger, the fleet and Ray are those of a run.
 The replicas are fakes, many to a process: they write random tokens at once, and
@@ -8,7 +8,12 @@ report each trajectory twice, half-written and finished. Scores are given at
 once in the coordinator's process, because benchmarks/rewards.py measures those.
 A thread takes a batch of groups for each step, as a trainer would.
 
-The last line is JSON:
+Then whole runs are compared, and processes adopt one version of the weights at
+once. All of it takes about ten minutes on two CPU cores. --replicas=, --norun
+and --weights=0 leave parts out.
+
+The last line is JSON. Its first keys are those of the largest number of
+replicas, and `by_replicas` has them for every number:
 
     replicas                      number of fakes
     groups_per_s                  groups that were finished, while the fakes and
@@ -20,17 +25,17 @@ The last line is JSON:
     report_p99_ms                 from taking what one replica says, hundreds of
                                   reports at a time, to the answer
     coordinator_cpu_per_group_ms  CPU time of the coordinator's whole process
-    wall_ratio_vs_local           with --run: time of a step of
-                                  configs/quickstart.py with one replica in
-                                  another process, over that in one process
-    adopt_idle_s                  with --run: seconds without decoding for each
-                                  version, in the former; both are means over
-                                  the steps after the first three
-    fan_out                       with --weights: what it takes processes on one
-                                  machine to adopt one version at once, by their
-                                  number; see benchmarks/fan_out.py
+    wall_ratio_vs_local           time of a step of configs/quickstart.py with
+                                  one replica in another process, over that in
+                                  one process
+    adopt_idle_s                  seconds without decoding for each version, in
+                                  the former; both are means over the steps
+                                  after the first three
+    fan_out                       what it takes processes on one machine to
+                                  adopt one version at once, by their number;
+                                  see benchmarks/fan_out.py
 
-With --replicas=0 there are no fakes, and only the last ones are measured.
+What was left out is null.
 """
 
 from collections.abc import Sequence
@@ -73,21 +78,28 @@ from jaxrl_async.rollout import fleet as fleet_lib
 from jaxrl_async.rollout import remote
 from jaxrl_async.rollout import wire
 
-_REPLICAS = flags.DEFINE_integer("replicas", 64, "Number of fake replicas.", 0)
+_REPLICAS = flags.DEFINE_list(
+  "replicas", ["1", "8", "64"], "Numbers of fake replicas; empty for none."
+)
 _STEPS = flags.DEFINE_integer("steps", 8, "Train steps that are timed.", 1)
 _HOSTS = flags.DEFINE_integer("hosts", 2, "Processes of the fakes.", 1)
 _GROUPS = flags.DEFINE_integer("groups_per_step", 512, "Groups a step.", 1)
 _GROUP_SIZE = flags.DEFINE_integer("group_size", 16, "Trajectories a group.", 2)
 _TOKENS = flags.DEFINE_integer("tokens", 128, "Mean tokens a completion.", 2)
-_RUN = flags.DEFINE_bool("run", False, "Compare whole runs, too.")
+_RUN = flags.DEFINE_bool("run", True, "Compare whole runs, too.")
 _RUN_STEPS = flags.DEFINE_integer("run_steps", 30, "Steps of these runs.", 4)
 _WEIGHTS_MB = flags.DEFINE_integer(
-  "weights", 0, "MB of a version to be read by several processes at once.", 0
+  "weights", 300, "MB of a version to be read by several processes at once.", 0
 )
 _READERS = flags.DEFINE_list(
   "readers", ["1", "2", "4"], "Numbers of those processes."
 )
 
+_KEYS = (
+  *("replicas", "groups_per_s", "reports_per_s", "admit_p99_ms"),
+  *("report_p99_ms", "coordinator_cpu_per_group_ms", "by_replicas"),
+  *("wall_ratio_vs_local", "adopt_idle_s", "fan_out"),
+)
 _MAX_STALENESS = 4
 _PROMPT_TOKENS = 32
 _COMPILING_STEPS = 3
@@ -214,15 +226,27 @@ def _p99_ms(times_s: list[float]) -> float:
   return round(1e3 * float(np.quantile(times_s, 0.99)), 3)
 
 
-def measure(directory: pathlib.Path) -> dict[str, float]:
-  """Let a coordinator work with fakes for some train steps."""
+def measure_all(directory: pathlib.Path) -> dict[str, Any]:
+  """Let coordinators work with fakes, as many as the flag says."""
   section = sections.ClusterSection(
     kind=sections.ClusterKind.RAY, replicas=_HOSTS.value, replica_cpus=1.0
   )
   cluster = ray_replicas.Cluster(section, run_name="fakes", environment={})
+  rows = []
+  for count in map(int, _REPLICAS.value):
+    own = directory / f"replicas-{count}"
+    own.mkdir()
+    rows.append(measure(own, count))
+    print(json.dumps(rows[-1]), flush=True)
+  cluster.close()
+  return {**max(rows, key=lambda row: row["replicas"]), "by_replicas": rows}
+
+
+def measure(directory: pathlib.Path, num_replicas: int) -> dict[str, float]:
+  """Let a coordinator work with fakes for some train steps."""
   ray = importlib.import_module("ray")
   host_class = ray.remote(fake_replicas.Host)
-  per_host = -(-_REPLICAS.value // _HOSTS.value)
+  per_host = -(-num_replicas // _HOSTS.value)
   hosts = [
     host_class.options(max_concurrency=2 * per_host + 4).remote(
       str(directory), _TOKENS.value
@@ -253,7 +277,7 @@ def measure(directory: pathlib.Path) -> dict[str, float]:
     ),
     lambda place: FakeHandle(ray, hosts[place % _HOSTS.value], place),
     None,
-    num_replicas=_REPLICAS.value,
+    num_replicas=num_replicas,
     num_slots=fake_replicas.SLOTS,
     replica_timeout_s=60.0,
     start_timeout_s=_DEADLINE_S,
@@ -296,16 +320,16 @@ def measure(directory: pathlib.Path) -> dict[str, float]:
   buffer.close()
   thread.join(_DEADLINE_S)
   ledger.close()
-  found = {
-    "replicas": _REPLICAS.value,
+  for host in hosts:
+    ray.kill(host)
+  return {
+    "replicas": num_replicas,
     "groups_per_s": round(num_groups / wall_s, 1),
     "reports_per_s": round((fleet.num_reports - start[2]) / wall_s, 1),
     "admit_p99_ms": _p99_ms(fleet.admit_s),
     "report_p99_ms": _p99_ms(fleet.report_s),
     "coordinator_cpu_per_group_ms": round(1e3 * cpu_s / num_groups, 3),
   }
-  cluster.close()
-  return found
 
 
 def compare_runs(directory: pathlib.Path) -> dict[str, float]:
@@ -354,9 +378,9 @@ def main(argv: Sequence[str]) -> None:
   os.environ["PYTHONPATH"] = str(pathlib.Path(__file__).parent)
   with tempfile.TemporaryDirectory() as directory:
     path = pathlib.Path(directory)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = dict.fromkeys(_KEYS)
     if _REPLICAS.value:
-      found |= measure(path)
+      found |= measure_all(path)
     if _RUN.value:
       found |= compare_runs(path)
     if _WEIGHTS_MB.value:
