@@ -1,20 +1,27 @@
 """Whole runs that train on while checkpoints are written, or cannot be."""
 
+import contextlib
 import errno
 import threading
 
+import disks
 import pytest
 import reward_scorers
 import test_run
 
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import run_schedule
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.run import checkpointing
+from jaxrl_async.run import recorder
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import manifest
 from jaxrl_async.training import trainer as trainer_lib
 
 pytestmark = pytest.mark.slow
+
+BOOKS = ("ledger.jsonl", "metrics.jsonl", "schedule.jsonl")
 
 
 def make_config(num_steps, **run):
@@ -79,6 +86,50 @@ def test_a_run_trains_while_one_is_written_and_when_the_disk_is_full(
   summary = test_run.start(make_config(15, checkpoint_every=2), tmp_path)
   assert summary["train_steps"] == 15
   test_run.check_ledger(tmp_path, summary)
+
+
+def test_a_full_disk_ends_no_run_and_costs_no_line(
+  tmp_path, monkeypatch, capsys
+):
+  monkeypatch.setattr(checkpointing, "FIRST_WAIT_S", 0.0)
+  record = recorder.Recorder._step
+  full, num_bytes = contextlib.ExitStack(), []
+
+  def recorded(self, pending, *rest):
+    if pending.step == 2:
+      # Later ones fail because the ledger does, before Orbax begins.
+      written = tmp_path / "checkpoints" / "2" / manifest.NAME
+      assert test_run.until(written.exists)
+      full.enter_context(disks.files_of_at_most(100))
+    if pending.step in (2, 6):
+      sizes = [(tmp_path / name).stat().st_size for name in BOOKS]
+      num_bytes.append(sizes)
+    if pending.step == 6:
+      full.close()
+    record(self, pending, *rest)
+
+  monkeypatch.setattr(recorder.Recorder, "_step", recorded)
+  config = make_config(8, checkpoint_every=2, keep_trajectories=True)
+  config.transfer.channel = sections.Channel.DIRECT
+  with full:
+    summary = test_run.start(config, tmp_path)
+  before, after = num_bytes
+  assert before == after and all(before)  # all of them were refused
+  assert summary["train_steps"] == 8
+  entries = test_run.check_ledger(tmp_path, summary)
+  assert sorted({entry["step"] for entry in entries}) == [*range(8)]
+  metrics = test_run.lines(tmp_path, "metrics")
+  assert [line["step"] for line in metrics] == [*range(9)]
+  schedule = run_schedule.read(tmp_path)
+  assert len(schedule.steps) == 8
+  for step in schedule.steps:
+    stored = run_schedule.read_trajectories(tmp_path, step.step)
+    assert [g.index for g in stored] == [g.admission.index for g in step.groups]
+  assert checkpoint.latest(tmp_path / "checkpoints") == 8
+  said = capsys.readouterr().err
+  for name in (*BOOKS, "trajectories"):
+    assert f"WARNING: {tmp_path / name} cannot be written" in said
+    assert f"{tmp_path / name} is written again, and lacks nothing" in said
 
 
 def test_what_can_be_saved_is_saved_before_a_failure_ends_the_run(

@@ -79,10 +79,11 @@ def test_a_file_in_the_way_of_a_directory_is_named(tmp_path):
     disk.AppendFile(tmp_path / "file" / "lines")
 
 
-def test_what_orbax_makes_of_a_full_disk_is_understood():
+@pytest.mark.parametrize("text", ["[OS error 28: x]", "[os_error_code='28']"])
+def test_what_orbax_makes_of_a_full_disk_is_understood(text):
   with pytest.raises(disk.StorageError, match="checkpoint .*make room"):
     with disk.writing("checkpoint"):
-      raise ValueError("RESOURCE_EXHAUSTED: Failed to write [OS error 28: x]")
+      raise ValueError(f"RESOURCE_EXHAUSTED: Failed to write {text}")
 
 
 @pytest.mark.parametrize(
