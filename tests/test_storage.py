@@ -1,5 +1,8 @@
 """What is said of a disk that refuses, and what it leaves in a file."""
 
+import os
+import pathlib
+
 import disks
 import pytest
 
@@ -71,6 +74,25 @@ def test_a_file_is_cut_to_what_is_known_of_it(tmp_path):
   assert path.read_bytes() == b"one\ntwo\nthree\n"
   with pytest.raises(ValueError, match="has 14 bytes, fewer than the 15"):
     disk.AppendFile(path, 15)
+
+
+def test_a_text_has_reached_the_disk_before_it_has_its_name(
+  tmp_path, monkeypatch
+):
+  synced, fsync = [], os.fsync
+
+  def record(descriptor):
+    path = pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+    synced.append((path, path.is_dir() or path.read_text()))
+    fsync(descriptor)
+
+  monkeypatch.setattr(os, "fsync", record)
+  disk.replace_text(tmp_path / "text.json", "all of it")
+  assert synced == [
+    (tmp_path / "text.incomplete", "all of it"),
+    (tmp_path, True),
+  ]
+  assert (tmp_path / "text.json").read_text() == "all of it"
 
 
 def test_a_file_in_the_way_of_a_directory_is_named(tmp_path):

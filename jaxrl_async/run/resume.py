@@ -381,9 +381,8 @@ def find(
       the workdir holds something that a new run would destroy.
   """
   directory = workdir / workdir_lib.CHECKPOINTS
-  # Raises before anything is changed in a directory that is not a run's.
-  config_json.read(workdir)
   try:
+    _check_is_of_a_run(workdir, directory, note)
     checkpoint.recover(directory)
     torn = checkpoint.unsealed(directory)
     whole = fallback.newest_whole(directory, note)
@@ -432,6 +431,27 @@ def find(
       stored.get("max_staleness", then.algorithm.max_staleness),
     )
   }
+
+
+def _check_is_of_a_run(
+  workdir: pathlib.Path,
+  directory: pathlib.Path,
+  note: Callable[[str], None],
+) -> None:
+  """Check config.json before anything is changed in a directory.
+
+  One that is torn does not matter if there is a checkpoint. That holds the
+  config too, and each start writes the file anew.
+
+  Raises:
+    ConfigError: it is not that of a run.
+  """
+  try:
+    config_json.read(workdir)
+  except config_json.TornError:
+    if not checkpoint.steps(directory):
+      raise
+    note(f"{workdir / config_json.NAME} is damaged, and is written anew")
 
 
 def tell_changed_data(
