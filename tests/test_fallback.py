@@ -1,5 +1,6 @@
 """Checkpoints that are damaged, in flight, or cut off; without a run."""
 
+import ctypes
 import gc
 import json
 import os
@@ -20,6 +21,7 @@ from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import fallback
 from jaxrl_async.storage import manifest
+from jaxrl_async.storage import pytree_files
 
 STATE = {"w": jnp.arange(4.0)}
 TIMEOUT_S = 120.0
@@ -117,6 +119,61 @@ def test_arrays_may_be_donated_and_the_rest_changed_while_it_is_written(
   found, found_state, _ = checkpoint.restore(tmp_path, 1, abstract)
   jax.tree.map(np.testing.assert_array_equal, found, values)
   assert found_state == {"step": 1}
+
+
+class LateResponse:
+  """What Orbax returns, for which nobody may wait too early."""
+
+  def __init__(self, response, may_wait):
+    self.response, self.may_wait = response, may_wait
+
+  def result(self):
+    assert self.may_wait.is_set()
+    return self.response.result()
+
+
+def test_nobody_waits_for_arrays_in_host_memory_and_they_may_change(
+  tmp_path, monkeypatch
+):
+  devices = np.array(jax.devices()[:2])
+  mesh = jax.sharding.Mesh(devices, ("x",))
+  on_device = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+  values = np.arange(64 * 1024, dtype=np.float32)
+  state = {
+    "moments": jax.device_put(
+      values, on_device.with_memory_kind("pinned_host")
+    ),
+    "weights": jax.device_put(values, on_device),
+  }
+  jax.block_until_ready(state)
+  save_async, may_wait = pytree_files.ocp.save_async, threading.Event()
+  monkeypatch.setattr(
+    pytree_files.ocp,
+    "save_async",
+    lambda *arguments: LateResponse(save_async(*arguments), may_wait),
+  )
+  finish = checkpoint.begin(tmp_path, 1, state, {}, [])
+  for shard in state["moments"].addressable_shards:  # as an update would
+    ctypes.memset(shard.data.unsafe_buffer_pointer(), 0, shard.data.nbytes)
+  may_wait.set()
+  finish()
+  abstract = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+  )
+  found, _, _ = checkpoint.restore(tmp_path, 1, abstract)
+  for name, array in found.items():
+    np.testing.assert_array_equal(array, values)
+    assert array.sharding.memory_kind == state[name].sharding.memory_kind
+
+
+def test_arrays_move_to_host_memory_with_their_shards():
+  mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+  array = jax.device_put(np.arange(8.0, dtype=np.float32), sharding)
+  assert pytree_files.in_host_memory({"a": array})["a"] is array  # of a CPU
+  moved = pytree_files._moved(array)
+  assert moved.sharding == sharding.with_memory_kind("pinned_host")
+  np.testing.assert_array_equal(moved, array)
 
 
 def test_a_full_disk_in_the_background_leaves_the_one_before(tmp_path):

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import pathlib
 import queue
 import shutil
 import threading
@@ -82,12 +83,12 @@ def test_another_channel_object_adopts_from_the_directory_alone(tmp_path):
 
 
 def test_no_flipped_bit_is_ever_adopted(tmp_path):
-  channel = _orbax(tmp_path)
+  channel = _orbax(tmp_path, is_written_again=False)
   stamped.publish_and_wait(channel, 0)
   rng = np.random.default_rng(1)
   root = tmp_path / f"incarnation-{stamped.INCARNATION}" / "0"
   files = [path for path in root.rglob("*") if path.is_file()]
-  assert any("/d/" in str(path) for path in files)
+  assert any("/embedding/c/" in str(path) for path in files)
   for path in files:
     whole = path.read_bytes()
     for _ in range(3 if whole else 0):
@@ -116,10 +117,22 @@ def num_checks(monkeypatch):
   return lambda: len(calls)
 
 
-def _data_file(tmp_path, version):
-  root = tmp_path / f"incarnation-{stamped.INCARNATION}" / str(version)
-  files = [path for path in root.rglob("*") if "/d/" in str(path)]
-  return max(files, key=lambda path: path.stat().st_size)
+def _data_file(tmp_path, copy):
+  root = tmp_path / f"incarnation-{stamped.INCARNATION}" / str(copy)
+  data = (root / "state" / "embedding" / "c").rglob("*")
+  return max(filter(pathlib.Path.is_file, data), key=lambda x: x.stat().st_size)
+
+
+def _damage(tmp_path, copy):
+  path = _data_file(tmp_path, copy)
+  path.write_bytes(path.read_bytes()[:-1])
+
+
+def _copies(tmp_path):
+  """Names of the copies that are there."""
+  root = tmp_path / f"incarnation-{stamped.INCARNATION}"
+  sealed = root.glob(f"[0-9]*/{manifest.NAME}")
+  return sorted(path.parent.name for path in sealed)
 
 
 def test_readers_of_one_host_check_a_version_once(tmp_path, num_checks):
@@ -144,7 +157,7 @@ def test_readers_of_one_host_check_a_version_once(tmp_path, num_checks):
 
 
 def test_no_reader_relies_on_a_check_of_other_bytes(tmp_path, num_checks):
-  channel = _orbax(tmp_path)
+  channel = _orbax(tmp_path, is_written_again=False)
   stamped.publish_and_wait(channel, 0)
   assert channel.adopt(-1)[1] == 0
   path = _data_file(tmp_path, 0)
@@ -155,7 +168,7 @@ def test_no_reader_relies_on_a_check_of_other_bytes(tmp_path, num_checks):
   messages = set()
   for _ in range(3):
     with pytest.raises(weight_transfer.WeightTransferError) as raised:
-      _orbax(tmp_path).adopt(-1)
+      _orbax(tmp_path, is_written_again=False).adopt(-1)
     messages.add(str(raised.value))
   assert messages == {f"version 0 is not adopted: {path} is corrupted"}
   assert num_checks() == 2
@@ -165,7 +178,7 @@ def test_no_reader_relies_on_a_check_of_other_bytes(tmp_path, num_checks):
 def test_a_version_that_changes_while_it_is_read_is_refused(
   tmp_path, monkeypatch
 ):
-  channel = _orbax(tmp_path)
+  channel = _orbax(tmp_path, is_written_again=False)
   stamped.publish_and_wait(channel, 0)
   load = pytree_files.load
 
@@ -183,7 +196,7 @@ def test_a_version_that_changes_while_it_is_read_is_refused(
 
 
 def test_a_torn_version_is_not_there(tmp_path):
-  channel = _orbax(tmp_path)
+  channel = _orbax(tmp_path, is_written_again=False)
   stamped.publish_and_wait(channel, 0)
   root = tmp_path / f"incarnation-{stamped.INCARNATION}"
   # As a save that died would leave it: written, not sealed, not announced.
@@ -205,7 +218,7 @@ def test_a_foreign_version_is_not_adopted_and_the_next_one_is(
   tmp_path, foreign
 ):
   before = _orbax(tmp_path / "before", incarnation="before")
-  channel = _orbax(tmp_path / "now")
+  channel = _orbax(tmp_path / "now", is_written_again=False)
   stamped.publish_and_wait(before, 7)
   stamped.publish_and_wait(channel, 1)
   assert channel.adopt(1) is None
@@ -235,17 +248,165 @@ def test_a_foreign_version_is_not_adopted_and_the_next_one_is(
   channel.close()
 
 
-def test_a_damaged_version_that_may_not_be_skipped_is_an_error(tmp_path):
-  channel = _orbax(tmp_path, coalesce=False)
+@pytest.mark.parametrize("again", [True, False])
+def test_a_damaged_version_that_may_not_be_skipped_is_written_again_or_an_error(
+  tmp_path, again
+):
+  channel = _orbax(tmp_path, coalesce=False, is_written_again=again)
   for version in (0, 1):
     stamped.publish_and_wait(channel, version)
   assert channel.adopt(-1)[1] == 1
   stamped.publish_and_wait(channel, 2)
-  path = _data_file(tmp_path, 2)
-  path.write_bytes(path.read_bytes()[:-1])
-  with pytest.raises(weight_transfer.RefusedVersionError, match="corrupted"):
-    channel.adopt(1)
-  assert channel.num_refused == 0
+  _damage(tmp_path, 2)
+  if again:
+    assert channel.adopt(1) is None
+    assert channel.wait_for_version(1, stamped.DEADLINE_S)
+    stamped.assert_all(channel.adopt(1)[0], 2)
+  else:
+    with pytest.raises(weight_transfer.RefusedVersionError, match="corrupted"):
+      channel.adopt(1)
+  assert channel.num_refused == again
+  channel.close()
+
+
+@pytest.mark.parametrize("newest", [0, 3])
+def test_a_refused_version_is_written_again_while_it_is_the_newest(
+  tmp_path, newest
+):
+  notes = []
+  channel = _orbax(tmp_path, note=notes.append)
+  for version in {0, newest}:
+    stamped.publish_and_wait(channel, version)
+  _damage(tmp_path, newest)
+  assert channel.adopt(newest - 1) is None
+  assert "corrupted" in str(channel.refusal)
+  assert channel.wait_for_version(newest - 1, stamped.DEADLINE_S)
+  params, version = channel.adopt(newest - 1)
+  assert version == newest
+  stamped.assert_all(params, newest)
+  assert channel.num_refused == 1
+  assert notes == [
+    f"WARNING: version {newest} of the weights was refused; it is written again"
+  ]
+  stamped.publish_and_wait(channel, newest + 1)
+  stamped.publish_and_wait(channel, newest + 2)
+  stamped.publish_and_wait(channel, newest + 3)
+  # Its copies go as other versions do.
+  assert not [x for x in _copies(tmp_path) if x.startswith(f"{newest}")]
+  channel.close()
+  assert not tmp_path.exists()
+
+
+def test_a_version_is_written_again_once_for_all_who_refuse_it(tmp_path):
+  notes = []
+  channel = _orbax(tmp_path, note=notes.append)
+  readers = [_orbax(tmp_path) for _ in range(3)]
+  stamped.publish_and_wait(channel, 5)
+  _damage(tmp_path, 5)
+  for reader in readers:
+    assert reader.adopt(-1) is None
+    assert reader.newest_version() == -1
+  for _ in range(2):
+    for reader in readers:
+      channel.write_again(reader.refusal.copy)  # as what replicas say is told
+    assert readers[0].wait_for_version(-1, stamped.DEADLINE_S)
+  for reader in readers:
+    stamped.assert_all(reader.adopt(-1)[0], 5)
+  stamped.publish_and_wait(channel, 6)
+  assert len(notes) == 1 and {"5-2", "6"} <= {*_copies(tmp_path)} <= {
+    *("5", "5-2", "6")
+  }
+  channel.close()
+
+
+def test_copies_that_are_damaged_too_follow_each_other_more_slowly(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setattr(weight_transfer, "_LONGEST_WAIT_S", 0.3)
+  channel = _orbax(tmp_path)
+  stamped.publish_and_wait(channel, 0)
+  begin_s = time.monotonic()
+  for copy in ("0", "0-2", "0-3"):
+    assert channel.wait_for_version(-1, stamped.DEADLINE_S)
+    _damage(tmp_path, copy)
+    assert channel.adopt(-1) is None
+  params, version = channel.adopt_first(stamped.DEADLINE_S)
+  stamped.assert_all(params, version)
+  assert channel.num_refused == 3
+  assert time.monotonic() - begin_s > 0.6  # before the third and the fourth
+  channel.close()
+
+
+def test_a_newer_version_comes_in_the_place_of_a_further_copy(tmp_path):
+  channel = _orbax(tmp_path, cls=_HeldUp)
+  channel.gate = threading.Event()
+  stamped.publish_and_wait(channel, 0)
+  _damage(tmp_path, 0)
+  assert channel.adopt(-1) is None  # told, and not heard yet
+  channel.publish(stamped.params(1), 1)
+  channel.gate.set()
+  params, version = channel.adopt_first(stamped.DEADLINE_S)
+  assert version == 1 and _copies(tmp_path) == ["0", "1"]
+  stamped.assert_all(params, 1)
+  channel.close()
+
+
+@pytest.mark.parametrize("what", ["version", "incarnation", "directory"])
+def test_a_version_that_vanishes_while_it_is_read_is_refused_and_comes_again(
+  tmp_path, monkeypatch, what
+):
+  directory = tmp_path / "versions"
+  notes = []
+  channel = _orbax(directory, note=notes.append)
+  stamped.publish_and_wait(channel, 0)
+  root = directory / f"incarnation-{stamped.INCARNATION}"
+  gone = {"version": root / "0", "incarnation": root, "directory": directory}
+
+  def remove(original):
+    def removed(*arguments, **more):
+      shutil.rmtree(gone[what])
+      monkeypatch.undo()
+      return original(*arguments, **more)
+
+    return removed
+
+  # Before the marks of its files are read, and before Orbax reads them.
+  for module, name in ((shared_check, "identities"), (pytree_files, "load")):
+    monkeypatch.setattr(module, name, remove(getattr(module, name)))
+    assert channel.adopt(-1) is None
+    assert "cannot be read" in str(channel.refusal)
+    params, version = channel.adopt_first(stamped.DEADLINE_S)
+    assert version == 0
+    stamped.assert_all(params, 0)
+    gone["version"] = root / os.readlink(root / "newest")
+  assert len(notes) == 2 and all("it is written again" in x for x in notes)
+  channel.close()
+
+
+def test_a_version_that_is_removed_unread_is_written_again(tmp_path):
+  channel = _orbax(tmp_path / "versions")
+  stamped.publish_and_wait(channel, 0)
+  shutil.rmtree(tmp_path / "versions")
+  assert channel.adopt(-1) is None and channel.num_refused == 0
+  params, version = channel.adopt_first(stamped.DEADLINE_S)
+  assert version == 0
+  stamped.assert_all(params, 0)
+  channel.close()
+
+
+def test_what_is_not_the_fault_of_the_files_is_no_refusal(
+  tmp_path, monkeypatch
+):
+  channel = _orbax(tmp_path)
+  stamped.publish_and_wait(channel, 0)
+
+  def fail(directory, target):
+    raise ValueError("a bug")
+
+  monkeypatch.setattr(pytree_files, "load", fail)
+  with pytest.raises(ValueError, match="a bug"):
+    channel.adopt(-1)
+  assert channel.refusal is None
   channel.close()
 
 
@@ -294,11 +455,11 @@ def test_old_versions_go_but_never_one_that_is_read(tmp_path):
 class _OvertakenWhileReading(weight_transfer.OrbaxChannel):
   """Four newer versions are announced between its lock and its first byte."""
 
-  def load(self, version):
-    if version == 0:
+  def read(self, copy):
+    if copy == "0":
       for newer in range(1, 5):
         stamped.publish_and_wait(self, newer)
-    return super().load(version)
+    return super().read(copy)
 
 
 def test_a_version_that_is_overtaken_while_it_is_read_is_read_whole(tmp_path):
@@ -320,10 +481,10 @@ class _OvertakenWhileLocking(weight_transfer.OrbaxChannel):
     self.num_looks = 0
     return super().adopt(newer_than)
 
-  def newest_version(self):
-    newest = super().newest_version()
+  def _newest_copy(self):
+    newest = super()._newest_copy()
     self.num_looks += 1
-    if self.num_looks == 1 and newest == 0:
+    if self.num_looks == 2 and newest == "0":  # the name that it will open
       for newer in range(1, self.num_newer + 1):
         stamped.publish_and_wait(self, newer)
     return newest
@@ -333,7 +494,7 @@ class _OvertakenWhileLocking(weight_transfer.OrbaxChannel):
 @pytest.mark.parametrize("num_newer", [1, 3])
 def test_a_version_overtaken_before_it_is_locked_gives_way(tmp_path, num_newer):
   channel = _orbax(tmp_path, cls=_OvertakenWhileLocking)
-  channel.num_looks, channel.num_newer = 1, num_newer
+  channel.num_looks, channel.num_newer = 2, num_newer
   stamped.publish_and_wait(channel, 0)
   params, version = channel.adopt(-1)
   assert version == num_newer
@@ -373,11 +534,11 @@ class _Full(weight_transfer.OrbaxChannel):
 
   has_room = False
 
-  def _announce(self, save, version):
-    if version and not self.has_room:
+  def _announce(self, save, copy):
+    if copy != "0" and not self.has_room:
       save()()
       raise OSError(errno.ENOSPC, "No space left on device")
-    super()._announce(save, version)
+    super()._announce(save, copy)
 
 
 @pytest.fixture
@@ -433,7 +594,6 @@ def test_a_directory_that_was_removed_is_made_again(tmp_path, notes):
   for version in range(3):
     stamped.publish_and_wait(channel, version)
   (tmp_path / "versions").rename(tmp_path / "elsewhere")
-  assert channel.newest_version() == -1
   assert channel.adopt(2) is None
   for version in range(3, 6):
     stamped.publish_and_wait(channel, version)

@@ -123,7 +123,8 @@ class RolloutWorker:
     timeout_s: float,
   ) -> Iterator[list[answers_lib.Written]]:
     """Answer questions; see `RolloutSide.answers`."""
-    self.replica.adopt_version(version, timeout_s)
+    for _ in self.replica.adopting(version, timeout_s):
+      yield []  # so that the caller can look whether it shall go on
     yield from self.replica.answers(prompts, settings)
 
   def hold(self, version: int) -> held_version.HeldVersion:

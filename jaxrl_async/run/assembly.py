@@ -323,8 +323,7 @@ def send_base(
   channel = make_channel(config, workdir, shapes, engine, note, trainer.world)
   try:
     channel.publish(trainer.published_base(), 0)
-    channel.wait_for_version(-1, config.run.stall_timeout_s)
-    adopted = channel.adopt(-1)
+    adopted = channel.adopt_first(config.run.stall_timeout_s)
     if adopted is None:
       raise weight_transfer.WeightTransferError(
         f"the base did not arrive in {config.run.stall_timeout_s:g} s"

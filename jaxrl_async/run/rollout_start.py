@@ -190,6 +190,7 @@ def build(
     zero_totals=dataclasses.asdict(scheduler_lib.SchedulerStats())
     | {"wait_s": 0.0, "adopt_s": 0.0, "refused_versions": 0},
     note=note,
+    write_again=remote.channels[-1].write_again,
   )
   shutdown.closes(fleet.close)
   try:
@@ -241,6 +242,8 @@ def _spec(
       directory=channel.directory,
       incarnation=channel.incarnation,
       shapes=channel.shapes,
+      # Of a base nobody tells; a replica that refuses it is started again.
+      is_written_again=channel is channels[-1] and channel.is_written_again,
     )
     for channel in channels
   ]
