@@ -141,7 +141,7 @@ def test_nobody_waits_for_arrays_in_host_memory_and_they_may_change(
   values = np.arange(64 * 1024, dtype=np.float32)
   state = {
     "moments": jax.device_put(
-      values, on_device.with_memory_kind("pinned_host")
+      values.copy(), on_device.with_memory_kind("pinned_host")
     ),
     "weights": jax.device_put(values, on_device),
   }
