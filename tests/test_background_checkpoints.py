@@ -13,7 +13,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.coordination import run_schedule
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.run import checkpointing
-from jaxrl_async.run import recorder
+from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import manifest
@@ -92,7 +92,7 @@ def test_a_full_disk_ends_no_run_and_costs_no_line(
   tmp_path, monkeypatch, capsys
 ):
   monkeypatch.setattr(checkpointing, "FIRST_WAIT_S", 0.0)
-  record = recorder.Recorder._step
+  record = recorder_lib.Recorder._step
   full, num_bytes = contextlib.ExitStack(), []
 
   def recorded(self, pending, *rest):
@@ -108,7 +108,7 @@ def test_a_full_disk_ends_no_run_and_costs_no_line(
       full.close()
     record(self, pending, *rest)
 
-  monkeypatch.setattr(recorder.Recorder, "_step", recorded)
+  monkeypatch.setattr(recorder_lib.Recorder, "_step", recorded)
   config = make_config(8, checkpoint_every=2, keep_trajectories=True)
   config.transfer.channel = sections.Channel.DIRECT
   with full:

@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,7 +35,12 @@ def save(directory, *steps, keep=9):
 
 def newest(directory):
   notes = []
-  return fallback.newest_whole(directory, notes.append), notes
+  whole = fallback.newest_whole(directory, notes.append)
+  return whole and whole[:3], notes
+
+
+def names(directory):
+  return sorted(path.name for path in directory.iterdir())
 
 
 def tear(path, how):
@@ -68,12 +74,63 @@ def test_a_damaged_newest_falls_back_to_the_one_before(tmp_path, how):
   tear(tmp_path / "2", how)
   whole, notes = newest(tmp_path)
   assert whole == (1, {"step": 1}, (3, 2)) and len(notes) == 2
-  fallback.set_aside(tmp_path, whole.damaged)
+  fallback.set_aside(tmp_path, (3, 2))
   assert checkpoint.latest(tmp_path) == 1
   save(tmp_path, 2, keep=1)
-  found = sorted(path.name for path in tmp_path.iterdir())
-  assert found == ["2", "2.damaged", "3.damaged"]
+  assert names(tmp_path) == ["2", "2.damaged", "3.damaged"]
   assert newest(tmp_path) == ((2, {"step": 2}, ()), [])
+  # The next time, those of before are removed.
+  save(tmp_path, 4)
+  tear(tmp_path / "4", how)
+  assert newest(tmp_path)[0] == (2, {"step": 2}, (4,))
+  fallback.set_aside(tmp_path, ())
+  assert len(names(tmp_path)) == 4
+  fallback.set_aside(tmp_path, (4,))
+  assert names(tmp_path) == ["2", "4.damaged"]
+
+
+def test_what_a_crash_left_of_a_damaged_step_never_comes_back(tmp_path):
+  """The run goes on from before, and comes to the step in another way."""
+  save(tmp_path, 5, 7)
+  # A kill after both renames of a second save of step 7, before the removal.
+  shutil.copytree(tmp_path / "7", tmp_path / "7.old")
+  tear(tmp_path / "7", "short")
+  checkpoint.recover(tmp_path)
+  whole, _ = newest(tmp_path)
+  assert whole == (5, {"step": 5}, (7,))
+  fallback.set_aside(tmp_path, (7,))
+  save(tmp_path, 6)
+  assert checkpoint.steps(tmp_path) == [5, 6]
+  assert names(tmp_path) == ["5", "6", "7.damaged", "7.old.damaged"]
+
+
+def test_a_start_reads_a_checkpoint_once_and_verifies_it_once(
+  tmp_path, monkeypatch
+):
+  save(tmp_path, 1)
+  calls, why_not = [], manifest._why_not
+
+  def counted(*arguments):
+    calls.append(1)
+    return why_not(*arguments)
+
+  monkeypatch.setattr(manifest, "_why_not", counted)
+  whole = fallback.newest_whole(tmp_path, lambda text: None)
+  w = STATE["w"]
+  abstract = {"w": jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding)}
+  found, _, _ = checkpoint.restore(
+    tmp_path, 1, abstract, verified=whole.verified
+  )
+  np.testing.assert_array_equal(found["w"], STATE["w"])
+  assert len(calls) == 1
+  for how in ("changed", "added"):  # between the two
+    whole = fallback.newest_whole(tmp_path, lambda text: None)
+    path = tmp_path / "1" / "host_state.json"
+    content = path.read_bytes()
+    tear(tmp_path / "1", how)
+    with pytest.raises(checkpoint.DamagedError, match="has just changed"):
+      checkpoint.restore(tmp_path, 1, abstract, verified=whole.verified)
+    path.write_bytes(content)
 
 
 def test_where_all_are_damaged_the_newest_is_named(tmp_path):

@@ -80,8 +80,8 @@ def workdir(tmp_path):
 
 def find(workdir, config=None):
   notes = []
-  step, _ = resume.find(config or sections.Config(), workdir, notes.append)
-  return step, notes
+  found = resume.find(config or sections.Config(), workdir, notes.append)
+  return found.step, notes
 
 
 def refusal(workdir, config=None):

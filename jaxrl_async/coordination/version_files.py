@@ -114,8 +114,7 @@ def load(directory: pathlib.Path, target: Any, checked: Any) -> Any:
 def _marks(directory: pathlib.Path) -> Any:
   """Return what differs if a file is added, lost, replaced or changed."""
   try:
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    return [*map(str, files)], shared_check.identities(files)
+    return shared_check.marks(directory)
   except OSError as error:
     raise _unreadable(directory, error) from error
 
