@@ -10,7 +10,7 @@ the thread that failed.
 `start_up` builds the parts of a run, and `Run` is the loop over them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import pathlib
@@ -38,6 +38,7 @@ from jaxrl_async.run import snapshot
 from jaxrl_async.run import start_up
 from jaxrl_async.run import trainer_facts
 from jaxrl_async.serving import front as front_lib
+from jaxrl_async.storage import background_write
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import config_json
 from jaxrl_async.storage import workdir as workdir_lib
@@ -303,7 +304,7 @@ class Run:
       self._is_ending = True
       self.checkpoints.rescue(step, self.config.run.join_timeout_s)
 
-  def _save(self, step: int) -> Callable[[], None]:
+  def _save(self, step: int) -> background_write.Write:
     """Copy the whole run for a checkpoint, and return what writes the copy.
 
     The rollout side is paused while its state is copied.
@@ -370,9 +371,11 @@ class Run:
     """Save a checkpoint, and raise Interrupted."""
     self._wait_for_recorder()
     self.evaluations.drop(step)
-    self.checkpoints.take_now(step)
+    kept = self.checkpoints.take_before_stop(step)
+    where = "" if kept == step else f" from step {kept}"
     raise supervisor_lib.Interrupted(
-      f"stopped after step {step}; the same command on {self.workdir} goes on"
+      f"stopped after step {step}; the same command on {self.workdir} goes"
+      f" on{where}"
     )
 
 
@@ -438,7 +441,7 @@ def run(
     xla_flags=xla_flags,
   )
   setup = checks.checked(config, jax.devices(), source=source, scorer=scorer)
-  stop = supervisor_lib.StopRequest()
+  stop = supervisor_lib.StopRequest(grace_s=config.run.preemption_grace_s)
   world = world or world_lib.alone()
   trainer_facts.check_size(config, world.size)
   trainer_facts.check_mesh(setup.train_mesh, world.size)

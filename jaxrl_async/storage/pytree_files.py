@@ -17,6 +17,7 @@ use this module. With several processes only the main threads may.
 """
 
 from collections.abc import Callable
+import logging
 import pathlib
 import threading
 from typing import Any
@@ -39,6 +40,13 @@ _NO_LIMIT_S = 10 * 365 * 86_400
 _MOST_FILES = 2000
 # Waits for the save that several processes have begun last.
 _waits: list[Callable[[], None]] = []
+
+
+# At each save in files of their own, Orbax warns that there are no others to
+# put together.
+logging.getLogger("absl").addFilter(
+  lambda record: "Skipping merge of OCDBT" not in record.getMessage()
+)
 
 
 class LayoutError(ValueError):
@@ -118,7 +126,9 @@ def save_async(
   context = _context()
   context.array.saving.enable_write_sharding_file = False
   if is_frequent and jax.process_count() == 1:
-    context.array.saving.use_ocdbt = _num_shards(named) > _MOST_FILES
+    in_few_files = _num_shards(named) > _MOST_FILES
+    context.array.saving.use_ocdbt = in_few_files
+    context.array.saving.use_zarr3 = in_few_files  # else it warns when it loads
   if not is_kept:
     named = {n: _copied(x) if _is_on_host(x) else x for n, x in named.items()}
   _wait_for_others()
