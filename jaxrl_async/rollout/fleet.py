@@ -84,8 +84,7 @@ class Fleet:
       busy: records how long the replicas' devices are busy, on average.
       zero_totals: the counters of a replica that has done nothing.
       note: is called with a line when a replica comes, goes or fails.
-      write_again: is told of copies of weights that a replica has refused; see
-        `WeightChannel.write_again`.
+      write_again: that of the channel, for weights that a replica has refused.
       seconds: a clock.
     """
     self.coordinator = coordinator
@@ -131,6 +130,10 @@ class Fleet:
   def paused(self, timeout_s: float) -> contextlib.AbstractContextManager[None]:
     """Hold the rollout thread; the replicas go on with what they have."""
     return self._gate.paused(timeout_s, self.status)
+
+  def abandon(self) -> None:
+    """Give the thread up; the coordinator knows only what was reported."""
+    self._gate.stop()
 
   def groups(self) -> dict[int, types.RolloutGroup]:
     """Return the groups in progress, as they were last reported."""

@@ -229,7 +229,12 @@ class Checkpointing:
     self.take_now(step)
     return step
 
-  def rescue(self, step: int, timeout_s: float) -> None:
+  def rescue(
+    self,
+    step: int,
+    timeout_s: float,
+    before: Callable[[], None] = lambda: None,
+  ) -> None:
     """Take a last checkpoint if possible, before a failure ends the run.
 
     Other threads may be in any state. What copies the run refuses it if its
@@ -239,12 +244,18 @@ class Checkpointing:
     Args:
       step: the number of completed train steps.
       timeout_s: seconds that it may take to copy the run.
+      before: makes the run ready for it.
     """
     if self._taken_step == step:
       return
+
+    def take() -> None:
+      before()
+      self.take(step)
+
     thread = supervisor_lib.start_thread(
       "last checkpoint",
-      lambda: self.take(step),
+      take,
       lambda error: self._note(
         f"no checkpoint of step {step} could be taken: {error}"
       ),
