@@ -4,6 +4,7 @@ import pytest
 import test_run
 
 from jaxrl_async.coordination import version_files
+from jaxrl_async.devices import xla_flags
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -13,8 +14,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 # synchronous run, which has no other one.
 @pytest.mark.parametrize("variant", ["", "sync"])
 def test_a_version_that_is_needed_is_written_again(
-  tmp_path, monkeypatch, variant
+  tmp_path, monkeypatch, capsys, variant
 ):
+  monkeypatch.setattr(xla_flags, "current", lambda: "")
   seal, damaged = version_files.seal, []
 
   def seal_and_damage(directory, named, layout):
@@ -40,3 +42,5 @@ def test_a_version_that_is_needed_is_written_again(
   metrics = test_run.lines(tmp_path, "metrics")
   evaluated = [x["step"] for x in metrics if "eval/held_out/avg@1" in x]
   assert evaluated == [0, 2, 4]
+  said = capsys.readouterr().err
+  assert ("run.exact_resume: not exact on a" in said) == (not variant)

@@ -289,13 +289,26 @@ def read(workdir: pathlib.Path) -> RecordedSchedule:
   return RecordedSchedule(starts=tuple(starts), steps=tuple(steps))
 
 
-def first_environment(workdir: pathlib.Path) -> Mapping[str, Any]:
-  """Return the environment of a run's first start, or nothing without one."""
+def environment_of(workdir: pathlib.Path, step: int) -> Mapping[str, Any]:
+  """Return the environment of the start that made a train step.
+
+  Args:
+    workdir: of a run that nobody writes.
+    step: completed train steps before it.
+
+  Returns:
+    Nothing if there is no such start.
+  """
+  found = {}
   try:
     with open(workdir / workdir_lib.SCHEDULE, "rb") as file:
-      return dict(json.loads(file.readline())["environment"])
+      for line in file:
+        record = json.loads(line)
+        if "start" in record and record["start"] <= step:
+          found = dict(record["environment"])
   except (OSError, ValueError, LookupError, TypeError):
-    return {}  # `read` says what is wrong
+    pass  # `read` says what is wrong
+  return found
 
 
 def _read_start(record: Mapping[str, Any]) -> Start:

@@ -425,7 +425,8 @@ def run(
       they are in processes of their own.
     world: the processes that train together; None is this one alone. This one
       leads. The others call `follower.follow`, and the caller closes the world.
-    xla_flags: the options that XLA was started with, for the schedule.
+    xla_flags: the options that XLA was started with, for the schedule; "" takes
+      those of the environment.
 
   Returns:
     The summary on one line.
