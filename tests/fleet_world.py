@@ -169,7 +169,6 @@ class World(worker_world.World):
       zero_totals=dataclasses.asdict(scheduler_lib.SchedulerStats())
       | {"wait_s": 0.0, "adopt_s": 0.0, "refused_versions": 0},
       note=self.notes.append,
-      write_again=lambda copy: self.channel.write_again(copy),
       **{"replica_timeout_s": 30.0, "start_timeout_s": DEADLINE_S}
       | fleet_options,
     )

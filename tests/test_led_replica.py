@@ -66,7 +66,6 @@ class Programs:
       pass  # a library says that the processes are connected
     if line.startswith("refused "):
       self.refused = line.split()[1]
-      self.channel.write_again(self.refused)
       again = self.directory / "incarnation-it" / f"{self.refused}-2"
       while not (again / "manifest.json").exists():
         time.sleep(0.01)  # polls what the channel's thread writes

@@ -35,7 +35,8 @@ class WeightsSpec:
     directory: of the channel, which the replica's host sees too.
     incarnation: of the channel.
     shapes: shapes and dtypes of the published arrays.
-    is_written_again: whether the publisher hears of versions that are refused.
+    is_written_again: whether the publisher writes a version again that a reader
+      has refused.
   """
 
   directory: pathlib.Path

@@ -3,6 +3,7 @@
     <copy>/                 Orbax's files
     <copy>/manifest.json    their digests, written last
     <copy>.checked-<host>   what the first reader on a host found
+    <copy>.refused          whether a reader has refused it
 
 The first copy of version 7 is called "7". If a reader refuses it, or if it is
 removed, the publisher may write another one, which is called "7-2".
@@ -12,6 +13,8 @@ added or lost, and that no file has changed since it was checked. The digests of
 the files are checked by one reader on each host, see `storage/shared_check.py`.
 """
 
+import contextlib
+import os
 import pathlib
 import shutil
 from typing import Any
@@ -126,7 +129,23 @@ def _unreadable(
   return manifest.ManifestError(f"{directory} cannot be read ({reason})")
 
 
+def mark_refused(directory: pathlib.Path) -> None:
+  """Leave a mark that a reader has refused a version, if that is possible."""
+  with contextlib.suppress(OSError):
+    _mark(directory).touch()
+
+
+def is_refused(directory: pathlib.Path) -> bool:
+  """Return whether a reader has left its mark."""
+  return os.path.exists(_mark(directory))
+
+
+def _mark(directory: pathlib.Path) -> pathlib.Path:
+  return directory.with_name(f"{directory.name}.refused")
+
+
 def remove(directory: pathlib.Path) -> None:
   """Remove a version that nobody reads, with its records."""
   shared_check.remove_records(directory)
+  _mark(directory).unlink(missing_ok=True)
   shutil.rmtree(directory)

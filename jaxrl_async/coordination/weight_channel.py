@@ -46,8 +46,8 @@ class WeightChannel(abc.ABC):
     num_refused: copies of versions that were not adopted, because they differ
       from what was published.
     refusal: the last of these errors; None if there was none.
-    is_written_again: whether the publisher writes a version again that was
-      refused, if it is told so by `write_again`.
+    is_written_again: whether the publisher writes a version again that a reader
+      has refused.
 
   Threads: one thread publishes and closes; any number poll, wait and adopt.
   `_changed` guards what they share and is notified after every new version,
@@ -136,14 +136,6 @@ class WeightChannel(abc.ABC):
       if (adopted := self.adopt(-1)) is not None:
         return adopted
     return None
-
-  def write_again(self, copy: str) -> None:
-    """Tell the publisher that a reader has refused this copy of a version.
-
-    It writes the version again, unless there is a newer copy. This may be said
-    any number of times. Where nothing is published, it does nothing.
-    """
-    del copy
 
   def wait_for_version(self, newer_than: int, timeout_s: float) -> bool:
     """Wait until there is a newer version.

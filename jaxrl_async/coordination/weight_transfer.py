@@ -63,13 +63,12 @@ class OrbaxChannel(WeightChannel):
   Refusal. If an announced version differs from its manifest or cannot be read,
   or if the manifest names another incarnation or version, it is never adopted.
   `adopt` counts it and returns None, and the reader keeps what it has until
-  something else is announced. The publisher keeps the arrays of the last
-  version in the host's memory. When it is told of the refusal, or finds that
-  the files are gone, it writes a further copy under another name, unless a
-  newer version waits. It is told by `adopt` in its own process, and by what
-  replicas say in others. With several processes that train it writes nothing
-  again. `adopt` then raises where nothing newer would come: if the reader has
-  no weights yet, or if no version may be skipped.
+  something else is announced. It leaves a mark beside the version. The
+  publisher keeps the arrays of the last version in the host's memory, and looks
+  about once a second. If it finds a mark, or no files, it writes a further copy
+  under another name, unless a newer version waits. With several processes that
+  train it writes nothing again. `adopt` then raises where nothing newer would
+  come: if the reader has no weights yet, or if no version may be skipped.
 
   Removal. A reader takes a shared lock on the manifest and then checks whether
   the copy is still the newest. The publisher removes a copy only when two
@@ -83,8 +82,8 @@ class OrbaxChannel(WeightChannel):
   in order.
 
   The first `publish` creates the incarnation and removes those of earlier
-  starts. A process that only adopts removes nothing, and writes nothing but the
-  record by which the readers of one host check a version once.
+  starts. A process that only adopts removes nothing, and writes nothing but its
+  marks, and the record by which the readers of one host check a version once.
 
   Failures. A disk that is full, or a directory that was removed, does not end
   the run: the thread writes the version again, or a newer one, after waits that
@@ -116,7 +115,9 @@ class OrbaxChannel(WeightChannel):
       incarnation: id of this start of the run.
       target: jax.ShapeDtypeStruct leaves with the rollout shardings.
       coalesce: False at max_staleness 0, where no version may be skipped.
-      is_written_again: False if nobody would tell the publisher of a refusal.
+      is_written_again: False keeps no arrays in the host's memory, for what is
+        large and published once. It is False in any case if several processes
+        publish.
       world: the processes that publish together; None is this one alone.
       note: is called with a message when a version cannot be written, and when
         one is written again.
@@ -134,7 +135,7 @@ class OrbaxChannel(WeightChannel):
     self._waiting = collections.deque()
     self._announced: list[str] = []  # names of copies
     self._kept: dict[str, Any] = {}  # arrays of the version that was saved last
-    self._refused_copy = ""  # of which a reader has told
+    self._is_refused = False  # the newest copy, in this process
     self._failure: BaseException | None = None
     self._thread: threading.Thread | None = None
     self._lock: IO[bytes] | None = None
@@ -169,13 +170,11 @@ class OrbaxChannel(WeightChannel):
         raise
       self._held, self.refusal = newer_than, error
       self.num_refused += 1
-      self.write_again(error.copy)
+      version_files.mark_refused(self._path / error.copy)
+      with self._changed:
+        self._is_refused = True
+        self._changed.notify_all()
       return None
-
-  def write_again(self, copy: str) -> None:
-    with self._changed:
-      self._refused_copy = copy
-      self._changed.notify_all()
 
   @contextlib.contextmanager
   def reading(self, newer_than: int) -> Iterator[str | None]:
@@ -237,8 +236,10 @@ class OrbaxChannel(WeightChannel):
       with disk.writing(self._path):
         begun = self._save(named, copy)
       save = functools.partial(lambda wait: wait, begun)
-    else:
+    elif self.is_written_again:
       save = functools.partial(self._keep_and_save, named, copy)
+    else:
+      save = functools.partial(self._save, named, copy)
     with self._changed:
       if self._coalesce:
         self._waiting.clear()
@@ -306,19 +307,18 @@ class OrbaxChannel(WeightChannel):
     return True
 
   def _has_work(self) -> bool:
-    return bool(self._waiting or self._refused_copy or self._is_closed)
+    return bool(self._waiting or self._is_refused or self._is_closed)
 
   def _next_copy(self) -> str | None:
     """Return the name of a further copy of the newest version, if it needs one.
 
     It does if a reader has refused the newest copy, or if that is not there.
     """
-    with self._changed:
-      refused, self._refused_copy = self._refused_copy, ""
+    self._is_refused = False
     if not self._kept or not self._announced:
       return None
     newest = self._announced[-1]
-    if newest == refused:
+    if version_files.is_refused(self._path / newest):
       why = "was refused"
     elif not os.path.exists(self._newest_link / manifest.NAME):
       why = "was removed"

@@ -98,7 +98,6 @@ class AttachedReplica:
       ask=ask,
       received=received,
       version=replica.version,
-      refused=replica.refused_copy,
       totals={
         **dataclasses.asdict(replica.scheduler.stats),
         "wait_s": self._wait_s,

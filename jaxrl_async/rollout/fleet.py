@@ -67,7 +67,6 @@ class Fleet:
     busy: metrics_lib.BusyClock,
     zero_totals: dict[str, int | float],
     note: Callable[[str], None],
-    write_again: Callable[[str], None] = lambda copy: None,
     seconds: Callable[[], float] = time.monotonic,
   ):
     """Create a fleet without replicas.
@@ -84,7 +83,6 @@ class Fleet:
       busy: records how long the replicas' devices are busy, on average.
       zero_totals: the counters of a replica that has done nothing.
       note: is called with a line when a replica comes, goes or fails.
-      write_again: that of the channel, for weights that a replica has refused.
       seconds: a clock.
     """
     self.coordinator = coordinator
@@ -95,7 +93,6 @@ class Fleet:
     self._start_timeout_s = start_timeout_s
     self._busy = busy
     self._note = note
-    self._write_again = write_again
     self._seconds = seconds
     self._gate = gate_lib.Gate()
     self._members = [fleet_member.Member(place=i) for i in range(num_replicas)]
@@ -441,8 +438,6 @@ class Fleet:
     self._was_ready = True
     member.since_s, member.version = self._seconds(), said.version
     member.totals = said.totals
-    if said.refused:
-      self._write_again(said.refused)
     if said.ask is not None:
       member.ask = said.ask
       member.given = {

@@ -49,7 +49,6 @@ class Said:
     ask: how many trajectories it has room for; None if nothing has changed.
     received: number of deliveries that it had taken when it asked.
     version: the policy version that it holds.
-    refused: the name of the copy of a version that it has refused last, or "".
     totals: its counters, as `RolloutSide.totals` returns them.
     busy_s: seconds in which its devices were busy since the last `collect`.
     activities: the last of these periods.
@@ -63,7 +62,6 @@ class Said:
   totals: dict[str, int | float]
   busy_s: float
   activities: tuple[Activity, ...] = ()
-  refused: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -109,12 +109,6 @@ class Replica:
     """The versions that were not adopted, because they were damaged."""
     return self._channel.num_refused - self._refused_before
 
-  @property
-  def refused_copy(self) -> str:
-    """The name of the copy of a version that was refused last, or ""."""
-    refusal = self._channel.refusal
-    return "" if refusal is None else refusal.copy
-
   def _is_lost(self, version: int) -> bool:
     """Whether a version was refused, and will not be written again."""
     refusal = self._channel.refusal

@@ -190,7 +190,6 @@ def build(
     zero_totals=dataclasses.asdict(scheduler_lib.SchedulerStats())
     | {"wait_s": 0.0, "adopt_s": 0.0, "refused_versions": 0},
     note=note,
-    write_again=remote.channels[-1].write_again,
   )
   shutdown.closes(fleet.close)
   try:
@@ -215,7 +214,8 @@ def _channels(
   With LoRA there is one of the base before it.
   """
   channels = []
-  for shapes in (trainer.base_shapes(), trainer.published_shapes()):
+  base = trainer.base_shapes()
+  for shapes in (base, trainer.published_shapes()):
     if shapes is None:
       continue
     channel = assembly.make_channel(
@@ -225,6 +225,8 @@ def _channels(
       None,
       session.progress.note,
       session.world,
+      # A copy of the base would take memory for the whole run.
+      is_written_again=shapes is not base,
     )
     assert isinstance(channel, weight_transfer.OrbaxChannel)
     shutdown.closes(channel.close, setup.config.run.join_timeout_s)
@@ -242,8 +244,7 @@ def _spec(
       directory=channel.directory,
       incarnation=channel.incarnation,
       shapes=channel.shapes,
-      # Of a base nobody tells; a replica that refuses it is started again.
-      is_written_again=channel is channels[-1] and channel.is_written_again,
+      is_written_again=channel.is_written_again,
     )
     for channel in channels
   ]
