@@ -179,8 +179,10 @@ def replica_environment(config: sections.Config) -> dict[str, str]:
     devices //= config.cluster.replica_processes
     found |= {
       "JAX_PLATFORMS": "cpu",
+      # A run in the exact mode has set the flag for this process before.
       "XLA_FLAGS": f"{_HOST_DEVICES}={devices}"
-      + f" {xla_flags.SAME_BITS}" * config.run.exact_resume,
+      + f" {xla_flags.SAME_BITS}"
+      * (xla_flags.SAME_BITS in xla_flags.current()),
     }
   return found
 
