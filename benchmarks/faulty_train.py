@@ -8,6 +8,7 @@ after the other is injected, each EVERY_S seconds after the one before:
     a published version is torn: a byte of it is flipped after it is sealed
     a published version is from another run
     a batch makes the loss of an update not finite
+    no file may grow for a second, as on a full disk
 
 COUNTS is a file that says how often each of them has happened.
 """
@@ -15,7 +16,9 @@ COUNTS is a file that says how often each of them has happened.
 import dataclasses
 import json
 import pathlib
+import resource
 import sys
+import threading
 import time
 from typing import Any
 
@@ -26,7 +29,9 @@ from jaxrl_async import types
 from jaxrl_async.coordination import version_files
 from jaxrl_async.training import trainer as trainer_lib
 
-KINDS = ("torn version", "foreign version", "loss not finite")
+KINDS = ("torn version", "foreign version", "loss not finite", "disk full")
+_FULL_S = 1.0
+_FULL_BYTES = 1000  # how long a file may be then
 
 
 class Faults:
@@ -79,11 +84,24 @@ def inject(faults: Faults) -> None:
     used = groups
     if faults.is_due("loss not finite"):
       used = [with_nan(groups[0]), *groups[1:]]
+    if faults.is_due("disk full"):
+      fill_disk()
     batch = prepare(self, used, step)
     return dataclasses.replace(batch, groups=groups)
 
   version_files.seal = sealed
   trainer_lib.Trainer.prepare = prepared
+
+
+def fill_disk() -> None:
+  """Have the system refuse longer files for a while."""
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (_FULL_BYTES, before[1]))
+  timer = threading.Timer(
+    _FULL_S, resource.setrlimit, (resource.RLIMIT_FSIZE, before)
+  )
+  timer.daemon = True
+  timer.start()
 
 
 def flip_a_byte(directory: pathlib.Path) -> None:

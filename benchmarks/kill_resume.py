@@ -1,6 +1,12 @@
 """Kills a run many times with SIGKILL, and resumes it with the same command.
 
     uv run benchmarks/kill_resume.py --kills=100 --directory=/tmp/killed
+    uv run benchmarks/kill_resume.py --kills=10 --mode=exact
+    uv run benchmarks/kill_resume.py --kills=10 --replicas=2
+
+The mode is that of the run: exact is run.exact_resume, and fast is without it,
+as runs are by default. With --replicas the engines are in other processes, in a
+Ray cluster that each start makes.
 
 A third of the kills come at a random time after the start. The others wait
 until the run is inside a named stage: a checkpoint that is being written, a
@@ -9,6 +15,8 @@ train step, or the start from a checkpoint. After each kill the newest
 checkpoint is read, and after the last one the run is resumed to its end.
 
 Only the process that trains is killed. What it started has to end by itself.
+In both modes the replay begins with the first step, and the flag of XLA that
+makes bits comparable is set.
 
 The last line is JSON:
 
@@ -47,8 +55,13 @@ _LONGEST_S = 120.0  # of one start until it is killed
 _PATIENCE_S = 10.0  # after its first train step
 _MOST = 8  # times that a kill waits for a stage
 _ORPHANS_S = 30.0  # until the processes of a killed run must have ended
-# As in launch/; the driver makes prompts as the run does.
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+# As in launch/; the driver makes prompts as the run does. The second flag makes
+# bits independent of slots, which a run in the exact mode sets by itself.
+os.environ.setdefault(
+  "XLA_FLAGS",
+  "--xla_force_host_platform_device_count=2"
+  " --xla_cpu_experimental_ynn_fusion_type=",
+)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # What a kill waits for, in turn. The warm start comes only once.
 _TARGETS = tuple(x for x in stage_board.STAGES if x != "warm start")
@@ -218,8 +231,20 @@ def members(group: int) -> list[str]:
   return found
 
 
-def flags_of_run(compile_cache: pathlib.Path) -> list[str]:
-  """Return the flags of a run whose every stage comes often."""
+def flags_of_run(
+  compile_cache: pathlib.Path, mode: str = "fast", replicas: int = 0
+) -> list[str]:
+  """Return the flags of a run whose every stage comes often.
+
+  Args:
+    compile_cache: of XLA's programs.
+    mode: "fast" or "exact".
+    replicas: in other processes; 0 is the one within the run.
+  """
+  remote = [
+    "--config.cluster.kind=ray",
+    f"--config.cluster.replicas={replicas}",
+  ]
   return [
     f"--config={ROOT / 'configs' / 'tiny.py'}",
     f"--compile_cache={compile_cache}",
@@ -227,9 +252,10 @@ def flags_of_run(compile_cache: pathlib.Path) -> list[str]:
     "--config.eval.num_items=4",
     "--config.eval.every=3",
     "--config.run.checkpoint_every=2",
-    "--config.run.exact_resume",
+    f"--config.run.exact_resume={mode == 'exact'}",
     "--config.task.question_workers=1",
     "--config.train.num_steps=1000000",
+    *(remote if replicas else []),
   ]
 
 
@@ -281,6 +307,8 @@ def measure(
   num_kills: int,
   *,
   compile_cache: pathlib.Path,
+  mode: str = "fast",
+  replicas: int = 0,
   minutes: float = float("inf"),
   seed: int = 0,
 ) -> dict[str, Any]:
@@ -290,12 +318,14 @@ def measure(
     directory: for the run and its output; it is emptied.
     num_kills: how often.
     compile_cache: of XLA's programs, which makes starts short.
+    mode: as for `flags_of_run`.
+    replicas: as for `flags_of_run`.
     minutes: after which no more kills follow.
     seed: of the moments.
   """
   shutil.rmtree(directory, ignore_errors=True)
   directory.mkdir(parents=True)
-  driver = Driver(directory, flags_of_run(compile_cache), seed)
+  driver = Driver(directory, flags_of_run(compile_cache, mode, replicas), seed)
   end_s = time.monotonic() + 60 * minutes
   for number in range(num_kills):
     if time.monotonic() > end_s:
@@ -320,6 +350,8 @@ def measure(
   rewritten = surviving_books.changed_since(workdir, [b.prefix for b in books])
   used = json.loads((workdir / "weight_transfer.json").read_text())
   return {
+    "mode": mode,
+    "replicas": replicas,
     "kills": num_kills,
     "lost": sum(len(b.lost) for b in books),
     "duplicated": sum(len(b.duplicated) for b in books)
@@ -340,6 +372,10 @@ def measure(
 
 
 _KILLS = flags.DEFINE_integer("kills", 100, "How often to kill.", 1)
+_MODE = flags.DEFINE_enum("mode", "fast", ["fast", "exact"], "Of the run.")
+_REPLICAS = flags.DEFINE_integer(
+  "replicas", 0, "Replicas in other processes; 0 is one within the run.", 0
+)
 _DIRECTORY = flags.DEFINE_string(
   "directory", "/tmp/kill_resume", "Directory of the run; it is emptied."
 )
@@ -359,6 +395,8 @@ def main(argv: list[str]) -> None:
     pathlib.Path(_DIRECTORY.value).absolute(),
     _KILLS.value,
     compile_cache=pathlib.Path(_CACHE.value).absolute(),
+    mode=_MODE.value,
+    replicas=_REPLICAS.value,
     minutes=_MINUTES.value,
     seed=_SEED.value,
   )

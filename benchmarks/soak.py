@@ -7,9 +7,12 @@ each of these happens in turn (`faulty_train.py`, `soak_rewards.py`):
 
     a published version is torn, or is from another run
     the loss of an update is not finite
+    the disk is full for a second, and so is what holds the versions
     rewards raise, hang, die, flood their output, or are no numbers
     a process that scores is killed
     the whole run is stopped for some seconds, as by SIGSTOP
+
+Both have run.exact_resume, and evaluations beside training.
 
 The last line is JSON: what was injected, what the run counted, whether its
 books hold every group once, the memory and open files of both runs in their
@@ -41,7 +44,12 @@ _SUMMED = (
   "transfer/refused_versions",
   "train/bad_updates",
 )
-_COUNTED = ("reward_service/timeouts", "reward_service/errors")
+_COUNTED = (
+  "reward_service/timeouts",
+  "reward_service/errors",
+  "checkpoint/failures",
+)
+_EVALUATED = "eval/held_out/avg@1"
 
 
 class SoakError(RuntimeError):
@@ -62,6 +70,9 @@ def flags_of_run(workdir: pathlib.Path, steps: int, cache: str) -> list[str]:
     "--config.task.max_failed_groups=100",
     "--config.rollout.max_group_seconds=60.0",
     "--config.run.checkpoint_every=25",
+    "--config.run.exact_resume",
+    "--config.eval.num_items=4",
+    "--config.eval.every=10",
     "--config.run.sample_groups=0",
   ]
 
@@ -176,21 +187,36 @@ def last_reward(workdir: pathlib.Path) -> float:
 
 
 def measure(
-  directory: pathlib.Path, steps: int, every_s: float, compile_cache: str
+  directory: pathlib.Path,
+  steps: int,
+  every_s: float,
+  compile_cache: str,
+  *,
+  compares: bool = True,
 ) -> dict[str, Any]:
-  """Make both runs in a directory, which is emptied, and compare them."""
+  """Make both runs in a directory, which is emptied, and compare them.
+
+  Args:
+    directory: for the runs.
+    steps: train steps of each.
+    every_s: seconds between faults.
+    compile_cache: directory of XLA's programs.
+    compares: False makes only the run with faults.
+  """
   shutil.rmtree(directory, ignore_errors=True)
   directory.mkdir(parents=True)
   calm, faulty = directory / "calm", directory / "faulty"
-  before = run(
-    [
-      str(launching.ROOT / "launch" / "train.py"),
-      *flags_of_run(calm, steps, compile_cache),
-      "--config.task.reward=soak_rewards:ones",
-    ],
-    calm,
-    None,
-  )
+  before = []
+  if compares:
+    before = run(
+      [
+        str(launching.ROOT / "launch" / "train.py"),
+        *flags_of_run(calm, steps, compile_cache),
+        "--config.task.reward=soak_rewards:ones",
+      ],
+      calm,
+      None,
+    )
   counts = directory / "faults.json"
   outside, start_s = Outside(every_s), time.monotonic()
   samples = run(
@@ -217,17 +243,25 @@ def measure(
       name: sum(line.get(name, 0) for line in lines) for name in _SUMMED
     }
     | {name: lines[-1][name] for name in _COUNTED}
-    | {"failed groups": fates.count("failed")},
+    | {
+      "failed groups": fates.count("failed"),
+      "evaluations": sum(_EVALUATED in line for line in lines),
+    },
     "lost": len(books.lost),
     "duplicated": len(books.duplicated)
     + len(surviving_books.repeated_metrics(faulty)),
     "ledger_balanced": books.is_balanced,
     "bound_held": not books.out_of_bound,
     **quarters(samples),
-    "without_faults": quarters(before),
     "reward_last_tenth": last_reward(faulty),
-    "reward_last_tenth_without_faults": last_reward(calm),
-  }
+  } | (
+    {
+      "without_faults": quarters(before),
+      "reward_last_tenth_without_faults": last_reward(calm),
+    }
+    if compares
+    else {}
+  )
 
 
 _STEPS = flags.DEFINE_integer("steps", 1000, "Train steps of each run.", 1)

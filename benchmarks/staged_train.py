@@ -6,7 +6,6 @@ The flags after the board are those of launch/train.py. Only the functions that
 are named below are wrapped, and they do what they did.
 """
 
-from collections.abc import Callable
 import pathlib
 import runpy
 import sys
@@ -19,6 +18,7 @@ from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.rewards import pool as pool_lib
 from jaxrl_async.run import run_evaluations
 from jaxrl_async.run import start_up
+from jaxrl_async.storage import background_write
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.training import trainer as trainer_lib
 
@@ -50,10 +50,11 @@ def mark(board: stage_board.Board) -> None:
   pool_lib.LocalPool.score = marked
   begin = checkpoint.begin
 
-  def begun(*arguments: Any, **options: Any) -> Callable[[], None]:
+  def begun(*arguments: Any, **options: Any) -> background_write.Write:
     # A thread finishes it.
-    finish = board.marking("checkpoint", begin)(*arguments, **options)
-    return board.marking("checkpoint", finish)
+    write = board.marking("checkpoint", begin)(*arguments, **options)
+    write._finish = board.marking("checkpoint", write._finish)
+    return write
 
   checkpoint.begin = begun
 

@@ -33,6 +33,7 @@ from ml_collections import config_flags
 from jaxrl_async.config import directories
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.devices import xla_flags
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import memory_error
 from jaxrl_async.storage import disk
@@ -54,7 +55,6 @@ _COMPILE_CACHE = flags.DEFINE_string(
   " for a server in the user's cache directory.",
 )
 
-_SAME_BITS = "--xla_cpu_experimental_ynn_fusion_type="
 _LONGEST_LINE = 600  # characters of an error; long values are cut
 _CONFIG_MODULE = "config_config"  # ml_collections' name for a config file
 
@@ -133,16 +133,6 @@ def _prepare_jax() -> None:
   jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
-def use_same_bits() -> None:
-  """Make a sequence's bits independent of its slot, also on a CPU.
-
-  "Randomness is a function" in docs/design.md has the reason. It must be called
-  before JAX is imported.
-  """
-  if _SAME_BITS not in os.environ["XLA_FLAGS"]:
-    os.environ["XLA_FLAGS"] += f" {_SAME_BITS}"
-
-
 def _cache(path: pathlib.Path) -> str:
   """Return where XLA's compiled programs are kept, by default below a path."""
   return _COMPILE_CACHE.value or str(path / "compile_cache")
@@ -189,8 +179,10 @@ def replica_environment(config: sections.Config) -> dict[str, str]:
     devices //= config.cluster.replica_processes
     found |= {
       "JAX_PLATFORMS": "cpu",
+      # A run in the exact mode has set the flag for this process before.
       "XLA_FLAGS": f"{_HOST_DEVICES}={devices}"
-      + f" {_SAME_BITS}" * config.run.exact_resume,
+      + f" {xla_flags.SAME_BITS}"
+      * (xla_flags.SAME_BITS in xla_flags.current()),
     }
   return found
 

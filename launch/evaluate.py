@@ -24,6 +24,7 @@ from jaxrl_async.config import bounds
 from jaxrl_async.config import directories
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.devices import xla_flags
 from jaxrl_async.storage import config_json
 
 # Slow imports are made where they are used, after all checks.
@@ -145,6 +146,6 @@ def _use_config_of_checkpoint() -> None:
 
 
 if __name__ == "__main__":
-  command_line.use_same_bits()
+  xla_flags.use_same_bits()
   _use_config_of_checkpoint()
   command_line.start(main, _check, check_config=bounds.check)

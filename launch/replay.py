@@ -56,8 +56,8 @@ def _check() -> None:
     "workdir", command_line.WORKDIR.value, "use the workdir of a run"
   )
   command_line.check_compile_cache()
-  flags_then = run_schedule.first_environment(
-    pathlib.Path(command_line.WORKDIR.value)
+  flags_then = run_schedule.environment_of(
+    pathlib.Path(command_line.WORKDIR.value), _FROM_STEP.value
   ).get("xla_flags")
   if flags_then:
     os.environ["XLA_FLAGS"] = flags_then

@@ -21,6 +21,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.devices import gpus
 from jaxrl_async.devices import tpu_chips
+from jaxrl_async.devices import xla_flags
 from jaxrl_async.run import config_checks
 from jaxrl_async.serving import addresses
 
@@ -93,7 +94,7 @@ def _check() -> None:
   trainer_process.check()
   config = command_line.CONFIG.value
   if config.run.exact_resume:
-    command_line.use_same_bits()
+    xla_flags.use_same_bits()
   is_apart = config.cluster.kind is sections.ClusterKind.RAY
   if _SERVE_PORT.value and is_apart:
     raise sections.ConfigError(

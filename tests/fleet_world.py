@@ -150,6 +150,7 @@ class World(worker_world.World):
         directory=self.channel.directory,
         incarnation=self.channel.incarnation,
         shapes=self.channel.shapes,
+        is_written_again=True,
       ),
       base=None,
       probe=(probe, "here"),

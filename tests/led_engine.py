@@ -62,7 +62,10 @@ def spec_of(directory):
     shared_tokens=np.zeros((0,), np.int32),
     tokenizer=TOKENIZER,
     weights=replica_spec.WeightsSpec(
-      directory=directory, incarnation="it", shapes=shapes
+      directory=directory,
+      incarnation="it",
+      shapes=shapes,
+      is_written_again=True,
     ),
     base=None,
     probe=(directory, ""),
@@ -100,7 +103,10 @@ def generate(scheduler, channel, engine, forget=lambda: None):
     if step % 4 == 0 and step < 12:
       print("next version", flush=True)
       next(published)
-      weights, newest = channel.adopt(newest)
+      while (adopted := channel.adopt(newest)) is None:
+        print(f"refused {channel.refusal.copy}", flush=True)
+        next(published)
+      weights, newest = adopted
       params = engine.load_params(weights, newest)
       scheduler.adopt(params, newest)
     if step == 2:
@@ -167,13 +173,13 @@ def follow(directory, is_stray):
       return dataclasses.replace(found, tokens=found.tokens ^ 1)
 
     engine_lib.Engine.read = misread
-  load = weight_transfer.OrbaxChannel.load
+  read_copy = weight_transfer.OrbaxChannel.read
 
-  def load_late(channel, version):
+  def read_late(channel, copy):
     time.sleep(0.5)  # who does not wait for it adopts too early
-    return load(channel, version)
+    return read_copy(channel, copy)
 
-  weight_transfer.OrbaxChannel.load = load_late
+  weight_transfer.OrbaxChannel.read = read_late
   process = led_replica.FollowerProcess(60.0)
   process.join(pickle.loads(invitation.read_bytes()), 1)
   time.sleep(600)

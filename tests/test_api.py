@@ -72,6 +72,39 @@ def test_importing_the_package_does_not_import_jax():
     jaxrl_async.lod  # noqa: B018
 
 
+SETS_FLAGS = """
+import os
+
+import jaxrl_async
+from jaxrl_async.devices import xla_flags
+
+jaxrl_async.train
+import jax
+
+early = xla_flags.use_same_bits(), xla_flags.use_same_bits()
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=3"
+flags = xla_flags.current()
+assert len(jax.devices()) == 3  # XLA has read them only now
+os.environ["XLA_FLAGS"] = ""
+print(early, xla_flags.use_same_bits(), flags.split())
+"""
+
+
+def test_the_flag_of_exact_runs_is_set_while_xla_has_not_read_them():
+  ran = subprocess.run(
+    [sys.executable, "-c", SETS_FLAGS],
+    capture_output=True,
+    text=True,
+    cwd=ROOT,
+    env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
+  )
+  flags = [
+    "--xla_cpu_experimental_ynn_fusion_type=",
+    "--xla_force_host_platform_device_count=3",
+  ]
+  assert ran.stdout == f"(True, True) False {flags}\n", ran.stderr
+
+
 @pytest.mark.slow
 def test_a_policy_generates_what_it_says_and_stops_where_it_should(policy):
   assert policy.version == 5
@@ -166,6 +199,7 @@ def test_what_a_script_has_at_hand_becomes_a_run(begun, tmp_path):
   assert summary == {"train_steps": 0} and begun["scorer"] is scored
   task = begun["config"].task
   assert task.on_bad_row is sections.OnBadRow.SKIP
+  assert begun["xla_flags"] == os.environ["XLA_FLAGS"]
   assert begun["config"].train.num_steps == 9 != config.train.num_steps
   path = pathlib.Path(task.dataset.removeprefix("jsonl:"))
   lines = path.read_text().splitlines()

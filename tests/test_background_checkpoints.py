@@ -1,20 +1,30 @@
 """Whole runs that train on while checkpoints are written, or cannot be."""
 
+import contextlib
 import errno
 import threading
 
+import disks
 import pytest
 import reward_scorers
 import test_run
 
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import run_schedule
 from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.coordination import weight_transfer
+from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.run import checkpointing
+from jaxrl_async.run import recorder as recorder_lib
+from jaxrl_async.run import start_up
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import manifest
 from jaxrl_async.training import trainer as trainer_lib
 
 pytestmark = pytest.mark.slow
+
+BOOKS = ("ledger.jsonl", "metrics.jsonl", "schedule.jsonl")
 
 
 def make_config(num_steps, **run):
@@ -81,6 +91,50 @@ def test_a_run_trains_while_one_is_written_and_when_the_disk_is_full(
   test_run.check_ledger(tmp_path, summary)
 
 
+def test_a_full_disk_ends_no_run_and_costs_no_line(
+  tmp_path, monkeypatch, capsys
+):
+  monkeypatch.setattr(checkpointing, "FIRST_WAIT_S", 0.0)
+  record = recorder_lib.Recorder._step
+  full, num_bytes = contextlib.ExitStack(), []
+
+  def recorded(self, pending, *rest):
+    if pending.step == 2:
+      # Later ones fail because the ledger does, before Orbax begins.
+      written = tmp_path / "checkpoints" / "2" / manifest.NAME
+      assert test_run.until(written.exists)
+      full.enter_context(disks.files_of_at_most(100))
+    if pending.step in (2, 6):
+      sizes = [(tmp_path / name).stat().st_size for name in BOOKS]
+      num_bytes.append(sizes)
+    if pending.step == 6:
+      full.close()
+    record(self, pending, *rest)
+
+  monkeypatch.setattr(recorder_lib.Recorder, "_step", recorded)
+  config = make_config(8, checkpoint_every=2, keep_trajectories=True)
+  config.transfer.channel = sections.Channel.DIRECT
+  with full:
+    summary = test_run.start(config, tmp_path)
+  before, after = num_bytes
+  assert before == after and all(before)  # all of them were refused
+  assert summary["train_steps"] == 8
+  entries = test_run.check_ledger(tmp_path, summary)
+  assert sorted({entry["step"] for entry in entries}) == [*range(8)]
+  metrics = test_run.lines(tmp_path, "metrics")
+  assert [line["step"] for line in metrics] == [*range(9)]
+  schedule = run_schedule.read(tmp_path)
+  assert len(schedule.steps) == 8
+  for step in schedule.steps:
+    stored = run_schedule.read_trajectories(tmp_path, step.step)
+    assert [g.index for g in stored] == [g.admission.index for g in step.groups]
+  assert checkpoint.latest(tmp_path / "checkpoints") == 8
+  said = capsys.readouterr().err
+  for name in (*BOOKS, "trajectories"):
+    assert f"WARNING: {tmp_path / name} cannot be written" in said
+    assert f"{tmp_path / name} is written again, and lacks nothing" in said
+
+
 def test_what_can_be_saved_is_saved_before_a_failure_ends_the_run(
   tmp_path, monkeypatch, capsys
 ):
@@ -109,15 +163,64 @@ def test_what_can_be_saved_is_saved_before_a_failure_ends_the_run(
   assert "could be taken" not in said
   assert (directory / "3").stat().st_mtime_ns > 0
 
+  # A version that cannot be published, of a step that was trained.
+  publish = weight_transfer.OrbaxChannel.publish
+
+  def refuse(self, params, version):
+    if version == stalled + 2:
+      raise weight_transfer.WeightTransferError("refused")
+    return publish(self, params, version)
+
+  with monkeypatch.context() as patched:
+    patched.setattr(weight_transfer.OrbaxChannel, "publish", refuse)
+    config = make_config(stalled + 9, checkpoint_every=100)
+    with pytest.raises(weight_transfer.WeightTransferError):
+      test_run.start(config, tmp_path)
+  trained = checkpoint.latest(directory)
+  assert trained == stalled + 2, capsys.readouterr().err
+  metrics = test_run.lines(tmp_path, "metrics")
+  assert [line["step"] for line in metrics] == [*range(trained + 1)]
+
+  # A rollout thread that hangs in a call of the engine, in the middle of its
+  # trajectories. What it has reported is saved.
+  step, may_go_on = scheduler_lib.Scheduler.step, threading.Event()
+
+  def hang(self):
+    is_rollout = threading.current_thread().name == start_up.ROLLOUT
+    if is_rollout and num_lines(tmp_path) > trained + 3:
+      may_go_on.wait(100)
+    return step(self)
+
+  with monkeypatch.context() as patched:
+    patched.setattr(scheduler_lib.Scheduler, "step", hang)
+    config = make_config(
+      trained + 90,
+      checkpoint_every=100,
+      stall_timeout_s=3.0,
+      join_timeout_s=2.0,
+    )
+    with pytest.raises(supervisor_lib.StallError):
+      test_run.start(config, tmp_path)
+    may_go_on.set()
+  hung = checkpoint.latest(directory)
+  said = capsys.readouterr().err
+  assert hung is not None and hung >= trained + 3, said
+  assert "could be taken" not in said
+  metrics = test_run.lines(tmp_path, "metrics")
+  assert [line["step"] for line in metrics] == [*range(hung + 1)]
+  assert test_run.until(
+    lambda: start_up.ROLLOUT not in {t.name for t in threading.enumerate()}
+  )
+
   # A rollout thread that has failed.
   config = make_config(
-    9, checkpoint_every=100, stall_timeout_s=60.0, join_timeout_s=20.0
+    hung + 9, checkpoint_every=100, stall_timeout_s=60.0, join_timeout_s=20.0
   )
   config.task.max_failed_groups, config.task.reward_retries = 3, 0
   with pytest.raises(supervisor_lib.ThreadFailed, match="3 groups in a row"):
     test_run.start(config, tmp_path, scorer=reward_scorers.raises_in_training)
   failed = checkpoint.latest(directory)
-  assert failed is not None and failed >= stalled
+  assert failed is not None and failed >= hung
 
   summary = test_run.start(make_config(failed + 3), tmp_path)
   assert summary["train_steps"] == failed + 3

@@ -1,12 +1,15 @@
 """When checkpoints are taken, tried again and given up; without a run."""
 
+import signal
 import threading
+import time
 
 import pytest
 
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.run import checkpointing
+from jaxrl_async.storage import background_write
 from jaxrl_async.storage import disk
 
 TIMEOUT_S = 20.0
@@ -20,33 +23,55 @@ class Disk:
     self.may_write = threading.Event()
     self.may_write.set()
     self.fails_to_take = self.fails_to_write = False
+    self.num_parts = 0
+    self.responds = threading.Event()
+    self.responds.set()
 
   def save(self, step):
     if self.fails_to_take:
       raise disk.StorageError("full at once")
     self.taken.append(step)
+    return Write(self, step)
 
-    def finish():
-      assert self.may_write.wait(TIMEOUT_S)
-      if self.fails_to_write:
-        raise disk.StorageError("full")
-      self.written.append(step)
 
-    return finish
+class Write(background_write.Write):
+  """The rest of a write on such a disk."""
+
+  def __init__(self, its_disk, step):
+    self.disk, self.step = its_disk, step
+
+  def __call__(self):
+    assert self.disk.may_write.wait(TIMEOUT_S)
+    if self.disk.fails_to_write:
+      raise disk.StorageError("full")
+    self.disk.written.append(self.step)
+
+  def progress(self):
+    assert self.disk.responds.wait(TIMEOUT_S)
+    return self.disk.num_parts
 
 
 class World:
   """Checkpoints on such a disk, and what is said of them."""
 
-  def __init__(self, *, every=2, most=3):
+  def __init__(self, *, every=2, most=3, grace_s=0.0, stall_s=300.0):
     self.disk, self.notes = Disk(), []
-    self.stop = supervisor_lib.StopRequest()
+    self.stop = supervisor_lib.StopRequest(grace_s=grace_s)
     self.checkpoints = checkpointing.Checkpointing(
       self.disk.save,
-      sections.RunSection(checkpoint_every=every, max_checkpoint_failures=most),
+      sections.RunSection(
+        checkpoint_every=every,
+        max_checkpoint_failures=most,
+        stall_timeout_s=stall_s,
+      ),
       self.stop,
       self.notes.append,
     )
+
+  def preempt(self):
+    """What SIGTERM does."""
+    self.stop._answer(signal.SIGTERM, self.notes.append, "", "")
+    self.notes.clear()
 
   def train(self, first, last):
     """Complete these steps, as the loop of a run does."""
@@ -200,12 +225,14 @@ def test_a_bug_in_the_thread_is_raised_as_it_is():
   world = World()
 
   def save(step):
-    return lambda: [][step]
+    write = Write(world.disk, step)
+    world.disk.written = None
+    return write
 
   checkpoints = checkpointing.Checkpointing(
     save, sections.RunSection(), world.stop, world.notes.append
   )
-  with pytest.raises(IndexError):
+  with pytest.raises(AttributeError, match="append"):
     checkpoints.take_now(1)
 
 
@@ -241,3 +268,130 @@ def test_closing_waits_and_tells_what_failed():
   with pytest.raises(disk.StorageError, match="full"):
     world.checkpoints.close(TIMEOUT_S)
   world.checkpoints.close(TIMEOUT_S)
+
+
+# -- a stop, and a disk that does not respond ----------------------------------
+
+
+def test_at_a_stop_the_step_is_taken_unless_it_was():
+  world = World()
+  world.train(1, 2)
+  assert world.checkpoints.take_before_stop(2) == 2
+  assert world.disk.written == [2]
+  assert world.checkpoints.take_before_stop(3) == 3
+  assert world.disk.written == [2, 3]
+
+
+@pytest.mark.parametrize(
+  ("grace_s", "write_s", "expected"),
+  [(30.0, 40.0, 2), (30.0, 0.0, 3), (0.0, 40.0, 3)],
+)
+def test_no_second_write_is_queued_that_does_not_fit_before_the_end(
+  grace_s, write_s, expected
+):
+  world = World(grace_s=grace_s)
+  world.disk.may_write.clear()
+  world.train(1, 3)
+  begin_s = time.perf_counter()
+  world.checkpoints._writing.add_done_callback(lambda _: time.sleep(0.01))
+  world.preempt()
+  threading.Timer(0.05, world.disk.may_write.set).start()
+  # It has taken so long already.
+  look = world.checkpoints._look
+
+  def looked():
+    look()
+    world.checkpoints._write_s += write_s
+
+  world.checkpoints._look = looked
+  assert world.checkpoints.take_before_stop(3) == expected
+  assert world.disk.written == [2, 3][: expected - 1]
+  assert len(world.notes) == (expected == 2)
+  assert time.perf_counter() - begin_s < TIMEOUT_S
+
+
+def test_what_has_failed_is_tried_again_however_little_time_is_left(soon):
+  world = World(grace_s=0.001)
+  world.disk.fails_to_write = True
+  world.train(1, 2)
+  world.settle()
+  world.preempt()
+  world.disk.fails_to_write = False
+  assert world.checkpoints.take_before_stop(3) == 3
+
+
+@pytest.fixture
+def looks_often(monkeypatch):
+  monkeypatch.setattr(checkpointing, "_LOOK_S", 0.005)
+
+
+def wait_for(notes, count):
+  deadline_s = time.monotonic() + TIMEOUT_S
+  while len(notes()) < count:
+    assert time.monotonic() < deadline_s
+    time.sleep(0.005)
+
+
+@pytest.mark.usefixtures("looks_often")
+@pytest.mark.parametrize("responds", [True, False])
+def test_a_write_that_stands_still_counts_as_failures_until_it_moves(responds):
+  world = World(every=100, most=4, stall_s=0.1)
+  world.disk.may_write.clear()
+  if not responds:  # even to a look at it
+    world.disk.responds.clear()
+  world.checkpoints.take(100)
+
+  def notes():
+    assert not world.checkpoints.is_due(101)
+    return world.notes
+
+  wait_for(notes, 2)
+  assert world.disk.taken == [100]  # nothing is written beside it
+  assert (
+    "step 100 stands still for 0.1 s (run.stall_timeout_s)" in (world.notes[0])
+  )
+  assert "failure 2 of 4" in world.notes[1]
+  assert world.checkpoints.metrics()["checkpoint/failures"] == 2
+  world.disk.responds.set()
+  world.disk.may_write.set()
+  world.settle()
+  assert not world.checkpoints.is_due(102)
+  assert world.notes[-1] == "the checkpoint of step 100 is written"
+  assert world.checkpoints.is_due(200)
+
+
+@pytest.mark.usefixtures("looks_often")
+def test_a_write_that_moves_slowly_is_no_failure():
+  world = World(every=100, stall_s=0.2)
+  world.disk.may_write.clear()
+  world.checkpoints.take(100)
+  for _ in range(40):
+    world.disk.num_parts += 1
+    assert not world.checkpoints.is_due(101)
+    time.sleep(0.02)
+  assert not world.notes
+  world.disk.may_write.set()
+  world.settle()
+
+
+@pytest.mark.usefixtures("looks_often")
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_nobody_waits_for_ever_for_what_stands_still(is_stopped):
+  world = World(every=100, most=3, stall_s=0.1)
+  world.disk.may_write.clear()
+  world.checkpoints.take(100)
+  if is_stopped:
+    world.preempt()
+  with pytest.raises(
+    disk.StorageError, match="stands still for 0.1 s"
+  ) as raised:
+    if is_stopped:
+      world.checkpoints.take_before_stop(101)
+    else:
+      world.checkpoints.take_now(101)
+  assert ("attempt 3 in a row" in str(raised.value)) != is_stopped
+  assert world.disk.taken == [100]
+  with pytest.raises(TimeoutError):
+    world.checkpoints.close(TIMEOUT_S)
+  world.disk.may_write.set()
+  world.settle()

@@ -1,5 +1,6 @@
 """An answer that cannot be scored is no answer, neither right nor wrong."""
 
+from concurrent import futures
 import functools
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import tiny
 
 from jaxrl_async import types
+from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.run import evaluate
@@ -15,7 +17,7 @@ from jaxrl_async.text import tokenizer as tokenizer_lib
 NUM_PROMPTS = 5
 
 
-def evaluated(score, rewards=None, samples=1, **settings):
+def evaluated(score, rewards=None, samples=1, check=lambda: None, **settings):
   """An evaluation whose answer i has the score `score(i)`."""
   rewards = rewards or tiny.Rewards(lambda item, made: score(item["number"]))
   stream = tiny.Prompts()
@@ -34,7 +36,7 @@ def evaluated(score, rewards=None, samples=1, **settings):
   write = functools.partial(
     answers_lib.write, tiny.ready(), tokenizer=tokenizer_lib.character_level()
   )
-  return this.evaluate(write, is_greedy=samples == 1)
+  return this.evaluate(write, is_greedy=samples == 1, check=check)
 
 
 def failure(reason="error: LookupError: no such"):
@@ -146,6 +148,38 @@ def test_stop_texts_end_answers_of_evaluations():
   stopped = [c for c in found if c.finish_reason is types.FinishReason.STOP]
   assert stopped and all(c.text.index(text) == len(c.text) - 1 for c in stopped)
   assert all(text not in c.text for c in found if c not in stopped)
+
+
+class Silent(tiny.Rewards):
+  """Never answers."""
+
+  def submit(self, item, trajectories):
+    super().submit(item, trajectories)
+    handle = service_lib.ScoreHandle.__new__(service_lib.ScoreHandle)
+    handle._outcome, handle._parts = None, [self]
+    return handle
+
+  outcome = None
+  future = futures.Future()
+
+  def done(self):
+    return False
+
+
+def test_scores_that_do_not_come_do_not_keep_an_evaluation_from_ending(
+  monkeypatch,
+):
+  monkeypatch.setattr(answers_lib, "_LOOK_S", 0.01)
+  rewards, calls = Silent(), []
+
+  def check():
+    calls.append(len(rewards.submitted))
+    if calls.count(NUM_PROMPTS) == 3:  # all of them await their scores
+      raise supervisor_lib.Interrupted("stopped")
+
+  with pytest.raises(supervisor_lib.Interrupted):
+    evaluated(None, rewards, check=check)
+  assert calls[-1] == NUM_PROMPTS
 
 
 def test_slow_scores_hold_generation_back():

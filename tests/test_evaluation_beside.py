@@ -86,7 +86,7 @@ def beside(tmp_path_factory):
   copies = {}
   evaluate = run_evaluations.RunEvaluations._evaluated
 
-  def evaluate_late(self, write, *, is_greedy):
+  def evaluate_late(self, write, **settings):
     if threading.current_thread().name == "evaluation" and not copies:
       workdir = self._parts.session.workdir
       saved = workdir / "checkpoints" / "3" / "manifest.json"
@@ -96,7 +96,7 @@ def beside(tmp_path_factory):
         copies[step] = directory / f"after_{step}"
         shutil.copytree(workdir, copies[step])
       shutil.rmtree(copies[2] / "checkpoints" / "3")
-    return evaluate(self, write, is_greedy=is_greedy)
+    return evaluate(self, write, **settings)
 
   with pytest.MonkeyPatch.context() as patched:
     watch = Watch(patched)
@@ -156,12 +156,12 @@ def test_a_stop_ends_an_evaluation_at_once(in_pauses, tmp_path, monkeypatch):
       monkeypatch.setattr(self._parts.rollout, "answers", answers)
     return in_a_pause(self, step)
 
-  def stop_beside(self, write, *, is_greedy):
+  def stop_beside(self, write, **settings):
     if threading.current_thread().name == "evaluation":
       self._stop.set()
       while True:  # until it is told that the version is released
-        evaluate(self, write, is_greedy=is_greedy)
-    return evaluate(self, write, is_greedy=is_greedy)
+        evaluate(self, write, **settings)
+    return evaluate(self, write, **settings)
 
   def stopped(name, function):
     with monkeypatch.context() as patched:

@@ -1,8 +1,11 @@
 """Checkpoints that are damaged, in flight, or cut off; without a run."""
 
+import ctypes
+import gc
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +22,7 @@ from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import fallback
 from jaxrl_async.storage import manifest
+from jaxrl_async.storage import pytree_files
 
 STATE = {"w": jnp.arange(4.0)}
 TIMEOUT_S = 120.0
@@ -31,7 +35,12 @@ def save(directory, *steps, keep=9):
 
 def newest(directory):
   notes = []
-  return fallback.newest_whole(directory, notes.append), notes
+  whole = fallback.newest_whole(directory, notes.append)
+  return whole and whole[:3], notes
+
+
+def names(directory):
+  return sorted(path.name for path in directory.iterdir())
 
 
 def tear(path, how):
@@ -65,12 +74,63 @@ def test_a_damaged_newest_falls_back_to_the_one_before(tmp_path, how):
   tear(tmp_path / "2", how)
   whole, notes = newest(tmp_path)
   assert whole == (1, {"step": 1}, (3, 2)) and len(notes) == 2
-  fallback.set_aside(tmp_path, whole.damaged)
+  fallback.set_aside(tmp_path, (3, 2))
   assert checkpoint.latest(tmp_path) == 1
   save(tmp_path, 2, keep=1)
-  found = sorted(path.name for path in tmp_path.iterdir())
-  assert found == ["2", "2.damaged", "3.damaged"]
+  assert names(tmp_path) == ["2", "2.damaged", "3.damaged"]
   assert newest(tmp_path) == ((2, {"step": 2}, ()), [])
+  # The next time, those of before are removed.
+  save(tmp_path, 4)
+  tear(tmp_path / "4", how)
+  assert newest(tmp_path)[0] == (2, {"step": 2}, (4,))
+  fallback.set_aside(tmp_path, ())
+  assert len(names(tmp_path)) == 4
+  fallback.set_aside(tmp_path, (4,))
+  assert names(tmp_path) == ["2", "4.damaged"]
+
+
+def test_what_a_crash_left_of_a_damaged_step_never_comes_back(tmp_path):
+  """The run goes on from before, and comes to the step in another way."""
+  save(tmp_path, 5, 7)
+  # A kill after both renames of a second save of step 7, before the removal.
+  shutil.copytree(tmp_path / "7", tmp_path / "7.old")
+  tear(tmp_path / "7", "short")
+  checkpoint.recover(tmp_path)
+  whole, _ = newest(tmp_path)
+  assert whole == (5, {"step": 5}, (7,))
+  fallback.set_aside(tmp_path, (7,))
+  save(tmp_path, 6)
+  assert checkpoint.steps(tmp_path) == [5, 6]
+  assert names(tmp_path) == ["5", "6", "7.damaged", "7.old.damaged"]
+
+
+def test_a_start_reads_a_checkpoint_once_and_verifies_it_once(
+  tmp_path, monkeypatch
+):
+  save(tmp_path, 1)
+  calls, why_not = [], manifest._why_not
+
+  def counted(*arguments):
+    calls.append(1)
+    return why_not(*arguments)
+
+  monkeypatch.setattr(manifest, "_why_not", counted)
+  whole = fallback.newest_whole(tmp_path, lambda text: None)
+  w = STATE["w"]
+  abstract = {"w": jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding)}
+  found, _, _ = checkpoint.restore(
+    tmp_path, 1, abstract, verified=whole.verified
+  )
+  np.testing.assert_array_equal(found["w"], STATE["w"])
+  assert len(calls) == 1
+  for how in ("changed", "added"):  # between the two
+    whole = fallback.newest_whole(tmp_path, lambda text: None)
+    path = tmp_path / "1" / "host_state.json"
+    content = path.read_bytes()
+    tear(tmp_path / "1", how)
+    with pytest.raises(checkpoint.DamagedError, match="has just changed"):
+      checkpoint.restore(tmp_path, 1, abstract, verified=whole.verified)
+    path.write_bytes(content)
 
 
 def test_where_all_are_damaged_the_newest_is_named(tmp_path):
@@ -118,6 +178,78 @@ def test_arrays_may_be_donated_and_the_rest_changed_while_it_is_written(
   assert found_state == {"step": 1}
 
 
+def test_a_write_tells_how_far_it_is(tmp_path, monkeypatch):
+  seen, fsync = [], os.fsync
+  write = checkpoint.begin(tmp_path, 1, STATE, {"x": "x" * 1000}, [])
+  before = write.progress()
+
+  def record(descriptor):
+    seen.append(write.progress())
+    fsync(descriptor)
+
+  monkeypatch.setattr(os, "fsync", record)
+  write()
+  num_files = len([x for x in (tmp_path / "1").rglob("*") if x.is_file()]) - 1
+  assert seen[0][1] >= before[1] + 1000  # bytes
+  of_files = [parts for parts, _ in seen[:num_files]]
+  assert of_files == sorted(set(of_files)) and of_files[-1] >= num_files - 1
+
+
+class LateResponse:
+  """What Orbax returns, for which nobody may wait too early."""
+
+  def __init__(self, response, may_wait):
+    self.response, self.may_wait = response, may_wait
+
+  def result(self):
+    assert self.may_wait.is_set()
+    return self.response.result()
+
+
+def test_nobody_waits_for_arrays_in_host_memory_and_they_may_change(
+  tmp_path, monkeypatch
+):
+  devices = np.array(jax.devices()[:2])
+  mesh = jax.sharding.Mesh(devices, ("x",))
+  on_device = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+  values = np.arange(64 * 1024, dtype=np.float32)
+  state = {
+    "moments": jax.device_put(
+      values.copy(), on_device.with_memory_kind("pinned_host")
+    ),
+    "weights": jax.device_put(values, on_device),
+  }
+  jax.block_until_ready(state)
+  save_async, may_wait = pytree_files.ocp.save_async, threading.Event()
+  monkeypatch.setattr(
+    pytree_files.ocp,
+    "save_async",
+    lambda *arguments: LateResponse(save_async(*arguments), may_wait),
+  )
+  finish = checkpoint.begin(tmp_path, 1, state, {}, [])
+  for shard in state["moments"].addressable_shards:  # as an update would
+    ctypes.memset(shard.data.unsafe_buffer_pointer(), 0, shard.data.nbytes)
+  may_wait.set()
+  finish()
+  abstract = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+  )
+  found, _, _ = checkpoint.restore(tmp_path, 1, abstract)
+  for name, array in found.items():
+    np.testing.assert_array_equal(array, values)
+    assert array.sharding.memory_kind == state[name].sharding.memory_kind
+
+
+def test_arrays_move_to_host_memory_with_their_shards():
+  mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+  array = jax.device_put(np.arange(8.0, dtype=np.float32), sharding)
+  assert pytree_files.in_host_memory({"a": array})["a"] is array  # of a CPU
+  moved = pytree_files._moved(array)
+  assert moved.sharding == sharding.with_memory_kind("pinned_host")
+  np.testing.assert_array_equal(moved, array)
+
+
 def test_a_full_disk_in_the_background_leaves_the_one_before(tmp_path):
   save(tmp_path, 4)
   finish = checkpoint.begin(tmp_path, 8, STATE, {"x": "x" * 50_000}, [])
@@ -127,6 +259,20 @@ def test_a_full_disk_in_the_background_leaves_the_one_before(tmp_path):
   assert [path.name for path in tmp_path.iterdir()] == ["4"]
   save(tmp_path, 9)
   assert checkpoint.latest(tmp_path) == 9
+
+
+# Orbax leaves a coroutine behind whose event loop is closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_full_disk_that_orbax_meets_leaves_the_one_before(tmp_path):
+  save(tmp_path, 4)
+  rng = np.random.default_rng(0)
+  state = {"w": jnp.asarray(rng.normal(size=50_000).astype(np.float32))}
+  with disks.files_of_at_most(20_000):
+    finish = checkpoint.begin(tmp_path, 8, state, {}, [])
+    with pytest.raises(disk.StorageError, match=f"{tmp_path}/8.*make room"):
+      finish()
+  gc.collect()
+  assert [path.name for path in tmp_path.iterdir()] == ["4"]
 
 
 def test_a_directory_that_vanishes_is_a_failure_and_is_made_again(tmp_path):

@@ -1,5 +1,6 @@
 """Whole runs whose disk, rewards or terminal fail."""
 
+import importlib
 import json
 import os
 import pathlib
@@ -67,12 +68,35 @@ print("the clock jumps")
 """
 
 
-def launch(workdir, output, *arguments, environment=None):
-  """launch/train.py in a process group of its own."""
+# launch/train.py, whose second checkpoint is not written to its end.
+HELD_UP = """
+import sys
+import threading
+
+import staged_train
+
+from jaxrl_async.storage import manifest
+
+write = manifest.write
+
+
+def held_up(directory, about, **more):
+  if directory.name.endswith(".incomplete") and int(directory.stem) > 2:
+    threading.Event().wait(1000)
+  write(directory, about, **more)
+
+
+manifest.write = held_up
+staged_train.run(sys.argv[1:])
+"""
+
+
+def launch(workdir, output, *arguments, environment=None, script=None):
+  """launch/train.py, or another script, in a process group of its own."""
   return subprocess.Popen(
     [
       sys.executable,
-      str(test_run.ROOT / "launch" / "train.py"),
+      str(script or test_run.ROOT / "launch" / "train.py"),
       f"--config={test_run.ROOT / 'configs' / 'tiny.py'}",
       f"--workdir={workdir}",
       "--config.warm_start.num_steps=0",
@@ -182,3 +206,55 @@ def test_a_run_that_stands_still_under_a_jumping_clock_loses_only_time(
   metrics = test_run.lines(workdir, "metrics")
   assert [line["step"] for line in metrics] == list(range(41))
   assert sum(line.get("time/step_s", 0.0) for line in metrics) > stopped_s
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_preempted_run_whose_checkpoint_does_not_fit_rolls_back(
+  tmp_path, monkeypatch
+):
+  monkeypatch.syspath_prepend(test_run.ROOT / "benchmarks")
+  surviving_books = importlib.import_module("surviving_books")
+  workdir, shown = tmp_path / "run", tmp_path / "shown"
+  script = tmp_path / "held_up.py"
+  script.write_text(HELD_UP)
+  with open(shown, "w") as output:
+    process = launch(
+      workdir,
+      output,
+      "--config.run.checkpoint_every=2",
+      "--config.run.preemption_grace_s=2",
+      environment={"PYTHONPATH": str(test_run.ROOT / "benchmarks")},
+      script=script,
+    )
+  has_ended = lambda: process.poll() is not None  # noqa: E731
+  directory = workdir / "checkpoints"
+  held_up = "*.incomplete/host_state.json"
+  try:
+    assert test_run.until(
+      lambda: (directory / "2").exists() and [*directory.glob(held_up)],
+      has_ended,
+    ), shown.read_text()
+    assert test_run.until_lines(workdir / "metrics.jsonl", 12, has_ended)
+    process.send_signal(signal.SIGTERM)
+    assert test_run.until(
+      lambda: "SIGTERM: finishing the step" in shown.read_text(), has_ended
+    )
+    time.sleep(2.0)  # the seconds that it was given
+    names = sorted(path.name for path in directory.iterdir())
+    assert process.poll() is None
+  finally:
+    process.kill()  # as the machine ends
+    end(process)
+  # Nothing was begun behind it.
+  assert names[:2] == ["0", "2"] and len(names) == 3, names
+  assert surviving_books.read(workdir).are_whole
+  with open(shown, "w") as output:
+    resumed = launch(workdir, output, "--config.train.num_steps=4")
+  assert end(resumed) == 0, shown.read_text()
+  assert "from step 2" in shown.read_text()
+  summary = json.loads((workdir / "summary.json").read_text())
+  test_run.check_ledger(workdir, summary)
+  assert surviving_books.read(workdir).are_whole
+  metrics = test_run.lines(workdir, "metrics")
+  assert [line["step"] for line in metrics] == [*range(5)]

@@ -13,7 +13,6 @@ import worker_world
 from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import fleet as fleet_lib
 from jaxrl_async.rollout import fleet_member
-from jaxrl_async.rollout import held_version
 from jaxrl_async.rollout import remote
 from jaxrl_async.rollout import wire
 
@@ -445,39 +444,6 @@ def test_replicas_that_begin_anew_answer_and_hold(make_world):
   until(held.is_held, "that it holds the version")
   assert len(answers_of(held.answers(*asked))) == 8
   held.release()
-  world.check_books()
-
-
-def test_an_evaluation_beside_groups_keeps_its_version(make_world):
-  world = make_world(num_replicas=2)
-  world.begin()
-  until(lambda: world.fleet.num_ready == 2, "replicas")
-  with world.fleet.paused(fleet_world.DEADLINE_S):
-    held = world.fleet.hold(0)
-  until(lambda: len(held._holding()) == 2, "that both hold it")
-  prompts, settings = questions(40)
-  alone = answers_of(
-    answers_lib.write(
-      tiny.ready(), prompts, settings, tokenizer=world.spec.tokenizer
-    )
-  )
-  # Other weights from here on. The groups adopt them, the questions do not.
-  answers = held.answers(prompts, settings)
-  first = next(answers)
-  world.train(2, seed=1)
-  assert answers_of([first, *answers]) == alone
-  # One that is gone is replaced by the other, and all of them by nobody.
-  world.handles[0].is_dead = True
-  assert answers_of(held.answers(prompts, settings)) == alone
-  held.release()
-  with pytest.raises(held_version.NotHeld):
-    list(held.answers(prompts, settings))
-  until(lambda: len(world.handles) == 3, "another replica")
-  until(lambda: world.fleet.num_ready == 2, "replicas")
-  with world.fleet.paused(fleet_world.DEADLINE_S):
-    late = world.fleet.hold(0)
-  with pytest.raises(held_version.NotHeld, match="was not held"):
-    until(late.is_held, "never")
   world.check_books()
 
 

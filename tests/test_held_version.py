@@ -161,6 +161,16 @@ def test_answers_that_nobody_takes_hold_the_questions_back(make_world):
   np.testing.assert_equal(len(first), 1)
 
 
+def test_whoever_waits_for_a_version_to_answer_may_look_up(make_world):
+  world = make_world()
+  answers = world.worker.answers(prompts(), SETTINGS, 1, DEADLINE_S)
+  assert next(answers) == [] and next(answers) == []
+  world.channel.publish(tiny.engine_params(0, seed=1).weights, 1)
+  assert content(answers) and world.replica.version == 1
+  with pytest.raises(TimeoutError):
+    list(world.worker.answers(prompts(), SETTINGS, 2, 0.1))
+
+
 def test_the_end_of_the_worker_ends_those_who_wait_for_answers(make_world):
   world = make_world()
   held = world.worker.hold(0)

@@ -9,6 +9,7 @@ import pathlib
 import subprocess
 import sys
 import threading
+import time
 
 import jax
 import led_engine
@@ -35,6 +36,7 @@ class Programs:
     self.channel = weight_transfer.OrbaxChannel(directory, "it", weights)
     stack.callback(self.channel.close)
     self.num_published = 0
+    self.damaged = self.refused = None  # versions
 
   def weights(self, seed):
     where = mesh_lib.replicated(mesh_lib.make_mesh(jax.devices()[:1]))
@@ -62,12 +64,21 @@ class Programs:
     """Publish the next version for a process that asks for it."""
     while (line := process.stdout.readline()).startswith("[Gloo]"):
       pass  # a library says that the processes are connected
-    if line != "next version\n":
+    if line.startswith("refused "):
+      self.refused = line.split()[1]
+      again = self.directory / "incarnation-it" / f"{self.refused}-2"
+      while not (again / "manifest.json").exists():
+        time.sleep(0.01)  # polls what the channel's thread writes
+    elif line == "next version\n":
+      version = self.num_published
+      self.channel.publish(self.weights(version), version)
+      assert self.channel.wait_for_version(version - 1, 30.0)
+      self.num_published += 1
+      if version == self.damaged:
+        path = self.directory / "incarnation-it" / str(version) / "stranger"
+        path.touch()
+    else:
       return line
-    version = self.num_published
-    self.channel.publish(self.weights(version), version)
-    assert self.channel.wait_for_version(version - 1, 30.0)
-    self.num_published += 1
     process.stdin.write("published\n")
     process.stdin.flush()
     return None
@@ -87,10 +98,11 @@ def begin(tmp_path):
 def test_two_processes_write_what_one_writes(begin):
   one, two = begin("one"), begin("two")
   alone = json.loads(one.written(one.start("alone", 2)))
+  two.damaged = 1
   lead = two.start("lead", 1)
   two.start("follow", 1)
   led = json.loads(two.written(lead))
-  assert lead.wait(30) == 0
+  assert lead.wait(30) == 0 and two.refused == "1"
   assert len(led) == 12  # 12 sequences, less one cancelled, and a question
   for a, b in zip(alone, led, strict=True):
     assert [a[k] for k in ("group", "tokens", "versions", "reason")] == [
@@ -128,13 +140,18 @@ def test_a_version_is_adopted_once_all_processes_have_read_it():
     replica_world.Peers([ours for ours, _ in pairs]), 3, failures.append
   )
   first, second = (replica_world.Peers([theirs]) for _, theirs in pairs)
-  lead.fetch(4)
-  waiting = threading.Thread(target=lead.wait_fetched, args=(4,), daemon=True)
+  lead.fetch("4")
+  lead.fetch("4-2")
+  waiting = threading.Thread(
+    target=lead.wait_fetched, args=("4-2",), daemon=True
+  )
   waiting.start()
-  first.send("fetched", 4)
+  first.send("fetched", "4")
+  first.send("fetched", "4-2")
+  second.send("fetched", "4")
   waiting.join(0.5)
   assert waiting.is_alive()
-  second.send("fetched", 4)
+  second.send("fetched", "4-2")
   waiting.join(30.0)
   assert not waiting.is_alive() and not failures
 

@@ -6,12 +6,14 @@ import math
 import sys
 import threading
 
+import disks
 import numpy as np
 import pytest
 import tiny
 
 from jaxrl_async import types
 from jaxrl_async.coordination import ledger as ledger_lib
+from jaxrl_async.storage import disk
 
 JOIN_S = 20.0
 EMPTY = ledger_lib.LedgerState()
@@ -193,6 +195,21 @@ def test_a_file_shorter_than_its_checkpoint_is_refused(tmp_path, open_ledger):
   path.write_text("{}\n")
   with pytest.raises(ValueError, match="has 3 bytes, fewer than the 4 "):
     open_ledger(ledger_lib.LedgerState(offset_bytes=4))
+
+
+def test_totals_are_known_while_the_disk_refuses_lines(tmp_path):
+  notes = []
+  ledger = ledger_lib.Ledger(tmp_path / "ledger", EMPTY, note=notes.append)
+  ledger.add_filtered(make_group(0))
+  with disks.files_of_at_most(100):
+    ledger.add_trained(make_group(1), step=3, skipped_update=False)
+    totals = ledger.totals()
+    assert (totals.trained_tokens, totals.filtered_tokens) == (4, 4)
+    with pytest.raises(disk.StorageError):
+      ledger.state()
+  assert ledger.state() == totals and len(notes) == 1
+  assert totals.offset_bytes == (tmp_path / "ledger").stat().st_size
+  ledger.close()
 
 
 @pytest.fixture

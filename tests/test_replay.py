@@ -156,7 +156,9 @@ def test_a_different_token_is_shown(recorded, tmp_path):
     play(workdir, until=4)
 
 
-def test_a_killed_run_and_what_followed_are_replayed(recorded, tmp_path):
+def test_a_killed_run_and_what_followed_are_replayed(
+  recorded, tmp_path, capsys
+):
   workdir = tmp_path / "killed"
   shutil.copytree(recorded, workdir)
   # The run ended after step 6, and was writing the line of another one.
@@ -167,7 +169,16 @@ def test_a_killed_run_and_what_followed_are_replayed(recorded, tmp_path):
   test_run.start(make_config(), workdir)
   starts = run_schedule.read(workdir).starts
   assert [start.step for start in starts] == [0, 6]
+  # As if the second start had had other flags of XLA.
+  path = workdir / "schedule.jsonl"
+  first, rest = path.read_text().split('"start": 6', 1)
+  rest = rest.replace('"xla_flags": "', '"xla_flags": "--other', 1)
+  path.write_text(f'{first}"start": 6{rest}')
+  capsys.readouterr()
   assert play(workdir).last_step == NUM_STEPS
+  said = capsys.readouterr().err
+  assert "bits may differ from step 6: xla_flags was '--other" in said
+  assert "bits may differ from step 0" not in said
 
 
 def test_a_change_of_settings_ends_what_can_be_replayed(recorded, tmp_path):

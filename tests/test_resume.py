@@ -80,8 +80,8 @@ def workdir(tmp_path):
 
 def find(workdir, config=None):
   notes = []
-  step, _ = resume.find(config or sections.Config(), workdir, notes.append)
-  return step, notes
+  found = resume.find(config or sections.Config(), workdir, notes.append)
+  return found.step, notes
 
 
 def refusal(workdir, config=None):
@@ -278,11 +278,14 @@ def test_checkpoints_without_a_config_take_that_of_config_json(tmp_path):
   assert "config.json is missing" in refusal(tmp_path)
 
 
+# As a loss of power may leave a file, and worse.
+NOT_JSON = (b"", bytes(64), b'{"algorithm', bytes(range(256)), b"[" * 100_000)
+
+
 @pytest.mark.parametrize(
   "data",
   [
-    bytes(range(256)),
-    b"",
+    *NOT_JSON,
     b"[]",
     b"3",
     b'"text"',
@@ -293,7 +296,6 @@ def test_checkpoints_without_a_config_take_that_of_config_json(tmp_path):
     b'{"algorithm": {}, "format": "x"}',
     b'{"algorithm": {}, "format": 1000}',
     b'{"algorithm": {}, "task": {"params": {"a.b": 1}}}',
-    b"[" * 100_000,
     None,
   ],
 )
@@ -304,7 +306,15 @@ def test_a_config_json_of_another_kind_is_one_line(tmp_path, data, has_run):
     (tmp_path / "config.json").unlink()
   path = tmp_path / "config.json"
   path.mkdir() if data is None else path.write_bytes(data)
-  assert refusal(tmp_path).startswith(f"workdir: {path} ")
+  if has_run and data in NOT_JSON:
+    step, notes = find(tmp_path)
+    assert step == 4
+    assert notes[0] == f"{path} is damaged, and is written anew"
+    write_run(tmp_path / "old", config=None)  # it keeps the config nowhere else
+    (tmp_path / "old" / "config.json").write_bytes(data)
+    assert "it is not JSON" in refusal(tmp_path / "old")
+  else:
+    assert refusal(tmp_path).startswith(f"workdir: {path} ")
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl"])

@@ -1,5 +1,8 @@
 """What is said of a disk that refuses, and what it leaves in a file."""
 
+import os
+import pathlib
+
 import disks
 import pytest
 
@@ -73,16 +76,36 @@ def test_a_file_is_cut_to_what_is_known_of_it(tmp_path):
     disk.AppendFile(path, 15)
 
 
+def test_a_text_has_reached_the_disk_before_it_has_its_name(
+  tmp_path, monkeypatch
+):
+  synced, fsync = [], os.fsync
+
+  def record(descriptor):
+    path = pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+    synced.append((path, path.is_dir() or path.read_text()))
+    fsync(descriptor)
+
+  monkeypatch.setattr(os, "fsync", record)
+  disk.replace_text(tmp_path / "text.json", "all of it")
+  assert synced == [
+    (tmp_path / "text.incomplete", "all of it"),
+    (tmp_path, True),
+  ]
+  assert (tmp_path / "text.json").read_text() == "all of it"
+
+
 def test_a_file_in_the_way_of_a_directory_is_named(tmp_path):
   (tmp_path / "file").touch()
   with pytest.raises(disk.StorageError, match="file/lines cannot be"):
     disk.AppendFile(tmp_path / "file" / "lines")
 
 
-def test_what_orbax_makes_of_a_full_disk_is_understood():
+@pytest.mark.parametrize("text", ["[OS error 28: x]", "[os_error_code='28']"])
+def test_what_orbax_makes_of_a_full_disk_is_understood(text):
   with pytest.raises(disk.StorageError, match="checkpoint .*make room"):
     with disk.writing("checkpoint"):
-      raise ValueError("RESOURCE_EXHAUSTED: Failed to write [OS error 28: x]")
+      raise ValueError(f"RESOURCE_EXHAUSTED: Failed to write {text}")
 
 
 @pytest.mark.parametrize(

@@ -203,3 +203,17 @@ def test_a_deadline_ends_and_asks_for_a_look_every_second(now):
     waits.append(wait_s)
     now[0] += wait_s
   assert waits == [1.0, 1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+  ("number", "is_limited"), [(signal.SIGTERM, True), (signal.SIGINT, False)]
+)
+def test_only_sigterm_says_when_the_process_will_be_killed(number, is_limited):
+  stop = supervisor_lib.StopRequest(grace_s=30.0)
+  assert stop.left_s == float("inf")
+  stop._answer(number, lambda text: None, "", "")
+  assert stop.is_set and (25.0 < stop.left_s <= 30.0) == is_limited
+  assert is_limited or stop.left_s == float("inf")
+  without = supervisor_lib.StopRequest()
+  without._answer(number, lambda text: None, "", "")
+  assert without.left_s == float("inf")

@@ -64,6 +64,22 @@ def test_every_start_finds_the_same_directory_although_the_last_filled_it(
   assert not notes
 
 
+@pytest.mark.parametrize(
+  "data", [b"", bytes(30), b'["/x', b"3", b"[3]", b"\xff"]
+)
+@pytest.mark.usefixtures("memory")
+def test_a_torn_record_blocks_no_start_and_is_written_anew(workdir, data):
+  record = workdir / "weight_transfer.json"
+  record.write_bytes(data)
+  notes = []
+  directory, lock = start(workdir, notes)
+  kill(lock)
+  assert f"{record} is damaged" in notes[0] and len(notes) == 1
+  assert json.loads(record.read_text()) == [str(directory)]
+  kill(start(workdir, notes)[1])
+  assert len(notes) == 1
+
+
 def test_what_lies_where_versions_went_before_is_removed(
   memory, workdir, tmp_path
 ):

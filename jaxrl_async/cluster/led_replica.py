@@ -28,6 +28,7 @@ import zlib
 from jaxrl_async.cluster import replica_spec
 from jaxrl_async.cluster import replica_world
 from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.coordination import version_files
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import engine as engine_lib
@@ -70,7 +71,7 @@ class Lead:
     self._peers = peers
     self._num_followers = size - 1
     self._changed = threading.Condition()
-    self._fetched: dict[int, int] = {}  # followers by version
+    self._fetched: dict[str, int] = {}  # followers by copy
     peers.watch(self._receive, on_failure)
 
   def tell(self, verb: str, *arguments: Any) -> None:
@@ -82,17 +83,17 @@ class Lead:
     self.tell("attach", spec)
     self._peers.common = {_TOKENIZER: spec.tokenizer}
 
-  def fetch(self, version: int) -> None:
-    """Have the followers read their parts of a version."""
+  def fetch(self, copy: str) -> None:
+    """Have the followers read their parts of a copy of a version."""
     with self._changed:
-      self._fetched = {version: 0}
-    self.tell("fetch", version)
+      self._fetched = {copy: 0}
+    self.tell("fetch", copy)
 
-  def wait_fetched(self, version: int) -> None:
-    """Wait until all followers have read their parts of a version."""
+  def wait_fetched(self, copy: str) -> None:
+    """Wait until all followers have read their parts of this copy."""
     with self._changed:
       self._changed.wait_for(
-        lambda: self._fetched.get(version) == self._num_followers
+        lambda: self._fetched.get(copy) == self._num_followers
       )
 
   def forget_questions(self) -> None:
@@ -100,9 +101,10 @@ class Lead:
     self.tell("forget", _QUESTIONS)
 
   def _receive(self, message: tuple[Any, ...]) -> None:
-    _, version = message
+    _, copy = message
     with self._changed:
-      self._fetched[version] += 1
+      if copy in self._fetched:  # not one that has been given up
+        self._fetched[copy] += 1
       self._changed.notify_all()
 
 
@@ -111,15 +113,14 @@ class LedChannel(weight_transfer.OrbaxChannel):
 
   lead: Lead
 
-  def adopt(self, newer_than: int) -> tuple[Any, int] | None:
-    with self.reading(newer_than) as version:
-      if version is None:
-        return None
-      # They need no locks: the version stays for as long as this one is held.
-      self.lead.fetch(version)
-      loaded = self.load(version)
-      self.lead.wait_fetched(version)
-      return loaded, version
+  def read(self, copy: str) -> Any:
+    # The others read nothing that is damaged. They need no locks: the copy
+    # stays for as long as this process holds it.
+    checked = self.check(copy)
+    self.lead.fetch(copy)
+    loaded = self.load(copy, checked)
+    self.lead.wait_fetched(copy)
+    return loaded
 
 
 class LedScheduler(scheduler_lib.Scheduler):
@@ -234,14 +235,14 @@ class Follower:
     )
     self._checksums[number] = 0
 
-  def _on_fetch(self, version: int) -> None:
+  def _on_fetch(self, copy: str) -> None:
     engine, channel = self._engine, self._channel
     assert engine is not None and channel is not None
 
     def fetch() -> None:
-      weights = channel.load(version)
-      self._weights[version] = engine.load_params(weights, version)
-      self._peers.send("fetched", version)
+      version = version_files.version_of(copy)
+      self._weights[version] = engine.load_params(channel.read(copy), version)
+      self._peers.send("fetched", copy)
 
     self._fetching = supervisor_lib.start_thread(
       "weight-fetch", fetch, self._end

@@ -35,11 +35,14 @@ class WeightsSpec:
     directory: of the channel, which the replica's host sees too.
     incarnation: of the channel.
     shapes: shapes and dtypes of the published arrays.
+    is_written_again: whether the publisher writes a version again that a reader
+      has refused.
   """
 
   directory: pathlib.Path
   incarnation: str
   shapes: Any
+  is_written_again: bool = False
 
   def channel(
     self,
@@ -48,7 +51,10 @@ class WeightsSpec:
   ) -> weight_transfer.OrbaxChannel:
     """Return the side of the channel that adopts into these shardings."""
     return kind(
-      self.directory, self.incarnation, aot.placed(self.shapes, shardings)
+      self.directory,
+      self.incarnation,
+      aot.placed(self.shapes, shardings),
+      is_written_again=self.is_written_again,
     )
 
 
@@ -156,8 +162,7 @@ def engine_and_channel(
     return engine, spec.weights.channel(shardings, kind)
   if not is_kept:
     base = spec.base.channel(lora_lib.base(shardings))
-    base.wait_for_version(-1, _BASE_TIMEOUT_S)
-    adopted = base.adopt(-1)
+    adopted = base.adopt_first(_BASE_TIMEOUT_S)
     if adopted is None:
       raise remote.ReplicaFailed(
         f"the base of the model did not arrive in {_BASE_TIMEOUT_S:g} s"

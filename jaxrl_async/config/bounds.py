@@ -134,7 +134,7 @@ _NUMBERS = (
   (0.1, MAX_REWARD_TIMEOUT_S, "task.reward_timeout_s"),
   (1, _MAX_TIMEOUT_S, "run.stall_timeout_s"),
   (0.1, _MAX_TIMEOUT_S, "run.join_timeout_s"),
-  (0, _MAX_TIMEOUT_S, "rollout.max_group_seconds"),
+  (0, _MAX_TIMEOUT_S, "rollout.max_group_seconds run.preemption_grace_s"),
   (0, 65_536, "cluster.replica_cpus"),
   (
     1,

@@ -401,6 +401,9 @@ class RunSection:
   Attributes:
     max_checkpoint_failures: so many attempts in a row that fail to write a
       checkpoint end the run.
+    preemption_grace_s: seconds between SIGTERM and the end of the machine. If a
+      checkpoint is being written then, another one is begun behind it only if
+      it is expected to fit into them. 0 is no limit.
     sample_groups: groups of each train step whose completions are written to
       WORKDIR/samples, besides those that failed or were filtered; 0 writes
       none.
@@ -416,6 +419,7 @@ class RunSection:
   checkpoint_every: int = 20
   keep_checkpoints: int = 2
   max_checkpoint_failures: int = 10
+  preemption_grace_s: float = 30.0
   stall_timeout_s: float = 300.0
   join_timeout_s: float = 30.0
   sample_groups: int = 4

@@ -131,6 +131,11 @@ class Ledger:
     self._add(group, types.Fate.FAILED, reason=reason)
     self._on_untrained(group, types.Fate.FAILED, reason)
 
+  def totals(self) -> LedgerState:
+    """Return the length and the totals, lines that are in memory included."""
+    with self._lock:
+      return self._state
+
   def state(self) -> LedgerState:
     """Flush the file to disk, then return its length and the totals.
 

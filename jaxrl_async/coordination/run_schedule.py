@@ -25,19 +25,18 @@ import hashlib
 import json
 import math
 import pathlib
-import shutil
 from typing import Any
 
 import numpy as np
 
 from jaxrl_async import types
+from jaxrl_async.coordination import stored_trajectories
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import outstanding as outstanding_lib
 from jaxrl_async.storage import workdir as workdir_lib
 
 FORMAT = 1
-TRAJECTORIES = "trajectories"
-_TRAINED = "trained"
+TRAJECTORIES = stored_trajectories.DIRECTORY
 _ENCODER = json.JSONEncoder()
 
 
@@ -169,8 +168,10 @@ class Schedule:
       ValueError: the file is shorter than that.
       StorageError: it cannot be written. So do the methods.
     """
-    self._directory = workdir / TRAJECTORIES
     self._keeps = keep_trajectories
+    self._trajectories = stored_trajectories.StoredTrajectories(
+      workdir, first_step, note
+    )
     self._file = disk.AppendFile(
       workdir / workdir_lib.SCHEDULE, num_bytes, note
     )
@@ -197,7 +198,7 @@ class Schedule:
       sums: what the updates measured, as arrays by name.
     """
     if self._keeps:
-      write_trajectories(self._directory, step, groups)
+      self._trajectories.add(step, groups)
     self._append(
       {
         "step": step,
@@ -207,13 +208,23 @@ class Schedule:
     )
 
   def num_bytes(self) -> int:
-    """Flush the file to disk and return its length, for a checkpoint."""
+    """Flush everything to disk, and return the file's length.
+
+    Raises:
+      StorageError: not everything reached the disk.
+    """
+    self._trajectories.sync()
     self._file.sync()
     return self._file.num_bytes
 
   def close(self) -> None:
-    """Close the file. Nothing can be added afterwards."""
+    """Close the file. Nothing can be added afterwards.
+
+    Raises:
+      StorageError: there is something in memory that the disk refuses.
+    """
     self._file.close()
+    self._trajectories.sync()
 
   def _append(self, record: Mapping[str, Any]) -> None:
     self._file.append(_ENCODER.encode(record).encode() + b"\n")
@@ -278,13 +289,26 @@ def read(workdir: pathlib.Path) -> RecordedSchedule:
   return RecordedSchedule(starts=tuple(starts), steps=tuple(steps))
 
 
-def first_environment(workdir: pathlib.Path) -> Mapping[str, Any]:
-  """Return the environment of a run's first start, or nothing without one."""
+def environment_of(workdir: pathlib.Path, step: int) -> Mapping[str, Any]:
+  """Return the environment of the start that made a train step.
+
+  Args:
+    workdir: of a run that nobody writes.
+    step: completed train steps before it.
+
+  Returns:
+    Nothing if there is no such start.
+  """
+  found = {}
   try:
     with open(workdir / workdir_lib.SCHEDULE, "rb") as file:
-      return dict(json.loads(file.readline())["environment"])
+      for line in file:
+        record = json.loads(line)
+        if "start" in record and record["start"] <= step:
+          found = dict(record["environment"])
   except (OSError, ValueError, LookupError, TypeError):
-    return {}  # `read` says what is wrong
+    pass  # `read` says what is wrong
+  return found
 
 
 def _read_start(record: Mapping[str, Any]) -> Start:
@@ -322,34 +346,6 @@ def _read_group(record: dict[str, Any]) -> ScheduledGroup:
 
 
 # -- stored trajectories ----------------------------------------------------
-
-
-def write_trajectories(
-  directory: pathlib.Path, step: int, groups: Sequence[types.RolloutGroup]
-) -> None:
-  """Store the trajectories of a train step, prompts and rewards included.
-
-  What was stored of the step before is replaced.
-
-  Raises:
-    StorageError: they could not be written.
-  """
-  target = directory / str(step)
-  incomplete = directory / f"{step}.incomplete"
-  with disk.writing(target):
-    shutil.rmtree(incomplete, ignore_errors=True)
-    incomplete.mkdir(parents=True)
-    outstanding_lib.write(
-      incomplete,
-      [
-        outstanding_lib.OutstandingGroup(
-          admission=group.admission, status=_TRAINED, group=group
-        )
-        for group in groups
-      ],
-    )
-    shutil.rmtree(target, ignore_errors=True)
-    incomplete.rename(target)
 
 
 def read_trajectories(

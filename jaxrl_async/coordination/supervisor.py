@@ -141,20 +141,31 @@ class StopRequest:
   second signal arrives.
   """
 
-  def __init__(self, end: Callable[[int], None] = os._exit):
+  def __init__(
+    self, end: Callable[[int], None] = os._exit, *, grace_s: float = 0.0
+  ):
     """Begin without a request.
 
     Args:
       end: ends the process at once, with the given exit code.
+      grace_s: seconds after SIGTERM in which the process will be killed; 0 if
+        it will not be.
     """
     self._event = threading.Event()
     self._end = end
+    self._grace_s = grace_s
+    self._killed_s = float("inf")
     self._clean_ups: list[Callable[[], None]] = []
 
   @property
   def is_set(self) -> bool:
     """Whether the run has been asked to end."""
     return self._event.is_set()
+
+  @property
+  def left_s(self) -> float:
+    """Seconds until the process will be killed; infinite if it will not be."""
+    return self._killed_s - time.monotonic()
 
   def check(self, text: str) -> None:
     """Raise Interrupted with the text if the run has been asked to end."""
@@ -238,6 +249,8 @@ class StopRequest:
   ) -> None:
     """Answer a signal: ask to end at the first, end at once at the second."""
     if not self.is_set:
+      if number is signal.SIGTERM and self._grace_s:
+        self._killed_s = time.monotonic() + self._grace_s
       self.set()
       _within(_LOOK_S, lambda: note(f"{number.name}: {what_follows}"))
       return

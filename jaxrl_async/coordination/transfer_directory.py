@@ -54,7 +54,7 @@ def prepare(
   workdir = pathlib.Path(workdir).resolve()
   record = workdir / _RECORD
   memory_backed = _MEMORY_BACKED / _name(workdir)
-  known = {memory_backed, workdir / "weight_transfer", *_read(record)}
+  known = {memory_backed, workdir / "weight_transfer", *_read(record, note)}
   for directory in sorted(known):
     try:
       remove_leftovers(directory)
@@ -80,10 +80,23 @@ def _name(workdir: pathlib.Path) -> str:
   return f"jaxrl_async-{digest[:16]}"
 
 
-def _read(record: pathlib.Path) -> list[pathlib.Path]:
-  if not record.exists():
+def _read(
+  record: pathlib.Path, note: Callable[[str], None]
+) -> list[pathlib.Path]:
+  """Return the directories that a record names; a torn one names none."""
+  try:
+    paths = json.loads(record.read_bytes())
+    if not isinstance(paths, list):
+      raise TypeError("it is not a list")
+    return [pathlib.Path(path) for path in paths]
+  except FileNotFoundError:
     return []
-  return [pathlib.Path(path) for path in json.loads(record.read_text())]
+  except (ValueError, TypeError, RecursionError):
+    note(
+      f"{record} is damaged: versions of earlier starts may remain where"
+      " transfer.directory was then"
+    )
+    return []
 
 
 def _lack_of_memory(num_bytes: int) -> str:

@@ -1,14 +1,20 @@
 """The files of one version of the weights: sealed, checked, read and removed.
 
-    <version>/                 Orbax's files
-    <version>/manifest.json    their digests, written last
-    <version>.checked-<host>   what the first reader on a host found
+    <copy>/                 Orbax's files
+    <copy>/manifest.json    their digests, written last
+    <copy>.checked-<host>   what the first reader on a host found
+    <copy>.refused          whether a reader has refused it
+
+The first copy of version 7 is called "7". If a reader refuses it, or if it is
+removed, the publisher may write another one, which is called "7-2".
 
 Every reader checks that a version is the one it looks for, that no file was
 added or lost, and that no file has changed since it was checked. The digests of
 the files are checked by one reader on each host, see `storage/shared_check.py`.
 """
 
+import contextlib
+import os
 import pathlib
 import shutil
 from typing import Any
@@ -16,6 +22,23 @@ from typing import Any
 from jaxrl_async.storage import manifest
 from jaxrl_async.storage import pytree_files
 from jaxrl_async.storage import shared_check
+
+_LONGEST = 300  # characters of an error
+
+
+def copy_name(version: int, number: int) -> str:
+  """Return the name of a copy of a version; the first has number 1."""
+  return f"{version}" if number == 1 else f"{version}-{number}"
+
+
+def version_of(copy: str) -> int:
+  """Return the version of a copy with this name."""
+  return int(copy.partition("-")[0])
+
+
+def number_of(copy: str) -> int:
+  """Return the number of a copy with this name."""
+  return int(copy.partition("-")[2] or 1)
 
 
 def seal(
@@ -38,37 +61,91 @@ def write_part(path: pathlib.Path, params: Any) -> None:
     path: of the version, as process 0 has told.
     params: the same arrays that process 0 publishes.
   """
-  pytree_files.save_async(path, pytree_files.named_leaves(params))
+  pytree_files.save_async(
+    path, pytree_files.named_leaves(params), is_frequent=True
+  )
 
 
-def read(directory: pathlib.Path, named: dict[str, Any], target: Any) -> Any:
-  """Return the arrays of a version in the target's shardings.
+def check(directory: pathlib.Path, named: dict[str, Any], target: Any) -> Any:
+  """Check the files of a version, and return their marks for `load`.
 
   Args:
-    directory: of the version; nobody removes it meanwhile.
+    directory: of the version; the publisher does not remove it meanwhile.
     named: as it was given to `seal`.
     target: jax.ShapeDtypeStruct leaves with shardings.
 
   Raises:
-    ManifestError: it is not what was sealed, or another version.
+    ManifestError: it is not what was sealed, or another version, or is gone.
     LayoutError: the arrays are not those of the target.
   """
-  files = sorted(path for path in directory.rglob("*") if path.is_file())
-  before = shared_check.identities(files)
-  about = manifest.verify(directory, shared_check.record_of(directory))
-  found = {key: about[key] for key in named}
+  before = _marks(directory)
+  try:
+    about = manifest.verify(directory, shared_check.record_of(directory))
+  except OSError as error:
+    raise _unreadable(directory, error) from error
+  found = {key: about.get(key) for key in named}
   if found != named:
     raise manifest.ManifestError(f"it is {found}, not {named}")
   pytree_files.check_layout(
     about["layout"], pytree_files.layout(pytree_files.named_leaves(target))
   )
-  arrays = pytree_files.load(directory, target)
-  if shared_check.identities(files) != before:
+  return before
+
+
+def load(directory: pathlib.Path, target: Any, checked: Any) -> Any:
+  """Return the arrays of a version in the target's shardings.
+
+  Args:
+    directory: as for `check`.
+    target: as for `check`.
+    checked: what `check` has returned.
+
+  Raises:
+    ManifestError: the version has changed since it was checked.
+  """
+  try:
+    arrays = pytree_files.load(directory, target)
+  except (OSError, ValueError) as error:
+    if _marks(directory) == checked:
+      raise  # the files are not the reason
+    raise _unreadable(directory, error) from error
+  if _marks(directory) != checked:
     raise manifest.ManifestError(f"{directory} has changed while it was read")
   return arrays
+
+
+def _marks(directory: pathlib.Path) -> Any:
+  """Return what differs if a file is added, lost, replaced or changed."""
+  try:
+    return shared_check.marks(directory)
+  except OSError as error:
+    raise _unreadable(directory, error) from error
+
+
+def _unreadable(
+  directory: pathlib.Path, error: Exception
+) -> manifest.ManifestError:
+  reason = " ".join(str(error).split())[:_LONGEST]
+  return manifest.ManifestError(f"{directory} cannot be read ({reason})")
+
+
+def mark_refused(directory: pathlib.Path) -> None:
+  """Leave a mark that a reader has refused a version, if that is possible."""
+  with contextlib.suppress(OSError):
+    _mark(directory).touch()
+
+
+def is_refused(directory: pathlib.Path) -> bool:
+  """Return whether a reader has left its mark."""
+  return os.path.exists(_mark(directory))
+
+
+def _mark(directory: pathlib.Path) -> pathlib.Path:
+  return directory.with_name(f"{directory.name}.refused")
 
 
 def remove(directory: pathlib.Path) -> None:
   """Remove a version that nobody reads, with its records."""
   shared_check.remove_records(directory)
+  _mark(directory).unlink(missing_ok=True)
   shutil.rmtree(directory)

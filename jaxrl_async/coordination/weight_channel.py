@@ -24,11 +24,13 @@ class RefusedVersionError(WeightTransferError):
 
   Attributes:
     version: its number.
+    copy: the name of the copy that was refused.
   """
 
-  def __init__(self, version: int, why: str):
+  def __init__(self, version: int, why: str, copy: str):
     super().__init__(f"version {version} {why}")
     self.version = version
+    self.copy = copy
 
 
 class WeightChannel(abc.ABC):
@@ -41,9 +43,11 @@ class WeightChannel(abc.ABC):
   Attributes:
     num_bytes: size of one version.
     shapes: shapes and dtypes of the arrays of a version.
-    num_refused: versions that were not adopted, because they differ from what
-      was published.
+    num_refused: copies of versions that were not adopted, because they differ
+      from what was published.
     refusal: the last of these errors; None if there was none.
+    is_written_again: whether the publisher writes a version again that a reader
+      has refused.
 
   Threads: one thread publishes and closes; any number poll, wait and adopt.
   `_changed` guards what they share and is notified after every new version,
@@ -67,6 +71,7 @@ class WeightChannel(abc.ABC):
     self._changed = threading.Condition()
     self.num_refused = 0
     self.refusal: RefusedVersionError | None = None
+    self.is_written_again = True
     self._last_published = -1
     self._is_closed = False
 
@@ -112,13 +117,25 @@ class WeightChannel(abc.ABC):
     """Return the newest version in the target's shardings, or None.
 
     The result is None if no version is newer than `newer_than`, and if the
-    newest one was refused while a newer one may still come.
+    newest one was refused while it may be written again, or a newer one.
 
     Raises:
       RefusedVersionError: the newest version differs from what was published,
         and no other will come before it is adopted.
       WeightTransferError: an earlier version could not be published.
     """
+
+  def adopt_first(self, timeout_s: float) -> tuple[Any, int] | None:
+    """Wait for a version, and adopt it; the result is None after the timeout.
+
+    Raises:
+      WeightTransferError: as `adopt`.
+    """
+    end_s = time.monotonic() + timeout_s
+    while self.wait_for_version(-1, max(0.0, end_s - time.monotonic())):
+      if (adopted := self.adopt(-1)) is not None:
+        return adopted
+    return None
 
   def wait_for_version(self, newer_than: int, timeout_s: float) -> bool:
     """Wait until there is a newer version.

@@ -179,13 +179,27 @@ class ScoreHandle:
     Raises:
       RuntimeError: the service was closed before.
     """
-    while not self.done():
-      futures.wait(
-        [part.future for part in self._parts if part.outcome is None],
-        return_when=futures.FIRST_COMPLETED,
-      )
+    while not self.wait():
+      pass
     assert self._outcome is not None
     return self._outcome
+
+  def wait(self, timeout_s: float | None = None) -> bool:
+    """Wait until an attempt ends, and return whether the result has arrived.
+
+    Args:
+      timeout_s: seconds to wait at most; None is without end.
+
+    Raises:
+      RuntimeError: the service was closed before.
+    """
+    if not self.done():
+      futures.wait(
+        [part.future for part in self._parts if part.outcome is None],
+        timeout_s,
+        futures.FIRST_COMPLETED,
+      )
+    return self.done()
 
   def _settled(self) -> list[Reward] | RewardFailure:
     rewards, answers = [], []

@@ -8,7 +8,7 @@ generated, so that an evaluation may begin where an earlier one was stopped.
 """
 
 import collections
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import itertools
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from jaxrl_async.text import tokenizer as tokenizer_lib
 # So many answers may await their scores for each slot of the engine. With more
 # of them generation waits, so that slow rewards do not fill the memory.
 _UNSCORED_PER_SLOT = 16
+_LOOK_S = 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,6 +118,7 @@ def scored(
   tokenizer: tokenizer_lib.Tokenizer,
   rewards: service_lib.RewardService,
   num_slots: int,
+  check: Callable[[], None] = lambda: None,
 ) -> Iterator[Answer]:
   """Yield the answers in the order in which they are scored.
 
@@ -128,11 +130,13 @@ def scored(
       of the evaluation.
     num_slots: of the engine. If many times more answers await their scores, no
       further ones are taken.
+    check: is called about every second, and may raise to end it.
   """
   most_unscored = _UNSCORED_PER_SLOT * num_slots
   unscored: collections.deque[tuple[Answer, service_lib.ScoreHandle]]
   unscored = collections.deque()
   for step in written:
+    check()
     for one in step:
       answer = _answer(one, tokenizer)
       item = prompts[answer.question].item
@@ -143,11 +147,11 @@ def scored(
     for i, is_done in enumerate(are_done):
       answer, handle = unscored.popleft()
       if is_done or i < must_wait:
-        yield _scored(answer, handle)
+        yield _scored(answer, handle, check)
       else:
         unscored.append((answer, handle))
   for answer, handle in unscored:
-    yield _scored(answer, handle)
+    yield _scored(answer, handle, check)
 
 
 def _sequence(
@@ -180,8 +184,12 @@ def _answer(written: Written, tokenizer: tokenizer_lib.Tokenizer) -> Answer:
   )
 
 
-def _scored(answer: Answer, handle: service_lib.ScoreHandle) -> Answer:
+def _scored(
+  answer: Answer, handle: service_lib.ScoreHandle, check: Callable[[], None]
+) -> Answer:
   """Wait for the score of an answer, and return the answer with it."""
+  while not handle.wait(_LOOK_S):
+    check()
   outcome = handle.result()
   if isinstance(outcome, service_lib.RewardFailure):
     return dataclasses.replace(answer, failure=outcome)

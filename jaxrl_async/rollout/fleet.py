@@ -128,6 +128,10 @@ class Fleet:
     """Hold the rollout thread; the replicas go on with what they have."""
     return self._gate.paused(timeout_s, self.status)
 
+  def abandon(self) -> None:
+    """Give the thread up; the coordinator knows only what was reported."""
+    self._gate.stop()
+
   def groups(self) -> dict[int, types.RolloutGroup]:
     """Return the groups in progress, as they were last reported."""
     return self.coordinator.groups()

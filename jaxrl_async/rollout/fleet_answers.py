@@ -145,7 +145,7 @@ class HeldByFleet:
   A replica that adopts a newer version first is left out. So is one that
   attaches after others hold it.
 
-  Threads: as `held_version.HeldVersion`.
+  Threads: any may call any method. The lock guards which replicas were asked.
   """
 
   def __init__(
@@ -169,17 +169,17 @@ class HeldByFleet:
     self._lock = threading.Lock()
     self._held: list[tuple[remote.Handle, futures.Future[None]]] = []
     self._is_released = threading.Event()
-    self._ask()
+    with self._lock:
+      self._ask()
 
   def _ask(self) -> bool:
     """Ask the replicas that were not asked; return whether there are any."""
-    with self._lock:
-      if self._is_released.is_set():
-        return False
-      asked = [handle for handle, _ in self._held]
-      more = [handle for handle in self._ready() if handle not in asked]
-      self._held += [(handle, handle.hold(self._version)) for handle in more]
-      return bool(more)
+    if self._is_released.is_set():
+      return False
+    asked = [handle for handle, _ in self._held]
+    more = [handle for handle in self._ready() if handle not in asked]
+    self._held += [(handle, handle.hold(self._version)) for handle in more]
+    return bool(more)
 
   def is_held(self) -> bool:
     """Return whether a replica holds the version.
@@ -187,19 +187,26 @@ class HeldByFleet:
     Raises:
       NotHeld: none does or will.
     """
-    if self._holding():
-      return True
-    if not all(future.done() for _, future in self._held):
-      return False
-    if self._ask() or not (self._held or self._is_released.is_set()):
-      return False
-    why = [str(future.exception()) for _, future in self._held]
-    raise held_version.NotHeld("; ".join(why) or "no replica was ready")
+    # Nobody asks a further replica between the looks of one thread.
+    with self._lock:
+      ended = [future for _, future in self._held if future.done()]
+      errors = [future.exception() for future in ended]
+      if any(error is None for error in errors):
+        return True
+      if len(ended) < len(self._held) or self._ask():
+        return False
+      if not (self._held or self._is_released.is_set()):
+        return False
+    raise held_version.NotHeld(
+      "; ".join(map(str, errors)) or "no replica was ready"
+    )
 
   def _holding(self) -> list[remote.Handle]:
+    with self._lock:
+      held = list(self._held)
     return [
       handle
-      for handle, future in self._held
+      for handle, future in held
       if future.done() and future.exception() is None
     ]
 
@@ -234,5 +241,6 @@ class HeldByFleet:
     """Have the replicas give it back."""
     with self._lock:
       self._is_released.set()
-    for handle, _ in self._held:
+      held = list(self._held)
+    for handle, _ in held:
       handle.release(self._version)

@@ -109,6 +109,15 @@ class Replica:
     """The versions that were not adopted, because they were damaged."""
     return self._channel.num_refused - self._refused_before
 
+  def _is_lost(self, version: int) -> bool:
+    """Whether a version was refused, and will not be written again."""
+    refusal = self._channel.refusal
+    return (
+      refusal is not None
+      and not self._channel.is_written_again
+      and refusal.version >= version > self.version
+    )
+
   def has_newer_weights(self) -> bool:
     """Return whether newer weights were fetched, so that `adopt` is quick.
 
@@ -171,22 +180,25 @@ class Replica:
       TimeoutError: they were not there in time.
       WeightTransferError: as `adopt`.
     """
+    for _ in self.adopting(version, timeout_s):
+      pass
+
+  def adopting(self, version: int, timeout_s: float) -> Iterator[None]:
+    """Do what `adopt_version` does, and yield after each second of waiting."""
     deadline = supervisor_lib.Deadline(timeout_s)
     while self.version < version:
       if self.has_newer_weights():
         self.adopt()
-      elif (
-        self._fetch is None
-        and (refusal := self._channel.refusal) is not None
-        and refusal.version >= version
-      ):
-        raise refusal  # none that is newer comes before this one is adopted
+      elif self._fetch is None and self._is_lost(version):
+        assert self._channel.refusal is not None
+        raise self._channel.refusal
       elif (wait_s := deadline.next_wait_s()) == 0:
         raise TimeoutError(
           f"{self.name} has not got version {version} in {timeout_s} s"
         )
       else:
         self.wait_for_weights(wait_s)
+        yield
 
   def feed(self) -> None:
     """Take client requests, and ask for turns to fill the remaining room."""
@@ -289,9 +301,11 @@ class Replica:
       if self._held is not None:
         self._held.drop()
       self._held = wanted
-    return wanted is not None and wanted.round(
-      self.scheduler, self.params, busy
-    )
+    if wanted is None:
+      return False
+    if self._is_lost(wanted.version):
+      wanted.drop()
+    return wanted.round(self.scheduler, self.params, busy)
 
   def close(self, *, has_failed: bool) -> None:
     """End client requests, give a held version back, wait for what is fetched.

@@ -81,6 +81,14 @@ class RolloutSide(Protocol):
     """
     ...
 
+  def abandon(self) -> None:
+    """Give its thread up, which could not be paused and so hangs.
+
+    From now on `groups` and `generated_tokens` are about what was reported
+    last, and need no pause. They must not be relied on if the thread goes on.
+    """
+    ...
+
   def groups(self) -> dict[int, types.RolloutGroup]:
     """Return the groups being generated or scored, by index."""
     ...

@@ -70,6 +70,7 @@ class RolloutWorker:
     self.replica = replica
     self.wait_for_admission_s = 0.0
     self._gate = gate_lib.Gate()
+    self._is_abandoned = False
 
   # -- other threads --------------------------------------------------------
 
@@ -112,6 +113,8 @@ class RolloutWorker:
   @property
   def generated_tokens(self) -> int:
     """The tokens generated for groups since the start."""
+    if self._is_abandoned:
+      return self.coordinator.recorded_tokens
     written = self.replica.scheduler.stats.generated_tokens
     return written - self.replica.served_tokens
 
@@ -123,19 +126,26 @@ class RolloutWorker:
     timeout_s: float,
   ) -> Iterator[list[answers_lib.Written]]:
     """Answer questions; see `RolloutSide.answers`."""
-    self.replica.adopt_version(version, timeout_s)
+    for _ in self.replica.adopting(version, timeout_s):
+      yield []  # so that the caller can look whether it shall go on
     yield from self.replica.answers(prompts, settings)
 
   def hold(self, version: int) -> held_version.HeldVersion:
     """Hold a version for an evaluation; see `RolloutSide.hold`."""
     return self.replica.hold(version)
 
+  def abandon(self) -> None:
+    """Give the thread up; see `RolloutSide.abandon`."""
+    self._is_abandoned = True
+    self._gate.stop()
+
   def groups(self) -> dict[int, types.RolloutGroup]:
     """Return the groups being generated or scored, by index.
 
     Call it only while the worker is paused.
     """
-    self.replica.report_all()
+    if not self._is_abandoned:
+      self.replica.report_all()
     return self.coordinator.groups()
 
   def cut(self, version: int) -> None:

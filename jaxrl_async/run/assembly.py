@@ -257,6 +257,7 @@ def make_channel(
   engine: engine_lib.Engine | None,
   note: Callable[[str], None],
   world: world_lib.World | None = None,
+  is_written_again: bool = True,
 ) -> weight_transfer.WeightChannel:
   """Build the channel that brings weights from the trainer to the engine.
 
@@ -269,6 +270,7 @@ def make_channel(
     note: is called with messages about what was found in the directory of the
       channel.
     world: the processes that train together; None is this one alone.
+    is_written_again: as for `weight_transfer.OrbaxChannel`.
   """
   target = published
   if engine is not None:
@@ -287,6 +289,7 @@ def make_channel(
     ),
     target=target,
     coalesce=config.algorithm.max_staleness > 0,
+    is_written_again=is_written_again,
     world=world,
     note=note,
   )
@@ -323,8 +326,7 @@ def send_base(
   channel = make_channel(config, workdir, shapes, engine, note, trainer.world)
   try:
     channel.publish(trainer.published_base(), 0)
-    channel.wait_for_version(-1, config.run.stall_timeout_s)
-    adopted = channel.adopt(-1)
+    adopted = channel.adopt_first(config.run.stall_timeout_s)
     if adopted is None:
       raise weight_transfer.WeightTransferError(
         f"the base did not arrive in {config.run.stall_timeout_s:g} s"

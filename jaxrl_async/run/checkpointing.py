@@ -7,7 +7,9 @@ taken after the first step after that.
 
 A disk that is full or gone does not end the run at once: the checkpoint is
 tried again, after waits that become longer. Earlier checkpoints stay as they
-are.
+are. A disk that does not respond holds a write up, perhaps for ever. Then
+nothing else is written. It counts as a failure each time that nothing has moved
+for `run.stall_timeout_s`.
 """
 
 from collections.abc import Callable
@@ -16,10 +18,61 @@ import time
 
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.storage import background_write
 from jaxrl_async.storage import disk
 
 FIRST_WAIT_S = 5.0
 _LONGEST_WAIT_S = 300.0
+_LOOK_S = 0.5
+# A checkpoint is expected to take as long as the last one did, times this.
+_MARGIN = 1.2
+
+
+class _Watch:
+  """Counts how often a write has stood still for a whole timeout.
+
+  Threads: one of its own counts. Another one looks at the disk, which may not
+  respond.
+
+  Attributes:
+    num_stalls: how often.
+  """
+
+  def __init__(
+    self,
+    write: background_write.Write,
+    writing: futures.Future[float],
+    timeout_s: float,
+  ):
+    """Begin to watch a write until it is done."""
+    self.num_stalls = 0
+    self._write = write
+    self._writing = writing
+    self._timeout_s = timeout_s
+    supervisor_lib.start_thread("checkpoint watch", self._run, lambda _: None)
+
+  def _run(self) -> None:
+    seen: object = None
+    look = self._begin_look()
+    deadline = supervisor_lib.Deadline(self._timeout_s)
+    while not futures.wait([self._writing], _LOOK_S).done:
+      if look.done():
+        if look.exception() is None and look.result() != seen:
+          seen = look.result()
+          deadline = supervisor_lib.Deadline(self._timeout_s)
+        look = self._begin_look()
+      if deadline.next_wait_s() == 0:
+        self.num_stalls += 1
+        deadline = supervisor_lib.Deadline(self._timeout_s)
+
+  def _begin_look(self) -> "futures.Future[object]":
+    look: futures.Future[object] = futures.Future()
+    supervisor_lib.start_thread(
+      "checkpoint progress",
+      lambda: look.set_result(self._write.progress()),
+      look.set_exception,
+    )
+    return look
 
 
 class Checkpointing:
@@ -34,7 +87,7 @@ class Checkpointing:
 
   def __init__(
     self,
-    save: Callable[[int], Callable[[], None]],
+    save: Callable[[int], background_write.Write],
     section: sections.RunSection,
     stop: supervisor_lib.StopRequest,
     note: Callable[[str], None],
@@ -53,6 +106,8 @@ class Checkpointing:
     self._stop = stop
     self._note = note
     self._writing: futures.Future[float] | None = None
+    self._watch: _Watch | None = None  # of what is being written
+    self._num_stalls = 0  # of its stalls that were counted
     self._step = -1  # of the last attempt
     self._taken_step = -1  # of the last copy
     self._is_due = False
@@ -62,6 +117,7 @@ class Checkpointing:
     self._wait_s = FIRST_WAIT_S
     self._retry_at_s = 0.0
     self._stood_still_s = 0.0
+    self._copy_s = 0.0
     self._write_s = 0.0
     self.num_failures = 0
 
@@ -100,13 +156,16 @@ class Checkpointing:
     start_s = time.perf_counter()
     self._wait()
     self._step = step
+    copy_start_s = time.perf_counter()
     try:
       self._write(self._save(step))
       self._is_due, self._taken_step = False, step
     except disk.StorageError as error:
       self._fail(error)
     finally:
-      self._stood_still_s += time.perf_counter() - start_s
+      now_s = time.perf_counter()
+      self._copy_s = now_s - copy_start_s
+      self._stood_still_s += now_s - start_s
 
   def take_first(self) -> None:
     """Take the checkpoint of step 0. A failure ends the run at once.
@@ -138,7 +197,44 @@ class Checkpointing:
       self.take(step)
       self._wait()
 
-  def rescue(self, step: int, timeout_s: float) -> None:
+  def take_before_stop(self, step: int) -> int:
+    """Take a checkpoint before the process ends, if there is time for it.
+
+    What is being written already is awaited. Another one is begun behind it
+    only if it is expected to be written before the process is killed.
+
+    Args:
+      step: the number of completed train steps.
+
+    Returns:
+      The step of the newest checkpoint.
+
+    Raises:
+      StorageError: it could not be written.
+    """
+    was_writing = self._writing is not None
+    self._wait()
+    is_whole = self._failure is None and self._taken_step >= 0
+    if is_whole and self._taken_step == step:
+      return step
+    expected_s = _MARGIN * (self._copy_s + self._write_s)
+    if is_whole and was_writing and self._stop.left_s < expected_s:
+      self._note(
+        f"there is no time for a checkpoint of step {step}: that of step"
+        f" {self._taken_step} took {self._copy_s + self._write_s:.1f} s, and"
+        f" {max(0.0, self._stop.left_s):.1f} s are left"
+        " (run.preemption_grace_s)"
+      )
+      return self._taken_step
+    self.take_now(step)
+    return step
+
+  def rescue(
+    self,
+    step: int,
+    timeout_s: float,
+    before: Callable[[], None] = lambda: None,
+  ) -> None:
     """Take a last checkpoint if possible, before a failure ends the run.
 
     Other threads may be in any state. What copies the run refuses it if its
@@ -148,39 +244,51 @@ class Checkpointing:
     Args:
       step: the number of completed train steps.
       timeout_s: seconds that it may take to copy the run.
+      before: makes the run ready for it.
     """
     if self._taken_step == step:
       return
+
+    def take() -> None:
+      before()
+      self.take(step)
+
     thread = supervisor_lib.start_thread(
       "last checkpoint",
-      lambda: self.take(step),
+      take,
       lambda error: self._note(
         f"no checkpoint of step {step} could be taken: {error}"
       ),
     )
     supervisor_lib.Deadline(timeout_s).join(thread)
 
-  def _write(self, finish: Callable[[], None]) -> None:
+  def _write(self, write: background_write.Write) -> None:
     writing = self._writing = futures.Future()
 
     def run():
       start_s = time.perf_counter()
-      finish()
+      write()
       writing.set_result(time.perf_counter() - start_s)
 
     # The thread is a daemon, so that a disk that does not respond cannot keep
     # the process from ending.
     supervisor_lib.start_thread("checkpoint", run, writing.set_exception)
+    self._num_stalls = 0
+    self._watch = _Watch(write, writing, self._section.stall_timeout_s)
 
   def _wait(self) -> None:
     """Wait until the checkpoint that was taken last is written or has failed.
 
     Raises:
-      StorageError: too many attempts in a row have failed.
+      StorageError: too many attempts in a row have failed, or nothing moves and
+        the run was asked to stop.
     """
-    if self._writing is not None:
-      futures.wait([self._writing])
+    while self._writing is not None:
+      futures.wait([self._writing], _LOOK_S)
       self._look()
+      if self._writing is not None and self._num_stalls and self._stop.is_set:
+        assert self._failure is not None
+        raise self._failure
 
   def metrics(self) -> dict[str, float]:
     """Return the metrics since the call before."""
@@ -200,7 +308,8 @@ class Checkpointing:
     """
     if self._writing is None:
       return
-    deadline = supervisor_lib.Deadline(timeout_s)
+    # Whoever waited for what stands still has waited long enough.
+    deadline = supervisor_lib.Deadline(0.0 if self._num_stalls else timeout_s)
     while not futures.wait([self._writing], deadline.next_wait_s()).done:
       if deadline.next_wait_s() == 0:
         raise TimeoutError(
@@ -211,8 +320,15 @@ class Checkpointing:
     writing.result()
 
   def _look(self) -> None:
-    """Take the result of the thread, if it has ended."""
-    if self._writing is None or not self._writing.done():
+    """Take the result of the thread, if it has ended.
+
+    Raises:
+      StorageError: too many attempts in a row have failed.
+    """
+    if self._writing is None:
+      return
+    if not self._writing.done():
+      self._count_stalls()
       return
     writing, self._writing = self._writing, None
     try:
@@ -225,8 +341,30 @@ class Checkpointing:
     self._failure, self._num_in_a_row = None, 0
     self._wait_s, self._retry_at_s = FIRST_WAIT_S, 0.0
 
-  def _fail(self, error: disk.StorageError) -> None:
-    """Count a failure, and try again later.
+  def _count_stalls(self) -> None:
+    """Count it as a failure if what is being written stands still.
+
+    Raises:
+      StorageError: it was one too many.
+    """
+    assert self._watch is not None
+    if self._watch.num_stalls == self._num_stalls:
+      return
+    self._num_stalls = self._watch.num_stalls
+    error = disk.StorageError(
+      f"the checkpoint of step {self._step} stands still for"
+      f" {self._section.stall_timeout_s:g} s (run.stall_timeout_s); check that"
+      " its disk works. The same command continues from the newest checkpoint"
+    )
+    self._count(error)
+    self._note(
+      f"WARNING: {error}. This is failure {self._num_in_a_row} of"
+      f" {self._max_failures} (run.max_checkpoint_failures). The run goes on,"
+      " without newer checkpoints"
+    )
+
+  def _count(self, error: disk.StorageError) -> None:
+    """Count a failure.
 
     Raises:
       StorageError: it was one too many.
@@ -242,12 +380,20 @@ class Checkpointing:
         f"{error}. This was attempt {most} in a row that failed"
         " (run.max_checkpoint_failures)"
       ) from error
+
+  def _fail(self, error: disk.StorageError) -> None:
+    """Count a failure, and try again later.
+
+    Raises:
+      StorageError: it was one too many.
+    """
+    self._count(error)
     self._is_due = True
     self._retry_at_s = time.monotonic() + self._wait_s
     self._note(
       f"WARNING: the checkpoint of step {self._step} could not be written"
-      f" ({error.__cause__ or error}), attempt {self._num_in_a_row} of {most}"
-      " (run.max_checkpoint_failures). The run goes on; the next attempt is due"
-      f" after {self._wait_s:g} s"
+      f" ({error.__cause__ or error}), attempt {self._num_in_a_row} of"
+      f" {self._max_failures} (run.max_checkpoint_failures). The run goes on;"
+      f" the next attempt is due after {self._wait_s:g} s"
     )
     self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S)

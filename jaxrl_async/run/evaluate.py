@@ -101,12 +101,19 @@ class Evaluator:
     self._num_slots = num_slots
     self._solved_score = solved_score
 
-  def evaluate(self, write: Write, *, is_greedy: bool = False) -> Evaluation:
+  def evaluate(
+    self,
+    write: Write,
+    *,
+    is_greedy: bool = False,
+    check: Callable[[], None] = lambda: None,
+  ) -> Evaluation:
     """Answer every prompt and score the answers.
 
     Args:
       write: generates the answers, as `answers.write` does.
       is_greedy: whether each prompt is answered once, greedily.
+      check: is called about every second, and may raise to end it.
 
     Raises:
       EvaluationError: no completion could be scored. The message has the reason
@@ -122,6 +129,7 @@ class Evaluator:
         tokenizer=self._tokenizer,
         rewards=self._rewards,
         num_slots=self._num_slots,
+        check=check,
       ),
       key=lambda answer: (answer.question, answer.sample),
     )

@@ -272,6 +272,7 @@ def run(
   if done < total:
     rewards.warm_up()
     writer = scheduler()
+    text = f"stopped; the same command goes on with {output}"
     answers = answers_lib.scored(
       answers_lib.write(
         writer,
@@ -286,9 +287,10 @@ def run(
       tokenizer=tokenizer,
       rewards=rewards,
       num_slots=writer.engine.sizes.num_slots,
+      check=lambda: stop.check(text),
     )
     for answer in answers:
-      stop.check(f"stopped; the same command goes on with {output}")
+      stop.check(text)
       if answer.failure is None:
         num_unscored = None
       elif num_unscored is not None:

@@ -137,6 +137,7 @@ def restore(
   step: int,
   abstract_state: train_state.TrainState,
   world: world_lib.World | None = None,
+  verified: checkpoint.Verified | None = None,
 ) -> tuple[train_state.TrainState, dict[str, Any], list[Any]]:
   """Do what `checkpoint.restore` does, with the base of a run with LoRA.
 
@@ -146,6 +147,7 @@ def restore(
     step: of the checkpoint.
     abstract_state: the shapes and shardings of the whole train state.
     world: the processes that train. Each reads its part.
+    verified: as for `checkpoint.restore`.
 
   Raises:
     CheckpointError: the checkpoint or the base is damaged, or is not there.
@@ -156,12 +158,14 @@ def restore(
       directory,
       step,
       abstract_state,
+      verified=verified,
       announce=announce(world, "restore", STATE),
     )
   state, host_state, groups = checkpoint.restore(
     directory,
     step,
     without_base(abstract_state),
+    verified=verified,
     announce=announce(world, "restore", STATE),
   )
   base = _load(
@@ -231,8 +235,11 @@ def restore_params(
     target = initial_params.abstract(setup)
     return checkpoint.restore_params(directory, step, target)
   policy = _abstract_policy(setup)
-  adapters = checkpoint.restore_params(directory, step, policy.trainable)
-  record = checkpoint.host_state(directory, step)[KEY]
+  verified = checkpoint.verify(directory, step)
+  adapters = checkpoint.restore_params(
+    directory, step, policy.trainable, verified=verified
+  )
+  record = checkpoint.host_state(directory, step, verified)[KEY]
   base = _load(setup, workdir, record, policy.frozen)
   return lora_lib.joined(base, adapters)
 

@@ -258,7 +258,7 @@ class Recorder:
       "train/busy_frac": min(delta["train_busy_s"] / step_s, 1.0),
       "run/failed_side_outputs": self._side_outputs.num_failures,
     }
-    ledger = self._ledger.state()
+    ledger = self._ledger.totals()
     ended = (
       ledger.trained_tokens + ledger.filtered_tokens + ledger.failed_tokens
     )
@@ -316,7 +316,7 @@ class Recorder:
     Raises:
       RuntimeError: the numbers do not add up to the generated tokens.
     """
-    ledger = self._ledger.state()
+    ledger = self._ledger.totals()
     tokens = {
       "generated": self._generated_tokens(),
       "trained": ledger.trained_tokens,

@@ -132,9 +132,11 @@ def replay(
   except run_schedule.ScheduleError as error:
     raise sections.ConfigError(f"workdir: {error}") from error
   config, end = _part(recorded, wanted)
-  then = [s for s in recorded.starts if s.step <= wanted.from_step][-1]
   now = schedule_start.environment(xla_flags)
-  _tell_environment(then.environment, now, progress.note)
+  first = max(s.step for s in recorded.starts if s.step <= wanted.from_step)
+  for then in recorded.starts:
+    if first <= then.step < max(end, first + 1):
+      _tell_environment(then, now, progress.note)
   setup = checks.checked(config, devices, source=source, note=progress.note)
   if cluster_checks.has_remote_replicas(config):
     # The engine of a replica, on devices of this process.
@@ -199,18 +201,19 @@ def _part(
 
 
 def _tell_environment(
-  then: Mapping[str, Any],
+  start: run_schedule.Start,
   now: Mapping[str, Any],
   note: Callable[[str], None],
 ) -> None:
-  """Tell what may make bits differ."""
+  """Tell what may make the bits of a start differ from those of now."""
+  then = start.environment
   changed = [
     f"{name} was {then.get(name)!r} and is {value!r}"
     for name, value in now.items()
     if then.get(name) != value
   ]
   if changed:
-    note(f"bits may differ: {'; '.join(changed)}")
+    note(f"bits may differ from step {start.step}: {'; '.join(changed)}")
 
 
 class _Replay:

@@ -8,7 +8,7 @@ not while there is such data.
 
 from collections.abc import Callable, Mapping
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxrl_async.config import sections
 from jaxrl_async.rewards import server as server_lib
@@ -353,11 +353,26 @@ def stored_config(
   return found
 
 
+class Found(NamedTuple):
+  """What a start continues from.
+
+  Attributes:
+    step: of the checkpoint; None for a new run.
+    host_state: of the run in that checkpoint. Its "max_staleness" is the
+      largest bound that any start of the run has had.
+    verified: the checkpoint, for `checkpoint.restore`.
+  """
+
+  step: int | None
+  host_state: dict[str, Any]
+  verified: checkpoint.Verified | None
+
+
 def find(
   wanted: sections.Config,
   workdir: pathlib.Path,
   note: Callable[[str], None],
-) -> tuple[int | None, dict[str, Any]]:
+) -> Found:
   """Find the checkpoint that this start continues from.
 
   A damaged checkpoint is passed over for the one before. It is set aside once
@@ -371,19 +386,13 @@ def find(
     note: is called with messages about the settings that differ, and about
       checkpoints that cannot be used.
 
-  Returns:
-    The step, which is None for a new run, and the host state of the run in that
-    checkpoint. Its "max_staleness" is the largest bound that any start of the
-    run has had.
-
   Raises:
     ConfigError: the run in the workdir cannot be continued with this config, or
       the workdir holds something that a new run would destroy.
   """
   directory = workdir / workdir_lib.CHECKPOINTS
-  # Raises before anything is changed in a directory that is not a run's.
-  config_json.read(workdir)
   try:
+    _check_is_of_a_run(workdir, note)
     checkpoint.recover(directory)
     torn = checkpoint.unsealed(directory)
     whole = fallback.newest_whole(directory, note)
@@ -394,8 +403,9 @@ def find(
           " its manifest.json back, or begin anew in an empty workdir"
         )
       workdir_lib.check_unused(workdir)
-      return None, {"max_staleness": wanted.algorithm.max_staleness}
-    step, stored, damaged = whole
+      bound = wanted.algorithm.max_staleness
+      return Found(None, {"max_staleness": bound}, None)
+    step, stored, damaged, verified = whole
     outstanding = checkpoint.group_records(directory, step)
   except checkpoint.CheckpointError as error:
     raise workdir_lib.WorkdirError(f"workdir: {error}") from error
@@ -426,12 +436,24 @@ def find(
   )
   if differences:
     note(f"the config differs from then: {'; '.join(differences)}")
-  return step, stored | {
-    "max_staleness": max(
-      wanted.algorithm.max_staleness,
-      stored.get("max_staleness", then.algorithm.max_staleness),
-    )
-  }
+  bound = max(
+    wanted.algorithm.max_staleness,
+    stored.get("max_staleness", then.algorithm.max_staleness),
+  )
+  return Found(step, stored | {"max_staleness": bound}, verified)
+
+
+def _check_is_of_a_run(
+  workdir: pathlib.Path, note: Callable[[str], None]
+) -> None:
+  """Check config.json before anything is changed in a directory."""
+  try:
+    config_json.read(workdir)
+  except config_json.TornError:
+    # Checkpoints hold the config too, and each start writes the file anew.
+    if not checkpoint.steps(workdir / workdir_lib.CHECKPOINTS):
+      raise
+    note(f"{workdir / config_json.NAME} is damaged, and is written anew")
 
 
 def tell_changed_data(

@@ -214,7 +214,8 @@ def _channels(
   With LoRA there is one of the base before it.
   """
   channels = []
-  for shapes in (trainer.base_shapes(), trainer.published_shapes()):
+  base = trainer.base_shapes()
+  for shapes in (base, trainer.published_shapes()):
     if shapes is None:
       continue
     channel = assembly.make_channel(
@@ -224,6 +225,8 @@ def _channels(
       None,
       session.progress.note,
       session.world,
+      # A copy of the base would take memory for the whole run.
+      is_written_again=shapes is not base,
     )
     assert isinstance(channel, weight_transfer.OrbaxChannel)
     shutdown.closes(channel.close, setup.config.run.join_timeout_s)
@@ -241,6 +244,7 @@ def _spec(
       directory=channel.directory,
       incarnation=channel.incarnation,
       shapes=channel.shapes,
+      is_written_again=channel.is_written_again,
     )
     for channel in channels
   ]

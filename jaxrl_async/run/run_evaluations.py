@@ -6,7 +6,7 @@ version of its step, and makes calls for questions and for groups in turn. The
 metrics line of the step is held back meanwhile, and so are later lines.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent import futures
 import contextlib
 import dataclasses
@@ -91,21 +91,17 @@ class RunEvaluations:
         version=step,
         timeout_s=config.run.stall_timeout_s,
       )
-      result = self._evaluated(self._until_stopped(write), is_greedy=is_end)
+      result = self._evaluated(
+        write,
+        is_greedy=is_end,
+        check=lambda: self._stop.check("stopped in an evaluation"),
+      )
       if config.eval.temperature == config.rollout.temperature:
         kl = evaluate.mismatch_kl(
           result.sampled.trajectories, parts.trainer.logprobs
         )
         parts.record.mismatch_kl.add(kl)
     return self._recorded(step, result)
-
-  def _until_stopped(self, write: Callable[..., Iterator]) -> evaluate.Write:
-    def answers(*arguments) -> Iterator:
-      for written in write(*arguments):
-        self._stop.check("stopped in an evaluation")
-        yield written
-
-    return answers
 
   # -- beside training ------------------------------------------------------
 
@@ -215,14 +211,20 @@ class RunEvaluations:
     self._note(f"step {step} has no evaluation: {why}")
     self._parts.writer.write(step, {})
 
-  def _evaluated(self, write: evaluate.Write, *, is_greedy: bool) -> _Result:
+  def _evaluated(
+    self,
+    write: evaluate.Write,
+    *,
+    is_greedy: bool,
+    check: Callable[[], None] = lambda: None,
+  ) -> _Result:
     parts = self._parts
-    sampled = parts.evaluator.evaluate(write)
+    sampled = parts.evaluator.evaluate(write, check=check)
     greedy = None
     if is_greedy:
-      greedy = parts.evaluator.evaluate(write, is_greedy=True)
+      greedy = parts.evaluator.evaluate(write, is_greedy=True, check=check)
     sets = {
-      name: evaluator.evaluate(write)
+      name: evaluator.evaluate(write, check=check)
       for name, evaluator in parts.set_evaluators.items()
     }
     return _Result(sampled=sampled, greedy=greedy, sets=sets)

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxrl_async.config import sections
 from jaxrl_async.data import source as source_lib
+from jaxrl_async.devices import xla_flags
 from jaxrl_async.rewards import importable
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import episode as episode_lib
@@ -43,8 +44,16 @@ def train(
     config.task.eval_dataset = ""
   if eval_dataset is not None:
     config.task.eval_dataset = _uri("eval_dataset", eval_dataset, workdir)
+  if config.run.exact_resume:
+    xla_flags.use_same_bits()  # if it is too late, the run says so
   summary = training_run.run(
-    config, workdir, source=source, scorer=scorer, loss=loss, episode=episode
+    config,
+    workdir,
+    source=source,
+    scorer=scorer,
+    loss=loss,
+    episode=episode,
+    xla_flags=xla_flags.current(),
   )
   return json.loads(summary)
 

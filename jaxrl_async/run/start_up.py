@@ -50,6 +50,7 @@ from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.run import shutdown as shutdown_lib
 from jaxrl_async.run import snapshot
 from jaxrl_async.serving import front as front_lib
+from jaxrl_async.storage import checkpoint
 from jaxrl_async.training import batch_loader
 from jaxrl_async.training import trainer as trainer_lib
 
@@ -65,11 +66,13 @@ class _Foundation:
       new run.
     engine: of the rollout slice; None if it is in other processes.
     stored: host state of the run in that checkpoint.
+    verified: that checkpoint.
     pools: those of the rewards, if they are on other hosts.
   """
 
   resumed_step: int | None
   stored: dict[str, Any]
+  verified: checkpoint.Verified | None
   record: run_record.RunRecord
   busy: dict[str, metrics_lib.BusyClock]
   trainer: trainer_lib.Trainer
@@ -194,7 +197,8 @@ def _foundation(
   """Build the parts that need no thread and no result of the first stage."""
   started_s = time.perf_counter()
   config, note = setup.config, session.progress.note
-  resumed_step, stored = resume.find(config, session.workdir, note)
+  found = resume.find(config, session.workdir, note)
+  resumed_step, stored = found.step, found.host_state
   record = run_record.RunRecord.from_json(stored.get("record", {}))
   origin_s = started_s - record.wall_s
   busy = {
@@ -249,6 +253,7 @@ def _foundation(
   return _Foundation(
     resumed_step=resumed_step,
     stored=stored,
+    verified=found.verified,
     record=record,
     busy=busy,
     trainer=trainer,
@@ -316,7 +321,12 @@ def _restore(
 ) -> list[types.RolloutGroup]:
   """Restore a checkpoint, and return the groups that the worker continues."""
   base.trainer.state, _, groups = frozen_base.restore(
-    setup, workdir, step, base.trainer.abstract_state(), base.trainer.world
+    setup,
+    workdir,
+    step,
+    base.trainer.abstract_state(),
+    base.trainer.world,
+    base.verified,
   )
   base.stream.restore(base.stored["stream"])
   base.writer.restore(base.stored["metrics"])

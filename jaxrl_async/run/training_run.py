@@ -10,7 +10,7 @@ the thread that failed.
 `start_up` builds the parts of a run, and `Run` is the loop over them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import pathlib
@@ -31,6 +31,7 @@ from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.run import checkpointing
 from jaxrl_async.run import checks
 from jaxrl_async.run import frozen_base
+from jaxrl_async.run import last_checkpoint
 from jaxrl_async.run import run_evaluations
 from jaxrl_async.run import schedule_start
 from jaxrl_async.run import session as session_lib
@@ -38,6 +39,7 @@ from jaxrl_async.run import snapshot
 from jaxrl_async.run import start_up
 from jaxrl_async.run import trainer_facts
 from jaxrl_async.serving import front as front_lib
+from jaxrl_async.storage import background_write
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import config_json
 from jaxrl_async.storage import workdir as workdir_lib
@@ -82,9 +84,7 @@ class Run:
     self._first_step = parts.first_step
     self._base_record = parts.base_record
     self._max_staleness = parts.max_staleness
-    self._is_ending = False
-    # Steps after which nothing is between two steps; None inside of one.
-    self._whole_step: int | None = None
+    self._is_rollout_hung = False
     self._staleness = parts.staleness
     self.checkpoints = checkpointing.Checkpointing(
       self._save, self.config.run, self.stop, self.progress.note
@@ -93,6 +93,7 @@ class Run:
     self.shutdown.closes(
       self.checkpoints.close, self.config.run.stall_timeout_s
     )
+    self.last = last_checkpoint.LastCheckpoint(parts, self.checkpoints)
     self.evaluations = run_evaluations.RunEvaluations(parts, self._paused)
     self.shutdown.stops(self.evaluations.close)
 
@@ -135,11 +136,13 @@ class Run:
     Returns:
       The number of train steps completed at the end.
     """
-    self._whole_step = step
+    self.last.is_between(step)
     try:
       return self._loop(step)
-    except (supervisor_lib.ThreadFailed, supervisor_lib.StallError):
-      self._rescue()
+    except supervisor_lib.Interrupted:
+      raise
+    except (RuntimeError, TimeoutError):
+      self.last.take()
       raise
 
   def _loop(self, step: int) -> int:
@@ -168,7 +171,7 @@ class Run:
       more = {"transfer/bytes": self.channel.num_bytes}
       more |= self.checkpoints.metrics()
       self.recorder.begin(done, totals, more, is_evaluated=is_evaluated)
-      self._whole_step = step
+      self.last.is_between(step)
       # Saved before the evaluation, whose failure must not lose the steps.
       if is_saved:
         self.checkpoints.take(step)
@@ -186,8 +189,9 @@ class Run:
       return None
     ready_s = time.perf_counter()
     taken_s = max(wait_start_s, loaded.taken_s)
-    self._whole_step = None
+    self.last.is_training()
     done = self.trainer.step(step, loaded.batch)
+    self.last.has_trained(done)
     done.times_s["wait_for_rollouts_s"] = taken_s - wait_start_s
     done.times_s["prepare_batch_s"] = ready_s - taken_s
     self.claim.check()
@@ -222,6 +226,9 @@ class Run:
 
   def _wait_for_recorder(self) -> None:
     """Wait until the last step is written down."""
+    if self.last.is_ending:
+      self.last.wait_for_recorder()
+      return
     watch = supervisor_lib.StallWatch(self.config.run.stall_timeout_s)
     while not self.recorder.wait(timeout_s=0.2):
       self._look(watch, "the recorder")
@@ -281,29 +288,29 @@ class Run:
 
   @contextlib.contextmanager
   def _paused(self) -> Iterator[None]:
-    """Pause the rollout side inside the block, if it has been started."""
+    """Pause the rollout side inside the block, if it has been started.
+
+    If the run ends, and the thread of the rollout side hangs, it is left alone:
+    what it has reported last is whole.
+    """
     if not self.supervisor.has_spawned(start_up.ROLLOUT):
       yield
       return
-    run = self.config.run
-    timeout_s = run.join_timeout_s if self._is_ending else run.stall_timeout_s
-    with self.rollout.paused(timeout_s):
-      if not self._is_ending:
+    run, is_ending = self.config.run, self.last.is_ending
+    timeout_s = run.join_timeout_s if is_ending else run.stall_timeout_s
+    with contextlib.ExitStack() as stack:
+      try:
+        stack.enter_context(self.rollout.paused(timeout_s))
+      except TimeoutError:
+        if not is_ending:
+          raise
+        self.rollout.abandon()
+        self._is_rollout_hung = True
+      if not is_ending:
         self.supervisor.check()  # a thread that has ended already has failed
       yield
 
-  def _rescue(self) -> None:
-    """Take a last checkpoint, as a thread has failed or nothing moves.
-
-    Several processes that train would have to take it together, and one of
-    them may be what has failed.
-    """
-    step = self._whole_step
-    if step is not None and self.trainer.world.size == 1:
-      self._is_ending = True
-      self.checkpoints.rescue(step, self.config.run.join_timeout_s)
-
-  def _save(self, step: int) -> Callable[[], None]:
+  def _save(self, step: int) -> background_write.Write:
     """Copy the whole run for a checkpoint, and return what writes the copy.
 
     The rollout side is paused while its state is copied.
@@ -311,7 +318,7 @@ class Run:
     self.claim.check()
     self._wait_for_recorder()
     with self._paused():
-      if self.config.run.exact_resume:
+      if self.config.run.exact_resume and not self._is_rollout_hung:
         self.rollout.cut(step)
       groups = snapshot.outstanding(self.buffer, self.rollout)
       self.recorder.tokens(snapshot.count_tokens(groups))
@@ -327,6 +334,9 @@ class Run:
         schedule_start.KEY: self.recorder.schedule_bytes(),
         "config": config_json.to_stored(self.config),
       }
+      if self._is_rollout_hung:
+        # It may have gone on meanwhile.
+        self.recorder.tokens(snapshot.count_tokens(groups))
     if self._staleness is not None:
       host_state["staleness_control"] = self._staleness.state()
     state = self.trainer.state
@@ -370,9 +380,11 @@ class Run:
     """Save a checkpoint, and raise Interrupted."""
     self._wait_for_recorder()
     self.evaluations.drop(step)
-    self.checkpoints.take_now(step)
+    kept = self.checkpoints.take_before_stop(step)
+    where = "" if kept == step else f" from step {kept}"
     raise supervisor_lib.Interrupted(
-      f"stopped after step {step}; the same command on {self.workdir} goes on"
+      f"stopped after step {step}; the same command on {self.workdir} goes"
+      f" on{where}"
     )
 
 
@@ -413,7 +425,8 @@ def run(
       they are in processes of their own.
     world: the processes that train together; None is this one alone. This one
       leads. The others call `follower.follow`, and the caller closes the world.
-    xla_flags: the options that XLA was started with, for the schedule.
+    xla_flags: the options that XLA was started with, for the schedule; "" takes
+      those of the environment.
 
   Returns:
     The summary on one line.
@@ -438,7 +451,7 @@ def run(
     xla_flags=xla_flags,
   )
   setup = checks.checked(config, jax.devices(), source=source, scorer=scorer)
-  stop = supervisor_lib.StopRequest()
+  stop = supervisor_lib.StopRequest(grace_s=config.run.preemption_grace_s)
   world = world or world_lib.alone()
   trainer_facts.check_size(config, world.size)
   trainer_facts.check_mesh(setup.train_mesh, world.size)

@@ -32,13 +32,15 @@ import json
 import os
 import pathlib
 import shutil
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from jaxrl_async.storage import background_write
 from jaxrl_async.storage import checkpoint_places as places
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import manifest
 from jaxrl_async.storage import outstanding as outstanding_lib
 from jaxrl_async.storage import pytree_files
+from jaxrl_async.storage import shared_check
 
 R = TypeVar("R")
 Announce = Callable[[pathlib.Path], None]
@@ -58,10 +60,24 @@ _BEFORE_FORMAT_2 = {
 
 
 CheckpointError = places.CheckpointError
+recover = places.recover
+steps = places.steps
 
 
 class DamagedError(CheckpointError):
   """A checkpoint is not what was written; the message is one line."""
+
+
+class Verified(NamedTuple):
+  """A checkpoint whose files were verified.
+
+  Attributes:
+    about: what its manifest says.
+    marks: what differs if one of its files has changed since.
+  """
+
+  about: dict[str, Any]
+  marks: Any
 
 
 def save(
@@ -99,7 +115,7 @@ def begin(
   *,
   keep: int = 2,
   announce: Announce = lambda path: None,
-) -> Callable[[], None]:
+) -> background_write.Write:
   """Copy what a checkpoint holds, and begin to write it.
 
   The arguments may be changed, and the arrays donated, after this function has
@@ -120,7 +136,7 @@ def begin(
     name, and then removes all but the newest ones. It has to be called before
     the next checkpoint of this directory is begun, in any thread. It raises a
     StorageError if the checkpoint could not be written. Earlier checkpoints are
-    then unchanged.
+    then unchanged. It also tells how far it is.
 
   Raises:
     CheckpointError: `keep` is less than 1.
@@ -134,22 +150,22 @@ def begin(
     files = outstanding_lib.packed(groups)
     files["host_state.json"] = json.dumps(host_state).encode()
     layout = pytree_files.layout(pytree_files.named_leaves(train_state))
-    _make_ready(directory)
+    places.make_ready(directory)
     incomplete.mkdir()
     # This comes last, so that nothing can raise during its background write.
     announce(incomplete / "train_state")
     wait = begin_arrays(incomplete / "train_state", train_state)
 
-  def finish() -> None:
+  def finish(on_part: Callable[[], None]) -> None:
     with _writing(directory, step):
       wait()
       for name, content in files.items():
         (incomplete / name).write_bytes(content)
       about = {"format": FORMAT, "step": step, "layout": layout}
-      manifest.write(incomplete, about, sync=True)
-      _put_in_place(directory, step, keep)
+      manifest.write(incomplete, about, sync=True, on_part=on_part)
+      places.put_in_place(directory, step, keep)
 
-  return finish
+  return background_write.Write(incomplete, finish)
 
 
 @contextlib.contextmanager
@@ -171,32 +187,6 @@ def _writing(directory: pathlib.Path, step: int) -> Iterator[None]:
       raise
 
 
-def _make_ready(directory: pathlib.Path) -> None:
-  """Create the directory, or remove what a crash has left in it."""
-  if not directory.is_dir():
-    directory.mkdir(parents=True)
-    disk.sync_names(directory.parent)
-  recover(directory)
-  for suffix in ("incomplete", "removed"):
-    for leftover in directory.glob(f"*.{suffix}"):
-      shutil.rmtree(leftover)
-  for replaced in directory.glob("*.old"):
-    places.remove(replaced)
-
-
-def _put_in_place(directory: pathlib.Path, step: int, keep: int) -> None:
-  """Give a sealed checkpoint its name, and remove all but the newest ones."""
-  target, replaced = directory / str(step), directory / f"{step}.old"
-  if target.exists():
-    target.rename(replaced)
-  (directory / f"{step}.incomplete").rename(target)
-  disk.sync_names(directory)
-  if replaced.exists():
-    places.remove(replaced)
-  for old in steps(directory)[:-keep]:
-    places.remove_unread(directory / str(old))
-
-
 def begin_arrays(path: pathlib.Path, train_state: Any) -> Callable[[], None]:
   """Begin to write this process's part of a train state.
 
@@ -204,18 +194,6 @@ def begin_arrays(path: pathlib.Path, train_state: Any) -> Callable[[], None]:
     A function that waits until all processes have written their parts.
   """
   return pytree_files.save_async(path, pytree_files.named_leaves(train_state))
-
-
-def recover(directory: pathlib.Path) -> None:
-  """Rename back a complete checkpoint that a crash left as `<step>.old`.
-
-  That happens if `save` is killed between its two renames. Only the process
-  that writes may call this function. Readers find the checkpoint under either
-  name.
-  """
-  for replaced in directory.glob("*.old"):
-    if not replaced.with_suffix("").exists():
-      replaced.rename(replaced.with_suffix(""))
 
 
 def latest(directory: pathlib.Path) -> int | None:
@@ -277,15 +255,56 @@ def read_newest(
   return None
 
 
-def host_state(directory: pathlib.Path, step: int) -> dict[str, Any]:
-  """Return the host state of a checkpoint, all of which is verified.
+def verify(directory: pathlib.Path, step: int) -> Verified:
+  """Verify all files of a checkpoint, so that this need not be done again.
 
   Raises:
     DamagedError: a file is missing, was added or has changed.
     CheckpointError: it is of a newer version.
   """
   path = places.path_of(directory, step)
-  _verify(path, step)
+  try:
+    marks = shared_check.marks(path)
+    about = manifest.verify(path)
+  except (manifest.ManifestError, OSError) as error:
+    is_refused = isinstance(error, PermissionError)
+    kind = CheckpointError if is_refused else DamagedError
+    raise kind(f"checkpoint of step {step}: {error}") from error
+  return Verified(_readable(about, path, step), marks)
+
+
+def _about(path: pathlib.Path, step: int, verified: Verified | None) -> Any:
+  """Return what the manifest of a checkpoint says, after verifying all of it.
+
+  If it was verified before, only the marks of its files are compared.
+  """
+  if verified is None:
+    return verify(path.parent, step).about
+  try:
+    is_same = shared_check.marks(path) == verified.marks
+  except OSError:
+    is_same = False
+  if not is_same:
+    raise DamagedError(f"checkpoint of step {step}: {path} has just changed")
+  return verified.about
+
+
+def host_state(
+  directory: pathlib.Path, step: int, verified: Verified | None = None
+) -> dict[str, Any]:
+  """Return the host state of a checkpoint, all of which is verified.
+
+  Args:
+    directory: directory of the run's checkpoints.
+    step: step of the checkpoint; see `latest`.
+    verified: the result of `verify`, if that was called before.
+
+  Raises:
+    DamagedError: a file is missing, was added or has changed.
+    CheckpointError: it is of a newer version.
+  """
+  path = places.path_of(directory, step)
+  _about(path, step, verified)
   return json.loads((path / "host_state.json").read_text())
 
 
@@ -301,6 +320,7 @@ def restore(
   step: int,
   abstract_train_state: Any,
   *,
+  verified: Verified | None = None,
   announce: Announce = lambda path: None,
 ) -> tuple[Any, dict[str, Any], list[outstanding_lib.OutstandingGroup]]:
   """Read a checkpoint that `save` wrote, bit for bit.
@@ -311,6 +331,7 @@ def restore(
     abstract_train_state: a train state with jax.ShapeDtypeStruct leaves. Their
       shardings are those of the result and may differ from those of the saved
       state.
+    verified: the result of `verify`, if that was called before.
     announce: is called with the checkpoint's path when it has been verified,
       and the other processes are to call `restore_arrays`.
 
@@ -322,7 +343,7 @@ def restore(
       bit, or the stored leaves are not those of the abstract state.
   """
   path = places.path_of(directory, step)
-  about = _verify(path, step)
+  about = _about(path, step, verified)
   stored_as = _check_layout(about, step, abstract_train_state)
   announce(path)
   train_state = pytree_files.load(
@@ -385,7 +406,11 @@ def restore_arrays(path: pathlib.Path, abstract_train_state: Any) -> Any:
 
 
 def restore_params(
-  directory: pathlib.Path, step: int, abstract_params: Any
+  directory: pathlib.Path,
+  step: int,
+  abstract_params: Any,
+  *,
+  verified: Verified | None = None,
 ) -> Any:
   """Read the policy's parameters alone, without the optimizer's state.
 
@@ -394,12 +419,13 @@ def restore_params(
     step: step of the checkpoint; see `steps`.
     abstract_params: the parameters with jax.ShapeDtypeStruct leaves, in the
       shardings of the result.
+    verified: the result of `verify`, if that was called before.
 
   Raises:
     CheckpointError: the checkpoint is damaged or of another architecture.
   """
   path = places.path_of(directory, step)
-  about = _verify(path, step)
+  about = _about(path, step, verified)
   found = about["layout"]
   parts = [f"models.policy.{part}." for part in ("trainable", "frozen")]
   stored_parts = [_stored_as(part, about.get("format", 0)) for part in parts]
@@ -435,22 +461,6 @@ def _stored_as(name: str, written_as: int) -> str:
   return name
 
 
-def _verify(path: pathlib.Path, step: int) -> dict[str, Any]:
-  """Verify a checkpoint and return the information stored in its manifest.
-
-  Raises:
-    DamagedError: a file is missing, was added or has changed.
-    CheckpointError: its format is too new, or it belongs to another step.
-  """
-  try:
-    about = manifest.verify(path)
-  except (manifest.ManifestError, OSError) as error:
-    is_refused = isinstance(error, PermissionError)
-    kind = CheckpointError if is_refused else DamagedError
-    raise kind(f"checkpoint of step {step}: {error}") from error
-  return _readable(about, path, step)
-
-
 def _readable(about: Any, path: pathlib.Path, step: int) -> dict[str, Any]:
   """Return what a manifest says, if it is of a checkpoint that can be read.
 
@@ -467,14 +477,3 @@ def _readable(about: Any, path: pathlib.Path, step: int) -> dict[str, Any]:
   if about["step"] != step:
     raise CheckpointError(f"{path} holds step {about['step']}")
   return about
-
-
-def steps(directory: pathlib.Path) -> list[int]:
-  """Return the steps that have a sealed checkpoint, in ascending order."""
-  names = {name.removesuffix(".old") for name in places.names(directory)}
-  return sorted(
-    int(step)
-    for step in names
-    if step.isdecimal()
-    and (places.path_of(directory, int(step)) / manifest.NAME).exists()
-  )

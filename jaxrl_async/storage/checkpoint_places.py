@@ -12,7 +12,10 @@ import shutil
 from typing import IO
 
 from jaxrl_async.config import sections
+from jaxrl_async.storage import disk
 from jaxrl_async.storage import manifest
+
+OLD = ".old"
 
 
 class CheckpointError(sections.ConfigError):
@@ -46,7 +49,7 @@ def path_of(directory: pathlib.Path, step: int) -> pathlib.Path:
   A crash may have left it complete but under the name `<step>.old`.
   """
   path = pathlib.Path(directory).absolute() / str(step)
-  aside = path.with_suffix(".old")
+  aside = path.with_suffix(OLD)
   return aside if not path.exists() and aside.exists() else path
 
 
@@ -89,3 +92,52 @@ def remove(path: pathlib.Path) -> None:
   # The rename comes first, so that a half-removed directory does not look like
   # a checkpoint.
   shutil.rmtree(path.rename(path.with_suffix(".removed")))
+
+
+def steps(directory: pathlib.Path) -> list[int]:
+  """Return the steps that have a sealed checkpoint, in ascending order."""
+  found = {name.removesuffix(OLD) for name in names(directory)}
+  return sorted(
+    int(step)
+    for step in found
+    if step.isdecimal()
+    and (path_of(directory, int(step)) / manifest.NAME).exists()
+  )
+
+
+def recover(directory: pathlib.Path) -> None:
+  """Rename back a complete checkpoint that a crash left as `<step>.old`.
+
+  That happens if the writer is killed between its two renames. Only the process
+  that writes may call this function. Readers find the checkpoint under either
+  name.
+  """
+  for replaced in directory.glob(f"*{OLD}"):
+    if not replaced.with_suffix("").exists():
+      replaced.rename(replaced.with_suffix(""))
+
+
+def make_ready(directory: pathlib.Path) -> None:
+  """Create the directory, or remove what a crash has left in it."""
+  if not directory.is_dir():
+    directory.mkdir(parents=True)
+    disk.sync_names(directory.parent)
+  recover(directory)
+  for suffix in ("incomplete", "removed"):
+    for leftover in directory.glob(f"*.{suffix}"):
+      shutil.rmtree(leftover)
+  for replaced in directory.glob(f"*{OLD}"):
+    remove(replaced)
+
+
+def put_in_place(directory: pathlib.Path, step: int, keep: int) -> None:
+  """Give a sealed checkpoint its name, and remove all but the newest ones."""
+  target, replaced = directory / str(step), directory / f"{step}{OLD}"
+  if target.exists():
+    target.rename(replaced)
+  (directory / f"{step}.incomplete").rename(target)
+  disk.sync_names(directory)
+  if replaced.exists():
+    remove(replaced)
+  for old in steps(directory)[:-keep]:
+    remove_unread(directory / str(old))

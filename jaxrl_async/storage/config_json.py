@@ -22,6 +22,10 @@ FORMAT = 1
 _FORMAT = "format"
 
 
+class TornError(sections.ConfigError):
+  """config.json is not JSON, as a loss of power may leave it."""
+
+
 def plain(value: Any) -> Any:
   """Return a value of a config as JSON can hold it."""
   if dataclasses.is_dataclass(value):
@@ -102,7 +106,8 @@ def read(workdir: pathlib.Path) -> sections.Config | None:
   """Return the config of a workdir, or None if it has no config.json.
 
   Raises:
-    ConfigError: config.json is not a config, or was written by a newer version.
+    TornError: config.json is not JSON.
+    ConfigError: it is not a config, or was written by a newer version.
   """
   path = workdir / NAME
   try:
@@ -110,8 +115,9 @@ def read(workdir: pathlib.Path) -> sections.Config | None:
   except FileNotFoundError:
     return None
   except (OSError, ValueError, RecursionError) as error:
-    reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
-    raise sections.ConfigError(
+    is_torn = not isinstance(error, OSError)
+    reason = "it is not JSON" if is_torn else error.strerror
+    raise (TornError if is_torn else sections.ConfigError)(
       f"workdir: {path} cannot be read ({reason}); it is damaged or not a"
       " run's: move it away, or use another workdir"
     ) from error

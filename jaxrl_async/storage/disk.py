@@ -16,8 +16,8 @@ from jaxrl_async.storage import workdir as workdir_lib
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _BROKEN = {errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENODEV}
-# Orbax's storage layer reports the error of a system call in this form.
-_OS_ERROR = re.compile(r"OS error (\d+)")
+# Orbax's storage layer reports the error of a system call in these forms.
+_OS_ERROR = re.compile(r"(?:OS error |os_error_code=')(\d+)")
 
 # Bytes of records that a file keeps in memory at most.
 _MOST_KEPT = 2**26
@@ -59,13 +59,24 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 def replace_text(path: pathlib.Path, text: str) -> None:
   """Write a file atomically: a reader finds the old text or the new one.
 
+  This also holds after a loss of power.
+
   Raises:
     StorageError: the file could not be written.
   """
   incomplete = path.with_suffix(".incomplete")
   with writing(path):
-    incomplete.write_text(text)
+    write_synced(incomplete, text.encode())
     incomplete.replace(path)
+    sync_names(path.parent)
+
+
+def write_synced(path: pathlib.Path, content: bytes) -> None:
+  """Write a file, and wait until its content has reached the disk."""
+  with open(path, "wb") as file:
+    file.write(content)
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def sync_names(directory: pathlib.Path) -> None:

@@ -15,7 +15,7 @@ that does not name the size of its blocks is older, and its digests are of whole
 files.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import concurrent.futures
 import hashlib
 import json
@@ -37,7 +37,11 @@ class ManifestError(ValueError):
 
 
 def write(
-  directory: pathlib.Path, about: dict[str, Any], *, sync: bool = False
+  directory: pathlib.Path,
+  about: dict[str, Any],
+  *,
+  sync: bool = False,
+  on_part: Callable[[], None] = lambda: None,
 ) -> None:
   """Seal a directory; nothing in it may change from here on.
 
@@ -45,8 +49,16 @@ def write(
     directory: holds its final files, possibly in subdirectories.
     about: a JSON object that `verify` will return.
     sync: also wait until every byte and every name has reached the disk.
+    on_part: is called after each block that was read, and after each file that
+      has reached the disk, in any thread.
   """
-  files = _digests(directory, _file_names(directory), _BLOCK_BYTES, sync=sync)
+  files = _digests(
+    directory,
+    _file_names(directory),
+    _BLOCK_BYTES,
+    sync=sync,
+    on_part=on_part,
+  )
   content = json.dumps(
     {"about": about, "files": files, "block_bytes": _BLOCK_BYTES}
   ).encode()
@@ -156,6 +168,7 @@ def _digests(
   block_bytes: int,
   *,
   sync: bool = False,
+  on_part: Callable[[], None] = lambda: None,
 ) -> dict[str, str]:
   """Return the digests of files by name, computed by several threads.
 
@@ -164,12 +177,19 @@ def _digests(
     names: of the files.
     block_bytes: size of the blocks.
     sync: also wait until the files have reached the disk.
+    on_part: as in `write`.
   """
+
+  def digest_of(path: pathlib.Path, start: int) -> bytes:
+    found = _block_digest(path, start, block_bytes)
+    on_part()
+    return found
+
   num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
   with concurrent.futures.ThreadPoolExecutor(num_threads, "digest") as threads:
     of_blocks = {
       path: [
-        threads.submit(_block_digest, path, start, block_bytes)
+        threads.submit(digest_of, path, start)
         for start in range(0, max(1, path.stat().st_size), block_bytes)
       ]
       for path in (directory / name for name in names)
@@ -177,6 +197,7 @@ def _digests(
     for path in of_blocks if sync else ():
       with open(path, "rb") as file:
         os.fsync(file.fileno())
+      on_part()
     return {
       name: hashlib.sha256(b"".join(d.result() for d in digests)).hexdigest()
       for name, digests in zip(names, of_blocks.values(), strict=True)

@@ -17,6 +17,7 @@ use this module. With several processes only the main threads may.
 """
 
 from collections.abc import Callable
+import logging
 import pathlib
 import threading
 from typing import Any
@@ -33,11 +34,19 @@ from orbax.checkpoint import v1 as ocp
 _STARTING = threading.Lock()
 # Orbax gives up on a save after 20 minutes by the time of day. That is too
 # short for a large one on a slow disk, and a clock that is set meanwhile may
-# jump by more. Ten years; a save that hangs is noticed by
-# `run.stall_timeout_s`.
+# jump by more. Ten years; whoever waits notices a save that hangs.
 _NO_LIMIT_S = 10 * 365 * 86_400
+# File systems on a network take about a millisecond for each file.
+_MOST_FILES = 2000
 # Waits for the save that several processes have begun last.
 _waits: list[Callable[[], None]] = []
+
+
+# At each save in files of their own, Orbax warns that there are no others to
+# put together.
+logging.getLogger("absl").addFilter(
+  lambda record: "Skipping merge of OCDBT" not in record.getMessage()
+)
 
 
 class LayoutError(ValueError):
@@ -83,15 +92,32 @@ def check_layout(found: dict[str, str], expected: dict[str, str]) -> None:
       raise LayoutError(f"{name} is {here}, expected {wanted}")
 
 
-def save_async(path: pathlib.Path, named: dict[str, Any]) -> Callable[[], None]:
+def save_async(
+  path: pathlib.Path,
+  named: dict[str, Any],
+  *,
+  is_kept: bool = False,
+  is_frequent: bool = False,
+) -> Callable[[], None]:
   """Start to write a tree; the arrays may be donated when this returns.
 
   By then Orbax has copied them from their devices into ordinary memory. Arrays
-  that lie in the host's memory already, such as offloaded moments, would not
-  be copied. For these the function waits until they are written.
+  that lie in the host's memory already, such as offloaded moments, are copied
+  here, because Orbax would not.
 
   Orbax's sharding file is not written. Only a reader without a target needs it,
   and it takes 20 ms of the 80 ms that saving a small model takes.
+
+  Args:
+    path: where to write.
+    named: the result of `named_leaves`.
+    is_kept: whether the caller changes no array in the host's memory before the
+      tree is written, so that these are not copied.
+    is_frequent: whether this is done thousands of times in a process. If there
+      are not too many, each shard then gets a file of its own. In the format in
+      which Orbax puts many into a few files, TensorStore keeps 2 kB of memory
+      for each array that is written or read, and does not free it
+      (docs/results.md, "Killed and disturbed").
 
   Returns:
     A function that waits until Orbax has committed `path` by one rename, and
@@ -99,14 +125,29 @@ def save_async(path: pathlib.Path, named: dict[str, Any]) -> Callable[[], None]:
   """
   context = _context()
   context.array.saving.enable_write_sharding_file = False
+  if is_frequent and jax.process_count() == 1:
+    in_few_files = _num_shards(named) > _MOST_FILES
+    context.array.saving.use_ocdbt = in_few_files
+    context.array.saving.use_zarr3 = in_few_files  # else it warns when it loads
+  if not is_kept:
+    named = {n: _copied(x) if _is_on_host(x) else x for n, x in named.items()}
   _wait_for_others()
   with _STARTING, context:
     wait = ocp.save_async(str(path), named).result
-  if any(map(_is_on_host, named.values())):
-    wait()
   if jax.process_count() > 1:
     _waits.append(wait)
   return wait
+
+
+def in_host_memory(named: dict[str, Any]) -> dict[str, Any]:
+  """Return the arrays in the host's memory, in the same shardings.
+
+  Those of a CPU lie there already, and are not copied.
+  """
+  return {
+    name: leaf if _is_of_cpu(leaf) else _moved(leaf)
+    for name, leaf in named.items()
+  }
 
 
 def load(
@@ -140,9 +181,40 @@ def load(
 def _is_on_host(leaf: Any) -> bool:
   """Return whether an array of an accelerator lies in the host's memory."""
   if not isinstance(leaf, jax.Array):
-    return True
+    return False  # Orbax copies arrays of numpy
   kinds = {d.default_memory().kind for d in leaf.sharding.addressable_devices}
   return leaf.sharding.memory_kind not in {None, *kinds}
+
+
+def _is_of_cpu(leaf: Any) -> bool:
+  if not isinstance(leaf, jax.Array):
+    return True
+  return all(d.platform == "cpu" for d in leaf.sharding.device_set)
+
+
+def _moved(leaf: jax.Array) -> jax.Array:
+  """Return an array in the host's memory, with its shards as they are."""
+  sharding = leaf.sharding.with_memory_kind("pinned_host")
+  return jax.block_until_ready(jax.device_put(leaf, sharding))
+
+
+def _copied(leaf: jax.Array) -> jax.Array:
+  """Return a copy of this process's shards, in the same kind of memory."""
+  shards = [
+    jax.device_put(shard.data, shard.data.sharding, may_alias=False)
+    for shard in leaf.addressable_shards
+  ]
+  copy = jax.make_array_from_single_device_arrays(
+    leaf.shape, leaf.sharding, shards
+  )
+  return jax.block_until_ready(copy)
+
+
+def _num_shards(named: dict[str, Any]) -> int:
+  return sum(
+    leaf.sharding.num_devices if isinstance(leaf, jax.Array) else 1
+    for leaf in named.values()
+  )
 
 
 def _context() -> ocp.Context:

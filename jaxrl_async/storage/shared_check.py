@@ -92,6 +92,16 @@ def identities(files: Sequence[pathlib.Path]) -> list[list[int]]:
   return found
 
 
+def marks(directory: pathlib.Path) -> tuple[list[str], list[list[int]]]:
+  """Return what differs if a file of a directory is added, lost or changed.
+
+  Raises:
+    OSError: a file cannot be opened.
+  """
+  files = sorted(path for path in directory.rglob("*") if path.is_file())
+  return [*map(str, files)], identities(files)
+
+
 def once(
   record: pathlib.Path | None,
   about: str,
