@@ -10,9 +10,12 @@ the same results from its own devices, so its scheduler decides the same.
 | --- | --- |
 | attach | makes its engine and channels, if they differ from those it has |
 | schedule | makes a scheduler without sequences |
-| fetch | reads its part of a version beside decoding, and says when it has it |
+| check | checks a version beside decoding, and says what it has found |
+| fetch | reads its part of it beside decoding, and says when it has it |
 | submit, cancel, adopt, step | calls its scheduler |
 | forget | forgets a scheduler, with its cache |
+
+A follower tells while it compiles a program, for which all others wait.
 
 Each step brings a checksum of what the steps before have written. A follower
 whose own differs ends the replica, before it could train on such tokens.
@@ -22,22 +25,26 @@ from collections.abc import Callable, Iterable
 import os
 import queue
 import threading
+import time
 from typing import Any
 import zlib
 
 from jaxrl_async.cluster import replica_spec
 from jaxrl_async.cluster import replica_world
 from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.coordination import version_files
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.rollout import pulse as pulse_lib
 
 _TOKENIZER = "tokenizer"
 # The scheduler of the groups, and that of the questions of an evaluation.
 _GROUPS, _QUESTIONS = 0, 1
+_COMPILING, _TELL_S = "compiling", 1.0
 
 
 def _checksum(before: int, ended: Iterable[sequence_lib.Sequence]) -> int:
@@ -50,8 +57,8 @@ def _checksum(before: int, ended: Iterable[sequence_lib.Sequence]) -> int:
 class Lead:
   """The followers of a replica, as the process that leads sees them.
 
-  Threads: `tell` belongs to the replica's thread, `fetch` and `wait_fetched` to
-  the thread that fetches a version. A condition guards who has fetched it.
+  Threads: `tell` belongs to the replica's thread, `begin` and `wait` to the
+  thread that fetches a version. A condition guards what followers say of it.
   """
 
   def __init__(
@@ -59,6 +66,7 @@ class Lead:
     peers: replica_world.Peers,
     size: int,
     on_failure: Callable[[BaseException], None],
+    on_compiling: Callable[[], None] = lambda: None,
   ):
     """Take over the connections.
 
@@ -66,11 +74,14 @@ class Lead:
       peers: the followers.
       size: number of processes, this one included.
       on_failure: see `replica_world.Peers.watch`.
+      on_compiling: is called again and again while a follower compiles.
     """
+    self._on_compiling = on_compiling
     self._peers = peers
     self._num_followers = size - 1
     self._changed = threading.Condition()
-    self._fetched: dict[int, int] = {}  # followers by version
+    # What followers have said: why a version is refused, or "".
+    self._said: dict[tuple[str, int], list[str]] = {}
     peers.watch(self._receive, on_failure)
 
   def tell(self, verb: str, *arguments: Any) -> None:
@@ -82,44 +93,67 @@ class Lead:
     self.tell("attach", spec)
     self._peers.common = {_TOKENIZER: spec.tokenizer}
 
-  def fetch(self, version: int) -> None:
-    """Have the followers read their parts of a version."""
+  def begin(self, verb: str, version: int) -> None:
+    """Have the followers check or fetch a version."""
     with self._changed:
-      self._fetched = {version: 0}
-    self.tell("fetch", version)
+      self._said = {(verb, version): []}
+    self.tell(verb, version)
 
-  def wait_fetched(self, version: int) -> None:
-    """Wait until all followers have read their parts of a version."""
+  def wait(self, verb: str, version: int) -> str:
+    """Wait until all followers have done so.
+
+    Returns:
+      Why one of them refuses the version, or "".
+    """
     with self._changed:
-      self._changed.wait_for(
-        lambda: self._fetched.get(version) == self._num_followers
-      )
+      said = self._said[verb, version]
+      self._changed.wait_for(lambda: len(said) == self._num_followers)
+      return next(filter(None, said), "")
 
   def forget_questions(self) -> None:
     """Have the followers free the cache of the questions."""
     self.tell("forget", _QUESTIONS)
 
   def _receive(self, message: tuple[Any, ...]) -> None:
-    _, version = message
+    if message == (_COMPILING,):
+      self._on_compiling()
+      return
+    verb, version, refusal = message
     with self._changed:
-      self._fetched[version] += 1
+      self._said[verb, version].append(refusal)
       self._changed.notify_all()
 
 
 class LedChannel(weight_transfer.OrbaxChannel):
-  """A channel whose versions all processes of a replica read together."""
+  """A channel whose versions all processes of a replica read together.
+
+  All of them check a version before any of them reads it. Reading is done by
+  all or by none, because Orbax lets each process wait for the others.
+  """
 
   lead: Lead
 
-  def adopt(self, newer_than: int) -> tuple[Any, int] | None:
-    with self.reading(newer_than) as version:
-      if version is None:
-        return None
-      # They need no locks: the version stays for as long as this one is held.
-      self.lead.fetch(version)
-      loaded = self.load(version)
-      self.lead.wait_fetched(version)
-      return loaded, version
+  def load(self, version: int) -> Any:
+    # They need no locks: the version stays for as long as this one is held.
+    checked = self._together("check", version, lambda: self.check(version))
+    return self._together("fetch", version, lambda: self.read(version, checked))
+
+  def _together(
+    self, verb: str, version: int, function: Callable[[], Any]
+  ) -> Any:
+    """Call a function here while the followers do what the verb says.
+
+    Raises:
+      RefusedVersionError: one of the processes refuses the version.
+    """
+    self.lead.begin(verb, version)
+    try:
+      result = function()
+    finally:
+      refusal = self.lead.wait(verb, version)
+    if refusal:
+      raise weight_transfer.RefusedVersionError(version, refusal)
+    return result
 
 
 class LedScheduler(scheduler_lib.Scheduler):
@@ -175,7 +209,8 @@ class Follower:
   """A process of a replica that does what the one that leads tells.
 
   Threads: `_run` is a thread of its own, which owns everything but the queue of
-  messages. Another thread fills that one, and one for each version reads it.
+  messages. Another thread fills that one, one for each version reads it, and
+  one tells while `_run` compiles.
   """
 
   def __init__(
@@ -196,6 +231,7 @@ class Follower:
     self._schedulers: dict[int, scheduler_lib.Scheduler] = {}
     self._checksums: dict[int, int] = {}
     self._weights: dict[int, decode_state_lib.EngineParams] = {}
+    self._checked: version_files.Checked = []
     self._fetching: threading.Thread | None = None
     peers.watch(self._receive, self._end)
     supervisor_lib.start_thread("follower", self._run, self._end)
@@ -213,9 +249,19 @@ class Follower:
     self._on_end()
 
   def _run(self) -> None:
+    with pulse_lib.Pulse() as pulse:
+      supervisor_lib.start_thread(
+        "pulse", lambda: self._tell_compiling(pulse), self._end
+      )
+      while True:
+        verb, *arguments = self._messages.get()
+        getattr(self, f"_on_{verb}")(*arguments)
+
+  def _tell_compiling(self, pulse: pulse_lib.Pulse) -> None:
     while True:
-      verb, *arguments = self._messages.get()
-      getattr(self, f"_on_{verb}")(*arguments)
+      time.sleep(_TELL_S)
+      if pulse.is_compiling:
+        self._peers.send(_COMPILING)
 
   def _on_attach(self, spec: replica_spec.ReplicaSpec) -> None:
     if self._fetching is not None:
@@ -234,17 +280,43 @@ class Follower:
     )
     self._checksums[number] = 0
 
+  def _on_check(self, version: int) -> None:
+    channel = self._channel
+    assert channel is not None
+
+    def check() -> None:
+      self._checked = channel.check(version)
+
+    self._beside("check", version, check)
+
   def _on_fetch(self, version: int) -> None:
     engine, channel = self._engine, self._channel
     assert engine is not None and channel is not None
 
     def fetch() -> None:
-      weights = channel.load(version)
+      weights = channel.read(version, self._checked)
       self._weights[version] = engine.load_params(weights, version)
-      self._peers.send("fetched", version)
+
+    # One that was fetched and not adopted was refused by another process.
+    groups = self._schedulers.get(_GROUPS)
+    self._keep(lambda v: groups is not None and v == groups.version)
+    self._beside("fetch", version, fetch)
+
+  def _beside(
+    self, verb: str, version: int, function: Callable[[], None]
+  ) -> None:
+    """Call a function beside decoding, and say what came of it."""
+
+    def call() -> None:
+      refusal = ""
+      try:
+        function()
+      except weight_transfer.RefusedVersionError as error:
+        refusal = str(error).removeprefix(f"version {version} ")
+      self._peers.send(verb, version, refusal)
 
     self._fetching = supervisor_lib.start_thread(
-      "weight-fetch", fetch, self._end
+      "weight-fetch", call, self._end
     )
 
   def _on_submit(self, number: int, sequence: sequence_lib.Sequence) -> None:
@@ -254,9 +326,15 @@ class Follower:
     self._schedulers[number].cancel(owner)
 
   def _on_adopt(self, number: int, version: int) -> None:
-    params = self._weights[version]
-    self._weights = {version: params}
-    self._schedulers[number].adopt(params, version)
+    # Questions may adopt a version when the next one is there already.
+    self._keep(lambda v: v >= version)
+    self._schedulers[number].adopt(self._weights[version], version)
+
+  def _keep(self, is_kept: Callable[[int], bool]) -> None:
+    """Forget versions, while another thread may add one."""
+    for version in list(self._weights):
+      if not is_kept(version):
+        del self._weights[version]
 
   def _on_forget(self, number: int) -> None:
     self._schedulers.pop(number, None)  # with its cache

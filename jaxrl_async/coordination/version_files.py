@@ -41,20 +41,28 @@ def write_part(path: pathlib.Path, params: Any) -> None:
   pytree_files.save_async(path, pytree_files.named_leaves(params))
 
 
-def read(directory: pathlib.Path, named: dict[str, Any], target: Any) -> Any:
-  """Return the arrays of a version in the target's shardings.
+# The identities of the files of a version, as `shared_check` returns them.
+Checked = list[list[int]]
+
+
+def check(
+  directory: pathlib.Path, named: dict[str, Any], target: Any
+) -> Checked:
+  """Check that a version is the one that is looked for, and is whole.
 
   Args:
     directory: of the version; nobody removes it meanwhile.
     named: as it was given to `seal`.
-    target: jax.ShapeDtypeStruct leaves with shardings.
+    target: jax.ShapeDtypeStruct leaves.
+
+  Returns:
+    Which files were checked, for `read`.
 
   Raises:
     ManifestError: it is not what was sealed, or another version.
     LayoutError: the arrays are not those of the target.
   """
-  files = sorted(path for path in directory.rglob("*") if path.is_file())
-  before = shared_check.identities(files)
+  checked = _identities(directory)
   about = manifest.verify(directory, shared_check.record_of(directory))
   found = {key: about[key] for key in named}
   if found != named:
@@ -62,10 +70,29 @@ def read(directory: pathlib.Path, named: dict[str, Any], target: Any) -> Any:
   pytree_files.check_layout(
     about["layout"], pytree_files.layout(pytree_files.named_leaves(target))
   )
+  return checked
+
+
+def read(directory: pathlib.Path, checked: Checked, target: Any) -> Any:
+  """Return the arrays of a version in the target's shardings.
+
+  Args:
+    directory: of the version; nobody removes it meanwhile.
+    checked: what `check` has returned.
+    target: jax.ShapeDtypeStruct leaves with shardings.
+
+  Raises:
+    ManifestError: a file has changed since it was checked.
+  """
   arrays = pytree_files.load(directory, target)
-  if shared_check.identities(files) != before:
+  if _identities(directory) != checked:
     raise manifest.ManifestError(f"{directory} has changed while it was read")
   return arrays
+
+
+def _identities(directory: pathlib.Path) -> Checked:
+  files = sorted(path for path in directory.rglob("*") if path.is_file())
+  return shared_check.identities(files)
 
 
 def remove(directory: pathlib.Path) -> None:

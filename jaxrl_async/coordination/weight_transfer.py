@@ -313,12 +313,21 @@ class OrbaxChannel(WeightChannel):
     Raises:
       RefusedVersionError: it differs from what was published.
     """
-    try:
-      return version_files.read(
+    return self.read(version, self.check(version))
+
+  def check(self, version: int) -> version_files.Checked:
+    """Check a version, as the first half of `load`."""
+    with _refusing(version):
+      return version_files.check(
         self._path / str(version), self._named(version), self._target
       )
-    except (manifest.ManifestError, pytree_files.LayoutError) as error:
-      raise RefusedVersionError(version, f"is not adopted: {error}") from error
+
+  def read(self, version: int, checked: version_files.Checked) -> Any:
+    """Read a version that was checked, as the second half of `load`."""
+    with _refusing(version):
+      return version_files.read(
+        self._path / str(version), checked, self._target
+      )
 
   def _named(self, version: int) -> dict[str, Any]:
     return {"incarnation": self.incarnation, "version": version}
@@ -331,3 +340,12 @@ class OrbaxChannel(WeightChannel):
         f"a version after {self.newest_version()} could not be published: "
         f"{self._failure}"
       ) from self._failure
+
+
+@contextlib.contextmanager
+def _refusing(version: int) -> Iterator[None]:
+  """Turn the errors of a version's files into a refusal."""
+  try:
+    yield
+  except (manifest.ManifestError, pytree_files.LayoutError) as error:
+    raise RefusedVersionError(version, f"is not adopted: {error}") from error
