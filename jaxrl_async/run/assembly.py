@@ -39,6 +39,7 @@ from jaxrl_async.run import initial_params
 from jaxrl_async.run import reward_terms
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.storage import config_json
+from jaxrl_async.storage import disk
 from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.training import batch_settings
 from jaxrl_async.training import objectives
@@ -323,11 +324,12 @@ def send_base(
   channel = make_channel(config, workdir, shapes, engine, note, trainer.world)
   try:
     channel.publish(trainer.published_base(), 0)
-    channel.wait_for_version(-1, config.run.stall_timeout_s)
+    timeout_s = config.run.stall_timeout_s + disk.most_s(channel.num_bytes)
+    channel.wait_for_version(-1, timeout_s)
     adopted = channel.adopt(-1)
     if adopted is None:
       raise weight_transfer.WeightTransferError(
-        f"the base did not arrive in {config.run.stall_timeout_s:g} s"
+        f"the base did not arrive in {timeout_s:.0f} s"
       )
     engine.hold_base(adopted[0])
   finally:

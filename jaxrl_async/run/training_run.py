@@ -82,6 +82,7 @@ class Run:
     self._first_step = parts.first_step
     self._base_record = parts.base_record
     self._max_staleness = parts.max_staleness
+    self._stall_timeout_s = parts.stall_timeout_s
     self._is_ending = False
     # Steps after which nothing is between two steps; None inside of one.
     self._whole_step: int | None = None
@@ -203,7 +204,7 @@ class Run:
 
   def _wait_until_held(self, step: int) -> None:
     """Wait until the rollout side has the version that it evaluates."""
-    watch = supervisor_lib.StallWatch(self.config.run.stall_timeout_s)
+    watch = supervisor_lib.StallWatch(self._stall_timeout_s)
     while not self.evaluations.is_held() and not self.stop.is_set:
       self.stop.wait(_HELD_S)
       self._look(watch, f"version {step} to be held for its evaluation")
@@ -211,7 +212,7 @@ class Run:
   def _next_batch(
     self, step: int
   ) -> batch_loader.Loaded[trainer_lib.PreparedBatch] | None:
-    watch = supervisor_lib.StallWatch(self.config.run.stall_timeout_s)
+    watch = supervisor_lib.StallWatch(self._stall_timeout_s)
     while not self.stop.is_set:
       loaded = self.loader.next(timeout_s=0.2)
       if loaded is not None:
@@ -222,7 +223,7 @@ class Run:
 
   def _wait_for_recorder(self) -> None:
     """Wait until the last step is written down."""
-    watch = supervisor_lib.StallWatch(self.config.run.stall_timeout_s)
+    watch = supervisor_lib.StallWatch(self._stall_timeout_s)
     while not self.recorder.wait(timeout_s=0.2):
       self._look(watch, "the recorder")
 
@@ -285,8 +286,9 @@ class Run:
     if not self.supervisor.has_spawned(start_up.ROLLOUT):
       yield
       return
-    run = self.config.run
-    timeout_s = run.join_timeout_s if self._is_ending else run.stall_timeout_s
+    timeout_s = self._stall_timeout_s
+    if self._is_ending:
+      timeout_s = self.config.run.join_timeout_s
     with self.rollout.paused(timeout_s):
       if not self._is_ending:
         self.supervisor.check()  # a thread that has ended already has failed
