@@ -111,13 +111,14 @@ def begin(config: sections.Config, workdir: pathlib.Path) -> world_lib.World:
     lambda: f"{host}:{_free_port()}",
   )
   if _NUM_PROCESSES.value:
-    local = host if rendezvous.is_local(host) else None
+    # JAX listens at all interfaces unless it is told where.
+    bound = rank == 0 and rendezvous.bind_host(host.strip("[]"))
     try:
       jax.distributed.initialize(
         service,
         size,
         rank,
-        coordinator_bind_address=local and service,
+        coordinator_bind_address=service if bound else None,
         cluster_detection_method="deactivate",
         initialization_timeout=int(timeout_s),
         heartbeat_timeout_seconds=_HEARTBEAT_S,

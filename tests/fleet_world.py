@@ -4,6 +4,7 @@ Every message is pickled on its way, as between processes. A test can hold back
 what a replica says, end it, or let it fail.
 """
 
+import collections
 from concurrent import futures
 import dataclasses
 import pathlib
@@ -11,6 +12,7 @@ import pickle
 import threading
 import time
 
+import numpy as np
 import tiny
 import worker_world
 
@@ -62,9 +64,13 @@ class Handle:
     self.is_orphaned = threading.Event()
     self.can_speak = threading.Event()
     self.can_speak.set()
+    self.has_host = threading.Event()
+    self.has_host.set()
     self.can_attach = threading.Event()
     self.can_attach.set()
-    self.process = replica_process.ReplicaProcess(self.is_orphaned.set)
+    self.process = replica_process.ReplicaProcess(
+      self.is_orphaned.set, DEADLINE_S
+    )
     self.delivered = []
     self.pool = futures.ThreadPoolExecutor(8)
 
@@ -72,6 +78,8 @@ class Handle:
     future = futures.Future()
 
     def call():
+      assert self.has_host.wait(DEADLINE_S)
+      future.set_running_or_notify_cancel()
       try:
         result = pickle.loads(
           pickle.dumps(method(*pickle.loads(pickle.dumps(arguments))))
@@ -94,10 +102,10 @@ class Handle:
 
     def attach(name, spec):
       assert self.can_attach.wait(DEADLINE_S)
-      found = self.process.facts(spec.probe[0])
+      found = self.process.facts(spec.probe)
       why_not = hosts.difference(found, spec.probe, spec.versions, asked_s)
       if why_not is not None:
-        raise remote.ReplicaFailed(why_not)
+        raise remote.DoesNotFit(why_not)
       self.process.attach(name, spec)
 
     return self._call(attach, name, spec)
@@ -129,7 +137,10 @@ class World(worker_world.World):
   def __init__(self, path: pathlib.Path, *, num_replicas=2, **options):
     fleet_options = {
       name: options.pop(name)
-      for name in ("replica_timeout_s", "start_timeout_s", "seconds")
+      for name in (
+        *("replica_timeout_s", "start_timeout_s"),
+        *("hang_timeout_s", "seconds"),
+      )
       if name in options
     }
     super().__init__(path, **options)
@@ -238,9 +249,79 @@ class World(worker_world.World):
       assert not self.thread.is_alive()
     self.fleet.close()
     for handle in self.handles:
-      handle.can_speak.set()
+      for event in (handle.can_speak, handle.has_host, handle.can_attach):
+        event.set()
       handle.process.end()
       assert handle.process.join(DEADLINE_S)
       handle.pool.shutdown(wait=False)
     self.channel.close()
     self.ledger.close()
+
+
+def worlds(directory):
+  """What the fixture `make_world` yields: makes worlds, closes them after."""
+  made = []
+
+  def make(**options):
+    path = directory / str(len(made))
+    path.mkdir()
+    made.append(World(path, **options))
+    return made[-1]
+
+  yield make
+  for world in made:
+    world.close()
+
+
+def until(is_so, what):
+  deadline_s = time.monotonic() + DEADLINE_S
+  while not is_so():
+    assert time.monotonic() < deadline_s, what
+    time.sleep(0.01)
+
+
+def expected(group):
+  """What a scheduler of its own writes for each member of a group."""
+  scheduler = tiny.ready()
+  sequences = [
+    tiny.sequence(
+      group.prompt.tokens,
+      group=group.index,
+      member=member,
+      limit=len(group.prompt.tokens) + worker_world.MAX_COMPLETION,
+    )
+    for member in range(worker_world.GROUP_SIZE)
+  ]
+  for sequence in sequences:
+    scheduler.submit(sequence)
+  tiny.finish(scheduler)
+  return [sequence.trajectory() for sequence in sequences]
+
+
+def check(world, groups):
+  """Every group once, each as a single engine writes it, the books balanced."""
+  assert sorted(group.index for group in groups) == list(range(len(groups)))
+  world.check_books()
+  for group in groups:
+    for trajectory, alone in zip(
+      group.trajectories, expected(group), strict=True
+    ):
+      assert trajectory.tokens.tolist() == alone.tokens.tolist()
+      np.testing.assert_allclose(
+        trajectory.behavior_logprobs, alone.behavior_logprobs, atol=1e-5
+      )
+      assert sum(count for _, count in trajectory.writers) == (
+        trajectory.num_completion_tokens
+      )
+    staleness = group.admission.deadline - group.admission.birth
+    assert staleness == 1
+
+
+def writers(groups):
+  """How many tokens each replica has written."""
+  counts = collections.Counter()
+  for group in groups:
+    for trajectory in group.trajectories:
+      for name, count in trajectory.writers:
+        counts[name] += count
+  return counts

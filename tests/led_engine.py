@@ -1,10 +1,12 @@
 """A program of tests: one process of a replica, or a replica of one process.
 
-    python led_engine.py alone|lead|follow|stray DIRECTORY
+    python led_engine.py alone|lead|follow|stray|blind DIRECTORY [lora]
 
 All of them generate with an engine whose weights are split over two devices:
 those of one process (`alone`), or one of each of two. `stray` is a follower
-that reads other tokens than its engine has written.
+that reads other tokens than its engine has written. `blind` is a follower that
+sees damage in version 1. With `lora`, versions are adapters of a base that they
+read once.
 """
 
 import dataclasses
@@ -16,6 +18,7 @@ import sys
 import time
 
 import jax
+import lora_world
 import numpy as np
 import tiny
 
@@ -30,6 +33,7 @@ from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import sampling
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.engine import sequence as sequence_lib
+from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.text import stop_strings
@@ -40,15 +44,36 @@ TOKENIZER = tokenizer_lib.character_level()
 MODEL = dataclasses.replace(tiny.MODEL, vocab_size=tiny.MODEL.vocab_size + 1)
 
 
+LORA = dataclasses.replace(MODEL, lora=lora_world.LORA)
+
+
 def weights_of(seed):
   return transformer.unstack(tiny.params(seed, MODEL), MODEL.num_layers)
 
 
-def spec_of(directory):
-  shapes = jax.eval_shape(lambda: weights_of(0))
+def base_of_lora():
+  return lora_lib.base(weights_of(0))
+
+
+def adapters_of(seed):
+  named = lora_world.adapter(lora_world.LORA, seed, LORA)
+  whole = lora_lib.joined(tiny.params(0, MODEL), named)
+  return lora_lib.adapters(transformer.unstack(whole, MODEL.num_layers))
+
+
+def weights_spec(directory, weights):
+  return replica_spec.WeightsSpec(
+    directory=directory,
+    incarnation="it",
+    shapes=jax.eval_shape(weights),
+    is_written_again=True,
+  )
+
+
+def spec_of(directory, has_lora):
   return replica_spec.ReplicaSpec(
     engine=replica_spec.EngineSpec(
-      model=MODEL,
+      model=LORA if has_lora else MODEL,
       sizes=dataclasses.replace(tiny.SIZES, num_pages=12, page_tokens=8),
       mesh=MeshShape(tensor=2),
       rules=mesh_lib.ROLLOUT_RULES,
@@ -61,13 +86,11 @@ def spec_of(directory):
     kv_on_adopt=sections.KvOnAdopt.RECOMPUTE,
     shared_tokens=np.zeros((0,), np.int32),
     tokenizer=TOKENIZER,
-    weights=replica_spec.WeightsSpec(
-      directory=directory,
-      incarnation="it",
-      shapes=shapes,
-      is_written_again=True,
+    weights=weights_spec(
+      directory,
+      lambda: adapters_of(0) if has_lora else weights_of(0),
     ),
-    base=None,
+    base=weights_spec(directory / "base", base_of_lora) if has_lora else None,
     probe=(directory, ""),
     versions={},
     report_every_s=1.0,
@@ -100,7 +123,7 @@ def generate(scheduler, channel, engine, forget=lambda: None):
   for i in range(12):
     scheduler.submit(sequence(i))
   while not scheduler.is_idle or questions is not None:
-    if step % 4 == 0 and step < 12:
+    if step % 3 == 0 and step < 9:
       print("next version", flush=True)
       next(published)
       while (adopted := channel.adopt(newest)) is None:
@@ -111,7 +134,7 @@ def generate(scheduler, channel, engine, forget=lambda: None):
       scheduler.adopt(params, newest)
     if step == 2:
       scheduler.cancel(sequence_lib.Owner("group", 11))
-    if step == 6:
+    if step == 5:
       # It keeps its version when the groups adopt the next one.
       questions = scheduler.fresh(metrics_lib.BusyClock())
       questions.adopt(params, newest)
@@ -135,8 +158,7 @@ def generate(scheduler, channel, engine, forget=lambda: None):
   ]
 
 
-def lead(directory):
-  spec = spec_of(directory)
+def lead(directory, spec):
   listener = replica_world.Listener("127.0.0.1", 2, 60.0)
   written = directory / "invitation.new"
   written.write_bytes(pickle.dumps(listener.invitation))
@@ -161,11 +183,11 @@ def lead(directory):
   os._exit(0)
 
 
-def follow(directory, is_stray):
+def follow(directory, role):
   invitation = directory / "invitation"
   while not invitation.exists():
     time.sleep(0.05)
-  if is_stray:
+  if role == "stray":
     read = engine_lib.Engine.read
 
     def misread(engine, result):
@@ -173,20 +195,28 @@ def follow(directory, is_stray):
       return dataclasses.replace(found, tokens=found.tokens ^ 1)
 
     engine_lib.Engine.read = misread
-  read_copy = weight_transfer.OrbaxChannel.read
+  load = weight_transfer.OrbaxChannel.load
 
-  def read_late(channel, copy):
+  def load_late(channel, copy, checked):
     time.sleep(0.5)  # who does not wait for it adopts too early
-    return read_copy(channel, copy)
+    return load(channel, copy, checked)
 
-  weight_transfer.OrbaxChannel.read = read_late
+  weight_transfer.OrbaxChannel.load = load_late
+  check = weight_transfer.OrbaxChannel.check
+
+  def check_badly(channel, copy):
+    if copy == "1":
+      raise weight_transfer.RefusedVersionError(1, "is damaged here", copy)
+    return check(channel, copy)
+
+  if role == "blind":
+    weight_transfer.OrbaxChannel.check = check_badly
   process = led_replica.FollowerProcess(60.0)
   process.join(pickle.loads(invitation.read_bytes()), 1)
   time.sleep(600)
 
 
-def alone(directory):
-  spec = spec_of(directory)
+def alone(spec):
   engine, channel = replica_spec.engine_and_channel(spec, None, None)
   assert isinstance(channel, weight_transfer.OrbaxChannel)
   scheduler = scheduler_lib.Scheduler(engine, busy=metrics_lib.BusyClock())
@@ -196,8 +226,8 @@ def alone(directory):
 if __name__ == "__main__":
   role, where = sys.argv[1], pathlib.Path(sys.argv[2])
   if role == "alone":
-    alone(where)
+    alone(spec_of(where, "lora" in sys.argv))
   elif role == "lead":
-    lead(where)
+    lead(where, spec_of(where, "lora" in sys.argv))
   else:
-    follow(where, role == "stray")
+    follow(where, role)

@@ -22,9 +22,9 @@ OTHER = configs.Lora(rank=2, alpha=5.0, modules=("key", "output", "down"))
 MODEL = dataclasses.replace(tiny.MODEL, lora=LORA)
 
 
-def adapter(lora, seed=0):
+def adapter(lora, seed=0, model=tiny.MODEL):
   """An adapter whose B is not zero, as stacked numpy arrays."""
-  model = dataclasses.replace(tiny.MODEL, lora=lora)
+  model = dataclasses.replace(model, lora=lora)
   shapes = lora_lib.adapters(
     jax.eval_shape(lambda: transformer.init_params(model, jax.random.key(0)))
   )

@@ -1,9 +1,12 @@
 """Whole runs whose replicas are in other processes and on other hosts."""
 
+import contextlib
 import json
 import os
 import pathlib
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,8 +18,10 @@ import three_hosts
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 FOR_EVER = 100_000
-# Without the eight devices of the tests' own process.
-ENVIRONMENT = os.environ | {"XLA_FLAGS": ""}
+# Without the eight devices of the tests' own process. All that a test starts
+# has the mark, however it is named.
+MARK = f"JAXRL_TEST={os.getpid()}"
+ENVIRONMENT = os.environ | {"XLA_FLAGS": ""} | dict([MARK.split("=")])
 
 
 @pytest.fixture
@@ -51,6 +56,24 @@ def until(is_so, run, what, timeout_s=240):
   while not is_so():
     assert run.poll() is None, f"{what}: the run has ended"
     assert time.monotonic() < deadline_s, what
+    time.sleep(0.1)
+
+
+def marked():
+  """The command lines of processes that a test has started."""
+  found = {}
+  for path in pathlib.Path("/proc").glob("[0-9]*"):
+    with contextlib.suppress(OSError):
+      if MARK.encode() in (path / "environ").read_bytes():
+        line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        found[int(path.name)] = line
+  return found
+
+
+def check_nothing_is_left():
+  deadline_s = time.monotonic() + 20
+  while left := marked():
+    assert time.monotonic() < deadline_s, left
     time.sleep(0.1)
 
 
@@ -192,8 +215,7 @@ def test_two_processes_train_replicas_of_two_generate_and_a_pool_scores(
   assert (tmp_path / "died").exists()
   last = lines(tmp_path / "work" / "metrics.jsonl")[-1]
   assert last["reward_service/errors"] == 1 and summary["tokens"]["failed"] == 0
-  left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True)
-  assert not left.stdout
+  check_nothing_is_left()
 
 
 def test_a_run_of_two_replicas_is_replayed_in_one_process(tmp_path):
@@ -255,3 +277,103 @@ def test_a_cluster_that_cannot_be_used_is_one_line(tmp_path, flags, error):
   assert run.returncode == 1
   assert run.stderr.splitlines()[-1].startswith(f"error: {error}")
   assert "Traceback" not in run.stderr
+  check_nothing_is_left()
+
+
+@pytest.fixture
+def cluster():
+  """A Ray cluster on this machine that outlives the runs; its environment."""
+  with (
+    tempfile.TemporaryDirectory(prefix="jr", dir="/tmp") as directory,
+    socket.socket() as free,
+  ):
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+    free.close()
+    environment = ENVIRONMENT | {
+      "RAY_AUTH_MODE": "token",
+      "RAY_AUTH_TOKEN": secrets.token_hex(32),
+      "RAY_USAGE_STATS_ENABLED": "0",
+      "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+      "RAY_worker_register_timeout_seconds": "300",
+      "HOME": directory,
+    }
+    command = [
+      *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head"),
+      *("--block", "--disable-usage-stats", "--include-dashboard=false"),
+      *("--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=2"),
+      *("--object-store-memory=100000000", f"--temp-dir={directory}"),
+    ]
+    log = pathlib.Path(directory) / "ray.log"
+    with open(log, "w") as out:
+      head = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
+      try:
+        deadline_s = time.monotonic() + 120
+        while "Ray runtime started" not in log.read_text():
+          assert head.poll() is None, log.read_text()
+          assert time.monotonic() < deadline_s, log.read_text()
+          time.sleep(0.2)
+        yield f"127.0.0.1:{port}", environment
+      finally:
+        head.terminate()
+        head.wait(60)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1500)
+def test_replicas_wait_for_a_trainer_that_is_started_again(tmp_path, cluster):
+  address, environment = cluster
+  said = tmp_path / "err"
+  with open(said, "w") as err:
+    run = subprocess.Popen(
+      [
+        sys.executable,
+        str(ROOT / "launch" / "trainer_world.py"),
+        "--num_processes=2",
+        "--max_restarts=1",
+        "--",
+        *train(
+          tmp_path / "work",
+          f"--config.cluster.address={address}",
+          "--config.cluster.trainer_processes=2",
+          "--config.cluster.replicas=2",
+          "--config.mesh.train_data=-1",
+          "--config.train.num_steps=24",
+          "--config.run.checkpoint_every=4",
+          "--config.eval.every=0",
+        )[2:],
+      ],
+      stderr=err,
+      stdout=subprocess.DEVNULL,
+      env=environment,
+    )
+    try:
+      metrics = tmp_path / "work" / "metrics.jsonl"
+      until(lambda: len(lines(metrics)) >= 6, run, "some steps", 500)
+      replicas = {x: y for x, y in marked().items() if y.startswith("ray::Act")}
+      assert len(replicas) == 2, marked()
+      (victim,) = (
+        pid for pid, line in marked().items() if "--process_id=1" in line
+      )
+      os.kill(victim, signal.SIGKILL)
+      until(lambda: "starting all 2" in said.read_text(), run, "a restart")
+      again = said.stat().st_size
+      until(
+        lambda: said.read_text()[again:].count("is ready") >= 2,
+        run,
+        "that the replicas are attached again",
+      )
+      assert replicas.keys() <= marked().keys()
+      assert run.wait(500) == 0, said.read_text()[-4000:]
+    finally:
+      run.kill()
+      run.wait()
+  summary = json.loads((tmp_path / "work" / "summary.json").read_text())
+  assert summary["train_steps"] == 24 and summary["staleness_max"] <= 2
+  indices = [line["index"] for line in lines(tmp_path / "work/ledger.jsonl")]
+  assert len(indices) == len(set(indices))
+  # The run has ended well: its replicas have not stayed.
+  deadline_s = time.monotonic() + 60
+  while replicas.keys() & marked().keys():
+    assert time.monotonic() < deadline_s
+    time.sleep(0.2)

@@ -4,12 +4,17 @@ import ast
 import importlib.util
 import pathlib
 import re
+import types
 
 import pytest
 import test_run
 
 from jaxrl_async.config import sections
+from jaxrl_async.coordination import weight_transfer
+from jaxrl_async.run import cluster_checks
 from jaxrl_async.run import config_checks
+from jaxrl_async.run import rollout_start
+from jaxrl_async.run import start_up
 
 RAY = sections.ClusterKind.RAY
 PACKAGE = pathlib.Path(config_checks.__file__).parents[1]
@@ -44,6 +49,7 @@ def test_replicas_elsewhere_leave_all_devices_to_the_trainer():
       config(kind=sections.ClusterKind.LOCAL, reward_pools=1),
       "cluster.reward_pools",
     ),
+    (config(replicas=2, min_replicas=3), "cluster.min_replicas"),
     (config(channel=sections.Channel.DIRECT), "transfer.channel"),
     (config(address="there"), "cluster.address"),
     (config({"rollout_data": -1}), "mesh.rollout_data"),
@@ -68,6 +74,29 @@ def test_replicas_elsewhere_leave_all_devices_to_the_trainer():
 def test_a_wrong_setting_is_named(made, error):
   with pytest.raises(sections.ConfigError, match=f"^{re.escape(error)}: "):
     config_checks.check(made)
+
+
+def test_a_new_run_waits_for_the_replicas_that_it_asks_for():
+  def needed(is_new, **named):
+    section = sections.ClusterSection(kind=RAY, replicas=3, **named)
+    return cluster_checks.replicas_at_start(section, is_new)
+
+  assert needed(True) == 3 and needed(True, min_replicas=2) == 2
+  # Hosts may have been lost since a run has begun.
+  assert needed(False) == needed(False, min_replicas=2) == 1
+
+
+def test_limits_grow_with_the_size_of_a_version():
+  channel = object.__new__(weight_transfer.OrbaxChannel)
+  channel.num_bytes = 65_000_000_000
+  made = config()
+  assert rollout_start._start_timeout_s(made, [channel]) == 300 + 650
+  # It is written, and then it is read.
+  parts = types.SimpleNamespace(
+    channel=channel, setup=types.SimpleNamespace(config=made)
+  )
+  made.run.stall_timeout_s = 300.0
+  assert start_up.Parts.stall_timeout_s.fget(parts) == 300 + 2 * 650
 
 
 def test_without_ray_the_error_names_the_extra(monkeypatch):

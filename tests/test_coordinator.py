@@ -14,7 +14,16 @@ REPLY = np.array([50, 51], np.int32)
 
 @pytest.fixture
 def make_world(tmp_path):
-  yield from worker_world.worlds(tmp_path)
+  for make in worker_world.worlds(tmp_path):
+
+    def make_with_replicas(*arguments, make=make, **named):
+      world = make(*arguments, **named)
+      for name in "ab":
+        adopted = messages.Adopted(replica=name, version=0)
+        world.coordinator.adopted(adopted)
+      return world
+
+    yield make_with_replicas
 
 
 def ask(room=1, version=0, replica="a"):

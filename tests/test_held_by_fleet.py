@@ -15,7 +15,7 @@ from jaxrl_async.rollout import held_version
 from jaxrl_async.rollout import remote
 
 pytestmark = pytest.mark.slow
-until, questions = test_fleet.until, test_fleet.questions
+until, questions = fleet_world.until, test_fleet.questions
 answers_of, make_world = test_fleet.answers_of, test_fleet.make_world
 
 

@@ -61,6 +61,7 @@ FOLDERS = {
   ),
   "cluster": (
     "config",
+    "storage",
     "text",
     "devices",
     "reporting",

@@ -28,24 +28,33 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 class Programs:
   """Processes of one replica, and a channel that brings them weights."""
 
-  def __init__(self, directory, stack):
+  def __init__(self, directory, stack, has_lora):
     self.directory = directory
     self.stack = stack
+    self.more = ["lora"] if has_lora else []
+    self.weights_of = led_engine.weights_of
     directory.mkdir()
-    weights = self.weights(0)
-    self.channel = weight_transfer.OrbaxChannel(directory, "it", weights)
-    stack.callback(self.channel.close)
+    if has_lora:
+      self.weights_of = led_engine.adapters_of
+      base = self.placed(led_engine.base_of_lora())
+      self.new_channel(directory / "base", base).publish(base, 0)
+    self.channel = self.new_channel(directory, self.placed(self.weights_of(0)))
     self.num_published = 0
     self.damaged = self.refused = None  # versions
 
-  def weights(self, seed):
+  def new_channel(self, directory, weights):
+    channel = weight_transfer.OrbaxChannel(directory, "it", weights)
+    self.stack.callback(channel.close)
+    return channel
+
+  def placed(self, weights):
     where = mesh_lib.replicated(mesh_lib.make_mesh(jax.devices()[:1]))
-    return mesh_lib.put(led_engine.weights_of(seed), where)
+    return mesh_lib.put(weights, where)
 
   def start(self, role, num_devices):
     process = self.stack.enter_context(
       subprocess.Popen(
-        [sys.executable, PROGRAM, role, self.directory],
+        [sys.executable, PROGRAM, role, self.directory, *self.more],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -71,7 +80,7 @@ class Programs:
         time.sleep(0.01)  # polls what the channel's thread writes
     elif line == "next version\n":
       version = self.num_published
-      self.channel.publish(self.weights(version), version)
+      self.channel.publish(self.placed(self.weights_of(version)), version)
       assert self.channel.wait_for_version(version - 1, 30.0)
       self.num_published += 1
       if version == self.damaged:
@@ -92,11 +101,16 @@ class Programs:
 @pytest.fixture
 def begin(tmp_path):
   with contextlib.ExitStack() as stack:
-    yield lambda name: Programs(tmp_path / name, stack)
+    yield lambda name, has_lora=False: Programs(
+      tmp_path / name, stack, has_lora
+    )
 
 
-def test_two_processes_write_what_one_writes(begin):
-  one, two = begin("one"), begin("two")
+@pytest.mark.parametrize(
+  "has_lora", [False, pytest.param(True, marks=pytest.mark.nightly)]
+)
+def test_two_processes_write_what_one_writes(begin, has_lora):
+  one, two = begin("one", has_lora), begin("two", has_lora)
   alone = json.loads(one.written(one.start("alone", 2)))
   two.damaged = 1
   lead = two.start("lead", 1)
@@ -112,7 +126,17 @@ def test_two_processes_write_what_one_writes(begin):
   assert {v for one in led for v in one["versions"]} == {-1, 0, 1, 2}
   (question,) = (one for one in led if one["group"] == 20)
   assert set(question["versions"]) == {-1, 1}
-  assert {"stop", "length"} <= {one["reason"] for one in led}
+  reasons = {one["reason"] for one in led}
+  assert {"length", "eos" if has_lora else "stop"} <= reasons
+
+
+def test_a_copy_that_one_process_refuses_is_adopted_by_none(begin):
+  programs = begin("blind")
+  lead = programs.start("lead", 1)
+  programs.start("blind", 1)
+  written = json.loads(programs.written(lead))
+  assert lead.wait(30) == 0 and len(written) == 12
+  assert programs.refused == "1"
 
 
 def test_a_process_that_writes_other_tokens_ends_the_replica(begin):
@@ -140,20 +164,64 @@ def test_a_version_is_adopted_once_all_processes_have_read_it():
     replica_world.Peers([ours for ours, _ in pairs]), 3, failures.append
   )
   first, second = (replica_world.Peers([theirs]) for _, theirs in pairs)
-  lead.fetch("4")
-  lead.fetch("4-2")
+  lead.begin("fetch", "4")
+  said = []
   waiting = threading.Thread(
-    target=lead.wait_fetched, args=("4-2",), daemon=True
+    target=lambda: said.append(lead.wait("fetch", "4")), daemon=True
   )
   waiting.start()
-  first.send("fetched", "4")
-  first.send("fetched", "4-2")
-  second.send("fetched", "4")
+  first.send("fetch", "4", "")
   waiting.join(0.5)
   assert waiting.is_alive()
-  second.send("fetched", "4-2")
+  second.send("fetch", "4", "is damaged")
   waiting.join(30.0)
-  assert not waiting.is_alive() and not failures
+  assert said == ["is damaged"] and not failures
+
+
+def test_questions_leave_the_next_version_to_the_groups():
+  ours, _ = multiprocessing.Pipe()
+  follower = led_replica.Follower(replica_world.Peers([ours]), lambda: None)
+  adopted = []
+
+  class Scheduler:
+    def adopt(self, params, version):
+      adopted.append((params, version))
+
+  follower._schedulers = {
+    led_replica._GROUPS: Scheduler(),
+    led_replica._QUESTIONS: Scheduler(),
+  }
+  # The next version was fetched before the questions began with this one.
+  follower._weights = {0: "oldest", 1: "this", 2: "next"}
+  follower._on_adopt(led_replica._QUESTIONS, 1)
+  assert follower._weights == {1: "this", 2: "next"}
+  follower._on_adopt(led_replica._GROUPS, 2)
+  assert follower._weights == {2: "next"}
+  assert adopted == [("this", 1), ("next", 2)]
+
+
+def test_a_follower_tells_while_it_compiles(monkeypatch):
+  monkeypatch.setattr(led_replica, "_TELL_S", 0.05)
+  ours, theirs = multiprocessing.Pipe()
+  follower = led_replica.Follower(replica_world.Peers([theirs]), lambda: None)
+  told = threading.Event()
+  lead = led_replica.Lead(
+    replica_world.Peers([ours]), 2, lambda error: None, told.set
+  )
+
+  def trace(x):
+    assert told.wait(30)
+    return x
+
+  is_traced = threading.Event()
+
+  def compile_program():
+    jax.jit(trace)(1.0)
+    is_traced.set()
+
+  follower._on_compile = compile_program
+  lead.tell("compile")
+  assert is_traced.wait(60)
 
 
 def test_without_the_key_nobody_is_let_in():

@@ -389,7 +389,7 @@ def test_a_directory_that_was_removed_is_made_again(tmp_path, notes):
     stamped.publish_and_wait(channel, version)
     stamped.assert_all(channel.adopt(-1)[0], version)
   (incarnation,) = (tmp_path / "versions").iterdir()
-  assert transfer_directory._is_published_to(incarnation)
+  assert disk.is_locked(incarnation / transfer_directory._LOCK)
   channel.close()
   assert not (tmp_path / "versions").exists()
 

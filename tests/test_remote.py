@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+import threading
 import time
 
 import numpy as np
@@ -17,7 +18,7 @@ from jaxrl_async.rollout import wire
 def test_clocks_that_are_apart_are_told(tmp_path):
   probe = tmp_path / "probe", "here"
   probe[0].write_text("here")
-  found, now_s = hosts.facts(probe[0]), time.time()
+  found, now_s = hosts.facts(probe), time.time()
 
   def difference(ahead_s, asked_s=now_s):
     other = dataclasses.replace(found, time_s=now_s + ahead_s)
@@ -28,6 +29,24 @@ def test_clocks_that_are_apart_are_told(tmp_path):
   assert "-3600 s off" in difference(-3_600.0)
   # It had to wait for a free host, an hour long.
   assert difference(-1_800.0, asked_s=now_s - 3_600.0) is None
+
+
+def test_a_file_that_comes_late_is_seen(tmp_path):
+  path = tmp_path / "probe"
+  path.write_text("of an earlier start")
+  writer = threading.Timer(0.5, path.write_text, ["here"])
+  writer.start()
+  assert hosts.facts((path, "here")).probe == "here"
+  writer.join(10)
+
+
+def test_other_code_is_told_like_another_version(tmp_path):
+  expected = hosts.versions()
+  assert len(expected["source of jaxrl_async"]) == 16
+  other = expected | {"source of jaxrl_async": "0" * 16}
+  found = dataclasses.replace(hosts.facts(), versions=other)
+  line = hosts.version_difference(found, expected)
+  assert f"has source of jaxrl_async {'0' * 16} instead of" in line
 
 
 def work_of(*indices):

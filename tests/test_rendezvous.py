@@ -248,6 +248,72 @@ def test_a_directory_that_is_not_shared_is_named(
   assert not [*here[0].iterdir(), *here[1].iterdir()]
 
 
+@pytest.mark.parametrize(
+  "host, resolved, is_loopback, bound",
+  [
+    ("127.0.0.2", None, True, "127.0.0.2"),
+    ("localhost", None, True, "localhost"),
+    # Its own address, as far as `_is_loopback` says.
+    ("trainer-0", "127.0.0.1", False, "127.0.0.1"),
+    # A host that knows itself by another address than others do.
+    ("trainer-0", "127.0.1.1", True, ""),
+    # Of another host, or of a service that leads here.
+    ("192.0.2.77", "192.0.2.77", False, ""),
+  ],
+)
+def test_process_0_listens_only_where_it_was_told(
+  host, resolved, is_loopback, bound, monkeypatch
+):
+  monkeypatch.setattr(rendezvous, "_is_loopback", lambda _: is_loopback)
+  monkeypatch.setattr(
+    socket,
+    "getaddrinfo",
+    lambda *_, **__: [(socket.AF_INET, 1, 6, "", (resolved, 0))],
+  )
+  assert rendezvous.bind_host(host) == bound
+
+
+@pytest.mark.parametrize(
+  "hello, clock",
+  [
+    ({"rank": "1"}, {"time_s": 0.0}),
+    ({"facts": None}, {"time_s": 0.0}),
+    ({}, {}),
+  ],
+)
+def test_who_says_something_else_than_a_process_is_sent_away(
+  tmp_path, ends, hello, clock
+):
+  address = free_address()
+  results = []
+  leader = threading.Thread(
+    target=lambda: results.extend(
+      meeting([(0, 2, FACTS, [tmp_path])], address=address)
+    )
+  )
+  leader.start()
+  connected = []
+  until(lambda: tried(rendezvous.parse_address(address), connected))
+  with connected[0] as stranger:
+    whole = {"hello": "jaxrl_async", "rank": 1, "size": 2, "host": "x"}
+    wire.send(stranger, whole | {"facts": {}} | hello)
+    with contextlib.suppress(OSError):
+      if wire.receive(stranger) is not None:
+        wire.send(stranger, clock)
+  ((follower, _),) = meeting([(1, 2, FACTS, [tmp_path])], address=address)
+  leader.join(JOIN_S)
+  results[0][0].close()
+  assert follower.size == 2 and not ends
+
+
+def tried(address, connected):
+  try:
+    connected.append(socket.create_connection(address, timeout=5))
+  except OSError:
+    return False
+  return True
+
+
 def test_a_stranger_at_the_address_is_sent_away(tmp_path, ends):
   address = free_address()
   host, port = rendezvous.parse_address(address)

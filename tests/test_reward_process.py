@@ -173,4 +173,5 @@ def test_facts_without_a_shared_directory_and_versions_that_differ():
   assert "instead of 0.1; install the same versions" in str(
     hosts.version_difference(found, other)
   )
-  assert hosts.facts(pathlib.Path(__file__)).probe is not None
+  here = pathlib.Path(__file__)
+  assert hosts.facts((here, here.read_text())).probe is not None

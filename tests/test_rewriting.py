@@ -107,7 +107,8 @@ class Recorded:
 
 
 def feed_from(replica, version):
-  """What `feed` does, without a channel to look at."""
+  """What `adopt` and `feed` do, without a channel to look at."""
+  replica._link.adopted(messages.Adopted(replica=replica.name, version=version))
   room = max(0, replica.scheduler.room)
   ask = messages.Ask(replica=replica.name, version=version, room=room)
   replica.take(replica._link.admit(ask))

@@ -247,3 +247,24 @@ def test_no_wait_for_a_step_that_is_never_written_is_without_a_deadline(
   step.gate.set()
   with pytest.raises(LookupError, match="the gate is open"):
     recorder.wait(DEADLINE_S)
+
+
+def test_the_idle_time_of_an_adoption_is_told_beside_that_of_a_step():
+  names = {
+    *("waiting_slot_steps", "prefill_tokens", "busy_slot_steps", "wait_s"),
+    *("generated_tokens", "recompute_tokens", "interruptions", "preemptions"),
+    *("rollout_busy_s", "refused_versions"),
+  }
+
+  def metrics(adopt_s, adoptions):
+    delta = dict.fromkeys(names, 1) | {
+      "adopt_s": adopt_s,
+      "adoptions": adoptions,
+    }
+    return recorder_lib._rollout_metrics(delta, 1.0)
+
+  # Two of three replicas have adopted once, and one has adopted twice.
+  found = metrics(adopt_s=2.0, adoptions=4 / 3)
+  assert found["time/adopt_s"] == 2.0
+  assert found["time/adoption_s"] == pytest.approx(1.5)
+  assert metrics(adopt_s=0.0, adoptions=0)["time/adoption_s"] == 0.0

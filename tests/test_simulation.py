@@ -10,11 +10,12 @@ from jaxrl_async.coordination import ledger as ledger_lib
 from jaxrl_async.coordination import schedule
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
-from jaxrl_async.rollout import fleet as fleet_lib
 from jaxrl_async.rollout import fleet_member
+from jaxrl_async.rollout import roster as roster_lib
 from jaxrl_async.simulation import case as case_lib
 from jaxrl_async.simulation import controller
 from jaxrl_async.simulation import event_loop
+from jaxrl_async.simulation import modelled_replica
 from jaxrl_async.simulation import seeds
 
 SEEDS = 160
@@ -34,7 +35,7 @@ def test_many_seeds_keep_every_invariant():
   assert found.num_seeds == SEEDS
   # They reach what they are about.
   assert found.faults.keys() == {
-    "die", "leave", "fail", "silence", "slow", "restart",
+    "die", "leave", "fail", "hang", "silence", "slow", "restart",
   }  # fmt: skip
   assert min(found.faults.values()) >= 5, found.faults
   assert len(found.seen) == 3 and min(found.seen.values()) >= 10, found.seen
@@ -117,8 +118,13 @@ def test_a_lease_that_is_not_returned_is_found(monkeypatch):
 
 
 def test_a_lease_that_never_ends_is_found(monkeypatch):
-  monkeypatch.setattr(fleet_lib.Fleet, "_look_for_silence", lambda self: None)
+  monkeypatch.setattr(roster_lib.Roster, "look_for_silence", lambda self: None)
   assert first_failure().startswith("lease")
+
+
+def test_a_thread_that_stands_still_for_ever_is_found(monkeypatch):
+  monkeypatch.setattr(modelled_replica, "HANG_S", float("inf"))
+  assert first_failure() is not None
 
 
 def test_a_replica_that_is_given_too_much_is_found(monkeypatch):

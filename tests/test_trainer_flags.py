@@ -10,6 +10,7 @@ import types
 import numpy as np
 import pytest
 
+from jaxrl_async.cluster import hosts
 from jaxrl_async.config import sections
 from jaxrl_async.run import trainer_facts
 
@@ -123,7 +124,7 @@ def test_what_is_compared_is_all_settings_packages_and_the_code(tmp_path):
   names = {"jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint"}
   assert names <= facts.keys()
   assert facts["algorithm.groups_per_step"] == 32
-  assert facts["source of jaxrl_async"] == trainer_facts.source_digest()
+  assert facts["source of jaxrl_async"] == hosts.source_digest()
   assert facts["workdir"] == str(tmp_path)
 
 

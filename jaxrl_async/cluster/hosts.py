@@ -1,21 +1,32 @@
 """Checks that two processes on different hosts can work together."""
 
 import dataclasses
+import functools
+import hashlib
 import importlib.metadata
+import os
 import pathlib
 import platform
 import socket
 import time
+
+from jaxrl_async.coordination import supervisor as supervisor_lib
+
+# A file, and what it contains.
+Probe = tuple[pathlib.Path, str]
 
 _PACKAGES = (
   "jax",
   "jaxlib",
   "flax",
   "numpy",
+  "optax",
   "orbax-checkpoint",
   "tokenizers",
-  "jaxrl_async",
 )
+# A shared file system may show a file late.
+_SHARED_S = 10.0
+_RETRY_S = 0.2
 MAX_CLOCK_S = 30.0
 _NOT_SHARED = (
   "transfer.directory: {directory} on {host} is not the directory that the"
@@ -23,10 +34,28 @@ _NOT_SHARED = (
 )
 
 
+@functools.cache
+def source_digest() -> str:
+  """Return a digest of the code of this package."""
+  root = pathlib.Path(__file__).parents[1]
+  digest = hashlib.sha256()
+  for path in sorted(root.rglob("*.py")):
+    digest.update(path.relative_to(root).as_posix().encode())
+    digest.update(path.read_bytes())
+  return digest.hexdigest()[:16]
+
+
 def versions() -> dict[str, str]:
-  """Return the versions of Python and of the packages that have to agree."""
+  """Return the versions of Python, of packages and of the code itself.
+
+  They have to agree wherever processes work together.
+  """
   found = {name: importlib.metadata.version(name) for name in _PACKAGES}
-  return {"python": platform.python_version()} | found
+  return {
+    "python": platform.python_version(),
+    **found,
+    "source of jaxrl_async": source_digest(),
+  }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,27 +73,39 @@ class Facts:
   time_s: float
 
 
-def facts(probe: pathlib.Path | None = None) -> Facts:
+def facts(probe: Probe | None = None) -> Facts:
   """Return the facts about this process.
 
   Args:
-    probe: a file that the other process has written; None if it has not.
+    probe: what the other process has written, which may come to this host some
+      seconds later; None if it has written nothing.
   """
-  try:
-    content = None if probe is None else probe.read_text()
-  except OSError:
-    content = None
   return Facts(
     host=socket.gethostname(),
     versions=versions(),
-    probe=content,
+    probe=None if probe is None else _read(*probe),
     time_s=time.time(),
   )
 
 
+def _read(path: pathlib.Path, content: str) -> str | None:
+  """Return what a file contains; wait some seconds for a certain content."""
+  deadline = supervisor_lib.Deadline(_SHARED_S)
+  while True:
+    found = None
+    try:
+      os.listdir(path.parent)  # asks the server of the files
+      found = path.read_text()
+    except OSError:
+      pass
+    if found == content or deadline.next_wait_s() == 0:
+      return found
+    time.sleep(_RETRY_S)
+
+
 def difference(
   found: Facts,
-  probe: tuple[pathlib.Path, str],
+  probe: Probe,
   expected: dict[str, str],
   asked_s: float,
 ) -> str | None:

@@ -10,9 +10,12 @@ the same results from its own devices, so its scheduler decides the same.
 | --- | --- |
 | attach | makes its engine and channels, if they differ from those it has |
 | schedule | makes a scheduler without sequences |
-| fetch | reads its part of a version beside decoding, and says when it has it |
+| check | checks a version beside decoding, and says what it has found |
+| fetch | reads its part of it beside decoding, and says when it has it |
 | submit, cancel, adopt, step | calls its scheduler |
 | forget | forgets a scheduler, with its cache |
+
+A follower tells while it compiles a program, for which all others wait.
 
 Each step brings a checksum of what the steps before have written. A follower
 whose own differs ends the replica, before it could train on such tokens.
@@ -22,6 +25,7 @@ from collections.abc import Callable, Iterable
 import os
 import queue
 import threading
+import time
 from typing import Any
 import zlib
 
@@ -35,10 +39,12 @@ from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.rollout import pulse as pulse_lib
 
 _TOKENIZER = "tokenizer"
 # The scheduler of the groups, and that of the questions of an evaluation.
 _GROUPS, _QUESTIONS = 0, 1
+_COMPILING, _TELL_S = "compiling", 1.0
 
 
 def _checksum(before: int, ended: Iterable[sequence_lib.Sequence]) -> int:
@@ -51,8 +57,8 @@ def _checksum(before: int, ended: Iterable[sequence_lib.Sequence]) -> int:
 class Lead:
   """The followers of a replica, as the process that leads sees them.
 
-  Threads: `tell` belongs to the replica's thread, `fetch` and `wait_fetched` to
-  the thread that fetches a version. A condition guards who has fetched it.
+  Threads: `tell` belongs to the replica's thread, `begin` and `wait` to the
+  thread that fetches a version. A condition guards what followers say of it.
   """
 
   def __init__(
@@ -60,6 +66,7 @@ class Lead:
     peers: replica_world.Peers,
     size: int,
     on_failure: Callable[[BaseException], None],
+    on_compiling: Callable[[], None] = lambda: None,
   ):
     """Take over the connections.
 
@@ -67,11 +74,14 @@ class Lead:
       peers: the followers.
       size: number of processes, this one included.
       on_failure: see `replica_world.Peers.watch`.
+      on_compiling: is called again and again while a follower compiles.
     """
+    self._on_compiling = on_compiling
     self._peers = peers
     self._num_followers = size - 1
     self._changed = threading.Condition()
-    self._fetched: dict[str, int] = {}  # followers by copy
+    # What followers have said: why a copy of a version is refused, or "".
+    self._said: dict[tuple[str, str], list[str]] = {}
     peers.watch(self._receive, on_failure)
 
   def tell(self, verb: str, *arguments: Any) -> None:
@@ -83,44 +93,67 @@ class Lead:
     self.tell("attach", spec)
     self._peers.common = {_TOKENIZER: spec.tokenizer}
 
-  def fetch(self, copy: str) -> None:
-    """Have the followers read their parts of a copy of a version."""
+  def begin(self, verb: str, copy: str) -> None:
+    """Have the followers check or fetch a copy of a version."""
     with self._changed:
-      self._fetched = {copy: 0}
-    self.tell("fetch", copy)
+      self._said = {(verb, copy): []}
+    self.tell(verb, copy)
 
-  def wait_fetched(self, copy: str) -> None:
-    """Wait until all followers have read their parts of this copy."""
+  def wait(self, verb: str, copy: str) -> str:
+    """Wait until all followers have done so.
+
+    Returns:
+      Why one of them refuses the copy, or "".
+    """
     with self._changed:
-      self._changed.wait_for(
-        lambda: self._fetched.get(copy) == self._num_followers
-      )
+      said = self._said[verb, copy]
+      self._changed.wait_for(lambda: len(said) == self._num_followers)
+      return next(filter(None, said), "")
 
   def forget_questions(self) -> None:
     """Have the followers free the cache of the questions."""
     self.tell("forget", _QUESTIONS)
 
   def _receive(self, message: tuple[Any, ...]) -> None:
-    _, copy = message
+    if message == (_COMPILING,):
+      self._on_compiling()
+      return
+    verb, copy, refusal = message
     with self._changed:
-      if copy in self._fetched:  # not one that has been given up
-        self._fetched[copy] += 1
+      self._said[verb, copy].append(refusal)
       self._changed.notify_all()
 
 
 class LedChannel(weight_transfer.OrbaxChannel):
-  """A channel whose versions all processes of a replica read together."""
+  """A channel whose versions all processes of a replica read together.
+
+  All of them check a version before any of them reads it. Reading is done by
+  all or by none, because Orbax lets each process wait for the others.
+  """
 
   lead: Lead
 
   def read(self, copy: str) -> Any:
-    # The others read nothing that is damaged. They need no locks: the copy
-    # stays for as long as this process holds it.
-    checked = self.check(copy)
-    self.lead.fetch(copy)
-    loaded = self.load(copy, checked)
-    self.lead.wait_fetched(copy)
-    return loaded
+    # They need no locks: the copy stays for as long as this one is held.
+    checked = self._together("check", copy, lambda: self.check(copy))
+    return self._together("fetch", copy, lambda: self.load(copy, checked))
+
+  def _together(self, verb: str, copy: str, function: Callable[[], Any]) -> Any:
+    """Call a function here while the followers do what the verb says.
+
+    Raises:
+      RefusedVersionError: one of the processes refuses the copy.
+    """
+    self.lead.begin(verb, copy)
+    try:
+      result = function()
+    finally:
+      refusal = self.lead.wait(verb, copy)
+    if refusal:
+      raise weight_transfer.RefusedVersionError(
+        version_files.version_of(copy), refusal, copy
+      )
+    return result
 
 
 class LedScheduler(scheduler_lib.Scheduler):
@@ -176,7 +209,8 @@ class Follower:
   """A process of a replica that does what the one that leads tells.
 
   Threads: `_run` is a thread of its own, which owns everything but the queue of
-  messages. Another thread fills that one, and one for each version reads it.
+  messages. Another thread fills that one, one for each version reads it, and
+  one tells while `_run` compiles.
   """
 
   def __init__(
@@ -197,6 +231,7 @@ class Follower:
     self._schedulers: dict[int, scheduler_lib.Scheduler] = {}
     self._checksums: dict[int, int] = {}
     self._weights: dict[int, decode_state_lib.EngineParams] = {}
+    self._checked: version_files.Checked = ([], [])
     self._fetching: threading.Thread | None = None
     peers.watch(self._receive, self._end)
     supervisor_lib.start_thread("follower", self._run, self._end)
@@ -214,9 +249,19 @@ class Follower:
     self._on_end()
 
   def _run(self) -> None:
+    with pulse_lib.Pulse() as pulse:
+      supervisor_lib.start_thread(
+        "pulse", lambda: self._tell_compiling(pulse), self._end
+      )
+      while True:
+        verb, *arguments = self._messages.get()
+        getattr(self, f"_on_{verb}")(*arguments)
+
+  def _tell_compiling(self, pulse: pulse_lib.Pulse) -> None:
     while True:
-      verb, *arguments = self._messages.get()
-      getattr(self, f"_on_{verb}")(*arguments)
+      time.sleep(_TELL_S)
+      if pulse.is_compiling:
+        self._peers.send(_COMPILING)
 
   def _on_attach(self, spec: replica_spec.ReplicaSpec) -> None:
     if self._fetching is not None:
@@ -235,17 +280,43 @@ class Follower:
     )
     self._checksums[number] = 0
 
+  def _on_check(self, copy: str) -> None:
+    channel = self._channel
+    assert channel is not None
+
+    def check() -> None:
+      self._checked = channel.check(copy)
+
+    self._beside("check", copy, check)
+
   def _on_fetch(self, copy: str) -> None:
     engine, channel = self._engine, self._channel
     assert engine is not None and channel is not None
 
     def fetch() -> None:
+      weights = channel.load(copy, self._checked)
       version = version_files.version_of(copy)
-      self._weights[version] = engine.load_params(channel.read(copy), version)
-      self._peers.send("fetched", copy)
+      self._weights[version] = engine.load_params(weights, version)
+
+    # One that was fetched and not adopted was refused by another process.
+    groups = self._schedulers.get(_GROUPS)
+    self._keep(lambda v: groups is not None and v == groups.version)
+    self._beside("fetch", copy, fetch)
+
+  def _beside(self, verb: str, copy: str, function: Callable[[], None]) -> None:
+    """Call a function beside decoding, and say what came of it."""
+    version = version_files.version_of(copy)
+
+    def call() -> None:
+      refusal = ""
+      try:
+        function()
+      except weight_transfer.RefusedVersionError as error:
+        refusal = str(error).removeprefix(f"version {version} ")
+      self._peers.send(verb, copy, refusal)
 
     self._fetching = supervisor_lib.start_thread(
-      "weight-fetch", fetch, self._end
+      "weight-fetch", call, self._end
     )
 
   def _on_submit(self, number: int, sequence: sequence_lib.Sequence) -> None:
@@ -255,9 +326,15 @@ class Follower:
     self._schedulers[number].cancel(owner)
 
   def _on_adopt(self, number: int, version: int) -> None:
-    params = self._weights[version]
-    self._weights = {version: params}
-    self._schedulers[number].adopt(params, version)
+    # Questions may adopt a version when the next one is there already.
+    self._keep(lambda v: v >= version)
+    self._schedulers[number].adopt(self._weights[version], version)
+
+  def _keep(self, is_kept: Callable[[int], bool]) -> None:
+    """Forget versions, while another thread may add one."""
+    for version in list(self._weights):
+      if not is_kept(version):
+        del self._weights[version]
 
   def _on_forget(self, number: int) -> None:
     self._schedulers.pop(number, None)  # with its cache

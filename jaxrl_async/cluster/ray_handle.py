@@ -1,11 +1,13 @@
 """Actors of Ray that are a replica, and the handle that calls them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent import futures
+import contextlib
+import dataclasses
 import importlib
 import os
-import pathlib
 import re
+import threading
 import time
 from typing import Any
 
@@ -19,15 +21,16 @@ from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import remote
 
 _LONGEST = 300
+_GIVE_BACK_S = 5.0
 _LOG_LINE = re.compile(r"^\[.*?\]\s*|\x1b\[[0-9;]*m")
 
 
 class Actor(replica_process.ReplicaProcess):
   """What Ray runs in a process of its own."""
 
-  def __init__(self):
-    """Start; the process ends when nobody calls any more."""
-    super().__init__(on_orphaned=lambda: os._exit(0))
+  def __init__(self, timeout_s: float):
+    """Start; the process ends when nobody calls for so long."""
+    super().__init__(on_orphaned=_end_process, timeout_s=timeout_s)
 
   def listen(self, size: int, timeout_s: float) -> replica_world.Invitation:
     """Listen at the address by which Ray knows this host; see `invite`."""
@@ -38,37 +41,81 @@ class Actor(replica_process.ReplicaProcess):
 class Follower(led_replica.FollowerProcess):
   """What Ray runs in each further process of a replica."""
 
-  def facts(self, probe: pathlib.Path) -> hosts.Facts:
+  def facts(self, probe: hosts.Probe) -> hosts.Facts:
     """Return the facts about this process."""
     return hosts.facts(probe)
 
 
+def _end_process() -> None:
+  """End this process, and give back the TPU slice that it holds, if any.
+
+  The slice would stay reserved otherwise, with nobody to give it back.
+  """
+  # Ray may not answer any more.
+  supervisor_lib.start_thread("give back", _give_back, lambda error: None).join(
+    _GIVE_BACK_S
+  )
+  os._exit(0)
+
+
+def _give_back() -> None:
+  util = importlib.import_module("ray").util
+  if (group := util.get_current_placement_group()) is not None:
+    util.remove_placement_group(group)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Actors:
+  """The actors of a replica.
+
+  Attributes:
+    lead: the replica.
+    followers: its further processes, if they have not been connected to it.
+    is_found: whether an earlier start of the run has made them.
+  """
+
+  lead: Any
+  followers: tuple[Any, ...] = ()
+  is_found: bool = False
+
+
 class RayHandle:
-  """An actor, as `remote.Handle` describes it."""
+  """A replica of actors, as `remote.Handle` describes it.
+
+  Threads: a thread for each attachment finds or makes the actors, which can
+  take as long as there is no room for them. A lock guards which they are.
+  """
 
   def __init__(
     self,
     ray: Any,
-    actor: Any,
-    followers: Sequence[Any] = (),
+    begin: Callable[[], Actors],
     *,
     num_processes: int,
     timeout_s: float,
   ):
-    """Take over an actor.
+    """Create the handle of a replica that `attach` begins.
 
     Args:
       ray: the module.
-      actor: the replica.
-      followers: its further processes, if this handle shall connect them.
-      num_processes: that it has to have.
+      begin: finds or makes the actors; it may take long. It raises
+        `ReplicaLost` if there is no room for them now.
+      num_processes: that the replica has to have.
       timeout_s: deadline for JAX to connect them.
     """
     self._ray = ray
-    self._actor = actor
-    self._followers = list(followers)
+    self._begin = begin
     self._num_processes = num_processes
     self._timeout_s = timeout_s
+    self._lock = threading.Lock()
+    self._actors: Actors | None = None
+    self._has_run = False
+    self._is_killed = False
+
+  @property
+  def _lead(self) -> Any:
+    assert self._actors is not None  # nothing comes before `attach`
+    return self._actors.lead
 
   def attach(
     self, name: str, spec: replica_spec.ReplicaSpec
@@ -77,9 +124,17 @@ class RayHandle:
     attached: futures.Future[None] = futures.Future()
 
     def attach() -> None:
-      self._check(spec)
-      self._meet()
-      self._ray.get(self._actor.attach.remote(name, spec))
+      actors = self._begun()
+      # One that was found may have hung since. It has to answer in time.
+      is_there = self._has_run or actors.is_found
+      if is_there:
+        attached.set_running_or_notify_cancel()
+      self._check(actors, spec)
+      self._has_run = True
+      if not is_there:
+        attached.set_running_or_notify_cancel()
+      self._meet(actors)
+      self._ray.get(actors.lead.attach.remote(name, spec))
       attached.set_result(None)
 
     def fail(error: BaseException) -> None:
@@ -88,67 +143,96 @@ class RayHandle:
     supervisor_lib.start_thread(f"attach {name}", attach, fail)
     return attached
 
-  def _check(self, spec: replica_spec.ReplicaSpec) -> None:
+  def _begun(self) -> Actors:
+    """Return the actors, which are found or made the first time.
+
+    Raises:
+      ReplicaLost: there is no room for them, or they were killed meanwhile.
+    """
+    if self._actors is not None:
+      return self._actors
+    actors = self._begin()
+    with self._lock:
+      self._actors = actors
+      is_killed = self._is_killed
+    if is_killed:
+      self._kill(actors)
+      raise remote.ReplicaLost("it was given up")
+    return actors
+
+  def _check(self, actors: Actors, spec: replica_spec.ReplicaSpec) -> None:
     """Check that the processes can work with this one.
 
     Raises:
-      ReplicaFailed: one of them cannot.
+      DoesNotFit: one of them cannot.
     """
     asked_s = time.time()
-    actors = [self._actor, *self._followers]
-    for found in self._ray.get([a.facts.remote(spec.probe[0]) for a in actors]):
+    asked = [
+      actor.facts.remote(spec.probe)
+      for actor in (actors.lead, *actors.followers)
+    ]
+    for found in self._ray.get(asked):
       why_not = hosts.difference(found, spec.probe, spec.versions, asked_s)
       if why_not is not None:
-        raise remote.ReplicaFailed(why_not)
+        raise remote.DoesNotFit(why_not)
 
-  def _meet(self) -> None:
+  def _meet(self, actors: Actors) -> None:
     """Connect the processes of the replica, unless they are connected.
 
     Raises:
       ReplicaLost: an earlier start left a part of them, or another number.
     """
-    size = self._ray.get(self._actor.num_processes.remote())
+    size = self._ray.get(actors.lead.num_processes.remote())
     if size == self._num_processes:
       return
-    if size > 1 or not self._followers:
-      self.kill()
+    if size > 1 or not actors.followers:
       raise remote.ReplicaLost(
         f"it has {size} processes instead of {self._num_processes}"
       )
     invitation = self._ray.get(
-      self._actor.listen.remote(self._num_processes, self._timeout_s)
+      actors.lead.listen.remote(self._num_processes, self._timeout_s)
     )
-    joining = [self._actor.meet.remote()]
-    for rank, follower in enumerate(self._followers, 1):
+    joining = [actors.lead.meet.remote()]
+    for rank, follower in enumerate(actors.followers, 1):
       joining.append(follower.join.remote(invitation, rank))
     self._ray.get(joining)
 
   def collect(self) -> futures.Future[Any]:
     """Return what it says next; see `remote.Handle`."""
-    return self._pass_on(self._actor.collect.remote())
+    return self._pass_on(self._lead.collect.remote())
 
   def deliver(self, delivery: remote.Delivery) -> None:
     """Send work; that the process has ended is learnt from `collect`."""
-    self._actor.deliver.remote(delivery)
+    self._lead.deliver.remote(delivery)
 
   def answer(
     self, questions: remote.Questions
   ) -> futures.Future[list[answers_lib.Written]]:
     """Have questions answered; see `remote.Handle`."""
-    return self._pass_on(self._actor.answer.remote(questions))
+    return self._pass_on(self._lead.answer.remote(questions))
 
   def hold(self, version: int) -> futures.Future[None]:
     """Have a version kept; see `remote.Handle`."""
-    return self._pass_on(self._actor.hold.remote(version))
+    return self._pass_on(self._lead.hold.remote(version))
 
   def release(self, version: int) -> None:
     """Give it back; that the process has ended is learnt from `collect`."""
-    self._actor.release.remote(version)
+    self._lead.release.remote(version)
 
   def kill(self) -> None:
-    """End the processes."""
-    for actor in [self._actor, *self._followers]:
-      self._ray.kill(actor)
+    """End the processes, those too that are still to be made."""
+    with self._lock:
+      self._is_killed = True
+      actors = self._actors
+    if actors is not None:
+      self._kill(actors)
+
+  def _kill(self, actors: Actors) -> None:
+    for actor in (actors.lead, *actors.followers):
+      # If one cannot be reached, the others have to end all the same. It ends
+      # by itself when nobody calls.
+      with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
+        self._ray.kill(actor)
 
   def _pass_on(self, reference: Any) -> futures.Future:
     result: futures.Future = futures.Future()

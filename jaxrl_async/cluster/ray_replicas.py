@@ -18,9 +18,10 @@ import tempfile
 import time
 from typing import IO, Any
 
-from jaxrl_async.cluster import hosts
+from jaxrl_async.cluster import cluster_hosts
 from jaxrl_async.cluster import ray_handle
 from jaxrl_async.cluster import ray_rewards
+from jaxrl_async.cluster import tpu_slices
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
 
@@ -31,6 +32,11 @@ _CONCURRENCY = 16
 _END_S = 20.0
 _CONNECT_S = 10.0
 _LOCAL_RAY = "jaxrl_async.cluster.local_ray"
+_SLOW_START = "timed out during startup"
+
+
+class _SlowStart(Exception):
+  """Ray has given up its start on this machine, because it took too long."""
 
 
 def _import_ray() -> Any:
@@ -52,6 +58,9 @@ class Cluster:
   """A connection to Ray, and the actors that this run has there.
 
   Threads: all methods belong to one thread at a time.
+
+  Attributes:
+    hosts: those of the cluster.
   """
 
   def __init__(
@@ -81,7 +90,16 @@ class Cluster:
     self._reward_workers = reward_workers
     self._is_own = not section.address
     self._num_processes = section.replicas * section.replica_processes
-    self._groups: dict[int, Any] = {}  # TPU slices by place
+    self.hosts = cluster_hosts.ClusterHosts(
+      self._ray, section, environment, reward_workers
+    )
+    self._slices: tpu_slices.Slices | None = None
+    if section.replica_tpu:
+      self._slices = tpu_slices.Slices(
+        self._ray,
+        importlib.import_module("ray.util.tpu"),
+        importlib.import_module("ray.util.scheduling_strategies"),
+      )
     if section.address not in ("", "auto"):
       _check_answers(section.address)
     with contextlib.ExitStack() as closing:
@@ -92,14 +110,17 @@ class Cluster:
           namespace=_NAMESPACE,
           logging_level=logging.ERROR,
           log_to_driver=False,
-        )
+        ),
+        section.start_timeout_s,
       )
       closing.callback(self._ray.shutdown)
-      self._check_resources()
       self._closing = closing.pop_all()
 
   def _start(self, closing: contextlib.ExitStack) -> str:
     """Start Ray on this machine, and return its address.
+
+    Ray has a limit of its own for this, which is too short for a busy machine.
+    Then it is started again, within the time of the section.
 
     Args:
       closing: ends it.
@@ -112,6 +133,27 @@ class Cluster:
     wanted = self._num_processes * section.replica_cpus
     wanted += section.reward_pools * self._reward_workers
     num_cpus = max(os.cpu_count() or 1, math.ceil(wanted))
+    end_s = time.monotonic() + section.start_timeout_s
+    while True:
+      with contextlib.ExitStack() as starting:
+        try:
+          address = self._start_once(
+            starting, num_cpus, end_s - time.monotonic()
+          )
+        except _SlowStart:
+          continue
+        closing.push(starting.pop_all())
+        return address
+
+  def _start_once(
+    self, closing: contextlib.ExitStack, num_cpus: int, timeout_s: float
+  ) -> str:
+    """Start Ray on this machine, and return its address.
+
+    Raises:
+      _SlowStart: Ray has given its start up.
+      ConfigError: it does not start.
+    """
     errors = closing.enter_context(tempfile.TemporaryFile("w+"))
     process = subprocess.Popen(
       [sys.executable, "-m", _LOCAL_RAY, str(num_cpus)],
@@ -122,10 +164,10 @@ class Cluster:
       start_new_session=True,  # signals are for this process alone
     )
     closing.callback(_end, process)
-    self._within(lambda: self._read_address(process, errors))
+    self._within(lambda: self._read_address(process, errors), timeout_s)
     return self._address
 
-  def _within(self, function: Callable[[], Any]) -> None:
+  def _within(self, function: Callable[[], Any], timeout_s: float) -> None:
     """Call a function of Ray's, with a deadline.
 
     Raises:
@@ -141,7 +183,7 @@ class Cluster:
     limit_s = self._section.start_timeout_s
     where = self._section.address or "on this machine"
     try:
-      done.result(timeout=limit_s)
+      done.result(timeout=max(timeout_s, 0.0))
     except TimeoutError:
       raise sections.ConfigError(
         f"cluster.address: Ray ({where}) did not answer in {limit_s:g} s"
@@ -167,6 +209,7 @@ class Cluster:
     """Wait for the address that `local_ray` prints.
 
     Raises:
+      _SlowStart: Ray has given its start up.
       RuntimeError: it ended before.
     """
     assert process.stdout is not None
@@ -174,115 +217,8 @@ class Cluster:
     if not self._address:
       errors.seek(0)
       lines = [line for line in errors.read().splitlines() if line.strip()]
-      raise RuntimeError(lines[-1] if lines else "it ended at once")
-
-  def _resources(self) -> dict[str, float]:
-    """Return what Ray reserves for each process of a replica."""
-    section = self._section
-    needed = {"CPU": section.replica_cpus, "GPU": section.replica_gpus}
-    return {name: float(count) for name, count in needed.items() if count}
-
-  def _most(self, resource: str) -> float:
-    """Return how much of a resource the largest host of the cluster has."""
-    return max(
-      (
-        node["Resources"].get(resource, 0.0)
-        for node in self._ray.nodes()
-        if node["Alive"]
-      ),
-      default=0.0,
-    )
-
-  def _check_resources(self) -> None:
-    """Check that the cluster can hold a process of a replica, and a pool.
-
-    Raises:
-      ConfigError: it has no such host.
-    """
-    section, needed = self._section, self._resources()
-    best = {name: self._most(name) for name in needed}
-    for name, count in needed.items():
-      sections.require(
-        best[name] >= count,
-        f"cluster.replica_{name.lower()}s",
-        f"no host of the cluster has {count:g} {name}; the largest has"
-        f" {best[name]:g}",
-      )
-    if section.reward_pools:
-      most = self._most("CPU")
-      sections.require(
-        most >= self._reward_workers,
-        "cluster.reward_pools",
-        f"no host of the cluster has {self._reward_workers} CPU"
-        f" (task.reward_workers); the largest has {most:g}",
-      )
-
-  def check_hosts(
-    self,
-    versions: dict[str, str],
-    probe: tuple[pathlib.Path, str],
-    check: Callable[[], None],
-  ) -> None:
-    """Check that at least one host of the cluster can have a replica.
-
-    If replicas of an earlier start wait there, they hold what this would need.
-    They are checked when they are attached.
-
-    Args:
-      versions: those that a replica's process has to have.
-      probe: a file that its host has to see, and what it contains.
-      check: is called now and then, and may raise.
-
-    Raises:
-      ConfigError: no host has room for a replica in time, or the first that has
-        does not fit.
-    """
-    if any(map(self._waiting_actor, range(self._section.replicas))):
-      return
-    options: dict[str, Any] = {
-      "num_cpus": self._section.replica_cpus,
-      "num_gpus": self._section.replica_gpus,
-      "scheduling_strategy": "SPREAD",
-      "max_retries": 0,
-      "runtime_env": {"env_vars": self._environment},
-    }
-    task = self._ray.remote(**options)(hosts.facts)
-    asked_s = time.time()
-    waiting = [task.remote(probe[0]) for _ in range(self._num_processes)]
-    deadline = supervisor_lib.Deadline(self._section.start_timeout_s)
-    done: list[Any] = []
-    while not done:
-      check()
-      if (wait_s := deadline.next_wait_s()) == 0:
-        raise sections.ConfigError(
-          f"cluster.replicas: no host had room for a replica in"
-          f" {self._section.start_timeout_s:g} s (cluster.start_timeout_s);"
-          f" {self.missing()}"
-        )
-      done, waiting = self._ray.wait(waiting, timeout=wait_s)
-    for reference in done:
-      try:
-        why_not = hosts.difference(
-          self._ray.get(reference), probe, versions, asked_s
-        )
-      except self._ray.exceptions.RayError as error:
-        why_not = f"cluster.address: {ray_handle.one_line(error)}"
-      if why_not is not None:
-        raise sections.ConfigError(why_not)
-    for reference in waiting:
-      self._ray.cancel(reference)
-
-  def missing(self) -> str:
-    """Return what the cluster has and what all replicas need, as a sentence."""
-    total = self._ray.cluster_resources()
-    free = self._ray.available_resources()
-    needed = self._resources()
-    parts = [
-      f"{self._num_processes * count:g} {name} of which the cluster has"
-      f" {total.get(name, 0):g}, {free.get(name, 0):g} of them free"
-      for name, count in needed.items()
-    ]
-    return f"{self._section.replicas} replicas need {', '.join(parts)}"
+      line = lines[-1] if lines else "it ended at once"
+      raise _SlowStart(line) if _SLOW_START in line else RuntimeError(line)
 
   def _name(self, place: int) -> str:
     return f"{self._run_name}-{place}"
@@ -296,17 +232,39 @@ class Cluster:
     except ValueError:
       return None
 
+  def has_waiting_replicas(self) -> bool:
+    """Return whether replicas of an earlier start wait for this run.
+
+    Raises:
+      ConfigError: Ray does not answer.
+    """
+    try:
+      return any(map(self._waiting_actor, range(self._section.replicas)))
+    except self._ray.exceptions.RayError as error:
+      raise sections.ConfigError(
+        f"cluster.address: {ray_handle.one_line(error)}"
+      ) from error
+
   def launch(self, place: int) -> ray_handle.RayHandle:
-    """Return the replica of a place, which an earlier start may have made."""
-    ray, section = self._ray, self._section
-    handle = functools.partial(
-      ray_handle.RayHandle,
-      ray,
-      num_processes=section.replica_processes,
-      timeout_s=section.start_timeout_s,
+    """Return a handle that finds or makes the replica of a place."""
+    return ray_handle.RayHandle(
+      self._ray,
+      functools.partial(self._begin, place),
+      num_processes=self._section.replica_processes,
+      timeout_s=self._section.start_timeout_s,
     )
+
+  def _begin(self, place: int) -> ray_handle.Actors:
+    """Return the actors of a place, which an earlier start may have made.
+
+    Any thread may call this.
+
+    Raises:
+      ReplicaLost, ReplicaFailed: there is no slice for it.
+    """
+    ray, section = self._ray, self._section
     if (waiting := self._waiting_actor(place)) is not None:
-      return handle(waiting)
+      return ray_handle.Actors(lead=waiting, is_found=True)
     options: dict[str, Any] = {
       "num_cpus": section.replica_cpus,
       "num_gpus": section.replica_gpus,
@@ -323,21 +281,23 @@ class Cluster:
       options["lifetime"] = "detached"
       name = {"name": self._name(place), "get_if_exists": True}
     places: list[dict[str, Any]] = [{}] * section.replica_processes
-    if section.replica_tpu:
-      tpu_slices = importlib.import_module("jaxrl_async.cluster.tpu_slices")
-      if (before := self._groups.pop(place, None)) is not None:
-        before.shutdown()
-      self._groups[place], places = tpu_slices.reserve(
-        section.replica_tpu, len(places)
+    if self._slices is not None:
+      places = self._slices.reserve(
+        section.replica_tpu,
+        len(places),
+        self._name(place),
+        section.start_timeout_s,
       )
     lead = ray.remote(ray_handle.Actor).options(**options | places[0] | name)
     follower = ray.remote(ray_handle.Follower)
     # They end with the first process of the replica, so they need no names.
-    followers = [
-      follower.options(**options | where).remote(section.start_timeout_s)
-      for where in places[1:]
-    ]
-    return handle(lead.remote(), followers)
+    return ray_handle.Actors(
+      lead=lead.remote(section.coordinator_timeout_s),
+      followers=tuple(
+        follower.options(**options | where).remote(section.start_timeout_s)
+        for where in places[1:]
+      ),
+    )
 
   def launch_rewards(self, place: int) -> ray_rewards.RewardHandle:
     """Start the process of a pool that scores; any thread may call this."""
@@ -345,9 +305,13 @@ class Cluster:
     return ray_rewards.launch(self._ray, self._reward_workers)
 
   def close(self) -> None:
-    """Disconnect, and end Ray if it was started here."""
-    for group in self._groups.values():
-      group.shutdown()
+    """Disconnect, and end Ray if it was started here.
+
+    The replicas have been killed before.
+    """
+    if self._slices is not None:
+      for place in range(self._section.replicas):
+        self._slices.release(self._name(place))
     self._closing.close()
 
 
@@ -378,6 +342,8 @@ def _end(process: subprocess.Popen[str]) -> None:
   except subprocess.TimeoutExpired:
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+  assert process.stdout is not None
+  process.stdout.close()
 
 
 def run_name(workdir: pathlib.Path) -> str:

@@ -7,8 +7,8 @@ while the devices compute.
 
 from collections.abc import Callable
 from concurrent import futures
+import contextlib
 import dataclasses
-import pathlib
 import queue
 import socket
 import threading
@@ -53,24 +53,25 @@ class ReplicaProcess:
   methods belong to the transport, several of them at a time.
   """
 
-  def __init__(self, on_orphaned: Callable[[], None]):
+  def __init__(self, on_orphaned: Callable[[], None], timeout_s: float):
     """Start the thread, which waits to be attached.
 
     Args:
-      on_orphaned: ends the process; called when nobody has called for as long
-        as the last attachment allows.
+      on_orphaned: ends the process; called when nobody has called for so long.
+      timeout_s: how long that is until an attachment says something else.
     """
     self._on_orphaned = on_orphaned
     self._commands: queue.SimpleQueue[
       tuple[Callable[..., Any], tuple[Any, ...], futures.Future]
     ] = queue.SimpleQueue()
     self._attachment: _Attachment | None = None
+    self._watched = contextlib.ExitStack()  # has the pulse of the attachment
     self._held: held_version.HeldVersion | None = None
     self._listener: replica_world.Listener | None = None
     self._lead: led_replica.Lead | None = None
     self._failure: BaseException | None = None
     self._called_s = time.monotonic()
-    self._timeout_s = float("inf")
+    self._timeout_s = timeout_s
     self._is_ending = threading.Event()
     self._has_ended = threading.Event()
     supervisor_lib.start_thread("replica", self._run, self._fail)
@@ -78,8 +79,9 @@ class ReplicaProcess:
 
   # -- the transport's threads ----------------------------------------------
 
-  def facts(self, probe: pathlib.Path) -> hosts.Facts:
+  def facts(self, probe: hosts.Probe) -> hosts.Facts:
     """Return what the caller has to know before it attaches the replica."""
+    self._called_s = time.monotonic()
     return hosts.facts(probe)
 
   def num_processes(self) -> int:
@@ -101,9 +103,12 @@ class ReplicaProcess:
   def meet(self) -> None:
     """Wait for the other processes, and lead them from now on.
 
+    Whoever started them ends this process if another one never comes.
+
     Raises:
       ReplicaFailed: JAX could not connect them.
     """
+    self._called_s = time.monotonic()
     listener = self._listener
     assert listener is not None
     try:
@@ -114,7 +119,10 @@ class ReplicaProcess:
         f" replica: {error}"
       ) from error
     self._lead = led_replica.Lead(
-      peers, listener.invitation.size, self._on_follower_failed
+      peers,
+      listener.invitation.size,
+      self._on_follower_failed,
+      self._on_follower_compiles,
     )
 
   def attach(self, name: str, spec: replica_spec.ReplicaSpec) -> None:
@@ -221,6 +229,8 @@ class ReplicaProcess:
     while not futures.wait([future], timeout=_LOOK_S).done:
       self._called_s = time.monotonic()  # the caller waits
       self._raise_failure()
+      if self._has_ended.is_set():
+        raise remote.ReplicaLost("its thread has ended")
     return future.result()
 
   def _raise_failure(self) -> None:
@@ -237,6 +247,10 @@ class ReplicaProcess:
     if isinstance(error, replica_world.LostError):
       self._on_orphaned()
     self._fail(error)
+
+  def _on_follower_compiles(self) -> None:
+    if (this := self._attachment) is not None:
+      this.attached.pulse.excuse()
 
   def _fail(self, error: BaseException) -> None:
     """Keep the error of a thread, for the next call to raise."""
@@ -263,6 +277,7 @@ class ReplicaProcess:
     finally:
       if self._attachment is not None:
         self._attachment.attached.replica.close(has_failed=False)
+      self._watched.close()
       self._has_ended.set()
 
   def _generate_until_the_end(self) -> None:
@@ -285,8 +300,13 @@ class ReplicaProcess:
     before, self._attachment = self._attachment, None
     spec_before = engine = None
     if before is not None:
-      before.attached.replica.close(has_failed=False)
+      # What is still being fetched would take the memory of another version.
+      # Whoever attaches the replica gives it up if this takes too long.
+      before.attached.replica.close(
+        has_failed=False, fetch_timeout_s=threading.TIMEOUT_MAX
+      )
       spec_before, engine = before.spec, before.engine
+    self._watched.close()
     # Frees the cache and the weights before there are others.
     del before
     lead = self._lead
@@ -315,13 +335,11 @@ class ReplicaProcess:
       channel=channel,
       tokenizer=spec.tokenizer,
     )
-    self._attachment = _Attachment(
-      spec=spec,
-      engine=engine,
-      attached=attached_replica.AttachedReplica(
-        replica, link, busy=busy, report_every_s=spec.report_every_s
-      ),
+    attached = attached_replica.AttachedReplica(
+      replica, link, busy=busy, report_every_s=spec.report_every_s
     )
+    self._watched.enter_context(attached.pulse)
+    self._attachment = _Attachment(spec=spec, engine=engine, attached=attached)
 
   def _scheduler(
     self, engine: engine_lib.Engine, **settings: Any
@@ -334,11 +352,13 @@ class ReplicaProcess:
     this = self._attachment
     if this is None:
       raise remote.ReplicaFailed("it is not attached")
-    replica = this.attached.replica
-    replica.adopt_version(questions.version, questions.timeout_s)
+    replica, beat = this.attached.replica, this.attached.pulse.beat
+    replica.adopt_version(questions.version, questions.timeout_s, beat)
     prompts = dict(zip(questions.numbers, questions.prompts, strict=True))
-    steps = replica.answers(prompts, questions.settings, questions.numbers)
-    written = [one for step in steps for one in step]
+    written = []
+    for step in replica.answers(prompts, questions.settings, questions.numbers):
+      beat()
+      written += step
     self._forget_questions()
     return written
 

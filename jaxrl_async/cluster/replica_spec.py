@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_async.cluster import hosts
 from jaxrl_async.config import sections
 from jaxrl_async.config.mesh_shape import MeshShape
 from jaxrl_async.coordination import weight_transfer
@@ -22,9 +23,11 @@ from jaxrl_async.models import configs
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.planning import aot
 from jaxrl_async.rollout import remote
+from jaxrl_async.storage import disk
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
-_BASE_TIMEOUT_S = 600.0
+# Besides the time in which the base of a model is written.
+_PATIENCE_S = 600.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,7 +127,7 @@ class ReplicaSpec:
   tokenizer: tokenizer_lib.Tokenizer
   weights: WeightsSpec
   base: WeightsSpec | None
-  probe: tuple[pathlib.Path, str]
+  probe: hosts.Probe
   versions: dict[str, str]
   report_every_s: float
   heartbeat_s: float
@@ -162,10 +165,11 @@ def engine_and_channel(
     return engine, spec.weights.channel(shardings, kind)
   if not is_kept:
     base = spec.base.channel(lora_lib.base(shardings))
-    adopted = base.adopt_first(_BASE_TIMEOUT_S)
+    timeout_s = _PATIENCE_S + disk.most_s(base.num_bytes)
+    adopted = base.adopt_first(timeout_s)
     if adopted is None:
       raise remote.ReplicaFailed(
-        f"the base of the model did not arrive in {_BASE_TIMEOUT_S:g} s"
+        f"the base of the model did not arrive in {timeout_s:.0f} s"
       )
     engine.hold_base(adopted[0])
   return engine, spec.weights.channel(lora_lib.adapters(shardings), kind)

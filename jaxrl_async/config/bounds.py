@@ -89,7 +89,7 @@ _INTEGERS = (
     "cluster.replicas cluster.replica_processes cluster.trainer_processes",
   ),
   (0, 65_536, "cluster.replica_gpus"),
-  (0, 4_096, "cluster.reward_pools"),
+  (0, 4_096, "cluster.reward_pools cluster.min_replicas"),
   (
     0,
     MAX_INT,
@@ -139,8 +139,8 @@ _NUMBERS = (
   (
     1,
     _MAX_TIMEOUT_S,
-    """cluster.replica_timeout_s cluster.start_timeout_s
-    cluster.coordinator_timeout_s""",
+    """cluster.replica_timeout_s cluster.hang_timeout_s
+    cluster.start_timeout_s cluster.coordinator_timeout_s""",
   ),
   (0.1, _MAX_TIMEOUT_S, "cluster.report_every_s"),
 )

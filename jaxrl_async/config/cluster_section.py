@@ -26,6 +26,9 @@ class ClusterSection:
       "" starts Ray on this machine for the duration of the run.
     replicas: number of rollout replicas. Each has a mesh of its own, with
       `mesh.rollout_*` devices, and `rollout.num_slots` slots.
+    min_replicas: number of replicas that have to be ready before a new run
+      begins; 0 is all of them. Those that are lost later end nothing, and a run
+      that continues from a checkpoint begins with one.
     replica_processes: number of processes of each replica. Several of them
       share a mesh that does not fit on one host.
     replica_cpus: processor cores that Ray reserves for each process of a
@@ -40,8 +43,13 @@ class ClusterSection:
     replica_timeout_s: a replica that has said nothing for so long loses its
       groups, which another replica continues. A pool that scores loses its
       groups likewise.
-    start_timeout_s: a replica has to be ready after this many seconds, and the
-      run needs at least one. So does a pool that scores.
+    hang_timeout_s: a replica that answers, but whose thread has been in one
+      step of its engine for so long, is killed and started again. The time in
+      which it compiles does not count.
+    start_timeout_s: the cluster has to have enough hosts after this many
+      seconds, and as many replicas as the run begins with have to be ready. So
+      has a pool that scores. A process that has started has so long until it is
+      a replica. Reading the base of a model with LoRA has time of its own.
     report_every_s: seconds between two reports of what is half-written. It is
       what is lost with a replica.
     coordinator_timeout_s: replicas wait so long for a coordinator that has
@@ -53,12 +61,14 @@ class ClusterSection:
   kind: ClusterKind = ClusterKind.LOCAL
   address: str = ""
   replicas: int = 1
+  min_replicas: int = 0
   replica_processes: int = 1
   replica_cpus: float = 1.0
   replica_gpus: int = 0
   replica_tpu: str = ""
   reward_pools: int = 0
   replica_timeout_s: float = 60.0
+  hang_timeout_s: float = 120.0
   start_timeout_s: float = 300.0
   report_every_s: float = 2.0
   coordinator_timeout_s: float = 600.0

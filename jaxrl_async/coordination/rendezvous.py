@@ -14,6 +14,8 @@ other.
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
+import errno
+import ipaddress
 import os
 import pathlib
 import secrets
@@ -93,9 +95,35 @@ def meet(
   return _join(place, facts, shared)
 
 
-def is_local(host: str) -> bool:
-  """Whether a host's name or address is that of the loopback interface."""
-  return host == "localhost" or host.startswith("127.") or host == "::1"
+def bind_host(host: str) -> str:
+  """Return the address at which process 0 listens; "" is all interfaces.
+
+  It is the given one, unless that belongs to no interface of this host. Such an
+  address may lead here all the same, as that of a service does.
+
+  Raises:
+    OSError: nobody knows the host's name.
+  """
+  if host == "localhost" or host.startswith("127.") or host == "::1":
+    return host
+  (family, _, _, _, address), *_ = socket.getaddrinfo(
+    host, 0, type=socket.SOCK_STREAM
+  )
+  # A host may know itself by a loopback address, and others by the real one.
+  if _is_loopback(str(address[0])):
+    return ""
+  with socket.socket(family) as tried:
+    try:
+      tried.bind(address)
+    except OSError as error:
+      if error.errno != errno.EADDRNOTAVAIL:
+        raise
+      return ""
+  return str(address[0])
+
+
+def _is_loopback(address: str) -> bool:
+  return ipaddress.ip_address(address).is_loopback
 
 
 class _Leader:
@@ -117,9 +145,7 @@ class _Leader:
     host, port = parse_address(self._place.address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-      listener = socket.create_server(
-        (host if is_local(host) else "", port), family=family
-      )
+      listener = socket.create_server((bind_host(host), port), family=family)
     except OSError as error:
       raise sections.ConfigError(
         f"{_FIELD}: process 0 cannot listen at {self._place.address}"
@@ -182,7 +208,7 @@ class _Leader:
     try:
       found = wire.receive(connection)
       hello: Mapping[str, Any] = found[0] if found else {}
-      if hello.get("hello") != "jaxrl_async":
+      if not _is_hello(hello):
         connection.close()
         return  # a stranger
       offset_s, uncertain_s = self._clock_of(connection)
@@ -222,9 +248,10 @@ class _Leader:
     wire.send(connection, {"clock": True})
     found = wire.receive(connection)
     end_s = time.time()
-    if found is None:
+    time_s = found and found[0].get("time_s")
+    if not isinstance(time_s, float):
       raise wire.WireError("closed")
-    return found[0]["time_s"] - (start_s + end_s) / 2, (end_s - start_s) / 2
+    return time_s - (start_s + end_s) / 2, (end_s - start_s) / 2
 
   def _check_shared(self) -> None:
     """Check that all processes see the same directories."""
@@ -254,6 +281,14 @@ class _Leader:
       for probe in probes:
         for written in probe.parent.glob(_probe(probe.parent, token, "*").name):
           written.unlink(missing_ok=True)
+
+
+def _is_hello(message: Mapping[str, Any]) -> bool:
+  """Return whether a message is the first one of a process of a trainer."""
+  kinds = {"rank": int, "size": int, "host": str, "facts": dict}
+  return message.get("hello") == "jaxrl_async" and all(
+    isinstance(message.get(name), kind) for name, kind in kinds.items()
+  )
 
 
 def _probe(

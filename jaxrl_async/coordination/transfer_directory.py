@@ -140,7 +140,7 @@ def remove_leftovers(directory: pathlib.Path) -> None:
     OSError: one of them could not be removed.
   """
   for incarnation in directory.glob("incarnation-*"):
-    if not _is_published_to(incarnation):
+    if not disk.is_locked(incarnation / _LOCK):
       # A reader that has not heard of the end can put nothing there any more.
       removed = incarnation.with_name(f"{incarnation.name}.removed")
       shutil.rmtree(incarnation.rename(removed))
@@ -172,19 +172,6 @@ def remove_when_ended(incarnation: pathlib.Path) -> subprocess.Popen:
     stderr=subprocess.DEVNULL,
     start_new_session=True,
   )
-
-
-def _is_published_to(incarnation: pathlib.Path) -> bool:
-  try:
-    lock = open(incarnation / _LOCK, "r+b")
-  except FileNotFoundError:
-    return False
-  with lock:
-    try:
-      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-      return True
-  return False
 
 
 def new_incarnation() -> str:

@@ -66,19 +66,28 @@ def write_part(path: pathlib.Path, params: Any) -> None:
   )
 
 
-def check(directory: pathlib.Path, named: dict[str, Any], target: Any) -> Any:
-  """Check the files of a version, and return their marks for `load`.
+# The marks of the files of a version, as `shared_check` returns them.
+Checked = tuple[list[str], list[list[int]]]
+
+
+def check(
+  directory: pathlib.Path, named: dict[str, Any], target: Any
+) -> Checked:
+  """Check that a version is the one that is looked for, and is whole.
 
   Args:
     directory: of the version; the publisher does not remove it meanwhile.
     named: as it was given to `seal`.
-    target: jax.ShapeDtypeStruct leaves with shardings.
+    target: jax.ShapeDtypeStruct leaves.
+
+  Returns:
+    Which files were checked, for `load`.
 
   Raises:
     ManifestError: it is not what was sealed, or another version, or is gone.
     LayoutError: the arrays are not those of the target.
   """
-  before = _marks(directory)
+  checked = _marks(directory)
   try:
     about = manifest.verify(directory, shared_check.record_of(directory))
   except OSError as error:
@@ -89,19 +98,19 @@ def check(directory: pathlib.Path, named: dict[str, Any], target: Any) -> Any:
   pytree_files.check_layout(
     about["layout"], pytree_files.layout(pytree_files.named_leaves(target))
   )
-  return before
+  return checked
 
 
-def load(directory: pathlib.Path, target: Any, checked: Any) -> Any:
+def load(directory: pathlib.Path, target: Any, checked: Checked) -> Any:
   """Return the arrays of a version in the target's shardings.
 
   Args:
     directory: as for `check`.
-    target: as for `check`.
+    target: jax.ShapeDtypeStruct leaves with shardings.
     checked: what `check` has returned.
 
   Raises:
-    ManifestError: the version has changed since it was checked.
+    ManifestError: a file has changed since it was checked.
   """
   try:
     arrays = pytree_files.load(directory, target)
@@ -114,7 +123,7 @@ def load(directory: pathlib.Path, target: Any, checked: Any) -> Any:
   return arrays
 
 
-def _marks(directory: pathlib.Path) -> Any:
+def _marks(directory: pathlib.Path) -> Checked:
   """Return what differs if a file is added, lost, replaced or changed."""
   try:
     return shared_check.marks(directory)

@@ -389,7 +389,7 @@ class OrbaxChannel(WeightChannel):
           version_files.remove(directory)
       self._announced.remove(copy)
 
-  def check(self, copy: str) -> Any:
+  def check(self, copy: str) -> version_files.Checked:
     """Check a copy that this process or another one holds, see `reading`.
 
     Returns:
@@ -403,7 +403,7 @@ class OrbaxChannel(WeightChannel):
         self._path / copy, self._named(copy), self._target
       )
 
-  def load(self, copy: str, checked: Any) -> Any:
+  def load(self, copy: str, checked: version_files.Checked) -> Any:
     """Read a copy that was checked, and is held since.
 
     Raises:

@@ -1,6 +1,7 @@
 """TPU chips and their slices by name: plain numbers, without JAX."""
 
 import dataclasses
+import math
 import re
 
 from jaxrl_async.config import sections
@@ -90,3 +91,13 @@ def parse(name: str, field: str = "topology") -> tuple[int, str, str]:
     f" {', '.join(CHIPS[chip].slices)}",
   )
   return count, chip, shape
+
+
+def num_chips(name: str, field: str = "topology") -> int:
+  """Return the number of chips that a name means; see `parse`.
+
+  Raises:
+    ConfigError: there is no such slice.
+  """
+  count, _, shape = parse(name, field)
+  return count * math.prod(int(size) for size in shape.split("x"))

@@ -52,6 +52,7 @@ class SchedulerStats:
   generated_tokens: int = 0
   prefill_tokens: int = 0
   recompute_tokens: int = 0
+  adoptions: int = 0
   interruptions: int = 0
   preemptions: int = 0
   busy_slot_steps: int = 0
@@ -207,14 +208,14 @@ class Scheduler:
     Unless kv_on_adopt is KEEP, the caches of running sequences are rebuilt
     under the new weights (arXiv:2505.24298, section 4.1).
     """
-    # Afterwards the host knows which sequence is in which slot. Rebuilt
-    # sequences can then go to their own slots, and no later call mixes old
-    # tickets with new ones.
+    # Afterwards the host knows which sequence is in which slot. Rebuilt ones
+    # can go to their own, and no later call mixes old tickets with new ones.
     self._drain()
     self._params, self._version = params, version
     self._prefiller.adopt(params)
     self._admission.forget_contents()
     self._unstage()
+    self.stats.adoptions += 1
     self.stats.interruptions += len(self._entries)
     if self.kv_on_adopt is not sections.KvOnAdopt.KEEP:
       self._recompute()
@@ -334,8 +335,7 @@ class Scheduler:
       entry = self._entries.get(ticket)
       if entry is None:
         continue  # it ended earlier or has been cancelled
-      # If the entry had no slot, its offer was taken, and the device chose the
-      # slot.
+      # Without a slot, its offer was taken, and the device chose the slot.
       num_placed += entry.slot is None
       entry.slot = slot
       num_new, num_kept = entry.sequence.take(

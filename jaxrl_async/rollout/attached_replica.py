@@ -9,6 +9,7 @@ import dataclasses
 import time
 
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.rollout import pulse as pulse_lib
 from jaxrl_async.rollout import remote
 from jaxrl_async.rollout import replica as replica_lib
 
@@ -24,6 +25,7 @@ class AttachedReplica:
   Attributes:
     replica: the replica; its coordinator is `link`.
     link: the coordinator as the replica sees it.
+    pulse: of the thread that drives the replica.
   """
 
   def __init__(
@@ -46,6 +48,7 @@ class AttachedReplica:
     """
     self.replica = replica
     self.link = link
+    self.pulse = pulse_lib.Pulse(seconds)
     self._busy = busy
     self._report_every_s = report_every_s
     self._seconds = seconds
@@ -64,6 +67,7 @@ class AttachedReplica:
     Returns:
       Whether it made a step.
     """
+    self.pulse.beat()
     replica = self.replica
     if replica.may_adopt():
       replica.adopt()
@@ -111,4 +115,5 @@ class AttachedReplica:
         )
         for one in self._busy.since(before_s, _MAX_ACTIVITIES)
       ),
+      still_s=self.pulse.still_s,
     )

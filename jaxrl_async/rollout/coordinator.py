@@ -71,8 +71,7 @@ class Coordinator:
     self._episode = episode
     self._running: dict[int, running_group.RunningGroup] = {}
     self._waiting: dict[int, running_group.RunningGroup] = {}
-    self._versions: dict[str, int] = {}  # by replica
-    self._left: set[str] = set()  # replicas that were drained
+    self._versions: dict[str, int] = {}  # by replica that may get groups
     self._oldest_version = 0  # of a replica that gets groups
     self.recorded_tokens = 0
     self.refused_tokens = 0
@@ -85,10 +84,11 @@ class Coordinator:
     """Return turns of whole groups until the replica's room is used up.
 
     Groups that wait for a replica come first. New groups follow as long as the
-    buffer admits them. A replica that was drained gets nothing.
+    buffer admits them. A replica gets nothing before it has adopted weights,
+    and after it was drained.
     """
     turns: list[messages.Turn] = []
-    while len(turns) < ask.room and ask.replica not in self._left:
+    while len(turns) < ask.room and ask.replica in self._versions:
       running = self._next_group(ask.version)
       if running is None:
         break
@@ -150,7 +150,6 @@ class Coordinator:
   def drained(self, drained: messages.Drained) -> None:
     """Let the groups of a drained replica wait for another replica."""
     self._versions.pop(drained.replica, None)
-    self._left.add(drained.replica)
     self._take_back({drained.replica})
 
   def cut(self, version: int) -> None:

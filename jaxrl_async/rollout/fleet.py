@@ -7,10 +7,8 @@ continued by another replica.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent import futures
 import contextlib
 import functools
-import queue
 import time
 from typing import Any
 
@@ -27,14 +25,10 @@ from jaxrl_async.rollout import gate as gate_lib
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import most_room
 from jaxrl_async.rollout import remote
+from jaxrl_async.rollout import roster as roster_lib
 from jaxrl_async.rollout import wire
 
 _POLL_S = 0.005
-# Seconds before a replica is started again. They double with each failure.
-_RELAUNCH_S, _MAX_RELAUNCH_S = 1.0, 60.0
-_MAX_FAILURES = 3  # in a row, of every replica
-# Seconds that are averaged over the replicas; the other totals are summed.
-_SECONDS = ("wait_s", "adopt_s")
 
 
 class NoReplicaError(supervisor_lib.RunError):
@@ -45,13 +39,10 @@ class Fleet:
   """Drives a coordinator and its replicas in other processes.
 
   Invariant: `coordinator` knows a replica by the name of its member while the
-  member is READY, and has been told that the name is drained otherwise. Every
-  member that is not LOST has exactly one call outstanding, whose result will be
-  an event: that it is attached, or what it says.
+  member is READY, and has been told that the name is drained otherwise.
 
   Threads: `run` belongs to the rollout thread. `start` and `close` belong to
-  the main thread, before and after it. Futures end in threads of the transport
-  and only add to the queue of events. See `RolloutSide` for the rest.
+  the main thread, before and after it. See `RolloutSide` for the rest.
   """
 
   def __init__(
@@ -64,6 +55,7 @@ class Fleet:
     num_slots: int,
     replica_timeout_s: float,
     start_timeout_s: float,
+    hang_timeout_s: float = float("inf"),
     busy: metrics_lib.BusyClock,
     zero_totals: dict[str, int | float],
     note: Callable[[str], None],
@@ -74,34 +66,40 @@ class Fleet:
     Args:
       coordinator: belongs to the fleet from now on.
       launch: starts the replica of a place, or finds one that was started by an
-        earlier start of this run.
+        earlier start of this run. It does not wait for it.
       spec: what each replica is attached with.
       num_replicas: the number of places.
       num_slots: of each replica's engine.
       replica_timeout_s: a replica loses its groups after so long a silence.
-      start_timeout_s: at least one replica has to be ready after so long.
+      start_timeout_s: enough replicas have to be ready after so long. A replica
+        whose process has started is given up after so long.
+      hang_timeout_s: a replica is replaced whose thread stands still for so
+        long.
       busy: records how long the replicas' devices are busy, on average.
       zero_totals: the counters of a replica that has done nothing.
       note: is called with a line when a replica comes, goes or fails.
       seconds: a clock.
     """
     self.coordinator = coordinator
-    self._launch = launch
-    self._spec = spec
     self._num_slots = num_slots
-    self._replica_timeout_s = replica_timeout_s
-    self._start_timeout_s = start_timeout_s
     self._busy = busy
-    self._note = note
     self._seconds = seconds
     self._gate = gate_lib.Gate()
-    self._members = [fleet_member.Member(place=i) for i in range(num_replicas)]
-    self._events = queue.SimpleQueue[
-      tuple[fleet_member.Member, str, futures.Future]
-    ]()
-    self._ended_totals = dict(zero_totals)
-    self._started_s = float("inf")
-    self._was_ready = False
+    self._first_version = -1  # of this start
+    self._roster = roster_lib.Roster(
+      launch,
+      spec,
+      num_replicas=num_replicas,
+      replica_timeout_s=replica_timeout_s,
+      start_timeout_s=start_timeout_s,
+      hang_timeout_s=hang_timeout_s,
+      zero_totals=zero_totals,
+      on_gone=self._drain,
+      has_trained=self._has_trained,
+      note=note,
+      seconds=seconds,
+    )
+    self._members = self._roster.members
 
   # -- other threads --------------------------------------------------------
 
@@ -138,10 +136,7 @@ class Fleet:
 
   def cut(self, version: int) -> None:
     """Take all groups back; each replica begins anew under another name."""
-    for member in self._members:
-      if member.state is fleet_member.State.READY:
-        self._drain(member)
-        member.state = fleet_member.State.RECALLED
+    self._roster.recall()
     self.coordinator.cut(version)
 
   def metrics(self) -> dict[str, float]:
@@ -156,17 +151,11 @@ class Fleet:
   @property
   def num_ready(self) -> int:
     """The number of replicas that generate."""
-    return sum(m.state is fleet_member.State.READY for m in self._members)
+    return self._roster.num_ready
 
   def totals(self) -> dict[str, int | float]:
-    """Return the sums over all replicas; of seconds, the averages."""
-    totals = dict(self._ended_totals)
-    for member in self._members:
-      for name, value in member.totals.items():
-        totals[name] += value
-    for name in _SECONDS:
-      totals[name] /= len(self._members)
-    return totals
+    """Return the sums over all replicas; of some, the averages."""
+    return self._roster.totals()
 
   def answers(
     self,
@@ -188,16 +177,17 @@ class Fleet:
     )
     try:
       yield from ask.answers(
-        lambda: self._handles(
+        lambda: self._roster.handles(
           fleet_member.State.READY, fleet_member.State.RECALLED
         ),
         self._revive,
-        self._start_timeout_s,
+        self._roster.start_timeout_s,
       )
     except remote.ReplicaLost as error:
       raise NoReplicaError(
-        f"no replica was ready for an evaluation in {self._start_timeout_s:g} s"
-        f" (cluster.start_timeout_s): {error}"
+        "no replica was ready for an evaluation in"
+        f" {self._roster.start_timeout_s:g} s (cluster.start_timeout_s):"
+        f" {error}"
       ) from error
 
   def hold(self, version: int) -> fleet_answers.HeldByFleet:
@@ -206,44 +196,44 @@ class Fleet:
     One that was recalled begins anew first.
     """
     return fleet_answers.HeldByFleet(
-      lambda: self._handles(fleet_member.State.READY),
+      lambda: self._roster.handles(fleet_member.State.READY),
       version,
       num_slots=self._num_slots,
     )
 
-  def _handles(self, *states: fleet_member.State) -> list[remote.Handle]:
-    handles = [(member.state, member.handle) for member in self._members]
-    return [h for state, h in handles if state in states and h is not None]
-
   # -- start and end --------------------------------------------------------
 
-  def start(self, check: Callable[[], None] = lambda: None) -> None:
-    """Start the replicas, and wait until at least one of them is ready.
+  def start(
+    self, check: Callable[[], None] = lambda: None, num_needed: int = 1
+  ) -> None:
+    """Start the replicas, and wait until enough of them are ready.
+
+    The others may join later.
 
     Args:
       check: is called now and then, and may raise.
+      num_needed: how many replicas are enough.
 
     Raises:
-      NoReplicaError: none was ready in time.
+      NoReplicaError: too few were ready in time.
       ReplicaFailed: one could not be started for a reason that will not pass.
     """
-    self._started_s = self._seconds()
-    while not self.num_ready:
+    start_s, limit_s = self._seconds(), self._roster.start_timeout_s
+    while (num_ready := self.num_ready) < num_needed:
       check()
       self._revive()
-      waited_s = self._seconds() - self._started_s
-      if waited_s > self._start_timeout_s:
-        raise NoReplicaError(
-          f"no replica was ready in {self._start_timeout_s:g} s"
-          " (cluster.start_timeout_s)"
-        )
+      if self._seconds() - start_s <= limit_s:
+        continue
+      which = "no replica was"
+      if num_ready:
+        which = f"{num_ready} of {num_needed} replicas were"
+      raise NoReplicaError(
+        f"{which} ready in {limit_s:g} s (cluster.start_timeout_s)"
+      )
 
   def close(self) -> None:
     """End all replicas."""
-    for member in self._members:
-      if member.handle is not None:
-        member.handle.kill()
-        member.handle = None
+    self._roster.close()
 
   # -- the rollout thread ---------------------------------------------------
 
@@ -268,9 +258,13 @@ class Fleet:
       BufferClosed: the buffer is closed.
       ReplicaFailed: all replicas have failed over and over.
     """
-    self._relaunch_lost()
+    if self._first_version < 0:
+      self._first_version = self.coordinator.policy_version
+    if self.num_ready:
+      self._roster.may_fail = True
+    self._roster.relaunch_lost()
     self._take_events(timeout_s)
-    self._look_for_silence()
+    self._roster.look_for_silence()
     self.coordinator.collect_scores()
     overdue = self.coordinator.overdue()
     for member in self._members:
@@ -278,146 +272,27 @@ class Fleet:
     self._hand_out()
 
   def _take_events(self, timeout_s: float) -> None:
-    """Wait a moment for an event, and take those that there are.
-
-    Each replica has one at most. More would only be answers to what is asked
-    here, and taking them too could keep the thread from handing out work.
-    """
-    for _ in self._members:
-      try:
-        member, kind, future = self._events.get(timeout=timeout_s)
-      except queue.Empty:
-        return
-      timeout_s = 0.0
-      try:
-        result = future.result()
-      except remote.ReplicaLost as error:
-        self._lose(member, str(error))
-      except remote.ReplicaFailed as error:
-        self._fail(member, error)
-      else:
-        if kind == "attached":
-          self._on_attached(member)
-        else:
-          self._on_said(member, result)
+    for member, said in self._roster.said(timeout_s):
+      self._on_said(member, said)
 
   def _revive(self) -> None:
     """Start replicas that have ended, and take what has happened."""
-    self._relaunch_lost()
+    self._roster.relaunch_lost()
     self._take_events(_POLL_S)
 
-  # -- replicas come and go -------------------------------------------------
+  def _drain(self, name: str) -> None:
+    self.coordinator.drained(messages.Drained(replica=name))
 
-  def _relaunch_lost(self) -> None:
-    for member in self._members:
-      wait_s = min(_RELAUNCH_S * 2**member.num_failures, _MAX_RELAUNCH_S)
-      waited_s = self._seconds() - member.since_s
-      if member.state is fleet_member.State.LOST and waited_s >= wait_s:
-        member.handle = self._launch(member.place)
-        member.is_running = False
-        self._attach(member)
-
-  def _attach(self, member: fleet_member.Member) -> None:
-    """Give the replica of a member a new name."""
-    assert member.handle is not None
-    for name, value in member.totals.items():
-      self._ended_totals[name] += value
-    member.totals = {}
-    member.num_names += 1
-    member.name = f"replica {member.place}"
-    if member.num_names > 1:
-      member.name += f" #{member.num_names}"
-    member.state, member.since_s = fleet_member.State.STARTING, self._seconds()
-    member.version, member.ask = -1, None
-    member.given, member.num_sent = {}, 0
-    self._expect(
-      member, "attached", member.handle.attach(member.name, self._spec)
-    )
-
-  def _on_attached(self, member: fleet_member.Member) -> None:
-    member.state, member.since_s = fleet_member.State.READY, self._seconds()
-    member.is_running = True
-    self._note(f"{member.name} is ready")
-    self._collect(member)
-
-  def _collect(self, member: fleet_member.Member) -> None:
-    assert member.handle is not None
-    self._expect(member, "said", member.handle.collect())
-
-  def _expect(
-    self, member: fleet_member.Member, kind: str, future: futures.Future
-  ) -> None:
-    assert member.handle is not None
-    future.add_done_callback(
-      functools.partial(self._put, member, kind, member.handle)
-    )
-
-  def _put(
-    self,
-    member: fleet_member.Member,
-    kind: str,
-    handle: remote.Handle,
-    future: futures.Future,
-  ) -> None:
-    # A call to a replica that was replaced says nothing any more.
-    if member.handle is handle:
-      self._events.put((member, kind, future))
-
-  def _lose(self, member: fleet_member.Member, why: str) -> None:
-    """Give the groups of a replica whose process has ended to others."""
-    self._drain(member)
-    self._note(f"{member.name} is gone ({why}); it is started again")
-    member.state, member.since_s = fleet_member.State.LOST, self._seconds()
-    assert member.handle is not None
-    member.handle.kill()  # it may have other processes
-    member.handle = None
-
-  def _fail(
-    self, member: fleet_member.Member, error: remote.ReplicaFailed
-  ) -> None:
-    """Start a replica again that has failed, unless all fail over and over.
-
-    Raises:
-      ReplicaFailed: each failed several times, or none was ready before.
-    """
-    member.num_failures += 1
-    fewest = min(m.num_failures for m in self._members)
-    if fewest >= _MAX_FAILURES or not self._was_ready:
-      raise error
-    self._lose(member, str(error))
-
-  def _drain(self, member: fleet_member.Member) -> None:
-    if member.state is fleet_member.State.READY:
-      self.coordinator.drained(messages.Drained(replica=member.name))
-
-  def _look_for_silence(self) -> None:
-    now_s = self._seconds()
-    for member in self._members:
-      silence_s = now_s - member.since_s
-      if (
-        member.state is fleet_member.State.READY
-        and silence_s > self._replica_timeout_s
-      ):
-        self._drain(member)
-        member.state = fleet_member.State.SILENT
-        self._note(
-          f"{member.name} has said nothing for {silence_s:.0f} s"
-          " (cluster.replica_timeout_s); its groups go to others"
-        )
-      # A process that has not started may wait for a free host, however long.
-      is_stuck = (
-        member.state is fleet_member.State.STARTING and member.is_running
-      )
-      if is_stuck and silence_s > self._start_timeout_s:
-        self._lose(member, f"it was not attached in {silence_s:.0f} s")
+  def _has_trained(self) -> bool:
+    """Return whether this start of the run has made a train step."""
+    return 0 <= self._first_version < self.coordinator.policy_version
 
   # -- what replicas say ----------------------------------------------------
 
   def _on_said(self, member: fleet_member.Member, said: remote.Said) -> None:
     """Take reports, and listen on.
 
-    What a replica says after its groups were taken from it is refused. It gets
-    another name then, and begins anew.
+    What a replica says after its groups were taken from it is refused.
     """
     for told in said.told:
       if isinstance(told, messages.Adopted):
@@ -430,23 +305,8 @@ class Fleet:
         member.num_failures = 0
       if member.state is fleet_member.State.READY:
         self._deliver(member, answer)
-    if member.state is not fleet_member.State.READY:
-      if member.state is fleet_member.State.SILENT:
-        self._note(f"{member.name} is heard again")
-      self._attach(member)
-      return
-    self._was_ready = True
-    member.since_s, member.version = self._seconds(), said.version
-    member.totals = said.totals
-    if said.ask is not None:
-      member.ask = said.ask
-      member.given = {
-        number: count
-        for number, count in member.given.items()
-        if number > said.received
-      }
-    self._record_busy(member, said)
-    self._collect(member)
+    if self._roster.heard(member, said):
+      self._record_busy(member, said)
 
   def _record_busy(
     self, member: fleet_member.Member, said: remote.Said

@@ -1,5 +1,6 @@
 """One of the replicas of a fleet, as the fleet sees it."""
 
+from concurrent import futures
 import dataclasses
 import enum
 
@@ -27,7 +28,9 @@ class Member:
     given: turns given since then, by the number of the delivery.
     num_sent: number of deliveries to this name.
     since_s: when it was last heard of, or when its state began.
-    is_running: whether its process is known to have started.
+    rest_s: how long it is left alone after it was lost.
+    attaching: the call that attaches it. It is running from when the process
+      has started.
     num_failures: how often it failed since it last ended a trajectory.
     totals: its counters as it said them last.
   """
@@ -42,9 +45,15 @@ class Member:
   given: dict[int, int] = dataclasses.field(default_factory=dict)
   num_sent: int = 0
   since_s: float = float("-inf")
+  rest_s: float = 0.0
+  attaching: futures.Future[None] | None = None
   num_failures: int = 0
-  is_running: bool = False
   totals: dict[str, int | float] = dataclasses.field(default_factory=dict)
+
+  @property
+  def is_attaching(self) -> bool:
+    """Whether its process has started, and is not attached yet."""
+    return self.attaching is not None and self.attaching.running()
 
   @property
   def room(self) -> int:

@@ -52,6 +52,8 @@ class Said:
     totals: its counters, as `RolloutSide.totals` returns them.
     busy_s: seconds in which its devices were busy since the last `collect`.
     activities: the last of these periods.
+    still_s: for how long the thread that generates has stood still; see
+      `pulse.Pulse`.
   """
 
   name: str
@@ -62,6 +64,7 @@ class Said:
   totals: dict[str, int | float]
   busy_s: float
   activities: tuple[Activity, ...] = ()
+  still_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,11 +111,15 @@ class Handle(Protocol):
   """A replica in another process, as the coordinator's process knows it.
 
   A future raises `ReplicaLost` if that process has ended, and `ReplicaFailed`
-  if the replica has failed in it.
+  if the replica has failed in it. No method waits.
   """
 
   def attach(self, name: str, spec: Any) -> futures.Future[None]:
-    """Give the replica a name; it forgets all it had for an earlier one."""
+    """Give the replica a name; it forgets all it had for an earlier one.
+
+    The future is running from when the process is known to have started. Before
+    that it may wait for a free host.
+    """
     ...
 
   def collect(self) -> futures.Future[Said]:
@@ -151,6 +158,13 @@ class ReplicaLost(RuntimeError):
 
 class ReplicaFailed(supervisor_lib.RunError):
   """A replica has failed; the message says why."""
+
+
+class DoesNotFit(ReplicaFailed):
+  """The host of a replica cannot work with the coordinator's.
+
+  Another attempt on that host would end in the same way.
+  """
 
 
 class RemoteLink:

@@ -173,15 +173,26 @@ class Replica:
     self.adopt_s += time.perf_counter() - start_s
     self._link.adopted(messages.Adopted(replica=self.name, version=version))
 
-  def adopt_version(self, version: int, timeout_s: float) -> None:
+  def adopt_version(
+    self,
+    version: int,
+    timeout_s: float,
+    on_look: Callable[[], None] = lambda: None,
+  ) -> None:
     """Adopt weights until they are of a version or of a newer one.
+
+    Args:
+      version: the policy version.
+      timeout_s: how long to wait for it.
+      on_look: is called about every second.
 
     Raises:
       TimeoutError: they were not there in time.
       WeightTransferError: as `adopt`.
     """
+    on_look()
     for _ in self.adopting(version, timeout_s):
-      pass
+      on_look()
 
   def adopting(self, version: int, timeout_s: float) -> Iterator[None]:
     """Do what `adopt_version` does, and yield after each second of waiting."""
@@ -307,11 +318,15 @@ class Replica:
       wanted.drop()
     return wanted.round(self.scheduler, self.params, busy)
 
-  def close(self, *, has_failed: bool) -> None:
+  def close(
+    self, *, has_failed: bool, fetch_timeout_s: float = _LAST_FETCH_S
+  ) -> None:
     """End client requests, give a held version back, wait for what is fetched.
 
     Args:
       has_failed: whether the rollout worker ended with an error.
+      fetch_timeout_s: how long to wait for a version that is being fetched. It
+        needs the memory of a version until then.
     """
     if self._requests is not None:
       self._requests.close(has_failed=has_failed)
@@ -320,7 +335,7 @@ class Replica:
         held.drop()
     # The channel may be closed only when nothing is read from it any more.
     if self._fetch is not None:
-      self._fetch.wait(_LAST_FETCH_S)
+      self._fetch.wait(fetch_timeout_s)
 
   def _report(self, sequences: list[sequence_lib.Sequence]) -> None:
     """Report what is new of sequences, and forget those that have ended."""

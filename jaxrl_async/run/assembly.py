@@ -39,6 +39,7 @@ from jaxrl_async.run import initial_params
 from jaxrl_async.run import reward_terms
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.storage import config_json
+from jaxrl_async.storage import disk
 from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.training import batch_settings
 from jaxrl_async.training import objectives
@@ -326,10 +327,11 @@ def send_base(
   channel = make_channel(config, workdir, shapes, engine, note, trainer.world)
   try:
     channel.publish(trainer.published_base(), 0)
-    adopted = channel.adopt_first(config.run.stall_timeout_s)
+    timeout_s = config.run.stall_timeout_s + disk.most_s(channel.num_bytes)
+    adopted = channel.adopt_first(timeout_s)
     if adopted is None:
       raise weight_transfer.WeightTransferError(
-        f"the base did not arrive in {config.run.stall_timeout_s:g} s"
+        f"the base did not arrive in {timeout_s:.0f} s"
       )
     engine.hold_base(adopted[0])
   finally:

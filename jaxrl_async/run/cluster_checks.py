@@ -1,7 +1,6 @@
 """Checks of the settings of several processes, without any of them."""
 
 import importlib.util
-import math
 import re
 
 from jaxrl_async.config import sections
@@ -21,6 +20,16 @@ def has_remote_rewards(config: sections.Config) -> bool:
   return has_remote_replicas(config) and config.cluster.reward_pools > 0
 
 
+def replicas_at_start(section: sections.ClusterSection, is_new: bool) -> int:
+  """Return how many replicas have to be ready before a run begins.
+
+  Args:
+    section: of the config.
+    is_new: whether the run does not continue from a checkpoint.
+  """
+  return section.min_replicas or section.replicas if is_new else 1
+
+
 def check(config: sections.Config) -> None:
   """Check the cluster's settings.
 
@@ -28,6 +37,12 @@ def check(config: sections.Config) -> None:
     ConfigError: one line that names the field and a correct value.
   """
   section = config.cluster
+  sections.require(
+    section.min_replicas <= section.replicas,
+    "cluster.min_replicas",
+    f"{section.min_replicas} of {section.replicas} (cluster.replicas); use at"
+    " most as many",
+  )
   if not has_remote_replicas(config):
     sections.require(
       section.replicas == 1,
@@ -98,8 +113,7 @@ def _check_devices(config: sections.Config) -> None:
     "cluster.replica_tpu",
     f"{section.replica_tpu} beside cluster.replica_gpus; use one of them",
   )
-  count, _, shape = tpu_chips.parse(section.replica_tpu, "cluster.replica_tpu")
-  num_chips = count * math.prod(int(size) for size in shape.split("x"))
+  num_chips = tpu_chips.num_chips(section.replica_tpu, "cluster.replica_tpu")
   sections.require(
     num_chips == needed,
     "cluster.replica_tpu",

@@ -453,5 +453,7 @@ def _rollout_metrics(
     "rollout/wait_for_admission_s": delta["wait_s"],
     "rollout/busy_frac": min(delta["rollout_busy_s"] / step_s, 1.0),
     "time/adopt_s": delta["adopt_s"],
+    # Both are averages over the replicas.
+    "time/adoption_s": delta["adopt_s"] / (delta["adoptions"] or 1),
     "transfer/refused_versions": delta["refused_versions"],
   }

@@ -46,11 +46,13 @@ class Remote:
   Attributes:
     channels: to the replicas, that of the versions last.
     spec: what every replica will be attached with.
+    num_needed: how many of them the run begins with.
   """
 
   cluster: ray_replicas.Cluster
   channels: list[weight_transfer.OrbaxChannel]
   spec: replica_spec.ReplicaSpec
+  num_needed: int
 
 
 def connect(
@@ -60,6 +62,7 @@ def connect(
   trainer: trainer_lib.Trainer,
   pools: remote_pools.RemotePools | None,
   environment: Mapping[str, str],
+  is_new: bool,
   shutdown: shutdown_lib.Shutdown,
 ) -> Remote | None:
   """Connect to the cluster of a run, and check its hosts.
@@ -74,13 +77,15 @@ def connect(
     pools: of processes that score, which are started there; at least one of
       them is ready afterwards.
     environment: variables for the processes of replicas.
+    is_new: whether the run does not continue from a checkpoint.
     shutdown: closes everything that is opened here.
 
   Returns:
     None if the replica is in this process.
 
   Raises:
-    ConfigError: Ray cannot be used, or a host of the cluster does not fit.
+    ConfigError: Ray cannot be used, or the hosts of the cluster are too few or
+      do not fit.
     Interrupted: the run was asked to end.
   """
   if not cluster_checks.has_remote_replicas(setup.config):
@@ -95,16 +100,28 @@ def connect(
     reward_workers=setup.config.task.reward_workers,
   )
   shutdown.closes(cluster.close)
-  cluster.check_hosts(
+  section = setup.config.cluster
+  num_needed = cluster_checks.replicas_at_start(section, is_new)
+
+  def check() -> None:
+    session.stop.check("stopped while the hosts were checked")
+
+  # Nobody joins a cluster that was started here.
+  wait_s = section.start_timeout_s if section.address else 0.0
+  cluster.hosts.wait_for(num_needed, wait_s, check, session.progress.note)
+  cluster.hosts.check(
     spec.versions,
     spec.probe,
-    lambda: session.stop.check("stopped while the hosts were checked"),
+    check,
+    needs_room=not cluster.has_waiting_replicas(),
   )
   if pools is not None:
     # Before the cluster is closed.
     shutdown.closes(pools.close, setup.config.run.join_timeout_s)
     _start_pools(pools, cluster, session)
-  return Remote(cluster=cluster, channels=channels, spec=spec)
+  return Remote(
+    cluster=cluster, channels=channels, spec=spec, num_needed=num_needed
+  )
 
 
 def _start_pools(
@@ -166,7 +183,7 @@ def build(
     channel = assembly.make_channel(
       config, workdir, trainer.published_shapes(), engine, note, session.world
     )
-    shutdown.closes(channel.close, join_s)
+    shutdown.closes(channel.close, join_s + disk.most_s(channel.num_bytes))
     worker = worker_lib.in_one_process(
       coordinator,
       scheduler=assembly.make_scheduler(setup, engine, busy),
@@ -185,7 +202,8 @@ def build(
     num_replicas=config.cluster.replicas,
     num_slots=config.rollout.num_slots,
     replica_timeout_s=config.cluster.replica_timeout_s,
-    start_timeout_s=config.cluster.start_timeout_s,
+    start_timeout_s=_start_timeout_s(config, remote.channels),
+    hang_timeout_s=config.cluster.hang_timeout_s,
     busy=busy,
     zero_totals=dataclasses.asdict(scheduler_lib.SchedulerStats())
     | {"wait_s": 0.0, "adopt_s": 0.0, "refused_versions": 0},
@@ -194,12 +212,18 @@ def build(
   shutdown.closes(fleet.close)
   try:
     fleet.start(
-      lambda: session.stop.check("stopped while replicas were starting")
+      lambda: session.stop.check("stopped while replicas were starting"),
+      remote.num_needed,
     )
   except fleet_lib.NoReplicaError as error:
     raise sections.ConfigError(
-      f"cluster.replicas: {error}; {remote.cluster.missing()}"
+      f"cluster.replicas: {error}; {remote.cluster.hosts.missing()}"
     ) from error
+  if fleet.num_ready < config.cluster.replicas:
+    note(
+      f"{fleet.num_ready} of {config.cluster.replicas} replicas are ready; the"
+      f" others may join later; {remote.cluster.hosts.missing()}"
+    )
   return Rollout(side=fleet, channel=remote.channels[-1])
 
 
@@ -229,9 +253,23 @@ def _channels(
       is_written_again=shapes is not base,
     )
     assert isinstance(channel, weight_transfer.OrbaxChannel)
-    shutdown.closes(channel.close, setup.config.run.join_timeout_s)
+    # The last version may still be on its way to a slow disk.
+    join_s = setup.config.run.join_timeout_s
+    shutdown.closes(channel.close, join_s + disk.most_s(channel.num_bytes))
     channels.append(channel)
   return channels
+
+
+def _start_timeout_s(
+  config: sections.Config, channels: list[weight_transfer.OrbaxChannel]
+) -> float:
+  """Return how long a replica may take to be attached.
+
+  Meanwhile a base is written and read, or an earlier version is read to its
+  end.
+  """
+  moving_s = disk.most_s(sum(channel.num_bytes for channel in channels))
+  return round(config.cluster.start_timeout_s + moving_s, 0)
 
 
 def _spec(

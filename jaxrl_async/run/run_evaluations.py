@@ -89,7 +89,7 @@ class RunEvaluations:
       write = functools.partial(
         parts.rollout.answers,
         version=step,
-        timeout_s=config.run.stall_timeout_s,
+        timeout_s=parts.stall_timeout_s,
       )
       result = self._evaluated(
         write,

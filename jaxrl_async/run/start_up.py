@@ -51,6 +51,7 @@ from jaxrl_async.run import shutdown as shutdown_lib
 from jaxrl_async.run import snapshot
 from jaxrl_async.serving import front as front_lib
 from jaxrl_async.storage import checkpoint
+from jaxrl_async.storage import disk
 from jaxrl_async.training import batch_loader
 from jaxrl_async.training import trainer as trainer_lib
 
@@ -129,6 +130,15 @@ class Parts:
   loader: batch_loader.BatchLoader[trainer_lib.PreparedBatch]
   shutdown: shutdown_lib.Shutdown
 
+  @property
+  def stall_timeout_s(self) -> float:
+    """How long nothing may move.
+
+    A version that is written to a slow disk and read from it is no standstill.
+    """
+    moving_s = 2 * disk.most_s(self.channel.num_bytes)
+    return round(self.setup.config.run.stall_timeout_s + moving_s, 0)
+
 
 @contextlib.contextmanager
 def parts(
@@ -163,6 +173,7 @@ def parts(
       trainer=base.trainer,
       pools=base.pools,
       environment=extensions.replica_environment,
+      is_new=base.resumed_step is None,
       shutdown=base.shutdown,
     )
     evaluators = evaluators_lib.make(

@@ -5,16 +5,12 @@ others for ever. So all of them are compared before anything starts.
 """
 
 from collections.abc import Iterator
-import hashlib
-import importlib.metadata
 import pathlib
-import platform
 from typing import Any
 
+from jaxrl_async.cluster import hosts
 from jaxrl_async.config import sections
 from jaxrl_async.storage import config_json
-
-_PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
 
 
 def check(config: sections.Config) -> None:
@@ -74,22 +70,10 @@ def facts(config: sections.Config, workdir: pathlib.Path) -> dict[str, Any]:
   The names of settings are those of their fields.
   """
   return {
-    "python": platform.python_version(),
-    **{name: importlib.metadata.version(name) for name in _PACKAGES},
-    "source of jaxrl_async": source_digest(),
+    **hosts.versions(),
     "workdir": str(workdir),
     **dict(_fields(config_json.to_dict(config))),
   }
-
-
-def source_digest() -> str:
-  """Return a digest of the code of this package."""
-  root = pathlib.Path(__file__).parents[1]
-  digest = hashlib.sha256()
-  for path in sorted(root.rglob("*.py")):
-    digest.update(path.relative_to(root).as_posix().encode())
-    digest.update(path.read_bytes())
-  return digest.hexdigest()[:16]
 
 
 def shared(

@@ -84,6 +84,7 @@ class Run:
     self._first_step = parts.first_step
     self._base_record = parts.base_record
     self._max_staleness = parts.max_staleness
+    self._stall_timeout_s = parts.stall_timeout_s
     self._is_rollout_hung = False
     self._staleness = parts.staleness
     self.checkpoints = checkpointing.Checkpointing(
@@ -207,7 +208,7 @@ class Run:
 
   def _wait_until_held(self, step: int) -> None:
     """Wait until the rollout side has the version that it evaluates."""
-    watch = supervisor_lib.StallWatch(self.config.run.stall_timeout_s)
+    watch = supervisor_lib.StallWatch(self._stall_timeout_s)
     while not self.evaluations.is_held() and not self.stop.is_set:
       self.stop.wait(_HELD_S)
       self._look(watch, f"version {step} to be held for its evaluation")
@@ -215,7 +216,7 @@ class Run:
   def _next_batch(
     self, step: int
   ) -> batch_loader.Loaded[trainer_lib.PreparedBatch] | None:
-    watch = supervisor_lib.StallWatch(self.config.run.stall_timeout_s)
+    watch = supervisor_lib.StallWatch(self._stall_timeout_s)
     while not self.stop.is_set:
       loaded = self.loader.next(timeout_s=0.2)
       if loaded is not None:
@@ -229,7 +230,7 @@ class Run:
     if self.last.is_ending:
       self.last.wait_for_recorder()
       return
-    watch = supervisor_lib.StallWatch(self.config.run.stall_timeout_s)
+    watch = supervisor_lib.StallWatch(self._stall_timeout_s)
     while not self.recorder.wait(timeout_s=0.2):
       self._look(watch, "the recorder")
 
@@ -296,8 +297,10 @@ class Run:
     if not self.supervisor.has_spawned(start_up.ROLLOUT):
       yield
       return
-    run, is_ending = self.config.run, self.last.is_ending
-    timeout_s = run.join_timeout_s if is_ending else run.stall_timeout_s
+    is_ending = self.last.is_ending
+    timeout_s = self._stall_timeout_s
+    if is_ending:
+      timeout_s = self.config.run.join_timeout_s
     with contextlib.ExitStack() as stack:
       try:
         stack.enter_context(self.rollout.paused(timeout_s))

@@ -9,7 +9,9 @@ from jaxrl_async.simulation import script as script_lib
 
 MAX_TOKENS = 14  # of a trajectory
 _CACHE_TOKENS = 16
-_FAULTS = ("die", "leave", "fail", "silence", "silence", "slow", "restart")
+_FAULTS = (
+  *("die", "leave", "fail", "silence", "silence", "hang", "slow", "restart"),
+)
 _DELAYS_S = 0.1, 1.0, 4.0
 
 
@@ -22,7 +24,8 @@ class Fault:
     delay_s: or so many seconds after that.
     kind: "die": a replica's process ends, and what it was about to report is
       lost. "leave": the same, and its place stays empty for long. "fail": its
-      code raises. "silence": it goes on, but is not heard for longer than its
+      code raises. "hang": it answers, and its thread never comes back.
+      "silence": it goes on, but is not heard for longer than its
       lease. "slow": its calls take five times as long from then on. "restart":
       the trainer's process ends, and another goes on from the last checkpoint.
     place: of the replica; None is the one with the newest version.

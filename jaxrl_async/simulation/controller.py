@@ -39,6 +39,8 @@ _MOST_EVENTS = 100_000
 # long.
 _RESTART_S = 1.0
 _MAX_STALENESS = 3
+# A process that has started is given up if it is not attached after so long.
+_START_S = 20.0
 _NO_TOTALS = dataclasses.asdict(scheduler_lib.SchedulerStats()) | {
   "wait_s": 0.0,
   "adopt_s": 0.0,
@@ -162,6 +164,8 @@ class World:
       if not self.start.may_replicas_fail:
         return
       process.has_failed = True
+    elif fault.kind == "hang":
+      process.hang()
     else:
       if fault.kind == "leave":
         absence_s = modelled_replica.MOST_ABSENCE_S
@@ -324,7 +328,8 @@ class Start:
         num_replicas=self.case.num_replicas,
         num_slots=self.case.sizes.num_slots,
         replica_timeout_s=modelled_replica.LEASE_S,
-        start_timeout_s=2 * modelled_replica.MOST_ABSENCE_S,
+        start_timeout_s=_START_S,
+        hang_timeout_s=modelled_replica.HANG_S,
         busy=busy,
         zero_totals=_NO_TOTALS,
         note=lambda line: None,
@@ -344,7 +349,7 @@ class Start:
   @property
   def may_replicas_fail(self) -> bool:
     """Whether the run goes on if one fails; not before one has worked."""
-    return self.has_ended or self._fleet._was_ready
+    return self.has_ended or self._fleet._roster.may_fail
 
   def wake(self) -> None:
     """Wake the process that drives the rollout side."""

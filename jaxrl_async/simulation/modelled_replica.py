@@ -26,6 +26,7 @@ HEARTBEAT_S = 0.5
 LEASE_S = 1.5
 MOST_SILENCE_S = 4.0
 MOST_ABSENCE_S = 30.0
+HANG_S = 8.0  # longer than the longest call of a slow replica
 SLOW = 5.0
 _MOST_LATE_S = 3.0
 _ATTACH_S = 0.5
@@ -71,12 +72,13 @@ class ReplicaProcess:
     silent_until_s: when that report arrives at the latest.
     late_until_s: when all work that is on its way has arrived.
     has_failed: whether its next report is that it has failed.
+    has_hung: whether its thread never comes back.
     heard_s: when the trainer's process heard of it last.
   """
 
   def __init__(self, loop: event_loop.Loop, case: case_lib.Case):
     """Start a process, which waits to be attached."""
-    self.is_dead = self.is_slow = self.has_failed = False
+    self.is_dead = self.is_slow = self.has_failed = self.has_hung = False
     self.silence_s = self.silent_until_s = self.late_until_s = 0.0
     self.heard_s = 0.0
     self._loop = loop
@@ -100,7 +102,8 @@ class ReplicaProcess:
     """Whether nothing keeps it from working at its usual pace."""
     late_until_s = max(self.silent_until_s, self.late_until_s)
     is_late = self.silence_s > 0 or self._loop.now < late_until_s
-    return not (self.is_dead or self.is_slow or self.has_failed or is_late)
+    is_broken = self.is_dead or self.has_failed or self.has_hung
+    return not (is_broken or self.is_slow or is_late)
 
   def die(self) -> None:
     """End the process; what it was about to say is lost."""
@@ -110,6 +113,11 @@ class ReplicaProcess:
     if self._caller is not None:
       handle, future, _ = self._caller
       handle.end_later(future)
+
+  def hang(self) -> None:
+    """Let the thread that generates never come back."""
+    self.has_hung = True
+    self._process.end()
 
   def attach(self, name: str, channel: surroundings.Channel) -> None:
     """Become the replica of this name, and forget everything else."""
@@ -202,9 +210,12 @@ class Handle:
     return future
 
   def _attach(self, future: futures.Future, name: str, spec: Any) -> None:
+    future.set_running_or_notify_cancel()
     # Nobody waits for a host any more after the end of that process.
     if self.process.has_failed:
       self.process.die()
+    elif self.process.has_hung and not self.process.is_dead:
+      return  # its thread would have to do it
     elif not self.process.is_dead and not self._has_ended():
       self.process.attach(name, spec)
     self._end(future, None)

@@ -7,6 +7,7 @@ that names the file, and without a traceback.
 from collections.abc import Callable, Iterator
 import contextlib
 import errno
+import fcntl
 import os
 import pathlib
 import re
@@ -86,6 +87,33 @@ def sync_names(directory: pathlib.Path) -> None:
     os.fsync(descriptor)
   finally:
     os.close(descriptor)
+
+
+def is_locked(path: pathlib.Path) -> bool:
+  """Return whether somebody holds an exclusive `flock` on a file.
+
+  A file that is not there is not locked.
+  """
+  try:
+    lock = open(path, "r+b")
+  except FileNotFoundError:
+    return False
+  with lock:
+    try:
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      return True
+  return False
+
+
+# What moves at least so fast makes progress: slower disks and networks are of
+# no use for a large model.
+_SLOWEST_BYTES_PER_S = 1e8
+
+
+def most_s(num_bytes: int) -> float:
+  """Return the longest time that reading or writing so many bytes may take."""
+  return num_bytes / _SLOWEST_BYTES_PER_S
 
 
 class AppendFile:

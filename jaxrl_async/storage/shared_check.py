@@ -39,6 +39,8 @@ import socket
 import time
 from typing import IO
 
+from jaxrl_async.storage import disk
+
 _CHECKED = ".checked-"
 _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
 # Longer than the tick of a file system's clock, which is 10 ms at most.
@@ -47,7 +49,6 @@ _POLL_S = 0.02
 # Others wait so long for a check, which is longer than any check takes that
 # makes progress.
 _PATIENCE_S = 10.0
-_SLOWEST_BYTES_PER_S = 1e8
 
 
 def record_of(directory: pathlib.Path) -> pathlib.Path | None:
@@ -142,12 +143,12 @@ def _locked(
   Raises:
     OSError: one of the files is gone. Then there is no record of them either.
   """
-  num_bytes = sum(path.stat().st_size for path in files)
+  most_s = _PATIENCE_S + disk.most_s(sum(x.stat().st_size for x in files))
   try:
     lock = open(record, "a+b", buffering=0)
   except OSError:
     return None
-  end_s = time.monotonic() + _PATIENCE_S + num_bytes / _SLOWEST_BYTES_PER_S
+  end_s = time.monotonic() + most_s
   while True:
     try:
       fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
