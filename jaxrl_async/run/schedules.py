@@ -152,9 +152,8 @@ def _check_value(
     reason = "0 would switch it off, which no schedule can do"
   try:
     bounds.check(there)
-    # A coefficient of 0 keeps no reference and no teacher only if the field
-    # itself is 0.
-    if field not in algorithm_checks.OF_ANOTHER_MODEL or value:
+    # A coefficient of 0 leaves its term out only if the field itself is 0.
+    if field not in algorithm_checks.COEFFICIENTS or value:
       algorithm_checks.check(there)
   except sections.ConfigError as error:
     reason = str(error)
