@@ -138,6 +138,11 @@ CASES = {
         }
       ),
     },
+    "train.optimizer": {
+      "rate_schedule": config_dict.ConfigDict(
+        {"schedule": "warmup_constant_schedule", "warmup_steps": 4}
+      ),
+    },
     "staleness_control": {"minimum": 1, "maximum": 3},
     "transfer": {"directory": "elsewhere"},
     "run": {"checkpoint_every": 1, "keep_checkpoints": 5},

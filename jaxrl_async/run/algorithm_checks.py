@@ -10,53 +10,6 @@ from jaxrl_async.run import unread_settings
 _ANCHORED = ("ppo", "gspo", "cispo", "sapo")
 # Advantages that equal rewards in a group do not make 0.
 _NOT_OF_GROUPS = ("batch", "gae", "none")
-# The fields that may have a schedule.
-_SCHEDULED = (
-  "clip_low",
-  "clip_high",
-  "dual_clip",
-  "sapo_positive",
-  "sapo_negative",
-  "behavior_weight_floor",
-  "behavior_weight_cap",
-  "sequence_kl_bound",
-  "second_moment_bound",
-  "kl_coef",
-  "kl_reward_clip",
-  "entropy_coef",
-  "distill_coef",
-  "gamma",
-  "gae_lambda",
-  "reward_bias",
-  "reward_scale",
-  "reward_clip",
-  "value_coef",
-  "value_clip",
-)
-# Of numbers that a reader may look for: why they have no schedule.
-_NOT_SCHEDULED = {
-  "learning_rate": "train.decay and warmup_steps are its schedule",
-  "max_staleness": "staleness_control moves it",
-  "temperature": "stored logprobs are of tokens drawn at it",
-  "reference_decay": "the stored reference is an average with that weight",
-  "normalize_decay": "the stored critic's unit is an average with that weight",
-}
-# Coefficients that a schedule may make 0. If the field itself is 0, the loss
-# lacks a term.
-COEFFICIENTS = ("kl_coef", "distill_coef", "entropy_coef")
-# Fields of which 0 means that there is no bound. No schedule may reach it.
-NEVER_ZERO = (
-  "dual_clip",
-  "sequence_kl_bound",
-  "second_moment_bound",
-  "kl_reward_clip",
-  "reward_clip",
-  "value_clip",
-)
-# Fields of which 0 means that the loss lacks a term or a bound.
-_OFF_AT_ZERO = (*NEVER_ZERO, *COEFFICIENTS)
-# Schedules have numbers, texts and tables of numbers as arguments.
-_ARGUMENTS = (bool, int, float, str, dict)
 
 
 def check(config: sections.Config) -> None:
@@ -78,7 +31,6 @@ def check(config: sections.Config) -> None:
   _check_penalty(section)
   _check_equal_rewards(config)
   _check_staleness_control(config)
-  _check_schedules(config)
   _check_reference(config)
   sections.require(
     not (section.kl_coef and config.model.lora.adapter),
@@ -191,64 +143,6 @@ def _check_corrections(section: sections.AlgorithmSection) -> None:
     "it needs the proximal logprobs before the first update; use"
     " algorithm.proximal=recompute, or 0",
   )
-
-
-def owner(
-  config: sections.Config, field: str
-) -> sections.AlgorithmSection | sections.CriticSection:
-  """Return the section that a field with a schedule belongs to."""
-  return config.critic if hasattr(config.critic, field) else config.algorithm
-
-
-def _name(config: sections.Config, field: str) -> str:
-  """Return the name of such a field with that of its section."""
-  is_of_critic = owner(config, field) is config.critic
-  return f"{'critic' if is_of_critic else 'algorithm'}.{field}"
-
-
-def _check_schedules(config: sections.Config) -> None:
-  """Check the names in `schedules`; `run.schedules` checks the values."""
-  section, path = config.algorithm, "algorithm.schedules"
-  unread = unread_settings.reasons(config)
-  for field, entry in section.schedules.to_dict().items():
-    sections.require(
-      field in _SCHEDULED,
-      path,
-      f"{sections.shown(field)} has none"
-      f" ({_NOT_SCHEDULED.get(field, 'it is not a number of the loss')}); use"
-      f" one of {', '.join(_SCHEDULED)}",
-    )
-    sections.require(
-      isinstance(entry, dict) and "schedule" in entry,
-      path,
-      f"{field}: {sections.shown(entry)} names no schedule; use an entry like"
-      ' {"schedule": "linear_schedule", "end_value": 0.1,'
-      ' "transition_steps": 100}',
-    )
-    sections.require(
-      entry["schedule"] in algorithm_section.SCHEDULES,
-      path,
-      f"{field}: {sections.shown(entry['schedule'])} is not one of"
-      f" {', '.join(algorithm_section.SCHEDULES)}",
-    )
-    for name, value in entry.items():
-      sections.require(
-        isinstance(value, _ARGUMENTS),
-        path,
-        f"{field}: {sections.shown(name)} is {sections.shown(value)}; use a"
-        " number, a text or a ConfigDict of numbers",
-      )
-    sections.require(
-      field not in _OFF_AT_ZERO or getattr(owner(config, field), field) != 0,
-      path,
-      f"{field}: {_name(config, field)}=0 leaves it out of the loss, with any"
-      f" schedule; use another {_name(config, field)}, and an init_value of 0"
-      " if it is to start there",
-    )
-    reason = unread.get(_name(config, field), "")
-    sections.require(
-      not reason, path, f"{field}: it has no effect, because {reason}"
-    )
 
 
 def _check_staleness_control(config: sections.Config) -> None:

@@ -5,10 +5,13 @@ the result for its own. The defaults always pass.
 """
 
 from collections.abc import Iterator
+import enum
+from typing import Any
 
 from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import field_types
 from jaxrl_async.config import sections
+from jaxrl_async.storage import config_json
 
 # Losses that clip a ratio, and those that have a second clip.
 _CLIPPED = ("ppo", "coupled_ppo", "gspo", "cispo")
@@ -44,10 +47,12 @@ def reasons(config: sections.Config) -> dict[str, str]:
   return found
 
 
-def _shown(value: object) -> str:
+def _shown(value: Any) -> str:
   if isinstance(value, float):
     return f"{value:g}"
-  return str(getattr(value, "value", value))
+  if isinstance(value, enum.Enum):
+    return value.value
+  return sections.shown(config_json.plain(value))
 
 
 def _rules(config: sections.Config) -> Iterator[tuple[str, str, bool, str]]:
@@ -135,6 +140,18 @@ def _rules(config: sections.Config) -> Iterator[tuple[str, str, bool, str]]:
     section.advantage == "gae",
     f"there is no critic without gae, and {advantage}",
   )
+  # The critic's rate has the decay of the policy's.
+  is_decayed = section.advantage == "gae" and not (
+    config.critic.optimizer.rate_schedule
+  )
+  for name in ("warm_start", "preference", "train", "critic"):
+    path = f"{name}.optimizer"
+    has_own = bool(getattr(config, name).optimizer.rate_schedule)
+    reason = f"{path}.rate_schedule says how the rate changes"
+    yield path, "warmup_steps", not has_own, reason
+    if name != "critic":
+      is_read = not has_own or (name == "train" and is_decayed)
+      yield name, "decay", is_read, reason
   yield (
     "staleness_control",
     "min_ess max_clip_frac max_left_out_frac max_wait_frac patience",
