@@ -22,7 +22,7 @@ The last line is JSON:
     stages           how many kills fell into which stage
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import contextlib
 import json
 import os
@@ -283,6 +283,7 @@ def measure(
   compile_cache: pathlib.Path,
   minutes: float = float("inf"),
   seed: int = 0,
+  further: Sequence[str] = (),
 ) -> dict[str, Any]:
   """Kill a run so many times, finish it, and say what became of it.
 
@@ -292,10 +293,13 @@ def measure(
     compile_cache: of XLA's programs, which makes starts short.
     minutes: after which no more kills follow.
     seed: of the moments.
+    further: settings of the run, as "a.b=c".
   """
   shutil.rmtree(directory, ignore_errors=True)
   directory.mkdir(parents=True)
-  driver = Driver(directory, flags_of_run(compile_cache), seed)
+  of_run = flags_of_run(compile_cache)
+  of_run += [f"--config.{setting}" for setting in further]
+  driver = Driver(directory, of_run, seed)
   end_s = time.monotonic() + 60 * minutes
   for number in range(num_kills):
     if time.monotonic() > end_s:
@@ -350,6 +354,9 @@ _MINUTES = flags.DEFINE_float(
   "minutes", float("inf"), "No more kills follow after so many minutes."
 )
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the moments.")
+_SET = flags.DEFINE_multi_string(
+  "set", [], "A further setting of the run, as algorithm.num_epochs=2."
+)
 
 
 def main(argv: list[str]) -> None:
@@ -361,6 +368,7 @@ def main(argv: list[str]) -> None:
     compile_cache=pathlib.Path(_CACHE.value).absolute(),
     minutes=_MINUTES.value,
     seed=_SEED.value,
+    further=_SET.value,
   )
   print(json.dumps(result))
 

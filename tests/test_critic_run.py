@@ -102,6 +102,8 @@ def test_a_critic_is_a_model_of_the_run():
     assert len(own) == critic_lib.NUM_FIELDS
     assert own > {episodes.REWARDS, episodes.CUT_OFF}
     assert re.search("    critic .*weights", dry_run.describe(setup))
+    compiled, _ = dry_run.programs(setup)
+    assert names | {"update"} <= {x.name for x in compiled["training"]}
 
 
 def test_memory_counts_a_critic_and_its_layers():
