@@ -155,7 +155,7 @@ def _make_long(run: sections.Config) -> None:
   run.algorithm.num_minibatches = 1
   run.train.num_steps = 300
   run.train.rows_per_microbatch = 4
-  run.train.optimizer.learning_rate = 5e-5
+  run.train.optimizer.learning_rate = 1e-4
   # Evaluations of long answers in few slots take long.
   run.eval.num_items = 128
   run.eval.samples = 2

@@ -163,8 +163,8 @@ class AlgorithmSection:
     entropy_coef: coefficient of the bonus for the policy's entropy.
     schedules: fields of the loss that change with the train step, by name;
       value_coef and value_clip are those of the critic. Each entry has
-      `schedule`, one of `SCHEDULES`, and its arguments; init_value is by
-      default the field's own value.
+      `schedule`, one of `SCHEDULES`, and its arguments. It begins with the
+      field's own value, or rises to it from 0, by default.
     teacher: directory of a model with the policy's tokenizer, from which the
       policy learns by its logprobs of what the policy writes: one in Hugging
       Face format, of any size, or parameters of the policy's architecture that
