@@ -267,6 +267,7 @@ def measure(directory: pathlib.Path, num_replicas: int) -> dict[str, float]:
         max_tokens=_PROMPT_TOKENS + 2 * _TOKENS.value,
         temperature=1.0,
         filter_zero_std=False,
+        reads_token_scores=False,
         max_failed_groups=3,
       ),
       stream=Prompts(),

@@ -3,6 +3,7 @@
     uv run benchmarks/kill_resume.py --kills=100 --directory=/tmp/killed
     uv run benchmarks/kill_resume.py --kills=10 --mode=exact
     uv run benchmarks/kill_resume.py --kills=10 --replicas=2
+    uv run benchmarks/kill_resume.py --kills=10 --set=algorithm.advantage=gae
 
 The mode is that of the run: exact is run.exact_resume, and fast is without it,
 as runs are by default. With --replicas the engines are in other processes, in a
@@ -30,7 +31,7 @@ The last line is JSON:
     stages           how many kills fell into which stage
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import contextlib
 import json
 import os
@@ -311,6 +312,7 @@ def measure(
   replicas: int = 0,
   minutes: float = float("inf"),
   seed: int = 0,
+  further: Sequence[str] = (),
 ) -> dict[str, Any]:
   """Kill a run so many times, finish it, and say what became of it.
 
@@ -322,10 +324,13 @@ def measure(
     replicas: as for `flags_of_run`.
     minutes: after which no more kills follow.
     seed: of the moments.
+    further: settings of the run, as "a.b=c".
   """
   shutil.rmtree(directory, ignore_errors=True)
   directory.mkdir(parents=True)
-  driver = Driver(directory, flags_of_run(compile_cache, mode, replicas), seed)
+  of_run = flags_of_run(compile_cache, mode, replicas)
+  of_run += [f"--config.{setting}" for setting in further]
+  driver = Driver(directory, of_run, seed)
   end_s = time.monotonic() + 60 * minutes
   for number in range(num_kills):
     if time.monotonic() > end_s:
@@ -386,6 +391,9 @@ _MINUTES = flags.DEFINE_float(
   "minutes", float("inf"), "No more kills follow after so many minutes."
 )
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the moments.")
+_SET = flags.DEFINE_multi_string(
+  "set", [], "A further setting of the run, as algorithm.num_epochs=2."
+)
 
 
 def main(argv: list[str]) -> None:
@@ -399,6 +407,7 @@ def main(argv: list[str]) -> None:
     replicas=_REPLICAS.value,
     minutes=_MINUTES.value,
     seed=_SEED.value,
+    further=_SET.value,
   )
   print(json.dumps(result))
 

@@ -1,7 +1,9 @@
 """Runs launch scripts for the benchmarks that compare whole runs."""
 
+from collections.abc import Callable, Sequence
 import json
 import pathlib
+import statistics
 import subprocess
 import sys
 from typing import Any
@@ -19,12 +21,23 @@ def launch(script: str, *arguments: str) -> dict[str, Any]:
 
 
 def launch_once(
-  script: str, directory: pathlib.Path, name: str, *arguments: str
+  script: str,
+  directory: pathlib.Path,
+  name: str,
+  *arguments: str,
+  launch: Callable[..., dict[str, Any]] = launch,
 ) -> dict[str, Any]:
   """Run a launch script in DIRECTORY/NAME, unless it has been run there.
 
   A run that was stopped goes on. What it was started with is kept beside it, so
   that a result is never shown as that of other settings.
+
+  Args:
+    script: its name.
+    directory: of all runs.
+    name: of this one.
+    *arguments: of the script, without its workdir.
+    launch: runs a script.
 
   Returns:
     The JSON of the script's last line.
@@ -36,11 +49,35 @@ def launch_once(
     settings.write_text(json.dumps([script, *arguments]))
   if json.loads(settings.read_text()) != [script, *arguments]:
     sys.exit(f"error: {settings} has other settings; use another --directory")
-  result = directory / f"{name}.result.json"
+  result = _result(directory, name)
   if not result.exists():
     print(name, file=sys.stderr)
     result.write_text(json.dumps(launch(script, *arguments)))
   return json.loads(result.read_text())
+
+
+def _result(directory: pathlib.Path, name: str) -> pathlib.Path:
+  return directory / f"{name}.result.json"
+
+
+def to_be_made(
+  directory: pathlib.Path, names: Sequence[str], usual_s: float
+) -> str:
+  """Return how many of these runs are missing, and how long they take.
+
+  Args:
+    directory: of all runs.
+    names: of the runs, without their warm starts.
+    usual_s: of one of them. It is not used if some are there, whose mean is.
+  """
+  files = [_result(directory, name) for name in names]
+  there = [json.loads(x.read_text())["wall_s"] for x in files if x.exists()]
+  missing = len(names) - len(there)
+  run_s = statistics.mean(there) if there else usual_s
+  return (
+    f"{missing} of {len(names)} runs are to be made, of about {run_s:.0f} s:"
+    f" {missing * run_s / 60:.0f} minutes, and the warm starts that are missing"
+  )
 
 
 def metrics(workdir: pathlib.Path) -> list[dict[str, Any]]:

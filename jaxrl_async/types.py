@@ -59,11 +59,11 @@ class Reward:
     score: the score of the whole trajectory; advantages are computed from it.
     parts: named numbers that are recorded but not learned from, such as the
       terms of which the score is the sum.
-    token_scores: scores by position, for gae or a loss of your own. Other
-      positions have the score 0. None if the scorer does not score tokens. A
-      scorer of tokens should always return a mapping, even an empty one,
-      because batches with and without token scores need different compiled
-      programs.
+    token_scores: scores by position, which the advantages gae and segment
+      and a loss of your own read. Other positions have the score 0. None if the
+      scorer does not score tokens. A scorer of tokens should always return a
+      mapping, even an empty one, because batches with and without token scores
+      need different compiled programs.
     answer: what was taken for the completion's answer, for whoever reads
       samples. None leaves it to the reward service, which fills in
       `Completion.answer`.
@@ -75,14 +75,22 @@ class Reward:
   answer: str | None = None
 
 
-def teach_nothing(rewards: Sequence[Reward]) -> bool:
+def teach_nothing(
+  rewards: Sequence[Reward], *, reads_token_scores: bool
+) -> bool:
   """Return whether a group with these rewards gives nothing to learn.
 
   That is so if all scores are equal, which makes every advantage 0, and no
-  token has a score.
+  score of a token is learned from.
+
+  Args:
+    rewards: of the trajectories of the group.
+    reads_token_scores: whether the advantages or the loss read the scores of
+      tokens.
   """
-  has_token_scores = any(reward.token_scores for reward in rewards)
-  return not has_token_scores and len({r.score for r in rewards}) == 1
+  if reads_token_scores and any(reward.token_scores for reward in rewards):
+    return False
+  return len({reward.score for reward in rewards}) == 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ import numpy as np
 from jaxrl_async.algorithms import corrections
 from jaxrl_async.config import sections
 from jaxrl_async.run import algorithm as algorithm_lib
+from jaxrl_async.run import unread_settings
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
 
@@ -163,14 +164,17 @@ QUICK = (
 
 
 def section(case):
-  """The settings of a case."""
-  settings = {
-    "clip_low": CLIP_LOW,
-    "clip_high": CLIP_HIGH,
-    "behavior_weight_cap": CAP,
-    **CASES[case],
-  }
-  return sections.AlgorithmSection(**settings)
+  """The settings of a case, with the bounds that its loss reads."""
+  made = sections.AlgorithmSection(**CASES[case])
+  unread = unread_settings.reasons(sections.Config(algorithm=made))
+  for name, value in (
+    ("clip_low", CLIP_LOW),
+    ("clip_high", CLIP_HIGH),
+    ("behavior_weight_cap", CAP),
+  ):
+    if name not in CASES[case] and f"algorithm.{name}" not in unread:
+      setattr(made, name, value)
+  return made
 
 
 def arrays():

@@ -332,15 +332,33 @@ def test_advantages_are_divided_once():
   np.testing.assert_allclose(found[0], found[1] / found[1].std(), rtol=1e-5)
 
 
-def largest(rewards, group_ids, num_groups):
+def largest(rewards, group_ids, num_groups, trajectories):
   """An advantage of one's own: 1 for the best of each group."""
   best = [rewards[group_ids == g].max() for g in range(num_groups)]
   return (rewards == np.array(best)[group_ids]).astype(np.float32)
 
 
-def none_at_all(rewards, group_ids, num_groups):
-  """An advantage of one's own that is wrong."""
-  return np.zeros(0) if num_groups == 1 else np.full(len(rewards), np.nan)
+def of_each_token(rewards, group_ids, num_groups, trajectories):
+  """One of one's own with a number for each token: its score, at first."""
+  return [
+    reward
+    + np.array([(t.reward.token_scores or {}).get(i, 0.0) for i in range(n)])
+    for reward, t in zip(rewards, trajectories, strict=True)
+    for n in [t.num_completion_tokens]
+  ]
+
+
+def wrong(rewards, group_ids, num_groups, trajectories):
+  """An advantage of one's own that is wrong, in a way for each reward."""
+  counts = [t.num_completion_tokens for t in trajectories]
+  return {
+    0: np.zeros(len(rewards) + 1),
+    1: np.full(len(rewards), np.nan),
+    2: np.zeros((len(rewards), 1)),
+    3: [np.zeros(len(t.tokens)) for t in trajectories],
+    4: [0.0, *(np.zeros(n) for n in counts[1:])],
+    5: [np.full(n, np.inf) for n in counts],
+  }[int(rewards[0])]
 
 
 def sum_of_logprobs(micro):
@@ -371,11 +389,33 @@ def test_functions_of_ones_own_are_named_in_the_config():
       algorithm_lib.check(section)
 
 
-def test_advantages_of_the_wrong_number_are_an_error():
-  section = sections.AlgorithmSection(advantage="test_algorithms:none_at_all")
-  for scores in ([[1.0]], [[1.0], [2.0]]):
-    with pytest.raises(ValueError, match="algorithm.advantage returned"):
-      algorithm_lib.advantages(section)(groups_of(scores), 0)
+def test_an_advantage_of_ones_own_may_be_of_tokens():
+  section = sections.AlgorithmSection(advantage="test_algorithms:of_each_token")
+  scores = {1: 0.5}
+  groups = groups_of([[1.0, -1.0]], scores, mask="01101")
+  groups += groups_of([[2.0]], mask="0011")
+  found = algorithm_lib.advantages(section)(groups, 0)
+  expected = [[0, 1, 1.5, 0, 1], [0, -1, -0.5, 0, -1], [0, 0, 2, 2]]
+  for one, other in zip(found, expected, strict=True):
+    assert one.dtype == np.float32 and one.tolist() == other
+  trainer = test_train_step.make_trainer()
+  trainer.batch_settings = dataclasses.replace(
+    trainer.batch_settings, advantages=algorithm_lib.advantages(section)
+  )
+  batch = trainer.prepare(test_train_step.groups())
+  trajectories = [t for g in batch.groups for t in g.trajectories]
+  packed = packing.unpack(batch.arrays.advantages, batch.placement)
+  for one, trajectory in zip(packed, trajectories, strict=True):
+    wanted = trajectory.loss_mask * np.float32(trajectory.score)
+    np.testing.assert_array_equal(one, wanted)
+
+
+@pytest.mark.parametrize("way", range(6))
+def test_advantages_of_the_wrong_shape_or_size_are_an_error(way):
+  section = sections.AlgorithmSection(advantage="test_algorithms:wrong")
+  groups = groups_of([[float(way)], [2.0]])
+  with pytest.raises(ValueError, match="^algorithm.advantage returned"):
+    algorithm_lib.advantages(section)(groups, 0)
 
 
 def test_the_overlong_filter_learns_nothing_from_what_was_cut_off():

@@ -198,6 +198,12 @@ def test_two_processes_train_replicas_of_two_generate_and_a_pool_scores(
         "--config.task.reward=my_reward:score",
         "--config.mesh.rollout_tensor=2",
         "--config.mesh.train_data=-1",
+        # The bound rises as soon as anything waits.
+        "--config.staleness_control.maximum=2",
+        "--config.staleness_control.max_wait_frac=0",
+        "--config.staleness_control.min_ess=0",
+        "--config.staleness_control.max_left_out_frac=1",
+        "--config.staleness_control.patience=1",
       )[2:],
     ],
     executable="/bin/sh",
@@ -213,7 +219,12 @@ def test_two_processes_train_replicas_of_two_generate_and_a_pool_scores(
   assert summary["mismatch_kl_max"] < 1e-9
   assert "reward pool 0 is ready" in run.stderr
   assert (tmp_path / "died").exists()
-  last = lines(tmp_path / "work" / "metrics.jsonl")[-1]
+  steps = lines(tmp_path / "work" / "metrics.jsonl")[1:]
+  bounds = [line["staleness/bound"] for line in steps]
+  assert bounds[0] == 0 and bounds == sorted(bounds) and 0 < bounds[-1] <= 2
+  for line in lines(tmp_path / "work" / "ledger.jsonl"):
+    assert line["deadline"] - line["birth"] in {0, *bounds}
+  last = steps[-1]
   assert last["reward_service/errors"] == 1 and summary["tokens"]["failed"] == 0
   check_nothing_is_left()
 

@@ -127,7 +127,6 @@ CASES = {
       "reward_scale": 2.0,
       "reward_clip": 20.0,
       "overlong_filter": True,
-      "kl_estimator": sections.KlEstimator.K2,
       "entropy_coef": 1e-3,
       "schedules": config_dict.ConfigDict(
         {
@@ -137,6 +136,11 @@ CASES = {
             "transition_steps": 4,
           }
         }
+      ),
+    },
+    "train.optimizer": {
+      "rate_schedule": config_dict.ConfigDict(
+        {"schedule": "warmup_constant_schedule", "warmup_steps": 4}
       ),
     },
     "staleness_control": {"minimum": 1, "maximum": 3},
@@ -218,7 +222,8 @@ def test_there_is_a_case_for_every_field_that_may_differ():
     for path, fields in test_critic_run.CHANGES.items()
     for name in fields
   }
-  tried |= {"algorithm.reference_offload"}  # in test_reference.py
+  # In test_reference.py.
+  tried |= {"algorithm.reference_offload", "algorithm.kl_estimator"}
   tried |= {"algorithm.distill_coef"}  # in test_distillation.py
   # XLA's CPU backend lacks products that the trainer would need for it.
   assert resume.MAY_DIFFER.keys() - tried == {"model.compute_dtype"}

@@ -7,6 +7,7 @@ import re
 
 import jax
 import metrics_page
+from ml_collections import config_dict
 import numpy as np
 import pytest
 import test_run
@@ -48,7 +49,10 @@ CHANGES = {
   "critic": {"value_clip": 0.0, "value_coef": 0.1},
   "critic.optimizer": {
     "learning_rate": 1e-4,
-    "warmup_steps": 2,
+    "warmup_steps": 0,
+    "rate_schedule": config_dict.ConfigDict(
+      {"schedule": "cosine_decay_schedule", "decay_steps": 8}
+    ),
     "eps": 1e-6,
     "weight_decay": 0.1,
     "max_grad_norm": 0.5,
@@ -58,12 +62,14 @@ CHANGES = {
 
 
 def make_config(trunk=OWN, *, num_steps=4, **critic):
-  return test_run.make_config(
+  config = test_run.make_config(
     "sync",
     num_steps=num_steps,
     algorithm={**GAE, "kl_reward_clip": 1.0},
     critic={"trunk": trunk, "warmup_steps": 1, **critic},
   )
+  config.critic.optimizer.warmup_steps = 2
+  return config
 
 
 def resolved(config):
@@ -96,6 +102,8 @@ def test_a_critic_is_a_model_of_the_run():
     assert len(own) == critic_lib.NUM_FIELDS
     assert own > {episodes.REWARDS, episodes.CUT_OFF}
     assert re.search("    critic .*weights", dry_run.describe(setup))
+    compiled, _ = dry_run.programs(setup)
+    assert names | {"update"} <= {x.name for x in compiled["training"]}
 
 
 def test_memory_counts_a_critic_and_its_layers():

@@ -19,9 +19,12 @@ import tiny
 from jaxrl_async.algorithms import distillation
 from jaxrl_async.config import sections
 from jaxrl_async.models import hf_weights
+from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.run import algorithm_checks
+from jaxrl_async.run import assembly
 from jaxrl_async.run import checks
+from jaxrl_async.run import frozen_base
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import resume
 from jaxrl_async.run import setup as setup_lib
@@ -260,3 +263,41 @@ def test_a_run_comes_closer_to_its_teacher_over_two_starts(tmp_path):
   assert len(kl) == 24
   # 0.57 and 0.58 with two seeds; the last bits differ between processors.
   assert 0 < np.mean(kl[-4:]) < 0.8 * np.mean(kl[:4])
+
+
+@pytest.mark.slow
+def test_adapters_learn_from_a_teacher_over_two_starts(tmp_path):
+  """Neither the teacher nor the base under the adapters moves."""
+  config = make_config(tmp_path / "teacher")
+  config.model.lora.rank = 4
+  config.train.optimizer.learning_rate = 3e-2
+  model = setup_lib.resolve(config, jax.devices()).model
+  teacher = jax.tree.map(np.array, tiny.params(seed=5, model=model.base))
+  initial_params.save(tmp_path / "teacher", teacher)
+  for num_steps in (2, 6):
+    config.train.num_steps = num_steps
+    test_run.start(config, tmp_path / "run")
+  _, *steps = test_run.lines(tmp_path / "run", "metrics")
+  assert not metrics_page.unexplained(set().union(*steps))
+  kl = [line["policy/teacher_kl"] for line in steps]
+  assert all(line["time/teacher_s"] > 0 for line in steps)
+  assert 0 < kl[-1] < kl[0]
+  setup = setup_lib.resolve(config, jax.devices())
+  assert setup.models[TEACHER].model == setup.model.base
+  trainer = assembly.make_trainer(setup, metrics_lib.BusyClock())
+  states = [
+    frozen_base.restore(
+      setup, tmp_path / "run", step, trainer.abstract_state()
+    )[0]
+    for step in (4, 6)
+  ]
+  for state in states:
+    jax.tree.map(
+      np.testing.assert_array_equal, state.models[TEACHER].params, teacher
+    )
+  first, last = (state.policy for state in states)
+  jax.tree.map(np.testing.assert_array_equal, first.frozen, last.frozen)
+  moved = jax.tree.map(
+    lambda x, y: np.abs(x - y).max(), first.trainable, last.trainable
+  )
+  assert max(jax.tree.leaves(moved)) > 1e-3

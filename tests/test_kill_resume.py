@@ -149,10 +149,22 @@ def test_a_damaged_checkpoint_is_an_error(tmp_path, surviving_books):
     surviving_books.read(tmp_path)
 
 
+CRITIC = (
+  "algorithm.advantage=gae",
+  "algorithm.advantage_scale=batch_std",
+  "critic.warmup_steps=2",
+)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+  "further",
+  [(), pytest.param(CRITIC, marks=pytest.mark.nightly)],
+  ids=["policy", "critic"],
+)
 def test_a_run_that_is_killed_anywhere_loses_and_repeats_nothing(
-  tmp_path, monkeypatch
+  further, tmp_path, monkeypatch
 ):
   monkeypatch.syspath_prepend(BENCHMARKS)
   kill_resume = importlib.import_module("kill_resume")
@@ -161,6 +173,7 @@ def test_a_run_that_is_killed_anywhere_loses_and_repeats_nothing(
     6,
     compile_cache=pathlib.Path(jax.config.jax_compilation_cache_dir),
     mode="exact",
+    further=further,
   )
   assert result["lost"] == result["duplicated"] == 0
   assert result["ledger_balanced"] and result["bound_held"]

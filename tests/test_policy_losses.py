@@ -272,9 +272,15 @@ def test_microbatches_add_up(case):
   )
 
 
-def test_devices_that_share_a_row_find_the_same():
-  """Of the case that has every sum over a trajectory."""
-  case = "everything"
+@pytest.mark.parametrize(
+  "case",
+  [
+    "everything",  # every sum over a trajectory
+    *("gspo", "means of sequences", "products of sequences"),
+    "sequences far off",
+  ],
+)
+def test_devices_that_share_a_row_find_the_same(case):
   made = policy_world.arrays()
   micro = policy_world.microbatch(made, policy_world.totals(made))
   shape = mesh_lib.MeshShape(data=2, context=4)

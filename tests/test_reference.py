@@ -241,8 +241,9 @@ def test_a_reference_moves_when_it_is_due(every, decay, is_offloaded, tmp_path):
     config = test_run.make_config(
       "sync", algorithm=settings, num_steps=num_steps
     )
-    # The second start has it where the first had not.
+    # The second start has it where the first had not, and estimates otherwise.
     settings["reference_offload"] = not is_offloaded
+    settings["kl_estimator"] = sections.KlEstimator.K2
     config.run.checkpoint_every, config.run.keep_checkpoints = 1, 10
     test_run.start(config, tmp_path)
   setup = resolved(config)

@@ -64,6 +64,7 @@ class Recorded:
         max_tokens=LIMIT,
         temperature=1.0,
         filter_zero_std=False,
+        reads_token_scores=False,
         max_failed_groups=1,
       ),
       stream=tiny.Prompts(),

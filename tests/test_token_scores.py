@@ -5,6 +5,9 @@ import pytest
 import test_train_step
 
 from jaxrl_async import types
+from jaxrl_async.config import algorithm_section
+from jaxrl_async.config import sections
+from jaxrl_async.run import assembly
 from jaxrl_async.training import packing
 
 
@@ -50,9 +53,28 @@ def test_only_equal_scores_without_token_scores_teach_nothing():
   def reward(score, token_scores=None):
     return types.Reward(score=score, token_scores=token_scores)
 
-  assert types.teach_nothing([reward(0.5), reward(0.5, {})])
-  assert not types.teach_nothing([reward(0.5), reward(0.25)])
-  assert not types.teach_nothing([reward(0.5), reward(0.5, {0: 1.0})])
+  def teach_nothing(*rewards, reads=True):
+    return types.teach_nothing(rewards, reads_token_scores=reads)
+
+  assert teach_nothing(reward(0.5), reward(0.5, {}))
+  assert not teach_nothing(reward(0.5), reward(0.25))
+  assert not teach_nothing(reward(0.5), reward(0.5, {0: 1.0}))
+  assert teach_nothing(reward(0.5), reward(0.5, {0: 1.0}), reads=False)
+  assert not teach_nothing(reward(0.5), reward(0.25), reads=False)
+
+
+def test_scores_of_tokens_are_read_by_what_the_page_says():
+  def reads(**settings):
+    config = sections.Config(algorithm=sections.AlgorithmSection(**settings))
+    made = assembly.coordinator_settings(config, has_own_loss=False)
+    return made.reads_token_scores
+
+  assert reads(advantage="segment") and reads(advantage="gae")
+  assert reads(loss="my:loss") and reads(advantage="my:advantage")
+  assert not any(reads(advantage=x) for x in algorithm_section.BASELINES)
+  assert assembly.coordinator_settings(
+    sections.Config(), has_own_loss=True
+  ).reads_token_scores
 
 
 def test_the_mean_of_a_part_is_over_the_rewards_that_have_it():

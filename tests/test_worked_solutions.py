@@ -12,14 +12,13 @@ from jaxrl_async.rewards import reasoning
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from configs import quickstart  # noqa: E402
+from configs import staleness  # noqa: E402
 
 
-def items(num_items, **params):
-  dataset = reasoning.create_dataset(
-    "chain_sum", params, seed=7, size=num_items
-  )
+def items(num_items, name="chain_sum", **params):
+  dataset = reasoning.create_dataset(name, params, seed=7, size=num_items)
   for i in range(num_items):
-    yield {"dataset": "chain_sum", "params": params, **dataset[i]}
+    yield {"dataset": name, "params": params, **dataset[i]}
 
 
 QUICKSTART = quickstart.get_config().task.params.to_dict()
@@ -94,3 +93,70 @@ def test_the_quickstarts_solutions_are_short_with_a_tail():
   ]
   assert 15 < np.mean(lengths) < 20
   assert 24 < max(lengths) <= 28
+
+
+VARIANTS = {
+  variant: staleness.get_config(variant) for variant in staleness.VARIANTS
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_solutions_of_the_variants_score_one_and_fit(variant):
+  config = VARIANTS[variant]
+  solver, params = config.warm_start.solver, config.task.params.to_dict()
+  solve = worked_solutions.find(solver, 0.0)
+  rng = np.random.default_rng(0)
+  for item in items(50, solver, **params):
+    solution = solve(item, rng)
+    answer = extraction.extract_answer(solution, config.task.answer_prefix)
+    assert reasoning.score_answer(item, answer) == 1.0
+    # A token is a character, and one more ends the solution.
+    assert len(solution) < config.rollout.max_completion_tokens
+    prompt = config.task.template.format(**item["metadata"])
+    assert len(prompt) <= config.rollout.max_prompt_tokens
+
+
+def test_a_wrong_place_has_another_number_of_those_that_are_left():
+  item = {"metadata": {"sorted_numbers": ["9.0", "7.5", "4.0", "1.0"]}}
+  solve = worked_solutions.number_sorting
+  rng = np.random.default_rng(0)
+  assert solve(item, rng, 0.0) == "[9,7.5,4,1]"
+  found = {solve(item, rng, 1.0) for _ in range(200)}
+  # The last number is all that is left.
+  assert "[9,7.5,4,1]" not in found and len(found) == 3 * 2 * 1
+  for text in found:
+    left = [9, 7.5, 4, 1]
+    for number in eval(text)[:-1]:
+      assert number != left[0]
+      left.remove(number)
+
+
+def test_a_wrong_operator_is_the_opposite_one():
+  item = {"metadata": {"expression": "2*(6 + 9) - 8"}}
+  rng = np.random.default_rng(0)
+  assert worked_solutions.countdown(item, rng, 0.0) == "2*(6+9)-8"
+  assert worked_solutions.countdown(item, rng, 1.0) == "2/(6-9)+8"
+
+
+@pytest.mark.parametrize("solver", ["number_sorting", "countdown"])
+def test_places_are_wrong_as_often_as_asked_for(solver):
+  params = {
+    "number_sorting": {"min_numbers": 6, "max_numbers": 6},
+    "countdown": {"operators": ("+", "-")},
+  }[solver]
+  params |= {"min_value": 1, "max_value": 99} if solver == "countdown" else {}
+  rng = np.random.default_rng(0)
+  places = wrong = 0
+  for item in items(300, solver, **params):
+    right, found = (
+      worked_solutions.SOLVERS[solver](item, rng, frac) for frac in (0.0, 0.3)
+    )
+    if solver == "countdown":
+      wrong += sum(a != b for a, b in zip(right, found, strict=True))
+      places += sum(x in "+-" for x in right)
+      continue
+    left = eval(right)
+    for number in eval(found)[:-1]:
+      places, wrong = places + 1, wrong + (number != left[0])
+      left.remove(number)
+  assert places > 800 and wrong / places == pytest.approx(0.3, abs=0.04)

@@ -329,6 +329,22 @@ def test_a_group_whose_tokens_are_scored_teaches_something(make_world):
     reward = types.Reward(score=0.5, token_scores=scores)
     return [reward] * len(completions)
 
+  settings = {"filter_zero_std": True, "reads_token_scores": True}
+  world = make_world(rewards=tiny.Rewards(score), **settings)
+  world.run_until(worker_world.finished(3))
+  assert {line["index"] % 2 for line in world.lines()} == {1}
+  assert {g.index % 2 for g in world.buffer.state().finished} == {0}
+  worker_world.check_balance(world)
+
+
+def test_scores_of_tokens_that_nothing_reads_teach_nothing(make_world):
+  def score(item, completions):
+    flat = item["number"] % 2
+    return [
+      types.Reward(score=0.5 if flat else float(i), token_scores={0: 1.0})
+      for i in range(len(completions))
+    ]
+
   world = make_world(rewards=tiny.Rewards(score), filter_zero_std=True)
   world.run_until(worker_world.finished(3))
   assert {line["index"] % 2 for line in world.lines()} == {1}

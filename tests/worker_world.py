@@ -75,6 +75,7 @@ class World:
       "max_tokens": tiny.SIZES.cache_tokens,
       "temperature": 1.0,
       "filter_zero_std": False,
+      "reads_token_scores": False,
       "max_failed_groups": 3,
     }
     self.coordinator = coordinator_lib.Coordinator(

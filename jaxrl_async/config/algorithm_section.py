@@ -142,10 +142,12 @@ class AlgorithmSection:
     reward_scale: the sum is multiplied by this.
     reward_clip: largest absolute value of the result; 0 sets no bound.
     overlong_filter: nothing is learned from trajectories that were cut off at
-      rollout.max_completion_tokens. Their rewards count in the baseline.
+      a limit of tokens. Their rewards count in the baseline. gae then has no
+      return left that a critic would bootstrap.
     filter_zero_std: drop groups whose rewards are all equal, since they carry
-      no gradient, and generate others in their place. A thousand of them in a
-      row end the run.
+      no gradient, and generate others in their place. A group whose tokens have
+      scores that are learned from is kept. A thousand dropped ones in a row end
+      the run.
     kl_coef: coefficient of the divergence from the reference, which begins as
       the policy before the first train step; 0 keeps no reference.
     kl_estimator: of that divergence, from one token.
@@ -161,8 +163,8 @@ class AlgorithmSection:
     entropy_coef: coefficient of the bonus for the policy's entropy.
     schedules: fields of the loss that change with the train step, by name;
       value_coef and value_clip are those of the critic. Each entry has
-      `schedule`, one of `SCHEDULES`, and its arguments; init_value is by
-      default the field's own value.
+      `schedule`, one of `SCHEDULES`, and its arguments. It begins with the
+      field's own value, or rises to it from 0, by default.
     teacher: directory of a model with the policy's tokenizer, from which the
       policy learns by its logprobs of what the policy writes: one in Hugging
       Face format, of any size, or parameters of the policy's architecture that

@@ -53,6 +53,44 @@ def chain_sum(
   return "\n".join(lines)
 
 
+def number_sorting(
+  item: Mapping[str, Any], rng: np.random.Generator, corrupted_frac: float
+) -> str:
+  r"""Return the numbers of an item in order, as "[18,33,61]".
+
+  Args:
+    item: an item of reasoning-gym's number_sorting.
+    rng: draws which places are wrong, and with what.
+    corrupted_frac: probability that a place has another one of the numbers that
+      are left. The next places go on with the rest.
+  """
+  left = [f"{float(x):g}" for x in item["metadata"]["sorted_numbers"]]
+  written = []
+  while left:
+    is_wrong = len(left) > 1 and rng.random() < corrupted_frac
+    written.append(left.pop(int(rng.integers(1, len(left))) if is_wrong else 0))
+  return f"[{','.join(written)}]"
+
+
+def countdown(
+  item: Mapping[str, Any], rng: np.random.Generator, corrupted_frac: float
+) -> str:
+  r"""Return an expression with the numbers of an item, as "8+7-4".
+
+  Args:
+    item: an item of reasoning-gym's countdown.
+    rng: draws which operators are wrong.
+    corrupted_frac: probability that an operator is its opposite, + for - and *
+      for /, so that the value is another one than the target.
+  """
+  opposite = {"+": "-", "-": "+", "*": "/", "/": "*"}
+  return "".join(
+    opposite[x] if x in opposite and rng.random() < corrupted_frac else x
+    for x in item["metadata"]["expression"]
+    if x != " "
+  )
+
+
 def of_field(
   name: str, item: Mapping[str, Any], rng: np.random.Generator
 ) -> str:
@@ -73,7 +111,13 @@ def of_field(
   return solution
 
 
-SOLVERS = {"chain_sum": chain_sum}
+# By name, those that make mistakes on purpose: solvers of datasets of
+# reasoning-gym.
+SOLVERS = {
+  "chain_sum": chain_sum,
+  "number_sorting": number_sorting,
+  "countdown": countdown,
+}
 # Learns every turn of the assistant in a chat, and not the last one alone.
 MESSAGES = "messages"
 

@@ -450,7 +450,9 @@ class Coordinator:
       trajectory.reward = reward
     index = running.admission.index
     del self._running[index]
-    is_empty = types.teach_nothing(outcome)
+    is_empty = types.teach_nothing(
+      outcome, reads_token_scores=self.settings.reads_token_scores
+    )
     self.stream.record(running.prompt.prompt_id, teaches=not is_empty)
     if self.settings.filter_zero_std and is_empty:
       self._ledger.add_filtered(group)

@@ -10,6 +10,8 @@ class CoordinatorSettings:
   Attributes:
     max_tokens: the longest trajectory in tokens, prompt included. The cache of
       every replica holds this many.
+    filter_zero_std: groups that give nothing to learn are left out.
+    reads_token_scores: as in `types.teach_nothing`.
     max_filtered_groups: the run ends with an error after this many filtered
       groups in a row, because training would hardly advance.
     stop: texts each of which ends a turn.
@@ -23,6 +25,7 @@ class CoordinatorSettings:
   max_tokens: int
   temperature: float
   filter_zero_std: bool
+  reads_token_scores: bool
   max_failed_groups: int
   max_filtered_groups: int = 1_000
   stop: tuple[str, ...] = ()

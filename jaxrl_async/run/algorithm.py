@@ -229,18 +229,12 @@ def advantages(section: sections.AlgorithmSection) -> batch_settings.Advantages:
   Raises:
     ConfigError: `algorithm.advantage` names a function that cannot be imported.
   """
-  compare = None
+  own = None
   scale = section.advantage_scale
   if _has_token_advantages(section) and _is_whitened(section):
     scale = sections.AdvantageScale.NONE  # the stage divides
-  if section.advantage in algorithm_section.BASELINES:
-    compare = functools.partial(
-      advantages_lib.relative_advantages,
-      baseline=section.advantage,
-      scale=scale,
-    )
-  elif section.advantage not in algorithm_section.ADVANTAGES:
-    compare = _imported("algorithm.advantage", section.advantage)
+  if section.advantage not in algorithm_section.ADVANTAGES:
+    own = _imported("algorithm.advantage", section.advantage)
   now = _at_step(section)
 
   def of_groups(
@@ -263,10 +257,30 @@ def advantages(section: sections.AlgorithmSection) -> batch_settings.Advantages:
         len(groups),
         scale=scale,
       )
-    assert compare is not None
-    return _checked(compare(rewards, group_ids, len(groups)), len(rewards))
+    if own is not None:
+      made = own(rewards, group_ids, len(groups), trajectories)
+      return _checked(made, trajectories)
+    return advantages_lib.relative_advantages(
+      rewards,
+      group_ids,
+      len(groups),
+      baseline=section.advantage,
+      scale=scale,
+    )
 
   return of_groups
+
+
+def reads_token_scores(section: sections.AlgorithmSection) -> bool:
+  """Return whether the scores that rewards give to tokens are learned from.
+
+  A loss or an advantage of one's own may read them.
+  """
+  return (
+    section.advantage in ("segment", "gae")
+    or section.advantage not in algorithm_section.ADVANTAGES
+    or section.loss not in algorithm_section.LOSSES
+  )
 
 
 def _token_scores(
@@ -280,20 +294,37 @@ def _token_scores(
 
 
 def _checked(
-  advantages: Float[np.ndarray, "_"], count: int
-) -> Float[np.ndarray, "_"]:
-  """Return advantages, which a function of a user may have made.
+  made: Any, trajectories: Sequence[types.Trajectory]
+) -> packing.Advantages:
+  """Return the advantages that a user's function has made.
+
+  Args:
+    made: a number for each trajectory, or an array for each, with a number for
+      each token that the policy wrote.
+    trajectories: in the same order.
 
   Raises:
-    ValueError: there is not one finite number for each trajectory.
+    ValueError: it is neither, or a number is not finite.
   """
-  found = np.asarray(advantages, np.float32)
-  if found.shape != (count,) or not np.isfinite(found).all():
+  found = [np.asarray(x, np.float32) for x in made]
+  counts = [t.num_completion_tokens for t in trajectories]
+  shapes = [x.shape for x in found]
+  is_of_tokens = shapes == [(count,) for count in counts]
+  if not is_of_tokens and shapes != [()] * len(counts):
     raise ValueError(
-      f"algorithm.advantage returned an array of shape {found.shape}, and there"
-      f" has to be a finite number for each of {count} trajectories"
+      f"algorithm.advantage returned arrays of the shapes {shapes[:8]}, and"
+      f" there has to be a number for each of {len(counts)} trajectories, or"
+      " an array for each with a number for each token of its completion, here"
+      f" {counts[:8]}"
     )
-  return found
+  if not all(np.isfinite(x).all() for x in found):
+    raise ValueError("algorithm.advantage returned numbers that are not finite")
+  if not is_of_tokens:
+    return np.array(found, np.float32)
+  spread = [np.zeros(len(t.tokens), np.float32) for t in trajectories]
+  for values, trajectory, own in zip(spread, trajectories, found, strict=True):
+    values[trajectory.loss_mask] = own
+  return spread
 
 
 def fields(section: sections.AlgorithmSection) -> batch_settings.Fields:

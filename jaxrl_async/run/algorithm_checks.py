@@ -3,62 +3,13 @@
 from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import bounds
 from jaxrl_async.config import directories
-from jaxrl_async.config import field_types
 from jaxrl_async.config import sections
+from jaxrl_async.run import unread_settings
 
 # Losses whose ratio has the proximal policy as its anchor.
 _ANCHORED = ("ppo", "gspo", "cispo", "sapo")
-# Losses that have a second clip.
-_DUAL = ("ppo", "coupled_ppo")
-_CLIPPED = ("ppo", "coupled_ppo", "gspo", "cispo")
 # Advantages that equal rewards in a group do not make 0.
 _NOT_OF_GROUPS = ("batch", "gae", "none")
-# The fields that may have a schedule, and the losses that read them.
-_SCHEDULED = {
-  "clip_low": _CLIPPED,
-  "clip_high": _CLIPPED,
-  "dual_clip": _DUAL,
-  "sapo_positive": ("sapo",),
-  "sapo_negative": ("sapo",),
-  "behavior_weight_floor": algorithm_section.LOSSES,
-  "behavior_weight_cap": algorithm_section.LOSSES,
-  "sequence_kl_bound": algorithm_section.LOSSES,
-  "second_moment_bound": algorithm_section.LOSSES,
-  "kl_coef": (),
-  "kl_reward_clip": (),
-  "entropy_coef": (),
-  "distill_coef": (),
-  "gamma": (),
-  "gae_lambda": (),
-  "reward_bias": (),
-  "reward_scale": (),
-  "reward_clip": (),
-  "value_coef": (),
-  "value_clip": (),
-}
-# Of numbers that a reader may look for: why they have no schedule.
-_NOT_SCHEDULED = {
-  "learning_rate": "train.decay and warmup_steps are its schedule",
-  "max_staleness": "staleness_control moves it",
-  "temperature": "stored logprobs are of tokens drawn at it",
-  "reference_decay": "the stored reference is an average with that weight",
-  "normalize_decay": "the stored critic's unit is an average with that weight",
-}
-# Coefficients that are 0 where there is no reference or teacher.
-OF_ANOTHER_MODEL = ("kl_coef", "distill_coef")
-# Fields of which 0 means that there is no bound. No schedule may reach it.
-NEVER_ZERO = (
-  "dual_clip",
-  "sequence_kl_bound",
-  "second_moment_bound",
-  "kl_reward_clip",
-  "reward_clip",
-  "value_clip",
-)
-# Fields of which 0 means that the loss lacks a term or a bound.
-_OFF_AT_ZERO = (*NEVER_ZERO, *OF_ANOTHER_MODEL, "entropy_coef")
-# Schedules have numbers, texts and tables of numbers as arguments.
-_ARGUMENTS = (bool, int, float, str, dict)
 
 
 def check(config: sections.Config) -> None:
@@ -70,6 +21,7 @@ def check(config: sections.Config) -> None:
   section = config.algorithm
   _check_name("loss", section.loss, algorithm_section.LOSSES)
   _check_name("advantage", section.advantage, algorithm_section.ADVANTAGES)
+  unread_settings.check(config)
   _check_updates(config)
   _check_loss(section)
   _check_corrections(section)
@@ -79,7 +31,6 @@ def check(config: sections.Config) -> None:
   _check_penalty(section)
   _check_equal_rewards(config)
   _check_staleness_control(config)
-  _check_schedules(config)
   _check_reference(config)
   sections.require(
     not (section.kl_coef and config.model.lora.adapter),
@@ -103,24 +54,6 @@ def _check_teacher(section: sections.AlgorithmSection) -> None:
     "none leaves nothing to learn without algorithm.teacher; name one, or use"
     " another advantage",
   )
-  sections.require(
-    section.advantage != "none"
-    or not section.kl_in_reward
-    or section.advantage_scale is not sections.AdvantageScale.BATCH_STD,
-    "algorithm.advantage_scale",
-    "batch_std would divide the divergence by its own deviation, so that"
-    " algorithm.kl_coef had no effect, because rewards are not used"
-    " (algorithm.advantage is none); use none",
-  )
-  usual = sections.AlgorithmSection()
-  for name in ("reward_bias", "reward_scale", "reward_clip"):
-    value, default = getattr(section, name), getattr(usual, name)
-    sections.require(
-      section.advantage != "none" or value == default,
-      f"algorithm.{name}",
-      f"{value:g} has no effect where rewards are not used"
-      f" (algorithm.advantage is none); use {default:g}",
-    )
   if section.teacher:
     directories.check_can_read(
       "algorithm.teacher",
@@ -181,40 +114,27 @@ def _check_loss(section: sections.AlgorithmSection) -> None:
     " loglinear",
   )
   sections.require(
+    section.proximal is not sections.ProximalMode.LOGLINEAR
+    or section.loss != "coupled_ppo",
+    "algorithm.proximal",
+    "loglinear has no effect, because the ratio of coupled_ppo (algorithm.loss)"
+    " is to the behavior policy; use reuse, or recompute for more metrics",
+  )
+  sections.require(
     section.dual_clip == 0 or section.dual_clip > 1,
     "algorithm.dual_clip",
     f"{section.dual_clip:g} would clip every ratio; use more than 1, such as 3,"
     " or 0 for none",
   )
-  sections.require(
-    section.dual_clip == 0 or section.loss in _DUAL,
-    "algorithm.dual_clip",
-    f"{sections.shown(section.loss)} (algorithm.loss) has no second clip; use"
-    f" 0, or a loss of {', '.join(_DUAL)}",
-  )
-  sections.require(
-    section.aggregation_tokens == 0
-    or section.aggregation is sections.Aggregation.SEQUENCE_SUM,
-    "algorithm.aggregation_tokens",
-    f"{section.aggregation.value} (algorithm.aggregation) divides by no"
-    " constant; use 0, or sequence_sum",
-  )
 
 
 def _check_corrections(section: sections.AlgorithmSection) -> None:
   level = section.behavior_weight_level
-  is_none = level is sections.BehaviorWeightLevel.NONE
   sections.require(
-    is_none or section.loss != "coupled_ppo",
+    level is sections.BehaviorWeightLevel.NONE or section.loss != "coupled_ppo",
     "algorithm.behavior_weight_level",
     f"{level.value} would correct twice, because the ratio of coupled_ppo"
     " (algorithm.loss) is to the behavior policy already; use none",
-  )
-  sections.require(
-    section.behavior_weight_floor == 0 or not is_none,
-    "algorithm.behavior_weight_floor",
-    "there is no weight to bound (algorithm.behavior_weight_level is none);"
-    " use 0",
   )
   sections.require(
     section.second_moment_bound == 0
@@ -223,73 +143,6 @@ def _check_corrections(section: sections.AlgorithmSection) -> None:
     "it needs the proximal logprobs before the first update; use"
     " algorithm.proximal=recompute, or 0",
   )
-
-
-def owner(
-  config: sections.Config, field: str
-) -> sections.AlgorithmSection | sections.CriticSection:
-  """Return the section that a field with a schedule belongs to."""
-  return config.critic if hasattr(config.critic, field) else config.algorithm
-
-
-def _name(config: sections.Config, field: str) -> str:
-  """Return the name of such a field with that of its section."""
-  is_of_critic = owner(config, field) is config.critic
-  return f"{'critic' if is_of_critic else 'algorithm'}.{field}"
-
-
-def _check_schedules(config: sections.Config) -> None:
-  """Check the names in `schedules`; `run.schedules` checks the values."""
-  section, path = config.algorithm, "algorithm.schedules"
-  for field, entry in section.schedules.to_dict().items():
-    sections.require(
-      field in _SCHEDULED,
-      path,
-      f"{sections.shown(field)} has none"
-      f" ({_NOT_SCHEDULED.get(field, 'it is not a number of the loss')}); use"
-      f" one of {', '.join(_SCHEDULED)}",
-    )
-    sections.require(
-      isinstance(entry, dict) and "schedule" in entry,
-      path,
-      f"{field}: {sections.shown(entry)} names no schedule; use an entry like"
-      ' {"schedule": "linear_schedule", "end_value": 0.1,'
-      ' "transition_steps": 100}',
-    )
-    sections.require(
-      entry["schedule"] in algorithm_section.SCHEDULES,
-      path,
-      f"{field}: {sections.shown(entry['schedule'])} is not one of"
-      f" {', '.join(algorithm_section.SCHEDULES)}",
-    )
-    for name, value in entry.items():
-      sections.require(
-        isinstance(value, _ARGUMENTS),
-        path,
-        f"{field}: {sections.shown(name)} is {sections.shown(value)}; use a"
-        " number, a text or a ConfigDict of numbers",
-      )
-    sections.require(
-      section.loss in (_SCHEDULED[field] or (section.loss,)),
-      path,
-      f"{field}: {sections.shown(section.loss)} (algorithm.loss) does not read"
-      f" it; use a loss of {', '.join(_SCHEDULED[field])}",
-    )
-    sections.require(
-      field not in _OFF_AT_ZERO or getattr(owner(config, field), field) != 0,
-      path,
-      f"{field}: {_name(config, field)}=0 leaves it out of the loss, with any"
-      f" schedule; use another {_name(config, field)}, and an init_value of 0"
-      " if it is to start there",
-    )
-    is_weight = field.startswith("behavior_weight_")
-    sections.require(
-      not is_weight
-      or section.behavior_weight_level is not sections.BehaviorWeightLevel.NONE,
-      path,
-      f"{field}: there is no weight to bound (algorithm.behavior_weight_level"
-      " is none); leave it out",
-    )
 
 
 def _check_staleness_control(config: sections.Config) -> None:
@@ -334,13 +187,19 @@ def _check_advantage(section: sections.AlgorithmSection) -> None:
     "std is of a group, and the baseline is that of the batch"
     " (algorithm.advantage); use batch_std or none",
   )
+  sections.require(
+    section.advantage in algorithm_section.ADVANTAGES[:-1]
+    or section.advantage_scale is not sections.AdvantageScale.BATCH_STD,
+    "algorithm.advantage_scale",
+    "batch_std divides no advantages where algorithm.advantage is"
+    f" {section.advantage[:60]}; use none",
+  )
 
 
 def _check_gae(config: sections.Config) -> None:
-  """Check the critic and what has an effect only with one."""
+  """Check the critic, if there is one."""
   section, critic = config.algorithm, config.critic
   if section.advantage != "gae":
-    _check_no_critic(config)
     return
   sections.require(
     section.advantage_scale is not sections.AdvantageScale.STD,
@@ -362,50 +221,13 @@ def _check_gae(config: sections.Config) -> None:
   )
 
 
-def _check_no_critic(config: sections.Config) -> None:
-  usual = sections.Config()
-  for name in ("gamma", "gae_lambda"):
-    value = getattr(config.algorithm, name)
-    sections.require(
-      value == getattr(usual.algorithm, name),
-      f"algorithm.{name}",
-      f"{value:g} has no effect on {sections.shown(config.algorithm.advantage)}"
-      " (algorithm.advantage); use gae, or 1",
-    )
-  leaves = zip(
-    field_types.leaves(config.critic, "critic."),
-    field_types.leaves(usual.critic, "critic."),
-    strict=True,
-  )
-  for (path, _, value), (_, _, default) in leaves:
-    sections.require(
-      value == default,
-      path,
-      "there is no critic, because algorithm.advantage is"
-      f" {sections.shown(config.algorithm.advantage)}; use gae, or leave the"
-      " critic's settings as they are",
-    )
-
-
 def _check_penalty(section: sections.AlgorithmSection) -> None:
   """Check where the divergence from the reference goes."""
-  sections.require(
-    section.kl_coef > 0 or not section.kl_in_reward,
-    "algorithm.kl_in_reward",
-    "there is no divergence (algorithm.kl_coef is 0); use a coefficient, or"
-    " False",
-  )
   sections.require(
     not section.kl_in_reward or section.kl_estimator is sections.KlEstimator.K1,
     "algorithm.kl_estimator",
     f"{section.kl_estimator.value} would be biased in the reward"
     " (algorithm.kl_in_reward); use k1",
-  )
-  sections.require(
-    section.kl_reward_clip == 0 or section.kl_in_reward,
-    "algorithm.kl_reward_clip",
-    "there is no divergence in the reward (algorithm.kl_in_reward is False);"
-    " use 0, or True there",
   )
 
 
@@ -442,23 +264,11 @@ def _check_reference(config: sections.Config) -> None:
   for name in ("reference_every", "reference_decay", "reference_offload"):
     value = getattr(section, name)
     sections.require(
-      not value or bool(section.kl_coef),
-      f"algorithm.{name}",
-      f"{value} needs a reference, and without algorithm.kl_coef there is none;"
-      f" use {type(value)()}",
-    )
-    sections.require(
       not value or not config.model.lora.rank,
       f"algorithm.{name}",
       f"{value} is of a model of its own, and the reference of adapters"
       f" (model.lora.rank) is the model without them; use {type(value)()}",
     )
-  sections.require(
-    section.reference_decay == 0 or section.reference_every > 0,
-    "algorithm.reference_decay",
-    f"{section.reference_decay:g} has no effect on a reference that does not"
-    " move (algorithm.reference_every is 0); use 1 there, or 0 here",
-  )
   sections.require(
     section.reference_decay < 1,
     "algorithm.reference_decay",

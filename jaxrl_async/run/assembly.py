@@ -133,15 +133,22 @@ def engine_with(
 
 
 def coordinator_settings(
-  config: sections.Config,
+  config: sections.Config, *, has_own_loss: bool
 ) -> coordinator_settings_lib.CoordinatorSettings:
-  """Return the settings that the coordinator needs from a config."""
+  """Return the settings that the coordinator needs.
+
+  Args:
+    config: a validated config.
+    has_own_loss: whether a script has passed a loss, which may read everything.
+  """
   return coordinator_settings_lib.CoordinatorSettings(
     group_size=config.algorithm.group_size,
     max_completion_tokens=config.rollout.max_completion_tokens,
     max_tokens=config.rollout.cache_tokens,
     temperature=config.rollout.temperature,
     filter_zero_std=config.algorithm.filter_zero_std,
+    reads_token_scores=has_own_loss
+    or algorithm_lib.reads_token_scores(config.algorithm),
     max_failed_groups=config.task.max_failed_groups,
     max_group_s=config.rollout.max_group_seconds,
     stop=config.rollout.stop,

@@ -27,6 +27,7 @@ from jaxrl_async.reporting import wandb_log as wandb_log_lib
 from jaxrl_async.run import algorithm_checks
 from jaxrl_async.run import cluster_checks
 from jaxrl_async.run import reward_terms
+from jaxrl_async.run import schedule_checks
 from jaxrl_async.run import source_checks
 from jaxrl_async.storage import config_json
 
@@ -454,6 +455,7 @@ def check(config: sections.Config) -> None:
   _check_wandb(config.run.wandb_project)
   cluster_checks.check(config)
   algorithm_checks.check(config)
+  schedule_checks.check(config)
 
   rows = config.train.rows_per_microbatch
   if config.warm_start.num_steps:

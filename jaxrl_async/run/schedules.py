@@ -1,38 +1,32 @@
 """Fields of the algorithm and the critic that follow a schedule of Optax.
 
-`algorithm_checks` checks their names before anything slow is imported. Here the
-schedules are made, and tried at the steps of the run.
+`schedule_checks` checks names before anything slow is imported. Here the
+schedules are made, and tried at the steps of the run, those of learning rates
+too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 import copy
-import inspect
 from typing import Any, TypeVar
 
 import jax
-from jax import numpy as jnp
-from jaxtyping import Array, Float
 from ml_collections import config_dict
 import numpy as np
-import optax
 
 from jaxrl_async.config import bounds
 from jaxrl_async.config import sections
 from jaxrl_async.run import algorithm_checks
-
-# Makes a value of the number of completed train steps.
-Schedule = Callable[[Any], Float[Array, ""]]
+from jaxrl_async.run import schedule_checks
+from jaxrl_async.training import optax_schedules
 
 _Section = TypeVar(
   "_Section", sections.AlgorithmSection, sections.CriticSection
 )
 _PATH = "algorithm.schedules"
 _MAX_TRIED = 10_000  # steps at which a schedule is tried
-# What a wrong argument leads to inside Optax.
-_ERRORS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 
 
-def make(config: sections.Config) -> dict[str, Schedule]:
+def make(config: sections.Config) -> dict[str, optax_schedules.Schedule]:
   """Return the schedule of each field that has one.
 
   Raises:
@@ -42,10 +36,14 @@ def make(config: sections.Config) -> dict[str, Schedule]:
   return _of(config.algorithm, entries) | _of(config.critic, entries)
 
 
-def _of(section: Any, entries: config_dict.ConfigDict) -> dict[str, Schedule]:
+def _of(
+  section: Any, entries: config_dict.ConfigDict
+) -> dict[str, optax_schedules.Schedule]:
   """Return the schedules of a section's own fields."""
   return {
-    field: _schedule(field, getattr(section, field), entry)
+    field: optax_schedules.of_entry(
+      f"{_PATH}: {field}", getattr(section, field), entry
+    )
     for field, entry in entries.to_dict().items()
     if hasattr(section, field)
   }
@@ -74,70 +72,53 @@ def at_step(
   return at
 
 
-def _schedule(field: str, value: float, entry: dict[str, Any]) -> Schedule:
-  """Return a schedule; it starts with the field's own value by default."""
-  arguments = {
-    name: _boundaries(field, x) if isinstance(x, dict) else x
-    for name, x in entry.items()
-    if name != "schedule"
-  }
-  function = getattr(optax.schedules, entry["schedule"])
-  parameters = inspect.signature(function).parameters
-  if "init_value" in parameters:
-    arguments.setdefault("init_value", value)
-  for name in arguments:
-    sections.require(
-      name in parameters,
-      _PATH,
-      f"{field}: {entry['schedule']} has no argument {sections.shown(name)}"
-      f"{sections.did_you_mean(str(name), parameters)}",
-    )
-  try:
-    found = function(**arguments)
-  except _ERRORS as error:
-    raise _refusal(field, error) from error
-
-  def schedule(step: Any) -> Float[Array, ""]:
-    # Optax multiplies its int32 count by floats.
-    with jax.numpy_dtype_promotion("standard"):
-      return jnp.asarray(found(step), jnp.float32)
-
-  return schedule
-
-
-def _boundaries(field: str, scales: dict[Any, Any]) -> dict[int, Any]:
-  """Return scales by step; as names in JSON, the steps are texts."""
-  try:
-    return {int(step): scale for step, scale in scales.items()}
-  except ValueError as error:
-    raise _refusal(field, error) from error
-
-
-def _refusal(field: str, error: Exception) -> sections.ConfigError:
-  reason = " ".join(str(error).split())[:200]
-  return sections.ConfigError(f"{_PATH}: {field}: Optax refuses it ({reason})")
-
-
 def check(config: sections.Config) -> None:
   """Check that each schedule stays within its field's bounds in the run.
 
-  If there are very many train steps, a schedule is tried at some of them only.
+  If there are very many steps, a schedule is tried at some of them only.
 
   Raises:
     ConfigError: one line that names the field, and the step.
   """
-  last = config.train.num_steps - 1
-  count = min(config.train.num_steps, _MAX_TRIED)
-  steps = np.unique(np.linspace(0, last, count).astype(np.int32))
+  num_steps = config.train.num_steps
   for field, schedule in make(config).items():
-    try:
-      values = np.asarray(jax.vmap(schedule)(steps))
-    except _ERRORS as error:
-      raise _refusal(field, error) from error
-    worst = np.argmax(~np.isfinite(values))
-    _check_value(config, field, int(steps[worst]), float(values[worst]))
-    for at in (np.argmin(values), np.argmax(values)):
-      _check_value(config, field, int(steps[at]), float(values[at]))
+    for step, value in _tried(f"{_PATH}: {field}", schedule, num_steps):
+      _check_value(config, field, step, value)
+  of_run = num_steps * (
+    config.algorithm.num_minibatches * config.algorithm.num_epochs
+  )
+  for name in schedule_checks.TRAINED:
+    optimizer = getattr(config, name).optimizer
+    if not optimizer.rate_schedule:
+      continue
+    path = f"{name}.optimizer.rate_schedule"
+    schedule = optax_schedules.of_entry(
+      path, optimizer.learning_rate, optimizer.rate_schedule.to_dict()
+    )
+    num_updates = of_run
+    if name in ("warm_start", "preference"):
+      num_updates = getattr(config, name).num_steps
+    for update, value in _tried(path, schedule, num_updates):
+      _check_rate(config, name, update, value)
+
+
+def _tried(
+  path: str, schedule: optax_schedules.Schedule, num_steps: int
+) -> Iterator[tuple[int, float]]:
+  """Yield the steps where a schedule is not finite, least and greatest."""
+  count = min(max(num_steps, 1), _MAX_TRIED)
+  steps = np.linspace(0, max(num_steps - 1, 0), count)
+  steps = np.unique(steps.astype(np.int32))
+  try:
+    values = np.asarray(jax.vmap(schedule)(steps))
+  except optax_schedules.ERRORS as error:
+    raise optax_schedules.refusal(path, error) from error
+  for at in (
+    np.argmax(~np.isfinite(values)),
+    np.argmin(values),
+    np.argmax(values),
+  ):
+    yield int(steps[at]), float(values[at])
 
 
 def _check_value(
@@ -146,15 +127,14 @@ def _check_value(
   """Check a value of a field as if the config had it, and no schedules."""
   there = copy.deepcopy(config)
   there.algorithm.schedules = config_dict.ConfigDict()
-  setattr(algorithm_checks.owner(there, field), field, value)
+  setattr(schedule_checks.owner(there, field), field, value)
   reason = ""
-  if value == 0 and field in algorithm_checks.NEVER_ZERO:
+  if value == 0 and field in schedule_checks.NEVER_ZERO:
     reason = "0 would switch it off, which no schedule can do"
   try:
     bounds.check(there)
-    # A coefficient of 0 keeps no reference and no teacher only if the field
-    # itself is 0.
-    if field not in algorithm_checks.OF_ANOTHER_MODEL or value:
+    # A coefficient of 0 leaves its term out only if the field itself is 0.
+    if field not in schedule_checks.COEFFICIENTS or value:
       algorithm_checks.check(there)
   except sections.ConfigError as error:
     reason = str(error)
@@ -163,3 +143,18 @@ def _check_value(
     _PATH,
     f"{field} becomes {value:g} at train step {step}, and {reason}",
   )
+
+
+def _check_rate(
+  config: sections.Config, name: str, update: int, value: float
+) -> None:
+  """Check a learning rate as if it were that of the config."""
+  there = copy.deepcopy(config)
+  getattr(there, name).optimizer.learning_rate = value
+  try:
+    bounds.check(there)
+  except sections.ConfigError as error:
+    raise sections.ConfigError(
+      f"{name}.optimizer.rate_schedule: it becomes {value:g} at update"
+      f" {update}, and {error}"
+    ) from error

@@ -415,7 +415,9 @@ def _of_the_loop(
   base.shutdown.closes(schedule.close)
   base_record = _base_record(setup, session, base, extensions)
   coordinator = coordinator_lib.Coordinator(
-    assembly.coordinator_settings(config),
+    assembly.coordinator_settings(
+      config, has_own_loss=extensions.loss is not None
+    ),
     stream=base.stream,
     buffer=base.buffer,
     rewards=base.rewards,

@@ -308,6 +308,7 @@ class Start:
         max_tokens=case_lib.MAX_TOKENS,
         temperature=1.0,
         filter_zero_std=True,
+        reads_token_scores=False,
         max_failed_groups=1000,
       ),
       stream=self.stream,

@@ -23,6 +23,7 @@ from jaxrl_async.models import transformer
 from jaxrl_async.models.attention import packed_attention
 from jaxrl_async.training import gradients as gradients_lib
 from jaxrl_async.training import objectives
+from jaxrl_async.training import optax_schedules
 from jaxrl_async.training import packing
 from jaxrl_async.training import train_state
 
@@ -62,6 +63,8 @@ def learning_rate_schedule(
 ) -> Callable[[Any], Any]:
   """Return a schedule of linear warmup, then a constant or a cosine decay.
 
+  A section with a `rate_schedule` has that in place of it.
+
   Args:
     section: the peak learning rate, and the warmup in optimizer steps.
     total_steps: the optimizer step at which the cosine ends. 0 keeps the rate
@@ -69,6 +72,10 @@ def learning_rate_schedule(
     decay: ratio of the final rate to the peak.
   """
   peak, warmup = section.learning_rate, section.warmup_steps
+  if section.rate_schedule:
+    return optax_schedules.of_entry(
+      "rate_schedule", peak, section.rate_schedule.to_dict()
+    )
   # Warmup starts at peak / (warmup + 1), so that the first update has an
   # effect.
   ramp = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
