@@ -11,7 +11,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import engine as engine_lib
-from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.engine import scheduler_stats
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rewards import remote_pools
 from jaxrl_async.rollout import client_requests
@@ -187,7 +187,7 @@ def build(
     replica_timeout_s=config.cluster.replica_timeout_s,
     start_timeout_s=config.cluster.start_timeout_s,
     busy=busy,
-    zero_totals=dataclasses.asdict(scheduler_lib.SchedulerStats())
+    zero_totals=dataclasses.asdict(scheduler_stats.SchedulerStats())
     | {"wait_s": 0.0, "adopt_s": 0.0, "refused_versions": 0},
     note=note,
   )

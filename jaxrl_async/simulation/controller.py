@@ -15,7 +15,7 @@ import random
 from jaxrl_async import types
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import ledger as ledger_lib
-from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.engine import scheduler_stats
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib
@@ -39,7 +39,7 @@ _MOST_EVENTS = 100_000
 # long.
 _RESTART_S = 1.0
 _MAX_STALENESS = 3
-_NO_TOTALS = dataclasses.asdict(scheduler_lib.SchedulerStats()) | {
+_NO_TOTALS = dataclasses.asdict(scheduler_stats.SchedulerStats()) | {
   "wait_s": 0.0,
   "adopt_s": 0.0,
   "refused_versions": 0,
