@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -131,31 +132,33 @@ class Jitted:
       ),
     ]
 
-  def usual(self, weights: Any) -> list[aot.Program]:
-    """Return the programs that training calls, in the order of their need.
-
-    These are all but those of shared prompts and of filters.
-
-    Args:
-      weights: shapes and dtypes of the published weights.
-    """
+  def first(self, weights: Any) -> list[aot.Program]:
+    """Return the programs of `Engine.first_programs`."""
     params, state = self._params(weights), self._state()
     sizes = self.programs.sizes
-    found = [
+    return [
       aot.Program(name="init", function=self.init, arguments=()),
       *self._of_bucket(params, state, sizes.prefill_buckets[0]),
+      *(
+        self._decode_program(params, state, window)
+        for window in sizes.window_buckets
+      ),
     ]
-    found += [
-      self._decode_program(params, state, window)
-      for window in sizes.window_buckets
-    ]
+
+  def later(self, weights: Any) -> list[aot.Program]:
+    """Return the programs of `Engine.later_programs`."""
+    params, state = self._params(weights), self._state()
+    sizes = self.programs.sizes
     tickets = jax.ShapeDtypeStruct((sizes.num_slots,), np.int32)
-    release = aot.Program(
-      name="release", function=self.release, arguments=(state, tickets)
-    )
-    for bucket in sizes.prefill_buckets[1:]:
-      found += self._of_bucket(params, state, bucket)
-    return [*found, release]
+    return [
+      aot.Program(
+        name="release", function=self.release, arguments=(state, tickets)
+      ),
+      *itertools.chain.from_iterable(
+        self._of_bucket(params, state, bucket)
+        for bucket in sizes.prefill_buckets[1:]
+      ),
+    ]
 
   def _of_bucket(
     self, params: EngineParams, state: DecodeState, bucket: int

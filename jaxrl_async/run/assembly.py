@@ -34,6 +34,7 @@ from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib
 from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.run import cluster_checks
+from jaxrl_async.run import compile_ahead
 from jaxrl_async.run import device_checks
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import reward_terms
@@ -414,7 +415,6 @@ def sft_rows(
 def make_supervised_trainer(
   setup: setup_lib.Setup,
   section: sections.WarmStartSection | sections.PreferenceSection,
-  rows: packing.PackedBatch,
   objective: sft.Objective = sft.NEXT_TOKEN,
 ) -> sft.SupervisedTrainer:
   """Build a trainer for supervised training.
@@ -423,7 +423,6 @@ def make_supervised_trainer(
     setup: of the run. If its model has adapters, only these are trained, and
       a scalar head.
     section: number of steps, and the optimizer.
-    rows: the packed examples.
     objective: what is minimised.
   """
   config = setup.config
@@ -432,12 +431,12 @@ def make_supervised_trainer(
     policy = dataclasses.replace(policy, is_trainable=_is_adapter_or_head)
   return sft.SupervisedTrainer(
     section,
-    rows,
     objective=objective,
     mesh=setup.train_mesh,
     rules=config.mesh.train_rules,
     policy=dataclasses.replace(policy, optimizer=section.optimizer),
     forward=forward_settings(setup, 1.0),
+    tokens_per_row=config.train.tokens_per_row,
     rows_per_microbatch=config.train.rows_per_microbatch,
     max_bad_updates=config.train.max_bad_updates,
     seed=config.seed,
@@ -452,6 +451,9 @@ def warm_start(
   setup: setup_lib.Setup,
   on_step: Callable[[int, float], None],
   note: Callable[[str], None] = lambda message: None,
+  ahead: Callable[[sft.SupervisedTrainer], compile_ahead.Pending | None] = (
+    lambda trainer: None
+  ),
 ) -> transformer.Params:
   """Run the first stage, supervised training, and return its parameters.
 
@@ -464,12 +466,17 @@ def warm_start(
     setup: of the run.
     on_step: is called after each step with the step and its loss.
     note: is called with a message if worked solutions were too long.
+    ahead: is called with the stage's trainer, and may begin to compile its
+      program while the worked solutions are made.
   """
   section = setup.config.warm_start
   if section.checkpoint:
     return initial_params.load(section.checkpoint, setup)
   if not section.num_steps:
     return initial_params.before_training(setup)
+  whole = dataclasses.replace(setup, model=setup.model.base)
+  trainer = make_supervised_trainer(whole, section)
+  compiled = ahead(trainer)
   rows, num_too_long = sft_rows(
     setup, source_lib.Split.WARM_START, section.num_examples
   )
@@ -479,7 +486,8 @@ def warm_start(
       f" {setup.config.train.tokens_per_row:,} tokens (train.tokens_per_row)"
       f" were left out, beside {section.num_examples:,} that were not"
     )
-  whole = dataclasses.replace(setup, model=setup.model.base)
-  trainer = make_supervised_trainer(whole, section, rows)
+  trainer.use(rows)
   trainer.start(initial_params.before_training(setup))
+  if compiled:
+    compiled.wait()
   return sft.warm_start(trainer, section.num_steps, on_step)

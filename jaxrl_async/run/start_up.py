@@ -35,6 +35,7 @@ from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.run import assembly
 from jaxrl_async.run import cluster_checks
+from jaxrl_async.run import compile_ahead
 from jaxrl_async.run import evaluate
 from jaxrl_async.run import evaluators as evaluators_lib
 from jaxrl_async.run import frozen_base
@@ -98,6 +99,7 @@ class Parts:
     set_evaluators: those of `eval.sets`, by name.
     base_record: where the base of a run with LoRA is; None without one.
     max_staleness: the largest bound that any start of the run has had.
+    ahead: compiles the programs of the loop.
     staleness: moves the bound; None if it is fixed.
     shutdown: starts the threads, and closes everything.
   """
@@ -108,6 +110,7 @@ class Parts:
   first_step: int
   base_record: frozen_base.Record | None
   max_staleness: int
+  ahead: compile_ahead.RunPrograms
   staleness: staleness_control.StalenessControl | None
   record: run_record.RunRecord
   clock: metrics_lib.BusyClock
@@ -169,10 +172,15 @@ def parts(
       stream=base.stream,
       rewards=base.rewards,
     )
+    ahead = compile_ahead.RunPrograms(
+      base.trainer, base.engine, is_alone=session.world.size == 1
+    )
+    base.shutdown.closes(ahead.close, setup.config.run.join_timeout_s)
     if base.resumed_step is None:
-      _warm_start(setup, session, base, extensions.initial_params)
+      _warm_start(setup, session, base, extensions.initial_params, ahead)
       running = []
     else:
+      ahead.compile()
       running = _restore(setup, session.workdir, base, base.resumed_step)
       resume.tell_changed_data(
         base.stored.get("data"),
@@ -182,7 +190,7 @@ def parts(
     base.stream.prefetch()
     base.rewards.warm_up()
     yield _of_the_loop(
-      setup, session, extensions, base, evaluators, running, remote
+      setup, session, extensions, base, evaluators, running, remote, ahead
     )
 
 
@@ -274,6 +282,7 @@ def _warm_start(
   session: session_lib.Session,
   base: _Foundation,
   params: transformer.Params | None,
+  ahead: compile_ahead.RunPrograms,
 ) -> None:
   """Start the trainer of a new run, and store the tokenizer in the workdir.
 
@@ -282,6 +291,7 @@ def _warm_start(
     session: of this start.
     base: the trainer and the record.
     params: the first parameters. If None, a warm start makes them.
+    ahead: compiles the programs of this stage and of the loop.
   """
   clock = base.busy["train"]
   start_s = clock.now()
@@ -290,7 +300,10 @@ def _warm_start(
     show = functools.partial(
       _show_warm_start, session, setup.config.warm_start.num_steps
     )
-    params = assembly.warm_start(setup, show, session.progress.note)
+    params = assembly.warm_start(
+      setup, show, session.progress.note, ahead.compile_warm_start
+    )
+  ahead.compile()
   if setup.model.lora is not None:
     params = initial_params.with_adapters(params, setup)
   base.trainer.start(initial_params.of_models(setup, params))
@@ -383,6 +396,7 @@ def _of_the_loop(
   evaluators: tuple[evaluate.Evaluator, dict[str, evaluate.Evaluator]],
   running: list[types.RolloutGroup],
   remote: rollout_start.Remote | None,
+  ahead: compile_ahead.RunPrograms,
 ) -> Parts:
   """Build the parts that drive and record the asynchronous loop."""
   config, workdir = setup.config, session.workdir
@@ -441,6 +455,7 @@ def _of_the_loop(
     first_step=step,
     base_record=base_record,
     max_staleness=base.stored["max_staleness"],
+    ahead=ahead,
     staleness=base.staleness,
     record=base.record,
     clock=base.busy["train"],

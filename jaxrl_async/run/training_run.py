@@ -82,6 +82,7 @@ class Run:
     self._first_step = parts.first_step
     self._base_record = parts.base_record
     self._max_staleness = parts.max_staleness
+    self._ahead = parts.ahead
     self._is_ending = False
     # Steps after which nothing is between two steps; None inside of one.
     self._whole_step: int | None = None
@@ -109,6 +110,7 @@ class Run:
       self.writer.hold(0, {})
       self.checkpoints.take_first()
     config_json.write(self.config, self.workdir)
+    self._ahead.rollout.wait(lambda: self.stop.is_set)
     self.channel.publish(self.trainer.published(), step)
     if self.evaluations.catch_up(step):
       self._complete_step(step)
@@ -187,6 +189,7 @@ class Run:
     ready_s = time.perf_counter()
     taken_s = max(wait_start_s, loaded.taken_s)
     self._whole_step = None
+    self._ahead.train.wait(lambda: self.stop.is_set)
     done = self.trainer.step(step, loaded.batch)
     done.times_s["wait_for_rollouts_s"] = taken_s - wait_start_s
     done.times_s["prepare_batch_s"] = ready_s - taken_s
