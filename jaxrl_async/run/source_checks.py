@@ -75,8 +75,7 @@ def asks_reasoning_gym(task: sections.TaskSection) -> bool:
   """
   tasks = members_of(task) or {"task": task}
   return any(
-    uri_lib.parse(f"{path}.dataset", each.dataset).kind
-    == uri_lib.REASONING_GYM
+    uri_lib.parse(f"{path}.dataset", each.dataset).kind == uri_lib.REASONING_GYM
     for path, each in tasks.items()
   )
 
