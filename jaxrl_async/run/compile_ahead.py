@@ -118,6 +118,7 @@ class RunPrograms:
   Attributes:
     rollout: the programs of the first evaluation.
     train: those of a train step.
+    later: those of longer and of interrupted sequences.
   """
 
   def __init__(
@@ -159,7 +160,7 @@ class RunPrograms:
     self._is_begun = True
     self.rollout = self._ahead.add(self._of_rollout)
     self.train = self._ahead.add(self._of_training)
-    self._ahead.add(self._of_interruptions)
+    self.later = self._ahead.add(self._of_interruptions)
 
   def close(self, timeout_s: float) -> None:
     """End; see `CompileAhead.close`."""
