@@ -53,7 +53,7 @@ from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import ledger as ledger_lib
 from jaxrl_async.coordination import run_schedule
-from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.engine import scheduler_stats
 from jaxrl_async.models import configs
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import progress as progress_lib
@@ -157,7 +157,7 @@ class Books:
       generated_tokens=0,
       metrics=dict,
       totals=lambda: {
-        **dataclasses.asdict(scheduler_lib.SchedulerStats()),
+        **dataclasses.asdict(scheduler_stats.SchedulerStats()),
         "wait_s": 0.0,
         "adopt_s": 0.0,
         "refused_versions": 0,

@@ -19,6 +19,7 @@ from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import sampling
 from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.engine import scheduler_stats
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.reporting import metrics as metrics_lib
@@ -47,7 +48,7 @@ class Record:
   entered: np.ndarray
   began: np.ndarray
   busy_s: dict[str, float]
-  stats: scheduler_lib.SchedulerStats
+  stats: scheduler_stats.SchedulerStats
 
 
 def engine(case: workloads.Case, seed: int) -> engine_lib.Engine:

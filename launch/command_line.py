@@ -36,6 +36,7 @@ from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.devices import xla_flags
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import memory_error
+from jaxrl_async.run import source_checks
 from jaxrl_async.storage import disk
 
 CONFIG = config_flags.DEFINE_config_file(
@@ -367,6 +368,12 @@ def start(
   def check_all() -> None:
     check_config(CONFIG.value)
     check()
+    if source_checks.asks_reasoning_gym(CONFIG.value.task):
+      from jaxrl_async.data.reasoning_gym import question_stream
+
+      # It imports a library for seconds, in a process of its own, while JAX is
+      # imported here.
+      question_stream.start_server()
 
   def checked(argv: list[str]) -> None:
     del argv

@@ -157,6 +157,19 @@ def _dry_run(config: sections.Config, devices: Sequence[Any]) -> None:
     raise sections.ConfigError(f"topology: it does not fit: {reason}")
   if chip is not None:
     print("It fits.")
+  if _COMPILE.value:
+    print(_waiting(setup))
+
+
+def _waiting(setup: Any) -> str:
+  """Return a line that says which slice waits on these devices."""
+  from jaxrl_async.run import speed
+
+  lengths = speed.lengths(setup.config)
+  line = speed.line(
+    speed.train_step_s(setup, lengths), speed.generation_s(setup, lengths)
+  )
+  return f"With completions of {lengths.completion} tokens on average, {line}."
 
 
 def _follow(config: sections.Config, world: world_lib.World) -> None:

@@ -58,17 +58,19 @@ def trainer(
   """A trainer of rows on one device, or on a mesh of this shape."""
   shape = shape or MeshShape()
   mesh = mesh_lib.make_mesh(jax.devices()[: shape.num_devices], shape)
-  return sft.SupervisedTrainer(
+  made = sft.SupervisedTrainer(
     section,
-    rows,
     objective=objective,
     mesh=mesh,
     policy=train_state.ModelSettings(model=model, optimizer=section.optimizer),
     forward=dataclasses.replace(test_sft.FORWARD, model=model),
+    tokens_per_row=rows.tokens.shape[1],
     rows_per_microbatch=rows_per_microbatch,
     max_bad_updates=3,
     seed=0,
   )
+  made.use(rows)
+  return made
 
 
 def section_of(**fields):

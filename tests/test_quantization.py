@@ -316,7 +316,7 @@ def test_a_split_engine_writes_the_same_tokens():
 def test_the_decode_loop_carries_bytes_and_no_widened_copy():
   made = engine(sections.WeightFormat.INT8)
   params = made.load_params(published(sections.WeightFormat.INT8), 0)
-  compiled = made._generate.lower(
+  compiled = made._jitted.generate.lower(
     params,
     made.init_decode_state(),
     np.zeros((made.sizes.num_slots,), np.int32),

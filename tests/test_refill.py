@@ -77,6 +77,59 @@ def test_the_next_call_is_dispatched_before_the_last_one_is_read():
   assert last == 0
 
 
+def inserted_and_prefilled(monkeypatch, engine):
+  """Count the entries of each insertion, and the rows of each prefill."""
+  entries, rows = [], []
+
+  def insert(prefix, state, insertion, make=engine.insert):
+    entries.append(int((insertion.slots < engine.sizes.num_slots).sum()))
+    return make(prefix, state, insertion)
+
+  def prefill_rows(make=engine.prefill, **options):
+    rows.append(len(options["padded_tokens"]))
+    return make(**options)
+
+  monkeypatch.setattr(engine, "insert", insert)
+  monkeypatch.setattr(engine, "prefill", prefill_rows)
+  return entries, rows
+
+
+def test_where_calls_block_each_sequence_is_inserted_once(monkeypatch):
+  """On a CPU the host knows which slots are idle before each call."""
+  scheduler = make(cls=Watched, calls_in_flight=1)
+  entries, rows = inserted_and_prefilled(monkeypatch, scheduler.engine)
+  sequences = assorted(16)
+  for sequence in sequences:
+    scheduler.submit(sequence)
+  tiny.finish(scheduler)
+  assert set(scheduler.num_ahead) == {0}
+  assert sum(entries) == len(sequences)
+  # A prefill waits until its rows are needed, or until it is full.
+  assert sum(rows) == len(sequences)
+  assert len(rows) <= 0.75 * len(sequences)
+  for waits, now, after in zip(
+    scheduler.has_waiting,
+    scheduler.results,
+    scheduler.results[1:],
+    strict=False,
+  ):
+    if waits:
+      ended = now.has_ended & now.is_valid[:, 0]
+      assert after.is_valid[ended, 0].all()
+
+
+def test_where_calls_block_the_results_are_the_same_bits():
+  records = []
+  for calls_in_flight in (1, 2):
+    scheduler = make(calls_in_flight=calls_in_flight)
+    sequences = assorted(16)
+    for sequence in sequences:
+      scheduler.submit(sequence)
+    tiny.finish(scheduler)
+    records.append([tiny.record(sequence) for sequence in sequences])
+  assert records[0] == records[1]
+
+
 def test_recomputing_keeps_the_prefixes_of_one_prefill_at_a_time(monkeypatch):
   kept = []
   advance = prefill.Prefiller.advance

@@ -27,9 +27,15 @@ def keys_of(groups, *, seed=3, stream=0, member=0):
   )
 
 
+def sample_at(logits, keys, positions, temperature, filters=None):
+  """Draw the tokens of these positions."""
+  quantiles = sampling.uniforms(keys, positions)
+  return sampling.sample(logits, quantiles, temperature, filters)
+
+
 def draw(logits, keys, positions=4, temperature=1.0):
   rows = keys.shape[0]
-  tokens, logprobs = sampling.sample(
+  tokens, logprobs = sample_at(
     jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (rows, len(logits))),
     keys,
     jnp.full((rows,), positions, jnp.int32),
@@ -61,7 +67,7 @@ def test_draws_have_the_frequencies_of_the_distribution(
   if varies == "group":
     tokens, _ = draw(logits, keys_of(count), temperature=temperature)
   else:
-    tokens, _ = sampling.sample(
+    tokens, _ = sample_at(
       jnp.broadcast_to(jnp.asarray(logits), (NUM_DRAWS, V)),
       keys_of(jnp.zeros_like(count)),
       count,
@@ -138,13 +144,22 @@ def test_a_draw_depends_on_neither_row_nor_batch():
   assert together[0] == uniforms(group=9)[0]
 
 
+def test_numbers_of_many_positions_are_those_of_each():
+  keys = keys_of(np.arange(5))
+  positions = jnp.arange(20, dtype=jnp.int32).reshape(4, 5)
+  together = sampling.uniforms(keys, positions)
+  each = [sampling.uniforms(keys, row) for row in positions]
+  np.testing.assert_array_equal(together, np.stack(each))
+  assert len(np.unique(together)) == 20
+
+
 def test_a_draw_is_the_same_in_and_out_of_a_jit(logits):
   keys = keys_of(np.arange(32))
-  jitted = jax.jit(sampling.sample)
+  jitted = jax.jit(sample_at)
   broadcast = jnp.broadcast_to(jnp.asarray(logits), (32, V))
   positions = jnp.arange(32, dtype=jnp.int32)
   temperature = jnp.ones((32,), jnp.float32)
-  plain = sampling.sample(broadcast, keys, positions, temperature)
+  plain = sample_at(broadcast, keys, positions, temperature)
   fused = jitted(broadcast, keys, positions, temperature)
   np.testing.assert_array_equal(plain[0], fused[0])
   np.testing.assert_allclose(plain[1], fused[1], atol=1e-6)
@@ -153,7 +168,7 @@ def test_a_draw_is_the_same_in_and_out_of_a_jit(logits):
 # -- filters ----------------------------------------------------------------
 
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-sample = jax.jit(sampling.sample)
+sample = jax.jit(sample_at)
 passing = jax.jit(sampling.passing)
 
 

@@ -6,7 +6,7 @@ import tiny
 
 from jaxrl_async import types
 from jaxrl_async.config import sections
-from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.engine import scheduler_stats
 from jaxrl_async.engine import sequence as sequence_lib
 
 KEEP, RECOMPUTE = sections.KvOnAdopt.KEEP, sections.KvOnAdopt.RECOMPUTE
@@ -394,7 +394,7 @@ def test_a_trajectory_is_a_copy():
 
 
 def test_the_counts_start_at_zero():
-  assert tiny.scheduler().stats == scheduler_lib.SchedulerStats()
+  assert tiny.scheduler().stats == scheduler_stats.SchedulerStats()
 
 
 # -- the loop itself -------------------------------------------------------

@@ -58,18 +58,20 @@ def test_every_example_is_packed_once_and_only_completions_are_learned():
 
 
 def make_trainer(section, rows, *, rows_per_microbatch=2, seed=0):
-  return sft.SupervisedTrainer(
+  made = sft.SupervisedTrainer(
     section,
-    rows,
     mesh=mesh_lib.make_mesh(jax.devices()[:1]),
     policy=train_state.ModelSettings(
       model=tiny.MODEL, optimizer=section.optimizer
     ),
     forward=FORWARD,
+    tokens_per_row=rows.tokens.shape[1],
     rows_per_microbatch=rows_per_microbatch,
     max_bad_updates=3,
     seed=seed,
   )
+  made.use(rows)
+  return made
 
 
 def section_of(num_steps, rows_per_batch=4, learning_rate=1e-2):

@@ -59,16 +59,23 @@ def params(seed=0, model=MODEL):
 
 
 @functools.cache
-def engine(model=MODEL, end_tokens=END_TOKENS, **sizes):
-  """One engine for all tests that want these sizes: it has no state."""
+def engine(model=MODEL, end_tokens=END_TOKENS, calls_in_flight=2, **sizes):
+  """One engine for all tests that want these sizes: it has no state.
+
+  It is driven as on a GPU or TPU, if not asked otherwise. Whole runs are driven
+  as on a CPU.
+  """
   mesh = mesh_lib.make_mesh(jax.devices()[:1])
-  return engine_lib.Engine(
+  made = engine_lib.Engine(
     model,
     dataclasses.replace(SIZES, **sizes),
     mesh=mesh,
     seed=7,
     end_tokens=end_tokens,
   )
+  assert made.calls_in_flight == 1
+  made.calls_in_flight = calls_in_flight
+  return made
 
 
 @functools.cache

@@ -160,19 +160,18 @@ def put(tree: Any, shardings: Any) -> Any:
   With several processes, each process holds all of the arrays and places the
   parts that belong to its own devices.
   """
-
-  def place(
-    array: np.ndarray | jax.Array, sharding: NamedSharding
-  ) -> jax.Array:
-    if sharding.is_fully_addressable:
-      return jax.device_put(array, sharding)
-    return jax.make_array_from_callback(
-      array.shape, sharding, lambda index: array[index]
-    )
-
   if isinstance(shardings, NamedSharding):
-    return jax.tree.map(lambda array: place(array, shardings), tree)
-  return jax.tree.map(place, tree, shardings)
+    shardings = jax.tree.map(lambda _, one=shardings: one, tree)
+  # A single call for all arrays takes a fraction of the time.
+  if all(x.is_fully_addressable for x in jax.tree.leaves(shardings)):
+    return jax.device_put(tree, shardings)
+  return jax.tree.map(
+    lambda array, sharding: jax.make_array_from_callback(
+      array.shape, sharding, lambda index: array[index]
+    ),
+    tree,
+    shardings,
+  )
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -22,7 +22,6 @@ The engine differs from other engines in three ways:
 """
 
 from collections.abc import Sequence
-import dataclasses
 from typing import Any
 
 import jax
@@ -36,6 +35,7 @@ from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import attention_choice
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import jetstream_api
+from jaxrl_async.engine import jitted as jitted_lib
 from jaxrl_async.engine import kv_cache
 from jaxrl_async.engine import programs as programs_lib
 from jaxrl_async.engine import sampling
@@ -76,6 +76,10 @@ class Engine(jetstream_api.Engine):
   of a model with LoRA, which is set once, before the first `load_params`.
   Callers own the `DecodeState`s, and each state belongs to one thread at a
   time.
+
+  Attributes:
+    calls_in_flight: how many calls a scheduler should have dispatched before it
+      reads the first of them.
   """
 
   def __init__(
@@ -113,6 +117,10 @@ class Engine(jetstream_api.Engine):
     self.end_tokens = end_tokens
     self.num_end_tokens = len(end_tokens) + sampling.MAX_END_TOKENS
     self.dtype = jnp.dtype(dtype)
+    # A call on a CPU has ended when it returns. Elsewhere the device needs its
+    # next call before the host has read the last one.
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
+    self.calls_in_flight = 1 if is_cpu else 2
     self._mesh = mesh
     self._base: Any = None
     self.attention = attention_choice.choose(
@@ -123,113 +131,52 @@ class Engine(jetstream_api.Engine):
       mesh=mesh,
       rules=rules,
     )
-    layout = _cache_layout(sizes, self.attention)
-    self._replicated = replicated = mesh_lib.replicated(mesh)
     axes = transformer.logical_axes(model, is_stacked=False)
     axes = quantization.logical_axes(axes, weights)
+    self._replicated = mesh_lib.replicated(mesh)
     self.params_sharding = EngineParams(
-      weights=mesh_lib.shardings(mesh, rules, axes), version=replicated
+      weights=mesh_lib.shardings(mesh, rules, axes), version=self._replicated
     )
     programs = programs_lib.Programs(
       model=model,
       sizes=sizes,
-      layout=layout,
+      layout=_cache_layout(sizes, self.attention),
       prefill_attention=self.attention.prefill,
       seed=seed,
       num_end_tokens=self.num_end_tokens,
       dtype=self.dtype,
     )
-    slots = mesh_lib.sharding(mesh, rules, "batch")
-    layer = mesh_lib.sharding(mesh, rules, *layout.logical_axes)
-    shapes = jax.eval_shape(programs.init_state)
-    state = dataclasses.replace(
-      jax.tree.map(lambda _: slots, shapes),
-      cache=jax.tree.map(lambda _: layer, shapes.cache),
-    )
-    prefix = decode_state_lib.prefix_sharding(model, sizes, mesh, rules)
-    rows = prefix.tokens
     self._has_adapters = programs.has_adapters
-    self._state_sharding = state
-    self._prefix_sharding = prefix
-    self._init = jax.jit(programs.init_state, out_shardings=state)
-    self._prefill = jax.jit(
-      programs.prefill_rows,
-      in_shardings=(self.params_sharding, rows, rows, prefix.adapters),
-      out_shardings=prefix,
-    )
-    self._open = jax.jit(programs.open_rows, out_shardings=prefix)
-    self._extend = jax.jit(
-      programs.extend_rows, donate_argnames="prefix", out_shardings=prefix
-    )
-    self._fill = jax.jit(
-      programs.fill_pages, donate_argnames="state", out_shardings=state
-    )
-    self._insert = jax.jit(
-      programs.insert_rows, donate_argnames="state", out_shardings=state
-    )
-    self._release = jax.jit(
-      programs.release_slots, donate_argnames="state", out_shardings=state
-    )
-    self._generate = jax.jit(
-      programs.decode_steps,
-      static_argnames=("window", "is_filtered"),
-      donate_argnames="state",
-      out_shardings=(state, replicated),
+    self._jitted = jitted_lib.make(
+      programs, self.params_sharding, mesh=mesh, rules=rules
     )
 
   def programs(self, weights: Any, num_held: int = 0) -> list[aot.Program]:
     """Return the largest prefill and decode programs, for planning.
 
-    For a chunked bucket the prefill program is that of one chunk. What counts
-    as resident includes the weights of the previous policy version, which stay
-    in memory while a new one is adopted, and a second cache, which exists while
-    a policy version is evaluated.
-
     Args:
       weights: shapes and dtypes of the published weights.
       num_held: versions that are held for evaluations, at most 1.
     """
-    params = aot.placed(
-      EngineParams(weights=weights, version=jax.ShapeDtypeStruct((), np.int32)),
-      self.params_sharding,
-    )
-    state = aot.placed(jax.eval_shape(self._init), self._state_sharding)
-    sizes = self.sizes
-    previous = params.weights
-    if self.model.lora is not None:
-      previous = lora_lib.adapters(previous)
-    previous = [previous] * (1 + num_held)
-    bucket, b = sizes.prefill_buckets[-1], sizes.num_slots
-    tokens = jax.ShapeDtypeStruct((sizes.prefill_rows, bucket), np.int32)
-    lengths = jax.ShapeDtypeStruct((sizes.prefill_rows,), np.int32)
-    rows, adapters = (tokens, lengths), lengths if self._has_adapters else None
-    function, arguments = self._prefill, (params, *rows, adapters)
-    if sizes.is_chunked(bucket):
-      prefix = aot.placed(
-        jax.eval_shape(self._open, *rows, None, adapters),
-        self._prefix_sharding,
-      )
-      function, arguments = self._extend, (params, prefix, np.int32(0))
-    tables = (
-      jax.ShapeDtypeStruct((b,), np.int32),
-      jax.ShapeDtypeStruct((b, sizes.pages_per_slot), np.int32),
-    )
-    return [
-      aot.Program(
-        name="prefill",
-        function=function,
-        arguments=arguments,
-        resident=(state, state, previous),
-      ),
-      aot.Program(
-        name="decode",
-        function=self._generate,
-        arguments=(params, state, *tables),
-        settings={"window": sizes.cache_tokens, "is_filtered": False},
-        resident=(state, previous),
-        max_trips=sizes.decode_steps_per_call,
-      ),
-    ]
+    return self._jitted.largest(weights, num_held)
+
+  def first_programs(self, weights: Any) -> list[aot.Program]:
+    """Return the programs that generate from short prompts.
+
+    Args:
+      weights: shapes and dtypes of the published weights.
+    """
+    return self._jitted.first(weights)
+
+  def later_programs(self, weights: Any) -> list[aot.Program]:
+    """Return those of longer prompts and of sequences that are interrupted.
+
+    Only programs of shared prompts and of filters are in neither list.
+
+    Args:
+      weights: as in `first_programs`.
+    """
+    return self._jitted.later(weights)
 
   # -- JetStream's interface ------------------------------------------------
 
@@ -256,7 +203,7 @@ class Engine(jetstream_api.Engine):
 
   def init_decode_state(self) -> DecodeState:
     """Return a state with an empty cache and every slot idle."""
-    return self._init()
+    return self._jitted.init()
 
   def prefill(
     self,
@@ -295,7 +242,9 @@ class Engine(jetstream_api.Engine):
       raise ValueError(
         f"{rows} rows; a prefill takes {self.sizes.prefill_rows}"
       )
-    return self._prefill(params, *self._padded(tokens, lengths, adapters))
+    return self._jitted.prefill(
+      params, *self._padded(tokens, lengths, adapters)
+    )
 
   def _padded(
     self,
@@ -334,7 +283,7 @@ class Engine(jetstream_api.Engine):
       adapters: as in `prefill`.
     """
     tokens, lengths, adapters = self._padded(tokens, lengths, adapters)
-    return self._open(tokens, lengths, shared, adapters)
+    return self._jitted.open(tokens, lengths, shared, adapters)
 
   def extend_prefix(
     self, params: EngineParams, prefix: Prefix, start: int
@@ -343,7 +292,7 @@ class Engine(jetstream_api.Engine):
 
     The given prefix is donated and must not be used again.
     """
-    return self._extend(params, prefix, np.int32(start))
+    return self._jitted.extend(params, prefix, np.int32(start))
 
   def fill_pages(
     self,
@@ -363,7 +312,7 @@ class Engine(jetstream_api.Engine):
       pages: [W] for each page_tokens tokens of the row, the page they are
         copied to. num_pages means that they are not copied.
     """
-    return self._fill(prefix, np.int32(row), decode_state, pages)
+    return self._jitted.fill(prefix, np.int32(row), decode_state, pages)
 
   def insert(
     self,
@@ -395,7 +344,7 @@ class Engine(jetstream_api.Engine):
       settings = slot.settings
       settings.limits[0] = self.sizes.cache_tokens
       settings.end_tokens[0, : len(self.end_tokens)] = self.end_tokens
-    return self._insert(prefix, decode_state, slot)
+    return self._jitted.insert(prefix, decode_state, slot)
 
   def unused_insertion(self) -> Insertion:
     """Return an insertion without used entries, for the caller to fill in."""
@@ -415,7 +364,7 @@ class Engine(jetstream_api.Engine):
       padded = np.full((b,), -1, np.int32)  # no sequence has this ticket
       some = tickets[start : start + b]
       padded[: len(some)] = some
-      decode_state = self._release(decode_state, padded)
+      decode_state = self._jitted.release(decode_state, padded)
     return decode_state
 
   def generate(
@@ -449,7 +398,7 @@ class Engine(jetstream_api.Engine):
     if tables is None:
       no_pages = np.zeros((b, self.sizes.pages_per_slot), np.int32)
       tables = np.full((b,), -2, np.int32), no_pages
-    state, data = self._generate(
+    state, data = self._jitted.generate(
       params,
       decode_state,
       *tables,
@@ -467,7 +416,7 @@ class Engine(jetstream_api.Engine):
 
   def get_prefix_destination_sharding(self) -> Any:
     """Return the shardings that prefixes must have, as a `Prefix`."""
-    return self._prefix_sharding
+    return self._jitted.prefix_sharding
 
   def get_tokenizer(self) -> Any:
     """Return empty parameters, as text is tokenized outside of the engine."""

@@ -131,6 +131,17 @@ class Prefiller:
     self._ready = {k: row for k, row in self._ready.items() if k in keys}
     self._pending = {k: t for k, t in self._pending.items() if k in keys}
 
+  def may_wait(self) -> bool:
+    """Return whether the requests so far fill no call, and none is chunked."""
+    return (
+      self._chunked is None
+      and len(self._pending) < self._engine.sizes.prefill_rows
+      and not any(
+        self._engine.sizes.is_chunked(self.bucket(len(row.tokens)))
+        for row in self._pending.values()
+      )
+    )
+
   def advance(self, *, is_patient: bool) -> None:
     """Prefill the requested prefixes.
 

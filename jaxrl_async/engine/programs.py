@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 from jax import numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import kv_cache
@@ -228,9 +228,17 @@ class Programs:
     params: EngineParams,
     window: int,
     is_filtered: bool,
+    quantiles: Float[Array, "B"],
     state: DecodeState,
   ) -> tuple[DecodeState, tuple[jax.Array, ...]]:
     """Draw one token in every active slot, and cache the one before it.
+
+    Args:
+      params: weights and their policy version.
+      window: as in `decode_steps`.
+      is_filtered: as in `decode_steps`.
+      quantiles: the numbers that draw the tokens.
+      state: the state to continue from.
 
     Returns:
       The new state, and tokens, validity and logprobs [B].
@@ -273,7 +281,7 @@ class Programs:
         is_allowed=self._is_allowed(state),
       )
     tokens, logprobs = sampling.sample(
-      logits, state.keys, positions + 1, settings.temperature, filters
+      logits, quantiles, settings.temperature, filters
     )
     is_drawn = was_active
     if self.sizes.replay_tokens:
@@ -328,13 +336,20 @@ class Programs:
     )
     state = dataclasses.replace(state, settings=settings)
 
+    # A slot that is active goes on by a position in each step. Drawn here, the
+    # numbers of all steps cost hardly more than those of one.
+    steps = jnp.arange(n, dtype=jnp.int32)[:, None]
+    quantiles = sampling.uniforms(state.keys, state.positions[None] + 1 + steps)
+
     def goes_on(carry: Carry) -> jax.Array:
       step, state, _ = carry
       return (step < n) & state.is_active.any()
 
     def step(carry: Carry) -> Carry:
       step, state, written = carry
-      state, new = self._decode_one(params, window, is_filtered, state)
+      state, new = self._decode_one(
+        params, window, is_filtered, quantiles[step], state
+      )
       written = tuple(
         jax.lax.dynamic_update_index_in_dim(all_, one, step, 0)
         for all_, one in zip(written, new, strict=True)

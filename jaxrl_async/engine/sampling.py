@@ -160,26 +160,29 @@ def row_keys(
 
 
 def uniforms(
-  keys: UInt32[Array, "B 2"], positions: Int[Array, "B"]
-) -> Float[Array, "B"]:
+  keys: UInt32[Array, "B 2"], positions: Int[Array, "*N B"]
+) -> Float[Array, "*N B"]:
   """Return the number in [0, 1) that draws the token at each position.
 
   Args:
     keys: result of `row_keys`.
-    positions: of the tokens, from the beginning of their trajectories.
+    positions: of the tokens of each row, from the beginning of their
+      trajectories.
   """
 
   def one(key: jax.Array, position: jax.Array) -> jax.Array:
     key = jax.random.fold_in(jax.random.wrap_key_data(key), position)
     return jax.random.uniform(key, (), jnp.float32)
 
-  return jax.vmap(one)(keys, positions)
+  of_rows = jax.vmap(one)
+  for _ in range(positions.ndim - 1):
+    of_rows = jax.vmap(of_rows, in_axes=(None, 0))
+  return of_rows(keys, positions)
 
 
 def sample(
   logits: Float[Array, "B V"],
-  keys: UInt32[Array, "B 2"],
-  positions: Int[Array, "B"],
+  quantiles: Float[Array, "B"],
   temperature: Float[Array, "B"],
   filters: Filters | None = None,
 ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
@@ -187,8 +190,7 @@ def sample(
 
   Args:
     logits: float32.
-    keys: result of `row_keys`.
-    positions: positions of the tokens to be drawn.
+    quantiles: the numbers that draw the tokens, see `uniforms`.
     temperature: the distribution is softmax(logits / temperature). 0 takes the
       largest logit and reports its logprob at temperature 1.
     filters: which tokens may be drawn. A row for which all filters are off gets
@@ -210,11 +212,14 @@ def sample(
   if filters is not None:
     is_kept = passing(weights, filters, is_greedy)
     weights = jnp.where(is_kept, weights, jnp.float32(0.0))
-  drawn = _at_quantile(weights, uniforms(keys, positions))
+  drawn = _at_quantile(weights, quantiles)
   if is_kept is not None:
     drawn = _nearest_kept(drawn, is_kept)
-  largest = _largest(logits)
-  tokens = jnp.where(is_greedy, largest, drawn)
+  tokens = jax.lax.cond(
+    jnp.any(is_greedy),
+    lambda: jnp.where(is_greedy, _largest(logits), drawn),
+    lambda: drawn,
+  )
   chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0]
   return tokens, chosen - jnp.log(jnp.sum(weights, axis=-1))
 

@@ -3,7 +3,8 @@
 `submit` queues sequences. Each `step` refills slots, dispatches the next
 `generate` call, reads the call before it, and returns the sequences that ended
 in that call. The device runs one call while the host reads another, so it
-never waits for the host.
+never waits for the host. (On a CPU, where a call blocks, `step` reads the call
+that it dispatches; see `Engine.calls_in_flight`.)
 
 The host therefore has to fill slots before it knows which ones are idle, and
 the device chooses the slots. Before each call the host offers prefilled
@@ -34,29 +35,11 @@ from jaxrl_async.engine import entry as entry_lib
 from jaxrl_async.engine import jetstream_api
 from jaxrl_async.engine import page_admission
 from jaxrl_async.engine import prefill
+from jaxrl_async.engine import scheduler_stats
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 
-_DEPTH = 2  # calls in flight: the one being read and the one after it
 _NO_TOKENS = np.zeros((0,), np.int32)
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class SchedulerStats:
-  """Counts since the start.
-
-  The last two give the occupancy over the calls in which a sequence waited for
-  a slot: the tokens drawn in them, and their slots times their steps.
-  """
-
-  generated_tokens: int = 0
-  prefill_tokens: int = 0
-  recompute_tokens: int = 0
-  adoptions: int = 0
-  interruptions: int = 0
-  preemptions: int = 0
-  busy_slot_steps: int = 0
-  waiting_slot_steps: int = 0
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -98,7 +81,7 @@ class Scheduler:
     """
     self.engine = engine
     self.kv_on_adopt = kv_on_adopt
-    self.stats = SchedulerStats()
+    self.stats = scheduler_stats.SchedulerStats()
     self._busy = busy
     self._params: decode_state_lib.EngineParams | None = None
     self._version = -1
@@ -115,7 +98,8 @@ class Scheduler:
       engine, shared_tokens=shared_tokens, busy=busy
     )
     self._admission = page_admission.make(
-      engine.sizes, steps_ahead=_DEPTH * engine.sizes.decode_steps_per_call
+      engine.sizes,
+      steps_ahead=engine.calls_in_flight * engine.sizes.decode_steps_per_call,
     )
 
   def fresh(self, busy: metrics_lib.BusyClock) -> "Scheduler":
@@ -270,7 +254,7 @@ class Scheduler:
     """
     if self._params is None:
       raise ValueError("adopt weights before the first step")
-    while len(self._calls) < _DEPTH and self._has_work():
+    while len(self._calls) < self.engine.calls_in_flight and self._has_work():
       self._dispatch()
     if self._calls:
       self._collect(self._calls.popleft())
@@ -380,7 +364,11 @@ class Scheduler:
       )
       self._prefilling.append((key, sequence))
       places -= 1
-    self._advance_prefill(is_patient=self._num_placed() > 0)
+    # A call costs as much for one row as for all. So it waits until its rows
+    # are needed, or until there are enough of them.
+    num_staged = len(self._entries) - self._num_placed()
+    if num_staged < self._num_offered() or not self._prefiller.may_wait():
+      self._advance_prefill(is_patient=self._num_placed() > 0)
     for key, sequence in self._prefilling:
       if not self._prefiller.is_ready(key):
         continue
@@ -418,10 +406,16 @@ class Scheduler:
     The device does not take an offer twice.
     """
     staged = [e for e in self._entries.values() if e.slot is None]
-    sizes = self.engine.sizes
-    # More than the slots known to be free, as some sequences may have ended.
-    most = sizes.num_slots - self._num_placed() + self._num_ahead()
-    self._insert(staged[:most])
+    self._insert(staged[: self._num_offered()])
+
+  def _num_offered(self) -> int:
+    """Return how many staged sequences the next call can take.
+
+    If another call is in flight, these are more than the slots known to be
+    free, as some of its sequences may have ended.
+    """
+    num_free = self.engine.sizes.num_slots - self._num_placed()
+    return num_free + (self._num_ahead() if self._calls else 0)
 
   def _insert(self, entries: list[entry_lib.Entry]) -> None:
     """Insert entries in the order of the list."""
@@ -488,7 +482,7 @@ class Scheduler:
       # The host sends an entry's pages with each call once it knows the slot.
       # Until then the device uses the pages of the insertion, which must last
       # for one more call.
-      num_more = _DEPTH if entry.slot is None else 1
+      num_more = self.engine.calls_in_flight if entry.slot is None else 1
       yield entry.ticket, self._reach(entry, num_more)
 
   def _preempt(self, entries: list[entry_lib.Entry]) -> None:

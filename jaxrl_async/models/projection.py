@@ -50,11 +50,34 @@ def _backward(
   return d_x, d_kernel.transpose(*range(num_out, kernel.ndim), *range(num_out))
 
 
-project = jax.custom_vjp(_product, nondiff_argnums=(0, 1))
-project.defvjp(
+_project = jax.custom_vjp(_product, nondiff_argnums=(0, 1))
+_project.defvjp(
   lambda equation, dtype, x, kernel: (
     _product(equation, dtype, x, kernel),
     (x, kernel),
   ),
   _backward,
 )
+
+
+def project(
+  equation: str, dtype: Any, x: Float[Array, "..."], kernel: Float[Array, "..."]
+) -> Float[Array, "..."]:
+  """Return `jnp.einsum(equation, x, kernel)` in `dtype`.
+
+  Args:
+    equation: such as "...d,dnh->...nh". The axes of x that are summed are its
+      last and the kernel's first ones, in the same order.
+    dtype: of the result; None is the dtype of x.
+    x: activations.
+    kernel: is cast to the dtype of x.
+  """
+  num_in = kernel.ndim - len(equation.partition("->...")[2])
+  if num_in > 1:
+    # Two summed axes are one axis in memory. XLA's CPU backend does not see
+    # that, and transposes the kernel in each decode step.
+    letters = equation.partition(",")[2][:num_in]
+    equation = equation.replace(letters, letters[0])
+    x = x.reshape(*x.shape[: x.ndim - num_in], -1)
+    kernel = kernel.reshape(-1, *kernel.shape[num_in:])
+  return _project(equation, dtype, x, kernel)

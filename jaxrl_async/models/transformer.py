@@ -95,22 +95,35 @@ def rope_frequencies(config: configs.ModelConfig) -> np.ndarray:
   return (one - kept) * frequencies / factor + kept * frequencies
 
 
+def rotary_factors(
+  positions: Int[Array, "*B"], frequencies: Float[np.ndarray, "half"]
+) -> tuple[Float[Array, "*B 1 half"], Float[Array, "*B 1 half"]]:
+  """Return the cosine and the sine of each pair's angle (arXiv:2104.09864).
+
+  Args:
+    positions: of each token in its sequence.
+    frequencies: result of `rope_frequencies`.
+  """
+  shape = (1,) * (positions.ndim + 1) + frequencies.shape
+  angles = positions.astype(jnp.float32)[..., None, None]
+  angles = angles * frequencies.reshape(shape)
+  # Otherwise XLA's CPU backend computes them again for each head of each layer.
+  return jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
+
+
 def rotary(
   x: Float[Array, "*B N H"],
-  positions: Int[Array, "*B"],
-  frequencies: Float[np.ndarray, "half"],
+  cos: Float[Array, "*B 1 half"],
+  sin: Float[Array, "*B 1 half"],
 ) -> Float[Array, "*B N H"]:
   """Rotate the two halves of each head by position (arXiv:2104.09864).
 
   Args:
     x: query or key heads.
-    positions: of each token in its sequence.
-    frequencies: result of `rope_frequencies`.
+    cos: see `rotary_factors`.
+    sin: likewise.
   """
   half = x.shape[-1] // 2
-  frequencies = frequencies.reshape((1,) * (positions.ndim + 1) + (half,))
-  angles = positions.astype(jnp.float32)[..., None, None] * frequencies
-  cos, sin = jnp.cos(angles), jnp.sin(angles)
   wide = x.astype(jnp.float32)
   first, second = wide[..., :half], wide[..., half:]
   rotated = (first * cos - second * sin, second * cos + first * sin)
@@ -231,7 +244,7 @@ class Block(nnx.Module):
   def __call__(
     self,
     x: Float[Array, "*B D"],
-    positions: Int[Array, "*B"],
+    factors: tuple[Float[Array, "*B 1 half"], Float[Array, "*B 1 half"]],
     layer: Any,
     attend: Attend,
     rows: Int[Array, "R"] | None = None,
@@ -247,10 +260,9 @@ class Block(nnx.Module):
     query = self._heads("query", h, rows, biases[0], norms[0])
     key = self._heads("key", h, rows, biases[1], norms[1])
     value = self._heads("value", h, rows, biases[2], None)
-    frequencies = rope_frequencies(c)
-    query = rotary(query, positions, frequencies)
-    key = rotary(key, positions, frequencies)
-    mixed, kept = attend(layer, query, key, value)
+    mixed, kept = attend(
+      layer, rotary(query, *factors), rotary(key, *factors), value
+    )
     x = x + self._product("output", "...nh,nhd->...d", mixed, rows)
     h = rms_norm(x, self.mlp_norm[...], c.norm_eps)
     gate = jax.nn.silu(self._product("gate", "...d,df->...f", h, rows))
@@ -344,6 +356,7 @@ class Decoder(nnx.Module):
       per_layer: arrays with a value for each layer, which `attend` gets instead
         of the layer's index. Only for stacked layers.
     """
+    factors = rotary_factors(positions, rope_frequencies(self.config))
     if self.is_stacked:
       block_def, stacked = nnx.split(self.layers)
 
@@ -351,7 +364,7 @@ class Decoder(nnx.Module):
         layer_params, layer_values = layer
         block = nnx.merge(block_def, layer_params)
         x = ad_checkpoint.checkpoint_name(x, _LAYER_INPUT)
-        x, kept = block(x, positions, layer_values, attend, rows)
+        x, kept = block(x, factors, layer_values, attend, rows)
         return constrain(x), kept
 
       body: Any = step
@@ -365,7 +378,7 @@ class Decoder(nnx.Module):
     else:
       kept = []
       for layer, block in enumerate(self.layers):
-        x, kept_here = block(x, positions, layer, attend, rows)
+        x, kept_here = block(x, factors, layer, attend, rows)
         x = constrain(x)
         kept.append(kept_here)
     return rms_norm(x, self.final_norm[...], self.config.norm_eps), kept

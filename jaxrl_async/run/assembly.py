@@ -3,14 +3,10 @@
 from collections.abc import Callable
 import dataclasses
 import pathlib
-from typing import Any
 
 import jax
 
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import channels
-from jaxrl_async.coordination import transfer_directory
-from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.data import prompts
 from jaxrl_async.data import source as source_lib
@@ -22,8 +18,6 @@ from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.models.attention import packed_choice
-from jaxrl_async.planning import aot
-from jaxrl_async.planning import memory_estimate
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import wandb_log as wandb_log_lib
 from jaxrl_async.rewards import pool as pool_lib
@@ -34,12 +28,11 @@ from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib
 from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.run import cluster_checks
-from jaxrl_async.run import device_checks
+from jaxrl_async.run import compile_ahead
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import reward_terms
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.storage import config_json
-from jaxrl_async.storage import disk
 from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.training import batch_settings
 from jaxrl_async.training import objectives
@@ -258,98 +251,6 @@ def make_scheduler(
   )
 
 
-def make_channel(
-  config: sections.Config,
-  workdir: pathlib.Path,
-  published: Any,
-  engine: engine_lib.Engine | None,
-  note: Callable[[str], None],
-  world: world_lib.World | None = None,
-  is_written_again: bool = True,
-) -> weight_transfer.WeightChannel:
-  """Build the channel that brings weights from the trainer to the engine.
-
-  Args:
-    config: a validated config.
-    workdir: of the run.
-    published: shapes and dtypes of the arrays that are published: all weights,
-      or the base or the adapters of a model with LoRA.
-    engine: the engine that adopts them; None if none is in this process.
-    note: is called with messages about what was found in the directory of the
-      channel.
-    world: the processes that train together; None is this one alone.
-    is_written_again: as for `weight_transfer.OrbaxChannel`.
-  """
-  target = published
-  if engine is not None:
-    shardings = engine.params_sharding.weights
-    if engine.model.lora is not None:
-      is_base = "embedding" in published
-      shardings = (lora_lib.base if is_base else lora_lib.adapters)(shardings)
-    target = aot.placed(published, shardings)
-  return channels.make_channel(
-    config.transfer.channel,
-    directory=transfer_directory.prepare(
-      transfer_section(config.transfer, workdir, world),
-      workdir,
-      device_checks.num_bytes(target),
-      note,
-    ),
-    target=target,
-    coalesce=config.algorithm.max_staleness > 0,
-    is_written_again=is_written_again,
-    world=world,
-    note=note,
-  )
-
-
-def transfer_section(
-  section: sections.TransferSection,
-  workdir: pathlib.Path,
-  world: world_lib.World | None,
-) -> sections.TransferSection:
-  """Return a section whose directory all processes of the trainer share."""
-  if section.directory or world is None or world.is_one_host:
-    return section
-  return dataclasses.replace(section, directory=str(workdir))
-
-
-def send_base(
-  config: sections.Config,
-  workdir: pathlib.Path,
-  trainer: trainer_lib.Trainer,
-  engine: engine_lib.Engine,
-  note: Callable[[str], None],
-) -> None:
-  """Send the engine the weights that no version changes.
-
-  They travel through a channel of the configured kind, which is closed
-  afterwards. The versions that follow hold adapters only.
-
-  Raises:
-    WeightTransferError: they could not be sent.
-    StorageError: the directory of the channel is full.
-  """
-  shapes = trainer.base_shapes()
-  channel = make_channel(config, workdir, shapes, engine, note, trainer.world)
-  try:
-    channel.publish(trainer.published_base(), 0)
-    timeout_s = config.run.stall_timeout_s + disk.most_s(channel.num_bytes)
-    adopted = channel.adopt_first(timeout_s)
-    if adopted is None:
-      raise weight_transfer.WeightTransferError(
-        f"the base did not arrive in {timeout_s:.0f} s"
-      )
-    engine.hold_base(adopted[0])
-  finally:
-    channel.close(config.run.join_timeout_s)
-  adapters = device_checks.num_bytes(trainer.published_shapes())
-  note(
-    f"the base is in the engine ({memory_estimate.size(channel.num_bytes)});"
-    f" each version brings its adapters ({memory_estimate.size(adapters)})"
-  )
-
-
 def make_trainer(
   setup: setup_lib.Setup,
   busy: metrics_lib.BusyClock,
@@ -425,7 +326,6 @@ def sft_rows(
 def make_supervised_trainer(
   setup: setup_lib.Setup,
   section: sections.WarmStartSection | sections.PreferenceSection,
-  rows: packing.PackedBatch,
   objective: sft.Objective = sft.NEXT_TOKEN,
 ) -> sft.SupervisedTrainer:
   """Build a trainer for supervised training.
@@ -434,7 +334,6 @@ def make_supervised_trainer(
     setup: of the run. If its model has adapters, only these are trained, and
       a scalar head.
     section: number of steps, and the optimizer.
-    rows: the packed examples.
     objective: what is minimised.
   """
   config = setup.config
@@ -443,12 +342,12 @@ def make_supervised_trainer(
     policy = dataclasses.replace(policy, is_trainable=_is_adapter_or_head)
   return sft.SupervisedTrainer(
     section,
-    rows,
     objective=objective,
     mesh=setup.train_mesh,
     rules=config.mesh.train_rules,
     policy=dataclasses.replace(policy, optimizer=section.optimizer),
     forward=forward_settings(setup, 1.0),
+    tokens_per_row=config.train.tokens_per_row,
     rows_per_microbatch=config.train.rows_per_microbatch,
     max_bad_updates=config.train.max_bad_updates,
     seed=config.seed,
@@ -463,6 +362,9 @@ def warm_start(
   setup: setup_lib.Setup,
   on_step: Callable[[int, float], None],
   note: Callable[[str], None] = lambda message: None,
+  ahead: Callable[[sft.SupervisedTrainer], compile_ahead.Pending | None] = (
+    lambda trainer: None
+  ),
 ) -> transformer.Params:
   """Run the first stage, supervised training, and return its parameters.
 
@@ -475,12 +377,17 @@ def warm_start(
     setup: of the run.
     on_step: is called after each step with the step and its loss.
     note: is called with a message if worked solutions were too long.
+    ahead: is called with the stage's trainer, and may begin to compile its
+      program while the worked solutions are made.
   """
   section = setup.config.warm_start
   if section.checkpoint:
     return initial_params.load(section.checkpoint, setup)
   if not section.num_steps:
     return initial_params.before_training(setup)
+  whole = dataclasses.replace(setup, model=setup.model.base)
+  trainer = make_supervised_trainer(whole, section)
+  compiled = ahead(trainer)
   rows, num_too_long = sft_rows(
     setup, source_lib.Split.WARM_START, section.num_examples
   )
@@ -490,7 +397,8 @@ def warm_start(
       f" {setup.config.train.tokens_per_row:,} tokens (train.tokens_per_row)"
       f" were left out, beside {section.num_examples:,} that were not"
     )
-  whole = dataclasses.replace(setup, model=setup.model.base)
-  trainer = make_supervised_trainer(whole, section, rows)
+  trainer.use(rows)
   trainer.start(initial_params.before_training(setup))
+  if compiled:
+    compiled.wait()
   return sft.warm_start(trainer, section.num_steps, on_step)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 import dataclasses
-from typing import Any
 
 from jax.sharding import Mesh
 
@@ -16,7 +15,6 @@ from jaxrl_async.run import assembly
 from jaxrl_async.run import device_checks
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.training import train_state
-from jaxrl_async.training import trainer as trainer_lib
 
 
 def _slice(mesh: Mesh) -> str:
@@ -52,19 +50,12 @@ def programs(
   slices = {
     "training": trainer.programs(),
     "rollout": engine.programs(
-      _published(trainer),
+      trainer.engine_shapes(),
       num_held=int(device_checks.evaluates_beside(setup.config)),
     ),
   }
   attention = f"packed rows {trainer.forward.attention}"
   return slices, f"{attention}, {engine.attention.description}"
-
-
-def _published(trainer: trainer_lib.Trainer) -> Any:
-  """Return the shapes of all weights that an engine has."""
-  base = trainer.base_shapes()
-  shapes = trainer.published_shapes()
-  return shapes if base is None else lora_lib.joined(base, shapes)
 
 
 def _lora(setup: setup_lib.Setup) -> list[str]:

@@ -11,7 +11,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import engine as engine_lib
-from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.engine import scheduler_stats
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rewards import remote_pools
 from jaxrl_async.rollout import client_requests
@@ -24,6 +24,7 @@ from jaxrl_async.run import cluster_checks
 from jaxrl_async.run import session as session_lib
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.run import shutdown as shutdown_lib
+from jaxrl_async.run import weight_channels
 from jaxrl_async.storage import disk
 from jaxrl_async.training import trainer as trainer_lib
 
@@ -179,8 +180,8 @@ def build(
   if remote is None:
     assert engine is not None
     if trainer.has_base:
-      assembly.send_base(config, workdir, trainer, engine, note)
-    channel = assembly.make_channel(
+      weight_channels.send_base(config, workdir, trainer, engine, note)
+    channel = weight_channels.make_channel(
       config, workdir, trainer.published_shapes(), engine, note, session.world
     )
     shutdown.closes(channel.close, join_s + disk.most_s(channel.num_bytes))
@@ -205,7 +206,7 @@ def build(
     start_timeout_s=_start_timeout_s(config, remote.channels),
     hang_timeout_s=config.cluster.hang_timeout_s,
     busy=busy,
-    zero_totals=dataclasses.asdict(scheduler_lib.SchedulerStats())
+    zero_totals=dataclasses.asdict(scheduler_stats.SchedulerStats())
     | {"wait_s": 0.0, "adopt_s": 0.0, "refused_versions": 0},
     note=note,
   )
@@ -242,7 +243,7 @@ def _channels(
   for shapes in (base, trainer.published_shapes()):
     if shapes is None:
       continue
-    channel = assembly.make_channel(
+    channel = weight_channels.make_channel(
       setup.config,
       session.workdir,
       shapes,

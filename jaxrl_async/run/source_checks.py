@@ -67,6 +67,19 @@ def needs_chat(task: sections.TaskSection) -> str | None:
   return None
 
 
+def asks_reasoning_gym(task: sections.TaskSection) -> bool:
+  """Return whether the training questions are made by reasoning-gym.
+
+  Raises:
+    ConfigError: the name of a dataset is wrong.
+  """
+  tasks = members_of(task) or {"task": task}
+  return any(
+    uri_lib.parse(f"{path}.dataset", each.dataset).kind == uri_lib.REASONING_GYM
+    for path, each in tasks.items()
+  )
+
+
 def check(task: sections.TaskSection) -> None:
   """Check the names of the data, without reading any.
 

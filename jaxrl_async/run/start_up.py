@@ -35,6 +35,7 @@ from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.run import assembly
 from jaxrl_async.run import cluster_checks
+from jaxrl_async.run import compile_ahead
 from jaxrl_async.run import evaluate
 from jaxrl_async.run import evaluators as evaluators_lib
 from jaxrl_async.run import frozen_base
@@ -102,6 +103,7 @@ class Parts:
     set_evaluators: those of `eval.sets`, by name.
     base_record: where the base of a run with LoRA is; None without one.
     max_staleness: the largest bound that any start of the run has had.
+    ahead: compiles the programs of the loop.
     staleness: moves the bound; None if it is fixed.
     shutdown: starts the threads, and closes everything.
   """
@@ -112,6 +114,7 @@ class Parts:
   first_step: int
   base_record: frozen_base.Record | None
   max_staleness: int
+  ahead: compile_ahead.RunPrograms
   staleness: staleness_control.StalenessControl | None
   record: run_record.RunRecord
   clock: metrics_lib.BusyClock
@@ -183,10 +186,15 @@ def parts(
       stream=base.stream,
       rewards=base.rewards,
     )
+    ahead = compile_ahead.RunPrograms(
+      base.trainer, base.engine, is_alone=session.world.size == 1
+    )
+    base.shutdown.closes(ahead.close, setup.config.run.join_timeout_s)
     if base.resumed_step is None:
-      _warm_start(setup, session, base, extensions.initial_params)
+      _warm_start(setup, session, base, extensions.initial_params, ahead)
       running = []
     else:
+      ahead.compile()
       running = _restore(setup, session.workdir, base, base.resumed_step)
       resume.tell_changed_data(
         base.stored.get("data"),
@@ -196,7 +204,7 @@ def parts(
     base.stream.prefetch()
     base.rewards.warm_up()
     yield _of_the_loop(
-      setup, session, extensions, base, evaluators, running, remote
+      setup, session, extensions, base, evaluators, running, remote, ahead
     )
 
 
@@ -290,6 +298,7 @@ def _warm_start(
   session: session_lib.Session,
   base: _Foundation,
   params: transformer.Params | None,
+  ahead: compile_ahead.RunPrograms,
 ) -> None:
   """Start the trainer of a new run, and store the tokenizer in the workdir.
 
@@ -298,6 +307,7 @@ def _warm_start(
     session: of this start.
     base: the trainer and the record.
     params: the first parameters. If None, a warm start makes them.
+    ahead: compiles the programs of this stage and of the loop.
   """
   clock = base.busy["train"]
   start_s = clock.now()
@@ -306,7 +316,10 @@ def _warm_start(
     show = functools.partial(
       _show_warm_start, session, setup.config.warm_start.num_steps
     )
-    params = assembly.warm_start(setup, show, session.progress.note)
+    params = assembly.warm_start(
+      setup, show, session.progress.note, ahead.compile_warm_start
+    )
+  ahead.compile()
   if setup.model.lora is not None:
     params = initial_params.with_adapters(params, setup)
   base.trainer.start(initial_params.of_models(setup, params))
@@ -355,24 +368,6 @@ def _restore(
 # -- the parts of the loop ----------------------------------------------------
 
 
-def _base_record(
-  setup: setup_lib.Setup,
-  session: session_lib.Session,
-  base: _Foundation,
-  extensions: session_lib.Extensions,
-) -> frozen_base.Record | None:
-  """Return where the base of a run with LoRA is; a new run keeps it first."""
-  if base.resumed_step is None and base.trainer.has_base:
-    return frozen_base.keep(
-      setup,
-      session.workdir,
-      base.trainer.state,
-      is_given=extensions.initial_params is not None,
-      world=session.world,
-    )
-  return base.stored.get(frozen_base.KEY)
-
-
 def _records_of_groups(
   setup: setup_lib.Setup, session: session_lib.Session, base: _Foundation
 ) -> tuple[sampler_lib.Sampler, ledger_lib.Ledger]:
@@ -404,6 +399,7 @@ def _of_the_loop(
   evaluators: tuple[evaluate.Evaluator, dict[str, evaluate.Evaluator]],
   running: list[types.RolloutGroup],
   remote: rollout_start.Remote | None,
+  ahead: compile_ahead.RunPrograms,
 ) -> Parts:
   """Build the parts that drive and record the asynchronous loop."""
   config, workdir = setup.config, session.workdir
@@ -413,7 +409,15 @@ def _of_the_loop(
     config, session, extensions, base.stored, step
   )
   base.shutdown.closes(schedule.close)
-  base_record = _base_record(setup, session, base, extensions)
+  base_record = base.stored.get(frozen_base.KEY)
+  if base.resumed_step is None and base.trainer.has_base:
+    base_record = frozen_base.keep(
+      setup,
+      workdir,
+      base.trainer.state,
+      is_given=extensions.initial_params is not None,
+      world=session.world,
+    )
   coordinator = coordinator_lib.Coordinator(
     assembly.coordinator_settings(
       config, has_own_loss=extensions.loss is not None
@@ -464,6 +468,7 @@ def _of_the_loop(
     first_step=step,
     base_record=base_record,
     max_staleness=base.stored["max_staleness"],
+    ahead=ahead,
     staleness=base.staleness,
     record=base.record,
     clock=base.busy["train"],

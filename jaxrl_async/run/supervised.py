@@ -158,8 +158,9 @@ class FineTuning:
       if stored is not None:
         self._check_rows(stored[1])
     self._trainer = assembly.make_supervised_trainer(
-      setup, recipe.section, self._rows, recipe.objective
+      setup, recipe.section, recipe.objective
     )
+    self._trainer.use(self._rows)
     self._writer = metrics_lib.MetricsWriter(
       workdir, side_outputs_lib.SideOutputs(progress.note)
     )

@@ -84,6 +84,7 @@ class Run:
     self._first_step = parts.first_step
     self._base_record = parts.base_record
     self._max_staleness = parts.max_staleness
+    self._ahead = parts.ahead
     self._stall_timeout_s = parts.stall_timeout_s
     self._is_rollout_hung = False
     self._staleness = parts.staleness
@@ -111,6 +112,7 @@ class Run:
       self.writer.hold(0, {})
       self.checkpoints.take_first()
     config_json.write(self.config, self.workdir)
+    self._ahead.rollout.wait(lambda: self.stop.is_set)
     self.channel.publish(self.trainer.published(), step)
     if self.evaluations.catch_up(step):
       self._complete_step(step)
@@ -190,6 +192,7 @@ class Run:
       return None
     ready_s = time.perf_counter()
     taken_s = max(wait_start_s, loaded.taken_s)
+    self._ahead.train.wait(lambda: self.stop.is_set)
     self.last.is_training()
     done = self.trainer.step(step, loaded.batch)
     self.last.has_trained(done)

@@ -15,7 +15,7 @@ import random
 from jaxrl_async import types
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import ledger as ledger_lib
-from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.engine import scheduler_stats
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib
@@ -41,7 +41,7 @@ _RESTART_S = 1.0
 _MAX_STALENESS = 3
 # A process that has started is given up if it is not attached after so long.
 _START_S = 20.0
-_NO_TOTALS = dataclasses.asdict(scheduler_lib.SchedulerStats()) | {
+_NO_TOTALS = dataclasses.asdict(scheduler_stats.SchedulerStats()) | {
   "wait_s": 0.0,
   "adopt_s": 0.0,
   "refused_versions": 0,

@@ -43,6 +43,7 @@ class ModelledEngine(engine_lib.Engine):
     self.num_end_tokens = 1 + sampling.MAX_END_TOKENS
     self._script = script
     self._has_adapters = False
+    self.calls_in_flight = 2
 
   def init_decode_state(self) -> Any:
     """Return idle slots."""

@@ -10,14 +10,33 @@ from collections.abc import Mapping
 import itertools
 import pathlib
 import struct
+import sys
 import time
 from typing import Any
 
-from tensorboardX import record_writer
-from tensorboardX import summary
-from tensorboardX.proto import event_pb2
-
 from jaxrl_async.storage import disk
+
+
+def _import_tensorboardx():
+  """Import what is used of tensorboardX, and no PyTorch.
+
+  Where PyTorch is installed, tensorboardX imports it, which takes two seconds
+  of every start, to accept its tensors.
+  """
+  is_hidden = "torch" not in sys.modules
+  if is_hidden:
+    sys.modules["torch"] = None  # type: ignore[assignment]
+  try:
+    from tensorboardX import record_writer
+    from tensorboardX import summary
+    from tensorboardX.proto import event_pb2
+  finally:
+    if is_hidden:
+      del sys.modules["torch"]
+  return record_writer, summary, event_pb2
+
+
+record_writer, summary, event_pb2 = _import_tensorboardx()
 
 # Its classes are created at import, so pyright does not know them.
 _proto: Any = event_pb2

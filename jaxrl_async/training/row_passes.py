@@ -44,11 +44,20 @@ class RowPasses:
       mesh, rules, None, None, "batch", "tokens"
     )
 
+  def _batch(self, rows: packing.PackedBatch) -> packing.PackedBatch:
+    shape = (1, -1, self._rows_per_microbatch, rows.tokens.shape[1])
+    return jax.tree.map(lambda x: x.reshape(shape), rows)
+
   def on_device(self, rows: packing.PackedBatch) -> packing.PackedBatch:
     """Move the [R, T] rows of one batch to the devices."""
-    shape = (1, -1, self._rows_per_microbatch, rows.tokens.shape[1])
-    batch = jax.tree.map(lambda x: x.reshape(shape), rows)
-    return mesh_lib.put(batch, self._sharding)
+    return mesh_lib.put(self._batch(rows), self._sharding)
+
+  def abstract(self, rows: packing.PackedBatch) -> packing.PackedBatch:
+    """Return the shapes and shardings of what `on_device` returns."""
+    return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding),
+      self._batch(rows),
+    )
 
   def each(
     self,

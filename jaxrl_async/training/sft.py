@@ -145,6 +145,8 @@ NEXT_TOKEN = Objective(
 class SupervisedTrainer:
   """The train state of supervised training, and the programs that change it.
 
+  `use` gives it rows, and `start` or `restore` a state; then it can make steps.
+
   Threads: belongs to the main thread.
 
   Attributes:
@@ -156,13 +158,13 @@ class SupervisedTrainer:
   def __init__(
     self,
     section: sections.WarmStartSection | sections.PreferenceSection,
-    rows: packing.PackedBatch,
     *,
     objective: Objective = NEXT_TOKEN,
     mesh: Mesh,
     rules: sections.ShardingRules = mesh_lib.TRAIN_RULES,
     policy: train_state.ModelSettings,
     forward: train_step.ForwardSettings,
+    tokens_per_row: int,
     rows_per_microbatch: int,
     max_bad_updates: int,
     seed: int,
@@ -171,12 +173,12 @@ class SupervisedTrainer:
 
     Args:
       section: number of steps, rows per step, and the learning rate's decay.
-      rows: the result of `pack_examples`, in host memory.
       objective: what is minimised.
       mesh: the mesh of the training slice.
       rules: which mesh axes split which logical axes.
       policy: what is trained, and with which optimizer.
       forward: settings of the forward pass.
+      tokens_per_row: T.
       rows_per_microbatch: rows of one forward and backward pass. It must divide
         the rows of a step.
       max_bad_updates: number of skipped updates in a row that is an error.
@@ -184,7 +186,8 @@ class SupervisedTrainer:
     """
     layout = mesh_lib.Layout(mesh=mesh, rules=rules)
     self._section = section
-    self._rows = rows
+    self._tokens_per_row = tokens_per_row
+    self._rows: packing.PackedBatch | None = None
     self._objective = objective
     self._max_bad_updates = max_bad_updates
     self._seed = seed
@@ -193,8 +196,11 @@ class SupervisedTrainer:
     self._optimizers = train_step.make_optimizers(
       self._models, total_steps=section.num_steps, decay=section.decay
     )
-    self._schedule = train_step.learning_rate_schedule(
-      section.optimizer, total_steps=section.num_steps, decay=section.decay
+    # Jitted, because a schedule of Optax makes a dozen small calls.
+    self._schedule = jax.jit(
+      train_step.learning_rate_schedule(
+        section.optimizer, total_steps=section.num_steps, decay=section.decay
+      )
     )
     self._sharding = train_state.shardings(
       mesh, rules, self._models, self._optimizers
@@ -247,6 +253,27 @@ class SupervisedTrainer:
     shapes = train_state.shapes(self._models, self._optimizers)
     return aot.placed(shapes, self._sharding)
 
+  def programs(self) -> list[aot.Program]:
+    """Return the program of a step, for rows that have no further fields."""
+    example = worked_examples_lib.WorkedExample(
+      tokens=np.zeros(1, np.int32), loss_mask=np.zeros(1, np.bool_)
+    )
+    row = pack_examples([example], tokens_per_row=self._tokens_per_row)
+    rows = jax.tree.map(
+      lambda x: x.repeat(self._section.rows_per_batch, axis=0), row
+    )
+    return [
+      aot.Program(
+        name="supervised update",
+        function=self._update,
+        arguments=(
+          self.abstract_state(),
+          self._passes.abstract(rows),
+          np.int32(0),
+        ),
+      )
+    ]
+
   def position(self) -> dict[str, int]:
     """Return what a checkpoint stores beside the state."""
     return {"step": self.num_steps_done, "bad_updates": self._bad_updates}
@@ -270,6 +297,7 @@ class SupervisedTrainer:
       WarmStartError: `max_bad_updates` updates in a row had a loss or gradient
         that is not finite.
     """
+    assert self._rows is not None
     chosen = next(self._order)
     batch = jax.tree.map(lambda x: x[chosen], self._rows)
     self.state, metrics = self._update(
@@ -324,17 +352,24 @@ class SupervisedTrainer:
     return self._passes.of_tokens(self._logprob_sums, params, rows)
 
   def use(self, rows: packing.PackedBatch) -> None:
-    """Train on rows that have fields besides those given before."""
-    assert len(rows.tokens) == len(self._rows.tokens)
+    """Train on these rows.
+
+    Args:
+      rows: the result of `pack_examples`, in host memory. If they replace
+        others, they are the same with further fields.
+    """
+    assert self._rows is None or len(rows.tokens) == len(self._rows.tokens)
     self._rows = rows
+    self._go_to(self.num_steps_done, self._bad_updates)
 
   def _go_to(self, step: int, bad_updates: int) -> None:
     self.num_steps_done = step
     self._bad_updates = bad_updates
-    order = row_order(
-      len(self._rows.tokens), self._section.rows_per_batch, self._seed
-    )
-    self._order = itertools.islice(order, step, None)
+    if self._rows is not None:
+      order = row_order(
+        len(self._rows.tokens), self._section.rows_per_batch, self._seed
+      )
+      self._order = itertools.islice(order, step, None)
 
 
 def _evaluated(

@@ -246,6 +246,11 @@ class Trainer:
       return None
     return self._publish_base.eval_shape(self.abstract_state().policy.frozen)
 
+  def engine_shapes(self) -> transformer.Params:
+    """Return the shapes of all weights that an engine has."""
+    base, shapes = self.base_shapes(), self.published_shapes()
+    return shapes if base is None else lora_lib.joined(base, shapes)
+
   def _changing(self, state: train_state.TrainState) -> transformer.Params:
     """Return the parameters of the policy that each version publishes."""
     policy = state.policy

@@ -1,0 +1,21 @@
+"""What a scheduler has counted."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class SchedulerStats:
+  """Counts since the start.
+
+  The last two give the occupancy over the calls in which a sequence waited for
+  a slot: the tokens drawn in them, and their slots times their steps.
+  """
+
+  generated_tokens: int = 0
+  prefill_tokens: int = 0
+  recompute_tokens: int = 0
+  adoptions: int = 0
+  interruptions: int = 0
+  preemptions: int = 0
+  busy_slot_steps: int = 0
+  waiting_slot_steps: int = 0
