@@ -245,7 +245,7 @@ class _Replay:
       )
     if not self._wanted.generates:
       return stored_groups.StoredGroups(self._workdir)
-    prompts = replay_prompts.ScheduledPrompts(
+    prompts = replay_prompts.of_run(
       self._setup,
       self._workdir,
       [

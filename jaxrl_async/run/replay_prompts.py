@@ -18,7 +18,7 @@ from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.run import assembly
 from jaxrl_async.run import setup as setup_lib
 
-_BEGINNING = {"next_index": 0, "num_too_long": 0}  # state of a stream
+_BEGINNING = {"next_index": 0, "num_too_long": 0}  # a stream without rests
 
 
 class ScheduledPrompts:
@@ -32,22 +32,20 @@ class ScheduledPrompts:
 
   def __init__(
     self,
-    setup: setup_lib.Setup,
-    workdir: pathlib.Path,
+    source: prompts.PromptSource,
     needed: Iterable[str],
     *,
+    excluded: Iterable[str],
     host_state: Mapping[str, Any],
-    progress: progress_lib.Progress,
     stop: supervisor_lib.StopRequest,
   ):
     """Prepare to draw; nothing is made before the first use.
 
     Args:
-      setup: of the run.
-      workdir: of the run.
+      source: of the prompts of the run.
       needed: ids of the prompts of all groups, with repetitions.
+      excluded: questions that the run has passed over.
       host_state: of the checkpoint to begin with; empty if there is none.
-      progress: is told what happens.
       stop: ends the search.
     """
     self._needed = collections.Counter(needed)
@@ -55,22 +53,15 @@ class ScheduledPrompts:
     self._stop = stop
     self._num_drawn = 0
     self._first_index = host_state.get("next_index", 0)
-    source = assembly.prompt_source(setup)
-    self._name, self._rests = source.items.name, source.task
+    self._name, self._task = source.items.name, source.task
     task = copy.deepcopy(source.task)
     task.rest_after = 0
-    source = dataclasses.replace(source, task=task)
-    self._stream = prompts.PromptStream(source, source_lib.Split.TRAIN)
-    kept = held_out.load_or_make(
-      workdir / "held_out.json",
-      source,
-      setup.config.eval.num_items,
-      note=progress.note,
-      on_progress=lambda num_made: stop.check("stopped at the beginning"),
-      is_kept=False,
+    self._stream = prompts.PromptStream(
+      dataclasses.replace(source, task=task), source_lib.Split.TRAIN
     )
-    self._stream.exclude(prompt.item["question"] for prompt in kept)
-    self._stream.restore(host_state.get("stream", _BEGINNING))
+    self._stream.exclude(excluded)
+    state = host_state.get("stream", _BEGINNING)
+    self._stream.restore({name: state[name] for name in _BEGINNING})
 
   def take(self, group: recorded_schedule.ScheduledGroup) -> types.Prompt:
     """Return the prompt of a group, once for each group.
@@ -100,10 +91,47 @@ class ScheduledPrompts:
 
     Each group lets a question rest at most once, for `rest_for` passes.
     """
-    if self._rests.rest_after:
-      return (index + 1) * (1 + self._rests.rest_for)
+    if self._task.rest_after:
+      return (index + 1) * (1 + self._task.rest_for)
     return index - self._first_index
 
   def close(self) -> None:
     """End what makes questions."""
     self._stream.close()
+
+
+def of_run(
+  setup: setup_lib.Setup,
+  workdir: pathlib.Path,
+  needed: Iterable[str],
+  *,
+  host_state: Mapping[str, Any],
+  progress: progress_lib.Progress,
+  stop: supervisor_lib.StopRequest,
+) -> ScheduledPrompts:
+  """Return the prompts of a run, whose held-out questions it passed over.
+
+  Args:
+    setup: of the run.
+    workdir: of the run, which may hold these questions.
+    needed: as in `ScheduledPrompts`.
+    host_state: the same.
+    progress: is told if the questions are made again.
+    stop: ends the search.
+  """
+  source = assembly.prompt_source(setup)
+  kept = held_out.load_or_make(
+    workdir / "held_out.json",
+    source,
+    setup.config.eval.num_items,
+    note=progress.note,
+    on_progress=lambda num_made: stop.check("stopped at the beginning"),
+    is_kept=False,
+  )
+  return ScheduledPrompts(
+    source,
+    needed,
+    excluded=[prompt.item["question"] for prompt in kept],
+    host_state=host_state,
+    stop=stop,
+  )
