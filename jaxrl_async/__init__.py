@@ -1,15 +1,16 @@
 """Fully asynchronous reinforcement learning of language models, on JAX.
 
-`load` and `train` are the interface for scripts; see `api`.
+`load`, `train` and `replay` are the interface for scripts; see `api`.
 """
 
 import typing
 
 if typing.TYPE_CHECKING:
   from jaxrl_async.api import load
+  from jaxrl_async.api import replay
   from jaxrl_async.api import train
 
-__all__ = ["load", "train"]
+__all__ = ["load", "replay", "train"]
 
 
 def __getattr__(name: str) -> typing.Any:

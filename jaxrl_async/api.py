@@ -1,4 +1,4 @@
-r"""The interface for scripts: load a policy, generate, score, train.
+r"""The interface for scripts: load a policy, generate, score, train, replay.
 
     import jaxrl_async
 
@@ -20,6 +20,7 @@ from jaxrl_async.data import source as source_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.run import policy as policy_lib
+from jaxrl_async.run import replay_settings
 from jaxrl_async.run import script
 from jaxrl_async.run import stored_policy
 from jaxrl_async.training import objectives
@@ -93,4 +94,53 @@ def train(
     settings=settings or {},
     loss=loss,
     episode=episode,
+  )
+
+
+def replay(
+  workdir: str | pathlib.Path,
+  *,
+  until: int | None = None,
+  from_step: int = 0,
+  from_ledger: bool = False,
+  teacher_forced: bool = False,
+  settings: Mapping[str, Any] | None = None,
+  dataset: source_lib.Source | None = None,
+  loss: objectives.Loss | None = None,
+  episode: episode_lib.Episode = episode_lib.single_turn,
+) -> dict[str, Any]:
+  """Replay a run from its schedule, and compare it; see docs/replay.md.
+
+  This is launch/replay.py for runs that were given a source, a loss or an
+  episode, which have to be given again. Bits can only be equal if XLA has the
+  options that it had in the run.
+
+  Args:
+    workdir: of the run. Nothing is written to it.
+    until: train steps that are completed at the end; None is all.
+    from_step: train step of the checkpoint to begin with.
+    from_ledger: whether to train on the stored trajectories.
+    teacher_forced: the same, and each token is checked.
+    settings: values of fields by path, of programs; with `teacher_forced`.
+    dataset: the source that the run was given.
+    loss: the loss that it was given.
+    episode: the episode that it was given.
+
+  Returns:
+    What was replayed and compared, as the last line of launch/replay.py.
+
+  Raises:
+    ConfigError: the run cannot be replayed, or not in this way.
+    replay_differences.Difference: something came out differently.
+    Interrupted: the replay was asked to stop.
+  """
+  wanted = replay_settings.Wanted(
+    until=until,
+    from_step=from_step,
+    from_ledger=from_ledger,
+    is_forced=teacher_forced,
+    settings=settings or {},
+  )
+  return script.replay(
+    pathlib.Path(workdir), wanted, source=dataset, loss=loss, episode=episode
   )

@@ -258,6 +258,24 @@ def _one_line(error: BaseException) -> str:
   return lines[0] if lines else type(error).__name__
 
 
+def use_config_of(flag: str, file: str) -> None:
+  """Add --config to the arguments, unless there is one.
+
+  Args:
+    flag: names the directory whose config it is.
+    file: in launch/, returns that config.
+  """
+  directory = ""
+  for argument, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
+    name, has_value, value = argument.lstrip("-").partition("=")
+    if name == "config":
+      return
+    if name == flag:
+      directory = value if has_value else following
+  path = pathlib.Path(__file__).parent / file
+  sys.argv.insert(1, f"--config={path}:{directory}")
+
+
 # -- starting ---------------------------------------------------------------
 
 

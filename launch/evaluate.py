@@ -16,7 +16,6 @@ import command_line  # isort: skip, first: it sets XLA's environment
 import contextlib
 import json
 import pathlib
-import sys
 
 from absl import flags
 
@@ -60,8 +59,6 @@ _CATEGORY = flags.DEFINE_string(
 _OUTPUT = flags.DEFINE_string(
   "output", "", "Directory for the completions and the results."
 )
-
-_CONFIG_FILE = pathlib.Path(__file__).parent / "checkpoint_config.py"
 
 
 def _check() -> None:
@@ -133,19 +130,7 @@ def main(config: sections.Config) -> None:
     print(json.dumps({"checkpoint": _CHECKPOINT.value, **results}))
 
 
-def _use_config_of_checkpoint() -> None:
-  """Add --config to the arguments, unless there is one."""
-  checkpoint = ""
-  for argument, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
-    name, has_value, value = argument.lstrip("-").partition("=")
-    if name == "config":
-      return
-    if name == "checkpoint":
-      checkpoint = value if has_value else following
-  sys.argv.insert(1, f"--config={_CONFIG_FILE}:{checkpoint}")
-
-
 if __name__ == "__main__":
   xla_flags.use_same_bits()
-  _use_config_of_checkpoint()
+  command_line.use_config_of("checkpoint", "checkpoint_config.py")
   command_line.start(main, _check, check_config=bounds.check)

@@ -4,8 +4,9 @@ python launch/replay.py --workdir=/tmp/quickstart
 
 Every token, logprob and loss is compared with the record, and the first
 difference ends the replay with exit status 1. Nothing is written to the
-workdir. docs/replay.md says what can be replayed. The last line on stdout is
-JSON.
+workdir. With --teacher_forced, --config.SECTION.FIELD=VALUE changes settings of
+the programs, for example --config.mesh.train_fsdp=4. docs/replay.md says what
+can be replayed. The last line on stdout is JSON.
 """
 
 import command_line  # isort: skip, first: it sets XLA's environment
@@ -17,11 +18,12 @@ import sys
 from typing import Any
 
 from absl import flags
+import recorded_config
 
-from jaxrl_async.config import directories
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import run_schedule
+from jaxrl_async.coordination import recorded_schedule
 from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.storage import config_json
 
 # Slow imports are made where they are used, after all checks.
 
@@ -50,27 +52,35 @@ _FORCED = flags.DEFINE_bool(
 
 
 def _check() -> None:
-  if not command_line.WORKDIR.value:
-    raise sections.ConfigError("workdir: missing; use --workdir=DIRECTORY")
-  directories.check_can_read(
-    "workdir", command_line.WORKDIR.value, "use the workdir of a run"
-  )
   command_line.check_compile_cache()
-  flags_then = run_schedule.environment_of(
+  start = recorded_schedule.start_of(
     pathlib.Path(command_line.WORKDIR.value), _FROM_STEP.value
-  ).get("xla_flags")
+  )
+  flags_then = start.environment.get("xla_flags")
   if flags_then:
     os.environ["XLA_FLAGS"] = flags_then
 
 
-def main() -> None:
+def main(config: sections.Config) -> None:
   """Replay, and print what was compared as JSON."""
   import jax
 
   from jaxrl_async.reporting import progress as progress_lib
-  from jaxrl_async.run import replay
+  from jaxrl_async.run import replay as replay_lib
 
   command_line.use_own_compile_cache()
+  workdir = pathlib.Path(command_line.WORKDIR.value).absolute()
+  own = recorded_config.get_config(str(workdir))
+  wanted = replay_lib.Wanted(
+    until=None if _UNTIL.value < 0 else _UNTIL.value,
+    from_step=_FROM_STEP.value,
+    from_ledger=_FROM_LEDGER.value,
+    is_forced=_FORCED.value,
+    settings={
+      path: value
+      for path, (_, value) in config_json.differences(own, config).items()
+    },
+  )
   stop = supervisor_lib.StopRequest()
   outcome: dict[str, Any] = {"workdir": command_line.WORKDIR.value}
   difference = ""
@@ -81,29 +91,23 @@ def main() -> None:
     ),
   ):
     try:
-      result = replay.replay(
-        pathlib.Path(command_line.WORKDIR.value).absolute(),
-        replay.Wanted(
-          until=None if _UNTIL.value < 0 else _UNTIL.value,
-          from_step=_FROM_STEP.value,
-          from_ledger=_FROM_LEDGER.value,
-          is_forced=_FORCED.value,
-        ),
+      result = replay_lib.replay(
+        workdir,
+        wanted,
         jax.devices(),
         progress=progress,
         stop=stop,
         xla_flags=os.environ["XLA_FLAGS"],
       )
-      if not _FORCED.value:
-        outcome["bit_exact"] = True
-      outcome |= result.record()
-    except replay.Difference as error:
+      outcome |= {wanted.compared: True, **result.record()}
+    except replay_lib.Difference as error:
       difference = str(error)
-      outcome |= {"bit_exact": False, "difference": difference}
+      outcome |= {wanted.compared: False, "difference": difference}
   print(json.dumps(outcome))
   if difference:
     sys.exit(1)
 
 
 if __name__ == "__main__":
-  command_line.start_without_config(main, _check)
+  command_line.use_config_of("workdir", "recorded_config.py")
+  command_line.start(main, _check, check_config=lambda config: None)

@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 import pickle
+import string
 import sys
 import time
 
@@ -101,7 +102,7 @@ def spec_of(directory, has_lora):
 
 def sequence(i):
   """A sequence; every third one looks for a stop string."""
-  stop = tuple("aeiou012345") if i % 3 == 0 else ()
+  stop = tuple(string.ascii_lowercase) if i % 3 == 0 else ()
   return sequence_lib.Sequence(
     tiny.prompt(4 + i % 5, seed=i % 7),
     limit=28,

@@ -4,27 +4,37 @@ import dataclasses
 import json
 import pathlib
 import shutil
+import subprocess
+import sys
 from typing import Any
 
 import jax
+from jax import numpy as jnp
 import numpy as np
 import pytest
+import reward_scorers
 import test_run
 
+import jaxrl_async
 from jaxrl_async.config import sections
+from jaxrl_async.coordination import recorded_schedule
 from jaxrl_async.coordination import run_schedule
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.rollout import episode as episode_lib
-from jaxrl_async.run import replay
+from jaxrl_async.run import regeneration
+from jaxrl_async.run import replay as replay_lib
 from jaxrl_async.run import training_run
+from jaxrl_async.storage import checkpoint
+from jaxrl_async.training import trainer as trainer_lib
 
 pytestmark = pytest.mark.slow
 
 NUM_STEPS = 8
+DIFFERENCE = replay_lib.Difference
 
 
-def make_config(**more):
+def make_config(num_steps=NUM_STEPS, **more):
   """A run whose every second step has a checkpoint, all of which are kept."""
   run = {
     "checkpoint_every": 2,
@@ -35,7 +45,7 @@ def make_config(**more):
   # Few slots: generation is slow enough for trajectories of several versions.
   rollout = {"num_slots": 4, "decode_steps_per_call": 1}
   more: Any = {"algorithm": {"max_staleness": 4}, "rollout": rollout} | more
-  return test_run.make_config(num_steps=NUM_STEPS, run=run, **more)
+  return test_run.make_config(num_steps=num_steps, run=run, **more)
 
 
 def two_turns(prompt):
@@ -44,17 +54,38 @@ def two_turns(prompt):
   yield np.append(written[-1:], prompt.tokens[:2]).astype(np.int32)
 
 
-def play(workdir, episode=episode_lib.single_turn, **wanted):
+def other_turns(prompt):
+  """The same with another second turn."""
+  yield prompt.tokens
+  yield prompt.tokens[:1]
+
+
+def play(workdir, episode=episode_lib.single_turn, devices=None, **wanted):
   """Replays a run."""
   with progress_lib.Progress(0) as progress:
-    return replay.replay(
+    return replay_lib.replay(
       pathlib.Path(workdir),
-      replay.Wanted(**wanted),
-      jax.devices(),
+      replay_lib.Wanted(**wanted),
+      jax.devices() if devices is None else devices,
       progress=progress,
       stop=supervisor_lib.StopRequest(),
       episode=episode,
     )
+
+
+def num_tokens(workdir, first=0, last=NUM_STEPS):
+  """The tokens that the policy wrote, of the groups of some train steps."""
+  return sum(
+    sum(line["num_completion_tokens"])
+    for line in test_run.lines(workdir, "ledger")
+    if line["fate"] == "trained" and first <= line["step"] < last
+  )
+
+
+def a_checkpoint_between(workdir, first, last):
+  """A checkpoint may wait for the one before; this gives one there is."""
+  steps = checkpoint.steps(workdir / "checkpoints")
+  return next(step for step in steps if first <= step <= last)
 
 
 @pytest.fixture(scope="module")
@@ -67,16 +98,19 @@ def recorded(tmp_path_factory):
 
 def test_a_run_is_replayed_to_the_bit(recorded):
   found = play(recorded)
-  assert found.last_step == NUM_STEPS
+  assert found.last_step == NUM_STEPS and found.has_state
   ledger = test_run.lines(recorded, "ledger")
   trained = [x for x in ledger if x["fate"] == "trained"]
   assert found.trajectories == 4 * len(trained)
-  assert found.tokens == sum(sum(x["num_completion_tokens"]) for x in trained)
+  assert found.generated == found.checked == num_tokens(recorded) > 500
+  assert found.restored == 0
+  assert found.record()["state_bit_exact"]
   assert max(x["num_policy_versions"] for x in trained) > 1
 
 
-@pytest.mark.parametrize("step", [2, 6])
-def test_a_run_that_goes_on_from_a_checkpoint_repeats_the_bits(recorded, step):
+@pytest.mark.parametrize("at", [(1, 3), (5, 7)])
+def test_a_run_that_goes_on_from_a_checkpoint_repeats_the_bits(recorded, at):
+  step = a_checkpoint_between(recorded, *at)
   outstanding = json.loads(
     (recorded / "checkpoints" / str(step) / "groups.json").read_text()
   )
@@ -89,18 +123,81 @@ def test_a_run_that_goes_on_from_a_checkpoint_repeats_the_bits(recorded, step):
   assert half_written
   found = play(recorded, from_step=step)
   assert (found.first_step, found.last_step) == (step, NUM_STEPS)
+  assert found.generated + found.restored == num_tokens(recorded, step)
+  assert found.generated == found.checked > 0
+  assert found.restored > 0
 
 
 def test_training_on_the_stored_trajectories_has_the_same_losses(recorded):
   found = play(recorded, from_ledger=True, until=5)
   assert found.last_step == 5
+  assert found.generated == found.checked == 0
+  assert found.restored == num_tokens(recorded, last=5)
+  has_checkpoint = 5 in checkpoint.steps(recorded / "checkpoints")
+  assert found.record()["state_bit_exact"] is (True if has_checkpoint else None)
+
+
+def test_no_more_steps_are_open_than_versions_are_outstanding(
+  recorded, monkeypatch
+):
+  class Watched(regeneration.Regeneration):
+    now = most = 0
+
+    def open(self, step):
+      Watched.now += 1
+      Watched.most = max(Watched.most, Watched.now)
+      super().open(step)
+
+    def close(self, step):
+      Watched.now -= 1
+      return super().close(step)
+
+  monkeypatch.setattr(regeneration, "Regeneration", Watched)
+  play(recorded)
+  ledger = test_run.lines(recorded, "ledger")
+  # A group of step s may have been begun max_staleness steps before.
+  longest = max(x["step"] - x["policy_version_min"] for x in ledger)
+  assert Watched.now == 0 and 1 <= Watched.most <= 1 + longest < NUM_STEPS
+
+
+def test_what_the_last_update_makes_is_compared(recorded, monkeypatch):
+  step = trainer_lib.Trainer.step
+
+  def disturbed(self, number, batch):
+    done = step(self, number, batch)
+    if number == NUM_STEPS - 1:
+      self.state = jax.tree.map(
+        lambda x: jnp.nextafter(x, x + 1) if x.dtype == jnp.float32 else x,
+        self.state,
+      )
+    return done
+
+  monkeypatch.setattr(trainer_lib.Trainer, "step", disturbed)
+  with pytest.raises(
+    replay_lib.Difference, match="after step 8: models.policy"
+  ):
+    play(recorded)
 
 
 def test_each_stored_token_is_the_one_that_its_number_draws(recorded, tmp_path):
   found = play(recorded, is_forced=True)
-  assert found.forced.num_tokens == found.tokens > 500
+  assert found.checked == found.restored == num_tokens(recorded) > 500
+  assert found.generated == 0
   assert found.forced.num_at_boundary <= 2
   assert 0 < found.forced.largest_error < 2e-5
+  # The same programs trained here, so that there is nothing to allow for.
+  assert found.has_state and found.state_difference == 0
+  step = a_checkpoint_between(recorded, 2, 6)
+  later = play(recorded, is_forced=True, from_step=step)
+  stored = [
+    t
+    for number in range(step, NUM_STEPS)
+    for group in run_schedule.read_trajectories(recorded, number)
+    for t in group.trajectories
+  ]
+  since = sum(int((t.policy_versions >= step).sum()) for t in stored)
+  assert later.restored == num_tokens(recorded, step)
+  assert later.checked == since < later.restored
   workdir = tmp_path / "changed"
   shutil.copytree(recorded, workdir)
   stored = workdir / "trajectories" / "3" / "tokens.npy"
@@ -109,8 +206,112 @@ def test_each_stored_token_is_the_one_that_its_number_draws(recorded, tmp_path):
   at = np.flatnonzero(mask)[20]
   tokens[at] = 6 + (tokens[at] + 1) % 10
   np.save(stored, tokens)
-  with pytest.raises(replay.Difference, match="random number is .* outside"):
+  with pytest.raises(
+    replay_lib.Difference, match="random number is .* outside"
+  ):
     play(workdir, is_forced=True)
+
+
+PAGES = {
+  "rollout.num_pages": 12,
+  "rollout.page_tokens": 4,
+  "rollout.prefill_chunk": 8,
+}
+
+
+@pytest.mark.parametrize(
+  "num_devices, settings",
+  [
+    (1, {"rollout.num_slots": 6, "train.tokens_per_row": 96, **PAGES}),
+    pytest.param(4, {"mesh.train_fsdp": 2}, marks=pytest.mark.nightly),
+  ],
+)
+def test_other_programs_check_the_same_tokens(recorded, num_devices, settings):
+  found = play(
+    recorded,
+    is_forced=True,
+    until=6,
+    settings=settings,
+    devices=jax.devices()[:num_devices],
+  )
+  assert found.checked == num_tokens(recorded, last=6)
+  assert found.forced.num_at_boundary <= 2
+  assert 0 < found.forced.largest_error < 5e-5
+
+
+@pytest.mark.parametrize(
+  "wanted, error",
+  [
+    ({"settings": {"rollout.num_slots": 6}}, "rollout.num_slots: .*forced"),
+    (
+      {"settings": {"algorithm.clip_low": 0.1}, "is_forced": True},
+      "algorithm.clip_low: it decides",
+    ),
+    (
+      {"settings": {"rollout.weights": "int8"}, "is_forced": True},
+      "rollout.weights: other weights",
+    ),
+    ({"settings": {"mesh.x": 1}, "is_forced": True}, "no field 'mesh.x'"),
+  ],
+)
+def test_settings_of_other_tokens_are_refused(recorded, wanted, error):
+  with pytest.raises(sections.ConfigError, match=error):
+    play(recorded, **wanted)
+
+
+def test_tokens_of_quantised_weights_cannot_be_forced(recorded, tmp_path):
+  def quantised(lines):
+    lines[0]["config"]["rollout"]["weights"] = "int8"
+
+  workdir = changed(recorded, tmp_path, quantised)
+  with pytest.raises(sections.ConfigError, match="rollout.weights=int8"):
+    play(workdir, is_forced=True)
+
+
+def test_a_question_that_is_gone_ends_the_search(recorded, tmp_path):
+  def renamed(lines):
+    lines[5]["groups"][1]["prompt_id"] = "chain_sum/train/-1"
+
+  workdir = changed(recorded, tmp_path, renamed)
+  with pytest.raises(sections.ConfigError, match="chain_sum/train/-1 of group"):
+    play(workdir)
+
+
+def test_stored_groups_have_to_be_those_of_the_record(recorded, tmp_path):
+  def of_a_deadline(lines):
+    lines[2]["groups"][0]["deadline"] += 1
+
+  workdir = changed(recorded, tmp_path, of_a_deadline)
+  with pytest.raises(
+    replay_lib.Difference, match=r"step 1: Admission\(.*was rec"
+  ):
+    play(workdir, from_ledger=True)
+
+
+def test_the_script_compares_and_says_so_in_json(recorded):
+  def run(*arguments):
+    return subprocess.run(
+      [
+        sys.executable,
+        str(test_run.ROOT / "launch" / "replay.py"),
+        f"--workdir={recorded}",
+        f"--compile_cache={jax.config.jax_compilation_cache_dir}",
+        "--until=2",
+        *arguments,
+      ],
+      capture_output=True,
+      text=True,
+    )
+
+  done = run("--teacher_forced", "--config.rollout.num_slots=6")
+  assert done.returncode == 0, done.stderr
+  found = json.loads(done.stdout.splitlines()[-1])
+  tokens = num_tokens(recorded, last=2)
+  assert found["draws_equal"] and found["checked"] == tokens
+  done = run("--config.rollout.num_slots=6")
+  assert done.returncode == 1 and not done.stdout
+  assert done.stderr.startswith("error: rollout.num_slots: other programs")
+  assert len(done.stderr.splitlines()) == 1
 
 
 def changed(recorded, tmp_path, change):
@@ -128,7 +329,7 @@ def test_the_first_difference_ends_the_replay(recorded, tmp_path):
   def of_a_loss(lines):
     lines[3]["sums"]["loss"][0] += 1e-9
 
-  with pytest.raises(replay.Difference, match=r"^train step 2: loss was"):
+  with pytest.raises(DIFFERENCE, match=r"^train step 2: loss was"):
     play(changed(recorded, tmp_path, of_a_loss))
 
 
@@ -137,20 +338,20 @@ def test_a_different_token_is_shown(recorded, tmp_path):
     lines[4]["groups"][1]["trajectories"][2]["digest"] = "0" * 24
 
   workdir = changed(recorded, tmp_path, of_a_token)
-  index = run_schedule.read(workdir).steps[3].groups[1].admission.index
+  index = recorded_schedule.read(workdir).step(3).groups[1].admission.index
   stored = workdir / "trajectories" / "3" / "tokens.npy"
   tokens = np.load(stored)
   before = sum(
     t.num_tokens
-    for t in run_schedule.read(workdir).steps[3].groups[0].trajectories
+    for t in recorded_schedule.read(workdir).step(3).groups[0].trajectories
   ) + sum(
     t.num_tokens
-    for t in run_schedule.read(workdir).steps[3].groups[1].trajectories[:2]
+    for t in recorded_schedule.read(workdir).step(3).groups[1].trajectories[:2]
   )
   tokens[before + 6] += 1
   np.save(stored, tokens)
   with pytest.raises(
-    replay.Difference,
+    replay_lib.Difference,
     match=rf"train step 3, group {index}, member 2: tokens\[6\] was",
   ):
     play(workdir, until=4)
@@ -167,7 +368,7 @@ def test_a_killed_run_and_what_followed_are_replayed(
   with open(workdir / "schedule.jsonl", "a") as file:
     file.write('{"step": 8, "gro')
   test_run.start(make_config(), workdir)
-  starts = run_schedule.read(workdir).starts
+  starts = recorded_schedule.read(workdir).starts
   assert [start.step for start in starts] == [0, 6]
   # As if the second start had had other flags of XLA.
   path = workdir / "schedule.jsonl"
@@ -202,10 +403,13 @@ def test_turns_and_preemptions_are_replayed(tmp_path):
   assert sum(step["rollout/preemptions"] for step in steps) > 0
   found = play(tmp_path, two_turns)
   assert found.last_step == NUM_STEPS
-  assert play(tmp_path, two_turns, from_step=4).first_step == 4
-  # Without the second turn, the first group that has one is different.
-  with pytest.raises(replay.Difference, match="train step 0, .* it had"):
+  step = a_checkpoint_between(tmp_path, 3, 7)
+  assert play(tmp_path, two_turns, from_step=step).first_step == step
+  with pytest.raises(sections.ConfigError, match="^episode: .*:two_turns"):
     play(tmp_path)
+  # Another second turn makes another group.
+  with pytest.raises(DIFFERENCE, match=r"group \d+, member"):
+    play(tmp_path, other_turns)
 
 
 def test_without_exact_resume_a_checkpoint_is_no_beginning(tmp_path):
@@ -214,4 +418,45 @@ def test_without_exact_resume_a_checkpoint_is_no_beginning(tmp_path):
   training_run.run(config, tmp_path, scorer=test_run.reward_scorers.length)
   assert play(tmp_path).last_step == NUM_STEPS
   with pytest.raises(sections.ConfigError, match="exact_resume"):
-    play(tmp_path, from_step=4)
+    play(tmp_path, from_step=a_checkpoint_between(tmp_path, 3, 7))
+
+
+def test_a_critic_a_reference_and_several_epochs_are_replayed(tmp_path):
+  config = make_config(
+    4,
+    algorithm={
+      "max_staleness": 2,
+      "advantage": "gae",
+      "advantage_scale": sections.AdvantageScale.BATCH_STD,
+      "kl_coef": 0.1,
+      "kl_estimator": sections.KlEstimator.K1,
+      "kl_in_reward": True,
+      "reference_every": 2,
+      "num_epochs": 2,
+    },
+    critic={"warmup_steps": 1},
+  )
+  test_run.start(config, tmp_path)
+  found = play(tmp_path)
+  assert found.last_step == 4 and found.has_state
+  step = a_checkpoint_between(tmp_path, 1, 3)
+  assert play(tmp_path, from_step=step, from_ledger=True).has_state
+
+
+def own_loss(microbatch):
+  """The likelihood of what had an advantage, without any ratio."""
+  batch = microbatch.batch
+  gains = jnp.where(batch.loss_mask, batch.advantages * microbatch.logprobs, 0)
+  return -jnp.sum(gains) / microbatch.totals["num_loss_tokens"], {}
+
+
+def test_adapters_and_a_loss_of_ones_own_are_replayed(tmp_path):
+  config = make_config(4)
+  config.model.lora.rank = 4
+  given = {"loss": own_loss, "episode": two_turns}
+  jaxrl_async.train(config, tmp_path, reward=reward_scorers.length, **given)
+  found = jaxrl_async.replay(tmp_path, **given)
+  assert found["bit_exact"] and found["state_bit_exact"]
+  assert found["generated"] == found["checked"] == num_tokens(tmp_path) > 0
+  with pytest.raises(sections.ConfigError, match="^loss: .*:own_loss"):
+    jaxrl_async.replay(tmp_path, episode=two_turns)

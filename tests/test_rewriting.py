@@ -129,9 +129,8 @@ def rewrite(groups, episode, sizes):
     for group in groups
     for t in group.trajectories
   }
-  again = rewriting_lib.Rewriting(
-    tiny.scheduler(**sizes), TOKENIZER, found.values()
-  )
+  again = rewriting_lib.Rewriting(tiny.scheduler(**sizes), TOKENIZER)
+  again.add(found.values())
   last = max(
     build.version
     for group in groups

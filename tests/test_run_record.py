@@ -34,20 +34,6 @@ class Hand:
     return self.now_s
 
 
-def test_the_environment_is_that_of_the_start_that_made_the_step(tmp_path):
-  lines = [
-    {"start": 0, "environment": {"xla_flags": "a"}},
-    {"step": 0},
-    {"start": 4, "environment": {"xla_flags": "b"}},
-    {"step": 4},
-  ]
-  assert run_schedule.environment_of(tmp_path, 0) == {}
-  text = "".join(json.dumps(line) + "\n" for line in lines)
-  (tmp_path / "schedule.jsonl").write_text(text + '{"st')
-  found = [run_schedule.environment_of(tmp_path, step) for step in (0, 3, 4, 9)]
-  assert [one["xla_flags"] for one in found] == ["a", "a", "b", "b"]
-
-
 @pytest.fixture
 def hand():
   return Hand()

@@ -8,10 +8,16 @@ import pytest
 from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import ledger as ledger_lib
 from jaxrl_async.coordination import schedule
+from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
+from jaxrl_async.rollout import fleet as fleet_lib
 from jaxrl_async.rollout import fleet_member
+from jaxrl_async.rollout import held_version
 from jaxrl_async.rollout import roster as roster_lib
+from jaxrl_async.rollout import running_group
+from jaxrl_async.rollout import worker as worker_lib
 from jaxrl_async.simulation import case as case_lib
 from jaxrl_async.simulation import controller
 from jaxrl_async.simulation import event_loop
@@ -35,10 +41,10 @@ def test_many_seeds_keep_every_invariant():
   assert found.num_seeds == SEEDS
   # They reach what they are about.
   assert found.faults.keys() == {
-    "die", "leave", "fail", "hang", "silence", "slow", "restart",
+    "die", "leave", "fail", "hang", "silence", "slow", "restart", "torn",
   }  # fmt: skip
   assert min(found.faults.values()) >= 5, found.faults
-  assert len(found.seen) == 3 and min(found.seen.values()) >= 10, found.seen
+  assert len(found.seen) == 7 and min(found.seen.values()) >= 5, found.seen
 
 
 @pytest.mark.slow
@@ -179,6 +185,69 @@ def test_sequences_that_are_forgotten_are_found(monkeypatch):
 
   monkeypatch.setattr(scheduler_lib.Scheduler, "_unstage", forget)
   assert first_failure() is not None
+
+
+def test_a_refused_version_that_is_not_written_again_stops_what_needs_it():
+  found = seeds.run(range(60), most_failures=60, is_written_again=False)
+  assert len(found.failures) >= 5
+  assert found.num_deadlocks == len(found.failures)
+  for seed in found.failures:
+    case = case_lib.of_seed(seed)
+    assert case.torn_frac
+    assert case.is_exact or case.eval_every or not case.max_staleness
+
+
+def test_a_cut_after_which_an_older_version_writes_is_found(monkeypatch):
+  cut = coordinator_lib.Coordinator.cut
+
+  def forgetful(self, version):
+    cut(self, version)
+    self._oldest_version = 0
+
+  monkeypatch.setattr(coordinator_lib.Coordinator, "cut", forgetful)
+  assert first_failure().startswith("cut")
+
+
+@pytest.mark.parametrize("side", [worker_lib.RolloutWorker, fleet_lib.Fleet])
+def test_a_cut_that_keeps_what_is_being_written_is_found(monkeypatch, side):
+  monkeypatch.setattr(side, "cut", lambda self, version: None)
+  assert first_failure().startswith("cut")
+
+
+def test_a_cut_whose_groups_nobody_goes_on_with_is_found(monkeypatch):
+  monkeypatch.setattr(
+    coordinator_lib.Coordinator, "_take_back", lambda self, replicas: None
+  )
+  assert first_failure() is not None
+
+
+def test_a_group_that_is_never_overdue_is_found(monkeypatch):
+  monkeypatch.setattr(
+    running_group.RunningGroup, "is_overdue", property(lambda self: False)
+  )
+  assert first_failure().startswith("overdue")
+
+
+def test_a_group_that_is_overdue_too_early_is_found(monkeypatch):
+  class Hasty(supervisor_lib.Deadline):
+    def __init__(self, timeout_s, *arguments):
+      super().__init__(0.8 * timeout_s, *arguments)
+
+  monkeypatch.setattr(supervisor_lib, "Deadline", Hasty)
+  assert first_failure().startswith("overdue")
+
+
+def test_a_held_version_that_is_another_one_is_found(monkeypatch):
+  def hold(self, groups, params):
+    if params is None:
+      return False
+    self._scheduler = groups.fresh(metrics_lib.BusyClock())
+    self._scheduler.adopt(params, self.version)
+    self.held.set_result(None)
+    return True
+
+  monkeypatch.setattr(held_version.HeldVersion, "_hold", hold)
+  assert first_failure().startswith("eval")
 
 
 def test_a_wait_ends_only_when_it_is_notified():

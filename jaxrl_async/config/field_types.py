@@ -49,3 +49,26 @@ def check_type(path: str, kind: Any, value: Any) -> None:
     raise sections.ConfigError(
       f"{path}: {sections.shown(value)} is not {wanted}"
     )
+
+
+def set_at(config: Any, path: str, value: Any) -> None:
+  """Set the field at a path such as "train.num_steps".
+
+  Args:
+    config: the config, which is changed.
+    path: the names of the sections and of the field.
+    value: of the field; that of an enum may be given as text.
+
+  Raises:
+    ConfigError: there is no such field.
+  """
+  *parents, name = path.split(".")
+  place: Any = config
+  for parent in parents:
+    place = getattr(place, parent, None)
+  if not hasattr(place, name):
+    raise sections.ConfigError(f"settings: there is no field {path!r}")
+  kind = type(getattr(place, name))
+  if isinstance(value, str) and issubclass(kind, enum.Enum):
+    value = next((x for x in kind if x.value == value), value)
+  setattr(place, name, value)

@@ -12,7 +12,8 @@ A start names the train steps that were completed, the configuration, and what
 the bits of a result depend on besides. A step has its groups in the order of
 the batch. Of each trajectory it has the caches with which it was written
 (`types.CacheBuild`), the reward, and a digest of what was written. `sums` are
-the numbers that the updates measured, of each minibatch.
+the numbers that the updates measured, of each minibatch. `recorded_schedule`
+reads the file.
 
 A token depends on the weights, the cache and the number of its position, and
 not on its slot, its call or what was written beside it. So calls are not
@@ -35,82 +36,13 @@ from jaxrl_async.storage import disk
 from jaxrl_async.storage import outstanding as outstanding_lib
 from jaxrl_async.storage import workdir as workdir_lib
 
-FORMAT = 1
+FORMAT = 2  # in format 1, sums that are not finite were null
 TRAJECTORIES = stored_trajectories.DIRECTORY
 _ENCODER = json.JSONEncoder()
 
 
 class ScheduleError(ValueError):
   """A schedule cannot be read; the message is one line."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduledTrajectory:
-  """What is recorded of a trajectory.
-
-  Attributes:
-    digest: of its tokens, as `digest` returns it.
-  """
-
-  member: int
-  num_tokens: int
-  finish_reason: types.FinishReason
-  cache_builds: tuple[types.CacheBuild, ...]
-  reward: types.Reward | None
-  digest: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduledGroup:
-  """What is recorded of a group that was trained."""
-
-  admission: types.Admission
-  prompt_id: str
-  trajectories: tuple[ScheduledTrajectory, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduledStep:
-  """What is recorded of a train step.
-
-  Attributes:
-    step: completed train steps before it.
-    groups: in the order of the batch.
-    sums: the numbers that its updates measured, by name; None in place of a
-      number that is not finite.
-  """
-
-  step: int
-  groups: tuple[ScheduledGroup, ...]
-  sums: Mapping[str, list[float | None]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Start:
-  """A start of the run.
-
-  Attributes:
-    step: train steps that were completed.
-    environment: what bits depend on besides the configuration.
-    config: the configuration, as `config_json.to_stored` returns it.
-  """
-
-  step: int
-  environment: Mapping[str, Any]
-  config: Any
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RecordedSchedule:
-  """A schedule that was read.
-
-  Attributes:
-    starts: in order; the first is that of the new run.
-    steps: the train steps, in order and without gaps.
-  """
-
-  starts: tuple[Start, ...]
-  steps: tuple[ScheduledStep, ...]
 
 
 def digest(trajectory: types.Trajectory) -> str:
@@ -121,11 +53,14 @@ def digest(trajectory: types.Trajectory) -> str:
   return found.hexdigest()
 
 
-def plain_sums(sums: Mapping[str, Any]) -> dict[str, list[float | None]]:
-  """Return the sums of a step as JSON, which holds them exactly."""
+def plain_sums(sums: Mapping[str, Any]) -> dict[str, list[float | str]]:
+  """Return the sums of a step as JSON, which holds them exactly.
+
+  JSON has no numbers that are not finite. They are "nan", "inf" and "-inf".
+  """
   return {
     name: [
-      x if math.isfinite(x) else None
+      x if math.isfinite(x) else str(x)
       for x in np.asarray(values, np.float64).ravel().tolist()
     ]
     for name, values in sums.items()
@@ -246,103 +181,6 @@ def _group_record(group: types.RolloutGroup) -> dict[str, Any]:
       for trajectory in group.trajectories
     ],
   }
-
-
-# -- reading ----------------------------------------------------------------
-
-
-def read(workdir: pathlib.Path) -> RecordedSchedule:
-  """Read the schedule of a run that nobody writes.
-
-  Raises:
-    ScheduleError: there is none, or it is damaged.
-  """
-  path = workdir / workdir_lib.SCHEDULE
-  starts, steps = [], []
-  try:
-    with open(path, "rb") as file:
-      for number, line in enumerate(file, 1):
-        if not line.endswith(b"\n"):
-          break  # the run was killed while it wrote this one
-        try:
-          record = json.loads(line)
-          if record.get("format", FORMAT) > FORMAT:
-            raise ScheduleError(f"{path} is of a newer version than this one")
-          if "start" in record:
-            starts.append(_read_start(record))
-          else:
-            steps.append(_read_step(record))
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-          if isinstance(error, ScheduleError):
-            raise
-          raise ScheduleError(
-            f"{path}, line {number} is not of a schedule"
-          ) from error
-  except OSError as error:
-    raise ScheduleError(
-      f"{path} cannot be read ({error.strerror}); a run writes it"
-    ) from error
-  found = [step.step for step in steps]
-  if found != list(range(len(steps))):
-    gap = next(i for i, step in enumerate(found) if i != step)
-    raise ScheduleError(f"{path} has no line of train step {gap} in its place")
-  return RecordedSchedule(starts=tuple(starts), steps=tuple(steps))
-
-
-def environment_of(workdir: pathlib.Path, step: int) -> Mapping[str, Any]:
-  """Return the environment of the start that made a train step.
-
-  Args:
-    workdir: of a run that nobody writes.
-    step: completed train steps before it.
-
-  Returns:
-    Nothing if there is no such start.
-  """
-  found = {}
-  try:
-    with open(workdir / workdir_lib.SCHEDULE, "rb") as file:
-      for line in file:
-        record = json.loads(line)
-        if "start" in record and record["start"] <= step:
-          found = dict(record["environment"])
-  except (OSError, ValueError, LookupError, TypeError):
-    pass  # `read` says what is wrong
-  return found
-
-
-def _read_start(record: Mapping[str, Any]) -> Start:
-  return Start(
-    step=record["start"],
-    environment=record["environment"],
-    config=record["config"],
-  )
-
-
-def _read_step(record: Mapping[str, Any]) -> ScheduledStep:
-  return ScheduledStep(
-    step=record["step"],
-    groups=tuple(_read_group(group) for group in record["groups"]),
-    sums=record["sums"],
-  )
-
-
-def _read_group(record: dict[str, Any]) -> ScheduledGroup:
-  return ScheduledGroup(
-    admission=outstanding_lib.read_admission(record),
-    prompt_id=record["prompt_id"],
-    trajectories=tuple(
-      ScheduledTrajectory(
-        member=one["member"],
-        num_tokens=one["num_tokens"],
-        finish_reason=types.FinishReason(one["finish_reason"]),
-        cache_builds=tuple(types.CacheBuild(*x) for x in one["cache_builds"]),
-        reward=outstanding_lib.read_reward(one["reward"]),
-        digest=one["digest"],
-      )
-      for one in record["trajectories"]
-    ),
-  )
 
 
 # -- stored trajectories ----------------------------------------------------

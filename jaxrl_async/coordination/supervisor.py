@@ -109,13 +109,16 @@ class Deadline:
   counts between two looks is therefore bounded.
   """
 
-  def __init__(self, timeout_s: float):
+  def __init__(
+    self, timeout_s: float, seconds: Callable[[], float] = time.monotonic
+  ):
+    self._seconds = seconds
     self._left_s = timeout_s
-    self._looked_s = time.monotonic()
+    self._looked_s = seconds()
 
   def next_wait_s(self) -> float:
     """Return how long to wait before looking again; 0 once the time is over."""
-    now_s = time.monotonic()
+    now_s = self._seconds()
     self._left_s -= min(now_s - self._looked_s, 2 * _LOOK_S)
     self._looked_s = now_s
     return min(max(self._left_s, 0.0), _LOOK_S)

@@ -122,6 +122,7 @@ def load_or_make(
   *,
   note: Callable[[str], None],
   on_progress: Callable[[int], None],
+  is_kept: bool = True,
 ) -> list[types.Prompt]:
   """Return the held-out prompts from the file, or make them and write it.
 
@@ -135,6 +136,7 @@ def load_or_make(
     note: called with a message if stored questions cannot be used, or if the
       file cannot be written. Neither ends the run.
     on_progress: as in `make`.
+    is_kept: whether the file is written.
 
   Raises:
     sections.ConfigError: the split has fewer distinct questions.
@@ -163,6 +165,8 @@ def load_or_make(
   else:
     return [source.prompt(source_lib.Split.EVAL, item) for item in items]
   made = make(source, num_items, on_progress)
+  if not is_kept:
+    return made
   try:
     _write(path, made_from, [prompt.item for prompt in made])
   except OSError as error:

@@ -7,12 +7,13 @@ only what was reported last, and that is enough for another replica to continue
 it.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 import dataclasses
 
 from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import ledger as ledger_lib
+from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.data import prompts
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rewards import service as service_lib
@@ -60,6 +61,9 @@ class Coordinator:
     ledger: ledger_lib.Ledger,
     busy: metrics_lib.BusyClock,
     episode: episode_lib.Episode = episode_lib.single_turn,
+    new_deadline: Callable[[float], supervisor_lib.Deadline] = (
+      supervisor_lib.Deadline
+    ),
   ):
     """Create a coordinator that has no groups yet."""
     self.settings = settings
@@ -69,6 +73,7 @@ class Coordinator:
     self._ledger = ledger
     self.busy = self._busy = busy
     self._episode = episode
+    self._new_deadline = new_deadline
     self._running: dict[int, running_group.RunningGroup] = {}
     self._waiting: dict[int, running_group.RunningGroup] = {}
     self._versions: dict[str, int] = {}  # by replica that may get groups
@@ -316,7 +321,9 @@ class Coordinator:
       prompt=prompt,
       limit=min(limit, self.settings.max_tokens),
       times_s=times_s,
-      patience=running_group.patience(self.settings.max_group_s),
+      patience=running_group.patience(
+        self.settings.max_group_s, self._new_deadline
+      ),
     )
     self._running[admission.index] = running
     return running

@@ -184,7 +184,7 @@ class Rewritten:
 
 
 class Rewriting:
-  """Generates trajectories again, of all groups of a schedule.
+  """Generates trajectories again, of the groups of a schedule.
 
   Invariant: a trajectory that is not done is in `_waiting`, under the version
   that its next stretch needs.
@@ -196,9 +196,8 @@ class Rewriting:
     self,
     scheduler: scheduler_lib.Scheduler,
     tokenizer: tokenizer_lib.Tokenizer,
-    trajectories: Iterable[Rewritten],
   ):
-    """Prepare to generate these trajectories; the scheduler must be idle."""
+    """Prepare to generate trajectories; the scheduler must be idle."""
     self._scheduler = scheduler
     self._tokenizer = tokenizer
     sizes = scheduler.engine.sizes
@@ -208,6 +207,9 @@ class Rewriting:
     if sizes.num_pages:
       self._most = max(1, sizes.num_pages // sizes.pages_per_slot)
     self._waiting: dict[int, list[Rewritten]] = collections.defaultdict(list)
+
+  def add(self, trajectories: Iterable[Rewritten]) -> None:
+    """Add trajectories, before any version that has to write them."""
     for one in trajectories:
       if not one.is_done:
         self._waiting[one.version].append(one)

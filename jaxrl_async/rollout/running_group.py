@@ -1,6 +1,6 @@
 """A group between its admission and the buffer, as the coordinator keeps it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import traceback as traceback_lib
 from typing import NamedTuple
@@ -212,9 +212,11 @@ def _and_writer(
   return *writers, (replica, num_tokens)
 
 
-def patience(max_group_s: float) -> supervisor_lib.Deadline | None:
+def patience(
+  max_group_s: float, new_deadline: Callable[[float], supervisor_lib.Deadline]
+) -> supervisor_lib.Deadline | None:
   """Return how long a new group may be generated; 0 seconds are for ever."""
-  return supervisor_lib.Deadline(max_group_s) if max_group_s else None
+  return new_deadline(max_group_s) if max_group_s else None
 
 
 def overdue(max_group_s: float) -> Failure:

@@ -1,29 +1,74 @@
-"""Where a replayed trajectory differs from the record, in words."""
+"""Where a replay differs from the record, in words."""
 
+from collections.abc import Mapping
 import pathlib
+from typing import Any
 
 import numpy as np
 
 from jaxrl_async import types
+from jaxrl_async.coordination import recorded_schedule
 from jaxrl_async.coordination import run_schedule
+from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.storage import outstanding as outstanding_lib
 
 
-def of_trajectory(
+class Difference(supervisor_lib.RunError):
+  """The replay has come to something else than the record; it says what."""
+
+
+def of_groups(
+  workdir: pathlib.Path,
+  step: recorded_schedule.ScheduledStep,
+  found: list[types.RolloutGroup],
+) -> str:
+  """Return what is different about the groups of a step; "" if nothing is.
+
+  Args:
+    workdir: of the run, which may have stored the trajectories.
+    step: what the schedule says.
+    found: what the replay has generated, or read.
+  """
+  where = f"train step {step.step}"
+  if len(found) != len(step.groups):
+    return f"{where}: it had {len(step.groups)} groups, there are {len(found)}"
+  for group, recorded in zip(found, step.groups, strict=True):
+    if group.admission != recorded.admission:
+      return (
+        f"{where}: {recorded.admission} was recorded, not {group.admission}"
+      )
+    at = f"{where}, group {group.index}"
+    if group.prompt.prompt_id != recorded.prompt_id:
+      return (
+        f"{at}: its prompt was {recorded.prompt_id} and is"
+        f" {group.prompt.prompt_id}"
+      )
+    members = [t.member for t in group.trajectories]
+    then = [t.member for t in recorded.trajectories]
+    if members != then:
+      return f"{at}: its members were {then} and are {members}"
+    for trajectory, one in zip(
+      group.trajectories, recorded.trajectories, strict=True
+    ):
+      what = _of_trajectory(workdir, step.step, group.index, trajectory, one)
+      if what:
+        return f"{at}, member {one.member}: {what}"
+  return ""
+
+
+def _of_trajectory(
   workdir: pathlib.Path,
   step: int,
   index: int,
   found: types.Trajectory,
-  recorded: run_schedule.ScheduledTrajectory,
+  recorded: recorded_schedule.ScheduledTrajectory,
 ) -> str:
-  """Return what is different about a trajectory; "" if nothing is.
-
-  Args:
-    workdir: of the run, which may have stored the trajectory.
-    step: the train step that trained it.
-    index: of its group.
-    found: what the replay has generated.
-    recorded: what the schedule says.
-  """
+  """Return what is different about a trajectory; "" if nothing is."""
+  then, now = map(
+    outstanding_lib.reward_record, (recorded.reward, found.reward)
+  )
+  if then != now:
+    return f"its reward was {then} and is {now}"
   if (
     run_schedule.digest(found) == recorded.digest
     and found.finish_reason == recorded.finish_reason
@@ -56,4 +101,54 @@ def _first(then: types.Trajectory, now: types.Trajectory) -> str:
         return f"{name}[{position}] was {before!r} and is {after!r}"
   if len(then.tokens) != len(now.tokens):
     return f"it had {len(then.tokens)} tokens and has {len(now.tokens)}"
-  return f"it ended by {then.finish_reason} and ends by {now.finish_reason}"
+  if then.finish_reason != now.finish_reason:
+    return f"it ended by {then.finish_reason} and ends by {now.finish_reason}"
+  return "the stored tokens are the same, but not their recorded digest"
+
+
+def of_sums(
+  step: recorded_schedule.ScheduledStep, found: Mapping[str, list[Any]]
+) -> str:
+  """Return which number of a step is different; "" if none is.
+
+  Args:
+    step: what the schedule says.
+    found: what the updates of the replay measured, as
+      `run_schedule.plain_sums` returns it.
+  """
+  for name, recorded in step.sums.items():
+    if not recorded_schedule.are_equal(found.get(name), recorded):
+      return (
+        f"train step {step.step}: {name} was {recorded} and is"
+        f" {found.get(name)}"
+      )
+  return ""
+
+
+def of_state(
+  found: Mapping[str, np.ndarray], stored: Mapping[str, Any]
+) -> tuple[str, float]:
+  """Compare a train state with that of a checkpoint.
+
+  Args:
+    found: arrays of the replay by name, in host memory.
+    stored: those of the checkpoint, on any devices.
+
+  Returns:
+    Which array is different, "" if none is; and the largest difference of a
+    number of any array.
+  """
+  first, largest = "", 0.0
+  for name, array in stored.items():
+    here, there = found[name], np.asarray(array)
+    if here.tobytes() == there.tobytes():
+      continue
+    with np.errstate(invalid="ignore"):
+      difference = np.abs(here.astype(np.float64) - there.astype(np.float64))
+    is_other = ~(difference == 0)
+    largest = max(largest, float(np.max(difference)))
+    first = first or (
+      f"{name} has {np.count_nonzero(is_other)} numbers of {here.size} that"
+      f" differ, by up to {np.max(difference):.1e}"
+    )
+  return first, largest

@@ -1,19 +1,25 @@
-"""Training from a script: what the user has at hand becomes a run."""
+"""Training and replay from a script: what the user has at hand makes a run."""
 
 from collections.abc import Mapping, Sequence
 import copy
-import enum
 import json
 import pathlib
 import runpy
 from typing import Any
 
+import jax
+
+from jaxrl_async.config import field_types
 from jaxrl_async.config import sections
+from jaxrl_async.coordination import recorded_schedule
+from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.devices import xla_flags
+from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.rewards import importable
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import episode as episode_lib
+from jaxrl_async.run import replay as replay_lib
 from jaxrl_async.run import training_run
 from jaxrl_async.storage import disk
 from jaxrl_async.training import objectives
@@ -34,7 +40,7 @@ def train(
   scorer = _importable(reward)
   config = _config(config)
   for path, value in settings.items():
-    _set(config, path, value)
+    field_types.set_at(config, path, value)
   workdir = workdir.absolute()
   source = None
   if isinstance(dataset, source_lib.Source):
@@ -58,6 +64,42 @@ def train(
   return json.loads(summary)
 
 
+def replay(
+  workdir: pathlib.Path,
+  wanted: replay_lib.Wanted,
+  *,
+  source: source_lib.Source | None,
+  loss: objectives.Loss | None,
+  episode: episode_lib.Episode,
+) -> dict[str, Any]:
+  """Do what `jaxrl_async.replay` documents."""
+  try:
+    start = recorded_schedule.start_of(workdir, wanted.from_step)
+  except recorded_schedule.ScheduleError as error:
+    raise sections.ConfigError(f"workdir: {error}") from error
+  if xla_flags.SAME_BITS in start.environment.get("xla_flags", ""):
+    xla_flags.use_same_bits()  # if it is too late, the replay says so
+  stop = supervisor_lib.StopRequest()
+  with (
+    progress_lib.Progress(0) as progress,
+    stop.on_signals(
+      progress.note, "stopping; once more ends it now", "ended at once"
+    ),
+  ):
+    result = replay_lib.replay(
+      workdir.absolute(),
+      wanted,
+      jax.devices(),
+      progress=progress,
+      stop=stop,
+      source=source,
+      loss=loss,
+      episode=episode,
+      xla_flags=xla_flags.current(),
+    )
+  return {wanted.compared: True, **result.record()}
+
+
 def _importable(reward: service_lib.Scorer | None) -> service_lib.Scorer | None:
   try:
     importable.check_main_script()
@@ -77,20 +119,6 @@ def _config(config: sections.Config | str | pathlib.Path) -> sections.Config:
     reason = "defines no get_config()" if isinstance(error, KeyError) else error
     raise sections.ConfigError(f"config: {path}: {reason}") from error
   return get_config(variant) if has_variant else get_config()
-
-
-def _set(config: sections.Config, path: str, value: Any) -> None:
-  """Set the field at a path such as "train.num_steps"."""
-  *parents, name = path.split(".")
-  place: Any = config
-  for parent in parents:
-    place = getattr(place, parent, None)
-  if not hasattr(place, name):
-    raise sections.ConfigError(f"settings: there is no field {path!r}")
-  kind = type(getattr(place, name))
-  if isinstance(value, str) and issubclass(kind, enum.Enum):
-    value = next((x for x in kind if x.value == value), value)
-  setattr(place, name, value)
 
 
 def _uri(

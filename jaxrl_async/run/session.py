@@ -6,6 +6,7 @@ import pathlib
 
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import world as world_lib
+from jaxrl_async.data import source as source_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.rewards import service as service_lib
@@ -21,6 +22,7 @@ class Extensions:
 
   Attributes:
     replica_environment: environment variables for the processes of replicas.
+    source: of the prompts; None is what the config names.
     scorer: a function of an importable module that scores a completion; None
       is that of `task.reward` or `task.rewards`.
     loss: the loss to minimise; None is the loss of the config's algorithm.
@@ -35,6 +37,7 @@ class Extensions:
   replica_environment: Mapping[str, str] = dataclasses.field(
     default_factory=dict
   )
+  source: source_lib.Source | None = None
   scorer: service_lib.Scorer | None = None
   loss: objectives.Loss | None = None
   episode: episode_lib.Episode = episode_lib.single_turn

@@ -406,7 +406,7 @@ def _of_the_loop(
   step = base.resumed_step or 0
   sampler, ledger = _records_of_groups(setup, session, base)
   schedule = schedule_start.open_schedule(
-    config, session, extensions, base.stored, step
+    setup, session, extensions, base.stored, step
   )
   base.shutdown.closes(schedule.close)
   base_record = base.stored.get(frozen_base.KEY)

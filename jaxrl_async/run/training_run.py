@@ -450,6 +450,7 @@ def run(
   extensions = session_lib.Extensions(
     replica_environment=replica_environment or {},
     initial_params=initial_params,
+    source=source,
     scorer=scorer,
     loss=loss,
     episode=episode,

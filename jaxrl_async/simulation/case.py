@@ -13,6 +13,7 @@ _FAULTS = (
   *("die", "leave", "fail", "silence", "silence", "hang", "slow", "restart"),
 )
 _DELAYS_S = 0.1, 1.0, 4.0
+SLOW = 5.0  # times as long take the calls of a slow replica
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,11 @@ class Case:
     tune_frac: how often the bound moves after a step.
     checkpoint_every: in train steps.
     survives: whether replicas outlive the trainer's process.
+    is_exact: whether every checkpoint is a cut (`run.exact_resume`).
+    max_group_s: a group that is not generated after so long fails; 0 waits.
+    eval_every: train steps between evaluations beside training; 0 has none.
+    torn_frac: how often a version is damaged on its way.
+    is_written_again: whether such a version is published again.
   """
 
   seed: int
@@ -81,6 +87,11 @@ class Case:
   survives: bool
   report_every_s: float
   faults: tuple[Fault, ...]
+  is_exact: bool
+  max_group_s: float
+  eval_every: int
+  torn_frac: float
+  is_written_again: bool
 
 
 def _sizes(rng: random.Random) -> decode_state_lib.EngineSizes:
@@ -125,8 +136,40 @@ def _faults(
   return tuple(faults)
 
 
-def of_seed(seed: int) -> Case:
-  """Return the case of a seed."""
+def of_seed(seed: int, *, is_written_again: bool = True) -> Case:
+  """Return the case of a seed.
+
+  Args:
+    seed: decides everything.
+    is_written_again: whether the publisher writes a version again that was
+      refused. If not, a run stands still that needs this version.
+  """
+  case = _of_seed(seed)
+  # What was added later is drawn apart, so that older seeds stay what they are.
+  rng = random.Random(f"more {seed}")
+  return dataclasses.replace(
+    case,
+    is_exact=rng.random() < 0.4,
+    max_group_s=rng.choice((0.0, 0.0, 0.4, 1.0)) * _group_s(case),
+    eval_every=rng.choice((0, 0, 1, 2)),
+    torn_frac=rng.choice((0.0, 0.0, 0.3)),
+    is_written_again=is_written_again,
+  )
+
+
+def _group_s(case: Case) -> float:
+  """Return about how long a group takes that waits for those before it."""
+  sizes = case.sizes
+  side_by_side = sizes.num_slots
+  if sizes.num_pages:
+    side_by_side = min(side_by_side, sizes.num_pages // sizes.pages_per_slot)
+  num_calls = MAX_TOKENS / sizes.decode_steps_per_call
+  num_calls *= 1 + 2 * case.group_size / side_by_side
+  pace = SLOW if any(fault.kind == "slow" for fault in case.faults) else 1.0
+  return pace * num_calls * (case.call_s + 0.1)
+
+
+def _of_seed(seed: int) -> Case:
   rng = random.Random(seed)
   is_fleet = rng.random() < 0.75
   num_replicas = rng.choice((1, 2, 3, 3)) if is_fleet else 1
@@ -162,4 +205,9 @@ def of_seed(seed: int) -> Case:
     survives=rng.random() < 0.5,
     report_every_s=rng.choice((0.1, 1.0)),
     faults=_faults(rng, num_replicas, num_steps, is_fleet),
+    is_exact=False,
+    max_group_s=0.0,
+    eval_every=0,
+    torn_frac=0.0,
+    is_written_again=True,
   )

@@ -15,6 +15,7 @@ import random
 from jaxrl_async import types
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import ledger as ledger_lib
+from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.engine import scheduler_stats
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
@@ -25,9 +26,11 @@ from jaxrl_async.rollout import rollout_side
 from jaxrl_async.rollout import worker as worker_lib
 from jaxrl_async.run import snapshot
 from jaxrl_async.simulation import case as case_lib
+from jaxrl_async.simulation import checkpoint as checkpoint_lib
 from jaxrl_async.simulation import event_loop
 from jaxrl_async.simulation import invariants as invariants_lib
 from jaxrl_async.simulation import modelled_replica
+from jaxrl_async.simulation import modelled_trainer
 from jaxrl_async.simulation import surroundings
 from jaxrl_async.storage import outstanding as outstanding_lib
 from jaxrl_async.training import batch_loader
@@ -47,30 +50,7 @@ _NO_TOTALS = dataclasses.asdict(scheduler_stats.SchedulerStats()) | {
   "refused_versions": 0,
 }
 
-Batch = tuple[int, list[types.RolloutGroup]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-  """What a start of the trainer continues from, besides the groups' files.
-
-  Attributes:
-    version: completed train steps.
-    next_index: of the next group.
-    ledger: its length and its totals.
-    num_tokens: tokens that were generated for groups.
-    num_prompts: questions that were taken.
-    trained: groups that were trained.
-    bounds: of the groups, by index.
-  """
-
-  version: int = 0
-  next_index: int = 0
-  ledger: ledger_lib.LedgerState = ledger_lib.LedgerState()
-  num_tokens: int = 0
-  num_prompts: int = 0
-  trained: frozenset[int] = frozenset()
-  bounds: tuple[tuple[int, int], ...] = ()
+Batch = modelled_trainer.Batch
 
 
 class World:
@@ -96,7 +76,7 @@ class World:
     self.seen: collections.Counter[str] = collections.Counter()
     self.processes: dict[int, modelled_replica.ReplicaProcess] = {}
     self.absence_s = {case.num_replicas - 1: case.late_s}
-    self.checkpoint = Checkpoint()
+    self.checkpoint = checkpoint_lib.Checkpoint()
     outstanding_lib.write(directory, [])
     self._faults: dict[int, list[case_lib.Fault]] = {}
     for fault in case.faults:
@@ -113,13 +93,15 @@ class World:
     self.start = Start(self, self.checkpoint)
     self.schedule_faults(0)
     try:
-      while self.start.version < self.case.num_steps:
+      while self.start.trainer.num_completed < self.case.num_steps:
         if not self.loop.step() or self.loop.num_events > _MOST_EVENTS:
           raise invariants_lib.Violation("deadlock", self.start.status())
         self._look_for_stall()
       self.start.check_balance()
+      content = self.ledger_bytes()
+      self.seen["overdue"] += content.count(invariants_lib.OVERDUE.encode())
       return self.start.invariants.check_ledger(
-        self.ledger_bytes(), self.start.buffer.state().next_index
+        content, self.start.buffer.state().next_index
       )
     finally:
       self.start.end()
@@ -150,7 +132,7 @@ class World:
         return
       self._stop()
     elif fault.kind == "slow" and not self.case.is_fleet:
-      self.start.pace = modelled_replica.SLOW
+      self.start.pace = case_lib.SLOW
     elif process is None or process.is_dead:
       return
     elif fault.kind == "slow":
@@ -216,11 +198,12 @@ class Start:
 
   Attributes:
     has_ended: whether the process has ended.
-    version: completed train steps.
+    version: the newest version that was published.
+    trainer: the loop that trains.
     pace: times as long as usual take the calls of a replica that is in it.
   """
 
-  def __init__(self, world: World, checkpoint: Checkpoint):
+  def __init__(self, world: World, checkpoint: checkpoint_lib.Checkpoint):
     """Continue from a checkpoint, and publish its version."""
     case, loop = world.case, world.loop
     self.world, self.case, self.loop = world, case, loop
@@ -228,13 +211,17 @@ class Start:
     self.version = checkpoint.version
     self.pace = 1.0
     self._base_tokens = checkpoint.num_tokens
-    self._training: Batch | None = None
     self._rollout_process = (
       event_loop.Process(loop, self._fleet_turn, poll_s=_LOOK_S)
       if case.is_fleet
-      else event_loop.Process(loop, self._worker_turn, is_looping=True)
+      else event_loop.Process(
+        loop,
+        self._worker_turn,
+        is_looping=True,
+        # The real one looks for groups that are overdue, and for questions.
+        poll_s=_LOOK_S if case.max_group_s or case.eval_every else None,
+      )
     )
-    self._trainer_process = event_loop.Process(loop, self._train)
     self._loader_process = event_loop.Process(loop, self._load)
     self._condition = loop.condition()  # of the buffer
     if case.is_fleet:
@@ -250,7 +237,9 @@ class Start:
     )
     self.coordinator = self._make_coordinator()
     self.coordinator.restore(snapshot.running(groups))
-    self.channel = surroundings.Channel(loop)
+    self.channel = surroundings.Channel(
+      loop, case.torn_frac, is_written_again=case.is_written_again
+    )
     self.rollout = self._make_rollout()
     self.invariants = invariants_lib.Invariants(
       self.buffer,
@@ -258,27 +247,45 @@ class Start:
       case.script,
       groups_per_step=case.groups_per_step,
       group_size=case.group_size,
+      max_group_s=case.max_group_s,
+      # In a long round of a worker not all seconds of a deadline count.
+      most_group_s=(1 if case.is_fleet else 3) * case.max_group_s + 1,
+      # Faults and cuts interrupt what is being written.
+      is_whole=case.kv_on_adopt is sections.KvOnAdopt.WAIT
+      and not case.faults
+      and not case.is_exact,
       trained=checkpoint.trained,
+      cuts=checkpoint.cuts,
     )
-    self._loader: batch_loader.BatchLoader[Batch] = batch_loader.BatchLoader(
+    loader: batch_loader.BatchLoader[Batch] = batch_loader.BatchLoader(
       self.buffer,
       lambda groups, step: (step, groups),
       first_step=self.version,
       end_step=case.num_steps,
       new_condition=loop.condition,
     )
-    self._loading: Generator[None, None, None] = self._loader.waits()
+    self._loading: Generator[None, None, None] = loader.waits()
+    self.trainer = modelled_trainer.ModelledTrainer(
+      loop,
+      case,
+      self,
+      loader,
+      self.invariants,
+      modelled_replica.tokenizer(),
+      first_step=self.version,
+      seen=world.seen,
+    )
     self.channel.publish(self.version)
     self.buffer.set_policy_version(self.version)
     for process in self._processes():
       process.wake()
 
   def _processes(self) -> tuple[event_loop.Process, ...]:
-    return self._rollout_process, self._trainer_process, self._loader_process
+    return self._rollout_process, self.trainer.process, self._loader_process
 
   def _make_buffer(
     self,
-    checkpoint: Checkpoint,
+    checkpoint: checkpoint_lib.Checkpoint,
     groups: list[outstanding_lib.OutstandingGroup],
   ) -> invariants_lib.WatchedBuffer:
     buffer = invariants_lib.WatchedBuffer(
@@ -310,6 +317,7 @@ class Start:
         filter_zero_std=True,
         reads_token_scores=False,
         max_failed_groups=1000,
+        max_group_s=case.max_group_s,
       ),
       stream=self.stream,
       buffer=self.buffer,
@@ -317,6 +325,9 @@ class Start:
       ledger=self.ledger,
       busy=metrics_lib.BusyClock(seconds=loop.seconds),
       episode=case.script.episode,
+      new_deadline=lambda timeout_s: supervisor_lib.Deadline(
+        timeout_s, loop.seconds
+      ),
     )
 
   def _make_rollout(self) -> rollout_side.RolloutSide:
@@ -361,7 +372,10 @@ class Start:
     self.has_ended = True
     for process in self._processes():
       process.end()
+    self.trainer.end()
     self._loading.close()
+    if self.channel.num_torn:
+      self.world.faults["torn"] += self.channel.num_torn
     self.ledger.close()
 
   def moving(self) -> tuple[object, ...]:
@@ -418,46 +432,29 @@ class Start:
   def _load(self) -> None:
     next(self._loading, None)
 
-  def _train(self) -> float | None:
-    """Publish what was trained, and take the next batch."""
-    if self._training is not None:
-      self._publish(*self._training)
-      self._training = None
-    loaded = self._loader.next(0.0)
-    if loaded is None:
-      return None
-    self.invariants.check_batch(*loaded.batch)
-    waits = self.case.kv_on_adopt is sections.KvOnAdopt.WAIT
-    if waits and not self.world.faults:
-      self.invariants.check_whole_turns(loaded.batch[1])
-    self._note_seen(*loaded.batch)
-    self._training = loaded.batch
-    rng = self.loop.rng
-    return self.case.train_s * rng.random() * rng.choice((0.1, 1.0))
+  # -- a train step ---------------------------------------------------------
 
-  def _note_seen(self, step: int, groups: list[types.RolloutGroup]) -> None:
-    seen = self.world.seen
-    for group in groups:
-      versions = group.written_versions()
-      bound = self.buffer.bounds[group.index]
-      seen["several versions"] += versions.max() > versions.min()
-      seen["at the bound"] += step - versions.min() == bound > 0
-      writers = {name for t in group.trajectories for name, _ in t.writers}
-      seen["several writers"] += len(writers) > 1
-
-  def _publish(self, step: int, groups: list[types.RolloutGroup]) -> None:
-    """End a train step: its version, its lines, perhaps a checkpoint."""
+  def publish(self, version: int) -> None:
+    """Publish a version; the bound may move."""
     rng = self.loop.rng
     if rng.random() < self.case.tune_frac:
       self.buffer.set_max_staleness(rng.randint(0, _MAX_STALENESS))
-    self.version = step + 1
-    self.channel.publish(self.version)
-    self.buffer.set_policy_version(self.version)
+    self.version = version
+    self.channel.publish(version)
+    self.buffer.set_policy_version(version)
+
+  def record(self, step: int, groups: list[types.RolloutGroup]) -> None:
+    """Write down that groups were trained."""
     for group in groups:
       self.ledger.add_trained(group, step=step, skipped_update=False)
-    if self.version % self.case.checkpoint_every == 0:
-      self._save()
-    self.world.schedule_faults(self.version)
+
+  def hold(self, version: int) -> rollout_side.Held:
+    """Have the rollout side hold a version."""
+    return self.rollout.hold(version)
+
+  def completed(self, version: int) -> None:
+    """Let the faults of a train step happen."""
+    self.world.schedule_faults(version)
 
   # -- the books ------------------------------------------------------------
 
@@ -477,14 +474,24 @@ class Start:
       raise invariants_lib.Violation("balance", str(error)) from error
     return groups
 
-  def _save(self) -> None:
-    outstanding_lib.write(self.world.directory, self.check_balance())
-    self.world.checkpoint = Checkpoint(
-      version=self.version,
+  def save(self, version: int) -> None:
+    """Take a checkpoint, which is a cut for this run too if it is exact."""
+    if self.case.is_exact:
+      self.rollout.cut(version)
+    groups = self.check_balance()
+    outstanding_lib.write(self.world.directory, groups)
+    # A start from here is a cut, whether or not this run goes on with one.
+    there = [one.group for one in groups if one.group]
+    cuts = *self.invariants.cuts, invariants_lib.cut_at(version, there)
+    if self.case.is_exact:
+      self.invariants.cuts = list(cuts)
+    self.world.checkpoint = checkpoint_lib.Checkpoint(
+      version=version,
       next_index=self.buffer.state().next_index,
       ledger=self.ledger.state(),
       num_tokens=self._base_tokens + self.rollout.generated_tokens,
       num_prompts=self.stream.count,
       trained=frozenset(self.invariants.trained),
       bounds=tuple(self.buffer.bounds.items()),
+      cuts=cuts,
     )

@@ -11,6 +11,11 @@
               is not heard has none
     room      no replica is given more than it has room for
     whole     with kv_on_adopt WAIT, one version writes a turn
+    cut       what is written after a cut, or after a start from a checkpoint,
+              has no version below it, and no cache from before
+    overdue   no group is generated for longer than it may be, and none fails
+              for that before
+    eval      an evaluation's answers are those of its version
     wait      no group is outstanding for longer than its steps can take, and
               no batch lies ready while the loader sleeps
     slot      no replica has room while a group could be admitted for it
@@ -20,13 +25,15 @@ They look into the buffer, the coordinator and the fleet for what these parts
 hold, and decide by themselves whether it is right.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+import dataclasses
 import json
 
 import numpy as np
 
 from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
+from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import fleet_member
 from jaxrl_async.rollout import replica as replica_lib
@@ -39,6 +46,10 @@ _GRACE_S = 10.0
 _LOOK_S = 1.0
 # A step takes less, with all faults.
 _LONGEST_STEP_S = 90.0
+# A group that has failed ends within this time: its replica is slow to say so,
+# or is not heard.
+_ENDING_S = 15.0
+OVERDUE = "not generated in "  # how such a failure begins
 
 
 class Violation(AssertionError):
@@ -54,6 +65,31 @@ class Violation(AssertionError):
     self.kind = kind
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cut:
+  """A moment after which nothing may depend on what was before.
+
+  Attributes:
+    version: no older one writes from then on.
+    lengths: of the trajectories that were outstanding, by group and member.
+  """
+
+  version: int
+  lengths: Mapping[tuple[int, int], int]
+
+
+def cut_at(version: int, groups: Iterable[types.RolloutGroup]) -> Cut:
+  """Return the cut at which these groups were outstanding."""
+  return Cut(
+    version=version,
+    lengths={
+      (group.index, t.member): len(t.tokens)
+      for group in groups
+      for t in group.trajectories
+    },
+  )
+
+
 class WatchedBuffer(buffer_lib.Buffer):
   """The real buffer, and a book of what was admitted and taken.
 
@@ -61,6 +97,7 @@ class WatchedBuffer(buffer_lib.Buffer):
     bound: as it was set last.
     bounds: the bound under which each group was admitted.
     admitted_s: when each group was admitted.
+    dropped_s: when each group was dropped.
   """
 
   def __init__(self, groups_per_step: int, max_staleness: int, **settings):
@@ -69,6 +106,7 @@ class WatchedBuffer(buffer_lib.Buffer):
     self.bound = max_staleness
     self.bounds: dict[int, int] = {}
     self.admitted_s: dict[int, float] = {}
+    self.dropped_s: dict[int, float] = {}
 
   def set_max_staleness(self, max_staleness: int) -> None:
     """Set the bound, and write it down."""
@@ -82,6 +120,11 @@ class WatchedBuffer(buffer_lib.Buffer):
       self.bounds[admission.index] = self.bound
       self.admitted_s[admission.index] = self._clock()
     return admission
+
+  def drop(self, index: int) -> None:
+    """Drop a group, and write it down."""
+    super().drop(index)
+    self.dropped_s[index] = self._clock()
 
   def get_batch(
     self, step: int, timeout_s: float
@@ -109,6 +152,7 @@ class Invariants:
 
   Attributes:
     trained: the groups that were trained.
+    cuts: of this timeline, in order.
   """
 
   def __init__(
@@ -119,7 +163,11 @@ class Invariants:
     *,
     groups_per_step: int,
     group_size: int,
+    max_group_s: float,
+    most_group_s: float,
+    is_whole: bool,
     trained: Iterable[int],
+    cuts: Iterable[Cut],
   ):
     """Look at these parts from now on.
 
@@ -129,15 +177,24 @@ class Invariants:
       script: what the policy writes.
       groups_per_step: the number of groups of a batch.
       group_size: the number of trajectories of a group.
+      max_group_s: a group fails that is not generated after so long; 0 waits.
+      most_group_s: the same, with what a look for such groups may be late.
+      is_whole: whether one version writes each turn.
       trained: the groups that were trained before the checkpoint.
+      cuts: those before, with that of the checkpoint.
     """
     self.trained = set(trained)
+    self.cuts = list(cuts)
+    self._is_whole = is_whole
+    self._max_group_s = max_group_s
+    self._most_group_s = most_group_s
     self._buffer = buffer
     self._coordinator = coordinator
     self._script = script
     self._groups_per_step = groups_per_step
     self._group_size = group_size
     self._free_since_s: dict[str, float] = {}
+    self._failed_s: dict[int, float] = {}  # since when, of those that go on
 
   def check_batch(self, step: int, groups: list[types.RolloutGroup]) -> None:
     """Check the groups that a step is going to train."""
@@ -158,9 +215,59 @@ class Invariants:
           f"step {step} trains a token of group {index} that is {staleness}"
           f" versions old; the bound is {bound}",
         )
+      if self._is_whole:
+        self._check_whole_turns(group)
+      self._check_cuts(group)
       difference = self._script.difference(group)
       if difference is not None:
         raise Violation("text", f"group {index}: {difference}")
+
+  def _check_cuts(self, group: types.RolloutGroup) -> None:
+    """Check what was written of a group after each cut."""
+    for trajectory in group.trajectories:
+      places = np.flatnonzero(trajectory.loss_mask)
+      versions = trajectory.policy_versions[places]
+      lengths = np.array([b.length for b in trajectory.cache_builds])
+      # The cache with which each token was written.
+      builds = lengths[np.searchsorted(lengths, places, "right") - 1]
+      for cut in self.cuts:
+        begin = cut.lengths.get((group.index, trajectory.member), 0)
+        later = places >= begin
+        if (versions[later] < cut.version).any():
+          raise Violation(
+            "cut", f"group {group.index}, cut at {cut.version}: {trajectory}"
+          )
+        if (builds[later] < begin).any():
+          raise Violation(
+            "cut",
+            f"group {group.index} goes on with a cache from before the cut at"
+            f" {cut.version}, token {begin}: {trajectory}",
+          )
+
+  def goes_across_a_cut(self, group: types.RolloutGroup) -> bool:
+    """Return whether a turn of it was begun before a cut, and ended after."""
+    lengths = [
+      (cut.lengths.get((group.index, t.member), 0), t.loss_mask)
+      for cut in self.cuts
+      for t in group.trajectories
+    ]
+    return any(
+      0 < begin < len(mask) and mask[begin - 1] and mask[begin]
+      for begin, mask in lengths
+    )
+
+  def check_answer(self, written: answers_lib.Written, version: int) -> None:
+    """Check an answer of an evaluation of this version."""
+    expected = self._script.expected(written.question, written.sample)
+    tokens = expected.tokens[: expected.turn_ends[0]]
+    found = written.trajectory
+    places = np.flatnonzero(found.loss_mask)
+    logprobs = script_lib.logprobs(places, version)
+    if not (
+      np.array_equal(found.tokens, tokens)
+      and np.array_equal(found.behavior_logprobs[places], logprobs)
+    ):
+      raise Violation("eval", f"version {version}: {written}")
 
   def check_groups(self, now_s: float) -> None:
     """Check where the outstanding groups are, and how long they have waited."""
@@ -183,6 +290,26 @@ class Invariants:
         raise Violation(
           "wait", f"{admission} is outstanding for {waited_s:.0f} s"
         )
+    self._check_overdue(now_s)
+
+  def _check_overdue(self, now_s: float) -> None:
+    """Check, after a look for groups that are overdue, that none is left."""
+    if not self._max_group_s:
+      return
+    known = self._coordinator._running
+    for index, running in known.items():
+      generated_s = now_s - self._buffer.admitted_s[index]
+      is_late = generated_s > self._most_group_s
+      if running.unfinished and running.failure is None and is_late:
+        raise Violation(
+          "overdue",
+          f"group {index} is generated for {generated_s:.1f} s",
+        )
+      if running.unfinished and running.failure is not None:
+        failed_s = self._failed_s.setdefault(index, now_s)
+        if now_s - failed_s > _ENDING_S:
+          raise Violation("overdue", f"group {index} has failed, and goes on")
+    self._failed_s = {i: s for i, s in self._failed_s.items() if i in known}
 
   def _is_schedulable(
     self, admissions: Iterable[types.Admission], step: int
@@ -207,8 +334,14 @@ class Invariants:
     ):
       raise Violation("wait", f"nobody wakes the loader for {finished}")
 
+  def bound_of(self, group: types.RolloutGroup) -> int:
+    """Return the bound under which a group was admitted."""
+    return self._buffer.bounds[group.index]
+
   def can_get_group(self, version: int) -> bool:
     """Return whether there is a group for a replica of this version."""
+    if self.cuts and version < self.cuts[-1].version:
+      return False
     waiting = self._coordinator._waiting.values()
     if any(one.admission.birth <= version for one in waiting):
       return True
@@ -239,14 +372,13 @@ class Invariants:
     if found > most:
       raise Violation("room", f"{replica.name} has {found} sequences")
 
-  def check_whole_turns(self, groups: Iterable[types.RolloutGroup]) -> None:
+  def _check_whole_turns(self, group: types.RolloutGroup) -> None:
     """Check that each turn has one version."""
-    for group in groups:
-      for trajectory in group.trajectories:
-        ends = self._script.expected(group.index, trajectory.member).turn_ends
-        for versions in np.split(trajectory.policy_versions, ends[:-1]):
-          if len(set(versions[versions >= 0].tolist())) > 1:
-            raise Violation("whole", f"group {group.index}: {trajectory}")
+    for trajectory in group.trajectories:
+      ends = self._script.expected(group.index, trajectory.member).turn_ends
+      for versions in np.split(trajectory.policy_versions, ends[:-1]):
+        if len(set(versions[versions >= 0].tolist())) > 1:
+          raise Violation("whole", f"group {group.index}: {trajectory}")
 
   def check_members(self, members: Iterable[fleet_member.Member]) -> None:
     """Check that the fleet has handed out all that it could, and to whom."""
@@ -297,10 +429,18 @@ class Invariants:
     Returns:
       The number of groups that ended.
     """
-    fates = [
-      (line["index"], line["fate"])
-      for line in map(json.loads, content.splitlines())
-    ]
+    lines = [*map(json.loads, content.splitlines())]
+    fates = [(line["index"], line["fate"]) for line in lines]
+    overdue = {
+      line["index"]
+      for line in lines
+      if line.get("reason", "").startswith(OVERDUE)
+    }
+    buffer = self._buffer
+    for index in overdue & buffer.dropped_s.keys():
+      lived_s = buffer.dropped_s[index] - buffer.admitted_s[index]
+      if not 0 < self._max_group_s <= lived_s:
+        raise Violation("overdue", f"group {index} fails after {lived_s:.1f} s")
     outstanding = [a.index for a in self._buffer.state().admissions()]
     ended = [index for index, _ in fates]
     if sorted(ended + outstanding) != list(range(next_index)):
@@ -309,7 +449,11 @@ class Invariants:
         f"of {next_index} groups {sorted(ended)} ended and"
         f" {sorted(outstanding)} are outstanding",
       )
-    wrong = [(i, fate) for i, fate in fates if fate != self._script.fate(i)]
+    wrong = [
+      (i, fate)
+      for i, fate in fates
+      if i not in overdue and fate != self._script.fate(i)
+    ]
     if wrong or self.trained != {i for i, f in fates if f == "trained"}:
       raise Violation("balance", f"{self.trained} were trained, not {fates}")
     return len(ended)

@@ -7,16 +7,18 @@ threads of `cluster.replica_process` take turns here.
 from collections.abc import Callable
 from concurrent import futures
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import attached_replica
+from jaxrl_async.rollout import held_version
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import remote
 from jaxrl_async.rollout import replica as replica_lib
 from jaxrl_async.simulation import case as case_lib
+from jaxrl_async.simulation import evaluations
 from jaxrl_async.simulation import event_loop
 from jaxrl_async.simulation import modelled_engine
 from jaxrl_async.simulation import surroundings
@@ -27,7 +29,6 @@ LEASE_S = 1.5
 MOST_SILENCE_S = 4.0
 MOST_ABSENCE_S = 30.0
 HANG_S = 8.0  # longer than the longest call of a slow replica
-SLOW = 5.0
 _MOST_LATE_S = 3.0
 _ATTACH_S = 0.5
 _IDLE_S = 0.25
@@ -42,7 +43,7 @@ def make_replica(
   busy: metrics_lib.BusyClock,
 ) -> replica_lib.Replica:
   """Return a replica whose engine and whose weights are models."""
-  stands_for_channel: Any = channel
+  reader: Any = surroundings.Reader(channel)
   return replica_lib.Replica(
     name,
     link,
@@ -51,15 +52,27 @@ def make_replica(
       kv_on_adopt=case.kv_on_adopt,
       busy=busy,
     ),
-    channel=stands_for_channel,
-    tokenizer=_tokenizer(),
-    fetch=lambda *_: surroundings.Fetch(loop, case.adopt_s, channel),
+    channel=reader,
+    tokenizer=tokenizer(),
+    fetch=lambda _, engine, newer_than: surroundings.Fetch(
+      loop, case.adopt_s, reader, newer_than
+    ),
   )
 
 
 @functools.cache
-def _tokenizer() -> tokenizer_lib.Tokenizer:
+def tokenizer() -> tokenizer_lib.Tokenizer:
+  """Return the tokenizer of all replicas; no text is looked at."""
   return tokenizer_lib.character_level()
+
+
+class _Questions(NamedTuple):
+  """Questions that a replica was asked, and who waits for the answers."""
+
+  handle: "Handle"
+  future: futures.Future
+  held: held_version.HeldVersion
+  written: evaluations.Answers
 
 
 class ReplicaProcess:
@@ -67,7 +80,7 @@ class ReplicaProcess:
 
   Attributes:
     is_dead: whether the process has ended.
-    is_slow: whether its calls take `SLOW` times as long.
+    is_slow: whether its calls take `case.SLOW` times as long.
     silence_s: by how much the next report is late.
     silent_until_s: when that report arrives at the latest.
     late_until_s: when all work that is on its way has arrived.
@@ -84,6 +97,9 @@ class ReplicaProcess:
     self._loop = loop
     self._case = case
     self._attached: attached_replica.AttachedReplica | None = None
+    self._held: held_version.HeldVersion | None = None
+    self._holds: list[tuple[Handle, futures.Future]] = []
+    self._questions: list[_Questions] = []
     self._caller: tuple[Handle, futures.Future, float] | None = None
     self._process = self._new_process()
     self._speaker = event_loop.Process(loop, self._speak)
@@ -113,6 +129,9 @@ class ReplicaProcess:
     if self._caller is not None:
       handle, future, _ = self._caller
       handle.end_later(future)
+    waiting = [(asked.handle, asked.future) for asked in self._questions]
+    for handle, future in self._holds + waiting:
+      handle.end_later(future)
 
   def hang(self) -> None:
     """Let the thread that generates never come back."""
@@ -124,6 +143,9 @@ class ReplicaProcess:
     self._process.end()
     self._process = self._new_process()
     self._caller = None
+    if self._attached is not None:
+      self._attached.replica.close(has_failed=False)
+      self._answer()
     link = remote.RemoteLink(name, new_condition=self._loop.condition)
     busy = metrics_lib.BusyClock(seconds=self._loop.seconds)
     self._attached = attached_replica.AttachedReplica(
@@ -140,6 +162,54 @@ class ReplicaProcess:
     if self._attached is not None:
       self._attached.link.deliver(delivery)
 
+  def hold(
+    self, handle: "Handle", future: futures.Future, version: int
+  ) -> None:
+    """Hold a version for questions, and say so as soon as it is there."""
+    if self._attached is None:
+      handle.fail_later(future, "it is not attached")
+      return
+    self._held = self._attached.replica.hold(version)
+    self._holds.append((handle, future))
+
+    def say(held: futures.Future) -> None:
+      if held.exception() is None:
+        handle.return_later(future, None)
+      else:
+        handle.fail_later(future, str(held.exception()))
+
+    self._held.held.add_done_callback(say)
+
+  def ask(
+    self, handle: "Handle", future: futures.Future, questions: remote.Questions
+  ) -> None:
+    """Answer questions with a held version."""
+    if self._held is None or self._held.version != questions.version:
+      handle.fail_later(future, f"version {questions.version} is not held")
+      return
+    written = evaluations.ask(
+      self._held,
+      dict(zip(questions.numbers, questions.prompts, strict=True)),
+      questions.settings,
+      tokenizer(),
+    )
+    self._questions.append(_Questions(handle, future, self._held, written))
+
+  def release(self, version: int) -> None:
+    """Give this version back, if it is held."""
+    if self._held is not None and self._held.version == version:
+      self._held.release()
+
+  def _answer(self) -> None:
+    """Send the answers that are complete."""
+    for asked in list(self._questions):
+      if asked.written.has_ended():
+        self._questions.remove(asked)
+        asked.handle.return_later(asked.future, asked.written.answers)
+      elif asked.held._is_released.is_set():
+        self._questions.remove(asked)
+        asked.handle.fail_later(asked.future, "it was released")
+
   def collect(self, handle: "Handle", future: futures.Future) -> None:
     """Answer as soon as there is something to say, or after a heartbeat."""
     self._caller = handle, future, self._loop.now + HEARTBEAT_S
@@ -148,9 +218,11 @@ class ReplicaProcess:
 
   def _turn(self) -> float | None:
     assert self._attached is not None
-    if not self._attached.round(_IDLE_S):
+    has_stepped = self._attached.round(_IDLE_S)
+    self._answer()
+    if not has_stepped:
       return None
-    pace = SLOW if self.is_slow else 1.0
+    pace = case_lib.SLOW if self.is_slow else 1.0
     return self._case.call_s * self._loop.rng.random() * pace
 
   def _speak(self) -> None:
@@ -248,16 +320,30 @@ class Handle:
   def answer(
     self, questions: remote.Questions
   ) -> futures.Future[list[answers_lib.Written]]:
-    """Raise an error: evaluations are not simulated."""
-    raise NotImplementedError
+    """Ask a replica that holds a version."""
+    future: futures.Future[list[answers_lib.Written]] = futures.Future()
+    self._loop.after(
+      self._way_s(), self._call, self.process.ask, future, questions
+    )
+    return future
 
   def hold(self, version: int) -> futures.Future[None]:
-    """Raise an error: evaluations are not simulated."""
-    raise NotImplementedError
+    """Have a version held."""
+    future: futures.Future[None] = futures.Future()
+    self._loop.after(
+      self._way_s(), self._call, self.process.hold, future, version
+    )
+    return future
+
+  def _call(self, method: Callable, future: futures.Future, what: Any) -> None:
+    if self.process.is_dead or self._has_ended():
+      self._end(future, None)
+    else:
+      method(self, future, what)
 
   def release(self, version: int) -> None:
-    """Raise an error: evaluations are not simulated."""
-    raise NotImplementedError
+    """Have a version given back."""
+    self._loop.after(self._way_s(), self.process.release, version)
 
   def kill(self) -> None:
     """End the process."""
@@ -269,6 +355,23 @@ class Handle:
   ) -> None:
     """Let what was said arrive, unless the process ends before that."""
     self._loop.after(late_s + self._way_s(), self._end, future, said)
+
+  def return_later(self, future: futures.Future, result: Any) -> None:
+    """Let the result of a call arrive that is no report."""
+    self._loop.after(self._way_s(), self._return, future, result)
+
+  def _return(self, future: futures.Future, result: Any) -> None:
+    heard_s = self.process.heard_s
+    self._end(future, result)
+    self.process.heard_s = heard_s  # the lease depends on reports alone
+
+  def fail_later(self, future: futures.Future, why: str) -> None:
+    """Let it be known that something cannot be done."""
+    self._loop.after(self._way_s(), self._fail, future, why)
+
+  def _fail(self, future: futures.Future, why: str) -> None:
+    if not future.done():
+      future.set_exception(remote.ReplicaFailed(why))
 
   def end_later(self, future: futures.Future) -> None:
     """Let it be known that the process has ended."""

@@ -50,13 +50,25 @@ class Summary:
     return sum(text.startswith("deadlock") for text in self.failures.values())
 
 
-def run(seeds: Iterable[int], most_failures: int = 10) -> Summary:
-  """Run the cases of these seeds, until so many have failed."""
+def run(
+  seeds: Iterable[int],
+  most_failures: int = 10,
+  *,
+  is_written_again: bool = True,
+) -> Summary:
+  """Run the cases of these seeds, until so many have failed.
+
+  Args:
+    seeds: the seeds.
+    most_failures: where to stop.
+    is_written_again: as in `case.of_seed`.
+  """
   summary = Summary()
   memory = str(_MEMORY) if _MEMORY.is_dir() else None
   with tempfile.TemporaryDirectory(dir=memory) as directory:
     for seed in seeds:
-      _run(seed, pathlib.Path(directory), summary)
+      case = case_lib.of_seed(seed, is_written_again=is_written_again)
+      _run(case, pathlib.Path(directory), summary)
       if len(summary.failures) >= most_failures:
         break
   return summary
@@ -74,14 +86,16 @@ def joined(summaries: Iterable[Summary]) -> Summary:
   return total
 
 
-def _run(seed: int, directory: pathlib.Path, summary: Summary) -> None:
+def _run(
+  case: case_lib.Case, directory: pathlib.Path, summary: Summary
+) -> None:
   summary.num_seeds += 1
-  world = controller.World(case_lib.of_seed(seed), directory)
+  world = controller.World(case, directory)
   try:
     summary.num_groups += world.run()
   except invariants_lib.Violation as violation:
-    summary.failures[seed] = str(violation)
+    summary.failures[case.seed] = str(violation)
   except _ERRORS as error:
-    summary.failures[seed] = f"{type(error).__name__}: {error}"
+    summary.failures[case.seed] = f"{type(error).__name__}: {error}"
   summary.faults += world.faults
   summary.seen += world.seen

@@ -1,0 +1,160 @@
+"""The loop of the trainer's main thread, without what it computes."""
+
+import collections
+from typing import Protocol, runtime_checkable
+
+from jaxrl_async import types
+from jaxrl_async.rollout import rollout_side
+from jaxrl_async.simulation import case as case_lib
+from jaxrl_async.simulation import evaluations
+from jaxrl_async.simulation import event_loop
+from jaxrl_async.simulation import invariants as invariants_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
+from jaxrl_async.training import batch_loader
+
+_LOOK_S = 0.1
+
+Batch = tuple[int, list[types.RolloutGroup]]
+
+
+@runtime_checkable
+class Steps(Protocol):
+  """What the loop does in each train step, besides training."""
+
+  def publish(self, version: int) -> None:
+    """Publish a version."""
+    ...
+
+  def record(self, step: int, groups: list[types.RolloutGroup]) -> None:
+    """Write down that groups were trained."""
+    ...
+
+  def save(self, version: int) -> None:
+    """Take a checkpoint."""
+    ...
+
+  def hold(self, version: int) -> rollout_side.Held:
+    """Have the rollout side hold a version."""
+    ...
+
+  def completed(self, version: int) -> None:
+    """Be told that a train step is done, with all that follows it."""
+    ...
+
+
+class ModelledTrainer:
+  """Trains for a random time, in the order of `training_run.Run`.
+
+  Attributes:
+    process: takes the turns.
+    num_completed: train steps that are done, with all that follows them.
+  """
+
+  def __init__(
+    self,
+    loop: event_loop.Loop,
+    case: case_lib.Case,
+    steps: Steps,
+    loader: batch_loader.BatchLoader[Batch],
+    invariants: invariants_lib.Invariants,
+    tokenizer: tokenizer_lib.Tokenizer,
+    *,
+    first_step: int,
+    seen: collections.Counter[str],
+  ):
+    """Begin after so many train steps.
+
+    Args:
+      loop: the clock.
+      case: how long everything takes.
+      steps: what else a train step does.
+      loader: of the batches.
+      invariants: check the answers of evaluations.
+      tokenizer: of the policy.
+      first_step: completed train steps.
+      seen: counts the evaluations.
+    """
+    self.process = event_loop.Process(loop, self._turn)
+    self.num_completed = first_step
+    self._loop = loop
+    self._case = case
+    self._steps = steps
+    self._loader = loader
+    self._invariants = invariants
+    self._tokenizer = tokenizer
+    self._seen = seen
+    self._training: Batch | None = None
+    self._published: Batch | None = None
+    self._evaluation: evaluations.Evaluation | None = None
+
+  def end(self) -> None:
+    """End the loop, and an evaluation that is under way."""
+    self.process.end()
+    if self._evaluation is not None:
+      self._evaluation.end()
+
+  def _turn(self) -> float | None:
+    """Publish what was trained, complete its step, and take the next batch."""
+    evaluation = self._evaluation
+    if self._training is not None:
+      if evaluation is not None and not evaluation.is_held():
+        return _LOOK_S
+      self._steps.publish(self._training[0] + 1)
+      self._published, self._training = self._training, None
+    if self._published is not None:
+      is_under_way = evaluation is not None and not evaluation.has_ended
+      if is_under_way and self._is_evaluated(self._published[0] + 1):
+        return _LOOK_S  # one evaluation at a time
+      self._complete(*self._published)
+      self._published = None
+    loaded = self._loader.next(0.0)
+    if loaded is None:
+      return None
+    self._check(*loaded.batch)
+    self._training = loaded.batch
+    rng = self._loop.rng
+    return self._case.train_s * rng.random() * rng.choice((0.1, 1.0))
+
+  def _check(self, step: int, groups: list[types.RolloutGroup]) -> None:
+    """Check a batch, and count what is of interest in it."""
+    invariants, seen = self._invariants, self._seen
+    invariants.check_batch(step, groups)
+    for group in groups:
+      versions = group.written_versions()
+      bound = invariants.bound_of(group)
+      seen["several versions"] += bool(versions.max() > versions.min())
+      seen["at the bound"] += bool(step - versions.min() == bound > 0)
+      writers = {name for t in group.trajectories for name, _ in t.writers}
+      seen["several writers"] += len(writers) > 1
+      seen["across a cut"] += invariants.goes_across_a_cut(group)
+
+  def _is_evaluated(self, step: int) -> bool:
+    every = self._case.eval_every
+    return bool(every) and step % every == 0 and step < self._case.num_steps
+
+  def _complete(self, step: int, groups: list[types.RolloutGroup]) -> None:
+    """End a train step: its lines, perhaps a checkpoint or an evaluation."""
+    version = step + 1
+    self._steps.record(step, groups)
+    self._look_at_evaluation()
+    if version % self._case.checkpoint_every == 0:
+      self._steps.save(version)
+    if self._is_evaluated(version):
+      self._evaluation = evaluations.Evaluation(
+        self._loop,
+        self._steps.hold(version),
+        version,
+        case_lib.MAX_TOKENS,
+        self._invariants.check_answer,
+        self._tokenizer,
+      )
+    self.num_completed = version
+    self._steps.completed(version)
+
+  def _look_at_evaluation(self) -> None:
+    """Count an evaluation that has ended."""
+    evaluation = self._evaluation
+    if evaluation is not None and evaluation.has_ended:
+      name = "an evaluation lost" if evaluation.is_lost else "an evaluation"
+      self._seen[name] += 1
+      self._evaluation = None
