@@ -8,7 +8,7 @@ update, temperature 1, no penalty for divergence, the same AdamW and the same
 reward. The cases (peers/shared_work.py):
 
     fixed      every completion has 64 tokens
-    long_tail  lengths are nearly lognormal (median 32, deviation 1.1 in
+    long_tail  lengths are nearly lognormal (median 32, deviation 1.2 in
                logarithms) and cut at 512; TRL and Tunix wait for the longest of
                a batch, and this project goes on with the others
     reward     sums of three or four digits that are worked out step by step,
