@@ -188,13 +188,14 @@ def test_sequences_that_are_forgotten_are_found(monkeypatch):
 
 
 def test_a_refused_version_that_is_not_written_again_stops_what_needs_it():
-  found = seeds.run(range(60), most_failures=60, is_written_again=False)
+  found = seeds.run(range(150), most_failures=150, is_written_again=False)
   assert len(found.failures) >= 5
   assert found.num_deadlocks == len(found.failures)
   for seed in found.failures:
     case = case_lib.of_seed(seed)
     assert case.torn_frac
-    assert case.is_exact or case.eval_every or not case.max_staleness
+    # With a bound of 1, two versions in a row may be refused.
+    assert case.is_exact or case.eval_every or case.max_staleness <= 1
 
 
 def test_a_cut_after_which_an_older_version_writes_is_found(monkeypatch):

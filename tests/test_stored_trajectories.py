@@ -53,7 +53,7 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_room(tmp_path):
 
 def test_no_more_than_a_limit_is_kept(tmp_path, monkeypatch):
   stored = stored_trajectories.StoredTrajectories(tmp_path, 0, lambda text: 0)
-  monkeypatch.setattr(stored_trajectories, "_MOST_KEPT", 5000)
+  monkeypatch.setattr(stored_trajectories, "_MOST_KEPT", 3000)
   with disks.files_of_at_most(100):
     add(stored, 0)
     with pytest.raises(disk.StorageError):

@@ -194,7 +194,7 @@ def test_solutions_come_from_a_function_of_ones_own(tmp_path):
     ("no_such_module:f", "cannot be imported: No module named"),
     ("test_worked_examples:none", "has no function 'none'"),
     ("test_worked_examples:add_two", "returned 3 for a/warm_start/"),
-    ("field:", "is none of chain_sum, messages, field:NAME"),
+    ("field:", "is none of chain_sum, number_sorting, countdown, messages"),
   ],
 )
 def test_a_solver_that_cannot_be_used_is_named(tmp_path, solver, words):

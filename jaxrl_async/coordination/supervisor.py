@@ -110,11 +110,11 @@ class Deadline:
   """
 
   def __init__(
-    self, timeout_s: float, seconds: Callable[[], float] = time.monotonic
+    self, timeout_s: float, seconds: Callable[[], float] | None = None
   ):
-    self._seconds = seconds
+    self._seconds = seconds or time.monotonic
     self._left_s = timeout_s
-    self._looked_s = seconds()
+    self._looked_s = self._seconds()
 
   def next_wait_s(self) -> float:
     """Return how long to wait before looking again; 0 once the time is over."""
