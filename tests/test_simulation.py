@@ -187,6 +187,7 @@ def test_sequences_that_are_forgotten_are_found(monkeypatch):
   assert first_failure() is not None
 
 
+@pytest.mark.slow
 def test_a_refused_version_that_is_not_written_again_stops_what_needs_it():
   found = seeds.run(range(150), most_failures=150, is_written_again=False)
   assert len(found.failures) >= 5
