@@ -4,7 +4,6 @@ import ast
 import importlib.util
 import pathlib
 import re
-import types
 
 import pytest
 import test_run
@@ -14,7 +13,6 @@ from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.run import cluster_checks
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import rollout_start
-from jaxrl_async.run import start_up
 
 RAY = sections.ClusterKind.RAY
 PACKAGE = pathlib.Path(config_checks.__file__).parents[1]
@@ -92,11 +90,12 @@ def test_limits_grow_with_the_size_of_a_version():
   made = config()
   assert rollout_start._start_timeout_s(made, [channel]) == 300 + 650
   # It is written, and then it is read.
-  parts = types.SimpleNamespace(
-    channel=channel, setup=types.SimpleNamespace(config=made)
-  )
   made.run.stall_timeout_s = 300.0
-  assert start_up.Parts.stall_timeout_s.fget(parts) == 300 + 2 * 650
+  made.cluster = sections.ClusterSection()
+  assert rollout_start.stall_timeout_s(made, channel) == 300 + 2 * 650
+  # A silent replica is killed, and another one has time to begin.
+  made.cluster = sections.ClusterSection(kind=sections.ClusterKind.RAY)
+  assert rollout_start.stall_timeout_s(made, channel) == 60 + 600 + 2 * 650
 
 
 def test_without_ray_the_error_names_the_extra(monkeypatch):

@@ -175,6 +175,17 @@ def test_what_may_differ_is_said_and_what_may_not_is_refused_with_reasons(
   assert len(message) < 800
 
 
+def test_what_nothing_reads_may_differ(tmp_path):
+  stored, wanted = sections.Config(), sections.Config()
+  stored.algorithm.reference_every = 5  # an older version let it stand
+  allowed = resume.check_config(stored, wanted, tmp_path, has_outstanding=False)
+  assert allowed == ["algorithm.reference_every: 5 and now 0"]
+  for config in (stored, wanted):
+    config.algorithm.kl_coef = 0.1
+  with pytest.raises(sections.ConfigError, match="reference_every: 5 and 0"):
+    resume.check_config(stored, wanted, tmp_path, has_outstanding=False)
+
+
 @pytest.mark.parametrize(
   "path, value",
   [("algorithm.group_size", 8), ("algorithm.groups_per_step", 16)],

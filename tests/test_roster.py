@@ -7,6 +7,7 @@ import time
 
 import fleet_world
 import pytest
+import test_fleet
 
 from jaxrl_async.cluster import hosts
 from jaxrl_async.rollout import fleet as fleet_lib
@@ -128,6 +129,54 @@ def test_a_replica_whose_thread_hangs_is_replaced(make_world):
   )
   fleet_world.until(lambda: world.fleet.num_ready == 2, "both replicas again")
   groups += world.train(NUM_STEPS, first=1 + NUM_STEPS)
+  fleet_world.check(world, groups)
+
+
+def hang(handle):
+  """Let the thread of a replica stand still, and return what lets it go on."""
+  go_on = threading.Event()
+
+  def stand_still():
+    assert go_on.wait(fleet_world.DEADLINE_S)
+    return []
+
+  handle.process._attachment.attached.replica.scheduler.step = stand_still
+  return go_on.set
+
+
+def test_a_replica_that_hangs_again_and_again_ends_the_run(make_world):
+  world = make_world(num_replicas=1, hang_timeout_s=1.0)
+  world.begin()
+  released, seen = [], 0
+  try:
+    while world.thread.is_alive() and seen < 20:
+      if len(world.handles) > seen and world.fleet.num_ready:
+        seen = len(world.handles)
+        released.append(hang(world.handles[-1]))
+      time.sleep(0.02)
+  finally:
+    for go_on in released:
+      go_on()
+  assert isinstance(world.error, remote.ReplicaFailed)
+  assert "has stood still" in str(world.error)
+  assert seen == roster_lib._MAX_FAILURES
+
+
+def test_a_replica_that_hangs_in_an_evaluation_is_replaced(make_world):
+  world = make_world(num_replicas=1, hang_timeout_s=1.0)
+  world.begin()
+  fleet_world.until(lambda: world.fleet.num_ready == 1, "a replica")
+  groups = world.train(1)
+  asked = test_fleet.questions(4)
+  with world.fleet.paused(fleet_world.DEADLINE_S):
+    go_on = hang(world.handles[0])
+    try:
+      answers = world.fleet.answers(*asked, 1, fleet_world.DEADLINE_S)
+      assert len(test_fleet.answers_of(answers)) == 8
+    finally:
+      go_on()
+  assert len(world.handles) == 2
+  groups += world.train(NUM_STEPS, first=1)
   fleet_world.check(world, groups)
 
 

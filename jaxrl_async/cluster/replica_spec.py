@@ -40,12 +40,14 @@ class WeightsSpec:
     shapes: shapes and dtypes of the published arrays.
     is_written_again: whether the publisher writes a version again that a reader
       has refused.
+    coalesce: False at max_staleness 0, where no version may be skipped.
   """
 
   directory: pathlib.Path
   incarnation: str
   shapes: Any
   is_written_again: bool = False
+  coalesce: bool = True
 
   def channel(
     self,
@@ -57,6 +59,7 @@ class WeightsSpec:
       self.directory,
       self.incarnation,
       aot.placed(self.shapes, shardings),
+      coalesce=self.coalesce,
       is_written_again=self.is_written_again,
     )
 

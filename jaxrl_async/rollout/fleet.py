@@ -100,6 +100,7 @@ class Fleet:
       seconds=seconds,
     )
     self._members = self._roster.members
+    self._newest_version = -1  # that any of them has had
 
   # -- other threads --------------------------------------------------------
 
@@ -114,9 +115,13 @@ class Fleet:
     )
 
   def moving(self) -> object:
-    """Return a value that changes when something is generated or adopted."""
-    versions = [member.version for member in self._members]
-    return self.coordinator.recorded_tokens, versions
+    """Return a value that changes when something is generated or adopted.
+
+    What is adopted again does not count: replicas may end and begin for ever.
+    """
+    newest = max(member.version for member in self._members)
+    self._newest_version = max(newest, self._newest_version)
+    return self.coordinator.recorded_tokens, self._newest_version
 
   def stop(self) -> None:
     """End `run` soon."""
@@ -279,6 +284,7 @@ class Fleet:
     """Start replicas that have ended, and take what has happened."""
     self._roster.relaunch_lost()
     self._take_events(_POLL_S)
+    self._roster.look_for_silence()
 
   def _drain(self, name: str) -> None:
     self.coordinator.drained(messages.Drained(replica=name))

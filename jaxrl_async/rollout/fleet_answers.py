@@ -110,6 +110,8 @@ class Questioning:
         out, timeout=_LOOK_S, return_when=futures.FIRST_COMPLETED
       )
       if not ended:
+        if revive is not None:
+          revive()
         yield []  # so that the caller can look whether it shall go on
       for future in ended:
         part, handle = out.pop(future)

@@ -175,10 +175,12 @@ class Roster:
       Whether it is READY, as it was before.
     """
     if said.still_s > self._hang_timeout_s:
-      self._lose(
+      self._fail(
         member,
-        f"its thread has stood still for {said.still_s:.0f} s"
-        " (cluster.hang_timeout_s)",
+        remote.ReplicaFailed(
+          f"its thread has stood still for {said.still_s:.0f} s"
+          " (cluster.hang_timeout_s)"
+        ),
       )
       return False
     if member.state is not State.READY:

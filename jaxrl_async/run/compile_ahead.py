@@ -67,9 +67,9 @@ class CompileAhead:
         return pending
       self._queue.append(pending)
       if self._thread is None:
-        self._thread = threading.Thread(
-          target=self._run, name="compile ahead", daemon=True
-        )
+        # Not a daemon: XLA would come back to an interpreter that has ended,
+        # which aborts the process.
+        self._thread = threading.Thread(target=self._run, name="compile ahead")
         self._thread.start()
     return pending
 

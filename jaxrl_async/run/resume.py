@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from jaxrl_async.config import sections
 from jaxrl_async.rewards import server as server_lib
 from jaxrl_async.run import schedule_start
+from jaxrl_async.run import unread_settings
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import config_json
 from jaxrl_async.storage import fallback
@@ -224,11 +225,7 @@ _REWARDS = ("task.reward", "task.rewards")
 
 
 def _as_scored(value: Any) -> Any:
-  """Return a setting of rewards without what changes no score.
-
-  That is the address of a reward server, and how long and how often it is
-  asked.
-  """
+  """Return rewards without the address, deadlines and retries of a server."""
   value = config_json.plain(value)
   if isinstance(value, str):
     return "http" if server_lib.is_address(value) else value
@@ -285,9 +282,11 @@ def check_config(
       reason.
   """
   allowed, refused = [], []
+  unread = unread_settings.reasons(stored).keys()
+  unread &= unread_settings.reasons(wanted).keys()
   for path, values in config_json.differences(stored, wanted).items():
     before, now = map(_shown, values)
-    why = reason(MUST_STAY, path)
+    why = None if path in unread else reason(MUST_STAY, path)
     if path in _REWARDS and _as_scored(values[0]) == _as_scored(values[1]):
       why = None
     if path == "algorithm.kl_coef" and (all(values) or stored.model.lora.rank):

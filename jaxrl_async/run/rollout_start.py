@@ -261,6 +261,22 @@ def _channels(
   return channels
 
 
+def stall_timeout_s(
+  config: sections.Config, channel: weight_transfer.WeightChannel
+) -> float:
+  """Return how long nothing may move in a run.
+
+  A version that is written to a slow disk and read from it is no standstill,
+  nor is the time until a silent replica has been replaced.
+  """
+  limit_s, cluster = config.run.stall_timeout_s, config.cluster
+  if cluster_checks.has_remote_replicas(config):
+    limit_s = max(
+      limit_s, cluster.replica_timeout_s + 2 * cluster.start_timeout_s
+    )
+  return round(limit_s + 2 * disk.most_s(channel.num_bytes), 0)
+
+
 def _start_timeout_s(
   config: sections.Config, channels: list[weight_transfer.OrbaxChannel]
 ) -> float:
@@ -284,6 +300,7 @@ def _spec(
       incarnation=channel.incarnation,
       shapes=channel.shapes,
       is_written_again=channel.is_written_again,
+      coalesce=config.algorithm.max_staleness > 0,
     )
     for channel in channels
   ]

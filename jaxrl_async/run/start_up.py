@@ -52,7 +52,6 @@ from jaxrl_async.run import shutdown as shutdown_lib
 from jaxrl_async.run import snapshot
 from jaxrl_async.serving import front as front_lib
 from jaxrl_async.storage import checkpoint
-from jaxrl_async.storage import disk
 from jaxrl_async.training import batch_loader
 from jaxrl_async.training import trainer as trainer_lib
 
@@ -135,12 +134,8 @@ class Parts:
 
   @property
   def stall_timeout_s(self) -> float:
-    """How long nothing may move.
-
-    A version that is written to a slow disk and read from it is no standstill.
-    """
-    moving_s = 2 * disk.most_s(self.channel.num_bytes)
-    return round(self.setup.config.run.stall_timeout_s + moving_s, 0)
+    """How long nothing may move."""
+    return rollout_start.stall_timeout_s(self.setup.config, self.channel)
 
 
 @contextlib.contextmanager

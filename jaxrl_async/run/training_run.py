@@ -193,6 +193,8 @@ class Run:
     ready_s = time.perf_counter()
     taken_s = max(wait_start_s, loaded.taken_s)
     self._ahead.train.wait(lambda: self.stop.is_set)
+    if self.stop.is_set:
+      return None  # the buffer still has the batch
     self.last.is_training()
     done = self.trainer.step(step, loaded.batch)
     self.last.has_trained(done)
