@@ -35,8 +35,8 @@ The last line is JSON:
                       medians of the repeats
     compilations      programs that timed runs did not find in the cache
 
-Hardware: two CPU cores. Time: about ten minutes, and twenty beside other work.
-Result: docs/replay.md.
+Hardware: two CPU cores. Time: about twenty minutes beside other work, less
+on idle cores. Result: docs/replay.md.
 """
 
 from collections.abc import Sequence
