@@ -52,7 +52,7 @@ from absl import flags
 import launching
 
 from jaxrl_async.devices import xla_flags
-from jaxrl_async.storage import outstanding
+from jaxrl_async.storage import outstanding as outstanding_lib
 
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Runs of each kind.", 1)
 _STEPS = flags.DEFINE_integer("steps", 24, "Train steps of each run.", 5)
@@ -105,7 +105,7 @@ def _cuts(workdir: pathlib.Path) -> list[list[int]]:
   cuts = []
   for path in (workdir / "checkpoints").iterdir():
     if path.name.isdecimal() and _FIRST_STEPS <= int(path.name) < _STEPS.value:
-      groups = [one.group for one in outstanding.read(path) if one.group]
+      groups = [one.group for one in outstanding_lib.read(path) if one.group]
       cuts.append(
         [
           len(trajectory.tokens)
