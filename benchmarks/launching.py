@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import json
+import os
 import pathlib
 import statistics
 import subprocess
@@ -11,10 +12,24 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
-def launch(script: str, *arguments: str) -> dict[str, Any]:
-  """Run a launch script to its end; return the JSON of its last line."""
+def launch(
+  script: str, *arguments: str, further_xla_flags: str = ""
+) -> dict[str, Any]:
+  """Run a launch script to its end; return the JSON of its last line.
+
+  Args:
+    script: its name.
+    *arguments: of the script.
+    further_xla_flags: added to those of this process.
+  """
   command = [sys.executable, str(ROOT / "launch" / script), *arguments]
-  done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+  environment = dict(os.environ)
+  if further_xla_flags:
+    own = environment.get("XLA_FLAGS", "")
+    environment["XLA_FLAGS"] = f"{own} {further_xla_flags}".strip()
+  done = subprocess.run(
+    command, stdout=subprocess.PIPE, text=True, env=environment
+  )
   if done.returncode:
     sys.exit(f"error: {' '.join(command)} exited with {done.returncode}")
   return json.loads(done.stdout.splitlines()[-1])

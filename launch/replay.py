@@ -2,11 +2,16 @@
 
 python launch/replay.py --workdir=/tmp/quickstart
 
-Every token, logprob and loss is compared with the record, and the first
+Every token, logprob and loss is compared with the record, and the train state
+at the end with the checkpoint of that step, if there is one. The first
 difference ends the replay with exit status 1. Nothing is written to the
 workdir. With --teacher_forced, --config.SECTION.FIELD=VALUE changes settings of
-the programs, for example --config.mesh.train_fsdp=4. docs/replay.md says what
-can be replayed. The last line on stdout is JSON.
+the programs, for example --config.mesh.train_fsdp=4.
+
+The last line on stdout is JSON: `bit_exact` (`losses_bit_exact` with
+--from_ledger, `draws_equal` with --teacher_forced), and what was replayed and
+compared, or the `difference`. docs/replay.md has its keys, and says what can be
+replayed. Scripts call `jaxrl_async.replay`.
 """
 
 import command_line  # isort: skip, first: it sets XLA's environment

@@ -298,11 +298,28 @@ class _Replay:
       " 0; replay it from a later one, with --from_step",
     )
     if params is None:
+      self._check_warm_start()
       params = assembly.warm_start(self._setup, show, self._progress.note)
     if self._setup.model.lora is not None:
       params = initial_params.with_adapters(params, self._setup)
     self._trainer.start(initial_params.of_models(self._setup, params))
     return {}, []
+
+  def _check_warm_start(self) -> None:
+    """Refuse to make a warm start again in programs other than the run's.
+
+    It is long enough for another rounding to lead to other weights, so that
+    every token would seem wrong.
+    """
+    section = self._setup.config.warm_start
+    changed = [x for x in self._wanted.settings if not x.startswith("rollout.")]
+    sections.require(
+      not (section.num_steps and not section.checkpoint and changed),
+      "from_step",
+      "there is no checkpoint of step 0, and the warm start would come to other"
+      f" weights with another {', '.join(changed)}; begin with a later"
+      " checkpoint",
+    )
 
   # -- a train step, and the end --------------------------------------------
 

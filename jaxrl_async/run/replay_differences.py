@@ -98,7 +98,7 @@ def _first(then: types.Trajectory, now: types.Trajectory) -> str:
     for name in types.TOKEN_ARRAYS:
       before, after = (getattr(t, name)[position] for t in (then, now))
       if not np.array_equal(before, after):
-        return f"{name}[{position}] was {before!r} and is {after!r}"
+        return f"{name}[{position}] was {before!s} and is {after!s}"
   if len(then.tokens) != len(now.tokens):
     return f"it had {len(then.tokens)} tokens and has {len(now.tokens)}"
   if then.finish_reason != now.finish_reason:
