@@ -176,6 +176,7 @@ def test_a_replica_that_hangs_in_an_evaluation_is_replaced(make_world):
     finally:
       go_on()
   assert len(world.handles) == 2
+  assert any("its thread has stood still" in note for note in world.notes)
   groups += world.train(NUM_STEPS, first=1)
   fleet_world.check(world, groups)
 
