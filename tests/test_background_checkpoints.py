@@ -10,6 +10,7 @@ import reward_scorers
 import test_run
 
 from jaxrl_async.config import sections
+from jaxrl_async.coordination import recorded_schedule
 from jaxrl_async.coordination import run_schedule
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import weight_transfer
@@ -123,9 +124,9 @@ def test_a_full_disk_ends_no_run_and_costs_no_line(
   assert sorted({entry["step"] for entry in entries}) == [*range(8)]
   metrics = test_run.lines(tmp_path, "metrics")
   assert [line["step"] for line in metrics] == [*range(9)]
-  schedule = run_schedule.read(tmp_path)
-  assert len(schedule.steps) == 8
-  for step in schedule.steps:
+  schedule = recorded_schedule.read(tmp_path)
+  assert schedule.num_steps == 8
+  for step in map(schedule.step, range(8)):
     stored = run_schedule.read_trajectories(tmp_path, step.step)
     assert [g.index for g in stored] == [g.admission.index for g in step.groups]
   assert checkpoint.latest(tmp_path / "checkpoints") == 8
