@@ -301,7 +301,7 @@ def test_a_run_killed_before_it_trains_begins_again_by_the_same_command(
   for place, name in (
     (start_up, "_show_warm_start"),
     (checkpoint.manifest, "write"),
-    (checkpoint, "_put_in_place"),
+    (checkpoint.places, "put_in_place"),
     # From here on there is a checkpoint.
     (training_run.config_json, "write"),
     (training_run.Run, "_evaluate"),
