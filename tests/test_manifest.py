@@ -10,9 +10,11 @@ import pytest
 
 from jaxrl_async.storage import manifest
 
+_PARENT = tempfile.TemporaryDirectory()  # is removed when the tests end
+
 
 def _directory_with(files: dict[str, bytes]) -> pathlib.Path:
-  directory = pathlib.Path(tempfile.mkdtemp())
+  directory = pathlib.Path(tempfile.mkdtemp(dir=_PARENT.name))
   for name, data in files.items():
     (directory / name).parent.mkdir(parents=True, exist_ok=True)
     (directory / name).write_bytes(data)
