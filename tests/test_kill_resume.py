@@ -1,10 +1,10 @@
 """A run that is killed over and over, and what its books have to hold."""
 
 import dataclasses
-import importlib
 import json
 import pathlib
 
+import benchmark_module
 import jax
 import numpy as np
 import pytest
@@ -14,13 +14,10 @@ from jaxrl_async import types
 from jaxrl_async.storage import manifest
 from jaxrl_async.storage import outstanding as outstanding_lib
 
-BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
-
 
 @pytest.fixture
 def surviving_books(monkeypatch):
-  monkeypatch.syspath_prepend(BENCHMARKS)
-  return importlib.import_module("surviving_books")
+  return benchmark_module.imported("surviving_books", monkeypatch)
 
 
 def entry(index, **changes):
@@ -166,8 +163,7 @@ CRITIC = (
 def test_a_run_that_is_killed_anywhere_loses_and_repeats_nothing(
   further, tmp_path, monkeypatch
 ):
-  monkeypatch.syspath_prepend(BENCHMARKS)
-  kill_resume = importlib.import_module("kill_resume")
+  kill_resume = benchmark_module.imported("kill_resume", monkeypatch)
   result = kill_resume.measure(
     tmp_path,
     6,

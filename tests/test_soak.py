@@ -1,12 +1,8 @@
 """A long run in which something fails every few seconds."""
 
-import importlib
-import pathlib
-
+import benchmark_module
 import jax
 import pytest
-
-BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 
 
 def check(found, steps):
@@ -30,8 +26,7 @@ def check(found, steps):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_with_faults_loses_nothing(tmp_path, monkeypatch):
-  monkeypatch.syspath_prepend(BENCHMARKS)
-  soak = importlib.import_module("soak")
+  soak = benchmark_module.imported("soak", monkeypatch)
   cache = str(jax.config.jax_compilation_cache_dir)
   found = soak.measure(tmp_path, 60, 0.5, cache, compares=False)
   check(found, 60)
@@ -42,8 +37,7 @@ def test_a_run_with_faults_loses_nothing(tmp_path, monkeypatch):
 def test_a_long_run_with_faults_loses_nothing_and_grows_in_nothing(
   tmp_path, monkeypatch
 ):
-  monkeypatch.syspath_prepend(BENCHMARKS)
-  soak = importlib.import_module("soak")
+  soak = benchmark_module.imported("soak", monkeypatch)
   found = soak.measure(
     tmp_path, 300, 1.0, str(jax.config.jax_compilation_cache_dir)
   )
