@@ -39,14 +39,14 @@ def get_config(variant: str = "") -> sections.Config:
       ),
     ),
     rollout=sections.RolloutSection(
-      # Enough slots that training hardly waits. With more of them generation
-      # would wait for admission, and the trajectories would be older.
-      num_slots=16,
+      # Enough slots that generation takes little of the processor time, and
+      # training hardly waits. It waits for admission instead.
+      num_slots=48,
       max_prompt_tokens=16,
       max_completion_tokens=48,
       cache_tokens=64,
       decode_steps_per_call=8,
-      prefill_rows=8,
+      prefill_rows=16,
       prefill_buckets=(16, 64),
       window_buckets=(64,),
     ),
