@@ -57,7 +57,7 @@ def get_config(variant: str = "") -> sections.Config:
       num_minibatches=4,
     ),
     train=sections.TrainSection(
-      num_steps=70,
+      num_steps=80,
       tokens_per_row=64,
       rows_per_microbatch=16,
       decay=0.1,
