@@ -109,6 +109,7 @@ def silently(method):
   return call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["put", "drop", "set_policy_version"])
 def test_a_lost_wakeup_is_found(monkeypatch, name):
   method = getattr(buffer_lib.Buffer, name)
@@ -176,6 +177,7 @@ def test_a_group_that_is_trained_twice_is_found(monkeypatch):
   assert first_failure() is not None
 
 
+@pytest.mark.slow
 def test_sequences_that_are_forgotten_are_found(monkeypatch):
   """Those without a slot, when weights are adopted."""
 
@@ -199,6 +201,7 @@ def test_a_refused_version_that_is_not_written_again_stops_what_needs_it():
     assert case.is_exact or case.eval_every or case.max_staleness <= 1
 
 
+@pytest.mark.slow
 def test_a_cut_after_which_an_older_version_writes_is_found(monkeypatch):
   cut = coordinator_lib.Coordinator.cut
 
@@ -210,6 +213,7 @@ def test_a_cut_after_which_an_older_version_writes_is_found(monkeypatch):
   assert first_failure().startswith("cut")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", [worker_lib.RolloutWorker, fleet_lib.Fleet])
 def test_a_cut_that_keeps_what_is_being_written_is_found(monkeypatch, side):
   monkeypatch.setattr(side, "cut", lambda self, version: None)
