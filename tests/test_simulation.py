@@ -164,6 +164,11 @@ def test_a_group_that_is_counted_twice_is_found(monkeypatch):
   assert first_failure().startswith("balance")
 
 
+def test_a_group_that_had_failed_at_a_checkpoint_is_not_trained():
+  """Its start comes while an overdue group still waits for a member."""
+  assert not seeds.run(range(8252, 8253)).failures
+
+
 def test_a_group_that_is_trained_twice_is_found(monkeypatch):
   pop = buffer_lib.Buffer._pop_finished
 

@@ -140,8 +140,7 @@ class Coordinator:
       if running.failure is not None:
         running.abort([member])
         failed[written.group] = running
-    # The ledger counts the tokens of all members. A failed group therefore ends
-    # only after its other members have been reported.
+    # A failed group ends when all members are reported: their tokens count.
     for running in failed.values():
       if not running.unfinished:
         self._end_failed(running)
@@ -228,6 +227,7 @@ class Coordinator:
     for group in groups:
       running = self._open(group.admission, group.prompt, dict(group.times_s))
       try:
+        running_group.check_has_not_failed(group)
         for trajectory in group.trajectories:
           self._restore_member(running, trajectory)
       except episode_lib.EpisodeError as error:

@@ -14,6 +14,7 @@ from jaxrl_async.rollout import episode as episode_lib
 
 # A piece shares the memory of its whole report, so it must not be kept long.
 _MAX_PIECES = 8
+HAD_FAILED = "the group had failed before the checkpoint"
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -223,6 +224,22 @@ def overdue(max_group_s: float) -> Failure:
   """Return the failure of a group that was not generated in time."""
   reason = f"not generated in {max_group_s:g} s (rollout.max_group_seconds)"
   return Failure(reason=reason, traceback="")
+
+
+def check_has_not_failed(group: types.RolloutGroup) -> None:
+  """Check that a group of a checkpoint can go on.
+
+  One that had failed waited for its replica to report the members that were
+  aborted. What is left of these must not count as completions.
+
+  Raises:
+    EpisodeError: it had failed.
+  """
+  if any(
+    trajectory.finish_reason is types.FinishReason.ABORTED
+    for trajectory in group.trajectories
+  ):
+    raise episode_lib.EpisodeError(HAD_FAILED)
 
 
 def failure_of(error: episode_lib.EpisodeError) -> Failure:
