@@ -106,6 +106,7 @@ def test_a_first_attachment_that_hangs_is_given_up(make_world):
   fleet_world.check(world, world.train(NUM_STEPS))
 
 
+@pytest.mark.nightly
 def test_a_replica_whose_thread_hangs_is_replaced(make_world):
   world = make_world(num_replicas=2, hang_timeout_s=2.0)
   world.begin()
@@ -144,6 +145,7 @@ def hang(handle):
   return go_on.set
 
 
+@pytest.mark.nightly
 def test_a_replica_that_hangs_again_and_again_ends_the_run(make_world):
   world = make_world(num_replicas=1, hang_timeout_s=1.0)
   world.begin()
@@ -162,6 +164,7 @@ def test_a_replica_that_hangs_again_and_again_ends_the_run(make_world):
   assert seen == roster_lib._MAX_FAILURES
 
 
+@pytest.mark.nightly
 def test_a_replica_that_hangs_in_an_evaluation_is_replaced(make_world):
   world = make_world(num_replicas=1, hang_timeout_s=1.0)
   world.begin()
