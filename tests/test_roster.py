@@ -106,65 +106,61 @@ def test_a_first_attachment_that_hangs_is_given_up(make_world):
   fleet_world.check(world, world.train(NUM_STEPS))
 
 
-@pytest.mark.nightly
+def hang(handle):
+  """Wait until a replica's thread stands still; return what lets it go on."""
+  has_begun, go_on = threading.Event(), threading.Event()
+
+  def stand_still():
+    has_begun.set()
+    assert go_on.wait(fleet_world.DEADLINE_S)
+
+  # It is called in every round, whether there is something to generate or not.
+  handle.process._attachment.attached.replica.feed = stand_still
+  assert has_begun.wait(fleet_world.DEADLINE_S)
+  return go_on.set
+
+
+def has_hung(world):
+  return any("its thread has stood still" in note for note in world.notes)
+
+
 def test_a_replica_whose_thread_hangs_is_replaced(make_world):
   world = make_world(num_replicas=2, hang_timeout_s=2.0)
   world.begin()
   fleet_world.until(lambda: world.fleet.num_ready == 2, "both replicas")
   groups = world.train(1)
-  scheduler = world.handles[0].process._attachment.attached.replica.scheduler
-  go_on = threading.Event()
-
-  def hang():
-    assert go_on.wait(fleet_world.DEADLINE_S)
-    return []
-
-  scheduler.step = hang
+  go_on = hang(world.handles[0])
   try:
     groups += world.train(NUM_STEPS, first=1)
     fleet_world.until(lambda: len(world.handles) == 3, "another process")
   finally:
-    go_on.set()
-  assert any(
-    "replica 0 is gone (its thread has stood still" in x for x in world.notes
-  )
+    go_on()
+  assert has_hung(world)
   fleet_world.until(lambda: world.fleet.num_ready == 2, "both replicas again")
   groups += world.train(NUM_STEPS, first=1 + NUM_STEPS)
   fleet_world.check(world, groups)
 
 
-def hang(handle):
-  """Let the thread of a replica stand still, and return what lets it go on."""
-  go_on = threading.Event()
-
-  def stand_still():
-    assert go_on.wait(fleet_world.DEADLINE_S)
-    return []
-
-  handle.process._attachment.attached.replica.scheduler.step = stand_still
-  return go_on.set
-
-
-@pytest.mark.nightly
 def test_a_replica_that_hangs_again_and_again_ends_the_run(make_world):
   world = make_world(num_replicas=1, hang_timeout_s=1.0)
   world.begin()
-  released, seen = [], 0
+  released = []
+
+  def hang_once_more():
+    if len(world.handles) > len(released) and world.fleet.num_ready:
+      released.append(hang(world.handles[-1]))
+    return not world.thread.is_alive()
+
   try:
-    while world.thread.is_alive() and seen < 20:
-      if len(world.handles) > seen and world.fleet.num_ready:
-        seen = len(world.handles)
-        released.append(hang(world.handles[-1]))
-      time.sleep(0.02)
+    fleet_world.until(hang_once_more, "the end of the run")
   finally:
     for go_on in released:
       go_on()
   assert isinstance(world.error, remote.ReplicaFailed)
   assert "has stood still" in str(world.error)
-  assert seen == roster_lib._MAX_FAILURES
+  assert len(released) == roster_lib._MAX_FAILURES
 
 
-@pytest.mark.nightly
 def test_a_replica_that_hangs_in_an_evaluation_is_replaced(make_world):
   world = make_world(num_replicas=1, hang_timeout_s=1.0)
   world.begin()
@@ -178,8 +174,7 @@ def test_a_replica_that_hangs_in_an_evaluation_is_replaced(make_world):
       assert len(test_fleet.answers_of(answers)) == 8
     finally:
       go_on()
-  assert len(world.handles) == 2
-  assert any("its thread has stood still" in note for note in world.notes)
+  assert len(world.handles) == 2 and has_hung(world)
   groups += world.train(NUM_STEPS, first=1)
   fleet_world.check(world, groups)
 
