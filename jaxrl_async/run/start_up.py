@@ -360,9 +360,6 @@ def _restore(
   return snapshot.running(groups)
 
 
-# -- the parts of the loop ----------------------------------------------------
-
-
 def _records_of_groups(
   setup: setup_lib.Setup, session: session_lib.Session, base: _Foundation
 ) -> tuple[sampler_lib.Sampler, ledger_lib.Ledger]:
@@ -386,6 +383,24 @@ def _records_of_groups(
   return sampler, ledger
 
 
+def _base_record(
+  setup: setup_lib.Setup,
+  session: session_lib.Session,
+  base: _Foundation,
+  extensions: session_lib.Extensions,
+) -> frozen_base.Record | None:
+  """Return where the base of a run with LoRA is; a new run keeps it first."""
+  if base.resumed_step is not None or not base.trainer.has_base:
+    return base.stored.get(frozen_base.KEY)
+  return frozen_base.keep(
+    setup,
+    session.workdir,
+    base.trainer.state,
+    is_given=extensions.initial_params is not None,
+    world=session.world,
+  )
+
+
 def _of_the_loop(
   setup: setup_lib.Setup,
   session: session_lib.Session,
@@ -404,15 +419,7 @@ def _of_the_loop(
     setup, session, extensions, base.stored, step
   )
   base.shutdown.closes(schedule.close)
-  base_record = base.stored.get(frozen_base.KEY)
-  if base.resumed_step is None and base.trainer.has_base:
-    base_record = frozen_base.keep(
-      setup,
-      workdir,
-      base.trainer.state,
-      is_given=extensions.initial_params is not None,
-      world=session.world,
-    )
+  base_record = _base_record(setup, session, base, extensions)
   coordinator = coordinator_lib.Coordinator(
     assembly.coordinator_settings(
       config, has_own_loss=extensions.loss is not None

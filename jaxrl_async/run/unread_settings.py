@@ -60,13 +60,49 @@ def _rules(config: sections.Config) -> Iterator[tuple[str, str, bool, str]]:
 
   Of several reasons the first counts.
   """
-  section = config.algorithm
+  for rule in _of_algorithm(config.algorithm):
+    yield "algorithm", *rule
+  advantage = config.algorithm.advantage
+  usual = sections.Config()
+  of_critic = [path for path, _, _ in field_types.leaves(usual.critic)]
+  yield (
+    "critic",
+    " ".join(of_critic),
+    advantage == "gae",
+    f"there is no critic without gae, and {_named(advantage)}",
+  )
+  # The critic's rate has the decay of the policy's.
+  is_decayed = advantage == "gae" and not config.critic.optimizer.rate_schedule
+  for name in ("warm_start", "preference", "train", "critic"):
+    path = f"{name}.optimizer"
+    has_own = bool(getattr(config, name).optimizer.rate_schedule)
+    reason = f"{path}.rate_schedule says how the rate changes"
+    yield path, "warmup_steps", not has_own, reason
+    if name != "critic":
+      is_read = not has_own or (name == "train" and is_decayed)
+      yield name, "decay", is_read, reason
+  yield (
+    "staleness_control",
+    "min_ess max_clip_frac max_left_out_frac max_wait_frac patience",
+    config.staleness_control.maximum != 0,
+    "the bound does not move (staleness_control.maximum is 0)",
+  )
+
+
+def _named(advantage: str) -> str:
+  return f"algorithm.advantage is {advantage[:60]}"
+
+
+def _of_algorithm(
+  section: algorithm_section.AlgorithmSection,
+) -> Iterator[tuple[str, bool, str]]:
+  """Yield fields of the algorithm, whether they are read, and else why not."""
   loss = f"{sections.shown(section.loss)} (algorithm.loss)"
-  advantage = f"algorithm.advantage is {section.advantage[:60]}"
+  advantage = _named(section.advantage)
   level = section.behavior_weight_level
   is_known = section.loss in algorithm_section.LOSSES
   is_in_loss = section.kl_coef != 0 and not section.kl_in_reward
-  for names, is_read, reason in (
+  yield from (
     (
       "clip_low clip_high",
       section.loss in _CLIPPED,
@@ -130,31 +166,4 @@ def _rules(config: sections.Config) -> Iterator[tuple[str, str, bool, str]]:
       section.reference_every != 0,
       "the reference does not move (algorithm.reference_every is 0)",
     ),
-  ):
-    yield "algorithm", names, is_read, reason
-  usual = sections.Config()
-  of_critic = [path for path, _, _ in field_types.leaves(usual.critic)]
-  yield (
-    "critic",
-    " ".join(of_critic),
-    section.advantage == "gae",
-    f"there is no critic without gae, and {advantage}",
-  )
-  # The critic's rate has the decay of the policy's.
-  is_decayed = section.advantage == "gae" and not (
-    config.critic.optimizer.rate_schedule
-  )
-  for name in ("warm_start", "preference", "train", "critic"):
-    path = f"{name}.optimizer"
-    has_own = bool(getattr(config, name).optimizer.rate_schedule)
-    reason = f"{path}.rate_schedule says how the rate changes"
-    yield path, "warmup_steps", not has_own, reason
-    if name != "critic":
-      is_read = not has_own or (name == "train" and is_decayed)
-      yield name, "decay", is_read, reason
-  yield (
-    "staleness_control",
-    "min_ess max_clip_frac max_left_out_frac max_wait_frac patience",
-    config.staleness_control.maximum != 0,
-    "the bound does not move (staleness_control.maximum is 0)",
   )
