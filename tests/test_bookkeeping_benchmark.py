@@ -1,12 +1,8 @@
 """The benchmark of the books measures at every size it is asked for."""
 
-import importlib
-import pathlib
-
+import benchmark_module
 import jaxtyping
 import pytest
-
-BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture
@@ -19,8 +15,7 @@ def unchecked():
 
 @pytest.mark.usefixtures("unchecked")
 def test_books_and_buffer_are_measured_at_each_size(monkeypatch):
-  monkeypatch.syspath_prepend(BENCHMARKS)
-  bookkeeping = importlib.import_module("bookkeeping")
+  bookkeeping = benchmark_module.imported("bookkeeping", monkeypatch)
   steps = bookkeeping.measure_steps([3, 120], repeats=2)
   assert steps.keys() >= {"step_ms", "record_bytes", "record_ms", "memory_mb"}
   groups = bookkeeping.measure_buffer([10, 50], repeats=2)

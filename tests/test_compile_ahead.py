@@ -1,6 +1,7 @@
 """Programs that are compiled before they are called."""
 
 import threading
+import types as types_lib
 
 import jax
 from jax import numpy as jnp
@@ -12,11 +13,14 @@ import test_run
 import tiny
 
 from jaxrl_async import types
+from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.planning import aot
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import assembly
 from jaxrl_async.run import compile_ahead
 from jaxrl_async.run import initial_params
+from jaxrl_async.run import training_run
+from jaxrl_async.training import batch_loader
 
 DEADLINE_S = 60.0
 
@@ -79,11 +83,28 @@ def test_nothing_is_compiled_after_the_end_and_nobody_waits():
   ahead = compile_ahead.CompileAhead()
   first, second = ahead.add(slow), ahead.add(lambda: pytest.fail("compiled"))
   assert begun.wait(DEADLINE_S)
+  assert not ahead._thread.daemon  # the interpreter waits for XLA
   first.wait(lambda: True)  # somebody asked to stop
   may_end.set()
   ahead.close(DEADLINE_S)
   for pending in (first, second, ahead.add(lambda: pytest.fail("compiled"))):
     pending.wait()
+
+
+def test_a_stop_while_the_train_step_is_compiled_trains_no_step():
+  run = object.__new__(training_run.Run)
+  run.stop = supervisor_lib.StopRequest()
+  run._next_batch = lambda step: batch_loader.Loaded(batch=None, taken_s=0.0)
+
+  def stop_meanwhile(is_over):
+    run.stop.set()
+    assert is_over()
+
+  run._ahead = types_lib.SimpleNamespace(
+    train=types_lib.SimpleNamespace(wait=stop_meanwhile)
+  )
+  # It has no trainer, which would be called.
+  assert run._train(0) is None
 
 
 @pytest.mark.slow

@@ -1,13 +1,12 @@
 """The benchmark of methods: its runs, its rows, and what is noise."""
 
 import functools
-import importlib
 import inspect
 import json
 import math
-import pathlib
 import zlib
 
+import benchmark_module
 import launched_runs
 import numpy as np
 import pytest
@@ -16,22 +15,15 @@ from jaxrl_async.config import algorithms
 from jaxrl_async.config import sections
 from jaxrl_async.run import config_checks
 
-BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 
-
-@pytest.fixture(autouse=True)
-def folder(monkeypatch):
-  monkeypatch.syspath_prepend(BENCHMARKS)
+@pytest.fixture
+def methods(monkeypatch):
+  return benchmark_module.imported("compared_methods", monkeypatch)
 
 
 @pytest.fixture
-def methods():
-  return importlib.import_module("compared_methods")
-
-
-@pytest.fixture
-def launching():
-  return importlib.import_module("launching")
+def launching(monkeypatch):
+  return benchmark_module.imported("launching", monkeypatch)
 
 
 def comparison(methods, directory, **changes):

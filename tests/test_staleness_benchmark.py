@@ -5,29 +5,22 @@ import importlib
 import itertools
 import json
 import math
-import pathlib
 import xml.etree.ElementTree
 
+import benchmark_module
 import launched_runs
 import numpy as np
 import pytest
 
-BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 
-
-@pytest.fixture(autouse=True)
-def folder(monkeypatch):
-  monkeypatch.syspath_prepend(BENCHMARKS)
+@pytest.fixture
+def tables(monkeypatch):
+  return benchmark_module.imported("staleness_tables", monkeypatch)
 
 
 @pytest.fixture
-def tables():
-  return importlib.import_module("staleness_tables")
-
-
-@pytest.fixture
-def launching():
-  return importlib.import_module("launching")
+def launching(monkeypatch):
+  return benchmark_module.imported("launching", monkeypatch)
 
 
 def comparison(tables, directory, table="staleness", **changes):
