@@ -336,7 +336,7 @@ def measure(directory: pathlib.Path, num_replicas: int) -> dict[str, float]:
 def compare_runs(directory: pathlib.Path) -> dict[str, float]:
   """Run the quickstart in one process, and with a replica in another."""
   root = pathlib.Path(__file__).parents[1]
-  step_s, adopt_s = {}, {}
+  step_s, idle_s = {}, {}
   for kind in ("local", "ray"):
     workdir = directory / kind
     subprocess.run(
@@ -358,11 +358,13 @@ def compare_runs(directory: pathlib.Path) -> dict[str, float]:
     steps = [x for x in map(json.loads, lines) if "time/step_s" in x]
     steps = steps[_COMPILING_STEPS:]
     step_s[kind] = float(np.mean([x["time/step_s"] for x in steps]))
-    adopt_s[kind] = float(np.mean([x["time/adopt_s"] for x in steps]))
+    # Steps without an adoption have 0 here.
+    adoptions = [x["time/adoption_s"] for x in steps if x["time/adoption_s"]]
+    idle_s[kind] = float(np.mean(adoptions))
     print(kind, f"{step_s[kind]:.3f} s a step", flush=True)
   return {
     "wall_ratio_vs_local": round(step_s["ray"] / step_s["local"], 3),
-    "adopt_idle_s": round(adopt_s["ray"], 4),
+    "adopt_idle_s": round(idle_s["ray"], 4),
   }
 
 

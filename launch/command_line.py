@@ -10,7 +10,6 @@ import functools
 import os
 import pathlib
 import re
-import secrets
 import shutil
 import sys
 import textwrap
@@ -33,7 +32,6 @@ from ml_collections import config_flags
 from jaxrl_async.config import directories
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
-from jaxrl_async.devices import xla_flags
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import memory_error
 from jaxrl_async.run import source_checks
@@ -137,55 +135,6 @@ def _prepare_jax() -> None:
 def _cache(path: pathlib.Path) -> str:
   """Return where XLA's compiled programs are kept, by default below a path."""
   return _COMPILE_CACHE.value or str(path / "compile_cache")
-
-
-def prepare_ray(config: sections.Config) -> None:
-  """Set the variables that Ray reads when it starts and connects."""
-  if config.cluster.kind is not sections.ClusterKind.RAY:
-    return
-  os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-  # Below `uv run`, Ray would start every worker with `uv run` too, in a copy of
-  # the working directory with an environment of its own.
-  os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
-  if config.cluster.address:
-    # Without a token, whoever reaches the cluster could run programs there.
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    return
-  # Nothing listens on any address but the loopback one. (The variable is named
-  # after the systems on which this is the default.)
-  os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-  # Another user of this machine cannot call it without the token.
-  os.environ["RAY_AUTH_MODE"] = "token"
-  os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-  # Processes take longer to start than Ray expects where few cores are free.
-  os.environ.setdefault("RAY_worker_register_timeout_seconds", "300")
-
-
-def replica_environment(config: sections.Config) -> dict[str, str]:
-  """Return the variables for the processes of replicas.
-
-  They make the settings that `_prepare_jax` and `use_compile_cache` make here.
-  """
-  found = {
-    "JAX_CPU_ENABLE_ASYNC_DISPATCH": "false",
-    "JAX_COMPILATION_CACHE_DIR": _cache(pathlib.Path(WORKDIR.value).absolute()),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    # For replicas of several processes; `trainer_process` sets the same.
-    "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-    "JAX_ENABLE_PREEMPTION_SERVICE": "false",
-  }
-  if not config.cluster.replica_gpus and not config.cluster.replica_tpu:
-    devices = config.mesh.rollout_data * config.mesh.rollout_tensor
-    devices //= config.cluster.replica_processes
-    found |= {
-      "JAX_PLATFORMS": "cpu",
-      # A run in the exact mode has set the flag for this process before.
-      "XLA_FLAGS": f"{_HOST_DEVICES}={devices}"
-      + f" {xla_flags.SAME_BITS}"
-      * (xla_flags.SAME_BITS in xla_flags.current()),
-    }
-  return found
 
 
 # -- errors -----------------------------------------------------------------

@@ -216,6 +216,11 @@ unit() {
     --property=LimitMEMLOCK=infinity --property=LimitNOFILE=1048576
     --setenv=RAY_AUTH_MODE=token
   )
+  for variable in RAY_USE_TLS RAY_TLS_{SERVER_CERT,SERVER_KEY,CA_CERT}; do
+    if [[ -n "${!variable:-}" ]]; then
+      words+=("--setenv=$variable=${!variable}")
+    fi
+  done
   # The host's own shell fills in these.
   local on_host="--uid=\$(id -u) --working-directory=\$PWD"
   if "$single_hosts"; then

@@ -184,7 +184,6 @@ def _follow(config: sections.Config, world: world_lib.World) -> None:
 def _train(
   config: sections.Config, workdir: pathlib.Path, world: world_lib.World
 ) -> None:
-  command_line.prepare_ray(config)
   # Thousands of groups are under way with many replicas. Looking through them
   # for cycles after every 700 new objects, as is Python's default, takes a
   # quarter of the coordinator's time.
@@ -202,7 +201,6 @@ def _train(
     workdir,
     serving=serving,
     profile_steps=_profile_steps(),
-    replica_environment=command_line.replica_environment(config),
     world=world,
     xla_flags=os.environ["XLA_FLAGS"],
   )

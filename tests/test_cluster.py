@@ -229,20 +229,65 @@ def test_two_processes_train_replicas_of_two_generate_and_a_pool_scores(
   check_nothing_is_left()
 
 
+OF_TWO_REPLICAS = """
+import sys
+
+import jaxrl_async
+
+config, workdir = sys.argv[1:]
+jaxrl_async.train(
+  config,
+  workdir,
+  settings={
+    "cluster.kind": "ray",
+    "cluster.replicas": 2,
+    "warm_start.num_steps": 0,
+    "rollout.num_slots": 4,
+    "rollout.decode_steps_per_call": 1,
+    "run.exact_resume": True,
+  },
+)
+"""
+
+
+def listening(pids):
+  """The addresses at which some processes listen, as the kernel writes them."""
+  found = set()
+  for pid in pids:
+    with contextlib.suppress(OSError):
+      process = pathlib.Path(f"/proc/{pid}")
+      sockets = {os.readlink(path) for path in (process / "fd").iterdir()}
+      for name in ("tcp", "tcp6"):
+        table = (process / "net" / name).read_text().splitlines()[1:]
+        for _, local, _, state, *_, inode in (
+          line.split()[:10] for line in table
+        ):
+          if state == "0A" and f"socket:[{inode}]" in sockets:
+            found.add(local.partition(":")[0])
+  return found
+
+
 def test_a_run_of_two_replicas_is_replayed_in_one_process(tmp_path):
-  subprocess.run(
-    train(
-      tmp_path,
-      "--config.cluster.replicas=2",
-      "--config.warm_start.num_steps=0",
-      "--config.rollout.num_slots=4",
-      "--config.rollout.decode_steps_per_call=1",
-      "--config.run.exact_resume",
-    ),
-    check=True,
-    timeout=300,
-    env=ENVIRONMENT,
+  (tmp_path / "run.py").write_text(OF_TWO_REPLICAS)
+  run = subprocess.Popen(
+    [
+      *(sys.executable, tmp_path / "run.py"),
+      *(ROOT / "configs" / "tiny.py", tmp_path),
+    ],
+    # Two devices, for the two slices.
+    env=ENVIRONMENT | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
   )
+  addresses = set()
+  while run.poll() is None:
+    addresses |= listening(marked())
+    time.sleep(0.2)
+  assert run.returncode == 0
+  # Ray listens, and only on the loopback address.
+  assert addresses and addresses <= {
+    "0100007F",
+    "00000000000000000000000001000000",
+    "0000000000000000FFFF00000100007F",
+  }
   writers = {
     name
     for line in lines(tmp_path / "ledger.jsonl")
@@ -291,9 +336,12 @@ def test_a_cluster_that_cannot_be_used_is_one_line(tmp_path, flags, error):
   check_nothing_is_left()
 
 
-@pytest.fixture
-def cluster():
-  """A Ray cluster on this machine that outlives the runs; its environment."""
+@contextlib.contextmanager
+def ray_cluster(**variables):
+  """Start Ray on this machine, and yield its address and the environment.
+
+  It outlives the runs, and has a token of its own.
+  """
   with (
     tempfile.TemporaryDirectory(prefix="jr", dir="/tmp") as directory,
     socket.socket() as free,
@@ -308,6 +356,7 @@ def cluster():
       "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
       "RAY_worker_register_timeout_seconds": "300",
       "HOME": directory,
+      **variables,
     }
     command = [
       *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head"),
@@ -330,10 +379,72 @@ def cluster():
         head.wait(60)
 
 
+def certificate(directory):
+  """Return the settings with which Ray encrypts what it sends."""
+  key, cert = directory / "key.pem", directory / "cert.pem"
+  subprocess.run(
+    [
+      *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes"),
+      *("-keyout", key, "-out", cert, "-subj", "/CN=127.0.0.1"),
+      *("-addext", "subjectAltName=IP:127.0.0.1"),
+    ],
+    check=True,
+    capture_output=True,
+  )
+  return {
+    "RAY_USE_TLS": "1",
+    "RAY_TLS_SERVER_KEY": str(key),
+    "RAY_TLS_SERVER_CERT": str(cert),
+    "RAY_TLS_CA_CERT": str(cert),
+  }
+
+
+def test_a_run_needs_the_token_and_the_encryption_of_its_cluster(tmp_path):
+  with ray_cluster(**certificate(tmp_path)) as (address, environment):
+
+    def run(name, start_timeout_s, **variables):
+      return subprocess.run(
+        train(
+          tmp_path / name,
+          f"--config.cluster.address={address}",
+          "--config.train.num_steps=2",
+          "--config.eval.every=0",
+          f"--config.cluster.start_timeout_s={start_timeout_s}",
+        ),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment | variables,
+      )
+
+    of_ray = marked()
+    for name, variables in {
+      "token": {"RAY_AUTH_TOKEN": secrets.token_hex(32)},
+      "clear": {"RAY_USE_TLS": "0"},
+    }.items():
+      begin_s = time.monotonic()
+      refused = run(name, 30, **variables)
+      assert refused.returncode == 1, refused.stderr[-4000:]
+      last = refused.stderr.splitlines()[-1]
+      assert last.startswith("error: cluster.address: ") and address in last
+      assert "TLS" in last
+      assert "Traceback" not in refused.stderr
+      assert time.monotonic() - begin_s < 120
+      assert marked().keys() <= of_ray.keys()
+    done = run("right", 300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads(done.stdout.splitlines()[-1])["train_steps"] == 2
+  check_nothing_is_left()
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(1500)
-def test_replicas_wait_for_a_trainer_that_is_started_again(tmp_path, cluster):
-  address, environment = cluster
+def test_replicas_wait_for_a_trainer_that_is_started_again(tmp_path):
+  with ray_cluster() as (address, environment):
+    check_that_replicas_wait(tmp_path, address, environment)
+
+
+def check_that_replicas_wait(tmp_path, address, environment):
   said = tmp_path / "err"
   with open(said, "w") as err:
     run = subprocess.Popen(

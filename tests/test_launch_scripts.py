@@ -106,6 +106,26 @@ def test_ray_starts_before_the_run_and_gives_away_no_chip_that_trains():
   assert cluster.trainer_processes == 2
 
 
+def test_settings_of_tls_reach_all_hosts(monkeypatch):
+  def told(command):
+    return re.findall(r"--setenv=(RAY_\w*TLS\w*=\S+)", command)
+
+  *_, train = launch_world.tpu_pod("start", *TWO_SLICES)
+  assert not told(train)
+  settings = {
+    "RAY_USE_TLS": "1",
+    "RAY_TLS_SERVER_CERT": "/mnt/jaxrl/ray.crt",
+    "RAY_TLS_SERVER_KEY": "/mnt/jaxrl/ray.key",
+    "RAY_TLS_CA_CERT": "/mnt/jaxrl/ray.crt",
+  }
+  for name, value in settings.items():
+    monkeypatch.setenv(name, value)
+  _, *on_hosts = launch_world.tpu_pod("start", *TWO_SLICES)
+  assert len(on_hosts) == 3
+  for command in on_hosts:
+    assert told(command) == [f"{name}={x}" for name, x in settings.items()]
+
+
 def test_a_slice_of_one_host_needs_no_cluster():
   (train,) = launch_world.tpu_pod("start", "--accelerator_type=v6e-8")
   assert "config.cluster" not in train and "config.transfer" not in train

@@ -4,7 +4,7 @@ Both are looked at before a run begins, so that what is wrong is told at once.
 A host that joins later is checked when a replica is attached there.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import importlib
 import sys
 import time
@@ -104,26 +104,25 @@ class ClusterHosts:
         time.
     """
     timeout_s = self._section.start_timeout_s
-    asked_s = time.time()
-    asked = self._ask_all(probe)
-    if needs_room:
-      asked |= self._ask_for_room(probe)
     deadline = supervisor_lib.Deadline(timeout_s)
-    while asked:
-      check()
-      if (wait_s := deadline.next_wait_s()) == 0:
-        raise sections.ConfigError(
-          f"cluster.replicas: {next(iter(asked.values()))} in {timeout_s:g} s"
-          f" (cluster.start_timeout_s); {self.missing()}"
-        )
-      for call in self._ray.wait(list(asked), timeout=wait_s)[0]:
-        what = asked.pop(call)
-        found = self._answer(call, what)
-        if found is None:
-          continue
-        why_not = hosts.difference(found, probe, versions, asked_s)
-        if why_not is not None:
-          raise sections.ConfigError(why_not)
+    # Processes have to start before they answer. Asked again, they answer at
+    # once, so that the time of day of their hosts is known well.
+    for is_first in (True, False):
+      asked_s = time.time()
+      asked = self._ask_all(probe)
+      if needs_room and is_first:
+        asked |= self._ask_for_room(probe)
+      while asked:
+        check()
+        if (wait_s := deadline.next_wait_s()) == 0:
+          raise sections.ConfigError(
+            f"cluster.replicas: {next(iter(asked.values()))} in {timeout_s:g} s"
+            f" (cluster.start_timeout_s); {self.missing()}"
+          )
+        for found in self._answers(asked, wait_s):
+          why_not = hosts.difference(found, probe, versions, asked_s)
+          if why_not is not None:
+            raise sections.ConfigError(why_not)
 
   def missing(self) -> str:
     """Return what the cluster has and what all replicas need, as a sentence."""
@@ -220,18 +219,26 @@ class ClusterHosts:
     )
     return {call: "no host had room for a replica"}
 
-  def _answer(self, call: Any, what: str) -> hosts.Facts | None:
-    """Return what a host has answered; None if it has left the cluster.
+  def _answers(
+    self, asked: dict[Any, str], wait_s: float
+  ) -> Iterator[hosts.Facts]:
+    """Yield what hosts have answered, but for those that have left.
+
+    Args:
+      asked: calls, from which those that have ended are taken.
+      wait_s: how long to wait for the next one.
 
     Raises:
-      ConfigError: it could not answer.
+      ConfigError: one could not answer.
     """
     errors = self._ray.exceptions
-    try:
-      return self._ray.get(call)
-    except (errors.TaskUnschedulableError, errors.NodeDiedError):
-      return None
-    except errors.RayError as error:
-      raise sections.ConfigError(
-        f"cluster.address: {what}: {ray_handle.one_line(error)}"
-      ) from error
+    for call in self._ray.wait(list(asked), timeout=wait_s)[0]:
+      what = asked.pop(call)
+      try:
+        yield self._ray.get(call)
+      except (errors.TaskUnschedulableError, errors.NodeDiedError):
+        continue
+      except errors.RayError as error:
+        raise sections.ConfigError(
+          f"cluster.address: {what}: {ray_handle.one_line(error)}"
+        ) from error

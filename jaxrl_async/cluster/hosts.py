@@ -10,6 +10,7 @@ import platform
 import socket
 import time
 
+from jaxrl_async.coordination import rendezvous
 from jaxrl_async.coordination import supervisor as supervisor_lib
 
 # A file, and what it contains.
@@ -22,12 +23,13 @@ _PACKAGES = (
   "numpy",
   "optax",
   "orbax-checkpoint",
+  "qwix",
+  "tensorstore",
   "tokenizers",
 )
 # A shared file system may show a file late.
 _SHARED_S = 10.0
 _RETRY_S = 0.2
-MAX_CLOCK_S = 30.0
 _NOT_SHARED = (
   "transfer.directory: {directory} on {host} is not the directory that the"
   " trainer's host writes to; use one that all hosts see"
@@ -125,7 +127,7 @@ def difference(
     return differing
   ahead_s = max(0.0, found.time_s - time.time())
   behind_s = max(0.0, asked_s - found.time_s)
-  if max(ahead_s, behind_s) > MAX_CLOCK_S:
+  if max(ahead_s, behind_s) > rendezvous.MAX_CLOCK_S:
     return (
       f"cluster: the clock of {found.host} is {ahead_s - behind_s:+.0f} s off"
       " that of the trainer's host; synchronise the clocks"

@@ -166,15 +166,18 @@ class RayHandle:
     Raises:
       DoesNotFit: one of them cannot.
     """
-    asked_s = time.time()
-    asked = [
-      actor.facts.remote(spec.probe)
-      for actor in (actors.lead, *actors.followers)
-    ]
-    for found in self._ray.get(asked):
-      why_not = hosts.difference(found, spec.probe, spec.versions, asked_s)
-      if why_not is not None:
-        raise remote.DoesNotFit(why_not)
+    # A process may have to start before it answers. Asked again, it answers at
+    # once, so that its time of day is known well.
+    for _ in range(2):
+      asked_s = time.time()
+      asked = [
+        actor.facts.remote(spec.probe)
+        for actor in (actors.lead, *actors.followers)
+      ]
+      for found in self._ray.get(asked):
+        why_not = hosts.difference(found, spec.probe, spec.versions, asked_s)
+        if why_not is not None:
+          raise remote.DoesNotFit(why_not)
 
   def _meet(self, actors: Actors) -> None:
     """Connect the processes of the replica, unless they are connected.

@@ -19,6 +19,7 @@ import time
 from typing import IO, Any
 
 from jaxrl_async.cluster import cluster_hosts
+from jaxrl_async.cluster import environment as environment_lib
 from jaxrl_async.cluster import ray_handle
 from jaxrl_async.cluster import ray_rewards
 from jaxrl_async.cluster import tpu_slices
@@ -83,6 +84,7 @@ class Cluster:
     Raises:
       ConfigError: Ray is not installed, does not start or cannot be reached.
     """
+    environment_lib.set_for_ray(section.address)
     self._ray = _import_ray()
     self._section = section
     self._run_name = run_name
@@ -102,8 +104,9 @@ class Cluster:
       )
     if section.address not in ("", "auto"):
       _check_answers(section.address)
+    end_s = time.monotonic() + section.start_timeout_s
     with contextlib.ExitStack() as closing:
-      address = section.address or self._start(closing)
+      address = section.address or self._start(closing, end_s)
       self._within(
         lambda: self._ray.init(
           address=address,
@@ -111,19 +114,20 @@ class Cluster:
           logging_level=logging.ERROR,
           log_to_driver=False,
         ),
-        section.start_timeout_s,
+        end_s - time.monotonic(),
       )
       closing.callback(self._ray.shutdown)
       self._closing = closing.pop_all()
 
-  def _start(self, closing: contextlib.ExitStack) -> str:
+  def _start(self, closing: contextlib.ExitStack, end_s: float) -> str:
     """Start Ray on this machine, and return its address.
 
     Ray has a limit of its own for this, which is too short for a busy machine.
-    Then it is started again, within the time of the section.
+    Then it is started again.
 
     Args:
       closing: ends it.
+      end_s: on the monotonic clock; it has to have started by then.
 
     Raises:
       ConfigError: it does not start.
@@ -133,7 +137,6 @@ class Cluster:
     wanted = self._num_processes * section.replica_cpus
     wanted += section.reward_pools * self._reward_workers
     num_cpus = max(os.cpu_count() or 1, math.ceil(wanted))
-    end_s = time.monotonic() + section.start_timeout_s
     while True:
       with contextlib.ExitStack() as starting:
         try:
@@ -182,23 +185,24 @@ class Cluster:
     supervisor_lib.start_thread("ray", call, done.set_exception)
     limit_s = self._section.start_timeout_s
     where = self._section.address or "on this machine"
+    # Ray's own text of a wrong token is "Failed to connect".
+    hint = (
+      "; Ray has to run there, with the token and the TLS settings of this"
+      " process"
+      if self._section.address
+      else ""
+    )
     try:
       done.result(timeout=max(timeout_s, 0.0))
     except TimeoutError:
       raise sections.ConfigError(
         f"cluster.address: Ray ({where}) did not answer in {limit_s:g} s"
-        " (cluster.start_timeout_s)"
+        f" (cluster.start_timeout_s){hint}"
       ) from None
     except (
       *(RuntimeError, ConnectionError, ValueError, OSError),
       self._ray.exceptions.RayError,
     ) as error:
-      # Ray's own text of a wrong token is "Failed to connect".
-      hint = (
-        "; Ray has to run there, with the token of this process"
-        if self._section.address
-        else ""
-      )
       raise sections.ConfigError(
         f"cluster.address: Ray ({where}): {ray_handle.one_line(error)}{hint}"
       ) from error

@@ -1,6 +1,7 @@
 """Pools of reward processes as actors of Ray."""
 
 from concurrent import futures
+import contextlib
 from typing import Any
 
 from jaxrl_async.cluster import hosts
@@ -73,7 +74,9 @@ class RewardHandle:
 
   def kill(self) -> None:
     """End the process."""
-    self._ray.kill(self._actor)
+    # One that cannot be reached ends by itself when nobody calls.
+    with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
+      self._ray.kill(self._actor)
 
   def _translated(self, error: BaseException) -> BaseException:
     """Return an error of Ray's as one of `remote_pools`."""

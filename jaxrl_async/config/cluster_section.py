@@ -46,10 +46,11 @@ class ClusterSection:
     hang_timeout_s: a replica that answers, but whose thread has been in one
       step of its engine for so long, is killed and started again. The time in
       which it compiles does not count.
-    start_timeout_s: the cluster has to have enough hosts after this many
-      seconds, and as many replicas as the run begins with have to be ready. So
-      has a pool that scores. A process that has started has so long until it is
-      a replica. Reading the base of a model with LoRA has time of its own.
+    start_timeout_s: limit of each part of the start, in seconds: Ray answers;
+      the cluster has enough hosts; they have answered; a pool that scores is
+      ready; as many replicas as the run begins with are ready. A process that
+      has started has so long until it is a replica. Reading the base of a model
+      with LoRA has time of its own.
     report_every_s: seconds between two reports of what is half-written. It is
       what is lost with a replica.
     coordinator_timeout_s: replicas wait so long for a coordinator that has

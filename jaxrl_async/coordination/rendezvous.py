@@ -28,7 +28,8 @@ from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import wire
 from jaxrl_async.coordination import world as world_lib
 
-_MAX_CLOCK_S = 5.0
+# Clocks of hosts may be so far apart.
+MAX_CLOCK_S = 5.0
 # A shared file system may show a file late.
 _SHARED_S = 10.0
 _RETRY_S = 0.2
@@ -236,10 +237,10 @@ class _Leader:
         f" {sections.shown(here)}; they have to be the same",
       )
     sections.require(
-      abs(offset_s) - uncertain_s <= _MAX_CLOCK_S,
+      abs(offset_s) - uncertain_s <= MAX_CLOCK_S,
       "cluster.trainer_processes",
       f"the clock of {who} is {offset_s:+.1f} s from that of process 0, more"
-      f" than {_MAX_CLOCK_S:g} s; set the clocks of the hosts",
+      f" than {MAX_CLOCK_S:g} s; set the clocks of the hosts",
     )
 
   def _clock_of(self, connection: socket.socket) -> tuple[float, float]:
@@ -259,7 +260,9 @@ class _Leader:
     probes = []
     try:
       for directory in self._shared:
-        probes.append(_write_probe(directory, token, 0))
+        probes.append(
+          _write_probe(directory, token, 0, _field_of(directory, self._shared))
+        )
       for rank, connection in self._found.items():
         connection.settimeout(_SHARED_S + _HELLO_S)
         wire.send(connection, {"probe": token})
@@ -272,7 +275,7 @@ class _Leader:
           is_seen = str(directory) not in unseen and _sees(wanted)
           sections.require(
             is_seen,
-            "workdir" if directory == self._shared[0] else "transfer.directory",
+            _field_of(directory, self._shared),
             f"{directory} is not the same directory for process 0 on"
             f" {self._hosts[0]} and process {rank} on {self._hosts[rank]}; use"
             " one that all hosts share",
@@ -297,8 +300,13 @@ def _probe(
   return directory / f".shared-{token}-{rank}"
 
 
+def _field_of(directory: pathlib.Path, shared: Sequence[pathlib.Path]) -> str:
+  """Return what names a shared directory for the user."""
+  return "workdir" if directory == shared[0] else "transfer.directory"
+
+
 def _write_probe(
-  directory: pathlib.Path, token: str, rank: int
+  directory: pathlib.Path, token: str, rank: int, field: str
 ) -> pathlib.Path:
   path = _probe(directory, token, rank)
   try:
@@ -306,7 +314,7 @@ def _write_probe(
     path.touch()
   except OSError as error:
     raise sections.ConfigError(
-      f"workdir: {path} cannot be written ({error.strerror})"
+      f"{field}: {path} cannot be written ({error.strerror})"
     ) from error
   return path
 
@@ -369,7 +377,8 @@ def _answer(
         unseen = []
         for directory in shared:
           if _sees(_probe(directory, token, 0)):
-            written.append(_write_probe(directory, token, place.rank))
+            field = _field_of(directory, shared)
+            written.append(_write_probe(directory, token, place.rank, field))
           else:
             unseen.append(str(directory))
         wire.send(connection, {"unseen": unseen})

@@ -1,9 +1,9 @@
 """Builds the rollout side of a run: in this process, or in a cluster."""
 
-from collections.abc import Mapping
 import dataclasses
 import pathlib
 
+from jaxrl_async.cluster import environment
 from jaxrl_async.cluster import hosts
 from jaxrl_async.cluster import ray_replicas
 from jaxrl_async.cluster import replica_spec
@@ -62,7 +62,6 @@ def connect(
   *,
   trainer: trainer_lib.Trainer,
   pools: remote_pools.RemotePools | None,
-  environment: Mapping[str, str],
   is_new: bool,
   shutdown: shutdown_lib.Shutdown,
 ) -> Remote | None:
@@ -77,7 +76,6 @@ def connect(
     trainer: that publishes the weights.
     pools: of processes that score, which are started there; at least one of
       them is ready afterwards.
-    environment: variables for the processes of replicas.
     is_new: whether the run does not continue from a checkpoint.
     shutdown: closes everything that is opened here.
 
@@ -97,7 +95,7 @@ def connect(
   cluster = ray_replicas.Cluster(
     setup.config.cluster,
     run_name=ray_replicas.run_name(session.workdir),
-    environment=environment,
+    environment=environment.of_replicas(setup.config),
     reward_workers=setup.config.task.reward_workers,
   )
   shutdown.closes(cluster.close)

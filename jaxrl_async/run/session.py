@@ -1,6 +1,5 @@
 """What a caller, and a start of the program, add to a run's configuration."""
 
-from collections.abc import Mapping
 import dataclasses
 import pathlib
 
@@ -21,7 +20,6 @@ class Extensions:
   """Parts that a caller may provide instead of the defaults.
 
   Attributes:
-    replica_environment: environment variables for the processes of replicas.
     source: of the prompts; None is what the config names.
     scorer: a function of an importable module that scores a completion; None
       is that of `task.reward` or `task.rewards`.
@@ -34,9 +32,6 @@ class Extensions:
     xla_flags: the options that XLA was started with, which are recorded.
   """
 
-  replica_environment: Mapping[str, str] = dataclasses.field(
-    default_factory=dict
-  )
   source: source_lib.Source | None = None
   scorer: service_lib.Scorer | None = None
   loss: objectives.Loss | None = None

@@ -170,7 +170,6 @@ def parts(
       session,
       trainer=base.trainer,
       pools=base.pools,
-      environment=extensions.replica_environment,
       is_new=base.resumed_step is None,
       shutdown=base.shutdown,
     )

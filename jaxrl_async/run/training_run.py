@@ -10,7 +10,7 @@ the thread that failed.
 `start_up` builds the parts of a run, and `Run` is the loop over them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
 import pathlib
@@ -407,7 +407,6 @@ def run(
   episode: episode_lib.Episode = episode_lib.single_turn,
   serving: front_lib.ServeSettings | None = None,
   profile_steps: Sequence[int] = (),
-  replica_environment: Mapping[str, str] | None = None,
   world: world_lib.World | None = None,
   xla_flags: str = "",
 ) -> str:
@@ -429,8 +428,6 @@ def run(
     serving: settings of a server that gives clients access to the policy during
       the run; None starts no server.
     profile_steps: train steps to trace, into WORKDIR/profile.
-    replica_environment: environment variables for the processes of replicas, if
-      they are in processes of their own.
     world: the processes that train together; None is this one alone. This one
       leads. The others call `follower.follow`, and the caller closes the world.
     xla_flags: the options that XLA was started with, for the schedule; "" takes
@@ -450,7 +447,6 @@ def run(
     BadUpdatesError: too many updates in a row were not finite.
   """
   extensions = session_lib.Extensions(
-    replica_environment=replica_environment or {},
     initial_params=initial_params,
     source=source,
     scorer=scorer,
