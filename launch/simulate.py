@@ -49,6 +49,9 @@ _SLOTS = flags.DEFINE_integer(
 _GROUPS = flags.DEFINE_integer(
   "groups_per_step", 0, "Groups of a train step; 0 is the preset's.", 0
 )
+_OTHER = flags.DEFINE_string(
+  "other_workdir", "", "A run like that of --workdir, but with other slots."
+)
 _STEPS = flags.DEFINE_integer("steps", 24, "Train steps to simulate.", 12)
 _TPU_CHIPS = 64
 
@@ -63,6 +66,21 @@ def _check() -> None:
     bool(_PRESET.value) != bool(command_line.WORKDIR.value),
     "preset",
     "give --preset or --workdir, and not both",
+  )
+  is_run = bool(command_line.WORKDIR.value)
+  sections.require(
+    is_run or not _OTHER.value, "other_workdir", "needs a --workdir"
+  )
+  sections.require(
+    not is_run or not _FRAC.value,
+    "rollout_frac",
+    "is looked for with --workdir; leave it out",
+  )
+  sections.require(
+    not is_run or bool(_OTHER.value) or not _SLOTS.value,
+    "slots",
+    "one run does not tell how long a decode step takes with other slots; give"
+    " one with other slots as --other_workdir",
   )
 
 
@@ -99,21 +117,34 @@ def _advise() -> None:
   from jaxrl_async.simulation import measured
   from jaxrl_async.simulation import throughput
 
-  config, steps = measured.read(pathlib.Path(command_line.WORKDIR.value))
-  cluster = measured.cluster(config, steps)
-  bound = config.algorithm.max_staleness
-  found_per_s = statistics.fmean(step["train/tokens_per_s"] for step in steps)
+  run = measured.read(pathlib.Path(command_line.WORKDIR.value))
+  other = measured.read(pathlib.Path(_OTHER.value)) if _OTHER.value else None
+  cluster = measured.cluster(run, other)
+  bound = run.config.algorithm.max_staleness
+  found_per_s = statistics.fmean(
+    step["train/tokens_per_s"] for step in run.steps
+  )
   same = throughput.predict(cluster, throughput.Mode.ASYNCHRONOUS, bound)
   print(
     f"measured {found_per_s:.0f} tokens/s, simulated {same.tokens_per_s:.0f},"
     f" with {cluster.num_training(throughput.Mode.ASYNCHRONOUS)} of"
-    f" {cluster.num_devices} devices training and a bound of {bound}"
+    f" {cluster.num_devices} devices training, {cluster.slots} slots a replica"
+    f" and a bound of {bound}"
   )
+  slots = [_SLOTS.value or cluster.slots]
+  if other is not None and not _SLOTS.value:
+    slots = measured.slots_between(run, other)
+  if _GROUPS.value:
+    run.config.algorithm.groups_per_step = _GROUPS.value
   best = measured.advise(
-    _changed(cluster), [int(b) for b in _BOUNDS.value], num_steps=_STEPS.value
+    _changed(cluster),
+    run.config,
+    [int(b) for b in _BOUNDS.value],
+    slots,
+    num_steps=_STEPS.value,
   )
-  print("| bound | devices that train | tokens/s | training busy |")
-  print("| --- | --- | --- | --- |")
+  print("| bound | devices that train | slots | tokens/s | training busy |")
+  print("| --- | --- | --- | --- | --- |")
   rows = []
   for one in best:
     found = one.prediction
@@ -121,13 +152,16 @@ def _advise() -> None:
       {
         "staleness": one.max_staleness,
         "training_devices": one.num_training,
+        "slots": one.slots,
         "tokens_per_s": round(found.tokens_per_s, 1),
+        "flags": one.flags,
       }
     )
     print(
-      f"| {one.max_staleness} | {one.num_training} |"
+      f"| {one.max_staleness} | {one.num_training} | {one.slots} |"
       f" {found.tokens_per_s:.0f} | {found.train_busy:.0%} |"
     )
+  print("best:", *best[0].flags)
   print(
     json.dumps(
       {

@@ -56,8 +56,8 @@ def of_replicas(config: sections.Config) -> dict[str, str]:
     "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
     "JAX_ENABLE_PREEMPTION_SERVICE": "false",
   }
-  if jax.config.jax_compilation_cache_dir:
-    found["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir
+  if cache := getattr(jax.config, "jax_compilation_cache_dir", None):
+    found["JAX_COMPILATION_CACHE_DIR"] = cache
   if not config.cluster.replica_gpus and not config.cluster.replica_tpu:
     devices = config.mesh.rollout_data * config.mesh.rollout_tensor
     devices //= config.cluster.replica_processes

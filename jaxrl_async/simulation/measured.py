@@ -1,22 +1,28 @@
 """A cluster with the rates of a run, and which split of its devices is best.
 
 One run tells how long its train steps and its decode steps take, not how a
-decode step would change with the number of slots. So slots stay as they are.
+decode step would change with the number of slots. Two runs that differ in their
+slots tell that too.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+import copy
 import dataclasses
 import json
+import math
 import pathlib
 import statistics
 
+from jaxrl_async.config import field_types
 from jaxrl_async.config import sections
+from jaxrl_async.run import config_checks
 from jaxrl_async.simulation import throughput
 from jaxrl_async.storage import config_json
 from jaxrl_async.storage import workdir as workdir_lib
 
 _FEWEST_STEPS = 4
 _MOST_SPLITS = 12
+_MORE_SLOTS = 1.5
 _NEARLY = 0.98  # of the best throughput is as good
 _MEASURED = (
   "completion/tokens_mean",
@@ -29,23 +35,38 @@ _MEASURED = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+  """What is known of a run.
+
+  Attributes:
+    config: of the run.
+    steps: metrics of its later train steps, as `metrics.jsonl` has them.
+  """
+
+  config: sections.Config
+  steps: Sequence[Mapping[str, float]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Advice:
   """What a split of the devices is predicted to do.
 
   Attributes:
     num_training: devices that train; the others generate.
+    slots: of each replica.
     max_staleness: the bound.
-    prediction: with this split and this bound.
+    flags: of launch/train.py for all of these.
+    prediction: with this split, these slots and this bound.
   """
 
   num_training: int
+  slots: int
   max_staleness: int
+  flags: tuple[str, ...]
   prediction: throughput.Prediction
 
 
-def read(
-  workdir: pathlib.Path,
-) -> tuple[sections.Config, list[dict[str, float]]]:
+def read(workdir: pathlib.Path) -> Run:
   """Return the config of a run, and the metrics of its later steps.
 
   Raises:
@@ -57,7 +78,9 @@ def read(
     config is not None and path.exists(), "workdir", f"{workdir} has no run"
   )
   assert config is not None
-  lines = [json.loads(line) for line in path.read_text().splitlines()]
+  # The last line has no end while it is being written.
+  whole, _, _ = path.read_text().rpartition("\n")
+  lines = [json.loads(line) for line in whole.splitlines()]
   lines = [line for line in lines if all(k in line for k in _MEASURED)]
   sections.require(
     len(lines) >= _FEWEST_STEPS,
@@ -65,44 +88,38 @@ def read(
     f"{workdir} has {len(lines)} train steps; {_FEWEST_STEPS} are needed",
   )
   # The first ones compile, and begin with empty slots.
-  return config, lines[len(lines) // 2 :]
+  return Run(config=config, steps=lines[len(lines) // 2 :])
 
 
-def cluster(
-  config: sections.Config, steps: Sequence[Mapping[str, float]]
-) -> throughput.Cluster:
+def cluster(run: Run, other: Run | None = None) -> throughput.Cluster:
   """Return a cluster with the rates of a run.
 
-  The time of a decode step is that of the slots as full as they were while
-  sequences waited for a slot.
+  The time of a decode step is that of the slots as full as they were.
 
   Args:
-    config: of the run.
-    steps: metrics of train steps, as `metrics.jsonl` has them.
+    run: the run.
+    other: one that differs in its slots. The time of a decode step is then a
+      straight line in the number of sequences; otherwise it is constant.
 
   Raises:
-    ConfigError: the config leaves the number of devices open.
+    ConfigError: a config leaves the number of devices open, or the runs do not
+      tell what more slots cost.
   """
+  config, steps = run.config, run.steps
   mesh, rollout = config.mesh, config.rollout
   training = _product(
     mesh, ("train_data", "train_fsdp", "train_context", "train_tensor")
   )
-  per_engine = _product(mesh, ("rollout_data", "rollout_tensor"))
-  if config.cluster.kind is sections.ClusterKind.RAY:
-    num_replicas, per_replica = config.cluster.replicas, per_engine
-    slots = rollout.num_slots
-  else:
-    num_replicas, per_replica = mesh.rollout_data, mesh.rollout_tensor
-    slots = max(1, rollout.num_slots // num_replicas)
-  mean = {
-    name: statistics.fmean(step.get(name, 0.0) for step in steps)
-    for name in {*_MEASURED, "time/adopt_s"}
-  }
-  occupancy = statistics.fmean(
-    step.get("rollout/slot_occupancy", 1.0) for step in steps
-  )
+  num_replicas, per_replica, slots = _replicas(config)
   num_rollout = num_replicas * per_replica
-  tokens_per_busy_s = mean["rollout/tokens_per_s"] / mean["rollout/busy_frac"]
+  sequences, step_s = _decode_step(run)
+  slot_s = 0.0
+  if other is not None:
+    _check_alike(config, other.config)
+    more, longer_s = _decode_step(other)
+    slot_s = (longer_s - step_s) / (more - sequences)
+    slot_s = min(max(slot_s, 0.0), step_s / sequences)
+    step_s -= slot_s * sequences
   return throughput.Cluster(
     num_devices=training + num_rollout,
     rollout_frac=num_rollout / (training + num_rollout),
@@ -111,13 +128,72 @@ def cluster(
     group_size=config.algorithm.group_size,
     lengths=_lengths(steps, rollout.max_completion_tokens),
     slots=slots,
-    step_s=slots * num_replicas * occupancy / tokens_per_busy_s,
+    step_s=step_s,
+    slot_s=slot_s,
     cached_s=0.0,
-    adopt_s=mean["time/adopt_s"],
+    adopt_s=_mean(steps, "time/adopt_s"),
     train_device_s=training
-    * mean["train/busy_frac"]
-    / mean["train/tokens_per_s"],
+    * _mean(steps, "train/busy_frac")
+    / _mean(steps, "train/tokens_per_s"),
     call_tokens=rollout.decode_steps_per_call,
+  )
+
+
+def slots_between(run: Run, other: Run) -> list[int]:
+  """Return numbers of slots of a replica from that of one run to the other's.
+
+  Each is about a half more than the one before.
+  """
+  least, most = sorted(_replicas(one.config)[2] for one in (run, other))
+  count = max(1, round(math.log(most / least) / math.log(_MORE_SLOTS)))
+  return sorted(
+    {round(least * (most / least) ** (i / count)) for i in range(count + 1)}
+  )
+
+
+def _mean(
+  steps: Sequence[Mapping[str, float]], name: str, default: float = 0.0
+) -> float:
+  return statistics.fmean(step.get(name, default) for step in steps)
+
+
+def _replicas(config: sections.Config) -> tuple[int, int, int]:
+  """Return the number of engines, and the devices and the slots of each."""
+  mesh, slots = config.mesh, config.rollout.num_slots
+  if config.cluster.kind is sections.ClusterKind.RAY:
+    per_replica = _product(mesh, ("rollout_data", "rollout_tensor"))
+    return config.cluster.replicas, per_replica, slots
+  num_replicas = _product(mesh, ("rollout_data",))
+  per_replica = _product(mesh, ("rollout_tensor",))
+  return num_replicas, per_replica, max(1, slots // num_replicas)
+
+
+def _decode_step(run: Run) -> tuple[float, float]:
+  """Return how many sequences an engine wrote at once, and its step's time."""
+  num_replicas, _, slots = _replicas(run.config)
+  sequences = slots * _mean(run.steps, "rollout/slot_occupancy", 1.0)
+  per_busy_s = _mean(run.steps, "rollout/tokens_per_s")
+  per_busy_s /= _mean(run.steps, "rollout/busy_frac")
+  return sequences, sequences * num_replicas / per_busy_s
+
+
+def _check_alike(config: sections.Config, other: sections.Config) -> None:
+  """Check that two runs tell what more slots cost.
+
+  Raises:
+    ConfigError: they do not.
+  """
+  for name in ("model", "mesh", "cluster"):
+    sections.require(
+      getattr(config, name) == getattr(other, name),
+      "other_workdir",
+      f"the runs differ in {name}; they may differ in rollout.num_slots",
+    )
+  slots, others = config.rollout.num_slots, other.rollout.num_slots
+  sections.require(
+    slots != others,
+    "other_workdir",
+    f"both runs have {slots} slots (rollout.num_slots); they have to differ",
   )
 
 
@@ -152,30 +228,33 @@ def _lengths(
 
 
 def advise(
-  found: throughput.Cluster, bounds: Sequence[int], *, num_steps: int
+  found: throughput.Cluster,
+  config: sections.Config,
+  bounds: Sequence[int],
+  slots: Sequence[int],
+  *,
+  num_steps: int,
 ) -> list[Advice]:
-  """Return the best split for each bound, the best of them first.
+  """Return the best split and slots for each bound, the best of them first.
 
-  Of bounds that are nearly as good as the best one, the smallest comes first.
+  Of bounds and slots that are nearly as good as the best ones, the smallest
+  come first. Splits that a run would refuse are not tried.
 
   Args:
     found: the cluster; its own split does not matter.
+    config: of the run that was measured.
     bounds: to try.
+    slots: of each replica, to try.
     num_steps: train steps to simulate for each.
+
+  Raises:
+    ConfigError: a run would refuse all splits.
   """
-  per_replica = found.devices_per_replica
-  most = (found.num_devices - 1) // per_replica
-  nums_replicas = {
-    max(1, round(most * (i + 1) / _MOST_SPLITS)) for i in range(_MOST_SPLITS)
-  }
+  splits = list(_splits(found, config, slots))
   best = []
   for bound in bounds:
     tried = []
-    for num_replicas in sorted(nums_replicas):
-      num_rollout = num_replicas * per_replica
-      split = dataclasses.replace(
-        found, rollout_frac=num_rollout / found.num_devices
-      )
+    for split, flags in splits:
       prediction = throughput.predict(
         split,
         throughput.Mode.ASYNCHRONOUS,
@@ -185,14 +264,89 @@ def advise(
       )
       tried.append(
         Advice(
-          num_training=found.num_devices - num_rollout,
+          num_training=split.num_training(throughput.Mode.ASYNCHRONOUS),
+          slots=split.slots,
           max_staleness=bound,
+          flags=(*flags, f"--config.algorithm.max_staleness={bound}"),
           prediction=prediction,
         )
       )
-    best.append(max(tried, key=lambda one: one.prediction.tokens_per_s))
+    enough = _NEARLY * max(one.prediction.tokens_per_s for one in tried)
+    tried = [one for one in tried if one.prediction.tokens_per_s >= enough]
+    best.append(
+      min(tried, key=lambda one: (one.slots, -one.prediction.tokens_per_s))
+    )
   enough = _NEARLY * max(one.prediction.tokens_per_s for one in best)
   return sorted(
     best,
     key=lambda one: (one.prediction.tokens_per_s < enough, one.max_staleness),
   )
+
+
+def _splits(
+  found: throughput.Cluster, config: sections.Config, slots: Sequence[int]
+) -> Iterator[tuple[throughput.Cluster, list[str]]]:
+  """Yield the splits that a run would accept, each with its flags.
+
+  Raises:
+    ConfigError: there are none.
+  """
+  per_replica = found.devices_per_replica
+  most = (found.num_devices - 1) // per_replica
+  refusal: sections.ConfigError | None = None
+  has_any = False
+  nums_replicas = {
+    max(1, round(most * (i + 1) / _MOST_SPLITS)) for i in range(_MOST_SPLITS)
+  }
+  for num_replicas in sorted(nums_replicas):
+    num_rollout = num_replicas * per_replica
+    for count in slots:
+      try:
+        flags = _flags(
+          config, found.num_devices - num_rollout, num_replicas, count
+        )
+      except sections.ConfigError as error:
+        refusal = error
+        continue
+      has_any = True
+      split = dataclasses.replace(
+        found, rollout_frac=num_rollout / found.num_devices, slots=count
+      )
+      yield split, flags
+  if not has_any:
+    assert refusal is not None
+    raise refusal
+
+
+def _flags(
+  config: sections.Config, num_training: int, num_replicas: int, slots: int
+) -> list[str]:
+  """Return the flags of launch/train.py for a split of the devices.
+
+  The model is split as before. Other training devices are along
+  `mesh.train_fsdp`, or along `mesh.train_data` if that alone was used.
+
+  Raises:
+    ConfigError: a run would refuse them.
+  """
+  config = copy.deepcopy(config)
+  mesh, changed = config.mesh, {}
+  by = "train_data" if mesh.train_fsdp == 1 < mesh.train_data else "train_fsdp"
+  kept = {"train_data", "train_fsdp", "train_context", "train_tensor"} - {by}
+  rest = _product(mesh, kept)
+  sections.require(
+    num_training % rest == 0,
+    f"mesh.{by}",
+    f"{num_training} devices cannot be divided by the other axes, {rest}",
+  )
+  changed[f"mesh.{by}"] = num_training // rest
+  if config.cluster.kind is sections.ClusterKind.RAY:
+    changed["cluster.replicas"] = num_replicas
+  else:
+    changed["mesh.rollout_data"] = num_replicas
+    slots *= num_replicas
+  changed["rollout.num_slots"] = slots
+  for path, value in changed.items():
+    field_types.set_at(config, path, value)
+  config_checks.validate(config, 10**9)
+  return [f"--config.{path}={value}" for path, value in changed.items()]
