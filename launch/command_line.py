@@ -32,8 +32,8 @@ from ml_collections import config_flags
 from jaxrl_async.config import directories
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.devices import memory_error
 from jaxrl_async.run import config_checks
-from jaxrl_async.run import memory_error
 from jaxrl_async.run import source_checks
 from jaxrl_async.storage import disk
 

@@ -2,19 +2,22 @@
 
     python launch/simulate.py --preset=areal_1p5b
     python launch/simulate.py --workdir=RUN
+    python launch/simulate.py --paper
 
 The controller's buffer, its bound on staleness and its batches are simulated
 with the rates of a preset: synchronous, overlapped by one step, and
 asynchronous under several bounds. Flags replace single numbers of the preset.
 docs/simulation.md says where the rates come from and how far they can be
 trusted. With --workdir the rates are those of a run that was measured, and the
-table has the best split of its devices for each bound instead.
+table has the best split of its devices for each bound instead. With --paper it
+has what AReaL's paper reports beside the same simulated, in about two minutes.
 
 Prints a table and, as the last line, one JSON object: `preset`, `devices`,
 `rollout_frac`, `slots`, `rows` (each with `mode`, `staleness`, `tokens_per_s`,
 `step_s`, `train_busy` and `speedup` over synchronous). With --workdir it has
 `measured_tokens_per_s`, `predicted_tokens_per_s`, and `rows` (`staleness`,
-`training_devices`, `tokens_per_s`), the best first.
+`training_devices`, `slots`, `tokens_per_s`, `flags`), the best first. With
+--paper it has `rows` (`what`, `paper`, `simulated`, `difference`, `kind`).
 """
 
 import command_line  # isort: skip, first, as in the other scripts
@@ -33,6 +36,9 @@ from jaxrl_async.config import sections
 
 _PRESET = flags.DEFINE_string(
   "preset", "", "areal_1p5b, areal_7b, areal_14b, areal_32b, tpu_1p5b_v5e, ..."
+)
+_PAPER = flags.DEFINE_boolean(
+  "paper", False, "Compare with what AReaL's paper reports."
 )
 _BOUNDS = flags.DEFINE_list(
   "staleness", ["1", "2", "4", "8"], "Bounds of the asynchronous rows."
@@ -63,9 +69,10 @@ def _check() -> None:
     "must be integers, separated by commas, as 1,2,4",
   )
   sections.require(
-    bool(_PRESET.value) != bool(command_line.WORKDIR.value),
+    sum(map(bool, (_PRESET.value, command_line.WORKDIR.value, _PAPER.value)))
+    == 1,
     "preset",
-    "give --preset or --workdir, and not both",
+    "give one of --preset, --workdir and --paper",
   )
   is_run = bool(command_line.WORKDIR.value)
   sections.require(
@@ -214,9 +221,30 @@ def _compare() -> None:
   )
 
 
+def _compare_with_paper() -> None:
+  """Print what AReaL's paper reports, and the same simulated."""
+  from jaxrl_async.simulation import areal_comparison
+
+  print("| number | paper | simulated | difference | |")
+  print("| --- | --- | --- | --- | --- |")
+  rows = []
+  for row in areal_comparison.rows(_STEPS.value):
+    rows.append(
+      dataclasses.asdict(row) | {"difference": round(row.difference, 3)}
+    )
+    print(
+      f"| {row.what} | {row.paper:.4g} | {row.simulated:.4g} |"
+      f" {row.difference:+.0%} | {row.kind} |",
+      flush=True,
+    )
+  print(json.dumps({"rows": rows}))
+
+
 def main() -> None:
   """Print a table."""
-  if command_line.WORKDIR.value:
+  if _PAPER.value:
+    _compare_with_paper()
+  elif command_line.WORKDIR.value:
     _advise()
   else:
     _compare()

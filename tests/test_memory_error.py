@@ -9,8 +9,8 @@ import pytest
 
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import world as world_lib
+from jaxrl_async.devices import memory_error
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.run import memory_error
 from jaxrl_async.training import trainer as trainer_lib
 
 

@@ -30,6 +30,7 @@ def test_what_is_compiled_is_no_standing_still():
 
     compile_something(trace)
     assert seen == [0.0] and pulse.still_s == 0.0
+    assert pulse.compile_s == 95.0
     now_s[0] = 103.0
     assert pulse.still_s == 3.0
     # As that of another process, for which this one waits.
@@ -43,6 +44,7 @@ def test_what_is_compiled_is_no_standing_still():
     other.start()
     other.join(60)
     assert seen == [0.0, 3.0] and pulse.still_s == 3.0
+    assert pulse.compile_s == 95.0
   # Nobody listens any more.
   compile_something(lambda: seen.append(pulse.still_s))
   assert seen[-1] == 3.0

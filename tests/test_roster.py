@@ -8,6 +8,7 @@ import time
 import fleet_world
 import pytest
 import test_fleet
+import test_memory_error
 
 from jaxrl_async.cluster import hosts
 from jaxrl_async.rollout import fleet as fleet_lib
@@ -138,6 +139,47 @@ def test_a_replica_whose_thread_hangs_is_replaced(make_world):
   assert has_hung(world)
   fleet_world.until(lambda: world.fleet.num_ready == 2, "both replicas again")
   groups += world.train(NUM_STEPS, first=1 + NUM_STEPS)
+  fleet_world.check(world, groups)
+
+
+def test_a_replica_that_becomes_very_slow_is_replaced(make_world):
+  world = make_world(num_replicas=3, replica_timeout_s=8.0)
+  world.begin()
+  fleet_world.until(lambda: world.fleet.num_ready == 3, "all replicas")
+  groups = world.train(2)
+  slow = world.handles[0].process._attachment.attached.replica.scheduler
+  step = slow.step
+
+  def slow_step():
+    time.sleep(3.0)
+    return step()
+
+  slow.step = slow_step
+  while len(world.handles) < 4:
+    assert len(groups) < 4000
+    groups += world.train(1, first=len(groups) // 2)
+  (note,) = [note for note in world.notes if "is gone" in note]
+  assert note.startswith(
+    "replica 0 is gone (its decode steps take more than 20"
+  )
+  fleet_world.until(lambda: world.fleet.num_ready == 3, "all of them again")
+  groups += world.train(NUM_STEPS, first=len(groups) // 2)
+  fleet_world.check(world, groups)
+  # Its groups went on elsewhere.
+  assert not [x for x in world.lines() if x["fate"] == "failed"]
+
+
+def test_a_replica_without_device_memory_says_what_to_change(make_world):
+  world = make_world(num_replicas=1)
+  world.begin()
+  fleet_world.until(lambda: world.fleet.num_ready == 1, "a replica")
+  replica = world.handles[0].process._attachment.attached.replica
+  replica.feed = test_memory_error.needs_too_much
+  fleet_world.until(lambda: len(world.handles) == 2, "another process")
+  (note,) = [note for note in world.notes if "is gone" in note]
+  assert "out of device memory in a device program: " in note
+  assert "lower rollout.prefill_rows" in note and "\n" not in note
+  groups = world.train(NUM_STEPS)
   fleet_world.check(world, groups)
 
 

@@ -9,6 +9,7 @@ import sys
 import jaxtyping
 import pytest
 
+from jaxrl_async.simulation import areal_comparison
 from jaxrl_async.simulation import presets
 from jaxrl_async.simulation import throughput
 
@@ -97,6 +98,16 @@ def test_every_preset_is_a_cluster(name):
   cluster = presets.areal(rest) if kind == "areal" else presets.tpu(rest, 64)
   assert cluster.slots >= 1
   assert 0 < cluster.step_s < 0.1
+
+
+@pytest.mark.nightly
+def test_the_paper_is_predicted_within_15_percent():
+  found = list(areal_comparison.rows())
+  assert len(found) == 13
+  for row in found:
+    assert abs(row.difference) < 0.15, row
+  predicted = [x for x in found if x.kind is areal_comparison.Kind.PREDICTED]
+  assert len(predicted) == 7
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from jaxrl_async.cluster import led_replica
 from jaxrl_async.cluster import replica_spec
 from jaxrl_async.cluster import replica_world
 from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.devices import memory_error
 from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.reporting import metrics as metrics_lib
@@ -238,9 +239,8 @@ class ReplicaProcess:
     if isinstance(error, remote.ReplicaFailed):
       raise error
     if error is not None:
-      raise remote.ReplicaFailed(
-        f"on {socket.gethostname()}: {type(error).__name__}: {error}"
-      )
+      line = memory_error.explained(error) or f"{type(error).__name__}: {error}"
+      raise remote.ReplicaFailed(f"on {socket.gethostname()}: {line}")
 
   def _on_follower_failed(self, error: BaseException) -> None:
     """End this process with one that has ended, or keep why one will end."""

@@ -339,6 +339,7 @@ class Scheduler:
     # Later calls were dispatched before it was known that these have slots.
     for later in self._calls:
       later.num_unplaced -= num_placed
+    self.stats.decode_steps += result.is_valid.shape[1]
     if call.num_unplaced > num_placed:
       self.stats.waiting_slot_steps += result.is_valid.size
       self.stats.busy_slot_steps += in_use

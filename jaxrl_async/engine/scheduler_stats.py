@@ -7,7 +7,8 @@ import dataclasses
 class SchedulerStats:
   """Counts since the start.
 
-  The last two give the occupancy over the calls in which a sequence waited for
+  `decode_steps` are those of calls that were read. The last two give the
+  occupancy over the calls in which a sequence waited for
   a slot: the tokens drawn in them, and their slots times their steps.
   """
 
@@ -17,5 +18,6 @@ class SchedulerStats:
   adoptions: int = 0
   interruptions: int = 0
   preemptions: int = 0
+  decode_steps: int = 0
   busy_slot_steps: int = 0
   waiting_slot_steps: int = 0

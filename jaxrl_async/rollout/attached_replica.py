@@ -52,7 +52,7 @@ class AttachedReplica:
     self._busy = busy
     self._report_every_s = report_every_s
     self._seconds = seconds
-    self._wait_s = 0.0
+    self._wait_s = self._step_s = 0.0
     self._reported_s = seconds()
     self._said_s = 0.0  # by the clock `busy`, at the last `collect`
     self._busy_s = 0.0  # as of then
@@ -75,7 +75,10 @@ class AttachedReplica:
     has_answered = replica.answer_beside(self._busy)
     can_step = replica.can_step
     if can_step:
+      start_s, compile_s = self._seconds(), self.pulse.compile_s
       replica.step()
+      self._step_s += self._seconds() - start_s
+      self._step_s -= self.pulse.compile_s - compile_s
     elif not has_answered:
       start_s = self._seconds()
       if replica.version < 0:
@@ -116,4 +119,5 @@ class AttachedReplica:
         for one in self._busy.since(before_s, _MAX_ACTIVITIES)
       ),
       still_s=self.pulse.still_s,
+      step_s=self._step_s,
     )

@@ -5,6 +5,7 @@ import dataclasses
 import enum
 
 from jaxrl_async.rollout import messages
+from jaxrl_async.rollout import pace as pace_lib
 from jaxrl_async.rollout import remote
 
 
@@ -33,6 +34,7 @@ class Member:
       has started.
     num_failures: how often it failed since it last ended a trajectory.
     totals: its counters as it said them last.
+    pace: of its decode steps, since it is READY.
   """
 
   place: int
@@ -49,6 +51,7 @@ class Member:
   attaching: futures.Future[None] | None = None
   num_failures: int = 0
   totals: dict[str, int | float] = dataclasses.field(default_factory=dict)
+  pace: pace_lib.Pace | None = None
 
   @property
   def is_attaching(self) -> bool:

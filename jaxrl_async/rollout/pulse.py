@@ -25,6 +25,9 @@ class Pulse:
 
   Threads: `beat` belongs to the thread that is watched. Any thread may call the
   rest.
+
+  Attributes:
+    compile_s: seconds in which the thread has compiled.
   """
 
   def __init__(self, seconds: Callable[[], float] = time.monotonic):
@@ -35,6 +38,8 @@ class Pulse:
     """
     self._seconds = seconds
     self._num_compiling = 0  # they are nested
+    self._compiling_since_s = 0.0
+    self.compile_s = 0.0
     self.beat()
 
   def beat(self) -> None:
@@ -61,6 +66,8 @@ class Pulse:
   def _on_begin(self, event: str, value: float, **_: Any) -> None:
     del value
     if self._is_about_compiling(event):
+      if not self._num_compiling:
+        self._compiling_since_s = self._seconds()
       self._num_compiling += 1
 
   def _on_end(self, event: str, duration_secs: float, **_: Any) -> None:
@@ -68,6 +75,8 @@ class Pulse:
     if self._is_about_compiling(event) and self._num_compiling:
       self.excuse()
       self._num_compiling -= 1
+      if not self._num_compiling:
+        self.compile_s += self._seconds() - self._compiling_since_s
 
   def _is_about_compiling(self, event: str) -> bool:
     # JAX calls listeners in the thread that compiles.

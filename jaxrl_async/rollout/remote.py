@@ -54,6 +54,8 @@ class Said:
     activities: the last of these periods.
     still_s: for how long the thread that generates has stood still; see
       `pulse.Pulse`.
+    step_s: seconds in which it has generated since it got its name, without
+      those in which it has compiled.
   """
 
   name: str
@@ -65,6 +67,7 @@ class Said:
   busy_s: float
   activities: tuple[Activity, ...] = ()
   still_s: float = 0.0
+  step_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,6 +8,7 @@ A replica may fail to answer in several ways, and each has a limit:
 | it says nothing | `replica_timeout_s` | its groups go to others |
 | it still says nothing | `start_timeout_s` more | it is killed and replaced |
 | it answers, but its thread stands still | `hang_timeout_s` | the same |
+| its decode steps take 20 times as long | `replica_timeout_s` | the same |
 | its process runs, but it is not attached | `start_timeout_s` | the same |
 | its process waits for a free host | never | it joins late |
 """
@@ -20,6 +21,7 @@ import threading
 from typing import Any
 
 from jaxrl_async.rollout import fleet_member
+from jaxrl_async.rollout import pace as pace_lib
 from jaxrl_async.rollout import remote
 
 # Seconds before a replica is started again. They double with each failure.
@@ -188,6 +190,15 @@ class Roster:
         self._note(f"{member.name} is heard again")
       self._attach(member)
       return False
+    if self._lags(member, said):
+      self._fail(
+        member,
+        remote.ReplicaFailed(
+          f"its decode steps take more than {pace_lib.LAG:g} times as long as"
+          " those of the others"
+        ),
+      )
+      return False
     member.since_s, member.version = self._seconds(), said.version
     with self._totals_lock:
       member.totals = said.totals
@@ -200,6 +211,22 @@ class Roster:
       }
     self._collect(member)
     return True
+
+  def _lags(self, member: fleet_member.Member, said: remote.Said) -> bool:
+    """Return whether a replica is far slower than the others."""
+    assert member.pace is not None
+    return member.pace.lags(
+      self._seconds(),
+      said.step_s,
+      int(said.totals.get("decode_steps", 0)),
+      [
+        other.pace
+        for other in self.members
+        if other is not member
+        and other.state is State.READY
+        and other.pace is not None
+      ],
+    )
 
   def recall(self) -> None:
     """Let each replica begin anew under another name."""
@@ -256,6 +283,7 @@ class Roster:
 
   def _on_attached(self, member: fleet_member.Member) -> None:
     member.state, member.since_s = State.READY, self._seconds()
+    member.pace = pace_lib.Pace(self._replica_timeout_s, member.since_s)
     self._note(f"{member.name} is ready")
     self._collect(member)
 
