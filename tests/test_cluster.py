@@ -4,24 +4,17 @@ import contextlib
 import json
 import os
 import pathlib
-import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 
+import cluster_world
 import pytest
 import three_hosts
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-FOR_EVER = 100_000
-# Without the eight devices of the tests' own process. All that a test starts
-# has the mark, however it is named.
-MARK = f"JAXRL_TEST={os.getpid()}"
-ENVIRONMENT = os.environ | {"XLA_FLAGS": ""} | dict([MARK.split("=")])
 
 
 @pytest.fixture
@@ -35,54 +28,12 @@ def hosts():
       made.close()
 
 
-def train(workdir, *more):
-  return [
-    sys.executable,
-    str(ROOT / "launch" / "train.py"),
-    f"--config={ROOT / 'configs' / 'tiny.py'}",
-    f"--workdir={workdir}",
-    "--config.cluster.kind=ray",
-    *more,
-  ]
-
-
-def lines(path):
-  text = path.read_text() if path.exists() else ""
-  return [json.loads(line) for line in text.splitlines()]
-
-
-def until(is_so, run, what, timeout_s=240):
-  deadline_s = time.monotonic() + timeout_s
-  while not is_so():
-    assert run.poll() is None, f"{what}: the run has ended"
-    assert time.monotonic() < deadline_s, what
-    time.sleep(0.1)
-
-
-def marked():
-  """The command lines of processes that a test has started."""
-  found = {}
-  for path in pathlib.Path("/proc").glob("[0-9]*"):
-    with contextlib.suppress(OSError):
-      if MARK.encode() in (path / "environ").read_bytes():
-        line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        found[int(path.name)] = line
-  return found
-
-
-def check_nothing_is_left():
-  deadline_s = time.monotonic() + 20
-  while left := marked():
-    assert time.monotonic() < deadline_s, left
-    time.sleep(0.1)
-
-
 @pytest.mark.nightly  # it takes root, and namespaces of the network
 def test_a_run_over_three_hosts_loses_none_of_its_groups(hosts):
   for i in range(3):
     hosts.start_ray(i)
   workdir = hosts.directory / "run"
-  command = train(
+  command = cluster_world.train(
     workdir,
     f"--config.cluster.address={hosts.cluster}",
     "--config.cluster.replicas=3",
@@ -101,25 +52,29 @@ def test_a_run_over_three_hosts_loses_none_of_its_groups(hosts):
     return hosts.start(0, *command, steps, stdout=log, stderr=log)
 
   def step():
-    return len(lines(workdir / "metrics.jsonl"))
+    return len(cluster_world.lines(workdir / "metrics.jsonl"))
 
   def has(text):
     return text in said.read_text()
 
-  run = begin(FOR_EVER)
-  until(lambda: all(has(f"replica {i} is ready") for i in range(3)), run, "3")
-  until(lambda: step() > 5, run, "some steps")
+  run = begin(cluster_world.FOR_EVER)
+  cluster_world.until(
+    lambda: all(has(f"replica {i} is ready") for i in range(3)), run, "3"
+  )
+  cluster_world.until(lambda: step() > 5, run, "some steps")
   hosts.cut(1)
   before = step()
   time.sleep(10)
   hosts.mend(1)
   assert step() > before, "it stood still while one host was away"
-  until(lambda: has("is heard again"), run, "the host that was away")
+  cluster_world.until(
+    lambda: has("is heard again"), run, "the host that was away"
+  )
   before = step()
   hosts.kill(2)
-  until(lambda: has("is gone"), run, "the host that was killed")
+  cluster_world.until(lambda: has("is gone"), run, "the host that was killed")
   # The coordinator dies, and the same command goes on.
-  until(lambda: step() > before + 40, run, "a checkpoint")
+  cluster_world.until(lambda: step() > before + 40, run, "a checkpoint")
   run.send_signal(signal.SIGKILL)
   for pid in hosts.pids(0):
     arguments = pathlib.Path(f"/proc/{pid}/cmdline").read_text()
@@ -136,7 +91,7 @@ def test_a_run_over_three_hosts_loses_none_of_its_groups(hosts):
   assert tokens["generated"] == sum(
     count for name, count in tokens.items() if name != "generated"
   )
-  ledger = lines(workdir / "ledger.jsonl")
+  ledger = cluster_world.lines(workdir / "ledger.jsonl")
   indices = [line["index"] for line in ledger]
   assert len(indices) == len(set(indices))
   assert len([x for x in ledger if x["fate"] == "trained"]) == 4 * num_steps
@@ -185,11 +140,11 @@ def test_two_processes_train_replicas_of_two_generate_and_a_pool_scores(
     [
       *("uv", "run"),
       sys.executable,
-      str(ROOT / "launch" / "trainer_world.py"),
+      str(cluster_world.ROOT / "launch" / "trainer_world.py"),
       "--num_processes=2",
       "--max_restarts=0",
       "--",
-      *train(
+      *cluster_world.train(
         tmp_path / "work",
         "--config.cluster.trainer_processes=2",
         "--config.cluster.replicas=2",
@@ -211,7 +166,7 @@ def test_two_processes_train_replicas_of_two_generate_and_a_pool_scores(
     capture_output=True,
     text=True,
     timeout=500,
-    env=ENVIRONMENT,
+    env=cluster_world.ENVIRONMENT,
   )
   assert run.returncode == 0, run.stderr[-4000:]
   summary = json.loads((tmp_path / "work" / "summary.json").read_text())
@@ -219,14 +174,14 @@ def test_two_processes_train_replicas_of_two_generate_and_a_pool_scores(
   assert summary["mismatch_kl_max"] < 1e-9
   assert "reward pool 0 is ready" in run.stderr
   assert (tmp_path / "died").exists()
-  steps = lines(tmp_path / "work" / "metrics.jsonl")[1:]
+  steps = cluster_world.lines(tmp_path / "work" / "metrics.jsonl")[1:]
   bounds = [line["staleness/bound"] for line in steps]
   assert bounds[0] == 0 and bounds == sorted(bounds) and 0 < bounds[-1] <= 2
-  for line in lines(tmp_path / "work" / "ledger.jsonl"):
+  for line in cluster_world.lines(tmp_path / "work" / "ledger.jsonl"):
     assert line["deadline"] - line["birth"] in {0, *bounds}
   last = steps[-1]
   assert last["reward_service/errors"] == 1 and summary["tokens"]["failed"] == 0
-  check_nothing_is_left()
+  cluster_world.check_nothing_is_left()
 
 
 OF_TWO_REPLICAS = """
@@ -272,14 +227,15 @@ def test_a_run_of_two_replicas_is_replayed_in_one_process(tmp_path):
   run = subprocess.Popen(
     [
       *(sys.executable, tmp_path / "run.py"),
-      *(ROOT / "configs" / "tiny.py", tmp_path),
+      *(cluster_world.ROOT / "configs" / "tiny.py", tmp_path),
     ],
     # Two devices, for the two slices.
-    env=ENVIRONMENT | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+    env=cluster_world.ENVIRONMENT
+    | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
   )
   addresses = set()
   while run.poll() is None:
-    addresses |= listening(marked())
+    addresses |= listening(cluster_world.marked())
     time.sleep(0.2)
   assert run.returncode == 0
   # Ray listens, and only on the loopback address.
@@ -290,7 +246,7 @@ def test_a_run_of_two_replicas_is_replayed_in_one_process(tmp_path):
   }
   writers = {
     name
-    for line in lines(tmp_path / "ledger.jsonl")
+    for line in cluster_world.lines(tmp_path / "ledger.jsonl")
     for trajectory in line["writers"]
     for name, _, _ in trajectory
   }
@@ -299,7 +255,7 @@ def test_a_run_of_two_replicas_is_replayed_in_one_process(tmp_path):
     run = subprocess.run(
       [
         sys.executable,
-        str(ROOT / "launch" / "replay.py"),
+        str(cluster_world.ROOT / "launch" / "replay.py"),
         f"--workdir={tmp_path}",
         f"--compile_cache={tmp_path / 'compile_cache'}",
         f"--from_step={first}",
@@ -307,7 +263,7 @@ def test_a_run_of_two_replicas_is_replayed_in_one_process(tmp_path):
       capture_output=True,
       text=True,
       timeout=300,
-      env=ENVIRONMENT,
+      env=cluster_world.ENVIRONMENT,
     )
     assert run.returncode == 0, run.stderr[-4000:]
     found = json.loads(run.stdout.splitlines()[-1])
@@ -324,178 +280,13 @@ def test_a_run_of_two_replicas_is_replayed_in_one_process(tmp_path):
 )
 def test_a_cluster_that_cannot_be_used_is_one_line(tmp_path, flags, error):
   run = subprocess.run(
-    train(tmp_path, *flags),
+    cluster_world.train(tmp_path, *flags),
     capture_output=True,
     text=True,
     timeout=300,
-    env=ENVIRONMENT,
+    env=cluster_world.ENVIRONMENT,
   )
   assert run.returncode == 1
   assert run.stderr.splitlines()[-1].startswith(f"error: {error}")
   assert "Traceback" not in run.stderr
-  check_nothing_is_left()
-
-
-@contextlib.contextmanager
-def ray_cluster(**variables):
-  """Start Ray on this machine, and yield its address and the environment.
-
-  It outlives the runs, and has a token of its own.
-  """
-  with (
-    tempfile.TemporaryDirectory(prefix="jr", dir="/tmp") as directory,
-    socket.socket() as free,
-  ):
-    free.bind(("127.0.0.1", 0))
-    port = free.getsockname()[1]
-    free.close()
-    environment = ENVIRONMENT | {
-      "RAY_AUTH_MODE": "token",
-      "RAY_AUTH_TOKEN": secrets.token_hex(32),
-      "RAY_USAGE_STATS_ENABLED": "0",
-      "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-      "RAY_worker_register_timeout_seconds": "300",
-      "HOME": directory,
-      **variables,
-    }
-    command = [
-      *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head"),
-      *("--block", "--disable-usage-stats", "--include-dashboard=false"),
-      *("--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=2"),
-      *("--object-store-memory=100000000", f"--temp-dir={directory}"),
-    ]
-    log = pathlib.Path(directory) / "ray.log"
-    with open(log, "w") as out:
-      head = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
-      try:
-        deadline_s = time.monotonic() + 120
-        while "Ray runtime started" not in log.read_text():
-          assert head.poll() is None, log.read_text()
-          assert time.monotonic() < deadline_s, log.read_text()
-          time.sleep(0.2)
-        yield f"127.0.0.1:{port}", environment
-      finally:
-        head.terminate()
-        head.wait(60)
-
-
-def certificate(directory):
-  """Return the settings with which Ray encrypts what it sends."""
-  key, cert = directory / "key.pem", directory / "cert.pem"
-  subprocess.run(
-    [
-      *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes"),
-      *("-keyout", key, "-out", cert, "-subj", "/CN=127.0.0.1"),
-      *("-addext", "subjectAltName=IP:127.0.0.1"),
-    ],
-    check=True,
-    capture_output=True,
-  )
-  return {
-    "RAY_USE_TLS": "1",
-    "RAY_TLS_SERVER_KEY": str(key),
-    "RAY_TLS_SERVER_CERT": str(cert),
-    "RAY_TLS_CA_CERT": str(cert),
-  }
-
-
-def test_a_run_needs_the_token_and_the_encryption_of_its_cluster(tmp_path):
-  with ray_cluster(**certificate(tmp_path)) as (address, environment):
-
-    def run(name, start_timeout_s, **variables):
-      return subprocess.run(
-        train(
-          tmp_path / name,
-          f"--config.cluster.address={address}",
-          "--config.train.num_steps=2",
-          "--config.eval.every=0",
-          f"--config.cluster.start_timeout_s={start_timeout_s}",
-        ),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment | variables,
-      )
-
-    of_ray = marked()
-    for name, variables in {
-      "token": {"RAY_AUTH_TOKEN": secrets.token_hex(32)},
-      "clear": {"RAY_USE_TLS": "0"},
-    }.items():
-      begin_s = time.monotonic()
-      refused = run(name, 30, **variables)
-      assert refused.returncode == 1, refused.stderr[-4000:]
-      last = refused.stderr.splitlines()[-1]
-      assert last.startswith("error: cluster.address: ") and address in last
-      assert "TLS" in last
-      assert "Traceback" not in refused.stderr
-      assert time.monotonic() - begin_s < 120
-      assert marked().keys() <= of_ray.keys()
-    done = run("right", 300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert json.loads(done.stdout.splitlines()[-1])["train_steps"] == 2
-  check_nothing_is_left()
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1500)
-def test_replicas_wait_for_a_trainer_that_is_started_again(tmp_path):
-  with ray_cluster() as (address, environment):
-    check_that_replicas_wait(tmp_path, address, environment)
-
-
-def check_that_replicas_wait(tmp_path, address, environment):
-  said = tmp_path / "err"
-  with open(said, "w") as err:
-    run = subprocess.Popen(
-      [
-        sys.executable,
-        str(ROOT / "launch" / "trainer_world.py"),
-        "--num_processes=2",
-        "--max_restarts=1",
-        "--",
-        *train(
-          tmp_path / "work",
-          f"--config.cluster.address={address}",
-          "--config.cluster.trainer_processes=2",
-          "--config.cluster.replicas=2",
-          "--config.mesh.train_data=-1",
-          "--config.train.num_steps=24",
-          "--config.run.checkpoint_every=4",
-          "--config.eval.every=0",
-        )[2:],
-      ],
-      stderr=err,
-      stdout=subprocess.DEVNULL,
-      env=environment,
-    )
-    try:
-      metrics = tmp_path / "work" / "metrics.jsonl"
-      until(lambda: len(lines(metrics)) >= 6, run, "some steps", 500)
-      replicas = {x: y for x, y in marked().items() if y.startswith("ray::Act")}
-      assert len(replicas) == 2, marked()
-      (victim,) = (
-        pid for pid, line in marked().items() if "--process_id=1" in line
-      )
-      os.kill(victim, signal.SIGKILL)
-      until(lambda: "starting all 2" in said.read_text(), run, "a restart")
-      again = said.stat().st_size
-      until(
-        lambda: said.read_text()[again:].count("is ready") >= 2,
-        run,
-        "that the replicas are attached again",
-      )
-      assert replicas.keys() <= marked().keys()
-      assert run.wait(500) == 0, said.read_text()[-4000:]
-    finally:
-      run.kill()
-      run.wait()
-  summary = json.loads((tmp_path / "work" / "summary.json").read_text())
-  assert summary["train_steps"] == 24 and summary["staleness_max"] <= 2
-  indices = [line["index"] for line in lines(tmp_path / "work/ledger.jsonl")]
-  assert len(indices) == len(set(indices))
-  # The run has ended well: its replicas have not stayed.
-  deadline_s = time.monotonic() + 60
-  while replicas.keys() & marked().keys():
-    assert time.monotonic() < deadline_s
-    time.sleep(0.2)
+  cluster_world.check_nothing_is_left()
