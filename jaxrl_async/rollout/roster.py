@@ -219,13 +219,13 @@ class Roster:
       self._seconds(),
       said.step_s,
       int(said.totals.get("decode_steps", 0)),
-      [
+      (
         other.pace
         for other in self.members
         if other is not member
         and other.state is State.READY
         and other.pace is not None
-      ],
+      ),
     )
 
   def recall(self) -> None:
