@@ -17,6 +17,8 @@ os.environ["XLA_FLAGS"] = " ".join(
 
 import jax
 import jaxtyping
+import pytest
+import three_hosts
 
 pytest_plugins = ["skips"]
 
@@ -33,11 +35,23 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 jaxtyping.install_import_hook("jaxrl_async", "beartype.beartype")
 
 
+@pytest.hookimpl(trylast=True)  # after markers have left tests out
 def pytest_collection_modifyitems(config, items):
-  """Leave tests of the sandbox out where none can be made, and say so."""
-  tests = [item for item in items if item.get_closest_marker("sandbox")]
-  if not tests:
+  """Leave tests out for which something cannot be made here, and say so."""
+  _leave_out(config, items, "sandbox", _no_sandbox)
+  _leave_out(config, items, "namespaces", three_hosts.why_not)
+
+
+def _leave_out(config, items, marker, why_not):
+  tests = [item for item in items if item.get_closest_marker(marker)]
+  if not tests or not (reason := why_not()):
     return
+  print(f"{len(tests)} tests of the {marker} are left out: {reason}")
+  items[:] = [item for item in items if item not in tests]
+  config.hook.pytest_deselected(items=tests)
+
+
+def _no_sandbox():
   from jaxrl_async.rewards import (
     sandbox as sandbox_lib,
   )  # after the import hook above
@@ -45,6 +59,5 @@ def pytest_collection_modifyitems(config, items):
   try:
     sandbox_lib.find()
   except sandbox_lib.SandboxError as error:
-    print(f"{len(tests)} tests of the sandbox are left out: {error}")
-    items[:] = [item for item in items if item not in tests]
-    config.hook.pytest_deselected(items=tests)
+    return str(error)
+  return ""

@@ -37,7 +37,8 @@ def start(tmp_path, monkeypatch):
     (tmp_path / "slow_ray.py").write_text(SLOW.format(count=count))
     cluster._section = sections.ClusterSection(start_timeout_s=timeout_s)
     with contextlib.ExitStack() as closing:
-      return cluster._start(closing), len((tmp_path / "starts").read_text())
+      address = cluster._start(closing, time.monotonic() + timeout_s)
+      return address, len((tmp_path / "starts").read_text())
 
   return start
 

@@ -20,6 +20,18 @@ def run(*command, **options):
   )
 
 
+def why_not():
+  """Why hosts cannot be made on this machine; "" if they can."""
+  name = f"j{secrets.token_hex(3)}"
+  try:
+    run("ip", "netns", "add", name)
+    run("ip", "netns", "del", name)
+  except (OSError, subprocess.CalledProcessError) as error:
+    said = getattr(error, "stderr", "") or str(error)
+    return " ".join(said.split())
+  return ""
+
+
 class Hosts:
   """Namespaces 0, 1, …; the head of the cluster is in the first."""
 

@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 
-from jaxrl_async.cluster import environment
+from jaxrl_async.cluster import environment as environment_lib
 from jaxrl_async.cluster import hosts
 from jaxrl_async.cluster import ray_replicas
 from jaxrl_async.cluster import replica_spec
@@ -95,7 +95,7 @@ def connect(
   cluster = ray_replicas.Cluster(
     setup.config.cluster,
     run_name=ray_replicas.run_name(session.workdir),
-    environment=environment.of_replicas(setup.config),
+    environment=environment_lib.of_replicas(setup.config),
     reward_workers=setup.config.task.reward_workers,
   )
   shutdown.closes(cluster.close)
