@@ -28,6 +28,7 @@ def hosts():
       made.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.namespaces
 def test_a_run_over_three_hosts_loses_none_of_its_groups(hosts):
   for i in range(3):
