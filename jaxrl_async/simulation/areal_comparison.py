@@ -1,6 +1,6 @@
 """What AReaL's paper reports, beside what the simulator says of the same.
 
-The paper is arXiv:2505.24298. Two numbers are the target of a calibration, and
+The paper is arXiv:2505.24298. Three numbers are targets of a calibration, and
 the speedup of each larger model has its asynchronous hours in it; what else the
 simulator was given is in docs/simulation.md.
 """
