@@ -274,13 +274,6 @@ def worlds(directory):
     world.close()
 
 
-def until(is_so, what):
-  deadline_s = time.monotonic() + DEADLINE_S
-  while not is_so():
-    assert time.monotonic() < deadline_s, what
-    time.sleep(0.01)
-
-
 def expected(group):
   """What a scheduler of its own writes for each member of a group."""
   scheduler = tiny.ready()

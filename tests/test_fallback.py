@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import waiting
 
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import disk
@@ -275,17 +276,35 @@ def test_a_full_disk_that_orbax_meets_leaves_the_one_before(tmp_path):
   assert [path.name for path in tmp_path.iterdir()] == ["4"]
 
 
-def test_a_directory_that_vanishes_is_a_failure_and_is_made_again(tmp_path):
+@pytest.mark.parametrize("is_made_again", [False, True])
+def test_a_directory_that_vanishes_is_a_failure_and_is_made_again(
+  tmp_path, is_made_again
+):
   directory = tmp_path / "checkpoints"
   save(directory, 4)
   finish = checkpoint.begin(directory, 8, STATE, {}, [])
+  arrays = directory / "8.incomplete" / "train_state"
+  waiting.until(arrays.is_dir)
   directory.rename(tmp_path / "elsewhere")
-  directory.touch()
+  directory.mkdir() if is_made_again else directory.touch()
   with pytest.raises(disk.StorageError, match="checkpoints/8"):
     finish()
-  directory.unlink()
+  directory.rename(tmp_path / "empty")
   save(directory, 9)
   assert checkpoint.latest(directory) == 9
+
+
+def test_a_file_that_orbax_misses_is_a_failure_of_the_disk(
+  tmp_path, monkeypatch
+):
+  def wait():
+    raise ValueError("No ArrayMetadata found")
+
+  monkeypatch.setattr(checkpoint, "begin_arrays", lambda path, state: wait)
+  finish = checkpoint.begin(tmp_path, 8, STATE, {}, [])
+  with pytest.raises(disk.StorageError, match="8.*No such file"):
+    finish()
+  assert not list(tmp_path.iterdir())
 
 
 def test_names_reach_the_disk_before_and_after_the_rename(

@@ -7,6 +7,7 @@ import time
 import fleet_world
 import pytest
 import tiny
+import waiting
 
 from jaxrl_async.cluster import replica_process
 from jaxrl_async.rollout import answers as answers_lib
@@ -27,7 +28,7 @@ def make_world(tmp_path):
 def test_replicas_share_the_groups_and_the_books_balance(make_world):
   world = make_world(num_replicas=2)
   world.begin()
-  fleet_world.until(lambda: world.fleet.num_ready == 2, "both replicas")
+  waiting.until(lambda: world.fleet.num_ready == 2, "both replicas")
   groups = world.train(NUM_STEPS)
   while len(fleet_world.writers(groups)) < 2:
     assert len(groups) < 400
@@ -48,7 +49,7 @@ def test_replicas_share_the_groups_and_the_books_balance(make_world):
 def test_a_group_at_a_very_slow_replica_may_fail(make_world):
   world = make_world(num_replicas=2, max_group_s=1.0, max_failed_groups=1000)
   world.begin()
-  fleet_world.until(lambda: world.fleet.num_ready == 2, "both replicas")
+  waiting.until(lambda: world.fleet.num_ready == 2, "both replicas")
   groups = world.train(1)
   scheduler = world.handles[0].process._attachment.attached.replica.scheduler
   step = scheduler.step
@@ -88,7 +89,7 @@ def test_an_overdue_group_is_cancelled_at_its_replica_at_once(make_world):
     world.fleet.round(0.01)
     return bool(found[-1])
 
-  fleet_world.until(is_found, "an overdue group")
+  waiting.until(is_found, "an overdue group")
   (work,) = found[-1].values()
   assert work.cancelled
   delivered = [wire.unpack_work(x.work) for x in world.handles[0].delivered]
@@ -136,7 +137,7 @@ def test_after_a_rollback_replicas_adopt_the_older_version(make_world):
   first.begin()
   first.train(3)
   handle = first.handles[0]
-  fleet_world.until(
+  waiting.until(
     lambda: handle.process._attachment.attached.replica.version == 3,
     "the third version",
   )
@@ -218,7 +219,7 @@ def test_an_evaluation_without_any_replica_in_time_says_so(make_world):
 def test_replicas_that_begin_anew_answer_and_hold(make_world):
   world = make_world(num_replicas=1)
   world.begin()
-  fleet_world.until(lambda: world.fleet.num_ready == 1, "a replica")
+  waiting.until(lambda: world.fleet.num_ready == 1, "a replica")
   (handle,), (member,) = world.handles, world.fleet._members
   asked = questions(4)
   # A checkpoint recalls them, and none is attached again in time.
@@ -233,7 +234,7 @@ def test_replicas_that_begin_anew_answer_and_hold(make_world):
     assert next(answers) == []
     handle.can_attach.set()
     assert len(answers_of(answers)) == 8
-  fleet_world.until(held.is_held, "that it holds the version")
+  waiting.until(held.is_held, "that it holds the version")
   assert len(answers_of(held.answers(*asked))) == 8
   held.release()
   world.check_books()
@@ -244,7 +245,7 @@ def until_ready(world, count):
     world.fleet._take_events(0.005)
     return world.fleet.num_ready == count
 
-  fleet_world.until(ready, "replicas")
+  waiting.until(ready, "replicas")
 
 
 def test_a_replica_that_nobody_calls_ends(make_world):

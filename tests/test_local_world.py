@@ -6,9 +6,9 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
+import waiting
 
 from jaxrl_async.coordination import world as world_lib
 
@@ -160,15 +160,10 @@ def started(tmp_path):
     [sys.executable, "-c", LAUNCHER, str(ROOT), str(tmp_path)]
   )
   paths = [tmp_path / f"pid-{rank}" for rank in range(2)]
-  until(lambda: all(path.exists() and path.read_text() for path in paths))
+  waiting.until(
+    lambda: all(path.exists() and path.read_text() for path in paths)
+  )
   return launcher, [int(path.read_text()) for path in paths]
-
-
-def until(holds):
-  deadline = time.monotonic() + DEADLINE_S
-  while not holds():
-    assert time.monotonic() < deadline
-    time.sleep(0.02)
 
 
 def is_gone(pid):
@@ -195,4 +190,4 @@ def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path):
   launcher, pids = started(tmp_path)
   launcher.kill()
   launcher.wait(DEADLINE_S)
-  until(lambda: all(map(is_gone, pids)))
+  waiting.until(lambda: all(map(is_gone, pids)))

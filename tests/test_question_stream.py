@@ -5,9 +5,9 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
+import waiting
 
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.data.reasoning_gym import question_stream
@@ -60,14 +60,6 @@ def children(pid):
   return found
 
 
-def until(holds):
-  """Polls what other processes do."""
-  deadline = time.monotonic() + TIMEOUT_S
-  while not holds():
-    assert time.monotonic() < deadline
-    time.sleep(0.01)
-
-
 def is_alive(pid):
   path = pathlib.Path(f"/proc/{pid}/stat")
   try:
@@ -94,7 +86,7 @@ def test_a_stream_is_ready_when_the_next_item_is_there():
   # A puzzle of this size takes a while, and is never in the pipe at once.
   stream = make_stream("knight_swap")
   assert not stream.is_ready()
-  until(lambda: stream.is_ready(timeout_s=0.1))
+  waiting.until(lambda: stream.is_ready(timeout_s=0.1))
   assert stream.is_ready()
   stream.next()
   stream.close()
@@ -106,10 +98,10 @@ def test_a_closed_stream_leaves_no_process_even_in_the_middle_of_an_item():
   # Its first item takes seconds; of the other the pipe is full.
   streams = [make_stream("sokoban"), make_stream(num_processes=3)]
   streams[1].next()
-  until(lambda: len(set(children(server)) - before) == 4)
+  waiting.until(lambda: len(set(children(server)) - before) == 4)
   for stream in streams:
     stream.close()
-  until(lambda: not set(children(server)) - before)
+  waiting.until(lambda: not set(children(server)) - before)
 
 
 def test_a_dataset_that_fails_is_named_with_its_traceback():
@@ -128,7 +120,7 @@ def test_a_killed_process_is_an_error_and_no_wait():
   before = set(children(server))
   stream = make_stream()
   stream.next()
-  until(lambda: set(children(server)) - before)
+  waiting.until(lambda: set(children(server)) - before)
   for pid in set(children(server)) - before:
     os.kill(pid, signal.SIGKILL)
   with pytest.raises(source_lib.SourceError, match="was killed"):
@@ -177,7 +169,7 @@ def test_processes_end_with_the_process_that_started_them():
     assert [server, *children(server)] == processes
     owner.kill()
     owner.wait(TIMEOUT_S)
-    until(lambda: not any(map(is_alive, processes)))
+    waiting.until(lambda: not any(map(is_alive, processes)))
   finally:
     owner.kill()
     owner.wait(TIMEOUT_S)

@@ -1,10 +1,10 @@
 """A replica's handle, with stand-ins for Ray and its actors."""
 
 import threading
-import time
 import types
 
 import pytest
+import waiting
 
 from jaxrl_async.cluster import hosts
 from jaxrl_async.cluster import ray_handle
@@ -95,13 +95,6 @@ def make(begin, num_processes=1):
   )
 
 
-def until(is_so):
-  deadline_s = time.monotonic() + DEADLINE_S
-  while not is_so():
-    assert time.monotonic() < deadline_s
-    time.sleep(0.01)
-
-
 def test_whoever_starts_a_replica_does_not_wait_for_a_place(spec):
   can_begin, actor = threading.Event(), Actor()
 
@@ -114,7 +107,7 @@ def test_whoever_starts_a_replica_does_not_wait_for_a_place(spec):
   assert not attached.running() and not attached.done()
   actor.can_answer.clear()
   can_begin.set()
-  until(lambda: handle._actors is not None)
+  waiting.until(lambda: handle._actors is not None)
   # Its process may still wait for a host.
   assert not attached.running() and not attached.done()
   actor.can_answer.set()
@@ -129,7 +122,7 @@ def test_one_that_is_found_has_to_answer_in_time(spec):
   actor.can_answer.clear()
   handle = make(lambda: ray_handle.Actors(lead=actor, is_found=True))
   attached = handle.attach("replica 0", spec)
-  until(attached.running)
+  waiting.until(attached.running)
   actor.can_answer.set()
   attached.result(DEADLINE_S)
 

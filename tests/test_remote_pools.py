@@ -9,6 +9,7 @@ import time
 import pytest
 import reward_groups
 import reward_scorers
+import waiting
 
 from jaxrl_async import types
 from jaxrl_async.rewards import completion as completion_lib
@@ -51,7 +52,9 @@ class Pool:
     self.is_killed = True
 
   def say(self, *outcomes):
-    until(lambda: not self.saying.done())  # what was said before is taken
+    waiting.until(
+      lambda: not self.saying.done()
+    )  # what was said before is taken
     self.saying.set_result(pickle.loads(pickle.dumps(list(outcomes))))
 
   def end(self, why="its host vanished"):
@@ -104,19 +107,12 @@ def make_world():
     world.pools.close(DEADLINE_S)
 
 
-def until(is_so):
-  deadline_s = time.monotonic() + DEADLINE_S
-  while not is_so():
-    assert time.monotonic() < deadline_s
-    time.sleep(0.002)
-
-
 def test_attempts_are_divided_and_the_rest_waits_for_a_free_pool(make_world):
   world = make_world(2).start()
-  until(lambda: len(world.notes) == 2)
+  waiting.until(lambda: len(world.notes) == 2)
   first, second = world.started
   outcomes = world.score(11)
-  until(lambda: len(first.asked) == len(second.asked) == 4)
+  waiting.until(lambda: len(first.asked) == len(second.asked) == 4)
   assert not first.asked.keys() & second.asked.keys()
   assert pickle.loads(first.spec.pickled).terms == (TERM,)
   number, attempt = next(iter(second.asked.items()))
@@ -124,22 +120,22 @@ def test_attempts_are_divided_and_the_rest_waits_for_a_free_pool(make_world):
     "a"
   )
   second.say((number, SCORED))
-  until(lambda: len(second.asked) == 5)
+  waiting.until(lambda: len(second.asked) == 5)
   assert sum(outcome.done() for outcome in outcomes) == 1
   assert outcomes[number].result(0) == SCORED
 
 
 def test_what_a_lost_pool_had_is_a_failed_attempt_and_is_retried(make_world):
   world = make_world(2).start()
-  until(lambda: len(world.notes) == 2)
+  waiting.until(lambda: len(world.notes) == 2)
   service = service_lib.RewardService(world.scorers, world.pools)
   handle = reward_groups.submit(service, {}, ["=a"])
-  until(lambda: any(pool.asked for pool in world.started))
+  waiting.until(lambda: any(pool.asked for pool in world.started))
   lost, other = sorted(world.started, key=lambda pool: not pool.asked)
   lost.end()
-  until(lambda: handle._parts[0].future.done())
+  waiting.until(lambda: handle._parts[0].future.done())
   assert not handle.done()  # it begins the second attempt
-  until(lambda: other.asked)
+  waiting.until(lambda: other.asked)
   other.say(*[(number, SCORED) for number in other.asked])
   assert handle.result() == [types.Reward(score=1.0, answer="a")]
   assert service.metrics()["reward_service/errors"] == 1
@@ -147,22 +143,22 @@ def test_what_a_lost_pool_had_is_a_failed_attempt_and_is_retried(make_world):
   assert line.endswith("is gone (its host vanished); it is started again")
   assert len(world.started) == 2
   world.now_s += 2.1
-  until(lambda: len(world.started) == 3)
+  waiting.until(lambda: len(world.started) == 3)
 
 
 def test_a_silent_pool_is_killed_and_heard_no_more(make_world):
   world = make_world(1).start()
   (pool,), (outcome,) = world.started, world.score(1)
-  until(lambda: pool.asked)
+  waiting.until(lambda: pool.asked)
   world.now_s += 61.0
   failure = outcome.result(DEADLINE_S)
   assert failure.reason == "timeout: reward pool 0 has said nothing for 61 s"
   assert pool.is_killed
   pool.say((0, SCORED))
   world.now_s += 61.0
-  until(lambda: len(world.started) == 2)
+  waiting.until(lambda: len(world.started) == 2)
   (again,) = world.score(1)
-  until(lambda: world.started[1].asked)
+  waiting.until(lambda: world.started[1].asked)
   world.started[1].say((1, SCORED))
   assert again.result(DEADLINE_S) == SCORED
 
@@ -172,7 +168,7 @@ def test_a_pool_that_ends_nothing_is_killed_after_the_longest_attempt(
 ):
   world = make_world(1).start()
   (pool,), outcomes = world.started, world.score(2)
-  until(lambda: len(pool.asked) == 2)
+  waiting.until(lambda: len(pool.asked) == 2)
   for _ in range(2):  # 5 s, 2 s and 10 s of grace; it says that it lives
     world.now_s += 16.0
     pool.say()
@@ -180,7 +176,7 @@ def test_a_pool_that_ends_nothing_is_killed_after_the_longest_attempt(
     assert not pool.is_killed
     if not outcomes[0].done():
       pool.say((0, SCORED))
-      until(outcomes[0].done)
+      waiting.until(outcomes[0].done)
   world.now_s += 1.5
   assert outcomes[1].result(DEADLINE_S).reason == (
     "timeout: reward pool 0 has ended no attempt for 17 s"
@@ -194,12 +190,12 @@ def test_attempts_do_not_wait_for_ever_for_a_pool(make_world):
   (pool,) = world.started
   world.now_s += 50.0  # in which there is one
   pool.say()
-  until(lambda: not pool.saying.done())
+  waiting.until(lambda: not pool.saying.done())
   pool.end()
   (outcome,) = world.score(1)
-  until(lambda: "gone" in world.notes[-1])
+  waiting.until(lambda: "gone" in world.notes[-1])
   world.now_s += 5.0
-  until(lambda: len(world.started) == 2)
+  waiting.until(lambda: len(world.started) == 2)
   world.now_s += 290.0
   time.sleep(0.25)
   assert not outcome.done()
@@ -220,12 +216,12 @@ def test_a_pool_that_cannot_score_ends_the_start_or_is_tried_again(make_world):
   world = make_world(1).start()
   world.make = fails
   world.started[0].end()
-  until(lambda: "gone" in world.notes[-1])
+  waiting.until(lambda: "gone" in world.notes[-1])
   world.now_s += 3.0
-  until(lambda: len(world.started) == 2 and "cannot" in world.notes[-1])
+  waiting.until(lambda: len(world.started) == 2 and "cannot" in world.notes[-1])
   world.make = Pool
   world.now_s += 60.0
-  until(lambda: world.notes[-1] == "reward pool 0 is ready")
+  waiting.until(lambda: world.notes[-1] == "reward pool 0 is ready")
 
 
 def test_a_start_without_room_for_a_pool_ends_in_time(make_world):
@@ -241,7 +237,7 @@ def test_a_start_without_room_for_a_pool_ends_in_time(make_world):
 def test_closing_gives_up_what_waits_and_what_is_out(make_world):
   world = make_world(1).start()
   outcomes = world.score(6)
-  until(lambda: len(world.started[0].asked) == 4)
+  waiting.until(lambda: len(world.started[0].asked) == 4)
   world.pools.close(DEADLINE_S)
   assert world.started[0].is_killed
   for outcome in outcomes:

@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+import waiting
 
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import rendezvous
@@ -119,7 +120,7 @@ def test_a_failure_of_process_0_ends_the_others(
   results = meeting([(rank, 2, FACTS, [tmp_path]) for rank in range(2)])
   (leader, _), (follower, _) = results
   leader.close("no more disk", code)
-  until(lambda: ends)
+  waiting.until(lambda: ends)
   line = "process 0 of the trainer: no more disk" if code == 1 else ""
   assert ends == [(line, code)]
   del follower
@@ -132,7 +133,7 @@ def test_a_failure_of_a_follower_ends_process_0(tmp_path, ends, monkeypatch):
   cleaned = []
   leader.lead(lambda: None, lambda: cleaned.append(True))
   follower.close("no more memory")
-  until(lambda: ends)
+  waiting.until(lambda: ends)
   assert ends[0] == ("process 1 of the trainer: no more memory", 75)
   assert cleaned and leader.lost.is_set()
 
@@ -144,15 +145,8 @@ def test_a_process_that_is_gone_is_noticed(rank, tmp_path, ends):
   gone._leaving.set()
   for connection in gone._connections.values():
     connection.shutdown(socket.SHUT_RDWR)
-  until(lambda: ends)
+  waiting.until(lambda: ends)
   assert ends == [(f"process {rank} of the trainer has ended", 75)]
-
-
-def until(holds):
-  deadline = time.monotonic() + JOIN_S
-  while not holds():
-    assert time.monotonic() < deadline
-    time.sleep(0.01)
 
 
 # -- what does not fit together -----------------------------------------------
@@ -293,7 +287,7 @@ def test_who_says_something_else_than_a_process_is_sent_away(
   )
   leader.start()
   connected = []
-  until(lambda: tried(rendezvous.parse_address(address), connected))
+  waiting.until(lambda: tried(rendezvous.parse_address(address), connected))
   with connected[0] as stranger:
     whole = {"hello": "jaxrl_async", "rank": 1, "size": 2, "host": "x"}
     wire.send(stranger, whole | {"facts": {}} | hello)
@@ -321,7 +315,7 @@ def test_a_stranger_at_the_address_is_sent_away(tmp_path, ends):
 
   def knock():
     for words in (b"GET / HTTP/1.1\r\n\r\n", b"\0" * 7 + b"\2{}", b"\xff" * 8):
-      until(functools.partial(tried, words))
+      waiting.until(functools.partial(tried, words))
 
   def tried(words):
     try:

@@ -9,6 +9,7 @@ import fleet_world
 import pytest
 import test_fleet
 import test_memory_error
+import waiting
 
 from jaxrl_async.cluster import hosts
 from jaxrl_async.rollout import fleet as fleet_lib
@@ -28,13 +29,13 @@ def make_world(tmp_path):
 def test_the_groups_of_a_replica_that_dies_are_continued(make_world):
   world = make_world(num_replicas=2)
   world.begin()
-  fleet_world.until(lambda: world.fleet.num_ready == 2, "both replicas")
+  waiting.until(lambda: world.fleet.num_ready == 2, "both replicas")
   groups = world.train(1)
   world.handles[0].kill()
   groups += world.train(NUM_STEPS, first=1)
   fleet_world.check(world, groups)
-  fleet_world.until(lambda: len(world.handles) == 3, "a third replica")
-  fleet_world.until(lambda: world.fleet.num_ready == 2, "two replicas again")
+  waiting.until(lambda: len(world.handles) == 3, "a third replica")
+  waiting.until(lambda: world.fleet.num_ready == 2, "two replicas again")
   assert any("is gone (killed)" in note for note in world.notes)
   assert "replica 0 #2" in world.fleet.status()
 
@@ -42,15 +43,15 @@ def test_the_groups_of_a_replica_that_dies_are_continued(make_world):
 def test_what_a_silent_replica_says_late_is_refused(make_world):
   world = make_world(num_replicas=2, replica_timeout_s=3.0)
   world.begin()
-  fleet_world.until(lambda: world.fleet.num_ready == 2, "both replicas")
+  waiting.until(lambda: world.fleet.num_ready == 2, "both replicas")
   groups = world.train(1)
   silent = world.handles[0]
   silent.can_speak.clear()
   groups += world.train(NUM_STEPS, first=1)
-  fleet_world.until(lambda: world.fleet.num_ready == 1, "one replica")
+  waiting.until(lambda: world.fleet.num_ready == 1, "one replica")
   assert any("has said nothing" in note for note in world.notes)
   silent.can_speak.set()
-  fleet_world.until(lambda: world.fleet.num_ready == 2, "both replicas again")
+  waiting.until(lambda: world.fleet.num_ready == 2, "both replicas again")
   groups += world.train(NUM_STEPS, first=1 + NUM_STEPS)
   fleet_world.check(world, groups)
   attached = silent.process._attachment.attached.replica
@@ -66,16 +67,16 @@ def test_a_replica_that_cannot_be_attached_again_is_replaced(make_world):
     num_replicas=2, replica_timeout_s=3.0, start_timeout_s=20.0
   )
   world.begin()
-  fleet_world.until(lambda: world.fleet.num_ready == 2, "both replicas")
+  waiting.until(lambda: world.fleet.num_ready == 2, "both replicas")
   groups = world.train(1)
   silent = world.handles[0]
   attach = silent.process._attach
   silent.process._attach = lambda *arguments: time.sleep(3.0)
   world.fleet._roster.start_timeout_s = 1.0
   silent.can_speak.clear()
-  fleet_world.until(lambda: world.fleet.num_ready == 1, "one replica")
+  waiting.until(lambda: world.fleet.num_ready == 1, "one replica")
   silent.can_speak.set()
-  fleet_world.until(lambda: len(world.handles) == 3, "another process")
+  waiting.until(lambda: len(world.handles) == 3, "another process")
   assert any("it was not attached in" in note for note in world.notes)
   silent.process._attach = attach
   groups += world.train(NUM_STEPS, first=1)
@@ -97,13 +98,13 @@ def test_a_first_attachment_that_hangs_is_given_up(make_world):
   world.fleet._roster._launch = launch_two_badly
   world.begin()
   world.fleet._roster.start_timeout_s = 1.0
-  fleet_world.until(lambda: len(world.handles) == 4, "another process")
+  waiting.until(lambda: len(world.handles) == 4, "another process")
   assert any("replica 1 is gone (it was not" in note for note in world.notes)
-  fleet_world.until(lambda: world.fleet.num_ready == 2, "its attachment")
+  waiting.until(lambda: world.fleet.num_ready == 2, "its attachment")
   # What waits for a host may do so for ever.
   assert world.fleet._members[2].name == "replica 2"
   world.handles[2].has_host.set()
-  fleet_world.until(lambda: world.fleet.num_ready == 3, "all of them")
+  waiting.until(lambda: world.fleet.num_ready == 3, "all of them")
   fleet_world.check(world, world.train(NUM_STEPS))
 
 
@@ -128,16 +129,16 @@ def has_hung(world):
 def test_a_replica_whose_thread_hangs_is_replaced(make_world):
   world = make_world(num_replicas=2, hang_timeout_s=2.0)
   world.begin()
-  fleet_world.until(lambda: world.fleet.num_ready == 2, "both replicas")
+  waiting.until(lambda: world.fleet.num_ready == 2, "both replicas")
   groups = world.train(1)
   go_on = hang(world.handles[0])
   try:
     groups += world.train(NUM_STEPS, first=1)
-    fleet_world.until(lambda: len(world.handles) == 3, "another process")
+    waiting.until(lambda: len(world.handles) == 3, "another process")
   finally:
     go_on()
   assert has_hung(world)
-  fleet_world.until(lambda: world.fleet.num_ready == 2, "both replicas again")
+  waiting.until(lambda: world.fleet.num_ready == 2, "both replicas again")
   groups += world.train(NUM_STEPS, first=1 + NUM_STEPS)
   fleet_world.check(world, groups)
 
@@ -145,7 +146,7 @@ def test_a_replica_whose_thread_hangs_is_replaced(make_world):
 def test_a_replica_that_becomes_very_slow_is_replaced(make_world):
   world = make_world(num_replicas=3, replica_timeout_s=8.0)
   world.begin()
-  fleet_world.until(lambda: world.fleet.num_ready == 3, "all replicas")
+  waiting.until(lambda: world.fleet.num_ready == 3, "all replicas")
   groups = world.train(2)
   slow = world.handles[0].process._attachment.attached.replica.scheduler
   step = slow.step
@@ -162,7 +163,7 @@ def test_a_replica_that_becomes_very_slow_is_replaced(make_world):
   assert note.startswith(
     "replica 0 is gone (its decode steps take more than 20"
   )
-  fleet_world.until(lambda: world.fleet.num_ready == 3, "all of them again")
+  waiting.until(lambda: world.fleet.num_ready == 3, "all of them again")
   groups += world.train(NUM_STEPS, first=len(groups) // 2)
   fleet_world.check(world, groups)
   # Its groups went on elsewhere.
@@ -172,10 +173,10 @@ def test_a_replica_that_becomes_very_slow_is_replaced(make_world):
 def test_a_replica_without_device_memory_says_what_to_change(make_world):
   world = make_world(num_replicas=1)
   world.begin()
-  fleet_world.until(lambda: world.fleet.num_ready == 1, "a replica")
+  waiting.until(lambda: world.fleet.num_ready == 1, "a replica")
   replica = world.handles[0].process._attachment.attached.replica
   replica.feed = test_memory_error.needs_too_much
-  fleet_world.until(lambda: len(world.handles) == 2, "another process")
+  waiting.until(lambda: len(world.handles) == 2, "another process")
   (note,) = [note for note in world.notes if "is gone" in note]
   assert "out of device memory in a device program: " in note
   assert "lower rollout.prefill_rows" in note and "\n" not in note
@@ -194,7 +195,7 @@ def test_a_replica_that_hangs_again_and_again_ends_the_run(make_world):
     return not world.thread.is_alive()
 
   try:
-    fleet_world.until(hang_once_more, "the end of the run")
+    waiting.until(hang_once_more, "the end of the run")
   finally:
     for go_on in released:
       go_on()
@@ -206,7 +207,7 @@ def test_a_replica_that_hangs_again_and_again_ends_the_run(make_world):
 def test_a_replica_that_hangs_in_an_evaluation_is_replaced(make_world):
   world = make_world(num_replicas=1, hang_timeout_s=1.0)
   world.begin()
-  fleet_world.until(lambda: world.fleet.num_ready == 1, "a replica")
+  waiting.until(lambda: world.fleet.num_ready == 1, "a replica")
   groups = world.train(1)
   asked = test_fleet.questions(4)
   with world.fleet.paused(fleet_world.DEADLINE_S):
@@ -225,15 +226,15 @@ def test_a_replica_that_hangs_in_an_evaluation_is_replaced(make_world):
 def test_a_replica_that_stays_silent_is_replaced(make_world, is_recalled):
   world = make_world(num_replicas=2, replica_timeout_s=1.5)
   world.begin()
-  fleet_world.until(lambda: world.fleet.num_ready == 2, "both replicas")
+  waiting.until(lambda: world.fleet.num_ready == 2, "both replicas")
   groups = world.train(1)
   world.fleet._roster.start_timeout_s = 1.5
   world.handles[0].can_speak.clear()
   if is_recalled:
     with world.fleet.paused(fleet_world.DEADLINE_S):
       world.fleet.cut(1)
-  fleet_world.until(lambda: len(world.handles) == 3, "another process")
-  fleet_world.until(lambda: world.fleet.num_ready == 2, "both replicas")
+  waiting.until(lambda: len(world.handles) == 3, "another process")
+  waiting.until(lambda: world.fleet.num_ready == 2, "both replicas")
   assert any("gone (it has said nothing" in note for note in world.notes)
   groups += world.train(NUM_STEPS, first=1)
   fleet_world.check(world, groups)
@@ -243,7 +244,7 @@ def test_what_a_replica_has_said_before_it_was_lost_is_dropped(make_world):
   world = make_world(num_replicas=1)
   world.fleet.start()
   roster, (member,) = world.fleet._roster, world.fleet._members
-  fleet_world.until(lambda: roster._events.qsize() == 1, "what it says")
+  waiting.until(lambda: roster._events.qsize() == 1, "what it says")
   member.state, member.since_s = fleet_member.State.SILENT, float("-inf")
   roster.look_for_silence()
   assert member.state is fleet_member.State.LOST
@@ -292,7 +293,7 @@ def test_a_replica_that_joins_late_gets_work(make_world):
   groups = world.train(2)
   assert set(fleet_world.writers(groups)) == {"replica 0"}
   late[0].can_speak.set()
-  fleet_world.until(lambda: world.fleet.num_ready == 2, "the late one")
+  waiting.until(lambda: world.fleet.num_ready == 2, "the late one")
   while "replica 1" not in fleet_world.writers(groups):
     assert len(groups) < 400
     groups += world.train(1, first=len(groups) // 2)
@@ -379,9 +380,9 @@ def test_a_host_that_does_not_fit_ends_a_run_without_train_steps(make_world):
   late.begin()
   (member,) = (m for m in late.fleet._members if m.place)
   roster = late.fleet._roster
-  fleet_world.until(lambda: roster.may_fail, "that one generates")
+  waiting.until(lambda: roster.may_fail, "that one generates")
   roster._expect(member, "attached", member.handle.attach_now("", None))
-  fleet_world.until(lambda: late.error is not None, "the end")
+  waiting.until(lambda: late.error is not None, "the end")
   assert isinstance(late.error, remote.DoesNotFit)
 
 
@@ -389,11 +390,11 @@ def test_a_host_that_does_not_fit_later_is_left_alone(make_world, monkeypatch):
   monkeypatch.setattr(roster_lib, "_RELAUNCH_S", 0.0)
   world = make_world(num_replicas=2)
   world.begin()
-  fleet_world.until(lambda: world.fleet.num_ready == 2, "both replicas")
+  waiting.until(lambda: world.fleet.num_ready == 2, "both replicas")
   groups = world.train(1)
   world.fleet._roster._launch = lambda place: misfit(world, place)
   world.handles[1].kill()
-  fleet_world.until(
+  waiting.until(
     lambda: any("no host that fits" in x for x in world.notes), "a note"
   )
   groups += world.train(NUM_STEPS, first=1)
@@ -420,7 +421,7 @@ def test_too_few_replicas_in_time_are_counted(make_world):
 def test_a_replica_that_fails_is_started_again(make_world):
   world = make_world(num_replicas=2)
   world.begin()
-  fleet_world.until(lambda: world.fleet.num_ready == 2, "both replicas")
+  waiting.until(lambda: world.fleet.num_ready == 2, "both replicas")
   groups = world.train(1)
 
   def fail():
@@ -428,7 +429,7 @@ def test_a_replica_that_fails_is_started_again(make_world):
 
   world.handles[1].process._attachment.attached.replica.feed = fail
   groups += world.train(NUM_STEPS, first=1)
-  fleet_world.until(lambda: len(world.handles) == 3, "a third replica")
+  waiting.until(lambda: len(world.handles) == 3, "a third replica")
   fleet_world.check(world, groups)
   assert any("LookupError: no such page" in note for note in world.notes)
 
@@ -453,7 +454,7 @@ def test_if_all_replicas_fail_over_and_over_the_run_ends(make_world):
   roster_lib._RELAUNCH_S, before = 0.0, roster_lib._RELAUNCH_S
   try:
     world.handles[0].kill()
-    fleet_world.until(lambda: world.error is not None, "the failure")
+    waiting.until(lambda: world.error is not None, "the failure")
   finally:
     roster_lib._RELAUNCH_S = before
   assert isinstance(world.error, remote.ReplicaFailed)

@@ -158,7 +158,8 @@ def begin(
 
   def finish(on_part: Callable[[], None]) -> None:
     with _writing(directory, step):
-      wait()
+      with _naming_lost_files(incomplete):
+        wait()
       for name, content in files.items():
         (incomplete / name).write_bytes(content)
       about = {"format": FORMAT, "step": step, "layout": layout}
@@ -174,17 +175,28 @@ def _writing(directory: pathlib.Path, step: int) -> Iterator[None]:
   with disk.writing(directory / str(step)):
     try:
       yield
-    except (OSError, ValueError) as error:
-      incomplete = directory / f"{step}.incomplete"
-      has_vanished = not directory.is_dir()
+    except (OSError, ValueError):
       # The incomplete files are useless and would keep a full disk full.
+      incomplete = directory / f"{step}.incomplete"
       shutil.rmtree(incomplete, ignore_errors=True)
-      if has_vanished and isinstance(error, ValueError):
-        # Orbax then says which of its files it does not find.
-        raise FileNotFoundError(
-          errno.ENOENT, os.strerror(errno.ENOENT), str(incomplete)
-        ) from error
       raise
+
+
+@contextlib.contextmanager
+def _naming_lost_files(incomplete: pathlib.Path) -> Iterator[None]:
+  """Turn what Orbax says about files that have vanished into an OSError.
+
+  If a directory is removed during a write, Orbax may create it again and then
+  misses a file that was in it. Its error has no number of a system call.
+  """
+  try:
+    yield
+  except (OSError, ValueError) as error:
+    if disk.error_number(error) is not None:
+      raise
+    raise FileNotFoundError(
+      errno.ENOENT, os.strerror(errno.ENOENT), str(incomplete)
+    ) from error
 
 
 def begin_arrays(path: pathlib.Path, train_state: Any) -> Callable[[], None]:

@@ -39,9 +39,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
   try:
     yield
   except (OSError, ValueError) as error:
-    number = error.errno if isinstance(error, OSError) else None
-    if found := _OS_ERROR.search(str(error)):
-      number = int(found[1])
+    number = error_number(error)
     if number not in _FULL | _REFUSED | _BROKEN:
       raise  # not a disk failure
     named = getattr(error, "filename", None)
@@ -55,6 +53,13 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
       f"{named or os.fspath(path)} cannot be written ({os.strerror(number)});"
       f" {advice}. The same command continues from the newest checkpoint"
     ) from error
+
+
+def error_number(error: OSError | ValueError) -> int | None:
+  """Return the number of the system call's error, or None if there is none."""
+  if found := _OS_ERROR.search(str(error)):
+    return int(found[1])
+  return error.errno if isinstance(error, OSError) else None
 
 
 def replace_text(path: pathlib.Path, text: str) -> None:
