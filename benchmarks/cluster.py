@@ -81,7 +81,7 @@ from jaxrl_async.rollout import wire
 _REPLICAS = flags.DEFINE_list(
   "replicas", ["1", "8", "64"], "Numbers of fake replicas; empty for none."
 )
-_STEPS = flags.DEFINE_integer("steps", 8, "Train steps that are timed.", 1)
+_STEPS = flags.DEFINE_integer("steps", 20, "Train steps that are timed.", 1)
 _HOSTS = flags.DEFINE_integer("hosts", 2, "Processes of the fakes.", 1)
 _GROUPS = flags.DEFINE_integer("groups_per_step", 512, "Groups a step.", 1)
 _GROUP_SIZE = flags.DEFINE_integer("group_size", 16, "Trajectories a group.", 2)
@@ -297,8 +297,7 @@ def measure(directory: pathlib.Path, num_replicas: int) -> dict[str, float]:
   for step in range(_STEPS.value + 1):
     batch = buffer.get_batch(step, _DEADLINE_S)
     assert batch is not None, fleet.status()
-    for group in batch:
-      ledger.add_trained(group, step=step, skipped_update=False)
+    ledger.add_trained(batch, step=step, skipped_update=False)
     buffer.set_policy_version(step + 1)
     incomplete = directory / "incomplete"
     incomplete.write_text(str(step + 1))

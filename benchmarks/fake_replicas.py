@@ -34,6 +34,7 @@ class FakeReplica:
     self._mean_tokens = mean_tokens
     self._version = -1
     self._ending: list[tuple[messages.Turn, int]] = []
+    self._arrived: tuple[messages.Turn, ...] = ()  # as an answer to a report
 
   def collect(self) -> remote.Said:
     """Write what was asked for, and return what the link has to say."""
@@ -49,10 +50,10 @@ class FakeReplica:
         messages.Ask(
           replica=self.link.name,
           version=self._version,
-          room=max(0, SLOTS - len(self._ending)),
+          room=max(0, SLOTS - len(self._ending) - len(self._arrived)),
         )
       )
-      self._write(work)
+      self._write((*self._arrived, *work.turns))
     told, ask, received = self.link.collect(HEARTBEAT_S)
     return remote.Said(
       name=self.link.name,
@@ -64,22 +65,23 @@ class FakeReplica:
       busy_s=0.0,
     )
 
-  def _write(self, work: messages.Work) -> None:
+  def _write(self, turns: tuple[messages.Turn, ...]) -> None:
     """Finish the turns begun before, and write half of the new ones."""
+    self._arrived = ()
     finished = [
       self._part(turn, half, types.FinishReason.EOS)
       for turn, half in self._ending
     ]
-    halves = [self._rng.randrange(1, self._mean_tokens) for _ in work.turns]
+    halves = [self._rng.randrange(1, self._mean_tokens) for _ in turns]
     begun = [
       self._part(turn, 0, None, half)
-      for turn, half in zip(work.turns, halves, strict=True)
+      for turn, half in zip(turns, halves, strict=True)
     ]
-    self._ending = list(zip(work.turns, halves, strict=True))
+    self._ending = list(zip(turns, halves, strict=True))
     if finished or begun:
-      self.link.report(
+      self._arrived = self.link.report(
         messages.Report(replica=self.link.name, written=(*finished, *begun))
-      )
+      ).turns
 
   def _part(
     self,

@@ -222,8 +222,7 @@ class World(worker_world.World):
       batch = self.buffer.get_batch(step, DEADLINE_S)
       assert batch is not None, self.fleet.status()
       groups += batch
-      for group in batch:
-        self.ledger.add_trained(group, step=step, skipped_update=False)
+      self.ledger.add_trained(batch, step=step, skipped_update=False)
       self.publish(step + 1, seed)
     return groups
 

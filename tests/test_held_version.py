@@ -77,8 +77,8 @@ def test_answers_beside_groups_have_the_same_bits_and_their_own_version(
     if world.channel.newest_version() == 1 or not held.is_held():
       return
     if len(world.buffer.state().finished) >= 2:
-      for group in world.buffer.get_batch(0, DEADLINE_S):
-        world.ledger.add_trained(group, step=0, skipped_update=False)
+      batch = world.buffer.get_batch(0, DEADLINE_S)
+      world.ledger.add_trained(batch, step=0, skipped_update=False)
       # Of other weights, so that an answer by them would be another one.
       world.channel.publish(tiny.engine_params(0, seed=1).weights, 1)
       world.buffer.set_policy_version(1)

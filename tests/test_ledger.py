@@ -75,7 +75,9 @@ def read(path):
 def test_a_line_says_everything_about_its_group(tmp_path, open_ledger):
   path = tmp_path / "ledger.jsonl"
   ledger = open_ledger()
-  ledger.add_trained(make_group(8), step=6, skipped_update=True)
+  ledger.add_trained(
+    [make_group(8), make_group(7)], step=6, skipped_update=True
+  )
   ledger.add_filtered(make_group(9))
   ledger.add_failed(make_group(10), "reward: TimeoutError")
   shared = {
@@ -93,10 +95,11 @@ def test_a_line_says_everything_about_its_group(tmp_path, open_ledger):
     "times_s": {"admitted": 0.5, "scored": 2.0},
   }
   # Read while the ledger is open: every line is flushed.
+  trained = {"fate": "trained", "step": 6, "staleness_max": 3}
+  trained |= {"skipped_update": True}
   assert read(path) == [
-    {"index": 8, "prompt_id": "t/train/8", **shared}
-    | {"fate": "trained", "step": 6, "staleness_max": 3}
-    | {"skipped_update": True},
+    {"index": 8, "prompt_id": "t/train/8", **shared, **trained},
+    {"index": 7, "prompt_id": "t/train/7", **shared, **trained},
     {"index": 9, "prompt_id": "t/train/9", **shared, "fate": "filtered"},
     {"index": 10, "prompt_id": "t/train/10", **shared}
     | {"fate": "failed", "reason": "reward: TimeoutError"},
@@ -111,7 +114,7 @@ def test_what_was_not_trained_is_told(tmp_path):
     on_untrained=lambda *what: told.append(what),
   )
   trained, filtered, failed = map(make_group, range(3))
-  ledger.add_trained(trained, step=5, skipped_update=False)
+  ledger.add_trained([trained], step=5, skipped_update=False)
   ledger.add_filtered(filtered)
   ledger.add_failed(failed, "no slot")
   ledger.close()
@@ -139,7 +142,9 @@ def test_a_group_without_a_written_token_has_no_version(tmp_path, open_ledger):
   ledger.add_failed(make_group(0, versions=((),), rewards=(None,)), "no slot")
   ledger.add_failed(make_group(1, versions=(), rewards=()), "no slot")
   ledger.add_trained(
-    make_group(2, versions=((),), rewards=(0.0,)), step=3, skipped_update=False
+    [make_group(2, versions=((),), rewards=(0.0,))],
+    step=3,
+    skipped_update=False,
   )
   for line in read(path):
     assert line["policy_version_min"] is line["policy_version_max"] is None
@@ -171,7 +176,7 @@ def test_writers_are_the_runs_of_replica_and_version(tmp_path, open_ledger):
 def test_a_resume_drops_what_came_after_the_checkpoint(tmp_path, open_ledger):
   path = tmp_path / "ledger.jsonl"
   ledger = open_ledger()
-  ledger.add_trained(make_group(0), step=3, skipped_update=False)
+  ledger.add_trained([make_group(0)], step=3, skipped_update=False)
   ledger.add_filtered(make_group(1))
   state = ledger.state()
   ledger.add_failed(make_group(2), "lost")
@@ -202,7 +207,7 @@ def test_totals_are_known_while_the_disk_refuses_lines(tmp_path):
   ledger = ledger_lib.Ledger(tmp_path / "ledger", EMPTY, note=notes.append)
   ledger.add_filtered(make_group(0))
   with disks.files_of_at_most(100):
-    ledger.add_trained(make_group(1), step=3, skipped_update=False)
+    ledger.add_trained([make_group(1)], step=3, skipped_update=False)
     totals = ledger.totals()
     assert (totals.trained_tokens, totals.filtered_tokens) == (4, 4)
     with pytest.raises(disk.StorageError):
@@ -233,7 +238,7 @@ def test_lines_of_many_threads_are_whole_and_add_up(tmp_path, open_ledger):
       if index % 2:
         ledger.add_failed(make_group(index), "x")
       else:
-        ledger.add_trained(make_group(index), step=3, skipped_update=False)
+        ledger.add_trained([make_group(index)], step=3, skipped_update=False)
 
   threads = [
     threading.Thread(target=write, args=(100 * i,), daemon=True)

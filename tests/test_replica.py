@@ -80,10 +80,11 @@ class Script:
     known, new = self.known[key], written.trajectory
     assert written.begin == len(known.tokens)
     assert len(written.trajectory.tokens) or written.trajectory.finish_reason
-    self.known[key] = running_group.joined(
-      known, [running_group.Piece("r", new, new.num_completion_tokens)]
+    assert new.loss_mask.all()
+    (self.known[key],) = running_group.joined(
+      [known], [[running_group.Piece("r", new)]]
     )
-    return dataclasses.replace(written, trajectory=self.known[key])
+    return written._replace(trajectory=self.known[key])
 
   def adopted(self, adopted):
     self.others.append(adopted)

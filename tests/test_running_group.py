@@ -33,7 +33,7 @@ def piece(rng, replica, member, reason=None):
     policy_versions=rng.integers(0, 9, count, np.int32),
     finish_reason=reason,
   )
-  return running_group.Piece(replica, new, count)
+  return running_group.Piece(replica, new)
 
 
 @pytest.mark.parametrize("num_pieces", [1, 2, 7, 8, 9, 30])
@@ -49,9 +49,10 @@ def test_a_trajectory_is_all_that_was_reported_of_it(num_pieces, looks):
     group.add(len(tokens), one)
     tokens += one.new.tokens.tolist()
     versions += one.new.policy_versions.tolist()
-    writers += [one.replica] * one.num_tokens
+    writers += [one.replica] * len(one.new.tokens)
     if looks:
       assert group.trajectory(1).tokens.tolist() == tokens
+    assert group.last_completion(1).tolist() == tokens[3:]
   found = group.group().trajectories[1]
   assert found.tokens.tolist() == tokens
   assert found.policy_versions.tolist() == versions
@@ -62,6 +63,18 @@ def test_a_trajectory_is_all_that_was_reported_of_it(num_pieces, looks):
   names = [name for name, _ in found.writers]
   assert all(a != b for a, b in zip(names, names[1:], strict=False))
   assert group.trajectory(0).tokens.tolist() == [7, 8, 9]
+
+
+def test_members_get_their_own_pieces():
+  rng, group, written = np.random.default_rng(3), make_group(), {0: [], 1: []}
+  for i in range(9):
+    one = piece(rng, "a", i % 2)
+    group.add(3 + len(written[i % 2]), one)
+    written[i % 2] += one.new.tokens.tolist()
+  for trajectory in group.group().trajectories:
+    assert trajectory.tokens.tolist() == [7, 8, 9, *written[trajectory.member]]
+    assert len(trajectory.policy_versions) == len(trajectory.tokens)
+    assert trajectory.num_completion_tokens == len(written[trajectory.member])
 
 
 def test_few_reports_are_kept_in_memory():
@@ -76,7 +89,7 @@ def test_few_reports_are_kept_in_memory():
 def test_a_report_that_does_not_follow_the_one_before_is_an_error():
   rng, group = np.random.default_rng(1), make_group()
   one = piece(rng, "a", 0)
-  assert one.num_tokens
+  assert len(one.new.tokens)
   group.add(3, one)
   with pytest.raises(ValueError, match="group 5, member 0 from token 3, but "):
     group.add(3, one)

@@ -107,28 +107,32 @@ class Ledger:
     self._file = disk.AppendFile(path, state.offset_bytes, note)
 
   def add_trained(
-    self, group: types.RolloutGroup, *, step: int, skipped_update: bool
+    self,
+    groups: Sequence[types.RolloutGroup],
+    *,
+    step: int,
+    skipped_update: bool,
   ) -> None:
-    """Add a group that was trained.
+    """Add the groups of a train step, in one write.
 
     Args:
-      group: as taken from the buffer.
-      step: the train step that trained it.
+      groups: as taken from the buffer.
+      step: the train step that trained them.
       skipped_update: whether an update of the step was skipped because its loss
         or gradient was not finite.
     """
     self._add(
-      group, types.Fate.TRAINED, step=step, skipped_update=skipped_update
+      groups, types.Fate.TRAINED, step=step, skipped_update=skipped_update
     )
 
   def add_filtered(self, group: types.RolloutGroup) -> None:
     """Add a group that was filtered, because it would teach nothing."""
-    self._add(group, types.Fate.FILTERED)
+    self._add([group], types.Fate.FILTERED)
     self._on_untrained(group, types.Fate.FILTERED, "")
 
   def add_failed(self, group: types.RolloutGroup, reason: str) -> None:
     """Add a group that could not be finished or scored."""
-    self._add(group, types.Fate.FAILED, reason=reason)
+    self._add([group], types.Fate.FAILED, reason=reason)
     self._on_untrained(group, types.Fate.FAILED, reason)
 
   def totals(self) -> LedgerState:
@@ -153,22 +157,25 @@ class Ledger:
       self._file.close()
 
   def _add(
-    self, group: types.RolloutGroup, fate: types.Fate, **more: Any
+    self, groups: Sequence[types.RolloutGroup], fate: types.Fate, **more: Any
   ) -> None:
-    record = {**_describe(group), "fate": fate, **more}
-    if fate is types.Fate.TRAINED:
-      oldest = record["policy_version_min"]
-      record["staleness_max"] = (
-        None if oldest is None else more["step"] - oldest
-      )
-    line = _ENCODER.encode(record).encode() + b"\n"
+    lines, num_tokens = [], 0
+    for group in groups:
+      record = {**_describe(group), "fate": fate, **more}
+      if fate is types.Fate.TRAINED:
+        oldest = record["policy_version_min"]
+        record["staleness_max"] = (
+          None if oldest is None else more["step"] - oldest
+        )
+      num_tokens += sum(record["num_completion_tokens"])
+      lines.append(_ENCODER.encode(record) + "\n")
+    written = "".join(lines).encode()
     total = f"{fate}_tokens"
-    num_tokens = sum(record["num_completion_tokens"])
     with self._lock:
-      self._file.append(line)
+      self._file.append(written)
       self._state = dataclasses.replace(
         self._state,
-        offset_bytes=self._state.offset_bytes + len(line),
+        offset_bytes=self._state.offset_bytes + len(written),
         **{total: getattr(self._state, total) + num_tokens},
       )
 
@@ -177,6 +184,7 @@ def _writers(
   trajectories: Sequence[types.Trajectory],
   nums_tokens: Sequence[int],
   versions: Int[np.ndarray, "C"],
+  edges: Sequence[int],
 ) -> list[list[tuple[str, int, int]]]:
   """Return replica, version and number of tokens of each run of tokens.
 
@@ -184,8 +192,8 @@ def _writers(
     trajectories: of a group.
     nums_tokens: how many tokens of each the policy generated.
     versions: that wrote their tokens, those of all trajectories end to end.
+    edges: where a token has another version than the one before it.
   """
-  edges = (np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist()
   found, first = [], 0
   for trajectory, num_tokens in zip(trajectories, nums_tokens, strict=True):
     start, runs = first, []
@@ -215,7 +223,8 @@ def _describe(group: types.RolloutGroup) -> dict[str, Any]:
   """
   members = group.trajectories
   versions = group.written_versions()
-  distinct = np.unique(versions)
+  edges = np.flatnonzero(versions[1:] != versions[:-1]) + 1
+  distinct = sorted({*versions[:1].tolist(), *versions[edges].tolist()})
   counts = [t.num_completion_tokens for t in members]
   rewards = [t.reward for t in members]
   names = dict.fromkeys(name for r in rewards if r for name in r.parts)
@@ -224,13 +233,13 @@ def _describe(group: types.RolloutGroup) -> dict[str, Any]:
     "prompt_id": group.prompt.prompt_id,
     "birth": group.admission.birth,
     "deadline": group.admission.deadline,
-    "policy_version_min": int(distinct[0]) if distinct.size else None,
-    "policy_version_max": int(distinct[-1]) if distinct.size else None,
-    "num_policy_versions": int(distinct.size),
+    "policy_version_min": distinct[0] if distinct else None,
+    "policy_version_max": distinct[-1] if distinct else None,
+    "num_policy_versions": len(distinct),
     "num_prompt_tokens": len(group.prompt.tokens),
     "num_completion_tokens": counts,
     "finish_reasons": [t.finish_reason for t in members],
-    "writers": _writers(members, counts, versions),
+    "writers": _writers(members, counts, versions, edges.tolist()),
     "rewards": [_finite(r and r.score) for r in rewards],
     "reward_parts": {
       name: [_finite(r and r.parts.get(name)) for r in rewards]

@@ -117,7 +117,7 @@ class Coordinator:
       running = self._running.get(written.group)
       member = written.trajectory.member
       reason = written.trajectory.finish_reason
-      num_new = written.trajectory.num_completion_tokens
+      num_new = len(written.trajectory.tokens)
       if running is None or running.replica != report.replica:
         self.refused_tokens += num_new
         if reason is None:
@@ -126,7 +126,7 @@ class Coordinator:
       self.recorded_tokens += num_new
       running.add(
         written.begin,
-        running_group.Piece(report.replica, written.trajectory, num_new),
+        running_group.Piece(report.replica, written.trajectory),
       )
       if reason is None:
         continue
@@ -414,11 +414,11 @@ class Coordinator:
     Raises:
       EpisodeError: the episode failed.
     """
-    trajectory = running.trajectory(member)
     more = episode_lib.advance(
-      running.episodes[member], episode_lib.last_completion(trajectory)
+      running.episodes[member], running.last_completion(member)
     )
     if more is not None:
+      trajectory = running.trajectory(member)
       if len(trajectory.tokens) + len(more) < running.limit:
         running.set(episode_lib.extend(trajectory, more))
         return [self._turn(running, member)]

@@ -22,7 +22,7 @@ does not wait: it returns what has arrived since the last call.
 """
 
 import dataclasses
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from jaxrl_async import types
 
@@ -44,8 +44,7 @@ class Ask:
   room: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
   """One completion to generate: the next one of a trajectory.
 
   Attributes:
@@ -81,15 +80,14 @@ class Work:
   cancelled: tuple[int, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Written:
+class Written(NamedTuple):
   """The state of one trajectory at a replica.
 
   Attributes:
     group: the index of the trajectory's group.
     begin: how many tokens of the trajectory the coordinator knows already, from
       the turn or from earlier reports. The arrays of `trajectory` hold the
-      tokens after them.
+      tokens after them, which the policy has generated.
     trajectory: the rest of the trajectory so far. Its finish reason is None
       while the turn is being generated, `ABORTED` if the coordinator cancelled
       the group, and otherwise the reason why the turn ended.

@@ -232,10 +232,9 @@ class Recorder:
     is_evaluated: bool,
   ) -> None:
     values, is_bad = pending.metrics()
-    for group in pending.groups:
-      self._ledger.add_trained(
-        group, step=pending.step, skipped_update=any(is_bad)
-      )
+    self._ledger.add_trained(
+      pending.groups, step=pending.step, skipped_update=any(is_bad)
+    )
     self._schedule.add_step(pending.step, pending.groups, pending.sums)
     self._sampler.write_step(pending.step + 1, pending.groups)
     delta = {name: totals[name] - self._last[name] for name in totals}

@@ -445,8 +445,7 @@ class Start:
 
   def record(self, step: int, groups: list[types.RolloutGroup]) -> None:
     """Write down that groups were trained."""
-    for group in groups:
-      self.ledger.add_trained(group, step=step, skipped_update=False)
+    self.ledger.add_trained(groups, step=step, skipped_update=False)
 
   def hold(self, version: int) -> rollout_side.Held:
     """Have the rollout side hold a version."""
