@@ -7,6 +7,7 @@ import fleet_world
 import pytest
 import test_fleet
 import tiny
+import waiting
 
 from jaxrl_async.coordination import version_files
 from jaxrl_async.rollout import answers as answers_lib
@@ -15,17 +16,17 @@ from jaxrl_async.rollout import held_version
 from jaxrl_async.rollout import remote
 
 pytestmark = pytest.mark.slow
-until, questions = fleet_world.until, test_fleet.questions
+questions = test_fleet.questions
 answers_of, make_world = test_fleet.answers_of, test_fleet.make_world
 
 
 def test_an_evaluation_beside_groups_keeps_its_version(make_world):
   world = make_world(num_replicas=2)
   world.begin()
-  until(lambda: world.fleet.num_ready == 2, "replicas")
+  waiting.until(lambda: world.fleet.num_ready == 2, "replicas")
   with world.fleet.paused(fleet_world.DEADLINE_S):
     held = world.fleet.hold(0)
-  until(lambda: len(held._holding()) == 2, "that both hold it")
+  waiting.until(lambda: len(held._holding()) == 2, "that both hold it")
   prompts, settings = questions(40)
   alone = answers_of(
     answers_lib.write(
@@ -43,12 +44,12 @@ def test_an_evaluation_beside_groups_keeps_its_version(make_world):
   held.release()
   with pytest.raises(held_version.NotHeld):
     list(held.answers(prompts, settings))
-  until(lambda: len(world.handles) == 3, "another replica")
-  until(lambda: world.fleet.num_ready == 2, "replicas")
+  waiting.until(lambda: len(world.handles) == 3, "another replica")
+  waiting.until(lambda: world.fleet.num_ready == 2, "replicas")
   with world.fleet.paused(fleet_world.DEADLINE_S):
     late = world.fleet.hold(0)
   with pytest.raises(held_version.NotHeld, match="was not held"):
-    until(late.is_held, "never")
+    waiting.until(late.is_held, "never")
   world.check_books()
 
 
@@ -65,13 +66,15 @@ def test_a_held_version_that_is_damaged_is_written_again(
   monkeypatch.setattr(version_files, "seal", seal_and_damage)
   world = make_world(num_replicas=2)
   world.begin()
-  until(lambda: world.fleet.num_ready == 2, "replicas")
+  waiting.until(lambda: world.fleet.num_ready == 2, "replicas")
   world.train(1)
   with world.fleet.paused(fleet_world.DEADLINE_S):
     held = world.fleet.hold(1)
   # Nothing newer is published before one of them has it.
-  until(held.is_held, "that one holds it")
-  until(lambda: world.fleet.totals()["refused_versions"] >= 1, "the refusal")
+  waiting.until(held.is_held, "that one holds it")
+  waiting.until(
+    lambda: world.fleet.totals()["refused_versions"] >= 1, "the refusal"
+  )
   assert world.channel._announced[-1] == "1-2"
   asked = questions(4)
   assert len(answers_of(held.answers(*asked))) == 8
