@@ -37,6 +37,7 @@ import json
 import os
 import pathlib
 import random
+import secrets
 import shutil
 import signal
 import statistics
@@ -55,6 +56,7 @@ _POLL_S = 0.0005
 _LONGEST_S = 120.0  # of one start until it is killed
 _PATIENCE_S = 10.0  # after its first train step
 _MOST = 8  # times that a kill waits for a stage
+_MARK = "JAXRL_KILLED_RUN"
 _ORPHANS_S = 30.0  # until the processes of a killed run must have ended
 # As in launch/; the driver makes prompts as the run does. The second flag makes
 # bits independent of slots, which a run in the exact mode sets by itself.
@@ -104,10 +106,13 @@ class Driver:
     self._board_path = directory / "board"
     self.board = stage_board.Board(self._board_path)
     self._flags = [f"--workdir={self.workdir}", *flags_of_run]
+    self._mark = ""
 
   def start(self, *more: str) -> subprocess.Popen:
     """Start the run, or resume it, in a process group of its own."""
     self.board.clear()
+    # Ray's processes have groups of their own, and keep the environment.
+    self._mark = f"{_MARK}={secrets.token_hex(8)}"
     with open(self._log, "ab") as log:
       return subprocess.Popen(
         [
@@ -120,6 +125,7 @@ class Driver:
         stdout=log,
         stderr=log,
         start_new_session=True,
+        env=os.environ | dict([self._mark.split("=")]),
       )
 
   def kill(self, number: int, num_kills: int) -> None:
@@ -149,7 +155,7 @@ class Driver:
     if ready_s is not None:
       self.ready_s.append(ready_s)
     self._count_stages()
-    self._wait_for_orphans(process.pid)
+    self._wait_for_orphans()
     books = surviving_books.read(self.workdir)
     if books is not None:
       self.books.append(books)
@@ -189,11 +195,14 @@ class Driver:
     for stage in active:
       self.stages[stage] = self.stages.get(stage, 0) + 1
 
-  def _wait_for_orphans(self, group: int) -> None:
+  def _wait_for_orphans(self) -> None:
     killed_s = time.monotonic()
-    while names := members(group):
+    while left := marked(self._mark):
       if time.monotonic() - killed_s > _ORPHANS_S:
-        raise KillError(f"{len(names)} processes of a killed run remain")
+        names = ", ".join(sorted(left.values()))
+        raise KillError(
+          f"{len(left)} processes of a killed run remain: {names}"
+        )
       time.sleep(0.01)
     self.orphans_s.append(time.monotonic() - killed_s)
 
@@ -216,19 +225,21 @@ class Driver:
       process.kill()
     if code:
       raise KillError(f"the last start ended with {code}: {self.end()}")
-    self._wait_for_orphans(process.pid)
+    self._wait_for_orphans()
 
 
-def members(group: int) -> list[str]:
-  """Return the processes of a group that have not ended."""
-  found = []
-  for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
-    try:
-      state, _, parent_group = path.read_text().rpartition(") ")[2].split()[:3]
-    except (FileNotFoundError, ProcessLookupError):
-      continue
-    if int(parent_group) == group and state != "Z":
-      found.append(path.parent.name)
+def marked(mark: str) -> dict[int, str]:
+  """Return the processes with this variable that have not ended, and names.
+
+  Args:
+    mark: as NAME=VALUE.
+  """
+  found = {}
+  for path in pathlib.Path("/proc").glob("[0-9]*"):
+    with contextlib.suppress(OSError):
+      # Empty for a process that has ended and was not waited for.
+      if mark.encode() in (path / "environ").read_bytes():
+        found[int(path.name)] = (path / "comm").read_text().strip()
   return found
 
 
