@@ -426,5 +426,11 @@ def test_without_exact_resume_a_checkpoint_is_no_beginning(tmp_path):
   config.run = dataclasses.replace(config.run, exact_resume=False)
   training_run.run(config, tmp_path, scorer=test_run.reward_scorers.length)
   assert play(tmp_path).last_step == NUM_STEPS
+  step = a_checkpoint_between(tmp_path, 3, 7)
   with pytest.raises(sections.ConfigError, match="exact_resume"):
-    play(tmp_path, from_step=a_checkpoint_between(tmp_path, 3, 7))
+    play(tmp_path, from_step=step)
+  assert play(tmp_path, from_step=step, from_ledger=True).first_step == step
+  # A start of the run is one: it had nothing but its checkpoint.
+  config.train = dataclasses.replace(config.train, num_steps=NUM_STEPS + 2)
+  training_run.run(config, tmp_path, scorer=test_run.reward_scorers.length)
+  assert play(tmp_path, from_step=NUM_STEPS).last_step == NUM_STEPS + 2

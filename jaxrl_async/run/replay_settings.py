@@ -103,6 +103,13 @@ def part(
       f" {', '.join(changed)}; replay it with --until={later.step}",
     )
   _check_kind(config, wanted)
+  sections.require(
+    first == used.step or config.run.exact_resume or not wanted.generates,
+    "from_step",
+    "groups were being generated when this checkpoint was taken, and the run"
+    " was without run.exact_resume; use 0, or a step with which a start of the"
+    " run began",
+  )
   for path, value in wanted.settings.items():
     _check_setting(path, wanted)
     field_types.set_at(config, path, value)
