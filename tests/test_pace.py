@@ -1,5 +1,7 @@
 """When a replica counts as far slower than the others."""
 
+import pytest
+
 from jaxrl_async.rollout import pace as pace_lib
 
 
@@ -40,6 +42,17 @@ def test_it_is_compared_with_others_and_only_while_it_generates():
   assert idle.step_s == 0.01
   assert not idle.lags(10.0, 0.2, 10, [make(0.001)])
   assert idle.step_s == 0.02, "what it is compared with"
+
+
+@pytest.mark.parametrize("step_s", [4, 7, 12, 30])
+def test_steps_that_are_longer_than_a_period_are_found(step_s):
+  pace = make()
+  found = [
+    now_s
+    for now_s in range(1, 100)
+    if pace.lags(float(now_s), float(now_s), now_s // step_s, [make(0.1)])
+  ]
+  assert found[0] <= max(2 * step_s, 10 + step_s)
 
 
 def test_what_it_says_between_periods_is_not_looked_at():

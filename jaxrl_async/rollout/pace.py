@@ -51,19 +51,16 @@ class Pace:
       others: the paces of the other replicas.
     """
     start_s, busy_before_s, steps_before = self._start
-    if now_s - start_s < self._period_s:
-      return False
+    if now_s - start_s < self._period_s or num_steps == steps_before:
+      return False  # a period lasts until a step ends, however long that takes
     self._start = (now_s, busy_s, num_steps)
     busy_s -= busy_before_s
     num_steps -= steps_before
-    if num_steps > 0:
-      self.step_s = busy_s / num_steps
+    self.step_s = busy_s / num_steps
     known = [pace.step_s for pace in others if pace.step_s is not None]
     # One that waits for work holds nobody up.
-    is_busy = num_steps > 0 and busy_s >= (now_s - start_s) / 2
-    if (
-      is_busy and known and busy_s / num_steps > LAG * statistics.median(known)
-    ):
+    is_busy = busy_s >= (now_s - start_s) / 2
+    if is_busy and known and self.step_s > LAG * statistics.median(known):
       self._num_lagging += 1
     else:
       self._num_lagging = 0
