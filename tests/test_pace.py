@@ -59,3 +59,19 @@ def test_what_it_says_between_periods_is_not_looked_at():
   pace = make()
   assert not pace.lags(4.0, 4.0, 1, [make(0.001)])
   assert pace.step_s is None
+
+
+def test_what_was_measured_before_another_attachment_counts():
+  pace, others = make(), [make(0.001)]
+  found = []
+  # It generates for 3 s, is not attached for 100 s, and begins at zero again.
+  for now_s in range(0, 721, 103):
+    pace.resume(float(now_s))
+    found += [
+      now_s + second
+      for second in range(1, 4)
+      if pace.lags(float(now_s + second), float(second), second, others)
+    ]
+  # The second period of 5 s ends in the fourth attachment.
+  assert found[0] == 310
+  assert pace.step_s == 1.0

@@ -34,7 +34,7 @@ class Member:
       has started.
     num_failures: how often it failed since it last ended a trajectory.
     totals: its counters as it said them last.
-    pace: of its decode steps, since it is READY.
+    pace: of the decode steps of its process, since it was READY first.
   """
 
   place: int

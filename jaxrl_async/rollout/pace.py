@@ -33,7 +33,22 @@ class Pace:
     self.step_s: float | None = None
     self._period_s = timeout_s / _NUM_PERIODS
     self._num_lagging = 0
-    self._start = (now_s, 0.0, 0)
+    self._start = self._last = (now_s, 0.0, 0)
+
+  def resume(self, now_s: float) -> None:
+    """Go on with the present period, with counters that begin at zero again.
+
+    Args:
+      now_s: time by the same clock. The time since `lags` was called last does
+        not count, because the replica was not attached.
+    """
+    (start_s, busy_s, num_steps), last = self._start, self._last
+    self._start = (
+      now_s - (last[0] - start_s),
+      busy_s - last[1],
+      num_steps - last[2],
+    )
+    self._last = (now_s, 0.0, 0)
 
   def lags(
     self,
@@ -50,6 +65,7 @@ class Pace:
       num_steps: decode steps that have ended until now.
       others: the paces of the other replicas.
     """
+    self._last = (now_s, busy_s, num_steps)
     start_s, busy_before_s, steps_before = self._start
     if now_s - start_s < self._period_s or num_steps == steps_before:
       return False  # a period lasts until a step ends, however long that takes

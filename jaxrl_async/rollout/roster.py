@@ -283,7 +283,10 @@ class Roster:
 
   def _on_attached(self, member: fleet_member.Member) -> None:
     member.state, member.since_s = State.READY, self._seconds()
-    member.pace = pace_lib.Pace(self._replica_timeout_s, member.since_s)
+    if member.pace is None:
+      member.pace = pace_lib.Pace(self._replica_timeout_s, member.since_s)
+    else:
+      member.pace.resume(member.since_s)
     self._note(f"{member.name} is ready")
     self._collect(member)
 
@@ -330,7 +333,7 @@ class Roster:
     self._note(line)
     assert member.handle is not None
     member.handle.kill()  # it may have other processes
-    member.handle = member.attaching = None
+    member.handle = member.attaching = member.pace = None
 
   def _fail(
     self, member: fleet_member.Member, error: remote.ReplicaFailed
