@@ -37,6 +37,11 @@ def test_it_is_compared_with_others_and_only_while_it_generates():
   assert steps(make(), [], 1.0) == [False] * 4
   assert steps(make(), [make(None)], 1.0) == [False] * 4
   assert steps(make(), [make(0.001)], 1.0, busy=0.4) == [False] * 4
+  pace = make()
+  # Between two periods that lag it waits, and is as slow as before.
+  assert not pace.lags(5.0, 5.0, 5, [make(0.001)])
+  assert not pace.lags(10.0, 6.0, 6, [make(0.001)])
+  assert pace.lags(15.0, 11.0, 11, [make(0.001)])
   idle = make(0.01)
   assert not idle.lags(5.0, 0.0, 0, [make(0.001)])
   assert idle.step_s == 0.01

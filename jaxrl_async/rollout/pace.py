@@ -12,7 +12,8 @@ import statistics
 # A replica lags if its decode steps take so many times as long. Chips of two
 # kinds in one fleet, or long sequences beside short ones, differ by less.
 LAG = 20.0
-# Periods in a row in which it has to lag. One may have a few steps alone.
+# Periods in which it has to lag. One may have a few steps alone. A period in
+# which it mostly waits neither counts nor begins the count again.
 _NUM_PERIODS = 2
 
 
@@ -74,10 +75,9 @@ class Pace:
     num_steps -= steps_before
     self.step_s = busy_s / num_steps
     known = [pace.step_s for pace in others if pace.step_s is not None]
-    # One that waits for work holds nobody up.
-    is_busy = busy_s >= (now_s - start_s) / 2
-    if is_busy and known and self.step_s > LAG * statistics.median(known):
-      self._num_lagging += 1
-    else:
+    if not known or self.step_s <= LAG * statistics.median(known):
       self._num_lagging = 0
+    elif busy_s >= (now_s - start_s) / 2:
+      # One that mostly waits for work holds nobody up, however slow it is.
+      self._num_lagging += 1
     return self._num_lagging >= _NUM_PERIODS

@@ -14,6 +14,8 @@ _FAULTS = (
 )
 _DELAYS_S = 0.1, 1.0, 4.0
 SLOW = 5.0  # times as long take the calls of a slow replica
+CRAWL = 60.0  # and those of one that is too slow to be kept
+_SHORT_CALL_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,8 +29,9 @@ class Fault:
       lost. "leave": the same, and its place stays empty for long. "fail": its
       code raises. "hang": it answers, and its thread never comes back.
       "silence": it goes on, but is not heard for longer than its
-      lease. "slow": its calls take five times as long from then on. "restart":
-      the trainer's process ends, and another goes on from the last checkpoint.
+      lease. "slow": its calls take five times as long from then on. "crawl": so
+      much longer that it is replaced. "restart": the trainer's process ends, and
+      another goes on from the last checkpoint.
     place: of the replica; None is the one with the newest version.
   """
 
@@ -147,7 +150,7 @@ def of_seed(seed: int, *, is_written_again: bool = True) -> Case:
   case = _of_seed(seed)
   # What was added later is drawn apart, so that older seeds stay what they are.
   rng = random.Random(f"more {seed}")
-  return dataclasses.replace(
+  case = dataclasses.replace(
     case,
     is_exact=rng.random() < 0.4,
     max_group_s=rng.choice((0.0, 0.0, 0.4, 1.0)) * _group_s(case),
@@ -155,6 +158,21 @@ def of_seed(seed: int, *, is_written_again: bool = True) -> Case:
     torn_frac=rng.choice((0.0, 0.0, 0.3)),
     is_written_again=is_written_again,
   )
+  # It is found by comparison with others. Calls that become longer than a few
+  # seconds are found because the thread stands still.
+  is_comparable = case.num_replicas > 1 and case.call_s < _SHORT_CALL_S
+  if is_comparable and rng.random() < 0.6:
+    crawl = Fault(
+      step=rng.randrange(case.num_steps - 1),
+      delay_s=rng.choice(_DELAYS_S) * rng.random(),
+      kind="crawl",
+      place=rng.randrange(case.num_replicas),
+    )
+    # It takes a few steps until it is found.
+    case = dataclasses.replace(
+      case, faults=(*case.faults, crawl), num_steps=case.num_steps + 5
+    )
+  return case
 
 
 def _group_s(case: Case) -> float:

@@ -22,6 +22,7 @@ from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib
 from jaxrl_async.rollout import fleet as fleet_lib
 from jaxrl_async.rollout import fleet_member
+from jaxrl_async.rollout import pace as pace_lib
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.rollout import worker as worker_lib
 from jaxrl_async.run import snapshot
@@ -136,7 +137,9 @@ class World:
     elif process is None or process.is_dead:
       return
     elif fault.kind == "slow":
-      process.is_slow = True
+      process.pace = max(process.pace, case_lib.SLOW)
+    elif fault.kind == "crawl":
+      process.pace = case_lib.CRAWL
     elif fault.kind == "silence":
       longest = modelled_replica.MOST_SILENCE_S
       process.silence_s = self.loop.rng.uniform(
@@ -344,7 +347,7 @@ class Start:
         hang_timeout_s=modelled_replica.HANG_S,
         busy=busy,
         zero_totals=_NO_TOTALS,
-        note=lambda line: None,
+        note=self._take_note,
         seconds=self.loop.seconds,
       )
       return self._fleet
@@ -355,6 +358,11 @@ class Start:
       ),
     )
     return self._worker
+
+  def _take_note(self, line: str) -> None:
+    """Count what the fleet says of its replicas."""
+    is_too_slow = f"more than {pace_lib.LAG:g} times as long" in line
+    self.world.seen["a replica too slow"] += is_too_slow
 
   # -- what others ask ------------------------------------------------------
 
@@ -396,8 +404,15 @@ class Start:
   def _fleet_turn(self) -> None:
     self._fleet.round(0.0)
     self._check_groups()
-    self.invariants.check_members(self._fleet._members)
-    for member in self._fleet._members:
+    members = self._fleet._members
+    self.invariants.check_members(members)
+    paces = {
+      member.place: self.world.processes[member.place].pace
+      for member in members
+      if member.state is fleet_member.State.READY
+      and self.world.processes[member.place].has_decoded
+    }
+    for member in members:
       process = self.world.processes.get(member.place)
       if member.state is not fleet_member.State.READY or process is None:
         continue
@@ -406,6 +421,10 @@ class Start:
       silence_s = self.loop.now - process.heard_s
       self.invariants.check_lease(
         member.name, silence_s, modelled_replica.LEASE_S
+      )
+      others = {pace for place, pace in paces.items() if place != member.place}
+      self.invariants.check_pace(
+        member.place, process.crawled_s, is_comparable=others == {1.0}
       )
       self.invariants.check_room(replica)
       # With WAIT, slots are free on purpose until the last sequence has ended.

@@ -9,6 +9,7 @@
     order     a batch takes the groups that are due first
     lease     a group is written by a replica that has a lease, or waits; who
               is not heard has none
+    pace      a replica that is far slower than another one is replaced
     room      no replica is given more than it has room for
     whole     with kv_on_adopt WAIT, one version writes a turn
     cut       what is written after a cut, or after a start from a checkpoint,
@@ -45,6 +46,9 @@ from jaxrl_async.simulation import script as script_lib
 _GRACE_S = 10.0
 # A replica keeps its lease at most so much longer than it should.
 _LOOK_S = 1.0
+# A replica that crawls decodes for so long at most: two periods, each of which
+# has to be busy for half of its time and ends with a step.
+_MOST_CRAWL_S = 12.0
 # A step takes less, with all faults.
 _LONGEST_STEP_S = 90.0
 # A group that has failed ends within this time: its replica is slow to say so,
@@ -195,6 +199,7 @@ class Invariants:
     self._groups_per_step = groups_per_step
     self._group_size = group_size
     self._free_since_s: dict[str, float] = {}
+    self._crawled_s: dict[int, float] = {}  # before, by place
     self._failed_s: dict[int, float] = {}  # since when, of those that go on
 
   def check_batch(self, step: int, groups: list[types.RolloutGroup]) -> None:
@@ -362,6 +367,25 @@ class Invariants:
     """Check that a replica that has a lease was heard of."""
     if silence_s > lease_s + _LOOK_S:
       raise Violation("lease", f"{name} was not heard of for {silence_s:.0f} s")
+
+  def check_pace(
+    self, place: int, crawled_s: float, *, is_comparable: bool
+  ) -> None:
+    """Check that a replica that crawls is not kept for long.
+
+    Args:
+      place: of the replica.
+      crawled_s: for how long it has decoded at that pace.
+      is_comparable: whether others are ready and have decoded, none of which is
+        slow.
+    """
+    before_s = self._crawled_s.get(place, 0.0)
+    if not is_comparable or crawled_s < before_s:
+      self._crawled_s[place] = crawled_s
+    elif crawled_s - before_s > _MOST_CRAWL_S:
+      raise Violation(
+        "pace", f"replica {place} has crawled for {crawled_s - before_s:.0f} s"
+      )
 
   def check_room(self, replica: replica_lib.Replica) -> None:
     """Check that a replica has no more than it has asked for."""

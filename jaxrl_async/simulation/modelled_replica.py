@@ -28,7 +28,7 @@ HEARTBEAT_S = 0.5
 LEASE_S = 1.5
 MOST_SILENCE_S = 4.0
 MOST_ABSENCE_S = 30.0
-HANG_S = 8.0  # longer than the longest call of a slow replica
+HANG_S = 8.0  # longer than the longest call at the pace `case.SLOW`
 _MOST_LATE_S = 3.0
 _ATTACH_S = 0.5
 _IDLE_S = 0.25
@@ -75,12 +75,24 @@ class _Questions(NamedTuple):
   written: evaluations.Answers
 
 
+class _Call(NamedTuple):
+  """A decode call that takes time, although its tokens are there."""
+
+  seconds: float
+  num_steps: int
+
+
+_NOTHING = _Call(0.0, 0)
+
+
 class ReplicaProcess:
   """A process with a replica, whoever attached it last.
 
   Attributes:
     is_dead: whether the process has ended.
-    is_slow: whether its calls take `case.SLOW` times as long.
+    pace: times as long as usual take its calls.
+    crawled_s: seconds in which it has decoded at the pace `case.CRAWL`.
+    has_decoded: whether it has ended a decode step.
     silence_s: by how much the next report is late.
     silent_until_s: when that report arrives at the latest.
     late_until_s: when all work that is on its way has arrived.
@@ -91,9 +103,11 @@ class ReplicaProcess:
 
   def __init__(self, loop: event_loop.Loop, case: case_lib.Case):
     """Start a process, which waits to be attached."""
-    self.is_dead = self.is_slow = self.has_failed = self.has_hung = False
+    self.is_dead = self.has_failed = self.has_hung = False
+    self.pace, self.crawled_s, self.has_decoded = 1.0, 0.0, False
     self.silence_s = self.silent_until_s = self.late_until_s = 0.0
     self.heard_s = 0.0
+    self._under_way = _NOTHING
     self._loop = loop
     self._case = case
     self._attached: attached_replica.AttachedReplica | None = None
@@ -119,7 +133,7 @@ class ReplicaProcess:
     late_until_s = max(self.silent_until_s, self.late_until_s)
     is_late = self.silence_s > 0 or self._loop.now < late_until_s
     is_broken = self.is_dead or self.has_failed or self.has_hung
-    return not (is_broken or self.is_slow or is_late)
+    return not (is_broken or self.pace > 1 or is_late)
 
   def die(self) -> None:
     """End the process; what it was about to say is lost."""
@@ -142,7 +156,7 @@ class ReplicaProcess:
     """Become the replica of this name, and forget everything else."""
     self._process.end()
     self._process = self._new_process()
-    self._caller = None
+    self._caller, self._under_way = None, _NOTHING
     if self._attached is not None:
       self._attached.replica.close(has_failed=False)
       self._answer()
@@ -218,12 +232,25 @@ class ReplicaProcess:
 
   def _turn(self) -> float | None:
     assert self._attached is not None
+    # The clock stands still in a turn, so that nobody has measured the call.
+    self._attached._step_s += self._under_way.seconds
+    if self.pace == case_lib.CRAWL:
+      self.crawled_s += self._under_way.seconds
+    self._under_way = _NOTHING
+    stats = self._attached.replica.scheduler.stats
+    num_steps = stats.decode_steps
     has_stepped = self._attached.round(_IDLE_S)
     self._answer()
     if not has_stepped:
       return None
-    pace = case_lib.SLOW if self.is_slow else 1.0
-    return self._case.call_s * self._loop.rng.random() * pace
+    part = self._loop.rng.random()
+    if self.pace == case_lib.CRAWL:
+      part = (1 + part) / 2  # no call may seem to be fast
+    call_s = self._case.call_s * part * self.pace
+    if stats.decode_steps > num_steps:
+      self._under_way = _Call(call_s, stats.decode_steps - num_steps)
+      self.has_decoded = True
+    return call_s
 
   def _speak(self) -> None:
     if self._caller is None:
@@ -234,6 +261,7 @@ class ReplicaProcess:
     if not said.told and said.ask is None and self._loop.now < latest_s:
       return
     self._caller = None
+    said.totals["decode_steps"] -= self._under_way.num_steps
     silence_s, self.silence_s = self.silence_s, 0.0
     if silence_s:
       self.silent_until_s = self._loop.now + silence_s + self._case.message_s
