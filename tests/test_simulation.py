@@ -15,10 +15,12 @@ from jaxrl_async.coordination import schedule
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.rollout import attached_replica
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import fleet as fleet_lib
 from jaxrl_async.rollout import fleet_member
 from jaxrl_async.rollout import held_version
+from jaxrl_async.rollout import replica as replica_lib
 from jaxrl_async.rollout import roster as roster_lib
 from jaxrl_async.rollout import running_group
 from jaxrl_async.rollout import worker as worker_lib
@@ -27,6 +29,7 @@ from jaxrl_async.simulation import controller
 from jaxrl_async.simulation import event_loop
 from jaxrl_async.simulation import modelled_replica
 from jaxrl_async.simulation import seeds
+from jaxrl_async.simulation import surroundings
 
 SEEDS = 160
 
@@ -45,10 +48,11 @@ def test_many_seeds_keep_every_invariant():
   assert found.num_seeds == SEEDS
   # They reach what they are about.
   assert found.faults.keys() == {
-    "die", "leave", "fail", "hang", "silence", "slow", "restart", "torn",
+    "die", "leave", "fail", "hang", "silence", "slow", "crawl", "restart",
+    "torn",
   }  # fmt: skip
   assert min(found.faults.values()) >= 5, found.faults
-  assert len(found.seen) == 7 and min(found.seen.values()) >= 5, found.seen
+  assert len(found.seen) == 8 and min(found.seen.values()) >= 5, found.seen
 
 
 @pytest.mark.slow
@@ -59,6 +63,9 @@ def test_a_thousand_seeds_keep_every_invariant():
   assert result["seeds"] == 1_000
   assert result["violations"] == result["deadlocks"] == 0
   assert result["groups"] > 10_000 and result["groups_per_s"] > 0
+  assert len(result["faults"]) == 9 and min(result["faults"].values()) >= 30
+  assert len(result["seen"]) == 8 and min(result["seen"].values()) >= 30
+  assert result["wall_s"] > 0
 
 
 def of_benchmark(*more):
@@ -153,6 +160,48 @@ def test_a_lease_that_never_ends_is_found(monkeypatch):
 def test_a_thread_that_stands_still_for_ever_is_found(monkeypatch):
   monkeypatch.setattr(modelled_replica, "HANG_S", float("inf"))
   assert first_failure() is not None
+
+
+def test_a_replica_that_is_far_too_slow_and_kept_is_found(monkeypatch):
+  monkeypatch.setattr(roster_lib.Roster, "_lags", lambda *_: False)
+  assert first_failure().startswith("pace")
+
+
+def test_answers_whose_slowness_is_not_measured_are_found(monkeypatch):
+  """Where a replica answers an evaluation, and does nothing else for long."""
+  monkeypatch.setattr(
+    attached_replica.AttachedReplica,
+    "num_steps",
+    property(lambda self: self.replica.scheduler.stats.decode_steps),
+  )
+  assert seeds.run([534]).failures
+
+
+def test_a_score_that_comes_too_late_is_found(monkeypatch):
+  submit = surroundings.Rewards.submit
+
+  def late(self, item, trajectories):
+    most_s = self._most_s
+    self._most_s += 0 if item["number"] % 7 else 70.0
+    try:
+      return submit(self, item, trajectories)
+    finally:
+      self._most_s = most_s
+
+  monkeypatch.setattr(surroundings.Rewards, "submit", late)
+  assert first_failure().split(":")[0] in ("wait", "deadlock")
+
+
+def test_a_worker_that_asks_only_when_it_is_idle_is_found(monkeypatch):
+  feed = replica_lib.Replica.feed
+
+  def feed_idle(self):
+    is_local = isinstance(self._link, coordinator_lib.Coordinator)
+    if self.scheduler.is_idle or not is_local:
+      feed(self)
+
+  monkeypatch.setattr(replica_lib.Replica, "feed", feed_idle)
+  assert first_failure().startswith("slot: replica 0 has")
 
 
 def test_a_replica_that_is_given_too_much_is_found(monkeypatch):

@@ -53,6 +53,7 @@ class AttachedReplica:
     self._report_every_s = report_every_s
     self._seconds = seconds
     self._wait_s = self._step_s = 0.0
+    self._num_answer_steps = 0
     self._reported_s = seconds()
     self._said_s = 0.0  # by the clock `busy`, at the last `collect`
     self._busy_s = 0.0  # as of then
@@ -72,14 +73,18 @@ class AttachedReplica:
     if replica.may_adopt():
       replica.adopt()
     replica.feed()
+    start_s, compile_s = self._seconds(), self.pulse.compile_s
     has_answered = replica.answer_beside(self._busy)
+    if has_answered:
+      sizes = replica.scheduler.engine.sizes
+      self._num_answer_steps += sizes.decode_steps_per_call
     can_step = replica.can_step
     if can_step:
-      start_s, compile_s = self._seconds(), self.pulse.compile_s
       replica.step()
+    if can_step or has_answered:
       self._step_s += self._seconds() - start_s
       self._step_s -= self.pulse.compile_s - compile_s
-    elif not has_answered:
+    else:
       start_s = self._seconds()
       if replica.version < 0:
         replica.wait_for_weights(idle_s)
@@ -91,6 +96,11 @@ class AttachedReplica:
       self._reported_s = now_s
       replica.report_all()
     return can_step or has_answered
+
+  @property
+  def num_steps(self) -> int:
+    """The decode steps that it has made, for groups and for questions."""
+    return self.replica.scheduler.stats.decode_steps + self._num_answer_steps
 
   def collect(self, timeout_s: float) -> remote.Said:
     """Return what the replica says next, or nothing new after `timeout_s`."""
@@ -120,4 +130,5 @@ class AttachedReplica:
       ),
       still_s=self.pulse.still_s,
       step_s=self._step_s,
+      num_steps=self.num_steps,
     )

@@ -56,6 +56,7 @@ class Said:
       `pulse.Pulse`.
     step_s: seconds in which it has generated since it got its name, without
       those in which it has compiled.
+    num_steps: decode steps that it has made in this time.
   """
 
   name: str
@@ -68,6 +69,7 @@ class Said:
   activities: tuple[Activity, ...] = ()
   still_s: float = 0.0
   step_s: float = 0.0
+  num_steps: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -218,7 +218,7 @@ class Roster:
     return member.pace.lags(
       self._seconds(),
       said.step_s,
-      int(said.totals.get("decode_steps", 0)),
+      said.num_steps,
       (
         other.pace
         for other in self.members

@@ -16,6 +16,14 @@ _DELAYS_S = 0.1, 1.0, 4.0
 SLOW = 5.0  # times as long take the calls of a slow replica
 CRAWL = 60.0  # and those of one that is too slow to be kept
 _SHORT_CALL_S = 0.1
+_GRACE_S = 10.0  # for messages, and versions that are damaged
+# For how long each fault may hold a run up: until it is noticed, and until
+# another replica is there and has adopted a version. A slow replica makes every
+# group take longer, see `_group_s`.
+_HELD_UP_S = {
+  **{"die": 5.0, "fail": 5.0, "restart": 6.0, "silence": 8.0, "hang": 30.0},
+  **{"crawl": 16.0, "leave": 35.0, "slow": 0.0},
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,9 +37,9 @@ class Fault:
       lost. "leave": the same, and its place stays empty for long. "fail": its
       code raises. "hang": it answers, and its thread never comes back.
       "silence": it goes on, but is not heard for longer than its
-      lease. "slow": its calls take five times as long from then on. "crawl": so
-      much longer that it is replaced. "restart": the trainer's process ends, and
-      another goes on from the last checkpoint.
+      lease. "slow": its calls take five times as long from then on. "crawl":
+      so much longer that it is replaced. "restart": the trainer's process
+      ends, and another goes on from the last checkpoint.
     place: of the replica; None is the one with the newest version.
   """
 
@@ -95,6 +103,12 @@ class Case:
   eval_every: int
   torn_frac: float
   is_written_again: bool
+
+  def longest_wait_s(self, num_steps: int) -> float:
+    """Return the longest time that may pass in so many train steps."""
+    step_s = self.train_s + self.reward_s + self.adopt_s + _group_s(self)
+    held_up_s = sum(_HELD_UP_S[fault.kind] for fault in self.faults)
+    return num_steps * step_s + held_up_s + self.late_s + _GRACE_S
 
 
 def _sizes(rng: random.Random) -> decode_state_lib.EngineSizes:

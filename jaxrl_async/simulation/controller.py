@@ -37,7 +37,8 @@ from jaxrl_async.storage import outstanding as outstanding_lib
 from jaxrl_async.training import batch_loader
 
 _LOOK_S = 0.3
-_STALL_S = 80.0
+# The longest ways of a request and its answer, and a version that is adopted.
+_SLOT_GRACE_S = 6.0
 _MOST_EVENTS = 100_000
 # From the end of the trainer's process to the next one. No message takes so
 # long.
@@ -84,6 +85,7 @@ class World:
       self._faults.setdefault(fault.step, []).append(fault)
     self.start: Start  # the present one, or the last one while there is none
     self._moved: tuple[object, float] = None, 0.0
+    self._longest_stall_s = case.longest_wait_s(2)
 
   def run(self) -> int:
     """Run until all steps are trained, and return how many groups ended.
@@ -121,7 +123,7 @@ class World:
     moving = self.start.moving()
     if moving != self._moved[0]:
       self._moved = moving, self.loop.now
-    elif self.loop.now - self._moved[1] > _STALL_S:
+    elif self.loop.now - self._moved[1] > self._longest_stall_s:
       raise invariants_lib.Violation("deadlock", self.start.status())
 
   def _happen(self, fault: case_lib.Fault) -> None:
@@ -253,6 +255,7 @@ class Start:
       max_group_s=case.max_group_s,
       # In a long round of a worker not all seconds of a deadline count.
       most_group_s=(1 if case.is_fleet else 3) * case.max_group_s + 1,
+      longest_wait_s=case.longest_wait_s,
       # Faults and cuts interrupt what is being written.
       is_whole=case.kv_on_adopt is sections.KvOnAdopt.WAIT
       and not case.faults
@@ -429,13 +432,25 @@ class Start:
       self.invariants.check_room(replica)
       # With WAIT, slots are free on purpose until the last sequence has ended.
       if self.case.kv_on_adopt is not sections.KvOnAdopt.WAIT:
-        self.invariants.check_slots(replica, process.is_well, self.loop.now)
+        self.invariants.check_slots(
+          replica,
+          is_well=process.is_well,
+          now_s=self.loop.now,
+          grace_s=_SLOT_GRACE_S,
+        )
 
   def _worker_turn(self) -> float | None:
     has_stepped = self._worker.round()
     self._check_groups()
     replica = self._worker.replica
     self.invariants.check_room(replica)
+    if self.case.kv_on_adopt is not sections.KvOnAdopt.WAIT:
+      self.invariants.check_slots(
+        replica,
+        is_well=True,
+        now_s=self.loop.now,
+        grace_s=_LOOK_S + 2 * self.case.call_s * self.pace,
+      )
     if has_stepped:
       return self.case.call_s * self.loop.rng.random() * self.pace
     is_done = replica.scheduler.is_idle and replica.version == self.version

@@ -26,7 +26,7 @@ They look into the buffer, the coordinator and the fleet for what these parts
 hold, and decide by themselves whether it is right.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import json
 
@@ -41,16 +41,11 @@ from jaxrl_async.rollout import replica as replica_lib
 from jaxrl_async.rollout import running_group
 from jaxrl_async.simulation import script as script_lib
 
-# How long a replica may have free slots before it is given what there is: the
-# longest ways of a request and of its answer, and a version that is adopted.
-_GRACE_S = 10.0
 # A replica keeps its lease at most so much longer than it should.
 _LOOK_S = 1.0
 # A replica that crawls decodes for so long at most: two periods, each of which
 # has to be busy for half of its time and ends with a step.
 _MOST_CRAWL_S = 12.0
-# A step takes less, with all faults.
-_LONGEST_STEP_S = 90.0
 # A group that has failed ends within this time: its replica is slow to say so,
 # or is not heard.
 _ENDING_S = 15.0
@@ -170,6 +165,7 @@ class Invariants:
     group_size: int,
     max_group_s: float,
     most_group_s: float,
+    longest_wait_s: Callable[[int], float],
     is_whole: bool,
     trained: Iterable[int],
     cuts: Iterable[Cut],
@@ -184,6 +180,8 @@ class Invariants:
       group_size: the number of trajectories of a group.
       max_group_s: a group fails that is not generated after so long; 0 waits.
       most_group_s: the same, with what a look for such groups may be late.
+      longest_wait_s: returns for how long a group may be outstanding that is
+        due in so many steps.
       is_whole: whether one version writes each turn.
       trained: the groups that were trained before the checkpoint.
       cuts: those before, with that of the checkpoint.
@@ -193,6 +191,7 @@ class Invariants:
     self._is_whole = is_whole
     self._max_group_s = max_group_s
     self._most_group_s = most_group_s
+    self._longest_wait_s = longest_wait_s
     self._buffer = buffer
     self._coordinator = coordinator
     self._script = script
@@ -292,7 +291,7 @@ class Invariants:
     for admission in admissions:
       num_steps = self._buffer.bounds[admission.index] + 2
       waited_s = now_s - self._buffer.admitted_s[admission.index]
-      if waited_s > num_steps * _LONGEST_STEP_S:
+      if waited_s > self._longest_wait_s(num_steps):
         raise Violation(
           "wait", f"{admission} is outstanding for {waited_s:.0f} s"
         )
@@ -424,9 +423,21 @@ class Invariants:
         )
 
   def check_slots(
-    self, replica: replica_lib.Replica, is_well: bool, now_s: float
+    self,
+    replica: replica_lib.Replica,
+    *,
+    is_well: bool,
+    now_s: float,
+    grace_s: float,
   ) -> None:
-    """Check that a replica has no free slots for long."""
+    """Check that a replica has no free slots for long.
+
+    Args:
+      replica: the replica.
+      is_well: whether nothing keeps it from working at its usual pace.
+      now_s: the time.
+      grace_s: how long it may have them before it is given what there is.
+    """
     is_free = (
       is_well
       and replica.version >= 0
@@ -439,7 +450,7 @@ class Invariants:
       self._free_since_s.pop(replica.name, None)
       return
     free_s = now_s - self._free_since_s.setdefault(replica.name, now_s)
-    if free_s > _GRACE_S:
+    if free_s > grace_s:
       raise Violation(
         "slot",
         f"{replica.name} has {replica.scheduler.num_free} free slots for"

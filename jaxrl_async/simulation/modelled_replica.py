@@ -6,6 +6,7 @@ threads of `cluster.replica_process` take turns here.
 
 from collections.abc import Callable
 from concurrent import futures
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -237,8 +238,7 @@ class ReplicaProcess:
     if self.pace == case_lib.CRAWL:
       self.crawled_s += self._under_way.seconds
     self._under_way = _NOTHING
-    stats = self._attached.replica.scheduler.stats
-    num_steps = stats.decode_steps
+    num_steps = self._attached.num_steps
     has_stepped = self._attached.round(_IDLE_S)
     self._answer()
     if not has_stepped:
@@ -247,8 +247,9 @@ class ReplicaProcess:
     if self.pace == case_lib.CRAWL:
       part = (1 + part) / 2  # no call may seem to be fast
     call_s = self._case.call_s * part * self.pace
-    if stats.decode_steps > num_steps:
-      self._under_way = _Call(call_s, stats.decode_steps - num_steps)
+    num_steps = self._attached.num_steps - num_steps
+    if num_steps:
+      self._under_way = _Call(call_s, num_steps)
       self.has_decoded = True
     return call_s
 
@@ -261,7 +262,9 @@ class ReplicaProcess:
     if not said.told and said.ask is None and self._loop.now < latest_s:
       return
     self._caller = None
-    said.totals["decode_steps"] -= self._under_way.num_steps
+    said = dataclasses.replace(
+      said, num_steps=said.num_steps - self._under_way.num_steps
+    )
     silence_s, self.silence_s = self.silence_s, 0.0
     if silence_s:
       self.silent_until_s = self._loop.now + silence_s + self._case.message_s
