@@ -12,8 +12,10 @@ Ray cluster that each start makes.
 A third of the kills come at a random time after the start. The others wait
 until the run is inside a named stage: a checkpoint that is being written, a
 version that is published or adopted, a reward, the warm start, an evaluation, a
-train step, or the start from a checkpoint. After each kill the newest
-checkpoint is read, and after the last one the run is resumed to its end.
+train step, or the start from a checkpoint. (Replicas in other processes adopt
+versions where nobody sees it, so that no kill waits for that.) After each kill
+the newest checkpoint is read, and after the last one the run is resumed to its
+end.
 
 Only the process that trains is killed. What it started has to end by itself.
 In both modes the replay begins with the first step, and the flag of XLA that
@@ -29,6 +31,7 @@ The last line is JSON:
                      loss of the run
     bound_held       whether no token was older than algorithm.max_staleness
     stages           how many kills fell into which stage
+    missed           kills that waited for a stage in vain
 """
 
 from collections.abc import Callable, Sequence
@@ -91,16 +94,23 @@ class Driver:
     orphans_s: seconds after each kill in which processes of the run remained.
     ready_s: seconds of each start until its first train step.
     books: what was found after each kill that left a checkpoint.
+    num_missed: kills that waited in vain for the stage that they were to be in.
   """
 
   def __init__(
-    self, directory: pathlib.Path, flags_of_run: list[str], seed: int
+    self,
+    directory: pathlib.Path,
+    flags_of_run: list[str],
+    seed: int,
+    targets: Sequence[str] = _TARGETS,
   ):
     self.workdir = directory / "run"
     self.stages: dict[str, int] = {}
     self.orphans_s: list[float] = []
     self.ready_s: list[float] = []
     self.books: list[surviving_books.Books] = []
+    self.num_missed = 0
+    self._targets = targets
     self._rng = random.Random(seed)
     self._log = directory / "output.log"
     self._board_path = directory / "board"
@@ -148,7 +158,8 @@ class Driver:
       lived_s = time.monotonic() - start_s
       is_waiting = ready_s is not None and lived_s > ready_s + _PATIENCE_S
       if is_waiting or lived_s > _LONGEST_S:
-        break  # it does not come to the stage
+        self.num_missed += 1
+        break
       time.sleep(_POLL_S)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -168,8 +179,8 @@ class Driver:
     if number < max(1, num_kills // 16):
       return self._inside("warm start")
     if number % 3:
-      place = _TARGETS[(number // 3 * 2 + number % 3) % len(_TARGETS)]
-      return self._inside(place)
+      place = number // 3 * 2 + number % 3
+      return self._inside(self._targets[place % len(self._targets)])
     due_s = start_s + self._rng.uniform(0.0, 1.5 * typical_s)
     return lambda: time.monotonic() > due_s
 
@@ -341,7 +352,8 @@ def measure(
   directory.mkdir(parents=True)
   of_run = flags_of_run(compile_cache, mode, replicas)
   of_run += [f"--config.{setting}" for setting in further]
-  driver = Driver(directory, of_run, seed)
+  targets = [x for x in _TARGETS if not (replicas and x == "adopt")]
+  driver = Driver(directory, of_run, seed, targets)
   end_s = time.monotonic() + 60 * minutes
   for number in range(num_kills):
     if time.monotonic() > end_s:
@@ -381,6 +393,7 @@ def measure(
     "groups": state["next_index"],
     "checkpoints_seen": len({b.prefix.step for b in books}),
     "stages": dict(sorted(driver.stages.items())),
+    "missed": driver.num_missed,
     "ready_s_median": round(statistics.median(driver.ready_s or [0.0]), 1),
     "orphans_s_max": round(max(driver.orphans_s), 2),
     "left_in_memory": [path for path in used if os.path.exists(path)],

@@ -2,13 +2,18 @@
 
 import dataclasses
 import json
+import os
 import pathlib
+import signal
+import subprocess
+import sys
 
 import benchmark_module
 import jax
 import numpy as np
 import pytest
 import tiny
+import waiting
 
 from jaxrl_async import types
 from jaxrl_async.storage import manifest
@@ -153,23 +158,50 @@ CRITIC = (
 )
 
 
+def test_processes_with_the_mark_of_a_run_are_seen(monkeypatch):
+  kill_resume = benchmark_module.imported("kill_resume", monkeypatch)
+  mark = "JAXRL_KILLED_RUN=this one"
+  assert kill_resume.marked(mark) == {}
+  # In a session of its own, and without the parent that was marked.
+  code = (
+    "import subprocess, sys;"
+    "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
+    " start_new_session=True)"
+  )
+  subprocess.run(
+    [sys.executable, "-c", code], env=dict([mark.split("=")]), check=True
+  )
+  (pid,) = kill_resume.marked(mark)
+  os.kill(pid, signal.SIGKILL)
+  waiting.until(lambda: kill_resume.marked(mark) == {}, "its end")
+
+
+NIGHTLY = pytest.mark.nightly
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-  "further",
-  [(), pytest.param(CRITIC, marks=pytest.mark.nightly)],
-  ids=["policy", "critic"],
+  ("options", "num_kills"),
+  [
+    ({"mode": "exact"}, 6),
+    pytest.param({"mode": "exact", "further": CRITIC}, 6, marks=NIGHTLY),
+    pytest.param({"mode": "fast"}, 12, marks=NIGHTLY),
+    pytest.param({"mode": "exact", "replicas": 2}, 6, marks=NIGHTLY),
+  ],
+  ids=["exact", "critic", "fast", "replicas"],
 )
 def test_a_run_that_is_killed_anywhere_loses_and_repeats_nothing(
-  further, tmp_path, monkeypatch
+  options, num_kills, tmp_path, monkeypatch
 ):
+  if options.get("replicas"):
+    pytest.importorskip("ray")
   kill_resume = benchmark_module.imported("kill_resume", monkeypatch)
   result = kill_resume.measure(
     tmp_path,
-    6,
+    num_kills,
     compile_cache=pathlib.Path(jax.config.jax_compilation_cache_dir),
-    mode="exact",
-    further=further,
+    **options,
   )
   assert result["lost"] == result["duplicated"] == 0
   assert result["ledger_balanced"] and result["bound_held"]
@@ -177,3 +209,4 @@ def test_a_run_that_is_killed_anywhere_loses_and_repeats_nothing(
   assert result["left_in_memory"] == []
   assert result["bit_exact"] is True
   assert result["train_steps"] >= 4 and "warm start" in result["stages"]
+  assert result["missed"] <= 1 and result["orphans_s_max"] < 10
