@@ -9,6 +9,7 @@ after the other is injected, each EVERY_S seconds after the one before:
     a published version is from another run
     a batch makes the loss of an update not finite
     no file may grow for a second, as on a full disk
+    the directory of published versions is removed
 
 COUNTS is a file that says how often each of them has happened.
 """
@@ -17,6 +18,7 @@ import dataclasses
 import json
 import pathlib
 import resource
+import shutil
 import sys
 import threading
 import time
@@ -29,7 +31,10 @@ from jaxrl_async import types
 from jaxrl_async.coordination import version_files
 from jaxrl_async.training import trainer as trainer_lib
 
-KINDS = ("torn version", "foreign version", "loss not finite", "disk full")
+KINDS = (
+  *("torn version", "foreign version", "loss not finite", "disk full"),
+  "versions removed",
+)
 _FULL_S = 1.0
 _FULL_BYTES = 1000  # how long a file may be then
 
@@ -65,12 +70,13 @@ def inject(faults: Faults) -> None:
   """Have the functions of a run go wrong when it is time."""
   seal, prepare = version_files.seal, trainer_lib.Trainer.prepare
   num_sealed = 0
+  versions: pathlib.Path | None = None  # the directory that has them
 
   def sealed(
     directory: pathlib.Path, named: dict[str, Any], layout: dict[str, str]
   ) -> None:
-    nonlocal num_sealed
-    num_sealed += 1
+    nonlocal num_sealed, versions
+    num_sealed, versions = num_sealed + 1, directory.parent
     # A run cannot begin without its first version.
     if num_sealed > 1 and faults.is_due("foreign version"):
       named = named | {"incarnation": "another"}
@@ -86,6 +92,8 @@ def inject(faults: Faults) -> None:
       used = [with_nan(groups[0]), *groups[1:]]
     if faults.is_due("disk full"):
       fill_disk()
+    if versions is not None and faults.is_due("versions removed"):
+      shutil.rmtree(versions, ignore_errors=True)
     batch = prepare(self, used, step)
     return dataclasses.replace(batch, groups=groups)
 

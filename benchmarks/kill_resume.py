@@ -40,7 +40,6 @@ import json
 import os
 import pathlib
 import random
-import secrets
 import shutil
 import signal
 import statistics
@@ -51,6 +50,7 @@ from typing import Any
 
 from absl import app
 from absl import flags
+import marked_processes
 import stage_board
 import surviving_books
 
@@ -59,7 +59,6 @@ _POLL_S = 0.0005
 _LONGEST_S = 120.0  # of one start until it is killed
 _PATIENCE_S = 10.0  # after its first train step
 _MOST = 8  # times that a kill waits for a stage
-_MARK = "JAXRL_KILLED_RUN"
 _ORPHANS_S = 30.0  # until the processes of a killed run must have ended
 # As in launch/; the driver makes prompts as the run does. The second flag makes
 # bits independent of slots, which a run in the exact mode sets by itself.
@@ -122,7 +121,7 @@ class Driver:
     """Start the run, or resume it, in a process group of its own."""
     self.board.clear()
     # Ray's processes have groups of their own, and keep the environment.
-    self._mark = f"{_MARK}={secrets.token_hex(8)}"
+    self._mark = marked_processes.new_mark()
     with open(self._log, "ab") as log:
       return subprocess.Popen(
         [
@@ -135,7 +134,7 @@ class Driver:
         stdout=log,
         stderr=log,
         start_new_session=True,
-        env=os.environ | dict([self._mark.split("=")]),
+        env=marked_processes.environment(self._mark),
       )
 
   def kill(self, number: int, num_kills: int) -> None:
@@ -208,7 +207,7 @@ class Driver:
 
   def _wait_for_orphans(self) -> None:
     killed_s = time.monotonic()
-    while left := marked(self._mark):
+    while left := marked_processes.find(self._mark):
       if time.monotonic() - killed_s > _ORPHANS_S:
         names = ", ".join(sorted(left.values()))
         raise KillError(
@@ -237,21 +236,6 @@ class Driver:
     if code:
       raise KillError(f"the last start ended with {code}: {self.end()}")
     self._wait_for_orphans()
-
-
-def marked(mark: str) -> dict[int, str]:
-  """Return the processes with this variable that have not ended, and names.
-
-  Args:
-    mark: as NAME=VALUE.
-  """
-  found = {}
-  for path in pathlib.Path("/proc").glob("[0-9]*"):
-    with contextlib.suppress(OSError):
-      # Empty for a process that has ended and was not waited for.
-      if mark.encode() in (path / "environ").read_bytes():
-        found[int(path.name)] = (path / "comm").read_text().strip()
-  return found
 
 
 def flags_of_run(

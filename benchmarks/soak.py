@@ -1,6 +1,7 @@
 """A long run of a tiny policy in which something fails every few seconds.
 
     uv run benchmarks/soak.py --steps=1000 --directory=/tmp/soak
+    uv run --extra ray benchmarks/soak.py --steps=300 --replicas=2
 
 Two runs are made of so many train steps: one without faults, and one in which
 each of these happens in turn (`faulty_train.py`, `soak_rewards.py`):
@@ -8,9 +9,16 @@ each of these happens in turn (`faulty_train.py`, `soak_rewards.py`):
     a published version is torn, or is from another run
     the loss of an update is not finite
     the disk is full for a second, and so is what holds the versions
+    the directory of published versions is removed
     rewards raise, hang, die, flood their output, or are no numbers
     a process that scores is killed
     the whole run is stopped for some seconds, as by SIGSTOP
+
+With --replicas the engines are in other processes, in a Ray cluster that the
+run makes, and these come in addition:
+
+    a replica is killed
+    a replica is stopped for longer than cluster.replica_timeout_s
 
 Both have run.exact_resume, and evaluations beside training.
 
@@ -35,11 +43,14 @@ from typing import Any
 from absl import app
 from absl import flags
 import launching
+import marked_processes
 import surviving_books
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parent
 _SAMPLE_S = 0.25
 _OUTSIDE = ("reward process killed", "stopped")
+_OF_REPLICAS = ("replica killed", "replica stopped")
+_REPLICA_TIMEOUT_S = 5.0
 _SUMMED = (
   "transfer/refused_versions",
   "train/bad_updates",
@@ -56,8 +67,15 @@ class SoakError(RuntimeError):
   """A run ended before its last step."""
 
 
-def flags_of_run(workdir: pathlib.Path, steps: int, cache: str) -> list[str]:
+def flags_of_run(
+  workdir: pathlib.Path, steps: int, cache: str, replicas: int = 0
+) -> list[str]:
   """Return the flags that both runs have."""
+  remote = [
+    "--config.cluster.kind=ray",
+    f"--config.cluster.replicas={replicas}",
+    f"--config.cluster.replica_timeout_s={_REPLICA_TIMEOUT_S}",
+  ]
   return [
     f"--config={launching.ROOT / 'configs' / 'tiny.py'}",
     f"--workdir={workdir}",
@@ -74,6 +92,7 @@ def flags_of_run(workdir: pathlib.Path, steps: int, cache: str) -> list[str]:
     "--config.eval.num_items=4",
     "--config.eval.every=10",
     "--config.run.sample_groups=0",
+    *(remote if replicas else []),
   ]
 
 
@@ -91,11 +110,30 @@ def reward_processes(pid: int) -> Iterator[int]:
       yield from _children(child)
 
 
-class Outside:
-  """Faults that come from outside of the run."""
+def replica_processes(mark: str) -> list[int]:
+  """Return the processes of Ray that hold a replica of a marked run."""
+  names = marked_processes.find(mark)
+  return [pid for pid, name in names.items() if name.startswith("ray::")]
 
-  def __init__(self, every_s: float, seed: int = 0):
-    self.counts = dict.fromkeys(_OUTSIDE, 0)
+
+class Outside:
+  """Faults that come from outside of the run.
+
+  Attributes:
+    counts: how often each of them has happened.
+  """
+
+  def __init__(self, every_s: float, mark: str = "", seed: int = 0):
+    """Create the faults of a run.
+
+    Args:
+      every_s: seconds between two.
+      mark: of the processes of a run with replicas in other processes.
+      seed: decides whom they meet, and for how long.
+    """
+    self._kinds = (*_OUTSIDE, *(_OF_REPLICAS if mark else ()))
+    self.counts = dict.fromkeys(self._kinds, 0)
+    self._mark = mark
     self._every_s = every_s
     self._last_s = time.monotonic()
     self._rng = random.Random(seed)
@@ -104,11 +142,18 @@ class Outside:
     """Inject one if it is time."""
     if time.monotonic() - self._last_s < self._every_s:
       return
-    kind = _OUTSIDE[sum(self.counts.values()) % len(_OUTSIDE)]
+    kind = self._kinds[sum(self.counts.values()) % len(self._kinds)]
     if kind == "stopped":
-      os.kill(pid, signal.SIGSTOP)
-      time.sleep(self._rng.uniform(0.5, 3.0))
-      os.kill(pid, signal.SIGCONT)
+      self._stop(pid, self._rng.uniform(0.5, 3.0))
+    elif kind in _OF_REPLICAS:
+      found = replica_processes(self._mark)
+      if not found:
+        return
+      replica = self._rng.choice(found)
+      if kind == "replica stopped":
+        self._stop(replica, _REPLICA_TIMEOUT_S + self._rng.uniform(1.0, 3.0))
+      else:
+        os.kill(replica, signal.SIGKILL)
     else:
       found = [*reward_processes(pid)]
       if not found:
@@ -116,6 +161,11 @@ class Outside:
       os.kill(self._rng.choice(found), signal.SIGKILL)
     self.counts[kind] += 1
     self._last_s = time.monotonic()
+
+  def _stop(self, pid: int, seconds: float) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(seconds)
+    os.kill(pid, signal.SIGCONT)
 
 
 def sample(pid: int) -> dict[str, float]:
@@ -130,9 +180,18 @@ def sample(pid: int) -> dict[str, float]:
 
 
 def run(
-  command: list[str], workdir: pathlib.Path, outside: Outside | None
+  command: list[str],
+  workdir: pathlib.Path,
+  outside: Outside | None,
+  mark: str,
 ) -> list[dict[str, float]]:
   """Run to the end, and return what was sampled while it trained.
+
+  Args:
+    command: what Python runs.
+    workdir: of the run.
+    outside: what goes wrong, if anything.
+    mark: of its processes.
 
   Raises:
     SoakError: it failed; the message has the last lines of its output.
@@ -140,7 +199,11 @@ def run(
   log = workdir.with_suffix(".log")
   with open(log, "wb") as output:
     process = subprocess.Popen(
-      [sys.executable, *command], cwd=BENCHMARKS, stdout=output, stderr=output
+      [sys.executable, *command],
+      cwd=BENCHMARKS,
+      stdout=output,
+      stderr=output,
+      env=marked_processes.environment(mark),
     )
   samples = []
   metrics = workdir / "metrics.jsonl"
@@ -193,6 +256,7 @@ def measure(
   compile_cache: str,
   *,
   compares: bool = True,
+  replicas: int = 0,
 ) -> dict[str, Any]:
   """Make both runs in a directory, which is emptied, and compare them.
 
@@ -202,33 +266,37 @@ def measure(
     every_s: seconds between faults.
     compile_cache: directory of XLA's programs.
     compares: False makes only the run with faults.
+    replicas: in other processes; 0 is the one within the run.
   """
   shutil.rmtree(directory, ignore_errors=True)
   directory.mkdir(parents=True)
   calm, faulty = directory / "calm", directory / "faulty"
-  before = []
+  before, mark = [], marked_processes.new_mark()
   if compares:
     before = run(
       [
         str(launching.ROOT / "launch" / "train.py"),
-        *flags_of_run(calm, steps, compile_cache),
+        *flags_of_run(calm, steps, compile_cache, replicas),
         "--config.task.reward=soak_rewards:ones",
       ],
       calm,
       None,
+      mark,
     )
   counts = directory / "faults.json"
-  outside, start_s = Outside(every_s), time.monotonic()
+  outside = Outside(every_s, mark if replicas else "")
+  start_s = time.monotonic()
   samples = run(
     [
       str(BENCHMARKS / "faulty_train.py"),
       str(counts),
       str(every_s),
-      *flags_of_run(faulty, steps, compile_cache),
+      *flags_of_run(faulty, steps, compile_cache, replicas),
       "--config.task.reward=soak_rewards:faulty_ones",
     ],
     faulty,
     outside,
+    mark,
   )
   lines = launching.metrics(faulty)
   books = surviving_books.read(faulty)
@@ -266,6 +334,9 @@ def measure(
 
 _STEPS = flags.DEFINE_integer("steps", 1000, "Train steps of each run.", 1)
 _EVERY_S = flags.DEFINE_float("every_s", 3.0, "Seconds between faults.", 0.1)
+_REPLICAS = flags.DEFINE_integer(
+  "replicas", 0, "Replicas in other processes; 0 is one within the run.", 0
+)
 _DIRECTORY = flags.DEFINE_string(
   "directory", "/tmp/soak", "Directory of both runs; it is emptied."
 )
@@ -278,7 +349,13 @@ def main(argv: list[str]) -> None:
   """Measure, and print the result."""
   del argv
   directory = pathlib.Path(_DIRECTORY.value).absolute()
-  result = measure(directory, _STEPS.value, _EVERY_S.value, _CACHE.value)
+  result = measure(
+    directory,
+    _STEPS.value,
+    _EVERY_S.value,
+    _CACHE.value,
+    replicas=_REPLICAS.value,
+  )
   print(json.dumps(result))
 
 

@@ -159,9 +159,9 @@ CRITIC = (
 
 
 def test_processes_with_the_mark_of_a_run_are_seen(monkeypatch):
-  kill_resume = benchmark_module.imported("kill_resume", monkeypatch)
-  mark = "JAXRL_KILLED_RUN=this one"
-  assert kill_resume.marked(mark) == {}
+  processes = benchmark_module.imported("marked_processes", monkeypatch)
+  mark = processes.new_mark()
+  assert processes.find(mark) == {}
   # In a session of its own, and without the parent that was marked.
   code = (
     "import subprocess, sys;"
@@ -169,11 +169,13 @@ def test_processes_with_the_mark_of_a_run_are_seen(monkeypatch):
     " start_new_session=True)"
   )
   subprocess.run(
-    [sys.executable, "-c", code], env=dict([mark.split("=")]), check=True
+    [sys.executable, "-c", code],
+    env=processes.environment(mark),
+    check=True,
   )
-  (pid,) = kill_resume.marked(mark)
+  (pid,) = processes.find(mark)
   os.kill(pid, signal.SIGKILL)
-  waiting.until(lambda: kill_resume.marked(mark) == {}, "its end")
+  waiting.until(lambda: processes.find(mark) == {}, "its end")
 
 
 NIGHTLY = pytest.mark.nightly

@@ -164,7 +164,11 @@ def test_a_newer_version_comes_in_the_place_of_a_further_copy(tmp_path):
   channel.close()
 
 
-@pytest.mark.parametrize("what", ["version", "incarnation", "directory"])
+# Orbax leaves the coroutines of the other arrays unawaited.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+  "what", ["version", "incarnation", "directory", "numbers"]
+)
 def test_a_version_that_vanishes_while_it_is_read_is_refused_and_comes_again(
   tmp_path, monkeypatch, what
 ):
@@ -177,7 +181,12 @@ def test_a_version_that_vanishes_while_it_is_read_is_refused_and_comes_again(
 
   def remove(original):
     def removed(*arguments, **more):
-      shutil.rmtree(gone[what])
+      if what == "numbers":
+        # What describes the arrays has been read, and not yet the arrays.
+        for path in gone["version"].glob("state/*/[!.]*"):
+          path.unlink()
+      else:
+        shutil.rmtree(gone[what])
       monkeypatch.undo()
       return original(*arguments, **more)
 

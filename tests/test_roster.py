@@ -438,13 +438,15 @@ def test_a_replica_that_fails_is_started_again(make_world):
   groups = world.train(1)
 
   def fail():
-    raise LookupError("no such page")
+    raise LookupError("no such page\n  in 'base':\n" + 9999 * "x")
 
   world.handles[1].process._attachment.attached.replica.feed = fail
   groups += world.train(NUM_STEPS, first=1)
   waiting.until(lambda: len(world.handles) == 3, "a third replica")
   fleet_world.check(world, groups)
-  assert any("LookupError: no such page" in note for note in world.notes)
+  (note,) = [x for x in world.notes if "LookupError" in x]
+  assert "LookupError: no such page in 'base': xxx" in note
+  assert "\n" not in note and len(note) < 1200
 
 
 def test_if_all_replicas_fail_over_and_over_the_run_ends(make_world):

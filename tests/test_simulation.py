@@ -68,6 +68,14 @@ def test_a_thousand_seeds_keep_every_invariant():
   assert result["wall_s"] > 0
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_ten_thousand_seeds_keep_every_invariant():
+  code, result = of_benchmark("--seeds=10000")
+  assert code == 0, result
+  assert result["seeds"] == 10_000 and result["groups"] > 100_000
+
+
 def of_benchmark(*more):
   """The exit status of benchmarks/controller.py, and what it prints last."""
   path = pathlib.Path(__file__).parents[1] / "benchmarks" / "controller.py"

@@ -32,6 +32,7 @@ from jaxrl_async.rollout import replica as replica_lib
 
 _IDLE_S = 0.02
 _LOOK_S = 0.5
+_LONGEST = 1000  # characters of an error
 _LOST_S = 2.0
 
 
@@ -239,7 +240,10 @@ class ReplicaProcess:
     if isinstance(error, remote.ReplicaFailed):
       raise error
     if error is not None:
-      line = memory_error.explained(error) or f"{type(error).__name__}: {error}"
+      line = memory_error.explained(error)
+      if not line:
+        # Some errors of JAX and of Orbax have many lines.
+        line = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]
       raise remote.ReplicaFailed(f"on {socket.gethostname()}: {line}")
 
   def _on_follower_failed(self, error: BaseException) -> None:
