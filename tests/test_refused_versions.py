@@ -164,11 +164,7 @@ def test_a_newer_version_comes_in_the_place_of_a_further_copy(tmp_path):
   channel.close()
 
 
-# Orbax leaves the coroutines of the other arrays unawaited.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(
-  "what", ["version", "incarnation", "directory", "numbers"]
-)
+@pytest.mark.parametrize("what", ["version", "incarnation", "directory"])
 def test_a_version_that_vanishes_while_it_is_read_is_refused_and_comes_again(
   tmp_path, monkeypatch, what
 ):
@@ -181,12 +177,7 @@ def test_a_version_that_vanishes_while_it_is_read_is_refused_and_comes_again(
 
   def remove(original):
     def removed(*arguments, **more):
-      if what == "numbers":
-        # What describes the arrays has been read, and not yet the arrays.
-        for path in gone["version"].glob("state/*/[!.]*"):
-          path.unlink()
-      else:
-        shutil.rmtree(gone[what])
+      shutil.rmtree(gone[what])
       monkeypatch.undo()
       return original(*arguments, **more)
 
@@ -202,6 +193,28 @@ def test_a_version_that_vanishes_while_it_is_read_is_refused_and_comes_again(
     stamped.assert_all(params, 0)
     gone["version"] = root / os.readlink(root / "newest")
   assert len(notes) == 2 and all("it is written again" in x for x in notes)
+  channel.close()
+
+
+def test_a_version_whose_arrays_vanish_while_they_are_read_is_refused(
+  tmp_path, monkeypatch
+):
+  channel = _orbax(tmp_path / "versions")
+  stamped.publish_and_wait(channel, 0)
+
+  def load(directory, target):
+    # What describes the arrays was read before. Orbax has no class for this,
+    # and leaves coroutines behind that would fail in other tests.
+    shutil.rmtree(directory)
+    monkeypatch.undo()
+    raise Exception("Encountered error while reading array index:\n ()")
+
+  monkeypatch.setattr(pytree_files, "load", load)
+  assert channel.adopt(-1) is None
+  assert "array index: ()" in str(channel.refusal)
+  params, version = channel.adopt_first(stamped.DEADLINE_S)
+  assert version == 0
+  stamped.assert_all(params, 0)
   channel.close()
 
 
