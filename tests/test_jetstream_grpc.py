@@ -13,6 +13,7 @@ import httpx
 import jax
 import pytest
 import tiny
+import waiting
 
 from jaxrl_async import types
 from jaxrl_async.config import sections
@@ -277,7 +278,8 @@ def test_a_client_that_goes_away_frees_its_slot():
     # The next one is served after the slot was freed.
     received(decode(server.stub, tokens_request(PROMPT, 1)))
     assert server.queue.stats.cancelled == 1
-  assert server.scheduler.is_idle and server.queue.is_empty
+    waiting.until(lambda: server.scheduler.is_idle, "free slots")
+  assert server.queue.is_empty
   assert server.scheduler.stats.generated_tokens < 27
 
 

@@ -8,7 +8,6 @@ which take random times and have faults.
 
 import collections
 from collections.abc import Generator
-import dataclasses
 import pathlib
 import random
 
@@ -16,12 +15,10 @@ from jaxrl_async import types
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import ledger as ledger_lib
 from jaxrl_async.coordination import supervisor as supervisor_lib
-from jaxrl_async.engine import scheduler_stats
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib
 from jaxrl_async.rollout import fleet as fleet_lib
-from jaxrl_async.rollout import fleet_member
 from jaxrl_async.rollout import pace as pace_lib
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.rollout import worker as worker_lib
@@ -33,12 +30,11 @@ from jaxrl_async.simulation import invariants as invariants_lib
 from jaxrl_async.simulation import modelled_replica
 from jaxrl_async.simulation import modelled_trainer
 from jaxrl_async.simulation import surroundings
+from jaxrl_async.simulation import watched_buffer
 from jaxrl_async.storage import outstanding as outstanding_lib
 from jaxrl_async.training import batch_loader
 
 _LOOK_S = 0.3
-# The longest ways of a request and its answer, and a version that is adopted.
-_SLOT_GRACE_S = 6.0
 _MOST_EVENTS = 100_000
 # From the end of the trainer's process to the next one. No message takes so
 # long.
@@ -46,11 +42,6 @@ _RESTART_S = 1.0
 _MAX_STALENESS = 3
 # A process that has started is given up if it is not attached after so long.
 _START_S = 20.0
-_NO_TOTALS = dataclasses.asdict(scheduler_stats.SchedulerStats()) | {
-  "wait_s": 0.0,
-  "adopt_s": 0.0,
-  "refused_versions": 0,
-}
 
 Batch = modelled_trainer.Batch
 
@@ -98,7 +89,7 @@ class World:
     try:
       while self.start.trainer.num_completed < self.case.num_steps:
         if not self.loop.step() or self.loop.num_events > _MOST_EVENTS:
-          raise invariants_lib.Violation("deadlock", self.start.status())
+          raise watched_buffer.Violation("deadlock", self.start.status())
         self._look_for_stall()
       self.start.check_balance()
       content = self.ledger_bytes()
@@ -124,7 +115,7 @@ class World:
     if moving != self._moved[0]:
       self._moved = moving, self.loop.now
     elif self.loop.now - self._moved[1] > self._longest_stall_s:
-      raise invariants_lib.Violation("deadlock", self.start.status())
+      raise watched_buffer.Violation("deadlock", self.start.status())
 
   def _happen(self, fault: case_lib.Fault) -> None:
     """Let something go wrong."""
@@ -293,8 +284,8 @@ class Start:
     self,
     checkpoint: checkpoint_lib.Checkpoint,
     groups: list[outstanding_lib.OutstandingGroup],
-  ) -> invariants_lib.WatchedBuffer:
-    buffer = invariants_lib.WatchedBuffer(
+  ) -> watched_buffer.WatchedBuffer:
+    buffer = watched_buffer.WatchedBuffer(
       self.case.groups_per_step,
       self.case.max_staleness,
       clock=self.loop.seconds,
@@ -349,7 +340,7 @@ class Start:
         start_timeout_s=_START_S,
         hang_timeout_s=modelled_replica.HANG_S,
         busy=busy,
-        zero_totals=_NO_TOTALS,
+        zero_totals=modelled_replica.NO_TOTALS,
         note=self._take_note,
         seconds=self.loop.seconds,
       )
@@ -409,35 +400,13 @@ class Start:
     self._check_groups()
     members = self._fleet._members
     self.invariants.check_members(members)
-    paces = {
-      member.place: self.world.processes[member.place].pace
-      for member in members
-      if member.state is fleet_member.State.READY
-      and self.world.processes[member.place].has_decoded
-    }
-    for member in members:
-      process = self.world.processes.get(member.place)
-      if member.state is not fleet_member.State.READY or process is None:
-        continue
-      replica = process.replica
-      assert replica is not None
-      silence_s = self.loop.now - process.heard_s
-      self.invariants.check_lease(
-        member.name, silence_s, modelled_replica.LEASE_S
-      )
-      others = {pace for place, pace in paces.items() if place != member.place}
-      self.invariants.check_pace(
-        member.place, process.crawled_s, is_comparable=others == {1.0}
-      )
-      self.invariants.check_room(replica)
-      # With WAIT, slots are free on purpose until the last sequence has ended.
-      if self.case.kv_on_adopt is not sections.KvOnAdopt.WAIT:
-        self.invariants.check_slots(
-          replica,
-          is_well=process.is_well,
-          now_s=self.loop.now,
-          grace_s=_SLOT_GRACE_S,
-        )
+    # With WAIT, slots are free on purpose until the last sequence has ended.
+    self.invariants.check_replicas(
+      members,
+      self.world.processes,
+      self.loop.now,
+      looks_at_slots=self.case.kv_on_adopt is not sections.KvOnAdopt.WAIT,
+    )
 
   def _worker_turn(self) -> float | None:
     has_stepped = self._worker.round()
@@ -455,7 +424,7 @@ class Start:
       return self.case.call_s * self.loop.rng.random() * self.pace
     is_done = replica.scheduler.is_idle and replica.version == self.version
     if is_done and self.invariants.can_get_group(replica.version):
-      raise invariants_lib.Violation("slot", "the worker waits for admission")
+      raise watched_buffer.Violation("slot", "the worker waits for admission")
     return None
 
   def _check_groups(self) -> None:
@@ -504,7 +473,7 @@ class Start:
         in_flight=snapshot.count_tokens(groups),
       )
     except RuntimeError as error:
-      raise invariants_lib.Violation("balance", str(error)) from error
+      raise watched_buffer.Violation("balance", str(error)) from error
     return groups
 
   def save(self, version: int) -> None:

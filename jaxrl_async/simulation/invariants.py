@@ -33,36 +33,26 @@ import json
 import numpy as np
 
 from jaxrl_async import types
-from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import fleet_member
 from jaxrl_async.rollout import replica as replica_lib
 from jaxrl_async.rollout import running_group
+from jaxrl_async.simulation import modelled_replica
 from jaxrl_async.simulation import script as script_lib
+from jaxrl_async.simulation import watched_buffer
 
 # A replica keeps its lease at most so much longer than it should.
 _LOOK_S = 1.0
 # A replica that crawls decodes for so long at most: two periods, each of which
 # has to be busy for half of its time and ends with a step.
-_MOST_CRAWL_S = 12.0
+_MOST_CRAWL_S = 16.0
+# The longest ways of a request and its answer, and a version that is adopted.
+_SLOT_GRACE_S = 6.0
 # A group that has failed ends within this time: its replica is slow to say so,
 # or is not heard.
 _ENDING_S = 15.0
 OVERDUE = "not generated in "  # how such a failure begins
-
-
-class Violation(AssertionError):
-  """An invariant does not hold.
-
-  Attributes:
-    kind: its name in the module's docstring.
-  """
-
-  def __init__(self, kind: str, text: str):
-    """Create a violation; the text says what was found."""
-    super().__init__(f"{kind}: {text}")
-    self.kind = kind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,63 +80,6 @@ def cut_at(version: int, groups: Iterable[types.RolloutGroup]) -> Cut:
   )
 
 
-class WatchedBuffer(buffer_lib.Buffer):
-  """The real buffer, and a book of what was admitted and taken.
-
-  Attributes:
-    bound: as it was set last.
-    bounds: the bound under which each group was admitted.
-    admitted_s: when each group was admitted.
-    dropped_s: when each group was dropped.
-  """
-
-  def __init__(self, groups_per_step: int, max_staleness: int, **settings):
-    """Create a buffer; the clock has to be given."""
-    super().__init__(groups_per_step, max_staleness, **settings)
-    self.bound = max_staleness
-    self.bounds: dict[int, int] = {}
-    self.admitted_s: dict[int, float] = {}
-    self.dropped_s: dict[int, float] = {}
-
-  def set_max_staleness(self, max_staleness: int) -> None:
-    """Set the bound, and write it down."""
-    super().set_max_staleness(max_staleness)
-    self.bound = max_staleness
-
-  def try_admit(self, engine_version: int) -> types.Admission | None:
-    """Admit a group, and write it down."""
-    admission = super().try_admit(engine_version)
-    if admission is not None:
-      self.bounds[admission.index] = self.bound
-      self.admitted_s[admission.index] = self._clock()
-    return admission
-
-  def drop(self, index: int) -> None:
-    """Drop a group, and write it down."""
-    super().drop(index)
-    self.dropped_s[index] = self._clock()
-
-  def get_batch(
-    self, step: int, timeout_s: float
-  ) -> list[types.RolloutGroup] | None:
-    """Take a batch, and check that nothing in it could have waited."""
-    batch = super().get_batch(step, timeout_s)
-    if batch is not None:
-      left = [
-        _due(group.admission)
-        for heap in self._finished.values()
-        for _, group in heap
-      ]
-      taken = [_due(group.admission) for group in batch]
-      if taken != sorted(taken) or left and min(left) < taken[-1]:
-        raise Violation("order", f"step {step} took {taken}, and left {left}")
-    return batch
-
-
-def _due(admission: types.Admission) -> tuple[int, int]:
-  return admission.deadline, admission.index
-
-
 class Invariants:
   """The invariants of one start of the trainer.
 
@@ -157,7 +90,7 @@ class Invariants:
 
   def __init__(
     self,
-    buffer: WatchedBuffer,
+    buffer: watched_buffer.WatchedBuffer,
     coordinator: coordinator_lib.Coordinator,
     script: script_lib.Script,
     *,
@@ -204,18 +137,24 @@ class Invariants:
   def check_batch(self, step: int, groups: list[types.RolloutGroup]) -> None:
     """Check the groups that a step is going to train."""
     if len(groups) != self._groups_per_step:
-      raise Violation("balance", f"a batch of {len(groups)} groups")
+      raise watched_buffer.Violation(
+        "balance", f"a batch of {len(groups)} groups"
+      )
     for group in groups:
       index = group.index
       if index in self.trained:
-        raise Violation("balance", f"group {index} is trained twice")
+        raise watched_buffer.Violation(
+          "balance", f"group {index} is trained twice"
+        )
       self.trained.add(index)
       if [t.member for t in group.trajectories] != [*range(self._group_size)]:
-        raise Violation("balance", f"group {index} is not whole: {group}")
+        raise watched_buffer.Violation(
+          "balance", f"group {index} is not whole: {group}"
+        )
       staleness = step - int(group.written_versions().min())
       bound = self._buffer.bounds[index]
       if not 0 <= staleness <= bound:
-        raise Violation(
+        raise watched_buffer.Violation(
           "bound",
           f"step {step} trains a token of group {index} that is {staleness}"
           f" versions old; the bound is {bound}",
@@ -225,7 +164,7 @@ class Invariants:
       self._check_cuts(group)
       difference = self._script.difference(group)
       if difference is not None:
-        raise Violation("text", f"group {index}: {difference}")
+        raise watched_buffer.Violation("text", f"group {index}: {difference}")
 
   def _check_cuts(self, group: types.RolloutGroup) -> None:
     """Check what was written of a group after each cut."""
@@ -239,11 +178,11 @@ class Invariants:
         begin = cut.lengths.get((group.index, trajectory.member), 0)
         later = places >= begin
         if (versions[later] < cut.version).any():
-          raise Violation(
+          raise watched_buffer.Violation(
             "cut", f"group {group.index}, cut at {cut.version}: {trajectory}"
           )
         if (builds[later] < begin).any():
-          raise Violation(
+          raise watched_buffer.Violation(
             "cut",
             f"group {group.index} goes on with a cache from before the cut at"
             f" {cut.version}, token {begin}: {trajectory}",
@@ -272,7 +211,7 @@ class Invariants:
       np.array_equal(found.tokens, tokens)
       and np.array_equal(found.behavior_logprobs[places], logprobs)
     ):
-      raise Violation("eval", f"version {version}: {written}")
+      raise watched_buffer.Violation("eval", f"version {version}: {written}")
 
   def check_groups(self, now_s: float) -> None:
     """Check where the outstanding groups are, and how long they have waited."""
@@ -280,19 +219,21 @@ class Invariants:
     running = {admission.index for admission in state.running}
     known = self._coordinator._running
     if running != known.keys():
-      raise Violation(
+      raise watched_buffer.Violation(
         "balance",
         f"the buffer has {sorted(running)} running, the coordinator"
         f" {sorted(known)}",
       )
     admissions = state.admissions()
     if not self._is_schedulable(admissions, state.next_step):
-      raise Violation("bound", f"step {state.next_step}: not in time: {state}")
+      raise watched_buffer.Violation(
+        "bound", f"step {state.next_step}: not in time: {state}"
+      )
     for admission in admissions:
       num_steps = self._buffer.bounds[admission.index] + 2
       waited_s = now_s - self._buffer.admitted_s[admission.index]
       if waited_s > self._longest_wait_s(num_steps):
-        raise Violation(
+        raise watched_buffer.Violation(
           "wait", f"{admission} is outstanding for {waited_s:.0f} s"
         )
     self._check_overdue(now_s)
@@ -306,14 +247,16 @@ class Invariants:
       generated_s = now_s - self._buffer.admitted_s[index]
       is_late = generated_s > self._most_group_s
       if running.unfinished and running.failure is None and is_late:
-        raise Violation(
+        raise watched_buffer.Violation(
           "overdue",
           f"group {index} is generated for {generated_s:.1f} s",
         )
       if running.unfinished and running.failure is not None:
         failed_s = self._failed_s.setdefault(index, now_s)
         if now_s - failed_s > _ENDING_S:
-          raise Violation("overdue", f"group {index} has failed, and goes on")
+          raise watched_buffer.Violation(
+            "overdue", f"group {index} has failed, and goes on"
+          )
     self._failed_s = {i: s for i, s in self._failed_s.items() if i in known}
 
   def _is_schedulable(
@@ -331,13 +274,15 @@ class Invariants:
     buffer = self._buffer
     finished = sorted(
       (g.admission for heap in buffer._finished.values() for _, g in heap),
-      key=_due,
+      key=watched_buffer.due,
     )
     rest = finished[self._groups_per_step :]
     if len(finished) >= self._groups_per_step and self._is_schedulable(
       [*rest, *buffer._running.values()], buffer._next_step + 1
     ):
-      raise Violation("wait", f"nobody wakes the loader for {finished}")
+      raise watched_buffer.Violation(
+        "wait", f"nobody wakes the loader for {finished}"
+      )
 
   def bound_of(self, group: types.RolloutGroup) -> int:
     """Return the bound under which a group was admitted."""
@@ -362,12 +307,14 @@ class Invariants:
       [*outstanding, new], buffer._next_step
     )
 
-  def check_lease(self, name: str, silence_s: float, lease_s: float) -> None:
+  def _check_lease(self, name: str, silence_s: float) -> None:
     """Check that a replica that has a lease was heard of."""
-    if silence_s > lease_s + _LOOK_S:
-      raise Violation("lease", f"{name} was not heard of for {silence_s:.0f} s")
+    if silence_s > modelled_replica.LEASE_S + _LOOK_S:
+      raise watched_buffer.Violation(
+        "lease", f"{name} was not heard of for {silence_s:.0f} s"
+      )
 
-  def check_pace(
+  def _check_pace(
     self, place: int, crawled_s: float, *, is_comparable: bool
   ) -> None:
     """Check that a replica that crawls is not kept for long.
@@ -382,7 +329,7 @@ class Invariants:
     if not is_comparable or crawled_s < before_s:
       self._crawled_s[place] = crawled_s
     elif crawled_s - before_s > _MOST_CRAWL_S:
-      raise Violation(
+      raise watched_buffer.Violation(
         "pace", f"replica {place} has crawled for {crawled_s - before_s:.0f} s"
       )
 
@@ -394,7 +341,9 @@ class Invariants:
     most = 2 * sizes.num_slots + sizes.insert_rows + self._group_size - 1
     found = len(replica.scheduler.sequences())
     if found > most:
-      raise Violation("room", f"{replica.name} has {found} sequences")
+      raise watched_buffer.Violation(
+        "room", f"{replica.name} has {found} sequences"
+      )
 
   def _check_whole_turns(self, group: types.RolloutGroup) -> None:
     """Check that each turn has one version."""
@@ -402,7 +351,9 @@ class Invariants:
       ends = self._script.expected(group.index, trajectory.member).turn_ends
       for versions in np.split(trajectory.policy_versions, ends[:-1]):
         if len(set(versions[versions >= 0].tolist())) > 1:
-          raise Violation("whole", f"group {group.index}: {trajectory}")
+          raise watched_buffer.Violation(
+            "whole", f"group {group.index}: {trajectory}"
+          )
 
   def check_members(self, members: Iterable[fleet_member.Member]) -> None:
     """Check that the fleet has handed out all that it could, and to whom."""
@@ -411,15 +362,55 @@ class Invariants:
       if running.unfinished and running.replica not in ready:
         is_waiting = index in self._coordinator._waiting
         if running.replica is not None or not is_waiting:
-          raise Violation(
+          raise watched_buffer.Violation(
             "lease", f"group {index} is with {running.replica}, not {[*ready]}"
           )
     for member in ready.values():
       if member.room > 0 and self.can_get_group(member.version):
-        raise Violation(
+        raise watched_buffer.Violation(
           "slot",
           f"{member.name} has room for {member.room}, and gets no group at"
           f" version {member.version}",
+        )
+
+  def check_replicas(
+    self,
+    members: Iterable[fleet_member.Member],
+    processes: Mapping[int, modelled_replica.ReplicaProcess],
+    now_s: float,
+    *,
+    looks_at_slots: bool,
+  ) -> None:
+    """Check what each replica that is ready does, and for how long it may.
+
+    Args:
+      members: of the fleet.
+      processes: of the replicas, by place.
+      now_s: the time.
+      looks_at_slots: whether no slots are free on purpose.
+    """
+    ready = [m for m in members if m.state is fleet_member.State.READY]
+    paces = {
+      member.place: processes[member.place].pace
+      for member in ready
+      if processes[member.place].has_decoded
+    }
+    for member in ready:
+      process = processes[member.place]
+      replica = process.replica
+      assert replica is not None
+      self._check_lease(member.name, now_s - process.heard_s)
+      others = {pace for place, pace in paces.items() if place != member.place}
+      self._check_pace(
+        member.place, process.crawled_s, is_comparable=others == {1.0}
+      )
+      self.check_room(replica)
+      if looks_at_slots:
+        self.check_slots(
+          replica,
+          is_well=process.is_well,
+          now_s=now_s,
+          grace_s=_SLOT_GRACE_S,
         )
 
   def check_slots(
@@ -451,7 +442,7 @@ class Invariants:
       return
     free_s = now_s - self._free_since_s.setdefault(replica.name, now_s)
     if free_s > grace_s:
-      raise Violation(
+      raise watched_buffer.Violation(
         "slot",
         f"{replica.name} has {replica.scheduler.num_free} free slots for"
         f" {free_s:.0f} s, and gets no group at version {replica.version}",
@@ -478,11 +469,13 @@ class Invariants:
     for index in overdue & buffer.dropped_s.keys():
       lived_s = buffer.dropped_s[index] - buffer.admitted_s[index]
       if not 0 < self._max_group_s <= lived_s:
-        raise Violation("overdue", f"group {index} fails after {lived_s:.1f} s")
+        raise watched_buffer.Violation(
+          "overdue", f"group {index} fails after {lived_s:.1f} s"
+        )
     outstanding = [a.index for a in self._buffer.state().admissions()]
     ended = [index for index, _ in fates]
     if sorted(ended + outstanding) != list(range(next_index)):
-      raise Violation(
+      raise watched_buffer.Violation(
         "balance",
         f"of {next_index} groups {sorted(ended)} ended and"
         f" {sorted(outstanding)} are outstanding",
@@ -500,5 +493,7 @@ class Invariants:
       if i not in given_up and fate != self._script.fate(i)
     ]
     if wrong or self.trained != {i for i, f in fates if f == "trained"}:
-      raise Violation("balance", f"{self.trained} were trained, not {fates}")
+      raise watched_buffer.Violation(
+        "balance", f"{self.trained} were trained, not {fates}"
+      )
     return len(ended)

@@ -8,7 +8,7 @@ import tempfile
 
 from jaxrl_async.simulation import case as case_lib
 from jaxrl_async.simulation import controller
-from jaxrl_async.simulation import invariants as invariants_lib
+from jaxrl_async.simulation import watched_buffer
 
 _MEMORY = pathlib.Path("/dev/shm")  # holds the files, where there is one
 # What the real code raises if it is used, or works, in a wrong way.
@@ -93,7 +93,7 @@ def _run(
   world = controller.World(case, directory)
   try:
     summary.num_groups += world.run()
-  except invariants_lib.Violation as violation:
+  except watched_buffer.Violation as violation:
     summary.failures[case.seed] = str(violation)
   except _ERRORS as error:
     summary.failures[case.seed] = f"{type(error).__name__}: {error}"
