@@ -125,7 +125,6 @@ MAX_LINES = 500
 CATCHES_ALL = {
   "text/tokenizer.py": "the library raises Exception itself",
   "coordination/supervisor.py": "the supervisor",
-  "coordination/version_files.py": "Orbax raises Exception itself",
   "reporting/wandb_log.py": "another service; counted as a side output",
   "rewards/scoring.py": "user code",
   "rewards/pool.py": "the start of its processes; `warm_up` raises it",

@@ -113,14 +113,11 @@ def load(directory: pathlib.Path, target: Any, checked: Checked) -> Any:
     ManifestError: a file has changed since it was checked.
   """
   try:
-    arrays = pytree_files.load(directory, target)
-  except Exception as error:  # Orbax raises that class where it misses a file
-    if _marks(directory) == checked:
-      raise  # the files are not the reason
-    raise _unreadable(directory, error) from error
-  if _marks(directory) != checked:
-    raise manifest.ManifestError(f"{directory} has changed while it was read")
-  return arrays
+    return pytree_files.load(directory, target)
+  finally:
+    # Whatever Orbax raises, it is no error of its own if the files are others.
+    if _marks(directory) != checked:
+      raise manifest.ManifestError(f"{directory} has changed while it was read")
 
 
 def _marks(directory: pathlib.Path) -> Checked:
