@@ -153,16 +153,28 @@ def test_what_can_be_saved_is_saved_before_a_failure_ends_the_run(
       test_run.start(make_config(9, checkpoint_every=100), tmp_path)
   assert checkpoint.latest(directory) == 3, capsys.readouterr().err
 
+  # The data say in one line what is wrong with them.
+  def refuse_data(self, groups, step):
+    if step == 5:
+      raise sections.ConfigError("task.dataset: none is left")
+    return prepare(self, groups, step)
+
+  with monkeypatch.context() as patched:
+    patched.setattr(trainer_lib.Trainer, "prepare", refuse_data)
+    with pytest.raises(sections.ConfigError, match="none is left"):
+      test_run.start(make_config(9, checkpoint_every=100), tmp_path)
+  assert checkpoint.latest(directory) == 5, capsys.readouterr().err
+
   # Rewards that hang: nothing moves any more.
   config = make_config(9, checkpoint_every=100, stall_timeout_s=3.0)
   config.task.reward_timeout_s = 100.0
   with pytest.raises(supervisor_lib.StallError):
     test_run.start(config, tmp_path, scorer=reward_scorers.hangs_in_training)
   stalled = checkpoint.latest(directory)
-  assert stalled is not None and stalled >= 3
+  assert stalled is not None and stalled >= 5
   said = capsys.readouterr().err
   assert "could be taken" not in said
-  assert (directory / "3").stat().st_mtime_ns > 0
+  assert (directory / "5").stat().st_mtime_ns > 0
 
   # A version that cannot be published, of a step that was trained.
   publish = weight_transfer.OrbaxChannel.publish

@@ -268,12 +268,24 @@ def test_a_warm_start_is_not_made_again_by_other_programs(recorded, tmp_path):
     play(workdir, is_forced=True, settings=settings)
 
 
-def test_tokens_of_quantised_weights_cannot_be_forced(recorded, tmp_path):
-  def quantised(lines):
-    lines[0]["config"]["rollout"]["weights"] = "int8"
+@pytest.mark.parametrize(
+  ("section", "field", "value"),
+  [
+    ("rollout", "weights", "int8"),
+    ("rollout", "dtype", "bfloat16"),
+    ("model", "compute_dtype", "bfloat16"),
+  ],
+)
+def test_tokens_of_other_number_formats_cannot_be_forced(
+  recorded, tmp_path, section, field, value
+):
+  def other(lines):
+    lines[0]["config"][section][field] = value
 
-  workdir = changed(recorded, tmp_path, quantised)
-  with pytest.raises(sections.ConfigError, match="rollout.weights=int8"):
+  workdir = changed(recorded, tmp_path, other)
+  with pytest.raises(
+    sections.ConfigError, match=rf"teacher_forced: .*{section}\.{field}={value}"
+  ):
     play(workdir, is_forced=True)
 
 

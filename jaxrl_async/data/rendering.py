@@ -24,7 +24,8 @@ class Style:
 
 def style_of(task: sections.TaskSection, source: str) -> Style:
   """Return the style of a source: its own in a mixture, else the task's."""
-  own: Any = task.sources.get(source, {})
+  # ConfigDict.get looks for names like one that is missing, which is slow.
+  own: Any = task.sources[source] if source in task.sources else {}
   names = [field.name for field in dataclasses.fields(Style)]
   return Style(*(own.get(name, getattr(task, name)) for name in names))
 

@@ -159,6 +159,16 @@ def _check_kind(config: sections.Config, wanted: Wanted) -> None:
     f"the run drew with rollout.weights={weights.value}, and the forward pass"
     " that checks tokens has no such weights; leave it out",
   )
+  for path, dtype in {
+    "rollout.dtype": config.rollout.dtype,
+    "model.compute_dtype": config.model.compute_dtype,
+  }.items():
+    sections.require(
+      dtype == "float32" or not wanted.is_forced,
+      "teacher_forced",
+      f"the run has {path}={dtype}, in which programs differ by more than the"
+      " 1e-4 that is allowed to a logprob; leave it out",
+    )
 
 
 def _check_setting(path: str, wanted: Wanted) -> None:

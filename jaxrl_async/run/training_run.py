@@ -142,9 +142,9 @@ class Run:
     self.last.is_between(step)
     try:
       return self._loop(step)
-    except supervisor_lib.Interrupted:
-      raise
-    except (RuntimeError, TimeoutError):
+    except (supervisor_lib.Interrupted, workdir_lib.WorkdirError):
+      raise  # it was asked to end at once, or its workdir is gone
+    except (RuntimeError, OSError, ValueError):
       self.last.take()
       raise
 

@@ -9,11 +9,8 @@ from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.models import configs
 from jaxrl_async.serving import addresses
-from jaxrl_async.serving import app as app_lib
 from jaxrl_async.serving import bodies
-from jaxrl_async.serving import prometheus
 from jaxrl_async.serving import requests as requests_lib
-from jaxrl_async.serving import server as server_lib
 from jaxrl_async.text import chat_template as chat_template_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
@@ -87,6 +84,11 @@ class Front:
     Raises:
       ConfigError: an address cannot be bound, or requires a key.
     """
+    # These load web libraries, which most runs do not need.
+    from jaxrl_async.serving import app as app_lib
+    from jaxrl_async.serving import prometheus
+    from jaxrl_async.serving import server as server_lib
+
     addresses.check_key(settings.host, settings.api_key)
     addresses.check_ports(settings.port, settings.grpc_port)
     self._threads: supervisor_lib.Supervisor | None = None

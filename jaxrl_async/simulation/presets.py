@@ -2,7 +2,7 @@
 
 The rates of a decode step follow from the architecture and from the rates of a
 chip: all weights and all cached tokens are read once in a step. Those of a
-train step are published or compiled, as `docs/simulation.md` says of each.
+train step are published or compiled, as `docs/scaling.md` says of each.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class Model:
   cached_bytes: int
 
 
-# H800: the data sheet. layer_s is calibrated; see docs/simulation.md.
+# H800: the data sheet. layer_s is calibrated; see docs/scaling.md.
 H800 = Chip(
   flops_per_s=989e12,
   bytes_per_s=3.35e12,

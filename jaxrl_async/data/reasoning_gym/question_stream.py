@@ -25,6 +25,7 @@ from jaxrl_async.data import source as source_lib
 from jaxrl_async.storage import item_json
 
 _START_LOCK = threading.Lock()
+_OTHER_SPLIT = b"{}"  # what the server writes for a question of another split
 
 
 class _Server:
@@ -187,7 +188,10 @@ class QuestionStream:
     while not self.is_ready(timeout_s=60.0):
       pass
     self._turn = (self._turn + 1) % len(self._pipes)
-    line = json.loads(pipe.lines.popleft())
+    text = pipe.lines.popleft()
+    if text == _OTHER_SPLIT:
+      return None
+    line = json.loads(text)
     if "refused" in line:
       raise sections.ConfigError(line["refused"])
     if "failed" in line:
@@ -196,7 +200,7 @@ class QuestionStream:
       )
       error.add_note(line["traceback"])
       raise error
-    return item_json.decode(line["item"]) if line else None
+    return item_json.decode(line["item"])
 
 
 def _close(descriptors: Iterable[int]) -> None:
