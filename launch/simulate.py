@@ -3,6 +3,7 @@
     python launch/simulate.py --preset=areal_1p5b
     python launch/simulate.py --workdir=RUN
     python launch/simulate.py --paper
+    python launch/simulate.py --slices
 
 The controller's buffer, its bound on staleness and its batches are simulated
 with the rates of a preset: synchronous, overlapped by one step, and
@@ -10,14 +11,18 @@ asynchronous under several bounds. Flags replace single numbers of the preset.
 docs/scaling.md says where the rates come from and how far they can be
 trusted. With --workdir the rates are those of a run that was measured, and the
 table has the best split of its devices for each bound instead. With --paper it
-has what AReaL's paper reports beside the same simulated, in about two minutes.
+has what AReaL's paper reports beside the same simulated, in about two minutes,
+and with --slices how fast TPU slices of 16 to 4,096 chips would train, in about
+four.
 
 Prints a table and, as the last line, one JSON object: `preset`, `devices`,
 `rollout_frac`, `slots`, `rows` (each with `mode`, `staleness`, `tokens_per_s`,
 `step_s`, `train_busy` and `speedup` over synchronous). With --workdir it has
 `measured_tokens_per_s`, `predicted_tokens_per_s`, and `rows` (`staleness`,
 `training_devices`, `slots`, `tokens_per_s`, `flags`), the best first. With
---paper it has `rows` (`what`, `paper`, `simulated`, `difference`, `kind`).
+--paper it has `rows` (`what`, `paper`, `simulated`, `difference`, `kind`), and
+with --slices `rows` (`name`, `chips`, `synchronous`, `asynchronous`,
+`generating`).
 """
 
 import command_line  # isort: skip, first, as in the other scripts
@@ -39,6 +44,9 @@ _PRESET = flags.DEFINE_string(
 )
 _PAPER = flags.DEFINE_boolean(
   "paper", False, "Compare with what AReaL's paper reports."
+)
+_SLICES = flags.DEFINE_boolean(
+  "slices", False, "Compare TPU slices of several sizes."
 )
 _BOUNDS = flags.DEFINE_list(
   "staleness", ["1", "2", "4", "8"], "Bounds of the asynchronous rows."
@@ -68,11 +76,16 @@ def _check() -> None:
     "staleness",
     "must be integers, separated by commas, as 1,2,4",
   )
+  kinds = (
+    _PRESET.value,
+    command_line.WORKDIR.value,
+    _PAPER.value,
+    _SLICES.value,
+  )
   sections.require(
-    sum(map(bool, (_PRESET.value, command_line.WORKDIR.value, _PAPER.value)))
-    == 1,
+    sum(map(bool, kinds)) == 1,
     "preset",
-    "give one of --preset, --workdir and --paper",
+    "give one of --preset, --workdir, --paper and --slices",
   )
   is_run = bool(command_line.WORKDIR.value)
   sections.require(
@@ -240,10 +253,29 @@ def _compare_with_paper() -> None:
   print(json.dumps({"rows": rows}))
 
 
+def _compare_slices() -> None:
+  """Print how fast TPU slices of several sizes would train."""
+  from jaxrl_async.simulation import slice_sizes
+
+  print("| model | chips | sync, k tokens/s | async | chips that generate |")
+  print("| --- | --- | --- | --- | --- |")
+  rows = []
+  for row in slice_sizes.rows(_STEPS.value):
+    rows.append(dataclasses.asdict(row))
+    print(
+      f"| {row.name} | {row.chips:,} | {row.synchronous / 1e3:.4g} |"
+      f" {row.asynchronous / 1e3:.4g} | {row.generating:,} |",
+      flush=True,
+    )
+  print(json.dumps({"rows": rows}))
+
+
 def main() -> None:
   """Print a table."""
   if _PAPER.value:
     _compare_with_paper()
+  elif _SLICES.value:
+    _compare_slices()
   elif command_line.WORKDIR.value:
     _advise()
   else:

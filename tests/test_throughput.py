@@ -11,6 +11,7 @@ import pytest
 
 from jaxrl_async.simulation import areal_comparison
 from jaxrl_async.simulation import presets
+from jaxrl_async.simulation import slice_sizes
 from jaxrl_async.simulation import throughput
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -108,6 +109,17 @@ def test_the_paper_is_predicted_within_15_percent():
     assert abs(row.difference) < 0.15, row
   predicted = [x for x in found if x.kind is areal_comparison.Kind.PREDICTED]
   assert len(predicted) == 7
+
+
+def test_only_whole_replicas_generate_and_the_best_split_counts():
+  # Eight chips share an engine of 32B, so that 16 chips have one split.
+  found = slice_sizes.row("32b_v5p", 16, num_steps=12)
+  assert found.generating == 8
+  apart = dataclasses.replace(presets.tpu("32b_v5p", 16), rollout_frac=0.5)
+  same = throughput.predict(apart, ASYNC, slice_sizes.BOUND, num_steps=12)
+  assert found.asynchronous == same.tokens_per_s
+  # All chips do both: where products are the limit, this is faster.
+  assert found.synchronous > found.asynchronous
 
 
 @pytest.mark.slow
