@@ -186,13 +186,12 @@ MODELS = {
     has_qk_norm=True,
   ),
   "quickstart": ModelConfig(
-    # On a CPU attention to short rows costs by the head, hence few large ones.
     vocab_size=97,
     model_dim=96,
     num_layers=3,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=48,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=24,
     mlp_dim=256,
     has_qk_norm=True,
   ),
