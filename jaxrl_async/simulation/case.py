@@ -24,6 +24,8 @@ _HELD_UP_S = {
   **{"die": 5.0, "fail": 5.0, "restart": 6.0, "silence": 8.0, "hang": 30.0},
   **{"crawl": 16.0, "leave": 35.0, "slow": 0.0},
 }
+# How often a group is begun in the place of one that has failed, about.
+_TRIES = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +108,11 @@ class Case:
 
   def longest_wait_s(self, num_steps: int) -> float:
     """Return the longest time that may pass in so many train steps."""
-    step_s = self.train_s + self.reward_s + self.adopt_s + _group_s(self)
+    group_s = _group_s(self)
+    if 0 < self.max_group_s < group_s:
+      # Most groups fail, one after the other, and those that have not wait.
+      group_s *= _TRIES
+    step_s = self.train_s + self.reward_s + self.adopt_s + group_s
     held_up_s = sum(_HELD_UP_S[fault.kind] for fault in self.faults)
     return num_steps * step_s + held_up_s + self.late_s + _GRACE_S
 
