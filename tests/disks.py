@@ -1,6 +1,8 @@
-"""A disk that is full, without being root: files may not grow past a size."""
+"""Disks that refuse: full ones, without being root, and one that is silent."""
 
 import contextlib
+import errno
+import os
 import resource
 
 
@@ -13,3 +15,9 @@ def files_of_at_most(num_bytes):
     yield
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def does_not_answer(path, file):
+  """In place of `check_in_place`: a file system over a network, cut off."""
+  del path, file
+  raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))

@@ -1,11 +1,13 @@
 """Runs that go on with other settings, begin again, or lose their workdir."""
 
+import contextlib
 import json
 import pathlib
 import shutil
 import threading
 import time
 
+import disks
 import jax
 import jax.numpy as jnp
 from ml_collections import config_dict
@@ -395,6 +397,35 @@ def test_a_second_run_touches_nothing(stopped):
       test_run.start(make_config(num_steps=3), workdir)
   now = {path: path.stat().st_mtime_ns for path in workdir.rglob("*")}
   assert now == before | {workdir / "lock": held}
+
+
+def test_a_run_goes_on_while_its_file_system_does_not_answer(
+  stopped, tmp_path, monkeypatch, capsys
+):
+  workdir = shutil.copytree(stopped[0], tmp_path / "run")
+  write = recorder_lib.Recorder._step
+  away = contextlib.ExitStack()
+
+  def recorded(self, pending, *rest):
+    if pending.step == 4:
+      patched = away.enter_context(pytest.MonkeyPatch.context())
+      patched.setattr(workdir_lib, "check_in_place", disks.does_not_answer)
+    if pending.step == 7:
+      away.close()
+    write(self, pending, *rest)
+
+  monkeypatch.setattr(recorder_lib.Recorder, "_step", recorded)
+  with away:
+    summary = test_run.start(make_config(num_steps=9), workdir)
+  assert summary["train_steps"] == 9
+  entries = test_run.check_ledger(workdir, summary)
+  assert sorted({entry["step"] for entry in entries}) == [*range(9)]
+  steps = [line["step"] for line in test_run.lines(workdir, "metrics")]
+  assert steps == [*range(10)]
+  said = capsys.readouterr().err
+  assert f"WARNING: {workdir} is not reached (Stale file handle)" in said
+  assert f"{workdir} is reached again" in said
+  assert f"{workdir / 'ledger.jsonl'} is written again" in said
 
 
 @pytest.mark.parametrize("name", ["", "ledger.jsonl", "metrics.jsonl", "lock"])

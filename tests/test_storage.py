@@ -7,6 +7,7 @@ import disks
 import pytest
 
 from jaxrl_async.storage import disk
+from jaxrl_async.storage import workdir as workdir_lib
 
 
 def test_a_record_that_does_not_fit_leaves_whole_records(tmp_path):
@@ -50,6 +51,30 @@ def test_records_that_are_refused_may_wait_in_memory_in_their_order(tmp_path):
     file.append(b"six\n")
     with pytest.raises(disk.StorageError):
       file.close()
+  file.close()
+
+
+def test_a_file_system_that_does_not_answer_is_waited_for(
+  tmp_path, monkeypatch
+):
+  path, notes = tmp_path / "lines", []
+  file = disk.AppendFile(path, note=notes.append)
+  file.append(b"one\n")
+  with monkeypatch.context() as patched:
+    patched.setattr(workdir_lib, "check_in_place", disks.does_not_answer)
+    file.append(b"two\n")
+    file.append(b"three\n")
+    with pytest.raises(disk.StorageError, match="check that the directory"):
+      file.sync()
+  assert path.read_bytes() == b"one\n" and file.num_bytes == 14
+  file.append(b"four\n")
+  file.sync()
+  assert path.read_bytes() == b"one\ntwo\nthree\nfour\n"
+  assert len(notes) == 2 and "Stale file handle" in notes[0]
+  path.rename(tmp_path / "elsewhere")
+  with pytest.raises(workdir_lib.WorkdirError, match="moved or replaced"):
+    file.append(b"five\n")
+  assert file.num_bytes == 19
   file.close()
 
 

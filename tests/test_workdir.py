@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 
+import disks
 import pytest
 
 from jaxrl_async.coordination import ledger as ledger_lib
@@ -98,6 +99,21 @@ def test_the_claim_is_given_back_and_taken_again(tmp_path):
     with claim(tmp_path / "a" / "b"):
       with pytest.raises(workdir_lib.WorkdirError, match=f"{os.getpid()}"):
         claim(tmp_path / "a" / "b").__enter__()
+
+
+def test_a_file_system_that_does_not_answer_is_said_once(tmp_path, monkeypatch):
+  notes = []
+  with claim(tmp_path, notes.append) as mine:
+    with monkeypatch.context() as patched:
+      patched.setattr(workdir_lib, "check_in_place", disks.does_not_answer)
+      for _ in range(3):
+        mine.check()
+    for _ in range(3):
+      mine.check()
+    assert notes == [
+      f"WARNING: {tmp_path} is not reached (Stale file handle)",
+      f"{tmp_path} is reached again",
+    ]
 
 
 def test_a_writer_whose_description_is_not_there_yet_is_another_process(

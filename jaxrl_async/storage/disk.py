@@ -16,7 +16,11 @@ from jaxrl_async.storage import workdir as workdir_lib
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
-_BROKEN = {errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENODEV}
+_BROKEN = {
+  *(errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ENODEV),
+  # A file system over a network that does not answer.
+  *(errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN),
+}
 # Orbax's storage layer reports the error of a system call in these forms.
 _OS_ERROR = re.compile(r"(?:OS error |os_error_code=')(\d+)")
 
@@ -174,12 +178,15 @@ class AppendFile:
       WorkdirError: the file is no longer at its path.
       StorageError: the disk refused the record, and it is not kept.
     """
-    workdir_lib.check_in_place(self._path, self._file)
     num_kept = len(self._kept)
     self._kept.append(record)
     self.num_bytes += len(record)
     try:
+      self._check_in_place()
       self._write_kept()
+    except workdir_lib.WorkdirError:
+      self.num_bytes -= len(self._kept.pop())
+      raise
     except StorageError as error:
       if self._note is None or self.num_bytes - self._written > _MOST_KEPT:
         self.num_bytes -= len(self._kept.pop())
@@ -201,7 +208,7 @@ class AppendFile:
       WorkdirError: the file is no longer at its path.
       StorageError: the disk refused it.
     """
-    workdir_lib.check_in_place(self._path, self._file)
+    self._check_in_place()
     self._write_kept()
     with writing(self._path):
       os.fsync(self._file.fileno())
@@ -215,6 +222,10 @@ class AppendFile:
     if not self._file.closed:
       with self._file:
         self._write_kept()
+
+  def _check_in_place(self) -> None:
+    with writing(self._path):
+      workdir_lib.check_in_place(self._path, self._file)
 
   def _write_kept(self) -> None:
     """Write the records that are in memory, oldest first."""

@@ -40,6 +40,7 @@ def check_in_place(path: str | os.PathLike[str], file: IO[Any]) -> None:
   Raises:
     WorkdirError: it was removed, moved or replaced, so whatever is written to
       it would be lost.
+    OSError: its file system does not say.
   """
   try:
     is_same = os.path.samestat(os.stat(path), os.fstat(file.fileno()))
@@ -74,6 +75,7 @@ class Claim:
     """
     self._path = workdir / LOCK
     self._note = note
+    self._is_reached = True
 
   def __enter__(self) -> "Claim":
     """Create the workdir if needed, and take the lock.
@@ -97,10 +99,24 @@ class Claim:
   def check(self) -> None:
     """Check that the workdir is still where it was.
 
+    A file system that does not answer may come back, so this is only said. What
+    has to be written there is tried again, until that has failed too often.
+
     Raises:
       WorkdirError: the lock file was removed or the workdir was moved.
     """
-    check_in_place(self._path, self._file)
+    try:
+      check_in_place(self._path, self._file)
+    except OSError as error:
+      if self._is_reached:
+        self._note(
+          f"WARNING: {self._path.parent} is not reached ({error.strerror})"
+        )
+      self._is_reached = False
+    else:
+      if not self._is_reached:
+        self._note(f"{self._path.parent} is reached again")
+      self._is_reached = True
 
   def __exit__(
     self, kind: Any, error: BaseException | None, where: Any
