@@ -428,7 +428,7 @@ def test_a_run_goes_on_while_its_file_system_does_not_answer(
   assert f"{workdir / 'ledger.jsonl'} is written again" in said
 
 
-@pytest.mark.parametrize("name", ["", "ledger.jsonl", "metrics.jsonl", "lock"])
+@pytest.mark.parametrize("name", ["", "ledger.jsonl", "metrics.jsonl"])
 def test_a_run_whose_files_are_moved_away_ends_and_says_so(
   stopped, tmp_path, name
 ):
