@@ -346,25 +346,30 @@ def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
     "--config.eval.num_items=4",
     f"--compile_cache={jax.config.jax_compilation_cache_dir}",
   ]
+  checkpoints = tmp_path / "checkpoints"
+
+  def newest():
+    names = [path.name for path in checkpoints.iterdir()]
+    return max(int(name) for name in names if name.isdigit())
+
   process = subprocess.Popen(
     [*command, "--config.train.num_steps=5000"], start_new_session=True
   )
+
+  def is_over():
+    return process.poll() is not None
+
   try:
-    assert until_lines(
-      tmp_path / "metrics.jsonl", 5, lambda: process.poll() is not None
-    )
+    assert until_lines(tmp_path / "metrics.jsonl", 5, is_over)
+    # It is written beside training, which does not wait for it.
+    assert until(lambda: newest() >= 2, is_over)
     with pytest.raises(
       workdir_lib.WorkdirError, match=f"process {process.pid} .*launch/train.py"
     ):
       workdir_lib.Claim(tmp_path, print).__enter__()
     process.kill()  # its reward processes go on for a while
     process.wait(30)
-    step = max(
-      int(p.name)
-      for p in (tmp_path / "checkpoints").iterdir()
-      if p.name.isdigit()
-    )
-    assert step >= 2
+    step = newest()
     done = subprocess.run(
       [*command, f"--config.train.num_steps={step + 2}"],
       capture_output=True,
