@@ -142,28 +142,26 @@ def test_what_can_be_saved_is_saved_before_a_failure_ends_the_run(
   directory = tmp_path / "checkpoints"
   prepare = trainer_lib.Trainer.prepare
 
-  def fail(self, groups, step):
-    if step == 3:
-      raise RuntimeError("broken")
-    return prepare(self, groups, step)
+  def failing_at(bad_step, error):
+    def prepared(self, groups, step):
+      if step == bad_step:
+        raise error
+      return prepare(self, groups, step)
 
-  with monkeypatch.context() as patched:
-    patched.setattr(trainer_lib.Trainer, "prepare", fail)
-    with pytest.raises(supervisor_lib.ThreadFailed, match="batch loader"):
-      test_run.start(make_config(9, checkpoint_every=100), tmp_path)
-  assert checkpoint.latest(directory) == 3, capsys.readouterr().err
+    return prepared
 
-  # The data say in one line what is wrong with them.
-  def refuse_data(self, groups, step):
-    if step == 5:
-      raise sections.ConfigError("task.dataset: none is left")
-    return prepare(self, groups, step)
-
-  with monkeypatch.context() as patched:
-    patched.setattr(trainer_lib.Trainer, "prepare", refuse_data)
-    with pytest.raises(sections.ConfigError, match="none is left"):
-      test_run.start(make_config(9, checkpoint_every=100), tmp_path)
-  assert checkpoint.latest(directory) == 5, capsys.readouterr().err
+  # The second one says in one line what is wrong with the data.
+  for bad_step, error, raised, match in (
+    (3, RuntimeError("broken"), supervisor_lib.ThreadFailed, "batch loader"),
+    (5, sections.ConfigError("none left"), sections.ConfigError, "none left"),
+  ):
+    with monkeypatch.context() as patched:
+      patched.setattr(
+        trainer_lib.Trainer, "prepare", failing_at(bad_step, error)
+      )
+      with pytest.raises(raised, match=match):
+        test_run.start(make_config(9, checkpoint_every=100), tmp_path)
+    assert checkpoint.latest(directory) == bad_step, capsys.readouterr().err
 
   # Rewards that hang: nothing moves any more.
   config = make_config(9, checkpoint_every=100, stall_timeout_s=3.0)
