@@ -169,8 +169,14 @@ def test_an_asynchronous_run_keeps_its_bound_its_books_and_its_names(
 
 @pytest.mark.slow
 def test_trajectories_that_span_several_versions_occur(tmp_path):
+  # A slow disk must not decide: it would hold every version up until all the
+  # groups that are admitted before it are complete.
   config = make_config(
-    num_steps=20, rollout={"decode_steps_per_call": 1}, eval={"num_items": 4}
+    num_steps=20,
+    rollout={"decode_steps_per_call": 1},
+    transfer={"channel": sections.Channel.DIRECT},
+    eval={"num_items": 4},
+    run={"checkpoint_every": 20},
   )
   summary = start(config, tmp_path)
   check_ledger(tmp_path, summary)
