@@ -4,7 +4,6 @@ import contextlib
 import json
 import pathlib
 import shutil
-import threading
 import time
 
 import disks
@@ -21,12 +20,14 @@ from jaxrl_async.config import sections
 from jaxrl_async.coordination import transfer_directory
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import assembly
+from jaxrl_async.run import checkpointing
 from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import resume
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.run import start_up
 from jaxrl_async.run import training_run
 from jaxrl_async.storage import checkpoint
+from jaxrl_async.storage import disk
 from jaxrl_async.storage import outstanding as outstanding_lib
 from jaxrl_async.storage import workdir as workdir_lib
 
@@ -399,23 +400,54 @@ def test_a_second_run_touches_nothing(stopped):
   assert now == before | {workdir / "lock": held}
 
 
-def test_a_run_goes_on_while_its_file_system_does_not_answer(
-  stopped, tmp_path, monkeypatch, capsys
-):
-  workdir = shutil.copytree(stopped[0], tmp_path / "run")
+@contextlib.contextmanager
+def moved(path, elsewhere):
+  path.rename(elsewhere)
+  yield
+  # Orbax may have made it again for a checkpoint that was being written.
+  shutil.rmtree(path, ignore_errors=True)
+  elsewhere.rename(path)
+
+
+@contextlib.contextmanager
+def silent(path, elsewhere):
+  with pytest.MonkeyPatch.context() as patched:
+    patched.setattr(workdir_lib, "check_in_place", disks.does_not_answer)
+    yield
+
+
+def at_step_four(monkeypatch, happen):
+  """The fourth step is written down after something has happened."""
   write = recorder_lib.Recorder._step
-  away = contextlib.ExitStack()
 
   def recorded(self, pending, *rest):
     if pending.step == 4:
-      patched = away.enter_context(pytest.MonkeyPatch.context())
-      patched.setattr(workdir_lib, "check_in_place", disks.does_not_answer)
-    if pending.step == 7:
-      away.close()
+      happen()
     write(self, pending, *rest)
 
   monkeypatch.setattr(recorder_lib.Recorder, "_step", recorded)
-  with away:
+
+
+@pytest.mark.parametrize(
+  ("away", "reason"),
+  [(silent, "Stale file handle"), (moved, "it was moved; put it back")],
+)
+def test_a_run_goes_on_while_its_files_are_out_of_reach(
+  stopped, tmp_path, monkeypatch, capsys, away, reason
+):
+  workdir = shutil.copytree(stopped[0], tmp_path / "run")
+  write = recorder_lib.Recorder._step
+  held = contextlib.ExitStack()
+
+  def recorded(self, pending, *rest):
+    if pending.step == 4:
+      held.enter_context(away(workdir, tmp_path / "elsewhere"))
+    if pending.step == 7:
+      held.close()
+    write(self, pending, *rest)
+
+  monkeypatch.setattr(recorder_lib.Recorder, "_step", recorded)
+  with held:
     summary = test_run.start(make_config(num_steps=9), workdir)
   assert summary["train_steps"] == 9
   entries = test_run.check_ledger(workdir, summary)
@@ -423,36 +455,44 @@ def test_a_run_goes_on_while_its_file_system_does_not_answer(
   steps = [line["step"] for line in test_run.lines(workdir, "metrics")]
   assert steps == [*range(10)]
   said = capsys.readouterr().err
-  assert f"WARNING: {workdir} is not reached (Stale file handle)" in said
+  assert f"WARNING: {workdir} is not reached ({reason})" in said
   assert f"{workdir} is reached again" in said
   assert f"{workdir / 'ledger.jsonl'} is written again" in said
 
 
-@pytest.mark.parametrize("name", ["", "ledger.jsonl", "metrics.jsonl"])
-def test_a_run_whose_files_are_moved_away_ends_and_says_so(
-  stopped, tmp_path, name
+def test_a_run_whose_workdir_stays_away_ends_and_says_so(
+  stopped, tmp_path, monkeypatch
 ):
   workdir = shutil.copytree(stopped[0], tmp_path / "run")
-  config = make_config(num_steps=3000, run={"checkpoint_every": 1000})
-  is_over = threading.Event()
+  elsewhere = tmp_path / "elsewhere"
+  monkeypatch.setattr(checkpointing, "FIRST_WAIT_S", 0.1)
+  run = {"checkpoint_every": 1, "max_checkpoint_failures": 2}
+  with monkeypatch.context() as patched:
+    at_step_four(patched, lambda: workdir.rename(elsewhere))
+    with pytest.raises(disk.StorageError) as caught:
+      test_run.start(make_config(num_steps=3000, run=run), workdir)
+  message = str(caught.value)
+  assert f"{workdir}/" in message and "\n" not in message
+  assert "This was attempt 2 in a row that failed" in message
+  shutil.rmtree(workdir, ignore_errors=True)  # as above
+  elsewhere.rename(workdir)
+  summary = test_run.start(make_config(num_steps=6), workdir)
+  assert summary["train_steps"] == 6
+  test_run.check_ledger(workdir, summary)
 
-  def move():
-    if test_run.until_lines(workdir / "metrics.jsonl", 5, is_over.is_set):
-      (workdir / name).rename(tmp_path / "elsewhere")
 
-  mover = threading.Thread(target=move)
-  mover.start()
-  try:
-    with pytest.raises(workdir_lib.WorkdirError) as caught:
-      test_run.start(config, workdir)
-  finally:
-    is_over.set()
-    mover.join(10)
+def test_a_run_whose_workdir_is_removed_ends_and_says_so(
+  stopped, tmp_path, monkeypatch
+):
+  workdir = shutil.copytree(stopped[0], tmp_path / "run")
+
+  def remove():
+    workdir.rename(tmp_path / "elsewhere")
+    shutil.rmtree(tmp_path / "elsewhere")
+
+  at_step_four(monkeypatch, remove)
+  with pytest.raises(workdir_lib.WorkdirError) as caught:
+    test_run.start(make_config(num_steps=3000), workdir)
   message = str(caught.value)
   assert message.startswith(f"workdir: {workdir}/")
-  assert "was removed, moved or replaced" in message and "\n" not in message
-  if name:  # put back, it goes on
-    if name == "metrics.jsonl":
-      assert not (workdir / name).exists()
-    (tmp_path / "elsewhere").replace(workdir / name)
-    assert test_run.start(make_config(num_steps=3), workdir)["train_steps"] == 3
+  assert "was removed or replaced" in message and "\n" not in message

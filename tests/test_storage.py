@@ -72,9 +72,16 @@ def test_a_file_system_that_does_not_answer_is_waited_for(
   assert path.read_bytes() == b"one\ntwo\nthree\nfour\n"
   assert len(notes) == 2 and "Stale file handle" in notes[0]
   path.rename(tmp_path / "elsewhere")
-  with pytest.raises(workdir_lib.WorkdirError, match="moved or replaced"):
-    file.append(b"five\n")
-  assert file.num_bytes == 19
+  file.append(b"five\n")
+  with pytest.raises(disk.StorageError, match="it was moved; put it back"):
+    file.sync()
+  (tmp_path / "elsewhere").rename(path)
+  file.append(b"six\n")
+  assert path.read_bytes() == b"one\ntwo\nthree\nfour\nfive\nsix\n"
+  path.unlink()
+  with pytest.raises(workdir_lib.WorkdirError, match="removed or replaced"):
+    file.append(b"seven\n")
+  assert file.num_bytes == 28
   file.close()
 
 

@@ -159,19 +159,43 @@ def replace(path):
   copy.rename(path)
 
 
-CHANGES = pytest.mark.parametrize("change", [move, remove, replace])
+CHANGES = pytest.mark.parametrize("change", [remove, replace])
 
 
 @CHANGES
 @pytest.mark.parametrize("what", ["", "lock"])
-def test_a_workdir_that_is_gone_is_noticed(tmp_path, change, what):
+def test_a_workdir_that_is_removed_is_noticed(tmp_path, change, what):
   path = tmp_path / "run"
-  with pytest.raises(workdir_lib.WorkdirError, match="lock was removed, moved"):
+  with pytest.raises(workdir_lib.WorkdirError, match="lock was removed or"):
     with claim(path) as mine:
       mine.check()
       change(path / what)
       with pytest.raises(workdir_lib.WorkdirError, match="^workdir: .*lock"):
         mine.check()
+      with pytest.raises(workdir_lib.WorkdirError, match="^workdir: .*lock"):
+        mine.check_in_place()
+
+
+@pytest.mark.parametrize("what", ["", "lock"])
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_workdir_that_is_moved_may_be_put_back(tmp_path, what, is_replaced):
+  path, notes = tmp_path / "run", []
+  with workdir_lib.Claim(path, notes.append) as mine:
+    move(path / what)
+    if is_replaced:
+      path.mkdir(exist_ok=True)
+      (path / "lock").touch()
+    for _ in range(2):
+      mine.check()
+      with pytest.raises(FileNotFoundError, match="it was moved; put it back"):
+        mine.check_in_place()
+    if is_replaced:
+      remove(path / what)
+    (path / what).with_name("elsewhere").rename(path / what)
+    mine.check()
+    mine.check_in_place()
+  said = f"WARNING: {path} is not reached (it was moved; put it back)"
+  assert notes == [said, f"{path} is reached again"]
 
 
 def test_a_workdir_that_is_gone_explains_the_error_that_it_led_to(tmp_path):

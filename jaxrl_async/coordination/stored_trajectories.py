@@ -110,7 +110,8 @@ class StoredTrajectories:
     with disk.writing(target):
       shutil.rmtree(incomplete, ignore_errors=True)
       try:
-        incomplete.mkdir(parents=True)
+        self._path.mkdir(exist_ok=True)
+        incomplete.mkdir()
         for name, content in files.items():
           disk.write_synced(incomplete / name, content)
         disk.sync_names(incomplete)

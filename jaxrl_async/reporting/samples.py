@@ -131,7 +131,7 @@ class SampleFiles:
     path = self._directory / part.name
     incomplete = path.with_suffix(".incomplete")
     with disk.writing(path):
-      self._directory.mkdir(parents=True, exist_ok=True)
+      self._directory.mkdir(exist_ok=True)
       incomplete.write_bytes(data.getvalue())
       incomplete.replace(path)
       for other in parts_in(self._directory):

@@ -266,7 +266,7 @@ class FineTuning:
     )
 
   def _write_params(self) -> None:
-    self._claim.check()
+    self._check_in_place()
     params, model = self._trainer.state.policy.params, self._setup.model
     if model.lora is not None:
       # PEFT has no place for a scalar head.
@@ -301,8 +301,18 @@ class FineTuning:
   def _directory(self) -> pathlib.Path:
     return self._workdir / workdir_lib.FINE_TUNING
 
+  def _check_in_place(self) -> None:
+    """Check the workdir, so that none is made anew where it was.
+
+    Raises:
+      StorageError: it is not reached.
+      WorkdirError: it was removed.
+    """
+    with disk.writing(self._workdir):
+      self._claim.check_in_place()
+
   def _save(self) -> None:
-    self._claim.check()
+    self._check_in_place()
     checkpoint.save(
       self._directory,
       self._trainer.num_steps_done,

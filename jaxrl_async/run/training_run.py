@@ -42,6 +42,7 @@ from jaxrl_async.serving import front as front_lib
 from jaxrl_async.storage import background_write
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import config_json
+from jaxrl_async.storage import disk
 from jaxrl_async.storage import workdir as workdir_lib
 from jaxrl_async.training import batch_loader
 from jaxrl_async.training import objectives
@@ -143,7 +144,7 @@ class Run:
     try:
       return self._loop(step)
     except (supervisor_lib.Interrupted, workdir_lib.WorkdirError):
-      raise  # it was asked to end at once, or its workdir is gone
+      raise  # it was asked to end at once, or its workdir was removed
     except (RuntimeError, OSError, ValueError):
       self.last.take()
       raise
@@ -322,8 +323,12 @@ class Run:
     """Copy the whole run for a checkpoint, and return what writes the copy.
 
     The rollout side is paused while its state is copied.
+
+    Raises:
+      StorageError: the workdir is not reached, and must not be made anew.
     """
-    self.claim.check()
+    with disk.writing(self.workdir):
+      self.claim.check_in_place()
     self._wait_for_recorder()
     with self._paused():
       if self.config.run.exact_resume and not self._is_rollout_hung:

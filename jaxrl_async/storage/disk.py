@@ -53,9 +53,10 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
       advice = "allow writing there"
     else:
       advice = "check that the directory exists and its disk works"
+    reason = getattr(error, "strerror", None) or os.strerror(number)
     raise StorageError(
-      f"{named or os.fspath(path)} cannot be written ({os.strerror(number)});"
-      f" {advice}. The same command continues from the newest checkpoint"
+      f"{named or os.fspath(path)} cannot be written ({reason}); {advice}. The"
+      " same command continues from the newest checkpoint"
     ) from error
 
 
@@ -175,8 +176,9 @@ class AppendFile:
     """Write all of a record, or keep all of it, or do neither.
 
     Raises:
-      WorkdirError: the file is no longer at its path.
-      StorageError: the disk refused the record, and it is not kept.
+      WorkdirError: the file was removed.
+      StorageError: the disk refused the record, or the file is no longer at its
+        path, and the record is not kept.
     """
     num_kept = len(self._kept)
     self._kept.append(record)
@@ -205,8 +207,8 @@ class AppendFile:
     """Wait until everything has reached the disk.
 
     Raises:
-      WorkdirError: the file is no longer at its path.
-      StorageError: the disk refused it.
+      WorkdirError: the file was removed.
+      StorageError: the disk refused it, or the file is no longer at its path.
     """
     self._check_in_place()
     self._write_kept()

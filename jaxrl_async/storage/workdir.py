@@ -6,6 +6,7 @@ server of the newest checkpoint, need no claim and write nothing.
 """
 
 from collections.abc import Callable
+import errno
 import fcntl
 import json
 import os
@@ -38,20 +39,23 @@ def check_in_place(path: str | os.PathLike[str], file: IO[Any]) -> None:
   """Check that a file open for writing is still the one at its path.
 
   Raises:
-    WorkdirError: it was removed, moved or replaced, so whatever is written to
-      it would be lost.
-    OSError: its file system does not say.
+    WorkdirError: it was removed or replaced, so whatever is written to it would
+      be lost, and nothing brings it back.
+    OSError: it was moved and can be put back, or its file system does not say.
   """
+  name = os.fspath(path)
   try:
-    is_same = os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+    if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+      return
   except (FileNotFoundError, NotADirectoryError):
-    is_same = False
-  if not is_same:
-    raise WorkdirError(
-      f"workdir: {os.fspath(path)} was removed, moved or replaced while the run"
-      " was writing to it; put it back and start again to continue from the"
-      " newest checkpoint"
-    )
+    pass
+  if os.fstat(file.fileno()).st_nlink:
+    raise FileNotFoundError(errno.ENOENT, "it was moved; put it back", name)
+  raise WorkdirError(
+    f"workdir: {name} was removed or replaced while the run was writing to it;"
+    " put a copy of the whole workdir back and start again to continue from the"
+    " newest checkpoint"
+  )
 
 
 class Claim:
@@ -96,17 +100,27 @@ class Claim:
     _held.add(self._file)
     return self
 
-  def check(self) -> None:
-    """Check that the workdir is still where it was.
-
-    A file system that does not answer may come back, so this is only said. What
-    has to be written there is tried again, until that has failed too often.
+  def check_in_place(self) -> None:
+    """Check that the workdir is where it was, before something is written.
 
     Raises:
-      WorkdirError: the lock file was removed or the workdir was moved.
+      WorkdirError: the lock file was removed.
+      OSError: the workdir was moved, or its file system does not answer.
+    """
+    check_in_place(self._path, self._file)
+
+  def check(self) -> None:
+    """Check that the workdir still exists.
+
+    One that was moved, or whose file system does not answer, may come back, so
+    this is only said. What has to be written there is tried again, until that
+    has failed too often.
+
+    Raises:
+      WorkdirError: the lock file was removed.
     """
     try:
-      check_in_place(self._path, self._file)
+      self.check_in_place()
     except OSError as error:
       if self._is_reached:
         self._note(
@@ -124,8 +138,8 @@ class Claim:
     """Release the lock.
 
     Raises:
-      WorkdirError: the workdir is gone. This takes precedence over an error
-        raised inside the block, which is a consequence of it.
+      WorkdirError: the workdir was removed. This takes precedence over an
+        error raised inside the block, which is a consequence of it.
     """
     del kind, where
     try:
@@ -162,8 +176,8 @@ class Claim:
       try:
         check_in_place(self._path, file)
         return file
-      # It was removed after it was opened: try again with the new file.
-      except WorkdirError:
+      # It was removed or moved after it was opened: try again with the new one.
+      except (WorkdirError, FileNotFoundError):
         file.close()
 
 
