@@ -70,8 +70,8 @@ _FIRST_STEPS = 3  # that are not timed
 # Of each kind of run: XLA's flags, and those of launch/train.py.
 _KINDS = {
   "fast": ("", ()),
-  "same_bits": (xla_flags.SAME_BITS, ()),
-  "exact": (xla_flags.SAME_BITS, ("--config.run.exact_resume",)),
+  "same_bits": (xla_flags.of_same_bits(), ()),
+  "exact": (xla_flags.of_same_bits(), ("--config.run.exact_resume",)),
 }
 _COLUMNS = ("tokens_per_s", "step_s", "stood_still_s", "prefill_per_token")
 

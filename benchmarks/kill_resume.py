@@ -54,6 +54,8 @@ import marked_processes
 import stage_board
 import surviving_books
 
+from jaxrl_async.devices import xla_flags
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 _POLL_S = 0.0005
 _LONGEST_S = 120.0  # of one start until it is killed
@@ -64,8 +66,7 @@ _ORPHANS_S = 30.0  # until the processes of a killed run must have ended
 # bits independent of slots, which a run in the exact mode sets by itself.
 os.environ.setdefault(
   "XLA_FLAGS",
-  "--xla_force_host_platform_device_count=2"
-  " --xla_cpu_experimental_ynn_fusion_type=",
+  f"--xla_force_host_platform_device_count=2 {xla_flags.of_same_bits()}",
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # What a kill waits for, in turn. The warm start comes only once.

@@ -131,6 +131,6 @@ def main(config: sections.Config) -> None:
 
 
 if __name__ == "__main__":
-  xla_flags.use_same_bits()
+  xla_flags.use(xla_flags.of_same_bits())
   command_line.use_config_of("checkpoint", "checkpoint_config.py")
   command_line.start(main, _check, check_config=bounds.check)

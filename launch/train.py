@@ -94,7 +94,7 @@ def _check() -> None:
   trainer_process.check()
   config = command_line.CONFIG.value
   if config.run.exact_resume:
-    xla_flags.use_same_bits()
+    xla_flags.use(xla_flags.of_same_bits())
   is_apart = config.cluster.kind is sections.ClusterKind.RAY
   if _SERVE_PORT.value and is_apart:
     raise sections.ConfigError(

@@ -4,14 +4,14 @@ import os
 import pathlib
 import tempfile
 
+from jaxrl_async.devices import xla_flags  # imports no JAX
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
   [
     os.environ.get("XLA_FLAGS", ""),
     "--xla_force_host_platform_device_count=8",
-    # On processors with AVX-512 the products of this library depend, in their
-    # last bits, on the row that a sequence has in its batch.
-    "--xla_cpu_experimental_ynn_fusion_type=",
+    xla_flags.of_same_bits(),
   ]
 )
 

@@ -81,12 +81,13 @@ from jaxrl_async.devices import xla_flags
 jaxrl_async.train
 import jax
 
-early = xla_flags.use_same_bits(), xla_flags.use_same_bits()
+flag = xla_flags.OWN_PRODUCTS
+early = xla_flags.use(""), xla_flags.use(flag), xla_flags.use(flag)
 os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=3"
 flags = xla_flags.current()
 assert len(jax.devices()) == 3  # XLA has read them only now
 os.environ["XLA_FLAGS"] = ""
-print(early, xla_flags.use_same_bits(), flags.split())
+print(early, xla_flags.use(""), xla_flags.use(flag), flags.split())
 """
 
 
@@ -102,7 +103,7 @@ def test_the_flag_of_exact_runs_is_set_while_xla_has_not_read_them():
     "--xla_cpu_experimental_ynn_fusion_type=",
     "--xla_force_host_platform_device_count=3",
   ]
-  assert ran.stdout == f"(True, True) False {flags}\n", ran.stderr
+  assert ran.stdout == f"(True, True, True) True False {flags}\n", ran.stderr
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def test_many_seeds_keep_every_invariant():
     "torn",
   }  # fmt: skip
   assert min(found.faults.values()) >= 5, found.faults
-  assert len(found.seen) == 8 and min(found.seen.values()) >= 5, found.seen
+  assert len(found.seen) == 9 and min(found.seen.values()) >= 5, found.seen
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def test_a_thousand_seeds_keep_every_invariant():
   assert result["violations"] == result["deadlocks"] == 0
   assert result["groups"] > 10_000 and result["groups_per_s"] > 0
   assert len(result["faults"]) == 9 and min(result["faults"].values()) >= 30
-  assert len(result["seen"]) == 8 and min(result["seen"].values()) >= 30
+  assert len(result["seen"]) == 9 and min(result["seen"].values()) >= 30
   assert result["wall_s"] > 0
 
 
@@ -327,6 +327,19 @@ def test_a_group_that_is_overdue_too_early_is_found(monkeypatch):
 
   monkeypatch.setattr(supervisor_lib, "Deadline", Hasty)
   assert first_failure().startswith("overdue")
+
+
+def test_tokens_that_a_failed_engine_has_lost_and_are_counted_are_found(
+  monkeypatch,
+):
+  restart = worker_lib.RolloutWorker._restart
+
+  def forgetful(self):
+    restart(self)
+    self._lost_tokens = 0
+
+  monkeypatch.setattr(worker_lib.RolloutWorker, "_restart", forgetful)
+  assert first_failure().startswith("balance")
 
 
 def test_a_held_version_that_is_another_one_is_found(monkeypatch):

@@ -96,7 +96,10 @@ class World:
       tokenizer=tokenizer_lib.character_level(),
       requests=self.requests,
     )
-    self.worker = worker_lib.RolloutWorker(self.coordinator, self.replica)
+    self.notes = []
+    self.worker = worker_lib.RolloutWorker(
+      self.coordinator, self.replica, self.notes.append
+    )
 
   @property
   def adopted(self):
@@ -150,8 +153,7 @@ def finished(count):
 def check_balance(world):
   state = world.ledger.state()
   ledger_lib.check_balance(
-    generated=world.scheduler.stats.generated_tokens
-    - world.replica.served_tokens,
+    generated=world.worker.generated_tokens,
     trained=state.trained_tokens,
     filtered=state.filtered_tokens,
     failed=state.failed_tokens,

@@ -65,7 +65,7 @@ def of_replicas(config: sections.Config) -> dict[str, str]:
       "JAX_PLATFORMS": "cpu",
       # A run in the exact mode has set the flag for this process before.
       "XLA_FLAGS": f"{_HOST_DEVICES}={devices}"
-      + f" {xla_flags.SAME_BITS}"
-      * (xla_flags.SAME_BITS in xla_flags.current()),
+      + f" {xla_flags.OWN_PRODUCTS}"
+      * (xla_flags.OWN_PRODUCTS in xla_flags.current()),
     }
   return found

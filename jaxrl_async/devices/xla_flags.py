@@ -6,11 +6,12 @@ exact on every processor. This module does not import JAX.
 """
 
 import os
+import pathlib
 import sys
 
-# Makes a sequence's bits independent of its slot, also on a CPU. "Randomness is
-# a function" in docs/design.md has the reason.
-SAME_BITS = "--xla_cpu_experimental_ynn_fusion_type="
+# Has XLA use its own products on a CPU, instead of those of YNNPACK.
+OWN_PRODUCTS = "--xla_cpu_experimental_ynn_fusion_type="
+_PROCESSOR = pathlib.Path("/proc/cpuinfo")
 
 
 def current() -> str:
@@ -18,17 +19,37 @@ def current() -> str:
   return os.environ.get("XLA_FLAGS", "")
 
 
-def use_same_bits() -> bool:
-  """Set the flag, and return whether it is set for XLA.
+def of_same_bits() -> str:
+  """Return the flag that makes a sequence's bits independent of its slot.
+
+  Which products depend on the row of the batch differs between processors:
+  those of YNNPACK do with AVX-512, and XLA's own ones do without it.
+  "Randomness is a function" in docs/design.md has the measurements.
+
+  Returns:
+    The flag, or "" if none is needed.
+  """
+  try:
+    has_avx512 = "avx512" in _PROCESSOR.read_text()
+  except OSError:
+    has_avx512 = False  # no processor of another kind has it
+  return OWN_PRODUCTS if has_avx512 else ""
+
+
+def use(flag: str) -> bool:
+  """Set a flag, and return whether it is set for XLA.
 
   It is not if JAX has looked for devices before.
+
+  Args:
+    flag: the flag; "" is always set.
   """
-  if SAME_BITS in current():
+  if flag in current():
     return True
   if "jax" in sys.modules:
     from jax._src import xla_bridge
 
     if xla_bridge.backends_are_initialized():
       return False
-  os.environ["XLA_FLAGS"] = f"{current()} {SAME_BITS}".strip()
+  os.environ["XLA_FLAGS"] = f"{current()} {flag}".strip()
   return True

@@ -7,6 +7,7 @@ import itertools
 
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import engine as engine_lib
+from jaxrl_async.engine import jetstream_api
 from jaxrl_async.engine import page_admission
 from jaxrl_async.engine import prefill
 from jaxrl_async.engine import sequence as sequence_lib
@@ -27,6 +28,19 @@ class Entry:
   sequence: sequence_lib.Sequence
   key: bytes
   slot: int | None = None
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Call:
+  """A dispatched call whose result has not been read yet.
+
+  Attributes:
+    result: what the device returns.
+    num_unplaced: sequences without a slot in this call.
+  """
+
+  result: jetstream_api.ResultTokens
+  num_unplaced: int
 
 
 def urgency(entry: Entry) -> tuple[bool, int, int]:

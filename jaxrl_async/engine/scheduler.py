@@ -23,8 +23,8 @@ tokens.
 
 import collections
 from collections.abc import Iterator
-import dataclasses
 import itertools
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +32,6 @@ from jaxrl_async.config import sections
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import entry as entry_lib
-from jaxrl_async.engine import jetstream_api
 from jaxrl_async.engine import page_admission
 from jaxrl_async.engine import prefill
 from jaxrl_async.engine import scheduler_stats
@@ -40,14 +39,6 @@ from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 
 _NO_TOKENS = np.zeros((0,), np.int32)
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class _Call:
-  """A dispatched call whose result has not been read yet."""
-
-  result: jetstream_api.ResultTokens
-  num_unplaced: int  # sequences without a slot in this call
 
 
 class Scheduler:
@@ -82,25 +73,39 @@ class Scheduler:
     self.engine = engine
     self.kv_on_adopt = kv_on_adopt
     self.stats = scheduler_stats.SchedulerStats()
+    self._shared_tokens = shared_tokens
     self._busy = busy
+    self.restart()
+
+  def restart(self) -> None:
+    """Forget everything but the counters, and begin with a new cache.
+
+    This may follow a failure of the engine, after which it is unknown what is
+    on its devices. Weights have to be adopted before the next step.
+    """
+    engine = self.engine
     self._params: decode_state_lib.EngineParams | None = None
     self._version = -1
-    self._state = engine.init_decode_state()
+    self._state: Any = None  # an old cache is given back before a new one
     self._waiting: collections.deque[sequence_lib.Sequence] = (
       collections.deque()
     )
     self._prefilling: list[tuple[bytes, sequence_lib.Sequence]] = []
     self._entries: dict[int, entry_lib.Entry] = {}
     self._next_ticket = 0
-    self._calls: collections.deque[_Call] = collections.deque()
+    self._calls: collections.deque[entry_lib.Call] = collections.deque()
     self._ended: list[sequence_lib.Sequence] = []
     self._prefiller = prefill.Prefiller(
-      engine, shared_tokens=shared_tokens, busy=busy
+      engine,
+      shared_tokens=self._shared_tokens,
+      busy=self._busy,
+      num_tokens=self.stats.prefill_tokens,
     )
     self._admission = page_admission.make(
       engine.sizes,
       steps_ahead=engine.calls_in_flight * engine.sizes.decode_steps_per_call,
     )
+    self._state = engine.init_decode_state()
 
   def fresh(self, busy: metrics_lib.BusyClock) -> "Scheduler":
     """Return another scheduler for the same engine, without sequences."""
@@ -299,7 +304,7 @@ class Scheduler:
         ),
       )
     unplaced = len(self.sequences()) - self._num_placed()
-    self._calls.append(_Call(result=result, num_unplaced=unplaced))
+    self._calls.append(entry_lib.Call(result=result, num_unplaced=unplaced))
 
   def _num_placed(self) -> int:
     return sum(e.slot is not None for e in self._entries.values())
@@ -309,7 +314,7 @@ class Scheduler:
     while self._calls:
       self._collect(self._calls.popleft())
 
-  def _collect(self, call: _Call) -> None:
+  def _collect(self, call: entry_lib.Call) -> None:
     """Read a call: slots of sequences, new tokens, and ended sequences."""
     with self._busy.record("decode"):
       result = self.engine.read(call.result)

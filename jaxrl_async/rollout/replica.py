@@ -6,6 +6,7 @@ knows of groups and episodes only what the messages contain.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import contextlib
 import time
 
 from jaxrl_async import types
@@ -27,6 +28,10 @@ from jaxrl_async.text import tokenizer as tokenizer_lib
 
 _LAST_FETCH_S = 10.0
 _GROUP = "group"  # the owner kind of sequences that belong to rollout groups
+
+
+class EngineFailed(RuntimeError):
+  """The engine of a replica has failed; `__cause__` is its error."""
 
 
 class Replica:
@@ -74,6 +79,7 @@ class Replica:
     self.name = name
     self.scheduler = scheduler
     self.params: decode_state_lib.EngineParams | None = None
+    self._params_version = -1
     self.adopt_s = 0.0
     self.served_tokens = 0
     self.group_tokens = 0
@@ -159,6 +165,7 @@ class Replica:
     Raises:
       WeightTransferError: they differ from what was published, or could not be
         published.
+      EngineFailed: a program of the engine failed.
     """
     start_s = time.perf_counter()
     self.has_newer_weights()
@@ -167,10 +174,15 @@ class Replica:
     fetched, self._fetch = self._fetch.result(), None
     if fetched is None:
       return
-    params, version = fetched
-    self.scheduler.adopt(params, version)
-    self.params = params
+    self.params, self._params_version = fetched
+    self._adopt()
     self.adopt_s += time.perf_counter() - start_s
+
+  def _adopt(self) -> None:
+    """Give the scheduler the newest weights that were fetched, and say so."""
+    version = self._params_version
+    with _failures_of_the_engine():
+      self.scheduler.adopt(self.params, version)
     self._link.adopted(messages.Adopted(replica=self.name, version=version))
 
   def adopt_version(
@@ -226,8 +238,13 @@ class Replica:
       self.take(self._link.admit(ask))
 
   def step(self) -> None:
-    """Run one step of the scheduler and report the turns that ended."""
-    ended = self.scheduler.step()
+    """Run one step of the scheduler and report the turns that ended.
+
+    Raises:
+      EngineFailed: a program of the engine failed.
+    """
+    with _failures_of_the_engine():
+      ended = self.scheduler.step()
     if self._requests is not None:
       self._requests.deliver(ended)
       self.served_tokens = self._requests.num_written()
@@ -316,7 +333,40 @@ class Replica:
       return False
     if self._is_lost(wanted.version):
       wanted.drop()
-    return wanted.round(self.scheduler, self.params, busy)
+    with _failures_of_the_engine():
+      return wanted.round(self.scheduler, self.params, busy)
+
+  def restart(self, name: str) -> None:
+    """Begin anew after the engine has failed.
+
+    The coordinator goes on with the turns as they were reported last. What was
+    generated since then is lost. Client requests that were begun end with an
+    error, and a held version is given back.
+
+    Args:
+      name: that no replica of the run has or had.
+
+    Raises:
+      EngineFailed: the engine has failed again.
+    """
+    if self._requests is not None:
+      self._requests.fail()
+      self.served_tokens = self._requests.num_written()
+    self._drop_held()
+    self._held = self._wanted = None
+    self._writing.clear()
+    self._num_known.clear()
+    self._link.drained(messages.Drained(replica=self.name))
+    self.name = name
+    with _failures_of_the_engine():
+      self.scheduler.restart()
+    if self.params is not None:
+      self._adopt()
+
+  def _drop_held(self) -> None:
+    for held in (self._held, self._wanted):
+      if held is not None:
+        held.drop()
 
   def close(
     self, *, has_failed: bool, fetch_timeout_s: float = _LAST_FETCH_S
@@ -330,9 +380,7 @@ class Replica:
     """
     if self._requests is not None:
       self._requests.close(has_failed=has_failed)
-    for held in (self._held, self._wanted):
-      if held is not None:
-        held.drop()
+    self._drop_held()
     # The channel may be closed only when nothing is read from it any more.
     if self._fetch is not None:
       self._fetch.wait(fetch_timeout_s)
@@ -399,6 +447,15 @@ def sequence_of(
   begun = sequence.written()[sequence.turn_start :]
   sequence.stop = stop_strings.check_of(tokenizer, turn.stop, begun)
   return sequence
+
+
+@contextlib.contextmanager
+def _failures_of_the_engine() -> Iterator[None]:
+  """Turn every error inside the block into an EngineFailed."""
+  try:
+    yield
+  except Exception as error:
+    raise EngineFailed(f"{type(error).__name__}: {error}") from error
 
 
 def _key(sequence: sequence_lib.Sequence) -> tuple[int, int]:

@@ -7,7 +7,7 @@ version. When there is nothing to decode, the thread waits for admission
 (training is behind) or for weights. The buffer and the weight channel wake it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
 import time
@@ -15,6 +15,7 @@ import time
 from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import weight_transfer
+from jaxrl_async.devices import memory_error
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import client_requests
@@ -34,21 +35,29 @@ def in_one_process(
   channel: weight_transfer.WeightChannel,
   tokenizer: tokenizer_lib.Tokenizer,
   requests: client_requests.ClientRequests | None,
+  note: Callable[[str], None],
 ) -> "RolloutWorker":
   """Return a worker whose only replica is in the coordinator's process."""
   replica = replica_lib.Replica(
-    "replica 0",
+    _name(0),
     coordinator,
     scheduler,
     channel=channel,
     tokenizer=tokenizer,
     requests=requests,
   )
-  return RolloutWorker(coordinator, replica)
+  return RolloutWorker(coordinator, replica, note)
+
+
+def _name(number: int) -> str:
+  return f"replica {number}"
 
 
 class RolloutWorker:
   """Drives a replica and its coordinator.
+
+  An engine that fails begins anew, under the name of another replica, once in
+  each policy version.
 
   Threads: `run` belongs to the worker's thread. While it runs, the coordinator
   and the replica belong to that thread too. Other threads may call `paused`,
@@ -64,11 +73,22 @@ class RolloutWorker:
     self,
     coordinator: coordinator_lib.Coordinator,
     replica: replica_lib.Replica,
+    note: Callable[[str], None],
   ):
-    """Create a worker; a thread of the caller has to call `run`."""
+    """Create a worker; a thread of the caller has to call `run`.
+
+    Args:
+      coordinator: of the run.
+      replica: the only one, named by the number 0.
+      note: is called with a line when its engine has failed.
+    """
     self.coordinator = coordinator
     self.replica = replica
     self.wait_for_admission_s = 0.0
+    self._note = note
+    self._num_restarts = 0
+    self._restarted_version = -1  # of the last failure of the engine
+    self._lost_tokens = 0
     self._gate = gate_lib.Gate()
     self._is_abandoned = False
 
@@ -116,7 +136,7 @@ class RolloutWorker:
     if self._is_abandoned:
       return self.coordinator.recorded_tokens
     written = self.replica.scheduler.stats.generated_tokens
-    return written - self.replica.served_tokens
+    return written - self.replica.served_tokens - self._lost_tokens
 
   def answers(
     self,
@@ -176,7 +196,37 @@ class RolloutWorker:
 
     Raises:
       BufferClosed: the buffer is closed.
+      EngineFailed: the engine failed for the second time in a policy version.
     """
+    try:
+      return self._round()
+    except replica_lib.EngineFailed as error:
+      # It would need as much memory again.
+      if memory_error.explained(error) or self._has_failed_before():
+        raise
+      self._note(
+        f"WARNING: the engine failed and begins anew ({_first_line(error)})"
+      )
+    # The error is gone, and with it what it has kept of the engine's memory.
+    self._restart()
+    return True
+
+  def _has_failed_before(self) -> bool:
+    """Whether the engine failed already since it has adopted its weights."""
+    is_same = self._restarted_version == self.replica.version
+    return self._num_restarts > 0 and is_same
+
+  def _restart(self) -> None:
+    """Let the engine begin anew; other replicas would take its groups over."""
+    self._gate.show("beginning anew")
+    self._num_restarts += 1
+    self._restarted_version = self.replica.version
+    self.replica.restart(_name(self._num_restarts))
+    # What the coordinator does not know of was lost.
+    self._lost_tokens = 0
+    self._lost_tokens = self.generated_tokens - self.coordinator.recorded_tokens
+
+  def _round(self) -> bool:
     if self.replica.may_adopt():
       self._gate.show("adopting")
       self.replica.adopt()
@@ -219,3 +269,7 @@ class RolloutWorker:
       self.coordinator.wait_for_admission(version, newest, timeout_s)
     if not is_scoring:
       self.wait_for_admission_s += time.perf_counter() - start_s
+
+
+def _first_line(error: BaseException) -> str:
+  return str(error).partition("\n")[0]

@@ -189,6 +189,7 @@ def build(
       channel=channel,
       tokenizer=setup.tokenizer,
       requests=requests,
+      note=note,
     )
     return Rollout(side=worker, channel=channel)
   for base in remote.channels[:-1]:

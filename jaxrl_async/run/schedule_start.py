@@ -1,5 +1,6 @@
 """Opens the schedule of a run, with what each start has to record."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,7 +9,9 @@ import jaxlib.version
 from jaxrl_async.coordination import run_schedule
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.devices import xla_flags
+from jaxrl_async.engine import row_check
 from jaxrl_async.rollout import episode as episode_lib
+from jaxrl_async.run import assembly
 from jaxrl_async.run import session as session_lib
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.storage import config_json
@@ -50,6 +53,31 @@ def environment(
   }
 
 
+def _check_rows(
+  setup: setup_lib.Setup, flags: str, note: Callable[[str], None]
+) -> None:
+  """Say so if products on this processor depend on the row of a sequence."""
+  config = setup.config
+  if jax.devices()[0].platform != "cpu" or not row_check.depends_on_row(
+    setup.model,
+    assembly.engine_sizes(config),
+    config.rollout.dtype,
+    num_parts=config.mesh.rollout_data,
+  ):
+    return
+  wanted = xla_flags.of_same_bits()
+  if wanted not in flags:
+    advice = f"set {wanted} in XLA_FLAGS before JAX looks for devices"
+  elif not wanted and xla_flags.OWN_PRODUCTS in flags:
+    advice = f"leave {xla_flags.OWN_PRODUCTS} out of XLA_FLAGS"
+  else:
+    advice = "its tokens are the same, and their logprobs differ in last digits"
+  note(
+    "run.exact_resume: not exact on this processor, where the bits of a matrix"
+    f" product depend on the row of the sequence; {advice}"
+  )
+
+
 def _name(given: Any) -> str:
   """Return the name of a function or class, with that of its module."""
   kind = given if hasattr(given, "__qualname__") else type(given)
@@ -80,14 +108,8 @@ def open_schedule(
     data=setup.source,
   )
   about[INITIAL_PARAMS] = extensions.initial_params is not None
-  is_cpu = jax.devices()[0].platform == "cpu"
-  same_bits = xla_flags.SAME_BITS in about["xla_flags"]
-  if setup.config.run.exact_resume and is_cpu and not same_bits:
-    session.progress.note(
-      "run.exact_resume: not exact on a processor with AVX-512, because JAX was"
-      f" started without {xla_flags.SAME_BITS} in XLA_FLAGS; set it before JAX"
-      " looks for devices"
-    )
+  if setup.config.run.exact_resume:
+    _check_rows(setup, about["xla_flags"], session.progress.note)
   return run_schedule.Schedule(
     session.workdir,
     stored.get(KEY, 0),

@@ -51,7 +51,8 @@ def train(
   if eval_dataset is not None:
     config.task.eval_dataset = _uri("eval_dataset", eval_dataset, workdir)
   if config.run.exact_resume:
-    xla_flags.use_same_bits()  # if it is too late, the run says so
+    # If it is too late, the run says so.
+    xla_flags.use(xla_flags.of_same_bits())
   summary = training_run.run(
     config,
     workdir,
@@ -77,8 +78,8 @@ def replay(
     start = recorded_schedule.start_of(workdir, wanted.from_step)
   except recorded_schedule.ScheduleError as error:
     raise sections.ConfigError(f"workdir: {error}") from error
-  if xla_flags.SAME_BITS in start.environment.get("xla_flags", ""):
-    xla_flags.use_same_bits()  # if it is too late, the replay says so
+  if xla_flags.OWN_PRODUCTS in start.environment.get("xla_flags", ""):
+    xla_flags.use(xla_flags.OWN_PRODUCTS)  # if too late, the replay says so
   stop = supervisor_lib.StopRequest()
   with (
     progress_lib.Progress(0) as progress,

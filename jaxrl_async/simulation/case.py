@@ -37,11 +37,12 @@ class Fault:
     delay_s: or so many seconds after that.
     kind: "die": a replica's process ends, and what it was about to report is
       lost. "leave": the same, and its place stays empty for long. "fail": its
-      code raises. "hang": it answers, and its thread never comes back.
-      "silence": it goes on, but is not heard for longer than its
-      lease. "slow": its calls take five times as long from then on. "crawl":
-      so much longer that it is replaced. "restart": the trainer's process
-      ends, and another goes on from the last checkpoint.
+      code raises; in the trainer's process, that of the engine alone. "hang":
+      it answers, and its thread never comes back. "silence": it goes on, but
+      is not heard for longer than its lease. "slow": its calls take five times
+      as long from then on. "crawl": so much longer that it is replaced.
+      "restart": the trainer's process ends, and another goes on from the last
+      checkpoint.
     place: of the replica; None is the one with the newest version.
   """
 
@@ -178,6 +179,14 @@ def of_seed(seed: int, *, is_written_again: bool = True) -> Case:
     torn_frac=rng.choice((0.0, 0.0, 0.3)),
     is_written_again=is_written_again,
   )
+  if not case.is_fleet and rng.random() < 0.5:
+    failure = Fault(
+      step=rng.randrange(case.num_steps),
+      delay_s=rng.choice(_DELAYS_S) * rng.random(),
+      kind="fail",
+      place=0,
+    )
+    case = dataclasses.replace(case, faults=(*case.faults, failure))
   # It is found by comparison with others. Calls that become longer than a few
   # seconds are found because the thread stands still.
   is_comparable = case.num_replicas > 1 and case.call_s < _SHORT_CALL_S

@@ -119,7 +119,9 @@ class World:
 
   def _happen(self, fault: case_lib.Fault) -> None:
     """Let something go wrong."""
-    place = self._newest() if fault.place is None else fault.place
+    place = fault.place
+    if place is None:
+      place = modelled_replica.newest(self.processes)
     process = self.processes.get(place)
     if fault.kind == "restart":
       if self.start.has_ended:
@@ -127,6 +129,8 @@ class World:
       self._stop()
     elif fault.kind == "slow" and not self.case.is_fleet:
       self.start.pace = case_lib.SLOW
+    elif fault.kind == "fail" and not self.case.is_fleet:
+      modelled_replica.fail_next_call(self.start._worker.replica)
     elif process is None or process.is_dead:
       return
     elif fault.kind == "slow":
@@ -150,15 +154,6 @@ class World:
         self.absence_s[place] = absence_s * self.loop.rng.random()
       process.die()
     self.faults[fault.kind] += 1
-
-  def _newest(self) -> int:
-    """Return the place of the replica with the newest version."""
-    versions = {
-      place: process.replica.version
-      for place, process in self.processes.items()
-      if process.replica is not None
-    }
-    return max(versions, key=lambda place: versions[place], default=0)
 
   def _stop(self) -> None:
     """End the trainer's process; another one starts later."""
@@ -350,13 +345,15 @@ class Start:
       modelled_replica.make_replica(
         self.loop, self.case, "replica 0", self.coordinator, self.channel, busy
       ),
+      self._take_note,
     )
     return self._worker
 
   def _take_note(self, line: str) -> None:
-    """Count what the fleet says of its replicas."""
+    """Count what the rollout side says of its replicas."""
     is_too_slow = f"more than {pace_lib.LAG:g} times as long" in line
     self.world.seen["a replica too slow"] += is_too_slow
+    self.world.seen["an engine that failed"] += "engine failed" in line
 
   # -- what others ask ------------------------------------------------------
 

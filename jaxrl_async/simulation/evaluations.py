@@ -165,7 +165,11 @@ class Evaluation:
       self._answers = ask(
         held, self._prompts(), self._settings, self._tokenizer
       )
-    return self._answers.answers if self._answers.has_ended() else None
+    if self._answers.has_ended():
+      return self._answers.answers
+    if held._is_released.is_set():  # as `HeldVersion.answers` looks
+      raise held_version.NotHeld("its engine has failed")
+    return None
 
   def _of_fleet(
     self, held: fleet_answers.HeldByFleet

@@ -31,6 +31,9 @@ class ModelledEngine(engine_lib.Engine):
   """Writes what a script says, in slots as a device would.
 
   The lengths of its rows stand for a prefix. Its state is changed in place.
+
+  Attributes:
+    fails_next: whether the next call raises, after it has changed the state.
   """
 
   def __init__(
@@ -44,6 +47,7 @@ class ModelledEngine(engine_lib.Engine):
     self._script = script
     self._has_adapters = False
     self.calls_in_flight = 2
+    self.fails_next = False
 
   def init_decode_state(self) -> Any:
     """Return idle slots."""
@@ -134,6 +138,9 @@ class ModelledEngine(engine_lib.Engine):
       logprobs[row, :count] = script_lib.logprobs(places, params.version)
       is_valid[row, :count] = True
       slot.length += count
+    if self.fails_next:
+      self.fails_next = False
+      raise RuntimeError("a fault of the simulation")
     return decode_state, decode_state_lib.StepResult(
       tokens=tokens,
       is_valid=is_valid,

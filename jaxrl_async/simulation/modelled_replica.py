@@ -4,7 +4,7 @@ The replica, its scheduler and its side of the messages are the real ones. The
 threads of `cluster.replica_process` take turns here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent import futures
 import dataclasses
 import functools
@@ -66,6 +66,22 @@ def make_replica(
       loop, case.adopt_s, reader, newer_than
     ),
   )
+
+
+def fail_next_call(replica: replica_lib.Replica) -> None:
+  """Let the next call of a replica's engine raise."""
+  engine: Any = replica.scheduler.engine
+  engine.fails_next = True
+
+
+def newest(processes: Mapping[int, "ReplicaProcess"]) -> int:
+  """Return the place of the replica with the newest version."""
+  versions = {
+    place: process.replica.version
+    for place, process in processes.items()
+    if process.replica is not None
+  }
+  return max(versions, key=lambda place: versions[place], default=0)
 
 
 @functools.cache
