@@ -14,6 +14,8 @@ import cluster_world
 import pytest
 import three_hosts
 
+from jaxrl_async.storage import checkpoint
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -182,6 +184,70 @@ def test_two_processes_train_replicas_of_two_generate_and_a_pool_scores(
     assert line["deadline"] - line["birth"] in {0, *bounds}
   last = steps[-1]
   assert last["reward_service/errors"] == 1 and summary["tokens"]["failed"] == 0
+  cluster_world.check_nothing_is_left()
+
+
+FAILS = """
+import pathlib
+
+from jaxrl_async.rewards import reasoning
+
+
+def score(item, completion):
+  if pathlib.Path(__file__).with_name("broken").exists():
+    raise ValueError("the verifier is broken")
+  return reasoning.score(item, completion)
+"""
+
+
+@pytest.mark.nightly
+def test_two_processes_take_a_last_checkpoint_when_a_thread_fails(tmp_path):
+  (tmp_path / "my_reward.py").write_text(FAILS)
+  workdir, broken = tmp_path / "work", tmp_path / "broken"
+
+  def start():
+    return subprocess.Popen(
+      [
+        sys.executable,
+        str(cluster_world.ROOT / "launch" / "trainer_world.py"),
+        "--num_processes=2",
+        "--max_restarts=0",
+        "--",
+        *cluster_world.train(
+          workdir,
+          "--config.cluster.trainer_processes=2",
+          "--config.mesh.train_data=-1",
+          "--config.task.reward=my_reward:score",
+          "--config.task.max_failed_groups=2",
+          "--config.warm_start.num_steps=0",
+          "--config.train.num_steps=30",
+          "--config.run.checkpoint_every=1000",
+          "--config.eval.every=0",
+        )[2:],
+      ],
+      cwd=tmp_path,
+      stdout=subprocess.DEVNULL,
+      stderr=subprocess.PIPE,
+      text=True,
+      env=cluster_world.ENVIRONMENT,
+    )
+
+  with start() as run:
+    cluster_world.until(
+      lambda: len(cluster_world.lines(workdir / "metrics.jsonl")) > 4, run, ""
+    )
+    broken.touch()
+    said = run.communicate(timeout=240)[1]
+  assert run.returncode == 1 and "the verifier is broken" in said
+  (step,) = {*checkpoint.steps(workdir / "checkpoints")} - {0}
+  assert 4 <= step < 30
+  broken.unlink()
+  with start() as run:
+    said = run.communicate(timeout=240)[1]
+  assert run.returncode == 0 and f"from step {step}" in said, said[-3000:]
+  lines = cluster_world.lines(workdir / "ledger.jsonl")
+  trained = [x["index"] for x in lines if x["fate"] == "trained"]
+  assert len(trained) == len({*trained}) == 30 * 4
   cluster_world.check_nothing_is_left()
 
 

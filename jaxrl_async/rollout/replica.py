@@ -180,9 +180,10 @@ class Replica:
 
   def _adopt(self) -> None:
     """Give the scheduler the newest weights that were fetched, and say so."""
-    version = self._params_version
+    params, version = self.params, self._params_version
+    assert params is not None
     with _failures_of_the_engine():
-      self.scheduler.adopt(self.params, version)
+      self.scheduler.adopt(params, version)
     self._link.adopted(messages.Adopted(replica=self.name, version=version))
 
   def adopt_version(

@@ -51,12 +51,12 @@ class LastCheckpoint:
   def take(self) -> None:
     """Take a checkpoint if possible, as something has failed or nothing moves.
 
-    Several processes that train would have to take it together, and one of
-    them may be what has failed.
+    Several processes that train take it together. If one of them was lost, this
+    process ends at once, whatever it does.
     """
     done = self._trained
     step = self._whole_step if done is None else done.step + 1
-    if step is None or self._parts.trainer.world.size > 1:
+    if step is None:
       return
     self.is_ending = True
     self._checkpoints.rescue(

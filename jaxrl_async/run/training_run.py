@@ -38,6 +38,7 @@ from jaxrl_async.run import session as session_lib
 from jaxrl_async.run import snapshot
 from jaxrl_async.run import start_up
 from jaxrl_async.run import trainer_facts
+from jaxrl_async.run import version_publisher
 from jaxrl_async.serving import front as front_lib
 from jaxrl_async.storage import background_write
 from jaxrl_async.storage import checkpoint
@@ -97,6 +98,9 @@ class Run:
       self.checkpoints.close, self.config.run.stall_timeout_s
     )
     self.last = last_checkpoint.LastCheckpoint(parts, self.checkpoints)
+    self.publisher = version_publisher.VersionPublisher(
+      parts.trainer, parts.channel, parts.buffer
+    )
     self.evaluations = run_evaluations.RunEvaluations(parts, self._paused)
     self.shutdown.stops(self.evaluations.close)
 
@@ -208,7 +212,7 @@ class Run:
       self.buffer.set_max_staleness(self._staleness.bound)
     start_s = time.perf_counter()
     self._wait_until_held(step)
-    self._publish(self.trainer.published(), step + 1)
+    self.publisher.publish(step + 1)
     done.times_s["publish_s"] = time.perf_counter() - start_s
     return done
 
@@ -227,6 +231,7 @@ class Run:
       loaded = self.loader.next(timeout_s=0.2)
       if loaded is not None:
         return loaded
+      self.publisher.catch_up()
       self.recorder.wait(timeout_s=0.0)  # raises the recorder's failure
       self._look(watch, f"a batch for step {step}")
     return None
@@ -259,10 +264,6 @@ class Run:
       ],
     )
 
-  def _publish(self, params: transformer.Params, version: int) -> None:
-    self.channel.publish(params, version)
-    self.buffer.set_policy_version(version)
-
   # -- evaluation, checkpoints, the end -------------------------------------
 
   def _complete_step(self, step: int) -> None:
@@ -272,6 +273,7 @@ class Run:
     saved before the evaluation contains these metrics. A run that continues
     from it starts with this evaluation.
     """
+    self.publisher.catch_up(is_urgent=True)
     if self.evaluations.is_beside(step):
       if not self.stop.is_set:
         self.evaluations.begin(step)
@@ -322,13 +324,12 @@ class Run:
   def _save(self, step: int) -> background_write.Write:
     """Copy the whole run for a checkpoint, and return what writes the copy.
 
-    The rollout side is paused while its state is copied.
-
-    Raises:
-      StorageError: the workdir is not reached, and must not be made anew.
+    The rollout side is paused while its state is copied. A workdir that is not
+    reached must not be made anew.
     """
     with disk.writing(self.workdir):
       self.claim.check_in_place()
+    self.publisher.catch_up()
     self._wait_for_recorder()
     with self._paused():
       if self.config.run.exact_resume and not self._is_rollout_hung:

@@ -38,8 +38,8 @@ _STARTING = threading.Lock()
 _NO_LIMIT_S = 10 * 365 * 86_400
 # File systems on a network take about a millisecond for each file.
 _MOST_FILES = 2000
-# Waits for the save that several processes have begun last.
-_waits: list[Callable[[], None]] = []
+# The saves that several processes have begun, and that are to be awaited.
+_waits: list["_Wait"] = []
 
 
 # At each save in files of their own, Orbax warns that there are no others to
@@ -135,8 +135,37 @@ def save_async(
   with _STARTING, context:
     wait = ocp.save_async(str(path), named).result
   if jax.process_count() > 1:
+    wait = _Wait(wait, is_long=not is_frequent)
     _waits.append(wait)
   return wait
+
+
+class _Wait:
+  """Waits until a save of several processes is committed.
+
+  Attributes:
+    is_long: whether others had better do something else meanwhile.
+    is_over: whether somebody has waited for it to the end.
+  """
+
+  def __init__(self, wait: Callable[[], None], *, is_long: bool):
+    self.is_long = is_long
+    self.is_over = False
+    self._wait = wait
+
+  def __call__(self) -> None:
+    try:
+      self._wait()
+    finally:
+      self.is_over = True
+
+
+def is_held_up() -> bool:
+  """Return whether the next save would wait for a large one of all processes.
+
+  A save of a single process never waits.
+  """
+  return any(wait.is_long and not wait.is_over for wait in _waits)
 
 
 def in_host_memory(named: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,89 @@
+"""Publishing while several processes write a checkpoint."""
+
+import pytest
+
+from jaxrl_async.run import version_publisher
+from jaxrl_async.storage import pytree_files
+
+
+class Parts:
+  """A trainer, a channel and a buffer in one, which write down what happens."""
+
+  def __init__(self):
+    self.done = []
+
+  def published(self):
+    return "weights"
+
+  def publish(self, params, version):
+    assert params == "weights"
+    self.done.append(("published", version))
+
+  def set_policy_version(self, version):
+    self.done.append(("set", version))
+
+
+@pytest.fixture
+def parts():
+  return Parts()
+
+
+@pytest.fixture
+def publisher(parts):
+  return version_publisher.VersionPublisher(parts, parts, parts)
+
+
+def is_held_up(monkeypatch, value):
+  monkeypatch.setattr(pytree_files, "is_held_up", lambda: value)
+
+
+def test_a_version_is_published_at_once(publisher, parts):
+  publisher.publish(1)
+  publisher.catch_up()
+  assert parts.done == [("published", 1), ("set", 1)]
+
+
+def test_the_newest_version_is_published_after_a_checkpoint(
+  publisher, parts, monkeypatch
+):
+  is_held_up(monkeypatch, True)
+  publisher.publish(1)
+  publisher.publish(2)
+  publisher.catch_up()
+  assert parts.done == [("set", 1), ("set", 2)]
+  is_held_up(monkeypatch, False)
+  publisher.catch_up()
+  publisher.catch_up()
+  publisher.publish(3)
+  assert parts.done[2:] == [("published", 2), ("published", 3), ("set", 3)]
+
+
+def test_what_waits_for_a_version_gets_it_all_the_same(
+  publisher, parts, monkeypatch
+):
+  is_held_up(monkeypatch, True)
+  publisher.publish(1)
+  publisher.catch_up(is_urgent=True)
+  assert parts.done == [("set", 1), ("published", 1)]
+
+
+def test_only_large_saves_that_nobody_has_awaited_hold_others_up(monkeypatch):
+  waits = []
+  monkeypatch.setattr(pytree_files, "_waits", waits)
+  assert not pytree_files.is_held_up()
+
+  def fail():
+    raise OSError("the disk is full")
+
+  short = pytree_files._Wait(lambda: None, is_long=False)
+  long = pytree_files._Wait(lambda: None, is_long=True)
+  failing = pytree_files._Wait(fail, is_long=True)
+  waits += [short]
+  assert not pytree_files.is_held_up()
+  waits += [long, failing]
+  assert pytree_files.is_held_up()
+  long()
+  assert pytree_files.is_held_up()
+  with pytest.raises(OSError, match="full"):
+    failing()
+  assert not pytree_files.is_held_up()
