@@ -141,6 +141,7 @@ def _dry_run(config: sections.Config, devices: Sequence[Any]) -> None:
   setup = checks.checked(config, devices)
   print(dry_run.describe(setup), flush=True)
   if not (_TOPOLOGY.value or _COMPILE.value):
+    print("--compile measures which slice will wait for the other.")
     return
   chip = topology.chip_of(devices[0])
   slices, attention = dry_run.programs(setup)

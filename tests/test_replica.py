@@ -323,8 +323,9 @@ def test_a_stop_text_ends_a_turn_wherever_it_was_interrupted(script, replica):
     found = ended(script, replica, turn(trajectory=begun, stop=(text,)))
     assert found.finish_reason is FinishReason.STOP, num_tokens
     assert found.tokens.tolist() == expected.tokens.tolist()
-    np.testing.assert_array_equal(
-      found.behavior_logprobs[:13], expected.behavior_logprobs
+    # A prefill makes the cache of what is begun, with other roundings.
+    np.testing.assert_allclose(
+      found.behavior_logprobs[:13], expected.behavior_logprobs, atol=2e-6
     )
 
 

@@ -157,7 +157,8 @@ def test_a_lease_that_is_not_returned_is_found(monkeypatch):
   monkeypatch.setattr(
     coordinator_lib.Coordinator, "drained", lambda self, drained: None
   )
-  assert first_failure().startswith("lease")
+  # In one process an engine that has failed keeps its groups for ever.
+  assert first_failure().startswith(("lease", "overdue"))
 
 
 def test_a_lease_that_never_ends_is_found(monkeypatch):

@@ -2,69 +2,83 @@
 
 import pytest
 
+from jaxrl_async.coordination import buffer as buffer_lib
+from jaxrl_async.coordination import channels
 from jaxrl_async.run import version_publisher
 from jaxrl_async.storage import pytree_files
+from jaxrl_async.training import trainer as trainer_lib
 
 
-class Parts:
-  """A trainer, a channel and a buffer in one, which write down what happens."""
-
+class FakeTrainer(trainer_lib.Trainer):
   def __init__(self):
-    self.done = []
+    pass
 
   def published(self):
-    return "weights"
+    return {"weights": 1}
+
+
+class FakeChannel(channels.DirectChannel):
+  def __init__(self, done):
+    self.done = done
 
   def publish(self, params, version):
-    assert params == "weights"
+    assert params == {"weights": 1}
     self.done.append(("published", version))
+
+
+class FakeBuffer(buffer_lib.Buffer):
+  def __init__(self, done):
+    self.done = done
 
   def set_policy_version(self, version):
     self.done.append(("set", version))
 
 
 @pytest.fixture
-def parts():
-  return Parts()
+def done():
+  """What happens, in order."""
+  return []
 
 
 @pytest.fixture
-def publisher(parts):
-  return version_publisher.VersionPublisher(parts, parts, parts)
+def publisher(done):
+  return version_publisher.VersionPublisher(
+    FakeTrainer(), FakeChannel(done), FakeBuffer(done)
+  )
 
 
 def is_held_up(monkeypatch, value):
   monkeypatch.setattr(pytree_files, "is_held_up", lambda: value)
 
 
-def test_a_version_is_published_at_once(publisher, parts):
+def test_a_version_is_published_at_once(publisher, done):
   publisher.publish(1)
   publisher.catch_up()
-  assert parts.done == [("published", 1), ("set", 1)]
+  assert done == [("published", 1), ("set", 1)]
 
 
 def test_the_newest_version_is_published_after_a_checkpoint(
-  publisher, parts, monkeypatch
+  publisher, done, monkeypatch
 ):
   is_held_up(monkeypatch, True)
   publisher.publish(1)
   publisher.publish(2)
   publisher.catch_up()
-  assert parts.done == [("set", 1), ("set", 2)]
+  assert done == [("set", 1), ("set", 2)]
   is_held_up(monkeypatch, False)
   publisher.catch_up()
   publisher.catch_up()
   publisher.publish(3)
-  assert parts.done[2:] == [("published", 2), ("published", 3), ("set", 3)]
+  assert done[2:] == [("published", 2), ("published", 3), ("set", 3)]
 
 
 def test_what_waits_for_a_version_gets_it_all_the_same(
-  publisher, parts, monkeypatch
+  publisher, done, monkeypatch
 ):
   is_held_up(monkeypatch, True)
   publisher.publish(1)
   publisher.catch_up(is_urgent=True)
-  assert parts.done == [("set", 1), ("published", 1)]
+  assert done == [("set", 1), ("published", 1)]
 
 
 def test_only_large_saves_that_nobody_has_awaited_hold_others_up(monkeypatch):

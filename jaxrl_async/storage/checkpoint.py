@@ -179,11 +179,6 @@ def _writing(directory: pathlib.Path, step: int) -> Iterator[None]:
       # The incomplete files are useless and would keep a full disk full.
       incomplete = directory / f"{step}.incomplete"
       shutil.rmtree(incomplete, ignore_errors=True)
-      # Where a workdir was moved away during the write, Orbax may have made it
-      # again. A directory that holds anything else stays.
-      with contextlib.suppress(OSError):
-        directory.rmdir()
-        directory.parent.rmdir()
       raise
 
 
