@@ -14,6 +14,7 @@ import tiny
 
 import jaxrl_async
 from jaxrl_async.config import sections
+from jaxrl_async.devices import xla_flags
 from jaxrl_async.rewards import importable
 from jaxrl_async.run import training_run
 from jaxrl_async.text import tokenizer as tokenizer_lib
@@ -104,6 +105,24 @@ def test_the_flag_of_exact_runs_is_set_while_xla_has_not_read_them():
     "--xla_force_host_platform_device_count=3",
   ]
   assert ran.stdout == f"(True, True, True) True False {flags}\n", ran.stderr
+
+
+@pytest.mark.parametrize(
+  ("processor", "flag"),
+  [
+    ("flags : fpu avx2 avx512f avx512bw", xla_flags.OWN_PRODUCTS),
+    ("flags : fpu avx avx2 fma", ""),
+    (None, ""),
+  ],
+)
+def test_only_a_processor_with_avx512_needs_the_flag(
+  tmp_path, monkeypatch, processor, flag
+):
+  path = tmp_path / "cpuinfo"
+  if processor is not None:
+    path.write_text(processor)
+  monkeypatch.setattr(xla_flags, "_PROCESSOR", path)
+  assert xla_flags.of_same_bits() == flag
 
 
 @pytest.mark.slow

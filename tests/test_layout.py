@@ -133,7 +133,6 @@ CATCHES_ALL = {
   "rewards/sandbox_candidate.py": "a program that a model wrote",
   "rewards/sandbox_supervisor.py": "its tests",
   "rollout/episode.py": "user code",
-  "rollout/replica.py": "programs of any device; the worker raises it, or not",
   "data/reasoning_gym/question_server.py": "user code",
   "run/compile_ahead.py": "a loss of the user's; its call raises it again",
 }

@@ -32,7 +32,7 @@ def of_same_bits() -> str:
   try:
     has_avx512 = "avx512" in _PROCESSOR.read_text()
   except OSError:
-    has_avx512 = False  # no processor of another kind has it
+    has_avx512 = False  # not Linux: no processor there is known to need it
   return OWN_PRODUCTS if has_avx512 else ""
 
 

@@ -452,10 +452,14 @@ def sequence_of(
 
 @contextlib.contextmanager
 def _failures_of_the_engine() -> Iterator[None]:
-  """Turn every error inside the block into an EngineFailed."""
+  """Turn an error of a device program into an EngineFailed.
+
+  JAX raises subclasses of RuntimeError. Other errors are bugs of the program,
+  which must not be passed over.
+  """
   try:
     yield
-  except Exception as error:
+  except RuntimeError as error:
     raise EngineFailed(f"{type(error).__name__}: {error}") from error
 
 
