@@ -66,7 +66,7 @@ class Serving:
     self.url = f"http://127.0.0.1:{self.http.port}"
     self.supervisor = supervisor_lib.Supervisor(lambda error: None)
     # Without looking for proxies and certificates at every request.
-    self._direct = httpx.Client(trust_env=False, verify=False)
+    self._direct = httpx.Client(trust_env=False, verify=False, timeout=60)
 
   def __enter__(self):
     self.supervisor.spawn("http server", self.http.run)

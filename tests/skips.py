@@ -75,9 +75,16 @@ class Skips:
       *(f"{x}: there is no such test" for x in sorted(expected.keys() - there)),
     ]
 
+  @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+  def pytest_testnodedown(self, node):
+    """Learns which tests a worker found: only workers collect them."""
+    self._existing |= set(node.workeroutput["existing_tests"])
+
   def pytest_sessionfinish(self, session):
-    """Fails a session that would have passed."""
-    if self.wrong() and session.exitstatus == pytest.ExitCode.OK:
+    """Fails a session that would have passed; a worker only reports."""
+    if hasattr(session.config, "workeroutput"):
+      session.config.workeroutput["existing_tests"] = sorted(self._existing)
+    elif self.wrong() and session.exitstatus == pytest.ExitCode.OK:
       session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
   def pytest_terminal_summary(self, terminalreporter):

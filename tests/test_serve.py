@@ -255,7 +255,11 @@ def test_a_second_signal_ends_the_server_at_once(tmp_path):
   with (
     serving(tmp_path) as (process, address),
     httpx.stream(
-      "POST", f"{address}/v1/completions", json=wanted, headers=headers
+      "POST",
+      f"{address}/v1/completions",
+      json=wanted,
+      headers=headers,
+      timeout=DEADLINE_S,
     ) as answer,
   ):
     events = answer.iter_lines()  # which ends the answer when it goes

@@ -47,7 +47,7 @@ test_module.py  # a library
 """
 
 
-def session(folder, expected):
+def session(folder, expected, workers=0):
   """Exit status and output of pytest over the two files."""
   (folder / "test_some.py").write_text(TESTS)
   (folder / "test_module.py").write_text(MODULE)
@@ -64,7 +64,7 @@ def session(folder, expected):
         "-p",
         "no:cacheprovider",
       ),
-      *("-m", "not slow", "--expected-skips=expected.txt"),
+      *("-m", "not slow", "--expected-skips=expected.txt", f"-n{workers}"),
     ],
     cwd=folder,
     env={"PYTHONPATH": str(pathlib.Path(__file__).parent)},
@@ -75,19 +75,21 @@ def session(folder, expected):
   return done.returncode, done.stdout + done.stderr
 
 
-def test_exactly_the_named_tests_may_skip(tmp_path):
-  status, output = session(tmp_path, EXPECTED)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_exactly_the_named_tests_may_skip(workers, tmp_path):
+  status, output = session(tmp_path, EXPECTED, workers)
   assert status == 0, output
   assert "not expected" not in output
 
 
-def test_every_difference_is_listed_and_fails_the_session(tmp_path):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_difference_is_listed_and_fails_the_session(workers, tmp_path):
   expected = """
 test_some.py::test_skips_inside[a # b]  # a device
 test_some.py::test_runs  # a device
 test_some.py::test_gone  # a device
 """
-  status, output = session(tmp_path, expected)
+  status, output = session(tmp_path, expected, workers)
   assert status == pytest.ExitCode.TESTS_FAILED
   _, _, listed = output.partition("skips that were not expected")
   for line in (
