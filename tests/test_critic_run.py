@@ -159,8 +159,8 @@ def test_a_continued_run_is_an_uninterrupted_one(workdir, tmp_path):
   found, expected = (
     stored_state(make_config(), path, 4) for path in (tmp_path, workdir)
   )
-  # Groups of the third step may have tokens when the first run ends, and their
-  # caches are built by prefill then, which rounds differently on some processors.
+  # Groups of the third step may have tokens when the first run ends. Their
+  # caches are built by prefill then, which on some processors rounds otherwise.
   jax.tree.map(
     functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6),
     found,

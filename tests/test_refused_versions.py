@@ -8,8 +8,10 @@ import time
 import pytest
 import stamped
 import test_orbax_channel
+import waiting
 
 from jaxrl_async.coordination import weight_transfer
+from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.storage import manifest
 from jaxrl_async.storage import pytree_files
 from jaxrl_async.storage import shared_check
@@ -111,6 +113,35 @@ def test_a_refused_version_is_written_again_while_it_is_the_newest(
   assert not [x for x in _copies(tmp_path) if x.startswith(f"{newest}")]
   channel.close()
   assert not tmp_path.exists()
+
+
+def test_several_processes_are_asked_for_a_version_that_was_refused(tmp_path):
+  notes = []
+  world = world_lib.World(0, 2, {})  # the other one has no part of the arrays
+  publisher = _orbax(tmp_path, world=world, note=notes.append)
+  reader = _orbax(tmp_path)
+  stamped.publish_and_wait(publisher, 3)
+  assert publisher.wanted_again is None
+  for copy in ("3", "3-2"):
+    _damage(tmp_path, copy)
+    assert reader.adopt(-1) is None
+    waiting.until(lambda: publisher.wanted_again == 3)
+    with pytest.raises(weight_transfer.WeightTransferError, match="not newer"):
+      publisher.publish(stamped.params(2), 2)
+    publisher.publish(stamped.params(3), 3)
+    assert publisher.wanted_again is None
+    assert reader.wait_for_version(-1, stamped.DEADLINE_S)
+  params, version = reader.adopt(-1)
+  assert version == 3 and reader.num_refused == 2
+  stamped.assert_all(params, 3)
+  assert len(notes) == 2 and "written again" in notes[-1]
+  # Nobody asks for one that a newer one has replaced.
+  _damage(tmp_path, "3-3")
+  assert reader.adopt(2) is None
+  stamped.publish_and_wait(publisher, 4)
+  time.sleep(1.5)
+  assert publisher.wanted_again is None
+  publisher.close()
 
 
 def test_a_version_is_written_again_once_for_all_who_refuse_it(tmp_path):

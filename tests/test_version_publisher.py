@@ -20,6 +20,7 @@ class FakeTrainer(trainer_lib.Trainer):
 class FakeChannel(channels.DirectChannel):
   def __init__(self, done):
     self.done = done
+    self.wanted_again = None
 
   def publish(self, params, version):
     assert params == {"weights": 1}
@@ -79,6 +80,24 @@ def test_what_waits_for_a_version_gets_it_all_the_same(
   publisher.publish(1)
   publisher.catch_up(is_urgent=True)
   assert done == [("set", 1), ("published", 1)]
+
+
+def test_a_version_that_was_refused_is_published_again(
+  publisher, done, monkeypatch
+):
+  publisher.publish(1)
+  publisher._channel.wanted_again = 1
+  publisher.catch_up()  # which may be called when the weights are newer
+  assert done == [("published", 1), ("set", 1)]
+  publisher.renew()
+  assert done[2:] == [("published", 1)]
+  is_held_up(monkeypatch, True)
+  publisher.renew()
+  publisher.publish(2)  # replaces it
+  is_held_up(monkeypatch, False)
+  publisher._channel.wanted_again = None
+  publisher.renew()
+  assert done[3:] == [("set", 2), ("published", 2)]
 
 
 def test_only_large_saves_that_nobody_has_awaited_hold_others_up(monkeypatch):

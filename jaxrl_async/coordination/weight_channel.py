@@ -48,6 +48,9 @@ class WeightChannel(abc.ABC):
     refusal: the last of these errors; None if there was none.
     is_written_again: whether the publisher writes a version again that a reader
       has refused.
+    wanted_again: the version that the caller of `publish` has to publish once
+      more, because a reader refused it and the channel keeps no arrays; None
+      if there is none.
 
   Threads: one thread publishes and closes; any number poll, wait and adopt.
   `_changed` guards what they share and is notified after every new version,
@@ -72,6 +75,7 @@ class WeightChannel(abc.ABC):
     self.num_refused = 0
     self.refusal: RefusedVersionError | None = None
     self.is_written_again = True
+    self.wanted_again: int | None = None
     self._last_published = -1
     self._is_closed = False
 
@@ -81,7 +85,8 @@ class WeightChannel(abc.ABC):
     Args:
       params: arrays with the target's leaf names, shapes and dtypes, on any
         devices.
-      version: completed train steps; increases from call to call.
+      version: completed train steps; increases from call to call, or is
+        `wanted_again`.
 
     Returns:
       The seconds for which the caller was held up.
@@ -95,7 +100,7 @@ class WeightChannel(abc.ABC):
     self._raise_failure()
     if self._is_closed:
       raise WeightTransferError(f"version {version}: the channel is closed")
-    if version <= self._last_published:
+    if version <= self._last_published and version != self.wanted_again:
       raise WeightTransferError(
         f"version {version} is not newer than {self._last_published}"
       )
@@ -104,7 +109,9 @@ class WeightChannel(abc.ABC):
       pytree_files.check_layout(pytree_files.layout(named), self._layout)
     except pytree_files.LayoutError as error:
       raise WeightTransferError(f"version {version}: {error}") from error
-    self._last_published = version
+    with self._changed:
+      self._last_published = version
+      self.wanted_again = None
     self._hand_over({name: named[name] for name in self._layout}, version)
     return time.perf_counter() - start
 

@@ -66,9 +66,11 @@ class OrbaxChannel(WeightChannel):
   something else is announced. It leaves a mark beside the version. The
   publisher keeps the arrays of the last version in the host's memory, and looks
   about once a second. If it finds a mark, or no files, it writes a further copy
-  under another name, unless a newer version waits. With several processes that
-  train it writes nothing again. `adopt` then raises where nothing newer would
-  come: if the reader has no weights yet, or if no version may be skipped.
+  under another name, unless a newer version waits. Several processes that
+  train keep no arrays: there, `wanted_again` asks the caller of `publish` for
+  the version, as long as it is the newest. Where nothing is written again,
+  `adopt` raises if nothing newer would come: if the reader has no weights yet,
+  or if no version may be skipped.
 
   Removal. A reader takes a shared lock on the manifest and then checks whether
   the copy is still the newest. The publisher removes a copy only when two
@@ -116,8 +118,7 @@ class OrbaxChannel(WeightChannel):
       target: jax.ShapeDtypeStruct leaves with the rollout shardings.
       coalesce: False at max_staleness 0, where no version may be skipped.
       is_written_again: False keeps no arrays in the host's memory, for what is
-        large and published once. It is False in any case if several processes
-        publish.
+        large and published once.
       world: the processes that publish together; None is this one alone.
       note: is called with a message when a version cannot be written, and when
         one is written again.
@@ -130,7 +131,7 @@ class OrbaxChannel(WeightChannel):
     self._newest_link = self._path / "newest"
     self._note = note
     self._coalesce = coalesce and self._world.size == 1
-    self.is_written_again = is_written_again and self._world.size == 1
+    self.is_written_again = is_written_again
     self._waiting: collections.deque[tuple[_Save, str]]
     self._waiting = collections.deque()
     self._announced: list[str] = []  # names of copies
@@ -231,7 +232,7 @@ class OrbaxChannel(WeightChannel):
       self._thread = supervisor_lib.start_thread(
         "weight-transfer", self._publish_all, self._keep_failure
       )
-    copy = version_files.copy_name(version, 1)
+    copy = version_files.copy_name(version, self._next_number(version))
     if self._world.size > 1:
       with disk.writing(self._path):
         begun = self._save(named, copy)
@@ -280,6 +281,9 @@ class OrbaxChannel(WeightChannel):
     if save is None:
       if (copy := self._next_copy()) is None:
         return True
+      if self._world.size > 1:
+        self._want_again(copy)
+        return True
       save = functools.partial(self._save, self._kept, copy)
     wait_s = _FIRST_WAIT_S
     while True:
@@ -315,7 +319,8 @@ class OrbaxChannel(WeightChannel):
     It does if a reader has refused the newest copy, or if that is not there.
     """
     self._is_refused = False
-    if not self._kept or not self._announced:
+    keeps = self._kept or (self._world.size > 1 and self.is_written_again)
+    if not keeps or not self._announced or self.wanted_again is not None:
       return None
     newest = self._announced[-1]
     if version_files.is_refused(self._path / newest):
@@ -338,6 +343,20 @@ class OrbaxChannel(WeightChannel):
       ):
         return None
     return version_files.copy_name(version, number)
+
+  def _next_number(self, version: int) -> int:
+    """Return the number of the next copy of a version."""
+    newest = self._announced[-1] if self._announced else None
+    if newest is None or version_files.version_of(newest) != version:
+      return 1
+    return 1 + version_files.number_of(newest)
+
+  def _want_again(self, copy: str) -> None:
+    """Ask for a version once more, unless a newer one was handed over."""
+    version = version_files.version_of(copy)
+    with self._changed:
+      if version == self._last_published:
+        self.wanted_again = version
 
   def _keep_and_save(
     self, named: dict[str, Any], copy: str

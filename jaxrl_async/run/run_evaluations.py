@@ -18,6 +18,7 @@ from jaxrl_async.rollout import rollout_side
 from jaxrl_async.run import device_checks
 from jaxrl_async.run import evaluate
 from jaxrl_async.run import start_up
+from jaxrl_async.run import version_publisher
 
 _LOOK_S = 0.2
 _END_S = 5.0
@@ -55,16 +56,19 @@ class RunEvaluations:
   def __init__(
     self,
     parts: start_up.Parts,
+    publisher: version_publisher.VersionPublisher,
     paused: Callable[[], contextlib.AbstractContextManager[None]],
   ):
     """Prepare evaluations.
 
     Args:
       parts: of the run.
+      publisher: of the versions that are evaluated.
       paused: holds the rollout side, if its thread has been started.
     """
     self._config = parts.setup.config
     self._parts = parts
+    self._publisher = publisher
     self._paused = paused
     self._stop = parts.session.stop
     self._note = parts.session.progress.note
@@ -84,6 +88,11 @@ class RunEvaluations:
       EvaluationError: no answer could be scored.
     """
     parts, config = self._parts, self._config
+
+    def check() -> None:
+      self._stop.check("stopped in an evaluation")
+      self._publisher.renew(is_urgent=True)
+
     is_end = step == 0 or step >= config.train.num_steps
     with parts.recorder.evaluating(), self._paused():
       write = functools.partial(
@@ -91,11 +100,7 @@ class RunEvaluations:
         version=step,
         timeout_s=parts.stall_timeout_s,
       )
-      result = self._evaluated(
-        write,
-        is_greedy=is_end,
-        check=lambda: self._stop.check("stopped in an evaluation"),
-      )
+      result = self._evaluated(write, is_greedy=is_end, check=check)
       if config.eval.temperature == config.rollout.temperature:
         kl = evaluate.mismatch_kl(
           result.sampled.trajectories, parts.trainer.logprobs
@@ -132,8 +137,9 @@ class RunEvaluations:
     """Return whether a newer version may be published.
 
     It would replace the one that is evaluated before the rollout side has it.
+    One that has to be published again cannot be, as the weights are newer.
     """
-    if self._now is None:
+    if self._now is None or self._parts.channel.wanted_again is not None:
       return True
     try:
       return self._now.held.is_held()

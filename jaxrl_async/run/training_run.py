@@ -69,7 +69,6 @@ class Run:
     self.shutdown = parts.shutdown
     self.supervisor = parts.shutdown.supervisor
     self.record = parts.record
-    self.clock = parts.clock
     self.trainer = parts.trainer
     self.buffer = parts.buffer
     self.writer = parts.writer
@@ -78,7 +77,6 @@ class Run:
     self.channel = parts.channel
     self.rollout = parts.rollout
     self.recorder = parts.recorder
-    self.sampler = parts.sampler
     self.profiler = parts.profiler
     self.loader = parts.loader
     self._data = dict(parts.setup.source.versions)
@@ -101,7 +99,9 @@ class Run:
     self.publisher = version_publisher.VersionPublisher(
       parts.trainer, parts.channel, parts.buffer
     )
-    self.evaluations = run_evaluations.RunEvaluations(parts, self._paused)
+    self.evaluations = run_evaluations.RunEvaluations(
+      parts, self.publisher, self._paused
+    )
     self.shutdown.stops(self.evaluations.close)
 
   def start(self) -> int:
@@ -231,7 +231,7 @@ class Run:
       loaded = self.loader.next(timeout_s=0.2)
       if loaded is not None:
         return loaded
-      self.publisher.catch_up()
+      self.publisher.renew()
       self.recorder.wait(timeout_s=0.0)  # raises the recorder's failure
       self._look(watch, f"a batch for step {step}")
     return None
