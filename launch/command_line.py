@@ -106,7 +106,7 @@ def use_compile_cache(path: pathlib.Path) -> None:
   """
   import jax
 
-  jax.config.update("jax_compilation_cache_dir", _cache(path))
+  jax.config.update("jax_compilation_cache_dir", compile_cache(path))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
@@ -132,8 +132,11 @@ def _prepare_jax() -> None:
   jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
-def _cache(path: pathlib.Path) -> str:
-  """Return where XLA's compiled programs are kept, by default below a path."""
+def compile_cache(path: pathlib.Path) -> str:
+  """Return where XLA's compiled programs are kept, by default below a path.
+
+  It may be a place that JAX handles, such as gs://.
+  """
   return _COMPILE_CACHE.value or str(path / "compile_cache")
 
 

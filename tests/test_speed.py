@@ -27,24 +27,24 @@ def test_completions_have_their_mean_and_no_more_than_twice_of_it():
 def test_candidates_differ_from_the_config_in_one_setting():
   setup = make_setup(rows_per_microbatch=4)
   own, *others = speed.candidates(setup)
-  assert own == speed.shapes_of(setup)
+  assert own == speed.shapes_of(setup.config)
   assert len(set(others)) == len(others) > 4
   for shapes in others:
     pairs = zip(
       dataclasses.astuple(own), dataclasses.astuple(shapes), strict=True
     )
     assert sum(here != there for here, there in pairs) == 1
-    changed = speed.with_shapes(setup, shapes)
+    changed = speed.with_shapes(setup.config, shapes)
     assert speed.shapes_of(changed) == shapes
   assert {x.rows_per_microbatch for x in others} == {2, 4, 8}
-  assert speed.shapes_of(setup) == own  # nothing was changed in place
+  assert speed.shapes_of(setup.config) == own  # nothing was changed in place
 
 
 def test_the_best_of_each_setting_are_tried_together(monkeypatch):
-  own = speed.shapes_of(make_setup(rows_per_microbatch=4))
+  own = speed.shapes_of(make_setup(rows_per_microbatch=4).config)
 
   def step_s(setup, lengths, *, repeats):
-    shapes = speed.shapes_of(setup)
+    shapes = speed.shapes_of(setup.config)
     if shapes.remat is sections.Remat.FULL:
       raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too much")
     rows = {2: 0.9, 4: 1.0, 8: 1.2}[shapes.rows_per_microbatch]

@@ -72,9 +72,8 @@ class Shapes:
     )
 
 
-def shapes_of(setup: setup_lib.Setup) -> Shapes:
+def shapes_of(config: sections.Config) -> Shapes:
   """Return those of a config."""
-  config = setup.config
   return Shapes(
     rows_per_microbatch=config.train.rows_per_microbatch,
     remat=config.model.remat,
@@ -88,7 +87,7 @@ def candidates(setup: setup_lib.Setup) -> Iterator[Shapes]:
   Rows are halved and doubled. Rematerialisation that needs more memory than the
   config's is tried too, so that a candidate may be refused by the device.
   """
-  own = shapes_of(setup)
+  own = shapes_of(setup.config)
   yield own
   least = setup.train_mesh.shape["data"] * setup.train_mesh.shape["fsdp"]
   for rows in (own.rows_per_microbatch // 2, 2 * own.rows_per_microbatch):
@@ -102,18 +101,17 @@ def candidates(setup: setup_lib.Setup) -> Iterator[Shapes]:
       yield dataclasses.replace(own, attention=attention)
 
 
-def with_shapes(setup: setup_lib.Setup, shapes: Shapes) -> setup_lib.Setup:
-  """Return a setup with these shapes."""
-  config = dataclasses.replace(
-    setup.config,
-    model=dataclasses.replace(setup.config.model, remat=shapes.remat),
+def with_shapes(config: sections.Config, shapes: Shapes) -> sections.Config:
+  """Return a config with these shapes."""
+  return dataclasses.replace(
+    config,
+    model=dataclasses.replace(config.model, remat=shapes.remat),
     train=dataclasses.replace(
-      setup.config.train,
+      config.train,
       rows_per_microbatch=shapes.rows_per_microbatch,
       attention=shapes.attention,
     ),
   )
-  return dataclasses.replace(setup, config=config)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,7 +172,8 @@ def _tried(
   setup: setup_lib.Setup, shapes: Shapes, lengths: Lengths, repeats: int
 ) -> Tried:
   try:
-    changed = with_shapes(setup, shapes)
+    config = with_shapes(setup.config, shapes)
+    changed = dataclasses.replace(setup, config=config)
     return Tried(
       shapes=shapes, step_s=train_step_s(changed, lengths, repeats=repeats)
     )
