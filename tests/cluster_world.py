@@ -13,10 +13,15 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FOR_EVER = 100_000
-# Without the eight devices of the tests' own process. All that a test starts
-# has the mark, however it is named.
+COMPILE_CACHE = pathlib.Path(tempfile.gettempdir()) / "jaxrl_async_test_cache"
+# Without the eight devices of the tests' own process, and compiled quickly. All
+# that a test starts has the mark, however it is named.
 MARK = f"JAXRL_TEST={os.getpid()}"
-ENVIRONMENT = os.environ | {"XLA_FLAGS": ""} | dict([MARK.split("=")])
+ENVIRONMENT = (
+  os.environ
+  | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+  | dict([MARK.split("=")])
+)
 
 
 def train(workdir, *more):
@@ -25,6 +30,7 @@ def train(workdir, *more):
     str(ROOT / "launch" / "train.py"),
     f"--config={ROOT / 'configs' / 'tiny.py'}",
     f"--workdir={workdir}",
+    f"--compile_cache={COMPILE_CACHE}",
     "--config.cluster.kind=ray",
     *more,
   ]
