@@ -2,6 +2,10 @@
 
 import dataclasses
 import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -99,3 +103,41 @@ def test_shapes_without_memory_for_a_run_are_left_out(
     dataclasses.replace(config, train=before.train, model=before.model)
     == before
   )
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_the_script_measures_at_its_first_start(tmp_path):
+  root = pathlib.Path(__file__).parents[1]
+
+  def start(workdir, *flags):
+    done = subprocess.run(
+      [
+        *(sys.executable, str(root / "launch" / "train.py"), "--tune"),
+        f"--config={root / 'configs' / 'tiny.py'}",
+        f"--workdir={tmp_path / workdir}",
+        f"--compile_cache={tmp_path / 'cache'}",
+        "--config.warm_start.num_steps=0",
+        "--config.train.num_steps=1",
+        *flags,
+      ],
+      env=os.environ | {"XLA_FLAGS": ""},
+      capture_output=True,
+      text=True,
+      timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stderr
+
+  assert "looking for its fastest shapes" in start("one")
+  kept = json.loads((tmp_path / "cache" / tuned_shapes.NAME).read_text())
+  assert len(kept) == 1
+  assert "as measured before" in start("two")
+  one, two = (
+    speed.shapes_of(config_json.read(tmp_path / name))
+    for name in ("one", "two")
+  )
+  assert one == two
+  # Whatever the config says, a run that continues keeps its shapes.
+  again = start("two", "--config.train.num_steps=2")
+  assert f"the shapes of {tmp_path / 'two'}" in again
