@@ -97,13 +97,16 @@ def _check() -> None:
   elif _TOPOLOGY.value:
     tpu_chips.parse(_TOPOLOGY.value)
   if _DRY_RUN.value:
+    if _TUNE.value:
+      raise sections.ConfigError("tune: a dry run does not; use launch/tune.py")
     return
   command_line.check_workdir()
   trainer_process.check()
   config = command_line.CONFIG.value
   if _TUNE.value and config.cluster.trainer_processes > 1:
     raise sections.ConfigError(
-      "tune: several processes train; use launch/tune.py on one of the hosts"
+      "tune: several processes train; use launch/tune.py in one process, with"
+      " the mesh of its devices"
     )
   if config.run.exact_resume:
     xla_flags.use(xla_flags.of_same_bits())

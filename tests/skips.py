@@ -78,7 +78,9 @@ class Skips:
   @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
   def pytest_testnodedown(self, node):
     """Learns which tests a worker found: only workers collect them."""
-    self._existing |= set(node.workeroutput["existing_tests"])
+    # One that crashed has none.
+    found = getattr(node, "workeroutput", {})
+    self._existing |= set(found.get("existing_tests", ()))
 
   def pytest_sessionfinish(self, session):
     """Fails a session that would have passed; a worker only reports."""

@@ -85,6 +85,22 @@ def test_the_slice_that_needs_less_time_waits(train_s, rollout_s, words):
   assert speed.line(train_s, rollout_s).endswith(words)
 
 
+def test_shapes_that_the_run_would_refuse_are_no_candidates():
+  config = test_run.make_config(train={"rows_per_microbatch": 4})
+  config.warm_start.num_steps = 1
+  config.warm_start.rows_per_batch = 4
+  setup = test_assembly.resolved(config)
+  assert {x.rows_per_microbatch for x in speed.candidates(setup)} == {2, 4}
+
+
+@pytest.mark.slow
+def test_a_train_step_of_adapters_is_measured():
+  config = test_run.make_config()
+  config.model.lora.rank = 2
+  setup = test_assembly.resolved(config)
+  assert 0 < speed.train_step_s(setup, LENGTHS, repeats=1) < 60
+
+
 @pytest.mark.slow
 def test_both_slices_are_measured():
   setup = make_setup()

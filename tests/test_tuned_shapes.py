@@ -16,6 +16,7 @@ from jaxrl_async.run import device_checks
 from jaxrl_async.run import speed
 from jaxrl_async.run import tuned_shapes
 from jaxrl_async.storage import config_json
+from jaxrl_async.storage import workdir as workdir_lib
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_shapes_are_measured_once(measured, tmp_path):
   # The number of steps makes no difference.
   again = tuned(make_config(num_steps=9), tmp_path, notes)
   assert speed.shapes_of(again) == speed.shapes_of(config) and not measured
-  assert "as measured before" in notes[-1]
+  assert "measured before" in notes[-1]
   tuned(make_config(tokens_per_row=32), tmp_path)
   assert measured
 
@@ -81,9 +82,42 @@ def test_a_run_that_continues_keeps_its_shapes(measured, tmp_path):
   config = make_config()
   config.model.remat = sections.Remat.ATTENTION
   config_json.write(config, tmp_path / "work")
+  assert tuned(make_config(), tmp_path) != config  # of launch/sft.py, perhaps
+  measured.clear()
+  (tmp_path / "work" / workdir_lib.SCHEDULE).write_text("")
   found = tuned(make_config(rows_per_microbatch=8), tmp_path)
   assert speed.shapes_of(found) == speed.shapes_of(config)
   assert not measured
+  # Those that do not suit this start are passed over.
+  config.train.rows_per_microbatch = 3
+  config_json.write(config, tmp_path / "work")
+  wanted = make_config()
+  wanted.warm_start.num_steps = 1
+  wanted.warm_start.rows_per_batch = 4
+  found = tuned(wanted, tmp_path)
+  assert found.train.rows_per_microbatch == 2
+
+
+def test_an_answer_that_a_run_would_refuse_is_none(measured, tmp_path):
+  wanted = tuned(make_config(), tmp_path)
+  config = make_config()
+  config.warm_start.num_steps = 1
+  config.warm_start.rows_per_batch = 4
+  measured.clear()
+  assert speed.shapes_of(tuned(config, tmp_path)) == speed.shapes_of(wanted)
+  assert not measured
+  file = tmp_path / "cache" / tuned_shapes.NAME
+  file.write_text(file.read_text().replace(": 2,", ": 8,"))
+  tuned(config, tmp_path)
+  assert {x.rows_per_microbatch for x in measured} == {2, 4}
+
+
+def test_a_cache_that_cannot_be_written_ends_nothing(measured, tmp_path):
+  (tmp_path / "cache").write_text("no directory")
+  notes = []
+  config = tuned(make_config(), tmp_path, notes)
+  assert config.train.rows_per_microbatch == 2 and measured
+  assert notes[-1].startswith("they will be measured again")
 
 
 def test_shapes_without_memory_for_a_run_are_left_out(
@@ -117,7 +151,7 @@ def test_the_script_measures_at_its_first_start(tmp_path):
         f"--config={root / 'configs' / 'tiny.py'}",
         f"--workdir={tmp_path / workdir}",
         f"--compile_cache={tmp_path / 'cache'}",
-        "--config.warm_start.num_steps=0",
+        "--config.warm_start.num_steps=1",
         "--config.train.num_steps=1",
         *flags,
       ],
@@ -132,7 +166,7 @@ def test_the_script_measures_at_its_first_start(tmp_path):
   assert "looking for its fastest shapes" in start("one")
   kept = json.loads((tmp_path / "cache" / tuned_shapes.NAME).read_text())
   assert len(kept) == 1
-  assert "as measured before" in start("two")
+  assert "measured before" in start("two")
   one, two = (
     speed.shapes_of(config_json.read(tmp_path / name))
     for name in ("one", "two")

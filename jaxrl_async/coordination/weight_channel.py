@@ -111,8 +111,9 @@ class WeightChannel(abc.ABC):
       raise WeightTransferError(f"version {version}: {error}") from error
     with self._changed:
       self._last_published = version
-      self.wanted_again = None
     self._hand_over({name: named[name] for name in self._layout}, version)
+    with self._changed:
+      self.wanted_again = None  # only now, so that it is not asked for twice
     return time.perf_counter() - start
 
   @abc.abstractmethod

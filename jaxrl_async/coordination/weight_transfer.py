@@ -320,9 +320,10 @@ class OrbaxChannel(WeightChannel):
     """
     self._is_refused = False
     keeps = self._kept or (self._world.size > 1 and self.is_written_again)
-    if not keeps or not self._announced or self.wanted_again is not None:
+    announced = self._announced[-1:]  # which another thread may clear
+    if not keeps or not announced or self.wanted_again is not None:
       return None
-    newest = self._announced[-1]
+    (newest,) = announced
     if version_files.is_refused(self._path / newest):
       why = "was refused"
     elif not os.path.exists(self._newest_link / manifest.NAME):
@@ -346,10 +347,10 @@ class OrbaxChannel(WeightChannel):
 
   def _next_number(self, version: int) -> int:
     """Return the number of the next copy of a version."""
-    newest = self._announced[-1] if self._announced else None
-    if newest is None or version_files.version_of(newest) != version:
-      return 1
-    return 1 + version_files.number_of(newest)
+    for copy in self._announced[-1:]:
+      if version_files.version_of(copy) == version:
+        return 1 + version_files.number_of(copy)
+    return 1
 
   def _want_again(self, copy: str) -> None:
     """Ask for a version once more, unless a newer one was handed over."""

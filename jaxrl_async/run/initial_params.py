@@ -36,6 +36,11 @@ def before_training(setup: setup_lib.Setup) -> transformer.Params:
   """
   if setup.pretrained is not None:
     return load_pretrained("model.name", setup.pretrained, setup)
+  return random(setup)
+
+
+def random(setup: setup_lib.Setup) -> transformer.Params:
+  """Return random parameters of the policy's base, on the training slice."""
   init = jax.jit(
     functools.partial(transformer.init_params, setup.model.base),
     out_shardings=_shardings(setup),

@@ -167,6 +167,7 @@ class RunEvaluations:
         self.drop(step)
         return
       self._supervisor.check()
+      self._publisher.renew(is_urgent=True)  # it may wait for a version
       futures.wait([now.result], _LOOK_S)
     self._supervisor.check()  # it may be why there are no answers
     self._now = None

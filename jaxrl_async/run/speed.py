@@ -20,8 +20,11 @@ from jaxrl_async.engine import sampling
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import assembly
+from jaxrl_async.run import config_checks
+from jaxrl_async.run import device_checks
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import setup as setup_lib
+from jaxrl_async.training import trainer as trainer_lib
 
 _FILLS_OF_SLOTS = 3  # sequences for each slot; the first fill is not timed
 
@@ -84,21 +87,44 @@ def shapes_of(config: sections.Config) -> Shapes:
 def candidates(setup: setup_lib.Setup) -> Iterator[Shapes]:
   """Yield shapes to try: the config's, then others that differ in one setting.
 
-  Rows are halved and doubled. Rematerialisation that needs more memory than the
-  config's is tried too, so that a candidate may be refused by the device.
+  Rows are halved and doubled. Shapes that the run would refuse are left out.
+  The estimate of their memory is a lower bound, so that a device may refuse
+  others.
   """
   own = shapes_of(setup.config)
   yield own
+  changed = [
+    dataclasses.replace(own, rows_per_microbatch=rows)
+    for rows in (own.rows_per_microbatch // 2, 2 * own.rows_per_microbatch)
+  ]
+  changed += [
+    dataclasses.replace(own, remat=remat)
+    for remat in (sections.Remat.NONE, sections.Remat.DOTS, sections.Remat.FULL)
+  ]
+  changed += [
+    dataclasses.replace(own, attention=attention)
+    for attention in ("xla", "blocks")
+  ]
+  for shapes in changed:
+    if shapes != own and may_run(setup, shapes):
+      yield shapes
+
+
+def may_run(setup: setup_lib.Setup, shapes: Shapes) -> bool:
+  """Return whether the checks of a run take these shapes."""
+  rows = shapes.rows_per_microbatch
   least = setup.train_mesh.shape["data"] * setup.train_mesh.shape["fsdp"]
-  for rows in (own.rows_per_microbatch // 2, 2 * own.rows_per_microbatch):
-    if rows and rows % least == 0:
-      yield dataclasses.replace(own, rows_per_microbatch=rows)
-  for remat in (sections.Remat.NONE, sections.Remat.DOTS, sections.Remat.FULL):
-    if remat is not own.remat:
-      yield dataclasses.replace(own, remat=remat)
-  for attention in ("xla", "blocks"):
-    if attention != own.attention:
-      yield dataclasses.replace(own, attention=attention)
+  if not rows or rows % least:
+    return False
+  config = with_shapes(setup.config, shapes)
+  changed = dataclasses.replace(setup, config=config)
+  try:
+    config_checks.check(config)
+    device_checks.check_training_memory(changed)
+    device_checks.check_shared_memory(changed)
+  except sections.ConfigError:
+    return False
+  return True
 
 
 def with_shapes(config: sections.Config, shapes: Shapes) -> sections.Config:
@@ -156,7 +182,8 @@ def tried(
     ]
     value = getattr(fastest(others).shapes, name)
     best = dataclasses.replace(best, **{name: value})
-  if best not in [row.shapes for row in rows]:
+  is_new = best not in [row.shapes for row in rows]
+  if is_new and may_run(setup, best):
     yield _tried(setup, best, lengths, repeats)
 
 
@@ -216,6 +243,16 @@ def _groups(
   return groups
 
 
+def _started_trainer(setup: setup_lib.Setup) -> trainer_lib.Trainer:
+  """Return a trainer with random weights."""
+  trainer = assembly.make_trainer(setup, metrics_lib.BusyClock())
+  params = initial_params.random(setup)
+  if setup.model.lora is not None:
+    params = initial_params.with_adapters(params, setup)
+  trainer.start(initial_params.of_models(setup, params))
+  return trainer
+
+
 def train_step_s(
   setup: setup_lib.Setup, lengths: Lengths, *, repeats: int = 2
 ) -> float:
@@ -224,11 +261,7 @@ def train_step_s(
   Raises:
     JaxRuntimeError: the device has too little memory.
   """
-  trainer = assembly.make_trainer(setup, metrics_lib.BusyClock())
-  params = initial_params.of_models(
-    setup, initial_params.before_training(setup)
-  )
-  trainer.start(params)
+  trainer = _started_trainer(setup)
   batch = trainer.prepare(_groups(setup, lengths))
   trainer.run_programs(0, batch.arrays)  # compiles
   times_s = []
@@ -245,10 +278,7 @@ def generation_s(setup: setup_lib.Setup, lengths: Lengths) -> float:
   Its slots are full all the time, and no weights are adopted meanwhile.
   """
   algorithm, sizes = setup.config.algorithm, setup.config.rollout
-  trainer = assembly.make_trainer(setup, metrics_lib.BusyClock())
-  trainer.start(
-    initial_params.of_models(setup, initial_params.before_training(setup))
-  )
+  trainer = _started_trainer(setup)
   engine = assembly.make_engine(setup)
   scheduler = assembly.make_scheduler(setup, engine, metrics_lib.BusyClock())
   scheduler.adopt(engine.load_params(trainer.published(), 0), 0)

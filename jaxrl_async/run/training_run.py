@@ -306,9 +306,8 @@ class Run:
       yield
       return
     is_ending = self.last.is_ending
-    timeout_s = self._stall_timeout_s
-    if is_ending:
-      timeout_s = self.config.run.join_timeout_s
+    run = self.config.run
+    timeout_s = run.join_timeout_s if is_ending else self._stall_timeout_s
     with contextlib.ExitStack() as stack:
       try:
         stack.enter_context(self.rollout.paused(timeout_s))
@@ -329,7 +328,8 @@ class Run:
     """
     with disk.writing(self.workdir):
       self.claim.check_in_place()
-    self.publisher.catch_up()
+    if not self.last.is_ending:  # when weights may be newer than what is due
+      self.publisher.catch_up()
     self._wait_for_recorder()
     with self._paused():
       if self.config.run.exact_resume and not self._is_rollout_hung:

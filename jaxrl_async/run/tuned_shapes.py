@@ -2,7 +2,7 @@
 
 `speed` measures them, which takes a compilation for each candidate. The answer
 is kept beside the compiled programs, under everything that it depends on. A run
-that continues keeps the shapes that its workdir has, whatever is faster now, so
+that continues keeps the shapes of its last start, whatever is faster now, so
 that it goes on to the bit.
 """
 
@@ -10,22 +10,24 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import hashlib
 import json
+import os
 import pathlib
 from typing import Any
 
 import jax
 
 from jaxrl_async.config import sections
-from jaxrl_async.run import device_checks
+from jaxrl_async.run import checks
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.run import speed
 from jaxrl_async.storage import config_json
 from jaxrl_async.storage import disk
+from jaxrl_async.storage import workdir as workdir_lib
 
 NAME = "tuned_shapes.json"
 _REPEATS = 3
 # What a train step's time depends on. Its number of steps is not part of it.
-_SECTIONS = ("model", "algorithm", "critic", "train", "rollout", "mesh")
+_SECTIONS = ("model", "algorithm", "critic", "train", "rollout")
 
 
 def tuned(
@@ -38,31 +40,30 @@ def tuned(
 ) -> sections.Config:
   """Return a config with the fastest shapes of its train step.
 
-  They are those of the workdir if it has a run, those of an earlier call if the
-  cache has them, and measured otherwise.
+  They are those of the workdir's run if it has one, those of an earlier call if
+  the cache has them, and measured otherwise. Stored shapes that a run of this
+  config would refuse are passed over.
 
   Args:
-    config: of the run, which was validated.
+    config: of the run.
     devices: the devices that are divided into the two slices.
     workdir: of the run.
     cache: the directory where the answer is kept.
     note: is called with lines for the user.
 
   Raises:
-    ConfigError: the config's own shapes do not fit the devices.
-    StorageError: the answer could not be kept.
+    ConfigError: the config cannot be run, or its own shapes do not fit the
+      devices.
   """
-  if (stored := _of_run(workdir)) is not None:
+  setup = checks.checked(config, devices, note=lambda line: None)
+  stored = _of_run(workdir)
+  if stored is not None and speed.may_run(setup, stored):
     note(f"train step: the shapes of {workdir}: {stored.flags()}")
     return speed.with_shapes(config, stored)
-  setup = setup_lib.resolve(config, devices)
-  key = _key(config, devices)
+  key = _key(setup, devices)
   kept = _read(cache / NAME)
-  if key in kept:
-    shapes = _from_json(kept[key])
-    note(
-      f"train step: the fastest shapes, as measured before: {shapes.flags()}"
-    )
+  if key in kept and speed.may_run(setup, shapes := _from_json(kept[key])):
+    note(f"train step: the shapes that were measured before: {shapes.flags()}")
     return speed.with_shapes(config, shapes)
   note("train step: looking for its fastest shapes")
   rows = []
@@ -71,16 +72,19 @@ def tuned(
     step_s = "refused" if row.step_s is None else f"{row.step_s:.3f} s"
     note(f"  {step_s} with {row.shapes.flags()}")
     rows.append(row)
-  shapes = speed.fastest([x for x in rows if _fits(setup, x.shapes)]).shapes
+  shapes = speed.fastest(rows).shapes
   note(f"train step: the fastest shapes are {shapes.flags()}")
-  cache.mkdir(parents=True, exist_ok=True)
-  kept[key] = dataclasses.asdict(shapes) | {"remat": shapes.remat.value}
-  disk.replace_text(cache / NAME, json.dumps(kept, indent=2) + "\n")
+  try:
+    _keep(cache / NAME, key, shapes)
+  except (OSError, disk.StorageError) as error:
+    note(f"they will be measured again at the next start: {error}")
   return speed.with_shapes(config, shapes)
 
 
 def _of_run(workdir: pathlib.Path) -> speed.Shapes | None:
-  """Return the shapes of a run that was begun in this workdir."""
+  """Return the shapes of the last start of a run in this workdir."""
+  if not (workdir / workdir_lib.SCHEDULE).exists():
+    return None  # no run, or one of another script
   try:
     stored = config_json.read(workdir)
   except config_json.TornError:
@@ -88,26 +92,24 @@ def _of_run(workdir: pathlib.Path) -> speed.Shapes | None:
   return None if stored is None else speed.shapes_of(stored)
 
 
-def _fits(setup: setup_lib.Setup, shapes: speed.Shapes) -> bool:
-  """Return whether the run has memory for these, by the same estimate."""
-  config = speed.with_shapes(setup.config, shapes)
-  changed = dataclasses.replace(setup, config=config)
-  try:
-    device_checks.check_training_memory(changed)
-    device_checks.check_shared_memory(changed)
-  except sections.ConfigError:
-    return shapes == speed.shapes_of(setup.config)  # the run says what is wrong
-  return True
-
-
-def _key(config: sections.Config, devices: Sequence[Any]) -> str:
+def _key(setup: setup_lib.Setup, devices: Sequence[Any]) -> str:
   """Return a name of everything that the answer depends on."""
+  config = setup.config
   parts = {name: config_json.plain(getattr(config, name)) for name in _SECTIONS}
   del parts["train"]["num_steps"]
-  parts["devices"] = [len(devices), devices[0].device_kind]
-  parts["jax"] = jax.__version__
+  parts["mesh"] = [dict(setup.train_mesh.shape), setup.shares_a_device]
+  parts["devices"] = [len(devices), devices[0].device_kind, os.cpu_count()]
+  parts["jax"] = [jax.__version__, os.environ.get("XLA_FLAGS", "").split()]
   text = json.dumps(parts, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def _keep(path: pathlib.Path, key: str, shapes: speed.Shapes) -> None:
+  """Add an answer to those that others may have added meanwhile."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  kept = _read(path)
+  kept[key] = dataclasses.asdict(shapes) | {"remat": shapes.remat.value}
+  disk.replace_text(path, json.dumps(kept, indent=2) + "\n")
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
