@@ -14,14 +14,10 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FOR_EVER = 100_000
 COMPILE_CACHE = pathlib.Path(tempfile.gettempdir()) / "jaxrl_async_test_cache"
-# Without the eight devices of the tests' own process, and compiled quickly. All
-# that a test starts has the mark, however it is named.
+# Without the eight devices of the tests' own process. All that a test starts
+# has the mark, however it is named.
 MARK = f"JAXRL_TEST={os.getpid()}"
-ENVIRONMENT = (
-  os.environ
-  | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
-  | dict([MARK.split("=")])
-)
+ENVIRONMENT = os.environ | {"XLA_FLAGS": ""} | dict([MARK.split("=")])
 
 
 def train(workdir, *more):

@@ -132,6 +132,7 @@ def score(item, completion):
 """
 
 
+@pytest.mark.nightly  # each half of it has tests of its own
 def test_two_processes_train_replicas_of_two_generate_and_a_pool_scores(
   tmp_path,
 ):
@@ -291,15 +292,14 @@ def listening(pids):
 
 def test_a_run_of_two_replicas_is_replayed_in_one_process(tmp_path):
   (tmp_path / "run.py").write_text(OF_TWO_REPLICAS)
-  flags = cluster_world.ENVIRONMENT["XLA_FLAGS"]
-  two_devices = f"{flags} --xla_force_host_platform_device_count=2"
   run = subprocess.Popen(
     [
       *(sys.executable, tmp_path / "run.py"),
       *(cluster_world.ROOT / "configs" / "tiny.py", tmp_path),
     ],
     # Two devices, for the two slices.
-    env=cluster_world.ENVIRONMENT | {"XLA_FLAGS": two_devices},
+    env=cluster_world.ENVIRONMENT
+    | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
   )
   addresses = set()
   while run.poll() is None:

@@ -227,7 +227,11 @@ def reference_in(workdir, setup, step):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  ("every", "decay", "is_offloaded"), [(2, 0.0, False), (1, 0.75, True)]
+  ("every", "decay", "is_offloaded"),
+  [
+    pytest.param(2, 0.0, False, marks=pytest.mark.nightly),
+    (1, 0.75, True),
+  ],
 )
 def test_a_reference_moves_when_it_is_due(every, decay, is_offloaded, tmp_path):
   """Over two starts; the expected reference is computed in float64."""

@@ -128,7 +128,7 @@ def served(policy):
   ("weights", "mesh"),
   [
     (sections.WeightFormat.INT8, ONE),
-    (sections.WeightFormat.FP8, ONE),
+    pytest.param(sections.WeightFormat.FP8, ONE, marks=pytest.mark.nightly),
     (sections.WeightFormat.INT8, SPLIT),
   ],
 )
