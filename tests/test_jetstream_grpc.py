@@ -284,6 +284,7 @@ def test_a_client_that_goes_away_frees_its_slot():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # its first call compiles
 def test_a_call_ends_at_its_deadline():
   with grpc_world.serving(num_steps=2) as server:
     metadata = [("seed", str(LONG_SEED))]
