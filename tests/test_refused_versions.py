@@ -144,6 +144,47 @@ def test_several_processes_are_asked_for_a_version_that_was_refused(tmp_path):
   publisher.close()
 
 
+@pytest.mark.parametrize("version", [3, 4])
+def test_nothing_is_asked_for_while_a_version_is_being_written(
+  tmp_path, version
+):
+  notes = []
+  begun, may_go_on = threading.Event(), threading.Event()
+
+  class Slow(weight_transfer.OrbaxChannel):
+    def _save(self, named, copy):
+      if copy in ("3-2", "4"):
+        begun.set()
+        assert may_go_on.wait(stamped.DEADLINE_S)
+      return super()._save(named, copy)
+
+  world = world_lib.World(0, 2, {})
+  publisher = _orbax(tmp_path, cls=Slow, world=world, note=notes.append)
+  reader = _orbax(tmp_path)
+  stamped.publish_and_wait(publisher, 3)
+  _damage(tmp_path, "3")
+  if version == 3:
+    assert reader.adopt(-1) is None
+    waiting.until(lambda: publisher.wanted_again == 3)
+  publishing = threading.Thread(
+    target=publisher.publish, args=(stamped.params(version), version)
+  )
+  publishing.start()
+  assert begun.wait(stamped.DEADLINE_S)
+  if version == 4:
+    assert reader.adopt(-1) is None
+  time.sleep(2.5)  # the publisher looks for marks every second
+  # The weights may be those of version 4 already.
+  assert publisher.wanted_again == (3 if version == 3 else None)
+  may_go_on.set()
+  publishing.join()
+  assert reader.wait_for_version(-1, stamped.DEADLINE_S)
+  stamped.assert_all(reader.adopt(-1)[0], version)
+  assert publisher.wanted_again is None
+  assert version == 4 or len(notes) == 1
+  publisher.close()
+
+
 def test_a_version_is_written_again_once_for_all_who_refuse_it(tmp_path):
   notes = []
   channel = _orbax(tmp_path, note=notes.append)

@@ -103,6 +103,16 @@ test_some.py::test_gone  # a device
   assert "test_is_left_out" not in listed
 
 
+def test_a_worker_that_crashes_fails_the_session_and_is_named(tmp_path):
+  (tmp_path / "test_crash.py").write_text(
+    "import os\n\ndef test_crashes():\n  os._exit(3)\n"
+  )
+  status, output = session(tmp_path, EXPECTED, workers=2)
+  assert status == pytest.ExitCode.TESTS_FAILED, output
+  assert "test_crash.py::test_crashes" in output
+  assert "INTERNALERROR" not in output and "no such test" not in output
+
+
 def test_a_skip_is_expected_for_a_reason(tmp_path):
   status, output = session(tmp_path, "test_some.py::test_skips\n")
   assert status == pytest.ExitCode.USAGE_ERROR
