@@ -1,9 +1,16 @@
 """Publishing while several processes write a checkpoint."""
 
+from concurrent import futures
+import types
+
 import pytest
 
 from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import channels
+from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.rollout import held_version
+from jaxrl_async.rollout import rollout_side
+from jaxrl_async.run import run_evaluations
 from jaxrl_async.run import version_publisher
 from jaxrl_async.storage import pytree_files
 from jaxrl_async.training import trainer as trainer_lib
@@ -33,6 +40,14 @@ class FakeBuffer(buffer_lib.Buffer):
 
   def set_policy_version(self, version):
     self.done.append(("set", version))
+
+
+class FakeHeld(rollout_side.Held):
+  def __init__(self, done):
+    self.done = done
+
+  def release(self):
+    self.done.append("released")
 
 
 @pytest.fixture
@@ -98,6 +113,37 @@ def test_a_version_that_was_refused_is_published_again(
   publisher._channel.wanted_again = None
   publisher.renew()
   assert done[3:] == [("set", 2), ("published", 2)]
+
+
+def test_whoever_awaits_an_evaluation_renews_its_version(publisher, done):
+  """The evaluation can only end with a version that was refused before."""
+  beside = run_evaluations.RunEvaluations.__new__(
+    run_evaluations.RunEvaluations
+  )
+  beside._stop = supervisor_lib.StopRequest()
+  beside._supervisor = supervisor_lib.Supervisor(lambda error: None)
+  beside._publisher = publisher
+  beside._note = done.append
+  result = futures.Future()
+  beside._now = run_evaluations._Beside(
+    step=1,
+    held=FakeHeld(done),
+    result=result,
+  )
+  beside._parts = types.SimpleNamespace(
+    writer=types.SimpleNamespace(write=lambda step, found: None)
+  )
+  publisher._channel.wanted_again = 1
+
+  def publish(params, version):
+    publisher._channel.wanted_again = None
+    done.append(("published", version))
+    result.set_exception(held_version.NotHeld("it was replaced"))
+
+  publisher._channel.publish = publish
+  beside.finish(1, is_awaited=True)
+  assert done[:2] == [("published", 1), "released"]
+  assert done[2] == "step 1 has no evaluation: it was replaced"
 
 
 def test_only_large_saves_that_nobody_has_awaited_hold_others_up(monkeypatch):
