@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from jaxrl_async.config import sections
+from jaxrl_async.devices import xla_flags
 from jaxrl_async.run import checks
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.run import speed
@@ -99,7 +100,7 @@ def _key(setup: setup_lib.Setup, devices: Sequence[Any]) -> str:
   del parts["train"]["num_steps"]
   parts["mesh"] = [dict(setup.train_mesh.shape), setup.shares_a_device]
   parts["devices"] = [len(devices), devices[0].device_kind, os.cpu_count()]
-  parts["jax"] = [jax.__version__, os.environ.get("XLA_FLAGS", "").split()]
+  parts["jax"] = [jax.__version__, xla_flags.current().split()]
   text = json.dumps(parts, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()[:24]
 
