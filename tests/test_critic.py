@@ -328,7 +328,7 @@ def test_the_metrics_of_a_critic_are_those_of_the_page():
 @pytest.mark.parametrize(
   "shape",
   [
-    mesh_lib.MeshShape(fsdp=2),
+    pytest.param(mesh_lib.MeshShape(fsdp=2), marks=pytest.mark.nightly),
     mesh_lib.MeshShape(data=2, fsdp=2, tensor=2),
     mesh_lib.MeshShape(context=4, tensor=2),
   ],

@@ -445,7 +445,7 @@ def test_updates_that_are_never_finite_end_the_run(tmp_path):
 @pytest.mark.slow
 def test_a_stall_names_who_waits(tmp_path):
   config = make_config(
-    run={"stall_timeout_s": 3.0}, task={"reward_timeout_s": 100.0}
+    run={"stall_timeout_s": 10.0}, task={"reward_timeout_s": 100.0}
   )
   with pytest.raises(supervisor_lib.StallError) as raised:
     start(config, tmp_path, scorer=reward_scorers.hangs_in_training)

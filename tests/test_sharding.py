@@ -18,11 +18,13 @@ import optax
 import pytest
 import test_losses
 import test_train_step
+import tiny
 
 from jaxrl_async.algorithms import likelihood
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import transformer
+from jaxrl_async.planning import hlo
 from jaxrl_async.planning import hlo_text
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import setup as setup_lib
@@ -126,6 +128,42 @@ def test_no_device_is_sent_the_table_of_tokens_or_its_gradient(shape):
   ]
   assert sent
   assert not [sizes for sizes in sent for x in tables if x <= set(sizes)]
+
+
+@pytest.mark.slow
+def test_devices_that_split_only_rows_add_up_gradients_once_an_update():
+  trainer = mesh_world.make_trainer(MeshShape(data=2))
+  (update,) = (p for p in trainer.programs() if p.name == "update")
+  text = update.function.lower(*update.arguments).compile().as_text()
+
+  def sent(num_microbatches):
+    module = hlo.Module(text, max_trips=num_microbatches)
+    return module.cost().collectives["all-reduce"][1]
+
+  params = jax.tree.leaves(tiny.params(model=mesh_world.MODEL))
+  num_updates = trainer.batch_settings.num_minibatches
+  # Each of two devices sends as much as it has, and a few counts.
+  assert 1 <= sent(1) / (num_updates * sum(x.nbytes for x in params)) < 1.01
+  assert sent(100) == sent(1)
+
+
+@pytest.mark.parametrize(
+  ("shape", "rules", "axes"),
+  [
+    (MeshShape(data=2, fsdp=4), {}, ("data",)),
+    (MeshShape(fsdp=8), {}, ()),
+    (MeshShape(data=2, fsdp=2), {"layers": ("data",)}, ()),
+    (MeshShape(data=2, fsdp=2), {"embed": ()}, ("data", "fsdp")),
+  ],
+  ids=str,
+)
+def test_an_axis_is_data_parallel_if_it_splits_rows_alone(shape, rules, axes):
+  mesh = mesh_lib.make_mesh(jax.devices()[: shape.num_devices], shape)
+  layout = mesh_lib.Layout(mesh=mesh, rules=sections.ShardingRules(**rules))
+  assert layout.data_parallel == axes
+  inside = layout.in_data_parallel()
+  assert not {*axes} & inside.axes
+  assert not {*axes} & {*inside.rules.batch}
 
 
 @pytest.mark.slow

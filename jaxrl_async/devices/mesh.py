@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
@@ -98,7 +98,9 @@ def spec(
 
 
 def sharding(
-  mesh: Mesh, rules: sections.ShardingRules, *logical_axes: str | None
+  mesh: Mesh | AbstractMesh,
+  rules: sections.ShardingRules,
+  *logical_axes: str | None,
 ) -> NamedSharding:
   """Return the sharding of one array with these logical axes."""
   return NamedSharding(mesh, spec(rules, logical_axes))
@@ -121,18 +123,59 @@ class Layout:
 
   Most shardings are left to the compiler. Constraints are for the places where
   it would choose badly.
+
+  Attributes:
+    mesh: of the program.
+    rules: which mesh axes split which logical axes.
+    mapped: mesh axes that a `shard_map` around the array has divided.
   """
 
   mesh: Mesh
   rules: sections.ShardingRules
+  mapped: tuple[str, ...] = ()
 
   def constrain(self, array: jax.Array, *logical_axes: str | None) -> jax.Array:
     """Return the array, split as the rules say.
 
     Mesh axes that none of the logical axes name hold copies.
     """
-    here = sharding(self.mesh, self.rules, *logical_axes)
+    here = sharding(self.context, self.rules, *logical_axes)
     return jax.lax.with_sharding_constraint(array, here)
+
+  @property
+  def axes(self) -> frozenset[str]:
+    """The mesh axes that are not mapped."""
+    return frozenset(self.mesh.axis_names) - {*self.mapped}
+
+  @property
+  def context(self) -> Mesh | AbstractMesh:
+    """The mesh as JAX has it where arrays have this layout."""
+    if not self.mapped:
+      return self.mesh
+    kinds = dict.fromkeys(self.mapped, AxisType.Manual)
+    return self.mesh.abstract_mesh.update_axis_types(kinds)
+
+  @property
+  def data_parallel(self) -> tuple[str, ...]:
+    """The mesh axes that split the rows of a batch, and no parameter."""
+    of_params = {
+      axis
+      for name, axes in dataclasses.asdict(self.rules).items()
+      if name != "batch"
+      for axis in axes
+    }
+    return tuple(
+      axis
+      for axis in self.rules.batch
+      if self.mesh.shape[axis] > 1 and axis not in of_params
+    )
+
+  def in_data_parallel(self) -> "Layout":
+    """Return the layout inside of a `shard_map` over `data_parallel`."""
+    mapped = self.data_parallel
+    batch = tuple(x for x in self.rules.batch if x not in mapped)
+    rules = dataclasses.replace(self.rules, batch=batch)
+    return dataclasses.replace(self, rules=rules, mapped=mapped)
 
   def parts(self, logical_axis: str) -> int:
     """Return into how many parts the rules split a logical axis."""

@@ -306,7 +306,7 @@ def update(
   own = dataclasses.replace(
     own, frozen={train_state.RETURN_STATISTICS: statistics}
   )
-  forward = forwards[train_state.CRITIC]
+  forward = forwards[train_state.CRITIC].in_data_parallel()
 
   def predictions(
     params: transformer.Params,

@@ -6,10 +6,13 @@ from typing import Any
 
 import jax
 from jax import numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 import optax
 
+from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import transformer
+from jaxrl_async.training import packing
 from jaxrl_async.training import train_state
 
 Metrics = dict[str, jax.Array]
@@ -95,10 +98,48 @@ def _stepped(
 def accumulate(
   loss_fn: Callable[..., tuple[jax.Array, Metrics]],
   params: dict[str, transformer.Params],
-  microbatches: Any,
+  microbatches: packing.PackedBatch,
+  num_used: Int[Array, ""],
+  layout: mesh_lib.Layout | None,
+) -> tuple[Float[Array, ""], dict[str, transformer.Params], Metrics]:
+  """Sum loss, gradients and metrics over the first `num_used` microbatches.
+
+  Devices that split nothing but rows add up their own rows, and then their
+  sums, once.
+
+  Args:
+    loss_fn: of the parameters and a microbatch, or the part of it that such a
+      device has. Returns loss and metrics, which are sums over rows. It is
+      compiled for `layout.in_data_parallel()`.
+    params: what the loss is differentiated with respect to, by model.
+    microbatches: [K, B, T] arrays.
+    num_used: the number of microbatches with tokens.
+    layout: of the program; None leaves it all to the compiler.
+  """
+  axes = () if layout is None else layout.data_parallel
+  if layout is None or not axes:
+    return _sums(loss_fn, params, microbatches, num_used)
+
+  def in_data_parallel(*arguments: Any) -> Any:
+    return jax.lax.psum(_sums(loss_fn, *arguments), axes)
+
+  return jax.shard_map(
+    in_data_parallel,
+    mesh=layout.mesh,
+    in_specs=(P(), P(None, axes), P()),
+    out_specs=P(),
+    axis_names=set(axes),
+    check_vma=False,
+  )(params, microbatches, num_used)
+
+
+def _sums(
+  loss_fn: Callable[..., tuple[jax.Array, Metrics]],
+  params: dict[str, transformer.Params],
+  microbatches: packing.PackedBatch,
   num_used: Int[Array, ""],
 ) -> tuple[Float[Array, ""], dict[str, transformer.Params], Metrics]:
-  """Sum loss, gradients and metrics over the first `num_used` microbatches."""
+  """Return what `accumulate` does, of the rows that are here."""
   gradient_fn = jax.value_and_grad(loss_fn, has_aux=True)
   first = jax.tree.map(lambda x: x[0], microbatches)
   shapes = jax.eval_shape(gradient_fn, params, first)

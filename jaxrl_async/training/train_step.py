@@ -54,6 +54,12 @@ class ForwardSettings:
       return array
     return self.layout.constrain(array, *axes)
 
+  def in_data_parallel(self) -> "ForwardSettings":
+    """Return the settings for a loss that `gradients.accumulate` is given."""
+    if self.layout is None:
+      return self
+    return dataclasses.replace(self, layout=self.layout.in_data_parallel())
+
 
 def learning_rate_schedule(
   section: sections.OptimizerSection,
@@ -445,7 +451,7 @@ def update(
         return train_state.merged(trainable[name], state.models[name].frozen)
 
       logprobs, entropy, values = _evaluated(
-        settings, params_of, batch, value_function
+        settings.in_data_parallel(), params_of, batch, value_function
       )
       micro = objectives.Microbatch(
         logprobs=logprobs,
@@ -464,6 +470,7 @@ def update(
       state.trainable,
       packed,
       packing.num_used_microbatches(packed.segment_ids),
+      settings.layout,
     )
     state, metrics = gradients_lib.apply(
       optimizers, state, gradients, value, learns

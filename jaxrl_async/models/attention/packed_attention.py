@@ -313,9 +313,9 @@ def over_rows(
     implementation = functools.partial(
       implementation, sliding_window=own_window
     )
-  if layout is None or layout.mesh.size == 1:
+  if layout is None or all(layout.mesh.shape[x] == 1 for x in layout.axes):
     return lambda q, k, v: implementation(q, k, v, query_start, start)
-  mesh, rules = layout.mesh, layout.rules
+  mesh, rules = layout.context, layout.rules
   # A head is never split, whatever the rules say, because scores are sums over
   # it.
   axes = "batch", "tokens", "heads"
@@ -364,6 +364,7 @@ def over_rows(
     mesh=mesh,
     in_specs=tuple(in_specs),
     out_specs=in_specs[0],
+    axis_names=layout.axes,
     check_vma=False,
   )
 
