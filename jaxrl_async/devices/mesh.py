@@ -127,7 +127,7 @@ class Layout:
   Attributes:
     mesh: of the program.
     rules: which mesh axes split which logical axes.
-    mapped: mesh axes that a `shard_map` around the array has divided.
+    mapped: mesh axes that an enclosing `shard_map` has divided already.
   """
 
   mesh: Mesh
@@ -149,7 +149,7 @@ class Layout:
 
   @property
   def context(self) -> Mesh | AbstractMesh:
-    """The mesh as JAX has it where arrays have this layout."""
+    """The mesh for shardings, in which JAX wants mapped axes to be manual."""
     if not self.mapped:
       return self.mesh
     kinds = dict.fromkeys(self.mapped, AxisType.Manual)
@@ -171,7 +171,7 @@ class Layout:
     )
 
   def in_data_parallel(self) -> "Layout":
-    """Return the layout inside of a `shard_map` over `data_parallel`."""
+    """Return the layout inside a `shard_map` over `data_parallel`."""
     mapped = self.data_parallel
     batch = tuple(x for x in self.rules.batch if x not in mapped)
     rules = dataclasses.replace(self.rules, batch=batch)

@@ -104,13 +104,13 @@ def accumulate(
 ) -> tuple[Float[Array, ""], dict[str, transformer.Params], Metrics]:
   """Sum loss, gradients and metrics over the first `num_used` microbatches.
 
-  Devices that split nothing but rows add up their own rows, and then their
-  sums, once.
+  Devices along data-parallel mesh axes add up the gradients of their own rows,
+  and sum the results over devices once, not at each microbatch.
 
   Args:
-    loss_fn: of the parameters and a microbatch, or the part of it that such a
-      device has. Returns loss and metrics, which are sums over rows. It is
-      compiled for `layout.in_data_parallel()`.
+    loss_fn: takes the parameters, and a microbatch or the rows of it that such
+      a device has. Returns loss and metrics, which are sums over rows. Its
+      arrays are laid out by `layout.in_data_parallel()`.
     params: what the loss is differentiated with respect to, by model.
     microbatches: [K, B, T] arrays.
     num_used: the number of microbatches with tokens.

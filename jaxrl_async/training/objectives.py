@@ -32,10 +32,10 @@ WITHIN_SECOND_MOMENT = "within_second_moment"
 class Microbatch:
   """The inputs of a loss. Position t of a [B, T] array is about token t.
 
-  It has all rows of a microbatch, or those of one part of the data-parallel
-  mesh axes; see `gradients.accumulate`. Rows are whole: a sum over an axis
-  includes all devices that split the axis, those of the `context` mesh axis
-  too. A loss over whole sequences sums with `segment_sum`.
+  It has all rows of a microbatch, or the part of them that data-parallel mesh
+  axes leave here; see `gradients.accumulate`. Rows are whole: a sum over tokens
+  includes all devices that split them, those of the `context` mesh axis. A loss
+  over whole sequences sums with `segment_sum`.
 
   Attributes:
     logprobs: the logprob of each token under the policy that is being updated.
@@ -86,8 +86,8 @@ def row_sum(
 
 
 Sums = dict[str, Float[Array, ""]]
-# Returns the share of the loss that its rows have, and sums by name. Both are
-# added up over the rows of a minibatch.
+# Returns the share of the loss that these rows have, and sums by name. Both are
+# added up over all rows of a minibatch.
 Loss = Callable[[Microbatch], tuple[Float[Array, ""], Sums]]
 Diagnostic = Callable[[Microbatch], Sums]
 
