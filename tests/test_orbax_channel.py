@@ -3,12 +3,14 @@
 import errno
 import fcntl
 import os
+import pathlib
 import queue
 import shutil
 import threading
 import time
 
 import numpy as np
+from orbax.checkpoint._src.metadata import array_metadata_store
 import pytest
 import stamped
 
@@ -392,6 +394,28 @@ def test_a_directory_that_was_removed_is_made_again(tmp_path, notes):
   assert disk.is_locked(incarnation / transfer_directory._LOCK)
   channel.close()
   assert not (tmp_path / "versions").exists()
+
+
+def test_a_directory_that_is_removed_during_a_save_is_made_again(
+  tmp_path, notes, monkeypatch
+):
+  channel = _orbax(tmp_path, note=notes.put)
+  stamped.publish_and_wait(channel, 0)
+  read, removed = array_metadata_store.Store.read, []
+
+  async def removes_first(self, checkpoint_dir, process_index=None):
+    if not removed:
+      # The first part of removing everything.
+      removed.append(
+        shutil.rmtree(pathlib.Path(checkpoint_dir, "array_metadatas"))
+      )
+    return await read(self, checkpoint_dir, process_index)
+
+  monkeypatch.setattr(array_metadata_store.Store, "read", removes_first)
+  stamped.publish_and_wait(channel, 1)
+  assert removed and "No such file or directory" in notes.get_nowait()
+  stamped.assert_all(channel.adopt(0)[0], 1)
+  channel.close()
 
 
 def test_close_does_not_wait_for_ever(tmp_path):

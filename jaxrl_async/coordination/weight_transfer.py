@@ -381,7 +381,9 @@ class OrbaxChannel(WeightChannel):
   def _announce(self, save: _Save, copy: str) -> None:
     """Save a version, seal it, and point the link at it."""
     directory = self._path / copy
-    save()()
+    wait = save()
+    with disk.naming_lost_files(directory):
+      wait()
     version_files.seal(directory, self._named(copy), self._layout)
     incomplete = self._path / "newest.incomplete"
     incomplete.unlink(missing_ok=True)

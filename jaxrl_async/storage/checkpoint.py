@@ -25,11 +25,9 @@ each its own part. Process 0 calls `begin` and `restore`. The others call
 
 from collections.abc import Callable, Iterator
 import contextlib
-import errno
 import fcntl
 import functools
 import json
-import os
 import pathlib
 import shutil
 from typing import Any, NamedTuple, TypeVar
@@ -158,7 +156,7 @@ def begin(
 
   def finish(on_part: Callable[[], None]) -> None:
     with _writing(directory, step):
-      with _naming_lost_files(incomplete):
+      with disk.naming_lost_files(incomplete):
         wait()
       for name, content in files.items():
         (incomplete / name).write_bytes(content)
@@ -180,23 +178,6 @@ def _writing(directory: pathlib.Path, step: int) -> Iterator[None]:
       incomplete = directory / f"{step}.incomplete"
       shutil.rmtree(incomplete, ignore_errors=True)
       raise
-
-
-@contextlib.contextmanager
-def _naming_lost_files(incomplete: pathlib.Path) -> Iterator[None]:
-  """Turn what Orbax says about files that have vanished into an OSError.
-
-  If a directory is removed during a write, Orbax may create it again and then
-  misses a file that was in it. Its error has no number of a system call.
-  """
-  try:
-    yield
-  except (OSError, ValueError) as error:
-    if disk.error_number(error) is not None:
-      raise
-    raise FileNotFoundError(
-      errno.ENOENT, os.strerror(errno.ENOENT), str(incomplete)
-    ) from error
 
 
 def begin_arrays(path: pathlib.Path, train_state: Any) -> Callable[[], None]:

@@ -60,6 +60,26 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
     ) from error
 
 
+@contextlib.contextmanager
+def naming_lost_files(path: str | os.PathLike[str]) -> Iterator[None]:
+  """Turn what Orbax says about files that have vanished into an OSError.
+
+  If a directory is removed during a write, Orbax misses a file that was in it,
+  and may create the directory again. Its error has no number of a system call.
+
+  Args:
+    path: what is being written, for the message.
+  """
+  try:
+    yield
+  except (OSError, ValueError) as error:
+    if error_number(error) is not None:
+      raise
+    raise FileNotFoundError(
+      errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path)
+    ) from error
+
+
 def error_number(error: OSError | ValueError) -> int | None:
   """Return the number of the system call's error, or None if there is none."""
   if found := _OS_ERROR.search(str(error)):
