@@ -3,9 +3,9 @@
     python benchmarks/async_vs_sync.py
 
 The policy of the quickstart on sums of 2 to 64 terms. There are many short ones
-and few long ones, so that the longest completion of a batch has six to nine times
-as many tokens as the mean: lengths are nearly lognormal. Generation in full slots
-takes about twice as long as training.
+and few long ones, so that the longest completion of a batch has six to nine
+times as many tokens as the mean: lengths are nearly lognormal. Generation in
+full slots takes about twice as long as training.
 
 The settings are those that were fastest for both ways of training, see
 docs/performance.md. The benchmark starts this run on two CPU devices, with a
@@ -63,7 +63,7 @@ def get_config(variant: str = "") -> sections.Config:
     decode_steps_per_call=16,
     prefill_rows=4,
     prefill_buckets=(16, 64, 256, 960),
-    # A call covers the window of its longest sequence, so that many of them help.
+    # A call covers the window of its longest sequence, so many of them help.
     window_buckets=(64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 960),
     kv_on_adopt=sections.KvOnAdopt.KEEP,
   )

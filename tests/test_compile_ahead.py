@@ -109,7 +109,9 @@ def test_a_stop_while_the_train_step_is_compiled_trains_no_step():
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("num_pages", [0, 16])
+@pytest.mark.parametrize(
+  "num_pages", [0, pytest.param(16, marks=pytest.mark.nightly)]
+)
 def test_an_engine_and_a_trainer_compile_nothing_more(num_pages):
   """Generation, interrupted once, and a train step."""
   pages = {"num_pages": num_pages, "page_tokens": 8}

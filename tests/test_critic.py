@@ -280,6 +280,7 @@ def test_the_policy_waits_bit_by_bit_while_the_critic_warms_up(trunk):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # test_epochs.py has a shorter form
 def test_in_several_epochs_the_returns_of_a_batch_count_once():
   found = {}
   for epochs in (1, 2):

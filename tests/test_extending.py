@@ -47,7 +47,16 @@ def test_each_extension_has_a_short_program():
 
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+  "name",
+  [
+    # test_named_rewards.py has a run with a reward from another file.
+    pytest.param(name, marks=pytest.mark.nightly)
+    if name == "my_reward"
+    else name
+    for name in PROGRAMS
+  ],
+)
 def test_a_program_runs_as_it_is_printed(name, tmp_path):
   script = tmp_path / f"{name}.py"
   script.write_text(PROGRAMS[name])

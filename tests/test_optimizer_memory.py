@@ -45,6 +45,7 @@ def test_moments_in_the_hosts_memory_change_no_bit():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_warm_start_may_keep_its_moments_on_the_host():
   def warm_start(optimizer):
     losses = []
