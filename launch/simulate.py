@@ -30,7 +30,6 @@ import command_line  # isort: skip, first, as in the other scripts
 import dataclasses
 import json
 import pathlib
-import statistics
 from typing import Any
 
 from absl import flags
@@ -141,9 +140,7 @@ def _advise() -> None:
   other = measured.read(pathlib.Path(_OTHER.value)) if _OTHER.value else None
   cluster = measured.cluster(run, other)
   bound = run.config.algorithm.max_staleness
-  found_per_s = statistics.fmean(
-    step["train/tokens_per_s"] for step in run.steps
-  )
+  found_per_s = measured.tokens_per_s(run)
   same = throughput.predict(cluster, throughput.Mode.ASYNCHRONOUS, bound)
   print(
     f"measured {found_per_s:.0f} tokens/s, simulated {same.tokens_per_s:.0f},"

@@ -45,7 +45,7 @@ def a_run(slots=32, num_steps=8, **fields):
     },
     "rollout/busy_frac": busy,
     "rollout/tokens_per_s": busy * tokens_per_busy_s,
-    "rollout/slot_occupancy": occupancy,
+    "rollout/decode_steps": busy / (STEP_S + SLOT_S * sequences),
     "time/step_s": 1.0,
     "time/adopt_s": 0.01,
     "train/busy_frac": 0.8,
@@ -64,6 +64,27 @@ def test_a_run_tells_the_rates_of_its_devices():
   assert found.slot_s == 0
   assert found.train_device_s == pytest.approx(TRAIN_DEVICE_S)
   assert found.adopt_s == 0.01
+
+
+def test_steps_that_differ_in_their_time_count_by_it():
+  run = a_run()
+  (step, *_) = run.steps
+  short = dict(step)
+  for name in ("train/tokens_per_s", "rollout/tokens_per_s"):
+    short[name] = 10 * step[name]  # the same tokens in a tenth of the time
+  for name in ("train/busy_frac", "rollout/busy_frac"):
+    short[name] = 1.0
+  short["time/step_s"] = 0.1
+  short["rollout/decode_steps"] = 3 * step["rollout/decode_steps"]
+  found = dataclasses.replace(run, steps=[step, short] * 4)
+  per_s = 2 * step["train/tokens_per_s"] / 1.1
+  assert measured.tokens_per_s(found) == pytest.approx(per_s)
+  made = measured.cluster(found)
+  busy_s = (0.8 + 0.1) / 1.1
+  assert made.train_device_s == pytest.approx(2 * busy_s / per_s)
+  assert made.step_s == pytest.approx(
+    (0.5 + 0.1) / (4 * step["rollout/decode_steps"])
+  )
 
 
 def test_two_runs_tell_what_a_slot_costs():

@@ -444,6 +444,7 @@ def _rollout_metrics(
   all_tokens = prefill + delta["generated_tokens"]
   return {
     "rollout/tokens_per_s": delta["generated_tokens"] / step_s,
+    "rollout/decode_steps": delta["decode_steps"],
     "rollout/slot_occupancy": occupancy,
     "rollout/prefill_frac": prefill / max(all_tokens, 1),
     "rollout/recompute_tokens": delta["recompute_tokens"],

@@ -27,6 +27,7 @@ _NEARLY = 0.98  # of the best throughput is as good
 _MEASURED = (
   "completion/tokens_mean",
   "rollout/busy_frac",
+  "rollout/decode_steps",
   "rollout/tokens_per_s",
   "time/step_s",
   "train/busy_frac",
@@ -133,8 +134,8 @@ def cluster(run: Run, other: Run | None = None) -> throughput.Cluster:
     cached_s=0.0,
     adopt_s=_mean(steps, "time/adopt_s"),
     train_device_s=training
-    * _mean(steps, "train/busy_frac")
-    / _mean(steps, "train/tokens_per_s"),
+    * _over_time(steps, "train/busy_frac")
+    / tokens_per_s(run),
     call_tokens=rollout.decode_steps_per_call,
   )
 
@@ -151,10 +152,23 @@ def slots_between(run: Run, other: Run) -> list[int]:
   )
 
 
-def _mean(
-  steps: Sequence[Mapping[str, float]], name: str, default: float = 0.0
-) -> float:
-  return statistics.fmean(step.get(name, default) for step in steps)
+def tokens_per_s(run: Run) -> float:
+  """Return the completion tokens that a run trained a second."""
+  return _over_time(run.steps, "train/tokens_per_s")
+
+
+def _over_time(steps: Sequence[Mapping[str, float]], name: str) -> float:
+  """Return the mean of a rate or a share over the time of all steps.
+
+  Steps may differ tenfold in their time, so that a mean over steps would be
+  another number.
+  """
+  values = [step[name] for step in steps]
+  return statistics.fmean(values, [step["time/step_s"] for step in steps])
+
+
+def _mean(steps: Sequence[Mapping[str, float]], name: str) -> float:
+  return statistics.fmean(step.get(name, 0.0) for step in steps)
 
 
 def _replicas(config: sections.Config) -> tuple[int, int, int]:
@@ -169,12 +183,17 @@ def _replicas(config: sections.Config) -> tuple[int, int, int]:
 
 
 def _decode_step(run: Run) -> tuple[float, float]:
-  """Return how many sequences an engine wrote at once, and its step's time."""
-  num_replicas, _, slots = _replicas(run.config)
-  sequences = slots * _mean(run.steps, "rollout/slot_occupancy", 1.0)
-  per_busy_s = _mean(run.steps, "rollout/tokens_per_s")
-  per_busy_s /= _mean(run.steps, "rollout/busy_frac")
-  return sequences, sequences * num_replicas / per_busy_s
+  """Return how many sequences a replica wrote at once, and its step's time."""
+  num_replicas, _, _ = _replicas(run.config)
+  is_ray = run.config.cluster.kind is sections.ClusterKind.RAY
+  # In one process, one engine has all replicas.
+  num_engines = num_replicas if is_ray else 1
+  total_s = math.fsum(step["time/step_s"] for step in run.steps)
+  num_steps = sum(step["rollout/decode_steps"] for step in run.steps)
+  num_steps = max(num_steps / num_engines, 1)
+  tokens = _over_time(run.steps, "rollout/tokens_per_s") * total_s
+  busy_s = _over_time(run.steps, "rollout/busy_frac") * total_s
+  return tokens / num_replicas / num_steps, busy_s / num_steps
 
 
 def _check_alike(config: sections.Config, other: sections.Config) -> None:
