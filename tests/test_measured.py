@@ -87,6 +87,18 @@ def test_steps_that_differ_in_their_time_count_by_it():
   )
 
 
+def test_engines_of_a_cluster_have_steps_of_their_own():
+  run, settings = a_run(), {"cluster.kind": sections.ClusterKind.RAY}
+  settings |= {"cluster.replicas": 2, "mesh.rollout_data": 1}
+  step = dict(run.steps[0])
+  step["rollout/decode_steps"] *= 2
+  found = measured.cluster(
+    dataclasses.replace(run, config=a_config(16, **settings), steps=[step] * 8)
+  )
+  here = measured.cluster(run)
+  assert found.slots == here.slots and found.step_s == here.step_s
+
+
 def test_two_runs_tell_what_a_slot_costs():
   found = measured.cluster(a_run(), a_run(128))
   assert found.step_s == pytest.approx(STEP_S)

@@ -405,10 +405,9 @@ def test_a_directory_that_is_removed_during_a_save_is_made_again(
 
   async def removes_first(self, checkpoint_dir, process_index=None):
     if not removed:
-      # The first part of removing everything.
-      removed.append(
-        shutil.rmtree(pathlib.Path(checkpoint_dir, "array_metadatas"))
-      )
+      # What `rmtree` of the whole directory might remove first.
+      removed.append(pathlib.Path(checkpoint_dir, "array_metadatas"))
+      shutil.rmtree(removed[0])
     return await read(self, checkpoint_dir, process_index)
 
   monkeypatch.setattr(array_metadata_store.Store, "read", removes_first)

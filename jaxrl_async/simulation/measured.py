@@ -86,7 +86,8 @@ def read(workdir: pathlib.Path) -> Run:
   sections.require(
     len(lines) >= _FEWEST_STEPS,
     "workdir",
-    f"{workdir} has {len(lines)} train steps; {_FEWEST_STEPS} are needed",
+    f"{workdir} has {len(lines)} train steps with all metrics;"
+    f" {_FEWEST_STEPS} are needed",
   )
   # The first ones compile, and begin with empty slots.
   return Run(config=config, steps=lines[len(lines) // 2 :])
@@ -132,7 +133,7 @@ def cluster(run: Run, other: Run | None = None) -> throughput.Cluster:
     step_s=step_s,
     slot_s=slot_s,
     cached_s=0.0,
-    adopt_s=_mean(steps, "time/adopt_s"),
+    adopt_s=statistics.fmean(step.get("time/adopt_s", 0.0) for step in steps),
     train_device_s=training
     * _over_time(steps, "train/busy_frac")
     / tokens_per_s(run),
@@ -158,17 +159,12 @@ def tokens_per_s(run: Run) -> float:
 
 
 def _over_time(steps: Sequence[Mapping[str, float]], name: str) -> float:
-  """Return the mean of a rate or a share over the time of all steps.
+  """Return the mean of a rate or a share, in which steps count by their time.
 
-  Steps may differ tenfold in their time, so that a mean over steps would be
-  another number.
+  One step may take ten times as long as another.
   """
   values = [step[name] for step in steps]
   return statistics.fmean(values, [step["time/step_s"] for step in steps])
-
-
-def _mean(steps: Sequence[Mapping[str, float]], name: str) -> float:
-  return statistics.fmean(step.get(name, 0.0) for step in steps)
 
 
 def _replicas(config: sections.Config) -> tuple[int, int, int]:
@@ -185,15 +181,15 @@ def _replicas(config: sections.Config) -> tuple[int, int, int]:
 def _decode_step(run: Run) -> tuple[float, float]:
   """Return how many sequences a replica wrote at once, and its step's time."""
   num_replicas, _, _ = _replicas(run.config)
-  is_ray = run.config.cluster.kind is sections.ClusterKind.RAY
-  # In one process, one engine has all replicas.
-  num_engines = num_replicas if is_ray else 1
-  total_s = math.fsum(step["time/step_s"] for step in run.steps)
   num_steps = sum(step["rollout/decode_steps"] for step in run.steps)
-  num_steps = max(num_steps / num_engines, 1)
-  tokens = _over_time(run.steps, "rollout/tokens_per_s") * total_s
-  busy_s = _over_time(run.steps, "rollout/busy_frac") * total_s
-  return tokens / num_replicas / num_steps, busy_s / num_steps
+  if run.config.cluster.kind is sections.ClusterKind.RAY:
+    num_steps /= num_replicas  # each has an engine, and steps of its own
+  steps_per_s = max(num_steps, 1) / math.fsum(
+    step["time/step_s"] for step in run.steps
+  )
+  tokens_per_s = _over_time(run.steps, "rollout/tokens_per_s") / num_replicas
+  busy_frac = _over_time(run.steps, "rollout/busy_frac")
+  return tokens_per_s / steps_per_s, busy_frac / steps_per_s
 
 
 def _check_alike(config: sections.Config, other: sections.Config) -> None:
