@@ -2,7 +2,7 @@
 
     python benchmarks/async_vs_sync.py
 
-The policy of the quickstart on sums of 2 to 64 terms. There are many short ones
+A policy of three layers on sums of 2 to 64 terms. There are many short ones
 and few long ones, so that the longest completion of a batch has six to nine
 times as many tokens as the mean: lengths are nearly lognormal. Generation in
 full slots takes about twice as long as training.
@@ -36,6 +36,7 @@ _TERMS = {
 def get_config(variant: str = "") -> sections.Config:
   """Return the run of this file; variants are "" and "sync"."""
   run: sections.Config = _QUICKSTART["get_config"](variant)
+  run.model.name = "three-layers"
   run.task.dataset, run.task.params = "", config_dict.ConfigDict()
   run.task.sources = config_dict.ConfigDict(
     {

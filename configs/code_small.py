@@ -20,7 +20,7 @@ from jaxrl_async.config import sections
 def get_config() -> sections.Config:
   """Return the run of this file; the dataset has to be named."""
   return sections.Config(
-    model=sections.ModelSection(name="quickstart", remat=sections.Remat.NONE),
+    model=sections.ModelSection(name="three-layers", remat=sections.Remat.NONE),
     task=sections.TaskSection(
       dataset="jsonl:/tmp/code_task/train.jsonl",
       eval_dataset="jsonl:/tmp/code_task/test.jsonl",

@@ -104,6 +104,7 @@ def get_config(variant: str = "") -> sections.Config:
       f" {', '.join(VARIANTS[1:])}, or none"
     )
   run: sections.Config = _QUICKSTART["get_config"]()
+  run.model.name = "three-layers"
   task = _TASKS[variant]
   run.task.dataset = task["solver"]
   run.task.template = task["template"]

@@ -13,6 +13,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.planning import aot
 from jaxrl_async.storage import checkpoint
+from jaxrl_async.training import example_rows
 from jaxrl_async.training import sft
 from jaxrl_async.training import train_step
 
@@ -52,10 +53,13 @@ def test_a_warm_start_may_keep_its_moments_on_the_host():
     section = sections.WarmStartSection(
       num_steps=2, rows_per_batch=4, optimizer=optimizer
     )
-    rows = sft.pack_examples(test_sft.examples(30), tokens_per_row=16)
+    rows = example_rows.pack_examples(test_sft.examples(30), tokens_per_row=16)
     trainer = test_sft.make_trainer(section, rows)
     trainer.start(test_sft.own_params())
-    params = sft.warm_start(trainer, 2, lambda step, loss: losses.append(loss))
+    batches = example_rows.batches([rows], 4, seed=0)
+    params = sft.warm_start(
+      trainer, batches, 2, lambda step, loss: losses.append(loss)
+    )
     return params, losses
 
   wanted, found = warm_start(ADAMW), warm_start(OFFLOADED)

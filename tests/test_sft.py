@@ -1,6 +1,7 @@
 """The warm start: packing, order, and that it learns."""
 
 import functools
+import threading
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.data import worked_examples as worked_examples_lib
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import transformer
+from jaxrl_async.training import example_rows
 from jaxrl_async.training import sft
 from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
@@ -38,7 +40,7 @@ def examples(count, seed=0):
 
 def test_every_example_is_packed_once_and_only_completions_are_learned():
   made = examples(30)
-  rows = sft.pack_examples(made, tokens_per_row=16)
+  rows = example_rows.pack_examples(made, tokens_per_row=16)
   found = []
   for row in range(len(rows.tokens)):
     ids = rows.segment_ids[row]
@@ -90,16 +92,16 @@ def own_params():
 @functools.cache
 def warm_start(seed, num_steps=30, initial=None):
   losses = []
-  trainer = make_trainer(
-    section_of(num_steps),
-    sft.pack_examples(examples(30), tokens_per_row=16),
-    seed=seed,
-  )
+  rows = example_rows.pack_examples(examples(30), tokens_per_row=16)
+  trainer = make_trainer(section_of(num_steps), rows, seed=seed)
   if initial is None:
     initial = transformer.init_params(tiny.MODEL, jax.random.key(seed))
   trainer.start(initial)
   params = sft.warm_start(
-    trainer, num_steps, lambda step, loss: losses.append((step, loss))
+    trainer,
+    example_rows.batches([rows], 4, seed),
+    num_steps,
+    lambda step, loss: losses.append((step, loss)),
   )
   return jax.tree.map(np.asarray, params), losses
 
@@ -131,7 +133,7 @@ def test_updates_that_are_never_finite_end_it():
 
 
 def test_each_pass_takes_every_row_once_in_another_order():
-  order = sft.row_order(7, 3, seed=0)
+  order = example_rows.row_order([7], 3, seed=0)
   rows = np.concatenate([next(order) for _ in range(7)]).reshape(3, 7)
   assert [sorted(one_pass) for one_pass in rows.tolist()] == [
     list(range(7))
@@ -139,9 +141,96 @@ def test_each_pass_takes_every_row_once_in_another_order():
   assert len(set(map(tuple, rows.tolist()))) == 3
 
 
+def test_the_first_pass_takes_the_rows_of_each_part_once_and_in_turn():
+  sizes = iter([5, 1, 7])
+  order = example_rows.row_order(sizes, 3, seed=0)
+  first = next(order).tolist()
+  assert list(sizes) == [1, 7], "a part was asked for that is not needed yet"
+  order = example_rows.row_order([5, 1, 7], 3, seed=0)
+  assert next(order).tolist() == first
+  rows = np.concatenate([first, *(next(order) for _ in range(12))]).tolist()
+  for begin, end in (0, 5), (5, 6), (6, 13):
+    assert sorted(rows[begin:end]) == list(range(begin, end))
+  assert rows[:5] != list(range(5))
+  for begin in 13, 26:
+    assert sorted(rows[begin : begin + 13]) == list(range(13))
+  assert rows[13:26] != rows[26:39]
+
+
+def test_rows_are_packed_ahead_in_the_order_of_the_examples():
+  made = examples(30)
+  parts = [
+    *example_rows.packed_ahead(made, tokens_per_row=16, examples_per_part=8)
+  ]
+  assert len(parts) == 4
+  for n, part in enumerate(parts):
+    wanted = example_rows.pack_examples(
+      made[8 * n : 8 * n + 8], tokens_per_row=16
+    )
+    jax.tree.map(np.testing.assert_array_equal, part, wanted)
+
+
+def test_batches_are_the_rows_of_the_parts_in_their_order():
+  parts = [
+    *example_rows.packed_ahead(
+      examples(60), tokens_per_row=16, examples_per_part=8
+    )
+  ]
+  rows = np.concatenate([part.tokens for part in parts])
+  masks = np.concatenate([part.loss_mask for part in parts])
+  sizes = [len(part.tokens) for part in parts]
+  for rows_per_batch in 1, 5, max(sizes) + 1, len(rows) + 1:
+    order = example_rows.row_order(sizes, rows_per_batch, seed=3)
+    batches = example_rows.batches(iter(parts), rows_per_batch, seed=3)
+    for _ in range(3 * len(rows) // rows_per_batch + 3):
+      batch, chosen = next(batches), next(order)
+      np.testing.assert_array_equal(batch.tokens, rows[chosen])
+      np.testing.assert_array_equal(batch.loss_mask, masks[chosen])
+
+
+def test_examples_are_made_while_others_are_used_and_no_longer_than_that():
+  made, closed = [], []
+  may_go_on = threading.Event()
+
+  def stream():
+    try:
+      for example in examples(30):
+        if len(made) == 16:
+          may_go_on.wait(60)
+        made.append(example)
+        yield example
+    finally:
+      closed.append(True)
+
+  parts = example_rows.packed_ahead(
+    stream(), tokens_per_row=16, examples_per_part=8
+  )
+  next(parts)
+  next(parts)  # while the third part cannot be made
+  assert len(made) == 16
+  may_go_on.set()
+  parts.close()
+  assert len(made) == 24
+  del parts
+  assert closed
+
+
+def test_an_example_that_cannot_be_made_ends_it():
+  def stream():
+    yield from examples(8)
+    raise sections.ConfigError("warm_start.solver: none")
+
+  parts = example_rows.packed_ahead(
+    stream(), tokens_per_row=16, examples_per_part=8
+  )
+  next(parts)
+  with pytest.raises(sections.ConfigError, match="^warm_start.solver: none"):
+    next(parts)
+
+
 @pytest.mark.slow
 def test_a_step_reports_the_loss_of_its_rows_before_the_update():
-  rows = sft.pack_examples(examples(30), tokens_per_row=16)
+  rows = example_rows.pack_examples(examples(30), tokens_per_row=16)
   num_rows = len(rows.tokens)
   trainer = make_trainer(
     section_of(2, rows_per_batch=num_rows), rows, rows_per_microbatch=num_rows
@@ -159,7 +248,7 @@ def test_a_step_reports_the_loss_of_its_rows_before_the_update():
 
 @pytest.mark.slow
 def test_a_restored_trainer_makes_the_same_updates():
-  rows = sft.pack_examples(examples(30), tokens_per_row=16)
+  rows = example_rows.pack_examples(examples(30), tokens_per_row=16)
   section = section_of(6)
   whole = make_trainer(section, rows)
   whole.start(own_params())

@@ -188,6 +188,16 @@ MODELS = {
   "quickstart": ModelConfig(
     vocab_size=97,
     model_dim=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=24,
+    mlp_dim=256,
+    has_qk_norm=True,
+  ),
+  "three-layers": ModelConfig(  # for longer sums, and for programs
+    vocab_size=97,
+    model_dim=96,
     num_layers=3,
     num_heads=4,
     num_kv_heads=2,

@@ -1,7 +1,9 @@
 """Functions that build the parts of a run from its setup."""
 
 from collections.abc import Callable
+import contextlib
 import dataclasses
+import itertools
 import pathlib
 
 import jax
@@ -9,7 +11,6 @@ import jax
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.data import prompts
-from jaxrl_async.data import source as source_lib
 from jaxrl_async.data import worked_examples as worked_examples_lib
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import decode_state as decode_state_lib
@@ -35,6 +36,7 @@ from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.storage import config_json
 from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.training import batch_settings
+from jaxrl_async.training import example_rows
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
 from jaxrl_async.training import publishing
@@ -319,7 +321,7 @@ def sft_rows(
     max_tokens=max_tokens,
     split=split,
   )
-  rows = sft.pack_examples(examples, tokens_per_row=max_tokens)
+  rows = example_rows.pack_examples(examples, tokens_per_row=max_tokens)
   return rows, examples.num_too_long
 
 
@@ -388,17 +390,25 @@ def warm_start(
   whole = dataclasses.replace(setup, model=setup.model.base)
   trainer = make_supervised_trainer(whole, section)
   compiled = ahead(trainer)
-  rows, num_too_long = sft_rows(
-    setup, source_lib.Split.WARM_START, section.num_examples
+  tokens_per_row = setup.config.train.tokens_per_row
+  examples = worked_examples_lib.WorkedExamples(
+    prompt_source(setup), section, max_tokens=tokens_per_row
   )
-  if num_too_long:
-    note(
-      f"warm start: {num_too_long:,} worked solutions longer than"
-      f" {setup.config.train.tokens_per_row:,} tokens (train.tokens_per_row)"
-      f" were left out, beside {section.num_examples:,} that were not"
+  parts = example_rows.packed_ahead(examples, tokens_per_row=tokens_per_row)
+  with contextlib.closing(parts):
+    rows = example_rows.batches(
+      parts, section.rows_per_batch, setup.config.seed
     )
-  trainer.use(rows)
-  trainer.start(initial_params.before_training(setup))
-  if compiled:
-    compiled.wait()
-  return sft.warm_start(trainer, section.num_steps, on_step)
+    first = next(rows)
+    trainer.start(initial_params.before_training(setup))
+    if compiled:
+      compiled.wait()
+    params = sft.warm_start(
+      trainer, itertools.chain([first], rows), section.num_steps, on_step
+    )
+  if examples.num_too_long:
+    note(
+      f"warm start: {examples.num_too_long:,} worked solutions longer than"
+      f" {tokens_per_row:,} tokens (train.tokens_per_row) were left out"
+    )
+  return params

@@ -38,10 +38,10 @@ from jaxrl_async.run import resume
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.run import supervised
 from jaxrl_async.storage import checkpoint
+from jaxrl_async.training import example_rows
 from jaxrl_async.training import packing
 from jaxrl_async.training import reward_objectives
 from jaxrl_async.training import row_passes
-from jaxrl_async.training import sft
 from jaxrl_async.training import train_step
 
 _KIND = "reward_model"
@@ -213,12 +213,12 @@ class Scorer:
     Args:
       examples: one or more, none of them longer than a row.
     """
-    segments = sft.plan(
-      [sft.trajectory(i, x) for i, x in enumerate(examples)],
+    segments = example_rows.plan(
+      [example_rows.trajectory(i, x) for i, x in enumerate(examples)],
       tokens_per_row=self.setup.config.train.tokens_per_row,
     )
     found = self._passes.of_tokens(
-      self._program, self._params, sft.rows_of(segments)
+      self._program, self._params, example_rows.rows_of(segments)
     ).reshape(-1)
     return [
       found[start + np.flatnonzero(example.loss_mask)]

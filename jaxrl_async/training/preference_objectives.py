@@ -18,6 +18,7 @@ import numpy as np
 from jaxrl_async.algorithms import preferences
 from jaxrl_async.config import sections
 from jaxrl_async.data import pairs as pairs_lib
+from jaxrl_async.training import example_rows
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
 from jaxrl_async.training import segments as segments_lib
@@ -37,19 +38,19 @@ def pack_pairs(
   them is divided into its two trajectories.
   """
   joined = [
-    sft.trajectory(member, pairs_lib.joined(pair))
+    example_rows.trajectory(member, pairs_lib.joined(pair))
     for member, pair in enumerate(pairs)
   ]
-  whole = sft.plan(joined, tokens_per_row=tokens_per_row)
+  whole = example_rows.plan(joined, tokens_per_row=tokens_per_row)
   split = [
-    sft.trajectory(member, example)
+    example_rows.trajectory(member, example)
     for member, pair in enumerate(pairs)
     for example in (pair.chosen, pair.rejected)
   ]
   lengths = np.array([len(t.tokens) for t in split], np.int64)
   before = np.stack([np.zeros_like(lengths[::2]), lengths[::2]], axis=1)
   ids = 2 * whole.segment_ids[:, None] - np.array([1, 0])
-  return sft.rows_of(
+  return example_rows.rows_of(
     dataclasses.replace(
       whole,
       starts=(whole.starts[:, None] + before).reshape(-1),

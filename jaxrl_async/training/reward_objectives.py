@@ -15,6 +15,7 @@ from jaxrl_async.algorithms import preferences
 from jaxrl_async.data import labelled_steps
 from jaxrl_async.data import pairs as pairs_lib
 from jaxrl_async.data import worked_examples as worked_examples_lib
+from jaxrl_async.training import example_rows
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
 from jaxrl_async.training import preference_objectives
@@ -54,11 +55,11 @@ def pack_steps(
 ) -> packing.PackedBatch:
   """Return solutions packed into rows, with the field `LABELS`."""
   trajectories = [
-    sft.trajectory(member, solution.example)
+    example_rows.trajectory(member, solution.example)
     for member, solution in enumerate(solutions)
   ]
-  return sft.rows_of(
-    sft.plan(
+  return example_rows.rows_of(
+    example_rows.plan(
       trajectories,
       tokens_per_row=tokens_per_row,
       fields={LABELS: [solution.labels for solution in solutions]},

@@ -1,12 +1,15 @@
 """Supervised training on packed examples, one update for each step.
 
-All examples are packed into rows once. Each step trains on the next rows of a
-random order, which is drawn anew for each pass. `warm_start` is the first stage
-of a run. `run.fine_tune` trains in the same way, with checkpoints and a
-validation loss.
+`warm_start` is the first stage of a run, and begins when the first examples are
+packed. `run.fine_tune` packs all of them first, and has checkpoints and a
+validation loss. `example_rows` has the rows and their order.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+  Callable,
+  Iterator,
+  Mapping,
+)
 import dataclasses
 import functools
 import itertools
@@ -14,10 +17,9 @@ import itertools
 import jax
 from jax import numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 import numpy as np
 
-from jaxrl_async import types
 from jaxrl_async.algorithms import losses
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
@@ -25,85 +27,16 @@ from jaxrl_async.data import worked_examples as worked_examples_lib
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.planning import aot
+from jaxrl_async.training import example_rows
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
 from jaxrl_async.training import row_passes
-from jaxrl_async.training import segments as segments_lib
 from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
 
 
 class WarmStartError(supervisor_lib.RunError):
   """Too many updates in a row had a loss or gradient that is not finite."""
-
-
-def trajectory(
-  member: int, example: worked_examples_lib.WorkedExample
-) -> types.Trajectory:
-  """Return an example as a trajectory, which no policy has written."""
-  length = len(example.tokens)
-  return types.Trajectory(
-    member=member,
-    tokens=example.tokens,
-    loss_mask=example.loss_mask,
-    behavior_logprobs=np.zeros((length,), np.float32),
-    policy_versions=np.full((length,), -1, np.int32),
-  )
-
-
-def plan(
-  trajectories: Sequence[types.Trajectory],
-  *,
-  tokens_per_row: int,
-  fields: Mapping[str, Sequence[Float[np.ndarray, "_"]]] | None = None,
-) -> segments_lib.Segments:
-  """Decide in which row each trajectory lies.
-
-  Args:
-    trajectories: none of them is longer than a row.
-    tokens_per_row: length of a row.
-    fields: as in `packing.plan`.
-  """
-  return packing.plan(
-    [packing.without_prompt(trajectories)],
-    np.zeros((len(trajectories),), np.float32),
-    tokens_per_row=tokens_per_row,
-    rows_per_microbatch=1,
-    num_minibatches=1,
-    fields=fields,
-  )
-
-
-def rows_of(segments: segments_lib.Segments) -> packing.PackedBatch:
-  """Return the rows of these segments as [R, T] arrays, without empty ones."""
-  packed = packing.packed_batch(dict(segments.filled()))
-  rows = jax.tree.map(lambda x: x.reshape(-1, segments.shape[3]), packed)
-  used = rows.segment_ids.any(axis=1)
-  return jax.tree.map(lambda x: x[used], rows)
-
-
-def pack_examples(
-  examples: Iterable[worked_examples_lib.WorkedExample], *, tokens_per_row: int
-) -> packing.PackedBatch:
-  """Return the examples packed into rows, as [R, T] arrays."""
-  trajectories = [trajectory(i, example) for i, example in enumerate(examples)]
-  return rows_of(plan(trajectories, tokens_per_row=tokens_per_row))
-
-
-def row_order(
-  num_rows: int, rows_per_batch: int, seed: int
-) -> Iterator[Int[np.ndarray, "rows_per_batch"]]:
-  """Yield the rows of each step, endlessly; every pass has its own order.
-
-  A batch may hold the end of one pass and the beginning of the next.
-  """
-  rng = np.random.default_rng(seed)
-  order = np.zeros((0,), np.int64)
-  while True:
-    while len(order) < rows_per_batch:
-      order = np.append(order, rng.permutation(num_rows))
-    chosen, order = np.split(order, [rows_per_batch])
-    yield chosen
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -258,7 +191,9 @@ class SupervisedTrainer:
     example = worked_examples_lib.WorkedExample(
       tokens=np.zeros(1, np.int32), loss_mask=np.zeros(1, np.bool_)
     )
-    row = pack_examples([example], tokens_per_row=self._tokens_per_row)
+    row = example_rows.pack_examples(
+      [example], tokens_per_row=self._tokens_per_row
+    )
     rows = jax.tree.map(
       lambda x: x.repeat(self._section.rows_per_batch, axis=0), row
     )
@@ -286,20 +221,34 @@ class SupervisedTrainer:
     self._go_to(position["step"], position["bad_updates"])
 
   def step(self) -> dict[str, float]:
-    """Make the next step and return its metrics.
+    """Make the next step, on rows of `use`, and return its metrics.
 
     Returns:
-      "loss" and what the objective measures beside it are means over the step's
-      rows before the update. The others are "grad_norm", "learning_rate", and
-      "epoch", the passes over the rows after the step.
+      Those of `update`, and "epoch", the passes over the rows after the step.
+
+    Raises:
+      WarmStartError: as in `update`.
+    """
+    assert self._rows is not None
+    chosen = next(self._order)
+    metrics = self.update(jax.tree.map(lambda x: x[chosen], self._rows))
+    rows_seen = self.num_steps_done * self._section.rows_per_batch
+    return {**metrics, "epoch": rows_seen / len(self._rows.tokens)}
+
+  def update(self, batch: packing.PackedBatch) -> dict[str, float]:
+    """Make a step on these rows and return its metrics.
+
+    Args:
+      batch: `rows_per_batch` rows, in host memory.
+
+    Returns:
+      "loss" and what the objective measures beside it are means over the rows
+      before the update. The others are "grad_norm" and "learning_rate".
 
     Raises:
       WarmStartError: `max_bad_updates` updates in a row had a loss or gradient
         that is not finite.
     """
-    assert self._rows is not None
-    chosen = next(self._order)
-    batch = jax.tree.map(lambda x: x[chosen], self._rows)
     self.state, metrics = self._update(
       self.state, self._passes.on_device(batch), np.int32(0)
     )
@@ -313,7 +262,6 @@ class SupervisedTrainer:
         " in a row had a loss or gradient that is not finite"
         " (train.max_bad_updates)"
       )
-    rows_seen = self.num_steps_done * self._section.rows_per_batch
     totals = {name: values[0] for name, values in metrics.items()}
     count = max(float(self._objective.count(totals)), 1.0)
     return {
@@ -324,7 +272,6 @@ class SupervisedTrainer:
       },
       "grad_norm": float(metrics["grad_norm"][0]),
       "learning_rate": learning_rate,
-      "epoch": rows_seen / len(self._rows.tokens),
     }
 
   def measure(self, rows: packing.PackedBatch) -> dict[str, float]:
@@ -355,8 +302,8 @@ class SupervisedTrainer:
     """Train on these rows.
 
     Args:
-      rows: the result of `pack_examples`, in host memory. If they replace
-        others, they are the same with further fields.
+      rows: in host memory, packed by `example_rows`. If they replace others,
+        they are the same with further fields.
     """
     assert self._rows is None or len(rows.tokens) == len(self._rows.tokens)
     self._rows = rows
@@ -366,8 +313,8 @@ class SupervisedTrainer:
     self.num_steps_done = step
     self._bad_updates = bad_updates
     if self._rows is not None:
-      order = row_order(
-        len(self._rows.tokens), self._section.rows_per_batch, self._seed
+      order = example_rows.row_order(
+        [len(self._rows.tokens)], self._section.rows_per_batch, self._seed
       )
       self._order = itertools.islice(order, step, None)
 
@@ -424,6 +371,7 @@ def _logprob_sums(
 
 def warm_start(
   trainer: SupervisedTrainer,
+  rows: Iterator[packing.PackedBatch],
   num_steps: int,
   on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> transformer.Params:
@@ -431,6 +379,7 @@ def warm_start(
 
   Args:
     trainer: it has been started.
+    rows: of each step; see `example_rows.batches`.
     num_steps: number of steps.
     on_step: called with the step and its loss after each step.
 
@@ -439,5 +388,5 @@ def warm_start(
       that is not finite.
   """
   for step in range(num_steps):
-    on_step(step + 1, trainer.step()["loss"])
+    on_step(step + 1, trainer.update(next(rows))["loss"])
   return trainer.state.policy.params
