@@ -15,6 +15,7 @@ import pytest
 import stamped
 
 from jaxrl_async.coordination import transfer_directory
+from jaxrl_async.coordination import version_files
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import manifest
@@ -414,6 +415,30 @@ def test_a_directory_that_is_removed_during_a_save_is_made_again(
   stamped.publish_and_wait(channel, 1)
   assert removed and "No such file or directory" in notes.get_nowait()
   stamped.assert_all(channel.adopt(0)[0], 1)
+  channel.close()
+
+
+@pytest.mark.parametrize("what", [".", "state", "state/embedding"])
+def test_a_version_that_is_removed_before_its_seal_is_written_again(
+  what, tmp_path, monkeypatch, notes
+):
+  seal, removed = version_files.seal, []
+
+  def remove_first(directory, *arguments):
+    if not removed:
+      # `rmtree` cannot remove a directory in which there is a new manifest.
+      removed.append(directory / what)
+      shutil.rmtree(directory / what)
+      directory.mkdir(exist_ok=True)
+    seal(directory, *arguments)
+
+  monkeypatch.setattr(version_files, "seal", remove_first)
+  channel = _orbax(tmp_path, note=notes.put)
+  stamped.publish_and_wait(channel, 0)
+  weights, version = channel.adopt_first(stamped.DEADLINE_S)
+  assert removed and version == 0
+  stamped.assert_all(weights, 0)
+  assert notes.get(timeout=stamped.DEADLINE_S)
   channel.close()
 
 

@@ -59,7 +59,11 @@ SHARED = critic_section.CriticTrunk.SHARED
 )
 def test_each_kind_of_run_is_replayed(rank, algorithm, critic, tmp_path):
   config = test_replay.make_config(
-    6, algorithm={"max_staleness": 4, **algorithm}
+    6,
+    algorithm={"max_staleness": 4, **algorithm},
+    # The fewest slots: generation is slow enough for trajectories of several
+    # versions, also where a train step takes long.
+    rollout={"num_slots": 1, "decode_steps_per_call": 1},
   )
   config.model.lora.rank = rank
   config.critic = dataclasses.replace(config.critic, **critic)

@@ -19,6 +19,8 @@ import pathlib
 import shutil
 from typing import Any
 
+from orbax.checkpoint import v1 as ocp
+
 from jaxrl_async.storage import manifest
 from jaxrl_async.storage import pytree_files
 from jaxrl_async.storage import shared_check
@@ -110,10 +112,13 @@ def load(directory: pathlib.Path, target: Any, checked: Checked) -> Any:
     checked: what `check` has returned.
 
   Raises:
-    ManifestError: a file has changed since it was checked.
+    ManifestError: a file has changed since it was checked, or cannot be read,
+      or was removed before the version was sealed.
   """
   try:
     return pytree_files.load(directory, target)
+  except (OSError, ocp.errors.InvalidLayoutError) as error:
+    raise _unreadable(directory, error) from error
   finally:
     # Whatever Orbax raises, it is no error of its own if the files are others.
     if _marks(directory) != checked:
