@@ -211,5 +211,5 @@ def test_a_run_that_is_killed_anywhere_loses_and_repeats_nothing(
   assert result["left_in_memory"] == []
   assert result["bit_exact"] is True
   assert result["train_steps"] >= 4 and "warm start" in result["stages"]
-  assert result["missed"] <= max(1, num_kills // 4)
+  assert result["missed"] <= num_kills // 3
   assert result["orphans_s_max"] < 20  # one or two where nothing else runs
