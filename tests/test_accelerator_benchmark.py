@@ -122,6 +122,7 @@ def test_a_kernel_that_is_wrong_or_does_not_run_is_shown_as_such(kernels):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1200)
 def test_all_parts_run_here(tmp_path):
   script = BENCHMARKS / "accelerator.py"
   done = subprocess.run(

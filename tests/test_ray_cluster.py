@@ -76,7 +76,7 @@ def test_a_run_needs_the_token_the_encryption_and_hosts_that_fit(tmp_path):
       refused = run("refused", *arguments, **variables)
       assert refused.returncode == 1, refused.stderr[-4000:]
       assert "Traceback" not in refused.stderr
-      assert time.monotonic() - begin_s < 120
+      assert time.monotonic() - begin_s < 240
       assert not any(
         "launch/train.py" in line for line in cluster_world.marked().values()
       )

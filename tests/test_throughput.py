@@ -102,6 +102,7 @@ def test_every_preset_is_a_cluster(name):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1200)
 def test_the_paper_is_predicted_within_15_percent():
   found = list(areal_comparison.rows())
   assert len(found) == 13
