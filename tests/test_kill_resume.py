@@ -212,4 +212,4 @@ def test_a_run_that_is_killed_anywhere_loses_and_repeats_nothing(
   assert result["bit_exact"] is True
   assert result["train_steps"] >= 4 and "warm start" in result["stages"]
   assert result["missed"] <= num_kills // 3
-  assert result["orphans_s_max"] < 20  # one or two where nothing else runs
+  assert result["orphans_s_max"] < 20  # one or two seconds on a quiet machine

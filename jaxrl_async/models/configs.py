@@ -195,7 +195,7 @@ MODELS = {
     mlp_dim=256,
     has_qk_norm=True,
   ),
-  "three-layers": ModelConfig(  # for longer sums, and for programs
+  "three-layers": ModelConfig(  # of the other small runs in configs/
     vocab_size=97,
     model_dim=96,
     num_layers=3,

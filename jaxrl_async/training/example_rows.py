@@ -113,8 +113,8 @@ def packed_ahead(
 ) -> Generator[packing.PackedBatch, None, None]:
   """Yield the examples packed into rows, part by part.
 
-  A thread makes the next part while the caller works with the last one. To
-  close the generator ends the thread.
+  A thread makes the next part while the caller works with the last one.
+  Closing the generator ends the thread.
 
   Args:
     examples: is iterated over in the thread.
