@@ -9,6 +9,7 @@ prefill, and the updated cache in decoding.
 """
 
 from collections.abc import Callable
+import functools
 from typing import Any
 
 from flax import nnx
@@ -393,17 +394,22 @@ ACTIVATION_AXES = (
 )
 
 
-def _abstract(config: configs.ModelConfig, *, is_stacked: bool) -> Decoder:
-  """Return a decoder of shapes without values."""
-  return nnx.eval_shape(
-    lambda: Decoder(config, rngs=nnx.Rngs(0), is_stacked=is_stacked)
+@functools.lru_cache(maxsize=64)
+def _abstract(
+  config: configs.ModelConfig, is_stacked: bool
+) -> tuple[Any, Any]:
+  """Return the graph and the state of a decoder of shapes without values."""
+  return nnx.split(
+    nnx.eval_shape(
+      lambda: Decoder(config, rngs=nnx.Rngs(0), is_stacked=is_stacked)
+    )
   )
 
 
 def logical_axes(config: configs.ModelConfig, *, is_stacked: bool) -> Params:
   """Return the names of the axes of every parameter, as a tree."""
   # All layers have the same axes, and tracing each of 64 layers takes seconds.
-  state = nnx.state(_abstract(config, is_stacked=True), nnx.Param)
+  _, state = _abstract(config, True)
   flat = [
     (path, variable.get_metadata()["logical_axes"])
     for path, variable in nnx.to_flat_state(state)
@@ -431,13 +437,14 @@ def bind(
     is_stacked: whether `params` has one stacked block of layers or a list.
     remat: activations that the backward pass computes again.
   """
-  model = _abstract(config, is_stacked=is_stacked)
-  model.remat = remat
-  graph, state = nnx.split(model)
+  graph, shapes = _abstract(config, is_stacked)
+  state = jax.tree.map(lambda x: x, shapes)  # a copy, which is changed
   if not is_stacked:
     params = {**params, "layers": dict(enumerate(params["layers"]))}
   nnx.replace_by_pure_dict(state, params)
-  return nnx.merge(graph, state)
+  model = nnx.merge(graph, state)
+  model.remat = remat
+  return model
 
 
 def init_params(config: configs.ModelConfig, key: jax.Array) -> Params:

@@ -109,7 +109,7 @@ def packed_ahead(
   examples: Iterable[worked_examples_lib.WorkedExample],
   *,
   tokens_per_row: int,
-  examples_per_part: int = 1_024,
+  examples_per_part: int = 256,
 ) -> Generator[packing.PackedBatch, None, None]:
   """Yield the examples packed into rows, part by part.
 
