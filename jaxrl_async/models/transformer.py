@@ -395,9 +395,7 @@ ACTIVATION_AXES = (
 
 
 @functools.lru_cache(maxsize=64)
-def _abstract(
-  config: configs.ModelConfig, is_stacked: bool
-) -> tuple[Any, Any]:
+def _abstract(config: configs.ModelConfig, is_stacked: bool) -> tuple[Any, Any]:
   """Return the graph and the state of a decoder of shapes without values."""
   return nnx.split(
     nnx.eval_shape(
