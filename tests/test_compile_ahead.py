@@ -122,8 +122,9 @@ def test_an_engine_and_a_trainer_compile_nothing_more(num_pages):
   supervised = assembly.make_supervised_trainer(setup, config.warm_start)
   ahead = compile_ahead.RunPrograms(trainer, engine, is_alone=True)
   ahead.compile_warm_start(supervised).wait()
-  ahead.later.wait()
-  assert ahead.rollout.done.is_set() and ahead.train.done.is_set()
+  for pending in (ahead.train, ahead.later):
+    pending.wait()
+  assert ahead.rollout.done.is_set()
   ahead.close(DEADLINE_S)
   params = initial_params.before_training(setup)
   group = replayed_run.group(

@@ -17,7 +17,6 @@ from jaxrl_async.training import sft
 from jaxrl_async.training import trainer as trainer_lib
 
 _POLL_S = 0.1
-_PUBLISH = "publish"  # the trainer's program that makes an engine's weights
 
 
 class Pending:
@@ -115,6 +114,9 @@ class CompileAhead:
 class RunPrograms:
   """Compiles the programs of a run, in the order in which a start needs them.
 
+  The programs of the two slices are compiled in two threads, so that a train
+  step is ready when the first batch is.
+
   Attributes:
     rollout: the programs of the first evaluation.
     train: those of a train step.
@@ -138,9 +140,10 @@ class RunPrograms:
     """
     self._trainer = trainer
     self._engine = engine
-    self._ahead = CompileAhead()
+    self._of_training, self._of_rollout = CompileAhead(), CompileAhead()
     if not is_alone:
-      self._ahead.close(0)
+      self.close(0.0)
+    self._warm_start: Pending | None = None
     self._is_begun = False
 
   def compile_warm_start(self, trainer: sft.SupervisedTrainer) -> Pending:
@@ -149,32 +152,35 @@ class RunPrograms:
     Returns:
       The program of the warm start.
     """
-    pending = self._ahead.add(trainer.programs)
+    self._warm_start = self._of_training.add(trainer.programs)
     self.compile()
-    return pending
+    return self._warm_start
 
   def compile(self) -> None:
     """Compile the programs of the loop, if that has not begun yet."""
     if self._is_begun:
       return
     self._is_begun = True
-    self.rollout = self._ahead.add(self._of_rollout)
-    self.train = self._ahead.add(self._of_training)
-    self.later = self._ahead.add(self._of_interruptions)
+    self.rollout = self._of_rollout.add(self._rollout_programs)
+    self.train = self._of_training.add(self._trainer.step_programs)
+    self.later = self._of_rollout.add(self._later_programs)
 
   def close(self, timeout_s: float) -> None:
     """End; see `CompileAhead.close`."""
-    self._ahead.close(timeout_s)
+    threads = self._of_training, self._of_rollout
+    for thread in threads:
+      thread.close(0.0)
+    for thread in threads:
+      thread.close(timeout_s)
 
-  def _of_training(self) -> list[aot.Program]:
-    return [p for p in self._trainer.programs() if p.name != _PUBLISH]
-
-  def _of_rollout(self) -> Iterator[aot.Program]:
-    yield from (p for p in self._trainer.programs() if p.name == _PUBLISH)
+  def _rollout_programs(self) -> Iterator[aot.Program]:
+    if self._warm_start is not None:
+      self._warm_start.wait()  # it is needed first
+    yield self._trainer.publish_program()
     if self._engine is not None:
       yield from self._engine.first_programs(self._trainer.engine_shapes())
 
-  def _of_interruptions(self) -> list[aot.Program]:
+  def _later_programs(self) -> list[aot.Program]:
     if self._engine is None:
       return []
     return self._engine.later_programs(self._trainer.engine_shapes())

@@ -257,6 +257,24 @@ class Trainer:
     return policy.trainable if self.has_base else policy.params
 
   def programs(self) -> list[aot.Program]:
+    """Return those of a train step, and the one that publishes weights."""
+    return [*self.step_programs(), self.publish_program()]
+
+  def publish_program(self) -> aot.Program:
+    """Return the program that makes the weights of an engine."""
+    state = self.abstract_state()
+    return aot.Program(
+      name="publish",
+      function=self._publish,
+      arguments=(self._changing(state),),
+      resident=(
+        {name: x.opt_state for name, x in state.models.items()},
+        {k: v for k, v in state.params.items() if k != train_state.POLICY},
+        state.policy.frozen if self.has_base else (),
+      ),
+    )
+
+  def step_programs(self) -> list[aot.Program]:
     """Return the programs of a train step for the largest expected batch."""
     state = self.abstract_state()
     trajectory = types.Trajectory(
@@ -275,7 +293,6 @@ class Trainer:
     max_trips = self.batch_settings.min_microbatches
     params = state.params
     opt_states = {name: x.opt_state for name, x in state.models.items()}
-    others = {k: v for k, v in params.items() if k != train_state.POLICY}
     batch = trained = batch_parts.abstract(segments, self._batch_sharding)
     # The next batch is on the device already, and the weights published last
     # may still be there, because no engine has adopted them yet.
@@ -312,16 +329,6 @@ class Trainer:
         arguments=(state, trained, np.int32(0)),
         resident=beside,
         max_trips=max_trips,
-      ),
-      aot.Program(
-        name="publish",
-        function=self._publish,
-        arguments=(self._changing(state),),
-        resident=(
-          opt_states,
-          others,
-          state.policy.frozen if self.has_base else (),
-        ),
       ),
     ]
 
