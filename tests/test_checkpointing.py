@@ -257,6 +257,36 @@ def test_a_rescue_takes_what_is_not_taken_yet_and_hides_no_failure():
   ]
 
 
+def test_a_rescue_takes_again_what_could_not_be_written():
+  world = World()
+  world.disk.fails_to_write = True
+  world.train(1, 2)
+  world.settle()
+  world.disk.fails_to_write = False
+  world.checkpoints.rescue(2, TIMEOUT_S)
+  world.checkpoints.close(TIMEOUT_S)
+  assert world.disk.taken == [2, 2] and world.disk.written == [2]
+
+
+def test_a_rescue_waits_for_what_is_being_written(soon):
+  world = World()
+  world.disk.may_write.clear()
+  world.disk.fails_to_write = True
+  world.train(1, 2)
+
+  def mend():
+    world.disk.may_write.set()
+    world.settle()
+    world.disk.fails_to_write = False
+
+  thread = threading.Thread(target=mend)
+  thread.start()
+  world.checkpoints.rescue(2, TIMEOUT_S)
+  thread.join()
+  world.checkpoints.close(TIMEOUT_S)
+  assert world.disk.taken == [2, 2] and world.disk.written == [2]
+
+
 def test_closing_waits_and_tells_what_failed():
   world = World()
   world.disk.may_write.clear()

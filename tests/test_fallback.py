@@ -1,6 +1,7 @@
 """Checkpoints that are damaged, in flight, or cut off; without a run."""
 
 import ctypes
+import errno
 import gc
 import json
 import os
@@ -56,6 +57,25 @@ def tear(path, how):
     (path / "more").touch()
   elif how == "manifest":
     (path / manifest.NAME).write_bytes(b"{}")
+
+
+def test_old_checkpoints_that_stay_fail_no_new_one(
+  tmp_path, monkeypatch, caplog
+):
+  rmtree, is_stuck = shutil.rmtree, [True]
+
+  def stuck(path, *rest, **more):
+    if is_stuck[0] and path.suffix == ".removed":
+      raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+    rmtree(path, *rest, **more)
+
+  monkeypatch.setattr(shutil, "rmtree", stuck)
+  save(tmp_path, 1, 2, 3, 3, 4, keep=2)
+  assert newest(tmp_path)[0] == (4, {"step": 4}, ())
+  assert "could not be removed" in caplog.text
+  is_stuck[0] = False
+  save(tmp_path, 5, keep=2)
+  assert names(tmp_path) == ["4", "5"]
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,11 @@ def test_the_best_parameters_are_kept_and_an_interruption_changes_nothing(
   )
   # Once more, on what is finished.
   assert without_time(fine_tune.fine_tune(config, part)) == without_time(whole)
+  # And from the checkpoint before, where the newest is damaged.
+  (part / "fine_tuning" / "8" / "host_state.json").write_bytes(b"{}")
+  assert without_time(fine_tune.fine_tune(config, part)) == without_time(whole)
+  assert metrics(part) == lines
+  assert (part / "fine_tuning" / "8.damaged").is_dir()
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import numpy as np
 from orbax.checkpoint._src.metadata import array_metadata_store
 import pytest
 import stamped
+import waiting
 
 from jaxrl_async.coordination import transfer_directory
 from jaxrl_async.coordination import version_files
@@ -243,6 +244,28 @@ def test_old_versions_go_but_never_one_that_is_read(tmp_path):
   assert {"5", "6", "newest"} <= names <= {"4", "5", "6", "newest"}
   channel.close()
   assert not tmp_path.exists()
+
+
+def test_what_cannot_be_removed_ends_nothing(tmp_path, notes, monkeypatch):
+  remove, stays = version_files.remove, [errno.ENOTEMPTY, errno.EIO]
+
+  def removes(directory):
+    if directory.name == "0" and stays:
+      number = stays.pop()
+      raise OSError(number, os.strerror(number))
+    remove(directory)
+
+  monkeypatch.setattr(version_files, "remove", removes)
+  channel = _orbax(tmp_path, coalesce=False, note=notes.put)
+  for version in range(6):
+    stamped.publish_and_wait(channel, version)
+    stamped.assert_all(channel.adopt(version - 1)[0], version)
+  root = tmp_path / f"incarnation-{stamped.INCARNATION}"
+  waiting.until(lambda: not (root / "0").exists(), "its removal")
+  assert not stays
+  assert "could not be removed" in notes.get(timeout=stamped.DEADLINE_S)
+  assert notes.empty()  # said once
+  channel.close()
 
 
 class _OvertakenWhileReading(weight_transfer.OrbaxChannel):

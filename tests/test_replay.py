@@ -1,5 +1,6 @@
 """Whole runs are replayed from their schedules, bit for bit."""
 
+import copy
 import dataclasses
 import json
 import pathlib
@@ -413,6 +414,21 @@ def test_a_change_of_settings_ends_what_can_be_replayed(recorded, tmp_path):
     play(workdir)
   assert play(workdir, until=6).last_step == 6
   assert play(workdir, from_step=6).last_step == NUM_STEPS
+
+
+def test_other_questions_of_evaluations_end_what_can_be_generated(
+  recorded, tmp_path
+):
+  def other_sets(lines):
+    config = copy.deepcopy(lines[0]["config"])
+    config["eval"]["sets"] = {"more": {"dataset": "jsonl:more.jsonl"}}
+    (at,) = (i for i, line in enumerate(lines) if line.get("step") == 6)
+    lines.insert(at, {**lines[0], "start": 6, "config": config})
+
+  workdir = changed(recorded, tmp_path, other_sets)
+  with pytest.raises(sections.ConfigError, match=r"step 6 .*eval\.sets.*un"):
+    play(workdir)
+  assert play(workdir, from_ledger=True).last_step == NUM_STEPS
 
 
 def test_turns_and_preemptions_are_replayed(tmp_path):

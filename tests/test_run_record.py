@@ -99,12 +99,23 @@ def without_arrays(kind=step_metrics.Pending):
   )
 
 
-def test_a_failure_is_raised_by_the_next_look_and_only_once(recorder):
+def test_a_step_that_is_not_written_down_whole_is_in_no_checkpoint(recorder):
   assert recorder.wait(0.0)
   recorder.begin(without_arrays(), {}, {}, is_evaluated=False)
-  with pytest.raises(KeyError, match="num_loss_tokens"):
+  for timeout_s in (DEADLINE_S, 0.0, 0.0):  # whoever asks
+    with pytest.raises(KeyError, match="num_loss_tokens"):
+      recorder.wait(timeout_s)
+
+
+def test_too_many_skipped_updates_are_raised_once(recorder, monkeypatch):
+  def whole(*_):
+    raise recorder_lib.BadUpdatesError("too many")
+
+  monkeypatch.setattr(recorder, "_step", whole)
+  recorder.begin(without_arrays(), {}, {}, is_evaluated=False)
+  with pytest.raises(recorder_lib.BadUpdatesError):
     recorder.wait(DEADLINE_S)
-  assert recorder.wait(0.0)
+  assert recorder.wait(0.0)  # the last checkpoint may have it
 
 
 def test_an_evaluation_counts_for_neither_slice(recorder, hand):

@@ -1,5 +1,6 @@
 """What is said of a disk that refuses, and what it leaves in a file."""
 
+import errno
 import os
 import pathlib
 
@@ -52,6 +53,43 @@ def test_records_that_are_refused_may_wait_in_memory_in_their_order(tmp_path):
     with pytest.raises(disk.StorageError):
       file.close()
   file.close()
+
+
+def test_what_the_disk_did_not_confirm_is_written_again(tmp_path, monkeypatch):
+  path, confirmed, breaks = tmp_path / "lines", [0], []
+
+  def forget(descriptor):
+    """A failed writeback: told once, and what was written may be gone."""
+    size = path.stat().st_size
+    if not breaks:
+      confirmed[0] = size
+      return
+    breaks.pop()
+    os.pwrite(descriptor, bytes(size - confirmed[0]), confirmed[0])
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+  monkeypatch.setattr(os, "fsync", forget)
+  file = disk.AppendFile(path)
+  file.append(b"one\n")
+  file.sync()
+  file.append(b"two\n")
+  file.append(b"three\n")
+  breaks.append(1)
+  with pytest.raises(disk.StorageError, match="lines cannot be written"):
+    file.sync()
+  file.sync()
+  assert path.read_bytes() == b"one\ntwo\nthree\n"
+  assert file.num_bytes == 14
+  # Nor is more kept in memory than a limit before it is confirmed.
+  monkeypatch.setattr(disk, "_MOST_KEPT", 12)
+  breaks.append(1)
+  file.append(b"four\n")
+  with pytest.raises(disk.StorageError):
+    file.append(b"five\n")
+  assert path.read_bytes() == b"one\ntwo\nthree\n"
+  file.append(b"six\n")
+  file.close()
+  assert path.read_bytes() == b"one\ntwo\nthree\nfour\nsix\n"
 
 
 def test_a_file_system_that_does_not_answer_is_waited_for(

@@ -1,5 +1,6 @@
 """Trajectories on the disk: whole, synced, kept when it is full, and cut."""
 
+import errno
 import os
 import pathlib
 
@@ -49,6 +50,50 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_room(tmp_path):
   first, second = notes
   assert first.startswith(f"WARNING: {tmp_path}/trajectories cannot be written")
   assert second.endswith("is written again, and lacks nothing")
+
+
+def test_a_name_that_is_not_confirmed_is_given_again(tmp_path, monkeypatch):
+  stored = stored_trajectories.StoredTrajectories(tmp_path, 0, lambda text: 0)
+  sync_names = disk.sync_names
+
+  def once(directory):
+    sync_names(directory)
+    if directory.name == stored_trajectories.DIRECTORY:
+      monkeypatch.undo()
+      raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+  monkeypatch.setattr(disk, "sync_names", once)
+  add(stored, 0)
+  assert names(tmp_path) == ["0"] and stored._kept
+  stored.sync()
+  assert names(tmp_path) == ["0"]
+  check(tmp_path, 0)
+
+
+def test_nothing_is_written_where_another_workdir_lies(tmp_path):
+  workdir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+  workdir.mkdir()
+  notes = []
+  schedule = run_schedule.Schedule(
+    workdir,
+    0,
+    keep_trajectories=True,
+    first_step=0,
+    environment={},
+    config={},
+    note=notes.append,
+  )
+  workdir.rename(elsewhere)
+  workdir.mkdir()
+  groups = [test_ledger.make_group(i) for i in range(2)]
+  schedule.add_step(0, groups, {})
+  assert not list(workdir.iterdir())
+  workdir.rmdir()
+  elsewhere.rename(workdir)
+  assert schedule.num_bytes() > 0
+  schedule.close()
+  check(workdir, 0)
+  assert len(notes) == 2 and all("was moved" in note for note in notes)
 
 
 def test_no_more_than_a_limit_is_kept(tmp_path, monkeypatch):

@@ -104,11 +104,11 @@ class Schedule:
       StorageError: it cannot be written. So do the methods.
     """
     self._keeps = keep_trajectories
-    self._trajectories = stored_trajectories.StoredTrajectories(
-      workdir, first_step, note
-    )
     self._file = disk.AppendFile(
       workdir / workdir_lib.SCHEDULE, num_bytes, note
+    )
+    self._trajectories = stored_trajectories.StoredTrajectories(
+      workdir, first_step, note, self._file.check_in_place
     )
     self._append(
       {

@@ -35,6 +35,7 @@ class StoredTrajectories:
     workdir: pathlib.Path,
     first_step: int,
     note: Callable[[str], None] | None = None,
+    check: Callable[[], None] = lambda: None,
   ):
     """Remove what a start that was killed stored after the checkpoint.
 
@@ -43,12 +44,15 @@ class StoredTrajectories:
       first_step: train steps that are completed.
       note: if given, trajectories that the disk refuses are kept in memory, and
         this is called with a message about the first of them.
+      check: is called before something is written. It raises if the workdir is
+        not where it was.
 
     Raises:
       StorageError: it could not be removed.
     """
     self._path = workdir / DIRECTORY
     self._note = note
+    self._check = check
     self._kept: list[tuple[int, dict[str, bytes]]] = []
     with disk.writing(self._path):
       for path in self._path.glob("*"):
@@ -64,6 +68,7 @@ class StoredTrajectories:
 
     Raises:
       StorageError: the disk refused them, and they are not kept.
+      WorkdirError: the workdir was removed.
     """
     num_kept = len(self._kept)
     files = outstanding_lib.packed(
@@ -105,6 +110,7 @@ class StoredTrajectories:
       self._kept.pop(0)
 
   def _write(self, step: int, files: dict[str, bytes]) -> None:
+    self._check()
     target = self._path / str(step)
     incomplete = self._path / f"{step}{_INCOMPLETE}"
     with disk.writing(target):
@@ -119,5 +125,7 @@ class StoredTrajectories:
         # What is incomplete would keep a full disk full.
         shutil.rmtree(incomplete, ignore_errors=True)
         raise
+      # It is there if its name could not be confirmed.
+      shutil.rmtree(target, ignore_errors=True)
       incomplete.rename(target)
       disk.sync_names(self._path)

@@ -135,6 +135,7 @@ class OrbaxChannel(WeightChannel):
     self._waiting: collections.deque[tuple[_Save, str]]
     self._waiting = collections.deque()
     self._announced: list[str] = []  # names of copies
+    self._not_removed: set[str] = set()  # copies of which the user was told
     self._kept: dict[str, Any] = {}  # arrays of the version that was saved last
     self._is_refused = False  # the newest copy, in this process
     self._failure: BaseException | None = None
@@ -394,21 +395,26 @@ class OrbaxChannel(WeightChannel):
     self._announced.append(copy)
 
   def _remove_old(self) -> None:
-    """Remove copies that two newer ones have replaced and nobody reads."""
+    """Remove copies that two newer ones have replaced and nobody reads.
+
+    What cannot be removed is tried again after the next version.
+    """
     for copy in self._announced[: -transfer_directory.NUM_KEPT]:
       directory = self._path / copy
       try:
-        manifest_file = open(directory / manifest.NAME, "r+b")  # NFS wants "+"
-      except FileNotFoundError:  # It was damaged, or the directory was removed.
-        self._announced.remove(copy)
-        continue
-      with manifest_file as lock:
-        try:
+        # NFS wants "+".
+        with open(directory / manifest.NAME, "r+b") as lock:
           fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-          continue  # It is being read; the next publish tries again.
-        with contextlib.suppress(FileNotFoundError):
           version_files.remove(directory)
+      except FileNotFoundError:
+        pass  # It was damaged, or the directory was removed.
+      except BlockingIOError:
+        continue  # It is being read.
+      except OSError as error:
+        if copy not in self._not_removed:
+          self._not_removed.add(copy)
+          self._note(f"WARNING: {directory} could not be removed ({error})")
+        continue
       self._announced.remove(copy)
 
   def check(self, copy: str) -> version_files.Checked:

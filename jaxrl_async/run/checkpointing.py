@@ -246,10 +246,11 @@ class Checkpointing:
       timeout_s: seconds that it may take to copy the run.
       before: makes the run ready for it.
     """
-    if self._taken_step == step:
-      return
 
     def take() -> None:
+      self._wait()
+      if self._failure is None and self._taken_step == step:
+        return
       before()
       self.take(step)
 

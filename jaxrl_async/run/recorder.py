@@ -104,6 +104,7 @@ class Recorder:
     self._scheduled = scheduled or {}
     self._bad_updates = 0
     self._writing: futures.Future[None] | None = None
+    self._failure: BaseException | None = None
     self._status = "", 0.0
     self._workdir = workdir
     self._writer = writer
@@ -189,6 +190,9 @@ class Recorder:
   def wait(self, timeout_s: float) -> bool:
     """Wait until the step that was begun is written.
 
+    A step that was written only in part can be in no checkpoint, so all later
+    calls raise the same failure.
+
     Returns:
       False if it is not written after `timeout_s` seconds.
 
@@ -196,11 +200,16 @@ class Recorder:
       BadUpdatesError: too many updates in a row were skipped.
       StorageError: the metrics or the ledger could not be written.
     """
+    if self._failure is not None:
+      raise self._failure
     if self._writing is None:
       return True
     if not futures.wait([self._writing], timeout_s).done:
       return False
     writing, self._writing = self._writing, None
+    error = writing.exception()
+    if not isinstance(error, BadUpdatesError):  # it follows a whole step
+      self._failure = error
     writing.result()
     return True
 

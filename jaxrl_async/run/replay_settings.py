@@ -138,6 +138,8 @@ def _config(start: recorded_schedule.Start) -> sections.Config:
 
 def _may_change(path: str, wanted: Wanted) -> bool:
   """Return whether a setting may change in the part that is replayed."""
+  if path.startswith("eval.sets"):
+    return not wanted.generates  # their questions are left out of the prompts
   if path.startswith(_HARMLESS):
     return True
   return wanted.is_forced and path.startswith(_OF_PROGRAMS)

@@ -12,8 +12,9 @@ def outstanding(
   buffer: buffer_lib.Buffer, rollout: rollout_side.RolloutSide
 ) -> list[outstanding_lib.OutstandingGroup]:
   """Return every outstanding group; the rollout side must be paused."""
-  state = buffer.state()
+  # First, because asking for groups may end one, which leaves the buffer.
   running = rollout.groups()
+  state = buffer.state()
   groups = [(_RUNNING, running[a.index]) for a in state.running]
   groups += [(_FINISHED, group) for group in state.finished]
   return [

@@ -36,6 +36,7 @@ from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import config_json
 from jaxrl_async.storage import disk
+from jaxrl_async.storage import fallback
 from jaxrl_async.storage import workdir as workdir_lib
 from jaxrl_async.training import packing
 from jaxrl_async.training import preference_objectives
@@ -332,18 +333,18 @@ class FineTuning:
     )
 
   def _newest(self) -> tuple[int, dict[str, Any]] | None:
-    """Return step and host state of the newest checkpoint, if there is one.
+    """Return step and host state of the newest whole checkpoint, if any.
 
     Raises:
-      ConfigError: it is damaged, or belongs to another kind of training, to
-        another config or to other data.
+      ConfigError: all of them are damaged, or it belongs to another kind of
+        training, to another config or to other data.
     """
     try:
       checkpoint.recover(self._directory)
-      step = checkpoint.latest(self._directory)
-      if step is None:
+      whole = fallback.newest_whole(self._directory, self._progress.note)
+      if whole is None:
         return None
-      stored = checkpoint.host_state(self._directory, step)
+      step, stored = whole.step, whole.host_state
     except checkpoint.CheckpointError as error:
       raise workdir_lib.WorkdirError(f"workdir: {error}") from error
     there, here = stored.get("kind", SFT), self._recipe.kind
@@ -372,6 +373,7 @@ class FineTuning:
         f" that were computed in {then.model.compute_dtype}; use that, or an"
         " empty workdir",
       )
+    fallback.set_aside(self._directory, whole.damaged)
     return step, stored
 
   def _versions(self) -> dict[str, str]:

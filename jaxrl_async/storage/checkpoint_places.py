@@ -5,7 +5,10 @@ place, it is called `<step>.old`. A reader holds a shared lock on the manifest,
 and the writer removes only what it can lock exclusively.
 """
 
+from collections.abc import Iterator
+import contextlib
 import fcntl
+import logging
 import os
 import pathlib
 import shutil
@@ -123,11 +126,14 @@ def make_ready(directory: pathlib.Path) -> None:
     directory.mkdir(parents=True)
     disk.sync_names(directory.parent)
   recover(directory)
-  for suffix in ("incomplete", "removed"):
-    for leftover in directory.glob(f"*.{suffix}"):
+  for leftover in directory.glob("*.incomplete"):
+    shutil.rmtree(leftover)
+  for leftover in directory.glob("*.removed"):
+    with _staying():
       shutil.rmtree(leftover)
   for replaced in directory.glob(f"*{OLD}"):
-    remove(replaced)
+    with _staying():
+      remove(replaced)
 
 
 def put_in_place(directory: pathlib.Path, step: int, keep: int) -> None:
@@ -138,6 +144,20 @@ def put_in_place(directory: pathlib.Path, step: int, keep: int) -> None:
   (directory / f"{step}.incomplete").rename(target)
   disk.sync_names(directory)
   if replaced.exists():
-    remove(replaced)
+    with _staying():
+      remove(replaced)
   for old in steps(directory)[:-keep]:
-    remove_unread(directory / str(old))
+    with _staying():
+      remove_unread(directory / str(old))
+
+
+@contextlib.contextmanager
+def _staying() -> Iterator[None]:
+  """Let an old checkpoint stay that cannot be removed, until the next save.
+
+  The new one is on the disk, and does not fail because of it.
+  """
+  try:
+    yield
+  except OSError as error:
+    logging.warning("an old checkpoint could not be removed: %s", error)

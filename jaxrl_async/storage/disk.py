@@ -24,7 +24,8 @@ _BROKEN = {
 # Orbax's storage layer reports the error of a system call in these forms.
 _OS_ERROR = re.compile(r"(?:OS error |os_error_code=')(\d+)")
 
-# Bytes of records that a file keeps in memory at most.
+# Bytes of records that a file keeps in memory at most, of those that the disk
+# refused and of those that it has not confirmed.
 _MOST_KEPT = 2**26
 
 
@@ -153,6 +154,9 @@ class AppendFile:
   write are cut off. What the disk has refused may be kept in memory, and is
   then written before anything else. Records are never reordered.
 
+  Records stay in memory until `fsync` has confirmed them. If it fails, the
+  system may forget what was written, and confirm the next `fsync` all the same.
+
   Attributes:
     num_bytes: of all records, those in memory included.
 
@@ -179,7 +183,8 @@ class AppendFile:
     """
     self._path = pathlib.Path(path)
     self._note = note
-    self._kept: list[bytes] = []
+    self._kept: list[bytes] = []  # not confirmed, the first of them written
+    self._num_written = 0
     with writing(self._path):
       is_there = self._path.exists()
       found = self._path.stat().st_size if is_there else 0
@@ -191,6 +196,7 @@ class AppendFile:
       self._file = open(self._path, "r+b" if is_there else "x+b", 0)
       self._file.truncate(num_bytes)
       self.num_bytes = self._written = self._file.seek(num_bytes)
+      self._confirmed = num_bytes
 
   def append(self, record: bytes) -> None:
     """Write all of a record, or keep all of it, or do neither.
@@ -200,12 +206,14 @@ class AppendFile:
       StorageError: the disk refused the record, or the file is no longer at its
         path, and the record is not kept.
     """
-    num_kept = len(self._kept)
+    num_kept = len(self._kept) - self._num_written
     self._kept.append(record)
     self.num_bytes += len(record)
     try:
-      self._check_in_place()
+      self.check_in_place()
       self._write_kept()
+      if self._written - self._confirmed > _MOST_KEPT // 2:
+        self._confirm()
     except workdir_lib.WorkdirError:
       self.num_bytes -= len(self._kept.pop())
       raise
@@ -230,10 +238,9 @@ class AppendFile:
       WorkdirError: the file was removed.
       StorageError: the disk refused it, or the file is no longer at its path.
     """
-    self._check_in_place()
+    self.check_in_place()
     self._write_kept()
-    with writing(self._path):
-      os.fsync(self._file.fileno())
+    self._confirm()
 
   def close(self) -> None:
     """Close the file.
@@ -245,20 +252,44 @@ class AppendFile:
       with self._file:
         self._write_kept()
 
-  def _check_in_place(self) -> None:
+  def check_in_place(self) -> None:
+    """Check that the file is still at its path.
+
+    Raises:
+      WorkdirError: it was removed.
+      StorageError: it was moved, or its file system does not answer.
+    """
     with writing(self._path):
       workdir_lib.check_in_place(self._path, self._file)
 
   def _write_kept(self) -> None:
-    """Write the records that are in memory, oldest first."""
-    while self._kept:
+    """Write the records that are not in the file, oldest first."""
+    while self._num_written < len(self._kept):
+      record = self._kept[self._num_written]
       with writing(self._path):
         try:
-          rest = memoryview(self._kept[0])
+          rest = memoryview(record)
           while rest:
             rest = rest[self._file.write(rest) :]
         except OSError:
-          self._file.seek(self._written)
-          self._file.truncate()
+          self._cut()
           raise
-      self._written += len(self._kept.pop(0))
+      self._written += len(record)
+      self._num_written += 1
+
+  def _confirm(self) -> None:
+    """Wait until what was written has reached the disk."""
+    with writing(self._path):
+      try:
+        os.fsync(self._file.fileno())
+      except OSError:
+        self._written, self._num_written = self._confirmed, 0
+        self._cut()
+        raise
+    self._confirmed = self._written
+    del self._kept[: self._num_written]
+    self._num_written = 0
+
+  def _cut(self) -> None:
+    self._file.seek(self._written)
+    self._file.truncate()
