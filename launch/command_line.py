@@ -50,8 +50,9 @@ WORKDIR = flags.DEFINE_string(
 _COMPILE_CACHE = flags.DEFINE_string(
   "compile_cache",
   "",
-  "Directory for XLA's compiled programs. By default it is in the workdir, and"
-  " for a server in the user's cache directory.",
+  "Directory for XLA's compiled programs. By default it is that of"
+  " JAX_COMPILATION_CACHE_DIR, else in the workdir, and for a server in the"
+  " user's cache directory.",
 )
 
 _LONGEST_LINE = 600  # characters of an error; long values are cut
@@ -95,14 +96,14 @@ def use_own_compile_cache() -> None:
   directory. If there is neither, no programs are kept.
   """
   caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-  if _COMPILE_CACHE.value or os.path.isabs(caches):
+  if _named_cache() or os.path.isabs(caches):
     use_compile_cache(pathlib.Path(caches) / "jaxrl_async")
 
 
 def use_compile_cache(path: pathlib.Path) -> None:
   """Keep XLA's compiled programs below a directory.
 
-  The flag --compile_cache takes precedence over `path`.
+  The flag --compile_cache and JAX's variable take precedence over `path`.
   """
   import jax
 
@@ -137,7 +138,11 @@ def compile_cache(path: pathlib.Path) -> str:
 
   It may be a place that JAX handles, such as gs://.
   """
-  return _COMPILE_CACHE.value or str(path / "compile_cache")
+  return _named_cache() or str(path / "compile_cache")
+
+
+def _named_cache() -> str:
+  return _COMPILE_CACHE.value or os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
 
 
 # -- errors -----------------------------------------------------------------

@@ -14,6 +14,12 @@ os.environ["XLA_FLAGS"] = " ".join(
     xla_flags.of_same_bits(),
   ]
 )
+# Programs that tests start keep what they compile in the same place.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(
+  pathlib.Path(tempfile.gettempdir()) / "jaxrl_async_test_cache"
+)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
 import jaxtyping
@@ -25,12 +31,6 @@ pytest_plugins = ["skips"]
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_cpu_enable_async_dispatch", False)
-jax.config.update(
-  "jax_compilation_cache_dir",
-  str(pathlib.Path(tempfile.gettempdir()) / "jaxrl_async_test_cache"),
-)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 jaxtyping.install_import_hook("jaxrl_async", "beartype.beartype")
 

@@ -16,8 +16,11 @@ from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.run import checkpointing
+from jaxrl_async.run import evaluate
 from jaxrl_async.run import recorder as recorder_lib
+from jaxrl_async.run import run_evaluations
 from jaxrl_async.run import start_up
+from jaxrl_async.run import training_run
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import manifest
@@ -134,6 +137,25 @@ def test_a_full_disk_ends_no_run_and_costs_no_line(
   for name in (*BOOKS, "trajectories"):
     assert f"WARNING: {tmp_path / name} cannot be written" in said
     assert f"{tmp_path / name} is written again, and lacks nothing" in said
+
+
+def test_what_fails_at_a_stop_costs_no_step(tmp_path, monkeypatch):
+  train = training_run.Run._train
+
+  def stopping(self, step):
+    done = train(self, step)
+    if step == 2:
+      self.stop.set()
+    return done
+
+  def fails(self, step):
+    raise evaluate.EvaluationError("no answer could be scored")
+
+  monkeypatch.setattr(training_run.Run, "_train", stopping)
+  monkeypatch.setattr(run_evaluations.RunEvaluations, "drop", fails)
+  with pytest.raises(evaluate.EvaluationError):
+    test_run.start(make_config(9, checkpoint_every=100), tmp_path)
+  assert checkpoint.latest(tmp_path / "checkpoints") == 3
 
 
 def test_what_can_be_saved_is_saved_before_a_failure_ends_the_run(

@@ -325,7 +325,6 @@ def test_a_run_of_two_replicas_is_replayed_in_one_process(tmp_path):
         sys.executable,
         str(cluster_world.ROOT / "launch" / "replay.py"),
         f"--workdir={tmp_path}",
-        f"--compile_cache={tmp_path / 'compile_cache'}",
         f"--from_step={first}",
       ],
       capture_output=True,

@@ -241,7 +241,7 @@ def test_a_run_keeps_its_teacher(tmp_path):
     check()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_comes_closer_to_its_teacher_over_two_starts(tmp_path):
   """The teacher is the policy after a warm start; the policy has none."""
   from jaxrl_async.run import fine_tune
@@ -266,7 +266,6 @@ def test_a_run_comes_closer_to_its_teacher_over_two_starts(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 def test_adapters_learn_from_a_teacher_over_two_starts(tmp_path):
   """Neither the teacher nor the base under the adapters moves."""
   config = make_config(tmp_path / "teacher")

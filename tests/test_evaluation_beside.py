@@ -1,7 +1,10 @@
 """Whole runs whose evaluations go on beside training, and are stopped."""
 
+from concurrent import futures
 import shutil
 import threading
+import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -134,6 +137,32 @@ def test_only_a_checkpoint_of_the_step_itself_evaluates_it_again(
   del expected[2]
   assert evaluations(beside[2][3]) == expected
   check_same(beside[2][3], in_pauses[0])
+
+
+def test_nobody_waits_for_ever_for_an_evaluation():
+  this = object.__new__(run_evaluations.RunEvaluations)
+  this._stall_timeout_s, this._num_answers = 1.0, 0
+  this._stop = supervisor_lib.StopRequest()
+  this._supervisor = this._publisher = mock.Mock()
+  rollout = mock.Mock(**{"moving.return_value": 3, "status.return_value": "R"})
+  buffer = mock.Mock(**{"waiting.return_value": ["B"]})
+  this._parts = mock.Mock(rollout=rollout, buffer=buffer)
+  this._now = run_evaluations._Beside(
+    step=4, held=mock.Mock(), result=futures.Future()
+  )
+  start_s, looks = time.monotonic(), []
+
+  def renew(**_):
+    looks.append(1)
+    this._num_answers += len(looks) < 15  # three seconds of answers
+
+  this._publisher.renew = renew
+  with pytest.raises(supervisor_lib.StallError) as raised:
+    this.finish(5, is_awaited=True)
+  assert 3.0 < time.monotonic() - start_s < 20.0
+  first, second, *rest = str(raised.value).splitlines()
+  assert "nothing moved for 1 s" in first and rest == ["R", "B"]
+  assert "training waits for the evaluation of step 4 since" in second
 
 
 def test_a_stop_ends_an_evaluation_at_once(in_pauses, tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import row_check
 from jaxrl_async.engine import sampling
+from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import replica as replica_lib
 from jaxrl_async.serving import client_request
 from jaxrl_async.serving import requests as requests_lib
@@ -103,6 +104,21 @@ def test_what_was_reported_goes_on_under_another_name(
   if name == "read":  # its tokens are lost
     written = sum(g.num_completion_tokens for g in world.in_flight())
     assert written == world.worker.generated_tokens
+
+
+def test_a_slot_that_is_not_released_is_a_failure_of_the_engine(
+  make_world, monkeypatch
+):
+  world = make_world()
+  world.run_until(lambda state: world.scheduler.stats.decode_steps > 0)
+  group = next(iter(world.replica._writing))[0]
+
+  def fails(*_):
+    raise DeviceError("INTERNAL: it is")
+
+  monkeypatch.setattr(engine_lib.Engine, "release", fails)
+  with pytest.raises(replica_lib.EngineFailed, match="DeviceError: INTERNAL"):
+    world.replica.take(messages.Work(cancelled=(group,)))
 
 
 def test_weights_whose_adoption_failed_are_adopted_again(

@@ -186,7 +186,7 @@ NIGHTLY = pytest.mark.nightly
 @pytest.mark.parametrize(
   ("options", "num_kills"),
   [
-    ({"mode": "exact"}, 6),
+    ({"mode": "exact"}, 4),
     pytest.param({"mode": "exact", "further": CRITIC}, 6, marks=NIGHTLY),
     pytest.param({"mode": "fast"}, 12, marks=NIGHTLY),
     pytest.param({"mode": "exact", "replicas": 2}, 6, marks=NIGHTLY),

@@ -70,7 +70,7 @@ def train(trainer):
 
 @pytest.mark.parametrize(
   "base_dtype",
-  ["int8", pytest.param("float32", marks=pytest.mark.nightly)],
+  [pytest.param("int8", marks=pytest.mark.nightly), "float32"],
 )
 def test_a_mesh_trains_the_adapters_that_one_device_trains(base_dtype):
   one = make_trainer(mesh_lib.MeshShape(), base_dtype)

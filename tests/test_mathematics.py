@@ -1,5 +1,9 @@
 r"""Answers of mathematics: where they are found, and what they equal."""
 
+import random
+import re
+import time
+
 import pytest
 
 from jaxrl_async.rewards import mathematics
@@ -25,6 +29,38 @@ from jaxrl_async.rewards import mathematics
 )
 def test_an_answer_is_the_last_box_or_what_follows_the_hashes(text, answer):
   assert mathematics.answer_of(text) == answer
+
+
+def boxed_by_search(text):
+  """The same by trying every box to its end: quadratic, and plain."""
+  found = None
+  for match in re.finditer(r"\\(?:boxed|fbox)\s*\{", text):
+    depth, start = 1, match.end()
+    for end in range(start, len(text)):
+      if text[end - 1] == "\\" and text[end] in "{}":
+        continue
+      depth += {"{": 1, "}": -1}.get(text[end], 0)
+      if depth == 0:
+        found = text[start:end].strip()
+        break
+  return found
+
+
+def test_boxes_may_be_nested_escaped_and_left_open():
+  draw = random.Random(0)
+  pieces = (r"\boxed{", r"\fbox {", "{", "}", r"\{", r"\}", "a", " ", "\\")
+  found = set()
+  for _ in range(20_000):
+    text = "".join(draw.choices(pieces, k=draw.randrange(12)))
+    assert mathematics.boxed(text) == boxed_by_search(text), text
+    found.add(mathematics.boxed(text))
+  assert len(found) > 100
+
+
+def test_many_open_boxes_take_no_time():
+  start_s = time.perf_counter()
+  assert mathematics.boxed(r"\boxed{1}" + r"\boxed{" * 50_000) == "1"
+  assert time.perf_counter() - start_s < 5.0
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The rewards that come with the project, apart from reasoning-gym's."""
 
+import time
+
 import jax
 import numpy as np
 import pytest
@@ -113,6 +115,9 @@ def item(**metadata):
     (f"```\ndef area(r):\n{BODY}```", 1.0),
     (f"def area(r):\n{BODY}", 1.0),
     (f"```python\nx = 1\n```\nand\n```python\ndef area(r):\n{BODY}", 1.0),
+    (f"```python3\n{PROMPT}{BODY}```\nDone.", 1.0),
+    (f"``` Python\n{PROMPT}{BODY}```\nIt prints\n```text\n3\n```", 1.0),
+    (f"```c\nint x;\n```\n```starlark\n{PROMPT}{BODY}```", 1.0),
     ("  return 3\n", 0.0),
     ("I cannot.", 0.0),
     ("", 0.0),
@@ -121,6 +126,44 @@ def item(**metadata):
 def test_code_is_read_from_blocks_or_goes_on_with_the_prompt(text, score):
   reward = code.score(item(), completion(text))
   assert (reward.score, reward.parts) == (score, {"passed": score})
+
+
+@pytest.mark.sandbox
+@pytest.mark.parametrize(
+  ("question", "text"),
+  [
+    (f"Complete this:\n```python\n{PROMPT}```", f"```\n{PROMPT}{BODY}```"),
+    ("Write `def area(r)` of a circle.", f"```\n{PROMPT}{BODY}```"),
+    ("import math\n\ndef area(r):\n    # of a circle\n", "    " + BODY.strip()),
+    ("def area(r)", f"```\n{PROMPT}{BODY}```"),
+  ],
+)
+def test_a_question_need_not_be_the_beginning_of_the_program(question, text):
+  task = {**item(), "question": question}
+  assert code.score(task, completion(text)).score == 1.0
+  assert code.score(task, completion("```\ndef area(r): 3\n```")).score == 0.0
+
+
+@pytest.mark.sandbox
+def test_after_a_case_that_never_ends_the_others_have_failed():
+  cases = [{"stdin": f"{i}", "stdout": f"{i}"} for i in range(40)]
+  task = {"question": "Repeat the number.", "metadata": {"cases": cases}}
+  hangs = "n = int(input())\nwhile n: pass\nprint(n)"
+  start_s = time.perf_counter()
+  reward = code.score(task, completion(hangs), timeout_s=1.0)
+  assert time.perf_counter() - start_s < 15.0  # and not 40 s
+  assert (reward.score, reward.parts) == (0.0, {"passed": 1 / 40})
+
+
+@pytest.mark.sandbox
+@pytest.mark.parametrize(
+  "case", [{"input": "1", "output": "1"}, {"stdin": 1, "stdout": "1"}, "1"]
+)
+def test_cases_that_are_none_are_an_error(case):
+  cases = [{"stdin": "1", "stdout": "1"}, case]
+  task = {"question": "Repeat it.", "metadata": {"cases": cases}}
+  with pytest.raises(ValueError, match=r"cases\[1\] has no text as 'stdin'"):
+    code.score(task, completion("print(input())"))
 
 
 @pytest.mark.sandbox

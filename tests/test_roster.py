@@ -235,6 +235,35 @@ def test_a_replica_that_hangs_in_an_evaluation_is_replaced(make_world):
   fleet_world.check(world, groups)
 
 
+def test_a_replica_that_hangs_in_the_first_evaluation_is_replaced(make_world):
+  world = make_world(num_replicas=1, hang_timeout_s=1.0)
+  world.fleet.start()
+  world.publish(0)
+  asked = test_fleet.questions(4)
+  go_on = hang(world.handles[0])
+  try:
+    answers = world.fleet.answers(*asked, 0, fleet_world.DEADLINE_S)
+    assert len(test_fleet.answers_of(answers)) == 8
+  finally:
+    go_on()
+  assert len(world.handles) == 2 and has_hung(world)
+
+
+def test_a_process_that_stood_still_takes_nobody_for_silent(make_world):
+  world = make_world(num_replicas=2, replica_timeout_s=20.0)
+  world.fleet.start(num_needed=2)
+  roster, now_s = world.fleet._roster, time.monotonic()
+  roster._seconds = lambda: now_s
+  for stood_still_s in (0.0, 5_000.0, 0.1, 5_000.0, 0.1):
+    now_s += stood_still_s
+    roster.look_for_silence()
+  assert world.fleet.num_ready == 2
+  for _ in range(5):  # it looks, and hears nothing
+    now_s += 4.0
+    roster.look_for_silence()
+  assert world.fleet.num_ready == 0
+
+
 @pytest.mark.parametrize("is_recalled", [False, True])
 def test_a_replica_that_stays_silent_is_replaced(make_world, is_recalled):
   world = make_world(num_replicas=2, replica_timeout_s=1.5)

@@ -57,14 +57,14 @@ def test_many_seeds_keep_every_invariant():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_thousand_seeds_keep_every_invariant():
-  code, result = of_benchmark(f"--first={SEEDS}", "--seeds=1000")
+def test_hundreds_of_seeds_keep_every_invariant():
+  code, result = of_benchmark(f"--first={SEEDS}", "--seeds=500")
   assert code == 0
-  assert result["seeds"] == 1_000
+  assert result["seeds"] == 500
   assert result["violations"] == result["deadlocks"] == 0
-  assert result["groups"] > 10_000 and result["groups_per_s"] > 0
-  assert len(result["faults"]) == 9 and min(result["faults"].values()) >= 30
-  assert len(result["seen"]) == 9 and min(result["seen"].values()) >= 30
+  assert result["groups"] > 5_000 and result["groups_per_s"] > 0
+  assert len(result["faults"]) == 9 and min(result["faults"].values()) >= 15
+  assert len(result["seen"]) == 9 and min(result["seen"].values()) >= 15
   assert result["wall_s"] > 0
 
 

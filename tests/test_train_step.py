@@ -400,6 +400,30 @@ def test_muon_takes_the_blocks_matrices_and_nothing_else():
     assert sorted(covered) == list(range(1, axes)), name
 
 
+@pytest.mark.parametrize("name", [*sections.OptimizerName])
+def test_every_optimizer_has_the_same_decay_and_reads_its_epsilon(name):
+  params = tiny.params(model=MODEL)
+
+  def updates(gradient, **changes):
+    section = dataclasses.replace(ADAMW, name=name, **changes)
+    optimizer = train_step.make_optimizer(section, lambda step: 1.0)
+    gradients = jax.tree.map(lambda x: jnp.full_like(x, gradient), params)
+    with jax.numpy_dtype_promotion("standard"):
+      found, _ = optimizer.update(gradients, optimizer.init(params), params)
+    return found
+
+  jax.tree.map(
+    lambda update, x: np.testing.assert_allclose(update, -0.1 * x, rtol=1e-6),
+    updates(0.0),
+    params,
+  )
+  small, large = (
+    jnp.abs(updates(1e-3, weight_decay=0.0, eps=eps)["embedding"]).max()
+    for eps in (1e-8, 1e3)
+  )
+  assert large < 1e-3 * small
+
+
 def test_learning_rates():
   section = sections.OptimizerSection(learning_rate=8.0, warmup_steps=3)
   constant = train_step.learning_rate_schedule(section)

@@ -12,6 +12,7 @@ import time
 
 from jaxrl_async.coordination import rendezvous
 from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.storage import disk
 
 # A file, and what it contains.
 Probe = tuple[pathlib.Path, str]
@@ -136,6 +137,21 @@ def difference(
   if found.probe != content:
     return _NOT_SHARED.format(directory=path.parent, host=found.host)
   return None
+
+
+def write_probe(probe: tuple[pathlib.Path, str]) -> None:
+  """Write the file by which processes know that they see the same directory.
+
+  It is written again where the directory was removed.
+
+  Raises:
+    StorageError: it could not be written.
+  """
+  path, content = probe
+  if not path.exists():
+    with disk.writing(path):
+      path.parent.mkdir(parents=True, exist_ok=True)
+    disk.replace_text(path, content)
 
 
 def version_difference(found: Facts, expected: dict[str, str]) -> str | None:

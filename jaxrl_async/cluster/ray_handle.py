@@ -168,6 +168,8 @@ class RayHandle:
     """
     # A process may have to start before it answers. Asked again, it answers at
     # once, so that its time of day is known well.
+    with contextlib.suppress(OSError):  # then a process says that it sees none
+      hosts.write_probe(spec.probe)
     for _ in range(2):
       asked_s = time.time()
       asked = [

@@ -11,24 +11,26 @@ A program may call the functions of its own process only with plain data; see
 `sandbox`.
 """
 
+import ast
 from collections.abc import Mapping
+import contextlib
 import re
 from typing import Any
 
 from jaxrl_async.rewards import sandbox as sandbox_lib
 from jaxrl_async.types import Completion, Reward
 
-_BLOCK = re.compile(
-  r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL
-)
+_BLOCK = re.compile(r"```[ \t]*([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)
+_LABELS = {"", "py", "python", "python3"}
 
 
 def program_of(text: str, prompt: str = "", entry_point: str = "") -> str:
   """Return the program in a completion.
 
   Args:
-    text: of the completion. Its last block of code is the program. A text
-      without such a block is the program itself.
+    text: of the completion. Its last block of code is the program: the last
+      one without a label or of Python, if there is one. A text without a block
+      is the program itself.
     prompt: the beginning of a program. It is completed by a text without a
       block, up to the first line that is not indented; and it precedes a block
       that uses what it defines.
@@ -36,7 +38,11 @@ def program_of(text: str, prompt: str = "", entry_point: str = "") -> str:
   """
   blocks = _BLOCK.findall(text)
   if blocks:
-    return _without(prompt, entry_point) + blocks[-1]
+    python = [
+      block for label, block in blocks if label.strip().lower() in _LABELS
+    ]
+    block = python[-1] if python else blocks[-1][1]
+    return _without(prompt, entry_point) + block
   if not prompt:
     return text
   lines = text.split("\n")
@@ -48,6 +54,33 @@ def program_of(text: str, prompt: str = "", entry_point: str = "") -> str:
       break
     body.append(line)
   return prompt + "\n".join(body) + "\n"
+
+
+def _begins(question: str, entry_point: str) -> bool:
+  """Return whether a question is Python source that begins a function."""
+  if not re.search(rf"\bdef\s+{re.escape(entry_point)}\b", question):
+    return False
+  # A function may lack its body, or have a docstring alone.
+  for source in (question, f"{question.rstrip()}\n    pass\n"):
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+      ast.parse(source)
+      return True
+  return False
+
+
+def _check_cases(cases: Any) -> None:
+  """Check the cases of an item.
+
+  Raises:
+    ValueError: one of them is not what a case is.
+  """
+  for i, case in enumerate(cases):
+    for key in ("stdin", "stdout"):
+      if not isinstance(case, Mapping) or not isinstance(case.get(key), str):
+        raise ValueError(
+          f"metadata.cases[{i}] has no text as {key!r}; a case is"
+          ' {"stdin": TEXT, "stdout": TEXT}'
+        )
 
 
 def _without(prompt: str, entry_point: str) -> str:
@@ -73,12 +106,14 @@ def score(
     item: its metadata has the tests; its question is the beginning of the
       program if it is Python source.
     completion: has the program.
-    timeout_s: for all tests together, or for each case.
+    timeout_s: for all tests together, or for each case. After a case that took
+      longer the others are not run, and count as failed.
     memory_mb: that each of the program's processes may use.
     sandbox: "unsafe" runs programs without a sandbox where none can be made.
 
   Raises:
     SandboxError: there is no sandbox.
+    ValueError: the item's cases are not what they should be.
   """
   metadata = item["metadata"]
   box = sandbox_lib.find(allow_unsafe=sandbox == "unsafe")
@@ -87,11 +122,12 @@ def score(
   )
   entry_point = str(metadata.get("entry_point", ""))
   question = str(item["question"])
-  is_begun = bool(entry_point) and f"def {entry_point}" in question
+  is_begun = bool(entry_point) and _begins(question, entry_point)
   prompt = question if is_begun else ""
   program = program_of(completion.text, prompt, entry_point)
   if "cases" in metadata:
     cases = metadata["cases"]
+    _check_cases(cases)
     verdict = box.run_cases(program, cases, stop_early=False, limits=limits)
     share = verdict.num_passed / len(cases)
     return Reward(
@@ -104,7 +140,7 @@ def score(
     program,
     tests=tests,
     functions=[entry_point] if entry_point else None,
-    setup=prompt,
+    setup=_without(prompt, entry_point),
     limits=limits,
   )
   passed = float(verdict.num_passed)

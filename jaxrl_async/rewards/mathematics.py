@@ -14,24 +14,27 @@ from typing import Any
 
 from jaxrl_async.types import Completion, Reward
 
+# A box, or a brace that is not escaped, as those of sets are.
+_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")
 _HASHES = re.compile(r"####[ \t]*([^\n]*)")
 # What a longer answer could cost: math-verify's grammar backtracks.
 _MAX_CHARACTERS = 1_000
 
 
 def boxed(text: str) -> str | None:
-  r"""Return what the last complete `\boxed{}` or `\fbox{}` holds."""
-  found = None
-  for match in re.finditer(r"\\(?:boxed|fbox)\s*\{", text):
-    depth, start = 1, match.end()
-    for end in range(start, len(text)):
-      if text[end - 1] == "\\" and text[end] in "{}":
-        continue  # an escaped brace, as sets have
-      depth += {"{": 1, "}": -1}.get(text[end], 0)
-      if depth == 0:
-        found = text[start:end].strip()
-        break
-  return found
+  r"""Return what the last complete `\boxed{}` or `\fbox{}` holds.
+
+  It takes time in proportion to the text, however many boxes never end.
+  """
+  start, end, opened = -1, -1, []
+  for match in _BRACE.finditer(text):
+    if match[0] == "}":
+      box = opened.pop() if opened else None
+      if box is not None and box > start:
+        start, end = box, match.start()
+    else:
+      opened.append(None if match[0] == "{" else match.end())
+  return text[start:end].strip() if start >= 0 else None
 
 
 def answer_of(text: str) -> str | None:

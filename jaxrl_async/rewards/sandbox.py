@@ -254,7 +254,8 @@ class Sandbox:
       program: Python source.
       cases: each with "stdin" and the expected "stdout".
       stop_early: leave out the cases after the first that failed.
-      limits: of each case.
+      limits: of each case. After one that is out of time the others are not
+        run, and have failed in the same way.
 
     Raises:
       SandboxError: the sandbox failed, and not the program.

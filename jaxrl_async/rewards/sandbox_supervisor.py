@@ -64,7 +64,9 @@ def _limit(limits: dict[str, Any]) -> None:
     (resource.RLIMIT_NOFILE, 64),
     (resource.RLIMIT_CORE, 0),
   ):
-    resource.setrlimit(what, (most, most))
+    # A program that has used its processor time gets a signal that says so.
+    hard = most + 1 if what == resource.RLIMIT_CPU else most
+    resource.setrlimit(what, (most, hard))
   if os.getppid() == 1:  # else all processes of the user would count
     most = limits["num_processes"] + 1  # the supervisor is one of them
     resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
@@ -171,6 +173,8 @@ def _run_case(job: dict[str, Any], case: dict[str, str]) -> None:
     code = process.wait(max(0.0, deadline - time.monotonic()))
   except subprocess.TimeoutExpired:
     raise Failed("timeout") from None
+  if code == -signal.SIGXCPU:
+    raise Failed("timeout")
   if code != 0:
     raise Failed(f"exit code {code}")
   written = pipe.data.decode("utf-8", "replace")
@@ -299,6 +303,9 @@ def _out_of_time(signum: int, frame: Any) -> None:
 # -- the job ------------------------------------------------------------------
 
 
+_OUT_OF_TIME = "Failed: timeout"
+
+
 def _attempt(run: Callable[..., None], job: dict[str, Any], *args: Any) -> str:
   """Run one test or case; return what went wrong, or nothing."""
   try:
@@ -328,6 +335,9 @@ def main() -> None:
     for case in job["cases"]:
       failures.append(_attempt(_run_case, job, case))
       if failures[-1] and job["stop_early"]:
+        break
+      if failures[-1] == _OUT_OF_TIME:  # the others would take as long
+        failures += [_OUT_OF_TIME] * (len(job["cases"]) - len(failures))
         break
   os.write(verdict_fd, json.dumps({"failures": failures}).encode())
 

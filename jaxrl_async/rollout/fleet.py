@@ -223,11 +223,12 @@ class Fleet:
       NoReplicaError: too few were ready in time.
       ReplicaFailed: one could not be started for a reason that will not pass.
     """
-    start_s, limit_s = self._seconds(), self._roster.start_timeout_s
+    limit_s = self._roster.start_timeout_s
+    deadline = supervisor_lib.Deadline(limit_s, self._seconds)
     while (num_ready := self.num_ready) < num_needed:
       check()
       self._revive()
-      if self._seconds() - start_s <= limit_s:
+      if deadline.next_wait_s() > 0:
         continue
       which = "no replica was"
       if num_ready:
@@ -235,6 +236,8 @@ class Fleet:
       raise NoReplicaError(
         f"{which} ready in {limit_s:g} s (cluster.start_timeout_s)"
       )
+    # The first evaluation comes before the rollout thread.
+    self._roster.may_fail = True
 
   def close(self) -> None:
     """End all replicas."""

@@ -231,7 +231,8 @@ class Replica:
       # Requests get at most half of the slots, so that training continues
       # however many clients there are.
       most = max(1, self.scheduler.engine.sizes.num_slots // 2)
-      self._requests.feed(self.scheduler, 0 if is_emptying else most)
+      with _failures_of_the_engine():
+        self._requests.feed(self.scheduler, 0 if is_emptying else most)
     if self.version >= 0:
       # Without room nothing is asked for, but something may have arrived.
       room = 0 if is_emptying else max(0, self.scheduler.room)
@@ -269,7 +270,7 @@ class Replica:
     """Report all trajectories and drop them; the replica can have others."""
     self.report_all()
     for group in {group for group, _ in self._writing}:
-      self.scheduler.cancel(sequence_lib.Owner(_GROUP, group))
+      self._cancel(group)
     self._writing.clear()
     self._num_known.clear()
 
@@ -419,11 +420,15 @@ class Replica:
       self._num_known[_key(sequence)] = sequence.length
       self.scheduler.submit(sequence)
     for group in work.cancelled:
-      self.scheduler.cancel(sequence_lib.Owner(_GROUP, group))
+      self._cancel(group)
     aborted = [s for s in self._writing.values() if s.group in work.cancelled]
     for sequence in aborted:
       sequence.finish_reason = types.FinishReason.ABORTED
     self._report(aborted)
+
+  def _cancel(self, group: int) -> None:
+    with _failures_of_the_engine():
+      self.scheduler.cancel(sequence_lib.Owner(_GROUP, group))
 
 
 def sequence_of(

@@ -94,6 +94,7 @@ class Roster:
     self._has_trained = has_trained
     self._note = note
     self._seconds = seconds
+    self._looked_s = seconds()
     self._events = queue.SimpleQueue[
       tuple[fleet_member.Member, remote.Handle, str, futures.Future]
     ]()
@@ -237,7 +238,11 @@ class Roster:
   def look_for_silence(self) -> None:
     """Take the groups of silent replicas, and replace those that are stuck."""
     now_s = self._seconds()
+    # While this process stood still, nobody could be heard.
+    unheard_s = max(0.0, now_s - self._looked_s - self._replica_timeout_s / 4)
+    self._looked_s = now_s
     for member in self.members:
+      member.since_s += unheard_s
       if member.state is State.STARTING and not member.is_attaching:
         # Its process has not started. It may wait for a host, however long.
         member.since_s = now_s

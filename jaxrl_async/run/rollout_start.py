@@ -1,7 +1,6 @@
 """Builds the rollout side of a run: in this process, or in a cluster."""
 
 import dataclasses
-import pathlib
 
 from jaxrl_async.cluster import environment as environment_lib
 from jaxrl_async.cluster import hosts
@@ -91,7 +90,8 @@ def connect(
     return None
   channels = _channels(setup, session, trainer, shutdown)
   spec = _spec(setup, channels)
-  _write_probe(spec.probe, shutdown)
+  hosts.write_probe(spec.probe)
+  shutdown.closes(spec.probe[0].unlink, True)
   cluster = ray_replicas.Cluster(
     setup.config.cluster,
     run_name=ray_replicas.run_name(session.workdir),
@@ -327,14 +327,3 @@ def _spec(
     heartbeat_s=min(timeout_s / _HEARTBEATS_PER_TIMEOUT, _MAX_HEARTBEAT_S),
     coordinator_timeout_s=config.cluster.coordinator_timeout_s,
   )
-
-
-def _write_probe(
-  probe: tuple[pathlib.Path, str], shutdown: shutdown_lib.Shutdown
-) -> None:
-  """Write the file by which replicas know that they see the same directory."""
-  path, content = probe
-  with disk.writing(path):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content)
-  shutdown.closes(path.unlink, True)

@@ -6,11 +6,12 @@ version of its step, and makes calls for questions and for groups in turn. The
 metrics line of the step is held back meanwhile, and so are later lines.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
 import contextlib
 import dataclasses
 import functools
+from typing import Any
 
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.rollout import held_version
@@ -70,10 +71,12 @@ class RunEvaluations:
     self._parts = parts
     self._publisher = publisher
     self._paused = paused
+    self._stall_timeout_s = parts.stall_timeout_s
     self._stop = parts.session.stop
     self._note = parts.session.progress.note
     self._supervisor = parts.shutdown.supervisor
     self._now: _Beside | None = None
+    self._num_answers = 0  # of evaluations beside training
 
   # -- in a pause -----------------------------------------------------------
 
@@ -125,8 +128,13 @@ class RunEvaluations:
       held = self._parts.rollout.hold(step)
     result: futures.Future[_Result] = futures.Future()
 
+    def answers(*asked: Any, **settings: Any) -> Iterator[Any]:
+      for written in held.answers(*asked, **settings):
+        self._num_answers += len(written)
+        yield written
+
     def evaluate_all() -> None:
-      result.set_result(self._evaluated(held.answers, is_greedy=False))
+      result.set_result(self._evaluated(answers, is_greedy=False))
 
     supervisor_lib.start_thread(
       "evaluation", evaluate_all, result.set_exception
@@ -157,9 +165,11 @@ class RunEvaluations:
     Raises:
       EvaluationError: no answer could be scored.
       ThreadFailed, ConfigError, StorageError: a thread has failed.
+      StallError: nothing has moved for `run.stall_timeout_s`.
     """
     if (now := self._now) is None:
       return
+    parts, watch = self._parts, supervisor_lib.StallWatch(self._stall_timeout_s)
     while not now.result.done():
       if not is_awaited:
         return
@@ -168,6 +178,15 @@ class RunEvaluations:
         return
       self._supervisor.check()
       self._publisher.renew(is_urgent=True)  # it may wait for a version
+      watch.check(
+        (parts.rollout.moving(), self._num_answers),
+        lambda: [
+          f"training waits for the evaluation of step {now.step} since"
+          f" {watch.age_s:.1f} s",
+          parts.rollout.status(),
+          *parts.buffer.waiting(),
+        ],
+      )
       futures.wait([now.result], _LOOK_S)
     self._supervisor.check()  # it may be why there are no answers
     self._now = None

@@ -132,11 +132,11 @@ class Run:
   # -- the loop -------------------------------------------------------------
 
   def loop(self, step: int) -> int:
-    """Train until `num_steps` or until a stop request.
+    """Train until `num_steps`; after a stop request, raise Interrupted.
 
     The loop takes batches from the loader and waits for the next one. A wait
-    ends when the loader has a batch, on a stop request, or on a failure, which
-    closes the buffer and thereby ends the loader.
+    ends when there is a batch, on a stop request, or on a failure, which closes
+    the buffer and with it the loader.
 
     Args:
       step: the number of completed train steps.
@@ -146,7 +146,10 @@ class Run:
     """
     self.last.is_between(step)
     try:
-      return self._loop(step)
+      step = self._loop(step)
+      if self.stop.is_set and step < self.config.train.num_steps:
+        self.interrupt(step)
+      return step
     except (supervisor_lib.Interrupted, workdir_lib.WorkdirError):
       raise  # it was asked to end at once, or its workdir was removed
     except (RuntimeError, OSError, ValueError):
@@ -488,8 +491,6 @@ def run(
   ):
     this = Run(parts)
     step = this.loop(this.start())
-    if stop.is_set and step < config.train.num_steps:
-      this.interrupt(step)
     return this.finish(
       step,
       {

@@ -106,7 +106,9 @@ def make_optimizer(
       schedule,
       adam_b1=section.b1,
       adam_b2=section.b2,
+      eps=section.eps,
       weight_decay=section.weight_decay,
+      adam_weight_decay=section.weight_decay,
       consistent_rms=0.2,  # one learning rate for both, arXiv:2502.16982
       muon_weight_dimension_numbers=muon_dimensions,
       mu_dtype=section.state_dtype,
