@@ -146,10 +146,7 @@ class Run:
     """
     self.last.is_between(step)
     try:
-      step = self._loop(step)
-      if self.stop.is_set and step < self.config.train.num_steps:
-        self.interrupt(step)
-      return step
+      return self._loop(step)
     except (supervisor_lib.Interrupted, workdir_lib.WorkdirError):
       raise  # it was asked to end at once, or its workdir was removed
     except (RuntimeError, OSError, ValueError):
@@ -190,6 +187,8 @@ class Run:
         self._complete_step(step)
     self._wait_for_recorder()
     self.supervisor.check()
+    if self.stop.is_set and step < num_steps:
+      self.interrupt(step)
     return step
 
   def _train(self, step: int) -> step_metrics.Pending | None:
