@@ -263,3 +263,18 @@ def test_a_replica_that_nobody_attaches_ends():
   assert is_orphaned.wait(fleet_world.DEADLINE_S)
   process.end()
   assert process.join(fleet_world.DEADLINE_S)
+
+
+def test_a_process_that_stood_still_takes_nobody_for_silent(make_world):
+  world = make_world(num_replicas=2, replica_timeout_s=20.0)
+  world.fleet.start(num_needed=2)
+  roster, now_s = world.fleet._roster, time.monotonic()
+  roster._seconds = lambda: now_s
+  for stood_still_s in (0.0, 5_000.0, 0.1, 5_000.0, 0.1):
+    now_s += stood_still_s
+    roster.look_for_silence()
+  assert world.fleet.num_ready == 2
+  for _ in range(5):  # it looks, and hears nothing
+    now_s += 4.0
+    roster.look_for_silence()
+  assert world.fleet.num_ready == 0
