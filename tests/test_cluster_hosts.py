@@ -208,3 +208,6 @@ def test_the_file_by_which_hosts_know_a_directory_is_made_again(tmp_path):
   shutil.rmtree(tmp_path / "transfer")
   hosts.write_probe(probe)
   assert probe[0].read_text() == "of this run"
+  # What a start that was killed has left is replaced.
+  hosts.write_probe((probe[0], "of the next start"))
+  assert probe[0].read_text() == "of the next start"

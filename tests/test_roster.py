@@ -217,20 +217,24 @@ def test_a_replica_that_hangs_again_and_again_ends_the_run(make_world):
   assert len(released) == roster_lib._MAX_FAILURES
 
 
+def answer_while_one_hangs(world, version):
+  asked = test_fleet.questions(4)
+  go_on = hang(world.handles[0])
+  try:
+    answers = world.fleet.answers(*asked, version, fleet_world.DEADLINE_S)
+    assert len(test_fleet.answers_of(answers)) == 8
+  finally:
+    go_on()
+  assert len(world.handles) == 2 and has_hung(world)
+
+
 def test_a_replica_that_hangs_in_an_evaluation_is_replaced(make_world):
   world = make_world(num_replicas=1, hang_timeout_s=1.0)
   world.begin()
   waiting.until(lambda: world.fleet.num_ready == 1, "a replica")
   groups = world.train(1)
-  asked = test_fleet.questions(4)
   with world.fleet.paused(fleet_world.DEADLINE_S):
-    go_on = hang(world.handles[0])
-    try:
-      answers = world.fleet.answers(*asked, 1, fleet_world.DEADLINE_S)
-      assert len(test_fleet.answers_of(answers)) == 8
-    finally:
-      go_on()
-  assert len(world.handles) == 2 and has_hung(world)
+    answer_while_one_hangs(world, version=1)
   groups += world.train(NUM_STEPS, first=1)
   fleet_world.check(world, groups)
 
@@ -239,14 +243,7 @@ def test_a_replica_that_hangs_in_the_first_evaluation_is_replaced(make_world):
   world = make_world(num_replicas=1, hang_timeout_s=1.0)
   world.fleet.start()
   world.publish(0)
-  asked = test_fleet.questions(4)
-  go_on = hang(world.handles[0])
-  try:
-    answers = world.fleet.answers(*asked, 0, fleet_world.DEADLINE_S)
-    assert len(test_fleet.answers_of(answers)) == 8
-  finally:
-    go_on()
-  assert len(world.handles) == 2 and has_hung(world)
+  answer_while_one_hangs(world, version=0)
 
 
 @pytest.mark.parametrize("is_recalled", [False, True])

@@ -1,5 +1,6 @@
 """Checks that two processes on different hosts can work together."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -139,19 +140,22 @@ def difference(
   return None
 
 
-def write_probe(probe: tuple[pathlib.Path, str]) -> None:
+def write_probe(probe: Probe) -> None:
   """Write the file by which processes know that they see the same directory.
 
-  It is written again where the directory was removed.
+  A start that was killed may have left one of its own there. Where the file is
+  right already, it is left alone, because another process may be reading it.
 
   Raises:
     StorageError: it could not be written.
   """
   path, content = probe
-  if not path.exists():
-    with disk.writing(path):
-      path.parent.mkdir(parents=True, exist_ok=True)
-    disk.replace_text(path, content)
+  with contextlib.suppress(OSError, UnicodeDecodeError):
+    if path.read_text() == content:
+      return
+  with disk.writing(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+  disk.replace_text(path, content)
 
 
 def version_difference(found: Facts, expected: dict[str, str]) -> str | None:
