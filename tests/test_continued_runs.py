@@ -196,7 +196,7 @@ def stopped(tmp_path_factory):
   def save_in_the_middle(self, step, *rest):
     deadline = time.monotonic() + 60
     while step == 2 and time.monotonic() < deadline:
-      with self._paused():
+      with self.rollout_thread.paused():
         lengths = half_written(self.rollout.groups().values())
       if max(lengths.values(), default=0) > 4:
         break
@@ -464,37 +464,37 @@ def test_a_run_goes_on_while_its_files_are_out_of_reach(
   assert f"{workdir / 'ledger.jsonl'} is written again" in said
 
 
+@pytest.mark.parametrize(
+  ("is_removed", "error", "match"),
+  [
+    (False, disk.StorageError, "This was attempt 2 in a row that failed"),
+    (True, workdir_lib.WorkdirError, "was removed while"),
+  ],
+)
 def test_a_run_whose_workdir_stays_away_ends_and_says_so(
-  stopped, tmp_path, monkeypatch
+  stopped, tmp_path, monkeypatch, capsys, is_removed, error, match
 ):
   workdir = shutil.copytree(stopped[0], tmp_path / "run")
   elsewhere = tmp_path / "elsewhere"
   monkeypatch.setattr(checkpointing, "FIRST_WAIT_S", 0.1)
   run = {"checkpoint_every": 1, "max_checkpoint_failures": 2}
+
+  def leave():
+    workdir.rename(elsewhere)
+    if is_removed:
+      shutil.copytree(elsewhere, tmp_path / "copy")
+      shutil.rmtree(elsewhere)
+      (tmp_path / "copy").rename(elsewhere)
+
   with monkeypatch.context() as patched:
-    at_steps(patched, {4: lambda: workdir.rename(elsewhere)})
-    with pytest.raises(disk.StorageError) as caught:
+    at_steps(patched, {4: leave})
+    with pytest.raises(error, match=match) as caught:
       test_run.start(make_config(num_steps=3000, run=run), workdir)
-  message = str(caught.value)
-  assert f"{workdir}/" in message and "\n" not in message
-  assert "This was attempt 2 in a row that failed" in message
+  assert f"{workdir}" in str(caught.value) and "\n" not in str(caught.value)
+  said = capsys.readouterr().err
+  assert f"WARNING: {workdir} is not reached" in said
+  assert "attempt 1 of 2 (run.max_checkpoint_failures). The run goes on" in said
   put_back(elsewhere, workdir)
   summary = test_run.start(make_config(num_steps=6), workdir)
   assert summary["train_steps"] == 6
   test_run.check_ledger(workdir, summary)
-
-
-def test_a_run_whose_workdir_is_removed_ends_and_says_so(
-  stopped, tmp_path, monkeypatch
-):
-  workdir = shutil.copytree(stopped[0], tmp_path / "run")
-
-  def remove():
-    workdir.rename(tmp_path / "elsewhere")
-    shutil.rmtree(tmp_path / "elsewhere")
-
-  at_steps(monkeypatch, {4: remove})
-  with pytest.raises(workdir_lib.WorkdirError) as caught:
-    test_run.start(make_config(num_steps=3000), workdir)
-  assert f"workdir: {workdir}/" in str(caught.value)
-  assert "was removed or replaced" in str(caught.value)

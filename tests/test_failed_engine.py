@@ -1,4 +1,4 @@
-"""An engine that fails in a run of one process, and begins anew."""
+"""An engine that fails or hangs in a run of one process, and begins anew."""
 
 import dataclasses
 import json
@@ -9,14 +9,17 @@ import pytest
 import sampled
 import test_run
 import tiny
+import waiting
 import worker_world
 
 from jaxrl_async.config import sections
+from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import row_check
 from jaxrl_async.engine import sampling
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.rollout import engine_calls
 from jaxrl_async.rollout import messages
-from jaxrl_async.rollout import replica as replica_lib
 from jaxrl_async.serving import client_request
 from jaxrl_async.serving import requests as requests_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
@@ -46,6 +49,32 @@ def failing(monkeypatch, cls, name, calls, text="INTERNAL: it is\nbroken"):
     return result
 
   monkeypatch.setattr(cls, name, fails)
+
+
+class Hang:
+  """The calls of a method at which a thread other than the main one hangs."""
+
+  def __init__(self, monkeypatch, cls, name, calls):
+    self.threads, self.may_go_on = [], threading.Event()
+    real, count = getattr(cls, name), iter(range(10**9))
+
+    def hangs(*arguments, **settings):
+      thread = threading.current_thread()
+      if thread is not threading.main_thread() and next(count) in calls:
+        self.threads.append(thread)
+        assert self.may_go_on.wait(300)
+      return real(*arguments, **settings)
+
+    monkeypatch.setattr(cls, name, hangs)
+
+  def wait_for(self, num_threads):
+    waiting.until(lambda: len(self.threads) == num_threads, "a hang")
+
+  def end(self):
+    self.may_go_on.set()
+    for thread in self.threads:
+      thread.join(60)
+      assert not thread.is_alive()
 
 
 def alike(world, other):
@@ -106,6 +135,81 @@ def test_what_was_reported_goes_on_under_another_name(
     assert written == world.worker.generated_tokens
 
 
+@pytest.mark.parametrize(
+  ("cls", "name"),
+  [
+    (engine_lib.Engine, "generate"),
+    (engine_lib.Engine, "insert"),
+    (engine_lib.Engine, "read"),
+    (tiny.SteppedScheduler, "adopt"),
+  ],
+)
+def test_what_was_reported_goes_on_in_another_thread(
+  make_world, monkeypatch, cls, name
+):
+  expected = make_world()
+  expected.run_until(worker_world.finished(3))
+  world, failures = make_world(), []
+  worker, busy = world.worker, world.coordinator.busy
+  hang = Hang(monkeypatch, cls, name, {0 if name == "adopt" else 2})
+
+  def start():
+    return supervisor_lib.start_thread("rollout", worker.run, failures.append)
+
+  start()
+  hang.wait_for(1)
+  before = worker.totals()
+  assert worker.take_over() and not worker.take_over()
+  thread = start()
+  waiting.until(
+    lambda: worker_world.finished(3)(world.buffer.state()), "three groups"
+  )
+  with worker.paused(60.0):
+    worker_world.check_balance(world)
+    said, state = list(world.link.said), world.ledger.state()
+    times = {metrics_lib.read({"": busy}).busy_s[""] for _ in range(9)}
+    assert len(times) == 1  # nobody is inside, and nothing is recorded
+    hang.end()  # what it was in has ended, and changes nothing
+    assert world.link.said == said and world.ledger.state() == state
+    worker_world.check_balance(world)
+    assert alike(world, expected)
+  assert world.replica.name == "replica 1"
+  names = [m.replica for verb, m in said if verb == "drained"]
+  assert names == ["replica 0"]
+  after = worker.totals()
+  assert all(after[key] >= before[key] for key in before)
+  worker.stop()
+  thread.join(60)
+  assert not thread.is_alive() and not failures
+
+
+def test_a_thread_that_hangs_again_with_the_same_weights_is_left(
+  make_world, monkeypatch
+):
+  world, failures = make_world(), []
+  hang = Hang(monkeypatch, engine_lib.Engine, "generate", {2, 4})
+  assert not world.worker.take_over()  # it is not in a program
+  for num_threads, is_taken_over in ((1, True), (2, False)):
+    supervisor_lib.start_thread("rollout", world.worker.run, failures.append)
+    hang.wait_for(num_threads)
+    assert world.worker.take_over() == is_taken_over
+  world.worker.stop()
+  hang.end()
+  assert not failures
+
+
+def test_a_failure_that_comes_too_late_is_none():
+  calls = engine_calls.EngineCalls()
+  with pytest.raises(engine_calls.EngineFailed, match="RuntimeError: broken"):
+    with calls.inside():
+      raise RuntimeError("broken")
+  assert not calls.give_up()
+  with pytest.raises(engine_calls.GivenUp):
+    with calls.inside():
+      assert calls.give_up()
+      raise RuntimeError("broken")
+
+
 def test_a_slot_that_is_not_released_is_a_failure_of_the_engine(
   make_world, monkeypatch
 ):
@@ -117,7 +221,7 @@ def test_a_slot_that_is_not_released_is_a_failure_of_the_engine(
     raise DeviceError("INTERNAL: it is")
 
   monkeypatch.setattr(engine_lib.Engine, "release", fails)
-  with pytest.raises(replica_lib.EngineFailed, match="DeviceError: INTERNAL"):
+  with pytest.raises(engine_calls.EngineFailed, match="DeviceError: INTERNAL"):
     world.replica.take(messages.Work(cancelled=(group,)))
 
 
@@ -146,7 +250,7 @@ def test_weights_whose_adoption_failed_are_adopted_again(
 def test_a_second_failure_in_a_version_ends_the_run(make_world, monkeypatch):
   world = make_world()
   failing(monkeypatch, engine_lib.Engine, "generate", {2, 4})
-  with pytest.raises(replica_lib.EngineFailed, match="DeviceError: INTERNAL"):
+  with pytest.raises(engine_calls.EngineFailed, match="DeviceError: INTERNAL"):
     run_in_thread(world, worker_world.finished(3))
   assert len(world.notes) == 1
 
@@ -161,7 +265,7 @@ def test_an_engine_without_enough_memory_does_not_begin_anew(
   text = "RESOURCE_EXHAUSTED: Out of memory allocating 5 bytes."
   monkeypatch.setitem(globals(), "DeviceError", JaxRuntimeError)
   failing(monkeypatch, engine_lib.Engine, "generate", {2}, text)
-  with pytest.raises(replica_lib.EngineFailed, match="RESOURCE_EXHAUSTED"):
+  with pytest.raises(engine_calls.EngineFailed, match="RESOURCE_EXHAUSTED"):
     run_in_thread(world, worker_world.finished(3))
   assert not world.notes
 
@@ -224,8 +328,9 @@ def test_rows_are_compared(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_whose_engine_fails_is_complete_and_is_replayed(
-  tmp_path, monkeypatch, capsys
+@pytest.mark.parametrize("how", [failing, Hang])
+def test_a_run_whose_engine_fails_or_hangs_is_complete_and_is_replayed(
+  tmp_path, monkeypatch, capsys, how
 ):
   import test_replay
 
@@ -234,12 +339,15 @@ def test_a_run_whose_engine_fails_is_complete_and_is_replayed(
     rollout={"decode_steps_per_call": 1},
     transfer={"channel": sections.Channel.DIRECT},
     eval={"num_items": 4, "every": 3},
-    run={"exact_resume": True, "checkpoint_every": 4},
+    run={"exact_resume": True, "checkpoint_every": 4, "stall_timeout_s": 3.0},
   )
   with monkeypatch.context() as patched:
-    failing(patched, engine_lib.Engine, "generate", {25, 150})
+    hang = how(patched, engine_lib.Engine, "generate", {25, 150})
     summary = test_run.start(config, tmp_path)
-  assert capsys.readouterr().err.count("the engine failed") == 2
+    if hang:
+      hang.end()
+  said = capsys.readouterr().err
+  assert said.count("ngine begins anew") + said.count("failed and begins") == 2
   entries = test_run.check_ledger(tmp_path, summary)
   assert summary["train_steps"] == 8
   sampled.check(tmp_path, entries)

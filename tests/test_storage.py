@@ -117,9 +117,13 @@ def test_a_file_system_that_does_not_answer_is_waited_for(
   file.append(b"six\n")
   assert path.read_bytes() == b"one\ntwo\nthree\nfour\nfive\nsix\n"
   path.unlink()
-  with pytest.raises(workdir_lib.WorkdirError, match="removed or replaced"):
-    file.append(b"seven\n")
-  assert file.num_bytes == 28
+  file.append(b"seven\n")
+  with pytest.raises(disk.StorageError, match="it was removed"):
+    file.sync()
+  path.touch()
+  with pytest.raises(workdir_lib.WorkdirError, match="lines was replaced"):
+    file.append(b"eight\n")
+  assert file.num_bytes == 34
   file.close()
 
 

@@ -14,6 +14,7 @@ import pytest
 from jaxrl_async.coordination import ledger as ledger_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
+from jaxrl_async.storage import disk
 from jaxrl_async.storage import workdir as workdir_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -159,21 +160,36 @@ def replace(path):
   copy.rename(path)
 
 
-CHANGES = pytest.mark.parametrize("change", [remove, replace])
+ERRORS = {remove: disk.StorageError, replace: workdir_lib.WorkdirError}
+CHANGES = pytest.mark.parametrize("change", ERRORS)
 
 
-@CHANGES
 @pytest.mark.parametrize("what", ["", "lock"])
-def test_a_workdir_that_is_removed_is_noticed(tmp_path, change, what):
+def test_a_workdir_that_is_replaced_is_noticed_at_once(tmp_path, what):
   path = tmp_path / "run"
-  with pytest.raises(workdir_lib.WorkdirError, match="lock was removed or"):
+  with pytest.raises(workdir_lib.WorkdirError, match="lock was replaced"):
     with claim(path) as mine:
       mine.check()
-      change(path / what)
+      replace(path / what)
       with pytest.raises(workdir_lib.WorkdirError, match="^workdir: .*lock"):
         mine.check()
       with pytest.raises(workdir_lib.WorkdirError, match="^workdir: .*lock"):
         mine.check_in_place()
+
+
+@pytest.mark.parametrize("what", ["", "lock"])
+def test_a_workdir_that_is_removed_is_told_and_is_an_error_in_the_end(
+  tmp_path, what
+):
+  path, notes = tmp_path / "run", []
+  with pytest.raises(workdir_lib.WorkdirError, match="run was removed while"):
+    with claim(path, notes.append) as mine:
+      remove(path / what)
+      for _ in range(2):
+        mine.check()
+        with pytest.raises(FileNotFoundError, match="it was removed"):
+          mine.check_in_place()
+  assert notes == [f"WARNING: {path} is not reached (it was removed)"]
 
 
 @pytest.mark.parametrize("what", ["", "lock"])
@@ -200,10 +216,11 @@ def test_a_workdir_that_is_moved_may_be_put_back(tmp_path, what, is_replaced):
 
 def test_a_workdir_that_is_gone_explains_the_error_that_it_led_to(tmp_path):
   with pytest.raises(workdir_lib.WorkdirError) as caught:
-    with claim(tmp_path / "run"):
+    with claim(tmp_path / "run", lambda text: None):
       remove(tmp_path / "run")
       (tmp_path / "run" / "more").write_text("")
   assert isinstance(caught.value.__cause__, FileNotFoundError)
+  assert str(caught.value.__cause__.filename).endswith("more")
   with pytest.raises(KeyError):  # which has nothing to do with the workdir
     with claim(tmp_path / "run"):
       raise KeyError
@@ -215,7 +232,7 @@ def test_a_ledger_that_is_gone_is_noticed(tmp_path, change):
   written = ledger_lib.Ledger(path, ledger_lib.LedgerState())
   written.state()
   change(path)
-  with pytest.raises(workdir_lib.WorkdirError, match="ledger.jsonl was rem"):
+  with pytest.raises(ERRORS[change], match="ledger.jsonl (cannot|was repl)"):
     written.state()
   written.close()
 
@@ -226,8 +243,9 @@ def test_metrics_that_are_gone_are_noticed(tmp_path, change):
   writer = metrics_lib.MetricsWriter(tmp_path, beside)
   writer.write(0, {"a": 1})
   change(tmp_path / "metrics.jsonl")
-  with pytest.raises(workdir_lib.WorkdirError, match="metrics.jsonl was remov"):
+  with pytest.raises(ERRORS[change], match="metrics.jsonl (cannot|was repl)"):
     writer.write(1, {"a": 1})
+    writer.state()
   writer.close()
 
 

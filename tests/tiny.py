@@ -249,12 +249,12 @@ def scheduler(
   *,
   kv_on_adopt=sections.KvOnAdopt.RECOMPUTE,
   cls=scheduler_lib.Scheduler,
+  busy=None,
   **sizes,
 ):
   """A scheduler over the tiny engine, without weights."""
-  return cls(
-    engine(**sizes), kv_on_adopt=kv_on_adopt, busy=metrics_lib.BusyClock()
-  )
+  busy = busy or metrics_lib.BusyClock()
+  return cls(engine(**sizes), kv_on_adopt=kv_on_adopt, busy=busy)
 
 
 def ready(**options):

@@ -66,7 +66,6 @@ class World:
     self.channel = tiny.channel()
     self.path = path / "ledger.jsonl"
     self.ledger = ledger_lib.Ledger(self.path, ledger_lib.LedgerState())
-    self.scheduler = tiny.scheduler(cls=tiny.SteppedScheduler)
     episode = options.pop("episode", episode_lib.single_turn)
     self.requests = options.pop("requests", None)
     settings = {
@@ -78,20 +77,21 @@ class World:
       "reads_token_scores": False,
       "max_failed_groups": 3,
     }
+    busy = metrics_lib.BusyClock()
     self.coordinator = coordinator_lib.Coordinator(
       coordinator_settings_lib.CoordinatorSettings(**(settings | options)),
       stream=prompts or tiny.Prompts(),
       buffer=self.buffer,
       rewards=self.rewards,
       ledger=self.ledger,
-      busy=metrics_lib.BusyClock(),
+      busy=busy,
       episode=episode,
     )
     self.link = link(self.coordinator)
     self.replica = replica_lib.Replica(
       "replica 0",
       self.link,
-      self.scheduler,
+      tiny.scheduler(cls=tiny.SteppedScheduler, busy=busy),
       channel=self.channel,
       tokenizer=tokenizer_lib.character_level(),
       requests=self.requests,
@@ -100,6 +100,11 @@ class World:
     self.worker = worker_lib.RolloutWorker(
       self.coordinator, self.replica, self.notes.append
     )
+
+  @property
+  def scheduler(self):
+    """That of the replica; another one after its engine has failed."""
+    return self.replica.scheduler
 
   @property
   def adopted(self):

@@ -144,7 +144,7 @@ class Ledger:
     """Flush the file to disk, then return its length and the totals.
 
     Raises:
-      WorkdirError: the file was removed.
+      WorkdirError: another file is in its place.
       StorageError: not everything reached the disk.
     """
     with self._lock:

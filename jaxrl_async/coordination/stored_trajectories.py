@@ -68,7 +68,7 @@ class StoredTrajectories:
 
     Raises:
       StorageError: the disk refused them, and they are not kept.
-      WorkdirError: the workdir was removed.
+      WorkdirError: another directory is in the place of the workdir.
     """
     num_kept = len(self._kept)
     files = outstanding_lib.packed(

@@ -75,6 +75,10 @@ class Supervisor:
 
     self._threads.append(start_thread(name, target, keep_the_first))
 
+  def give_up(self, name: str) -> None:
+    """Do not wait for the threads of this name that were started so far."""
+    self._threads = [t for t in self._threads if t.name != name]
+
   def has_spawned(self, name: str) -> bool:
     """Whether a thread of that name was started, whatever became of it."""
     return any(thread.name == name for thread in self._threads)
@@ -294,6 +298,10 @@ class StallWatch:
   def age_s(self) -> float:
     """Seconds since the watch was created, by the clock."""
     return time.monotonic() - self._start_s
+
+  def renew(self) -> None:
+    """Begin to count anew."""
+    self._deadline = Deadline(self._timeout_s)
 
   def check(self, progress: object, report: Callable[[], list[str]]) -> None:
     """Raise if `progress` has not changed for the whole timeout.

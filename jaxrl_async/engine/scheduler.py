@@ -23,6 +23,8 @@ tokens.
 
 import collections
 from collections.abc import Iterator
+import copy
+import dataclasses
 import itertools
 from typing import Any
 
@@ -45,10 +47,9 @@ class Scheduler:
   """A scheduler that keeps an engine's slots full.
 
   Invariant: a sequence is in exactly one of `_waiting`, `_prefilling` and
-  `_entries`, or has left. The device takes entries in the order of their
-  tickets, so the newest ticket in a slot shows which were taken. While no call
-  is in flight, an entry has a slot if and only if its sequence is in that slot.
-  During a call, the device may have taken an entry without the host knowing.
+  `_entries`, or has left. While no call is in flight, an entry has a slot if
+  and only if its sequence is in that slot. During a call, the device may have
+  taken an entry without the host knowing.
 
   Threads: one thread at a time; nothing here is locked.
   """
@@ -75,25 +76,17 @@ class Scheduler:
     self.stats = scheduler_stats.SchedulerStats()
     self._shared_tokens = shared_tokens
     self._busy = busy
-    self.restart()
+    self._begin()
 
-  def restart(self) -> None:
-    """Forget everything but the counters, and begin with a new cache.
-
-    This may follow a failure of the engine, after which it is unknown what is
-    on its devices. Weights have to be adopted before the next step.
-    """
+  def _begin(self) -> None:
     engine = self.engine
     self._params: decode_state_lib.EngineParams | None = None
     self._version = -1
-    self._state: Any = None  # an old cache is given back before a new one
-    self._waiting: collections.deque[sequence_lib.Sequence] = (
-      collections.deque()
-    )
+    self._waiting = collections.deque[sequence_lib.Sequence]()
     self._prefilling: list[tuple[bytes, sequence_lib.Sequence]] = []
     self._entries: dict[int, entry_lib.Entry] = {}
     self._next_ticket = 0
-    self._calls: collections.deque[entry_lib.Call] = collections.deque()
+    self._calls = collections.deque[entry_lib.Call]()
     self._ended: list[sequence_lib.Sequence] = []
     self._prefiller = prefill.Prefiller(
       engine,
@@ -105,7 +98,19 @@ class Scheduler:
       engine.sizes,
       steps_ahead=engine.calls_in_flight * engine.sizes.decode_steps_per_call,
     )
-    self._state = engine.init_decode_state()
+    self._state: Any = engine.init_decode_state()
+
+  def anew(self) -> "Scheduler":
+    """Return one with these counters, to use instead, with an empty cache.
+
+    The engine may have failed in a call of this one, or another thread may
+    still be in it.
+    """
+    self._state = None  # the old cache is given back before there is a new one
+    other = copy.copy(self)
+    other.stats = dataclasses.replace(self.stats)
+    other._begin()
+    return other
 
   def fresh(self, busy: metrics_lib.BusyClock) -> "Scheduler":
     """Return another scheduler for the same engine, without sequences."""
@@ -215,7 +220,7 @@ class Scheduler:
     They were prefilled with the old weights and must be prefilled again.
     """
     self._waiting.extendleft(s for _, s in self._prefilling[::-1])
-    self._prefilling = []
+    self._prefilling.clear()
     self._put_back([e for e in self._entries.values() if e.slot is None])
 
   def _recompute(self) -> None:
@@ -274,12 +279,7 @@ class Scheduler:
     )
 
   def _reach(self, entry: entry_lib.Entry, num_more: int) -> int:
-    """Return the most tokens an entry can have after the calls in flight.
-
-    Args:
-      entry: the entry whose tokens are counted.
-      num_more: number of further calls to count.
-    """
+    """Return the most tokens of an entry after calls in flight and others."""
     calls = len(self._calls) + num_more
     steps = self.engine.sizes.decode_steps_per_call
     return min(entry.sequence.length + steps * calls, entry.sequence.limit)

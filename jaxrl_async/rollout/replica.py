@@ -6,7 +6,6 @@ knows of groups and episodes only what the messages contain.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-import contextlib
 import time
 
 from jaxrl_async import types
@@ -20,6 +19,7 @@ from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import client_requests
+from jaxrl_async.rollout import engine_calls
 from jaxrl_async.rollout import held_version
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import weight_fetch
@@ -28,10 +28,6 @@ from jaxrl_async.text import tokenizer as tokenizer_lib
 
 _LAST_FETCH_S = 10.0
 _GROUP = "group"  # the owner kind of sequences that belong to rollout groups
-
-
-class EngineFailed(RuntimeError):
-  """The engine of a replica has failed; `__cause__` is its error."""
 
 
 class Replica:
@@ -94,6 +90,7 @@ class Replica:
     self._held: held_version.HeldVersion | None = None
     self._writing: dict[tuple[int, int], sequence_lib.Sequence] = {}
     self._num_known: dict[tuple[int, int], int] = {}
+    self._calls = engine_calls.EngineCalls()
 
   @property
   def version(self) -> int:
@@ -175,16 +172,14 @@ class Replica:
     if fetched is None:
       return
     self.params, self._params_version = fetched
-    self._adopt()
+    with self._calls.inside():
+      self.scheduler.adopt(*fetched)
+    self._say_adopted()
     self.adopt_s += time.perf_counter() - start_s
 
-  def _adopt(self) -> None:
-    """Give the scheduler the newest weights that were fetched, and say so."""
-    params, version = self.params, self._params_version
-    assert params is not None
-    with _failures_of_the_engine():
-      self.scheduler.adopt(params, version)
-    self._link.adopted(messages.Adopted(replica=self.name, version=version))
+  def _say_adopted(self) -> None:
+    adopted = messages.Adopted(replica=self.name, version=self.version)
+    self._link.adopted(adopted)
 
   def adopt_version(
     self,
@@ -231,7 +226,7 @@ class Replica:
       # Requests get at most half of the slots, so that training continues
       # however many clients there are.
       most = max(1, self.scheduler.engine.sizes.num_slots // 2)
-      with _failures_of_the_engine():
+      with engine_calls.failures():
         self._requests.feed(self.scheduler, 0 if is_emptying else most)
     if self.version >= 0:
       # Without room nothing is asked for, but something may have arrived.
@@ -245,7 +240,7 @@ class Replica:
     Raises:
       EngineFailed: a program of the engine failed.
     """
-    with _failures_of_the_engine():
+    with self._calls.inside():
       ended = self.scheduler.step()
     if self._requests is not None:
       self._requests.deliver(ended)
@@ -335,11 +330,25 @@ class Replica:
       return False
     if self._is_lost(wanted.version):
       wanted.drop()
-    with _failures_of_the_engine():
+    with self._calls.inside():
       return wanted.round(self.scheduler, self.params, busy)
 
+  def give_up_thread(self) -> bool:
+    """Give the thread up that drives it, if that is in a program of the engine.
+
+    Another thread may then call `restart`, and drive it from there on. Any
+    thread may call this.
+
+    Returns:
+      Whether it was. Its program may end at any time, which changes nothing.
+    """
+    is_given_up = self._calls.give_up()
+    if is_given_up:
+      self._calls = engine_calls.EngineCalls()
+    return is_given_up
+
   def restart(self, name: str) -> None:
-    """Begin anew after the engine has failed.
+    """Begin anew after the engine has failed, or its thread was given up.
 
     The coordinator goes on with the turns as they were reported last. What was
     generated since then is lost. Client requests that were begun end with an
@@ -360,10 +369,13 @@ class Replica:
     self._num_known.clear()
     self._link.drained(messages.Drained(replica=self.name))
     self.name = name
-    with _failures_of_the_engine():
-      self.scheduler.restart()
+    with self._calls.inside():
+      scheduler = self.scheduler.anew()
+      if self.params is not None:
+        scheduler.adopt(self.params, self._params_version)
+    self.scheduler = scheduler
     if self.params is not None:
-      self._adopt()
+      self._say_adopted()
 
   def _drop_held(self) -> None:
     for held in (self._held, self._wanted):
@@ -427,7 +439,7 @@ class Replica:
     self._report(aborted)
 
   def _cancel(self, group: int) -> None:
-    with _failures_of_the_engine():
+    with self._calls.inside():
       self.scheduler.cancel(sequence_lib.Owner(_GROUP, group))
 
 
@@ -453,19 +465,6 @@ def sequence_of(
   begun = sequence.written()[sequence.turn_start :]
   sequence.stop = stop_strings.check_of(tokenizer, turn.stop, begun)
   return sequence
-
-
-@contextlib.contextmanager
-def _failures_of_the_engine() -> Iterator[None]:
-  """Turn an error of a device program into an EngineFailed.
-
-  JAX raises subclasses of RuntimeError. Other errors are bugs of the program,
-  which must not be passed over.
-  """
-  try:
-    yield
-  except RuntimeError as error:
-    raise EngineFailed(f"{type(error).__name__}: {error}") from error
 
 
 def _key(sequence: sequence_lib.Sequence) -> tuple[int, int]:

@@ -89,6 +89,16 @@ class RolloutSide(Protocol):
     """
     ...
 
+  def take_over(self) -> bool:
+    """Give its thread up if that hangs in a program of an engine.
+
+    Returns:
+      Whether it was given up, and another thread has to call `run`. The groups
+      go on from what was reported last. It is not if its engine has failed or
+      hung before with the same weights.
+    """
+    ...
+
   def groups(self) -> dict[int, types.RolloutGroup]:
     """Return the groups being generated or scored, by index."""
     ...

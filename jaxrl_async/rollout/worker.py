@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
 import time
+from typing import Any
 
 from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
@@ -20,6 +21,7 @@ from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import client_requests
 from jaxrl_async.rollout import coordinator as coordinator_lib
+from jaxrl_async.rollout import engine_calls
 from jaxrl_async.rollout import gate as gate_lib
 from jaxrl_async.rollout import held_version
 from jaxrl_async.rollout import replica as replica_lib
@@ -56,8 +58,8 @@ def _name(number: int) -> str:
 class RolloutWorker:
   """Drives a replica and its coordinator.
 
-  An engine that fails begins anew, under the name of another replica, once in
-  each policy version.
+  An engine that fails or hangs begins anew, under the name of another replica,
+  once in each policy version. If it hangs, another thread calls `run`.
 
   Threads: `run` belongs to the worker's thread. While it runs, the coordinator
   and the replica belong to that thread too. Other threads may call `paused`,
@@ -91,6 +93,7 @@ class RolloutWorker:
     self._lost_tokens = 0
     self._gate = gate_lib.Gate()
     self._is_abandoned = False
+    self._is_taken_over = False  # by a thread that begins anew
 
   # -- other threads --------------------------------------------------------
 
@@ -159,6 +162,14 @@ class RolloutWorker:
     self._is_abandoned = True
     self._gate.stop()
 
+  def take_over(self) -> bool:
+    """Give a thread up that hangs in the engine; see `RolloutSide`."""
+    if self._has_failed_before() or not self.replica.give_up_thread():
+      return False
+    self.coordinator.busy.abandon()
+    self._is_taken_over = True
+    return True
+
   def groups(self) -> dict[int, types.RolloutGroup]:
     """Return the groups being generated or scored, by index.
 
@@ -177,16 +188,23 @@ class RolloutWorker:
 
   def run(self) -> None:
     """Generate until the worker is stopped or the buffer is closed."""
-    has_failed = True
-    try:
+    with contextlib.ExitStack() as stack:
+      stack.push(self._end)
+      if self._is_taken_over:
+        self._is_taken_over = False
+        self._restart()
       while self._gate.passes():
         self.round()
-      has_failed = False
-    except buffer_lib.BufferClosed:
-      has_failed = False
-    finally:
-      self.replica.close(has_failed=has_failed)
-      self._gate.end()
+
+  def _end(self, kind: Any, error: BaseException | None, where: Any) -> bool:
+    """End what the thread had; return whether the error was no failure."""
+    del kind, where
+    if isinstance(error, engine_calls.GivenUp):
+      return True  # another thread has it now
+    is_closed = isinstance(error, buffer_lib.BufferClosed)
+    self.replica.close(has_failed=error is not None and not is_closed)
+    self._gate.end()
+    return is_closed
 
   def round(self) -> bool:
     """Adopt, finish groups and ask for others, and make one step or wait.
@@ -200,7 +218,7 @@ class RolloutWorker:
     """
     try:
       return self._round()
-    except replica_lib.EngineFailed as error:
+    except engine_calls.EngineFailed as error:
       # It would need as much memory again.
       if memory_error.explained(error) or self._has_failed_before():
         raise

@@ -8,7 +8,6 @@ metrics line of the step is held back meanwhile, and so are later lines.
 
 from collections.abc import Callable, Iterator
 from concurrent import futures
-import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -18,6 +17,7 @@ from jaxrl_async.rollout import held_version
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.run import device_checks
 from jaxrl_async.run import evaluate
+from jaxrl_async.run import rollout_thread
 from jaxrl_async.run import start_up
 from jaxrl_async.run import version_publisher
 
@@ -58,19 +58,19 @@ class RunEvaluations:
     self,
     parts: start_up.Parts,
     publisher: version_publisher.VersionPublisher,
-    paused: Callable[[], contextlib.AbstractContextManager[None]],
+    thread: rollout_thread.RolloutThread,
   ):
     """Prepare evaluations.
 
     Args:
       parts: of the run.
       publisher: of the versions that are evaluated.
-      paused: holds the rollout side, if its thread has been started.
+      thread: of the rollout side.
     """
     self._config = parts.setup.config
     self._parts = parts
     self._publisher = publisher
-    self._paused = paused
+    self._thread = thread
     self._stall_timeout_s = parts.stall_timeout_s
     self._stop = parts.session.stop
     self._note = parts.session.progress.note
@@ -97,7 +97,7 @@ class RunEvaluations:
       self._publisher.renew(is_urgent=True)
 
     is_end = step == 0 or step >= config.train.num_steps
-    with parts.recorder.evaluating(), self._paused():
+    with parts.recorder.evaluating(), self._thread.paused():
       write = functools.partial(
         parts.rollout.answers,
         version=step,
@@ -118,13 +118,13 @@ class RunEvaluations:
     return (
       device_checks.evaluates_beside(self._config)
       and 0 < step < self._config.train.num_steps
-      and self._supervisor.has_spawned(start_up.ROLLOUT)
+      and self._thread.is_started
     )
 
   def begin(self, step: int) -> None:
     """Begin the evaluation of a step whose version was published last."""
     assert self._now is None
-    with self._paused():
+    with self._thread.paused():
       held = self._parts.rollout.hold(step)
     result: futures.Future[_Result] = futures.Future()
 
@@ -178,8 +178,9 @@ class RunEvaluations:
         return
       self._supervisor.check()
       self._publisher.renew(is_urgent=True)  # it may wait for a version
-      watch.check(
-        (parts.rollout.moving(), self._num_answers),
+      self._thread.check(
+        watch,
+        self._num_answers,
         lambda: [
           f"training waits for the evaluation of step {now.step} since"
           f" {watch.age_s:.1f} s",

@@ -307,7 +307,7 @@ class FineTuning:
 
     Raises:
       StorageError: it is not reached.
-      WorkdirError: it was removed.
+      WorkdirError: another one is in its place.
     """
     with disk.writing(self._workdir):
       self._claim.check_in_place()

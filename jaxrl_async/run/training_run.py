@@ -10,8 +10,7 @@ the thread that failed.
 `start_up` builds the parts of a run, and `Run` is the loop over them.
 """
 
-from collections.abc import Iterator, Sequence
-import contextlib
+from collections.abc import Sequence
 import dataclasses
 import pathlib
 import time
@@ -32,6 +31,7 @@ from jaxrl_async.run import checkpointing
 from jaxrl_async.run import checks
 from jaxrl_async.run import frozen_base
 from jaxrl_async.run import last_checkpoint
+from jaxrl_async.run import rollout_thread
 from jaxrl_async.run import run_evaluations
 from jaxrl_async.run import schedule_start
 from jaxrl_async.run import session as session_lib
@@ -86,7 +86,6 @@ class Run:
     self._max_staleness = parts.max_staleness
     self._ahead = parts.ahead
     self._stall_timeout_s = parts.stall_timeout_s
-    self._is_rollout_hung = False
     self._staleness = parts.staleness
     self.checkpoints = checkpointing.Checkpointing(
       self._save, self.config.run, self.stop, self.progress.note
@@ -99,8 +98,11 @@ class Run:
     self.publisher = version_publisher.VersionPublisher(
       parts.trainer, parts.channel, parts.buffer
     )
+    self.rollout_thread = rollout_thread.RolloutThread(
+      parts, lambda: self.last.is_ending
+    )
     self.evaluations = run_evaluations.RunEvaluations(
-      parts, self.publisher, self._paused
+      parts, self.publisher, self.rollout_thread
     )
     self.shutdown.stops(self.evaluations.close)
 
@@ -123,9 +125,7 @@ class Run:
       self._complete_step(step)
     self.recorder.start_rl()
     self.buffer.set_policy_version(step)
-    self.shutdown.spawn(
-      start_up.ROLLOUT, self.rollout.run, stop=self.rollout.stop
-    )
+    self.rollout_thread.start()
     self.shutdown.spawn("batch loader", self.loader.run, stop=self.loader.stop)
     return step
 
@@ -148,7 +148,7 @@ class Run:
     try:
       return self._loop(step)
     except (supervisor_lib.Interrupted, workdir_lib.WorkdirError):
-      raise  # it was asked to end at once, or its workdir was removed
+      raise  # it was asked to end at once, or its workdir was replaced
     except (RuntimeError, OSError, ValueError):
       self.last.take()
       raise
@@ -257,8 +257,9 @@ class Run:
     """
     self.supervisor.check()
     parts = (self.loader, self.recorder, self.rollout)
-    watch.check(
-      (self.rollout.moving(), self.buffer.num_finished),
+    self.rollout_thread.check(
+      watch,
+      self.buffer.num_finished,
       lambda: [
         f"training waits for {awaited} since {watch.age_s:.1f} s",
         *(part.status() for part in parts),
@@ -297,31 +298,6 @@ class Run:
     except supervisor_lib.Interrupted:
       self.interrupt(step)
 
-  @contextlib.contextmanager
-  def _paused(self) -> Iterator[None]:
-    """Pause the rollout side inside the block, if it has been started.
-
-    If the run ends, and the thread of the rollout side hangs, it is left alone:
-    what it has reported last is whole.
-    """
-    if not self.supervisor.has_spawned(start_up.ROLLOUT):
-      yield
-      return
-    is_ending = self.last.is_ending
-    run = self.config.run
-    timeout_s = run.join_timeout_s if is_ending else self._stall_timeout_s
-    with contextlib.ExitStack() as stack:
-      try:
-        stack.enter_context(self.rollout.paused(timeout_s))
-      except TimeoutError:
-        if not is_ending:
-          raise
-        self.rollout.abandon()
-        self._is_rollout_hung = True
-      if not is_ending:
-        self.supervisor.check()  # a thread that has ended already has failed
-      yield
-
   def _save(self, step: int) -> background_write.Write:
     """Copy the whole run for a checkpoint, and return what writes the copy.
 
@@ -333,8 +309,8 @@ class Run:
     if not self.last.is_ending:  # when weights may be newer than what is due
       self.publisher.catch_up()
     self._wait_for_recorder()
-    with self._paused():
-      if self.config.run.exact_resume and not self._is_rollout_hung:
+    with self.rollout_thread.paused():
+      if self.config.run.exact_resume and not self.rollout_thread.is_hung:
         self.rollout.cut(step)
       groups = snapshot.outstanding(self.buffer, self.rollout)
       self.recorder.tokens(snapshot.count_tokens(groups))
@@ -350,7 +326,7 @@ class Run:
         schedule_start.KEY: self.recorder.schedule_bytes(),
         "config": config_json.to_stored(self.config),
       }
-      if self._is_rollout_hung:
+      if self.rollout_thread.is_hung:
         # It may have gone on meanwhile.
         self.recorder.tokens(snapshot.count_tokens(groups))
     if self._staleness is not None:
@@ -381,7 +357,7 @@ class Run:
     Returns:
       The summary on one line.
     """
-    with self._paused():
+    with self.rollout_thread.paused():
       groups = snapshot.outstanding(self.buffer, self.rollout)
       tokens = self.recorder.tokens(snapshot.count_tokens(groups))
       self.rollout.stop()  # tokens written after this would not be counted

@@ -202,7 +202,7 @@ class AppendFile:
     """Write all of a record, or keep all of it, or do neither.
 
     Raises:
-      WorkdirError: the file was removed.
+      WorkdirError: another file is in its place.
       StorageError: the disk refused the record, or the file is no longer at its
         path, and the record is not kept.
     """
@@ -235,7 +235,7 @@ class AppendFile:
     """Wait until everything has reached the disk.
 
     Raises:
-      WorkdirError: the file was removed.
+      WorkdirError: another file is in its place.
       StorageError: the disk refused it, or the file is no longer at its path.
     """
     self.check_in_place()
@@ -256,8 +256,8 @@ class AppendFile:
     """Check that the file is still at its path.
 
     Raises:
-      WorkdirError: it was removed.
-      StorageError: it was moved, or its file system does not answer.
+      WorkdirError: another file is in its place.
+      StorageError: it was removed or moved, or its file system does not answer.
     """
     with writing(self._path):
       workdir_lib.check_in_place(self._path, self._file)

@@ -26,6 +26,10 @@ METRICS = "metrics.jsonl"
 LEDGER = "ledger.jsonl"
 SCHEDULE = "schedule.jsonl"
 _LONGEST_HOLDER = 500
+_WHAT_TO_DO = (
+  "while the run was writing to it; put a copy of the whole workdir back and"
+  " start again to continue from the newest checkpoint"
+)
 
 # Lock files that this process holds open.
 _held: set[IO[str]] = set()
@@ -35,27 +39,30 @@ class WorkdirError(sections.ConfigError):
   """The workdir cannot be used, or no longer; the message says what to do."""
 
 
+class RemovedError(FileNotFoundError):
+  """A file that a run writes to was removed, and nothing is in its place."""
+
+
 def check_in_place(path: str | os.PathLike[str], file: IO[Any]) -> None:
   """Check that a file open for writing is still the one at its path.
 
   Raises:
-    WorkdirError: it was removed or replaced, so whatever is written to it would
-      be lost, and nothing brings it back.
+    WorkdirError: it was removed, and another one is in its place.
+    RemovedError: it was removed, so whatever is written to it would be lost.
     OSError: it was moved and can be put back, or its file system does not say.
   """
   name = os.fspath(path)
+  is_there = True
   try:
     if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
       return
   except (FileNotFoundError, NotADirectoryError):
-    pass
+    is_there = False
   if os.fstat(file.fileno()).st_nlink:
     raise FileNotFoundError(errno.ENOENT, "it was moved; put it back", name)
-  raise WorkdirError(
-    f"workdir: {name} was removed or replaced while the run was writing to it;"
-    " put a copy of the whole workdir back and start again to continue from the"
-    " newest checkpoint"
-  )
+  if is_there:
+    raise WorkdirError(f"workdir: {name} was replaced {_WHAT_TO_DO}")
+  raise RemovedError(errno.ENOENT, "it was removed", name)
 
 
 class Claim:
@@ -104,20 +111,20 @@ class Claim:
     """Check that the workdir is where it was, before something is written.
 
     Raises:
-      WorkdirError: the lock file was removed.
-      OSError: the workdir was moved, or its file system does not answer.
+      WorkdirError: another one is in its place.
+      OSError: it was removed or moved, or its file system does not answer.
     """
     check_in_place(self._path, self._file)
 
   def check(self) -> None:
-    """Check that the workdir still exists.
+    """Check that the workdir was not replaced, and say if it is not there.
 
-    One that was moved, or whose file system does not answer, may come back, so
-    this is only said. What has to be written there is tried again, until that
-    has failed too often.
+    One that was moved, or whose file system does not answer, may come back.
+    What has to be written there is tried again, until that has failed too
+    often.
 
     Raises:
-      WorkdirError: the lock file was removed.
+      WorkdirError: another one is in its place.
     """
     try:
       self.check_in_place()
@@ -138,19 +145,30 @@ class Claim:
     """Release the lock.
 
     Raises:
-      WorkdirError: the workdir was removed. This takes precedence over an
-        error raised inside the block, which is a consequence of it.
+      WorkdirError: the workdir was removed or replaced. This takes precedence
+        over an error raised inside the block, which is a consequence of it.
     """
     del kind, where
     try:
       if error is None or isinstance(error, Exception):
         if not isinstance(error, WorkdirError):
-          self.check()
+          self._check_at_the_end()
     except WorkdirError as lost:
       raise lost from error
     finally:
       _held.discard(self._file)
       self._file.close()
+
+  def _check_at_the_end(self) -> None:
+    self.check()
+    try:
+      self.check_in_place()
+    except RemovedError as removed:
+      raise WorkdirError(
+        f"workdir: {self._path.parent} was removed {_WHAT_TO_DO}"
+      ) from removed
+    except OSError:
+      pass  # `check` has said so
 
   def _locked(self) -> IO[str]:
     """Return the lock file, locked if its file system supports locks."""
