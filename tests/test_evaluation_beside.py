@@ -11,7 +11,9 @@ import pytest
 import test_run
 
 from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.run import rollout_thread
 from jaxrl_async.run import run_evaluations
+from jaxrl_async.run import start_up
 
 DEADLINE_S = 100.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -145,6 +147,10 @@ def test_nobody_waits_for_ever_for_an_evaluation():
   this._stop = supervisor_lib.StopRequest()
   this._supervisor = this._publisher = mock.Mock()
   rollout = mock.Mock(**{"moving.return_value": 3, "status.return_value": "R"})
+  rollout.take_over.side_effect = [True, False]  # another thread hangs too
+  this._thread = object.__new__(rollout_thread.RolloutThread)
+  this._thread._rollout, this._thread._stall_timeout_s = rollout, 1.0
+  this._thread._shutdown, this._thread._note = mock.Mock(), mock.Mock()
   buffer = mock.Mock(**{"waiting.return_value": ["B"]})
   this._parts = mock.Mock(rollout=rollout, buffer=buffer)
   this._now = run_evaluations._Beside(
@@ -159,7 +165,11 @@ def test_nobody_waits_for_ever_for_an_evaluation():
   this._publisher.renew = renew
   with pytest.raises(supervisor_lib.StallError) as raised:
     this.finish(5, is_awaited=True)
-  assert 3.0 < time.monotonic() - start_s < 20.0
+  assert 4.0 < time.monotonic() - start_s < 20.0
+  supervisor = this._thread._shutdown.supervisor
+  supervisor.spawn.assert_called_once_with(start_up.ROLLOUT, rollout.run)
+  (note,), _ = this._thread._note.call_args
+  assert "nothing moved for 1 s (run.stall_timeout_s); R. The engine" in note
   first, second, *rest = str(raised.value).splitlines()
   assert "nothing moved for 1 s" in first and rest == ["R", "B"]
   assert "training waits for the evaluation of step 4 since" in second
