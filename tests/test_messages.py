@@ -170,11 +170,10 @@ def test_a_group_whose_replica_left_is_written_on_by_another(make_world):
     for t in group.trajectories
   )
   before = world.scheduler.stats.generated_tokens
-  world.scheduler = tiny.scheduler(cls=tiny.SteppedScheduler)
   world.replica = world.worker.replica = replica_lib.Replica(
     "replica 1",
     world.link,
-    world.scheduler,
+    tiny.scheduler(cls=tiny.SteppedScheduler),
     channel=world.channel,
     tokenizer=tokenizer_lib.character_level(),
   )

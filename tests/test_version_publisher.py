@@ -2,6 +2,7 @@
 
 from concurrent import futures
 import types
+from unittest import mock
 
 import pytest
 
@@ -133,8 +134,8 @@ def test_whoever_awaits_an_evaluation_renews_its_version(publisher, done):
   beside._stall_timeout_s, beside._num_answers = 60.0, 0
   beside._parts = types.SimpleNamespace(
     writer=types.SimpleNamespace(write=lambda step, found: None),
-    rollout=types.SimpleNamespace(moving=lambda: 0),
   )
+  beside._thread = mock.Mock()
   publisher._channel.wanted_again = 1
 
   def publish(params, version):
