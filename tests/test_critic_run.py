@@ -229,7 +229,7 @@ def checkpoint_names(workdir, step):
   return json.loads(path.read_text().splitlines()[0])["about"]["layout"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # which settings may differ is a quick test
 def test_a_run_goes_on_with_other_settings_of_its_critic(
   workdir, tmp_path, capsys
 ):
