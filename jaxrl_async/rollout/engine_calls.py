@@ -1,7 +1,7 @@
 """Calls of an engine's programs, from which a thread may never come back.
 
 A thread cannot be ended from outside. One that hangs in a program of the engine
-can be given up: it holds nothing then that another thread needs.
+can be given up, because it touches nothing of the coordinator until it is back.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def failures() -> Iterator[None]:
 class EngineCalls:
   """The calls that one thread makes, one after the other.
 
-  Invariant: a thread that was given up never leaves `inside` but with GivenUp.
+  Invariant: a thread that was given up leaves `inside` only by GivenUp.
 
   Threads: `inside` belongs to the thread that drives the replica, and `give_up`
   to another one.
@@ -47,7 +47,7 @@ class EngineCalls:
 
   @contextlib.contextmanager
   def inside(self) -> Iterator[None]:
-    """Mark a block that uses an engine, and nothing that threads share.
+    """Mark a block that uses an engine, and nothing of the coordinator.
 
     Raises:
       EngineFailed: a program failed.

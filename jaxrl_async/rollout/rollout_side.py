@@ -93,9 +93,9 @@ class RolloutSide(Protocol):
     """Give its thread up if that hangs in a program of an engine.
 
     Returns:
-      Whether it was given up, and another thread has to call `run`. The groups
-      go on from what was reported last. It is not if its engine has failed or
-      hung before with the same weights.
+      Whether it was given up. If so, another thread has to call `run`, and the
+      groups go on from what was reported last. A thread whose engine has failed
+      or hung before with the same weights is not given up.
     """
     ...
 
