@@ -279,6 +279,22 @@ def test_a_passed_deadline_ends_a_request_and_says_so(num_steps):
   assert queue.is_empty
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_a_client_was_told_is_already_counted(is_late):
+  queue, scheduler = make_queue(), make_scheduler()
+  counts = []
+
+  def on_update(update):
+    if update.error is not None or update.finish_reason is not None:
+      counts.append((queue.stats.finished, queue.stats.expired))
+
+  handle = queue.submit(request(), on_update)
+  if is_late:
+    handle.request = dataclasses.replace(handle.request, deadline_s=0.0)
+  drive(queue, scheduler)
+  assert counts == [(0, 1) if is_late else (1, 0)]
+
+
 def test_a_full_queue_refuses_and_says_when_to_come_again():
   queue, scheduler = make_queue(max_waiting=2), make_scheduler()
   for seed in (1, 2):

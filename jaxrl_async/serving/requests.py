@@ -303,8 +303,8 @@ class RequestQueue:
     for handle in list(self._running):
       if handle.request.deadline_s <= now_s:
         scheduler.cancel(handle.owner)
-        self._fail(handle, client_request.RequestError.DEADLINE)
         self.stats.expired += 1
+        self._fail(handle, client_request.RequestError.DEADLINE)
     num_slots = scheduler.engine.sizes.num_slots
     if most is None:
       most = num_slots + scheduler.engine.sizes.insert_rows
@@ -377,13 +377,13 @@ class RequestQueue:
           self._end(handle, choice)
       if not handle.num_unfinished:
         # This comes before the last update, because the client may call
-        # `cancel` as soon as it gets the update.
+        # `cancel` or read the statistics as soon as it gets the update.
         self._forget(handle)
+        if not handle.is_cancelled:
+          self.stats.finished += 1
+          self._on_time("latency", time.monotonic() - handle.submitted_s)
       for choice, sequence in writing:
         self._send(handle, choice, sequence)
-      if not handle.num_unfinished and not handle.is_cancelled:
-        self.stats.finished += 1
-        self._on_time("latency", time.monotonic() - handle.submitted_s)
 
   def _end(self, handle: Handle, choice: int) -> None:
     sequence = handle.writing.pop(choice)
