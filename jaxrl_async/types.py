@@ -142,11 +142,15 @@ class CacheBuild(NamedTuple):
     num_prefilled: how many of them were cached by prefill. The others went
       through the decode program one by one.
     version: version of the weights that cached them.
+    decode_step: number of decode steps that the engine had made before the call
+      that went on from this cache first. -1 before that call, and in records
+      that are older than this number.
   """
 
   length: int
   num_prefilled: int
   version: int
+  decode_step: int = -1
 
 
 # The arrays of a trajectory, each with one entry for each token.

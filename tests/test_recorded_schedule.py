@@ -29,7 +29,7 @@ def group(index, versions):
         finish_reason=types.FinishReason.EOS,
         reward=types.Reward(score=1.0),
         cache_builds=tuple(
-          types.CacheBuild(1 + i, 1, version)
+          types.CacheBuild(1 + i, 1, version, decode_step=4 * i)
           for i, version in enumerate(versions)
         ),
       )
@@ -85,6 +85,20 @@ def test_steps_are_read_one_at_a_time(workdir):
   found = group(1, [0, 1]).trajectories[0]
   assert trajectory.cache_builds == found.cache_builds
   assert trajectory.digest == run_schedule.digest(found)
+
+
+def test_caches_of_an_older_format_have_no_decode_step(workdir):
+  path = workdir / "schedule.jsonl"
+  lines = [json.loads(line) for line in path.read_text().splitlines()]
+  for line in lines:
+    if "format" in line:
+      line["format"] = 2
+    for one in line.get("groups", ()):
+      for trajectory in one["trajectories"]:
+        trajectory["cache_builds"] = [x[:3] for x in trajectory["cache_builds"]]
+  path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+  (trajectory,) = recorded_schedule.read(workdir).step(1).groups[1].trajectories
+  assert trajectory.cache_builds == ((1, 1, 0, -1), (2, 1, 1, -1))
 
 
 def test_a_line_that_was_being_written_is_left_out(workdir):

@@ -107,6 +107,22 @@ def test_a_run_is_replayed_to_the_bit(recorded):
   assert max(x["num_policy_versions"] for x in trained) > 1
 
 
+def test_the_schedule_has_the_version_and_the_admissions_of_each_call(recorded):
+  calls: dict[int, list[int]] = {}  # versions of what they admitted
+  for line in test_run.lines(recorded, "schedule"):
+    for group in line.get("groups", ()):
+      for one in group["trajectories"]:
+        ((replica, _),) = one["writers"]
+        assert replica == "replica 0"
+        for _, _, version, decode_step in one["cache_builds"]:
+          calls.setdefault(decode_step, []).append(version)
+  in_order = [calls[decode_step] for decode_step in sorted(calls)]
+  assert min(calls) == 0 and len(calls) > NUM_STEPS
+  assert all(len(versions) <= 4 for versions in in_order)  # slots
+  assert all(len(set(versions)) == 1 for versions in in_order)
+  assert [v[0] for v in in_order] == sorted(v[0] for v in in_order)
+
+
 @pytest.mark.parametrize("at", [(1, 3), (5, 7)])
 def test_a_run_that_goes_on_from_a_checkpoint_repeats_the_bits(recorded, at):
   step = a_checkpoint_between(recorded, *at)

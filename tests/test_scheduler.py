@@ -95,6 +95,41 @@ def test_results_do_not_depend_on_the_order_of_submission():
   assert results[0] == results[1] == results[2]
 
 
+@pytest.mark.parametrize("calls_in_flight", [1, 2])
+def test_each_cache_names_the_call_that_went_on_from_it(
+  calls_in_flight, monkeypatch
+):
+  scheduler = make(calls_in_flight=calls_in_flight)
+  engine, calls = scheduler.engine, []
+  read = engine.read
+  monkeypatch.setattr(
+    engine, "read", lambda x: calls.append(read(x)) or calls[-1]
+  )
+  sequences = assorted()
+  for sequence in sequences:
+    scheduler.submit(sequence)
+  scheduler.step()
+  scheduler.step()
+  scheduler.adopt(tiny.engine_params(1, seed=1), 1)
+  tiny.finish(scheduler)
+  steps = engine.sizes.decode_steps_per_call
+  found = []
+  for sequence in sequences:
+    for build in sequence.cache_builds:
+      (number,) = [
+        number
+        for number, call in enumerate(calls)
+        if sequence.behavior_logprobs[build.length]
+        in call.logprobs[call.is_valid]
+      ]
+      found.append((number, build.version))
+      assert build.decode_step == number * steps
+  numbers = [number for number, _ in found]
+  assert len(found) > len(sequences) and len(set(numbers)) > 3
+  # Each call has one version.
+  assert len(set(found)) == len(set(numbers))
+
+
 def test_nothing_runs_before_weights_are_adopted():
   scheduler = tiny.scheduler()
   assert scheduler.version == -1

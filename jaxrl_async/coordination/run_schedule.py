@@ -16,8 +16,9 @@ the numbers that the updates measured, of each minibatch. `recorded_schedule`
 reads the file.
 
 A token depends on the weights, the cache and the number of its position, and
-not on its slot, its call or what was written beside it. So calls are not
-recorded.
+not on its slot, its call or what was written beside it. Of calls there is
+therefore only what was admitted to them: each cache names the decode step from
+which on it was used, and `writers` the replicas.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,9 @@ from jaxrl_async.storage import disk
 from jaxrl_async.storage import outstanding as outstanding_lib
 from jaxrl_async.storage import workdir as workdir_lib
 
-FORMAT = 2  # in format 1, sums that are not finite were null
+# In format 1, sums that are not finite were null. In format 2, caches had no
+# decode step.
+FORMAT = 3
 TRAJECTORIES = stored_trajectories.DIRECTORY
 _ENCODER = json.JSONEncoder()
 
@@ -174,6 +177,7 @@ def _group_record(group: types.RolloutGroup) -> dict[str, Any]:
         "member": trajectory.member,
         "num_tokens": len(trajectory.tokens),
         "finish_reason": trajectory.finish_reason,
+        "writers": trajectory.writers,
         "cache_builds": trajectory.cache_builds,
         "reward": outstanding_lib.reward_record(trajectory.reward),
         "digest": digest(trajectory),

@@ -328,7 +328,7 @@ class Scheduler:
       num_placed += entry.slot is None
       entry.slot = slot
       num_new, num_kept = entry.sequence.take(
-        result, slot, self.engine.end_tokens
+        result, slot, self.engine.end_tokens, self.stats.decode_steps
       )
       in_use += num_new
       self.stats.generated_tokens += num_kept

@@ -177,7 +177,11 @@ class Sequence:
       rows.replay_lengths[i] = self.length
 
   def take(
-    self, result: decode_state_lib.StepResult, slot: int, eos: tuple[int, ...]
+    self,
+    result: decode_state_lib.StepResult,
+    slot: int,
+    eos: tuple[int, ...],
+    decode_step: int,
   ) -> tuple[int, int]:
     """Append what a call generated in the sequence's slot, up to a stop string.
 
@@ -187,11 +191,15 @@ class Sequence:
       result: result of the call.
       slot: the slot that the sequence was in.
       eos: the engine's end tokens.
+      decode_step: number of decode steps that the engine had made before it.
 
     Returns:
       The number of tokens that were drawn, and the number of them that were
       kept.
     """
+    builds = self.cache_builds
+    if builds[-1].decode_step < 0:
+      builds[-1] = builds[-1]._replace(decode_step=decode_step)
     new = np.flatnonzero(result.is_valid[slot])  # without replayed tokens
     tokens = result.tokens[slot, new]
     kept = self.stop(tokens) if self.stop is not None and len(new) else None

@@ -38,7 +38,7 @@ class PackedTrajectories:
   behavior_logprobs: Float[np.ndarray, "T"]
   policy_versions: Int[np.ndarray, "T"]
   num_builds: Int[np.ndarray, "N"]
-  builds: Int[np.ndarray, "C 3"]
+  builds: Int[np.ndarray, "C 4"]
   writers: tuple[tuple[tuple[str, int], ...], ...] = ()
 
 
@@ -87,7 +87,7 @@ def pack_trajectories(
     num_builds=np.array([len(t.cache_builds) for t in trajectories], np.int32),
     builds=np.array(
       [build for t in trajectories for build in t.cache_builds], np.int32
-    ).reshape(-1, 3),
+    ).reshape(-1, 4),
     **{
       name: np.concatenate([getattr(t, name) for t in trajectories])
       if trajectories
