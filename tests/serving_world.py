@@ -27,7 +27,7 @@ LIMITS = bodies.Limits(
   deadline_s=30.0,
   max_deadline_s=60.0,
   max_body_bytes=20_000,
-  body_timeout_s=0.5,
+  body_timeout_s=30.0,
 )
 PROMPT = "What is 2+3?"
 

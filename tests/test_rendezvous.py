@@ -1,6 +1,7 @@
 import contextlib
 import functools
 import pathlib
+import re
 import socket
 import threading
 import time
@@ -164,10 +165,10 @@ def test_what_differs_is_named(name, value, tmp_path):
 
 def test_processes_that_are_missing_are_named(tmp_path):
   line = refused(
-    [(0, 4, FACTS, [tmp_path]), (2, 4, FACTS, [tmp_path])], timeout_s=1.0
+    [(0, 4, FACTS, [tmp_path]), (2, 4, FACTS, [tmp_path])], timeout_s=2.0
   )
   assert line == (
-    "cluster.trainer_processes: 2 of 4 processes came within 1 s"
+    "cluster.trainer_processes: 2 of 4 processes came within 2 s"
     " (cluster.start_timeout_s); missing: process 1, 3"
   )
 
@@ -220,7 +221,9 @@ def test_clocks_that_are_apart_are_named(
   processes = [(rank, 2, FACTS, [tmp_path]) for rank in range(2)]
   if is_refused:
     line = refused(processes)
-    assert "the clock of process 1 on " in line and "is +7.0 s from" in line
+    assert "the clock of process 1 on " in line and re.search(
+      r"is \+7\.\d s from", line
+    )
   else:
     close([world for world, _ in meeting(processes)])
 

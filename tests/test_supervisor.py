@@ -6,6 +6,7 @@ import sys
 import threading
 
 import pytest
+import waiting
 
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
@@ -85,6 +86,9 @@ def test_the_deadline_is_for_all_threads_together_and_late_ones_are_named():
   this.spawn("quick", lambda: None)
   this.spawn("slow a", lambda: release.wait(30) and None)
   this.spawn("slow b", lambda: release.wait(30) and None)
+  waiting.until(
+    lambda: all(t.name != "quick" for t in threading.enumerate()), "quick"
+  )
   assert this.join(0.05) == ["slow a", "slow b"]
   release.set()
   assert this.join(10.0) == []

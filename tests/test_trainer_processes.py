@@ -357,6 +357,6 @@ def test_all_are_started_again_from_the_checkpoint_when_one_dies(tmp_path):
   found = [x["step"] for x in steps(tmp_path)]
   again = max(i for i, x in enumerate(found) if i and x <= found[i - 1])
   # From the newest checkpoint, which is of an even step.
-  assert found[again] in (3, 5) and found[again:] == list(
+  assert found[again] in (3, 5, 7) and found[again:] == list(
     range(found[again], 9)
   )

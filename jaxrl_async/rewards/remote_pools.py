@@ -332,8 +332,8 @@ class RemotePools:
     self, place: _Place, outcomes: list[tuple[int, scoring.Outcome]]
   ) -> None:
     for number, outcome in outcomes:
-      place.out.pop(number).outcome.set_result(outcome)
       place.moved_s, place.num_failures = self._seconds(), 0
+      place.out.pop(number).outcome.set_result(outcome)
     self._collect(place)
 
   def _lose(self, place: _Place, reason: str) -> None:

@@ -292,8 +292,8 @@ class RequestQueue:
       self._cancelled = []
     for handle in cancelled:
       scheduler.cancel(handle.owner)
-      self._forget(handle)
       self.stats.cancelled += 1
+      self._forget(handle)
     gone = set(cancelled)
     for handle in new:
       if handle not in gone:
