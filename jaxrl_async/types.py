@@ -142,9 +142,9 @@ class CacheBuild(NamedTuple):
     num_prefilled: how many of them were cached by prefill. The others went
       through the decode program one by one.
     version: version of the weights that cached them.
-    decode_step: number of decode steps that the engine had made before the call
-      that went on from this cache first. -1 before that call, and in records
-      that are older than this number.
+    decode_step: number of decode steps that the engine had made before the
+      first call that used this cache. -1 if there was no such call yet, or if
+      an earlier version of this project wrote the record.
   """
 
   length: int

@@ -16,9 +16,9 @@ the numbers that the updates measured, of each minibatch. `recorded_schedule`
 reads the file.
 
 A token depends on the weights, the cache and the number of its position, and
-not on its slot, its call or what was written beside it. Of calls there is
-therefore only what was admitted to them: each cache names the decode step from
-which on it was used, and `writers` the replicas.
+not on its slot, its call or what was written beside it. Of a call the schedule
+therefore says only what it admitted and with which version: each cache has the
+decode step at which its call began, and `writers` names the replicas.
 """
 
 from collections.abc import Callable, Mapping, Sequence
