@@ -39,9 +39,26 @@ def test_a_quantile_is_the_token_at_which_the_distribution_passes_it(
 
 def test_the_largest_logit_is_the_first_of_equal_ones():
   logits = np.array(
-    [[1, 5, 5, 2], [-np.inf, -np.inf, 0, 0], [-3, -4, -5, -6], [0, 0, 0, 7]],
+    [
+      [1, 5, 5, 2],
+      [-np.inf, -np.inf, 0, 0],
+      [-3, -4, -5, -6],
+      [0, 0, 0, 7],
+      [1e-30, 1e30, 1e30, -1e30],
+    ],
     np.float32,
   )
-  found = np.asarray(sampling._largest(jnp.asarray(logits)))
-  assert found.tolist() == [1, 2, 0, 3]
+  rows = len(logits)
+  greedily = jnp.zeros((rows,), jnp.float32)
+  found, _ = sampling.sample(
+    jnp.asarray(logits), jnp.full((rows,), 0.9, jnp.float32), greedily
+  )
+  assert found.tolist() == [1, 2, 0, 3, 1]
   assert found.tolist() == logits.argmax(axis=-1).tolist()
+
+
+def test_a_greedy_row_with_a_nan_gets_its_last_token():
+  logits = jnp.array([[0, jnp.nan, 5], [0, 7, 5]], jnp.float32)
+  half, greedily = jnp.full((2,), 0.5), jnp.zeros((2,), jnp.float32)
+  found, _ = sampling.sample(logits, half.astype(jnp.float32), greedily)
+  assert found.tolist() == [2, 1]

@@ -121,7 +121,7 @@ FOLDERS = {
   "api": ("config", "data", "rewards", "training", "rollout", "run"),
 }
 
-MAX_LINES = 500
+MAX_LINES = 700
 # Where a caught exception is stored or counted, and why.
 CATCHES_ALL = {
   "text/tokenizer.py": "the library raises Exception itself",

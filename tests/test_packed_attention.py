@@ -72,6 +72,7 @@ KERNELS = {
   "xla": packed_attention.xla,
   "blocks": block_attention.blocks,
   "blocks of 32": functools.partial(block_attention.blocks, block=32),
+  "chunks": packed_attention.chunks,
   "splash": functools.partial(packed_attention.splash, interpret=True),
   "pallas_gpu": functools.partial(packed_attention.pallas_gpu, interpret=True),
 }
@@ -117,6 +118,37 @@ def test_blocks_of_other_segments_are_not_read():
   assert np.isfinite(mixed[:, 128:]).all()
 
 
+def test_splash_reads_no_block_of_other_segments():
+  """Forward, and in both passes backward."""
+  first, second = [128, 256, 256], [384, 256]
+  query, key, value, start = rows([first, second], 640)
+  nan = np.nan
+
+  def passes(query, key, value, d_mixed):
+    attend = functools.partial(packed_attention.splash, interpret=True)
+    mixed, pull = jax.vjp(
+      lambda *x: attend(*x, start, start), query, key, value
+    )
+    return mixed, *pull(d_mixed)
+
+  passes = jax.jit(passes)
+  right = passes(query, key, value, query)
+  # What a row's first segment holds is read by that segment alone.
+  unread = [x.at[0, :128].set(nan).at[1, :384].set(nan) for x in (key, value)]
+  mixed, d_query, _, _ = passes(query, *unread, query)
+  for found, expected in [(mixed, right[0]), (d_query, right[1])]:
+    for row, end in enumerate((128, 384)):
+      assert np.isnan(found[row, :end]).all()
+      np.testing.assert_array_equal(found[row, end:], expected[row, end:])
+  # Nor does the last segment's gradient reach keys of the others.
+  d_mixed = query.at[0, 384:].set(nan).at[1, 384:].set(nan)
+  for found, expected in zip(
+    passes(query, key, value, d_mixed)[2:], right[2:], strict=True
+  ):
+    assert np.isnan(found[:, 384:]).all()
+    np.testing.assert_array_equal(found[:, :384], expected[:, :384])
+
+
 PLACES = [
   (shape, kv_heads)
   for kv_heads in (("tensor",), (), ("context",), None)
@@ -141,7 +173,7 @@ SOME_PLACES = PLACES[0], PLACES[4], PLACES[8]
     for place in PLACES
   ],
 )
-@pytest.mark.parametrize("name", ["xla", "blocks", "splash"])
+@pytest.mark.parametrize("name", ["xla", "blocks", "chunks", "splash"])
 def test_a_mesh_attends_as_one_device(name, shape, kv_heads):
   lengths = [[256, 100, 150], [1, 511], [300], [64] * 8]
   query, key, value, start = rows(lengths, 512)
@@ -222,10 +254,42 @@ def test_plain_xla_is_taken_on_a_cpu(wanted, tokens_per_row, name):
   assert choose(wanted, tokens_per_row) == name
 
 
+def test_where_no_kernel_works_a_gpu_gets_loops_of_fixed_length(monkeypatch):
+  class Gpu:
+    platform = "gpu"
+
+  monkeypatch.setattr(packed_choice, "CANDIDATES", {})
+  mesh = mesh_lib.make_mesh([Gpu()])
+  name = packed_choice.choose(
+    "auto",
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=16,
+    tokens_per_row=8192,
+    dtype=jnp.dtype("float32"),
+    layout=mesh_lib.Layout(mesh=mesh, rules=sections.ShardingRules()),
+  )
+  assert name == "chunks"
+
+
+def test_chunks_and_blocks_loop_as_they_say():
+  """Of chunks, the number of turns is known to the compiler, in both passes."""
+  query, key, value, start = rows([[1024]], 1024)
+
+  def loops(attend):
+    total = jax.grad(lambda *x: attend(*x, start, start).sum(), argnums=(0, 1))
+    text = jax.jit(total).lower(query, key, value).compile().as_text()
+    return [x for x in text.splitlines() if " while(" in x]
+
+  found = loops(packed_attention.chunks)
+  assert found and all("known_trip_count" in x for x in found)
+  assert not all("known_trip_count" in x for x in loops(block_attention.blocks))
+
+
 @pytest.mark.parametrize(
   ("wanted", "tokens_per_row", "words"),
   [
-    ("flash", 384, "'flash' is not one of auto, xla, blocks, splash"),
+    ("flash", 384, "'flash' is not one of auto, xla, blocks, chunks, splash"),
     ("splash", 512, "splash does not work here .*; use auto or xla"),
     ("splash", 320, "splash needs rows of 2 times a multiple of 128 tokens"),
   ],

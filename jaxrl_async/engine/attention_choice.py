@@ -92,7 +92,7 @@ def prefill_trial(
 
 def of_tokens(
   attend: reference.CausalAttention, windows: Iterable[int | None] = (None,)
-) -> Callable[..., jax.Array]:
+) -> kernel_choice.Implementation:
   """Return attention under each window, 0 at padding if it was finite there.
 
   Implementations may return different values at padding, and only results at
@@ -102,7 +102,7 @@ def of_tokens(
 
   def masked(
     query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array
-  ) -> jax.Array:
+  ) -> list[jax.Array]:
     length = query.shape[1]
     is_token = jnp.arange(length)[None] < lengths[:, None]
     is_token = is_token[:, :, None, None].astype(query.dtype)
@@ -111,7 +111,7 @@ def of_tokens(
       window = kernel_choice.tried_window(window, length)
       mixed = attend(query, key, value, lengths, sliding_window=window)
       results.append(mixed * is_token)
-    return jnp.stack(results)
+    return results
 
   return masked
 

@@ -19,10 +19,6 @@ from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
 from jaxrl_async.models.attention import reference
 
-# Carry of the loop over decode steps: the number of steps so far, the state,
-# and the tokens, their validity and their logprobs [N B].
-Carry = tuple[jax.Array, DecodeState, tuple[jax.Array, ...]]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Programs:
@@ -312,7 +308,7 @@ class Programs:
     window: int,
     is_filtered: bool,
   ) -> tuple[DecodeState, jax.Array]:
-    """Decode several tokens in every slot, or none if every slot idles.
+    """Decode several tokens in every slot.
 
     Args:
       params: weights and their policy version.
@@ -326,7 +322,6 @@ class Programs:
     Returns:
       The new state, and the packed result of `decode_state.pack_result`.
     """
-    n, b = self.sizes.decode_steps_per_call, self.sizes.num_slots
     # A slot keeps its own pages if its sequence is not the one that the host
     # expects there.
     settings = state.settings
@@ -338,27 +333,17 @@ class Programs:
 
     # A slot that is active goes on by a position in each step. Drawn here, the
     # numbers of all steps cost hardly more than those of one.
-    steps = jnp.arange(n, dtype=jnp.int32)[:, None]
-    quantiles = sampling.uniforms(state.keys, state.positions[None] + 1 + steps)
-
-    def goes_on(carry: Carry) -> jax.Array:
-      step, state, _ = carry
-      return (step < n) & state.is_active.any()
-
-    def step(carry: Carry) -> Carry:
-      step, state, written = carry
-      state, new = self._decode_one(
-        params, window, is_filtered, quantiles[step], state
-      )
-      written = tuple(
-        jax.lax.dynamic_update_index_in_dim(all_, one, step, 0)
-        for all_, one in zip(written, new, strict=True)
-      )
-      return step + 1, state, written
-
-    types = jnp.int32, bool, jnp.float32
-    nothing = tuple(jnp.zeros((n, b), dtype) for dtype in types)
-    _, state, written = jax.lax.while_loop(
-      goes_on, step, (jnp.int32(0), state, nothing)
+    steps = jnp.arange(self.sizes.decode_steps_per_call, dtype=jnp.int32)
+    quantiles = sampling.uniforms(
+      state.keys, state.positions[None] + 1 + steps[:, None]
     )
+
+    def step(
+      state: DecodeState, quantiles: jax.Array
+    ) -> tuple[DecodeState, tuple[jax.Array, ...]]:
+      return self._decode_one(params, window, is_filtered, quantiles, state)
+
+    # The number of steps is fixed. If it depended on the slots, a GPU would
+    # have to ask the host after each of them.
+    state, written = jax.lax.scan(step, state, quantiles)
     return state, decode_state_lib.pack_result(state, params.version, *written)

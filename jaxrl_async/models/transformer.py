@@ -30,14 +30,28 @@ Attend = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 # Names of the activations that a policy below may keep.
 _LAYER_INPUT, _PRODUCT = "layer_input", "product"
+# The forward passes of attention kernels, most of which name nothing: cuDNN's,
+# Tokamax's, Triton's and splash's.
+_KERNELS = (
+  "dot_product_attention_fwd_wrapper",
+  "remat_opt",
+  "custom_vjp_call",
+  "pallas_call",
+)
+
+
+def _keeping(*names: str) -> Callable[..., Any]:
+  """Return a policy that keeps what has these names, and what kernels made."""
+  return jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.save_only_these_names(*names),
+    lambda primitive, *_, **__: primitive.name in _KERNELS,
+  )
+
+
 POLICIES = {  # policies of `jax.checkpoint`
   sections.Remat.FULL: jax.checkpoint_policies.nothing_saveable,
-  sections.Remat.ATTENTION: (
-    jax.checkpoint_policies.save_only_these_names(reference.MIXED)
-  ),
-  sections.Remat.DOTS: (
-    jax.checkpoint_policies.save_only_these_names(reference.MIXED, _PRODUCT)
-  ),
+  sections.Remat.ATTENTION: _keeping(reference.MIXED),
+  sections.Remat.DOTS: _keeping(reference.MIXED, _PRODUCT),
   sections.Remat.OFFLOAD: (
     jax.checkpoint_policies.save_and_offload_only_these_names(
       names_which_can_be_saved=[],

@@ -7,7 +7,15 @@ The implementations are in `packed_attention`, `reference` and
 from jaxrl_async.config import sections
 
 AUTO = "auto"
-PACKED = ("xla", "blocks", "splash", "pallas_gpu", "cudnn")
+PACKED = (
+  "xla",
+  "blocks",
+  "chunks",
+  "splash",
+  "tokamax",
+  "cudnn",
+  "pallas_gpu",
+)
 PREFILL = ("xla", "cudnn", "splash")
 DECODE = ("xla", "gpu_paged", "tpu_paged")
 

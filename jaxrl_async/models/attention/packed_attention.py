@@ -8,12 +8,15 @@ Every implementation gets the keys of whole rows and the queries of a part of
 each row, from column `first` on: with a `context` axis, each device holds
 another part of the queries. "xla" is the reference for all others; it computes
 all [T, T] scores. "blocks" is plain XLA too, but skips pairs of blocks that
-share no segment and keeps no scores for the backward pass.
+share no segment and keeps no scores for the backward pass. Its loops end where
+the segments do, which a GPU would have to tell the host at every turn. There,
+"chunks" takes its place: some queries at a time, with all keys.
 
 With a sliding window, query t sees no key before t - sliding_window + 1. For
-"xla" and "blocks" this is only a later `query_start`, which may therefore
-differ between layers, and "blocks" skips what lies before it. Kernels have the
-window in their mask, and need the same one in every layer.
+plain XLA and for Tokamax this is only a later `query_start`, which may
+therefore differ between layers, and blocks of keys before it are skipped. The
+other kernels have the window in their mask, and need the same one in every
+layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,6 +31,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models.attention import block_attention
 from jaxrl_async.models.attention import reference
+from jaxrl_async.models.attention import tokamax_api
 
 # The rows of kernels are padded to a multiple of it too.
 BLOCK = block_attention.BLOCK
@@ -71,6 +75,42 @@ def windowed_start(
   return jnp.maximum(start, columns - (sliding_window - 1))
 
 
+def chunks(
+  query: Float[Array, "B Q N H"],
+  key: Float[Array, "B T K H"],
+  value: Float[Array, "B T K H"],
+  query_start: Int[Array, "B Q"],
+  key_start: Int[Array, "B T"],
+  first: int | Int[Array, ""] = 0,
+) -> Float[Array, "B Q N H"]:
+  """Return attention of BLOCK queries at a time, in a loop of fixed length.
+
+  The scores of one chunk exist at a time. The backward pass computes them
+  again.
+  """
+  missing = -query.shape[1] % BLOCK
+
+  def cut(rows: jax.Array) -> jax.Array:
+    """Pad [B Q ...] and cut it into [chunks B BLOCK ...]."""
+    pads = ((0, 0), (0, missing), *((0, 0),) * (rows.ndim - 2))
+    rows = jnp.pad(rows, pads)
+    rows = rows.reshape(rows.shape[0], -1, BLOCK, *rows.shape[2:])
+    return jnp.swapaxes(rows, 0, 1)
+
+  queries = cut(query)
+  firsts = first + BLOCK * jnp.arange(len(queries), dtype=jnp.int32)
+
+  @jax.checkpoint
+  def of_chunk(chunk: tuple[jax.Array, ...]) -> jax.Array:
+    q, start, first = chunk
+    return xla(q, key, value, start, key_start, first)
+
+  mixed = lax.map(of_chunk, (queries, cut(query_start), firsts))
+  mixed = jnp.swapaxes(mixed, 0, 1)
+  mixed = mixed.reshape(mixed.shape[0], -1, *mixed.shape[3:])
+  return mixed[:, : query.shape[1]]
+
+
 def splash(
   query: Float[Array, "B Q N H"],
   key: Float[Array, "B T K H"],
@@ -82,7 +122,10 @@ def splash(
   kernel: Any = None,
   interpret: bool = False,
 ) -> Float[Array, "B Q N H"]:
-  """Return JAX's splash attention for TPU, which skips masked blocks.
+  """Return JAX's splash attention for TPU.
+
+  It skips blocks that the causal mask and the window hide, and blocks of other
+  segments.
 
   Args:
     query: queries without the scale; a part of each row if `kernel` is for that
@@ -118,7 +161,8 @@ def splash(
     q_ids: jax.Array,
     k_ids: jax.Array,
   ) -> jax.Array:
-    return kernel(q, k, v, splash_attention.SegmentIds(q=q_ids, kv=k_ids))
+    ids = splash_attention.SegmentIds(q=q_ids, kv=k_ids)
+    return _without_other_segments(kernel, q_ids)(q, k, v, ids)
 
   scaled = query * jnp.asarray(head_dim**-0.5, query.dtype)
   mixed = jax.vmap(one_row)(
@@ -129,6 +173,48 @@ def splash(
     segment_ids(key_start),
   )
   return jnp.swapaxes(mixed, 1, 2)[:, :length]
+
+
+def _without_other_segments(kernel: Any, start: Int[Array, "Q"]) -> Any:
+  """Return a splash kernel that skips the blocks before a row's segments.
+
+  A kernel knows, for each pair of blocks, whether to compute it, and which
+  block to fetch next. Both are arrays, which may depend on the row.
+
+  Args:
+    kernel: result of `splash_kernel`, or what a device has of it.
+    start: the first column that each query sees, ascending.
+  """
+  block = kernel.kwargs["block_sizes"].block_q
+  first = start.reshape(-1, block).min(axis=1) // block
+
+  def of_queries(info: Any) -> Any:
+    """Of forward and of dq: for each block of queries, blocks of keys."""
+    keys, seen_from = info.data_next.astype(jnp.int32), first[None, :, None]
+    return _limited(info, keys >= seen_from, jnp.maximum(keys, seen_from))
+
+  def of_keys(info: Any) -> Any:
+    """Of dk and dv: for each block of keys, blocks of queries."""
+    queries = info.data_next.astype(jnp.int32)
+    keys = jnp.arange(queries.shape[2], dtype=jnp.int32)
+    sees_them = first[:, None] <= keys[None]
+    last = sees_them.sum(axis=0, dtype=jnp.int32) - 1
+    is_seen = jnp.take_along_axis(sees_them, queries[0], axis=0, mode="clip")
+    return _limited(info, is_seen[None], jnp.minimum(queries, last[None, None]))
+
+  (forward, dq, dkv), kwargs = kernel.tree_flatten()
+  infos = of_queries(forward), of_queries(dq), of_keys(dkv)
+  return kernel.tree_unflatten(kwargs, infos)
+
+
+def _limited(info: Any, is_seen: jax.Array, data_next: jax.Array) -> Any:
+  """Return a kernel's blocks without those that are not seen."""
+  return info._replace(
+    block_mask=jnp.where(is_seen, info.block_mask, 0).astype(
+      info.block_mask.dtype
+    ),
+    data_next=data_next.astype(info.data_next.dtype),
+  )
 
 
 def splash_kernel(
@@ -170,6 +256,18 @@ def splash_kernel(
     residual_checkpoint_name=reference.MIXED,
     interpret=interpret,
   )
+
+
+def tokamax(
+  query: Float[Array, "B T N H"],
+  key: Float[Array, "B T K H"],
+  value: Float[Array, "B T K H"],
+  query_start: Int[Array, "B T"],
+  key_start: Int[Array, "B T"],
+) -> Float[Array, "B T N H"]:
+  """Return Tokamax's flash attention for GPUs, which skips other segments."""
+  del key_start
+  return tokamax_api.attend(query, key, value, query_start)
 
 
 def pallas_gpu(
@@ -236,9 +334,11 @@ def cudnn(
 IMPLEMENTATIONS: dict[str, PackedAttention] = {
   "xla": xla,
   "blocks": block_attention.blocks,
+  "chunks": chunks,
   "splash": splash,
-  "pallas_gpu": pallas_gpu,
+  "tokamax": tokamax,
   "cudnn": cudnn,
+  "pallas_gpu": pallas_gpu,
 }
 
 
@@ -274,8 +374,10 @@ def _by_compiler(
 
 # Implementations that accept a part of each row's queries; the others need
 # whole rows.
-_TAKE_PARTS = ("blocks", "splash")
-PLAIN = ("xla", "blocks")
+_TAKE_PARTS = ("blocks", "chunks", "splash")
+PLAIN = ("xla", "blocks", "chunks")
+# For these, a window is only another `query_start`.
+TAKE_ANY_WINDOW = (*PLAIN, "tokamax")
 
 
 def over_rows(
@@ -298,7 +400,7 @@ def over_rows(
     num_heads: query heads of the model.
     layout: of the mesh; None or a single device splits nothing.
     sliding_window: number of tokens that a query sees, itself included; None is
-      all of its segment. For "xla" and "blocks" it may be an array.
+      all of its segment. For `TAKE_ANY_WINDOW` it may be an array.
     interpret: run splash without a TPU.
   """
   if name == "xla":
@@ -306,7 +408,7 @@ def over_rows(
     return _by_compiler(_mask(first_seen, start.shape[1]), layout)
   implementation = IMPLEMENTATIONS[name]
   query_start, own_window = start, sliding_window
-  if name in PLAIN:
+  if name in TAKE_ANY_WINDOW:
     query_start, own_window = windowed_start(start, sliding_window), None
   if own_window is not None:
     assert isinstance(own_window, int), "a kernel's mask is not an array"
@@ -357,7 +459,7 @@ def over_rows(
     if parts == 1:
       return implementation(*arguments)
     index = lax.axis_index(rules.tokens)
-    return block_attention.blocks(*arguments, index * query.shape[1])
+    return implementation(*arguments, index * query.shape[1])
 
   mapped = jax.shard_map(
     on_device,

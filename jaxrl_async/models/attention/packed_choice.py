@@ -5,7 +5,7 @@ XLA, in its gradients too. `kernel_choice` tries them on a device of the
 training slice, with the heads, the windows and the dtype of the run.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from absl import logging
 import jax
@@ -19,36 +19,34 @@ from jaxrl_async.models.attention import kernel_names
 from jaxrl_async.models.attention import packed_attention
 
 # Kernels by platform, in the order in which they are tried.
-CANDIDATES = {"gpu": ("cudnn", "pallas_gpu"), "tpu": ("splash",)}
-_TRIED_TOKENS = 256
+CANDIDATES = {"gpu": ("tokamax", "cudnn", "pallas_gpu"), "tpu": ("splash",)}
+# Enough for several blocks of a kernel; the segments begin and end within them.
+_TRIED_TOKENS = 640
+_TRIED_SEGMENTS = 200, 1, 300, 139
 
 
 def with_gradients(
   name: str, sliding_window: int | None
-) -> Callable[..., jax.Array]:
-  """Return a function that computes result and gradients as one flat array.
+) -> kernel_choice.Implementation:
+  """Return a function that computes the result and its gradients.
 
-  The gradients are those of the sum of the squared results.
+  The gradients are those of the weighted sum of the results, with respect to
+  queries, keys and values.
   """
 
   def all_of_it(
-    query: jax.Array, key: jax.Array, value: jax.Array, start: jax.Array
-  ) -> jax.Array:
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    weights: jax.Array,
+    start: jax.Array,
+  ) -> tuple[jax.Array, ...]:
     window = kernel_choice.tried_window(sliding_window, start.shape[1])
     attend = packed_attention.over_rows(
       name, start, query.shape[2], sliding_window=window
     )
-
-    def total(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
-      mixed = attend(*inputs)
-      wide = mixed.astype(jnp.float32)
-      return (wide * wide).sum(), mixed
-
-    gradients, mixed = jax.grad(total, argnums=(0, 1, 2), has_aux=True)(
-      query, key, value
-    )
-    flat = [x.astype(jnp.float32).reshape(-1) for x in (mixed, *gradients)]
-    return jnp.concatenate(flat)
+    mixed, gradients = jax.vjp(attend, query, key, value)
+    return mixed, *gradients(weights)
 
   return all_of_it
 
@@ -56,7 +54,7 @@ def with_gradients(
 def trial(
   heads: tuple[int, int, int], length: int, dtype: jnp.dtype
 ) -> kernel_choice.Trial:
-  """Return the inputs of a trial: few tokens in three segments.
+  """Return the inputs of a trial: few tokens in several segments.
 
   The shapes are those of a whole row.
   """
@@ -64,16 +62,18 @@ def trial(
   rng = np.random.default_rng(0)
 
   def shapes(length: int) -> tuple[tuple[int, ...], ...]:
+    of_query = 1, length, num_heads, head_dim
     of_kv = 1, length, num_kv_heads, head_dim
-    return (1, length, num_heads, head_dim), of_kv, of_kv
+    return of_query, of_kv, of_kv, of_query
 
   few = [
     rng.standard_normal(shape, np.float32).astype(dtype)
     for shape in shapes(_TRIED_TOKENS)
   ]
-  start = np.repeat([0, 100, 101], [100, 1, _TRIED_TOKENS - 101])
+  firsts = np.cumsum([0, *_TRIED_SEGMENTS[:-1]])
+  start = np.repeat(firsts, _TRIED_SEGMENTS)[None].astype(np.int32)
   return kernel_choice.Trial(
-    arguments=(*few, start[None].astype(np.int32)),
+    arguments=(*few, start),
     shapes=(
       *(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes(length)),
       jax.ShapeDtypeStruct((1, length), np.int32),
@@ -95,7 +95,8 @@ def choose(
   """Return the name of the implementation that a run takes.
 
   Kernels are tried first, and the choice is logged. If no kernel works, the
-  choice is "blocks", or "xla" for rows of at most two blocks.
+  choice is "blocks", on a GPU "chunks", and "xla" for rows of at most two
+  blocks.
 
   Args:
     wanted: `kernel_names.AUTO`, or a name that must then work.
@@ -128,15 +129,20 @@ def choose(
       " blocks",
     )
     candidates = {}
+  any_window = packed_attention.TAKE_ANY_WINDOW
   window, *others = set(sliding_windows)
   if others:
     sections.require(
-      wanted == kernel_names.AUTO,
+      wanted in (kernel_names.AUTO, *any_window),
       field,
       f"{wanted} needs the same sliding window in all layers, and this model"
-      " has it in some; use auto, xla or blocks",
+      f" has it in some; use auto, {', '.join(any_window)}",
     )
-    candidates = {}
+    candidates = {
+      platform: tuple(name for name in names if name in any_window)
+      for platform, names in candidates.items()
+    }
+    window = min(filter(None, sliding_windows))
 
   def held(axis: str, size: int) -> int:
     return mesh_lib.sharding(mesh, rules, axis).shard_shape((size,))[0]
@@ -157,7 +163,7 @@ def choose(
     device,
   )
   if name == "xla" and tokens_per_row > 2 * packed_attention.BLOCK:
-    name = "blocks"
+    name = "chunks" if device.platform == "gpu" else "blocks"
   description = name
   for other, reason in refused.items():
     description += f"; not {other}: {reason}"

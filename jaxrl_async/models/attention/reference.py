@@ -38,11 +38,11 @@ def packed_mask(
 
 
 def xla_attention(
-  query: Float[Array, "B T N H"],
+  query: Float[Array, "B Q N H"],
   key: Float[Array, "B T K H"],
   value: Float[Array, "B T K H"],
-  mask: Bool[Array, "B T T"],
-) -> Float[Array, "B T N H"]:
+  mask: Bool[Array, "B Q T"],
+) -> Float[Array, "B Q N H"]:
   """Return grouped-query attention: softmax(q k^T / sqrt(H)) v.
 
   Each of the K key and value heads serves N / K query heads.
