@@ -91,8 +91,8 @@ def _check() -> None:
     gpus.parse(_TOPOLOGY.value)
     if _COMPILE.value:
       raise sections.ConfigError(
-        "compile: only a machine with a GPU can compile for one; leave"
-        " --topology out there"
+        "compile: nothing is compiled for a GPU that is only named; leave"
+        " --topology out on a machine with a GPU"
       )
   elif _TOPOLOGY.value:
     tpu_chips.parse(_TOPOLOGY.value)
