@@ -191,9 +191,11 @@ def _waiting(setup: Any) -> str:
 def _follow(config: sections.Config, world: world_lib.World) -> None:
   import jax
 
+  from jaxrl_async.run import device_checks
   from jaxrl_async.run import follower
   from jaxrl_async.run import setup as setup_lib
 
+  device_checks.check_repeats(config, jax.devices()[0].platform)
   follower.follow(setup_lib.resolve(config, jax.devices()), world)
 
 
