@@ -91,8 +91,8 @@ def _check() -> None:
     gpus.parse(_TOPOLOGY.value)
     if _COMPILE.value:
       raise sections.ConfigError(
-        "compile: only a machine with a GPU can compile for one; leave"
-        " --topology out there"
+        "compile: nothing is compiled for a GPU that is only named; leave"
+        " --topology out on a machine with a GPU"
       )
   elif _TOPOLOGY.value:
     tpu_chips.parse(_TOPOLOGY.value)
@@ -191,9 +191,11 @@ def _waiting(setup: Any) -> str:
 def _follow(config: sections.Config, world: world_lib.World) -> None:
   import jax
 
+  from jaxrl_async.run import device_checks
   from jaxrl_async.run import follower
   from jaxrl_async.run import setup as setup_lib
 
+  device_checks.check_repeats(config, jax.devices()[0].platform)
   follower.follow(setup_lib.resolve(config, jax.devices()), world)
 
 

@@ -8,10 +8,13 @@ import re
 import pytest
 import test_run
 
+from jaxrl_async.cluster import environment as environment_lib
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import weight_transfer
+from jaxrl_async.devices import xla_flags
 from jaxrl_async.run import cluster_checks
 from jaxrl_async.run import config_checks
+from jaxrl_async.run import device_checks
 from jaxrl_async.run import rollout_start
 
 RAY = sections.ClusterKind.RAY
@@ -72,6 +75,25 @@ def test_replicas_elsewhere_leave_all_devices_to_the_trainer():
 def test_a_wrong_setting_is_named(made, error):
   with pytest.raises(sections.ConfigError, match=f"^{re.escape(error)}: "):
     config_checks.check(made)
+
+
+def test_on_gpus_a_run_is_exact_only_with_the_flag_of_xla(
+  tmp_path, monkeypatch
+):
+  elsewhere, here = config(replica_gpus=1), test_run.make_config()
+  for made in (elsewhere, here):
+    device_checks.check_repeats(made, "gpu")  # promises nothing
+    made.run.exact_resume = True
+  wanted = "^run.exact_resume: .* XLA_FLAGS=--xla_gpu_deterministic_ops=true$"
+  with pytest.raises(sections.ConfigError, match=wanted):
+    device_checks.check_repeats(here, "gpu")
+  with pytest.raises(sections.ConfigError, match=wanted):
+    test_run.start(elsewhere, tmp_path)
+  device_checks.check_repeats(here, "cpu")
+  monkeypatch.setenv("XLA_FLAGS", "--x=1 --xla_gpu_deterministic_ops=true")
+  device_checks.check_repeats(elsewhere, "gpu")
+  found = environment_lib.of_replicas(elsewhere)
+  assert found["XLA_FLAGS"] == xla_flags.REPEATS_ON_GPU
 
 
 def test_a_new_run_waits_for_the_replicas_that_it_asks_for():

@@ -325,6 +325,38 @@ def test_a_start_returns_its_result_with_or_without_what_it_was_given(
   assert hlo.Module(text).cost().collectives == {kind: (1.0, sent)}
 
 
+def test_a_fusion_that_runs_beside_others_costs_what_it_costs_alone():
+  """XLA for GPUs begins some with fusion-start, and awaits fusion-done."""
+  text = """HloModule m
+
+%fused (p: f32[64,32], i: s32[], w: f32[32,8]) -> f32[1,8] {
+  %p = f32[64,32]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %row = f32[1,32]{1,0} dynamic-slice(%p, %i, %zero), dynamic_slice_sizes={1,32}
+  %w = f32[32,8]{1,0} parameter(2)
+  ROOT %dot = f32[1,8]{1,0} dot(%row, %w), lhs_contracting_dims={1}, \
+rhs_contracting_dims={0}
+}
+
+ENTRY %main (x: f32[64,32], n: s32[], w: f32[32,8]) -> f32[1,8] {
+  %x = f32[64,32]{1,0} parameter(0)
+  %n = s32[] parameter(1)
+  %w = f32[32,8]{1,0} parameter(2)
+"""
+  called = "(%x, %n, %w), kind=kCustom, calls=%fused\n"
+  alone = f"  ROOT %y = f32[1,8]{{1,0}} fusion{called}}}"
+  beside = (
+    "  %begun = ((f32[64,32]{1,0}, s32[], f32[32,8]{1,0}), f32[1,8]{1,0},"
+    f" u32[]) fusion-start{called}"
+    "  ROOT %y = f32[1,8]{1,0} fusion-done(%begun)\n}"
+  )
+  expected = hlo.Module(text + alone).cost()
+  assert expected.flops == 2 * 32 * 8
+  assert expected.hbm_bytes == 4 * (32 + 1 + 32 * 8 + 8)
+  assert hlo.Module(text + beside).cost() == expected
+
+
 @pytest.mark.parametrize(
   ("groups", "size"),
   [

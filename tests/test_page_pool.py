@@ -35,7 +35,9 @@ def test_equal_beginnings_share_whole_pages_and_nothing_else():
   assert third[0] == first[0] and third[1] not in first
   fourth, _ = pool.take_for(tokens[:4], bucket=32, page_tokens=4)
   assert not set(fourth) & {*first, *second, *third}
-  assert pool.num_free == 10 - 7
+  fifth, _ = pool.take_for(tokens[:4], bucket=16, page_tokens=4, adapter=1)
+  assert not set(fifth) & {*first, *second, *third, *fourth}
+  assert pool.num_free == 10 - 8
 
 
 def test_what_does_not_fit_takes_nothing():
@@ -57,6 +59,25 @@ def test_pages_of_old_weights_are_never_found():
   pool.release(old)
   again, _ = pool.take_for(np.arange(8), bucket=16, page_tokens=4)
   assert again == new
+
+
+def test_names_hold_each_token_once_however_long_the_sequence_is():
+  tokens = np.random.default_rng(0).integers(0, 9, (4, 512), np.int32)
+  pool = page_pool.PagePool(4 * 32)
+  for row in tokens:
+    assert pool.take_for(row, bucket=512, page_tokens=16)
+  parts = [part for name in pool._named for part in name]
+  held = sum(len(part) for part in parts if isinstance(part, bytes))
+  assert len(pool._named) == 4 * 32 and held == tokens.nbytes
+
+
+def test_a_page_that_is_filled_again_leads_to_none_that_followed_it():
+  pool = page_pool.PagePool(4)
+  (first, second), _ = pool.take_for(np.arange(8), bucket=16, page_tokens=4)
+  pool.release([first])  # the second is still held, and keeps its name
+  other = np.array([9, 9, 9, 9, 4, 5, 6, 7])
+  again, _ = pool.take_for(other, bucket=16, page_tokens=4)
+  assert again[0] == first and again[1] != second
 
 
 @given(st.lists(st.integers(0, 11), max_size=40), st.integers(2, 9))

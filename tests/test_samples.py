@@ -259,6 +259,15 @@ def test_without_groups_nothing_is_written(tmp_path):
   assert not (tmp_path / "samples").exists()
 
 
+def test_without_polars_nothing_is_written(tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, "polars", None)  # as if not installed
+  sampler = make_sampler(tmp_path)
+  sampler.add_untrained(group(1, trajectory("a")), types.Fate.FAILED, "no")
+  sampler.write_step(1, [group(0, trajectory("a"))])
+  sampler.close()
+  assert not (tmp_path / "samples").exists()
+
+
 def test_a_full_disk_is_said_once_and_counted(tmp_path):
   notes = []
   sampler = make_sampler(tmp_path, notes=notes)

@@ -44,7 +44,8 @@ for name, chip in tpu_chips.CHIPS.items():
     jax.jit(lambda x: x * 2).lower(huge).compile()
   except jax.errors.JaxRuntimeError as error:
     limit = re.search(r"available HBM \\((\\S+)G\\)", str(error))[1]
-    assert float(limit) * 2**30 == chip.hbm_bytes, (name, limit)
+    # Versions of libtpu differ by a hundredth.
+    assert abs(float(limit) - chip.hbm_bytes / 2**30) < 0.015, (name, limit)
   else:
     raise AssertionError(name)
 """

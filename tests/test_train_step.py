@@ -13,7 +13,6 @@ import tiny
 from jaxrl_async import types
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
-from jaxrl_async.planning import matmul_rate
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.training import batch_settings
@@ -455,18 +454,6 @@ def test_what_is_published_lies_where_the_weights_do(weights):
   matrix = jax.tree.leaves(published["layers"][0]["gate"])[0]
   held = matrix.sharding.shard_shape(matrix.shape)
   assert held == (matrix.shape[0] // 2, matrix.shape[1])
-
-
-@pytest.mark.parametrize("num_devices", [1, 3])
-def test_the_matmul_rate_is_that_of_all_devices_at_once(
-  monkeypatch, num_devices
-):
-  """By a clock on which each wait takes a second."""
-  ticks = iter(range(100))
-  monkeypatch.setattr(matmul_rate.time, "perf_counter", lambda: next(ticks))
-  devices = jax.devices()[:num_devices]
-  rate = matmul_rate.measured_matmul_flops(devices, "float32", 16)
-  assert rate == num_devices * 2 * 16**3
 
 
 def test_a_step_learns_and_what_it_published_before_stays():

@@ -68,4 +68,6 @@ def of_replicas(config: sections.Config) -> dict[str, str]:
       + f" {xla_flags.OWN_PRODUCTS}"
       * (xla_flags.OWN_PRODUCTS in xla_flags.current()),
     }
+  elif config.cluster.replica_gpus and config.run.exact_resume:
+    found["XLA_FLAGS"] = xla_flags.REPEATS_ON_GPU
   return found

@@ -1,7 +1,10 @@
 """Names of GPUs that this machine does not have, for estimates of memory.
 
-Nothing can be compiled for a GPU that is not there, unlike for TPUs. Devices of
-the CPU stand in for them, and only their memory counts.
+Unlike for TPUs, nothing is compiled for them: devices of the CPU stand in for
+them, and only their memory counts. XLA could compile for a GPU that is not
+there, with the plugin of `jax[cuda13]` and a text that describes the GPU, the
+`target_config` of `jax.experimental.topologies.get_topology_desc`. That is not
+built in yet.
 """
 
 import dataclasses

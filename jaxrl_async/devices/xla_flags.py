@@ -1,8 +1,8 @@
 """XLA's flags, which it reads from the environment when JAX looks for devices.
 
-The launch scripts set all of them. Only the flag below is set here as well, for
-a script of the user's that trains: without it, `run.exact_resume` would not be
-exact on every processor. This module does not import JAX.
+The launch scripts set all of them. Only the flag for a CPU is set here as well,
+for a script of the user's that trains: without it, `run.exact_resume` would not
+be exact on every processor. This module does not import JAX.
 """
 
 import os
@@ -11,6 +11,9 @@ import sys
 
 # Has XLA use its own products on a CPU, instead of those of YNNPACK.
 OWN_PRODUCTS = "--xla_cpu_experimental_ynn_fusion_type="
+# Has XLA use programs of a GPU that repeat their bits. Without it some add in
+# any order, and which kernel is the fastest is measured at each start.
+REPEATS_ON_GPU = "--xla_gpu_deterministic_ops=true"
 _PROCESSOR = pathlib.Path("/proc/cpuinfo")
 
 

@@ -1,12 +1,15 @@
 """The pool of cache pages: which pages are free, and how many hold each page.
 
 Sequences that begin with the same tokens share the pages that prefill filled
-with these tokens. A shared page is found by a name that stands for its
-contents. Its holders are counted, and it becomes free when no holder is left.
+with these tokens. A shared page is found by its name, which consists of its own
+tokens and of a number that stands for the page before it. So a name is exact,
+and no longer for a page at the end of a long sequence than for the first one.
+The holders of a page are counted, and it becomes free when no holder is left.
 """
 
 import collections
 from collections.abc import Hashable, Sequence
+import itertools
 
 import numpy as np
 
@@ -27,6 +30,10 @@ class PagePool:
     self._holders: collections.Counter[int] = collections.Counter()
     self._named: dict[Hashable, int] = {}
     self._names: dict[int, Hashable] = {}
+    # How many pages were taken before a page. Unlike the page, the number is
+    # never used again, so no name can mean other tokens later.
+    self._counter = itertools.count()
+    self._numbers = [0] * num_pages
 
   @property
   def num_free(self) -> int:
@@ -41,6 +48,7 @@ class PagePool:
     """
     page = self._free.pop()
     self._holders[page] = 1
+    self._numbers[page] = next(self._counter)
     return page
 
   def find(self, name: Hashable) -> int | None:
@@ -80,10 +88,16 @@ class PagePool:
     """
     pages = []
     new = np.full((bucket // page_tokens,), self.num_pages, np.int32)
+    num_whole = len(cached) // page_tokens
+    # The bytes of each whole page, made by one call.
+    own = cached[: num_whole * page_tokens].view(
+      np.dtype((np.void, cached.itemsize * page_tokens))
+    )
+    contents: list[bytes] = own.tolist()
+    before: Hashable = (bucket, adapter)
     for index in range(-(-len(cached) // page_tokens)):
-      end = (index + 1) * page_tokens
-      is_whole = end <= len(cached)
-      name = (bucket, adapter, cached[:end].tobytes()) if is_whole else None
+      is_whole = index < num_whole
+      name = (before, contents[index]) if is_whole else None
       page = self.find(name)
       if page is None:
         if not self._free:
@@ -92,7 +106,8 @@ class PagePool:
         page = new[index] = self.take()
         if is_whole:
           self.name(page, name)
-      pages.append(int(page))
+      pages.append(page)
+      before = self._numbers[page]
     return pages, new
 
   def release(self, pages: Sequence[int]) -> None:

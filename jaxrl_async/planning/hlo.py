@@ -44,6 +44,8 @@ _FREE = frozenset(
   "parameter constant tuple get-tuple-element bitcast after-all while call"
   " conditional partition-id replica-id iota optimization-barrier".split()
 )
+# A fusion-start begins a fusion that runs beside what follows it, on a GPU.
+_FUSIONS = ("fusion", "fusion-start")
 _SLICES = ("dynamic-slice", "slice", "gather")
 # These are done in place, so only the operand with this index moves: the values
 # that are written.
@@ -192,7 +194,7 @@ class Module:
     here = self._computations[name]
     yield here
     for this in here.values():
-      if this.opcode == "fusion":
+      if this.opcode in _FUSIONS:
         yield from self._with_fused(this.called("calls"))
 
   def _uncached_cost(
@@ -309,7 +311,7 @@ class Module:
     if this.opcode in _UPDATES:
       return 2 * size(operands[_UPDATES[this.opcode]].shapes)
     inner = this.called("calls")
-    if inner and this.opcode == "fusion":
+    if inner and this.opcode in _FUSIONS:
       read = sum(
         min(size(x.shapes), self._read_bytes(inner, i))
         for i, x in enumerate(operands)

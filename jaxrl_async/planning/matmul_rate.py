@@ -67,7 +67,8 @@ def measured_matmul_flops(
 
   All devices compute one product each at the same time, and the result is their
   sum. Virtual devices of a CPU share its cores, so measuring one alone would be
-  wrong.
+  wrong. The matrices are random: products of ones take less power, and a GPU
+  computes them faster than those of a model.
 
   Args:
     devices: of this process.
@@ -77,7 +78,10 @@ def measured_matmul_flops(
   mesh = mesh_lib.make_mesh(devices, mesh_lib.MeshShape(data=len(devices)))
   each = mesh_lib.sharding(mesh, mesh_lib.TRAIN_RULES, "batch")
   shape = len(devices), size, size
-  matrices = jax.jit(lambda: jax.numpy.ones(shape, dtype), out_shardings=each)()
+  matrices = jax.jit(
+    lambda: jax.random.normal(jax.random.key(0), shape, dtype),
+    out_shardings=each,
+  )()
   multiply = jax.jit(
     jax.shard_map(
       lambda x: (x[0] @ x[0])[None],

@@ -10,6 +10,7 @@ and of the steps before them every second, fourth, eighth and so on.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+import importlib.util
 import io
 import os
 import pathlib
@@ -23,6 +24,10 @@ TRAIN, EVAL = "step", "eval"
 _NUM_RECENT = 128
 _MAX_OLDER = 384
 _NAME = re.compile(r"(step|eval)_(\d{10,})\.parquet")
+NOT_WRITTEN = (
+  "WARNING: samples/ will not be written, because polars is not installed; the"
+  " run goes on without samples of completions"
+)
 
 
 class Part(NamedTuple):
@@ -65,6 +70,11 @@ def _schema() -> dict[str, Any]:
     "turns": pl.List(turns),  # empty for a single turn
     "failure": pl.String,
   }
+
+
+def can_be_written() -> bool:
+  """Return whether polars is there, which nothing else in a run needs."""
+  return importlib.util.find_spec("polars") is not None
 
 
 def is_kept(step: int, newest: int) -> bool:

@@ -9,6 +9,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.config.mesh_shape import MeshShape
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.devices import topology
+from jaxrl_async.devices import xla_flags
 from jaxrl_async.models import configs
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import quantization
@@ -21,6 +22,26 @@ from jaxrl_async.training import critic as critic_lib
 from jaxrl_async.training import publishing
 from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
+
+
+def check_repeats(config: sections.Config, platform: str) -> None:
+  """Check that devices repeat their bits, if the run promises that.
+
+  Args:
+    config: of the run.
+    platform: of the devices of this process.
+
+  Raises:
+    ConfigError: XLA was started without the flag that a GPU needs.
+  """
+  has_gpus = platform == "gpu" or bool(config.cluster.replica_gpus)
+  sections.require(
+    not (config.run.exact_resume and has_gpus)
+    or xla_flags.REPEATS_ON_GPU in xla_flags.current(),
+    "run.exact_resume",
+    "a GPU repeats its bits only with a flag of XLA; set"
+    f" XLA_FLAGS={xla_flags.REPEATS_ON_GPU}",
+  )
 
 
 def check_sharding(setup: setup_lib.Setup) -> None:

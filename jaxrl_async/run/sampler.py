@@ -56,7 +56,8 @@ class Sampler:
     Args:
       workdir: of the run.
       num_groups: groups of each step, and at most as many that failed and as
-        many that were filtered; 0 writes nothing.
+        many that were filtered; 0 writes nothing, and neither does a run that
+        cannot (`samples.can_be_written`).
       tokenizer: turns tokens into text.
       answer_prefix: see `extraction.extract_answer`. It is needed for
         completions that were not scored.
@@ -64,7 +65,7 @@ class Sampler:
       first_step: completed train steps.
     """
     self._files = samples_lib.SampleFiles(workdir)
-    self._num_groups = num_groups
+    self._num_groups = num_groups if samples_lib.can_be_written() else 0
     self._tokenizer = tokenizer
     self._answer_prefix = answer_prefix
     self._side_outputs = side_outputs

@@ -28,6 +28,7 @@ from jaxrl_async.models import transformer
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import profile as profile_lib
 from jaxrl_async.reporting import run_record
+from jaxrl_async.reporting import samples as samples_lib
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
 from jaxrl_async.rewards import remote_pools
 from jaxrl_async.rewards import service as service_lib
@@ -237,6 +238,8 @@ def _foundation(
     buffer, timeout_s=config.run.join_timeout_s, note=note
   )
   side_outputs = side_outputs_lib.SideOutputs(note)
+  if config.run.sample_groups and not samples_lib.can_be_written():
+    note(samples_lib.NOT_WRITTEN)
   writer = metrics_lib.MetricsWriter(
     session.workdir,
     side_outputs,

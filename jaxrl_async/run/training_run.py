@@ -29,6 +29,7 @@ from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.run import checkpointing
 from jaxrl_async.run import checks
+from jaxrl_async.run import device_checks
 from jaxrl_async.run import frozen_base
 from jaxrl_async.run import last_checkpoint
 from jaxrl_async.run import rollout_thread
@@ -439,6 +440,7 @@ def run(
     serving=serving,
     xla_flags=xla_flags,
   )
+  device_checks.check_repeats(config, jax.devices()[0].platform)
   setup = checks.checked(config, jax.devices(), source=source, scorer=scorer)
   stop = supervisor_lib.StopRequest(grace_s=config.run.preemption_grace_s)
   world = world or world_lib.alone()
