@@ -27,7 +27,7 @@ FOLDERS = {
   "data/tables": ("config",),
   "data": ("types", "config", "storage", "text", "rewards", "data/tables"),
   "data/reasoning_gym": ("config", "storage", "rewards", "data"),
-  "coordination": ("types", "config", "storage"),
+  "coordination": ("types", "config", "storage", "devices"),
   "engine": (
     "types",
     "config",

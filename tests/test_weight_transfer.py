@@ -142,7 +142,7 @@ def test_the_cast_arrives_bit_for_bit_on_any_pair_of_meshes(
 def test_direct_lets_go_of_what_was_copied_or_overtaken():
   channel = channels.DirectChannel(stamped.target())
   sent = [stamped.params(version) for version in range(3)]
-  gone = [weakref.ref(params["embedding"]) for params in sent]
+  gone = [weakref.ref(params["scale"]) for params in sent]
   channel.publish(sent[0], 0)
   channel.publish(sent[1], 1)
   assert channel.adopt(-1)[1] == 1

@@ -11,15 +11,19 @@ from jaxrl_async.config import sections
 from jaxrl_async.coordination import transfer_directory
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.coordination import world as world_lib
+from jaxrl_async.devices import shard_copies
 
 
 class DirectChannel(weight_transfer.WeightChannel):
-  """A channel that copies with `jax.device_put` into the rollout shardings.
+  """A channel that copies from device to device, into the rollout shardings.
 
-  The first engine that adopts a version copies it, and all engines share the
-  copy. The publisher does not copy: where `device_put` blocks, as on a CPU, the
-  trainer would have to wait. The published arrays are released as soon as they
-  have been copied or replaced by a newer version.
+  If the rollout side splits arrays differently, `publish` makes the shards that
+  it wants, on the devices that train. If that began later, it would wait there
+  for the next train step. The first engine that adopts a version copies the
+  shards, and all engines share the copy. The publisher does not copy: where
+  copies block, as on a CPU, the trainer would have to wait. The published
+  arrays are released as soon as they have been copied or replaced by a newer
+  version.
   """
 
   def __init__(self, target: Any):
@@ -43,7 +47,7 @@ class DirectChannel(weight_transfer.WeightChannel):
       if version <= newer_than:
         return None
       if version > self._copy[1]:
-        leaves = jax.device_put(published, self._shardings)
+        leaves = shard_copies.copied(published, self._shardings)
         structure = jax.tree.structure(self._target)
         self._copy = jax.tree.unflatten(structure, leaves), version
         with self._changed:
@@ -61,8 +65,9 @@ class DirectChannel(weight_transfer.WeightChannel):
     pass
 
   def _hand_over(self, named: dict[str, Any], version: int) -> None:
+    made = shard_copies.regrouped(list(named.values()), self._shardings)
     with self._changed:
-      self._newest = list(named.values()), version
+      self._newest = made, version
       self._changed.notify_all()
 
   def _raise_failure(self) -> None:

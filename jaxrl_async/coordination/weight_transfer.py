@@ -7,7 +7,8 @@ one interface:
 
 - `OrbaxChannel` writes versioned Orbax checkpoints to a directory that both
   sides see, in the same process or in several.
-- `channels.DirectChannel` uses `jax.device_put`, for both sides in one process.
+- `channels.DirectChannel` copies from device to device, for both sides in one
+  process.
 
 Published arrays are outputs of the trainer's jitted cast. They must not be
 donated afterwards, because the direct channel may hand out aliases of arrays on

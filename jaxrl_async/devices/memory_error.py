@@ -46,6 +46,10 @@ PROGRAMS: dict[tuple[str, str], tuple[str, str]] = {
   ),
   ("training/trainer.py", "start"): ("the train state", _TRAINING),
   ("training/trainer.py", "published"): ("the published weights", _TRAINING),
+  ("coordination/channels.py", "_hand_over"): (
+    "the published weights",
+    _TRAINING,
+  ),
   ("training/trainer.py", "step"): ("a train step", _TRAINING),
   ("training/trainer.py", "run_programs"): ("a train step", _TRAINING),
   ("training/trainer.py", "logprobs_of"): ("a forward pass", _TRAINING),

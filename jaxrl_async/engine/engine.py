@@ -32,6 +32,7 @@ import numpy as np
 
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.devices import shard_copies
 from jaxrl_async.engine import attention_choice
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import jetstream_api
@@ -189,15 +190,18 @@ class Engine(jetstream_api.Engine):
       weights: the base of a model with LoRA, as it was published.
     """
     shardings = lora_lib.base(self.params_sharding.weights)
-    self._base = jax.device_put(weights, shardings)
+    self._base = shard_copies.put(weights, shardings)
 
   def load_params(self, weights: Any, version: int) -> EngineParams:
-    """Return the weights of a policy version, placed as the programs expect."""
+    """Return the weights of a policy version, placed as the programs expect.
+
+    Weights that are placed already, as a channel's are, are not copied.
+    """
     if self._base is not None:
       weights = lora_lib.joined(self._base, weights)
     placed = mesh_lib.put(np.array(version, np.int32), self._replicated)
     if self._replicated.is_fully_addressable:
-      weights = jax.device_put(weights, self.params_sharding.weights)
+      weights = shard_copies.put(weights, self.params_sharding.weights)
     # Between several processes, weights come as they have to be placed.
     return EngineParams(weights=weights, version=placed)
 

@@ -17,8 +17,8 @@ class WeightFetch:
   """One version on its way from the channel to the engine's devices.
 
   Its thread calls nothing of the engine but `load_params`, which runs no
-  program. Two programs that two threads start on several devices could wait for
-  each other for ever.
+  program on what a channel has placed. Two programs that two threads start on
+  several devices could wait for each other for ever.
 
   Threads: the thread that drives the replica creates and reads it.
   """
