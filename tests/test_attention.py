@@ -158,6 +158,14 @@ def test_a_slot_that_idles_far_behind_its_table_spoils_no_other(name):
   np.testing.assert_allclose(found[others], expected[others], atol=2e-2)
 
 
+# From 0.11 on JAX asks for which GPU it lowers a kernel.
+H100 = jax.sharding.AbstractMesh(
+  (),
+  (),
+  abstract_device=jax.sharding.AbstractDevice(
+    device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu"
+  ),
+)
 TPU = {
   "heads of 128": (12, 2, 128),
   "an odd group": (9, 3, 128),
@@ -192,8 +200,9 @@ def test_the_kernel_of_pages_is_lowered_for_a_gpu(heads, dtype):
   sizes = dataclasses.replace(SIZES, page_tokens=16)
   trial = attention_choice.decode_trial(heads, sizes, 4, jnp.dtype(dtype))
   for arguments in trial.arguments, trial.shapes:
-    traced = jax.jit(paged_attention.gpu_paged).trace(*arguments)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    with jax.sharding.use_abstract_mesh(H100):
+      traced = jax.jit(paged_attention.gpu_paged).trace(*arguments)
+      text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "triton" in text
 
 
@@ -208,7 +217,10 @@ def test_heads_that_a_kernel_does_not_take_are_a_refusal(
   attend, platform, heads
 ):
   trial = attention_choice.decode_trial(heads, SIZES, 4, jnp.dtype("bfloat16"))
-  with pytest.raises(kernel_choice.refusals()):
+  with (
+    pytest.raises(kernel_choice.refusals()),
+    jax.sharding.use_abstract_mesh(H100),
+  ):
     jax.jit(attend).trace(*trial.arguments).lower(
       lowering_platforms=(platform,)
     )

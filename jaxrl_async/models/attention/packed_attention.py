@@ -22,6 +22,7 @@ layer.
 from collections.abc import Callable, Sequence
 import functools
 from typing import Any
+import warnings
 
 import jax
 from jax import lax
@@ -285,7 +286,10 @@ def pallas_gpu(
   Raises:
     NotImplementedError: there is a window, which the kernel cannot mask.
   """
-  from jax.experimental.pallas.ops.gpu import attention as gpu_attention
+  with warnings.catch_warnings():
+    # JAX 0.11 gives a DeprecationWarning on this import.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from jax.experimental.pallas.ops.gpu import attention as gpu_attention
 
   if sliding_window is not None:
     raise NotImplementedError("it has no sliding windows")
