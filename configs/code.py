@@ -69,6 +69,8 @@ def get_config() -> sections.Config:
       num_steps=200,
       tokens_per_row=3_072,
       rows_per_microbatch=8,
+      # As in configs/gsm8k.py.
+      vocab_chunk=16_384,
       optimizer=sections.OptimizerSection(
         learning_rate=2e-6, warmup_steps=10, b2=0.95
       ),

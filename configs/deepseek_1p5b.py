@@ -72,6 +72,8 @@ def get_config() -> sections.Config:
       num_steps=250,
       tokens_per_row=_TOKENS,
       rows_per_microbatch=mesh.train_fsdp,
+      # As in configs/gsm8k.py.
+      vocab_chunk=16_384,
       optimizer=sections.OptimizerSection(
         learning_rate=2e-5,
         warmup_steps=4,

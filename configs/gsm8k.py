@@ -11,7 +11,7 @@ GPU, and of each slice on the TPU.
 
 | variant       | model                 | hardware          | memory           |
 | ------------- | --------------------- | ----------------- | ---------------- |
-| 0.5b          | Qwen2.5-0.5B-Instruct | one 24 GB GPU     | 13.8 GiB         |
+| 0.5b          | Qwen2.5-0.5B-Instruct | one 24 GB GPU     | 14.4 GiB         |
 | 1.5b          | Qwen2.5-1.5B-Instruct | one 80 GB GPU     | 42.6 GiB         |
 | 1.5b@v5e:2x4  | Qwen2.5-1.5B-Instruct | TPU v5e-8         | 8.6 and 6.6 GiB  |
 
@@ -89,6 +89,9 @@ def get_config(variant: str = "0.5b") -> sections.Config:
       num_steps=150,
       tokens_per_row=2_048,
       rows_per_microbatch=rows,
+      # Ten passes over the hidden states; docs/scaling.md has the memory of
+      # other chunks.
+      vocab_chunk=16_384,
       optimizer=sections.OptimizerSection(
         learning_rate=1e-6, warmup_steps=10, b2=0.95
       ),
