@@ -53,6 +53,8 @@ def get_config() -> sections.Config:
       max_completion_tokens=_TOKENS - 1_024,
       cache_tokens=_TOKENS,
       decode_steps_per_call=32,
+      # A row for each replica. Most running sequences need the bucket of 7,168
+      # tokens when their caches are recomputed, which fills a chip.
       prefill_rows=mesh.rollout_data,
       prefill_buckets=(1_024, 7_168, 14_336, _TOKENS),
       window_buckets=(7_168, 14_336, _TOKENS),
@@ -70,6 +72,8 @@ def get_config() -> sections.Config:
       num_steps=250,
       tokens_per_row=_TOKENS,
       rows_per_microbatch=mesh.train_fsdp,
+      # As in configs/gsm8k.py.
+      vocab_chunk=16_384,
       optimizer=sections.OptimizerSection(
         learning_rate=2e-5,
         warmup_steps=4,

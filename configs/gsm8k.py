@@ -11,9 +11,9 @@ GPU, and of each slice on the TPU.
 
 | variant       | model                 | hardware          | memory           |
 | ------------- | --------------------- | ----------------- | ---------------- |
-| 0.5b          | Qwen2.5-0.5B-Instruct | one 24 GB GPU     | 13.6 GiB         |
-| 1.5b          | Qwen2.5-1.5B-Instruct | one 80 GB GPU     | 42.3 GiB         |
-| 1.5b@v5e:2x4  | Qwen2.5-1.5B-Instruct | TPU v5e-8         | 8.6 and 6.5 GiB  |
+| 0.5b          | Qwen2.5-0.5B-Instruct | one 24 GB GPU     | 14.4 GiB         |
+| 1.5b          | Qwen2.5-1.5B-Instruct | one 80 GB GPU     | 42.6 GiB         |
+| 1.5b@v5e:2x4  | Qwen2.5-1.5B-Instruct | TPU v5e-8         | 8.6 and 6.6 GiB  |
 
 `-math` after it, as in `1.5b-math`, trains on a mixture of GSM8K and MATH.
 `math/train.jsonl` has to have the columns problem and answer.
@@ -35,8 +35,8 @@ _ASK = (
 )
 _MATH = "-math"
 _MODELS = {"0.5b": "Qwen2.5-0.5B-Instruct", "1.5b": "Qwen2.5-1.5B-Instruct"}
-# Slots of a replica, and rows of a microbatch, in all.
-_SIZES = {"0.5b": (64, 4), "1.5b": (64, 8), "1.5b@v5e:2x4": (16, 8)}
+# Slots and prefilled rows of a replica, and rows of a microbatch in all.
+_SIZES = {"0.5b": (64, 4, 4), "1.5b": (64, 4, 8), "1.5b@v5e:2x4": (16, 2, 8)}
 
 
 def get_config(variant: str = "0.5b") -> sections.Config:
@@ -47,12 +47,13 @@ def get_config(variant: str = "0.5b") -> sections.Config:
     "variant",
     f"{sections.shown(variant)}; use {', '.join(_SIZES)}, and {_MATH} after it",
   )
-  slots, rows = _SIZES[size]
+  slots, prefill_rows, rows = _SIZES[size]
   has_tpu = "@" in size
   mesh = sections.MeshSection()
   if has_tpu:
     mesh = sections.MeshSection(train_fsdp=4, rollout_data=4)
     slots *= mesh.rollout_data
+    prefill_rows *= mesh.rollout_data
   return sections.Config(
     model=sections.ModelSection(
       name=_MODELS[size.partition("@")[0]], compute_dtype="bfloat16"
@@ -65,8 +66,15 @@ def get_config(variant: str = "0.5b") -> sections.Config:
       max_completion_tokens=1_024,
       cache_tokens=1_536,
       decode_steps_per_call=32,
-      prefill_rows=mesh.rollout_data,
-      prefill_buckets=(256, 512, 1_536),
+      # The caches of running sequences are recomputed for each version, mostly
+      # in buckets of 512 and 1,024 tokens: 4 rows of them fill a GPU, and 2 a
+      # TPU. A group's prompt is prefilled once, but mostly alone, and it pays
+      # for all rows: with 8, by arithmetic, prompts would cost more than
+      # recomputing saves.
+      # As many sequences as rows wait for slots that end in the next call, so
+      # with a single row the other slots that end would idle for a call.
+      prefill_rows=prefill_rows,
+      prefill_buckets=(256, 512, 1_024, 1_536),
       window_buckets=(512, 1_536),
       dtype="bfloat16",
     ),
@@ -81,6 +89,9 @@ def get_config(variant: str = "0.5b") -> sections.Config:
       num_steps=150,
       tokens_per_row=2_048,
       rows_per_microbatch=rows,
+      # Ten passes over the hidden states; docs/scaling.md has the memory of
+      # other chunks.
+      vocab_chunk=16_384,
       optimizer=sections.OptimizerSection(
         learning_rate=1e-6, warmup_steps=10, b2=0.95
       ),

@@ -33,9 +33,12 @@ from jaxrl_async.config import directories
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.devices import memory_error
+from jaxrl_async.devices import xla_flags
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import source_checks
 from jaxrl_async.storage import disk
+
+xla_flags.use(xla_flags.of_gpus())
 
 CONFIG = config_flags.DEFINE_config_file(
   "config",

@@ -125,6 +125,59 @@ def test_only_a_processor_with_avx512_needs_the_flag(
   assert xla_flags.of_same_bits() == flag
 
 
+@pytest.mark.parametrize(
+  ("platforms", "has_driver", "has_gpus"),
+  [
+    ("", True, True),
+    ("", False, False),
+    ("cpu", True, False),
+    ("cuda,cpu", False, True),
+    ("tpu", True, False),
+  ],
+)
+def test_the_flag_for_gpus_is_set_where_jax_will_use_them(
+  tmp_path, monkeypatch, platforms, has_driver, has_gpus
+):
+  driver = tmp_path / "version"
+  if has_driver:
+    driver.touch()
+  monkeypatch.setattr(xla_flags, "_GPU_DRIVER", driver)
+  monkeypatch.setenv("JAX_PLATFORMS", platforms)
+  monkeypatch.setenv("XLA_FLAGS", "")
+  flag = "--xla_gpu_enable_pipelined_all_reduce"
+  assert xla_flags.of_gpus() == (f"{flag}=true" if has_gpus else "")
+  monkeypatch.setenv("XLA_FLAGS", f"{flag}=false")
+  assert xla_flags.of_gpus() == ""
+
+
+LAUNCHED = """
+import os, sys
+
+sys.path.append("launch")
+import command_line
+
+assert "jax" not in sys.modules
+print(os.environ["XLA_FLAGS"])
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax
+
+jax.devices()
+"""
+
+
+def test_a_launch_script_sets_a_flag_for_gpus_that_this_xla_knows():
+  ran = subprocess.run(
+    [sys.executable, "-c", LAUNCHED],
+    capture_output=True,
+    text=True,
+    cwd=ROOT,
+    env=os.environ | {"JAX_PLATFORMS": "cuda", "XLA_FLAGS": ""},
+  )
+  # XLA ends a process whose flags it does not know.
+  assert ran.returncode == 0, ran.stderr
+  assert "--xla_gpu_enable_pipelined_all_reduce=true" in ran.stdout
+
+
 @pytest.mark.slow
 def test_a_policy_generates_what_it_says_and_stops_where_it_should(policy):
   assert policy.version == 5

@@ -1,9 +1,14 @@
 """Prefill in chunks and with a common beginning: the same caches."""
 
+import functools
+
+import jax
+from jax import numpy as jnp
 import numpy as np
 import pytest
 import tiny
 
+from jaxrl_async.engine import kv_cache
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 
@@ -142,3 +147,51 @@ def test_chunks_fill_pages_as_well():
   sequences = with_system(3, 3, 6, 9)
   write(scheduler, sequences)
   assert_scored(sequences)
+
+
+def attended(layer, query, window):
+  attend = functools.partial(kv_cache.attend_rows, sliding_window=window)
+  return np.asarray(jax.jit(attend)(layer, query, 8), np.float32)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(
+  # Not every XLA for CPUs has the products of two kv heads in bfloat16.
+  ("dtype", "kv_heads", "tolerance"),
+  [("float32", 2, 1e-5), ("bfloat16", 1, 2e-2)],
+)
+@pytest.mark.parametrize("queries", [1, 3, 8])  # of a piece; 3 divides nothing
+def test_a_chunk_in_pieces_attends_as_a_whole(
+  monkeypatch, queries, dtype, kv_heads, tolerance, window
+):
+  rows, length, heads, width = 3, 16, 3 * kv_heads, 24
+  keys = jax.random.split(jax.random.key(0), 3)
+  layer = (
+    jax.random.normal(keys[0], (rows, kv_heads, 8, width), dtype),
+    jax.random.normal(keys[1], (rows, kv_heads, width, 8), dtype),
+  )
+  query = jax.random.normal(keys[2], (rows, length, heads, 8), dtype)
+  whole = attended(layer, query, window)
+  of_query = 4 * rows * heads * width
+  monkeypatch.setattr(kv_cache, "SCORES_BYTES", queries * of_query)
+  pieces = attended(layer, query, window)
+  np.testing.assert_allclose(pieces, whole, atol=tolerance)
+  # Nor does a row depend on what the others hold.
+  others = jax.tree.map(lambda x: x.at[1:].multiply(3), layer)
+  np.testing.assert_array_equal(
+    attended(others, query.at[1:].set(1), window)[0], pieces[0]
+  )
+
+
+@pytest.mark.parametrize("window", [None, 4_096])
+def test_a_chunk_of_long_rows_takes_little_memory(window):
+  rows, chunk, width = 8, 1_024, 32_768
+  layer = (
+    jax.ShapeDtypeStruct((rows, 2, 128, width), jnp.bfloat16),
+    jax.ShapeDtypeStruct((rows, 2, width, 128), jnp.bfloat16),
+  )
+  query = jax.ShapeDtypeStruct((rows, chunk, 12, 128), jnp.bfloat16)
+  attend = functools.partial(kv_cache.attend_rows, sliding_window=window)
+  memory = jax.jit(attend).lower(layer, query, 0).compile().memory_analysis()
+  # Scores of all queries at once take 24 GiB.
+  assert memory.temp_size_in_bytes < 1 << 30

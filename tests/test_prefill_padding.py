@@ -49,3 +49,25 @@ def test_the_buckets_of_the_tpu_configs_pad_less_than_two_would(name, length):
   # Two slots a replica leave rows empty, whatever the buckets.
   is_small = config.rollout.num_slots == 2 * config.rollout.prefill_rows
   assert limit["now"] < (1.2 if is_small else 0.95) * limit["two_buckets"]
+
+
+@pytest.mark.parametrize(
+  ("name", "variants"),
+  [
+    ("gsm8k", ["0.5b", "1.5b", "1.5b@v5e:2x4"]),
+    ("code", [""]),
+    ("deepseek_1p5b", [""]),
+  ],
+)
+def test_a_prefill_that_recomputes_caches_fills_a_device(name, variants):
+  file = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))
+  for variant in variants:
+    config = file["get_config"](*([variant] if variant else []))
+    rollout = config.rollout
+    rows, left = divmod(rollout.prefill_rows, config.mesh.rollout_data)
+    assert left == 0
+    rng = np.random.default_rng(0)
+    lengths = PADDING["running_lengths"](rollout, rng, is_tailed=True)
+    buckets = rollout.prefill_buckets
+    usual = buckets[np.searchsorted(buckets, np.median(lengths))]
+    assert 2_048 <= rows * usual <= 8_192

@@ -78,6 +78,26 @@ def test_both_slices_fit_on_a_gpu_as_promised(name, variant, gpu, model, data):
   assert together in promise
 
 
+@pytest.mark.parametrize(
+  ("name", "variant"),
+  [
+    ("gsm8k", "0.5b"),
+    ("gsm8k", "1.5b"),
+    ("gsm8k", "1.5b@v5e:2x4"),
+    ("code", ""),
+    ("deepseek_1p5b", ""),
+  ],
+)
+def test_few_chunks_of_logits_that_fit_cover_the_vocabulary(name, variant):
+  found = runpy.run_path(str(CONFIGS / f"{name}.py"))
+  config = found["get_config"](*([variant] if variant else []))
+  train = config.train
+  assert 152_064 / train.vocab_chunk <= 10
+  rows = train.rows_per_microbatch // config.mesh.train_fsdp
+  logits = 4 * rows * train.tokens_per_row * train.vocab_chunk
+  assert logits < 2 << 30
+
+
 @needs_libtpu
 @pytest.mark.parametrize(
   ("name", "variant", "slice_name"),

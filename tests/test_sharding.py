@@ -28,6 +28,7 @@ from jaxrl_async.planning import hlo
 from jaxrl_async.planning import hlo_text
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import setup as setup_lib
+from jaxrl_async.training import train_step
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
@@ -128,6 +129,32 @@ def test_no_device_is_sent_the_table_of_tokens_or_its_gradient(shape):
   ]
   assert sent
   assert not [sizes for sizes in sent for x in tables if x <= set(sizes)]
+
+
+def test_no_device_is_sent_the_states_of_all_rows_and_tokens():
+  shape = MeshShape(fsdp=2, context=2)
+  trainer = mesh_world.make_trainer(shape)
+  params = trainer.abstract_state().policy.params
+  layout = trainer.forward.layout
+  here = mesh_lib.sharding(layout.mesh, layout.rules, "batch", "tokens")
+  tokens = jax.ShapeDtypeStruct((8, 16), np.int32, sharding=here)
+
+  def loss(params, tokens):
+    model = transformer.bind(mesh_world.MODEL, params, is_stacked=True)
+    return (train_step._embedded(trainer.forward, model, tokens) ** 2).sum()
+
+  compiled = jax.jit(jax.grad(loss)).lower(params, tokens).compile()
+  computations, _ = hlo_text.parse(compiled.as_text())
+  sent = {
+    (this.opcode, x.sizes)
+    for here in computations.values()
+    for this in here.values()
+    for x in this.shapes
+    if this.opcode in ("all-gather", "all-to-all") and x.dtype == "f32"
+  }
+  assert "all-to-all" in {opcode for opcode, _ in sent}
+  whole = tokens.size * mesh_world.MODEL.model_dim
+  assert not [x for x in sent if np.prod(x[1]) >= whole]
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """XLA's flags, which it reads from the environment when JAX looks for devices.
 
-The launch scripts set all of them. Only the flag for a CPU is set here as well,
-for a script of the user's that trains: without it, `run.exact_resume` would not
-be exact on every processor. This module does not import JAX.
+The launch scripts set all of them. A script of the user's that trains sets only
+that of `of_same_bits`: without it, `run.exact_resume` would not be exact on
+every processor. This module does not import JAX.
 """
 
 import os
@@ -15,6 +15,11 @@ OWN_PRODUCTS = "--xla_cpu_experimental_ynn_fusion_type="
 # any order, and which kernel is the fastest is measured at each start.
 REPEATS_ON_GPU = "--xla_gpu_deterministic_ops=true"
 _PROCESSOR = pathlib.Path("/proc/cpuinfo")
+_GPU_DRIVER = pathlib.Path("/proc/driver/nvidia/version")
+# With this flag, GPUs sum the gradients of a layer while they compute the next
+# one. Programs of a single GPU stay as they are. docs/scaling.md has the other
+# flags that were tried.
+_OF_GPUS = "--xla_gpu_enable_pipelined_all_reduce"
 
 
 def current() -> str:
@@ -37,6 +42,21 @@ def of_same_bits() -> str:
   except OSError:
     has_avx512 = False  # not Linux: no processor there is known to need it
   return OWN_PRODUCTS if has_avx512 else ""
+
+
+def of_gpus() -> str:
+  """Return the flag with which GPUs exchange while they compute.
+
+  Returns:
+    The flag, or "" if JAX will find no GPU of NVIDIA's, or the user has set it.
+  """
+  platforms = os.environ.get("JAX_PLATFORMS", "")
+  if platforms:
+    has_gpus = bool({"cuda", "gpu"} & {*platforms.split(",")})
+  else:
+    has_gpus = _GPU_DRIVER.exists()
+  is_wanted = has_gpus and _OF_GPUS not in current()
+  return f"{_OF_GPUS}=true" if is_wanted else ""
 
 
 def use(flag: str) -> bool:

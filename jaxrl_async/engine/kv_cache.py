@@ -39,6 +39,8 @@ PartedLayer = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
 # Takes the pages, queries [B N H], positions [B], the table [B W], and the
 # keyword `sliding_window`.
 PagedAttention = Callable[..., jax.Array]
+# Of the scores that `attend_rows` makes at a time, on all devices together.
+SCORES_BYTES = 256 << 20
 
 
 def from_prefill(
@@ -97,24 +99,50 @@ def attend_rows(
     sliding_window: number of tokens that a query sees, itself included; None is
       all of them.
   """
-  keys, values = layer
   rows, length, num_heads, head_dim = query.shape
-  num_kv_heads, width = keys.shape[1], keys.shape[3]
-  grouped = query.reshape(rows, length, num_kv_heads, -1, head_dim)
-  scores = jnp.einsum(
-    "btkgh,bkhs->bkgts", grouped, keys, preferred_element_type=jnp.float32
+  num_kv_heads, width = layer[0].shape[1], layer[0].shape[3]
+  of_query = 4 * rows * num_heads * width
+  piece = max(
+    size
+    for size in range(1, length + 1)
+    if length % size == 0 and (size == 1 or size * of_query <= SCORES_BYTES)
   )
-  scores = scores * jnp.float32(head_dim**-0.5)
-  seen = jnp.arange(width)[None] <= start + jnp.arange(length)[:, None]
+  grouped = query.reshape(rows, length, num_kv_heads, -1, head_dim)
+  positions = start + jnp.arange(length)
+  attend = functools.partial(_attend_piece, layer, sliding_window)
+  if piece == length:
+    mixed = attend((grouped, positions))
+  else:
+    # Only queries are cut: a mesh splits the rows and the heads. The scores of
+    # one query are always small beside the rows that it attends to.
+    pieces = grouped.reshape(rows, -1, piece, *grouped.shape[2:])
+    mixed = jax.lax.map(
+      attend, (jnp.swapaxes(pieces, 0, 1), positions.reshape(-1, piece))
+    )
+    mixed = jnp.swapaxes(mixed, 0, 1)
+  return mixed.reshape(rows, length, num_heads, head_dim).astype(query.dtype)
+
+
+def _attend_piece(
+  layer: Layer,
+  sliding_window: int | None,
+  piece: tuple[Float[Array, "B T K G H"], Int[Array, "T"]],
+) -> Float[Array, "B T K G H"]:
+  """Return attention of queries at these positions; see `attend_rows`."""
+  (keys, values), (query, positions) = layer, piece
+  scores = jnp.einsum(
+    "btkgh,bkhs->bkgts", query, keys, preferred_element_type=jnp.float32
+  )
+  scores = scores * jnp.float32(query.shape[-1] ** -0.5)
+  times = jnp.arange(keys.shape[3])[None]
+  seen = times <= positions[:, None]
   if sliding_window is not None:
-    oldest = start + jnp.arange(length)[:, None] - (sliding_window - 1)
-    seen &= jnp.arange(width)[None] >= oldest
+    seen &= times > positions[:, None] - sliding_window
   scores = jnp.where(
     seen[None, None, None], scores, jnp.float32(reference.NEGATIVE)
   )
   weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-  mixed = jnp.einsum("bkgts,bksh->btkgh", weights, values)
-  return mixed.reshape(rows, length, num_heads, head_dim).astype(query.dtype)
+  return jnp.einsum("bkgts,bksh->btkgh", weights, values)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

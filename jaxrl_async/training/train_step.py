@@ -263,8 +263,8 @@ def _embedded(
 
   The mesh axes that split the table's columns also split the rows of the batch.
   Each device looks up its columns for the rows of all these devices. The
-  devices then exchange columns for rows. This moves less data than gathering
-  the table and summing its gradient.
+  devices then exchange columns for tokens and for rows. This moves less data
+  than gathering the table and summing its gradient.
   """
   dtype = jnp.dtype(settings.compute_dtype)
   if settings.layout is None:
@@ -273,6 +273,11 @@ def _embedded(
   tokens = by_columns.constrain(tokens, "batch", "tokens")
   columns = model.embed(tokens, dtype)
   columns = by_columns.constrain(columns, "batch", "tokens", "embed")
+  # First for tokens, then for rows: for both at once, XLA would gather the
+  # embeddings of all rows and tokens on every device.
+  by_tokens = settings.layout.freed("batch", of="embed")
+  by_tokens = by_tokens.freed("embed", of="tokens")
+  columns = by_tokens.constrain(columns, "batch", "tokens", "embed")
   return settings.constrain(columns, "batch", "tokens", None)
 
 
