@@ -78,6 +78,7 @@ def test_both_slices_fit_on_a_gpu_as_promised(name, variant, gpu, model, data):
   assert together in promise
 
 
+@pytest.mark.nightly
 @needs_libtpu
 @pytest.mark.parametrize(
   ("name", "variant", "slice_name"),
