@@ -42,6 +42,7 @@ def test_the_program_is_short():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # test_extending.py runs a program of a page
 @pytest.mark.timeout(600)
 def test_the_program_runs_as_it_is_printed(tmp_path):
   path = tmp_path / "my_sums.py"

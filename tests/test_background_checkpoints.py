@@ -46,6 +46,7 @@ def num_lines(workdir):
   return path.read_text().count("\n") if path.exists() else 0
 
 
+@pytest.mark.nightly
 def test_a_run_trains_while_one_is_written_and_when_the_disk_is_full(
   tmp_path, monkeypatch, capsys
 ):
@@ -161,6 +162,7 @@ def test_what_fails_at_a_stop_costs_no_step(tmp_path, monkeypatch):
   assert checkpoint.latest(tmp_path / "checkpoints") == 3
 
 
+@pytest.mark.nightly
 def test_what_can_be_saved_is_saved_before_a_failure_ends_the_run(
   tmp_path, monkeypatch, capsys
 ):

@@ -375,7 +375,7 @@ def test_the_schedules_reach_what_they_are_about():
   assert len(seen) == 6 and min(seen.values()) >= 10, seen
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("unchecked")
 @given(cases)
 @many

@@ -290,7 +290,12 @@ def listening(pids):
   return found
 
 
-def test_a_run_of_two_replicas_is_replayed_in_one_process(tmp_path):
+@pytest.mark.parametrize(
+  "first_steps", [(0,), pytest.param((0, 2), marks=pytest.mark.nightly)]
+)
+def test_a_run_of_two_replicas_is_replayed_in_one_process(
+  first_steps, tmp_path
+):
   (tmp_path / "run.py").write_text(OF_TWO_REPLICAS)
   run = subprocess.Popen(
     [
@@ -319,7 +324,7 @@ def test_a_run_of_two_replicas_is_replayed_in_one_process(tmp_path):
     for name, _, _ in trajectory
   }
   assert {name.split(" #")[0] for name in writers} == {"replica 0", "replica 1"}
-  for first in (0, 2):
+  for first in first_steps:
     run = subprocess.run(
       [
         sys.executable,
@@ -338,6 +343,7 @@ def test_a_run_of_two_replicas_is_replayed_in_one_process(tmp_path):
     assert found["first_step"] == first
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
   "flags, error",
   [

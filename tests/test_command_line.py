@@ -261,6 +261,7 @@ def test_dry_run_prints_sizes_and_devices_and_writes_nothing(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # test_aot.py reads such a list
 def test_what_a_dry_run_compiles_is_listed_by_slice():
   done = launch(f"--config={TINY}", "--dry_run", "--compile")
   assert done.returncode == 0, done.stderr

@@ -8,11 +8,9 @@ import time
 
 import disks
 import jax
-import jax.numpy as jnp
 from ml_collections import config_dict
 import numpy as np
 import pytest
-import reward_scorers
 import test_critic_run
 import test_run
 import waiting
@@ -33,6 +31,7 @@ from jaxrl_async.storage import outstanding as outstanding_lib
 from jaxrl_async.storage import workdir as workdir_lib
 
 pytestmark = pytest.mark.slow
+NIGHTLY = pytest.mark.nightly
 
 # What a run is continued with, several fields at a time: a case is a start, and
 # most of a start is compiling.
@@ -233,7 +232,13 @@ def test_there_is_a_case_for_every_field_that_may_differ():
   assert resume.MAY_DIFFER.keys() - tried == {"model.compute_dtype"}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+  "case",
+  [
+    pytest.param(name, marks=() if name == "a lower limit" else NIGHTLY)
+    for name in CASES
+  ],
+)
 def test_a_run_goes_on_with_other_settings(stopped, case, tmp_path, capsys):
   stored_in, outstanding = stopped
   workdir = shutil.copytree(stored_in, tmp_path / "run")
@@ -292,6 +297,7 @@ class Killed(BaseException):
   """As a SIGKILL: what is written stays, and nothing is added."""
 
 
+@pytest.mark.nightly  # test_kill_resume.py kills one in its warm start
 def test_a_run_killed_before_it_trains_begins_again_by_the_same_command(
   tmp_path, monkeypatch
 ):
@@ -323,6 +329,7 @@ def test_a_run_killed_before_it_trains_begins_again_by_the_same_command(
   assert json.loads((tmp_path / "config.json").read_text())["format"] == 1
 
 
+@pytest.mark.nightly
 def test_a_run_whose_checkpoint_has_no_named_models_goes_on_the_same(
   tmp_path, monkeypatch
 ):
@@ -348,46 +355,6 @@ def test_a_run_whose_checkpoint_has_no_named_models_goes_on_the_same(
     rtol=1e-5,
     atol=1e-7,
   )
-
-
-def constant_loss(micro):
-  """A loss of a half for each loss token, and no gradient."""
-  count = micro.batch.loss_mask.sum(dtype="float32")
-  nothing = 0 * micro.logprobs.sum()
-  loss = nothing + 0.5 * count / micro.totals["num_loss_tokens"]
-  # A turn begins where the loss mask rises.
-  turns = (jnp.diff(micro.batch.loss_mask.astype("int32")) == 1).sum()
-  return loss, {"thirds_sum": count / 3, "turns_sum": turns}
-
-
-def twice(prompt):
-  """A completion of the prompt, and one after a further token."""
-  yield prompt.tokens
-  yield prompt.tokens[-1:]
-
-
-def test_a_run_takes_a_loss_and_an_episode_of_its_own(tmp_path):
-  config = make_config(num_steps=1, run={"stall_timeout_s": 100.0})
-  config.rollout.max_completion_tokens = 8
-  # An eighth of the vocabulary ends a turn.
-  config.rollout.stop_token_ids = tuple(range(10, 18))
-  summary = json.loads(
-    training_run.run(
-      config,
-      tmp_path,
-      scorer=reward_scorers.length,
-      loss=constant_loss,
-      episode=twice,
-    )
-  )
-  assert summary["train_steps"] == 1
-  _, step = test_run.lines(tmp_path, "metrics")
-  assert step["policy/loss"] == pytest.approx(0.5)
-  assert step["policy/grad_norm"] == 0
-  assert step["loss/thirds"] == pytest.approx(1 / 3)
-  assert "policy/clip_frac" not in step and "offpolicy/ess" not in step
-  turns = step["loss/turns"] * step["ledger/trained_tokens"]
-  assert turns > 1.2 * sum(step["staleness/versions_histogram"])
 
 
 def test_a_second_run_touches_nothing(stopped):
@@ -439,7 +406,10 @@ def at_steps(monkeypatch, happens):
 
 @pytest.mark.parametrize(
   ("away", "reason"),
-  [(silent, "Stale file handle"), (moved, "it was moved; put it back")],
+  [
+    (moved, "it was moved; put it back"),
+    pytest.param(silent, "Stale file handle", marks=NIGHTLY),
+  ],
 )
 def test_a_run_goes_on_while_its_files_are_out_of_reach(
   stopped, tmp_path, monkeypatch, capsys, away, reason
@@ -467,8 +437,13 @@ def test_a_run_goes_on_while_its_files_are_out_of_reach(
 @pytest.mark.parametrize(
   ("is_removed", "error", "match"),
   [
-    (False, disk.StorageError, "This was attempt 2 in a row that failed"),
     (True, workdir_lib.WorkdirError, "was removed while"),
+    pytest.param(
+      False,
+      disk.StorageError,
+      "This was attempt 2 in a row that failed",
+      marks=NIGHTLY,
+    ),
   ],
 )
 def test_a_run_whose_workdir_stays_away_ends_and_says_so(

@@ -30,6 +30,9 @@ VERSION = test_train_step.VERSION
 BOTH = pytest.mark.parametrize(
   "trunk", [OWN, pytest.param(SHARED, marks=pytest.mark.slow)]
 )
+SHARED_NIGHTLY = pytest.mark.parametrize(
+  "trunk", [OWN, pytest.param(SHARED, marks=pytest.mark.nightly)]
+)
 
 
 def fields_of(trainer, groups):
@@ -63,7 +66,7 @@ def values_after(params, tokens, statistics):
   return mean + deviation * (states_after(params, tokens) @ head)
 
 
-@BOTH
+@SHARED_NIGHTLY
 def test_advantages_and_returns_are_those_of_each_trajectory_alone(trunk):
   trainer = critic_world.make_trainer(trunk)
   statistics = {
@@ -176,6 +179,7 @@ def test_with_a_trunk_of_its_own_the_critic_changes_nothing_of_the_policy():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_shared_trunk_learns_from_both_losses():
   _, own, _ = run_one_update(OWN)
   before, shared, sums = run_one_update(SHARED)
@@ -244,7 +248,7 @@ def test_the_gradient_of_the_head_is_that_of_finite_differences(trunk):
 
 
 @pytest.mark.slow
-@BOTH
+@SHARED_NIGHTLY
 def test_the_policy_waits_bit_by_bit_while_the_critic_warms_up(trunk):
   trainer = critic_world.make_trainer(trunk, warmup_steps=VERSION + 1)
   before = jax.tree.map(np.array, trainer.state)
@@ -280,7 +284,7 @@ def test_the_policy_waits_bit_by_bit_while_the_critic_warms_up(trunk):
 
 
 @pytest.mark.slow
-@pytest.mark.nightly  # test_epochs.py has a shorter form
+@pytest.mark.nightly
 def test_in_several_epochs_the_returns_of_a_batch_count_once():
   found = {}
   for epochs in (1, 2):
@@ -325,13 +329,15 @@ def test_the_metrics_of_a_critic_are_those_of_the_page():
 
 
 @pytest.mark.slow
-@BOTH
+@SHARED_NIGHTLY
 @pytest.mark.parametrize(
   "shape",
   [
     pytest.param(mesh_lib.MeshShape(fsdp=2), marks=pytest.mark.nightly),
     mesh_lib.MeshShape(data=2, fsdp=2, tensor=2),
-    mesh_lib.MeshShape(context=4, tensor=2),
+    pytest.param(
+      mesh_lib.MeshShape(context=4, tensor=2), marks=pytest.mark.nightly
+    ),
   ],
   ids=str,
 )

@@ -153,6 +153,7 @@ def stored_state(config, workdir, step):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_continued_run_is_an_uninterrupted_one(workdir, tmp_path):
   test_run.start(make_config(num_steps=2), tmp_path)
   test_run.start(make_config(), tmp_path)
@@ -172,6 +173,7 @@ def test_a_continued_run_is_an_uninterrupted_one(workdir, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # test_replayed_kinds.py has a run with a critic
 def test_a_run_measures_its_critic_and_waits_for_it(workdir, tmp_path):
   _, *steps = test_run.lines(workdir, "metrics")
   assert not metrics_page.unexplained(set().union(*steps))
@@ -194,10 +196,9 @@ def test_a_run_measures_its_critic_and_waits_for_it(workdir, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-  "rank", [pytest.param(0, marks=pytest.mark.nightly), 4]
-)
+@pytest.mark.parametrize("rank", [0, 4])
 def test_a_shared_trunk_trains_and_is_exported_without_its_head(rank, tmp_path):
   config = make_config(SHARED, num_steps=2, warmup_steps=0)
   config.model.lora.rank = rank
@@ -244,9 +245,8 @@ def test_a_run_goes_on_with_other_settings_of_its_critic(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "scale", ["batch_std", pytest.param("std", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("scale", ["batch_std", "std"])
 def test_a_run_without_a_critic_has_the_divergence_in_its_rewards(
   scale, tmp_path
 ):

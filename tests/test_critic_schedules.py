@@ -106,6 +106,7 @@ def test_the_value_loss_of_a_step_has_the_number_of_the_step(field):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_training_with_schedules_is_training_with_the_numbers_of_the_step():
   version = test_train_step.VERSION
   now = {field: at(field, version) for field in FIELDS}

@@ -12,7 +12,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 # Each version is needed: by an evaluation in a pause at the start and at the
 # end, by one beside training, by a checkpoint of an exact run, or by a
 # synchronous run, which has no other one.
-@pytest.mark.parametrize("variant", ["", "sync"])
+@pytest.mark.parametrize(
+  "variant", ["", pytest.param("sync", marks=pytest.mark.nightly)]
+)
 def test_a_version_that_is_needed_is_written_again(
   tmp_path, monkeypatch, capsys, variant
 ):

@@ -75,14 +75,12 @@ def on_one_device(cache):
 @pytest.mark.parametrize(
   ("shape", "cache"),
   [
+    pytest.param(BOTH_AXES, "pages", marks=pytest.mark.slow),
+    pytest.param(BOTH_AXES, "slots", marks=pytest.mark.nightly),
+    pytest.param(BOTH_AXES, "chunks", marks=pytest.mark.nightly),
     *(
-      pytest.param(BOTH_AXES, cache, marks=pytest.mark.slow) for cache in CACHES
-    ),
-    pytest.param(ONE_AXIS[0], "pages", marks=pytest.mark.slow),
-    pytest.param(ONE_AXIS[0], "slots", marks=pytest.mark.nightly),
-    pytest.param(ONE_AXIS[0], "chunks", marks=pytest.mark.nightly),
-    *(
-      pytest.param(ONE_AXIS[1], cache, marks=pytest.mark.nightly)
+      pytest.param(shape, cache, marks=pytest.mark.nightly)
+      for shape in ONE_AXIS
       for cache in CACHES
     ),
   ],

@@ -95,6 +95,7 @@ def test_without_a_forward_only_the_very_first_update_counts_as_mismatch():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_metrics_of_a_step_are_those_of_all_epochs():
   pending = {}
   for num_epochs in (1, 2):
@@ -154,6 +155,7 @@ def test_reused_logprobs_are_those_of_one_epoch():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_returns_of_a_batch_count_once_in_the_statistics_of_a_critic():
   trainer = critic_world.make_trainer(critic_world.SHARED, minibatches=1)
   arrays, _ = test_critic.fields_of(trainer, test_train_step.groups())

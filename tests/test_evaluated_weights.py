@@ -32,7 +32,9 @@ def make_config(variant, **evaluation):
 
 
 @pytest.mark.usefixtures("slow_adoption")
-@pytest.mark.parametrize("variant", ["", "sync"])
+@pytest.mark.parametrize(
+  "variant", ["", pytest.param("sync", marks=pytest.mark.nightly)]
+)
 def test_an_evaluation_has_the_weights_of_its_step(tmp_path, variant):
   summary = test_run.start(make_config(variant, beside=False), tmp_path)
   # Between the logprobs of the engine and those of the trainer.

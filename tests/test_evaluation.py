@@ -310,6 +310,7 @@ def launched(*arguments):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_script_evaluates_with_the_config_of_the_run(world, tmp_path):
   path, dataset = world
   done = launched(
@@ -337,8 +338,16 @@ def test_the_script_evaluates_with_the_config_of_the_run(world, tmp_path):
     (["--checkpoint=RUN"], "output: missing"),
     (["--checkpoint=RUN", "--workdir=x"], "workdir: not used here"),
     (["--checkpoint=no", "--output=OUT"], "checkpoint: 'no' is no directory"),
-    (["--checkpoint=/", "--output=OUT"], "checkpoint: / holds no policy"),
-    (["--checkpoint=RUN", "--output=OUT", "--step=3"], "step: .* 2, 5"),
+    pytest.param(
+      ["--checkpoint=/", "--output=OUT"],
+      "checkpoint: / holds no policy",
+      marks=pytest.mark.nightly,
+    ),
+    pytest.param(
+      ["--checkpoint=RUN", "--output=OUT", "--step=3"],
+      "step: .* 2, 5",
+      marks=pytest.mark.nightly,
+    ),
     (
       ["--checkpoint=RUN", "--config.eval.temperature=-1.0"],
       "eval.temperature: -1.0 is out of range",

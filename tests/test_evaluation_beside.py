@@ -124,6 +124,7 @@ def test_answers_beside_training_have_the_bits_of_those_in_a_pause(
   assert [line["step"] for line in before] == [0, 1]
 
 
+@pytest.mark.nightly
 def test_only_a_checkpoint_of_the_step_itself_evaluates_it_again(
   in_pauses, beside, capfd
 ):
@@ -175,6 +176,7 @@ def test_nobody_waits_for_ever_for_an_evaluation():
   assert "training waits for the evaluation of step 4 since" in second
 
 
+@pytest.mark.nightly
 def test_a_stop_ends_an_evaluation_at_once(in_pauses, tmp_path, monkeypatch):
   """At the start, beside training and at the end; then the run goes on."""
   expected = evaluations(in_pauses[0])

@@ -81,6 +81,7 @@ def differing_tokens(written, reference, params):
   "shape",
   [
     shape if shape in ("7 slots", "chunks of 8")
+    else pytest.param(shape, marks=pytest.mark.nightly) if shape == "pages"
     else pytest.param(shape, marks=pytest.mark.slow)
     for shape in SHAPES
   ],

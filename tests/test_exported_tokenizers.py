@@ -58,7 +58,16 @@ def check_same(ours, theirs, texts):
     assert theirs.decode([i], skip_special_tokens=True) == ours.decode([i])
 
 
-@pytest.mark.parametrize("family", hf_config.ARCHITECTURES)
+@pytest.mark.parametrize(
+  "family",
+  [
+    # Those with the other kinds of tokenizers take minutes.
+    pytest.param(family, marks=pytest.mark.nightly)
+    if family in ("qwen2", "llama")
+    else family
+    for family in hf_config.ARCHITECTURES
+  ],
+)
 def test_no_character_is_lost(family, tmp_path, monkeypatch):
   characters = tokenizer_lib.character_level()
   texts = [*tokenizer_lib.ALPHABET, tokenizer_lib.ALPHABET, *TEXTS]
@@ -93,6 +102,7 @@ def test_who_trusts_the_directory_reads_the_same(tmp_path, monkeypatch):
   check_same(characters, theirs, [*tokenizer_lib.ALPHABET, *TEXTS])
 
 
+@pytest.mark.nightly
 def test_a_model_keeps_its_own_tokenizer(tmp_path):
   alphabet = sorted(test_tokenizer_parity.pre_tokenizers.ByteLevel.alphabet())
   model = tmp_path / "model"

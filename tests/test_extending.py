@@ -50,10 +50,9 @@ def test_each_extension_has_a_short_program():
 @pytest.mark.parametrize(
   "name",
   [
-    # test_named_rewards.py has a run with a reward from another file.
-    pytest.param(name, marks=pytest.mark.nightly)
-    if name == "my_reward"
-    else name
+    name
+    if name == "my_environment"
+    else pytest.param(name, marks=pytest.mark.nightly)
     for name in PROGRAMS
   ],
 )

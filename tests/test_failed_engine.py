@@ -328,6 +328,7 @@ def test_rows_are_compared(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", [failing, Hang])
 def test_a_run_whose_engine_fails_or_hangs_is_complete_and_is_replayed(
   tmp_path, monkeypatch, capsys, how

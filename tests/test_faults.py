@@ -21,6 +21,7 @@ DEADLINE_S = 150.0
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_an_evaluation_that_fails_costs_no_step_and_no_line(tmp_path):
   workdir = tmp_path / "run"
 
@@ -180,6 +181,7 @@ def test_two_signals_end_a_run_at_once_and_leave_nothing(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_run_that_stands_still_under_a_jumping_clock_loses_only_time(
   tmp_path,
@@ -223,6 +225,7 @@ def test_a_run_that_stands_still_under_a_jumping_clock_loses_only_time(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_preempted_run_whose_checkpoint_does_not_fit_rolls_back(
   tmp_path, monkeypatch

@@ -115,6 +115,7 @@ def test_the_best_parameters_are_kept_and_an_interruption_changes_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_it_ends_when_the_validation_loss_no_longer_falls(tmp_path):
   config = make_config(num_steps=40, eval_every=1, patience=2)
   config.warm_start.optimizer.learning_rate = 0.0
@@ -126,6 +127,7 @@ def test_it_ends_when_the_validation_loss_no_longer_falls(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_with_lora_the_adapter_and_the_merged_model_are_the_result(tmp_path):
   config = make_config(num_steps=3, eval_every=0)
   config.model.lora.rank = 2
@@ -173,6 +175,7 @@ def test_what_cannot_be_trained_is_one_line(tmp_path, changes, message):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_workdir_of_something_else_is_refused(tmp_path):
   config = make_config(num_steps=1, eval_every=0)
   fine_tune.fine_tune(config, tmp_path)

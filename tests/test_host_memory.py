@@ -86,7 +86,9 @@ def largest_shard(directory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize(
+  "num_processes", [pytest.param(1, marks=pytest.mark.nightly), 2]
+)
 def test_loading_takes_less_than_a_shard_beyond_the_arrays(
   directory, num_processes
 ):

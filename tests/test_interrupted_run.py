@@ -53,6 +53,7 @@ def first_prompts(count):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # test_questions.py compares questions
 @pytest.mark.timeout(2 * TIMEOUT_S + 100)
 def test_a_run_resumed_under_another_hash_seed_has_the_same_questions(tmp_path):
   killed = start(tmp_path, 5_000, "1")

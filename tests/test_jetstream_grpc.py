@@ -374,6 +374,7 @@ def test_a_port_in_use_is_refused(shared):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_http_and_grpc_are_served_by_one_engine():
   config = sections.Config()
   config.rollout = sections.RolloutSection(

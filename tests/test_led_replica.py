@@ -130,6 +130,7 @@ def test_two_processes_write_what_one_writes(begin, has_lora):
   assert {"length", "eos" if has_lora else "stop"} <= reasons
 
 
+@pytest.mark.nightly
 def test_a_copy_that_one_process_refuses_is_adopted_by_none(begin):
   programs = begin("blind")
   lead = programs.start("lead", 1)
@@ -139,6 +140,7 @@ def test_a_copy_that_one_process_refuses_is_adopted_by_none(begin):
   assert programs.refused == "1"
 
 
+@pytest.mark.nightly
 def test_a_process_that_writes_other_tokens_ends_the_replica(begin):
   programs = begin("stray")
   lead = programs.start("lead", 1)

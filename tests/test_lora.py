@@ -75,6 +75,7 @@ def test_a_new_adapter_changes_nothing():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_base_is_drawn_the_same_with_and_without_adapters():
   fresh, plain = jax.jit(
     lambda key: [
@@ -160,6 +161,7 @@ def gradient_fn():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_gradients_flow_through_an_int8_base():
   """The gradient of the adapters is that over the base that int8 stands for."""
   batch = tiny.packed([tiny.prompt(20), tiny.prompt(9)])
@@ -208,7 +210,13 @@ def test_the_engine_gives_the_trainers_logprobs():
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "sizes",
-  [{}, {"num_pages": 24, "page_tokens": 4}, {"prefill_chunk": 8}],
+  [
+    pytest.param({}, marks=pytest.mark.nightly),
+    pytest.param(
+      {"num_pages": 24, "page_tokens": 4}, marks=pytest.mark.nightly
+    ),
+    {"prefill_chunk": 8},
+  ],
   ids=["slots", "pages", "chunks"],
 )
 def test_adapters_share_a_batch_and_never_a_prefix(sizes):
@@ -235,6 +243,7 @@ def test_adapters_share_a_batch_and_never_a_prefix(sizes):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_an_adapter_survives_new_weights_and_preemption():
   """Caches are rebuilt with the adapter of their sequence."""
   scheduler = lora_world.scheduler(num_pages=8, page_tokens=4)

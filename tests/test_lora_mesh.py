@@ -68,10 +68,8 @@ def train(trainer):
   return steps
 
 
-@pytest.mark.parametrize(
-  "base_dtype",
-  [pytest.param("int8", marks=pytest.mark.nightly), "float32"],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("base_dtype", ["int8", "float32"])
 def test_a_mesh_trains_the_adapters_that_one_device_trains(base_dtype):
   one = make_trainer(mesh_lib.MeshShape(), base_dtype)
   many = make_trainer(SPLIT, base_dtype)

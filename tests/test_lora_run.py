@@ -43,6 +43,7 @@ def named_arrays(workdir, step):
   return json.loads(path.read_text().splitlines()[0])["about"]["layout"]
 
 
+@pytest.mark.nightly  # test_distillation.py continues one
 def test_a_continued_run_is_an_uninterrupted_one(workdir, tmp_path):
   test_run.start(make_config(2), tmp_path)
   before = (tmp_path / "base" / "0" / "manifest.json").stat()
@@ -72,6 +73,7 @@ def test_only_adapters_travel_with_each_version(workdir):
   assert summary["mismatch_kl_max"] < 1e-9
 
 
+@pytest.mark.nightly
 def test_a_run_is_exported_and_served_beside_its_base(workdir, tmp_path):
   policy = serve.load_run(workdir, num_slots=0, cache_tokens=0)
   model, params = policy.setup.model, policy.params

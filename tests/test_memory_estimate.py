@@ -46,6 +46,7 @@ TRAIN = sections.TrainSection(
   tokens_per_row=512, rows_per_microbatch=4, vocab_chunk=1_024
 )
 GIB = 2**30
+NIGHTLY = pytest.mark.nightly
 
 
 NOTHING = memory_estimate.ModelBytes(trainable=0, frozen=0, optimizer=0)
@@ -76,8 +77,10 @@ def estimate(
   ("remat", "attention", "shape"),
   [
     (Remat.NONE, "xla", mesh_lib.ONE),
-    (Remat.FULL, "blocks", mesh_lib.ONE),
-    (Remat.FULL, "blocks", mesh_lib.MeshShape(fsdp=4)),
+    pytest.param(Remat.FULL, "blocks", mesh_lib.ONE, marks=NIGHTLY),
+    pytest.param(
+      Remat.FULL, "blocks", mesh_lib.MeshShape(fsdp=4), marks=NIGHTLY
+    ),
   ],
 )
 def test_the_estimate_is_near_what_is_compiled(remat, attention, shape):
@@ -284,8 +287,17 @@ def test_the_hosts_memory_is_some():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", ["8k", "32k"])
-@pytest.mark.parametrize("name", ["tpu_1p5b", "tpu_7b", "tpu_32b"])
+@pytest.mark.parametrize(
+  ("name", "length"),
+  [
+    ("tpu_1p5b", "8k"),
+    ("tpu_7b", "32k"),
+    ("tpu_32b", "32k"),
+    pytest.param("tpu_1p5b", "32k", marks=NIGHTLY),
+    pytest.param("tpu_7b", "8k", marks=NIGHTLY),
+    pytest.param("tpu_32b", "8k", marks=NIGHTLY),
+  ],
+)
 def test_the_tpu_configs_are_valid_on_their_slices(name, length):
   file = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))
   for slice_name, mesh in file["SLICES"].items():

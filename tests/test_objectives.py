@@ -7,6 +7,7 @@ import jax
 from jax import numpy as jnp
 import numpy as np
 import pytest
+import test_run
 import test_train_step
 import tiny
 
@@ -177,3 +178,40 @@ def test_a_stage_may_make_advantages_of_what_another_has_added():
 
 def test_each_way_to_the_proximal_logprobs_is_a_function():
   assert objectives.PROXIMAL_MODES.keys() == set(sections.ProximalMode)
+
+
+def constant_loss(micro):
+  """A loss of a half for each loss token, and no gradient."""
+  count = micro.batch.loss_mask.sum(dtype="float32")
+  nothing = 0 * micro.logprobs.sum()
+  loss = nothing + 0.5 * count / micro.totals["num_loss_tokens"]
+  # A turn begins where the loss mask rises.
+  turns = (jnp.diff(micro.batch.loss_mask.astype("int32")) == 1).sum()
+  return loss, {"thirds_sum": count / 3, "turns_sum": turns}
+
+
+def twice(prompt):
+  """A completion of the prompt, and one after a further token."""
+  yield prompt.tokens
+  yield prompt.tokens[-1:]
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_run_takes_a_loss_and_an_episode_of_its_own(tmp_path):
+  config = test_run.make_config(
+    num_steps=1, eval={"num_items": 4}, rollout={"decode_steps_per_call": 1}
+  )
+  config.rollout.max_completion_tokens = 8
+  # An eighth of the vocabulary ends a turn.
+  config.rollout.stop_token_ids = tuple(range(10, 18))
+  given = {"loss": constant_loss, "episode": twice}
+  summary = test_run.start(config, tmp_path, **given)
+  assert summary["train_steps"] == 1
+  _, step = test_run.lines(tmp_path, "metrics")
+  assert step["policy/loss"] == pytest.approx(0.5)
+  assert step["policy/grad_norm"] == 0
+  assert step["loss/thirds"] == pytest.approx(1 / 3)
+  assert "policy/clip_frac" not in step and "offpolicy/ess" not in step
+  turns = step["loss/turns"] * step["ledger/trained_tokens"]
+  assert turns > 1.2 * sum(step["staleness/versions_histogram"])

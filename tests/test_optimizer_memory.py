@@ -37,6 +37,7 @@ def assert_moments_lie_in(memory_kind, opt_state):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_moments_in_the_hosts_memory_change_no_bit():
   shape = mesh_lib.MeshShape(fsdp=2)
   here, there = (trained(x, shape) for x in (ADAMW, OFFLOADED))

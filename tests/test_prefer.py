@@ -177,6 +177,7 @@ def test_a_reference_of_other_rows_is_refused(tmp_path, start, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_with_lora_the_reference_is_the_policy_without_adapters(
   tmp_path, start
 ):

@@ -1,6 +1,7 @@
 """Pairs in rows: where they lie, what is learned of them, on any devices."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -183,6 +184,7 @@ def with_own_reference(trainer, rows):
   return preference_objectives.with_reference(rows, sums[is_first].tolist())
 
 
+@functools.cache
 def one_step(shape=None, rows_per_microbatch=4, num_steps=1):
   """Metrics and parameters after steps, from a policy that is no reference."""
   _, rows = packed(16)
@@ -211,44 +213,54 @@ def one_step(shape=None, rows_per_microbatch=4, num_steps=1):
 
 
 @pytest.mark.slow
-def test_microbatches_and_devices_change_nothing():
+@pytest.mark.parametrize(
+  ("shape", "rows_per_microbatch"),
+  [
+    (MeshShape(data=2, context=2), 2),  # all of it at once
+    pytest.param(None, 1, marks=pytest.mark.nightly),
+    pytest.param(MeshShape(data=2, context=2), 4, marks=pytest.mark.nightly),
+    pytest.param(MeshShape(fsdp=4, context=2), 4, marks=pytest.mark.nightly),
+  ],
+  ids=str,
+)
+def test_microbatches_and_devices_change_nothing(shape, rows_per_microbatch):
   (whole,), params = one_step()
   assert whole["grad_norm"] > 0.01
-  shapes = [
-    (None, 1),
-    (MeshShape(data=2, context=2), 4),
-    (MeshShape(fsdp=4, context=2), 4),
-  ]
-  for shape, rows_per_microbatch in shapes:
-    (found,), moved = one_step(shape, rows_per_microbatch)
-    for name, value in whole.items():
-      assert found[name] == pytest.approx(value, rel=2e-4, abs=1e-6), name
-    # One step of AdamW moves a weight by the learning rate, whatever the size
-    # of its gradient, so that rounding may show where that is near 0.
-    for one, other in zip(
-      jax.tree.leaves(params), jax.tree.leaves(moved), strict=True
-    ):
-      assert np.mean(np.abs(one - other)) < 2e-4
+  (found,), moved = one_step(shape, rows_per_microbatch)
+  for name, value in whole.items():
+    assert found[name] == pytest.approx(value, rel=2e-4, abs=1e-6), name
+  # One step of AdamW moves a weight by the learning rate, whatever the size
+  # of its gradient, so that rounding may show where that is near 0.
+  for one, other in zip(
+    jax.tree.leaves(params), jax.tree.leaves(moved), strict=True
+  ):
+    assert np.mean(np.abs(one - other)) < 2e-4
 
 
 @pytest.mark.slow
-def test_it_learns_what_is_preferred():
+@pytest.mark.parametrize(
+  "loss",
+  [
+    pytest.param(loss, marks=pytest.mark.nightly) if loss is IPO else loss
+    for loss in sections.PreferenceLoss
+  ],
+)
+def test_it_learns_what_is_preferred(loss):
   _, rows = packed(60)
   _, others = packed(20, seed=1)
-  for loss in sections.PreferenceLoss:
-    section = preference_world.section_of(num_steps=25, loss=loss)
-    objective = preference_objectives.preference(section)
-    trainer = preference_world.trainer(section, rows, objective)
-    trainer.start(preference_world.placed(tiny.params(), trainer))
-    trainer.use(with_own_reference(trainer, rows))
-    held_out = with_own_reference(trainer, others)
-    before = trainer.measure(held_out)
-    assert before["margin"] == before["accuracy"] == 0
-    for _ in range(section.num_steps):
-      trainer.step()
-    after = trainer.measure(held_out)
-    assert after["accuracy"] > 0.7
-    assert after["loss"] < 0.7 * before["loss"]
+  section = preference_world.section_of(num_steps=25, loss=loss)
+  objective = preference_objectives.preference(section)
+  trainer = preference_world.trainer(section, rows, objective)
+  trainer.start(preference_world.placed(tiny.params(), trainer))
+  trainer.use(with_own_reference(trainer, rows))
+  held_out = with_own_reference(trainer, others)
+  before = trainer.measure(held_out)
+  assert before["margin"] == before["accuracy"] == 0
+  for _ in range(section.num_steps):
+    trainer.step()
+  after = trainer.measure(held_out)
+  assert after["accuracy"] > 0.7
+  assert after["loss"] < 0.7 * before["loss"]
 
 
 def test_a_row_of_padding_has_no_pairs():

@@ -295,6 +295,7 @@ def test_a_bfloat16_engine_rounds_once_a_product():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_split_engine_writes_the_same_tokens():
   outcomes = []
   for tensor in (1, 2):
@@ -435,13 +436,8 @@ def test_a_dry_run_counts_quantised_weights():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "weights",
-  [
-    sections.WeightFormat.INT8,
-    pytest.param(sections.WeightFormat.FP8, marks=pytest.mark.nightly),
-  ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("weights", QUANTIZED)
 def test_a_whole_run_ends_and_shows_its_price(weights, tmp_path):
   config = tiny_config.get_config()
   config.warm_start.num_steps = 0

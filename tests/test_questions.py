@@ -142,6 +142,7 @@ def test_items_of_delicate_datasets_are_the_same_under_another_hash_seed(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_items_of_every_dataset_are_the_same_under_another_hash_seed(tmp_path):
   names = usable()
   assert len(names) > 100
@@ -177,6 +178,7 @@ def test_the_stored_form_of_a_delicate_item_scores_as_the_item(name):
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_stored_form_of_any_datasets_items_scores_as_the_item():
   for name in usable():
     check_stored_form(name, 1)

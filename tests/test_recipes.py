@@ -98,6 +98,7 @@ def test_few_chunks_of_logits_that_fit_cover_the_vocabulary(name, variant):
   assert logits < 2 << 30
 
 
+@pytest.mark.nightly
 @needs_libtpu
 @pytest.mark.parametrize(
   ("name", "variant", "slice_name"),

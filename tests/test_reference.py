@@ -186,6 +186,7 @@ def test_the_divergence_is_in_the_reward_or_in_the_loss():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_is_held_to_the_policy_it_began_with(tmp_path):
   """Over two starts; the metrics are those of the page."""
   params = jax.tree.map(
@@ -226,10 +227,11 @@ def reference_in(workdir, setup, step):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
   ("every", "decay", "is_offloaded"),
   [
-    pytest.param(2, 0.0, False, marks=pytest.mark.nightly),
+    (2, 0.0, False),
     (1, 0.75, True),
   ],
 )

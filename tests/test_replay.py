@@ -420,6 +420,7 @@ def test_a_killed_run_and_what_followed_are_replayed(
   assert "bits may differ from step 0" not in said
 
 
+@pytest.mark.nightly
 def test_a_change_of_settings_ends_what_can_be_replayed(recorded, tmp_path):
   workdir = tmp_path / "other"
   shutil.copytree(recorded, workdir)
@@ -465,6 +466,7 @@ def test_turns_and_preemptions_are_replayed(tmp_path):
     play(tmp_path, other_turns)
 
 
+@pytest.mark.nightly
 def test_without_exact_resume_a_checkpoint_is_no_beginning(tmp_path):
   config = make_config()
   config.run = dataclasses.replace(config.run, exact_resume=False)

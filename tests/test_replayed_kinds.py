@@ -89,6 +89,7 @@ def own_loss(microbatch):
   return -jnp.sum(gains) / microbatch.totals["num_loss_tokens"], {}
 
 
+@pytest.mark.nightly
 def test_adapters_and_a_loss_of_ones_own_are_replayed(tmp_path):
   config = test_replay.make_config(4)
   config.model.lora.rank = 4

@@ -210,6 +210,7 @@ def test_it_learns_scores_and_scores_texts_of_a_file(tmp_path, start):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_it_learns_which_steps_are_right(tmp_path, start):
   config = make_config(
     tmp_path, start, num_steps=30, eval_every=0, reward_loss=STEPS

@@ -90,6 +90,7 @@ def check_refusals(address):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_run_learns_from_the_scores_of_a_served_model(tmp_path, start):
   config = test_reward_model.make_config(tmp_path, start, num_steps=6)

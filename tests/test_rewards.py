@@ -365,6 +365,7 @@ def test_reward_processes_do_not_have_jax_though_this_one_has(make_service):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_reward_processes_never_import_jax_nor_the_main_script(tmp_path):
   script = tmp_path / "main.py"
   script.write_text(MAIN)
@@ -381,6 +382,7 @@ def test_reward_processes_never_import_jax_nor_the_main_script(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_dependencys_warnings_are_not_shown_and_ours_are(tmp_path):
   code = (
     "import jaxrl_async.rewards.reasoning as reasoning, warnings;"

@@ -155,6 +155,7 @@ def slow_down(handle):
   scheduler.step = slow_step
 
 
+@pytest.mark.nightly
 def test_a_replica_that_becomes_very_slow_is_replaced(make_world):
   world = make_world(num_replicas=3, replica_timeout_s=20.0)
   world.begin()

@@ -226,6 +226,7 @@ def test_a_config_names_files(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # test_run_rewards.py goes on with the next
 @pytest.mark.timeout(TIMEOUT_S)
 def test_a_run_trains_on_a_file_and_goes_on_with_its_next_row(tmp_path):
   path = write(tmp_path / "sums.jsonl", sums(range(10)))

@@ -341,7 +341,7 @@ def test_ctrl_c_ends_with_a_checkpoint_that_goes_on(tmp_path):
   assert max(m["staleness/max"] for m in steps) <= 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # test_kill_resume.py kills one at other moments
 def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
   command = [
     sys.executable,
@@ -427,7 +427,7 @@ def test_rewards_that_always_raise_end_the_run_with_the_first_traceback(
   assert isinstance(raised.value.__cause__, Exception)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_updates_that_are_never_finite_end_the_run(tmp_path):
   config = make_config("sync", train={"max_bad_updates": 3})
   model = setup_lib.resolve(config, jax.devices()).model
@@ -476,7 +476,7 @@ def test_a_finished_run_started_again_only_says_what_it_was(asynchronous):
   check_ledger(workdir, again)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_is_to_end_where_it_stands_is_evaluated_there(
   asynchronous, tmp_path
 ):

@@ -107,6 +107,7 @@ def warm_start(seed, num_steps=30, initial=None):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # test_fine_tune.py has runs
 def test_the_loss_falls():
   _, losses = warm_start(0)
   assert [step for step, _ in losses] == list(range(1, 31))
@@ -116,6 +117,7 @@ def test_the_loss_falls():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_same_seed_gives_the_same_bits_and_another_one_does_not():
   params, losses = warm_start(0)
   warm_start.cache_clear()
@@ -126,6 +128,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_one_does_not():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_updates_that_are_never_finite_end_it():
   bad = jax.tree.map(lambda x: jax.numpy.full_like(x, np.nan), tiny.params())
   with pytest.raises(sft.WarmStartError, match="^training, step 3: 3 updates"):
@@ -229,6 +232,7 @@ def test_an_example_that_cannot_be_made_ends_it():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_step_reports_the_loss_of_its_rows_before_the_update():
   rows = example_rows.pack_examples(examples(30), tokens_per_row=16)
   num_rows = len(rows.tokens)
@@ -247,6 +251,7 @@ def test_a_step_reports_the_loss_of_its_rows_before_the_update():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_restored_trainer_makes_the_same_updates():
   rows = example_rows.pack_examples(examples(30), tokens_per_row=16)
   section = section_of(6)

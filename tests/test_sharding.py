@@ -36,19 +36,12 @@ from configs import tiny as tiny_config  # noqa: E402
 
 MeshShape = mesh_lib.MeshShape
 MIXED = MeshShape(fsdp=2, context=2, tensor=2)
-# Each axis that splits anything is there once, alone or beside others.
-SOME = [
-  MeshShape(fsdp=8),
-  MeshShape(data=2, context=4),
-  MeshShape(data=2, fsdp=2, tensor=2),
-  MIXED,
-]
 EIGHT = [
   MeshShape(data=data, fsdp=fsdp, tensor=tensor)
   for data, fsdp, tensor in itertools.product((1, 2, 4, 8), repeat=3)
   if data * fsdp * tensor == 8
 ]
-OTHERS = [x for x in (*EIGHT, MeshShape(context=8)) if x not in SOME]
+OTHERS = [*EIGHT, MeshShape(context=8), MeshShape(data=2, context=4)]
 nightly = pytest.mark.nightly
 
 
@@ -72,7 +65,7 @@ def assert_same(found, wanted):
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "shape",
-  [*SOME, *(pytest.param(shape, marks=nightly) for shape in OTHERS)],
+  [MIXED, *(pytest.param(shape, marks=nightly) for shape in OTHERS)],
   ids=str,
 )
 def test_a_mesh_trains_like_one_device(shape):
@@ -85,12 +78,13 @@ def test_a_mesh_trains_like_one_device(shape):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
   "rules",
   [
     {"kv_heads": (), "vocab": ()},
-    pytest.param({"embed": ("fsdp",), "batch": ("fsdp",)}, marks=nightly),
-    pytest.param({"embed": (), "layers": ("fsdp",)}, marks=nightly),
+    {"embed": ("fsdp",), "batch": ("fsdp",)},
+    {"embed": (), "layers": ("fsdp",)},
   ],
   ids=lambda rules: " ".join(rules),
 )
@@ -109,7 +103,7 @@ def test_other_rules_train_the_same(rules):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "shape", [MeshShape(fsdp=8), MeshShape(fsdp=2, context=2, tensor=2)], ids=str
+  "shape", [pytest.param(MeshShape(fsdp=8), marks=nightly), MIXED], ids=str
 )
 def test_no_device_is_sent_the_table_of_tokens_or_its_gradient(shape):
   trainer = mesh_world.make_trainer(shape)
@@ -158,6 +152,7 @@ def test_no_device_is_sent_the_states_of_all_rows_and_tokens():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_devices_that_split_only_rows_add_up_gradients_once_an_update():
   trainer = mesh_world.make_trainer(MeshShape(data=2))
   (update,) = (p for p in trainer.programs() if p.name == "update")
@@ -204,6 +199,7 @@ def test_moments_are_sharded_like_their_parameters():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # test_trainer_processes.py has runs of two
 @pytest.mark.timeout(450)
 def test_two_processes_train_like_one():
   with socket.socket() as free:

@@ -56,6 +56,7 @@ def test_many_seeds_keep_every_invariant():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_hundreds_of_seeds_keep_every_invariant():
   code, result = of_benchmark(f"--first={SEEDS}", "--seeds=500")
@@ -146,7 +147,14 @@ def silently(method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["put", "drop", "set_policy_version"])
+@pytest.mark.parametrize(
+  "name",
+  [
+    "put",
+    pytest.param("drop", marks=pytest.mark.nightly),
+    pytest.param("set_policy_version", marks=pytest.mark.nightly),
+  ],
+)
 def test_a_lost_wakeup_is_found(monkeypatch, name):
   method = getattr(buffer_lib.Buffer, name)
   monkeypatch.setattr(buffer_lib.Buffer, name, silently(method))
@@ -262,6 +270,7 @@ def test_a_group_that_is_trained_twice_is_found(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_sequences_that_are_forgotten_are_found(monkeypatch):
   """Those without a slot, when weights are adopted."""
 
@@ -274,6 +283,7 @@ def test_sequences_that_are_forgotten_are_found(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_refused_version_that_is_not_written_again_stops_what_needs_it():
   found = seeds.run(range(150), most_failures=150, is_written_again=False)
   assert len(found.failures) >= 5
@@ -289,6 +299,7 @@ def test_a_refused_version_that_is_not_written_again_stops_what_needs_it():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_cut_after_which_an_older_version_writes_is_found(monkeypatch):
   cut = coordinator_lib.Coordinator.cut
 
@@ -301,7 +312,13 @@ def test_a_cut_after_which_an_older_version_writes_is_found(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("side", [worker_lib.RolloutWorker, fleet_lib.Fleet])
+@pytest.mark.parametrize(
+  "side",
+  [
+    pytest.param(worker_lib.RolloutWorker, marks=pytest.mark.nightly),
+    fleet_lib.Fleet,
+  ],
+)
 def test_a_cut_that_keeps_what_is_being_written_is_found(monkeypatch, side):
   monkeypatch.setattr(side, "cut", lambda self, version: None)
   assert first_failure().startswith("cut")

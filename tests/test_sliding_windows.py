@@ -153,7 +153,12 @@ def test_blocks_before_the_window_are_not_read():
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("name", "is_array"),
-  [("blocks", True), ("blocks", False), ("xla", True), ("splash", False)],
+  [
+    pytest.param("blocks", True, marks=pytest.mark.nightly),
+    ("blocks", False),
+    ("xla", True),
+    ("splash", False),
+  ],
 )
 def test_windows_reach_over_the_parts_of_a_context(name, is_array):
   lengths = [[256, 100, 150], [1, 511]]
@@ -310,7 +315,8 @@ CACHES = {
     },
   ),
 }
-SLOW = CACHES.keys() - {"slots"}
+# The other two are nightly.
+MARKS = {"slots": (), "pages": pytest.mark.slow, "few pages": pytest.mark.slow}
 
 
 def write(engine, model, *, shared=()):
@@ -344,7 +350,7 @@ def write(engine, model, *, shared=()):
 @pytest.mark.parametrize(
   "cache",
   [
-    pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
+    pytest.param(name, marks=MARKS.get(name, pytest.mark.nightly))
     for name in CACHES
   ],
 )
@@ -366,14 +372,9 @@ def test_what_is_decoded_is_what_the_trainer_computes(cache):
     )
 
 
-@pytest.mark.parametrize(
-  "cache",
-  [
-    pytest.param("slots", marks=pytest.mark.nightly),
-    pytest.param("chunks", marks=pytest.mark.nightly),
-    pytest.param("pages", marks=pytest.mark.slow),
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("cache", ["slots", "chunks", "pages"])
 def test_windows_are_the_same_on_a_mesh(cache):
   model = dataclasses.replace(SOME, vocab_size=96)
   sizes = dataclasses.replace(tiny.SIZES, **test_engine_mesh.CACHES[cache])

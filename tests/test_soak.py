@@ -26,6 +26,7 @@ def check(found, steps):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_run_with_faults_loses_nothing(tmp_path, monkeypatch):
   soak = benchmark_module.imported("soak", monkeypatch)

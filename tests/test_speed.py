@@ -94,6 +94,7 @@ def test_shapes_that_the_run_would_refuse_are_no_candidates():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_train_step_of_adapters_is_measured():
   config = test_run.make_config()
   config.model.lora.rank = 2

@@ -131,7 +131,9 @@ def make_history(num_steps, /, **changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_steps", [0, 2, 20, 20_000])
+@pytest.mark.parametrize(
+  "num_steps", [0, 2, 20, pytest.param(20_000, marks=pytest.mark.nightly)]
+)
 def test_the_picture_is_drawn_for_runs_of_any_length(tmp_path, num_steps):
   path = tmp_path / "summary.png"
   summary_lib.draw(path, make_history(num_steps))

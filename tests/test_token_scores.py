@@ -108,22 +108,28 @@ def scored_groups(*, has_token_scores):
 
 
 @pytest.fixture(scope="module")
-def trained():
-  """By whether tokens are scored: the batch, and the step's metrics."""
+def batches():
+  """By whether tokens are scored: a trainer, and its batch."""
   found = {}
   for has_token_scores in (False, True):
     trainer = test_train_step.make_trainer()
-    batch = trainer.prepare(scored_groups(has_token_scores=has_token_scores))
-    found[has_token_scores] = (
-      batch,
-      trainer.step(test_train_step.VERSION, batch).metrics()[0],
-    )
+    groups = scored_groups(has_token_scores=has_token_scores)
+    found[has_token_scores] = trainer, trainer.prepare(groups)
   return found
 
 
+@pytest.fixture(scope="module")
+def trained(batches):
+  """By whether tokens are scored: the metrics of a step."""
+  return {
+    has_token_scores: trainer.step(test_train_step.VERSION, batch).metrics()[0]
+    for has_token_scores, (trainer, batch) in batches.items()
+  }
+
+
 @pytest.mark.slow
-def test_a_batch_has_the_scores_beside_their_tokens(trained):
-  batch, _ = trained[True]
+def test_a_batch_has_the_scores_beside_their_tokens(batches):
+  _, batch = batches[True]
   values = batch.arrays.fields[packing.TOKEN_SCORES]
   assert values.sharding == batch.arrays.tokens.sharding
   unpacked = packing.unpack(values, batch.placement)
@@ -134,18 +140,20 @@ def test_a_batch_has_the_scores_beside_their_tokens(trained):
       expected[-1] = one.score
     np.testing.assert_array_equal(scores, expected)
   assert sum(scores.any() for scores in unpacked) > 4
-  assert not trained[False][0].arrays.fields
+  assert not batches[False][1].arrays.fields
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_loss_that_does_not_read_them_trains_as_without_them(trained):
   names = ("policy/loss", "policy/grad_norm", "policy/entropy", "reward/mean")
   without, with_scores = (
-    [trained[kind][1][name] for name in names] for kind in (False, True)
+    [trained[kind][name] for name in names] for kind in (False, True)
   )
   np.testing.assert_allclose(with_scores, without, rtol=1e-6)
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_steps_metrics_have_the_mean_of_each_part(trained):
-  assert trained[False][1]["reward/parts/member"] == 1.5
+  assert trained[False]["reward/parts/member"] == 1.5

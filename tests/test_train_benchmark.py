@@ -85,7 +85,9 @@ def reference(directory, batch, attention):
   return made
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+  "attention", [pytest.param("sdpa", marks=pytest.mark.nightly), "eager"]
+)
 def test_their_updates_are_ours(attention, tmp_path):
   a, b, c, d = segments(40, 23, 30, 17)
   batch = batch_of([a, b], [c, d])
@@ -135,6 +137,7 @@ def test_a_packed_segment_learns_as_it_does_alone(attention, tmp_path):
   np.testing.assert_allclose(losses["packed"], losses["alone"], rtol=1e-4)
 
 
+@pytest.mark.nightly
 def test_each_line_it_reads_is_one_update(tmp_path):
   batch = batch_of(segments(40, 23))
   done = subprocess.run(

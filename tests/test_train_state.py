@@ -117,6 +117,7 @@ def test_models_that_nothing_could_train_are_refused(models, message):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_frozen_embedding_stays_and_the_rest_is_trained():
   trainer = test_train_step.make_trainer(
     models=WITH_FROZEN_EMBEDDING, minibatches=2

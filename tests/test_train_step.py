@@ -292,6 +292,7 @@ def test_loglinear_is_the_update_around_its_formula():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # test_epochs.py counts several epochs
 def test_without_a_forward_only_the_first_update_counts_as_mismatch():
   batch = packed(minibatches=2)
   exact, _ = loss_and_gradients(batch)
@@ -469,6 +470,7 @@ def test_a_step_learns_and_what_it_published_before_stays():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", [LOGLINEAR, REUSE])
 def test_the_trainer_leaves_the_forward_out_where_the_mode_does_without(mode):
   trainer = make_trainer(mode=mode)

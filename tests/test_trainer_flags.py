@@ -68,13 +68,15 @@ ADDRESS = "--coordinator_address=localhost:1"
       ["--num_processes=2", "--process_id=2", ADDRESS],
       "process_id: 2 is not one of 0 to 1",
     ),
-    (
+    pytest.param(
       ["--num_processes=2", ADDRESS],
       "cluster.trainer_processes: the config asks for 1, and this is one of 2",
+      marks=pytest.mark.nightly,
     ),
-    (
+    pytest.param(
       [*two(kind="local"), "--num_processes=2", ADDRESS],
       "cluster.trainer_processes: several processes that train need replicas",
+      marks=pytest.mark.nightly,
     ),
     (
       [
@@ -86,7 +88,7 @@ ADDRESS = "--coordinator_address=localhost:1"
       "transfer.channel: direct is for slices of one process; use orbax",
     ),
     (two(), "num_processes: missing; JAX finds no other processes by itself"),
-    (
+    pytest.param(
       [
         *two(start_timeout_s=1),
         "--num_processes=2",
@@ -94,6 +96,7 @@ ADDRESS = "--coordinator_address=localhost:1"
         ADDRESS,
       ],
       "coordinator_address: process 0 did not listen at localhost:1 within 1 s",
+      marks=pytest.mark.nightly,
     ),
   ],
   ids=lambda value: value[:40] if isinstance(value, str) else "",
@@ -105,6 +108,7 @@ def test_wrong_flags_are_one_line(flags, error, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_of_different_settings_end_with_one_line(tmp_path):
   with socket.socket() as free:
     free.bind(("localhost", 0))
@@ -144,9 +148,10 @@ def test_the_workdir_and_the_directory_of_versions_are_shared(tmp_path):
   [
     ([], "the flags of launch/train.py are missing; they follow after --"),
     (["--num_processes=0", "--", "x"], "flag --num_processes=0: "),
-    (
+    pytest.param(
       ["--", f"--config={TINY}", "--workdir=/tmp/nowhere", *two(kind="local")],
       "cluster.trainer_processes: several processes that train need replicas",
+      marks=pytest.mark.nightly,
     ),
   ],
   ids=["none", "too few", "of process 0"],

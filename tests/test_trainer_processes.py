@@ -226,7 +226,9 @@ def test_a_reader_adopts_what_two_processes_published(two):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+  "size", [1, pytest.param(2, marks=pytest.mark.nightly)]
+)
 def test_a_checkpoint_of_one_goes_on_in_two_and_back(size, one, two, tmp_path):
   before = two[0] if size == 1 else one
   shutil.copytree(
@@ -274,6 +276,7 @@ def test_a_critic_trains_in_two_processes_and_goes_on(trunk, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_signal_at_any_process_stops_all_after_a_checkpoint(tmp_path):
   with Started(tmp_path, 2, num_steps=900, slow_s=0.1) as started:
@@ -329,6 +332,7 @@ sys.exit(local_world.run(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # test_local_world.py starts processes again
 @pytest.mark.timeout(300)
 def test_all_are_started_again_from_the_checkpoint_when_one_dies(tmp_path):
   with open(tmp_path / "out-0", "w") as out:

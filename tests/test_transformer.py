@@ -89,7 +89,7 @@ def test_fresh_parameters_have_the_deviation_of_their_fan_in():
 
 
 @pytest.mark.parametrize(
-  "model", [tiny.MODEL, pytest.param(EVERYTHING, marks=pytest.mark.slow)]
+  "model", [tiny.MODEL, pytest.param(EVERYTHING, marks=pytest.mark.nightly)]
 )
 def test_stacked_layers_compute_what_unstacked_ones_do(model):
   params = tiny.params(0, model)
@@ -103,7 +103,15 @@ def test_stacked_layers_compute_what_unstacked_ones_do(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", sections.Remat)
+@pytest.mark.parametrize(
+  "remat",
+  [
+    pytest.param(remat, marks=pytest.mark.nightly)
+    if remat in (sections.Remat.NONE, sections.Remat.DOTS)
+    else remat
+    for remat in sections.Remat
+  ],
+)
 def test_recomputed_activations_change_no_gradient(remat):
   batch = tiny.packed([tiny.prompt(9)], 16)
 
