@@ -4,7 +4,7 @@
 
 Each seed is a run of buffer, coordinator, replicas, schedulers, leases and
 batches, with modelled engines, a modelled trainer and modelled rewards
-(`jaxrl_async/simulation`). Replicas die, are silent, are slow, fail, join late
+(`benchmarks/simulation`). Replicas die, are silent, are slow, fail, join late
 and leave; versions are damaged on their way; the trainer's process ends and
 goes on from a checkpoint. Some runs cut at every checkpoint
 (`run.exact_resume`), evaluate beside training, or let groups fail that take too
@@ -29,8 +29,7 @@ import time
 
 from absl import app
 from absl import flags
-
-from jaxrl_async.simulation import seeds
+from simulation import seeds
 
 _SEEDS = flags.DEFINE_integer("seeds", 1000, "How many.", lower_bound=1)
 _FIRST = flags.DEFINE_integer("first", 0, "The first seed.", lower_bound=0)

@@ -30,13 +30,16 @@ import command_line  # isort: skip, first, as in the other scripts
 import dataclasses
 import json
 import pathlib
+import sys
 from typing import Any
 
 from absl import flags
 
 from jaxrl_async.config import sections
 
-# Slow imports are made where they are used, after all checks.
+# Slow imports are made where they are used, after all checks. `simulation` is
+# beside the benchmarks, not in the package.
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "benchmarks"))
 
 _PRESET = flags.DEFINE_string(
   "preset", "", "areal_1p5b, areal_7b, areal_14b, areal_32b, tpu_1p5b_v5e, ..."
@@ -105,7 +108,7 @@ def _check() -> None:
 
 def _cluster() -> Any:
   """Return the cluster of the preset and of the other flags."""
-  from jaxrl_async.simulation import presets
+  from simulation import presets
 
   kind, _, name = _PRESET.value.partition("_")
   sections.require(
@@ -133,8 +136,8 @@ def _changed(cluster: Any) -> Any:
 
 def _advise() -> None:
   """Print what the split of a run's devices should be."""
-  from jaxrl_async.simulation import measured
-  from jaxrl_async.simulation import throughput
+  from simulation import measured
+  from simulation import throughput
 
   run = measured.read(pathlib.Path(command_line.WORKDIR.value))
   other = measured.read(pathlib.Path(_OTHER.value)) if _OTHER.value else None
@@ -192,7 +195,7 @@ def _advise() -> None:
 
 def _compare() -> None:
   """Print the modes of a preset."""
-  from jaxrl_async.simulation import throughput
+  from simulation import throughput
 
   cluster = _cluster()
   modes = [(throughput.Mode.SYNCHRONOUS, 0), (throughput.Mode.OVERLAPPED, 1)]
@@ -233,7 +236,7 @@ def _compare() -> None:
 
 def _compare_with_paper() -> None:
   """Print what AReaL's paper reports, and the same simulated."""
-  from jaxrl_async.simulation import areal_comparison
+  from simulation import areal_comparison
 
   print("| number | paper | simulated | difference | |")
   print("| --- | --- | --- | --- | --- |")
@@ -252,7 +255,7 @@ def _compare_with_paper() -> None:
 
 def _compare_slices() -> None:
   """Print how fast TPU slices of several sizes would train."""
-  from jaxrl_async.simulation import slice_sizes
+  from simulation import slice_sizes
 
   print("| model | chips | sync, k tokens/s | async | chips that generate |")
   print("| --- | --- | --- | --- | --- |")

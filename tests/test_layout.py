@@ -103,21 +103,6 @@ FOLDERS = {
     "rollout",
     "cluster",
   ),
-  "simulation": (
-    "types",
-    "config",
-    "storage",
-    "text",
-    "reporting",
-    "models",
-    "rewards",
-    "data",
-    "coordination",
-    "engine",
-    "training",
-    "rollout",
-    "run",
-  ),
   "api": ("config", "data", "rewards", "training", "rollout", "run"),
 }
 

@@ -6,11 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from simulation import measured
 
 from jaxrl_async.config import field_types
 from jaxrl_async.config import sections
 from jaxrl_async.run import config_checks
-from jaxrl_async.simulation import measured
 from jaxrl_async.storage import config_json
 
 STEP_S, SLOT_S, TRAIN_DEVICE_S = 0.004, 0.0001, 0.0002

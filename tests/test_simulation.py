@@ -8,6 +8,12 @@ import sys
 
 import jaxtyping
 import pytest
+from simulation import case as case_lib
+from simulation import controller
+from simulation import event_loop
+from simulation import modelled_replica
+from simulation import seeds
+from simulation import surroundings
 
 from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import ledger as ledger_lib
@@ -24,12 +30,6 @@ from jaxrl_async.rollout import replica as replica_lib
 from jaxrl_async.rollout import roster as roster_lib
 from jaxrl_async.rollout import running_group
 from jaxrl_async.rollout import worker as worker_lib
-from jaxrl_async.simulation import case as case_lib
-from jaxrl_async.simulation import controller
-from jaxrl_async.simulation import event_loop
-from jaxrl_async.simulation import modelled_replica
-from jaxrl_async.simulation import seeds
-from jaxrl_async.simulation import surroundings
 
 SEEDS = 160
 

@@ -8,11 +8,10 @@ import sys
 
 import jaxtyping
 import pytest
-
-from jaxrl_async.simulation import areal_comparison
-from jaxrl_async.simulation import presets
-from jaxrl_async.simulation import slice_sizes
-from jaxrl_async.simulation import throughput
+from simulation import areal_comparison
+from simulation import presets
+from simulation import slice_sizes
+from simulation import throughput
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SYNC, OVERLAPPED, ASYNC = throughput.Mode

@@ -5,7 +5,7 @@ import random
 
 from jaxrl_async.config import sections
 from jaxrl_async.engine import decode_state as decode_state_lib
-from jaxrl_async.simulation import script as script_lib
+from simulation import script as script_lib
 
 MAX_TOKENS = 14  # of a trajectory
 _CACHE_TOKENS = 16

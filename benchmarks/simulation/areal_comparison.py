@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import dataclasses
 import enum
 
-from jaxrl_async.simulation import presets
-from jaxrl_async.simulation import throughput
+from simulation import presets
+from simulation import throughput
 
 _CALIBRATED_BOUNDS = (0, 8)
 _SPEEDUP_BOUND = 8

@@ -6,8 +6,8 @@ The rates are those of compiled programs; see docs/scaling.md.
 from collections.abc import Iterator
 import dataclasses
 
-from jaxrl_async.simulation import presets
-from jaxrl_async.simulation import throughput
+from simulation import presets
+from simulation import throughput
 
 NAMES = ("1p5b_v5e", "7b_v5p", "32b_v5p")
 NUM_CHIPS = (16, 64, 256, 1_024, 4_096)

@@ -20,8 +20,8 @@ import numpy as np
 from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.rollout import most_room
-from jaxrl_async.simulation import event_loop
 from jaxrl_async.training import batch_loader
+from simulation import event_loop
 
 UNBOUNDED = 1_000
 _MAX_EVENTS = 20_000_000

@@ -19,12 +19,12 @@ from jaxrl_async.rollout import held_version
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import remote
 from jaxrl_async.rollout import replica as replica_lib
-from jaxrl_async.simulation import case as case_lib
-from jaxrl_async.simulation import evaluations
-from jaxrl_async.simulation import event_loop
-from jaxrl_async.simulation import modelled_engine
-from jaxrl_async.simulation import surroundings
 from jaxrl_async.text import tokenizer as tokenizer_lib
+from simulation import case as case_lib
+from simulation import evaluations
+from simulation import event_loop
+from simulation import modelled_engine
+from simulation import surroundings
 
 HEARTBEAT_S = 0.5
 LEASE_S = 1.5

@@ -16,9 +16,9 @@ import statistics
 from jaxrl_async.config import field_types
 from jaxrl_async.config import sections
 from jaxrl_async.run import config_checks
-from jaxrl_async.simulation import throughput
 from jaxrl_async.storage import config_json
 from jaxrl_async.storage import workdir as workdir_lib
+from simulation import throughput
 
 _FEWEST_STEPS = 4
 _MOST_SPLITS = 12

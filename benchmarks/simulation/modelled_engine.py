@@ -13,7 +13,7 @@ from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import sampling
 from jaxrl_async.models import configs
-from jaxrl_async.simulation import script as script_lib
+from simulation import script as script_lib
 
 
 @dataclasses.dataclass(slots=True)

@@ -6,9 +6,9 @@ import dataclasses
 import pathlib
 import tempfile
 
-from jaxrl_async.simulation import case as case_lib
-from jaxrl_async.simulation import controller
-from jaxrl_async.simulation import watched_buffer
+from simulation import case as case_lib
+from simulation import controller
+from simulation import watched_buffer
 
 _MEMORY = pathlib.Path("/dev/shm")  # holds the files, where there is one
 # What the real code raises if it is used, or works, in a wrong way.

@@ -16,9 +16,9 @@ from jaxrl_async.rollout import fleet_answers
 from jaxrl_async.rollout import held_version
 from jaxrl_async.rollout import remote
 from jaxrl_async.rollout import rollout_side
-from jaxrl_async.simulation import event_loop
-from jaxrl_async.simulation import script as script_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
+from simulation import event_loop
+from simulation import script as script_lib
 
 NUM_QUESTIONS = 5
 SAMPLES = 2

@@ -3,7 +3,7 @@
 import dataclasses
 
 from jaxrl_async.coordination import ledger as ledger_lib
-from jaxrl_async.simulation import invariants as invariants_lib
+from simulation import invariants as invariants_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

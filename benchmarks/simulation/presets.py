@@ -7,7 +7,7 @@ train step are published or compiled, as `docs/scaling.md` says of each.
 
 import dataclasses
 
-from jaxrl_async.simulation import throughput
+from simulation import throughput
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

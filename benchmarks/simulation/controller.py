@@ -23,16 +23,16 @@ from jaxrl_async.rollout import pace as pace_lib
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.rollout import worker as worker_lib
 from jaxrl_async.run import snapshot
-from jaxrl_async.simulation import case as case_lib
-from jaxrl_async.simulation import checkpoint as checkpoint_lib
-from jaxrl_async.simulation import event_loop
-from jaxrl_async.simulation import invariants as invariants_lib
-from jaxrl_async.simulation import modelled_replica
-from jaxrl_async.simulation import modelled_trainer
-from jaxrl_async.simulation import surroundings
-from jaxrl_async.simulation import watched_buffer
 from jaxrl_async.storage import outstanding as outstanding_lib
 from jaxrl_async.training import batch_loader
+from simulation import case as case_lib
+from simulation import checkpoint as checkpoint_lib
+from simulation import event_loop
+from simulation import invariants as invariants_lib
+from simulation import modelled_replica
+from simulation import modelled_trainer
+from simulation import surroundings
+from simulation import watched_buffer
 
 _LOOK_S = 0.3
 _MOST_EVENTS = 100_000

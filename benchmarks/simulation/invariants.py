@@ -38,9 +38,9 @@ from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import fleet_member
 from jaxrl_async.rollout import replica as replica_lib
 from jaxrl_async.rollout import running_group
-from jaxrl_async.simulation import modelled_replica
-from jaxrl_async.simulation import script as script_lib
-from jaxrl_async.simulation import watched_buffer
+from simulation import modelled_replica
+from simulation import script as script_lib
+from simulation import watched_buffer
 
 # A replica keeps its lease at most so much longer than it should.
 _LOOK_S = 1.0

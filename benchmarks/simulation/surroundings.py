@@ -9,8 +9,8 @@ from jaxrl_async.data import prompts
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import weight_fetch
-from jaxrl_async.simulation import event_loop
-from jaxrl_async.simulation import script as script_lib
+from simulation import event_loop
+from simulation import script as script_lib
 
 _MOST_AGAIN_S = 2.0  # from a refusal to the next copy of the version
 

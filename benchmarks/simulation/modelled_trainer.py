@@ -5,12 +5,12 @@ from typing import Protocol, runtime_checkable
 
 from jaxrl_async import types
 from jaxrl_async.rollout import rollout_side
-from jaxrl_async.simulation import case as case_lib
-from jaxrl_async.simulation import evaluations
-from jaxrl_async.simulation import event_loop
-from jaxrl_async.simulation import invariants as invariants_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.training import batch_loader
+from simulation import case as case_lib
+from simulation import evaluations
+from simulation import event_loop
+from simulation import invariants as invariants_lib
 
 _LOOK_S = 0.1
 
