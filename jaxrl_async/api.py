@@ -103,8 +103,6 @@ def replay(
   until: int | None = None,
   from_step: int = 0,
   from_ledger: bool = False,
-  teacher_forced: bool = False,
-  settings: Mapping[str, Any] | None = None,
   dataset: source_lib.Source | None = None,
   loss: objectives.Loss | None = None,
   episode: episode_lib.Episode = episode_lib.single_turn,
@@ -120,8 +118,6 @@ def replay(
     until: train steps that are completed at the end; None is all.
     from_step: train step of the checkpoint to begin with.
     from_ledger: whether to train on the stored trajectories.
-    teacher_forced: the same, and each token is checked.
-    settings: values of fields by path, of programs; with `teacher_forced`.
     dataset: the source that the run was given.
     loss: the loss that it was given.
     episode: the episode that it was given.
@@ -138,8 +134,6 @@ def replay(
     until=until,
     from_step=from_step,
     from_ledger=from_ledger,
-    is_forced=teacher_forced,
-    settings=settings or {},
   )
   return script.replay(
     pathlib.Path(workdir), wanted, source=dataset, loss=loss, episode=episode

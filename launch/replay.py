@@ -5,13 +5,12 @@ python launch/replay.py --workdir=/tmp/quickstart
 Every token, logprob and loss is compared with the record, and the train state
 at the end with the checkpoint of that step, if there is one. The first
 difference ends the replay with exit status 1. Nothing is written to the
-workdir. With --teacher_forced, --config.SECTION.FIELD=VALUE changes settings of
-the programs, for example --config.mesh.train_fsdp=4.
+workdir.
 
 The last line on stdout is JSON: `bit_exact` (`losses_bit_exact` with
---from_ledger, `draws_equal` with --teacher_forced), and what was replayed and
-compared, or the `difference`. docs/replay.md has its keys, and says what can be
-replayed. Scripts call `jaxrl_async.replay`.
+--from_ledger), and what was replayed and compared, or the `difference`.
+docs/replay.md has its keys, and says what can be replayed. Scripts call
+`jaxrl_async.replay`.
 """
 
 import command_line  # isort: skip, first: it sets XLA's environment
@@ -23,12 +22,11 @@ import sys
 from typing import Any
 
 from absl import flags
-import recorded_config
 
+from jaxrl_async.config import directories
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import recorded_schedule
 from jaxrl_async.coordination import supervisor as supervisor_lib
-from jaxrl_async.storage import config_json
 
 # Slow imports are made where they are used, after all checks.
 
@@ -48,25 +46,25 @@ _FROM_LEDGER = flags.DEFINE_bool(
   "Train on the stored trajectories, and generate nothing; of a run with"
   " run.keep_trajectories.",
 )
-_FORCED = flags.DEFINE_bool(
-  "teacher_forced",
-  False,
-  "Train on the stored trajectories, and check that each token is the one that"
-  " its random number draws. It allows for other rounding.",
-)
 
 
 def _check() -> None:
+  # A loss or an episode of the user's may lie here.
+  sys.path.append(os.getcwd())
   command_line.check_compile_cache()
-  start = recorded_schedule.start_of(
-    pathlib.Path(command_line.WORKDIR.value), _FROM_STEP.value
-  )
+  workdir = command_line.WORKDIR.value
+  sections.require(bool(workdir), "workdir", "missing; use --workdir=DIRECTORY")
+  directories.check_can_read("workdir", workdir, "use the workdir of a run")
+  try:
+    start = recorded_schedule.start_of(pathlib.Path(workdir), _FROM_STEP.value)
+  except recorded_schedule.ScheduleError as error:
+    raise sections.ConfigError(f"workdir: {error}") from error
   flags_then = start.environment.get("xla_flags")
   if flags_then:
     os.environ["XLA_FLAGS"] = flags_then
 
 
-def main(config: sections.Config) -> None:
+def main() -> None:
   """Replay, and print what was compared as JSON."""
   import jax
 
@@ -75,16 +73,10 @@ def main(config: sections.Config) -> None:
 
   command_line.use_own_compile_cache()
   workdir = pathlib.Path(command_line.WORKDIR.value).absolute()
-  own = recorded_config.get_config(str(workdir))
   wanted = replay_lib.Wanted(
     until=None if _UNTIL.value < 0 else _UNTIL.value,
     from_step=_FROM_STEP.value,
     from_ledger=_FROM_LEDGER.value,
-    is_forced=_FORCED.value,
-    settings={
-      path: value
-      for path, (_, value) in config_json.differences(own, config).items()
-    },
   )
   stop = supervisor_lib.StopRequest()
   outcome: dict[str, Any] = {"workdir": command_line.WORKDIR.value}
@@ -114,5 +106,4 @@ def main(config: sections.Config) -> None:
 
 
 if __name__ == "__main__":
-  command_line.use_config_of("workdir", "recorded_config.py")
-  command_line.start(main, _check, check_config=lambda config: None)
+  command_line.start_without_config(main, _check)

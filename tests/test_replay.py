@@ -17,7 +17,6 @@ import test_run
 
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import recorded_schedule
-from jaxrl_async.coordination import run_schedule
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.rollout import episode as episode_lib
@@ -194,118 +193,6 @@ def test_what_the_last_update_makes_is_compared(recorded, monkeypatch):
     play(recorded)
 
 
-def test_each_stored_token_is_the_one_that_its_number_draws(recorded, tmp_path):
-  found = play(recorded, is_forced=True)
-  assert found.checked == found.restored == num_tokens(recorded) > 500
-  assert found.generated == 0
-  assert found.forced.num_at_boundary <= 2
-  assert 0 < found.forced.largest_error < 2e-5
-  # The same programs trained here, so that there is nothing to allow for.
-  assert found.has_state and found.state_difference == 0
-  step = a_checkpoint_between(recorded, 2, 6)
-  later = play(recorded, is_forced=True, from_step=step)
-  stored = [
-    t
-    for number in range(step, NUM_STEPS)
-    for group in run_schedule.read_trajectories(recorded, number)
-    for t in group.trajectories
-  ]
-  since = sum(int((t.policy_versions >= step).sum()) for t in stored)
-  assert later.restored == num_tokens(recorded, step)
-  assert later.checked == since < later.restored
-  workdir = tmp_path / "changed"
-  shutil.copytree(recorded, workdir)
-  stored = workdir / "trajectories" / "3" / "tokens.npy"
-  tokens = np.load(stored)
-  mask = np.load(stored.with_name("loss_mask.npy"))
-  at = np.flatnonzero(mask)[20]
-  tokens[at] = 6 + (tokens[at] + 1) % 10
-  np.save(stored, tokens)
-  with pytest.raises(
-    replay_lib.Difference, match="random number is .* outside"
-  ):
-    play(workdir, is_forced=True)
-
-
-PAGES = {
-  "rollout.num_pages": 12,
-  "rollout.page_tokens": 4,
-  "rollout.prefill_chunk": 8,
-}
-
-
-@pytest.mark.parametrize(
-  "num_devices, settings",
-  [
-    (1, {"rollout.num_slots": 6, "train.tokens_per_row": 96, **PAGES}),
-    pytest.param(4, {"mesh.train_fsdp": 2}, marks=pytest.mark.nightly),
-  ],
-)
-def test_other_programs_check_the_same_tokens(recorded, num_devices, settings):
-  found = play(
-    recorded,
-    is_forced=True,
-    until=6,
-    settings=settings,
-    devices=jax.devices()[:num_devices],
-  )
-  assert found.checked == num_tokens(recorded, last=6)
-  assert found.forced.num_at_boundary <= 2
-  assert 0 < found.forced.largest_error < 5e-5
-
-
-@pytest.mark.parametrize(
-  "wanted, error",
-  [
-    ({"settings": {"rollout.num_slots": 6}}, "rollout.num_slots: .*forced"),
-    (
-      {"settings": {"algorithm.clip_low": 0.1}, "is_forced": True},
-      "algorithm.clip_low: it decides",
-    ),
-    (
-      {"settings": {"rollout.weights": "int8"}, "is_forced": True},
-      "rollout.weights: other weights",
-    ),
-    ({"settings": {"mesh.x": 1}, "is_forced": True}, "no field 'mesh.x'"),
-  ],
-)
-def test_settings_of_other_tokens_are_refused(recorded, wanted, error):
-  with pytest.raises(sections.ConfigError, match=error):
-    play(recorded, **wanted)
-
-
-def test_a_warm_start_is_not_made_again_by_other_programs(recorded, tmp_path):
-  def after_a_warm_start(lines):
-    lines[0]["config"]["warm_start"]["num_steps"] = 3
-
-  workdir = changed(recorded, tmp_path, after_a_warm_start)
-  shutil.rmtree(workdir / "checkpoints" / "0")
-  settings = {"train.tokens_per_row": 96}
-  with pytest.raises(sections.ConfigError, match="^from_step: .*warm start"):
-    play(workdir, is_forced=True, settings=settings)
-
-
-@pytest.mark.parametrize(
-  ("section", "field", "value"),
-  [
-    ("rollout", "weights", "int8"),
-    ("rollout", "dtype", "bfloat16"),
-    ("model", "compute_dtype", "bfloat16"),
-  ],
-)
-def test_tokens_of_other_number_formats_cannot_be_forced(
-  recorded, tmp_path, section, field, value
-):
-  def other(lines):
-    lines[0]["config"][section][field] = value
-
-  workdir = changed(recorded, tmp_path, other)
-  with pytest.raises(
-    sections.ConfigError, match=rf"teacher_forced: .*{section}\.{field}={value}"
-  ):
-    play(workdir, is_forced=True)
-
-
 def test_a_question_that_is_gone_ends_the_search(recorded, tmp_path):
   def renamed(lines):
     lines[5]["groups"][1]["prompt_id"] = "chain_sum/train/-1"
@@ -341,14 +228,14 @@ def test_the_script_compares_and_says_so_in_json(recorded):
       text=True,
     )
 
-  done = run("--teacher_forced", "--config.rollout.num_slots=6")
+  done = run()
   assert done.returncode == 0, done.stderr
   found = json.loads(done.stdout.splitlines()[-1])
   tokens = num_tokens(recorded, last=2)
-  assert found["draws_equal"] and found["checked"] == tokens
-  done = run("--config.rollout.num_slots=6")
+  assert found["bit_exact"] and found["checked"] == tokens
+  done = run("--from_step=1")
   assert done.returncode == 1 and not done.stdout
-  assert done.stderr.startswith("error: rollout.num_slots: other programs")
+  assert done.stderr.startswith("error: from_step:")
   assert len(done.stderr.splitlines()) == 1
 
 

@@ -203,11 +203,6 @@ def _take(
   )
 
 
-def first_start(workdir: pathlib.Path) -> Start:
-  """Return the first start of a run; see `start_of`."""
-  return start_of(workdir, 0)
-
-
 def start_of(workdir: pathlib.Path, step: int) -> Start:
   """Return the start of the program that made a train step.
 

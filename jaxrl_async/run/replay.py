@@ -31,7 +31,6 @@ from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.run import assembly
 from jaxrl_async.run import checks
 from jaxrl_async.run import cluster_checks
-from jaxrl_async.run import forced_replay
 from jaxrl_async.run import frozen_base
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import regeneration
@@ -49,11 +48,7 @@ from jaxrl_async.training import objectives
 
 Difference = replay_differences.Difference
 Wanted = replay_settings.Wanted
-_Groups = (
-  regeneration.Regeneration
-  | forced_replay.ForcedReplay
-  | stored_groups.StoredGroups
-)
+_Groups = regeneration.Regeneration | stored_groups.StoredGroups
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -66,14 +61,10 @@ class Result:
     generated: tokens of these that the replay has generated.
     restored: tokens of these that it has read instead, from the checkpoint or
       from the stored trajectories.
-    checked: tokens that are what the weights and the random numbers make of
-      them: generated, and equal to the record; or stored, and checked.
+    checked: tokens that were generated and equal the record.
     has_state: whether the train state at the end was compared with a
       checkpoint. If not, what the last update has made of the weights and
       moments was not compared with anything.
-    forced: what was found if every token was checked.
-    state_difference: the largest difference of the two states. It is 0 unless
-      every token was checked, as other programs round differently then.
   """
 
   first_step: int
@@ -83,23 +74,13 @@ class Result:
   restored: int = 0
   checked: int = 0
   has_state: bool = False
-  forced: forced_replay.ForcedReplay | None = None
-  state_difference: float = 0.0
 
   def record(self) -> dict[str, Any]:
     """Return it as JSON."""
     names = ("first_step", "last_step", "trajectories")
     names += ("generated", "restored", "checked")
     record: dict[str, Any] = {name: getattr(self, name) for name in names}
-    if self.forced is None:
-      record["state_bit_exact"] = True if self.has_state else None
-      return record
-    record["at_cdf_boundary"] = self.forced.num_at_boundary
-    record["largest_logprob_error"] = self.forced.largest_error
-    record["largest_state_difference"] = (
-      self.state_difference if self.has_state else None
-    )
-    return record
+    return record | {"state_bit_exact": True if self.has_state else None}
 
 
 def replay(
@@ -193,8 +174,6 @@ class _Replay:
 
   def _run(self, groups: _Groups, first: int, end: int) -> Result:
     result = Result(first_step=first, last_step=first)
-    if isinstance(groups, forced_replay.ForcedReplay):
-      result.forced = groups
     coming = self._by_first_version(first, end)
     opened: dict[int, recorded_schedule.ScheduledStep] = {}
     for version in range(first, end):
@@ -239,11 +218,7 @@ class _Replay:
   ) -> _Groups:
     """Restore the state before a step; return what has the groups from then."""
     host_state, begun = self._begin(first)
-    if self._wanted.is_forced:
-      return forced_replay.ForcedReplay(
-        self._trainer, self._setup.config.seed, self._workdir, first
-      )
-    if not self._wanted.generates:
+    if self._wanted.from_ledger:
       return stored_groups.StoredGroups(self._workdir)
     prompts = replay_prompts.of_run(
       self._setup,
@@ -298,28 +273,11 @@ class _Replay:
       " 0; replay it from a later one, with --from_step",
     )
     if params is None:
-      self._check_warm_start()
       params = assembly.warm_start(self._setup, show, self._progress.note)
     if self._setup.model.lora is not None:
       params = initial_params.with_adapters(params, self._setup)
     self._trainer.start(initial_params.of_models(self._setup, params))
     return {}, []
-
-  def _check_warm_start(self) -> None:
-    """Refuse to make a warm start again in programs other than the run's.
-
-    It is long enough for another rounding to lead to other weights, so that
-    every token would seem wrong.
-    """
-    section = self._setup.config.warm_start
-    changed = [x for x in self._wanted.settings if not x.startswith("rollout.")]
-    sections.require(
-      not (section.num_steps and not section.checkpoint and changed),
-      "from_step",
-      "there is no checkpoint of step 0, and the warm start would come to other"
-      f" weights with another {', '.join(changed)}; begin with a later"
-      " checkpoint",
-    )
 
   # -- a train step, and the end --------------------------------------------
 
@@ -335,8 +293,6 @@ class _Replay:
     """
     batch = self._trainer.prepare(groups, step.step)
     done = self._trainer.step(step.step, batch)
-    if self._wanted.is_forced:
-      return  # other programs round differently
     sums = run_schedule.plain_sums(jax.device_get(done.sums))
     self._require_same(replay_differences.of_sums(step, sums))
 
@@ -363,9 +319,7 @@ class _Replay:
     stored, _, _ = frozen_base.restore(
       self._setup, self._workdir, step, trainer.abstract_state()
     )
-    what, largest = replay_differences.of_state(
-      found, pytree_files.named_leaves(stored)
-    )
-    result.has_state, result.state_difference = True, largest
-    if not self._wanted.is_forced and what:
+    what = replay_differences.of_state(found, pytree_files.named_leaves(stored))
+    result.has_state = True
+    if what:
       raise Difference(f"the train state after step {step}: {what}")

@@ -125,20 +125,13 @@ def of_sums(
   return ""
 
 
-def of_state(
-  found: Mapping[str, np.ndarray], stored: Mapping[str, Any]
-) -> tuple[str, float]:
-  """Compare a train state with that of a checkpoint.
+def of_state(found: Mapping[str, np.ndarray], stored: Mapping[str, Any]) -> str:
+  """Return which array of a train state is another one; "" if none is.
 
   Args:
     found: arrays of the replay by name, in host memory.
     stored: those of the checkpoint, on any devices.
-
-  Returns:
-    Which array is different, "" if none is; and the largest difference of a
-    number of any array.
   """
-  first, largest = "", 0.0
   for name, array in stored.items():
     here, there = found[name], np.asarray(array)
     if here.tobytes() == there.tobytes():
@@ -146,9 +139,8 @@ def of_state(
     with np.errstate(invalid="ignore"):
       difference = np.abs(here.astype(np.float64) - there.astype(np.float64))
     is_other = ~(difference == 0)
-    largest = max(largest, float(np.max(difference)))
-    first = first or (
+    return (
       f"{name} has {np.count_nonzero(is_other)} numbers of {here.size} that"
       f" differ, by up to {np.max(difference):.1e}"
     )
-  return first, largest
+  return ""

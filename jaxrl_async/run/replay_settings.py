@@ -1,10 +1,9 @@
-"""Which part of a run a replay plays again, and with which settings."""
+"""Which part of a run a replay plays again."""
 
 from collections.abc import Callable, Mapping
 import dataclasses
 from typing import Any
 
-from jaxrl_async.config import field_types
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import recorded_schedule
 from jaxrl_async.run import schedule_start
@@ -12,30 +11,6 @@ from jaxrl_async.storage import config_json
 
 # Settings that change no bit of what is generated and trained.
 _HARMLESS = ("run.", "cluster.", "transfer.", "eval.", "task.")
-# Settings of the programs, which decide how something is computed and not what.
-# Other ones round differently.
-_OF_PROGRAMS = (
-  "mesh.",
-  "model.remat",
-  "train.tokens_per_row",
-  "train.rows_per_microbatch",
-  "train.vocab_chunk",
-  "train.attention",
-  "train.optimizer.offload",
-  "critic.optimizer.offload",
-  "algorithm.reference_offload",
-  "rollout.num_slots",
-  "rollout.cache_tokens",
-  "rollout.decode_steps_per_call",
-  "rollout.prefill_rows",
-  "rollout.prefill_buckets",
-  "rollout.prefill_chunk",
-  "rollout.window_buckets",
-  "rollout.num_pages",
-  "rollout.page_tokens",
-  "rollout.preemption",
-  "rollout.attention",
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,27 +22,15 @@ class Wanted:
     from_step: train step of the checkpoint to begin with; 0 is the beginning.
     from_ledger: whether to train on the stored trajectories, without generating
       them.
-    is_forced: the same, and every token is checked: see `forced_replay`.
-    settings: values of fields by path, which replace those of the run. Only
-      settings of programs, and only if every token is checked.
   """
 
   until: int | None = None
   from_step: int = 0
   from_ledger: bool = False
-  is_forced: bool = False
-  settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-  @property
-  def generates(self) -> bool:
-    """Whether the trajectories are generated again."""
-    return not (self.from_ledger or self.is_forced)
 
   @property
   def compared(self) -> str:
     """The name of what such a replay has found to be true, or not."""
-    if self.is_forced:
-      return "draws_equal"
     return "losses_bit_exact" if self.from_ledger else "bit_exact"
 
 
@@ -78,7 +41,7 @@ def part(
 
   Raises:
     ConfigError: there is no such part, its config changes on the way, or it
-      cannot be replayed in this way or with these settings.
+      cannot be replayed in this way.
   """
   last = recorded.num_steps
   first, until = wanted.from_step, wanted.until
@@ -104,15 +67,12 @@ def part(
     )
   _check_kind(config, wanted)
   sections.require(
-    first == used.step or config.run.exact_resume or not wanted.generates,
+    first == used.step or config.run.exact_resume or wanted.from_ledger,
     "from_step",
     "groups were being generated when this checkpoint was taken, and the run"
     " was without run.exact_resume; use 0, or a step with which a start of the"
     " run began",
   )
-  for path, value in wanted.settings.items():
-    _check_setting(path, wanted)
-    field_types.set_at(config, path, value)
   return config, end
 
 
@@ -139,10 +99,8 @@ def _config(start: recorded_schedule.Start) -> sections.Config:
 def _may_change(path: str, wanted: Wanted) -> bool:
   """Return whether a setting may change in the part that is replayed."""
   if path.startswith("eval.sets"):
-    return not wanted.generates  # their questions are left out of the prompts
-  if path.startswith(_HARMLESS):
-    return True
-  return wanted.is_forced and path.startswith(_OF_PROGRAMS)
+    return wanted.from_ledger  # their questions are left out of the prompts
+  return path.startswith(_HARMLESS)
 
 
 def _check_kind(config: sections.Config, wanted: Wanted) -> None:
@@ -153,43 +111,6 @@ def _check_kind(config: sections.Config, wanted: Wanted) -> None:
     "workdir",
     "with rollout.kv_on_adopt=keep a cache is of several versions, which is not"
     " recorded; use --from_ledger",
-  )
-  weights = config.rollout.weights
-  sections.require(
-    weights is sections.WeightFormat.FLOAT or not wanted.is_forced,
-    "teacher_forced",
-    f"the run drew with rollout.weights={weights.value}, and the forward pass"
-    " that checks tokens has no such weights; leave it out",
-  )
-  for path, dtype in {
-    "rollout.dtype": config.rollout.dtype,
-    "model.compute_dtype": config.model.compute_dtype,
-  }.items():
-    sections.require(
-      dtype == "float32" or not wanted.is_forced,
-      "teacher_forced",
-      f"the run has {path}={dtype}, in which programs differ by more than the"
-      " 1e-4 that is allowed to a logprob; leave it out",
-    )
-
-
-def _check_setting(path: str, wanted: Wanted) -> None:
-  sections.require(
-    path != "rollout.weights",
-    path,
-    "other weights draw other tokens; leave it out",
-  )
-  sections.require(
-    path.startswith(_OF_PROGRAMS),
-    path,
-    "it decides what was generated and trained, and not in which programs;"
-    " leave it out",
-  )
-  sections.require(
-    wanted.is_forced,
-    path,
-    "other programs round differently, so that bits cannot be compared; add"
-    " --teacher_forced, or leave it out",
   )
 
 

@@ -1,10 +1,9 @@
 """The groups that a run has stored, in place of those that are generated.
 
-A replay takes its groups from here, from `regeneration`, or from
-`forced_replay`. All three have the same methods. `open` is called for each
-train step before the first version that wrote a part of it, `write` for each
-version, while the trainer has its weights, and `close` for each train step
-after that of its own version.
+A replay takes its groups from here or from `regeneration`. Both have the same
+methods. `open` is called for each train step before the first version that
+wrote a part of it, `write` for each version, while the trainer has its weights,
+and `close` for each train step after that of its own version.
 """
 
 from collections.abc import Iterator
