@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import gc
 import os
 import pathlib
-import sys
 from typing import Any
 
 from absl import flags
@@ -41,13 +40,6 @@ _TOPOLOGY = flags.DEFINE_string(
 
 _COMPILE = flags.DEFINE_bool(
   "compile", False, "With --dry_run: compile for the devices of this machine."
-)
-
-_TUNE = flags.DEFINE_bool(
-  "tune",
-  False,
-  "Measure which shapes of a train step are fastest here, and use them. The"
-  " answer is kept beside the compiled programs.",
 )
 
 _SERVE_PORT = flags.DEFINE_integer(
@@ -97,17 +89,10 @@ def _check() -> None:
   elif _TOPOLOGY.value:
     tpu_chips.parse(_TOPOLOGY.value)
   if _DRY_RUN.value:
-    if _TUNE.value:
-      raise sections.ConfigError("tune: a dry run does not; use launch/tune.py")
     return
   command_line.check_workdir()
   trainer_process.check()
   config = command_line.CONFIG.value
-  if _TUNE.value and config.cluster.trainer_processes > 1:
-    raise sections.ConfigError(
-      "tune: several processes train; use launch/tune.py in one process, with"
-      " the mesh of its devices"
-    )
   if config.run.exact_resume:
     xla_flags.use(xla_flags.of_same_bits())
   is_apart = config.cluster.kind is sections.ClusterKind.RAY
@@ -210,8 +195,6 @@ def _train(
   from jaxrl_async.run import training_run
   from jaxrl_async.serving import front as front_lib
 
-  if _TUNE.value:
-    config = _tuned(config, workdir)
   serving = None
   if _SERVE_PORT.value:
     key = os.environ.get("JAXRL_API_KEY", "").strip() or None
@@ -225,19 +208,6 @@ def _train(
     xla_flags=os.environ["XLA_FLAGS"],
   )
   print(summary)
-
-
-def _tuned(config: sections.Config, workdir: pathlib.Path) -> sections.Config:
-  from jaxrl_async.run import tuned_shapes
-
-  cache = command_line.compile_cache(workdir)
-  return tuned_shapes.tuned(
-    config,
-    _devices(),
-    workdir=workdir,
-    cache=workdir if "://" in cache else pathlib.Path(cache),
-    note=lambda line: print(line, file=sys.stderr, flush=True),
-  )
 
 
 def main(config: sections.Config) -> None:

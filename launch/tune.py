@@ -9,8 +9,7 @@ of each is combined with the others, and measured too. Then it measures
 generation, and says which of the two slices will wait for the other.
 
 Every candidate is compiled, which takes 5 s for a small model on a CPU and
-minutes for a large one. You write its answer into your config. With `--tune`,
-`launch/train.py` measures at its first start, and keeps the answer.
+minutes for a large one. You write its answer into your config.
 
 Prints a table and, as the last line, one JSON object: `rows` (each with `flags`
 and `step_s`, or `refused`), `flags` of the fastest, `speedup` over the config,
