@@ -39,15 +39,15 @@ def mark(board: stage_board.Board) -> None:
   """Have the functions of a run mark their stages."""
   for stage, owner, name in _FUNCTIONS:
     setattr(owner, name, board.marking(stage, getattr(owner, name)))
-  score = pool_lib.LocalPool.score
+  score = pool_lib.Pool.score
 
-  def marked(self: pool_lib.LocalPool, attempt: Any) -> Any:
+  def marked(self: pool_lib.Pool, attempt: Any) -> Any:
     board.enter("reward")
     future = score(self, attempt)
     future.add_done_callback(lambda _: board.leave("reward"))
     return future
 
-  pool_lib.LocalPool.score = marked
+  pool_lib.Pool.score = marked
   begin = checkpoint.begin
 
   def begun(*arguments: Any, **options: Any) -> background_write.Write:

@@ -35,4 +35,4 @@ def scorers(*terms):
 
 
 def service(*terms):
-  return service_lib.on_this_host(scorers(*terms), num_workers=1)
+  return service_lib.RewardService(scorers(*terms), num_workers=1)

@@ -46,10 +46,6 @@ def test_replicas_elsewhere_leave_all_devices_to_the_trainer():
   "made, error",
   [
     (config(kind=sections.ClusterKind.LOCAL, replicas=2), "cluster.replicas"),
-    (
-      config(kind=sections.ClusterKind.LOCAL, reward_pools=1),
-      "cluster.reward_pools",
-    ),
     (config(replicas=2, min_replicas=3), "cluster.min_replicas"),
     (config(channel=sections.Channel.DIRECT), "transfer.channel"),
     (config(address="there"), "cluster.address"),

@@ -70,7 +70,7 @@ class None_(_multiprocessing.SemLock):
 if __name__ == "__main__":
   _multiprocessing.SemLock = None_
   only = term.Term(scorer=reward_scorers.length, timeout_s=5.0, num_retries=0)
-  rewards = service.on_this_host(reward_groups.scorers(only), num_workers=2)
+  rewards = service.RewardService(reward_groups.scorers(only), num_workers=2)
   rewards.warm_up()
   print(reward_groups.submit(rewards, {}, ["=ab"]).result()[0].score)
   rewards.close()

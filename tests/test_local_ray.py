@@ -28,7 +28,7 @@ def start(tmp_path, monkeypatch):
   monkeypatch.setenv("PYTHONPATH", str(tmp_path))
   monkeypatch.setattr(ray_replicas, "_LOCAL_RAY", "slow_ray")
   cluster = object.__new__(ray_replicas.Cluster)
-  cluster._num_processes = cluster._reward_workers = 1
+  cluster._num_processes = 1
   cluster._ray = types.SimpleNamespace(
     exceptions=types.SimpleNamespace(RayError=ArithmeticError)
   )

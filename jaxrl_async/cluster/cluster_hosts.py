@@ -20,7 +20,7 @@ _LOOK_S = 0.5
 
 
 class ClusterHosts:
-  """The hosts on which replicas and pools of rewards may be.
+  """The hosts on which replicas may be.
 
   Threads: one at a time.
   """
@@ -30,7 +30,6 @@ class ClusterHosts:
     ray: Any,
     section: sections.ClusterSection,
     environment: Mapping[str, str],
-    reward_workers: int,
   ):
     """Look at nothing yet.
 
@@ -38,12 +37,10 @@ class ClusterHosts:
       ray: the module.
       section: of the config.
       environment: variables for the processes of replicas.
-      reward_workers: the cores that Ray reserves for each pool that scores.
     """
     self._ray = ray
     self._section = section
     self._environment = dict(environment)
-    self._reward_workers = reward_workers
     # What Ray reserves for each process of a replica.
     needed = {"CPU": section.replica_cpus, "GPU": section.replica_gpus}
     if section.replica_tpu:
@@ -164,12 +161,6 @@ class ClusterHosts:
           f"no host of the cluster has {count:g} {name}; the largest has"
           f" {most(name):g}",
         )
-    if self._section.reward_pools and most("CPU") < self._reward_workers:
-      return (
-        "cluster.reward_pools",
-        f"no host of the cluster has {self._reward_workers} CPU"
-        f" (task.reward_workers); the largest has {most('CPU'):g}",
-      )
     room = sum(map(self._room, nodes))
     wanted = num_replicas * self._section.replica_processes
     if room < wanted:

@@ -21,7 +21,6 @@ from typing import IO, Any
 from jaxrl_async.cluster import cluster_hosts
 from jaxrl_async.cluster import environment as environment_lib
 from jaxrl_async.cluster import ray_handle
-from jaxrl_async.cluster import ray_rewards
 from jaxrl_async.cluster import tpu_slices
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
@@ -70,7 +69,6 @@ class Cluster:
     *,
     run_name: str,
     environment: Mapping[str, str],
-    reward_workers: int = 0,
   ):
     """Start Ray on this machine, or connect to the cluster of the section.
 
@@ -78,8 +76,6 @@ class Cluster:
       section: of the config.
       run_name: the same at every start of this run, and of no other one.
       environment: variables for the processes of replicas.
-      reward_workers: processes of each pool that scores, and the cores that Ray
-        reserves for it.
 
     Raises:
       ConfigError: Ray is not installed, does not start or cannot be reached.
@@ -89,12 +85,9 @@ class Cluster:
     self._section = section
     self._run_name = run_name
     self._environment = dict(environment)
-    self._reward_workers = reward_workers
     self._is_own = not section.address
     self._num_processes = section.replicas * section.replica_processes
-    self.hosts = cluster_hosts.ClusterHosts(
-      self._ray, section, environment, reward_workers
-    )
+    self.hosts = cluster_hosts.ClusterHosts(self._ray, section, environment)
     self._slices: tpu_slices.Slices | None = None
     if section.replica_tpu:
       self._slices = tpu_slices.Slices(
@@ -135,7 +128,6 @@ class Cluster:
     section = self._section
     # Replicas share the cores of this machine if it has too few.
     wanted = self._num_processes * section.replica_cpus
-    wanted += section.reward_pools * self._reward_workers
     num_cpus = max(os.cpu_count() or 1, math.ceil(wanted))
     while True:
       with contextlib.ExitStack() as starting:
@@ -302,11 +294,6 @@ class Cluster:
         for where in places[1:]
       ),
     )
-
-  def launch_rewards(self, place: int) -> ray_rewards.RewardHandle:
-    """Start the process of a pool that scores; any thread may call this."""
-    del place  # all are alike
-    return ray_rewards.launch(self._ray, self._reward_workers)
 
   def close(self) -> None:
     """Disconnect, and end Ray if it was started here.

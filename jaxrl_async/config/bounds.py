@@ -89,7 +89,7 @@ _INTEGERS = (
     "cluster.replicas cluster.replica_processes cluster.trainer_processes",
   ),
   (0, 65_536, "cluster.replica_gpus"),
-  (0, 4_096, "cluster.reward_pools cluster.min_replicas"),
+  (0, 4_096, "cluster.min_replicas"),
   (
     0,
     MAX_INT,

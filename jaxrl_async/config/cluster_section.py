@@ -37,12 +37,8 @@ class ClusterSection:
       the devices of its mesh.
     replica_tpu: TPU slice for each replica, such as v5p:2x2x1, with a process
       on each of its hosts; "" is none.
-    reward_pools: pools of reward processes on hosts of the cluster, each with
-      `task.reward_workers` processes, for which Ray reserves as many cores. 0
-      has one such pool on the coordinator's host, without Ray.
     replica_timeout_s: a replica that has said nothing for so long loses its
-      groups, which another replica continues. A pool that scores loses its
-      groups likewise.
+      groups, which another replica continues.
     hang_timeout_s: a replica that answers, but whose thread has been in one
       step of its engine for so long, is killed and started again. The time in
       which it compiles does not count.
@@ -67,7 +63,6 @@ class ClusterSection:
   replica_cpus: float = 1.0
   replica_gpus: int = 0
   replica_tpu: str = ""
-  reward_pools: int = 0
   replica_timeout_s: float = 60.0
   hang_timeout_s: float = 120.0
   start_timeout_s: float = 300.0

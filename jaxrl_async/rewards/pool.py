@@ -10,7 +10,6 @@ import pickle
 import signal
 import threading
 import time
-from typing import Protocol, runtime_checkable
 
 import pebble
 
@@ -31,39 +30,7 @@ class Closed(RuntimeError):
     super().__init__("the reward service is closed")
 
 
-@runtime_checkable
-class Pool(Protocol):
-  """Processes that score, wherever they are."""
-
-  def warm_up(self, timeout_s: float) -> None:
-    """Wait until processes are ready to score.
-
-    Raises:
-      TimeoutError: they were not ready in time.
-      RuntimeError: they cannot score; the message says why.
-    """
-    ...
-
-  def score(self, attempt: scoring.Attempt) -> futures.Future[scoring.Outcome]:
-    """Start an attempt. Its future ends, whatever becomes of the processes.
-
-    The future raises `Closed` if the pool is closed before.
-
-    Raises:
-      Closed: the pool was closed before.
-    """
-    ...
-
-  def close(self, timeout_s: float) -> None:
-    """End the processes.
-
-    Raises:
-      TimeoutError: they did not end in time.
-    """
-    ...
-
-
-class LocalPool:
+class Pool:
   """Forked processes that score.
 
   Invariant: the future of each attempt ends. An attempt ends within
@@ -117,7 +84,13 @@ class LocalPool:
         )
 
   def score(self, attempt: scoring.Attempt) -> futures.Future[scoring.Outcome]:
-    """Start an attempt; see `Pool`."""
+    """Start an attempt. Its future ends, whatever becomes of the processes.
+
+    The future raises `Closed` if the pool is closed before.
+
+    Raises:
+      Closed: the pool was closed before.
+    """
     outcome: futures.Future[scoring.Outcome] = futures.Future()
     with self._lock:
       if self._is_closed.is_set():

@@ -6,8 +6,7 @@ retries each of these becomes a `RewardFailure`. A failure never becomes a
 score.
 
 A score may be the sum of several terms, each with its own deadline, retries and
-counters. The processes belong to a pool: on this host (`pool`) or on other
-hosts (`remote_pools`).
+counters. The processes belong to a pool on this host (`pool`).
 """
 
 from collections.abc import Sequence
@@ -47,15 +46,15 @@ class RewardService:
   guards the counters.
   """
 
-  def __init__(self, scorers: scoring.Scorers, pool: pool_lib.Pool):
+  def __init__(self, scorers: scoring.Scorers, num_workers: int):
     """Create a service.
 
     Args:
       scorers: of the pool's processes.
-      pool: belongs to the service from now on.
+      num_workers: how many processes.
     """
     self._terms = scorers.terms
-    self._pool = pool
+    self._pool = pool_lib.Pool(scorers, num_workers)
     self._lock = threading.Lock()
     self._counters = {term.name: _Counters() for term in self._terms}
 
@@ -273,10 +272,3 @@ def _metrics(prefix: str, counters: Sequence[_Counters]) -> dict[str, float]:
       sum(latencies_s) / len(latencies_s) if latencies_s else 0.0
     ),
   }
-
-
-def on_this_host(
-  scorers: scoring.Scorers, *, num_workers: int
-) -> RewardService:
-  """Return a service with so many processes on this host."""
-  return RewardService(scorers, pool_lib.LocalPool(scorers, num_workers))

@@ -21,14 +21,11 @@ from jaxrl_async.models import transformer
 from jaxrl_async.models.attention import packed_choice
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import wandb_log as wandb_log_lib
-from jaxrl_async.rewards import pool as pool_lib
-from jaxrl_async.rewards import remote_pools
 from jaxrl_async.rewards import scoring
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib
 from jaxrl_async.run import algorithm as algorithm_lib
-from jaxrl_async.run import cluster_checks
 from jaxrl_async.run import compile_ahead
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import reward_terms
@@ -189,28 +186,6 @@ def make_scorers(
     ),
     answer_prefix=task.answer_prefix,
     tokenizer=tokenizer,
-  )
-
-
-def make_reward_pool(
-  config: sections.Config, scorers: scoring.Scorers, note: Callable[[str], None]
-) -> pool_lib.LocalPool | remote_pools.RemotePools:
-  """Return the processes of a run that score; those elsewhere do not run yet.
-
-  Args:
-    config: of the run.
-    scorers: that all of them have.
-    note: is called with a line when something becomes of pools elsewhere.
-  """
-  if not cluster_checks.has_remote_rewards(config):
-    return pool_lib.LocalPool(scorers, config.task.reward_workers)
-  return remote_pools.RemotePools(
-    scorers,
-    num_pools=config.cluster.reward_pools,
-    num_workers=config.task.reward_workers,
-    silence_s=config.cluster.replica_timeout_s,
-    start_timeout_s=config.cluster.start_timeout_s,
-    note=note,
   )
 
 

@@ -13,7 +13,6 @@ from jaxrl_async.data import worked_examples as worked_examples_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.run import assembly
-from jaxrl_async.run import cluster_checks
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import device_checks
 from jaxrl_async.run import initial_params
@@ -63,10 +62,8 @@ def checked(
   config_checks.validate(config, len(devices))
   if scorer is None and not is_supervised:
     terms = reward_terms.of_task(config.task)
-    # Pools on other hosts try out what works there.
-    if not cluster_checks.has_remote_rewards(config):
-      for line in reward_terms.try_out(terms):
-        note(line)
+    for line in reward_terms.try_out(terms):
+      note(line)
     scorer = reward_terms.in_process(terms)
   if source is None:
     source = setup_lib.source_of(config)

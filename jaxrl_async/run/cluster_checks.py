@@ -15,11 +15,6 @@ def has_remote_replicas(config: sections.Config) -> bool:
   return config.cluster.kind is sections.ClusterKind.RAY
 
 
-def has_remote_rewards(config: sections.Config) -> bool:
-  """Return whether the processes that score are on hosts of a cluster."""
-  return has_remote_replicas(config) and config.cluster.reward_pools > 0
-
-
 def replicas_at_start(section: sections.ClusterSection, is_new: bool) -> int:
   """Return how many replicas have to be ready before a run begins.
 
@@ -48,11 +43,6 @@ def check(config: sections.Config) -> None:
       section.replicas == 1,
       "cluster.replicas",
       f"{section.replicas} need processes of their own; use cluster.kind=ray",
-    )
-    sections.require(
-      section.reward_pools == 0,
-      "cluster.reward_pools",
-      f"{section.reward_pools} need a cluster; use cluster.kind=ray",
     )
     return
   sections.require(

@@ -70,7 +70,7 @@ def evaluate(
   device_checks.check_sharding(setup)
   device_checks.check_weights(setup)
   engine_sizes.fit_slots(setup)
-  rewards = service_lib.on_this_host(
+  rewards = service_lib.RewardService(
     assembly.make_scorers(config.task, tokenizer),
     num_workers=config.task.reward_workers,
   )

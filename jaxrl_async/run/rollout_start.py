@@ -12,7 +12,6 @@ from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import scheduler_stats
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.rewards import remote_pools
 from jaxrl_async.rollout import client_requests
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import fleet as fleet_lib
@@ -60,7 +59,6 @@ def connect(
   session: session_lib.Session,
   *,
   trainer: trainer_lib.Trainer,
-  pools: remote_pools.RemotePools | None,
   is_new: bool,
   shutdown: shutdown_lib.Shutdown,
 ) -> Remote | None:
@@ -73,8 +71,6 @@ def connect(
     setup: of the run.
     session: of this start.
     trainer: that publishes the weights.
-    pools: of processes that score, which are started there; at least one of
-      them is ready afterwards.
     is_new: whether the run does not continue from a checkpoint.
     shutdown: closes everything that is opened here.
 
@@ -96,7 +92,6 @@ def connect(
     setup.config.cluster,
     run_name=ray_replicas.run_name(session.workdir),
     environment=environment_lib.of_replicas(setup.config),
-    reward_workers=setup.config.task.reward_workers,
   )
   shutdown.closes(cluster.close)
   section = setup.config.cluster
@@ -114,32 +109,9 @@ def connect(
     check,
     needs_room=not cluster.has_waiting_replicas(),
   )
-  if pools is not None:
-    # Before the cluster is closed.
-    shutdown.closes(pools.close, setup.config.run.join_timeout_s)
-    _start_pools(pools, cluster, session)
   return Remote(
     cluster=cluster, channels=channels, spec=spec, num_needed=num_needed
   )
-
-
-def _start_pools(
-  pools: remote_pools.RemotePools,
-  cluster: ray_replicas.Cluster,
-  session: session_lib.Session,
-) -> None:
-  """Start the pools of processes that score.
-
-  Raises:
-    ConfigError: one cannot score, or none was ready in time.
-  """
-  try:
-    pools.start(
-      cluster.launch_rewards,
-      lambda: session.stop.check("stopped while reward pools were starting"),
-    )
-  except remote_pools.PoolFailed as error:
-    raise sections.ConfigError(f"cluster.reward_pools: {error}") from error
 
 
 def build(

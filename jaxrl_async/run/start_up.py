@@ -30,7 +30,6 @@ from jaxrl_async.reporting import profile as profile_lib
 from jaxrl_async.reporting import run_record
 from jaxrl_async.reporting import samples as samples_lib
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
-from jaxrl_async.rewards import remote_pools
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import rollout_side
@@ -69,7 +68,6 @@ class _Foundation:
     engine: of the rollout slice; None if it is in other processes.
     stored: host state of the run in that checkpoint.
     verified: that checkpoint.
-    pools: those of the rewards, if they are on other hosts.
   """
 
   resumed_step: int | None
@@ -86,7 +84,6 @@ class _Foundation:
   source: prompts.PromptSource
   stream: prompts.PromptStream
   rewards: service_lib.RewardService
-  pools: remote_pools.RemotePools | None
   shutdown: shutdown_lib.Shutdown
   front: front_lib.Front | None
 
@@ -170,7 +167,6 @@ def parts(
       setup,
       session,
       trainer=base.trainer,
-      pools=base.pools,
       is_new=base.resumed_step is None,
       shutdown=base.shutdown,
     )
@@ -259,8 +255,7 @@ def _foundation(
   scorers = assembly.make_scorers(
     config.task, setup.tokenizer, extensions.scorer
   )
-  pool = assembly.make_reward_pool(config, scorers, note)
-  rewards = service_lib.RewardService(scorers, pool)
+  rewards = service_lib.RewardService(scorers, config.task.reward_workers)
   shutdown.closes(writer.close)
   shutdown.closes(stream.close)
   shutdown.closes(rewards.close, config.run.join_timeout_s)
@@ -281,7 +276,6 @@ def _foundation(
     source=source,
     stream=stream,
     rewards=rewards,
-    pools=pool if isinstance(pool, remote_pools.RemotePools) else None,
     shutdown=shutdown,
     front=front,
   )
