@@ -19,9 +19,10 @@ import pathlib
 
 from absl import flags
 
-from jaxrl_async.config import bounds
 from jaxrl_async.config import directories
+from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
+from jaxrl_async.config import setting as setting_lib
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.devices import xla_flags
 from jaxrl_async.storage import config_json
@@ -44,14 +45,14 @@ _DATASET = flags.DEFINE_string(
   " held-out questions of the run.",
 )
 _SAMPLES = flags.DEFINE_integer(
-  "samples", 1, "Answers to each question.", 1, bounds.MAX_SAMPLES
+  "samples", 1, "Answers to each question.", 1, setting_lib.MAX_SAMPLES
 )
 _NUM_ITEMS = flags.DEFINE_integer(
   "num_items",
   0,
   "Number of questions; 0 is all of a dataset of rows.",
   0,
-  bounds.MAX_ITEMS,
+  setting_lib.MAX_ITEMS,
 )
 _CATEGORY = flags.DEFINE_string(
   "category", "", "Column of a row by which the results are divided."
@@ -133,4 +134,4 @@ def main(config: sections.Config) -> None:
 if __name__ == "__main__":
   xla_flags.use(xla_flags.of_same_bits())
   command_line.use_config_of("checkpoint", "checkpoint_config.py")
-  command_line.start(main, _check, check_config=bounds.check)
+  command_line.start(main, _check, check_config=fields_lib.check)

@@ -15,9 +15,9 @@ import pathlib
 
 from absl import flags
 
-from jaxrl_async.config import bounds
 from jaxrl_async.config import directories
 from jaxrl_async.config import sections
+from jaxrl_async.config import setting as setting_lib
 
 # Slow imports are made where they are used, after all checks.
 
@@ -40,7 +40,7 @@ _ADAPTER = flags.DEFINE_bool(
   " flag it is merged into its base.",
 )
 _DTYPE = flags.DEFINE_enum(
-  "dtype", "bfloat16", bounds.DTYPES, "Dtype of the weights."
+  "dtype", "bfloat16", setting_lib.DTYPES, "Dtype of the weights."
 )
 _MAX_SHARD_BYTES = flags.DEFINE_integer(
   "max_shard_bytes",

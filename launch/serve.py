@@ -22,9 +22,9 @@ from typing import Any
 
 from absl import flags
 
-from jaxrl_async.config import bounds
 from jaxrl_async.config import directories
 from jaxrl_async.config import sections
+from jaxrl_async.config import setting as setting_lib
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.serving import addresses
 
@@ -57,14 +57,14 @@ _NUM_SLOTS = flags.DEFINE_integer(
   0,
   "Sequences decoded side by side; 0 takes the run's number.",
   0,
-  bounds.MAX_INT,
+  setting_lib.MAX_INT,
 )
 _CACHE_TOKENS = flags.DEFINE_integer(
   "cache_tokens",
   0,
   "Longest prompt and completion together, 2 or more; 0 takes the run's.",
   0,
-  bounds.MAX_INT,
+  setting_lib.MAX_INT,
 )
 _MAX_WAITING = flags.DEFINE_integer(
   "max_waiting",

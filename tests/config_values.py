@@ -6,7 +6,7 @@ import runpy
 
 from ml_collections import config_dict
 
-from jaxrl_async.config import field_types
+from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 
 TINY = pathlib.Path(__file__).parents[1] / "configs" / "tiny.py"
@@ -86,7 +86,7 @@ def put(config, path, value):
 
 def paths():
   """Of every field."""
-  return [path for path, _, _ in field_types.leaves(sections.Config())]
+  return [path for path, *_ in fields_lib.walk(sections.Config())]
 
 
 def value_of(config, path):

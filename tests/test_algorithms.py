@@ -31,7 +31,6 @@ GAE = {
   "advantage_scale": sections.AdvantageScale.BATCH_STD,
 }
 SHARED = sections.CriticTrunk.SHARED
-RATE = sections.OptimizerSection(learning_rate=1e-5)
 Level = sections.BehaviorWeightLevel
 
 
@@ -172,18 +171,9 @@ def test_advantages_of_tokens_are_packed_with_them():
     ({"advantage": "median"}, "advantage leave_one_out"),
     ({"num_minibatches": 64}, "num_minibatches algorithm.groups_per_step"),
     ({"dual_clip": 0.5}, "dual_clip"),
-    ({"dual_clip": 3.0, "loss": "gspo"}, "dual_clip algorithm.loss"),
-    (
-      {"aggregation_tokens": 8},
-      "aggregation_tokens algorithm.aggregation sequence_sum",
-    ),
     (
       {"loss": "coupled_ppo"},
       "behavior_weight_level algorithm.loss coupled_ppo none",
-    ),
-    (
-      {"behavior_weight_level": Level.NONE, "behavior_weight_floor": 0.5},
-      "behavior_weight_floor algorithm.behavior_weight_level",
     ),
     (
       {
@@ -206,9 +196,6 @@ def test_advantages_of_tokens_are_packed_with_them():
       {**GAE, "filter_zero_std": True},
       "filter_zero_std algorithm.advantage",
     ),
-    ({"gamma": 0.9}, "gamma algorithm.advantage gae"),
-    ({"gae_lambda": 0.9}, "gae_lambda algorithm.advantage gae"),
-    ({"kl_in_reward": True}, "kl_in_reward algorithm.kl_coef"),
     (
       {"kl_in_reward": True, "kl_coef": 0.1},
       "kl_estimator algorithm.kl_in_reward k1",
@@ -221,13 +208,6 @@ def test_advantages_of_tokens_are_packed_with_them():
         "filter_zero_std": True,
       },
       "filter_zero_std algorithm.kl_in_reward",
-    ),
-    ({"kl_reward_clip": 1.0}, "kl_reward_clip algorithm.kl_in_reward"),
-    ({"reference_every": 2}, "reference_every algorithm.kl_coef"),
-    ({"reference_offload": True}, "reference_offload algorithm.kl_coef"),
-    (
-      {"kl_coef": 0.1, "reference_decay": 0.9},
-      "reference_decay algorithm.reference_every",
     ),
     (
       {"kl_coef": 0.1, "reference_every": 1, "reference_decay": 1.0},
@@ -293,9 +273,6 @@ def test_a_reference_of_adapters_is_their_base(tmp_path):
 @pytest.mark.parametrize(
   ("settings", "critic", "changes", "field", "other"),
   [
-    ({}, {"value_clip": 0.5}, {}, "value_clip", "algorithm.advantage"),
-    ({}, {"trunk": SHARED}, {}, "trunk", "algorithm.advantage"),
-    ({}, {"optimizer": RATE}, {}, "optimizer.learning_rate", "algorithm.adv"),
     (GAE, {}, {"rank": 4}, "trunk", "model.lora.rank"),
     (GAE, {"warmup_steps": 60}, {}, "warmup_steps", "train.num_steps"),
     (GAE, {"normalize_decay": 1.0}, {}, "normalize_decay", "less than 1"),

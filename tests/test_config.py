@@ -1,12 +1,14 @@
 """Wrong settings are refused in one line; a config survives JSON."""
 
 import json
+import pathlib
 import re
 
 from ml_collections import config_dict
 import pytest
 
 from jaxrl_async.config import sections
+from jaxrl_async.config import settings_page
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.run import config_checks
 from jaxrl_async.storage import config_json
@@ -195,7 +197,7 @@ def test_the_message_says_what_would_be_right():
   with pytest.raises(sections.ConfigError) as caught:
     config_checks.validate(config, 2)
   assert str(caught.value) == (
-    "algorithm.max_staleness: -1 is negative; use 0 (synchronous) or more"
+    "algorithm.max_staleness: -1 is out of range; use 0 or more"
   )
 
 
@@ -300,6 +302,11 @@ def test_patience_needs_measurements():
     config_checks.validate(config, 2)
 
 
+def test_the_page_of_all_settings_is_that_of_the_source():
+  path = pathlib.Path(__file__).parents[1] / "docs" / "settings.md"
+  assert path.read_text() == settings_page.page()
+
+
 def changed_config():
   config = sections.Config()
   config.task.params = config_dict.ConfigDict({"min_terms": 3, "sizes": [1]})
@@ -395,9 +402,9 @@ def test_a_wrong_set_of_questions_is_refused(sets, message):
   [
     ("stop", ("",), "rollout.stop: '' can never be found"),
     ("stop", ("a\ufffd",), "can never be found"),
-    ("stop", tuple("abcdefghijklmnopq"), "17 texts; use at most 16"),
-    ("stop_token_ids", (-1,), "rollout.stop_token_ids: -1 is no token id"),
-    ("stop_token_ids", tuple(range(9)), "9 tokens; use at most 8"),
+    ("stop", tuple("abcdefghijklmnopq"), "17 entries; use at most 16"),
+    ("stop_token_ids", (-1,), "rollout.stop_token_ids: -1 is out of range"),
+    ("stop_token_ids", tuple(range(9)), "9 entries; use at most 8"),
   ],
 )
 def test_a_stop_that_cannot_be_looked_for_is_refused(field, value, message):

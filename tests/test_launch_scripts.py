@@ -11,7 +11,7 @@ import tomllib
 import launch_world
 import pytest
 
-from jaxrl_async.config import bounds
+from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.devices import tpu_chips
 
 ROOT = launch_world.ROOT
@@ -411,7 +411,7 @@ def test_every_setting_that_scripts_and_page_use_exists():
   sources = [path.read_text() for path in (ROOT / "launch").glob("*.py")]
   defined = set(re.findall(r'flags\.DEFINE_\w+\(\s*"(\w+)"', "".join(sources)))
   for run in runs:
-    bounds.check(launch_world.config_of(run))
+    fields_lib.check(launch_world.config_of(run))
     for flag in run:
       name = re.match(r"--([^=]*)", flag)[1]
       if not name.startswith("config"):

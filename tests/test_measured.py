@@ -8,7 +8,7 @@ import sys
 import pytest
 from simulation import measured
 
-from jaxrl_async.config import field_types
+from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.run import config_checks
 from jaxrl_async.storage import config_json
@@ -28,7 +28,7 @@ def a_config(slots=32, **fields):
     "algorithm.group_size": 4,
   }
   for path, value in (settings | fields).items():
-    field_types.set_at(config, path, value)
+    fields_lib.set_at(config, path, value)
   return config
 
 
@@ -144,7 +144,7 @@ def test_advice_is_flags_that_a_run_accepts():
     config = a_config()
     for flag in one.flags:
       path, _, value = flag.removeprefix("--config.").partition("=")
-      field_types.set_at(config, path, int(value))
+      fields_lib.set_at(config, path, int(value))
     config_checks.validate(config, 13)
     assert config.mesh.train_fsdp == one.num_training
     assert config.rollout.num_slots == 16 * config.mesh.rollout_data

@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 
 from jaxrl_async import types
-from jaxrl_async.config import field_types
+from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.run import resume
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import config_json
 from jaxrl_async.storage import outstanding as outstanding_lib
 
-PATHS = [path for path, _, _ in field_types.leaves(sections.Config())]
+KNOWN = {
+  field.path: field.known for field in fields_lib.walk(sections.Config())
+}
 LINE = b'{"step": 0}\n'
 STATE = {"weights": jnp.zeros(3)}
 
@@ -101,18 +103,10 @@ def content(workdir):
   }
 
 
-def test_every_field_is_in_one_table_and_every_entry_is_of_a_field():
-  tables = (
-    resume.MAY_DIFFER,
-    resume.MUST_STAY,
-    resume.NOT_WITH_OUTSTANDING_GROUPS,
-  )
-  for path in PATHS:
-    reasons = [resume.reason(table, path) for table in tables]
-    assert sum(x is not None for x in reasons) == 1, path
-  entries = {entry for table in tables for entry in table}
-  sections = {path.partition(".")[0] for path in PATHS}
-  assert entries <= {*PATHS, *sections}
+def test_every_field_says_why_it_may_differ_or_not():
+  for path, known in KNOWN.items():
+    reasons = known.free, known.fixed, known.fixed_with_groups
+    assert sum(map(bool, reasons)) == 1, path
 
 
 def test_the_newest_checkpoint_is_taken_and_said(workdir):
@@ -170,7 +164,7 @@ def test_what_may_differ_is_said_and_what_may_not_is_refused_with_reasons(
   message = refusal(workdir, config)
   assert message.startswith(f"workdir: {workdir} holds another config (seed: 0")
   for path in ("seed", "eval.num_items", "task.template"):
-    assert f"{path}: " in message and resume.MUST_STAY[path] in message
+    assert f"{path}: " in message and KNOWN[path].fixed in message
   assert "num_slots" not in message and "channel" not in message
   assert len(message) < 800
 
@@ -197,7 +191,7 @@ def test_sizes_of_groups_stay_while_groups_are_stored(tmp_path, path, value):
   assert find(tmp_path / "none", config)[0] == 4
   write_run(tmp_path / "some", groups=[outstanding_group(4)])
   message = refusal(tmp_path / "some", config)
-  assert resume.NOT_WITH_OUTSTANDING_GROUPS[path] in message
+  assert KNOWN[path].fixed_with_groups in message
 
 
 def test_limits_hold_what_is_stored(tmp_path):

@@ -13,7 +13,7 @@ import math
 import pathlib
 import statistics
 
-from jaxrl_async.config import field_types
+from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.run import config_checks
 from jaxrl_async.storage import config_json
@@ -362,6 +362,6 @@ def _flags(
     slots *= num_replicas
   changed["rollout.num_slots"] = slots
   for path, value in changed.items():
-    field_types.set_at(config, path, value)
+    fields_lib.set_at(config, path, value)
   config_checks.validate(config, 10**9)
   return [f"--config.{path}={value}" for path, value in changed.items()]

@@ -3,6 +3,8 @@
 import dataclasses
 import enum
 
+from jaxrl_async.config import setting as setting_lib
+
 
 class ClusterKind(enum.Enum):
   """Where the rollout replicas of a run are.
@@ -20,52 +22,100 @@ class ClusterSection:
   """Replicas in other processes, and a trainer of several processes.
 
   All fields but `trainer_processes` have an effect only with kind = RAY.
-
-  Attributes:
-    address: of a Ray cluster, HOST:PORT, or "auto" for the one of this machine.
-      "" starts Ray on this machine for the duration of the run.
-    replicas: number of rollout replicas. Each has a mesh of its own, with
-      `mesh.rollout_*` devices, and `rollout.num_slots` slots.
-    min_replicas: number of replicas that have to be ready before a new run
-      begins; 0 is all of them. Those that are lost later end nothing, and a run
-      that continues from a checkpoint begins with one.
-    replica_processes: number of processes of each replica. Several of them
-      share a mesh that does not fit on one host.
-    replica_cpus: processor cores that Ray reserves for each process of a
-      replica.
-    replica_gpus: GPUs for each process of a replica. If not 0, all of them are
-      the devices of its mesh.
-    replica_tpu: TPU slice for each replica, such as v5p:2x2x1, with a process
-      on each of its hosts; "" is none.
-    replica_timeout_s: a replica that has said nothing for so long loses its
-      groups, which another replica continues.
-    hang_timeout_s: a replica that answers, but whose thread has been in one
-      step of its engine for so long, is killed and started again. The time in
-      which it compiles does not count.
-    start_timeout_s: limit of each part of the start, in seconds: Ray answers;
-      the cluster has enough hosts; they have answered; a pool that scores is
-      ready; as many replicas as the run begins with are ready. A process that
-      has started has so long until it is a replica. Reading the base of a model
-      with LoRA has time of its own.
-    report_every_s: seconds between two reports of what is half-written. It is
-      what is lost with a replica.
-    coordinator_timeout_s: replicas wait so long for a coordinator that has
-      ended, before they end too.
-    trainer_processes: number of processes that train together, each with
-      devices of its own, under jax.distributed.
   """
 
-  kind: ClusterKind = ClusterKind.LOCAL
-  address: str = ""
-  replicas: int = 1
-  min_replicas: int = 0
-  replica_processes: int = 1
-  replica_cpus: float = 1.0
-  replica_gpus: int = 0
-  replica_tpu: str = ""
-  replica_timeout_s: float = 60.0
-  hang_timeout_s: float = 120.0
-  start_timeout_s: float = 300.0
-  report_every_s: float = 2.0
-  coordinator_timeout_s: float = 600.0
-  trainer_processes: int = 1
+  kind: ClusterKind = setting_lib.setting(
+    ClusterKind.LOCAL,
+    "where the rollout replicas are",
+  )
+  address: str = setting_lib.setting(
+    "",
+    'of a Ray cluster, HOST:PORT, or "auto" for the one of this machine.'
+    ' "" starts Ray on this machine for the duration of the run.',
+  )
+  replicas: int = setting_lib.setting(
+    1,
+    "number of rollout replicas. Each has a mesh of its own, with"
+    " `mesh.rollout_*` devices, and `rollout.num_slots` slots.",
+    low=1,
+    high=4096,
+  )
+  min_replicas: int = setting_lib.setting(
+    0,
+    "number of replicas that have to be ready before a new run begins; 0 is"
+    " all of them. Those that are lost later end nothing, and a run that"
+    " continues from a checkpoint begins with one.",
+    low=0,
+    high=4096,
+  )
+  replica_processes: int = setting_lib.setting(
+    1,
+    "number of processes of each replica. Several of them share a mesh that"
+    " does not fit on one host.",
+    low=1,
+    high=4096,
+  )
+  replica_cpus: float = setting_lib.setting(
+    1.0,
+    "processor cores that Ray reserves for each process of a replica",
+    low=0,
+    high=setting_lib.MAX_GROUP,
+  )
+  replica_gpus: int = setting_lib.setting(
+    0,
+    "GPUs for each process of a replica. If not 0, all of them are the"
+    " devices of its mesh.",
+    low=0,
+    high=setting_lib.MAX_GROUP,
+  )
+  replica_tpu: str = setting_lib.setting(
+    "",
+    "TPU slice for each replica, such as v5p:2x2x1, with a process on each of"
+    ' its hosts; "" is none',
+  )
+  replica_timeout_s: float = setting_lib.setting(
+    60.0,
+    "a replica that has said nothing for so long loses its groups, which"
+    " another replica continues",
+    low=1,
+    high=setting_lib.MAX_TIMEOUT_S,
+  )
+  hang_timeout_s: float = setting_lib.setting(
+    120.0,
+    "a replica that answers, but whose thread has been in one step of its"
+    " engine for so long, is killed and started again. The time in which it"
+    " compiles does not count.",
+    low=1,
+    high=setting_lib.MAX_TIMEOUT_S,
+  )
+  start_timeout_s: float = setting_lib.setting(
+    300.0,
+    "limit of each part of the start, in seconds: Ray answers; the cluster"
+    " has enough hosts; they have answered; a pool that scores is ready; as"
+    " many replicas as the run begins with are ready. A process that has"
+    " started has so long until it is a replica. Reading the base of a model"
+    " with LoRA has time of its own.",
+    low=1,
+    high=setting_lib.MAX_TIMEOUT_S,
+  )
+  report_every_s: float = setting_lib.setting(
+    2.0,
+    "seconds between two reports of what is half-written. It is what is lost"
+    " with a replica.",
+    low=0.1,
+    high=setting_lib.MAX_TIMEOUT_S,
+  )
+  coordinator_timeout_s: float = setting_lib.setting(
+    600.0,
+    "replicas wait so long for a coordinator that has ended, before they end"
+    " too",
+    low=1,
+    high=setting_lib.MAX_TIMEOUT_S,
+  )
+  trainer_processes: int = setting_lib.setting(
+    1,
+    "number of processes that train together, each with devices of its own,"
+    " under jax.distributed",
+    low=1,
+    high=4096,
+  )

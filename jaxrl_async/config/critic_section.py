@@ -4,6 +4,7 @@ import dataclasses
 import enum
 
 from jaxrl_async.config import optimizer_section
+from jaxrl_async.config import setting as setting_lib
 
 
 class CriticTrunk(enum.Enum):
@@ -19,27 +20,44 @@ class CriticTrunk(enum.Enum):
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class CriticSection:
-  """The critic: a model that predicts the return of each token.
+  """The critic: a model that predicts the return of each token."""
 
-  Attributes:
-    trunk: the layers under its head, which is a vector and begins at zero.
-    value_clip: bound on how far a prediction gains by moving within a train
-      step, in normalised units; 0 sets none.
-    value_coef: coefficient of the value loss beside the policy's.
-    warmup_steps: in so many train steps, the first ones of the run, only the
-      critic learns. Policy versions count on, and all have the same weights.
-    normalize_decay: weight of earlier train steps in the running mean and
-      deviation of the returns, by which the critic's targets are normalised; 0
-      normalises nothing.
-    optimizer: of the critic's parameters. Its rate decays as `train.decay`
-      says.
-  """
-
-  trunk: CriticTrunk = CriticTrunk.OWN
-  value_clip: float = 0.2
-  value_coef: float = 0.5
-  warmup_steps: int = 0
-  normalize_decay: float = 0.999
-  optimizer: optimizer_section.OptimizerSection = dataclasses.field(
-    default_factory=optimizer_section.OptimizerSection
+  trunk: CriticTrunk = setting_lib.setting(
+    CriticTrunk.OWN,
+    "the layers under its head, which is a vector and begins at zero",
+    fixed="the checkpoint holds the other kind of critic",
+  )
+  value_clip: float = setting_lib.setting(
+    0.2,
+    "bound on how far a prediction gains by moving within a train step, in"
+    " normalised units; 0 sets none",
+    low=0,
+    free=setting_lib.IN_THE_LOSS,
+    schedule=setting_lib.Schedule.BOUND,
+  )
+  value_coef: float = setting_lib.setting(
+    0.5,
+    "coefficient of the value loss beside the policy's",
+    low=0,
+    free=setting_lib.IN_THE_LOSS,
+    schedule=setting_lib.Schedule.FREE,
+  )
+  warmup_steps: int = setting_lib.setting(
+    0,
+    "in so many train steps, the first ones of the run, only the critic"
+    " learns. Policy versions count on, and all have the same weights.",
+    low=0,
+    fixed="the policy's learning rate counts from its end",
+  )
+  normalize_decay: float = setting_lib.setting(
+    0.999,
+    "weight of earlier train steps in the running mean and deviation of the"
+    " returns, by which the critic's targets are normalised; 0 normalises"
+    " nothing",
+    low=0,
+    below=1,
+    fixed="the stored critic predicts in units that it has made",
+  )
+  optimizer: optimizer_section.OptimizerSection = setting_lib.section(
+    optimizer_section.OptimizerSection,
   )

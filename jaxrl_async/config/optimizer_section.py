@@ -5,6 +5,8 @@ import enum
 
 from ml_collections import config_dict
 
+from jaxrl_async.config import setting as setting_lib
+
 
 class OptimizerName(enum.Enum):
   """The optimizers of the warm start and of the RL stage."""
@@ -15,29 +17,84 @@ class OptimizerName(enum.Enum):
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class OptimizerSection:
-  """An Optax optimizer with linear warmup and global-norm clipping.
+  """An Optax optimizer with linear warmup and global-norm clipping."""
 
-  Attributes:
-    rate_schedule: the learning rate of each update, in place of warmup and
-      decay: `schedule`, one of `algorithm_section.SCHEDULES`, and its
-      arguments. It begins with `learning_rate`, or rises to it, by default.
-    weight_decay: of the matrices that tokens are multiplied by, adapters
-      included; norms, biases, the embedding and scalar heads do not decay.
-    state_dtype: dtype of the first moment, Muon's included; the second moment
-      stays float32.
-    offload: keep the moments in host memory between updates.
-  """
-
-  name: OptimizerName = OptimizerName.ADAMW
-  learning_rate: float = 3e-4
-  warmup_steps: int = 0
-  rate_schedule: config_dict.ConfigDict = dataclasses.field(
-    default_factory=config_dict.ConfigDict
+  name: OptimizerName = setting_lib.setting(
+    OptimizerName.ADAMW,
+    "which optimizer",
+    fixed="the stored moments are made with it",
   )
-  b1: float = 0.9
-  b2: float = 0.99
-  eps: float = 1e-8
-  weight_decay: float = 0.0
-  max_grad_norm: float = 1.0
-  state_dtype: str = "float32"
-  offload: bool = False
+  learning_rate: float = setting_lib.setting(
+    3e-4,
+    "of an update after the warmup",
+    low=0,
+    high=1,
+    free=(
+      "scales what the optimizer makes of the stored moments, from the next"
+      " update on"
+    ),
+  )
+  warmup_steps: int = setting_lib.setting(
+    0,
+    "updates in which the rate rises linearly from 0",
+    low=0,
+    free=(
+      "the rate is a function of the number of updates, which goes on: a"
+      " warmup that is over is not repeated"
+    ),
+  )
+  rate_schedule: config_dict.ConfigDict = setting_lib.setting(
+    config_dict.ConfigDict,
+    "the learning rate of each update, in place of warmup and decay:"
+    " `schedule`, one of `algorithm_section.SCHEDULES`, and its arguments. It"
+    " begins with `learning_rate`, or rises to it, by default.",
+    free=(
+      "the rate is a function of the number of updates, which goes on: a"
+      " warmup that is over is not repeated"
+    ),
+  )
+  b1: float = setting_lib.setting(
+    0.9,
+    "decay of the first moment",
+    low=0,
+    below=1,
+    fixed="the stored moments are made with it",
+  )
+  b2: float = setting_lib.setting(
+    0.99,
+    "decay of the second moment",
+    low=0,
+    below=1,
+    fixed="the stored moments are made with it",
+  )
+  eps: float = setting_lib.setting(
+    1e-8,
+    "is added to the root of the second moment",
+    low=setting_lib.MIN_FLOAT,
+    free=setting_lib.EACH_UPDATE,
+  )
+  weight_decay: float = setting_lib.setting(
+    0.0,
+    "of the matrices that tokens are multiplied by, adapters included; norms,"
+    " biases, the embedding and scalar heads do not decay",
+    low=0,
+    free=setting_lib.EACH_UPDATE,
+  )
+  max_grad_norm: float = setting_lib.setting(
+    1.0,
+    "gradients with a larger global norm are scaled down to it",
+    low=setting_lib.MIN_FLOAT,
+    free=setting_lib.EACH_UPDATE,
+  )
+  state_dtype: str = setting_lib.setting(
+    "float32",
+    "dtype of the first moment, Muon's included; the second moment stays"
+    " float32",
+    choices=setting_lib.DTYPES,
+    fixed="the stored moments are made with it",
+  )
+  offload: bool = setting_lib.setting(
+    False,
+    "keep the moments in host memory between updates",
+    free="where moments lie between updates",
+  )

@@ -20,7 +20,10 @@ from jaxrl_async.config import mesh_sections
 from jaxrl_async.config import optimizer_section
 from jaxrl_async.config import preference_section
 from jaxrl_async.config import refusals
+from jaxrl_async.config import rollout_section
+from jaxrl_async.config import setting as setting_lib
 from jaxrl_async.config import staleness_section
+from jaxrl_async.config import task_section
 
 # Names by which the whole code refuses a setting.
 ConfigError = refusals.ConfigError
@@ -30,51 +33,11 @@ shown = refusals.shown
 did_you_mean = refusals.did_you_mean
 
 
-class KvOnAdopt(enum.Enum):
-  """What happens to running sequences when new weights arrive.
-
-  RECOMPUTE and KEEP interrupt them: the new weights write the rest. RECOMPUTE
-  rebuilds their caches under these weights, and KEEP does not. WAIT adopts the
-  weights when all sequences have ended, and admits no others meanwhile.
-  """
-
-  RECOMPUTE = "recompute"
-  KEEP = "keep"
-  WAIT = "wait"
-
-
-class OnBadRow(enum.Enum):
-  """What happens if a row of a dataset cannot be used."""
-
-  ERROR = "error"
-  SKIP = "skip"
-
-
-class Preemption(enum.Enum):
-  """How a sequence is resumed after its cache pages were taken away.
-
-  FAST prefills the whole sequence. EXACT prefills only what was prefilled
-  before and feeds the remaining tokens through the decode program, which
-  reproduces the same bits.
-  """
-
-  FAST = "fast"
-  EXACT = "exact"
-
-
 class Channel(enum.Enum):
   """How weights travel from the trainer to the engines."""
 
   ORBAX = "orbax"
   DIRECT = "direct"
-
-
-class WeightFormat(enum.Enum):
-  """The format in which the engine holds its large matrices."""
-
-  FLOAT = "float"
-  INT8 = "int8"
-  FP8 = "fp8"
 
 
 class Remat(enum.Enum):
@@ -94,25 +57,34 @@ class Remat(enum.Enum):
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class ModelSection:
-  """The decoder and its compute dtype.
+  """The decoder and its compute dtype."""
 
-  Attributes:
-    name: a key of `models.configs.MODELS`, or a directory in Hugging Face
-      format, which provides architecture, tokenizer and initial weights.
-    tokenizer: directory of a tokenizer in Hugging Face format, for a model of
-      `MODELS`; "" makes each character a token.
-    compute_dtype: dtype of the trainer's activations; its master weights are
-      float32.
-    remat: activations that the backward pass computes again.
-    lora: low-rank adapters to train instead of the whole model.
-  """
-
-  name: str = "quickstart"
-  tokenizer: str = ""
-  compute_dtype: str = "float32"
-  remat: Remat = Remat.FULL
-  lora: lora_section.LoraSection = dataclasses.field(
-    default_factory=lora_section.LoraSection
+  name: str = setting_lib.setting(
+    "quickstart",
+    "a key of `models.configs.MODELS`, or a directory in Hugging Face format,"
+    " which provides architecture, tokenizer and initial weights",
+    fixed="stored weights and tokens are of that model and tokenizer",
+  )
+  tokenizer: str = setting_lib.setting(
+    "",
+    "directory of a tokenizer in Hugging Face format, for a model of"
+    ' `MODELS`; "" makes each character a token',
+    fixed="stored weights and tokens are of that tokenizer",
+    of_answers=True,
+  )
+  compute_dtype: str = setting_lib.setting(
+    "float32",
+    "dtype of the trainer's activations; its master weights are float32",
+    choices=setting_lib.DTYPES,
+    free="activations only; stored weights are float32",
+  )
+  remat: Remat = setting_lib.setting(
+    Remat.FULL,
+    "activations that the backward pass computes again",
+    free=setting_lib.MEMORY,
+  )
+  lora: lora_section.LoraSection = setting_lib.section(
+    lora_section.LoraSection,
   )
 
 
@@ -136,90 +108,12 @@ PreferenceLoss = preference_section.PreferenceLoss
 PreferenceSection = preference_section.PreferenceSection
 RewardLoss = preference_section.RewardLoss
 StalenessControlSection = staleness_section.StalenessControlSection
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class TaskSection:
-  """The source of prompts, and how answers are extracted and scored.
-
-  Attributes:
-    dataset: URI of the data, or the name of a dataset of reasoning-gym. See
-      `data.tables.uri` for the kinds: jsonl, json, parquet, arrayrecord,
-      datasets, hf, reasoning_gym.
-    sources: a mixture instead of one dataset. By name, each has a `dataset`, a
-      `weight`, and any of params, eval_dataset, eval_percent, fields,
-      on_bad_row, template, chat and system that differ from those here.
-    params: parameters of a dataset of reasoning-gym.
-    eval_dataset: URI of the held-out rows. "" takes the dataset's own split
-      `test` or `validation` if it has one (datasets, hf), and otherwise holds
-      out `eval_percent` of the questions.
-    eval_percent: share of the questions that a hash of their text holds out.
-    fields: names the columns of a file that are the question and the answer, if
-      they are not called so: {"question": "problem"}. "messages" names a column
-      of chat messages, which are then the prompt. The other columns become the
-      item's metadata.
-    on_bad_row: whether a row that cannot be used ends the start with an error
-      or is left out.
-    rest_after: after this many groups in a row whose rewards were all equal, a
-      question rests; 0 lets none rest.
-    rest_for: so many passes are made without a question that rests.
-    template: str.format template of the prompt; its fields are "question" and
-      the keys of the item's metadata.
-    chat: the filled-in template is a user's message, and the tokenizer's own
-      chat template makes the prompt of it.
-    system: message of the system before it; "" is none.
-    answer_prefix: the extracted answer is the text between the last occurrence
-      of this prefix in the completion and the end of its line; "" takes the
-      whole completion, stripped.
-    reward: what scores a completion: reasoning_gym, mathematics, code, exact,
-      numeric, answered, ended, module:function of a module that does not import
-      JAX, or the address of a server, http://HOST:PORT/PATH. The directory in
-      which a launch script is started is searched too.
-    rewards: several rewards, whose weighted sum is the score. Each entry has a
-      name, and the fields function (as `reward`; also matches and overlong,
-      which need params), params (of the function), weight, timeout_s, retries,
-      and sources, the names of the sources whose items it scores. Only function
-      is required. `reward` is then not used.
-    solved_score: a completion with at least this score counts as solved, in
-      held-out accuracies and in the metrics reward/pass@k.
-    reward_timeout_s: deadline for one score, or for one request to a server,
-      which scores a group.
-    reward_workers: number of scoring processes.
-    reward_retries: further attempts before a group is counted as failed.
-    max_failed_groups: the run ends after this many failed groups in a row.
-    question_workers: number of processes that make questions ahead of time.
-      More of them help if making a question takes longer than answering it.
-  """
-
-  dataset: str = "chain_sum"
-  sources: config_dict.ConfigDict = dataclasses.field(
-    default_factory=config_dict.ConfigDict
-  )
-  params: config_dict.ConfigDict = dataclasses.field(
-    default_factory=config_dict.ConfigDict
-  )
-  eval_dataset: str = ""
-  eval_percent: int = 10
-  fields: config_dict.ConfigDict = dataclasses.field(
-    default_factory=config_dict.ConfigDict
-  )
-  on_bad_row: OnBadRow = OnBadRow.ERROR
-  rest_after: int = 0
-  rest_for: int = 1
-  template: str = "{question}\n"
-  chat: bool = False
-  system: str = ""
-  answer_prefix: str = "="
-  reward: str = "reasoning_gym"
-  rewards: config_dict.ConfigDict = dataclasses.field(
-    default_factory=config_dict.ConfigDict
-  )
-  solved_score: float = 1.0
-  reward_timeout_s: float = 10.0
-  reward_workers: int = 1
-  reward_retries: int = 1
-  max_failed_groups: int = 8
-  question_workers: int = 2
+KvOnAdopt = rollout_section.KvOnAdopt
+OnBadRow = task_section.OnBadRow
+Preemption = rollout_section.Preemption
+RolloutSection = rollout_section.RolloutSection
+TaskSection = task_section.TaskSection
+WeightFormat = rollout_section.WeightFormat
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -228,230 +122,332 @@ class WarmStartSection:
 
   `launch/sft.py` runs this stage alone, and only there `eval_every`,
   `num_eval_examples` and `patience` have an effect.
-
-  Attributes:
-    solver: a key of `worked_solutions.SOLVERS`; field:NAME, an entry or a
-      column of the data; or module:function of (item, rng), which returns the
-      solution's text. Solutions longer than a row are skipped and counted.
-    num_examples: number of worked solutions; every pass over them is shuffled.
-    corrupted_frac: for solvers of SOLVERS, share of intermediate results that
-      are written wrong and then carried on, so that the policy has something
-      left to learn.
-    decay: final learning rate over the peak, reached on a cosine curve.
-    checkpoint: directory of parameters to load instead of training, either from
-      `launch/sft.py` or in Hugging Face format.
-    eval_every: steps between two measurements of the loss on held-out examples;
-      0 measures none. The parameters with the least loss are the result.
-    num_eval_examples: number of held-out examples.
-    patience: training ends after this many measurements in a row that are no
-      better than the best; 0 never ends it early.
   """
 
-  num_steps: int = 0
-  checkpoint: str = ""
-  rows_per_batch: int = 32
-  solver: str = "chain_sum"
-  num_examples: int = 20_000
-  corrupted_frac: float = 0.2
-  decay: float = 0.1
-  eval_every: int = 0
-  num_eval_examples: int = 256
-  patience: int = 0
-  optimizer: OptimizerSection = dataclasses.field(
-    default_factory=OptimizerSection
+  num_steps: int = setting_lib.setting(
+    0,
+    "updates; 0 skips the stage",
+    low=0,
+  )
+  checkpoint: str = setting_lib.setting(
+    "",
+    "directory of parameters to load instead of training, either from"
+    " `launch/sft.py` or in Hugging Face format",
+  )
+  rows_per_batch: int = setting_lib.setting(
+    32,
+    "rows of `train.tokens_per_row` tokens in each update",
+    low=1,
+    high=setting_lib.MAX_GROUP,
+  )
+  solver: str = setting_lib.setting(
+    "chain_sum",
+    "a key of `worked_solutions.SOLVERS`; field:NAME, an entry or a column of"
+    " the data; or module:function of (item, rng), which returns the"
+    " solution's text. Solutions longer than a row are skipped and counted.",
+  )
+  num_examples: int = setting_lib.setting(
+    20_000,
+    "number of worked solutions; every pass over them is shuffled",
+    low=1,
+    high=1000000,
+  )
+  corrupted_frac: float = setting_lib.setting(
+    0.2,
+    "for solvers of SOLVERS, share of intermediate results that are written"
+    " wrong and then carried on, so that the policy has something left to"
+    " learn",
+    low=0,
+    high=1,
+  )
+  decay: float = setting_lib.setting(
+    0.1,
+    "final learning rate over the peak, reached on a cosine curve",
+    low=0,
+    high=1,
+  )
+  eval_every: int = setting_lib.setting(
+    0,
+    "steps between two measurements of the loss on held-out examples; 0"
+    " measures none. The parameters with the least loss are the result.",
+    low=0,
+  )
+  num_eval_examples: int = setting_lib.setting(
+    256,
+    "number of held-out examples",
+    low=1,
+    high=1000000,
+  )
+  patience: int = setting_lib.setting(
+    0,
+    "training ends after this many measurements in a row that are no better"
+    " than the best; 0 never ends it early",
+    low=0,
+  )
+  optimizer: OptimizerSection = setting_lib.section(
+    OptimizerSection,
   )
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class RolloutSection:
-  """The rollout slice.
-
-  Attributes:
-    num_slots: number of sequences that are decoded side by side.
-    max_prompt_tokens: longer prompts are skipped and counted, never cut.
-    max_completion_tokens: most tokens that the policy writes per trajectory.
-    cache_tokens: cached tokens per slot, at least prompt plus completion.
-    decode_steps_per_call: tokens that each sequence gains per decode call,
-      after which the host looks at the results.
-    prefill_rows: sequences per prefill call. If it is a multiple of
-      mesh.rollout_data, the rows are split over these replicas; otherwise every
-      replica computes all of them.
-    prefill_buckets: padded lengths of prefill calls, up to cache_tokens.
-    window_buckets: attended lengths of decode calls, up to cache_tokens.
-    prefill_chunk: prompts of longer buckets are prefilled this many tokens at a
-      time, with decode calls in between; 0 disables chunks.
-    num_pages: the cache is a pool of this many pages, which may be fewer than
-      all slots need at once; 0 gives each slot memory of its own.
-    page_tokens: tokens per page.
-    temperature: sampling temperature; the trainer divides its logits by the
-      same value.
-    stop: texts each of which ends a completion and belongs to it.
-    stop_token_ids: tokens each of which ends one, besides the end tokens.
-    dtype: dtype of the rollout weights and of the cache.
-    weights: int8 or fp8 quantises the published matrices, with one scale per
-      output channel; mismatch_kl measures the cost.
-    max_group_seconds: a group that is not generated after so long is ended and
-      counted as failed, for the time in which the process runs; 0 waits for
-      every group. What is waited for is in the metrics rollout/oldest_group and
-      rollout/oldest_group_s.
-    attention: "auto" takes the platform's first kernel that works and agrees
-      with plain XLA; "xla" takes no kernel; the name of a kernel (cudnn or
-      splash for prefill, gpu_paged or tpu_paged for decoding over pages)
-      insists on it.
-  """
-
-  num_slots: int = 32
-  max_prompt_tokens: int = 64
-  max_completion_tokens: int = 64
-  cache_tokens: int = 128
-  decode_steps_per_call: int = 16
-  prefill_rows: int = 8
-  prefill_buckets: tuple[int, ...] = (64, 128)
-  window_buckets: tuple[int, ...] = (64, 128)
-  prefill_chunk: int = 0
-  num_pages: int = 0
-  page_tokens: int = 16
-  preemption: Preemption = Preemption.FAST
-  kv_on_adopt: KvOnAdopt = KvOnAdopt.RECOMPUTE
-  temperature: float = 1.0
-  stop: tuple[str, ...] = ()
-  stop_token_ids: tuple[int, ...] = ()
-  dtype: str = "float32"
-  weights: WeightFormat = WeightFormat.FLOAT
-  max_group_seconds: float = 0.0
-  attention: str = "auto"
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
 class TrainSection:
-  """The training slice.
+  """The training slice."""
 
-  Attributes:
-    num_steps: train steps of the whole run.
-    tokens_per_row: length of a packed row.
-    rows_per_microbatch: rows of one forward and backward pass.
-    max_bad_updates: the run ends after this many non-finite updates in a row.
-    vocab_chunk: vocabulary entries per chunk when logprobs are computed. If one
-      chunk holds all of them, the backward pass does not recompute the logits.
-    attention: attention over packed rows, a name of
-      `packed_attention.IMPLEMENTATIONS`. "auto" takes the platform's first one
-      that works and agrees with xla.
-    decay: final learning rate over the peak, reached at num_steps; 1 keeps the
-      rate constant. A run that is continued with another num_steps follows the
-      new curve from there.
-  """
-
-  num_steps: int = 60
-  tokens_per_row: int = 512
-  rows_per_microbatch: int = 8
-  max_bad_updates: int = 3
-  vocab_chunk: int = 4096
-  attention: str = "auto"
-  decay: float = 1.0
-  optimizer: OptimizerSection = dataclasses.field(
-    default_factory=OptimizerSection
+  num_steps: int = setting_lib.setting(
+    60,
+    "train steps of the whole run",
+    low=1,
+    free=(
+      "how far to go; a decaying learning rate follows the new curve from there"
+    ),
+  )
+  tokens_per_row: int = setting_lib.setting(
+    512,
+    "length of a packed row",
+    low=1,
+    free=(
+      "rows are packed anew each step; stored trajectories have to fit, which"
+      " is checked"
+    ),
+  )
+  rows_per_microbatch: int = setting_lib.setting(
+    8,
+    "rows of one forward and backward pass",
+    low=1,
+    free=setting_lib.MEMORY,
+  )
+  max_bad_updates: int = setting_lib.setting(
+    3,
+    "the run ends after this many non-finite updates in a row",
+    low=1,
+    free=setting_lib.SUPERVISION,
+  )
+  vocab_chunk: int = setting_lib.setting(
+    4096,
+    "vocabulary entries per chunk when logprobs are computed. If one chunk"
+    " holds all of them, the backward pass does not recompute the logits.",
+    low=1,
+    free=setting_lib.MEMORY,
+  )
+  attention: str = setting_lib.setting(
+    "auto",
+    "attention over packed rows, a name of"
+    ' `packed_attention.IMPLEMENTATIONS`. "auto" takes the platform\'s first'
+    " one that works and agrees with xla.",
+    free=setting_lib.MEMORY,
+  )
+  decay: float = setting_lib.setting(
+    1.0,
+    "final learning rate over the peak, reached at num_steps; 1 keeps the"
+    " rate constant. A run that is continued with another num_steps follows"
+    " the new curve from there.",
+    low=0,
+    high=1,
+    free=(
+      "the rate is a function of the number of updates, which goes on: the"
+      " new curve holds from there"
+    ),
+  )
+  optimizer: OptimizerSection = setting_lib.section(
+    OptimizerSection,
   )
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class TransferSection:
-  """Weight transfer between the slices.
+  """Weight transfer between the slices."""
 
-  Attributes:
-    directory: where versions are written; "" selects a memory-backed directory
-      of this host if there is one, else the workdir.
-  """
-
-  channel: Channel = Channel.ORBAX
-  directory: str = ""
+  channel: Channel = setting_lib.setting(
+    Channel.ORBAX,
+    "how weights travel from the trainer to the engines",
+  )
+  directory: str = setting_lib.setting(
+    "",
+    'where versions are written; "" selects a memory-backed directory of'
+    " this host if there is one, else the workdir",
+  )
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class EvalSection:
-  """Held-out accuracy and its settings.
+  """Held-out accuracy and its settings."""
 
-  Attributes:
-    num_items: number of distinct held-out questions.
-    every: train steps between evaluations; 0 evaluates at start and end only.
-    temperature: sampling temperature of the sampled accuracy; the greedy
-      accuracy is measured as well.
-    samples: answers to each question; more than one also give pass@k.
-    beside: whether evaluations between the first and the last step run while
-      training goes on. They take one more version of the weights and one more
-      cache, and every other decode call. If not, both slices wait for them.
-    sets: further sets of questions by name: ConfigDicts with `dataset`, and
-      optionally `num_items`, `samples`, `fields`, `params` and `template`;
-      docs/evaluation.md explains them.
-  """
-
-  num_items: int = 256
-  every: int = 10
-  temperature: float = 1.0
-  samples: int = 1
-  beside: bool = True
-  sets: config_dict.ConfigDict = dataclasses.field(
-    default_factory=config_dict.ConfigDict
+  num_items: int = setting_lib.setting(
+    256,
+    "number of distinct held-out questions",
+    low=1,
+    high=setting_lib.MAX_ITEMS,
+    fixed=setting_lib.HELD_OUT,
+  )
+  every: int = setting_lib.setting(
+    10,
+    "train steps between evaluations; 0 evaluates at start and end only",
+    low=0,
+    free="how often; not what is measured",
+  )
+  temperature: float = setting_lib.setting(
+    1.0,
+    "sampling temperature of the sampled accuracy; the greedy accuracy is"
+    " measured as well",
+    low=setting_lib.MIN_TEMPERATURE,
+    high=setting_lib.MAX_TEMPERATURE,
+    also=(0,),
+    fixed=setting_lib.HELD_OUT,
+    of_answers=True,
+  )
+  samples: int = setting_lib.setting(
+    1,
+    "answers to each question; more than one also give pass@k",
+    low=1,
+    high=4096,
+    free="more answers narrow the same accuracy",
+  )
+  beside: bool = setting_lib.setting(
+    True,
+    "whether evaluations between the first and the last step run while"
+    " training goes on. They take one more version of the weights and one more"
+    " cache, and every other decode call. If not, both slices wait for them.",
+    free="when; not what is measured",
+  )
+  sets: config_dict.ConfigDict = setting_lib.setting(
+    config_dict.ConfigDict,
+    "further sets of questions by name: ConfigDicts with `dataset`, and"
+    " optionally `num_items`, `samples`, `fields`, `params` and `template`;"
+    " docs/evaluation.md explains them",
+    free="each has metrics of its own name; nothing stored depends on it",
   )
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class RunSection:
-  """Supervision and persistence of a run, and what it writes beside.
+  """Supervision and persistence of a run, and what it writes beside."""
 
-  Attributes:
-    max_checkpoint_failures: so many attempts in a row that fail to write a
-      checkpoint end the run.
-    preemption_grace_s: seconds between SIGTERM and the end of the machine. If a
-      checkpoint is being written then, another one is begun behind it only if
-      it is expected to fit into them. 0 is no limit.
-    sample_groups: groups of each train step whose completions are written to
-      WORKDIR/samples, besides those that failed or were filtered; 0 writes
-      none.
-    exact_resume: whether a run that continues from a checkpoint, or is replayed
-      from one, repeats the bits of one that went on. Every checkpoint then ends
-      the caches of all trajectories, which are made again.
-    keep_trajectories: whether all tokens that were trained are stored in
-      WORKDIR/trajectories, so that a replay can show where it differs.
-    wandb_project: project at Weights & Biases that gets the metrics too; "" is
-      none.
-  """
-
-  checkpoint_every: int = 20
-  keep_checkpoints: int = 2
-  max_checkpoint_failures: int = 10
-  preemption_grace_s: float = 30.0
-  stall_timeout_s: float = 300.0
-  join_timeout_s: float = 30.0
-  sample_groups: int = 4
-  exact_resume: bool = False
-  keep_trajectories: bool = False
-  wandb_project: str = ""
+  checkpoint_every: int = setting_lib.setting(
+    20,
+    "train steps between two checkpoints",
+    low=1,
+  )
+  keep_checkpoints: int = setting_lib.setting(
+    2,
+    "how many of the newest checkpoints are kept",
+    low=1,
+  )
+  max_checkpoint_failures: int = setting_lib.setting(
+    10,
+    "so many attempts in a row that fail to write a checkpoint end the run",
+    low=1,
+  )
+  preemption_grace_s: float = setting_lib.setting(
+    30.0,
+    "seconds between SIGTERM and the end of the machine. If a checkpoint is"
+    " being written then, another one is begun behind it only if it is"
+    " expected to fit into them. 0 is no limit.",
+    low=0,
+    high=setting_lib.MAX_TIMEOUT_S,
+  )
+  stall_timeout_s: float = setting_lib.setting(
+    300.0,
+    "the run ends after so many seconds without any progress",
+    low=1,
+    high=setting_lib.MAX_TIMEOUT_S,
+  )
+  join_timeout_s: float = setting_lib.setting(
+    30.0,
+    "seconds that threads and processes have to end",
+    low=0.1,
+    high=setting_lib.MAX_TIMEOUT_S,
+  )
+  sample_groups: int = setting_lib.setting(
+    4,
+    "groups of each train step whose completions are written to"
+    " WORKDIR/samples, besides those that failed or were filtered; 0 writes"
+    " none",
+    low=0,
+    high=1024,
+  )
+  exact_resume: bool = setting_lib.setting(
+    False,
+    "whether a run that continues from a checkpoint, or is replayed from one,"
+    " repeats the bits of one that went on. Every checkpoint then ends the"
+    " caches of all trajectories, which are made again.",
+  )
+  keep_trajectories: bool = setting_lib.setting(
+    False,
+    "whether all tokens that were trained are stored in WORKDIR/trajectories,"
+    " so that a replay can show where it differs",
+  )
+  wandb_project: str = setting_lib.setting(
+    "",
+    'project at Weights & Biases that gets the metrics too; "" is none',
+  )
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Config:
   """All settings of a run."""
 
-  seed: int = 0
-  model: ModelSection = dataclasses.field(default_factory=ModelSection)
-  mesh: MeshSection = dataclasses.field(default_factory=MeshSection)
-  task: TaskSection = dataclasses.field(default_factory=TaskSection)
-  warm_start: WarmStartSection = dataclasses.field(
-    default_factory=WarmStartSection
+  seed: int = setting_lib.setting(
+    0,
+    "of all random numbers of the run",
+    low=0,
+    high=255,
+    fixed=setting_lib.QUESTIONS,
+    of_answers=True,
   )
-  preference: PreferenceSection = dataclasses.field(
-    default_factory=PreferenceSection
+  model: ModelSection = setting_lib.section(
+    ModelSection,
   )
-  rollout: RolloutSection = dataclasses.field(default_factory=RolloutSection)
-  algorithm: AlgorithmSection = dataclasses.field(
-    default_factory=AlgorithmSection
+  mesh: MeshSection = setting_lib.section(
+    MeshSection,
+    free="the train state is read into the shardings of this start",
   )
-  critic: CriticSection = dataclasses.field(default_factory=CriticSection)
-  staleness_control: StalenessControlSection = dataclasses.field(
-    default_factory=StalenessControlSection
+  task: TaskSection = setting_lib.section(
+    TaskSection,
   )
-  train: TrainSection = dataclasses.field(default_factory=TrainSection)
-  transfer: TransferSection = dataclasses.field(default_factory=TransferSection)
-  eval: EvalSection = dataclasses.field(default_factory=EvalSection)
-  run: RunSection = dataclasses.field(default_factory=RunSection)
-  cluster: ClusterSection = dataclasses.field(default_factory=ClusterSection)
+  warm_start: WarmStartSection = setting_lib.section(
+    WarmStartSection,
+    fixed=setting_lib.WARM_START,
+  )
+  preference: PreferenceSection = setting_lib.section(
+    PreferenceSection,
+    fixed=setting_lib.WARM_START,
+  )
+  rollout: RolloutSection = setting_lib.section(
+    RolloutSection,
+  )
+  algorithm: AlgorithmSection = setting_lib.section(
+    AlgorithmSection,
+  )
+  critic: CriticSection = setting_lib.section(
+    CriticSection,
+  )
+  staleness_control: StalenessControlSection = setting_lib.section(
+    StalenessControlSection,
+    free=(
+      "decides the bound of groups born afterwards; a stored bound outside of"
+      " the limits becomes the nearer limit"
+    ),
+  )
+  train: TrainSection = setting_lib.section(
+    TrainSection,
+  )
+  transfer: TransferSection = setting_lib.section(
+    TransferSection,
+    free=(
+      "weights are published anew; those of earlier starts are removed or"
+      " never adopted"
+    ),
+  )
+  eval: EvalSection = setting_lib.section(
+    EvalSection,
+  )
+  run: RunSection = setting_lib.section(
+    RunSection,
+    free=setting_lib.SUPERVISION,
+  )
+  cluster: ClusterSection = setting_lib.section(
+    ClusterSection,
+    free=(
+      "groups, checkpoints and versions are the same in any number of processes"
+    ),
+  )

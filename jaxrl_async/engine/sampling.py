@@ -24,7 +24,7 @@ import jax
 from jax import numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxrl_async.config import bounds
+from jaxrl_async.config import setting as setting_lib
 
 
 class Stream(enum.IntEnum):
@@ -104,7 +104,7 @@ class SamplingSettings:
         )
 
 
-MAX_END_TOKENS = bounds.MAX_STOP_TOKENS
+MAX_END_TOKENS = setting_lib.MAX_STOP_TOKENS
 _BLOCK = 64  # tokens whose weights are summed before the sums are
 _STEP = 2.0**-23  # of the numbers that `jax.random.uniform` draws
 MIN_TEMPERATURE = 1e-30  # logits / temperature must fit into a float32

@@ -1,9 +1,10 @@
 """Checks of the algorithm's settings against each other, before any import."""
 
 from jaxrl_async.config import algorithm_section
-from jaxrl_async.config import bounds
 from jaxrl_async.config import directories
 from jaxrl_async.config import sections
+from jaxrl_async.config import setting as setting_lib
+from jaxrl_async.run import schedule_checks
 from jaxrl_async.run import unread_settings
 
 # Losses whose ratio has the proximal policy as its anchor.
@@ -18,10 +19,10 @@ def check(config: sections.Config) -> None:
   Raises:
     ConfigError: one line that names the field, and the other one.
   """
+  config = unread_settings.settled(config)
   section = config.algorithm
   _check_name("loss", section.loss, algorithm_section.LOSSES)
   _check_name("advantage", section.advantage, algorithm_section.ADVANTAGES)
-  unread_settings.check(config)
   _check_updates(config)
   _check_loss(section)
   _check_corrections(section)
@@ -32,6 +33,7 @@ def check(config: sections.Config) -> None:
   _check_equal_rewards(config)
   _check_staleness_control(config)
   _check_reference(config)
+  check_optimizers(config)
   sections.require(
     not (section.kl_coef and config.model.lora.adapter),
     "algorithm.kl_coef",
@@ -39,6 +41,23 @@ def check(config: sections.Config) -> None:
     " model.lora.adapter starts from others; merge that adapter into the model,"
     " or use 0",
   )
+
+
+def check_optimizers(config: sections.Config) -> None:
+  """Check that no update removes more than a whole weight.
+
+  Raises:
+    ConfigError: one line that names the field.
+  """
+  for name in schedule_checks.TRAINED:
+    optimizer = getattr(config, name).optimizer
+    rate, decay = optimizer.learning_rate, optimizer.weight_decay
+    sections.require(
+      rate * decay <= 1,
+      f"{name}.optimizer.weight_decay",
+      f"{decay:g} at a learning rate of {rate:g} removes more than the whole"
+      " weight at each update; use less",
+    )
 
 
 def _check_teacher(section: sections.AlgorithmSection) -> None:
@@ -94,11 +113,11 @@ def _check_updates(config: sections.Config) -> None:
   step_updates = section.num_minibatches * section.num_epochs
   num_updates = config.train.num_steps * step_updates
   sections.require(
-    num_updates <= bounds.MAX_INT,
+    num_updates <= setting_lib.MAX_INT,
     "train.num_steps",
     f"{config.train.num_steps} of {step_updates} updates each"
     " (algorithm.num_minibatches * algorithm.num_epochs) are more than"
-    f" {bounds.MAX_INT} updates, which is as far as optimizers count",
+    f" {setting_lib.MAX_INT} updates, which is as far as optimizers count",
   )
 
 

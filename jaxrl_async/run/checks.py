@@ -20,6 +20,7 @@ from jaxrl_async.run import question_sets
 from jaxrl_async.run import reward_terms
 from jaxrl_async.run import schedules
 from jaxrl_async.run import setup as setup_lib
+from jaxrl_async.run import unread_settings
 
 # How long held-out questions are made to see whether there are enough.
 _PATIENCE_S = 3.0
@@ -60,6 +61,7 @@ def checked(
     ConfigError: one line that names the field.
   """
   config_checks.validate(config, len(devices))
+  config = unread_settings.settled(config, note)
   if scorer is None and not is_supervised:
     terms = reward_terms.of_task(config.task)
     for line in reward_terms.try_out(terms):

@@ -14,11 +14,11 @@ from typing import Any
 
 from ml_collections import config_dict
 
-from jaxrl_async.config import bounds
 from jaxrl_async.config import directories
-from jaxrl_async.config import field_types
+from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import lora_section
 from jaxrl_async.config import sections
+from jaxrl_async.config import setting as setting_lib
 from jaxrl_async.config.mesh_shape import MeshShape
 from jaxrl_async.data import worked_solutions
 from jaxrl_async.models import configs
@@ -211,7 +211,7 @@ def slice_shapes(
 def _check_rules(mesh: sections.MeshSection) -> None:
   for side in ("train", "rollout"):
     rules = getattr(mesh, f"{side}_rules")
-    for path, _, axes in field_types.leaves(rules, f"mesh.{side}_rules."):
+    for path, _, axes, _ in fields_lib.walk(rules, f"mesh.{side}_rules."):
       for axis in axes:
         sections.require(
           axis in sections.MESH_AXES,
@@ -418,8 +418,8 @@ def _check_sets(section: sections.EvalSection, max_prompt_tokens: int) -> None:
       "is missing; use that of a dataset, as in task.dataset",
     )
     for entry, low, high in (
-      ("num_items", 0, bounds.MAX_ITEMS),
-      ("samples", 1, bounds.MAX_SAMPLES),
+      ("num_items", 0, setting_lib.MAX_ITEMS),
+      ("samples", 1, setting_lib.MAX_SAMPLES),
     ):
       value = entries.get(entry, low)
       sections.require(
@@ -441,7 +441,7 @@ def check(config: sections.Config) -> None:
   Raises:
     ConfigError: one line that names the field and a correct value.
   """
-  bounds.check(config)
+  fields_lib.check(config)
   _check_lengths(config.rollout, config.train.tokens_per_row)
   _check_cache(config.rollout)
   _check_task(config.task, config.rollout.max_prompt_tokens)

@@ -5,7 +5,7 @@ import dataclasses
 from typing import Any
 
 from jaxrl_async import types
-from jaxrl_async.config import field_types
+from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.models import hf_config
 from jaxrl_async.run import assembly
@@ -21,32 +21,6 @@ from jaxrl_async.text import tokenizer as tokenizer_lib
 
 _COMPLETION_TOKENS = 1_024  # for a pretrained model, unless it can hold fewer
 _SLOTS = 64  # for a pretrained model, unless the memory is too small
-# The settings that answers and their scores depend on.
-_FIELDS = (
-  "seed",
-  "model.tokenizer",
-  "task.dataset",
-  "task.sources",
-  "task.params",
-  "task.eval_dataset",
-  "task.eval_percent",
-  "task.fields",
-  "task.on_bad_row",
-  "task.template",
-  "task.chat",
-  "task.system",
-  "task.answer_prefix",
-  "task.reward",
-  "task.rewards",
-  "task.solved_score",
-  "rollout.max_prompt_tokens",
-  "rollout.max_completion_tokens",
-  "rollout.stop",
-  "rollout.stop_token_ids",
-  "rollout.dtype",
-  "rollout.weights",
-  "eval.temperature",
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,8 +130,12 @@ def _check_samples(samples: int, temperature: float) -> None:
 
 
 def _settings(config: sections.Config) -> dict[str, Any]:
-  values = {path: value for path, _, value in field_types.leaves(config)}
-  return {path: config_json.plain(values[path]) for path in _FIELDS}
+  """Return the settings that answers and their scores depend on."""
+  return {
+    field.path: config_json.plain(field.value)
+    for field in fields_lib.walk(config)
+    if field.known.of_answers
+  }
 
 
 def _categories(prompts: list[types.Prompt], column: str) -> list[str]:

@@ -1,15 +1,16 @@
 """How a run is continued: from which checkpoint, and with which settings.
 
-Each field of the config is in one of three tables, together with the reason.
 Fields that decide how something is computed, placed or supervised may differ
 from the stored config. Fields that stored data depends on may not differ, or
-not while there is such data.
+not while there is such data. Each field of the config says which it is, and
+why (`config.setting`).
 """
 
 from collections.abc import Callable, Mapping
 import pathlib
 from typing import Any, NamedTuple
 
+from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.rewards import server as server_lib
 from jaxrl_async.run import schedule_start
@@ -18,190 +19,6 @@ from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import config_json
 from jaxrl_async.storage import fallback
 from jaxrl_async.storage import workdir as workdir_lib
-
-_IN_THE_LOSS = "read when a batch is trained; nothing stored depends on it"
-_MEMORY = "decides memory and speed of a train step, not what it computes"
-_PROGRAM = "which program generates; logprobs are recorded as they are drawn"
-_SUPERVISION = "supervision and persistence of this start"
-_RATE = (
-  "scales what the optimizer makes of the stored moments, from the next update"
-  " on"
-)
-_WARMUP = (
-  "the rate is a function of the number of updates, which goes on: a warmup"
-  " that is over is not repeated"
-)
-_EACH_UPDATE = "enters each update anew"
-_OFFLOAD = "where moments lie between updates"
-
-# Maps the path of a field, or a section for all its fields, to the reason why
-# it may differ.
-MAY_DIFFER = {
-  "model.compute_dtype": "activations only; stored weights are float32",
-  "model.remat": _MEMORY,
-  "mesh": "the train state is read into the shardings of this start",
-  "task.reward_timeout_s": _SUPERVISION,
-  "task.reward_workers": _SUPERVISION,
-  "task.question_workers": _SUPERVISION,
-  "task.reward_retries": _SUPERVISION,
-  "task.max_failed_groups": _SUPERVISION,
-  "rollout.num_slots": "half-written trajectories wait for a slot",
-  "rollout.max_completion_tokens": "a half-written trajectory that is as long"
-  " already ends as it is; evaluations follow the new limit",
-  "rollout.cache_tokens": "caches are rebuilt; those of half-written"
-  " trajectories have to fit, which is checked",
-  "rollout.decode_steps_per_call": _PROGRAM,
-  "rollout.prefill_rows": _PROGRAM,
-  "rollout.prefill_buckets": _PROGRAM,
-  "rollout.window_buckets": _PROGRAM,
-  "rollout.prefill_chunk": _PROGRAM,
-  "rollout.max_group_seconds": _SUPERVISION,
-  "rollout.num_pages": "caches are rebuilt",
-  "rollout.page_tokens": "caches are rebuilt",
-  "rollout.preemption": _PROGRAM,
-  "rollout.kv_on_adopt": _PROGRAM,
-  "rollout.dtype": _PROGRAM,
-  "rollout.weights": _PROGRAM,
-  "rollout.attention": _PROGRAM,
-  "algorithm.max_staleness": "deadlines are stored with groups; another bound"
-  " holds for groups born afterwards",
-  "algorithm.clip_low": _IN_THE_LOSS,
-  "algorithm.clip_high": _IN_THE_LOSS,
-  "algorithm.loss": _IN_THE_LOSS,
-  "algorithm.dual_clip": _IN_THE_LOSS,
-  "algorithm.sapo_positive": _IN_THE_LOSS,
-  "algorithm.sapo_negative": _IN_THE_LOSS,
-  "algorithm.aggregation": _IN_THE_LOSS,
-  "algorithm.aggregation_tokens": _IN_THE_LOSS,
-  "algorithm.behavior_weight_level": _IN_THE_LOSS,
-  "algorithm.behavior_weight_floor": _IN_THE_LOSS,
-  "algorithm.behavior_weight_cap": _IN_THE_LOSS,
-  "algorithm.behavior_weight_cap_mode": _IN_THE_LOSS,
-  "algorithm.proximal": _IN_THE_LOSS,
-  "algorithm.second_moment_bound": _IN_THE_LOSS,
-  "algorithm.sequence_kl_bound": _IN_THE_LOSS,
-  "algorithm.advantage": _IN_THE_LOSS,
-  "algorithm.advantage_scale": _IN_THE_LOSS,
-  "algorithm.gamma": _IN_THE_LOSS,
-  "algorithm.gae_lambda": _IN_THE_LOSS,
-  "algorithm.reward_bias": _IN_THE_LOSS,
-  "algorithm.reward_scale": _IN_THE_LOSS,
-  "algorithm.reward_clip": _IN_THE_LOSS,
-  "algorithm.overlong_filter": _IN_THE_LOSS,
-  "algorithm.kl_estimator": _IN_THE_LOSS,
-  "algorithm.kl_in_reward": _IN_THE_LOSS,
-  "algorithm.kl_reward_clip": _IN_THE_LOSS,
-  "algorithm.entropy_coef": _IN_THE_LOSS,
-  "algorithm.distill_coef": _IN_THE_LOSS,
-  "critic.value_clip": _IN_THE_LOSS,
-  "critic.value_coef": _IN_THE_LOSS,
-  "critic.optimizer.learning_rate": _RATE,
-  "critic.optimizer.warmup_steps": _WARMUP,
-  "critic.optimizer.rate_schedule": _WARMUP,
-  "critic.optimizer.eps": _EACH_UPDATE,
-  "critic.optimizer.weight_decay": _EACH_UPDATE,
-  "critic.optimizer.max_grad_norm": _EACH_UPDATE,
-  "critic.optimizer.offload": _OFFLOAD,
-  "algorithm.schedules": _IN_THE_LOSS,
-  "staleness_control": "decides the bound of groups born afterwards; a stored"
-  " bound outside of the limits becomes the nearer limit",
-  "algorithm.reference_offload": "where the reference lies between its uses",
-  "algorithm.filter_zero_std": "asked when a group is scored; groups that were"
-  " kept before are trained",
-  "train.num_steps": "how far to go; a decaying learning rate follows the new"
-  " curve from there",
-  "train.tokens_per_row": "rows are packed anew each step; stored trajectories"
-  " have to fit, which is checked",
-  "train.rows_per_microbatch": _MEMORY,
-  "train.max_bad_updates": _SUPERVISION,
-  "train.vocab_chunk": _MEMORY,
-  "train.attention": _MEMORY,
-  "train.decay": "the rate is a function of the number of updates, which goes"
-  " on: the new curve holds from there",
-  "train.optimizer.learning_rate": _RATE,
-  "train.optimizer.warmup_steps": _WARMUP,
-  "train.optimizer.rate_schedule": _WARMUP,
-  "train.optimizer.eps": _EACH_UPDATE,
-  "train.optimizer.weight_decay": _EACH_UPDATE,
-  "train.optimizer.max_grad_norm": _EACH_UPDATE,
-  "train.optimizer.offload": _OFFLOAD,
-  "transfer": "weights are published anew; those of earlier starts are removed"
-  " or never adopted",
-  "eval.every": "how often; not what is measured",
-  "eval.beside": "when; not what is measured",
-  "eval.samples": "more answers narrow the same accuracy",
-  "eval.sets": "each has metrics of its own name; nothing stored depends on it",
-  "run": _SUPERVISION,
-  "cluster": "groups, checkpoints and versions are the same in any number of"
-  " processes",
-}
-
-_MOVED = "the reference of the checkpoint has moved by it"
-_TRAJECTORIES = "groups that the checkpoint holds have that size"
-# These may differ only if the checkpoint holds no outstanding group.
-NOT_WITH_OUTSTANDING_GROUPS = {
-  "algorithm.group_size": _TRAJECTORIES,
-  "algorithm.groups_per_step": "their deadlines were given for batches of that"
-  " size",
-}
-
-_QUESTIONS = "stored prompts, and the order of those to come, depend on it"
-_WARM_START = "the stored weights came of it"
-_HELD_OUT = "accuracies before and after could not be compared"
-_MOMENTS = "the stored moments are made with it"
-MUST_STAY = {
-  "seed": _QUESTIONS,
-  "model.lora.rank": "the stored adapters have it",
-  "model.lora.alpha": "the stored adapters were trained with it",
-  "model.lora.modules": "the stored adapters are of these kernels",
-  "model.lora.base_dtype": "the stored adapters were trained on that base",
-  "model.lora.adapter": "the stored adapters came of it",
-  "model.name": "stored weights and tokens are of that model and tokenizer",
-  "model.tokenizer": "stored weights and tokens are of that tokenizer",
-  "task.dataset": _QUESTIONS,
-  "task.sources": _QUESTIONS,
-  "task.params": _QUESTIONS,
-  "task.eval_dataset": _QUESTIONS,
-  "task.eval_percent": _QUESTIONS,
-  "task.fields": _QUESTIONS,
-  "task.on_bad_row": _QUESTIONS,
-  "task.rest_after": _QUESTIONS,
-  "task.rest_for": _QUESTIONS,
-  "task.template": _QUESTIONS,
-  "task.chat": _QUESTIONS,
-  "task.system": _QUESTIONS,
-  "task.answer_prefix": "stored groups were scored with it",
-  "task.reward": "stored groups were scored with it",
-  "task.rewards": "stored groups were scored with them",
-  "warm_start": _WARM_START,
-  "preference": _WARM_START,
-  "rollout.max_prompt_tokens": "it decides which questions there are",
-  "rollout.temperature": "stored logprobs are of tokens drawn at it",
-  "rollout.stop": "half-written trajectories were read with it",
-  "rollout.stop_token_ids": "half-written trajectories were read with it",
-  "algorithm.num_minibatches": "the stored number of updates, and so the place"
-  " on the learning rate's curve, counts so many a step",
-  "algorithm.num_epochs": "the stored number of updates counts so many a step",
-  "algorithm.reference_every": _MOVED,
-  "algorithm.reference_decay": _MOVED,
-  "algorithm.kl_coef": "the checkpoint holds a reference, or none if it was 0",
-  "critic.warmup_steps": "the policy's learning rate counts from its end",
-  "critic.trunk": "the checkpoint holds the other kind of critic",
-  "critic.normalize_decay": "the stored critic predicts in units that it has"
-  " made",
-  "critic.optimizer.name": _MOMENTS,
-  "critic.optimizer.b1": _MOMENTS,
-  "critic.optimizer.b2": _MOMENTS,
-  "critic.optimizer.state_dtype": _MOMENTS,
-  "algorithm.teacher": "the checkpoint holds the teacher, or none",
-  "train.optimizer.name": _MOMENTS,
-  "train.optimizer.b1": _MOMENTS,
-  "train.optimizer.b2": _MOMENTS,
-  "train.optimizer.state_dtype": _MOMENTS,
-  "eval.num_items": _HELD_OUT,
-  "task.solved_score": _HELD_OUT,
-  "eval.temperature": _HELD_OUT,
-}
 
 # The keys that `training_run.Run` stores. Parameters that launch/sft.py wrote
 # do not have them.
@@ -213,12 +30,6 @@ _RUN_STATE = (
   "metrics",
   "record",
 )
-
-
-def reason(table: dict[str, str], path: str) -> str | None:
-  """Return the reason that a table gives for a field or for its section."""
-  section = path.partition(".")[0]
-  return table.get(path) or table.get(section)
 
 
 _REWARDS = ("task.reward", "task.rewards")
@@ -284,21 +95,22 @@ def check_config(
   allowed, refused = [], []
   unread = unread_settings.reasons(stored).keys()
   unread &= unread_settings.reasons(wanted).keys()
+  known = {field.path: field.known for field in fields_lib.walk(wanted)}
   for path, values in config_json.differences(stored, wanted).items():
     before, now = map(_shown, values)
-    why = None if path in unread else reason(MUST_STAY, path)
+    why = "" if path in unread else known[path].fixed
     if path in _REWARDS and _as_scored(values[0]) == _as_scored(values[1]):
-      why = None
+      why = ""
     if path == "algorithm.kl_coef" and (all(values) or stored.model.lora.rank):
-      why = None  # the checkpoint holds what is needed
+      why = ""  # the checkpoint holds what is needed
     if path == "algorithm.advantage" and "gae" in values:
       why = "the checkpoint holds a critic if it is gae, and none otherwise"
     held = _holds_compute_dtype(stored)
     if path == "model.compute_dtype" and held:
       why = f"the checkpoint holds a {held} of that type"
-    if has_outstanding and why is None:
-      why = reason(NOT_WITH_OUTSTANDING_GROUPS, path)
-    if why is None:
+    if has_outstanding and not why:
+      why = known[path].fixed_with_groups
+    if not why:
       allowed.append(f"{path}: {before} and now {now}")
     else:
       refused.append(f"{path}: {before} and {now}: {why}")

@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 from jaxrl_async import types
-from jaxrl_async.config import bounds
 from jaxrl_async.config import sections
+from jaxrl_async.config import setting as setting_lib
 from jaxrl_async.rewards import named
 from jaxrl_async.rewards import server as server_lib
 from jaxrl_async.rewards import term as term_lib
@@ -80,13 +80,13 @@ def _check_entry(path: str, entry: dict[str, Any]) -> None:
   )
   weight = entry.get("weight", 1.0)
   sections.require(
-    abs(weight) <= bounds.MAX_INT and math.isfinite(weight),
+    abs(weight) <= setting_lib.MAX_INT and math.isfinite(weight),
     f"{path}.weight",
     f"{sections.shown(weight)} is out of range; use a finite number",
   )
   for field, low, high in (
-    ("timeout_s", 0.1, bounds.MAX_REWARD_TIMEOUT_S),
-    ("retries", 0, bounds.MAX_REWARD_RETRIES),
+    ("timeout_s", 0.1, setting_lib.MAX_REWARD_TIMEOUT_S),
+    ("retries", 0, setting_lib.MAX_REWARD_RETRIES),
   ):
     value = entry.get(field, low)
     sections.require(

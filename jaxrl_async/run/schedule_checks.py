@@ -7,32 +7,11 @@ optimizer counts updates. `schedules` checks their values.
 from typing import Any
 
 from jaxrl_async.config import algorithm_section
+from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
+from jaxrl_async.config import setting as setting_lib
 from jaxrl_async.run import unread_settings
 
-# The fields that may have a schedule.
-_SCHEDULED = (
-  "clip_low",
-  "clip_high",
-  "dual_clip",
-  "sapo_positive",
-  "sapo_negative",
-  "behavior_weight_floor",
-  "behavior_weight_cap",
-  "sequence_kl_bound",
-  "second_moment_bound",
-  "kl_coef",
-  "kl_reward_clip",
-  "entropy_coef",
-  "distill_coef",
-  "gamma",
-  "gae_lambda",
-  "reward_bias",
-  "reward_scale",
-  "reward_clip",
-  "value_coef",
-  "value_clip",
-)
 # Of numbers that a reader may look for: why they have no schedule.
 _NOT_SCHEDULED = {
   "learning_rate": "rate_schedule of its optimizer is its schedule",
@@ -41,20 +20,6 @@ _NOT_SCHEDULED = {
   "reference_decay": "the stored reference is an average with that weight",
   "normalize_decay": "the stored critic's unit is an average with that weight",
 }
-# Coefficients that a schedule may make 0. If the field itself is 0, the loss
-# lacks a term.
-COEFFICIENTS = ("kl_coef", "distill_coef", "entropy_coef")
-# Fields of which 0 means that there is no bound. No schedule may reach it.
-NEVER_ZERO = (
-  "dual_clip",
-  "sequence_kl_bound",
-  "second_moment_bound",
-  "kl_reward_clip",
-  "reward_clip",
-  "value_clip",
-)
-# Fields of which 0 means that the loss lacks a term or a bound.
-_OFF_AT_ZERO = (*NEVER_ZERO, *COEFFICIENTS)
 # Schedules have numbers, texts and tables of numbers as arguments.
 _ARGUMENTS = (bool, int, float, str, dict)
 # The sections with an optimizer.
@@ -68,18 +33,20 @@ def check(config: sections.Config) -> None:
     ConfigError: one line that names the field.
   """
   path, unread = "algorithm.schedules", unread_settings.reasons(config)
+  scheduled = kinds()
   for field, entry in config.algorithm.schedules.to_dict().items():
     sections.require(
-      field in _SCHEDULED,
+      field in scheduled,
       path,
       f"{sections.shown(field)} has none"
       f" ({_NOT_SCHEDULED.get(field, 'it is not a number of the loss')}); use"
-      f" one of {', '.join(_SCHEDULED)}",
+      f" one of {', '.join(scheduled)}",
     )
     _check_entry(f"{path}: {field}", entry)
     name = _name(config, field)
     sections.require(
-      field not in _OFF_AT_ZERO or getattr(owner(config, field), field) != 0,
+      scheduled[field] is setting_lib.Schedule.FREE
+      or getattr(owner(config, field), field) != 0,
       path,
       f"{field}: {name}=0 leaves it out of the loss, with any schedule; use"
       f" another {name}, and an init_value of 0 if it is to start there",
@@ -92,6 +59,18 @@ def check(config: sections.Config) -> None:
     entry = getattr(config, name).optimizer.rate_schedule.to_dict()
     if entry:
       _check_entry(f"{name}.optimizer.rate_schedule", entry)
+
+
+def kinds() -> dict[str, setting_lib.Schedule]:
+  """Return the fields that may have a schedule, by name."""
+  usual = sections.Config()
+  return {
+    name: field.known.schedule
+    for section in (usual.algorithm, usual.critic)
+    for field in fields_lib.walk(section)
+    if field.known.schedule is not setting_lib.Schedule.NONE
+    for name in [field.path]
+  }
 
 
 def _check_entry(path: str, entry: Any) -> None:

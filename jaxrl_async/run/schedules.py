@@ -13,8 +13,9 @@ import jax
 from ml_collections import config_dict
 import numpy as np
 
-from jaxrl_async.config import bounds
+from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
+from jaxrl_async.config import setting as setting_lib
 from jaxrl_async.run import algorithm_checks
 from jaxrl_async.run import schedule_checks
 from jaxrl_async.training import optax_schedules
@@ -129,12 +130,13 @@ def _check_value(
   there.algorithm.schedules = config_dict.ConfigDict()
   setattr(schedule_checks.owner(there, field), field, value)
   reason = ""
-  if value == 0 and field in schedule_checks.NEVER_ZERO:
+  kind = schedule_checks.kinds()[field]
+  if value == 0 and kind is setting_lib.Schedule.BOUND:
     reason = "0 would switch it off, which no schedule can do"
   try:
-    bounds.check(there)
+    fields_lib.check(there)
     # A coefficient of 0 leaves its term out only if the field itself is 0.
-    if field not in schedule_checks.COEFFICIENTS or value:
+    if kind is not setting_lib.Schedule.COEFFICIENT or value:
       algorithm_checks.check(there)
   except sections.ConfigError as error:
     reason = str(error)
@@ -152,7 +154,8 @@ def _check_rate(
   there = copy.deepcopy(config)
   getattr(there, name).optimizer.learning_rate = value
   try:
-    bounds.check(there)
+    fields_lib.check(there)
+    algorithm_checks.check_optimizers(there)
   except sections.ConfigError as error:
     raise sections.ConfigError(
       f"{name}.optimizer.rate_schedule: it becomes {value:g} at update"

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxrl_async.config import field_types
+from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import recorded_schedule
 from jaxrl_async.coordination import supervisor as supervisor_lib
@@ -40,7 +40,7 @@ def train(
   scorer = _importable(reward)
   config = _config(config)
   for path, value in settings.items():
-    field_types.set_at(config, path, value)
+    fields_lib.set_at(config, path, value)
   workdir = workdir.absolute()
   source = None
   if isinstance(dataset, source_lib.Source):

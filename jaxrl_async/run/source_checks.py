@@ -9,7 +9,7 @@ from typing import Any
 
 from ml_collections import config_dict
 
-from jaxrl_async.config import field_types
+from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.data.tables import uri as uri_lib
 
@@ -139,7 +139,7 @@ def _check_member(name: Any, given: Any) -> None:
         f"{sections.shown(value)} is not one of {', '.join(options)}",
       )
     elif key != _WEIGHT:
-      field_types.check_type(f"{path}.{key}", kinds[key], value)
+      fields_lib.check_type(f"{path}.{key}", kinds[key], value)
   for key in ("dataset", _WEIGHT):
     sections.require(
       key in given,

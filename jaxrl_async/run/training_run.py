@@ -400,8 +400,8 @@ def run(
   Args:
     config: of the run.
     workdir: directory of this run alone. If it holds a checkpoint, the run
-      continues from the newest one. The settings in `resume.MAY_DIFFER` may
-      then be different ones.
+      continues from the newest one. Settings that are not `fixed`
+      (`config.setting`) may then be different ones.
     initial_params: float32 parameters of the policy with stacked layers, used
       instead of a warm start. With LoRA they are those of the base.
     source: the source of the prompts; None is the dataset of `task.dataset`.

@@ -1,15 +1,17 @@
 """Settings of the algorithm that nothing reads because of the other settings.
 
-A setting that was changed and has no effect is refused, so that nobody takes
-the result for its own. The defaults always pass.
+A setting that was changed and has no effect is told, so that nobody takes the
+result for its own. It is no error: one side of a comparison may not read what
+the other one varies.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+import copy
 import enum
 from typing import Any
 
 from jaxrl_async.config import algorithm_section
-from jaxrl_async.config import field_types
+from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.storage import config_json
 
@@ -18,23 +20,28 @@ _CLIPPED = ("ppo", "coupled_ppo", "gspo", "cispo")
 _DUAL = ("ppo", "coupled_ppo")
 
 
-def check(config: sections.Config) -> None:
-  """Check that every setting that was changed is read by something.
+def settled(
+  config: sections.Config, note: Callable[[str], None] = lambda line: None
+) -> sections.Config:
+  """Return a config in which settings that nothing reads have their defaults.
 
-  Raises:
-    ConfigError: one line that names the field, and the one that leaves it
-      without an effect.
+  So code that looks at one of them without looking at the others is right too.
+
+  Args:
+    config: stays as it is.
+    note: is called with a line about every setting that is changed.
   """
-  unread = reasons(config)
-  found = field_types.leaves(config)
-  usual = field_types.leaves(sections.Config())
-  for (path, _, value), (_, _, default) in zip(found, usual, strict=True):
-    sections.require(
-      path not in unread or value == default,
-      path,
-      f"{_shown(value)} has no effect, because {unread.get(path)}; leave it at"
-      f" {_shown(default)}",
-    )
+  unread, made = reasons(config), copy.deepcopy(config)
+  found = fields_lib.walk(config)
+  usual = fields_lib.walk(sections.Config())
+  for field, default in zip(found, usual, strict=True):
+    if field.path in unread and field.value != default.value:
+      fields_lib.set_at(made, field.path, default.value)
+      note(
+        f"{field.path}: {_shown(field.value)} has no effect, because"
+        f" {unread[field.path]}"
+      )
+  return made
 
 
 def reasons(config: sections.Config) -> dict[str, str]:
@@ -64,7 +71,7 @@ def _rules(config: sections.Config) -> Iterator[tuple[str, str, bool, str]]:
     yield "algorithm", *rule
   advantage = config.algorithm.advantage
   usual = sections.Config()
-  of_critic = [path for path, _, _ in field_types.leaves(usual.critic)]
+  of_critic = [path for path, *_ in fields_lib.walk(usual.critic)]
   yield (
     "critic",
     " ".join(of_critic),

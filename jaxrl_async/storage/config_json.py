@@ -9,7 +9,7 @@ from typing import Any
 
 from ml_collections import config_dict
 
-from jaxrl_async.config import field_types
+from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.storage import disk
 
@@ -82,7 +82,7 @@ def from_dict(values: dict[str, Any]) -> sections.Config:
       elif isinstance(kind, type) and issubclass(kind, enum.Enum):
         value = next((x for x in kind if x.value == value), value)
       if not dataclasses.is_dataclass(kind):
-        field_types.check_type(path, kind, value)
+        fields_lib.check_type(path, kind, value)
       setattr(section, name, value)
     return section
 
@@ -94,11 +94,9 @@ def differences(
 ) -> dict[str, tuple[Any, Any]]:
   """Return both values of each field that differs, keyed by its path."""
   return {
-    path: (value, other)
-    for (path, _, value), (_, _, other) in zip(
-      field_types.leaves(a), field_types.leaves(b), strict=True
-    )
-    if plain(value) != plain(other)
+    x.path: (x.value, y.value)
+    for x, y in zip(fields_lib.walk(a), fields_lib.walk(b), strict=True)
+    if plain(x.value) != plain(y.value)
   }
 
 
@@ -143,7 +141,7 @@ def from_stored(values: Any) -> sections.Config:
   sections.require(isinstance(values, dict), _FORMAT, "it is not an object")
   values = dict(values)
   number = values.pop(_FORMAT, 0)
-  field_types.check_type(_FORMAT, int, number)
+  fields_lib.check_type(_FORMAT, int, number)
   sections.require(
     number <= FORMAT,
     _FORMAT,

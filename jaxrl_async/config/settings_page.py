@@ -1,0 +1,105 @@
+"""The page of all settings, docs/settings.md, from the settings themselves.
+
+uv run python -m jaxrl_async.config.settings_page > docs/settings.md
+"""
+
+from collections.abc import Iterator
+import dataclasses
+import enum
+import inspect
+from typing import Any
+
+from jaxrl_async.config import fields as fields_lib
+from jaxrl_async.config import sections
+from jaxrl_async.config import setting as setting_lib
+
+_HEAD = """# All settings
+
+Made from the source by `python -m jaxrl_async.config.settings_page`; a test
+compares the two. A config file sets `config.SECTION.NAME`, and the command line
+`--config.SECTION.NAME=VALUE`. "Resumed" says whether a run may go on from a
+checkpoint with another value, and why. A setting with "schedule" may follow one
+over the train steps (`algorithm.schedules`)."""
+
+
+def page() -> str:
+  """Return the page, as Markdown."""
+  config = sections.Config()
+  own = [x for x in fields_lib.walk(config) if "." not in x.path]
+  parts = [_HEAD, _table(own)]
+  for field in dataclasses.fields(config):
+    if dataclasses.is_dataclass(field.type):
+      parts += _section(field.name, getattr(config, field.name))
+  return "\n\n".join(parts) + "\n"
+
+
+def _section(path: str, section: Any) -> Iterator[str]:
+  """Yield the parts of the page that are about a section."""
+  yield f"## {path}"
+  yield _words(section)
+  found = [x for x in _walk(path) if x.path.rpartition(".")[0] == path]
+  if found:
+    yield _table(found)
+  seen: list[type[enum.Enum]] = []
+  for field in found:
+    if isinstance(field.value, enum.Enum) and type(field.value) not in seen:
+      seen.append(type(field.value))
+      name = field.path.rpartition(".")[2]
+      yield f"`{name}`: {_words(type(field.value))}"
+  for field in dataclasses.fields(section):
+    value = getattr(section, field.name)
+    if dataclasses.is_dataclass(value):
+      yield from _section(f"{path}.{field.name}", value)
+
+
+def _walk(path: str) -> list[fields_lib.Field]:
+  found = fields_lib.walk(sections.Config())
+  return [field for field in found if field.path.startswith(f"{path}.")]
+
+
+def _words(of: Any) -> str:
+  """Return the docstring of a class, as Markdown."""
+  return inspect.getdoc(of if isinstance(of, type) else type(of)) or ""
+
+
+def _table(found: list[fields_lib.Field]) -> str:
+  rows = ["| setting | default | meaning | values | resumed |"]
+  rows.append("| --- | --- | --- | --- | --- |")
+  for field in found:
+    known = field.known
+    cells = (
+      f"`{field.path}`",
+      f"`{_shown(field.value)}`",
+      known.meaning,
+      _values(field),
+      f"yes: {known.free}"
+      if known.free
+      else f"no: {known.fixed or known.fixed_with_groups}",
+    )
+    rows.append("| " + " | ".join(x.replace("|", r"\|") for x in cells) + " |")
+  return "\n".join(rows)
+
+
+def _shown(value: Any) -> str:
+  if isinstance(value, enum.Enum):
+    return value.value
+  return repr(value).replace("\n", r"\n").replace("ConfigDict()", "{}")
+
+
+def _values(field: fields_lib.Field) -> str:
+  known, words = field.known, []
+  if isinstance(field.value, enum.Enum):
+    words.append(", ".join(x.value for x in type(field.value)))
+  elif known.choices:
+    words.append(", ".join(known.choices))
+  elif known.low is not None or known.high is not None:
+    words.append(fields_lib.range_of(known))
+  elif field.kind is bool:
+    words.append("True, False")
+  if known.schedule is not setting_lib.Schedule.NONE:
+    words.append("schedule")
+  return "; ".join(words)
+
+
+if __name__ == "__main__":
+  print(page(), end="")
