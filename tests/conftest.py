@@ -1,5 +1,6 @@
 """Session settings: CPU, 8 virtual devices, strict types, shapes checked."""
 
+import collections
 import os
 import pathlib
 import tempfile
@@ -27,6 +28,7 @@ import pytest
 import three_hosts
 
 pytest_plugins = ["skips"]
+_SLOWEST = 20
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -40,6 +42,21 @@ def pytest_collection_modifyitems(config, items):
   """Leave tests out for which something cannot be made here, and say so."""
   _leave_out(config, items, "sandbox", _no_sandbox)
   _leave_out(config, items, "namespaces", three_hosts.why_not)
+
+
+def pytest_terminal_summary(terminalreporter):
+  """Print which files took the longest, so that a change sees what it costs."""
+  seconds = collections.Counter()
+  for reports in terminalreporter.stats.values():
+    for report in reports:
+      if isinstance(report, pytest.TestReport):
+        seconds[report.nodeid.partition("::")[0]] += report.duration
+  if len(seconds) > 1:
+    terminalreporter.section("slowest files")
+  for path, taken_s in (
+    seconds.most_common(_SLOWEST) if len(seconds) > 1 else ()
+  ):
+    terminalreporter.write_line(f"{taken_s:7.1f} s  {path}")
 
 
 def _leave_out(config, items, marker, why_not):
