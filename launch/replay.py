@@ -2,7 +2,7 @@
 
 python launch/replay.py --workdir=/tmp/quickstart
 
-Every token, logprob and loss is compared with the record, and the train state
+The run must have had run.record_schedule, which is on by default. Every token, logprob and loss is compared with the record, and the train state
 at the end with the checkpoint of that step, if there is one. The first
 difference ends the replay with exit status 1. Nothing is written to the
 workdir. With --teacher_forced, --config.SECTION.FIELD=VALUE changes settings of

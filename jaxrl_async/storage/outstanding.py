@@ -25,6 +25,8 @@ from jaxrl_async.types import (
   Trajectory,
 )
 
+ADMISSION_FIELDS = tuple(x.name for x in dataclasses.fields(Admission))
+
 
 class OutstandingError(ValueError):
   """Groups cannot be stored, or stored groups are incomplete."""
@@ -150,20 +152,30 @@ def _group_record(group: RolloutGroup) -> dict[str, Any]:
 
 
 def reward_record(reward: Reward | None) -> dict[str, Any] | None:
-  """Return a reward as JSON.
+  """Return a reward as JSON."""
+  if reward is None:
+    return None
+  return {
+    "score": reward.score,
+    "parts": dict(reward.parts),
+    "token_scores": token_scores_record(reward),
+    "answer": reward.answer,
+  }
+
+
+def token_scores_record(reward: Reward) -> list[tuple[int, float]] | None:
+  """Return the token scores of a reward as JSON.
 
   Keys of JSON objects are strings. Token scores therefore become pairs
   (position, score).
   """
-  if reward is None:
-    return None
   scores = reward.token_scores
-  return {
-    "score": reward.score,
-    "parts": dict(reward.parts),
-    "token_scores": None if scores is None else list(scores.items()),
-    "answer": reward.answer,
-  }
+  return None if scores is None else list(scores.items())
+
+
+def read_token_scores(record: list[Any] | None) -> dict[int, float] | None:
+  """Invert `token_scores_record`."""
+  return None if record is None else {at: x for at, x in record}
 
 
 def read_reward(record: dict[str, Any] | float | None) -> Reward | None:
@@ -175,11 +187,10 @@ def read_reward(record: dict[str, Any] | float | None) -> Reward | None:
     return None
   if not isinstance(record, dict):
     return Reward(score=float(record))
-  scores = record["token_scores"]
   return Reward(
     score=record["score"],
     parts=record["parts"],
-    token_scores=None if scores is None else {at: x for at, x in scores},
+    token_scores=read_token_scores(record["token_scores"]),
     answer=record.get("answer"),  # older records have no answer
   )
 
@@ -210,8 +221,7 @@ def _unpack(
 
 def read_admission(record: dict[str, Any]) -> Admission:
   """Return the admission from a record that holds other fields too."""
-  names = [field.name for field in dataclasses.fields(Admission)]
-  return Admission(**{name: record[name] for name in names})
+  return Admission(**{name: record[name] for name in ADMISSION_FIELDS})
 
 
 def _read_group(
