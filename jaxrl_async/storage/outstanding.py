@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_async.storage import disk
 from jaxrl_async.storage import item_json
 from jaxrl_async.types import (
   TOKEN_ARRAYS,
@@ -53,23 +54,48 @@ def write(directory: pathlib.Path, groups: list[OutstandingGroup]) -> None:
   Raises:
     OutstandingError: a group cannot be stored.
   """
-  for name, content in packed(groups).items():
-    (directory / name).write_bytes(content)
+  for name, pieces in packed(groups).items():
+    disk.write_pieces(directory / name, pieces)
 
 
-def packed(groups: list[OutstandingGroup]) -> dict[str, bytes]:
+def packed(groups: list[OutstandingGroup]) -> dict[str, disk.Pieces]:
   """Return the content of `groups.json` and of the .npy files, by name.
+
+  The arrays of trajectories are not copied, because nothing changes them.
 
   Raises:
     OutstandingError: a group cannot be stored.
   """
   records, arrays = _pack(groups)
-  files = {"groups.json": json.dumps(records).encode()}
-  for field, array in arrays.items():
-    file = io.BytesIO()
-    np.save(file, array, allow_pickle=False)
-    files[f"{field}.npy"] = file.getvalue()
+  files: dict[str, disk.Pieces] = {
+    "groups.json": [json.dumps(records).encode()]
+  }
+  for field, pieces in arrays.items():
+    files[f"{field}.npy"] = _npy(field, pieces)
   return files
+
+
+def _npy(field: str, pieces: list[np.ndarray]) -> disk.Pieces:
+  """Return the file that numpy reads as these arrays end to end.
+
+  Raises:
+    OutstandingError: they differ in their type.
+  """
+  dtypes = {piece.dtype for piece in pieces} or {np.dtype(np.float64)}
+  if len(dtypes) > 1:
+    names = " and ".join(sorted(map(str, dtypes)))
+    raise OutstandingError(f"{field} mixes {names}")
+  (dtype,) = dtypes
+  header = io.BytesIO()
+  np.lib.format.write_array_header_1_0(
+    header,
+    {
+      "descr": np.lib.format.dtype_to_descr(dtype),
+      "fortran_order": False,
+      "shape": (sum(map(len, pieces)),),
+    },
+  )
+  return [header.getvalue(), *map(np.ascontiguousarray, pieces)]
 
 
 def read(directory: pathlib.Path) -> list[OutstandingGroup]:
@@ -88,8 +114,8 @@ def read(directory: pathlib.Path) -> list[OutstandingGroup]:
 
 def _pack(
   groups: list[OutstandingGroup],
-) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-  """Return JSON records, and for each field all of its arrays end to end."""
+) -> tuple[list[dict[str, Any]], dict[str, list[np.ndarray]]]:
+  """Return JSON records, and for each field all of its arrays."""
   pieces: dict[str, list[np.ndarray]] = {"prompt_tokens": []}
   pieces |= {field: [] for field in TOKEN_ARRAYS}
   records = []
@@ -114,13 +140,7 @@ def _pack(
             f"{array.shape}, tokens are {trajectory.tokens.shape}"
           )
         pieces[field].append(array)
-  arrays = {}
-  for field, parts in pieces.items():
-    dtypes = sorted({str(part.dtype) for part in parts})
-    if len(dtypes) > 1:
-      raise OutstandingError(f"{field} mixes {' and '.join(dtypes)}")
-    arrays[field] = np.concatenate(parts) if parts else np.zeros(0)
-  return records, arrays
+  return records, pieces
 
 
 def _group_record(group: RolloutGroup) -> dict[str, Any]:
