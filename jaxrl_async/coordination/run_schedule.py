@@ -62,7 +62,7 @@ def digest(trajectory: types.Trajectory) -> str:
   """Return a digest of the bits of a trajectory's tokens and logprobs."""
   found = hashlib.sha256()  # processors have instructions for it
   for name in types.TOKEN_ARRAYS:
-    found.update(np.ascontiguousarray(getattr(trajectory, name)))
+    found.update(np.ascontiguousarray(getattr(trajectory, name)).data)
   return base64.b64encode(found.digest()[:_DIGEST_BYTES]).decode()
 
 

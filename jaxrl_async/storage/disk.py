@@ -12,13 +12,10 @@ import os
 import pathlib
 import re
 
-import numpy as np
-
 from jaxrl_async.storage import workdir as workdir_lib
 
 # What a file consists of.
-Buffer = bytes | np.ndarray
-Pieces = Sequence[Buffer]
+Pieces = Sequence[bytes | memoryview]
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -116,7 +113,7 @@ def write_pieces(
 
   Args:
     path: of the file.
-    pieces: bytes, or contiguous arrays.
+    pieces: bytes, or the memory of contiguous arrays.
     sync: also wait until they have reached the disk.
   """
   with open(path, "wb") as file:

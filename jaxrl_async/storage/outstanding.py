@@ -95,7 +95,7 @@ def _npy(field: str, pieces: list[np.ndarray]) -> disk.Pieces:
       "shape": (sum(map(len, pieces)),),
     },
   )
-  return [header.getvalue(), *map(np.ascontiguousarray, pieces)]
+  return [header.getvalue(), *[np.ascontiguousarray(x).data for x in pieces]]
 
 
 def read(directory: pathlib.Path) -> list[OutstandingGroup]:
