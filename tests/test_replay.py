@@ -421,6 +421,19 @@ def test_a_killed_run_and_what_followed_are_replayed(
   assert "bits may differ from step 0" not in said
 
 
+def test_a_run_without_the_record_goes_on_and_cannot_be_replayed(tmp_path):
+  config = make_config(num_steps=2)
+  config.run = sections.RunSection(record_schedule=False, exact_resume=True)
+  test_run.start(config, tmp_path)
+  config.train = dataclasses.replace(config.train, num_steps=3)
+  test_run.start(config, tmp_path)
+  lines = test_run.lines(tmp_path, "schedule")
+  assert [line["start"] for line in lines] == [0, 2]
+  for wanted in ({}, {"from_step": 2}, {"from_ledger": True}):
+    with pytest.raises(sections.ConfigError, match="run.record_schedule$"):
+      play(tmp_path, **wanted)
+
+
 @pytest.mark.nightly
 def test_a_change_of_settings_ends_what_can_be_replayed(recorded, tmp_path):
   workdir = tmp_path / "other"
