@@ -39,9 +39,11 @@ The last line of standard output is one JSON object whose keys are the sizes.
 
 from collections.abc import Callable, Iterator, Sequence
 import hashlib
+import itertools
 import json
 import pathlib
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -298,10 +300,12 @@ class _LargeRun:
         break
     ledger = self.workdir / "ledger.jsonl"
     before = ledger.stat().st_size
-    while ledger.stat().st_size == before:
+    while ledger.stat().st_size == before and self._process.poll() is None:
       time.sleep(0.001)
     self._process.kill()
     self._process.communicate()
+    if self._process.returncode != -signal.SIGKILL:
+      raise RuntimeError(f"{_LARGE_STEP} ended before it was killed")
 
   def books(self) -> Iterator[bytes]:
     """Yield all that does not depend on time."""
@@ -336,7 +340,7 @@ def measure_batches(
         resumed = _LargeRun(path / "killed", size, num_tokens)
         again = resumed.row()
         rows[name] |= {x: again[x] for x in ("check", "restore")}
-        pairs = zip(run.books(), resumed.books(), strict=True)
+        pairs = itertools.zip_longest(run.books(), resumed.books())
         rows[name]["survives"] = float(all(a == b for a, b in pairs))
       else:
         shutil.rmtree(run.workdir)

@@ -5,9 +5,10 @@
 Runs the coordinator, the buffer, the recorder and the checkpoints of a run with
 the sizes of configs/deepseek_1p5b.py. Engine and rewards are fakes, and nothing
 is trained. Messages are encoded and decoded as replicas in other processes send
-them. Groups are written half by one version and half by the next one, so that
-each checkpoint has a step's worth of finished groups, and as many that are half
-written. Replicas give these back at a checkpoint, as with `run.exact_resume`.
+them, a 16th of the batch at a time. Groups are written half by one version and
+half by the next one, so that each checkpoint has a step's worth of finished
+groups, and as many that are half written. Replicas give these back at a
+checkpoint, as with `run.exact_resume`.
 
 If the workdir has a checkpoint, the run goes on from it. What the fakes write
 depends on the group alone, so that the books of a run that was killed and
@@ -17,10 +18,11 @@ compares them.
 The last line on stdout is one JSON object about the last train step. It has the
 processor time, in milliseconds, of
 
-    start       starting the groups of a step and sending their turns
-    again       sending turns again that are half written
+    start       starting the groups of a step and encoding their turns
+    again       encoding turns again that are half written
     reports     taking what was written, in two reports of each trajectory
     scores      taking the rewards, and handing groups to the buffer
+    replica     what replicas do of it: encoding reports, and decoding turns
     ledger, schedule, samples, metrics   writing a step down
     still       copying a checkpoint, while training stands still
     write       writing the checkpoint, beside training
@@ -79,6 +81,7 @@ _STEPS = flags.DEFINE_integer("train_steps", 4, "Train steps of the run.", 1)
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _PROMPT_TOKENS = 128
 _REPLICA = "replica 0"
+_MESSAGES = 16  # of a batch, for each thing that is sent
 _STATE = {"weights": jnp.zeros(8)}
 Row = dict[str, float]
 
@@ -124,7 +127,7 @@ def _score(item: dict[str, Any], completion: types.Completion) -> types.Reward:
 
 
 class _Rewards:
-  """Scores in this process, without a pool."""
+  """Scores in this process, when nobody measures."""
 
   def __init__(self):
     term: Any = term_lib.Term(scorer=_score, timeout_s=60.0, num_retries=0)
@@ -132,21 +135,29 @@ class _Rewards:
     self._scorers = scoring.Scorers(
       terms=(term,), answer_prefix="", tokenizer=tokenizer
     )
+    self._submitted: list[tuple[Any, scoring.Attempt]] = []
 
   def submit(
     self, item: dict[str, Any], trajectories: Sequence[types.Trajectory]
   ) -> Any:
-    outcome = self._scorers.score(
-      scoring.Attempt(
-        term=0, item=item, group=completion_lib.pack(trajectories)
-      )
-    )
-    assert isinstance(outcome, scoring.Scored)
-    rewards = [
-      dataclasses.replace(reward, answer=answer)
-      for reward, answer in zip(outcome.rewards, outcome.answers, strict=True)
-    ]
-    return SimpleNamespace(done=lambda: True, result=lambda: rewards)
+    """Return a handle, which is done after the next call of `score`."""
+    handle = SimpleNamespace(done=lambda: False)
+    group = completion_lib.pack(trajectories)
+    attempt = scoring.Attempt(term=0, item=item, group=group)
+    self._submitted.append((handle, attempt))
+    return handle
+
+  def score(self) -> None:
+    """Score all that was submitted."""
+    for handle, attempt in self._submitted:
+      outcome = self._scorers.score(attempt)
+      assert isinstance(outcome, scoring.Scored)
+      rewards = [
+        dataclasses.replace(reward, answer=answer)
+        for reward, answer in zip(outcome.rewards, outcome.answers, strict=True)
+      ]
+      handle.done, handle.result = lambda: True, lambda found=rewards: found
+    self._submitted.clear()
 
 
 class _Stream:
@@ -257,6 +268,7 @@ class Run:
       self.books = run_books.Books(workdir, stored)
     self._stream: Any = _Stream(stored.get("stream", {}).get("next_index", 0))
     rewards: Any = _Rewards()
+    self._rewards: _Rewards = rewards
     self._coordinator = coordinator_lib.Coordinator(
       coordinator_settings_lib.CoordinatorSettings(
         group_size=algorithm.group_size,
@@ -301,26 +313,33 @@ class Run:
       messages.Adopted(replica=_REPLICA, version=version)
     )
 
-  def _sent(self, packed: Any) -> Any:
+  def _encoded(self, packed: Any) -> bytes:
     """Return a message as another process gets it."""
     data = pickle.dumps(packed, pickle.HIGHEST_PROTOCOL)
     self._message_bytes += len(data)
-    return pickle.loads(data)
+    return data
 
-  def _hand_out(self, name: str, num_groups: int) -> tuple[messages.Turn, ...]:
-    with self.times.of(name):
-      room = num_groups * self._config.algorithm.group_size
-      ask = messages.Ask(replica=_REPLICA, version=self.step, room=room)
-      work = self._coordinator.admit(ask)
-      assert len(work.turns) == room
-      return wire.unpack_work(self._sent(wire.pack_work(work))).turns
+  def _hand_out(self, name: str, num_groups: int) -> list[messages.Turn]:
+    """Have the coordinator send the turns of so many groups."""
+    turns: list[messages.Turn] = []
+    size = -(-num_groups // _MESSAGES)
+    for first in range(0, num_groups, size):
+      room = min(size, num_groups - first) * self._config.algorithm.group_size
+      with self.times.of(name):
+        ask = messages.Ask(replica=_REPLICA, version=self.step, room=room)
+        work = self._coordinator.admit(ask)
+        assert len(work.turns) == room
+        data = self._encoded(wire.pack_work(work))
+      with self.times.of("replica"):
+        turns += wire.unpack_work(pickle.loads(data)).turns
+    return turns
 
   def _write(
     self, turns: Sequence[messages.Turn], version: int, *, is_rest: bool
   ) -> None:
-    """Have turns written to the end, or to the half, in 16 reports."""
+    """Have turns written to the end, or to the half, and report them."""
     until = self._num_tokens if is_rest else self._num_tokens // 2
-    size = -(-len(turns) // 16)
+    size = -(-len(turns) // _MESSAGES)
     for first in range(0, len(turns), size):
       report = messages.Report(
         replica=_REPLICA,
@@ -332,14 +351,11 @@ class Run:
       self.books.rollout.generated_tokens += sum(
         len(written.trajectory.tokens) for written in report.written
       )
-      rewards = self._coordinator._rewards
+      with self.times.of("replica"):
+        data = self._encoded(wire.pack_report(report))
       with self.times.of("reports"):
-        packed = self._sent(wire.pack_report(report))
-        submit = _Later()
-        self._coordinator._rewards = submit  # type: ignore[assignment]
-        self._coordinator.report(wire.unpack_report(packed))
-        self._coordinator._rewards = rewards
-      submit.run(rewards)
+        self._coordinator.report(wire.unpack_report(pickle.loads(data)))
+      self._rewards.score()
 
   def _collect(self) -> None:
     with self.times.of("scores"):
@@ -426,22 +442,6 @@ class Run:
       path = self._workdir / f"{name}.jsonl"
       found[name] = path.stat().st_size if path.exists() else 0
     return found
-
-
-class _Later:
-  """Keeps groups to be scored until nobody measures."""
-
-  def __init__(self):
-    self._kept: list[tuple[Any, Any, Any]] = []
-
-  def submit(self, item: Any, trajectories: Any) -> Any:
-    handle = SimpleNamespace()
-    self._kept.append((handle, item, trajectories))
-    return handle
-
-  def run(self, rewards: Any) -> None:
-    for handle, item, trajectories in self._kept:
-      vars(handle).update(vars(rewards.submit(item, trajectories)))
 
 
 def config_of(num_groups: int, num_tokens: int) -> sections.Config:

@@ -273,5 +273,6 @@ def _version_runs(
   """
   edges = np.flatnonzero(versions[1:] != versions[:-1]) + 1
   begins = np.concatenate([[0], edges])
-  found, lengths = versions[begins], np.diff(begins, append=len(versions))
+  lengths = np.concatenate([edges, [len(versions)]]) - begins
+  found = versions[begins]
   return found[found >= 0], lengths[found >= 0]
