@@ -67,8 +67,8 @@ def opened(workdir, num_bytes=0, **settings):
   )
 
 
-def large_config():
-  return runpy.run_path(str(CONFIGS / "deepseek_1p5b.py"))["get_config"]()
+def config_of(path):
+  return runpy.run_path(str(path))["get_config"]()
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ def test_what_is_trained_on_comes_back_and_answers_do_not(tmp_path):
 
 
 def test_a_step_of_a_large_config_is_a_megabyte_and_a_run_goes_on(tmp_path):
-  section = large_config().algorithm
+  section = config_of(CONFIGS / "deepseek_1p5b.py").algorithm
   groups = [
     whole_group(i, version=100, group_size=section.group_size)
     for i in range(100_000, 100_000 + section.groups_per_step)
@@ -242,9 +242,14 @@ def test_steps_are_recorded_by_the_starts_that_want_it(tmp_path):
   assert recorded.num_steps == 5 and recorded.step(3).groups[0].index == 3
 
 
-def test_a_config_of_a_large_batch_records_no_schedule():
-  assert sections.Config().run.record_schedule
-  assert not large_config().run.record_schedule
+@pytest.mark.parametrize(
+  "path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem
+)
+def test_configs_of_large_batches_record_no_schedule(path):
+  config = config_of(path)
+  section = config.algorithm
+  is_large = section.groups_per_step * section.group_size > 1_000
+  assert config.run.record_schedule == (not is_large)
 
 
 def test_stored_trajectories_need_the_schedule():
