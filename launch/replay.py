@@ -2,10 +2,10 @@
 
 python launch/replay.py --workdir=/tmp/quickstart
 
-Every token, logprob and loss is compared with the record, and the train state
-at the end with the checkpoint of that step, if there is one. The first
-difference ends the replay with exit status 1. Nothing is written to the
-workdir.
+The run must have had run.record_schedule, which is on by default. Every token,
+logprob and loss is compared with the record, and the train state at the end
+with the checkpoint of that step, if there is one. The first difference ends the
+replay with exit status 1. Nothing is written to the workdir.
 
 The last line on stdout is JSON: `bit_exact` (`losses_bit_exact` with
 --from_ledger), and what was replayed and compared, or the `difference`.

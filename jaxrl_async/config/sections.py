@@ -369,12 +369,19 @@ class RunSection:
     False,
     "whether a run that continues from a checkpoint, or is replayed from one,"
     " repeats the bits of one that went on. Every checkpoint then ends the"
-    " caches of all trajectories, which are made again.",
+    " caches of all trajectories, which are made again. To be replayed it needs"
+    " `record_schedule` too.",
+  )
+  record_schedule: bool = setting_lib.setting(
+    True,
+    "whether WORKDIR/schedule.jsonl gets a line for each train step, with which"
+    " the run can be replayed. A trajectory takes about 50 bytes of it, and 20"
+    " more for each version of the weights that wrote it.",
   )
   keep_trajectories: bool = setting_lib.setting(
     False,
     "whether all tokens that were trained are stored in WORKDIR/trajectories,"
-    " so that a replay can show where it differs",
+    " so that a replay can show where it differs. Needs `record_schedule`.",
   )
   wandb_project: str = setting_lib.setting(
     "",

@@ -53,7 +53,7 @@ class StoredTrajectories:
     self._path = workdir / DIRECTORY
     self._note = note
     self._check = check
-    self._kept: list[tuple[int, dict[str, bytes]]] = []
+    self._kept: list[tuple[int, dict[str, disk.Pieces]]] = []
     with disk.writing(self._path):
       for path in self._path.glob("*"):
         if not path.name.isdecimal() or int(path.name) >= first_step:
@@ -84,7 +84,10 @@ class StoredTrajectories:
       self.sync()
     except disk.StorageError as error:
       num_bytes = sum(
-        len(content) for _, files in self._kept for content in files.values()
+        memoryview(piece).nbytes
+        for _, files in self._kept
+        for pieces in files.values()
+        for piece in pieces
       )
       if self._note is None or num_bytes > _MOST_KEPT:
         self._kept.pop()
@@ -109,7 +112,7 @@ class StoredTrajectories:
       self._write(*self._kept[0])
       self._kept.pop(0)
 
-  def _write(self, step: int, files: dict[str, bytes]) -> None:
+  def _write(self, step: int, files: dict[str, disk.Pieces]) -> None:
     self._check()
     target = self._path / str(step)
     incomplete = self._path / f"{step}{_INCOMPLETE}"
@@ -118,8 +121,8 @@ class StoredTrajectories:
       try:
         self._path.mkdir(exist_ok=True)
         incomplete.mkdir()
-        for name, content in files.items():
-          disk.write_synced(incomplete / name, content)
+        for name, pieces in files.items():
+          disk.write_pieces(incomplete / name, pieces, sync=True)
         disk.sync_names(incomplete)
       except OSError:
         # What is incomplete would keep a full disk full.
