@@ -147,13 +147,17 @@ def test_sums_that_are_not_finite_are_told_apart(workdir):
   assert not recorded_schedule.are_equal(None, found["loss"])
 
 
+def start_of(workdir):
+  return recorded_schedule.start_of(workdir, 0)
+
+
 @pytest.mark.parametrize("more", [-1, 1])
 def test_another_format_is_refused(workdir, more):
   path = workdir / "schedule.jsonl"
   first, *rest = path.read_text().splitlines()
   other = json.dumps(json.loads(first) | {"format": run_schedule.FORMAT + more})
   path.write_text("\n".join([other, *rest]) + "\n")
-  for read in (recorded_schedule.read, recorded_schedule.first_start):
+  for read in (recorded_schedule.read, start_of):
     with pytest.raises(
       recorded_schedule.ScheduleError, match="another version"
     ):

@@ -17,6 +17,7 @@ import test_run
 
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import recorded_schedule
+from jaxrl_async.coordination import run_schedule
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.rollout import episode as episode_lib

@@ -453,6 +453,11 @@ def check(config: sections.Config) -> None:
   _check_lora(config)
   _check_directories(config)
   _check_wandb(config.run.wandb_project)
+  sections.require(
+    config.run.record_schedule or not config.run.keep_trajectories,
+    "run.keep_trajectories",
+    "a replay that reads them needs the schedule too; set run.record_schedule",
+  )
   cluster_checks.check(config)
   algorithm_checks.check(config)
   schedule_checks.check(config)

@@ -94,12 +94,6 @@ def _rules(config: sections.Config) -> Iterator[tuple[str, str, bool, str]]:
     config.staleness_control.maximum != 0,
     "the bound does not move (staleness_control.maximum is 0)",
   )
-  yield (
-    "run",
-    "keep_trajectories",
-    config.run.record_schedule,
-    "a replay that reads them needs the schedule too (run.record_schedule)",
-  )
 
 
 def _named(advantage: str) -> str:
