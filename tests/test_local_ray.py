@@ -61,7 +61,7 @@ def test_ray_is_not_started_for_ever(start):
 
 
 @pytest.mark.slow
-@other_user.needs_root
+@pytest.mark.other_user
 def test_another_user_can_do_nothing_with_the_directories_of_ray(monkeypatch):
   for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):  # forgotten afterwards
     monkeypatch.setenv(name, "")

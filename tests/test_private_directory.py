@@ -41,7 +41,7 @@ def test_what_is_no_directory_is_not_used(what, tmp_path):
   assert not private_directory.is_own(path) and mode(own) == 0o755
 
 
-@other_user.needs_root
+@pytest.mark.other_user
 def test_another_user_can_do_nothing_with_it():
   with other_user.shared_directory() as directory:
     ours, theirs = directory / "ours", directory / "theirs"

@@ -154,7 +154,7 @@ def made_first(path, how, tmp_path):
   return left
 
 
-HOWS = ["link", pytest.param("directory", marks=other_user.needs_root)]
+HOWS = ["link", pytest.param("directory", marks=pytest.mark.other_user)]
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -189,7 +189,7 @@ def test_a_configured_directory_of_somebody_else_is_refused(
   assert [*left.parent.iterdir()] == [left]
 
 
-@other_user.needs_root
+@pytest.mark.other_user
 def test_another_user_can_do_nothing_with_published_versions(
   workdir, monkeypatch
 ):
