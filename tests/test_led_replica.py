@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import multiprocessing
 import os
 import pathlib
 import socket
