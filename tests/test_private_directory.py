@@ -41,6 +41,16 @@ def test_what_is_no_directory_is_not_used(what, tmp_path):
   assert not private_directory.is_own(path) and mode(own) == 0o755
 
 
+def test_a_server_of_files_may_give_what_root_makes_to_nobody(
+  tmp_path, monkeypatch
+):
+  path, owner = tmp_path / "path", os.geteuid()
+  monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+  for _ in range(2):
+    private_directory.make(path)
+  assert private_directory.is_own(path)
+
+
 @pytest.mark.other_user
 def test_another_user_can_do_nothing_with_it():
   with other_user.shared_directory() as directory:

@@ -9,6 +9,7 @@ import contextlib
 import os
 import pathlib
 import stat
+import tempfile
 
 from jaxrl_async.storage import disk
 
@@ -19,7 +20,19 @@ def is_own(path: pathlib.Path) -> bool:
     found = os.lstat(path)
   except OSError:
     return False
-  return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+  return stat.S_ISDIR(found.st_mode) and found.st_uid == _own_id(path.parent)
+
+
+def _own_id(directory: pathlib.Path) -> int:
+  """Return the user to whom what this process makes in a directory belongs.
+
+  A server of files may give what root makes to nobody.
+  """
+  try:
+    with tempfile.TemporaryFile(dir=directory) as file:
+      return os.fstat(file.fileno()).st_uid
+  except OSError:
+    return os.geteuid()
 
 
 def check(path: pathlib.Path) -> None:
