@@ -1,7 +1,6 @@
 import contextlib
 import functools
 import gc
-import itertools
 import re
 import socket
 import stat
@@ -408,8 +407,8 @@ def test_a_stranger_at_the_address_is_sent_away(tmp_path, ends, has_said_all):
   leader.join(JOIN_S)
   results[0][0].close()
   assert follower.size == 2 and not ends
-  # Nobody waits for those who say nothing more.
-  assert time.monotonic() - start_s < 8.0
+  # Nobody waits for those who say nothing more, ten seconds for each.
+  assert time.monotonic() - start_s < 60.0
   for stranger in strangers:
     stranger.close()
 
@@ -472,11 +471,20 @@ def test_a_message_has_a_largest_size(message, pieces):
     there.close()
 
 
-def test_the_time_for_a_message_grows_with_its_size_only():
+# (what a header contains that many times, and what is around it)
+PARTS = {
+  "lists": ("[]", '{"message": {"a": [%s]}, "arrays": []}'),
+  "names": ('"%d": 0', '{"message": {%s}, "arrays": []}'),
+  "arrays": ('["%d", "<f4", 0]', '{"message": {}, "arrays": [%s]}'),
+}
+
+
+@pytest.mark.parametrize("part, around", PARTS.values(), ids=PARTS)
+def test_the_time_for_a_message_grows_with_its_size_only(part, around):
   def seconds(count):
-    """The processor time for so many lists."""
-    content = b'{"message": {"a": [' + b"[]," * count + b'0]}, "arrays": []}'
-    sent, times_s = headed(content), []
+    """The processor time for a message with so many parts."""
+    parts = (part % i if "%" in part else part for i in range(count))
+    sent, times_s = headed((around % ",".join(parts)).encode()), []
     for _ in range(3):
       here, there = socket.socketpair()
       thread = threading.Thread(target=here.sendall, args=(sent,))
@@ -491,11 +499,12 @@ def test_the_time_for_a_message_grows_with_its_size_only():
 
   gc.disable()  # it would look through what all tests hold
   try:
-    times_s = [seconds(10_000 * 4**i) for i in range(4)]
+    times_s = [seconds(4_000 * 4**i) for i in range(4)]
   finally:
     gc.enable()
-  for shorter_s, longer_s in itertools.pairwise(times_s):
-    assert longer_s < 12 * shorter_s, times_s
+  # 64 times as much. A cost that is quadratic would be 4,096 times as high;
+  # memory that no longer fits into the caches costs some of the rest.
+  assert times_s[-1] < 1_000 * times_s[0], times_s
 
 
 def test_objects_are_not_received():
