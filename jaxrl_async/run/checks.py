@@ -61,6 +61,8 @@ def checked(
     ConfigError: one line that names the field.
   """
   config_checks.validate(config, len(devices))
+  if not is_supervised:
+    device_checks.check_replicas(config, devices[0].platform)
   if scorer is None and not is_supervised:
     terms = reward_terms.of_task(config.task)
     # Pools on other hosts try out what works there.
