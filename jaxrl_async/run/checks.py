@@ -62,6 +62,8 @@ def checked(
   """
   config_checks.validate(config, len(devices))
   config = unread_settings.settled(config, note)
+  if not is_supervised:
+    device_checks.check_replicas(config, devices[0].platform)
   if scorer is None and not is_supervised:
     terms = reward_terms.of_task(config.task)
     for line in reward_terms.try_out(terms):
