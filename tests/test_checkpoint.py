@@ -1,4 +1,3 @@
-import json
 import pathlib
 import shutil
 import tempfile
@@ -244,17 +243,6 @@ def test_any_groups_come_back_bit_for_bit(all_fields):
     outstanding_lib.write(pathlib.Path(directory), groups)
     got = outstanding_lib.read(pathlib.Path(directory))
   _assert_same_groups(got, groups)
-
-
-def test_a_reward_of_an_earlier_format_is_a_score(tmp_path):
-  outstanding_lib.write(tmp_path, _groups())
-  records = json.loads((tmp_path / "groups.json").read_text())
-  for record in records[1]["group"]["trajectories"]:
-    record["reward"] = record["reward"] and record["reward"]["score"]
-  (tmp_path / "groups.json").write_text(json.dumps(records))
-  first, *others = outstanding_lib.read(tmp_path)[1].group.trajectories
-  assert first.reward == types.Reward(score=0.1 + 0.2)
-  assert [t.reward for t in others] == [None, None]
 
 
 def test_arrays_of_restored_trajectories_can_be_written_to(tmp_path):

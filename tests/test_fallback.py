@@ -163,12 +163,12 @@ def test_where_all_are_damaged_the_newest_is_named(tmp_path):
     newest(tmp_path)
 
 
-def test_a_newer_format_is_no_damage(tmp_path, monkeypatch):
+def test_another_format_is_no_damage(tmp_path, monkeypatch):
   save(tmp_path, 1)
   with monkeypatch.context() as patched:
     patched.setattr(checkpoint, "FORMAT", checkpoint.FORMAT + 1)
     save(tmp_path, 2)
-  with pytest.raises(checkpoint.CheckpointError, match="newer version"):
+  with pytest.raises(checkpoint.CheckpointError, match="another version"):
     newest(tmp_path)
 
 

@@ -178,37 +178,6 @@ def test_a_record_is_no_larger_after_more_steps_and_comes_back_the_same():
   assert sizes[1] < 1.3 * sizes[0] < 200_000
 
 
-def test_a_record_with_lists_of_all_steps_is_taken_over():
-  """As checkpoints had it before records were bounded, with NaN in it."""
-  stored = json.dumps(
-    {
-      "wall_s": 9.5,
-      "warm_start_s": 1.0,
-      "first_step_s": 0.5,
-      "rl_s": 7.0,
-      "busy_s": {"rollout": 6.0, "train": 5.0},
-      "generated_tokens": 1234,
-      "evaluations": [[0.5, 0, 0.25, 0.5], [8.0, 3, 0.75, None]],
-      "evaluation_kls": [2e-9, math.nan],
-      "rewards": [[1.5, 0.1], [2.5, 0.2], [3.5, 0.3]],
-      "mismatch_kls": [4e-9, math.nan, 6e-9],
-      "staleness_counts": [5, 1],
-      "versions_counts": [0, 3],
-      "windows": [[0.0, 0.5], [7.0, 8.0]],
-    }
-  )
-  record = run_record.RunRecord.from_json(json.loads(stored))
-  assert record.evaluations.first == (0.5, 0, 0.25, 0.5)
-  assert record.evaluations.last == (8.0, 3, 0.75, None)
-  assert record.rewards.points() == [(1.5, 0.1), (2.5, 0.2), (3.5, 0.3)]
-  assert record.mismatch_kl.mean == pytest.approx(4e-9)
-  assert record.mismatch_kl.maximum == 6e-9
-  assert record.mismatch_kl.num_not_finite == 2
-  assert (record.wall_s, record.generated_tokens) == (9.5, 1234)
-  assert (record.staleness_counts, record.versions_counts) == ([5, 1], [0, 3])
-  json.dumps(dataclasses.asdict(record), allow_nan=False)
-
-
 @pytest.mark.parametrize("kl", [math.nan, math.inf])
 def test_what_a_skipped_update_measured_does_not_enter_the_record(kl):
   record = record_of(20)

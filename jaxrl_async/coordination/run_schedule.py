@@ -5,7 +5,7 @@ takes, which version of the weights writes which part of a trajectory, and where
 a cache is made again. `schedule.jsonl` records that, and nothing that follows
 from it and from the seed. It has two kinds of lines:
 
-    {"start":0,"format":4,"environment":{...},"config":{...}}
+    {"start":0,"format":1,"environment":{...},"config":{...}}
     {"step":7,"groups":{...},"trajectories":{...},"caches":{...},...}
 
 A start names the train steps that were completed, the configuration, and what
@@ -45,7 +45,7 @@ from jaxrl_async.storage import disk
 from jaxrl_async.storage import outstanding as outstanding_lib
 from jaxrl_async.storage import workdir as workdir_lib
 
-FORMAT = 4
+FORMAT = 1
 TRAJECTORIES = stored_trajectories.DIRECTORY
 START = b'{"start":'  # the line of a start begins with it
 DIGEST_LENGTH = 8  # characters

@@ -4,14 +4,9 @@ import dataclasses
 import math
 from typing import Any
 
-from jaxrl_async.config import sections
 from jaxrl_async.reporting import series as series_lib
 from jaxrl_async.reporting import summary as summary_lib
 from jaxrl_async.reporting import timeline as timeline_lib
-
-# Incremented when the meaning of stored values changes. Format 0 is the one
-# without a number.
-FORMAT = 1
 
 
 def _add_counts(total: list[int], more: list[int]) -> list[int]:
@@ -78,28 +73,11 @@ class RunRecord:
 
   @classmethod
   def from_json(cls, values: dict[str, Any]) -> "RunRecord":
-    """Return the record of a checkpoint, of this format or an earlier one.
-
-    Raises:
-      ConfigError: it was written by a newer version.
-    """
+    """Return the record of a checkpoint."""
     values = dict(values)
-    number = values.pop("format", 0)
-    sections.require(
-      number <= FORMAT,
-      "workdir",
-      f"the checkpoint's record has format {number}, of a newer version than"
-      f" this one, which knows {FORMAT}; use that version",
-    )
-    # Windows are part of format 0. The picture does not show those of earlier
-    # starts.
-    values.pop("windows", None)
-    kls = series_lib.Mean(**values.pop("mismatch_kl", {}))
-    for name in ("mismatch_kls", "evaluation_kls"):
-      for value in values.pop(name, ()):
-        kls.add(value)
     for name in {"evaluations", "rewards", "signals"} & values.keys():
       values[name] = series_lib.Series.from_json(values[name])
+    kls = series_lib.Mean(**values.pop("mismatch_kl", {}))
     return cls(mismatch_kl=kls, **values)
 
   def add_step(self, now_s: float, values: dict[str, Any]) -> None:

@@ -29,16 +29,8 @@ class Series:
   recent: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
 
   @classmethod
-  def from_json(cls, values: dict[str, Any] | list[list[Any]]) -> "Series":
-    """Return the series of a checkpoint.
-
-    Older checkpoints hold a list of all points instead.
-    """
-    if isinstance(values, list):
-      series = cls()
-      for point in values:
-        series.append(tuple(point))
-      return series
+  def from_json(cls, values: dict[str, Any]) -> "Series":
+    """Return the series of a checkpoint."""
     return cls(
       num_points=values["num_points"],
       stride=values["stride"],

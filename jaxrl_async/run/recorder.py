@@ -349,7 +349,7 @@ class Recorder:
       busy_s=times.busy_s,
       generated_tokens=self._generated_tokens(),
     )
-    return {"format": run_record.FORMAT, **dataclasses.asdict(record)}
+    return dataclasses.asdict(record)
 
   def finish(
     self,

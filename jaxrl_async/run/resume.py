@@ -23,6 +23,9 @@ from jaxrl_async.storage import workdir as workdir_lib
 # The keys that `training_run.Run` stores. Parameters that launch/sft.py wrote
 # do not have them.
 _RUN_STATE = (
+  "config",
+  "max_staleness",
+  schedule_start.KEY,
   "groups_per_step",
   "next_index",
   "stream",
@@ -143,27 +146,16 @@ def stored_config(
 ) -> sections.Config:
   """Return the config that a checkpoint was written with.
 
-  Checkpoints of format 0 do not hold the config. For these, config.json in the
-  workdir is read.
-
   Raises:
-    ConfigError: the config cannot be found or read.
+    ConfigError: it cannot be read.
   """
-  if "config" in host_state:
-    try:
-      return config_json.from_stored(host_state["config"])
-    except ValueError as error:
-      raise workdir_lib.WorkdirError(
-        f"workdir: the checkpoint in {workdir} has a config that is not of this"
-        f" version ({error})"
-      ) from error
-  found = config_json.read(workdir)
-  if found is None:
+  try:
+    return config_json.from_stored(host_state["config"])
+  except ValueError as error:
     raise workdir_lib.WorkdirError(
-      f"workdir: {workdir / config_json.NAME} is missing, and the checkpoint is"
-      " of a version that kept the config nowhere else; put it back"
-    )
-  return found
+      f"workdir: the checkpoint in {workdir} has a config that is not of this"
+      f" version ({error})"
+    ) from error
 
 
 class Found(NamedTuple):
@@ -237,7 +229,7 @@ def find(
   ledger_bytes = stored["ledger"]["offset_bytes"]
   workdir_lib.check_lines(workdir / workdir_lib.METRICS, metrics_bytes)
   workdir_lib.check_lines(workdir / workdir_lib.LEDGER, ledger_bytes)
-  schedule_bytes = stored.get(schedule_start.KEY, 0)
+  schedule_bytes = stored[schedule_start.KEY]
   workdir_lib.check_lines(workdir / workdir_lib.SCHEDULE, schedule_bytes)
   for path in torn:
     if int(path.name) > step:
@@ -251,7 +243,7 @@ def find(
     note(f"the config differs from then: {'; '.join(differences)}")
   bound = max(
     wanted.algorithm.max_staleness,
-    stored.get("max_staleness", then.algorithm.max_staleness),
+    stored["max_staleness"],
   )
   return Found(step, stored | {"max_staleness": bound}, verified)
 

@@ -27,7 +27,6 @@ each its own part. Process 0 calls `begin` and `restore`. The others call
 from collections.abc import Callable, Iterator
 import contextlib
 import fcntl
-import functools
 import json
 import pathlib
 import shutil
@@ -45,18 +44,7 @@ R = TypeVar("R")
 Announce = Callable[[pathlib.Path], None]
 
 # The format is raised when earlier code would misread the stored files.
-# Checkpoints of format 0 have no format number and no config in their host
-# state. Up to format 1 a train state held one model, the policy, all of whose
-# parameters were trained, and trajectories had a score instead of a reward.
-FORMAT = 2
-
-# Prefixes of the names of the policy's arrays: now, and before format 2.
-_BEFORE_FORMAT_2 = {
-  "models.policy.trainable.": "params.",
-  "models.policy.frozen.": "params.",
-  "models.policy.opt_state.": "opt_state.",
-}
-
+FORMAT = 1
 
 CheckpointError = places.CheckpointError
 recover = places.recover
@@ -338,11 +326,9 @@ def restore(
   """
   path = places.path_of(directory, step)
   about = _about(path, step, verified)
-  stored_as = _check_layout(about, step, abstract_train_state)
+  _check_layout(about, step, abstract_train_state)
   announce(path)
-  train_state = pytree_files.load(
-    path / "train_state", abstract_train_state, stored_as=stored_as
-  )
+  train_state = pytree_files.load(path / "train_state", abstract_train_state)
   host_state = json.loads((path / "host_state.json").read_text())
   try:
     groups = outstanding_lib.read(path)
@@ -375,28 +361,18 @@ def check_layout(
 
 def _check_layout(
   about: dict[str, Any], step: int, abstract_train_state: Any
-) -> Callable[[str], str]:
-  """Check what a manifest says, and return the stored name of each array."""
-  stored_as = functools.partial(_stored_as, written_as=about.get("format", 0))
+) -> None:
+  """Check what a manifest says of the arrays."""
   try:
     named = pytree_files.named_leaves(abstract_train_state)
-    expected = pytree_files.layout(named)
-    pytree_files.check_layout(
-      about["layout"], {stored_as(name): x for name, x in expected.items()}
-    )
+    pytree_files.check_layout(about["layout"], pytree_files.layout(named))
   except pytree_files.LayoutError as error:
     raise CheckpointError(f"checkpoint of step {step}: {error}") from error
-  return stored_as
 
 
 def restore_arrays(path: pathlib.Path, abstract_train_state: Any) -> Any:
   """Read this process's part of a train state that process 0 has verified."""
-  written_as = manifest.about(path).get("format", 0)
-  return pytree_files.load(
-    path / "train_state",
-    abstract_train_state,
-    stored_as=functools.partial(_stored_as, written_as=written_as),
-  )
+  return pytree_files.load(path / "train_state", abstract_train_state)
 
 
 def restore_params(
@@ -422,16 +398,15 @@ def restore_params(
   about = _about(path, step, verified)
   found = about["layout"]
   parts = [f"models.policy.{part}." for part in ("trainable", "frozen")]
-  stored_parts = [_stored_as(part, about.get("format", 0)) for part in parts]
 
   def stored_as(name: str) -> str:
-    names = [part + name for part in stored_parts]
+    names = [part + name for part in parts]
     return next((n for n in names if n in found), names[0])
 
   expected = pytree_files.layout(pytree_files.named_leaves(abstract_params))
   try:
     pytree_files.check_layout(
-      {n: x for n, x in found.items() if n.startswith(tuple(stored_parts))},
+      {n: x for n, x in found.items() if n.startswith(tuple(parts))},
       {stored_as(name): x for name, x in expected.items()},
     )
   except pytree_files.LayoutError as error:
@@ -441,32 +416,18 @@ def restore_params(
   )
 
 
-def _stored_as(name: str, written_as: int) -> str:
-  """Return the name under which a checkpoint stores an array.
-
-  Args:
-    name: name of the array in a train state of the current format.
-    written_as: format of the checkpoint.
-  """
-  if written_as < 2:
-    for now, then in _BEFORE_FORMAT_2.items():
-      if name.startswith(now):
-        return then + name.removeprefix(now)
-  return name
-
-
 def _readable(about: Any, path: pathlib.Path, step: int) -> dict[str, Any]:
   """Return what a manifest says, if it is of a checkpoint that can be read.
 
   Raises:
-    CheckpointError: the format is too new, or it belongs to another step.
+    CheckpointError: it has another format, or belongs to another step.
   """
   if not isinstance(about, dict) or not {"step", "layout"} <= about.keys():
     raise CheckpointError(f"{path} is not a checkpoint")
-  if about.get("format", 0) > FORMAT:
+  if about.get("format") != FORMAT:
     raise CheckpointError(
-      f"{path} has format {about['format']}, of a newer version than this one,"
-      f" which knows {FORMAT}; use that version"
+      f"{path} has format {about.get('format')}, of another version than this"
+      f" one, which knows {FORMAT}; use that version"
     )
   if about["step"] != step:
     raise CheckpointError(f"{path} holds step {about['step']}")

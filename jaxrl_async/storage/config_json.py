@@ -16,8 +16,7 @@ from jaxrl_async.storage import disk
 NAME = "config.json"
 # Incremented when the meaning of stored values changes. Adding a field does not
 # change it: an older file then takes the field's default, which must therefore
-# reproduce the behaviour from before the field existed. Format 0 is the one
-# without a number.
+# reproduce the behaviour from before the field existed.
 FORMAT = 1
 _FORMAT = "format"
 
@@ -105,7 +104,7 @@ def read(workdir: pathlib.Path) -> sections.Config | None:
 
   Raises:
     TornError: config.json is not JSON.
-    ConfigError: it is not a config, or was written by a newer version.
+    ConfigError: it is not a config, or was written by another version.
   """
   path = workdir / NAME
   try:
@@ -133,19 +132,18 @@ def to_stored(wanted: sections.Config) -> dict[str, Any]:
 
 
 def from_stored(values: Any) -> sections.Config:
-  """Return the config that `to_stored` wrote, in this or an earlier format.
+  """Return the config that `to_stored` wrote.
 
   Raises:
-    ConfigError: it is not a config, or was written by a newer version.
+    ConfigError: it is not a config, or was written by another version.
   """
   sections.require(isinstance(values, dict), _FORMAT, "it is not an object")
   values = dict(values)
-  number = values.pop(_FORMAT, 0)
-  fields_lib.check_type(_FORMAT, int, number)
+  number = values.pop(_FORMAT, None)
   sections.require(
-    number <= FORMAT,
+    number == FORMAT,
     _FORMAT,
-    f"{number} was written by a newer version; this one knows {FORMAT}",
+    f"{sections.shown(number)} is of another version; this one knows {FORMAT}",
   )
   # Refuse an empty object, and another program's config that shares no name.
   sections.require("algorithm" in values, "algorithm", "it is missing")

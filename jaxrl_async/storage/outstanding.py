@@ -198,20 +198,15 @@ def read_token_scores(record: list[Any] | None) -> dict[int, float] | None:
   return None if record is None else {at: x for at, x in record}
 
 
-def read_reward(record: dict[str, Any] | float | None) -> Reward | None:
-  """Invert `reward_record`.
-
-  Before format 2 of checkpoints a record was only the score.
-  """
+def read_reward(record: dict[str, Any] | None) -> Reward | None:
+  """Invert `reward_record`."""
   if record is None:
     return None
-  if not isinstance(record, dict):
-    return Reward(score=float(record))
   return Reward(
     score=record["score"],
     parts=record["parts"],
     token_scores=read_token_scores(record["token_scores"]),
-    answer=record.get("answer"),  # older records have no answer
+    answer=record["answer"],
   )
 
 
