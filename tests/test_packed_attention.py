@@ -257,6 +257,7 @@ def test_plain_xla_is_taken_on_a_cpu(wanted, tokens_per_row, name):
 def test_where_no_kernel_works_a_gpu_gets_loops_of_fixed_length(monkeypatch):
   class Gpu:
     platform = "gpu"
+    device_kind = "a GPU"
 
   monkeypatch.setattr(packed_choice, "CANDIDATES", {})
   mesh = mesh_lib.make_mesh([Gpu()])
