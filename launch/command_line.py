@@ -30,6 +30,7 @@ from absl import logging
 from ml_collections import config_flags
 
 from jaxrl_async.config import directories
+from jaxrl_async.config import field_types
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.devices import memory_error
@@ -198,9 +199,8 @@ def _one_line(error: BaseException) -> str:
   """Describe in one line what was wrong with the flags."""
   text = str(error.args[0]) if error.args else str(error)
   missing = re.fullmatch(r"[\"']*(\w+)[\"']*", text)
-  unknown = re.search(r"Field (\w+) not found on dataclass .*\.(\w+)'", text)
-  if unknown:
-    return f"{unknown[1]}: there is no such field in {unknown[2]}"
+  if alike := re.search(r"Did you mean \W+(\w+)\W+ instead of \W+(\w+)", text):
+    return f"{alike[2]}: there is no such field; did you mean {alike[1]}?"
   if missing:
     return f"{missing[1]}: there is no such field"
   if "has no attribute 'get_config'" in text:
@@ -216,6 +216,18 @@ def _one_line(error: BaseException) -> str:
   if isinstance(error, OSError):
     return f"config: {lines[0]}"
   return lines[0] if lines else type(error).__name__
+
+
+def _unknown_field(argv: list[str]) -> str:
+  """Describe the first --config.FIELD that no config has; "" without one."""
+  config = sections.Config()
+  for argument in argv[1:]:
+    flag, path = argument.partition("=")[0].partition("config.")[::2]
+    if flag in ("-", "--", "-no", "--no") and not field_types.has_field(
+      config, path
+    ):
+      return field_types.no_field(config, path, prefix="--config.")
+  return ""
 
 
 def use_config_of(flag: str, file: str) -> None:
@@ -297,7 +309,7 @@ def _parse(argv: list[str], has_config: bool = True) -> list[str]:
     known = (flags.Error, KeyError, AttributeError, TypeError, OSError)
     if not isinstance(error, known):
       raise
-    _fail(_one_line(error))
+    _fail(_unknown_field(argv) or _one_line(error))
   if rest[1:]:
     _fail(f"unexpected arguments {' '.join(rest[1:])}")
   return rest

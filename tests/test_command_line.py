@@ -155,6 +155,15 @@ def test_a_config_file_may_fail_in_any_way(tmp_path, text, words):
 
 
 EARLY = [
+  (
+    with_tiny("--config.run.seed=3"),
+    ["--config.run.seed: ", "did you mean --config.seed?"],
+  ),
+  (
+    with_tiny("--noconfig.run.exact_resum"),
+    ["--config.run.exact_resum: ", "--config.run.exact_resume?"],
+  ),
+  (with_tiny("--config.task.params.min_termz=3"), ["mean min_terms?"]),
   (with_tiny("--config.train.num_steps=few"), ["train.num_steps"]),
   (with_tiny("--config.transfer.channel=carrier"), ["transfer.channel"]),
   (["--config=/no/such/file.py"], ["/no/such/file.py"]),
