@@ -36,6 +36,7 @@ from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.devices import memory_error
 from jaxrl_async.devices import xla_flags
 from jaxrl_async.run import config_checks
+from jaxrl_async.rewards import user_code
 from jaxrl_async.run import source_checks
 from jaxrl_async.storage import disk
 
@@ -295,15 +296,16 @@ def _parse(argv: list[str], has_config: bool = True) -> list[str]:
   # Leave out what the library logs about a config besides the error.
   logging.set_verbosity(logging.ERROR)
   try:
-    rest = flags.FLAGS(argv)
+    with user_code.announced("the config file"):
+      rest = flags.FLAGS(argv)
     if has_config and not CONFIG.present:
       raise sections.ConfigError("config: missing; use --config=FILE")
     if has_config:
       _check_is_config(CONFIG.value)
     elif CONFIG.value is not None:
       raise sections.ConfigError("config: not used here; leave it out")
-  # A config file is code of the user and may raise anything.
-  except Exception as error:
+  # A config file is code of the user, which may raise anything, and exit.
+  except (Exception, SystemExit) as error:
     if text := _of_config_file(error):
       _fail(text)
     known = (flags.Error, KeyError, AttributeError, TypeError, OSError)

@@ -132,6 +132,7 @@ CATCHES_ALL = {
   "rewards/remote_pools.py": "its thread; every attempt raises it",
   "rewards/sandbox_candidate.py": "a program that a model wrote",
   "rewards/sandbox_supervisor.py": "its tests",
+  "rewards/user_code.py": "user code",
   "rollout/episode.py": "user code",
   "data/reasoning_gym/question_server.py": "user code",
   "run/compile_ahead.py": "a loss of the user's; its call raises it again",

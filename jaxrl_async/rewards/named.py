@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 import functools
-import importlib
 import inspect
 import types
 from typing import Any
 
 from jaxrl_async.rewards import server as server_lib
 from jaxrl_async.rewards import term as term_lib
+from jaxrl_async.rewards import user_code
 
 # Name -> module:function.
 SHIPPED: Mapping[str, str] = {
@@ -69,7 +69,7 @@ def find(name: str) -> types.FunctionType:
       " module:function, or http://HOST:PORT/PATH"
     )
   try:
-    module = importlib.import_module(module_name)
+    module = user_code.module(module_name)
   except ImportError as error:
     raise ValueError(f"{name!r} cannot be imported: {error}") from error
   function = getattr(module, function_name, None)

@@ -116,8 +116,10 @@ def _config(config: sections.Config | str | pathlib.Path) -> sections.Config:
   path, has_variant, variant = str(config).partition(":")
   try:
     get_config = runpy.run_path(path)["get_config"]
-  except (OSError, KeyError) as error:
+  except (OSError, KeyError, SystemExit) as error:
     reason = "defines no get_config()" if isinstance(error, KeyError) else error
+    if isinstance(error, SystemExit):
+      reason = f"SystemExit: {error}"
     raise sections.ConfigError(f"config: {path}: {reason}") from error
   return get_config(variant) if has_variant else get_config()
 
