@@ -46,6 +46,7 @@ ADVANTAGES = algorithm_lib.advantages(sections.AlgorithmSection())
 STAGES = [train_step.PROXIMAL_STAGE]
 RECOMPUTE, LOGLINEAR, REUSE = sections.ProximalMode
 ADAMW = sections.OptimizerSection(learning_rate=1e-2, weight_decay=0.1)
+MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
 
 
 def groups(seed=0, count=4, size=4):
@@ -310,15 +311,19 @@ def adamw(params, gradients, moments, count, section):
   norm = np.sqrt(sum((g**2).sum() for g in jax.tree.leaves(gradients)))
   scale = min(1.0, section.max_grad_norm / norm)
   after, new_moments = [], []
-  for p, g, (m, v) in zip(
-    jax.tree.leaves(params), jax.tree.leaves(gradients), moments, strict=True
+  for (path, p), g, (m, v) in zip(
+    jax.tree_util.tree_leaves_with_path(params),
+    jax.tree.leaves(gradients),
+    moments,
+    strict=True,
   ):
+    decay = section.weight_decay if path[-1].key in MATRICES else 0.0
     g = g * scale
     m = section.b1 * m + (1 - section.b1) * g
     v = section.b2 * v + (1 - section.b2) * g**2
     m_hat = m / (1 - section.b1**count)
     v_hat = v / (1 - section.b2**count)
-    step = m_hat / (np.sqrt(v_hat) + section.eps) + section.weight_decay * p
+    step = m_hat / (np.sqrt(v_hat) + section.eps) + decay * p
     after.append(p - section.learning_rate * step)
     new_moments.append((m, v))
   return jax.tree.unflatten(jax.tree.structure(params), after), new_moments
@@ -381,6 +386,45 @@ def test_what_is_not_finite_changes_no_bit_of_the_state(where):
   jax.tree.map(np.testing.assert_array_equal, state, after)
 
 
+def test_heads_adapters_and_vectors_decay_as_their_kind():
+  params = {
+    "embedding": 0,
+    "output_head": 0,
+    "scalar_head": 0,
+    "final_norm": 0,
+    "layers": {"up": 0, "up_lora_a": 0, "mlp_norm": 0, "key_bias": 0},
+  }
+  found = train_step.decayed(params)
+  layers = found.pop("layers")
+  assert {k for k, x in {**found, **layers}.items() if x} == {
+    "output_head",
+    "up",
+    "up_lora_a",
+  }
+
+
+def test_an_update_without_a_loss_token_moves_nothing():
+  """Neither momentum nor decay, and the count of updates stays."""
+  trainer = make_trainer(mode=REUSE)
+  trainer.step(VERSION, trainer.prepare(groups()))
+  before = jax.tree.map(np.array, trainer.state)
+  silent = [
+    dataclasses.replace(
+      group,
+      trajectories=[
+        dataclasses.replace(x, loss_mask=np.zeros_like(x.loss_mask))
+        for x in group.trajectories
+      ],
+    )
+    for group in groups()
+  ]
+  trainer.step(VERSION + 1, trainer.prepare(silent))
+  jax.tree.map(np.testing.assert_array_equal, before, trainer.state)
+  trainer.step(VERSION + 2, trainer.prepare(groups()))
+  after = np.asarray(trainer.state.policy.params["embedding"])
+  assert not np.array_equal(after, before.policy.params["embedding"])
+
+
 def test_muon_takes_the_blocks_matrices_and_nothing_else():
   params = tiny.params(model=MODEL)
   found = {
@@ -390,10 +434,9 @@ def test_muon_takes_the_blocks_matrices_and_nothing_else():
       is_leaf=lambda x: x is None or not isinstance(x, dict),
     )
   }
-  matrices = "query key value output gate up down".split()
   taken = {name for name, numbers in found.items() if numbers is not None}
-  assert taken == {f"layers/{name}" for name in matrices}
-  for name in matrices:
+  assert taken == {f"layers/{name}" for name in MATRICES}
+  for name in MATRICES:
     numbers, axes = found[f"layers/{name}"], params["layers"][name].ndim
     covered = (*numbers.reduction_axis, *numbers.output_axis)
     # All axes but the layers', each once.
@@ -412,11 +455,13 @@ def test_every_optimizer_has_the_same_decay_and_reads_its_epsilon(name):
       found, _ = optimizer.update(gradients, optimizer.init(params), params)
     return found
 
-  jax.tree.map(
-    lambda update, x: np.testing.assert_allclose(update, -0.1 * x, rtol=1e-6),
-    updates(0.0),
-    params,
-  )
+  found = updates(0.0)
+  for path, x in jax.tree_util.tree_leaves_with_path(params):
+    update = found
+    for entry in path:
+      update = update[entry.key]
+    decay = 0.1 if path[-1].key in MATRICES else 0.0
+    np.testing.assert_allclose(update, -decay * x, rtol=1e-6)
   small, large = (
     jnp.abs(updates(1e-3, weight_decay=0.0, eps=eps)["embedding"]).max()
     for eps in (1e-8, 1e3)

@@ -21,6 +21,8 @@ class OptimizerSection:
     rate_schedule: the learning rate of each update, in place of warmup and
       decay: `schedule`, one of `algorithm_section.SCHEDULES`, and its
       arguments. It begins with `learning_rate`, or rises to it, by default.
+    weight_decay: of the matrices that tokens are multiplied by, adapters
+      included; norms, biases, the embedding and scalar heads do not decay.
     state_dtype: dtype of the first moment, Muon's included; the second moment
       stays float32.
     offload: keep the moments in host memory between updates.

@@ -224,7 +224,7 @@ class Programs:
     params: EngineParams,
     window: int,
     is_filtered: bool,
-    quantiles: Float[Array, "B"],
+    numbers: tuple[Float[Array, "B"], Float[Array, "B"]],
     state: DecodeState,
   ) -> tuple[DecodeState, tuple[jax.Array, ...]]:
     """Draw one token in every active slot, and cache the one before it.
@@ -233,7 +233,7 @@ class Programs:
       params: weights and their policy version.
       window: as in `decode_steps`.
       is_filtered: as in `decode_steps`.
-      quantiles: the numbers that draw the tokens.
+      numbers: the quantiles that draw the tokens, and their fractions.
       state: the state to continue from.
 
     Returns:
@@ -276,8 +276,9 @@ class Programs:
         min_p=settings.min_p,
         is_allowed=self._is_allowed(state),
       )
+    quantiles, fractions = numbers
     tokens, logprobs = sampling.sample(
-      logits, quantiles, settings.temperature, filters
+      logits, quantiles, settings.temperature, filters, fractions
     )
     is_drawn = was_active
     if self.sizes.replay_tokens:
@@ -334,16 +335,18 @@ class Programs:
     # A slot that is active goes on by a position in each step. Drawn here, the
     # numbers of all steps cost hardly more than those of one.
     steps = jnp.arange(self.sizes.decode_steps_per_call, dtype=jnp.int32)
-    quantiles = sampling.uniforms(
-      state.keys, state.positions[None] + 1 + steps[:, None]
+    positions = state.positions[None] + 1 + steps[:, None]
+    numbers = (
+      sampling.uniforms(state.keys, positions),
+      sampling.fractions(state.keys, positions),
     )
 
     def step(
-      state: DecodeState, quantiles: jax.Array
+      state: DecodeState, numbers: tuple[jax.Array, jax.Array]
     ) -> tuple[DecodeState, tuple[jax.Array, ...]]:
-      return self._decode_one(params, window, is_filtered, quantiles, state)
+      return self._decode_one(params, window, is_filtered, numbers, state)
 
     # The number of steps is fixed. If it depended on the slots, a GPU would
     # have to ask the host after each of them.
-    state, written = jax.lax.scan(step, state, quantiles)
+    state, written = jax.lax.scan(step, state, numbers)
     return state, decode_state_lib.pack_result(state, params.version, *written)

@@ -31,6 +31,7 @@ def apply(
   gradients: Mapping[str, transformer.Params],
   loss: Float[Array, ""],
   learns: Mapping[str, Bool[Array, ""]] | None = None,
+  has_loss: Bool[Array, ""] | bool = True,
 ) -> tuple[train_state.TrainState, Metrics]:
   """Make one optimizer step, or none if loss or gradient is not finite.
 
@@ -40,6 +41,9 @@ def apply(
     gradients: the gradients of the same models' trainable parameters.
     loss: the loss that was differentiated.
     learns: by name, whether a model makes the step. One that is not named does.
+    has_loss: whether any token has a share of the loss. Without one no model
+      makes the step: momentum and decay would move it although nothing was
+      learned.
 
   Returns:
     The new state, and loss, the policy's gradient norm and whether the step was
@@ -55,7 +59,7 @@ def apply(
       optimizers[name],
       state.models[name],
       own,
-      is_good & learns[name] if name in learns else is_good,
+      is_good & learns.get(name, True) & has_loss,
     )
     for name, own in gradients.items()
   }

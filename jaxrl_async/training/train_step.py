@@ -19,6 +19,8 @@ from jaxrl_async.algorithms import likelihood
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
+from jaxrl_async.models import lora as lora_lib
+from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
 from jaxrl_async.models.attention import packed_attention
 from jaxrl_async.training import gradients as gradients_lib
@@ -100,31 +102,50 @@ def make_optimizer(
   """Return clipping by global norm followed by AdamW or Muon.
 
   Muon applies to the matrices of the blocks; all other parameters use AdamW.
+  Weights decay as in AdamW (arXiv:1711.05101), those of `decayed` only.
   """
   if section.name is sections.OptimizerName.MUON:
-    optimizer = optax.contrib.muon(
-      schedule,
+    direction = optax.contrib.muon(
+      1.0,
       adam_b1=section.b1,
       adam_b2=section.b2,
       eps=section.eps,
-      weight_decay=section.weight_decay,
-      adam_weight_decay=section.weight_decay,
       consistent_rms=0.2,  # one learning rate for both, arXiv:2502.16982
       muon_weight_dimension_numbers=muon_dimensions,
       mu_dtype=section.state_dtype,
     )
   else:
-    optimizer = optax.adamw(
-      schedule,
+    direction = optax.adam(
+      1.0,
       b1=section.b1,
       b2=section.b2,
       eps=section.eps,
-      weight_decay=section.weight_decay,
       mu_dtype=section.state_dtype,
     )
   return optax.chain(
-    optax.clip_by_global_norm(section.max_grad_norm), optimizer
+    optax.clip_by_global_norm(section.max_grad_norm),
+    direction,
+    # The direction is downhill, and so is that of the decay.
+    optax.add_decayed_weights(-section.weight_decay, decayed),
+    optax.scale_by_schedule(schedule),
   )
+
+
+def decayed(params: Any) -> Any:
+  """Return for each parameter whether weight decay applies to it.
+
+  It does to the matrices that tokens are multiplied by: those of the blocks,
+  of adapters, and an output head. Norms, biases, the embedding and scalar heads
+  do not decay.
+  """
+
+  def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
+    names = [entry.key for entry in path]
+    return names[-1] in quantization.NUM_CONTRACTED or lora_lib.is_adapter(
+      names
+    )
+
+  return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 
 def make_optimizers(
@@ -480,7 +501,12 @@ def update(
       settings.layout,
     )
     state, metrics = gradients_lib.apply(
-      optimizers, state, gradients, value, learns
+      optimizers,
+      state,
+      gradients,
+      value,
+      learns,
+      has_loss=totals["num_loss_tokens"] > 0,
     )
     return state, {**metrics, **sums, **totals}
 
