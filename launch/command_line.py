@@ -29,15 +29,15 @@ from absl import flags
 from absl import logging
 from ml_collections import config_flags
 
-from jaxrl_async.config import directories
 from jaxrl_async.config import field_types
 from jaxrl_async.config import sections
+from jaxrl_async.config import user_code
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.devices import memory_error
 from jaxrl_async.devices import xla_flags
 from jaxrl_async.run import config_checks
-from jaxrl_async.rewards import user_code
 from jaxrl_async.run import source_checks
+from jaxrl_async.storage import directories
 from jaxrl_async.storage import disk
 
 xla_flags.use(xla_flags.of_gpus())
@@ -196,6 +196,19 @@ def _of_config_file(error: BaseException) -> str:
   return ""
 
 
+def _of_platform(error: BaseException) -> str:
+  """Describe an error of JAX's search for devices; "" for any other error."""
+  where = error.__traceback__
+  while where is not None:
+    code = where.tb_frame.f_code
+    if code.co_name == "backends" and "xla_bridge" in code.co_filename:
+      name = os.environ.get("JAX_PLATFORMS", "")
+      reason = str(error) or "there is none, or its plugin is not installed"
+      return f"JAX_PLATFORMS: {sections.shown(name)} gives no devices: {reason}"
+    where = where.tb_next
+  return ""
+
+
 def _one_line(error: BaseException) -> str:
   """Describe in one line what was wrong with the flags."""
   text = str(error.args[0]) if error.args else str(error)
@@ -336,8 +349,9 @@ def _run(
   except KeyboardInterrupt:  # before the run handles signals itself
     print("interrupted", file=sys.stderr)
     sys.exit(130)
-  except RuntimeError as error:
-    if text := memory_error.explained(error):
+  # JAX asserts that there is a device.
+  except (RuntimeError, AssertionError) as error:
+    if text := memory_error.explained(error) or _of_platform(error):
       _fail(text)
     raise
 

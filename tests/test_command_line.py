@@ -21,7 +21,7 @@ HEAVY = {
 LONG = "x" * 5_000
 
 
-def launch(*arguments, script="train", python=(), cwd=None):
+def launch(*arguments, script="train", python=(), cwd=None, platforms="cpu"):
   environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
   return subprocess.run(
     [sys.executable, *python, str(ROOT / "launch" / f"{script}.py")]
@@ -29,7 +29,7 @@ def launch(*arguments, script="train", python=(), cwd=None):
     capture_output=True,
     text=True,
     timeout=170,
-    env=environment | {"JAX_PLATFORMS": "cpu"},
+    env=environment | {"JAX_PLATFORMS": platforms},
     cwd=cwd,
   )
 
@@ -232,6 +232,13 @@ def test_bad_input_is_one_line_that_names_the_field(arguments, words):
 @pytest.mark.parametrize(("arguments", "words"), LATE)
 def test_what_a_library_or_a_device_must_say_is_one_line_too(arguments, words):
   check(launch(*arguments), words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platforms", ["nonsense", "cpu,rocm7", "rocm"])
+def test_a_platform_that_gives_no_devices_is_one_line(platforms):
+  done = launch(f"--config={TINY}", "--dry_run", platforms=platforms)
+  check(done, ["JAX_PLATFORMS", platforms, "gives no devices"])
 
 
 def page_config():

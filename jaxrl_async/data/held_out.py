@@ -18,6 +18,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.data import prompts
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.storage import config_json
+from jaxrl_async.storage import disk
 from jaxrl_async.storage import item_json
 
 # Nothing else runs while the questions are made, but each process takes memory.
@@ -205,6 +206,4 @@ def _write(
     "digest": _digest([made_from, encoded]),
   }
   path.parent.mkdir(parents=True, exist_ok=True)
-  incomplete = path.with_suffix(".incomplete")
-  incomplete.write_text(json.dumps(stored))
-  incomplete.replace(path)
+  disk.replace_text(path, json.dumps(stored))

@@ -15,8 +15,8 @@ import numpy as np
 
 from jaxrl_async.config import preference_section
 from jaxrl_async.config import sections
+from jaxrl_async.config import user_code
 from jaxrl_async.data import columns as columns_lib
-from jaxrl_async.rewards import user_code
 
 # Returns the text of a solution, from an item and what random choices need.
 Solver = Callable[[Mapping[str, Any], np.random.Generator], str]

@@ -11,7 +11,7 @@ import sys
 import types
 from typing import Any
 
-from jaxrl_async.rewards import user_code
+from jaxrl_async.config import user_code
 
 _importing: set[str] = set()  # main scripts that are being imported as modules
 

@@ -6,9 +6,9 @@ import inspect
 import types
 from typing import Any
 
+from jaxrl_async.config import user_code
 from jaxrl_async.rewards import server as server_lib
 from jaxrl_async.rewards import term as term_lib
-from jaxrl_async.rewards import user_code
 
 # Name -> module:function.
 SHIPPED: Mapping[str, str] = {

@@ -13,7 +13,7 @@ from jaxrl_async.algorithms import advantages as advantages_lib
 from jaxrl_async.algorithms import losses
 from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import sections
-from jaxrl_async.rewards import user_code
+from jaxrl_async.config import user_code
 from jaxrl_async.run import schedules
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.training import batch_settings

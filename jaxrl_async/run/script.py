@@ -21,6 +21,7 @@ from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.run import replay as replay_lib
 from jaxrl_async.run import training_run
+from jaxrl_async.storage import directories
 from jaxrl_async.storage import disk
 from jaxrl_async.training import objectives
 
@@ -41,6 +42,7 @@ def train(
   config = _config(config)
   for path, value in settings.items():
     field_types.set_at(config, path, value)
+  directories.check_can_write("workdir", str(workdir))
   workdir = workdir.absolute()
   source = None
   if isinstance(dataset, source_lib.Source):
