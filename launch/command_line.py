@@ -13,7 +13,6 @@ import re
 import shutil
 import sys
 import textwrap
-import types
 from typing import Any, NoReturn
 
 _HOST_DEVICES = "--xla_force_host_platform_device_count"
@@ -171,28 +170,14 @@ def _causes(error: BaseException | None) -> list[BaseException]:
   return causes
 
 
-def _place_in_config(error: BaseException) -> str:
-  """Return the file and line of a config file that raised an error, or ""."""
-  if isinstance(error, SyntaxError):
-    return f"{error.filename}, line {error.lineno}: "
-  place, where = "", error.__traceback__
-  while where is not None:
-    frame: types.FrameType = where.tb_frame
-    # A config file may have run another one with runpy.
-    if frame.f_globals.get("__name__") in (_CONFIG_MODULE, "<run_path>"):
-      place = f"{frame.f_code.co_filename}, line {where.tb_lineno}: "
-    where = where.tb_next
-  return place
-
-
 def _of_config_file(error: BaseException) -> str:
   """Describe an error that a config file raised; "" for any other error."""
   for cause in reversed(_causes(error)):
     if isinstance(cause, sections.ConfigError):
       return str(cause)
-    if place := _place_in_config(cause):
-      message = cause.msg if isinstance(cause, SyntaxError) else str(cause)
-      return f"config: {place}{type(cause).__name__}: {message}"
+    # A config file may have run another one with runpy.
+    if place := user_code.place(cause, _CONFIG_MODULE, "<run_path>"):
+      return f"config: {place}{user_code.reason(cause)}"
   return ""
 
 

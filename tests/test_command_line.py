@@ -1,5 +1,6 @@
 """The launch scripts' flags: wrong ones are told in a line, before JAX."""
 
+import json
 import os
 import pathlib
 import re
@@ -140,6 +141,8 @@ OWN_ERRORS = [
   ),
   ("def get_config():\n  return int('x')\n", ["line 2", "ValueError"]),
   ("def get_config():\n  raise SystemError\n", ["line 2", "SystemError"]),
+  ("import sys\nsys.exit()\n", ["line 2", "SystemExit"]),
+  ("def get_config():\n  raise SystemExit(0)\n", ["line 2", "SystemExit: 0"]),
   ("def get_config():\n  return None\n", ["None", "config.Config"]),
   ("", ["defines no get_config()"]),
 ]
@@ -235,10 +238,38 @@ def test_what_a_library_or_a_device_must_say_is_one_line_too(arguments, words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("platforms", ["nonsense", "cpu,rocm7", "rocm"])
-def test_a_platform_that_gives_no_devices_is_one_line(platforms):
-  done = launch(f"--config={TINY}", "--dry_run", platforms=platforms)
-  check(done, ["JAX_PLATFORMS", platforms, "gives no devices"])
+def test_a_reward_that_exits_at_import_ends_with_its_name(tmp_path):
+  (tmp_path / "mine.py").write_text("import sys\nsys.exit(0)\n")
+  done = launch(
+    *with_tiny("--config.task.reward=mine:score", "--dry_run"), cwd=tmp_path
+  )
+  check(done, ["task.reward", "mine:score", "mine.py, line 2: SystemExit: 0"])
+
+
+@pytest.mark.slow
+def test_items_that_cannot_be_scored_are_told_by_a_dry_run(tmp_path):
+  lines = [json.dumps({"question": f"p{i}", "answer": "1"}) for i in range(200)]
+  (tmp_path / "items.jsonl").write_text("\n".join(lines))
+  config = TINY.read_text().replace('"chain_sum"', '"jsonl:items.jsonl"')
+  config = re.sub(r"(?s)params=.*?\n      \),\n", "", config)
+  config = config.replace("{expression}", "{question}")
+  config = config.replace("num_steps=300", "num_steps=0")
+  (tmp_path / "mine.py").write_text(config)
+  done = launch(
+    "--config=mine.py",
+    "--config.task.reward=code",
+    "--dry_run",
+    cwd=tmp_path,
+  )
+  assert done.returncode == 1 and done.stdout == ""
+  assert "error: task.reward: the completions of items/" in done.stderr
+  assert "cannot be scored: it has no tests" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_platform_that_gives_no_devices_is_one_line():
+  done = launch(f"--config={TINY}", "--dry_run", platforms="cpu,nonsense")
+  check(done, ["JAX_PLATFORMS", "'cpu,nonsense' gives no devices"])
 
 
 def page_config():

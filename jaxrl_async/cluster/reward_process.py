@@ -10,6 +10,7 @@ import socket
 import sys
 
 from jaxrl_async.cluster import hosts
+from jaxrl_async.config import user_code
 from jaxrl_async.rewards import pool as pool_lib
 from jaxrl_async.rewards import remote_pools
 from jaxrl_async.rewards import scoring
@@ -44,8 +45,9 @@ class RewardProcess:
     host = socket.gethostname()
     sys.path += [path for path in spec.search_path if path not in sys.path]
     try:
-      scorers: scoring.Scorers = pickle.loads(spec.pickled)
-    except (ImportError, AttributeError) as error:
+      with user_code.told():
+        scorers: scoring.Scorers = pickle.loads(spec.pickled)
+    except user_code.UserCodeError as error:
       raise remote_pools.PoolFailed(
         f"a reward cannot be imported on {host}: {error}; put its module where"
         " all hosts see it, such as the shared directory"

@@ -1,13 +1,24 @@
-"""Modules of the user, which a config names and which may do anything."""
+"""Code of the user, which a config names and which may do anything."""
 
 from collections.abc import Iterator
 import contextlib
 import importlib
 import sys
 import threading
+import traceback
 import types
 
+from jaxrl_async.config import sections
+
 _SLOW_S = 5.0
+_NOT_OF_THE_USER = {"jaxrl_async", "importlib", "runpy"}
+
+
+class UserCodeError(ValueError):
+  """Code of the user raised an error, or ended the process.
+
+  The message is one line, with the place in that code if it is known.
+  """
 
 
 @contextlib.contextmanager
@@ -25,31 +36,54 @@ def announced(what: str, after_s: float = _SLOW_S) -> Iterator[None]:
     timer.cancel()
 
 
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+  """Turn whatever code of the user does in the block into a UserCodeError.
+
+  A ConfigError stays what it is: it says what is wrong, in one line.
+  """
+  try:
+    yield
+  except sections.ConfigError:
+    raise
+  except (Exception, SystemExit) as error:
+    raise UserCodeError(place(error) + reason(error)) from error
+
+
 def module(name: str) -> types.ModuleType:
   """Import a module.
 
   Raises:
-    ImportError: it raised an error, or ended the process, when it was imported.
-      The message is one line, with the place.
+    UserCodeError: it cannot be imported.
   """
-  try:
-    with announced(f"the module {name}"):
-      return importlib.import_module(name)
-  except (Exception, SystemExit) as error:
-    raise ImportError(_reason(name, error)) from error
+  with told(), announced(f"the module {name}"):
+    return importlib.import_module(name)
 
 
-def _reason(name: str, error: BaseException) -> str:
-  """Describe an error that importing a module has raised, in one line."""
-  message, place = str(error).partition("\n")[0], ""
-  where = error.__traceback__
-  while where is not None:
-    frame = where.tb_frame
-    if frame.f_globals.get("__name__") == name:
-      place = f"{frame.f_code.co_filename}, line {where.tb_lineno}: "
-    where = where.tb_next
+def place(error: BaseException, *module_names: str) -> str:
+  """Return the file and line in code of the user that raised, or "".
+
+  It ends with a colon. For a SyntaxError it is the place of that, wherever it
+  is.
+
+  Args:
+    error: what was raised.
+    module_names: modules of the user. By default it is the first one that is
+      none of this package and does not import others.
+  """
   if isinstance(error, SyntaxError):
-    message, place = error.msg, f"{error.filename}, line {error.lineno}: "
-  if isinstance(error, ImportError):
-    return place + message
-  return f"{place}{type(error).__name__}: {message}"
+    return f"{error.filename}, line {error.lineno}: "
+  found = ""
+  for frame, line in traceback.walk_tb(error.__traceback__):
+    name = str(frame.f_globals.get("__name__"))
+    if not module_names and name.partition(".")[0] not in _NOT_OF_THE_USER:
+      module_names = (name,)
+    if name in module_names:
+      found = f"{frame.f_code.co_filename}, line {line}: "
+  return found
+
+
+def reason(error: BaseException) -> str:
+  """Return type and message of an error in one line."""
+  message = error.msg if isinstance(error, SyntaxError) else str(error)
+  return f"{type(error).__name__}: {message}".partition("\n")[0]

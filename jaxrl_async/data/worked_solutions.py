@@ -187,7 +187,7 @@ def find(name: str, corrupted_frac: float, setting: str = _SETTING) -> Solver:
     return functools.partial(of_field, rest)
   try:
     solver = getattr(user_code.module(place), rest, None)
-  except ImportError as error:
+  except user_code.UserCodeError as error:
     raise sections.ConfigError(
       f"{setting}: {sections.shown(name)} cannot be imported: {error}"
     ) from error

@@ -70,7 +70,7 @@ def find(name: str) -> types.FunctionType:
     )
   try:
     module = user_code.module(module_name)
-  except ImportError as error:
+  except user_code.UserCodeError as error:
     raise ValueError(f"{name!r} cannot be imported: {error}") from error
   function = getattr(module, function_name, None)
   if not isinstance(function, types.FunctionType):

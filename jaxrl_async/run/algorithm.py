@@ -380,7 +380,7 @@ def _imported(path: str, name: str) -> Callable[..., Any]:
   module_name, _, function_name = name.partition(":")
   try:
     module = user_code.module(module_name)
-  except ImportError as error:
+  except user_code.UserCodeError as error:
     raise sections.ConfigError(
       f"{path}: {sections.shown(name)} cannot be imported ({error}); use"
       " module:function of a module in this directory or on the path"

@@ -11,6 +11,7 @@ import jax
 
 from jaxrl_async.config import field_types
 from jaxrl_async.config import sections
+from jaxrl_async.config import user_code
 from jaxrl_async.coordination import recorded_schedule
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.data import source as source_lib
@@ -117,13 +118,13 @@ def _config(config: sections.Config | str | pathlib.Path) -> sections.Config:
     return copy.deepcopy(config)
   path, has_variant, variant = str(config).partition(":")
   try:
-    get_config = runpy.run_path(path)["get_config"]
-  except (OSError, KeyError, SystemExit) as error:
-    reason = "defines no get_config()" if isinstance(error, KeyError) else error
-    if isinstance(error, SystemExit):
-      reason = f"SystemExit: {error}"
-    raise sections.ConfigError(f"config: {path}: {reason}") from error
-  return get_config(variant) if has_variant else get_config()
+    with user_code.told(), user_code.announced(path):
+      get_config = runpy.run_path(path).get("get_config")
+      if get_config is None:
+        raise sections.ConfigError(f"config: {path}: defines no get_config()")
+      return get_config(variant) if has_variant else get_config()
+  except user_code.UserCodeError as error:
+    raise sections.ConfigError(f"config: {path}: {error}") from error
 
 
 def _uri(
