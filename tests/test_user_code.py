@@ -1,5 +1,6 @@
 """Code that a config names: it may exit, fail or hang, and that is told."""
 
+import contextlib
 import itertools
 import pickle
 import re
@@ -8,6 +9,7 @@ import threading
 import time
 
 import pytest
+import reward_groups
 
 from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import sections
@@ -15,6 +17,7 @@ from jaxrl_async.config import user_code
 from jaxrl_async.data import worked_solutions
 from jaxrl_async.rewards import named
 from jaxrl_async.rewards import scoring
+from jaxrl_async.rewards import term as term_lib
 from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.run import script
 
@@ -91,8 +94,29 @@ def test_a_module_that_exits_in_the_reward_process_is_told_there(
   monkeypatch.setattr(scoring, "_scorers", None, raising=False)
   other = write("raise SystemExit\n")
   scoring.begin(pickled.replace(name.encode(), other.encode()))
-  assert isinstance(scoring._scorers, user_code.UserCodeError)
-  assert "SystemExit" in str(scoring._scorers)
+  with pytest.raises(user_code.UserCodeError, match="line 1: SystemExit: "):
+    scoring.loaded_modules()
+
+
+@pytest.mark.slow
+def test_a_module_that_exits_in_those_processes_alone_ends_the_start(write):
+  name = write(
+    "import multiprocessing\n"
+    "if multiprocessing.parent_process():\n"
+    "  raise SystemExit\n"
+    "def score(item, completion):\n"
+    "  return 1.0\n"
+  )
+  rewards = reward_groups.service(
+    term_lib.Term(
+      scorer=user_code.module(name).score, timeout_s=5.0, num_retries=0
+    )
+  )
+  with contextlib.closing(rewards):
+    with pytest.raises(
+      sections.ConfigError, match=f"^task.reward: .*{name}.py, line 3: SystemEx"
+    ):
+      rewards.warm_up()
 
 
 @pytest.mark.parametrize("call", ["sys.exit()", "get_config = None"])

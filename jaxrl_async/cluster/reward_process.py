@@ -10,6 +10,7 @@ import socket
 import sys
 
 from jaxrl_async.cluster import hosts
+from jaxrl_async.config import sections
 from jaxrl_async.config import user_code
 from jaxrl_async.rewards import pool as pool_lib
 from jaxrl_async.rewards import remote_pools
@@ -62,7 +63,7 @@ class RewardProcess:
     self._pool = pool_lib.LocalPool(scorers, spec.num_workers)
     try:
       self._pool.warm_up(_START_S)
-    except (TimeoutError, RuntimeError) as error:
+    except (TimeoutError, RuntimeError, sections.ConfigError) as error:
       self._pool.close(_START_S)
       raise remote_pools.PoolFailed(f"on {host}: {error}") from error
     return [f"{line} on {host}" for line in lines]
