@@ -46,7 +46,7 @@ def test_nothing_is_written_into_what_a_manifest_seals(tmp_path):
   (tmp_path / "link").symlink_to(sealed)
   for path in (sealed, sealed / "more", tmp_path / "link"):
     with pytest.raises(
-      sections.ConfigError, match=f"^workdir: .* {sealed}, to"
+      sections.ConfigError, match=f"^workdir: .* {sealed} is a"
     ):
       directories.check_can_write("workdir", str(path))
   manifest.verify(sealed)

@@ -36,8 +36,9 @@ def check_can_write(field: str, directory: str) -> None:
   for place in (path.resolve(), *path.resolve().parents):
     if manifest.is_sealed(place):
       refuse(
-        f"lies in {place}, to which nothing can be added (it is a checkpoint,"
-        " or parameters); use another directory, such as the workdir of its run"
+        f"cannot be written to, because {place} is a checkpoint, or parameters,"
+        " to which nothing can be added; use another directory, such as the"
+        " workdir of its run"
       )
   longest = os.pathconf(there, "PC_NAME_MAX")
   if name_bytes > longest:
