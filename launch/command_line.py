@@ -331,14 +331,22 @@ def _run(
   except supervisor_lib.Interrupted as error:
     print(error, file=sys.stderr)
     sys.exit(130)
-  except KeyboardInterrupt:  # before the run handles signals itself
-    print("interrupted", file=sys.stderr)
-    sys.exit(130)
   # JAX asserts that there is a device.
   except (RuntimeError, AssertionError) as error:
     if text := memory_error.explained(error) or _of_platform(error):
       _fail(text)
     raise
+
+
+def _run_app(
+  checked: Callable[[list[str]], None],
+  parse: Callable[[list[str]], list[str]],
+) -> None:
+  try:
+    app.run(checked, flags_parser=parse)
+  except KeyboardInterrupt:  # before the run handles signals itself
+    print("interrupted", file=sys.stderr)
+    sys.exit(130)
 
 
 def start(
@@ -372,7 +380,7 @@ def start(
     sys.path.append(os.getcwd())
     _run(check_all, lambda: main(CONFIG.value))
 
-  app.run(checked, flags_parser=_parse)
+  _run_app(checked, _parse)
 
 
 def start_without_config(
@@ -393,4 +401,4 @@ def start_without_config(
     del argv
     _run(check, main, needs_jax)
 
-  app.run(checked, flags_parser=functools.partial(_parse, has_config=False))
+  _run_app(checked, functools.partial(_parse, has_config=False))

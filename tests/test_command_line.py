@@ -237,6 +237,19 @@ def test_what_a_library_or_a_device_must_say_is_one_line_too(arguments, words):
   check(launch(*arguments), words)
 
 
+def test_a_config_file_that_hangs_can_be_interrupted(tmp_path):
+  path = tmp_path / "mine.py"
+  path.write_text(
+    "import os, signal\n"
+    "os.kill(os.getpid(), signal.SIGINT)\n"
+    "while True:\n"
+    "  pass\n"
+  )
+  done = launch_light(f"--config={path}", "--workdir=/nowhere")
+  assert done.returncode == 130
+  assert done.stderr.splitlines() == ["interrupted"]
+
+
 @pytest.mark.slow
 def test_a_reward_that_exits_at_import_ends_with_its_name(tmp_path):
   (tmp_path / "mine.py").write_text("import sys\nsys.exit(0)\n")
