@@ -15,6 +15,7 @@ from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import sections
 from jaxrl_async.config import user_code
 from jaxrl_async.data import worked_solutions
+from jaxrl_async.rewards import importable
 from jaxrl_async.rewards import named
 from jaxrl_async.rewards import scoring
 from jaxrl_async.rewards import term as term_lib
@@ -128,6 +129,13 @@ def test_a_config_of_a_script_that_exits_is_told(tmp_path, call):
   path.write_text("def get_config():\n  raise SystemExit\n")
   with pytest.raises(sections.ConfigError, match="line 2: SystemExit"):
     script._config(path)
+
+
+def test_a_script_with_a_reward_that_exits_at_import_is_told(write, tmp_path):
+  path = tmp_path / f"{write('import sys')}.py"
+  path.write_text("raise SystemExit\n")
+  with pytest.raises(ValueError, match=f'^{path} ends .* "__main__":$'):
+    importable._imported(path)
 
 
 def test_an_import_that_takes_long_is_announced(capsys):
