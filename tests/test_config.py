@@ -25,6 +25,7 @@ def put(config, path, value):
   [
     ("run.seed", "; did you mean seed?"),
     ("eval.evry", "; did you mean eval.every?"),
+    ("train.steps", "; did you mean train.num_steps or "),
     ("tran.num_steps", "; did you mean train.num_steps or "),
     ("algorithm.max_stalenes", "; did you mean algorithm.max_staleness?"),
     ("nothing.like_it", ""),

@@ -63,7 +63,7 @@ def has_field(config: Any, path: str) -> bool:
 def no_field(config: Any, path: str, prefix: str = "") -> str:
   """Return what to say of a path that leads to no field of a config.
 
-  It names fields of the same name in other sections, or else of a similar name.
+  It names fields of the same or of a similar name, in any section.
 
   Args:
     config: the config.
@@ -76,8 +76,7 @@ def no_field(config: Any, path: str, prefix: str = "") -> str:
 
   known = [known for known, _, _ in leaves(config)]
   name, names = name_of(path), {name_of(x) for x in known}
-  alike = difflib.get_close_matches(name, names, cutoff=0.8)
-  alike = [name] if name in names else alike
+  alike = difflib.get_close_matches(name, names, cutoff=0.7)
   fields = [x for x in known if name_of(x) in alike]
   found = difflib.get_close_matches(path, fields, n=3, cutoff=0.0)
   text = f"{prefix}{path}: there is no such field"
