@@ -23,47 +23,43 @@ max_staleness=4 allows:
     poll_us       looking for a batch that is not there yet
     state_ms      `state`, as a checkpoint reads it
 
+Last, it measures train steps of 512 to 8,192 trajectories of 8,192 tokens
+(--batches, in groups of 16, and --tokens), as `large_step` describes. The run
+with the most of them is also killed while it writes a step down, and resumed:
+its books have to be those of the run that was not, bit for bit (`survives`).
+
 The classes are those of a run, with stand-ins for the rollout worker and the
 reward service, of which the books only read counters. Steps that are not
 measured write nothing to disk. Nothing is compiled, and no device is used.
 
-Hardware: two CPU cores. Time: about two minutes. Result: docs/performance.md.
+Hardware: two CPU cores, 6 GB of memory and 10 GB of disk for the last part.
+Time: about five minutes. Result: docs/performance.md.
 The last line of standard output is one JSON object whose keys are the sizes.
 """
 
-from collections.abc import Callable, Sequence
-import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+import hashlib
+import itertools
 import json
-import os
 import pathlib
+import shutil
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from types import SimpleNamespace
 from typing import Any
 
 from absl import app
 from absl import flags
-from jax import numpy as jnp
 import numpy as np
-import rich.console
+import run_books
 
 from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
-from jaxrl_async.coordination import ledger as ledger_lib
 from jaxrl_async.coordination import run_schedule
-from jaxrl_async.engine import scheduler_stats
-from jaxrl_async.models import configs
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.reporting import progress as progress_lib
-from jaxrl_async.reporting import run_record
-from jaxrl_async.reporting import side_outputs as side_outputs_lib
-from jaxrl_async.run import recorder as recorder_lib
-from jaxrl_async.run import sampler as sampler_lib
-from jaxrl_async.text import tokenizer as tokenizer_lib
-from jaxrl_async.training import packing
-from jaxrl_async.training import step_metrics
 
 _STEPS = flags.DEFINE_list(
   "steps", ["1000", "100000", "1000000"], "Train steps of the run, ascending."
@@ -71,28 +67,20 @@ _STEPS = flags.DEFINE_list(
 _GROUPS = flags.DEFINE_list(
   "groups", ["100", "1000", "10000", "100000"], "Numbers of outstanding groups."
 )
+_BATCHES = flags.DEFINE_list(
+  "batches", ["32", "128", "512"], "Numbers of groups of a train step."
+)
+_TOKENS = flags.DEFINE_integer("tokens", 8_192, "Of each trajectory.", 512)
 _REPEATS = flags.DEFINE_integer(
   "repeats", 100, "How often each measurement is repeated.", 1
 )
 
+_LARGE_STEP = pathlib.Path(__file__).with_name("large_step.py")
+_LARGE_STEPS = 4
 _MAX_STALENESS = 4
 _EVALUATE_EVERY = 50
 _PROMPT = types.Prompt(
   prompt_id="none/train/0", tokens=np.zeros(1, np.int32), item={}
-)
-_SUMS = (
-  "loss",
-  "grad_norm",
-  "bad_updates",
-  "entropy_sum",
-  "clip_count",
-  "approx_kl_sum",
-  "behavior_kl_sum",
-  "behavior_weight_sum",
-  "behavior_weight_square_sum",
-  "behavior_weight_capped_count",
-  "left_out_count",
-  "mismatch_kl_sum",
 )
 
 
@@ -130,91 +118,29 @@ def _group(index: int, step: int) -> types.RolloutGroup:
   )
 
 
-class Books:
-  """The record of a run, and everything that writes it down."""
+class Books(run_books.Books):
+  """The books of a run that records some busy intervals in each step."""
 
   def __init__(self, workdir: pathlib.Path):
+    super().__init__(workdir)
     self.step = 0
-    self._busy = {
-      name: metrics_lib.BusyClock(0.0) for name in ("rollout", "train")
-    }
-    beside = side_outputs_lib.SideOutputs(print)
-    self._writer = metrics_lib.MetricsWriter(workdir, beside)
-    self._ledger = ledger_lib.Ledger(
-      workdir / "ledger.jsonl", ledger_lib.LedgerState()
-    )
-    self._schedule = run_schedule.Schedule(
-      workdir,
-      0,
-      keep_trajectories=False,
-      first_step=0,
-      environment={},
-      config={},
-    )
-    self._null = open(os.devnull, "w")
-    self._rollout: Any = SimpleNamespace(
-      coordinator=SimpleNamespace(stream=SimpleNamespace(metrics=dict)),
-      generated_tokens=0,
-      metrics=dict,
-      totals=lambda: {
-        **dataclasses.asdict(scheduler_stats.SchedulerStats()),
-        "wait_s": 0.0,
-        "adopt_s": 0.0,
-        "refused_versions": 0,
-      },
-    )
-    rewards: Any = SimpleNamespace(
-      metrics=lambda: {"reward_service/latency_s": 0.1}
-    )
-    self.recorder = recorder_lib.Recorder(
-      run_record.RunRecord(),
-      workdir=workdir,
-      writer=self._writer,
-      ledger=self._ledger,
-      schedule=self._schedule,
-      rollout=self._rollout,
-      rewards=rewards,
-      busy=self._busy,
-      progress=progress_lib.Progress(
-        1, console=rich.console.Console(file=self._null)
-      ),
-      side_outputs=beside,
-      sampler=sampler_lib.Sampler(
-        workdir,
-        num_groups=4,
-        tokenizer=tokenizer_lib.character_level(),
-        answer_prefix="",
-        side_outputs=beside,
-        first_step=0,
-      ),
-      max_bad_updates=1,
-      solved_score=1.0,
-    )
     self._evaluate()
     self.recorder.start_rl()
-
-  def close(self) -> None:
-    """End the recorder's thread and close the files."""
-    self.recorder.close(60.0)
-    self._writer.close()
-    self._ledger.close()
-    self._schedule.close()
-    self._null.close()
 
   def _evaluate(self) -> None:
     with self.recorder.evaluating():
       pass
     self.recorder.record.mismatch_kl.add(1e-9)
     self.recorder.record.evaluations.append(
-      (self._busy["train"].now(), self.step, 0.123456789, None)
+      (self.busy["train"].now(), self.step, 0.123456789, None)
     )
 
   def _work(self) -> None:
     """Record the busy intervals of a step."""
     for activity in ("prefill", "decode", "decode"):
-      with self._busy["rollout"].record(activity):
+      with self.busy["rollout"].record(activity):
         pass
-    with self._busy["train"].record("update"):
+    with self.busy["train"].record("update"):
       pass
 
   def skip_to(self, step: int) -> None:
@@ -227,7 +153,7 @@ class Books:
     }
     while self.step < step:
       self._work()
-      self.recorder.record.add_step(self._busy["train"].now(), values)
+      self.recorder.record.add_step(self.busy["train"].now(), values)
       self.step += 1
       if self.step % _EVALUATE_EVERY == 0:
         self._evaluate()
@@ -235,23 +161,8 @@ class Books:
   def measured_step(self) -> tuple[float, float]:
     """Return the seconds of a step's books, and of the totals among them."""
     groups = [_group(4 * self.step + i, self.step) for i in range(4)]
-    pending = step_metrics.Pending(
-      step=self.step,
-      groups=groups,
-      placement=packing.Placement(
-        starts=np.arange(0, 16 * 32, 32),
-        lengths=np.full(16, 32),
-        shape=(1, 1, 16, 32),
-      ),
-      sums={name: jnp.zeros(1) for name in _SUMS}
-      | {"num_loss_tokens": jnp.ones(1), "mismatch_count": jnp.ones(1)},
-      learning_rate=lambda: 1e-3,
-      times_s={"proximal_s": 0.1, "update_s": 0.1},
-      programs_s=0.2,
-      models=[configs.MODELS["tiny"]],
-      peak_flops=1e12,
-    )
-    self._rollout.generated_tokens += sum(
+    pending = run_books.pending(self.step, groups, 32)
+    self.rollout.generated_tokens += sum(
       group.num_completion_tokens for group in groups
     )
     self.step += 1
@@ -359,20 +270,105 @@ def measure_buffer(
   return {name: {size: rows[size][name] for size in rows} for name in names}
 
 
+class _LargeRun:
+  """A run of `large_step` in a process of its own."""
+
+  def __init__(self, workdir: pathlib.Path, num_groups: int, num_tokens: int):
+    self.workdir = workdir
+    self._process = subprocess.Popen(
+      [
+        *(sys.executable, str(_LARGE_STEP), f"--workdir={workdir}"),
+        *(f"--groups={num_groups}", f"--tokens={num_tokens}"),
+        f"--train_steps={_LARGE_STEPS}",
+      ],
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+
+  def row(self) -> dict[str, float]:
+    """Wait for its end, and return what it has measured."""
+    output, _ = self._process.communicate()
+    if self._process.returncode:
+      raise RuntimeError(f"{_LARGE_STEP} failed")
+    return json.loads(output.splitlines()[-1])
+
+  def kill(self) -> None:
+    """Kill it while the books of its last step but one are written."""
+    assert self._process.stdout is not None
+    for line in self._process.stdout:
+      if line == f"step {_LARGE_STEPS - 2}\n":
+        break
+    ledger = self.workdir / "ledger.jsonl"
+    before = ledger.stat().st_size
+    while ledger.stat().st_size == before and self._process.poll() is None:
+      time.sleep(0.001)
+    self._process.kill()
+    self._process.communicate()
+    if self._process.returncode != -signal.SIGKILL:
+      raise RuntimeError(f"{_LARGE_STEP} ended before it was killed")
+
+  def books(self) -> Iterator[bytes]:
+    """Yield all that does not depend on time."""
+    yield (self.workdir / "ledger.jsonl").read_bytes()
+    with open(self.workdir / "schedule.jsonl", "rb") as file:
+      for line in file:
+        if not line.startswith(run_schedule.START):
+          yield line
+    for line in (self.workdir / "metrics.jsonl").read_text().splitlines():
+      values = json.loads(line).items()
+      names = ("reward/", "completion/", "staleness/", "ledger/")
+      yield json.dumps([x for x in values if x[0].startswith(names)]).encode()
+    last = self.workdir / "checkpoints" / str(_LARGE_STEPS)
+    for path in (last / "groups.json", *sorted(last.glob("*.npy"))):
+      with open(path, "rb") as file:
+        yield hashlib.file_digest(file, "sha256").digest()
+
+
+def measure_batches(
+  sizes: Sequence[int], num_tokens: int
+) -> dict[str, dict[str, float]]:
+  """Return the third table, by number of trajectories."""
+  rows = {}
+  with tempfile.TemporaryDirectory() as directory:
+    for size in sizes:
+      name = str(16 * size)
+      path = pathlib.Path(directory)
+      run = _LargeRun(path / name, size, num_tokens)
+      rows[name] = run.row()
+      if size == max(sizes):
+        _LargeRun(path / "killed", size, num_tokens).kill()
+        resumed = _LargeRun(path / "killed", size, num_tokens)
+        again = resumed.row()
+        rows[name] |= {x: again[x] for x in ("check", "restore")}
+        pairs = itertools.zip_longest(run.books(), resumed.books())
+        rows[name]["survives"] = float(all(a == b for a, b in pairs))
+      else:
+        shutil.rmtree(run.workdir)
+  names = rows[str(16 * max(sizes))]
+  return {
+    name: {size: row.get(name, 0.0) for size, row in rows.items()}
+    for name in names
+  }
+
+
 def main(argv: Sequence[str]) -> None:
-  """Measure both and print a table of each."""
+  """Measure all and print a table of each."""
   if argv[1:]:
     sys.exit(f"error: unexpected arguments {' '.join(argv[1:])}")
   result: dict[str, dict[str, float]] = {}
-  for what, measure, sizes in (
-    ("steps", measure_steps, sorted(map(int, _STEPS.value))),
-    ("groups", measure_buffer, sorted(map(int, _GROUPS.value))),
+  for what, measure, sizes, argument in (
+    ("steps", measure_steps, _STEPS.value, _REPEATS.value),
+    ("groups", measure_buffer, _GROUPS.value, _REPEATS.value),
+    ("trajectories", measure_batches, _BATCHES.value, _TOKENS.value),
   ):
-    found = measure(sizes, _REPEATS.value)
-    print("".join(f"{x:>14}" for x in (what, *sizes)))
+    if not sizes:
+      continue
+    found = measure(sorted(map(int, sizes)), argument)
+    columns = next(iter(found.values()))
+    print("".join(f"{x:>14}" for x in (what, *columns)))
     for name, row in found.items():
       print(f"{name:>14}" + "".join(f"{x:14,.2f}" for x in row.values()))
-    result |= found
+      result.setdefault(name, {}).update(row)
   print(json.dumps(result))
 
 

@@ -83,6 +83,12 @@ def _bodies() -> dict[str, tuple[str, bytes]]:
     "nesting": (_COMPLETIONS, b"[" * _MEGABYTE),
     "no JSON": (_COMPLETIONS, _json(prompt="1" * 1000)[:-2]),
     "equal names": (_COMPLETIONS, b'{"a": 1' + b', "a": 1' * 20_000 + b"}"),
+    "a name twice": (
+      _COMPLETIONS,
+      b"{"
+      + b"".join(b'"%x": 1, ' % i for i in range(many))
+      + b'"%x": 1}' % (many - 1),
+    ),
     "large number": (_COMPLETIONS, b'{"seed": ' + b"9" * 900_000 + b"}"),
   }
 

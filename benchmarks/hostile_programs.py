@@ -2,9 +2,13 @@
 
 Each would have to define `f(x)` that returns x + 1. `{secret!r}`, `{port}` and
 `{sleep_s}` stand for a file, a port and a time of whoever runs them.
+
+`of_cases` makes them programs that read a number and write another one.
+`COUNTERS` are programs of that kind that count how often they have run.
 """
 
 TESTS = "assert f(1) == 2 and f(5) == 6"
+CASES = ({"stdin": "1", "stdout": "2"}, {"stdin": "5", "stdout": "6"})
 PROGRAMS = {
   "endless loop": "def f(x):\n  while True: pass",
   "endless loop while loading": "while True: pass",
@@ -147,7 +151,201 @@ def f(x):
   "a lone surrogate in the source": "def f(x): return '\ud800'",
   "no Python": "def f(x",
   "a null byte": "def f(x): return 1\0",
+  # What follows does harm to the judge, or to what it touches afterwards.
+  "a file in place of its directory": """
+import os, shutil
+def f(x):
+  home = os.environ['HOME']
+  os.chdir('/')
+  shutil.rmtree(home, ignore_errors=True)
+  open(home, 'w').close()
+  return 0
+""",
+  "a link in place of its directory": """
+import os, shutil
+def f(x):
+  home = os.environ['HOME']
+  os.chdir('/')
+  shutil.rmtree(home, ignore_errors=True)
+  os.symlink('/usr', home)
+  return 0
+""",
+  "nested directories": """
+import os
+def f(x):
+  for _ in range(1200):
+    os.mkdir('d')
+    os.chdir('d')
+  return 0
+""",
+  "directories without permissions": """
+import os
+def f(x):
+  os.makedirs('a/b', exist_ok=True)
+  os.chmod('a', 0)
+  os.chmod(os.environ['HOME'], 0)
+  return 0
+""",
+  "pipes in place of files": """
+import os
+def f(x):
+  for name in ('program.py', 'stdin', 'left'):
+    if os.path.exists(name): os.remove(name)
+    os.mkfifo(name)
+  return 0
+""",
+  "interrupting the parent": """
+import os, time
+def f(x):
+  for pid in (os.getppid(), 1):
+    try: os.kill(pid, 2)
+    except OSError: pass
+  time.sleep(0.1)
+  return 0
+""",
+  "every signal to the parent": """
+import os, time
+def f(x):
+  for number in range(1, 65):
+    try: os.kill(os.getppid(), number)
+    except OSError: pass
+  time.sleep(0.1)
+  return 0
+""",
+  "no limits left to the parent": """
+import os, resource
+def f(x):
+  for what in range(16):
+    try: resource.prlimit(os.getppid(), what, (0, 0))
+    except OSError: pass
+  return 0
+""",
+  "a parent that runs last": """
+import os
+def f(x):
+  os.sched_setaffinity(os.getppid(), {min(os.sched_getaffinity(0))})
+  os.sched_setscheduler(os.getppid(), os.SCHED_IDLE, os.sched_param(0))
+  while True: pass
+""",
+  "stopping itself": """
+import os, signal
+def f(x):
+  os.kill(os.getpid(), signal.SIGSTOP)
+  return x + 1
+""",
+  "another program in its place": """
+import os
+def f(x):
+  os.execv('/bin/sleep', ['sleep', '{sleep_s}'])
+""",
+  "a child that holds its output": """
+import os, time
+def f(x):
+  if os.fork() == 0: time.sleep({sleep_s})
+  return 0
+""",
+  "closing all files": """
+import os
+def f(x):
+  os.closerange(0, 64)
+  return x + 1
+""",
+  "no text": """
+import os
+def f(x):
+  os.write(1, bytes(range(128, 256)))
+  return 0
+""",
+  "an answer that takes long to read": """
+import os, sys
+def f(x):
+  request = sys._getframe(2).f_locals.get('request', {})
+  answer = '{"number": %d, "value": %s}\\n' % (request['number'], '9' * 10**6)
+  for fd in range(3, 64):
+    try: os.write(fd, answer.encode())
+    except OSError: pass
+""",
+  "an error without a name": """
+class Error(BaseException):
+  def __str__(self): raise self
+Error.__name__ = ''
+def f(x): raise Error
+""",
+  "changing the devices": """
+import os
+def f(x):
+  os.chmod('/dev/null', os.stat('/dev/null').st_mode)
+  return x + 1
+""",
 }
+
+# Places where a count could live on, each as the body of `n = ...`.
+_SYSTEM = """
+import ctypes, os
+libc = ctypes.CDLL(None)
+libc.shmat.restype = ctypes.c_void_p
+"""
+COUNTERS = {
+  name: f"{_SYSTEM}{source}print(n)\n"
+  for name, source in {
+    **{
+      f"a file in {place}": f"""
+import pathlib
+file = pathlib.Path({place!r}).expanduser() / 'count'
+n = 1
+try:
+  if file.exists(): n += int(file.read_text())
+  file.write_text(str(n))
+except OSError: pass
+"""
+      for place in ("~", "/tmp", "/dev/shm", "/dev", "/var/tmp")
+    },
+    "shared memory": """
+known = libc.shmget(0x77, 1 << 12, 0o1666)
+place = ctypes.cast(libc.shmat(known, None, 0), ctypes.POINTER(ctypes.c_int))
+n = place[0] = place[0] + 1
+""",
+    "a queue": """
+queue = libc.msgget(0x77, 0o1666)
+size = 1 + max(libc.msgrcv(queue, ctypes.create_string_buffer(99), 80, 0,
+                           0o4000), 0)
+message = (ctypes.c_long * 12)(1)
+libc.msgsnd(queue, message, size, 0)
+n = size
+""",
+    **{
+      f"the keyring {ring}": f"""
+number = {{'x86_64': 248, 'aarch64': 217}}[os.uname().machine]
+n = 1
+while libc.syscall(number + 1, b'user', b'%d' % n, None, {ring}) >= 0: n += 1
+libc.syscall(number, b'user', b'%d' % n, b'.', 1, {ring})
+"""
+      for ring in (-3, -4, -5)  # of the session, the user, the user's session
+    },
+    "a process": """
+import socket, time
+n = 1
+address = '\\0count'
+with socket.socket(socket.AF_UNIX) as other:
+  try: other.connect(address)
+  except OSError: pass
+  else: n = 2
+if os.fork() == 0:
+  os.setsid()
+  server = socket.socket(socket.AF_UNIX)
+  server.bind(address)
+  server.listen()
+  os.closerange(0, 3)
+  time.sleep(1000)
+time.sleep(0.1)
+""",
+  }.items()
+}
+
+
+def of_cases(program: str) -> str:
+  """Return a program that reads a number and writes what `f` makes of it."""
+  return f"{program}\nprint(f(int(input())))\n"
 
 
 def filled(name: str, *, secret: str, port: int, sleep_s: float) -> str:

@@ -7,21 +7,28 @@ humaneval/HumanEval.jsonl.gz in their usual formats. Every right answer of GSM8K
 and MATH-500 has to be verified against itself in its usual spellings, and a
 wrong one refused. Every canonical solution of HumanEval has to pass its tests,
 and none may pass whose body returns something wrong. Hostile programs have to
-fail. What disagrees is listed on stderr. The last line on stdout is JSON:
+fail, called by tests and as programs that read and write, in every kind of
+sandbox that works here. What disagrees is listed on stderr. The last line on
+stdout is JSON:
 
     humaneval_pass         fraction of the canonical solutions that pass
     humaneval_broken_pass  fraction of the broken ones that pass
     gsm8k_verified         fraction of answers right in all their spellings
     math500_verified       the same
     wrong_verified         fraction of wrong answers that were taken as right
-    code_tasks_per_s       programs with tests, in two processes at a time
+    code_tasks_per_s       programs with tests, two at a time
+    cases_per_s            inputs of programs that read and write, two at a time
     math_per_s             comparisons, in one process
-    escapes                hostile programs that passed
+    attacks                hostile programs, times sandboxes and modes
+    escapes                those that passed, or failed their judge
     sandbox                what programs ran in
+    attacked               sandboxes that were attacked
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
+import contextlib
+import functools
 import gzip
 import json
 import os
@@ -173,10 +180,71 @@ def _code(rows: list[dict[str, Any]]) -> tuple[float, float, float]:
   return sum(right) / len(right), sum(wrong) / len(wrong), per_s
 
 
-def _escapes(box: sandbox_lib.Sandbox) -> int:
-  """Return how many hostile programs passed."""
-  num_escapes = 0
+def _cases_per_s(box: sandbox_lib.Sandbox) -> float:
+  """Return how many inputs of a program are judged in a second."""
+  cases = [{"stdin": f"{i}", "stdout": f"{i + 1}"} for i in range(20)]
+  program = "print(int(input()) + 1)"
+  with futures.ThreadPoolExecutor(_WORKERS) as pool:
+    start_s = time.perf_counter()
+    passed = sum(
+      verdict.num_passed
+      for verdict in pool.map(
+        lambda _: box.run_cases(program, cases), range(2 * _WORKERS)
+      )
+    )
+    return passed / (time.perf_counter() - start_s)
+
+
+def _sandboxes() -> Iterator[sandbox_lib.Sandbox]:
+  """Yield all kinds of sandbox that work here."""
+  for kind in (sandbox_lib.Kind.BUBBLEWRAP, sandbox_lib.Kind.UNSHARE):
+    for has_user in (False, True):
+      box = sandbox_lib.Sandbox(kind, has_user)
+      with contextlib.suppress(sandbox_lib.SandboxError):
+        if not sandbox_lib.reason_against(box):
+          yield box
+
+
+def _attacks(
+  box: sandbox_lib.Sandbox, secret: str, port: int
+) -> Iterator[tuple[str, Callable[[], sandbox_lib.Verdict]]]:
+  """Yield the name of each attack, and what makes it."""
   limits = sandbox_lib.Limits(wall_s=1.5, cpu_s=2.0)
+  for name in hostile_programs.PROGRAMS:
+    program = hostile_programs.filled(
+      name, secret=secret, port=port, sleep_s=4_321.0
+    )
+    yield (
+      f"{name}, by tests",
+      functools.partial(
+        box.run_tests,
+        program,
+        tests=hostile_programs.TESTS,
+        functions=["f"],
+        limits=limits,
+      ),
+    )
+    yield (
+      f"{name}, by cases",
+      functools.partial(
+        box.run_cases,
+        hostile_programs.of_cases(program),
+        hostile_programs.CASES,
+        limits=limits,
+      ),
+    )
+  for name, program in hostile_programs.COUNTERS.items():
+    # That it has run before would be right, and is wrong.
+    cases = [{"stdin": "", "stdout": f"{number}"} for number in (1, 2)]
+    yield (
+      f"{name}, by cases",
+      functools.partial(box.run_cases, program, cases, limits=limits),
+    )
+
+
+def _escapes(boxes: Iterable[sandbox_lib.Sandbox]) -> tuple[int, int]:
+  """Return how many attacks there were, and how many were not in vain."""
+  num_attacks = num_escapes = 0
   with (
     tempfile.TemporaryDirectory() as folder,
     socket.create_server(("127.0.0.1", 0)) as server,
@@ -184,17 +252,18 @@ def _escapes(box: sandbox_lib.Sandbox) -> int:
     secret = pathlib.Path(folder) / "secret.txt"
     secret.write_text("a secret")
     os.environ["JAXRL_TEST_SECRET"] = "a secret"
-    for name in hostile_programs.PROGRAMS:
-      program = hostile_programs.filled(
-        name, secret=str(secret), port=server.getsockname()[1], sleep_s=4_321.0
-      )
-      verdict = box.run_tests(
-        program, tests=hostile_programs.TESTS, functions=["f"], limits=limits
-      )
-      if verdict.num_passed:
-        num_escapes += 1
-        _note(f"passed: {name}")
-  return num_escapes
+    for box in boxes:
+      for name, attack in _attacks(box, str(secret), server.getsockname()[1]):
+        num_attacks += 1
+        try:
+          has_passed = not any(attack().failures)
+        except sandbox_lib.SandboxError as error:
+          has_passed = True
+          _note(error)
+        if has_passed:
+          num_escapes += 1
+          _note(f"{box.kind}: passed: {name}")
+  return num_attacks, num_escapes
 
 
 def main(_) -> None:
@@ -203,6 +272,8 @@ def main(_) -> None:
   gsm8k, gsm8k_wrong, _ = _verified(_gsm8k(folder))
   math500, math500_wrong, math_per_s = _verified(_math500(folder))
   passed, broken, code_per_s = _code(_humaneval(folder))
+  boxes = list(_sandboxes())
+  attacks, escapes = _escapes(boxes)
   result = {
     "humaneval_pass": passed,
     "humaneval_broken_pass": broken,
@@ -211,8 +282,13 @@ def main(_) -> None:
     "wrong_verified": max(gsm8k_wrong, math500_wrong),
     "code_tasks_per_s": round(code_per_s, 1),
     "math_per_s": round(math_per_s, 1),
-    "escapes": _escapes(box),
+    "cases_per_s": round(_cases_per_s(box), 1),
+    "attacks": attacks,
+    "escapes": escapes,
     "sandbox": str(box.kind),
+    "attacked": [
+      f"{one.kind}{' with a user namespace' * one.has_user}" for one in boxes
+    ],
   }
   print(json.dumps(result))
 

@@ -66,7 +66,7 @@ class Reward:
       need different compiled programs.
     answer: what was taken for the completion's answer, for whoever reads
       samples. None leaves it to the reward service, which fills in
-      `Completion.answer`.
+      `Completion.answer`. The service leaves out the middle of a long answer.
   """
 
   score: float

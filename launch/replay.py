@@ -2,11 +2,12 @@
 
 python launch/replay.py --workdir=/tmp/quickstart
 
-Every token, logprob and loss is compared with the record, and the train state
-at the end with the checkpoint of that step, if there is one. The first
-difference ends the replay with exit status 1. Nothing is written to the
-workdir. With --teacher_forced, --config.SECTION.FIELD=VALUE changes settings of
-the programs, for example --config.mesh.train_fsdp=4.
+The run must have had run.record_schedule, which is on by default. Every token,
+logprob and loss is compared with the record, and the train state at the end
+with the checkpoint of that step, if there is one. The first difference ends the
+replay with exit status 1. Nothing is written to the workdir. With
+--teacher_forced, --config.SECTION.FIELD=VALUE changes settings of the programs,
+for example --config.mesh.train_fsdp=4.
 
 The last line on stdout is JSON: `bit_exact` (`losses_bit_exact` with
 --from_ledger, `draws_equal` with --teacher_forced), and what was replayed and

@@ -141,6 +141,7 @@ def begin(config: sections.Config, workdir: pathlib.Path) -> world_lib.World:
 def _detected(timeout_s: float) -> tuple[int, int, str]:
   """Return rank, size and address of processes that JAX finds by itself."""
   import jax
+  from jax._src import distributed
   from jax.experimental import multihost_utils
   import numpy as np
 
@@ -155,26 +156,13 @@ def _detected(timeout_s: float) -> tuple[int, int, str]:
       "num_processes: missing; JAX finds no other processes by itself here"
       f" ({' '.join(str(error).split())})"
     ) from error
-  address = f"{_own_address()}:{_free_port()}"
-  told = np.zeros(64, np.uint8)
-  told[: len(address)] = list(address.encode())
-  told = np.asarray(multihost_utils.broadcast_one_to_all(told))
-  address = bytes(told).rstrip(b"\0").decode()
-  return jax.process_index(), jax.process_count(), address
-
-
-def _own_address() -> str:
-  """Return the address at which other hosts reach this one."""
-  address = socket.gethostbyname(socket.gethostname())
-  if not address.startswith("127."):
-    return address
-  # A host may know itself by a loopback address. Nothing is sent here.
-  with socket.socket(type=socket.SOCK_DGRAM) as tried:
-    try:
-      tried.connect(("192.0.2.1", 9))
-      return tried.getsockname()[0]
-    except OSError:  # there is no network
-      return address
+  # All processes have reached process 0 there. What a host takes for its own
+  # name or address, no other one may know.
+  address = distributed.global_state.coordinator_address
+  assert address is not None
+  host = address.rpartition(":")[0]
+  port = multihost_utils.broadcast_one_to_all(np.int32(_free_port()))
+  return jax.process_index(), jax.process_count(), f"{host}:{int(port)}"
 
 
 def _free_port() -> int:

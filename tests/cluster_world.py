@@ -89,7 +89,7 @@ def ray_cluster(**variables):
       *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head"),
       *("--block", "--disable-usage-stats", "--include-dashboard=false"),
       *("--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=2"),
-      *("--object-store-memory=100000000", f"--temp-dir={directory}"),
+      *("--object-store-memory=100000000", f"--temp-dir={directory}/ray"),
     ]
     log = pathlib.Path(directory) / "ray.log"
     with open(log, "w") as out:

@@ -23,6 +23,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
 import jaxtyping
+import other_user
 import pytest
 import three_hosts
 
@@ -40,6 +41,7 @@ def pytest_collection_modifyitems(config, items):
   """Leave tests out for which something cannot be made here, and say so."""
   _leave_out(config, items, "sandbox", _no_sandbox)
   _leave_out(config, items, "namespaces", three_hosts.why_not)
+  _leave_out(config, items, "other_user", other_user.why_not)
 
 
 def _leave_out(config, items, marker, why_not):

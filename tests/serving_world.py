@@ -48,18 +48,17 @@ class Serving:
       on_time=self.metrics.observe,
     )
     self.loop = serve_loop_lib.ServeLoop(self.queue, self.scheduler)
-    self.app = app_lib.make_app(
-      app_lib.Service(
-        queue=self.queue,
-        tokenizer=TOKENIZER,
-        chat_template=chat_template_lib.ChatTemplate(None),
-        metrics=self.metrics,
-        model_name="tiny",
-        is_alive=lambda: self.loop.is_running,
-        api_key=KEY,
-        limits=limits,
-      )
+    self.service = app_lib.Service(
+      queue=self.queue,
+      tokenizer=TOKENIZER,
+      chat_template=chat_template_lib.ChatTemplate(None),
+      metrics=self.metrics,
+      model_name="tiny",
+      is_alive=lambda: self.loop.is_running,
+      api_key=KEY,
+      limits=limits,
     )
+    self.app = app_lib.make_app(self.service)
     self.http = server_lib.HttpServer(
       self.app, host="127.0.0.1", port=0, max_connections=64
     )

@@ -23,3 +23,12 @@ def test_books_and_buffer_are_measured_at_each_size(monkeypatch):
   for found, sizes in ((steps, {"3", "120"}), (groups, {"10", "50"})):
     for row in found.values():
       assert row.keys() == sizes and all(x > 0 for x in row.values())
+
+
+@pytest.mark.slow
+def test_a_killed_run_of_a_large_batch_has_the_same_books(monkeypatch):
+  bookkeeping = benchmark_module.imported("bookkeeping", monkeypatch)
+  found = bookkeeping.measure_batches([1, 4], 512)
+  assert found["survives"] == {"16": 0.0, "64": 1.0}
+  for name in ("ledger_bytes", "schedule_bytes", "message_mb", "memory_mb"):
+    assert all(x > 0 for x in found[name].values())

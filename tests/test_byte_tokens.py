@@ -148,3 +148,28 @@ def test_a_long_text_is_decoded_in_windows(kind):
   text = "".join(shown.add([token]) for token in tokens) + shown.finish()
   assert text == tokenizer.decode(tokens)
   assert max(decoded) < 40
+
+
+@pytest.mark.parametrize("strings", [(), ("€!",)])
+@pytest.mark.parametrize("text", [b"\xf0\x9f\x98\x80", b"\n", b"\n\xff"])
+def test_a_long_run_of_bytes_is_decoded_a_few_times(text, strings):
+  decoded = []
+
+  class Counted(tokenizer_lib.Tokenizer):
+    def __init__(self, inner):
+      self._inner = inner
+      self.byte_tokens = inner.byte_tokens
+      self.is_shown = inner.is_shown
+
+    def decode(self, tokens):
+      decoded.append(len(tokens))
+      return self._inner.decode(tokens)
+
+  tokenizer = llama_tokenizer.wrapped()
+  tokens = [3 + byte for byte in text * 500] + tokenizer.encode(
+    "the a 1 a 1 the"
+  ).tolist()
+  shown = stop_strings.CompletionText(Counted(tokenizer), strings)
+  found = "".join(shown.add([token]) for token in tokens) + shown.finish()
+  assert found == tokenizer.decode(tokens)
+  assert sum(decoded) < 100 * len(tokens)

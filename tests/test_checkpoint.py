@@ -3,6 +3,7 @@ import pathlib
 import shutil
 import tempfile
 import threading
+import tracemalloc
 
 import disks
 from hypothesis import given
@@ -385,6 +386,28 @@ def test_a_renamed_checkpoint_is_refused(tmp_path):
   (tmp_path / "3").rename(tmp_path / "5")
   with pytest.raises(checkpoint.CheckpointError, match="holds step 3"):
     _restore(tmp_path, 5, state)
+
+
+def test_arrays_of_trajectories_are_written_without_a_copy(tmp_path):
+  _, outstanding = _groups()
+  group, rng = outstanding.group, np.random.default_rng(0)
+  num_tokens = 28_672  # as in configs/deepseek_1p5b.py
+  group.trajectories = [_trajectory(rng, i, num_tokens) for i in range(16)]
+  tracemalloc.start()
+  try:
+    outstanding_lib.write(tmp_path, [outstanding])
+    _, peak = tracemalloc.get_traced_memory()
+  finally:
+    tracemalloc.stop()
+  assert (
+    sum(x.stat().st_size for x in tmp_path.glob("*.npy")) > 13 * 16 * num_tokens
+  )
+  assert peak < 1_000_000
+  _assert_same_groups(outstanding_lib.read(tmp_path), [outstanding])
+  one = group.trajectories[3]
+  one.tokens = np.repeat(one.tokens, 2)[::2]  # not contiguous
+  outstanding_lib.write(tmp_path, [outstanding])
+  _assert_same_groups(outstanding_lib.read(tmp_path), [outstanding])
 
 
 def test_arrays_that_do_not_align_are_not_saved(tmp_path):

@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import pathlib
 import re
+import types
 
 import pytest
 import test_run
@@ -12,9 +13,11 @@ from jaxrl_async.cluster import environment as environment_lib
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.devices import xla_flags
+from jaxrl_async.run import checks
 from jaxrl_async.run import cluster_checks
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import device_checks
+from jaxrl_async.run import reward_terms
 from jaxrl_async.run import rollout_start
 
 RAY = sections.ClusterKind.RAY
@@ -94,6 +97,33 @@ def test_on_gpus_a_run_is_exact_only_with_the_flag_of_xla(
   device_checks.check_repeats(elsewhere, "gpu")
   found = environment_lib.of_replicas(elsewhere)
   assert found["XLA_FLAGS"] == xla_flags.REPEATS_ON_GPU
+
+
+@pytest.mark.parametrize(
+  "platform, mesh, cluster, error",
+  [
+    ("gpu", {}, {}, "cluster.replica_gpus: missing; .* while a GPU .* use 1"),
+    (
+      *("gpu", {"rollout_tensor": 4}, {"replica_processes": 2}),
+      "cluster.replica_gpus: .* use 2$",
+    ),
+    ("tpu", {}, {}, "cluster.replica_tpu: missing; .* such as v5e:2x2$"),
+    ("gpu", {}, {"replica_gpus": 1}, None),
+    ("tpu", {"rollout_tensor": 4}, {"replica_tpu": "v5e:2x2"}, None),
+    ("gpu", {}, {"kind": sections.ClusterKind.LOCAL}, None),
+    ("cpu", {}, {}, None),
+  ],
+)
+def test_replicas_have_accelerators_where_the_trainer_has(
+  platform, mesh, cluster, error, monkeypatch
+):
+  made = config(mesh, **cluster)
+  devices = [types.SimpleNamespace(platform=platform)] * 8
+  # What comes after this check.
+  monkeypatch.setattr(reward_terms, "of_task", lambda _: 1 / 0)
+  wanted = sections.ConfigError if error else ZeroDivisionError
+  with pytest.raises(wanted, match=error and f"^{error}"):
+    checks.checked(made, devices)
 
 
 def test_a_new_run_waits_for_the_replicas_that_it_asks_for():

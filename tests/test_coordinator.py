@@ -1,11 +1,14 @@
 """The coordinator alone: replicas are what this file says they report."""
 
+import time
+
 import numpy as np
 import pytest
 import tiny
 import worker_world
 
 from jaxrl_async import types
+from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import messages
 from jaxrl_async.types import FinishReason
 
@@ -248,6 +251,63 @@ def test_restored_groups_wait_for_a_replica(make_world):
   assert turns[3].trajectory.num_completion_tokens == 3
 
 
+def waiting(world, admissions):
+  """Lets groups wait for a replica, each with two members and no tokens."""
+  prompt = tiny.Prompts().next()
+  first = episode_lib.First(prompt.tokens)
+  members = [first.trajectory(member) for member in range(2)]
+  world.coordinator.restore(
+    [
+      types.RolloutGroup(
+        admission=admission, prompt=prompt, trajectories=list(members)
+      )
+      for admission in admissions
+    ]
+  )
+
+
+def test_of_the_groups_that_wait_a_replica_gets_the_oldest_it_may_write(
+  make_world,
+):
+  world = make_world()
+  rng = np.random.default_rng(0)
+  births, more = rng.integers(0, 6, (2, 60)).tolist()
+  rest = [
+    types.Admission(index=index, birth=birth, deadline=birth + extra)
+    for index, (birth, extra) in enumerate(zip(births, more, strict=True))
+  ]
+  waiting(world, rest)
+  for version in (1, 0, 3, 2, 5, 1, 4) * 60:
+    allowed = [a for a in rest if a.birth <= version]
+    if not allowed:
+      continue
+    expected = min(allowed, key=lambda a: (a.deadline, a.index))
+    turns = world.coordinator.admit(ask(version=version)).turns
+    assert [turn.admission for turn in turns] == [expected] * 2
+    rest.remove(expected)
+  assert not rest
+
+
+@pytest.mark.slow
+def test_handing_out_the_groups_of_a_large_checkpoint_is_linear(make_world):
+  def seconds(num_groups):
+    world = make_world()
+    waiting(
+      world,
+      [
+        types.Admission(index=i, birth=0, deadline=i % 9)
+        for i in range(num_groups)
+      ],
+    )
+    start_s = time.process_time()
+    for _ in range(num_groups):
+      assert len(world.coordinator.admit(ask()).turns) == 2
+    return time.process_time() - start_s
+
+  # 512 groups a step and a staleness of 8, as in configs/deepseek_1p5b.py.
+  assert seconds(9 * 512) < 8 * min(seconds(2 * 512) for _ in range(3))
+
+
 def test_a_group_that_takes_too_long_fails_and_its_replica_drops_it(make_world):
   world = make_world(max_group_s=1e-9)
   coordinator = world.coordinator
@@ -281,7 +341,6 @@ def test_a_group_that_waits_too_long_for_a_replica_ends_at_once(make_world):
   assert coordinator.overdue() == {}
   (line,) = world.lines()
   assert line["fate"] == "failed" and line["num_completion_tokens"] == [2, 0, 0]
-  assert coordinator._waiting == {}
   assert coordinator.groups() == {}
   assert coordinator.admit(ask(replica="b")).turns[0].admission.index == 1
 

@@ -3,7 +3,9 @@
 import math
 import os
 import re
+import shlex
 import signal
+import stat
 import subprocess
 import time
 import tomllib
@@ -273,8 +275,8 @@ def test_the_first_node_trains_and_the_others_generate():
   assert in_order(
     commands,
     *("scontrol show hostnames", "ray get-auth-token --generate"),
-    *("--nodelist=node1 .venv/bin/ray start", "ray status"),
-    *("--nodelist=node2 .venv/bin/ray start", "--nodelist=node3"),
+    *("--nodelist=node1 bash", "ray status"),
+    *("--nodelist=node2 bash", "--nodelist=node3 bash"),
     *("launch/train.py", "scontrol requeue 1"),
   )
   head, *workers = [c for c in commands if "ray start" in c]
@@ -285,6 +287,24 @@ def test_the_first_node_trains_and_the_others_generate():
   assert config.cluster.replicas == 2 and config.cluster.replica_gpus == 8
   assert config.cluster.trainer_processes == 1
   assert config.transfer.directory == "/shared/weights"
+
+
+def test_ray_of_a_job_is_in_a_directory_of_its_user_alone(tmp_path):
+  for command in launch_world.slurm(*GSM8K):
+    if "ray start" in command:
+      words = shlex.split(command)
+      private = words[words.index("bash") : words.index(".venv/bin/ray")]
+      directory = tmp_path / f"made{len(list(tmp_path.iterdir()))}"
+      variables = os.environ | {"RAY_TMPDIR": str(directory)}
+      # Another start, or somebody else, has made it already.
+      for is_first in (True, False):
+        done = subprocess.run(
+          [*private, "echo", "Ray"], env=variables, capture_output=True
+        )
+        assert done.stdout == b"Ray\n" * is_first
+        assert bool(done.returncode) != is_first
+      assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+  assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_two_nodes_train_in_two_processes_and_replicas_share_a_node():

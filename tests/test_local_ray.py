@@ -2,11 +2,17 @@
 
 import contextlib
 import fcntl
+import os
+import pathlib
+import subprocess
+import sys
 import time
 import types
 
+import other_user
 import pytest
 
+from jaxrl_async.cluster import environment as environment_lib
 from jaxrl_async.cluster import local_ray
 from jaxrl_async.cluster import ray_replicas
 from jaxrl_async.config import sections
@@ -52,6 +58,36 @@ def test_ray_is_not_started_for_ever(start):
   with pytest.raises(sections.ConfigError, match="did not answer in 1 s"):
     start(1_000, 1.0)
   assert time.monotonic() - start_s < 30
+
+
+@pytest.mark.slow
+@pytest.mark.other_user
+def test_another_user_can_do_nothing_with_the_directories_of_ray(monkeypatch):
+  for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):  # forgotten afterwards
+    monkeypatch.setenv(name, "")
+  environment_lib.set_for_ray("")
+  process = subprocess.Popen(
+    [sys.executable, "-m", local_ray.__name__, "1"],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    start_new_session=True,
+  )
+  with process:
+    assert process.stdin is not None and process.stdout is not None
+    assert process.stdout.readline()
+    opened = [
+      pathlib.Path(os.readlink(path))
+      for path in pathlib.Path(f"/proc/{process.pid}/fd").iterdir()
+      if path.exists()
+    ]
+    (directory,) = (p.parent for p in opened if p.name == local_ray._LOCK)
+    (session,) = (directory / "ray").glob("session_2*")
+    assert (session / "sockets" / "raylet").is_socket()
+    for path in (directory, directory / "ray", session, session / "sockets"):
+      assert other_user.can(path) == []
+    process.stdin.close()
+    assert process.wait(60) == 0
+  assert not directory.exists()
 
 
 def test_what_killed_processes_left_is_removed(tmp_path):

@@ -115,19 +115,20 @@ def test_a_body_that_takes_long_to_read_keeps_nobody_waiting(
 
 
 def test_no_more_long_bodies_wait_than_are_read_soon(monkeypatch):
-  monkeypatch.setattr(bodies, "_MOST_LONG", 2)
+  monkeypatch.setattr(bodies, "_MOST_LONG", 3)
 
-  async def read_three():
+  async def read_four():
     reader, may_go_on = bodies.Reader(), threading.Event()
     tasks = [
       asyncio.ensure_future(
-        reader.run(1 << 20, may_go_on.wait, serving_world.DEADLINE_S)
+        reader.run(size, may_go_on.wait, serving_world.DEADLINE_S)
       )
-      for _ in range(3)
+      for size in (1 << 20, 1 << 18, 1 << 20, 1 << 17)
     ]
     (refused,), _ = await asyncio.wait(
       tasks, return_when=asyncio.FIRST_COMPLETED
     )
+    assert refused is tasks[2]  # the largest of those that wait
     with pytest.raises(errors.ApiError, match="too many") as raised:
       refused.result()
     assert raised.value.status == 429
@@ -136,7 +137,83 @@ def test_no_more_long_bodies_wait_than_are_read_soon(monkeypatch):
     await asyncio.gather(*(task for task in tasks if task is not refused))
     return await reader.run(1 << 20, int)
 
-  assert asyncio.run(read_three()) == 0
+  assert asyncio.run(read_four()) == 0
+
+
+def test_the_shorter_of_two_long_bodies_is_read_first():
+  async def read():
+    reader, entered = bodies.Reader(), threading.Event()
+    may_go_on, order = threading.Event(), []
+
+    def hold():
+      entered.set()
+      assert may_go_on.wait(serving_world.DEADLINE_S)
+
+    tasks = [asyncio.ensure_future(reader.run(1 << 20, hold))]
+    await asyncio.to_thread(entered.wait, serving_world.DEADLINE_S)
+    for size in (1_000_000, 9_000, 500_000):
+      task = reader.run(size, order.append, size)
+      tasks.append(asyncio.ensure_future(task))
+    gone = asyncio.ensure_future(reader.run(10_000, order.append, "gone"))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.wait({gone})
+    may_go_on.set()
+    await asyncio.gather(*tasks)
+    return order
+
+  assert asyncio.run(read()) == [9_000, 500_000, 1_000_000]
+
+
+def test_a_long_body_is_read_in_the_end_whatever_comes_after_it(monkeypatch):
+  monkeypatch.setattr(bodies, "_DUE_BYTES_PER_S", 1e7)
+
+  async def read():
+    reader = bodies.Reader()
+
+    def short():
+      return asyncio.ensure_future(reader.run(9_000, time.sleep, 0.001))
+
+    busy = [short() for _ in range(3)]
+    long = asyncio.ensure_future(reader.run(1_000_000, int))
+    deadline_s = time.monotonic() + serving_world.DEADLINE_S
+    while not long.done() and time.monotonic() < deadline_s:
+      await asyncio.wait(busy, return_when=asyncio.FIRST_COMPLETED)
+      busy = [short() if task.done() else task for task in busy]
+    await asyncio.gather(*busy)
+    return long.done()
+
+  assert asyncio.run(read())
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_body_whose_client_has_gone_is_not_read(serving, monkeypatch, path):
+  entered, may_go_on = threading.Event(), threading.Event()
+  parse, parsed = protocol.parse, []
+
+  def slow_parse(kind, data, bounds):
+    if not parsed:
+      entered.set()
+      assert may_go_on.wait(serving_world.DEADLINE_S)
+    parsed.append(data)
+    return parse(kind, data, bounds)
+
+  monkeypatch.setattr(protocol, "parse", slow_parse)
+  user = {"user": "x" * 15_000}
+  make = serving_world.body if path == "completions" else serving_world.chat
+  first, gone = (json.dumps(make(**user, seed=i)).encode() for i in (1, 2))
+  reader = serving.service.reader
+  with connection(serving, first, path=path):
+    try:
+      assert entered.wait(serving_world.DEADLINE_S)
+      with connection(serving, gone, path=path):
+        assert serving_world.wait_until(lambda: reader._waiting)
+      assert serving_world.wait_until(lambda: not reader._waiting)
+    finally:
+      may_go_on.set()
+    long = serving_world.body(**user, seed=3)
+    assert serving.post(json=long).status_code == 200
+  assert gone not in parsed and len(parsed) == 2
 
 
 @pytest.mark.parametrize(
@@ -182,13 +259,13 @@ def test_a_port_is_taken_as_soon_as_a_server_has_it(serving):
 
 
 @contextlib.contextmanager
-def connection(serving, content, *, length=None):
+def connection(serving, content, *, length=None, path="completions"):
   """A raw connection over which a request's beginning was sent."""
   with socket.create_connection(
     ("127.0.0.1", serving.http.port), serving_world.DEADLINE_S
   ) as raw:
     head = (
-      "POST /v1/completions HTTP/1.1\r\nhost: here\r\n"
+      f"POST /v1/{path} HTTP/1.1\r\nhost: here\r\n"
       f"authorization: Bearer {serving_world.KEY}\r\n"
       "content-type: application/json\r\n"
       f"content-length: {length or len(content)}\r\n\r\n"

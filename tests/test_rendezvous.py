@@ -1,8 +1,9 @@
 import contextlib
 import functools
-import pathlib
+import gc
 import re
 import socket
+import stat
 import threading
 import time
 
@@ -228,21 +229,51 @@ def test_clocks_that_are_apart_are_named(
     close([world for world, _ in meeting(processes)])
 
 
-@pytest.mark.parametrize(
-  ("index", "field"), [(0, "workdir"), (1, "transfer.directory")]
-)
-def test_a_directory_that_is_not_shared_is_named(
-  index, field, tmp_path, monkeypatch
-):
+def test_a_directory_that_is_not_shared_is_named(tmp_path, monkeypatch):
   monkeypatch.setattr(rendezvous, "_SHARED_S", 0.5)
   here = [tmp_path / "workdir", tmp_path / "versions"]
-  there = list(here)
   # What lies at this path on another host.
-  there[index] = pathlib.Path(tmp_path / "other")
-  processes = [(0, 2, FACTS, here), (1, 2, FACTS, there)]
-  line = refused(processes)
-  assert line.startswith(f"{field}: {here[index]} is not the same directory")
+  there = [here[0], tmp_path / "other"]
+  line = refused([(0, 2, FACTS, here), (1, 2, FACTS, there)])
+  assert line.startswith(
+    f"transfer.directory: {here[1]} is not the same directory"
+  )
   assert not [*here[0].iterdir(), *here[1].iterdir()]
+
+
+def test_a_workdir_that_is_not_shared_is_named(tmp_path, monkeypatch):
+  monkeypatch.setattr(rendezvous, "_SHARED_S", 0.5)
+  here, there = tmp_path / "workdir", tmp_path / "other"
+  there.mkdir()
+  leader, follower = meeting(
+    [(0, 2, FACTS, [here]), (1, 2, FACTS, [there])], timeout_s=3.0
+  )
+  assert follower.startswith("workdir: process 0 at localhost:")
+  assert f" has left no key in {there} as " in follower
+  assert "missing: process 1; " in leader
+  assert leader.endswith(" callers did not know the key in the workdir")
+  assert not list(here.iterdir())
+
+
+def test_only_this_user_can_read_the_key_and_it_does_not_stay(tmp_path):
+  workdir = tmp_path / "workdir"
+  with rendezvous._key_for_others(workdir) as key:
+    (path,) = workdir.iterdir()
+    assert path.read_bytes() == key and len(key) == 32
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with rendezvous._key_for_others(workdir) as other:  # of the next start
+      assert other != key and path.read_bytes() == other
+  assert not list(workdir.iterdir())
+
+
+def test_the_key_of_an_earlier_start_is_not_taken_for_long(tmp_path):
+  address = free_address()
+  (tmp_path / rendezvous._KEY).write_bytes(b"of a start that was killed")
+  results = meeting(
+    [(rank, 2, FACTS, [tmp_path]) for rank in range(2)], address=address
+  )
+  close([world for world, _ in results])
+  assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -290,7 +321,7 @@ def test_who_says_something_else_than_a_process_is_sent_away(
   )
   leader.start()
   connected = []
-  waiting.until(lambda: tried(rendezvous.parse_address(address), connected))
+  waiting.until(lambda: entered(address, tmp_path, connected))
   with connected[0] as stranger:
     whole = {"hello": "jaxrl_async", "rank": 1, "size": 2, "host": "x"}
     wire.send(stranger, whole | {"facts": {}} | hello)
@@ -303,21 +334,52 @@ def test_who_says_something_else_than_a_process_is_sent_away(
   assert follower.size == 2 and not ends
 
 
-def tried(address, connected):
+def entered(address, workdir, connected):
+  """Whether process 0 has let us in, as somebody who knows the key."""
   try:
-    connected.append(socket.create_connection(address, timeout=5))
+    connection = socket.create_connection(
+      rendezvous.parse_address(address), timeout=5
+    )
   except OSError:
     return False
-  return True
+  if rendezvous._knows_the_key(connection, workdir):
+    connected.append(connection)
+    return True
+  connection.close()
+  return False
 
 
-def test_a_stranger_at_the_address_is_sent_away(tmp_path, ends):
+def headed(content):
+  """A message with any content, as `wire` frames it."""
+  return len(content).to_bytes(8) + content
+
+
+# What a stranger may say: each ended process 0, or took its time or memory.
+HOSTILE = [
+  b"GET / HTTP/1.1\r\n\r\n",
+  b"\0" * 7 + b"\2{}",
+  b"\xff" * 8,
+  headed(b'{"message": {}, "arrays": [["x", "f8", 9000000000000000]]}'),
+  headed(b"[" * 100_000),
+  headed(b'{"message": {}, "arrays": [["x", "f8", Infinity]]}'),
+  headed(b'{"message": {}, "arrays": [["x", "f8", -1]]}'),
+  headed(b'{"message": {}, "arrays": [["x", "(999999999,)f8", 9999]]}'),
+  headed(b'{"message": {}, "arrays": [["x", [["a", "O"]], 1]]}'),
+  headed(b'{"message": {}, "arrays": [["x", "f8", ' + b"9" * 4300 + b"]]}"),
+  headed(b'{"message": {}, "arrays": 3}'),
+  headed(b'{"message": [[1, 2]], "arrays": []}'),
+  b"",
+]
+
+
+@pytest.mark.parametrize("has_said_all", [True, False])
+def test_a_stranger_at_the_address_is_sent_away(tmp_path, ends, has_said_all):
   address = free_address()
   host, port = rendezvous.parse_address(address)
   strangers = []
 
   def knock():
-    for words in (b"GET / HTTP/1.1\r\n\r\n", b"\0" * 7 + b"\2{}", b"\xff" * 8):
+    for words in HOSTILE:
       waiting.until(functools.partial(tried, words))
 
   def tried(words):
@@ -326,9 +388,10 @@ def test_a_stranger_at_the_address_is_sent_away(tmp_path, ends):
     except OSError:
       return False
     strangers.append(stranger)
-    stranger.sendall(words)
     with contextlib.suppress(OSError):  # it is closed already
-      stranger.shutdown(socket.SHUT_WR)
+      stranger.sendall(words)
+      if has_said_all:
+        stranger.shutdown(socket.SHUT_WR)
     return True
 
   results = []
@@ -338,11 +401,14 @@ def test_a_stranger_at_the_address_is_sent_away(tmp_path, ends):
     )
   )
   leader.start()
+  start_s = time.monotonic()
   knock()
   ((follower, _),) = meeting([(1, 2, FACTS, [tmp_path])], address=address)
   leader.join(JOIN_S)
   results[0][0].close()
   assert follower.size == 2 and not ends
+  # Nobody waits for those who say nothing more, ten seconds for each.
+  assert time.monotonic() - start_s < 60.0
   for stranger in strangers:
     stranger.close()
 
@@ -372,8 +438,11 @@ def test_arrays_arrive_as_they_were_sent(dtype):
 
 @pytest.mark.parametrize(
   "data",
-  [b"\0", b"\xff" * 8, b"\0" * 7 + b"\5{", b"\0" * 7 + b"\2[]"],
-  ids=["cut prefix", "too long", "cut header", "no message"],
+  [
+    *(b"\0", b"\xff" * 8, b"\0" * 7 + b"\5{", b"\0" * 7 + b"\2[]"),
+    *(words for words in HOSTILE if words),
+  ],
+  ids=lambda data: repr(data[:60]),
 )
 def test_what_is_no_message_is_an_error(data):
   here, there = socket.socketpair()
@@ -384,10 +453,64 @@ def test_what_is_no_message_is_an_error(data):
   there.close()
 
 
+@pytest.mark.parametrize(
+  "message, pieces",
+  [({"a": "x" * 2000}, 0), ({}, 250), ({"a": "x" * 500}, 100)],
+)
+def test_a_message_has_a_largest_size(message, pieces):
+  sent = {"x": [np.zeros(pieces)]}
+  for most_bytes in (3000, 1000):
+    here, there = socket.socketpair()
+    wire.send(here, message, sent)
+    if most_bytes == 3000:
+      assert wire.receive(there, most_bytes=most_bytes)
+    else:
+      with pytest.raises(wire.WireError):
+        wire.receive(there, most_bytes=most_bytes)
+    here.close()
+    there.close()
+
+
+# (what a header contains that many times, and what is around it)
+PARTS = {
+  "lists": ("[]", '{"message": {"a": [%s]}, "arrays": []}'),
+  "names": ('"%d": 0', '{"message": {%s}, "arrays": []}'),
+  "arrays": ('["%d", "<f4", 0]', '{"message": {}, "arrays": [%s]}'),
+}
+
+
+@pytest.mark.parametrize("part, around", PARTS.values(), ids=PARTS)
+def test_the_time_for_a_message_grows_with_its_size_only(part, around):
+  def seconds(count):
+    """The processor time for a message with so many parts."""
+    parts = (part % i if "%" in part else part for i in range(count))
+    sent, times_s = headed((around % ",".join(parts)).encode()), []
+    for _ in range(3):
+      here, there = socket.socketpair()
+      thread = threading.Thread(target=here.sendall, args=(sent,))
+      thread.start()
+      start_s = time.thread_time()
+      assert wire.receive(there)
+      times_s.append(time.thread_time() - start_s)
+      thread.join(JOIN_S)
+      here.close()
+      there.close()
+    return min(times_s)
+
+  gc.disable()  # it would look through what all tests hold
+  try:
+    times_s = [seconds(4_000 * 4**i) for i in range(4)]
+  finally:
+    gc.enable()
+  # 64 times as much. A cost that is quadratic would be 4,096 times as high;
+  # memory that no longer fits into the caches costs some of the rest.
+  assert times_s[-1] < 1_000 * times_s[0], times_s
+
+
 def test_objects_are_not_received():
   here, there = socket.socketpair()
   wire.send(here, {}, {"x": [np.zeros(0, object)]})
   here.close()
-  with pytest.raises(wire.WireError, match="objects"):
+  with pytest.raises(wire.WireError, match="O'"):
     wire.receive(there)
   there.close()

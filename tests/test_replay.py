@@ -109,13 +109,11 @@ def test_a_run_is_replayed_to_the_bit(recorded):
 
 def test_the_schedule_has_the_version_and_the_admissions_of_each_call(recorded):
   calls: dict[int, list[int]] = {}  # versions of what they admitted
-  for line in test_run.lines(recorded, "schedule"):
-    for group in line.get("groups", ()):
-      for one in group["trajectories"]:
-        ((replica, _),) = one["writers"]
-        assert replica == "replica 0"
-        for _, _, version, decode_step in one["cache_builds"]:
-          calls.setdefault(decode_step, []).append(version)
+  schedule = recorded_schedule.read(recorded)
+  for step in map(schedule.step, schedule.summaries):
+    for one in (t for group in step.groups for t in group.trajectories):
+      for cache in one.cache_builds:
+        calls.setdefault(cache.decode_step, []).append(cache.version)
   in_order = [calls[decode_step] for decode_step in sorted(calls)]
   assert min(calls) == 0 and len(calls) > NUM_STEPS
   assert all(len(versions) <= 4 for versions in in_order)  # slots
@@ -308,7 +306,7 @@ def test_tokens_of_other_number_formats_cannot_be_forced(
 
 def test_a_question_that_is_gone_ends_the_search(recorded, tmp_path):
   def renamed(lines):
-    lines[5]["groups"][1]["prompt_id"] = "chain_sum/train/-1"
+    lines[5]["groups"]["prompt_id"][1] = "chain_sum/train/-1"
 
   workdir = changed(recorded, tmp_path, renamed)
   with pytest.raises(sections.ConfigError, match="chain_sum/train/-1 of group"):
@@ -317,7 +315,7 @@ def test_a_question_that_is_gone_ends_the_search(recorded, tmp_path):
 
 def test_stored_groups_have_to_be_those_of_the_record(recorded, tmp_path):
   def of_a_deadline(lines):
-    lines[2]["groups"][0]["deadline"] += 1
+    lines[2]["groups"]["deadline"][0] += 1
 
   workdir = changed(recorded, tmp_path, of_a_deadline)
   with pytest.raises(
@@ -373,7 +371,10 @@ def test_the_first_difference_ends_the_replay(recorded, tmp_path):
 
 def test_a_different_token_is_shown(recorded, tmp_path):
   def of_a_token(lines):
-    lines[4]["groups"][1]["trajectories"][2]["digest"] = "0" * 24
+    size = run_schedule.DIGEST_LENGTH
+    at = (lines[4]["groups"]["num_trajectories"][0] + 2) * size
+    digests = lines[4]["digests"]
+    lines[4]["digests"] = f"{digests[:at]}{'0' * size}{digests[at + size :]}"
 
   workdir = changed(recorded, tmp_path, of_a_token)
   index = recorded_schedule.read(workdir).step(3).groups[1].admission.index
@@ -410,14 +411,27 @@ def test_a_killed_run_and_what_followed_are_replayed(
   assert [start.step for start in starts] == [0, 6]
   # As if the second start had had other flags of XLA.
   path = workdir / "schedule.jsonl"
-  first, rest = path.read_text().split('"start": 6', 1)
-  rest = rest.replace('"xla_flags": "', '"xla_flags": "--other', 1)
-  path.write_text(f'{first}"start": 6{rest}')
+  first, rest = path.read_text().split('"start":6', 1)
+  rest = rest.replace('"xla_flags":"', '"xla_flags":"--other', 1)
+  path.write_text(f'{first}"start":6{rest}')
   capsys.readouterr()
   assert play(workdir).last_step == NUM_STEPS
   said = capsys.readouterr().err
   assert "bits may differ from step 6 on: xla_flags was '--other" in said
   assert "bits may differ from step 0" not in said
+
+
+def test_a_run_without_the_record_goes_on_and_cannot_be_replayed(tmp_path):
+  config = make_config(num_steps=2)
+  config.run = sections.RunSection(record_schedule=False, exact_resume=True)
+  test_run.start(config, tmp_path)
+  config.train = dataclasses.replace(config.train, num_steps=3)
+  test_run.start(config, tmp_path)
+  lines = test_run.lines(tmp_path, "schedule")
+  assert [line["start"] for line in lines] == [0, 2]
+  for wanted in ({}, {"from_step": 2}, {"from_ledger": True}):
+    with pytest.raises(sections.ConfigError, match="run.record_schedule$"):
+      play(tmp_path, **wanted)
 
 
 @pytest.mark.nightly

@@ -1,5 +1,6 @@
 """The rewards that come with the project, apart from reasoning-gym's."""
 
+import functools
 import time
 
 import jax
@@ -12,7 +13,9 @@ from jaxrl_async.rewards import code
 from jaxrl_async.rewards import match
 from jaxrl_async.rewards import mathematics
 from jaxrl_async.rewards import sandbox as sandbox_lib
+from jaxrl_async.rewards import scoring
 from jaxrl_async.rewards import shaping
+from jaxrl_async.rewards import term as term_lib
 from jaxrl_async.run import checks
 
 
@@ -153,6 +156,36 @@ def test_after_a_case_that_never_ends_the_others_have_failed():
   reward = code.score(task, completion(hangs), timeout_s=1.0)
   assert time.perf_counter() - start_s < 15.0  # and not 40 s
   assert (reward.score, reward.parts) == (0.0, {"passed": 1 / 40})
+
+
+@pytest.mark.sandbox
+@pytest.mark.parametrize(
+  "metadata",
+  [
+    {"cases": [{"stdin": "", "stdout": ""}] * 40},
+    {"tests": "for _ in range(40): f()", "entry_point": "f"},
+  ],
+)
+def test_a_slow_program_has_failed_and_not_its_score(metadata):
+  """Failed scores end a run, if there are some in a row."""
+  program = "import time\ndef f(): time.sleep(0.4)\nf()"
+  term = term_lib.Term(
+    scorer=functools.partial(code.score, timeout_s=30.0),
+    timeout_s=2.0,
+    num_retries=0,
+  )
+  item = {"question": "Write nothing.", "metadata": metadata}
+  (reward,) = scoring.score_group(term, item, [completion(program)])
+  assert reward.score == 0.0
+  assert 0.0 < reward.parts["passed"] < 1.0 or "tests" in metadata
+
+
+@pytest.mark.sandbox
+def test_a_program_is_found_in_time_whatever_is_around_it():
+  start_s = time.process_time()
+  for text in ("```" + " " * 10**6, "```" * 10**5, "```\n" * 10**5):
+    code.program_of(text, PROMPT, "area")
+  assert time.process_time() - start_s < 30.0  # an hour if it is quadratic
 
 
 @pytest.mark.sandbox

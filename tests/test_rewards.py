@@ -17,6 +17,7 @@ from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import extraction
 from jaxrl_async.rewards import pool as pool_lib
 from jaxrl_async.rewards import reasoning
+from jaxrl_async.rewards import scoring
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rewards import term as term_lib
 
@@ -287,6 +288,28 @@ def test_what_a_scorer_floods_is_cut(make_service):
   assert failure.reason.startswith("error: ValueError: flood flood")
   assert failure.reason.endswith("flood a") and len(failure.reason) < 1_100
   assert "in floods" in failure.traceback and len(failure.traceback) < 20_100
+
+
+def test_the_middle_of_a_long_answer_is_left_out():
+  term = term_lib.Term(
+    scorer=reward_scorers.returns, timeout_s=5.0, num_retries=0
+  )
+  scorers = scoring.Scorers(
+    terms=(term,), answer_prefix="", tokenizer=TOKENIZER
+  )
+  text = "ab" + 27_648 * "=" + "ba"  # of configs/deepseek_1p5b.py
+  for own in (None, 9 * text, "short"):
+    attempt = scoring.Attempt(
+      term=0,
+      item={"returned": {"score": 1.0, "answer": own}},
+      group=completion_lib.pack([trajectory("Q", text)]),
+    )
+    found = scorers.score(attempt)
+    (extracted,), (reward,) = found.answers, found.rewards
+    assert extracted.startswith("ab==") and extracted.endswith("==ba")
+    if own != "short":
+      own = own and extracted
+    assert reward.answer == own and len(extracted) < 1_010
 
 
 def test_one_member_that_fails_fails_its_group_and_no_other(make_service):

@@ -47,6 +47,7 @@ def recorder(tmp_path, hand):
   schedule = run_schedule.Schedule(
     tmp_path,
     0,
+    record_steps=True,
     keep_trajectories=False,
     first_step=0,
     environment={},

@@ -83,21 +83,64 @@ def secret(tmp_path_factory):
   del os.environ["JAXRL_TEST_SECRET"]
 
 
+def run(box, mode, program):
+  if mode == "tests":
+    tests = hostile_programs.TESTS
+    return box.run_tests(program, tests=tests, functions=["f"], limits=QUICK)
+  script = hostile_programs.of_cases(program)
+  return box.run_cases(script, hostile_programs.CASES, limits=QUICK)
+
+
+@pytest.mark.parametrize(
+  "mode", ["tests", pytest.param("cases", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", hostile_programs.PROGRAMS)
-def test_a_hostile_program_does_not_pass(box, secret, name):
+def test_a_hostile_program_does_not_pass(box, secret, name, mode):
   file, port = secret
   program = hostile_programs.filled(
     name, secret=file, port=port, sleep_s=SLEEP_S
   )
   start_s = time.monotonic()
-  verdict = box.run_tests(
-    program, tests=hostile_programs.TESTS, functions=["f"], limits=QUICK
-  )
+  verdict = run(box, mode, program)
   assert verdict.num_passed == 0 and verdict.failures[0], verdict
-  # Told by the program's own limits, not by the last resort.
   assert time.monotonic() - start_s < QUICK.wall_s + 4.0
   with open(file) as untouched:
     assert untouched.read() == "a secret"
+
+
+@pytest.mark.parametrize("mode", ["tests", "cases"])
+@pytest.mark.parametrize(
+  "name",
+  [
+    "a file in place of its directory",
+    "a link in place of its directory",
+    "nested directories",
+    "directories without permissions",
+    "interrupting the parent",
+    "every signal to the parent",
+    "no limits left to the parent",
+    "a child that holds its output",
+  ],
+)
+def test_a_judge_outside_of_any_sandbox_survives_its_programs(
+  name, mode, tmp_path, monkeypatch
+):
+  """Only with programs that are harmless there."""
+  monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+  monkeypatch.setattr(sandbox_lib, "_REMOVE_S", 30.0)
+  box = sandbox_lib.Sandbox(sandbox_lib.Kind.UNSAFE, has_user=False)
+  program = hostile_programs.filled(name, secret="", port=0, sleep_s=SLEEP_S)
+  verdict = run(box, mode, program)
+  assert verdict.num_passed == 0 and verdict.failures[0], verdict
+  assert run(box, mode, GOOD).num_passed >= 1
+  assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", hostile_programs.COUNTERS)
+def test_no_count_lives_on_from_one_case_to_the_next(box, name):
+  cases = [{"stdin": "", "stdout": "1"}] * 3
+  verdict = box.run_cases(hostile_programs.COUNTERS[name], cases)
+  assert verdict.failures == ["", "", ""]
 
 
 def test_an_open_network_would_be_found(monkeypatch, secret):
@@ -136,16 +179,47 @@ def test_nothing_of_a_program_outlives_it(box, secret):
   assert number_of_processes() <= before
 
 
+def test_a_judge_that_is_stuck_ends_with_its_sandbox(box):
+  before = number_of_processes()
+  endless = "import itertools\n-1 in itertools.count()"  # heeds no signal
+  verdict = box.run_tests(GOOD, tests=endless, limits=QUICK)
+  assert verdict.failures == ["timeout"]
+  deadline = time.monotonic() + 10.0
+  while number_of_processes() > before and time.monotonic() < deadline:
+    time.sleep(0.05)
+  assert number_of_processes() <= before
+
+
 def number_of_processes():
-  """Of processes that hold the candidate's text, which only sandboxes do."""
+  """Of processes that hold the text of one which only sandboxes have."""
   count = 0
   for pid in filter(str.isdigit, os.listdir("/proc")):
     try:
       with open(f"/proc/{pid}/cmdline", "rb") as file:
-        count += b"holds a program which a model wrote" in file.read()
+        text = file.read()
     except OSError:
-      pass  # it has ended
+      continue  # it has ended
+    count += b"holds a program which a model wrote" in text
+    count += b"The first process in a sandbox" in text
   return count
+
+
+@pytest.mark.parametrize(
+  ("command", "reason"),
+  [
+    (["sh", "-c", "echo no namespaces >&2; exit 7"], "code 7.*no namespaces"),
+    (["sh", "-c", "sleep 60"], "did not start within 0.2 s"),
+  ],
+)
+def test_a_sandbox_that_cannot_be_made_is_no_fault_of_a_program(
+  command, reason, monkeypatch
+):
+  monkeypatch.setattr(sandbox_lib, "_START_S", 0.2)
+  monkeypatch.setattr(sandbox_lib, "_unshare", lambda *_, **__: command)
+  box = sandbox_lib.Sandbox(sandbox_lib.Kind.UNSHARE, has_user=True)
+  for mode in ("tests", "cases"):
+    with pytest.raises(sandbox_lib.SandboxError, match=reason):
+      run(box, mode, GOOD)
 
 
 def test_a_right_program_passes_and_a_wrong_one_fails(box):
@@ -160,6 +234,8 @@ def test_a_right_program_passes_and_a_wrong_one_fails(box):
     "None",
     "True",
     "-(10**40)",
+    "2**64 - 1",
+    "10**20_000",
     "2.5",
     "float('inf')",
     "1 + 2j",
@@ -189,6 +265,70 @@ assert g(3, y=1) == 2
   assert sandbox_lib.find().run_tests(program, tests=tests).failures == [""]
 
 
+@pytest.mark.parametrize(
+  ("raised", "expected"),
+  [
+    ("json.JSONDecodeError('no', '', 0)", "ValueError"),
+    ("UnicodeDecodeError('ascii', b'', 0, 1, 'no')", "UnicodeError"),
+    ("Wrong('no')", "LookupError"),
+    ("FileNotFoundError('no')", "OSError"),
+  ],
+)
+def test_an_exception_is_caught_as_what_it_is_derived_from(raised, expected):
+  program = f"""
+import json
+class Wrong(KeyError): pass
+def f(x): raise {raised}
+"""
+  tests = f"""
+try:
+  f(1)
+except {expected}:
+  pass
+"""
+  assert sandbox_lib.find().run_tests(program, tests=tests).failures == [""]
+
+
+@pytest.mark.parametrize(
+  "tests",
+  [
+    "assert all(map(f, [1, 2]))",
+    "for x, y in zip(map(f, [1, 2]), [2, 3]): assert x == y",
+    "assert sum(map(f, [])) == sum(map(f, [1]))",
+  ],
+)
+def test_a_program_cannot_end_a_loop_over_its_calls(tests):
+  program = "def f(x):\n  raise StopIteration"
+  (failure,) = sandbox_lib.find().run_tests(program, tests=tests).failures
+  assert failure == "Failed: StopIteration: "
+
+
+def test_an_answer_may_not_exhaust_the_memory_of_the_tests():
+  (failure,) = (
+    sandbox_lib.find()
+    .run_tests("def f(x):\n  return 10**9", tests="bytearray(f(1))")
+    .failures
+  )
+  assert failure.startswith("MemoryError")
+
+
+@pytest.mark.parametrize("text", ["-" * 200_000 + "1", "(" * 200_000, "x" * 10])
+def test_a_program_is_parsed_where_it_does_no_harm(text):
+  program = f"def f(x): return {text}"
+  (failure,) = sandbox_lib.find().run_tests(program, tests="f(1)").failures
+  assert failure
+
+
+def test_integers_may_have_many_digits():
+  box = sandbox_lib.find()
+  tests = "assert str(f(5_000)) == '1' + '0' * 5_000 and f(9) == 10**9"
+  program = "def f(x):\n  return 10**x"
+  assert box.run_tests(program, tests=tests).failures == [""]
+  script = "print(10 * int(input()))"
+  cases = [{"stdin": "1" * 5_000, "stdout": "1" * 5_000 + "0"}]
+  assert box.run_cases(script, cases).failures == [""]
+
+
 def test_the_interpreter_has_its_standard_library():
   program = """
 import collections, decimal, functools, hashlib, heapq, itertools, math, re
@@ -209,8 +349,8 @@ def test_cases_compare_what_a_program_writes(box):
   ]
   verdict = box.run_cases(program, cases, stop_early=False)
   assert verdict.num_passed == 2
-  assert verdict.failures[2] == "Failed: wrote '4  \\n\\n'"
-  assert verdict.failures[3] == "Failed: exit code 1"
+  assert verdict.failures[2] == "wrote '4  \\n\\n'"
+  assert verdict.failures[3] == "exit code 1"
   assert len(box.run_cases(program, cases).failures) == 3
 
 

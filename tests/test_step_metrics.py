@@ -1,6 +1,7 @@
 """What is measured of a step's groups."""
 
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -68,3 +69,45 @@ def test_rewards_and_lengths_have_histograms():
   lengths = values["completion/tokens_histogram"]
   assert (lengths.limits[0], lengths.limits[-1]) == (4, 40)
   assert sum(lengths.counts) == 3
+
+
+def of_versions(*versions):
+  """A group whose tokens were written by these versions; -1 is of a prompt."""
+  of_one = group(*[1.0] * len(versions))
+  for one, written in zip(of_one.trajectories, versions, strict=True):
+    one.policy_versions = np.array(written, np.int32)
+    one.loss_mask = one.policy_versions >= 0
+    one.tokens = np.zeros(len(written), np.int32)
+  return of_one
+
+
+def test_staleness_is_that_of_each_generated_token():
+  rng = np.random.default_rng(0)
+  versions = [
+    [-1, *np.sort(rng.integers(3, 8, n)), *([-1, -1] * (n % 2)), *[8] * (n - 1)]
+    for n in (1, 2, 3, 40, 41)
+  ]
+  values = step_metrics.of_groups([of_versions(*versions)], 9)
+  written = [9 - x for one in versions for x in one if x >= 0]
+  numbers = [len({x for x in one if x >= 0}) for one in versions]
+  assert values["staleness/mean"] == np.mean(written)
+  assert values["staleness/max"] == max(written)
+  assert values["staleness/histogram"] == np.bincount(written).tolist()
+  assert values["staleness/versions_per_trajectory"] == np.mean(numbers)
+  assert values["staleness/versions_histogram"] == np.bincount(numbers).tolist()
+
+
+def test_measuring_a_large_batch_copies_no_tokens():
+  num_tokens = 28_672  # as in configs/deepseek_1p5b.py
+  versions = np.full(num_tokens, -1)
+  versions[1_024:20_000], versions[20_000:] = 3, 4
+  groups = [of_versions(*[versions] * 16) for _ in range(4)]
+  step_metrics.of_groups(groups, 5)
+  tracemalloc.start()
+  try:
+    values = step_metrics.of_groups(groups, 5)
+    _, peak = tracemalloc.get_traced_memory()
+  finally:
+    tracemalloc.stop()
+  assert peak < 400_000  # a single array of all tokens has 7 MB
+  assert sum(values["staleness/histogram"]) == 64 * (num_tokens - 1_024)

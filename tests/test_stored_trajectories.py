@@ -77,6 +77,7 @@ def test_nothing_is_written_where_another_workdir_lies(tmp_path):
   schedule = run_schedule.Schedule(
     workdir,
     0,
+    record_steps=True,
     keep_trajectories=True,
     first_step=0,
     environment={},

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -105,6 +106,47 @@ def test_wrong_flags_are_one_line(flags, error, tmp_path):
   (line,) = errors(start(tmp_path, *flags))
   assert line.startswith(f"error: {error}")
   assert "\n" not in line
+
+
+DETECTED = """
+import socket
+import jax
+import trainer_process
+
+def unknown(*_):
+  raise socket.gaierror(-2, "Name or service not known")
+
+socket.gethostname, socket.gethostbyname = lambda: "container", unknown
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+print("found", *trainer_process._detected(60.0))
+"""
+
+
+@pytest.mark.slow
+def test_processes_find_each_other_on_hosts_that_do_not_know_their_own_name():
+  # JAX chooses its port by the number of the job.
+  slurm = {"SLURM_JOB_ID": f"{os.getpid()}", "SLURM_STEP_NODELIST": "localhost"}
+  environment = os.environ | slurm | {"SLURM_NTASKS": "2"}
+  environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "launch")))
+  processes = [
+    subprocess.Popen(
+      [sys.executable, "-c", DETECTED],
+      env=environment | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+    for rank in range(2)
+  ]
+  try:
+    said = [process.communicate(timeout=DEADLINE_S) for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  assert all(not process.returncode for process in processes), said
+  found = [re.search(r"found (.*) (localhost:\d+)", out) for out, _ in said]
+  places, addresses = zip(*(match.groups() for match in found), strict=True)
+  assert places == ("0 2", "1 2") and len(set(addresses)) == 1
 
 
 @pytest.mark.slow

@@ -1,13 +1,17 @@
 """Where versions go, and that dead starts of a run leave nothing behind."""
 
 import json
+import os
 import shutil
 import types
 
+import other_user
 import pytest
 
+from jaxrl_async.cluster import hosts
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import transfer_directory
+from jaxrl_async.storage import disk
 
 SIZE = 100  # of a version; so 400 are wanted
 
@@ -135,6 +139,69 @@ def test_without_memory_backed_storage_the_workdir_is_taken_and_it_is_said(
   (note,) = notes
   assert f"{memory} cannot be written to" in note
   kill(lock)
+
+
+def made_first(path, how, tmp_path):
+  """Somebody else makes the directory of a run, or a link in its place."""
+  target = path
+  if how == "link":
+    target = tmp_path / "elsewhere"
+    path.symlink_to(target)
+  left = target / "incarnation-left"
+  left.mkdir(parents=True)
+  if how == "directory":
+    os.chown(target, other_user.NOBODY, other_user.NOBODY)
+  return left
+
+
+HOWS = ["link", pytest.param("directory", marks=pytest.mark.other_user)]
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_directory_that_somebody_else_made_first_is_not_used(
+  how, memory, workdir, tmp_path
+):
+  name = transfer_directory._name(workdir.resolve())
+  left = made_first(memory / name, how, tmp_path)
+  notes = []
+  directory, lock = start(workdir, notes)
+  kill(lock)
+  assert directory == workdir / "weight_transfer"
+  assert f"{memory / name} belongs to another user" in notes[0]
+  assert len(notes) == 1 and left.is_dir()
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.usefixtures("memory")
+def test_a_configured_directory_of_somebody_else_is_refused(
+  how, workdir, tmp_path
+):
+  chosen = tmp_path / "weights" / transfer_directory._name(workdir.resolve())
+  chosen.parent.mkdir()
+  left = made_first(chosen, how, tmp_path)
+  with pytest.raises(disk.StorageError, match=f"^{chosen} belongs to another"):
+    start(workdir, directory=str(chosen.parent))
+  # It was made after the start had looked.
+  with pytest.raises(disk.StorageError, match=f"^{chosen} belongs to another"):
+    transfer_directory.open_incarnation(chosen / "incarnation-0")
+  with pytest.raises(disk.StorageError, match=f"^{chosen} belongs to another"):
+    hosts.write_probe((chosen / "probe", "content"))
+  assert [*left.parent.iterdir()] == [left]
+
+
+@pytest.mark.other_user
+def test_another_user_can_do_nothing_with_published_versions(
+  workdir, monkeypatch
+):
+  with other_user.shared_directory() as directory:
+    monkeypatch.setattr(transfer_directory, "_MEMORY_BACKED", directory)
+    chosen, lock = start(workdir)
+    assert chosen.parent == directory
+    assert other_user.can(chosen) == []
+    kill(lock)
+    configured, lock = start(workdir, directory=str(directory / "weights"))
+    assert not chosen.exists() and other_user.can(configured) == []
+    kill(lock)
 
 
 def test_a_link_to_a_workdir_is_the_same_run(memory, workdir, tmp_path):

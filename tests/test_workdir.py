@@ -295,3 +295,16 @@ def test_lines_up_to_the_checkpoint_have_to_be_there(tmp_path):
   path.mkdir()
   with pytest.raises(workdir_lib.WorkdirError, match="Is a directory"):
     workdir_lib.check_lines(path, 18)
+
+
+@pytest.mark.parametrize("num_bytes", [2**16 - 1, 2**16, 2**16 + 1, 3_000_000])
+def test_the_last_line_may_have_any_length(tmp_path, num_bytes):
+  path = tmp_path / "schedule.jsonl"
+  line = b'{"a": "' + (num_bytes - 10) * b"x" + b'"}\n'
+  assert len(line) == num_bytes
+  for before in (b"", b'{"b": 2}\n', line):
+    path.write_bytes(before + line + line[:-9])
+    workdir_lib.check_lines(path, len(before + line))
+    for wrong in (len(before + line) - 1, len(before + line) + 1):
+      with pytest.raises(workdir_lib.WorkdirError, match="is not the file"):
+        workdir_lib.check_lines(path, wrong)

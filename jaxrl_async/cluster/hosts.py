@@ -14,6 +14,7 @@ import time
 from jaxrl_async.coordination import rendezvous
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.storage import disk
+from jaxrl_async.storage import private_directory
 
 # A file, and what it contains.
 Probe = tuple[pathlib.Path, str]
@@ -150,11 +151,11 @@ def write_probe(probe: Probe) -> None:
     StorageError: it could not be written.
   """
   path, content = probe
+  with disk.writing(path):
+    private_directory.make(path.parent)
   with contextlib.suppress(OSError, UnicodeDecodeError):
     if path.read_text() == content:
       return
-  with disk.writing(path):
-    path.parent.mkdir(parents=True, exist_ok=True)
   disk.replace_text(path, content)
 
 

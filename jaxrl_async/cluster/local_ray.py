@@ -46,7 +46,8 @@ def main() -> None:
     os.rename(lock.name, pathlib.Path(directory) / _LOCK)
     ray.init(
       _node_ip_address="127.0.0.1",
-      _temp_dir=directory,
+      # Ray lets all users write there, but they cannot enter what it is in.
+      _temp_dir=os.path.join(directory, "ray"),
       include_dashboard=False,
       object_store_memory=_OBJECT_STORE_BYTES,
       num_cpus=int(sys.argv[1]),

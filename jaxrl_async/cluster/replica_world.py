@@ -13,12 +13,12 @@ threads is inside a program that will never end.
 """
 
 from collections.abc import Callable, Mapping
+import contextlib
 import dataclasses
 import functools
 import io
-import multiprocessing
+import itertools
 from multiprocessing import connection as connection_lib
-import os
 import pickle
 import secrets
 import socket
@@ -27,6 +27,7 @@ from typing import Any
 
 import jax
 
+from jaxrl_async.coordination import handshake
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import world as world_lib
 
@@ -166,13 +167,11 @@ class Listener:
       timeout_s: deadline for JAX's service to connect them.
     """
     key = secrets.token_bytes(32)
-    self._listener = connection_lib.Listener(
-      (host, 0), backlog=size, authkey=key
-    )
+    self._listener = socket.create_server((host, 0), backlog=size)
     with socket.socket() as free:
       free.bind((host, 0))
       service = f"{host}:{free.getsockname()[1]}"
-    port = self._listener.address[1]
+    port = self._listener.getsockname()[1]
     self.invitation = Invitation(
       size=size,
       address=(host, int(port)),
@@ -189,13 +188,12 @@ class Listener:
     Raises:
       RuntimeError: JAX could not.
     """
-    connections: list[connection_lib.Connection] = []
-    with self._listener:
-      while len(connections) < self.invitation.size - 1:
-        try:
-          connections.append(_kept_alive(self._listener.accept()))
-        except (multiprocessing.AuthenticationError, OSError, EOFError):
-          continue  # a stranger
+    door = handshake.Door(self._listener, self.invitation.key)
+    with self._listener, contextlib.closing(door.arrivals()) as arrivals:
+      connections = [
+        _kept_alive(connection)
+        for connection in itertools.islice(arrivals, self.invitation.size - 1)
+      ]
     _initialize(self.invitation, 0)
     return Peers(connections)
 
@@ -211,17 +209,20 @@ def join(invitation: Invitation, rank: int) -> Peers:
     RuntimeError: JAX could not connect the processes.
     OSError: the process that leads cannot be reached.
   """
-  connection = connection_lib.Client(invitation.address, authkey=invitation.key)
-  peers = Peers([_kept_alive(connection)])
+  with socket.create_connection(
+    invitation.address, timeout=invitation.timeout_s
+  ) as connection:
+    handshake.join(connection, invitation.key)
+    connection.settimeout(None)
+    peers = Peers([_kept_alive(connection)])
   _initialize(invitation, rank)
   return peers
 
 
-def _kept_alive(connection: Any) -> Any:
+def _kept_alive(connection: socket.socket) -> connection_lib.Connection:
   """Return a connection that notices when the other host is gone."""
-  with socket.socket(fileno=os.dup(connection.fileno())) as same:
-    world_lib.keep_alive(same)
-  return connection
+  world_lib.keep_alive(connection)
+  return connection_lib.Connection(connection.detach())
 
 
 def _initialize(invitation: Invitation, rank: int) -> None:

@@ -409,9 +409,14 @@ class RunSection:
       none.
     exact_resume: whether a run that continues from a checkpoint, or is replayed
       from one, repeats the bits of one that went on. Every checkpoint then ends
-      the caches of all trajectories, which are made again.
+      the caches of all trajectories, which are made again. To be replayed it
+      needs `record_schedule` too.
+    record_schedule: whether WORKDIR/schedule.jsonl gets a line for each train
+      step, with which the run can be replayed. A trajectory takes about 50
+      bytes of it, and 20 more for each version of the weights that wrote it.
     keep_trajectories: whether all tokens that were trained are stored in
-      WORKDIR/trajectories, so that a replay can show where it differs.
+      WORKDIR/trajectories, so that a replay can show where it differs. Needs
+      `record_schedule`.
     wandb_project: project at Weights & Biases that gets the metrics too; "" is
       none.
   """
@@ -424,6 +429,7 @@ class RunSection:
   join_timeout_s: float = 30.0
   sample_groups: int = 4
   exact_resume: bool = False
+  record_schedule: bool = True
   keep_trajectories: bool = False
   wandb_project: str = ""
 

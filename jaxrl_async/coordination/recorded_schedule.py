@@ -5,8 +5,9 @@ the file is read once to see that it is whole and what each train step needs,
 and again for each step when it is used.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import dataclasses
+import itertools
 import json
 import math
 import pathlib
@@ -18,8 +19,6 @@ from jaxrl_async.storage import outstanding as outstanding_lib
 from jaxrl_async.storage import workdir as workdir_lib
 
 ScheduleError = run_schedule.ScheduleError
-# Lines of train steps are long, so that other lines are recognised by this.
-_START, _START_WITHIN = b'"start": ', 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +26,7 @@ class ScheduledTrajectory:
   """What is recorded of a trajectory.
 
   Attributes:
+    reward: without its parts and its answer.
     digest: of its tokens, as `run_schedule.digest` returns it.
   """
 
@@ -105,17 +105,18 @@ class RecordedSchedule:
   Attributes:
     path: of the file.
     starts: in order; the first is that of the new run.
-    summaries: of the train steps, in order and without gaps.
+    summaries: of the train steps that were recorded, in order. Those of a start
+      without `run.record_schedule` are missing.
   """
 
   path: pathlib.Path
   starts: tuple[Start, ...]
-  summaries: tuple[StepSummary, ...]
+  summaries: Mapping[int, StepSummary]
 
   @property
   def num_steps(self) -> int:
-    """The number of train steps."""
-    return len(self.summaries)
+    """The number of train steps, up to the last one that was recorded."""
+    return max(self.summaries, default=-1) + 1
 
   def step(self, step: int) -> ScheduledStep:
     """Read a train step.
@@ -145,15 +146,22 @@ def read(workdir: pathlib.Path) -> RecordedSchedule:
   """
   path = workdir / workdir_lib.SCHEDULE
   starts: list[Start] = []
-  summaries: list[StepSummary] = []
-  offset = 0
+  summaries: dict[int, StepSummary] = {}
+  offset = next_step = 0
   try:
     with open(path, "rb") as file:
       for number, line in enumerate(file, 1):
         if not line.endswith(b"\n"):
           break  # the run was killed while it wrote this one
         try:
-          _take(path, json.loads(line), offset, starts, summaries)
+          if line.startswith(run_schedule.START) or not starts:
+            starts.append(_read_start(path, json.loads(line)))
+            next_step = starts[-1].step
+          else:
+            summaries[next_step] = _summary(
+              path, json.loads(line), next_step, offset
+            )
+            next_step += 1
         except (ValueError, LookupError, TypeError, AttributeError) as error:
           if isinstance(error, ScheduleError):
             raise
@@ -163,43 +171,19 @@ def read(workdir: pathlib.Path) -> RecordedSchedule:
         offset += len(line)
   except OSError as error:
     raise _unreadable(path, error) from error
-  return RecordedSchedule(
-    path=path, starts=tuple(starts), summaries=tuple(summaries)
-  )
+  return RecordedSchedule(path=path, starts=tuple(starts), summaries=summaries)
 
 
-def _take(
-  path: pathlib.Path,
-  record: dict[str, Any],
-  offset: int,
-  starts: list[Start],
-  summaries: list[StepSummary],
-) -> None:
-  """Add what a line says to the starts, or to the summaries of the steps."""
-  if record.get("format", 1) > run_schedule.FORMAT:
-    raise ScheduleError(f"{path} is of a newer version than this one")
-  if "start" in record:
-    starts.append(_read_start(record))
-    return
-  step = _read_step(record)
-  if step.step != len(summaries) or not starts:
-    raise ScheduleError(
-      f"{path} has no line of train step {len(summaries)} in its place"
-    )
-  summaries.append(
-    StepSummary(
-      offset=offset,
-      first_version=min(
-        (
-          build.version
-          for group in step.groups
-          for trajectory in group.trajectories
-          for build in trajectory.cache_builds
-        ),
-        default=step.step,
-      ),
-      prompt_ids=tuple(group.prompt_id for group in step.groups),
-    )
+def _summary(
+  path: pathlib.Path, record: dict[str, Any], step: int, offset: int
+) -> StepSummary:
+  """Return what is kept of the line of a train step."""
+  if record["step"] != step:
+    raise ScheduleError(f"{path} has no line of train step {step} in its place")
+  return StepSummary(
+    offset=offset,
+    first_version=min(record["caches"]["version"], default=step),
+    prompt_ids=tuple(record["groups"]["prompt_id"]),
   )
 
 
@@ -226,14 +210,16 @@ def start_of(workdir: pathlib.Path, step: int) -> Start:
       for line in file:
         if not line.endswith(b"\n"):
           break  # the run was killed while it wrote this one
-        if not found or _START in line[:_START_WITHIN]:
-          record = json.loads(line)
-          if found and record["start"] > step:
+        if not found or line.startswith(run_schedule.START):
+          start = _read_start(path, json.loads(line))
+          if found and start.step > step:
             break
-          found = _read_start(record)
+          found = start
   except OSError as error:
     raise _unreadable(path, error) from error
   except (ValueError, LookupError, TypeError) as error:
+    if isinstance(error, ScheduleError):
+      raise
     raise ScheduleError(f"{path} has a start that cannot be read") from error
   if found is None:
     raise ScheduleError(f"{path} has no line of a start")
@@ -247,18 +233,8 @@ def _unreadable(path: pathlib.Path, error: OSError) -> ScheduleError:
 
 
 def are_equal(found: list[Any] | None, recorded: list[Any]) -> bool:
-  """Return whether two lists of sums are the same bits.
-
-  Args:
-    found: a value of `run_schedule.plain_sums`.
-    recorded: of a schedule. In format 1 numbers that are not finite are None.
-  """
-  if found is None or len(found) != len(recorded):
-    return False
-  return all(
-    isinstance(here, str) if then is None else _bits(here) == _bits(then)
-    for here, then in zip(found, recorded, strict=True)
-  )
+  """Return whether two lists of `run_schedule.plain_sums` are the same bits."""
+  return found is not None and [*map(_bits, found)] == [*map(_bits, recorded)]
 
 
 def _bits(value: float | str) -> tuple[Any, float]:
@@ -267,7 +243,12 @@ def _bits(value: float | str) -> tuple[Any, float]:
   return value, math.copysign(1.0, value)  # 0.0 and -0.0 are not the same
 
 
-def _read_start(record: dict[str, Any]) -> Start:
+def _read_start(path: pathlib.Path, record: dict[str, Any]) -> Start:
+  if record["format"] != run_schedule.FORMAT:
+    raise ScheduleError(
+      f"{path} has format {record['format']}, of another version than this one,"
+      f" which knows {run_schedule.FORMAT}; use that version"
+    )
   return Start(
     step=record["start"],
     environment=record["environment"],
@@ -276,26 +257,56 @@ def _read_start(record: dict[str, Any]) -> Start:
 
 
 def _read_step(record: dict[str, Any]) -> ScheduledStep:
+  trajectories = _trajectories(record)
+  groups = _rows(record["groups"])
   return ScheduledStep(
     step=record["step"],
-    groups=tuple(_read_group(group) for group in record["groups"]),
+    groups=tuple(
+      ScheduledGroup(
+        admission=outstanding_lib.read_admission(group),
+        prompt_id=group["prompt_id"],
+        trajectories=_taken(trajectories, group["num_trajectories"]),
+      )
+      for group in groups
+    ),
     sums=record["sums"],
   )
 
 
-def _read_group(record: dict[str, Any]) -> ScheduledGroup:
-  return ScheduledGroup(
-    admission=outstanding_lib.read_admission(record),
-    prompt_id=record["prompt_id"],
-    trajectories=tuple(
-      ScheduledTrajectory(
-        member=one["member"],
-        num_tokens=one["num_tokens"],
-        finish_reason=types.FinishReason(one["finish_reason"]),
-        cache_builds=tuple(types.CacheBuild(*x) for x in one["cache_builds"]),
-        reward=outstanding_lib.read_reward(one["reward"]),
-        digest=one["digest"],
-      )
-      for one in record["trajectories"]
-    ),
+def _trajectories(record: dict[str, Any]) -> Iterator[ScheduledTrajectory]:
+  caches = itertools.starmap(
+    types.CacheBuild,
+    zip(*[record["caches"][x] for x in types.CacheBuild._fields], strict=True),
   )
+  columns = record["trajectories"]
+  if columns["token_scores"] is None:
+    columns["token_scores"] = [None] * len(columns["member"])
+  for i, row in enumerate(_rows(columns)):
+    at = i * run_schedule.DIGEST_LENGTH
+    yield ScheduledTrajectory(
+      member=row["member"],
+      num_tokens=row["num_tokens"],
+      finish_reason=types.FinishReason(row["finish_reason"]),
+      cache_builds=_taken(caches, row["num_caches"]),
+      reward=None
+      if row["score"] is None
+      else types.Reward(
+        score=row["score"],
+        token_scores=outstanding_lib.read_token_scores(row["token_scores"]),
+      ),
+      digest=record["digests"][at : at + run_schedule.DIGEST_LENGTH],
+    )
+
+
+def _rows(columns: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
+  """Yield a dict for each entry of lists of the same length."""
+  for row in zip(*columns.values(), strict=True):
+    yield dict(zip(columns, row, strict=True))
+
+
+def _taken(rest: Iterator[Any], count: int) -> tuple[Any, ...]:
+  """Return the next ones."""
+  found = tuple(itertools.islice(rest, count))
+  if len(found) != count:
+    raise ValueError("there are too few")
+  return found

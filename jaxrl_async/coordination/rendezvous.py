@@ -1,17 +1,17 @@
 """How the processes of a trainer find each other, and what they check first.
 
-Process 0 listens at an address that all of them know. Each other process
-connects and says who it is. Before anything else happens, process 0 compares
-what has to be the same everywhere: the versions of packages and of this code,
-the configuration, and the clocks. Then each side writes a file into the
-directories that all of them share, and looks for those of the others. Whatever
-is wrong ends all processes, each with the same line.
+Process 0 listens at an address that all of them know, and leaves a key in the
+workdir, which only this user can read. Each other process connects, proves that
+it knows the key (see `handshake`), and says who it is. Before anything else
+happens, process 0 compares what has to be the same everywhere: the versions of
+packages and of this code, the configuration, and the clocks. Then each side
+writes a file into the directories that all of them share, and looks for those
+of the others. Whatever is wrong ends all processes, each with the same line.
 
-The address is to be reached by processes of the run only. They trust each
-other.
+Processes that know the key trust each other. What they send is not encrypted.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import errno
@@ -20,10 +20,12 @@ import os
 import pathlib
 import secrets
 import socket
+import tempfile
 import time
 from typing import Any
 
 from jaxrl_async.config import sections
+from jaxrl_async.coordination import handshake
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import wire
 from jaxrl_async.coordination import world as world_lib
@@ -35,6 +37,10 @@ _SHARED_S = 10.0
 _RETRY_S = 0.2
 _HELLO_S = 10.0
 _FIELD = "coordinator_address"
+_KEY = ".key-of-this-start"
+_KEY_BYTES = 32
+# Of a message before the world begins. Settings and versions are the longest.
+_MOST_BYTES = 2**22
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,8 +159,8 @@ class _Leader:
         f" ({error.strerror}); use a free port of its host"
       ) from error
     try:
-      with listener:
-        self._accept_all(listener)
+      with listener, _key_for_others(self._shared[0]) as key:
+        self._accept_all(handshake.Door(listener, key))
       self._check_shared()
       about = service()
       hosts = set(self._hosts.values())
@@ -186,28 +192,31 @@ class _Leader:
       except OSError:
         pass
 
-  def _accept_all(self, listener: socket.socket) -> None:
-    size, deadline = self._place.size, time.monotonic() + self._place.timeout_s
-    while len(self._found) < size - 1:
-      listener.settimeout(max(deadline - time.monotonic(), 0.01))
-      try:
-        connection, _ = listener.accept()
-      except TimeoutError:
-        missing = sorted(set(range(1, size)) - self._found.keys())
-        raise sections.ConfigError(
-          f"cluster.trainer_processes: {len(self._found) + 1} of {size}"
-          f" processes came within {self._place.timeout_s:g} s"
-          f" (cluster.start_timeout_s); missing: process"
-          f" {', '.join(map(str, missing))}"
-        ) from None
-      self._admit(connection)
+  def _accept_all(self, door: handshake.Door) -> None:
+    size, timeout_s = self._place.size, self._place.timeout_s
+    with contextlib.closing(door.arrivals(timeout_s)) as arrivals:
+      for connection in arrivals:
+        self._admit(connection)
+        if len(self._found) == size - 1:
+          return
+    missing = sorted(set(range(1, size)) - self._found.keys())
+    refused = (
+      f"; {door.num_refused} callers did not know the key in the workdir"
+    )
+    raise sections.ConfigError(
+      f"cluster.trainer_processes: {len(self._found) + 1} of {size} processes"
+      f" came within {timeout_s:g} s (cluster.start_timeout_s); missing:"
+      f" process {', '.join(map(str, missing))}"
+      + refused
+      * bool(door.num_refused)
+    )
 
   def _admit(self, connection: socket.socket) -> None:
     """Check a process that has connected, and remember its connection."""
     world_lib.keep_alive(connection)
     connection.settimeout(_HELLO_S)
     try:
-      found = wire.receive(connection)
+      found = _receive(connection)
       hello: Mapping[str, Any] = found[0] if found else {}
       if not _is_hello(hello):
         connection.close()
@@ -247,7 +256,7 @@ class _Leader:
     """Return by how much another clock is ahead, and how uncertain that is."""
     start_s = time.time()
     wire.send(connection, {"clock": True})
-    found = wire.receive(connection)
+    found = _receive(connection)
     end_s = time.time()
     time_s = found and found[0].get("time_s")
     if not isinstance(time_s, float):
@@ -266,7 +275,7 @@ class _Leader:
       for rank, connection in self._found.items():
         connection.settimeout(_SHARED_S + _HELLO_S)
         wire.send(connection, {"probe": token})
-        found = wire.receive(connection)
+        found = _receive(connection)
         if found is None:
           raise wire.WireError("closed")
         unseen = found[0]["unseen"]
@@ -284,6 +293,35 @@ class _Leader:
       for probe in probes:
         for written in probe.parent.glob(_probe(probe.parent, token, "*").name):
           written.unlink(missing_ok=True)
+
+
+def _receive(connection: socket.socket) -> Any:
+  return wire.receive(connection, most_bytes=_MOST_BYTES)
+
+
+@contextlib.contextmanager
+def _key_for_others(workdir: pathlib.Path) -> Iterator[bytes]:
+  """Leave a key in the workdir for the length of the block, and give it.
+
+  Raises:
+    ConfigError: it cannot be written.
+  """
+  key, path = secrets.token_bytes(_KEY_BYTES), workdir / _KEY
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+    # Only this user can read it, from the first moment on.
+    descriptor, written = tempfile.mkstemp(prefix=_KEY, dir=workdir)
+    with open(descriptor, "wb") as file:
+      file.write(key)
+    os.replace(written, path)
+  except OSError as error:
+    raise sections.ConfigError(
+      f"workdir: {path} cannot be written ({error.strerror})"
+    ) from error
+  try:
+    yield key
+  finally:
+    path.unlink(missing_ok=True)
 
 
 def _is_hello(message: Mapping[str, Any]) -> bool:
@@ -337,7 +375,7 @@ def _join(
 ) -> tuple[world_lib.World, str]:
   """Connect to process 0 and do what it asks for."""
   with contextlib.ExitStack() as stack:
-    connection = stack.enter_context(_connect(place))
+    connection = stack.enter_context(_connect(place, shared[0]))
     found = _answer(connection, place, facts, shared)
     stack.pop_all()
   world = world_lib.World(
@@ -368,7 +406,7 @@ def _answer(
   written = []
   try:
     wire.send(connection, hello)
-    while (found := wire.receive(connection)) is not None:
+    while (found := _receive(connection)) is not None:
       message = found[0]
       if "clock" in message:
         wire.send(connection, {"time_s": time.time()})
@@ -401,18 +439,42 @@ def _answer(
   )
 
 
-def _connect(place: Place) -> socket.socket:
-  """Connect to process 0, which may not listen yet."""
-  deadline = time.monotonic() + place.timeout_s
+def _connect(place: Place, workdir: pathlib.Path) -> socket.socket:
+  """Connect to process 0, which may not listen yet.
+
+  Raises:
+    ConfigError: it does not come, or has left its key in another directory.
+  """
+  end_s = time.monotonic() + place.timeout_s
   while True:
     try:
-      return socket.create_connection(
+      connection = socket.create_connection(
         parse_address(place.address), timeout=_HELLO_S
       )
     except OSError as error:
-      if time.monotonic() > deadline:
-        raise sections.ConfigError(
-          f"{_FIELD}: process 0 did not listen at {place.address} within"
-          f" {place.timeout_s:g} s (cluster.start_timeout_s): {error}"
-        ) from error
+      line = (
+        f"{_FIELD}: process 0 did not listen at {place.address} within"
+        f" {place.timeout_s:g} s (cluster.start_timeout_s): {error}"
+      )
+    else:
+      if _knows_the_key(connection, workdir):
+        return connection
+      connection.close()
+      line = (
+        f"workdir: process 0 at {place.address} has left no key in {workdir} as"
+        f" {socket.gethostname()} sees it; use one that all hosts share"
+      )
+      end_s = min(end_s, time.monotonic() + _SHARED_S)
+    if time.monotonic() > end_s:
+      raise sections.ConfigError(line)
     time.sleep(_RETRY_S)
+
+
+def _knows_the_key(connection: socket.socket, workdir: pathlib.Path) -> bool:
+  """Return whether the other end knows the key that lies in the workdir."""
+  try:
+    os.listdir(workdir)  # asks the server of the files
+    handshake.join(connection, (workdir / _KEY).read_bytes())
+  except OSError:
+    return False
+  return True

@@ -5,24 +5,32 @@ takes, which version of the weights writes which part of a trajectory, and where
 a cache is made again. `schedule.jsonl` records that, and nothing that follows
 from it and from the seed. It has two kinds of lines:
 
-    {"start": 0, "environment": {...}, "config": {...}}
-    {"step": 7, "groups": [...], "sums": {...}}
+    {"start":0,"format":4,"environment":{...},"config":{...}}
+    {"step":7,"groups":{...},"trajectories":{...},"caches":{...},...}
 
 A start names the train steps that were completed, the configuration, and what
-the bits of a result depend on besides. A step has its groups in the order of
-the batch. Of each trajectory it has the caches with which it was written
-(`types.CacheBuild`), the reward, and a digest of what was written. `sums` are
-the numbers that the updates measured, of each minibatch. `recorded_schedule`
-reads the file.
+the bits of a result depend on besides. Each start has its line. Train steps
+have theirs with `run.record_schedule`.
+
+A step has a list for each field, with the values of all its groups in the order
+of the batch, of all their trajectories, and of all the caches with which these
+were written (`types.CacheBuild`). `num_trajectories` and `num_caches` say how
+many belong to each group and to each trajectory. `digests` are those of what
+was written, one after the other in one text. `sums` are the numbers that the
+updates measured, of each minibatch. `recorded_schedule` reads the file.
+
+Of a reward the schedule has what is trained on. Its parts are in the ledger,
+and so are the replicas that wrote a trajectory. No part of the books but the
+samples needs the answers.
 
 A token depends on the weights, the cache and the number of its position, and
 not on its slot, its call or what was written beside it. Of a call the schedule
 therefore says only what it admitted and with which version: each cache has the
-decode step at which its call began, and `writers` names the replicas.
+decode step at which its call began.
 """
 
+import base64
 from collections.abc import Callable, Mapping, Sequence
-import dataclasses
 import hashlib
 import json
 import math
@@ -37,11 +45,13 @@ from jaxrl_async.storage import disk
 from jaxrl_async.storage import outstanding as outstanding_lib
 from jaxrl_async.storage import workdir as workdir_lib
 
-# In format 1, sums that are not finite were null. In format 2, caches had no
-# decode step.
-FORMAT = 3
+FORMAT = 4
 TRAJECTORIES = stored_trajectories.DIRECTORY
-_ENCODER = json.JSONEncoder()
+START = b'{"start":'  # the line of a start begins with it
+DIGEST_LENGTH = 8  # characters
+_DIGEST_BYTES = 6
+_NO_CACHES = ((),) * len(types.CacheBuild._fields)
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 class ScheduleError(ValueError):
@@ -50,10 +60,10 @@ class ScheduleError(ValueError):
 
 def digest(trajectory: types.Trajectory) -> str:
   """Return a digest of the bits of a trajectory's tokens and logprobs."""
-  found = hashlib.blake2b(digest_size=12)
+  found = hashlib.sha256()  # processors have instructions for it
   for name in types.TOKEN_ARRAYS:
-    found.update(np.ascontiguousarray(getattr(trajectory, name)).tobytes())
-  return found.hexdigest()
+    found.update(np.ascontiguousarray(getattr(trajectory, name)).data)
+  return base64.b64encode(found.digest()[:_DIGEST_BYTES]).decode()
 
 
 def plain_sums(sums: Mapping[str, Any]) -> dict[str, list[float | str]]:
@@ -73,8 +83,9 @@ def plain_sums(sums: Mapping[str, Any]) -> dict[str, list[float | str]]:
 class Schedule:
   """The file `schedule.jsonl` of a run, open for writing.
 
-  Invariant: the file consists of whole lines. With `keep_trajectories`, the
-  trajectories of each of its steps are in WORKDIR/trajectories.
+  Invariant: the file consists of whole lines: those of all starts, and with
+  `record_steps` of the train steps. With `keep_trajectories`, the trajectories
+  of each of its steps are in WORKDIR/trajectories.
 
   Threads: one at a time.
   """
@@ -84,6 +95,7 @@ class Schedule:
     workdir: pathlib.Path,
     num_bytes: int,
     *,
+    record_steps: bool,
     keep_trajectories: bool,
     first_step: int,
     environment: Mapping[str, Any],
@@ -95,7 +107,8 @@ class Schedule:
     Args:
       workdir: of the run.
       num_bytes: its length at the checkpoint from which the run goes on.
-      keep_trajectories: whether the trajectories are stored too.
+      record_steps: whether train steps are recorded.
+      keep_trajectories: whether their trajectories are stored too.
       first_step: train steps that are completed.
       environment: as in `Start`.
       config: as in `Start`.
@@ -106,6 +119,7 @@ class Schedule:
       ValueError: the file is shorter than that.
       StorageError: it cannot be written. So do the methods.
     """
+    self._records = record_steps
     self._keeps = keep_trajectories
     self._file = disk.AppendFile(
       workdir / workdir_lib.SCHEDULE, num_bytes, note
@@ -115,8 +129,8 @@ class Schedule:
     )
     self._append(
       {
-        "format": FORMAT,
         "start": first_step,
+        "format": FORMAT,
         "environment": environment,
         "config": config,
       }
@@ -128,22 +142,18 @@ class Schedule:
     groups: Sequence[types.RolloutGroup],
     sums: Mapping[str, Any],
   ) -> None:
-    """Record a train step.
+    """Record a train step, if steps are recorded.
 
     Args:
       step: completed train steps before it.
       groups: in the order of the batch, with their rewards.
       sums: what the updates measured, as arrays by name.
     """
+    if not self._records:
+      return
     if self._keeps:
       self._trajectories.add(step, groups)
-    self._append(
-      {
-        "step": step,
-        "groups": [_group_record(group) for group in groups],
-        "sums": plain_sums(sums),
-      }
-    )
+    self._append({"step": step, **_columns(groups), "sums": plain_sums(sums)})
 
   def num_bytes(self) -> int:
     """Flush everything to disk, and return the file's length.
@@ -168,22 +178,32 @@ class Schedule:
     self._file.append(_ENCODER.encode(record).encode() + b"\n")
 
 
-def _group_record(group: types.RolloutGroup) -> dict[str, Any]:
+def _columns(groups: Sequence[types.RolloutGroup]) -> dict[str, Any]:
+  """Return a list for each field of groups, trajectories and caches."""
+  trajectories = [t for group in groups for t in group.trajectories]
+  rewards = [t.reward for t in trajectories]
+  scores = [r and outstanding_lib.token_scores_record(r) for r in rewards]
+  caches = [cache for t in trajectories for cache in t.cache_builds]
+  of_caches = zip(*caches, strict=True) if caches else _NO_CACHES
   return {
-    **dataclasses.asdict(group.admission),
-    "prompt_id": group.prompt.prompt_id,
-    "trajectories": [
-      {
-        "member": trajectory.member,
-        "num_tokens": len(trajectory.tokens),
-        "finish_reason": trajectory.finish_reason,
-        "writers": trajectory.writers,
-        "cache_builds": trajectory.cache_builds,
-        "reward": outstanding_lib.reward_record(trajectory.reward),
-        "digest": digest(trajectory),
-      }
-      for trajectory in group.trajectories
-    ],
+    "groups": {
+      **{
+        name: [getattr(group.admission, name) for group in groups]
+        for name in outstanding_lib.ADMISSION_FIELDS
+      },
+      "prompt_id": [group.prompt.prompt_id for group in groups],
+      "num_trajectories": [len(group.trajectories) for group in groups],
+    },
+    "trajectories": {
+      "member": [t.member for t in trajectories],
+      "num_tokens": [len(t.tokens) for t in trajectories],
+      "finish_reason": [t.finish_reason for t in trajectories],
+      "score": [r and r.score for r in rewards],
+      "token_scores": scores if any(x is not None for x in scores) else None,
+      "num_caches": [len(t.cache_builds) for t in trajectories],
+    },
+    "caches": dict(zip(types.CacheBuild._fields, of_caches, strict=True)),
+    "digests": "".join(map(digest, trajectories)),
   }
 
 

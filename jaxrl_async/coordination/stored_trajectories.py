@@ -52,7 +52,7 @@ class StoredTrajectories:
     self._path = workdir / DIRECTORY
     self._note = note
     self._check = check
-    self._kept: list[tuple[int, dict[str, bytes]]] = []
+    self._kept: list[tuple[int, dict[str, disk.Pieces]]] = []
     with disk.writing(self._path):
       for path in self._path.glob("*"):
         if not path.name.isdecimal() or int(path.name) >= first_step:
@@ -83,7 +83,10 @@ class StoredTrajectories:
       self.sync()
     except disk.StorageError as error:
       num_bytes = sum(
-        len(content) for _, files in self._kept for content in files.values()
+        memoryview(piece).nbytes
+        for _, files in self._kept
+        for pieces in files.values()
+        for piece in pieces
       )
       if self._note is None or num_bytes > _MOST_KEPT:
         self._kept.pop()
@@ -108,15 +111,15 @@ class StoredTrajectories:
       self._write(*self._kept[0])
       self._kept.pop(0)
 
-  def _write(self, step: int, files: dict[str, bytes]) -> None:
+  def _write(self, step: int, files: dict[str, disk.Pieces]) -> None:
     self._check()
     target = self._path / str(step)
     with disk.writing(target):
       self._path.mkdir(exist_ok=True)
       with disk.replacing(target) as incomplete:
         incomplete.mkdir()
-        for name, content in files.items():
-          disk.write_synced(incomplete / name, content)
+        for name, pieces in files.items():
+          disk.write_pieces(incomplete / name, pieces, sync=True)
         disk.sync_names(incomplete)
         # It is there if its name could not be confirmed.
         disk.remove(target)

@@ -6,6 +6,10 @@ is. Otherwise they would occupy the room, the new start would choose another
 directory, and they would stay forever. The workdir records every directory that
 was used, since the setting may change between two starts.
 
+The name of the directory is the same at every start, so another user of the
+machine can make it first. It is used only if it belongs to this user, and only
+this user can read it.
+
 The publishing process holds a lock on its directory. The versions of a live run
 are therefore never removed, even if a copied workdir still records their
 directory.
@@ -25,6 +29,7 @@ from typing import IO
 
 from jaxrl_async.config import sections
 from jaxrl_async.storage import disk
+from jaxrl_async.storage import private_directory
 
 NUM_KEPT = 2  # versions that a reader may be reading
 _MEMORY_BACKED = pathlib.Path("/dev/shm")
@@ -49,7 +54,8 @@ def prepare(
       not used.
 
   Raises:
-    StorageError: the workdir cannot be written to.
+    StorageError: the workdir cannot be written to, or the directory that was
+      configured belongs to another user.
   """
   workdir = pathlib.Path(workdir).resolve()
   record = workdir / _RECORD
@@ -64,7 +70,8 @@ def prepare(
     return workdir / "weight_transfer"  # nothing goes there
   if section.directory:
     chosen = pathlib.Path(section.directory).absolute() / _name(workdir)
-  elif reason := _lack_of_memory(num_bytes):
+    private_directory.check(chosen)
+  elif reason := _reason_against_memory(memory_backed, num_bytes):
     chosen = workdir / "weight_transfer"
     note(f"weights are transferred through {chosen}: {reason}")
   else:
@@ -99,7 +106,7 @@ def _read(
     return []
 
 
-def _lack_of_memory(num_bytes: int) -> str:
+def _reason_against_memory(directory: pathlib.Path, num_bytes: int) -> str:
   """Return why memory-backed storage cannot hold the versions, or "".
 
   It must hold the versions that are kept, one that is being written and one
@@ -107,6 +114,10 @@ def _lack_of_memory(num_bytes: int) -> str:
   """
   if not os.access(_MEMORY_BACKED, os.W_OK):
     return f"{_MEMORY_BACKED} cannot be written to"
+  try:
+    private_directory.check(directory)
+  except disk.StorageError as error:
+    return str(error)
   wanted = (NUM_KEPT + 2) * num_bytes
   free = shutil.disk_usage(_MEMORY_BACKED).free
   if free > wanted:
@@ -125,9 +136,11 @@ def open_incarnation(path: pathlib.Path) -> IO[bytes]:
 
   Raises:
     FileExistsError: the directory exists already.
+    StorageError: the directory of all starts belongs to another user.
   """
-  remove_leftovers(path.parent)
-  path.mkdir(parents=True)
+  private_directory.make(path.parent)
+  _remove_incarnations(path.parent)
+  path.mkdir()
   lock = open(path / _LOCK, "wb")
   fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
   return lock
@@ -136,16 +149,24 @@ def open_incarnation(path: pathlib.Path) -> IO[bytes]:
 def remove_leftovers(directory: pathlib.Path) -> None:
   """Remove the incarnations of starts that have ended, and nothing else.
 
+  What belongs to another user is left alone.
+
   Raises:
     OSError: one of them could not be removed.
   """
+  if not private_directory.is_own(directory):
+    return
+  _remove_incarnations(directory)
+  if not any(directory.iterdir()):
+    directory.rmdir()
+
+
+def _remove_incarnations(directory: pathlib.Path) -> None:
   for incarnation in directory.glob("incarnation-*"):
     if not disk.is_locked(incarnation / _LOCK):
       # A reader that has not heard of the end can put nothing there any more.
       removed = incarnation.with_name(f"{incarnation.name}.removed")
       shutil.rmtree(incarnation.rename(removed))
-  if directory.is_dir() and not any(directory.iterdir()):
-    directory.rmdir()
 
 
 def remove_attempts(version: pathlib.Path) -> None:

@@ -4,8 +4,13 @@
     header     {"message": {...}, "arrays": [[name, dtype, length], ...]}
     bytes      of each array, in this order
 
-Nothing is pickled. The arrays have one axis. A sender may give each of them in
-pieces, which are sent one after the other without being joined.
+Nothing is pickled. The arrays have one axis, and hold numbers. A sender may
+give each of them in pieces, which are sent one after the other without being
+joined.
+
+Messages come from processes that have proved who they are (see `handshake`).
+What is no message is an error all the same, and takes no more memory than a
+message may have.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +23,12 @@ import numpy as np
 
 _LENGTH = struct.Struct("!Q")
 _LONGEST_HEADER = 2**26
+_MOST_BYTES = 2**34
 _PIECE_BYTES = 2**20
+_DTYPES = {
+  np.dtype(name).str: np.dtype(name)
+  for name in "? i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8".split()
+}
 
 
 class WireError(ConnectionError):
@@ -75,39 +85,61 @@ def _in_blocks(pieces: Sequence[np.ndarray]) -> Iterator[Any]:
 
 
 def receive(
-  connection: socket.socket,
+  connection: socket.socket, *, most_bytes: int = _MOST_BYTES
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
   """Wait for a message, and return it with its arrays.
 
   The result is None if the other side has closed the connection.
 
+  Args:
+    connection: a stream.
+    most_bytes: that the message and its arrays may have together.
+
   Raises:
-    WireError: something else arrived, or a message ends early.
+    WireError: something else arrived, or a message ends early or is too large.
     OSError: the connection is lost, or its timeout has passed.
   """
   prefix = bytearray(_LENGTH.size)
   if not _fill(connection, memoryview(prefix)):
     return None
   (length,) = _LENGTH.unpack(prefix)
-  if length > _LONGEST_HEADER:
+  if length > min(_LONGEST_HEADER, most_bytes):
     raise WireError(f"a header of {length} bytes")
   header = bytearray(length)
   _fill(connection, memoryview(header), is_needed=True)
   try:
-    content = json.loads(header)
-    message = dict(content["message"])
+    message, described = _parsed(header)
+    num_bytes = sum(
+      dtype.itemsize * count for dtype, count in described.values()
+    )
+    if length + num_bytes > most_bytes:
+      raise ValueError(f"it has more than {most_bytes} bytes")
     arrays = {
-      str(name): np.empty(int(count), np.dtype(dtype))
-      for name, dtype, count in content["arrays"]
+      name: np.empty(count, dtype) for name, (dtype, count) in described.items()
     }
-  except (ValueError, TypeError, KeyError) as error:
+  except (ValueError, TypeError, KeyError, RecursionError) as error:
     raise WireError(f"not a message ({error})") from error
+  except MemoryError as error:
+    raise WireError("no memory for a message") from error
   for array in arrays.values():
-    if array.dtype.hasobject:
-      raise WireError("an array of objects")
     if array.nbytes:
       _fill(connection, array.data.cast("B"), is_needed=True)
   return message, arrays
+
+
+def _parsed(
+  header: bytearray,
+) -> tuple[dict[str, Any], dict[str, tuple[np.dtype, int]]]:
+  """Return the message of a header, and dtype and length of each array."""
+  content = json.loads(header)
+  message, described = content["message"], {}
+  for name, dtype, count in content["arrays"]:
+    if not isinstance(name, str) or type(count) is not int or count < 0:
+      raise ValueError("an array without name and length")
+    described[name] = _DTYPES[dtype], count
+  if not isinstance(message, dict):
+    raise TypeError("no JSON object")
+  return message, described
 
 
 def _fill(

@@ -14,14 +14,17 @@ A program may call the functions of its own process only with plain data; see
 import ast
 from collections.abc import Mapping
 import contextlib
+import math
 import re
+import signal
 from typing import Any
 
 from jaxrl_async.rewards import sandbox as sandbox_lib
 from jaxrl_async.types import Completion, Reward
 
-_BLOCK = re.compile(r"```[ \t]*([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)
+_BLOCK = re.compile(r"```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)
 _LABELS = {"", "py", "python", "python3"}
+_SHARE_OF_TIME = 0.9  # that programs get of the time of their score
 
 
 def program_of(text: str, prompt: str = "", entry_point: str = "") -> str:
@@ -94,6 +97,15 @@ def check_item(item: Mapping[str, Any]) -> None:
         )
 
 
+def _time_of_score() -> float:
+  """Return the seconds until `scoring` interrupts this score.
+
+  A program that takes as long has failed. Without this bound it would be the
+  score that fails, and with some of those in a row the run.
+  """
+  return signal.getitimer(signal.ITIMER_REAL)[0] or math.inf
+
+
 def _without(prompt: str, entry_point: str) -> str:
   """Return what comes before the definition of a function."""
   found = re.search(rf"^def\s+{re.escape(entry_point)}\b", prompt, re.MULTILINE)
@@ -118,19 +130,23 @@ def score(
       program if it is Python source.
     completion: has the program.
     timeout_s: for all tests together, or for each case. After a case that took
-      longer the others are not run, and count as failed.
+      longer the others are not run, and count as failed. So do those for which
+      the score itself has no time left.
     memory_mb: that each of the program's processes may use.
     sandbox: "unsafe" runs programs without a sandbox where none can be made.
 
   Raises:
-    SandboxError: there is no sandbox.
+    SandboxError: a sandbox cannot be made.
     ValueError: the item has no tests, or its cases are not what they should be.
   """
   check_item(item)
   metadata = item["metadata"]
   box = sandbox_lib.find(allow_unsafe=sandbox == "unsafe")
+  total_s = _time_of_score() * _SHARE_OF_TIME
   limits = sandbox_lib.Limits(
-    wall_s=timeout_s, cpu_s=timeout_s, memory_bytes=memory_mb * 2**20
+    wall_s=min(timeout_s, total_s),
+    cpu_s=timeout_s,
+    memory_bytes=memory_mb * 2**20,
   )
   entry_point = str(metadata.get("entry_point", ""))
   question = str(item["question"])
@@ -139,7 +155,9 @@ def score(
   program = program_of(completion.text, prompt, entry_point)
   if "cases" in metadata:
     cases = metadata["cases"]
-    verdict = box.run_cases(program, cases, stop_early=False, limits=limits)
+    verdict = box.run_cases(
+      program, cases, stop_early=False, limits=limits, total_s=total_s
+    )
     share = verdict.num_passed / len(cases)
     return Reward(
       score=float(share == 1.0), parts={"passed": share}, answer=program

@@ -7,36 +7,44 @@ process's environment. bubblewrap builds the sandbox; where it does not work,
 `unshare` does. Which of them works is tried once, by a program that attempts to
 get out.
 
-Two parts run inside. `sandbox_supervisor` holds the tests and judges;
-`sandbox_candidate` holds the program. Both are started from their text, because
-this package is not visible in there.
+Two parts run inside. `sandbox_supervisor` starts the program, and holds its
+tests; `sandbox_candidate` holds a program that is tested. Both are started from
+their text, because this package is not visible in there. Once the first of them
+has said that it started, whatever goes wrong is the fault of the program.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import enum
 import functools
 import json
+import math
 import os
 import pathlib
+import secrets
+import selectors
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from typing import Any
+import time
+from typing import Any, BinaryIO
 
 from jaxrl_async.rewards import sandbox_candidate
 from jaxrl_async.rewards import sandbox_supervisor
 
-_START_S = 5.0  # of a sandbox and its interpreters, on a busy machine
+_START_S = 5.0  # of a sandbox and its interpreter, on a busy machine
+_REMOVE_S = 1.0
 _LIBRARIES = ("/usr", "/bin", "/lib", "/lib64", "/lib32", "/sbin")
 _FILES = ("/etc/ld.so.cache", "/etc/alternatives")
-# User ids that nobody has: each process of ours uses one of its own, so that
-# the kernel counts a sandbox's processes apart from those of all others.
-_FIRST_UID = 1_000_000
+# User ids that nobody has: each sandbox has another one, so that the kernel
+# counts its processes, and keeps its keys, apart from those of all others.
+_FIRST_UID, _NUM_UIDS = 1_000_000, 2**30
+_OUT_OF_TIME = "timeout"
 
 
 class Kind(enum.StrEnum):
@@ -48,7 +56,11 @@ class Kind(enum.StrEnum):
 
 
 class SandboxError(RuntimeError):
-  """A sandbox could not be made, or did not say what happened in it."""
+  """A sandbox could not be made."""
+
+
+class _StoppedError(Exception):
+  """A program did not come to its end; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,6 +137,8 @@ def _bubblewrap(limits: Limits, *, has_user: bool) -> list[str]:
     raise SandboxError(
       "bubblewrap is not installed; install bubblewrap, or the extra `code`"
     )
+  if has_user and os.geteuid() == 0:
+    raise SandboxError("the devices would be those of the program's user")
   command = [program, "--unshare-all", "--as-pid-1", "--die-with-parent"]
   command += ["--new-session", "--clearenv", "--cap-drop", "ALL"]
   if not has_user:  # root may do without, and then change its user id
@@ -143,7 +157,8 @@ def _bubblewrap(limits: Limits, *, has_user: bool) -> list[str]:
     command += ["--ro-bind-try", path, path]
   command += ["--dev", "/dev", "--perms", "1777"]
   command += ["--size", str(4 * limits.file_bytes), "--tmpfs", "/tmp"]
-  return [*command, "--remount-ro", "/", "--chdir", "/tmp", "--"]
+  command += ["--remount-ro", "/", "--remount-ro", "/dev"]
+  return [*command, "--chdir", "/tmp", "--"]
 
 
 def _unshare(limits: Limits, *, has_user: bool) -> list[str]:
@@ -162,8 +177,9 @@ def _unshare(limits: Limits, *, has_user: bool) -> list[str]:
       lines += [f"mkdir -p {place}", f"mount --rbind {path} {place}"]
       lines.append(f"mount -o remount,bind,ro {place}")
   for name in ("null", "zero", "urandom", "random"):
-    lines.append(f"touch {root}/dev/{name}")
-    lines.append(f"mount --bind /dev/{name} {root}/dev/{name}")
+    place = f"{root}/dev/{name}"
+    lines += [f"touch {place}", f"mount --bind /dev/{name} {place}"]
+    lines.append(f"mount -o remount,bind,ro {place}")
   lines += [
     f"cp /etc/ld.so.cache {root}/etc/ || true",
     f"mount -t tmpfs -o mode=1777,size={4 * limits.file_bytes} none {root}/tmp",
@@ -185,7 +201,8 @@ def _command(kind: Kind, limits: Limits, *, has_user: bool) -> list[str]:
   builders = {Kind.BUBBLEWRAP: _bubblewrap, Kind.UNSHARE: _unshare}
   outer = builders[kind](limits, has_user=has_user) if kind in builders else []
   supervisor = _text(sandbox_supervisor.__file__)
-  return [*outer, _interpreter(), "-I", "-S", "-c", supervisor]
+  python = [_interpreter(), *sandbox_supervisor.OPTIONS]
+  return [*outer, *python, "-c", supervisor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,21 +241,20 @@ class Sandbox:
       limits: of everything together.
 
     Raises:
-      SandboxError: the sandbox failed, and not the program.
+      SandboxError: the sandbox could not be made.
     """
-    if functions is None:
-      try:
-        functions = sandbox_candidate.functions_of(program)
-      except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return Verdict(failures=(f"{type(error).__name__}: {error}",))
     job = {
-      "kind": "tests",
+      "program": program,
       "tests": tests,
       "setup": setup,
-      "functions": list(functions),
+      "functions": None if functions is None else list(functions),
       "candidate": _text(sandbox_candidate.__file__),
     }
-    return self._run(job, program, limits, limits.wall_s)
+    try:
+      failure, _ = self._run(job, limits)
+    except _StoppedError as stopped:
+      failure = str(stopped)
+    return Verdict(failures=[failure])
 
   def run_cases(
     self,
@@ -247,8 +263,12 @@ class Sandbox:
     *,
     stop_early: bool = True,
     limits: Limits = Limits(),
+    total_s: float = math.inf,
   ) -> Verdict:
     """Run a program on inputs, and compare what it writes.
+
+    Each case has a sandbox of its own, so that a program finds nothing of the
+    case before.
 
     Args:
       program: Python source.
@@ -256,75 +276,170 @@ class Sandbox:
       stop_early: leave out the cases after the first that failed.
       limits: of each case. After one that is out of time the others are not
         run, and have failed in the same way.
+      total_s: seconds for all cases together.
 
     Raises:
-      SandboxError: the sandbox failed, and not the program.
+      SandboxError: a sandbox could not be made.
     """
-    job = {
-      "kind": "cases",
-      "cases": [dict(case) for case in cases],
-      "stop_early": stop_early,
-    }
-    return self._run(job, program, limits, limits.wall_s * len(cases))
+    deadline = time.monotonic() + total_s
+    failures: list[str] = []
+    for case in cases:
+      wall_s = min(limits.wall_s, deadline - time.monotonic())
+      of_case = dataclasses.replace(limits, wall_s=wall_s)
+      failures.append(self._case_failure(program, case, of_case))
+      if failures[-1] and stop_early:
+        break
+      if failures[-1] == _OUT_OF_TIME:  # the others would take as long
+        failures += [_OUT_OF_TIME] * (len(cases) - len(failures))
+        break
+    return Verdict(failures=failures)
 
-  def _home(self) -> contextlib.AbstractContextManager[str]:
-    if self.kind is Kind.UNSAFE:
-      return tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-    return contextlib.nullcontext("/tmp/home")
+  def _case_failure(
+    self, program: str, case: Mapping[str, str], limits: Limits
+  ) -> str:
+    """Return what a program does wrong with an input, or nothing."""
+    if limits.wall_s <= 0:
+      return _OUT_OF_TIME
+    job = {"program": program, "stdin": case["stdin"]}
+    try:
+      code, written = self._run(job, limits)
+    except _StoppedError as stopped:
+      return str(stopped)
+    if code == -signal.SIGXCPU:
+      return _OUT_OF_TIME
+    if code != 0:
+      return f"exit code {code}"
+    text = written.decode("utf-8", "replace")
+    if not _is_same_text(text, case["stdout"]):
+      return f"wrote {text[:200]!r}"
+    return ""
 
-  def _run(
-    self, job: dict[str, Any], program: str, limits: Limits, wall_s: float
-  ) -> Verdict:
+  def _run(self, job: dict[str, Any], limits: Limits) -> tuple[Any, bytes]:
+    """Run a job of `sandbox_supervisor` in a new sandbox.
+
+    Returns:
+      What that process reports, and what the program writes.
+
+    Raises:
+      SandboxError: the sandbox could not be made.
+      _StoppedError: the program went beyond a limit, or ended that process.
+    """
     uid = None
     if not self.has_user and self.kind is not Kind.UNSAFE:
-      uid = _FIRST_UID + os.getpid()
+      uid = _FIRST_UID + secrets.randbelow(_NUM_UIDS)
     command = _command(self.kind, limits, has_user=self.has_user)
+    reading, writing = os.pipe()
     with (
+      os.fdopen(reading, "rb") as report,
+      os.fdopen(writing, "wb") as theirs,
       tempfile.TemporaryFile() as given,
       tempfile.TemporaryFile() as wrong,
-      self._home() as home,
+      _home(self.kind) as home,
     ):
-      job = {
-        **job,
-        "program": program,
-        "limits": dataclasses.asdict(limits),
-        "uid": uid,
-        "home": home,
-      }
-      given.write(json.dumps(job).encode("utf-8", "surrogatepass"))
+      about = {"limits": dataclasses.asdict(limits), "uid": uid, "home": home}
+      given.write(json.dumps(job | about).encode())
       given.seek(0)
       process = subprocess.Popen(
-        command,
+        [*command, str(writing)],
         stdin=given,
         stdout=subprocess.PIPE,
         stderr=wrong,
         env={"LANG": "C.UTF-8", "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+        pass_fds=(writing,),
         start_new_session=True,
       )
-      try:
-        said, _ = process.communicate(timeout=wall_s + _START_S)
-      except subprocess.TimeoutExpired:
-        return Verdict(failures=("timeout",))
-      finally:
-        # With it ends its process namespace, whatever runs in there.
-        process.kill()
-        process.wait()
-      wrong.seek(0)
-      return _verdict(said, process.returncode, wrong.read(2000))
+      with process:
+        theirs.close()
+        try:
+          told, written = _listen(process, report, limits)
+        finally:
+          # With it ends its process namespace, whatever runs in there.
+          os.killpg(process.pid, signal.SIGKILL)
+      if not told.startswith(sandbox_supervisor.STARTED):
+        wrong.seek(0)
+        raise _not_made(process.returncode, wrong.read(2000))
+    try:
+      return json.loads(told.removeprefix(sandbox_supervisor.STARTED)), written
+    except ValueError:
+      raise _StoppedError("it ended the sandbox") from None
 
 
-def _verdict(said: bytes, returncode: int, wrong: bytes) -> Verdict:
+def _listen(
+  process: subprocess.Popen, report: BinaryIO, limits: Limits
+) -> tuple[bytes, bytes]:
+  """Return what a sandbox reports and what its program writes.
+
+  Raises:
+    SandboxError: it does not start in time.
+    _StoppedError: the program takes too long or writes too much.
+  """
+  assert process.stdout is not None
+  told, written = bytearray(), bytearray()
+  deadline, has_started, is_over = time.monotonic() + _START_S, False, False
+  with selectors.DefaultSelector() as selector:
+    selector.register(report, selectors.EVENT_READ, told)
+    selector.register(process.stdout, selectors.EVENT_READ, written)
+    while selector.get_map():
+      left_s = 0.0 if is_over else deadline - time.monotonic()
+      ready = selector.select(max(left_s, 0.0))
+      if is_over and not ready:
+        break  # what the program has left behind may still hold its output
+      if not is_over and (left_s <= 0 or not ready):
+        if has_started:
+          raise _StoppedError(_OUT_OF_TIME)
+        raise SandboxError(f"the sandbox did not start within {_START_S:g} s")
+      for key, _ in ready:
+        data = os.read(key.fd, 1 << 16)
+        key.data.extend(data)
+        if not data:
+          selector.unregister(key.fileobj)
+          is_over = is_over or key.data is told
+      if len(written) > limits.output_bytes:
+        raise _StoppedError("output limit")
+      if not has_started and told.startswith(sandbox_supervisor.STARTED):
+        has_started, deadline = True, time.monotonic() + limits.wall_s
+  return bytes(told), bytes(written)
+
+
+def _not_made(returncode: int, wrong: bytes) -> SandboxError:
+  lines = wrong.decode("utf-8", "replace").strip().splitlines()
+  return SandboxError(
+    f"the sandbox ended with code {returncode} before it started a program"
+    f" ({lines[-1] if lines else 'it said nothing'})"
+  )
+
+
+@contextlib.contextmanager
+def _home(kind: Kind) -> Iterator[str]:
+  """Return the directory of a program, which is removed at the end."""
+  if kind is not Kind.UNSAFE:
+    yield "/tmp"  # that of the sandbox, which ends with it
+    return
+  path = tempfile.mkdtemp()
   try:
-    return Verdict(failures=json.loads(said)["failures"])
-  except (ValueError, LookupError, TypeError) as error:
-    lines = wrong.decode("utf-8", "replace").strip().splitlines()
-    raise SandboxError(
-      f"the sandbox ended with code {returncode} and no verdict"
-      f" ({lines[-1] if lines else 'it said nothing'})"
-    ) from error
+    yield path
+  finally:
+    # No depth of directories stops it, and it follows no links. What a program
+    # has made so much of that it takes longer is left.
+    with contextlib.suppress(subprocess.TimeoutExpired):
+      remove = ["rm", "-rf", path]
+      subprocess.run(remove, stderr=subprocess.DEVNULL, timeout=_REMOVE_S)
+
+
+def _is_same_text(written: str, expected: str) -> bool:
+  """Compare line by line, without spaces at the ends of lines and of the text.
+
+  This is how most judges of programming contests compare.
+  """
+
+  def lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+  return lines(written) == lines(expected)
 
 
 _ESCAPES = """
+import os
 import socket
 
 def reads(path):
@@ -335,6 +450,9 @@ def connects(port):
 
 def writes(path):
   open(path, "w").write("x")
+
+def changes(path):
+  os.chmod(path, os.stat(path).st_mode)
 """
 _UNTOUCHED = "only this process may read and write it"
 _PROBE = """
@@ -351,6 +469,7 @@ try:
 except OSError:
   pass  # there is no such directory inside, as where TMPDIR is not /tmp
 must_fail(writes, "/usr/jaxrl_sandbox_probe")
+must_fail(changes, "/dev/null")
 must_fail(connects, {port})
 """
 

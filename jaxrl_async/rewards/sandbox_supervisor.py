@@ -1,49 +1,51 @@
-"""The first process in a sandbox: runs programs and judges what they do.
+"""The first process in a sandbox: confines itself and starts the program.
 
-It is started with this file's text as `python -I -c`, reads one job from stdin
-as JSON and writes one verdict to stdout. It is process 1 of the sandbox's
-process namespace, so that whatever a program leaves behind ends with it. It
-cannot be traced, holds no secret, and the programs are processes of their own
-that do not inherit its pipes: the worst that they can do is to fail.
+It is started with this file's text as `python -I -c` and reads a job from stdin
+as JSON. What it reports goes through a pipe that no program inherits: `STARTED`
+as soon as it is confined, and then, as JSON, the exit code of a program that
+reads and writes, or what went wrong in tests.
+
+It is process 1 of the sandbox's process namespace, so that whatever a program
+leaves behind ends with it. It cannot be traced and holds no secret. A program
+can still harm it, with signals or limits, and so lose its own verdict.
 """
 
 import builtins
-from collections.abc import Callable
-import contextlib
 import ctypes
 import json
 import os
 import resource
-import secrets
-import select
-import shutil
 import signal
-import subprocess
 import sys
-import tempfile
-import time
 from typing import Any
 
-# From linux/prctl.h and linux/capability.h.
-_PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 4, 24, 38
+STARTED = b"started\n"
+# Of every interpreter in a sandbox. Answers may be integers of any length.
+OPTIONS = ("-I", "-S", "-X", "int_max_str_digits=0")
+
+# From linux/prctl.h, linux/capability.h and linux/keyctl.h.
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
+_PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 24, 38
 _CAPABILITY_VERSION_3, _MAX_CAPABILITIES = 0x20080522, 64
+_KEYCTL = {"x86_64": 250, "aarch64": 219}  # number of the system call
+_KEYCTL_JOIN_SESSION_KEYRING = 1
 
 
 class Failed(Exception):
   """A program did not do what it should; the message says what happened."""
 
 
-def _confine(job: dict[str, Any]) -> None:
+def _confine(uid: int | None) -> None:
   """Give up every privilege, and hide this process from the programs."""
   libc = ctypes.CDLL(None, use_errno=True)
   # Out of the bounding set, so that no program gets them back as user 0 of the
   # namespace. It fails where there is none to drop, or none of that number.
   for capability in range(_MAX_CAPABILITIES):
     libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
-  if job["uid"] is not None:
+  if uid is not None:
     os.setgroups([])
-    os.setresgid(job["uid"], job["uid"], job["uid"])
-    os.setresuid(job["uid"], job["uid"], job["uid"])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
   header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
   none = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable, twice
   if libc.capset(header, none):
@@ -52,10 +54,17 @@ def _confine(job: dict[str, Any]) -> None:
     raise OSError(ctypes.get_errno(), "prctl no_new_privs")
   if libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0):
     raise OSError(ctypes.get_errno(), "prctl dumpable")
+  # The kernel forgets this signal when the user id changes. Without it, the
+  # sandbox would outlive the process that made it and is killed.
+  if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+    raise OSError(ctypes.get_errno(), "prctl pdeathsig")
+  # Keys would be seen by the next program. Some kernels allow none.
+  if number := _KEYCTL.get(os.uname().machine):
+    libc.syscall(number, _KEYCTL_JOIN_SESSION_KEYRING, None)
 
 
 def _limit(limits: dict[str, Any]) -> None:
-  """Set a program's own limits. Runs in its process, before it starts."""
+  """Set the limits of this process and of all that it starts."""
   cpu = max(1, round(limits["cpu_s"]))
   for what, most in (
     (resource.RLIMIT_CPU, cpu),
@@ -67,131 +76,55 @@ def _limit(limits: dict[str, Any]) -> None:
     # A program that has used its processor time gets a signal that says so.
     hard = most + 1 if what == resource.RLIMIT_CPU else most
     resource.setrlimit(what, (most, hard))
-  if os.getppid() == 1:  # else all processes of the user would count
-    most = limits["num_processes"] + 1  # the supervisor is one of them
+  if os.getpid() == 1:  # else all processes of the user would count
+    most = limits["num_processes"] + 1  # this process is one of them
     resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
-
-
-def _sweep(home: str) -> None:
-  """End every other process of the sandbox, and remove what they wrote."""
-  started, _started[:] = list(_started), []
-  for process in started:
-    with contextlib.suppress(ProcessLookupError):
-      os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-  if os.getpid() == 1:
-    with contextlib.suppress(ProcessLookupError):
-      os.kill(-1, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):
-      while True:
-        os.waitpid(-1, 0)
-  shutil.rmtree(home, ignore_errors=True)
-  os.makedirs(home, exist_ok=True)
-
-
-class _Pipe:
-  """A program's output, read up to a deadline and a number of bytes."""
-
-  def __init__(self, fd: int, most: int):
-    self.fd, self._most, self.data = fd, most, b""
-
-  def more(self, deadline: float) -> bool:
-    """Read once; False at the end.
-
-    Raises:
-      Failed: the time is up, or the program wrote too much.
-    """
-    left_s = deadline - time.monotonic()
-    if left_s <= 0 or not select.select([self.fd], [], [], left_s)[0]:
-      raise Failed("timeout")
-    read = os.read(self.fd, 1 << 16)
-    self.data += read
-    if len(self.data) > self._most:
-      raise Failed("output limit")
-    return bool(read)
-
-  def line(self, deadline: float) -> bytes:
-    """Return the next line.
-
-    Raises:
-      Failed: the output ended before it.
-    """
-    while b"\n" not in self.data:
-      if not self.more(deadline):
-        raise Failed("the program ended")
-    line, _, self.data = self.data.partition(b"\n")
-    return line
-
-
-_started: list[subprocess.Popen] = []
+  # Whoever made the sandbox ends it at the deadline, unless they have ended.
+  signal.signal(signal.SIGALRM, lambda signum, frame: os._exit(1))
+  signal.alarm(int(limits["wall_s"]) + 2)
+  # Python's own handler would let a program interrupt this process.
+  signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _start(
-  job: dict[str, Any], arguments: list[str], **pipes: Any
-) -> subprocess.Popen:
-  home = job["home"]
-  process = subprocess.Popen(
-    [sys.executable, "-I", "-S", *arguments],
-    cwd=home,
-    env={"HOME": home, "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
-    preexec_fn=lambda: _limit(job["limits"]),
-    start_new_session=True,
-    **pipes,
-  )
-  _started.append(process)
-  return process
+  home: str, arguments: list[str], *, stdin: int, stdout: int, keep: Any = ()
+) -> int:
+  """Start an interpreter with these standard files; return its process id."""
+  pid = os.fork()
+  if pid:
+    return pid
+  try:
+    os.dup2(stdin, 0)
+    os.dup2(stdout, 1)
+    for fd in keep:
+      os.set_inheritable(fd, True)
+    os.chdir(home)
+    python = [sys.executable, *OPTIONS, *arguments]
+    environment = {"HOME": home, "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
+    os.execve(sys.executable, python, environment)
+  finally:
+    os._exit(127)
 
 
 # -- programs that read stdin and write stdout --------------------------------
 
 
-def _run_case(job: dict[str, Any], case: dict[str, str]) -> None:
-  """Run the program on one input.
+def _given(text: str) -> int:
+  """Return a file with a text that a program may read."""
+  given = os.memfd_create("stdin")
+  with open(given, "wb", closefd=False) as file:
+    file.write(text.encode("utf-8", "surrogatepass"))
+  os.lseek(given, 0, os.SEEK_SET)
+  return given
 
-  Raises:
-    Failed: it ended with an error, too late, or with another output.
-  """
-  home, limits = job["home"], job["limits"]
-  with open(f"{home}/program.py", "w", encoding="utf-8") as file:
+
+def _run_case(job: dict[str, Any], given: int) -> int:
+  """Run the program on one input, and return its exit code."""
+  with open(f"{job['home']}/program.py", "w", encoding="utf-8") as file:
     file.write(job["program"])
-  deadline = time.monotonic() + limits["wall_s"]
-  with tempfile.TemporaryFile(dir=home) as given:
-    given.write(case["stdin"].encode("utf-8", "surrogatepass"))
-    given.seek(0)
-    process = _start(
-      job,
-      ["program.py"],
-      stdin=given,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.DEVNULL,
-    )
-  assert process.stdout is not None
-  pipe = _Pipe(process.stdout.fileno(), limits["output_bytes"])
-  while pipe.more(deadline):
-    pass
-  try:
-    code = process.wait(max(0.0, deadline - time.monotonic()))
-  except subprocess.TimeoutExpired:
-    raise Failed("timeout") from None
-  if code == -signal.SIGXCPU:
-    raise Failed("timeout")
-  if code != 0:
-    raise Failed(f"exit code {code}")
-  written = pipe.data.decode("utf-8", "replace")
-  if not _is_same_text(written, case["stdout"]):
-    raise Failed(f"wrote {written[:200]!r}")
-
-
-def _is_same_text(written: str, expected: str) -> bool:
-  """Compare line by line, without spaces at the ends of lines and of the text.
-
-  This is how most judges of programming contests compare.
-  """
-
-  def lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().split("\n")]
-
-  return lines(written) == lines(expected)
+  pid = _start(job["home"], ["program.py"], stdin=given, stdout=1)
+  _, status = os.waitpid(pid, 0)
+  return os.waitstatus_to_exitcode(status)
 
 
 # -- programs whose functions are tested --------------------------------------
@@ -205,55 +138,54 @@ class _Candidate:
   that claims to be equal to everything: only plain data comes back.
   """
 
-  def __init__(self, job: dict[str, Any]):
-    limits, text = job["limits"], job["candidate"]
+  def __init__(self, job: dict[str, Any], given: int):
+    text = job["candidate"]
     self._codec: dict[str, Any] = {"__name__": "codec"}
     exec(text, self._codec)
-    self._deadline = time.monotonic() + limits["wall_s"]
-    requests, self._requests = os.pipe()
+    self._most = job["limits"]["output_bytes"]
+    requests, ours = os.pipe()
     answers, theirs = os.pipe()
     _start(
-      job,
+      job["home"],
       ["-c", text, str(requests), str(theirs)],
-      stdin=subprocess.DEVNULL,
-      stdout=subprocess.DEVNULL,
-      stderr=subprocess.DEVNULL,
-      pass_fds=(requests, theirs),
+      stdin=given,
+      stdout=2,
+      keep=(requests, theirs),
     )
     os.close(requests)
     os.close(theirs)
-    os.set_blocking(self._requests, False)
-    self._answers = _Pipe(answers, limits["output_bytes"])
+    self._requests = os.fdopen(ours, "w", encoding="utf-8")
+    self._answers = os.fdopen(answers, "rb")
+    self.names = job["functions"]
+    if self.names is None:
+      self.names = self._codec["functions_of"](job["program"])
     self._ask({"program": job["program"]})
-
-  def _send(self, request: Any) -> None:
-    data = (json.dumps(request) + "\n").encode()
-    while data:
-      left_s = self._deadline - time.monotonic()
-      if left_s <= 0 or not select.select([], [self._requests], [], left_s)[1]:
-        raise Failed("timeout")
-      try:
-        data = data[os.write(self._requests, data) :]
-      except BrokenPipeError:
-        raise Failed("the program ended") from None
 
   def _ask(self, request: dict[str, Any]) -> Any:
     # Whoever writes answers has at least to have read what was asked.
-    number = secrets.randbits(64)
-    self._send({"number": number, **request})
-    line = self._answers.line(self._deadline)
+    number = int.from_bytes(os.urandom(8))
+    try:
+      self._requests.write(json.dumps({"number": number, **request}) + "\n")
+      self._requests.flush()
+    except BrokenPipeError:
+      raise Failed("the program ended") from None
+    line = self._answers.readline(self._most + 1)
+    if len(line) > self._most:
+      raise Failed("output limit")
+    if not line.endswith(b"\n"):
+      raise Failed("the program ended")
     try:
       answer = json.loads(line)
       if answer["number"] != number:
         raise Failed("the program answered what was not asked")
-      error = answer.get("error")
-      if error is None:
+      if "error" not in answer:
         return self._codec["decode"](answer["value"])
-    except (ValueError, TypeError, LookupError, AttributeError) as wrong:
+      names = [str(name) for name in answer["error"]]
+    except (ValueError, TypeError, LookupError, ArithmeticError) as wrong:
       raise Failed("the program's answer cannot be read") from wrong
     except RecursionError as wrong:
       raise Failed("the program's answer is nested too deeply") from wrong
-    raise _exception(str(error), str(answer.get("message", "")))
+    raise _exception(names, str(answer.get("message")))
 
   def function(self, name: str) -> Any:
     """Return a function that calls the program's function of that name."""
@@ -266,81 +198,59 @@ class _Candidate:
     return call
 
 
-def _exception(name: str, message: str) -> BaseException:
-  """Return what the program raised, if tests could be waiting for it."""
-  kind = getattr(builtins, name, None)
-  if isinstance(kind, type) and issubclass(kind, Exception):
-    try:
-      return kind(message)
-    except TypeError:  # UnicodeDecodeError, say, wants more
-      pass
-  return Failed(f"{name}: {message}")
+def _exception(names: list[str], message: str) -> Exception:
+  """Return what the program raised, if tests could be waiting for it.
 
-
-def _run_tests(job: dict[str, Any]) -> None:
-  """Run the tests of a job on its program's functions.
-
-  Raises:
-    Exception: a test failed, with whatever it raised.
+  Args:
+    names: of the exception's class and of those that it is derived from.
+    message: of the exception.
   """
-  candidate = _Candidate(job)
-  names: dict[str, Any] = {"__name__": "tests"}
-  exec(compile(job["setup"], "setup.py", "exec"), names)
-  for name in job["functions"]:
-    names[name] = candidate.function(name)
-  signal.signal(signal.SIGALRM, _out_of_time)
-  signal.setitimer(signal.ITIMER_REAL, job["limits"]["wall_s"])
+  # It would end a loop over calls of the program as if all had returned.
+  if not {"StopIteration", "StopAsyncIteration"}.intersection(names):
+    for name in names:
+      kind = getattr(builtins, name, None)
+      if isinstance(kind, type) and issubclass(kind, Exception):
+        try:
+          return kind(message)
+        except TypeError:  # UnicodeDecodeError, say, wants more
+          pass
+  return Failed(f"{', '.join(names[:1])}: {message}")
+
+
+def _run_tests(job: dict[str, Any], given: int) -> str:
+  """Run tests on the program's functions; return what failed, or nothing."""
+  os.dup2(2, 1)  # tests may print
   try:
+    candidate = _Candidate(job, given)
+    names: dict[str, Any] = {"__name__": "tests"}
+    exec(compile(job["setup"], "setup.py", "exec"), names)
+    for name in candidate.names:
+      names[name] = candidate.function(name)
     exec(compile(job["tests"], "tests.py", "exec"), names)
-  finally:
-    signal.setitimer(signal.ITIMER_REAL, 0.0)
-
-
-def _out_of_time(signum: int, frame: Any) -> None:
-  raise Failed("timeout")
-
-
-# -- the job ------------------------------------------------------------------
-
-
-_OUT_OF_TIME = "Failed: timeout"
-
-
-def _attempt(run: Callable[..., None], job: dict[str, Any], *args: Any) -> str:
-  """Run one test or case; return what went wrong, or nothing."""
-  try:
-    run(job, *args)
   except AssertionError as error:
     return f"assertion failed {error}".strip()[:300]
   except Exception as error:
     return f"{type(error).__name__}: {error}"[:300]
-  finally:
-    _sweep(job["home"])
   return ""
 
 
-def main() -> None:
-  """Read the job, run its tests or cases, write what became of each."""
+def main(report: int) -> None:
+  """Read the job and report what became of it.
+
+  Args:
+    report: the pipe to whoever made the sandbox.
+  """
+  os.set_inheritable(report, False)
   job = json.loads(sys.stdin.read())
-  verdict_fd = os.dup(1)
-  quiet = os.open(os.devnull, os.O_WRONLY)
-  os.dup2(quiet, 1)  # tests may print
-  os.dup2(quiet, 2)
-  _confine(job)
-  _sweep(job["home"])
-  if job["kind"] == "tests":
-    failures = [_attempt(_run_tests, job)]
-  else:
-    failures = []
-    for case in job["cases"]:
-      failures.append(_attempt(_run_case, job, case))
-      if failures[-1] and job["stop_early"]:
-        break
-      if failures[-1] == _OUT_OF_TIME:  # the others would take as long
-        failures += [_OUT_OF_TIME] * (len(job["cases"]) - len(failures))
-        break
-  os.write(verdict_fd, json.dumps({"failures": failures}).encode())
+  _confine(job["uid"])
+  given = _given(job.get("stdin", ""))
+  _limit(job["limits"])
+  os.write(report, STARTED)
+  os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+  run = _run_tests if "tests" in job else _run_case
+  os.write(report, json.dumps(run(job, given)).encode())
+  os._exit(0)
 
 
 if __name__ == "__main__":
-  main()
+  main(int(sys.argv[1]))

@@ -26,6 +26,9 @@ _KILL_GRACE_S = 1.0
 
 Result = TypeVar("Result")
 _MAX_MESSAGE, _MAX_TRACEBACK = 1_000, 20_000  # characters
+# Without a prefix the whole completion is the answer. A run keeps the answers
+# of all outstanding trajectories, for its samples.
+_MAX_ANSWER = 1_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +51,8 @@ class Scored:
   Attributes:
     rewards: of each completion.
     answers: those extracted from the completions; see
-      `extraction.extract_answer`.
+      `extraction.extract_answer`. The middle of long ones is left out, here and
+      in the rewards.
   """
 
   rewards: list[Reward]
@@ -99,7 +103,10 @@ class Scorers:
     rewards = score_group(self.terms[attempt.term], attempt.item, completions)
     if isinstance(rewards, RewardFailure):
       return rewards
-    return Scored(rewards, [completion.answer for completion in completions])
+    return Scored(
+      [dataclasses.replace(x, answer=_short(x.answer)) for x in rewards],
+      [_short(completion.answer) for completion in completions],
+    )
 
   def max_attempt_s(self, attempt: Attempt) -> float:
     """Return the sum of the deadlines of its scores, or of its request."""
@@ -235,6 +242,10 @@ def one_line(error: BaseException) -> str:
 def where_raised(error: BaseException) -> str:
   """Return the traceback of an exception."""
   return _cut("".join(traceback.format_exception(error)), _MAX_TRACEBACK)
+
+
+def _short(answer: str | None) -> str | None:
+  return None if answer is None else _cut(answer, _MAX_ANSWER)
 
 
 def _cut(text: str, most: int) -> str:

@@ -9,6 +9,7 @@ it.
 
 from collections.abc import Callable, Collection
 import dataclasses
+import heapq
 
 from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
@@ -75,7 +76,7 @@ class Coordinator:
     self._episode = episode
     self._new_deadline = new_deadline
     self._running: dict[int, running_group.RunningGroup] = {}
-    self._waiting: dict[int, running_group.RunningGroup] = {}
+    self._waiting: list[tuple[int, int]] = []  # a heap of (deadline, index)
     self._versions: dict[str, int] = {}  # by replica that may get groups
     self._oldest_version = 0  # of a replica that gets groups
     self.recorded_tokens = 0
@@ -175,7 +176,7 @@ class Coordinator:
         running.abort(list(running.unfinished))
         self._end_failed(running)
       elif running.unfinished:
-        self._waiting[running.admission.index] = running
+        self._wait(running)
 
   # -- calls from the owner -------------------------------------------------
 
@@ -237,7 +238,7 @@ class Coordinator:
         self._fail(running, running_group.failure_of(error))
         continue
       if running.unfinished:
-        self._waiting[group.index] = running
+        self._wait(running)
       self._score_if_done(running)
 
   def collect_scores(self) -> None:
@@ -273,7 +274,6 @@ class Coordinator:
       index = running.admission.index
       failure = running_group.overdue(self.settings.max_group_s)
       if running.replica is None:
-        del self._waiting[index]
         self._fail(running, failure)
       else:
         running.failure = failure
@@ -291,14 +291,9 @@ class Coordinator:
     # No token of a group may be older than the group's birth version.
     if version < self._oldest_version:
       return None
-    waiting = [
-      r for r in self._waiting.values() if r.admission.birth <= version
-    ]
-    if waiting:
-      first = min(
-        waiting, key=lambda r: (r.admission.deadline, r.admission.index)
-      )
-      return self._waiting.pop(first.admission.index)
+    waiting = self._next_waiting(version)
+    if waiting is not None:
+      return waiting
     while self.stream.is_ready():
       admission = self._buffer.try_admit(version)
       if admission is None:
@@ -307,6 +302,27 @@ class Coordinator:
       if running is not None:
         return running
     return None
+
+  def _wait(self, running: running_group.RunningGroup) -> None:
+    """Let a group wait for a replica."""
+    admission = running.admission
+    heapq.heappush(self._waiting, (admission.deadline, admission.index))
+
+  def _next_waiting(self, version: int) -> running_group.RunningGroup | None:
+    """Take the group that has waited for this version, the oldest deadline."""
+    newer, found = [], None
+    while self._waiting and found is None:
+      entry = heapq.heappop(self._waiting)
+      running = self._running.get(entry[1])
+      if running is None:
+        continue  # it has failed meanwhile
+      if running.admission.birth <= version:
+        found = running
+      else:
+        newer.append(entry)
+    for entry in newer:
+      heapq.heappush(self._waiting, entry)
+    return found
 
   def _open(
     self,

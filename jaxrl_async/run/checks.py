@@ -63,6 +63,8 @@ def checked(
   """
   config_checks.validate(config, len(devices))
   terms = []
+  if not is_supervised:
+    device_checks.check_replicas(config, devices[0].platform)
   if scorer is None and not is_supervised:
     terms = reward_terms.of_task(config.task)
     # Pools on other hosts try out what works there.

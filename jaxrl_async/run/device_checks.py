@@ -16,6 +16,7 @@ from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
 from jaxrl_async.planning import aot
 from jaxrl_async.planning import memory_estimate
+from jaxrl_async.run import cluster_checks
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.training import critic as critic_lib
@@ -41,6 +42,31 @@ def check_repeats(config: sections.Config, platform: str) -> None:
     "run.exact_resume",
     "a GPU repeats its bits only with a flag of XLA; set"
     f" XLA_FLAGS={xla_flags.REPEATS_ON_GPU}",
+  )
+
+
+def check_replicas(config: sections.Config, platform: str) -> None:
+  """Check that replicas do not generate on a CPU while a GPU or TPU trains.
+
+  Args:
+    config: of the run.
+    platform: of the devices that train.
+
+  Raises:
+    ConfigError: replicas in other processes ask for no accelerator.
+  """
+  section = config.cluster
+  if platform == "cpu" or not cluster_checks.has_remote_replicas(config):
+    return
+  needed = config.mesh.rollout_data * config.mesh.rollout_tensor
+  name, wanted = "replica_gpus", f"{needed // section.replica_processes}"
+  if platform == "tpu":
+    name, wanted = "replica_tpu", "a slice such as v5e:2x2"
+  sections.require(
+    bool(section.replica_gpus or section.replica_tpu),
+    f"cluster.{name}",
+    f"missing; replicas would generate on a CPU while a {platform.upper()}"
+    f" trains; use {wanted}",
   )
 
 

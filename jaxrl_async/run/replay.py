@@ -250,8 +250,8 @@ class _Replay:
       self._workdir,
       [
         prompt_id
-        for summary in self._recorded.summaries[first:end]
-        for prompt_id in summary.prompt_ids
+        for step in range(first, end)
+        for prompt_id in self._recorded.summaries[step].prompt_ids
       ],
       host_state=host_state,
       progress=self._progress,

@@ -10,7 +10,6 @@ from jaxrl_async import types
 from jaxrl_async.coordination import recorded_schedule
 from jaxrl_async.coordination import run_schedule
 from jaxrl_async.coordination import supervisor as supervisor_lib
-from jaxrl_async.storage import outstanding as outstanding_lib
 
 
 class Difference(supervisor_lib.RunError):
@@ -64,11 +63,9 @@ def _of_trajectory(
   recorded: recorded_schedule.ScheduledTrajectory,
 ) -> str:
   """Return what is different about a trajectory; "" if nothing is."""
-  then, now = map(
-    outstanding_lib.reward_record, (recorded.reward, found.reward)
-  )
+  then, now = map(_trained, (recorded.reward, found.reward))
   if then != now:
-    return f"its reward was {then} and is {now}"
+    return f"its score and token scores were {then} and are {now}"
   if (
     run_schedule.digest(found) == recorded.digest
     and found.finish_reason == recorded.finish_reason
@@ -90,6 +87,11 @@ def _of_trajectory(
     if group.index == index and trajectory.member == recorded.member
   )
   return _first(stored, found)
+
+
+def _trained(reward: types.Reward | None) -> Any:
+  """Return what the schedule has of a reward."""
+  return reward and (reward.score, reward.token_scores)
 
 
 def _first(then: types.Trajectory, now: types.Trajectory) -> str:

@@ -84,10 +84,24 @@ def part(
   first, until = wanted.from_step, wanted.until
   end = last if until is None else until
   sections.require(
+    last > 0,
+    "workdir",
+    f"{recorded.path} has no train steps; a run records them with"
+    " run.record_schedule",
+  )
+  sections.require(
     first < end <= last,
     "until",
     f"the schedule has train steps up to {last}; use one above {first} and not"
     " above that",
+  )
+  missing = set(range(first, end)) - recorded.summaries.keys()
+  sections.require(
+    not missing,
+    "workdir",
+    f"train step {min(missing, default=0)} is not in {recorded.path}, because"
+    " it was made without run.record_schedule; replay the steps before or after"
+    " it, with --until or --from_step",
   )
   used, *others = _starts(recorded, first, end)
   config = _config(used)

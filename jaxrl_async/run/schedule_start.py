@@ -115,6 +115,7 @@ def open_schedule(
   return run_schedule.Schedule(
     session.workdir,
     stored.get(KEY, 0),
+    record_steps=setup.config.run.record_schedule,
     keep_trajectories=setup.config.run.keep_trajectories,
     first_step=first_step,
     environment=about,

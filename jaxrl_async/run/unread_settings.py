@@ -1,4 +1,4 @@
-"""Settings of the algorithm that nothing reads because of the other settings.
+"""Settings that nothing reads because of the other settings.
 
 A setting that was changed and has no effect is refused, so that nobody takes
 the result for its own. The defaults always pass.
@@ -86,6 +86,12 @@ def _rules(config: sections.Config) -> Iterator[tuple[str, str, bool, str]]:
     "min_ess max_clip_frac max_left_out_frac max_wait_frac patience",
     config.staleness_control.maximum != 0,
     "the bound does not move (staleness_control.maximum is 0)",
+  )
+  yield (
+    "run",
+    "keep_trajectories",
+    config.run.record_schedule,
+    "a replay that reads them needs the schedule too (run.record_schedule)",
   )
 
 

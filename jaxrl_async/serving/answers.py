@@ -1,7 +1,7 @@
 """Answers in OpenAI's format, sent as a whole or as a stream of events."""
 
 import asyncio
-from collections.abc import Coroutine
+import contextlib
 import dataclasses
 import json
 import time
@@ -12,6 +12,7 @@ from starlette import responses
 from starlette import types as asgi
 
 from jaxrl_async import types
+from jaxrl_async.serving import bodies
 from jaxrl_async.serving import errors
 from jaxrl_async.serving import generation
 
@@ -196,7 +197,8 @@ class Answer(responses.Response):
     respond = self._stream if self._is_stream else self._send_whole
     try:
       async with asyncio.timeout(self._timeout_s):
-        await _while_connected(receive, respond(scope, receive, send))
+        with contextlib.suppress(bodies.Gone):
+          await bodies.while_connected(receive, respond(scope, receive, send))
     finally:
       self._writing.cancel()
 
@@ -264,22 +266,3 @@ class Answer(responses.Response):
 
 def _dumps(value: Any) -> str:
   return json.dumps(value, allow_nan=False, separators=(",", ":"))
-
-
-async def _while_connected(receive: asgi.Receive, work: Coroutine) -> None:
-  """Run `work` to its end, or until the client disconnects."""
-
-  async def disconnected():
-    while (await receive())["type"] != "http.disconnect":
-      pass
-
-  working = asyncio.ensure_future(work)
-  watching = asyncio.ensure_future(disconnected())
-  try:
-    await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-    if working.done():
-      working.result()
-  finally:
-    working.cancel()
-    watching.cancel()
-    await asyncio.wait({working, watching})

@@ -5,7 +5,6 @@ engine: its key, the amount and speed of its data, JSON, fields, ranges,
 characters and token ids. Checks that take long run in separate threads.
 """
 
-import asyncio
 from collections.abc import Callable, Sequence
 import hmac
 import secrets
@@ -85,6 +84,7 @@ class Service:
       max_body_bytes=self.limits.max_body_bytes,
     )
     self.reader = bodies.Reader()
+    self.renderer = bodies.Reader()  # a template may take seconds
     self.created_s = int(time.time())
     metrics.watch(queue)
 
@@ -140,9 +140,8 @@ class Service:
     self._check_ready()
     most_bytes = self.bounds.body_bytes(self.bounds.prompts)
     body = await bodies.receive(request, self.limits, most_bytes)
-    wanted, prompts = await self.reader.run(
-      len(body), self._read_completion, body
-    )
+    reading = self.reader.run(len(body), self._read_completion, body)
+    wanted, prompts = await bodies.while_connected(request.receive, reading)
     has_logprobs = wanted.logprobs is not None
     return self._answer(
       request, wanted, prompts, wanted.max_tokens, has_logprobs
@@ -153,17 +152,9 @@ class Service:
     self._check_ready()
     most_bytes = self.bounds.body_bytes(1)
     body = await bodies.receive(request, self.limits, most_bytes)
-    wanted = await self.reader.run(len(body), self._read_chat, body)
-    messages = [m.model_dump(exclude_none=True) for m in wanted.messages]
-    try:
-      # A template may take as long as its deadline allows, so it runs in a
-      # thread.
-      text = await asyncio.to_thread(self.chat_template.render, messages)
-    except chat_template_lib.ChatTemplateError as error:
-      raise errors.ApiError(
-        400, f"messages: {error}", param="messages"
-      ) from error
-    prompt = await self.reader.run(len(text), self.tokens, text, "messages")
+    wanted, prompt = await bodies.while_connected(
+      request.receive, self._chat_prompt(body)
+    )
     max_tokens = wanted.max_completion_tokens or wanted.max_tokens
     return self._answer(request, wanted, [prompt], max_tokens, wanted.logprobs)
 
@@ -197,7 +188,14 @@ class Service:
         503, "the server is not ready yet", headers={"retry-after": "5"}
       )
 
-  # The next three methods may take long, so they run in a thread of `reader`.
+  async def _chat_prompt(self, body: bytes) -> tuple[protocol.Chat, np.ndarray]:
+    wanted = await self.reader.run(len(body), self._read_chat, body)
+    text = await self.renderer.run(len(body), self._render, wanted)
+    prompt = await self.reader.run(len(text), self.tokens, text, "messages")
+    return wanted, prompt
+
+  # The next four methods may take long, so they run in the threads of `reader`
+  # and `renderer`.
 
   def _read_completion(
     self, body: bytes
@@ -216,6 +214,15 @@ class Service:
     num_characters = sum(len(m.content) for m in wanted.messages)
     self.bounds.check_characters("messages", num_characters)
     return wanted
+
+  def _render(self, wanted: protocol.Chat) -> str:
+    messages = [m.model_dump(exclude_none=True) for m in wanted.messages]
+    try:
+      return self.chat_template.render(messages)
+    except chat_template_lib.ChatTemplateError as error:
+      raise errors.ApiError(
+        400, f"messages: {error}", param="messages"
+      ) from error
 
   def tokens(self, prompt: str | list[int], name: str) -> np.ndarray:
     """Return the token ids of a prompt, all of which are in the vocabulary.

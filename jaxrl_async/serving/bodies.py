@@ -1,20 +1,25 @@
 """Request bodies: bounded while they arrive, and parsed off the event loop.
 
 The size of a body is bounded by what the engine could hold, before any of it is
-parsed. No body therefore takes longer than some tenths of a second to parse,
-and none of that time is spent on the thread that serves all clients.
+parsed. Parsing takes time in proportion to the size, and none of it on the
+thread that serves all clients. What a client has sent is dropped when the
+client goes away.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent import futures
 import dataclasses
 import functools
 import json
+import operator
+import threading
+import time
 from typing import Any, TypeVar
 
 import pydantic_core
 from starlette import requests as http_requests
+from starlette import types as asgi
 
 from jaxrl_async.serving import errors
 
@@ -23,7 +28,8 @@ _BESIDES_BYTES = 1 << 16  # for everything but prompts and messages
 _MESSAGE_BYTES = 64
 _CHARACTER_BYTES = 12  # \ud83d\ude00
 _SHORT_BYTES = 1 << 13
-_MOST_LONG = 16  # most long bodies that may wait to be parsed
+_MOST_LONG = 16  # long bodies that wait to be parsed or are parsed
+_DUE_BYTES_PER_S = 1e5  # slower than any of them is parsed
 
 Result = TypeVar("Result")
 
@@ -145,8 +151,45 @@ async def receive(
       headers={"connection": "close"},
     ) from None
   except http_requests.ClientDisconnect:
-    raise errors.ApiError(400, "the client disconnected") from None
+    raise Gone() from None
   return bytes(body)
+
+
+class Gone(errors.ApiError):
+  """The client has disconnected, so nobody will read this."""
+
+  def __init__(self):
+    super().__init__(400, "the client disconnected")
+
+
+async def while_connected(
+  receive: asgi.Receive, work: Coroutine[Any, Any, Result]
+) -> Result:
+  """Run `work` to its end, or until the client disconnects.
+
+  Args:
+    receive: of a request whose body has been received.
+    work: is cancelled when the client disconnects.
+
+  Raises:
+    Gone: the client has disconnected.
+  """
+
+  async def disconnected():
+    while (await receive())["type"] != "http.disconnect":
+      pass
+
+  working = asyncio.ensure_future(work)
+  watching = asyncio.ensure_future(disconnected())
+  try:
+    await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+    if not working.done():
+      raise Gone()
+    return working.result()
+  finally:
+    working.cancel()
+    watching.cancel()
+    await asyncio.wait({working, watching})
 
 
 def from_json(data: bytes) -> Any:
@@ -168,15 +211,29 @@ def from_json(data: bytes) -> Any:
 
 
 def _only_different_names(pairs: list[tuple[str, Any]]) -> None:
-  if len({name for name, _ in pairs}) < len(pairs):
-    names = [name for name, _ in pairs]
-    twice = next(name for name in names if names.count(name) > 1)
-    raise errors.ApiError(
-      400,
-      f"{twice[:100]}: appears more than once",
-      param=twice[:100],
-      code="duplicate_field",
-    )
+  seen = set()
+  for name, _ in pairs:
+    if name in seen:
+      raise errors.ApiError(
+        400,
+        f"{name[:100]}: appears more than once",
+        param=name[:100],
+        code="duplicate_field",
+      )
+    seen.add(name)
+
+
+@dataclasses.dataclass(eq=False)
+class _Turn:
+  """The place of a long body in the order of reading.
+
+  Attributes:
+    due_s: when it should be read at the latest. The earliest is next.
+    has_come: ends when the turn has come, or with the reason why it never will.
+  """
+
+  due_s: float
+  has_come: futures.Future = dataclasses.field(default_factory=futures.Future)
 
 
 class Reader:
@@ -184,20 +241,26 @@ class Reader:
 
   Long bodies have a thread of their own, so that short ones do not wait for
   them. They share a single thread, so that together they take no more than one
-  core.
+  core. Each of them is due after a time in proportion to its length, and the
+  first that is due is next. So one that is not very long waits for none that
+  is, and none is overtaken forever.
 
-  Threads: belongs to the server's event loop.
+  Threads: any event loop may use it. The lock guards the turns.
   """
 
   def __init__(self):
     self._short = futures.ThreadPoolExecutor(1, "short bodies")
     self._long = futures.ThreadPoolExecutor(1, "long bodies")
-    self._num_long = 0
+    self._lock = threading.Lock()
+    self._waiting: list[_Turn] = []
+    self._current: _Turn | None = None
 
   async def run(
     self, size: int, function: Callable[..., Result], *arguments: Any
   ) -> Result:
     """Call a function in one of the threads.
+
+    It is not called if this coroutine is cancelled before its turn.
 
     Args:
       size: bytes or characters that the function reads.
@@ -205,21 +268,50 @@ class Reader:
       *arguments: of the function.
 
     Raises:
-      ApiError: too many long bodies are already waiting.
+      ApiError: too many long bodies that are due earlier are waiting.
     """
     call = functools.partial(function, *arguments)
     loop = asyncio.get_running_loop()
     if size <= _SHORT_BYTES:
       return await loop.run_in_executor(self._short, call)
-    if self._num_long >= _MOST_LONG:
-      raise errors.ApiError(
-        429,
-        f"too many requests: {self._num_long} long ones are waiting to be read",
-        code="queue_full",
-        headers={"retry-after": "1"},
-      )
-    self._num_long += 1
+    turn = _Turn(time.monotonic() + size / _DUE_BYTES_PER_S)
+    self._enter(turn)
     try:
+      await asyncio.wrap_future(turn.has_come)
       return await loop.run_in_executor(self._long, call)
     finally:
-      self._num_long -= 1
+      self._leave(turn)
+
+  def _enter(self, turn: _Turn) -> None:
+    with self._lock:
+      self._waiting.append(turn)
+      self._call_next()
+      if len(self._waiting) < _MOST_LONG:
+        return
+      last = max(self._waiting, key=operator.attrgetter("due_s"))
+      self._waiting.remove(last)
+      if last.has_come.set_running_or_notify_cancel():
+        last.has_come.set_exception(
+          errors.ApiError(
+            429,
+            f"too many requests: {_MOST_LONG} long ones are waiting to be read",
+            code="queue_full",
+            headers={"retry-after": "1"},
+          )
+        )
+
+  def _leave(self, turn: _Turn) -> None:
+    with self._lock:
+      if turn in self._waiting:
+        self._waiting.remove(turn)
+      if turn is self._current:
+        self._current = None
+        self._call_next()
+
+  def _call_next(self) -> None:
+    while self._waiting and self._current is None:
+      turn = min(self._waiting, key=operator.attrgetter("due_s"))
+      self._waiting.remove(turn)
+      if turn.has_come.set_running_or_notify_cancel():
+        turn.has_come.set_result(None)
+        self._current = turn

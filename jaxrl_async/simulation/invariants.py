@@ -292,8 +292,9 @@ class Invariants:
     """Return whether there is a group for a replica of this version."""
     if self.cuts and version < self.cuts[-1].version:
       return False
-    waiting = self._coordinator._waiting.values()
-    if any(one.admission.birth <= version for one in waiting):
+    running = self._coordinator._running
+    waiting = [i for _, i in self._coordinator._waiting if i in running]
+    if any(running[i].admission.birth <= version for i in waiting):
       return True
     buffer = self._buffer
     new = types.Admission(
@@ -358,10 +359,10 @@ class Invariants:
   def check_members(self, members: Iterable[fleet_member.Member]) -> None:
     """Check that the fleet has handed out all that it could, and to whom."""
     ready = {m.name: m for m in members if m.state is fleet_member.State.READY}
+    waiting = {index for _, index in self._coordinator._waiting}
     for index, running in self._coordinator._running.items():
       if running.unfinished and running.replica not in ready:
-        is_waiting = index in self._coordinator._waiting
-        if running.replica is not None or not is_waiting:
+        if running.replica is not None or index not in waiting:
           raise watched_buffer.Violation(
             "lease", f"group {index} is with {running.replica}, not {[*ready]}"
           )

@@ -12,9 +12,10 @@ the rename leaves the previous checkpoint as the newest. A checkpoint that no
 longer matches its manifest raises an error; `fallback` finds the newest one
 that does. Nothing is pickled.
 
-`begin` copies what a checkpoint holds into host memory. What it returns does
-the rest, possibly in another thread: it writes, computes the digests, and
-renames. Only one checkpoint of a directory may be between the two.
+`begin` copies what a checkpoint holds into host memory, but for the arrays of
+trajectories, which are there and do not change. What it returns does the rest,
+possibly in another thread: it writes, computes the digests, and renames. Only
+one checkpoint of a directory may be between the two.
 
 One process writes, under a claim on the workdir. Any number of processes may
 read at the same time without changing anything; see `read_newest`. If several
@@ -118,7 +119,7 @@ def begin(
   """Copy what a checkpoint holds, and begin to write it.
 
   The arguments may be changed, and the arrays donated, after this function has
-  returned.
+  returned. The arrays of trajectories may not: they are written as they are.
 
   Args:
     directory: directory of the run's checkpoints; created if missing.
@@ -147,7 +148,7 @@ def begin(
   incomplete = directory / f"{step}.incomplete"
   with _writing(directory, step):
     files = outstanding_lib.packed(groups)
-    files["host_state.json"] = json.dumps(host_state).encode()
+    files["host_state.json"] = [json.dumps(host_state).encode()]
     layout = pytree_files.layout(pytree_files.named_leaves(train_state))
     places.make_ready(directory)
     incomplete.mkdir()
@@ -159,8 +160,8 @@ def begin(
     with _writing(directory, step):
       with disk.naming_lost_files(incomplete):
         wait()
-      for name, content in files.items():
-        (incomplete / name).write_bytes(content)
+      for name, pieces in files.items():
+        disk.write_pieces(incomplete / name, pieces)
       about = {"format": FORMAT, "step": step, "layout": layout}
       manifest.write(incomplete, about, sync=True, on_part=on_part)
       places.put_in_place(directory, step, keep)

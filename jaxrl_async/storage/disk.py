@@ -4,7 +4,7 @@ A full or broken disk is not a bug of the program. It ends the run with one line
 that names the file, and without a traceback.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import errno
 import fcntl
@@ -14,6 +14,9 @@ import re
 import shutil
 
 from jaxrl_async.storage import workdir as workdir_lib
+
+# What a file consists of.
+Pieces = Sequence[bytes | memoryview]
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -125,17 +128,27 @@ def replace_text(path: pathlib.Path, text: str) -> None:
     StorageError: the file could not be written.
   """
   with replacing(path) as incomplete:
-    write_synced(incomplete, text.encode())
+    write_pieces(incomplete, [text.encode()], sync=True)
   with writing(path):
     sync_names(path.parent)
 
 
-def write_synced(path: pathlib.Path, content: bytes) -> None:
-  """Write a file, and wait until its content has reached the disk."""
+def write_pieces(
+  path: pathlib.Path, pieces: Pieces, *, sync: bool = False
+) -> None:
+  """Write a file that consists of these, one after the other.
+
+  Args:
+    path: of the file.
+    pieces: bytes, or the memory of contiguous arrays.
+    sync: also wait until they have reached the disk.
+  """
   with open(path, "wb") as file:
-    file.write(content)
-    file.flush()
-    os.fsync(file.fileno())
+    for piece in pieces:
+      file.write(piece)
+    if sync:
+      file.flush()
+      os.fsync(file.fileno())
 
 
 def sync_names(directory: pathlib.Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_async.storage import disk
 from jaxrl_async.storage import item_json
 from jaxrl_async.types import (
   TOKEN_ARRAYS,
@@ -24,6 +25,8 @@ from jaxrl_async.types import (
   RolloutGroup,
   Trajectory,
 )
+
+ADMISSION_FIELDS = tuple(x.name for x in dataclasses.fields(Admission))
 
 
 class OutstandingError(ValueError):
@@ -51,23 +54,48 @@ def write(directory: pathlib.Path, groups: list[OutstandingGroup]) -> None:
   Raises:
     OutstandingError: a group cannot be stored.
   """
-  for name, content in packed(groups).items():
-    (directory / name).write_bytes(content)
+  for name, pieces in packed(groups).items():
+    disk.write_pieces(directory / name, pieces)
 
 
-def packed(groups: list[OutstandingGroup]) -> dict[str, bytes]:
+def packed(groups: list[OutstandingGroup]) -> dict[str, disk.Pieces]:
   """Return the content of `groups.json` and of the .npy files, by name.
+
+  The arrays of trajectories are not copied, because nothing changes them.
 
   Raises:
     OutstandingError: a group cannot be stored.
   """
   records, arrays = _pack(groups)
-  files = {"groups.json": json.dumps(records).encode()}
-  for field, array in arrays.items():
-    file = io.BytesIO()
-    np.save(file, array, allow_pickle=False)
-    files[f"{field}.npy"] = file.getvalue()
+  files: dict[str, disk.Pieces] = {
+    "groups.json": [json.dumps(records).encode()]
+  }
+  for field, pieces in arrays.items():
+    files[f"{field}.npy"] = _npy(field, pieces)
   return files
+
+
+def _npy(field: str, pieces: list[np.ndarray]) -> disk.Pieces:
+  """Return the file that numpy reads as these arrays end to end.
+
+  Raises:
+    OutstandingError: they differ in their type.
+  """
+  dtypes = {piece.dtype for piece in pieces} or {np.dtype(np.float64)}
+  if len(dtypes) > 1:
+    names = " and ".join(sorted(map(str, dtypes)))
+    raise OutstandingError(f"{field} mixes {names}")
+  (dtype,) = dtypes
+  header = io.BytesIO()
+  np.lib.format.write_array_header_1_0(
+    header,
+    {
+      "descr": np.lib.format.dtype_to_descr(dtype),
+      "fortran_order": False,
+      "shape": (sum(map(len, pieces)),),
+    },
+  )
+  return [header.getvalue(), *[np.ascontiguousarray(x).data for x in pieces]]
 
 
 def read(directory: pathlib.Path) -> list[OutstandingGroup]:
@@ -86,8 +114,8 @@ def read(directory: pathlib.Path) -> list[OutstandingGroup]:
 
 def _pack(
   groups: list[OutstandingGroup],
-) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-  """Return JSON records, and for each field all of its arrays end to end."""
+) -> tuple[list[dict[str, Any]], dict[str, list[np.ndarray]]]:
+  """Return JSON records, and for each field all of its arrays."""
   pieces: dict[str, list[np.ndarray]] = {"prompt_tokens": []}
   pieces |= {field: [] for field in TOKEN_ARRAYS}
   records = []
@@ -112,13 +140,7 @@ def _pack(
             f"{array.shape}, tokens are {trajectory.tokens.shape}"
           )
         pieces[field].append(array)
-  arrays = {}
-  for field, parts in pieces.items():
-    dtypes = sorted({str(part.dtype) for part in parts})
-    if len(dtypes) > 1:
-      raise OutstandingError(f"{field} mixes {' and '.join(dtypes)}")
-    arrays[field] = np.concatenate(parts) if parts else np.zeros(0)
-  return records, arrays
+  return records, pieces
 
 
 def _group_record(group: RolloutGroup) -> dict[str, Any]:
@@ -150,20 +172,30 @@ def _group_record(group: RolloutGroup) -> dict[str, Any]:
 
 
 def reward_record(reward: Reward | None) -> dict[str, Any] | None:
-  """Return a reward as JSON.
+  """Return a reward as JSON."""
+  if reward is None:
+    return None
+  return {
+    "score": reward.score,
+    "parts": dict(reward.parts),
+    "token_scores": token_scores_record(reward),
+    "answer": reward.answer,
+  }
+
+
+def token_scores_record(reward: Reward) -> list[tuple[int, float]] | None:
+  """Return the token scores of a reward as JSON.
 
   Keys of JSON objects are strings. Token scores therefore become pairs
   (position, score).
   """
-  if reward is None:
-    return None
   scores = reward.token_scores
-  return {
-    "score": reward.score,
-    "parts": dict(reward.parts),
-    "token_scores": None if scores is None else list(scores.items()),
-    "answer": reward.answer,
-  }
+  return None if scores is None else list(scores.items())
+
+
+def read_token_scores(record: list[Any] | None) -> dict[int, float] | None:
+  """Invert `token_scores_record`."""
+  return None if record is None else {at: x for at, x in record}
 
 
 def read_reward(record: dict[str, Any] | float | None) -> Reward | None:
@@ -175,11 +207,10 @@ def read_reward(record: dict[str, Any] | float | None) -> Reward | None:
     return None
   if not isinstance(record, dict):
     return Reward(score=float(record))
-  scores = record["token_scores"]
   return Reward(
     score=record["score"],
     parts=record["parts"],
-    token_scores=None if scores is None else {at: x for at, x in scores},
+    token_scores=read_token_scores(record["token_scores"]),
     answer=record.get("answer"),  # older records have no answer
   )
 
@@ -210,8 +241,7 @@ def _unpack(
 
 def read_admission(record: dict[str, Any]) -> Admission:
   """Return the admission from a record that holds other fields too."""
-  names = [field.name for field in dataclasses.fields(Admission)]
-  return Admission(**{name: record[name] for name in names})
+  return Admission(**{name: record[name] for name in ADMISSION_FIELDS})
 
 
 def _read_group(

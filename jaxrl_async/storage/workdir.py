@@ -26,6 +26,7 @@ METRICS = "metrics.jsonl"
 LEDGER = "ledger.jsonl"
 SCHEDULE = "schedule.jsonl"
 _LONGEST_HOLDER = 500
+_TAIL_BYTES = 2**16  # in which the last line of a file is looked for first
 _WHAT_TO_DO = (
   "while the run was writing to it; put a copy of the whole workdir back and"
   " start again to continue from the newest checkpoint"
@@ -274,8 +275,7 @@ def check_lines(path: pathlib.Path, num_bytes: int) -> None:
   try:
     with open(path, "rb") as file:
       size = file.seek(0, os.SEEK_END)
-      file.seek(max(0, num_bytes - 2**20))
-      last = file.read(min(num_bytes, 2**20))
+      last = _last_line(file, num_bytes)
   except OSError as error:
     raise WorkdirError(
       f"workdir: {path} cannot be read ({error.strerror}); the checkpoint"
@@ -286,19 +286,31 @@ def check_lines(path: pathlib.Path, num_bytes: int) -> None:
       f"workdir: {path} has {size} bytes, fewer than the {num_bytes} of the"
       " checkpoint; put the whole file back"
     )
-  if num_bytes and not _ends_in_an_object(last):
+  if num_bytes and not _is_an_object(last):
     raise WorkdirError(
       f"workdir: {path} is not the file that the checkpoint knows (its first"
       f" {num_bytes} bytes do not end in a line of JSON); put that back"
     )
 
 
-def _ends_in_an_object(data: bytes) -> bool:
-  whole, end, torn = data.rpartition(b"\n")
-  if not end or torn:
+def _last_line(file: IO[bytes], num_bytes: int) -> bytes:
+  """Return the last line of so many bytes, however long it is."""
+  size = _TAIL_BYTES
+  while True:
+    start = max(0, num_bytes - size)
+    file.seek(start)
+    tail = file.read(num_bytes - start)
+    begin = tail.rfind(b"\n", 0, -1) + 1
+    if begin or not start:
+      return tail[begin:]
+    size *= 2
+
+
+def _is_an_object(line: bytes) -> bool:
+  if not line.endswith(b"\n"):
     return False
   try:
-    return isinstance(json.loads(whole.rpartition(b"\n")[2]), dict)
+    return isinstance(json.loads(line), dict)
   except (ValueError, RecursionError):
     return False
 

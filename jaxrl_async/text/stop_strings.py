@@ -12,6 +12,7 @@ whole run is UTF-8, which is known once the next token is no byte token, or once
 the sequence ends.
 """
 
+import codecs
 from collections.abc import Sequence
 import copy
 
@@ -38,12 +39,23 @@ class TokenText:
     # decoder may write the space of a word only after another word.
     self._window: list[int] = []
     self._num_given = 0  # characters of the window's text
+    # The byte tokens at its end. Further ones could still change what they
+    # stand for, so they are decoded once they end, however many they are.
+    self._num_open = 0
+    self._half = b""  # those of a character that is not whole
+    self._is_utf8 = True  # whether they could still become text
+    self._ended = ""  # what `pending` returned at a whole character
+    self._more = ""  # characters since then
 
   def add(self, tokens: Sequence[int] | np.ndarray) -> str:
     """Return the text that these tokens add and that nothing will change."""
-    shown = self._tokenizer.is_shown
-    self._window += [int(t) for t in tokens if shown(int(t))]
-    num_open = self._num_open()
+    num_closed = len(self._window) - self._num_open
+    for token in map(int, tokens):
+      if self._tokenizer.is_shown(token):
+        self._take(token)
+    num_open = self._num_open
+    if len(self._window) - num_open == num_closed:
+      return ""
     text = self._tokenizer.decode(self._window[: len(self._window) - num_open])
     stable = len(text)
     while (
@@ -62,6 +74,19 @@ class TokenText:
     """Return the remaining text under the assumption that no tokens follow."""
     return self._tokenizer.decode(self._window)[self._num_given :]
 
+  def pending_text(self) -> str:
+    """Return what `pending` does, or U+FFFD if it ends with bytes of no text.
+
+    All calls together take time in proportion to the tokens.
+    """
+    if not self._num_open:
+      return self.pending()
+    if self._half or not self._is_utf8:
+      return _REPLACEMENT
+    self._ended = self._ended + self._more if self._ended else self.pending()
+    self._more = ""
+    return self._ended
+
   def finish(self) -> str:
     """Return the remaining text, once no more tokens will follow."""
     new = self.pending()
@@ -74,16 +99,25 @@ class TokenText:
     other._window = list(self._window)
     return other
 
-  def _num_open(self) -> int:
-    """Return the number of trailing byte tokens.
-
-    Further byte tokens could still change what they stand for.
-    """
-    bytes_ = self._tokenizer.byte_tokens
-    count = 0
-    while count < len(self._window) and self._window[-1 - count] in bytes_:
-      count += 1
-    return count
+  def _take(self, token: int) -> None:
+    self._window.append(token)
+    byte = self._tokenizer.byte_tokens.get(token)
+    if byte is None:
+      self._num_open = 0
+      return
+    if not self._num_open:
+      self._half, self._is_utf8, self._ended, self._more = b"", True, "", ""
+    self._num_open += 1
+    if not self._is_utf8:
+      return
+    half = self._half + bytes([byte])
+    try:
+      text, num_read = codecs.utf_8_decode(half, "strict", False)
+    except UnicodeDecodeError:
+      self._is_utf8 = False
+    else:
+      self._half = half[num_read:]
+      self._more += text
 
   def _cut(self, text: str) -> None:
     """Forget tokens from the start of the window, at a character boundary."""
@@ -179,7 +213,7 @@ class StopStrings:
     for i in range(len(tokens)):
       new = self._text.add(tokens[i : i + 1])
       text += new
-      pending = self._text.pending() if self._has_pending else ""
+      pending = self._text.pending_text() if self._has_pending else ""
       behind = self._find(new + pending) if i >= ignored else None
       if behind is not None:
         # If the sequence ends here, nothing follows that could change this

@@ -39,9 +39,9 @@ class Tokenizer:
     pad_id: the token at unused positions.
     end_tokens: tokens each of which ends a sequence; `eos_id` comes first.
     vocab_size: the largest id plus one.
-    byte_tokens: tokens that stand for one byte each, as in Llama 2. A run of
-      them becomes characters only as a whole. The set is empty for tokenizers
-      all of whose tokens consist of bytes.
+    byte_tokens: the byte of each token that stands for one, as in Llama 2. A
+      run of them becomes characters only as a whole. There are none in
+      tokenizers all of whose tokens consist of bytes.
   """
 
   def __init__(
@@ -105,11 +105,11 @@ class Tokenizer:
     for token_id in self.end_tokens:
       self._is_shown[token_id] = False
     has_byte_tokens = _has_byte_fallback(tokenizer)
-    self.byte_tokens = frozenset(
-      vocabulary[token]
+    self.byte_tokens = {
+      vocabulary[token]: int(token[3:5], 16)
       for token in ordinary
       if has_byte_tokens and _BYTE_TOKEN.fullmatch(token)
-    )
+    }
 
   def encode(self, text: str) -> Int32[np.ndarray, "T"]:
     """Return the token ids of a text, without tokens before or after it.

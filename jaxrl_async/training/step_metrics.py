@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 import jax
+from jaxtyping import Int
 import numpy as np
 
 from jaxrl_async import types
@@ -246,13 +247,32 @@ def _completion_metrics(
 def _staleness_metrics(
   trajectories: list[types.Trajectory], step: int
 ) -> dict[str, Any]:
-  versions = [t.policy_versions[t.loss_mask] for t in trajectories]
-  staleness = step - np.concatenate(versions)
-  num_versions = [len(np.unique(v)) for v in versions]
+  # A batch may have 10^8 tokens, in few runs of one version each.
+  runs = [_version_runs(t.policy_versions) for t in trajectories]
+  staleness = step - np.concatenate([versions for versions, _ in runs])
+  counts = np.concatenate([lengths for _, lengths in runs])
+  num_versions = [len(set(versions.tolist())) for versions, _ in runs]
+  histogram = np.zeros(staleness.max() + 1, np.int64)
+  np.add.at(histogram, staleness, counts)
   return {
-    "staleness/mean": staleness.mean(),
+    "staleness/mean": (staleness * counts).sum() / counts.sum(),
     "staleness/max": int(staleness.max()),
-    "staleness/histogram": np.bincount(staleness).tolist(),
+    "staleness/histogram": histogram.tolist(),
     "staleness/versions_per_trajectory": np.mean(num_versions),
     "staleness/versions_histogram": np.bincount(num_versions).tolist(),
   }
+
+
+def _version_runs(
+  versions: Int[np.ndarray, "T"],
+) -> tuple[Int[np.ndarray, "R"], Int[np.ndarray, "R"]]:
+  """Return the versions of generated tokens run by run, and the runs' lengths.
+
+  Args:
+    versions: of all tokens; -1 for those that were not generated.
+  """
+  edges = np.flatnonzero(versions[1:] != versions[:-1]) + 1
+  begins = np.concatenate([[0], edges])
+  lengths = np.concatenate([edges, [len(versions)]]) - begins
+  found = versions[begins]
+  return found[found >= 0], lengths[found >= 0]
