@@ -16,8 +16,8 @@ import pathlib
 from absl import flags
 
 from jaxrl_async.config import bounds
-from jaxrl_async.config import directories
 from jaxrl_async.config import sections
+from jaxrl_async.storage import directories
 
 # Slow imports are made where they are used, after all checks.
 

@@ -5,10 +5,10 @@ launch/replay.py takes it where no other one is given.
 
 import pathlib
 
-from jaxrl_async.config import directories
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import recorded_schedule
 from jaxrl_async.storage import config_json
+from jaxrl_async.storage import directories
 
 
 def get_config(workdir: str = "") -> sections.Config:

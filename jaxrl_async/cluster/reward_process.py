@@ -10,6 +10,8 @@ import socket
 import sys
 
 from jaxrl_async.cluster import hosts
+from jaxrl_async.config import sections
+from jaxrl_async.config import user_code
 from jaxrl_async.rewards import pool as pool_lib
 from jaxrl_async.rewards import remote_pools
 from jaxrl_async.rewards import scoring
@@ -44,8 +46,9 @@ class RewardProcess:
     host = socket.gethostname()
     sys.path += [path for path in spec.search_path if path not in sys.path]
     try:
-      scorers: scoring.Scorers = pickle.loads(spec.pickled)
-    except (ImportError, AttributeError) as error:
+      with user_code.told():
+        scorers: scoring.Scorers = pickle.loads(spec.pickled)
+    except user_code.UserCodeError as error:
       raise remote_pools.PoolFailed(
         f"a reward cannot be imported on {host}: {error}; put its module where"
         " all hosts see it, such as the shared directory"
@@ -60,7 +63,7 @@ class RewardProcess:
     self._pool = pool_lib.LocalPool(scorers, spec.num_workers)
     try:
       self._pool.warm_up(_START_S)
-    except (TimeoutError, RuntimeError) as error:
+    except (TimeoutError, RuntimeError, sections.ConfigError) as error:
       self._pool.close(_START_S)
       raise remote_pools.PoolFailed(f"on {host}: {error}") from error
     return [f"{line} on {host}" for line in lines]

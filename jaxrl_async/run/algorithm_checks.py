@@ -2,9 +2,9 @@
 
 from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import bounds
-from jaxrl_async.config import directories
 from jaxrl_async.config import sections
 from jaxrl_async.run import unread_settings
+from jaxrl_async.storage import directories
 
 # Losses whose ratio has the proximal policy as its anchor.
 _ANCHORED = ("ppo", "gspo", "cispo", "sapo")

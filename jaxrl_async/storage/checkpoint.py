@@ -60,6 +60,7 @@ _BEFORE_FORMAT_2 = {
 
 CheckpointError = places.CheckpointError
 recover = places.recover
+make_ready = places.make_ready
 steps = places.steps
 
 
