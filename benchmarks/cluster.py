@@ -269,6 +269,7 @@ def measure(directory: pathlib.Path, num_replicas: int) -> dict[str, float]:
         filter_zero_std=False,
         reads_token_scores=False,
         max_failed_groups=3,
+        max_filtered_groups=3,
       ),
       stream=Prompts(),
       buffer=buffer,

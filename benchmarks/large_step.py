@@ -278,6 +278,7 @@ class Run:
         filter_zero_std=False,
         reads_token_scores=False,
         max_failed_groups=3,
+        max_filtered_groups=1_000,
       ),
       stream=self._stream,
       buffer=self._buffer,

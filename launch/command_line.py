@@ -13,7 +13,6 @@ import re
 import shutil
 import sys
 import textwrap
-import types
 from typing import Any, NoReturn
 
 _HOST_DEVICES = "--xla_force_host_platform_device_count"
@@ -29,13 +28,15 @@ from absl import flags
 from absl import logging
 from ml_collections import config_flags
 
-from jaxrl_async.config import directories
+from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
+from jaxrl_async.config import user_code
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.devices import memory_error
 from jaxrl_async.devices import xla_flags
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import source_checks
+from jaxrl_async.storage import directories
 from jaxrl_async.storage import disk
 
 xla_flags.use(xla_flags.of_gpus())
@@ -169,28 +170,27 @@ def _causes(error: BaseException | None) -> list[BaseException]:
   return causes
 
 
-def _place_in_config(error: BaseException) -> str:
-  """Return the file and line of a config file that raised an error, or ""."""
-  if isinstance(error, SyntaxError):
-    return f"{error.filename}, line {error.lineno}: "
-  place, where = "", error.__traceback__
-  while where is not None:
-    frame: types.FrameType = where.tb_frame
-    # A config file may have run another one with runpy.
-    if frame.f_globals.get("__name__") in (_CONFIG_MODULE, "<run_path>"):
-      place = f"{frame.f_code.co_filename}, line {where.tb_lineno}: "
-    where = where.tb_next
-  return place
-
-
 def _of_config_file(error: BaseException) -> str:
   """Describe an error that a config file raised; "" for any other error."""
   for cause in reversed(_causes(error)):
     if isinstance(cause, sections.ConfigError):
       return str(cause)
-    if place := _place_in_config(cause):
-      message = cause.msg if isinstance(cause, SyntaxError) else str(cause)
-      return f"config: {place}{type(cause).__name__}: {message}"
+    # A config file may have run another one with runpy.
+    if place := user_code.place(cause, _CONFIG_MODULE, "<run_path>"):
+      return f"config: {place}{user_code.reason(cause)}"
+  return ""
+
+
+def _of_platform(error: BaseException) -> str:
+  """Describe an error of JAX's search for devices; "" for any other error."""
+  where = error.__traceback__
+  while where is not None:
+    code = where.tb_frame.f_code
+    if code.co_name == "backends" and "xla_bridge" in code.co_filename:
+      name = os.environ.get("JAX_PLATFORMS", "")
+      reason = str(error) or "there is none, or its plugin is not installed"
+      return f"JAX_PLATFORMS: {sections.shown(name)} gives no devices: {reason}"
+    where = where.tb_next
   return ""
 
 
@@ -198,9 +198,8 @@ def _one_line(error: BaseException) -> str:
   """Describe in one line what was wrong with the flags."""
   text = str(error.args[0]) if error.args else str(error)
   missing = re.fullmatch(r"[\"']*(\w+)[\"']*", text)
-  unknown = re.search(r"Field (\w+) not found on dataclass .*\.(\w+)'", text)
-  if unknown:
-    return f"{unknown[1]}: there is no such field in {unknown[2]}"
+  if alike := re.search(r"Did you mean \W+(\w+)\W+ instead of \W+(\w+)", text):
+    return f"{alike[2]}: there is no such field; did you mean {alike[1]}?"
   if missing:
     return f"{missing[1]}: there is no such field"
   if "has no attribute 'get_config'" in text:
@@ -216,6 +215,18 @@ def _one_line(error: BaseException) -> str:
   if isinstance(error, OSError):
     return f"config: {lines[0]}"
   return lines[0] if lines else type(error).__name__
+
+
+def _unknown_field(argv: list[str]) -> str:
+  """Describe the first --config.FIELD that no config has; "" without one."""
+  config = sections.Config()
+  for argument in argv[1:]:
+    flag, path = argument.partition("=")[0].partition("config.")[::2]
+    if flag in ("-", "--", "-no", "--no") and not fields_lib.has_field(
+      config, path
+    ):
+      return fields_lib.no_field(config, path, prefix="--config.")
+  return ""
 
 
 def use_config_of(flag: str, file: str) -> None:
@@ -283,21 +294,22 @@ def _parse(argv: list[str], has_config: bool = True) -> list[str]:
   # Leave out what the library logs about a config besides the error.
   logging.set_verbosity(logging.ERROR)
   try:
-    rest = flags.FLAGS(argv)
+    with user_code.announced("the config file"):
+      rest = flags.FLAGS(argv)
     if has_config and not CONFIG.present:
       raise sections.ConfigError("config: missing; use --config=FILE")
     if has_config:
       _check_is_config(CONFIG.value)
     elif CONFIG.value is not None:
       raise sections.ConfigError("config: not used here; leave it out")
-  # A config file is code of the user and may raise anything.
-  except Exception as error:
+  # A config file is code of the user, which may raise anything, and exit.
+  except (Exception, SystemExit) as error:
     if text := _of_config_file(error):
       _fail(text)
     known = (flags.Error, KeyError, AttributeError, TypeError, OSError)
     if not isinstance(error, known):
       raise
-    _fail(_one_line(error))
+    _fail(_unknown_field(argv) or _one_line(error))
   if rest[1:]:
     _fail(f"unexpected arguments {' '.join(rest[1:])}")
   return rest
@@ -319,13 +331,22 @@ def _run(
   except supervisor_lib.Interrupted as error:
     print(error, file=sys.stderr)
     sys.exit(130)
+  # JAX asserts that there is a device.
+  except (RuntimeError, AssertionError) as error:
+    if text := memory_error.explained(error) or _of_platform(error):
+      _fail(text)
+    raise
+
+
+def _run_app(
+  checked: Callable[[list[str]], None],
+  parse: Callable[[list[str]], list[str]],
+) -> None:
+  try:
+    app.run(checked, flags_parser=parse)
   except KeyboardInterrupt:  # before the run handles signals itself
     print("interrupted", file=sys.stderr)
     sys.exit(130)
-  except RuntimeError as error:
-    if text := memory_error.explained(error):
-      _fail(text)
-    raise
 
 
 def start(
@@ -359,7 +380,7 @@ def start(
     sys.path.append(os.getcwd())
     _run(check_all, lambda: main(CONFIG.value))
 
-  app.run(checked, flags_parser=_parse)
+  _run_app(checked, _parse)
 
 
 def start_without_config(
@@ -380,4 +401,4 @@ def start_without_config(
     del argv
     _run(check, main, needs_jax)
 
-  app.run(checked, flags_parser=functools.partial(_parse, has_config=False))
+  _run_app(checked, functools.partial(_parse, has_config=False))

@@ -19,13 +19,13 @@ import pathlib
 
 from absl import flags
 
-from jaxrl_async.config import directories
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.config import setting as setting_lib
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.devices import xla_flags
 from jaxrl_async.storage import config_json
+from jaxrl_async.storage import directories
 
 # Slow imports are made where they are used, after all checks.
 

@@ -15,9 +15,9 @@ import pathlib
 
 from absl import flags
 
-from jaxrl_async.config import directories
 from jaxrl_async.config import sections
 from jaxrl_async.config import setting as setting_lib
+from jaxrl_async.storage import directories
 
 # Slow imports are made where they are used, after all checks.
 

@@ -23,10 +23,10 @@ from typing import Any
 
 from absl import flags
 
-from jaxrl_async.config import directories
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import recorded_schedule
 from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.storage import directories
 
 # Slow imports are made where they are used, after all checks.
 

@@ -22,11 +22,11 @@ from typing import Any
 
 from absl import flags
 
-from jaxrl_async.config import directories
 from jaxrl_async.config import sections
 from jaxrl_async.config import setting as setting_lib
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.serving import addresses
+from jaxrl_async.storage import directories
 
 # Slow imports are made where they are used, after all checks.
 

@@ -20,9 +20,9 @@ import sys
 
 from absl import flags
 
-from jaxrl_async.config import directories
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import local_world
+from jaxrl_async.storage import directories
 
 _NUM_PROCESSES = flags.DEFINE_integer(
   "num_processes", 2, "Number of processes (cluster.trainer_processes).", 1

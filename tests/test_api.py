@@ -286,7 +286,10 @@ def test_what_a_script_has_at_hand_becomes_a_run(begun, tmp_path):
     jaxrl_async.train(config, tmp_path / "run", dataset=rows[1:])
   with pytest.raises(sections.ConfigError, match="dataset: row 0 is no dict"):
     jaxrl_async.train(config, tmp_path / "b", dataset=[{"question": object()}])
-  with pytest.raises(sections.ConfigError, match="no field 'train.steps'"):
+  with pytest.raises(
+    sections.ConfigError,
+    match="mean train.num_steps",
+  ):
     jaxrl_async.train(config, tmp_path, settings={"train.steps": 1})
   with pytest.raises(sections.ConfigError, match="config: .*No such file"):
     jaxrl_async.train(tmp_path / "none.py", tmp_path)

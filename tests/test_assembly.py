@@ -31,6 +31,18 @@ from configs import tiny  # noqa: E402
 
 
 @pytest.mark.parametrize(
+  ("groups_per_step", "num_groups"), [(4, 1_000), (512, 10_240)]
+)
+def test_large_batches_may_filter_more_groups_in_a_row(
+  groups_per_step, num_groups
+):
+  config = tiny.get_config()
+  config.algorithm.groups_per_step = groups_per_step
+  made = assembly.coordinator_settings(config, has_own_loss=False)
+  assert made.max_filtered_groups == num_groups
+
+
+@pytest.mark.parametrize(
   ("axis", "size", "what"),
   [
     ("train_tensor", 3, "vocabulary of 98"),

@@ -1,5 +1,6 @@
 """The launch scripts' flags: wrong ones are told in a line, before JAX."""
 
+import json
 import os
 import pathlib
 import re
@@ -21,7 +22,7 @@ HEAVY = {
 LONG = "x" * 5_000
 
 
-def launch(*arguments, script="train", python=(), cwd=None):
+def launch(*arguments, script="train", python=(), cwd=None, platforms="cpu"):
   environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
   return subprocess.run(
     [sys.executable, *python, str(ROOT / "launch" / f"{script}.py")]
@@ -29,7 +30,7 @@ def launch(*arguments, script="train", python=(), cwd=None):
     capture_output=True,
     text=True,
     timeout=170,
-    env=environment | {"JAX_PLATFORMS": "cpu"},
+    env=environment | {"JAX_PLATFORMS": platforms},
     cwd=cwd,
   )
 
@@ -140,6 +141,8 @@ OWN_ERRORS = [
   ),
   ("def get_config():\n  return int('x')\n", ["line 2", "ValueError"]),
   ("def get_config():\n  raise SystemError\n", ["line 2", "SystemError"]),
+  ("import sys\nsys.exit()\n", ["line 2", "SystemExit"]),
+  ("def get_config():\n  raise SystemExit(0)\n", ["line 2", "SystemExit: 0"]),
   ("def get_config():\n  return None\n", ["None", "config.Config"]),
   ("", ["defines no get_config()"]),
 ]
@@ -155,6 +158,15 @@ def test_a_config_file_may_fail_in_any_way(tmp_path, text, words):
 
 
 EARLY = [
+  (
+    with_tiny("--config.run.seed=3"),
+    ["--config.run.seed: ", "did you mean --config.seed?"],
+  ),
+  (
+    with_tiny("--noconfig.run.exact_resum"),
+    ["--config.run.exact_resum: ", "--config.run.exact_resume?"],
+  ),
+  (with_tiny("--config.task.params.min_termz=3"), ["mean min_terms?"]),
   (with_tiny("--config.train.num_steps=few"), ["train.num_steps"]),
   (with_tiny("--config.transfer.channel=carrier"), ["transfer.channel"]),
   (["--config=/no/such/file.py"], ["/no/such/file.py"]),
@@ -223,6 +235,54 @@ def test_bad_input_is_one_line_that_names_the_field(arguments, words):
 @pytest.mark.parametrize(("arguments", "words"), LATE)
 def test_what_a_library_or_a_device_must_say_is_one_line_too(arguments, words):
   check(launch(*arguments), words)
+
+
+def test_a_config_file_that_hangs_can_be_interrupted(tmp_path):
+  path = tmp_path / "mine.py"
+  path.write_text(
+    "import os, signal\n"
+    "os.kill(os.getpid(), signal.SIGINT)\n"
+    "while True:\n"
+    "  pass\n"
+  )
+  done = launch_light(f"--config={path}", "--workdir=/nowhere")
+  assert done.returncode == 130
+  assert done.stderr.splitlines() == ["interrupted"]
+
+
+@pytest.mark.slow
+def test_a_reward_that_exits_at_import_ends_with_its_name(tmp_path):
+  (tmp_path / "mine.py").write_text("import sys\nsys.exit(0)\n")
+  done = launch(
+    *with_tiny("--config.task.reward=mine:score", "--dry_run"), cwd=tmp_path
+  )
+  check(done, ["task.reward", "mine:score", "mine.py, line 2: SystemExit: 0"])
+
+
+@pytest.mark.slow
+def test_items_that_cannot_be_scored_are_told_by_a_dry_run(tmp_path):
+  lines = [json.dumps({"question": f"p{i}", "answer": "1"}) for i in range(200)]
+  (tmp_path / "items.jsonl").write_text("\n".join(lines))
+  config = TINY.read_text().replace('"chain_sum"', '"jsonl:items.jsonl"')
+  config = re.sub(r"(?s)params=.*?\n      \),\n", "", config)
+  config = config.replace("{expression}", "{question}")
+  config = config.replace("num_steps=300", "num_steps=0")
+  (tmp_path / "mine.py").write_text(config)
+  done = launch(
+    "--config=mine.py",
+    "--config.task.reward=code",
+    "--dry_run",
+    cwd=tmp_path,
+  )
+  assert done.returncode == 1 and done.stdout == ""
+  assert "error: task.reward: the completions of items/" in done.stderr
+  assert "cannot be scored: it has no tests" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_platform_that_gives_no_devices_is_one_line():
+  done = launch(f"--config={TINY}", "--dry_run", platforms="cpu,nonsense")
+  check(done, ["JAX_PLATFORMS", "'cpu,nonsense' gives no devices"])
 
 
 def page_config():

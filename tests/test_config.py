@@ -7,6 +7,7 @@ import re
 from ml_collections import config_dict
 import pytest
 
+from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.config import settings_page
 from jaxrl_async.devices import mesh as mesh_lib
@@ -19,6 +20,23 @@ def put(config, path, value):
   for section in sections:
     config = getattr(config, section)
   setattr(config, name, value)
+
+
+@pytest.mark.parametrize(
+  ("path", "hint"),
+  [
+    ("run.seed", "; did you mean seed?"),
+    ("eval.evry", "; did you mean eval.every?"),
+    ("train.steps", "; did you mean train.num_steps or "),
+    ("tran.num_steps", "; did you mean train.num_steps or "),
+    ("algorithm.max_stalenes", "; did you mean algorithm.max_staleness?"),
+    ("nothing.like_it", ""),
+  ],
+)
+def test_a_field_that_is_not_there_is_refused_with_the_right_one(path, hint):
+  start = f"{path}: there is no such field{hint}"
+  with pytest.raises(sections.ConfigError, match=re.escape(start)):
+    fields_lib.set_at(sections.Config(), path, 3)
 
 
 def test_the_defaults_are_valid():

@@ -4,8 +4,9 @@ import os
 
 import pytest
 
-from jaxrl_async.config import directories
 from jaxrl_async.config import sections
+from jaxrl_async.storage import directories
+from jaxrl_async.storage import manifest
 
 
 @pytest.mark.parametrize("name", ["", "here", "not/here/yet", "ü and spaces"])
@@ -34,6 +35,24 @@ def test_what_stands_in_the_way_is_named(tmp_path):
     with pytest.raises(sections.ConfigError, match=f"^workdir: .*{words}"):
       directories.check_can_write("workdir", f"{tmp_path}/{name}")
   assert sorted(os.listdir(tmp_path)) == ["file", "nowhere"]
+
+
+def test_nothing_is_written_into_what_a_manifest_seals(tmp_path):
+  """Such as a checkpoint, which would be damaged by a single file."""
+  sealed = tmp_path / "run" / "checkpoints" / "16"
+  sealed.mkdir(parents=True)
+  (sealed / "state").write_text("")
+  manifest.write(sealed, {})
+  (tmp_path / "link").symlink_to(sealed)
+  for path in (sealed, sealed / "more", tmp_path / "link"):
+    with pytest.raises(
+      sections.ConfigError, match=f"^workdir: .* {sealed} is a"
+    ):
+      directories.check_can_write("workdir", str(path))
+  manifest.verify(sealed)
+  # A file of this name may be anybody's.
+  (tmp_path / "manifest.json").write_text("{}")
+  directories.check_can_write("workdir", str(tmp_path / "run"))
 
 
 def test_a_file_system_that_takes_nothing_is_found_out():

@@ -244,7 +244,8 @@ def test_rows_are_scored_as_mathematics_unless_something_else_is_said(world):
     return found.task.reward
 
   assert reward(()) == "mathematics"
-  assert reward({"task.reward"}) == "reasoning_gym"
+  with pytest.raises(sections.ConfigError, match="no question of reasoning-"):
+    reward({"task.reward"})
 
 
 @pytest.mark.slow

@@ -144,13 +144,14 @@ def test_only_a_checkpoint_of_the_step_itself_evaluates_it_again(
 
 def test_nobody_waits_for_ever_for_an_evaluation():
   this = object.__new__(run_evaluations.RunEvaluations)
-  this._stall_timeout_s, this._num_answers = 1.0, 0
+  this._num_answers = 0
   this._stop = supervisor_lib.StopRequest()
   this._supervisor = this._publisher = mock.Mock()
   rollout = mock.Mock(**{"moving.return_value": 3, "status.return_value": "R"})
   rollout.take_over.side_effect = [True, False]  # another thread hangs too
   this._thread = object.__new__(rollout_thread.RolloutThread)
   this._thread._rollout, this._thread._stall_timeout_s = rollout, 1.0
+  this._thread._seconds = time.monotonic
   this._thread._shutdown, this._thread._note = mock.Mock(), mock.Mock()
   buffer = mock.Mock(**{"waiting.return_value": ["B"]})
   this._parts = mock.Mock(rollout=rollout, buffer=buffer)

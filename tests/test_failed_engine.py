@@ -5,6 +5,7 @@ import json
 import threading
 import time
 
+import jax
 import pytest
 import sampled
 import test_run
@@ -30,10 +31,6 @@ def make_world(tmp_path):
   yield from worker_world.worlds(tmp_path)
 
 
-class DeviceError(RuntimeError):
-  """What a device may raise."""
-
-
 def failing(monkeypatch, cls, name, calls, text="INTERNAL: it is\nbroken"):
   """These calls of a method raise, after they have done their work.
 
@@ -45,7 +42,7 @@ def failing(monkeypatch, cls, name, calls, text="INTERNAL: it is\nbroken"):
     result = real(self, *arguments, **settings)
     is_main = threading.current_thread() is threading.main_thread()
     if (threading.active_count() == 1 or not is_main) and next(count) in calls:
-      raise DeviceError(text)
+      raise jax.errors.JaxRuntimeError(text)
     return result
 
   monkeypatch.setattr(cls, name, fails)
@@ -120,7 +117,8 @@ def test_what_was_reported_goes_on_under_another_name(
   worker_world.check_balance(world)
   (note,) = world.notes
   assert note == (
-    "WARNING: the engine failed and begins anew (DeviceError: INTERNAL: it is)"
+    "WARNING: the engine failed and begins anew (JaxRuntimeError: INTERNAL: it"
+    " is)"
   )
   assert world.replica.name == "replica 1"
   assert [m.replica for verb, m in world.link.said if verb == "drained"] == [
@@ -200,14 +198,25 @@ def test_a_thread_that_hangs_again_with_the_same_weights_is_left(
 
 def test_a_failure_that_comes_too_late_is_none():
   calls = engine_calls.EngineCalls()
+  broken = jax.errors.JaxRuntimeError("broken")
   with pytest.raises(engine_calls.EngineFailed, match="RuntimeError: broken"):
     with calls.inside():
-      raise RuntimeError("broken")
+      raise broken
   assert not calls.give_up()
   with pytest.raises(engine_calls.GivenUp):
     with calls.inside():
       assert calls.give_up()
-      raise RuntimeError("broken")
+      raise broken
+
+
+@pytest.mark.parametrize(
+  "bug", [RuntimeError("a bug"), NotImplementedError(), RecursionError()]
+)
+def test_a_bug_is_no_failure_of_the_engine(bug):
+  with pytest.raises(type(bug)) as raised:
+    with engine_calls.EngineCalls().inside():
+      raise bug
+  assert raised.value is bug
 
 
 def test_a_slot_that_is_not_released_is_a_failure_of_the_engine(
@@ -218,10 +227,10 @@ def test_a_slot_that_is_not_released_is_a_failure_of_the_engine(
   group = next(iter(world.replica._writing))[0]
 
   def fails(*_):
-    raise DeviceError("INTERNAL: it is")
+    raise jax.errors.JaxRuntimeError("INTERNAL: it is")
 
   monkeypatch.setattr(engine_lib.Engine, "release", fails)
-  with pytest.raises(engine_calls.EngineFailed, match="DeviceError: INTERNAL"):
+  with pytest.raises(engine_calls.EngineFailed, match="RuntimeError: INTERNAL"):
     world.replica.take(messages.Work(cancelled=(group,)))
 
 
@@ -250,7 +259,7 @@ def test_weights_whose_adoption_failed_are_adopted_again(
 def test_a_second_failure_in_a_version_ends_the_run(make_world, monkeypatch):
   world = make_world()
   failing(monkeypatch, engine_lib.Engine, "generate", {2, 4})
-  with pytest.raises(engine_calls.EngineFailed, match="DeviceError: INTERNAL"):
+  with pytest.raises(engine_calls.EngineFailed, match="RuntimeError: INTERNAL"):
     run_in_thread(world, worker_world.finished(3))
   assert len(world.notes) == 1
 
@@ -258,12 +267,8 @@ def test_a_second_failure_in_a_version_ends_the_run(make_world, monkeypatch):
 def test_an_engine_without_enough_memory_does_not_begin_anew(
   make_world, monkeypatch
 ):
-  class JaxRuntimeError(DeviceError):
-    pass
-
   world = make_world()
   text = "RESOURCE_EXHAUSTED: Out of memory allocating 5 bytes."
-  monkeypatch.setitem(globals(), "DeviceError", JaxRuntimeError)
   failing(monkeypatch, engine_lib.Engine, "generate", {2}, text)
   with pytest.raises(engine_calls.EngineFailed, match="RESOURCE_EXHAUSTED"):
     run_in_thread(world, worker_world.finished(3))

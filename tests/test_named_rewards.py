@@ -33,7 +33,7 @@ def test_a_reward_is_found_by_module_and_function():
     ("maths", "there is no reward 'maths'; use one of reasoning_gym"),
     ("", "there is no reward ''"),
     ("json:", "there is no reward 'json:'"),
-    ("no_such_module:score", "cannot be imported: No module named"),
+    ("no_such_module:score", "cannot be imported: ModuleNotFoundError: No"),
     ("json:no_such_function", "json has no function 'no_such_function'"),
     ("json:__doc__", "json has no function '__doc__'"),
   ],

@@ -267,6 +267,19 @@ def test_a_damaged_newest_is_said_and_set_aside_unless_the_start_is_refused(
   assert find(workdir) == (2, notes[1:])
 
 
+def test_what_a_killed_start_left_of_checkpoints_is_removed(workdir):
+  """A run that has finished saves no checkpoint that would clean up."""
+  path = workdir / "checkpoints"
+  for name in ("1.removed", "5.incomplete", "4.old"):
+    shutil.copytree(path / "2", path / name)
+  config = sections.Config()
+  config.seed = 1
+  assert "seed: 0 and 1" in refusal(workdir, config)
+  assert len(list(path.iterdir())) == 5  # it may be another run's
+  assert find(workdir)[0] == 4
+  assert sorted(each.name for each in path.iterdir()) == ["2", "4"]
+
+
 def test_the_config_is_checked_without_config_json(workdir):
   config = sections.Config()
   config.algorithm.num_minibatches = 2

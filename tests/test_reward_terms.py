@@ -318,3 +318,35 @@ def test_code_as_a_term_needs_a_sandbox_too(monkeypatch):
     sections.ConfigError, match="^task.rewards.tests: no sandbox works"
   ):
     checks.checked(config, jax.devices())
+
+
+@pytest.mark.parametrize(
+  ("reward", "item", "message"),
+  [
+    ("code", {"metadata": {}}, "it has no tests"),
+    ("code", {"metadata": {"tests": None}}, "it has no tests"),
+    ("code", {"metadata": {"cases": []}}, "no list of cases"),
+    ("code", {"metadata": {"cases": [{"stdin": "1"}]}}, "no text as 'stdout'"),
+    ("exact", {}, "it has no answer"),
+    ("numeric", {}, "it has no answer"),
+    ("mathematics", {}, "it has no answer"),
+    ("reasoning_gym", {"answer": "1"}, "no question of reasoning-gym"),
+  ],
+)
+def test_items_that_cannot_be_scored_are_refused(reward, item, message):
+  task = sections.TaskSection(reward=reward)
+  item = {"question": "q", "source": "mine", "index": 3, **item}
+  prompt = types.Prompt(
+    prompt_id="mine/train/3", tokens=np.zeros(1, np.int32), item=item
+  )
+  with pytest.raises(sections.ConfigError) as raised:
+    reward_terms.check_prompts(reward_terms.of_task(task), [prompt])
+  assert str(raised.value).startswith("task.reward: the completions of mine/tr")
+  assert message in str(raised.value)
+  # A reward for other sources does not mind.
+  task = sections.TaskSection(
+    rewards=config_dict.ConfigDict(
+      {"a": {"function": reward, "sources": ["other"]}}
+    )
+  )
+  reward_terms.check_prompts(reward_terms.of_task(task), [prompt])

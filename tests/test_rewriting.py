@@ -66,6 +66,7 @@ class Recorded:
         filter_zero_std=False,
         reads_token_scores=False,
         max_failed_groups=1,
+        max_filtered_groups=1_000,
       ),
       stream=tiny.Prompts(),
       buffer=self.buffer,

@@ -33,6 +33,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.data import prompts
 from jaxrl_async.data import source as source_lib
+from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import sampling
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.engine import sequence as sequence_lib
@@ -44,6 +45,7 @@ from jaxrl_async.run import assembly
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import setup as setup_lib
+from jaxrl_async.run import start_up
 from jaxrl_async.run import training_run
 from jaxrl_async.storage import workdir as workdir_lib
 from jaxrl_async.training import train_state
@@ -453,6 +455,36 @@ def test_a_stall_names_who_waits(tmp_path):
   assert "run.stall_timeout_s" in text
   assert "waits for a batch for step 0" in text
   assert "rollout worker: " in text and "holding version 0" in text
+
+
+@pytest.mark.slow
+def test_a_program_that_compiles_for_long_is_no_stall(
+  tmp_path, monkeypatch, capsys
+):
+  """At first a group and training wait for it, then a checkpoint does."""
+  generate, calls = engine_lib.Engine.generate, iter(range(10**9))
+
+  def compiles(*arguments, **settings):
+    is_rollout = threading.current_thread().name == start_up.ROLLOUT
+    if is_rollout and next(calls) in (3, 4, 30):
+
+      def traced(x):
+        time.sleep(4.0)
+        return x
+
+      jax.jit(traced)(0)
+    return generate(*arguments, **settings)
+
+  monkeypatch.setattr(engine_lib.Engine, "generate", compiles)
+  config = make_config(
+    rollout={"max_group_seconds": 3.0},
+    run={"stall_timeout_s": 2.0, "checkpoint_every": 1},
+  )
+  summary = start(config, tmp_path)
+  said = capsys.readouterr().err
+  assert "WARNING" not in said, said
+  assert {e["fate"] for e in check_ledger(tmp_path, summary)} == {"trained"}
+  assert next(calls) > 30
 
 
 def test_a_workdir_of_another_config_is_refused(asynchronous):

@@ -274,6 +274,7 @@ def test_a_full_disk_is_said_once_and_counted(tmp_path):
   with disks.files_of_at_most(100):
     for step in (1, 2):
       sampler.write_step(step, [group(0, trajectory("a"))])
+  assert not [n for n in names(tmp_path) if n.endswith(".incomplete")]
   assert len(notes) == 1 and "samples/ could not be written" in notes[0]
   sampler.write_step(3, [group(0, trajectory("a"))])
   assert [n for n in names(tmp_path) if n.endswith(".parquet")] == [

@@ -169,6 +169,20 @@ def test_a_text_has_reached_the_disk_before_it_has_its_name(
   assert (tmp_path / "text.json").read_text() == "all of it"
 
 
+def test_what_could_not_be_written_whole_does_not_stay(tmp_path):
+  """Be it a file or a directory: it would keep a full disk full."""
+  path = tmp_path / "kept"
+  disk.replace_text(path, "before")
+  with disks.files_of_at_most(100), pytest.raises(disk.StorageError):
+    disk.replace_text(path, "after" * 100)
+  with disks.files_of_at_most(100), pytest.raises(disk.StorageError):
+    with disk.replacing(tmp_path / "folder") as folder:
+      folder.mkdir()
+      (folder / "file").write_text("x" * 1000)
+  assert path.read_text() == "before"
+  assert [each.name for each in tmp_path.iterdir()] == ["kept"]
+
+
 def test_a_file_in_the_way_of_a_directory_is_named(tmp_path):
   (tmp_path / "file").touch()
   with pytest.raises(disk.StorageError, match="file/lines cannot be"):

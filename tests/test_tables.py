@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import pathlib
 import sys
 import time
@@ -137,6 +138,14 @@ def test_several_files_are_one_table_in_order_of_their_names(tmp_path, write):
     assert "part-04" in table.where(4) and "part-05" in table.where(5)
   with pytest.raises(table_lib.TableError, match="no file matches"):
     opened(f"{kind}:{tmp_path}/*.nothing")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "arrayrecord"])
+def test_what_may_have_no_end_is_refused_in_one_line(tmp_path, kind):
+  os.mkfifo(tmp_path / "pipe")
+  for path in (tmp_path / "pipe", pathlib.Path("/dev/zero")):
+    with pytest.raises(table_lib.TableError, match=f"^{path} is neither a fil"):
+      opened(f"{kind}:{path}")
 
 
 @pytest.mark.parametrize("write", FORMATS[1:])

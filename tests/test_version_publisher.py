@@ -131,7 +131,7 @@ def test_whoever_awaits_an_evaluation_renews_its_version(publisher, done):
     held=FakeHeld(done),
     result=result,
   )
-  beside._stall_timeout_s, beside._num_answers = 60.0, 0
+  beside._num_answers = 0
   beside._parts = types.SimpleNamespace(
     writer=types.SimpleNamespace(write=lambda step, found: None),
   )

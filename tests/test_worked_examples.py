@@ -191,7 +191,7 @@ def test_solutions_come_from_a_function_of_ones_own(tmp_path):
   [
     ("field:solutoin", "no text in 'solutoin'; did you mean solution"),
     ("field:number", "no text in 'number'"),
-    ("no_such_module:f", "cannot be imported: No module named"),
+    ("no_such_module:f", "cannot be imported: ModuleNotFoundError: No"),
     ("test_worked_examples:none", "has no function 'none'"),
     ("test_worked_examples:add_two", "returned 3 for a/warm_start/"),
     ("field:", "is none of chain_sum, number_sorting, countdown, messages"),

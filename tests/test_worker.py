@@ -14,6 +14,7 @@ from jaxrl_async import types
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
+from jaxrl_async.rollout import gate as gate_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 DEADLINE_S = 60.0
@@ -132,6 +133,23 @@ def test_a_paused_worker_stands_between_two_calls_and_goes_on(make_world):
   assert not thread.is_alive()
   with world.worker.paused(0.01):  # an ended worker stands still, too
     pass
+
+
+def test_a_pause_is_awaited_by_the_clock_of_the_gate():
+  looks = []
+
+  def seconds():  # stands still, as while the thread compiles
+    looks.append(0.0)
+    if len(looks) == 20:
+      thread.start()
+    return 0.0
+
+  gate = gate_lib.Gate(seconds)
+  thread = threading.Thread(target=gate.passes)
+  with gate.paused(0.01, lambda: "compiling"):
+    assert len(looks) >= 20
+  thread.join(DEADLINE_S)
+  assert not thread.is_alive()
 
 
 def test_a_newer_version_is_fetched_beside_decoding_and_adopted_between_calls(

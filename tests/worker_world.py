@@ -76,6 +76,7 @@ class World:
       "filter_zero_std": False,
       "reads_token_scores": False,
       "max_failed_groups": 3,
+      "max_filtered_groups": 1000,
     }
     busy = metrics_lib.BusyClock()
     self.coordinator = coordinator_lib.Coordinator(

@@ -309,6 +309,7 @@ class Start:
         filter_zero_std=True,
         reads_token_scores=False,
         max_failed_groups=1000,
+        max_filtered_groups=1000,
         max_group_s=case.max_group_s,
       ),
       stream=self.stream,

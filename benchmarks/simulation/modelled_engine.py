@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxrl_async.engine import decode_state as decode_state_lib
@@ -140,7 +141,7 @@ class ModelledEngine(engine_lib.Engine):
       slot.length += count
     if self.fails_next:
       self.fails_next = False
-      raise RuntimeError("a fault of the simulation")
+      raise jax.errors.JaxRuntimeError("a fault of the simulation")
     return decode_state, decode_state_lib.StepResult(
       tokens=tokens,
       is_valid=is_valid,

@@ -31,6 +31,7 @@ import zlib
 
 from jaxrl_async.cluster import replica_spec
 from jaxrl_async.cluster import replica_world
+from jaxrl_async.coordination import compile_clock
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import version_files
 from jaxrl_async.coordination import weight_transfer
@@ -39,7 +40,6 @@ from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.rollout import pulse as pulse_lib
 
 _TOKENIZER = "tokenizer"
 # The scheduler of the groups, and that of the questions of an evaluation.
@@ -249,18 +249,18 @@ class Follower:
     self._on_end()
 
   def _run(self) -> None:
-    with pulse_lib.Pulse() as pulse:
+    with compile_clock.CompileClock() as clock:
       supervisor_lib.start_thread(
-        "pulse", lambda: self._tell_compiling(pulse), self._end
+        "compiling", lambda: self._tell_compiling(clock), self._end
       )
       while True:
         verb, *arguments = self._messages.get()
         getattr(self, f"_on_{verb}")(*arguments)
 
-  def _tell_compiling(self, pulse: pulse_lib.Pulse) -> None:
+  def _tell_compiling(self, clock: compile_clock.CompileClock) -> None:
     while True:
       time.sleep(_TELL_S)
-      if pulse.is_compiling:
+      if clock.is_compiling:
         self._peers.send(_COMPILING)
 
   def _on_attach(self, spec: replica_spec.ReplicaSpec) -> None:

@@ -7,7 +7,6 @@ while the devices compute.
 
 from collections.abc import Callable
 from concurrent import futures
-import contextlib
 import dataclasses
 import queue
 import socket
@@ -19,6 +18,7 @@ from jaxrl_async.cluster import hosts
 from jaxrl_async.cluster import led_replica
 from jaxrl_async.cluster import replica_spec
 from jaxrl_async.cluster import replica_world
+from jaxrl_async.coordination import compile_clock
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.devices import memory_error
 from jaxrl_async.engine import engine as engine_lib
@@ -67,7 +67,7 @@ class ReplicaProcess:
       tuple[Callable[..., Any], tuple[Any, ...], futures.Future]
     ] = queue.SimpleQueue()
     self._attachment: _Attachment | None = None
-    self._watched = contextlib.ExitStack()  # has the pulse of the attachment
+    self._clock = compile_clock.CompileClock()
     self._held: held_version.HeldVersion | None = None
     self._listener: replica_world.Listener | None = None
     self._lead: led_replica.Lead | None = None
@@ -254,7 +254,7 @@ class ReplicaProcess:
 
   def _on_follower_compiles(self) -> None:
     if (this := self._attachment) is not None:
-      this.attached.pulse.excuse()
+      this.attached.beat()
 
   def _fail(self, error: BaseException) -> None:
     """Keep the error of a thread, for the next call to raise."""
@@ -277,11 +277,11 @@ class ReplicaProcess:
 
   def _run(self) -> None:
     try:
-      self._generate_until_the_end()
+      with self._clock:
+        self._generate_until_the_end()
     finally:
       if self._attachment is not None:
         self._attachment.attached.replica.close(has_failed=False)
-      self._watched.close()
       self._has_ended.set()
 
   def _generate_until_the_end(self) -> None:
@@ -310,7 +310,6 @@ class ReplicaProcess:
         has_failed=False, fetch_timeout_s=threading.TIMEOUT_MAX
       )
       spec_before, engine = before.spec, before.engine
-    self._watched.close()
     # Frees the cache and the weights before there are others.
     del before
     lead = self._lead
@@ -340,9 +339,12 @@ class ReplicaProcess:
       tokenizer=spec.tokenizer,
     )
     attached = attached_replica.AttachedReplica(
-      replica, link, busy=busy, report_every_s=spec.report_every_s
+      replica,
+      link,
+      busy=busy,
+      report_every_s=spec.report_every_s,
+      seconds=self._clock,
     )
-    self._watched.enter_context(attached.pulse)
     self._attachment = _Attachment(spec=spec, engine=engine, attached=attached)
 
   def _scheduler(
@@ -356,7 +358,7 @@ class ReplicaProcess:
     this = self._attachment
     if this is None:
       raise remote.ReplicaFailed("it is not attached")
-    replica, beat = this.attached.replica, this.attached.pulse.beat
+    replica, beat = this.attached.replica, this.attached.beat
     replica.adopt_version(questions.version, questions.timeout_s, beat)
     prompts = dict(zip(questions.numbers, questions.prompts, strict=True))
     written = []

@@ -8,6 +8,7 @@ is in `run.config_checks`.
 
 from collections.abc import Iterator
 import dataclasses
+import difflib
 import enum
 import math
 import struct
@@ -58,6 +59,39 @@ def walk(
       yield Field(path, kind, value, known)
 
 
+def has_field(config: Any, path: str) -> bool:
+  """Return whether a path leads to a field, or to an entry of a field."""
+  return any(
+    path == field.path or path.startswith((field.path + ".", field.path + "["))
+    for field in walk(config)
+  )
+
+
+def no_field(config: Any, path: str, prefix: str = "") -> str:
+  """Return what to say of a path that leads to no field of a config.
+
+  It names fields of the same or of a similar name, in any section.
+
+  Args:
+    config: the config.
+    path: the path.
+    prefix: what the user writes before a path.
+  """
+
+  def name_of(path: str) -> str:
+    return path.rpartition(".")[2]
+
+  known = [field.path for field in walk(config)]
+  name, names = name_of(path), {name_of(x) for x in known}
+  alike = difflib.get_close_matches(name, names, cutoff=0.7)
+  fields = [x for x in known if name_of(x) in alike]
+  found = difflib.get_close_matches(path, fields, n=3, cutoff=0.0)
+  text = f"{prefix}{path}: there is no such field"
+  if found:
+    text += f"; did you mean {' or '.join(prefix + x for x in found)}?"
+  return text
+
+
 def set_at(config: Any, path: str, value: Any) -> None:
   """Set the field at a path such as "train.num_steps".
 
@@ -74,7 +108,7 @@ def set_at(config: Any, path: str, value: Any) -> None:
   for parent in parents:
     place = getattr(place, parent, None)
   if not hasattr(place, name):
-    raise refusals.ConfigError(f"settings: there is no field {path!r}")
+    raise refusals.ConfigError(no_field(config, path))
   kind = type(getattr(place, name))
   if isinstance(value, str) and issubclass(kind, enum.Enum):
     value = next((x for x in kind if x.value == value), value)

@@ -16,7 +16,6 @@ from jaxrl_async.storage import outstanding as outstanding_lib
 
 DIRECTORY = "trajectories"
 _TRAINED = "trained"
-_INCOMPLETE = ".incomplete"
 # Bytes of trajectories that are kept in memory at most.
 _MOST_KEPT = 2**30
 
@@ -115,20 +114,13 @@ class StoredTrajectories:
   def _write(self, step: int, files: dict[str, disk.Pieces]) -> None:
     self._check()
     target = self._path / str(step)
-    incomplete = self._path / f"{step}{_INCOMPLETE}"
     with disk.writing(target):
-      shutil.rmtree(incomplete, ignore_errors=True)
-      try:
-        self._path.mkdir(exist_ok=True)
+      self._path.mkdir(exist_ok=True)
+      with disk.replacing(target) as incomplete:
         incomplete.mkdir()
         for name, pieces in files.items():
           disk.write_pieces(incomplete / name, pieces, sync=True)
         disk.sync_names(incomplete)
-      except OSError:
-        # What is incomplete would keep a full disk full.
-        shutil.rmtree(incomplete, ignore_errors=True)
-        raise
-      # It is there if its name could not be confirmed.
-      shutil.rmtree(target, ignore_errors=True)
-      incomplete.rename(target)
+        # It is there if its name could not be confirmed.
+        disk.remove(target)
       disk.sync_names(self._path)

@@ -288,10 +288,13 @@ class StallError(RunError):
 class StallWatch:
   """Detects that nothing has moved for too long while the process ran."""
 
-  def __init__(self, timeout_s: float):
+  def __init__(
+    self, timeout_s: float, seconds: Callable[[], float] | None = None
+  ):
     self._timeout_s = timeout_s
+    self._seconds = seconds
     self._last: object = None
-    self._deadline = Deadline(timeout_s)
+    self.renew()
     self._start_s = time.monotonic()
 
   @property
@@ -301,7 +304,7 @@ class StallWatch:
 
   def renew(self) -> None:
     """Begin to count anew."""
-    self._deadline = Deadline(self._timeout_s)
+    self._deadline = Deadline(self._timeout_s, self._seconds)
 
   def check(self, progress: object, report: Callable[[], list[str]]) -> None:
     """Raise if `progress` has not changed for the whole timeout.
@@ -316,7 +319,8 @@ class StallWatch:
       StallError: it has not changed.
     """
     if progress != self._last:
-      self._last, self._deadline = progress, Deadline(self._timeout_s)
+      self._last = progress
+      self.renew()
     if self._deadline.next_wait_s() == 0:
       what = f"nothing moved for {self._timeout_s:g} s (run.stall_timeout_s)"
       raise StallError("\n".join([what, *report()]))

@@ -18,6 +18,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.data import prompts
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.storage import config_json
+from jaxrl_async.storage import disk
 from jaxrl_async.storage import item_json
 
 # Nothing else runs while the questions are made, but each process takes memory.
@@ -79,7 +80,7 @@ def make(
 
 def check_number(
   source: prompts.PromptSource, num_items: int, *, patience_s: float
-) -> None:
+) -> list[types.Prompt]:
   """Check that the evaluation split has enough questions, as far as is known.
 
   A source of finite data knows. Of any other, questions are made until there
@@ -89,6 +90,9 @@ def check_number(
     source: the run's source of prompts.
     num_items: number of distinct questions that are needed.
     patience_s: how long to try, in seconds.
+
+  Returns:
+    The questions, or none if time was up.
 
   Raises:
     sections.ConfigError: the split has fewer.
@@ -101,7 +105,8 @@ def check_number(
       raise _OutOfTimeError
 
   with contextlib.suppress(_OutOfTimeError):
-    make(source, num_items, look_at_the_clock)
+    return make(source, num_items, look_at_the_clock)
+  return []
 
 
 def _check_known_number(items: source_lib.Source, num_items: int) -> None:
@@ -205,6 +210,4 @@ def _write(
     "digest": _digest([made_from, encoded]),
   }
   path.parent.mkdir(parents=True, exist_ok=True)
-  incomplete = path.with_suffix(".incomplete")
-  incomplete.write_text(json.dumps(stored))
-  incomplete.replace(path)
+  disk.replace_text(path, json.dumps(stored))

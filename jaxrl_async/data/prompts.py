@@ -30,6 +30,9 @@ _MAX_BARREN_TOKENS = 5_000_000
 # The limit for checks before the start, which must not wait long for a slow
 # dataset.
 MAX_BARREN_CHECKED = 200
+# Prompts that the checks look at: as many as are there, and so many at least.
+_NUM_CHECKED = 100
+_NUM_AWAITED = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -302,8 +305,10 @@ class PromptStream:
     )
 
 
-def validate_task(source: PromptSource) -> None:
-  """Check source, template and alphabet on a few prompts.
+def validate_task(source: PromptSource) -> list[types.Prompt]:
+  """Check source, template and alphabet on a few prompts, and return them.
+
+  There are more of them if they can be had without waiting, as rows of files.
 
   Raises:
     sections.ConfigError: one of them is wrong. The message says what to change.
@@ -313,9 +318,14 @@ def validate_task(source: PromptSource) -> None:
   stream = PromptStream(
     source, source_lib.Split.TRAIN, max_barren=MAX_BARREN_CHECKED
   )
+  found: list[types.Prompt] = []
   with contextlib.closing(stream):
     try:
-      for _ in range(4):
-        source_lib.stored(stream.next().item, source.items.name)
+      while len(found) < _NUM_CHECKED and (
+        len(found) < _NUM_AWAITED or stream.is_ready()
+      ):
+        found.append(stream.next())
+        source_lib.stored(found[-1].item, source.items.name)
     except source_lib.SourceError as error:
       raise sections.ConfigError(str(error)) from error
+  return found

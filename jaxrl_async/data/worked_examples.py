@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxrl_async import types
 from jaxrl_async.config import sections
+from jaxrl_async.config import user_code
 from jaxrl_async.data import example_stream
 from jaxrl_async.data import prompts
 from jaxrl_async.data import source as source_lib
@@ -227,11 +228,12 @@ def _solution(
     sections.ConfigError: the solver fails for this item, or returns no text.
   """
   try:
-    solution = solve(prompt.item, rng)
-  except (LookupError, ValueError, TypeError, AttributeError) as error:
+    with user_code.told():
+      solution = solve(prompt.item, rng)
+  except user_code.UserCodeError as error:
     raise sections.ConfigError(
       f"warm_start.solver: {warm_start.solver!r} cannot solve"
-      f" {prompt.prompt_id}: {type(error).__name__}: {error}"
+      f" {prompt.prompt_id}: {error}"
     ) from error
   sections.require(
     isinstance(solution, str),
@@ -328,10 +330,11 @@ def _score(
     finish_reason=types.FinishReason.EOS,
   )
   try:
-    reward = scorer(prompt.item, completion)
-  except (LookupError, ValueError, TypeError, AttributeError) as error:
+    with user_code.told():
+      reward = scorer(prompt.item, completion)
+  except user_code.UserCodeError as error:
     raise sections.ConfigError(
       f"warm_start.solver: the reward of the run fails for the solution of"
-      f" {prompt.prompt_id}: {type(error).__name__}: {error}"
+      f" {prompt.prompt_id}: {error}"
     ) from error
   return reward.score if isinstance(reward, types.Reward) else float(reward)

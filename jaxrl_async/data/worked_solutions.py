@@ -8,7 +8,6 @@ tail.
 
 from collections.abc import Callable, Mapping
 import functools
-import importlib
 import types
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 
 from jaxrl_async.config import preference_section
 from jaxrl_async.config import sections
+from jaxrl_async.config import user_code
 from jaxrl_async.data import columns as columns_lib
 
 # Returns the text of a solution, from an item and what random choices need.
@@ -186,8 +186,8 @@ def find(name: str, corrupted_frac: float, setting: str = _SETTING) -> Solver:
   if place == FIELD:
     return functools.partial(of_field, rest)
   try:
-    solver = getattr(importlib.import_module(place), rest, None)
-  except ImportError as error:
+    solver = getattr(user_code.module(place), rest, None)
+  except user_code.UserCodeError as error:
     raise sections.ConfigError(
       f"{setting}: {sections.shown(name)} cannot be imported: {error}"
     ) from error

@@ -65,12 +65,12 @@ def _plain(name: str, value: Any) -> Any:
   return array.tolist()
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
   """Return the value with None in place of NaN and infinities."""
   if isinstance(value, dict):
-    return {name: _finite(x) for name, x in value.items()}
+    return {name: finite(x) for name, x in value.items()}
   if isinstance(value, list):
-    return [_finite(x) for x in value]
+    return [finite(x) for x in value]
   if isinstance(value, float) and not math.isfinite(value):
     return None
   return value
@@ -175,8 +175,7 @@ class MetricsWriter:
       self._waiting.append(entry)
 
   def _write(self, step: int, values: dict[str, Any]) -> None:
-    finite = {name: _finite(value) for name, value in values.items()}
-    line = json.dumps({"step": step, **finite}, allow_nan=False)
+    line = json.dumps({"step": step, **finite(values)}, allow_nan=False)
     if self._file is None:
       self._file = self._open()
     self._file.append(line.encode() + b"\n")

@@ -11,12 +11,12 @@ and of the steps before them every second, fourth, eighth and so on.
 
 from collections.abc import Iterator, Mapping, Sequence
 import importlib.util
-import io
 import os
 import pathlib
 import re
 from typing import Any, NamedTuple
 
+from jaxrl_async.storage import columns
 from jaxrl_async.storage import disk
 
 DIRECTORY = "samples"
@@ -132,18 +132,10 @@ class SampleFiles:
     Raises:
       OSError: the disk refused it.
     """
-    import polars as pl
-
-    data = io.BytesIO()
-    # A fixed list of columns: the types must not depend on the rows.
-    frame = pl.DataFrame(rows, schema=_schema(), orient="row", strict=True)
-    frame.write_parquet(data, compression="zstd")
     path = self._directory / part.name
-    incomplete = path.with_suffix(".incomplete")
+    # A fixed list of columns: the types must not depend on the rows.
+    columns.write(path, rows, _schema())
     with disk.writing(path):
-      self._directory.mkdir(exist_ok=True)
-      incomplete.write_bytes(data.getvalue())
-      incomplete.replace(path)
       for other in parts_in(self._directory):
         if other.kind == part.kind and not is_kept(other.step, part.step):
           (self._directory / other.name).unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """The results of a finished run: `summary.json` and `summary.png`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import json
 import math
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import timeline as timeline_lib
 from jaxrl_async.storage import disk
 
@@ -81,8 +82,8 @@ class Summary:
   extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def check(summary: Summary, *, max_staleness: int) -> None:
-  """Raise a ValueError if the numbers contradict each other."""
+def contradictions(summary: Summary, *, max_staleness: int) -> list[str]:
+  """Return what is wrong with the numbers."""
   tokens = summary.tokens
   ended = tokens.trained + tokens.filtered + tokens.failed
   problems = {
@@ -106,22 +107,32 @@ def check(summary: Summary, *, max_staleness: int) -> None:
     value = getattr(summary, field.name)
     if isinstance(value, float):
       problems[f"{field.name} is {value}"] = math.isfinite(value)
-  failed = [text for text, holds in problems.items() if not holds]
-  if failed:
-    raise ValueError("summary: " + "; ".join(failed))
+  return [text for text, holds in problems.items() if not holds]
 
 
 def write(
-  workdir: str | os.PathLike[str], summary: Summary, *, max_staleness: int
+  workdir: str | os.PathLike[str],
+  summary: Summary,
+  *,
+  max_staleness: int,
+  note: Callable[[str], None],
 ) -> str:
   """Write `summary.json`; return the same object on one line, for stdout.
 
+  Args:
+    workdir: the directory of the file.
+    summary: is written as it is, apart from numbers that are not finite, which
+      are null.
+    max_staleness: the bound of the run.
+    note: is called with a warning if the numbers contradict each other. The
+      training behind them is done, and must not fail here.
+
   Raises:
-    ValueError: the numbers contradict each other; nothing was written.
     StorageError: the file could not be written.
   """
-  check(summary, max_staleness=max_staleness)
-  values = dataclasses.asdict(summary)
+  if wrong := contradictions(summary, max_staleness=max_staleness):
+    note(f"WARNING: summary.json: {'; '.join(wrong)}")
+  values = metrics_lib.finite(dataclasses.asdict(summary))
   values |= values.pop("extra")
   text = json.dumps(values, indent=2, allow_nan=False)
   path = pathlib.Path(workdir) / "summary.json"

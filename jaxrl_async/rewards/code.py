@@ -71,12 +71,23 @@ def _begins(question: str, entry_point: str) -> bool:
   return False
 
 
-def _check_cases(cases: Any) -> None:
-  """Check the cases of an item.
+def check_item(item: Mapping[str, Any]) -> None:
+  """Check that programs can be tested with an item.
 
   Raises:
-    ValueError: one of them is not what a case is.
+    ValueError: it has no tests, or one of its cases is not what a case is.
   """
+  metadata = item.get("metadata", {})
+  if "cases" not in metadata:
+    if not (metadata.get("tests") or metadata.get("test")):
+      raise ValueError(
+        "it has no tests; its data needs a column tests, test or cases"
+        " (docs/rewards.md)"
+      )
+    return
+  cases = metadata["cases"]
+  if not isinstance(cases, list | tuple) or not cases:
+    raise ValueError(f"metadata.cases is {cases!r:.40}, no list of cases")
   for i, case in enumerate(cases):
     for key in ("stdin", "stdout"):
       if not isinstance(case, Mapping) or not isinstance(case.get(key), str):
@@ -126,8 +137,9 @@ def score(
 
   Raises:
     SandboxError: a sandbox cannot be made.
-    ValueError: the item's cases are not what they should be.
+    ValueError: the item has no tests, or its cases are not what they should be.
   """
+  check_item(item)
   metadata = item["metadata"]
   box = sandbox_lib.find(allow_unsafe=sandbox == "unsafe")
   total_s = _time_of_score() * _SHARE_OF_TIME
@@ -143,7 +155,6 @@ def score(
   program = program_of(completion.text, prompt, entry_point)
   if "cases" in metadata:
     cases = metadata["cases"]
-    _check_cases(cases)
     verdict = box.run_cases(
       program, cases, stop_early=False, limits=limits, total_s=total_s
     )

@@ -11,6 +11,8 @@ import sys
 import types
 from typing import Any
 
+from jaxrl_async.config import user_code
+
 _importing: set[str] = set()  # main scripts that are being imported as modules
 
 
@@ -60,7 +62,13 @@ def _imported(script: pathlib.Path) -> types.ModuleType:
     sys.path.insert(0, directory)
   _importing.add(script.stem)
   try:
-    module = importlib.import_module(script.stem)
+    with user_code.announced(f"{script} as a module"):
+      module = importlib.import_module(script.stem)
+  except SystemExit as error:
+    raise ValueError(
+      f"{script} ends the process when it is imported as a module; put what it"
+      ' does under if __name__ == "__main__":'
+    ) from error
   finally:
     _importing.discard(script.stem)
   found = getattr(module, "__file__", None)

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 import functools
-import importlib
 import inspect
 import types
 from typing import Any
 
+from jaxrl_async.config import user_code
 from jaxrl_async.rewards import server as server_lib
 from jaxrl_async.rewards import term as term_lib
 
@@ -69,8 +69,8 @@ def find(name: str) -> types.FunctionType:
       " module:function, or http://HOST:PORT/PATH"
     )
   try:
-    module = importlib.import_module(module_name)
-  except ImportError as error:
+    module = user_code.module(module_name)
+  except user_code.UserCodeError as error:
     raise ValueError(f"{name!r} cannot be imported: {error}") from error
   function = getattr(module, function_name, None)
   if not isinstance(function, types.FunctionType):

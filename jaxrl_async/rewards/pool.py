@@ -13,6 +13,8 @@ import time
 
 import pebble
 
+from jaxrl_async.config import sections
+from jaxrl_async.config import user_code
 from jaxrl_async.rewards import file_lock
 from jaxrl_async.rewards import scoring
 
@@ -67,14 +69,21 @@ class Pool:
 
     Raises:
       TimeoutError: they were not ready in time.
+      ConfigError: they cannot import a reward.
       RuntimeError: they imported jax, or they did not import `preload`.
     """
     deadline = time.monotonic() + timeout_s
     self._started.result(timeout=timeout_s)
     for greeting in self._greetings:
-      is_preloaded, has_jax = greeting.result(
-        timeout=max(0.0, deadline - time.monotonic())
-      )
+      try:
+        is_preloaded, has_jax = greeting.result(
+          timeout=max(0.0, deadline - time.monotonic())
+        )
+      except user_code.UserCodeError as error:
+        raise sections.ConfigError(
+          "task.reward: a process that scores cannot import a reward that this"
+          f" one could import: {error}"
+        ) from error
       if has_jax:
         raise RuntimeError("a reward process imported jax; its scorer must not")
       if not is_preloaded:

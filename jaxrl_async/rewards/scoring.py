@@ -9,6 +9,7 @@ import traceback
 import types
 from typing import Any, TypeVar
 
+from jaxrl_async.config import user_code
 from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import extraction
 from jaxrl_async.rewards import returned as returned_lib
@@ -113,7 +114,7 @@ class Scorers:
 
 
 # Of this process, or why it has none.
-_scorers: Scorers | ImportError | AttributeError
+_scorers: Scorers | user_code.UserCodeError
 
 
 def begin(pickled: bytes) -> None:
@@ -124,8 +125,9 @@ def begin(pickled: bytes) -> None:
   """
   global _scorers
   try:
-    _scorers = pickle.loads(pickled)
-  except (ImportError, AttributeError) as error:
+    with user_code.told():
+      _scorers = pickle.loads(pickled)
+  except user_code.UserCodeError as error:
     _scorers = error
 
 
@@ -137,7 +139,13 @@ def score(attempt: Attempt) -> Outcome:
 
 
 def loaded_modules() -> tuple[bool, bool]:
-  """Return whether this process has the preload, and jax."""
+  """Return whether this process has the preload, and jax.
+
+  Raises:
+    UserCodeError: a scorer cannot be imported here.
+  """
+  if isinstance(_scorers, user_code.UserCodeError):
+    raise _scorers
   return PRELOAD in sys.modules, "jax" in sys.modules
 
 

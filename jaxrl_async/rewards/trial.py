@@ -1,14 +1,42 @@
 """What can be found out about rewards before anything is scored."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from jaxrl_async.rewards import code
+from jaxrl_async.rewards import match
+from jaxrl_async.rewards import mathematics
 from jaxrl_async.rewards import named
+from jaxrl_async.rewards import reasoning
 from jaxrl_async.rewards import sandbox as sandbox_lib
 from jaxrl_async.rewards import server as server_lib
 from jaxrl_async.rewards import term as term_lib
 
 _PROBE_S = 5.0
+
+
+def _has_answer(item: Mapping[str, Any]) -> None:
+  if "answer" not in item:
+    raise ValueError("it has no answer; task.fields can name its column")
+
+
+def _is_of_the_library(item: Mapping[str, Any]) -> None:
+  if not {"dataset", "params"} <= item.keys():
+    raise ValueError(
+      "it is no question of reasoning-gym; use another reward, such as exact,"
+      " numeric, mathematics or code"
+    )
+
+
+# For the rewards of this package: raises a ValueError for an item that they
+# cannot score.
+_CHECKS: Mapping[Any, Callable[[Mapping[str, Any]], None]] = {
+  code.score: code.check_item,
+  match.exact: _has_answer,
+  match.numeric: _has_answer,
+  mathematics.score: _has_answer,
+  reasoning.score: _is_of_the_library,
+}
 
 
 class TrialError(RuntimeError):
@@ -54,3 +82,24 @@ def try_out(terms: Sequence[term_lib.Term]) -> list[str]:
           ' ordinary processes (sandbox="unsafe")'
         )
   return found
+
+
+def check_item(
+  terms: Sequence[term_lib.Term], item: dict[str, Any], name: str
+) -> None:
+  """Check that completions of an item can be scored.
+
+  Only rewards of this package say what they need.
+
+  Raises:
+    TrialError: they cannot.
+  """
+  for term in terms:
+    function, _ = named.function_of(term.scorer)
+    if check := term.scores(item) and _CHECKS.get(function):
+      try:
+        check(item)
+      except ValueError as error:
+        raise TrialError(
+          term, f"the completions of {name} cannot be scored: {error}"
+        ) from error

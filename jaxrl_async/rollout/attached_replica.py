@@ -9,7 +9,6 @@ import dataclasses
 import time
 
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.rollout import pulse as pulse_lib
 from jaxrl_async.rollout import remote
 from jaxrl_async.rollout import replica as replica_lib
 
@@ -25,7 +24,6 @@ class AttachedReplica:
   Attributes:
     replica: the replica; its coordinator is `link`.
     link: the coordinator as the replica sees it.
-    pulse: of the thread that drives the replica.
   """
 
   def __init__(
@@ -44,19 +42,22 @@ class AttachedReplica:
       link: that it was created with.
       busy: of its scheduler.
       report_every_s: seconds between two reports of what is half-written.
-      seconds: a clock.
+      seconds: a clock, which stands still while a program is compiled.
     """
     self.replica = replica
     self.link = link
-    self.pulse = pulse_lib.Pulse(seconds)
     self._busy = busy
     self._report_every_s = report_every_s
     self._seconds = seconds
     self._wait_s = self._step_s = 0.0
     self._num_answer_steps = 0
-    self._reported_s = seconds()
+    self._reported_s = self._beat_s = seconds()
     self._said_s = 0.0  # by the clock `busy`, at the last `collect`
     self._busy_s = 0.0  # as of then
+
+  def beat(self) -> None:
+    """Show that the thread goes on, or waits for another process that does."""
+    self._beat_s = self._seconds()
 
   def round(self, idle_s: float) -> bool:
     """Take work, make one step or wait, and sometimes report what there is.
@@ -68,12 +69,12 @@ class AttachedReplica:
     Returns:
       Whether it made a step.
     """
-    self.pulse.beat()
+    self.beat()
     replica = self.replica
     if replica.may_adopt():
       replica.adopt()
     replica.feed()
-    start_s, compile_s = self._seconds(), self.pulse.compile_s
+    start_s = self._seconds()
     has_answered = replica.answer_beside(self._busy)
     if has_answered:
       sizes = replica.scheduler.engine.sizes
@@ -83,7 +84,6 @@ class AttachedReplica:
       replica.step()
     if can_step or has_answered:
       self._step_s += self._seconds() - start_s
-      self._step_s -= self.pulse.compile_s - compile_s
     else:
       start_s = self._seconds()
       if replica.version < 0:
@@ -128,7 +128,7 @@ class AttachedReplica:
         )
         for one in self._busy.since(before_s, _MAX_ACTIVITIES)
       ),
-      still_s=self.pulse.still_s,
+      still_s=self._seconds() - self._beat_s,
       step_s=self._step_s,
       num_steps=self.num_steps,
     )

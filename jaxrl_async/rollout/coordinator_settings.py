@@ -27,7 +27,7 @@ class CoordinatorSettings:
   filter_zero_std: bool
   reads_token_scores: bool
   max_failed_groups: int
-  max_filtered_groups: int = 1_000
+  max_filtered_groups: int
   stop: tuple[str, ...] = ()
   stop_token_ids: tuple[int, ...] = ()
   max_group_s: float = 0.0

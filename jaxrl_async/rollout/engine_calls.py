@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import contextlib
 import threading
 
+import jax
+
 
 class EngineFailed(RuntimeError):
   """The engine of a replica has failed; `__cause__` is its error."""
@@ -21,12 +23,12 @@ class GivenUp(RuntimeError):
 def failures() -> Iterator[None]:
   """Turn an error of a device program into an EngineFailed.
 
-  JAX raises subclasses of RuntimeError. Other errors are bugs of the program,
-  which must not be passed over.
+  Other errors, also other RuntimeErrors, are bugs, which would only be hidden
+  by an engine that begins anew.
   """
   try:
     yield
-  except RuntimeError as error:
+  except jax.errors.JaxRuntimeError as error:
     raise EngineFailed(f"{type(error).__name__}: {error}") from error
 
 

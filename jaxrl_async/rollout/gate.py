@@ -15,8 +15,13 @@ class Gate:
   other thread may call the rest.
   """
 
-  def __init__(self):
-    """Create an open gate."""
+  def __init__(self, seconds: Callable[[], float] | None = None):
+    """Create an open gate.
+
+    Args:
+      seconds: the clock of the time for which a pause is waited.
+    """
+    self._seconds = seconds
     self._condition = threading.Condition()
     self._num_pausers = 0
     self._is_parked = False
@@ -84,7 +89,7 @@ class Gate:
       self._num_pausers += 1
     try:
       with self._condition:
-        deadline = supervisor_lib.Deadline(timeout_s)
+        deadline = supervisor_lib.Deadline(timeout_s, self._seconds)
         while not (self._is_parked or self._has_ended):
           if (wait_s := deadline.next_wait_s()) == 0:
             raise TimeoutError(f"no pause in {timeout_s} s; {status()}")

@@ -52,8 +52,8 @@ class Said:
     totals: its counters, as `RolloutSide.totals` returns them.
     busy_s: seconds in which its devices were busy since the last `collect`.
     activities: the last of these periods.
-    still_s: for how long the thread that generates has stood still; see
-      `pulse.Pulse`.
+    still_s: for how long the thread that generates has not come round, without
+      the seconds in which it has compiled.
     step_s: seconds in which it has generated since it got its name, without
       those in which it has compiled.
     num_steps: decode steps that it has made in this time.

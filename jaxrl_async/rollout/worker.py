@@ -38,6 +38,7 @@ def in_one_process(
   tokenizer: tokenizer_lib.Tokenizer,
   requests: client_requests.ClientRequests | None,
   note: Callable[[str], None],
+  seconds: Callable[[], float],
 ) -> "RolloutWorker":
   """Return a worker whose only replica is in the coordinator's process."""
   replica = replica_lib.Replica(
@@ -48,7 +49,7 @@ def in_one_process(
     tokenizer=tokenizer,
     requests=requests,
   )
-  return RolloutWorker(coordinator, replica, note)
+  return RolloutWorker(coordinator, replica, note, seconds)
 
 
 def _name(number: int) -> str:
@@ -76,6 +77,7 @@ class RolloutWorker:
     coordinator: coordinator_lib.Coordinator,
     replica: replica_lib.Replica,
     note: Callable[[str], None],
+    seconds: Callable[[], float] | None = None,
   ):
     """Create a worker; a thread of the caller has to call `run`.
 
@@ -83,6 +85,7 @@ class RolloutWorker:
       coordinator: of the run.
       replica: the only one, named by the number 0.
       note: is called with a line when its engine has failed.
+      seconds: the clock of the time for which a pause is waited.
     """
     self.coordinator = coordinator
     self.replica = replica
@@ -91,7 +94,7 @@ class RolloutWorker:
     self._num_restarts = 0
     self._restarted_version = -1  # of the last failure of the engine
     self._lost_tokens = 0
-    self._gate = gate_lib.Gate()
+    self._gate = gate_lib.Gate(seconds)
     self._is_abandoned = False
     self._is_taken_over = False  # by a thread that begins anew
 

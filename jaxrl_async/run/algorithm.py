@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
-import importlib
 from typing import Any
 
 from jaxtyping import Array, Float
@@ -14,6 +13,7 @@ from jaxrl_async.algorithms import advantages as advantages_lib
 from jaxrl_async.algorithms import losses
 from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import sections
+from jaxrl_async.config import user_code
 from jaxrl_async.run import schedules
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.training import batch_settings
@@ -379,11 +379,10 @@ def _imported(path: str, name: str) -> Callable[..., Any]:
   """Return the function that a field names as module:function."""
   module_name, _, function_name = name.partition(":")
   try:
-    module = importlib.import_module(module_name)
-  except ImportError as error:
-    reason = str(error).partition("\n")[0]
+    module = user_code.module(module_name)
+  except user_code.UserCodeError as error:
     raise sections.ConfigError(
-      f"{path}: {sections.shown(name)} cannot be imported ({reason}); use"
+      f"{path}: {sections.shown(name)} cannot be imported ({error}); use"
       " module:function of a module in this directory or on the path"
     ) from error
   function = getattr(module, function_name, None)

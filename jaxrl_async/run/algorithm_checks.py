@@ -1,11 +1,11 @@
 """Checks of the algorithm's settings against each other, before any import."""
 
 from jaxrl_async.config import algorithm_section
-from jaxrl_async.config import directories
 from jaxrl_async.config import sections
 from jaxrl_async.config import setting as setting_lib
 from jaxrl_async.run import schedule_checks
 from jaxrl_async.run import unread_settings
+from jaxrl_async.storage import directories
 
 # Losses whose ratio has the proximal policy as its anchor.
 _ANCHORED = ("ppo", "gspo", "cispo", "sapo")

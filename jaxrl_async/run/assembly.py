@@ -42,6 +42,11 @@ from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
 from jaxrl_async.training import trainer as trainer_lib
 
+# A run ends after so many batches of groups in a row that teach nothing. With
+# small batches that may be bad luck, so it takes so many groups at least.
+_FILTERED_BATCHES = 20
+_MIN_FILTERED = 1_000
+
 
 def forward_settings(
   setup: setup_lib.Setup, temperature: float
@@ -142,6 +147,9 @@ def coordinator_settings(
     reads_token_scores=has_own_loss
     or algorithm_lib.reads_token_scores(config.algorithm),
     max_failed_groups=config.task.max_failed_groups,
+    max_filtered_groups=max(
+      _MIN_FILTERED, _FILTERED_BATCHES * config.algorithm.groups_per_step
+    ),
     max_group_s=config.rollout.max_group_seconds,
     stop=config.rollout.stop,
     stop_token_ids=config.rollout.stop_token_ids,

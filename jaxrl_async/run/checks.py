@@ -11,6 +11,7 @@ from jaxrl_async.data import prompts
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.data import worked_examples as worked_examples_lib
 from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.rewards import term as term_lib
 from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.run import assembly
 from jaxrl_async.run import config_checks
@@ -62,6 +63,7 @@ def checked(
   """
   config_checks.validate(config, len(devices))
   config = unread_settings.settled(config, note)
+  terms = []
   if not is_supervised:
     device_checks.check_replicas(config, devices[0].platform)
   if scorer is None and not is_supervised:
@@ -87,12 +89,15 @@ def checked(
     holds_version=not is_supervised and device_checks.evaluates_beside(config),
   )
   device_checks.check_shared_memory(setup)
-  setup = dataclasses.replace(setup, evaluated=_evaluated(setup))
+  setup = dataclasses.replace(setup, evaluated=_evaluated(setup, terms))
   prompt_source = assembly.prompt_source(setup)
-  prompts.validate_task(prompt_source)
-  held_out.check_number(
-    prompt_source, config.eval.num_items, patience_s=_PATIENCE_S
-  )
+  for found in (
+    prompts.validate_task(prompt_source),
+    held_out.check_number(
+      prompt_source, config.eval.num_items, patience_s=_PATIENCE_S
+    ),
+  ):
+    reward_terms.check_prompts(terms, found)
   if config.warm_start.num_steps and not config.warm_start.checkpoint:
     worked_examples_lib.validate(
       prompt_source,
@@ -104,17 +109,20 @@ def checked(
   return setup
 
 
-def _evaluated(setup: setup_lib.Setup) -> frozenset[str]:
+def _evaluated(
+  setup: setup_lib.Setup, terms: list[term_lib.Term]
+) -> frozenset[str]:
   """Return the questions of `eval.sets`.
 
   Raises:
-    ConfigError: the questions of a set cannot be read.
+    ConfigError: the questions of a set cannot be read, or not be scored.
   """
-  return frozenset(
-    prompt.item["question"]
-    for name in setup.config.eval.sets
-    for prompt in question_sets.of_run(setup, name)[0].prompts
-  )
+  evaluated: set[str] = set()
+  for name in setup.config.eval.sets:
+    found = question_sets.of_run(setup, name)[0].prompts
+    reward_terms.check_prompts(terms, found)
+    evaluated.update(prompt.item["question"] for prompt in found)
+  return frozenset(evaluated)
 
 
 def _check_stop_tokens(setup: setup_lib.Setup) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 from ml_collections import config_dict
 
-from jaxrl_async.config import directories
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import lora_section
 from jaxrl_async.config import sections
@@ -30,6 +29,7 @@ from jaxrl_async.run import reward_terms
 from jaxrl_async.run import schedule_checks
 from jaxrl_async.run import source_checks
 from jaxrl_async.storage import config_json
+from jaxrl_async.storage import directories
 
 # An upper bound for templates: no tokenizer has tokens this long on average.
 _MAX_CHARACTERS_PER_TOKEN = 32

@@ -74,8 +74,10 @@ def prepare(
       if has_default and not config.task.rewards:
         config.task.reward = "mathematics"
   _check_samples(wanted.samples, config.eval.temperature)
-  reward_terms.try_out(reward_terms.of_task(config.task))
+  terms = reward_terms.of_task(config.task)
+  reward_terms.try_out(terms)
   questions = _questions(config, wanted, tokenizer)
+  reward_terms.check_prompts(terms, questions.prompts)
   categories = _categories(questions.prompts, wanted.category)
   longest = max(len(prompt.tokens) for prompt in questions.prompts)
   _fit(stored, config, wanted.given, longest, is_cpu)

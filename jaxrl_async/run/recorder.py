@@ -410,6 +410,7 @@ class Recorder:
         },
       ),
       max_staleness=max_staleness,
+      note=self._progress.note,
     )
 
   def _generated_tokens(self) -> int:

@@ -17,6 +17,7 @@ from jaxrl_async.run import schedule_start
 from jaxrl_async.run import unread_settings
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import config_json
+from jaxrl_async.storage import disk
 from jaxrl_async.storage import fallback
 from jaxrl_async.storage import workdir as workdir_lib
 
@@ -235,6 +236,8 @@ def find(
     if int(path.name) > step:
       note(f"{path} has no manifest and is passed over")
   fallback.set_aside(directory, damaged)
+  with disk.writing(directory):
+    checkpoint.make_ready(directory)  # a finished run saves no other one
   note(
     f"continuing {workdir} from step {step} with {len(outstanding)} outstanding"
     " groups"

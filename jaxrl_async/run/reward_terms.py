@@ -1,6 +1,7 @@
 """What a config says of rewards, as terms for the reward service."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+import contextlib
 import math
 import re
 from typing import Any
@@ -183,8 +184,27 @@ def try_out(terms: list[term_lib.Term]) -> list[str]:
   Raises:
     ConfigError: a server does not answer, or there is no sandbox.
   """
-  try:
+  with _naming_the_field():
     return trial.try_out(terms)
+
+
+def check_prompts(
+  terms: list[term_lib.Term], prompts: Iterable[types.Prompt]
+) -> None:
+  """Check that completions of these prompts can be scored.
+
+  Raises:
+    ConfigError: they lack what a reward needs, such as tests.
+  """
+  with _naming_the_field():
+    for prompt in prompts:
+      trial.check_item(terms, prompt.item, prompt.prompt_id)
+
+
+@contextlib.contextmanager
+def _naming_the_field() -> Iterator[None]:
+  try:
+    yield
   except trial.TrialError as error:
     path = f"{_PATH}.{error.term.name}" if error.term.name else "task.reward"
     raise sections.ConfigError(f"{path}: {error}") from error

@@ -162,6 +162,7 @@ def build(
       tokenizer=setup.tokenizer,
       requests=requests,
       note=note,
+      seconds=session.seconds,
     )
     return Rollout(side=worker, channel=channel)
   for base in remote.channels[:-1]:

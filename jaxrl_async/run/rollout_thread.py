@@ -30,6 +30,7 @@ class RolloutThread:
     self._note = parts.session.progress.note
     self._join_timeout_s = parts.setup.config.run.join_timeout_s
     self._stall_timeout_s = parts.stall_timeout_s
+    self._seconds = parts.session.seconds
     self._is_ending = is_ending
 
   @property
@@ -73,6 +74,10 @@ class RolloutThread:
         # A thread that has ended already has failed.
         self._shutdown.supervisor.check()
       yield
+
+  def watch(self) -> supervisor_lib.StallWatch:
+    """Return what a wait has to pass to `check`."""
+    return supervisor_lib.StallWatch(self._stall_timeout_s, self._seconds)
 
   def check(
     self,

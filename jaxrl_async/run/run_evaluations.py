@@ -71,7 +71,6 @@ class RunEvaluations:
     self._parts = parts
     self._publisher = publisher
     self._thread = thread
-    self._stall_timeout_s = parts.stall_timeout_s
     self._stop = parts.session.stop
     self._note = parts.session.progress.note
     self._supervisor = parts.shutdown.supervisor
@@ -169,7 +168,7 @@ class RunEvaluations:
     """
     if (now := self._now) is None:
       return
-    parts, watch = self._parts, supervisor_lib.StallWatch(self._stall_timeout_s)
+    parts, watch = self._parts, self._thread.watch()
     while not now.result.done():
       if not is_awaited:
         return

@@ -11,6 +11,7 @@ import jax
 
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
+from jaxrl_async.config import user_code
 from jaxrl_async.coordination import recorded_schedule
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.data import source as source_lib
@@ -21,6 +22,7 @@ from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.run import replay as replay_lib
 from jaxrl_async.run import training_run
+from jaxrl_async.storage import directories
 from jaxrl_async.storage import disk
 from jaxrl_async.training import objectives
 
@@ -41,6 +43,7 @@ def train(
   config = _config(config)
   for path, value in settings.items():
     fields_lib.set_at(config, path, value)
+  directories.check_can_write("workdir", str(workdir))
   workdir = workdir.absolute()
   source = None
   if isinstance(dataset, source_lib.Source):
@@ -115,11 +118,13 @@ def _config(config: sections.Config | str | pathlib.Path) -> sections.Config:
     return copy.deepcopy(config)
   path, has_variant, variant = str(config).partition(":")
   try:
-    get_config = runpy.run_path(path)["get_config"]
-  except (OSError, KeyError) as error:
-    reason = "defines no get_config()" if isinstance(error, KeyError) else error
-    raise sections.ConfigError(f"config: {path}: {reason}") from error
-  return get_config(variant) if has_variant else get_config()
+    with user_code.told(), user_code.announced(path):
+      get_config = runpy.run_path(path).get("get_config")
+      if get_config is None:
+        raise sections.ConfigError(f"config: {path}: defines no get_config()")
+      return get_config(variant) if has_variant else get_config()
+  except user_code.UserCodeError as error:
+    raise sections.ConfigError(f"config: {path}: {error}") from error
 
 
 def _uri(

@@ -1,5 +1,6 @@
 """What a caller, and a start of the program, add to a run's configuration."""
 
+from collections.abc import Callable
 import dataclasses
 import pathlib
 
@@ -51,6 +52,8 @@ class Session:
     stop: the stop request, which a signal sets.
     claim: ensures that no other process uses the workdir.
     profile_steps: train steps to write traces of.
+    seconds: the clock of waits that end with a stall or a timeout. It stands
+      still while a program is compiled.
     world: the processes that train together. This one leads them.
   """
 
@@ -58,5 +61,6 @@ class Session:
   progress: progress_lib.Progress
   stop: supervisor_lib.StopRequest
   claim: workdir_lib.Claim
+  seconds: Callable[[], float]
   profile_steps: tuple[int, ...] = ()
   world: world_lib.World = dataclasses.field(default_factory=world_lib.alone)

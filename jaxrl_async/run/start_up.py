@@ -20,6 +20,7 @@ from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import ledger as ledger_lib
 from jaxrl_async.coordination import staleness_control
+from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.data import prompts
 from jaxrl_async.data import source as source_lib
@@ -426,6 +427,9 @@ def _of_the_loop(
     ledger=ledger,
     busy=base.busy["rollout"],
     episode=extensions.episode,
+    new_deadline=lambda timeout_s: supervisor_lib.Deadline(
+      timeout_s, session.seconds
+    ),
   )
   coordinator.restore(running)
   rollout = rollout_start.build(

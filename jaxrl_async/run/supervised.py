@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 import contextlib
 import dataclasses
 import pathlib
-import shutil
 import time
 from typing import Any
 
@@ -280,14 +279,11 @@ class FineTuning:
 
   def _write_adapter(self, params: transformer.Params) -> None:
     target = self._workdir / ADAPTER
-    incomplete = target.with_suffix(".incomplete")
     config = self._setup.config
     name = config.warm_start.checkpoint or config.model.name
-    with disk.writing(target):
-      for path in (incomplete, target):
-        shutil.rmtree(path, ignore_errors=True)
+    with disk.replacing(target) as incomplete:
       peft_files.write(incomplete, self._setup.model, params, base_model=name)
-      incomplete.rename(target)
+      disk.remove(target)
 
   def _packed(self, split: str, num_examples: int) -> packing.PackedBatch:
     """Return the packed examples of a split, and tell what was left out."""
@@ -374,6 +370,8 @@ class FineTuning:
         " empty workdir",
       )
     fallback.set_aside(self._directory, whole.damaged)
+    with disk.writing(self._directory):
+      checkpoint.make_ready(self._directory)
     return step, stored
 
   def _versions(self) -> dict[str, str]:

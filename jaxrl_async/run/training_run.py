@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import jax
 
 from jaxrl_async.config import sections
+from jaxrl_async.coordination import compile_clock
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.data import source as source_lib
@@ -86,7 +87,6 @@ class Run:
     self._base_record = parts.base_record
     self._max_staleness = parts.max_staleness
     self._ahead = parts.ahead
-    self._stall_timeout_s = parts.stall_timeout_s
     self._staleness = parts.staleness
     self.checkpoints = checkpointing.Checkpointing(
       self._save, self.config.run, self.stop, self.progress.note
@@ -221,7 +221,7 @@ class Run:
 
   def _wait_until_held(self, step: int) -> None:
     """Wait until the rollout side has the version that it evaluates."""
-    watch = supervisor_lib.StallWatch(self._stall_timeout_s)
+    watch = self.rollout_thread.watch()
     while not self.evaluations.is_held() and not self.stop.is_set:
       self.stop.wait(_HELD_S)
       self._look(watch, f"version {step} to be held for its evaluation")
@@ -229,7 +229,7 @@ class Run:
   def _next_batch(
     self, step: int
   ) -> batch_loader.Loaded[trainer_lib.PreparedBatch] | None:
-    watch = supervisor_lib.StallWatch(self._stall_timeout_s)
+    watch = self.rollout_thread.watch()
     while not self.stop.is_set:
       loaded = self.loader.next(timeout_s=0.2)
       if loaded is not None:
@@ -244,7 +244,7 @@ class Run:
     if self.last.is_ending:
       self.last.wait_for_recorder()
       return
-    watch = supervisor_lib.StallWatch(self._stall_timeout_s)
+    watch = self.rollout_thread.watch()
     while not self.recorder.wait(timeout_s=0.2):
       self._look(watch, "the recorder")
 
@@ -451,6 +451,7 @@ def run(
   with (
     progress_lib.Progress(config.train.num_steps) as progress,
     metrics_lib.CompilationCounter() as compilations,
+    compile_clock.CompileClock() as clock,
     stop.on_signals(progress.note),
     workdir_lib.Claim(workdir, progress.note) as claim,
     start_up.parts(
@@ -460,6 +461,7 @@ def run(
         progress=progress,
         stop=stop,
         claim=claim,
+        seconds=clock,
         profile_steps=tuple(profile_steps),
         world=world,
       ),

@@ -48,6 +48,7 @@ FORMAT = 1
 
 CheckpointError = places.CheckpointError
 recover = places.recover
+make_ready = places.make_ready
 steps = places.steps
 
 

@@ -4,6 +4,7 @@ polars writes and reads them. A file is written as a whole or not at all.
 """
 
 from collections.abc import Mapping, Sequence
+import io
 import pathlib
 from typing import Any
 
@@ -31,11 +32,11 @@ def write(
   import polars  # half a second, which only those who write should wait for
 
   table = polars.DataFrame(list(rows), schema=dict(schema), orient="row")
-  incomplete = path.with_suffix(".incomplete")
-  with disk.writing(path):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    table.write_parquet(incomplete, compression="zstd")
-    incomplete.replace(path)
+  data = io.BytesIO()  # polars has errors of its own for a disk that refuses
+  table.write_parquet(data, compression="zstd")
+  with disk.replacing(path) as incomplete:
+    path.parent.mkdir(exist_ok=True)
+    incomplete.write_bytes(data.getvalue())
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ import fcntl
 import os
 import pathlib
 import re
+import shutil
 
 from jaxrl_async.storage import workdir as workdir_lib
 
@@ -91,6 +92,33 @@ def error_number(error: OSError | ValueError) -> int | None:
   return error.errno if isinstance(error, OSError) else None
 
 
+@contextlib.contextmanager
+def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
+  """Give a path to write a file or directory to, which then takes its place.
+
+  If the block raises, what it has written is removed: it would keep a full disk
+  full. So is what a crash has left there.
+
+  Raises:
+    StorageError: it could not be written.
+  """
+  incomplete = path.with_suffix(".incomplete")
+  with writing(path):
+    remove(incomplete)
+    try:
+      yield incomplete
+      incomplete.replace(path)
+    finally:
+      remove(incomplete)
+
+
+def remove(path: pathlib.Path) -> None:
+  """Remove a file or directory, if it is there and can be removed."""
+  shutil.rmtree(path, ignore_errors=True)
+  with contextlib.suppress(OSError):
+    path.unlink()
+
+
 def replace_text(path: pathlib.Path, text: str) -> None:
   """Write a file atomically: a reader finds the old text or the new one.
 
@@ -99,10 +127,9 @@ def replace_text(path: pathlib.Path, text: str) -> None:
   Raises:
     StorageError: the file could not be written.
   """
-  incomplete = path.with_suffix(".incomplete")
-  with writing(path):
+  with replacing(path) as incomplete:
     write_pieces(incomplete, [text.encode()], sync=True)
-    incomplete.replace(path)
+  with writing(path):
     sync_names(path.parent)
 
 

@@ -138,6 +138,18 @@ def about(directory: pathlib.Path) -> dict[str, Any]:
   return json.loads(data.partition(b"\n")[0])["about"]
 
 
+def is_sealed(directory: pathlib.Path) -> bool:
+  """Return whether a directory has a manifest; nothing is verified."""
+  path = directory / NAME
+  try:
+    if path.is_file():  # nobody's pipe
+      about(directory)
+      return True
+  except (OSError, ValueError, LookupError, TypeError, RecursionError):
+    pass
+  return False
+
+
 def digest(directory: pathlib.Path) -> str:
   """Return a digest of a sealed directory's content, which is not read.
 

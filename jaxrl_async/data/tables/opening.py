@@ -28,7 +28,14 @@ def open_table(uri: uri_lib.Uri) -> table_lib.Table:
   if uri.kind not in _FILES:
     return hugging_face.HuggingFace(uri)
   kind, names = _FILES[uri.kind]
-  parts = [kind(path) for path in _paths(uri.place, names)]
+  paths = _paths(uri.place, names)
+  for path in paths:
+    # A pipe or a device may have no end.
+    if path.exists() and not path.is_file():
+      raise table_lib.TableError(
+        f"{path} is neither a file nor a directory; copy its content to a file"
+      )
+  parts = [kind(path) for path in paths]
   return parts[0] if len(parts) == 1 else table_lib.Joined(parts)
 
 

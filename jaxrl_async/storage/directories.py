@@ -6,6 +6,7 @@ import tempfile
 import unicodedata
 
 from jaxrl_async.config import sections
+from jaxrl_async.storage import manifest
 
 _OWN_BYTES = 512  # bytes that a run may append to the path of a directory
 
@@ -32,6 +33,13 @@ def check_can_write(field: str, directory: str) -> None:
   there = next(p for p in (path, *path.parents) if os.path.lexists(p))
   if not os.path.isdir(there):
     refuse("cannot be a directory" if there != path else "is not a directory")
+  for place in (path.resolve(), *path.resolve().parents):
+    if manifest.is_sealed(place):
+      refuse(
+        f"cannot be written to, because {place} is a checkpoint, or parameters,"
+        " to which nothing can be added; use another directory, such as the"
+        " workdir of its run"
+      )
   longest = os.pathconf(there, "PC_NAME_MAX")
   if name_bytes > longest:
     refuse(f"has a name of {name_bytes} bytes; use at most {longest}")
