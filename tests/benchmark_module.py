@@ -11,10 +11,22 @@ BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 def imported(name, monkeypatch):
   """Return the module, whose flags are not parsed.
 
-  They are forgotten, because other benchmarks have flags of the same names.
+  They are forgotten, because other programs have flags of the same names.
   """
   monkeypatch.syspath_prepend(BENCHMARKS)
-  module = importlib.import_module(name)
-  for flag in flags.FLAGS.get_flags_for_module(name):
-    delattr(flags.FLAGS, flag.name)
-  return module
+  others = {
+    flag.name: flag
+    for module, known in flags.FLAGS.flags_by_module_dict().items()
+    if not module.startswith("absl")
+    for flag in known
+  }
+  for other in others:
+    delattr(flags.FLAGS, other)
+  before = set(flags.FLAGS)
+  try:
+    return importlib.import_module(name)
+  finally:
+    for own in set(flags.FLAGS) - before:
+      delattr(flags.FLAGS, own)
+    for other, flag in others.items():
+      flags.FLAGS[other] = flag

@@ -130,18 +130,6 @@ def test_the_teacher_comes_after_what_makes_advantages(tmp_path):
       },
       ["algorithm.advantage_scale: batch_std", "algorithm.advantage is none"],
     ),
-    (
-      {"reward_bias": 0.5},
-      ["algorithm.reward_bias: 0.5", "algorithm.advantage is none"],
-    ),
-    (
-      {"reward_scale": 2.0},
-      ["algorithm.reward_scale: 2", "algorithm.advantage is none"],
-    ),
-    (
-      {"reward_clip": 3.0},
-      ["algorithm.reward_clip: 3", "algorithm.advantage is none"],
-    ),
     ({"teacher": "/no/such"}, ["algorithm.teacher"]),
   ],
 )

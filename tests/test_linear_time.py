@@ -440,6 +440,7 @@ def schedule(folder, num_steps, num_trajectories):
   written = run_schedule.Schedule(
     folder,
     0,
+    record_steps=True,
     keep_trajectories=False,
     first_step=0,
     environment={},

@@ -44,8 +44,3 @@ def test_it_goes_on_after_a_checkpoint_as_if_there_was_none(count):
   for i in range(count, 2_000):
     resumed.append((float(i), i % 7))
   assert resumed == of(2_000)
-
-
-def test_a_list_of_all_points_is_taken_over():
-  points = [[float(i), i % 7] for i in range(700)]
-  assert series_lib.Series.from_json(points) == of(700)

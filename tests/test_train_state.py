@@ -1,6 +1,5 @@
 """Several models in one train state, and a frozen part of one."""
 
-import dataclasses
 import functools
 import math
 
@@ -12,7 +11,6 @@ import test_train_step
 import tiny
 
 from jaxrl_async.algorithms import divergences
-from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.planning import aot
 from jaxrl_async.run import device_checks
@@ -276,26 +274,3 @@ def test_a_loss_uses_what_a_stage_computed_under_another_model():
   jax.tree.map(
     np.testing.assert_array_equal, trainer.state.models[REFERENCE], frozen
   )
-
-
-@pytest.mark.parametrize("written_as", [0, 1])
-def test_a_state_from_before_models_had_names_is_restored(
-  tmp_path, monkeypatch, written_as
-):
-  trainer = test_train_step.make_trainer(
-    mesh_lib.MeshShape(fsdp=2),
-    optimizer=dataclasses.replace(ADAMW, name=sections.OptimizerName.MUON),
-  )
-  policy = trainer.state.policy
-  before = {"params": policy.params, "opt_state": policy.opt_state}
-  with monkeypatch.context() as patched:
-    patched.setattr(checkpoint, "FORMAT", written_as)
-    checkpoint.save(tmp_path, 1, before, {}, [])
-  restored, _, _ = checkpoint.restore(tmp_path, 1, trainer.abstract_state())
-  assert jax.tree.structure(restored) == jax.tree.structure(trainer.state)
-  jax.tree.map(np.testing.assert_array_equal, restored, trainer.state)
-
-  # Written today, a state of these names is something else.
-  checkpoint.save(tmp_path, 2, before, {}, [])
-  with pytest.raises(checkpoint.CheckpointError, match="nothing"):
-    checkpoint.restore(tmp_path, 2, trainer.abstract_state())

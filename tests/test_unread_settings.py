@@ -15,6 +15,12 @@ from jaxrl_async.run import unread_settings
 Level, Mode = sections.BehaviorWeightLevel, sections.BehaviorWeightCapMode
 BATCH_STD = sections.AdvantageScale.BATCH_STD
 OWN = {"loss": "my:loss"}
+NOTHING = {
+  "advantage": "none",
+  "advantage_scale": sections.AdvantageScale.NONE,
+  "teacher": ".",
+  "distill_coef": 1.0,
+}
 COUPLED = {"loss": "coupled_ppo", "behavior_weight_level": Level.NONE}
 # Other values of each field that a loss reads, beyond the bound of some token.
 CHANGED = {
@@ -85,6 +91,9 @@ def test_every_reason_is_of_a_field():
       "kl_estimator k1 algorithm.kl_coef",
     ),
     (OWN | {"clip_low": 0.1}, "clip_low algorithm.loss"),
+    (NOTHING | {"reward_bias": 0.5}, "reward_bias algorithm.advantage none"),
+    (NOTHING | {"reward_scale": 2.0}, "reward_scale algorithm.advantage none"),
+    (NOTHING | {"reward_clip": 3.0}, "reward_clip algorithm.advantage none"),
     (
       OWN | {"behavior_weight_level": Level.NONE},
       "behavior_weight_level algorithm.loss",
