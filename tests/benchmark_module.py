@@ -15,10 +15,9 @@ def imported(name, monkeypatch):
   """
   monkeypatch.syspath_prepend(BENCHMARKS)
   others = {
-    flag.name: flag
-    for module, known in flags.FLAGS.flags_by_module_dict().items()
-    if not module.startswith("absl")
-    for flag in known
+    flag: flags.FLAGS[flag]
+    for flag in list(flags.FLAGS)
+    if not flags.FLAGS.find_module_defining_flag(flag, "").startswith("absl")
   }
   for other in others:
     delattr(flags.FLAGS, other)
