@@ -180,7 +180,7 @@ EARLY = [
   (with_tiny("stray"), ["stray"]),
   (
     with_tiny("--config.algorithm.max_staleness=-1"),
-    ["algorithm.max_staleness", "negative"],
+    ["algorithm.max_staleness", "use 0 or more"],
   ),
   (
     with_tiny("--config.algorithm.num_minibatches=3"),

@@ -63,7 +63,8 @@ def write_run(workdir, config):
     lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32), shapes
   )
   trainer.start({train_state.POLICY: params})
-  checkpoint.save(workdir / "checkpoints", STEP, trainer.state, {}, [])
+  host_state = {"config": config_json.to_stored(config)}
+  checkpoint.save(workdir / "checkpoints", STEP, trainer.state, host_state, [])
   initial_params.save(workdir / "params", trainer.state.policy.params)
   return trainer
 

@@ -151,7 +151,7 @@ def stored_config(
     ConfigError: it cannot be read.
   """
   try:
-    return config_json.from_stored(host_state["config"])
+    return config_json.from_stored(host_state.get("config"))
   except ValueError as error:
     raise workdir_lib.WorkdirError(
       f"workdir: the checkpoint in {workdir} has a config that is not of this"
