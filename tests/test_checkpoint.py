@@ -1,3 +1,5 @@
+"""Checkpoints: whole or refused, and the same to the bit."""
+
 import pathlib
 import shutil
 import tempfile

@@ -309,26 +309,26 @@ def test_words_mean_one_thing():
   assert not used
 
 
-def test_the_page_of_the_structure_names_every_file():
+def test_the_page_of_the_structure_names_what_a_user_starts_and_each_folder():
   page = (ROOT / "docs" / "structure.md").read_text()
-  _, tree = page.split("## The tree\n")
-  named, folders = set(), {}
-  for line in re.findall(r"^    .+$", tree, re.MULTILINE):
-    depth = len(line) - len(line.lstrip())
-    path = folders.get(depth - 2, pathlib.Path()) / line.split()[0]
-    folders[depth] = path
-    named.add(path)
-  top = {"launch", "configs", "benchmarks", "docs", "jaxrl_async"}
-  files = {
-    path.relative_to(ROOT)
-    for folder in top
-    for path in (ROOT / folder).rglob("*.*")
-    if path.parent.name != "__pycache__"
-  }
-  unnamed = {path for path in files - named if path.suffix != ".txt"}
-  assert {path.name for path in unnamed} <= {"__init__.py", "py.typed"}
-  gone = {path for path in named - files if path.suffix}
-  assert not {path for path in gone if path.parts[0] in top}
+  for folder in ("launch", "configs"):
+    for path in (ROOT / folder).rglob("*.*"):
+      if path.parent.name != "__pycache__":
+        assert f" {path.name} " in page, path
+  for path in package_files():
+    if path.name == "__init__.py" and path.parent != PACKAGE:
+      folder = path.parent.relative_to(PACKAGE).as_posix()
+      assert f"| `{folder}/` |" in page, folder
+
+
+def test_the_first_line_of_each_file_says_what_it_is():
+  silent = [
+    path
+    for path in python_files()
+    if path.name not in ("__init__.py", "conftest.py")
+    and not (ast.get_docstring(parsed(path)) or "").strip()
+  ]
+  assert not silent
 
 
 @pytest.mark.parametrize(

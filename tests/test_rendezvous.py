@@ -1,3 +1,5 @@
+"""Processes that meet: each is let in once, and strangers are not."""
+
 import contextlib
 import functools
 import gc

@@ -1,3 +1,5 @@
+"""Segments of packed rows, cut among devices and processes."""
+
 import jax
 import numpy as np
 import pytest
