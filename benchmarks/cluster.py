@@ -285,7 +285,7 @@ def measure(directory: pathlib.Path, num_replicas: int) -> dict[str, float]:
     start_timeout_s=_DEADLINE_S,
     busy=busy,
     zero_totals=dataclasses.asdict(scheduler_stats.SchedulerStats())
-    | {"wait_s": 0.0, "adopt_s": 0.0, "refused_versions": 0},
+    | {"wait_s": 0.0, "adopt_s": 0.0},
     note=lambda line: None,
   )
   version = directory / "version"

@@ -5,10 +5,10 @@
 Each seed is a run of buffer, coordinator, replicas, schedulers, leases and
 batches, with modelled engines, a modelled trainer and modelled rewards
 (`benchmarks/simulation`). Replicas die, are silent, are slow, fail, join late
-and leave; versions are damaged on their way; the trainer's process ends and
-goes on from a checkpoint. Some runs cut at every checkpoint
-(`run.exact_resume`), evaluate beside training, or let groups fail that take too
-long. A seed that violates an invariant is printed, and `--first` runs it alone:
+and leave; the trainer's process ends and goes on from a checkpoint. Some runs
+cut at every checkpoint (`run.exact_resume`), evaluate beside training, or let
+groups fail that take too long. A seed that violates an invariant is printed,
+and `--first` runs it alone:
 
     python benchmarks/controller.py --first=SEED --seeds=1
 
@@ -20,7 +20,6 @@ violation. All processors are used (`--processes`).
 """
 
 from concurrent import futures
-import functools
 import json
 import multiprocessing
 import os
@@ -36,12 +35,6 @@ _FIRST = flags.DEFINE_integer("first", 0, "The first seed.", lower_bound=0)
 _PROCESSES = flags.DEFINE_integer(
   "processes", os.cpu_count(), "That run seeds at the same time.", 1
 )
-_AGAIN = flags.DEFINE_bool(
-  "written_again",
-  True,
-  "Whether a version that was refused is published again. If not, runs that"
-  " need this version and no newer one stand still.",
-)
 _SEEDS_AT_ONCE = 250
 
 
@@ -52,14 +45,13 @@ def main(_) -> int:
     range(first, min(first + _SEEDS_AT_ONCE, end))
     for first in range(_FIRST.value, end, _SEEDS_AT_ONCE)
   ]
-  run = functools.partial(seeds.run, is_written_again=_AGAIN.value)
   start_s = time.perf_counter()
   if _PROCESSES.value == 1 or len(parts) == 1:
-    found = seeds.joined(map(run, parts))
+    found = seeds.joined(map(seeds.run, parts))
   else:
     spawn = multiprocessing.get_context("spawn")
     with futures.ProcessPoolExecutor(_PROCESSES.value, spawn) as pool:
-      found = seeds.joined(pool.map(run, parts))
+      found = seeds.joined(pool.map(seeds.run, parts))
   wall_s = time.perf_counter() - start_s
   for seed, text in found.failures.items():
     print(f"seed {seed}: {text}", file=sys.stderr)

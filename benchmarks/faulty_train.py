@@ -5,11 +5,8 @@
 The flags after the first two arguments are those of launch/train.py. One fault
 after the other is injected, each EVERY_S seconds after the one before:
 
-    a published version is torn: a byte of it is flipped after it is sealed
-    a published version is from another run
     a batch makes the loss of an update not finite
     no file may grow for a second, as on a full disk
-    the directory of published versions is removed
 
 COUNTS is a file that says how often each of them has happened.
 """
@@ -18,23 +15,17 @@ import dataclasses
 import json
 import pathlib
 import resource
-import shutil
 import sys
 import threading
 import time
-from typing import Any
 
 import numpy as np
 import staged_train
 
 from jaxrl_async import types
-from jaxrl_async.coordination import version_files
 from jaxrl_async.training import trainer as trainer_lib
 
-KINDS = (
-  *("torn version", "foreign version", "loss not finite", "disk full"),
-  "versions removed",
-)
+KINDS = ("loss not finite", "disk full")
 _FULL_S = 1.0
 _FULL_BYTES = 1000  # how long a file may be then
 
@@ -68,21 +59,7 @@ class Faults:
 
 def inject(faults: Faults) -> None:
   """Have the functions of a run go wrong when it is time."""
-  seal, prepare = version_files.seal, trainer_lib.Trainer.prepare
-  num_sealed = 0
-  versions: pathlib.Path | None = None  # the directory that has them
-
-  def sealed(
-    directory: pathlib.Path, named: dict[str, Any], layout: dict[str, str]
-  ) -> None:
-    nonlocal num_sealed, versions
-    num_sealed, versions = num_sealed + 1, directory.parent
-    # A run cannot begin without its first version.
-    if num_sealed > 1 and faults.is_due("foreign version"):
-      named = named | {"incarnation": "another"}
-    seal(directory, named, layout)
-    if num_sealed > 1 and faults.is_due("torn version"):
-      flip_a_byte(directory)
+  prepare = trainer_lib.Trainer.prepare
 
   def prepared(
     self: trainer_lib.Trainer, groups: list[types.RolloutGroup], step: int = 0
@@ -92,12 +69,9 @@ def inject(faults: Faults) -> None:
       used = [with_nan(groups[0]), *groups[1:]]
     if faults.is_due("disk full"):
       fill_disk()
-    if versions is not None and faults.is_due("versions removed"):
-      shutil.rmtree(versions, ignore_errors=True)
     batch = prepare(self, used, step)
     return dataclasses.replace(batch, groups=groups)
 
-  version_files.seal = sealed
   trainer_lib.Trainer.prepare = prepared
 
 
@@ -110,15 +84,6 @@ def fill_disk() -> None:
   )
   timer.daemon = True
   timer.start()
-
-
-def flip_a_byte(directory: pathlib.Path) -> None:
-  """Change the largest file of a version."""
-  files = [path for path in directory.rglob("*") if path.is_file()]
-  path = max(files, key=lambda path: path.stat().st_size)
-  content = bytearray(path.read_bytes())
-  content[len(content) // 2] ^= 1
-  path.write_bytes(content)
 
 
 def with_nan(group: types.RolloutGroup) -> types.RolloutGroup:

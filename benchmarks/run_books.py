@@ -88,7 +88,6 @@ class Books:
         **dataclasses.asdict(scheduler_stats.SchedulerStats()),
         "wait_s": 0.0,
         "adopt_s": 0.0,
-        "refused_versions": 0,
       },
     )
     rewards: Any = SimpleNamespace(

@@ -6,10 +6,8 @@
 Two runs are made of so many train steps: one without faults, and one in which
 each of these happens in turn (`faulty_train.py`, `soak_rewards.py`):
 
-    a published version is torn, or is from another run
     the loss of an update is not finite
     the disk is full for a second, and so is what holds the versions
-    the directory of published versions is removed
     rewards raise, hang, die, flood their output, or are no numbers
     a process that scores is killed
     the whole run is stopped for some seconds, as by SIGSTOP
@@ -51,10 +49,7 @@ _SAMPLE_S = 0.25
 _OUTSIDE = ("reward process killed", "stopped")
 _OF_REPLICAS = ("replica killed", "replica stopped")
 _REPLICA_TIMEOUT_S = 5.0
-_SUMMED = (
-  "transfer/refused_versions",
-  "train/bad_updates",
-)
+_SUMMED = ("train/bad_updates",)
 _COUNTED = (
   "reward_service/timeouts",
   "reward_service/errors",

@@ -162,7 +162,6 @@ class World(worker_world.World):
         directory=self.channel.directory,
         incarnation=self.channel.incarnation,
         shapes=self.channel.shapes,
-        is_written_again=True,
       ),
       base=None,
       probe=(probe, "here"),
@@ -179,7 +178,7 @@ class World(worker_world.World):
       num_slots=tiny.SIZES.num_slots,
       busy=metrics_lib.BusyClock(),
       zero_totals=dataclasses.asdict(scheduler_stats.SchedulerStats())
-      | {"wait_s": 0.0, "adopt_s": 0.0, "refused_versions": 0},
+      | {"wait_s": 0.0, "adopt_s": 0.0},
       note=self.notes.append,
       **{"replica_timeout_s": 30.0, "start_timeout_s": DEADLINE_S}
       | fleet_options,

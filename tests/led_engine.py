@@ -67,7 +67,6 @@ def weights_spec(directory, weights):
     directory=directory,
     incarnation="it",
     shapes=jax.eval_shape(weights),
-    is_written_again=True,
   )
 
 
@@ -127,10 +126,7 @@ def generate(scheduler, channel, engine, forget=lambda: None):
     if step % 3 == 0 and step < 9:
       print("next version", flush=True)
       next(published)
-      while (adopted := channel.adopt(newest)) is None:
-        print(f"refused {channel.refusal.copy}", flush=True)
-        next(published)
-      weights, newest = adopted
+      weights, newest = channel.adopt(newest)
       params = engine.load_params(weights, newest)
       scheduler.adopt(params, newest)
     if step == 2:
@@ -196,22 +192,15 @@ def follow(directory, role):
       return dataclasses.replace(found, tokens=found.tokens ^ 1)
 
     engine_lib.Engine.read = misread
-  load = weight_transfer.OrbaxChannel.load
+  read_version = weight_transfer.OrbaxChannel.read
 
-  def load_late(channel, copy, checked):
+  def read_late(channel, version):
+    if role == "blind" and version == 1:
+      raise weight_transfer.UnreadableVersionError("version 1 is damaged here")
     time.sleep(0.5)  # who does not wait for it adopts too early
-    return load(channel, copy, checked)
+    return read_version(channel, version)
 
-  weight_transfer.OrbaxChannel.load = load_late
-  check = weight_transfer.OrbaxChannel.check
-
-  def check_badly(channel, copy):
-    if copy == "1":
-      raise weight_transfer.RefusedVersionError(1, "is damaged here", copy)
-    return check(channel, copy)
-
-  if role == "blind":
-    weight_transfer.OrbaxChannel.check = check_badly
+  weight_transfer.OrbaxChannel.read = read_late
   process = led_replica.FollowerProcess(60.0)
   process.join(pickle.loads(invitation.read_bytes()), 1)
   time.sleep(600)

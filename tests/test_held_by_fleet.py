@@ -9,7 +9,6 @@ import test_fleet
 import tiny
 import waiting
 
-from jaxrl_async.coordination import version_files
 from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import fleet_answers
 from jaxrl_async.rollout import held_version
@@ -50,34 +49,6 @@ def test_an_evaluation_beside_groups_keeps_its_version(make_world):
     late = world.fleet.hold(0)
   with pytest.raises(held_version.NotHeld, match="was not held"):
     waiting.until(late.is_held, "never")
-  world.check_books()
-
-
-def test_a_held_version_that_is_damaged_is_written_again(
-  make_world, monkeypatch
-):
-  seal = version_files.seal
-
-  def seal_and_damage(directory, named, layout):
-    seal(directory, named, layout)
-    if directory.name == "1":
-      (directory / "stranger").touch()
-
-  monkeypatch.setattr(version_files, "seal", seal_and_damage)
-  world = make_world(num_replicas=2)
-  world.begin()
-  waiting.until(lambda: world.fleet.num_ready == 2, "replicas")
-  world.train(1)
-  with world.fleet.paused(fleet_world.DEADLINE_S):
-    held = world.fleet.hold(1)
-  # Nothing newer is published before one of them has it.
-  waiting.until(held.is_held, "that one holds it")
-  waiting.until(
-    lambda: world.fleet.totals()["refused_versions"] >= 1, "the refusal"
-  )
-  assert world.channel._announced[-1] == "1-2"
-  asked = questions(4)
-  assert len(answers_of(held.answers(*asked))) == 8
   world.check_books()
 
 

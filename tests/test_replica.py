@@ -427,13 +427,11 @@ def test_a_drained_replica_has_told_all_and_holds_nothing(script, replica):
 class Damaging:
   """A channel whose versions a test can damage."""
 
-  def __init__(self, directory, **options):
+  def __init__(self, directory):
     self.directory = directory
     self.weights = tiny.engine_params(0).weights
     target = aot.placed(self.weights, tiny.engine().params_sharding.weights)
-    self.channel = weight_transfer.OrbaxChannel(
-      directory, "now", target, **options
-    )
+    self.channel = weight_transfer.OrbaxChannel(directory, "now", target)
 
   def publish(self, version, *, is_damaged=False):
     self.channel.publish(self.weights, version)
@@ -442,39 +440,26 @@ class Damaging:
       (self.directory / "incarnation-now" / str(version) / "stranger").touch()
 
 
-@pytest.mark.parametrize("again", [True, False])
-def test_a_damaged_version_is_passed_over_and_waited_for_if_it_comes_again(
-  tmp_path, again
-):
-  damaging = Damaging(tmp_path, is_written_again=again)
+def test_a_damaged_version_is_passed_over_and_the_next_one_waited_for(tmp_path):
+  damaging = Damaging(tmp_path)
   channel, publish = damaging.channel, damaging.publish
   replica = make_replica("a", Script(), channel)
   publish(0)
   replica.adopt_version(0, 60.0)
   publish(1, is_damaged=True)
   replica.adopt()
-  assert replica.version == 0 and replica.refused_versions == 1
-  if again:
+  assert replica.version == 0 and not replica.has_newer_weights()
+  with pytest.raises(weight_transfer.WeightTransferError, match="cannot"):
     replica.adopt_version(1, 60.0)
-    assert replica.version == 1
-  else:
-    assert not replica.has_newer_weights()
-    with pytest.raises(weight_transfer.RefusedVersionError, match="stranger"):
-      replica.adopt_version(1, 60.0)
   publish(2)
   replica.adopt_version(2, 60.0)
-  assert replica.version == 2 and replica.refused_versions == 1
-  again = make_replica("a #2", Script(), channel)
-  assert again.refused_versions == 0
+  assert replica.version == 2
   replica.close(has_failed=False)
   channel.close()
 
 
-@pytest.mark.parametrize("again", [True, False])
-def test_a_damaged_version_is_held_when_it_comes_again_or_never(
-  tmp_path, again
-):
-  damaging = Damaging(tmp_path, is_written_again=again)
+def test_a_damaged_version_is_never_held(tmp_path):
+  damaging = Damaging(tmp_path)
   replica = make_replica("a", Script(), damaging.channel)
   damaging.publish(0)
   replica.adopt_version(0, 60.0)
@@ -483,14 +468,9 @@ def test_a_damaged_version_is_held_when_it_comes_again_or_never(
   while not held.held.done():
     if replica.may_adopt():
       replica.adopt()
-    elif replica.refused_versions:
-      replica.wait_for_weights(0.1)
     replica.answer_beside(metrics_lib.BusyClock())
-  if again:
-    assert held.is_held() and replica.version == 1
-  else:
-    with pytest.raises(held_version.NotHeld, match="version 1 was not held"):
-      held.is_held()
-    assert replica.version == 0
+  with pytest.raises(held_version.NotHeld, match="version 1 was not held"):
+    held.is_held()
+  assert replica.version == 0
   replica.close(has_failed=False)
   damaging.channel.close()

@@ -12,10 +12,6 @@ def check(found, steps):
   assert found["ledger_balanced"] and found["bound_held"]
   injected, counted = found["injected"], found["counted"]
   assert all(injected.values()), injected
-  damaged = injected["torn version"] + injected["foreign version"]
-  # A version that is removed while somebody reads it is refused too.
-  most = damaged + injected["versions removed"]
-  assert 0 < counted["transfer/refused_versions"] <= most
   assert counted["train/bad_updates"] == injected["loss not finite"]
   # Evaluations of every tenth step, of the start and of the end.
   assert counted["evaluations"] == 1 + steps // 10

@@ -74,8 +74,6 @@ class Case:
     is_exact: whether every checkpoint is a cut (`run.exact_resume`).
     max_group_s: a group that is not generated after so long fails; 0 waits.
     eval_every: train steps between evaluations beside training; 0 has none.
-    torn_frac: how often a version is damaged on its way.
-    is_written_again: whether such a version is published again.
   """
 
   seed: int
@@ -104,8 +102,6 @@ class Case:
   is_exact: bool
   max_group_s: float
   eval_every: int
-  torn_frac: float
-  is_written_again: bool
 
   def longest_wait_s(self, num_steps: int) -> float:
     """Return the longest time that may pass in so many train steps."""
@@ -160,14 +156,8 @@ def _faults(
   return tuple(faults)
 
 
-def of_seed(seed: int, *, is_written_again: bool = True) -> Case:
-  """Return the case of a seed.
-
-  Args:
-    seed: decides everything.
-    is_written_again: whether the publisher writes a version again that was
-      refused. If not, a run stands still that needs this version.
-  """
+def of_seed(seed: int) -> Case:
+  """Return the case of a seed, which decides everything."""
   case = _of_seed(seed)
   # What was added later is drawn apart, so that older seeds stay what they are.
   rng = random.Random(f"more {seed}")
@@ -176,8 +166,6 @@ def of_seed(seed: int, *, is_written_again: bool = True) -> Case:
     is_exact=rng.random() < 0.4,
     max_group_s=rng.choice((0.0, 0.0, 0.4, 1.0)) * _group_s(case),
     eval_every=rng.choice((0, 0, 1, 2)),
-    torn_frac=rng.choice((0.0, 0.0, 0.3)),
-    is_written_again=is_written_again,
   )
   if not case.is_fleet and rng.random() < 0.5:
     failure = Fault(
@@ -255,6 +243,4 @@ def _of_seed(seed: int) -> Case:
     is_exact=False,
     max_group_s=0.0,
     eval_every=0,
-    torn_frac=0.0,
-    is_written_again=True,
   )

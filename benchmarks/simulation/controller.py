@@ -228,9 +228,7 @@ class Start:
     )
     self.coordinator = self._make_coordinator()
     self.coordinator.restore(snapshot.running(groups))
-    self.channel = surroundings.Channel(
-      loop, case.torn_frac, is_written_again=case.is_written_again
-    )
+    self.channel = surroundings.Channel(loop)
     self.rollout = self._make_rollout()
     self.invariants = invariants_lib.Invariants(
       self.buffer,
@@ -374,8 +372,6 @@ class Start:
       process.end()
     self.trainer.end()
     self._loading.close()
-    if self.channel.num_torn:
-      self.world.faults["torn"] += self.channel.num_torn
     self.ledger.close()
 
   def moving(self) -> tuple[object, ...]:

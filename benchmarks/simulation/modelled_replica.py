@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent import futures
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.engine import scheduler_stats
@@ -38,7 +38,6 @@ _IDLE_S = 0.25
 NO_TOTALS = dataclasses.asdict(scheduler_stats.SchedulerStats()) | {
   "wait_s": 0.0,
   "adopt_s": 0.0,
-  "refused_versions": 0,
 }
 
 
@@ -51,7 +50,6 @@ def make_replica(
   busy: metrics_lib.BusyClock,
 ) -> replica_lib.Replica:
   """Return a replica whose engine and whose weights are models."""
-  reader: Any = surroundings.Reader(channel)
   return replica_lib.Replica(
     name,
     link,
@@ -60,11 +58,9 @@ def make_replica(
       kv_on_adopt=case.kv_on_adopt,
       busy=busy,
     ),
-    channel=reader,
+    channel=cast(Any, channel),
     tokenizer=tokenizer(),
-    fetch=lambda _, engine, newer_than: surroundings.Fetch(
-      loop, case.adopt_s, reader, newer_than
-    ),
+    fetch=lambda *_: surroundings.Fetch(loop, case.adopt_s, channel),
   )
 
 

@@ -50,24 +50,18 @@ class Summary:
     return sum(text.startswith("deadlock") for text in self.failures.values())
 
 
-def run(
-  seeds: Iterable[int],
-  most_failures: int = 10,
-  *,
-  is_written_again: bool = True,
-) -> Summary:
+def run(seeds: Iterable[int], most_failures: int = 10) -> Summary:
   """Run the cases of these seeds, until so many have failed.
 
   Args:
     seeds: the seeds.
     most_failures: where to stop.
-    is_written_again: as in `case.of_seed`.
   """
   summary = Summary()
   memory = str(_MEMORY) if _MEMORY.is_dir() else None
   with tempfile.TemporaryDirectory(dir=memory) as directory:
     for seed in seeds:
-      case = case_lib.of_seed(seed, is_written_again=is_written_again)
+      case = case_lib.of_seed(seed)
       _run(case, pathlib.Path(directory), summary)
       if len(summary.failures) >= most_failures:
         break

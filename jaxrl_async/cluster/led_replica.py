@@ -10,8 +10,7 @@ the same results from its own devices, so its scheduler decides the same.
 | --- | --- |
 | attach | makes its engine and channels, if they differ from those it has |
 | schedule | makes a scheduler without sequences |
-| check | checks a version beside decoding, and says what it has found |
-| fetch | reads its part of it beside decoding, and says when it has it |
+| fetch | reads its part of a version beside decoding, and says when it has it |
 | submit, cancel, adopt, step | calls its scheduler |
 | forget | forgets a scheduler, with its cache |
 
@@ -33,7 +32,6 @@ from jaxrl_async.cluster import replica_spec
 from jaxrl_async.cluster import replica_world
 from jaxrl_async.coordination import compile_clock
 from jaxrl_async.coordination import supervisor as supervisor_lib
-from jaxrl_async.coordination import version_files
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import engine as engine_lib
@@ -57,7 +55,7 @@ def _checksum(before: int, ended: Iterable[sequence_lib.Sequence]) -> int:
 class Lead:
   """The followers of a replica, as the process that leads sees them.
 
-  Threads: `tell` belongs to the replica's thread, `begin` and `wait` to the
+  Threads: `tell` belongs to the replica's thread, `fetch` and `wait` to the
   thread that fetches a version. A condition guards what followers say of it.
   """
 
@@ -80,8 +78,7 @@ class Lead:
     self._peers = peers
     self._num_followers = size - 1
     self._changed = threading.Condition()
-    # What followers have said: why a copy of a version is refused, or "".
-    self._said: dict[tuple[str, str], list[str]] = {}
+    self._fetched: dict[int, int] = {}  # followers that have a version
     peers.watch(self._receive, on_failure)
 
   def tell(self, verb: str, *arguments: Any) -> None:
@@ -93,22 +90,18 @@ class Lead:
     self.tell("attach", spec)
     self._peers.common = {_TOKENIZER: spec.tokenizer}
 
-  def begin(self, verb: str, copy: str) -> None:
-    """Have the followers check or fetch a copy of a version."""
+  def fetch(self, version: int) -> None:
+    """Have the followers fetch a version."""
     with self._changed:
-      self._said = {(verb, copy): []}
-    self.tell(verb, copy)
+      self._fetched = {version: 0}
+    self.tell("fetch", version)
 
-  def wait(self, verb: str, copy: str) -> str:
-    """Wait until all followers have done so.
-
-    Returns:
-      Why one of them refuses the copy, or "".
-    """
+  def wait(self, version: int) -> None:
+    """Wait until all followers have fetched a version."""
     with self._changed:
-      said = self._said[verb, copy]
-      self._changed.wait_for(lambda: len(said) == self._num_followers)
-      return next(filter(None, said), "")
+      self._changed.wait_for(
+        lambda: self._fetched[version] == self._num_followers
+      )
 
   def forget_questions(self) -> None:
     """Have the followers free the cache of the questions."""
@@ -118,42 +111,31 @@ class Lead:
     if message == (_COMPILING,):
       self._on_compiling()
       return
-    verb, copy, refusal = message
+    (version,) = message
     with self._changed:
-      self._said[verb, copy].append(refusal)
+      self._fetched[version] += 1
       self._changed.notify_all()
 
 
 class LedChannel(weight_transfer.OrbaxChannel):
   """A channel whose versions all processes of a replica read together.
 
-  All of them check a version before any of them reads it. Reading is done by
-  all or by none, because Orbax lets each process wait for the others.
+  Orbax lets each of them wait for the others. One that cannot read a version
+  ends the replica.
   """
 
   lead: Lead
 
-  def read(self, copy: str) -> Any:
-    # They need no locks: the copy stays for as long as this one is held.
-    checked = self._together("check", copy, lambda: self.check(copy))
-    return self._together("fetch", copy, lambda: self.load(copy, checked))
-
-  def _together(self, verb: str, copy: str, function: Callable[[], Any]) -> Any:
-    """Call a function here while the followers do what the verb says.
-
-    Raises:
-      RefusedVersionError: one of the processes refuses the copy.
-    """
-    self.lead.begin(verb, copy)
+  def read(self, version: int) -> Any:
+    # They need no locks: the version stays for as long as this one is held.
+    self.lead.fetch(version)
     try:
-      result = function()
-    finally:
-      refusal = self.lead.wait(verb, copy)
-    if refusal:
-      raise weight_transfer.RefusedVersionError(
-        version_files.version_of(copy), refusal, copy
-      )
-    return result
+      weights = super().read(version)
+    except weight_transfer.UnreadableVersionError as error:
+      # The others may wait for this process inside of Orbax.
+      raise weight_transfer.WeightTransferError(str(error)) from error
+    self.lead.wait(version)
+    return weights
 
 
 class LedScheduler(scheduler_lib.Scheduler):
@@ -231,7 +213,6 @@ class Follower:
     self._schedulers: dict[int, scheduler_lib.Scheduler] = {}
     self._checksums: dict[int, int] = {}
     self._weights: dict[int, decode_state_lib.EngineParams] = {}
-    self._checked: version_files.Checked = ([], [])
     self._fetching: threading.Thread | None = None
     peers.watch(self._receive, self._end)
     supervisor_lib.start_thread("follower", self._run, self._end)
@@ -280,43 +261,17 @@ class Follower:
     )
     self._checksums[number] = 0
 
-  def _on_check(self, copy: str) -> None:
-    channel = self._channel
-    assert channel is not None
-
-    def check() -> None:
-      self._checked = channel.check(copy)
-
-    self._beside("check", copy, check)
-
-  def _on_fetch(self, copy: str) -> None:
+  def _on_fetch(self, version: int) -> None:
     engine, channel = self._engine, self._channel
     assert engine is not None and channel is not None
 
     def fetch() -> None:
-      weights = channel.load(copy, self._checked)
-      version = version_files.version_of(copy)
+      weights = channel.read(version)
       self._weights[version] = engine.load_params(weights, version)
-
-    # One that was fetched and not adopted was refused by another process.
-    groups = self._schedulers.get(_GROUPS)
-    self._keep(lambda v: groups is not None and v == groups.version)
-    self._beside("fetch", copy, fetch)
-
-  def _beside(self, verb: str, copy: str, function: Callable[[], None]) -> None:
-    """Call a function beside decoding, and say what came of it."""
-    version = version_files.version_of(copy)
-
-    def call() -> None:
-      refusal = ""
-      try:
-        function()
-      except weight_transfer.RefusedVersionError as error:
-        refusal = str(error).removeprefix(f"version {version} ")
-      self._peers.send(verb, copy, refusal)
+      self._peers.send(version)
 
     self._fetching = supervisor_lib.start_thread(
-      "weight-fetch", call, self._end
+      "weight-fetch", fetch, self._end
     )
 
   def _on_submit(self, number: int, sequence: sequence_lib.Sequence) -> None:

@@ -38,15 +38,12 @@ class WeightsSpec:
     directory: of the channel, which the replica's host sees too.
     incarnation: of the channel.
     shapes: shapes and dtypes of the published arrays.
-    is_written_again: whether the publisher writes a version again that a reader
-      has refused.
     coalesce: False at max_staleness 0, where no version may be skipped.
   """
 
   directory: pathlib.Path
   incarnation: str
   shapes: Any
-  is_written_again: bool = False
   coalesce: bool = True
 
   def channel(
@@ -60,7 +57,6 @@ class WeightsSpec:
       self.incarnation,
       aot.placed(self.shapes, shardings),
       coalesce=self.coalesce,
-      is_written_again=self.is_written_again,
     )
 
 

@@ -80,7 +80,6 @@ def make_channel(
   directory: pathlib.Path,
   target: Any,
   coalesce: bool,
-  is_written_again: bool = True,
   world: world_lib.World | None = None,
   note: Callable[[str], None] = lambda text: None,
 ) -> weight_transfer.WeightChannel:
@@ -91,7 +90,6 @@ def make_channel(
     directory: where an Orbax channel writes versions.
     target: jax.ShapeDtypeStruct leaves with the rollout shardings.
     coalesce: False at max_staleness 0, where no version may be skipped.
-    is_written_again: as for `weight_transfer.OrbaxChannel`.
     world: the processes that publish together; None is this one alone.
     note: is called with a message when a version cannot be written.
   """
@@ -103,7 +101,6 @@ def make_channel(
     incarnation,
     target,
     coalesce=coalesce,
-    is_written_again=is_written_again,
     world=world,
     note=note,
   )

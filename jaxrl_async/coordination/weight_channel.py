@@ -19,38 +19,22 @@ class WeightTransferError(RuntimeError):
   """A version could not be published, or differs from what was published."""
 
 
-class RefusedVersionError(WeightTransferError):
-  """A version differs from what was published, or is from another run.
-
-  Attributes:
-    version: its number.
-    copy: the name of the copy that was refused.
-  """
-
-  def __init__(self, version: int, why: str, copy: str):
-    super().__init__(f"version {version} {why}")
-    self.version = version
-    self.copy = copy
+class UnreadableVersionError(WeightTransferError):
+  """A version differs from what was published, or is from another run."""
 
 
 class WeightChannel(abc.ABC):
   """Order, layout and waiting, which both channels have in common.
 
-  Invariant: `newest_version` never decreases, except after a version that was
-  refused, and `adopt` returns exactly the params that were published with the
-  version it returns.
+  Invariant: `newest_version` never decreases, except after a version that
+  cannot be read, and `adopt` returns exactly the params that were published
+  with the version it returns.
 
   Attributes:
     num_bytes: size of one version.
     shapes: shapes and dtypes of the arrays of a version.
-    num_refused: copies of versions that were not adopted, because they differ
-      from what was published.
-    refusal: the last of these errors; None if there was none.
-    is_written_again: whether the publisher writes a version again that a reader
-      has refused.
-    wanted_again: the version that the caller of `publish` has to publish once
-      more, because a reader refused it and the channel keeps no arrays; None
-      if there is none.
+    unreadable: the last version that could not be read, and is not adopted; -1
+      before the first.
 
   Threads: one thread publishes and closes; any number poll, wait and adopt.
   `_changed` guards what they share and is notified after every new version,
@@ -72,10 +56,7 @@ class WeightChannel(abc.ABC):
       x.size * x.dtype.itemsize for x in jax.tree.leaves(target)
     )
     self._changed = threading.Condition()
-    self.num_refused = 0
-    self.refusal: RefusedVersionError | None = None
-    self.is_written_again = True
-    self.wanted_again: int | None = None
+    self.unreadable = -1
     self._last_published = -1
     self._is_closed = False
 
@@ -85,8 +66,7 @@ class WeightChannel(abc.ABC):
     Args:
       params: arrays with the target's leaf names, shapes and dtypes, on any
         devices.
-      version: completed train steps; increases from call to call, or is
-        `wanted_again`.
+      version: completed train steps; increases from call to call.
 
     Returns:
       The seconds for which the caller was held up.
@@ -100,7 +80,7 @@ class WeightChannel(abc.ABC):
     self._raise_failure()
     if self._is_closed:
       raise WeightTransferError(f"version {version}: the channel is closed")
-    if version <= self._last_published and version != self.wanted_again:
+    if version <= self._last_published:
       raise WeightTransferError(
         f"version {version} is not newer than {self._last_published}"
       )
@@ -109,11 +89,8 @@ class WeightChannel(abc.ABC):
       pytree_files.check_layout(pytree_files.layout(named), self._layout)
     except pytree_files.LayoutError as error:
       raise WeightTransferError(f"version {version}: {error}") from error
-    with self._changed:
-      self._last_published = version
+    self._last_published = version
     self._hand_over({name: named[name] for name in self._layout}, version)
-    with self._changed:
-      self.wanted_again = None  # only now, so that it is not asked for twice
     return time.perf_counter() - start
 
   @abc.abstractmethod
@@ -125,11 +102,9 @@ class WeightChannel(abc.ABC):
     """Return the newest version in the target's shardings, or None.
 
     The result is None if no version is newer than `newer_than`, and if the
-    newest one was refused while it may be written again, or a newer one.
+    newest one cannot be read. Then the next one is waited for.
 
     Raises:
-      RefusedVersionError: the newest version differs from what was published,
-        and no other will come before it is adopted.
       WeightTransferError: an earlier version could not be published.
     """
 

@@ -119,7 +119,6 @@ class AttachedReplica:
         **dataclasses.asdict(replica.scheduler.stats),
         "wait_s": self._wait_s,
         "adopt_s": replica.adopt_s,
-        "refused_versions": replica.refused_versions,
       },
       busy_s=max(0.0, busy_s - before_busy_s),
       activities=tuple(

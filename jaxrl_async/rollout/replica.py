@@ -81,7 +81,6 @@ class Replica:
     self.group_tokens = 0
     self._link = link
     self._channel = channel
-    self._refused_before = channel.num_refused
     self._tokenizer = tokenizer
     self._requests = requests
     self._begin_fetch = fetch
@@ -107,19 +106,9 @@ class Replica:
     """Whether client requests may arrive at any time."""
     return self._requests is not None
 
-  @property
-  def refused_versions(self) -> int:
-    """The versions that were not adopted, because they were damaged."""
-    return self._channel.num_refused - self._refused_before
-
   def _is_lost(self, version: int) -> bool:
-    """Whether a version was refused, and will not be written again."""
-    refusal = self._channel.refusal
-    return (
-      refusal is not None
-      and not self._channel.is_written_again
-      and refusal.version >= version > self.version
-    )
+    """Whether a version could not be read, and no newer one was adopted."""
+    return self._channel.unreadable >= version > self.version
 
   def has_newer_weights(self) -> bool:
     """Return whether newer weights were fetched, so that `adopt` is quick.
@@ -209,8 +198,9 @@ class Replica:
       if self.has_newer_weights():
         self.adopt()
       elif self._fetch is None and self._is_lost(version):
-        assert self._channel.refusal is not None
-        raise self._channel.refusal
+        raise weight_transfer.UnreadableVersionError(
+          f"version {version} cannot be read"
+        )
       elif (wait_s := deadline.next_wait_s()) == 0:
         raise TimeoutError(
           f"{self.name} has not got version {version} in {timeout_s} s"

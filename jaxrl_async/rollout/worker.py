@@ -129,7 +129,6 @@ class RolloutWorker:
       **dataclasses.asdict(self.replica.scheduler.stats),
       "wait_s": self.wait_for_admission_s,
       "adopt_s": self.replica.adopt_s,
-      "refused_versions": self.replica.refused_versions,
     }
 
   def metrics(self) -> dict[str, float]:

@@ -465,5 +465,4 @@ def _rollout_metrics(
     "time/adopt_s": delta["adopt_s"],
     # Both are averages over the replicas.
     "time/adoption_s": delta["adopt_s"] / (delta["adoptions"] or 1),
-    "transfer/refused_versions": delta["refused_versions"],
   }

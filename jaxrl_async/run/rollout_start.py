@@ -179,7 +179,7 @@ def build(
     hang_timeout_s=config.cluster.hang_timeout_s,
     busy=busy,
     zero_totals=dataclasses.asdict(scheduler_stats.SchedulerStats())
-    | {"wait_s": 0.0, "adopt_s": 0.0, "refused_versions": 0},
+    | {"wait_s": 0.0, "adopt_s": 0.0},
     note=note,
   )
   shutdown.closes(fleet.close)
@@ -211,8 +211,7 @@ def _channels(
   With LoRA there is one of the base before it.
   """
   channels = []
-  base = trainer.base_shapes()
-  for shapes in (base, trainer.published_shapes()):
+  for shapes in (trainer.base_shapes(), trainer.published_shapes()):
     if shapes is None:
       continue
     channel = weight_channels.make_channel(
@@ -222,8 +221,6 @@ def _channels(
       None,
       session.progress.note,
       session.world,
-      # A copy of the base would take memory for the whole run.
-      is_written_again=shapes is not base,
     )
     assert isinstance(channel, weight_transfer.OrbaxChannel)
     # The last version may still be on its way to a slow disk.
@@ -271,7 +268,6 @@ def _spec(
       directory=channel.directory,
       incarnation=channel.incarnation,
       shapes=channel.shapes,
-      is_written_again=channel.is_written_again,
       coalesce=config.algorithm.max_staleness > 0,
     )
     for channel in channels

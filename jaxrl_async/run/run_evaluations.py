@@ -93,7 +93,7 @@ class RunEvaluations:
 
     def check() -> None:
       self._stop.check("stopped in an evaluation")
-      self._publisher.renew(is_urgent=True)
+      self._publisher.catch_up(is_urgent=True)
 
     is_end = step == 0 or step >= config.train.num_steps
     with parts.recorder.evaluating(), self._thread.paused():
@@ -144,9 +144,8 @@ class RunEvaluations:
     """Return whether a newer version may be published.
 
     It would replace the one that is evaluated before the rollout side has it.
-    One that has to be published again cannot be, as the weights are newer.
     """
-    if self._now is None or self._parts.channel.wanted_again is not None:
+    if self._now is None:
       return True
     try:
       return self._now.held.is_held()
@@ -176,7 +175,7 @@ class RunEvaluations:
         self.drop(step)
         return
       self._supervisor.check()
-      self._publisher.renew(is_urgent=True)  # it may wait for a version
+      self._publisher.catch_up(is_urgent=True)  # it may wait for a version
       self._thread.check(
         watch,
         self._num_answers,

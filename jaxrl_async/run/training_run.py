@@ -234,7 +234,7 @@ class Run:
       loaded = self.loader.next(timeout_s=0.2)
       if loaded is not None:
         return loaded
-      self.publisher.renew()
+      self.publisher.catch_up()
       self.recorder.wait(timeout_s=0.0)  # raises the recorder's failure
       self._look(watch, f"a batch for step {step}")
     return None

@@ -53,12 +53,3 @@ class VersionPublisher:
       return
     version, self._due = self._due, None
     self._channel.publish(self._trainer.published(), version)
-
-  def renew(self, *, is_urgent: bool = False) -> None:
-    """Catch up, and publish the newest version again if a reader refused it.
-
-    It must not be called between a train step and the `publish` of its version.
-    """
-    if self._due is None:
-      self._due = self._channel.wanted_again
-    self.catch_up(is_urgent=is_urgent)

@@ -26,7 +26,6 @@ def make_channel(
   engine: engine_lib.Engine | None,
   note: Callable[[str], None],
   world: world_lib.World | None = None,
-  is_written_again: bool = True,
 ) -> weight_transfer.WeightChannel:
   """Build the channel that brings weights from the trainer to the engine.
 
@@ -39,7 +38,6 @@ def make_channel(
     note: is called with messages about what was found in the directory of the
       channel.
     world: the processes that train together; None is this one alone.
-    is_written_again: as for `weight_transfer.OrbaxChannel`.
   """
   target = published
   if engine is not None:
@@ -58,7 +56,6 @@ def make_channel(
     ),
     target=target,
     coalesce=config.algorithm.max_staleness > 0,
-    is_written_again=is_written_again,
     world=world,
     note=note,
   )

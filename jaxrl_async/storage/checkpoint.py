@@ -38,7 +38,6 @@ from jaxrl_async.storage import disk
 from jaxrl_async.storage import manifest
 from jaxrl_async.storage import outstanding as outstanding_lib
 from jaxrl_async.storage import pytree_files
-from jaxrl_async.storage import shared_check
 
 R = TypeVar("R")
 Announce = Callable[[pathlib.Path], None]
@@ -247,7 +246,7 @@ def verify(directory: pathlib.Path, step: int) -> Verified:
   """
   path = places.path_of(directory, step)
   try:
-    marks = shared_check.marks(path)
+    marks = manifest.marks(path)
     about = manifest.verify(path)
   except (manifest.ManifestError, OSError) as error:
     is_refused = isinstance(error, PermissionError)
@@ -264,7 +263,7 @@ def _about(path: pathlib.Path, step: int, verified: Verified | None) -> Any:
   if verified is None:
     return verify(path.parent, step).about
   try:
-    is_same = shared_check.marks(path) == verified.marks
+    is_same = manifest.marks(path) == verified.marks
   except OSError:
     is_same = False
   if not is_same:

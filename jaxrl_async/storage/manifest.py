@@ -10,9 +10,7 @@ lines before it, so that the manifest is protected too.
 The digest is SHA-256, because processors have instructions for it: it takes 0.7
 ms per MB, BLAKE2b 1.4 ms. A file is cut into blocks that several threads read
 and hash at the same time, since a version of a large model has tens of
-gigabytes. The digest of a file is that of the digests of its blocks. A manifest
-that does not name the size of its blocks is older, and its digests are of whole
-files.
+gigabytes. The digest of a file is that of the digests of its blocks.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +22,6 @@ import pathlib
 from typing import Any
 
 from jaxrl_async.storage import disk
-from jaxrl_async.storage import shared_check
 
 NAME = "manifest.json"
 _BLOCK_BYTES = 2**24
@@ -75,15 +72,11 @@ def write(
         disk.sync_names(path)
 
 
-def verify(
-  directory: pathlib.Path, record: pathlib.Path | None = None
-) -> dict[str, Any]:
+def verify(directory: pathlib.Path) -> dict[str, Any]:
   """Check every file, and return what `write` was told about the directory.
 
   Args:
     directory: holds the files.
-    record: where the processes of one host share the check of the digests, see
-      `shared_check.once`; None is a check by this process alone.
 
   Raises:
     ManifestError: there is no manifest, or a file was added, lost or changed.
@@ -102,28 +95,36 @@ def verify(
   for name in sorted(expected.keys() ^ set(found)):
     what = "is missing" if name in expected else "does not belong here"
     raise ManifestError(f"{directory / name} {what}")
-  why_not = shared_check.once(
-    record,
-    hashlib.sha256(data).hexdigest(),
-    [directory / name for name in found],
-    lambda: _why_not(directory, manifest),
-  )
-  if why_not:
-    raise ManifestError(why_not)
+  digests = _digests(directory, sorted(expected), manifest["block_bytes"])
+  for name in sorted(expected):
+    if digests[name] != expected[name]:
+      raise ManifestError(f"{directory / name} is corrupted")
   return manifest["about"]
 
 
-def _why_not(directory: pathlib.Path, manifest: dict[str, Any]) -> str:
-  """Return which file differs from its digest, or ""."""
-  expected = manifest["files"]
-  if "block_bytes" in manifest:
-    digests = _digests(directory, sorted(expected), manifest["block_bytes"])
-  else:
-    digests = {name: _whole_digest(directory / name) for name in expected}
-  for name in sorted(expected):
-    if digests[name] != expected[name]:
-      return f"{directory / name} is corrupted"
-  return ""
+def marks(directory: pathlib.Path) -> tuple[list[str], list[list[int]]]:
+  """Return what differs if a file is added, lost, replaced or changed.
+
+  Files are opened for this, because a network file system then asks its server.
+
+  Raises:
+    OSError: a file cannot be opened.
+  """
+  paths = sorted(path for path in directory.rglob("*") if path.is_file())
+  found = []
+  for path in paths:
+    with open(path, "rb") as file:
+      status = os.fstat(file.fileno())
+    found.append(
+      [
+        status.st_dev,
+        status.st_ino,
+        status.st_size,
+        status.st_mtime_ns,
+        status.st_ctime_ns,
+      ]
+    )
+  return [*map(str, paths)], found
 
 
 def about(directory: pathlib.Path) -> dict[str, Any]:
@@ -220,8 +221,3 @@ def _block_digest(path: pathlib.Path, start: int, num_bytes: int) -> bytes:
   with open(path, "rb") as file:
     file.seek(start)
     return hashlib.sha256(file.read(num_bytes)).digest()
-
-
-def _whole_digest(path: pathlib.Path) -> str:
-  with open(path, "rb") as file:
-    return hashlib.file_digest(file, "sha256").hexdigest()

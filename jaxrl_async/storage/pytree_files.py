@@ -96,7 +96,6 @@ def save_async(
   path: pathlib.Path,
   named: dict[str, Any],
   *,
-  is_kept: bool = False,
   is_frequent: bool = False,
 ) -> Callable[[], None]:
   """Start to write a tree; the arrays may be donated when this returns.
@@ -111,8 +110,6 @@ def save_async(
   Args:
     path: where to write.
     named: the result of `named_leaves`.
-    is_kept: whether the caller changes no array in the host's memory before the
-      tree is written, so that these are not copied.
     is_frequent: whether this is done thousands of times in a process. If there
       are not too many, each shard then gets a file of its own. In the format in
       which Orbax puts many into a few files, TensorStore keeps 2 kB of memory
@@ -129,8 +126,7 @@ def save_async(
     in_few_files = _num_shards(named) > _MOST_FILES
     context.array.saving.use_ocdbt = in_few_files
     context.array.saving.use_zarr3 = in_few_files  # else it warns when it loads
-  if not is_kept:
-    named = {n: _copied(x) if _is_on_host(x) else x for n, x in named.items()}
+  named = {n: _copied(x) if _is_on_host(x) else x for n, x in named.items()}
   _wait_for_others()
   with _STARTING, context:
     wait = ocp.save_async(str(path), named).result
@@ -168,17 +164,6 @@ def is_held_up() -> bool:
   return any(wait.is_long and not wait.is_over for wait in _waits)
 
 
-def in_host_memory(named: dict[str, Any]) -> dict[str, Any]:
-  """Return the arrays in the host's memory, in the same shardings.
-
-  Those of a CPU lie there already, and are not copied.
-  """
-  return {
-    name: leaf if _is_of_cpu(leaf) else _moved(leaf)
-    for name, leaf in named.items()
-  }
-
-
 def load(
   path: pathlib.Path,
   target: Any,
@@ -213,18 +198,6 @@ def _is_on_host(leaf: Any) -> bool:
     return False  # Orbax copies arrays of numpy
   kinds = {d.default_memory().kind for d in leaf.sharding.addressable_devices}
   return leaf.sharding.memory_kind not in {None, *kinds}
-
-
-def _is_of_cpu(leaf: Any) -> bool:
-  if not isinstance(leaf, jax.Array):
-    return True
-  return all(d.platform == "cpu" for d in leaf.sharding.device_set)
-
-
-def _moved(leaf: jax.Array) -> jax.Array:
-  """Return an array in the host's memory, with its shards as they are."""
-  sharding = leaf.sharding.with_memory_kind("pinned_host")
-  return jax.block_until_ready(jax.device_put(leaf, sharding))
 
 
 def _copied(leaf: jax.Array) -> jax.Array:
