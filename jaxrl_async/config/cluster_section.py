@@ -91,10 +91,9 @@ class ClusterSection:
   start_timeout_s: float = setting_lib.setting(
     300.0,
     "limit of each part of the start, in seconds: Ray answers; the cluster"
-    " has enough hosts; they have answered; a pool that scores is ready; as"
-    " many replicas as the run begins with are ready. A process that has"
-    " started has so long until it is a replica. Reading the base of a model"
-    " with LoRA has time of its own.",
+    " has enough hosts; they have answered; as many replicas as the run begins"
+    " with are ready. A process that has started has so long until it is a"
+    " replica. Reading the base of a model with LoRA has time of its own.",
     low=1,
     high=setting_lib.MAX_TIMEOUT_S,
   )
