@@ -160,11 +160,11 @@ def test_nobody_waits_for_ever_for_an_evaluation():
   )
   start_s, looks = time.monotonic(), []
 
-  def renew(**_):
+  def catch_up(**_):
     looks.append(1)
     this._num_answers += len(looks) < 15  # three seconds of answers
 
-  this._publisher.renew = renew
+  this._publisher.catch_up = catch_up
   with pytest.raises(supervisor_lib.StallError) as raised:
     this.finish(5, is_awaited=True)
   assert 4.0 < time.monotonic() - start_s < 20.0
