@@ -112,12 +112,10 @@ class RolloutSide(Protocol):
     ...
 
   def totals(self) -> dict[str, int | float]:
-    """Return counters since the start: those of `SchedulerStats`, and others.
+    """Return counters since the start: `SchedulerStats`, and two of seconds.
 
-    `refused_versions` are those of the weights that were not adopted, because
-    they differed from what was published. The others are seconds: `wait_s`, in
-    which there was nothing to generate, and `adopt_s`, in which nothing was
-    decoded because weights were adopted.
+    In `wait_s` there was nothing to generate. In `adopt_s` nothing was decoded
+    because weights were adopted.
     """
     ...
 
