@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.storage import pytree_files
 
 _POLL_S = 0.005
@@ -19,7 +20,7 @@ class WeightTransferError(RuntimeError):
   """A version could not be published, or differs from what was published."""
 
 
-class UnreadableVersionError(WeightTransferError):
+class UnreadableVersionError(WeightTransferError, supervisor_lib.RunError):
   """A version differs from what was published, or is from another run."""
 
 

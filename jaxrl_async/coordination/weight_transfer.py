@@ -64,7 +64,7 @@ class OrbaxChannel(WeightChannel):
   A reader checks what it adopts. A version that differs from its manifest, or
   is of another incarnation, is never adopted: its reader logs that, keeps what
   it has, and goes on with the next version. Nothing is written again. A run
-  that needs this version stalls, and continues from its last checkpoint.
+  that needs this version ends, and its next start continues from a checkpoint.
 
   Removal. A reader takes a shared lock on the manifest and then checks whether
   the version is still the newest. The publisher removes a version only when two

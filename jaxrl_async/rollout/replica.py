@@ -199,7 +199,8 @@ class Replica:
         self.adopt()
       elif self._fetch is None and self._is_lost(version):
         raise weight_transfer.UnreadableVersionError(
-          f"version {version} cannot be read"
+          f"version {version} of the weights cannot be read; start again, to go"
+          " on from the last checkpoint"
         )
       elif (wait_s := deadline.next_wait_s()) == 0:
         raise TimeoutError(
