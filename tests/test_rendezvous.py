@@ -170,7 +170,8 @@ def test_processes_that_are_missing_are_named(tmp_path):
   line = refused(
     [(0, 4, FACTS, [tmp_path]), (2, 4, FACTS, [tmp_path])], timeout_s=2.0
   )
-  assert line == (
+  # A client of another program may have come to the port, which is told too.
+  assert line.startswith(
     "cluster.trainer_processes: 2 of 4 processes came within 2 s"
     " (cluster.start_timeout_s); missing: process 1, 3"
   )
