@@ -16,8 +16,8 @@ import stage_board
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.rewards import pool as pool_lib
+from jaxrl_async.run import first_stage
 from jaxrl_async.run import run_evaluations
-from jaxrl_async.run import start_up
 from jaxrl_async.storage import background_write
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.training import trainer as trainer_lib
@@ -25,8 +25,8 @@ from jaxrl_async.training import trainer as trainer_lib
 LAUNCH = pathlib.Path(__file__).resolve().parents[1] / "launch"
 # The stage, and the function that is inside it from its call to its return.
 _FUNCTIONS = (
-  ("warm start", start_up, "_warm_start"),
-  ("restore", start_up, "_restore"),
+  ("warm start", first_stage, "warm_start"),
+  ("restore", first_stage, "restore"),
   ("publish", weight_transfer.OrbaxChannel, "_announce"),
   ("adopt", weight_transfer.OrbaxChannel, "adopt"),
   ("adopt", scheduler_lib.Scheduler, "adopt"),

@@ -192,14 +192,14 @@ def _train(
   # quarter of the coordinator's time.
   gc.set_threshold(10_000)
 
-  from jaxrl_async.run import training_run
+  from jaxrl_async.run import train as train_lib
   from jaxrl_async.serving import front as front_lib
 
   serving = None
   if _SERVE_PORT.value:
     key = os.environ.get("JAXRL_API_KEY", "").strip() or None
     serving = front_lib.ServeSettings(port=_SERVE_PORT.value, api_key=key)
-  summary = training_run.run(
+  summary = train_lib.run(
     config,
     workdir,
     serving=serving,

@@ -13,7 +13,7 @@ import conftest  # noqa: F401  session settings, also as a script
 from ml_collections import config_dict
 import reward_scorers
 
-from jaxrl_async.run import training_run
+from jaxrl_async.run import train as train_lib
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
@@ -43,7 +43,7 @@ def get_config(num_steps):
 
 
 if __name__ == "__main__":
-  training_run.run(
+  train_lib.run(
     get_config(int(sys.argv[2])),
     pathlib.Path(sys.argv[1]),
     scorer=reward_scorers.tells_questions_apart,

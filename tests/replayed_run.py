@@ -232,8 +232,9 @@ class Run:
       end_step=config.train.num_steps,
     )
     shutdown = shutdown_lib.Shutdown(
-      self.buffer, timeout_s=20.0, note=lambda line: print(line, flush=True)
+      20.0, note=lambda line: print(line, flush=True)
     )
+    shutdown.guards(self.buffer)
     with shutdown, self.stop.on_signals(lambda line: None):
       shutdown.closes(channel.close)
       channel.publish(trainer.published(), step)

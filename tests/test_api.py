@@ -16,7 +16,7 @@ import jaxrl_async
 from jaxrl_async.config import sections
 from jaxrl_async.devices import xla_flags
 from jaxrl_async.rewards import importable
-from jaxrl_async.run import training_run
+from jaxrl_async.run import train as train_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.types import FinishReason
 
@@ -251,7 +251,7 @@ def begun(monkeypatch):
     seen.update(config=config, workdir=workdir, **parts)
     return json.dumps({"train_steps": 0})
 
-  monkeypatch.setattr(training_run, "run", run)
+  monkeypatch.setattr(train_lib, "run", run)
   return seen
 
 

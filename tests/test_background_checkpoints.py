@@ -17,10 +17,10 @@ from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.run import checkpointing
 from jaxrl_async.run import evaluate
+from jaxrl_async.run import loop as loop_lib
 from jaxrl_async.run import recorder as recorder_lib
+from jaxrl_async.run import rollout_thread
 from jaxrl_async.run import run_evaluations
-from jaxrl_async.run import start_up
-from jaxrl_async.run import training_run
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import manifest
@@ -144,18 +144,18 @@ def test_a_full_disk_ends_no_run_and_costs_no_line(
 
 
 def test_what_fails_at_a_stop_costs_no_step(tmp_path, monkeypatch):
-  train = training_run.Run._train
+  train = loop_lib.Loop._train
 
-  def stopping(self, step):
-    done = train(self, step)
-    if step == 2:
+  def stopping(self):
+    done = train(self)
+    if self.step == 3:
       self.stop.set()
     return done
 
   def fails(self, step):
     raise evaluate.EvaluationError("no answer could be scored")
 
-  monkeypatch.setattr(training_run.Run, "_train", stopping)
+  monkeypatch.setattr(loop_lib.Loop, "_train", stopping)
   monkeypatch.setattr(run_evaluations.RunEvaluations, "drop", fails)
   with pytest.raises(evaluate.EvaluationError):
     test_run.start(make_config(9, checkpoint_every=100), tmp_path)
@@ -224,7 +224,7 @@ def test_what_can_be_saved_is_saved_before_a_failure_ends_the_run(
   step, may_go_on = scheduler_lib.Scheduler.step, threading.Event()
 
   def hang(self):
-    is_rollout = threading.current_thread().name == start_up.ROLLOUT
+    is_rollout = threading.current_thread().name == rollout_thread.NAME
     if is_rollout and num_lines(tmp_path) > trained + 3:
       may_go_on.wait(100)
     return step(self)
@@ -247,7 +247,7 @@ def test_what_can_be_saved_is_saved_before_a_failure_ends_the_run(
   metrics = test_run.lines(tmp_path, "metrics")
   assert [line["step"] for line in metrics] == [*range(hung + 1)]
   assert test_run.until(
-    lambda: start_up.ROLLOUT not in {t.name for t in threading.enumerate()}
+    lambda: rollout_thread.NAME not in {t.name for t in threading.enumerate()}
   )
 
   # A rollout thread that has failed.

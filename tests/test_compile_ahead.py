@@ -19,7 +19,7 @@ from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import assembly
 from jaxrl_async.run import compile_ahead
 from jaxrl_async.run import initial_params
-from jaxrl_async.run import training_run
+from jaxrl_async.run import loop as loop_lib
 from jaxrl_async.training import batch_loader
 
 DEADLINE_S = 60.0
@@ -92,19 +92,19 @@ def test_nothing_is_compiled_after_the_end_and_nobody_waits():
 
 
 def test_a_stop_while_the_train_step_is_compiled_trains_no_step():
-  run = object.__new__(training_run.Run)
+  run = object.__new__(loop_lib.Loop)
   run.stop = supervisor_lib.StopRequest()
-  run._next_batch = lambda step: batch_loader.Loaded(batch=None, taken_s=0.0)
+  run._next_batch = lambda: batch_loader.Loaded(batch=None, taken_s=0.0)
 
   def stop_meanwhile(is_over):
     run.stop.set()
     assert is_over()
 
-  run._ahead = types_lib.SimpleNamespace(
+  run.ahead = types_lib.SimpleNamespace(
     train=types_lib.SimpleNamespace(wait=stop_meanwhile)
   )
   # It has no trainer, which would be called.
-  assert run._train(0) is None
+  assert not run._train()
 
 
 @pytest.mark.slow

@@ -22,10 +22,10 @@ from jaxrl_async.coordination import transfer_directory
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import assembly
 from jaxrl_async.run import checkpointing
+from jaxrl_async.run import first_stage
+from jaxrl_async.run import loop as loop_lib
 from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import setup as setup_lib
-from jaxrl_async.run import start_up
-from jaxrl_async.run import training_run
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import outstanding as outstanding_lib
@@ -191,7 +191,7 @@ def stopped(tmp_path_factory):
   Returns: its workdir, and the outstanding groups by index.
   """
   workdir = tmp_path_factory.mktemp("stopped")
-  save = training_run.Run._save
+  save = loop_lib.Loop.save
 
   def save_in_the_middle(self, step, *rest):
     deadline = time.monotonic() + 60
@@ -204,7 +204,7 @@ def stopped(tmp_path_factory):
     return save(self, step, *rest)
 
   with pytest.MonkeyPatch.context() as patched:
-    patched.setattr(training_run.Run, "_save", save_in_the_middle)
+    patched.setattr(loop_lib.Loop, "save", save_in_the_middle)
     test_run.start(make_config(), workdir)
   groups = outstanding_lib.read(workdir / "checkpoints" / "2")
   return workdir, {g.admission.index: g.group for g in groups}
@@ -322,12 +322,12 @@ def test_a_run_killed_before_it_trains_begins_again_by_the_same_command(
     raise Killed
 
   for place, name in (
-    (start_up, "_show_warm_start"),
+    (first_stage, "_show_step"),
     (checkpoint.manifest, "write"),
     (checkpoint.places, "put_in_place"),
     # From here on there is a checkpoint.
-    (training_run.config_json, "write"),
-    (training_run.Run, "_evaluate"),
+    (loop_lib.config_json, "write"),
+    (loop_lib.Loop, "_evaluate"),
     (metrics_lib.MetricsWriter, "write"),
     (recorder_lib.Recorder, "start_rl"),
   ):

@@ -13,7 +13,6 @@ import test_run
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.run import rollout_thread
 from jaxrl_async.run import run_evaluations
-from jaxrl_async.run import start_up
 
 DEADLINE_S = 100.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -93,7 +92,7 @@ def beside(tmp_path_factory):
 
   def evaluate_late(self, write, **settings):
     if threading.current_thread().name == "evaluation" and not copies:
-      workdir = self._parts.session.workdir
+      workdir = self._sampler._files._directory.parent
       saved = workdir / "checkpoints" / "3" / "manifest.json"
       assert test_run.until(saved.exists, timeout_s=DEADLINE_S)
       # Step 4 waits for this evaluation before it writes anything.
@@ -150,11 +149,11 @@ def test_nobody_waits_for_ever_for_an_evaluation():
   rollout = mock.Mock(**{"moving.return_value": 3, "status.return_value": "R"})
   rollout.take_over.side_effect = [True, False]  # another thread hangs too
   this._thread = object.__new__(rollout_thread.RolloutThread)
-  this._thread._rollout, this._thread._stall_timeout_s = rollout, 1.0
+  this._thread._rollout, this._thread.stall_timeout_s = rollout, 1.0
   this._thread._seconds = time.monotonic
   this._thread._shutdown, this._thread._note = mock.Mock(), mock.Mock()
   buffer = mock.Mock(**{"waiting.return_value": ["B"]})
-  this._parts = mock.Mock(rollout=rollout, buffer=buffer)
+  this._rollout, this._buffer = rollout, buffer
   this._now = run_evaluations._Beside(
     step=4, held=mock.Mock(), result=futures.Future()
   )
@@ -169,7 +168,7 @@ def test_nobody_waits_for_ever_for_an_evaluation():
     this.finish(5, is_awaited=True)
   assert 4.0 < time.monotonic() - start_s < 20.0
   supervisor = this._thread._shutdown.supervisor
-  supervisor.spawn.assert_called_once_with(start_up.ROLLOUT, rollout.run)
+  supervisor.spawn.assert_called_once_with(rollout_thread.NAME, rollout.run)
   (note,), _ = this._thread._note.call_args
   assert "nothing moved for 1 s (run.stall_timeout_s); R. The engine" in note
   first, second, *rest = str(raised.value).splitlines()
@@ -187,7 +186,7 @@ def test_a_stop_ends_an_evaluation_at_once(in_pauses, tmp_path, monkeypatch):
 
   def stop_in_a_pause(self, step):
     if step in (0, 5):
-      write = self._parts.rollout.answers
+      write = self._rollout.answers
 
       def answers(*arguments, **more):
         for written in write(*arguments, **more):
@@ -195,7 +194,7 @@ def test_a_stop_ends_an_evaluation_at_once(in_pauses, tmp_path, monkeypatch):
           num_steps.append(1)
           yield written
 
-      monkeypatch.setattr(self._parts.rollout, "answers", answers)
+      monkeypatch.setattr(self._rollout, "answers", answers)
     return in_a_pause(self, step)
 
   def stop_beside(self, write, **settings):

@@ -30,7 +30,7 @@ from jaxrl_async.run import checks
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import dry_run
 from jaxrl_async.run import evaluate
-from jaxrl_async.run import training_run
+from jaxrl_async.run import train as train_lib
 from jaxrl_async.training import publishing
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
@@ -445,7 +445,7 @@ def test_a_whole_run_ends_and_shows_its_price(weights, tmp_path):
   config.rollout.weights = weights
   config_checks.validate(config, len(jax.devices()))
   summary = json.loads(
-    training_run.run(config, tmp_path, scorer=reward_scorers.length)
+    train_lib.run(config, tmp_path, scorer=reward_scorers.length)
   )
   text = (tmp_path / "metrics.jsonl").read_text()
   _, *steps = map(json.loads, text.splitlines())

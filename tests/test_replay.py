@@ -23,7 +23,7 @@ from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.run import regeneration
 from jaxrl_async.run import replay as replay_lib
-from jaxrl_async.run import training_run
+from jaxrl_async.run import train as train_lib
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.training import trainer as trainer_lib
 
@@ -372,7 +372,7 @@ def test_turns_and_preemptions_are_replayed(tmp_path):
 def test_without_exact_resume_a_checkpoint_is_no_beginning(tmp_path):
   config = make_config()
   config.run = dataclasses.replace(config.run, exact_resume=False)
-  training_run.run(config, tmp_path, scorer=test_run.reward_scorers.length)
+  train_lib.run(config, tmp_path, scorer=test_run.reward_scorers.length)
   assert play(tmp_path).last_step == NUM_STEPS
   step = a_checkpoint_between(tmp_path, 3, 7)
   with pytest.raises(sections.ConfigError, match="exact_resume"):
@@ -380,5 +380,5 @@ def test_without_exact_resume_a_checkpoint_is_no_beginning(tmp_path):
   assert play(tmp_path, from_step=step, from_ledger=True).first_step == step
   # A start of the run is one: it had nothing but its checkpoint.
   config.train = dataclasses.replace(config.train, num_steps=NUM_STEPS + 2)
-  training_run.run(config, tmp_path, scorer=test_run.reward_scorers.length)
+  train_lib.run(config, tmp_path, scorer=test_run.reward_scorers.length)
   assert play(tmp_path, from_step=NUM_STEPS).last_step == NUM_STEPS + 2

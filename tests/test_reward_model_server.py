@@ -23,7 +23,7 @@ from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.rewards import server as server_lib
 from jaxrl_async.run import reward_model
 from jaxrl_async.run import reward_server
-from jaxrl_async.run import training_run
+from jaxrl_async.run import train as train_lib
 
 start = test_prefer.start  # a fixture
 ROOT = pathlib.Path(__file__).parents[1]
@@ -126,7 +126,7 @@ def test_a_run_learns_from_the_scores_of_a_served_model(tmp_path, start):
     run.model.name = config.model.name
     run.task = copy.deepcopy(config.task)
     run.task.reward = address
-    summary = json.loads(training_run.run(run, tmp_path / "run"))
+    summary = json.loads(train_lib.run(run, tmp_path / "run"))
     assert summary["train_steps"] == 3
     (line, *_) = test_run.lines(tmp_path / "run", "metrics")[1:]
     assert line["reward_service/errors"] == 0

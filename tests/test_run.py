@@ -44,9 +44,9 @@ from jaxrl_async.rewards import extraction
 from jaxrl_async.run import assembly
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import recorder as recorder_lib
+from jaxrl_async.run import rollout_thread
 from jaxrl_async.run import setup as setup_lib
-from jaxrl_async.run import start_up
-from jaxrl_async.run import training_run
+from jaxrl_async.run import train as train_lib
 from jaxrl_async.storage import workdir as workdir_lib
 from jaxrl_async.training import train_state
 
@@ -78,7 +78,7 @@ def make_config(variant="", *, num_steps=4, **sections):
 
 
 def start(config, workdir, *, scorer=reward_scorers.length, **more):
-  return json.loads(training_run.run(config, workdir, scorer=scorer, **more))
+  return json.loads(train_lib.run(config, workdir, scorer=scorer, **more))
 
 
 def lines(workdir, name):
@@ -465,7 +465,7 @@ def test_a_program_that_compiles_for_long_is_no_stall(
   generate, calls = engine_lib.Engine.generate, iter(range(10**9))
 
   def compiles(*arguments, **settings):
-    is_rollout = threading.current_thread().name == start_up.ROLLOUT
+    is_rollout = threading.current_thread().name == rollout_thread.NAME
     if is_rollout and next(calls) in (3, 4, 30):
 
       def traced(x):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import reward_scorers
 
-from jaxrl_async.run import training_run
+from jaxrl_async.run import train as train_lib
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.training import trainer as trainer_lib
 
@@ -28,7 +28,7 @@ def start(workdir, *, num_steps):
   config.task.answer_prefix = ""
   config.train.num_steps = num_steps
   return json.loads(
-    training_run.run(config, workdir, scorer=reward_scorers.length)
+    train_lib.run(config, workdir, scorer=reward_scorers.length)
   )
 
 

@@ -116,7 +116,7 @@ class Recorder:
     self._side_outputs = side_outputs
     self._sampler = sampler
     self._schedule = schedule
-    self._clock = busy["train"]
+    self.clock = busy["train"]
     self._evaluating = timeline_lib.Timeline()
     # Each evaluation moves this forward by its duration, so it does not count.
     self._rl_start: metrics_lib.Reading | None = None
@@ -387,7 +387,7 @@ class Recorder:
       summary_lib.Summary(
         eval_before=first[2],
         eval_after=last[2],
-        wall_s=self._clock.now(),
+        wall_s=self.clock.now(),
         warm_start_s=record.warm_start_s,
         train_steps=step,
         staleness_mean=record.staleness_mean,

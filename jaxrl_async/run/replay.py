@@ -107,12 +107,12 @@ def replay(
     devices: they are divided as the run divided its own.
     progress: shows how far the replay is.
     stop: the stop request, which a signal sets.
-    initial_params: as in `training_run.run`; used if there is no checkpoint of
+    initial_params: as in `train.run`; used if there is no checkpoint of
       step 0.
-    source: as in `training_run.run`.
-    loss: as in `training_run.run`.
-    episode: as in `training_run.run`.
-    xla_flags: as in `training_run.run`.
+    source: as in `train.run`.
+    loss: as in `train.run`.
+    episode: as in `train.run`.
+    xla_flags: as in `train.run`.
 
   Raises:
     ConfigError: the run cannot be replayed, or not that part of it.

@@ -21,7 +21,7 @@ from jaxrl_async.storage import disk
 from jaxrl_async.storage import fallback
 from jaxrl_async.storage import workdir as workdir_lib
 
-# The keys that `training_run.Run` stores. Parameters that launch/sft.py wrote
+# The keys that `loop.Loop` stores. Parameters that launch/sft.py wrote
 # do not have them.
 _RUN_STATE = (
   "config",

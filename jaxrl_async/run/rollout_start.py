@@ -21,21 +21,12 @@ from jaxrl_async.run import assembly
 from jaxrl_async.run import cluster_checks
 from jaxrl_async.run import session as session_lib
 from jaxrl_async.run import setup as setup_lib
-from jaxrl_async.run import shutdown as shutdown_lib
 from jaxrl_async.run import weight_channels
 from jaxrl_async.storage import disk
 from jaxrl_async.training import trainer as trainer_lib
 
 _HEARTBEATS_PER_TIMEOUT = 4
 _MAX_HEARTBEAT_S = 1.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rollout:
-  """The rollout side, and the channel through which it gets weights."""
-
-  side: rollout_side.RolloutSide
-  channel: weight_transfer.WeightChannel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +51,6 @@ def connect(
   *,
   trainer: trainer_lib.Trainer,
   is_new: bool,
-  shutdown: shutdown_lib.Shutdown,
 ) -> Remote | None:
   """Connect to the cluster of a run, and check its hosts.
 
@@ -72,7 +62,6 @@ def connect(
     session: of this start.
     trainer: that publishes the weights.
     is_new: whether the run does not continue from a checkpoint.
-    shutdown: closes everything that is opened here.
 
   Returns:
     None if the replica is in this process.
@@ -84,16 +73,16 @@ def connect(
   """
   if not cluster_checks.has_remote_replicas(setup.config):
     return None
-  channels = _channels(setup, session, trainer, shutdown)
+  channels = _channels(setup, session, trainer)
   spec = _spec(setup, channels)
   hosts.write_probe(spec.probe)
-  shutdown.closes(spec.probe[0].unlink, True)
+  session.shutdown.closes(spec.probe[0].unlink, True)
   cluster = ray_replicas.Cluster(
     setup.config.cluster,
     run_name=ray_replicas.run_name(session.workdir),
     environment=environment_lib.of_replicas(setup.config),
   )
-  shutdown.closes(cluster.close)
+  session.shutdown.closes(cluster.close)
   section = setup.config.cluster
   num_needed = cluster_checks.replicas_at_start(section, is_new)
 
@@ -124,8 +113,7 @@ def build(
   remote: Remote | None,
   busy: metrics_lib.BusyClock,
   requests: client_requests.ClientRequests | None,
-  shutdown: shutdown_lib.Shutdown,
-) -> Rollout:
+) -> tuple[rollout_side.RolloutSide, weight_transfer.WeightChannel]:
   """Build the rollout side and the channel to it.
 
   Args:
@@ -138,7 +126,9 @@ def build(
       ready afterwards.
     busy: records how long the rollout side is busy.
     requests: of clients, which the engine serves too.
-    shutdown: closes everything that is opened here.
+
+  Returns:
+    The rollout side, and the channel through which it gets weights.
 
   Raises:
     ConfigError: no replica was ready in time.
@@ -154,7 +144,9 @@ def build(
     channel = weight_channels.make_channel(
       config, workdir, trainer.published_shapes(), engine, note, session.world
     )
-    shutdown.closes(channel.close, join_s + disk.most_s(channel.num_bytes))
+    session.shutdown.closes(
+      channel.close, join_s + disk.most_s(channel.num_bytes)
+    )
     worker = worker_lib.in_one_process(
       coordinator,
       scheduler=assembly.make_scheduler(setup, engine, busy),
@@ -164,7 +156,7 @@ def build(
       note=note,
       seconds=session.seconds,
     )
-    return Rollout(side=worker, channel=channel)
+    return worker, channel
   for base in remote.channels[:-1]:
     # It stays, for replicas that join late.
     base.publish(trainer.published_base(), 0)
@@ -182,7 +174,7 @@ def build(
     | {"wait_s": 0.0, "adopt_s": 0.0},
     note=note,
   )
-  shutdown.closes(fleet.close)
+  session.shutdown.closes(fleet.close)
   try:
     fleet.start(
       lambda: session.stop.check("stopped while replicas were starting"),
@@ -197,14 +189,13 @@ def build(
       f"{fleet.num_ready} of {config.cluster.replicas} replicas are ready; the"
       f" others may join later; {remote.cluster.hosts.missing()}"
     )
-  return Rollout(side=fleet, channel=remote.channels[-1])
+  return fleet, remote.channels[-1]
 
 
 def _channels(
   setup: setup_lib.Setup,
   session: session_lib.Session,
   trainer: trainer_lib.Trainer,
-  shutdown: shutdown_lib.Shutdown,
 ) -> list[weight_transfer.OrbaxChannel]:
   """Return the channels to other processes, that of the versions last.
 
@@ -225,7 +216,9 @@ def _channels(
     assert isinstance(channel, weight_transfer.OrbaxChannel)
     # The last version may still be on its way to a slow disk.
     join_s = setup.config.run.join_timeout_s
-    shutdown.closes(channel.close, join_s + disk.most_s(channel.num_bytes))
+    session.shutdown.closes(
+      channel.close, join_s + disk.most_s(channel.num_bytes)
+    )
     channels.append(channel)
   return channels
 

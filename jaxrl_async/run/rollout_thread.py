@@ -3,8 +3,12 @@
 from collections.abc import Callable, Iterator
 import contextlib
 
+from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
-from jaxrl_async.run import start_up
+from jaxrl_async.rollout import rollout_side
+from jaxrl_async.run import session as session_lib
+
+NAME = "rollout worker"
 
 
 class RolloutThread:
@@ -15,34 +19,43 @@ class RolloutThread:
 
   Attributes:
     is_hung: whether it was left alone where it hangs, because the run ends.
+    is_ending: whether the run ends with a failure. What waits for the thread
+      then has less patience, and does not look whether it has failed.
+    stall_timeout_s: how long nothing may move.
   """
 
-  def __init__(self, parts: start_up.Parts, is_ending: Callable[[], bool]):
+  def __init__(
+    self,
+    rollout: rollout_side.RolloutSide,
+    session: session_lib.Session,
+    section: sections.RunSection,
+    stall_timeout_s: float,
+  ):
     """Prepare the thread.
 
     Args:
-      parts: of the run.
-      is_ending: whether the run ends with a failure.
+      rollout: what it drives.
+      session: of this start.
+      section: says how long a thread may take to end.
+      stall_timeout_s: how long nothing may move.
     """
     self.is_hung = False
-    self._rollout = parts.rollout
-    self._shutdown = parts.shutdown
-    self._note = parts.session.progress.note
-    self._join_timeout_s = parts.setup.config.run.join_timeout_s
-    self._stall_timeout_s = parts.stall_timeout_s
-    self._seconds = parts.session.seconds
-    self._is_ending = is_ending
+    self.is_ending = False
+    self.stall_timeout_s = stall_timeout_s
+    self._rollout = rollout
+    self._shutdown = session.shutdown
+    self._note = session.progress.note
+    self._join_timeout_s = section.join_timeout_s
+    self._seconds = session.seconds
 
   @property
   def is_started(self) -> bool:
     """Whether it was started, whatever became of it."""
-    return self._shutdown.supervisor.has_spawned(start_up.ROLLOUT)
+    return self._shutdown.supervisor.has_spawned(NAME)
 
   def start(self) -> None:
     """Start it."""
-    self._shutdown.spawn(
-      start_up.ROLLOUT, self._rollout.run, stop=self._rollout.stop
-    )
+    self._shutdown.spawn(NAME, self._rollout.run, stop=self._rollout.stop)
 
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
@@ -57,8 +70,8 @@ class RolloutThread:
     if not self.is_started:
       yield
       return
-    is_ending = self._is_ending()
-    timeout_s = self._join_timeout_s if is_ending else self._stall_timeout_s
+    is_ending = self.is_ending
+    timeout_s = self._join_timeout_s if is_ending else self.stall_timeout_s
     with contextlib.ExitStack() as stack:
       try:
         stack.enter_context(self._rollout.paused(timeout_s))
@@ -77,7 +90,7 @@ class RolloutThread:
 
   def watch(self) -> supervisor_lib.StallWatch:
     """Return what a wait has to pass to `check`."""
-    return supervisor_lib.StallWatch(self._stall_timeout_s, self._seconds)
+    return supervisor_lib.StallWatch(self.stall_timeout_s, self._seconds)
 
   def check(
     self,
@@ -108,10 +121,10 @@ class RolloutThread:
     if not self._rollout.take_over():
       return False
     supervisor = self._shutdown.supervisor
-    supervisor.give_up(start_up.ROLLOUT)
-    supervisor.spawn(start_up.ROLLOUT, self._rollout.run)
+    supervisor.give_up(NAME)
+    supervisor.spawn(NAME, self._rollout.run)
     self._note(
-      f"WARNING: nothing moved for {self._stall_timeout_s:g} s"
+      f"WARNING: nothing moved for {self.stall_timeout_s:g} s"
       f" (run.stall_timeout_s); {status}. The engine begins anew in another"
       " thread"
     )

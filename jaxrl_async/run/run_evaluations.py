@@ -12,14 +12,20 @@ import dataclasses
 import functools
 from typing import Any
 
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import held_version
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.run import device_checks
 from jaxrl_async.run import evaluate
+from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import rollout_thread
-from jaxrl_async.run import start_up
+from jaxrl_async.run import sampler as sampler_lib
+from jaxrl_async.run import session as session_lib
 from jaxrl_async.run import version_publisher
+from jaxrl_async.training import trainer as trainer_lib
 
 _LOOK_S = 0.2
 _END_S = 5.0
@@ -56,24 +62,50 @@ class RunEvaluations:
 
   def __init__(
     self,
-    parts: start_up.Parts,
+    config: sections.Config,
+    session: session_lib.Session,
+    evaluator: evaluate.Evaluator,
+    set_evaluators: dict[str, evaluate.Evaluator],
+    *,
     publisher: version_publisher.VersionPublisher,
     thread: rollout_thread.RolloutThread,
+    rollout: rollout_side.RolloutSide,
+    buffer: buffer_lib.Buffer,
+    trainer: trainer_lib.Trainer,
+    recorder: recorder_lib.Recorder,
+    writer: metrics_lib.MetricsWriter,
+    sampler: sampler_lib.Sampler,
   ):
     """Prepare evaluations.
 
     Args:
-      parts: of the run.
+      config: of the run.
+      session: of this start.
+      evaluator: of the held-out questions.
+      set_evaluators: those of `eval.sets`, by name.
       publisher: of the versions that are evaluated.
       thread: of the rollout side.
+      rollout: answers the questions.
+      buffer: says in a stall what is awaited.
+      trainer: computes the logprobs of answers.
+      recorder: keeps the results, and leaves the time of pauses out.
+      writer: of the metrics.
+      sampler: writes some of the answers.
     """
-    self._config = parts.setup.config
-    self._parts = parts
+    self._config = config
+    self._evaluator = evaluator
+    self._set_evaluators = set_evaluators
     self._publisher = publisher
     self._thread = thread
-    self._stop = parts.session.stop
-    self._note = parts.session.progress.note
-    self._supervisor = parts.shutdown.supervisor
+    self._rollout = rollout
+    self._buffer = buffer
+    self._trainer = trainer
+    self._recorder = recorder
+    self._writer = writer
+    self._sampler = sampler
+    self._stop = session.stop
+    self._note = session.progress.note
+    self._supervisor = session.shutdown.supervisor
     self._now: _Beside | None = None
     self._num_answers = 0  # of evaluations beside training
 
@@ -89,25 +121,25 @@ class RunEvaluations:
       Interrupted: the run was asked to end before all questions were answered.
       EvaluationError: no answer could be scored.
     """
-    parts, config = self._parts, self._config
+    config = self._config
 
     def check() -> None:
       self._stop.check("stopped in an evaluation")
       self._publisher.catch_up(is_urgent=True)
 
     is_end = step == 0 or step >= config.train.num_steps
-    with parts.recorder.evaluating(), self._thread.paused():
+    with self._recorder.evaluating(), self._thread.paused():
       write = functools.partial(
-        parts.rollout.answers,
+        self._rollout.answers,
         version=step,
-        timeout_s=parts.stall_timeout_s,
+        timeout_s=self._thread.stall_timeout_s,
       )
       result = self._evaluated(write, is_greedy=is_end, check=check)
       if config.eval.temperature == config.rollout.temperature:
         kl = evaluate.mismatch_kl(
-          result.sampled.trajectories, parts.trainer.logprobs
+          result.sampled.trajectories, self._trainer.logprobs
         )
-        parts.record.mismatch_kl.add(kl)
+        self._recorder.record.mismatch_kl.add(kl)
     return self._recorded(step, result)
 
   # -- beside training ------------------------------------------------------
@@ -124,7 +156,7 @@ class RunEvaluations:
     """Begin the evaluation of a step whose version was published last."""
     assert self._now is None
     with self._thread.paused():
-      held = self._parts.rollout.hold(step)
+      held = self._rollout.hold(step)
     result: futures.Future[_Result] = futures.Future()
 
     def answers(*asked: Any, **settings: Any) -> Iterator[Any]:
@@ -167,7 +199,7 @@ class RunEvaluations:
     """
     if (now := self._now) is None:
       return
-    parts, watch = self._parts, self._thread.watch()
+    watch = self._thread.watch()
     while not now.result.done():
       if not is_awaited:
         return
@@ -182,8 +214,8 @@ class RunEvaluations:
         lambda: [
           f"training waits for the evaluation of step {now.step} since"
           f" {watch.age_s:.1f} s",
-          parts.rollout.status(),
-          *parts.buffer.waiting(),
+          self._rollout.status(),
+          *self._buffer.waiting(),
         ],
       )
       futures.wait([now.result], _LOOK_S)
@@ -195,7 +227,7 @@ class RunEvaluations:
     except held_version.NotHeld as error:
       self._leave_out(now.step, str(error))
     else:
-      self._parts.writer.write(now.step, metrics)
+      self._writer.write(now.step, metrics)
 
   def drop(self, step: int) -> None:
     """Give up an evaluation that is not done, because the run is to stop.
@@ -218,7 +250,7 @@ class RunEvaluations:
     The weights of an earlier step, whose evaluation was under way when the
     checkpoint was written, are gone.
     """
-    held = self._parts.writer.held_step
+    held = self._writer.held_step
     if held is None or held == step:
       return held is not None
     self._leave_out(held, f"the checkpoint is of step {step}")
@@ -234,7 +266,7 @@ class RunEvaluations:
 
   def _leave_out(self, step: int, why: str) -> None:
     self._note(f"step {step} has no evaluation: {why}")
-    self._parts.writer.write(step, {})
+    self._writer.write(step, {})
 
   def _evaluated(
     self,
@@ -243,27 +275,25 @@ class RunEvaluations:
     is_greedy: bool,
     check: Callable[[], None] = lambda: None,
   ) -> _Result:
-    parts = self._parts
-    sampled = parts.evaluator.evaluate(write, check=check)
+    sampled = self._evaluator.evaluate(write, check=check)
     greedy = None
     if is_greedy:
-      greedy = parts.evaluator.evaluate(write, is_greedy=True, check=check)
+      greedy = self._evaluator.evaluate(write, is_greedy=True, check=check)
     sets = {
       name: evaluator.evaluate(write, check=check)
-      for name, evaluator in parts.set_evaluators.items()
+      for name, evaluator in self._set_evaluators.items()
     }
     return _Result(sampled=sampled, greedy=greedy, sets=sets)
 
   def _recorded(self, step: int, result: _Result) -> dict[str, float]:
     """Add an evaluation to samples, record and progress; return its metrics."""
-    parts = self._parts
     of_all = result.sampled, result.greedy, result.sets
-    parts.sampler.write_evaluation(
-      step, parts.evaluator.prompts, result.sampled
+    self._sampler.write_evaluation(
+      step, self._evaluator.prompts, result.sampled
     )
     of_greedy = None if result.greedy is None else result.greedy.accuracy
-    parts.record.evaluations.append(
-      (parts.clock.now(), step, result.sampled.accuracy, of_greedy)
+    self._recorder.record.evaluations.append(
+      (self._recorder.clock.now(), step, result.sampled.accuracy, of_greedy)
     )
     self._note(f"step {step}: {evaluate.describe(*of_all)}")
     return evaluate.metrics_of(*of_all)

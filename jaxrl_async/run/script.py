@@ -21,7 +21,7 @@ from jaxrl_async.rewards import importable
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.run import replay as replay_lib
-from jaxrl_async.run import training_run
+from jaxrl_async.run import train as train_lib
 from jaxrl_async.storage import directories
 from jaxrl_async.storage import disk
 from jaxrl_async.training import objectives
@@ -56,7 +56,7 @@ def train(
   if config.run.exact_resume:
     # If it is too late, the run says so.
     xla_flags.use(xla_flags.of_same_bits())
-  summary = training_run.run(
+  summary = train_lib.run(
     config,
     workdir,
     source=source,

@@ -11,6 +11,7 @@ from jaxrl_async.models import transformer
 from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import episode as episode_lib
+from jaxrl_async.run import shutdown as shutdown_lib
 from jaxrl_async.serving import front as front_lib
 from jaxrl_async.storage import workdir as workdir_lib
 from jaxrl_async.training import objectives
@@ -55,6 +56,7 @@ class Session:
     seconds: the clock of waits that end with a stall or a timeout. It stands
       still while a program is compiled.
     world: the processes that train together. This one leads them.
+    shutdown: starts threads, and closes everything at the end.
   """
 
   workdir: pathlib.Path
@@ -62,5 +64,6 @@ class Session:
   stop: supervisor_lib.StopRequest
   claim: workdir_lib.Claim
   seconds: Callable[[], float]
+  shutdown: shutdown_lib.Shutdown
   profile_steps: tuple[int, ...] = ()
   world: world_lib.World = dataclasses.field(default_factory=world_lib.alone)

@@ -12,36 +12,38 @@ from jaxrl_async.coordination import weight_transfer
 class Shutdown:
   """A context manager that closes everything registered with it.
 
-  At the end of its block, it first closes the buffer and calls the functions
-  that `stops` and `spawn` registered, so that every thread ends. Then it joins
-  the threads, within a deadline. The functions that `closes` registered come
-  last, because threads may use what they close until the threads end. Each of
-  the two lists is called from the newest to the oldest function.
+  At the end of its block, it first closes the buffer that it guards and calls
+  the functions that `stops` and `spawn` registered, so that every thread ends.
+  Then it joins the threads, within a deadline. The functions that `closes`
+  registered come last, because threads may use what they close until the
+  threads end. Each of the two lists is called from the newest to the oldest
+  function.
 
   Threads: belongs to the main thread. A failure in a thread that was spawned
   here closes the buffer, which makes the main thread leave the block.
   """
 
-  def __init__(
-    self,
-    buffer: buffer_lib.Buffer,
-    *,
-    timeout_s: float,
-    note: Callable[[str], None],
-  ):
-    """Register the buffer.
+  def __init__(self, timeout_s: float, note: Callable[[str], None]):
+    """Register nothing yet.
 
     Args:
-      buffer: is closed first, and as soon as a thread has failed.
       timeout_s: seconds within which all threads together have to end.
       note: is called with a message if closing fails after another error.
     """
-    self.supervisor = supervisor_lib.Supervisor(on_failure=buffer.close)
-    self._buffer = buffer
+    self.supervisor = supervisor_lib.Supervisor(on_failure=self._close_buffer)
+    self._buffer: buffer_lib.Buffer | None = None
     self._timeout_s = timeout_s
     self._note = note
     self._stopping = contextlib.ExitStack()
     self._closing = contextlib.ExitStack()
+
+  def guards(self, buffer: buffer_lib.Buffer) -> None:
+    """Close a buffer first at the end, and as soon as a thread has failed."""
+    self._buffer = buffer
+
+  def _close_buffer(self, error: BaseException | None) -> None:
+    if self._buffer is not None:
+      self._buffer.close(error)
 
   def stops(self, stop: Callable[..., Any], *arguments: Any) -> None:
     """Register a call to make before the threads are joined."""
@@ -77,7 +79,7 @@ class Shutdown:
     it is passed to `note`, so that it does not hide the error of the block.
     """
     del kind, where
-    self._buffer.close(error)
+    self._close_buffer(error)
     self._stopping.close()
     late = self.supervisor.join(self._timeout_s)
     try:

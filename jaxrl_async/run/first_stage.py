@@ -1,0 +1,182 @@
+"""The first stage of a run: a warm start, or what a checkpoint holds.
+
+A new run trains on worked solutions, or takes the weights that it is given. A
+continued run restores the train state and the groups that were outstanding.
+Either of them then has its held-out questions.
+"""
+
+import functools
+
+from jaxrl_async import types
+from jaxrl_async.coordination import buffer as buffer_lib
+from jaxrl_async.data import held_out
+from jaxrl_async.data import prompts
+from jaxrl_async.models import transformer
+from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.run import assembly
+from jaxrl_async.run import compile_ahead
+from jaxrl_async.run import evaluate
+from jaxrl_async.run import frozen_base
+from jaxrl_async.run import initial_params
+from jaxrl_async.run import question_sets
+from jaxrl_async.run import resume
+from jaxrl_async.run import session as session_lib
+from jaxrl_async.run import setup as setup_lib
+from jaxrl_async.run import snapshot
+from jaxrl_async.training import trainer as trainer_lib
+
+
+def warm_start(
+  setup: setup_lib.Setup,
+  session: session_lib.Session,
+  trainer: trainer_lib.Trainer,
+  ahead: compile_ahead.RunPrograms,
+  params: transformer.Params | None,
+) -> frozen_base.Record | None:
+  """Start the trainer of a new run.
+
+  Args:
+    setup: of the run.
+    session: of this start.
+    trainer: gets the parameters of all models.
+    ahead: compiles the programs of this stage and of the loop.
+    params: the first parameters. If None, a warm start makes them.
+
+  Returns:
+    Where the base of adapters is kept; None without one.
+
+  Raises:
+    Interrupted: the run was asked to end.
+  """
+  is_given = params is not None
+  if params is None:
+    session.world.tell("start", evaluated=sorted(setup.evaluated))
+    show = functools.partial(
+      _show_step, session, setup.config.warm_start.num_steps
+    )
+    params = assembly.warm_start(
+      setup, show, session.progress.note, ahead.compile_warm_start
+    )
+  ahead.compile()
+  if setup.model.lora is not None:
+    params = initial_params.with_adapters(params, setup)
+  trainer.start(initial_params.of_models(setup, params))
+  if not trainer.has_base:
+    return None
+  return frozen_base.keep(
+    setup,
+    session.workdir,
+    trainer.state,
+    is_given=is_given,
+    world=session.world,
+  )
+
+
+def _show_step(
+  session: session_lib.Session, num_steps: int, step: int, loss: float
+) -> None:
+  session.stop.check("stopped in the warm start; it will begin anew")
+  session.progress.stage("warm start", step, num_steps, f"loss {loss:.3f}")
+
+
+def restore(
+  setup: setup_lib.Setup,
+  session: session_lib.Session,
+  trainer: trainer_lib.Trainer,
+  buffer: buffer_lib.Buffer,
+  found: resume.Found,
+) -> list[types.RolloutGroup]:
+  """Restore the trainer and the buffer from a checkpoint.
+
+  Returns:
+    The groups that were being generated, which go on from their tokens.
+
+  Raises:
+    CheckpointError: the checkpoint is damaged.
+  """
+  assert found.step is not None
+  trainer.state, stored, groups = frozen_base.restore(
+    setup,
+    session.workdir,
+    found.step,
+    trainer.abstract_state(),
+    trainer.world,
+    found.verified,
+  )
+  buffer.restore(
+    snapshot.buffer_state(
+      groups,
+      groups_per_step=stored["groups_per_step"],
+      next_step=found.step,
+      next_index=stored["next_index"],
+    )
+  )
+  resume.tell_changed_data(
+    stored.get("data"), dict(setup.source.versions), session.progress.note
+  )
+  return snapshot.running(groups)
+
+
+def make_evaluators(
+  setup: setup_lib.Setup,
+  session: session_lib.Session,
+  *,
+  source: prompts.PromptSource,
+  stream: prompts.PromptStream,
+  rewards: service_lib.RewardService,
+) -> tuple[evaluate.Evaluator, dict[str, evaluate.Evaluator]]:
+  """Build the evaluator of the held-out questions, and those of `eval.sets`.
+
+  Args:
+    setup: of the run.
+    session: of this start.
+    source: of the questions that a new run holds out. A continued run reads
+      those in its workdir.
+    stream: of the training prompts; the held-out questions are excluded.
+    rewards: score the answers.
+
+  Returns:
+    The former, and the latter by the name of their set.
+
+  Raises:
+    Interrupted: the run was asked to end.
+  """
+  config = setup.config
+
+  def show(num_made: int) -> None:
+    session.stop.check("stopped in the first stage; it will begin anew")
+    session.progress.stage(
+      "held-out questions", num_made, config.eval.num_items
+    )
+
+  def evaluator(
+    questions: list[types.Prompt], samples: int
+  ) -> evaluate.Evaluator:
+    return evaluate.Evaluator(
+      questions,
+      assembly.answer_settings(config, samples),
+      tokenizer=setup.tokenizer,
+      rewards=rewards,
+      num_slots=config.rollout.num_slots,
+      solved_score=config.task.solved_score,
+    )
+
+  stored = held_out.load_or_make(
+    session.workdir / "held_out.json",
+    source,
+    config.eval.num_items,
+    note=session.progress.note,
+    on_progress=show,
+  )
+  stream.exclude(prompt.item["question"] for prompt in stored)
+  sets = {}
+  for name in config.eval.sets:
+    found, samples = question_sets.of_run(setup, name)
+    if found.num_too_long:
+      session.progress.note(
+        f"eval.sets: {name}: {found.num_too_long} of"
+        f" {found.num_too_long + len(found.prompts)} prompts are longer than"
+        " rollout.max_prompt_tokens and left out"
+      )
+    sets[name] = evaluator(found.prompts, samples)
+  return evaluator(stored, config.eval.samples), sets

@@ -1,0 +1,381 @@
+"""The loop of a training run: batch, step, publish, record, save, evaluate.
+
+The algorithm is that of AReaL (arXiv:2505.24298): generation goes on in another
+thread, under the bound on staleness that the buffer keeps, while this loop
+trains on what is finished and publishes each new version of the weights.
+"""
+
+import dataclasses
+import time
+from typing import Any, NoReturn
+
+from jaxrl_async.coordination import buffer as buffer_lib
+from jaxrl_async.coordination import ledger as ledger_lib
+from jaxrl_async.coordination import staleness_control
+from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.coordination import weight_transfer
+from jaxrl_async.data import prompts
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.reporting import profile as profile_lib
+from jaxrl_async.rollout import rollout_side
+from jaxrl_async.run import checkpointing
+from jaxrl_async.run import compile_ahead
+from jaxrl_async.run import frozen_base
+from jaxrl_async.run import recorder as recorder_lib
+from jaxrl_async.run import resume
+from jaxrl_async.run import rollout_thread
+from jaxrl_async.run import run_evaluations
+from jaxrl_async.run import schedule_start
+from jaxrl_async.run import session as session_lib
+from jaxrl_async.run import setup as setup_lib
+from jaxrl_async.run import snapshot
+from jaxrl_async.run import version_publisher
+from jaxrl_async.storage import background_write
+from jaxrl_async.storage import checkpoint
+from jaxrl_async.storage import config_json
+from jaxrl_async.storage import disk
+from jaxrl_async.storage import workdir as workdir_lib
+from jaxrl_async.training import batch_loader
+from jaxrl_async.training import step_metrics
+from jaxrl_async.training import trainer as trainer_lib
+
+_LOOK_S = 0.2
+_HELD_S = 0.005
+_PARTS_OF_THE_END = 3  # after a failure: write down, pause, copy
+
+
+@dataclasses.dataclass(kw_only=True)
+class Loop:
+  """The loop: batch, train step, publish, record, checkpoint, evaluate.
+
+  Threads: everything here belongs to the main thread. A thread that takes a
+  last checkpoint uses it while the main thread waits.
+
+  Attributes:
+    setup: of the run.
+    session: of this start.
+    found: what this start continues from.
+    step: the number of completed train steps.
+    base_record: where the base of a run with LoRA is; None without one.
+    staleness: moves the bound; None if it is fixed.
+    ahead: compiles the programs of the loop.
+    is_whole: whether the weights are those of `step`, all of which is recorded.
+      While it is False, the run cannot be saved.
+  """
+
+  setup: setup_lib.Setup
+  session: session_lib.Session
+  found: resume.Found
+  step: int
+  base_record: frozen_base.Record | None
+  staleness: staleness_control.StalenessControl | None
+  buffer: buffer_lib.Buffer
+  trainer: trainer_lib.Trainer
+  stream: prompts.PromptStream
+  writer: metrics_lib.MetricsWriter
+  ledger: ledger_lib.Ledger
+  recorder: recorder_lib.Recorder
+  profiler: profile_lib.Profiler
+  rollout: rollout_side.RolloutSide
+  channel: weight_transfer.WeightChannel
+  publisher: version_publisher.VersionPublisher
+  rollout_thread: rollout_thread.RolloutThread
+  evaluations: run_evaluations.RunEvaluations
+  ahead: compile_ahead.RunPrograms
+  loader: batch_loader.BatchLoader[trainer_lib.PreparedBatch]
+  is_whole: bool = True
+  checkpoints: checkpointing.Checkpointing = dataclasses.field(init=False)
+
+  def __post_init__(self):
+    """Register the end of what writes checkpoints."""
+    self.config, self.stop = self.setup.config, self.session.stop
+    self.checkpoints = checkpointing.Checkpointing(
+      self.save, self.config.run, self.stop, self.session.progress.note
+    )
+    # What is being written was taken whole, so it may use its time.
+    self.session.shutdown.closes(
+      self.checkpoints.close, self.config.run.stall_timeout_s
+    )
+
+  @property
+  def num_steps(self) -> int:
+    """The number of train steps after which the run ends."""
+    return self.config.train.num_steps
+
+  def start(self) -> None:
+    """Save and evaluate a new run, publish its weights, and start threads."""
+    # The checkpoint is written first. In a workdir that has metrics or a ledger
+    # but no checkpoint, the checkpoint was lost.
+    if self.found.step is None:
+      self.writer.hold(0, {})
+      self.checkpoints.take_first()
+    config_json.write(self.config, self.session.workdir)
+    self.ahead.rollout.wait(lambda: self.stop.is_set)
+    self.channel.publish(self.trainer.published(), self.step)
+    if self.evaluations.catch_up(self.step):
+      self._complete_step()
+    self.recorder.start_rl()
+    self.buffer.set_policy_version(self.step)
+    self.rollout_thread.start()
+    self.session.shutdown.spawn(
+      "batch loader", self.loader.run, stop=self.loader.stop
+    )
+
+  def run(self) -> None:
+    """Train until `train.num_steps`.
+
+    A failure anywhere ends the loop, with a last checkpoint if the run can be
+    saved.
+
+    Raises:
+      Interrupted: the run was asked to end; a checkpoint was saved.
+    """
+    try:
+      self._run()
+    except (supervisor_lib.Interrupted, workdir_lib.WorkdirError):
+      raise  # it was asked to end at once, or its workdir was replaced
+    except (RuntimeError, OSError, ValueError):
+      self.rollout_thread.is_ending = True
+      if self.is_whole:
+        timeout_s = _PARTS_OF_THE_END * self.config.run.join_timeout_s
+        self.checkpoints.rescue(self.step, timeout_s)
+      raise
+
+  def _run(self) -> None:
+    if self.step >= self.num_steps:
+      self.recorder.end_rl()
+      _, last_step, _, greedy = self.recorder.record.evaluations.last
+      # Without a final evaluation at this step, num_steps was lowered.
+      if last_step != self.step or greedy is None:
+        self._evaluate()
+    while self.step < self.num_steps and not self.stop.is_set:
+      with self.profiler.step(self.step + 1):
+        if not self._train():
+          break
+      # Saved before the evaluation, whose failure must not lose the steps.
+      if self.checkpoints.is_due(self.step) or self.step == self.num_steps:
+        self.checkpoints.take(self.step)
+      if self._is_evaluated(self.step):
+        self._complete_step()
+    self._wait_for_recorder()
+    self.session.shutdown.supervisor.check()
+    if self.stop.is_set and self.step < self.num_steps:
+      self._interrupt()
+
+  def _is_evaluated(self, step: int) -> bool:
+    every = self.config.eval.every
+    return step == self.num_steps or bool(every and step % every == 0)
+
+  def _train(self) -> bool:
+    """Make a train step, publish its weights, and begin to record it.
+
+    Returns:
+      False if the run was asked to stop before there was a batch.
+    """
+    wait_start_s = time.perf_counter()
+    loaded = self._next_batch()
+    if loaded is None:
+      return False
+    ready_s = time.perf_counter()
+    self.ahead.train.wait(lambda: self.stop.is_set)
+    if self.stop.is_set:
+      return False  # the buffer still has the batch
+    self.is_whole = False
+    done = self.trainer.step(self.step, loaded.batch)
+    taken_s = max(wait_start_s, loaded.taken_s)
+    done.times_s["wait_for_rollouts_s"] = taken_s - wait_start_s
+    done.times_s["prepare_batch_s"] = ready_s - taken_s
+    self._wait_for_recorder()  # of the step before
+    self.session.claim.check()
+    try:
+      if self.staleness is not None:
+        # What the step before has measured decides from this version on.
+        self.buffer.set_max_staleness(self.staleness.bound)
+      start_s = time.perf_counter()
+      self._wait_until_held()
+      self.publisher.publish(self.step + 1)
+      done.times_s["publish_s"] = time.perf_counter() - start_s
+    finally:
+      # Also if the weights cannot be published, so that the run can be saved.
+      self._record(done)
+    return True
+
+  def _record(self, done: step_metrics.Pending) -> None:
+    """Complete a step: begin to write it down."""
+    step = done.step + 1
+    # Its groups are trained, so the buffer must not keep them any more.
+    self.buffer.set_policy_version(step)
+    totals = self.recorder.totals()
+    if step == self.num_steps:
+      self.recorder.end_rl()
+    is_evaluated = self._is_evaluated(step)
+    # One evaluation at a time. The next one waits for that under way.
+    self.evaluations.finish(step, is_awaited=is_evaluated)
+    more = {"transfer/bytes": self.channel.num_bytes}
+    more |= self.checkpoints.metrics()
+    self.recorder.begin(done, totals, more, is_evaluated=is_evaluated)
+    self.step, self.is_whole = step, True
+
+  def _next_batch(
+    self,
+  ) -> batch_loader.Loaded[trainer_lib.PreparedBatch] | None:
+    watch = self.rollout_thread.watch()
+    while not self.stop.is_set:
+      loaded = self.loader.next(timeout_s=_LOOK_S)
+      if loaded is not None:
+        return loaded
+      self.publisher.catch_up()
+      self.recorder.wait(timeout_s=0.0)  # raises the recorder's failure
+      self._look(watch, f"a batch for step {self.step}")
+    return None
+
+  def _wait_until_held(self) -> None:
+    """Wait until the rollout side has the version that it evaluates."""
+    watch = self.rollout_thread.watch()
+    while not self.evaluations.is_held() and not self.stop.is_set:
+      self.stop.wait(_HELD_S)
+      self._look(watch, f"version {self.step} to be held for its evaluation")
+
+  def _wait_for_recorder(self) -> None:
+    """Wait until the last step is written down."""
+    if self.rollout_thread.is_ending:  # whatever else has failed
+      if not self.recorder.wait(self.config.run.join_timeout_s):
+        raise TimeoutError(self.recorder.status())
+      return
+    watch = self.rollout_thread.watch()
+    while not self.recorder.wait(timeout_s=_LOOK_S):
+      self._look(watch, "the recorder")
+
+  def _look(self, watch: supervisor_lib.StallWatch, awaited: str) -> None:
+    """Check for failures and stalls; every wait calls this repeatedly.
+
+    Raises:
+      ThreadFailed: a thread has failed.
+      ConfigError, StorageError: a thread has failed with this error.
+      StallError: nothing has moved for `run.stall_timeout_s`.
+    """
+    self.session.shutdown.supervisor.check()
+    parts = (self.loader, self.recorder, self.rollout)
+    self.rollout_thread.check(
+      watch,
+      self.buffer.num_finished,
+      lambda: [
+        f"training waits for {awaited} since {watch.age_s:.1f} s",
+        *(part.status() for part in parts),
+        *self.buffer.waiting(),
+      ],
+    )
+
+  # -- evaluation, checkpoints, the end -------------------------------------
+
+  def _complete_step(self) -> None:
+    """Evaluate a step whose metrics are held back, and write them.
+
+    An evaluation beside training is only begun here. A checkpoint that was
+    saved before the evaluation contains these metrics. A run that continues
+    from it starts with this evaluation.
+    """
+    self.publisher.catch_up(is_urgent=True)
+    if self.evaluations.is_beside(self.step):
+      if not self.stop.is_set:
+        self.evaluations.begin(self.step)
+      return
+    self._wait_for_recorder()
+    self.writer.write(self.step, self._evaluate())
+    if self.step >= self.num_steps:
+      # Another start on the workdir then finds the evaluation.
+      self.checkpoints.take_now(self.step)
+
+  def _evaluate(self) -> dict[str, float]:
+    """Evaluate the current weights in a pause, and return the metrics.
+
+    Raises:
+      Interrupted: the run was asked to end; a checkpoint was saved.
+    """
+    try:
+      return self.evaluations.in_a_pause(self.step)
+    except supervisor_lib.Interrupted:
+      self._interrupt()
+
+  def save(self, step: int) -> background_write.Write:
+    """Copy the whole run for a checkpoint, and return what writes the copy.
+
+    The rollout side is paused while its state is copied. A workdir that is not
+    reached must not be made anew.
+
+    Args:
+      step: the number of completed train steps.
+    """
+    with disk.writing(self.session.workdir):
+      self.session.claim.check_in_place()
+    if not self.rollout_thread.is_ending:
+      self.publisher.catch_up()
+    self._wait_for_recorder()
+    with self.rollout_thread.paused():
+      if self.config.run.exact_resume and not self.rollout_thread.is_hung:
+        self.rollout.cut(step)
+      groups = snapshot.outstanding(self.buffer, self.rollout)
+      self.recorder.tokens(snapshot.count_tokens(groups))
+      host_state = {
+        "groups_per_step": self.config.algorithm.groups_per_step,
+        "max_staleness": self.found.host_state["max_staleness"],
+        "next_index": self.buffer.state().next_index,
+        "stream": self.stream.state(),
+        "data": dict(self.setup.source.versions),
+        "ledger": dataclasses.asdict(self.ledger.state()),
+        "metrics": self.writer.state(),
+        "record": self.recorder.state(),
+        schedule_start.KEY: self.recorder.schedule_bytes(),
+        "config": config_json.to_stored(self.config),
+      }
+      if self.rollout_thread.is_hung:
+        # It may have gone on meanwhile.
+        self.recorder.tokens(snapshot.count_tokens(groups))
+    if self.staleness is not None:
+      host_state["staleness_control"] = self.staleness.state()
+    state = self.trainer.state
+    if self.base_record is not None:
+      host_state[frozen_base.KEY] = self.base_record
+      state = frozen_base.without_base(state)
+    return checkpoint.begin(
+      self.session.workdir / workdir_lib.CHECKPOINTS,
+      step,
+      state,
+      host_state,
+      groups,
+      keep=self.config.run.keep_checkpoints,
+      announce=frozen_base.announce(
+        self.trainer.world, "save", frozen_base.STATE
+      ),
+    )
+
+  def finish(self, extra: dict[str, Any]) -> str:
+    """Write summary.json and summary.png.
+
+    Args:
+      extra: further fields of the summary.
+
+    Returns:
+      The summary on one line.
+    """
+    with self.rollout_thread.paused():
+      groups = snapshot.outstanding(self.buffer, self.rollout)
+      tokens = self.recorder.tokens(snapshot.count_tokens(groups))
+      self.rollout.stop()  # tokens written after this would not be counted
+    return self.recorder.finish(
+      step=self.step,
+      tokens=tokens,
+      max_staleness=self.found.host_state["max_staleness"],
+      extra=extra,
+    )
+
+  def _interrupt(self) -> NoReturn:
+    """Save a checkpoint, and raise Interrupted."""
+    self._wait_for_recorder()
+    self.evaluations.drop(self.step)
+    kept = self.checkpoints.take_before_stop(self.step)
+    where = "" if kept == self.step else f" from step {kept}"
+    raise supervisor_lib.Interrupted(
+      f"stopped after step {self.step}; the same command on"
+      f" {self.session.workdir} goes on{where}"
+    )

@@ -1,0 +1,379 @@
+"""A training run, from its configuration to its summary.
+
+`run` checks the configuration, builds the parts of the run, makes its first
+stage, and hands them to the loop (`loop`).
+
+The main thread trains on batches that another thread prepares. One thread
+generates. The channel has a thread that writes weights, and the recorder has
+one that writes steps down. A further one writes a checkpoint. Rewards are
+computed in processes. The first failure anywhere closes the buffer. Then all
+threads are joined within a deadline, and the failure is raised with the name of
+the thread that failed.
+"""
+
+from collections.abc import Sequence
+import pathlib
+import time
+
+import jax
+
+from jaxrl_async.config import sections
+from jaxrl_async.coordination import buffer as buffer_lib
+from jaxrl_async.coordination import compile_clock
+from jaxrl_async.coordination import ledger as ledger_lib
+from jaxrl_async.coordination import staleness_control
+from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.coordination import world as world_lib
+from jaxrl_async.data import prompts
+from jaxrl_async.data import source as source_lib
+from jaxrl_async.models import transformer
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.reporting import profile as profile_lib
+from jaxrl_async.reporting import progress as progress_lib
+from jaxrl_async.reporting import run_record
+from jaxrl_async.reporting import samples as samples_lib
+from jaxrl_async.reporting import side_outputs as side_outputs_lib
+from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.rollout import coordinator as coordinator_lib
+from jaxrl_async.rollout import episode as episode_lib
+from jaxrl_async.run import assembly
+from jaxrl_async.run import checks
+from jaxrl_async.run import cluster_checks
+from jaxrl_async.run import compile_ahead
+from jaxrl_async.run import device_checks
+from jaxrl_async.run import first_stage
+from jaxrl_async.run import frozen_base
+from jaxrl_async.run import loop as loop_lib
+from jaxrl_async.run import recorder as recorder_lib
+from jaxrl_async.run import resume
+from jaxrl_async.run import rollout_start
+from jaxrl_async.run import rollout_thread
+from jaxrl_async.run import run_evaluations
+from jaxrl_async.run import sampler as sampler_lib
+from jaxrl_async.run import schedule_start
+from jaxrl_async.run import schedules
+from jaxrl_async.run import session as session_lib
+from jaxrl_async.run import setup as setup_lib
+from jaxrl_async.run import shutdown as shutdown_lib
+from jaxrl_async.run import trainer_facts
+from jaxrl_async.run import version_publisher
+from jaxrl_async.serving import front as front_lib
+from jaxrl_async.storage import workdir as workdir_lib
+from jaxrl_async.training import batch_loader
+from jaxrl_async.training import objectives
+
+
+def run(
+  config: sections.Config,
+  workdir: pathlib.Path,
+  *,
+  initial_params: transformer.Params | None = None,
+  source: source_lib.Source | None = None,
+  scorer: service_lib.Scorer | None = None,
+  loss: objectives.Loss | None = None,
+  episode: episode_lib.Episode = episode_lib.single_turn,
+  serving: front_lib.ServeSettings | None = None,
+  profile_steps: Sequence[int] = (),
+  world: world_lib.World | None = None,
+  xla_flags: str = "",
+) -> str:
+  """Start or continue a training run, and return its summary.
+
+  Args:
+    config: of the run.
+    workdir: directory of this run alone. If it holds a checkpoint, the run
+      continues from the newest one. Settings that are not `fixed`
+      (`config.setting`) may then be different ones.
+    initial_params: float32 parameters of the policy with stacked layers, used
+      instead of a warm start. With LoRA they are those of the base.
+    source: the source of the prompts; None is the dataset of `task.dataset`.
+    scorer: a function of an importable module; see `service.Scorer`. None is
+      that of `task.reward`.
+    loss: the loss to minimise; see `objectives`. None is the loss of decoupled
+      PPO with the config's settings.
+    episode: decides how the turns of a trajectory follow from its prompt.
+    serving: settings of a server that gives clients access to the policy during
+      the run; None starts no server.
+    profile_steps: train steps to trace, into WORKDIR/profile.
+    world: the processes that train together; None is this one alone. This one
+      leads. The others call `follower.follow`, and the caller closes the world.
+    xla_flags: the options that XLA was started with, for the schedule; "" takes
+      those of the environment.
+
+  Returns:
+    The summary on one line.
+
+  Raises:
+    Interrupted: the run was asked to stop. It can be continued.
+    StorageError: the metrics or the ledger could not be written, or
+      `run.max_checkpoint_failures` attempts in a row to write a checkpoint
+      have failed.
+    ConfigError: a setting is wrong, or the workdir cannot be used with it.
+    ThreadFailed: a thread failed.
+    StallError: nothing moved for `run.stall_timeout_s`.
+    BadUpdatesError: too many updates in a row were not finite.
+  """
+  given = session_lib.Extensions(
+    initial_params=initial_params,
+    source=source,
+    scorer=scorer,
+    loss=loss,
+    episode=episode,
+    serving=serving,
+    xla_flags=xla_flags,
+  )
+  device_checks.check_repeats(config, jax.devices()[0].platform)
+  setup = checks.checked(config, jax.devices(), source=source, scorer=scorer)
+  stop = supervisor_lib.StopRequest(grace_s=config.run.preemption_grace_s)
+  world = world or world_lib.alone()
+  trainer_facts.check_size(config, world.size)
+  trainer_facts.check_mesh(setup.train_mesh, world.size)
+  world.lead(stop.set, stop.clean_up)
+  stop.before_ending_now(lambda: world.close("ended at once", 130))
+  with (
+    progress_lib.Progress(config.train.num_steps) as progress,
+    metrics_lib.CompilationCounter() as compilations,
+    compile_clock.CompileClock() as clock,
+    stop.on_signals(progress.note),
+    workdir_lib.Claim(workdir, progress.note) as claim,
+    shutdown_lib.Shutdown(config.run.join_timeout_s, progress.note) as shutdown,
+  ):
+    session = session_lib.Session(
+      workdir=workdir,
+      progress=progress,
+      stop=stop,
+      claim=claim,
+      seconds=clock,
+      profile_steps=tuple(profile_steps),
+      world=world,
+      shutdown=shutdown,
+    )
+    loop = _build(setup, session, given)
+    loop.start()
+    loop.run()
+    return loop.finish(
+      {
+        "num_programs": compilations.num_programs,
+        "num_compilations": compilations.num_compiled,
+        "compile_s": compilations.total_s,
+      },
+    )
+
+
+def _build(
+  setup: setup_lib.Setup,
+  session: session_lib.Session,
+  given: session_lib.Extensions,
+) -> loop_lib.Loop:
+  """Build the parts of a run, and make its first stage.
+
+  Whatever has to be closed is registered as soon as it exists. The threads of
+  the loop do not run yet.
+
+  Args:
+    setup: a setup that `checks.checked` returned.
+    session: of this start.
+    given: parts that the caller provides.
+  """
+  started_s = time.perf_counter()
+  config, workdir = setup.config, session.workdir
+  note, join_s = session.progress.note, config.run.join_timeout_s
+  shutdown = session.shutdown
+  found = resume.find(config, workdir, note)
+  is_new, step, stored = found.step is None, found.step or 0, found.host_state
+
+  # The bound on staleness.
+  staleness, bound = None, config.algorithm.max_staleness
+  if config.staleness_control.maximum:
+    staleness = staleness_control.StalenessControl(
+      config.staleness_control,
+      stored.get("staleness_control"),
+      note,
+      oldest=0 if is_new else stored["max_staleness"],
+    )
+    bound = staleness.bound
+  buffer = buffer_lib.Buffer(config.algorithm.groups_per_step, bound)
+  shutdown.guards(buffer)
+
+  # What the run writes down.
+  record = run_record.RunRecord.from_json(stored.get("record", {}))
+  busy = {
+    name: metrics_lib.BusyClock(started_s - record.wall_s)
+    for name in ("rollout", "train")
+  }
+  side_outputs = side_outputs_lib.SideOutputs(note)
+  if config.run.sample_groups and not samples_lib.can_be_written():
+    note(samples_lib.NOT_WRITTEN)
+  writer = metrics_lib.MetricsWriter(
+    workdir, side_outputs, assembly.make_wandb_log(config, workdir), note
+  )
+  shutdown.closes(writer.close)
+
+  # Prompts and rewards.
+  source = assembly.prompt_source(setup)
+  stream = prompts.PromptStream(source, source_lib.Split.TRAIN)
+  shutdown.closes(stream.close)
+  if isinstance(setup.source, source_lib.Counted):
+    for line in setup.source.describe():
+      note(line)
+  scorers = assembly.make_scorers(config.task, setup.tokenizer, given.scorer)
+  rewards = service_lib.RewardService(scorers, config.task.reward_workers)
+  shutdown.closes(rewards.close, join_s)
+
+  # The two slices.
+  trainer = assembly.make_trainer(
+    setup, busy["train"], loss=given.loss, world=session.world
+  )
+  engine = None
+  if not cluster_checks.has_remote_replicas(config):
+    engine = assembly.make_engine(setup)
+  front = given.serving and front_lib.of_a_run(
+    given.serving,
+    config,
+    setup.model,
+    setup.tokenizer,
+    lambda: shutdown.supervisor.has_spawned(rollout_thread.NAME),
+  )
+  if front is not None:
+    shutdown.stops(front.close, join_s, note)
+    front.start(note)
+    note(f"serving the policy at {front.address}")
+  remote = rollout_start.connect(setup, session, trainer=trainer, is_new=is_new)
+  evaluators = first_stage.make_evaluators(
+    setup, session, source=source, stream=stream, rewards=rewards
+  )
+  ahead = compile_ahead.RunPrograms(
+    trainer, engine, is_alone=session.world.size == 1
+  )
+  shutdown.closes(ahead.close, join_s)
+
+  # The first stage.
+  running, base_record = [], stored.get(frozen_base.KEY)
+  if is_new:
+    start_s = busy["train"].now()
+    base_record = first_stage.warm_start(
+      setup, session, trainer, ahead, given.initial_params
+    )
+    with side_outputs.attempt("tokenizer/"):
+      setup.tokenizer.save(workdir / "tokenizer")
+    record.warm_start_s = busy["train"].now() - start_s
+  else:
+    ahead.compile()
+    running = first_stage.restore(setup, session, trainer, buffer, found)
+    stream.restore(stored["stream"])
+    writer.restore(stored["metrics"])
+  stream.prefetch()
+  rewards.warm_up()
+
+  # Generation, and the books of what is generated.
+  sampler = sampler_lib.Sampler(
+    workdir,
+    num_groups=config.run.sample_groups,
+    tokenizer=setup.tokenizer,
+    answer_prefix=config.task.answer_prefix,
+    side_outputs=side_outputs,
+    first_step=step,
+  )
+  shutdown.closes(sampler.close)
+  ledger = ledger_lib.Ledger(
+    workdir / workdir_lib.LEDGER,
+    ledger_lib.LedgerState(**stored.get("ledger", {})),
+    on_untrained=sampler.add_untrained,
+    note=note,
+  )
+  shutdown.closes(ledger.close)
+  schedule = schedule_start.open_schedule(setup, session, given, stored, step)
+  shutdown.closes(schedule.close)
+  coordinator = coordinator_lib.Coordinator(
+    assembly.coordinator_settings(config, has_own_loss=given.loss is not None),
+    stream=stream,
+    buffer=buffer,
+    rewards=rewards,
+    ledger=ledger,
+    busy=busy["rollout"],
+    episode=given.episode,
+    new_deadline=lambda timeout_s: supervisor_lib.Deadline(
+      timeout_s, session.seconds
+    ),
+  )
+  coordinator.restore(running)
+  rollout, channel = rollout_start.build(
+    setup,
+    session,
+    coordinator,
+    trainer=trainer,
+    engine=engine,
+    remote=remote,
+    busy=busy["rollout"],
+    requests=None if front is None else front.queue,
+  )
+  session.stop.before_ending_now(channel.remove)
+  session.stop.before_ending_now(session.progress.show_cursor)
+
+  # The loop.
+  recorder = recorder_lib.Recorder(
+    record,
+    workdir=workdir,
+    writer=writer,
+    ledger=ledger,
+    rollout=rollout,
+    rewards=rewards,
+    busy=busy,
+    progress=session.progress,
+    side_outputs=side_outputs,
+    sampler=sampler,
+    schedule=schedule,
+    max_bad_updates=config.train.max_bad_updates,
+    solved_score=config.task.solved_score,
+    staleness=staleness,
+    scheduled=schedules.make(config),
+  )
+  shutdown.closes(recorder.close, join_s)
+  publisher = version_publisher.VersionPublisher(trainer, channel, buffer)
+  thread = rollout_thread.RolloutThread(
+    rollout,
+    session,
+    config.run,
+    stall_timeout_s=rollout_start.stall_timeout_s(config, channel),
+  )
+  evaluations = run_evaluations.RunEvaluations(
+    config,
+    session,
+    *evaluators,
+    publisher=publisher,
+    thread=thread,
+    rollout=rollout,
+    buffer=buffer,
+    trainer=trainer,
+    recorder=recorder,
+    writer=writer,
+    sampler=sampler,
+  )
+  shutdown.stops(evaluations.close)
+  return loop_lib.Loop(
+    setup=setup,
+    session=session,
+    found=found,
+    step=step,
+    base_record=base_record,
+    staleness=staleness,
+    buffer=buffer,
+    trainer=trainer,
+    stream=stream,
+    writer=writer,
+    ledger=ledger,
+    recorder=recorder,
+    profiler=profile_lib.Profiler(workdir, session.profile_steps, side_outputs),
+    rollout=rollout,
+    channel=channel,
+    publisher=publisher,
+    rollout_thread=thread,
+    evaluations=evaluations,
+    ahead=ahead,
+    loader=batch_loader.BatchLoader(
+      buffer,
+      trainer.prepare,
+      first_step=step,
+      end_step=config.train.num_steps,
+    ),
+  )
