@@ -1,7 +1,6 @@
 """Chat templates: rendered as Hugging Face's library renders them."""
 
 import json
-import threading
 
 import pytest
 
@@ -194,67 +193,3 @@ def test_what_is_expected_of_places_is_what_transformers_does(tmp_path, name):
     return
   with pytest.raises(ValueError, match="chat.template"):
     reference.apply_chat_template(QUESTION, **options)
-
-
-LOOPS = """{% if messages[0].content == 'loop' %}
-{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}
-{% elif messages[0].content == 'grow' %}
-{% set ns = namespace(x='x' * 1000) %}
-{% for a in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}
-{% endif %}{{ messages[0].content }}"""
-
-
-@pytest.mark.parametrize(
-  "content", ["loop", pytest.param("grow", marks=pytest.mark.slow)]
-)
-def test_a_template_that_does_not_end_is_ended_and_the_next_one_is_rendered(
-  content,
-):
-  template = chat_template_lib.ChatTemplate(LOOPS, deadline_s=2.0)
-  ended = []
-
-  def render():
-    refusals = "end within 2 s|needs too much memory"
-    with pytest.raises(chat_template_lib.ChatTemplateError, match=refusals):
-      template.render([{"role": "user", "content": content}])
-    ended.append(content)
-
-  thread = threading.Thread(target=render, daemon=True)
-  thread.start()
-  thread.join(60.0)
-  assert ended == [content]
-  assert template.render(QUESTION) == "why"
-
-
-@pytest.mark.slow
-def test_threads_take_turns_and_none_waits_longer_than_the_deadline():
-  template = chat_template_lib.ChatTemplate(LOOPS, deadline_s=2.0)
-  errors = []
-
-  def render(content):
-    try:
-      assert template.render([{"role": "user", "content": content}]) == content
-    except chat_template_lib.ChatTemplateError as error:
-      errors.append(str(error))
-
-  threads = [
-    threading.Thread(target=render, args=(content,), daemon=True)
-    for content in ["loop"] * 3 + ["a", "b", "c"] * 4
-  ]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join(60.0)
-    assert not thread.is_alive()
-  assert errors
-  assert all("end within" in e or "busy" in e for e in errors)
-  assert template.render(QUESTION) == "why"
-
-
-def test_a_process_that_was_killed_is_started_again():
-  template = chat_template_lib.ChatTemplate(LOOPS)
-  process = template._process
-  assert process is not None
-  process._popen.kill()
-  process._popen.wait(30.0)
-  assert template.render(QUESTION) == "why"

@@ -36,7 +36,6 @@ from jaxrl_async.serving import jetstream_grpc
 from jaxrl_async.serving import protocol
 from jaxrl_async.text import chat_template as chat_template_lib
 from jaxrl_async.text import stop_strings
-from jaxrl_async.text import template_process
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 SIZES = (1, 2, 4, 8)
@@ -303,19 +302,13 @@ QWEN = """\
 
 
 def rendered(size, make):
-  template = template_process._compile(QWEN)
-
-  def read(data):
-    variables = {"messages": data, "add_generation_prompt": True}
-    return template_process._answer(template, {"variables": variables})
-
-  return Parser(make=lambda n, _: make(n), read=read, size=size)
+  template = chat_template_lib.ChatTemplate(QWEN)
+  return Parser(make=lambda n, _: make(n), read=template.render, size=size)
 
 
 def source(size, make):
-  return Parser(
-    make=lambda n, _: make(n), read=template_process._compile, size=size
-  )
+  read = chat_template_lib.ChatTemplate
+  return Parser(make=lambda n, _: make(n), read=read, size=size)
 
 
 TEMPLATES = {

@@ -1,26 +1,25 @@
 """Chat templates: from the messages of a chat to the text of a prompt.
 
-A template renders like Hugging Face's `apply_chat_template`, within a deadline.
+A template renders like Hugging Face's `apply_chat_template`, in jinja2's
+sandbox. It is code that came with the model, so whoever chooses a model trusts
+its template to end. What clients send is data, whose size the server bounds.
 A policy without a template accepts a single user message, and the prompt is
 that message followed by a newline, which is the format of the small tasks.
 """
 
 from collections.abc import Mapping, Sequence
+import datetime
 import json
-import math
 import pathlib
-import subprocess
-import sys
-import threading
-from typing import Any
-import weakref
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import ext
+from jinja2 import nodes
+from jinja2 import sandbox
 
 from jaxrl_async.config import sections
 from jaxrl_async.storage import model_files
-from jaxrl_async.text import template_process
-
-DEADLINE_S = 5.0
-_START_S = 60.0  # for the start of Python and the compilation of the template
 
 _CONFIG_FILE = model_files.TOKENIZER_CONFIG
 _FILE = "chat_template.jinja"
@@ -35,9 +34,7 @@ class ChatTemplateError(ValueError):
 
 
 class ChatTemplate:
-  """A chat template, rendered by a separate process (`template_process`).
-
-  Threads: any may render; they take turns.
+  """A chat template. Any thread may render it.
 
   Attributes:
     refusal: why every rendering is refused, or "".
@@ -49,7 +46,6 @@ class ChatTemplate:
     special_tokens: Mapping[str, str] | None = None,
     *,
     refusal: str = "",
-    deadline_s: float = DEADLINE_S,
   ):
     """Compile a template.
 
@@ -58,31 +54,23 @@ class ChatTemplate:
       special_tokens: variables of the template, such as eos_token.
       refusal: why no template can be chosen although the policy has some; every
         rendering is then refused with this message.
-      deadline_s: longest time of a rendering, including the wait for its turn.
 
     Raises:
       ChatTemplateError: the template cannot be compiled.
     """
-    self._source = source
+    self._template = None if source is None else _compiled(source)
     self._special_tokens = dict(special_tokens or {})
     self.refusal = refusal
-    self._deadline_s = deadline_s
-    self._turn = threading.Lock()
-    self._process: _Process | None = None
-    if source is not None:
-      self._process = _Process(source)
 
   @property
   def exists(self) -> bool:
     """Whether the policy has a template that can be rendered."""
-    return self._source is not None and not self.refusal
+    return self._template is not None and not self.refusal
 
   def render(
     self, messages: Sequence[dict[str, Any]], *, is_prompt: bool = True
   ) -> str:
     """Return the prompt after which the assistant's answer is written.
-
-    This takes up to `deadline_s`, so it must not run on an event loop.
 
     Args:
       messages: of the chat.
@@ -90,101 +78,90 @@ class ChatTemplate:
         after the last message.
 
     Raises:
-      ChatTemplateError: the template refuses these messages, or takes too long.
+      ChatTemplateError: the template refuses these messages.
     """
     if self.refusal:
       raise ChatTemplateError(self.refusal)
-    if self._source is None:
+    if self._template is None:
       return _without_template(messages)
-    variables = {
-      "messages": list(messages),
-      "tools": None,
-      "documents": None,
-      "add_generation_prompt": is_prompt,
-      **self._special_tokens,
-    }
-    if not self._turn.acquire(timeout=self._deadline_s):
-      raise ChatTemplateError("the chat template is busy with other messages")
     try:
-      if self._process is None or self._process.has_ended:
-        self._process = _Process(self._source)
-      reply = self._process.ask({"variables": variables}, self._deadline_s)
-      if reply is None:
-        self._process = None
-    finally:
-      self._turn.release()
-    if reply is None:
-      raise ChatTemplateError(
-        f"the chat template did not end within {self._deadline_s:g} s, or"
-        " needed too much memory"
+      return self._template.render(
+        messages=list(messages),
+        tools=None,
+        documents=None,
+        add_generation_prompt=is_prompt,
+        **self._special_tokens,
       )
-    if "error" in reply:
-      raise ChatTemplateError(f"the chat template refused: {reply['error']}")
-    return reply["text"]
+    except (
+      jinja2.TemplateError,
+      ArithmeticError,
+      AttributeError,
+      LookupError,
+      MemoryError,
+      RecursionError,
+      TypeError,
+      ValueError,
+    ) as error:
+      reason = str(error) or type(error).__name__
+      raise ChatTemplateError(
+        f"the chat template refused: {reason}"
+      ) from error
 
 
-class _Process:
-  """A running `template_process` with one template."""
+class _Generation(ext.Extension):
+  """Support for `{% generation %}`, which marks what the assistant said.
 
-  def __init__(self, source: str):
-    # -P keeps the directory of that file out of the import path.
-    self._popen = subprocess.Popen(
-      [sys.executable, "-P", template_process.__file__],
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.DEVNULL,
-      text=True,
-    )
-    self._end = weakref.finalize(self, _end, self._popen)
-    reply = self.ask({"source": source}, _START_S)
-    if reply is None:
-      raise ChatTemplateError("chat_template: it cannot be compiled in time")
-    if "error" in reply:
-      self._end()
-      raise ChatTemplateError(f"chat_template, {reply['error']}")
+  The marks are for training and have no effect here.
+  """
 
-  @property
-  def has_ended(self) -> bool:
-    """Whether the process has ended, for whatever reason."""
-    return self._popen.poll() is not None
+  tags = {"generation"}
 
-  def ask(
-    self, request: dict[str, Any], deadline_s: float
-  ) -> dict[str, Any] | None:
-    """Return the reply; None if there was none in time.
-
-    The process is killed if it does not reply in time.
-    """
-    stdin, stdout = self._popen.stdin, self._popen.stdout
-    assert stdin is not None and stdout is not None
-    # Killing the process ends a write to it or a read from it that blocks.
-    timer = threading.Timer(deadline_s, self._popen.kill)
-    timer.daemon = True
-    timer.start()
-    try:
-      alarm_s = math.ceil(deadline_s) + 1
-      stdin.write(json.dumps(request | {"alarm_s": alarm_s}) + "\n")
-      stdin.flush()
-      line = stdout.readline()
-    except BrokenPipeError:
-      line = ""
-    finally:
-      timer.cancel()
-    if not line.endswith("\n"):
-      self._end()
-      return None
-    return json.loads(line)
+  def parse(self, parser: Any) -> nodes.Node | list[nodes.Node]:
+    """Return the statements inside the block unchanged."""
+    next(parser.stream)
+    return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _end(popen: subprocess.Popen) -> None:
-  popen.kill()
-  popen.wait()
-  for pipe in (popen.stdin, popen.stdout):
-    assert pipe is not None
-    try:
-      pipe.close()
-    except BrokenPipeError:  # data that was not written yet
-      pass
+def _raise_exception(message: str) -> NoReturn:
+  raise jinja2.TemplateError(message)
+
+
+def _tojson(
+  value: Any,
+  ensure_ascii: bool = False,
+  indent: int | str | None = None,
+  separators: tuple[str, str] | None = None,
+  sort_keys: bool = False,
+) -> str:
+  # Jinja's own filter escapes HTML.
+  return json.dumps(
+    value,
+    ensure_ascii=ensure_ascii,
+    indent=indent,
+    separators=separators,
+    sort_keys=sort_keys,
+  )
+
+
+def _compiled(source: str) -> jinja2.Template:
+  environment = sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True,
+    lstrip_blocks=True,
+    extensions=[ext.loopcontrols, _Generation],
+  )
+  environment.filters["tojson"] = _tojson
+  environment.globals["raise_exception"] = _raise_exception
+  environment.globals["strftime_now"] = lambda format_: (
+    datetime.datetime.now().strftime(format_)
+  )
+  try:
+    return environment.from_string(source)
+  except jinja2.TemplateSyntaxError as error:
+    raise ChatTemplateError(
+      f"chat_template, line {error.lineno}: {error}"
+    ) from error
+  except RecursionError as error:
+    raise ChatTemplateError("chat_template: it is nested too deeply") from error
 
 
 def load(directory: pathlib.Path) -> ChatTemplate:
