@@ -368,11 +368,11 @@ def start(
     check_config(CONFIG.value)
     check()
     if source_checks.asks_reasoning_gym(CONFIG.value.task):
-      from jaxrl_async.data.reasoning_gym import question_stream
+      from jaxrl_async.data.reasoning_gym import gym
 
       # It imports a library for seconds, in a process of its own, while JAX is
       # imported here.
-      question_stream.start_server()
+      gym.start_server()
 
   def checked(argv: list[str]) -> None:
     del argv

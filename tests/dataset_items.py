@@ -11,7 +11,7 @@ import json
 import sys
 
 from jaxrl_async.data import source as source_lib
-from jaxrl_async.data.reasoning_gym import question_stream
+from jaxrl_async.data.reasoning_gym import gym
 from jaxrl_async.storage import item_json
 
 
@@ -19,7 +19,7 @@ def digests(names, *, num_processes, num_items):
   """Of what the first items say, by dataset; items of other splits are ""."""
   found = {}
   for name in names:
-    stream = question_stream.QuestionStream(
+    stream = gym.QuestionStream(
       name,
       {},
       seed=3,

@@ -117,7 +117,7 @@ CATCHES_ALL = {
   "rewards/sandbox_supervisor.py": "its tests",
   "config/user_code.py": "user code",
   "rollout/episode.py": "user code",
-  "data/reasoning_gym/question_server.py": "user code",
+  "data/reasoning_gym/questions.py": "user code",
   "run/compile_ahead.py": "a loss of the user's; its call raises it again",
 }
 BANNED_FILES = {"utils.py", "common.py", "helpers.py"}

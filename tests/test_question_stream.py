@@ -10,7 +10,7 @@ import pytest
 import waiting
 
 from jaxrl_async.data import source as source_lib
-from jaxrl_async.data.reasoning_gym import question_stream
+from jaxrl_async.data.reasoning_gym import gym
 from jaxrl_async.data.reasoning_gym import questions
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -19,15 +19,15 @@ TIMEOUT_S = 120.0
 # takes more than pipes hold; waits until it is killed.
 OWNER = """
 import signal, sys
-from jaxrl_async.data.reasoning_gym import question_stream
+from jaxrl_async.data.reasoning_gym import gym
 from jaxrl_async.data import source as source_lib
-stream = question_stream.QuestionStream(
+stream = gym.QuestionStream(
   "chain_sum", {}, seed=0, split=source_lib.Split.TRAIN, first_index=0,
   num_processes=3,
 )
 for _ in range(6):
   stream.next()
-print(question_stream._server()._process.pid, flush=True)
+print(gym._server()._process.pid, flush=True)
 input()
 for _ in range(6_000):
   stream.next()
@@ -37,7 +37,7 @@ signal.pause()
 
 
 def make_stream(dataset="chain_sum", *, first_index=0, num_processes=1, **more):
-  return question_stream.QuestionStream(
+  return gym.QuestionStream(
     dataset,
     more,
     seed=0,
@@ -93,7 +93,7 @@ def test_a_stream_is_ready_when_the_next_item_is_there():
 
 
 def test_a_closed_stream_leaves_no_process_even_in_the_middle_of_an_item():
-  server = question_stream._server()._process.pid
+  server = gym._server()._process.pid
   before = set(children(server))
   # Its first item takes seconds; of the other the pipe is full.
   streams = [make_stream("sokoban"), make_stream(num_processes=3)]
@@ -116,7 +116,7 @@ def test_a_dataset_that_fails_is_named_with_its_traceback():
 
 
 def test_a_killed_process_is_an_error_and_no_wait():
-  server = question_stream._server()._process.pid
+  server = gym._server()._process.pid
   before = set(children(server))
   stream = make_stream()
   stream.next()
@@ -132,7 +132,6 @@ def test_a_killed_process_is_an_error_and_no_wait():
 def test_the_modules_of_the_processes_import_without_jax():
   code = (
     "import sys; from jaxrl_async.data.reasoning_gym import gym;"
-    "from jaxrl_async.data.reasoning_gym import question_server;"
     "print(sorted({'jax', 'flax', 'grain'} & set(sys.modules)))"
   )
   ran = subprocess.run(

@@ -121,12 +121,6 @@ class Rows:
     self, split: str, first_index: int, *, num_workers: int
   ) -> source_lib.ItemStream:
     """Begin to read a split; rows are read when they are asked for."""
-    return self.open_every(split, first_index, 1, num_workers=num_workers)
-
-  def open_every(
-    self, split: str, first_index: int, step: int, *, num_workers: int
-  ) -> source_lib.ItemStream:
-    """Do what `open` does, for every `step`-th item from the first one on."""
     import grain  # which imports JAX
 
     del num_workers  # reading a row takes microseconds
@@ -140,7 +134,7 @@ class Rows:
     if split in _SEEDS:
       order = order.seed(self.seed + _SEEDS[split]).shuffle()
     order = order.repeat()
-    places = (order[i] for i in itertools.count(first_index, step))
+    places = (order[i] for i in itertools.count(first_index))
     return source_lib.IteratorStream(
       self._columns.item(table, row)
       for row in places

@@ -1,4 +1,4 @@
-"""Questions of reasoning-gym by index, and the split each of them belongs to.
+"""Questions of reasoning-gym by index, and the processes that make them.
 
 Item i of a split is a function of (seed, split, i). Item i of reasoning-gym
 depends only on the dataset's seed + i, so that neighbouring seeds would give
@@ -11,13 +11,27 @@ to, for all seeds alike. That is how a held-out question is never trained on.
 
 Some datasets iterate over sets of strings. Their items are the same in another
 process only under the same PYTHONHASHSEED. A run therefore makes no questions
-by itself, but lets the processes of `question_stream` make them.
+by itself. `gym` starts a server with a fixed hash seed, which imports the
+library once (`serve`) and forks a process for each request. The process sends
+items first, first + step, first + 2 step, ... through a pipe, and waits while
+the pipe is full. It ends as soon as its pipe has no reader. The server ends
+when its control connection closes, which the kernel does even if the run is
+killed. Both ignore the signals that ask a run to end, because the run still
+needs questions for the step that it finishes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import dataclasses
 import hashlib
+import itertools
+from multiprocessing import connection
+from multiprocessing import reduction
+import os
 import random
+import select
+import signal
+import threading
+import traceback
 from typing import Any
 
 import numpy as np
@@ -25,6 +39,7 @@ import numpy as np
 from jaxrl_async.config import sections
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.rewards import reasoning
+from jaxrl_async.storage import item_json
 
 ITEMS_PER_SPLIT = 2**22
 # seed + i stays below 2**32, the limit of some random generators.
@@ -173,3 +188,82 @@ def _create_dataset(
     raise sections.ConfigError(
       f"task.params: {name} refuses {dict(params)}: {error}"
     ) from error
+
+
+# -- the server's process ------------------------------------------------------
+
+
+def serve(descriptor: int) -> None:
+  """Fork a process for each request until the connection closes.
+
+  Args:
+    descriptor: file descriptor of the control connection. A request is a dict
+      with the arguments of `_items`, followed by the handle of the pipe to
+      write to.
+  """
+  for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+  signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # leaves no zombies
+  control = connection.Connection(descriptor)
+  reasoning.library()
+  while True:
+    try:
+      request = control.recv()
+      pipe = reduction.recv_handle(control)
+    except (EOFError, ConnectionResetError):
+      return
+    if os.fork() == 0:
+      try:
+        control.close()
+        _send_items(request, pipe)
+      finally:
+        os._exit(1)  # never back into the server's loop
+    os.close(pipe)
+
+
+def _send_items(request: dict[str, Any], pipe: int) -> None:
+  signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+  threading.Thread(target=_end_with_reader, args=(pipe,), daemon=True).start()
+  with connection.Connection(pipe, readable=False) as sending:
+    for item in _items(**request):
+      sending.send(item)
+
+
+def _end_with_reader(pipe: int) -> None:
+  """End the process when its pipe has no reader, even within an item."""
+  poll = select.poll()
+  poll.register(pipe, 0)  # only POLLERR, which is always reported
+  poll.poll()
+  os._exit(0)
+
+
+def _items(
+  dataset: str,
+  params: dict[str, Any],
+  seed: int,
+  split: str,
+  first: int,
+  step: int,
+) -> Iterator[dict[str, Any] | Exception | None]:
+  """Yield the item of each index, or None if it belongs to another split.
+
+  The last one is the error that its reader raises.
+  """
+  index = first
+  try:
+    source = QuestionSource(
+      dataset, params, seed=seed, split=source_lib.Split(split)
+    )
+    for index in itertools.count(first, step):
+      item = item_json.decode(source.stored(index))
+      yield item if split_of(item["question"]) == split else None
+  except sections.ConfigError as error:
+    yield error
+  # The dataset's code may raise anything.
+  except Exception as error:
+    failure = source_lib.SourceError(
+      f"task.dataset: {dataset} failed to make item {index}:"
+      f" {type(error).__name__}: {error}"
+    )
+    failure.add_note(traceback.format_exc())
+    yield failure

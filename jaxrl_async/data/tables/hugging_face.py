@@ -5,7 +5,8 @@ Whether it can is found out by one request, because the library itself tries
 again for half a minute.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+import contextlib
 import functools
 import logging
 import types
@@ -20,34 +21,19 @@ _TRAIN = "train"
 _TEST = ("test", "validation")
 
 
-class HuggingFace:
-  """The rows of one split, which `datasets` keeps in mapped files."""
+def open_split(uri: uri_lib.Uri) -> table_lib.Table:
+  """Load the split of a dataset, which may download it, into mapped files.
 
-  def __init__(self, uri: uri_lib.Uri):
-    """Load a dataset, which may download it.
-
-    Raises:
-      TableError: there is no such dataset or split, or it cannot be loaded.
-    """
-    self._uri = uri
-    self._rows = _splits(uri)[_chosen(uri)]
-    self.digest = str(self._rows._fingerprint)
-
-  def __len__(self) -> int:
-    """Return the number of rows."""
-    return len(self._rows)
-
-  def __getitem__(self, row: int) -> dict[str, Any]:
-    """Return a row.
-
-    Raises:
-      RowError: it has a value that JSON cannot hold.
-    """
-    return table_lib.plain(self._rows[row], self.where(row))
-
-  def where(self, row: int) -> str:
-    """Return the dataset and the number of a row, from 0."""
-    return f"{self._uri}: row {row}"
+  Raises:
+    TableError: there is no such dataset or split, or it cannot be loaded.
+  """
+  rows = _splits(uri)[_chosen(uri)]
+  return table_lib.Table(
+    rows,
+    table_lib.plain,
+    str(rows._fingerprint),
+    lambda row: f"{uri}: row {row}",
+  )
 
 
 def test_split(uri: uri_lib.Uri) -> uri_lib.Uri | None:
@@ -91,18 +77,26 @@ def _library() -> types.ModuleType:
   return datasets
 
 
+@contextlib.contextmanager
+def _errors_of(name: str, why: str = "") -> Iterator[None]:
+  """Turn what the library raises into one line."""
+  import pyarrow
+
+  kinds = (OSError, ValueError, KeyError, pyarrow.ArrowException)
+  try:
+    yield
+  except (*kinds, _library().exceptions.DatasetsError) as error:
+    raise table_lib.TableError(
+      f"{name} cannot be loaded: {table_lib.reason(error)}{why}"
+    ) from error
+
+
 @functools.cache
 def _of_directory(place: str) -> Mapping[str, Any]:
   """Return the splits of a directory that `save_to_disk` wrote."""
   library = _library()
-  import pyarrow
-
-  try:
+  with _errors_of(place):
     loaded = library.load_from_disk(place)
-  except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
-    raise table_lib.TableError(
-      f"{place} cannot be read: {table_lib.reason(error)}"
-    ) from error
   if isinstance(loaded, library.Dataset):
     return {str(loaded.split or _TRAIN): loaded}
   return {str(name): rows for name, rows in loaded.items()}
@@ -116,7 +110,6 @@ def _of_hub(
   library = _library()
   import huggingface_hub
   from huggingface_hub import errors
-  import pyarrow
 
   logging.getLogger("datasets").setLevel(logging.ERROR)
   why = ""
@@ -132,16 +125,6 @@ def _of_hub(
   except (OSError, errors.HTTPError) as error:  # pyright: ignore
     why = f"; the hub cannot be reached ({table_lib.reason(error)})"
     library.config.HF_HUB_OFFLINE = True  # so that it asks only the cache
-  try:
+  with _errors_of(f"hf:{place}", why):
     loaded = library.load_dataset(place, name, revision=revision)
-  except (
-    OSError,
-    ValueError,
-    KeyError,
-    pyarrow.ArrowException,
-    library.exceptions.DatasetsError,
-  ) as error:
-    raise table_lib.TableError(
-      f"hf:{place} cannot be loaded: {table_lib.reason(error)}{why}"
-    ) from error
   return {str(split): rows for split, rows in loaded.items()}

@@ -1,13 +1,14 @@
 """A table: the rows of a dataset's files by number, whatever their format."""
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+import dataclasses
 import datetime
 import decimal
 import hashlib
 import itertools
-import pathlib
-from typing import Any, Protocol, runtime_checkable
+import json
+from typing import Any
 
 import numpy as np
 
@@ -20,18 +21,25 @@ class RowError(ValueError):
   """A row cannot be used; the message begins with its place."""
 
 
-@runtime_checkable
-class Table(Protocol):
-  """Rows by number. Any thread may read them."""
+@dataclasses.dataclass(frozen=True)
+class Table:
+  """The rows of a file or of a split, by number. Any thread may read them.
 
-  @property
-  def digest(self) -> str:
-    """A digest of the content."""
-    ...
+  Attributes:
+    stored: the rows as they are stored, a sequence.
+    read: returns the columns of a stored row that is at a place.
+    digest: of the content.
+    where: returns the place of a row, as messages name it.
+  """
+
+  stored: Any
+  read: Callable[[Any, str], dict[str, Any]]
+  digest: str
+  where: Callable[[int], str]
 
   def __len__(self) -> int:
     """Return the number of rows."""
-    ...
+    return len(self.stored)
 
   def __getitem__(self, row: int) -> dict[str, Any]:
     """Return a row's columns.
@@ -39,59 +47,56 @@ class Table(Protocol):
     Raises:
       RowError: the row cannot be read.
     """
-    ...
-
-  def where(self, row: int) -> str:
-    """Return the place of a row, as messages name it."""
-    ...
+    return self.read(self.stored[row], self.where(row))
 
 
-class Joined:
-  """The rows of several tables, one table after the other."""
+def joined(parts: Sequence[Table]) -> Table:
+  """Return the rows of several tables, one table after the other."""
+  if len(parts) == 1:
+    return parts[0]
+  ends = list(itertools.accumulate(map(len, parts)))
 
-  def __init__(self, parts: Sequence[Table]):
-    """Join at least one table."""
-    self._parts = parts
-    self._ends = list(itertools.accumulate(map(len, parts)))
+  def at(row: int) -> tuple[Table, int]:
+    number = bisect.bisect_right(ends, row)
+    return parts[number], row - (ends[number - 1] if number else 0)
 
-  @property
-  def digest(self) -> str:
-    """A digest of the content of all parts."""
-    digests = " ".join(part.digest for part in self._parts)
-    return hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
+  def read(row: int, where: str) -> dict[str, Any]:
+    part, own = at(row)
+    return part.read(part.stored[own], where)
 
-  def __len__(self) -> int:
-    """Return the number of rows of all parts."""
-    return self._ends[-1]
+  def where(row: int) -> str:
+    part, own = at(row)
+    return part.where(own)
 
-  def __getitem__(self, row: int) -> dict[str, Any]:
-    """Return a row's columns."""
-    part, row = self._part(row)
-    return part[row]
-
-  def where(self, row: int) -> str:
-    """Return the place of a row in its part."""
-    part, row = self._part(row)
-    return part.where(row)
-
-  def _part(self, row: int) -> tuple[Table, int]:
-    number = bisect.bisect_right(self._ends, row)
-    start = self._ends[number - 1] if number else 0
-    return self._parts[number], row - start
-
-
-def digest_of(path: pathlib.Path) -> str:
-  """Return a digest of a file's content."""
-  with open(path, "rb") as file:
-    return hashlib.file_digest(
-      file, lambda: hashlib.blake2b(digest_size=16)
-    ).hexdigest()
+  digests = " ".join(part.digest for part in parts)
+  digest = hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
+  return Table(range(ends[-1]), read, digest, where)
 
 
 def reason(error: Exception) -> str:
   """Return in one line why a file could not be read."""
   text = getattr(error, "strerror", None) or str(error)
   return " ".join(text.split())[:200] or type(error).__name__
+
+
+def from_json(text: bytes, where: str) -> dict[str, Any]:
+  """Return the object that a text in JSON describes.
+
+  Raises:
+    RowError: it is not a JSON object.
+  """
+  try:
+    value = json.loads(text)
+  except (ValueError, RecursionError) as error:
+    raise RowError(f"{where}: not JSON: {error}") from error
+  return checked_object(value, where)
+
+
+def checked_object(value: Any, where: str) -> dict[str, Any]:
+  """Return a value, or raise a RowError unless it is an object of JSON."""
+  if not isinstance(value, dict):
+    raise RowError(f"{where}: not a JSON object")
+  return value
 
 
 def plain(value: Any, where: str) -> Any:
