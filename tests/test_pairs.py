@@ -92,7 +92,7 @@ def test_equal_completions_and_long_ones_are_left_out_and_counted(tmp_path):
   rows[1]["rejected"] = "x" * 300
   pairs = pairs_of(tmp_path, rows, max_tokens=40)
   for pair in pairs:
-    assert pair.num_tokens <= 40
+    assert len(pair) <= 40
     _, chosen, _, rejected = decoded(pair)
     assert chosen != rejected
   equal = [line for line in pairs.left_out() if "two equal completions" in line]

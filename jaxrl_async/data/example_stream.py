@@ -1,8 +1,8 @@
 """Examples made of a split's prompts, as many as fit and are asked for."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 import contextlib
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from jaxrl_async import types
 from jaxrl_async.config import sections
@@ -17,48 +17,57 @@ Example = TypeVar("Example")
 class ExampleStream(Generic[Example]):
   """The examples of a split, one after the other, that fit into a row.
 
+  A kind of examples is a subclass with `what`, their name in messages, and
+  `make`. The length of an example is its `len`.
+
   Attributes:
     num_too_long: examples that were skipped so far, because they are longer
       than a row.
-    num_useless: examples that were skipped because nothing is to be learned
-      from them.
+    num_equal: examples that were skipped because nothing is to be learned from
+      them: their two completions are equal.
   """
+
+  what = "examples"
 
   def __init__(
     self,
     source: prompts.PromptSource,
-    make: Callable[[types.Prompt, int], Example | None],
-    num_tokens: Callable[[Example], int],
     *,
     split: str,
     num_examples: int,
     max_tokens: int,
-    what: str,
     max_unusable: int = MAX_UNUSABLE,
   ):
     """Prepare the examples.
 
     Args:
       source: of the prompts.
-      make: returns the example of a prompt and of the position after it in the
-        split, or None if there is nothing to learn from it.
-      num_tokens: returns the length of an example.
       split: of the source.
       num_examples: number of examples.
-      max_tokens: longest example.
-      what: what the examples are called, in messages.
+      max_tokens: longest example, prompts included.
       max_unusable: after so many in a row that are skipped, an error is raised.
     """
-    self._source = source
-    self._make = make
-    self._num_tokens = num_tokens
+    self.source = source
     self._split = split
     self._num_examples = num_examples
     self._max_tokens = max_tokens
-    self._what = what
     self._max_unusable = max_unusable
     self.num_too_long = 0
-    self.num_useless = 0
+    self.num_equal = 0
+
+  def make(self, prompt: types.Prompt, place: int) -> Any:
+    """Return an example, or None if there is nothing to learn from it.
+
+    Args:
+      prompt: of the split.
+      place: the position after the prompt in the split. Random choices depend
+        on it and not on the item, so that a second pass over a small dataset
+        makes others.
+
+    Raises:
+      sections.ConfigError: there is none.
+    """
+    raise NotImplementedError
 
   def __iter__(self) -> Iterator[Example]:
     """Yield `num_examples` examples.
@@ -67,7 +76,7 @@ class ExampleStream(Generic[Example]):
       sections.ConfigError: none can be used, or one cannot be made.
     """
     stream = prompts.PromptStream(
-      self._source,
+      self.source,
       self._split,
       max_barren=prompts.MAX_BARREN_CHECKED,
     )
@@ -75,28 +84,38 @@ class ExampleStream(Generic[Example]):
       for _ in range(self._num_examples):
         yield self._next(stream)
 
+  def left_out(self) -> list[str]:
+    """Return lines about the examples that were skipped so far."""
+    return [
+      f"{count:,} {self.what} {why} and were left out"
+      for count, why in (
+        (self.num_too_long, "are longer than train.tokens_per_row"),
+        (self.num_equal, "have two equal completions"),
+      )
+      if count
+    ]
+
   def _next(self, stream: prompts.PromptStream) -> Example:
     shortest = None
     for _ in range(self._max_unusable):
       prompt = stream.next()
-      example = self._make(prompt, stream.state()["next_index"])
+      example = self.make(prompt, stream.state()["next_index"])
       if example is None:
-        self.num_useless += 1
+        self.num_equal += 1
         continue
-      length = self._num_tokens(example)
-      if length <= self._max_tokens:
+      if len(example) <= self._max_tokens:
         return example
       self.num_too_long += 1
-      shortest = min(shortest or length, length)
-    name = self._source.items.name
+      shortest = min(shortest or len(example), len(example))
+    name = self.source.items.name
     sections.require(
       shortest is not None,
       "task.dataset",
-      f"nothing is to be learned from {self._max_unusable} {self._what} of"
+      f"nothing is to be learned from {self._max_unusable} {self.what} of"
       f" {name} in a row, whose completions are equal",
     )
     raise sections.ConfigError(
       f"train.tokens_per_row: {self._max_tokens}, but the shortest of"
-      f" {self._max_unusable} {self._what} of {name} has {shortest} tokens with"
+      f" {self._max_unusable} {self.what} of {name} has {shortest} tokens with"
       " its prompt; use more"
     )

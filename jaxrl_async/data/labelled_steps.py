@@ -1,6 +1,5 @@
 """Solutions in steps, each with a label whether it is right, as tokens."""
 
-from collections.abc import Iterator
 import dataclasses
 from typing import Any
 
@@ -29,6 +28,10 @@ class LabelledSteps:
 
   example: worked_examples_lib.WorkedExample
   labels: Float[np.ndarray, "T"]
+
+  def __len__(self) -> int:
+    """Return the number of tokens of the example."""
+    return len(self.example)
 
 
 def tokenized(
@@ -85,57 +88,29 @@ def steps_of(
   return steps
 
 
-class Solutions:
+class Solutions(example_stream.ExampleStream[LabelledSteps]):
   """The labelled solutions of a split, one after the other."""
+
+  what = "solutions"
 
   def __init__(
     self,
     source: prompts.PromptSource,
     section: sections.PreferenceSection,
-    *,
-    split: str,
-    num_examples: int,
-    max_tokens: int,
+    **options: Any,
   ):
     """Prepare the solutions.
 
     Args:
       source: of the prompts.
       section: the columns of the steps and of their labels.
-      split: of the source.
-      num_examples: number of solutions.
-      max_tokens: longest prompt and solution together.
+      **options: of `ExampleStream`.
     """
-    self._source = source
+    super().__init__(source, **options)
     self._section = section
-    self._stream = example_stream.ExampleStream(
-      source,
-      self._make,
-      lambda solution: len(solution.example.tokens),
-      split=split,
-      num_examples=num_examples,
-      max_tokens=max_tokens,
-      what="solutions",
-    )
 
-  def __iter__(self) -> Iterator[LabelledSteps]:
-    """Yield `num_examples` solutions.
-
-    Raises:
-      sections.ConfigError: the data has no labelled steps, or none that fits.
-    """
-    return iter(self._stream)
-
-  def left_out(self) -> list[str]:
-    """Return a line about the solutions that were skipped so far, if any."""
-    if not self._stream.num_too_long:
-      return []
-    return [
-      f"{self._stream.num_too_long:,} solutions are longer than"
-      " train.tokens_per_row and were left out"
-    ]
-
-  def _make(self, prompt: types.Prompt, place: int) -> LabelledSteps:
+  def make(self, prompt: types.Prompt, place: int) -> LabelledSteps:
+    """Return the solution of a prompt with its labels."""
     del place
     path, name = "preference.labels", self._section.labels
     steps = steps_of(
@@ -155,7 +130,7 @@ class Solutions:
       f" (preference.steps)",
     )
     try:
-      example = tokenized(prompt, steps, self._source.tokenizer)
+      example = tokenized(prompt, steps, self.source.tokenizer)
     except ValueError as error:
       raise sections.ConfigError(
         f"preference.steps: {prompt.prompt_id} cannot be tokenized: {error}"

@@ -1,6 +1,6 @@
 """Pairs of completions of one prompt, of which one is better, as tokens."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 import dataclasses
 import functools
 from typing import Any
@@ -23,9 +23,8 @@ class Pair:
   chosen: worked_examples_lib.WorkedExample
   rejected: worked_examples_lib.WorkedExample
 
-  @property
-  def num_tokens(self) -> int:
-    """The number of tokens of both, prompts included."""
+  def __len__(self) -> int:
+    """Return the number of tokens of both, prompts included."""
     return len(self.chosen.tokens) + len(self.rejected.tokens)
 
 
@@ -38,12 +37,14 @@ def joined(pair: Pair) -> worked_examples_lib.WorkedExample:
   )
 
 
-class Pairs:
+class Pairs(example_stream.ExampleStream[Pair]):
   """The pairs of a split, one after the other.
 
   Pair n depends only on the seed and n. Pairs whose completions are equal are
   skipped.
   """
+
+  what = "pairs"
 
   def __init__(
     self,
@@ -51,9 +52,7 @@ class Pairs:
     section: sections.PreferenceSection,
     *,
     corrupted_frac: float,
-    split: str,
-    num_examples: int,
-    max_tokens: int,
+    **options: Any,
   ):
     """Prepare the pairs.
 
@@ -62,51 +61,22 @@ class Pairs:
       section: what the two completions are.
       corrupted_frac: of a rejected completion that a solver of
         `worked_solutions.SOLVERS` writes.
-      split: of the source.
-      num_examples: number of pairs.
-      max_tokens: longest pair, prompts included.
+      **options: of `ExampleStream`.
 
     Raises:
       sections.ConfigError: there is no such completion.
     """
+    super().__init__(source, **options)
     worked_solutions.check_pair(section)
-    self._source = source
     self._solvers = {
       side: _solver(f"preference.{side}", getattr(section, side), frac)
       for side, frac in zip(
         preference_section.SIDES, (0.0, corrupted_frac), strict=True
       )
     }
-    self._stream = example_stream.ExampleStream(
-      source,
-      self._make,
-      lambda pair: pair.num_tokens,
-      split=split,
-      num_examples=num_examples,
-      max_tokens=max_tokens,
-      what="pairs",
-    )
 
-  def __iter__(self) -> Iterator[Pair]:
-    """Yield `num_examples` pairs.
-
-    Raises:
-      sections.ConfigError: the data has no pairs, or none that fits.
-    """
-    return iter(self._stream)
-
-  def left_out(self) -> list[str]:
-    """Return lines about the pairs that were skipped so far."""
-    return [
-      f"{count:,} pairs {why} and were left out"
-      for count, why in (
-        (self._stream.num_too_long, "are longer than train.tokens_per_row"),
-        (self._stream.num_useless, "have two equal completions"),
-      )
-      if count
-    ]
-
-  def _make(self, prompt: types.Prompt, place: int) -> Pair | None:
+  def make(self, prompt: types.Prompt, place: int) -> Pair | None:
+    """Return the pair of a prompt, or None if both completions are equal."""
     texts = {
       side: self._text(side, prompt, place) for side in preference_section.SIDES
     }
@@ -116,7 +86,7 @@ class Pairs:
     for side, text in texts.items():
       try:
         made[side] = worked_examples_lib.answered(
-          prompt, text, self._source.tokenizer
+          prompt, text, self.source.tokenizer
         )
       except ValueError as error:
         raise sections.ConfigError(
@@ -131,8 +101,7 @@ class Pairs:
     Raises:
       sections.ConfigError: there is none.
     """
-    # As in `WorkedExamples`, the seed depends on the position.
-    rng = np.random.default_rng((self._source.seed, place))
+    rng = np.random.default_rng((self.source.seed, place))
     try:
       text = self._solvers[side](prompt.item, rng)
     except (LookupError, ValueError, TypeError, AttributeError) as error:

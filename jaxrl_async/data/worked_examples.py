@@ -1,6 +1,6 @@
 """Prompts with their worked solutions, as tokens, for the warm start."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 import contextlib
 import dataclasses
 import itertools
@@ -39,6 +39,10 @@ class WorkedExample:
   tokens: Int32[np.ndarray, "T"]
   loss_mask: Bool[np.ndarray, "T"]
 
+  def __len__(self) -> int:
+    """Return the number of tokens."""
+    return len(self.tokens)
+
 
 def joined(
   parts: Iterable[tuple[Int32[np.ndarray, "_"], bool]],
@@ -66,7 +70,7 @@ def answered(
   return joined([(prompt.tokens, False), (completion, True)])
 
 
-class WorkedExamples:
+class WorkedExamples(example_stream.ExampleStream[WorkedExample]):
   """The worked solutions of a split, one after the other.
 
   A question may occur several times, with the same or with other mistakes in
@@ -75,13 +79,15 @@ class WorkedExamples:
   the seed and n.
   """
 
+  what = "worked solutions"
+
   def __init__(
     self,
     source: prompts.PromptSource,
     warm_start: sections.WarmStartSection,
     *,
     max_tokens: int,
-    max_too_long: int = example_stream.MAX_UNUSABLE,
+    max_unusable: int = example_stream.MAX_UNUSABLE,
     split: str = source_lib.Split.WARM_START,
   ):
     """Prepare the examples.
@@ -90,61 +96,38 @@ class WorkedExamples:
       source: of the prompts.
       warm_start: the solver, and how many examples there are.
       max_tokens: longest prompt and solution together.
-      max_too_long: after so many solutions in a row that are too long, an error
-        is raised.
+      max_unusable: see `ExampleStream`.
       split: of the source.
 
     Raises:
       sections.ConfigError: there is no such solver.
     """
-    self._source = source
+    super().__init__(
+      source,
+      split=split,
+      num_examples=warm_start.num_examples,
+      max_tokens=max_tokens,
+      max_unusable=max_unusable,
+    )
     self._warm_start = warm_start
     self._solve = worked_solutions.find(
       warm_start.solver, warm_start.corrupted_frac
     )
-    self._stream = example_stream.ExampleStream(
-      source,
-      self._tokenized,
-      lambda example: len(example.tokens),
-      split=split,
-      num_examples=warm_start.num_examples,
-      max_tokens=max_tokens,
-      what="worked solutions",
-      max_unusable=max_too_long,
-    )
 
-  @property
-  def num_too_long(self) -> int:
-    """Solutions that were skipped so far, because no row has room for them."""
-    return self._stream.num_too_long
-
-  def __iter__(self) -> Iterator[WorkedExample]:
-    """Yield `num_examples` examples.
-
-    Raises:
-      sections.ConfigError: all solutions are too long, or one cannot be made.
-    """
-    return iter(self._stream)
-
-  def _tokenized(self, prompt: types.Prompt, place: int) -> WorkedExample:
+  def make(self, prompt: types.Prompt, place: int) -> WorkedExample:
+    """Return the example of a prompt."""
     try:
       return self._example(prompt, place)
+    except sections.ConfigError:
+      raise
     except ValueError as error:
-      if isinstance(error, sections.ConfigError):
-        raise
       raise sections.ConfigError(
         f"warm_start.solver: the solution of {prompt.prompt_id} cannot be"
         f" tokenized: {error}"
       ) from error
 
   def _example(self, prompt: types.Prompt, place: int) -> WorkedExample:
-    """Return the example of a prompt.
-
-    Raises:
-      sections.ConfigError: there is no solution.
-      ValueError: it cannot be tokenized.
-    """
-    source = self._source
+    source = self.source
     if self._warm_start.solver == worked_solutions.MESSAGES:
       messages = source.answered_chat(prompt.item)
       sections.require(
@@ -157,8 +140,6 @@ class WorkedExamples:
       return chat_example(
         messages, source.chat_template, source.tokenizer, prompt.prompt_id
       )
-    # The seed depends on the position in the stream and not on the item, so
-    # that a second pass over a small dataset makes other mistakes.
     rng = np.random.default_rng((source.seed, place))
     text = _solution(self._solve, prompt, rng, self._warm_start)
     return answered(prompt, text, source.tokenizer)
@@ -274,7 +255,7 @@ def validate(
     source,
     warm_start,
     max_tokens=max_tokens,
-    max_too_long=prompts.MAX_BARREN_CHECKED,
+    max_unusable=prompts.MAX_BARREN_CHECKED,
   )
   for _ in itertools.islice(examples, _NUM_CHECKED):
     pass

@@ -103,9 +103,7 @@ class ChatTemplate:
       ValueError,
     ) as error:
       reason = str(error) or type(error).__name__
-      raise ChatTemplateError(
-        f"the chat template refused: {reason}"
-      ) from error
+      raise ChatTemplateError(f"the chat template refused: {reason}") from error
 
 
 class _Generation(ext.Extension):

@@ -213,7 +213,7 @@ class QuestionStream:
     ]
 
   def is_ready(self, timeout_s: float = 0.0) -> bool:
-    """Return whether `next` returns at once, after waiting up to `timeout_s`."""
+    """Return whether `next` returns at once; wait up to `timeout_s`."""
     return self._pipes[self._turn].poll(timeout_s)
 
   def next(self) -> dict[str, Any] | None:
