@@ -43,9 +43,9 @@ def mark(board: stage_board.Board) -> None:
 
   def marked(self: pool_lib.Pool, attempt: Any) -> Any:
     board.enter("reward")
-    future = score(self, attempt)
-    future.add_done_callback(lambda _: board.leave("reward"))
-    return future
+    running = score(self, attempt)
+    running.future.add_done_callback(lambda _: board.leave("reward"))
+    return running
 
   pool_lib.Pool.score = marked
   begin = checkpoint.begin

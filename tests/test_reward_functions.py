@@ -14,7 +14,6 @@ from jaxrl_async.rewards import match
 from jaxrl_async.rewards import mathematics
 from jaxrl_async.rewards import sandbox as sandbox_lib
 from jaxrl_async.rewards import scoring
-from jaxrl_async.rewards import shaping
 from jaxrl_async.rewards import term as term_lib
 from jaxrl_async.run import checks
 
@@ -73,19 +72,19 @@ def test_matches_of_text_and_of_numbers(answer, exact, numeric):
 )
 def test_overlong_completions_lose_by_the_buffer(num_tokens, score):
   said = completion("", num_tokens=num_tokens)
-  shaped = shaping.overlong({}, said, max_tokens=100, buffer_tokens=20)
+  shaped = match.overlong({}, said, max_tokens=100, buffer_tokens=20)
   assert shaped == pytest.approx(score)
 
 
 def test_form():
-  assert shaping.answered({}, completion("", answer="1")) == 1.0
-  assert shaping.answered({}, completion("", answer="")) == 0.0
-  assert shaping.ended({}, completion("")) == 1.0
-  assert shaping.ended({}, completion("", reason="length")) == 0.0
+  assert match.answered({}, completion("", answer="1")) == 1.0
+  assert match.answered({}, completion("", answer="")) == 0.0
+  assert match.ended({}, completion("")) == 1.0
+  assert match.ended({}, completion("", reason="length")) == 0.0
   pattern = "<think>.*</think>.+"
   right = completion("<think>\n1\n</think>\n2")
-  assert shaping.matches({}, right, pattern=pattern) == 1.0
-  assert shaping.matches({}, completion("2"), pattern=pattern) == 0.0
+  assert match.matches({}, right, pattern=pattern) == 1.0
+  assert match.matches({}, completion("2"), pattern=pattern) == 0.0
 
 
 PROMPT = '''import math

@@ -13,10 +13,10 @@ import reward_scorers
 
 from jaxrl_async import types
 from jaxrl_async.config import sections
+from jaxrl_async.rewards import match
 from jaxrl_async.rewards import mathematics
 from jaxrl_async.rewards import sandbox as sandbox_lib
 from jaxrl_async.rewards import service as service_lib
-from jaxrl_async.rewards import shaping
 from jaxrl_async.rewards import term as term_lib
 from jaxrl_async.run import checks
 from jaxrl_async.run import config_checks
@@ -105,7 +105,7 @@ def test_terms_are_scored_in_processes_with_limits_and_counters_of_their_own(
   service = make_service(
     make_term(name="length", weight=0.5),
     make_term(
-      functools.partial(shaping.overlong, max_tokens=4, buffer_tokens=2),
+      functools.partial(match.overlong, max_tokens=4, buffer_tokens=2),
       name="overlong",
     ),
     make_term(reward_scorers.fails_first, name="late", num_retries=1),

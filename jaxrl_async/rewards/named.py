@@ -17,10 +17,10 @@ SHIPPED: Mapping[str, str] = {
   "code": "jaxrl_async.rewards.code:score",
   "exact": "jaxrl_async.rewards.match:exact",
   "numeric": "jaxrl_async.rewards.match:numeric",
-  "answered": "jaxrl_async.rewards.shaping:answered",
-  "ended": "jaxrl_async.rewards.shaping:ended",
-  "matches": "jaxrl_async.rewards.shaping:matches",
-  "overlong": "jaxrl_async.rewards.shaping:overlong",
+  "answered": "jaxrl_async.rewards.match:answered",
+  "ended": "jaxrl_async.rewards.match:ended",
+  "matches": "jaxrl_async.rewards.match:matches",
+  "overlong": "jaxrl_async.rewards.match:overlong",
 }
 
 

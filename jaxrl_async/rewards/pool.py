@@ -5,6 +5,7 @@ Each attempt at a term of a group is one task of the pool: 32 groups of 16 cost
 """
 
 from concurrent import futures
+import dataclasses
 import multiprocessing
 import pickle
 import signal
@@ -15,12 +16,10 @@ import pebble
 
 from jaxrl_async.config import sections
 from jaxrl_async.config import user_code
-from jaxrl_async.rewards import file_lock
 from jaxrl_async.rewards import scoring
 
 # An attempt is given up this many seconds after the deadlines of its scores.
 GRACE_S = 2.0
-_LOOK_S = 0.1
 _KILLED = "timeout: the scorer did not return; its process was killed"
 _BROKE = "error: the pool of reward processes broke"
 
@@ -35,15 +34,14 @@ class Closed(RuntimeError):
 class Pool:
   """Forked processes that score.
 
-  Invariant: the future of each attempt ends. An attempt ends within
-  `Scorers.max_attempt_s` + `GRACE_S` seconds after a process has taken it up.
-  This holds because each score runs under a timer in its process. A process
-  that ignores the timer is killed by the kernel or, as a last resort, by
-  pebble. A broken pool is replaced, and the attempts that it held have failed.
+  An attempt ends within `Scorers.max_attempt_s` + `GRACE_S` seconds after a
+  process has taken it up. This holds because each score runs under a timer in
+  its process. A process that ignores the timer is killed by the kernel or, as a
+  last resort, by pebble. A pool that broke, as one does whose idle process was
+  killed, is replaced when something is to be scored next. The attempts that it
+  held have failed.
 
-  Threads: any thread may call any method. `_lock` guards the pool in use and
-  the attempts under way. A thread of its own starts the processes, which waits
-  for the fork server's imports, and then looks for a broken pool.
+  Threads: any thread may call any method. `_lock` guards the pool in use.
   """
 
   def __init__(self, scorers: scoring.Scorers, num_workers: int):
@@ -53,15 +51,14 @@ class Pool:
     # The tokenizer may be large, and every process that is started gets it.
     self._pickled = pickle.dumps(scorers)
     self._lock = threading.Lock()
-    self._is_closed = threading.Event()
+    self._is_closed = False
     self._stopping: list[threading.Thread] = []
-    self._outcomes: dict[futures.Future, futures.Future[scoring.Outcome]] = {}
     multiprocessing.set_forkserver_preload([scoring.PRELOAD])
     self._pool = self._new_pool()
-    self._greetings: list[futures.Future] = []
-    self._started: futures.Future[None] = futures.Future()
+    self._greetings: futures.Future[list[futures.Future]] = futures.Future()
+    # It waits for the fork server's imports.
     threading.Thread(
-      target=self._look_after, name="reward processes", daemon=True
+      target=self._greet, name="start reward processes", daemon=True
     ).start()
 
   def warm_up(self, timeout_s: float) -> None:
@@ -73,8 +70,7 @@ class Pool:
       RuntimeError: they imported jax, or they did not import `preload`.
     """
     deadline = time.monotonic() + timeout_s
-    self._started.result(timeout=timeout_s)
-    for greeting in self._greetings:
+    for greeting in self._greetings.result(timeout=timeout_s):
       try:
         is_preloaded, has_jax = greeting.result(
           timeout=max(0.0, deadline - time.monotonic())
@@ -92,27 +88,24 @@ class Pool:
           "before the reward service; make the service first"
         )
 
-  def score(self, attempt: scoring.Attempt) -> futures.Future[scoring.Outcome]:
-    """Start an attempt. Its future ends, whatever becomes of the processes.
-
-    The future raises `Closed` if the pool is closed before.
+  def score(self, attempt: scoring.Attempt) -> "Running":
+    """Start an attempt.
 
     Raises:
       Closed: the pool was closed before.
     """
-    outcome: futures.Future[scoring.Outcome] = futures.Future()
     with self._lock:
-      if self._is_closed.is_set():
+      if self._is_closed:
         raise Closed
-      self._replace_if_broken()
+      if not self._pool.active:
+        self._stop()
+        self._pool = self._new_pool()
       future = self._pool.schedule(
         scoring.score,
         args=(attempt,),
         timeout=self._scorers.max_attempt_s(attempt) + GRACE_S,
       )
-      self._outcomes[future] = outcome
-    future.add_done_callback(self._on_done)
-    return outcome
+      return Running(self, self._pool, future)
 
   def close(self, timeout_s: float) -> None:
     """End the processes, and give up the attempts that are under way.
@@ -121,81 +114,75 @@ class Pool:
       TimeoutError: the processes did not end in time.
     """
     with self._lock:
-      if not self._is_closed.is_set():
-        self._is_closed.set()
-        self._stop(self._pool)
-      outcomes = list(self._outcomes)
-      stopping = list(self._stopping)
-    for future in outcomes:
-      outcome = self._outcomes.pop(future, None)
-      if outcome is not None:
-        outcome.set_exception(Closed())
+      if not self._is_closed:
+        self._is_closed = True
+        self._stop()
     deadline = time.monotonic() + timeout_s
-    for thread in stopping:
+    for thread in self._stopping:
       thread.join(max(0.0, deadline - time.monotonic()))
       if thread.is_alive():
         raise TimeoutError(
           f"reward processes did not end within {timeout_s:g} s"
         )
 
-  def _look_after(self) -> None:
-    """Fork the processes, which waits for the fork server's imports."""
+  def _greet(self) -> None:
+    """Start the processes, with one task for each of them."""
+    greetings = []
     try:
       with self._lock:
-        if not self._is_closed.is_set():
-          # There is one task for each process, so that all of them start now.
-          self._greetings = [
+        if not self._is_closed:
+          greetings = [
             self._pool.schedule(scoring.loaded_modules)
             for _ in range(self._num_workers)
           ]
-      self._started.set_result(None)
     except BaseException as error:  # `warm_up` raises it
-      self._started.set_exception(error)
-    while not self._is_closed.wait(_LOOK_S):
-      with self._lock:
-        self._replace_if_broken()
-
-  def _replace_if_broken(self) -> None:
-    if self._is_closed.is_set() or self._pool.active:
-      return
-    self._stop(self._pool)
-    self._pool = self._new_pool()
-    for future in list(self._outcomes):
-      self._end(future, scoring.RewardFailure(_BROKE))
+      self._greetings.set_exception(error)
+    else:
+      self._greetings.set_result(greetings)
 
   def _new_pool(self) -> pebble.ProcessPool:
     return pebble.ProcessPool(
       max_workers=self._num_workers,
       initializer=scoring.begin,
       initargs=(self._pickled,),
-      context=file_lock.ForkServerContext(),
+      context=multiprocessing.get_context("forkserver"),
     )
 
-  def _stop(self, pool: pebble.ProcessPool) -> None:
-    """Stop a pool on a separate thread, since pebble's join has no timeout."""
-    pool.stop()
+  def _stop(self) -> None:
+    """Stop the pool on a separate thread, since pebble's join may last."""
+    self._pool.stop()
     thread = threading.Thread(
-      target=pool.join, name="stop reward processes", daemon=True
+      target=self._pool.join, name="stop reward processes", daemon=True
     )
     thread.start()
     self._stopping.append(thread)
 
-  def _on_done(self, future: futures.Future) -> None:
-    if future.cancelled() and self._is_closed.is_set():
-      return  # `close` says so
-    self._end(future, _outcome(future))
 
-  def _end(self, future: futures.Future, outcome: scoring.Outcome) -> None:
-    # Taking it out of the dict is atomic, so that only one thread ends it.
-    waiting = self._outcomes.pop(future, None)
-    if waiting is not None:
-      waiting.set_result(outcome)
+@dataclasses.dataclass(frozen=True)
+class Running:
+  """An attempt that was given to a pool of processes."""
+
+  owner: Pool
+  processes: pebble.ProcessPool
+  future: futures.Future
+
+  def outcome(self) -> scoring.Outcome | None:
+    """Return how the attempt ended, or None as long as it has not.
+
+    Raises:
+      Closed: the pool was closed before.
+    """
+    if self.future.done() and not self.future.cancelled():
+      return _outcome(self.future)
+    if self.owner._is_closed:
+      raise Closed
+    if self.future.cancelled() or not self.processes.active:
+      return scoring.RewardFailure(_BROKE)
+    return None
 
 
 def _outcome(future: futures.Future) -> scoring.Outcome:
   """Return the outcome of an attempt whose future is done."""
-  if future.cancelled():
-    return scoring.RewardFailure("error: cancelled")
   error = future.exception()
   if error is None:
     return future.result()

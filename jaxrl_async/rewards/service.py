@@ -22,6 +22,8 @@ from jaxrl_async.rewards import scoring
 from jaxrl_async.rewards import term as term_lib
 from jaxrl_async.types import Reward, Trajectory
 
+_LOOK_S = 0.5  # between two looks whether the processes are alive
+
 RewardFailure = scoring.RewardFailure
 Scorer = term_lib.Scorer
 
@@ -38,8 +40,8 @@ class _Counters:
 class RewardService:
   """Scores groups in a pool of processes.
 
-  Invariant: each submitted group ends as rewards or as a `RewardFailure`, as
-  long as the owner of the handle polls. Each term of its score takes at most
+  Each submitted group ends as rewards or as a `RewardFailure`, as long as the
+  owner of the handle polls. Each term of its score takes at most
   num_retries + 1 attempts, and the pool ends every attempt.
 
   Threads: any thread may submit, and owns the handle that it gets. `_lock`
@@ -108,19 +110,19 @@ class RewardService:
 
   def _begin(
     self, number: int, item: dict[str, Any], group: completion_lib.Unscored
-  ) -> futures.Future[scoring.Outcome]:
+  ) -> pool_lib.Running:
     """Start an attempt at a term of a group."""
-    future = self._pool.score(
+    running = self._pool.score(
       scoring.Attempt(term=number, item=item, group=group)
     )
     submitted_s = time.monotonic()
     counters = self._counters[self._terms[number].name]
     # The callback does not take the lock, because it may run inside this
     # method. Appending is atomic.
-    future.add_done_callback(
+    running.future.add_done_callback(
       lambda _: counters.latencies_s.append(time.monotonic() - submitted_s)
     )
-    return future
+    return running
 
   def _count_failure(self, term: term_lib.Term, failure: RewardFailure) -> None:
     with self._lock:
@@ -178,23 +180,20 @@ class ScoreHandle:
     Raises:
       RuntimeError: the service was closed before.
     """
-    while not self.wait():
+    while not self.wait(_LOOK_S):
       pass
     assert self._outcome is not None
     return self._outcome
 
-  def wait(self, timeout_s: float | None = None) -> bool:
+  def wait(self, timeout_s: float) -> bool:
     """Wait until an attempt ends, and return whether the result has arrived.
-
-    Args:
-      timeout_s: seconds to wait at most; None is without end.
 
     Raises:
       RuntimeError: the service was closed before.
     """
     if not self.done():
       futures.wait(
-        [part.future for part in self._parts if part.outcome is None],
+        [part.running.future for part in self._parts if part.outcome is None],
         timeout_s,
         futures.FIRST_COMPLETED,
       )
@@ -225,7 +224,7 @@ class _TermHandle:
 
   Attributes:
     outcome: None until the term is scored or has failed for the last time.
-    future: of the attempt that is under way.
+    running: the attempt that is under way.
   """
 
   def __init__(
@@ -241,12 +240,14 @@ class _TermHandle:
     self._service = service
     self._attempt = number, item, group
     self._attempts_left = self.term.num_retries
-    self.future = service._begin(*self._attempt)
+    self.running = service._begin(*self._attempt)
 
   def done(self) -> bool:
     """Return whether there is an outcome; start the next attempt if not."""
-    if self.outcome is None and self.future.done():
-      self._settle(self.future.result())
+    if self.outcome is None:
+      found = self.running.outcome()
+      if found is not None:
+        self._settle(found)
     return self.outcome is not None
 
   def _settle(self, outcome: scoring.Outcome) -> None:
@@ -254,7 +255,7 @@ class _TermHandle:
       self._service._count_failure(self.term, outcome)
       if self._attempts_left > 0:
         self._attempts_left -= 1
-        self.future = self._service._begin(*self._attempt)
+        self.running = self._service._begin(*self._attempt)
         return
       if self.term.name:
         outcome = dataclasses.replace(
