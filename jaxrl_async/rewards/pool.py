@@ -4,6 +4,7 @@ Each attempt at a term of a group is one task of the pool: 32 groups of 16 cost
 32 round trips, not 512.
 """
 
+from collections.abc import Sequence
 from concurrent import futures
 import dataclasses
 import multiprocessing
@@ -55,7 +56,7 @@ class Pool:
     self._stopping: list[threading.Thread] = []
     multiprocessing.set_forkserver_preload([scoring.PRELOAD])
     self._pool = self._new_pool()
-    self._greetings: futures.Future[list[futures.Future]] = futures.Future()
+    self._greetings: futures.Future[Sequence[futures.Future]] = futures.Future()
     # It waits for the fork server's imports.
     threading.Thread(
       target=self._greet, name="start reward processes", daemon=True

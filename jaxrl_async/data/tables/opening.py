@@ -180,7 +180,7 @@ def _parquet(path: pathlib.Path) -> table_lib.Table:
 def _array_record(path: pathlib.Path) -> table_lib.Table:
   # Grain depends on it, but not on every system.
   try:
-    from array_record.python import array_record_module
+    import array_record.python.array_record_module as array_record_module
   except ImportError as error:
     raise table_lib.TableError(
       "arrayrecord: needs array-record; pip install array-record"
