@@ -38,8 +38,8 @@ from jaxrl_async.run import assembly  # noqa: E402
 from jaxrl_async.run import follower  # noqa: E402
 from jaxrl_async.run import frozen_base  # noqa: E402
 from jaxrl_async.run import initial_params  # noqa: E402
+from jaxrl_async.run import session as session_lib  # noqa: E402
 from jaxrl_async.run import setup as setup_lib  # noqa: E402
-from jaxrl_async.run import shutdown as shutdown_lib  # noqa: E402
 from jaxrl_async.run import snapshot  # noqa: E402
 from jaxrl_async.storage import checkpoint  # noqa: E402
 from jaxrl_async.storage import workdir as workdir_lib  # noqa: E402
@@ -231,7 +231,7 @@ class Run:
       first_step=step,
       end_step=config.train.num_steps,
     )
-    shutdown = shutdown_lib.Shutdown(
+    shutdown = session_lib.Shutdown(
       20.0, note=lambda line: print(line, flush=True)
     )
     shutdown.guards(self.buffer)

@@ -17,10 +17,10 @@ from jaxrl_async.models import transformer
 from jaxrl_async.planning import memory_estimate
 from jaxrl_async.run import assembly
 from jaxrl_async.run import checks
+from jaxrl_async.run import continued_settings
 from jaxrl_async.run import device_checks
 from jaxrl_async.run import dry_run
 from jaxrl_async.run import initial_params
-from jaxrl_async.run import resume
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.storage import config_json
 from jaxrl_async.text import tokenizer as tokenizer_lib
@@ -307,15 +307,15 @@ def test_a_workdir_keeps_the_config_it_was_made_with(tmp_path):
   workdir = tmp_path / "new"
   config = tiny.get_config()
   config.task.params = config_dict.ConfigDict({"operators": ("+", "-")})
-  resume.check_config_file(config, workdir)
+  continued_settings.check_file(config, workdir)
   config_json.write(config, workdir)
   before = (workdir / "config.json").read_text()
   config.seed += 1
   with pytest.raises(sections.ConfigError, match="^workdir: .*seed"):
-    resume.check_config_file(config, workdir)
+    continued_settings.check_file(config, workdir)
   config.seed -= 1
   config.train.num_steps += 1
-  resume.check_config_file(config, workdir)
+  continued_settings.check_file(config, workdir)
   config_json.write(config, workdir)
   assert (workdir / "config.json").read_text() != before
 

@@ -17,11 +17,11 @@ from jaxrl_async.models import hf_weights
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.run import assembly
+from jaxrl_async.run import continued_settings
 from jaxrl_async.run import device_checks
 from jaxrl_async.run import dry_run
 from jaxrl_async.run import export
 from jaxrl_async.run import frozen_base
-from jaxrl_async.run import resume
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.run import stored_policy
 from jaxrl_async.storage import checkpoint
@@ -124,7 +124,7 @@ def test_memory_counts_a_critic_and_its_layers():
 
 
 def test_a_run_has_a_critic_for_as_long_as_it_is_continued(tmp_path):
-  check = functools.partial(resume.check_config, has_outstanding=True)
+  check = functools.partial(continued_settings.check, has_outstanding=True)
   plain = make_config()
   plain.algorithm = dataclasses.replace(plain.algorithm, advantage="batch")
   plain.critic = sections.CriticSection()

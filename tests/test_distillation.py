@@ -24,9 +24,9 @@ from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.run import algorithm_checks
 from jaxrl_async.run import assembly
 from jaxrl_async.run import checks
+from jaxrl_async.run import continued_settings
 from jaxrl_async.run import frozen_base
 from jaxrl_async.run import initial_params
-from jaxrl_async.run import resume
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.training import objectives
 from jaxrl_async.training import stages as stages_lib
@@ -217,7 +217,7 @@ def test_a_good_teacher_passes_and_gives_each_token_a_logprob(tmp_path):
 def test_a_run_keeps_its_teacher(tmp_path):
   stored, wanted = make_config("/a"), make_config("/b")
   check = functools.partial(
-    resume.check_config, stored, wanted, tmp_path, has_outstanding=True
+    continued_settings.check, stored, wanted, tmp_path, has_outstanding=True
   )
   with pytest.raises(sections.ConfigError, match="teacher: /a and /b"):
     check()

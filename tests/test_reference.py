@@ -19,9 +19,9 @@ from jaxrl_async.models import transformer
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.run import assembly
+from jaxrl_async.run import continued_settings
 from jaxrl_async.run import dry_run
 from jaxrl_async.run import frozen_base
-from jaxrl_async.run import resume
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.training import objectives
@@ -120,7 +120,7 @@ def test_a_run_goes_on_with_a_reference_that_it_has(
   stored, wanted = make_config(before), make_config(after)
   stored.model.lora.rank = wanted.model.lora.rank = rank
   check = functools.partial(
-    resume.check_config, stored, wanted, tmp_path, has_outstanding=True
+    continued_settings.check, stored, wanted, tmp_path, has_outstanding=True
   )
   if is_allowed:
     (difference,) = check()
@@ -138,7 +138,7 @@ def test_the_type_of_a_stored_reference_stays(tmp_path):
       config.algorithm.reference_decay = decay
     wanted.model.compute_dtype = "bfloat16"
     check = functools.partial(
-      resume.check_config, stored, wanted, tmp_path, has_outstanding=False
+      continued_settings.check, stored, wanted, tmp_path, has_outstanding=False
     )
     if kl_coef and not decay:
       with pytest.raises(sections.ConfigError, match="holds a reference of"):

@@ -11,6 +11,7 @@ import pytest
 from jaxrl_async import types
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
+from jaxrl_async.run import continued_settings
 from jaxrl_async.run import resume
 from jaxrl_async.run import schedule_start
 from jaxrl_async.storage import checkpoint
@@ -131,7 +132,9 @@ def test_a_reward_server_may_move_but_not_become_another_reward(tmp_path):
   moved = terms("https://b:2/judge", timeout_s=9.0)
 
   def allowed(wanted):
-    return resume.check_config(stored, wanted, tmp_path, has_outstanding=True)
+    return continued_settings.check(
+      stored, wanted, tmp_path, has_outstanding=True
+    )
 
   (difference,) = allowed(moved)
   assert "http://a:1" in difference and "https://b:2" in difference
@@ -144,10 +147,10 @@ def test_a_reward_server_may_move_but_not_become_another_reward(tmp_path):
       allowed(other)
   single, other = sections.Config(), sections.Config()
   single.task.reward, other.task.reward = "http://a:1", "http://b:1"
-  assert resume.check_config(single, other, tmp_path, has_outstanding=True)
+  assert continued_settings.check(single, other, tmp_path, has_outstanding=True)
   other.task.reward = "exact"
   with pytest.raises(sections.ConfigError, match="were scored with it"):
-    resume.check_config(single, other, tmp_path, has_outstanding=True)
+    continued_settings.check(single, other, tmp_path, has_outstanding=True)
 
 
 def test_what_may_differ_is_said_and_what_may_not_is_refused_with_reasons(
@@ -175,12 +178,14 @@ def test_what_may_differ_is_said_and_what_may_not_is_refused_with_reasons(
 def test_what_nothing_reads_may_differ(tmp_path):
   stored, wanted = sections.Config(), sections.Config()
   stored.algorithm.reference_every = 5  # an older version let it stand
-  allowed = resume.check_config(stored, wanted, tmp_path, has_outstanding=False)
+  allowed = continued_settings.check(
+    stored, wanted, tmp_path, has_outstanding=False
+  )
   assert allowed == ["algorithm.reference_every: 5 and now 0"]
   for config in (stored, wanted):
     config.algorithm.kl_coef = 0.1
   with pytest.raises(sections.ConfigError, match="reference_every: 5 and 0"):
-    resume.check_config(stored, wanted, tmp_path, has_outstanding=False)
+    continued_settings.check(stored, wanted, tmp_path, has_outstanding=False)
 
 
 @pytest.mark.parametrize(

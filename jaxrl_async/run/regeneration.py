@@ -1,16 +1,21 @@
-"""Generates the groups of a schedule again, version by version.
+"""The groups of a replay: generated again, version by version, or stored ones.
 
 A train step of the schedule is opened when the first version comes that wrote
 a part of it, and forgotten when it has been trained. So there are never more
-trajectories than the run itself had at that time.
+trajectories than the run itself had at that time. `open` is called for each
+train step before the first version that wrote a part of it, `write` for each
+version, while the trainer has its weights, and `close` for each train step
+after that of its own version.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
+import pathlib
 
 from jaxrl_async import types
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import recorded_schedule
+from jaxrl_async.coordination import run_schedule
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import rewriting as rewriting_lib
@@ -22,7 +27,7 @@ from jaxrl_async.training import trainer as trainer_lib
 
 
 class Regeneration:
-  """Groups that are generated again; see `stored_groups` for the interface.
+  """Groups that are generated again.
 
   Attributes:
     num_generated: tokens of the groups that were closed, which were generated.
@@ -176,3 +181,38 @@ class _Group:
   prompt: types.Prompt
   members: list[rewriting_lib.Rewritten]
   num_restored: int
+
+
+class StoredGroups:
+  """Reads the trajectories of a train step when it is trained.
+
+  Attributes:
+    num_restored: their tokens. None is generated or checked.
+  """
+
+  num_generated = num_checked = 0
+
+  def __init__(self, workdir: pathlib.Path):
+    """Prepare to read the trajectories of a run."""
+    self.num_restored = 0
+    self._workdir = workdir
+
+  def open(self, step: recorded_schedule.ScheduledStep) -> None:
+    """Do nothing."""
+
+  def write(self, version: int) -> Iterator[int]:
+    """Generate nothing."""
+    del version
+    return iter(())
+
+  def close(
+    self, step: recorded_schedule.ScheduledStep
+  ) -> list[types.RolloutGroup]:
+    """Return the groups of a train step.
+
+    Raises:
+      ScheduleError: they were not stored.
+    """
+    groups = run_schedule.read_trajectories(self._workdir, step.step)
+    self.num_restored += sum(g.num_completion_tokens for g in groups)
+    return groups

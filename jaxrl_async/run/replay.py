@@ -32,15 +32,14 @@ from jaxrl_async.run import assembly
 from jaxrl_async.run import checks
 from jaxrl_async.run import cluster_checks
 from jaxrl_async.run import frozen_base
+from jaxrl_async.run import given as given_lib
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import regeneration
 from jaxrl_async.run import replay_differences
 from jaxrl_async.run import replay_prompts
 from jaxrl_async.run import replay_settings
 from jaxrl_async.run import schedule_start
-from jaxrl_async.run import session as session_lib
 from jaxrl_async.run import setup as setup_lib
-from jaxrl_async.run import stored_groups
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import pytree_files
 from jaxrl_async.storage import workdir as workdir_lib
@@ -48,7 +47,7 @@ from jaxrl_async.training import objectives
 
 Difference = replay_differences.Difference
 Wanted = replay_settings.Wanted
-_Groups = regeneration.Regeneration | stored_groups.StoredGroups
+_Groups = regeneration.Regeneration | regeneration.StoredGroups
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -123,9 +122,14 @@ def replay(
     recorded = recorded_schedule.read(workdir)
     config, end = replay_settings.part(recorded, wanted)
     setup = checks.checked(config, devices, source=source, note=progress.note)
-    now = schedule_start.environment(
-      xla_flags, loss=loss, episode=episode, source=source, data=setup.source
+    given = given_lib.Given(
+      initial_params=initial_params,
+      source=source,
+      loss=loss,
+      episode=episode,
+      xla_flags=xla_flags,
     )
+    now = schedule_start.environment(given, setup.source)
     replay_settings.check_environment(
       recorded, wanted.from_step, end, now, progress.note
     )
@@ -134,9 +138,6 @@ def replay(
       shape = mesh_lib.shape_of(setup.rollout_mesh)
       mesh = mesh_lib.make_mesh(devices[: shape.num_devices], shape)
       setup = dataclasses.replace(setup, rollout_mesh=mesh)
-    given = session_lib.Extensions(
-      initial_params=initial_params, loss=loss, episode=episode
-    )
     this = _Replay(setup, workdir, recorded, wanted, given, progress, stop)
     return this.run(wanted.from_step, end)
   except run_schedule.ScheduleError as error:
@@ -152,7 +153,7 @@ class _Replay:
     workdir: pathlib.Path,
     recorded: recorded_schedule.RecordedSchedule,
     wanted: Wanted,
-    given: session_lib.Extensions,
+    given: given_lib.Given,
     progress: progress_lib.Progress,
     stop: supervisor_lib.StopRequest,
   ):
@@ -219,7 +220,7 @@ class _Replay:
     """Restore the state before a step; return what has the groups from then."""
     host_state, begun = self._begin(first)
     if self._wanted.from_ledger:
-      return stored_groups.StoredGroups(self._workdir)
+      return regeneration.StoredGroups(self._workdir)
     prompts = replay_prompts.of_run(
       self._setup,
       self._workdir,

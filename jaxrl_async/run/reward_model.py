@@ -31,10 +31,10 @@ from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.run import assembly
 from jaxrl_async.run import checks
+from jaxrl_async.run import continued_settings
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import prefer
 from jaxrl_async.run import preference_checks
-from jaxrl_async.run import resume
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.run import supervised
 from jaxrl_async.storage import checkpoint
@@ -187,7 +187,7 @@ class Scorer:
     Raises:
       ConfigError: there is no such model.
     """
-    resume.check_config_file(config, workdir)
+    continued_settings.check_file(config, workdir)
     self.setup = _with_scalar_head(setup_lib.resolve(config, jax.devices()))
     self._params = load(self.setup, workdir)
     self._passes = row_passes.RowPasses(

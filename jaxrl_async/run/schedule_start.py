@@ -1,6 +1,7 @@
 """Opens the schedule of a run, with what each start has to record."""
 
 from collections.abc import Callable
+import pathlib
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jaxrl_async.devices import xla_flags
 from jaxrl_async.engine import row_check
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.run import assembly
-from jaxrl_async.run import session as session_lib
+from jaxrl_async.run import given as given_lib
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.storage import config_json
 
@@ -24,20 +25,12 @@ INITIAL_PARAMS = "initial_params"  # the same, as True or False
 
 
 def environment(
-  flags: str,
-  *,
-  loss: Any,
-  episode: episode_lib.Episode,
-  source: source_lib.Source | None,
-  data: source_lib.Source,
+  given: given_lib.Given, data: source_lib.Source
 ) -> dict[str, Any]:
   """Return what the bits of a result depend on besides the configuration.
 
   Args:
-    flags: `xla_flags` as in `session.Extensions`.
-    loss: as there.
-    episode: as there.
-    source: of the prompts, if the caller has given it.
+    given: what the caller gave to the run.
     data: the source that is used.
   """
   return {
@@ -45,10 +38,12 @@ def environment(
     "jaxlib": jaxlib.version.__version__,
     "device": jax.devices()[0].device_kind,
     "num_devices": jax.device_count(),
-    "xla_flags": flags or xla_flags.current(),
-    "loss": None if loss is None else _name(loss),
-    "episode": None if episode is episode_lib.single_turn else _name(episode),
-    "dataset": None if source is None else source.name,
+    "xla_flags": given.xla_flags or xla_flags.current(),
+    "loss": None if given.loss is None else _name(given.loss),
+    "episode": None
+    if given.episode is episode_lib.single_turn
+    else _name(given.episode),
+    "dataset": None if given.source is None else given.source.name,
     "data": dict(data.versions),
   }
 
@@ -88,37 +83,33 @@ def _name(given: Any) -> str:
 
 def open_schedule(
   setup: setup_lib.Setup,
-  session: session_lib.Session,
-  extensions: session_lib.Extensions,
+  workdir: pathlib.Path,
+  given: given_lib.Given,
   stored: dict[str, Any],
   first_step: int,
+  note: Callable[[str], None],
 ) -> run_schedule.Schedule:
   """Open `schedule.jsonl` of a run, and record this start.
 
   Args:
     setup: of this start.
-    session: of this start.
-    extensions: parts that the caller of the run provides.
+    workdir: of the run.
+    given: what the caller of the run provides.
     stored: host state of the checkpoint from which the run goes on.
     first_step: its completed train steps.
+    note: is called with lines for the user.
   """
-  about = environment(
-    extensions.xla_flags,
-    loss=extensions.loss,
-    episode=extensions.episode,
-    source=extensions.source,
-    data=setup.source,
-  )
-  about[INITIAL_PARAMS] = extensions.initial_params is not None
+  about = environment(given, setup.source)
+  about[INITIAL_PARAMS] = given.initial_params is not None
   if setup.config.run.exact_resume:
-    _check_rows(setup, about["xla_flags"], session.progress.note)
+    _check_rows(setup, about["xla_flags"], note)
   return run_schedule.Schedule(
-    session.workdir,
+    workdir,
     stored.get(KEY, 0),
     record_steps=setup.config.run.record_schedule,
     keep_trajectories=setup.config.run.keep_trajectories,
     first_step=first_step,
     environment=about,
     config=config_json.to_stored(setup.config),
-    note=session.progress.note,
+    note=note,
   )

@@ -1,46 +1,103 @@
-"""What a caller, and a start of the program, add to a run's configuration."""
+"""One start of the program: its workdir, its signals, its threads, its end."""
 
 from collections.abc import Callable
+import contextlib
 import dataclasses
 import pathlib
+from typing import Any
 
+from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.coordination import world as world_lib
-from jaxrl_async.data import source as source_lib
-from jaxrl_async.models import transformer
 from jaxrl_async.reporting import progress as progress_lib
-from jaxrl_async.rewards import service as service_lib
-from jaxrl_async.rollout import episode as episode_lib
-from jaxrl_async.run import shutdown as shutdown_lib
-from jaxrl_async.serving import front as front_lib
 from jaxrl_async.storage import workdir as workdir_lib
-from jaxrl_async.training import objectives
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Extensions:
-  """Parts that a caller may provide instead of the defaults.
+class Shutdown:
+  """A context manager that closes everything registered with it.
 
-  Attributes:
-    source: of the prompts; None is what the config names.
-    scorer: a function of an importable module that scores a completion; None
-      is that of `task.reward` or `task.rewards`.
-    loss: the loss to minimise; None is the loss of the config's algorithm.
-    episode: decides how the turns of a trajectory follow from its prompt.
-    initial_params: float32 parameters of the policy with stacked layers, used
-      instead of a warm start.
-    serving: settings of a server that gives clients access to the policy during
-      the run; None starts no server.
-    xla_flags: the options that XLA was started with, which are recorded.
+  At the end of its block, it first closes the buffer that it guards and calls
+  the functions that `stops` and `spawn` registered, so that every thread ends.
+  Then it joins the threads, within a deadline. The functions that `closes`
+  registered come last, because threads may use what they close until the
+  threads end. Each of the two lists is called from the newest to the oldest
+  function.
+
+  Threads: belongs to the main thread. A failure in a thread that was spawned
+  here closes the buffer, which makes the main thread leave the block.
   """
 
-  source: source_lib.Source | None = None
-  scorer: service_lib.Scorer | None = None
-  loss: objectives.Loss | None = None
-  episode: episode_lib.Episode = episode_lib.single_turn
-  initial_params: transformer.Params | None = None
-  serving: front_lib.ServeSettings | None = None
-  xla_flags: str = ""
+  def __init__(self, timeout_s: float, note: Callable[[str], None]):
+    """Register nothing yet.
+
+    Args:
+      timeout_s: seconds within which all threads together have to end.
+      note: is called with a message if closing fails after another error.
+    """
+    self.supervisor = supervisor_lib.Supervisor(on_failure=self._close_buffer)
+    self._buffer: buffer_lib.Buffer | None = None
+    self._timeout_s = timeout_s
+    self._note = note
+    self._stopping = contextlib.ExitStack()
+    self._closing = contextlib.ExitStack()
+
+  def guards(self, buffer: buffer_lib.Buffer) -> None:
+    """Close a buffer first at the end, and as soon as a thread has failed."""
+    self._buffer = buffer
+
+  def _close_buffer(self, error: BaseException | None) -> None:
+    if self._buffer is not None:
+      self._buffer.close(error)
+
+  def stops(self, stop: Callable[..., Any], *arguments: Any) -> None:
+    """Register a call to make before the threads are joined."""
+    self._stopping.callback(stop, *arguments)
+
+  def closes(self, close: Callable[..., Any], *arguments: Any) -> None:
+    """Register a call to make after the threads have been joined."""
+    self._closing.callback(close, *arguments)
+
+  def spawn(
+    self, name: str, run: Callable[[], None], *, stop: Callable[[], None]
+  ) -> None:
+    """Run a function in a thread of that name.
+
+    Args:
+      name: of the thread.
+      run: the function.
+      stop: is called at the end of the block and makes `run` return.
+    """
+    self.stops(stop)
+    self.supervisor.spawn(name, run)
+
+  def __enter__(self) -> "Shutdown":
+    """Return this object."""
+    return self
+
+  def __exit__(
+    self, kind: Any, error: BaseException | None, where: Any
+  ) -> None:
+    """End all threads, and close everything.
+
+    An error while closing is raised only if the block raised none. Otherwise
+    it is passed to `note`, so that it does not hide the error of the block.
+    """
+    del kind, where
+    self._close_buffer(error)
+    self._stopping.close()
+    late = self.supervisor.join(self._timeout_s)
+    try:
+      self._closing.close()  # calls all of them, even if one raises
+      if late:
+        raise TimeoutError(
+          f"{', '.join(late)} did not end in {self._timeout_s} s"
+        )
+    except (OSError, weight_transfer.WeightTransferError) as closing:
+      if error is None:
+        raise
+      if closing is not error:
+        self._note(f"while closing: {closing}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +121,6 @@ class Session:
   stop: supervisor_lib.StopRequest
   claim: workdir_lib.Claim
   seconds: Callable[[], float]
-  shutdown: shutdown_lib.Shutdown
+  shutdown: Shutdown
   profile_steps: tuple[int, ...] = ()
   world: world_lib.World = dataclasses.field(default_factory=world_lib.alone)

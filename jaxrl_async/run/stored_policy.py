@@ -14,9 +14,9 @@ from jaxrl_async.models import configs
 from jaxrl_async.models import hf_config
 from jaxrl_async.models import hf_weights
 from jaxrl_async.models import transformer
+from jaxrl_async.run import continued_settings
 from jaxrl_async.run import frozen_base
 from jaxrl_async.run import initial_params
-from jaxrl_async.run import resume
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import config_json
@@ -132,7 +132,7 @@ def of_run(
 
   def config_of(at: int) -> sections.Config:
     stored = checkpoint.host_state(directory, at)
-    return resume.stored_config(workdir, stored)
+    return continued_settings.stored_config(workdir, stored)
 
   try:
     if step is not None:

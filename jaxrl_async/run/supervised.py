@@ -29,8 +29,8 @@ from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
 from jaxrl_async.run import assembly
+from jaxrl_async.run import continued_settings
 from jaxrl_async.run import initial_params
-from jaxrl_async.run import resume
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import config_json
@@ -136,7 +136,7 @@ class FineTuning:
     self._reference: dict[str, list[float]] = {}
     self._rows_digest = ""
     stored = self._newest()
-    resume.check_config_file(setup.config, workdir)
+    continued_settings.check_file(setup.config, workdir)
     self._is_new = stored is None
     if stored is None:
       sections.require(
@@ -350,8 +350,8 @@ class FineTuning:
       f"{self._workdir} holds a training of the kind {there}, not {here}; use"
       " another one",
     )
-    then = resume.stored_config(self._workdir, stored)
-    resume.check_config(
+    then = continued_settings.stored_config(self._workdir, stored)
+    continued_settings.check(
       then, self._setup.config, self._workdir, has_outstanding=False
     )
     if self._recipe.needs_reference:

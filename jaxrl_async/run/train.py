@@ -43,6 +43,7 @@ from jaxrl_async.run import compile_ahead
 from jaxrl_async.run import device_checks
 from jaxrl_async.run import first_stage
 from jaxrl_async.run import frozen_base
+from jaxrl_async.run import given as given_lib
 from jaxrl_async.run import loop as loop_lib
 from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import resume
@@ -54,7 +55,6 @@ from jaxrl_async.run import schedule_start
 from jaxrl_async.run import schedules
 from jaxrl_async.run import session as session_lib
 from jaxrl_async.run import setup as setup_lib
-from jaxrl_async.run import shutdown as shutdown_lib
 from jaxrl_async.run import trainer_facts
 from jaxrl_async.run import version_publisher
 from jaxrl_async.serving import front as front_lib
@@ -113,7 +113,7 @@ def run(
     StallError: nothing moved for `run.stall_timeout_s`.
     BadUpdatesError: too many updates in a row were not finite.
   """
-  given = session_lib.Extensions(
+  given = given_lib.Given(
     initial_params=initial_params,
     source=source,
     scorer=scorer,
@@ -136,7 +136,7 @@ def run(
     compile_clock.CompileClock() as clock,
     stop.on_signals(progress.note),
     workdir_lib.Claim(workdir, progress.note) as claim,
-    shutdown_lib.Shutdown(config.run.join_timeout_s, progress.note) as shutdown,
+    session_lib.Shutdown(config.run.join_timeout_s, progress.note) as shutdown,
   ):
     session = session_lib.Session(
       workdir=workdir,
@@ -163,7 +163,7 @@ def run(
 def _build(
   setup: setup_lib.Setup,
   session: session_lib.Session,
-  given: session_lib.Extensions,
+  given: given_lib.Given,
 ) -> loop_lib.Loop:
   """Build the parts of a run, and make its first stage.
 
@@ -282,7 +282,9 @@ def _build(
     note=note,
   )
   shutdown.closes(ledger.close)
-  schedule = schedule_start.open_schedule(setup, session, given, stored, step)
+  schedule = schedule_start.open_schedule(
+    setup, workdir, given, stored, step, note
+  )
   shutdown.closes(schedule.close)
   coordinator = coordinator_lib.Coordinator(
     assembly.coordinator_settings(config, has_own_loss=given.loss is not None),
