@@ -27,12 +27,12 @@ os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 from absl import app
 from absl import flags
+import hlo
 
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.devices import topology
 from jaxrl_async.devices import tpu_chips
 from jaxrl_async.planning import aot
-from jaxrl_async.planning import hlo
 from jaxrl_async.run import checks
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import dry_run
@@ -78,15 +78,21 @@ def _compile(case: str, side: str, config: Any) -> dict[str, Any]:
   devices = topology.devices(case.partition("@")[2])
   setup = checks.checked(config, devices)
   slices, attention = dry_run.programs(setup)
+  # Only in training the data decides how often a loop runs.
+  max_trips = setup.max_microbatches if side == "training" else 1
   compiled = []
   for program in slices[side]:
-    compiled.append(aot.compile_program(program))
+    found = aot.compile_program(program)
+    text = found.executable.as_text() if found.executable else ""
+    cost = hlo.Module(text, max_trips).cost() if text else hlo.Cost()
+    row = dataclasses.asdict(dataclasses.replace(found, executable=None))
+    compiled.append(row | {"cost": dataclasses.asdict(cost)})
     print(case, compiled[-1], file=sys.stderr, flush=True)
   return {
     "case": case,
     "side": side,
     "attention": attention,
-    "programs": list(map(dataclasses.asdict, compiled)),
+    "programs": compiled,
   }
 
 
@@ -103,10 +109,15 @@ def _row(case: str, config: Any, sides: dict[str, dict[str, Any]]) -> str:
   chip = tpu_chips.CHIPS[kind]
   slices = {
     side: [
-      aot.Compiled(**{**x, "cost": hlo.Cost(**x["cost"])})
+      aot.Compiled(**{k: v for k, v in x.items() if k != "cost"})
       for x in found["programs"]
     ]
     for side, found in sides.items()
+  }
+  costs = {
+    x["name"]: hlo.Cost(**x["cost"])
+    for found in sides.values()
+    for x in found["programs"]
   }
   num_chips = count * math.prod(map(int, sizes.split("x")))
   shapes = config_checks.slice_shapes(config.mesh, num_chips)
@@ -121,7 +132,7 @@ def _row(case: str, config: Any, sides: dict[str, dict[str, Any]]) -> str:
     if program is None or program.refusal:
       cells.append("refused" if program else "")
       continue
-    times_s = aot.roofline_s(program.cost, chip)
+    times_s = hlo.roofline_s(costs[program.name], chip)
     bound = max(times_s, key=lambda name: times_s[name])
     cells.append(f"{times_s[bound]:,.3f} {bound}")
   whole = "yes" if len(slices) == len(_SIDES.default) else "so far"

@@ -151,7 +151,7 @@ def _dry_run(config: sections.Config, devices: Sequence[Any]) -> None:
     compiled[side] = []
     for program in programs:
       compiled[side].append(aot.compile_program(program))
-      print(aot.program_lines(compiled[side][-1], chip), flush=True)
+      print(aot.program_line(compiled[side][-1]), flush=True)
   for side in slices:
     print(aot.slice_line(side, compiled[side], chip))
   if chip is not None and (reason := aot.misfit(compiled, chip)):

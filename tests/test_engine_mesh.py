@@ -13,7 +13,6 @@ from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.models import transformer
-from jaxrl_async.planning import hlo
 from jaxrl_async.reporting import metrics as metrics_lib
 
 MODEL = dataclasses.replace(tiny.MODEL, vocab_size=96)
@@ -111,10 +110,10 @@ def test_a_prefill_is_split_over_replicas_where_its_rows_fit(
     )
     program = engine.programs(load(engine).weights)[0]
     compiled = program.function.lower(*program.arguments).compile()
-    flops[num] = hlo.Module(compiled.as_text(), 1).cost().flops
+    flops[num] = compiled.cost_analysis()["flops"]
   prefix = engine.prefill(
     params=load(engine), padded_tokens=tiny.prompt(16), true_length=16
   )
   keys = prefix.cache[0][0]
   assert keys.sharding.shard_shape(keys.shape)[0] == rows
-  assert flops[data] == pytest.approx(flops[1] * rows / prefill_rows)
+  assert flops[data] == pytest.approx(flops[1] * rows / prefill_rows, rel=0.02)

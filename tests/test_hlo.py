@@ -1,13 +1,26 @@
 """FLOPs, traffic and collectives, counted in programs whose count is known."""
 
+import pathlib
+import sys
+
 import jax
 from jax import numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from jaxrl_async.planning import hlo
-from jaxrl_async.planning import hlo_text
+from jaxrl_async.devices import tpu_chips
+from jaxrl_async.planning import aot
+from jaxrl_async.run import dry_run
+from jaxrl_async.run import setup as setup_lib
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import hlo  # noqa: E402
+import hlo_text  # noqa: E402
+
+from configs import tiny as tiny_config  # noqa: E402
 
 # As XLA for TPUs writes it: a loop with its bound in the condition, a matrix
 # product as a convolution, a reduce-scatter as a fusion, a gather that is begun
@@ -387,3 +400,45 @@ def test_only_what_is_read_written_or_fetched_moves():
   matrix, written, fetched = 2 * 64 * 128, 2 * 8 * 128, 2 * 2 * 512 * 128
   assert cost.hbm_bytes == matrix + written + fetched
   assert cost.flops == 2 * 8 * 64 * 128
+
+
+def test_the_least_time_is_work_over_rate_for_each_rate():
+  chip = tpu_chips.Chip(
+    kind="test",
+    hbm_bytes=2.0**30,
+    flops_per_s=1e12,
+    hbm_bytes_per_s=1e9,
+    ici_bytes_per_s=1e8,
+    slices=(),
+  )
+  kinds = {"all-gather": (5.0, 1e8), "all-reduce": (2.0, 4e8)}
+  times_s = hlo.roofline_s(hlo.Cost(3e12, 2e9, kinds), chip)
+  assert times_s == {"products": 3.0, "memory": 2.0, "links": 5.0}
+
+
+@pytest.mark.slow
+def test_the_flops_of_a_step_are_those_of_arithmetic():
+  config = tiny_config.get_config()
+  setup = setup_lib.resolve(config, jax.devices()[:2])
+  slices, attention = dry_run.programs(setup)
+  found = {
+    x.name: aot.compile_program(x) for side in slices.values() for x in side
+  }
+  assert attention == "packed rows xla, prefill xla, decode xla over slots"
+  assert all(x.memory_bytes > 0 and not x.refusal for x in found.values())
+
+  def flops(name):
+    text = found[name].executable.as_text()
+    return hlo.Module(text, setup.max_microbatches).cost().flops
+
+  model = setup.model
+  batch = 2 * 1 * 4 * 48  # minibatches, microbatches, rows, tokens
+  attended = 4 * model.num_layers * model.num_heads * model.head_dim * 48
+  forward = (2 * model.num_params + attended) * batch
+  # Norms and biases are parameters without a product.
+  assert flops("proximal") == pytest.approx(forward, rel=0.03)
+  assert flops("update") == pytest.approx(3 * forward, rel=0.05)
+  slots, steps = config.rollout.num_slots, config.rollout.decode_steps_per_call
+  attended = attended // 48 * config.rollout.cache_tokens
+  decode = (2 * model.num_params + attended) * slots * steps
+  assert flops("decode") == pytest.approx(decode, rel=0.03)

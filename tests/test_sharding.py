@@ -24,13 +24,15 @@ from jaxrl_async.algorithms import likelihood
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import transformer
-from jaxrl_async.planning import hlo
-from jaxrl_async.planning import hlo_text
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.training import train_step
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import hlo  # noqa: E402
+import hlo_text  # noqa: E402
 
 from configs import tiny as tiny_config  # noqa: E402
 

@@ -102,7 +102,6 @@ class Jitted:
       arguments=(params, state, *tables),
       settings={"window": window, "is_filtered": False},
       resident=resident,
-      max_trips=sizes.decode_steps_per_call,
     )
 
   def largest(self, weights: Any, num_held: int) -> list[aot.Program]:

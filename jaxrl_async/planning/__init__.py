@@ -1,1 +1,1 @@
-"""Estimates made before a run: memory, compiled programs, their least time."""
+"""Estimates made before a run: memory, and the rate of matrix products."""

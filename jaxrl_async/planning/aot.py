@@ -1,9 +1,7 @@
-"""Ahead-of-time compilation: what the programs of a run need and cost.
+"""Ahead-of-time compilation: the memory that the programs of a run need.
 
 Programs are compiled but not run, for the devices of this machine or for a
-slice that it does not have (`topology`). The results are the memory, FLOPs,
-memory traffic and collectives of each program, and the least time they take at
-the peak rates of a chip.
+slice that it does not have (`topology`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +15,6 @@ import jax
 
 from jaxrl_async.config import sections
 from jaxrl_async.devices import tpu_chips
-from jaxrl_async.planning import hlo
 
 _GIB = 2**30
 
@@ -30,7 +27,6 @@ class Program:
     arguments: arrays, or shapes with their shardings.
     settings: static arguments by name.
     resident: what else is in the memory of the same devices while it runs.
-    max_trips: of loops whose number of trips depends on the data.
   """
 
   name: str
@@ -38,12 +34,11 @@ class Program:
   arguments: tuple[Any, ...]
   settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   resident: Any = ()
-  max_trips: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compiled:
-  """The result of compiling a program; bytes and FLOPs are per device.
+  """The result of compiling a program; bytes are per device.
 
   Attributes:
     memory_bytes: arguments, results, temporaries, code, and what else is
@@ -51,14 +46,15 @@ class Compiled:
     temporary_bytes: the temporaries among them.
     refusal: why it did not compile, or "".
     compile_s: time until it compiled or was refused.
+    executable: the compiled program, unless it was refused.
   """
 
   name: str
   memory_bytes: int = 0
   temporary_bytes: int = 0
-  cost: hlo.Cost = hlo.Cost()
   refusal: str = ""
   compile_s: float = 0.0
+  executable: jax.stages.Compiled | None = None
 
 
 def placed(shapes: Any, shardings: Any) -> Any:
@@ -124,8 +120,8 @@ def compile_program(program: Program) -> Compiled:
     name=program.name,
     memory_bytes=own + resident,
     temporary_bytes=memory.temp_size_in_bytes,
-    cost=hlo.Module(compiled.as_text(), program.max_trips).cost(),
     compile_s=time.perf_counter() - start_s,
+    executable=compiled,
   )
 
 
@@ -135,19 +131,6 @@ def _out_of_memory(text: str) -> str:
   # ... in memory space hbm. Used 20.51G of 15.75G hbm. Exceeded hbm ...
   found = re.search(r"Used \S+ of \S+ hbm", text)
   return found[0] if found else line.partition("RESOURCE_EXHAUSTED: ")[2]
-
-
-def roofline_s(cost: hlo.Cost, chip: tpu_chips.Chip) -> dict[str, float]:
-  """Return the least seconds at each peak rate of a chip.
-
-  The largest of them is the least time of the program.
-  """
-  sent = sum(sent for _, sent in cost.collectives.values())
-  return {
-    "products": cost.flops / chip.flops_per_s,
-    "memory": cost.hbm_bytes / chip.hbm_bytes_per_s,
-    "links": sent / chip.ici_bytes_per_s,
-  }
 
 
 def misfit(
@@ -168,46 +151,20 @@ def misfit(
   return ""
 
 
-def _number(value: float) -> str:
-  return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
 def _bytes(value: float | int) -> str:
   unit, name = (_GIB, "GiB") if value >= _GIB / 10 else (2**20, "MiB")
   return f"{value / unit:,.2f} {name}"
 
 
-def _collectives(cost: hlo.Cost) -> str:
-  return ", ".join(
-    f"{count:,.0f} {kind} {_number(sent / 1e9)} GB"
-    for kind, (count, sent) in sorted(cost.collectives.items())
-  )
-
-
-def program_lines(program: Compiled, chip: tpu_chips.Chip | None) -> str:
-  """Return lines about one program; without a chip they have no times."""
-  cost = program.cost
+def program_line(program: Compiled) -> str:
+  """Return a line about the memory of a program."""
   if program.refusal:
     return f"  {program.name:<10} does not fit: {program.refusal}"
-  lines = [
+  return (
     f"  {program.name:<10} {_bytes(program.memory_bytes)}"
-    f" ({_bytes(program.temporary_bytes)} of temporaries),"
-    f" {_number(cost.flops / 1e12)} TFLOP, {_number(cost.hbm_bytes / 1e9)} GB"
-    " moved;"
-    f" compiled in {program.compile_s:.0f} s",
-    f"{'':<13}sends {_collectives(cost) or 'nothing'}",
-  ]
-  if chip is not None:
-    times_s = roofline_s(cost, chip)
-    bound = max(times_s, key=lambda name: times_s[name])
-    each = ", ".join(
-      f"{name} {_number(1e3 * s)}" for name, s in times_s.items()
-    )
-    lines.append(
-      f"{'':<13}at least {_number(1e3 * times_s[bound])} ms, bound by {bound}"
-      f" ({each})"
-    )
-  return "\n".join(lines)
+    f" ({_bytes(program.temporary_bytes)} of temporaries); compiled in"
+    f" {program.compile_s:.0f} s"
+  )
 
 
 def slice_line(

@@ -290,7 +290,6 @@ class Trainer:
       np.zeros(1, np.float32),
       self.batch_settings.fields([trajectory], 0),
     )
-    max_trips = self.batch_settings.min_microbatches
     params = state.params
     opt_states = {name: x.opt_state for name, x in state.models.items()}
     batch = trained = batch_parts.abstract(segments, self._batch_sharding)
@@ -307,7 +306,6 @@ class Trainer:
           function=program,
           arguments=arguments,
           resident=(opt_states, beside),
-          max_trips=max_trips,
         )
       )
       if name in [stage.name for stage in self._stages]:
@@ -328,7 +326,6 @@ class Trainer:
         function=self._update,
         arguments=(state, trained, np.int32(0)),
         resident=beside,
-        max_trips=max_trips,
       ),
     ]
 

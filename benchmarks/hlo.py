@@ -16,9 +16,10 @@ import functools
 import math
 import re
 
+import hlo_text
 import numpy as np
 
-from jaxrl_async.planning import hlo_text
+from jaxrl_async.devices import tpu_chips
 
 # dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
@@ -386,3 +387,16 @@ class Module:
         continue
       total += sum(x.num_bytes for x in this.shapes)
     return total
+
+
+def roofline_s(cost: Cost, chip: tpu_chips.Chip) -> dict[str, float]:
+  """Return the least seconds at each peak rate of a chip.
+
+  The largest of them is the least time of the program.
+  """
+  sent = sum(sent for _, sent in cost.collectives.values())
+  return {
+    "products": cost.flops / chip.flops_per_s,
+    "memory": cost.hbm_bytes / chip.hbm_bytes_per_s,
+    "links": sent / chip.ici_bytes_per_s,
+  }
