@@ -36,12 +36,10 @@ from jax import numpy as jnp
 import numpy as np
 import side_by_side
 
-from jaxrl_async.engine import attention_choice
 from jaxrl_async.engine import decode_state as decode_state_lib
-from jaxrl_async.engine import paged_attention
-from jaxrl_async.models.attention import kernel_choice
+from jaxrl_async.models.attention import choice
 from jaxrl_async.models.attention import packed_attention
-from jaxrl_async.models.attention import packed_choice
+from jaxrl_async.models.attention import paged_attention
 from jaxrl_async.models.attention import reference
 
 _REPEATS = 10  # calls of which the median is taken
@@ -106,9 +104,9 @@ class Use:
     integers: lengths, positions and tables of a call at full size.
   """
 
-  implementations: dict[str, kernel_choice.Implementation]
+  implementations: dict[str, choice.Implementation]
   kernels: tuple[str, ...]
-  trial: kernel_choice.Trial
+  trial: choice.Trial
   integers: tuple[np.ndarray, ...]
 
   def full_arguments(self) -> tuple[Any, ...]:
@@ -137,21 +135,21 @@ def uses(size: Size, platform: str) -> dict[str, Use]:
   return {
     "packed": Use(
       implementations={
-        name: packed_choice.with_gradients(name, None)
+        name: choice.with_gradients(name, None)
         for name in packed_attention.IMPLEMENTATIONS
       },
-      kernels=(*kernels(packed_choice.CANDIDATES), *_PLAIN),
-      trial=packed_choice.trial(size.heads, size.row_tokens, dtype),
+      kernels=(*kernels(choice.PACKED), *_PLAIN),
+      trial=choice.packed_trial(size.heads, size.row_tokens, dtype),
       integers=(np.zeros((1, size.row_tokens), np.int32),),
     ),
     "prefill": Use(
       implementations={
-        name: attention_choice.of_tokens(attend)
+        name: choice.of_tokens(attend)
         for name, attend in reference.CAUSAL.items()
       },
-      kernels=kernels(attention_choice.PREFILL_CANDIDATES),
-      trial=attention_choice.prefill_trial(
-        size.heads, engine, engine.prefill_rows, dtype
+      kernels=kernels(choice.PREFILL),
+      trial=choice.prefill_trial(
+        size.heads, engine.prefill_rows, engine.prefill_buckets[-1], dtype
       ),
       integers=(
         np.full((engine.prefill_rows,), engine.prefill_buckets[-1], np.int32),
@@ -159,8 +157,15 @@ def uses(size: Size, platform: str) -> dict[str, Use]:
     ),
     "decode": Use(
       implementations=dict(paged_attention.IMPLEMENTATIONS),
-      kernels=kernels(attention_choice.DECODE_CANDIDATES),
-      trial=attention_choice.decode_trial(size.heads, engine, slots, dtype),
+      kernels=kernels(choice.DECODE),
+      trial=choice.decode_trial(
+        size.heads,
+        slots=slots,
+        num_pages=engine.num_pages,
+        page_tokens=engine.page_tokens,
+        pages_per_slot=width,
+        dtype=dtype,
+      ),
       integers=(
         np.full((slots,), engine.cache_tokens - 1, np.int32),
         pages,
@@ -179,20 +184,20 @@ def _time_ms(attend: Callable[..., jax.Array], arguments: Any) -> float | None:
       start_s = time.perf_counter()
       jax.block_until_ready(compiled(*arguments))
       times_s.append(time.perf_counter() - start_s)
-  except kernel_choice.refusals():
+  except choice.refusals():
     return None
   return 1e3 * statistics.median(times_s)
 
 
 def _error(
   attend: Callable[..., Any],
-  trial: kernel_choice.Trial,
-  expected: kernel_choice.Reference,
+  trial: choice.Trial,
+  expected: choice.Reference,
 ) -> float | None:
   """Return the largest distance; None if the call does not run."""
   try:
     return float(expected.errors(attend, trial).max())
-  except kernel_choice.refusals():
+  except choice.refusals():
     return None
 
 
@@ -201,13 +206,13 @@ def measure(name: str, use: Use) -> list[dict[str, Any]]:
   if not use.kernels:
     return []
   reference_of = use.implementations["xla"]
-  expected = kernel_choice.Reference.of(reference_of, use.trial)
+  expected = choice.Reference.of(reference_of, use.trial)
   arguments = use.full_arguments()
   xla_ms = _time_ms(reference_of, arguments)
   rows = []
   for kernel in use.kernels:
     attend = use.implementations[kernel]
-    reason = kernel_choice.refusal(attend, use.trial, expected)
+    reason = choice.refusal(attend, use.trial, expected)
     rows.append(
       {
         "use": name,

@@ -58,8 +58,8 @@ from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
+from jaxrl_async.models.attention import choice
 from jaxrl_async.models.attention import kernel_names
-from jaxrl_async.models.attention import packed_choice
 from jaxrl_async.planning import aot
 from jaxrl_async.planning import matmul_rate
 from jaxrl_async.reporting import metrics as metrics_lib
@@ -197,11 +197,13 @@ class Ours:
       model=case.model,
       compute_dtype=case.dtype,
       remat=_REMAT.value or case.remat,
-      attention=packed_choice.choose(
+      attention=choice.for_training(
         _ATTENTION.value,
-        num_heads=case.model.num_heads,
-        num_kv_heads=case.model.num_kv_heads,
-        head_dim=case.model.head_dim,
+        heads=(
+          case.model.num_heads,
+          case.model.num_kv_heads,
+          case.model.head_dim,
+        ),
         tokens_per_row=case.tokens_per_row,
         dtype=jax.numpy.dtype(case.dtype),
         layout=layout,

@@ -3,9 +3,9 @@
 import pytest
 
 from jaxrl_async.config import sections
-from jaxrl_async.engine import paged_attention
 from jaxrl_async.models.attention import kernel_names
 from jaxrl_async.models.attention import packed_attention
+from jaxrl_async.models.attention import paged_attention
 from jaxrl_async.models.attention import reference
 
 

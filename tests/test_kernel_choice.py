@@ -9,9 +9,8 @@ import pytest
 
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
-from jaxrl_async.models.attention import kernel_choice
+from jaxrl_async.models.attention import choice
 from jaxrl_async.models.attention import packed_attention
-from jaxrl_async.models.attention import packed_choice
 
 # Query heads, kv heads and head size of Qwen2.5 1.5B, 0.5B and 7B.
 HEADS = [(12, 2, 128), (14, 2, 64), (28, 4, 128)]
@@ -21,8 +20,8 @@ TOKENS = 640
 
 def on_platform(monkeypatch, platform, interpreted):
   """Try that platform's kernels on this CPU, one of them interpreted."""
-  candidates = {"cpu": packed_choice.CANDIDATES[platform]}
-  monkeypatch.setattr(packed_choice, "CANDIDATES", candidates)
+  candidates = {"cpu": choice.PACKED[platform]}
+  monkeypatch.setattr(choice, "PACKED", candidates)
   kernel = packed_attention.IMPLEMENTATIONS[interpreted]
   monkeypatch.setitem(
     packed_attention.IMPLEMENTATIONS,
@@ -32,13 +31,10 @@ def on_platform(monkeypatch, platform, interpreted):
 
 
 def choose(wanted, heads):
-  num_heads, num_kv_heads, head_dim = heads
   mesh = mesh_lib.make_mesh(jax.devices()[:1])
-  return packed_choice.choose(
+  return choice.for_training(
     wanted,
-    num_heads=num_heads,
-    num_kv_heads=num_kv_heads,
-    head_dim=head_dim,
+    heads=heads,
     tokens_per_row=TOKENS,
     dtype=BFLOAT16,
     layout=mesh_lib.Layout(mesh=mesh, rules=sections.ShardingRules()),
@@ -63,7 +59,7 @@ def test_a_gpu_takes_a_kernel_of_gpus(heads, monkeypatch):
 
 def of_xla(change):
   """Plain XLA, whose results and gradients are changed."""
-  right = packed_choice.with_gradients("xla", None)
+  right = choice.with_gradients("xla", None)
   return lambda *arguments: change(right(*arguments))
 
 
@@ -104,14 +100,14 @@ def test_a_kernel_that_is_wrong_by_one_percent_is_refused(heads):
   }
   kernels = {
     **wrongs,
-    "xla": packed_choice.with_gradients("xla", None),
+    "xla": choice.with_gradients("xla", None),
     "as exact as bfloat16 is": of_xla(noisy(1, 0.003)),
   }
-  trial = packed_choice.trial(heads, TOKENS, BFLOAT16)
-  name, refused = kernel_choice.first_right(tuple(kernels), kernels, trial)
+  trial = choice.packed_trial(heads, TOKENS, BFLOAT16)
+  name, refused = choice.first_right(tuple(kernels), kernels, trial)
   assert (name, set(refused)) == ("xla", set(wrongs))
   del kernels["xla"]
-  name, _ = kernel_choice.first_right(
+  name, _ = choice.first_right(
     ("as exact as bfloat16 is",), {**kernels, "xla": of_xla(tuple)}, trial
   )
   assert name == "as exact as bfloat16 is"
@@ -123,12 +119,12 @@ def test_a_kernel_that_mixes_two_segments_is_refused():
   def leaky(query, key, value, weights, start):
     # The second segment, of one token, is taken for part of the first.
     start = jnp.where(start == start[0, 200], 0, start)
-    right = packed_choice.with_gradients("xla", None)
+    right = choice.with_gradients("xla", None)
     return right(query, key, value, weights, start)
 
-  kernels = {"xla": packed_choice.with_gradients("xla", None), "leaky": leaky}
+  kernels = {"xla": choice.with_gradients("xla", None), "leaky": leaky}
   for dtype in ("bfloat16", "float32"):
-    trial = packed_choice.trial(heads, TOKENS, jnp.dtype(dtype))
-    name, refused = kernel_choice.first_right(("leaky",), kernels, trial)
+    trial = choice.packed_trial(heads, TOKENS, jnp.dtype(dtype))
+    name, refused = choice.first_right(("leaky",), kernels, trial)
     assert name == "xla"
     assert refused["leaky"].startswith("it is off by")

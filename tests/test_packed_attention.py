@@ -12,8 +12,8 @@ from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.models.attention import block_attention
+from jaxrl_async.models.attention import choice
 from jaxrl_async.models.attention import packed_attention
-from jaxrl_async.models.attention import packed_choice
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 # Segments of three rows; what is left of a row is padding.
@@ -230,11 +230,9 @@ def test_what_a_policy_keeps_of_blocks_is_not_made_again(remat, num_products):
 def choose(wanted, tokens_per_row, shape=mesh_lib.ONE):
   mesh = mesh_lib.make_mesh(jax.devices()[: shape.num_devices], shape)
   layout = mesh_lib.Layout(mesh=mesh, rules=sections.ShardingRules())
-  return packed_choice.choose(
+  return choice.for_training(
     wanted,
-    num_heads=tiny.MODEL.num_heads,
-    num_kv_heads=tiny.MODEL.num_kv_heads,
-    head_dim=tiny.MODEL.head_dim,
+    heads=(tiny.MODEL.num_heads, tiny.MODEL.num_kv_heads, tiny.MODEL.head_dim),
     tokens_per_row=tokens_per_row,
     dtype=jnp.dtype("float32"),
     layout=layout,
@@ -259,13 +257,11 @@ def test_where_no_kernel_works_a_gpu_gets_loops_of_fixed_length(monkeypatch):
     platform = "gpu"
     device_kind = "a GPU"
 
-  monkeypatch.setattr(packed_choice, "CANDIDATES", {})
+  monkeypatch.setattr(choice, "PACKED", {})
   mesh = mesh_lib.make_mesh([Gpu()])
-  name = packed_choice.choose(
+  name = choice.for_training(
     "auto",
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=16,
+    heads=(6, 2, 16),
     tokens_per_row=8192,
     dtype=jnp.dtype("float32"),
     layout=mesh_lib.Layout(mesh=mesh, rules=sections.ShardingRules()),

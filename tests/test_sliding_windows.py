@@ -15,14 +15,13 @@ import tiny
 
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
-from jaxrl_async.engine import attention_choice
 from jaxrl_async.engine import engine as engine_lib
-from jaxrl_async.engine import paged_attention
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.models import hf_config
 from jaxrl_async.models import transformer
+from jaxrl_async.models.attention import choice
 from jaxrl_async.models.attention import packed_attention
-from jaxrl_async.models.attention import packed_choice
+from jaxrl_async.models.attention import paged_attention
 from jaxrl_async.planning import matmul_rate
 from jaxrl_async.planning import memory_estimate
 from jaxrl_async.reporting import metrics as metrics_lib
@@ -236,11 +235,9 @@ def test_a_token_depends_on_its_window_alone():
 
 
 def choose(wanted, windows):
-  return packed_choice.choose(
+  return choice.for_training(
     wanted,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
+    heads=(4, 2, 8),
     tokens_per_row=384,
     dtype=jnp.dtype("float32"),
     layout=mesh_lib.Layout(
@@ -267,14 +264,8 @@ def test_kernels_without_windows_are_refused_by_name():
     with pytest.raises(NotImplementedError, match="no sliding windows"):
       attend(*arguments, sliding_window=3)
   with pytest.raises(sections.ConfigError, match="gpu_paged does not work"):
-    attention_choice.choose(
-      "gpu_paged",
-      model=SOME,
-      sizes=test_attention.SIZES,
-      dtype=jnp.dtype("float32"),
-      mesh=mesh_lib.make_mesh(jax.devices()[:1]),
-      rules=mesh_lib.ROLLOUT_RULES,
-    )
+    mesh = mesh_lib.make_mesh(jax.devices()[:1])
+    test_attention.for_engine("gpu_paged", SOME, test_attention.SIZES, mesh)
 
 
 # -- the cache ---------------------------------------------------------------

@@ -33,7 +33,6 @@ import numpy as np
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.devices import shard_copies
-from jaxrl_async.engine import attention_choice
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import jetstream_api
 from jaxrl_async.engine import jitted as jitted_lib
@@ -49,12 +48,13 @@ from jaxrl_async.models import configs
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
+from jaxrl_async.models.attention import choice
 from jaxrl_async.models.attention import kernel_names
 from jaxrl_async.planning import aot
 
 
 def _cache_layout(
-  sizes: EngineSizes, attention: attention_choice.Choice
+  sizes: EngineSizes, attention: choice.EngineAttention
 ) -> kv_cache.Pages | kv_cache.Slots:
   """Return pages that slots share, or a row of the cache for each slot."""
   if not sizes.num_pages:
@@ -107,7 +107,7 @@ class Engine(jetstream_api.Engine):
       end_tokens: tokens that end a sequence unless its settings ignore them.
       dtype: dtype of weights, activations and cache.
       weights: format of the published weights.
-      attention: the wanted implementation; see `attention_choice.choose`.
+      attention: the wanted implementation; see `choice.for_engine`.
 
     Raises:
       ConfigError: the wanted attention does not exist or does not work here.
@@ -124,10 +124,13 @@ class Engine(jetstream_api.Engine):
     self.calls_in_flight = 1 if is_cpu else 2
     self._mesh = mesh
     self._base: Any = None
-    self.attention = attention_choice.choose(
+    self.attention = choice.for_engine(
       attention,
-      model=model,
-      sizes=sizes,
+      heads=(model.num_heads, model.num_kv_heads, model.head_dim),
+      windows_within=model.windows_within,
+      prefill=(sizes.prefill_rows, sizes.prefill_buckets[-1]),
+      slots=(sizes.num_slots, sizes.cache_tokens),
+      pages=(sizes.num_pages, sizes.page_tokens),
       dtype=self.dtype,
       mesh=mesh,
       rules=rules,

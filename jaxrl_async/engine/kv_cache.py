@@ -21,7 +21,7 @@ forgotten is exactly what the window hides. Pages and prefilled rows keep all
 tokens, and attention masks those that the window hides.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 import dataclasses
 import functools
 import itertools
@@ -31,14 +31,12 @@ from jax import numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_async.models import configs
+from jaxrl_async.models.attention import paged_attention
 from jaxrl_async.models.attention import reference
 
-Layer = tuple[jax.Array, jax.Array]
+Layer = paged_attention.Layer
 # The keys and the values of a layer, part by part.
 PartedLayer = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
-# Takes the pages, queries [B N H], positions [B], the table [B W], and the
-# keyword `sliding_window`.
-PagedAttention = Callable[..., jax.Array]
 # Of the scores that `attend_rows` makes at a time, on all devices together.
 SCORES_BYTES = 256 << 20
 
@@ -265,7 +263,7 @@ class Slots:
     parts = [
       (keys, values) for start, keys, values in _parts(layer) if start < window
     ]
-    return attend_cached(query, parts, positions)
+    return paged_attention.attend_cached(query, parts, positions)
 
 
 def _width(layer: PartedLayer) -> int:
@@ -314,7 +312,7 @@ class Pages:
 
   num_pages: int
   page_tokens: int
-  attention: PagedAttention
+  attention: paged_attention.PagedAttention
 
   logical_axes = ("kv_heads",)
 
@@ -396,54 +394,3 @@ class Pages:
     return self.attention(
       layer, query, positions, pages, sliding_window=sliding_window
     )
-
-
-def attend_cached(
-  query: Float[Array, "B N H"],
-  parts: Sequence[Layer],
-  positions: Int[Array, "B"],
-  *,
-  sliding_window: int | None = None,
-) -> Float[Array, "B N H"]:
-  """Return attention of one query per row over times 0..position.
-
-  Parts after a row's position add exact zeros to its result, which therefore
-  does not depend on how many parts there are. With a sliding window, only the
-  newest `sliding_window` of these times count.
-
-  Args:
-    query: one per row and query head.
-    parts: keys [B K H S] and values [B K S H] of successive times.
-    positions: of the queries.
-    sliding_window: number of tokens that a query sees, itself included.
-  """
-  rows, num_heads, head_dim = query.shape
-  num_kv_heads = parts[0][0].shape[1]
-  grouped = query.reshape(rows, num_kv_heads, -1, head_dim)
-  scores = [
-    jnp.einsum(
-      "bkgh,bkhs->bkgs", grouped, keys, preferred_element_type=jnp.float32
-    )
-    for keys, _ in parts
-  ]
-  scores = jnp.concatenate(scores, axis=-1) * jnp.float32(head_dim**-0.5)
-  width = scores.shape[-1]
-  seen = jnp.arange(width)[None] <= positions[:, None]
-  if sliding_window is not None:
-    seen &= jnp.arange(width)[None] > positions[:, None] - sliding_window
-  scores = jnp.where(
-    seen[:, None, None], scores, jnp.float32(reference.NEGATIVE)
-  )
-  weights = jax.nn.softmax(scores, axis=-1)
-  ends = itertools.accumulate(values.shape[2] for _, values in parts)
-  mixed = [
-    jnp.einsum(
-      "bkgs,bksh->bkgh",
-      weights[..., end - values.shape[2] : end].astype(values.dtype),
-      values,
-      preferred_element_type=jnp.float32,
-    )
-    for end, (_, values) in zip(ends, parts, strict=True)
-  ]
-  mixed = functools.reduce(jnp.add, mixed)
-  return mixed.reshape(rows, num_heads, head_dim).astype(query.dtype)

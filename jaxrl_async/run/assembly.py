@@ -18,7 +18,7 @@ from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import transformer
-from jaxrl_async.models.attention import packed_choice
+from jaxrl_async.models.attention import choice
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import wandb_log as wandb_log_lib
 from jaxrl_async.rewards import scoring
@@ -67,11 +67,9 @@ def forward_settings(
     compute_dtype=config.model.compute_dtype,
     remat=config.model.remat,
     attention=setup.attention
-    or packed_choice.choose(
+    or choice.for_training(
       config.train.attention,
-      num_heads=model.num_heads,
-      num_kv_heads=model.num_kv_heads,
-      head_dim=model.head_dim,
+      heads=(model.num_heads, model.num_kv_heads, model.head_dim),
       tokens_per_row=config.train.tokens_per_row,
       dtype=jax.numpy.dtype(config.model.compute_dtype),
       layout=layout,

@@ -1,7 +1,7 @@
 """Names of the attention implementations, known without importing JAX.
 
 The implementations are in `packed_attention`, `reference` and
-`engine.paged_attention`; a test compares their names with these.
+`paged_attention`; a test compares their names with these.
 """
 
 from jaxrl_async.config import sections

@@ -3,7 +3,7 @@
 The implementations are in a dict. "xla", with float32 scores and softmax, is
 the reference that every other one is tested against. Packed rows are in
 `packed_attention.py`, and decoding, which reads the cache, is in
-`engine/paged_attention.py`.
+`paged_attention.py`.
 """
 
 from collections.abc import Callable

@@ -8,13 +8,22 @@ have no meaning and may be out of range. They are clipped to pages that exist,
 and lengths are clipped to the tokens that the table covers.
 """
 
+from collections.abc import Callable, Sequence
+import functools
+import itertools
 import warnings
 
 import jax
 from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxrl_async.engine import kv_cache
+from jaxrl_async.models.attention import reference
+
+# The keys and the values of a layer.
+Layer = tuple[jax.Array, jax.Array]
+# Takes the pages, queries [B N H], positions [B], the table [B W], and the
+# keyword `sliding_window`.
+PagedAttention = Callable[..., jax.Array]
 
 # Tokens that a kernel processes at a time. Tables are padded to whole blocks,
 # and a short table does not get smaller blocks. A kernel that works for one
@@ -24,8 +33,59 @@ _TPU_BLOCK_TOKENS = 512
 _MAX_GPU_SPLITS = 16
 
 
+def attend_cached(
+  query: Float[Array, "B N H"],
+  parts: Sequence[Layer],
+  positions: Int[Array, "B"],
+  *,
+  sliding_window: int | None = None,
+) -> Float[Array, "B N H"]:
+  """Return attention of one query per row over times 0..position.
+
+  Parts after a row's position add exact zeros to its result, which therefore
+  does not depend on how many parts there are. With a sliding window, only the
+  newest `sliding_window` of these times count.
+
+  Args:
+    query: one per row and query head.
+    parts: keys [B K H S] and values [B K S H] of successive times.
+    positions: of the queries.
+    sliding_window: number of tokens that a query sees, itself included.
+  """
+  rows, num_heads, head_dim = query.shape
+  num_kv_heads = parts[0][0].shape[1]
+  grouped = query.reshape(rows, num_kv_heads, -1, head_dim)
+  scores = [
+    jnp.einsum(
+      "bkgh,bkhs->bkgs", grouped, keys, preferred_element_type=jnp.float32
+    )
+    for keys, _ in parts
+  ]
+  scores = jnp.concatenate(scores, axis=-1) * jnp.float32(head_dim**-0.5)
+  width = scores.shape[-1]
+  seen = jnp.arange(width)[None] <= positions[:, None]
+  if sliding_window is not None:
+    seen &= jnp.arange(width)[None] > positions[:, None] - sliding_window
+  scores = jnp.where(
+    seen[:, None, None], scores, jnp.float32(reference.NEGATIVE)
+  )
+  weights = jax.nn.softmax(scores, axis=-1)
+  ends = itertools.accumulate(values.shape[2] for _, values in parts)
+  mixed = [
+    jnp.einsum(
+      "bkgs,bksh->bkgh",
+      weights[..., end - values.shape[2] : end].astype(values.dtype),
+      values,
+      preferred_element_type=jnp.float32,
+    )
+    for end, (_, values) in zip(ends, parts, strict=True)
+  ]
+  mixed = functools.reduce(jnp.add, mixed)
+  return mixed.reshape(rows, num_heads, head_dim).astype(query.dtype)
+
+
 def xla(
-  layer: kv_cache.Layer,
+  layer: Layer,
   query: Float[Array, "B N H"],
   positions: Int[Array, "B"],
   pages: Int[Array, "B W"],
@@ -50,13 +110,13 @@ def xla(
     return rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
 
   keys = jnp.swapaxes(gather(layer[0]), 2, 3)
-  return kv_cache.attend_cached(
+  return attend_cached(
     query, [(keys, gather(layer[1]))], positions, sliding_window=sliding_window
   )
 
 
 def _for_kernel(
-  layer: kv_cache.Layer,
+  layer: Layer,
   query: Float[Array, "B N H"],
   positions: Int[Array, "B"],
   pages: Int[Array, "B W"],
@@ -90,7 +150,7 @@ def _refuse(sliding_window: int | None) -> None:
 
 
 def gpu_paged(
-  layer: kv_cache.Layer,
+  layer: Layer,
   query: Float[Array, "B N H"],
   positions: Int[Array, "B"],
   pages: Int[Array, "B W"],
@@ -125,7 +185,7 @@ def gpu_paged(
 
 
 def tpu_paged(
-  layer: kv_cache.Layer,
+  layer: Layer,
   query: Float[Array, "B N H"],
   positions: Int[Array, "B"],
   pages: Int[Array, "B W"],
@@ -149,7 +209,7 @@ def tpu_paged(
     )
 
 
-IMPLEMENTATIONS: dict[str, kv_cache.PagedAttention] = {
+IMPLEMENTATIONS: dict[str, PagedAttention] = {
   "xla": xla,
   "gpu_paged": gpu_paged,
   "tpu_paged": tpu_paged,
