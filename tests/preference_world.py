@@ -64,7 +64,6 @@ def trainer(
     mesh=mesh,
     policy=train_state.ModelSettings(model=model, optimizer=section.optimizer),
     forward=dataclasses.replace(test_sft.FORWARD, model=model),
-    tokens_per_row=rows.tokens.shape[1],
     rows_per_microbatch=rows_per_microbatch,
     max_bad_updates=3,
     seed=0,

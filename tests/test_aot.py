@@ -108,7 +108,6 @@ def test_memory_is_that_of_a_shard_and_of_what_else_is_resident():
 
 
 @pytest.mark.slow
-@pytest.mark.nightly  # test_compile_ahead.py compiles for a run
 def test_what_is_compiled_takes_what_a_run_gives_it():
   config = tiny_config.get_config()
   config.mesh.train_fsdp, config.mesh.rollout_tensor = 2, 2

@@ -118,7 +118,6 @@ CATCHES_ALL = {
   "config/user_code.py": "user code",
   "rollout/episode.py": "user code",
   "data/reasoning_gym/questions.py": "user code",
-  "run/compile_ahead.py": "a loss of the user's; its call raises it again",
 }
 BANNED_FILES = {"utils.py", "common.py", "helpers.py"}
 BANNED_WORDS = re.compile(

@@ -67,7 +67,6 @@ def make_trainer(section, rows, *, rows_per_microbatch=2, seed=0):
       model=tiny.MODEL, optimizer=section.optimizer
     ),
     forward=FORWARD,
-    tokens_per_row=rows.tokens.shape[1],
     rows_per_microbatch=rows_per_microbatch,
     max_bad_updates=3,
     seed=seed,

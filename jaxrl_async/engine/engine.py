@@ -164,24 +164,6 @@ class Engine(jetstream_api.Engine):
     """
     return self._jitted.largest(weights, num_held)
 
-  def first_programs(self, weights: Any) -> list[aot.Program]:
-    """Return the programs that generate from short prompts.
-
-    Args:
-      weights: shapes and dtypes of the published weights.
-    """
-    return self._jitted.first(weights)
-
-  def later_programs(self, weights: Any) -> list[aot.Program]:
-    """Return those of longer prompts and of sequences that are interrupted.
-
-    Only programs of shared prompts and of filters are in neither list.
-
-    Args:
-      weights: as in `first_programs`.
-    """
-    return self._jitted.later(weights)
-
   # -- JetStream's interface ------------------------------------------------
 
   def hold_base(self, weights: Any) -> None:

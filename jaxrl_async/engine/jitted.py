@@ -1,8 +1,6 @@
 """The programs of an engine, jitted for a mesh, and their arguments."""
 
-from collections.abc import Iterator
 import dataclasses
-import itertools
 from typing import Any
 
 import jax
@@ -67,43 +65,6 @@ class Jitted:
     shapes = jax.eval_shape(self.open, tokens, lengths, None, adapters)
     return aot.placed(shapes, self.prefix_sharding)
 
-  def _prefill_program(
-    self, params: EngineParams, bucket: int, resident: Any = ()
-  ) -> aot.Program:
-    """Return the program that prefills a bucket, or one chunk of it."""
-    function, arguments = self.prefill, (params, *self._rows(bucket))
-    if self.programs.sizes.is_chunked(bucket):
-      prefix = self._opened(bucket)
-      function, arguments = self.extend, (params, prefix, np.int32(0))
-    return aot.Program(
-      name="prefill",
-      function=function,
-      arguments=arguments,
-      resident=resident,
-    )
-
-  def _decode_program(
-    self,
-    params: EngineParams,
-    state: DecodeState,
-    window: int,
-    resident: Any = (),
-  ) -> aot.Program:
-    """Return the program that decodes with an attention over a window."""
-    sizes = self.programs.sizes
-    b = sizes.num_slots
-    tables = (
-      jax.ShapeDtypeStruct((b,), np.int32),
-      jax.ShapeDtypeStruct((b, sizes.pages_per_slot), np.int32),
-    )
-    return aot.Program(
-      name="decode",
-      function=self.generate,
-      arguments=(params, state, *tables),
-      settings={"window": window, "is_filtered": False},
-      resident=resident,
-    )
-
   def largest(self, weights: Any, num_held: int) -> list[aot.Program]:
     """Return the largest prefill and decode programs, for planning.
 
@@ -122,79 +83,30 @@ class Jitted:
     if self.programs.model.lora is not None:
       previous = lora_lib.adapters(previous)
     previous = [previous] * (1 + num_held)
-    return [
-      self._prefill_program(
-        params, sizes.prefill_buckets[-1], (state, state, previous)
-      ),
-      self._decode_program(
-        params, state, sizes.cache_tokens, (state, previous)
-      ),
-    ]
-
-  def first(self, weights: Any) -> list[aot.Program]:
-    """Return the programs of `Engine.first_programs`."""
-    params, state = self._params(weights), self._state()
-    sizes = self.programs.sizes
-    return [
-      aot.Program(name="init", function=self.init, arguments=()),
-      *self._of_bucket(params, state, sizes.prefill_buckets[0]),
-      *(
-        self._decode_program(params, state, window)
-        for window in sizes.window_buckets
-      ),
-    ]
-
-  def later(self, weights: Any) -> list[aot.Program]:
-    """Return the programs of `Engine.later_programs`."""
-    params, state = self._params(weights), self._state()
-    sizes = self.programs.sizes
-    tickets = jax.ShapeDtypeStruct((sizes.num_slots,), np.int32)
+    bucket, slots = sizes.prefill_buckets[-1], sizes.num_slots
+    prefill, arguments = self.prefill, (params, *self._rows(bucket))
+    if sizes.is_chunked(bucket):
+      prefix = self._opened(bucket)
+      prefill, arguments = self.extend, (params, prefix, np.int32(0))
+    tables = (
+      jax.ShapeDtypeStruct((slots,), np.int32),
+      jax.ShapeDtypeStruct((slots, sizes.pages_per_slot), np.int32),
+    )
     return [
       aot.Program(
-        name="release", function=self.release, arguments=(state, tickets)
+        name="prefill",
+        function=prefill,
+        arguments=arguments,
+        resident=(state, state, previous),
       ),
-      *itertools.chain.from_iterable(
-        self._of_bucket(params, state, bucket)
-        for bucket in sizes.prefill_buckets[1:]
+      aot.Program(
+        name="decode",
+        function=self.generate,
+        arguments=(params, state, *tables),
+        settings={"window": sizes.cache_tokens, "is_filtered": False},
+        resident=(state, previous),
       ),
     ]
-
-  def _of_bucket(
-    self, params: EngineParams, state: DecodeState, bucket: int
-  ) -> Iterator[aot.Program]:
-    """Yield the programs through which rows of a bucket come into slots."""
-    sizes = self.programs.sizes
-    rows = self._rows(bucket)
-    prefill = self._prefill_program(params, bucket)
-    if sizes.is_chunked(bucket):
-      tokens, lengths, adapters = rows
-      yield aot.Program(
-        name="open",
-        function=self.open,
-        arguments=(tokens, lengths, None, adapters),
-      )
-      prefix = self._opened(bucket)
-    else:
-      shapes = jax.eval_shape(self.prefill, *prefill.arguments)
-      prefix = aot.placed(shapes, self.prefix_sharding)
-    yield prefill
-    if sizes.num_pages:
-      pages = jax.ShapeDtypeStruct((bucket // sizes.page_tokens,), np.int32)
-      yield aot.Program(
-        name="fill",
-        function=self.fill,
-        arguments=(prefix, np.int32(0), state, pages),
-      )
-    insertion = decode_state_lib.unused_insertion(
-      sizes,
-      self.programs.num_end_tokens,
-      has_adapters=self.programs.has_adapters,
-    )
-    yield aot.Program(
-      name="insert",
-      function=self.insert,
-      arguments=(prefix, state, insertion),
-    )
 
 
 def make(

@@ -26,7 +26,6 @@ from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib
 from jaxrl_async.run import algorithm as algorithm_lib
-from jaxrl_async.run import compile_ahead
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import reward_terms
 from jaxrl_async.run import setup as setup_lib
@@ -330,7 +329,6 @@ def make_supervised_trainer(
     rules=config.mesh.train_rules,
     policy=dataclasses.replace(policy, optimizer=section.optimizer),
     forward=forward_settings(setup, 1.0),
-    tokens_per_row=config.train.tokens_per_row,
     rows_per_microbatch=config.train.rows_per_microbatch,
     max_bad_updates=config.train.max_bad_updates,
     seed=config.seed,
@@ -345,9 +343,6 @@ def warm_start(
   setup: setup_lib.Setup,
   on_step: Callable[[int, float], None],
   note: Callable[[str], None] = lambda message: None,
-  ahead: Callable[[sft.SupervisedTrainer], compile_ahead.Pending | None] = (
-    lambda trainer: None
-  ),
 ) -> transformer.Params:
   """Run the first stage, supervised training, and return its parameters.
 
@@ -360,8 +355,6 @@ def warm_start(
     setup: of the run.
     on_step: is called after each step with the step and its loss.
     note: is called with a message if worked solutions were too long.
-    ahead: is called with the stage's trainer, and may begin to compile its
-      program while the worked solutions are made.
   """
   section = setup.config.warm_start
   if section.checkpoint:
@@ -370,7 +363,6 @@ def warm_start(
     return initial_params.before_training(setup)
   whole = dataclasses.replace(setup, model=setup.model.base)
   trainer = make_supervised_trainer(whole, section)
-  compiled = ahead(trainer)
   tokens_per_row = setup.config.train.tokens_per_row
   examples = worked_examples_lib.WorkedExamples(
     prompt_source(setup), section, max_tokens=tokens_per_row
@@ -382,8 +374,6 @@ def warm_start(
     )
     first = next(rows)
     trainer.start(initial_params.before_training(setup))
-    if compiled:
-      compiled.wait()
     params = sft.warm_start(
       trainer, itertools.chain([first], rows), section.num_steps, on_step
     )

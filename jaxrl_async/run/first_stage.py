@@ -14,7 +14,6 @@ from jaxrl_async.data import prompts
 from jaxrl_async.models import transformer
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.run import assembly
-from jaxrl_async.run import compile_ahead
 from jaxrl_async.run import evaluate
 from jaxrl_async.run import frozen_base
 from jaxrl_async.run import initial_params
@@ -30,7 +29,6 @@ def warm_start(
   setup: setup_lib.Setup,
   session: session_lib.Session,
   trainer: trainer_lib.Trainer,
-  ahead: compile_ahead.RunPrograms,
   params: transformer.Params | None,
 ) -> frozen_base.Record | None:
   """Start the trainer of a new run.
@@ -39,7 +37,6 @@ def warm_start(
     setup: of the run.
     session: of this start.
     trainer: gets the parameters of all models.
-    ahead: compiles the programs of this stage and of the loop.
     params: the first parameters. If None, a warm start makes them.
 
   Returns:
@@ -54,10 +51,7 @@ def warm_start(
     show = functools.partial(
       _show_step, session, setup.config.warm_start.num_steps
     )
-    params = assembly.warm_start(
-      setup, show, session.progress.note, ahead.compile_warm_start
-    )
-  ahead.compile()
+    params = assembly.warm_start(setup, show, session.progress.note)
   if setup.model.lora is not None:
     params = initial_params.with_adapters(params, setup)
   trainer.start(initial_params.of_models(setup, params))

@@ -19,7 +19,6 @@ from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import profile as profile_lib
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.run import checkpointing
-from jaxrl_async.run import compile_ahead
 from jaxrl_async.run import frozen_base
 from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import resume
@@ -58,7 +57,6 @@ class Loop:
     step: the number of completed train steps.
     base_record: where the base of a run with LoRA is; None without one.
     staleness: moves the bound; None if it is fixed.
-    ahead: compiles the programs of the loop.
     is_whole: whether the weights are those of `step`, all of which is recorded.
       While it is False, the run cannot be saved.
   """
@@ -81,7 +79,6 @@ class Loop:
   publisher: version_publisher.VersionPublisher
   rollout_thread: rollout_thread.RolloutThread
   evaluations: run_evaluations.RunEvaluations
-  ahead: compile_ahead.RunPrograms
   loader: batch_loader.BatchLoader[trainer_lib.PreparedBatch]
   is_whole: bool = True
   checkpoints: checkpointing.Checkpointing = dataclasses.field(init=False)
@@ -110,7 +107,6 @@ class Loop:
       self.writer.hold(0, {})
       self.checkpoints.take_first()
     config_json.write(self.config, self.session.workdir)
-    self.ahead.rollout.wait(lambda: self.stop.is_set)
     self.channel.publish(self.trainer.published(), self.step)
     if self.evaluations.catch_up(self.step):
       self._complete_step()
@@ -177,9 +173,6 @@ class Loop:
     if loaded is None:
       return False
     ready_s = time.perf_counter()
-    self.ahead.train.wait(lambda: self.stop.is_set)
-    if self.stop.is_set:
-      return False  # the buffer still has the batch
     self.is_whole = False
     done = self.trainer.step(self.step, loaded.batch)
     taken_s = max(wait_start_s, loaded.taken_s)

@@ -39,7 +39,6 @@ from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.run import assembly
 from jaxrl_async.run import checks
 from jaxrl_async.run import cluster_checks
-from jaxrl_async.run import compile_ahead
 from jaxrl_async.run import device_checks
 from jaxrl_async.run import first_stage
 from jaxrl_async.run import frozen_base
@@ -242,23 +241,18 @@ def _build(
   evaluators = first_stage.make_evaluators(
     setup, session, source=source, stream=stream, rewards=rewards
   )
-  ahead = compile_ahead.RunPrograms(
-    trainer, engine, is_alone=session.world.size == 1
-  )
-  shutdown.closes(ahead.close, join_s)
 
   # The first stage.
   running, base_record = [], stored.get(frozen_base.KEY)
   if is_new:
     start_s = busy["train"].now()
     base_record = first_stage.warm_start(
-      setup, session, trainer, ahead, given.initial_params
+      setup, session, trainer, given.initial_params
     )
     with side_outputs.attempt("tokenizer/"):
       setup.tokenizer.save(workdir / "tokenizer")
     record.warm_start_s = busy["train"].now() - start_s
   else:
-    ahead.compile()
     running = first_stage.restore(setup, session, trainer, buffer, found)
     stream.restore(stored["stream"])
     writer.restore(stored["metrics"])
@@ -371,7 +365,6 @@ def _build(
     publisher=publisher,
     rollout_thread=thread,
     evaluations=evaluations,
-    ahead=ahead,
     loader=batch_loader.BatchLoader(
       buffer,
       trainer.prepare,

@@ -52,13 +52,6 @@ class RowPasses:
     """Move the [R, T] rows of one batch to the devices."""
     return mesh_lib.put(self._batch(rows), self._sharding)
 
-  def abstract(self, rows: packing.PackedBatch) -> packing.PackedBatch:
-    """Return the shapes and shardings of what `on_device` returns."""
-    return jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding),
-      self._batch(rows),
-    )
-
   def each(
     self,
     program: Program,

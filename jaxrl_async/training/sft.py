@@ -23,7 +23,6 @@ import numpy as np
 from jaxrl_async.algorithms import losses
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
-from jaxrl_async.data import worked_examples as worked_examples_lib
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.planning import aot
@@ -97,7 +96,6 @@ class SupervisedTrainer:
     rules: sections.ShardingRules = mesh_lib.TRAIN_RULES,
     policy: train_state.ModelSettings,
     forward: train_step.ForwardSettings,
-    tokens_per_row: int,
     rows_per_microbatch: int,
     max_bad_updates: int,
     seed: int,
@@ -111,7 +109,6 @@ class SupervisedTrainer:
       rules: which mesh axes split which logical axes.
       policy: what is trained, and with which optimizer.
       forward: settings of the forward pass.
-      tokens_per_row: T.
       rows_per_microbatch: rows of one forward and backward pass. It must divide
         the rows of a step.
       max_bad_updates: number of skipped updates in a row that is an error.
@@ -119,7 +116,6 @@ class SupervisedTrainer:
     """
     layout = mesh_lib.Layout(mesh=mesh, rules=rules)
     self._section = section
-    self._tokens_per_row = tokens_per_row
     self._rows: packing.PackedBatch | None = None
     self._objective = objective
     self._max_bad_updates = max_bad_updates
@@ -185,29 +181,6 @@ class SupervisedTrainer:
     """Return the shapes and shardings of the state, for a restore."""
     shapes = train_state.shapes(self._models, self._optimizers)
     return aot.placed(shapes, self._sharding)
-
-  def programs(self) -> list[aot.Program]:
-    """Return the program of a step, for rows that have no further fields."""
-    example = worked_examples_lib.WorkedExample(
-      tokens=np.zeros(1, np.int32), loss_mask=np.zeros(1, np.bool_)
-    )
-    row = example_rows.pack_examples(
-      [example], tokens_per_row=self._tokens_per_row
-    )
-    rows = jax.tree.map(
-      lambda x: x.repeat(self._section.rows_per_batch, axis=0), row
-    )
-    return [
-      aot.Program(
-        name="supervised update",
-        function=self._update,
-        arguments=(
-          self.abstract_state(),
-          self._passes.abstract(rows),
-          np.int32(0),
-        ),
-      )
-    ]
 
   def position(self) -> dict[str, int]:
     """Return what a checkpoint stores beside the state."""

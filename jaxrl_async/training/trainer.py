@@ -257,25 +257,7 @@ class Trainer:
     return policy.trainable if self.has_base else policy.params
 
   def programs(self) -> list[aot.Program]:
-    """Return those of a train step, and the one that publishes weights."""
-    return [*self.step_programs(), self.publish_program()]
-
-  def publish_program(self) -> aot.Program:
-    """Return the program that makes the weights of an engine."""
-    state = self.abstract_state()
-    return aot.Program(
-      name="publish",
-      function=self._publish,
-      arguments=(self._changing(state),),
-      resident=(
-        {name: x.opt_state for name, x in state.models.items()},
-        {k: v for k, v in state.params.items() if k != train_state.POLICY},
-        state.policy.frozen if self.has_base else (),
-      ),
-    )
-
-  def step_programs(self) -> list[aot.Program]:
-    """Return the programs of a train step for the largest expected batch."""
+    """Return those of the largest expected batch, and that which publishes."""
     state = self.abstract_state()
     trajectory = types.Trajectory(
       member=0,
@@ -326,6 +308,16 @@ class Trainer:
         function=self._update,
         arguments=(state, trained, np.int32(0)),
         resident=beside,
+      ),
+      aot.Program(
+        name="publish",
+        function=self._publish,
+        arguments=(self._changing(state),),
+        resident=(
+          opt_states,
+          {k: v for k, v in state.params.items() if k != train_state.POLICY},
+          state.policy.frozen if self.has_base else (),
+        ),
       ),
     ]
 
