@@ -326,7 +326,14 @@ def _run(
     main()
   except sections.ConfigError as error:
     _fail(str(error))
-  except (disk.StorageError, supervisor_lib.RunError) as error:
+  except supervisor_lib.RunError as error:
+    if error.status == supervisor_lib.START_AGAIN:
+      # What hangs would keep the interpreter from shutting down.
+      print(f"error: {error}", file=sys.stderr, flush=True)
+      sys.stdout.flush()
+      os._exit(error.status)
+    sys.exit(f"error: {error}")
+  except disk.StorageError as error:
     sys.exit(f"error: {error}")
   except supervisor_lib.Interrupted as error:
     print(error, file=sys.stderr)

@@ -189,7 +189,9 @@ def ending(world: world_lib.World) -> Iterator[None]:
     _end(world, f"error: {error}", str(error), 1)
   except supervisor_lib.Interrupted as error:
     _end(world, str(error), str(error), 130)
-  except (supervisor_lib.RunError, disk.StorageError) as error:
+  except supervisor_lib.RunError as error:
+    _end(world, f"error: {error}", str(error), error.status)
+  except disk.StorageError as error:
     _end(world, f"error: {error}", str(error), 1)
   except BaseException as error:
     # A program fails when one of its processes is gone, which is the reason.

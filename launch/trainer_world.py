@@ -5,8 +5,8 @@ python launch/trainer_world.py --num_processes=2 -- \
 
 What follows the two dashes are the flags of launch/train.py. Process 0 has this
 terminal; the others print to files in --logs, if that is given. When a process
-dies, all of them are started again from the newest checkpoint. A signal asks
-process 0 to stop, and a second one ends it at once.
+dies or hangs, all of them are started again from the newest checkpoint. A
+signal asks process 0 to stop, and a second one ends it at once.
 
 Several hosts start launch/train.py themselves, each with its own --process_id.
 """

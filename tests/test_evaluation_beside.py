@@ -147,11 +147,9 @@ def test_nobody_waits_for_ever_for_an_evaluation():
   this._stop = supervisor_lib.StopRequest()
   this._supervisor = this._publisher = mock.Mock()
   rollout = mock.Mock(**{"moving.return_value": 3, "status.return_value": "R"})
-  rollout.take_over.side_effect = [True, False]  # another thread hangs too
   this._thread = object.__new__(rollout_thread.RolloutThread)
   this._thread._rollout, this._thread.stall_timeout_s = rollout, 1.0
   this._thread._seconds = time.monotonic
-  this._thread._shutdown, this._thread._note = mock.Mock(), mock.Mock()
   buffer = mock.Mock(**{"waiting.return_value": ["B"]})
   this._rollout, this._buffer = rollout, buffer
   this._now = run_evaluations._Beside(
@@ -166,14 +164,11 @@ def test_nobody_waits_for_ever_for_an_evaluation():
   this._publisher.catch_up = catch_up
   with pytest.raises(supervisor_lib.StallError) as raised:
     this.finish(5, is_awaited=True)
-  assert 4.0 < time.monotonic() - start_s < 20.0
-  supervisor = this._thread._shutdown.supervisor
-  supervisor.spawn.assert_called_once_with(rollout_thread.NAME, rollout.run)
-  (note,), _ = this._thread._note.call_args
-  assert "nothing moved for 1 s (run.stall_timeout_s); R. The engine" in note
-  first, second, *rest = str(raised.value).splitlines()
-  assert "nothing moved for 1 s" in first and rest == ["R", "B"]
-  assert "training waits for the evaluation of step 4 since" in second
+  assert 3.0 < time.monotonic() - start_s < 20.0
+  said = str(raised.value)
+  assert said.startswith("nothing moved for 1 s (run.stall_timeout_s): ")
+  assert "training waits for the evaluation of step 4 since" in said
+  assert said.endswith("; R; B")
 
 
 @pytest.mark.nightly

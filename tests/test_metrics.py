@@ -283,26 +283,6 @@ def test_time_inside_counts_before_it_has_ended():
   assert clock.activity_s() == {"decode": 3.0}
 
 
-def test_who_was_abandoned_inside_counts_no_more():
-  hand = Hand()
-  clock = metrics_lib.BusyClock(seconds=hand)
-  hung = clock.record("decode")
-  hung.__enter__()
-  hand.now_s = 3.0
-  clock.abandon()
-  hand.now_s = 10.0
-  assert busy_s(clock) == 3.0
-  with clock.record("decode"):
-    hand.now_s = 11.0
-    hung.__exit__(None, None, None)  # it has ended after all
-    hand.now_s = 12.0
-  hand.now_s = 20.0
-  assert busy_s(clock) == 5.0
-  assert clock.activity_s() == {"decode": 2.0}
-  clock.abandon()  # nobody is inside
-  assert busy_s(clock) == 5.0
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_busy_time_equals_counting_ticks(seed):
   """Of intervals that overlap and are entered and left in any order."""

@@ -173,7 +173,7 @@ def stalled(watch, progress):
   try:
     watch.check(progress, lambda: ["who waits"])
   except supervisor_lib.StallError as error:
-    assert str(error).endswith("(run.stall_timeout_s)\nwho waits")
+    assert str(error).endswith("(run.stall_timeout_s): who waits")
     return True
   return False
 

@@ -97,14 +97,11 @@ class World:
       tokenizer=tokenizer_lib.character_level(),
       requests=self.requests,
     )
-    self.notes = []
-    self.worker = worker_lib.RolloutWorker(
-      self.coordinator, self.replica, self.notes.append
-    )
+    self.worker = worker_lib.RolloutWorker(self.coordinator, self.replica)
 
   @property
   def scheduler(self):
-    """That of the replica; another one after its engine has failed."""
+    """That of the replica."""
     return self.replica.scheduler
 
   @property

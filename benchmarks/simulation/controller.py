@@ -11,6 +11,8 @@ from collections.abc import Generator
 import pathlib
 import random
 
+import jax
+
 from jaxrl_async import types
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import ledger as ledger_lib
@@ -126,7 +128,7 @@ class World:
     if fault.kind == "restart":
       if self.start.has_ended:
         return
-      self._stop()
+      self.stop()
     elif fault.kind == "slow" and not self.case.is_fleet:
       self.start.pace = case_lib.SLOW
     elif fault.kind == "fail" and not self.case.is_fleet:
@@ -155,7 +157,7 @@ class World:
       process.die()
     self.faults[fault.kind] += 1
 
-  def _stop(self) -> None:
+  def stop(self) -> None:
     """End the trainer's process; another one starts later."""
     self.start.end()
     if not self.case.survives:
@@ -344,7 +346,6 @@ class Start:
       modelled_replica.make_replica(
         self.loop, self.case, "replica 0", self.coordinator, self.channel, busy
       ),
-      self._take_note,
     )
     return self._worker
 
@@ -352,7 +353,6 @@ class Start:
     """Count what the rollout side says of its replicas."""
     is_too_slow = f"more than {pace_lib.LAG:g} times as long" in line
     self.world.seen["a replica too slow"] += is_too_slow
-    self.world.seen["an engine that failed"] += "engine failed" in line
 
   # -- what others ask ------------------------------------------------------
 
@@ -403,7 +403,11 @@ class Start:
     )
 
   def _worker_turn(self) -> float | None:
-    has_stepped = self._worker.round()
+    try:
+      has_stepped = self._worker.round()
+    except jax.errors.JaxRuntimeError:
+      self._end_with_engine()
+      return None
     self._check_groups()
     replica = self._worker.replica
     self.invariants.check_room(replica)
@@ -420,6 +424,14 @@ class Start:
     if is_done and self.invariants.can_get_group(replica.version):
       raise watched_buffer.Violation("slot", "the worker waits for admission")
     return None
+
+  def _end_with_engine(self) -> None:
+    """End after the engine has failed, if possible with a last checkpoint."""
+    self.world.seen["an engine that failed"] += 1
+    self._worker.abandon()
+    if self.trainer.is_between_steps:
+      self.save(self.version)
+    self.world.stop()
 
   def _check_groups(self) -> None:
     self.invariants.check_groups(self.loop.now)

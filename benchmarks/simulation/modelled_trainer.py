@@ -87,6 +87,11 @@ class ModelledTrainer:
     self._published: Batch | None = None
     self._evaluation: evaluations.Evaluation | None = None
 
+  @property
+  def is_between_steps(self) -> bool:
+    """Whether all that was trained is published and written down."""
+    return self._training is None and self._published is None
+
   def end(self) -> None:
     """End the loop, and an evaluation that is under way."""
     self.process.end()

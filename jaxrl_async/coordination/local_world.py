@@ -56,7 +56,7 @@ def run(
       codes = _run_once(command, size, address(), logs, signals)
       if not _is_lost(codes) or signals.received:
         break
-      what = "a process was lost"
+      what = "a process was lost or hung"
       for rank, code in codes.items():
         if code < 0:
           what = f"process {rank} was ended by {signal.Signals(-code).name}"

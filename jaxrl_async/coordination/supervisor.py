@@ -19,6 +19,9 @@ from jaxrl_async.storage import disk
 
 _LOOK_S = 1.0
 
+# Exit status of a process that goes on where it was if it is started again.
+START_AGAIN = 75
+
 
 class ThreadFailed(RuntimeError):
   """A thread of the run failed; `__cause__` is the exception that it raised."""
@@ -75,10 +78,6 @@ class Supervisor:
 
     self._threads.append(start_thread(name, target, keep_the_first))
 
-  def give_up(self, name: str) -> None:
-    """Do not wait for the threads of this name that were started so far."""
-    self._threads = [t for t in self._threads if t.name != name]
-
   def has_spawned(self, name: str) -> bool:
     """Whether a thread of that name was started, whatever became of it."""
     return any(thread.name == name for thread in self._threads)
@@ -88,13 +87,13 @@ class Supervisor:
 
     Raises:
       ThreadFailed: it names the thread.
-      ConfigError, StorageError: unchanged, as the thread raised it.
+      ConfigError, StorageError, RunError: unchanged, as the thread raised it.
     """
     with self._lock:
       failure = self._failure
     if failure is not None:
       name, error = failure
-      if isinstance(error, (sections.ConfigError, disk.StorageError)):
+      if isinstance(error, (sections.ConfigError, disk.StorageError, RunError)):
         raise error  # the message already says what to change
       raise ThreadFailed(f"{name} failed: {error}") from error
 
@@ -278,11 +277,29 @@ def _within(timeout_s: float, function: Callable[[], Any]) -> None:
 
 
 class RunError(RuntimeError):
-  """A run cannot continue, for a reason that the message explains."""
+  """A run cannot continue, for a reason that the message explains.
+
+  Attributes:
+    status: the exit status of the process.
+  """
+
+  status = 1
+
+
+class EngineFailed(RunError):
+  """A device program of the engine failed. A new process may succeed."""
+
+  status = START_AGAIN
 
 
 class StallError(RunError):
-  """Nothing moved for `run.stall_timeout_s`; says who waits for what."""
+  """Something hangs; says in one line who waits for what.
+
+  A thread cannot be ended from outside. So the process has to end, and the
+  next one continues the run.
+  """
+
+  status = START_AGAIN
 
 
 class StallWatch:
@@ -313,7 +330,7 @@ class StallWatch:
 
     Args:
       progress: a value that changes when something moves.
-      report: returns lines that say who waits for what.
+      report: returns parts of a line that say who waits for what.
 
     Raises:
       StallError: it has not changed.
@@ -323,4 +340,4 @@ class StallWatch:
       self.renew()
     if self._deadline.next_wait_s() == 0:
       what = f"nothing moved for {self._timeout_s:g} s (run.stall_timeout_s)"
-      raise StallError("\n".join([what, *report()]))
+      raise StallError(f"{what}: {'; '.join(report())}")

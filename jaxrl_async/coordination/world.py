@@ -36,7 +36,7 @@ Parts = Sequence[tuple[Mapping[str, Any], Pieces]]
 Receive = Callable[[dict[str, Any], dict[str, np.ndarray]], Any]
 
 # Exit code after another process was lost: to start all of them again helps.
-LOST = 75
+LOST = supervisor_lib.START_AGAIN
 
 # Seconds without a sign of life after which a host counts as lost.
 _IDLE_S = 20

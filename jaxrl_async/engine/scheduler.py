@@ -23,8 +23,6 @@ tokens.
 
 import collections
 from collections.abc import Iterator
-import copy
-import dataclasses
 import itertools
 from typing import Any
 
@@ -74,12 +72,7 @@ class Scheduler:
     self.engine = engine
     self.kv_on_adopt = kv_on_adopt
     self.stats = scheduler_stats.SchedulerStats()
-    self._shared_tokens = shared_tokens
     self._busy = busy
-    self._begin()
-
-  def _begin(self) -> None:
-    engine = self.engine
     self._params: decode_state_lib.EngineParams | None = None
     self._version = -1
     self._waiting = collections.deque[sequence_lib.Sequence]()
@@ -90,8 +83,8 @@ class Scheduler:
     self._ended: list[sequence_lib.Sequence] = []
     self._prefiller = prefill.Prefiller(
       engine,
-      shared_tokens=self._shared_tokens,
-      busy=self._busy,
+      shared_tokens=shared_tokens,
+      busy=busy,
       num_tokens=self.stats.prefill_tokens,
     )
     self._admission = page_admission.make(
@@ -99,18 +92,6 @@ class Scheduler:
       steps_ahead=engine.calls_in_flight * engine.sizes.decode_steps_per_call,
     )
     self._state: Any = engine.init_decode_state()
-
-  def anew(self) -> "Scheduler":
-    """Return one with these counters, to use instead, with an empty cache.
-
-    The engine may have failed in a call of this one, or another thread may
-    still be in it.
-    """
-    self._state = None  # the old cache is given back before there is a new one
-    other = copy.copy(self)
-    other.stats = dataclasses.replace(self.stats)
-    other._begin()
-    return other
 
   def fresh(self, busy: metrics_lib.BusyClock) -> "Scheduler":
     """Return another scheduler for the same engine, without sequences."""

@@ -280,8 +280,7 @@ class BusyClock:
 
   Invariant: `_busy_s` is the length of the closed periods in which at least one
   thread was inside a program; `_since_s` is the start of the open period, if
-  there is one. Threads that were abandoned do not count. Starts and ends are
-  read under the lock, so they are in order.
+  there is one. Starts and ends are read under the lock, so they are in order.
 
   Threads: any thread may record and read. Time that two threads of the slice
   spend in programs simultaneously counts once.
@@ -301,7 +300,6 @@ class BusyClock:
     self._origin_s = seconds() if origin_s is None else origin_s
     self._lock = threading.Lock()
     self._num_inside = 0
-    self._num_abandoned = 0
     self._since_s = 0.0
     self._busy_s = 0.0
     self._activity_s: dict[str, float] = collections.defaultdict(float)
@@ -319,7 +317,6 @@ class BusyClock:
       if not self._num_inside:
         self._since_s = start_s
       self._num_inside += 1
-      num_abandoned = self._num_abandoned
     outer = _compiling.clock, _compiling.periods
     _compiling.clock, _compiling.periods = self, ()
     try:
@@ -329,24 +326,13 @@ class BusyClock:
       _compiling.clock, _compiling.periods = outer
       with self._lock:
         end_s = self.now()
-        if num_abandoned == self._num_abandoned:
-          self._num_inside -= 1
-          if not self._num_inside:
-            self._busy_s += end_s - self._since_s
-          for a, b, is_compiling in _pieces(start_s, end_s, compiled):
-            name = COMPILE if is_compiling else activity
-            self._activity_s[name] += b - a
-            self._timeline.add(timeline_lib.Interval(a, b, name))
-
-  def abandon(self) -> None:
-    """Count those no more who are inside now, and may never come out.
-
-    The time up to now counts as busy, and is no activity.
-    """
-    with self._lock:
-      if self._num_inside:
-        self._busy_s += self.now() - self._since_s
-      self._num_inside, self._num_abandoned = 0, self._num_abandoned + 1
+        self._num_inside -= 1
+        if not self._num_inside:
+          self._busy_s += end_s - self._since_s
+        for a, b, is_compiling in _pieces(start_s, end_s, compiled):
+          name = COMPILE if is_compiling else activity
+          self._activity_s[name] += b - a
+          self._timeline.add(timeline_lib.Interval(a, b, name))
 
   def add(
     self, busy_s: float, intervals: Iterable[timeline_lib.Interval]

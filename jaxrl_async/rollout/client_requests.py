@@ -39,10 +39,6 @@ class ClientRequests(Protocol):
     """Return the number of tokens generated for requests so far."""
     ...
 
-  def fail(self) -> None:
-    """End the requests that were begun with an error; others may follow."""
-    ...
-
   def close(self, *, has_failed: bool) -> None:
     """End all unfinished requests and accept no further ones.
 

@@ -135,10 +135,6 @@ class Fleet:
     """Give the thread up; the coordinator knows only what was reported."""
     self._gate.stop()
 
-  def take_over(self) -> bool:
-    """Return False: the thread runs no program of an engine."""
-    return False
-
   def groups(self) -> dict[int, types.RolloutGroup]:
     """Return the groups in progress, as they were last reported."""
     return self.coordinator.groups()

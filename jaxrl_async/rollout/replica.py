@@ -19,7 +19,6 @@ from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import client_requests
-from jaxrl_async.rollout import engine_calls
 from jaxrl_async.rollout import held_version
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import weight_fetch
@@ -75,7 +74,6 @@ class Replica:
     self.name = name
     self.scheduler = scheduler
     self.params: decode_state_lib.EngineParams | None = None
-    self._params_version = -1
     self.adopt_s = 0.0
     self.served_tokens = 0
     self.group_tokens = 0
@@ -89,7 +87,6 @@ class Replica:
     self._held: held_version.HeldVersion | None = None
     self._writing: dict[tuple[int, int], sequence_lib.Sequence] = {}
     self._num_known: dict[tuple[int, int], int] = {}
-    self._calls = engine_calls.EngineCalls()
 
   @property
   def version(self) -> int:
@@ -151,7 +148,6 @@ class Replica:
     Raises:
       WeightTransferError: they differ from what was published, or could not be
         published.
-      EngineFailed: a program of the engine failed.
     """
     start_s = time.perf_counter()
     self.has_newer_weights()
@@ -160,15 +156,11 @@ class Replica:
     fetched, self._fetch = self._fetch.result(), None
     if fetched is None:
       return
-    self.params, self._params_version = fetched
-    with self._calls.inside():
-      self.scheduler.adopt(*fetched)
-    self._say_adopted()
+    params, version = fetched
+    self.params = params
+    self.scheduler.adopt(params, version)
+    self._link.adopted(messages.Adopted(replica=self.name, version=version))
     self.adopt_s += time.perf_counter() - start_s
-
-  def _say_adopted(self) -> None:
-    adopted = messages.Adopted(replica=self.name, version=self.version)
-    self._link.adopted(adopted)
 
   def adopt_version(
     self,
@@ -217,8 +209,7 @@ class Replica:
       # Requests get at most half of the slots, so that training continues
       # however many clients there are.
       most = max(1, self.scheduler.engine.sizes.num_slots // 2)
-      with engine_calls.failures():
-        self._requests.feed(self.scheduler, 0 if is_emptying else most)
+      self._requests.feed(self.scheduler, 0 if is_emptying else most)
     if self.version >= 0:
       # Without room nothing is asked for, but something may have arrived.
       room = 0 if is_emptying else max(0, self.scheduler.room)
@@ -226,13 +217,8 @@ class Replica:
       self.take(self._link.admit(ask))
 
   def step(self) -> None:
-    """Run one step of the scheduler and report the turns that ended.
-
-    Raises:
-      EngineFailed: a program of the engine failed.
-    """
-    with self._calls.inside():
-      ended = self.scheduler.step()
+    """Run one step of the scheduler and report the turns that ended."""
+    ended = self.scheduler.step()
     if self._requests is not None:
       self._requests.deliver(ended)
       self.served_tokens = self._requests.num_written()
@@ -321,52 +307,7 @@ class Replica:
       return False
     if self._is_lost(wanted.version):
       wanted.drop()
-    with self._calls.inside():
-      return wanted.round(self.scheduler, self.params, busy)
-
-  def give_up_thread(self) -> bool:
-    """Give the thread up that drives it, if that is in a program of the engine.
-
-    Another thread may then call `restart`, and drive it from there on. Any
-    thread may call this.
-
-    Returns:
-      Whether it was. Its program may end at any time, which changes nothing.
-    """
-    is_given_up = self._calls.give_up()
-    if is_given_up:
-      self._calls = engine_calls.EngineCalls()
-    return is_given_up
-
-  def restart(self, name: str) -> None:
-    """Begin anew after the engine has failed, or its thread was given up.
-
-    The coordinator goes on with the turns as they were reported last. What was
-    generated since then is lost. Client requests that were begun end with an
-    error, and a held version is given back.
-
-    Args:
-      name: that no replica of the run has or had.
-
-    Raises:
-      EngineFailed: the engine has failed again.
-    """
-    if self._requests is not None:
-      self._requests.fail()
-      self.served_tokens = self._requests.num_written()
-    self._drop_held()
-    self._held = self._wanted = None
-    self._writing.clear()
-    self._num_known.clear()
-    self._link.drained(messages.Drained(replica=self.name))
-    self.name = name
-    with self._calls.inside():
-      scheduler = self.scheduler.anew()
-      if self.params is not None:
-        scheduler.adopt(self.params, self._params_version)
-    self.scheduler = scheduler
-    if self.params is not None:
-      self._say_adopted()
+    return wanted.round(self.scheduler, self.params, busy)
 
   def _drop_held(self) -> None:
     for held in (self._held, self._wanted):
@@ -430,8 +371,7 @@ class Replica:
     self._report(aborted)
 
   def _cancel(self, group: int) -> None:
-    with self._calls.inside():
-      self.scheduler.cancel(sequence_lib.Owner(_GROUP, group))
+    self.scheduler.cancel(sequence_lib.Owner(_GROUP, group))
 
 
 def sequence_of(

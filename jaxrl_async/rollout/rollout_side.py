@@ -82,20 +82,10 @@ class RolloutSide(Protocol):
     ...
 
   def abandon(self) -> None:
-    """Give its thread up, which could not be paused and so hangs.
+    """Give its thread up, which could not be paused: the run ends.
 
     From now on `groups` and `generated_tokens` are about what was reported
     last, and need no pause. They must not be relied on if the thread goes on.
-    """
-    ...
-
-  def take_over(self) -> bool:
-    """Give its thread up if that hangs in a program of an engine.
-
-    Returns:
-      Whether it was given up. If so, another thread has to call `run`, and the
-      groups go on from what was reported last. A thread whose engine has failed
-      or hung before with the same weights is not given up.
     """
     ...
 

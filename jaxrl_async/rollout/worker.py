@@ -11,17 +11,18 @@ from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
 import time
-from typing import Any
+
+import jax
 
 from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
+from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.devices import memory_error
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import client_requests
 from jaxrl_async.rollout import coordinator as coordinator_lib
-from jaxrl_async.rollout import engine_calls
 from jaxrl_async.rollout import gate as gate_lib
 from jaxrl_async.rollout import held_version
 from jaxrl_async.rollout import replica as replica_lib
@@ -37,30 +38,22 @@ def in_one_process(
   channel: weight_transfer.WeightChannel,
   tokenizer: tokenizer_lib.Tokenizer,
   requests: client_requests.ClientRequests | None,
-  note: Callable[[str], None],
   seconds: Callable[[], float],
 ) -> "RolloutWorker":
   """Return a worker whose only replica is in the coordinator's process."""
   replica = replica_lib.Replica(
-    _name(0),
+    "replica 0",
     coordinator,
     scheduler,
     channel=channel,
     tokenizer=tokenizer,
     requests=requests,
   )
-  return RolloutWorker(coordinator, replica, note, seconds)
-
-
-def _name(number: int) -> str:
-  return f"replica {number}"
+  return RolloutWorker(coordinator, replica, seconds)
 
 
 class RolloutWorker:
   """Drives a replica and its coordinator.
-
-  An engine that fails or hangs begins anew, under the name of another replica,
-  once in each policy version. If it hangs, another thread calls `run`.
 
   Threads: `run` belongs to the worker's thread. While it runs, the coordinator
   and the replica belong to that thread too. Other threads may call `paused`,
@@ -76,27 +69,20 @@ class RolloutWorker:
     self,
     coordinator: coordinator_lib.Coordinator,
     replica: replica_lib.Replica,
-    note: Callable[[str], None],
     seconds: Callable[[], float] | None = None,
   ):
     """Create a worker; a thread of the caller has to call `run`.
 
     Args:
       coordinator: of the run.
-      replica: the only one, named by the number 0.
-      note: is called with a line when its engine has failed.
+      replica: the only one.
       seconds: the clock of the time for which a pause is waited.
     """
     self.coordinator = coordinator
     self.replica = replica
     self.wait_for_admission_s = 0.0
-    self._note = note
-    self._num_restarts = 0
-    self._restarted_version = -1  # of the last failure of the engine
-    self._lost_tokens = 0
     self._gate = gate_lib.Gate(seconds)
     self._is_abandoned = False
-    self._is_taken_over = False  # by a thread that begins anew
 
   # -- other threads --------------------------------------------------------
 
@@ -141,7 +127,7 @@ class RolloutWorker:
     if self._is_abandoned:
       return self.coordinator.recorded_tokens
     written = self.replica.scheduler.stats.generated_tokens
-    return written - self.replica.served_tokens - self._lost_tokens
+    return written - self.replica.served_tokens
 
   def answers(
     self,
@@ -164,14 +150,6 @@ class RolloutWorker:
     self._is_abandoned = True
     self._gate.stop()
 
-  def take_over(self) -> bool:
-    """Give a thread up that hangs in the engine; see `RolloutSide`."""
-    if self._has_failed_before() or not self.replica.give_up_thread():
-      return False
-    self.coordinator.busy.abandon()
-    self._is_taken_over = True
-    return True
-
   def groups(self) -> dict[int, types.RolloutGroup]:
     """Return the groups being generated or scored, by index.
 
@@ -183,30 +161,36 @@ class RolloutWorker:
 
   def cut(self, version: int) -> None:
     """Give all groups back; see `RolloutSide.cut`."""
-    self.replica.give_back()
-    self.coordinator.cut(version)
+    if not self._is_abandoned:
+      self.replica.give_back()
+      self.coordinator.cut(version)
 
   # -- the worker's thread --------------------------------------------------
 
   def run(self) -> None:
-    """Generate until the worker is stopped or the buffer is closed."""
-    with contextlib.ExitStack() as stack:
-      stack.push(self._end)
-      if self._is_taken_over:
-        self._is_taken_over = False
-        self._restart()
+    """Generate until the worker is stopped or the buffer is closed.
+
+    Raises:
+      EngineFailed: a program of the engine failed. The groups are those that
+        were reported last.
+    """
+    has_failed = True
+    try:
       while self._gate.passes():
         self.round()
-
-  def _end(self, kind: Any, error: BaseException | None, where: Any) -> bool:
-    """End what the thread had; return whether the error was no failure."""
-    del kind, where
-    if isinstance(error, engine_calls.GivenUp):
-      return True  # another thread has it now
-    is_closed = isinstance(error, buffer_lib.BufferClosed)
-    self.replica.close(has_failed=error is not None and not is_closed)
-    self._gate.end()
-    return is_closed
+      has_failed = False
+    except buffer_lib.BufferClosed:
+      has_failed = False
+    except jax.errors.JaxRuntimeError as error:
+      self._is_abandoned = True
+      if memory_error.explained(error):
+        raise  # it would need as much memory again
+      raise supervisor_lib.EngineFailed(
+        f"the engine failed ({type(error).__name__}: {error})"
+      ) from error
+    finally:
+      self.replica.close(has_failed=has_failed)
+      self._gate.end()
 
   def round(self) -> bool:
     """Adopt, finish groups and ask for others, and make one step or wait.
@@ -216,37 +200,7 @@ class RolloutWorker:
 
     Raises:
       BufferClosed: the buffer is closed.
-      EngineFailed: the engine failed for the second time in a policy version.
     """
-    try:
-      return self._round()
-    except engine_calls.EngineFailed as error:
-      # It would need as much memory again.
-      if memory_error.explained(error) or self._has_failed_before():
-        raise
-      self._note(
-        f"WARNING: the engine failed and begins anew ({_first_line(error)})"
-      )
-    # The error is gone, and with it what it has kept of the engine's memory.
-    self._restart()
-    return True
-
-  def _has_failed_before(self) -> bool:
-    """Whether the engine failed already since it has adopted its weights."""
-    is_same = self._restarted_version == self.replica.version
-    return self._num_restarts > 0 and is_same
-
-  def _restart(self) -> None:
-    """Let the engine begin anew; other replicas would take its groups over."""
-    self._gate.show("beginning anew")
-    self._num_restarts += 1
-    self._restarted_version = self.replica.version
-    self.replica.restart(_name(self._num_restarts))
-    # What the coordinator does not know of was lost.
-    self._lost_tokens = 0
-    self._lost_tokens = self.generated_tokens - self.coordinator.recorded_tokens
-
-  def _round(self) -> bool:
     if self.replica.may_adopt():
       self._gate.show("adopting")
       self.replica.adopt()
@@ -289,7 +243,3 @@ class RolloutWorker:
       self.coordinator.wait_for_admission(version, newest, timeout_s)
     if not is_scoring:
       self.wait_for_admission_s += time.perf_counter() - start_s
-
-
-def _first_line(error: BaseException) -> str:
-  return str(error).partition("\n")[0]

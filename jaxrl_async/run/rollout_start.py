@@ -153,7 +153,6 @@ def build(
       channel=channel,
       tokenizer=setup.tokenizer,
       requests=requests,
-      note=note,
       seconds=session.seconds,
     )
     return worker, channel

@@ -12,7 +12,7 @@ NAME = "rollout worker"
 
 
 class RolloutThread:
-  """Starts the thread, pauses it, and replaces it if it hangs in its engine.
+  """Starts the thread, pauses it, and looks whether it hangs.
 
   Threads: belongs to the main thread, which waits while the one that takes a
   last checkpoint uses it.
@@ -44,7 +44,6 @@ class RolloutThread:
     self.stall_timeout_s = stall_timeout_s
     self._rollout = rollout
     self._shutdown = session.shutdown
-    self._note = session.progress.note
     self._join_timeout_s = section.join_timeout_s
     self._seconds = session.seconds
 
@@ -65,7 +64,7 @@ class RolloutThread:
     reported last is whole.
 
     Raises:
-      TimeoutError: it did not pause for `run.stall_timeout_s`.
+      StallError: it did not pause for `run.stall_timeout_s`.
     """
     if not self.is_started:
       yield
@@ -75,14 +74,11 @@ class RolloutThread:
     with contextlib.ExitStack() as stack:
       try:
         stack.enter_context(self._rollout.paused(timeout_s))
-      except TimeoutError:
-        if is_ending:
-          self._rollout.abandon()
-          self.is_hung = True
-        elif self._replace():
-          stack.enter_context(self._rollout.paused(timeout_s))
-        else:
-          raise
+      except TimeoutError as error:
+        if not is_ending:
+          raise supervisor_lib.StallError(str(error)) from error
+        self._rollout.abandon()
+        self.is_hung = True
       if not is_ending:
         # A thread that has ended already has failed.
         self._shutdown.supervisor.check()
@@ -106,26 +102,6 @@ class RolloutThread:
       report: as for `StallWatch.check`.
 
     Raises:
-      StallError: nothing moves, and another thread would not help.
+      StallError: nothing moves.
     """
-    try:
-      watch.check((self._rollout.moving(), progress), report)
-    except supervisor_lib.StallError:
-      if not self._replace():
-        raise
-      watch.renew()
-
-  def _replace(self) -> bool:
-    """Start another thread if this one hangs in its engine; say whether."""
-    status = self._rollout.status()
-    if not self._rollout.take_over():
-      return False
-    supervisor = self._shutdown.supervisor
-    supervisor.give_up(NAME)
-    supervisor.spawn(NAME, self._rollout.run)
-    self._note(
-      f"WARNING: nothing moved for {self.stall_timeout_s:g} s"
-      f" (run.stall_timeout_s); {status}. The engine begins anew in another"
-      " thread"
-    )
-    return True
+    watch.check((self._rollout.moving(), progress), report)

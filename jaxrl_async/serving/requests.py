@@ -452,15 +452,6 @@ class RequestQueue:
       )
       self._is_awake = False
 
-  def fail(self) -> None:
-    """End the requests that were begun: the engine has lost its sequences.
-
-    Their clients are told. Further requests are accepted.
-    """
-    for handle in list(self._running):
-      self.stats.failed += not handle.is_cancelled
-      self._fail(handle, client_request.RequestError.FAILED)
-
   def close(self, *, has_failed: bool) -> None:
     """End all unfinished requests and accept no further ones.
 
