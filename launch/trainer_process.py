@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import contextlib
 import os
 import pathlib
-import socket
 import sys
 import time
 from typing import NoReturn
@@ -43,10 +42,9 @@ _COORDINATOR_ADDRESS = flags.DEFINE_string(
   " uses a second port, which it chooses.",
 )
 
-# Connections say when a process ends. This is for a host that stands still.
-_HEARTBEAT_S = 120
-_SHUTDOWN_S = 20
+# Within which a lost process is noticed, and has ended this one.
 _LOST_S = 1.0
+_ENDED_S = 20.0
 
 
 def check() -> None:
@@ -86,7 +84,7 @@ def begin(config: sections.Config, workdir: pathlib.Path) -> world_lib.World:
   if max(config.cluster.trainer_processes, _NUM_PROCESSES.value) <= 1:
     return world_lib.alone()
   trainer_facts.check(config)
-  import jax
+  import jax  # slow, like other imports of a run
 
   # Programs of several processes on a CPU need it; other platforms ignore it.
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -96,39 +94,22 @@ def begin(config: sections.Config, workdir: pathlib.Path) -> world_lib.World:
   if _NUM_PROCESSES.value:
     rank, size = _PROCESS_ID.value, _NUM_PROCESSES.value
     address = _COORDINATOR_ADDRESS.value
-    trainer_facts.check_size(config, size)
   else:
     rank, size, address = _detected(timeout_s)
-    trainer_facts.check_size(config, size)
-  place = rendezvous.Place(
-    rank=rank, size=size, address=address, timeout_s=timeout_s
-  )
-  host = address.rpartition(":")[0]
-  world, service = rendezvous.meet(
-    place,
-    trainer_facts.facts(config, workdir),
+  trainer_facts.check_size(config, size)
+  world = rendezvous.meet(
+    rank,
+    rendezvous.Invitation(
+      size=size,
+      address=rendezvous.parse_address(address),
+      key=b"",
+      timeout_s=timeout_s,
+    ),
     trainer_facts.shared(config, workdir),
-    lambda: f"{host}:{_free_port()}",
+    trainer_facts.facts(config, workdir),
   )
   if _NUM_PROCESSES.value:
-    # JAX listens at all interfaces unless it is told where.
-    bound = rank == 0 and rendezvous.bind_host(host.strip("[]"))
-    try:
-      jax.distributed.initialize(
-        service,
-        size,
-        rank,
-        coordinator_bind_address=service if bound else None,
-        cluster_detection_method="deactivate",
-        initialization_timeout=int(timeout_s),
-        heartbeat_timeout_seconds=_HEARTBEAT_S,
-        shutdown_timeout_seconds=_SHUTDOWN_S,
-      )
-    except RuntimeError as error:
-      raise sections.ConfigError(
-        f"coordinator_address: JAX's service at {service} cannot be used"
-        f" ({' '.join(str(error).split())})"
-      ) from error
+    rendezvous.connect_jax(world, timeout_s)
   sections.require(
     jax.process_index() == rank,
     "process_id",
@@ -146,11 +127,7 @@ def _detected(timeout_s: float) -> tuple[int, int, str]:
   import numpy as np
 
   try:
-    jax.distributed.initialize(
-      initialization_timeout=int(timeout_s),
-      heartbeat_timeout_seconds=_HEARTBEAT_S,
-      shutdown_timeout_seconds=_SHUTDOWN_S,
-    )
+    jax.distributed.initialize(**rendezvous.jax_timeouts(timeout_s))
   except (ValueError, RuntimeError) as error:
     raise sections.ConfigError(
       "num_processes: missing; JAX finds no other processes by itself here"
@@ -161,14 +138,9 @@ def _detected(timeout_s: float) -> tuple[int, int, str]:
   address = distributed.global_state.coordinator_address
   assert address is not None
   host = address.rpartition(":")[0]
-  port = multihost_utils.broadcast_one_to_all(np.int32(_free_port()))
+  port = np.int32(rendezvous.free_port())
+  port = multihost_utils.broadcast_one_to_all(port)
   return jax.process_index(), jax.process_count(), f"{host}:{int(port)}"
-
-
-def _free_port() -> int:
-  with socket.socket() as free:
-    free.bind(("", 0))
-    return free.getsockname()[1]
 
 
 @contextlib.contextmanager
@@ -196,7 +168,7 @@ def ending(world: world_lib.World) -> Iterator[None]:
   except BaseException as error:
     # A program fails when one of its processes is gone, which is the reason.
     if world.lost.wait(_LOST_S):
-      time.sleep(_SHUTDOWN_S)
+      time.sleep(_ENDED_S)
     sys.excepthook(type(error), error, error.__traceback__)
     _end(world, "", f"{type(error).__name__}: {error}", 1)
   world.close()

@@ -25,9 +25,9 @@ import tiny
 
 from jaxrl_async.cluster import led_replica
 from jaxrl_async.cluster import replica_spec
-from jaxrl_async.cluster import replica_world
 from jaxrl_async.config import sections
 from jaxrl_async.config.mesh_shape import MeshShape
+from jaxrl_async.coordination import rendezvous
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import engine as engine_lib
@@ -156,17 +156,24 @@ def generate(scheduler, channel, engine, forget=lambda: None):
 
 
 def lead(directory, spec):
-  listener = replica_world.Listener("127.0.0.1", 2, 60.0)
+  listener = rendezvous.listen(("127.0.0.1", 0))
+  invitation = rendezvous.Invitation(
+    size=2,
+    address=listener.getsockname(),
+    key=rendezvous.new_key(),
+    timeout_s=60.0,
+    of="replica",
+  )
   written = directory / "invitation.new"
-  written.write_bytes(pickle.dumps(listener.invitation))
+  written.write_bytes(pickle.dumps(invitation))
   written.rename(directory / "invitation")
-  peers = listener.meet()
+  world = rendezvous.gather(listener, invitation, {})
+  rendezvous.connect_jax(world, 60.0)
 
-  def fail(error):
-    print(f"{type(error).__name__}: {error}", flush=True)
-    os._exit(3)
+  def end(failure):
+    print(f"lost: {failure}", flush=True)
 
-  leading = led_replica.Lead(peers, 2, fail)
+  leading = led_replica.Lead(world, end)
   leading.attach(spec)
   engine, channel = replica_spec.engine_and_channel(
     spec, None, None, led_replica.LedChannel
@@ -201,8 +208,7 @@ def follow(directory, role):
     return read_version(channel, version)
 
   weight_transfer.OrbaxChannel.read = read_late
-  process = led_replica.FollowerProcess(60.0)
-  process.join(pickle.loads(invitation.read_bytes()), 1)
+  led_replica.follow(pickle.loads(invitation.read_bytes()), 1)
   time.sleep(600)
 
 

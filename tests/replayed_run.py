@@ -136,7 +136,7 @@ class Run:
       algorithm.groups_per_step, algorithm.max_staleness
     )
     self.stop = supervisor_lib.StopRequest()
-    world.lead(self.stop.set)
+    world.lead(lambda report, arguments: self.stop.set())
     self.base_record = None
     self.feeding = threading.Lock()  # held while a group is running
 

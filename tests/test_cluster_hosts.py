@@ -136,11 +136,11 @@ def probe(tmp_path):
   return path, "here"
 
 
-def check(ray, probe, needs_room=True, **named):
+def check(ray, probe, **named):
   # Only where a host keeps silent does it matter how long they may take.
   timeout_s = 1.0 if "silence" in ray.answers.values() else 60.0
   found = made(ray, replica_gpus=8, start_timeout_s=timeout_s, **named)
-  found.check(hosts.versions(), probe, lambda: None, needs_room=needs_room)
+  found.check(hosts.versions(), probe, lambda: None)
 
 
 def gpu_hosts():
@@ -155,11 +155,7 @@ def test_all_hosts_that_can_have_a_replica_are_asked(probe):
   ray = gpu_hosts()
   first, second = (x["NodeID"] for x in ray.all[1:])
   check(ray, probe)
-  # Again, to know the time of their clocks.
-  assert ray.asked == [first, second, None, first, second]
-  ray = gpu_hosts()
-  check(ray, probe, needs_room=False)
-  assert ray.asked == [first, second, first, second]
+  assert ray.asked == [first, second]
 
 
 @pytest.mark.parametrize(
@@ -167,8 +163,7 @@ def test_all_hosts_that_can_have_a_replica_are_asked(probe):
   [
     ({"versions": {}, "host": "cc"}, "cluster: cc has python None instead of"),
     ({"probe": None, "host": "cc"}, "transfer.directory: .* on cc is not the"),
-    ({"time_s": 0.0, "host": "cc"}, "cluster: the clock of cc is"),
-    ("silence", "cluster.replicas: cc did not answer in 1 s"),
+    ("silence", "cluster.replicas: cc did not answer in 1 s .*; 1 replicas"),
     (RayError("a\nproblem"), "cluster.address: cc did not answer: a problem"),
   ],
 )
@@ -185,17 +180,6 @@ def test_a_host_that_leaves_meanwhile_is_no_error(probe):
   ray = gpu_hosts()
   ray.answers[ray.all[2]["NodeID"]] = TaskUnschedulable("the node is gone")
   check(ray, probe)
-
-
-def test_that_no_host_has_room_is_told_with_what_is_missing(probe):
-  ray = gpu_hosts()
-  ray.answers[None] = "silence"
-  with pytest.raises(sections.ConfigError) as found:
-    check(ray, probe)
-  assert str(found.value).startswith(
-    "cluster.replicas: no host had room for a replica in 1 s"
-    " (cluster.start_timeout_s); 1 replicas need 1 CPU of which"
-  )
 
 
 def test_the_file_by_which_hosts_know_a_directory_is_made_again(tmp_path):

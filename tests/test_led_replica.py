@@ -1,12 +1,10 @@
 """A replica of two processes writes what one of one process writes."""
 
 import contextlib
-import dataclasses
 import json
 import multiprocessing
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import threading
@@ -17,9 +15,8 @@ import numpy as np
 import pytest
 
 from jaxrl_async.cluster import led_replica
-from jaxrl_async.cluster import replica_world
-from jaxrl_async.coordination import handshake
 from jaxrl_async.coordination import weight_transfer
+from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.devices import mesh as mesh_lib
 
 PROGRAM = pathlib.Path(__file__).parent / "led_engine.py"
@@ -126,7 +123,7 @@ def test_a_version_that_one_process_cannot_read_ends_the_replica(begin):
   lead = programs.start("lead", 1)
   programs.start("blind", 1)
   assert "version 1 is damaged here" in programs.written(lead)
-  assert lead.wait(30) == 3
+  assert lead.wait(30) == world_lib.LOST
 
 
 @pytest.mark.nightly
@@ -135,7 +132,7 @@ def test_a_process_that_writes_other_tokens_ends_the_replica(begin):
   lead = programs.start("lead", 1)
   programs.start("stray", 1)
   assert "has generated other tokens than the first" in programs.written(lead)
-  assert lead.wait(30) == 3
+  assert lead.wait(30) == world_lib.LOST
 
 
 def test_a_process_that_is_killed_ends_the_others(begin):
@@ -144,31 +141,35 @@ def test_a_process_that_is_killed_ends_the_others(begin):
   follower = programs.start("follow", 1)
   assert programs.publish(lead) is None
   follower.kill()
-  assert "a process of the replica has ended" in programs.written(lead)
-  assert lead.wait(30) == 3
+  assert programs.written(lead) == "lost: \n"  # it had no time to say why
+  assert lead.wait(30) == world_lib.LOST
+
+
+def world_of(size):
+  """A process that leads, and its followers, all of them here."""
+  pairs = [multiprocessing.Pipe() for _ in range(1, size)]
+  ours = {i: pair[0] for i, pair in enumerate(pairs, 1)}
+  return world_lib.World(0, size, ours), [
+    world_lib.World(i, size, {0: pair[1]}) for i, pair in enumerate(pairs, 1)
+  ]
 
 
 def test_a_version_is_adopted_once_all_processes_have_read_it():
-  pairs = [multiprocessing.Pipe() for _ in range(2)]
-  failures = []
-  lead = led_replica.Lead(
-    replica_world.Peers([ours for ours, _ in pairs]), 3, failures.append
-  )
-  first, second = (replica_world.Peers([theirs]) for _, theirs in pairs)
+  leading, (first, second) = world_of(3)
+  lead = led_replica.Lead(leading, lambda failure: None)
   lead.fetch(4)
   waiting = threading.Thread(target=lambda: lead.wait(4), daemon=True)
   waiting.start()
-  first.send(4)
+  first.report("fetched", version=4)
   waiting.join(0.5)
   assert waiting.is_alive()
-  second.send(4)
+  second.report("fetched", version=4)
   waiting.join(30.0)
-  assert not waiting.is_alive() and not failures
+  assert not waiting.is_alive()
 
 
 def test_questions_leave_the_next_version_to_the_groups():
-  ours, _ = multiprocessing.Pipe()
-  follower = led_replica.Follower(replica_world.Peers([ours]), lambda: None)
+  follower = led_replica.Follower(world_of(2)[1][0])
   adopted = []
 
   class Scheduler:
@@ -190,12 +191,10 @@ def test_questions_leave_the_next_version_to_the_groups():
 
 def test_a_follower_tells_while_it_compiles(monkeypatch):
   monkeypatch.setattr(led_replica, "_TELL_S", 0.05)
-  ours, theirs = multiprocessing.Pipe()
-  follower = led_replica.Follower(replica_world.Peers([theirs]), lambda: None)
+  leading, (world,) = world_of(2)
+  follower = led_replica.Follower(world)
   told = threading.Event()
-  lead = led_replica.Lead(
-    replica_world.Peers([ours]), 2, lambda error: None, told.set
-  )
+  led_replica.Lead(leading, lambda failure: None, told.set)
 
   def trace(x):
     assert told.wait(30)
@@ -208,19 +207,5 @@ def test_a_follower_tells_while_it_compiles(monkeypatch):
     is_traced.set()
 
   follower._on_compile = compile_program
-  lead.tell("compile")
+  leading.tell("compile")
   assert is_traced.wait(60)
-
-
-def test_without_the_key_nobody_is_let_in():
-  listener = replica_world.Listener("127.0.0.1", 2, 5.0)
-  meeting = threading.Thread(target=listener.meet, daemon=True)
-  meeting.start()
-  stranger = dataclasses.replace(listener.invitation, key=b"guessed")
-  with (
-    socket.create_connection(stranger.address),  # says nothing
-    pytest.raises(handshake.StrangerError),
-  ):
-    replica_world.join(stranger, 1)
-  assert meeting.is_alive()
-  assert b"guessed" not in repr(stranger).encode()

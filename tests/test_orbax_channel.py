@@ -15,7 +15,6 @@ import stamped
 import waiting
 
 from jaxrl_async.coordination import transfer_directory
-from jaxrl_async.coordination import version_files
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import manifest
@@ -368,7 +367,7 @@ def test_a_directory_that_is_removed_during_a_save_is_made_again(
 def test_a_version_that_is_removed_before_its_seal_is_not_adopted(
   what, tmp_path, monkeypatch
 ):
-  seal, removed = version_files.seal, []
+  seal, removed = weight_transfer.seal, []
 
   def remove_first(directory, *arguments):
     if not removed:
@@ -378,7 +377,7 @@ def test_a_version_that_is_removed_before_its_seal_is_not_adopted(
       directory.mkdir(exist_ok=True)
     seal(directory, *arguments)
 
-  monkeypatch.setattr(version_files, "seal", remove_first)
+  monkeypatch.setattr(weight_transfer, "seal", remove_first)
   channel = _orbax(tmp_path)
   stamped.publish_and_wait(channel, 0)
   assert removed and channel.adopt(-1) is None

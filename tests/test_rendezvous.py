@@ -1,9 +1,9 @@
 """Processes that meet: each is let in once, and strangers are not."""
 
+import asyncio
 import contextlib
-import functools
-import gc
-import re
+import os
+import queue
 import socket
 import stat
 import threading
@@ -15,7 +15,6 @@ import waiting
 
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import rendezvous
-from jaxrl_async.coordination import wire
 from jaxrl_async.coordination import world as world_lib
 
 FACTS = {"jax": "1.0", "train.num_steps": 4}
@@ -28,18 +27,28 @@ def free_address():
     return f"localhost:{free.getsockname()[1]}"
 
 
+def invited(address, size, timeout_s=20.0):
+  return rendezvous.Invitation(
+    size=size,
+    address=rendezvous.parse_address(address),
+    key=b"",
+    timeout_s=timeout_s,
+  )
+
+
 def meeting(processes, address=None, timeout_s=20.0):
-  """Lets threads (rank, size, facts, shared) meet; gives results or errors."""
+  """Lets threads (rank, size, facts, shared) meet; gives worlds or errors."""
   address = address or free_address()
   results = [None] * len(processes)
 
   def run(i):
     rank, size, facts, shared = processes[i]
-    place = rendezvous.Place(
-      rank=rank, size=size, address=address, timeout_s=timeout_s
-    )
+    if not isinstance(shared, dict):
+      shared = {"workdir": shared}
     try:
-      results[i] = rendezvous.meet(place, facts, shared, lambda: "service:1")
+      results[i] = rendezvous.meet(
+        rank, invited(address, size, timeout_s), shared, facts
+      )
     except sections.ConfigError as error:
       results[i] = str(error)
 
@@ -83,35 +92,46 @@ def close(worlds):
 
 
 def test_processes_meet_and_are_told_what_to_do(tmp_path, ends):
-  shared = [tmp_path / "workdir", tmp_path / "versions"]
-  results = meeting([(rank, 3, FACTS, shared) for rank in range(3)])
-  assert [service for _, service in results] == ["service:1"] * 3
-  leader, *followers = worlds = [world for world, _ in results]
+  shared = {"workdir": tmp_path / "workdir", "transfer.directory": tmp_path}
+  worlds = meeting([(rank, 3, FACTS, shared) for rank in range(3)])
+  leader, *followers = worlds
   assert leader.leads and leader.is_one_host and followers[0].size == 3
-  assert not [*shared[0].iterdir(), *shared[1].iterdir()]
+  assert len({world.service for world in worlds}) == 1
+  assert [*tmp_path.iterdir()] == [shared["workdir"]]
+  assert not [*shared["workdir"].iterdir()]
   values = [np.arange(5, dtype=np.int32), np.ones(3, np.int32)]
-  parts = [({"rank": rank}, {"x": values[:rank]}) for rank in range(1, 3)]
-  leader.tell("batch", [({}, {}), *parts])
+  parts = [{"rank": rank, "x": values[:rank]} for rank in range(3)]
+  leader.tell("batch", parts, step=6)
   leader.tell("step", step=7)
   for rank, follower in enumerate(followers, start=1):
-    got = follower.follow(lambda message, arrays: arrays["x"])
-    message, made = next(got)
-    assert message == {"command": "batch", "rank": rank}
-    np.testing.assert_array_equal(made, np.concatenate(values[:rank]))
-    assert next(got) == ({"command": "step", "step": 7}, None)
+    got = follower.follow(lambda name, found: {**found, "seen": name})
+    command, found = next(got)
+    assert (command, found["seen"]) == ("batch", "batch")
+    assert (found["rank"], found["step"]) == (rank, 6)
+    for here, there in zip(found["x"], values[:rank], strict=True):
+      np.testing.assert_array_equal(here, there)
+    assert next(got) == ("step", {"step": 7, "seen": "step"})
     if rank == 2:
       leader.close()
       assert list(got) == []
   assert not ends and len(worlds) == 3
 
 
-def test_a_follower_may_ask_to_stop(tmp_path, ends):
-  results = meeting([(rank, 2, FACTS, [tmp_path]) for rank in range(2)])
-  (leader, _), (follower, _) = results
-  asked = threading.Event()
-  leader.lead(asked.set)
-  follower.ask_to_stop()
-  assert asked.wait(JOIN_S)
+def test_what_all_have_is_not_sent(tmp_path, ends):
+  leader, follower = meeting([(rank, 2, FACTS, tmp_path) for rank in range(2)])
+  leader.common, follower.common = {"it": threading.Lock()}, {"it": "mine"}
+  leader.tell("use", it=leader.common["it"])
+  assert next(follower.follow()) == ("use", {"it": "mine"})
+  close([leader])
+  assert not ends
+
+
+def test_a_follower_may_report(tmp_path, ends):
+  leader, follower = meeting([(rank, 2, FACTS, tmp_path) for rank in range(2)])
+  reported = queue.SimpleQueue()
+  leader.lead(lambda *report: reported.put(report))
+  follower.report(world_lib.STOP, number=3)
+  assert reported.get(timeout=JOIN_S) == (world_lib.STOP, {"number": 3})
   close([leader])
   assert not ends
 
@@ -121,8 +141,7 @@ def test_a_failure_of_process_0_ends_the_others(
   tmp_path, code, ends, monkeypatch
 ):
   monkeypatch.setattr(world_lib, "_LEAVE_S", 0.2)
-  results = meeting([(rank, 2, FACTS, [tmp_path]) for rank in range(2)])
-  (leader, _), (follower, _) = results
+  leader, follower = meeting([(rank, 2, FACTS, tmp_path) for rank in range(2)])
   leader.close("no more disk", code)
   waiting.until(lambda: ends)
   line = "process 0 of the trainer: no more disk" if code == 1 else ""
@@ -132,23 +151,23 @@ def test_a_failure_of_process_0_ends_the_others(
 
 def test_a_failure_of_a_follower_ends_process_0(tmp_path, ends, monkeypatch):
   monkeypatch.setattr(world_lib, "_GRACE_S", 0.01)
-  results = meeting([(rank, 2, FACTS, [tmp_path]) for rank in range(2)])
-  (leader, _), (follower, _) = results
+  leader, follower = meeting([(rank, 2, FACTS, tmp_path) for rank in range(2)])
   cleaned = []
-  leader.lead(lambda: None, lambda: cleaned.append(True))
+  leader.lead(lambda name, arguments: None, cleaned.append)
   follower.close("no more memory")
   waiting.until(lambda: ends)
   assert ends[0] == ("process 1 of the trainer: no more memory", 75)
-  assert cleaned and leader.lost.is_set()
+  assert cleaned == ["no more memory"] and leader.lost.is_set()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_that_is_gone_is_noticed(rank, tmp_path, ends):
-  results = meeting([(i, 2, FACTS, [tmp_path]) for i in range(2)])
-  gone = results[rank][0]
+  worlds = meeting([(i, 2, FACTS, tmp_path) for i in range(2)])
+  gone = worlds[rank]
   gone._leaving.set()
   for connection in gone._connections.values():
-    connection.shutdown(socket.SHUT_RDWR)
+    with socket.socket(fileno=os.dup(connection.fileno())) as used:
+      used.shutdown(socket.SHUT_RDWR)
   waiting.until(lambda: ends)
   assert ends == [(f"process {rank} of the trainer has ended", 75)]
 
@@ -161,14 +180,14 @@ def test_a_process_that_is_gone_is_noticed(rank, tmp_path, ends):
 )
 def test_what_differs_is_named(name, value, tmp_path):
   other = FACTS | {name: value}
-  line = refused([(0, 2, FACTS, [tmp_path]), (1, 2, other, [tmp_path])])
+  line = refused([(0, 2, FACTS, tmp_path), (1, 2, other, tmp_path)])
   assert line.startswith(f"{name}: process 1 on ")
   assert f"has {value!r}" in line and "they have to be the same" in line
 
 
 def test_processes_that_are_missing_are_named(tmp_path):
   line = refused(
-    [(0, 4, FACTS, [tmp_path]), (2, 4, FACTS, [tmp_path])], timeout_s=2.0
+    [(0, 4, FACTS, tmp_path), (2, 4, FACTS, tmp_path)], timeout_s=2.0
   )
   # A client of another program may have come to the port, which is told too.
   assert line.startswith(
@@ -179,26 +198,26 @@ def test_processes_that_are_missing_are_named(tmp_path):
 
 def test_a_number_is_given_once(tmp_path):
   start_s = time.monotonic()
-  line = refused([(rank, 3, FACTS, [tmp_path]) for rank in (0, 1, 1)])
+  line = refused([(rank, 3, FACTS, tmp_path) for rank in (0, 1, 1)])
   assert line.startswith("process_id: process 1 on ")
   assert "in which it is there already" in line
   assert time.monotonic() - start_s < 10
 
 
 def test_the_number_of_processes_is_one(tmp_path):
-  line = refused([(0, 2, FACTS, [tmp_path]), (1, 3, FACTS, [tmp_path])])
+  line = refused([(0, 2, FACTS, tmp_path), (1, 3, FACTS, tmp_path)])
   assert "process 1 on " in line and "of 3 came to a trainer of 2" in line
 
 
 def test_a_process_0_that_does_not_come_is_an_error(tmp_path):
-  line = refused([(1, 2, FACTS, [tmp_path])], timeout_s=0.5)
+  line = refused([(1, 2, FACTS, tmp_path)], timeout_s=0.5)
   assert line.startswith("coordinator_address: process 0 did not listen at ")
 
 
 def test_an_address_in_use_is_an_error(tmp_path):
   with socket.create_server(("localhost", 0)) as taken:
     address = f"localhost:{taken.getsockname()[1]}"
-    line = refused([(0, 2, FACTS, [tmp_path])], address=address)
+    line = refused([(0, 2, FACTS, tmp_path)], address=address)
   assert line.startswith("coordinator_address: process 0 cannot listen at ")
   assert "use a free port" in line
 
@@ -211,71 +230,45 @@ def test_an_address_has_host_and_port(address):
     rendezvous.parse_address(address)
 
 
-@pytest.mark.parametrize(("ahead_s", "is_refused"), [(7.0, True), (4.0, False)])
-def test_clocks_that_are_apart_are_named(
-  ahead_s, is_refused, tmp_path, monkeypatch
-):
-  now = time.time
-
-  def skewed():
-    name = threading.current_thread().name
-    return now() + (ahead_s if name == "process-1" else 0.0)
-
-  monkeypatch.setattr(rendezvous.time, "time", skewed)
-  processes = [(rank, 2, FACTS, [tmp_path]) for rank in range(2)]
-  if is_refused:
-    line = refused(processes)
-    assert "the clock of process 1 on " in line and re.search(
-      r"is \+7\.\d s from", line
-    )
-  else:
-    close([world for world, _ in meeting(processes)])
-
-
-def test_a_directory_that_is_not_shared_is_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize("field", ["workdir", "transfer.directory"])
+def test_a_directory_that_is_not_shared_is_named(field, tmp_path, monkeypatch):
   monkeypatch.setattr(rendezvous, "_SHARED_S", 0.5)
-  here = [tmp_path / "workdir", tmp_path / "versions"]
-  # What lies at this path on another host.
-  there = [here[0], tmp_path / "other"]
-  line = refused([(0, 2, FACTS, here), (1, 2, FACTS, there)])
-  assert line.startswith(
-    f"transfer.directory: {here[1]} is not the same directory"
-  )
-  assert not [*here[0].iterdir(), *here[1].iterdir()]
-
-
-def test_a_workdir_that_is_not_shared_is_named(tmp_path, monkeypatch):
-  monkeypatch.setattr(rendezvous, "_SHARED_S", 0.5)
-  here, there = tmp_path / "workdir", tmp_path / "other"
-  there.mkdir()
+  here = {
+    "workdir": tmp_path / "workdir",
+    "transfer.directory": tmp_path / "versions",
+  }
+  there = here | {field: tmp_path / "other"}
+  there[field].mkdir()
   leader, follower = meeting(
-    [(0, 2, FACTS, [here]), (1, 2, FACTS, [there])], timeout_s=3.0
+    [(0, 2, FACTS, here), (1, 2, FACTS, there)], timeout_s=3.0
   )
-  assert follower.startswith("workdir: process 0 at localhost:")
-  assert f" has left no key in {there} as " in follower
+  assert follower.startswith(f"{field}: process 0 at localhost:")
+  assert f" has left no key in {there[field]} as " in follower
   assert "missing: process 1; " in leader
   assert leader.endswith(" callers did not know the key in the workdir")
-  assert not list(here.iterdir())
+  assert not any([*path.iterdir()] for path in here.values())
 
 
 def test_only_this_user_can_read_the_key_and_it_does_not_stay(tmp_path):
   workdir = tmp_path / "workdir"
-  with rendezvous._key_for_others(workdir) as key:
-    (path,) = workdir.iterdir()
-    assert path.read_bytes() == key and len(key) == 32
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    with rendezvous._key_for_others(workdir) as other:  # of the next start
-      assert other != key and path.read_bytes() == other
+  directories = {"workdir": workdir, "transfer.directory": tmp_path}
+  paths = rendezvous._places_of_key(directories).values()
+  with rendezvous.key_for_others(directories) as key:
+    assert b"".join(path.read_bytes() for path in paths) == key
+    assert len(key) == 64
+    assert {stat.S_IMODE(path.stat().st_mode) for path in paths} == {0o600}
+    with rendezvous.key_for_others(directories) as other:  # of the next start
+      assert other != key
   assert not list(workdir.iterdir())
+  # Other runs use the same directory for their versions.
+  theirs = {"workdir": tmp_path / "another", "transfer.directory": tmp_path}
+  assert not {*paths} & {*rendezvous._places_of_key(theirs).values()}
 
 
 def test_the_key_of_an_earlier_start_is_not_taken_for_long(tmp_path):
-  address = free_address()
-  (tmp_path / rendezvous._KEY).write_bytes(b"of a start that was killed")
-  results = meeting(
-    [(rank, 2, FACTS, [tmp_path]) for rank in range(2)], address=address
-  )
-  close([world for world, _ in results])
+  (path,) = rendezvous._places_of_key({"workdir": tmp_path}).values()
+  path.write_bytes(b"of a start that was killed")
+  close(meeting([(rank, 2, FACTS, tmp_path) for rank in range(2)]))
   assert not list(tmp_path.iterdir())
 
 
@@ -304,216 +297,161 @@ def test_process_0_listens_only_where_it_was_told(
   assert rendezvous.bind_host(host) == bound
 
 
-@pytest.mark.parametrize(
-  "hello, clock",
-  [
-    ({"rank": "1"}, {"time_s": 0.0}),
-    ({"facts": None}, {"time_s": 0.0}),
-    ({}, {}),
-  ],
-)
-def test_who_says_something_else_than_a_process_is_sent_away(
-  tmp_path, ends, hello, clock
-):
-  address = free_address()
-  results = []
-  leader = threading.Thread(
-    target=lambda: results.extend(
-      meeting([(0, 2, FACTS, [tmp_path])], address=address)
-    )
-  )
-  leader.start()
-  connected = []
-  waiting.until(lambda: entered(address, tmp_path, connected))
-  with connected[0] as stranger:
-    whole = {"hello": "jaxrl_async", "rank": 1, "size": 2, "host": "x"}
-    wire.send(stranger, whole | {"facts": {}} | hello)
-    with contextlib.suppress(OSError):
-      if wire.receive(stranger) is not None:
-        wire.send(stranger, clock)
-  ((follower, _),) = meeting([(1, 2, FACTS, [tmp_path])], address=address)
-  leader.join(JOIN_S)
-  results[0][0].close()
-  assert follower.size == 2 and not ends
+# -- strangers ----------------------------------------------------------------
+
+KEY = b"k" * 32
 
 
-def entered(address, workdir, connected):
-  """Whether process 0 has let us in, as somebody who knows the key."""
-  try:
-    connection = socket.create_connection(
-      rendezvous.parse_address(address), timeout=5
-    )
-  except OSError:
-    return False
-  if rendezvous._knows_the_key(connection, workdir):
-    connected.append(connection)
-    return True
-  connection.close()
-  return False
+class Door:
+  """Process 0 while it waits for one other process; a context manager."""
 
+  def __init__(self):
+    self.listener = rendezvous.listen(("127.0.0.1", 0))
+    self.address = self.listener.getsockname()
+    self.arrived, self.num_refused = [], None
+    self.thread = threading.Thread(target=self.wait)
 
-def headed(content):
-  """A message with any content, as `wire` frames it."""
-  return len(content).to_bytes(8) + content
+  def wait(self):
+    def admit(connection):
+      self.arrived.append(connection)
+      return not self.is_closing
 
+    with self.listener:
+      self.num_refused = asyncio.run(
+        rendezvous.let_in(self.listener, KEY, admit, JOIN_S)
+      )
 
-# What a stranger may say: each ended process 0, or took its time or memory.
-HOSTILE = [
-  b"GET / HTTP/1.1\r\n\r\n",
-  b"\0" * 7 + b"\2{}",
-  b"\xff" * 8,
-  headed(b'{"message": {}, "arrays": [["x", "f8", 9000000000000000]]}'),
-  headed(b"[" * 100_000),
-  headed(b'{"message": {}, "arrays": [["x", "f8", Infinity]]}'),
-  headed(b'{"message": {}, "arrays": [["x", "f8", -1]]}'),
-  headed(b'{"message": {}, "arrays": [["x", "(999999999,)f8", 9999]]}'),
-  headed(b'{"message": {}, "arrays": [["x", [["a", "O"]], 1]]}'),
-  headed(b'{"message": {}, "arrays": [["x", "f8", ' + b"9" * 4300 + b"]]}"),
-  headed(b'{"message": {}, "arrays": 3}'),
-  headed(b'{"message": [[1, 2]], "arrays": []}'),
-  b"",
-]
+  def __enter__(self):
+    self.is_closing = False
+    self.thread.start()
+    return self
 
+  def __exit__(self, *_):
+    self.is_closing = True
+    self.enter().close()
+    self.thread.join(JOIN_S)
+    assert not self.thread.is_alive()
+    for connection in self.arrived:
+      connection.close()
 
-@pytest.mark.parametrize("has_said_all", [True, False])
-def test_a_stranger_at_the_address_is_sent_away(tmp_path, ends, has_said_all):
-  address = free_address()
-  host, port = rendezvous.parse_address(address)
-  strangers = []
+  def knock(self):
+    return socket.create_connection(self.address, timeout=JOIN_S)
 
-  def knock():
-    for words in HOSTILE:
-      waiting.until(functools.partial(tried, words))
-
-  def tried(words):
+  def enter(self, key=KEY):
+    connection = self.knock()
     try:
-      stranger = socket.create_connection((host, port), timeout=5)
+      rendezvous.prove(connection, key)
     except OSError:
-      return False
-    strangers.append(stranger)
-    with contextlib.suppress(OSError):  # it is closed already
-      stranger.sendall(words)
-      if has_said_all:
-        stranger.shutdown(socket.SHUT_WR)
-    return True
-
-  results = []
-  leader = threading.Thread(
-    target=lambda: results.extend(
-      meeting([(0, 2, FACTS, [tmp_path])], address=address)
-    )
-  )
-  leader.start()
-  start_s = time.monotonic()
-  knock()
-  ((follower, _),) = meeting([(1, 2, FACTS, [tmp_path])], address=address)
-  leader.join(JOIN_S)
-  results[0][0].close()
-  assert follower.size == 2 and not ends
-  # Nobody waits for those who say nothing more, ten seconds for each.
-  assert time.monotonic() - start_s < 60.0
-  for stranger in strangers:
-    stranger.close()
+      connection.close()
+      raise
+    return connection
 
 
-# -- messages -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", ["i4", "f4", "f8", "?", "i8"])
-def test_arrays_arrive_as_they_were_sent(dtype):
-  rng = np.random.default_rng(0)
-  sizes = [0, 3, 400_000, 1, 2, 700_000]
-  pieces = [rng.integers(0, 2, size).astype(dtype) for size in sizes]
-  here, there = socket.socketpair()
-  sender = threading.Thread(
-    target=wire.send, args=(here, {"a": [1]}, {"x": pieces, "y": pieces[:1]})
-  )
-  sender.start()
-  message, arrays = wire.receive(there)
-  sender.join(JOIN_S)
-  assert message == {"a": [1]} and arrays["y"].shape == (0,)
-  assert arrays["x"].dtype == np.dtype(dtype)
-  np.testing.assert_array_equal(arrays["x"], np.concatenate(pieces))
-  here.close()
-  assert wire.receive(there) is None
-  there.close()
-
-
-@pytest.mark.parametrize(
-  "data",
-  [
-    *(b"\0", b"\xff" * 8, b"\0" * 7 + b"\5{", b"\0" * 7 + b"\2[]"),
-    *(words for words in HOSTILE if words),
-  ],
-  ids=lambda data: repr(data[:60]),
-)
-def test_what_is_no_message_is_an_error(data):
-  here, there = socket.socketpair()
-  here.sendall(data)
-  here.close()
-  with pytest.raises(wire.WireError):
-    wire.receive(there)
-  there.close()
-
-
-@pytest.mark.parametrize(
-  "message, pieces",
-  [({"a": "x" * 2000}, 0), ({}, 250), ({"a": "x" * 500}, 100)],
-)
-def test_a_message_has_a_largest_size(message, pieces):
-  sent = {"x": [np.zeros(pieces)]}
-  for most_bytes in (3000, 1000):
-    here, there = socket.socketpair()
-    wire.send(here, message, sent)
-    if most_bytes == 3000:
-      assert wire.receive(there, most_bytes=most_bytes)
-    else:
-      with pytest.raises(wire.WireError):
-        wire.receive(there, most_bytes=most_bytes)
-    here.close()
-    there.close()
-
-
-# (what a header contains that many times, and what is around it)
-PARTS = {
-  "lists": ("[]", '{"message": {"a": [%s]}, "arrays": []}'),
-  "names": ('"%d": 0', '{"message": {%s}, "arrays": []}'),
-  "arrays": ('["%d", "<f4", 0]', '{"message": {}, "arrays": [%s]}'),
-}
-
-
-@pytest.mark.parametrize("part, around", PARTS.values(), ids=PARTS)
-def test_the_time_for_a_message_grows_with_its_size_only(part, around):
-  def seconds(count):
-    """The processor time for a message with so many parts."""
-    parts = (part % i if "%" in part else part for i in range(count))
-    sent, times_s = headed((around % ",".join(parts)).encode()), []
-    for _ in range(3):
-      here, there = socket.socketpair()
-      thread = threading.Thread(target=here.sendall, args=(sent,))
-      thread.start()
-      start_s = time.thread_time()
-      assert wire.receive(there)
-      times_s.append(time.thread_time() - start_s)
-      thread.join(JOIN_S)
-      here.close()
-      there.close()
-    return min(times_s)
-
-  gc.disable()  # it would look through what all tests hold
+def is_closed(connection):
+  """Whether the other end closes; what it has sent before is left out."""
+  connection.settimeout(JOIN_S)
   try:
-    times_s = [seconds(4_000 * 4**i) for i in range(4)]
-  finally:
-    gc.enable()
-  # 64 times as much. A cost that is quadratic would be 4,096 times as high;
-  # memory that no longer fits into the caches costs some of the rest.
-  assert times_s[-1] < 1_000 * times_s[0], times_s
+    while connection.recv(1024):
+      pass
+  except ConnectionError:
+    pass
+  connection.close()
+  return True
 
 
-def test_objects_are_not_received():
-  here, there = socket.socketpair()
-  wire.send(here, {}, {"x": [np.zeros(0, object)]})
-  here.close()
-  with pytest.raises(wire.WireError, match="O'"):
-    wire.receive(there)
-  there.close()
+def test_who_knows_the_key_is_let_in_and_can_talk():
+  with Door() as door:
+    ours = [door.enter() for _ in range(3)]
+    waiting.until(lambda: len(door.arrived) == 3)
+    for number, connection in enumerate(ours):
+      connection.sendall(b"%d" % number)
+    assert [theirs.recv(1) for theirs in door.arrived] == [b"0", b"1", b"2"]
+    assert all(theirs.gettimeout() is None for theirs in door.arrived)
+    for connection in ours:
+      connection.close()
+  assert not door.num_refused
+
+
+@pytest.mark.parametrize("key", [b"", KEY[:-1], KEY + b"k", b"x" * 32])
+def test_who_knows_another_key_is_not(key):
+  with Door() as door:
+    with pytest.raises(rendezvous.StrangerError):
+      door.enter(key)
+    assert not door.arrived
+  assert door.num_refused == 1
+
+
+def test_who_listens_has_to_know_the_key_too():
+  with socket.create_server(("127.0.0.1", 0)) as listener:
+
+    def pretend():
+      with listener.accept()[0] as connection:
+        connection.sendall(bytes(32))
+        told = connection.recv(64)
+        connection.sendall(told[32:])  # the other one's own proof
+
+    thread = threading.Thread(target=pretend)
+    thread.start()
+    with socket.create_connection(listener.getsockname()) as connection:
+      with pytest.raises(rendezvous.StrangerError, match="does not know"):
+        rendezvous.prove(connection, KEY)
+    thread.join(JOIN_S)
+
+
+@pytest.mark.parametrize(
+  "said", [b"", b"x", b"x" * 63, b"x" * 64, b"GET / HTTP/1.1\r\n\r\n" * 9999]
+)
+def test_what_a_stranger_says_is_not_read_beyond_64_bytes(said):
+  with Door() as door:
+    stranger = door.knock()
+    # It may be refused before it has said all.
+    with contextlib.suppress(OSError):
+      stranger.sendall(said)
+      stranger.shutdown(socket.SHUT_WR)
+    assert is_closed(stranger) and not door.arrived
+
+
+def test_a_slow_caller_holds_up_nobody(monkeypatch):
+  monkeypatch.setattr(rendezvous, "_PATIENCE_S", 1e6)
+  with Door() as door:
+    slow = [door.knock() for _ in range(50)]
+    for connection in slow:
+      connection.sendall(b"x")
+    door.enter().close()
+    waiting.until(lambda: door.arrived)
+  assert not door.num_refused
+  assert all(map(is_closed, slow))
+
+
+def test_who_says_a_little_now_and_then_has_no_more_time(monkeypatch):
+  monkeypatch.setattr(rendezvous, "_PATIENCE_S", 1.0)
+  with Door() as door:
+    slow = door.knock()
+    start_s = time.monotonic()
+    with contextlib.suppress(ConnectionError):
+      for _ in range(60):
+        slow.sendall(b"x")
+        time.sleep(0.1)
+    assert time.monotonic() - start_s < 5.0
+    assert is_closed(slow) and not door.arrived
+
+
+def test_further_callers_take_the_places_of_the_first(monkeypatch):
+  monkeypatch.setattr(rendezvous, "_MOST_CALLERS", 3)
+  with Door() as door:
+    callers = [door.knock() for _ in range(5)]
+    assert is_closed(callers[0]) and is_closed(callers[1])
+    door.enter().close()
+    waiting.until(lambda: door.arrived)
+  assert door.num_refused >= 3
+  for caller in callers[2:]:
+    caller.close()
+
+
+def test_the_time_is_up_when_nobody_comes():
+  with rendezvous.listen(("127.0.0.1", 0)) as listener:
+    silent = socket.create_connection(listener.getsockname())
+    assert not asyncio.run(
+      rendezvous.let_in(listener, KEY, lambda arrived: True, 0.3)
+    )
+    assert is_closed(silent)

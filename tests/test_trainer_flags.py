@@ -176,12 +176,12 @@ def test_what_is_compared_is_all_settings_packages_and_the_code(tmp_path):
 
 def test_the_workdir_and_the_directory_of_versions_are_shared(tmp_path):
   config = sections.Config()
-  assert trainer_facts.shared(config, tmp_path) == [tmp_path]
+  assert trainer_facts.shared(config, tmp_path) == {"workdir": tmp_path}
   config.transfer.directory = str(tmp_path / "versions")
-  assert trainer_facts.shared(config, tmp_path) == [
-    tmp_path,
-    tmp_path / "versions",
-  ]
+  assert trainer_facts.shared(config, tmp_path) == {
+    "workdir": tmp_path,
+    "transfer.directory": tmp_path / "versions",
+  }
 
 
 @pytest.mark.slow

@@ -313,18 +313,17 @@ def test_the_others_end_when_a_process_is_killed(rank, tmp_path):
 
 WORLD = """
 import os, pathlib, sys
-from jaxrl_async.coordination import local_world
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = [sys.argv[2], sys.argv[3]]
+import trainer_world
 import test_trainer_processes as tests
 
 def command(rank, address):
   line = tests.command(sys.argv[1], rank, 2, address, num_steps=8, slow_s=0.2)
   return line, tests.ENVIRONMENT
 
-sys.exit(local_world.run(
+sys.exit(trainer_world.run(
   command,
   2,
-  address=tests.free_address,
   max_restarts=2,
   note=lambda line: print(line, file=sys.stderr, flush=True),
 ))
@@ -332,12 +331,15 @@ sys.exit(local_world.run(
 
 
 @pytest.mark.slow
-@pytest.mark.nightly  # test_local_world.py starts processes again
+@pytest.mark.nightly  # test_trainer_world.py starts processes again
 @pytest.mark.timeout(300)
 def test_all_are_started_again_from_the_checkpoint_when_one_dies(tmp_path):
   with open(tmp_path / "out-0", "w") as out:
     launcher = subprocess.Popen(
-      [sys.executable, "-c", WORLD, str(tmp_path), str(SCRIPT.parent)],
+      [
+        *(sys.executable, "-c", WORLD, str(tmp_path), str(SCRIPT.parent)),
+        str(SCRIPT.parents[1] / "launch"),
+      ],
       env=ENVIRONMENT | {"PYTHONPATH": str(SCRIPT.parents[1])},
       stdout=out,
       stderr=subprocess.PIPE,

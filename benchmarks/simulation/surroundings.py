@@ -118,7 +118,7 @@ class Channel:
   """Publishes versions without weights.
 
   Attributes:
-    unreadable: as in `weight_channel.WeightChannel`; all can be read here.
+    unreadable: as in `weight_transfer.WeightChannel`; all can be read here.
   """
 
   unreadable = -1

@@ -85,8 +85,6 @@ class ClusterHosts:
     versions: dict[str, str],
     probe: hosts.Probe,
     check: Callable[[], None],
-    *,
-    needs_room: bool,
   ) -> None:
     """Check that all hosts on which a replica may be can work with this one.
 
@@ -94,32 +92,24 @@ class ClusterHosts:
       versions: those that a replica's process has to have.
       probe: what this process has written for others to see.
       check: is called now and then, and may raise.
-      needs_room: whether one of them has to have room for a replica now.
 
     Raises:
-      ConfigError: a host does not fit or does not answer, or none has room in
-        time.
+      ConfigError: a host does not fit or does not answer.
     """
     timeout_s = self._section.start_timeout_s
     deadline = supervisor_lib.Deadline(timeout_s)
-    # Processes have to start before they answer. Asked again, they answer at
-    # once, so that the time of day of their hosts is known well.
-    for is_first in (True, False):
-      asked_s = time.time()
-      asked = self._ask_all(probe)
-      if needs_room and is_first:
-        asked |= self._ask_for_room(probe)
-      while asked:
-        check()
-        if (wait_s := deadline.next_wait_s()) == 0:
-          raise sections.ConfigError(
-            f"cluster.replicas: {next(iter(asked.values()))} in {timeout_s:g} s"
-            f" (cluster.start_timeout_s); {self.missing()}"
-          )
-        for found in self._answers(asked, wait_s):
-          why_not = hosts.difference(found, probe, versions, asked_s)
-          if why_not is not None:
-            raise sections.ConfigError(why_not)
+    asked = self._ask_all(probe)
+    while asked:
+      check()
+      if (wait_s := deadline.next_wait_s()) == 0:
+        raise sections.ConfigError(
+          f"cluster.replicas: {next(iter(asked.values()))} in {timeout_s:g} s"
+          f" (cluster.start_timeout_s); {self.missing()}"
+        )
+      for found in self._answers(asked, wait_s):
+        why_not = hosts.difference(found, probe, versions)
+        if why_not is not None:
+          raise sections.ConfigError(why_not)
 
   def missing(self) -> str:
     """Return what the cluster has and what all replicas need, as a sentence."""
@@ -171,13 +161,6 @@ class ClusterHosts:
       )
     return None
 
-  def _ask(self, probe: hosts.Probe, **options: Any) -> Any:
-    """Ask a host for its facts."""
-    task = self._ray.remote(
-      max_retries=0, runtime_env={"env_vars": self._environment}, **options
-    )(hosts.facts)
-    return task.remote(probe)
-
   def _ask_all(self, probe: hosts.Probe) -> dict[Any, str]:
     """Ask all hosts that can hold a replica, whatever is there now.
 
@@ -185,30 +168,23 @@ class ClusterHosts:
       From each call to what it means if it does not end.
     """
     strategies = importlib.import_module("ray.util.scheduling_strategies")
-    return {
-      self._ask(
-        probe,
-        num_cpus=0,
-        num_gpus=0,
-        scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(
+    asked = {}
+    for node in self._nodes():
+      if self._room(node):
+        where = strategies.NodeAffinitySchedulingStrategy(
           node["NodeID"], soft=False
-        ),
-      ): f"{node['NodeManagerHostname']} did not answer"
-      for node in self._nodes()
-      if self._room(node)
-    }
-
-  def _ask_for_room(self, probe: hosts.Probe) -> dict[Any, str]:
-    """Ask the first host that has room for a process of a replica."""
-    needed = self._needed
-    call = self._ask(
-      probe,
-      num_cpus=needed.get("CPU", 0.0),
-      num_gpus=needed.get("GPU", 0.0),
-      resources={name: needed[name] for name in needed if name == "TPU"},
-      scheduling_strategy="SPREAD",
-    )
-    return {call: "no host had room for a replica"}
+        )
+        task = self._ray.remote(
+          num_cpus=0,
+          num_gpus=0,
+          max_retries=0,
+          runtime_env={"env_vars": self._environment},
+          scheduling_strategy=where,
+        )(hosts.facts)
+        asked[task.remote(probe)] = (
+          f"{node['NodeManagerHostname']} did not answer"
+        )
+    return asked
 
   def _answers(
     self, asked: dict[Any, str], wait_s: float

@@ -11,7 +11,6 @@ import platform
 import socket
 import time
 
-from jaxrl_async.coordination import rendezvous
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import private_directory
@@ -69,13 +68,11 @@ class Facts:
 
   Attributes:
     probe: content of the probe file; None if it cannot be read.
-    time_s: time of day, in seconds since 1970.
   """
 
   host: str
   versions: dict[str, str]
   probe: str | None
-  time_s: float
 
 
 def facts(probe: Probe | None = None) -> Facts:
@@ -89,7 +86,6 @@ def facts(probe: Probe | None = None) -> Facts:
     host=socket.gethostname(),
     versions=versions(),
     probe=None if probe is None else _read(*probe),
-    time_s=time.time(),
   )
 
 
@@ -109,10 +105,7 @@ def _read(path: pathlib.Path, content: str) -> str | None:
 
 
 def difference(
-  found: Facts,
-  probe: Probe,
-  expected: dict[str, str],
-  asked_s: float,
+  found: Facts, probe: Probe, expected: dict[str, str]
 ) -> str | None:
   """Return in one line why a process cannot work with this one.
 
@@ -120,20 +113,19 @@ def difference(
     found: the facts about the other process.
     probe: the file that this process has written, and what it contains.
     expected: the versions of this process.
-    asked_s: time of day when the facts were asked for. They may have been
-      established at any time since then.
 
   Returns:
     None if it can.
   """
-  if (differing := version_difference(found, expected)) is not None:
-    return differing
-  ahead_s = max(0.0, found.time_s - time.time())
-  behind_s = max(0.0, asked_s - found.time_s)
-  if max(ahead_s, behind_s) > rendezvous.MAX_CLOCK_S:
+  differing = [
+    f"{name} {found.versions.get(name)} instead of {version}"
+    for name, version in expected.items()
+    if found.versions.get(name) != version
+  ]
+  if differing:
     return (
-      f"cluster: the clock of {found.host} is {ahead_s - behind_s:+.0f} s off"
-      " that of the trainer's host; synchronise the clocks"
+      f"cluster: {found.host} has {', '.join(differing)}; install the same"
+      " versions on all hosts"
     )
   path, content = probe
   if found.probe != content:
@@ -157,18 +149,3 @@ def write_probe(probe: Probe) -> None:
     if path.read_text() == content:
       return
   disk.replace_text(path, content)
-
-
-def version_difference(found: Facts, expected: dict[str, str]) -> str | None:
-  """Return in one line which versions differ, or None if none does."""
-  differing = [
-    f"{name} {found.versions.get(name)} instead of {version}"
-    for name, version in expected.items()
-    if found.versions.get(name) != version
-  ]
-  if not differing:
-    return None
-  return (
-    f"cluster: {found.host} has {', '.join(differing)}; install the same"
-    " versions on all hosts"
-  )

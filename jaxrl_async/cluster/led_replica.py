@@ -6,7 +6,7 @@ made. `LedScheduler` tells all followers each of these calls before it makes the
 call itself. A follower makes the same calls on a scheduler of its own. It reads
 the same results from its own devices, so its scheduler decides the same.
 
-| message | what a follower does |
+| command | what a follower does |
 | --- | --- |
 | attach | makes its engine and channels, if they differ from those it has |
 | schedule | makes a scheduler without sequences |
@@ -14,25 +14,24 @@ the same results from its own devices, so its scheduler decides the same.
 | submit, cancel, adopt, step | calls its scheduler |
 | forget | forgets a scheduler, with its cache |
 
-A follower tells while it compiles a program, for which all others wait.
+A follower reports while it compiles a program, for which all others wait.
 
 Each step brings a checksum of what the steps before have written. A follower
 whose own differs ends the replica, before it could train on such tokens.
 """
 
-from collections.abc import Callable, Iterable
-import os
-import queue
+from collections.abc import Callable, Iterable, Mapping
 import threading
 import time
 from typing import Any
 import zlib
 
 from jaxrl_async.cluster import replica_spec
-from jaxrl_async.cluster import replica_world
 from jaxrl_async.coordination import compile_clock
+from jaxrl_async.coordination import rendezvous
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import weight_transfer
+from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
@@ -61,59 +60,51 @@ class Lead:
 
   def __init__(
     self,
-    peers: replica_world.Peers,
-    size: int,
-    on_failure: Callable[[BaseException], None],
+    world: world_lib.World,
+    before_ending: Callable[[str], None],
     on_compiling: Callable[[], None] = lambda: None,
   ):
-    """Take over the connections.
+    """Lead the processes of a replica.
 
     Args:
-      peers: the followers.
-      size: number of processes, this one included.
-      on_failure: see `replica_world.Peers.watch`.
+      world: the processes.
+      before_ending: see `world.World.lead`.
       on_compiling: is called again and again while a follower compiles.
     """
+    self.world = world
     self._on_compiling = on_compiling
-    self._peers = peers
-    self._num_followers = size - 1
     self._changed = threading.Condition()
     self._fetched: dict[int, int] = {}  # followers that have a version
-    peers.watch(self._receive, on_failure)
-
-  def tell(self, verb: str, *arguments: Any) -> None:
-    """Tell all followers what to do next."""
-    self._peers.send(verb, *arguments)
+    world.lead(self._on_report, before_ending)
 
   def attach(self, spec: replica_spec.ReplicaSpec) -> None:
     """Have the followers make what a replica is made of."""
-    self.tell("attach", spec)
-    self._peers.common = {_TOKENIZER: spec.tokenizer}
+    self.world.tell("attach", spec=spec)
+    self.world.common = {_TOKENIZER: spec.tokenizer}
 
   def fetch(self, version: int) -> None:
     """Have the followers fetch a version."""
     with self._changed:
       self._fetched = {version: 0}
-    self.tell("fetch", version)
+    self.world.tell("fetch", version=version)
 
   def wait(self, version: int) -> None:
     """Wait until all followers have fetched a version."""
     with self._changed:
       self._changed.wait_for(
-        lambda: self._fetched[version] == self._num_followers
+        lambda: self._fetched[version] == self.world.size - 1
       )
 
   def forget_questions(self) -> None:
     """Have the followers free the cache of the questions."""
-    self.tell("forget", _QUESTIONS)
+    self.world.tell("forget", number=_QUESTIONS)
 
-  def _receive(self, message: tuple[Any, ...]) -> None:
-    if message == (_COMPILING,):
+  def _on_report(self, name: str, arguments: Mapping[str, Any]) -> None:
+    if name == _COMPILING:
       self._on_compiling()
       return
-    (version,) = message
     with self._changed:
-      self._fetched[version] += 1
+      self._fetched[arguments["version"]] += 1
       self._changed.notify_all()
 
 
@@ -161,8 +152,11 @@ class LedScheduler(scheduler_lib.Scheduler):
     """
     self._lead, self._number = lead, number
     self._checksum = 0
-    lead.tell("schedule", number, settings)
+    self._tell("schedule", settings=settings)
     super().__init__(engine, busy=busy, **settings)
+
+  def _tell(self, command: str, **arguments: Any) -> None:
+    self._lead.world.tell(command, number=self._number, **arguments)
 
   def fresh(self, busy: metrics_lib.BusyClock) -> scheduler_lib.Scheduler:
     return LedScheduler(self.engine, self._lead, busy=busy, number=_QUESTIONS)
@@ -170,43 +164,49 @@ class LedScheduler(scheduler_lib.Scheduler):
   def submit(self, sequence: sequence_lib.Sequence) -> None:
     # Nothing runs yet, and a sequence that is refused is never told.
     super().submit(sequence)
-    self._lead.tell("submit", self._number, sequence)
+    self._tell("submit", sequence=sequence)
 
   def cancel(self, owner: sequence_lib.Owner) -> int:
-    self._lead.tell("cancel", self._number, owner)
+    self._tell("cancel", owner=owner)
     return super().cancel(owner)
 
   def adopt(self, params: decode_state_lib.EngineParams, version: int) -> None:
-    self._lead.tell("adopt", self._number, version)
+    self._tell("adopt", version=version)
     super().adopt(params, version)
 
   def step(self) -> list[sequence_lib.Sequence]:
-    self._lead.tell("step", self._number, self._checksum)
+    self._tell("step", checksum=self._checksum)
     ended = super().step()
     self._checksum = _checksum(self._checksum, ended)
     return ended
 
 
+def follow(invitation: rendezvous.Invitation, rank: int) -> None:
+  """Join a replica as one of its further processes, and follow in a thread.
+
+  Raises:
+    ConfigError: the processes could not be connected.
+  """
+  world = rendezvous.join(invitation, rank, {})
+  rendezvous.connect_jax(world, invitation.timeout_s)
+  Follower(world)
+
+
 class Follower:
   """A process of a replica that does what the one that leads tells.
 
-  Threads: `_run` is a thread of its own, which owns everything but the queue of
-  messages. Another thread fills that one, one for each version reads it, and
-  one tells while `_run` compiles.
+  Threads: `_run` is a thread of its own, which owns everything but the reports.
+  Another one takes the commands, one for each version reads it, and one tells
+  while `_run` compiles.
   """
 
-  def __init__(
-    self, peers: replica_world.Peers, on_end: Callable[[], None]
-  ) -> None:
+  def __init__(self, world: world_lib.World) -> None:
     """Begin to follow.
 
     Args:
-      peers: the process that leads.
-      on_end: ends this process.
+      world: the processes.
     """
-    self._peers = peers
-    self._on_end = on_end
-    self._messages: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+    self._world = world
     self._spec: replica_spec.ReplicaSpec | None = None
     self._engine: engine_lib.Engine | None = None
     self._channel: weight_transfer.OrbaxChannel | None = None
@@ -214,35 +214,35 @@ class Follower:
     self._checksums: dict[int, int] = {}
     self._weights: dict[int, decode_state_lib.EngineParams] = {}
     self._fetching: threading.Thread | None = None
-    peers.watch(self._receive, self._end)
     supervisor_lib.start_thread("follower", self._run, self._end)
 
-  def _receive(self, message: tuple[Any, ...]) -> None:
-    if message[0] == "attach":
-      # Later messages name the tokenizer instead of bringing it.
-      self._peers.common = {_TOKENIZER: message[1].tokenizer}
-    self._messages.put(message)
+  def _receive(
+    self, command: str, arguments: Mapping[str, Any]
+  ) -> Mapping[str, Any]:
+    if command == "attach":
+      # Later commands name the tokenizer instead of bringing it.
+      self._world.common = {_TOKENIZER: arguments["spec"].tokenizer}
+    return arguments
 
   def _end(self, error: BaseException) -> None:
-    """End this process, and say why if that is not known already."""
-    if not isinstance(error, replica_world.LostError):
-      self._peers.fail(error)
-    self._on_end()
+    """Tell the process that leads why this one ends, and end it."""
+    line = " ".join(f"{type(error).__name__}: {error}".split())
+    self._world.close(line)
+    world_lib.end_process(line)
 
   def _run(self) -> None:
     with compile_clock.CompileClock() as clock:
       supervisor_lib.start_thread(
         "compiling", lambda: self._tell_compiling(clock), self._end
       )
-      while True:
-        verb, *arguments = self._messages.get()
-        getattr(self, f"_on_{verb}")(*arguments)
+      for command, arguments in self._world.follow(self._receive):
+        getattr(self, f"_on_{command}")(**arguments)
 
   def _tell_compiling(self, clock: compile_clock.CompileClock) -> None:
     while True:
       time.sleep(_TELL_S)
       if clock.is_compiling:
-        self._peers.send(_COMPILING)
+        self._world.report(_COMPILING)
 
   def _on_attach(self, spec: replica_spec.ReplicaSpec) -> None:
     if self._fetching is not None:
@@ -268,7 +268,7 @@ class Follower:
     def fetch() -> None:
       weights = channel.read(version)
       self._weights[version] = engine.load_params(weights, version)
-      self._peers.send(version)
+      self._world.report("fetched", version=version)
 
     self._fetching = supervisor_lib.start_thread(
       "weight-fetch", fetch, self._end
@@ -301,31 +301,3 @@ class Follower:
       )
     ended = self._schedulers[number].step()
     self._checksums[number] = _checksum(checksum, ended)
-
-
-class FollowerProcess:
-  """A process of a replica other than the first, whatever transport calls it.
-
-  Threads: all methods belong to the transport.
-  """
-
-  def __init__(self, timeout_s: float):
-    """Wait for an invitation.
-
-    Args:
-      timeout_s: the process ends if there is none for so long.
-    """
-    self._has_joined = threading.Event()
-    supervisor_lib.start_thread(
-      "watch", lambda: self._watch(timeout_s), lambda error: None
-    )
-
-  def join(self, invitation: replica_world.Invitation, rank: int) -> None:
-    """Connect to the process that leads, and follow it from now on."""
-    self._has_joined.set()
-    peers = replica_world.join(invitation, rank)
-    Follower(peers, on_end=lambda: os._exit(0))
-
-  def _watch(self, timeout_s: float) -> None:
-    if not self._has_joined.wait(timeout_s):
-      os._exit(0)

@@ -8,14 +8,13 @@ import importlib
 import os
 import re
 import threading
-import time
 from typing import Any
 
 from jaxrl_async.cluster import hosts
 from jaxrl_async.cluster import led_replica
 from jaxrl_async.cluster import replica_process
 from jaxrl_async.cluster import replica_spec
-from jaxrl_async.cluster import replica_world
+from jaxrl_async.coordination import rendezvous
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import remote
@@ -32,18 +31,33 @@ class Actor(replica_process.ReplicaProcess):
     """Start; the process ends when nobody calls for so long."""
     super().__init__(on_orphaned=_end_process, timeout_s=timeout_s)
 
-  def listen(self, size: int, timeout_s: float) -> replica_world.Invitation:
+  def listen(self, size: int, timeout_s: float) -> rendezvous.Invitation:
     """Listen at the address by which Ray knows this host; see `invite`."""
     host = importlib.import_module("ray").util.get_node_ip_address()
     return self.invite(host, size, timeout_s)
 
 
-class Follower(led_replica.FollowerProcess):
+class Follower:
   """What Ray runs in each further process of a replica."""
+
+  def __init__(self, timeout_s: float):
+    """Start; the process ends when it is not invited for so long."""
+    self._has_joined = threading.Event()
+
+    def watch() -> None:
+      if not self._has_joined.wait(timeout_s):
+        os._exit(0)
+
+    supervisor_lib.start_thread("watch", watch, lambda error: None)
 
   def facts(self, probe: hosts.Probe) -> hosts.Facts:
     """Return the facts about this process."""
     return hosts.facts(probe)
+
+  def join(self, invitation: rendezvous.Invitation, rank: int) -> None:
+    """Connect to the process that leads, and follow it from now on."""
+    self._has_joined.set()
+    led_replica.follow(invitation, rank)
 
 
 def _end_process() -> None:
@@ -166,20 +180,16 @@ class RayHandle:
     Raises:
       DoesNotFit: one of them cannot.
     """
-    # A process may have to start before it answers. Asked again, it answers at
-    # once, so that its time of day is known well.
     with contextlib.suppress(OSError):  # then a process says that it sees none
       hosts.write_probe(spec.probe)
-    for _ in range(2):
-      asked_s = time.time()
-      asked = [
-        actor.facts.remote(spec.probe)
-        for actor in (actors.lead, *actors.followers)
-      ]
-      for found in self._ray.get(asked):
-        why_not = hosts.difference(found, spec.probe, spec.versions, asked_s)
-        if why_not is not None:
-          raise remote.DoesNotFit(why_not)
+    asked = [
+      actor.facts.remote(spec.probe)
+      for actor in (actors.lead, *actors.followers)
+    ]
+    for found in self._ray.get(asked):
+      why_not = hosts.difference(found, spec.probe, spec.versions)
+      if why_not is not None:
+        raise remote.DoesNotFit(why_not)
 
   def _meet(self, actors: Actors) -> None:
     """Connect the processes of the replica, unless they are connected.

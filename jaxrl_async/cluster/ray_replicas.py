@@ -228,19 +228,6 @@ class Cluster:
     except ValueError:
       return None
 
-  def has_waiting_replicas(self) -> bool:
-    """Return whether replicas of an earlier start wait for this run.
-
-    Raises:
-      ConfigError: Ray does not answer.
-    """
-    try:
-      return any(map(self._waiting_actor, range(self._section.replicas)))
-    except self._ray.exceptions.RayError as error:
-      raise sections.ConfigError(
-        f"cluster.address: {ray_handle.one_line(error)}"
-      ) from error
-
   def launch(self, place: int) -> ray_handle.RayHandle:
     """Return a handle that finds or makes the replica of a place."""
     return ray_handle.RayHandle(

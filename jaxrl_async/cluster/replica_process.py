@@ -17,8 +17,9 @@ from typing import Any
 from jaxrl_async.cluster import hosts
 from jaxrl_async.cluster import led_replica
 from jaxrl_async.cluster import replica_spec
-from jaxrl_async.cluster import replica_world
+from jaxrl_async.config import sections
 from jaxrl_async.coordination import compile_clock
+from jaxrl_async.coordination import rendezvous
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.devices import memory_error
 from jaxrl_async.engine import engine as engine_lib
@@ -69,7 +70,8 @@ class ReplicaProcess:
     self._attachment: _Attachment | None = None
     self._clock = compile_clock.CompileClock()
     self._held: held_version.HeldVersion | None = None
-    self._listener: replica_world.Listener | None = None
+    self._listener: socket.socket | None = None
+    self._invitation: rendezvous.Invitation | None = None
     self._lead: led_replica.Lead | None = None
     self._failure: BaseException | None = None
     self._called_s = time.monotonic()
@@ -88,43 +90,46 @@ class ReplicaProcess:
 
   def num_processes(self) -> int:
     """Return the number of processes of this replica that have met."""
-    listener = self._listener
-    return (
-      1
-      if self._lead is None or listener is None
-      else (listener.invitation.size)
-    )
+    return 1 if self._lead is None else self._lead.world.size
 
   def invite(
     self, host: str, size: int, timeout_s: float
-  ) -> replica_world.Invitation:
-    """Listen for the other processes of the replica; see `Listener`."""
-    self._listener = replica_world.Listener(host, size, timeout_s)
-    return self._listener.invitation
+  ) -> rendezvous.Invitation:
+    """Listen at a free port of this host for the other processes.
+
+    Args:
+      host: address of this process that the others can reach.
+      size: number of processes.
+      timeout_s: deadline for them to come.
+    """
+    self._listener = rendezvous.listen((host, 0))
+    self._invitation = rendezvous.Invitation(
+      size=size,
+      address=(host, self._listener.getsockname()[1]),
+      key=rendezvous.new_key(),
+      timeout_s=timeout_s,
+      of="replica",
+    )
+    return self._invitation
 
   def meet(self) -> None:
     """Wait for the other processes, and lead them from now on.
 
-    Whoever started them ends this process if another one never comes.
-
     Raises:
-      ReplicaFailed: JAX could not connect them.
+      ReplicaFailed: they could not be connected.
     """
     self._called_s = time.monotonic()
-    listener = self._listener
-    assert listener is not None
+    listener, invitation = self._listener, self._invitation
+    assert listener is not None and invitation is not None
     try:
-      peers = listener.meet()
-    except RuntimeError as error:
+      world = rendezvous.gather(listener, invitation, {})
+      rendezvous.connect_jax(world, invitation.timeout_s)
+    except sections.ConfigError as error:
       raise remote.ReplicaFailed(
-        f"on {socket.gethostname()}: JAX could not connect the processes of a"
-        f" replica: {error}"
+        f"on {socket.gethostname()}: {error}"
       ) from error
     self._lead = led_replica.Lead(
-      peers,
-      listener.invitation.size,
-      self._on_follower_failed,
-      self._on_follower_compiles,
+      world, self._before_ending, self._on_follower_compiles
     )
 
   def attach(self, name: str, spec: replica_spec.ReplicaSpec) -> None:
@@ -246,11 +251,13 @@ class ReplicaProcess:
         line = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]
       raise remote.ReplicaFailed(f"on {socket.gethostname()}: {line}")
 
-  def _on_follower_failed(self, error: BaseException) -> None:
-    """End this process with one that has ended, or keep why one will end."""
-    if isinstance(error, replica_world.LostError):
-      self._on_orphaned()
-    self._fail(error)
+  def _before_ending(self, failure: str) -> None:
+    """End this process because another one ends; say why if that is known."""
+    if failure:
+      self._fail(RuntimeError(failure))
+      # Whoever calls gets the reason, and ends this process.
+      self._is_ending.wait(_LOST_S)
+    self._on_orphaned()
 
   def _on_follower_compiles(self) -> None:
     if (this := self._attachment) is not None:

@@ -1,67 +1,51 @@
-"""The processes that train together: one decides, and the others follow it.
+"""Processes whose devices work together: one leads, and the others follow it.
 
-The device programs of a trainer of several processes have to be started by all
-of them, in one order. Process 0 holds everything else of a run and decides what
-comes next. Before it starts a program, it tells the others which one. They wait
-for that, for hours if need be, in a blocking read of a socket. No device waits
-and no processor core is busy meanwhile.
+The processes of a trainer form a world, and so do those of a replica. A device
+program of several processes has to be started by all of them, in one order. The
+process that leads holds everything else and decides what comes next. Before it
+starts a program, it tells the others which one, as a command: a name and
+arguments. They wait for that, for hours if need be, in a blocking read of a
+socket. No device waits and no processor core is busy meanwhile.
 
 The same connections show when a process ends. Its socket is closed by the
 kernel, so all others know at once, even where their main thread is inside a
-program that will never end. They then end with one line. Losing a host without
-a word is noticed by the keepalive of the connections.
+program that will never end. They then end with exit code 75, and whoever
+started them may start all of them again. Losing a host without a word is
+noticed by the keepalive of the connections.
 
-`rendezvous` connects the processes. `alone` is the world of one process, in
-which telling does nothing.
+Messages are pickled, so a connection is made only with who knows the key of the
+world: see `rendezvous`, which connects the processes. `alone` is the world of
+one process, in which telling does nothing.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import functools
+import io
+from multiprocessing import connection as connection_lib
 import os
+import pickle
 import queue
-import socket
 import sys
 import threading
 from typing import Any
 
-import numpy as np
-
 from jaxrl_async.coordination import supervisor as supervisor_lib
-from jaxrl_async.coordination import wire
 
-Pieces = Mapping[str, Sequence[np.ndarray]]
-# (what it is about, its arrays), for each process.
-Parts = Sequence[tuple[Mapping[str, Any], Pieces]]
-
-Receive = Callable[[dict[str, Any], dict[str, np.ndarray]], Any]
+Arguments = Mapping[str, Any]
+# Takes a command or a report: its name and its arguments.
+Take = Callable[[str, Arguments], Any]
 
 # Exit code after another process was lost: to start all of them again helps.
 LOST = supervisor_lib.START_AGAIN
+# What a follower of a trainer reports that was asked to stop.
+STOP = "stop"
 
-# Seconds without a sign of life after which a host counts as lost.
-_IDLE_S = 20
-_PROBE_S = 5
-_NUM_PROBES = 8
+_INTERRUPTED = 130
 _LEAVE_S = 5.0
 _GRACE_S = 2.0
-_INTERRUPTED = 130
 
 _END = "end"
 _FAILED = "failed"
-_STOP = "stop"
-
-
-def keep_alive(connection: socket.socket) -> None:
-  """Have the kernel notice when the host at the other end is gone."""
-  connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-  connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-  for name, value in (
-    ("TCP_KEEPIDLE", _IDLE_S),
-    ("TCP_KEEPINTVL", _PROBE_S),
-    ("TCP_KEEPCNT", _NUM_PROBES),
-  ):
-    if hasattr(socket, name):  # they have other names on some systems
-      connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def end_process(line: str, code: int = LOST) -> None:
@@ -77,31 +61,35 @@ def end_process(line: str, code: int = LOST) -> None:
 
 
 class World:
-  """The processes that train together, as one of them sees them.
+  """The processes that work together, as one of them sees them.
 
-  Invariant: all followers get the same messages in the same order. A message is
-  sent under a lock, to every follower, so that two threads of process 0 cannot
-  tell different followers different orders.
+  Invariant: all followers get the same commands in the same order. A command is
+  sent under a lock, to every follower, so that two threads of the process that
+  leads cannot tell different followers different orders.
 
   Attributes:
     rank: number of this process. Process 0 leads.
     size: number of processes.
     is_one_host: whether all of them are on one host.
+    service: HOST:PORT for JAX's own service in process 0.
     lost: is set when another process has ended before its time. A thread then
       ends this process too.
+    common: objects by name that every process has. They are not sent; each
+      process has its own in their places.
 
-  Threads: `tell` may be called from any thread. The programs that messages
-  announce are started by the main thread of each process, which has to announce
-  them too. A thread for each connection reads.
+  Threads: `tell` and `report` may be called from any thread. A thread for each
+  connection reads.
   """
 
   def __init__(
     self,
     rank: int,
     size: int,
-    connections: Mapping[int, socket.socket],
+    connections: Mapping[int, connection_lib.Connection],
     *,
+    of: str = "trainer",
     is_one_host: bool = True,
+    service: str = "",
   ):
     """Take over the connections, and watch them from now on.
 
@@ -109,25 +97,30 @@ class World:
       rank: number of this process.
       size: number of processes.
       connections: to each follower, or from a follower to process 0.
+      of: what the processes form, for errors.
       is_one_host: whether all processes are on one host.
+      service: HOST:PORT for JAX's own service in process 0.
     """
     self.rank = rank
     self.size = size
     self.is_one_host = is_one_host
-    self._connections = dict(connections)
+    self.service = service
+    self.common: dict[str, Any] = {}
     self.lost = threading.Event()
+    self._of = of
+    self._connections = dict(connections)
     self._sending = threading.Lock()
     self._leaving = threading.Event()
-    self._on_stop: Callable[[], None] = lambda: None
-    self._before_ending: Callable[[], None] = lambda: None
-    self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    self._receive: Receive = lambda message, arrays: None
+    self._on_report: Take = lambda name, arguments: None
+    self._before_ending: Callable[[str], None] = lambda line: None
+    self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    self._receive: Take = lambda name, arguments: arguments
     self._can_receive = threading.Event()
     self._threads = [
       supervisor_lib.start_thread(
-        f"process {other} of the trainer",
+        f"process {other} of the {of}",
         functools.partial(self._read, other),
-        self._messages.put if rank else lambda error: self._lost(str(error)),
+        self._commands.put if rank else lambda error: self._lost(str(error)),
       )
       for other in self._connections
     ]
@@ -141,37 +134,39 @@ class World:
 
   def lead(
     self,
-    on_stop: Callable[[], None],
-    before_ending: Callable[[], None] = lambda: None,
+    on_report: Take,
+    before_ending: Callable[[str], None] = lambda line: None,
   ) -> None:
     """Say what to do about the followers.
 
     Args:
-      on_stop: is called when a follower was asked to stop.
-      before_ending: is called before this process ends because a follower has.
+      on_report: takes what a follower reports.
+      before_ending: is called before this process ends because a follower has,
+        with why that one failed, or "" if it has not said so. It has some
+        seconds.
     """
-    self._on_stop = on_stop
+    self._on_report = on_report
     self._before_ending = before_ending
 
   def tell(
-    self, command: str, parts: Parts | None = None, **arguments: Any
+    self, command: str, parts: Sequence[Arguments] | None = None, **same: Any
   ) -> None:
     """Tell all followers what comes next. Only process 0 tells anything.
 
     Args:
       command: what they shall do.
-      parts: for each process of the world what it gets beside the command.
-      **arguments: the same for all; JSON.
+      parts: arguments for each process of the world.
+      **same: arguments that are the same for all.
     """
     if not self.leads:
       return
     with self._sending:
+      data = b"" if parts else self._pickled(command, same)
       for rank, connection in self._connections.items():
-        about, arrays = parts[rank] if parts else ({}, {})
+        if parts:
+          data = self._pickled(command, {**same, **parts[rank]})
         try:
-          wire.send(
-            connection, {"command": command, **arguments, **about}, arrays
-          )
+          connection.send_bytes(data)
         except OSError:
           # The thread that reads from it ends this process.
           self._leaving.wait()
@@ -183,8 +178,8 @@ class World:
     Args:
       failure: why this process ends without the others, on one line. They end
         at once then, whatever they do. Without one, followers end after what
-        they were told before.
-      code: the exit code of followers after a failure of process 0.
+        they have been told.
+      code: with which followers end if process 0 fails.
     """
     if failure and not self.leads:
       # What fails in every process is for process 0 to report.
@@ -204,91 +199,104 @@ class World:
 
   # -- followers ------------------------------------------------------------
 
-  def follow(self, receive: Receive) -> Iterator[tuple[dict[str, Any], Any]]:
+  def follow(
+    self, receive: Take = lambda name, arguments: arguments
+  ) -> Iterator[tuple[str, Any]]:
     """Yield the commands of process 0 until it ends the world.
 
     Args:
-      receive: turns a message that brings arrays into what is yielded with it.
-        A thread calls it while the main thread does what came before.
+      receive: turns the arguments of a command into what is yielded with it. A
+        thread calls it while the caller does what came before.
     """
     self._receive = receive
     self._can_receive.set()
     while True:
-      found = self._messages.get()
+      found = self._commands.get()
       if isinstance(found, BaseException):
         raise found
-      if found[0]["command"] == _END:
+      if found[0] == _END:
         self._leaving.set()
         return
       yield found
 
-  def ask_to_stop(self) -> None:
-    """Ask process 0 to end the run, as a follower that got a signal."""
-    self._send_quietly(self._connections[0], {"command": _STOP})
+  def report(self, name: str, **arguments: Any) -> None:
+    """Report something to process 0, which may be gone already."""
+    self._send_quietly(self._connections[0], name, arguments)
 
   # -- both -----------------------------------------------------------------
+
+  def _pickled(self, name: str, arguments: Arguments) -> memoryview:
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
+    names = {id(value): name for name, value in self.common.items()}
+    pickler.persistent_id = lambda obj: names.get(id(obj))
+    pickler.dump((name, arguments))
+    return file.getbuffer()
 
   def _read(self, other: int) -> None:
     """Take messages until one of them is the last, or nobody sends any."""
     take = self._from_follower if self.leads else self._from_leader
     with self._connections[other] as connection:
-      try:
-        while (found := wire.receive(connection)) is not None:
-          if not take(other, *found):
-            return
-      except OSError:
-        pass
-    self._lost(f"process {other} of the trainer has ended")
+      while True:
+        try:
+          data = connection.recv_bytes()
+        except (EOFError, OSError):
+          break
+        reader = pickle.Unpickler(io.BytesIO(data))
+        reader.persistent_load = self.common.__getitem__
+        del data
+        if not take(other, *reader.load()):
+          return
+    self._lost(f"process {other} of the {self._of} has ended")
 
-  def _from_follower(self, rank: int, message: Any, arrays: Any) -> bool:
-    del arrays
-    if message["command"] == _FAILED:
-      self._lost(f"process {rank} of the trainer: {message['line']}")
+  def _from_follower(self, rank: int, name: str, arguments: Arguments) -> bool:
+    if name == _FAILED:
+      line = arguments["line"]
+      self._lost(f"process {rank} of the {self._of}: {line}", line)
       return False
-    self._on_stop()
+    self._on_report(name, arguments)
     return True
 
-  def _from_leader(self, rank: int, message: Any, arrays: Any) -> bool:
+  def _from_leader(self, rank: int, name: str, arguments: Arguments) -> bool:
     del rank
-    if message["command"] == _FAILED:
+    if name == _FAILED:
       if self._leaving.is_set():
         return False  # it is about the failure of this process
       self._leaving.set()
-      code = message["code"]
-      line = f"process 0 of the trainer: {message['line']}"
+      code = arguments["code"]
+      line = f"process 0 of the {self._of}: {arguments['line']}"
       end_process("" if code == _INTERRUPTED else line, code)
-    made = None
-    if arrays:
-      self._can_receive.wait()
-      made = self._receive(message, arrays)
-    self._messages.put((message, made))
-    return message["command"] != _END
+    if name == _END:
+      self._commands.put((name, None))
+      return False
+    self._can_receive.wait()
+    self._commands.put((name, self._receive(name, arguments)))
+    return True
 
-  def _lost(self, line: str) -> None:
+  def _lost(self, line: str, failure: str = "") -> None:
     """End this process, because another one has ended before its time."""
     if self._leaving.is_set():
       return
     self.lost.set()
     self._fail_others(line, LOST)
     supervisor_lib.start_thread(
-      "clean-up", self._before_ending, lambda error: None
-    ).join(1.0)
+      "clean-up", lambda: self._before_ending(failure), lambda error: None
+    ).join(_LEAVE_S)
     end_process(line)
 
   def _fail_others(self, line: str, code: int) -> None:
     self._leaving.set()
-    message = {"command": _FAILED, "line": line, "code": code}
     for connection in self._connections.values():
-      self._send_quietly(connection, message)
+      self._send_quietly(connection, _FAILED, {"line": line, "code": code})
 
   def _send_quietly(
-    self, connection: socket.socket, message: Mapping[str, Any]
+    self, connection: connection_lib.Connection, name: str, arguments: Arguments
   ) -> None:
     # A batch may be on its way to a process that does not read any more.
     if not self._sending.acquire(timeout=1.0):
       return
     try:
-      wire.send(connection, message)
+      connection.send_bytes(self._pickled(name, arguments))
     except OSError:
       pass
     finally:

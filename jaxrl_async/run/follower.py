@@ -11,22 +11,21 @@ nothing unless something fails.
 | restore | reads its part of a checkpoint |
 | batch | packs its rows of the next batch, while it trains on this one |
 | step | trains on the oldest batch that it has |
-| published, published base | makes the weights in the engines' format |
-| write version | writes its part of what was made last |
+| publish, publish_base | makes the weights in the engines' format |
+| write_version | writes its part of what was made last |
 | logprobs | computes those of other trajectories |
 | save | begins to write its part of a checkpoint |
 """
 
 import collections
+from collections.abc import Mapping, Sequence
 import dataclasses
 import pathlib
 import threading
 from typing import Any
 
-import numpy as np
-
 from jaxrl_async.coordination import supervisor as supervisor_lib
-from jaxrl_async.coordination import version_files
+from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import assembly
@@ -37,7 +36,6 @@ from jaxrl_async.run import trainer_facts
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
-from jaxrl_async.training import segments as segments_lib
 
 
 def follow(
@@ -59,12 +57,12 @@ def follow(
 
   def pass_on() -> None:
     stop.wait(threading.TIMEOUT_MAX)
-    world.ask_to_stop()
+    world.report(world_lib.STOP)
 
   with stop.on_signals(lambda message: None):
     supervisor_lib.start_thread("stop request", pass_on, lambda error: None)
-    for message, made in world.follow(follower.receive):
-      follower.do(message, made)
+    for command, arguments in world.follow(follower.receive):
+      follower.do(command, arguments)
 
 
 class _Follower:
@@ -88,41 +86,17 @@ class _Follower:
     self._published: Any = None
 
   def receive(
-    self, message: dict[str, Any], arrays: dict[str, np.ndarray]
-  ) -> packing.PackedBatch:
-    """Pack the rows that a message brings."""
+    self, command: str, arguments: Mapping[str, Any]
+  ) -> Mapping[str, Any]:
+    """Pack the rows that a command brings."""
+    if "segments" not in arguments:
+      return arguments
     self._begun.wait()
-    return self._trainer.placed(segments_lib.from_message(message, arrays))
+    return {"batch": self._trainer.placed(arguments["segments"])}
 
-  def do(self, message: dict[str, Any], made: Any) -> None:
-    """Do what a message says."""
-    if message["command"] == "begin":
-      self._begin(message["attention"])
-      return
-    trainer = self._trainer
-    match message["command"]:
-      case "start":
-        self._start(frozenset(message["evaluated"]))
-      case "restore":
-        self._restore(message["what"], pathlib.Path(message["path"]))
-      case "batch":
-        self._batches.append(made)
-      case "step":
-        # No groups: metrics are made of them in process 0.
-        trainer.run_programs(message["step"], self._batches.popleft())
-      case "published":
-        self._published = trainer.published()
-      case "published base":
-        self._published = trainer.published_base()
-      case "write version":
-        published, self._published = self._published, None
-        version_files.write_part(pathlib.Path(message["path"]), published)
-      case "logprobs":
-        trainer.logprobs_of(made)
-      case "save":
-        self._save(message["what"], pathlib.Path(message["path"]))
-      case unknown:
-        raise ValueError(f"unknown command {unknown}")
+  def do(self, command: str, arguments: Mapping[str, Any]) -> None:
+    """Do what a command says."""
+    getattr(self, f"_{command}")(**arguments)
 
   def _begin(self, attention: str) -> None:
     self._setup = dataclasses.replace(self._setup, attention=attention)
@@ -131,12 +105,32 @@ class _Follower:
     )
     self._begun.set()
 
-  def _start(self, evaluated: frozenset[str]) -> None:
-    setup = dataclasses.replace(self._setup, evaluated=evaluated)
+  def _start(self, evaluated: Sequence[str]) -> None:
+    setup = dataclasses.replace(self._setup, evaluated=frozenset(evaluated))
     params = assembly.warm_start(setup, lambda step, loss: None)
     if setup.model.lora is not None:
       params = initial_params.with_adapters(params, setup)
     self._trainer.start(initial_params.of_models(setup, params))
+
+  def _batch(self, batch: packing.PackedBatch) -> None:
+    self._batches.append(batch)
+
+  def _step(self, step: int) -> None:
+    # No groups: metrics are made of them in process 0.
+    self._trainer.run_programs(step, self._batches.popleft())
+
+  def _publish(self) -> None:
+    self._published = self._trainer.published()
+
+  def _publish_base(self) -> None:
+    self._published = self._trainer.published_base()
+
+  def _write_version(self, path: pathlib.Path) -> None:
+    published, self._published = self._published, None
+    weight_transfer.write_part(path, published)
+
+  def _logprobs(self, batch: packing.PackedBatch) -> None:
+    self._trainer.logprobs_of(batch)
 
   def _restore(self, what: str, path: pathlib.Path) -> None:
     trainer = self._trainer

@@ -54,7 +54,7 @@ def announce(
 
   def tell(path: pathlib.Path) -> None:
     if world is not None:
-      world.tell(command, what=what, path=str(path))
+      world.tell(command, what=what, path=path)
 
   return tell
 

@@ -92,12 +92,7 @@ def connect(
   # Nobody joins a cluster that was started here.
   wait_s = section.start_timeout_s if section.address else 0.0
   cluster.hosts.wait_for(num_needed, wait_s, check, session.progress.note)
-  cluster.hosts.check(
-    spec.versions,
-    spec.probe,
-    check,
-    needs_room=not cluster.has_waiting_replicas(),
-  )
+  cluster.hosts.check(spec.versions, spec.probe, check)
   return Remote(
     cluster=cluster, channels=channels, spec=spec, num_needed=num_needed
   )

@@ -127,7 +127,7 @@ def run(
   world = world or world_lib.alone()
   trainer_facts.check_size(config, world.size)
   trainer_facts.check_mesh(setup.train_mesh, world.size)
-  world.lead(stop.set, stop.clean_up)
+  world.lead(lambda report, arguments: stop.set(), lambda why: stop.clean_up())
   stop.before_ending_now(lambda: world.close("ended at once", 130))
   with (
     progress_lib.Progress(config.train.num_steps) as progress,

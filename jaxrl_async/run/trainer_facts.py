@@ -78,15 +78,17 @@ def facts(config: sections.Config, workdir: pathlib.Path) -> dict[str, Any]:
 
 def shared(
   config: sections.Config, workdir: pathlib.Path
-) -> list[pathlib.Path]:
-  """Return the directories that all processes write to; the workdir is first.
+) -> dict[str, pathlib.Path]:
+  """Return the directories that all processes write to, by their settings.
 
   Without `transfer.directory` the processes of one host use its memory, and
   those of several hosts the workdir.
   """
-  directories = [workdir]
+  directories = {"workdir": workdir}
   if config.transfer.directory:
-    directories.append(pathlib.Path(config.transfer.directory).absolute())
+    directories["transfer.directory"] = pathlib.Path(
+      config.transfer.directory
+    ).absolute()
   return directories
 
 

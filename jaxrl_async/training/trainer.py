@@ -335,13 +335,13 @@ class Trainer:
 
     With a base these are the adapters alone.
     """
-    self.world.tell("published")
+    self.world.tell("publish")
     with self._busy.record("publish"):
       return jax.block_until_ready(self._publish(self._changing(self.state)))
 
   def published_base(self) -> transformer.Params:
     """Return a copy of the policy's base in the engines' format."""
-    self.world.tell("published base")
+    self.world.tell("publish_base")
     return jax.block_until_ready(self._publish_base(self.state.policy.frozen))
 
   def prepare(
@@ -376,7 +376,7 @@ class Trainer:
     if self.world.size > 1:
       rows = batch_parts.rows_of_processes(segments.shape, self._batch_sharding)
       parts = [
-        segments.of_rows(rows.get(rank, [])).message()
+        {"segments": segments.of_rows(rows.get(rank, []))}
         for rank in range(self.world.size)
       ]
       self.world.tell(command, parts)

@@ -20,10 +20,10 @@ DEADLINE_S = 30.0
 # A launcher forks, which a process with JAX's threads must not.
 RUN = """
 import json, os, pathlib, sys
-sys.path.insert(0, sys.argv[1])
-from jaxrl_async.coordination import local_world
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/launch"]
+import trainer_world
 
-local_world._GRACE_S = 1.0
+trainer_world._GRACE_S = 1.0
 directory, program, logs = sys.argv[2:]
 starts, notes = [0, 0], []
 
@@ -32,11 +32,9 @@ def command(rank, address):
   starts[rank] += 1
   return [sys.executable, "-c", program], os.environ | own
 
-addresses = iter("abcdef")
-code = local_world.run(
+code = trainer_world.run(
   command,
   2,
-  address=lambda: next(addresses),
   max_restarts=2,
   note=notes.append,
   logs=pathlib.Path(logs) if logs else None,
@@ -117,9 +115,10 @@ def test_each_start_has_an_address_of_its_own(run, tmp_path):
   found = {
     path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file()
   }
-  assert found == {
-    f"{start}-{rank}": "abc"[start] for start in range(3) for rank in range(2)
-  }
+  assert len(found) == 6
+  addresses = [found[f"{start}-0"] for start in range(3)]
+  assert addresses == [found[f"{start}-1"] for start in range(3)]
+  assert len({*addresses}) == 3
 
 
 def test_others_print_to_their_own_files(run, tmp_path):
@@ -130,10 +129,10 @@ def test_others_print_to_their_own_files(run, tmp_path):
 
 LAUNCHER = """
 import os, sys
-sys.path.insert(0, sys.argv[1])
-from jaxrl_async.coordination import local_world
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/launch"]
+import trainer_world
 
-local_world._GRACE_S = 0.5
+trainer_world._GRACE_S = 0.5
 PROGRAM = '''
 import os, signal, sys, time
 rank = int(sys.argv[1])
@@ -149,8 +148,8 @@ sys.exit(130)
 def command(rank, address):
   return [sys.executable, "-c", PROGRAM, str(rank), sys.argv[2]], os.environ
 
-sys.exit(local_world.run(
-  command, 2, address=lambda: "", max_restarts=2, note=print
+sys.exit(trainer_world.run(
+  command, 2, max_restarts=2, note=print
 ))
 """
 
