@@ -16,7 +16,6 @@ import tiny
 
 from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
-from jaxrl_async.coordination import schedule
 
 many = settings(
   max_examples=1000,
@@ -60,7 +59,7 @@ class CheckedBuffer(buffer_lib.Buffer):
   def try_admit(self, engine_version):
     deadlines = [*self.deadlines(), engine_version + self._max_staleness]
     admission = super().try_admit(engine_version)
-    assert (admission is not None) == schedule.is_schedulable(
+    assert (admission is not None) == buffer_lib.is_schedulable(
       deadlines, self._next_step, self._groups_per_step
     )
     assert admission is None or admission.deadline == deadlines[-1]
@@ -70,7 +69,7 @@ class CheckedBuffer(buffer_lib.Buffer):
     p = self._groups_per_step
     finished = [g for heap in self._finished.values() for _, g in heap]
     oldest = sorted(finished, key=urgency)[:p]
-    is_allowed = len(oldest) == p and schedule.is_schedulable(
+    is_allowed = len(oldest) == p and buffer_lib.is_schedulable(
       self.deadlines(taken=oldest), step + 1, p
     )
     batch = super().get_batch(step, timeout_s)
@@ -436,10 +435,10 @@ outstanding = st.fixed_dictionaries(
 def test_schedulable_is_what_halls_condition_and_the_counts_say(kwargs):
   deadlines, p = kwargs["deadlines"], kwargs["groups_per_step"]
   for step in range(2, 7):
-    is_schedulable = schedule.is_schedulable(deadlines, step, p)
+    is_schedulable = buffer_lib.is_schedulable(deadlines, step, p)
     assert is_schedulable == fits(deadlines, step, p)
     num_due = collections.Counter(deadlines)
-    assert is_schedulable == schedule.fits(num_due, step, p)
+    assert is_schedulable == buffer_lib.fits(num_due, step, p)
 
 
 @given(outstanding)

@@ -17,7 +17,6 @@ from simulation import surroundings
 
 from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import ledger as ledger_lib
-from jaxrl_async.coordination import schedule
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.reporting import metrics as metrics_lib
@@ -121,9 +120,9 @@ def test_a_bound_that_is_one_too_large_is_found(monkeypatch):
 
 
 def test_a_batch_that_leaves_too_much_behind_is_found(monkeypatch):
-  fits = schedule.fits
+  fits = buffer_lib.fits
   monkeypatch.setattr(
-    schedule,
+    buffer_lib,
     "fits",
     lambda num_due, step, groups_per_step: fits(
       num_due, max(0, step - 1), groups_per_step

@@ -10,7 +10,6 @@ import pytest
 import test_ledger
 
 from jaxrl_async.coordination import run_schedule
-from jaxrl_async.coordination import stored_trajectories
 from jaxrl_async.storage import disk
 
 
@@ -37,7 +36,7 @@ def add(stored, *steps):
 
 def test_what_a_full_disk_refuses_is_written_when_there_is_room(tmp_path):
   notes = []
-  stored = stored_trajectories.StoredTrajectories(tmp_path, 0, notes.append)
+  stored = run_schedule.StoredTrajectories(tmp_path, 0, notes.append)
   add(stored, 0)
   with disks.files_of_at_most(100):
     add(stored, 1, 2)
@@ -53,12 +52,12 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_room(tmp_path):
 
 
 def test_a_name_that_is_not_confirmed_is_given_again(tmp_path, monkeypatch):
-  stored = stored_trajectories.StoredTrajectories(tmp_path, 0, lambda text: 0)
+  stored = run_schedule.StoredTrajectories(tmp_path, 0, lambda text: 0)
   sync_names = disk.sync_names
 
   def once(directory):
     sync_names(directory)
-    if directory.name == stored_trajectories.DIRECTORY:
+    if directory.name == run_schedule.TRAJECTORIES:
       monkeypatch.undo()
       raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -98,8 +97,8 @@ def test_nothing_is_written_where_another_workdir_lies(tmp_path):
 
 
 def test_no_more_than_a_limit_is_kept(tmp_path, monkeypatch):
-  stored = stored_trajectories.StoredTrajectories(tmp_path, 0, lambda text: 0)
-  monkeypatch.setattr(stored_trajectories, "_MOST_KEPT", 3000)
+  stored = run_schedule.StoredTrajectories(tmp_path, 0, lambda text: 0)
+  monkeypatch.setattr(run_schedule, "_MOST_KEPT", 3000)
   with disks.files_of_at_most(100):
     add(stored, 0)
     with pytest.raises(disk.StorageError):
@@ -109,10 +108,10 @@ def test_no_more_than_a_limit_is_kept(tmp_path, monkeypatch):
 
 
 def test_a_start_removes_what_came_after_its_checkpoint(tmp_path):
-  stored = stored_trajectories.StoredTrajectories(tmp_path, 0)
+  stored = run_schedule.StoredTrajectories(tmp_path, 0)
   add(stored, 0, 1, 2)
   (tmp_path / "trajectories" / "1.incomplete").mkdir()
-  stored_trajectories.StoredTrajectories(tmp_path, 2)
+  run_schedule.StoredTrajectories(tmp_path, 2)
   assert names(tmp_path) == ["0", "1"]
   check(tmp_path, 0, 1)
 
@@ -125,7 +124,7 @@ def test_files_and_names_have_reached_the_disk(tmp_path, monkeypatch):
     fsync(descriptor)
 
   monkeypatch.setattr(os, "fsync", record)
-  add(stored_trajectories.StoredTrajectories(tmp_path, 0), 0)
+  add(run_schedule.StoredTrajectories(tmp_path, 0), 0)
   directory = tmp_path / "trajectories"
   files = {path.name for path in (directory / "0").iterdir()}
   *of_files, incomplete, last = synced

@@ -312,14 +312,16 @@ def test_the_others_end_when_a_process_is_killed(rank, tmp_path):
 
 
 WORLD = """
-import os, pathlib, sys
-sys.path[:0] = [sys.argv[2], sys.argv[3]]
+import os, sys
+sys.path.insert(0, sys.argv[3])
 import trainer_world
-import test_trainer_processes as tests
 
 def command(rank, address):
-  line = tests.command(sys.argv[1], rank, 2, address, num_steps=8, slow_s=0.2)
-  return line, tests.ENVIRONMENT
+  return [
+    *(sys.executable, sys.argv[2], f"--workdir={sys.argv[1]}"),
+    *("--num_steps=8", "--slow_s=0.2", "--num_processes=2"),
+    *(f"--process_id={rank}", f"--coordinator_address={address}"),
+  ], os.environ
 
 sys.exit(trainer_world.run(
   command,
@@ -337,7 +339,7 @@ def test_all_are_started_again_from_the_checkpoint_when_one_dies(tmp_path):
   with open(tmp_path / "out-0", "w") as out:
     launcher = subprocess.Popen(
       [
-        *(sys.executable, "-c", WORLD, str(tmp_path), str(SCRIPT.parent)),
+        *(sys.executable, "-c", WORLD, str(tmp_path), str(SCRIPT)),
         str(SCRIPT.parents[1] / "launch"),
       ],
       env=ENVIRONMENT | {"PYTHONPATH": str(SCRIPT.parents[1])},

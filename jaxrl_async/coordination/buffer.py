@@ -7,10 +7,24 @@ or dropped. Its birth is the version that its engine held at admission. Its
 deadline is birth + max_staleness.
 
 Predicate. The groups are schedulable at s if every step from s on can take P
-of them, oldest deadline first, and none of them after its deadline. `schedule`
-has the definition, and the test by counts that the buffer makes. There are few
-distinct deadlines. None is below s (see the bound). None is above s + m, where
-m is the largest max_staleness under which an outstanding group was admitted.
+of them, oldest deadline first, and none of them after its deadline. With the
+deadlines d_0 <= d_1 <= ... that is
+
+  d_j >= s + j // P   for every j.
+
+Counts. Let n(d) be the number of groups whose deadline is d or earlier. The
+groups are schedulable at s if and only if
+
+  n(d) <= (d - s + 1) * P   for every deadline d that occurs,
+
+that is, if the groups that are due by d fit into the steps s to d. Proof: the
+last group with deadline d has j = n(d) - 1. For integers, d >= s + j // P is
+equivalent to j < (d - s + 1) * P. The other groups with this deadline have a
+smaller j. The buffer therefore counts its groups by deadline and decides from
+these counts (`fits`). `is_schedulable` is the definition, and the tests compare
+the two. There are few distinct deadlines. None is below s (see the bound). None
+is above s + m, where m is the largest max_staleness under which an outstanding
+group was admitted.
 
 Invariant. The outstanding groups are schedulable at s. It holds because
 
@@ -80,7 +94,7 @@ the new group has the latest deadline.
 """
 
 import collections
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import heapq
 import operator
@@ -89,11 +103,30 @@ import time
 from typing import TypeVar
 
 from jaxrl_async import types
-from jaxrl_async.coordination import schedule
 
 R = TypeVar("R")
 
 _OLDEST_FIRST = operator.attrgetter("deadline", "index")
+
+
+def is_schedulable(
+  deadlines: Iterable[int], step: int, groups_per_step: int
+) -> bool:
+  """Return whether d_j >= step + j // P; the deadlines may be in any order."""
+  return all(
+    deadline >= step + j // groups_per_step
+    for j, deadline in enumerate(sorted(deadlines))
+  )
+
+
+def fits(num_due: Mapping[int, int], step: int, groups_per_step: int) -> bool:
+  """Do what `is_schedulable` does, given the number of groups per deadline."""
+  num_groups = 0
+  for deadline in sorted(num_due):
+    num_groups += num_due[deadline]
+    if num_groups > (deadline - step + 1) * groups_per_step:
+      return False
+  return True
 
 
 class BufferClosed(RuntimeError):
@@ -437,7 +470,7 @@ class Buffer:
       )
     deadline = engine_version + self._max_staleness
     num_due = self._num_due + collections.Counter([deadline])
-    return schedule.fits(num_due, self._next_step, self._groups_per_step)
+    return fits(num_due, self._next_step, self._groups_per_step)
 
   def _find_batch(self, step: int) -> dict[int, int] | None:
     """Return how many finished groups of each deadline form the batch, if any.
@@ -453,7 +486,7 @@ class Buffer:
       num_missing -= oldest[deadline]
       if not num_missing:
         rest = self._num_due - collections.Counter(oldest)
-        is_in_time = schedule.fits(rest, step + 1, self._groups_per_step)
+        is_in_time = fits(rest, step + 1, self._groups_per_step)
         return oldest if is_in_time else None
     return None
 
