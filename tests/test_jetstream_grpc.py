@@ -103,7 +103,9 @@ def test_a_text_request_is_answered_with_text_and_token_ids(shared):
     pieces = received(decode(shared.stub, request, seed=seed))
     expected, _ = alone(prompt, seed=seed)
     assert tokens_of(pieces) == expected
-    assert "".join(text for text, _ in pieces) == TOKENIZER.decode(expected)
+    text = "".join(text for text, _ in pieces)
+    # What ends a sequence of the tiny engine is a line break in this tokenizer.
+    assert text.removesuffix("\n") == TOKENIZER.decode(expected)
 
 
 def long_call(server, **options):

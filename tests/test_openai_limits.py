@@ -94,6 +94,7 @@ def test_a_body_that_takes_long_to_read_keeps_nobody_waiting(
     return parse(kind, data, bounds)
 
   monkeypatch.setattr(protocol, "parse", slow_parse)
+  monkeypatch.setattr(bodies, "_SHORT_BYTES", 10_000)
   long = serving_world.body(user="x" * 15_000, seed=1)
   answers = []
   threads = [
@@ -119,71 +120,20 @@ def test_no_more_long_bodies_wait_than_are_read_soon(monkeypatch):
 
   async def read_four():
     reader, may_go_on = bodies.Reader(), threading.Event()
+    wait = reader.run, may_go_on.wait, serving_world.DEADLINE_S
     tasks = [
-      asyncio.ensure_future(
-        reader.run(size, may_go_on.wait, serving_world.DEADLINE_S)
-      )
-      for size in (1 << 20, 1 << 18, 1 << 20, 1 << 17)
+      asyncio.ensure_future(wait[0](1 << 20, *wait[1:])) for _ in range(3)
     ]
-    (refused,), _ = await asyncio.wait(
-      tasks, return_when=asyncio.FIRST_COMPLETED
-    )
-    assert refused is tasks[2]  # the largest of those that wait
+    await asyncio.sleep(0)
     with pytest.raises(errors.ApiError, match="too many") as raised:
-      refused.result()
+      await reader.run(1 << 20, int)
     assert raised.value.status == 429
     assert await reader.run(10, int) == 0
     may_go_on.set()
-    await asyncio.gather(*(task for task in tasks if task is not refused))
+    await asyncio.gather(*tasks)
     return await reader.run(1 << 20, int)
 
   assert asyncio.run(read_four()) == 0
-
-
-def test_the_shorter_of_two_long_bodies_is_read_first():
-  async def read():
-    reader, entered = bodies.Reader(), threading.Event()
-    may_go_on, order = threading.Event(), []
-
-    def hold():
-      entered.set()
-      assert may_go_on.wait(serving_world.DEADLINE_S)
-
-    tasks = [asyncio.ensure_future(reader.run(1 << 20, hold))]
-    await asyncio.to_thread(entered.wait, serving_world.DEADLINE_S)
-    for size in (1_000_000, 9_000, 500_000):
-      task = reader.run(size, order.append, size)
-      tasks.append(asyncio.ensure_future(task))
-    gone = asyncio.ensure_future(reader.run(10_000, order.append, "gone"))
-    await asyncio.sleep(0)
-    gone.cancel()
-    await asyncio.wait({gone})
-    may_go_on.set()
-    await asyncio.gather(*tasks)
-    return order
-
-  assert asyncio.run(read()) == [9_000, 500_000, 1_000_000]
-
-
-def test_a_long_body_is_read_in_the_end_whatever_comes_after_it(monkeypatch):
-  monkeypatch.setattr(bodies, "_DUE_BYTES_PER_S", 1e7)
-
-  async def read():
-    reader = bodies.Reader()
-
-    def short():
-      return asyncio.ensure_future(reader.run(9_000, time.sleep, 0.001))
-
-    busy = [short() for _ in range(3)]
-    long = asyncio.ensure_future(reader.run(1_000_000, int))
-    deadline_s = time.monotonic() + serving_world.DEADLINE_S
-    while not long.done() and time.monotonic() < deadline_s:
-      await asyncio.wait(busy, return_when=asyncio.FIRST_COMPLETED)
-      busy = [short() if task.done() else task for task in busy]
-    await asyncio.gather(*busy)
-    return long.done()
-
-  assert asyncio.run(read())
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
@@ -199,6 +149,7 @@ def test_a_body_whose_client_has_gone_is_not_read(serving, monkeypatch, path):
     return parse(kind, data, bounds)
 
   monkeypatch.setattr(protocol, "parse", slow_parse)
+  monkeypatch.setattr(bodies, "_SHORT_BYTES", 10_000)
   user = {"user": "x" * 15_000}
   make = serving_world.body if path == "completions" else serving_world.chat
   first, gone = (json.dumps(make(**user, seed=i)).encode() for i in (1, 2))
@@ -207,8 +158,8 @@ def test_a_body_whose_client_has_gone_is_not_read(serving, monkeypatch, path):
     try:
       assert entered.wait(serving_world.DEADLINE_S)
       with connection(serving, gone, path=path):
-        assert serving_world.wait_until(lambda: reader._waiting)
-      assert serving_world.wait_until(lambda: not reader._waiting)
+        assert serving_world.wait_until(lambda: reader._places._value == 14)
+      assert serving_world.wait_until(lambda: reader._places._value == 15)
     finally:
       may_go_on.set()
     long = serving_world.body(**user, seed=3)

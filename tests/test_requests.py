@@ -307,6 +307,57 @@ def test_a_full_queue_refuses_and_says_when_to_come_again():
   queue.submit(request(), Client())
 
 
+def places(max_requests=16, max_further_choices=20):
+  return requests_lib._Places(max_requests, max_further_choices)
+
+
+def test_many_choices_leave_room_for_a_single_one():
+  these = places()
+  these.take("a", 21)
+  assert "no room for 2 more" in these.refusal("b", 2)
+  for _ in range(13):
+    assert these.refusal("a", 1) is None
+    these.take("a", 1)
+
+
+def test_choices_that_have_ended_make_room():
+  these = places()
+  these.take("a", 21)
+  these.end_choice()
+  assert these.refusal("b", 2) is None
+  assert these.refusal("b", 3) is not None
+  these.leave("a", 20)
+  assert these.refusal("b", 21) is None
+
+
+def test_the_last_places_are_for_clients_that_hold_none():
+  these = places()
+  for _ in range(14):
+    assert these.refusal("a", 1) is None
+    these.take("a", 1)
+  assert "14 requests" in these.refusal("a", 1)
+  for client in ("b", "c"):
+    assert these.refusal(client, 1) is None
+    these.take(client, 1)
+  assert "16 requests" in these.refusal("d", 1)
+  these.leave("a", 1)
+  assert these.refusal("d", 1) is None
+
+
+def test_who_is_refused_comes_again_when_as_many_choices_have_ended(
+  monkeypatch,
+):
+  these, now_s = places(), [100.0]
+  monkeypatch.setattr(requests_lib.time, "monotonic", lambda: now_s[0])
+  assert these.retry_after_s(8) == 1.0  # nothing is known
+  these.take("a", 40)
+  for _ in range(20):
+    these.end_choice()
+    now_s[0] += 0.5
+  assert these.retry_after_s(6) == pytest.approx(6 * 0.5)
+  assert these.retry_after_s(1) == 1.0
+
+
 def test_a_draining_queue_finishes_what_it_has_and_takes_nothing():
   queue, scheduler = make_queue(), make_scheduler()
   client = Client()

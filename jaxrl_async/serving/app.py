@@ -84,7 +84,6 @@ class Service:
       max_body_bytes=self.limits.max_body_bytes,
     )
     self.reader = bodies.Reader()
-    self.renderer = bodies.Reader()  # a template may take seconds
     self.created_s = int(time.time())
     metrics.watch(queue)
 
@@ -152,9 +151,8 @@ class Service:
     self._check_ready()
     most_bytes = self.bounds.body_bytes(1)
     body = await bodies.receive(request, self.limits, most_bytes)
-    wanted, prompt = await bodies.while_connected(
-      request.receive, self._chat_prompt(body)
-    )
+    reading = self.reader.run(len(body), self._read_chat, body)
+    wanted, prompt = await bodies.while_connected(request.receive, reading)
     max_tokens = wanted.max_completion_tokens or wanted.max_tokens
     return self._answer(request, wanted, [prompt], max_tokens, wanted.logprobs)
 
@@ -188,14 +186,8 @@ class Service:
         503, "the server is not ready yet", headers={"retry-after": "5"}
       )
 
-  async def _chat_prompt(self, body: bytes) -> tuple[protocol.Chat, np.ndarray]:
-    wanted = await self.reader.run(len(body), self._read_chat, body)
-    text = await self.renderer.run(len(body), self._render, wanted)
-    prompt = await self.reader.run(len(text), self.tokens, text, "messages")
-    return wanted, prompt
-
-  # The next four methods may take long, so they run in the threads of `reader`
-  # and `renderer`.
+  # The next three methods may take long, so they run in the threads of
+  # `reader`.
 
   def _read_completion(
     self, body: bytes
@@ -207,22 +199,20 @@ class Service:
     self._check_count("n", num_prompts * wanted.n, "choices of all prompts")
     return wanted, [self.tokens(p, "prompt") for p in wanted.prompts]
 
-  def _read_chat(self, body: bytes) -> protocol.Chat:
+  def _read_chat(self, body: bytes) -> tuple[protocol.Chat, np.ndarray]:
     wanted = protocol.parse(protocol.Chat, body, self.bounds)
     self._check_model(wanted.model)
     self._check_count("n", wanted.n, "choices of all prompts")
     num_characters = sum(len(m.content) for m in wanted.messages)
     self.bounds.check_characters("messages", num_characters)
-    return wanted
-
-  def _render(self, wanted: protocol.Chat) -> str:
     messages = [m.model_dump(exclude_none=True) for m in wanted.messages]
     try:
-      return self.chat_template.render(messages)
+      text = self.chat_template.render(messages)
     except chat_template_lib.ChatTemplateError as error:
       raise errors.ApiError(
         400, f"messages: {error}", param="messages"
       ) from error
+    return wanted, self.tokens(text, "messages")
 
   def tokens(self, prompt: str | list[int], name: str) -> np.ndarray:
     """Return the token ids of a prompt, all of which are in the vocabulary.

@@ -10,11 +10,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent import futures
 import dataclasses
-import functools
 import json
-import operator
 import threading
-import time
 from typing import Any, TypeVar
 
 import pydantic_core
@@ -27,9 +24,8 @@ _BESIDES_BYTES = 1 << 16  # for everything but prompts and messages
 # The JSON around a message's text, or a token id and its comma.
 _MESSAGE_BYTES = 64
 _CHARACTER_BYTES = 12  # \ud83d\ude00
-_SHORT_BYTES = 1 << 13
+_SHORT_BYTES = 1 << 15
 _MOST_LONG = 16  # long bodies that wait to be parsed or are parsed
-_DUE_BYTES_PER_S = 1e5  # slower than any of them is parsed
 
 Result = TypeVar("Result")
 
@@ -223,37 +219,19 @@ def _only_different_names(pairs: list[tuple[str, Any]]) -> None:
     seen.add(name)
 
 
-@dataclasses.dataclass(eq=False)
-class _Turn:
-  """The place of a long body in the order of reading.
-
-  Attributes:
-    due_s: when it should be read at the latest. The earliest is next.
-    has_come: ends when the turn has come, or with the reason why it never will.
-  """
-
-  due_s: float
-  has_come: futures.Future = dataclasses.field(default_factory=futures.Future)
-
-
 class Reader:
   """Two threads that parse bodies and tokenize texts.
 
   Long bodies have a thread of their own, so that short ones do not wait for
-  them. They share a single thread, so that together they take no more than one
-  core. Each of them is due after a time in proportion to its length, and the
-  first that is due is next. So one that is not very long waits for none that
-  is, and none is overtaken forever.
+  them. They share it, so that together they take no more than one core.
 
-  Threads: any event loop may use it. The lock guards the turns.
+  Threads: any event loop may use it.
   """
 
   def __init__(self):
     self._short = futures.ThreadPoolExecutor(1, "short bodies")
     self._long = futures.ThreadPoolExecutor(1, "long bodies")
-    self._lock = threading.Lock()
-    self._waiting: list[_Turn] = []
-    self._current: _Turn | None = None
+    self._places = threading.Semaphore(_MOST_LONG)
 
   async def run(
     self, size: int, function: Callable[..., Result], *arguments: Any
@@ -268,50 +246,19 @@ class Reader:
       *arguments: of the function.
 
     Raises:
-      ApiError: too many long bodies that are due earlier are waiting.
+      ApiError: too many long bodies are waiting.
     """
-    call = functools.partial(function, *arguments)
     loop = asyncio.get_running_loop()
     if size <= _SHORT_BYTES:
-      return await loop.run_in_executor(self._short, call)
-    turn = _Turn(time.monotonic() + size / _DUE_BYTES_PER_S)
-    self._enter(turn)
+      return await loop.run_in_executor(self._short, function, *arguments)
+    if not self._places.acquire(blocking=False):
+      raise errors.ApiError(
+        429,
+        f"too many requests: {_MOST_LONG} long ones are waiting to be read",
+        code="queue_full",
+        headers={"retry-after": "1"},
+      )
     try:
-      await asyncio.wrap_future(turn.has_come)
-      return await loop.run_in_executor(self._long, call)
+      return await loop.run_in_executor(self._long, function, *arguments)
     finally:
-      self._leave(turn)
-
-  def _enter(self, turn: _Turn) -> None:
-    with self._lock:
-      self._waiting.append(turn)
-      self._call_next()
-      if len(self._waiting) < _MOST_LONG:
-        return
-      last = max(self._waiting, key=operator.attrgetter("due_s"))
-      self._waiting.remove(last)
-      if last.has_come.set_running_or_notify_cancel():
-        last.has_come.set_exception(
-          errors.ApiError(
-            429,
-            f"too many requests: {_MOST_LONG} long ones are waiting to be read",
-            code="queue_full",
-            headers={"retry-after": "1"},
-          )
-        )
-
-  def _leave(self, turn: _Turn) -> None:
-    with self._lock:
-      if turn in self._waiting:
-        self._waiting.remove(turn)
-      if turn is self._current:
-        self._current = None
-        self._call_next()
-
-  def _call_next(self) -> None:
-    while self._waiting and self._current is None:
-      turn = min(self._waiting, key=operator.attrgetter("due_s"))
-      self._waiting.remove(turn)
-      if turn.has_come.set_running_or_notify_cancel():
-        turn.has_come.set_result(None)
-        self._current = turn
+      self._places.release()

@@ -20,9 +20,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 import contextlib
 import http
-import math
 import secrets
-import threading
 import time
 from typing import Any
 
@@ -35,7 +33,7 @@ from jaxrl_async.engine import sampling
 from jaxrl_async.serving import app as app_lib
 from jaxrl_async.serving import client_request
 from jaxrl_async.serving import errors
-from jaxrl_async.text import stop_strings
+from jaxrl_async.serving import generation
 
 _api = jetstream_api.grpc_api()
 
@@ -44,9 +42,12 @@ _SHUTDOWN_S = 5
 _Context = Any
 _SETTINGS = {"temperature": float, "top_k": int, "top_p": float, "min_p": float}
 _STATUS = {
-  client_request.RequestError.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
-  client_request.RequestError.SHUT_DOWN: grpc.StatusCode.UNAVAILABLE,
-  client_request.RequestError.FAILED: grpc.StatusCode.INTERNAL,
+  400: grpc.StatusCode.INVALID_ARGUMENT,
+  401: grpc.StatusCode.UNAUTHENTICATED,
+  429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+  500: grpc.StatusCode.INTERNAL,
+  503: grpc.StatusCode.UNAVAILABLE,
+  504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 
 
@@ -75,62 +76,43 @@ class Orchestrator(_api.LLMOrchestrator):
 
   async def Decode(self, request: Any, context: _Context) -> AsyncIterator[Any]:
     """Stream a completion as it is written."""
-    given = _metadata(context).get("authorization", "")
-    if not self.service.has_key(given.encode()):
-      await context.abort(
-        grpc.StatusCode.UNAUTHENTICATED,
-        "the API key is missing or wrong; send it as authorization: Bearer ...",
-      )
-    if request is None:
-      await context.abort(
-        grpc.StatusCode.INVALID_ARGUMENT, "the message is not a DecodeRequest"
-      )
-    if not self.service.is_ready and not self.service.queue.is_draining:
-      await context.abort(grpc.StatusCode.UNAVAILABLE, "not ready yet")
-    loop = asyncio.get_running_loop()
-    updates: asyncio.Queue[client_request.Update] = asyncio.Queue()
-
-    def on_update(update: client_request.Update) -> None:
-      # If the loop was closed in the meantime, nobody waits for the update.
-      with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(updates.put_nowait, update)
-
+    service = self.service
     try:
+      given = _metadata(context).get("authorization", "")
+      if not service.has_key(given.encode()):
+        raise errors.ApiError(
+          401,
+          "the API key is missing or wrong; send it as authorization: Bearer"
+          " ...",
+        )
+      if request is None:
+        raise ValueError("the message is not a DecodeRequest")
+      if not service.is_ready and not service.queue.is_draining:
+        raise errors.ApiError(503, "not ready yet")
       wanted, is_text = await self._read(request, context)
-      handle = self.service.queue.submit(wanted, on_update)
-    except errors.ApiError as error:
-      is_full = error.status == http.HTTPStatus.TOO_MANY_REQUESTS
-      code = grpc.StatusCode.INVALID_ARGUMENT
-      await context.abort(
-        grpc.StatusCode.RESOURCE_EXHAUSTED if is_full else code, error.message
+      writing = generation.Generation(
+        service.queue, service.tokenizer, wanted, has_token_texts=False
       )
+      writing.submit()
+      # Called at the end of the call, also if the client disconnects or the
+      # deadline passes.
+      context.add_done_callback(lambda _: writing.cancel())
+      while (piece := await writing.next()) is not None:
+        tokens = piece.tokens
+        if piece.finish_reason is types.FinishReason.EOS:
+          tokens = tokens[:-1]
+        text = piece.text if is_text else ""
+        if text or tokens:
+          yield _response(text, tokens)
     except ValueError as error:
       await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-    except client_request.Draining as error:
-      await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
-    except client_request.QueueFull as error:
-      pushback_ms = math.ceil(1000 * error.retry_after_s)
-      context.set_trailing_metadata(
-        (("grpc-retry-pushback-ms", str(pushback_ms)),)
-      )
-      await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-    # Called at the end of the call, also if the client disconnects or the
-    # deadline passes.
-    context.add_done_callback(lambda _: self.service.queue.cancel(handle))
-    text = (
-      stop_strings.CompletionText(self.service.tokenizer) if is_text else None
-    )
-    finish_reason = None
-    while finish_reason is None:
-      update = await updates.get()
-      if update.error is not None:
-        error = client_request.RequestError(update.error)
-        await context.abort(_STATUS[error], error.value)
-      finish_reason = update.finish_reason
-      sample = _sample(update, text)
-      if sample.text or sample.token_ids:
-        content = _api.messages.DecodeResponse.StreamContent(samples=[sample])
-        yield _api.messages.DecodeResponse(stream_content=content)
+    except errors.ApiError as error:
+      if error.status == http.HTTPStatus.TOO_MANY_REQUESTS:
+        pushback_ms = 1000 * int(error.headers["retry-after"])
+        context.set_trailing_metadata(
+          (("grpc-retry-pushback-ms", str(pushback_ms)),)
+        )
+      await context.abort(_STATUS[error.status], str(error.message))
 
   async def _read(
     self, request: Any, context: _Context
@@ -200,7 +182,6 @@ class GrpcServer:
       RuntimeError: the address cannot be bound.
     """
     self.has_started = False
-    self._ended = threading.Event()
     self._stopping = asyncio.Event()
     self._loop = asyncio.new_event_loop()
 
@@ -239,16 +220,11 @@ class GrpcServer:
       self._loop.run_until_complete(serve())
     finally:
       self._loop.close()
-      self._ended.set()
 
   def stop(self) -> None:
     """Accept no new calls; those in progress have a few seconds left."""
     with contextlib.suppress(RuntimeError):  # the loop has ended
       self._loop.call_soon_threadsafe(self._stopping.set)
-
-  def wait(self, timeout_s: float) -> bool:
-    """Wait for the end of `run`; return False after the timeout."""
-    return self._ended.wait(timeout_s)
 
 
 def _handlers(servicer: Orchestrator) -> grpc.GenericRpcHandler:
@@ -304,18 +280,8 @@ def _number(kind: type, name: str, text: str) -> Any:
     ) from None
 
 
-def _sample(
-  update: client_request.Update, text: stop_strings.CompletionText | None
-) -> Any:
-  """Return an update in JetStream's format, with text if `text` is given."""
-  tokens = update.tokens
-  if update.finish_reason is types.FinishReason.EOS:
-    tokens = tokens[:-1]
-  shown = ""
-  if text is not None:
-    shown = text.add(tokens)
-    if update.finish_reason is not None:
-      shown += text.finish()
-  return _api.messages.DecodeResponse.StreamContent.Sample(
-    text=shown, token_ids=tokens
-  )
+def _response(text: str, tokens: list[int]) -> Any:
+  """Return newly written tokens in JetStream's format."""
+  content = _api.messages.DecodeResponse.StreamContent
+  sample = content.Sample(text=text, token_ids=tokens)
+  return _api.messages.DecodeResponse(stream_content=content(samples=[sample]))

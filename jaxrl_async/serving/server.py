@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import threading
 from typing import Any
 
 import uvicorn
@@ -76,7 +75,6 @@ class HttpServer:
       self._socket.close()
       raise
     self.port = self._socket.getsockname()[1]
-    self._ended = threading.Event()
     # Otherwise asyncio logs every client that disconnects while it is answered.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     self._server = uvicorn.Server(
@@ -102,7 +100,6 @@ class HttpServer:
       asyncio.run(self._server.serve(sockets=[self._socket]))
     finally:
       self._socket.close()
-      self._ended.set()
 
   @property
   def has_started(self) -> bool:
@@ -112,7 +109,3 @@ class HttpServer:
   def stop(self) -> None:
     """Accept no new connections; running answers have a few seconds left."""
     self._server.should_exit = True
-
-  def wait(self, timeout_s: float) -> bool:
-    """Wait for the end of `run`; return False after the timeout."""
-    return self._ended.wait(timeout_s)
