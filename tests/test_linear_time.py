@@ -139,43 +139,27 @@ def parts(n):
 
 
 BODIES = {
-  "names": completion(8_000, lambda n: json_object(names(n))),
   "names, the last one twice": completion(
     8_000, lambda n: json_object(names(n) + names(n)[-1:])
   ),
   "names in an inner object": completion(
     8_000, lambda n: b'{"metadata": ' + json_object(names(n)) + b"}"
   ),
-  "one long name": completion(100_000, lambda n: b'{"%s": 1}' % (b"x" * n)),
   "objects": completion(4_000, lambda n: fields(prompt=[{}] * n)),
-  "token ids": completion(20_000, lambda n: fields(prompt=[5] * n)),
   "lists of token ids": completion(4_000, lambda n: fields(prompt=[[5]] * n)),
-  "texts": completion(10_000, lambda n: fields(prompt=["a"] * n)),
   "escapes": completion(
     100_000, lambda n: b'{"prompt": "%s"}' % (rb"\ud83d\ude00" * n)
-  ),
-  "end tokens": completion(
-    20_000, lambda n: fields(prompt="a", stop_token_ids=[5] * n)
   ),
   "nested lists": completion(
     60, lambda n: b"[%s0]" % (b"%s%s," % (b"[" * 150, b"]" * 150) * n)
   ),
-  "lists that do not end": completion(100_000, lambda n: b"[" * n),
   "objects that do not end": completion(20_000, lambda n: b'{"a":' * n),
   "one long integer": completion(
     100_000, lambda n: b'{"seed": %s}' % (b"9" * n)
   ),
-  "long integers": completion(
-    20, lambda n: b'{"prompt": [%s0]}' % (b"%s," % (b"9" * 4_000) * n)
-  ),
-  "one long fraction": completion(
-    100_000, lambda n: b'{"top_p": 0.%s}' % (b"9" * n)
-  ),
   "fractions": completion(
     8_000, lambda n: b'{"prompt": [%s0]}' % (b"123456789012345678e-300," * n)
   ),
-  "spaces": completion(200_000, lambda n: b" " * n),
-  "lines before a mistake": completion(200_000, lambda n: b"\n" * n + b"x"),
   "messages": http_body(protocol.Chat, 500, messages),
   "parts of a message": http_body(protocol.Chat, 1_000, parts),
 }
@@ -243,14 +227,10 @@ BYTES = tokenizer_lib.Tokenizer(
   byte_level(), eos_token="</s>", pad_token="</s>"
 )
 TEXTS = {
-  "letters": "e",
   "spaces": " ",
   "lines and spaces": "\n ",
-  "marks": "!",
   "emoji": "\U0001f600",
-  "accents": "\u0301",
   "words": "the stop ",
-  "special tokens": "</s>",
   "beginnings of special tokens": "</",
 }
 

@@ -79,14 +79,3 @@ def test_a_run_takes_a_reward_from_a_file_beside_it(tmp_path):
   for step in map(json.loads, lines[1:]):
     mean = step["completion/tokens_mean"] / 100
     assert step["reward/mean"] == pytest.approx(mean)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(TIMEOUT_S)
-def test_a_reward_that_does_not_exist_is_one_line(tmp_path):
-  ran = train(
-    tmp_path, "--workdir=run", "--config.task.reward=my_reward:length"
-  )
-  (line,) = [x for x in ran.stderr.splitlines() if x.startswith("error: ")]
-  assert line.startswith("error: task.reward: 'my_reward:length' cannot be")
-  assert ran.returncode == 1

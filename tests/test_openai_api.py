@@ -1,8 +1,5 @@
 """The HTTP interface, asked by the official client over a real connection."""
 
-import asyncio
-
-import openai
 import pytest
 import serving_world
 import tiny
@@ -102,26 +99,6 @@ def test_a_streamed_completion_is_the_same_in_pieces(client, seed):
   assert whole.usage.prompt_tokens == len(serving_world.PROMPT) + 2
 
 
-def test_equal_prompts_are_answered_differently_with_and_without_a_seed(client):
-  def texts(**options):
-    done = client.completions.create(
-      model="tiny", prompt=["ab"] * 4, n=2, max_tokens=17, **options
-    )
-    return [choice.text for choice in done.choices]
-
-  seeded = texts(seed=5)
-  assert texts(seed=5) == seeded
-  assert seeded == [
-    serving_world.TOKENIZER.decode(
-      serving_world.alone("ab", seed=5, choice=i, max_tokens=17)[0]
-    )
-    for i in range(8)
-  ]
-  drawn = texts()
-  assert len(set(drawn)) > 2
-  assert drawn != seeded
-
-
 def test_token_ids_and_texts_are_the_same_prompt(client):
   ids = serving_world.TOKENIZER.encode(serving_world.PROMPT).tolist()
   texts = {
@@ -214,26 +191,3 @@ def test_a_stop_string_ends_the_text_before_it(client, stream):
     assert done.usage.completion_tokens == text.index(stop) + 3
   assert got == text[: text.index(stop)]
   assert reason == "stop"
-
-
-def test_many_async_clients_get_each_their_own(serving):
-  async def ask_all():
-    async with openai.AsyncOpenAI(
-      base_url=f"{serving.url}/v1", api_key=serving_world.KEY, max_retries=0
-    ) as client:
-
-      async def ask(seed):
-        wanted = {"model": "tiny", "prompt": serving_world.PROMPT, "seed": seed}
-        if seed % 2:
-          stream = await client.completions.create(**wanted, stream=True)
-          return "".join([e.choices[0].text async for e in stream])
-        done = await client.completions.create(**wanted)
-        return done.choices[0].text
-
-      return await asyncio.gather(*map(ask, range(12)))
-
-  texts = asyncio.run(ask_all())
-  for seed in (0, 1, 6, 11):
-    assert texts[seed] == serving_world.TOKENIZER.decode(
-      serving_world.alone(seed=seed)[0]
-    )

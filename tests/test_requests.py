@@ -10,7 +10,6 @@ import pytest
 import tiny
 
 from jaxrl_async import types
-from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.engine import sampling
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.serving import client_request
@@ -295,18 +294,6 @@ def test_what_a_client_was_told_is_already_counted(is_late):
   assert counts == [(0, 1) if is_late else (1, 0)]
 
 
-def test_a_full_queue_refuses_and_says_when_to_come_again():
-  queue, scheduler = make_queue(max_waiting=2), make_scheduler()
-  for seed in (1, 2):
-    queue.submit(request(seed=seed), Client())
-  with pytest.raises(client_request.QueueFull) as refused:
-    queue.submit(request(), Client())
-  assert refused.value.retry_after_s >= 1
-  assert queue.stats.refused == 1
-  drive(queue, scheduler)
-  queue.submit(request(), Client())
-
-
 def places(max_requests=16, max_further_choices=20):
   return requests_lib._Places(max_requests, max_further_choices)
 
@@ -356,19 +343,6 @@ def test_who_is_refused_comes_again_when_as_many_choices_have_ended(
     now_s[0] += 0.5
   assert these.retry_after_s(6) == pytest.approx(6 * 0.5)
   assert these.retry_after_s(1) == 1.0
-
-
-def test_a_draining_queue_finishes_what_it_has_and_takes_nothing():
-  queue, scheduler = make_queue(), make_scheduler()
-  client = Client()
-  queue.submit(request(), client)
-  queue.drain()
-  with pytest.raises(client_request.Draining):
-    queue.submit(request(), Client())
-  assert not queue.is_empty
-  drive(queue, scheduler)
-  assert client.written() == alone(request())
-  assert queue.is_empty
 
 
 @pytest.mark.parametrize(
@@ -511,25 +485,3 @@ def test_stopping_the_loop_ends_unfinished_requests_with_an_error():
   assert queue.is_empty
   with pytest.raises(client_request.Draining):
     queue.submit(request(), Client())
-
-
-def test_a_failure_in_the_loop_fails_all_requests_and_is_raised():
-  queue, scheduler = make_queue(), make_scheduler(cls=tiny.SteppedScheduler)
-
-  def fail(num_steps):
-    raise ArithmeticError("broken device")
-
-  scheduler.after_step = fail
-  clients = [Client(), Client()]
-  for seed, client in enumerate(clients):
-    queue.submit(request(seed=seed), client)
-  this = supervisor_lib.Supervisor(lambda error: None)
-  this.spawn("serve loop", serve_loop_lib.ServeLoop(queue, scheduler).run)
-  assert this.join(DEADLINE_S) == []
-  with pytest.raises(
-    supervisor_lib.ThreadFailed, match="serve loop failed: broken"
-  ):
-    this.check()
-  for client in clients:
-    assert client.updates[-1].error == client_request.RequestError.FAILED
-  assert queue.is_empty

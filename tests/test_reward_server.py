@@ -167,22 +167,13 @@ def test_a_server_may_answer_all_that_a_reward_has(score):
   ("answer", "reason"),
   [
     ("garbage", "error: ServerError: it answered 'garbage', no JSON"),
-    ("", "error: ServerError: it answered '', no JSON"),
-    ("[]", "error: ServerError: it answered '[]', no list of 1 scores"),
     ("[1, 2]", "error: ServerError: it answered '[1, 2]', no list of 1 scores"),
     ("1.0", "error: ServerError: it answered '1.0', no list of 1 scores"),
     ("[NaN]", "nan: the scorer returned nan"),
-    ("[1e999]", "nan: the scorer returned inf"),
-    ("[null]", "error: the scorer returned None, no number"),
-    ('["good"]', "error: the scorer returned 'good', no number"),
     ("[{}]", "error: ServerError: it answered an object without a score"),
     (
       '[{"score": 1, "part": {}}]',
       "error: ServerError: it answered an object with 'part'",
-    ),
-    (
-      '[{"score": 1, "parts": 1}]',
-      "error: the scorer returned 1 as parts, no mapping",
     ),
     (
       '[{"score": 1, "token_scores": {"x": 1}}]',

@@ -3,7 +3,6 @@
 import functools
 import types as py_types
 
-import jax
 import metrics_page
 from ml_collections import config_dict
 import numpy as np
@@ -18,7 +17,6 @@ from jaxrl_async.rewards import mathematics
 from jaxrl_async.rewards import sandbox as sandbox_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rewards import term as term_lib
-from jaxrl_async.run import checks
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import reward_terms
 
@@ -306,18 +304,6 @@ def test_a_run_that_scores_code_says_how_programs_are_kept_in(monkeypatch):
   assert asked == [False, True]
   box = py_types.SimpleNamespace(kind=sandbox_lib.Kind.UNSAFE)
   assert reward_terms.try_out(terms)[1].startswith("WARNING: there is no")
-
-
-def test_code_as_a_term_needs_a_sandbox_too(monkeypatch):
-  def nothing_works(**options):
-    raise sandbox_lib.SandboxError("no sandbox works on this machine")
-
-  monkeypatch.setattr(sandbox_lib, "find", nothing_works)
-  config = sections.Config(task=task(tests={"function": "code"}))
-  with pytest.raises(
-    sections.ConfigError, match="^task.rewards.tests: no sandbox works"
-  ):
-    checks.checked(config, jax.devices())
 
 
 @pytest.mark.parametrize(

@@ -210,13 +210,6 @@ def test_special_tokens_are_in_the_tokens_and_not_in_the_texts():
   assert len(made.tokens) == made.turns[0].num_tokens == 2
 
 
-def test_what_is_still_being_written_cannot_be_scored():
-  one = trajectory("Q", "7")
-  one.finish_reason = None
-  with pytest.raises(ValueError, match="has not ended"):
-    completion_lib.of_trajectory(one, TOKENIZER)
-
-
 def test_the_completion_reaches_the_scorer_with_its_answer(make_service):
   service = make_service(reward_scorers.describes)
   failure = submit(service, {}, ["1=2"]).result()
@@ -402,36 +395,3 @@ def test_reward_processes_never_import_jax_nor_the_main_script(tmp_path):
     check=False,
   )
   assert ran.stdout == "0.0\n", ran.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_a_dependencys_warnings_are_not_shown_and_ours_are(tmp_path):
-  code = (
-    "import jaxrl_async.rewards.reasoning as reasoning, warnings;"
-    "reasoning.library(); warnings.warn('ours', SyntaxWarning)"
-  )
-  ran = subprocess.run(
-    [sys.executable, "-c", code],
-    # As in a fresh installation: what warns is the compilation.
-    env={"PYTHONPYCACHEPREFIX": str(tmp_path), "PATH": ""},
-    capture_output=True,
-    text=True,
-    timeout=150,
-    check=False,
-  )
-  assert ran.stderr.count("Warning") == 1, ran.stderr
-  assert "SyntaxWarning: ours" in ran.stderr
-
-
-@pytest.mark.slow
-def test_the_modules_of_a_reward_process_import_without_jax():
-  code = (
-    "import jaxrl_async.rewards.preload, jaxrl_async.rewards.service, sys;"
-    "import jaxrl_async.types;"
-    "print(sorted({'jax', 'flax', 'grain'} & set(sys.modules)))"
-  )
-  ran = subprocess.run(
-    [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
-  )
-  assert ran.stdout == "[]\n", ran.stderr

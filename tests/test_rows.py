@@ -1,10 +1,7 @@
 """Rows of files as a source of prompts."""
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import jax
 import pytest
@@ -17,9 +14,7 @@ from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
-GSM8K = ROOT / "../shared/data/gsm8k"
 TRAIN, EVAL = source_lib.Split.TRAIN, source_lib.Split.EVAL
-TIMEOUT_S = 600
 
 
 def write(path, values):
@@ -223,59 +218,6 @@ def test_a_config_names_files(tmp_path):
   source = setup_lib.source_of(config)
   assert source.dataset == source.eval_dataset == f"jsonl:{path}"
   assert setup_lib.resolve(config, jax.devices()).source.name == "a"
-
-
-@pytest.mark.slow
-@pytest.mark.nightly  # test_run_rewards.py goes on with the next
-@pytest.mark.timeout(TIMEOUT_S)
-def test_a_run_trains_on_a_file_and_goes_on_with_its_next_row(tmp_path):
-  path = write(tmp_path / "sums.jsonl", sums(range(10)))
-  for num_steps in (2, 4):
-    ran = subprocess.run(
-      [
-        sys.executable,
-        str(ROOT / "launch" / "train.py"),
-        f"--config={ROOT / 'configs' / 'tiny.py'}",
-        f"--workdir={tmp_path / 'run'}",
-        "--config.task.dataset=jsonl:sums.jsonl",
-        "--config.task.template={question}",
-        "--config.task.reward=numeric",
-        "--config.task.answer_prefix=",
-        "--config.task.eval_percent=30",
-        "--config.eval.num_items=1",
-        "--config.warm_start.num_steps=0",
-        f"--config.train.num_steps={num_steps}",
-      ],
-      cwd=tmp_path,
-      env={**os.environ, "XLA_FLAGS": ""},
-      capture_output=True,
-      text=True,
-      timeout=TIMEOUT_S,
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-  source = rows_lib.Rows(dataset=f"jsonl:{path}", eval_percent=30)
-  expected = [item["index"] for item in take(source, TRAIN, 200)]
-  ledger = (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()
-  entries = {e["index"]: e for e in map(json.loads, ledger)}
-  assert len(entries) >= 16
-  for index, entry in entries.items():
-    assert entry["prompt_id"] == f"sums/train/{expected[index]}"
-  metrics = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-  epochs = [json.loads(line).get("data/epoch", 0) for line in metrics]
-  assert len(epochs) == 5 and epochs == sorted(epochs) and epochs[-1] >= 2
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not there")
-def test_gsm8k_is_read_as_it_is():
-  source = rows_lib.Rows(
-    dataset=f"jsonl:{GSM8K / 'train.jsonl'}",
-    eval_dataset=f"jsonl:{GSM8K / 'test.jsonl'}",
-  )
-  source.check()
-  (item,) = take(source, TRAIN, 1)
-  assert "####" in item["answer"]
-  assert len(take(source, EVAL, 1319)) == 1319
 
 
 def test_a_dataset_that_is_its_own_test_set_is_read_once(tmp_path):

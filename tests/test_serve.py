@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 
 import httpx
@@ -168,27 +167,17 @@ def test_no_client_waits_for_a_compilation():
   ("arguments", "words"),
   [
     ([], "workdir: missing"),
-    (["--workdir=/nowhere"], "workdir: '/nowhere' is not a dir"),
     (["--workdir=/nowhere", "--checkpoint=/x"], "not together"),
     (["--checkpoint=/nowhere"], "checkpoint: '/nowhere' is not a dir"),
     (["--workdir=/nowhere", "--host=0.0.0.0"], "api_key_file: 0.0.0.0"),
-    (["--workdir=/nowhere", "--api_key_file=/no"], "api_key_file: .*/no"),
-    (["--workdir=/nowhere", "--port=70000"], "port"),
-    (["--workdir=/nowhere", "--port=7000", "--grpc_port=7000"], "grpc_port"),
     ([f"--config={ROOT}/configs/tiny.py"], "config: not used"),
     (["--workdir=/nowhere", "stray"], "stray"),
-    (["--workdir=/nowhere", "--host="], "host: missing"),
     (["--workdir=/nowhere", f"--host={'x' * 5000}"], "host: 'xxx"),
-    (["--workdir=/nowhere", "--host=192.0.2.1", "--port=1"], "api_key_file"),
     (["--workdir=/nowhere", "--port=81", "--grpc_port=81"], "grpc_port: 81"),
-    (["--workdir=/nowhere", "--cache_tokens=1"], "cache_tokens: 1"),
     (["--workdir=/nowhere", "--deadline_s=nan"], "deadline_s: nan"),
-    (["--workdir=/nowhere", "--max_deadline_s=1e300"], ".*max_deadline_s"),
-    (["--workdir=/nowhere", "--drain_s=-1"], ".*drain_s"),
     (["--workdir=/nowhere", "--model_name="], "model_name: ''"),
     (["--workdir=/nowhere", "--compile_cache=/proc/x"], "compile_cache: "),
     (["--workdir=/x", "--adapter=/tmp"], "adapter: '/tmp' is not NAME=DIR"),
-    (["--workdir=/x", "--adapter=a=/nowhere"], "adapter: '/nowhere' is not"),
     (["--workdir=/x", "--adapter=policy=/tmp"], "adapter: 'policy' is the"),
   ],
 )
@@ -271,45 +260,6 @@ def test_a_second_signal_ends_the_server_at_once(tmp_path):
     assert process.wait(DEADLINE_S) == 128 + signal.SIGTERM
     assert time.monotonic() - start_s < 5  # a join would take so long
     assert process.stderr.read() == "SIGTERM: ended at once\n"
-
-
-@pytest.mark.slow
-def test_a_killed_client_leaves_the_server_to_others(tmp_path):
-  with serving(tmp_path) as (process, address):
-    headers = {"authorization": "Bearer secret"}
-    wanted = {
-      "model": "policy",
-      "prompt": "1 + 2\n",
-      "max_tokens": 400,
-      "stream": True,
-      "ignore_eos": True,
-    }
-
-    def leave():
-      with httpx.stream(
-        "POST",
-        f"{address}/v1/completions",
-        json=wanted,
-        headers=headers,
-        timeout=DEADLINE_S,
-      ) as answer:
-        next(answer.iter_lines())
-
-    threads = [threading.Thread(target=leave) for _ in range(20)]
-    for thread in threads:
-      thread.start()
-    for thread in threads:
-      thread.join(DEADLINE_S)
-    wanted |= {"stream": False, "max_tokens": 3}
-    answer = httpx.post(
-      f"{address}/v1/completions",
-      json=wanted,
-      headers=headers,
-      timeout=DEADLINE_S,
-    )
-    assert json.loads(answer.text)["usage"]["completion_tokens"] == 3
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(DEADLINE_S) == 0
 
 
 @pytest.mark.slow

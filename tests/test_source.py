@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 
 import pytest
 
@@ -99,18 +98,6 @@ def test_a_template_may_name_the_metadata():
   assert tokenizer_lib.character_level().decode(prompt.tokens) == "7^2"
 
 
-def test_a_stream_goes_on_from_any_place_of_any_pass():
-  whole = source()
-  uninterrupted = prompts.PromptStream(whole, source_lib.Split.TRAIN)
-  take(uninterrupted, 33)  # 20 rows: in the second pass
-  state = json.loads(json.dumps(uninterrupted.state()))
-  resumed = prompts.PromptStream(whole, source_lib.Split.TRAIN)
-  resumed.restore(state)
-  rest = take(uninterrupted, 15)
-  assert [p.item for p in take(resumed, 15)] == [p.item for p in rest]
-  assert rest[0].prompt_id == "rows/train/13"
-
-
 def test_items_of_other_splits_and_long_prompts_take_up_their_index():
   class Mixed(Rows):
     def open(self, split, first_index, *, num_workers):
@@ -142,14 +129,6 @@ def test_questions_that_a_run_evaluates_on_are_passed_over():
   assert [p.item["index"] for p in take(stream, 2)] == [2, 3]
   first = prompts.PromptStream(evaluated, source_lib.Split.EVAL).next()
   assert first.item["index"] == 0
-
-
-def test_held_out_questions_are_the_distinct_ones_of_its_evaluation_split():
-  found = held_out.make(source(), 8)
-  assert [p.item["question"] for p in found] == ROWS["eval"][:8]
-  assert found[0].prompt_id == "rows/eval/0"
-  with pytest.raises(sections.ConfigError, match="rows has about 8 distinct"):
-    held_out.make(source(), 9)
 
 
 def test_held_out_questions_are_made_again_for_another_version(tmp_path):

@@ -94,30 +94,6 @@ def test_a_byte_level_tokenizer_loads(name):
     assert hello == [15496, 995]
 
 
-def test_the_tokenizer_that_is_made_has_what_a_real_one_has():
-  made = json.loads(byte_level.build().to_str())
-  assert made["pre_tokenizer"] == {
-    "type": "ByteLevel",
-    "add_prefix_space": False,
-    "trim_offsets": True,
-    "use_regex": True,
-  }
-  vocabulary, merges = made["model"]["vocab"], made["model"]["merges"]
-  assert len(merges) == 50_000 and len(vocabulary) == 50_257
-  assert set(vocabulary.values()) == set(range(50_257))
-  # Each merge joins two tokens that were there before it.
-  for rank, (left, right) in enumerate(merges):
-    assert vocabulary[left + right] == 256 + rank
-    assert max(vocabulary[left], vocabulary[right]) < 256 + rank
-  decode = byte_level.load().decode
-  texts = [decode([token]) for token in range(50_256)]
-  assert sum(text.startswith(" ") for text in texts) > 15_000
-  assert sum(text.strip().isdigit() for text in texts) > 1_000
-  # Several bytes of a character, and several characters of several bytes.
-  assert sum("\ufffd" in text for text in texts) > 200
-  assert sum(not text.isascii() for text in texts) > 5_000
-
-
 # -- what the other files of a directory say ---------------------------------
 
 
