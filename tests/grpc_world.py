@@ -14,7 +14,6 @@ from jaxrl_async.serving import app as app_lib
 from jaxrl_async.serving import jetstream_grpc
 from jaxrl_async.serving import prometheus
 from jaxrl_async.serving import requests as requests_lib
-from jaxrl_async.serving import serve_loop as serve_loop_lib
 from jaxrl_async.text import chat_template as chat_template_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
@@ -100,7 +99,7 @@ def serving(*, num_steps=MANY, max_waiting=8, **options):
     cache_tokens=tiny.SIZES.cache_tokens,
     vocab_size=tiny.MODEL.vocab_size,
   )
-  serve_loop = serve_loop_lib.ServeLoop(queue, scheduler)
+  serve_loop = requests_lib.ServeLoop(queue, scheduler)
   server = jetstream_grpc.GrpcServer(
     jetstream_grpc.Orchestrator(make_service(queue, serve_loop, **options)),
     host="localhost",

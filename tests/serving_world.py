@@ -15,7 +15,6 @@ from jaxrl_async.serving import app as app_lib
 from jaxrl_async.serving import bodies
 from jaxrl_async.serving import prometheus
 from jaxrl_async.serving import requests as requests_lib
-from jaxrl_async.serving import serve_loop as serve_loop_lib
 from jaxrl_async.serving import server as server_lib
 from jaxrl_async.text import chat_template as chat_template_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
@@ -47,7 +46,7 @@ class Serving:
       max_choices=8,
       on_time=self.metrics.observe,
     )
-    self.loop = serve_loop_lib.ServeLoop(self.queue, self.scheduler)
+    self.loop = requests_lib.ServeLoop(self.queue, self.scheduler)
     self.service = app_lib.Service(
       queue=self.queue,
       tokenizer=TOKENIZER,

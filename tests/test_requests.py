@@ -14,7 +14,6 @@ from jaxrl_async.engine import sampling
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.serving import client_request
 from jaxrl_async.serving import requests as requests_lib
-from jaxrl_async.serving import serve_loop as serve_loop_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 DEADLINE_S = 60.0
@@ -108,7 +107,7 @@ def drive(queue, scheduler, max_steps=100):
 
 @contextlib.contextmanager
 def serving(queue, scheduler):
-  loop = serve_loop_lib.ServeLoop(queue, scheduler)
+  loop = requests_lib.ServeLoop(queue, scheduler)
   thread = threading.Thread(target=loop.run)
   thread.start()
   try:
@@ -475,7 +474,7 @@ def test_an_idle_loop_waits_and_is_woken_by_a_request():
 def test_stopping_the_loop_ends_unfinished_requests_with_an_error():
   queue, scheduler = make_queue(), make_scheduler(cls=tiny.SteppedScheduler)
   running, waiting = Client(4), Client()
-  loop = serve_loop_lib.ServeLoop(queue, scheduler)
+  loop = requests_lib.ServeLoop(queue, scheduler)
   scheduler.after_step = lambda num_steps: loop.stop()
   queue.submit(request(num_choices=4), running)
   queue.submit(request(seed=9), waiting)

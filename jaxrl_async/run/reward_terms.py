@@ -12,7 +12,6 @@ from jaxrl_async.config import setting as setting_lib
 from jaxrl_async.rewards import named
 from jaxrl_async.rewards import server as server_lib
 from jaxrl_async.rewards import term as term_lib
-from jaxrl_async.rewards import trial
 from jaxrl_async.storage import config_json
 
 _PATH = "task.rewards"
@@ -185,7 +184,7 @@ def try_out(terms: list[term_lib.Term]) -> list[str]:
     ConfigError: a server does not answer, or there is no sandbox.
   """
   with _naming_the_field():
-    return trial.try_out(terms)
+    return named.try_out(terms)
 
 
 def check_prompts(
@@ -198,13 +197,13 @@ def check_prompts(
   """
   with _naming_the_field():
     for prompt in prompts:
-      trial.check_item(terms, prompt.item, prompt.prompt_id)
+      named.check_item(terms, prompt.item, prompt.prompt_id)
 
 
 @contextlib.contextmanager
 def _naming_the_field() -> Iterator[None]:
   try:
     yield
-  except trial.TrialError as error:
+  except named.TrialError as error:
     path = f"{_PATH}.{error.term.name}" if error.term.name else "task.reward"
     raise sections.ConfigError(f"{path}: {error}") from error

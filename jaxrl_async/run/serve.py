@@ -33,7 +33,7 @@ from jaxrl_async.run import engine_sizes
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.run import stored_policy
 from jaxrl_async.serving import front as front_lib
-from jaxrl_async.serving import serve_loop as serve_loop_lib
+from jaxrl_async.serving import requests as requests_lib
 from jaxrl_async.text import chat_template as chat_template_lib
 from jaxrl_async.training import train_state
 
@@ -261,7 +261,7 @@ def serve(
     ThreadFailed: a thread failed. All requests have failed with it.
     TimeoutError: a thread did not end in time.
   """
-  loop: serve_loop_lib.ServeLoop | None = None
+  loop: requests_lib.ServeLoop | None = None
   front = front_lib.Front(
     settings,
     tokenizer=policy.setup.tokenizer,
@@ -276,7 +276,7 @@ def serve(
     scheduler = make_scheduler(policy)
     policy.params = None
     _compile(scheduler, stop)
-    loop = serve_loop_lib.ServeLoop(front.queue, scheduler)
+    loop = requests_lib.ServeLoop(front.queue, scheduler)
     this.spawn("serve loop", loop.run)
     while not (stop.is_set or (front.has_started and front.is_ready)):
       stop.wait(0.01)

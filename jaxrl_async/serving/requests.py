@@ -2,7 +2,7 @@
 
 Any thread may submit and cancel requests. The thread that owns the scheduler
 calls `feed` before each step and `deliver` after it. Without training that is
-the thread of `serve_loop.ServeLoop`. During training it is the rollout worker's
+the thread of `ServeLoop`. During training it is the rollout worker's
 thread, to which the queue is a `rollout.client_requests.ClientRequests`.
 
 Slots are shared fairly between clients. A free slot goes to the client that
@@ -526,3 +526,43 @@ class RequestQueue:
     for handle in handles:
       self.stats.failed += not handle.is_cancelled
       self._fail(handle, error)
+
+
+class ServeLoop:
+  """Drives a scheduler for client requests alone.
+
+  The loop waits while there are no requests. `submit` and `cancel` of the queue
+  and `stop` wake it.
+
+  Threads: `run` belongs to one thread, which owns the scheduler. `stop` and
+  `is_running` are for any thread. If the scheduler fails, `run` ends all
+  requests and raises the exception.
+  """
+
+  def __init__(self, queue: RequestQueue, scheduler: scheduler_lib.Scheduler):
+    """Create a loop; a thread of the caller has to call `run`."""
+    self.queue = queue
+    self.scheduler = scheduler
+    self.is_running = False
+    self._is_stopping = False
+
+  def stop(self) -> None:
+    """End `run` before its next step, and all unfinished requests with it."""
+    self._is_stopping = True
+    self.queue.wake()
+
+  def run(self) -> None:
+    """Serve requests until the loop is stopped."""
+    self.is_running = True
+    has_failed = True
+    try:
+      while not self._is_stopping:
+        self.queue.feed(self.scheduler)
+        if self.scheduler.is_idle:
+          self.queue.wait(timeout_s=60.0)
+        else:
+          self.queue.deliver(self.scheduler.step())
+      has_failed = False
+    finally:
+      self.is_running = False
+      self.queue.close(has_failed=has_failed)
