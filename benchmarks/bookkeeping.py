@@ -2,16 +2,14 @@
 
     python benchmarks/bookkeeping.py
 
-Grows one run record and two busy clocks step by step, as a run does: for each
-step four busy intervals and an entry in the record, and an evaluation every 50
-steps. After 1,000, 100,000 and 1,000,000 steps (--steps) it measures
+Grows two busy clocks step by step, as a run does: four busy intervals for each
+step, and an evaluation every 50 steps. After 1,000, 100,000 and 1,000,000 steps
+(--steps) it measures
 
     step_ms       the books of a train step: busy intervals, totals, metrics,
                   ledger, metrics.jsonl, TensorBoard and samples of four
                   groups; median of --repeats
     totals_us     the part of these that runs on the thread that trains
-    record_bytes  what a checkpoint keeps of the record
-    record_ms     time to write the record as JSON
     memory_mb     peak memory of the process so far
 
 It also measures buffers with 100 to 100,000 outstanding groups (--groups). Half
@@ -59,7 +57,6 @@ import run_books
 from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import run_schedule
-from jaxrl_async.reporting import metrics as metrics_lib
 
 _STEPS = flags.DEFINE_list(
   "steps", ["1000", "100000", "1000000"], "Train steps of the run, ascending."
@@ -130,10 +127,6 @@ class Books(run_books.Books):
   def _evaluate(self) -> None:
     with self.recorder.evaluating():
       pass
-    self.recorder.record.mismatch_kl.add(1e-9)
-    self.recorder.record.evaluations.append(
-      (self.busy["train"].now(), self.step, 0.123456789, None)
-    )
 
   def _work(self) -> None:
     """Record the busy intervals of a step."""
@@ -144,16 +137,9 @@ class Books(run_books.Books):
       pass
 
   def skip_to(self, step: int) -> None:
-    """Add steps to clocks and record without writing anything."""
-    values = {
-      "reward/mean": 0.123456789,
-      "staleness/histogram": [4, 3, 2, 1, 1],
-      "staleness/versions_histogram": [0, 5, 2],
-      "offpolicy/mismatch_kl": 1.23456789e-9,
-    }
+    """Add steps to the clocks without writing anything."""
     while self.step < step:
       self._work()
-      self.recorder.record.add_step(self.busy["train"].now(), values)
       self.step += 1
       if self.step % _EVALUATE_EVERY == 0:
         self._evaluate()
@@ -188,16 +174,10 @@ def measure_steps(
         books.skip_to(size)
         times = [books.measured_step() for _ in range(repeats)]
         step_s, totals_s = map(statistics.median, zip(*times, strict=True))
-        text = json.dumps(books.recorder.state())
-        record_s = _timed(
-          lambda: json.dumps(books.recorder.state()), min(repeats, 20)
-        )
         row = {
           "step_ms": 1e3 * step_s,
           "totals_us": 1e6 * totals_s,
-          "record_bytes": len(text),
-          "record_ms": 1e3 * record_s,
-          "memory_mb": metrics_lib.peak_memory_bytes() / 1e6,
+          "memory_mb": run_books.peak_memory_bytes() / 1e6,
         }
         for name, value in row.items():
           found.setdefault(name, {})[str(size)] = value

@@ -26,6 +26,8 @@ from absl import app
 from absl import flags
 import code_task
 
+from jaxrl_async.reporting import metrics as metrics_lib
+
 _TASK = flags.DEFINE_enum("task", "code", ["code", "gsm8k"], "Which way to go.")
 _DATA = flags.DEFINE_string("data", "../shared/data", "Directory of the data.")
 _WORKDIR = flags.DEFINE_string(
@@ -45,11 +47,6 @@ def _launch(script: str, *arguments: str) -> tuple[dict[str, Any], float]:
   return json.loads(last), round(time.perf_counter() - start_s, 1)
 
 
-def _metrics(workdir: pathlib.Path) -> list[dict[str, Any]]:
-  text = (workdir / "metrics.jsonl").read_text()
-  return [json.loads(line) for line in text.splitlines()]
-
-
 def _ends(steps: list[dict[str, Any]], name: str) -> list[float]:
   """Return the mean of a metric over the first and over the last steps."""
   values = [step[name] for step in steps if step.get(name) is not None]
@@ -67,7 +64,7 @@ def _code(workdir: pathlib.Path) -> dict[str, Any]:
     f"--config.task.dataset=jsonl:{data / 'train.jsonl'}",
     f"--config.task.eval_dataset=jsonl:{data / 'test.jsonl'}",
   )
-  steps = _metrics(workdir / "run")
+  steps = metrics_lib.by_step(workdir / "run")
   return {
     "questions": counts,
     "pass_rate_before": summary["eval_before"],
@@ -95,7 +92,7 @@ def _gsm8k(workdir: pathlib.Path, data: pathlib.Path) -> dict[str, Any]:
     *settings,
     f"--config.warm_start.checkpoint={sft['params']}",
   )
-  steps = _metrics(workdir / "run")
+  steps = metrics_lib.by_step(workdir / "run")
   found, evaluate_s = _launch(
     "evaluate",
     f"--checkpoint={workdir / 'run'}",

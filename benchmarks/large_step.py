@@ -408,15 +408,14 @@ class Run:
       self._coordinator.cut(self.step)
       side: Any = self._coordinator
       groups = snapshot.outstanding(self._buffer, side)
-      books.recorder.tokens(snapshot.count_tokens(groups))
+      books.recorder.check_tokens(snapshot.count_tokens(groups))
       state = {
         "groups_per_step": self._config.algorithm.groups_per_step,
         "max_staleness": 1,
         "next_index": self._buffer.state().next_index,
         "stream": {"next_index": self._stream.next_index},
         "ledger": dataclasses.asdict(books.ledger.state()),
-        "metrics": books.writer.state(),
-        "record": books.recorder.state(),
+        "metrics": books.recorder.state(),
         "schedule": books.recorder.schedule_bytes(),
         "config": config_json.to_stored(self._config),
       }
@@ -468,7 +467,7 @@ def main(argv: Sequence[str]) -> None:
     run.train()
     print(f"step {run.step}", flush=True)
   run.books.close()
-  run.row["memory_mb"] = metrics_lib.peak_memory_bytes() / 1e6
+  run.row["memory_mb"] = run_books.peak_memory_bytes() / 1e6
   print(json.dumps(run.row))
 
 

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from typing import Any
 
+from jaxrl_async.reporting import metrics as metrics_lib
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
@@ -96,9 +98,8 @@ def to_be_made(
 
 
 def metrics(workdir: pathlib.Path) -> list[dict[str, Any]]:
-  """Return the lines of a run's metrics."""
-  lines = (workdir / "metrics.jsonl").read_text().splitlines()
-  return [json.loads(line) for line in lines]
+  """Return what the lines of a run's metrics say of each step."""
+  return metrics_lib.by_step(workdir)
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""The books of a run: its record, and all that writes each step down.
+"""The books of a run: all that writes each step down.
 
 The classes are those of a run. The rollout worker and the reward service, of
 which the books only read counters, are stand-ins.
@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import os
 import pathlib
+import resource
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +24,6 @@ from jaxrl_async.engine import scheduler_stats
 from jaxrl_async.models import configs
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import progress as progress_lib
-from jaxrl_async.reporting import run_record
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
 from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import sampler as sampler_lib
@@ -101,11 +102,8 @@ class Books:
       side_outputs=beside,
       first_step=stored.get("step", 0),
     )
-    record = run_record.RunRecord()
-    if stored:
-      record = run_record.RunRecord.from_json(stored["record"])
     self.recorder = recorder_lib.Recorder(
-      record,
+      stored["metrics"]["totals"] if stored else {},
       workdir=workdir,
       writer=self.writer,
       ledger=self.ledger,
@@ -113,6 +111,7 @@ class Books:
       rollout=self.rollout,
       rewards=rewards,
       busy=self.busy,
+      compilations=metrics_lib.CompilationCounter(),
       progress=progress_lib.Progress(
         1, console=rich.console.Console(file=self._null)
       ),
@@ -129,6 +128,12 @@ class Books:
     self.ledger.close()
     self.schedule.close()
     self._null.close()
+
+
+def peak_memory_bytes() -> int:
+  """Return the most host memory that this process has held so far."""
+  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  return peak if sys.platform == "darwin" else peak * 1024
 
 
 def pending(

@@ -178,7 +178,8 @@ def _unaccounted(
     if tokens != state["ledger"][f"{fate}_tokens"]:
       return state["ledger"][f"{fate}_tokens"] - tokens
     ended += tokens
-  return state["record"]["generated_tokens"] - ended - in_flight
+  generated = state["metrics"]["totals"]["ledger/generated_tokens"]
+  return generated - ended - in_flight
 
 
 def changed_since(
@@ -197,8 +198,10 @@ def changed_since(
 
 
 def repeated_metrics(workdir: pathlib.Path) -> list[int]:
-  """Return the steps whose line of metrics is missing or there twice."""
+  """Return the train steps whose line is missing or there twice."""
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
-  steps = [json.loads(line)["step"] for line in lines]
-  missing, twice = _compared(steps, range(max(steps) + 1))
+  steps = [
+    line["step"] for line in map(json.loads, lines) if "reward/mean" in line
+  ]
+  missing, twice = _compared(steps, range(1, max(steps) + 1))
   return [*missing, *twice]

@@ -1,8 +1,10 @@
-"""Read the completions that a run has sampled, also while it runs.
+"""Read the completions that a run has sampled, or make its summary.
 
 python launch/show.py --workdir=/tmp/quickstart --sort=reward --num=10
+python launch/show.py --workdir=/tmp/quickstart --summary
 
-On a terminal the completions are shown in a pager, and otherwise as plain text.
+Both also work while the run goes on, and after it died. On a terminal the
+completions are shown in a pager, and otherwise as plain text.
 """
 
 import command_line  # isort: skip, first, as in the other scripts
@@ -40,6 +42,12 @@ _EVAL = flags.DEFINE_bool(
 _NUM = flags.DEFINE_integer(
   "num", 20, "At most this many completions; 0 shows all.", 0
 )
+_SUMMARY = flags.DEFINE_bool(
+  "summary",
+  False,
+  "Write summary.json and summary.png from the metrics of the run so far, and"
+  " print the summary, instead of completions.",
+)
 
 
 def _check() -> None:
@@ -51,11 +59,28 @@ def _check() -> None:
     )
 
 
+def _summary(workdir: pathlib.Path) -> str:
+  from jaxrl_async.reporting import picture
+  from jaxrl_async.reporting import summary as summary_lib
+
+  try:
+    record = summary_lib.read(workdir)
+  except (FileNotFoundError, KeyError):
+    raise sections.ConfigError(
+      f"workdir: {sections.shown(str(workdir))} has no metrics of an RL run"
+    ) from None
+  picture.draw(workdir, record)
+  return summary_lib.write(workdir, record)
+
+
 def main() -> None:
   """Show what the flags ask for."""
   from jaxrl_async.reporting import sample_pages
 
   workdir = pathlib.Path(command_line.WORKDIR.value)
+  if _SUMMARY.value:
+    print(_summary(workdir))
+    return
   query = sample_pages.Query(
     step=_STEP.value,
     sort=_SORT.value,

@@ -64,7 +64,9 @@ def write(workdir, settings, accuracy):
     )
   lines[-1] |= evaluated(3, accuracy)
   (path / "summary.json").write_text(json.dumps(summary))
-  (path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+  (path / "metrics.jsonl").write_text(
+    "".join(f"{json.dumps(x)}\n" for x in lines)
+  )
   (path / "config.json").write_text(json.dumps({"eval": {"num_items": 101}}))
   return summary
 

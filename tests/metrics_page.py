@@ -32,6 +32,7 @@ SOMETIMES = {
   "eval/held_out/parts/<name>",
   "eval/held_out/tokens_mean",
   "eval/held_out/frac_truncated",
+  "eval/mismatch_kl",
   "eval/<name>/accuracy",
   "eval/<name>/pass@<k>",
   "eval/<name>/tokens_mean",
@@ -65,7 +66,10 @@ def pattern(entry):
 def unexplained(names):
   """Those that the page lacks."""
   known = [pattern(entry) for entry in entries()]
-  return {x for x in names if not any(k.fullmatch(x) for k in known)} - {"step"}
+  return {x for x in names if not any(k.fullmatch(x) for k in known)} - {
+    "step",
+    "timelines",
+  }
 
 
 def unwritten(names):

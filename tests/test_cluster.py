@@ -14,6 +14,7 @@ import cluster_world
 import pytest
 import three_hosts
 
+from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.storage import checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -176,7 +177,7 @@ def test_two_processes_train_replicas_of_two_generate(
   assert summary["train_steps"] == 4 and summary["staleness_max"] <= 2
   assert summary["mismatch_kl_max"] < 1e-9
   assert (tmp_path / "died").exists()
-  steps = cluster_world.lines(tmp_path / "work" / "metrics.jsonl")[1:]
+  steps = metrics_lib.by_step(tmp_path / "work")[1:]
   bounds = [line["staleness/bound"] for line in steps]
   assert bounds[0] == 0 and bounds == sorted(bounds) and 0 < bounds[-1] <= 2
   for line in cluster_world.lines(tmp_path / "work" / "ledger.jsonl"):

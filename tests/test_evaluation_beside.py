@@ -35,7 +35,13 @@ def evaluations(workdir):
   return {
     line["step"]: found
     for line in test_run.lines(workdir, "metrics")
-    if (found := {k: v for k, v in line.items() if k.startswith("eval/")})
+    if (
+      found := {
+        k: v
+        for k, v in line.items()
+        if k.startswith("eval/") and k != "eval/mismatch_kl"
+      }
+    )
   }
 
 

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from jaxrl_async.reporting import metrics as metrics_lib
+
 ROOT = pathlib.Path(__file__).parents[1]
 TIMEOUT_S = 600
 PROGRAMS = {
@@ -70,8 +72,7 @@ def test_a_program_runs_as_it_is_printed(name, tmp_path):
   assert ran.returncode == 0, ran.stderr[-4000:]
   summary = json.loads(ran.stdout.splitlines()[-1])
   assert summary["train_steps"] == 4
-  text = (workdir / "metrics.jsonl").read_text()
-  _, *steps = map(json.loads, text.splitlines())
+  _, *steps = metrics_lib.by_step(workdir)
   metric, is_right = SEEN[name]
   assert all(is_right(step[metric]) for step in steps)
   ledger = (workdir / "ledger.jsonl").read_text().splitlines()

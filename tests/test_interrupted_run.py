@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -30,6 +31,14 @@ def start(workdir, num_steps, hash_seed):
     env=os.environ | {"PYTHONHASHSEED": hash_seed},
     stdout=subprocess.DEVNULL,
   )
+
+
+def summarized(workdir):
+  """What launch/show.py makes of its metrics."""
+  script = pathlib.Path(__file__).parents[1] / "launch" / "show.py"
+  command = [sys.executable, script, f"--workdir={workdir}", "--summary"]
+  ran = subprocess.run(command, capture_output=True, check=True)
+  return json.loads(ran.stdout.splitlines()[-1])
 
 
 def stored_groups(workdir):
@@ -67,6 +76,9 @@ def test_a_run_resumed_under_another_hash_seed_has_the_same_questions(tmp_path):
     killed.wait(30)
   step, before = stored_groups(tmp_path)
   held_out = (tmp_path / "held_out.json").read_bytes()
+  died = summarized(tmp_path)
+  assert died["train_steps"] >= step and died["eval_before"] is not None
+  assert died["eval_after_greedy"] == died["eval_before_greedy"]
   resumed = start(tmp_path, step + 2, "2")
   try:
     assert resumed.wait(TIMEOUT_S) == 0
@@ -75,6 +87,10 @@ def test_a_run_resumed_under_another_hash_seed_has_the_same_questions(tmp_path):
     resumed.wait(30)
   summary = json.loads((tmp_path / "summary.json").read_text())
   assert summary["train_steps"] == step + 2
+  assert summarized(tmp_path) == summary
+  assert summary["eval_before"] == died["eval_before"]
+  assert summary["warm_start_s"] == died["warm_start_s"] > 0
+  assert summary["wall_s"] > summary["rl_s"] + summary["warm_start_s"]
   _, after = stored_groups(tmp_path)
   assert (tmp_path / "held_out.json").read_bytes() == held_out
 

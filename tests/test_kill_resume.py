@@ -82,7 +82,7 @@ def write(workdir, entries, groups, *, generated=11, torn="{torn"):
       "filtered_tokens": 0,
       "failed_tokens": 0,
     },
-    "record": {"generated_tokens": generated},
+    "metrics": {"totals": {"ledger/generated_tokens": generated}},
   }
   (path / "host_state.json").write_text(json.dumps(host_state))
   outstanding_lib.write(path, groups)
@@ -103,7 +103,7 @@ def test_books_that_hold_each_group_once_are_whole(tmp_path, surviving_books):
   ledger = tmp_path / "ledger.jsonl"
   ledger.write_text(ledger.read_text().replace("trained", "TRAINED", 1))
   assert surviving_books.changed_since(tmp_path, [books.prefix]) == [2]
-  lines = [{"step": step} for step in (0, 1, 1, 3)]
+  lines = [{"step": 0}, *({"step": i, "reward/mean": 0} for i in (1, 1, 3))]
   (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
   assert surviving_books.repeated_metrics(tmp_path) == [2, 1]
 

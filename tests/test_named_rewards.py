@@ -1,6 +1,5 @@
 """Rewards that a config names."""
 
-import json
 import os
 import pathlib
 import subprocess
@@ -10,6 +9,7 @@ import pytest
 
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
+from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rewards import mathematics
 from jaxrl_async.rewards import named
 
@@ -75,7 +75,6 @@ def test_a_run_takes_a_reward_from_a_file_beside_it(tmp_path):
     tmp_path, "--workdir=run", "--config.task.reward=my_reward:length"
   )
   assert ran.returncode == 0, ran.stderr[-3000:]
-  lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-  for step in map(json.loads, lines[1:]):
+  for step in metrics_lib.by_step(tmp_path / "run")[1:]:
     mean = step["completion/tokens_mean"] / 100
     assert step["reward/mean"] == pytest.approx(mean)

@@ -447,8 +447,7 @@ def test_a_whole_run_ends_and_shows_its_price(weights, tmp_path):
   summary = json.loads(
     train_lib.run(config, tmp_path, scorer=reward_scorers.length)
   )
-  text = (tmp_path / "metrics.jsonl").read_text()
-  _, *steps = map(json.loads, text.splitlines())
+  _, *steps = metrics_lib.by_step(tmp_path)
   assert len(steps) == config.train.num_steps
   assert all(0.5 < line["offpolicy/ess"] < 1 for line in steps)
   assert 1e-8 < summary["mismatch_kl_mean"] < 1e-2

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 import reward_scorers
+import test_run
 
 from jaxrl_async.run import train as train_lib
 from jaxrl_async.storage import checkpoint
@@ -30,11 +31,6 @@ def start(workdir, *, num_steps):
   return json.loads(
     train_lib.run(config, workdir, scorer=reward_scorers.length)
   )
-
-
-def lines(workdir, name):
-  text = (workdir / f"{name}.jsonl").read_text()
-  return [json.loads(line) for line in text.splitlines()]
 
 
 def numbers(value):
@@ -66,11 +62,11 @@ def test_a_run_with_a_skipped_update_ends_and_goes_on_with_finite_books(
   with_a_skipped_update,
 ):
   workdir, summary = with_a_skipped_update
-  _, before, skipped, after = lines(workdir, "metrics")
+  _, before, skipped, after = test_run.lines(workdir, "metrics")
   assert skipped["train/bad_updates"] >= 1
   assert skipped["offpolicy/mismatch_kl"] is None
   kept = [x["offpolicy/mismatch_kl"] for x in (before, after)]
-  entries = lines(workdir, "ledger")
+  entries = test_run.lines(workdir, "ledger")
   assert {e["step"] for e in entries if e["skipped_update"]} == {1}
   assert all(math.isfinite(x) for x in numbers(summary))
   assert summary["mismatch_kl_not_finite"] == 1
@@ -79,6 +75,10 @@ def test_a_run_with_a_skipped_update_ends_and_goes_on_with_finite_books(
   resumed = start(workdir, num_steps=4)
   assert all(math.isfinite(x) for x in numbers(resumed))
   assert resumed["train_steps"] == 4
+  for name in ("eval_before", "eval_before_greedy", "warm_start_s"):
+    assert resumed[name] == summary[name]
+  assert resumed["wall_s"] > summary["wall_s"]
+  assert resumed["rl_s"] > summary["rl_s"] > summary["first_step_s"] > 0
   assert resumed["mismatch_kl_not_finite"] == 1
-  record = checkpoint.host_state(workdir / "checkpoints", 4)["record"]
-  assert all(math.isfinite(x) for x in numbers(record))
+  kept = checkpoint.host_state(workdir / "checkpoints", 4)["metrics"]
+  assert all(math.isfinite(x) for x in numbers(kept))

@@ -2,6 +2,9 @@
 
 import io
 import json
+import pathlib
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -13,6 +16,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
 from jaxrl_async.planning import memory_estimate
+from jaxrl_async.reporting import picture
 from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.reporting import summary as summary_lib
 from jaxrl_async.reporting import timeline as timeline_lib
@@ -21,196 +25,225 @@ from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 
-def make_summary(**changes):
-  values = {
-    "eval_before": 0.4,
-    "eval_after": 0.9,
-    "wall_s": 300.0,
-    "warm_start_s": 100.0,
-    "train_steps": 60,
-    "staleness_mean": 1.5,
-    "staleness_max": 4,
-    "mismatch_kl_mean": 1e-9,
-    "tokens": summary_lib.Tokens(
-      generated=100, trained=80, filtered=10, failed=6, in_flight=4
-    ),
-    "rollout_busy_frac": 0.8,
-    "train_busy_frac": 0.7,
-    "versions_per_trajectory_mean": 1.25,
+def step_line(step, **more):
+  """A line of a train step that ends `step` seconds after 100."""
+  return {
+    "step": step,
+    "run/wall_s": 100.0 + step,
+    "run/warm_start_s": 90.0,
+    "run/rl_s": float(step),
+    "run/rollout_busy_s": 0.75 * step,
+    "run/train_busy_s": 0.5 * step,
+    "run/max_staleness": 2,
+    "run/num_programs": 20,
+    "run/num_compilations": 12,
+    "reward/mean": step / 100,
+    "policy/entropy": 2.0,
+    "offpolicy/behavior_kl": None,
+    "policy/approx_kl": 0.1,
+    "completion/tokens_mean": 9.0,
+    "completion/tokens_max": 12,
+    "offpolicy/mismatch_kl": step * 1e-9,
+    "staleness/histogram": [1, 3],
+    "staleness/versions_histogram": [0, 2, 0, 2],
+    "data/prompts_too_long": 3.0,
+    "ledger/generated_tokens": 100 * step,
+    "ledger/trained_tokens": 80 * step,
+    "ledger/filtered_tokens": 10 * step,
+    "ledger/failed_tokens": 6 * step,
+    "ledger/in_flight_tokens": 4 * step,
+    "timelines": timelines(99.0 + step, 100.0 + step),
+    **more,
   }
-  return summary_lib.Summary(**{**values, **changes})
 
 
-def test_the_summary_is_one_line_and_the_same_in_the_file(tmp_path):
-  summary = make_summary(extra={"num_compilations": 12})
-  notes = []
-  line = summary_lib.write(
-    tmp_path, summary, max_staleness=4, note=notes.append
+def timelines(start_s, end_s):
+  """An update in the first half, and something new in the last eighth."""
+  made = {name: timeline_lib.Timeline(start_s) for name in ("train", "rollout")}
+  for name, a, b, activity in (
+    ("train", 0.0, 0.5, "update"),
+    ("train", 0.875, 1.0, "something new"),
+    ("rollout", 0.0, 0.9, "decode"),
+  ):
+    length_s = end_s - start_s
+    made[name].add(
+      timeline_lib.Interval(
+        start_s + a * length_s, start_s + b * length_s, activity
+      )
+    )
+  return {name: timeline.packed() for name, timeline in made.items()}
+
+
+def of_totals(line):
+  """What the line of an evaluation has of a step's: the totals."""
+  return {
+    name: value
+    for name, value in line.items()
+    if name.startswith(("step", "run/", "ledger/"))
+  }
+
+
+def evaluation_line(step, accuracy, **more):
+  """It took a second after the end of a step, in a pause."""
+  line = of_totals(step_line(step))
+  line["run/wall_s"] += 1.0
+  return {**line, "eval/held_out/avg@1": accuracy, **more}
+
+
+def write_lines(workdir, *lines, rest=""):
+  text = "".join(json.dumps(line) + "\n" for line in lines)
+  (workdir / "metrics.jsonl").write_text(text + rest)
+  return summary_lib.read(workdir)
+
+
+def test_a_summary_is_made_of_the_lines_and_is_one_line_too(tmp_path):
+  record = write_lines(
+    tmp_path,
+    evaluation_line(0, 0.25, **{"eval/greedy/avg@1": 0.5}),
+    step_line(1),
+    step_line(2, **{"offpolicy/mismatch_kl": None}),
+    step_line(3),
+    # Beside training: it is done after a later step.
+    evaluation_line(2, 0.5),
+    evaluation_line(
+      3, 0.75, **{"eval/greedy/avg@1": 1.0, "eval/mismatch_kl": 8e-9}
+    ),
   )
-  assert not notes
+  line = summary_lib.write(tmp_path, record)
   assert "\n" not in line
   values = json.loads(line)
   assert values == json.loads((tmp_path / "summary.json").read_text())
-  assert values.keys() == {
-    "eval_before",
-    "eval_after",
-    "wall_s",
-    "warm_start_s",
-    "train_steps",
-    "staleness_mean",
-    "staleness_max",
-    "mismatch_kl_mean",
-    "tokens",
-    "rollout_busy_frac",
-    "train_busy_frac",
-    "versions_per_trajectory_mean",
-    "num_compilations",
-  }
-  assert values["tokens"] == {
-    "generated": 100,
-    "trained": 80,
-    "filtered": 10,
-    "failed": 6,
-    "in_flight": 4,
+  assert values == {
+    "eval_before": 0.25,
+    "eval_after": 0.75,
+    "eval_before_greedy": 0.5,
+    "eval_after_greedy": 1.0,
+    "wall_s": 104.0,
+    "warm_start_s": 90.0,
+    "rl_s": 3.0,
+    "first_step_s": 1.0,
+    "train_steps": 3,
+    "staleness_mean": 0.75,
+    "staleness_max": 1,
+    "versions_per_trajectory_mean": 2.0,
+    "mismatch_kl_mean": pytest.approx(4e-9),
+    "mismatch_kl_max": 8e-9,
+    "mismatch_kl_not_finite": 1,
+    "tokens": {
+      "generated": 300,
+      "trained": 240,
+      "filtered": 30,
+      "failed": 18,
+      "in_flight": 12,
+    },
+    "rollout_busy_frac": 0.75,
+    "train_busy_frac": 0.5,
+    "prompts_too_long": 3,
+    "num_programs": 20,
+    "num_compilations": 12,
   }
 
 
-@pytest.mark.parametrize(
-  "changes, names",
-  [
-    (
-      {
-        "tokens": summary_lib.Tokens(
-          generated=100, trained=80, filtered=10, failed=6, in_flight=5
-        )
-      },
-      "do not add up",
-    ),
-    ({"staleness_max": 5}, "staleness_max 5 exceeds 4"),
-    ({"eval_after": 1.2}, "eval_after 1.2 is not a fraction"),
-    ({"rollout_busy_frac": 1.0000001}, "rollout_busy_frac 1.0000001 is not"),
-    ({"train_busy_frac": -0.1}, "train_busy_frac"),
-    ({"mismatch_kl_mean": float("nan")}, "mismatch_kl_mean is nan"),
-    ({"warm_start_s": 301.0}, "warm_start_s"),
-    ({"extra": {"wall_s": 1}}, "extra has wall_s"),
-  ],
-)
-def test_numbers_that_contradict_each_other_are_written_with_a_warning(
-  tmp_path, changes, names
-):
-  notes = []
-  line = summary_lib.write(
-    tmp_path, make_summary(**changes), max_staleness=4, note=notes.append
+def test_a_run_that_died_has_a_summary_of_what_it_wrote_whole(tmp_path):
+  lines = [evaluation_line(0, 0.25), step_line(1), step_line(2)]
+  found = summary_lib.of(
+    write_lines(tmp_path, *lines, rest='{"step": 3, "run/wa')
   )
-  (note,) = notes
-  assert note.startswith("WARNING: summary.json: ") and names in note
-  values = json.loads(line)
-  assert values["train_steps"] == 60
-  assert values["mismatch_kl_mean"] in (1e-9, None)
+  assert found["train_steps"] == 2 and found["wall_s"] == 102.0
+  assert found["eval_before"] == found["eval_after"] == 0.25
+  assert found["eval_after_greedy"] is None
+  assert found == summary_lib.of(write_lines(tmp_path, *lines))
+  nothing = summary_lib.of(write_lines(tmp_path, rest='{"step": 0'))
+  assert nothing["eval_before"] is None and nothing["train_steps"] == 0
+
+
+def show(workdir):
+  script = pathlib.Path(__file__).parents[1] / "launch" / "show.py"
+  command = [sys.executable, script, f"--workdir={workdir}", "--summary"]
+  return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_the_script_makes_the_summary_of_a_run_that_is_not_over(tmp_path):
+  refused = show(tmp_path)
+  assert refused.returncode == 1
+  assert refused.stderr.startswith(f"error: workdir: '{tmp_path}' has no metr")
+  write_lines(tmp_path, evaluation_line(0, 0.25), step_line(1), rest="{")
+  ran = show(tmp_path)
+  assert ran.returncode == 0, ran.stderr
+  values = json.loads(ran.stdout)
   assert values == json.loads((tmp_path / "summary.json").read_text())
+  assert values["train_steps"] == 1 and values["eval_after"] == 0.25
+  assert (tmp_path / "summary.png").exists()
 
 
-def timeline_of(*intervals):
-  made = timeline_lib.Timeline()
-  for interval in intervals:
-    made.add(timeline_lib.Interval(*interval))
-  return made
-
-
-def make_history(num_steps, /, **changes):
-  train, rollout, ends = [], [], []
-  for step in map(float, range(num_steps)):
-    train.append((step, step + 0.5, "update"))
-    train.append((step + 0.5, step + 0.6, "something new"))
-    rollout.append((step, step + 0.9, "decode"))
-    ends.append(step + 0.6)
-  values = {
-    "max_staleness": 4,
-    "evaluations": [(0.0, 0.4), (float(num_steps), 0.9)],
-    "rewards": [(end, 0.5) for end in ends],
-    "signals": [(end, 1.0, None, 0.1, 9.0, 12.0) for end in ends],
-    "staleness_counts": [10, 30, 5],
-    "versions_counts": [0, 3, 1],
-    "lanes": {"train": timeline_of(*train), "rollout": timeline_of(*rollout)},
-    "evaluating": timeline_of(
-      (num_steps / 2, num_steps / 2 + 0.5, "evaluation")
-    ),
-    "step_ends_s": ends[-128:],
-    "num_steps": num_steps,
-    "is_resumed": False,
-  }
-  return summary_lib.History(**(values | changes))
+def record_of(num_steps):
+  record = summary_lib.Record()
+  for line in (
+    evaluation_line(0, 0.4),
+    *(step_line(i + 1) for i in range(num_steps)),
+    evaluation_line(num_steps, 0.9),
+  ):
+    record.add(line)
+  return record
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "num_steps", [0, 2, 20, pytest.param(20_000, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("num_steps", [0, 2, 20])
 def test_the_picture_is_drawn_for_runs_of_any_length(tmp_path, num_steps):
-  path = tmp_path / "summary.png"
-  summary_lib.draw(path, make_history(num_steps))
-  with Image.open(path) as image:
+  picture.draw(tmp_path, record_of(num_steps))
+  with Image.open(tmp_path / "summary.png") as image:
     assert image.width > 1000 and image.height > 600
     assert len(image.convert("RGB").getcolors(1 << 24)) > 20
 
 
-def test_a_run_that_was_never_evaluated_or_busy_has_a_picture(tmp_path):
-  empty = {"train": timeline_of(), "rollout": timeline_of()}
-  history = make_history(0, lanes=empty, evaluating=timeline_of())
-  summary_lib.draw(tmp_path / "summary.png", history)
+def test_a_run_that_wrote_nothing_has_a_picture(tmp_path):
+  picture.draw(tmp_path, summary_lib.Record())
+  assert (tmp_path / "summary.png").exists()
 
 
 def test_signals_are_drawn_over_time_and_gaps_stay_open(tmp_path, monkeypatch):
   drawn = {}
-  draw = summary_lib._draw_signals
+  draw = picture._draw_signals
 
-  def keep(axes, history, title, plot):
-    draw(axes, history, title, plot)
+  def keep(axes, record, title, plot):
+    draw(axes, record, title, plot)
     drawn[title] = {
       x.get_label(): (x.get_xdata(), x.get_ydata()) for x in axes.lines
     }
 
-  monkeypatch.setattr(summary_lib, "_draw_signals", keep)
-  signals = [
-    (1.0, 2.0, None, 0.2, 9.0, 12.0),
-    (2.0, None, None, 0.1, 8.0, 11.0),
-  ]
-  history = make_history(2, signals=signals)
-  summary_lib.draw(tmp_path / "summary.png", history)
+  monkeypatch.setattr(picture, "_draw_signals", keep)
+  record = summary_lib.Record()
+  record.add(step_line(1))
+  record.add(step_line(2, **{"policy/entropy": None, "policy/approx_kl": 0.2}))
+  picture.draw(tmp_path, record)
   np.testing.assert_equal(
     drawn,
     {
-      "Entropy per token": {"policy": ([1.0, 2.0], [2.0, np.nan])},
+      "Entropy per token": {"policy": ([101.0, 102.0], [2.0, np.nan])},
       # Of behavior to proximal there is nothing to draw.
-      "KL per token": {"proximal to current": ([1.0, 2.0], [0.2, 0.1])},
+      "KL per token": {"proximal to current": ([101.0, 102.0], [0.1, 0.2])},
       "Tokens per completion": {
-        "mean": ([1.0, 2.0], [9.0, 8.0]),
-        "longest": ([1.0, 2.0], [12.0, 11.0]),
+        "mean": ([101.0, 102.0], [9.0, 9.0]),
+        "longest": ([101.0, 102.0], [12.0, 12.0]),
       },
     },
   )
 
 
-def test_the_zoom_is_three_steps_without_an_evaluation():
-  history = make_history(20)
-  start_s, end_s = summary_lib._zoom(history)
-  assert end_s - start_s == pytest.approx(3)
-  assert start_s in history.step_ends_s
-  ((a, b, _),) = history.evaluating.recent
-  assert end_s <= a or start_s >= b
+def test_the_zoom_is_three_steps_in_the_middle_without_a_pause():
+  assert picture._zoom(record_of(20)) == (109.0, 112.0)
+  record = record_of(20)
+  record.pauses.append((110.5, 0.5))
+  start_s, end_s = picture._zoom(record)
+  assert end_s - start_s == 3 and (end_s <= 110.5 or start_s >= 111.0)
 
 
-def test_the_zoom_of_a_long_or_resumed_run_has_intervals_in_it():
-  long = make_history(20_000)
-  ends = make_history(20).step_ends_s
-  earlier = [end - 100.0 for end in ends]
-  resumed = make_history(20, step_ends_s=[*earlier, *ends], num_steps=40)
-  for history in (long, resumed):
-    start_s, end_s = summary_lib._zoom(history)
-    assert end_s - start_s == pytest.approx(3)
-    for lane in history.lanes.values():
-      shown = [x for x in lane.recent if start_s <= x.start_s < end_s]
-      assert len(shown) >= 3
+def test_time_that_does_not_count_is_a_pause():
+  record = record_of(3)
+  assert record.pauses == [(90.0, 11.0), (103.0, 1.0)]
+  # A later start of the run, 50 seconds of which came before its RL stage.
+  record.add(step_line(4, **{"run/wall_s": 155.0}))
+  assert record.pauses[2:] == [(104.0, 50.0)]
 
 
 def report(step):

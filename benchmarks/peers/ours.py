@@ -132,7 +132,7 @@ class Follower:
     self._num_read = len(lines)
 
   def _record(self, line: dict[str, Any]) -> None:
-    if line["step"]:
+    if "time/step_s" in line:
       step_s = line["time/step_s"]
       self._recorder.step(
         tokens=round(line["train/tokens_per_s"] * step_s),

@@ -1,18 +1,17 @@
 """Metrics of train steps, busy time of the slices, and compilations.
 
-`metrics.jsonl` has one object per step, and TensorBoard gets the same numbers.
+`metrics.jsonl` is the record of a run: each line belongs to a train step, and
+all that `summary` and `picture` show is made from it. TensorBoard gets the same
+numbers.
 """
 
 import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
-import copy
 import json
 import math
 import os
 import pathlib
-import resource
-import sys
 import threading
 import time
 from typing import Any, NamedTuple
@@ -27,11 +26,14 @@ from jaxrl_async.storage import disk
 from jaxrl_async.storage import events
 
 COMPILE = "compile"  # an activity
+# What the slices did, which is in the lines only; see `timelines`.
+TIMELINES = "timelines"
 # Tracing, lowering and compiling; JAX calls listeners in the compiling thread.
 _COMPILE_EVENTS = "/jax/core/compile/"
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 _NUM_BINS = 16
+_NUM_RECENT = 256
 
 
 class Histogram(NamedTuple):
@@ -77,8 +79,33 @@ def finite(value: Any) -> Any:
 
 
 def _entry(step: int, values: Mapping[str, Any]) -> dict[str, Any]:
-  plain = {name: _plain(name, value) for name, value in values.items()}
+  plain = {
+    name: value if name == TIMELINES else _plain(name, value)
+    for name, value in values.items()
+  }
   return {"step": step, "values": plain}
+
+
+def lines(workdir: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+  """Yield the lines of `metrics.jsonl`, also while a run is writing.
+
+  A line that is not complete yet is the last one, and is left out.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+  """
+  with open(pathlib.Path(workdir) / "metrics.jsonl", "rb") as file:
+    for line in file:
+      if line.endswith(b"\n"):
+        yield json.loads(line)
+
+
+def by_step(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+  """Return one object for each step, with everything that its lines say."""
+  steps: dict[int, dict[str, Any]] = {}
+  for line in lines(workdir):
+    steps.setdefault(line["step"], {}).update(line)
+  return [steps[step] for step in sorted(steps)]
 
 
 class MetricsWriter:
@@ -93,6 +120,10 @@ class MetricsWriter:
   so that the lines are in order. Until then checkpoints carry all these values.
 
   Threads: one at a time.
+
+  Attributes:
+    totals: is called for what each line says besides its own values, such as
+      clocks and counters of the run.
   """
 
   def __init__(
@@ -111,6 +142,7 @@ class MetricsWriter:
       note: if given, lines that the disk refuses are kept in memory, and this
         is called with a message.
     """
+    self.totals: Callable[[], Mapping[str, Any]] = dict
     self._workdir = pathlib.Path(workdir)
     self._side_outputs = side_outputs
     self._wandb_log = wandb_log
@@ -141,24 +173,25 @@ class MetricsWriter:
     if self._held is not None:
       raise ValueError(f"step {step} while step {self.held_step} is held")
     self._check_order(step)
-    self._held = _entry(step, values)
+    self._held = _entry(step, {**self.totals(), **values})
 
   def write(self, step: int, values: Mapping[str, Any]) -> None:
-    """Write everything that is known about one step.
+    """Write a line about a step, with the totals of this moment.
 
     Behind a step that is held, the values wait until that one is complete.
 
     Args:
-      step: completed train steps; grows with every call, except for the step
-        that is held.
+      step: completed train steps, not less than in the call before, except for
+        the step that is held.
       values: numbers, lists whose entry i counts the value i
         (`staleness/histogram`), or histograms. NaN and infinities become null.
+        They replace totals of the same name.
 
     Raises:
       StorageError: `metrics.jsonl` could not be written, and its line is not
         kept in memory.
     """
-    entry = _entry(step, values)
+    entry = _entry(step, {**self.totals(), **values})
     if self._held is None:
       self._check_order(step)
       self._write(step, entry["values"])
@@ -180,6 +213,7 @@ class MetricsWriter:
       self._file = self._open()
     self._file.append(line.encode() + b"\n")
     self._num_bytes = self._file.num_bytes
+    values = {k: x for k, x in values.items() if k != TIMELINES}
     with self._side_outputs.attempt("TensorBoard"):
       if self._events is None:
         first_step = self._last_step + 1
@@ -196,8 +230,8 @@ class MetricsWriter:
     last = self._last_step
     if self._held is not None:
       last = [self._held, *self._waiting][-1]["step"]
-    if step <= last:
-      raise ValueError(f"step {step} was written already ({last})")
+    if step < last:
+      raise ValueError(f"step {step} comes after step {last}")
 
   def state(self) -> dict[str, Any]:
     """Return what a checkpoint keeps.
@@ -271,8 +305,9 @@ _compiling = _Compiling()
 class BusyClock:
   """Measures how long one slice has been inside device programs.
 
-  It keeps totals and a timeline for the picture. Its memory and the time of
-  each call do not depend on how much was recorded.
+  It keeps totals, the last intervals, and a timeline since the last line of
+  metrics. Its memory and the time of each call do not depend on how much was
+  recorded.
 
   A program is compiled when it is first called. Inside a `CompilationCounter`,
   this time is an activity of its own, "compile". The slice still counts as busy
@@ -303,7 +338,10 @@ class BusyClock:
     self._since_s = 0.0
     self._busy_s = 0.0
     self._activity_s: dict[str, float] = collections.defaultdict(float)
-    self._timeline = timeline_lib.Timeline()
+    self._recent: collections.deque[timeline_lib.Interval] = collections.deque(
+      maxlen=_NUM_RECENT
+    )
+    self._timeline = timeline_lib.Timeline(self.now())
 
   def now(self) -> float:
     """Return the seconds since the origin."""
@@ -331,8 +369,12 @@ class BusyClock:
           self._busy_s += end_s - self._since_s
         for a, b, is_compiling in _pieces(start_s, end_s, compiled):
           name = COMPILE if is_compiling else activity
-          self._activity_s[name] += b - a
-          self._timeline.add(timeline_lib.Interval(a, b, name))
+          self._add(timeline_lib.Interval(a, b, name))
+
+  def _add(self, interval: timeline_lib.Interval) -> None:
+    self._activity_s[interval.activity] += interval.end_s - interval.start_s
+    self._recent.append(interval)
+    self._timeline.add(interval)
 
   def add(
     self, busy_s: float, intervals: Iterable[timeline_lib.Interval]
@@ -346,28 +388,25 @@ class BusyClock:
     with self._lock:
       self._busy_s += busy_s
       for interval in intervals:
-        self._activity_s[interval.activity] += interval.end_s - interval.start_s
-        self._timeline.add(interval)
+        self._add(interval)
 
-  def since(self, end_s: float, most: int) -> list[timeline_lib.Interval]:
-    """Return the last intervals that ended after `end_s`, at most so many."""
-    found = []
+  def since(self, end_s: float) -> list[timeline_lib.Interval]:
+    """Return the intervals that ended after `end_s`, at most the last 256."""
     with self._lock:
-      for interval in reversed(self._timeline.recent):
-        if interval.end_s <= end_s or len(found) == most:
-          break
-        found.append(interval)
-    return found[::-1]
+      return [x for x in self._recent if x.end_s > end_s]
 
   def activity_s(self) -> dict[str, float]:
     """Return the seconds of each activity, summed over threads."""
     with self._lock:
       return dict(self._activity_s)
 
-  def timeline(self) -> timeline_lib.Timeline:
-    """Return a copy of the timeline."""
+  def cut_timeline(self) -> timeline_lib.Timeline:
+    """Return the timeline since the last call, and begin a new one."""
     with self._lock:
-      return copy.deepcopy(self._timeline)
+      found, now_s = self._timeline, self.now()
+      self._timeline = timeline_lib.Timeline(now_s)
+    found.end_s = max(found.end_s, now_s)
+    return found
 
 
 def _pieces(
@@ -461,9 +500,3 @@ class CompilationCounter:
   def __exit__(self, *_: Any) -> None:
     jax.monitoring.unregister_event_duration_listener(self._on_duration)
     jax.monitoring.unregister_event_listener(self._on_event)
-
-
-def peak_memory_bytes() -> int:
-  """Return the most host memory that this process has held so far."""
-  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-  return peak if sys.platform == "darwin" else peak * 1024

@@ -1,20 +1,19 @@
-"""What a slice did when, in memory that does not grow with the run.
+"""What a slice did when, as a line of metrics has it.
 
-A run of weeks has hundreds of millions of busy intervals, while its picture has
-a thousand columns of pixels. A timeline therefore keeps the share of each
-activity in bins of time, and only the last intervals as they were.
+A step may have millions of busy intervals, while its picture has a few hundred
+columns of pixels. A timeline therefore keeps only the share of each activity in
+bins of time.
 """
 
-import collections
-import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jaxtyping import Float
 import numpy as np
 
-_NUM_BINS = 4_096  # must be even
+_NUM_BINS = 256  # must be even
 _FIRST_WIDTH_S = 2.0**-10
-_NUM_RECENT = 16_384
+_NUM_PARTS = 64
 
 
 class Interval(NamedTuple):
@@ -28,44 +27,41 @@ class Interval(NamedTuple):
 class Timeline:
   """Intervals of one slice, by activity.
 
-  The bins begin with the first interval. When an interval ends after the last
-  bin, neighbouring bins are merged in pairs and all bins become twice as wide.
-  At least half of the bins are thus in use once the timeline is longer than a
-  few seconds, and the cost of adding an interval does not depend on how many
-  there are.
+  When an interval ends after the last bin, neighbouring bins are merged in
+  pairs and all bins become twice as wide. The cost of adding an interval does
+  therefore not depend on how many there are.
 
   Invariant: the bins of an activity add up to the time of all its intervals.
 
   Threads: nothing here is locked.
 
   Attributes:
-    recent: the last intervals, in the order in which they were added.
+    start_s: when the first bin begins.
+    end_s: the last end of an interval, or later.
   """
 
-  def __init__(self):
-    self.recent: collections.deque[Interval] = collections.deque(
-      maxlen=_NUM_RECENT
-    )
-    self._num_added = 0
-    self._start_s = 0.0
-    self._end_s = 0.0
+  def __init__(self, start_s: float):
+    """Begin without intervals."""
+    self.start_s = self.end_s = start_s
     self._width_s = _FIRST_WIDTH_S
     self._bins: dict[str, np.ndarray] = {}  # share of each bin's width
 
   def add(self, interval: Interval) -> None:
-    """Add an interval; the first one added must also be the earliest."""
-    if not self._num_added:
-      self._start_s = self._end_s = interval.start_s
-    self._num_added += 1
-    self.recent.append(interval)
-    self._end_s = max(self._end_s, interval.end_s)
-    while self._end_s >= self._start_s + _NUM_BINS * self._width_s:
-      self._widen()
+    """Add an interval; what began before the timeline begins with it."""
+    start_s = max(interval.start_s, self.start_s)
+    end_s = interval.end_s + (start_s - interval.start_s)
+    self.end_s = max(self.end_s, end_s)
+    while self.end_s >= self.start_s + _NUM_BINS * self._width_s:
+      half = _NUM_BINS // 2
+      for bins in self._bins.values():
+        bins[:half] = (bins[0::2] + bins[1::2]) / 2
+        bins[half:] = 0.0
+      self._width_s *= 2
     if interval.activity not in self._bins:
       self._bins[interval.activity] = np.zeros(_NUM_BINS)
     bins = self._bins[interval.activity]
-    start = max(interval.start_s - self._start_s, 0.0) / self._width_s
-    end = max(interval.end_s - self._start_s, 0.0) / self._width_s
+    start = (start_s - self.start_s) / self._width_s
+    end = (end_s - self.start_s) / self._width_s
     # Rounding may move an end onto the edge of the last bin.
     first, last = (min(int(x), _NUM_BINS - 1) for x in (start, end))
     if first == last:
@@ -75,40 +71,53 @@ class Timeline:
       bins[first + 1 : last] += 1.0
       bins[last] += end - last
 
-  def _widen(self) -> None:
-    half = _NUM_BINS // 2
-    for bins in self._bins.values():
-      bins[:half] = (bins[0::2] + bins[1::2]) / 2
-      bins[half:] = 0.0
-    self._width_s *= 2
+  def packed(self) -> "Packed":
+    """Return each activity's share of 64 equal parts of the timeline.
 
-  @property
-  def activities(self) -> list[str]:
-    """The names of all activities, in the order of their first interval."""
-    return list(self._bins)
-
-  @property
-  def span_s(self) -> tuple[float, float] | None:
-    """The start of the first interval and the last end; None if empty."""
-    return (self._start_s, self._end_s) if self._num_added else None
-
-  @property
-  def detailed_from_s(self) -> float:
-    """The time from which on `recent` has every interval."""
-    has_all = self._num_added == len(self.recent)
-    return -math.inf if has_all else self.recent[0].start_s
-
-  def shares(
-    self, edges_s: Float[np.ndarray, "edges"]
-  ) -> dict[str, np.ndarray]:
-    """Return each activity's share of the time between neighbouring edges.
-
-    The time inside a bin counts as evenly spread.
+    A share is two hexadecimal digits, from 00 to ff.
     """
-    ends_s = self._start_s + self._width_s * np.arange(_NUM_BINS + 1)
-    shares = {}
+    edges_s = np.linspace(self.start_s, self.end_s, _NUM_PARTS + 1)
+    ends_s = self.start_s + self._width_s * np.arange(_NUM_BINS + 1)
+    packed = {}
     for activity, bins in self._bins.items():
       seconds = np.concatenate([[0.0], np.cumsum(bins * self._width_s)])
-      shares[activity] = np.diff(np.interp(edges_s, ends_s, seconds))
-      shares[activity] /= np.diff(edges_s)
-    return shares
+      inside = np.diff(np.interp(edges_s, ends_s, seconds))
+      share = inside / max((self.end_s - self.start_s) / _NUM_PARTS, 1e-9)
+      level = np.clip(np.rint(255 * share), 0, 255).astype(np.uint8)
+      packed[activity] = level.tobytes().hex()
+    return Packed(self.start_s, self.end_s, packed)
+
+
+class Packed(NamedTuple):
+  """A timeline as a line of metrics has it; see `Timeline.packed`."""
+
+  start_s: float
+  end_s: float
+  activities: Mapping[str, str]
+
+
+def shares(
+  timelines: Sequence[Packed], edges_s: Float[np.ndarray, "edges"]
+) -> dict[str, np.ndarray]:
+  """Return each activity's share of the time between neighbouring edges.
+
+  The time inside a part of a timeline counts as evenly spread.
+
+  Args:
+    timelines: of one slice, one after the other.
+    edges_s: ascending.
+  """
+  if not timelines:
+    return {}
+  parts_s = [np.linspace(a, b, _NUM_PARTS + 1) for a, b, _ in timelines]
+  times_s = np.maximum.accumulate(np.concatenate(parts_s))
+  widths_s = np.array([(b - a) / _NUM_PARTS for a, b, _ in timelines])
+  nothing = "00" * _NUM_PARTS
+  found = {}
+  for name in dict.fromkeys(x for one in timelines for x in one.activities):
+    text = "".join(one.activities.get(name, nothing) for one in timelines)
+    level = np.frombuffer(bytes.fromhex(text), np.uint8).reshape(-1, _NUM_PARTS)
+    seconds = np.pad(level / 255 * widths_s[:, None], ((0, 0), (1, 0)))
+    totals = np.interp(edges_s, times_s, np.cumsum(seconds))
+    found[name] = np.diff(totals) / np.diff(edges_s)
+  return found

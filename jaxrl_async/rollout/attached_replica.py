@@ -12,8 +12,6 @@ from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import remote
 from jaxrl_async.rollout import replica as replica_lib
 
-_MAX_ACTIVITIES = 256
-
 
 class AttachedReplica:
   """A replica, its link, and what was said of it.
@@ -125,7 +123,7 @@ class AttachedReplica:
         remote.Activity(
           self._said_s - one.start_s, self._said_s - one.end_s, one.activity
         )
-        for one in self._busy.since(before_s, _MAX_ACTIVITIES)
+        for one in self._busy.since(before_s)
       ),
       still_s=self._seconds() - self._beat_s,
       step_s=self._step_s,

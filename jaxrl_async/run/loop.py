@@ -7,7 +7,7 @@ trains on what is finished and publishes each new version of the weights.
 
 import dataclasses
 import time
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import ledger as ledger_lib
@@ -17,6 +17,7 @@ from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.data import prompts
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import profile as profile_lib
+from jaxrl_async.reporting import summary as summary_lib
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.run import checkpointing
 from jaxrl_async.run import frozen_base
@@ -140,10 +141,10 @@ class Loop:
   def _run(self) -> None:
     if self.step >= self.num_steps:
       self.recorder.end_rl()
-      _, last_step, _, greedy = self.recorder.record.evaluations.last
       # Without a final evaluation at this step, num_steps was lowered.
-      if last_step != self.step or greedy is None:
-        self._evaluate()
+      done = summary_lib.read(self.session.workdir).evaluations
+      if not any(x.step == self.step and x.greedy is not None for x in done):
+        self.writer.write(self.step, self._evaluate())
     while self.step < self.num_steps and not self.stop.is_set:
       with self.profiler.step(self.step + 1):
         if not self._train():
@@ -308,7 +309,7 @@ class Loop:
       if self.config.run.exact_resume and not self.rollout_thread.is_hung:
         self.rollout.cut(step)
       groups = snapshot.outstanding(self.buffer, self.rollout)
-      self.recorder.tokens(snapshot.count_tokens(groups))
+      self.recorder.check_tokens(snapshot.count_tokens(groups))
       host_state = {
         "groups_per_step": self.config.algorithm.groups_per_step,
         "max_staleness": self.found.host_state["max_staleness"],
@@ -316,14 +317,13 @@ class Loop:
         "stream": self.stream.state(),
         "data": dict(self.setup.source.versions),
         "ledger": dataclasses.asdict(self.ledger.state()),
-        "metrics": self.writer.state(),
-        "record": self.recorder.state(),
+        "metrics": self.recorder.state(),
         schedule_start.KEY: self.recorder.schedule_bytes(),
         "config": config_json.to_stored(self.config),
       }
       if self.rollout_thread.is_hung:
         # It may have gone on meanwhile.
-        self.recorder.tokens(snapshot.count_tokens(groups))
+        self.recorder.check_tokens(snapshot.count_tokens(groups))
     if self.staleness is not None:
       host_state["staleness_control"] = self.staleness.state()
     state = self.trainer.state
@@ -342,25 +342,13 @@ class Loop:
       ),
     )
 
-  def finish(self, extra: dict[str, Any]) -> str:
-    """Write summary.json and summary.png.
-
-    Args:
-      extra: further fields of the summary.
-
-    Returns:
-      The summary on one line.
-    """
+  def finish(self) -> str:
+    """Write summary.json and summary.png; return the summary on one line."""
     with self.rollout_thread.paused():
       groups = snapshot.outstanding(self.buffer, self.rollout)
-      tokens = self.recorder.tokens(snapshot.count_tokens(groups))
+      self.recorder.check_tokens(snapshot.count_tokens(groups))
       self.rollout.stop()  # tokens written after this would not be counted
-    return self.recorder.finish(
-      step=self.step,
-      tokens=tokens,
-      max_staleness=self.found.host_state["max_staleness"],
-      extra=extra,
-    )
+    return self.recorder.finish(self.step)
 
   def _interrupt(self) -> NoReturn:
     """Save a checkpoint, and raise Interrupted."""

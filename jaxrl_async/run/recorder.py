@@ -1,31 +1,33 @@
-"""The recorder, which writes down each step of a run and finally the summary.
+"""The recorder, which writes down each step of a run.
 
-A `run_record.RunRecord` holds what a run remembers about itself across
-restarts. The `Recorder` updates it from the parts of the running program.
+Every line of metrics has the totals of the run so far besides its own values.
+The summary is made from the lines alone, and a checkpoint holds the totals, so
+that a later start of the run goes on counting.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 import contextlib
-import dataclasses
 import pathlib
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxrl_async.coordination import ledger as ledger_lib
 from jaxrl_async.coordination import run_schedule
 from jaxrl_async.coordination import staleness_control
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.reporting import picture
 from jaxrl_async.reporting import progress as progress_lib
-from jaxrl_async.reporting import run_record
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
 from jaxrl_async.reporting import summary as summary_lib
-from jaxrl_async.reporting import timeline as timeline_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.run import sampler as sampler_lib
 from jaxrl_async.training import step_metrics
+
+# Of the RL stage without evaluations in a pause, over all starts of the run.
+_RL_TOTALS = ("run/rl_s", "run/rollout_busy_s", "run/train_busy_s")
 
 
 class BadUpdatesError(supervisor_lib.RunError):
@@ -33,20 +35,6 @@ class BadUpdatesError(supervisor_lib.RunError):
 
   The message names the step and its groups.
   """
-
-
-class RlTimes(NamedTuple):
-  """Times of the run in seconds, including those of its earlier starts.
-
-  Attributes:
-    now_s: since the start of the run.
-    rl_s: duration of the RL stage without evaluations.
-    busy_s: part of `rl_s` during which each slice was busy, by slice.
-  """
-
-  now_s: float
-  rl_s: float
-  busy_s: dict[str, float]
 
 
 class Recorder:
@@ -61,7 +49,7 @@ class Recorder:
 
   def __init__(
     self,
-    record: run_record.RunRecord,
+    before: Mapping[str, int | float],
     *,
     workdir: pathlib.Path,
     writer: metrics_lib.MetricsWriter,
@@ -69,6 +57,7 @@ class Recorder:
     rollout: rollout_side.RolloutSide,
     rewards: service_lib.RewardService,
     busy: dict[str, metrics_lib.BusyClock],
+    compilations: metrics_lib.CompilationCounter,
     progress: progress_lib.Progress,
     side_outputs: side_outputs_lib.SideOutputs,
     sampler: sampler_lib.Sampler,
@@ -81,13 +70,15 @@ class Recorder:
     """Prepare recording.
 
     Args:
-      record: of the run; it is updated with each step.
+      before: totals of earlier starts of the run, as `state` has returned them,
+        and `run/warm_start_s` and `run/max_staleness`.
       workdir: of the run.
       writer: writes the metrics.
       ledger: gets the trained groups.
       rollout: its counters are read.
       rewards: its metrics are read.
       busy: the clocks of the two slices, "train" and "rollout".
+      compilations: of this start.
       progress: shows each step.
       side_outputs: guards outputs whose failure must not end the run.
       sampler: writes some completions of each step.
@@ -97,7 +88,7 @@ class Recorder:
       scheduled: returns each field with a schedule, of completed train steps.
       staleness: decides from the metrics of each step, if the bound may move.
     """
-    self.record = record
+    self._before = before
     self._max_bad_updates = max_bad_updates
     self._solved_score = solved_score
     self._staleness = staleness
@@ -112,49 +103,45 @@ class Recorder:
     self._rollout = rollout
     self._rewards = rewards
     self._busy = busy
+    self._compilations = compilations
     self._progress = progress
     self._side_outputs = side_outputs
     self._sampler = sampler
     self._schedule = schedule
-    self.clock = busy["train"]
-    self._evaluating = timeline_lib.Timeline()
-    # Each evaluation moves this forward by its duration, so it does not count.
-    self._rl_start: metrics_lib.Reading | None = None
-    self._rl_end: RlTimes | None = None
+    # Totals of the RL stage up to a reading of the clocks, after which it goes
+    # on. Without a reading it stands still. One assignment replaces both,
+    # because the writing thread reads them.
+    self._rl: tuple[dict[str, float], metrics_lib.Reading | None] = (
+      {name: before.get(name, 0.0) for name in _RL_TOTALS},
+      None,
+    )
     self._last: dict[str, int | float] = {}
+    writer.totals = self._line_totals
 
   def start_rl(self) -> None:
     """Start the clocks and counters of the RL stage."""
-    self._rl_start = metrics_lib.read(self._busy)
+    for clock in self._busy.values():
+      clock.cut_timeline()
+    self._rl = self._rl[0], metrics_lib.read(self._busy)
     self._last = self.totals()
 
   def end_rl(self) -> None:
-    """Stop the clocks of the RL stage after the last train step.
+    """Stop the clocks of the RL stage.
 
-    The final evaluation and closing therefore do not count.
+    What follows the last train step therefore does not count.
     """
-    self._rl_end = self._rl_times()
+    self._rl = self._rl_totals(metrics_lib.read(self._busy)), None
 
   @contextlib.contextmanager
   def evaluating(self) -> Iterator[None]:
-    """Exclude the time inside the block from `rl_s` and `busy_s`."""
-    before = metrics_lib.read(self._busy)
+    """Stop the clocks of the RL stage inside the block."""
+    goes_on = self._rl[1] is not None
+    self.end_rl()
     try:
       yield
     finally:
-      after = metrics_lib.read(self._busy)
-      self._evaluating.add(
-        timeline_lib.Interval(before.now_s, after.now_s, "evaluation")
-      )
-      start = self._rl_start
-      if start is not None:
-        self._rl_start = metrics_lib.Reading(
-          start.now_s + after.now_s - before.now_s,
-          {
-            name: busy_s + after.busy_s[name] - before.busy_s[name]
-            for name, busy_s in start.busy_s.items()
-          },
-        )
+      if goes_on:
+        self._rl = self._rl[0], metrics_lib.read(self._busy)
 
   def begin(
     self,
@@ -248,7 +235,7 @@ class Recorder:
     self._sampler.write_step(pending.step + 1, pending.groups)
     delta = {name: totals[name] - self._last[name] for name in totals}
     self._last = totals
-    step_s = max(delta["rl_s"], 1e-9)
+    step_s = max(delta["run/rl_s"], 1e-9)
     trained = sum(g.num_completion_tokens for g in pending.groups)
     values |= step_metrics.pass_at_k(pending.groups, self._solved_score)
     values |= _rollout_metrics(delta, step_s)
@@ -263,29 +250,13 @@ class Recorder:
     values |= {
       "time/step_s": step_s,
       "train/tokens_per_s": trained / step_s,
-      "train/busy_frac": min(delta["train_busy_s"] / step_s, 1.0),
+      "train/busy_frac": min(delta["run/train_busy_s"] / step_s, 1.0),
       "run/failed_side_outputs": self._side_outputs.num_failures,
-    }
-    ledger = self._ledger.totals()
-    ended = (
-      ledger.trained_tokens + ledger.filtered_tokens + ledger.failed_tokens
-    )
-    # The rollout side goes on counting. Its counter is read only once, so that
-    # the values below agree, and after the ledger, so that no difference is
-    # negative.
-    generated = self._generated_tokens()
-    values |= {
-      "ledger/generated_tokens": generated,
-      "ledger/trained_tokens": ledger.trained_tokens,
-      "ledger/filtered_tokens": ledger.filtered_tokens,
-      "ledger/failed_tokens": ledger.failed_tokens,
-      "ledger/in_flight_tokens": generated - ended,
+      **{name: totals[name] for name in ("run/wall_s", *_RL_TOTALS)},
+      metrics_lib.TIMELINES: self._timelines(),
     }
     if self._staleness is not None:
       values |= self._staleness.observe(pending.step + 1, values)
-    self.record.add_step(totals["now_s"], values)
-    if not self.record.first_step_s:
-      self.record.first_step_s = totals["rl_s"]
     write = self._writer.hold if is_evaluated else self._writer.write
     write(pending.step + 1, values)
     self._progress.step(
@@ -314,8 +285,8 @@ class Recorder:
           f" groups {indices}"
         )
 
-  def tokens(self, in_flight: int) -> dict[str, int]:
-    """Return how many generated tokens have met each fate, or are in flight.
+  def check_tokens(self, in_flight: int) -> None:
+    """Check that each generated token has met a fate, or is in flight.
 
     Args:
       in_flight: the completion tokens of the outstanding groups, counted while
@@ -325,123 +296,104 @@ class Recorder:
       RuntimeError: the numbers do not add up to the generated tokens.
     """
     ledger = self._ledger.totals()
-    tokens = {
-      "generated": self._generated_tokens(),
-      "trained": ledger.trained_tokens,
-      "filtered": ledger.filtered_tokens,
-      "failed": ledger.failed_tokens,
-      "in_flight": in_flight,
-    }
-    ledger_lib.check_balance(**tokens)
-    return tokens
+    ledger_lib.check_balance(
+      generated=self._generated_tokens(),
+      trained=ledger.trained_tokens,
+      filtered=ledger.filtered_tokens,
+      failed=ledger.failed_tokens,
+      in_flight=in_flight,
+    )
 
   def schedule_bytes(self) -> int:
     """Return the length of the schedule, all of which is on the disk."""
     return self._schedule.num_bytes()
 
   def state(self) -> dict[str, Any]:
-    """Return the current record as a checkpoint stores it."""
-    times = self._rl_times()
-    record = dataclasses.replace(
-      self.record,
-      wall_s=times.now_s,
-      rl_s=times.rl_s,
-      busy_s=times.busy_s,
-      generated_tokens=self._generated_tokens(),
-    )
-    return dataclasses.asdict(record)
+    """Return what a checkpoint keeps of the metrics.
 
-  def finish(
-    self,
-    *,
-    step: int,
-    tokens: dict[str, int],
-    max_staleness: int,
-    extra: dict[str, Any],
-  ) -> str:
-    """Write summary.json and summary.png.
+    Raises:
+      StorageError: `metrics.jsonl` did not reach the disk.
+    """
+    return {**self._writer.state(), "totals": self._kept_totals()}
+
+  def finish(self, step: int) -> str:
+    """Write the totals at the end of the run, summary.json and summary.png.
 
     Args:
       step: completed train steps.
-      tokens: the result of `tokens`.
-      max_staleness: the largest bound that any start of the run has had.
-      extra: further fields of the summary.
 
     Returns:
       The summary on one line.
     """
-    record = self.record
-    times = self._rl_end or self._rl_times()
+    self._writer.write(step, {metrics_lib.TIMELINES: self._timelines()})
+    record = summary_lib.read(self._workdir)
     with self._side_outputs.attempt("summary.png"):
-      summary_lib.draw(
-        self._workdir / "summary.png",
-        record.history(
-          max_staleness=max_staleness,
-          lanes={n: clock.timeline() for n, clock in self._busy.items()},
-          evaluating=self._evaluating,
-        ),
-      )
-    first, last = record.evaluations.first, record.evaluations.last
-    return summary_lib.write(
-      self._workdir,
-      summary_lib.Summary(
-        eval_before=first[2],
-        eval_after=last[2],
-        wall_s=self.clock.now(),
-        warm_start_s=record.warm_start_s,
-        train_steps=step,
-        staleness_mean=record.staleness_mean,
-        staleness_max=record.staleness_max,
-        mismatch_kl_mean=record.mismatch_kl.mean,
-        tokens=summary_lib.Tokens(**tokens),
-        rollout_busy_frac=times.busy_s["rollout"] / times.rl_s,
-        train_busy_frac=times.busy_s["train"] / times.rl_s,
-        versions_per_trajectory_mean=record.versions_per_trajectory_mean,
-        extra={
-          "eval_before_greedy": first[3],
-          "eval_after_greedy": last[3],
-          "mismatch_kl_max": record.mismatch_kl.maximum,
-          "mismatch_kl_not_finite": record.mismatch_kl.num_not_finite,
-          "rl_s": times.rl_s,
-          "first_step_s": record.first_step_s,
-          "prompts_too_long": self._rollout.coordinator.stream.num_too_long,
-          "peak_memory_bytes": metrics_lib.peak_memory_bytes(),
-          **extra,
-        },
-      ),
-      max_staleness=max_staleness,
-      note=self._progress.note,
-    )
+      picture.draw(self._workdir, record)
+    return summary_lib.write(self._workdir, record)
+
+  def _timelines(self) -> dict[str, Any]:
+    """Return what each slice did since the last call."""
+    return {
+      name: clock.cut_timeline().packed() for name, clock in self._busy.items()
+    }
 
   def _generated_tokens(self) -> int:
-    return self.record.generated_tokens + self._rollout.generated_tokens
+    before = int(self._before.get("ledger/generated_tokens", 0))
+    return before + self._rollout.generated_tokens
 
-  def _rl_times(self) -> RlTimes:
-    """Return the times up to now."""
-    record, start = self.record, self._rl_start
-    now = metrics_lib.read(self._busy)
-    if start is None:
-      return RlTimes(now.now_s, record.rl_s, dict(record.busy_s))
-    return RlTimes(
-      now.now_s,
-      record.rl_s + now.now_s - start.now_s,
-      {
-        name: record.busy_s[name] + busy_s - start.busy_s[name]
+  def _rl_totals(self, now: metrics_lib.Reading) -> dict[str, float]:
+    totals, since = self._rl
+    if since is None:
+      return totals
+    passed = {
+      "run/rl_s": now.now_s - since.now_s,
+      **{
+        f"run/{name}_busy_s": busy_s - since.busy_s[name]
         for name, busy_s in now.busy_s.items()
       },
-    )
+    }
+    return {name: total + passed[name] for name, total in totals.items()}
+
+  def _kept_totals(self) -> dict[str, int | float]:
+    """Return the totals that a later start of the run continues."""
+    now = metrics_lib.read(self._busy)
+    return {
+      **self._before,
+      "run/wall_s": now.now_s,
+      **self._rl_totals(now),
+      "ledger/generated_tokens": self._generated_tokens(),
+    }
+
+  def _line_totals(self) -> dict[str, int | float]:
+    """Return the totals that every line of metrics has."""
+    # The rollout side goes on counting. Its counter is read only once, so that
+    # the values agree, and after the ledger, so that no difference is negative.
+    ledger = self._ledger.totals()
+    kept = self._kept_totals()
+    ended = {
+      "ledger/trained_tokens": ledger.trained_tokens,
+      "ledger/filtered_tokens": ledger.filtered_tokens,
+      "ledger/failed_tokens": ledger.failed_tokens,
+    }
+    in_flight = kept["ledger/generated_tokens"] - sum(ended.values())
+    return {
+      **kept,
+      **ended,
+      "ledger/in_flight_tokens": in_flight,
+      "run/num_programs": self._compilations.num_programs,
+      "run/num_compilations": self._compilations.num_compiled,
+    }
 
   def totals(self) -> dict[str, int | float]:
     """Return the current counters and clocks.
 
     The metrics of a step are computed from differences between these.
     """
-    times = self._rl_times()
+    now = metrics_lib.read(self._busy)
     return {
       **self._rollout.totals(),
-      "now_s": times.now_s,
-      "rl_s": times.rl_s,
-      **{f"{name}_busy_s": value for name, value in times.busy_s.items()},
+      "run/wall_s": now.now_s,
+      **self._rl_totals(now),
     }
 
 
@@ -461,7 +413,7 @@ def _rollout_metrics(
     "rollout/interruptions": delta["interruptions"],
     "rollout/preemptions": delta["preemptions"],
     "rollout/wait_for_admission_s": delta["wait_s"],
-    "rollout/busy_frac": min(delta["rollout_busy_s"] / step_s, 1.0),
+    "rollout/busy_frac": min(delta["run/rollout_busy_s"] / step_s, 1.0),
     "time/adopt_s": delta["adopt_s"],
     # Both are averages over the replicas.
     "time/adoption_s": delta["adopt_s"] / (delta["adoptions"] or 1),

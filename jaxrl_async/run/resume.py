@@ -24,7 +24,6 @@ _RUN_STATE = (
   "stream",
   "ledger",
   "metrics",
-  "record",
 )
 
 

@@ -127,6 +127,7 @@ class RunEvaluations:
       self._stop.check("stopped in an evaluation")
       self._publisher.catch_up(is_urgent=True)
 
+    more: dict[str, float] = {}
     is_end = step == 0 or step >= config.train.num_steps
     with self._recorder.evaluating(), self._thread.paused():
       write = functools.partial(
@@ -139,8 +140,8 @@ class RunEvaluations:
         kl = evaluate.mismatch_kl(
           result.sampled.trajectories, self._trainer.logprobs
         )
-        self._recorder.record.mismatch_kl.add(kl)
-    return self._recorded(step, result)
+        more["eval/mismatch_kl"] = kl
+    return self._recorded(step, result) | more
 
   # -- beside training ------------------------------------------------------
 
@@ -286,14 +287,10 @@ class RunEvaluations:
     return _Result(sampled=sampled, greedy=greedy, sets=sets)
 
   def _recorded(self, step: int, result: _Result) -> dict[str, float]:
-    """Add an evaluation to samples, record and progress; return its metrics."""
+    """Add an evaluation to samples and progress, and return its metrics."""
     of_all = result.sampled, result.greedy, result.sets
     self._sampler.write_evaluation(
       step, self._evaluator.prompts, result.sampled
-    )
-    of_greedy = None if result.greedy is None else result.greedy.accuracy
-    self._recorder.record.evaluations.append(
-      (self._recorder.clock.now(), step, result.sampled.accuracy, of_greedy)
     )
     self._note(f"step {step}: {evaluate.describe(*of_all)}")
     return evaluate.metrics_of(*of_all)

@@ -10,6 +10,7 @@ from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.coordination import world as world_lib
+from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.storage import workdir as workdir_lib
 
@@ -109,6 +110,7 @@ class Session:
     progress: shows the progress and messages to the user.
     stop: the stop request, which a signal sets.
     claim: ensures that no other process uses the workdir.
+    compilations: counts the programs that this start compiles.
     profile_steps: train steps to write traces of.
     seconds: the clock of waits that end with a stall or a timeout. It stands
       still while a program is compiled.
@@ -122,5 +124,6 @@ class Session:
   claim: workdir_lib.Claim
   seconds: Callable[[], float]
   shutdown: Shutdown
+  compilations: metrics_lib.CompilationCounter
   profile_steps: tuple[int, ...] = ()
   world: world_lib.World = dataclasses.field(default_factory=world_lib.alone)

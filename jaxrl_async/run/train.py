@@ -30,7 +30,6 @@ from jaxrl_async.models import transformer
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import profile as profile_lib
 from jaxrl_async.reporting import progress as progress_lib
-from jaxrl_async.reporting import run_record
 from jaxrl_async.reporting import samples as samples_lib
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
 from jaxrl_async.rewards import service as service_lib
@@ -143,6 +142,7 @@ def run(
       stop=stop,
       claim=claim,
       seconds=clock,
+      compilations=compilations,
       profile_steps=tuple(profile_steps),
       world=world,
       shutdown=shutdown,
@@ -150,13 +150,7 @@ def run(
     loop = _build(setup, session, given)
     loop.start()
     loop.run()
-    return loop.finish(
-      {
-        "num_programs": compilations.num_programs,
-        "num_compilations": compilations.num_compiled,
-        "compile_s": compilations.total_s,
-      },
-    )
+    return loop.finish()
 
 
 def _build(
@@ -195,10 +189,11 @@ def _build(
   shutdown.guards(buffer)
 
   # What the run writes down.
-  record = run_record.RunRecord.from_json(stored.get("record", {}))
+  totals = {} if is_new else dict(stored["metrics"]["totals"])
+  totals["run/max_staleness"] = stored["max_staleness"]
+  origin_s = started_s - totals.get("run/wall_s", 0.0)
   busy = {
-    name: metrics_lib.BusyClock(started_s - record.wall_s)
-    for name in ("rollout", "train")
+    name: metrics_lib.BusyClock(origin_s) for name in ("rollout", "train")
   }
   side_outputs = side_outputs_lib.SideOutputs(note)
   if config.run.sample_groups and not samples_lib.can_be_written():
@@ -251,7 +246,7 @@ def _build(
     )
     with side_outputs.attempt("tokenizer/"):
       setup.tokenizer.save(workdir / "tokenizer")
-    record.warm_start_s = busy["train"].now() - start_s
+    totals["run/warm_start_s"] = busy["train"].now() - start_s
   else:
     running = first_stage.restore(setup, session, trainer, buffer, found)
     stream.restore(stored["stream"])
@@ -308,13 +303,14 @@ def _build(
 
   # The loop.
   recorder = recorder_lib.Recorder(
-    record,
+    totals,
     workdir=workdir,
     writer=writer,
     ledger=ledger,
     rollout=rollout,
     rewards=rewards,
     busy=busy,
+    compilations=session.compilations,
     progress=session.progress,
     side_outputs=side_outputs,
     sampler=sampler,

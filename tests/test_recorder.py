@@ -1,8 +1,6 @@
-"""What a run remembers of itself, and the thread that writes it down."""
+"""The totals of a run, and the thread that writes each step down."""
 
-import dataclasses
 import json
-import math
 import threading
 
 import numpy as np
@@ -13,7 +11,6 @@ from jaxrl_async.coordination import run_schedule
 from jaxrl_async.models import configs
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import progress as progress_lib
-from jaxrl_async.reporting import run_record
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
 from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import sampler as sampler_lib
@@ -54,7 +51,7 @@ def recorder(tmp_path, hand):
     config={},
   )
   this = recorder_lib.Recorder(
-    run_record.RunRecord(),
+    {},
     workdir=tmp_path,
     writer=writer,
     ledger=world.ledger,
@@ -63,6 +60,7 @@ def recorder(tmp_path, hand):
     busy={
       name: metrics_lib.BusyClock(seconds=hand) for name in ("rollout", "train")
     },
+    compilations=metrics_lib.CompilationCounter(),
     progress=progress_lib.Progress(1),
     side_outputs=beside,
     sampler=sampler_lib.Sampler(
@@ -119,9 +117,16 @@ def test_too_many_skipped_updates_are_raised_once(recorder, monkeypatch):
   assert recorder.wait(0.0)  # the last checkpoint may have it
 
 
-def test_an_evaluation_counts_for_neither_slice(recorder, hand):
-  recorder.record.rl_s = 100.0
-  recorder.record.busy_s = {"rollout": 50.0, "train": 40.0}
+def test_an_evaluation_counts_for_neither_slice(recorder, hand, tmp_path):
+  recorder._before |= {"run/warm_start_s": 7.0, "ledger/generated_tokens": 30}
+  recorder._rl = (
+    {
+      "run/rl_s": 100.0,
+      "run/rollout_busy_s": 50.0,
+      "run/train_busy_s": 40.0,
+    },
+    None,
+  )
   hand.now_s = 10.0
   with recorder._busy["train"].record("publish"):
     recorder.start_rl()
@@ -134,59 +139,33 @@ def test_an_evaluation_counts_for_neither_slice(recorder, hand):
     hand.now_s = 20.0
     with recorder._busy["train"].record("publish"):
       hand.now_s = 21.0
+    assert recorder.totals()["run/rl_s"] == 100 + 12 - 3 - 4
   hand.now_s = 22.0
   totals = recorder.totals()
-  assert totals["now_s"] == 22.0
-  assert totals["rl_s"] == 100 + (12 - 3 - 3)
-  assert totals["rollout_busy_s"] == 50 + 3
-  assert totals["train_busy_s"] == 40 + 2
+  assert totals["run/wall_s"] == 22.0
+  assert totals["run/rl_s"] == 100 + (12 - 3 - 3)
+  assert totals["run/rollout_busy_s"] == 50 + 3
+  assert totals["run/train_busy_s"] == 40 + 2
   recorder.end_rl()
   hand.now_s = 30.0
-  assert recorder._rl_end.rl_s == 106
-  assert recorder.state()["rl_s"] == 114
-  windows = [x[:2] for x in recorder._evaluating.recent]
-  assert windows == [(15.0, 18.0), (18.0, 21.0)]
-
-
-def step_values(i, **more):
-  return {
-    "reward/mean": i / 7,
-    "staleness/histogram": [5, 3, 1],
-    "staleness/versions_histogram": [0, 4, 2],
-    "offpolicy/mismatch_kl": (i % 10) * 1e-9 / 7,
-    **more,
+  with recorder.evaluating():
+    hand.now_s = 31.0
+  kept = recorder.state()["totals"]
+  assert kept == {
+    "run/warm_start_s": 7.0,
+    "run/wall_s": 31.0,
+    "run/rl_s": 106.0,
+    "run/rollout_busy_s": 53.0,
+    "run/train_busy_s": 42.0,
+    "ledger/generated_tokens": 30,
   }
-
-
-def record_of(num_steps):
-  record = run_record.RunRecord()
-  for i in range(num_steps):
-    record.add_step(i / 3, step_values(i))
-    if i % 5 == 0:
-      record.evaluations.append((i / 3, i, 0.5 + 1 / (i + 3), None))
-  return record
-
-
-@pytest.mark.slow
-def test_a_record_is_no_larger_after_more_steps_and_comes_back_the_same():
-  sizes = []
-  for num_steps in (3_000, 30_000):
-    record = record_of(num_steps)
-    text = json.dumps(dataclasses.asdict(record))
-    assert run_record.RunRecord.from_json(json.loads(text)) == record
-    sizes.append(len(text))
-  assert sizes[1] < 1.3 * sizes[0] < 200_000
-
-
-@pytest.mark.parametrize("kl", [math.nan, math.inf])
-def test_what_a_skipped_update_measured_does_not_enter_the_record(kl):
-  record = record_of(20)
-  before = dataclasses.replace(record.mismatch_kl)
-  record.add_step(7.0, step_values(20, **{"offpolicy/mismatch_kl": kl}))
-  assert record.mismatch_kl.mean == before.mean > 0
-  assert record.mismatch_kl.maximum == before.maximum
-  assert record.mismatch_kl.num_not_finite == 1
-  assert record.rewards.num_points == 21
+  summary = json.loads(recorder.finish(0))
+  assert summary["wall_s"] == 31.0 and summary["train_busy_frac"] == 42 / 106
+  (line,) = metrics_lib.lines(tmp_path)
+  assert kept.items() < line.items() and line["ledger/in_flight_tokens"] == 30
+  start_s, end_s, activities = line["timelines"]["rollout"]
+  assert (start_s, end_s) == (10.0, 31.0) and activities.keys() == {"decode"}
+  assert (tmp_path / "summary.png").exists()
 
 
 class NeverDone(step_metrics.Pending):
@@ -220,7 +199,7 @@ def test_the_idle_time_of_an_adoption_is_told_beside_that_of_a_step():
   names = {
     *("waiting_slot_steps", "prefill_tokens", "busy_slot_steps", "wait_s"),
     *("generated_tokens", "recompute_tokens", "interruptions", "preemptions"),
-    *("rollout_busy_s", "decode_steps"),
+    *("run/rollout_busy_s", "decode_steps"),
   }
 
   def metrics(adopt_s, adoptions):
