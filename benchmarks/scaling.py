@@ -29,12 +29,12 @@ from absl import app
 from absl import flags
 import hlo
 
+from jaxrl_async.config import mesh_shape
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.devices import topology
 from jaxrl_async.devices import tpu_chips
 from jaxrl_async.planning import aot
 from jaxrl_async.run import checks
-from jaxrl_async.run import config_checks
 from jaxrl_async.run import dry_run
 
 _RESULTS = flags.DEFINE_string(
@@ -120,7 +120,7 @@ def _row(case: str, config: Any, sides: dict[str, dict[str, Any]]) -> str:
     for x in found["programs"]
   }
   num_chips = count * math.prod(map(int, sizes.split("x")))
-  shapes = config_checks.slice_shapes(config.mesh, num_chips)
+  shapes = mesh_shape.of_slices(config.mesh, num_chips)
   cells = [_MODELS[model], length, name]
   for side, mesh in zip(_SIDES.default, shapes, strict=True):
     some = slices.get(side)

@@ -32,10 +32,10 @@ from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.config import user_code
 from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.data import task_sources
 from jaxrl_async.devices import memory_error
 from jaxrl_async.devices import xla_flags
 from jaxrl_async.run import config_checks
-from jaxrl_async.run import source_checks
 from jaxrl_async.storage import directories
 from jaxrl_async.storage import disk
 
@@ -374,7 +374,7 @@ def start(
   def check_all() -> None:
     check_config(CONFIG.value)
     check()
-    if source_checks.asks_reasoning_gym(CONFIG.value.task):
+    if task_sources.asks_reasoning_gym(CONFIG.value.task):
       from jaxrl_async.data.reasoning_gym import gym
 
       # It imports a library for seconds, in a process of its own, while JAX is

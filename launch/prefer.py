@@ -17,7 +17,6 @@ import json
 
 from jaxrl_async.config import sections
 from jaxrl_async.run import config_checks
-from jaxrl_async.run import preference_checks
 
 # Slow imports are made in main(), after all checks.
 
@@ -36,5 +35,5 @@ if __name__ == "__main__":
   command_line.start(
     main,
     command_line.check_workdir,
-    check_config=preference_checks.check,
+    check_config=config_checks.check_preference,
   )

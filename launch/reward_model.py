@@ -27,7 +27,6 @@ from absl import flags
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.run import config_checks
-from jaxrl_async.run import preference_checks
 from jaxrl_async.serving import addresses
 
 # Slow imports are made in main(), after all checks.
@@ -97,5 +96,5 @@ if __name__ == "__main__":
   command_line.start(
     main,
     _check,
-    check_config=preference_checks.check_reward_model,
+    check_config=config_checks.check_preference,
   )

@@ -83,7 +83,6 @@ def begin(config: sections.Config, workdir: pathlib.Path) -> world_lib.World:
   """
   if max(config.cluster.trainer_processes, _NUM_PROCESSES.value) <= 1:
     return world_lib.alone()
-  trainer_facts.check(config)
   import jax  # slow, like other imports of a run
 
   # Programs of several processes on a CPU need it; other platforms ignore it.

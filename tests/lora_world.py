@@ -8,7 +8,7 @@ from jax import numpy as jnp
 import numpy as np
 import tiny
 
-from jaxrl_async.config import lora_section
+from jaxrl_async.config import sections
 from jaxrl_async.engine import sampling
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.engine import sequence as sequence_lib
@@ -17,7 +17,7 @@ from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.reporting import metrics as metrics_lib
 
-LORA = configs.Lora(rank=3, alpha=6.0, modules=lora_section.MODULES)
+LORA = configs.Lora(rank=3, alpha=6.0, modules=sections.LORA_MODULES)
 OTHER = configs.Lora(rank=2, alpha=5.0, modules=("key", "output", "down"))
 MODEL = dataclasses.replace(tiny.MODEL, lora=LORA)
 

@@ -8,9 +8,9 @@ from jax import numpy as jnp
 import numpy as np
 
 from jaxrl_async.algorithms import corrections
+from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.run import algorithm as algorithm_lib
-from jaxrl_async.run import unread_settings
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
 
@@ -166,7 +166,7 @@ QUICK = (
 def section(case):
   """The settings of a case, with the bounds that its loss reads."""
   made = sections.AlgorithmSection(**CASES[case])
-  unread = unread_settings.reasons(sections.Config(algorithm=made))
+  unread = fields_lib.unread(sections.Config(algorithm=made))
   for name, value in (
     ("clip_low", CLIP_LOW),
     ("clip_high", CLIP_HIGH),

@@ -1,20 +1,18 @@
 """Settings of a cluster that cannot be right are told in one line."""
 
 import ast
-import importlib.util
 import pathlib
-import re
 import types
 
 import pytest
 import test_run
 
 from jaxrl_async.cluster import environment as environment_lib
+from jaxrl_async.config import mesh_shape
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.devices import xla_flags
 from jaxrl_async.run import checks
-from jaxrl_async.run import cluster_checks
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import device_checks
 from jaxrl_async.run import reward_terms
@@ -36,44 +34,11 @@ def config(mesh=None, channel=sections.Channel.ORBAX, **cluster):
 
 def test_replicas_elsewhere_leave_all_devices_to_the_trainer():
   made = config({"train_data": -1, "rollout_tensor": 2, "rollout_data": 2})
-  train, rollout = config_checks.slice_shapes(made.mesh, 3, are_apart=True)
+  train, rollout = mesh_shape.of_slices(made.mesh, 3, are_apart=True)
   assert train.num_devices == 3 and rollout.num_devices == 4
   config_checks.check(made)
   with pytest.raises(sections.ConfigError, match="train_\\* need 4 devices"):
-    config_checks.slice_shapes(
-      sections.MeshSection(train_data=4), 3, are_apart=True
-    )
-
-
-@pytest.mark.parametrize(
-  "made, error",
-  [
-    (config(kind=sections.ClusterKind.LOCAL, replicas=2), "cluster.replicas"),
-    (config(replicas=2, min_replicas=3), "cluster.min_replicas"),
-    (config(channel=sections.Channel.DIRECT), "transfer.channel"),
-    (config(address="there"), "cluster.address"),
-    (config({"rollout_data": -1}), "mesh.rollout_data"),
-    (config(replica_gpus=2), "cluster.replica_gpus"),
-    (config(replica_processes=2), "cluster.replica_processes"),
-    (
-      config({"rollout_data": 2}, replica_processes=2),
-      "cluster.replica_processes",
-    ),
-    (
-      config({"rollout_tensor": 4}, replica_processes=2, replica_gpus=4),
-      "cluster.replica_gpus",
-    ),
-    (config(replica_tpu="v9:2x2"), "cluster.replica_tpu"),
-    (config(replica_tpu="v5e:2x2"), "cluster.replica_tpu"),
-    (
-      config({"rollout_data": 4}, replica_tpu="v5e:2x2", replica_gpus=4),
-      "cluster.replica_tpu",
-    ),
-  ],
-)
-def test_a_wrong_setting_is_named(made, error):
-  with pytest.raises(sections.ConfigError, match=f"^{re.escape(error)}: "):
-    config_checks.check(made)
+    mesh_shape.of_slices(sections.MeshSection(train_data=4), 3, are_apart=True)
 
 
 def test_on_gpus_a_run_is_exact_only_with_the_flag_of_xla(
@@ -122,16 +87,6 @@ def test_replicas_have_accelerators_where_the_trainer_has(
     checks.checked(made, devices)
 
 
-def test_a_new_run_waits_for_the_replicas_that_it_asks_for():
-  def needed(is_new, **named):
-    section = sections.ClusterSection(kind=RAY, replicas=3, **named)
-    return cluster_checks.replicas_at_start(section, is_new)
-
-  assert needed(True) == 3 and needed(True, min_replicas=2) == 2
-  # Hosts may have been lost since a run has begun.
-  assert needed(False) == needed(False, min_replicas=2) == 1
-
-
 def test_limits_grow_with_the_size_of_a_version():
   channel = object.__new__(weight_transfer.OrbaxChannel)
   channel.num_bytes = 65_000_000_000
@@ -144,18 +99,6 @@ def test_limits_grow_with_the_size_of_a_version():
   # A silent replica is killed, and another one has time to begin.
   made.cluster = sections.ClusterSection(kind=sections.ClusterKind.RAY)
   assert rollout_start.stall_timeout_s(made, channel) == 60 + 600 + 2 * 650
-
-
-def test_without_ray_the_error_names_the_extra(monkeypatch):
-  find = importlib.util.find_spec
-  monkeypatch.setattr(
-    importlib.util,
-    "find_spec",
-    lambda name, *more: None if name == "ray" else find(name, *more),
-  )
-  with pytest.raises(sections.ConfigError, match="uv sync --extra ray"):
-    config_checks.check(config())
-  config_checks.check(config(kind=sections.ClusterKind.LOCAL))
 
 
 def test_only_one_module_imports_ray_and_none_that_others_import():

@@ -21,7 +21,6 @@ from jaxrl_async.config import sections
 from jaxrl_async.models import hf_weights
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import algorithm as algorithm_lib
-from jaxrl_async.run import algorithm_checks
 from jaxrl_async.run import assembly
 from jaxrl_async.run import checks
 from jaxrl_async.run import continued_settings
@@ -102,44 +101,6 @@ def test_the_teacher_comes_after_what_makes_advantages(tmp_path):
   setup = setup_lib.resolve(config, jax.devices())
   assert TEACHER not in setup.models
   assert test_reference.stage_names(setup) == ["proximal"]
-
-
-@pytest.mark.parametrize(
-  ("algorithm", "words"),
-  [
-    ({"distill_coef": 0.0}, ["algorithm.distill_coef: 0", "algorithm.teacher"]),
-    ({"teacher": ""}, ["algorithm.distill_coef: 1", "algorithm.teacher"]),
-    (
-      {"teacher": "", "distill_coef": 0.0},
-      ["algorithm.advantage: none", "algorithm.teacher"],
-    ),
-    (
-      {"filter_zero_std": True},
-      ["algorithm.filter_zero_std: ", "algorithm.advantage=none"],
-    ),
-    (
-      {"advantage": "group", "filter_zero_std": True},
-      ["algorithm.filter_zero_std: ", "algorithm.teacher"],
-    ),
-    (
-      {
-        "kl_in_reward": True,
-        "kl_coef": 0.1,
-        "kl_estimator": sections.KlEstimator.K1,
-        "advantage_scale": sections.AdvantageScale.BATCH_STD,
-      },
-      ["algorithm.advantage_scale: batch_std", "algorithm.advantage is none"],
-    ),
-    ({"teacher": "/no/such"}, ["algorithm.teacher"]),
-  ],
-)
-def test_contradictions_are_one_line(tmp_path, algorithm, words):
-  config = make_config(**({"teacher": tmp_path} | algorithm))
-  with pytest.raises(sections.ConfigError) as refused:
-    algorithm_checks.check(config)
-  for word in words:
-    assert word in str(refused.value)
-  assert "\n" not in str(refused.value)
 
 
 def test_a_directory_without_parameters_is_no_teacher(tmp_path):

@@ -13,7 +13,6 @@ import test_train_step
 import tiny
 
 from jaxrl_async.config import sections
-from jaxrl_async.run import config_checks
 from jaxrl_async.training import objectives
 from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
@@ -136,22 +135,6 @@ def test_the_metrics_of_a_step_are_those_of_all_epochs():
   assert values["policy/clip_frac"] == clipped / tokens
   once.programs_s, once.peak_flops = twice.programs_s, twice.peak_flops
   assert twice._mfu() == pytest.approx(2 * once._mfu())
-
-
-def test_reused_logprobs_are_those_of_one_epoch():
-  config = sections.Config()
-  config.algorithm.proximal = sections.ProximalMode.REUSE
-  config.algorithm.num_minibatches, config.algorithm.num_epochs = 1, 2
-  with pytest.raises(
-    sections.ConfigError,
-    match="^algorithm.proximal: reuse .* 2 updates; .*algorithm.num_epochs=1",
-  ):
-    config_checks.check(config)
-  config.algorithm.loss = "reinforce"
-  config_checks.check(config)
-  config.train.num_steps = config.algorithm.num_epochs = 2**16
-  with pytest.raises(sections.ConfigError, match="^train.num_steps: "):
-    config_checks.check(config)
 
 
 @pytest.mark.slow

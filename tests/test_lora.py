@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_async.config import lora_section
 from jaxrl_async.config import sections
 from jaxrl_async.models import configs
 from jaxrl_async.models import lora as lora_lib
@@ -33,7 +32,7 @@ EQUATIONS = {
 # -- what an adapter computes -------------------------------------------------
 
 
-@pytest.mark.parametrize("module", lora_section.MODULES)
+@pytest.mark.parametrize("module", sections.LORA_MODULES)
 def test_an_adapter_adds_what_its_formula_says(module):
   rng = np.random.default_rng(0)
   kernel = tiny.MODEL.kernel_shapes[module]
@@ -126,7 +125,7 @@ def state_of(base_dtype):
   return train_state.start(settings, optimizer, lora_world.params())
 
 
-@pytest.mark.parametrize("base_dtype", lora_section.BASE_DTYPES)
+@pytest.mark.parametrize("base_dtype", sections.LORA_BASE_DTYPES)
 def test_only_adapters_have_moments_and_the_base_is_held_as_asked(base_dtype):
   state = state_of(base_dtype)
   trained = jax.tree.leaves(state.trainable)
@@ -263,7 +262,7 @@ def test_an_adapter_survives_new_weights_and_preemption():
 def test_a_stack_fills_up_smaller_ranks_and_missing_modules():
   model, leaves = lora_world.stack()
   assert model.lora == configs.Lora(
-    rank=3, alpha=3.0, modules=lora_section.MODULES, num_adapters=3
+    rank=3, alpha=3.0, modules=sections.LORA_MODULES, num_adapters=3
   )
   layers = leaves["layers"]
   assert layers["up_lora_a"].shape == (2, 3, 32, 3)

@@ -12,7 +12,6 @@ import tiny
 from jaxrl_async.config import sections
 from jaxrl_async.models import peft_files
 from jaxrl_async.run import checks
-from jaxrl_async.run import config_checks
 from jaxrl_async.run import device_checks
 from jaxrl_async.run import dry_run
 from jaxrl_async.run import initial_params
@@ -25,34 +24,6 @@ def make_config(**lora):
   for name, value in {"rank": 4, **lora}.items():
     setattr(config.model.lora, name, value)
   return config
-
-
-@pytest.mark.parametrize(
-  ("fields", "message"),
-  [
-    ({"rank": -1}, "model.lora.rank: -1 is out of range"),
-    ({"alpha": 0.0}, "model.lora.alpha: 0.0 is out of range"),
-    ({"modules": ("q_proj",)}, "model.lora.modules: 'q_proj' is no kernel"),
-    ({"modules": ("up", "up")}, "model.lora.modules: .* names a kernel twice"),
-    ({"modules": ()}, r"model.lora.modules: \(\) leaves nothing to train"),
-    ({"base_dtype": "fp8"}, "model.lora.base_dtype: 'fp8' is not one of"),
-    ({"adapter": "/none"}, "model.lora.adapter: '/none' is not a directory"),
-    ({"rank": 0, "adapter": "/x"}, "model.lora.adapter: .*rank is 0"),
-  ],
-)
-def test_wrong_settings_are_refused_in_one_line(fields, message):
-  with pytest.raises(sections.ConfigError, match=message) as error:
-    config_checks.check(make_config(**fields))
-  assert "\n" not in str(error.value)
-
-
-def test_muon_does_not_train_adapters():
-  config = make_config()
-  config.train.optimizer.name = sections.OptimizerName.MUON
-  with pytest.raises(sections.ConfigError, match="train.optimizer.name: muon"):
-    config_checks.check(config)
-  config.model.lora.rank = 0
-  config_checks.check(config)
 
 
 @pytest.mark.slow

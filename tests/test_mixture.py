@@ -16,8 +16,8 @@ from jaxrl_async.data import mixture as mixture_lib
 from jaxrl_async.data import prompts
 from jaxrl_async.data import rows as rows_lib
 from jaxrl_async.data import source as source_lib
+from jaxrl_async.data import task_sources
 from jaxrl_async.data.reasoning_gym import gym
-from jaxrl_async.run import source_checks
 from jaxrl_async.run import sources
 from jaxrl_async.training import step_metrics
 
@@ -200,7 +200,7 @@ def test_a_config_names_members_with_settings_of_their_own(tmp_path):
       "chat": False,
     },
   )
-  source_checks.check(given)
+  task_sources.check(given)
   made = sources.of_task(given, seed=3)
   files, sums = made.members.values()
   assert files.skips_bad_rows and files.in_template == ("question",)
@@ -209,96 +209,10 @@ def test_a_config_names_members_with_settings_of_their_own(tmp_path):
     name="chain_sum", params={"min_terms": 2}, seed=3
   )
   assert made.weights == {"files": 2, "sums": 0.5}
-  members = source_checks.members_of(given)
+  members = task_sources.members_of(given)
   assert members["files"].chat and not members["sums"].chat
-  assert source_checks.needs_chat(given) == "task.sources.files.chat"
+  assert task_sources.needs_chat(given) == "task.sources.files.chat"
   with pytest.raises(
     sections.ConfigError, match=r"^task\.sources\.files\.dataset: jsonl:.* held"
   ):
     made.check()
-
-
-@pytest.mark.parametrize(
-  ("given", "words"),
-  [
-    ({"a b": {}}, "task.sources: 'a b' is no name of a source"),
-    ({"a": 3}, "task.sources.a: 3 is no source; write"),
-    ({"a": {"dataset": "jsonl:a"}}, "task.sources.a: it has no weight"),
-    ({"a": {"weight": 1}}, "task.sources.a: it has no dataset"),
-    (
-      {"a": {"dataset": "csv:a", "weight": 1}},
-      "task.sources.a.dataset: 'csv:a' is no dataset",
-    ),
-    (
-      {"a": {"dataset": "jsonl:a", "weight": 0}},
-      "task.sources.a.weight: 0 is out of range",
-    ),
-    (
-      {"a": {"dataset": "jsonl:a", "weight": 1, "wieght": 2}},
-      "task.sources.a.wieght: a source has no such setting; did you mean we",
-    ),
-    (
-      {"a": {"dataset": "jsonl:a", "weight": 1, "chat": "yes"}},
-      "task.sources.a.chat: 'yes' is not a bool",
-    ),
-    (
-      {"a": {"dataset": "jsonl:a", "weight": 1, "on_bad_row": "no"}},
-      "task.sources.a.on_bad_row: 'no' is not one of error, skip",
-    ),
-    (
-      {"a": {"dataset": "jsonl:a", "weight": 1, "eval_percent": 100}},
-      "task.sources.a.eval_percent: 100 is out of range",
-    ),
-    (
-      {"a": {"dataset": "chain_sum", "weight": 1, "eval_dataset": "jsonl:a"}},
-      "task.sources.a.eval_dataset: a dataset of reasoning-gym has held-out",
-    ),
-  ],
-)
-def test_a_wrong_member_is_named(given, words):
-  with pytest.raises(sections.ConfigError) as raised:
-    source_checks.check(task(**given))
-  assert str(raised.value).startswith(words)
-  assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-  ("settings", "words"),
-  [
-    ({"dataset": ""}, "task.dataset: it is empty"),
-    ({"dataset": "csv:a.csv"}, "task.dataset: 'csv:a.csv' is no dataset"),
-    ({"eval_dataset": "jsonl:a"}, "task.eval_dataset: a dataset of reasoning"),
-    (
-      {"dataset": "jsonl:a", "eval_dataset": "chain_sum"},
-      "task.eval_dataset: 'chain_sum' has no rows",
-    ),
-    (
-      {"dataset": "jsonl:a", "fields": {"question": 3}},
-      "task.fields: 3 is no name of a column",
-    ),
-    (
-      {"dataset": "jsonl:a", "fields": {"source": "x"}},
-      "task.fields: 'source' is set by the run",
-    ),
-    (
-      {"dataset": "jsonl:a", "fields": {"question": ""}},
-      "task.fields: they name no question",
-    ),
-    ({"system": "Think."}, "task.system: 'Think.' is a message of a chat"),
-    (
-      {"dataset": "jsonl:a", "sources": {"a": {}}},
-      "task.dataset: 'jsonl:a' is of one dataset, but task.sources names",
-    ),
-    (
-      {"params": {"x": 1}, "sources": {"a": {}}},
-      "task.params: x: 1 is of one dataset",
-    ),
-  ],
-)
-def test_a_wrong_task_is_named(settings, words):
-  for name in ("fields", "sources", "params"):
-    if name in settings:
-      settings[name] = config_dict.ConfigDict(settings[name])
-  with pytest.raises(sections.ConfigError) as raised:
-    source_checks.check(sections.TaskSection(**settings))
-  assert str(raised.value).startswith(words)

@@ -11,7 +11,6 @@ import pytest
 import test_parity
 import tiny
 
-from jaxrl_async.config import lora_section
 from jaxrl_async.config import sections
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_weights
@@ -108,7 +107,7 @@ def test_peft_loads_what_is_written_here(tmp_path):
   base = base_of("Llama")
   base.save_pretrained(tmp_path / "base")
   config, params = hf_weights.load(tmp_path / "base")
-  lora = configs.Lora(rank=5, alpha=7.0, modules=lora_section.MODULES)
+  lora = configs.Lora(rank=5, alpha=7.0, modules=sections.LORA_MODULES)
   model = dataclasses.replace(config, lora=lora)
   rng = np.random.default_rng(0)
   shapes = lora_lib.adapters(hf_weights._abstract_params(model))

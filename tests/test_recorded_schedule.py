@@ -14,7 +14,6 @@ from jaxrl_async import types
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import recorded_schedule
 from jaxrl_async.coordination import run_schedule
-from jaxrl_async.run import config_checks
 from jaxrl_async.run import replay_settings
 from jaxrl_async.storage import config_json
 from jaxrl_async.storage import workdir as workdir_lib
@@ -253,17 +252,6 @@ def test_configs_of_large_batches_record_no_schedule(path):
   section = config.algorithm
   is_large = section.groups_per_step * section.group_size > 1_000
   assert config.run.record_schedule == (not is_large)
-
-
-def test_stored_trajectories_need_the_schedule():
-  config = sections.Config()
-  config.run.keep_trajectories = True
-  config_checks.check(config)
-  config.run.record_schedule = False
-  with pytest.raises(
-    sections.ConfigError, match=r"^run.keep_trajectories.*run.record_schedule"
-  ):
-    config_checks.check(config)
 
 
 def test_a_replay_says_that_it_needs_the_record(tmp_path):

@@ -10,7 +10,6 @@ import test_replay
 import test_run
 
 import jaxrl_async
-from jaxrl_async.config import critic_section
 from jaxrl_async.config import sections
 
 pytestmark = pytest.mark.slow
@@ -42,7 +41,7 @@ CRITIC: Any = {
   "advantage": "gae",
   "advantage_scale": sections.AdvantageScale.BATCH_STD,
 }
-SHARED = critic_section.CriticTrunk.SHARED
+SHARED = sections.CriticTrunk.SHARED
 
 
 @pytest.mark.nightly

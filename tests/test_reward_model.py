@@ -18,7 +18,6 @@ from jaxrl_async.config import sections
 from jaxrl_async.data import labelled_steps
 from jaxrl_async.data import rows as rows_lib
 from jaxrl_async.data import source as source_lib
-from jaxrl_async.run import preference_checks
 from jaxrl_async.run import reward_model
 from jaxrl_async.training import objectives
 from jaxrl_async.training import reward_objectives
@@ -233,18 +232,3 @@ def test_without_a_model_nothing_is_scored(tmp_path, start):
   config = make_config(tmp_path, start)
   with pytest.raises(sections.ConfigError, match="^workdir: .*no reward model"):
     list(reward_model.scores(config, tmp_path / "new", config.task.dataset))
-
-
-def test_a_generator_has_no_steps(tmp_path, start):
-  config = make_config(tmp_path, start, reward_loss=STEPS)
-  preference_checks.check_reward_model(config)
-  config.task.dataset = "chain_sum"
-  with pytest.raises(
-    sections.ConfigError, match="^preference.reward_loss: .*task.dataset"
-  ):
-    preference_checks.check_reward_model(config)
-  config.preference.steps = config.preference.labels
-  with pytest.raises(
-    sections.ConfigError, match="^preference.labels: .*preference.steps"
-  ):
-    preference_checks.check_reward_model(config)

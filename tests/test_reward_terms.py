@@ -17,7 +17,6 @@ from jaxrl_async.rewards import mathematics
 from jaxrl_async.rewards import sandbox as sandbox_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rewards import term as term_lib
-from jaxrl_async.run import config_checks
 from jaxrl_async.run import reward_terms
 
 
@@ -203,57 +202,6 @@ def test_without_rewards_the_only_term_is_task_reward():
   assert only == term_lib.Term(
     scorer=mathematics.score, timeout_s=3.0, num_retries=1
   )
-
-
-@pytest.mark.parametrize(
-  ("rewards", "words"),
-  [
-    ({"a": 1}, "task.rewards.a: 1 has no fields"),
-    ({"a": {}}, "task.rewards.a: it has no function"),
-    ({"a": {"weight": 1.0}}, "task.rewards.a: it has no function"),
-    ({"a b": {"function": "exact"}}, "task.rewards: 'a b' is no name"),
-    (
-      {"a": {"function": "exact", "wait": 1}},
-      "task.rewards.a: there is no field 'wait'; did you mean weight?",
-    ),
-    (
-      {"a": {"function": "exact", "weight": "1"}},
-      "task.rewards.a.weight: '1' is not of the type int or float",
-    ),
-    (
-      {"a": {"function": "exact", "weight": True}},
-      "task.rewards.a.weight: True is not of the type",
-    ),
-    (
-      {"a": {"function": "exact", "timeout_s": 0.0}},
-      "task.rewards.a.timeout_s: 0.0 is out of range; use 0.1 to 86,400",
-    ),
-    (
-      {"a": {"function": "exact", "retries": -1}},
-      "task.rewards.a.retries: -1 is out of range",
-    ),
-    (
-      {"a": {"function": "exact", "sources": []}},
-      "task.rewards.a.sources: [] is no list of names",
-    ),
-  ],
-)
-def test_an_entry_that_is_wrong_is_one_line_before_anything_is_imported(
-  rewards, words
-):
-  config = sections.Config()
-  config.task.rewards = config_dict.ConfigDict(rewards)
-  with pytest.raises(sections.ConfigError) as wrong:
-    config_checks.check(config)
-  assert str(wrong.value).startswith(words)
-
-
-def test_a_reward_beside_rewards_is_refused():
-  config = sections.Config(task=task(a={"function": "exact"}))
-  config_checks.check(config)
-  config.task.reward = "numeric"
-  with pytest.raises(sections.ConfigError, match="^task.reward: 'numeric' is"):
-    config_checks.check(config)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import test_run
 
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import staleness_control
-from jaxrl_async.run import config_checks
 from jaxrl_async.storage import checkpoint
 
 SECTION = sections.StalenessControlSection(minimum=1, maximum=4, patience=3)
@@ -146,43 +145,6 @@ def test_a_loss_that_measures_nothing_is_refused():
   message = str(caught.value)
   assert message.startswith("staleness_control.maximum: ")
   assert "offpolicy/ess" in message and "algorithm.loss" in message
-
-
-@pytest.mark.parametrize(
-  ("control", "algorithm", "names"),
-  [
-    (
-      {"maximum": 5},
-      {"max_staleness": 4},
-      "maximum algorithm.max_staleness",
-    ),
-    (
-      {"minimum": 2, "maximum": 2},
-      {},
-      "minimum staleness_control.maximum",
-    ),
-    ({"minimum": 1}, {}, "minimum staleness_control.maximum"),
-    ({"maximum": 2}, {"loss": "a.b:loss"}, "maximum algorithm.loss"),
-    (
-      {"maximum": 2},
-      {"behavior_weight_level": sections.BehaviorWeightLevel.NONE},
-      "maximum algorithm.behavior_weight_level",
-    ),
-  ],
-)
-def test_limits_that_cannot_be_are_refused_with_both_names(
-  control, algorithm, names
-):
-  config = sections.Config(
-    algorithm=sections.AlgorithmSection(**algorithm),
-    staleness_control=sections.StalenessControlSection(**control),
-  )
-  first, *others = names.split()
-  with pytest.raises(sections.ConfigError) as caught:
-    config_checks.check(config)
-  message = str(caught.value)
-  assert message.startswith(f"staleness_control.{first}: ")
-  assert "\n" not in message and all(other in message for other in others)
 
 
 def run_config(num_steps, **control):

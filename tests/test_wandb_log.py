@@ -6,11 +6,9 @@ import sys
 
 import pytest
 
-from jaxrl_async.config import sections
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
 from jaxrl_async.reporting import wandb_log as wandb_log_lib
-from jaxrl_async.run import config_checks
 
 # In a process of its own: the library leaves a service and handlers behind, and
 # its dependencies warn.
@@ -132,28 +130,3 @@ def test_a_log_that_fails_is_counted_and_the_metrics_are_written(tmp_path):
   assert beside.num_failures == 2
   (note,) = notes
   assert "the log at W&B could not be written" in note and "no service" in note
-
-
-@pytest.mark.parametrize(
-  ("project", "is_installed", "words"),
-  [
-    ("mine", False, r"not installed; pip install jaxrl_async\[wandb\]"),
-    ("a/b", True, "'a/b' is no name that W&B takes"),
-    ("a" * 129, True, "is no name that W&B takes"),
-    ("mine", True, ""),
-    ("", False, ""),
-  ],
-)
-def test_a_project_is_checked_before_a_run(
-  monkeypatch, project, is_installed, words
-):
-  monkeypatch.setattr(wandb_log_lib, "is_installed", lambda: is_installed)
-  config = sections.Config()
-  config.run.wandb_project = project
-  if not words:
-    config_checks.check(config)
-    return
-  with pytest.raises(
-    sections.ConfigError, match=f"^run.wandb_project: .*{words}"
-  ):
-    config_checks.check(config)

@@ -1,11 +1,16 @@
-"""The settings of the algorithm: advantages, the loss and its corrections."""
+"""The settings of the algorithm, of its critic and of the moving bound."""
 
+from collections.abc import Callable
 import dataclasses
 import enum
+from typing import Any
 
 from ml_collections import config_dict
 
+from jaxrl_async.config import optimizer_section
 from jaxrl_async.config import setting as setting_lib
+from jaxrl_async.config.setting import section
+from jaxrl_async.config.setting import setting
 
 # The names of losses and of advantages that come with the project. A name with
 # a colon is module:function. A baseline makes one advantage for a trajectory,
@@ -13,8 +18,8 @@ from jaxrl_async.config import setting as setting_lib
 LOSSES = ("ppo", "coupled_ppo", "gspo", "cispo", "sapo", "reinforce")
 BASELINES = ("group", "leave_one_out", "batch")
 ADVANTAGES = (*BASELINES, "segment", "gae", "none")
-# Functions of `optax.schedules` whose arguments a config can hold.
-SCHEDULES = (
+# Curves are functions of `optax.schedules` whose arguments a config can hold.
+CURVES = (
   "constant_schedule",
   "cosine_decay_schedule",
   "cosine_onecycle_schedule",
@@ -102,6 +107,90 @@ class KlEstimator(enum.Enum):
   K3 = "k3"
 
 
+# Losses that clip a ratio, and those that have a second clip.
+_CLIPPED = ("ppo", "coupled_ppo", "gspo", "cispo")
+_DUAL = ("ppo", "coupled_ppo")
+
+
+def _unless(
+  is_read: Callable[[Any], bool], reason: str
+) -> Callable[[Any, Any], str]:
+  """Return what says why nothing reads a field of a section.
+
+  Args:
+    is_read: whether something does, of the section.
+    reason: the answer if not, a template for `str.format` of the section.
+  """
+  return lambda section, _: "" if is_read(section) else reason.format(section)
+
+
+_LOSS = "{0.loss!r:.60} (algorithm.loss)"
+_CLIP = _unless(
+  lambda x: x.loss in _CLIPPED,
+  f"{_LOSS} has no clip, as {', '.join(_CLIPPED)} have",
+)
+_DUAL_CLIP = _unless(
+  lambda x: x.loss in _DUAL,
+  f"{_LOSS} has no second clip, as {', '.join(_DUAL)} have",
+)
+_GATE = _unless(lambda x: x.loss == "sapo", f"{_LOSS} has no gate, as sapo has")
+_CORRECTION = _unless(
+  lambda x: x.loss in LOSSES, f"{_LOSS} makes its own corrections"
+)
+_WEIGHT = _unless(
+  lambda x: x.behavior_weight_level is not BehaviorWeightLevel.NONE,
+  "there is no weight to bound (algorithm.behavior_weight_level is none)",
+)
+_AVERAGE = _unless(
+  lambda x: (
+    x.loss in LOSSES
+    or (x.kl_coef != 0 and not x.kl_in_reward)
+    or x.entropy_coef != 0
+  ),
+  f"{_LOSS} makes its own average, and the loss has no penalty",
+)
+_CONSTANT = _unless(
+  lambda x: x.aggregation is Aggregation.SEQUENCE_SUM,
+  "{0.aggregation.value} (algorithm.aggregation) divides by no constant, as"
+  " sequence_sum does",
+)
+_GAE = _unless(
+  lambda x: x.advantage == "gae",
+  "only gae reads it, and algorithm.advantage is {0.advantage:.60}",
+)
+_REWARDS = _unless(
+  lambda x: x.advantage != "none",
+  "rewards are not used (algorithm.advantage is none)",
+)
+_REFERENCE = _unless(
+  lambda x: x.kl_coef != 0, "there is no reference (algorithm.kl_coef is 0)"
+)
+_IN_REWARD = _unless(
+  lambda x: x.kl_in_reward,
+  "no divergence is in the reward (algorithm.kl_in_reward is False)",
+)
+_MOVES = _unless(
+  lambda x: x.reference_every != 0,
+  "the reference does not move (algorithm.reference_every is 0)",
+)
+_CONTROL = _unless(
+  lambda x: x.maximum != 0,
+  "the bound does not move (staleness_control.maximum is 0)",
+)
+
+
+def has_no_critic(section: Any, config: Any) -> str:
+  """Return why nothing reads the critic's settings, "" if something does."""
+  del section
+  advantage = config.algorithm.advantage
+  if advantage == "gae":
+    return ""
+  return (
+    f"there is no critic without gae, and algorithm.advantage is"
+    f" {advantage[:60]}"
+  )
+
+
 @dataclasses.dataclass(kw_only=True, slots=True)
 class AlgorithmSection:
   """The algorithm; docs/algorithms.md has the equation of each choice.
@@ -110,7 +199,7 @@ class AlgorithmSection:
   PPO loss. `config.algorithms` has the settings of other methods.
   """
 
-  max_staleness: int = setting_lib.setting(
+  max_staleness: int = setting(
     4,
     "bound on train version minus token version; 0 is synchronous training",
     low=0,
@@ -119,21 +208,21 @@ class AlgorithmSection:
       " afterwards"
     ),
   )
-  group_size: int = setting_lib.setting(
+  group_size: int = setting(
     16,
     "trajectories of a prompt, which are compared with each other",
     low=2,
     high=setting_lib.MAX_GROUP,
     fixed_with_groups="groups that the checkpoint holds have that size",
   )
-  groups_per_step: int = setting_lib.setting(
+  groups_per_step: int = setting(
     32,
     "groups that a train step trains",
     low=1,
     high=setting_lib.MAX_GROUP,
     fixed_with_groups="their deadlines were given for batches of that size",
   )
-  num_minibatches: int = setting_lib.setting(
+  num_minibatches: int = setting(
     4,
     "updates of one pass over the trajectories of a train step",
     low=1,
@@ -142,172 +231,166 @@ class AlgorithmSection:
       " curve, counts so many a step"
     ),
   )
-  num_epochs: int = setting_lib.setting(
+  num_epochs: int = setting(
     1,
     "a train step passes so many times over its minibatches. What is computed"
     " before its first update, such as the proximal logprobs, stays.",
     low=1,
     fixed="the stored number of updates counts so many a step",
   )
-  loss: str = setting_lib.setting(
+  loss: str = setting(
     "ppo",
     "one of `LOSSES`, or module:function of a function of a"
     " `training.objectives.Microbatch`",
-    free=setting_lib.IN_THE_LOSS,
   )
-  clip_low: float = setting_lib.setting(
+  clip_low: float = setting(
     0.2,
     "the ratio of ppo, coupled_ppo, gspo and cispo is clipped at 1 - clip_low"
     " from below. 1 sets no lower bound.",
     low=0,
     high=1,
-    free=setting_lib.IN_THE_LOSS,
-    schedule=setting_lib.Schedule.FREE,
+    curve=setting_lib.Curve.FREE,
+    unread=(_CLIP,),
   )
-  clip_high: float = setting_lib.setting(
+  clip_high: float = setting(
     0.2,
     "it is clipped at 1 + clip_high from above",
     low=0,
-    free=setting_lib.IN_THE_LOSS,
-    schedule=setting_lib.Schedule.FREE,
+    curve=setting_lib.Curve.FREE,
+    unread=(_CLIP,),
   )
-  dual_clip: float = setting_lib.setting(
+  dual_clip: float = setting(
     0.0,
     "with a negative advantage, the objective of ppo and coupled_ppo is at"
     " least dual_clip times the advantage; 0 sets no such bound",
     low=0,
-    free=setting_lib.IN_THE_LOSS,
-    schedule=setting_lib.Schedule.BOUND,
+    curve=setting_lib.Curve.BOUND,
+    unread=(_DUAL_CLIP,),
   )
-  sapo_positive: float = setting_lib.setting(
+  sapo_positive: float = setting(
     1.0,
     "temperature of sapo's gate where the advantage is positive",
     low=setting_lib.MIN_FLOAT,
-    free=setting_lib.IN_THE_LOSS,
-    schedule=setting_lib.Schedule.FREE,
+    curve=setting_lib.Curve.FREE,
+    unread=(_GATE,),
   )
-  sapo_negative: float = setting_lib.setting(
+  sapo_negative: float = setting(
     1.05,
     "temperature of sapo's gate elsewhere",
     low=setting_lib.MIN_FLOAT,
-    free=setting_lib.IN_THE_LOSS,
-    schedule=setting_lib.Schedule.FREE,
+    curve=setting_lib.Curve.FREE,
+    unread=(_GATE,),
   )
-  aggregation: Aggregation = setting_lib.setting(
+  aggregation: Aggregation = setting(
     Aggregation.TOKEN_MEAN,
     "from the losses of tokens to that of a minibatch",
-    free=setting_lib.IN_THE_LOSS,
+    unread=(_AVERAGE,),
   )
-  aggregation_tokens: int = setting_lib.setting(
+  aggregation_tokens: int = setting(
     0,
     "the constant of SEQUENCE_SUM; 0 takes rollout.max_completion_tokens",
     low=0,
-    free=setting_lib.IN_THE_LOSS,
+    unread=(_CONSTANT,),
   )
-  proximal: ProximalMode = setting_lib.setting(
+  proximal: ProximalMode = setting(
     ProximalMode.RECOMPUTE,
     "where the logprobs of the centre of the trust region come from",
-    free=setting_lib.IN_THE_LOSS,
   )
-  behavior_weight_level: BehaviorWeightLevel = setting_lib.setting(
+  behavior_weight_level: BehaviorWeightLevel = setting(
     BehaviorWeightLevel.TOKEN,
     "what the behavior weight is a weight of",
-    free=setting_lib.IN_THE_LOSS,
+    unread=(_CORRECTION,),
   )
-  behavior_weight_floor: float = setting_lib.setting(
+  behavior_weight_floor: float = setting(
     0.0,
     "smallest behavior weight that is used unchanged",
     low=0,
     high=1,
-    free=setting_lib.IN_THE_LOSS,
-    schedule=setting_lib.Schedule.FREE,
+    curve=setting_lib.Curve.FREE,
+    unread=(_CORRECTION, _WEIGHT),
   )
-  behavior_weight_cap: float = setting_lib.setting(
+  behavior_weight_cap: float = setting(
     5.0,
     "largest behavior weight that is used unchanged",
     low=1,
-    free=setting_lib.IN_THE_LOSS,
-    schedule=setting_lib.Schedule.FREE,
+    curve=setting_lib.Curve.FREE,
+    unread=(_CORRECTION, _WEIGHT),
   )
-  behavior_weight_cap_mode: BehaviorWeightCapMode = setting_lib.setting(
+  behavior_weight_cap_mode: BehaviorWeightCapMode = setting(
     BehaviorWeightCapMode.MASK,
     "what happens to tokens whose behavior weight is out of bounds",
-    free=setting_lib.IN_THE_LOSS,
+    unread=(_CORRECTION, _WEIGHT),
   )
-  second_moment_bound: float = setting_lib.setting(
+  second_moment_bound: float = setting(
     0.0,
     "M2PO's bound on the mean squared log-ratio of proximal and behavior"
     " policy, beyond which tokens are left out; 0 sets none",
     low=0,
-    free=setting_lib.IN_THE_LOSS,
-    schedule=setting_lib.Schedule.BOUND,
+    curve=setting_lib.Curve.BOUND,
+    unread=(_CORRECTION,),
   )
-  sequence_kl_bound: float = setting_lib.setting(
+  sequence_kl_bound: float = setting(
     0.0,
     "trajectories with a negative advantage are left out if the mean"
     " log-ratio of behavior and current policy is above; 0 keeps all",
     low=0,
-    free=setting_lib.IN_THE_LOSS,
-    schedule=setting_lib.Schedule.BOUND,
+    curve=setting_lib.Curve.BOUND,
+    unread=(_CORRECTION,),
   )
-  advantage: str = setting_lib.setting(
+  advantage: str = setting(
     "group",
     "baseline of the rewards, one of `ADVANTAGES`, or module:function."
     " segment compares each turn of an episode with the same turn of the"
     " others of its group. gae has the values of a critic, see"
     " `critic_section`. none learns nothing from rewards, and needs a teacher.",
-    free=setting_lib.IN_THE_LOSS,
   )
-  advantage_scale: AdvantageScale = setting_lib.setting(
-    AdvantageScale.STD,
-    "what advantages are divided by",
-    free=setting_lib.IN_THE_LOSS,
+  advantage_scale: AdvantageScale = setting(
+    AdvantageScale.STD, "what advantages are divided by"
   )
-  gamma: float = setting_lib.setting(
+  gamma: float = setting(
     1.0,
     "discount per token of gae",
     low=0,
     high=1,
-    free=setting_lib.IN_THE_LOSS,
-    schedule=setting_lib.Schedule.FREE,
+    curve=setting_lib.Curve.FREE,
+    unread=(_GAE,),
   )
-  gae_lambda: float = setting_lib.setting(
+  gae_lambda: float = setting(
     1.0,
     "how much gae trusts rewards over values: 1 takes the whole return, 0 the"
     " next value",
     low=0,
     high=1,
-    free=setting_lib.IN_THE_LOSS,
-    schedule=setting_lib.Schedule.FREE,
+    curve=setting_lib.Curve.FREE,
+    unread=(_GAE,),
   )
-  reward_bias: float = setting_lib.setting(
+  reward_bias: float = setting(
     0.0,
     "is added to each reward",
-    free=setting_lib.IN_THE_LOSS,
-    schedule=setting_lib.Schedule.FREE,
+    curve=setting_lib.Curve.FREE,
+    unread=(_REWARDS,),
   )
-  reward_scale: float = setting_lib.setting(
+  reward_scale: float = setting(
     1.0,
     "the sum is multiplied by this",
     low=setting_lib.MIN_FLOAT,
-    free=setting_lib.IN_THE_LOSS,
-    schedule=setting_lib.Schedule.FREE,
+    curve=setting_lib.Curve.FREE,
+    unread=(_REWARDS,),
   )
-  reward_clip: float = setting_lib.setting(
+  reward_clip: float = setting(
     0.0,
     "largest absolute value of the result; 0 sets no bound",
     low=0,
-    free=setting_lib.IN_THE_LOSS,
-    schedule=setting_lib.Schedule.BOUND,
+    curve=setting_lib.Curve.BOUND,
+    unread=(_REWARDS,),
   )
-  overlong_filter: bool = setting_lib.setting(
+  overlong_filter: bool = setting(
     False,
     "nothing is learned from trajectories that were cut off at a limit of"
     " tokens. Their rewards count in the baseline. gae then has no return left"
     " that a critic would bootstrap.",
-    free=setting_lib.IN_THE_LOSS,
   )
-  filter_zero_std: bool = setting_lib.setting(
+  filter_zero_std: bool = setting(
     False,
     "drop groups whose rewards are all equal, since they carry no gradient,"
     " and generate others in their place. A group whose tokens have scores"
@@ -317,80 +400,189 @@ class AlgorithmSection:
       "asked when a group is scored; groups that were kept before are trained"
     ),
   )
-  kl_coef: float = setting_lib.setting(
+  kl_coef: float = setting(
     0.0,
     "coefficient of the divergence from the reference, which begins as the"
     " policy before the first train step; 0 keeps no reference",
     low=0,
     fixed="the checkpoint holds a reference, or none if it was 0",
-    schedule=setting_lib.Schedule.COEFFICIENT,
+    curve=setting_lib.Curve.COEFFICIENT,
   )
-  kl_estimator: KlEstimator = setting_lib.setting(
-    KlEstimator.K3,
-    "of that divergence, from one token",
-    free=setting_lib.IN_THE_LOSS,
+  kl_estimator: KlEstimator = setting(
+    KlEstimator.K3, "of that divergence, from one token", unread=(_REFERENCE,)
   )
-  kl_in_reward: bool = setting_lib.setting(
+  kl_in_reward: bool = setting(
     False,
     "the divergence of a token is subtracted from its reward, instead of"
     " being added to the loss. It needs the estimator k1.",
-    free=setting_lib.IN_THE_LOSS,
+    unread=(_REFERENCE,),
   )
-  kl_reward_clip: float = setting_lib.setting(
+  kl_reward_clip: float = setting(
     0.0,
     "largest absolute value of the estimate of a token in the reward; 0 sets"
     " no bound",
     low=0,
-    free=setting_lib.IN_THE_LOSS,
-    schedule=setting_lib.Schedule.BOUND,
+    curve=setting_lib.Curve.BOUND,
+    unread=(_IN_REWARD,),
   )
-  reference_every: int = setting_lib.setting(
+  reference_every: int = setting(
     0,
     "the reference moves to the policy after every so many train steps; 0"
     " leaves it where it began",
     low=0,
     fixed="the reference of the checkpoint has moved by it",
+    unread=(_REFERENCE,),
   )
-  reference_decay: float = setting_lib.setting(
+  reference_decay: float = setting(
     0.0,
     "share of the reference that stays when it moves. 0 replaces it by the"
     " policy; 0.99 with reference_every=1 is a moving average.",
     low=0,
-    high=1,
+    below=1,
     fixed="the reference of the checkpoint has moved by it",
+    unread=(_REFERENCE, _MOVES),
   )
-  reference_offload: bool = setting_lib.setting(
+  reference_offload: bool = setting(
     False,
     "keep the reference in host memory between its uses",
     free="where the reference lies between its uses",
+    unread=(_REFERENCE,),
   )
-  entropy_coef: float = setting_lib.setting(
+  entropy_coef: float = setting(
     0.0,
     "coefficient of the bonus for the policy's entropy",
     low=0,
-    free=setting_lib.IN_THE_LOSS,
-    schedule=setting_lib.Schedule.COEFFICIENT,
+    curve=setting_lib.Curve.COEFFICIENT,
   )
-  schedules: config_dict.ConfigDict = setting_lib.setting(
+  curves: config_dict.ConfigDict = setting(
     config_dict.ConfigDict,
     "fields of the loss that change with the train step, by name; value_coef"
-    " and value_clip are those of the critic. Each entry has `schedule`, one"
-    " of `SCHEDULES`, and its arguments. It begins with the field's own value,"
+    " and value_clip are those of the critic. Each entry has `curve`, one"
+    " of `CURVES`, and its arguments. It begins with the field's own value,"
     " or rises to it from 0, by default.",
-    free=setting_lib.IN_THE_LOSS,
   )
-  teacher: str = setting_lib.setting(
+  teacher: str = setting(
     "",
     "directory of a model with the policy's tokenizer, from which the policy"
     " learns by its logprobs of what the policy writes: one in Hugging Face"
     " format, of any size, or parameters of the policy's architecture that"
     ' `launch/sft.py` wrote. "" is none.',
+    directory="use one in Hugging Face's format, or WORKDIR/params of"
+    " launch/sft.py",
     fixed="the checkpoint holds the teacher, or none",
   )
-  distill_coef: float = setting_lib.setting(
+  distill_coef: float = setting(
     0.0,
     "coefficient of the teacher's part of the advantages",
     low=0,
+    curve=setting_lib.Curve.COEFFICIENT,
+  )
+
+
+class CriticTrunk(enum.Enum):
+  """Which layers a critic's values are computed from.
+
+  OWN is a second model, which begins as a copy of the policy. SHARED are the
+  policy's own layers, which then learn from both losses.
+  """
+
+  OWN = "own"
+  SHARED = "shared"
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class CriticSection:
+  """The critic: a model that predicts the return of each token."""
+
+  trunk: CriticTrunk = setting(
+    CriticTrunk.OWN,
+    "the layers under its head, which is a vector and begins at zero",
+    fixed="the checkpoint holds the other kind of critic",
+  )
+  value_clip: float = setting(
+    0.2,
+    "bound on how far a prediction gains by moving within a train step, in"
+    " normalised units; 0 sets none",
+    low=0,
     free=setting_lib.IN_THE_LOSS,
-    schedule=setting_lib.Schedule.COEFFICIENT,
+    curve=setting_lib.Curve.BOUND,
+  )
+  value_coef: float = setting(
+    0.5,
+    "coefficient of the value loss beside the policy's",
+    low=0,
+    free=setting_lib.IN_THE_LOSS,
+    curve=setting_lib.Curve.FREE,
+  )
+  warmup_steps: int = setting(
+    0,
+    "in so many train steps, the first ones of the run, only the critic"
+    " learns. Policy versions count on, and all have the same weights.",
+    low=0,
+    fixed="the policy's learning rate counts from its end",
+  )
+  normalize_decay: float = setting(
+    0.999,
+    "weight of earlier train steps in the running mean and deviation of the"
+    " returns, by which the critic's targets are normalised; 0 normalises"
+    " nothing",
+    low=0,
+    below=1,
+    fixed="the stored critic predicts in units that it has made",
+  )
+  optimizer: optimizer_section.OptimizerSection = section(
+    optimizer_section.OptimizerSection
+  )
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class StalenessControlSection:
+  """The bound on staleness between two limits; maximum = 0 leaves it fixed.
+
+  A run starts with the minimum. The bound falls by one while the data is too
+  old. It rises by one while the data is not, and the slices wait because of the
+  bound. `coordination.staleness_control` has the rule.
+  """
+
+  minimum: int = setting(0, "smallest bound", low=0)
+  maximum: int = setting(
+    0,
+    "largest bound, at most `algorithm.max_staleness`; 0 switches the control"
+    " off, and `algorithm.max_staleness` is then the bound",
+    low=0,
+  )
+  min_ess: float = setting(
+    0.8,
+    "the data is too old if the metric offpolicy/ess is below",
+    low=0,
+    high=1,
+    unread=(_CONTROL,),
+  )
+  max_clip_frac: float = setting(
+    0.2,
+    "it is too old if policy/clip_frac is above",
+    low=0,
+    high=1,
+    unread=(_CONTROL,),
+  )
+  max_left_out_frac: float = setting(
+    0.05,
+    "it is too old if offpolicy/left_out_frac is above",
+    low=0,
+    high=1,
+    unread=(_CONTROL,),
+  )
+  max_wait_frac: float = setting(
+    0.1,
+    "the bound rises if training waits for a larger share of the step, and"
+    " generation does too, or trained tokens are as old as the bound",
+    low=0,
+    high=1,
+    unread=(_CONTROL,),
+  )
+  patience: int = setting(
+    2,
+    "the bound moves after so many steps in a row that ask for it",
+    low=1,
+    unread=(_CONTROL,),
   )

@@ -4,6 +4,7 @@ import dataclasses
 import enum
 
 from jaxrl_async.config import setting as setting_lib
+from jaxrl_async.config.setting import setting
 
 
 class ClusterKind(enum.Enum):
@@ -24,23 +25,22 @@ class ClusterSection:
   All fields but `trainer_processes` have an effect only with kind = RAY.
   """
 
-  kind: ClusterKind = setting_lib.setting(
-    ClusterKind.LOCAL,
-    "where the rollout replicas are",
+  kind: ClusterKind = setting(
+    ClusterKind.LOCAL, "where the rollout replicas are"
   )
-  address: str = setting_lib.setting(
+  address: str = setting(
     "",
     'of a Ray cluster, HOST:PORT, or "auto" for the one of this machine.'
     ' "" starts Ray on this machine for the duration of the run.',
   )
-  replicas: int = setting_lib.setting(
+  replicas: int = setting(
     1,
     "number of rollout replicas. Each has a mesh of its own, with"
     " `mesh.rollout_*` devices, and `rollout.num_slots` slots.",
     low=1,
     high=4096,
   )
-  min_replicas: int = setting_lib.setting(
+  min_replicas: int = setting(
     0,
     "number of replicas that have to be ready before a new run begins; 0 is"
     " all of them. Those that are lost later end nothing, and a run that"
@@ -48,39 +48,39 @@ class ClusterSection:
     low=0,
     high=4096,
   )
-  replica_processes: int = setting_lib.setting(
+  replica_processes: int = setting(
     1,
     "number of processes of each replica. Several of them share a mesh that"
     " does not fit on one host.",
     low=1,
     high=4096,
   )
-  replica_cpus: float = setting_lib.setting(
+  replica_cpus: float = setting(
     1.0,
     "processor cores that Ray reserves for each process of a replica",
     low=0,
     high=setting_lib.MAX_GROUP,
   )
-  replica_gpus: int = setting_lib.setting(
+  replica_gpus: int = setting(
     0,
     "GPUs for each process of a replica. If not 0, all of them are the"
     " devices of its mesh.",
     low=0,
     high=setting_lib.MAX_GROUP,
   )
-  replica_tpu: str = setting_lib.setting(
+  replica_tpu: str = setting(
     "",
     "TPU slice for each replica, such as v5p:2x2x1, with a process on each of"
     ' its hosts; "" is none',
   )
-  replica_timeout_s: float = setting_lib.setting(
+  replica_timeout_s: float = setting(
     60.0,
     "a replica that has said nothing for so long loses its groups, which"
     " another replica continues",
     low=1,
     high=setting_lib.MAX_TIMEOUT_S,
   )
-  hang_timeout_s: float = setting_lib.setting(
+  hang_timeout_s: float = setting(
     120.0,
     "a replica that answers, but whose thread has been in one step of its"
     " engine for so long, is killed and started again. The time in which it"
@@ -88,7 +88,7 @@ class ClusterSection:
     low=1,
     high=setting_lib.MAX_TIMEOUT_S,
   )
-  start_timeout_s: float = setting_lib.setting(
+  start_timeout_s: float = setting(
     300.0,
     "limit of each part of the start, in seconds: Ray answers; the cluster"
     " has enough hosts; they have answered; as many replicas as the run begins"
@@ -97,21 +97,21 @@ class ClusterSection:
     low=1,
     high=setting_lib.MAX_TIMEOUT_S,
   )
-  report_every_s: float = setting_lib.setting(
+  report_every_s: float = setting(
     2.0,
     "seconds between two reports of what is half-written. It is what is lost"
     " with a replica.",
     low=0.1,
     high=setting_lib.MAX_TIMEOUT_S,
   )
-  coordinator_timeout_s: float = setting_lib.setting(
+  coordinator_timeout_s: float = setting(
     600.0,
     "replicas wait so long for a coordinator that has ended, before they end"
     " too",
     low=1,
     high=setting_lib.MAX_TIMEOUT_S,
   )
-  trainer_processes: int = setting_lib.setting(
+  trainer_processes: int = setting(
     1,
     "number of processes that train together, each with devices of its own,"
     " under jax.distributed",

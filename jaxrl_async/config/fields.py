@@ -3,16 +3,25 @@
 The bounds are wide. They exclude only values that cannot work on any machine,
 because they do not fit a device's float32 or int32, a timer or an operating
 system limit. A value that is merely unwise passes. What holds between settings
-is in `run.config_checks`.
+is in `rules`.
+
+A setting that nothing reads because of the others is told, so that nobody takes
+the result for its own. It is no error: one side of a comparison may not read
+what the other one varies.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+import copy
 import dataclasses
 import difflib
 import enum
+import json
 import math
+import re
 import struct
 from typing import Any, NamedTuple
+
+from ml_collections import config_dict
 
 from jaxrl_async.config import refusals
 from jaxrl_async.config import setting as setting_lib
@@ -27,13 +36,15 @@ class Field(NamedTuple):
     path: names of its sections and its own, such as "train.num_steps".
     kind: its declared type.
     value: its value.
-    known: what is known of it. Reasons of a section are those of its fields.
+    known: what is known of it, also from its sections.
+    section: the one that holds it.
   """
 
   path: str
   kind: Any
   value: Any
   known: setting_lib.Setting
+  section: Any
 
 
 def walk(
@@ -46,9 +57,8 @@ def walk(
     kind, path = field.type, prefix + field.name
     value = getattr(section, field.name)
     known = field.metadata["setting"]
-    if of_section is not None and (of_section.free or of_section.fixed):
-      reasons = {"free": of_section.free, "fixed": of_section.fixed}
-      known = dataclasses.replace(known, fixed_with_groups="", **reasons)
+    if of_section is not None:
+      known = _with_section(known, of_section)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
       if not isinstance(value, kind):
         raise refusals.ConfigError(
@@ -56,7 +66,73 @@ def walk(
         )
       yield from walk(value, path + ".", known)
     else:
-      yield Field(path, kind, value, known)
+      yield Field(path, kind, value, known, section)
+
+
+def _with_section(
+  own: setting_lib.Setting, section: setting_lib.Setting
+) -> setting_lib.Setting:
+  """Return what is known of a setting, with what its section says of all."""
+  changes: dict[str, Any] = {}
+  if section.fixed:
+    changes = {"fixed": section.fixed, "free": "", "fixed_with_groups": ""}
+  elif section.free and not (own.free or own.fixed or own.fixed_with_groups):
+    changes = {"free": section.free}
+  if section.unread:
+    changes["unread"] = section.unread + own.unread
+  return dataclasses.replace(own, **changes) if changes else own
+
+
+def plain(value: Any) -> Any:
+  """Return a value of a config as JSON can hold it."""
+  if dataclasses.is_dataclass(value):
+    names = [field.name for field in dataclasses.fields(value)]
+    return {name: plain(getattr(value, name)) for name in names}
+  if isinstance(value, enum.Enum):
+    return value.value
+  if isinstance(value, config_dict.ConfigDict):
+    value = value.to_dict()
+  if isinstance(value, dict):
+    return {key: plain(item) for key, item in value.items()}
+  if isinstance(value, tuple | list):
+    return [plain(item) for item in value]
+  return value
+
+
+def unread(config: Any) -> dict[str, str]:
+  """Return why nothing reads a field, by the path of each such field."""
+  return {
+    field.path: reason
+    for field in walk(config)
+    if (reason := _unread(field, config))
+  }
+
+
+def _unread(field: Field, config: Any) -> str:
+  reasons = (why(field.section, config) for why in field.known.unread)
+  return next(filter(None, reasons), "")
+
+
+def settled(config: Any, note: Callable[[str], None] = lambda _: None) -> Any:
+  """Return a config in which settings that nothing reads have their defaults.
+
+  So code that looks at one of them without looking at the others is right too.
+
+  Args:
+    config: stays as it is.
+    note: is called with a line about every setting that is changed.
+  """
+  made, usual = copy.deepcopy(config), type(config)()
+  for field, default in zip(walk(config), walk(usual), strict=True):
+    reason = _unread(field, config)
+    if reason and field.value != default.value:
+      set_at(made, field.path, default.value)
+      value = plain(field.value)
+      text = f"{value:g}" if type(value) is float else refusals.shown(value)
+      if isinstance(field.value, enum.Enum):
+        text = value
+      note(f"{field.path}: {text} has no effect, because {reason}")
+  return made
 
 
 def has_field(config: Any, path: str) -> bool:
@@ -131,6 +207,9 @@ def check_type(path: str, kind: Any, value: Any) -> None:
   elif kind == tuple[str, ...]:
     holds = type(value) is tuple and all(type(x) is str for x in value)
     wanted = 'a tuple of names, such as ("data", "fsdp")'
+  elif kind is list:
+    holds = type(value) is list and all(type(x) is str for x in value)
+    holds, wanted = holds and len(value) > 0, "a list of names"
   elif issubclass(kind, enum.Enum):
     wanted = "one of " + ", ".join(member.value for member in kind)
     holds = isinstance(value, kind)
@@ -148,15 +227,75 @@ def check(config: Any) -> None:
   Raises:
     ConfigError: one line that names the field and says what would be right.
   """
-  found = list(walk(config))
-  for field in found:
-    check_type(field.path, field.kind, field.value)
-    if field.kind in (int, float):
-      _check_number(field)
-    elif field.kind is str and field.known.choices:
-      refusals.require_one_of(field.path, field.value, field.known.choices)
-    elif isinstance(field.value, tuple):
-      _check_entries(field)
+  for field in walk(config):
+    _check_field(field)
+
+
+def _check_field(field: Field) -> None:
+  check_type(field.path, field.kind, field.value)
+  if field.kind in (int, float):
+    _check_number(field)
+  elif field.kind is str and field.known.choices:
+    refusals.require_one_of(field.path, field.value, field.known.choices)
+  elif isinstance(field.value, tuple):
+    _check_entries(field)
+  elif field.kind is config_dict.ConfigDict:
+    _check_json(field)
+    if field.known.entries is not None:
+      for name, entry in field.value.items():
+        _check_entry(field, name, entry)
+
+
+def _check_json(field: Field) -> None:
+  """Check that config.json can store a field of free form unchanged."""
+  try:
+    values = plain(field.value)
+    read = json.loads(json.dumps(values, allow_nan=False))
+  except (TypeError, ValueError, RecursionError) as error:
+    reason = str(error).partition("\n")[0]
+    raise refusals.ConfigError(
+      f"{field.path}: cannot be written as JSON ({reason}); use numbers, texts,"
+      " lists and dicts"
+    ) from error
+  refusals.require(
+    read == values,
+    field.path,
+    f"{refusals.shown(values)} would be read from JSON as"
+    f" {refusals.shown(read)}",
+  )
+
+
+def _check_entry(field: Field, name: Any, entry: Any) -> None:
+  """Check a section that a field of free form holds by name."""
+  refusals.require(
+    isinstance(name, str) and re.fullmatch(r"[\w.-]{1,64}", name) is not None,
+    field.path,
+    f"{refusals.shown(name)} is no name; use letters, digits and . _ -",
+  )
+  path = f"{field.path}.{name}"
+  kind: Any = field.known.entries
+  known = {each.name: each for each in dataclasses.fields(kind)}
+  refusals.require(
+    isinstance(entry, config_dict.ConfigDict),
+    path,
+    f"{refusals.shown(entry)} is not a ConfigDict of {', '.join(known)}",
+  )
+  for key, value in entry.items():
+    refusals.require(
+      key in known,
+      path,
+      f"there is no field {refusals.shown(key)}"
+      f"{refusals.did_you_mean(str(key), known)}",
+    )
+    of = known[key]
+    if isinstance(of.type, type) and issubclass(of.type, enum.Enum):
+      value = next((x for x in of.type if x.value == value), value)
+    of_setting = of.metadata["setting"]
+    _check_field(Field(f"{path}.{key}", of.type, value, of_setting, entry))
+  for key in field.known.needs:
+    refusals.require(
+      key in entry and entry[key] != "", path, f"it has no {key}"
+    )
 
 
 def _check_number(field: Field) -> None:
@@ -230,6 +369,14 @@ def _check_entries(field: Field) -> None:
         f"{refusals.shown(number)} is out of range; use 0 to"
         f" {setting_lib.MAX_INT}",
       )
+  elif field.known.choices:
+    for text in field.value:
+      refusals.require_one_of(path, text, field.known.choices)
+    refusals.require(
+      len(set(field.value)) == len(field.value),
+      path,
+      f"{refusals.shown(field.value)} has an entry twice",
+    )
   elif most is not None:
     for text in field.value:
       refusals.require(

@@ -2,10 +2,12 @@
 
 import dataclasses
 import enum
+from typing import Any
 
 from ml_collections import config_dict
 
 from jaxrl_async.config import setting as setting_lib
+from jaxrl_async.config.setting import setting
 
 
 class OptimizerName(enum.Enum):
@@ -15,16 +17,21 @@ class OptimizerName(enum.Enum):
   MUON = "muon"
 
 
+def _has_curve(section: Any, config: Any) -> str:
+  del config
+  return "rate_curve says how the rate changes" if section.rate_curve else ""
+
+
 @dataclasses.dataclass(kw_only=True, slots=True)
 class OptimizerSection:
   """An Optax optimizer with linear warmup and global-norm clipping."""
 
-  name: OptimizerName = setting_lib.setting(
+  name: OptimizerName = setting(
     OptimizerName.ADAMW,
     "which optimizer",
     fixed="the stored moments are made with it",
   )
-  learning_rate: float = setting_lib.setting(
+  learning_rate: float = setting(
     3e-4,
     "of an update after the warmup",
     low=0,
@@ -34,66 +41,67 @@ class OptimizerSection:
       " update on"
     ),
   )
-  warmup_steps: int = setting_lib.setting(
+  warmup_steps: int = setting(
     0,
     "updates in which the rate rises linearly from 0",
     low=0,
+    unread=(_has_curve,),
     free=(
       "the rate is a function of the number of updates, which goes on: a"
       " warmup that is over is not repeated"
     ),
   )
-  rate_schedule: config_dict.ConfigDict = setting_lib.setting(
+  rate_curve: config_dict.ConfigDict = setting(
     config_dict.ConfigDict,
     "the learning rate of each update, in place of warmup and decay:"
-    " `schedule`, one of `algorithm_section.SCHEDULES`, and its arguments. It"
+    " `curve`, one of `algorithm_section.CURVES`, and its arguments. It"
     " begins with `learning_rate`, or rises to it, by default.",
     free=(
       "the rate is a function of the number of updates, which goes on: a"
       " warmup that is over is not repeated"
     ),
   )
-  b1: float = setting_lib.setting(
+  b1: float = setting(
     0.9,
     "decay of the first moment",
     low=0,
     below=1,
     fixed="the stored moments are made with it",
   )
-  b2: float = setting_lib.setting(
+  b2: float = setting(
     0.99,
     "decay of the second moment",
     low=0,
     below=1,
     fixed="the stored moments are made with it",
   )
-  eps: float = setting_lib.setting(
+  eps: float = setting(
     1e-8,
     "is added to the root of the second moment",
     low=setting_lib.MIN_FLOAT,
     free=setting_lib.EACH_UPDATE,
   )
-  weight_decay: float = setting_lib.setting(
+  weight_decay: float = setting(
     0.0,
     "of the matrices that tokens are multiplied by, adapters included; norms,"
     " biases, the embedding and scalar heads do not decay",
     low=0,
     free=setting_lib.EACH_UPDATE,
   )
-  max_grad_norm: float = setting_lib.setting(
+  max_grad_norm: float = setting(
     1.0,
     "gradients with a larger global norm are scaled down to it",
     low=setting_lib.MIN_FLOAT,
     free=setting_lib.EACH_UPDATE,
   )
-  state_dtype: str = setting_lib.setting(
+  state_dtype: str = setting(
     "float32",
     "dtype of the first moment, Muon's included; the second moment stays"
     " float32",
     choices=setting_lib.DTYPES,
     fixed="the stored moments are made with it",
   )
-  offload: bool = setting_lib.setting(
+  offload: bool = setting(
     False,
     "keep the moments in host memory between updates",
     free="where moments lie between updates",

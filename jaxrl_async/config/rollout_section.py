@@ -4,6 +4,7 @@ import dataclasses
 import enum
 
 from jaxrl_async.config import setting as setting_lib
+from jaxrl_async.config.setting import setting
 
 
 class KvOnAdopt(enum.Enum):
@@ -43,20 +44,20 @@ class WeightFormat(enum.Enum):
 class RolloutSection:
   """The rollout slice."""
 
-  num_slots: int = setting_lib.setting(
+  num_slots: int = setting(
     32,
     "number of sequences that are decoded side by side",
     low=1,
     free="half-written trajectories wait for a slot",
   )
-  max_prompt_tokens: int = setting_lib.setting(
+  max_prompt_tokens: int = setting(
     64,
     "longer prompts are skipped and counted, never cut",
     low=1,
     fixed="it decides which questions there are",
     of_answers=True,
   )
-  max_completion_tokens: int = setting_lib.setting(
+  max_completion_tokens: int = setting(
     64,
     "most tokens that the policy writes per trajectory",
     low=1,
@@ -66,7 +67,7 @@ class RolloutSection:
     ),
     of_answers=True,
   )
-  cache_tokens: int = setting_lib.setting(
+  cache_tokens: int = setting(
     128,
     "cached tokens per slot, at least prompt plus completion",
     low=1,
@@ -75,99 +76,86 @@ class RolloutSection:
       " which is checked"
     ),
   )
-  decode_steps_per_call: int = setting_lib.setting(
+  decode_steps_per_call: int = setting(
     16,
     "tokens that each sequence gains per decode call, after which the host"
     " looks at the results",
     low=1,
-    free=setting_lib.PROGRAM,
   )
-  prefill_rows: int = setting_lib.setting(
+  prefill_rows: int = setting(
     8,
     "sequences per prefill call. If it is a multiple of mesh.rollout_data,"
     " the rows are split over these replicas; otherwise every replica computes"
     " all of them.",
     low=1,
-    free=setting_lib.PROGRAM,
   )
-  prefill_buckets: tuple[int, ...] = setting_lib.setting(
+  prefill_buckets: tuple[int, ...] = setting(
     (64, 128),
     "padded lengths of prefill calls, up to cache_tokens",
     most=setting_lib.MAX_BUCKETS,
-    free=setting_lib.PROGRAM,
   )
-  window_buckets: tuple[int, ...] = setting_lib.setting(
+  window_buckets: tuple[int, ...] = setting(
     (64, 128),
     "attended lengths of decode calls, up to cache_tokens",
     most=setting_lib.MAX_BUCKETS,
-    free=setting_lib.PROGRAM,
   )
-  prefill_chunk: int = setting_lib.setting(
+  prefill_chunk: int = setting(
     0,
     "prompts of longer buckets are prefilled this many tokens at a time, with"
     " decode calls in between; 0 disables chunks",
     low=0,
-    free=setting_lib.PROGRAM,
   )
-  num_pages: int = setting_lib.setting(
+  num_pages: int = setting(
     0,
     "the cache is a pool of this many pages, which may be fewer than all"
     " slots need at once; 0 gives each slot memory of its own",
     low=0,
     free="caches are rebuilt",
   )
-  page_tokens: int = setting_lib.setting(
-    16,
-    "tokens per page",
-    low=1,
-    free="caches are rebuilt",
+  page_tokens: int = setting(
+    16, "tokens per page", low=1, free="caches are rebuilt"
   )
-  preemption: Preemption = setting_lib.setting(
-    Preemption.FAST,
-    "how a sequence is resumed after its pages were taken away",
-    free=setting_lib.PROGRAM,
+  preemption: Preemption = setting(
+    Preemption.FAST, "how a sequence is resumed after its pages were taken away"
   )
-  kv_on_adopt: KvOnAdopt = setting_lib.setting(
+  kv_on_adopt: KvOnAdopt = setting(
     KvOnAdopt.RECOMPUTE,
     "what happens to running sequences when new weights arrive",
-    free=setting_lib.PROGRAM,
   )
-  temperature: float = setting_lib.setting(
+  temperature: float = setting(
     1.0,
     "sampling temperature; the trainer divides its logits by the same value",
     low=setting_lib.MIN_TEMPERATURE,
     high=setting_lib.MAX_TEMPERATURE,
     fixed="stored logprobs are of tokens drawn at it",
   )
-  stop: tuple[str, ...] = setting_lib.setting(
+  stop: tuple[str, ...] = setting(
     (),
     "texts each of which ends a completion and belongs to it",
     most=setting_lib.MAX_STOPS,
     fixed="half-written trajectories were read with it",
     of_answers=True,
   )
-  stop_token_ids: tuple[int, ...] = setting_lib.setting(
+  stop_token_ids: tuple[int, ...] = setting(
     (),
     "tokens each of which ends one, besides the end tokens",
     most=setting_lib.MAX_STOP_TOKENS,
     fixed="half-written trajectories were read with it",
     of_answers=True,
   )
-  dtype: str = setting_lib.setting(
+  dtype: str = setting(
     "float32",
     "dtype of the rollout weights and of the cache",
     choices=setting_lib.DTYPES,
-    free=setting_lib.PROGRAM,
     of_answers=True,
   )
-  weights: WeightFormat = setting_lib.setting(
+  weights: WeightFormat = setting(
     WeightFormat.FLOAT,
     "int8 or fp8 quantises the published matrices, with one scale per output"
     " channel; mismatch_kl measures the cost",
-    free=setting_lib.PROGRAM,
     of_answers=True,
   )
-  max_group_seconds: float = setting_lib.setting(
+  max_group_seconds: float = setting(
     0.0,
     "a group that is not generated after so long is ended and counted as"
     " failed, for the time in which the process runs; 0 waits for every group."
@@ -177,11 +165,10 @@ class RolloutSection:
     high=setting_lib.MAX_TIMEOUT_S,
     free=setting_lib.SUPERVISION,
   )
-  attention: str = setting_lib.setting(
+  attention: str = setting(
     "auto",
     '"auto" takes the platform\'s first kernel that works and agrees with'
     ' plain XLA; "xla" takes no kernel; the name of a kernel (cudnn or'
     " splash for prefill, gpu_paged or tpu_paged for decoding over pages)"
     " insists on it",
-    free=setting_lib.PROGRAM,
   )

@@ -2,28 +2,26 @@
 
 The `get_config(variant)` of a config file returns a `Config`, and absl's
 `--config.section.field=value` overrides single fields. After that,
-`config_checks.validate` checks that the fields fit together. The dataclasses
+`run.config_checks` checks that the fields fit together. The dataclasses
 are neither frozen nor checked in `__post_init__`, because overrides arrive
 after construction.
 """
 
 import dataclasses
 import enum
+from typing import Any
 
 from ml_collections import config_dict
 
 from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import cluster_section
-from jaxrl_async.config import critic_section
-from jaxrl_async.config import lora_section
-from jaxrl_async.config import mesh_sections
 from jaxrl_async.config import optimizer_section
-from jaxrl_async.config import preference_section
 from jaxrl_async.config import refusals
 from jaxrl_async.config import rollout_section
 from jaxrl_async.config import setting as setting_lib
-from jaxrl_async.config import staleness_section
 from jaxrl_async.config import task_section
+from jaxrl_async.config.setting import section
+from jaxrl_async.config.setting import setting
 
 # Names by which the whole code refuses a setting.
 ConfigError = refusals.ConfigError
@@ -31,6 +29,26 @@ require = refusals.require
 require_one_of = refusals.require_one_of
 shown = refusals.shown
 did_you_mean = refusals.did_you_mean
+ClusterKind = cluster_section.ClusterKind
+ClusterSection = cluster_section.ClusterSection
+AdvantageScale = algorithm_section.AdvantageScale
+Aggregation = algorithm_section.Aggregation
+AlgorithmSection = algorithm_section.AlgorithmSection
+BehaviorWeightCapMode = algorithm_section.BehaviorWeightCapMode
+BehaviorWeightLevel = algorithm_section.BehaviorWeightLevel
+CriticSection = algorithm_section.CriticSection
+CriticTrunk = algorithm_section.CriticTrunk
+KlEstimator = algorithm_section.KlEstimator
+OptimizerName = optimizer_section.OptimizerName
+OptimizerSection = optimizer_section.OptimizerSection
+ProximalMode = algorithm_section.ProximalMode
+StalenessControlSection = algorithm_section.StalenessControlSection
+KvOnAdopt = rollout_section.KvOnAdopt
+OnBadRow = task_section.OnBadRow
+Preemption = rollout_section.Preemption
+RolloutSection = rollout_section.RolloutSection
+TaskSection = task_section.TaskSection
+WeightFormat = rollout_section.WeightFormat
 
 
 class Channel(enum.Enum):
@@ -55,65 +73,163 @@ class Remat(enum.Enum):
   OFFLOAD = "offload"
 
 
+# The kernels of a layer that an adapter may be put beside.
+LORA_MODULES = ("query", "key", "value", "output", "gate", "up", "down")
+LORA_BASE_DTYPES = ("float32", "bfloat16", "int8")
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class LoraSection:
+  """Low-rank adapters (arXiv:2106.09685); rank = 0 trains the whole model."""
+
+  rank: int = setting(
+    0,
+    "the rank of every adapter; 0 switches adapters off",
+    low=0,
+    high=setting_lib.MAX_GROUP,
+    fixed="the stored adapters have it",
+  )
+  alpha: float = setting(
+    16.0,
+    "what an adapter adds is multiplied by alpha / rank",
+    low=setting_lib.MIN_FLOAT,
+    fixed="the stored adapters were trained with it",
+  )
+  modules: tuple[str, ...] = setting(
+    LORA_MODULES,
+    "the kernels of each layer that get an adapter",
+    choices=LORA_MODULES,
+    fixed="the stored adapters are of these kernels",
+  )
+  base_dtype: str = setting(
+    "bfloat16",
+    "how the trainer holds the frozen model. int8 quantises the matrices of"
+    " the layers; the rest is then bfloat16.",
+    choices=LORA_BASE_DTYPES,
+    fixed="the stored adapters were trained on that base",
+  )
+  adapter: str = setting(
+    "",
+    'directory of an adapter to start from, in PEFT\'s format. "" starts'
+    " from a new one, which changes nothing before its first update.",
+    directory="use one in PEFT's format",
+    fixed="the stored adapters came of it",
+  )
+
+
 @dataclasses.dataclass(kw_only=True, slots=True)
 class ModelSection:
   """The decoder and its compute dtype."""
 
-  name: str = setting_lib.setting(
+  name: str = setting(
     "quickstart",
     "a key of `models.configs.MODELS`, or a directory in Hugging Face format,"
     " which provides architecture, tokenizer and initial weights",
     fixed="stored weights and tokens are of that model and tokenizer",
   )
-  tokenizer: str = setting_lib.setting(
+  tokenizer: str = setting(
     "",
     "directory of a tokenizer in Hugging Face format, for a model of"
     ' `MODELS`; "" makes each character a token',
+    directory="use a directory with a tokenizer.json",
     fixed="stored weights and tokens are of that tokenizer",
     of_answers=True,
   )
-  compute_dtype: str = setting_lib.setting(
+  compute_dtype: str = setting(
     "float32",
     "dtype of the trainer's activations; its master weights are float32",
     choices=setting_lib.DTYPES,
     free="activations only; stored weights are float32",
   )
-  remat: Remat = setting_lib.setting(
+  remat: Remat = setting(
     Remat.FULL,
     "activations that the backward pass computes again",
     free=setting_lib.MEMORY,
   )
-  lora: lora_section.LoraSection = setting_lib.section(
-    lora_section.LoraSection,
+  lora: LoraSection = section(LoraSection)
+
+
+MESH_AXES = ("data", "fsdp", "context", "tensor")
+
+
+def _axes(default: tuple[str, ...], meaning: str) -> Any:
+  return setting(default, meaning, choices=MESH_AXES)
+
+
+def _size(meaning: str) -> Any:
+  return setting(1, meaning, low=1, also=(-1,))
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class ShardingRules:
+  """Mesh axes that split each logical axis of an array; () leaves it whole."""
+
+  batch: tuple[str, ...] = _axes(
+    ("data", "fsdp"), "rows of a batch, slots of a cache"
   )
+  tokens: tuple[str, ...] = _axes(("context",), "tokens of a row")
+  layers: tuple[str, ...] = _axes(
+    (), "stacked layers of the trainer's parameters"
+  )
+  vocab: tuple[str, ...] = _axes(("tensor",), "entries of the vocabulary")
+  embed: tuple[str, ...] = _axes(("fsdp", "context"), "the residual stream")
+  heads: tuple[str, ...] = _axes(("tensor",), "query heads")
+  kv_heads: tuple[str, ...] = _axes(("tensor",), "heads of keys and values")
+  head: tuple[str, ...] = _axes((), "the numbers of a head")
+  mlp: tuple[str, ...] = _axes(("tensor",), "the hidden layer of an MLP")
 
 
-MESH_AXES = mesh_sections.MESH_AXES
-ShardingRules = mesh_sections.ShardingRules
-MeshSection = mesh_sections.MeshSection
-ClusterKind = cluster_section.ClusterKind
-ClusterSection = cluster_section.ClusterSection
-AdvantageScale = algorithm_section.AdvantageScale
-Aggregation = algorithm_section.Aggregation
-AlgorithmSection = algorithm_section.AlgorithmSection
-BehaviorWeightCapMode = algorithm_section.BehaviorWeightCapMode
-BehaviorWeightLevel = algorithm_section.BehaviorWeightLevel
-CriticSection = critic_section.CriticSection
-CriticTrunk = critic_section.CriticTrunk
-KlEstimator = algorithm_section.KlEstimator
-OptimizerName = optimizer_section.OptimizerName
-OptimizerSection = optimizer_section.OptimizerSection
-ProximalMode = algorithm_section.ProximalMode
-PreferenceLoss = preference_section.PreferenceLoss
-PreferenceSection = preference_section.PreferenceSection
-RewardLoss = preference_section.RewardLoss
-StalenessControlSection = staleness_section.StalenessControlSection
-KvOnAdopt = rollout_section.KvOnAdopt
-OnBadRow = task_section.OnBadRow
-Preemption = rollout_section.Preemption
-RolloutSection = rollout_section.RolloutSection
-TaskSection = task_section.TaskSection
-WeightFormat = rollout_section.WeightFormat
+def _rollout_rules() -> ShardingRules:
+  # Decoding reads every weight for every token, so gathering weights over fsdp
+  # would dominate its time.
+  return ShardingRules(batch=("data",), embed=(), tokens=())
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class MeshSection:
+  """Number of devices along each axis of both slices; -1 means the rest.
+
+  If there is only one device, both slices share it.
+  """
+
+  train_data: int = _size("splits the rows of a batch")
+  train_fsdp: int = _size("splits the rows of a batch, and the weights")
+  train_context: int = _size(
+    "splits the tokens of a row, for rows too long for one device. Like"
+    " train_fsdp it also splits the weights."
+  )
+  train_tensor: int = _size("splits heads, MLPs and the vocabulary")
+  rollout_data: int = _size("splits the slots; each part has all weights")
+  rollout_tensor: int = _size("splits heads, MLPs and the vocabulary")
+  train_rules: ShardingRules = section(ShardingRules)
+  rollout_rules: ShardingRules = section(_rollout_rules)
+
+
+def _rate_has_curve(section: Any, config: Any) -> str:
+  del config
+  if not section.optimizer.rate_curve:
+    return ""
+  return "its optimizer's rate_curve says how the rate changes"
+
+
+def _train_rate_has_curve(section: Any, config: Any) -> str:
+  """Return why nothing reads the decay, which the critic's rate may have."""
+  is_of_critic = (
+    config.algorithm.advantage == "gae"
+    and not config.critic.optimizer.rate_curve
+  )
+  return "" if is_of_critic else _rate_has_curve(section, config)
+
+
+def _measures_nothing(section: Any, config: Any) -> str:
+  del config
+  return "" if section.eval_every else "nothing is measured (eval_every is 0)"
+
+
+def _is_not_dpo(section: Any, config: Any) -> str:
+  del config
+  is_dpo = section.loss is PreferenceLoss.DPO
+  return "" if is_dpo else f"{section.loss.value} (preference.loss) has none"
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -124,35 +240,32 @@ class WarmStartSection:
   `num_eval_examples` and `patience` have an effect.
   """
 
-  num_steps: int = setting_lib.setting(
-    0,
-    "updates; 0 skips the stage",
-    low=0,
-  )
-  checkpoint: str = setting_lib.setting(
+  num_steps: int = setting(0, "updates; 0 skips the stage", low=0)
+  checkpoint: str = setting(
     "",
     "directory of parameters to load instead of training, either from"
     " `launch/sft.py` or in Hugging Face format",
+    directory="launch/sft.py writes parameters to WORKDIR/params",
   )
-  rows_per_batch: int = setting_lib.setting(
+  rows_per_batch: int = setting(
     32,
     "rows of `train.tokens_per_row` tokens in each update",
     low=1,
     high=setting_lib.MAX_GROUP,
   )
-  solver: str = setting_lib.setting(
+  solver: str = setting(
     "chain_sum",
     "a key of `worked_solutions.SOLVERS`; field:NAME, an entry or a column of"
     " the data; or module:function of (item, rng), which returns the"
     " solution's text. Solutions longer than a row are skipped and counted.",
   )
-  num_examples: int = setting_lib.setting(
+  num_examples: int = setting(
     20_000,
     "number of worked solutions; every pass over them is shuffled",
     low=1,
     high=1000000,
   )
-  corrupted_frac: float = setting_lib.setting(
+  corrupted_frac: float = setting(
     0.2,
     "for solvers of SOLVERS, share of intermediate results that are written"
     " wrong and then carried on, so that the policy has something left to"
@@ -160,32 +273,140 @@ class WarmStartSection:
     low=0,
     high=1,
   )
-  decay: float = setting_lib.setting(
+  decay: float = setting(
     0.1,
     "final learning rate over the peak, reached on a cosine curve",
     low=0,
     high=1,
+    unread=(_rate_has_curve,),
   )
-  eval_every: int = setting_lib.setting(
+  eval_every: int = setting(
     0,
     "steps between two measurements of the loss on held-out examples; 0"
     " measures none. The parameters with the least loss are the result.",
     low=0,
   )
-  num_eval_examples: int = setting_lib.setting(
-    256,
-    "number of held-out examples",
-    low=1,
-    high=1000000,
+  num_eval_examples: int = setting(
+    256, "number of held-out examples", low=1, high=1000000
   )
-  patience: int = setting_lib.setting(
+  patience: int = setting(
     0,
     "training ends after this many measurements in a row that are no better"
     " than the best; 0 never ends it early",
     low=0,
+    unread=(_measures_nothing,),
   )
-  optimizer: OptimizerSection = setting_lib.section(
-    OptimizerSection,
+  optimizer: OptimizerSection = section(OptimizerSection)
+
+
+# The fields that name the two completions of a pair.
+PREFERENCE_SIDES = ("chosen", "rejected")
+
+
+class PreferenceLoss(enum.Enum):
+  """What `launch/prefer.py` minimises; see `algorithms.preferences`."""
+
+  DPO = "dpo"
+  IPO = "ipo"
+
+
+class RewardLoss(enum.Enum):
+  """What `launch/reward_model.py` minimises; see `algorithms.preferences`.
+
+  BRADLEY_TERRY learns a score of whole completions from pairs. STEPS learns
+  from labels whether each step of a solution is right.
+  """
+
+  BRADLEY_TERRY = "bradley_terry"
+  STEPS = "steps"
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class PreferenceSection:
+  """Training on pairs of completions, of which one is better.
+
+  `launch/prefer.py` trains a policy, and `launch/reward_model.py` a reward
+  model. Only these two read this section. Both start from the policy of
+  `warm_start.checkpoint`, or from the pretrained model of `model.name`. For
+  `launch/prefer.py` that policy is also the reference.
+  """
+
+  loss: PreferenceLoss = setting(
+    PreferenceLoss.DPO, "what `launch/prefer.py` minimises for each pair"
+  )
+  beta: float = setting(
+    0.1, "strength of the tie to the reference", low=setting_lib.MIN_FLOAT
+  )
+  label_smoothing: float = setting(
+    0.0,
+    "share of the pairs that DPO takes to be labelled the wrong way round",
+    low=0,
+    below=0.5,
+    unread=(_is_not_dpo,),
+  )
+  length_normalised: bool = setting(
+    False, "divide the log-ratio of a completion by its number of tokens"
+  )
+  reward_loss: RewardLoss = setting(
+    RewardLoss.BRADLEY_TERRY, "what `launch/reward_model.py` minimises"
+  )
+  chosen: str = setting(
+    "field:chosen",
+    "the better completion: field:NAME, an entry or a column of the data,"
+    " which is a text or a chat that ends with the assistant's answer; a key"
+    " of `worked_solutions.SOLVERS`, whose solution is then right; or"
+    " module:function of (item, rng), which returns a text",
+  )
+  rejected: str = setting(
+    "field:rejected",
+    "the worse one, in the same way. A solver of SOLVERS makes mistakes as"
+    " often as `warm_start.corrupted_frac` says, which must then be above 0."
+    " Pairs whose completions are equal are left out and counted.",
+  )
+  steps: str = setting(
+    "steps", "column of the data with the steps of a solution, a list of texts"
+  )
+  labels: str = setting(
+    "labels", "column with a label for each of them: true or 1 if it is right"
+  )
+  num_steps: int = setting(200, "number of updates", low=1)
+  rows_per_batch: int = setting(
+    32,
+    "rows of `train.tokens_per_row` tokens in each",
+    low=1,
+    high=setting_lib.MAX_GROUP,
+  )
+  num_examples: int = setting(
+    10_000,
+    "number of pairs or solutions; every pass over them is shuffled",
+    low=1,
+    high=1000000,
+  )
+  decay: float = setting(
+    0.1,
+    "final learning rate over the peak, reached on a cosine curve",
+    low=0,
+    high=1,
+    unread=(_rate_has_curve,),
+  )
+  eval_every: int = setting(
+    20,
+    "steps between two measurements on held-out ones; 0 measures none. The"
+    " parameters with the least loss are the result.",
+    low=0,
+  )
+  num_eval_examples: int = setting(
+    256, "number of held-out pairs or solutions", low=1, high=1000000
+  )
+  patience: int = setting(
+    0,
+    "training ends after this many measurements in a row that are no better"
+    " than the best; 0 never ends it early",
+    low=0,
+    unread=(_measures_nothing,),
+  )
+  optimizer: OptimizerSection = section(
+    lambda: OptimizerSection(learning_rate=1e-6)
   )
 
 
@@ -193,7 +414,7 @@ class WarmStartSection:
 class TrainSection:
   """The training slice."""
 
-  num_steps: int = setting_lib.setting(
+  num_steps: int = setting(
     60,
     "train steps of the whole run",
     low=1,
@@ -201,7 +422,7 @@ class TrainSection:
       "how far to go; a decaying learning rate follows the new curve from there"
     ),
   )
-  tokens_per_row: int = setting_lib.setting(
+  tokens_per_row: int = setting(
     512,
     "length of a packed row",
     low=1,
@@ -210,58 +431,53 @@ class TrainSection:
       " is checked"
     ),
   )
-  rows_per_microbatch: int = setting_lib.setting(
-    8,
-    "rows of one forward and backward pass",
-    low=1,
-    free=setting_lib.MEMORY,
+  rows_per_microbatch: int = setting(
+    8, "rows of one forward and backward pass", low=1, free=setting_lib.MEMORY
   )
-  max_bad_updates: int = setting_lib.setting(
+  max_bad_updates: int = setting(
     3,
     "the run ends after this many non-finite updates in a row",
     low=1,
     free=setting_lib.SUPERVISION,
   )
-  vocab_chunk: int = setting_lib.setting(
+  vocab_chunk: int = setting(
     4096,
     "vocabulary entries per chunk when logprobs are computed. If one chunk"
     " holds all of them, the backward pass does not recompute the logits.",
     low=1,
     free=setting_lib.MEMORY,
   )
-  attention: str = setting_lib.setting(
+  attention: str = setting(
     "auto",
     "attention over packed rows, a name of"
     ' `packed_attention.IMPLEMENTATIONS`. "auto" takes the platform\'s first'
     " one that works and agrees with xla.",
     free=setting_lib.MEMORY,
   )
-  decay: float = setting_lib.setting(
+  decay: float = setting(
     1.0,
     "final learning rate over the peak, reached at num_steps; 1 keeps the"
     " rate constant. A run that is continued with another num_steps follows"
     " the new curve from there.",
     low=0,
     high=1,
+    unread=(_train_rate_has_curve,),
     free=(
       "the rate is a function of the number of updates, which goes on: the"
       " new curve holds from there"
     ),
   )
-  optimizer: OptimizerSection = setting_lib.section(
-    OptimizerSection,
-  )
+  optimizer: OptimizerSection = section(OptimizerSection)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class TransferSection:
   """Weight transfer between the slices."""
 
-  channel: Channel = setting_lib.setting(
-    Channel.ORBAX,
-    "how weights travel from the trainer to the engines",
+  channel: Channel = setting(
+    Channel.ORBAX, "how weights travel from the trainer to the engines"
   )
-  directory: str = setting_lib.setting(
+  directory: str = setting(
     "",
     'where versions are written; "" selects a memory-backed directory of'
     " this host if there is one, else the workdir",
@@ -269,23 +485,46 @@ class TransferSection:
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
+class QuestionSet:
+  """An entry of `eval.sets`; what it does not give is that of the run."""
+
+  dataset: str = setting("", "as `task.dataset`")
+  num_items: int = setting(
+    0,
+    "number of questions; 0 is all of them",
+    low=0,
+    high=setting_lib.MAX_ITEMS,
+  )
+  samples: int = setting(
+    1, "answers to each", low=1, high=setting_lib.MAX_SAMPLES
+  )
+  fields: config_dict.ConfigDict = setting(
+    config_dict.ConfigDict, "as `task.fields`"
+  )
+  params: config_dict.ConfigDict = setting(
+    config_dict.ConfigDict, "as `task.params`"
+  )
+  template: str = setting("{question}\n", "as `task.template`")
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
 class EvalSection:
   """Held-out accuracy and its settings."""
 
-  num_items: int = setting_lib.setting(
+  num_items: int = setting(
     256,
     "number of distinct held-out questions",
     low=1,
     high=setting_lib.MAX_ITEMS,
     fixed=setting_lib.HELD_OUT,
   )
-  every: int = setting_lib.setting(
+  every: int = setting(
     10,
     "train steps between evaluations; 0 evaluates at start and end only",
     low=0,
     free="how often; not what is measured",
   )
-  temperature: float = setting_lib.setting(
+  temperature: float = setting(
     1.0,
     "sampling temperature of the sampled accuracy; the greedy accuracy is"
     " measured as well",
@@ -295,25 +534,25 @@ class EvalSection:
     fixed=setting_lib.HELD_OUT,
     of_answers=True,
   )
-  samples: int = setting_lib.setting(
+  samples: int = setting(
     1,
     "answers to each question; more than one also give pass@k",
     low=1,
     high=4096,
     free="more answers narrow the same accuracy",
   )
-  beside: bool = setting_lib.setting(
+  beside: bool = setting(
     True,
     "whether evaluations between the first and the last step run while"
     " training goes on. They take one more version of the weights and one more"
     " cache, and every other decode call. If not, both slices wait for them.",
     free="when; not what is measured",
   )
-  sets: config_dict.ConfigDict = setting_lib.setting(
+  sets: config_dict.ConfigDict = setting(
     config_dict.ConfigDict,
-    "further sets of questions by name: ConfigDicts with `dataset`, and"
-    " optionally `num_items`, `samples`, `fields`, `params` and `template`;"
-    " docs/evaluation.md explains them",
+    "further sets of questions by name; docs/evaluation.md explains them",
+    entries=QuestionSet,
+    needs=("dataset",),
     free="each has metrics of its own name; nothing stored depends on it",
   )
 
@@ -322,22 +561,18 @@ class EvalSection:
 class RunSection:
   """Supervision and persistence of a run, and what it writes beside."""
 
-  checkpoint_every: int = setting_lib.setting(
-    20,
-    "train steps between two checkpoints",
-    low=1,
+  checkpoint_every: int = setting(
+    20, "train steps between two checkpoints", low=1
   )
-  keep_checkpoints: int = setting_lib.setting(
-    2,
-    "how many of the newest checkpoints are kept",
-    low=1,
+  keep_checkpoints: int = setting(
+    2, "how many of the newest checkpoints are kept", low=1
   )
-  max_checkpoint_failures: int = setting_lib.setting(
+  max_checkpoint_failures: int = setting(
     10,
     "so many attempts in a row that fail to write a checkpoint end the run",
     low=1,
   )
-  preemption_grace_s: float = setting_lib.setting(
+  preemption_grace_s: float = setting(
     30.0,
     "seconds between SIGTERM and the end of the machine. If a checkpoint is"
     " being written then, another one is begun behind it only if it is"
@@ -345,19 +580,19 @@ class RunSection:
     low=0,
     high=setting_lib.MAX_TIMEOUT_S,
   )
-  stall_timeout_s: float = setting_lib.setting(
+  stall_timeout_s: float = setting(
     300.0,
     "the run ends after so many seconds without any progress",
     low=1,
     high=setting_lib.MAX_TIMEOUT_S,
   )
-  join_timeout_s: float = setting_lib.setting(
+  join_timeout_s: float = setting(
     30.0,
     "seconds that threads and processes have to end",
     low=0.1,
     high=setting_lib.MAX_TIMEOUT_S,
   )
-  sample_groups: int = setting_lib.setting(
+  sample_groups: int = setting(
     4,
     "groups of each train step whose completions are written to"
     " WORKDIR/samples, besides those that failed or were filtered; 0 writes"
@@ -365,27 +600,26 @@ class RunSection:
     low=0,
     high=1024,
   )
-  exact_resume: bool = setting_lib.setting(
+  exact_resume: bool = setting(
     False,
     "whether a run that continues from a checkpoint, or is replayed from one,"
     " repeats the bits of one that went on. Every checkpoint then ends the"
     " caches of all trajectories, which are made again. To be replayed it needs"
     " `record_schedule` too.",
   )
-  record_schedule: bool = setting_lib.setting(
+  record_schedule: bool = setting(
     True,
     "whether WORKDIR/schedule.jsonl gets a line for each train step, with which"
     " the run can be replayed. A trajectory takes about 50 bytes of it, and 20"
     " more for each version of the weights that wrote it.",
   )
-  keep_trajectories: bool = setting_lib.setting(
+  keep_trajectories: bool = setting(
     False,
     "whether all tokens that were trained are stored in WORKDIR/trajectories,"
     " so that a replay can show where it differs. Needs `record_schedule`.",
   )
-  wandb_project: str = setting_lib.setting(
-    "",
-    'project at Weights & Biases that gets the metrics too; "" is none',
+  wandb_project: str = setting(
+    "", 'project at Weights & Biases that gets the metrics too; "" is none'
   )
 
 
@@ -393,7 +627,7 @@ class RunSection:
 class Config:
   """All settings of a run."""
 
-  seed: int = setting_lib.setting(
+  seed: int = setting(
     0,
     "of all random numbers of the run",
     low=0,
@@ -401,58 +635,42 @@ class Config:
     fixed=setting_lib.QUESTIONS,
     of_answers=True,
   )
-  model: ModelSection = setting_lib.section(
-    ModelSection,
+  model: ModelSection = section(ModelSection)
+  mesh: MeshSection = section(
+    MeshSection, free="the train state is read into the shardings of this start"
   )
-  mesh: MeshSection = setting_lib.section(
-    MeshSection,
-    free="the train state is read into the shardings of this start",
+  task: TaskSection = section(TaskSection)
+  warm_start: WarmStartSection = section(
+    WarmStartSection, fixed=setting_lib.WARM_START
   )
-  task: TaskSection = setting_lib.section(
-    TaskSection,
+  preference: PreferenceSection = section(
+    PreferenceSection, fixed=setting_lib.WARM_START
   )
-  warm_start: WarmStartSection = setting_lib.section(
-    WarmStartSection,
-    fixed=setting_lib.WARM_START,
+  rollout: RolloutSection = section(RolloutSection, free=setting_lib.PROGRAM)
+  algorithm: AlgorithmSection = section(
+    AlgorithmSection, free=setting_lib.IN_THE_LOSS
   )
-  preference: PreferenceSection = setting_lib.section(
-    PreferenceSection,
-    fixed=setting_lib.WARM_START,
+  critic: CriticSection = section(
+    CriticSection, unread=(algorithm_section.has_no_critic,)
   )
-  rollout: RolloutSection = setting_lib.section(
-    RolloutSection,
-  )
-  algorithm: AlgorithmSection = setting_lib.section(
-    AlgorithmSection,
-  )
-  critic: CriticSection = setting_lib.section(
-    CriticSection,
-  )
-  staleness_control: StalenessControlSection = setting_lib.section(
+  staleness_control: StalenessControlSection = section(
     StalenessControlSection,
     free=(
       "decides the bound of groups born afterwards; a stored bound outside of"
       " the limits becomes the nearer limit"
     ),
   )
-  train: TrainSection = setting_lib.section(
-    TrainSection,
-  )
-  transfer: TransferSection = setting_lib.section(
+  train: TrainSection = section(TrainSection)
+  transfer: TransferSection = section(
     TransferSection,
     free=(
       "weights are published anew; those of earlier starts are removed or"
       " never adopted"
     ),
   )
-  eval: EvalSection = setting_lib.section(
-    EvalSection,
-  )
-  run: RunSection = setting_lib.section(
-    RunSection,
-    free=setting_lib.SUPERVISION,
-  )
-  cluster: ClusterSection = setting_lib.section(
+  eval: EvalSection = section(EvalSection)
+  run: RunSection = section(RunSection, free=setting_lib.SUPERVISION)
+  cluster: ClusterSection = section(
     ClusterSection,
     free=(
       "groups, checkpoints and versions are the same in any number of processes"

@@ -1,8 +1,7 @@
 """A setting, stated once: its default, and all that is known of it.
 
 A field of a section is made by `setting`, and a section by `section`. `fields`
-walks over all of them. What holds between settings is in
-`run.config_checks` and beside it.
+walks over all of them. What holds between settings is in `rules`.
 """
 
 from collections.abc import Callable
@@ -48,12 +47,12 @@ WARM_START = "the stored weights came of it"
 HELD_OUT = "accuracies before and after could not be compared"
 
 
-class Schedule(enum.Enum):
-  """Whether a setting may change with the train step (`algorithm.schedules`).
+class Curve(enum.Enum):
+  """Whether a setting may change with the train step (`algorithm.curves`).
 
-  A BOUND of 0 is none, which no schedule may reach. A COEFFICIENT of 0 leaves
-  its term out of the loss; a schedule may reach 0, if the field itself is
-  another number.
+  A BOUND of 0 is none, which no curve may reach. A COEFFICIENT of 0 leaves its
+  term out of the loss; a curve may reach 0, if the field itself is another
+  number.
   """
 
   NONE = enum.auto()
@@ -72,15 +71,22 @@ class Setting:
     high: largest value.
     below: values that float32 rounds to this or more are refused.
     also: values out of that range which are allowed.
-    choices: the values of a text; () allows any.
+    choices: the values of a text, or of a tuple's entries, which then differ
+      from each other; () allows any.
     most: how many entries a tuple may have.
+    directory: it is a directory to read, or ""; and what to do if there is
+      none of that name.
+    entries: it is a ConfigDict of such sections, by name.
+    needs: the fields that each of these has to have.
     free: why it may differ when a run goes on from a checkpoint.
     fixed: why it may not.
     fixed_with_groups: why it may not if the checkpoint holds groups that were
       not trained.
-    schedule: whether it may follow a schedule.
+    curve: whether it may follow a curve.
     of_answers: whether the answers of an evaluation, or their scores, depend on
       it.
+    unread: returns why nothing reads it, "" if something does; called with its
+      section and the config. Of several reasons the first counts.
   """
 
   meaning: str = ""
@@ -90,11 +96,15 @@ class Setting:
   also: tuple[int | float, ...] = ()
   choices: tuple[str, ...] = ()
   most: int | None = None
+  directory: str = ""
+  entries: type | None = None
+  needs: tuple[str, ...] = ()
   free: str = ""
   fixed: str = ""
   fixed_with_groups: str = ""
-  schedule: Schedule = Schedule.NONE
+  curve: Curve = Curve.NONE
   of_answers: bool = False
+  unread: tuple[Callable[[Any, Any], str], ...] = ()
 
 
 def setting(default: Any, meaning: str, **known: Any) -> Any:
@@ -111,15 +121,13 @@ def setting(default: Any, meaning: str, **known: Any) -> Any:
   return dataclasses.field(default=default, metadata=metadata)
 
 
-def section(
-  factory: Callable[[], Any], *, free: str = "", fixed: str = ""
-) -> Any:
+def section(factory: Callable[[], Any], **known: Any) -> Any:
   """Return the field of a section.
 
   Args:
     factory: makes it.
-    free: as in `Setting`, for all its settings.
-    fixed: likewise.
+    **known: of all its settings, see `Setting`. Its `free` is that of settings
+      without a reason of their own, and its `fixed` that of all.
   """
-  metadata = {"setting": Setting(free=free, fixed=fixed)}
+  metadata = {"setting": Setting(**known)}
   return dataclasses.field(default_factory=factory, metadata=metadata)

@@ -18,8 +18,8 @@ _HEAD = """# All settings
 Made from the source by `python -m jaxrl_async.config.settings_page`; a test
 compares the two. A config file sets `config.SECTION.NAME`, and the command line
 `--config.SECTION.NAME=VALUE`. "Resumed" says whether a run may go on from a
-checkpoint with another value, and why. A setting with "schedule" may follow one
-over the train steps (`algorithm.schedules`)."""
+checkpoint with another value, and why. A setting with "curve" may follow one
+over the train steps (`algorithm.curves`)."""
 
 
 def page() -> str:
@@ -46,6 +46,9 @@ def _section(path: str, section: Any) -> Iterator[str]:
       seen.append(type(field.value))
       name = field.path.rpartition(".")[2]
       yield f"`{name}`: {_words(type(field.value))}"
+  for field in found:
+    if field.known.entries is not None:
+      yield _entries(field)
   for field in dataclasses.fields(section):
     value = getattr(section, field.name)
     if dataclasses.is_dataclass(value):
@@ -55,6 +58,16 @@ def _section(path: str, section: Any) -> Iterator[str]:
 def _walk(path: str) -> list[fields_lib.Field]:
   found = fields_lib.walk(sections.Config())
   return [field for field in found if field.path.startswith(f"{path}.")]
+
+
+def _entries(field: fields_lib.Field) -> str:
+  """Return what the entries of a field of free form have."""
+  lines = [f"Each entry of `{field.path}` may have:", ""]
+  kind: Any = field.known.entries
+  for each in dataclasses.fields(kind):
+    needed = " (needed)" if each.name in field.known.needs else ""
+    lines.append(f"- `{each.name}`{needed}: {each.metadata['setting'].meaning}")
+  return "\n".join(lines)
 
 
 def _words(of: Any) -> str:
@@ -96,8 +109,8 @@ def _values(field: fields_lib.Field) -> str:
     words.append(fields_lib.range_of(known))
   elif field.kind is bool:
     words.append("True, False")
-  if known.schedule is not setting_lib.Schedule.NONE:
-    words.append("schedule")
+  if known.curve is not setting_lib.Curve.NONE:
+    words.append("curve")
   return "; ".join(words)
 
 

@@ -33,7 +33,6 @@ import math
 from typing import Any, NamedTuple
 
 from jaxrl_async.config import sections
-from jaxrl_async.config import staleness_section
 
 # The metrics that tell the age of the data, which a loss may lack.
 _OF_LOSS = ("offpolicy/ess", "policy/clip_frac", "offpolicy/left_out_frac")
@@ -98,9 +97,7 @@ def measured(values: Mapping[str, Any]) -> Measured:
   )
 
 
-def first(
-  section: staleness_section.StalenessControlSection, oldest: int
-) -> State:
+def first(section: sections.StalenessControlSection, oldest: int) -> State:
   """Return the first state of a run.
 
   Args:
@@ -114,7 +111,7 @@ def first(
 
 
 def continued(
-  section: staleness_section.StalenessControlSection, stored: State
+  section: sections.StalenessControlSection, stored: State
 ) -> State:
   """Return the stored state, with a bound that the limits allow."""
   bound = min(max(stored.bound, section.minimum), section.maximum)
@@ -124,7 +121,7 @@ def continued(
 
 
 def direction(
-  section: staleness_section.StalenessControlSection,
+  section: sections.StalenessControlSection,
   bound: int,
   found: Measured,
 ) -> tuple[int, str]:
@@ -148,7 +145,7 @@ def direction(
 
 
 def decide(
-  section: staleness_section.StalenessControlSection,
+  section: sections.StalenessControlSection,
   state: State,
   asked: int,
 ) -> State:
@@ -174,7 +171,7 @@ class StalenessControl:
 
   def __init__(
     self,
-    section: staleness_section.StalenessControlSection,
+    section: sections.StalenessControlSection,
     stored: Mapping[str, int] | None,
     note: Callable[[str], None],
     *,

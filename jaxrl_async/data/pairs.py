@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async import types
-from jaxrl_async.config import preference_section
 from jaxrl_async.config import sections
 from jaxrl_async.data import example_stream
 from jaxrl_async.data import prompts
@@ -71,15 +70,14 @@ class Pairs(example_stream.ExampleStream[Pair]):
     self._solvers = {
       side: _solver(f"preference.{side}", getattr(section, side), frac)
       for side, frac in zip(
-        preference_section.SIDES, (0.0, corrupted_frac), strict=True
+        sections.PREFERENCE_SIDES, (0.0, corrupted_frac), strict=True
       )
     }
 
   def make(self, prompt: types.Prompt, place: int) -> Pair | None:
     """Return the pair of a prompt, or None if both completions are equal."""
-    texts = {
-      side: self._text(side, prompt, place) for side in preference_section.SIDES
-    }
+    sides = sections.PREFERENCE_SIDES
+    texts = {side: self._text(side, prompt, place) for side in sides}
     if texts["chosen"] == texts["rejected"]:
       return None
     made = {}

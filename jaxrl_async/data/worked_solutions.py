@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.config import preference_section
 from jaxrl_async.config import sections
 from jaxrl_async.config import user_code
 from jaxrl_async.data import columns as columns_lib
@@ -149,8 +148,8 @@ def check_pair(section: sections.PreferenceSection) -> None:
   Raises:
     sections.ConfigError: one of them is wrong, or both are the same column.
   """
-  names = [getattr(section, side) for side in preference_section.SIDES]
-  for side, name in zip(preference_section.SIDES, names, strict=True):
+  names = [getattr(section, side) for side in sections.PREFERENCE_SIDES]
+  for side, name in zip(sections.PREFERENCE_SIDES, names, strict=True):
     path = f"preference.{side}"
     sections.require(
       name != MESSAGES,

@@ -21,7 +21,7 @@ from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
 import numpy as np
 
-from jaxrl_async.config import lora_section
+from jaxrl_async.config import sections
 from jaxrl_async.models import configs
 from jaxrl_async.models import quantization
 
@@ -40,14 +40,14 @@ def is_adapter(path: Sequence[str]) -> bool:
   return path[-1].endswith((_A, _B))
 
 
-def of_section(section: lora_section.LoraSection) -> configs.Lora | None:
+def of_section(section: sections.LoraSection) -> configs.Lora | None:
   """Return the adapters that a config asks for, None if it has none."""
   if not section.rank:
     return None
   return configs.Lora(
     rank=section.rank,
     alpha=float(section.alpha),
-    modules=tuple(m for m in lora_section.MODULES if m in section.modules),
+    modules=tuple(m for m in sections.LORA_MODULES if m in section.modules),
   )
 
 
@@ -217,7 +217,7 @@ def stacked(
     rank=max((x.rank for x in used), default=1),
     alpha=float(max((x.rank for x in used), default=1)),
     modules=tuple(
-      m for m in lora_section.MODULES if any(m in x.modules for x in used)
+      m for m in sections.LORA_MODULES if any(m in x.modules for x in used)
     ),
     num_adapters=len(named),
   )

@@ -15,7 +15,6 @@ import numpy as np
 import safetensors
 from safetensors import numpy as safetensors_numpy
 
-from jaxrl_async.config import lora_section
 from jaxrl_async.config import sections
 from jaxrl_async.models import configs
 from jaxrl_async.models import lora as lora_lib
@@ -202,7 +201,7 @@ def _lora(settings: Mapping[str, Any]) -> configs.Lora:
   return configs.Lora(
     rank=rank,
     alpha=float(alpha),
-    modules=tuple(m for m in lora_section.MODULES if m in names),
+    modules=tuple(m for m in sections.LORA_MODULES if m in names),
   )
 
 

@@ -6,7 +6,6 @@ WANDB_MODE=offline.
 """
 
 from collections.abc import Mapping
-import importlib.util
 import json
 import pathlib
 import secrets
@@ -24,11 +23,6 @@ _FINISH_S = 30.0
 
 class WandbError(OSError):
   """W&B did not take something; a side output counts it."""
-
-
-def is_installed() -> bool:
-  """Return whether the library is there, without importing it."""
-  return importlib.util.find_spec("wandb") is not None
 
 
 class WandbLog:

@@ -5,6 +5,7 @@ import dataclasses
 import sys
 from typing import Any
 
+from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.data import held_out
 from jaxrl_async.data import prompts
@@ -15,13 +16,12 @@ from jaxrl_async.rewards import term as term_lib
 from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.run import assembly
 from jaxrl_async.run import config_checks
+from jaxrl_async.run import curves
 from jaxrl_async.run import device_checks
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import question_sets
 from jaxrl_async.run import reward_terms
-from jaxrl_async.run import schedules
 from jaxrl_async.run import setup as setup_lib
-from jaxrl_async.run import unread_settings
 
 # How long held-out questions are made to see whether there are enough.
 _PATIENCE_S = 3.0
@@ -62,7 +62,7 @@ def checked(
     ConfigError: one line that names the field.
   """
   config_checks.validate(config, len(devices))
-  config = unread_settings.settled(config, note)
+  config = fields_lib.settled(config, note)
   terms = []
   if not is_supervised:
     device_checks.check_replicas(config, devices[0].platform)
@@ -78,7 +78,7 @@ def checked(
     config, devices, source=source, device_bytes=device_bytes
   )
   algorithm_lib.check(config.algorithm)
-  schedules.check(config)
+  curves.check(config)
   _check_stop_tokens(setup)
   initial_params.check(setup)
   device_checks.check_sharding(setup)

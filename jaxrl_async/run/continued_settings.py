@@ -11,7 +11,6 @@ from typing import Any
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.rewards import server as server_lib
-from jaxrl_async.run import unread_settings
 from jaxrl_async.storage import config_json
 from jaxrl_async.storage import workdir as workdir_lib
 
@@ -76,8 +75,8 @@ def check(
       reason.
   """
   allowed, refused = [], []
-  unread = unread_settings.reasons(stored).keys()
-  unread &= unread_settings.reasons(wanted).keys()
+  unread = fields_lib.unread(stored).keys()
+  unread &= fields_lib.unread(wanted).keys()
   known = {field.path: field.known for field in fields_lib.walk(wanted)}
   for path, values in config_json.differences(stored, wanted).items():
     before, now = map(_shown, values)

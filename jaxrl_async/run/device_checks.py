@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jaxrl_async.config import mesh_shape
 from jaxrl_async.config import sections
 from jaxrl_async.config.mesh_shape import MeshShape
 from jaxrl_async.devices import mesh as mesh_lib
@@ -16,7 +17,6 @@ from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
 from jaxrl_async.planning import aot
 from jaxrl_async.planning import memory_estimate
-from jaxrl_async.run import cluster_checks
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.training import critic as critic_lib
@@ -56,7 +56,7 @@ def check_replicas(config: sections.Config, platform: str) -> None:
     ConfigError: replicas in other processes ask for no accelerator.
   """
   section = config.cluster
-  if platform == "cpu" or not cluster_checks.has_remote_replicas(config):
+  if platform == "cpu" or not config_checks.has_remote_replicas(config):
     return
   needed = config.mesh.rollout_data * config.mesh.rollout_tensor
   name, wanted = "replica_gpus", f"{needed // section.replica_processes}"
@@ -118,12 +118,9 @@ def _check_divided(
   for name, (size, what) in sizes.items():
     if name == "layers" and not is_stacked:
       continue
-    axes = getattr(rules, name)
-    sections.require(
-      size % shape.parts(axes) == 0,
-      config_checks.mesh_fields(side, shape, axes),
-      f"{shape.parts(axes)} does not divide the {what} of {size} of"
-      f" {whose}; use a number that does, or mesh.{side}_rules.{name}=()",
+    mesh_shape.require_divides(
+      *(side, shape, getattr(rules, name), size, f"({what} of {whose})"),
+      otherwise=f", or mesh.{side}_rules.{name}=()",
     )
 
 

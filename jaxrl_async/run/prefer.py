@@ -20,8 +20,8 @@ from jaxrl_async.data import source as source_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.run import assembly
 from jaxrl_async.run import checks
+from jaxrl_async.run import config_checks
 from jaxrl_async.run import initial_params
-from jaxrl_async.run import preference_checks
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.run import supervised
 from jaxrl_async.training import packing
@@ -51,7 +51,7 @@ def prefer(
     WarmStartError: too many updates in a row were not finite.
     StorageError: a file could not be written.
   """
-  preference_checks.check(config)
+  config_checks.check_preference(config)
   setup = checks.checked(
     config, jax.devices(), source=source, is_supervised=True
   )

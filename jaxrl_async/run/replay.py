@@ -30,7 +30,7 @@ from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.run import assembly
 from jaxrl_async.run import checks
-from jaxrl_async.run import cluster_checks
+from jaxrl_async.run import config_checks
 from jaxrl_async.run import frozen_base
 from jaxrl_async.run import given as given_lib
 from jaxrl_async.run import initial_params
@@ -133,7 +133,7 @@ def replay(
     replay_settings.check_environment(
       recorded, wanted.from_step, end, now, progress.note
     )
-    if cluster_checks.has_remote_replicas(config):
+    if config_checks.has_remote_replicas(config):
       # The engine of a replica, on devices of this process.
       shape = mesh_lib.shape_of(setup.rollout_mesh)
       mesh = mesh_lib.make_mesh(devices[: shape.num_devices], shape)

@@ -31,10 +31,10 @@ from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.run import assembly
 from jaxrl_async.run import checks
+from jaxrl_async.run import config_checks
 from jaxrl_async.run import continued_settings
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import prefer
-from jaxrl_async.run import preference_checks
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.run import supervised
 from jaxrl_async.storage import checkpoint
@@ -73,7 +73,7 @@ def train(
     WarmStartError: too many updates in a row were not finite.
     StorageError: a file could not be written.
   """
-  preference_checks.check_reward_model(config)
+  config_checks.check_preference(config)
   setup = checks.checked(
     config, jax.devices(), source=source, is_supervised=True
   )

@@ -1,105 +1,17 @@
 """What a config says of rewards, as terms for the reward service."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 import contextlib
-import math
-import re
 from typing import Any
 
 from jaxrl_async import types
 from jaxrl_async.config import sections
-from jaxrl_async.config import setting as setting_lib
 from jaxrl_async.rewards import named
 from jaxrl_async.rewards import server as server_lib
 from jaxrl_async.rewards import term as term_lib
 from jaxrl_async.storage import config_json
 
 _PATH = "task.rewards"
-# The fields of an entry, with their types.
-_FIELDS: Mapping[str, tuple[type, ...]] = {
-  "function": (str,),
-  "params": (dict,),
-  "weight": (int, float),
-  "timeout_s": (int, float),
-  "retries": (int,),
-  "sources": (list,),
-}
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
-
-
-def check(task: sections.TaskSection) -> None:
-  """Check the entries of `task.rewards`; nothing is imported.
-
-  Raises:
-    ConfigError: one line that names the entry and what would be right.
-  """
-  entries = config_json.to_dict(task)["rewards"]
-  sections.require(
-    not entries or task.reward == sections.TaskSection().reward,
-    "task.reward",
-    f"{sections.shown(task.reward)} is not used beside task.rewards; make it an"
-    " entry there, or leave one of them out",
-  )
-  for name, entry in entries.items():
-    path = f"{_PATH}.{name}"
-    sections.require(
-      isinstance(name, str) and _NAME.fullmatch(name) is not None,
-      _PATH,
-      f"{sections.shown(name)} is no name of a metric; use letters, digits, _"
-      " and -",
-    )
-    sections.require(
-      isinstance(entry, dict),
-      path,
-      f"{sections.shown(entry)} has no fields; use"
-      ' ConfigDict({"function": ..., "weight": ...})',
-    )
-    _check_entry(path, entry)
-
-
-def _check_entry(path: str, entry: dict[str, Any]) -> None:
-  for field, value in entry.items():
-    sections.require(
-      field in _FIELDS,
-      path,
-      f"there is no field {sections.shown(field)}"
-      f"{sections.did_you_mean(str(field), _FIELDS)}",
-    )
-    kinds = _FIELDS[field]
-    sections.require(
-      isinstance(value, kinds) and not isinstance(value, bool),
-      f"{path}.{field}",
-      f"{sections.shown(value)} is not of the type"
-      f" {' or '.join(kind.__name__ for kind in kinds)}",
-    )
-  sections.require(
-    bool(entry.get("function")),
-    path,
-    "it has no function; name a reward, module:function, or"
-    " http://HOST:PORT/PATH",
-  )
-  weight = entry.get("weight", 1.0)
-  sections.require(
-    abs(weight) <= setting_lib.MAX_INT and math.isfinite(weight),
-    f"{path}.weight",
-    f"{sections.shown(weight)} is out of range; use a finite number",
-  )
-  for field, low, high in (
-    ("timeout_s", 0.1, setting_lib.MAX_REWARD_TIMEOUT_S),
-    ("retries", 0, setting_lib.MAX_REWARD_RETRIES),
-  ):
-    value = entry.get(field, low)
-    sections.require(
-      low <= value <= high,
-      f"{path}.{field}",
-      f"{sections.shown(value)} is out of range; use {low:g} to {high:,g}",
-    )
-  sources = entry.get("sources", ["any"])
-  sections.require(
-    len(sources) > 0 and all(isinstance(x, str) for x in sources),
-    f"{path}.sources",
-    f"{sections.shown(sources)} is no list of names; leave it out for all",
-  )
 
 
 def of_task(task: sections.TaskSection) -> list[term_lib.Term]:

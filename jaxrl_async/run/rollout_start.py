@@ -18,7 +18,7 @@ from jaxrl_async.rollout import fleet as fleet_lib
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.rollout import worker as worker_lib
 from jaxrl_async.run import assembly
-from jaxrl_async.run import cluster_checks
+from jaxrl_async.run import config_checks
 from jaxrl_async.run import session as session_lib
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.run import weight_channels
@@ -71,7 +71,7 @@ def connect(
       do not fit.
     Interrupted: the run was asked to end.
   """
-  if not cluster_checks.has_remote_replicas(setup.config):
+  if not config_checks.has_remote_replicas(setup.config):
     return None
   channels = _channels(setup, session, trainer)
   spec = _spec(setup, channels)
@@ -84,7 +84,8 @@ def connect(
   )
   session.shutdown.closes(cluster.close)
   section = setup.config.cluster
-  num_needed = cluster_checks.replicas_at_start(section, is_new)
+  # Hosts may have been lost since a run has begun.
+  num_needed = (section.min_replicas or section.replicas) if is_new else 1
 
   def check() -> None:
     session.stop.check("stopped while the hosts were checked")
@@ -226,7 +227,7 @@ def stall_timeout_s(
   nor is the time until a silent replica has been replaced.
   """
   limit_s, cluster = config.run.stall_timeout_s, config.cluster
-  if cluster_checks.has_remote_replicas(config):
+  if config_checks.has_remote_replicas(config):
     limit_s = max(
       limit_s, cluster.replica_timeout_s + 2 * cluster.start_timeout_s
     )

@@ -12,18 +12,18 @@ from typing import Any
 
 import jax
 
+from jaxrl_async.config import mesh_shape
 from jaxrl_async.config import sections
 from jaxrl_async.config.mesh_shape import MeshShape
 from jaxrl_async.data import source as source_lib
+from jaxrl_async.data import task_sources
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_config
 from jaxrl_async.models import hf_weights
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import transformer
-from jaxrl_async.run import cluster_checks
 from jaxrl_async.run import config_checks
-from jaxrl_async.run import source_checks
 from jaxrl_async.run import sources
 from jaxrl_async.text import chat_template as chat_template_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
@@ -135,7 +135,7 @@ class Setup:
   @property
   def shares_a_device(self) -> bool:
     """Whether both slices are the same single device."""
-    if cluster_checks.has_remote_replicas(self.config):
+    if config_checks.has_remote_replicas(self.config):
       return False
     return self.train_mesh.size == 1 and self.train_mesh == self.rollout_mesh
 
@@ -256,7 +256,7 @@ def chat_template_of(
   Raises:
     ConfigError: the tokenizer has none, or it cannot be used.
   """
-  needed_by = source_checks.needs_chat(config.task)
+  needed_by = task_sources.needs_chat(config.task)
   if needed_by is None:
     return None
   directory = _pretrained(config) or config.model.tokenizer
@@ -398,8 +398,8 @@ def _cut_devices(
     ConfigError: the mesh sizes do not suit the devices, or a mesh would contain
       chips of two TPU slices.
   """
-  are_apart = cluster_checks.has_remote_replicas(config)
-  train, rollout = config_checks.slice_shapes(
+  are_apart = config_checks.has_remote_replicas(config)
+  train, rollout = mesh_shape.of_slices(
     config.mesh, len(devices), are_apart=are_apart
   )
   if are_apart:

@@ -5,29 +5,29 @@ from jaxrl_async.data import mixture as mixture_lib
 from jaxrl_async.data import rendering
 from jaxrl_async.data import rows as rows_lib
 from jaxrl_async.data import source as source_lib
+from jaxrl_async.data import task_sources
 from jaxrl_async.data.reasoning_gym import gym
 from jaxrl_async.data.tables import uri as uri_lib
-from jaxrl_async.run import source_checks
 
 
 def of_task(task: sections.TaskSection, seed: int) -> source_lib.Source:
   """Return the source of a task.
 
   Args:
-    task: the section, which `source_checks.check` has passed.
+    task: the section, which `task_sources.check` has passed.
     seed: of the run.
 
   Raises:
     ConfigError: a dataset cannot be used as it is named.
   """
-  members = source_checks.members_of(task)
+  members = task_sources.members_of(task)
   if not members:
     return _of_dataset(task, seed)
   return mixture_lib.Mixture(
     members={
       name: _of_dataset(member, seed, name) for name, member in members.items()
     },
-    weights={name: source_checks.weight_of(task, name) for name in members},
+    weights={name: task_sources.weight_of(task, name) for name in members},
   )
 
 

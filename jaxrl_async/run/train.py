@@ -37,7 +37,8 @@ from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.run import assembly
 from jaxrl_async.run import checks
-from jaxrl_async.run import cluster_checks
+from jaxrl_async.run import config_checks
+from jaxrl_async.run import curves
 from jaxrl_async.run import device_checks
 from jaxrl_async.run import first_stage
 from jaxrl_async.run import frozen_base
@@ -50,7 +51,6 @@ from jaxrl_async.run import rollout_thread
 from jaxrl_async.run import run_evaluations
 from jaxrl_async.run import sampler as sampler_lib
 from jaxrl_async.run import schedule_start
-from jaxrl_async.run import schedules
 from jaxrl_async.run import session as session_lib
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.run import trainer_facts
@@ -219,7 +219,7 @@ def _build(
     setup, busy["train"], loss=given.loss, world=session.world
   )
   engine = None
-  if not cluster_checks.has_remote_replicas(config):
+  if not config_checks.has_remote_replicas(config):
     engine = assembly.make_engine(setup)
   front = given.serving and front_lib.of_a_run(
     given.serving,
@@ -318,7 +318,7 @@ def _build(
     max_bad_updates=config.train.max_bad_updates,
     solved_score=config.task.solved_score,
     staleness=staleness,
-    scheduled=schedules.make(config),
+    scheduled=curves.make(config),
   )
   shutdown.closes(recorder.close, join_s)
   publisher = version_publisher.VersionPublisher(trainer, channel, buffer)

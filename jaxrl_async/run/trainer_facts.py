@@ -1,4 +1,4 @@
-"""What has to be the same in all processes of a trainer, and who may form one.
+"""What has to be the same in all processes of a trainer.
 
 Processes of other code would start other programs, and each would wait for the
 others for ever. So all of them are compared before anything starts.
@@ -11,27 +11,6 @@ from typing import Any
 from jaxrl_async.cluster import hosts
 from jaxrl_async.config import sections
 from jaxrl_async.storage import config_json
-
-
-def check(config: sections.Config) -> None:
-  """Check that a run may be trained by several processes, if it asks for them.
-
-  Raises:
-    ConfigError: one line that names the field.
-  """
-  if config.cluster.trainer_processes == 1:
-    return
-  sections.require(
-    config.cluster.kind is sections.ClusterKind.RAY,
-    "cluster.trainer_processes",
-    "several processes that train need replicas in other processes to generate;"
-    " set cluster.kind=ray",
-  )
-  sections.require(
-    config.transfer.channel is sections.Channel.ORBAX,
-    "transfer.channel",
-    "direct is for slices of one process; use orbax",
-  )
 
 
 def check_size(config: sections.Config, size: int) -> None:

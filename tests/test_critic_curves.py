@@ -15,7 +15,7 @@ import test_value_functions
 from jaxrl_async.config import sections
 from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.run import config_checks
-from jaxrl_async.run import schedules
+from jaxrl_async.run import curves
 from jaxrl_async.training import critic as critic_lib
 
 STEP = 4
@@ -34,15 +34,15 @@ def config_with(*fields, **settings):
   for field in fields:
     first, end = FIELDS[field]
     setattr(config.critic, field, first)
-    config.algorithm.schedules[field] = config_dict.ConfigDict(
+    config.algorithm.curves[field] = config_dict.ConfigDict(
       {
-        "schedule": "linear_schedule",
+        "curve": "linear_schedule",
         "end_value": end,
         "transition_steps": 10,
       }
     )
   config_checks.check(config)
-  schedules.check(config)
+  curves.check(config)
   return config
 
 
@@ -119,35 +119,3 @@ def test_training_with_schedules_is_training_with_the_numbers_of_the_step():
     after.append(jax.tree.leaves(trainer.state.params))
   for scheduled, constant in zip(*after, strict=True):
     np.testing.assert_allclose(scheduled, constant, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-  ("field", "end", "words"),
-  [
-    ("value_clip", 0.0, "value_clip becomes 0 switch it off"),
-    ("value_coef", -1.0, "value_coef becomes -1 critic.value_coef"),
-    ("normalize_decay", 0.5, "'normalize_decay' has none average"),
-    ("reference_decay", 0.5, "'reference_decay' has none average"),
-    ("temperature", 0.5, "'temperature' has none stored logprobs"),
-  ],
-)
-def test_a_number_that_no_step_may_have_is_refused(field, end, words):
-  config = config_with()
-  config.algorithm.schedules[field] = config_dict.ConfigDict(
-    {"schedule": "linear_schedule", "end_value": end, "transition_steps": 10}
-  )
-  with pytest.raises(sections.ConfigError) as caught:
-    config_checks.check(config)
-    schedules.check(config)
-  message = str(caught.value)
-  assert message.startswith("algorithm.schedules: ") and "\n" not in message
-  assert all(word in message for word in words.split()), message
-
-
-def test_there_is_no_schedule_of_a_critic_that_is_not_there():
-  config = config_with("value_coef")
-  config.algorithm.advantage = "group"
-  config.critic = sections.CriticSection()
-  with pytest.raises(sections.ConfigError, match="there is no critic"):
-    config_checks.check(config)
-    schedules.check(config)
