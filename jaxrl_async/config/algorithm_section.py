@@ -201,282 +201,205 @@ class AlgorithmSection:
 
   max_staleness: int = setting(
     4,
-    "bound on train version minus token version; 0 is synchronous training",
     low=0,
-    free=(
-      "deadlines are stored with groups; another bound holds for groups born"
-      " afterwards"
-    ),
+    free="deadlines are stored with groups; another bound holds for groups born"
+    " afterwards",
   )
+  """Bound on train version minus token version; 0 is synchronous training."""
   group_size: int = setting(
     16,
-    "trajectories of a prompt, which are compared with each other",
     low=2,
     high=setting_lib.MAX_GROUP,
     fixed_with_groups="groups that the checkpoint holds have that size",
   )
+  """Trajectories of a prompt, which are compared with each other."""
   groups_per_step: int = setting(
     32,
-    "groups that a train step trains",
     low=1,
     high=setting_lib.MAX_GROUP,
     fixed_with_groups="their deadlines were given for batches of that size",
   )
+  """Groups that a train step trains."""
   num_minibatches: int = setting(
     4,
-    "updates of one pass over the trajectories of a train step",
-    low=1,
-    fixed=(
-      "the stored number of updates, and so the place on the learning rate's"
-      " curve, counts so many a step"
-    ),
-  )
-  num_epochs: int = setting(
-    1,
-    "a train step passes so many times over its minibatches. What is computed"
-    " before its first update, such as the proximal logprobs, stays.",
     low=1,
     fixed="the stored number of updates counts so many a step",
   )
-  loss: str = setting(
-    "ppo",
-    "one of `LOSSES`, or module:function of a function of a"
-    " `training.objectives.Microbatch`",
+  """Updates of one pass over the trajectories of a train step."""
+  num_epochs: int = setting(
+    1, low=1, fixed="the stored number of updates counts so many a step"
   )
+  """A train step passes so many times over its minibatches. What is computed
+  before its first update, such as the proximal logprobs, stays."""
+  loss: str = setting("ppo")
+  """One of `LOSSES`, or module:function of a function of a
+  `training.objectives.Microbatch`."""
   clip_low: float = setting(
-    0.2,
-    "the ratio of ppo, coupled_ppo, gspo and cispo is clipped at 1 - clip_low"
-    " from below. 1 sets no lower bound.",
-    low=0,
-    high=1,
-    curve=setting_lib.Curve.FREE,
-    unread=(_CLIP,),
+    0.2, low=0, high=1, curve=setting_lib.Curve.FREE, unread=(_CLIP,)
   )
+  """The ratio of ppo, coupled_ppo, gspo and cispo is clipped at 1 - clip_low
+  from below. 1 sets no lower bound."""
   clip_high: float = setting(
-    0.2,
-    "it is clipped at 1 + clip_high from above",
-    low=0,
-    curve=setting_lib.Curve.FREE,
-    unread=(_CLIP,),
+    0.2, low=0, curve=setting_lib.Curve.FREE, unread=(_CLIP,)
   )
+  """It is clipped at 1 + clip_high from above."""
   dual_clip: float = setting(
-    0.0,
-    "with a negative advantage, the objective of ppo and coupled_ppo is at"
-    " least dual_clip times the advantage; 0 sets no such bound",
-    low=0,
-    curve=setting_lib.Curve.BOUND,
-    unread=(_DUAL_CLIP,),
+    0.0, low=0, curve=setting_lib.Curve.BOUND, unread=(_DUAL_CLIP,)
   )
+  """With a negative advantage, the objective of ppo and coupled_ppo is at least
+  dual_clip times the advantage; 0 sets no such bound."""
   sapo_positive: float = setting(
     1.0,
-    "temperature of sapo's gate where the advantage is positive",
     low=setting_lib.MIN_FLOAT,
     curve=setting_lib.Curve.FREE,
     unread=(_GATE,),
   )
+  """Temperature of sapo's gate where the advantage is positive."""
   sapo_negative: float = setting(
     1.05,
-    "temperature of sapo's gate elsewhere",
     low=setting_lib.MIN_FLOAT,
     curve=setting_lib.Curve.FREE,
     unread=(_GATE,),
   )
-  aggregation: Aggregation = setting(
-    Aggregation.TOKEN_MEAN,
-    "from the losses of tokens to that of a minibatch",
-    unread=(_AVERAGE,),
-  )
-  aggregation_tokens: int = setting(
-    0,
-    "the constant of SEQUENCE_SUM; 0 takes rollout.max_completion_tokens",
-    low=0,
-    unread=(_CONSTANT,),
-  )
-  proximal: ProximalMode = setting(
-    ProximalMode.RECOMPUTE,
-    "where the logprobs of the centre of the trust region come from",
-  )
+  """Temperature of sapo's gate elsewhere."""
+  aggregation: Aggregation = setting(Aggregation.TOKEN_MEAN, unread=(_AVERAGE,))
+  """From the losses of tokens to that of a minibatch."""
+  aggregation_tokens: int = setting(0, low=0, unread=(_CONSTANT,))
+  """The constant of SEQUENCE_SUM; 0 takes rollout.max_completion_tokens."""
+  proximal: ProximalMode = setting(ProximalMode.RECOMPUTE)
+  """Where the logprobs of the centre of the trust region come from."""
   behavior_weight_level: BehaviorWeightLevel = setting(
-    BehaviorWeightLevel.TOKEN,
-    "what the behavior weight is a weight of",
-    unread=(_CORRECTION,),
+    BehaviorWeightLevel.TOKEN, unread=(_CORRECTION,)
   )
+  """What the behavior weight is a weight of."""
   behavior_weight_floor: float = setting(
     0.0,
-    "smallest behavior weight that is used unchanged",
     low=0,
     high=1,
     curve=setting_lib.Curve.FREE,
     unread=(_CORRECTION, _WEIGHT),
   )
+  """Smallest behavior weight that is used unchanged."""
   behavior_weight_cap: float = setting(
-    5.0,
-    "largest behavior weight that is used unchanged",
-    low=1,
-    curve=setting_lib.Curve.FREE,
-    unread=(_CORRECTION, _WEIGHT),
+    5.0, low=1, curve=setting_lib.Curve.FREE, unread=(_CORRECTION, _WEIGHT)
   )
+  """Largest behavior weight that is used unchanged."""
   behavior_weight_cap_mode: BehaviorWeightCapMode = setting(
-    BehaviorWeightCapMode.MASK,
-    "what happens to tokens whose behavior weight is out of bounds",
-    unread=(_CORRECTION, _WEIGHT),
+    BehaviorWeightCapMode.MASK, unread=(_CORRECTION, _WEIGHT)
   )
+  """What happens to tokens whose behavior weight is out of bounds."""
   second_moment_bound: float = setting(
-    0.0,
-    "M2PO's bound on the mean squared log-ratio of proximal and behavior"
-    " policy, beyond which tokens are left out; 0 sets none",
-    low=0,
-    curve=setting_lib.Curve.BOUND,
-    unread=(_CORRECTION,),
+    0.0, low=0, curve=setting_lib.Curve.BOUND, unread=(_CORRECTION,)
   )
+  """M2PO's bound on the mean squared log-ratio of proximal and behavior policy,
+  beyond which tokens are left out; 0 sets none."""
   sequence_kl_bound: float = setting(
-    0.0,
-    "trajectories with a negative advantage are left out if the mean"
-    " log-ratio of behavior and current policy is above; 0 keeps all",
-    low=0,
-    curve=setting_lib.Curve.BOUND,
-    unread=(_CORRECTION,),
+    0.0, low=0, curve=setting_lib.Curve.BOUND, unread=(_CORRECTION,)
   )
-  advantage: str = setting(
-    "group",
-    "baseline of the rewards, one of `ADVANTAGES`, or module:function."
-    " segment compares each turn of an episode with the same turn of the"
-    " others of its group. gae has the values of a critic, see"
-    " `critic_section`. none learns nothing from rewards, and needs a teacher.",
-  )
-  advantage_scale: AdvantageScale = setting(
-    AdvantageScale.STD, "what advantages are divided by"
-  )
+  """Trajectories with a negative advantage are left out if the mean log-ratio
+  of behavior and current policy is above; 0 keeps all."""
+  advantage: str = setting("group")
+  """Baseline of the rewards, one of `ADVANTAGES`, or module:function. segment
+  compares each turn of an episode with the same turn of the others of its
+  group. gae has the values of a critic, see `critic_section`. none learns
+  nothing from rewards, and needs a teacher."""
+  advantage_scale: AdvantageScale = setting(AdvantageScale.STD)
+  """What advantages are divided by."""
   gamma: float = setting(
-    1.0,
-    "discount per token of gae",
-    low=0,
-    high=1,
-    curve=setting_lib.Curve.FREE,
-    unread=(_GAE,),
+    1.0, low=0, high=1, curve=setting_lib.Curve.FREE, unread=(_GAE,)
   )
+  """Discount per token of gae."""
   gae_lambda: float = setting(
-    1.0,
-    "how much gae trusts rewards over values: 1 takes the whole return, 0 the"
-    " next value",
-    low=0,
-    high=1,
-    curve=setting_lib.Curve.FREE,
-    unread=(_GAE,),
+    1.0, low=0, high=1, curve=setting_lib.Curve.FREE, unread=(_GAE,)
   )
+  """How much gae trusts rewards over values: 1 takes the whole return, 0 the
+  next value."""
   reward_bias: float = setting(
-    0.0,
-    "is added to each reward",
-    curve=setting_lib.Curve.FREE,
-    unread=(_REWARDS,),
+    0.0, curve=setting_lib.Curve.FREE, unread=(_REWARDS,)
   )
+  """Is added to each reward."""
   reward_scale: float = setting(
     1.0,
-    "the sum is multiplied by this",
     low=setting_lib.MIN_FLOAT,
     curve=setting_lib.Curve.FREE,
     unread=(_REWARDS,),
   )
+  """The sum is multiplied by this."""
   reward_clip: float = setting(
-    0.0,
-    "largest absolute value of the result; 0 sets no bound",
-    low=0,
-    curve=setting_lib.Curve.BOUND,
-    unread=(_REWARDS,),
+    0.0, low=0, curve=setting_lib.Curve.BOUND, unread=(_REWARDS,)
   )
-  overlong_filter: bool = setting(
-    False,
-    "nothing is learned from trajectories that were cut off at a limit of"
-    " tokens. Their rewards count in the baseline. gae then has no return left"
-    " that a critic would bootstrap.",
-  )
+  """Largest absolute value of the result; 0 sets no bound."""
+  overlong_filter: bool = setting(False)
+  """Nothing is learned from trajectories that were cut off at a limit of
+  tokens. Their rewards count in the baseline. gae then has no return left that
+  a critic would bootstrap."""
   filter_zero_std: bool = setting(
     False,
-    "drop groups whose rewards are all equal, since they carry no gradient,"
-    " and generate others in their place. A group whose tokens have scores"
-    " that are learned from is kept. A thousand dropped ones in a row end the"
-    " run.",
-    free=(
-      "asked when a group is scored; groups that were kept before are trained"
-    ),
+    free="asked when a group is scored; groups kept before are trained",
   )
+  """Drop groups whose rewards are all equal, since they carry no gradient, and
+  generate others in their place. A group whose tokens have scores that are
+  learned from is kept. A thousand dropped ones in a row end the run."""
   kl_coef: float = setting(
     0.0,
-    "coefficient of the divergence from the reference, which begins as the"
-    " policy before the first train step; 0 keeps no reference",
     low=0,
     fixed="the checkpoint holds a reference, or none if it was 0",
     curve=setting_lib.Curve.COEFFICIENT,
   )
-  kl_estimator: KlEstimator = setting(
-    KlEstimator.K3, "of that divergence, from one token", unread=(_REFERENCE,)
-  )
-  kl_in_reward: bool = setting(
-    False,
-    "the divergence of a token is subtracted from its reward, instead of"
-    " being added to the loss. It needs the estimator k1.",
-    unread=(_REFERENCE,),
-  )
+  """Coefficient of the divergence from the reference, which begins as the
+  policy before the first train step; 0 keeps no reference."""
+  kl_estimator: KlEstimator = setting(KlEstimator.K3, unread=(_REFERENCE,))
+  """Of that divergence, from one token."""
+  kl_in_reward: bool = setting(False, unread=(_REFERENCE,))
+  """The divergence of a token is subtracted from its reward, instead of being
+  added to the loss. It needs the estimator k1."""
   kl_reward_clip: float = setting(
-    0.0,
-    "largest absolute value of the estimate of a token in the reward; 0 sets"
-    " no bound",
-    low=0,
-    curve=setting_lib.Curve.BOUND,
-    unread=(_IN_REWARD,),
+    0.0, low=0, curve=setting_lib.Curve.BOUND, unread=(_IN_REWARD,)
   )
+  """Largest absolute value of the estimate of a token in the reward; 0 sets no
+  bound."""
   reference_every: int = setting(
     0,
-    "the reference moves to the policy after every so many train steps; 0"
-    " leaves it where it began",
     low=0,
     fixed="the reference of the checkpoint has moved by it",
     unread=(_REFERENCE,),
   )
+  """The reference moves to the policy after every so many train steps; 0 leaves
+  it where it began."""
   reference_decay: float = setting(
     0.0,
-    "share of the reference that stays when it moves. 0 replaces it by the"
-    " policy; 0.99 with reference_every=1 is a moving average.",
     low=0,
     below=1,
     fixed="the reference of the checkpoint has moved by it",
     unread=(_REFERENCE, _MOVES),
   )
+  """Share of the reference that stays when it moves. 0 replaces it by the
+  policy; 0.99 with reference_every=1 is a moving average."""
   reference_offload: bool = setting(
     False,
-    "keep the reference in host memory between its uses",
     free="where the reference lies between its uses",
     unread=(_REFERENCE,),
   )
-  entropy_coef: float = setting(
-    0.0,
-    "coefficient of the bonus for the policy's entropy",
-    low=0,
-    curve=setting_lib.Curve.COEFFICIENT,
-  )
-  curves: config_dict.ConfigDict = setting(
-    config_dict.ConfigDict,
-    "fields of the loss that change with the train step, by name; value_coef"
-    " and value_clip are those of the critic. Each entry has `curve`, one"
-    " of `CURVES`, and its arguments. It begins with the field's own value,"
-    " or rises to it from 0, by default.",
-  )
+  """Keep the reference in host memory between its uses."""
+  entropy_coef: float = setting(0.0, low=0, curve=setting_lib.Curve.COEFFICIENT)
+  """Coefficient of the bonus for the policy's entropy."""
+  curves: config_dict.ConfigDict = setting(config_dict.ConfigDict)
+  """Fields of the loss that change with the train step, by name; value_coef and
+  value_clip are those of the critic. Each entry has `curve`, one of `CURVES`,
+  and its arguments. It begins with the field's own value, or rises to it from
+  0, by default."""
   teacher: str = setting(
     "",
-    "directory of a model with the policy's tokenizer, from which the policy"
-    " learns by its logprobs of what the policy writes: one in Hugging Face"
-    " format, of any size, or parameters of the policy's architecture that"
-    ' `launch/sft.py` wrote. "" is none.',
     directory="use one in Hugging Face's format, or WORKDIR/params of"
     " launch/sft.py",
     fixed="the checkpoint holds the teacher, or none",
   )
-  distill_coef: float = setting(
-    0.0,
-    "coefficient of the teacher's part of the advantages",
-    low=0,
-    curve=setting_lib.Curve.COEFFICIENT,
-  )
+  """Directory of a model with the policy's tokenizer, from which the policy
+  learns by its logprobs of what the policy writes: one in Hugging Face format,
+  of any size, or parameters of the policy's architecture that `launch/sft.py`
+  wrote. "" is none."""
+  distill_coef: float = setting(0.0, low=0, curve=setting_lib.Curve.COEFFICIENT)
+  """Coefficient of the teacher's part of the advantages."""
 
 
 class CriticTrunk(enum.Enum):
@@ -495,41 +418,32 @@ class CriticSection:
   """The critic: a model that predicts the return of each token."""
 
   trunk: CriticTrunk = setting(
-    CriticTrunk.OWN,
-    "the layers under its head, which is a vector and begins at zero",
-    fixed="the checkpoint holds the other kind of critic",
+    CriticTrunk.OWN, fixed="the checkpoint holds the other kind of critic"
   )
+  """The layers under its head, which is a vector and begins at zero."""
   value_clip: float = setting(
-    0.2,
-    "bound on how far a prediction gains by moving within a train step, in"
-    " normalised units; 0 sets none",
-    low=0,
-    free=setting_lib.IN_THE_LOSS,
-    curve=setting_lib.Curve.BOUND,
+    0.2, low=0, free=setting_lib.IN_THE_LOSS, curve=setting_lib.Curve.BOUND
   )
+  """Bound on how far a prediction gains by moving within a train step, in
+  normalised units; 0 sets none."""
   value_coef: float = setting(
-    0.5,
-    "coefficient of the value loss beside the policy's",
-    low=0,
-    free=setting_lib.IN_THE_LOSS,
-    curve=setting_lib.Curve.FREE,
+    0.5, low=0, free=setting_lib.IN_THE_LOSS, curve=setting_lib.Curve.FREE
   )
+  """Coefficient of the value loss beside the policy's."""
   warmup_steps: int = setting(
-    0,
-    "in so many train steps, the first ones of the run, only the critic"
-    " learns. Policy versions count on, and all have the same weights.",
-    low=0,
-    fixed="the policy's learning rate counts from its end",
+    0, low=0, fixed="the policy's learning rate counts from its end"
   )
+  """In so many train steps, the first ones of the run, only the critic learns.
+  Policy versions count on, and all have the same weights."""
   normalize_decay: float = setting(
     0.999,
-    "weight of earlier train steps in the running mean and deviation of the"
-    " returns, by which the critic's targets are normalised; 0 normalises"
-    " nothing",
     low=0,
     below=1,
     fixed="the stored critic predicts in units that it has made",
   )
+  """Weight of earlier train steps in the running mean and deviation of the
+  returns, by which the critic's targets are normalised; 0 normalises
+  nothing."""
   optimizer: optimizer_section.OptimizerSection = section(
     optimizer_section.OptimizerSection
   )
@@ -544,45 +458,19 @@ class StalenessControlSection:
   bound. `coordination.staleness_control` has the rule.
   """
 
-  minimum: int = setting(0, "smallest bound", low=0)
-  maximum: int = setting(
-    0,
-    "largest bound, at most `algorithm.max_staleness`; 0 switches the control"
-    " off, and `algorithm.max_staleness` is then the bound",
-    low=0,
-  )
-  min_ess: float = setting(
-    0.8,
-    "the data is too old if the metric offpolicy/ess is below",
-    low=0,
-    high=1,
-    unread=(_CONTROL,),
-  )
-  max_clip_frac: float = setting(
-    0.2,
-    "it is too old if policy/clip_frac is above",
-    low=0,
-    high=1,
-    unread=(_CONTROL,),
-  )
-  max_left_out_frac: float = setting(
-    0.05,
-    "it is too old if offpolicy/left_out_frac is above",
-    low=0,
-    high=1,
-    unread=(_CONTROL,),
-  )
-  max_wait_frac: float = setting(
-    0.1,
-    "the bound rises if training waits for a larger share of the step, and"
-    " generation does too, or trained tokens are as old as the bound",
-    low=0,
-    high=1,
-    unread=(_CONTROL,),
-  )
-  patience: int = setting(
-    2,
-    "the bound moves after so many steps in a row that ask for it",
-    low=1,
-    unread=(_CONTROL,),
-  )
+  minimum: int = setting(0, low=0)
+  """Smallest bound."""
+  maximum: int = setting(0, low=0)
+  """Largest bound, at most `algorithm.max_staleness`; 0 switches the control
+  off, and `algorithm.max_staleness` is then the bound."""
+  min_ess: float = setting(0.8, low=0, high=1, unread=(_CONTROL,))
+  """The data is too old if the metric offpolicy/ess is below."""
+  max_clip_frac: float = setting(0.2, low=0, high=1, unread=(_CONTROL,))
+  """It is too old if policy/clip_frac is above."""
+  max_left_out_frac: float = setting(0.05, low=0, high=1, unread=(_CONTROL,))
+  """It is too old if offpolicy/left_out_frac is above."""
+  max_wait_frac: float = setting(0.1, low=0, high=1, unread=(_CONTROL,))
+  """The bound rises if training waits for a larger share of the step, and
+  generation does too, or trained tokens are as old as the bound."""
+  patience: int = setting(2, low=1, unread=(_CONTROL,))
+  """The bound moves after so many steps in a row that ask for it."""

@@ -27,82 +27,58 @@ class OptimizerSection:
   """An Optax optimizer with linear warmup and global-norm clipping."""
 
   name: OptimizerName = setting(
-    OptimizerName.ADAMW,
-    "which optimizer",
-    fixed="the stored moments are made with it",
+    OptimizerName.ADAMW, fixed="the stored moments are made with it"
   )
+  """Which optimizer."""
   learning_rate: float = setting(
     3e-4,
-    "of an update after the warmup",
     low=0,
     high=1,
-    free=(
-      "scales what the optimizer makes of the stored moments, from the next"
-      " update on"
-    ),
+    free="scales what the optimizer makes of the stored moments, from the next"
+    " update on",
   )
+  """Of an update after the warmup."""
   warmup_steps: int = setting(
     0,
-    "updates in which the rate rises linearly from 0",
     low=0,
     unread=(_has_curve,),
-    free=(
-      "the rate is a function of the number of updates, which goes on: a"
-      " warmup that is over is not repeated"
-    ),
+    free="the rate is a function of the number of updates, which goes on: a"
+    " warmup that is over is not repeated",
   )
+  """Updates in which the rate rises linearly from 0."""
   rate_curve: config_dict.ConfigDict = setting(
     config_dict.ConfigDict,
-    "the learning rate of each update, in place of warmup and decay:"
-    " `curve`, one of `algorithm_section.CURVES`, and its arguments. It"
-    " begins with `learning_rate`, or rises to it, by default.",
-    free=(
-      "the rate is a function of the number of updates, which goes on: a"
-      " warmup that is over is not repeated"
-    ),
+    free="the rate is a function of the number of updates, which goes on: a"
+    " warmup that is over is not repeated",
   )
+  """The learning rate of each update, in place of warmup and decay: `curve`,
+  one of `algorithm_section.CURVES`, and its arguments. It begins with
+  `learning_rate`, or rises to it, by default."""
   b1: float = setting(
-    0.9,
-    "decay of the first moment",
-    low=0,
-    below=1,
-    fixed="the stored moments are made with it",
+    0.9, low=0, below=1, fixed="the stored moments are made with it"
   )
+  """Decay of the first moment."""
   b2: float = setting(
-    0.99,
-    "decay of the second moment",
-    low=0,
-    below=1,
-    fixed="the stored moments are made with it",
+    0.99, low=0, below=1, fixed="the stored moments are made with it"
   )
+  """Decay of the second moment."""
   eps: float = setting(
-    1e-8,
-    "is added to the root of the second moment",
-    low=setting_lib.MIN_FLOAT,
-    free=setting_lib.EACH_UPDATE,
+    1e-8, low=setting_lib.MIN_FLOAT, free=setting_lib.EACH_UPDATE
   )
-  weight_decay: float = setting(
-    0.0,
-    "of the matrices that tokens are multiplied by, adapters included; norms,"
-    " biases, the embedding and scalar heads do not decay",
-    low=0,
-    free=setting_lib.EACH_UPDATE,
-  )
+  """Is added to the root of the second moment."""
+  weight_decay: float = setting(0.0, low=0, free=setting_lib.EACH_UPDATE)
+  """Of the matrices that tokens are multiplied by, adapters included; norms,
+  biases, the embedding and scalar heads do not decay."""
   max_grad_norm: float = setting(
-    1.0,
-    "gradients with a larger global norm are scaled down to it",
-    low=setting_lib.MIN_FLOAT,
-    free=setting_lib.EACH_UPDATE,
+    1.0, low=setting_lib.MIN_FLOAT, free=setting_lib.EACH_UPDATE
   )
+  """Gradients with a larger global norm are scaled down to it."""
   state_dtype: str = setting(
     "float32",
-    "dtype of the first moment, Muon's included; the second moment stays"
-    " float32",
     choices=setting_lib.DTYPES,
     fixed="the stored moments are made with it",
   )
-  offload: bool = setting(
-    False,
-    "keep the moments in host memory between updates",
-    free="where moments lie between updates",
-  )
+  """Dtype of the first moment, Muon's included; the second moment stays
+  float32."""
+  offload: bool = setting(False, free="where moments lie between updates")
+  """Keep the moments in host memory between updates."""

@@ -83,38 +83,35 @@ class LoraSection:
   """Low-rank adapters (arXiv:2106.09685); rank = 0 trains the whole model."""
 
   rank: int = setting(
-    0,
-    "the rank of every adapter; 0 switches adapters off",
-    low=0,
-    high=setting_lib.MAX_GROUP,
-    fixed="the stored adapters have it",
+    0, low=0, high=setting_lib.MAX_GROUP, fixed="the stored adapters have it"
   )
+  """The rank of every adapter; 0 switches adapters off."""
   alpha: float = setting(
     16.0,
-    "what an adapter adds is multiplied by alpha / rank",
     low=setting_lib.MIN_FLOAT,
     fixed="the stored adapters were trained with it",
   )
+  """What an adapter adds is multiplied by alpha / rank."""
   modules: tuple[str, ...] = setting(
     LORA_MODULES,
-    "the kernels of each layer that get an adapter",
     choices=LORA_MODULES,
     fixed="the stored adapters are of these kernels",
   )
+  """The kernels of each layer that get an adapter."""
   base_dtype: str = setting(
     "bfloat16",
-    "how the trainer holds the frozen model. int8 quantises the matrices of"
-    " the layers; the rest is then bfloat16.",
     choices=LORA_BASE_DTYPES,
     fixed="the stored adapters were trained on that base",
   )
+  """How the trainer holds the frozen model. int8 quantises the matrices of the
+  layers; the rest is then bfloat16."""
   adapter: str = setting(
     "",
-    'directory of an adapter to start from, in PEFT\'s format. "" starts'
-    " from a new one, which changes nothing before its first update.",
     directory="use one in PEFT's format",
     fixed="the stored adapters came of it",
   )
+  """Directory of an adapter to start from, in PEFT's format. "" starts from a
+  new one, which changes nothing before its first update."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -123,60 +120,62 @@ class ModelSection:
 
   name: str = setting(
     "quickstart",
-    "a key of `models.configs.MODELS`, or a directory in Hugging Face format,"
-    " which provides architecture, tokenizer and initial weights",
     fixed="stored weights and tokens are of that model and tokenizer",
   )
+  """A key of `models.configs.MODELS`, or a directory in Hugging Face format,
+  which provides architecture, tokenizer and initial weights."""
   tokenizer: str = setting(
     "",
-    "directory of a tokenizer in Hugging Face format, for a model of"
-    ' `MODELS`; "" makes each character a token',
     directory="use a directory with a tokenizer.json",
     fixed="stored weights and tokens are of that tokenizer",
     of_answers=True,
   )
+  """Directory of a tokenizer in Hugging Face format, for a model of `MODELS`;
+  "" makes each character a token."""
   compute_dtype: str = setting(
     "float32",
-    "dtype of the trainer's activations; its master weights are float32",
     choices=setting_lib.DTYPES,
     free="activations only; stored weights are float32",
   )
-  remat: Remat = setting(
-    Remat.FULL,
-    "activations that the backward pass computes again",
-    free=setting_lib.MEMORY,
-  )
+  """Dtype of the trainer's activations; its master weights are float32."""
+  remat: Remat = setting(Remat.FULL, free=setting_lib.MEMORY)
+  """Activations that the backward pass computes again."""
   lora: LoraSection = section(LoraSection)
 
 
 MESH_AXES = ("data", "fsdp", "context", "tensor")
 
 
-def _axes(default: tuple[str, ...], meaning: str) -> Any:
-  return setting(default, meaning, choices=MESH_AXES)
+def _axes(*default: str) -> Any:
+  return setting(default, choices=MESH_AXES)
 
 
-def _size(meaning: str) -> Any:
-  return setting(1, meaning, low=1, also=(-1,))
+def _size() -> Any:
+  return setting(1, low=1, also=(-1,))
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class ShardingRules:
   """Mesh axes that split each logical axis of an array; () leaves it whole."""
 
-  batch: tuple[str, ...] = _axes(
-    ("data", "fsdp"), "rows of a batch, slots of a cache"
-  )
-  tokens: tuple[str, ...] = _axes(("context",), "tokens of a row")
-  layers: tuple[str, ...] = _axes(
-    (), "stacked layers of the trainer's parameters"
-  )
-  vocab: tuple[str, ...] = _axes(("tensor",), "entries of the vocabulary")
-  embed: tuple[str, ...] = _axes(("fsdp", "context"), "the residual stream")
-  heads: tuple[str, ...] = _axes(("tensor",), "query heads")
-  kv_heads: tuple[str, ...] = _axes(("tensor",), "heads of keys and values")
-  head: tuple[str, ...] = _axes((), "the numbers of a head")
-  mlp: tuple[str, ...] = _axes(("tensor",), "the hidden layer of an MLP")
+  batch: tuple[str, ...] = _axes("data", "fsdp")
+  """Rows of a batch, slots of a cache."""
+  tokens: tuple[str, ...] = _axes("context")
+  """Tokens of a row."""
+  layers: tuple[str, ...] = _axes()
+  """Stacked layers of the trainer's parameters."""
+  vocab: tuple[str, ...] = _axes("tensor")
+  """Entries of the vocabulary."""
+  embed: tuple[str, ...] = _axes("fsdp", "context")
+  """The residual stream."""
+  heads: tuple[str, ...] = _axes("tensor")
+  """Query heads."""
+  kv_heads: tuple[str, ...] = _axes("tensor")
+  """Heads of keys and values."""
+  head: tuple[str, ...] = _axes()
+  """The numbers of a head."""
+  mlp: tuple[str, ...] = _axes("tensor")
+  """The hidden layer of an MLP."""
 
 
 def _rollout_rules() -> ShardingRules:
@@ -192,15 +191,19 @@ class MeshSection:
   If there is only one device, both slices share it.
   """
 
-  train_data: int = _size("splits the rows of a batch")
-  train_fsdp: int = _size("splits the rows of a batch, and the weights")
-  train_context: int = _size(
-    "splits the tokens of a row, for rows too long for one device. Like"
-    " train_fsdp it also splits the weights."
-  )
-  train_tensor: int = _size("splits heads, MLPs and the vocabulary")
-  rollout_data: int = _size("splits the slots; each part has all weights")
-  rollout_tensor: int = _size("splits heads, MLPs and the vocabulary")
+  train_data: int = _size()
+  """Splits the rows of a batch."""
+  train_fsdp: int = _size()
+  """Splits the rows of a batch, and the weights."""
+  train_context: int = _size()
+  """Splits the tokens of a row, for rows too long for one device. Like
+  train_fsdp it also splits the weights."""
+  train_tensor: int = _size()
+  """Splits heads, MLPs and the vocabulary."""
+  rollout_data: int = _size()
+  """Splits the slots; each part has all weights."""
+  rollout_tensor: int = _size()
+  """Splits heads, MLPs and the vocabulary."""
   train_rules: ShardingRules = section(ShardingRules)
   rollout_rules: ShardingRules = section(_rollout_rules)
 
@@ -240,62 +243,34 @@ class WarmStartSection:
   `num_eval_examples` and `patience` have an effect.
   """
 
-  num_steps: int = setting(0, "updates; 0 skips the stage", low=0)
+  num_steps: int = setting(0, low=0)
+  """Updates; 0 skips the stage."""
   checkpoint: str = setting(
-    "",
-    "directory of parameters to load instead of training, either from"
-    " `launch/sft.py` or in Hugging Face format",
-    directory="launch/sft.py writes parameters to WORKDIR/params",
+    "", directory="launch/sft.py writes parameters to WORKDIR/params"
   )
-  rows_per_batch: int = setting(
-    32,
-    "rows of `train.tokens_per_row` tokens in each update",
-    low=1,
-    high=setting_lib.MAX_GROUP,
-  )
-  solver: str = setting(
-    "chain_sum",
-    "a key of `worked_solutions.SOLVERS`; field:NAME, an entry or a column of"
-    " the data; or module:function of (item, rng), which returns the"
-    " solution's text. Solutions longer than a row are skipped and counted.",
-  )
-  num_examples: int = setting(
-    20_000,
-    "number of worked solutions; every pass over them is shuffled",
-    low=1,
-    high=1000000,
-  )
-  corrupted_frac: float = setting(
-    0.2,
-    "for solvers of SOLVERS, share of intermediate results that are written"
-    " wrong and then carried on, so that the policy has something left to"
-    " learn",
-    low=0,
-    high=1,
-  )
-  decay: float = setting(
-    0.1,
-    "final learning rate over the peak, reached on a cosine curve",
-    low=0,
-    high=1,
-    unread=(_rate_has_curve,),
-  )
-  eval_every: int = setting(
-    0,
-    "steps between two measurements of the loss on held-out examples; 0"
-    " measures none. The parameters with the least loss are the result.",
-    low=0,
-  )
-  num_eval_examples: int = setting(
-    256, "number of held-out examples", low=1, high=1000000
-  )
-  patience: int = setting(
-    0,
-    "training ends after this many measurements in a row that are no better"
-    " than the best; 0 never ends it early",
-    low=0,
-    unread=(_measures_nothing,),
-  )
+  """Directory of parameters to load instead of training, either from
+  `launch/sft.py` or in Hugging Face format."""
+  rows_per_batch: int = setting(32, low=1, high=setting_lib.MAX_GROUP)
+  """Rows of `train.tokens_per_row` tokens in each update."""
+  solver: str = setting("chain_sum")
+  """A key of `worked_solutions.SOLVERS`; field:NAME, an entry or a column of
+  the data; or module:function of (item, rng), which returns the solution's
+  text. Solutions longer than a row are skipped and counted."""
+  num_examples: int = setting(20_000, low=1, high=1000000)
+  """Number of worked solutions; every pass over them is shuffled."""
+  corrupted_frac: float = setting(0.2, low=0, high=1)
+  """For solvers of SOLVERS, share of intermediate results that are written
+  wrong and then carried on, so that the policy has something left to learn."""
+  decay: float = setting(0.1, low=0, high=1, unread=(_rate_has_curve,))
+  """Final learning rate over the peak, reached on a cosine curve."""
+  eval_every: int = setting(0, low=0)
+  """Steps between two measurements of the loss on held-out examples; 0 measures
+  none. The parameters with the least loss are the result."""
+  num_eval_examples: int = setting(256, low=1, high=1000000)
+  """Number of held-out examples."""
+  patience: int = setting(0, low=0, unread=(_measures_nothing,))
+  """Training ends after this many measurements in a row that are no better than
+  the best; 0 never ends it early."""
   optimizer: OptimizerSection = section(OptimizerSection)
 
 
@@ -331,80 +306,45 @@ class PreferenceSection:
   `launch/prefer.py` that policy is also the reference.
   """
 
-  loss: PreferenceLoss = setting(
-    PreferenceLoss.DPO, "what `launch/prefer.py` minimises for each pair"
-  )
-  beta: float = setting(
-    0.1, "strength of the tie to the reference", low=setting_lib.MIN_FLOAT
-  )
-  label_smoothing: float = setting(
-    0.0,
-    "share of the pairs that DPO takes to be labelled the wrong way round",
-    low=0,
-    below=0.5,
-    unread=(_is_not_dpo,),
-  )
-  length_normalised: bool = setting(
-    False, "divide the log-ratio of a completion by its number of tokens"
-  )
-  reward_loss: RewardLoss = setting(
-    RewardLoss.BRADLEY_TERRY, "what `launch/reward_model.py` minimises"
-  )
-  chosen: str = setting(
-    "field:chosen",
-    "the better completion: field:NAME, an entry or a column of the data,"
-    " which is a text or a chat that ends with the assistant's answer; a key"
-    " of `worked_solutions.SOLVERS`, whose solution is then right; or"
-    " module:function of (item, rng), which returns a text",
-  )
-  rejected: str = setting(
-    "field:rejected",
-    "the worse one, in the same way. A solver of SOLVERS makes mistakes as"
-    " often as `warm_start.corrupted_frac` says, which must then be above 0."
-    " Pairs whose completions are equal are left out and counted.",
-  )
-  steps: str = setting(
-    "steps", "column of the data with the steps of a solution, a list of texts"
-  )
-  labels: str = setting(
-    "labels", "column with a label for each of them: true or 1 if it is right"
-  )
-  num_steps: int = setting(200, "number of updates", low=1)
-  rows_per_batch: int = setting(
-    32,
-    "rows of `train.tokens_per_row` tokens in each",
-    low=1,
-    high=setting_lib.MAX_GROUP,
-  )
-  num_examples: int = setting(
-    10_000,
-    "number of pairs or solutions; every pass over them is shuffled",
-    low=1,
-    high=1000000,
-  )
-  decay: float = setting(
-    0.1,
-    "final learning rate over the peak, reached on a cosine curve",
-    low=0,
-    high=1,
-    unread=(_rate_has_curve,),
-  )
-  eval_every: int = setting(
-    20,
-    "steps between two measurements on held-out ones; 0 measures none. The"
-    " parameters with the least loss are the result.",
-    low=0,
-  )
-  num_eval_examples: int = setting(
-    256, "number of held-out pairs or solutions", low=1, high=1000000
-  )
-  patience: int = setting(
-    0,
-    "training ends after this many measurements in a row that are no better"
-    " than the best; 0 never ends it early",
-    low=0,
-    unread=(_measures_nothing,),
-  )
+  loss: PreferenceLoss = setting(PreferenceLoss.DPO)
+  """What `launch/prefer.py` minimises for each pair."""
+  beta: float = setting(0.1, low=setting_lib.MIN_FLOAT)
+  """Strength of the tie to the reference."""
+  label_smoothing: float = setting(0.0, low=0, below=0.5, unread=(_is_not_dpo,))
+  """Share of the pairs that DPO takes to be labelled the wrong way round."""
+  length_normalised: bool = setting(False)
+  """Divide the log-ratio of a completion by its number of tokens."""
+  reward_loss: RewardLoss = setting(RewardLoss.BRADLEY_TERRY)
+  """What `launch/reward_model.py` minimises."""
+  chosen: str = setting("field:chosen")
+  """The better completion: field:NAME, an entry or a column of the data, which
+  is a text or a chat that ends with the assistant's answer; a key of
+  `worked_solutions.SOLVERS`, whose solution is then right; or module:function
+  of (item, rng), which returns a text."""
+  rejected: str = setting("field:rejected")
+  """The worse one, in the same way. A solver of SOLVERS makes mistakes as often
+  as `warm_start.corrupted_frac` says, which must then be above 0. Pairs whose
+  completions are equal are left out and counted."""
+  steps: str = setting("steps")
+  """Column of the data with the steps of a solution, a list of texts."""
+  labels: str = setting("labels")
+  """Column with a label for each of them: true or 1 if it is right."""
+  num_steps: int = setting(200, low=1)
+  """Number of updates."""
+  rows_per_batch: int = setting(32, low=1, high=setting_lib.MAX_GROUP)
+  """Rows of `train.tokens_per_row` tokens in each."""
+  num_examples: int = setting(10_000, low=1, high=1000000)
+  """Number of pairs or solutions; every pass over them is shuffled."""
+  decay: float = setting(0.1, low=0, high=1, unread=(_rate_has_curve,))
+  """Final learning rate over the peak, reached on a cosine curve."""
+  eval_every: int = setting(20, low=0)
+  """Steps between two measurements on held-out ones; 0 measures none. The
+  parameters with the least loss are the result."""
+  num_eval_examples: int = setting(256, low=1, high=1000000)
+  """Number of held-out pairs or solutions."""
+  patience: int = setting(0, low=0, unread=(_measures_nothing,))
+  """Training ends after this many measurements in a row that are no better than
+  the best; 0 never ends it early."""
   optimizer: OptimizerSection = section(
     lambda: OptimizerSection(learning_rate=1e-6)
   )
@@ -416,57 +356,37 @@ class TrainSection:
 
   num_steps: int = setting(
     60,
-    "train steps of the whole run",
     low=1,
-    free=(
-      "how far to go; a decaying learning rate follows the new curve from there"
-    ),
+    free="how far to go; a rate that decays follows the new curve from there",
   )
+  """Train steps of the whole run."""
   tokens_per_row: int = setting(
     512,
-    "length of a packed row",
     low=1,
-    free=(
-      "rows are packed anew each step; stored trajectories have to fit, which"
-      " is checked"
-    ),
+    free="rows are packed anew; that stored trajectories fit is checked",
   )
-  rows_per_microbatch: int = setting(
-    8, "rows of one forward and backward pass", low=1, free=setting_lib.MEMORY
-  )
-  max_bad_updates: int = setting(
-    3,
-    "the run ends after this many non-finite updates in a row",
-    low=1,
-    free=setting_lib.SUPERVISION,
-  )
-  vocab_chunk: int = setting(
-    4096,
-    "vocabulary entries per chunk when logprobs are computed. If one chunk"
-    " holds all of them, the backward pass does not recompute the logits.",
-    low=1,
-    free=setting_lib.MEMORY,
-  )
-  attention: str = setting(
-    "auto",
-    "attention over packed rows, a name of"
-    ' `packed_attention.IMPLEMENTATIONS`. "auto" takes the platform\'s first'
-    " one that works and agrees with xla.",
-    free=setting_lib.MEMORY,
-  )
+  """Length of a packed row."""
+  rows_per_microbatch: int = setting(8, low=1, free=setting_lib.MEMORY)
+  """Rows of one forward and backward pass."""
+  max_bad_updates: int = setting(3, low=1, free=setting_lib.SUPERVISION)
+  """The run ends after this many non-finite updates in a row."""
+  vocab_chunk: int = setting(4096, low=1, free=setting_lib.MEMORY)
+  """Vocabulary entries per chunk when logprobs are computed. If one chunk holds
+  all of them, the backward pass does not recompute the logits."""
+  attention: str = setting("auto", free=setting_lib.MEMORY)
+  """Attention over packed rows, a name of `packed_attention.IMPLEMENTATIONS`.
+  "auto" takes the platform's first one that works and agrees with xla."""
   decay: float = setting(
     1.0,
-    "final learning rate over the peak, reached at num_steps; 1 keeps the"
-    " rate constant. A run that is continued with another num_steps follows"
-    " the new curve from there.",
     low=0,
     high=1,
     unread=(_train_rate_has_curve,),
-    free=(
-      "the rate is a function of the number of updates, which goes on: the"
-      " new curve holds from there"
-    ),
+    free="the rate is a function of the number of updates, which goes on: the"
+    " new curve holds from there",
   )
+  """Final learning rate over the peak, reached at num_steps; 1 keeps the rate
+  constant. A run that is continued with another num_steps follows the new curve
+  from there."""
   optimizer: OptimizerSection = section(OptimizerSection)
 
 
@@ -474,37 +394,29 @@ class TrainSection:
 class TransferSection:
   """Weight transfer between the slices."""
 
-  channel: Channel = setting(
-    Channel.ORBAX, "how weights travel from the trainer to the engines"
-  )
-  directory: str = setting(
-    "",
-    'where versions are written; "" selects a memory-backed directory of'
-    " this host if there is one, else the workdir",
-  )
+  channel: Channel = setting(Channel.ORBAX)
+  """How weights travel from the trainer to the engines."""
+  directory: str = setting("")
+  """Where versions are written; "" selects a memory-backed directory of this
+  host if there is one, else the workdir."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class QuestionSet:
   """An entry of `eval.sets`; what it does not give is that of the run."""
 
-  dataset: str = setting("", "as `task.dataset`")
-  num_items: int = setting(
-    0,
-    "number of questions; 0 is all of them",
-    low=0,
-    high=setting_lib.MAX_ITEMS,
-  )
-  samples: int = setting(
-    1, "answers to each", low=1, high=setting_lib.MAX_SAMPLES
-  )
-  fields: config_dict.ConfigDict = setting(
-    config_dict.ConfigDict, "as `task.fields`"
-  )
-  params: config_dict.ConfigDict = setting(
-    config_dict.ConfigDict, "as `task.params`"
-  )
-  template: str = setting("{question}\n", "as `task.template`")
+  dataset: str = setting("")
+  """As `task.dataset`."""
+  num_items: int = setting(0, low=0, high=setting_lib.MAX_ITEMS)
+  """Number of questions; 0 is all of them."""
+  samples: int = setting(1, low=1, high=setting_lib.MAX_SAMPLES)
+  """Answers to each."""
+  fields: config_dict.ConfigDict = setting(config_dict.ConfigDict)
+  """As `task.fields`."""
+  params: config_dict.ConfigDict = setting(config_dict.ConfigDict)
+  """As `task.params`."""
+  template: str = setting("{question}\n")
+  """As `task.template`."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -512,115 +424,75 @@ class EvalSection:
   """Held-out accuracy and its settings."""
 
   num_items: int = setting(
-    256,
-    "number of distinct held-out questions",
-    low=1,
-    high=setting_lib.MAX_ITEMS,
-    fixed=setting_lib.HELD_OUT,
+    256, low=1, high=setting_lib.MAX_ITEMS, fixed=setting_lib.HELD_OUT
   )
-  every: int = setting(
-    10,
-    "train steps between evaluations; 0 evaluates at start and end only",
-    low=0,
-    free="how often; not what is measured",
-  )
+  """Number of distinct held-out questions."""
+  every: int = setting(10, low=0, free="how often; not what is measured")
+  """Train steps between evaluations; 0 evaluates at start and end only."""
   temperature: float = setting(
     1.0,
-    "sampling temperature of the sampled accuracy; the greedy accuracy is"
-    " measured as well",
     low=setting_lib.MIN_TEMPERATURE,
     high=setting_lib.MAX_TEMPERATURE,
     also=(0,),
     fixed=setting_lib.HELD_OUT,
     of_answers=True,
   )
+  """Sampling temperature of the sampled accuracy; the greedy accuracy is
+  measured as well."""
   samples: int = setting(
-    1,
-    "answers to each question; more than one also give pass@k",
-    low=1,
-    high=4096,
-    free="more answers narrow the same accuracy",
+    1, low=1, high=4096, free="more answers narrow the same accuracy"
   )
-  beside: bool = setting(
-    True,
-    "whether evaluations between the first and the last step run while"
-    " training goes on. They take one more version of the weights and one more"
-    " cache, and every other decode call. If not, both slices wait for them.",
-    free="when; not what is measured",
-  )
+  """Answers to each question; more than one also give pass@k."""
+  beside: bool = setting(True, free="when; not what is measured")
+  """Whether evaluations between the first and the last step run while training
+  goes on. They take one more version of the weights and one more cache, and
+  every other decode call. If not, both slices wait for them."""
   sets: config_dict.ConfigDict = setting(
     config_dict.ConfigDict,
-    "further sets of questions by name; docs/evaluation.md explains them",
     entries=QuestionSet,
     needs=("dataset",),
     free="each has metrics of its own name; nothing stored depends on it",
   )
+  """Further sets of questions by name; docs/evaluation.md explains them."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class RunSection:
   """Supervision and persistence of a run, and what it writes beside."""
 
-  checkpoint_every: int = setting(
-    20, "train steps between two checkpoints", low=1
-  )
-  keep_checkpoints: int = setting(
-    2, "how many of the newest checkpoints are kept", low=1
-  )
-  max_checkpoint_failures: int = setting(
-    10,
-    "so many attempts in a row that fail to write a checkpoint end the run",
-    low=1,
-  )
+  checkpoint_every: int = setting(20, low=1)
+  """Train steps between two checkpoints."""
+  keep_checkpoints: int = setting(2, low=1)
+  """How many of the newest checkpoints are kept."""
+  max_checkpoint_failures: int = setting(10, low=1)
+  """So many attempts in a row that fail to write a checkpoint end the run."""
   preemption_grace_s: float = setting(
-    30.0,
-    "seconds between SIGTERM and the end of the machine. If a checkpoint is"
-    " being written then, another one is begun behind it only if it is"
-    " expected to fit into them. 0 is no limit.",
-    low=0,
-    high=setting_lib.MAX_TIMEOUT_S,
+    30.0, low=0, high=setting_lib.MAX_TIMEOUT_S
   )
-  stall_timeout_s: float = setting(
-    300.0,
-    "the run ends after so many seconds without any progress",
-    low=1,
-    high=setting_lib.MAX_TIMEOUT_S,
-  )
-  join_timeout_s: float = setting(
-    30.0,
-    "seconds that threads and processes have to end",
-    low=0.1,
-    high=setting_lib.MAX_TIMEOUT_S,
-  )
-  sample_groups: int = setting(
-    4,
-    "groups of each train step whose completions are written to"
-    " WORKDIR/samples, besides those that failed or were filtered; 0 writes"
-    " none",
-    low=0,
-    high=1024,
-  )
-  exact_resume: bool = setting(
-    False,
-    "whether a run that continues from a checkpoint, or is replayed from one,"
-    " repeats the bits of one that went on. Every checkpoint then ends the"
-    " caches of all trajectories, which are made again. To be replayed it needs"
-    " `record_schedule` too.",
-  )
-  record_schedule: bool = setting(
-    True,
-    "whether WORKDIR/schedule.jsonl gets a line for each train step, with which"
-    " the run can be replayed. A trajectory takes about 50 bytes of it, and 20"
-    " more for each version of the weights that wrote it.",
-  )
-  keep_trajectories: bool = setting(
-    False,
-    "whether all tokens that were trained are stored in WORKDIR/trajectories,"
-    " so that a replay can show where it differs. Needs `record_schedule`.",
-  )
-  wandb_project: str = setting(
-    "", 'project at Weights & Biases that gets the metrics too; "" is none'
-  )
+  """Seconds between SIGTERM and the end of the machine. If a checkpoint is
+  being written then, another one is begun behind it only if it is expected to
+  fit into them. 0 is no limit."""
+  stall_timeout_s: float = setting(300.0, low=1, high=setting_lib.MAX_TIMEOUT_S)
+  """The run ends after so many seconds without any progress."""
+  join_timeout_s: float = setting(30.0, low=0.1, high=setting_lib.MAX_TIMEOUT_S)
+  """Seconds that threads and processes have to end."""
+  sample_groups: int = setting(4, low=0, high=1024)
+  """Groups of each train step whose completions are written to WORKDIR/samples,
+  besides those that failed or were filtered; 0 writes none."""
+  exact_resume: bool = setting(False)
+  """Whether a run that continues from a checkpoint, or is replayed from one,
+  repeats the bits of one that went on. Every checkpoint then ends the caches of
+  all trajectories, which are made again. To be replayed it needs
+  `record_schedule` too."""
+  record_schedule: bool = setting(True)
+  """Whether WORKDIR/schedule.jsonl gets a line for each train step, with which
+  the run can be replayed. A trajectory takes about 50 bytes of it, and 20 more
+  for each version of the weights that wrote it."""
+  keep_trajectories: bool = setting(False)
+  """Whether all tokens that were trained are stored in WORKDIR/trajectories, so
+  that a replay can show where it differs. Needs `record_schedule`."""
+  wandb_project: str = setting("")
+  """Project at Weights & Biases that gets the metrics too; "" is none."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -628,13 +500,9 @@ class Config:
   """All settings of a run."""
 
   seed: int = setting(
-    0,
-    "of all random numbers of the run",
-    low=0,
-    high=255,
-    fixed=setting_lib.QUESTIONS,
-    of_answers=True,
+    0, low=0, high=255, fixed=setting_lib.QUESTIONS, of_answers=True
   )
+  """Of all random numbers of the run."""
   model: ModelSection = section(ModelSection)
   mesh: MeshSection = section(
     MeshSection, free="the train state is read into the shardings of this start"

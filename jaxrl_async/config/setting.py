@@ -1,7 +1,8 @@
 """A setting, stated once: its default, and all that is known of it.
 
-A field of a section is made by `setting`, and a section by `section`. `fields`
-walks over all of them. What holds between settings is in `rules`.
+A field of a section is made by `setting`, and a section by `section`. The text
+under a field says what it is, with its unit. `fields` walks over all of them.
+What holds between settings is in `rules`.
 """
 
 from collections.abc import Callable
@@ -66,7 +67,6 @@ class Setting:
   """What is known of a setting.
 
   Attributes:
-    meaning: what it is, with its unit.
     low: smallest value.
     high: largest value.
     below: values that float32 rounds to this or more are refused.
@@ -89,7 +89,6 @@ class Setting:
       section and the config. Of several reasons the first counts.
   """
 
-  meaning: str = ""
   low: int | float | None = None
   high: int | float | None = None
   below: int | float | None = None
@@ -107,15 +106,14 @@ class Setting:
   unread: tuple[Callable[[Any, Any], str], ...] = ()
 
 
-def setting(default: Any, meaning: str, **known: Any) -> Any:
+def setting(default: Any, **known: Any) -> Any:
   """Return the field of a setting.
 
   Args:
     default: its value if nobody gives one; a class is called for it.
-    meaning: what it is, with its unit.
     **known: see `Setting`.
   """
-  metadata = {"setting": Setting(meaning=meaning, **known)}
+  metadata = {"setting": Setting(**known)}
   if isinstance(default, type):
     return dataclasses.field(default_factory=default, metadata=metadata)
   return dataclasses.field(default=default, metadata=metadata)

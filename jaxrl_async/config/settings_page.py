@@ -3,10 +3,13 @@
 uv run python -m jaxrl_async.config.settings_page > docs/settings.md
 """
 
+import ast
 from collections.abc import Iterator
 import dataclasses
 import enum
+import functools
 import inspect
+import itertools
 from typing import Any
 
 from jaxrl_async.config import fields as fields_lib
@@ -64,10 +67,24 @@ def _entries(field: fields_lib.Field) -> str:
   """Return what the entries of a field of free form have."""
   lines = [f"Each entry of `{field.path}` may have:", ""]
   kind: Any = field.known.entries
-  for each in dataclasses.fields(kind):
-    needed = " (needed)" if each.name in field.known.needs else ""
-    lines.append(f"- `{each.name}`{needed}: {each.metadata['setting'].meaning}")
+  for name, meaning in _meanings(kind).items():
+    needed = " (needed)" if name in field.known.needs else ""
+    lines.append(f"- `{name}`{needed}: {meaning}")
   return "\n".join(lines)
+
+
+@functools.cache
+def _meanings(of: type) -> dict[str, str]:
+  """Return the text under each field of a section."""
+  found: dict[str, str] = {}
+  for kind in reversed(of.__mro__[:-1]):
+    tree: Any = ast.parse(inspect.getsource(kind))
+    for field, text in itertools.pairwise(tree.body[0].body):
+      if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+        found[ast.unparse(field.target)] = inspect.cleandoc(
+          ast.literal_eval(text.value)
+        ).replace("\n", " ")
+  return found
 
 
 def _words(of: Any) -> str:
@@ -83,7 +100,7 @@ def _table(found: list[fields_lib.Field]) -> str:
     cells = (
       f"`{field.path}`",
       f"`{_shown(field.value)}`",
-      known.meaning,
+      _meanings(type(field.section))[field.path.rpartition(".")[2]],
       _values(field),
       f"yes: {known.free}"
       if known.free

@@ -90,7 +90,13 @@ def validate(config: sections.Config, num_devices: int) -> None:
       *("train", train, train_rules.tokens),
       *(section.tokens_per_row, "train.tokens_per_row"),
     ),
-    ("rollout", rollout, slot_axes, config.rollout.num_slots, "num_slots"),
+    (
+      "rollout",
+      rollout,
+      slot_axes,
+      config.rollout.num_slots,
+      "rollout.num_slots",
+    ),
   ):
     mesh_shape.require_divides(side, shape, axes, size, of)
 
