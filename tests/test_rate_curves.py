@@ -1,4 +1,4 @@
-"""Learning rates that follow a schedule of Optax, by the update."""
+"""Rates that follow a curve of Optax, and what no setting may follow."""
 
 import jax
 from jax import numpy as jnp
@@ -6,9 +6,19 @@ from ml_collections import config_dict
 import numpy as np
 import optax
 import pytest
+import test_critic_curves
+import test_curves
+import test_rules
 
+from jaxrl_async.config import rules
 from jaxrl_async.config import sections
+from jaxrl_async.run import config_checks
+from jaxrl_async.run import curves
 from jaxrl_async.training import train_step
+
+GAE, OWN, HERE = test_rules.GAE, test_rules.OWN, test_rules.HERE
+line, config_of = test_rules.line, test_rules.config_of
+is_refused = test_rules.is_refused
 
 
 def section(rate=0.5, **entry):
@@ -80,3 +90,141 @@ def test_updates_have_the_rate_of_their_number(name):
     places.append(float(params["embed"][0]))
   found = -np.diff(places)
   np.testing.assert_allclose(found, [0.5, 0.4, 0.3, 0.2, 0.1], rtol=1e-5)
+
+
+def test_there_is_a_case_for_every_field_that_may_have_a_curve():
+  known = [
+    *(*test_curves.FIELDS, *test_curves.STAGE_FIELDS),
+    *(*test_curves.REWARD_FIELDS, *test_critic_curves.FIELDS),
+  ]
+  assert len(known) == len({*known})
+  assert {*known} == {*rules.curves()}
+
+
+@pytest.mark.parametrize(
+  ("entries", "settings", "message"),
+  [
+    ({"clip_hi": line(0.1)}, {}, "'clip_hi' has none...use one of clip_low"),
+    ({"learning_rate": line(0.1)}, {}, "'learning_rate' has none (rate_curve"),
+    ({"max_staleness": line(1)}, {}, "'max_staleness' ...staleness_control"),
+    ({"temperature": line(0.5)}, {}, "'temperature' has none (stored logprobs"),
+    ({"normalize_decay": line(0.5)}, GAE, "'normalize_decay' ...average"),
+    ({"clip_low": 0.1}, {}, "clip_low: 0.1 names no curve"),
+    ({"clip_low": {"end_value": 0.1}}, {}, "clip_low: ...names no curve"),
+    ({"clip_low": {"curve": "join_schedules"}}, {}, "clip_low: ...is not one"),
+    ({"clip_low": {"curve": 3}}, {}, "clip_low: 3 is not one of ...cosine"),
+    (
+      {"clip_low": line((1, 2))},
+      {},
+      "clip_low: 'end_value' is (1, 2); use a number",
+    ),
+    # What nothing reads, or what is off.
+    ({"sapo_positive": line(2.0)}, {}, "sapo_positive: ...algorithm.loss"),
+    ({"clip_low": line(0.1)}, OWN, "clip_low: ...'my:loss' (algorithm.loss)"),
+    ({"gamma": line(0.9)}, {}, "gamma: it has no effect, ...gae"),
+    ({"value_coef": line(0.1)}, {}, "value_coef: ...no critic without gae"),
+    ({"kl_coef": line(0.1)}, {}, "kl_coef: algorithm.kl_coef=0 leaves it ..."),
+    ({"second_moment_bound": line(0.1)}, {}, "second_moment_bound: ...=0 leav"),
+    # What Optax does not take.
+    (
+      {"clip_low": line(0.1) | {"end": 0.2}},
+      {},
+      "clip_low: ...no argument 'end'; did you mean end_value",
+    ),
+    (
+      {"clip_low": {"curve": "linear_schedule", "end_value": 0.1}},
+      {},
+      "clip_low: Optax refuses it ...transition_steps",
+    ),
+    ({"clip_low": line("low")}, {}, "clip_low: Optax refuses it"),
+    (
+      {
+        "clip_low": {
+          "curve": "piecewise_constant_schedule",
+          "boundaries_and_scales": {"soon": 0.5},
+        }
+      },
+      {},
+      "clip_low: Optax refuses it ...soon",
+    ),
+    # What leaves the bounds of the field on the way.
+    (
+      {"clip_low": line(1.5)},
+      {},
+      "clip_low becomes 1.5 at train step 10, and algorithm.clip_low: 1.5 is",
+    ),
+    (
+      {"clip_low": line(1.5)},
+      {"train.num_steps": 2**28},
+      "clip_low becomes 1.5 at train step",
+    ),
+    (
+      {"entropy_coef": line(-1.0)},
+      {"algorithm.entropy_coef": 1.0},
+      "entropy_coef becomes -1 at train step 10, and algorithm.entropy_coef",
+    ),
+    (
+      {"reward_scale": line(0.0)},
+      {},
+      "reward_scale becomes 0 at train step 10, and algorithm.reward_scale",
+    ),
+    (
+      {"dual_clip": line(0.0)},
+      {"algorithm.dual_clip": 3.0},
+      "dual_clip becomes 0 ...switch it off",
+    ),
+    ({"value_clip": line(0.0)}, GAE, "value_clip becomes 0 ...switch it off"),
+    ({"value_coef": line(-1.0)}, GAE, "value_coef becomes -1 ...critic.value_"),
+    (
+      {"dual_clip": line(0.5)},
+      {"algorithm.dual_clip": 3.0},
+      "dual_clip becomes 0.5 at train step 10, and algorithm.dual_clip: 0.5",
+    ),
+    (
+      {
+        "entropy_coef": {
+          "curve": "exponential_decay",
+          "transition_steps": 1,
+          "decay_rate": 1e30,
+        }
+      },
+      {"algorithm.entropy_coef": 1.0},
+      "entropy_coef becomes inf at train step 2, ...finite",
+    ),
+  ],
+  ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_what_cannot_be_a_curve_is_refused(entries, settings, message):
+  def check(config):
+    config_checks.check(config)
+    curves.check(config)
+
+  settings = settings | {"algorithm.curves": entries}
+  is_refused(check, settings, f"algorithm.curves: {message}")
+
+
+@pytest.mark.parametrize("of", ["train", "warm_start", "preference", "critic"])
+def test_every_optimizer_may_have_a_curve_and_it_is_checked(of):
+  path = f"{of}.optimizer.rate_curve"
+  settings = {
+    "train.num_steps": 3,  # 12 updates
+    "warm_start.num_steps": 12,
+    "warm_start.checkpoint": HERE,
+    "preference.num_steps": 12,
+    **(GAE if of == "critic" else {}),
+  }
+
+  def check(config):
+    config_checks.check(config)
+    curves.check(config)
+
+  check(config_of(settings | {path: line(1e-4)}))
+  for entry, message in (
+    ({"end_value": 0.1}, "...names no curve"),
+    (line(0.1) | {"curve": "join_schedules"}, "'join_schedules' is not one of"),
+    (line(0.1) | {"end": 1}, "...no argument 'end'; did you mean end_value"),
+    (line((1, 2)), "'end_value' is (1, 2); use a number"),
+    (line(1.7), f"it becomes 1.7 at update 10, and {of}.optimizer.learning_ra"),
+    (line(-0.1), f"it becomes -0.1 at update 10, and {of}.optimizer.learning"),
+  ):
+    is_refused(check, settings | {path: entry}, f"{path}: {message}")

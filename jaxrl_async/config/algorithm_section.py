@@ -301,7 +301,8 @@ class AlgorithmSection:
   advantage: str = setting("group")
   """Baseline of the rewards, one of `ADVANTAGES`, or module:function. segment
   compares each turn of an episode with the same turn of the others of its
-  group. gae has the values of a critic, see `critic_section`. none learns
+  group. gae has the values of a critic, see
+  `critic`. none learns
   nothing from rewards, and needs a teacher."""
   advantage_scale: AdvantageScale = setting(AdvantageScale.STD)
   """What advantages are divided by."""

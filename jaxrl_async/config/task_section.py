@@ -49,8 +49,8 @@ class DatasetSection:
   """Whether a row that cannot be used ends the start with an error or is left
   out."""
   template: str = setting("{question}\n", **_QUESTION)
-  """A `str.format` template of the prompt; its fields are "question" and the keys
-  of the item's metadata."""
+  """A `str.format` template of the prompt. Its fields are "question" and the
+  keys of the item's metadata."""
   chat: bool = setting(False, **_QUESTION)
   """The filled-in template is a user's message, and the tokenizer's own chat
   template makes the prompt of it."""
