@@ -58,6 +58,7 @@ def get_config() -> sections.Config:
       num_minibatches=1,
       max_staleness=4,
       filter_zero_std=True,
+      max_filtered_groups=400,
     ),
     train=sections.TrainSection(
       num_steps=30,

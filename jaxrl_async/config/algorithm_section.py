@@ -173,6 +173,10 @@ _MOVES = _unless(
   lambda x: x.reference_every != 0,
   "the reference does not move (algorithm.reference_every is 0)",
 )
+_FILTER = _unless(
+  lambda x: x.filter_zero_std,
+  "no group is dropped (algorithm.filter_zero_std is False)",
+)
 _CONTROL = _unless(
   lambda x: x.maximum != 0,
   "the bound does not move (staleness_control.maximum is 0)",
@@ -340,7 +344,12 @@ class AlgorithmSection:
   )
   """Drop groups whose rewards are all equal, since they carry no gradient, and
   generate others in their place. A group whose tokens have scores that are
-  learned from is kept. A thousand dropped ones in a row end the run."""
+  learned from is kept."""
+  max_filtered_groups: int = setting(
+    0, low=0, free=setting_lib.SUPERVISION, unread=(_FILTER,)
+  )
+  """The run ends after this many dropped groups in a row. 0 is 1,000, or 20
+  train steps' worth if that is more."""
   kl_coef: float = setting(
     0.0,
     low=0,

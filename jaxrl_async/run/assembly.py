@@ -144,9 +144,8 @@ def coordinator_settings(
     reads_token_scores=has_own_loss
     or algorithm_lib.reads_token_scores(config.algorithm),
     max_failed_groups=config.task.max_failed_groups,
-    max_filtered_groups=max(
-      _MIN_FILTERED, _FILTERED_BATCHES * config.algorithm.groups_per_step
-    ),
+    max_filtered_groups=config.algorithm.max_filtered_groups
+    or max(_MIN_FILTERED, _FILTERED_BATCHES * config.algorithm.groups_per_step),
     max_group_s=config.rollout.max_group_seconds,
     stop=config.rollout.stop,
     stop_token_ids=config.rollout.stop_token_ids,
