@@ -44,8 +44,8 @@ import jax
 import numpy as np
 
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import channels
 from jaxrl_async.coordination import transfer_directory
+from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
@@ -144,7 +144,7 @@ def measure(
     mesh_lib.shardings(rollout_mesh, mesh_lib.ROLLOUT_RULES, axes),
   )
   num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(target))
-  channel = channels.make_channel(
+  channel = weight_transfer.make_channel(
     channel_kind,
     directory=transfer_directory.prepare(
       sections.TransferSection(directory=_DIRECTORY.value),

@@ -6,20 +6,20 @@ import pytest
 import test_run
 
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import channels
+from jaxrl_async.coordination import weight_transfer
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
 def slow_adoption(monkeypatch):
-  adopt = channels.DirectChannel.adopt
+  adopt = weight_transfer.DirectChannel.adopt
 
   def slow_adopt(self, newer_than):
     time.sleep(0.5)  # longer than a train step
     return adopt(self, newer_than)
 
-  monkeypatch.setattr(channels.DirectChannel, "adopt", slow_adopt)
+  monkeypatch.setattr(weight_transfer.DirectChannel, "adopt", slow_adopt)
 
 
 def make_config(variant, **evaluation):

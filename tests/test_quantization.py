@@ -18,7 +18,7 @@ import reward_scorers
 import tiny
 
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import channels
+from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
@@ -375,7 +375,7 @@ def test_quantised_weights_arrive_bit_for_bit(weights, kind, tmp_path):
     sent,
     made.params_sharding.weights,
   )
-  channel = channels.make_channel(
+  channel = weight_transfer.make_channel(
     kind,
     directory=tmp_path / "transfer",
     target=target,

@@ -15,7 +15,7 @@ import test_weight_transfer
 import tiny
 
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import channels
+from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.devices import shard_copies
 from jaxrl_async.engine import engine as engine_lib
@@ -93,7 +93,7 @@ def make_engine(model, mesh, weights):
 
 def sent(published, shardings):
   """Publishes and adopts by a channel, with nothing in NumPy."""
-  channel = channels.DirectChannel(aot.placed(published, shardings))
+  channel = weight_transfer.DirectChannel(aot.placed(published, shardings))
   with nothing_in_numpy():
     channel.publish(published, 3)
   with nothing_in_numpy(runs_programs=False):

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxrl_async.coordination import buffer as buffer_lib
-from jaxrl_async.coordination import channels
+from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.run import version_publisher
 from jaxrl_async.storage import pytree_files
 from jaxrl_async.training import trainer as trainer_lib
@@ -17,7 +17,7 @@ class FakeTrainer(trainer_lib.Trainer):
     return {"weights": 1}
 
 
-class FakeChannel(channels.DirectChannel):
+class FakeChannel(weight_transfer.DirectChannel):
   def __init__(self, done):
     self.done = done
 

@@ -14,7 +14,6 @@ import stamped
 import tiny
 
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import channels
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import transformer
@@ -23,7 +22,7 @@ from jaxrl_async.training import publishing
 
 @pytest.fixture(params=list(sections.Channel), ids=lambda kind: kind.value)
 def channel(request, tmp_path):
-  made = channels.make_channel(
+  made = weight_transfer.make_channel(
     request.param,
     directory=tmp_path / "transfer",
     target=stamped.target(),
@@ -121,7 +120,7 @@ def test_the_cast_arrives_bit_for_bit_on_any_pair_of_meshes(
       sent,
       mesh_lib.shardings(rollout_mesh, mesh_lib.ROLLOUT_RULES, axes),
     )
-    made = channels.make_channel(
+    made = weight_transfer.make_channel(
       kind,
       directory=tmp_path / str(index),
       target=target,
@@ -140,7 +139,7 @@ def test_the_cast_arrives_bit_for_bit_on_any_pair_of_meshes(
 
 
 def test_direct_lets_go_of_what_was_copied_or_overtaken():
-  channel = channels.DirectChannel(stamped.target())
+  channel = weight_transfer.DirectChannel(stamped.target())
   sent = [stamped.params(version) for version in range(3)]
   gone = [weakref.ref(params["scale"]) for params in sent]
   channel.publish(sent[0], 0)
@@ -276,7 +275,7 @@ def test_direct_shares_memory_on_the_same_device_as_documented():
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
     params,
   )
-  channel = channels.DirectChannel(target)
+  channel = weight_transfer.DirectChannel(target)
   channel.publish(params, 0)
   adopted, _ = channel.adopt(-1)
   here = params["w"].unsafe_buffer_pointer()

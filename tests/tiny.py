@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrl_async import types
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import channels
+from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.data import prompts
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import decode_state as decode_state_lib
@@ -456,6 +456,6 @@ def channel(seed=0):
     weights,
     shardings,
   )
-  channel = channels.DirectChannel(target)
+  channel = weight_transfer.DirectChannel(target)
   channel.publish(weights, 0)
   return channel

@@ -46,7 +46,7 @@ PROGRAMS: dict[tuple[str, str], tuple[str, str]] = {
   ),
   ("training/trainer.py", "start"): ("the train state", _TRAINING),
   ("training/trainer.py", "published"): ("the published weights", _TRAINING),
-  ("coordination/channels.py", "_hand_over"): (
+  ("coordination/weight_transfer.py", "_hand_over"): (
     "the published weights",
     _TRAINING,
   ),

@@ -6,7 +6,6 @@ import pathlib
 from typing import Any
 
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import channels
 from jaxrl_async.coordination import transfer_directory
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.coordination import world as world_lib
@@ -46,7 +45,7 @@ def make_channel(
       is_base = "embedding" in published
       shardings = (lora_lib.base if is_base else lora_lib.adapters)(shardings)
     target = aot.placed(published, shardings)
-  return channels.make_channel(
+  return weight_transfer.make_channel(
     config.transfer.channel,
     directory=transfer_directory.prepare(
       _transfer_section(config.transfer, workdir, world),
