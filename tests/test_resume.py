@@ -65,7 +65,6 @@ def write_run(workdir, *, steps=(2, 4), groups=(), **changes):
     "stream": {},
     "ledger": {"offset_bytes": len(LINE)},
     "metrics": {"num_bytes": len(LINE), "last_step": 0},
-    "record": {},
     "config": config_json.to_stored(config),
   }
   state = {k: v for k, v in (state | changes).items() if v is not None}
