@@ -2,6 +2,7 @@
 
 from concurrent import futures
 import functools
+import types as py_types
 
 import numpy as np
 import pytest
@@ -160,7 +161,7 @@ class Silent(tiny.Rewards):
     return handle
 
   outcome = None
-  future = futures.Future()
+  running = py_types.SimpleNamespace(future=futures.Future())
 
   def done(self):
     return False
