@@ -10,7 +10,6 @@ import dataclasses
 import pathlib
 import pickle
 import threading
-import time
 
 import numpy as np
 import tiny
@@ -99,12 +98,10 @@ class Handle:
     return future
 
   def attach(self, name, spec):
-    asked_s = time.time()
-
     def attach(name, spec):
       assert self.can_attach.wait(DEADLINE_S)
       found = self.process.facts(spec.probe)
-      why_not = hosts.difference(found, spec.probe, spec.versions, asked_s)
+      why_not = hosts.difference(found, spec.probe, spec.versions)
       if why_not is not None:
         raise remote.DoesNotFit(why_not)
       self.process.attach(name, spec)
