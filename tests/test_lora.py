@@ -273,3 +273,7 @@ def test_a_stack_fills_up_smaller_ranks_and_missing_modules():
     assert leaf[:, 2].any() == has_module, name
     if name.endswith("_lora_a"):
       assert not leaf[:, 2, ..., 2:].any(), name
+
+
+def test_adapters_may_be_beside_every_projection():
+  assert lora_section.MODULES == tuple(configs.PROJECTIONS)

@@ -1,6 +1,39 @@
 """Architectures of the Qwen2, Qwen3, Llama and Mistral families, by name."""
 
 import dataclasses
+import math
+from typing import NamedTuple
+
+
+class Projection(NamedTuple):
+  """A matrix of a layer that tokens are multiplied by.
+
+  Attributes:
+    stored: its name in a layer of Hugging Face's format.
+    inputs: names of the axes that a product sums over; they come first.
+    outputs: names of the other axes.
+  """
+
+  stored: str
+  inputs: tuple[str, ...]
+  outputs: tuple[str, ...]
+
+  @property
+  def axes(self) -> tuple[str, ...]:
+    """The names of all axes."""
+    return self.inputs + self.outputs
+
+
+# All of them, in the order in which they are initialised.
+PROJECTIONS = {
+  "query": Projection("self_attn.q_proj", ("embed",), ("heads", "head")),
+  "key": Projection("self_attn.k_proj", ("embed",), ("kv_heads", "head")),
+  "value": Projection("self_attn.v_proj", ("embed",), ("kv_heads", "head")),
+  "output": Projection("self_attn.o_proj", ("heads", "head"), ("embed",)),
+  "gate": Projection("mlp.gate_proj", ("embed",), ("mlp",)),
+  "up": Projection("mlp.up_proj", ("embed",), ("mlp",)),
+  "down": Projection("mlp.down_proj", ("mlp",), ("embed",)),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,26 +152,26 @@ class ModelConfig:
   @property
   def kernel_shapes(self) -> dict[str, tuple[int, ...]]:
     """The shape of each kernel of a layer by name, its inputs first."""
-    d, h, f = self.model_dim, self.head_dim, self.mlp_dim
+    sizes = {
+      "embed": self.model_dim,
+      "heads": self.num_heads,
+      "kv_heads": self.num_kv_heads,
+      "head": self.head_dim,
+      "mlp": self.mlp_dim,
+    }
     return {
-      "query": (d, self.num_heads, h),
-      "key": (d, self.num_kv_heads, h),
-      "value": (d, self.num_kv_heads, h),
-      "output": (self.num_heads, h, d),
-      "gate": (d, f),
-      "up": (d, f),
-      "down": (f, d),
+      name: tuple(sizes[axis] for axis in projection.axes)
+      for name, projection in PROJECTIONS.items()
     }
 
   @property
   def num_params(self) -> int:
     """The number of parameters without adapters; a tied head counts once."""
     d, h = self.model_dim, self.head_dim
-    qkv = d * h * (self.num_heads + 2 * self.num_kv_heads)
+    kernels = sum(map(math.prod, self.kernel_shapes.values()))
     bias = h * (self.num_heads + 2 * self.num_kv_heads) * self.has_qkv_bias
     qk_norm = 2 * h * self.has_qk_norm
-    block = qkv + bias + qk_norm + self.num_heads * h * d
-    block += 3 * d * self.mlp_dim + 2 * d
+    block = kernels + bias + qk_norm + 2 * d
     params = self.num_layers * block + self.vocab_size * d + d
     if self.has_scalar_head:
       return params + d

@@ -40,22 +40,23 @@ class Place:
     return len(self.shape) == 2 and self.leaf != "embedding"
 
 
+def _sizes(shape: tuple[int, ...], num_inputs: int) -> tuple[int, int]:
+  """Return the numbers of inputs and of outputs of a kernel."""
+  return math.prod(shape[:num_inputs]), math.prod(shape[num_inputs:])
+
+
 def places(config: configs.ModelConfig) -> dict[str, Place]:
   """Return all tensors that a directory must hold, by their stored names."""
   c = config
-  d, f = c.model_dim, c.mlp_dim
+  d = c.model_dim
   queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
   block: dict[str, tuple[str, tuple[int, ...]]] = {
     "input_layernorm.weight": ("attention_norm", (d,)),
-    "self_attn.q_proj.weight": ("query", (queries, d)),
-    "self_attn.k_proj.weight": ("key", (keys, d)),
-    "self_attn.v_proj.weight": ("value", (keys, d)),
-    "self_attn.o_proj.weight": ("output", (d, queries)),
     "post_attention_layernorm.weight": ("mlp_norm", (d,)),
-    "mlp.gate_proj.weight": ("gate", (f, d)),
-    "mlp.up_proj.weight": ("up", (f, d)),
-    "mlp.down_proj.weight": ("down", (d, f)),
   }
+  for leaf, projection in configs.PROJECTIONS.items():
+    inputs, outputs = _sizes(c.kernel_shapes[leaf], len(projection.inputs))
+    block[f"{projection.stored}.weight"] = leaf, (outputs, inputs)
   if c.has_qkv_bias:
     block["self_attn.q_proj.bias"] = ("query_bias", (queries,))
     block["self_attn.k_proj.bias"] = ("key_bias", (keys,))
@@ -107,7 +108,8 @@ class StoredTensor:
         whole = file.get_tensor(self.name)
       return self._converted(whole).reshape(shape)[tuple(index)]
     # The axes of ours that make up the first axis of a matrix, and the second.
-    first = 2 if self.place.leaf == "output" else 1
+    projection = configs.PROJECTIONS.get(self.place.leaf)
+    first = len(projection.inputs) if projection else 1
     low, high = (
       _Flat.of(sizes, slices)
       for sizes, slices in (

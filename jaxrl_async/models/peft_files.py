@@ -23,16 +23,10 @@ from jaxrl_async.storage import model_files
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model.model.layers."
-_FOLDERS = {
-  "query": "self_attn.q_proj",
-  "key": "self_attn.k_proj",
-  "value": "self_attn.v_proj",
-  "output": "self_attn.o_proj",
-  "gate": "mlp.gate_proj",
-  "up": "mlp.up_proj",
-  "down": "mlp.down_proj",
+# Our names of kernels by those of PEFT, such as q_proj.
+_MODULES = {
+  x.stored.partition(".")[2]: name for name, x in configs.PROJECTIONS.items()
 }
-_MODULES = {path.partition(".")[2]: name for name, path in _FOLDERS.items()}
 _DTYPES = {"F32", "F16", "BF16"}
 _MAX_RANK = 2**16
 # Settings that do not change what an adapter computes once it is trained, and
@@ -150,7 +144,7 @@ def check(
 
 
 def _stored_name(module: str) -> str:
-  return _FOLDERS[module].partition(".")[2]
+  return configs.PROJECTIONS[module].stored.partition(".")[2]
 
 
 def _lora(settings: Mapping[str, Any]) -> configs.Lora:
@@ -215,7 +209,7 @@ def _places(
     a, b = lora_lib.shapes(lora, module, kernel, lora.rank)
     stored = (lora.rank, math.prod(a[:-1])), (math.prod(b[1:]), lora.rank)
     for layer in range(model.num_layers):
-      start = f"{_PREFIX}{layer}.{_FOLDERS[module]}.lora_"
+      start = f"{_PREFIX}{layer}.{configs.PROJECTIONS[module].stored}.lora_"
       for letter, leaf, shape in zip(
         "AB", lora_lib.names(module), stored, strict=True
       ):

@@ -15,6 +15,7 @@ as the output head, its error would enter at both ends of the model.
 """
 
 from collections.abc import Callable
+import math
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ import numpy as np
 import qwix
 
 from jaxrl_async.config import sections
-from jaxrl_async.models import projection
+from jaxrl_async.models import configs
 
 _TYPES = {
   sections.WeightFormat.INT8: "int8",
@@ -33,13 +34,7 @@ _TYPES = {
 # Matrices by name, and the number of leading axes that a product sums over. The
 # other axes are output channels, each of which has a scale of its own.
 NUM_CONTRACTED = {
-  "query": 1,
-  "key": 1,
-  "value": 1,
-  "output": 2,
-  "gate": 1,
-  "up": 1,
-  "down": 1,
+  **{name: len(x.inputs) for name, x in configs.PROJECTIONS.items()},
   "output_head": 1,
 }
 
@@ -162,6 +157,84 @@ def dequantize(params: Any) -> Any:
   )
 
 
+# -- products -----------------------------------------------------------------
+
+
+def _plain_product(
+  equation: str, dtype: Any, x: Float[Array, "..."], kernel: Float[Array, "..."]
+) -> Float[Array, "..."]:
+  """Return the product in `dtype`, with the kernel cast to the type of x."""
+  return jnp.einsum(
+    equation, x, kernel.astype(x.dtype), preferred_element_type=dtype
+  )
+
+
+def _plain_gradients(
+  equation: str, dtype: Any, inputs: Any, d_out: Float[Array, "..."]
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+  """Return the gradients that JAX would compute, with operands reordered.
+
+  In JAX's order, XLA's CPU backend transposes the wider operand of the kernel's
+  gradient one column at a time, together with all elementwise work before it.
+  That took a third of a train step. The kernel's gradient is accumulated in the
+  kernel's own dtype.
+  """
+  del dtype
+  x, kernel = inputs
+  num_out = len(equation.partition("->...")[2])
+  num_in = kernel.ndim - num_out
+  rows = tuple(range(x.ndim - num_in))
+  d_out = d_out.astype(x.dtype)
+
+  def kernel_gradient(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(
+      lhs, rhs, ((rows, rows), ((), ())), preferred_element_type=kernel.dtype
+    )
+
+  outer = tuple(range(num_in, kernel.ndim))
+  last = tuple(range(len(rows), d_out.ndim))
+  d_x = jax.lax.dot_general(
+    d_out, kernel.astype(x.dtype), ((last, outer), ((), ()))
+  )
+  if math.prod(kernel.shape[:num_in]) <= math.prod(kernel.shape[num_in:]):
+    return d_x, kernel_gradient(x, d_out)
+  d_kernel = kernel_gradient(d_out, x)
+  return d_x, d_kernel.transpose(*range(num_out, kernel.ndim), *range(num_out))
+
+
+_project = jax.custom_vjp(_plain_product, nondiff_argnums=(0, 1))
+_project.defvjp(
+  lambda equation, dtype, x, kernel: (
+    _plain_product(equation, dtype, x, kernel),
+    (x, kernel),
+  ),
+  _plain_gradients,
+)
+
+
+def _project_plain(
+  equation: str, dtype: Any, x: Float[Array, "..."], kernel: Float[Array, "..."]
+) -> Float[Array, "..."]:
+  """Return `jnp.einsum(equation, x, kernel)` in `dtype`.
+
+  Args:
+    equation: such as "...d,dnh->...nh". The axes of x that are summed are its
+      last and the kernel's first ones, in the same order.
+    dtype: of the result; None is the dtype of x.
+    x: activations.
+    kernel: is cast to the dtype of x.
+  """
+  num_in = kernel.ndim - len(equation.partition("->...")[2])
+  if num_in > 1:
+    # Two summed axes are one axis in memory. XLA's CPU backend does not see
+    # that, and transposes the kernel in each decode step.
+    letters = equation.partition(",")[2][:num_in]
+    equation = equation.replace(letters, letters[0])
+    x = x.reshape(*x.shape[: x.ndim - num_in], -1)
+    kernel = kernel.reshape(-1, *kernel.shape[num_in:])
+  return _project(equation, dtype, x, kernel)
+
+
 def project(
   equation: str, x: Float[Array, "..."], kernel: Any, dtype: Any = None
 ) -> Float[Array, "..."]:
@@ -174,7 +247,7 @@ def project(
     dtype: of the sum and of the result; None is the dtype of x.
   """
   if not _is_quantized(kernel):
-    return projection.project(equation, dtype, x, kernel)
+    return _project_plain(equation, dtype, x, kernel)
   return _quantized_product(equation, dtype, x, kernel)
 
 

@@ -10,6 +10,7 @@ prefill, and the updated cache in decoding.
 
 from collections.abc import Callable
 import functools
+import math
 from typing import Any
 
 from flax import nnx
@@ -190,14 +191,10 @@ class Block(nnx.Module):
     d, n, k, h = c.model_dim, c.num_heads, c.num_kv_heads, c.head_dim
     self.config = c
     self.attention_norm = _constant(1.0, (d,), (None,))
-    self.query = _param(rngs, (d, n, h), ("embed", "heads", "head"), fan_in=d)
-    self.key = _param(rngs, (d, k, h), ("embed", "kv_heads", "head"), fan_in=d)
-    self.value = _param(
-      rngs, (d, k, h), ("embed", "kv_heads", "head"), fan_in=d
-    )
-    self.output = _param(
-      rngs, (n, h, d), ("heads", "head", "embed"), fan_in=n * h
-    )
+    for name, projection in configs.PROJECTIONS.items():
+      shape = c.kernel_shapes[name]
+      fan_in = math.prod(shape[: len(projection.inputs)])
+      setattr(self, name, _param(rngs, shape, projection.axes, fan_in=fan_in))
     if c.has_qkv_bias:
       self.query_bias = _constant(0.0, (n, h), ("heads", "head"))
       self.key_bias = _constant(0.0, (k, h), ("kv_heads", "head"))
@@ -206,9 +203,6 @@ class Block(nnx.Module):
       self.query_norm = _constant(1.0, (h,), (None,))
       self.key_norm = _constant(1.0, (h,), (None,))
     self.mlp_norm = _constant(1.0, (d,), (None,))
-    self.gate = _param(rngs, (d, c.mlp_dim), ("embed", "mlp"), fan_in=d)
-    self.up = _param(rngs, (d, c.mlp_dim), ("embed", "mlp"), fan_in=d)
-    self.down = _param(rngs, (c.mlp_dim, d), ("mlp", "embed"), fan_in=c.mlp_dim)
     # Drawn last, so that the base is the same with and without adapters.
     if c.lora is not None:
       for module in c.lora.modules:

@@ -183,22 +183,15 @@ def muon_dimensions(params: Any) -> Any:
   input for the output projection. All other parameters get None and are left to
   AdamW.
   """
-  axes = {
-    "query": ((1,), (2, 3)),
-    "key": ((1,), (2, 3)),
-    "value": ((1,), (2, 3)),
-    "output": ((1, 2), (3,)),
-    "gate": ((1,), (2,)),
-    "up": ((1,), (2,)),
-    "down": ((1,), (2,)),
-  }
 
   def dimensions(path: tuple[Any, ...], _: Any) -> Any:
     names = [entry.key for entry in path]
-    if names[0] != "layers" or names[-1] not in axes:
+    found = configs.PROJECTIONS.get(names[-1])
+    if names[0] != "layers" or found is None:
       return None
-    reduction, output = axes[names[-1]]
-    return optax.contrib.MuonDimensionNumbers(reduction, output)
+    order = tuple(range(1, 1 + len(found.axes)))  # 0 is the axis of layers
+    inputs = len(found.inputs)
+    return optax.contrib.MuonDimensionNumbers(order[:inputs], order[inputs:])
 
   return jax.tree_util.tree_map_with_path(dimensions, params)
 
