@@ -18,7 +18,6 @@ from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.rewards import pool as pool_lib
 from jaxrl_async.run import first_stage
 from jaxrl_async.run import run_evaluations
-from jaxrl_async.storage import background_write
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.training import trainer as trainer_lib
 
@@ -50,7 +49,7 @@ def mark(board: stage_board.Board) -> None:
   pool_lib.Pool.score = marked
   begin = checkpoint.begin
 
-  def begun(*arguments: Any, **options: Any) -> background_write.Write:
+  def begun(*arguments: Any, **options: Any) -> checkpoint.Write:
     # A thread finishes it.
     write = board.marking("checkpoint", begin)(*arguments, **options)
     write._finish = board.marking("checkpoint", write._finish)

@@ -64,8 +64,8 @@ from jaxrl_async.planning import aot
 from jaxrl_async.planning import matmul_rate
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import algorithm as algorithm_lib
-from jaxrl_async.training import batch_settings
 from jaxrl_async.training import objectives
+from jaxrl_async.training import packing
 from jaxrl_async.training import sft
 from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
@@ -237,7 +237,7 @@ class Ours:
         )
       ),
       stages=[train_step.PROXIMAL_STAGE],
-      batch=batch_settings.BatchSettings(
+      batch=packing.BatchSettings(
         tokens_per_row=case.tokens_per_row,
         rows_per_microbatch=rows,
         num_minibatches=1,

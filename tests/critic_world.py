@@ -10,9 +10,9 @@ import tiny
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.training import batch_settings
 from jaxrl_async.training import critic as critic_lib
 from jaxrl_async.training import episodes
+from jaxrl_async.training import packing
 from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
 from jaxrl_async.training import trainer as trainer_lib
@@ -77,7 +77,7 @@ def make_trainer(
     forward=dataclasses.replace(test_train_step.FORWARD, model=MODEL),
     loss=whole_loss or critic_lib.with_value_loss(loss, coef=COEF, clip=CLIP),
     stages=[train_step.PROXIMAL_STAGE, critic_lib.value_stage(trunk), stage],
-    batch=batch_settings.BatchSettings(
+    batch=packing.BatchSettings(
       tokens_per_row=16,
       rows_per_microbatch=rows,
       num_minibatches=minibatches,

@@ -10,7 +10,7 @@ import tiny
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.training import batch_settings
+from jaxrl_async.training import packing
 from jaxrl_async.training import train_state
 from jaxrl_async.training import trainer as trainer_lib
 
@@ -35,7 +35,7 @@ def make_trainer(shape, *, rules=mesh_lib.TRAIN_RULES):
     forward=dataclasses.replace(test_train_step.FORWARD, model=MODEL),
     loss=test_train_step.LOSS,
     stages=test_train_step.STAGES,
-    batch=batch_settings.BatchSettings(
+    batch=packing.BatchSettings(
       tokens_per_row=16,
       rows_per_microbatch=8,
       num_minibatches=2,

@@ -9,7 +9,7 @@ import pytest
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.run import checkpointing
-from jaxrl_async.storage import background_write
+from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import disk
 
 TIMEOUT_S = 20.0
@@ -34,7 +34,7 @@ class Disk:
     return Write(self, step)
 
 
-class Write(background_write.Write):
+class Write(checkpoint.Write):
   """The rest of a write on such a disk."""
 
   def __init__(self, its_disk, step):

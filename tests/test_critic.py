@@ -21,7 +21,6 @@ from jaxrl_async import types
 from jaxrl_async.algorithms import value_functions
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import transformer
-from jaxrl_async.training import batch_settings
 from jaxrl_async.training import critic as critic_lib
 from jaxrl_async.training import packing
 from jaxrl_async.training import train_state
@@ -156,7 +155,7 @@ def test_with_a_trunk_of_its_own_the_critic_changes_nothing_of_the_policy():
     loss=test_train_step.LOSS,
     stages=test_train_step.STAGES,
     batch=dataclasses.replace(
-      trainer.batch_settings, fields=batch_settings.reward_fields
+      trainer.batch_settings, fields=packing.BatchSettings.fields
     ),
     num_steps=1,
     decay=1.0,

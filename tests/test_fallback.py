@@ -22,7 +22,6 @@ import waiting
 
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import disk
-from jaxrl_async.storage import fallback
 from jaxrl_async.storage import manifest
 from jaxrl_async.storage import pytree_files
 
@@ -37,7 +36,7 @@ def save(directory, *steps, keep=9):
 
 def newest(directory):
   notes = []
-  whole = fallback.newest_whole(directory, notes.append)
+  whole = checkpoint.newest_whole(directory, notes.append)
   return whole and whole[:3], notes
 
 
@@ -95,7 +94,7 @@ def test_a_damaged_newest_falls_back_to_the_one_before(tmp_path, how):
   tear(tmp_path / "2", how)
   whole, notes = newest(tmp_path)
   assert whole == (1, {"step": 1}, (3, 2)) and len(notes) == 2
-  fallback.set_aside(tmp_path, (3, 2))
+  checkpoint.set_aside(tmp_path, (3, 2))
   assert checkpoint.latest(tmp_path) == 1
   save(tmp_path, 2, keep=1)
   assert names(tmp_path) == ["2", "2.damaged", "3.damaged"]
@@ -104,9 +103,9 @@ def test_a_damaged_newest_falls_back_to_the_one_before(tmp_path, how):
   save(tmp_path, 4)
   tear(tmp_path / "4", how)
   assert newest(tmp_path)[0] == (2, {"step": 2}, (4,))
-  fallback.set_aside(tmp_path, ())
+  checkpoint.set_aside(tmp_path, ())
   assert len(names(tmp_path)) == 4
-  fallback.set_aside(tmp_path, (4,))
+  checkpoint.set_aside(tmp_path, (4,))
   assert names(tmp_path) == ["2", "4.damaged"]
 
 
@@ -119,7 +118,7 @@ def test_what_a_crash_left_of_a_damaged_step_never_comes_back(tmp_path):
   checkpoint.recover(tmp_path)
   whole, _ = newest(tmp_path)
   assert whole == (5, {"step": 5}, (7,))
-  fallback.set_aside(tmp_path, (7,))
+  checkpoint.set_aside(tmp_path, (7,))
   save(tmp_path, 6)
   assert checkpoint.steps(tmp_path) == [5, 6]
   assert names(tmp_path) == ["5", "6", "7.damaged", "7.old.damaged"]
@@ -136,7 +135,7 @@ def test_a_start_reads_a_checkpoint_once_and_verifies_it_once(
     return verify(directory)
 
   monkeypatch.setattr(manifest, "verify", counted)
-  whole = fallback.newest_whole(tmp_path, lambda text: None)
+  whole = checkpoint.newest_whole(tmp_path, lambda text: None)
   w = STATE["w"]
   abstract = {"w": jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding)}
   found, _, _ = checkpoint.restore(
@@ -145,7 +144,7 @@ def test_a_start_reads_a_checkpoint_once_and_verifies_it_once(
   np.testing.assert_array_equal(found["w"], STATE["w"])
   assert len(calls) == 1
   for how in ("changed", "added"):  # between the two
-    whole = fallback.newest_whole(tmp_path, lambda text: None)
+    whole = checkpoint.newest_whole(tmp_path, lambda text: None)
     path = tmp_path / "1" / "host_state.json"
     content = path.read_bytes()
     tear(tmp_path / "1", how)

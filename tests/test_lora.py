@@ -276,4 +276,4 @@ def test_a_stack_fills_up_smaller_ranks_and_missing_modules():
 
 
 def test_adapters_may_be_beside_every_projection():
-  assert lora_section.MODULES == tuple(configs.PROJECTIONS)
+  assert sections.LORA_MODULES == tuple(configs.PROJECTIONS)

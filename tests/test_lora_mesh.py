@@ -15,7 +15,7 @@ from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.training import batch_settings
+from jaxrl_async.training import packing
 from jaxrl_async.training import train_state
 from jaxrl_async.training import trainer as trainer_lib
 
@@ -38,7 +38,7 @@ def make_trainer(shape, base_dtype):
     forward=dataclasses.replace(test_train_step.FORWARD, model=MODEL),
     loss=test_train_step.LOSS,
     stages=test_train_step.STAGES,
-    batch=batch_settings.BatchSettings(
+    batch=packing.BatchSettings(
       tokens_per_row=16,
       rows_per_microbatch=8,
       num_minibatches=2,

@@ -23,7 +23,7 @@ from jaxrl_async.run import checks
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import device_checks
 from jaxrl_async.run import setup as setup_lib
-from jaxrl_async.training import batch_settings
+from jaxrl_async.training import packing
 from jaxrl_async.training import trainer as trainer_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -96,7 +96,7 @@ def test_the_estimate_is_near_what_is_compiled(remat, attention, shape):
     ),
     loss=test_train_step.LOSS,
     stages=test_train_step.STAGES,
-    batch=batch_settings.BatchSettings(
+    batch=packing.BatchSettings(
       tokens_per_row=TRAIN.tokens_per_row,
       rows_per_microbatch=TRAIN.rows_per_microbatch,
       num_minibatches=2,

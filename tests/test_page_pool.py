@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from jaxrl_async.config import sections
-from jaxrl_async.engine import page_pool
+from jaxrl_async.engine import page_admission
 from jaxrl_async.engine import sequence as sequence_lib
 
 FAST, EXACT = sections.Preemption.FAST, sections.Preemption.EXACT
@@ -23,7 +23,7 @@ FEW = {"num_pages": 12, "page_tokens": 4}  # 48 tokens; 4 slots of 32 want 128
 
 
 def test_equal_beginnings_share_whole_pages_and_nothing_else():
-  pool = page_pool.PagePool(10)
+  pool = page_admission.PagePool(10)
   tokens = np.arange(10)
   first, new = pool.take_for(tokens, bucket=16, page_tokens=4)
   assert new.tolist() == [*first, 10]
@@ -41,7 +41,7 @@ def test_equal_beginnings_share_whole_pages_and_nothing_else():
 
 
 def test_what_does_not_fit_takes_nothing():
-  pool = page_pool.PagePool(3)
+  pool = page_admission.PagePool(3)
   held, _ = pool.take_for(np.arange(8), bucket=16, page_tokens=4)
   longer = np.arange(16)
   assert pool.take_for(longer, bucket=16, page_tokens=4) is None
@@ -51,7 +51,7 @@ def test_what_does_not_fit_takes_nothing():
 
 
 def test_pages_of_old_weights_are_never_found():
-  pool = page_pool.PagePool(8)
+  pool = page_admission.PagePool(8)
   old, _ = pool.take_for(np.arange(8), bucket=16, page_tokens=4)
   pool.forget_names()
   new, _ = pool.take_for(np.arange(8), bucket=16, page_tokens=4)
@@ -63,7 +63,7 @@ def test_pages_of_old_weights_are_never_found():
 
 def test_names_hold_each_token_once_however_long_the_sequence_is():
   tokens = np.random.default_rng(0).integers(0, 9, (4, 512), np.int32)
-  pool = page_pool.PagePool(4 * 32)
+  pool = page_admission.PagePool(4 * 32)
   for row in tokens:
     assert pool.take_for(row, bucket=512, page_tokens=16)
   parts = [part for name in pool._named for part in name]
@@ -72,7 +72,7 @@ def test_names_hold_each_token_once_however_long_the_sequence_is():
 
 
 def test_a_page_that_is_filled_again_leads_to_none_that_followed_it():
-  pool = page_pool.PagePool(4)
+  pool = page_admission.PagePool(4)
   (first, second), _ = pool.take_for(np.arange(8), bucket=16, page_tokens=4)
   pool.release([first])  # the second is still held, and keeps its name
   other = np.array([9, 9, 9, 9, 4, 5, 6, 7])
@@ -83,7 +83,7 @@ def test_a_page_that_is_filled_again_leads_to_none_that_followed_it():
 @given(st.lists(st.integers(0, 11), max_size=40), st.integers(2, 9))
 @settings(max_examples=60, deadline=None)
 def test_every_page_is_free_or_held_as_often_as_it_was_given(moves, num_pages):
-  pool = page_pool.PagePool(num_pages)
+  pool = page_admission.PagePool(num_pages)
   held = []
   for move in moves:
     if move < 3 and held:

@@ -15,7 +15,6 @@ from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import algorithm as algorithm_lib
-from jaxrl_async.training import batch_settings
 from jaxrl_async.training import gradients as gradients_lib
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
@@ -103,7 +102,7 @@ def make_trainer(
     forward=FORWARD,
     loss=loss or make_loss(mode),
     stages=stages or (STAGES if mode is RECOMPUTE else []),
-    batch=batch_settings.BatchSettings(
+    batch=packing.BatchSettings(
       tokens_per_row=16,
       rows_per_microbatch=rows,
       num_minibatches=minibatches,

@@ -16,7 +16,6 @@ from jaxrl_async.config import sections
 from jaxrl_async.config import user_code
 from jaxrl_async.run import curves
 from jaxrl_async.run import setup as setup_lib
-from jaxrl_async.training import batch_settings
 from jaxrl_async.training import critic as critic_lib
 from jaxrl_async.training import episodes
 from jaxrl_async.training import objectives
@@ -221,7 +220,7 @@ def movement(
   )
 
 
-def advantages(section: sections.AlgorithmSection) -> batch_settings.Advantages:
+def advantages(section: sections.AlgorithmSection) -> packing.MakeAdvantages:
   """Return the function that makes advantages of groups, on the host.
 
   Those of gae are 0, because a stage replaces them. So are those of none.
@@ -327,10 +326,10 @@ def _checked(
   return spread
 
 
-def fields(section: sections.AlgorithmSection) -> batch_settings.Fields:
+def fields(section: sections.AlgorithmSection) -> packing.MakeFields:
   """Return the function that makes the further fields of a batch."""
   if section.advantage != "gae":
-    return batch_settings.reward_fields
+    return lambda trajectories, step: packing.reward_fields(trajectories)
   now = _at_step(section)
 
   def of_trajectories(

@@ -31,7 +31,6 @@ from jaxrl_async.run import reward_terms
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.storage import config_json
 from jaxrl_async.text import tokenizer as tokenizer_lib
-from jaxrl_async.training import batch_settings
 from jaxrl_async.training import example_rows
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
@@ -259,7 +258,7 @@ def make_trainer(
     forward=forward,
     loss=loss or algorithm_lib.policy_loss(config),
     stages=algorithm_lib.stages(setup),
-    batch=batch_settings.BatchSettings(
+    batch=packing.BatchSettings(
       tokens_per_row=config.train.tokens_per_row,
       rows_per_microbatch=config.train.rows_per_microbatch,
       num_minibatches=config.algorithm.num_minibatches,

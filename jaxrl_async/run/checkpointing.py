@@ -18,7 +18,7 @@ import time
 
 from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
-from jaxrl_async.storage import background_write
+from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import disk
 
 FIRST_WAIT_S = 5.0
@@ -40,7 +40,7 @@ class _Watch:
 
   def __init__(
     self,
-    write: background_write.Write,
+    write: checkpoint.Write,
     writing: futures.Future[float],
     timeout_s: float,
   ):
@@ -87,7 +87,7 @@ class Checkpointing:
 
   def __init__(
     self,
-    save: Callable[[int], background_write.Write],
+    save: Callable[[int], checkpoint.Write],
     section: sections.RunSection,
     stop: supervisor_lib.StopRequest,
     note: Callable[[str], None],
@@ -263,7 +263,7 @@ class Checkpointing:
     )
     supervisor_lib.Deadline(timeout_s).join(thread)
 
-  def _write(self, write: background_write.Write) -> None:
+  def _write(self, write: checkpoint.Write) -> None:
     writing = self._writing = futures.Future()
 
     def run():

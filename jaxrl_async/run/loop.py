@@ -30,7 +30,6 @@ from jaxrl_async.run import session as session_lib
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.run import snapshot
 from jaxrl_async.run import version_publisher
-from jaxrl_async.storage import background_write
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import config_json
 from jaxrl_async.storage import disk
@@ -291,7 +290,7 @@ class Loop:
     except supervisor_lib.Interrupted:
       self._interrupt()
 
-  def save(self, step: int) -> background_write.Write:
+  def save(self, step: int) -> checkpoint.Write:
     """Copy the whole run for a checkpoint, and return what writes the copy.
 
     The rollout side is paused while its state is copied. A workdir that is not

@@ -10,7 +10,6 @@ from jaxrl_async.run import schedule_start
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import config_json
 from jaxrl_async.storage import disk
-from jaxrl_async.storage import fallback
 from jaxrl_async.storage import workdir as workdir_lib
 
 # The keys that `loop.Loop` stores. Parameters that launch/sft.py wrote
@@ -69,7 +68,7 @@ def find(
     _check_is_of_a_run(workdir, note)
     checkpoint.recover(directory)
     torn = checkpoint.unsealed(directory)
-    whole = fallback.newest_whole(directory, note)
+    whole = checkpoint.newest_whole(directory, note)
     if whole is None:
       if torn:
         raise checkpoint.CheckpointError(
@@ -103,7 +102,7 @@ def find(
   for path in torn:
     if int(path.name) > step:
       note(f"{path} has no manifest and is passed over")
-  fallback.set_aside(directory, damaged)
+  checkpoint.set_aside(directory, damaged)
   with disk.writing(directory):
     checkpoint.make_ready(directory)  # a finished run saves no other one
   note(

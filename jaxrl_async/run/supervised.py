@@ -35,7 +35,6 @@ from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import config_json
 from jaxrl_async.storage import disk
-from jaxrl_async.storage import fallback
 from jaxrl_async.storage import workdir as workdir_lib
 from jaxrl_async.training import packing
 from jaxrl_async.training import preference_objectives
@@ -337,7 +336,7 @@ class FineTuning:
     """
     try:
       checkpoint.recover(self._directory)
-      whole = fallback.newest_whole(self._directory, self._progress.note)
+      whole = checkpoint.newest_whole(self._directory, self._progress.note)
       if whole is None:
         return None
       step, stored = whole.step, whole.host_state
@@ -369,7 +368,7 @@ class FineTuning:
         f" that were computed in {then.model.compute_dtype}; use that, or an"
         " empty workdir",
       )
-    fallback.set_aside(self._directory, whole.damaged)
+    checkpoint.set_aside(self._directory, whole.damaged)
     with disk.writing(self._directory):
       checkpoint.make_ready(self._directory)
     return step, stored

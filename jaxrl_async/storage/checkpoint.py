@@ -9,8 +9,9 @@
 A checkpoint is written under a temporary name, sealed by its manifest and then
 renamed. A directory named by its step is therefore complete, and a crash before
 the rename leaves the previous checkpoint as the newest. A checkpoint that no
-longer matches its manifest raises an error; `fallback` finds the newest one
-that does. Nothing is pickled.
+longer matches its manifest raises an error, and is never read. `newest_whole`
+finds the newest one that is whole, and `set_aside` renames newer ones. Nothing
+is pickled.
 
 `begin` copies what a checkpoint holds into host memory, but for the arrays of
 trajectories, which are there and do not change. What it returns does the rest,
@@ -24,15 +25,16 @@ each its own part. Process 0 calls `begin` and `restore`. The others call
 `begin_arrays` and `restore_arrays` when it says so.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import fcntl
+import itertools
 import json
+import os
 import pathlib
 import shutil
 from typing import Any, NamedTuple, TypeVar
 
-from jaxrl_async.storage import background_write
 from jaxrl_async.storage import checkpoint_places as places
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import manifest
@@ -44,6 +46,7 @@ Announce = Callable[[pathlib.Path], None]
 
 # The format is raised when earlier code would misread the stored files.
 FORMAT = 1
+_DAMAGED = ".damaged"
 
 CheckpointError = places.CheckpointError
 recover = places.recover
@@ -65,6 +68,49 @@ class Verified(NamedTuple):
 
   about: dict[str, Any]
   marks: Any
+
+
+class Write:
+  """A function that writes a directory to its end, and counts what it does.
+
+  Threads: one calls it. Any other may call `progress` meanwhile.
+  """
+
+  def __init__(
+    self, path: pathlib.Path, finish: Callable[[Callable[[], None]], None]
+  ):
+    """Prepare to write.
+
+    Args:
+      path: of the directory, under the name that it has while it is written.
+      finish: writes it. It calls its argument after each part of what it does
+        with files that are complete.
+    """
+    self._path = path
+    self._finish = finish
+    self._count = itertools.count()
+    self._num_parts = 0
+
+  def __call__(self) -> None:
+    """Write the directory."""
+    self._finish(self._on_part)
+
+  def _on_part(self) -> None:
+    self._num_parts = next(self._count)
+
+  def progress(self) -> object:
+    """Return a value that changes while something is written.
+
+    A disk that does not respond may hold this call up for ever.
+    """
+    num_bytes = 0
+    for place, _, names in os.walk(self._path):
+      for name in names:
+        try:
+          num_bytes += os.stat(os.path.join(place, name)).st_size
+        except FileNotFoundError:
+          pass  # it has got another name
+    return self._num_parts, num_bytes
 
 
 def save(
@@ -102,7 +148,7 @@ def begin(
   *,
   keep: int = 2,
   announce: Announce = lambda path: None,
-) -> background_write.Write:
+) -> Write:
   """Copy what a checkpoint holds, and begin to write it.
 
   The arguments may be changed, and the arrays donated, after this function has
@@ -153,7 +199,7 @@ def begin(
       manifest.write(incomplete, about, sync=True, on_part=on_part)
       places.put_in_place(directory, step, keep)
 
-  return background_write.Write(incomplete, finish)
+  return Write(incomplete, finish)
 
 
 @contextlib.contextmanager
@@ -432,3 +478,75 @@ def _readable(about: Any, path: pathlib.Path, step: int) -> dict[str, Any]:
   if about["step"] != step:
     raise CheckpointError(f"{path} holds step {about['step']}")
   return about
+
+
+# -- damaged checkpoints ------------------------------------------------------
+
+
+class Whole(NamedTuple):
+  """A checkpoint whose files are those that were written.
+
+  Attributes:
+    step: of the checkpoint.
+    host_state: what it holds.
+    damaged: the newer steps that were passed over.
+    verified: for `restore`, so that nothing is verified twice.
+  """
+
+  step: int
+  host_state: dict[str, Any]
+  damaged: tuple[int, ...]
+  verified: Verified
+
+
+def newest_whole(
+  directory: pathlib.Path, note: Callable[[str], None]
+) -> Whole | None:
+  """Find the newest checkpoint that is whole; nothing is changed.
+
+  Args:
+    directory: directory of the run's checkpoints.
+    note: is called with a message about each damaged checkpoint.
+
+  Returns:
+    The checkpoint, or None if there is none at all.
+
+  Raises:
+    DamagedError: all of them are damaged. The error is about the newest.
+    CheckpointError: the newest one that is whole is of a newer version.
+  """
+  damaged: dict[int, DamagedError] = {}
+  for step in reversed(steps(directory)):
+    try:
+      verified = verify(directory, step)
+      state = host_state(directory, step, verified)
+    except DamagedError as error:
+      damaged[step] = error
+      continue
+    for error in damaged.values():
+      note(f"WARNING: {error}; going back to the checkpoint of step {step}")
+    return Whole(step, state, tuple(damaged), verified)
+  for error in damaged.values():
+    raise error
+  return None
+
+
+def set_aside(directory: pathlib.Path, damaged: Sequence[int]) -> None:
+  """Rename damaged checkpoints, so that nobody takes them for whole ones.
+
+  What a crash has left of such a step under its old name goes with it: the run
+  goes on from an earlier step and comes to this one anew. What was set aside
+  before is removed, because it would fill the disk.
+  """
+  if not damaged:
+    return
+  before = [*directory.glob(f"*{_DAMAGED}")]
+  for step in damaged:
+    for name in (f"{step}", f"{step}{places.OLD}"):
+      target = directory / f"{name}{_DAMAGED}"
+      shutil.rmtree(target, ignore_errors=True)
+      if (directory / name).exists():
+        (directory / name).rename(target)
+  for path in before:
+    if int(path.name.partition(".")[0]) not in damaged:
+      shutil.rmtree(path, ignore_errors=True)

@@ -25,7 +25,7 @@ its cost is quadratic in the length of each trajectory. Rows are therefore dealt
 so that the shards of a microbatch have similar sums of squared lengths.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import heapq
 from typing import Any, NamedTuple
@@ -328,6 +328,36 @@ def reward_fields(
       values[places[position]] = score
     fields.append(values)
   return {TOKEN_SCORES: fields}
+
+
+# Makes advantages of groups. The integer is the number of completed steps.
+MakeAdvantages = Callable[[Sequence[RolloutGroup], int], Advantages]
+# Makes further fields of a batch, by name, of the trajectories of a step. The
+# integer is the same.
+MakeFields = Callable[
+  [Sequence[Trajectory], int], dict[str, list[Float[np.ndarray, "_"]]]
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchSettings:
+  """What is learned from groups, and how they are packed; see `plan`.
+
+  Attributes:
+    advantages: makes advantages of rewards.
+    fields: makes what else the stages and the loss need.
+    overlong_filter: nothing is learned from trajectories that were cut off.
+    num_epochs: passes of a train step over its minibatches.
+  """
+
+  tokens_per_row: int
+  rows_per_microbatch: int
+  num_minibatches: int
+  min_microbatches: int
+  advantages: MakeAdvantages
+  fields: MakeFields = lambda trajectories, step: reward_fields(trajectories)
+  overlong_filter: bool = False
+  num_epochs: int = 1
 
 
 def expected_microbatches(

@@ -28,7 +28,6 @@ from jaxrl_async.planning import aot
 from jaxrl_async.planning import matmul_rate
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.training import batch_parts
-from jaxrl_async.training import batch_settings
 from jaxrl_async.training import critic as critic_lib
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
@@ -78,7 +77,7 @@ class Trainer:
     forward: train_step.ForwardSettings,
     loss: objectives.Loss,
     stages: Sequence[train_step.Stage],
-    batch: batch_settings.BatchSettings,
+    batch: packing.BatchSettings,
     critic: critic_lib.Critic | None = None,
     movement: reference_lib.Movement | None = None,
     num_steps: int,
@@ -477,7 +476,7 @@ class Trainer:
 
 
 def _num_shards(
-  batch: batch_settings.BatchSettings, sharding: jax.sharding.Sharding
+  batch: packing.BatchSettings, sharding: jax.sharding.Sharding
 ) -> int:
   """Return the number of parts that a microbatch's rows are split into."""
   rows = batch.rows_per_microbatch
