@@ -86,7 +86,7 @@ def test_an_overdue_group_is_cancelled_at_its_replica_at_once(make_world):
   world.publish(0)
 
   def is_found():
-    world.fleet.round(0.01)
+    world.fleet.round()
     return bool(found[-1])
 
   waiting.until(is_found, "an overdue group")

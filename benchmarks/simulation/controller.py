@@ -339,6 +339,7 @@ class Start:
         zero_totals=modelled_replica.NO_TOTALS,
         note=self._take_note,
         seconds=self.loop.seconds,
+        poll_s=0.0,
       )
       return self._fleet
     self._worker = worker_lib.RolloutWorker(
@@ -390,7 +391,7 @@ class Start:
   # -- the processes --------------------------------------------------------
 
   def _fleet_turn(self) -> None:
-    self._fleet.round(0.0)
+    self._fleet.round()
     self._check_groups()
     members = self._fleet._members
     self.invariants.check_members(members)

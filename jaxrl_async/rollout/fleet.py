@@ -7,13 +7,11 @@ continued by another replica.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-import contextlib
 import functools
 import time
 from typing import Any
 
 from jaxrl_async import types
-from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import timeline as timeline_lib
@@ -21,10 +19,10 @@ from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import fleet_answers
 from jaxrl_async.rollout import fleet_member
-from jaxrl_async.rollout import gate as gate_lib
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import most_room
 from jaxrl_async.rollout import remote
+from jaxrl_async.rollout import rollout_side
 from jaxrl_async.rollout import roster as roster_lib
 from jaxrl_async.rollout import wire
 
@@ -35,14 +33,14 @@ class NoReplicaError(supervisor_lib.RunError):
   """No replica was ready in time; the message says why."""
 
 
-class Fleet:
+class Fleet(rollout_side.RolloutSide):
   """Drives a coordinator and its replicas in other processes.
 
   Invariant: `coordinator` knows a replica by the name of its member while the
   member is READY, and has been told that the name is drained otherwise.
 
-  Threads: `run` belongs to the rollout thread. `start` and `close` belong to
-  the main thread, before and after it. See `RolloutSide` for the rest.
+  Threads: see `RolloutSide`. `start` and `close` belong to the main thread,
+  before and after `run`.
   """
 
   def __init__(
@@ -60,6 +58,7 @@ class Fleet:
     zero_totals: dict[str, int | float],
     note: Callable[[str], None],
     seconds: Callable[[], float] = time.monotonic,
+    poll_s: float = _POLL_S,
   ):
     """Create a fleet without replicas.
 
@@ -79,12 +78,13 @@ class Fleet:
       zero_totals: the counters of a replica that has done nothing.
       note: is called with a line when a replica comes, goes or fails.
       seconds: a clock.
+      poll_s: how long a round waits for something to happen.
     """
-    self.coordinator = coordinator
+    super().__init__(coordinator)
     self._num_slots = num_slots
     self._busy = busy
     self._seconds = seconds
-    self._gate = gate_lib.Gate()
+    self._poll_s = poll_s
     self._first_version = -1  # of this start
     self._roster = roster_lib.Roster(
       launch,
@@ -104,15 +104,10 @@ class Fleet:
 
   # -- other threads --------------------------------------------------------
 
-  def status(self) -> str:
-    """Return what the replicas are doing, for the stall report."""
-    states = [
+  def _states(self) -> list[str]:
+    return [
       f"{m.name or f'replica {m.place}'} {m.state.value}" for m in self._members
     ]
-    return (
-      f"rollout: {self._gate.status()}, {', '.join(states)},"
-      f" {self.coordinator.status()}"
-    )
 
   def moving(self) -> object:
     """Return a value that changes when something is generated or adopted.
@@ -123,35 +118,8 @@ class Fleet:
     self._newest_version = max(newest, self._newest_version)
     return self.coordinator.recorded_tokens, self._newest_version
 
-  def stop(self) -> None:
-    """End `run` soon."""
-    self._gate.stop()
-
-  def paused(self, timeout_s: float) -> contextlib.AbstractContextManager[None]:
-    """Hold the rollout thread; the replicas go on with what they have."""
-    return self._gate.paused(timeout_s, self.status)
-
-  def abandon(self) -> None:
-    """Give the thread up; the coordinator knows only what was reported."""
-    self._gate.stop()
-
-  def groups(self) -> dict[int, types.RolloutGroup]:
-    """Return the groups in progress, as they were last reported."""
-    return self.coordinator.groups()
-
-  def cut(self, version: int) -> None:
-    """Take all groups back; each replica begins anew under another name."""
+  def _recall(self) -> None:
     self._roster.recall()
-    self.coordinator.cut(version)
-
-  def metrics(self) -> dict[str, float]:
-    """Return metrics of the replicas."""
-    return self.coordinator.metrics(num_replicas=self.num_ready)
-
-  @property
-  def generated_tokens(self) -> int:
-    """The tokens that replicas reported, without those that were refused."""
-    return self.coordinator.recorded_tokens
 
   @property
   def num_ready(self) -> int:
@@ -245,39 +213,27 @@ class Fleet:
 
   # -- the rollout thread ---------------------------------------------------
 
-  def run(self) -> None:
-    """Hand out work and take reports, until stopped or the buffer is closed."""
-    try:
-      while self._gate.passes():
-        self._gate.show("listening")
-        self.round(_POLL_S)
-    except buffer_lib.BufferClosed:
-      pass
-    finally:
-      self._gate.end()
-
-  def round(self, timeout_s: float) -> None:
-    """Take what has happened, then hand out work.
-
-    Args:
-      timeout_s: how long to wait for something to happen.
+  def _hear(self) -> None:
+    """Take what has happened.
 
     Raises:
-      BufferClosed: the buffer is closed.
       ReplicaFailed: all replicas have failed over and over.
     """
+    self._gate.show("listening")
     if self._first_version < 0:
       self._first_version = self.coordinator.policy_version
     if self.num_ready:
       self._roster.may_fail = True
-    self._roster.relaunch_lost()
-    self._take_events(timeout_s)
-    self._roster.look_for_silence()
-    self.coordinator.collect_scores()
-    overdue = self.coordinator.overdue()
+    self._revive()
+
+  def _take(self, name: str, work: messages.Work) -> None:
     for member in self._members:
-      self._deliver(member, overdue.get(member.name, messages.Work()))
+      if member.name == name:
+        self._deliver(member, work)
+
+  def _go_on(self) -> bool:
     self._hand_out()
+    return False
 
   def _take_events(self, timeout_s: float) -> None:
     for member, said in self._roster.said(timeout_s):
@@ -286,7 +242,7 @@ class Fleet:
   def _revive(self) -> None:
     """Start replicas that have ended, and take what has happened."""
     self._roster.relaunch_lost()
-    self._take_events(_POLL_S)
+    self._take_events(self._poll_s)
     self._roster.look_for_silence()
 
   def _drain(self, name: str) -> None:

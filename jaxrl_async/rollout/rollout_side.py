@@ -1,16 +1,26 @@
-"""The interface of the rollout side, wherever its engines are.
+"""The rollout side: the coordinator and its replicas, driven by one thread.
 
-`worker.RolloutWorker` has one replica in this process. `fleet.Fleet` has any
-number of them in other processes.
+`RolloutSide` is the round of that thread and what other threads ask of it,
+wherever the replicas are. `worker.RolloutWorker` adds how the replica in this
+process takes part in the round, and `fleet.Fleet` how replicas in other
+processes do.
 """
 
-from collections.abc import Iterator, Sequence
+import abc
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 from typing import Protocol, runtime_checkable
 
+import jax
+
 from jaxrl_async import types
+from jaxrl_async.coordination import buffer as buffer_lib
+from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.devices import memory_error
 from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
+from jaxrl_async.rollout import gate as gate_lib
+from jaxrl_async.rollout import messages
 
 
 @runtime_checkable
@@ -43,81 +53,174 @@ class Held(Protocol):
     ...
 
 
-@runtime_checkable
-class RolloutSide(Protocol):
+class RolloutSide(abc.ABC):
   """The coordinator and its replicas, driven by one thread.
 
   Threads: `run` belongs to that thread. While it runs, the coordinator belongs
-  to it too. Other threads may call the rest, but `groups`, `answers` and `hold`
-  only inside `paused`.
+  to it too, and so does a replica in this process. Other threads may call the
+  rest, but `groups`, `cut`, `answers` and `hold` only inside `paused`, or after
+  `abandon`.
+
+  Attributes:
+    coordinator: the coordinator.
   """
 
-  @property
-  def coordinator(self) -> coordinator_lib.Coordinator:
-    """The coordinator."""
-    ...
+  def __init__(
+    self,
+    coordinator: coordinator_lib.Coordinator,
+    seconds: Callable[[], float] | None = None,
+  ):
+    """Create a rollout side; a thread of the caller has to call `run`.
+
+    Args:
+      coordinator: of the run.
+      seconds: the clock of the time for which a pause is waited.
+    """
+    self.coordinator = coordinator
+    self._gate = gate_lib.Gate(seconds)
+    self._is_abandoned = False
+
+  # -- the thread that drives it --------------------------------------------
 
   def run(self) -> None:
-    """Generate until it is stopped or the buffer is closed."""
-    ...
+    """Generate until it is stopped or the buffer is closed.
 
-  def stop(self) -> None:
-    """End `run` soon."""
-    ...
+    Raises:
+      EngineFailed: a program of the engine failed. The groups are those that
+        were reported last.
+    """
+    has_failed = True
+    try:
+      while self._gate.passes():
+        self.round()
+      has_failed = False
+    except buffer_lib.BufferClosed:
+      has_failed = False
+    except jax.errors.JaxRuntimeError as error:
+      self._is_abandoned = True
+      if memory_error.explained(error):
+        raise  # it would need as much memory again
+      raise supervisor_lib.EngineFailed(
+        f"the engine failed ({type(error).__name__}: {error})"
+      ) from error
+    finally:
+      self._end(has_failed)
+      self._gate.end()
+
+  def round(self) -> bool:
+    """Take what has happened, finish groups, and let replicas go on.
+
+    Returns:
+      Whether something was generated in this process.
+
+    Raises:
+      BufferClosed: the buffer is closed.
+    """
+    self._hear()
+    self.coordinator.collect_scores()
+    for name, work in self.coordinator.overdue().items():
+      self._take(name, work)
+    return self._go_on()
+
+  @abc.abstractmethod
+  def _hear(self) -> None:
+    """Take weights, and what replicas have said."""
+
+  @abc.abstractmethod
+  def _take(self, name: str, work: messages.Work) -> None:
+    """Give work to the replica of this name, if there still is one."""
+
+  @abc.abstractmethod
+  def _go_on(self) -> bool:
+    """Hand out new work; return whether this process has generated."""
+
+  def _end(self, has_failed: bool) -> None:
+    """End what belongs to the thread."""
+    del has_failed
+
+  # -- other threads --------------------------------------------------------
 
   def status(self) -> str:
     """Return what it is doing, for the stall report."""
-    ...
+    parts = [self._gate.status(), *self._states(), self.coordinator.status()]
+    return f"rollout worker: {', '.join(parts)}"
 
+  def _states(self) -> list[str]:
+    """Return what each replica is doing, if that is not the thread itself."""
+    return []
+
+  @abc.abstractmethod
   def moving(self) -> object:
     """Return a value that changes when something is generated or adopted."""
-    ...
+
+  def stop(self) -> None:
+    """End `run` before its next round."""
+    self._gate.stop()
 
   def paused(self, timeout_s: float) -> contextlib.AbstractContextManager[None]:
-    """Hold its thread while the context is open.
+    """Hold the thread between two rounds while the context is open.
+
+    A replica in this process stands still then. Others go on with what they
+    have.
+
+    Args:
+      timeout_s: how long to wait for the thread to stop, in seconds.
 
     Raises:
-      TimeoutError: the thread did not pause within `timeout_s` seconds.
+      TimeoutError: the thread did not stop in time.
     """
-    ...
+    return self._gate.paused(timeout_s, self.status)
 
   def abandon(self) -> None:
-    """Give its thread up, which could not be paused: the run ends.
+    """Give the thread up, which could not be paused: the run ends.
 
     From now on `groups` and `generated_tokens` are about what was reported
     last, and need no pause. They must not be relied on if the thread goes on.
     """
-    ...
+    self._is_abandoned = True
+    self._gate.stop()
 
   def groups(self) -> dict[int, types.RolloutGroup]:
     """Return the groups being generated or scored, by index."""
-    ...
+    return self.coordinator.groups()
 
   def cut(self, version: int) -> None:
-    """Make all trajectories go on from their tokens alone, inside `paused`.
+    """Make all trajectories go on from their tokens alone.
 
     All caches are made again, under this version of the weights or a newer one,
     as they are when a run continues from a checkpoint.
     """
-    ...
+    if not self._is_abandoned:
+      self._recall()
+      self.coordinator.cut(version)
 
+  @abc.abstractmethod
+  def _recall(self) -> None:
+    """Have all replicas forget their groups."""
+
+  @abc.abstractmethod
   def totals(self) -> dict[str, int | float]:
     """Return counters since the start: `SchedulerStats`, and two of seconds.
 
     In `wait_s` there was nothing to generate. In `adopt_s` nothing was decoded
     because weights were adopted.
     """
-    ...
+
+  @property
+  @abc.abstractmethod
+  def num_ready(self) -> int:
+    """The number of replicas that generate."""
 
   def metrics(self) -> dict[str, float]:
     """Return how many replicas generate, and the tokens that were refused."""
-    ...
+    return self.coordinator.metrics(num_replicas=self.num_ready)
 
   @property
   def generated_tokens(self) -> int:
-    """The tokens generated for groups since the start."""
-    ...
+    """The tokens generated for groups since the start, as far as is known."""
+    return self.coordinator.recorded_tokens
 
+  @abc.abstractmethod
   def answers(
     self,
     prompts: Sequence[types.Prompt],
@@ -130,12 +233,11 @@ class RolloutSide(Protocol):
     Raises:
       TimeoutError: the version did not arrive within `timeout_s` seconds.
     """
-    ...
 
+  @abc.abstractmethod
   def hold(self, version: int) -> Held:
     """Hold the newest published version for questions, beside the groups.
 
     Its cache and its weights stay in memory until it is released. A version
     that was held before is released.
     """
-    ...

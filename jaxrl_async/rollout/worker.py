@@ -1,68 +1,32 @@
-"""The rollout worker: the thread that drives one replica.
+"""The rollout side whose replica is in this process, and in this thread.
 
-If the coordinator and the replica share a process, this thread drives both.
-Between two decode calls it runs the coordinator's episodes, collects scores and
-adopts newer weights, so that a completion can continue under a new policy
-version. When there is nothing to decode, the thread waits for admission
-(training is behind) or for weights. The buffer and the weight channel wake it.
+The thread that drives the coordinator drives the replica too. Between two
+decode calls it runs the coordinator's episodes, collects scores and adopts
+newer weights, so that a completion can continue under a new policy version.
+When there is nothing to decode, the thread waits for admission (training is
+behind) or for weights. The buffer and the weight channel wake it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-import contextlib
 import dataclasses
 import time
 
-import jax
-
 from jaxrl_async import types
-from jaxrl_async.coordination import buffer as buffer_lib
-from jaxrl_async.coordination import supervisor as supervisor_lib
-from jaxrl_async.coordination import weight_transfer
-from jaxrl_async.devices import memory_error
-from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.rollout import answers as answers_lib
-from jaxrl_async.rollout import client_requests
 from jaxrl_async.rollout import coordinator as coordinator_lib
-from jaxrl_async.rollout import gate as gate_lib
 from jaxrl_async.rollout import held_version
+from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import replica as replica_lib
-from jaxrl_async.text import tokenizer as tokenizer_lib
+from jaxrl_async.rollout import rollout_side
 
 _IDLE_S = 0.005
 
 
-def in_one_process(
-  coordinator: coordinator_lib.Coordinator,
-  *,
-  scheduler: scheduler_lib.Scheduler,
-  channel: weight_transfer.WeightChannel,
-  tokenizer: tokenizer_lib.Tokenizer,
-  requests: client_requests.ClientRequests | None,
-  seconds: Callable[[], float],
-) -> "RolloutWorker":
-  """Return a worker whose only replica is in the coordinator's process."""
-  replica = replica_lib.Replica(
-    "replica 0",
-    coordinator,
-    scheduler,
-    channel=channel,
-    tokenizer=tokenizer,
-    requests=requests,
-  )
-  return RolloutWorker(coordinator, replica, seconds)
+class RolloutWorker(rollout_side.RolloutSide):
+  """Drives a coordinator and a replica that calls it directly.
 
-
-class RolloutWorker:
-  """Drives a replica and its coordinator.
-
-  Threads: `run` belongs to the worker's thread. While it runs, the coordinator
-  and the replica belong to that thread too. Other threads may call `paused`,
-  `stop` and `status`. Inside `paused` the worker stands between two decode
-  calls, and the caller may use the coordinator and the replica.
-
-  Attributes:
-    wait_for_admission_s: seconds in which there was nothing to generate and
-      nothing to score.
+  Threads: see `RolloutSide`. The replica belongs to the thread that calls
+  `run`.
   """
 
   def __init__(
@@ -71,61 +35,36 @@ class RolloutWorker:
     replica: replica_lib.Replica,
     seconds: Callable[[], float] | None = None,
   ):
-    """Create a worker; a thread of the caller has to call `run`.
+    """Create a worker.
 
     Args:
-      coordinator: of the run.
+      coordinator: of the run, and of the replica.
       replica: the only one.
-      seconds: the clock of the time for which a pause is waited.
+      seconds: see `RolloutSide`.
     """
-    self.coordinator = coordinator
+    super().__init__(coordinator, seconds)
     self.replica = replica
-    self.wait_for_admission_s = 0.0
-    self._gate = gate_lib.Gate(seconds)
-    self._is_abandoned = False
+    self._wait_s = 0.0
 
   # -- other threads --------------------------------------------------------
-
-  def status(self) -> str:
-    """Return what the worker is doing, for the stall report."""
-    return f"rollout worker: {self._gate.status()}, {self.coordinator.status()}"
 
   def moving(self) -> object:
     """Return a value that changes when something is generated or adopted."""
     return self.replica.group_tokens, self.replica.version
 
-  def stop(self) -> None:
-    """End `run` before the next decode call."""
-    self._gate.stop()
-
-  def paused(self, timeout_s: float) -> contextlib.AbstractContextManager[None]:
-    """Hold the worker between two decode calls while the context is open.
-
-    Args:
-      timeout_s: how long to wait for the worker to stop, in seconds.
-
-    Raises:
-      TimeoutError: the worker did not stop in time.
-    """
-    return self._gate.paused(timeout_s, self.status)
-
   def totals(self) -> dict[str, int | float]:
     """Return the counters that `RolloutSide.totals` names."""
     return {
       **dataclasses.asdict(self.replica.scheduler.stats),
-      "wait_s": self.wait_for_admission_s,
+      "wait_s": self._wait_s,
       "adopt_s": self.replica.adopt_s,
     }
-
-  def metrics(self) -> dict[str, float]:
-    """Return metrics of the replica; it is the only one."""
-    return self.coordinator.metrics(num_replicas=1)
 
   @property
   def generated_tokens(self) -> int:
     """The tokens generated for groups since the start."""
     if self._is_abandoned:
-      return self.coordinator.recorded_tokens
+      return super().generated_tokens
     written = self.replica.scheduler.stats.generated_tokens
     return written - self.replica.served_tokens
 
@@ -145,68 +84,32 @@ class RolloutWorker:
     """Hold a version for an evaluation; see `RolloutSide.hold`."""
     return self.replica.hold(version)
 
-  def abandon(self) -> None:
-    """Give the thread up; see `RolloutSide.abandon`."""
-    self._is_abandoned = True
-    self._gate.stop()
+  @property
+  def num_ready(self) -> int:
+    """The number of replicas that generate."""
+    return 1
 
   def groups(self) -> dict[int, types.RolloutGroup]:
-    """Return the groups being generated or scored, by index.
-
-    Call it only while the worker is paused.
-    """
+    """Return the groups, with all that was generated; see `RolloutSide`."""
     if not self._is_abandoned:
       self.replica.report_all()
-    return self.coordinator.groups()
+    return super().groups()
 
-  def cut(self, version: int) -> None:
-    """Give all groups back; see `RolloutSide.cut`."""
-    if not self._is_abandoned:
-      self.replica.give_back()
-      self.coordinator.cut(version)
+  def _recall(self) -> None:
+    self.replica.give_back()
 
   # -- the worker's thread --------------------------------------------------
 
-  def run(self) -> None:
-    """Generate until the worker is stopped or the buffer is closed.
-
-    Raises:
-      EngineFailed: a program of the engine failed. The groups are those that
-        were reported last.
-    """
-    has_failed = True
-    try:
-      while self._gate.passes():
-        self.round()
-      has_failed = False
-    except buffer_lib.BufferClosed:
-      has_failed = False
-    except jax.errors.JaxRuntimeError as error:
-      self._is_abandoned = True
-      if memory_error.explained(error):
-        raise  # it would need as much memory again
-      raise supervisor_lib.EngineFailed(
-        f"the engine failed ({type(error).__name__}: {error})"
-      ) from error
-    finally:
-      self.replica.close(has_failed=has_failed)
-      self._gate.end()
-
-  def round(self) -> bool:
-    """Adopt, finish groups and ask for others, and make one step or wait.
-
-    Returns:
-      Whether it made a step.
-
-    Raises:
-      BufferClosed: the buffer is closed.
-    """
+  def _hear(self) -> None:
     if self.replica.may_adopt():
       self._gate.show("adopting")
       self.replica.adopt()
-    self.coordinator.collect_scores()
-    for work in self.coordinator.overdue().values():
-      self.replica.take(work)
+
+  def _take(self, name: str, work: messages.Work) -> None:
+    del name
+    self.replica.take(work)
+
+  def _go_on(self) -> bool:
     self.replica.feed()
     # Groups and the questions of a held version have every other call.
     has_answered = self.replica.answer_beside(self.coordinator.busy)
@@ -217,6 +120,9 @@ class RolloutWorker:
     if not has_answered:
       self._wait()
     return has_answered
+
+  def _end(self, has_failed: bool) -> None:
+    self.replica.close(has_failed=has_failed)
 
   def _wait(self) -> None:
     """Wait for a question, weights, admission or scores.
@@ -242,4 +148,4 @@ class RolloutWorker:
       self._gate.show("waiting for admission or scores")
       self.coordinator.wait_for_admission(version, newest, timeout_s)
     if not is_scoring:
-      self.wait_for_admission_s += time.perf_counter() - start_s
+      self._wait_s += time.perf_counter() - start_s

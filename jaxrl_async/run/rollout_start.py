@@ -15,6 +15,7 @@ from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import client_requests
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import fleet as fleet_lib
+from jaxrl_async.rollout import replica as replica_lib
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.rollout import worker as worker_lib
 from jaxrl_async.run import assembly
@@ -143,14 +144,15 @@ def build(
     session.shutdown.closes(
       channel.close, join_s + disk.most_s(channel.num_bytes)
     )
-    worker = worker_lib.in_one_process(
+    replica = replica_lib.Replica(
+      "replica 0",
       coordinator,
-      scheduler=assembly.make_scheduler(setup, engine, busy),
+      assembly.make_scheduler(setup, engine, busy),
       channel=channel,
       tokenizer=setup.tokenizer,
       requests=requests,
-      seconds=session.seconds,
     )
+    worker = worker_lib.RolloutWorker(coordinator, replica, session.seconds)
     return worker, channel
   for base in remote.channels[:-1]:
     # It stays, for replicas that join late.
