@@ -40,7 +40,6 @@ What was left out is null.
 
 from collections.abc import Sequence
 from concurrent import futures
-import dataclasses
 import gc
 import importlib
 import json
@@ -68,7 +67,6 @@ from jaxrl_async.config import sections
 from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import ledger as ledger_lib
 from jaxrl_async.data import prompts
-from jaxrl_async.engine import scheduler_stats
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import service as service_lib
@@ -284,8 +282,6 @@ def measure(directory: pathlib.Path, num_replicas: int) -> dict[str, float]:
     replica_timeout_s=60.0,
     start_timeout_s=_DEADLINE_S,
     busy=busy,
-    zero_totals=dataclasses.asdict(scheduler_stats.SchedulerStats())
-    | {"wait_s": 0.0, "adopt_s": 0.0},
     note=lambda line: None,
   )
   version = directory / "version"

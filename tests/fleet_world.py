@@ -6,7 +6,6 @@ what a replica says, end it, or let it fail.
 
 import collections
 from concurrent import futures
-import dataclasses
 import pathlib
 import pickle
 import threading
@@ -25,7 +24,6 @@ from jaxrl_async.coordination import transfer_directory
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
-from jaxrl_async.engine import scheduler_stats
 from jaxrl_async.planning import aot
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import fleet as fleet_lib
@@ -174,8 +172,6 @@ class World(worker_world.World):
       num_replicas=num_replicas,
       num_slots=tiny.SIZES.num_slots,
       busy=metrics_lib.BusyClock(),
-      zero_totals=dataclasses.asdict(scheduler_stats.SchedulerStats())
-      | {"wait_s": 0.0, "adopt_s": 0.0},
       note=self.notes.append,
       **{"replica_timeout_s": 30.0, "start_timeout_s": DEADLINE_S}
       | fleet_options,

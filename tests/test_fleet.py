@@ -12,8 +12,8 @@ import waiting
 from jaxrl_async.cluster import replica_process
 from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import fleet as fleet_lib
-from jaxrl_async.rollout import fleet_member
 from jaxrl_async.rollout import remote
+from jaxrl_async.rollout import roster as roster_lib
 from jaxrl_async.rollout import wire
 
 NUM_STEPS = 4
@@ -226,7 +226,7 @@ def test_replicas_that_begin_anew_answer_and_hold(make_world):
   with world.fleet.paused(fleet_world.DEADLINE_S):
     handle.can_attach.clear()
     world.fleet.cut(0)
-    while member.state is not fleet_member.State.STARTING:
+    while member.state is not roster_lib.State.STARTING:
       world.fleet._take_events(0.005)
     held = world.fleet.hold(0)
     assert not held.is_held()

@@ -13,7 +13,6 @@ import waiting
 
 from jaxrl_async.cluster import hosts
 from jaxrl_async.rollout import fleet as fleet_lib
-from jaxrl_async.rollout import fleet_member
 from jaxrl_async.rollout import remote
 from jaxrl_async.rollout import roster as roster_lib
 
@@ -270,11 +269,11 @@ def test_what_a_replica_has_said_before_it_was_lost_is_dropped(make_world):
   world.fleet.start()
   roster, (member,) = world.fleet._roster, world.fleet._members
   waiting.until(lambda: roster._events.qsize() == 1, "what it says")
-  member.state, member.since_s = fleet_member.State.SILENT, float("-inf")
+  member.state, member.since_s = roster_lib.State.SILENT, float("-inf")
   roster.look_for_silence()
-  assert member.state is fleet_member.State.LOST
+  assert member.state is roster_lib.State.LOST
   assert list(roster.said(0.0)) == [] and roster._events.empty()
-  assert member.state is fleet_member.State.LOST
+  assert member.state is roster_lib.State.LOST
 
 
 def test_a_replica_is_counted_once_while_it_begins_anew(make_world):

@@ -23,7 +23,6 @@ from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import attached_replica
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import fleet as fleet_lib
-from jaxrl_async.rollout import fleet_member
 from jaxrl_async.rollout import held_version
 from jaxrl_async.rollout import replica as replica_lib
 from jaxrl_async.rollout import roster as roster_lib
@@ -220,7 +219,7 @@ def test_a_worker_that_asks_only_when_it_is_idle_is_found(monkeypatch):
 
 def test_a_replica_that_is_given_too_much_is_found(monkeypatch):
   monkeypatch.setattr(
-    fleet_member.Member,
+    roster_lib.Member,
     "room",
     property(lambda self: 0 if self.ask is None else self.ask.room),
   )
@@ -228,12 +227,12 @@ def test_a_replica_that_is_given_too_much_is_found(monkeypatch):
 
 
 def test_room_that_is_never_given_back_is_found(monkeypatch):
-  room = fleet_member.Member.room.fget
+  room = roster_lib.Member.room.fget
 
   def shrinking(self):
     return room(self) - self.num_sent
 
-  monkeypatch.setattr(fleet_member.Member, "room", property(shrinking))
+  monkeypatch.setattr(roster_lib.Member, "room", property(shrinking))
   assert first_failure().split(":")[0] in ("slot", "deadlock")
 
 

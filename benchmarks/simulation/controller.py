@@ -336,7 +336,6 @@ class Start:
         start_timeout_s=_START_S,
         hang_timeout_s=modelled_replica.HANG_S,
         busy=busy,
-        zero_totals=modelled_replica.NO_TOTALS,
         note=self._take_note,
         seconds=self.loop.seconds,
         poll_s=0.0,

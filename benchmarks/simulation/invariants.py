@@ -35,8 +35,8 @@ import numpy as np
 from jaxrl_async import types
 from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
-from jaxrl_async.rollout import fleet_member
 from jaxrl_async.rollout import replica as replica_lib
+from jaxrl_async.rollout import roster as roster_lib
 from jaxrl_async.rollout import running_group
 from simulation import modelled_replica
 from simulation import script as script_lib
@@ -356,9 +356,9 @@ class Invariants:
             "whole", f"group {group.index}: {trajectory}"
           )
 
-  def check_members(self, members: Iterable[fleet_member.Member]) -> None:
+  def check_members(self, members: Iterable[roster_lib.Member]) -> None:
     """Check that the fleet has handed out all that it could, and to whom."""
-    ready = {m.name: m for m in members if m.state is fleet_member.State.READY}
+    ready = {m.name: m for m in members if m.state is roster_lib.State.READY}
     waiting = {index for _, index in self._coordinator._waiting}
     for index, running in self._coordinator._running.items():
       if running.unfinished and running.replica not in ready:
@@ -376,7 +376,7 @@ class Invariants:
 
   def check_replicas(
     self,
-    members: Iterable[fleet_member.Member],
+    members: Iterable[roster_lib.Member],
     processes: Mapping[int, modelled_replica.ReplicaProcess],
     now_s: float,
     *,
@@ -390,7 +390,7 @@ class Invariants:
       now_s: the time.
       looks_at_slots: whether no slots are free on purpose.
     """
-    ready = [m for m in members if m.state is fleet_member.State.READY]
+    ready = [m for m in members if m.state is roster_lib.State.READY]
     paces = {
       member.place: processes[member.place].pace
       for member in ready

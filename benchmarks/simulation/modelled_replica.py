@@ -11,7 +11,6 @@ import functools
 from typing import Any, NamedTuple, cast
 
 from jaxrl_async.engine import scheduler as scheduler_lib
-from jaxrl_async.engine import scheduler_stats
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import attached_replica
@@ -34,11 +33,6 @@ HANG_S = 8.0  # longer than the longest call at the pace `case.SLOW`
 _MOST_LATE_S = 3.0
 _ATTACH_S = 0.5
 _IDLE_S = 0.25
-# The counters of a replica that has done nothing.
-NO_TOTALS = dataclasses.asdict(scheduler_stats.SchedulerStats()) | {
-  "wait_s": 0.0,
-  "adopt_s": 0.0,
-}
 
 
 def make_replica(

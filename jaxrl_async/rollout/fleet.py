@@ -18,7 +18,6 @@ from jaxrl_async.reporting import timeline as timeline_lib
 from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import fleet_answers
-from jaxrl_async.rollout import fleet_member
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import most_room
 from jaxrl_async.rollout import remote
@@ -55,7 +54,6 @@ class Fleet(rollout_side.RolloutSide):
     start_timeout_s: float,
     hang_timeout_s: float = float("inf"),
     busy: metrics_lib.BusyClock,
-    zero_totals: dict[str, int | float],
     note: Callable[[str], None],
     seconds: Callable[[], float] = time.monotonic,
     poll_s: float = _POLL_S,
@@ -75,7 +73,6 @@ class Fleet(rollout_side.RolloutSide):
       hang_timeout_s: a replica is replaced whose thread stands still for so
         long.
       busy: records how long the replicas' devices are busy, on average.
-      zero_totals: the counters of a replica that has done nothing.
       note: is called with a line when a replica comes, goes or fails.
       seconds: a clock.
       poll_s: how long a round waits for something to happen.
@@ -93,7 +90,6 @@ class Fleet(rollout_side.RolloutSide):
       replica_timeout_s=replica_timeout_s,
       start_timeout_s=start_timeout_s,
       hang_timeout_s=hang_timeout_s,
-      zero_totals=zero_totals,
       on_gone=self._drain,
       has_trained=self._has_trained,
       note=note,
@@ -151,7 +147,7 @@ class Fleet(rollout_side.RolloutSide):
     try:
       yield from ask.answers(
         lambda: self._roster.handles(
-          fleet_member.State.READY, fleet_member.State.RECALLED
+          roster_lib.State.READY, roster_lib.State.RECALLED
         ),
         self._revive,
         self._roster.start_timeout_s,
@@ -169,7 +165,7 @@ class Fleet(rollout_side.RolloutSide):
     One that was recalled begins anew first.
     """
     return fleet_answers.HeldByFleet(
-      lambda: self._roster.handles(fleet_member.State.READY),
+      lambda: self._roster.handles(roster_lib.State.READY),
       version,
       num_slots=self._num_slots,
     )
@@ -254,32 +250,28 @@ class Fleet(rollout_side.RolloutSide):
 
   # -- what replicas say ----------------------------------------------------
 
-  def _on_said(self, member: fleet_member.Member, said: remote.Said) -> None:
+  def _on_said(self, member: roster_lib.Member, said: remote.Said) -> None:
     """Take reports, and listen on.
 
     What a replica says after its groups were taken from it is refused.
     """
     for told in said.told:
       if isinstance(told, messages.Adopted):
-        if member.state is fleet_member.State.READY:
+        if member.state is roster_lib.State.READY:
           self.coordinator.adopted(told)
         continue
       report = wire.unpack_report(told)
       answer = self.coordinator.report(report)
       if any(one.trajectory.finish_reason for one in report.written):
         member.num_failures = 0
-      if member.state is fleet_member.State.READY:
+      if member.state is roster_lib.State.READY:
         self._deliver(member, answer)
     if self._roster.heard(member, said):
       self._record_busy(member, said)
 
-  def _record_busy(
-    self, member: fleet_member.Member, said: remote.Said
-  ) -> None:
+  def _record_busy(self, member: roster_lib.Member, said: remote.Said) -> None:
     """Record the average over the replicas, and what one of them does."""
-    first = next(
-      m for m in self._members if m.state is fleet_member.State.READY
-    )
+    first = next(m for m in self._members if m.state is roster_lib.State.READY)
     now_s = self._busy.now()
     self._busy.add(
       said.busy_s / len(self._members),
@@ -290,7 +282,7 @@ class Fleet(rollout_side.RolloutSide):
       ],
     )
 
-  def _deliver(self, member: fleet_member.Member, work: messages.Work) -> None:
+  def _deliver(self, member: roster_lib.Member, work: messages.Work) -> None:
     if not work.turns and not work.cancelled:
       return
     assert member.handle is not None

@@ -15,12 +15,15 @@ A replica may fail to answer in several ways, and each has a limit:
 
 from collections.abc import Callable, Iterator
 from concurrent import futures
+import dataclasses
+import enum
 import functools
 import queue
 import threading
 from typing import Any
 
-from jaxrl_async.rollout import fleet_member
+from jaxrl_async.engine import scheduler_stats
+from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import pace as pace_lib
 from jaxrl_async.rollout import remote
 
@@ -31,8 +34,67 @@ _UNFIT_S = 1800.0
 _MAX_FAILURES = 3  # in a row, of every replica
 # What is averaged over the replicas; the other totals are summed.
 _AVERAGED = ("wait_s", "adopt_s", "adoptions")
+_NO_TOTALS = dataclasses.asdict(scheduler_stats.SchedulerStats()) | {
+  "wait_s": 0.0,
+  "adopt_s": 0.0,
+}
 
-State = fleet_member.State
+
+class State(enum.Enum):
+  """What the fleet waits for from a replica."""
+
+  STARTING = "starting"  # that it is attached
+  READY = "ready"  # what it says next
+  SILENT = "silent"  # the same, but its groups were given to others
+  RECALLED = "recalled"  # the same, because all groups were taken back
+  LOST = "lost"  # nothing; it is started again later
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Member:
+  """One place of the fleet, and the replica that fills it.
+
+  Attributes:
+    name: the present name of its replica, which changes at every attachment.
+    ask: its last request for work, with the room that was left then.
+    given: turns given since then, by the number of the delivery.
+    num_sent: number of deliveries to this name.
+    since_s: when it was last heard of, or when its state began.
+    rest_s: how long it is left alone after it was lost.
+    attaching: the call that attaches it. It is running from when the process
+      has started.
+    num_failures: how often it failed since it last ended a trajectory.
+    totals: its counters as it said them last.
+    pace: of the decode steps of its process, since it was READY first.
+  """
+
+  place: int
+  state: State = State.LOST
+  handle: remote.Handle | None = None
+  name: str = ""
+  num_names: int = 0
+  version: int = -1
+  ask: messages.Ask | None = None
+  given: dict[int, int] = dataclasses.field(default_factory=dict)
+  num_sent: int = 0
+  since_s: float = float("-inf")
+  rest_s: float = 0.0
+  attaching: futures.Future[None] | None = None
+  num_failures: int = 0
+  totals: dict[str, int | float] = dataclasses.field(default_factory=dict)
+  pace: pace_lib.Pace | None = None
+
+  @property
+  def is_attaching(self) -> bool:
+    """Whether its process has started, and is not attached yet."""
+    return self.attaching is not None and self.attaching.running()
+
+  @property
+  def room(self) -> int:
+    """For how many more trajectories it has room."""
+    if self.state is not State.READY or self.ask is None:
+      return 0
+    return self.ask.room - sum(self.given.values())
 
 
 class Roster:
@@ -61,7 +123,6 @@ class Roster:
     replica_timeout_s: float,
     start_timeout_s: float,
     hang_timeout_s: float,
-    zero_totals: dict[str, int | float],
     on_gone: Callable[[str], None],
     has_trained: Callable[[], bool],
     note: Callable[[str], None],
@@ -77,13 +138,12 @@ class Roster:
       replica_timeout_s: see the table of this module.
       start_timeout_s: the same.
       hang_timeout_s: the same.
-      zero_totals: the counters of a replica that has done nothing.
       on_gone: is called with the name of a replica that loses its groups.
       has_trained: returns whether this start of the run has made a train step.
       note: is called with a line when a replica comes, goes or fails.
       seconds: a clock.
     """
-    self.members = [fleet_member.Member(place=i) for i in range(num_replicas)]
+    self.members = [Member(place=i) for i in range(num_replicas)]
     self.may_fail = False
     self.start_timeout_s = start_timeout_s
     self._launch = launch
@@ -96,10 +156,10 @@ class Roster:
     self._seconds = seconds
     self._looked_s = seconds()
     self._events = queue.SimpleQueue[
-      tuple[fleet_member.Member, remote.Handle, str, futures.Future]
+      tuple[Member, remote.Handle, str, futures.Future]
     ]()
     self._totals_lock = threading.Lock()
-    self._ended_totals = dict(zero_totals)
+    self._ended_totals = dict(_NO_TOTALS)
 
   # -- any thread -----------------------------------------------------------
 
@@ -134,9 +194,7 @@ class Roster:
         member.handle = self._launch(member.place)
         self._attach(member)
 
-  def said(
-    self, timeout_s: float
-  ) -> Iterator[tuple[fleet_member.Member, remote.Said]]:
+  def said(self, timeout_s: float) -> Iterator[tuple[Member, remote.Said]]:
     """Wait a moment for an event, and yield what replicas have said.
 
     Whoever gets it calls `heard` with it. Each replica has one event at most.
@@ -169,7 +227,7 @@ class Roster:
         else:
           yield member, result
 
-  def heard(self, member: fleet_member.Member, said: remote.Said) -> bool:
+  def heard(self, member: Member, said: remote.Said) -> bool:
     """Listen on to a replica after its reports were taken.
 
     One whose groups were taken from it gets another name, and begins anew.
@@ -213,7 +271,7 @@ class Roster:
     self._collect(member)
     return True
 
-  def _lags(self, member: fleet_member.Member, said: remote.Said) -> bool:
+  def _lags(self, member: Member, said: remote.Said) -> bool:
     """Return whether a replica is far slower than the others."""
     assert member.pace is not None
     return member.pace.lags(
@@ -269,7 +327,7 @@ class Roster:
 
   # -- calls and their ends -------------------------------------------------
 
-  def _attach(self, member: fleet_member.Member) -> None:
+  def _attach(self, member: Member) -> None:
     """Give the replica of a member a new name."""
     assert member.handle is not None
     with self._totals_lock:
@@ -286,7 +344,7 @@ class Roster:
     member.attaching = member.handle.attach(member.name, self._spec)
     self._expect(member, "attached", member.attaching)
 
-  def _on_attached(self, member: fleet_member.Member) -> None:
+  def _on_attached(self, member: Member) -> None:
     member.state, member.since_s = State.READY, self._seconds()
     if member.pace is None:
       member.pace = pace_lib.Pace(self._replica_timeout_s, member.since_s)
@@ -295,13 +353,11 @@ class Roster:
     self._note(f"{member.name} is ready")
     self._collect(member)
 
-  def _collect(self, member: fleet_member.Member) -> None:
+  def _collect(self, member: Member) -> None:
     assert member.handle is not None
     self._expect(member, "said", member.handle.collect())
 
-  def _expect(
-    self, member: fleet_member.Member, kind: str, future: futures.Future
-  ) -> None:
+  def _expect(self, member: Member, kind: str, future: futures.Future) -> None:
     assert member.handle is not None
     future.add_done_callback(
       functools.partial(self._put, member, member.handle, kind)
@@ -309,20 +365,20 @@ class Roster:
 
   def _put(
     self,
-    member: fleet_member.Member,
+    member: Member,
     handle: remote.Handle,
     kind: str,
     future: futures.Future,
   ) -> None:
     self._events.put((member, handle, kind, future))
 
-  def _leave(self, member: fleet_member.Member, state: State) -> None:
+  def _leave(self, member: Member, state: State) -> None:
     """Give a member a state in which it has no groups."""
     if member.state is State.READY:
       self._on_gone(member.name)
     member.state = state
 
-  def _lose(self, member: fleet_member.Member, why: str) -> None:
+  def _lose(self, member: Member, why: str) -> None:
     """Give the groups of a replica to others, and start it again later."""
     self._lose_for(
       member,
@@ -330,9 +386,7 @@ class Roster:
       f"{member.name} is gone ({why}); it is started again",
     )
 
-  def _lose_for(
-    self, member: fleet_member.Member, rest_s: float, line: str
-  ) -> None:
+  def _lose_for(self, member: Member, rest_s: float, line: str) -> None:
     self._leave(member, State.LOST)
     member.since_s, member.rest_s = self._seconds(), rest_s
     self._note(line)
@@ -340,9 +394,7 @@ class Roster:
     member.handle.kill()  # it may have other processes
     member.handle = member.attaching = member.pace = None
 
-  def _fail(
-    self, member: fleet_member.Member, error: remote.ReplicaFailed
-  ) -> None:
+  def _fail(self, member: Member, error: remote.ReplicaFailed) -> None:
     """Start a replica again that has failed, unless this ends the run.
 
     Raises:

@@ -10,7 +10,6 @@ from jaxrl_async.config import sections
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import engine as engine_lib
-from jaxrl_async.engine import scheduler_stats
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import client_requests
 from jaxrl_async.rollout import coordinator as coordinator_lib
@@ -167,8 +166,6 @@ def build(
     start_timeout_s=_start_timeout_s(config, remote.channels),
     hang_timeout_s=config.cluster.hang_timeout_s,
     busy=busy,
-    zero_totals=dataclasses.asdict(scheduler_stats.SchedulerStats())
-    | {"wait_s": 0.0, "adopt_s": 0.0},
     note=note,
   )
   session.shutdown.closes(fleet.close)
