@@ -12,7 +12,7 @@ SOMETIMES = {
   "reward_service/<name>/errors",
   "reward_service/<name>/latency_s",
   "offpolicy/mismatch_kl",
-  "curve/<name>",
+  "schedule/<name>",
   "staleness/bound",
   "staleness/asked",
   "staleness/decision",

@@ -135,7 +135,7 @@ CASES = {
       "schedules": config_dict.ConfigDict(
         {
           "entropy_coef": {
-            "curve": "linear_schedule",
+            "schedule": "linear_schedule",
             "end_value": 0.0,
             "transition_steps": 4,
           }
@@ -143,8 +143,8 @@ CASES = {
       ),
     },
     "train.optimizer": {
-      "rate_curve": config_dict.ConfigDict(
-        {"curve": "warmup_constant_schedule", "warmup_steps": 4}
+      "rate_schedule": config_dict.ConfigDict(
+        {"schedule": "warmup_constant_schedule", "warmup_steps": 4}
       ),
     },
     "staleness_control": {"minimum": 1, "maximum": 3},

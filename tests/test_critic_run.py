@@ -50,8 +50,8 @@ CHANGES = {
   "critic.optimizer": {
     "learning_rate": 1e-4,
     "warmup_steps": 0,
-    "rate_curve": config_dict.ConfigDict(
-      {"curve": "cosine_decay_schedule", "decay_steps": 8}
+    "rate_schedule": config_dict.ConfigDict(
+      {"schedule": "cosine_decay_schedule", "decay_steps": 8}
     ),
     "eps": 1e-6,
     "weight_decay": 0.1,

@@ -65,7 +65,11 @@ def is_refused(check, settings, expected):
 
 
 def line(end):
-  return {"curve": "linear_schedule", "end_value": end, "transition_steps": 10}
+  return {
+    "schedule": "linear_schedule",
+    "end_value": end,
+    "transition_steps": 10,
+  }
 
 
 def test_the_defaults_are_valid():

@@ -65,15 +65,15 @@ line, config_of = test_rules.line, test_rules.config_of
       "0.1 ...ipo (preference.loss)",
     ),
     (
-      {"train.decay": 0.1, "train.optimizer.rate_curve": line(0.1)},
-      "0.1 ...rate_curve says how the rate changes",
+      {"train.decay": 0.1, "train.optimizer.rate_schedule": line(0.1)},
+      "0.1 ...rate_schedule says how the rate changes",
     ),
     (
       {
         "train.optimizer.warmup_steps": 3,
-        "train.optimizer.rate_curve": line(0.1),
+        "train.optimizer.rate_schedule": line(0.1),
       },
-      "3 ...rate_curve says how the rate changes",
+      "3 ...rate_schedule says how the rate changes",
     ),
   ],
   ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -102,7 +102,7 @@ def test_a_setting_that_nothing_reads_is_told(settings, note):
     OWN | {"algorithm.entropy_coef": 0.1},
     OWN | {"algorithm.kl_coef": 0.1},
     # The critic's rate has the decay of the policy's.
-    GAE | {"train.decay": 0.1, "train.optimizer.rate_curve": line(0.1)},
+    GAE | {"train.decay": 0.1, "train.optimizer.rate_schedule": line(0.1)},
     {"staleness_control.patience": 3, "staleness_control.maximum": 4},
   ],
 )

@@ -18,8 +18,8 @@ from jaxrl_async.config.setting import setting
 LOSSES = ("ppo", "coupled_ppo", "gspo", "cispo", "sapo", "reinforce")
 BASELINES = ("group", "leave_one_out", "batch")
 ADVANTAGES = (*BASELINES, "segment", "gae", "none")
-# Curves are functions of `optax.schedules` whose arguments a config can hold.
-CURVES = (
+# Schedules are functions of `optax.schedules` whose arguments a config can hold.
+SCHEDULES = (
   "constant_schedule",
   "cosine_decay_schedule",
   "cosine_onecycle_schedule",
@@ -239,30 +239,30 @@ class AlgorithmSection:
   """One of `LOSSES`, or module:function of a function of a
   `training.objectives.Microbatch`."""
   clip_low: float = setting(
-    0.2, low=0, high=1, curve=setting_lib.Curve.FREE, unread=(_CLIP,)
+    0.2, low=0, high=1, schedule=setting_lib.Schedule.FREE, unread=(_CLIP,)
   )
   """The ratio of ppo, coupled_ppo, gspo and cispo is clipped at 1 - clip_low
   from below. 1 sets no lower bound."""
   clip_high: float = setting(
-    0.2, low=0, curve=setting_lib.Curve.FREE, unread=(_CLIP,)
+    0.2, low=0, schedule=setting_lib.Schedule.FREE, unread=(_CLIP,)
   )
   """It is clipped at 1 + clip_high from above."""
   dual_clip: float = setting(
-    0.0, low=0, curve=setting_lib.Curve.BOUND, unread=(_DUAL_CLIP,)
+    0.0, low=0, schedule=setting_lib.Schedule.BOUND, unread=(_DUAL_CLIP,)
   )
   """With a negative advantage, the objective of ppo and coupled_ppo is at least
   dual_clip times the advantage; 0 sets no such bound."""
   sapo_positive: float = setting(
     1.0,
     low=setting_lib.MIN_FLOAT,
-    curve=setting_lib.Curve.FREE,
+    schedule=setting_lib.Schedule.FREE,
     unread=(_GATE,),
   )
   """Temperature of sapo's gate where the advantage is positive."""
   sapo_negative: float = setting(
     1.05,
     low=setting_lib.MIN_FLOAT,
-    curve=setting_lib.Curve.FREE,
+    schedule=setting_lib.Schedule.FREE,
     unread=(_GATE,),
   )
   """Temperature of sapo's gate elsewhere."""
@@ -280,12 +280,15 @@ class AlgorithmSection:
     0.0,
     low=0,
     high=1,
-    curve=setting_lib.Curve.FREE,
+    schedule=setting_lib.Schedule.FREE,
     unread=(_CORRECTION, _WEIGHT),
   )
   """Smallest behavior weight that is used unchanged."""
   behavior_weight_cap: float = setting(
-    5.0, low=1, curve=setting_lib.Curve.FREE, unread=(_CORRECTION, _WEIGHT)
+    5.0,
+    low=1,
+    schedule=setting_lib.Schedule.FREE,
+    unread=(_CORRECTION, _WEIGHT),
   )
   """Largest behavior weight that is used unchanged."""
   behavior_weight_cap_mode: BehaviorWeightCapMode = setting(
@@ -293,12 +296,12 @@ class AlgorithmSection:
   )
   """What happens to tokens whose behavior weight is out of bounds."""
   second_moment_bound: float = setting(
-    0.0, low=0, curve=setting_lib.Curve.BOUND, unread=(_CORRECTION,)
+    0.0, low=0, schedule=setting_lib.Schedule.BOUND, unread=(_CORRECTION,)
   )
   """M2PO's bound on the mean squared log-ratio of proximal and behavior policy,
   beyond which tokens are left out; 0 sets none."""
   sequence_kl_bound: float = setting(
-    0.0, low=0, curve=setting_lib.Curve.BOUND, unread=(_CORRECTION,)
+    0.0, low=0, schedule=setting_lib.Schedule.BOUND, unread=(_CORRECTION,)
   )
   """Trajectories with a negative advantage are left out if the mean log-ratio
   of behavior and current policy is above; 0 keeps all."""
@@ -311,27 +314,27 @@ class AlgorithmSection:
   advantage_scale: AdvantageScale = setting(AdvantageScale.STD)
   """What advantages are divided by."""
   gamma: float = setting(
-    1.0, low=0, high=1, curve=setting_lib.Curve.FREE, unread=(_GAE,)
+    1.0, low=0, high=1, schedule=setting_lib.Schedule.FREE, unread=(_GAE,)
   )
   """Discount per token of gae."""
   gae_lambda: float = setting(
-    1.0, low=0, high=1, curve=setting_lib.Curve.FREE, unread=(_GAE,)
+    1.0, low=0, high=1, schedule=setting_lib.Schedule.FREE, unread=(_GAE,)
   )
   """How much gae trusts rewards over values: 1 takes the whole return, 0 the
   next value."""
   reward_bias: float = setting(
-    0.0, curve=setting_lib.Curve.FREE, unread=(_REWARDS,)
+    0.0, schedule=setting_lib.Schedule.FREE, unread=(_REWARDS,)
   )
   """Is added to each reward."""
   reward_scale: float = setting(
     1.0,
     low=setting_lib.MIN_FLOAT,
-    curve=setting_lib.Curve.FREE,
+    schedule=setting_lib.Schedule.FREE,
     unread=(_REWARDS,),
   )
   """The sum is multiplied by this."""
   reward_clip: float = setting(
-    0.0, low=0, curve=setting_lib.Curve.BOUND, unread=(_REWARDS,)
+    0.0, low=0, schedule=setting_lib.Schedule.BOUND, unread=(_REWARDS,)
   )
   """Largest absolute value of the result; 0 sets no bound."""
   overlong_filter: bool = setting(False)
@@ -354,7 +357,7 @@ class AlgorithmSection:
     0.0,
     low=0,
     fixed="the checkpoint holds a reference, or none if it was 0",
-    curve=setting_lib.Curve.COEFFICIENT,
+    schedule=setting_lib.Schedule.COEFFICIENT,
   )
   """Coefficient of the divergence from the reference, which begins as the
   policy before the first train step; 0 keeps no reference."""
@@ -364,7 +367,7 @@ class AlgorithmSection:
   """The divergence of a token is subtracted from its reward, instead of being
   added to the loss. It needs the estimator k1."""
   kl_reward_clip: float = setting(
-    0.0, low=0, curve=setting_lib.Curve.BOUND, unread=(_IN_REWARD,)
+    0.0, low=0, schedule=setting_lib.Schedule.BOUND, unread=(_IN_REWARD,)
   )
   """Largest absolute value of the estimate of a token in the reward; 0 sets no
   bound."""
@@ -391,11 +394,13 @@ class AlgorithmSection:
     unread=(_REFERENCE,),
   )
   """Keep the reference in host memory between its uses."""
-  entropy_coef: float = setting(0.0, low=0, curve=setting_lib.Curve.COEFFICIENT)
+  entropy_coef: float = setting(
+    0.0, low=0, schedule=setting_lib.Schedule.COEFFICIENT
+  )
   """Coefficient of the bonus for the policy's entropy."""
-  curves: config_dict.ConfigDict = setting(config_dict.ConfigDict)
+  schedules: config_dict.ConfigDict = setting(config_dict.ConfigDict)
   """Fields of the loss that change with the train step, by name; value_coef and
-  value_clip are those of the critic. Each entry has `curve`, one of `CURVES`,
+  value_clip are those of the critic. Each entry has `schedule`, one of `SCHEDULES`,
   and its arguments. It begins with the field's own value, or rises to it from
   0, by default."""
   teacher: str = setting(
@@ -408,7 +413,9 @@ class AlgorithmSection:
   learns by its logprobs of what the policy writes: one in Hugging Face format,
   of any size, or parameters of the policy's architecture that `launch/sft.py`
   wrote. "" is none."""
-  distill_coef: float = setting(0.0, low=0, curve=setting_lib.Curve.COEFFICIENT)
+  distill_coef: float = setting(
+    0.0, low=0, schedule=setting_lib.Schedule.COEFFICIENT
+  )
   """Coefficient of the teacher's part of the advantages."""
 
 
@@ -432,12 +439,15 @@ class CriticSection:
   )
   """The layers under its head, which is a vector and begins at zero."""
   value_clip: float = setting(
-    0.2, low=0, free=setting_lib.IN_THE_LOSS, curve=setting_lib.Curve.BOUND
+    0.2,
+    low=0,
+    free=setting_lib.IN_THE_LOSS,
+    schedule=setting_lib.Schedule.BOUND,
   )
   """Bound on how far a prediction gains by moving within a train step, in
   normalised units; 0 sets none."""
   value_coef: float = setting(
-    0.5, low=0, free=setting_lib.IN_THE_LOSS, curve=setting_lib.Curve.FREE
+    0.5, low=0, free=setting_lib.IN_THE_LOSS, schedule=setting_lib.Schedule.FREE
   )
   """Coefficient of the value loss beside the policy's."""
   warmup_steps: int = setting(

@@ -17,9 +17,11 @@ class OptimizerName(enum.Enum):
   MUON = "muon"
 
 
-def _has_curve(section: Any, config: Any) -> str:
+def _has_schedule(section: Any, config: Any) -> str:
   del config
-  return "rate_curve says how the rate changes" if section.rate_curve else ""
+  return (
+    "rate_schedule says how the rate changes" if section.rate_schedule else ""
+  )
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -41,18 +43,18 @@ class OptimizerSection:
   warmup_steps: int = setting(
     0,
     low=0,
-    unread=(_has_curve,),
+    unread=(_has_schedule,),
     free="the rate is a function of the number of updates, which goes on: a"
     " warmup that is over is not repeated",
   )
   """Updates in which the rate rises linearly from 0."""
-  rate_curve: config_dict.ConfigDict = setting(
+  rate_schedule: config_dict.ConfigDict = setting(
     config_dict.ConfigDict,
     free="the rate is a function of the number of updates, which goes on: a"
     " warmup that is over is not repeated",
   )
-  """The learning rate of each update, in place of warmup and decay: `curve`,
-  one of `algorithm_section.CURVES`, and its arguments. It begins with
+  """The learning rate of each update, in place of warmup and decay: `schedule`,
+  one of `algorithm_section.SCHEDULES`, and its arguments. It begins with
   `learning_rate`, or rises to it, by default."""
   b1: float = setting(
     0.9, low=0, below=1, fixed="the stored moments are made with it"

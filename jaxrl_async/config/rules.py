@@ -28,9 +28,9 @@ _ANCHORED = ("ppo", "gspo", "cispo", "sapo")
 _EVALUATIONS = ("held_out", "greedy")
 # A host and a port; the host may be an IPv6 address in brackets.
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.-]+):[0-9]{1,5}")
-# Of numbers that a reader may look for: why they have no curve.
-_NO_CURVE = {
-  "learning_rate": "rate_curve of its optimizer is its curve",
+# Of numbers that a reader may look for: why they have no schedule.
+_NO_SCHEDULE = {
+  "learning_rate": "rate_schedule of its optimizer is its schedule",
   "max_staleness": "staleness_control moves it",
   "temperature": "stored logprobs are of tokens drawn at it",
   "reference_decay": "the stored reference is an average with that weight",
@@ -50,7 +50,7 @@ def check(config: sections.Config) -> None:
     *(_updates, _loss, _advantage, _reference, _equal_rewards, _bound, _rates),
   ):
     _require(of(made))
-  _require(_curves(made, unread))
+  _require(_schedules(made, unread))
 
 
 def check_preference(config: sections.Config) -> None:
@@ -512,62 +512,64 @@ def _rates(config: sections.Config) -> Iterator[Rule]:
     )
 
 
-def curves() -> dict[str, setting_lib.Curve]:
-  """Return the fields that may have a curve, by name."""
+def schedules() -> dict[str, setting_lib.Schedule]:
+  """Return the fields that may have a schedule, by name."""
   usual = sections.Config()
   return {
-    field.path: field.known.curve
+    field.path: field.known.schedule
     for section in (usual.algorithm, usual.critic)
     for field in fields_lib.walk(section)
-    if field.known.curve is not setting_lib.Curve.NONE
+    if field.known.schedule is not setting_lib.Schedule.NONE
   }
 
 
-def _curves(config: sections.Config, unread: dict[str, str]) -> Iterator[Rule]:
-  """Yield rules of the names in curves; `run.curves` tries their values.
+def _schedules(
+  config: sections.Config, unread: dict[str, str]
+) -> Iterator[Rule]:
+  """Yield rules of the names in schedules; `run.schedules` tries their values.
 
-  Curves of `algorithm.curves` count train steps, and `rate_curve` of an
+  Schedules of `algorithm.schedules` count train steps, and `rate_schedule` of an
   optimizer counts updates.
   """
-  path, known = "algorithm.curves", curves()
-  for field, entry in config.algorithm.curves.to_dict().items():
+  path, known = "algorithm.schedules", schedules()
+  for field, entry in config.algorithm.schedules.to_dict().items():
     yield (
       field in known,
       path,
       f"{sections.shown(field)} has none"
-      f" ({_NO_CURVE.get(field, 'it is not a number of the loss')}); use one of"
+      f" ({_NO_SCHEDULE.get(field, 'it is not a number of the loss')}); use one of"
       f" {', '.join(known)}",
     )
-    yield from _curve(f"{path}: {field}", entry)
+    yield from _schedule(f"{path}: {field}", entry)
     of = "critic" if hasattr(config.critic, field) else "algorithm"
     name = f"{of}.{field}"
     yield (
-      known[field] is setting_lib.Curve.FREE
+      known[field] is setting_lib.Schedule.FREE
       or getattr(getattr(config, of), field) != 0,
       path,
-      f"{field}: {name}=0 leaves it out of the loss, with any curve; use"
+      f"{field}: {name}=0 leaves it out of the loss, with any schedule; use"
       f" another {name}, and an init_value of 0 if it is to start there",
     )
     reason = unread.get(name, "")
     yield not reason, path, f"{field}: it has no effect, because {reason}"
   for name in TRAINED:
-    entry = getattr(config, name).optimizer.rate_curve.to_dict()
+    entry = getattr(config, name).optimizer.rate_schedule.to_dict()
     if entry:
-      yield from _curve(f"{name}.optimizer.rate_curve", entry)
+      yield from _schedule(f"{name}.optimizer.rate_schedule", entry)
 
 
-def _curve(path: str, entry: Any) -> Iterator[Rule]:
+def _schedule(path: str, entry: Any) -> Iterator[Rule]:
   yield (
-    isinstance(entry, dict) and "curve" in entry,
+    isinstance(entry, dict) and "schedule" in entry,
     path,
-    f"{sections.shown(entry)} names no curve; use an entry like"
-    ' {"curve": "linear_schedule", "end_value": 0.1, "transition_steps": 100}',
+    f"{sections.shown(entry)} names no schedule; use an entry like"
+    ' {"schedule": "linear_schedule", "end_value": 0.1, "transition_steps": 100}',
   )
   yield (
-    entry["curve"] in algorithm_section.CURVES,
+    entry["schedule"] in algorithm_section.SCHEDULES,
     path,
-    f"{sections.shown(entry['curve'])} is not one of"
-    f" {', '.join(algorithm_section.CURVES)}",
+    f"{sections.shown(entry['schedule'])} is not one of"
+    f" {', '.join(algorithm_section.SCHEDULES)}",
   )
   for name, value in entry.items():
     yield (

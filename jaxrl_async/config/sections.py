@@ -208,20 +208,20 @@ class MeshSection:
   rollout_rules: ShardingRules = section(_rollout_rules)
 
 
-def _rate_has_curve(section: Any, config: Any) -> str:
+def _rate_has_schedule(section: Any, config: Any) -> str:
   del config
-  if not section.optimizer.rate_curve:
+  if not section.optimizer.rate_schedule:
     return ""
-  return "its optimizer's rate_curve says how the rate changes"
+  return "its optimizer's rate_schedule says how the rate changes"
 
 
-def _train_rate_has_curve(section: Any, config: Any) -> str:
+def _train_rate_has_schedule(section: Any, config: Any) -> str:
   """Return why nothing reads the decay, which the critic's rate may have."""
   is_of_critic = (
     config.algorithm.advantage == "gae"
-    and not config.critic.optimizer.rate_curve
+    and not config.critic.optimizer.rate_schedule
   )
-  return "" if is_of_critic else _rate_has_curve(section, config)
+  return "" if is_of_critic else _rate_has_schedule(section, config)
 
 
 def _measures_nothing(section: Any, config: Any) -> str:
@@ -261,8 +261,8 @@ class WarmStartSection:
   corrupted_frac: float = setting(0.2, low=0, high=1)
   """For solvers of SOLVERS, share of intermediate results that are written
   wrong and then carried on, so that the policy has something left to learn."""
-  decay: float = setting(0.1, low=0, high=1, unread=(_rate_has_curve,))
-  """Final learning rate over the peak, reached on a cosine curve."""
+  decay: float = setting(0.1, low=0, high=1, unread=(_rate_has_schedule,))
+  """Final learning rate over the peak, reached on a cosine schedule."""
   eval_every: int = setting(0, low=0)
   """Steps between two measurements of the loss on held-out examples; 0 measures
   none. The parameters with the least loss are the result."""
@@ -335,8 +335,8 @@ class PreferenceSection:
   """Rows of `train.tokens_per_row` tokens in each."""
   num_examples: int = setting(10_000, low=1, high=1000000)
   """Number of pairs or solutions; every pass over them is shuffled."""
-  decay: float = setting(0.1, low=0, high=1, unread=(_rate_has_curve,))
-  """Final learning rate over the peak, reached on a cosine curve."""
+  decay: float = setting(0.1, low=0, high=1, unread=(_rate_has_schedule,))
+  """Final learning rate over the peak, reached on a cosine schedule."""
   eval_every: int = setting(20, low=0)
   """Steps between two measurements on held-out ones; 0 measures none. The
   parameters with the least loss are the result."""
@@ -357,7 +357,7 @@ class TrainSection:
   num_steps: int = setting(
     60,
     low=1,
-    free="how far to go; a rate that decays follows the new curve from there",
+    free="how far to go; a rate that decays follows the new schedule from there",
   )
   """Train steps of the whole run."""
   tokens_per_row: int = setting(
@@ -380,12 +380,12 @@ class TrainSection:
     1.0,
     low=0,
     high=1,
-    unread=(_train_rate_has_curve,),
+    unread=(_train_rate_has_schedule,),
     free="the rate is a function of the number of updates, which goes on: the"
-    " new curve holds from there",
+    " new schedule holds from there",
   )
   """Final learning rate over the peak, reached at num_steps; 1 keeps the rate
-  constant. A run that is continued with another num_steps follows the new curve
+  constant. A run that is continued with another num_steps follows the new schedule
   from there."""
   optimizer: OptimizerSection = section(OptimizerSection)
 

@@ -48,11 +48,11 @@ WARM_START = "the stored weights came of it"
 HELD_OUT = "accuracies before and after could not be compared"
 
 
-class Curve(enum.Enum):
-  """Whether a setting may change with the train step (`algorithm.curves`).
+class Schedule(enum.Enum):
+  """Whether a setting may change with the train step (`algorithm.schedules`).
 
-  A BOUND of 0 is none, which no curve may reach. A COEFFICIENT of 0 leaves its
-  term out of the loss; a curve may reach 0, if the field itself is another
+  A BOUND of 0 is none, which no schedule may reach. A COEFFICIENT of 0 leaves its
+  term out of the loss; a schedule may reach 0, if the field itself is another
   number.
   """
 
@@ -82,7 +82,7 @@ class Setting:
     fixed: why it may not.
     fixed_with_groups: why it may not if the checkpoint holds groups that were
       not trained.
-    curve: whether it may follow a curve.
+    schedule: whether it may follow a schedule.
     of_answers: whether the answers of an evaluation, or their scores, depend on
       it.
     unread: returns why nothing reads it, "" if something does; called with its
@@ -101,7 +101,7 @@ class Setting:
   free: str = ""
   fixed: str = ""
   fixed_with_groups: str = ""
-  curve: Curve = Curve.NONE
+  schedule: Schedule = Schedule.NONE
   of_answers: bool = False
   unread: tuple[Callable[[Any, Any], str], ...] = ()
 

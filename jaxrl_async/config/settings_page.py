@@ -21,8 +21,8 @@ _HEAD = """# All settings
 Made from the source by `python -m jaxrl_async.config.settings_page`; a test
 compares the two. A config file sets `config.SECTION.NAME`, and the command line
 `--config.SECTION.NAME=VALUE`. "Resumed" says whether a run may go on from a
-checkpoint with another value, and why. A setting with "curve" may follow one
-over the train steps (`algorithm.curves`)."""
+checkpoint with another value, and why. A setting with "schedule" may follow one
+over the train steps (`algorithm.schedules`)."""
 
 
 def page() -> str:
@@ -126,8 +126,8 @@ def _values(field: fields_lib.Field) -> str:
     words.append(fields_lib.range_of(known))
   elif field.kind is bool:
     words.append("True, False")
-  if known.curve is not setting_lib.Curve.NONE:
-    words.append("curve")
+  if known.schedule is not setting_lib.Schedule.NONE:
+    words.append("schedule")
   return "; ".join(words)
 
 

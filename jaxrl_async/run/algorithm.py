@@ -14,7 +14,7 @@ from jaxrl_async.algorithms import losses
 from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import sections
 from jaxrl_async.config import user_code
-from jaxrl_async.run import curves
+from jaxrl_async.run import schedules
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.training import critic as critic_lib
 from jaxrl_async.training import episodes
@@ -34,11 +34,11 @@ def policy_loss(config: sections.Config) -> objectives.Loss:
   Raises:
     ConfigError: `algorithm.loss` names a function that cannot be imported.
   """
-  entries = config.algorithm.curves
+  entries = config.algorithm.schedules
   if not entries:
     return _policy_loss(config, config.algorithm, config.critic)
-  section_at = curves.at_step(config.algorithm, entries)
-  critic_at = curves.at_step(config.critic, entries)
+  section_at = schedules.at_step(config.algorithm, entries)
+  critic_at = schedules.at_step(config.critic, entries)
 
   def loss(
     micro: objectives.Microbatch,
@@ -123,9 +123,9 @@ def stages(setup: setup_lib.Setup) -> list[train_step.Stage]:
   """
   section = setup.config.algorithm
   found = _stages(setup, section)
-  if not section.curves:
+  if not section.schedules:
     return found
-  at = curves.at_step(section, section.curves)
+  at = schedules.at_step(section, section.schedules)
 
   def scheduled(i: int, stage: train_step.Stage) -> train_step.Stage:
     def run(
@@ -348,7 +348,7 @@ def _at_step(
   section: sections.AlgorithmSection,
 ) -> Callable[[int], sections.AlgorithmSection]:
   """Return what gives the section with the numbers of a train step."""
-  return curves.at_step(section, section.curves, on_host=True)
+  return schedules.at_step(section, section.schedules, on_host=True)
 
 
 def _shaping(

@@ -16,11 +16,11 @@ from jaxrl_async.rewards import term as term_lib
 from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.run import assembly
 from jaxrl_async.run import config_checks
-from jaxrl_async.run import curves
 from jaxrl_async.run import device_checks
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import question_sets
 from jaxrl_async.run import reward_terms
+from jaxrl_async.run import schedules
 from jaxrl_async.run import setup as setup_lib
 
 # How long held-out questions are made to see whether there are enough.
@@ -78,7 +78,7 @@ def checked(
     config, devices, source=source, device_bytes=device_bytes
   )
   algorithm_lib.check(config.algorithm)
-  curves.check(config)
+  schedules.check(config)
   _check_stop_tokens(setup)
   initial_params.check(setup)
   device_checks.check_sharding(setup)

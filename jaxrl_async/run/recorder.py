@@ -244,7 +244,7 @@ class Recorder:
     values |= self._rollout.metrics()
     values |= more
     values |= {
-      f"curve/{field}": float(schedule(pending.step))
+      f"schedule/{field}": float(schedule(pending.step))
       for field, schedule in self._scheduled.items()
     }
     values |= {

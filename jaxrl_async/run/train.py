@@ -38,7 +38,6 @@ from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.run import assembly
 from jaxrl_async.run import checks
 from jaxrl_async.run import config_checks
-from jaxrl_async.run import curves
 from jaxrl_async.run import device_checks
 from jaxrl_async.run import first_stage
 from jaxrl_async.run import frozen_base
@@ -51,6 +50,7 @@ from jaxrl_async.run import rollout_thread
 from jaxrl_async.run import run_evaluations
 from jaxrl_async.run import sampler as sampler_lib
 from jaxrl_async.run import schedule_start
+from jaxrl_async.run import schedules
 from jaxrl_async.run import session as session_lib
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.run import trainer_facts
@@ -318,7 +318,7 @@ def _build(
     max_bad_updates=config.train.max_bad_updates,
     solved_score=config.task.solved_score,
     staleness=staleness,
-    scheduled=curves.make(config),
+    scheduled=schedules.make(config),
   )
   shutdown.closes(recorder.close, join_s)
   publisher = version_publisher.VersionPublisher(trainer, channel, buffer)

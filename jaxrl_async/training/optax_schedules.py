@@ -1,4 +1,4 @@
-"""Schedules of Optax as curves that a config names, with their arguments."""
+"""Schedules of Optax as schedules that a config names, with their arguments."""
 
 from collections.abc import Callable, Mapping
 import inspect
@@ -26,7 +26,7 @@ def of_entry(path: str, value: float, entry: Mapping[str, Any]) -> Schedule:
     value: of the field that has the schedule. Unless the entry says otherwise,
       a schedule with a peak rises from 0 to this value, and any other starts
       with it.
-    entry: `curve`, a name of `algorithm_section.CURVES`, and arguments.
+    entry: `schedule`, a name of `algorithm_section.SCHEDULES`, and arguments.
 
   Raises:
     ConfigError: Optax does not take these arguments.
@@ -34,9 +34,9 @@ def of_entry(path: str, value: float, entry: Mapping[str, Any]) -> Schedule:
   arguments = {
     name: _boundaries(path, x) if isinstance(x, dict) else x
     for name, x in entry.items()
-    if name != "curve"
+    if name != "schedule"
   }
-  function = getattr(optax.schedules, entry["curve"])
+  function = getattr(optax.schedules, entry["schedule"])
   parameters = inspect.signature(function).parameters
   has_peak = "peak_value" in parameters
   usual = {"peak_value": value, "init_value": 0.0 if has_peak else value}
@@ -47,7 +47,7 @@ def of_entry(path: str, value: float, entry: Mapping[str, Any]) -> Schedule:
     sections.require(
       name in parameters,
       path,
-      f"{entry['curve']} has no argument {sections.shown(name)}"
+      f"{entry['schedule']} has no argument {sections.shown(name)}"
       f"{sections.did_you_mean(str(name), parameters)}",
     )
   try:

@@ -71,7 +71,7 @@ def learning_rate_schedule(
 ) -> Callable[[Any], Any]:
   """Return a schedule of linear warmup, then a constant or a cosine decay.
 
-  A section with a `rate_curve` has that in place of it.
+  A section with a `rate_schedule` has that in place of it.
 
   Args:
     section: the peak learning rate, and the warmup in optimizer steps.
@@ -80,9 +80,9 @@ def learning_rate_schedule(
     decay: ratio of the final rate to the peak.
   """
   peak, warmup = section.learning_rate, section.warmup_steps
-  if section.rate_curve:
+  if section.rate_schedule:
     return optax_schedules.of_entry(
-      "rate_curve", peak, section.rate_curve.to_dict()
+      "rate_schedule", peak, section.rate_schedule.to_dict()
     )
   # Warmup starts at peak / (warmup + 1), so that the first update has an
   # effect.

@@ -1,4 +1,4 @@
-"""Rates that follow a curve of Optax, and what no setting may follow."""
+"""Rates that follow a schedule of Optax, and what no setting may follow."""
 
 import jax
 from jax import numpy as jnp
@@ -6,14 +6,14 @@ from ml_collections import config_dict
 import numpy as np
 import optax
 import pytest
-import test_critic_curves
-import test_curves
+import test_critic_schedules
 import test_rules
+import test_schedules
 
 from jaxrl_async.config import rules
 from jaxrl_async.config import sections
 from jaxrl_async.run import config_checks
-from jaxrl_async.run import curves
+from jaxrl_async.run import schedules
 from jaxrl_async.training import train_step
 
 GAE, OWN, HERE = test_rules.GAE, test_rules.OWN, test_rules.HERE
@@ -23,7 +23,7 @@ is_refused = test_rules.is_refused
 
 def section(rate=0.5, **entry):
   return sections.OptimizerSection(
-    learning_rate=rate, rate_curve=config_dict.ConfigDict(entry)
+    learning_rate=rate, rate_schedule=config_dict.ConfigDict(entry)
   )
 
 
@@ -31,24 +31,24 @@ def section(rate=0.5, **entry):
   ("entry", "expected"),
   [
     (
-      {"curve": "linear_schedule", "end_value": 0.1, "transition_steps": 4},
+      {"schedule": "linear_schedule", "end_value": 0.1, "transition_steps": 4},
       [0.5, 0.4, 0.3, 0.2, 0.1, 0.1],
     ),
     (
       {
-        "curve": "piecewise_constant_schedule",
+        "schedule": "piecewise_constant_schedule",
         "boundaries_and_scales": {"2": 0.1, "4": 0.1},
       },
       [0.5, 0.5, 0.05, 0.05, 0.005, 0.005],
     ),
     # With a peak it rises from 0 to the rate of the section.
     (
-      {"curve": "warmup_constant_schedule", "warmup_steps": 2},
+      {"schedule": "warmup_constant_schedule", "warmup_steps": 2},
       [0.0, 0.25, 0.5, 0.5, 0.5, 0.5],
     ),
     (
       {
-        "curve": "warmup_cosine_decay_schedule",
+        "schedule": "warmup_cosine_decay_schedule",
         "init_value": 0.1,
         "peak_value": 0.3,
         "warmup_steps": 2,
@@ -69,7 +69,7 @@ def test_the_rate_of_an_update_is_that_of_the_schedule(entry, expected):
 @pytest.mark.parametrize("name", sections.OptimizerName)
 def test_updates_have_the_rate_of_their_number(name):
   """With equal gradients Adam moves a weight by the rate of the update."""
-  made = section(curve="linear_schedule", end_value=0.1, transition_steps=4)
+  made = section(schedule="linear_schedule", end_value=0.1, transition_steps=4)
   made.name, made.b1, made.b2 = name, 0.0, 0.0
   optimizer = train_step.make_optimizer(
     made, train_step.learning_rate_schedule(made)
@@ -92,27 +92,35 @@ def test_updates_have_the_rate_of_their_number(name):
   np.testing.assert_allclose(found, [0.5, 0.4, 0.3, 0.2, 0.1], rtol=1e-5)
 
 
-def test_there_is_a_case_for_every_field_that_may_have_a_curve():
+def test_there_is_a_case_for_every_field_that_may_have_a_schedule():
   known = [
-    *(*test_curves.FIELDS, *test_curves.STAGE_FIELDS),
-    *(*test_curves.REWARD_FIELDS, *test_critic_curves.FIELDS),
+    *(*test_schedules.FIELDS, *test_schedules.STAGE_FIELDS),
+    *(*test_schedules.REWARD_FIELDS, *test_critic_schedules.FIELDS),
   ]
   assert len(known) == len({*known})
-  assert {*known} == {*rules.curves()}
+  assert {*known} == {*rules.schedules()}
 
 
 @pytest.mark.parametrize(
   ("entries", "settings", "message"),
   [
     ({"clip_hi": line(0.1)}, {}, "'clip_hi' has none...use one of clip_low"),
-    ({"learning_rate": line(0.1)}, {}, "'learning_rate' has none (rate_curve"),
+    (
+      {"learning_rate": line(0.1)},
+      {},
+      "'learning_rate' has none (rate_schedule",
+    ),
     ({"max_staleness": line(1)}, {}, "'max_staleness' ...staleness_control"),
     ({"temperature": line(0.5)}, {}, "'temperature' has none (stored logprobs"),
     ({"normalize_decay": line(0.5)}, GAE, "'normalize_decay' ...average"),
-    ({"clip_low": 0.1}, {}, "clip_low: 0.1 names no curve"),
-    ({"clip_low": {"end_value": 0.1}}, {}, "clip_low: ...names no curve"),
-    ({"clip_low": {"curve": "join_schedules"}}, {}, "clip_low: ...is not one"),
-    ({"clip_low": {"curve": 3}}, {}, "clip_low: 3 is not one of ...cosine"),
+    ({"clip_low": 0.1}, {}, "clip_low: 0.1 names no schedule"),
+    ({"clip_low": {"end_value": 0.1}}, {}, "clip_low: ...names no schedule"),
+    (
+      {"clip_low": {"schedule": "join_schedules"}},
+      {},
+      "clip_low: ...is not one",
+    ),
+    ({"clip_low": {"schedule": 3}}, {}, "clip_low: 3 is not one of ...cosine"),
     (
       {"clip_low": line((1, 2))},
       {},
@@ -132,7 +140,7 @@ def test_there_is_a_case_for_every_field_that_may_have_a_curve():
       "clip_low: ...no argument 'end'; did you mean end_value",
     ),
     (
-      {"clip_low": {"curve": "linear_schedule", "end_value": 0.1}},
+      {"clip_low": {"schedule": "linear_schedule", "end_value": 0.1}},
       {},
       "clip_low: Optax refuses it ...transition_steps",
     ),
@@ -140,7 +148,7 @@ def test_there_is_a_case_for_every_field_that_may_have_a_curve():
     (
       {
         "clip_low": {
-          "curve": "piecewise_constant_schedule",
+          "schedule": "piecewise_constant_schedule",
           "boundaries_and_scales": {"soon": 0.5},
         }
       },
@@ -183,7 +191,7 @@ def test_there_is_a_case_for_every_field_that_may_have_a_curve():
     (
       {
         "entropy_coef": {
-          "curve": "exponential_decay",
+          "schedule": "exponential_decay",
           "transition_steps": 1,
           "decay_rate": 1e30,
         }
@@ -194,18 +202,18 @@ def test_there_is_a_case_for_every_field_that_may_have_a_curve():
   ],
   ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
-def test_what_cannot_be_a_curve_is_refused(entries, settings, message):
+def test_what_cannot_be_a_schedule_is_refused(entries, settings, message):
   def check(config):
     config_checks.check(config)
-    curves.check(config)
+    schedules.check(config)
 
-  settings = settings | {"algorithm.curves": entries}
-  is_refused(check, settings, f"algorithm.curves: {message}")
+  settings = settings | {"algorithm.schedules": entries}
+  is_refused(check, settings, f"algorithm.schedules: {message}")
 
 
 @pytest.mark.parametrize("of", ["train", "warm_start", "preference", "critic"])
-def test_every_optimizer_may_have_a_curve_and_it_is_checked(of):
-  path = f"{of}.optimizer.rate_curve"
+def test_every_optimizer_may_have_a_schedule_and_it_is_checked(of):
+  path = f"{of}.optimizer.rate_schedule"
   settings = {
     "train.num_steps": 3,  # 12 updates
     "warm_start.num_steps": 12,
@@ -216,12 +224,15 @@ def test_every_optimizer_may_have_a_curve_and_it_is_checked(of):
 
   def check(config):
     config_checks.check(config)
-    curves.check(config)
+    schedules.check(config)
 
   check(config_of(settings | {path: line(1e-4)}))
   for entry, message in (
-    ({"end_value": 0.1}, "...names no curve"),
-    (line(0.1) | {"curve": "join_schedules"}, "'join_schedules' is not one of"),
+    ({"end_value": 0.1}, "...names no schedule"),
+    (
+      line(0.1) | {"schedule": "join_schedules"},
+      "'join_schedules' is not one of",
+    ),
     (line(0.1) | {"end": 1}, "...no argument 'end'; did you mean end_value"),
     (line((1, 2)), "'end_value' is (1, 2); use a number"),
     (line(1.7), f"it becomes 1.7 at update 10, and {of}.optimizer.learning_ra"),

@@ -21,7 +21,7 @@ from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import sections
 from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.run import config_checks
-from jaxrl_async.run import curves
+from jaxrl_async.run import schedules
 from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.training import critic as critic_lib
 from jaxrl_async.training import episodes
@@ -67,7 +67,7 @@ REWARD_FIELDS = {
 
 def line(end, **more):
   return {
-    "curve": "linear_schedule",
+    "schedule": "linear_schedule",
     "end_value": end,
     "transition_steps": 10,
     **more,
@@ -76,7 +76,7 @@ def line(end, **more):
 
 def config_with(entries, **settings):
   section = sections.AlgorithmSection(**settings)
-  section.curves = config_dict.ConfigDict(entries)
+  section.schedules = config_dict.ConfigDict(entries)
   return sections.Config(algorithm=section)
 
 
@@ -86,10 +86,10 @@ def test_the_loss_of_a_step_is_the_equation_with_the_value_of_the_step(field):
   section = policy_world.section(case)
   first = getattr(section, field)
   config = sections.Config(algorithm=copy.copy(section))
-  config.algorithm.curves = config_dict.ConfigDict({field: line(end)})
+  config.algorithm.schedules = config_dict.ConfigDict({field: line(end)})
   config.rollout.max_completion_tokens = policy_world.CONSTANT
   config_checks.check(config)
-  curves.check(config)
+  schedules.check(config)
   made = policy_world.arrays()
   micro = policy_world.microbatch(made, policy_world.totals(made))
   scheduled = algorithm_lib.policy_loss(config)
@@ -181,11 +181,11 @@ def test_a_stage_has_the_value_of_the_step(
     }
 
   section = with_values(settings, **{field: first})
-  section.curves = config_dict.ConfigDict({field: line(end)})
+  section.schedules = config_dict.ConfigDict({field: line(end)})
   config = sections.Config(algorithm=section)
   if not section.teacher:
     config_checks.check(config)
-    curves.check(config)
+    schedules.check(config)
   for step in (0, STEP, 10, 99):
     value = first + (end - first) * min(step, 10) / 10
     found = made(section, step)
@@ -212,10 +212,10 @@ def test_rewards_have_the_shape_of_the_step(field):
   trajectories = [t for g in groups for t in g.trajectories]
   for kind in ({}, {"advantage": "segment"}, GAE):
     section = with_values(settings | kind, **{field: first})
-    section.curves = config_dict.ConfigDict({field: line(end)})
+    section.schedules = config_dict.ConfigDict({field: line(end)})
     config = sections.Config(algorithm=section)
     config_checks.check(config)
-    curves.check(config)
+    schedules.check(config)
     found = []
     for step in (0, STEP, 99):
       value = first + (end - first) * min(step, 10) / 10
@@ -235,15 +235,15 @@ def test_rewards_have_the_shape_of_the_step(field):
 
 
 def test_schedules_of_optax_and_where_they_start():
-  for name in algorithm_section.CURVES:
+  for name in algorithm_section.SCHEDULES:
     assert callable(getattr(optax.schedules, name))
   entries = {
     "clip_high": {
-      "curve": "piecewise_constant_schedule",
+      "schedule": "piecewise_constant_schedule",
       "boundaries_and_scales": {"3": 0.5, "6": 0.5},
     },
     "entropy_coef": {
-      "curve": "cosine_decay_schedule",
+      "schedule": "cosine_decay_schedule",
       "decay_steps": 10,
       "alpha": 0.1,
     },
@@ -251,8 +251,8 @@ def test_schedules_of_optax_and_where_they_start():
   }
   config = config_with(entries, clip_high=0.4, entropy_coef=0.2, kl_coef=0.1)
   config_checks.check(config)
-  curves.check(config)
-  made = curves.make(config)
+  schedules.check(config)
+  made = schedules.make(config)
   assert made.keys() == entries.keys()
   steps = (0, 4, 7, 10)
   expected = {
@@ -273,20 +273,20 @@ def test_a_run_and_its_continuation_follow_one_schedule(tmp_path):
     made = test_run.make_config(num_steps=num_steps, eval={"num_items": 4})
     made.algorithm.entropy_coef = 0.5
     made.algorithm.num_epochs = 2
-    made.algorithm.curves = config_dict.ConfigDict(
+    made.algorithm.schedules = config_dict.ConfigDict(
       {"entropy_coef": line(0.0), "clip_high": line(0.4)}
     )
     # 4 updates in each step.
     made.train.optimizer.learning_rate = 8e-4
-    made.train.optimizer.rate_curve = config_dict.ConfigDict(line(3e-4))
+    made.train.optimizer.rate_schedule = config_dict.ConfigDict(line(3e-4))
     return made
 
   for num_steps in (2, 4):
     test_run.start(config(num_steps), tmp_path)
   steps = test_run.lines(tmp_path, "metrics")[1:]
   for name, values in (
-    ("curve/entropy_coef", [0.5, 0.45, 0.4, 0.35]),
-    ("curve/clip_high", [0.2, 0.22, 0.24, 0.26]),
+    ("schedule/entropy_coef", [0.5, 0.45, 0.4, 0.35]),
+    ("schedule/clip_high", [0.2, 0.22, 0.24, 0.26]),
     ("policy/lr", [8e-4, 6e-4, 4e-4, 3e-4]),
   ):
     np.testing.assert_allclose([x[name] for x in steps], values, rtol=1e-6)
@@ -295,4 +295,4 @@ def test_a_run_and_its_continuation_follow_one_schedule(tmp_path):
 def test_a_coefficient_may_begin_at_0_with_a_reference_that_moves():
   entries = {"kl_coef": line(0.4, init_value=0.0)}
   config = config_with(entries, kl_coef=0.1, reference_every=2)
-  curves.check(config)
+  schedules.check(config)

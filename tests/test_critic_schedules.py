@@ -15,7 +15,7 @@ import test_value_functions
 from jaxrl_async.config import sections
 from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.run import config_checks
-from jaxrl_async.run import curves
+from jaxrl_async.run import schedules
 from jaxrl_async.training import critic as critic_lib
 
 STEP = 4
@@ -34,15 +34,15 @@ def config_with(*fields, **settings):
   for field in fields:
     first, end = FIELDS[field]
     setattr(config.critic, field, first)
-    config.algorithm.curves[field] = config_dict.ConfigDict(
+    config.algorithm.schedules[field] = config_dict.ConfigDict(
       {
-        "curve": "linear_schedule",
+        "schedule": "linear_schedule",
         "end_value": end,
         "transition_steps": 10,
       }
     )
   config_checks.check(config)
-  curves.check(config)
+  schedules.check(config)
   return config
 
 
