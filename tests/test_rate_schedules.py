@@ -118,7 +118,7 @@ def test_there_is_a_case_for_every_field_that_may_have_a_schedule():
     (
       {"clip_low": {"schedule": "join_schedules"}},
       {},
-      "clip_low: ...is not one",
+      "...is not one",
     ),
     ({"clip_low": {"schedule": 3}}, {}, "clip_low: 3 is not one of ...cosine"),
     (
@@ -231,7 +231,7 @@ def test_every_optimizer_may_have_a_schedule_and_it_is_checked(of):
     ({"end_value": 0.1}, "...names no schedule"),
     (
       line(0.1) | {"schedule": "join_schedules"},
-      "'join_schedules' is not one of",
+      "...is not one of",
     ),
     (line(0.1) | {"end": 1}, "...no argument 'end'; did you mean end_value"),
     (line((1, 2)), "'end_value' is (1, 2); use a number"),

@@ -18,7 +18,7 @@ from jaxrl_async.config.setting import setting
 LOSSES = ("ppo", "coupled_ppo", "gspo", "cispo", "sapo", "reinforce")
 BASELINES = ("group", "leave_one_out", "batch")
 ADVANTAGES = (*BASELINES, "segment", "gae", "none")
-# Schedules are functions of `optax.schedules` whose arguments a config can hold.
+# Functions of `optax.schedules` whose arguments a config can hold.
 SCHEDULES = (
   "constant_schedule",
   "cosine_decay_schedule",
@@ -400,9 +400,9 @@ class AlgorithmSection:
   """Coefficient of the bonus for the policy's entropy."""
   schedules: config_dict.ConfigDict = setting(config_dict.ConfigDict)
   """Fields of the loss that change with the train step, by name; value_coef and
-  value_clip are those of the critic. Each entry has `schedule`, one of `SCHEDULES`,
-  and its arguments. It begins with the field's own value, or rises to it from
-  0, by default."""
+  value_clip are those of the critic. Each entry has `schedule`, one of
+  `SCHEDULES`, and its arguments. It begins with the field's own value, or rises
+  to it from 0, by default."""
   teacher: str = setting(
     "",
     directory="use one in Hugging Face's format, or WORKDIR/params of"

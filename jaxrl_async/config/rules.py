@@ -528,8 +528,8 @@ def _schedules(
 ) -> Iterator[Rule]:
   """Yield rules of the names in schedules; `run.schedules` tries their values.
 
-  Schedules of `algorithm.schedules` count train steps, and `rate_schedule` of an
-  optimizer counts updates.
+  Those of `algorithm.schedules` count train steps, and the `rate_schedule` of
+  an optimizer counts updates.
   """
   path, known = "algorithm.schedules", schedules()
   for field, entry in config.algorithm.schedules.to_dict().items():
@@ -537,8 +537,8 @@ def _schedules(
       field in known,
       path,
       f"{sections.shown(field)} has none"
-      f" ({_NO_SCHEDULE.get(field, 'it is not a number of the loss')}); use one of"
-      f" {', '.join(known)}",
+      f" ({_NO_SCHEDULE.get(field, 'it is not a number of the loss')}); use"
+      f" one of {', '.join(known)}",
     )
     yield from _schedule(f"{path}: {field}", entry)
     of = "critic" if hasattr(config.critic, field) else "algorithm"
@@ -563,7 +563,8 @@ def _schedule(path: str, entry: Any) -> Iterator[Rule]:
     isinstance(entry, dict) and "schedule" in entry,
     path,
     f"{sections.shown(entry)} names no schedule; use an entry like"
-    ' {"schedule": "linear_schedule", "end_value": 0.1, "transition_steps": 100}',
+    ' {"schedule": "linear_schedule", "end_value": 0.1, "transition_steps":'
+    " 100}",
   )
   yield (
     entry["schedule"] in algorithm_section.SCHEDULES,

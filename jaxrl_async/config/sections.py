@@ -357,7 +357,7 @@ class TrainSection:
   num_steps: int = setting(
     60,
     low=1,
-    free="how far to go; a rate that decays follows the new schedule from there",
+    free="how far to go; a rate that decays follows the new curve from there",
   )
   """Train steps of the whole run."""
   tokens_per_row: int = setting(
@@ -385,8 +385,8 @@ class TrainSection:
     " new schedule holds from there",
   )
   """Final learning rate over the peak, reached at num_steps; 1 keeps the rate
-  constant. A run that is continued with another num_steps follows the new schedule
-  from there."""
+  constant. A run that is continued with another num_steps follows the new
+  schedule from there."""
   optimizer: OptimizerSection = section(OptimizerSection)
 
 

@@ -51,9 +51,9 @@ HELD_OUT = "accuracies before and after could not be compared"
 class Schedule(enum.Enum):
   """Whether a setting may change with the train step (`algorithm.schedules`).
 
-  A BOUND of 0 is none, which no schedule may reach. A COEFFICIENT of 0 leaves its
-  term out of the loss; a schedule may reach 0, if the field itself is another
-  number.
+  A BOUND of 0 is none, which no schedule may reach. A COEFFICIENT of 0 leaves
+  its term out of the loss; a schedule may reach 0, if the field itself is
+  another number.
   """
 
   NONE = enum.auto()

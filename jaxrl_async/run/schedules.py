@@ -1,7 +1,8 @@
 """Settings of the algorithm and the critic that follow a schedule of Optax.
 
 `config.rules` checks their names before anything slow is imported. Here the
-schedules are made, and tried at the steps of the run; those of learning rates too.
+schedules are made, and tried at the steps of the run; those of learning rates
+too.
 """
 
 from collections.abc import Callable, Iterator
