@@ -157,7 +157,7 @@ class Books(run_books.Books):
     totals_start_s = time.perf_counter()
     totals = self.recorder.totals()
     totals_s = time.perf_counter() - totals_start_s
-    self.recorder.begin(pending, totals, {}, is_evaluated=False)
+    self.recorder.begin(pending, totals, {})
     assert self.recorder.wait(60.0)
     return time.perf_counter() - start_s, totals_s
 

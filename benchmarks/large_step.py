@@ -373,7 +373,7 @@ class Run:
     pending = run_books.pending(step, groups, self._num_tokens)
     with self.times.of("metrics"):
       totals = books.recorder.totals()
-      books.recorder.begin(pending, totals, {}, is_evaluated=False)
+      books.recorder.begin(pending, totals, {})
       while not books.recorder.wait(60.0):
         pass
     self.step = step + 1

@@ -29,7 +29,7 @@ _FUNCTIONS = (
   ("publish", weight_transfer.OrbaxChannel, "_announce"),
   ("adopt", weight_transfer.OrbaxChannel, "adopt"),
   ("adopt", scheduler_lib.Scheduler, "adopt"),
-  ("evaluation", run_evaluations.RunEvaluations, "_evaluated"),
+  ("evaluation", run_evaluations.RunEvaluations, "_score"),
   ("train step", trainer_lib.Trainer, "step"),
 )
 

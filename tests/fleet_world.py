@@ -113,15 +113,6 @@ class Handle:
     self.delivered.append(delivery)
     self._call(self.process.deliver, delivery)
 
-  def answer(self, questions):
-    return self._call(self.process.answer, questions)
-
-  def hold(self, version):
-    return self._call(self.process.hold, version)
-
-  def release(self, version):
-    self._call(self.process.release, version)
-
   def kill(self):
     self.is_dead = True
     self.process.end()
@@ -170,7 +161,6 @@ class World(worker_world.World):
       self.launch,
       self.spec,
       num_replicas=num_replicas,
-      num_slots=tiny.SIZES.num_slots,
       busy=metrics_lib.BusyClock(),
       note=self.notes.append,
       **{"replica_timeout_s": 30.0, "start_timeout_s": DEADLINE_S}

@@ -115,14 +115,14 @@ def sequence(i):
   )
 
 
-def generate(scheduler, channel, engine, forget=lambda: None):
-  """Write sequences with three versions, cancel one, answer a question."""
+def generate(scheduler, channel, engine):
+  """Write sequences with three versions, and cancel one."""
   newest = -1
   published = iter(sys.stdin)  # the test publishes a version for each line
-  ended, step, questions = [], 0, None
+  ended, step = [], 0
   for i in range(12):
     scheduler.submit(sequence(i))
-  while not scheduler.is_idle or questions is not None:
+  while not scheduler.is_idle:
     if step % 3 == 0 and step < 9:
       print("next version", flush=True)
       next(published)
@@ -131,16 +131,6 @@ def generate(scheduler, channel, engine, forget=lambda: None):
       scheduler.adopt(params, newest)
     if step == 2:
       scheduler.cancel(sequence_lib.Owner("group", 11))
-    if step == 5:
-      # It keeps its version when the groups adopt the next one.
-      questions = scheduler.fresh(metrics_lib.BusyClock())
-      questions.adopt(params, newest)
-      questions.submit(sequence(20))
-    if questions is not None:
-      ended += questions.step()
-      if questions.is_idle:
-        questions = None
-        forget()
     ended += scheduler.step()
     step += 1
   return [
@@ -182,7 +172,7 @@ def lead(directory, spec):
   scheduler = led_replica.LedScheduler(
     engine, leading, busy=metrics_lib.BusyClock()
   )
-  written = generate(scheduler, channel, engine, leading.forget_questions)
+  written = generate(scheduler, channel, engine)
   print(json.dumps(written), flush=True)
   os._exit(0)
 

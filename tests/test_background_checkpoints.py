@@ -15,8 +15,8 @@ from jaxrl_async.coordination import run_schedule
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.run import answers as answers_lib
 from jaxrl_async.run import checkpointing
-from jaxrl_async.run import evaluate
 from jaxrl_async.run import loop as loop_lib
 from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import rollout_thread
@@ -152,12 +152,14 @@ def test_what_fails_at_a_stop_costs_no_step(tmp_path, monkeypatch):
       self.stop.set()
     return done
 
-  def fails(self, step):
-    raise evaluate.EvaluationError("no answer could be scored")
+  def fails(self):
+    if not self._stop.is_set:
+      return
+    raise answers_lib.EvaluationError("no answer could be scored")
 
   monkeypatch.setattr(loop_lib.Loop, "_train", stopping)
-  monkeypatch.setattr(run_evaluations.RunEvaluations, "drop", fails)
-  with pytest.raises(evaluate.EvaluationError):
+  monkeypatch.setattr(run_evaluations.RunEvaluations, "look", fails)
+  with pytest.raises(answers_lib.EvaluationError):
     test_run.start(make_config(9, checkpoint_every=100), tmp_path)
   assert checkpoint.latest(tmp_path / "checkpoints") == 3
 

@@ -1,7 +1,6 @@
 """An answer that cannot be scored is no answer, neither right nor wrong."""
 
 from concurrent import futures
-import functools
 import types as py_types
 
 import numpy as np
@@ -11,8 +10,9 @@ import tiny
 from jaxrl_async import types
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.rewards import service as service_lib
-from jaxrl_async.rollout import answers as answers_lib
-from jaxrl_async.run import evaluate
+from jaxrl_async.rollout import questions as questions_lib
+from jaxrl_async.run import answers as answers_lib
+from jaxrl_async.run import evaluated_sets
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 NUM_PROMPTS = 5
@@ -22,22 +22,29 @@ def evaluated(score, rewards=None, samples=1, check=lambda: None, **settings):
   """An evaluation whose answer i has the score `score(i)`."""
   rewards = rewards or tiny.Rewards(lambda item, made: score(item["number"]))
   stream = tiny.Prompts()
-  this = evaluate.Evaluator(
+  tokenizer = tokenizer_lib.character_level()
+  asked = questions_lib.of_set(
+    "held_out",
     [stream.next() for _ in range(NUM_PROMPTS)],
-    answers_lib.AnswerSettings(
+    questions_lib.AnswerSettings(
       samples=samples,
-      temperature=1.0,
+      temperature=float(samples > 1),
       max_completion_tokens=4,
       **settings,
     ),
-    tokenizer=tokenizer_lib.character_level(),
+  )
+  answers = answers_lib.scored(
+    answers_lib.write(tiny.ready(), asked, tokenizer),
+    tokenizer=tokenizer,
     rewards=rewards,
     num_slots=tiny.SIZES.num_slots,
+    check=check,
   )
-  write = functools.partial(
-    answers_lib.write, tiny.ready(), tokenizer=tokenizer_lib.character_level()
-  )
-  return this.evaluate(write, is_greedy=samples == 1, check=check)
+  return evaluated_sets.measured(answers, 1.0)["held_out"]
+
+
+def metrics_of(found, **others):
+  return evaluated_sets.metrics_of({"held_out": found, **others})
 
 
 def failure(reason="error: LookupError: no such"):
@@ -50,26 +57,26 @@ def test_failed_scores_count_neither_as_right_nor_as_wrong():
   scores = [t.reward and t.reward.score for t in found.trajectories]
   assert scores == [1.0, None, 0.5, None, 1.0]
   assert list(found.failures) == ["tiny/train/1", "tiny/train/3"]
-  values = evaluate.metrics_of(found, None)
+  values = metrics_of(found)
   assert values["eval/held_out/failed"] == 2
   assert values["eval/held_out/avg@1"] == 2 / 3
-  text = evaluate.describe(found, None)
+  text = evaluated_sets.describe({"held_out": found})
   assert "0.667" in text and "2 answers could not be scored" in text
   assert "tiny/train/1: error: LookupError: no such" in text
 
 
 def test_if_nothing_can_be_scored_the_first_reason_is_given():
-  with pytest.raises(evaluate.EvaluationError) as raised:
+  with pytest.raises(answers_lib.EvaluationError) as raised:
     evaluated(lambda i: failure(f"error: number {i}"))
   text = str(raised.value)
-  assert text.startswith("none of 5 held-out answers could be scored")
+  assert text.startswith("none of 5 answers to held_out could be scored")
   assert "error: number 0" in text and "the scorer's traceback" in text
 
 
 def test_without_failures_the_accuracy_is_the_share_of_full_scores():
   found = evaluated(lambda i: [float(i % 2)])
   assert found.accuracy == 2 / 5 and not found.failures
-  both = evaluate.metrics_of(found, found)
+  both = metrics_of(found, greedy=found)
   assert both["eval/greedy/failed"] == both["eval/held_out/failed"] == 0
   assert np.isclose(both["eval/held_out/pass@1"], 0.4)
 
@@ -80,7 +87,7 @@ def test_the_mean_of_each_part_is_over_what_could_be_scored():
       return failure()
     return [types.Reward(score=0.5, parts={"format": i / 4})]
 
-  values = evaluate.metrics_of(evaluated(score), None)
+  values = metrics_of(evaluated(score))
   assert values["eval/held_out/parts/format"] == 0.5
   assert values["eval/held_out/avg@1"] == 0.0
 
@@ -113,7 +120,7 @@ def test_several_answers_give_pass_at_k_of_the_ones_that_could_be_scored():
   assert found.num_answers == 20 and len(found.trajectories) == 5
   right = [0, 1 / 4, 2 / 4, 3 / 4, 1]
   assert np.isclose(found.accuracy, np.mean(right))
-  values = evaluate.metrics_of(found, None, {"other": found})
+  values = metrics_of(found, other=found)
   assert values["eval/other/accuracy"] == found.accuracy
   for name in ("held_out", "other"):
     assert values[f"eval/{name}/failed"] == 1
@@ -192,11 +199,13 @@ def test_slow_scores_hold_generation_back():
   answers = answers_lib.scored(
     answers_lib.write(
       scheduler,
-      prompts,
-      answers_lib.AnswerSettings(temperature=0.0, max_completion_tokens=1),
-      tokenizer=tokenizer,
+      questions_lib.of_set(
+        "held_out",
+        prompts,
+        questions_lib.AnswerSettings(temperature=0.0, max_completion_tokens=1),
+      ),
+      tokenizer,
     ),
-    prompts,
     tokenizer=tokenizer,
     rewards=rewards,
     num_slots=scheduler.engine.sizes.num_slots,

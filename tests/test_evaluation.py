@@ -19,9 +19,9 @@ from jaxrl_async.config import sections
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.data import prompts
 from jaxrl_async.reporting import progress as progress_lib
+from jaxrl_async.run import answers as answers_lib
 from jaxrl_async.run import assembly
 from jaxrl_async.run import checks
-from jaxrl_async.run import evaluate
 from jaxrl_async.run import evaluation
 from jaxrl_async.run import evaluation_plan
 from jaxrl_async.run import evaluation_start
@@ -200,7 +200,7 @@ def test_a_question_that_lacks_the_category_is_named(world):
 def test_an_evaluation_none_of_whose_answers_can_be_scored_ends(world):
   config = stored_run.config_for_rows()
   config.task.reward = "reward_scorers:raises"
-  with pytest.raises(evaluate.EvaluationError, match="could be scored"):
+  with pytest.raises(answers_lib.EvaluationError, match="could be scored"):
     run(world, world[0] / "unscored", config=config, num_items=2)
 
 
@@ -272,14 +272,14 @@ def test_sets_have_their_own_rows_template_and_samples(tmp_path):
   }
   tokenizer = tokenizer_lib.character_level()
   setup = setup_lib.resolve(config, jax.devices(), tokenizer=tokenizer)
-  sums, samples = question_sets.of_run(setup, "sums")
+  sums, samples = question_sets.of_set_of_run(setup, "sums")
   asked = [tokenizer.decode(prompt.tokens) for prompt in sums.prompts]
   assert asked == [row["question"] + "!" for row in rows] and samples == 2
   config.rollout.max_prompt_tokens = 8
   with pytest.raises(
     sections.ConfigError, match="eval.sets: two: .*all 2 prom"
   ):
-    question_sets.of_run(setup, "two")
+    question_sets.of_set_of_run(setup, "two")
 
 
 def test_questions_of_a_set_are_in_no_other_split(tmp_path):

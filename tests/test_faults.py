@@ -15,7 +15,7 @@ import pytest
 import reward_scorers
 import test_run
 
-from jaxrl_async.run import evaluate
+from jaxrl_async.run import answers as answers_lib
 
 DEADLINE_S = 150.0
 
@@ -30,7 +30,7 @@ def test_an_evaluation_that_fails_costs_no_step_and_no_line(tmp_path):
     return test_run.start(config, workdir, scorer=scorer)
 
   def refuse(num_steps, checkpoints, num_lines):
-    with pytest.raises(evaluate.EvaluationError, match="no reward in an eval"):
+    with pytest.raises(answers_lib.EvaluationError, match="no reward in an"):
       start(num_steps, reward_scorers.raises_in_evaluation)
     found = {int(path.name) for path in (workdir / "checkpoints").iterdir()}
     assert max(found) == checkpoints
@@ -40,7 +40,7 @@ def test_an_evaluation_that_fails_costs_no_step_and_no_line(tmp_path):
 
   refuse(num_steps=1, checkpoints=0, num_lines=0)
   start(1, reward_scorers.length)
-  refuse(num_steps=3, checkpoints=3, num_lines=3)
+  refuse(num_steps=3, checkpoints=3, num_lines=5)
   summary = start(3, reward_scorers.length)
   assert summary["train_steps"] == 3
   lines = test_run.lines(workdir, "metrics")
@@ -91,6 +91,7 @@ import threading
 import staged_train
 
 from jaxrl_async.storage import manifest
+from jaxrl_async.run import answers as answers_lib
 
 write = manifest.write
 

@@ -6,14 +6,10 @@ import time
 
 import fleet_world
 import pytest
-import tiny
 import waiting
 
 from jaxrl_async.cluster import replica_process
-from jaxrl_async.rollout import answers as answers_lib
-from jaxrl_async.rollout import fleet as fleet_lib
 from jaxrl_async.rollout import remote
-from jaxrl_async.rollout import roster as roster_lib
 from jaxrl_async.rollout import wire
 
 NUM_STEPS = 4
@@ -153,91 +149,6 @@ def test_after_a_rollback_replicas_adopt_the_older_version(make_world):
   assert handle.process._attachment.engine is engine
   first.handles.clear()
   first.fleet._members[0].handle = None
-
-
-def questions(count):
-  """Prompts and how they are answered; see `answers_lib.write`."""
-  stream = tiny.Prompts()
-  settings = answers_lib.AnswerSettings(
-    samples=2, temperature=1.0, max_completion_tokens=9
-  )
-  return [stream.next() for _ in range(count)], settings
-
-
-def answers_of(written):
-  return sorted(
-    (one.question, one.sample, one.trajectory.tokens.tolist())
-    for step in written
-    for one in step
-  )
-
-
-def test_an_evaluation_is_the_same_whoever_answers(make_world):
-  world = make_world(num_replicas=2)
-  world.fleet.start()
-  until_ready(world, 2)
-  world.publish(0)
-  prompts, settings = questions(40)
-  alone = answers_of(
-    answers_lib.write(
-      tiny.ready(), prompts, settings, tokenizer=world.spec.tokenizer
-    )
-  )
-  together = world.fleet.answers(prompts, settings, 0, 30.0)
-  assert answers_of(together) == alone
-  # One is gone without a word, and one never answers.
-  world.handles[0].is_dead = True
-  assert answers_of(world.fleet.answers(prompts, settings, 0, 30.0)) == alone
-  world.handles[0].is_dead = False
-  world.handles[1].can_speak.clear()
-  assert answers_of(world.fleet.answers(prompts, settings, 0, 30.0)) == alone
-  world.handles[1].can_speak.set()
-  # All are gone: others are started.
-  for handle in world.handles:
-    handle.is_dead = True
-  assert answers_of(world.fleet.answers(prompts, settings, 0, 30.0)) == alone
-  assert len(world.handles) > 2
-
-
-def test_an_evaluation_without_any_replica_in_time_says_so(make_world):
-  world = make_world(num_replicas=2, start_timeout_s=3.0)
-  world.fleet.start()
-  world.publish(0)
-
-  def dead(place):
-    handle = world.launch(place)
-    handle.is_dead = True
-    return handle
-
-  world.fleet._roster._launch = dead
-  for handle in world.handles:
-    handle.is_dead = True
-  with pytest.raises(fleet_lib.NoReplicaError, match="in 3 s .*: killed"):
-    list(world.fleet.answers(*questions(1), 0, 30.0))
-
-
-def test_replicas_that_begin_anew_answer_and_hold(make_world):
-  world = make_world(num_replicas=1)
-  world.begin()
-  waiting.until(lambda: world.fleet.num_ready == 1, "a replica")
-  (handle,), (member,) = world.handles, world.fleet._members
-  asked = questions(4)
-  # A checkpoint recalls them, and none is attached again in time.
-  with world.fleet.paused(fleet_world.DEADLINE_S):
-    handle.can_attach.clear()
-    world.fleet.cut(0)
-    while member.state is not roster_lib.State.STARTING:
-      world.fleet._take_events(0.005)
-    held = world.fleet.hold(0)
-    assert not held.is_held()
-    answers = world.fleet.answers(*asked, 0, 30.0)
-    assert next(answers) == []
-    handle.can_attach.set()
-    assert len(answers_of(answers)) == 8
-  waiting.until(held.is_held, "that it holds the version")
-  assert len(answers_of(held.answers(*asked))) == 8
-  held.release()
-  world.check_books()
 
 
 def until_ready(world, count):

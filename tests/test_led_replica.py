@@ -104,15 +104,13 @@ def test_two_processes_write_what_one_writes(begin, has_lora):
   two.start("follow", 1)
   led = json.loads(two.written(lead))
   assert lead.wait(30) == 0
-  assert len(led) == 12  # 12 sequences, less one cancelled, and a question
+  assert len(led) == 11  # 12 sequences, less one cancelled
   for a, b in zip(alone, led, strict=True):
     assert [a[k] for k in ("group", "tokens", "versions", "reason")] == [
       b[k] for k in ("group", "tokens", "versions", "reason")
     ]
     np.testing.assert_allclose(a["logprobs"], b["logprobs"], atol=1e-6)
   assert {v for one in led for v in one["versions"]} == {-1, 0, 1, 2}
-  (question,) = (one for one in led if one["group"] == 20)
-  assert set(question["versions"]) == {-1, 1}
   reasons = {one["reason"] for one in led}
   assert {"length", "eos" if has_lora else "stop"} <= reasons
 
@@ -166,27 +164,6 @@ def test_a_version_is_adopted_once_all_processes_have_read_it():
   second.report("fetched", version=4)
   waiting.join(30.0)
   assert not waiting.is_alive()
-
-
-def test_questions_leave_the_next_version_to_the_groups():
-  follower = led_replica.Follower(world_of(2)[1][0])
-  adopted = []
-
-  class Scheduler:
-    def adopt(self, params, version):
-      adopted.append((params, version))
-
-  follower._schedulers = {
-    led_replica._GROUPS: Scheduler(),
-    led_replica._QUESTIONS: Scheduler(),
-  }
-  # The next version was fetched before the questions began with this one.
-  follower._weights = {0: "oldest", 1: "this", 2: "next"}
-  follower._on_adopt(led_replica._QUESTIONS, 1)
-  assert follower._weights == {1: "this", 2: "next"}
-  follower._on_adopt(led_replica._GROUPS, 2)
-  assert follower._weights == {2: "next"}
-  assert adopted == [("this", 1), ("next", 2)]
 
 
 def test_a_follower_tells_while_it_compiles(monkeypatch):

@@ -95,17 +95,11 @@ def test_a_histogram_has_limits_also_after_a_resume(tmp_path):
 
   writer = make_writer(tmp_path)
   writer.write(1, {"a": 1})
-  writer.hold(2, {"reward/histogram": found})
-  state = json.loads(json.dumps(writer.state()))
-  writer.close()
-  writer = make_writer(tmp_path)
-  writer.restore(state)
-  writer.write(2, {"eval/x": 1.0})
+  writer.write(2, {"reward/histogram": found})
   writer.close()
   assert lines(tmp_path)[1] == {
     "step": 2,
     "reward/histogram": {"limits": found.limits, "counts": found.counts},
-    "eval/x": 1.0,
   }
   (histogram,) = (
     v.histo
@@ -160,58 +154,28 @@ def test_metrics_that_cannot_be_written_end_the_run(tmp_path):
   assert [x["step"] for x in lines(tmp_path)] == [1]
 
 
-def test_a_held_step_is_one_line_also_after_a_resume(tmp_path):
+def test_an_evaluation_is_a_line_of_its_own_also_of_an_earlier_step(tmp_path):
   writer = make_writer(tmp_path)
   writer.write(1, {"x": 1})
-  writer.hold(2, {"x": np.float32(2)})
-  assert [x["step"] for x in lines(tmp_path)] == [1]
+  writer.write_evaluation(1, {"eval/x": np.float32(0.5)})
+  writer.write(2, {"x": 2})
   state = json.loads(json.dumps(writer.state()))
-  writer.write(2, {"eval": 0.5})
+  writer.write_evaluation(1, {"eval/y": 7})  # is lost, and made again
   writer.close()
   resumed = make_writer(tmp_path)
   resumed.restore(state)
-  assert resumed.held_step == 2
-  with pytest.raises(ValueError, match="step 3 while step 2 is held"):
-    resumed.hold(3, {"x": 3})
-  resumed.write(2, {"eval": 0.25})
-  assert resumed.held_step is None
+  resumed.write_evaluation(1, {"eval/y": 8})
+  with pytest.raises(ValueError, match="step 1 comes after step 2"):
+    resumed.write(1, {"x": 2})
+  resumed.write(3, {"x": 3})
   resumed.close()
   assert lines(tmp_path) == [
     {"step": 1, "x": 1},
-    {"step": 2, "x": 2.0, "eval": 0.25},
+    {"step": 1, "eval/x": 0.5},
+    {"step": 2, "x": 2},
+    {"step": 1, "eval/y": 8},
+    {"step": 3, "x": 3},
   ]
-
-
-def test_steps_behind_a_held_one_are_written_in_order_also_after_a_resume(
-  tmp_path,
-):
-  writer = make_writer(tmp_path)
-  writer.hold(1, {"x": 1})
-  writer.write(2, {"x": np.float32(2)})
-  state = json.loads(json.dumps(writer.state()))
-  writer.write(3, {"x": 3})
-  with pytest.raises(ValueError, match="step 2 comes after step 3"):
-    writer.write(2, {"x": 2})
-  assert not (tmp_path / "metrics.jsonl").exists()
-  writer.write(1, {"eval": 0.5})
-  writer.write(4, {"x": 4})
-  assert [x["step"] for x in lines(tmp_path)] == [1, 2, 3, 4]
-  assert lines(tmp_path)[0] == {"step": 1, "x": 1, "eval": 0.5}
-  writer.close()
-  resumed = make_writer(tmp_path)
-  resumed.restore(state)
-  assert resumed.held_step == 1 and not lines(tmp_path)
-  resumed.write(3, {"x": 30})
-  resumed.close()  # the run has failed before the evaluation was done
-  assert lines(tmp_path) == [
-    {"step": 1, "x": 1},
-    {"step": 2, "x": 2.0},
-    {"step": 3, "x": 30},
-  ]
-  (scalars,) = [
-    [e.step for e in events(tmp_path) if e.summary.value][-3:],
-  ]
-  assert scalars == [1, 2, 3]
 
 
 def test_a_resume_drops_what_came_after_the_checkpoint(tmp_path):

@@ -29,7 +29,7 @@ from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import checks
 from jaxrl_async.run import config_checks
 from jaxrl_async.run import dry_run
-from jaxrl_async.run import evaluate
+from jaxrl_async.run import evaluated_sets
 from jaxrl_async.run import train as train_lib
 from jaxrl_async.training import publishing
 
@@ -352,7 +352,7 @@ def test_mismatch_kl_against_the_full_weights_is_the_price():
         tokens = [t.tokens for t in trajectories]
         return tiny.trainer_logprobs(params, tokens, model=UNTIED)
 
-      return evaluate.mismatch_kl(trajectories, logprobs)
+      return evaluated_sets.mismatch_kl(trajectories, logprobs)
 
     return kl(full()), kl(exact(weights))
 

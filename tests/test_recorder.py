@@ -100,7 +100,7 @@ def without_arrays(kind=step_metrics.Pending):
 
 def test_a_step_that_is_not_written_down_whole_is_in_no_checkpoint(recorder):
   assert recorder.wait(0.0)
-  recorder.begin(without_arrays(), {}, {}, is_evaluated=False)
+  recorder.begin(without_arrays(), {}, {})
   for timeout_s in (DEADLINE_S, 0.0, 0.0):  # whoever asks
     with pytest.raises(KeyError, match="num_loss_tokens"):
       recorder.wait(timeout_s)
@@ -111,7 +111,7 @@ def test_too_many_skipped_updates_are_raised_once(recorder, monkeypatch):
     raise recorder_lib.BadUpdatesError("too many")
 
   monkeypatch.setattr(recorder, "_step", whole)
-  recorder.begin(without_arrays(), {}, {}, is_evaluated=False)
+  recorder.begin(without_arrays(), {}, {})
   with pytest.raises(recorder_lib.BadUpdatesError):
     recorder.wait(DEADLINE_S)
   assert recorder.wait(0.0)  # the last checkpoint may have it
@@ -182,7 +182,7 @@ def test_no_wait_for_a_step_that_is_never_written_is_without_a_deadline(
   recorder,
 ):
   step = without_arrays(NeverDone)
-  recorder.begin(step, {}, {}, is_evaluated=False)
+  recorder.begin(step, {}, {})
   assert not recorder.wait(0.01)
   assert "recorder: writing step 1 down since" in recorder.status()
   with pytest.raises(TimeoutError, match="writing step 1 down"):

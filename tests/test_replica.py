@@ -1,8 +1,6 @@
 """A replica alone: the coordinator is a script."""
 
 import dataclasses
-import functools
-import threading
 
 import numpy as np
 import pytest
@@ -10,12 +8,9 @@ import tiny
 
 from jaxrl_async import types
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.planning import aot
-from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import episode as episode_lib
-from jaxrl_async.rollout import held_version
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import replica as replica_lib
 from jaxrl_async.rollout import running_group
@@ -155,22 +150,6 @@ def test_it_asks_once_it_has_weights_and_room(script, replica):
   assert script.asks[-1].room == 0  # nothing would be written soon
 
 
-def test_it_waits_for_a_version_and_has_its_weights(script, replica):
-  replica.adopt_version(0, 60.0)
-  assert replica.version == 0 and replica.params.version == 0
-  with pytest.raises(TimeoutError, match="r has not got version 1 in 0.1 s"):
-    replica.adopt_version(1, 0.1)
-  weights = tiny.engine_params(0, seed=1).weights
-  publish = functools.partial(replica._channel.publish, weights, 2)
-  timer = threading.Timer(0.2, publish)
-  timer.start()
-  replica.adopt_version(1, 60.0)  # a newer one will do
-  timer.join()
-  assert [adopted.version for adopted in script.others] == [0, 2]
-  found = replica.params.weights["embedding"]
-  np.testing.assert_array_equal(found, weights["embedding"])
-
-
 @pytest.mark.parametrize("kv_on_adopt", sections.KvOnAdopt)
 def test_new_weights_interrupt_unless_they_are_to_wait(script, kv_on_adopt):
   channel = tiny.channel()
@@ -198,19 +177,6 @@ def test_new_weights_interrupt_unless_they_are_to_wait(script, kv_on_adopt):
   (found,) = script.written()
   assert versions_of(found) == ({0} if waits else {0, 1})
   channel.close()
-
-
-def test_an_evaluation_does_not_wait_for_sequences(script, replica):
-  replica.scheduler.kv_on_adopt = sections.KvOnAdopt.WAIT
-  replica.adopt()
-  script.to_admit = messages.Work(turns=(turn(),))
-  replica.feed()
-  replica.step()
-  replica._channel.publish(tiny.engine_params(0, seed=1).weights, 1)
-  replica.adopt_version(1, 60.0)
-  run(replica)
-  (found,) = script.written()
-  assert versions_of(found) == {0, 1}
 
 
 def test_it_writes_what_the_turn_says_and_reports_its_end(script, replica):
@@ -441,37 +407,24 @@ class Damaging:
       (self.directory / "incarnation-now" / str(version) / "stranger").touch()
 
 
+def adopt(replica):
+  while not replica.may_adopt():
+    replica.wait_for_weights(60.0)
+  replica.adopt()
+
+
 def test_a_damaged_version_is_passed_over_and_the_next_one_waited_for(tmp_path):
   damaging = Damaging(tmp_path)
   channel, publish = damaging.channel, damaging.publish
   replica = make_replica("a", Script(), channel)
   publish(0)
-  replica.adopt_version(0, 60.0)
+  adopt(replica)
   publish(1, is_damaged=True)
   replica.adopt()
   assert replica.version == 0 and not replica.has_newer_weights()
-  with pytest.raises(supervisor_lib.RunError, match="1 of the weights cannot"):
-    replica.adopt_version(1, 60.0)
+  assert channel.unreadable == 1
   publish(2)
-  replica.adopt_version(2, 60.0)
+  adopt(replica)
   assert replica.version == 2
   replica.close(has_failed=False)
   channel.close()
-
-
-def test_a_damaged_version_is_never_held(tmp_path):
-  damaging = Damaging(tmp_path)
-  replica = make_replica("a", Script(), damaging.channel)
-  damaging.publish(0)
-  replica.adopt_version(0, 60.0)
-  held = replica.hold(1)
-  damaging.publish(1, is_damaged=True)
-  while not held.held.done():
-    if replica.may_adopt():
-      replica.adopt()
-    replica.answer_beside(metrics_lib.BusyClock())
-  with pytest.raises(held_version.NotHeld, match="version 1 was not held"):
-    held.is_held()
-  assert replica.version == 0
-  replica.close(has_failed=False)
-  damaging.channel.close()

@@ -7,7 +7,6 @@ import time
 
 import fleet_world
 import pytest
-import test_fleet
 import test_memory_error
 import waiting
 
@@ -215,35 +214,6 @@ def test_a_replica_that_hangs_again_and_again_ends_the_run(make_world):
   assert isinstance(world.error, remote.ReplicaFailed)
   assert "has stood still" in str(world.error)
   assert len(released) == roster_lib._MAX_FAILURES
-
-
-def answer_while_one_hangs(world, version):
-  asked = test_fleet.questions(4)
-  go_on = hang(world.handles[0])
-  try:
-    answers = world.fleet.answers(*asked, version, fleet_world.DEADLINE_S)
-    assert len(test_fleet.answers_of(answers)) == 8
-  finally:
-    go_on()
-  assert len(world.handles) == 2 and has_hung(world)
-
-
-def test_a_replica_that_hangs_in_an_evaluation_is_replaced(make_world):
-  world = make_world(num_replicas=1, hang_timeout_s=1.0)
-  world.begin()
-  waiting.until(lambda: world.fleet.num_ready == 1, "a replica")
-  groups = world.train(1)
-  with world.fleet.paused(fleet_world.DEADLINE_S):
-    answer_while_one_hangs(world, version=1)
-  groups += world.train(NUM_STEPS, first=1)
-  fleet_world.check(world, groups)
-
-
-def test_a_replica_that_hangs_in_the_first_evaluation_is_replaced(make_world):
-  world = make_world(num_replicas=1, hang_timeout_s=1.0)
-  world.fleet.start()
-  world.publish(0)
-  answer_while_one_hangs(world, version=0)
 
 
 @pytest.mark.parametrize("is_recalled", [False, True])

@@ -18,7 +18,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.reporting import sample_pages
 from jaxrl_async.reporting import samples as samples_lib
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
-from jaxrl_async.run import evaluate
+from jaxrl_async.run import evaluated_sets
 from jaxrl_async.run import sampler as sampler_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
@@ -219,14 +219,15 @@ def test_an_evaluation_has_a_file_of_its_own(tmp_path):
   prompts = [group(i).prompt for i in range(100)]
   trajectories = [trajectory("7") for _ in prompts]
   trajectories[1].reward = None
-  evaluation = evaluate.Evaluation(
+  evaluation = evaluated_sets.Evaluation(
     means={"pass@1": 0.0},
     parts={},
+    prompts=prompts,
     trajectories=trajectories,
     num_answers=len(trajectories),
     failures={prompts[1].prompt_id: "timeout: slow"},
   )
-  make_sampler(tmp_path).write_evaluation(0, prompts, evaluation)
+  make_sampler(tmp_path).write_evaluation(0, evaluation)
   rows = pl.read_parquet(tmp_path / "samples" / "eval_0000000000.parquet")
   assert rows.height == 64
   failed = rows.row(1, named=True)

@@ -19,11 +19,9 @@ from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import ledger as ledger_lib
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
-from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.rollout import attached_replica
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import fleet as fleet_lib
-from jaxrl_async.rollout import held_version
+from jaxrl_async.rollout import questions as questions_lib
 from jaxrl_async.rollout import replica as replica_lib
 from jaxrl_async.rollout import roster as roster_lib
 from jaxrl_async.rollout import running_group
@@ -180,16 +178,6 @@ def test_a_replica_that_is_far_too_slow_and_kept_is_found(monkeypatch):
   assert first_failure().startswith("pace")
 
 
-def test_answers_whose_slowness_is_not_measured_are_found(monkeypatch):
-  """Where a replica answers an evaluation, and does nothing else for long."""
-  monkeypatch.setattr(
-    attached_replica.AttachedReplica,
-    "num_steps",
-    property(lambda self: self.replica.scheduler.stats.decode_steps),
-  )
-  assert seeds.run([534]).failures
-
-
 def test_a_score_that_comes_too_late_is_found(monkeypatch):
   submit = surroundings.Rewards.submit
 
@@ -339,16 +327,13 @@ def test_tokens_that_a_failed_engine_has_lost_and_are_counted_are_found(
   assert first_failure().startswith("balance")
 
 
-def test_a_held_version_that_is_another_one_is_found(monkeypatch):
-  def hold(self, groups, params):
-    if params is None:
-      return False
-    self._scheduler = groups.fresh(metrics_lib.BusyClock())
-    self._scheduler.adopt(params, self.version)
-    self.held.set_result(None)
-    return True
+def test_an_answer_that_an_older_version_has_written_is_found(monkeypatch):
+  ask = questions_lib.Questions.ask
 
-  monkeypatch.setattr(held_version.HeldVersion, "_hold", hold)
+  def early(self, questions, version, **more):
+    return ask(self, questions, 0, **more)
+
+  monkeypatch.setattr(questions_lib.Questions, "ask", early)
   assert first_failure().startswith("eval")
 
 

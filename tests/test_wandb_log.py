@@ -28,6 +28,7 @@ for step in steps:
     "staleness/histogram": [4, 0, 1],
     "reward/histogram": metrics.histogram_of([0.0, 1.0, 1.0]),
   })
+writer.write_evaluation(1, {"eval/held_out/avg@1": 0.25})
 writer.close()
 for note in notes:
   print(note)
@@ -102,14 +103,19 @@ def test_all_starts_of_a_run_log_to_one_run_with_every_metric(tmp_path):
   assert steps[1]["staleness/histogram|values"] == [4, 0, 1]
   assert steps[1]["staleness/histogram|bins"] == [-0.5, 0.5, 1.5, 2.5]
   assert sum(steps[1]["reward/histogram|values"]) == 3
+  # An evaluation of an earlier step comes with the newest one.
+  assert all(
+    (steps[i]["eval/step"], steps[i]["eval/held_out/avg@1"]) == (1, 0.25)
+    for i in (2, 3)
+  )
 
 
 @pytest.mark.slow
 def test_without_an_account_the_run_goes_on_and_says_so_once(tmp_path):
   said = python(LOG, tmp_path, 1, 2, WANDB_MODE="online").splitlines()
   assert said[0].startswith("WARNING: the log at W&B could not be written")
-  assert "API key" in said[0] and said[1:] == ["2"]
-  assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+  assert "API key" in said[0] and said[1:] == ["3"]
+  assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 class Broken(wandb_log_lib.WandbLog):

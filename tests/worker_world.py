@@ -72,6 +72,7 @@ class World:
       "group_size": GROUP_SIZE,
       "max_completion_tokens": MAX_COMPLETION,
       "max_tokens": tiny.SIZES.cache_tokens,
+      "num_slots": tiny.SIZES.num_slots,
       "temperature": 1.0,
       "filter_zero_std": False,
       "reads_token_scores": False,

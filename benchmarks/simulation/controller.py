@@ -22,6 +22,7 @@ from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib
 from jaxrl_async.rollout import fleet as fleet_lib
 from jaxrl_async.rollout import pace as pace_lib
+from jaxrl_async.rollout import questions as questions_lib
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.rollout import worker as worker_lib
 from jaxrl_async.run import snapshot
@@ -263,7 +264,6 @@ class Start:
       self,
       loader,
       self.invariants,
-      modelled_replica.tokenizer(),
       first_step=self.version,
       seen=world.seen,
     )
@@ -305,6 +305,7 @@ class Start:
         group_size=case.group_size,
         max_completion_tokens=case_lib.MAX_TOKENS,
         max_tokens=case_lib.MAX_TOKENS,
+        num_slots=case.sizes.num_slots,
         temperature=1.0,
         filter_zero_std=True,
         reads_token_scores=False,
@@ -331,7 +332,6 @@ class Start:
         self.world.launch,
         self.channel,
         num_replicas=self.case.num_replicas,
-        num_slots=self.case.sizes.num_slots,
         replica_timeout_s=modelled_replica.LEASE_S,
         start_timeout_s=_START_S,
         hang_timeout_s=modelled_replica.HANG_S,
@@ -456,9 +456,10 @@ class Start:
     """Write down that groups were trained."""
     self.ledger.add_trained(groups, step=step, skipped_update=False)
 
-  def hold(self, version: int) -> rollout_side.Held:
-    """Have the rollout side hold a version."""
-    return self.rollout.hold(version)
+  @property
+  def questions(self) -> questions_lib.Questions:
+    """Those of the coordinator."""
+    return self.coordinator.questions
 
   def completed(self, version: int) -> None:
     """Let the faults of a train step happen."""

@@ -16,7 +16,7 @@
               has no version below it, and no cache from before
     overdue   no group is generated for longer than it may be, and none fails
               for that before
-    eval      an evaluation's answers are those of its version
+    eval      an evaluation's answers are those of its version or newer ones
     wait      no group is outstanding for longer than its steps can take, and
               no batch lies ready while the loader sleeps
     slot      no replica has room while a group could be admitted for it
@@ -33,8 +33,8 @@ import json
 import numpy as np
 
 from jaxrl_async import types
-from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
+from jaxrl_async.rollout import questions as questions_lib
 from jaxrl_async.rollout import replica as replica_lib
 from jaxrl_async.rollout import roster as roster_lib
 from jaxrl_async.rollout import running_group
@@ -200,15 +200,18 @@ class Invariants:
       for begin, mask in lengths
     )
 
-  def check_answer(self, written: answers_lib.Written, version: int) -> None:
+  def check_answer(self, written: questions_lib.Written, version: int) -> None:
     """Check an answer of an evaluation of this version."""
-    expected = self._script.expected(written.question, written.sample)
+    question = written.question
+    expected = self._script.expected(question.number, question.sample)
     tokens = expected.tokens[: expected.turn_ends[0]]
     found = written.trajectory
     places = np.flatnonzero(found.loss_mask)
-    logprobs = script_lib.logprobs(places, version)
+    versions = found.policy_versions[places]
+    logprobs = script_lib.logprobs(places, versions)
     if not (
-      np.array_equal(found.tokens, tokens)
+      (versions >= version).all()
+      and np.array_equal(found.tokens, tokens)
       and np.array_equal(found.behavior_logprobs[places], logprobs)
     ):
       raise watched_buffer.Violation("eval", f"version {version}: {written}")

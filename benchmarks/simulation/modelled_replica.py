@@ -12,15 +12,12 @@ from typing import Any, NamedTuple, cast
 
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import attached_replica
-from jaxrl_async.rollout import held_version
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import remote
 from jaxrl_async.rollout import replica as replica_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 from simulation import case as case_lib
-from simulation import evaluations
 from simulation import event_loop
 from simulation import modelled_engine
 from simulation import surroundings
@@ -80,15 +77,6 @@ def tokenizer() -> tokenizer_lib.Tokenizer:
   return tokenizer_lib.character_level()
 
 
-class _Questions(NamedTuple):
-  """Questions that a replica was asked, and who waits for the answers."""
-
-  handle: "Handle"
-  future: futures.Future
-  held: held_version.HeldVersion
-  written: evaluations.Answers
-
-
 class _Call(NamedTuple):
   """A decode call that takes time, although its tokens are there."""
 
@@ -125,9 +113,6 @@ class ReplicaProcess:
     self._loop = loop
     self._case = case
     self._attached: attached_replica.AttachedReplica | None = None
-    self._held: held_version.HeldVersion | None = None
-    self._holds: list[tuple[Handle, futures.Future]] = []
-    self._questions: list[_Questions] = []
     self._caller: tuple[Handle, futures.Future, float] | None = None
     self._process = self._new_process()
     self._speaker = event_loop.Process(loop, self._speak)
@@ -157,9 +142,6 @@ class ReplicaProcess:
     if self._caller is not None:
       handle, future, _ = self._caller
       handle.end_later(future)
-    waiting = [(asked.handle, asked.future) for asked in self._questions]
-    for handle, future in self._holds + waiting:
-      handle.end_later(future)
 
   def hang(self) -> None:
     """Let the thread that generates never come back."""
@@ -173,7 +155,6 @@ class ReplicaProcess:
     self._caller, self._under_way = None, _NOTHING
     if self._attached is not None:
       self._attached.replica.close(has_failed=False)
-      self._answer()
     link = remote.RemoteLink(name, new_condition=self._loop.condition)
     busy = metrics_lib.BusyClock(seconds=self._loop.seconds)
     self._attached = attached_replica.AttachedReplica(
@@ -190,54 +171,6 @@ class ReplicaProcess:
     if self._attached is not None:
       self._attached.link.deliver(delivery)
 
-  def hold(
-    self, handle: "Handle", future: futures.Future, version: int
-  ) -> None:
-    """Hold a version for questions, and say so as soon as it is there."""
-    if self._attached is None:
-      handle.fail_later(future, "it is not attached")
-      return
-    self._held = self._attached.replica.hold(version)
-    self._holds.append((handle, future))
-
-    def say(held: futures.Future) -> None:
-      if held.exception() is None:
-        handle.return_later(future, None)
-      else:
-        handle.fail_later(future, str(held.exception()))
-
-    self._held.held.add_done_callback(say)
-
-  def ask(
-    self, handle: "Handle", future: futures.Future, questions: remote.Questions
-  ) -> None:
-    """Answer questions with a held version."""
-    if self._held is None or self._held.version != questions.version:
-      handle.fail_later(future, f"version {questions.version} is not held")
-      return
-    written = evaluations.ask(
-      self._held,
-      dict(zip(questions.numbers, questions.prompts, strict=True)),
-      questions.settings,
-      tokenizer(),
-    )
-    self._questions.append(_Questions(handle, future, self._held, written))
-
-  def release(self, version: int) -> None:
-    """Give this version back, if it is held."""
-    if self._held is not None and self._held.version == version:
-      self._held.release()
-
-  def _answer(self) -> None:
-    """Send the answers that are complete."""
-    for asked in list(self._questions):
-      if asked.written.has_ended():
-        self._questions.remove(asked)
-        asked.handle.return_later(asked.future, asked.written.answers)
-      elif asked.held._is_released.is_set():
-        self._questions.remove(asked)
-        asked.handle.fail_later(asked.future, "it was released")
-
   def collect(self, handle: "Handle", future: futures.Future) -> None:
     """Answer as soon as there is something to say, or after a heartbeat."""
     self._caller = handle, future, self._loop.now + HEARTBEAT_S
@@ -251,16 +184,16 @@ class ReplicaProcess:
     if self.pace == case_lib.CRAWL:
       self.crawled_s += self._under_way.seconds
     self._under_way = _NOTHING
-    num_steps = self._attached.num_steps
+    stats = self._attached.replica.scheduler.stats
+    num_steps = stats.decode_steps
     has_stepped = self._attached.round(_IDLE_S)
-    self._answer()
     if not has_stepped:
       return None
     part = self._loop.rng.random()
     if self.pace == case_lib.CRAWL:
       part = (1 + part) / 2  # no call may seem to be fast
     call_s = self._case.call_s * part * self.pace
-    num_steps = self._attached.num_steps - num_steps
+    num_steps = stats.decode_steps - num_steps
     if num_steps:
       self._under_way = _Call(call_s, num_steps)
       self.has_decoded = True
@@ -361,34 +294,6 @@ class Handle:
     if not self.process.is_dead and not self._has_ended():
       self.process.deliver(delivery)
 
-  def answer(
-    self, questions: remote.Questions
-  ) -> futures.Future[list[answers_lib.Written]]:
-    """Ask a replica that holds a version."""
-    future: futures.Future[list[answers_lib.Written]] = futures.Future()
-    self._loop.after(
-      self._way_s(), self._call, self.process.ask, future, questions
-    )
-    return future
-
-  def hold(self, version: int) -> futures.Future[None]:
-    """Have a version held."""
-    future: futures.Future[None] = futures.Future()
-    self._loop.after(
-      self._way_s(), self._call, self.process.hold, future, version
-    )
-    return future
-
-  def _call(self, method: Callable, future: futures.Future, what: Any) -> None:
-    if self.process.is_dead or self._has_ended():
-      self._end(future, None)
-    else:
-      method(self, future, what)
-
-  def release(self, version: int) -> None:
-    """Have a version given back."""
-    self._loop.after(self._way_s(), self.process.release, version)
-
   def kill(self) -> None:
     """End the process."""
     if not self.process.is_dead:
@@ -399,23 +304,6 @@ class Handle:
   ) -> None:
     """Let what was said arrive, unless the process ends before that."""
     self._loop.after(late_s + self._way_s(), self._end, future, said)
-
-  def return_later(self, future: futures.Future, result: Any) -> None:
-    """Let the result of a call arrive that is no report."""
-    self._loop.after(self._way_s(), self._return, future, result)
-
-  def _return(self, future: futures.Future, result: Any) -> None:
-    heard_s = self.process.heard_s
-    self._end(future, result)
-    self.process.heard_s = heard_s  # the lease depends on reports alone
-
-  def fail_later(self, future: futures.Future, why: str) -> None:
-    """Let it be known that something cannot be done."""
-    self._loop.after(self._way_s(), self._fail, future, why)
-
-  def _fail(self, future: futures.Future, why: str) -> None:
-    if not future.done():
-      future.set_exception(remote.ReplicaFailed(why))
 
   def end_later(self, future: futures.Future) -> None:
     """Let it be known that the process has ended."""

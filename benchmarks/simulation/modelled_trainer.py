@@ -4,8 +4,7 @@ import collections
 from typing import Protocol, runtime_checkable
 
 from jaxrl_async import types
-from jaxrl_async.rollout import rollout_side
-from jaxrl_async.text import tokenizer as tokenizer_lib
+from jaxrl_async.rollout import questions as questions_lib
 from jaxrl_async.training import batch_loader
 from simulation import case as case_lib
 from simulation import evaluations
@@ -33,8 +32,9 @@ class Steps(Protocol):
     """Take a checkpoint."""
     ...
 
-  def hold(self, version: int) -> rollout_side.Held:
-    """Have the rollout side hold a version."""
+  @property
+  def questions(self) -> questions_lib.Questions:
+    """Those of the coordinator."""
     ...
 
   def completed(self, version: int) -> None:
@@ -57,7 +57,6 @@ class ModelledTrainer:
     steps: Steps,
     loader: batch_loader.BatchLoader[Batch],
     invariants: invariants_lib.Invariants,
-    tokenizer: tokenizer_lib.Tokenizer,
     *,
     first_step: int,
     seen: collections.Counter[str],
@@ -70,7 +69,6 @@ class ModelledTrainer:
       steps: what else a train step does.
       loader: of the batches.
       invariants: check the answers of evaluations.
-      tokenizer: of the policy.
       first_step: completed train steps.
       seen: counts the evaluations.
     """
@@ -81,10 +79,8 @@ class ModelledTrainer:
     self._steps = steps
     self._loader = loader
     self._invariants = invariants
-    self._tokenizer = tokenizer
     self._seen = seen
     self._training: Batch | None = None
-    self._published: Batch | None = None
     self._evaluation: evaluations.Evaluation | None = None
 
   @property
@@ -93,25 +89,22 @@ class ModelledTrainer:
     return self._training is None and self._published is None
 
   def end(self) -> None:
-    """End the loop, and an evaluation that is under way."""
+    """End the loop."""
     self.process.end()
-    if self._evaluation is not None:
-      self._evaluation.end()
 
   def _turn(self) -> float | None:
     """Publish what was trained, complete its step, and take the next batch."""
-    evaluation = self._evaluation
     if self._training is not None:
-      if evaluation is not None and not evaluation.is_held():
-        return _LOOK_S
-      self._steps.publish(self._training[0] + 1)
-      self._published, self._training = self._training, None
-    if self._published is not None:
-      is_under_way = evaluation is not None and not evaluation.has_ended
-      if is_under_way and self._is_evaluated(self._published[0] + 1):
-        return _LOOK_S  # one evaluation at a time
-      self._complete(*self._published)
-      self._published = None
+      version = self._training[0] + 1
+      if self._is_evaluated(version):
+        if not self._look_at_evaluation():
+          return _LOOK_S  # one evaluation at a time
+        self._evaluation = evaluations.Evaluation(
+          self._steps.questions, version, case_lib.MAX_TOKENS
+        )
+      self._steps.publish(version)
+      self._complete(*self._training)
+      self._training = None
     loaded = self._loader.next(0.0)
     if loaded is None:
       return None
@@ -138,28 +131,22 @@ class ModelledTrainer:
     return bool(every) and step % every == 0 and step < self._case.num_steps
 
   def _complete(self, step: int, groups: list[types.RolloutGroup]) -> None:
-    """End a train step: its lines, perhaps a checkpoint or an evaluation."""
+    """End a train step: its lines, and perhaps a checkpoint."""
     version = step + 1
     self._steps.record(step, groups)
     self._look_at_evaluation()
     if version % self._case.checkpoint_every == 0:
       self._steps.save(version)
-    if self._is_evaluated(version):
-      self._evaluation = evaluations.Evaluation(
-        self._loop,
-        self._steps.hold(version),
-        version,
-        case_lib.MAX_TOKENS,
-        self._invariants.check_answer,
-        self._tokenizer,
-      )
     self.num_completed = version
     self._steps.completed(version)
 
-  def _look_at_evaluation(self) -> None:
-    """Count an evaluation that has ended."""
+  def _look_at_evaluation(self) -> bool:
+    """Count an evaluation that has ended; return whether none is under way."""
     evaluation = self._evaluation
-    if evaluation is not None and evaluation.has_ended:
-      name = "an evaluation lost" if evaluation.is_lost else "an evaluation"
-      self._seen[name] += 1
-      self._evaluation = None
+    if evaluation is None:
+      return True
+    if not evaluation.has_ended(self._invariants.check_answer):
+      return False
+    self._seen["an evaluation"] += 1
+    self._evaluation = None
+    return True

@@ -12,7 +12,6 @@ the same results from its own devices, so its scheduler decides the same.
 | schedule | makes a scheduler without sequences |
 | fetch | reads its part of a version beside decoding, and says when it has it |
 | submit, cancel, adopt, step | calls its scheduler |
-| forget | forgets a scheduler, with its cache |
 
 A follower reports while it compiles a program, for which all others wait.
 
@@ -39,8 +38,6 @@ from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 
 _TOKENIZER = "tokenizer"
-# The scheduler of the groups, and that of the questions of an evaluation.
-_GROUPS, _QUESTIONS = 0, 1
 _COMPILING, _TELL_S = "compiling", 1.0
 
 
@@ -95,10 +92,6 @@ class Lead:
         lambda: self._fetched[version] == self.world.size - 1
       )
 
-  def forget_questions(self) -> None:
-    """Have the followers free the cache of the questions."""
-    self.world.tell("forget", number=_QUESTIONS)
-
   def _on_report(self, name: str, arguments: Mapping[str, Any]) -> None:
     if name == _COMPILING:
       self._on_compiling()
@@ -138,7 +131,6 @@ class LedScheduler(scheduler_lib.Scheduler):
     lead: Lead,
     *,
     busy: metrics_lib.BusyClock,
-    number: int = _GROUPS,
     **settings: Any,
   ):
     """Create a scheduler here and in all followers.
@@ -147,19 +139,15 @@ class LedScheduler(scheduler_lib.Scheduler):
       engine: whose programs run.
       lead: the followers.
       busy: records the time of every call.
-      number: which of the two schedulers of a replica it is.
       **settings: the other arguments of `scheduler.Scheduler`.
     """
-    self._lead, self._number = lead, number
+    self._lead = lead
     self._checksum = 0
     self._tell("schedule", settings=settings)
     super().__init__(engine, busy=busy, **settings)
 
   def _tell(self, command: str, **arguments: Any) -> None:
-    self._lead.world.tell(command, number=self._number, **arguments)
-
-  def fresh(self, busy: metrics_lib.BusyClock) -> scheduler_lib.Scheduler:
-    return LedScheduler(self.engine, self._lead, busy=busy, number=_QUESTIONS)
+    self._lead.world.tell(command, **arguments)
 
   def submit(self, sequence: sequence_lib.Sequence) -> None:
     # Nothing runs yet, and a sequence that is refused is never told.
@@ -210,8 +198,8 @@ class Follower:
     self._spec: replica_spec.ReplicaSpec | None = None
     self._engine: engine_lib.Engine | None = None
     self._channel: weight_transfer.OrbaxChannel | None = None
-    self._schedulers: dict[int, scheduler_lib.Scheduler] = {}
-    self._checksums: dict[int, int] = {}
+    self._scheduler: scheduler_lib.Scheduler | None = None
+    self._checksum = 0
     self._weights: dict[int, decode_state_lib.EngineParams] = {}
     self._fetching: threading.Thread | None = None
     supervisor_lib.start_thread("follower", self._run, self._end)
@@ -247,19 +235,19 @@ class Follower:
   def _on_attach(self, spec: replica_spec.ReplicaSpec) -> None:
     if self._fetching is not None:
       self._fetching.join()
-    # Frees the caches and the weights before there are others.
-    self._schedulers, self._checksums, self._weights = {}, {}, {}
+    # Frees the cache and the weights before there are others.
+    self._scheduler, self._checksum, self._weights = None, 0, {}
     before, self._spec = self._spec, spec
     self._engine, self._channel = replica_spec.engine_and_channel(
       spec, before, self._engine
     )
 
-  def _on_schedule(self, number: int, settings: dict[str, Any]) -> None:
+  def _on_schedule(self, settings: dict[str, Any]) -> None:
     assert self._engine is not None
-    self._schedulers[number] = scheduler_lib.Scheduler(
+    self._scheduler = scheduler_lib.Scheduler(
       self._engine, busy=metrics_lib.BusyClock(), **settings
     )
-    self._checksums[number] = 0
+    self._checksum = 0
 
   def _on_fetch(self, version: int) -> None:
     engine, channel = self._engine, self._channel
@@ -274,30 +262,26 @@ class Follower:
       "weight-fetch", fetch, self._end
     )
 
-  def _on_submit(self, number: int, sequence: sequence_lib.Sequence) -> None:
-    self._schedulers[number].submit(sequence)
+  @property
+  def _led(self) -> scheduler_lib.Scheduler:
+    assert self._scheduler is not None
+    return self._scheduler
 
-  def _on_cancel(self, number: int, owner: sequence_lib.Owner) -> None:
-    self._schedulers[number].cancel(owner)
+  def _on_submit(self, sequence: sequence_lib.Sequence) -> None:
+    self._led.submit(sequence)
 
-  def _on_adopt(self, number: int, version: int) -> None:
-    # Questions may adopt a version when the next one is there already.
-    self._keep(lambda v: v >= version)
-    self._schedulers[number].adopt(self._weights[version], version)
+  def _on_cancel(self, owner: sequence_lib.Owner) -> None:
+    self._led.cancel(owner)
 
-  def _keep(self, is_kept: Callable[[int], bool]) -> None:
-    """Forget versions, while another thread may add one."""
-    for version in list(self._weights):
-      if not is_kept(version):
-        del self._weights[version]
+  def _on_adopt(self, version: int) -> None:
+    for other in list(self._weights):  # another thread may add one
+      if other < version:
+        del self._weights[other]
+    self._led.adopt(self._weights[version], version)
 
-  def _on_forget(self, number: int) -> None:
-    self._schedulers.pop(number, None)  # with its cache
-
-  def _on_step(self, number: int, checksum: int) -> None:
-    if checksum != self._checksums[number]:
+  def _on_step(self, checksum: int) -> None:
+    if checksum != self._checksum:
       raise RuntimeError(
         "a process of the replica has generated other tokens than the first"
       )
-    ended = self._schedulers[number].step()
-    self._checksums[number] = _checksum(checksum, ended)
+    self._checksum = _checksum(checksum, self._led.step())

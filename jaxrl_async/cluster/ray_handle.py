@@ -16,7 +16,6 @@ from jaxrl_async.cluster import replica_process
 from jaxrl_async.cluster import replica_spec
 from jaxrl_async.coordination import rendezvous
 from jaxrl_async.coordination import supervisor as supervisor_lib
-from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import remote
 
 _LONGEST = 300
@@ -219,20 +218,6 @@ class RayHandle:
   def deliver(self, delivery: remote.Delivery) -> None:
     """Send work; that the process has ended is learnt from `collect`."""
     self._lead.deliver.remote(delivery)
-
-  def answer(
-    self, questions: remote.Questions
-  ) -> futures.Future[list[answers_lib.Written]]:
-    """Have questions answered; see `remote.Handle`."""
-    return self._pass_on(self._lead.answer.remote(questions))
-
-  def hold(self, version: int) -> futures.Future[None]:
-    """Have a version kept; see `remote.Handle`."""
-    return self._pass_on(self._lead.hold.remote(version))
-
-  def release(self, version: int) -> None:
-    """Give it back; that the process has ended is learnt from `collect`."""
-    self._lead.release.remote(version)
 
   def kill(self) -> None:
     """End the processes, those too that are still to be made."""

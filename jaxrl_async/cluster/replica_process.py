@@ -25,9 +25,7 @@ from jaxrl_async.devices import memory_error
 from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import attached_replica
-from jaxrl_async.rollout import held_version
 from jaxrl_async.rollout import remote
 from jaxrl_async.rollout import replica as replica_lib
 
@@ -69,7 +67,6 @@ class ReplicaProcess:
     ] = queue.SimpleQueue()
     self._attachment: _Attachment | None = None
     self._clock = compile_clock.CompileClock()
-    self._held: held_version.HeldVersion | None = None
     self._listener: socket.socket | None = None
     self._invitation: rendezvous.Invitation | None = None
     self._lead: led_replica.Lead | None = None
@@ -165,60 +162,6 @@ class ReplicaProcess:
     this = self._attachment
     if this is not None:
       this.attached.link.deliver(delivery)
-
-  def answer(self, questions: remote.Questions) -> list[answers_lib.Written]:
-    """Answer questions of an evaluation.
-
-    Raises:
-      ReplicaFailed: the replica has failed, or the version did not arrive.
-    """
-    self._called_s = time.monotonic()
-    if questions.is_held:
-      return self._answer_held(questions)
-    return self._do(self._answer, questions)
-
-  def _answer_held(
-    self, questions: remote.Questions
-  ) -> list[answers_lib.Written]:
-    """Wait for answers of a held version, which `_run` writes."""
-    held = self._held
-    if held is None or held.version != questions.version:
-      raise remote.ReplicaFailed(f"version {questions.version} is not held")
-    steps = held.answers(
-      dict(zip(questions.numbers, questions.prompts, strict=True)),
-      questions.settings,
-      questions.numbers,
-    )
-    try:
-      return [one for step in steps for one in step]
-    except held_version.NotHeld as error:
-      self._raise_failure()
-      raise remote.ReplicaFailed(str(error)) from error
-
-  def hold(self, version: int) -> None:
-    """Hold a version for questions; returns when the replica has it.
-
-    Raises:
-      ReplicaFailed: it has a newer version, or has failed.
-    """
-    self._called_s = time.monotonic()
-    this = self._attachment
-    if this is None:
-      raise remote.ReplicaFailed("it is not attached")
-    held = this.attached.replica.hold(version, self._forget_questions)
-    self._held = held
-    while not futures.wait([held.held], timeout=_LOOK_S).done:
-      self._raise_failure()
-    try:
-      held.held.result()
-    except held_version.NotHeld as error:
-      raise remote.ReplicaFailed(str(error)) from error
-
-  def release(self, version: int) -> None:
-    """Give this version back, if it is held; calls may come out of order."""
-    held = self._held
-    if held is not None and held.version == version:
-      held.release()
 
   def end(self) -> None:
     """Let the threads end, for a transport within one process."""
@@ -360,21 +303,3 @@ class ReplicaProcess:
     if self._lead is None:
       return scheduler_lib.Scheduler(engine, **settings)
     return led_replica.LedScheduler(engine, self._lead, **settings)
-
-  def _answer(self, questions: remote.Questions) -> list[answers_lib.Written]:
-    this = self._attachment
-    if this is None:
-      raise remote.ReplicaFailed("it is not attached")
-    replica, beat = this.attached.replica, this.attached.beat
-    replica.adopt_version(questions.version, questions.timeout_s, beat)
-    prompts = dict(zip(questions.numbers, questions.prompts, strict=True))
-    written = []
-    for step in replica.answers(prompts, questions.settings, questions.numbers):
-      beat()
-      written += step
-    self._forget_questions()
-    return written
-
-  def _forget_questions(self) -> None:
-    if self._lead is not None:
-      self._lead.forget_questions()

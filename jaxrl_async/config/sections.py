@@ -443,10 +443,6 @@ class EvalSection:
     1, low=1, high=4096, free="more answers narrow the same accuracy"
   )
   """Answers to each question; more than one also give pass@k."""
-  beside: bool = setting(True, free="when; not what is measured")
-  """Whether evaluations between the first and the last step run while training
-  goes on. They take one more version of the weights and one more cache, and
-  every other decode call. If not, both slices wait for them."""
   sets: config_dict.ConfigDict = setting(
     config_dict.ConfigDict,
     entries=QuestionSet,

@@ -155,14 +155,13 @@ class Engine(jetstream_api.Engine):
       programs, self.params_sharding, mesh=mesh, rules=rules
     )
 
-  def programs(self, weights: Any, num_held: int = 0) -> list[aot.Program]:
+  def programs(self, weights: Any) -> list[aot.Program]:
     """Return the largest prefill and decode programs, for planning.
 
     Args:
       weights: shapes and dtypes of the published weights.
-      num_held: versions that are held for evaluations, at most 1.
     """
-    return self._jitted.largest(weights, num_held)
+    return self._jitted.largest(weights)
 
   # -- JetStream's interface ------------------------------------------------
 

@@ -65,24 +65,21 @@ class Jitted:
     shapes = jax.eval_shape(self.open, tokens, lengths, None, adapters)
     return aot.placed(shapes, self.prefix_sharding)
 
-  def largest(self, weights: Any, num_held: int) -> list[aot.Program]:
+  def largest(self, weights: Any) -> list[aot.Program]:
     """Return the largest prefill and decode programs, for planning.
 
     For a chunked bucket the prefill program is that of one chunk. What counts
     as resident includes the weights of the previous policy version, which stay
-    in memory while a new one is adopted, and a second cache, which exists while
-    a policy version is evaluated.
+    in memory while a new one is adopted.
 
     Args:
       weights: shapes and dtypes of the published weights.
-      num_held: versions that are held for evaluations, at most 1.
     """
     params, state = self._params(weights), self._state()
     sizes = self.programs.sizes
     previous = params.weights
     if self.programs.model.lora is not None:
       previous = lora_lib.adapters(previous)
-    previous = [previous] * (1 + num_held)
     bucket, slots = sizes.prefill_buckets[-1], sizes.num_slots
     prefill, arguments = self.prefill, (params, *self._rows(bucket))
     if sizes.is_chunked(bucket):
@@ -97,14 +94,14 @@ class Jitted:
         name="prefill",
         function=prefill,
         arguments=arguments,
-        resident=(state, state, previous),
+        resident=(state, previous),
       ),
       aot.Program(
         name="decode",
         function=self.generate,
         arguments=(params, state, *tables),
         settings={"window": sizes.cache_tokens, "is_filtered": False},
-        resident=(state, previous),
+        resident=previous,
       ),
     ]
 

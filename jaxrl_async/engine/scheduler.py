@@ -34,6 +34,7 @@ from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import entry as entry_lib
 from jaxrl_async.engine import page_admission
 from jaxrl_async.engine import prefill
+from jaxrl_async.engine import sampling
 from jaxrl_async.engine import scheduler_stats
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.reporting import metrics as metrics_lib
@@ -92,10 +93,6 @@ class Scheduler:
       steps_ahead=engine.calls_in_flight * engine.sizes.decode_steps_per_call,
     )
     self._state: Any = engine.init_decode_state()
-
-  def fresh(self, busy: metrics_lib.BusyClock) -> "Scheduler":
-    """Return another scheduler for the same engine, without sequences."""
-    return Scheduler(self.engine, busy=busy)
 
   # -- contents -------------------------------------------------------------
 
@@ -312,7 +309,10 @@ class Scheduler:
         result, slot, self.engine.end_tokens, self.stats.decode_steps
       )
       in_use += num_new
-      self.stats.generated_tokens += num_kept
+      if entry.sequence.stream is sampling.Stream.EVAL:
+        self.stats.evaluation_tokens += num_kept
+      else:
+        self.stats.generated_tokens += num_kept
       if result.has_ended[slot]:
         ended.append(entry)
       elif entry.sequence.finish_reason is not None:

@@ -7,12 +7,15 @@ import dataclasses
 class SchedulerStats:
   """Counts since the start.
 
-  `decode_steps` are those of calls that were read. The last two give the
+  `generated_tokens` are those of all sequences but the answers of evaluations,
+  which are counted apart. `decode_steps` are those of calls that were read. The
+  last two give the
   occupancy over the calls in which a sequence waited for
   a slot: the tokens drawn in them, and their slots times their steps.
   """
 
   generated_tokens: int = 0
+  evaluation_tokens: int = 0
   prefill_tokens: int = 0
   recompute_tokens: int = 0
   adoptions: int = 0

@@ -244,7 +244,6 @@ def rollout(
   *,
   published: int,
   base: int = 0,
-  holds_version: bool = False,
 ) -> dict[str, int]:
   """Return the large parts of a rollout device's memory, in bytes by name.
 
@@ -255,8 +254,6 @@ def rollout(
     section: the section with the slots, the prefill buckets and the cache.
     published: bytes of one version of the weights, before they are sharded.
     base: likewise of the weights that all versions share.
-    holds_version: whether a version is held for an evaluation beside training,
-      with a cache of its own.
   """
 
   def parts(axis: str) -> int:
@@ -284,7 +281,6 @@ def rollout(
     "weights": 2 * published // split,
     **({"base": base // split} if base else {}),
     "cache": cache,
-    **({"evaluation": published // split + cache} if holds_version else {}),
     "prefill": rows * bucket * kept,
     "prefilled": model.cache_bytes(tokens=rows * bucket, itemsize=itemsize)
     // parts("kv_heads"),
@@ -365,13 +361,8 @@ def check_rollout(
       "what one prefill call gives",
       parts["prefilled"],
     ),
-    "eval.beside": (
-      "a version that is held for an evaluation, and its cache",
-      parts.get("evaluation", 0),
-    ),
   }
   use = {
-    "eval.beside": "False, with which both slices wait for evaluations",
     "model.name": "a smaller model, or more mesh.rollout_tensor",
     cache: "fewer of them, or a smaller rollout.cache_tokens",
     "rollout.prefill_rows": "fewer of them, or rollout.prefill_chunk",

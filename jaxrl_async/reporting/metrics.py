@@ -78,14 +78,6 @@ def finite(value: Any) -> Any:
   return value
 
 
-def _entry(step: int, values: Mapping[str, Any]) -> dict[str, Any]:
-  plain = {
-    name: value if name == TIMELINES else _plain(name, value)
-    for name, value in values.items()
-  }
-  return {"step": step, "values": plain}
-
-
 def lines(workdir: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
   """Yield the lines of `metrics.jsonl`, also while a run is writing.
 
@@ -115,9 +107,8 @@ class MetricsWriter:
   called, which cuts both back to a checkpoint. Only `metrics.jsonl` must
   succeed.
 
-  If a step will be evaluated, its values are held and its line is written when
-  the evaluation is complete. Steps that are written meanwhile follow it then,
-  so that the lines are in order. Until then checkpoints carry all these values.
+  The lines of train steps are in order. An evaluation has a line of its own,
+  which may come after those of later steps.
 
   Threads: one at a time.
 
@@ -149,8 +140,6 @@ class MetricsWriter:
     self._note = note
     self._num_bytes = 0
     self._last_step = -1
-    self._held: dict[str, Any] | None = None
-    self._waiting: list[dict[str, Any]] = []  # behind it, in order
     self._file: disk.AppendFile | None = None
     self._events: events.EventFile | None = None
 
@@ -160,29 +149,11 @@ class MetricsWriter:
       self._workdir.mkdir(parents=True, exist_ok=True)
     return disk.AppendFile(path, self._num_bytes, self._note)
 
-  @property
-  def held_step(self) -> int | None:
-    """The step whose line waits for an evaluation, or None."""
-    return None if self._held is None else self._held["step"]
-
-  def hold(self, step: int, values: Mapping[str, Any]) -> None:
-    """Keep the values of a step that is still to be evaluated.
-
-    A `write` for the same step completes it. No other step may be held before.
-    """
-    if self._held is not None:
-      raise ValueError(f"step {step} while step {self.held_step} is held")
-    self._check_order(step)
-    self._held = _entry(step, {**self.totals(), **values})
-
   def write(self, step: int, values: Mapping[str, Any]) -> None:
     """Write a line about a step, with the totals of this moment.
 
-    Behind a step that is held, the values wait until that one is complete.
-
     Args:
-      step: completed train steps, not less than in the call before, except for
-        the step that is held.
+      step: completed train steps, not less than in the call before.
       values: numbers, lists whose entry i counts the value i
         (`staleness/histogram`), or histograms. NaN and infinities become null.
         They replace totals of the same name.
@@ -191,23 +162,35 @@ class MetricsWriter:
       StorageError: `metrics.jsonl` could not be written, and its line is not
         kept in memory.
     """
-    entry = _entry(step, {**self.totals(), **values})
-    if self._held is None:
-      self._check_order(step)
-      self._write(step, entry["values"])
-    elif step == self.held_step:
-      waiting = [
-        {"step": step, "values": self._held["values"] | entry["values"]},
-        *self._waiting,
-      ]
-      self._held, self._waiting = None, []
-      for one in waiting:
-        self._write(**one)
-    else:
-      self._check_order(step)
-      self._waiting.append(entry)
+    if step < self._last_step:
+      raise ValueError(f"step {step} comes after step {self._last_step}")
+    self._write(step, values, self._wandb_log and self._wandb_log.add)
+    self._last_step = step
 
-  def _write(self, step: int, values: dict[str, Any]) -> None:
+  def write_evaluation(self, step: int, values: Mapping[str, Any]) -> None:
+    """Write the line of an evaluation, with the totals of this moment.
+
+    Args:
+      step: completed train steps when it began.
+      values: as for `write`.
+
+    Raises:
+      StorageError: as `write`.
+    """
+    self._write(
+      step, values, self._wandb_log and self._wandb_log.add_evaluation
+    )
+
+  def _write(
+    self,
+    step: int,
+    values: Mapping[str, Any],
+    log: Callable[[int, Mapping[str, Any]], None] | None,
+  ) -> None:
+    values = {
+      name: value if name == TIMELINES else _plain(name, value)
+      for name, value in {**self.totals(), **values}.items()
+    }
     line = json.dumps({"step": step, **finite(values)}, allow_nan=False)
     if self._file is None:
       self._file = self._open()
@@ -221,17 +204,9 @@ class MetricsWriter:
           self._workdir / "tensorboard", first_step
         )
       self._events.add(step, values)
-    if self._wandb_log is not None:
+    if log is not None:
       with self._side_outputs.attempt("the log at W&B"):
-        self._wandb_log.add(step, values)
-    self._last_step = step
-
-  def _check_order(self, step: int) -> None:
-    last = self._last_step
-    if self._held is not None:
-      last = [self._held, *self._waiting][-1]["step"]
-    if step < last:
-      raise ValueError(f"step {step} comes after step {last}")
+        log(step, values)
 
   def state(self) -> dict[str, Any]:
     """Return what a checkpoint keeps.
@@ -249,8 +224,6 @@ class MetricsWriter:
     return {
       "num_bytes": self._num_bytes,
       "last_step": self._last_step,
-      "held": self._held,
-      "waiting": list(self._waiting),
     }
 
   def restore(self, state: Mapping[str, Any]) -> None:
@@ -263,22 +236,14 @@ class MetricsWriter:
       raise ValueError("restore must come before the first write")
     self._num_bytes = state["num_bytes"]
     self._last_step = state["last_step"]
-    # Older checkpoints have no such entries.
-    self._held = state.get("held")
-    self._waiting = list(state.get("waiting", ()))
     self._file = self._open()
 
   def close(self) -> None:
     """Close both files, and the log at W&B.
 
-    Steps that wait behind a held one are written first, and so is that one: if
-    the run ended with a failure, its last steps are of use.
-
     Raises:
       StorageError: `metrics.jsonl` lacks lines that the disk refuses.
     """
-    if self._waiting and self._held is not None:
-      self.write(self._held["step"], {})
     if self._wandb_log is not None:
       with self._side_outputs.attempt("the log at W&B"):
         self._wandb_log.close()

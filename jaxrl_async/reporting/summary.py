@@ -34,7 +34,7 @@ class Evaluated(NamedTuple):
   """An evaluation of a version.
 
   Attributes:
-    at_s: seconds since the start of the run.
+    at_s: seconds since the start of the run, when it began.
     step: the version.
     accuracy: share of right answers to the held-out questions, sampled.
     greedy: the same of greedy answers; None without these.
@@ -96,7 +96,12 @@ class Record:
     for name, value in line.items():
       if name.startswith(SAMPLED):
         self.evaluations.append(
-          Evaluated(now_s, line["step"], value, line.get(GREEDY))
+          Evaluated(
+            line.get("eval/begun_s", now_s),
+            line["step"],
+            value,
+            line.get(GREEDY),
+          )
         )
       elif name in ("offpolicy/mismatch_kl", "eval/mismatch_kl"):
         self.mismatch_kl.append(value)

@@ -16,6 +16,7 @@ import numpy as np
 from jaxrl_async.storage import disk
 
 _ID = "wandb.json"
+_EVAL_STEP = "eval/step"
 # Without these a run would wait for minutes, or for an answer on the terminal.
 _INIT_S = 30.0
 _FINISH_S = 30.0
@@ -48,6 +49,7 @@ class WandbLog:
     self._project = project
     self._config = dict(config)
     self._run: Any = None
+    self._last_step = -1
 
   def add(self, step: int, values: Mapping[str, Any]) -> None:
     """Log everything that is known about one step.
@@ -61,6 +63,25 @@ class WandbLog:
     Raises:
       OSError: it failed.
     """
+    self._log(step, values)
+
+  def add_evaluation(self, step: int, values: Mapping[str, Any]) -> None:
+    """Log an evaluation, over steps of its own.
+
+    It may belong to an earlier step than the last one, which W&B would leave
+    out.
+
+    Args:
+      step: completed train steps when it began.
+      values: as for `add`.
+
+    Raises:
+      OSError: it failed.
+    """
+    self._log(max(step, self._last_step), {**values, _EVAL_STEP: step})
+
+  def _log(self, step: int, values: Mapping[str, Any]) -> None:
+    self._last_step = step
     try:
       if self._run is None:
         self._run = self._begin()
@@ -85,7 +106,7 @@ class WandbLog:
   def _begin(self) -> Any:
     import wandb
 
-    return wandb.init(
+    run = wandb.init(
       project=self._project,
       dir=str(self._workdir),
       id=self._run_id(),
@@ -99,6 +120,8 @@ class WandbLog:
         finish_timeout=_FINISH_S,
       ),
     )
+    run.define_metric("eval/*", step_metric=_EVAL_STEP)
+    return run
 
   def _run_id(self) -> str:
     path = self._workdir / _ID

@@ -48,7 +48,6 @@ class AttachedReplica:
     self._report_every_s = report_every_s
     self._seconds = seconds
     self._wait_s = self._step_s = 0.0
-    self._num_answer_steps = 0
     self._reported_s = self._beat_s = seconds()
     self._said_s = 0.0  # by the clock `busy`, at the last `collect`
     self._busy_s = 0.0  # as of then
@@ -73,14 +72,9 @@ class AttachedReplica:
       replica.adopt()
     replica.feed()
     start_s = self._seconds()
-    has_answered = replica.answer_beside(self._busy)
-    if has_answered:
-      sizes = replica.scheduler.engine.sizes
-      self._num_answer_steps += sizes.decode_steps_per_call
     can_step = replica.can_step
     if can_step:
       replica.step()
-    if can_step or has_answered:
       self._step_s += self._seconds() - start_s
     else:
       start_s = self._seconds()
@@ -93,12 +87,7 @@ class AttachedReplica:
     if now_s - self._reported_s >= self._report_every_s:
       self._reported_s = now_s
       replica.report_all()
-    return can_step or has_answered
-
-  @property
-  def num_steps(self) -> int:
-    """The decode steps that it has made, for groups and for questions."""
-    return self.replica.scheduler.stats.decode_steps + self._num_answer_steps
+    return can_step
 
   def collect(self, timeout_s: float) -> remote.Said:
     """Return what the replica says next, or nothing new after `timeout_s`."""
@@ -127,5 +116,5 @@ class AttachedReplica:
       ),
       still_s=self._seconds() - self._beat_s,
       step_s=self._step_s,
-      num_steps=self.num_steps,
+      num_steps=replica.scheduler.stats.decode_steps,
     )

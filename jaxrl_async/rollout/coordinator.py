@@ -21,6 +21,7 @@ from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import messages
+from jaxrl_async.rollout import questions as questions_lib
 from jaxrl_async.rollout import running_group
 
 
@@ -47,6 +48,7 @@ class Coordinator:
   Attributes:
     stream: the source of prompts for new groups.
     busy: the clock of the rollout slice.
+    questions: of evaluations, which are answered beside the groups.
     recorded_tokens: tokens that replicas reported, without those below.
     refused_tokens: tokens that replicas reported of groups that had ended, or
       that another replica had taken over.
@@ -75,6 +77,9 @@ class Coordinator:
     self.busy = self._busy = busy
     self._episode = episode
     self._new_deadline = new_deadline
+    self.questions = questions_lib.Questions(
+      max_tokens=settings.max_tokens, num_slots=settings.num_slots
+    )
     self._running: dict[int, running_group.RunningGroup] = {}
     self._waiting: list[tuple[int, int]] = []  # a heap of (deadline, index)
     self._versions: dict[str, int] = {}  # by replica that may get groups
@@ -89,12 +94,15 @@ class Coordinator:
   def admit(self, ask: messages.Ask) -> messages.Work:
     """Return turns of whole groups until the replica's room is used up.
 
-    Groups that wait for a replica come first. New groups follow as long as the
+    Questions of an evaluation come first, and then groups that wait for a
+    replica. New groups follow as long as the
     buffer admits them. A replica gets nothing before it has adopted weights,
     and after it was drained.
     """
-    turns: list[messages.Turn] = []
-    while len(turns) < ask.room and ask.replica in self._versions:
+    if ask.replica not in self._versions:
+      return messages.Work()
+    turns = self.questions.admit(ask)
+    while len(turns) < ask.room and not self.questions.are_alone:
       running = self._next_group(ask.version)
       if running is None:
         break
@@ -119,6 +127,11 @@ class Coordinator:
       member = written.trajectory.member
       reason = written.trajectory.finish_reason
       num_new = len(written.trajectory.tokens)
+      if written.group < 0:
+        is_wanted = self.questions.report(report.replica, written)
+        if not is_wanted and reason is None:
+          unwanted[written.group] = None
+        continue
       if running is None or running.replica != report.replica:
         self.refused_tokens += num_new
         if reason is None:
@@ -155,6 +168,7 @@ class Coordinator:
   def drained(self, drained: messages.Drained) -> None:
     """Let the groups of a drained replica wait for another replica."""
     self._versions.pop(drained.replica, None)
+    self.questions.take_back(drained.replica)
     self._take_back({drained.replica})
 
   def cut(self, version: int) -> None:
@@ -164,6 +178,7 @@ class Coordinator:
     now on depends only on what a checkpoint holds.
     """
     self._oldest_version = version
+    self.questions.take_back()
     self._take_back({r.replica for r in self._running.values() if r.replica})
 
   def _take_back(self, replicas: Collection[str]) -> None:

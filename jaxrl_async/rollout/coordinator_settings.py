@@ -10,6 +10,7 @@ class CoordinatorSettings:
   Attributes:
     max_tokens: the longest trajectory in tokens, prompt included. The cache of
       every replica holds this many.
+    num_slots: of every replica's engine.
     filter_zero_std: groups that give nothing to learn are left out.
     reads_token_scores: as in `types.teach_nothing`.
     max_filtered_groups: the run ends with an error after this many filtered
@@ -23,6 +24,7 @@ class CoordinatorSettings:
   group_size: int
   max_completion_tokens: int
   max_tokens: int
+  num_slots: int
   temperature: float
   filter_zero_std: bool
   reads_token_scores: bool

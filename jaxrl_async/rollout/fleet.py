@@ -6,18 +6,15 @@ changes how fast groups are generated and nothing else: what it reported last is
 continued by another replica.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 import functools
 import time
 from typing import Any
 
-from jaxrl_async import types
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import timeline as timeline_lib
-from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
-from jaxrl_async.rollout import fleet_answers
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import most_room
 from jaxrl_async.rollout import remote
@@ -49,7 +46,6 @@ class Fleet(rollout_side.RolloutSide):
     spec: Any,
     *,
     num_replicas: int,
-    num_slots: int,
     replica_timeout_s: float,
     start_timeout_s: float,
     hang_timeout_s: float = float("inf"),
@@ -66,7 +62,6 @@ class Fleet(rollout_side.RolloutSide):
         earlier start of this run. It does not wait for it.
       spec: what each replica is attached with.
       num_replicas: the number of places.
-      num_slots: of each replica's engine.
       replica_timeout_s: a replica loses its groups after so long a silence.
       start_timeout_s: enough replicas have to be ready after so long. A replica
         whose process has started is given up after so long.
@@ -78,7 +73,6 @@ class Fleet(rollout_side.RolloutSide):
       poll_s: how long a round waits for something to happen.
     """
     super().__init__(coordinator)
-    self._num_slots = num_slots
     self._busy = busy
     self._seconds = seconds
     self._poll_s = poll_s
@@ -112,7 +106,8 @@ class Fleet(rollout_side.RolloutSide):
     """
     newest = max(member.version for member in self._members)
     self._newest_version = max(newest, self._newest_version)
-    return self.coordinator.recorded_tokens, self._newest_version
+    answered = self.coordinator.questions.recorded_tokens
+    return self.coordinator.recorded_tokens, answered, self._newest_version
 
   def _recall(self) -> None:
     self._roster.recall()
@@ -125,50 +120,6 @@ class Fleet(rollout_side.RolloutSide):
   def totals(self) -> dict[str, int | float]:
     """Return the sums over all replicas; of some, the averages."""
     return self._roster.totals()
-
-  def answers(
-    self,
-    prompts: Sequence[types.Prompt],
-    settings: answers_lib.AnswerSettings,
-    version: int,
-    timeout_s: float,
-  ) -> Iterator[list[answers_lib.Written]]:
-    """Have the replicas answer questions, while `run` is held.
-
-    If none is ready, replicas that have ended are started again.
-
-    Raises:
-      NoReplicaError: none was ready in time.
-      ReplicaFailed: all of them have failed.
-    """
-    ask = fleet_answers.Questioning(
-      prompts, settings, version, timeout_s, num_slots=self._num_slots
-    )
-    try:
-      yield from ask.answers(
-        lambda: self._roster.handles(
-          roster_lib.State.READY, roster_lib.State.RECALLED
-        ),
-        self._revive,
-        self._roster.start_timeout_s,
-      )
-    except remote.ReplicaLost as error:
-      raise NoReplicaError(
-        "no replica was ready for an evaluation in"
-        f" {self._roster.start_timeout_s:g} s (cluster.start_timeout_s):"
-        f" {error}"
-      ) from error
-
-  def hold(self, version: int) -> fleet_answers.HeldByFleet:
-    """Have the replicas that are ready hold a version for questions.
-
-    One that was recalled begins anew first.
-    """
-    return fleet_answers.HeldByFleet(
-      lambda: self._roster.handles(roster_lib.State.READY),
-      version,
-      num_slots=self._num_slots,
-    )
 
   # -- start and end --------------------------------------------------------
 
@@ -200,7 +151,6 @@ class Fleet(rollout_side.RolloutSide):
       raise NoReplicaError(
         f"{which} ready in {limit_s:g} s (cluster.start_timeout_s)"
       )
-    # The first evaluation comes before the rollout thread.
     self._roster.may_fail = True
 
   def close(self) -> None:

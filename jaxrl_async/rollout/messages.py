@@ -56,6 +56,8 @@ class Turn(NamedTuple):
     temperature: the sampling temperature.
     stop: texts each of which ends the turn.
     stop_token_ids: tokens each of which ends the turn, besides the engine's.
+    question: number of the question of an evaluation that it answers, which
+      seeds the sampling instead of the index; None for a group.
   """
 
   admission: types.Admission
@@ -64,6 +66,7 @@ class Turn(NamedTuple):
   temperature: float
   stop: tuple[str, ...] = ()
   stop_token_ids: tuple[int, ...] = ()
+  question: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

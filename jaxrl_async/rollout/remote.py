@@ -6,9 +6,6 @@ other one:
     attach    gives the replica a name and everything that it needs
     collect   waits until the replica has something to say, and returns it
     deliver   hands over turns and cancellations
-    answer    has questions of an evaluation answered
-    hold      has a version kept, which then answers beside the groups
-    release   gives it back
 
 `RemoteLink` turns the verbs of `messages` into these calls on the replica's
 side, and `fleet.Fleet` turns them back on the coordinator's. Neither side waits
@@ -21,9 +18,7 @@ import dataclasses
 import threading
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from jaxrl_async import types
 from jaxrl_async.coordination import supervisor as supervisor_lib
-from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import wire
 
@@ -89,28 +84,6 @@ class Delivery:
   work: wire.PackedWork
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Questions:
-  """Questions of an evaluation for one replica.
-
-  Attributes:
-    version: it waits until it holds this policy version or a newer one.
-    prompts: of the questions.
-    numbers: their numbers, which seed the sampling.
-    settings: how they are answered.
-    timeout_s: how long to wait for the version.
-    is_held: whether exactly this version is held, and answers them between the
-      calls for groups. Otherwise the groups stand still.
-  """
-
-  version: int
-  prompts: tuple[types.Prompt, ...]
-  numbers: tuple[int, ...]
-  settings: answers_lib.AnswerSettings
-  timeout_s: float
-  is_held: bool = False
-
-
 @runtime_checkable
 class Handle(Protocol):
   """A replica in another process, as the coordinator's process knows it.
@@ -133,23 +106,6 @@ class Handle(Protocol):
 
   def deliver(self, delivery: Delivery) -> None:
     """Send work, without waiting for it to arrive."""
-    ...
-
-  def answer(
-    self, questions: Questions
-  ) -> futures.Future[list[answers_lib.Written]]:
-    """Have questions answered."""
-    ...
-
-  def hold(self, version: int) -> futures.Future[None]:
-    """Have a version kept for questions; it ends when the replica has it.
-
-    It fails if the replica has a newer version already.
-    """
-    ...
-
-  def release(self, version: int) -> None:
-    """Give this version back if it is held, without waiting for it."""
     ...
 
   def kill(self) -> None:

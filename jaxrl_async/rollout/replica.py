@@ -5,28 +5,26 @@ them between two decode calls. It can serve client requests beside its turns. It
 knows of groups and episodes only what the messages contain.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 import time
 
 from jaxrl_async import types
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import weight_transfer
-from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import sampling
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.engine import sequence as sequence_lib
-from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import client_requests
-from jaxrl_async.rollout import held_version
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import weight_fetch
 from jaxrl_async.text import stop_strings
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 _LAST_FETCH_S = 10.0
-_GROUP = "group"  # the owner kind of sequences that belong to rollout groups
+_GROUP = "group"  # the owner kind of the coordinator's sequences
+_NOBODY = sequence_lib.Owner("nobody", 0)
+
+_Key = tuple[sequence_lib.Owner, int]  # with the member
 
 
 class Replica:
@@ -37,13 +35,12 @@ class Replica:
   the next `step` of the scheduler returns it. `_num_known` has the same keys,
   and counts the tokens that the coordinator knows of.
 
-  Threads: all methods but `hold` belong to the thread that drives the replica.
-  Another thread may call them while that one is paused. Any thread may read the
+  Threads: all methods belong to the thread that drives the replica. Another
+  thread may call them while that one is paused. Any thread may read the
   counters.
 
   Attributes:
     name: the replica's name. No two replicas of a run ever share a name.
-    params: the weights of its version; None before the first.
     adopt_s: seconds in which nothing was decoded because weights were adopted.
     served_tokens: tokens generated for client requests, as of the last step.
     group_tokens: tokens generated for rollout groups, as of the last step.
@@ -73,7 +70,6 @@ class Replica:
     """
     self.name = name
     self.scheduler = scheduler
-    self.params: decode_state_lib.EngineParams | None = None
     self.adopt_s = 0.0
     self.served_tokens = 0
     self.group_tokens = 0
@@ -83,10 +79,8 @@ class Replica:
     self._requests = requests
     self._begin_fetch = fetch
     self._fetch: weight_fetch.WeightFetch | None = None
-    self._wanted: held_version.HeldVersion | None = None
-    self._held: held_version.HeldVersion | None = None
-    self._writing: dict[tuple[int, int], sequence_lib.Sequence] = {}
-    self._num_known: dict[tuple[int, int], int] = {}
+    self._writing: dict[_Key, sequence_lib.Sequence] = {}
+    self._num_known: dict[_Key, int] = {}
 
   @property
   def version(self) -> int:
@@ -102,10 +96,6 @@ class Replica:
   def serves_clients(self) -> bool:
     """Whether client requests may arrive at any time."""
     return self._requests is not None
-
-  def _is_lost(self, version: int) -> bool:
-    """Whether a version could not be read, and no newer one was adopted."""
-    return self._channel.unreadable >= version > self.version
 
   def has_newer_weights(self) -> bool:
     """Return whether newer weights were fetched, so that `adopt` is quick.
@@ -157,50 +147,9 @@ class Replica:
     if fetched is None:
       return
     params, version = fetched
-    self.params = params
     self.scheduler.adopt(params, version)
     self._link.adopted(messages.Adopted(replica=self.name, version=version))
     self.adopt_s += time.perf_counter() - start_s
-
-  def adopt_version(
-    self,
-    version: int,
-    timeout_s: float,
-    on_look: Callable[[], None] = lambda: None,
-  ) -> None:
-    """Adopt weights until they are of a version or of a newer one.
-
-    Args:
-      version: the policy version.
-      timeout_s: how long to wait for it.
-      on_look: is called about every second.
-
-    Raises:
-      TimeoutError: they were not there in time.
-      WeightTransferError: as `adopt`.
-    """
-    on_look()
-    for _ in self.adopting(version, timeout_s):
-      on_look()
-
-  def adopting(self, version: int, timeout_s: float) -> Iterator[None]:
-    """Do what `adopt_version` does, and yield after each second of waiting."""
-    deadline = supervisor_lib.Deadline(timeout_s)
-    while self.version < version:
-      if self.has_newer_weights():
-        self.adopt()
-      elif self._fetch is None and self._is_lost(version):
-        raise weight_transfer.UnreadableVersionError(
-          f"version {version} of the weights cannot be read; start again, to go"
-          " on from the last checkpoint"
-        )
-      elif (wait_s := deadline.next_wait_s()) == 0:
-        raise TimeoutError(
-          f"{self.name} has not got version {version} in {timeout_s} s"
-        )
-      else:
-        self.wait_for_weights(wait_s)
-        yield
 
   def feed(self) -> None:
     """Take client requests, and ask for turns to fill the remaining room."""
@@ -241,83 +190,15 @@ class Replica:
   def give_back(self) -> None:
     """Report all trajectories and drop them; the replica can have others."""
     self.report_all()
-    for group in {group for group, _ in self._writing}:
-      self._cancel(group)
+    for owner in {owner for owner, _ in self._writing}:
+      self._cancel(owner)
     self._writing.clear()
     self._num_known.clear()
-
-  def answers(
-    self,
-    prompts: Sequence[types.Prompt] | Mapping[int, types.Prompt],
-    settings: answers_lib.AnswerSettings,
-    questions: Iterable[int] | None = None,
-  ) -> Iterator[list[answers_lib.Written]]:
-    """Answer questions with the present weights, and yield as `answers.write`.
-
-    The sequences of the groups stand still meanwhile. A version that was held
-    is given back.
-
-    Args:
-      prompts: by the number of the question.
-      settings: how they are answered.
-      questions: numbers of the questions to answer; None means all of them.
-    """
-    assert self.params is not None
-    if self._held is not None:
-      self._held.drop()
-    scheduler = self.scheduler.fresh(metrics_lib.BusyClock())
-    scheduler.adopt(self.params, self.version)
-    yield from answers_lib.write(
-      scheduler,
-      prompts,
-      settings,
-      tokenizer=self._tokenizer,
-      questions=questions,
-    )
-
-  def hold(
-    self, version: int, on_drop: Callable[[], None] = lambda: None
-  ) -> held_version.HeldVersion:
-    """Hold a version for questions, from when the replica has it.
-
-    Any thread may call this. A version that was held before is given back.
-
-    Args:
-      version: the policy version.
-      on_drop: is called in the replica's thread when it is given back.
-    """
-    self._wanted = held_version.HeldVersion(version, self._tokenizer, on_drop)
-    return self._wanted
-
-  def answer_beside(self, busy: metrics_lib.BusyClock) -> bool:
-    """Make one step for the questions of a held version, if there are any.
-
-    Args:
-      busy: records the time of the step.
-
-    Returns:
-      Whether a step was made.
-    """
-    wanted = self._wanted
-    if self._held is not wanted:
-      if self._held is not None:
-        self._held.drop()
-      self._held = wanted
-    if wanted is None:
-      return False
-    if self._is_lost(wanted.version):
-      wanted.drop()
-    return wanted.round(self.scheduler, self.params, busy)
-
-  def _drop_held(self) -> None:
-    for held in (self._held, self._wanted):
-      if held is not None:
-        held.drop()
 
   def close(
     self, *, has_failed: bool, fetch_timeout_s: float = _LAST_FETCH_S
   ) -> None:
-    """End client requests, give a held version back, wait for what is fetched.
+    """End client requests, and wait for what is fetched.
 
     Args:
       has_failed: whether the rollout worker ended with an error.
@@ -326,7 +207,6 @@ class Replica:
     """
     if self._requests is not None:
       self._requests.close(has_failed=has_failed)
-    self._drop_held()
     # The channel may be closed only when nothing is read from it any more.
     if self._fetch is not None:
       self._fetch.wait(fetch_timeout_s)
@@ -341,7 +221,7 @@ class Replica:
         continue
       written.append(
         messages.Written(
-          group=sequence.group,
+          group=key[0].number,
           begin=begin,
           trajectory=sequence.trajectory(begin),
         )
@@ -363,15 +243,16 @@ class Replica:
       self._writing[_key(sequence)] = sequence
       self._num_known[_key(sequence)] = sequence.length
       self.scheduler.submit(sequence)
-    for group in work.cancelled:
-      self._cancel(group)
-    aborted = [s for s in self._writing.values() if s.group in work.cancelled]
+    cancelled = {sequence_lib.Owner(_GROUP, group) for group in work.cancelled}
+    for owner in cancelled:
+      self._cancel(owner)
+    aborted = [s for s in self._writing.values() if s.owner in cancelled]
     for sequence in aborted:
       sequence.finish_reason = types.FinishReason.ABORTED
     self._report(aborted)
 
-  def _cancel(self, group: int) -> None:
-    self.scheduler.cancel(sequence_lib.Owner(_GROUP, group))
+  def _cancel(self, owner: sequence_lib.Owner) -> None:
+    self.scheduler.cancel(owner)
 
 
 def sequence_of(
@@ -379,11 +260,12 @@ def sequence_of(
 ) -> sequence_lib.Sequence:
   """Return the sequence with which the scheduler generates a turn."""
   trajectory, admission = turn.trajectory, turn.admission
+  is_of_group = turn.question is None
   sequence = sequence_lib.Sequence(
     trajectory.tokens,
     limit=turn.limit,
-    stream=sampling.Stream.TRAIN,
-    group=admission.index,
+    stream=sampling.Stream.TRAIN if is_of_group else sampling.Stream.EVAL,
+    group=admission.index if turn.question is None else turn.question,
     member=trajectory.member,
     settings=sampling.SamplingSettings(
       temperature=turn.temperature, end_tokens=turn.stop_token_ids
@@ -398,5 +280,5 @@ def sequence_of(
   return sequence
 
 
-def _key(sequence: sequence_lib.Sequence) -> tuple[int, int]:
-  return sequence.group, sequence.member
+def _key(sequence: sequence_lib.Sequence) -> _Key:
+  return sequence.owner or _NOBODY, sequence.member

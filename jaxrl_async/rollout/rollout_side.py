@@ -7,9 +7,8 @@ processes do.
 """
 
 import abc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 import contextlib
-from typing import Protocol, runtime_checkable
 
 import jax
 
@@ -17,40 +16,9 @@ from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.devices import memory_error
-from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import gate as gate_lib
 from jaxrl_async.rollout import messages
-
-
-@runtime_checkable
-class Held(Protocol):
-  """A version that answers questions while groups go on with newer ones.
-
-  `held_version` has that of one replica, and `fleet_answers` that of several.
-  """
-
-  def is_held(self) -> bool:
-    """Return whether a newer version may be published.
-
-    Raises:
-      NotHeld: no replica has the version, or will have it.
-    """
-    ...
-
-  def answers(
-    self, prompts: Sequence[types.Prompt], settings: answers_lib.AnswerSettings
-  ) -> Iterator[list[answers_lib.Written]]:
-    """Have questions answered, and yield as `answers.write`.
-
-    Raises:
-      NotHeld: the version was released, or its replicas have ended.
-    """
-    ...
-
-  def release(self) -> None:
-    """Give its memory back soon."""
-    ...
 
 
 class RolloutSide(abc.ABC):
@@ -58,8 +26,7 @@ class RolloutSide(abc.ABC):
 
   Threads: `run` belongs to that thread. While it runs, the coordinator belongs
   to it too, and so does a replica in this process. Other threads may call the
-  rest, but `groups`, `cut`, `answers` and `hold` only inside `paused`, or after
-  `abandon`.
+  rest, but `groups` and `cut` only inside `paused`, or after `abandon`.
 
   Attributes:
     coordinator: the coordinator.
@@ -219,25 +186,3 @@ class RolloutSide(abc.ABC):
   def generated_tokens(self) -> int:
     """The tokens generated for groups since the start, as far as is known."""
     return self.coordinator.recorded_tokens
-
-  @abc.abstractmethod
-  def answers(
-    self,
-    prompts: Sequence[types.Prompt],
-    settings: answers_lib.AnswerSettings,
-    version: int,
-    timeout_s: float,
-  ) -> Iterator[list[answers_lib.Written]]:
-    """Answer questions with the weights of a version, or of a newer one.
-
-    Raises:
-      TimeoutError: the version did not arrive within `timeout_s` seconds.
-    """
-
-  @abc.abstractmethod
-  def hold(self, version: int) -> Held:
-    """Hold the newest published version for questions, beside the groups.
-
-    Its cache and its weights stay in memory until it is released. A version
-    that was held before is released.
-    """

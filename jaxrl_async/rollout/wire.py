@@ -59,12 +59,14 @@ class PackedWork:
   Attributes:
     admissions: index, birth and deadline of each turn's group.
     limits: of each turn.
+    questions: of each turn; -1 for that of a group.
     settings: the distinct (temperature, stop, stop_token_ids) of the turns.
     settings_of: of each turn, which of them are its own.
   """
 
   admissions: Int[np.ndarray, "N 3"]
   limits: Int[np.ndarray, "N"]
+  questions: Int[np.ndarray, "N"]
   settings: tuple[tuple[float, tuple[str, ...], tuple[int, ...]], ...]
   settings_of: Int[np.ndarray, "N"]
   trajectories: PackedTrajectories
@@ -169,6 +171,9 @@ def pack_work(work: messages.Work) -> PackedWork:
       np.int64,
     ).reshape(-1, 3),
     limits=np.array([t.limit for t in work.turns], np.int32),
+    questions=np.array(
+      [-1 if t.question is None else t.question for t in work.turns], np.int32
+    ),
     settings=tuple(distinct),
     settings_of=np.array([distinct[one] for one in settings], np.int32),
     trajectories=pack_trajectories([t.trajectory for t in work.turns]),
@@ -179,9 +184,10 @@ def pack_work(work: messages.Work) -> PackedWork:
 def unpack_work(packed: PackedWork) -> messages.Work:
   """Invert `pack_work`."""
   turns = []
-  for (index, birth, deadline), limit, number, trajectory in zip(
+  for (index, birth, deadline), limit, question, number, trajectory in zip(
     packed.admissions.tolist(),
     packed.limits.tolist(),
+    packed.questions.tolist(),
     packed.settings_of.tolist(),
     unpack_trajectories(packed.trajectories),
     strict=True,
@@ -195,6 +201,7 @@ def unpack_work(packed: PackedWork) -> messages.Work:
         temperature=temperature,
         stop=stop,
         stop_token_ids=stop_token_ids,
+        question=None if question < 0 else question,
       )
     )
   return messages.Work(turns=tuple(turns), cancelled=packed.cancelled)

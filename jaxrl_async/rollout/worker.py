@@ -7,14 +7,12 @@ When there is nothing to decode, the thread waits for admission (training is
 behind) or for weights. The buffer and the weight channel wake it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 import dataclasses
 import time
 
 from jaxrl_async import types
-from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
-from jaxrl_async.rollout import held_version
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import replica as replica_lib
 from jaxrl_async.rollout import rollout_side
@@ -50,7 +48,8 @@ class RolloutWorker(rollout_side.RolloutSide):
 
   def moving(self) -> object:
     """Return a value that changes when something is generated or adopted."""
-    return self.replica.group_tokens, self.replica.version
+    answered = self.replica.scheduler.stats.evaluation_tokens
+    return self.replica.group_tokens, answered, self.replica.version
 
   def totals(self) -> dict[str, int | float]:
     """Return the counters that `RolloutSide.totals` names."""
@@ -67,22 +66,6 @@ class RolloutWorker(rollout_side.RolloutSide):
       return super().generated_tokens
     written = self.replica.scheduler.stats.generated_tokens
     return written - self.replica.served_tokens
-
-  def answers(
-    self,
-    prompts: Sequence[types.Prompt],
-    settings: answers_lib.AnswerSettings,
-    version: int,
-    timeout_s: float,
-  ) -> Iterator[list[answers_lib.Written]]:
-    """Answer questions; see `RolloutSide.answers`."""
-    for _ in self.replica.adopting(version, timeout_s):
-      yield []  # so that the caller can look whether it shall go on
-    yield from self.replica.answers(prompts, settings)
-
-  def hold(self, version: int) -> held_version.HeldVersion:
-    """Hold a version for an evaluation; see `RolloutSide.hold`."""
-    return self.replica.hold(version)
 
   @property
   def num_ready(self) -> int:
@@ -111,15 +94,12 @@ class RolloutWorker(rollout_side.RolloutSide):
 
   def _go_on(self) -> bool:
     self.replica.feed()
-    # Groups and the questions of a held version have every other call.
-    has_answered = self.replica.answer_beside(self.coordinator.busy)
     if self.replica.can_step:
       self._gate.show("decoding")
       self.replica.step()
       return True
-    if not has_answered:
-      self._wait()
-    return has_answered
+    self._wait()
+    return False
 
   def _end(self, has_failed: bool) -> None:
     self.replica.close(has_failed=has_failed)

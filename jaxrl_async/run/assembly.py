@@ -23,8 +23,8 @@ from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import wandb_log as wandb_log_lib
 from jaxrl_async.rewards import scoring
 from jaxrl_async.rewards import service as service_lib
-from jaxrl_async.rollout import answers as answers_lib
 from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib
+from jaxrl_async.rollout import questions as questions_lib
 from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import reward_terms
@@ -145,6 +145,7 @@ def coordinator_settings(
     max_failed_groups=config.task.max_failed_groups,
     max_filtered_groups=config.algorithm.max_filtered_groups
     or max(_MIN_FILTERED, _FILTERED_BATCHES * config.algorithm.groups_per_step),
+    num_slots=config.rollout.num_slots,
     max_group_s=config.rollout.max_group_seconds,
     stop=config.rollout.stop,
     stop_token_ids=config.rollout.stop_token_ids,
@@ -153,14 +154,14 @@ def coordinator_settings(
 
 def answer_settings(
   config: sections.Config, samples: int
-) -> answers_lib.AnswerSettings:
+) -> questions_lib.AnswerSettings:
   """Return how the questions of an evaluation are answered.
 
   Args:
     config: a validated config.
     samples: answers to each question.
   """
-  return answers_lib.AnswerSettings(
+  return questions_lib.AnswerSettings(
     samples=samples,
     temperature=config.eval.temperature,
     max_completion_tokens=config.rollout.max_completion_tokens,

@@ -84,10 +84,7 @@ def checked(
   device_checks.check_sharding(setup)
   device_checks.check_weights(setup)
   device_checks.check_training_memory(setup)
-  device_checks.check_rollout_memory(
-    setup,
-    holds_version=not is_supervised and device_checks.evaluates_beside(config),
-  )
+  device_checks.check_rollout_memory(setup)
   device_checks.check_shared_memory(setup)
   setup = dataclasses.replace(setup, evaluated=_evaluated(setup, terms))
   prompt_source = assembly.prompt_source(setup)
@@ -119,7 +116,7 @@ def _evaluated(
   """
   evaluated: set[str] = set()
   for name in setup.config.eval.sets:
-    found = question_sets.of_run(setup, name)[0].prompts
+    found = question_sets.of_set_of_run(setup, name)[0].prompts
     reward_terms.check_prompts(terms, found)
     evaluated.update(prompt.item["question"] for prompt in found)
   return frozenset(evaluated)

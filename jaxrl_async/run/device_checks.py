@@ -228,30 +228,13 @@ def published_bytes(setup: setup_lib.Setup) -> tuple[int, int]:
   )
 
 
-def evaluates_beside(config: sections.Config) -> bool:
-  """Return whether a run of this config evaluates while training goes on.
-
-  With kv_on_adopt WAIT it does not: the version of the step is adopted when all
-  sequences have ended, and training would wait for that.
-  """
-  section, kv_on_adopt = config.eval, config.rollout.kv_on_adopt
-  return (
-    section.beside
-    and 0 < section.every < config.train.num_steps
-    and kv_on_adopt is not sections.KvOnAdopt.WAIT
-  )
-
-
-def rollout_memory(
-  setup: setup_lib.Setup, *, holds_version: bool = False
-) -> dict[str, int]:
+def rollout_memory(setup: setup_lib.Setup) -> dict[str, int]:
   """Estimate the bytes that generation needs on each device of its slice.
 
   The keys say what the memory is used for.
 
   Args:
     setup: of the run, or of a server.
-    holds_version: whether a version is held for an evaluation beside training.
   """
   config = setup.config
   version, base = published_bytes(setup)
@@ -262,7 +245,6 @@ def rollout_memory(
     config.rollout,
     published=version,
     base=base,
-    holds_version=holds_version,
   )
 
 
@@ -281,20 +263,17 @@ def _memory_of(
   return topology.memory_bytes(device)
 
 
-def check_rollout_memory(
-  setup: setup_lib.Setup, *, holds_version: bool = False
-) -> None:
+def check_rollout_memory(setup: setup_lib.Setup) -> None:
   """Check that the devices of the rollout mesh have memory for the engine.
 
   Args:
     setup: of the run, or of a server.
-    holds_version: as in `rollout_memory`.
 
   Raises:
     ConfigError: one line that names the largest part.
   """
   memory_estimate.check_rollout(
-    rollout_memory(setup, holds_version=holds_version),
+    rollout_memory(setup),
     setup.config.rollout,
     _memory_of(setup, setup.rollout_mesh),
   )
@@ -326,9 +305,7 @@ def check_shared_memory(setup: setup_lib.Setup) -> None:
   if not setup.shares_a_device or limit is None:
     return
   training = training_memory(setup).at_least
-  rollout = memory_estimate.least_rollout(
-    rollout_memory(setup, holds_version=evaluates_beside(setup.config))
-  )
+  rollout = memory_estimate.least_rollout(rollout_memory(setup))
   sections.require(
     training + rollout <= limit,
     "model.name",

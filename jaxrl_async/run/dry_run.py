@@ -30,9 +30,7 @@ def describe(setup: setup_lib.Setup) -> str:
     setup,
     models=device_checks.model_bytes(setup),
     training=device_checks.training_memory(setup),
-    generation=device_checks.rollout_memory(
-      setup, holds_version=device_checks.evaluates_beside(setup.config)
-    ),
+    generation=device_checks.rollout_memory(setup),
   )
 
 
@@ -49,10 +47,7 @@ def programs(
   engine = assembly.make_engine(setup)
   slices = {
     "training": trainer.programs(),
-    "rollout": engine.programs(
-      trainer.engine_shapes(),
-      num_held=int(device_checks.evaluates_beside(setup.config)),
-    ),
+    "rollout": engine.programs(trainer.engine_shapes()),
   }
   attention = f"packed rows {trainer.forward.attention}"
   return slices, f"{attention}, {engine.attention.description}"

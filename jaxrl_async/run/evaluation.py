@@ -24,9 +24,9 @@ from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.rewards import extraction
 from jaxrl_async.rewards import service as service_lib
-from jaxrl_async.rollout import answers as answers_lib
+from jaxrl_async.rollout import questions as questions_lib
 from jaxrl_async.run import answer_results
-from jaxrl_async.run import evaluate
+from jaxrl_async.run import answers as answers_lib
 from jaxrl_async.storage import columns
 from jaxrl_async.storage import disk
 from jaxrl_async.text import tokenizer as tokenizer_lib
@@ -69,7 +69,7 @@ class Plan:
 
   prompts: list[types.Prompt]
   categories: list[str]
-  settings: answers_lib.AnswerSettings
+  settings: questions_lib.AnswerSettings
   made_from: dict[str, Any]
   answer_prefix: str
   solved_score: float
@@ -208,17 +208,17 @@ def _record(row: Mapping[str, Any]) -> answer_results.Record:
 def _row(
   plan: Plan, answer: answers_lib.Answer, tokenizer: tokenizer_lib.Tokenizer
 ) -> dict[str, Any]:
-  prompt = plan.prompts[answer.question]
+  number, prompt = answer.question.number, answer.question.prompt
   reward, text = answer.trajectory.reward, answer.completion.text
   if reward is None:
     extracted = extraction.extract_answer(text, plan.answer_prefix)
   else:
     extracted = reward.answer
   return {
-    "question": answer.question,
-    "sample": answer.sample,
+    "question": number,
+    "sample": answer.question.sample,
     "prompt_id": prompt.prompt_id,
-    "category": plan.categories[answer.question],
+    "category": plan.categories[number],
     "prompt": tokenizer.decode(prompt.tokens),
     "completion": text,
     "answer": extracted,
@@ -276,14 +276,14 @@ def run(
     answers = answers_lib.scored(
       answers_lib.write(
         writer,
-        plan.prompts,
-        plan.settings,
-        tokenizer=tokenizer,
-        questions=[
-          i for i in range(len(plan.prompts)) if not blocks.is_known(i)
-        ],
+        questions_lib.of_set(
+          plan.made_from["task.dataset"],
+          plan.prompts,
+          plan.settings,
+          [i for i in range(len(plan.prompts)) if not blocks.is_known(i)],
+        ),
+        tokenizer,
       ),
-      plan.prompts,
       tokenizer=tokenizer,
       rewards=rewards,
       num_slots=writer.engine.sizes.num_slots,
@@ -296,7 +296,7 @@ def run(
       elif num_unscored is not None:
         num_unscored += 1
         if num_unscored == min(_MAX_UNSCORED, num_missing):
-          _give_up(plan, answer, num_unscored)
+          raise answers_lib.give_up(num_unscored, answer)
       blocks.add(_row(plan, answer, tokenizer))
       done += 1
       num_tokens += answer.trajectory.num_completion_tokens
@@ -305,21 +305,6 @@ def run(
   results = _results(plan, blocks.records())
   disk.replace_text(output / RESULTS, json.dumps(results, indent=2) + "\n")
   return results
-
-
-def _give_up(plan: Plan, answer: answers_lib.Answer, count: int) -> None:
-  """End an evaluation none of whose first answers could be scored.
-
-  Raises:
-    EvaluationError: with the reason and the traceback of the last failure.
-  """
-  failure = answer.failure
-  assert failure is not None
-  raise evaluate.EvaluationError(
-    f"none of the first {count} answers could be scored; that to"
-    f" {plan.prompts[answer.question].prompt_id}: {failure.reason}\n"
-    f"{failure.traceback}".rstrip()
-  )
 
 
 def _results(

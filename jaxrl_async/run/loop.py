@@ -17,7 +17,6 @@ from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.data import prompts
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import profile as profile_lib
-from jaxrl_async.reporting import summary as summary_lib
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.run import checkpointing
 from jaxrl_async.run import frozen_base
@@ -39,7 +38,6 @@ from jaxrl_async.training import step_metrics
 from jaxrl_async.training import trainer as trainer_lib
 
 _LOOK_S = 0.2
-_HELD_S = 0.005
 _PARTS_OF_THE_END = 3  # after a failure: write down, pause, copy
 
 
@@ -104,15 +102,15 @@ class Loop:
     # The checkpoint is written first. In a workdir that has metrics or a ledger
     # but no checkpoint, the checkpoint was lost.
     if self.found.step is None:
-      self.writer.hold(0, {})
       self.checkpoints.take_first()
     config_json.write(self.config, self.session.workdir)
     self.channel.publish(self.trainer.published(), self.step)
-    if self.evaluations.catch_up(self.step):
-      self._complete_step()
+    is_evaluated = self.evaluations.begin_first(self.step)
+    self.rollout_thread.start()
+    if is_evaluated:
+      self._evaluate()
     self.recorder.start_rl()
     self.buffer.set_policy_version(self.step)
-    self.rollout_thread.start()
     self.session.shutdown.spawn(
       "batch loader", self.loader.run, stop=self.loader.stop
     )
@@ -140,10 +138,6 @@ class Loop:
   def _run(self) -> None:
     if self.step >= self.num_steps:
       self.recorder.end_rl()
-      # Without a final evaluation at this step, num_steps was lowered.
-      done = summary_lib.read(self.session.workdir).evaluations
-      if not any(x.step == self.step and x.greedy is not None for x in done):
-        self.writer.write(self.step, self._evaluate())
     while self.step < self.num_steps and not self.stop.is_set:
       with self.profiler.step(self.step + 1):
         if not self._train():
@@ -151,16 +145,12 @@ class Loop:
       # Saved before the evaluation, whose failure must not lose the steps.
       if self.checkpoints.is_due(self.step) or self.step == self.num_steps:
         self.checkpoints.take(self.step)
-      if self._is_evaluated(self.step):
-        self._complete_step()
+      if self.evaluations.waits_for(self.step):
+        self._evaluate()
     self._wait_for_recorder()
     self.session.shutdown.supervisor.check()
     if self.stop.is_set and self.step < self.num_steps:
       self._interrupt()
-
-  def _is_evaluated(self, step: int) -> bool:
-    every = self.config.eval.every
-    return step == self.num_steps or bool(every and step % every == 0)
 
   def _train(self) -> bool:
     """Make a train step, publish its weights, and begin to record it.
@@ -184,9 +174,10 @@ class Loop:
       if self.staleness is not None:
         # What the step before has measured decides from this version on.
         self.buffer.set_max_staleness(self.staleness.bound)
+      # Its questions wait for this version.
+      is_evaluated = self.evaluations.begin(self.step + 1)
       start_s = time.perf_counter()
-      self._wait_until_held()
-      self.publisher.publish(self.step + 1)
+      self.publisher.publish(self.step + 1, is_urgent=is_evaluated)
       done.times_s["publish_s"] = time.perf_counter() - start_s
     finally:
       # Also if the weights cannot be published, so that the run can be saved.
@@ -201,12 +192,9 @@ class Loop:
     totals = self.recorder.totals()
     if step == self.num_steps:
       self.recorder.end_rl()
-    is_evaluated = self._is_evaluated(step)
-    # One evaluation at a time. The next one waits for that under way.
-    self.evaluations.finish(step, is_awaited=is_evaluated)
     more = {"transfer/bytes": self.channel.num_bytes}
     more |= self.checkpoints.metrics()
-    self.recorder.begin(done, totals, more, is_evaluated=is_evaluated)
+    self.recorder.begin(done, totals, more)
     self.step, self.is_whole = step, True
 
   def _next_batch(
@@ -221,13 +209,6 @@ class Loop:
       self.recorder.wait(timeout_s=0.0)  # raises the recorder's failure
       self._look(watch, f"a batch for step {self.step}")
     return None
-
-  def _wait_until_held(self) -> None:
-    """Wait until the rollout side has the version that it evaluates."""
-    watch = self.rollout_thread.watch()
-    while not self.evaluations.is_held() and not self.stop.is_set:
-      self.stop.wait(_HELD_S)
-      self._look(watch, f"version {self.step} to be held for its evaluation")
 
   def _wait_for_recorder(self) -> None:
     """Wait until the last step is written down."""
@@ -261,34 +242,18 @@ class Loop:
 
   # -- evaluation, checkpoints, the end -------------------------------------
 
-  def _complete_step(self) -> None:
-    """Evaluate a step whose metrics are held back, and write them.
-
-    An evaluation beside training is only begun here. A checkpoint that was
-    saved before the evaluation contains these metrics. A run that continues
-    from it starts with this evaluation.
-    """
-    self.publisher.catch_up(is_urgent=True)
-    if self.evaluations.is_beside(self.step):
-      if not self.stop.is_set:
-        self.evaluations.begin(self.step)
-      return
-    self._wait_for_recorder()
-    self.writer.write(self.step, self._evaluate())
-    if self.step >= self.num_steps:
-      # Another start on the workdir then finds the evaluation.
-      self.checkpoints.take_now(self.step)
-
-  def _evaluate(self) -> dict[str, float]:
-    """Evaluate the current weights in a pause, and return the metrics.
+  def _evaluate(self) -> None:
+    """Wait for the evaluation of this step, which pauses the run.
 
     Raises:
       Interrupted: the run was asked to end; a checkpoint was saved.
     """
-    try:
-      return self.evaluations.in_a_pause(self.step)
-    except supervisor_lib.Interrupted:
+    self._wait_for_recorder()
+    if not self.evaluations.in_a_pause():
       self._interrupt()
+    if self.step >= self.num_steps:
+      # Another start on the workdir then finds the evaluation.
+      self.checkpoints.take_now(self.step)
 
   def save(self, step: int) -> checkpoint.Write:
     """Copy the whole run for a checkpoint, and return what writes the copy.
@@ -352,7 +317,8 @@ class Loop:
   def _interrupt(self) -> NoReturn:
     """Save a checkpoint, and raise Interrupted."""
     self._wait_for_recorder()
-    self.evaluations.drop(self.step)
+    self.evaluations.look()
+    self.evaluations.close()
     kept = self.checkpoints.take_before_stop(self.step)
     where = "" if kept == self.step else f" from step {kept}"
     raise supervisor_lib.Interrupted(

@@ -148,8 +148,6 @@ class Recorder:
     pending: step_metrics.Pending,
     totals: dict[str, int | float],
     more: Mapping[str, int | float],
-    *,
-    is_evaluated: bool,
   ) -> None:
     """Begin to write a step down in a separate thread.
 
@@ -159,14 +157,12 @@ class Recorder:
       pending: the step.
       totals: the result of `totals` when the step was done.
       more: further metrics of the step.
-      is_evaluated: whether an evaluation follows. Its metrics belong to the
-        step, so the line of metrics is held back until they are known.
     """
     assert self._writing is None
     writing = self._writing = futures.Future()
 
     def write():
-      self._step(pending, totals, more, is_evaluated)
+      self._step(pending, totals, more)
       writing.set_result(None)
 
     # The thread is a daemon, so that a disk that does not respond cannot keep
@@ -225,7 +221,6 @@ class Recorder:
     pending: step_metrics.Pending,
     totals: dict[str, int | float],
     more: Mapping[str, int | float],
-    is_evaluated: bool,
   ) -> None:
     values, is_bad = pending.metrics()
     self._ledger.add_trained(
@@ -257,8 +252,7 @@ class Recorder:
     }
     if self._staleness is not None:
       values |= self._staleness.observe(pending.step + 1, values)
-    write = self._writer.hold if is_evaluated else self._writer.write
-    write(pending.step + 1, values)
+    self._writer.write(pending.step + 1, values)
     self._progress.step(
       progress_lib.StepReport(
         step=pending.step + 1,

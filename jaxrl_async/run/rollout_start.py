@@ -161,7 +161,6 @@ def build(
     remote.cluster.launch,
     remote.spec,
     num_replicas=config.cluster.replicas,
-    num_slots=config.rollout.num_slots,
     replica_timeout_s=config.cluster.replica_timeout_s,
     start_timeout_s=_start_timeout_s(config, remote.channels),
     hang_timeout_s=config.cluster.hang_timeout_s,

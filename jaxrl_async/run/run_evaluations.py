@@ -1,75 +1,88 @@
-"""The evaluations of a training run: in a pause, or beside training.
+"""The evaluations of a training run.
 
-At the start and at the end of a run both slices wait for an evaluation. One in
-the middle runs beside training (`eval.beside`): the rollout side holds the
-version of its step, and makes calls for questions and for groups in turn. The
-metrics line of the step is held back meanwhile, and so are later lines.
+An evaluation begins when the version of its step is published. Its questions
+are ordinary sequences beside those of the groups (`rollout.questions`), and
+its result is a line of its own in the metrics. Training and new groups wait for
+it at the first and the last step, in a synchronous run, and in one with
+`run.exact_resume`. All other evaluations go on while the run does. Newer
+weights are then adopted in their midst, and their line says which versions
+wrote it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent import futures
+import contextlib
 import dataclasses
-import functools
-from typing import Any
+import queue
 
-from jaxrl_async.config import sections
 from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.rollout import held_version
+from jaxrl_async.reporting import summary as summary_lib
+from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.rollout import questions as questions_lib
 from jaxrl_async.rollout import rollout_side
-from jaxrl_async.run import device_checks
-from jaxrl_async.run import evaluate
+from jaxrl_async.run import answers as answers_lib
+from jaxrl_async.run import evaluated_sets
 from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import rollout_thread
 from jaxrl_async.run import sampler as sampler_lib
 from jaxrl_async.run import session as session_lib
-from jaxrl_async.run import version_publisher
+from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.training import trainer as trainer_lib
 
 _LOOK_S = 0.2
 _END_S = 5.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Result:
-  """Evaluations of one version: of the held-out questions, and of the sets."""
-
-  sampled: evaluate.Evaluation
-  greedy: evaluate.Evaluation | None
-  sets: dict[str, evaluate.Evaluation]
+class _Dropped(Exception):
+  """An evaluation is to end, because the run ends."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Beside:
-  """An evaluation that runs beside training."""
+@dataclasses.dataclass(kw_only=True)
+class _Now:
+  """An evaluation that is under way.
+
+  Attributes:
+    step: completed train steps, and the version that begins to answer.
+    begun_s: when it began, by the clock of the run.
+    num_wanted: number of answers.
+    written: gets the answers.
+    answers: those that are scored.
+    done: ends with the last of them.
+    is_dropped: whether it is to end.
+  """
 
   step: int
-  held: rollout_side.Held
-  result: "futures.Future[_Result]"
+  begun_s: float
+  num_wanted: int
+  written: "queue.SimpleQueue[questions_lib.Written]"
+  answers: list[answers_lib.Answer]
+  done: "futures.Future[None]"
+  is_dropped: bool = False
 
 
 class RunEvaluations:
-  """Evaluates the policy of a run, and writes the metrics lines of its steps.
+  """Evaluates the policy of a run, and writes the lines of its evaluations.
 
-  Invariant: at most one evaluation runs beside training. The metrics writer
-  holds the line of its step.
+  Invariant: at most one evaluation is under way.
 
-  Threads: the main thread. It calls the methods while the recorder writes
-  nothing, except for `begin`, `is_held` and `close`. The answers of an
-  evaluation beside training are awaited in a thread of its own.
+  Threads: the main thread, while the recorder writes nothing, except for
+  `begin_first`, `waits_for` and `close`. A thread of each evaluation has its
+  answers scored.
   """
 
   def __init__(
     self,
-    config: sections.Config,
+    setup: setup_lib.Setup,
     session: session_lib.Session,
-    evaluator: evaluate.Evaluator,
-    set_evaluators: dict[str, evaluate.Evaluator],
+    questions: dict[str, list[questions_lib.Question]],
     *,
-    publisher: version_publisher.VersionPublisher,
     thread: rollout_thread.RolloutThread,
     rollout: rollout_side.RolloutSide,
+    rewards: service_lib.RewardService,
+    channel: weight_transfer.WeightChannel,
     buffer: buffer_lib.Buffer,
     trainer: trainer_lib.Trainer,
     recorder: recorder_lib.Recorder,
@@ -79,25 +92,28 @@ class RunEvaluations:
     """Prepare evaluations.
 
     Args:
-      config: of the run.
+      setup: of the run.
       session: of this start.
-      evaluator: of the held-out questions.
-      set_evaluators: those of `eval.sets`, by name.
-      publisher: of the versions that are evaluated.
+      questions: of each evaluation, by the name of their set.
       thread: of the rollout side.
       rollout: answers the questions.
+      rewards: scores the answers.
+      channel: says which versions cannot be read.
       buffer: says in a stall what is awaited.
       trainer: computes the logprobs of answers.
-      recorder: keeps the results, and leaves the time of pauses out.
+      recorder: leaves the time of pauses out.
       writer: of the metrics.
       sampler: writes some of the answers.
     """
-    self._config = config
-    self._evaluator = evaluator
-    self._set_evaluators = set_evaluators
-    self._publisher = publisher
+    self._config = setup.config
+    self._workdir = session.workdir
+    self._tokenizer = setup.tokenizer
+    self._questions = questions
     self._thread = thread
     self._rollout = rollout
+    self._asked = rollout.coordinator.questions
+    self._rewards = rewards
+    self._channel = channel
     self._buffer = buffer
     self._trainer = trainer
     self._recorder = recorder
@@ -106,112 +122,160 @@ class RunEvaluations:
     self._stop = session.stop
     self._note = session.progress.note
     self._supervisor = session.shutdown.supervisor
-    self._now: _Beside | None = None
-    self._num_answers = 0  # of evaluations beside training
+    self._now: _Now | None = None
 
-  # -- in a pause -----------------------------------------------------------
+  def is_due(self, step: int) -> bool:
+    """Return whether the policy is evaluated after so many train steps."""
+    every = self._config.eval.every
+    return self._is_end(step) or bool(every and step % every == 0)
 
-  def in_a_pause(self, step: int) -> dict[str, float]:
-    """Evaluate the current weights and return the metrics.
+  def _is_end(self, step: int) -> bool:
+    return step == 0 or step >= self._config.train.num_steps
 
-    Both slices are idle meanwhile. The engines adopt the step's version, which
-    was published, so that they need not hold a further copy of the weights.
-
-    Raises:
-      Interrupted: the run was asked to end before all questions were answered.
-      EvaluationError: no answer could be scored.
-    """
+  def waits_for(self, step: int) -> bool:
+    """Return whether the evaluation of a step is a pause."""
     config = self._config
-
-    def check() -> None:
-      self._stop.check("stopped in an evaluation")
-      self._publisher.catch_up(is_urgent=True)
-
-    more: dict[str, float] = {}
-    is_end = step == 0 or step >= config.train.num_steps
-    with self._recorder.evaluating(), self._thread.paused():
-      write = functools.partial(
-        self._rollout.answers,
-        version=step,
-        timeout_s=self._thread.stall_timeout_s,
-      )
-      result = self._evaluated(write, is_greedy=is_end, check=check)
-      if config.eval.temperature == config.rollout.temperature:
-        kl = evaluate.mismatch_kl(
-          result.sampled.trajectories, self._trainer.logprobs
-        )
-        more["eval/mismatch_kl"] = kl
-    return self._recorded(step, result) | more
-
-  # -- beside training ------------------------------------------------------
-
-  def is_beside(self, step: int) -> bool:
-    """Return whether the evaluation of a step is one beside training."""
-    return (
-      device_checks.evaluates_beside(self._config)
-      and 0 < step < self._config.train.num_steps
-      and self._thread.is_started
+    is_synchronous = config.algorithm.max_staleness == 0
+    return self.is_due(step) and (
+      self._is_end(step) or is_synchronous or config.run.exact_resume
     )
 
-  def begin(self, step: int) -> None:
-    """Begin the evaluation of a step whose version was published last."""
-    assert self._now is None
-    with self._thread.paused():
-      held = self._rollout.hold(step)
-    result: futures.Future[_Result] = futures.Future()
+  def begin_first(self, step: int) -> bool:
+    """Begin the evaluation of the step at which this start of a run begins.
 
-    def answers(*asked: Any, **settings: Any) -> Iterator[Any]:
-      for written in held.answers(*asked, **settings):
-        self._num_answers += len(written)
-        yield written
+    It is missing in a new run, and where the run was stopped in it. One that
+    was under way at an earlier step is lost: its weights are gone.
 
-    def evaluate_all() -> None:
-      result.set_result(self._evaluated(answers, is_greedy=False))
+    Returns:
+      Whether there is one, for which the run has to wait.
+    """
+    try:
+      past = summary_lib.read(self._workdir).evaluations
+    except FileNotFoundError:
+      past = []
+    done = {one.step: one for one in past}
+    if self.is_due(step):
+      # Without greedy answers at the end, `train.num_steps` was lowered.
+      is_done = step in done and (
+        done[step].greedy is not None or not self._is_end(step)
+      )
+      if not is_done:
+        self._begin(step, is_alone=True)
+      return not is_done
+    every = self._config.eval.every
+    if every and max(done, default=-1) < (lost := step // every * every):
+      self._note(f"step {lost} has no evaluation: the run ended in it")
+    return False
+
+  def begin(self, step: int) -> bool:
+    """Write an evaluation that is done, and perhaps begin one.
+
+    It is that of a step whose version is published next. It waits for the
+    evaluation that is under way, if there is one.
+
+    Returns:
+      Whether one has begun.
+
+    Raises:
+      The same as `finish`.
+    """
+    if not self.is_due(step):
+      self.look()
+    elif self.finish():
+      self._begin(step, is_alone=self.waits_for(step))
+      return True
+    return False
+
+  def _begin(self, step: int, *, is_alone: bool) -> None:
+    questions = [one for s in self._questions.values() for one in s]
+    if self._is_end(step):
+      questions += [
+        one._replace(
+          of=evaluated_sets.GREEDY,
+          settings=dataclasses.replace(
+            one.settings, samples=1, temperature=0.0
+          ),
+        )
+        for one in self._questions[evaluated_sets.HELD_OUT]
+        if one.sample == 0
+      ]
+    now = self._now = _Now(
+      step=step,
+      begun_s=self._writer.totals()["run/wall_s"],
+      num_wanted=len(questions),
+      written=self._asked.ask(questions, step, is_alone=is_alone),
+      answers=[],
+      done=futures.Future(),
+    )
 
     supervisor_lib.start_thread(
-      "evaluation", evaluate_all, result.set_exception
+      "evaluation", lambda: self._score(now), now.done.set_exception
     )
-    self._now = _Beside(step=step, held=held, result=result)
 
-  def is_held(self) -> bool:
-    """Return whether a newer version may be published.
+  def _score(self, now: _Now) -> None:
+    """Have the answers scored as they arrive; a thread of its own does it."""
+    with contextlib.suppress(_Dropped):
+      for answer in answers_lib.scored(
+        self._written(now),
+        tokenizer=self._tokenizer,
+        rewards=self._rewards,
+        num_slots=self._config.rollout.num_slots,
+        check=lambda: self._check(now),
+      ):
+        now.answers.append(answer)
+    now.done.set_result(None)
 
-    It would replace the one that is evaluated before the rollout side has it.
-    """
-    if self._now is None:
-      return True
-    try:
-      return self._now.held.is_held()
-    except held_version.NotHeld:
-      return True  # `finish` says so
+  def _written(self, now: _Now) -> Iterator[list[questions_lib.Written]]:
+    for _ in range(now.num_wanted):
+      while True:
+        self._check(now)
+        try:
+          yield [now.written.get(timeout=_LOOK_S)]
+          break
+        except queue.Empty:
+          yield []  # the scores of others may have arrived
 
-  def finish(self, step: int, *, is_awaited: bool) -> None:
-    """Write the lines of an evaluation if it is done, or when it is.
+  def _check(self, now: _Now) -> None:
+    if now.is_dropped:
+      raise _Dropped
 
-    Args:
-      step: completed train steps.
-      is_awaited: whether to wait for it. A request to stop ends the wait, and
-        with it the evaluation.
+  def look(self) -> None:
+    """Write the line of an evaluation that is done.
 
     Raises:
-      EvaluationError: no answer could be scored.
+      EvaluationError: no answer to one of its sets could be scored.
+    """
+    if self._now is not None and self._now.done.done():
+      self._end(self._now)
+
+  def finish(self) -> bool:
+    """Wait for the evaluation that is under way, and write its line.
+
+    Returns:
+      False if the run was asked to stop, which drops the evaluation.
+
+    Raises:
+      EvaluationError: no answer to one of its sets could be scored.
       ThreadFailed, ConfigError, StorageError: a thread has failed.
+      UnreadableVersionError: its version cannot be read.
       StallError: nothing has moved for `run.stall_timeout_s`.
     """
     if (now := self._now) is None:
-      return
+      return not self._stop.is_set
     watch = self._thread.watch()
-    while not now.result.done():
-      if not is_awaited:
-        return
+    while not now.done.done():
       if self._stop.is_set:
-        self.drop(step)
-        return
+        self.close()
+        return False
       self._supervisor.check()
-      self._publisher.catch_up(is_urgent=True)  # it may wait for a version
+      if self._channel.unreadable >= now.step:
+        raise weight_transfer.UnreadableVersionError(
+          f"version {now.step} of the weights cannot be read; start again, to"
+          " go on from the last checkpoint"
+        )
       self._thread.check(
         watch,
-        self._num_answers,
+        len(now.answers),
         lambda: [
           f"training waits for the evaluation of step {now.step} since"
           f" {watch.age_s:.1f} s",
@@ -219,78 +283,56 @@ class RunEvaluations:
           *self._buffer.waiting(),
         ],
       )
-      futures.wait([now.result], _LOOK_S)
-    self._supervisor.check()  # it may be why there are no answers
-    self._now = None
-    now.held.release()
-    try:
-      metrics = self._recorded(now.step, now.result.result())
-    except held_version.NotHeld as error:
-      self._leave_out(now.step, str(error))
-    else:
-      self._writer.write(now.step, metrics)
+      futures.wait([now.done], _LOOK_S)
+    self._end(now)
+    return True
 
-  def drop(self, step: int) -> None:
-    """Give up an evaluation that is not done, because the run is to stop.
-
-    Args:
-      step: completed train steps. If the evaluation is of this step, its line
-        stays held, and the run goes on with the evaluation.
-    """
-    self.finish(step, is_awaited=False)
-    if (now := self._now) is None:
-      return
-    self._now = None
-    now.held.release()
-    if now.step < step:
-      self._leave_out(now.step, "the run was asked to stop")
-
-  def catch_up(self, step: int) -> bool:
-    """Return whether a continued run has to evaluate the step it begins at.
-
-    The weights of an earlier step, whose evaluation was under way when the
-    checkpoint was written, are gone.
-    """
-    held = self._writer.held_step
-    if held is None or held == step:
-      return held is not None
-    self._leave_out(held, f"the checkpoint is of step {step}")
-    return False
+  def in_a_pause(self) -> bool:
+    """Wait as `finish` does, and leave the time out of that of training."""
+    with self._recorder.evaluating():
+      return self.finish()
 
   def close(self) -> None:
-    """End an evaluation that is under way."""
-    if self._now is not None:
-      self._now.held.release()
-      futures.wait([self._now.result], _END_S)
+    """Drop an evaluation that is under way."""
+    now, self._now = self._now, None
+    self._asked.forget()
+    if now is not None:
+      now.is_dropped = True
+      futures.wait([now.done], _END_S)
 
-  # -- both -----------------------------------------------------------------
-
-  def _leave_out(self, step: int, why: str) -> None:
-    self._note(f"step {step} has no evaluation: {why}")
-    self._writer.write(step, {})
-
-  def _evaluated(
-    self,
-    write: evaluate.Write,
-    *,
-    is_greedy: bool,
-    check: Callable[[], None] = lambda: None,
-  ) -> _Result:
-    sampled = self._evaluator.evaluate(write, check=check)
-    greedy = None
-    if is_greedy:
-      greedy = self._evaluator.evaluate(write, is_greedy=True, check=check)
-    sets = {
-      name: evaluator.evaluate(write, check=check)
-      for name, evaluator in self._set_evaluators.items()
-    }
-    return _Result(sampled=sampled, greedy=greedy, sets=sets)
-
-  def _recorded(self, step: int, result: _Result) -> dict[str, float]:
-    """Add an evaluation to samples and progress, and return its metrics."""
-    of_all = result.sampled, result.greedy, result.sets
-    self._sampler.write_evaluation(
-      step, self._evaluator.prompts, result.sampled
+  def _end(self, now: _Now) -> None:
+    """Write an evaluation to the samples and the metrics."""
+    self._now = None
+    now.done.result()
+    found = evaluated_sets.measured(now.answers, self._config.task.solved_score)
+    versions = questions_lib.versions_of(a.trajectory for a in now.answers)
+    self._sampler.write_evaluation(now.step, found[evaluated_sets.HELD_OUT])
+    self._note(f"step {now.step}: {evaluated_sets.describe(found)}")
+    self._writer.write_evaluation(
+      now.step,
+      {
+        "eval/begun_s": now.begun_s,
+        "eval/version_min": versions[0],
+        "eval/version_max": versions[1],
+        **evaluated_sets.metrics_of(found),
+        **self._mismatch(now.step, versions, found),
+      },
     )
-    self._note(f"step {step}: {evaluate.describe(*of_all)}")
-    return evaluate.metrics_of(*of_all)
+    self._asked.forget()
+
+  def _mismatch(
+    self,
+    step: int,
+    versions: tuple[int, int],
+    found: dict[str, evaluated_sets.Evaluation],
+  ) -> dict[str, float]:
+    """Compare engine and trainer, if they have the same weights."""
+    config = self._config
+    is_comparable = config.eval.temperature == config.rollout.temperature
+    is_same = self.waits_for(step) and versions == (step, step)
+    if not (is_comparable and is_same):
+      return {}
+    kl = evaluated_sets.mismatch_kl(
+      found[evaluated_sets.HELD_OUT].trajectories, self._trainer.logprobs
+    )
+    return {"eval/mismatch_kl": kl}

@@ -20,7 +20,7 @@ from jaxrl_async.reporting import samples as samples_lib
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
 from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import extraction
-from jaxrl_async.run import evaluate
+from jaxrl_async.run import evaluated_sets
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 _MAX_EVALUATED = 64
@@ -110,8 +110,7 @@ class Sampler:
   def write_evaluation(
     self,
     step: int,
-    prompts: Sequence[types.Prompt],
-    evaluation: evaluate.Evaluation,
+    evaluation: evaluated_sets.Evaluation,
   ) -> None:
     """Write the first completions of an evaluation.
 
@@ -122,7 +121,9 @@ class Sampler:
       return
     rows = []
     for prompt, trajectory in zip(
-      prompts[:_MAX_EVALUATED], evaluation.trajectories, strict=False
+      evaluation.prompts[:_MAX_EVALUATED],
+      evaluation.trajectories,
+      strict=False,
     ):
       failure = evaluation.failures.get(prompt.prompt_id, "")
       rows.append(

@@ -43,6 +43,7 @@ from jaxrl_async.run import first_stage
 from jaxrl_async.run import frozen_base
 from jaxrl_async.run import given as given_lib
 from jaxrl_async.run import loop as loop_lib
+from jaxrl_async.run import question_sets
 from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import resume
 from jaxrl_async.run import rollout_start
@@ -233,9 +234,7 @@ def _build(
     front.start(note)
     note(f"serving the policy at {front.address}")
   remote = rollout_start.connect(setup, session, trainer=trainer, is_new=is_new)
-  evaluators = first_stage.make_evaluators(
-    setup, session, source=source, stream=stream, rewards=rewards
-  )
+  questions = question_sets.of_run(setup, session, source=source, stream=stream)
 
   # The first stage.
   running, base_record = [], stored.get(frozen_base.KEY)
@@ -329,12 +328,13 @@ def _build(
     stall_timeout_s=rollout_start.stall_timeout_s(config, channel),
   )
   evaluations = run_evaluations.RunEvaluations(
-    config,
+    setup,
     session,
-    *evaluators,
-    publisher=publisher,
+    questions,
     thread=thread,
     rollout=rollout,
+    rewards=rewards,
+    channel=channel,
     buffer=buffer,
     trainer=trainer,
     recorder=recorder,

@@ -1,0 +1,202 @@
+"""Whole runs that are evaluated: beside training, in pauses, and stopped."""
+
+from concurrent import futures
+import queue
+import shutil
+import threading
+import time
+from unittest import mock
+
+import numpy as np
+import pytest
+import test_run
+
+from jaxrl_async.config import sections as sections_lib
+from jaxrl_async.coordination import channels
+from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.coordination import weight_transfer
+from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.run import rollout_thread
+from jaxrl_async.run import run_evaluations
+
+DEADLINE_S = 100.0
+DIRECT = {"channel": sections_lib.Channel.DIRECT}
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def make_config(variant="", **sections):
+  config = test_run.make_config(
+    variant,
+    num_steps=5,
+    **{
+      "eval": {"num_items": 6, "every": 2, "samples": 2},
+      "rollout": {"decode_steps_per_call": 1},
+      "run": {"checkpoint_every": 1, "keep_checkpoints": 9},
+    }
+    | sections,
+  )
+  config.train.optimizer.learning_rate = 1e-2
+  return config
+
+
+def evaluations(workdir):
+  """What was measured of each step that was evaluated."""
+  return {
+    line["step"]: found
+    for line in test_run.lines(workdir, "metrics")
+    if (found := {k: v for k, v in line.items() if k.startswith("eval/")})
+  }
+
+
+def versions(workdir):
+  return {
+    step: (found["eval/version_min"], found["eval/version_max"])
+    for step, found in evaluations(workdir).items()
+  }
+
+
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory):
+  """A run that trains step 3 before any answer to step 2 is scored.
+
+  Returns: its workdir, and copies of it by checkpoint.
+  """
+  directory = tmp_path_factory.mktemp("beside")
+  copies = {}
+  score = run_evaluations.RunEvaluations._score
+
+  def score_late(self, now):
+    if now.step == 2 and not copies:
+      workdir = self._writer._workdir
+      saved = workdir / "checkpoints" / "3" / "manifest.json"
+      assert test_run.until(saved.exists, timeout_s=DEADLINE_S)
+      # Step 4 waits for this evaluation before it is published.
+      for step in (2, 3):
+        copies[step] = directory / f"after_{step}"
+        shutil.copytree(workdir, copies[step])
+      shutil.rmtree(copies[2] / "checkpoints" / "3")
+    score(self, now)
+
+  with pytest.MonkeyPatch.context() as patched:
+    patched.setattr(run_evaluations.RunEvaluations, "_score", score_late)
+    test_run.start(make_config(), directory / "run")
+  return directory / "run", copies
+
+
+def test_training_goes_on_beside_an_evaluation(beside):
+  found = versions(beside[0])
+  assert found.keys() == {0, 2, 4, 5}
+  assert found[0] == (0, 0) and found[5] == (5, 5)
+  for step in (2, 4):
+    assert step <= found[step][0] <= found[step][1] <= step + 2
+  for name in ("held_out/avg@2", "held_out/pass@2", "held_out/failed"):
+    assert all(f"eval/{name}" in x for x in evaluations(beside[0]).values())
+  # Its line came after that of the step that was trained meanwhile.
+  order = [
+    (line["step"], "eval/held_out/failed" in line)
+    for line in metrics_lib.lines(beside[0])
+  ]
+  assert order.index((2, True)) > order.index((3, False))
+
+
+@pytest.mark.nightly
+def test_only_a_checkpoint_of_the_step_itself_evaluates_it_again(beside, capfd):
+  _, copies = beside
+  test_run.start(make_config(), copies[2])
+  assert versions(copies[2]).keys() == {0, 2, 4, 5}
+  assert "has no evaluation" not in capfd.readouterr().err
+  test_run.start(make_config(), copies[3])
+  assert "step 2 has no evaluation: the run ended in it" in (
+    capfd.readouterr().err
+  )
+  assert versions(copies[3]).keys() == {0, 4, 5}
+  for workdir in copies.values():
+    lines = test_run.lines(workdir, "metrics")
+    assert [line["step"] for line in lines] == [*range(6)]
+
+
+@pytest.fixture(scope="module")
+def in_pauses(tmp_path_factory):
+  """A synchronous run: its workdir and its summary."""
+  workdir = tmp_path_factory.mktemp("in_pauses")
+  adopt = channels.DirectChannel.adopt
+
+  def slow_adopt(self, newer_than):
+    time.sleep(0.5)  # longer than a train step
+    return adopt(self, newer_than)
+
+  config = make_config("sync", transfer=DIRECT)
+  with pytest.MonkeyPatch.context() as patched:
+    patched.setattr(channels.DirectChannel, "adopt", slow_adopt)
+    return workdir, test_run.start(config, workdir)
+
+
+def test_an_evaluation_in_a_pause_has_the_weights_of_its_step(in_pauses):
+  workdir, summary = in_pauses
+  assert versions(workdir) == {step: (step, step) for step in (0, 2, 4, 5)}
+  # Between the logprobs of the engine and those of the trainer.
+  assert 0 <= summary["mismatch_kl_max"] < 1e-9
+
+
+def test_nobody_waits_for_ever_for_an_evaluation():
+  this = object.__new__(run_evaluations.RunEvaluations)
+  this._stop = supervisor_lib.StopRequest()
+  rollout = mock.Mock(**{"moving.return_value": 3, "status.return_value": "R"})
+  rollout.take_over.side_effect = [True, False]  # another thread hangs too
+  this._thread = object.__new__(rollout_thread.RolloutThread)
+  this._thread._rollout, this._thread.stall_timeout_s = rollout, 1.0
+  this._thread._seconds = time.monotonic
+  this._thread._shutdown, this._thread._note = mock.Mock(), mock.Mock()
+  this._rollout, this._supervisor = rollout, mock.Mock()
+  this._buffer = mock.Mock(**{"waiting.return_value": ["B"]})
+  this._channel = mock.Mock(unreadable=3)
+  this._now = run_evaluations._Now(
+    step=4,
+    begun_s=0.0,
+    num_wanted=1,
+    written=queue.SimpleQueue(),
+    answers=[],
+    done=futures.Future(),
+  )
+  start_s = time.monotonic()
+  answer = threading.Timer(2.0, lambda: this._now.answers.append(mock.Mock()))
+  answer.start()
+  with pytest.raises(supervisor_lib.StallError) as raised:
+    this.finish()
+  assert 3.5 < time.monotonic() - start_s < 20.0
+  supervisor = this._thread._shutdown.supervisor
+  supervisor.spawn.assert_called_once_with(rollout_thread.NAME, rollout.run)
+  first, second, *rest = str(raised.value).splitlines()
+  assert "nothing moved for 1 s" in first and rest == ["R", "B"]
+  assert "training waits for the evaluation of step 4 since" in second
+  this._channel.unreadable = 4
+  with pytest.raises(weight_transfer.UnreadableVersionError, match="version 4"):
+    this.finish()
+
+
+@pytest.mark.nightly
+def test_a_stop_ends_an_evaluation_at_once(in_pauses, tmp_path, monkeypatch):
+  """At the start, in the middle and at the end; then the run goes on."""
+  score = run_evaluations.RunEvaluations._score
+  stopped = []
+
+  def stop_once(self, now):
+    if now.step not in stopped:
+      stopped.append(now.step)
+      self._stop.set()
+      while not now.is_dropped:
+        time.sleep(0.01)
+    score(self, now)
+
+  monkeypatch.setattr(run_evaluations.RunEvaluations, "_score", stop_once)
+  config = make_config("sync", transfer=DIRECT)
+  for step in (0, 2, 4, 5):
+    with pytest.raises(supervisor_lib.Interrupted, match="the same command"):
+      test_run.start(config, tmp_path)
+    assert stopped[-1] == step
+  test_run.start(config, tmp_path)
+  # A synchronous run goes on as one that was never stopped.
+  assert evaluations(tmp_path) == evaluations(in_pauses[0])
+  np.testing.assert_allclose(
+    test_run.losses(tmp_path), test_run.losses(in_pauses[0]), rtol=1e-5
+  )
