@@ -65,7 +65,6 @@ def _cases() -> Iterator[tuple[str, Any]]:
     for length in _LENGTHS:
       for name in file["SLICES"]:
         config = file["get_config"](f"{length}@{name}")
-        config.eval.beside = False  # as in docs/scaling.md
         yield f"{model}:{length}@{name}", config
 
 

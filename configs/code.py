@@ -76,5 +76,5 @@ def get_config() -> sections.Config:
       ),
     ),
     # Beside training it would need a second version of the weights and a cache.
-    eval=sections.EvalSection(num_items=256, every=25, beside=False),
+    eval=sections.EvalSection(num_items=256, every=25),
   )

@@ -97,7 +97,7 @@ def get_config(variant: str = "0.5b") -> sections.Config:
       ),
     ),
     # Beside training it would need a second version of the weights and a cache.
-    eval=sections.EvalSection(num_items=512, every=25, beside=False),
+    eval=sections.EvalSection(num_items=512, every=25),
   )
 
 

@@ -97,7 +97,6 @@ CASES = {
     },
     "eval": {
       "every": 2,
-      "beside": False,
       "samples": 2,
       "sets": config_dict.ConfigDict(
         {
