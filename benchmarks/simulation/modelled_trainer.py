@@ -86,7 +86,7 @@ class ModelledTrainer:
   @property
   def is_between_steps(self) -> bool:
     """Whether all that was trained is published and written down."""
-    return self._training is None and self._published is None
+    return self._training is None
 
   def end(self) -> None:
     """End the loop."""
