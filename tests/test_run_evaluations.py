@@ -12,7 +12,6 @@ import pytest
 import test_run
 
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import channels
 from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.reporting import metrics as metrics_lib
@@ -127,7 +126,7 @@ def test_only_a_checkpoint_of_the_step_itself_evaluates_it_again(beside, capfd):
 def in_pauses(tmp_path_factory):
   """A synchronous run: its workdir and its summary."""
   workdir = tmp_path_factory.mktemp("in_pauses")
-  adopt = channels.DirectChannel.adopt
+  adopt = weight_transfer.DirectChannel.adopt
 
   def slow_adopt(self, newer_than):
     time.sleep(0.5)  # longer than a train step
@@ -135,7 +134,7 @@ def in_pauses(tmp_path_factory):
 
   config = make_config("sync", transfer=DIRECT)
   with pytest.MonkeyPatch.context() as patched:
-    patched.setattr(channels.DirectChannel, "adopt", slow_adopt)
+    patched.setattr(weight_transfer.DirectChannel, "adopt", slow_adopt)
     return workdir, test_run.start(config, workdir)
 
 
