@@ -119,7 +119,7 @@ def test_the_defaults_are_valid():
     ("rollout.prefill_buckets", tuple(range(64, 129)), "65 entries; use at"),
     # what config.json would not give back
     ("task.params", {"a": float("nan")}, "cannot be written as JSON"),
-    ("task.params", {"a": object()}, "cannot be written as JSON"),
+    ("task.params", {"a": object}, "cannot be written as JSON"),
     # entries of a tuple
     ("rollout.stop", ("",), "'' can never be found"),
     ("rollout.stop", ("a\ufffd",), "... can never be found"),
