@@ -393,7 +393,8 @@ def test_a_job_that_lost_a_process_is_requeued_but_not_for_ever(
 ):
   job = Job(tmp_path / "first", f"exit {status}")
   assert job.process.wait(60) == status
-  assert job.calls().endswith("scontrol requeue 7\n")
+  # A node that was started in the background may write its line later.
+  assert "scontrol requeue 7\n" in job.calls()
   monkeypatch.setenv("SLURM_RESTART_COUNT", "100")
   job = Job(tmp_path / "last", f"exit {status}")
   assert job.process.wait(60) == status
