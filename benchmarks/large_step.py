@@ -67,8 +67,8 @@ from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import wire
+from jaxrl_async.run import checkpointing
 from jaxrl_async.run import resume
-from jaxrl_async.run import snapshot
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import config_json
 from jaxrl_async.storage import workdir as workdir_lib
@@ -255,14 +255,14 @@ class Run:
           verified=found.verified,
         )
         self._buffer.restore(
-          snapshot.buffer_state(
+          checkpointing.buffer_state(
             groups,
             groups_per_step=stored["groups_per_step"],
             next_step=found.step,
             next_index=stored["next_index"],
           )
         )
-        running = snapshot.running(groups)
+        running = checkpointing.running(groups)
         stored["step"] = found.step
     with self.times.of("restore"):
       self.books = run_books.Books(workdir, stored)
@@ -407,8 +407,8 @@ class Run:
     with self.times.of("still"):
       self._coordinator.cut(self.step)
       side: Any = self._coordinator
-      groups = snapshot.outstanding(self._buffer, side)
-      books.recorder.check_tokens(snapshot.count_tokens(groups))
+      groups = checkpointing.outstanding(self._buffer, side)
+      books.recorder.check_tokens(checkpointing.count_tokens(groups))
       state = {
         "groups_per_step": self._config.algorithm.groups_per_step,
         "max_staleness": 1,

@@ -35,12 +35,12 @@ from jaxrl_async.coordination import weight_transfer  # noqa: E402
 from jaxrl_async.devices import mesh as mesh_lib  # noqa: E402
 from jaxrl_async.reporting import metrics as metrics_lib  # noqa: E402
 from jaxrl_async.run import assembly  # noqa: E402
+from jaxrl_async.run import checkpointing  # noqa: E402
 from jaxrl_async.run import follower  # noqa: E402
 from jaxrl_async.run import frozen_base  # noqa: E402
 from jaxrl_async.run import initial_params  # noqa: E402
 from jaxrl_async.run import session as session_lib  # noqa: E402
 from jaxrl_async.run import setup as setup_lib  # noqa: E402
-from jaxrl_async.run import snapshot  # noqa: E402
 from jaxrl_async.storage import checkpoint  # noqa: E402
 from jaxrl_async.storage import workdir as workdir_lib  # noqa: E402
 from jaxrl_async.training import batch_loader  # noqa: E402
@@ -165,7 +165,7 @@ class Run:
     )
     self.base_record = host_state.get(frozen_base.KEY)
     self.buffer.restore(
-      snapshot.buffer_state(
+      checkpointing.buffer_state(
         groups,
         groups_per_step=self.setup.config.algorithm.groups_per_step,
         next_step=step,
@@ -180,7 +180,7 @@ class Run:
     if self.base_record is not None:
       state = frozen_base.without_base(state)
     with self.feeding:
-      groups = snapshot.outstanding(self.buffer, self)
+      groups = checkpointing.outstanding(self.buffer, self)
       host_state = {"next_index": self.buffer.state().next_index}
     if self.base_record is not None:
       host_state[frozen_base.KEY] = self.base_record

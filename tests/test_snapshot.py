@@ -8,7 +8,7 @@ import test_ledger
 
 from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.rollout import rollout_side
-from jaxrl_async.run import snapshot
+from jaxrl_async.run import checkpointing
 
 
 @pytest.mark.parametrize("fate", ["failed", "finished"])
@@ -30,7 +30,7 @@ def test_a_group_that_ends_when_asked_for_is_stored_as_what_it_is(fate):
     return running
 
   rollout = mock.Mock(spec=rollout_side.RolloutSide, groups=groups)
-  found = snapshot.outstanding(buffer, rollout)
+  found = checkpointing.outstanding(buffer, rollout)
   expected = [("running", 1)]
   if fate == "finished":
     expected.append(("finished", 0))

@@ -6,15 +6,6 @@ from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.run import version_publisher
 from jaxrl_async.storage import pytree_files
-from jaxrl_async.training import trainer as trainer_lib
-
-
-class FakeTrainer(trainer_lib.Trainer):
-  def __init__(self):
-    pass
-
-  def published(self):
-    return {"weights": 1}
 
 
 class FakeChannel(weight_transfer.DirectChannel):
@@ -43,7 +34,7 @@ def done():
 @pytest.fixture
 def publisher(done):
   return version_publisher.VersionPublisher(
-    FakeTrainer(), FakeChannel(done), FakeBuffer(done)
+    lambda: {"weights": 1}, FakeChannel(done), FakeBuffer(done)
   )
 
 

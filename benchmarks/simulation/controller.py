@@ -25,7 +25,7 @@ from jaxrl_async.rollout import pace as pace_lib
 from jaxrl_async.rollout import questions as questions_lib
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.rollout import worker as worker_lib
-from jaxrl_async.run import snapshot
+from jaxrl_async.run import checkpointing
 from jaxrl_async.storage import outstanding as outstanding_lib
 from jaxrl_async.training import batch_loader
 from simulation import case as case_lib
@@ -230,7 +230,7 @@ class Start:
       loop, checkpoint.num_prompts, case.no_prompt_frac, self.wake
     )
     self.coordinator = self._make_coordinator()
-    self.coordinator.restore(snapshot.running(groups))
+    self.coordinator.restore(checkpointing.running(groups))
     self.channel = surroundings.Channel(loop)
     self.rollout = self._make_rollout()
     self.invariants = invariants_lib.Invariants(
@@ -289,7 +289,7 @@ class Start:
     buffer.bounds.update(checkpoint.bounds)
     buffer.admitted_s |= {one.admission.index: self.loop.now for one in groups}
     buffer.restore(
-      snapshot.buffer_state(
+      checkpointing.buffer_state(
         groups,
         groups_per_step=self.case.groups_per_step,
         next_step=checkpoint.version,
@@ -469,7 +469,7 @@ class Start:
 
   def check_balance(self) -> list[outstanding_lib.OutstandingGroup]:
     """Check that all tokens are accounted for; return outstanding groups."""
-    groups = snapshot.outstanding(self.buffer, self.rollout)
+    groups = checkpointing.outstanding(self.buffer, self.rollout)
     state = self.ledger.state()
     try:
       ledger_lib.check_balance(
@@ -477,7 +477,7 @@ class Start:
         trained=state.trained_tokens,
         filtered=state.filtered_tokens,
         failed=state.failed_tokens,
-        in_flight=snapshot.count_tokens(groups),
+        in_flight=checkpointing.count_tokens(groups),
       )
     except RuntimeError as error:
       raise watched_buffer.Violation("balance", str(error)) from error

@@ -11,12 +11,12 @@ from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.run import assembly
+from jaxrl_async.run import checkpointing
 from jaxrl_async.run import frozen_base
 from jaxrl_async.run import initial_params
 from jaxrl_async.run import resume
 from jaxrl_async.run import session as session_lib
 from jaxrl_async.run import setup as setup_lib
-from jaxrl_async.run import snapshot
 from jaxrl_async.training import trainer as trainer_lib
 
 
@@ -93,7 +93,7 @@ def restore(
     found.verified,
   )
   buffer.restore(
-    snapshot.buffer_state(
+    checkpointing.buffer_state(
       groups,
       groups_per_step=stored["groups_per_step"],
       next_step=found.step,
@@ -103,4 +103,4 @@ def restore(
   resume.tell_changed_data(
     stored.get("data"), dict(setup.source.versions), session.progress.note
   )
-  return snapshot.running(groups)
+  return checkpointing.running(groups)

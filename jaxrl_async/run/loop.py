@@ -27,7 +27,6 @@ from jaxrl_async.run import run_evaluations
 from jaxrl_async.run import schedule_start
 from jaxrl_async.run import session as session_lib
 from jaxrl_async.run import setup as setup_lib
-from jaxrl_async.run import snapshot
 from jaxrl_async.run import version_publisher
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import config_json
@@ -272,8 +271,8 @@ class Loop:
     with self.rollout_thread.paused():
       if self.config.run.exact_resume and not self.rollout_thread.is_hung:
         self.rollout.cut(step)
-      groups = snapshot.outstanding(self.buffer, self.rollout)
-      self.recorder.check_tokens(snapshot.count_tokens(groups))
+      groups = checkpointing.outstanding(self.buffer, self.rollout)
+      self.recorder.check_tokens(checkpointing.count_tokens(groups))
       host_state = {
         "groups_per_step": self.config.algorithm.groups_per_step,
         "max_staleness": self.found.host_state["max_staleness"],
@@ -287,7 +286,7 @@ class Loop:
       }
       if self.rollout_thread.is_hung:
         # It may have gone on meanwhile.
-        self.recorder.check_tokens(snapshot.count_tokens(groups))
+        self.recorder.check_tokens(checkpointing.count_tokens(groups))
     if self.staleness is not None:
       host_state["staleness_control"] = self.staleness.state()
     state = self.trainer.state
@@ -309,8 +308,8 @@ class Loop:
   def finish(self) -> str:
     """Write summary.json and summary.png; return the summary on one line."""
     with self.rollout_thread.paused():
-      groups = snapshot.outstanding(self.buffer, self.rollout)
-      self.recorder.check_tokens(snapshot.count_tokens(groups))
+      groups = checkpointing.outstanding(self.buffer, self.rollout)
+      self.recorder.check_tokens(checkpointing.count_tokens(groups))
       self.rollout.stop()  # tokens written after this would not be counted
     return self.recorder.finish(self.step)
 

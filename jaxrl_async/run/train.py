@@ -320,7 +320,9 @@ def _build(
     scheduled=schedules.make(config),
   )
   shutdown.closes(recorder.close, join_s)
-  publisher = version_publisher.VersionPublisher(trainer, channel, buffer)
+  publisher = version_publisher.VersionPublisher(
+    trainer.published, channel, buffer
+  )
   thread = rollout_thread.RolloutThread(
     rollout,
     session,

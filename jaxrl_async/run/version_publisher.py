@@ -6,10 +6,12 @@ generate with the version that they have, as far as the bound on staleness
 allows. The newest version is published once the checkpoint is written.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.storage import pytree_files
-from jaxrl_async.training import trainer as trainer_lib
 
 
 class VersionPublisher:
@@ -22,12 +24,18 @@ class VersionPublisher:
 
   def __init__(
     self,
-    trainer: trainer_lib.Trainer,
+    published: Callable[[], Any],
     channel: weight_transfer.WeightChannel,
     buffer: buffer_lib.Buffer,
   ):
-    """Begin without a version."""
-    self._trainer = trainer
+    """Begin without a version.
+
+    Args:
+      published: returns the trainer's weights as they are published.
+      channel: to the engines.
+      buffer: is told the version.
+    """
+    self._published = published
     self._channel = channel
     self._buffer = buffer
     self._due: int | None = None
@@ -52,4 +60,4 @@ class VersionPublisher:
     if self._due is None or (pytree_files.is_held_up() and not is_urgent):
       return
     version, self._due = self._due, None
-    self._channel.publish(self._trainer.published(), version)
+    self._channel.publish(self._published(), version)
