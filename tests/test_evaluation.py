@@ -272,14 +272,14 @@ def test_sets_have_their_own_rows_template_and_samples(tmp_path):
   }
   tokenizer = tokenizer_lib.character_level()
   setup = setup_lib.resolve(config, jax.devices(), tokenizer=tokenizer)
-  sums, samples = question_sets.of_set_of_run(setup, "sums")
+  sums, samples = question_sets.of_run(setup, "sums")
   asked = [tokenizer.decode(prompt.tokens) for prompt in sums.prompts]
   assert asked == [row["question"] + "!" for row in rows] and samples == 2
   config.rollout.max_prompt_tokens = 8
   with pytest.raises(
     sections.ConfigError, match="eval.sets: two: .*all 2 prom"
   ):
-    question_sets.of_set_of_run(setup, "two")
+    question_sets.of_run(setup, "two")
 
 
 def test_questions_of_a_set_are_in_no_other_split(tmp_path):

@@ -116,7 +116,7 @@ def _evaluated(
   """
   evaluated: set[str] = set()
   for name in setup.config.eval.sets:
-    found = question_sets.of_set_of_run(setup, name)[0].prompts
+    found = question_sets.of_run(setup, name)[0].prompts
     reward_terms.check_prompts(terms, found)
     evaluated.update(prompt.item["question"] for prompt in found)
   return frozenset(evaluated)

@@ -9,11 +9,15 @@ import functools
 
 from jaxrl_async import types
 from jaxrl_async.coordination import buffer as buffer_lib
+from jaxrl_async.data import held_out
+from jaxrl_async.data import prompts
 from jaxrl_async.models import transformer
+from jaxrl_async.rollout import questions as questions_lib
 from jaxrl_async.run import assembly
 from jaxrl_async.run import checkpointing
 from jaxrl_async.run import frozen_base
 from jaxrl_async.run import initial_params
+from jaxrl_async.run import question_sets
 from jaxrl_async.run import resume
 from jaxrl_async.run import session as session_lib
 from jaxrl_async.run import setup as setup_lib
@@ -104,3 +108,56 @@ def restore(
     stored.get("data"), dict(setup.source.versions), session.progress.note
   )
   return checkpointing.running(groups)
+
+
+def questions(
+  setup: setup_lib.Setup,
+  session: session_lib.Session,
+  *,
+  source: prompts.PromptSource,
+  stream: prompts.PromptStream,
+) -> dict[str, list[questions_lib.Question]]:
+  """Return what a run asks in each evaluation, by the name of the set.
+
+  Args:
+    setup: of the run.
+    session: of this start.
+    source: of the questions that a new run holds out. A continued run reads
+      those in its workdir.
+    stream: of the training prompts; the held-out questions are excluded.
+
+  Raises:
+    Interrupted: the run was asked to end.
+  """
+  config = setup.config
+
+  def show(num_made: int) -> None:
+    session.stop.check("stopped in the first stage; it will begin anew")
+    session.progress.stage(
+      "held-out questions", num_made, config.eval.num_items
+    )
+
+  stored = held_out.load_or_make(
+    session.workdir / "held_out.json",
+    source,
+    config.eval.num_items,
+    note=session.progress.note,
+    on_progress=show,
+  )
+  stream.exclude(prompt.item["question"] for prompt in stored)
+  asked = {question_sets.HELD_OUT: (stored, config.eval.samples)}
+  for name in config.eval.sets:
+    found, samples = question_sets.of_run(setup, name)
+    if found.num_too_long:
+      session.progress.note(
+        f"eval.sets: {name}: {found.num_too_long} of"
+        f" {found.num_too_long + len(found.prompts)} prompts are longer than"
+        " rollout.max_prompt_tokens and left out"
+      )
+    asked[name] = found.prompts, samples
+  return {
+    name: questions_lib.of_set(
+      name, found, assembly.answer_settings(config, samples)
+    )
+    for name, (found, samples) in asked.items()
+  }

@@ -43,7 +43,6 @@ from jaxrl_async.run import first_stage
 from jaxrl_async.run import frozen_base
 from jaxrl_async.run import given as given_lib
 from jaxrl_async.run import loop as loop_lib
-from jaxrl_async.run import question_sets
 from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import resume
 from jaxrl_async.run import rollout_start
@@ -234,7 +233,9 @@ def _build(
     front.start(note)
     note(f"serving the policy at {front.address}")
   remote = rollout_start.connect(setup, session, trainer=trainer, is_new=is_new)
-  questions = question_sets.of_run(setup, session, source=source, stream=stream)
+  questions = first_stage.questions(
+    setup, session, source=source, stream=stream
+  )
 
   # The first stage.
   running, base_record = [], stored.get(frozen_base.KEY)
