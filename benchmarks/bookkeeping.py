@@ -55,8 +55,8 @@ import numpy as np
 import run_books
 
 from jaxrl_async import types
-from jaxrl_async.coordination import buffer as buffer_lib
-from jaxrl_async.coordination import run_schedule
+from jaxrl_async.buffer import buffer as buffer_lib
+from jaxrl_async.replay import timing_record
 
 _STEPS = flags.DEFINE_list(
   "steps", ["1000", "100000", "1000000"], "Train steps of the run, ascending."
@@ -290,9 +290,9 @@ class _LargeRun:
   def books(self) -> Iterator[bytes]:
     """Yield all that does not depend on time."""
     yield (self.workdir / "ledger.jsonl").read_bytes()
-    with open(self.workdir / "schedule.jsonl", "rb") as file:
+    with open(self.workdir / "timing.jsonl", "rb") as file:
       for line in file:
-        if not line.startswith(run_schedule.START):
+        if not line.startswith(timing_record.START):
           yield line
     for line in (self.workdir / "metrics.jsonl").read_text().splitlines():
       values = json.loads(line).items()

@@ -62,10 +62,10 @@ import fan_out
 import numpy as np
 
 from jaxrl_async import types
+from jaxrl_async.buffer import buffer as buffer_lib
+from jaxrl_async.buffer import ledger as ledger_lib
 from jaxrl_async.cluster import ray_replicas
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import buffer as buffer_lib
-from jaxrl_async.coordination import ledger as ledger_lib
 from jaxrl_async.data import prompts
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rewards import completion as completion_lib
@@ -204,18 +204,6 @@ class FakeHandle:
     """Give it work."""
     self._host.deliver.remote(self._number, delivery)
 
-  def answer(self, questions: remote.Questions) -> futures.Future:
-    """Refuse: it knows nothing."""
-    raise NotImplementedError
-
-  def hold(self, version: int) -> futures.Future:
-    """Refuse: it knows nothing."""
-    raise NotImplementedError
-
-  def release(self, version: int) -> None:
-    """Refuse: it knows nothing."""
-    raise NotImplementedError
-
   def kill(self) -> None:
     """Leave it; it ends with Ray."""
 
@@ -261,6 +249,7 @@ def measure(directory: pathlib.Path, num_replicas: int) -> dict[str, float]:
     coordinator_lib.Coordinator(
       coordinator_settings_lib.CoordinatorSettings(
         group_size=_GROUP_SIZE.value,
+        num_slots=fake_replicas.SLOTS,
         max_completion_tokens=2 * _TOKENS.value,
         max_tokens=_PROMPT_TOKENS + 2 * _TOKENS.value,
         temperature=1.0,

@@ -25,9 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.storage import manifest
 from jaxrl_async.storage import pytree_files
+from jaxrl_async.weights import weight_transfer
 
 _ARRAYS = 32
 _WARM_BYTES = 1_000_000

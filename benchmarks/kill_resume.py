@@ -272,11 +272,11 @@ def first_prompt_ids(workdir: pathlib.Path, count: int) -> list[str]:
   # Slow imports, which the kills need not wait for.
   import jax
 
+  from jaxrl_async.assembly import assembly
+  from jaxrl_async.assembly import setup as setup_lib
   from jaxrl_async.data import held_out
   from jaxrl_async.data import prompts
   from jaxrl_async.data import source as source_lib
-  from jaxrl_async.run import assembly
-  from jaxrl_async.run import setup as setup_lib
   from jaxrl_async.storage import config_json
 
   config = config_json.read(workdir)

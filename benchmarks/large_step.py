@@ -57,8 +57,8 @@ import numpy as np
 import run_books
 
 from jaxrl_async import types
+from jaxrl_async.buffer import buffer as buffer_lib
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import buffer as buffer_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import scoring
@@ -272,6 +272,7 @@ class Run:
     self._coordinator = coordinator_lib.Coordinator(
       coordinator_settings_lib.CoordinatorSettings(
         group_size=algorithm.group_size,
+        num_slots=self._config.rollout.num_slots,
         max_completion_tokens=self._num_tokens - _PROMPT_TOKENS,
         max_tokens=self._num_tokens,
         temperature=1.0,
@@ -293,7 +294,7 @@ class Run:
     books = self.books
     for name, owner, method in (
       ("ledger", books.ledger, "add_trained"),
-      ("schedule", books.schedule, "add_step"),
+      ("schedule", books.timing, "add_step"),
       ("samples", books.sampler, "write_step"),
     ):
       timed = self.times.wrapped(name, getattr(owner, method))
@@ -416,7 +417,7 @@ class Run:
         "stream": {"next_index": self._stream.next_index},
         "ledger": dataclasses.asdict(books.ledger.state()),
         "metrics": books.recorder.state(),
-        "schedule": books.recorder.schedule_bytes(),
+        "schedule": books.recorder.timing_bytes(),
         "config": config_json.to_stored(self._config),
       }
       finish = checkpoint.begin(

@@ -44,10 +44,10 @@ import numpy as np
 import optax
 import packed_lengths
 
+from jaxrl_async.assembly import algorithm as algorithm_lib
 from jaxrl_async.config import sections
 from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
-from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
 from jaxrl_async.training import train_state

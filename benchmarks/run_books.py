@@ -18,10 +18,10 @@ import numpy as np
 import rich.console
 
 from jaxrl_async import types
-from jaxrl_async.coordination import ledger as ledger_lib
-from jaxrl_async.coordination import run_schedule
+from jaxrl_async.buffer import ledger as ledger_lib
 from jaxrl_async.engine import scheduler_stats
 from jaxrl_async.models import configs
+from jaxrl_async.replay import timing_record
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
@@ -71,7 +71,7 @@ class Books:
       workdir / "ledger.jsonl",
       ledger_lib.LedgerState(**stored.get("ledger", {})),
     )
-    self.schedule = run_schedule.Schedule(
+    self.timing = timing_record.TimingRecord(
       workdir,
       stored.get("schedule", 0),
       record_steps=True,
@@ -107,7 +107,7 @@ class Books:
       workdir=workdir,
       writer=self.writer,
       ledger=self.ledger,
-      schedule=self.schedule,
+      timing=self.timing,
       rollout=self.rollout,
       rewards=rewards,
       busy=self.busy,
@@ -126,7 +126,7 @@ class Books:
     self.recorder.close(600.0)
     self.writer.close()
     self.ledger.close()
-    self.schedule.close()
+    self.timing.close()
     self._null.close()
 
 

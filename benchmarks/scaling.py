@@ -29,13 +29,13 @@ from absl import app
 from absl import flags
 import hlo
 
+from jaxrl_async.assembly import checks
+from jaxrl_async.assembly import dry_run
 from jaxrl_async.config import mesh_shape
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.devices import topology
 from jaxrl_async.devices import tpu_chips
 from jaxrl_async.planning import aot
-from jaxrl_async.run import checks
-from jaxrl_async.run import dry_run
 
 _RESULTS = flags.DEFINE_string(
   "results",

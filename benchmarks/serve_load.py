@@ -56,12 +56,12 @@ import http_exchange
 import jax
 import numpy as np
 
+from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
-from jaxrl_async.run import serve
-from jaxrl_async.run import setup as setup_lib
+from jaxrl_async.policies import serve
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.serving import front as front_lib
 from jaxrl_async.text import chat_template as chat_template_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib

@@ -13,13 +13,13 @@ from typing import Any
 
 import stage_board
 
-from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.rewards import pool as pool_lib
 from jaxrl_async.run import first_stage
 from jaxrl_async.run import run_evaluations
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.training import trainer as trainer_lib
+from jaxrl_async.weights import weight_transfer
 
 LAUNCH = pathlib.Path(__file__).resolve().parents[1] / "launch"
 # The stage, and the function that is inside it from its call to its return.

@@ -54,6 +54,7 @@ import side_by_side
 import workloads
 
 from jaxrl_async import types
+from jaxrl_async.assembly import algorithm as algorithm_lib
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
@@ -63,7 +64,6 @@ from jaxrl_async.models.attention import kernel_names
 from jaxrl_async.planning import aot
 from jaxrl_async.planning import matmul_rate
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
 from jaxrl_async.training import sft

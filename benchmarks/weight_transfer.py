@@ -44,12 +44,12 @@ import jax
 import numpy as np
 
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import transfer_directory
-from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
 from jaxrl_async.training import publishing
+from jaxrl_async.weights import transfer_directory
+from jaxrl_async.weights import weight_transfer
 
 _REPEATS = flags.DEFINE_integer(
   "repeats", 5, "Measured versions of each row.", lower_bound=1

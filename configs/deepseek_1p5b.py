@@ -87,5 +87,5 @@ def get_config() -> sections.Config:
     eval=sections.EvalSection(num_items=256, every=25, temperature=0.6),
     # A step has 8,192 trajectories. Recording when they were written, for a
     # replay, would take megabytes a step.
-    run=sections.RunSection(record_schedule=False),
+    run=sections.RunSection(record_timing=False),
   )

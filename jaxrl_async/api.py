@@ -17,12 +17,12 @@ import jax
 
 from jaxrl_async.config import sections
 from jaxrl_async.data import source as source_lib
+from jaxrl_async.policies import policy as policy_lib
+from jaxrl_async.policies import stored_policy
+from jaxrl_async.replay import replay_settings
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import episode as episode_lib
-from jaxrl_async.run import policy as policy_lib
-from jaxrl_async.run import replay_settings
 from jaxrl_async.run import script
-from jaxrl_async.run import stored_policy
 from jaxrl_async.training import objectives
 
 Rows = Sequence[Mapping[str, Any]]

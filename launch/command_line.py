@@ -28,14 +28,14 @@ from absl import flags
 from absl import logging
 from ml_collections import config_flags
 
+from jaxrl_async.assembly import config_checks
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.config import user_code
-from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.data import task_sources
 from jaxrl_async.devices import memory_error
 from jaxrl_async.devices import xla_flags
-from jaxrl_async.run import config_checks
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.storage import directories
 from jaxrl_async.storage import disk
 

@@ -22,8 +22,8 @@ from absl import flags
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.config import setting as setting_lib
-from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.devices import xla_flags
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.storage import config_json
 from jaxrl_async.storage import directories
 
@@ -92,10 +92,10 @@ def main(config: sections.Config) -> None:
   """Evaluate, print a table, and print the results as JSON."""
   import jax
 
+  from jaxrl_async.evaluation import evaluation
+  from jaxrl_async.evaluation import evaluation_plan
+  from jaxrl_async.evaluation import evaluation_start
   from jaxrl_async.reporting import progress as progress_lib
-  from jaxrl_async.run import evaluation
-  from jaxrl_async.run import evaluation_plan
-  from jaxrl_async.run import evaluation_start
   from jaxrl_async.storage import workdir as workdir_lib
 
   command_line.use_own_compile_cache()

@@ -68,8 +68,8 @@ def _check() -> None:
 
 def main() -> None:
   """Write the directory."""
-  from jaxrl_async.run import export
-  from jaxrl_async.run import stored_policy
+  from jaxrl_async.policies import export
+  from jaxrl_async.policies import stored_policy
 
   output = pathlib.Path(_OUTPUT.value).absolute()
   export.check_output(output)

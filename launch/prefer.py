@@ -15,8 +15,8 @@ import command_line  # isort: skip, first: it sets XLA's environment
 
 import json
 
+from jaxrl_async.assembly import config_checks
 from jaxrl_async.config import sections
-from jaxrl_async.run import config_checks
 
 # Slow imports are made in main(), after all checks.
 
@@ -25,7 +25,7 @@ def main(config: sections.Config) -> None:
   """Train on preferences, and print the summary."""
   import jax
 
-  from jaxrl_async.run import prefer
+  from jaxrl_async.supervised import prefer
 
   config_checks.validate(config, len(jax.devices()))
   print(json.dumps(prefer.prefer(config, command_line.workdir())))

@@ -2,7 +2,7 @@
 
 python launch/replay.py --workdir=/tmp/quickstart
 
-The run must have had run.record_schedule, which is on by default. Every token,
+The run must have had run.record_timing, which is on by default. Every token,
 logprob and loss is compared with the record, and the train state at the end
 with the checkpoint of that step, if there is one. The first difference ends the
 replay with exit status 1. Nothing is written to the workdir.
@@ -24,8 +24,8 @@ from typing import Any
 from absl import flags
 
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import recorded_schedule
-from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.processes import supervisor as supervisor_lib
+from jaxrl_async.replay import recorded_timing
 from jaxrl_async.storage import directories
 
 # Slow imports are made where they are used, after all checks.
@@ -56,8 +56,8 @@ def _check() -> None:
   sections.require(bool(workdir), "workdir", "missing; use --workdir=DIRECTORY")
   directories.check_can_read("workdir", workdir, "use the workdir of a run")
   try:
-    start = recorded_schedule.start_of(pathlib.Path(workdir), _FROM_STEP.value)
-  except recorded_schedule.ScheduleError as error:
+    start = recorded_timing.start_of(pathlib.Path(workdir), _FROM_STEP.value)
+  except recorded_timing.TimingError as error:
     raise sections.ConfigError(f"workdir: {error}") from error
   flags_then = start.environment.get("xla_flags")
   if flags_then:
@@ -68,8 +68,8 @@ def main() -> None:
   """Replay, and print what was compared as JSON."""
   import jax
 
+  from jaxrl_async.replay import replay as replay_lib
   from jaxrl_async.reporting import progress as progress_lib
-  from jaxrl_async.run import replay as replay_lib
 
   command_line.use_own_compile_cache()
   workdir = pathlib.Path(command_line.WORKDIR.value).absolute()

@@ -24,9 +24,9 @@ import sys
 
 from absl import flags
 
+from jaxrl_async.assembly import config_checks
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import supervisor as supervisor_lib
-from jaxrl_async.run import config_checks
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.serving import addresses
 
 # Slow imports are made in main(), after all checks.
@@ -55,7 +55,7 @@ def _check() -> None:
 
 def _serve(config: sections.Config, workdir: pathlib.Path) -> None:
   """Answer with scores until a signal arrives."""
-  from jaxrl_async.run import reward_server
+  from jaxrl_async.supervised import reward_server
 
   stop = supervisor_lib.StopRequest()
   with stop.on_signals(
@@ -78,7 +78,7 @@ def main(config: sections.Config) -> None:
   """Train a reward model and print the summary, or print or serve scores."""
   import jax
 
-  from jaxrl_async.run import reward_model
+  from jaxrl_async.supervised import reward_model
 
   config_checks.validate(config, len(jax.devices()))
   workdir = command_line.workdir()

@@ -24,7 +24,7 @@ from absl import flags
 
 from jaxrl_async.config import sections
 from jaxrl_async.config import setting as setting_lib
-from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.serving import addresses
 from jaxrl_async.storage import directories
 
@@ -179,7 +179,7 @@ def _check() -> None:
 
 
 def _policy() -> Any:
-  from jaxrl_async.run import serve
+  from jaxrl_async.policies import serve
 
   sizes = {"num_slots": _NUM_SLOTS.value, "cache_tokens": _CACHE_TOKENS.value}
   command_line.use_own_compile_cache()
@@ -192,7 +192,7 @@ def _policy() -> Any:
 
 def main() -> None:
   """Serve the policy until a signal arrives."""
-  from jaxrl_async.run import serve
+  from jaxrl_async.policies import serve
   from jaxrl_async.serving import bodies
   from jaxrl_async.serving import front as front_lib
 

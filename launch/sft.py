@@ -14,8 +14,8 @@ import command_line  # isort: skip, first: it sets XLA's environment
 
 import json
 
+from jaxrl_async.assembly import config_checks
 from jaxrl_async.config import sections
-from jaxrl_async.run import config_checks
 
 # Slow imports are made in main(), after all checks.
 
@@ -24,7 +24,7 @@ def main(config: sections.Config) -> None:
   """Fine-tune, and print the summary."""
   import jax
 
-  from jaxrl_async.run import fine_tune
+  from jaxrl_async.supervised import fine_tune
 
   config_checks.validate(config, len(jax.devices()))
   print(json.dumps(fine_tune.fine_tune(config, command_line.workdir())))

@@ -17,12 +17,12 @@ from typing import Any
 
 from absl import flags
 
+from jaxrl_async.assembly import config_checks
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.devices import gpus
 from jaxrl_async.devices import tpu_chips
 from jaxrl_async.devices import xla_flags
-from jaxrl_async.run import config_checks
+from jaxrl_async.processes import world as world_lib
 from jaxrl_async.serving import addresses
 
 # Slow imports are made where they are used, after all checks.
@@ -118,8 +118,8 @@ def _devices() -> Sequence[Any]:
 def _dry_run_of_gpus(config: sections.Config) -> None:
   import jax
 
-  from jaxrl_async.run import checks
-  from jaxrl_async.run import dry_run
+  from jaxrl_async.assembly import checks
+  from jaxrl_async.assembly import dry_run
 
   named = gpus.parse(_TOPOLOGY.value)
   # JAX has not looked for devices yet.
@@ -133,10 +133,10 @@ def _dry_run_of_gpus(config: sections.Config) -> None:
 
 
 def _dry_run(config: sections.Config, devices: Sequence[Any]) -> None:
+  from jaxrl_async.assembly import checks
+  from jaxrl_async.assembly import dry_run
   from jaxrl_async.devices import topology
   from jaxrl_async.planning import aot
-  from jaxrl_async.run import checks
-  from jaxrl_async.run import dry_run
 
   setup = checks.checked(config, devices)
   print(dry_run.describe(setup), flush=True)
@@ -164,7 +164,7 @@ def _dry_run(config: sections.Config, devices: Sequence[Any]) -> None:
 
 def _waiting(setup: Any) -> str:
   """Return a line that says which slice waits on these devices."""
-  from jaxrl_async.run import speed
+  from jaxrl_async.assembly import speed
 
   lengths = speed.lengths(setup.config)
   line = speed.line(
@@ -176,9 +176,9 @@ def _waiting(setup: Any) -> str:
 def _follow(config: sections.Config, world: world_lib.World) -> None:
   import jax
 
-  from jaxrl_async.run import device_checks
+  from jaxrl_async.assembly import device_checks
+  from jaxrl_async.assembly import setup as setup_lib
   from jaxrl_async.run import follower
-  from jaxrl_async.run import setup as setup_lib
 
   device_checks.check_repeats(config, jax.devices()[0].platform)
   follower.follow(setup_lib.resolve(config, jax.devices()), world)

@@ -15,11 +15,11 @@ from typing import NoReturn
 
 from absl import flags
 
+from jaxrl_async.cluster import trainer_facts
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import rendezvous
-from jaxrl_async.coordination import supervisor as supervisor_lib
-from jaxrl_async.coordination import world as world_lib
-from jaxrl_async.run import trainer_facts
+from jaxrl_async.processes import rendezvous
+from jaxrl_async.processes import supervisor as supervisor_lib
+from jaxrl_async.processes import world as world_lib
 from jaxrl_async.storage import disk
 
 _NUM_PROCESSES = flags.DEFINE_integer(

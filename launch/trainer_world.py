@@ -28,7 +28,7 @@ from typing import IO
 from absl import flags
 
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import world as world_lib
+from jaxrl_async.processes import world as world_lib
 from jaxrl_async.storage import directories
 
 _NUM_PROCESSES = flags.DEFINE_integer(

@@ -51,8 +51,8 @@ def main(config: sections.Config) -> None:
   """Measure, and print what is fastest."""
   import jax
 
-  from jaxrl_async.run import checks
-  from jaxrl_async.run import speed
+  from jaxrl_async.assembly import checks
+  from jaxrl_async.assembly import speed
 
   setup = checks.checked(config, jax.devices())
   lengths = speed.lengths(

@@ -14,14 +14,12 @@ import numpy as np
 import tiny
 import worker_world
 
+from jaxrl_async.buffer import ledger as ledger_lib
 from jaxrl_async.cluster import hosts
 from jaxrl_async.cluster import replica_process
 from jaxrl_async.cluster import replica_spec
 from jaxrl_async.config import sections
 from jaxrl_async.config.mesh_shape import MeshShape
-from jaxrl_async.coordination import ledger as ledger_lib
-from jaxrl_async.coordination import transfer_directory
-from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.planning import aot
@@ -29,6 +27,8 @@ from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import fleet as fleet_lib
 from jaxrl_async.rollout import remote
 from jaxrl_async.text import tokenizer as tokenizer_lib
+from jaxrl_async.weights import transfer_directory
+from jaxrl_async.weights import weight_transfer
 
 DEADLINE_S = 60.0
 

@@ -27,8 +27,6 @@ from jaxrl_async.cluster import led_replica
 from jaxrl_async.cluster import replica_spec
 from jaxrl_async.config import sections
 from jaxrl_async.config.mesh_shape import MeshShape
-from jaxrl_async.coordination import rendezvous
-from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import sampling
@@ -36,9 +34,11 @@ from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import transformer
+from jaxrl_async.processes import rendezvous
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.text import stop_strings
 from jaxrl_async.text import tokenizer as tokenizer_lib
+from jaxrl_async.weights import weight_transfer
 
 TOKENIZER = tokenizer_lib.character_level()
 # Its embeddings can be split in two.

@@ -8,9 +8,9 @@ from jax import numpy as jnp
 import numpy as np
 
 from jaxrl_async.algorithms import corrections
+from jaxrl_async.assembly import algorithm as algorithm_lib
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
-from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
 

@@ -28,22 +28,22 @@ import trainer_process  # noqa: E402
 
 from configs import tiny as tiny_config  # noqa: E402
 from jaxrl_async import types  # noqa: E402
+from jaxrl_async.assembly import assembly  # noqa: E402
+from jaxrl_async.assembly import frozen_base  # noqa: E402
+from jaxrl_async.assembly import initial_params  # noqa: E402
+from jaxrl_async.assembly import setup as setup_lib  # noqa: E402
+from jaxrl_async.buffer import buffer as buffer_lib  # noqa: E402
 from jaxrl_async.config import sections  # noqa: E402
-from jaxrl_async.coordination import buffer as buffer_lib  # noqa: E402
-from jaxrl_async.coordination import supervisor as supervisor_lib  # noqa: E402
-from jaxrl_async.coordination import weight_transfer  # noqa: E402
 from jaxrl_async.devices import mesh as mesh_lib  # noqa: E402
+from jaxrl_async.processes import supervisor as supervisor_lib  # noqa: E402
 from jaxrl_async.reporting import metrics as metrics_lib  # noqa: E402
-from jaxrl_async.run import assembly  # noqa: E402
 from jaxrl_async.run import checkpointing  # noqa: E402
 from jaxrl_async.run import follower  # noqa: E402
-from jaxrl_async.run import frozen_base  # noqa: E402
-from jaxrl_async.run import initial_params  # noqa: E402
 from jaxrl_async.run import session as session_lib  # noqa: E402
-from jaxrl_async.run import setup as setup_lib  # noqa: E402
 from jaxrl_async.storage import checkpoint  # noqa: E402
 from jaxrl_async.storage import workdir as workdir_lib  # noqa: E402
 from jaxrl_async.training import batch_loader  # noqa: E402
+from jaxrl_async.weights import weight_transfer  # noqa: E402
 
 NUM_DEVICES = 4
 SHAPE = mesh_lib.MeshShape(fsdp=2, tensor=2)

@@ -8,9 +8,9 @@ import httpx
 import openai
 import tiny
 
-from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.engine import sampling
 from jaxrl_async.engine import sequence as sequence_lib
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.serving import app as app_lib
 from jaxrl_async.serving import bodies
 from jaxrl_async.serving import prometheus

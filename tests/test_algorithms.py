@@ -10,11 +10,11 @@ import pytest
 import test_train_step
 
 from jaxrl_async import types
+from jaxrl_async.assembly import algorithm as algorithm_lib
+from jaxrl_async.assembly import config_checks
 from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import algorithms
 from jaxrl_async.config import sections
-from jaxrl_async.run import algorithm as algorithm_lib
-from jaxrl_async.run import config_checks
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
 

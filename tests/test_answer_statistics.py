@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_async.algorithms import answer_statistics
-from jaxrl_async.run import answer_results
+from jaxrl_async.evaluation import answer_results
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 7])

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from test_topology import needs_libtpu
 
+from jaxrl_async.assembly import assembly
+from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.devices import tpu_chips
 from jaxrl_async.models import transformer
 from jaxrl_async.planning import aot
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.run import assembly
-from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.training import train_state
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

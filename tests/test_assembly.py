@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors_numpy
 
+from jaxrl_async.assembly import assembly
+from jaxrl_async.assembly import checks
+from jaxrl_async.assembly import continued_settings
+from jaxrl_async.assembly import device_checks
+from jaxrl_async.assembly import dry_run
+from jaxrl_async.assembly import initial_params
+from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
 from jaxrl_async.models import hf_weights
 from jaxrl_async.models import transformer
 from jaxrl_async.planning import memory_estimate
-from jaxrl_async.run import assembly
-from jaxrl_async.run import checks
-from jaxrl_async.run import continued_settings
-from jaxrl_async.run import device_checks
-from jaxrl_async.run import dry_run
-from jaxrl_async.run import initial_params
-from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.storage import config_json
 from jaxrl_async.text import tokenizer as tokenizer_lib
 

@@ -10,12 +10,11 @@ import reward_scorers
 import test_run
 
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import recorded_schedule
-from jaxrl_async.coordination import run_schedule
-from jaxrl_async.coordination import supervisor as supervisor_lib
-from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.engine import scheduler as scheduler_lib
-from jaxrl_async.run import answers as answers_lib
+from jaxrl_async.evaluation import answers as answers_lib
+from jaxrl_async.processes import supervisor as supervisor_lib
+from jaxrl_async.replay import recorded_timing
+from jaxrl_async.replay import timing_record
 from jaxrl_async.run import checkpointing
 from jaxrl_async.run import loop as loop_lib
 from jaxrl_async.run import recorder as recorder_lib
@@ -25,10 +24,11 @@ from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import manifest
 from jaxrl_async.training import trainer as trainer_lib
+from jaxrl_async.weights import weight_transfer
 
 pytestmark = pytest.mark.slow
 
-BOOKS = ("ledger.jsonl", "metrics.jsonl", "schedule.jsonl")
+BOOKS = ("ledger.jsonl", "metrics.jsonl", "timing.jsonl")
 
 
 def make_config(num_steps, **run):
@@ -131,10 +131,10 @@ def test_a_full_disk_ends_no_run_and_costs_no_line(
   assert sorted({entry["step"] for entry in entries}) == [*range(8)]
   metrics = test_run.lines(tmp_path, "metrics")
   assert [line["step"] for line in metrics] == [*range(9)]
-  schedule = recorded_schedule.read(tmp_path)
+  schedule = recorded_timing.read(tmp_path)
   assert schedule.num_steps == 8
   for step in map(schedule.step, range(8)):
-    stored = run_schedule.read_trajectories(tmp_path, step.step)
+    stored = timing_record.read_trajectories(tmp_path, step.step)
     assert [g.index for g in stored] == [g.admission.index for g in step.groups]
   assert checkpoint.latest(tmp_path / "checkpoints") == 8
   said = capsys.readouterr().err

@@ -6,8 +6,8 @@ import time
 import pytest
 import tiny
 
-from jaxrl_async.coordination import buffer as buffer_lib
-from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.buffer import buffer as buffer_lib
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.training import batch_loader
 
 DEADLINE_S = 20.0

@@ -30,5 +30,5 @@ def test_a_killed_run_of_a_large_batch_has_the_same_books(monkeypatch):
   bookkeeping = benchmark_module.imported("bookkeeping", monkeypatch)
   found = bookkeeping.measure_batches([1, 4], 512)
   assert found["survives"] == {"16": 0.0, "64": 1.0}
-  for name in ("ledger_bytes", "schedule_bytes", "message_mb", "memory_mb"):
+  for name in ("ledger_bytes", "timing_bytes", "message_mb", "memory_mb"):
     assert all(x > 0 for x in found[name].values())

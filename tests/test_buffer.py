@@ -12,7 +12,7 @@ import threading
 import pytest
 import tiny
 
-from jaxrl_async.coordination import buffer as buffer_lib
+from jaxrl_async.buffer import buffer as buffer_lib
 
 JOIN_S = 20.0
 

@@ -15,7 +15,7 @@ import pytest
 import tiny
 
 from jaxrl_async import types
-from jaxrl_async.coordination import buffer as buffer_lib
+from jaxrl_async.buffer import buffer as buffer_lib
 
 many = settings(
   max_examples=1000,

@@ -8,11 +8,11 @@ import pytest
 import test_beginning_token
 import test_rows
 
+from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
 from jaxrl_async.data import prompts
 from jaxrl_async.data import rows as rows_lib
 from jaxrl_async.data import source as source_lib
-from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.text import chat_template as chat_template_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 

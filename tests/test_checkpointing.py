@@ -7,7 +7,7 @@ import time
 import pytest
 
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.run import checkpointing
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import disk

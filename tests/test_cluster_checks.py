@@ -7,16 +7,16 @@ import types
 import pytest
 import test_run
 
+from jaxrl_async.assembly import checks
+from jaxrl_async.assembly import config_checks
+from jaxrl_async.assembly import device_checks
 from jaxrl_async.cluster import environment as environment_lib
 from jaxrl_async.config import mesh_shape
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.devices import xla_flags
-from jaxrl_async.run import checks
-from jaxrl_async.run import config_checks
-from jaxrl_async.run import device_checks
-from jaxrl_async.run import reward_terms
+from jaxrl_async.rewards import reward_terms
 from jaxrl_async.run import rollout_start
+from jaxrl_async.weights import weight_transfer
 
 RAY = sections.ClusterKind.RAY
 PACKAGE = pathlib.Path(config_checks.__file__).parents[1]

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from jaxrl_async.run import config_checks
+from jaxrl_async.assembly import config_checks
 
 ROOT = pathlib.Path(__file__).parents[1]
 TINY = ROOT / "configs" / "tiny.py"

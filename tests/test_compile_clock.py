@@ -6,7 +6,7 @@ import jax
 from jax import numpy as jnp
 import pytest
 
-from jaxrl_async.coordination import compile_clock
+from jaxrl_async.processes import compile_clock
 
 
 def compile_something(while_tracing):

@@ -7,12 +7,12 @@ import re
 from ml_collections import config_dict
 import pytest
 
+from jaxrl_async.assembly import config_checks
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import mesh_shape
 from jaxrl_async.config import sections
 from jaxrl_async.config import settings_page
 from jaxrl_async.devices import mesh as mesh_lib
-from jaxrl_async.run import config_checks
 from jaxrl_async.storage import config_json
 
 

@@ -8,8 +8,8 @@ import time
 import config_values
 import pytest
 
+from jaxrl_async.assembly import config_checks
 from jaxrl_async.config import sections
-from jaxrl_async.run import config_checks
 
 
 def refusal(config, num_devices=2):

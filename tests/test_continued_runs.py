@@ -16,20 +16,20 @@ import test_critic_run
 import test_run
 import waiting
 
+from jaxrl_async.assembly import assembly
+from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import transfer_directory
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.run import assembly
 from jaxrl_async.run import checkpointing
 from jaxrl_async.run import first_stage
 from jaxrl_async.run import loop as loop_lib
 from jaxrl_async.run import recorder as recorder_lib
-from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import outstanding as outstanding_lib
 from jaxrl_async.storage import workdir as workdir_lib
+from jaxrl_async.weights import transfer_directory
 
 pytestmark = pytest.mark.slow
 NIGHTLY = pytest.mark.nightly

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 import test_run
 
+from jaxrl_async.assembly import algorithm as algorithm_lib
+from jaxrl_async.assembly import assembly
+from jaxrl_async.assembly import continued_settings
+from jaxrl_async.assembly import device_checks
+from jaxrl_async.assembly import dry_run
+from jaxrl_async.assembly import frozen_base
+from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
 from jaxrl_async.models import hf_weights
+from jaxrl_async.policies import export
+from jaxrl_async.policies import stored_policy
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.run import algorithm as algorithm_lib
-from jaxrl_async.run import assembly
-from jaxrl_async.run import continued_settings
-from jaxrl_async.run import device_checks
-from jaxrl_async.run import dry_run
-from jaxrl_async.run import export
-from jaxrl_async.run import frozen_base
-from jaxrl_async.run import setup as setup_lib
-from jaxrl_async.run import stored_policy
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.training import critic as critic_lib
 from jaxrl_async.training import episodes

@@ -12,10 +12,10 @@ import pytest
 import test_train_step
 import test_value_functions
 
+from jaxrl_async.assembly import algorithm as algorithm_lib
+from jaxrl_async.assembly import config_checks
+from jaxrl_async.assembly import schedules
 from jaxrl_async.config import sections
-from jaxrl_async.run import algorithm as algorithm_lib
-from jaxrl_async.run import config_checks
-from jaxrl_async.run import schedules
 from jaxrl_async.training import critic as critic_lib
 
 STEP = 4

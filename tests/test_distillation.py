@@ -17,16 +17,16 @@ import test_train_step
 import tiny
 
 from jaxrl_async.algorithms import distillation
+from jaxrl_async.assembly import algorithm as algorithm_lib
+from jaxrl_async.assembly import assembly
+from jaxrl_async.assembly import checks
+from jaxrl_async.assembly import continued_settings
+from jaxrl_async.assembly import frozen_base
+from jaxrl_async.assembly import initial_params
+from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
 from jaxrl_async.models import hf_weights
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.run import algorithm as algorithm_lib
-from jaxrl_async.run import assembly
-from jaxrl_async.run import checks
-from jaxrl_async.run import continued_settings
-from jaxrl_async.run import frozen_base
-from jaxrl_async.run import initial_params
-from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.training import objectives
 from jaxrl_async.training import stages as stages_lib
 from jaxrl_async.training import train_state
@@ -193,8 +193,8 @@ def test_a_run_keeps_its_teacher(tmp_path):
 @pytest.mark.nightly
 def test_a_run_comes_closer_to_its_teacher_over_two_starts(tmp_path):
   """The teacher is the policy after a warm start; the policy has none."""
-  from jaxrl_async.run import fine_tune
-  from jaxrl_async.run import supervised
+  from jaxrl_async.supervised import fine_tune
+  from jaxrl_async.supervised import supervised
 
   tuned = test_fine_tune.make_config(num_steps=200, eval_every=0)
   fine_tune.fine_tune(tuned, tmp_path / "sft")

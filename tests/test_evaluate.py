@@ -8,11 +8,11 @@ import pytest
 import tiny
 
 from jaxrl_async import types
-from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.evaluation import answers as answers_lib
+from jaxrl_async.evaluation import evaluated_sets
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import questions as questions_lib
-from jaxrl_async.run import answers as answers_lib
-from jaxrl_async.run import evaluated_sets
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 NUM_PROMPTS = 5

@@ -15,19 +15,19 @@ import polars
 import pytest
 import stored_run
 
+from jaxrl_async.assembly import assembly
+from jaxrl_async.assembly import checks
+from jaxrl_async.assembly import question_sets
+from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.data import prompts
+from jaxrl_async.evaluation import answers as answers_lib
+from jaxrl_async.evaluation import evaluation
+from jaxrl_async.evaluation import evaluation_plan
+from jaxrl_async.evaluation import evaluation_start
+from jaxrl_async.policies import stored_policy
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.reporting import progress as progress_lib
-from jaxrl_async.run import answers as answers_lib
-from jaxrl_async.run import assembly
-from jaxrl_async.run import checks
-from jaxrl_async.run import evaluation
-from jaxrl_async.run import evaluation_plan
-from jaxrl_async.run import evaluation_start
-from jaxrl_async.run import question_sets
-from jaxrl_async.run import setup as setup_lib
-from jaxrl_async.run import stored_policy
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 ROOT = pathlib.Path(__file__).parents[1]

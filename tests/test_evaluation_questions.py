@@ -8,10 +8,10 @@ import waiting
 import worker_world
 
 from jaxrl_async.engine import sampling
+from jaxrl_async.evaluation import answers as answers_lib
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import questions as questions_lib
 from jaxrl_async.rollout import wire
-from jaxrl_async.run import answers as answers_lib
 
 DEADLINE_S = 60.0
 SETTINGS = questions_lib.AnswerSettings(

@@ -13,9 +13,9 @@ import tiny
 
 from jaxrl_async.config import sections
 from jaxrl_async.models import hf_weights
-from jaxrl_async.run import export
-from jaxrl_async.run import policy as policy_lib
-from jaxrl_async.run import stored_policy
+from jaxrl_async.policies import export
+from jaxrl_async.policies import policy as policy_lib
+from jaxrl_async.policies import stored_policy
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.text import tokenizer as tokenizer_lib
 

@@ -14,8 +14,8 @@ import test_tokenizer_parity
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_config
 from jaxrl_async.models import hf_weights
-from jaxrl_async.run import export
-from jaxrl_async.run import stored_policy
+from jaxrl_async.policies import export
+from jaxrl_async.policies import stored_policy
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 pytest.importorskip("torch")

@@ -11,9 +11,9 @@ import test_run
 import tiny
 import worker_world
 
-from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import row_check
+from jaxrl_async.processes import supervisor as supervisor_lib
 
 TIMEOUT_S = 300.0
 # launch/train.py, whose engine gets stuck or fails once it has made some calls.

@@ -15,7 +15,7 @@ import pytest
 import reward_scorers
 import test_run
 
-from jaxrl_async.run import answers as answers_lib
+from jaxrl_async.evaluation import answers as answers_lib
 
 DEADLINE_S = 150.0
 
@@ -91,7 +91,7 @@ import threading
 import staged_train
 
 from jaxrl_async.storage import manifest
-from jaxrl_async.run import answers as answers_lib
+from jaxrl_async.evaluation import answers as answers_lib
 
 write = manifest.write
 

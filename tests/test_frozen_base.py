@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import test_served_weights
 
+from jaxrl_async.assembly import assembly
+from jaxrl_async.assembly import frozen_base
+from jaxrl_async.assembly import initial_params
+from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.models import hf_weights
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.run import assembly
-from jaxrl_async.run import frozen_base
-from jaxrl_async.run import initial_params
-from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.training import train_state
 

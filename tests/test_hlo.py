@@ -9,10 +9,10 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
+from jaxrl_async.assembly import dry_run
+from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.devices import tpu_chips
 from jaxrl_async.planning import aot
-from jaxrl_async.run import dry_run
-from jaxrl_async.run import setup as setup_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import reward_scorers
 
+from jaxrl_async.assembly import assembly
+from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.data import prompts
 from jaxrl_async.data import source as source_lib
-from jaxrl_async.run import assembly
-from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import outstanding as outstanding_lib
 

@@ -15,12 +15,12 @@ import tiny
 import waiting
 
 from jaxrl_async import types
+from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.engine import sampling
 from jaxrl_async.engine import sequence as sequence_lib
-from jaxrl_async.run import serve
-from jaxrl_async.run import setup as setup_lib
+from jaxrl_async.policies import serve
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.serving import bodies
 from jaxrl_async.serving import front as front_lib
 from jaxrl_async.serving import generation

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from jaxrl_async.cluster import led_replica
-from jaxrl_async.coordination import weight_transfer
-from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.processes import world as world_lib
+from jaxrl_async.weights import weight_transfer
 
 PROGRAM = pathlib.Path(__file__).parent / "led_engine.py"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

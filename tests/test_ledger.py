@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 from jaxrl_async import types
-from jaxrl_async.coordination import ledger as ledger_lib
+from jaxrl_async.buffer import ledger as ledger_lib
 from jaxrl_async.storage import disk
 
 JOIN_S = 20.0

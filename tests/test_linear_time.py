@@ -22,10 +22,10 @@ import tiny
 import tokenizers
 
 from jaxrl_async import types
-from jaxrl_async.coordination import recorded_schedule
-from jaxrl_async.coordination import run_schedule
 from jaxrl_async.models import hf_config
 from jaxrl_async.models import hf_weights
+from jaxrl_async.replay import recorded_timing
+from jaxrl_async.replay import timing_record
 from jaxrl_async.rewards import code
 from jaxrl_async.rewards import extraction
 from jaxrl_async.rewards import match
@@ -409,8 +409,8 @@ def trajectory(member):
 
 
 def schedule(folder, num_steps, num_trajectories):
-  (folder / "schedule.jsonl").unlink(missing_ok=True)
-  written = run_schedule.Schedule(
+  (folder / "timing.jsonl").unlink(missing_ok=True)
+  written = timing_record.TimingRecord(
     folder,
     0,
     record_steps=True,
@@ -432,8 +432,8 @@ def schedule(folder, num_steps, num_trajectories):
 
 
 def read_schedule(folder):
-  recorded = recorded_schedule.read(folder)
-  recorded_schedule.start_of(folder, recorded.num_steps)
+  recorded = recorded_timing.read(folder)
+  recorded_timing.start_of(folder, recorded.num_steps)
   for step in range(recorded.num_steps):
     recorded.step(step)
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxrl_async.assembly import checks
+from jaxrl_async.assembly import device_checks
+from jaxrl_async.assembly import dry_run
+from jaxrl_async.assembly import initial_params
+from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
 from jaxrl_async.models import peft_files
-from jaxrl_async.run import checks
-from jaxrl_async.run import device_checks
-from jaxrl_async.run import dry_run
-from jaxrl_async.run import initial_params
-from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.training import train_state
 
 

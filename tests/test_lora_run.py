@@ -10,15 +10,15 @@ import test_run
 import test_served_weights
 
 import jaxrl_async
+from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.models import hf_weights
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import peft_files
-from jaxrl_async.run import export
-from jaxrl_async.run import serve
-from jaxrl_async.run import setup as setup_lib
-from jaxrl_async.run import stored_policy
+from jaxrl_async.policies import export
+from jaxrl_async.policies import serve
+from jaxrl_async.policies import stored_policy
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.serving import front as front_lib
 
 pytestmark = pytest.mark.slow

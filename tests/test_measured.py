@@ -8,9 +8,9 @@ import sys
 import pytest
 from simulation import measured
 
+from jaxrl_async.assembly import config_checks
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
-from jaxrl_async.run import config_checks
 from jaxrl_async.storage import config_json
 
 STEP_S, SLOT_S, TRAIN_DEVICE_S = 0.004, 0.0001, 0.0002

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl_async.coordination import supervisor as supervisor_lib
-from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.devices import memory_error
+from jaxrl_async.processes import supervisor as supervisor_lib
+from jaxrl_async.processes import world as world_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.training import trainer as trainer_lib
 

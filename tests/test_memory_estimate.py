@@ -11,6 +11,10 @@ import pytest
 import test_train_step
 import tiny
 
+from jaxrl_async.assembly import checks
+from jaxrl_async.assembly import config_checks
+from jaxrl_async.assembly import device_checks
+from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.devices import topology
@@ -19,10 +23,6 @@ from jaxrl_async.models import configs
 from jaxrl_async.planning import aot
 from jaxrl_async.planning import memory_estimate
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.run import checks
-from jaxrl_async.run import config_checks
-from jaxrl_async.run import device_checks
-from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.training import packing
 from jaxrl_async.training import trainer as trainer_lib
 

@@ -11,9 +11,9 @@ import launched_runs
 import numpy as np
 import pytest
 
+from jaxrl_async.assembly import config_checks
 from jaxrl_async.config import algorithms
 from jaxrl_async.config import sections
-from jaxrl_async.run import config_checks
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import test_rows
 import tiny
 
 from jaxrl_async import types
+from jaxrl_async.assembly import sources
 from jaxrl_async.config import sections
 from jaxrl_async.data import mixture as mixture_lib
 from jaxrl_async.data import prompts
@@ -18,7 +19,6 @@ from jaxrl_async.data import rows as rows_lib
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.data import task_sources
 from jaxrl_async.data.reasoning_gym import gym
-from jaxrl_async.run import sources
 from jaxrl_async.training import step_metrics
 
 TRAIN, EVAL = source_lib.Split.TRAIN, source_lib.Split.EVAL

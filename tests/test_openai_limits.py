@@ -14,7 +14,7 @@ import pytest
 import serving_world
 import tiny
 
-from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.serving import bodies
 from jaxrl_async.serving import errors
 from jaxrl_async.serving import generation

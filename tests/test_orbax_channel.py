@@ -14,10 +14,10 @@ import pytest
 import stamped
 import waiting
 
-from jaxrl_async.coordination import transfer_directory
-from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import manifest
+from jaxrl_async.weights import transfer_directory
+from jaxrl_async.weights import weight_transfer
 
 
 def _orbax(

@@ -13,8 +13,8 @@ _READER = """
 import pathlib, sys
 import jax, numpy as np
 from jax.sharding import SingleDeviceSharding
-from jaxrl_async.coordination import transfer_directory
-from jaxrl_async.coordination import weight_transfer
+from jaxrl_async.weights import transfer_directory
+from jaxrl_async.weights import weight_transfer
 
 here = SingleDeviceSharding(jax.devices()[0])
 def leaf(shape, dtype):

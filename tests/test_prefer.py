@@ -10,15 +10,15 @@ import preference_world
 import pytest
 import test_fine_tune
 
+from jaxrl_async.assembly import initial_params
+from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import peft_files
-from jaxrl_async.run import fine_tune
-from jaxrl_async.run import initial_params
-from jaxrl_async.run import prefer
-from jaxrl_async.run import setup as setup_lib
-from jaxrl_async.run import supervised
+from jaxrl_async.processes import supervisor as supervisor_lib
+from jaxrl_async.supervised import fine_tune
+from jaxrl_async.supervised import prefer
+from jaxrl_async.supervised import supervised
 
 
 @functools.cache

@@ -17,21 +17,21 @@ import pytest
 import reward_scorers
 import tiny
 
+from jaxrl_async.assembly import checks
+from jaxrl_async.assembly import config_checks
+from jaxrl_async.assembly import dry_run
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.evaluation import evaluated_sets
 from jaxrl_async.models import configs
 from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.run import checks
-from jaxrl_async.run import config_checks
-from jaxrl_async.run import dry_run
-from jaxrl_async.run import evaluated_sets
 from jaxrl_async.run import train as train_lib
 from jaxrl_async.training import publishing
+from jaxrl_async.weights import weight_transfer
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 

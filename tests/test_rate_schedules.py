@@ -10,10 +10,10 @@ import test_critic_schedules
 import test_rules
 import test_schedules
 
+from jaxrl_async.assembly import config_checks
+from jaxrl_async.assembly import schedules
 from jaxrl_async.config import rules
 from jaxrl_async.config import sections
-from jaxrl_async.run import config_checks
-from jaxrl_async.run import schedules
 from jaxrl_async.training import train_step
 
 GAE, OWN, HERE = test_rules.GAE, test_rules.OWN, test_rules.HERE

@@ -11,9 +11,9 @@ import pytest
 import test_topology
 from test_topology import needs_libtpu
 
+from jaxrl_async.assembly import checks
+from jaxrl_async.assembly import dry_run
 from jaxrl_async.devices import gpus
-from jaxrl_async.run import checks
-from jaxrl_async.run import dry_run
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 pytestmark = pytest.mark.slow

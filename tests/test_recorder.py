@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import worker_world
 
-from jaxrl_async.coordination import run_schedule
 from jaxrl_async.models import configs
+from jaxrl_async.replay import timing_record
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
@@ -41,7 +41,7 @@ def recorder(tmp_path, hand):
   world = worker_world.World(tmp_path)
   beside = side_outputs_lib.SideOutputs(lambda text: None)
   writer = metrics_lib.MetricsWriter(tmp_path, beside)
-  schedule = run_schedule.Schedule(
+  timing = timing_record.TimingRecord(
     tmp_path,
     0,
     record_steps=True,
@@ -71,13 +71,13 @@ def recorder(tmp_path, hand):
       side_outputs=beside,
       first_step=0,
     ),
-    schedule=schedule,
+    timing=timing,
     max_bad_updates=1,
     solved_score=1.0,
   )
   yield this
   this.close(DEADLINE_S)
-  schedule.close()
+  timing.close()
   writer.close()
   world.ledger.close()
 

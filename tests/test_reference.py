@@ -12,17 +12,17 @@ import test_run
 import test_train_step
 import tiny
 
+from jaxrl_async.assembly import algorithm as algorithm_lib
+from jaxrl_async.assembly import assembly
+from jaxrl_async.assembly import continued_settings
+from jaxrl_async.assembly import dry_run
+from jaxrl_async.assembly import frozen_base
+from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
 from jaxrl_async.models import configs
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.run import algorithm as algorithm_lib
-from jaxrl_async.run import assembly
-from jaxrl_async.run import continued_settings
-from jaxrl_async.run import dry_run
-from jaxrl_async.run import frozen_base
-from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.training import objectives
 from jaxrl_async.training import stages as stages_lib

@@ -14,8 +14,8 @@ import pytest
 import waiting
 
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import rendezvous
-from jaxrl_async.coordination import world as world_lib
+from jaxrl_async.processes import rendezvous
+from jaxrl_async.processes import world as world_lib
 
 FACTS = {"jax": "1.0", "train.num_steps": 4}
 JOIN_S = 30.0

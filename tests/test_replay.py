@@ -16,13 +16,13 @@ import pytest
 import test_run
 
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import recorded_schedule
-from jaxrl_async.coordination import run_schedule
-from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.processes import supervisor as supervisor_lib
+from jaxrl_async.replay import recorded_timing
+from jaxrl_async.replay import regeneration
+from jaxrl_async.replay import replay as replay_lib
+from jaxrl_async.replay import timing_record
 from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.rollout import episode as episode_lib
-from jaxrl_async.run import regeneration
-from jaxrl_async.run import replay as replay_lib
 from jaxrl_async.run import train as train_lib
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.training import trainer as trainer_lib
@@ -109,7 +109,7 @@ def test_a_run_is_replayed_to_the_bit(recorded):
 
 def test_the_schedule_has_the_version_and_the_admissions_of_each_call(recorded):
   calls: dict[int, list[int]] = {}  # versions of what they admitted
-  schedule = recorded_schedule.read(recorded)
+  schedule = recorded_timing.read(recorded)
   for step in map(schedule.step, schedule.summaries):
     for one in (t for group in step.groups for t in group.trajectories):
       for cache in one.cache_builds:
@@ -242,7 +242,7 @@ def changed(recorded, tmp_path, change):
   """A copy of a run, with its schedule changed by a function of the lines."""
   workdir = tmp_path / "changed"
   shutil.copytree(recorded, workdir)
-  path = workdir / "schedule.jsonl"
+  path = workdir / "timing.jsonl"
   lines = [json.loads(line) for line in path.read_text().splitlines()]
   change(lines)
   path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -259,21 +259,21 @@ def test_the_first_difference_ends_the_replay(recorded, tmp_path):
 
 def test_a_different_token_is_shown(recorded, tmp_path):
   def of_a_token(lines):
-    size = run_schedule.DIGEST_LENGTH
+    size = timing_record.DIGEST_LENGTH
     at = (lines[4]["groups"]["num_trajectories"][0] + 2) * size
     digests = lines[4]["digests"]
     lines[4]["digests"] = f"{digests[:at]}{'0' * size}{digests[at + size :]}"
 
   workdir = changed(recorded, tmp_path, of_a_token)
-  index = recorded_schedule.read(workdir).step(3).groups[1].admission.index
+  index = recorded_timing.read(workdir).step(3).groups[1].admission.index
   stored = workdir / "trajectories" / "3" / "tokens.npy"
   tokens = np.load(stored)
   before = sum(
     t.num_tokens
-    for t in recorded_schedule.read(workdir).step(3).groups[0].trajectories
+    for t in recorded_timing.read(workdir).step(3).groups[0].trajectories
   ) + sum(
     t.num_tokens
-    for t in recorded_schedule.read(workdir).step(3).groups[1].trajectories[:2]
+    for t in recorded_timing.read(workdir).step(3).groups[1].trajectories[:2]
   )
   tokens[before + 6] += 1
   np.save(stored, tokens)
@@ -292,13 +292,13 @@ def test_a_killed_run_and_what_followed_are_replayed(
   # The run ended after step 6, and was writing the line of another one.
   for name in ("7", "8"):
     shutil.rmtree(workdir / "checkpoints" / name, ignore_errors=True)
-  with open(workdir / "schedule.jsonl", "a") as file:
+  with open(workdir / "timing.jsonl", "a") as file:
     file.write('{"step": 8, "gro')
   test_run.start(make_config(), workdir)
-  starts = recorded_schedule.read(workdir).starts
+  starts = recorded_timing.read(workdir).starts
   assert [start.step for start in starts] == [0, 6]
   # As if the second start had had other flags of XLA.
-  path = workdir / "schedule.jsonl"
+  path = workdir / "timing.jsonl"
   first, rest = path.read_text().split('"start":6', 1)
   rest = rest.replace('"xla_flags":"', '"xla_flags":"--other', 1)
   path.write_text(f'{first}"start":6{rest}')
@@ -311,14 +311,14 @@ def test_a_killed_run_and_what_followed_are_replayed(
 
 def test_a_run_without_the_record_goes_on_and_cannot_be_replayed(tmp_path):
   config = make_config(num_steps=2)
-  config.run = sections.RunSection(record_schedule=False, exact_resume=True)
+  config.run = sections.RunSection(record_timing=False, exact_resume=True)
   test_run.start(config, tmp_path)
   config.train = dataclasses.replace(config.train, num_steps=3)
   test_run.start(config, tmp_path)
   lines = test_run.lines(tmp_path, "schedule")
   assert [line["start"] for line in lines] == [0, 2]
   for wanted in ({}, {"from_step": 2}, {"from_ledger": True}):
-    with pytest.raises(sections.ConfigError, match="run.record_schedule$"):
+    with pytest.raises(sections.ConfigError, match="run.record_timing$"):
       play(tmp_path, **wanted)
 
 

@@ -8,12 +8,12 @@ import test_rows
 
 from jaxrl_async import types
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import recorded_schedule
-from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.data import prompts
 from jaxrl_async.data import rows as rows_lib
 from jaxrl_async.data import source as source_lib
-from jaxrl_async.run import replay_prompts
+from jaxrl_async.processes import supervisor as supervisor_lib
+from jaxrl_async.replay import recorded_timing
+from jaxrl_async.replay import replay_prompts
 
 TRAIN = source_lib.Split.TRAIN
 
@@ -29,7 +29,7 @@ def source(path, num_rows=12, **task):
 
 def scheduled(index, prompt):
   """The record of a group without its trajectories."""
-  return recorded_schedule.ScheduledGroup(
+  return recorded_timing.RecordedGroup(
     admission=types.Admission(index=index, birth=0, deadline=9),
     prompt_id=prompt.prompt_id,
     trajectories=(),
@@ -38,7 +38,7 @@ def scheduled(index, prompt):
 
 @contextlib.contextmanager
 def found(source, groups, excluded=(), host_state=None):
-  tested = replay_prompts.ScheduledPrompts(
+  tested = replay_prompts.RecordedPrompts(
     source,
     [group.prompt_id for group in groups],
     excluded=excluded,

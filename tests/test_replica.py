@@ -8,7 +8,6 @@ import tiny
 
 from jaxrl_async import types
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.planning import aot
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import messages
@@ -16,6 +15,7 @@ from jaxrl_async.rollout import replica as replica_lib
 from jaxrl_async.rollout import running_group
 from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.types import FinishReason
+from jaxrl_async.weights import weight_transfer
 
 LONG_GROUPS = (8, 9, 10, 11)  # member 2 of these writes much
 

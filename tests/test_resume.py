@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from jaxrl_async import types
+from jaxrl_async.assembly import continued_settings
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
-from jaxrl_async.run import continued_settings
+from jaxrl_async.replay import timing_start
 from jaxrl_async.run import resume
-from jaxrl_async.run import schedule_start
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import config_json
 from jaxrl_async.storage import outstanding as outstanding_lib
@@ -60,7 +60,7 @@ def write_run(workdir, *, steps=(2, 4), groups=(), **changes):
   state = {
     "groups_per_step": config.algorithm.groups_per_step,
     "max_staleness": config.algorithm.max_staleness,
-    schedule_start.KEY: 0,
+    timing_start.KEY: 0,
     "next_index": 0,
     "stream": {},
     "ledger": {"offset_bytes": len(LINE)},

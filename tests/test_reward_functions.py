@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl_async import types
+from jaxrl_async.assembly import checks
 from jaxrl_async.config import sections
 from jaxrl_async.rewards import code
 from jaxrl_async.rewards import match
@@ -15,7 +16,6 @@ from jaxrl_async.rewards import mathematics
 from jaxrl_async.rewards import sandbox as sandbox_lib
 from jaxrl_async.rewards import scoring
 from jaxrl_async.rewards import term as term_lib
-from jaxrl_async.run import checks
 
 
 def completion(text, *, answer=None, num_tokens=1, reason="eos"):

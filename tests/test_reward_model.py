@@ -18,7 +18,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.data import labelled_steps
 from jaxrl_async.data import rows as rows_lib
 from jaxrl_async.data import source as source_lib
-from jaxrl_async.run import reward_model
+from jaxrl_async.supervised import reward_model
 from jaxrl_async.training import objectives
 from jaxrl_async.training import reward_objectives
 

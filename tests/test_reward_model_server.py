@@ -19,11 +19,11 @@ import test_run
 
 from jaxrl_async import types
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.rewards import server as server_lib
-from jaxrl_async.run import reward_model
-from jaxrl_async.run import reward_server
 from jaxrl_async.run import train as train_lib
+from jaxrl_async.supervised import reward_model
+from jaxrl_async.supervised import reward_server
 
 start = test_prefer.start  # a fixture
 ROOT = pathlib.Path(__file__).parents[1]

@@ -16,11 +16,11 @@ import pytest
 import reward_groups
 
 from jaxrl_async import types
+from jaxrl_async.assembly import checks
 from jaxrl_async.config import sections
 from jaxrl_async.rewards import server as server_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rewards import term as term_lib
-from jaxrl_async.run import checks
 
 COMPLETION = types.Completion(
   text="1=2",

@@ -14,10 +14,10 @@ from jaxrl_async import types
 from jaxrl_async.config import sections
 from jaxrl_async.rewards import match
 from jaxrl_async.rewards import mathematics
+from jaxrl_async.rewards import reward_terms
 from jaxrl_async.rewards import sandbox as sandbox_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rewards import term as term_lib
-from jaxrl_async.run import reward_terms
 
 
 def completion(text, num_tokens=4):

@@ -6,11 +6,11 @@ import pathlib
 import jax
 import pytest
 
+from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
 from jaxrl_async.data import prompts
 from jaxrl_async.data import rows as rows_lib
 from jaxrl_async.data import source as source_lib
-from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -9,9 +9,9 @@ import re
 from ml_collections import config_dict
 import pytest
 
+from jaxrl_async.assembly import config_checks
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
-from jaxrl_async.run import config_checks
 
 HERE = "."  # a directory
 GAE = {
@@ -183,8 +183,8 @@ def test_a_wrong_setting_is_refused_with_its_name(path, value, why):
     ),
     # what a run writes beside
     (
-      {"run.keep_trajectories": True, "run.record_schedule": False},
-      "run.keep_trajectories: ...run.record_schedule",
+      {"run.keep_trajectories": True, "run.record_timing": False},
+      "run.keep_trajectories: ...run.record_timing",
     ),
     # adapters
     (

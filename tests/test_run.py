@@ -29,8 +29,10 @@ import reward_scorers
 import sampled
 
 from jaxrl_async import types
+from jaxrl_async.assembly import assembly
+from jaxrl_async.assembly import config_checks
+from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.data import prompts
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.engine import engine as engine_lib
@@ -38,14 +40,12 @@ from jaxrl_async.engine import sampling
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.models import transformer
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import extraction
-from jaxrl_async.run import assembly
-from jaxrl_async.run import config_checks
 from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import rollout_thread
-from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.run import train as train_lib
 from jaxrl_async.storage import workdir as workdir_lib
 from jaxrl_async.training import train_state

@@ -12,12 +12,12 @@ import pytest
 import test_run
 
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import supervisor as supervisor_lib
-from jaxrl_async.coordination import weight_transfer
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import checkpointing
 from jaxrl_async.run import rollout_thread
 from jaxrl_async.run import run_evaluations
+from jaxrl_async.weights import weight_transfer
 
 DEADLINE_S = 100.0
 DIRECT = {"channel": sections.Channel.DIRECT}

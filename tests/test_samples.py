@@ -15,10 +15,10 @@ import rich.console
 
 from jaxrl_async import types
 from jaxrl_async.config import sections
+from jaxrl_async.evaluation import evaluated_sets
 from jaxrl_async.reporting import sample_pages
 from jaxrl_async.reporting import samples as samples_lib
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
-from jaxrl_async.run import evaluated_sets
 from jaxrl_async.run import sampler as sampler_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 

@@ -17,12 +17,12 @@ import test_train_step
 
 from jaxrl_async import types
 from jaxrl_async.algorithms import value_functions
+from jaxrl_async.assembly import algorithm as algorithm_lib
+from jaxrl_async.assembly import config_checks
+from jaxrl_async.assembly import schedules
+from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import sections
-from jaxrl_async.run import algorithm as algorithm_lib
-from jaxrl_async.run import config_checks
-from jaxrl_async.run import schedules
-from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.training import critic as critic_lib
 from jaxrl_async.training import episodes
 from jaxrl_async.training import objectives

@@ -12,18 +12,18 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl_async.assembly import assembly
+from jaxrl_async.assembly import initial_params
+from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.engine import sampling
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
+from jaxrl_async.policies import serve
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.run import assembly
-from jaxrl_async.run import initial_params
-from jaxrl_async.run import serve
-from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.serving import front as front_lib
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import config_json

@@ -15,7 +15,6 @@ import test_weight_transfer
 import tiny
 
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.devices import shard_copies
 from jaxrl_async.engine import engine as engine_lib
@@ -23,6 +22,7 @@ from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.planning import aot
 from jaxrl_async.training import publishing
+from jaxrl_async.weights import weight_transfer
 
 MeshShape = mesh_lib.MeshShape
 MODEL = test_weight_transfer.MODEL

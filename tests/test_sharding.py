@@ -21,11 +21,11 @@ import test_train_step
 import tiny
 
 from jaxrl_async.algorithms import likelihood
+from jaxrl_async.assembly import initial_params
+from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import transformer
-from jaxrl_async.run import initial_params
-from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.training import train_step
 
 ROOT = pathlib.Path(__file__).parents[1]

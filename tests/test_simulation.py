@@ -15,10 +15,10 @@ from simulation import modelled_replica
 from simulation import seeds
 from simulation import surroundings
 
-from jaxrl_async.coordination import buffer as buffer_lib
-from jaxrl_async.coordination import ledger as ledger_lib
-from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.buffer import buffer as buffer_lib
+from jaxrl_async.buffer import ledger as ledger_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import fleet as fleet_lib
 from jaxrl_async.rollout import questions as questions_lib

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import test_ledger
 
-from jaxrl_async.coordination import buffer as buffer_lib
+from jaxrl_async.buffer import buffer as buffer_lib
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.run import checkpointing
 

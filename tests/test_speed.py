@@ -8,8 +8,8 @@ import pytest
 import test_assembly
 import test_run
 
+from jaxrl_async.assembly import speed
 from jaxrl_async.config import sections
-from jaxrl_async.run import speed
 
 LENGTHS = speed.Lengths(prompt=3, completion=5)
 

@@ -8,8 +8,8 @@ import metrics_page
 import pytest
 import test_run
 
+from jaxrl_async.buffer import staleness_control
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import staleness_control
 from jaxrl_async.storage import checkpoint
 
 SECTION = sections.StalenessControlSection(minimum=1, maximum=4, patience=3)

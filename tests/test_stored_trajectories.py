@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import test_ledger
 
-from jaxrl_async.coordination import run_schedule
+from jaxrl_async.replay import timing_record
 from jaxrl_async.storage import disk
 
 
@@ -20,7 +20,7 @@ def names(workdir):
 def check(workdir, *steps):
   """Each step has its own two groups, bit for bit."""
   for step in steps:
-    found = run_schedule.read_trajectories(workdir, step)
+    found = timing_record.read_trajectories(workdir, step)
     assert [group.index for group in found] == [2 * step, 2 * step + 1]
     expected = test_ledger.make_group(2 * step)
     np.testing.assert_array_equal(
@@ -36,7 +36,7 @@ def add(stored, *steps):
 
 def test_what_a_full_disk_refuses_is_written_when_there_is_room(tmp_path):
   notes = []
-  stored = run_schedule.StoredTrajectories(tmp_path, 0, notes.append)
+  stored = timing_record.StoredTrajectories(tmp_path, 0, notes.append)
   add(stored, 0)
   with disks.files_of_at_most(100):
     add(stored, 1, 2)
@@ -52,12 +52,12 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_room(tmp_path):
 
 
 def test_a_name_that_is_not_confirmed_is_given_again(tmp_path, monkeypatch):
-  stored = run_schedule.StoredTrajectories(tmp_path, 0, lambda text: 0)
+  stored = timing_record.StoredTrajectories(tmp_path, 0, lambda text: 0)
   sync_names = disk.sync_names
 
   def once(directory):
     sync_names(directory)
-    if directory.name == run_schedule.TRAJECTORIES:
+    if directory.name == timing_record.TRAJECTORIES:
       monkeypatch.undo()
       raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -73,7 +73,7 @@ def test_nothing_is_written_where_another_workdir_lies(tmp_path):
   workdir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
   workdir.mkdir()
   notes = []
-  schedule = run_schedule.Schedule(
+  schedule = timing_record.TimingRecord(
     workdir,
     0,
     record_steps=True,
@@ -97,8 +97,8 @@ def test_nothing_is_written_where_another_workdir_lies(tmp_path):
 
 
 def test_no_more_than_a_limit_is_kept(tmp_path, monkeypatch):
-  stored = run_schedule.StoredTrajectories(tmp_path, 0, lambda text: 0)
-  monkeypatch.setattr(run_schedule, "_MOST_KEPT", 3000)
+  stored = timing_record.StoredTrajectories(tmp_path, 0, lambda text: 0)
+  monkeypatch.setattr(timing_record, "_MOST_KEPT", 3000)
   with disks.files_of_at_most(100):
     add(stored, 0)
     with pytest.raises(disk.StorageError):
@@ -108,10 +108,10 @@ def test_no_more_than_a_limit_is_kept(tmp_path, monkeypatch):
 
 
 def test_a_start_removes_what_came_after_its_checkpoint(tmp_path):
-  stored = run_schedule.StoredTrajectories(tmp_path, 0)
+  stored = timing_record.StoredTrajectories(tmp_path, 0)
   add(stored, 0, 1, 2)
   (tmp_path / "trajectories" / "1.incomplete").mkdir()
-  run_schedule.StoredTrajectories(tmp_path, 2)
+  timing_record.StoredTrajectories(tmp_path, 2)
   assert names(tmp_path) == ["0", "1"]
   check(tmp_path, 0, 1)
 
@@ -124,7 +124,7 @@ def test_files_and_names_have_reached_the_disk(tmp_path, monkeypatch):
     fsync(descriptor)
 
   monkeypatch.setattr(os, "fsync", record)
-  add(run_schedule.StoredTrajectories(tmp_path, 0), 0)
+  add(timing_record.StoredTrajectories(tmp_path, 0), 0)
   directory = tmp_path / "trajectories"
   files = {path.name for path in (directory / "0").iterdir()}
   *of_files, incomplete, last = synced

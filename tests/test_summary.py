@@ -12,6 +12,8 @@ from PIL import Image
 import pytest
 import rich.console
 
+from jaxrl_async.assembly import dry_run
+from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
@@ -20,8 +22,6 @@ from jaxrl_async.reporting import picture
 from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.reporting import summary as summary_lib
 from jaxrl_async.reporting import timeline as timeline_lib
-from jaxrl_async.run import dry_run
-from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 

@@ -9,7 +9,7 @@ import pytest
 import waiting
 
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.storage import disk
 
 DEADLINE_S = 60.0

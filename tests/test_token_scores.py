@@ -5,9 +5,9 @@ import pytest
 import test_train_step
 
 from jaxrl_async import types
+from jaxrl_async.assembly import assembly
 from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import sections
-from jaxrl_async.run import assembly
 from jaxrl_async.training import packing
 
 

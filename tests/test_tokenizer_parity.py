@@ -16,6 +16,8 @@ from tokenizers import decoders
 from tokenizers import pre_tokenizers
 from tokenizers import processors
 
+from jaxrl_async.assembly import assembly
+from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
 from jaxrl_async.engine import sampling
 from jaxrl_async.engine import scheduler as scheduler_lib
@@ -23,8 +25,6 @@ from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.models import hf_weights
 from jaxrl_async.models import transformer
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.run import assembly
-from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.storage import model_files
 from jaxrl_async.text import stop_strings
 from jaxrl_async.text import tokenizer as tokenizer_lib

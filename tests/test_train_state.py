@@ -11,9 +11,9 @@ import test_train_step
 import tiny
 
 from jaxrl_async.algorithms import divergences
+from jaxrl_async.assembly import device_checks
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.planning import aot
-from jaxrl_async.run import device_checks
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step

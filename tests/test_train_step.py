@@ -11,10 +11,10 @@ import pytest
 import tiny
 
 from jaxrl_async import types
+from jaxrl_async.assembly import algorithm as algorithm_lib
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.training import gradients as gradients_lib
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jaxrl_async.cluster import hosts
+from jaxrl_async.cluster import trainer_facts
 from jaxrl_async.config import sections
-from jaxrl_async.run import trainer_facts
 
 ROOT = pathlib.Path(__file__).parents[1]
 TINY = ROOT / "configs" / "tiny.py"

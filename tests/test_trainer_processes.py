@@ -17,13 +17,13 @@ import pytest
 import replayed_run
 import test_assembly
 
-from jaxrl_async.coordination import weight_transfer
-from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import transformer
+from jaxrl_async.processes import world as world_lib
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.training import publishing
 from jaxrl_async.training import train_state
+from jaxrl_async.weights import weight_transfer
 
 SCRIPT = pathlib.Path(replayed_run.__file__)
 ENVIRONMENT = os.environ | {

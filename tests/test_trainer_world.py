@@ -10,7 +10,7 @@ import textwrap
 import pytest
 import waiting
 
-from jaxrl_async.coordination import world as world_lib
+from jaxrl_async.processes import world as world_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
 pytestmark = pytest.mark.slow

@@ -10,8 +10,8 @@ import pytest
 
 from jaxrl_async.cluster import hosts
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import transfer_directory
 from jaxrl_async.storage import disk
+from jaxrl_async.weights import transfer_directory
 
 SIZE = 100  # of a version; so 400 are wanted
 

@@ -7,10 +7,10 @@ import policy_world
 import pytest
 import test_rules
 
+from jaxrl_async.assembly import algorithm as algorithm_lib
+from jaxrl_async.assembly import config_checks
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
-from jaxrl_async.run import algorithm as algorithm_lib
-from jaxrl_async.run import config_checks
 
 GAE, OWN, COUPLED = test_rules.GAE, test_rules.OWN, test_rules.COUPLED
 NOTHING = test_rules.NOTHING

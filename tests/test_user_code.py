@@ -11,6 +11,7 @@ import time
 import pytest
 import reward_groups
 
+from jaxrl_async.assembly import algorithm as algorithm_lib
 from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import sections
 from jaxrl_async.config import user_code
@@ -19,7 +20,6 @@ from jaxrl_async.rewards import importable
 from jaxrl_async.rewards import named
 from jaxrl_async.rewards import scoring
 from jaxrl_async.rewards import term as term_lib
-from jaxrl_async.run import algorithm as algorithm_lib
 from jaxrl_async.run import script
 
 # What a module does at import, the line, and what is told.

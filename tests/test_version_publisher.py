@@ -2,10 +2,10 @@
 
 import pytest
 
-from jaxrl_async.coordination import buffer as buffer_lib
-from jaxrl_async.coordination import weight_transfer
-from jaxrl_async.run import version_publisher
+from jaxrl_async.buffer import buffer as buffer_lib
 from jaxrl_async.storage import pytree_files
+from jaxrl_async.weights import version_publisher
+from jaxrl_async.weights import weight_transfer
 
 
 class FakeChannel(weight_transfer.DirectChannel):

@@ -14,10 +14,10 @@ import stamped
 import tiny
 
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.training import publishing
+from jaxrl_async.weights import weight_transfer
 
 
 @pytest.fixture(params=list(sections.Channel), ids=lambda kind: kind.value)

@@ -11,7 +11,7 @@ import textwrap
 import disks
 import pytest
 
-from jaxrl_async.coordination import ledger as ledger_lib
+from jaxrl_async.buffer import ledger as ledger_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
 from jaxrl_async.storage import disk
@@ -299,7 +299,7 @@ def test_lines_up_to_the_checkpoint_have_to_be_there(tmp_path):
 
 @pytest.mark.parametrize("num_bytes", [2**16 - 1, 2**16, 2**16 + 1, 3_000_000])
 def test_the_last_line_may_have_any_length(tmp_path, num_bytes):
-  path = tmp_path / "schedule.jsonl"
+  path = tmp_path / "timing.jsonl"
   line = b'{"a": "' + (num_bytes - 10) * b"x" + b'"}\n'
   assert len(line) == num_bytes
   for before in (b"", b'{"b": 2}\n', line):

@@ -11,11 +11,11 @@ import tiny
 import worker_world
 
 from jaxrl_async import types
-from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import gate as gate_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
+from jaxrl_async.weights import weight_transfer
 
 DEADLINE_S = 60.0
 

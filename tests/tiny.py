@@ -9,7 +9,6 @@ import numpy as np
 
 from jaxrl_async import types
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.data import prompts
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import decode_state as decode_state_lib
@@ -27,6 +26,7 @@ from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.training import packing
 from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
+from jaxrl_async.weights import weight_transfer
 
 MODEL = configs.MODELS["tiny"]
 END_TOKENS = (1, 2, 3, 4, 5)

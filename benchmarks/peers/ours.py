@@ -31,7 +31,7 @@ from ml_collections import config_dict
 
 import jaxrl_async
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.processes import supervisor as supervisor_lib
 
 _TRAIN_DEVICES = 2
 _MAX_STALENESS = 2

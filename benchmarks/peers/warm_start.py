@@ -25,9 +25,9 @@ from jaxrl_async.config import sections
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_weights
 from jaxrl_async.models import transformer
-from jaxrl_async.run import export
-from jaxrl_async.run import fine_tune
-from jaxrl_async.run import stored_policy
+from jaxrl_async.policies import export
+from jaxrl_async.policies import stored_policy
+from jaxrl_async.supervised import fine_tune
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 MODEL = configs.ModelConfig(  # 0.53 million parameters

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxrl_async.coordination import ledger as ledger_lib
+from jaxrl_async.buffer import ledger as ledger_lib
 from simulation import invariants as invariants_lib
 
 

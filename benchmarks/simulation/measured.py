@@ -13,9 +13,9 @@ import math
 import pathlib
 import statistics
 
+from jaxrl_async.assembly import config_checks
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
-from jaxrl_async.run import config_checks
 from jaxrl_async.storage import config_json
 from jaxrl_async.storage import workdir as workdir_lib
 from simulation import throughput

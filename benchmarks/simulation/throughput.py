@@ -18,7 +18,7 @@ import random
 import numpy as np
 
 from jaxrl_async import types
-from jaxrl_async.coordination import buffer as buffer_lib
+from jaxrl_async.buffer import buffer as buffer_lib
 from jaxrl_async.rollout import most_room
 from jaxrl_async.training import batch_loader
 from simulation import event_loop

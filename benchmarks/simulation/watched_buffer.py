@@ -1,7 +1,7 @@
 """The real buffer, with a book of its own of what goes in and out."""
 
 from jaxrl_async import types
-from jaxrl_async.coordination import buffer as buffer_lib
+from jaxrl_async.buffer import buffer as buffer_lib
 
 
 class Violation(AssertionError):

@@ -13,8 +13,8 @@ from typing import Any
 from jaxrl_async.cluster import hosts
 from jaxrl_async.cluster import ray_handle
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.devices import tpu_chips
+from jaxrl_async.processes import supervisor as supervisor_lib
 
 _LOOK_S = 0.5
 

@@ -11,7 +11,7 @@ import platform
 import socket
 import time
 
-from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import private_directory
 

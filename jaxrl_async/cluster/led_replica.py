@@ -26,16 +26,16 @@ from typing import Any
 import zlib
 
 from jaxrl_async.cluster import replica_spec
-from jaxrl_async.coordination import compile_clock
-from jaxrl_async.coordination import rendezvous
-from jaxrl_async.coordination import supervisor as supervisor_lib
-from jaxrl_async.coordination import weight_transfer
-from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.engine import sequence as sequence_lib
+from jaxrl_async.processes import compile_clock
+from jaxrl_async.processes import rendezvous
+from jaxrl_async.processes import supervisor as supervisor_lib
+from jaxrl_async.processes import world as world_lib
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.weights import weight_transfer
 
 _TOKENIZER = "tokenizer"
 _COMPILING, _TELL_S = "compiling", 1.0

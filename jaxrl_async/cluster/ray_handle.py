@@ -14,8 +14,8 @@ from jaxrl_async.cluster import hosts
 from jaxrl_async.cluster import led_replica
 from jaxrl_async.cluster import replica_process
 from jaxrl_async.cluster import replica_spec
-from jaxrl_async.coordination import rendezvous
-from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.processes import rendezvous
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.rollout import remote
 
 _LONGEST = 300

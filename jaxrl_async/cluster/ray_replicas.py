@@ -23,7 +23,7 @@ from jaxrl_async.cluster import environment as environment_lib
 from jaxrl_async.cluster import ray_handle
 from jaxrl_async.cluster import tpu_slices
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.processes import supervisor as supervisor_lib
 
 _NAMESPACE = "jaxrl_async"
 # Methods of one actor that may run at a time: an attachment, a collection, an

@@ -18,12 +18,12 @@ from jaxrl_async.cluster import hosts
 from jaxrl_async.cluster import led_replica
 from jaxrl_async.cluster import replica_spec
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import compile_clock
-from jaxrl_async.coordination import rendezvous
-from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.devices import memory_error
 from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
+from jaxrl_async.processes import compile_clock
+from jaxrl_async.processes import rendezvous
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import attached_replica
 from jaxrl_async.rollout import remote

@@ -15,7 +15,6 @@ import numpy as np
 from jaxrl_async.cluster import hosts
 from jaxrl_async.config import sections
 from jaxrl_async.config.mesh_shape import MeshShape
-from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import engine as engine_lib
@@ -25,6 +24,7 @@ from jaxrl_async.planning import aot
 from jaxrl_async.rollout import remote
 from jaxrl_async.storage import disk
 from jaxrl_async.text import tokenizer as tokenizer_lib
+from jaxrl_async.weights import weight_transfer
 
 # Besides the time in which the base of a model is written.
 _PATIENCE_S = 600.0

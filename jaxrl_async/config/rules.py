@@ -238,9 +238,9 @@ def _beside(config: sections.Config) -> Iterator[Rule]:
     ' leave it ""',
   )
   yield (
-    run.record_schedule or not run.keep_trajectories,
+    run.record_timing or not run.keep_trajectories,
     "run.keep_trajectories",
-    "a replay that reads them needs the schedule too; set run.record_schedule",
+    "a replay that reads them needs the schedule too; set run.record_timing",
   )
 
 

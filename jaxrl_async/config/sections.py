@@ -479,14 +479,14 @@ class RunSection:
   """Whether a run that continues from a checkpoint, or is replayed from one,
   repeats the bits of one that went on. Every checkpoint then ends the caches of
   all trajectories, which are made again. To be replayed it needs
-  `record_schedule` too."""
-  record_schedule: bool = setting(True)
-  """Whether WORKDIR/schedule.jsonl gets a line for each train step, with which
+  `record_timing` too."""
+  record_timing: bool = setting(True)
+  """Whether WORKDIR/timing.jsonl gets a line for each train step, with which
   the run can be replayed. A trajectory takes about 50 bytes of it, and 20 more
   for each version of the weights that wrote it."""
   keep_trajectories: bool = setting(False)
   """Whether all tokens that were trained are stored in WORKDIR/trajectories, so
-  that a replay can show where it differs. Needs `record_schedule`."""
+  that a replay can show where it differs. Needs `record_timing`."""
   wandb_project: str = setting("")
   """Project at Weights & Biases that gets the metrics too; "" is none."""
 

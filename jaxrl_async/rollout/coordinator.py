@@ -12,10 +12,10 @@ import dataclasses
 import heapq
 
 from jaxrl_async import types
-from jaxrl_async.coordination import buffer as buffer_lib
-from jaxrl_async.coordination import ledger as ledger_lib
-from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.buffer import buffer as buffer_lib
+from jaxrl_async.buffer import ledger as ledger_lib
 from jaxrl_async.data import prompts
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib

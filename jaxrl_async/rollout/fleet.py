@@ -11,7 +11,7 @@ import functools
 import time
 from typing import Any
 
-from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import timeline as timeline_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib

@@ -5,7 +5,7 @@ import contextlib
 import threading
 import time
 
-from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.processes import supervisor as supervisor_lib
 
 
 class Gate:

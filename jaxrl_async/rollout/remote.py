@@ -18,7 +18,7 @@ import dataclasses
 import threading
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import wire
 

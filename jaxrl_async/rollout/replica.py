@@ -10,7 +10,6 @@ import time
 
 from jaxrl_async import types
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.engine import sampling
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.engine import sequence as sequence_lib
@@ -19,6 +18,7 @@ from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import weight_fetch
 from jaxrl_async.text import stop_strings
 from jaxrl_async.text import tokenizer as tokenizer_lib
+from jaxrl_async.weights import weight_transfer
 
 _LAST_FETCH_S = 10.0
 _GROUP = "group"  # the owner kind of the coordinator's sequences

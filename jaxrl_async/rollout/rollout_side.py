@@ -13,9 +13,9 @@ import contextlib
 import jax
 
 from jaxrl_async import types
-from jaxrl_async.coordination import buffer as buffer_lib
-from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.buffer import buffer as buffer_lib
 from jaxrl_async.devices import memory_error
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import gate as gate_lib
 from jaxrl_async.rollout import messages

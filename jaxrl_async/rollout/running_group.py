@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl_async import types
-from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import episode as episode_lib
 

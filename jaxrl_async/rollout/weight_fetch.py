@@ -8,9 +8,9 @@ and the caches are left to do between two decode calls.
 import threading
 from typing import Any
 
-from jaxrl_async.coordination import supervisor as supervisor_lib
-from jaxrl_async.coordination import weight_transfer
 from jaxrl_async.engine import engine as engine_lib
+from jaxrl_async.processes import supervisor as supervisor_lib
+from jaxrl_async.weights import weight_transfer
 
 
 class WeightFetch:

@@ -17,9 +17,9 @@ from concurrent import futures
 import time
 
 from jaxrl_async import types
+from jaxrl_async.buffer import buffer as buffer_lib
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import buffer as buffer_lib
-from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import disk

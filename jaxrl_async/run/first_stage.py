@@ -8,19 +8,19 @@ Either of them then has its held-out questions.
 import functools
 
 from jaxrl_async import types
-from jaxrl_async.coordination import buffer as buffer_lib
+from jaxrl_async.assembly import assembly
+from jaxrl_async.assembly import frozen_base
+from jaxrl_async.assembly import initial_params
+from jaxrl_async.assembly import question_sets
+from jaxrl_async.assembly import setup as setup_lib
+from jaxrl_async.buffer import buffer as buffer_lib
 from jaxrl_async.data import held_out
 from jaxrl_async.data import prompts
 from jaxrl_async.models import transformer
 from jaxrl_async.rollout import questions as questions_lib
-from jaxrl_async.run import assembly
 from jaxrl_async.run import checkpointing
-from jaxrl_async.run import frozen_base
-from jaxrl_async.run import initial_params
-from jaxrl_async.run import question_sets
 from jaxrl_async.run import resume
 from jaxrl_async.run import session as session_lib
-from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.training import trainer as trainer_lib
 
 

@@ -24,18 +24,18 @@ import pathlib
 import threading
 from typing import Any
 
-from jaxrl_async.coordination import supervisor as supervisor_lib
-from jaxrl_async.coordination import weight_transfer
-from jaxrl_async.coordination import world as world_lib
+from jaxrl_async.assembly import assembly
+from jaxrl_async.assembly import frozen_base
+from jaxrl_async.assembly import initial_params
+from jaxrl_async.assembly import setup as setup_lib
+from jaxrl_async.cluster import trainer_facts
+from jaxrl_async.processes import supervisor as supervisor_lib
+from jaxrl_async.processes import world as world_lib
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.run import assembly
-from jaxrl_async.run import frozen_base
-from jaxrl_async.run import initial_params
-from jaxrl_async.run import setup as setup_lib
-from jaxrl_async.run import trainer_facts
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
+from jaxrl_async.weights import weight_transfer
 
 
 def follow(

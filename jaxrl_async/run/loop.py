@@ -9,25 +9,23 @@ import dataclasses
 import time
 from typing import NoReturn
 
-from jaxrl_async.coordination import buffer as buffer_lib
-from jaxrl_async.coordination import ledger as ledger_lib
-from jaxrl_async.coordination import staleness_control
-from jaxrl_async.coordination import supervisor as supervisor_lib
-from jaxrl_async.coordination import weight_transfer
+from jaxrl_async.assembly import frozen_base
+from jaxrl_async.assembly import setup as setup_lib
+from jaxrl_async.buffer import buffer as buffer_lib
+from jaxrl_async.buffer import ledger as ledger_lib
+from jaxrl_async.buffer import staleness_control
 from jaxrl_async.data import prompts
+from jaxrl_async.processes import supervisor as supervisor_lib
+from jaxrl_async.replay import timing_start
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import profile as profile_lib
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.run import checkpointing
-from jaxrl_async.run import frozen_base
 from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import resume
 from jaxrl_async.run import rollout_thread
 from jaxrl_async.run import run_evaluations
-from jaxrl_async.run import schedule_start
 from jaxrl_async.run import session as session_lib
-from jaxrl_async.run import setup as setup_lib
-from jaxrl_async.run import version_publisher
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import config_json
 from jaxrl_async.storage import disk
@@ -35,6 +33,8 @@ from jaxrl_async.storage import workdir as workdir_lib
 from jaxrl_async.training import batch_loader
 from jaxrl_async.training import step_metrics
 from jaxrl_async.training import trainer as trainer_lib
+from jaxrl_async.weights import version_publisher
+from jaxrl_async.weights import weight_transfer
 
 _LOOK_S = 0.2
 _PARTS_OF_THE_END = 3  # after a failure: write down, pause, copy
@@ -281,7 +281,7 @@ class Loop:
         "data": dict(self.setup.source.versions),
         "ledger": dataclasses.asdict(self.ledger.state()),
         "metrics": self.recorder.state(),
-        schedule_start.KEY: self.recorder.schedule_bytes(),
+        timing_start.KEY: self.recorder.timing_bytes(),
         "config": config_json.to_stored(self.config),
       }
       if self.rollout_thread.is_hung:

@@ -12,10 +12,10 @@ import pathlib
 import time
 from typing import Any
 
-from jaxrl_async.coordination import ledger as ledger_lib
-from jaxrl_async.coordination import run_schedule
-from jaxrl_async.coordination import staleness_control
-from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.buffer import ledger as ledger_lib
+from jaxrl_async.buffer import staleness_control
+from jaxrl_async.processes import supervisor as supervisor_lib
+from jaxrl_async.replay import timing_record
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import picture
 from jaxrl_async.reporting import progress as progress_lib
@@ -61,7 +61,7 @@ class Recorder:
     progress: progress_lib.Progress,
     side_outputs: side_outputs_lib.SideOutputs,
     sampler: sampler_lib.Sampler,
-    schedule: run_schedule.Schedule,
+    timing: timing_record.TimingRecord,
     max_bad_updates: int,
     solved_score: float,
     staleness: staleness_control.StalenessControl | None = None,
@@ -82,7 +82,7 @@ class Recorder:
       progress: shows each step.
       side_outputs: guards outputs whose failure must not end the run.
       sampler: writes some completions of each step.
-      schedule: records what timing has decided.
+      timing: records what timing has decided.
       max_bad_updates: so many skipped updates in a row end the run.
       solved_score: a completion with at least this score counts as solved.
       scheduled: returns each field with a schedule, of completed train steps.
@@ -107,7 +107,7 @@ class Recorder:
     self._progress = progress
     self._side_outputs = side_outputs
     self._sampler = sampler
-    self._schedule = schedule
+    self._timing = timing
     # Totals of the RL stage up to a reading of the clocks, after which it goes
     # on. Without a reading it stands still. One assignment replaces both,
     # because the writing thread reads them.
@@ -226,7 +226,7 @@ class Recorder:
     self._ledger.add_trained(
       pending.groups, step=pending.step, skipped_update=any(is_bad)
     )
-    self._schedule.add_step(pending.step, pending.groups, pending.sums)
+    self._timing.add_step(pending.step, pending.groups, pending.sums)
     self._sampler.write_step(pending.step + 1, pending.groups)
     delta = {name: totals[name] - self._last[name] for name in totals}
     self._last = totals
@@ -298,9 +298,9 @@ class Recorder:
       in_flight=in_flight,
     )
 
-  def schedule_bytes(self) -> int:
-    """Return the length of the schedule, all of which is on the disk."""
-    return self._schedule.num_bytes()
+  def timing_bytes(self) -> int:
+    """Return the length of the timing record, all of which is on the disk."""
+    return self._timing.num_bytes()
 
   def state(self) -> dict[str, Any]:
     """Return what a checkpoint keeps of the metrics.

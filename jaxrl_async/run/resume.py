@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 import pathlib
 from typing import Any, NamedTuple
 
+from jaxrl_async.assembly import continued_settings
 from jaxrl_async.config import sections
-from jaxrl_async.run import continued_settings
-from jaxrl_async.run import schedule_start
+from jaxrl_async.replay import timing_start
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import config_json
 from jaxrl_async.storage import disk
@@ -17,7 +17,7 @@ from jaxrl_async.storage import workdir as workdir_lib
 _RUN_STATE = (
   "config",
   "max_staleness",
-  schedule_start.KEY,
+  timing_start.KEY,
   "groups_per_step",
   "next_index",
   "stream",
@@ -97,8 +97,8 @@ def find(
   ledger_bytes = stored["ledger"]["offset_bytes"]
   workdir_lib.check_lines(workdir / workdir_lib.METRICS, metrics_bytes)
   workdir_lib.check_lines(workdir / workdir_lib.LEDGER, ledger_bytes)
-  schedule_bytes = stored[schedule_start.KEY]
-  workdir_lib.check_lines(workdir / workdir_lib.SCHEDULE, schedule_bytes)
+  timing_bytes = stored[timing_start.KEY]
+  workdir_lib.check_lines(workdir / workdir_lib.TIMING, timing_bytes)
   for path in torn:
     if int(path.name) > step:
       note(f"{path} has no manifest and is passed over")

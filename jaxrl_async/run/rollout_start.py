@@ -5,19 +5,21 @@ import dataclasses
 import pathlib
 from typing import Any
 
+from jaxrl_async.assembly import assembly
+from jaxrl_async.assembly import config_checks
+from jaxrl_async.assembly import device_checks
+from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.cluster import environment as environment_lib
 from jaxrl_async.cluster import hosts
 from jaxrl_async.cluster import ray_replicas
 from jaxrl_async.cluster import replica_spec
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import transfer_directory
-from jaxrl_async.coordination import weight_transfer
-from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.planning import aot
 from jaxrl_async.planning import memory_estimate
+from jaxrl_async.processes import world as world_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import client_requests
 from jaxrl_async.rollout import coordinator as coordinator_lib
@@ -25,13 +27,11 @@ from jaxrl_async.rollout import fleet as fleet_lib
 from jaxrl_async.rollout import replica as replica_lib
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.rollout import worker as worker_lib
-from jaxrl_async.run import assembly
-from jaxrl_async.run import config_checks
-from jaxrl_async.run import device_checks
 from jaxrl_async.run import session as session_lib
-from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.storage import disk
 from jaxrl_async.training import trainer as trainer_lib
+from jaxrl_async.weights import transfer_directory
+from jaxrl_async.weights import weight_transfer
 
 _HEARTBEATS_PER_TIMEOUT = 4
 _MAX_HEARTBEAT_S = 1.0

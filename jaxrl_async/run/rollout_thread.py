@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 import contextlib
 
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import supervisor as supervisor_lib
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.run import session as session_lib
 

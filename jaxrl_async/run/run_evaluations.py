@@ -15,22 +15,22 @@ import contextlib
 import dataclasses
 import queue
 
-from jaxrl_async.coordination import buffer as buffer_lib
-from jaxrl_async.coordination import supervisor as supervisor_lib
-from jaxrl_async.coordination import weight_transfer
+from jaxrl_async.assembly import setup as setup_lib
+from jaxrl_async.buffer import buffer as buffer_lib
+from jaxrl_async.evaluation import answers as answers_lib
+from jaxrl_async.evaluation import evaluated_sets
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import summary as summary_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import questions as questions_lib
 from jaxrl_async.rollout import rollout_side
-from jaxrl_async.run import answers as answers_lib
-from jaxrl_async.run import evaluated_sets
 from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import rollout_thread
 from jaxrl_async.run import sampler as sampler_lib
 from jaxrl_async.run import session as session_lib
-from jaxrl_async.run import setup as setup_lib
 from jaxrl_async.training import trainer as trainer_lib
+from jaxrl_async.weights import weight_transfer
 
 _LOOK_S = 0.2
 _END_S = 5.0

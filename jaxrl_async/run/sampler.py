@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async import types
+from jaxrl_async.evaluation import evaluated_sets
 from jaxrl_async.reporting import samples as samples_lib
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
 from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import extraction
-from jaxrl_async.run import evaluated_sets
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 _MAX_EVALUATED = 64

@@ -12,15 +12,15 @@ import jax
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.config import user_code
-from jaxrl_async.coordination import recorded_schedule
-from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.devices import xla_flags
+from jaxrl_async.processes import supervisor as supervisor_lib
+from jaxrl_async.replay import recorded_timing
+from jaxrl_async.replay import replay as replay_lib
 from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.rewards import importable
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import episode as episode_lib
-from jaxrl_async.run import replay as replay_lib
 from jaxrl_async.run import train as train_lib
 from jaxrl_async.storage import directories
 from jaxrl_async.storage import disk
@@ -78,8 +78,8 @@ def replay(
 ) -> dict[str, Any]:
   """Do what `jaxrl_async.replay` documents."""
   try:
-    start = recorded_schedule.start_of(workdir, wanted.from_step)
-  except recorded_schedule.ScheduleError as error:
+    start = recorded_timing.start_of(workdir, wanted.from_step)
+  except recorded_timing.TimingError as error:
     raise sections.ConfigError(f"workdir: {error}") from error
   if xla_flags.OWN_PRODUCTS in start.environment.get("xla_flags", ""):
     xla_flags.use(xla_flags.OWN_PRODUCTS)  # if too late, the replay says so

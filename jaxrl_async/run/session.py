@@ -6,13 +6,13 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from jaxrl_async.coordination import buffer as buffer_lib
-from jaxrl_async.coordination import supervisor as supervisor_lib
-from jaxrl_async.coordination import weight_transfer
-from jaxrl_async.coordination import world as world_lib
+from jaxrl_async.buffer import buffer as buffer_lib
+from jaxrl_async.processes import supervisor as supervisor_lib
+from jaxrl_async.processes import world as world_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.storage import workdir as workdir_lib
+from jaxrl_async.weights import weight_transfer
 
 
 class Shutdown:

@@ -17,16 +17,26 @@ import time
 
 import jax
 
+from jaxrl_async.assembly import assembly
+from jaxrl_async.assembly import checks
+from jaxrl_async.assembly import config_checks
+from jaxrl_async.assembly import device_checks
+from jaxrl_async.assembly import frozen_base
+from jaxrl_async.assembly import given as given_lib
+from jaxrl_async.assembly import schedules
+from jaxrl_async.assembly import setup as setup_lib
+from jaxrl_async.buffer import buffer as buffer_lib
+from jaxrl_async.buffer import ledger as ledger_lib
+from jaxrl_async.buffer import staleness_control
+from jaxrl_async.cluster import trainer_facts
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import buffer as buffer_lib
-from jaxrl_async.coordination import compile_clock
-from jaxrl_async.coordination import ledger as ledger_lib
-from jaxrl_async.coordination import staleness_control
-from jaxrl_async.coordination import supervisor as supervisor_lib
-from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.data import prompts
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.models import transformer
+from jaxrl_async.processes import compile_clock
+from jaxrl_async.processes import supervisor as supervisor_lib
+from jaxrl_async.processes import world as world_lib
+from jaxrl_async.replay import timing_start
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import profile as profile_lib
 from jaxrl_async.reporting import progress as progress_lib
@@ -35,13 +45,7 @@ from jaxrl_async.reporting import side_outputs as side_outputs_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import episode as episode_lib
-from jaxrl_async.run import assembly
-from jaxrl_async.run import checks
-from jaxrl_async.run import config_checks
-from jaxrl_async.run import device_checks
 from jaxrl_async.run import first_stage
-from jaxrl_async.run import frozen_base
-from jaxrl_async.run import given as given_lib
 from jaxrl_async.run import loop as loop_lib
 from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import resume
@@ -49,16 +53,12 @@ from jaxrl_async.run import rollout_start
 from jaxrl_async.run import rollout_thread
 from jaxrl_async.run import run_evaluations
 from jaxrl_async.run import sampler as sampler_lib
-from jaxrl_async.run import schedule_start
-from jaxrl_async.run import schedules
 from jaxrl_async.run import session as session_lib
-from jaxrl_async.run import setup as setup_lib
-from jaxrl_async.run import trainer_facts
-from jaxrl_async.run import version_publisher
 from jaxrl_async.serving import front as front_lib
 from jaxrl_async.storage import workdir as workdir_lib
 from jaxrl_async.training import batch_loader
 from jaxrl_async.training import objectives
+from jaxrl_async.weights import version_publisher
 
 
 def run(
@@ -95,7 +95,7 @@ def run(
     profile_steps: train steps to trace, into WORKDIR/profile.
     world: the processes that train together; None is this one alone. This one
       leads. The others call `follower.follow`, and the caller closes the world.
-    xla_flags: the options that XLA was started with, for the schedule; "" takes
+    xla_flags: the options that XLA was started with, for the record; "" takes
       those of the environment.
 
   Returns:
@@ -271,10 +271,8 @@ def _build(
     note=note,
   )
   shutdown.closes(ledger.close)
-  schedule = schedule_start.open_schedule(
-    setup, workdir, given, stored, step, note
-  )
-  shutdown.closes(schedule.close)
+  timing = timing_start.open_record(setup, workdir, given, stored, step, note)
+  shutdown.closes(timing.close)
   coordinator = coordinator_lib.Coordinator(
     assembly.coordinator_settings(config, has_own_loss=given.loss is not None),
     stream=stream,
@@ -314,7 +312,7 @@ def _build(
     progress=session.progress,
     side_outputs=side_outputs,
     sampler=sampler,
-    schedule=schedule,
+    timing=timing,
     max_bad_updates=config.train.max_bad_updates,
     solved_score=config.task.solved_score,
     staleness=staleness,

@@ -6,8 +6,8 @@ import pathlib
 from typing import Any
 
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.models import configs
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.serving import addresses
 from jaxrl_async.serving import bodies
 from jaxrl_async.serving import requests as requests_lib

@@ -14,7 +14,7 @@ import time
 from typing import Generic, TypeVar
 
 from jaxrl_async import types
-from jaxrl_async.coordination import buffer as buffer_lib
+from jaxrl_async.buffer import buffer as buffer_lib
 
 Prepared = TypeVar("Prepared")
 

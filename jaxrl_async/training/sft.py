@@ -22,10 +22,10 @@ import numpy as np
 
 from jaxrl_async.algorithms import losses
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import supervisor as supervisor_lib
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.planning import aot
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.training import example_rows
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing

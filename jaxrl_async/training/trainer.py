@@ -20,12 +20,12 @@ import numpy as np
 
 from jaxrl_async import types
 from jaxrl_async.config import sections
-from jaxrl_async.coordination import world as world_lib
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.planning import aot
 from jaxrl_async.planning import matmul_rate
+from jaxrl_async.processes import world as world_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.training import batch_parts
 from jaxrl_async.training import critic as critic_lib

@@ -1,0 +1,1 @@
+"""A configuration with everything that it refers to; parts of a run."""

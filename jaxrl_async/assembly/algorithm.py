@@ -1,0 +1,394 @@
+"""The algorithm that a config describes: advantages, stages and the loss."""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+from typing import Any
+
+from jaxtyping import Array, Float
+import numpy as np
+
+from jaxrl_async import types
+from jaxrl_async.algorithms import advantages as advantages_lib
+from jaxrl_async.algorithms import losses
+from jaxrl_async.assembly import schedules
+from jaxrl_async.assembly import setup as setup_lib
+from jaxrl_async.config import algorithm_section
+from jaxrl_async.config import sections
+from jaxrl_async.config import user_code
+from jaxrl_async.training import critic as critic_lib
+from jaxrl_async.training import episodes
+from jaxrl_async.training import objectives
+from jaxrl_async.training import packing
+from jaxrl_async.training import reference as reference_lib
+from jaxrl_async.training import stages as stages_lib
+from jaxrl_async.training import train_step
+
+
+def policy_loss(config: sections.Config) -> objectives.Loss:
+  """Return the loss that the config describes, with its penalties.
+
+  Fields with a schedule have the value of the train step, which is the version
+  of the weights before it.
+
+  Raises:
+    ConfigError: `algorithm.loss` names a function that cannot be imported.
+  """
+  entries = config.algorithm.schedules
+  if not entries:
+    return _policy_loss(config, config.algorithm, config.critic)
+  section_at = schedules.at_step(config.algorithm, entries)
+  critic_at = schedules.at_step(config.critic, entries)
+
+  def loss(
+    micro: objectives.Microbatch,
+  ) -> tuple[Float[Array, ""], objectives.Sums]:
+    step = micro.policy_version
+    return _policy_loss(config, section_at(step), critic_at(step))(micro)
+
+  return loss
+
+
+def _policy_loss(
+  config: sections.Config,
+  section: sections.AlgorithmSection,
+  critic: sections.CriticSection,
+) -> objectives.Loss:
+  """Return the loss of two sections, some numbers of which may be arrays."""
+  average = objectives.aggregate(
+    section.aggregation,
+    section.aggregation_tokens or config.rollout.max_completion_tokens,
+  )
+  if section.loss in algorithm_section.LOSSES:
+    loss = objectives.policy_loss(
+      _objective(section),
+      objectives.behavior_correction(
+        level=section.behavior_weight_level,
+        floor=section.behavior_weight_floor,
+        cap=section.behavior_weight_cap,
+        cap_mode=section.behavior_weight_cap_mode,
+        has_second_moment=config.algorithm.second_moment_bound > 0,
+        sequence_kl_bound=section.sequence_kl_bound,
+      ),
+      average,
+      proximal=objectives.PROXIMAL_MODES[section.proximal],
+      is_coupled=section.loss == "coupled_ppo",
+    )
+  else:
+    loss = _imported("algorithm.loss", section.loss)
+  loss = objectives.with_penalties(
+    loss,
+    average,
+    kl_coef=section.kl_coef,
+    kl_estimator=section.kl_estimator,
+    kl_in_reward=section.kl_in_reward,
+    entropy_coef=section.entropy_coef,
+  )
+  if section.advantage != "gae":
+    return loss
+  return critic_lib.with_value_loss(
+    loss, coef=critic.value_coef, clip=critic.value_clip
+  )
+
+
+def _objective(section: sections.AlgorithmSection) -> objectives.TokenObjective:
+  """Return the objective of a loss that comes with the project."""
+  clip = {"clip_low": section.clip_low, "clip_high": section.clip_high}
+  ppo = functools.partial(
+    losses.ppo_objective, **clip, dual_clip=section.dual_clip
+  )
+  known: dict[str, objectives.TokenObjective] = {
+    "ppo": objectives.per_token(ppo),
+    "coupled_ppo": objectives.per_token(ppo),
+    "gspo": objectives.gspo(**clip),
+    "cispo": objectives.per_token(
+      functools.partial(losses.cispo_objective, **clip)
+    ),
+    "sapo": objectives.per_token(
+      functools.partial(
+        losses.sapo_objective,
+        positive=section.sapo_positive,
+        negative=section.sapo_negative,
+      )
+    ),
+    "reinforce": objectives.per_token(losses.reinforce_objective),
+  }
+  return known[section.loss]
+
+
+def stages(setup: setup_lib.Setup) -> list[train_step.Stage]:
+  """Return the stages that the loss needs, in their order.
+
+  Fields with a schedule have the value of the train step.
+  """
+  section = setup.config.algorithm
+  found = _stages(setup, section)
+  if not section.schedules:
+    return found
+  at = schedules.at_step(section, section.schedules)
+
+  def scheduled(i: int, stage: train_step.Stage) -> train_step.Stage:
+    def run(
+      settings: stages_lib.Settings,
+      params: stages_lib.Params,
+      batch: packing.PackedBatch,
+      version: stages_lib.Version,
+    ) -> dict[str, Float[Array, "M K B T"]]:
+      now = _stages(setup, at(version))[i]
+      return now.run(settings, params, batch, version)
+
+    return dataclasses.replace(stage, run=run)
+
+  return [scheduled(i, stage) for i, stage in enumerate(found)]
+
+
+def _stages(
+  setup: setup_lib.Setup, section: sections.AlgorithmSection
+) -> list[train_step.Stage]:
+  """Return the stages of a section, some numbers of which may be arrays."""
+  critic = setup.config.critic
+  found = []
+  if section.proximal is sections.ProximalMode.RECOMPUTE:
+    found.append(train_step.PROXIMAL_STAGE)
+  if not losses.is_left_out(section.kl_coef):
+    found.append(
+      stages_lib.reference_stage()
+      if setup.model.lora is None
+      else stages_lib.base_as_reference_stage()
+    )
+  kl_coef = section.kl_coef if section.kl_in_reward else 0.0
+  if section.advantage == "gae":
+    found.append(critic_lib.value_stage(critic.trunk))
+    found.append(
+      critic_lib.gae_stage(
+        gamma=section.gamma,
+        gae_lambda=section.gae_lambda,
+        is_whitened=_is_whitened(section),
+        normalize_decay=critic.normalize_decay,
+        kl_coef=kl_coef,
+        kl_clip=section.kl_reward_clip,
+      )
+    )
+  elif not losses.is_left_out(kl_coef):
+    found.append(
+      stages_lib.kl_in_reward_stage(
+        coef=kl_coef,
+        clip=section.kl_reward_clip,
+        is_whitened=_is_whitened(section),
+      )
+    )
+  if section.teacher:
+    found.append(stages_lib.distillation_stage(section.distill_coef))
+  if not losses.is_left_out(section.second_moment_bound):
+    # It needs the sign of the advantages as they will be.
+    found.append(stages_lib.second_moment_stage(section.second_moment_bound))
+  return found
+
+
+def _has_token_advantages(section: sections.AlgorithmSection) -> bool:
+  """Return whether a stage makes the advantages that are learned from."""
+  return section.advantage == "gae" or section.kl_in_reward
+
+
+def _is_whitened(section: sections.AlgorithmSection) -> bool:
+  """Return whether that stage divides them by their deviation."""
+  return (
+    section.advantage in algorithm_section.ADVANTAGES
+    and section.advantage_scale is sections.AdvantageScale.BATCH_STD
+  )
+
+
+def critic(config: sections.Config) -> critic_lib.Critic | None:
+  """Return how the critic of a run is trained, None without one."""
+  if config.algorithm.advantage != "gae":
+    return None
+  return critic_lib.Critic(
+    trunk=config.critic.trunk,
+    warmup_steps=config.critic.warmup_steps,
+    normalize_decay=config.critic.normalize_decay,
+  )
+
+
+def movement(
+  section: sections.AlgorithmSection,
+) -> reference_lib.Movement | None:
+  """Return when the reference moves, None if it stays or is not there."""
+  if not section.reference_every:
+    return None
+  return reference_lib.Movement(
+    every=section.reference_every, decay=section.reference_decay
+  )
+
+
+def advantages(section: sections.AlgorithmSection) -> packing.MakeAdvantages:
+  """Return the function that makes advantages of groups, on the host.
+
+  Those of gae are 0, because a stage replaces them. So are those of none.
+
+  Raises:
+    ConfigError: `algorithm.advantage` names a function that cannot be imported.
+  """
+  own = None
+  scale = section.advantage_scale
+  if _has_token_advantages(section) and _is_whitened(section):
+    scale = sections.AdvantageScale.NONE  # the stage divides
+  if section.advantage not in algorithm_section.ADVANTAGES:
+    own = _imported("algorithm.advantage", section.advantage)
+  now = _at_step(section)
+
+  def of_groups(
+    groups: Sequence[types.RolloutGroup], step: int
+  ) -> packing.Advantages:
+    trajectories = [t for group in groups for t in group.trajectories]
+    scores = np.array([t.score for t in trajectories], np.float64)
+    rewards = _shaping(now(step))(scores)
+    group_ids = np.repeat(
+      np.arange(len(groups)), [len(g.trajectories) for g in groups]
+    )
+    if section.advantage in ("gae", "none"):
+      return np.zeros_like(rewards)
+    if section.advantage == "segment":
+      return advantages_lib.segment_advantages(
+        rewards,
+        _token_scores(trajectories, now(step).reward_scale),
+        [t.loss_mask for t in trajectories],
+        group_ids,
+        len(groups),
+        scale=scale,
+      )
+    if own is not None:
+      made = own(rewards, group_ids, len(groups), trajectories)
+      return _checked(made, trajectories)
+    return advantages_lib.relative_advantages(
+      rewards,
+      group_ids,
+      len(groups),
+      baseline=section.advantage,
+      scale=scale,
+    )
+
+  return of_groups
+
+
+def reads_token_scores(section: sections.AlgorithmSection) -> bool:
+  """Return whether the scores that rewards give to tokens are learned from.
+
+  A loss or an advantage of one's own may read them.
+  """
+  return (
+    section.advantage in ("segment", "gae")
+    or section.advantage not in algorithm_section.ADVANTAGES
+    or section.loss not in algorithm_section.LOSSES
+  )
+
+
+def _token_scores(
+  trajectories: Sequence[types.Trajectory], scale: float
+) -> list[Float[np.ndarray, "_"]]:
+  """Return the scores of each trajectory's tokens, 0 where there is none."""
+  scores = packing.reward_fields(trajectories).get(packing.TOKEN_SCORES)
+  if scores is None:
+    return [np.zeros(len(t.tokens)) for t in trajectories]
+  return [scale * x for x in scores]
+
+
+def _checked(
+  made: Any, trajectories: Sequence[types.Trajectory]
+) -> packing.Advantages:
+  """Return the advantages that a user's function has made.
+
+  Args:
+    made: a number for each trajectory, or an array for each, with a number for
+      each token that the policy wrote.
+    trajectories: in the same order.
+
+  Raises:
+    ValueError: it is neither, or a number is not finite.
+  """
+  found = [np.asarray(x, np.float32) for x in made]
+  counts = [t.num_completion_tokens for t in trajectories]
+  shapes = [x.shape for x in found]
+  is_of_tokens = shapes == [(count,) for count in counts]
+  if not is_of_tokens and shapes != [()] * len(counts):
+    raise ValueError(
+      f"algorithm.advantage returned arrays of the shapes {shapes[:8]}, and"
+      f" there has to be a number for each of {len(counts)} trajectories, or"
+      " an array for each with a number for each token of its completion, here"
+      f" {counts[:8]}"
+    )
+  if not all(np.isfinite(x).all() for x in found):
+    raise ValueError("algorithm.advantage returned numbers that are not finite")
+  if not is_of_tokens:
+    return np.array(found, np.float32)
+  spread = [np.zeros(len(t.tokens), np.float32) for t in trajectories]
+  for values, trajectory, own in zip(spread, trajectories, found, strict=True):
+    values[trajectory.loss_mask] = own
+  return spread
+
+
+def fields(section: sections.AlgorithmSection) -> packing.MakeFields:
+  """Return the function that makes the further fields of a batch."""
+  if section.advantage != "gae":
+    return lambda trajectories, step: packing.reward_fields(trajectories)
+  now = _at_step(section)
+
+  def of_trajectories(
+    trajectories: Sequence[types.Trajectory], step: int
+  ) -> dict[str, list[Float[np.ndarray, "_"]]]:
+    return episodes.fields(
+      trajectories,
+      shaped=_shaping(now(step)),
+      token_scale=now(step).reward_scale,
+    )
+
+  return of_trajectories
+
+
+def _at_step(
+  section: sections.AlgorithmSection,
+) -> Callable[[int], sections.AlgorithmSection]:
+  """Return what gives the section with the numbers of a train step."""
+  return schedules.at_step(section, section.schedules, on_host=True)
+
+
+def _shaping(
+  section: sections.AlgorithmSection,
+) -> Callable[[np.ndarray], np.ndarray]:
+  return functools.partial(
+    advantages_lib.shaped,
+    bias=section.reward_bias,
+    scale=section.reward_scale,
+    clip=section.reward_clip,
+  )
+
+
+def check(section: sections.AlgorithmSection) -> None:
+  """Import the functions that a config names, if it names any.
+
+  Raises:
+    ConfigError: there is no such function.
+  """
+  for field in ("loss", "advantage"):
+    name = getattr(section, field)
+    if ":" in name:
+      _imported(f"algorithm.{field}", name)
+
+
+def _imported(path: str, name: str) -> Callable[..., Any]:
+  """Return the function that a field names as module:function."""
+  module_name, _, function_name = name.partition(":")
+  try:
+    module = user_code.module(module_name)
+  except user_code.UserCodeError as error:
+    raise sections.ConfigError(
+      f"{path}: {sections.shown(name)} cannot be imported ({error}); use"
+      " module:function of a module in this directory or on the path"
+    ) from error
+  function = getattr(module, function_name, None)
+  sections.require(
+    callable(function),
+    path,
+    f"{module_name} has no function {sections.shown(function_name)}",
+  )
+  assert function is not None
+  return function

@@ -1,0 +1,1 @@
+"""The bound on staleness: buffer, deadlines, ledger."""

@@ -1,1 +1,0 @@
-"""What joins the two slices: buffer, ledger, weight transfer, supervisor."""

@@ -1,0 +1,1 @@
+"""Evaluations, in a run and alone."""

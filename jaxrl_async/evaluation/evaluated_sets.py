@@ -1,0 +1,155 @@
+"""What an evaluation has measured of each of its sets of questions."""
+
+from collections.abc import Callable, Iterable, Mapping
+import dataclasses
+
+import numpy as np
+
+from jaxrl_async import types
+from jaxrl_async.algorithms import divergences
+from jaxrl_async.assembly import question_sets
+from jaxrl_async.evaluation import answer_results
+from jaxrl_async.evaluation import answers as answers_lib
+
+HELD_OUT = question_sets.HELD_OUT
+GREEDY = "greedy"  # the same questions again
+# Beginnings of the statistics that are metrics, by the name of the set.
+_STATISTICS_OF_SETS = ("pass@", "tokens_mean", "frac_truncated")
+_STATISTICS = {
+  HELD_OUT: ("avg@", *_STATISTICS_OF_SETS),
+  GREEDY: ("avg@",),
+}
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Evaluation:
+  """The result of one set of questions.
+
+  Attributes:
+    means: each statistic of `answer_results`, by name.
+    parts: mean of each named part of the rewards.
+    prompts: of the questions.
+    trajectories: the first answer to each question, in their order. A
+      trajectory that could not be scored has no reward.
+    num_answers: number of answers, scored or not.
+    failures: the reason for each answer without a score, by `Answer.name`. The
+      accuracy does not count these answers.
+  """
+
+  means: dict[str, float]
+  parts: dict[str, float]
+  prompts: list[types.Prompt]
+  trajectories: list[types.Trajectory]
+  num_answers: int
+  failures: dict[str, str]
+
+  @property
+  def accuracy(self) -> float:
+    """The share of right answers among the scored answers to a question.
+
+    It is the mean over the questions.
+    """
+    return self.means["pass@1"]
+
+
+def measured(
+  answers: Iterable[answers_lib.Answer], solved_score: float
+) -> dict[str, Evaluation]:
+  """Return the result of each set, from all answers in any order.
+
+  Raises:
+    EvaluationError: no answer of a set could be scored. The message has the
+      reason and the traceback of the first failure.
+  """
+  sets: dict[str, list[answers_lib.Answer]] = {}
+  for answer in answers:
+    sets.setdefault(answer.question.of, []).append(answer)
+  return {name: _measured(found, solved_score) for name, found in sets.items()}
+
+
+def _measured(
+  answers: list[answers_lib.Answer], solved_score: float
+) -> Evaluation:
+  answers.sort(key=lambda one: (one.question.number, one.question.sample))
+  failed = [one for one in answers if one.failure is not None]
+  if len(failed) == len(answers):
+    raise answers_lib.give_up(len(answers), failed[0])
+  first = [one for one in answers if one.question.sample == 0]
+  values = answer_results.by_question(
+    (
+      answer_results.record_of(one.question.number, one.trajectory)
+      for one in answers
+    ),
+    len(first),
+    answers[0].question.settings.samples,
+    solved_score=solved_score,
+  )
+  return Evaluation(
+    means=answer_results.means(values),
+    parts=types.mean_parts(one.trajectory for one in answers),
+    prompts=[one.question.prompt for one in first],
+    trajectories=[one.trajectory for one in first],
+    num_answers=len(answers),
+    failures={one.name: one.failure.reason for one in failed if one.failure},
+  )
+
+
+def metrics_of(found: Mapping[str, Evaluation]) -> dict[str, float]:
+  """Return the metrics of an evaluation, by name."""
+  values: dict[str, float] = {}
+  for name, evaluation in found.items():
+    if name not in _STATISTICS:
+      values[f"eval/{name}/accuracy"] = evaluation.accuracy
+    values[f"eval/{name}/failed"] = float(len(evaluation.failures))
+    shown = _STATISTICS.get(name, _STATISTICS_OF_SETS)
+    for statistic, mean in evaluation.means.items():
+      # Without enough scored answers to any question there is no number.
+      if statistic.startswith(shown) and not np.isnan(mean):
+        values[f"eval/{name}/{statistic}"] = mean
+    for part, mean in evaluation.parts.items():
+      values[f"eval/{name}/parts/{part}"] = mean
+  return values
+
+
+def describe(found: Mapping[str, Evaluation]) -> str:
+  """Describe an evaluation in a sentence, including failed scores."""
+  text = "held-out accuracy " + ", ".join(
+    f"{'' if name == HELD_OUT else f'{name} '}{one.accuracy:.3f}"
+    f" ({len(one.trajectories)} questions)"
+    for name, one in found.items()
+  )
+  for one in found.values():
+    if one.failures:
+      name, reason = next(iter(one.failures.items()))
+      text += (
+        f"; {len(one.failures)} answers could not be scored and do not"
+        f" count, the first {name}: {reason}"
+      )
+  return text
+
+
+def mismatch_kl(
+  trajectories: list[types.Trajectory],
+  trainer_logprobs: Callable[[list[types.Trajectory]], list[np.ndarray]],
+) -> float:
+  """Return the mean `divergences.k3` of engine and trainer logprobs.
+
+  Both have to use the same weights and temperature. The result then measures
+  the numerical error of the engine, including the error of quantised weights.
+
+  Args:
+    trajectories: with the logprobs of the engine.
+    trainer_logprobs: computes the logprobs of the trainer for all tokens of
+      these trajectories.
+  """
+  total, count = 0.0, 0
+  for trajectory, logprobs in zip(
+    trajectories, trainer_logprobs(trajectories), strict=True
+  ):
+    mask = trajectory.loss_mask
+    kl = divergences.k3(
+      trajectory.behavior_logprobs[mask], logprobs[mask].astype(np.float64)
+    )
+    total += float(kl.sum())
+    count += int(mask.sum())
+  return total / max(count, 1)

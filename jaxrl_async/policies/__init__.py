@@ -1,0 +1,1 @@
+"""Policies: stored, in memory, served and exported."""

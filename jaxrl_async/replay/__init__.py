@@ -1,0 +1,1 @@
+"""The timing record of a run, and its replay."""

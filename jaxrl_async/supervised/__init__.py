@@ -1,0 +1,1 @@
+"""Supervised training: SFT, preferences and reward models."""

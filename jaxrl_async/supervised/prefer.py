@@ -1,0 +1,115 @@
+"""Preference training: a policy learns from pairs of completions.
+
+It is supervised training (`supervised`) by a recipe of its own, and writes the
+same files as a fine-tuning.
+The reference is the policy before training. Its logprobs are computed once,
+before the first update, and only their sum over each completion is kept. So no
+second model is in memory, and a step costs as much as one of supervised
+training on as many tokens.
+"""
+
+from collections.abc import Callable
+import pathlib
+from typing import Any
+
+import jax
+
+from jaxrl_async.assembly import assembly
+from jaxrl_async.assembly import checks
+from jaxrl_async.assembly import config_checks
+from jaxrl_async.assembly import initial_params
+from jaxrl_async.assembly import setup as setup_lib
+from jaxrl_async.config import sections
+from jaxrl_async.data import pairs as pairs_lib
+from jaxrl_async.data import source as source_lib
+from jaxrl_async.models import transformer
+from jaxrl_async.supervised import supervised
+from jaxrl_async.training import packing
+from jaxrl_async.training import preference_objectives
+
+_KIND = "preference"
+
+
+def prefer(
+  config: sections.Config,
+  workdir: pathlib.Path,
+  *,
+  source: source_lib.Source | None = None,
+) -> dict[str, Any]:
+  """Start or continue a training on preferences, and return its summary.
+
+  Args:
+    config: its section `preference` says how to train; `model`, `task`, `mesh`
+      and `train` say what, on what, and in which shapes.
+    workdir: directory of this training alone.
+    source: the source of the pairs; None is the dataset of `task.dataset`.
+
+  Raises:
+    ConfigError: a setting is wrong, the data has no pairs, or the workdir
+      cannot be used.
+    Interrupted: a signal asked to stop. The same call continues.
+    WarmStartError: too many updates in a row were not finite.
+    StorageError: a file could not be written.
+  """
+  config_checks.check_preference(config)
+  setup = checks.checked(
+    config, jax.devices(), source=source, is_supervised=True
+  )
+
+  def first_params() -> transformer.Params:
+    params = starting_policy(setup)
+    if setup.model.lora is None:
+      return params
+    return initial_params.with_adapters(params, setup)
+
+  recipe = supervised.Recipe(
+    kind=_KIND,
+    section=config.preference,
+    objective=preference_objectives.preference(config.preference),
+    packed=lambda split, num_examples: packed_pairs(setup, split, num_examples),
+    first_params=first_params,
+    needs_reference=True,
+  )
+  return supervised.train(setup, recipe, workdir)
+
+
+def starting_policy(setup: setup_lib.Setup) -> transformer.Params:
+  """Return the policy that training starts from, without adapters.
+
+  Raises:
+    ConfigError: `warm_start.checkpoint` or `model.name` has no such parameters.
+  """
+  checkpoint = setup.config.warm_start.checkpoint
+  if checkpoint:
+    return initial_params.load(checkpoint, setup)
+  return initial_params.before_training(setup)
+
+
+def packed_pairs(
+  setup: setup_lib.Setup,
+  split: str,
+  num_examples: int,
+  pack: Callable[..., packing.PackedBatch] = preference_objectives.pack_pairs,
+) -> tuple[packing.PackedBatch, list[str]]:
+  """Return the packed pairs of a split, and lines about those left out.
+
+  Args:
+    setup: of the training.
+    split: of the source.
+    num_examples: number of pairs.
+    pack: makes rows of pairs.
+
+  Raises:
+    ConfigError: the data has no pairs, or none that fits into a row.
+  """
+  tokens_per_row = setup.config.train.tokens_per_row
+  pairs = pairs_lib.Pairs(
+    assembly.prompt_source(setup),
+    setup.config.preference,
+    corrupted_frac=setup.config.warm_start.corrupted_frac,
+    split=split,
+    num_examples=num_examples,
+    max_tokens=tokens_per_row,
+  )
+  rows = pack(list(pairs), tokens_per_row=tokens_per_row)
+  return rows, [f"split {split}: {line}" for line in pairs.left_out()]

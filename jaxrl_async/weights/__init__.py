@@ -1,0 +1,1 @@
+"""Versions of the weights: published, adopted, and their files."""
