@@ -262,6 +262,8 @@ def flags_of_run(
     "--config.run.checkpoint_every=2",
     f"--config.run.exact_resume={mode == 'exact'}",
     "--config.task.question_workers=1",
+    # So that kills meet versions on their way, too.
+    "--config.transfer.channel=orbax",
     "--config.train.num_steps=1000000",
     *(remote if replicas else []),
   ]

@@ -23,7 +23,7 @@ processor time, in milliseconds, of
     reports     taking what was written, in two reports of each trajectory
     scores      taking the rewards, and handing groups to the buffer
     replica     what replicas do of it: encoding reports, and decoding turns
-    ledger, schedule, samples, metrics   writing a step down
+    ledger, timing, samples, metrics     writing a step down
     still       copying a checkpoint, while training stands still
     write       writing the checkpoint, beside training
     check       checking a checkpoint before the run goes on from it
@@ -294,7 +294,7 @@ class Run:
     books = self.books
     for name, owner, method in (
       ("ledger", books.ledger, "add_trained"),
-      ("schedule", books.timing, "add_step"),
+      ("timing", books.timing, "add_step"),
       ("samples", books.sampler, "write_step"),
     ):
       timed = self.times.wrapped(name, getattr(owner, method))
@@ -392,7 +392,7 @@ class Run:
     del turns
     self._save()
     row = self.times.take()
-    for name in ("ledger", "schedule", "samples"):
+    for name in ("ledger", "timing", "samples"):
       row["metrics"] -= row[name]
     row |= {
       f"{name}_bytes": size - sizes[name]
@@ -417,7 +417,7 @@ class Run:
         "stream": {"next_index": self._stream.next_index},
         "ledger": dataclasses.asdict(books.ledger.state()),
         "metrics": books.recorder.state(),
-        "schedule": books.recorder.timing_bytes(),
+        "timing": books.recorder.timing_bytes(),
         "config": config_json.to_stored(self._config),
       }
       finish = checkpoint.begin(
@@ -439,7 +439,7 @@ class Run:
     samples = self._workdir / "samples"
     files = samples.iterdir() if samples.exists() else ()
     found = {"samples": sum(x.stat().st_size for x in files)}
-    for name in ("ledger", "schedule", "metrics"):
+    for name in ("ledger", "timing", "metrics"):
       path = self._workdir / f"{name}.jsonl"
       found[name] = path.stat().st_size if path.exists() else 0
     return found

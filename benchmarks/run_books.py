@@ -73,7 +73,7 @@ class Books:
     )
     self.timing = timing_record.TimingRecord(
       workdir,
-      stored.get("schedule", 0),
+      stored.get("timing", 0),
       record_steps=True,
       keep_trajectories=False,
       first_step=stored.get("step", 0),

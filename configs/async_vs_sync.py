@@ -72,7 +72,6 @@ def get_config(variant: str = "") -> sections.Config:
   # With one update a step, the proximal logprobs are those of training.
   run.algorithm.num_minibatches = 1
   run.algorithm.proximal = sections.ProximalMode.REUSE
-  run.transfer.channel = sections.Channel.DIRECT
   run.train.num_steps = 40
   # With a constant rate the program is the same for any number of steps.
   run.train.decay = 1.0

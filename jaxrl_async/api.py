@@ -107,7 +107,7 @@ def replay(
   loss: objectives.Loss | None = None,
   episode: episode_lib.Episode = episode_lib.single_turn,
 ) -> dict[str, Any]:
-  """Replay a run from its schedule, and compare it; see docs/replay.md.
+  """Replay a run from its timing record, and compare it; see docs/replay.md.
 
   This is launch/replay.py for runs that were given a source, a loss or an
   episode, which have to be given again. Bits can only be equal if XLA has the

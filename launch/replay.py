@@ -1,4 +1,4 @@
-"""Replay a run: generate and train again what its schedule says, bit for bit.
+"""Replay a run: generate and train again what it recorded, bit for bit.
 
 python launch/replay.py --workdir=/tmp/quickstart
 

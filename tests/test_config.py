@@ -138,7 +138,9 @@ def test_a_stored_config_with_other_fields_is_refused():
   del values["train"]["vocab_chunks"]
   for value in ("pigeon", ["orbax"]):
     values["transfer"]["channel"] = value
-    with pytest.raises(sections.ConfigError, match="one of orbax, direct"):
+    with pytest.raises(
+      sections.ConfigError, match="one of auto, orbax, direct"
+    ):
       config_json.from_dict(values)
 
 

@@ -159,7 +159,12 @@ def test_two_signals_end_a_run_at_once_and_leave_nothing(tmp_path):
   (workdir / "tensorboard").touch()  # in the way of a directory
   shown = tmp_path / "shown"
   with open(shown, "w") as output:
-    process = launch(workdir, output, "--config.run.checkpoint_every=1000")
+    process = launch(
+      workdir,
+      output,
+      "--config.run.checkpoint_every=1000",
+      "--config.transfer.channel=orbax",
+    )
   has_ended = lambda: process.poll() is not None  # noqa: E731
   try:
     assert test_run.until_lines(workdir / "metrics.jsonl", 3, has_ended)

@@ -1,4 +1,4 @@
-"""The schedule of a run, written and read step by step."""
+"""The timing record of a run, written and read step by step."""
 
 import contextlib
 import dataclasses
@@ -51,7 +51,7 @@ SUMS = {"loss": [0.1, math.nan], "norm": [math.inf, -math.inf], "zero": [-0.0]}
 
 
 def opened(workdir, num_bytes=0, **settings):
-  """A schedule that is open for writing."""
+  """A timing record that is open for writing."""
   return timing_record.TimingRecord(
     workdir,
     num_bytes,
@@ -72,7 +72,7 @@ def config_of(path):
 
 @pytest.fixture
 def workdir(tmp_path):
-  """The schedule of three train steps in two starts."""
+  """The timing record of three train steps in two starts."""
   steps = [[group(0, [0])], [group(2, [1]), group(1, [0, 1])], [group(3, [2])]]
   num_bytes = 0
   for first, part in ((0, steps[:2]), (2, steps[2:])):

@@ -1,4 +1,4 @@
-"""Whole runs are replayed from their schedules, bit for bit."""
+"""Whole runs are replayed from their timing records, bit for bit."""
 
 import copy
 import dataclasses
@@ -239,7 +239,7 @@ def test_the_script_compares_and_says_so_in_json(recorded):
 
 
 def changed(recorded, tmp_path, change):
-  """A copy of a run, with its schedule changed by a function of the lines."""
+  """A copy of a run, with its record changed by a function of the lines."""
   workdir = tmp_path / "changed"
   shutil.copytree(recorded, workdir)
   path = workdir / "timing.jsonl"
@@ -315,7 +315,7 @@ def test_a_run_without_the_record_goes_on_and_cannot_be_replayed(tmp_path):
   test_run.start(config, tmp_path)
   config.train = dataclasses.replace(config.train, num_steps=3)
   test_run.start(config, tmp_path)
-  lines = test_run.lines(tmp_path, "schedule")
+  lines = test_run.lines(tmp_path, "timing")
   assert [line["start"] for line in lines] == [0, 2]
   for wanted in ({}, {"from_step": 2}, {"from_ledger": True}):
     with pytest.raises(sections.ConfigError, match="run.record_timing$"):

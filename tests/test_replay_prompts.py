@@ -1,4 +1,4 @@
-"""The prompts of a schedule are found again, or missed soon."""
+"""The prompts of a timing record are found again, or missed soon."""
 
 import contextlib
 import dataclasses

@@ -161,7 +161,7 @@ def test_what_may_differ_is_said_and_what_may_not_is_refused_with_reasons(
   _, notes = find(workdir, config)
   assert notes[1:] == [
     "the config differs from then: rollout.num_slots: 32 and now 4;"
-    " transfer.channel: orbax and now direct"
+    " transfer.channel: auto and now direct"
   ]
   config.seed = 1
   config.eval.num_items = 3

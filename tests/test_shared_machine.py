@@ -68,6 +68,7 @@ def running(machine, kind):
         f"--compile_cache={cluster_world.COMPILE_CACHE}",
         f"--config.train.num_steps={cluster_world.FOR_EVER}",
         "--config.eval.every=0",
+        "--config.transfer.channel=orbax",
         *flags,
       ],
       env=environment,

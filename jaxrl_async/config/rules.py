@@ -275,7 +275,7 @@ def _cluster(config: sections.Config) -> Iterator[Rule]:
     ' or ""',
   )
   yield (
-    config.transfer.channel is sections.Channel.ORBAX,
+    config.transfer.channel is not sections.Channel.DIRECT,
     "transfer.channel",
     "direct is for slices of one process; use orbax",
   )

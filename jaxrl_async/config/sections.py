@@ -52,8 +52,14 @@ WeightFormat = rollout_section.WeightFormat
 
 
 class Channel(enum.Enum):
-  """How weights travel from the trainer to the engines."""
+  """How weights travel from the trainer to the engines.
 
+  DIRECT copies from device to device, within one process. ORBAX writes versions
+  to a directory that both sides see. AUTO is DIRECT if the engine is in the
+  process that trains, and ORBAX otherwise.
+  """
+
+  AUTO = "auto"
   ORBAX = "orbax"
   DIRECT = "direct"
 
@@ -394,7 +400,7 @@ class TrainSection:
 class TransferSection:
   """Weight transfer between the slices."""
 
-  channel: Channel = setting(Channel.ORBAX)
+  channel: Channel = setting(Channel.AUTO)
   """How weights travel from the trainer to the engines."""
   directory: str = setting("")
   """Where versions are written; "" selects a memory-backed directory of this

@@ -1,4 +1,4 @@
-"""Reads the schedule of a run, a train step at a time.
+"""Reads the timing record of a run, a train step at a time.
 
 A line of `timing.jsonl` may have megabytes, and there may be thousands. So
 the file is read once to see that it is whole and what each train step needs,
@@ -100,7 +100,7 @@ class StepSummary:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedTiming:
-  """A schedule that nobody writes.
+  """A timing record that nobody writes.
 
   Attributes:
     path: of the file.
@@ -139,7 +139,7 @@ class RecordedTiming:
 
 
 def read(workdir: pathlib.Path) -> RecordedTiming:
-  """Open the schedule of a run that nobody writes.
+  """Open the timing record of a run that nobody writes.
 
   Raises:
     TimingError: there is none, or it is damaged.
@@ -166,7 +166,7 @@ def read(workdir: pathlib.Path) -> RecordedTiming:
           if isinstance(error, TimingError):
             raise
           raise TimingError(
-            f"{path}, line {number} is not of a schedule"
+            f"{path}, line {number} is not of a timing record"
           ) from error
         offset += len(line)
   except OSError as error:
@@ -196,7 +196,7 @@ def start_of(workdir: pathlib.Path, step: int) -> Start:
       with so many, this is the last of these starts.
 
   Raises:
-    TimingError: there is no schedule, or it is damaged.
+    TimingError: there is no timing record, or it is damaged.
   """
   path = workdir / workdir_lib.TIMING
   found = None

@@ -1,6 +1,6 @@
 """The groups of a replay: generated again, version by version, or stored ones.
 
-A train step of the schedule is opened when the first version comes that wrote
+A train step of the record is opened when the first version comes that wrote
 a part of it, and forgotten when it has been trained. So there are never more
 trajectories than the run itself had at that time. `open` is called for each
 train step before the first version that wrote a part of it, `write` for each
@@ -48,7 +48,7 @@ class Regeneration:
     Args:
       setup: of the run.
       trainer: its weights generate.
-      prompts: of the schedule.
+      prompts: of the timing record.
       begun: groups that were outstanding at the beginning.
       episode: of the run.
     """

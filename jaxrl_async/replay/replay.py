@@ -1,4 +1,4 @@
-"""Replays a run from its schedule: the same tokens and losses, without timing.
+"""Replays a run from its timing record: the same tokens and losses.
 
 For each version of the weights, all parts of trajectories that were written
 with it are generated again (`regeneration`). Then the train step is made with

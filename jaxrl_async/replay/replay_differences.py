@@ -25,7 +25,7 @@ def of_groups(
 
   Args:
     workdir: of the run, which may have stored the trajectories.
-    step: what the schedule says.
+    step: what the timing record says.
     found: what the replay has generated, or read.
   """
   where = f"train step {step.step}"
@@ -90,7 +90,7 @@ def _of_trajectory(
 
 
 def _trained(reward: types.Reward | None) -> Any:
-  """Return what the schedule has of a reward."""
+  """Return what the timing record has of a reward."""
   return reward and (reward.score, reward.token_scores)
 
 
@@ -114,7 +114,7 @@ def of_sums(
   """Return which number of a step is different; "" if none is.
 
   Args:
-    step: what the schedule says.
+    step: what the timing record says.
     found: what the updates of the replay measured, as
       `timing_record.plain_sums` returns it.
   """

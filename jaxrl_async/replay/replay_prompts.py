@@ -1,4 +1,4 @@
-"""The prompts of a schedule, made again from the source of the data."""
+"""The prompts of a timing record, made again from the source of the data."""
 
 import collections
 from collections.abc import Iterable, Mapping

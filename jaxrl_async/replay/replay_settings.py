@@ -55,8 +55,8 @@ def part(
   sections.require(
     first < end <= last,
     "until",
-    f"the schedule has train steps up to {last}; use one above {first} and not"
-    " above that",
+    f"the timing record has train steps up to {last}; use one above {first}"
+    " and not above that",
   )
   missing = set(range(first, end)) - recorded.summaries.keys()
   sections.require(
@@ -103,7 +103,7 @@ def _config(start: recorded_timing.Start) -> sections.Config:
     config = config_json.from_stored(start.config)
   except ValueError as error:
     raise sections.ConfigError(
-      f"workdir: the schedule's config is not of this version ({error})"
+      f"workdir: the timing record's config is not of this version ({error})"
     ) from error
   # It decides on which devices the run has trained.
   config.cluster = sections.ClusterSection(kind=config.cluster.kind)
@@ -138,7 +138,7 @@ def check_environment(
   """Check that the replay is given what the run was, and tell other changes.
 
   Args:
-    recorded: the schedule. What an earlier version of this program did not
+    recorded: the timing record. What an earlier version of this program did not
       record of a start is not compared.
     first: completed train steps before the part that is replayed.
     end: the same after it.

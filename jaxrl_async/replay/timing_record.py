@@ -1,4 +1,4 @@
-"""The schedule of a run: what timing has decided, so that it can be replayed.
+"""The timing record of a run: what timing decided, so that it can be replayed.
 
 An asynchronous run depends on when things happen: which groups a train step
 takes, which version of the weights writes which part of a trajectory, and where
@@ -19,12 +19,12 @@ many belong to each group and to each trajectory. `digests` are those of what
 was written, one after the other in one text. `sums` are the numbers that the
 updates measured, of each minibatch. `recorded_timing` reads the file.
 
-Of a reward the schedule has what is trained on. Its parts are in the ledger,
+Of a reward the record has what is trained on. Its parts are in the ledger,
 and so are the replicas that wrote a trajectory. No part of the books but the
 samples needs the answers.
 
 A token depends on the weights, the cache and the number of its position, and
-not on its slot, its call or what was written beside it. Of a call the schedule
+not on its slot, its call or what was written beside it. Of a call the record
 therefore says only what it admitted and with which version: each cache has the
 decode step at which its call began.
 """
@@ -58,7 +58,7 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 class TimingError(ValueError):
-  """A schedule cannot be read; the message is one line."""
+  """A timing record cannot be read; the message is one line."""
 
 
 def digest(trajectory: types.Trajectory) -> str:
@@ -216,7 +216,7 @@ class StoredTrajectories:
 
       WORKDIR/trajectories/<step>/    as a checkpoint stores its groups
 
-  They are as safe as the lines of the schedule.
+  They are as safe as the lines of the timing record.
 
   Invariant: the directory of a step is complete and has reached the disk. What
   the disk has refused is kept, and is written before anything else.

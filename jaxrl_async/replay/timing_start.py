@@ -1,4 +1,4 @@
-"""Opens the schedule of a run, with what each start has to record."""
+"""Opens the timing record of a run, with what each start has to record."""
 
 from collections.abc import Callable
 import pathlib
@@ -17,7 +17,7 @@ from jaxrl_async.replay import timing_record
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.storage import config_json
 
-KEY = "schedule"  # of the host state: the length of the file
+KEY = "timing"  # of the host state: the length of the file
 # What a caller may give to a run in place of what the config names. The names
 # are those of the arguments of `jaxrl_async.replay`.
 GIVEN = ("loss", "episode", "dataset")

@@ -322,10 +322,11 @@ def make_channel(
       is_base = "embedding" in published
       shardings = (lora_lib.base if is_base else lora_lib.adapters)(shardings)
     target = aot.placed(published, shardings)
+  section = _transfer_section(config, workdir, world)
   return weight_transfer.make_channel(
-    config.transfer.channel,
+    section.channel,
     directory=transfer_directory.prepare(
-      _transfer_section(config.transfer, workdir, world),
+      section,
       workdir,
       device_checks.num_bytes(target),
       note,
@@ -338,14 +339,20 @@ def make_channel(
 
 
 def _transfer_section(
-  section: sections.TransferSection,
+  config: sections.Config,
   workdir: pathlib.Path,
   world: world_lib.World | None,
 ) -> sections.TransferSection:
-  """Return a section whose directory all processes of the trainer share."""
-  if section.directory or world is None or world.is_one_host:
-    return section
-  return dataclasses.replace(section, directory=str(workdir))
+  """Return the section with its channel and its directory decided."""
+  section = dataclasses.replace(config.transfer)
+  if section.channel is sections.Channel.AUTO:
+    is_apart = config_checks.has_remote_replicas(config)
+    section.channel = (
+      sections.Channel.ORBAX if is_apart else sections.Channel.DIRECT
+    )
+  if not section.directory and world is not None and not world.is_one_host:
+    section.directory = str(workdir)  # all processes of the trainer share it
+  return section
 
 
 def send_base(
