@@ -272,7 +272,7 @@ def test_a_replay_says_that_it_needs_the_record(tmp_path):
 
   num_bytes = add(0, 0, 0, 1, records=False)
   with pytest.raises(
-    sections.ConfigError, match="^workdir: .*has no train steps; .*run.record_s"
+    sections.ConfigError, match="^workdir: .*has no train steps; .*run.record_t"
   ):
     part()
   num_bytes = add(num_bytes, 2, 2, 3, records=True)

@@ -60,6 +60,7 @@ class Recorded:
     self.coordinator = coordinator_lib.Coordinator(
       coordinator_settings_lib.CoordinatorSettings(
         group_size=2,
+        num_slots=4,
         max_completion_tokens=LIMIT,
         max_tokens=LIMIT,
         temperature=1.0,

@@ -148,8 +148,8 @@ def test_an_asynchronous_run_keeps_its_bound_its_books_and_its_names(
   assert not metrics_page.unexplained(written)
   assert not metrics_page.unwritten(written)
   for line in steps:
-    missing = written - set(line) - EVALUATIONS - SOMETIMES
-    assert not missing
+    missing = {x for x in written - set(line) if not x.startswith("eval/")}
+    assert not missing - SOMETIMES
     assert line["staleness/max"] <= 2
     assert line.get("offpolicy/mismatch_kl", 0.0) <= 1e-6
     assert line["train/bad_updates"] == 0

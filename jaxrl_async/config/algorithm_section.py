@@ -475,7 +475,7 @@ class StalenessControlSection:
 
   A run starts with the minimum. The bound falls by one while the data is too
   old. It rises by one while the data is not, and the slices wait because of the
-  bound. `coordination.staleness_control` has the rule.
+  bound. `buffer.staleness_control` has the rule.
   """
 
   minimum: int = setting(0, low=0)
