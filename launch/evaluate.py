@@ -93,7 +93,6 @@ def main(config: sections.Config) -> None:
   import jax
 
   from jaxrl_async.evaluation import evaluation
-  from jaxrl_async.evaluation import evaluation_plan
   from jaxrl_async.evaluation import evaluation_start
   from jaxrl_async.reporting import progress as progress_lib
   from jaxrl_async.storage import workdir as workdir_lib
@@ -114,7 +113,7 @@ def main(config: sections.Config) -> None:
       pathlib.Path(_CHECKPOINT.value),
       None if _STEP.value < 0 else _STEP.value,
       config,
-      evaluation_plan.Wanted(
+      evaluation_start.Wanted(
         dataset=_DATASET.value,
         samples=_SAMPLES.value,
         num_items=_NUM_ITEMS.value,

@@ -23,7 +23,6 @@ from jaxrl_async.config import sections
 from jaxrl_async.data import prompts
 from jaxrl_async.evaluation import answers as answers_lib
 from jaxrl_async.evaluation import evaluation
-from jaxrl_async.evaluation import evaluation_plan
 from jaxrl_async.evaluation import evaluation_start
 from jaxrl_async.policies import stored_policy
 from jaxrl_async.processes import supervisor as supervisor_lib
@@ -53,7 +52,7 @@ def run(world, output, *, step=5, stop=None, config=None, **wanted):
     path / "run",
     step,
     config or stored_run.config_for_rows(),
-    evaluation_plan.Wanted(**settings),
+    evaluation_start.Wanted(**settings),
     output,
     jax.devices()[:2],
     progress=progress_lib.Progress(0),
@@ -210,9 +209,9 @@ def prepared(kind, rows, given=(), config=None, **wanted):
   stored = dataclasses.replace(
     stored, kind=kind, config=config or stored_run.config_for_rows()
   )
-  return evaluation_plan.prepare(
+  return evaluation_start.prepare(
     stored,
-    evaluation_plan.Wanted(dataset=dataset, given=given, **wanted),
+    evaluation_start.Wanted(dataset=dataset, given=given, **wanted),
     tokenizer_lib.character_level(),
     is_cpu=True,
   )

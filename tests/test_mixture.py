@@ -11,7 +11,7 @@ import test_rows
 import tiny
 
 from jaxrl_async import types
-from jaxrl_async.assembly import sources
+from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
 from jaxrl_async.data import mixture as mixture_lib
 from jaxrl_async.data import prompts
@@ -201,7 +201,7 @@ def test_a_config_names_members_with_settings_of_their_own(tmp_path):
     },
   )
   task_sources.check(given)
-  made = sources.of_task(given, seed=3)
+  made = setup_lib.of_task(given, seed=3)
   files, sums = made.members.values()
   assert files.skips_bad_rows and files.in_template == ("question",)
   assert files.label == "files" and files.seed == 3

@@ -13,7 +13,7 @@ import worker_world
 from jaxrl_async import types
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
-from jaxrl_async.rollout import gate as gate_lib
+from jaxrl_async.rollout import rollout_side
 from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.weights import weight_transfer
 
@@ -144,7 +144,7 @@ def test_a_pause_is_awaited_by_the_clock_of_the_gate():
       thread.start()
     return 0.0
 
-  gate = gate_lib.Gate(seconds)
+  gate = rollout_side.Gate(seconds)
   thread = threading.Thread(target=gate.passes)
   with gate.paused(0.01, lambda: "compiling"):
     assert len(looks) >= 20

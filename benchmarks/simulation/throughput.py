@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxrl_async import types
 from jaxrl_async.buffer import buffer as buffer_lib
-from jaxrl_async.rollout import most_room
+from jaxrl_async.rollout import fleet as fleet_lib
 from jaxrl_async.training import batch_loader
 from simulation import event_loop
 
@@ -291,7 +291,7 @@ class _Run:
     if newest < 0 or not self.buffer.wait_for_admission(newest, UNBOUNDED, 0.0):
       return
     rooms = {place: replica.room for place, replica in enumerate(ready)}
-    most_room.share_out(rooms, functools.partial(self._give, ready))
+    fleet_lib.share_out(rooms, functools.partial(self._give, ready))
     # Parks until a place is free, if that is what was missing.
     self.buffer.wait_for_admission(newest, UNBOUNDED, 0.0)
 

@@ -6,8 +6,9 @@ changes how fast groups are generated and nothing else: what it reported last is
 continued by another replica.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import functools
+import heapq
 import time
 from typing import Any
 
@@ -16,7 +17,6 @@ from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import timeline as timeline_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import messages
-from jaxrl_async.rollout import most_room
 from jaxrl_async.rollout import remote
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.rollout import roster as roster_lib
@@ -248,7 +248,7 @@ class Fleet(rollout_side.RolloutSide):
     """Give each group to the replica with the most room."""
     turns: dict[int, list[messages.Turn]] = {m.place: [] for m in self._members}
     rooms = {member.place: member.room for member in self._members}
-    most_room.share_out(rooms, functools.partial(self._give, turns))
+    share_out(rooms, functools.partial(self._give, turns))
     for member in self._members:
       self._deliver(member, messages.Work(turns=tuple(turns[member.place])))
 
@@ -260,3 +260,23 @@ class Fleet(rollout_side.RolloutSide):
     )
     turns[place] += work.turns
     return len(work.turns)
+
+
+def share_out(rooms: Mapping[int, int], give: Callable[[int], int]) -> None:
+  """Give each group to the place with the most room, the first among equals.
+
+  Args:
+    rooms: for how many trajectories there is room, by place.
+    give: gives a group to a place, and returns the trajectories of the group;
+      0 if there is none for this place.
+  """
+  heap = [(-room, place) for place, room in rooms.items() if room > 0]
+  heapq.heapify(heap)
+  while heap:
+    room, place = heap[0]
+    num_given = give(place)
+    room += num_given
+    if num_given and room < 0:
+      heapq.heapreplace(heap, (room, place))
+    else:
+      heapq.heappop(heap)
