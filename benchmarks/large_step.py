@@ -403,7 +403,7 @@ class Run:
     self.row |= row
 
   def _save(self) -> None:
-    """Take a checkpoint as `train.Run` does with `run.exact_resume`."""
+    """Take a checkpoint as `loop.Loop` does with `run.exact_resume`."""
     books = self.books
     with self.times.of("still"):
       self._coordinator.cut(self.step)

@@ -84,6 +84,8 @@ def train(
   Raises:
     ConfigError: something cannot be used. The message is one line.
     Interrupted: the run was asked to stop. The same call continues it.
+    RunError: the run cannot go on in this process. The message says why, and
+      `status` is the exit status that asks a launcher to start again.
   """
   return script.train(
     config,

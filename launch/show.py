@@ -69,6 +69,10 @@ def _summary(workdir: pathlib.Path) -> str:
     raise sections.ConfigError(
       f"workdir: {sections.shown(str(workdir))} has no metrics of an RL run"
     ) from None
+  except ValueError as error:
+    raise sections.ConfigError(
+      f"workdir: {workdir / 'metrics.jsonl'} is damaged ({error})"
+    ) from None
   picture.draw(workdir, record)
   return summary_lib.write(workdir, record)
 

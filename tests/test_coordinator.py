@@ -345,6 +345,20 @@ def test_a_group_that_waits_too_long_for_a_replica_ends_at_once(make_world):
   assert coordinator.admit(ask(replica="b")).turns[0].admission.index == 1
 
 
+def test_a_group_that_waits_for_an_evaluation_does_not_take_too_long(
+  make_world,
+):
+  world = make_world(max_group_s=1e-9)
+  coordinator = world.coordinator
+  coordinator.admit(ask())
+  coordinator.drained(messages.Drained(replica="a"))
+  coordinator.questions.ask([], 0, is_alone=True)
+  assert coordinator.overdue() == {} and len(coordinator.groups()) == 1
+  coordinator.questions.forget()
+  coordinator.overdue()
+  assert coordinator.groups() == {}
+
+
 def test_the_group_that_training_waits_for_is_named(make_world):
   world = make_world()
   coordinator = world.coordinator

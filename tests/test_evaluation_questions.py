@@ -108,6 +108,16 @@ def test_groups_wait_for_questions_that_are_alone(make_world):
   world.run_until(worker_world.finished(2))
 
 
+def test_a_worker_rests_while_an_evaluation_awaits_its_scores(make_world):
+  world = make_world()
+  written = world.coordinator.questions.ask(questions(1), 0, is_alone=True)
+  world.run_until(lambda state: written.qsize() == 2)
+  waits = []
+  world.worker.replica.wait_for_weights = waits.append
+  assert not world.worker.round()
+  assert len(waits) == 1 and waits[0] > 0
+
+
 def test_questions_wait_for_their_version_and_say_which_ones_wrote(make_world):
   world = make_world()
   settings = questions_lib.AnswerSettings(

@@ -43,7 +43,7 @@ class Steps(Protocol):
 
 
 class ModelledTrainer:
-  """Trains for a random time, in the order of `train.Run`.
+  """Trains for a random time, in the order of `loop.Loop`.
 
   Attributes:
     process: takes the turns.

@@ -396,13 +396,21 @@ class TrainSection:
   optimizer: OptimizerSection = section(OptimizerSection)
 
 
+def _is_direct(section: Any, config: Any) -> str:
+  is_apart = config.cluster.kind is ClusterKind.RAY
+  is_direct = section.channel is Channel.DIRECT or (
+    section.channel is Channel.AUTO and not is_apart
+  )
+  return "weights are copied from device to device" if is_direct else ""
+
+
 @dataclasses.dataclass(kw_only=True, slots=True)
 class TransferSection:
   """Weight transfer between the slices."""
 
   channel: Channel = setting(Channel.AUTO)
   """How weights travel from the trainer to the engines."""
-  directory: str = setting("")
+  directory: str = setting("", unread=(_is_direct,))
   """Where versions are written; "" selects a memory-backed directory of this
   host if there is one, else the workdir."""
 

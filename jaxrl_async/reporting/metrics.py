@@ -96,7 +96,10 @@ def by_step(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
   """Return one object for each step, with everything that its lines say."""
   steps: dict[int, dict[str, Any]] = {}
   for line in lines(workdir):
-    steps.setdefault(line["step"], {}).update(line)
+    step = steps.setdefault(line["step"], {})
+    if "eval/begun_s" in line:  # its totals are those of a later time
+      line |= step
+    step.update(line)
   return [steps[step] for step in sorted(steps)]
 
 
@@ -178,7 +181,10 @@ class MetricsWriter:
       StorageError: as `write`.
     """
     self._write(
-      step, values, self._wandb_log and self._wandb_log.add_evaluation
+      step,
+      values,
+      self._wandb_log and self._wandb_log.add_evaluation,
+      shows_totals=False,
     )
 
   def _write(
@@ -186,7 +192,10 @@ class MetricsWriter:
     step: int,
     values: Mapping[str, Any],
     log: Callable[[int, Mapping[str, Any]], None] | None,
+    *,
+    shows_totals: bool = True,
   ) -> None:
+    own = values.keys()
     values = {
       name: value if name == TIMELINES else _plain(name, value)
       for name, value in {**self.totals(), **values}.items()
@@ -196,7 +205,8 @@ class MetricsWriter:
       self._file = self._open()
     self._file.append(line.encode() + b"\n")
     self._num_bytes = self._file.num_bytes
-    values = {k: x for k, x in values.items() if k != TIMELINES}
+    shown = values.keys() if shows_totals else own
+    values = {k: values[k] for k in shown if k != TIMELINES}
     with self._side_outputs.attempt("TensorBoard"):
       if self._events is None:
         first_step = self._last_step + 1

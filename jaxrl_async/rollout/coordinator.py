@@ -284,6 +284,11 @@ class Coordinator:
     found: dict[str, list[int]] = {}
     if not self.settings.max_group_s:
       return {}
+    if self.questions.are_alone:
+      # Nothing is handed out, so a group that waits is not at fault.
+      for running in self._running.values():
+        if running.replica is None:
+          running.patience = self._patience()
     late = [r for r in self._running.values() if r.is_overdue]
     for running in late:
       index = running.admission.index
@@ -352,12 +357,13 @@ class Coordinator:
       prompt=prompt,
       limit=min(limit, self.settings.max_tokens),
       times_s=times_s,
-      patience=running_group.patience(
-        self.settings.max_group_s, self._new_deadline
-      ),
+      patience=self._patience(),
     )
     self._running[admission.index] = running
     return running
+
+  def _patience(self) -> supervisor_lib.Deadline | None:
+    return running_group.patience(self.settings.max_group_s, self._new_deadline)
 
   def _start(
     self, admission: types.Admission, prompt: types.Prompt

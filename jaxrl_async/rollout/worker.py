@@ -124,6 +124,10 @@ class RolloutWorker(rollout_side.RolloutSide):
     if version < newest:
       self._gate.show(f"waiting for weights of version {newest}")
       self.replica.wait_for_weights(timeout_s)
+    elif self.coordinator.questions.are_alone:
+      # The buffer may admit groups, and none is handed out.
+      self._gate.show("waiting for the end of an evaluation")
+      self.replica.wait_for_weights(timeout_s)
     else:
       self._gate.show("waiting for admission or scores")
       self.coordinator.wait_for_admission(version, newest, timeout_s)

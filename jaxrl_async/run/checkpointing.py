@@ -234,12 +234,7 @@ class Checkpointing:
     self.take_now(step)
     return step
 
-  def rescue(
-    self,
-    step: int,
-    timeout_s: float,
-    before: Callable[[], None] = lambda: None,
-  ) -> None:
+  def rescue(self, step: int, timeout_s: float) -> None:
     """Take a last checkpoint if possible, before a failure ends the run.
 
     Other threads may be in any state. What copies the run refuses it if its
@@ -249,14 +244,12 @@ class Checkpointing:
     Args:
       step: the number of completed train steps.
       timeout_s: seconds that it may take to copy the run.
-      before: makes the run ready for it.
     """
 
     def take() -> None:
       self._wait()
       if self._failure is None and self._taken_step == step:
         return
-      before()
       self.take(step)
 
     thread = supervisor_lib.start_thread(

@@ -17,7 +17,6 @@ from jaxrl_async.buffer import staleness_control
 from jaxrl_async.data import prompts
 from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.replay import timing_start
-from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import profile as profile_lib
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.run import checkpointing
@@ -67,7 +66,6 @@ class Loop:
   buffer: buffer_lib.Buffer
   trainer: trainer_lib.Trainer
   stream: prompts.PromptStream
-  writer: metrics_lib.MetricsWriter
   ledger: ledger_lib.Ledger
   recorder: recorder_lib.Recorder
   profiler: profile_lib.Profiler

@@ -134,13 +134,16 @@ class Recorder:
 
   @contextlib.contextmanager
   def evaluating(self) -> Iterator[None]:
-    """Stop the clocks of the RL stage inside the block."""
+    """Leave the block out of the clocks and counters of the RL stage."""
     goes_on = self._rl[1] is not None
     self.end_rl()
+    before = self.totals()
     try:
       yield
     finally:
       if goes_on:
+        for name, value in self.totals().items():
+          self._last[name] += value - before[name]
         self._rl = self._rl[0], metrics_lib.read(self._busy)
 
   def begin(

@@ -51,6 +51,7 @@ class _Now:
     written: gets the answers.
     answers: those that are scored.
     done: ends with the last of them.
+    is_alone: whether the run waits for it.
     is_dropped: whether it is to end.
   """
 
@@ -60,6 +61,7 @@ class _Now:
   written: "queue.SimpleQueue[questions_lib.Written]"
   answers: list[answers_lib.Answer]
   done: "futures.Future[None]"
+  is_alone: bool
   is_dropped: bool = False
 
 
@@ -143,8 +145,8 @@ class RunEvaluations:
   def begin_first(self, step: int) -> bool:
     """Begin the evaluation of the step at which this start of a run begins.
 
-    It is missing in a new run, and where the run was stopped in it. One that
-    was under way at an earlier step is lost: its weights are gone.
+    It is missing in a new run, and where the run was stopped in it. That of an
+    earlier step cannot be made any more, because its weights are gone.
 
     Returns:
       Whether there is one, for which the run has to wait.
@@ -164,7 +166,7 @@ class RunEvaluations:
       return not is_done
     every = self._config.eval.every
     if every and max(done, default=-1) < (lost := step // every * every):
-      self._note(f"step {lost} has no evaluation: the run ended in it")
+      self._note(f"step {lost} has no evaluation")
     return False
 
   def begin(self, step: int) -> bool:
@@ -206,6 +208,7 @@ class RunEvaluations:
       written=self._asked.ask(questions, step, is_alone=is_alone),
       answers=[],
       done=futures.Future(),
+      is_alone=is_alone,
     )
 
     supervisor_lib.start_thread(
@@ -268,7 +271,8 @@ class RunEvaluations:
         self.close()
         return False
       self._supervisor.check()
-      if self._channel.unreadable >= now.step:
+      # Beside training, the next version answers too.
+      if now.is_alone and self._channel.unreadable >= now.step:
         raise weight_transfer.UnreadableVersionError(
           f"version {now.step} of the weights cannot be read; start again, to"
           " go on from the last checkpoint"

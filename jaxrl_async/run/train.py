@@ -353,7 +353,6 @@ def _build(
     buffer=buffer,
     trainer=trainer,
     stream=stream,
-    writer=writer,
     ledger=ledger,
     recorder=recorder,
     profiler=profile_lib.Profiler(workdir, session.profile_steps, side_outputs),

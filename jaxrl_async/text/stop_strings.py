@@ -137,7 +137,7 @@ class TokenText:
 class StopStrings:
   """Finds the token that completes one of some strings, in one sequence.
 
-  An object of this class is a `scheduler.StopCheck`. If one token completes
+  An object of this class is a `sequence.StopCheck`. If one token completes
   several strings, the one that begins first cuts the text.
   """
 
