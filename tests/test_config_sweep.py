@@ -47,7 +47,7 @@ def check_all():
       assert "\n" not in message and "\0" not in message
       assert len(message) < 600, message
       named = message.partition(":")[0]
-      places = ("mesh.", "task.rewards.")
+      places = ("mesh.", "task.rewards.", "task.sources.", "eval.sets.")
       assert named in known or named.startswith(places), message
       # Of two that do not go together either may be named first.
       name = path.rpartition(".")[2]

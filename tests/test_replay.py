@@ -115,7 +115,8 @@ def test_the_schedule_has_the_version_and_the_admissions_of_each_call(recorded):
       for cache in one.cache_builds:
         calls.setdefault(cache.decode_step, []).append(cache.version)
   in_order = [calls[decode_step] for decode_step in sorted(calls)]
-  assert min(calls) == 0 and len(calls) > NUM_STEPS
+  # The first evaluation was decoded before.
+  assert min(calls) > 0 and len(calls) > NUM_STEPS
   assert all(len(versions) <= 4 for versions in in_order)  # slots
   assert all(len(set(versions)) == 1 for versions in in_order)
   assert [v[0] for v in in_order] == sorted(v[0] for v in in_order)

@@ -191,7 +191,9 @@ def test_a_replica_without_device_memory_says_what_to_change(make_world):
   waiting.until(lambda: len(world.handles) == 2, "another process")
   (note,) = [note for note in world.notes if "is gone" in note]
   assert "out of device memory in a device program: " in note
-  assert "lower rollout.prefill_rows" in note and "\n" not in note
+  assert (
+    "lower " in note and "rollout.prefill_rows" in note and "\n" not in note
+  )
   groups = world.train(NUM_STEPS)
   fleet_world.check(world, groups)
 
