@@ -330,7 +330,8 @@ def _updates(config: sections.Config) -> Iterator[Rule]:
     config.train.num_steps * updates <= setting_lib.MAX_INT,
     "train.num_steps",
     f"{config.train.num_steps} of {updates} updates each (num_minibatches *"
-    f" num_epochs) are more than {setting_lib.MAX_INT} updates, which is as far as optimizers count",
+    f" num_epochs) are more than {setting_lib.MAX_INT} updates, which is as far"
+    " as optimizers count",
   )
   yield (
     section.proximal is not sections.ProximalMode.REUSE

@@ -96,8 +96,8 @@ def _check_dataset(path: str, task: sections.TaskSection) -> None:
     sections.require(
       isinstance(column, str) and entry not in ("index", "metadata", "source"),
       f"{path}.fields",
-      f"{sections.shown(entry)} is set by the run, or {sections.shown(column)} is no column;"
-      ' write {"question": "problem"}',
+      f"{sections.shown(entry)} is set by the run, or {sections.shown(column)}"
+      ' is no column; write {"question": "problem"}',
     )
   has_messages = bool(task.fields.get("messages"))
   sections.require(
