@@ -114,7 +114,7 @@ def test_the_defaults_are_valid():
     ("algorithm.behavior_weight_cap", 1e39, ""),
     ("run.stall_timeout_s", 1e30, ""),
     ("algorithm.max_staleness", 2**31, "2147483648 is too large for an integ"),
-    ("train.num_steps", 2**31 - 1, "2147483647 of 4 updates each are more"),
+    ("train.num_steps", 2**31 - 1, "2147483647 of 4 updates each"),
     ("train.num_steps", 10**5_000, "an integer of 16610 bits"),
     ("rollout.prefill_buckets", tuple(range(64, 129)), "65 entries; use at"),
     # what config.json would not give back
@@ -152,6 +152,8 @@ def test_a_wrong_setting_is_refused_with_its_name(path, value, why):
   settings = {path: value}
   if path == "model.lora.modules":
     settings |= LORA
+  if path == "transfer.directory":
+    settings["transfer.channel"] = sections.Channel.ORBAX
   is_refused(
     lambda config: config_checks.validate(config, 2), settings, f"{path}: {why}"
   )
