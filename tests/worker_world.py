@@ -121,9 +121,18 @@ class World:
       if is_over(self.buffer.state()):
         self.worker.stop()
 
+    replica = self.worker.replica
+    wait_for_weights = replica.wait_for_weights
+
+    def look_and_wait(timeout_s):
+      look()
+      wait_for_weights(timeout_s)
+
+    replica.wait_for_weights = look_and_wait
     self.scheduler.after_step = self.buffer.on_wait = look
     self.worker.run()
     self.scheduler.after_step = self.buffer.on_wait = lambda *_: None
+    replica.wait_for_weights = wait_for_weights
     self.worker._gate.reopen()
 
   def lines(self):

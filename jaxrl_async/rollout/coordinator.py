@@ -284,12 +284,13 @@ class Coordinator:
     found: dict[str, list[int]] = {}
     if not self.settings.max_group_s:
       return {}
-    if self.questions.are_alone:
-      # Nothing is handed out, so a group that waits is not at fault.
-      for running in self._running.values():
-        if running.replica is None:
-          running.patience = self._patience()
-    late = [r for r in self._running.values() if r.is_overdue]
+    late = []
+    for running in self._running.values():
+      if running.replica is None and self.questions.are_alone:
+        # Nothing is handed out, so a group that waits is not at fault.
+        running.patience = self._patience()
+      elif running.is_overdue:
+        late.append(running)
     for running in late:
       index = running.admission.index
       failure = running_group.overdue(self.settings.max_group_s)
