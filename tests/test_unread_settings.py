@@ -21,7 +21,7 @@ line, config_of = test_rules.line, test_rules.config_of
   ("settings", "note"),
   [
     ({"algorithm.sapo_positive": 2.0}, "2 ...algorithm.loss) has no gate"),
-    ({"transfer.directory": "/tmp"}, "/tmp ...copied from device to device"),
+    ({"transfer.directory": "/tmp"}, "'/tmp' ...copied from device to device"),
     (
       {"algorithm.dual_clip": 3.0, "algorithm.loss": "gspo"},
       "3 has no effect, because 'gspo' (algorithm.loss) has no second clip",
