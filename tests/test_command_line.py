@@ -209,7 +209,12 @@ EARLY = [
     with_tiny("--dry_run", "--compile", "--topology=gpu:24GB"),
     ["compile", "with a GPU"],
   ),
-  (with_tiny(f"--config.transfer.directory={TINY}"), ["transfer.directory"]),
+  (
+    with_tiny(
+      f"--config.transfer.directory={TINY}", "--config.transfer.channel=orbax"
+    ),
+    ["transfer.directory"],
+  ),
   (with_tiny(f"--workdir=/tmp/{LONG}"), ["workdir", "at most"]),
   (with_tiny(f"--compile_cache={TINY}"), ["compile_cache"]),
 ]

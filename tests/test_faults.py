@@ -179,7 +179,8 @@ def test_two_signals_end_a_run_at_once_and_leave_nothing(tmp_path):
     code = end(process)
   assert code == 128 + signal.SIGINT
   text = shown.read_text()
-  assert text.splitlines()[-1].startswith("SIGINT: ended at once"), text
+  # Python may say after it that it has removed the locks of processes.
+  assert "\nSIGINT: ended at once" in text, text
   assert "Traceback" not in text
   assert text.count("WARNING: TensorBoard could not be written") == 1
   assert test_run.until(lambda: not members(process.pid))
