@@ -6,6 +6,7 @@ counters.
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 import statistics
 import time
 
@@ -23,6 +24,7 @@ from jaxrl_async.engine import scheduler_stats
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.training import publishing
 
 _STEPS_BEFORE = 8  # steps before the timed adoptions
 _NUM_ADOPTIONS = 5
@@ -68,15 +70,17 @@ def params(
   engine: engine_lib.Engine, seed: int, version: int
 ) -> decode_state_lib.EngineParams:
   """Return random weights, which differ between versions."""
-
-  @jax.jit
-  def weights(key):
-    params = transformer.init_params(engine.model, key)
-    params = transformer.unstack(params, engine.model.num_layers)
-    return jax.tree.map(lambda x: x.astype(engine.dtype), params)
-
-  key = jax.random.key(seed + version)
-  return engine.load_params(weights(key), version)
+  init = functools.partial(transformer.init_params, engine.model)
+  # In one program XLA would draw each layer of a stack anew, and take minutes
+  # to compile that for a GPU.
+  stacked = jax.jit(init)(jax.random.key(seed + version))
+  unstack = functools.partial(
+    publishing.published_params,
+    num_layers=engine.model.num_layers,
+    dtype=engine.dtype.name,
+    weights=sections.WeightFormat.FLOAT,
+  )
+  return engine.load_params(jax.jit(unstack)(stacked), version)
 
 
 def _sequence(prompt, new_tokens, group: int, member: int):

@@ -24,8 +24,9 @@ before, so compiling is not counted.
     compilations     programs that were compiled for trainer and comparison
 
 Hardware: two CPU cores, float32, for the rows cpu-1m and cpu-10m. The other
-rows need a GPU, use bfloat16 with float32 master weights, and have not been
-measured yet. Time: three minutes. Result: docs/results.md has the table.
+rows need a GPU, and use bfloat16 with float32 master weights. Time: three
+minutes. Result: docs/results.md has the table, and docs/performance.md that of
+a GPU.
 
 The last line of standard output is one JSON object.
 """

@@ -34,8 +34,9 @@ _DRY_RUN = flags.DEFINE_bool(
 _TOPOLOGY = flags.DEFINE_string(
   "topology",
   "",
-  "With --dry_run: compile for this TPU slice, such as v5p:4x4x4, which need"
-  " not be present. For GPUs, such as gpu:24GB or 8xgpu:80GB, only estimate.",
+  "With --dry_run: compile for this TPU slice, such as v5p:4x4x4, or for these"
+  " GPUs, such as 8xh200, which need not be present. For other GPUs, such as"
+  " gpu:24GB or 8xgpu:80GB, only estimate.",
 )
 
 _COMPILE = flags.DEFINE_bool(
@@ -80,11 +81,11 @@ def _check() -> None:
         f"{flag.name}: nothing runs on it; add --dry_run"
       )
   if gpus.is_named(_TOPOLOGY.value):
-    gpus.parse(_TOPOLOGY.value)
-    if _COMPILE.value:
+    if _COMPILE.value and not gpus.parse(_TOPOLOGY.value).kind:
       raise sections.ConfigError(
-        "compile: nothing is compiled for a GPU that is only named; leave"
-        " --topology out on a machine with a GPU"
+        "compile: nothing is compiled for a GPU of which only the memory is"
+        f" known; use --topology={next(iter(gpus.KINDS))}, or a machine with a"
+        " GPU, without --topology"
       )
   elif _TOPOLOGY.value:
     tpu_chips.parse(_TOPOLOGY.value)
@@ -212,7 +213,8 @@ def _train(
 
 def main(config: sections.Config) -> None:
   """Run the config, or report what a run would need if --dry_run is given."""
-  if gpus.is_named(_TOPOLOGY.value):
+  name = _TOPOLOGY.value
+  if gpus.is_named(name) and not gpus.parse(name).kind:
     _dry_run_of_gpus(config)
     return
   if _DRY_RUN.value:

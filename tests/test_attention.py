@@ -443,7 +443,7 @@ def test_an_engine_writes_the_same_with_a_kernel(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [(12, 2, 128), (14, 2, 64), (28, 4, 128)])
+@pytest.mark.parametrize("heads", [(14, 2, 64), (28, 4, 128)])
 def test_a_gpu_takes_kernels_that_agree_with_xla(heads):
   dtype = jnp.dtype("bfloat16")
   sizes = dataclasses.replace(

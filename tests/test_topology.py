@@ -3,10 +3,12 @@
 import importlib.util
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
 import jax
+from jax.experimental import topologies
 import pytest
 
 from jaxrl_async.config import sections
@@ -190,7 +192,29 @@ def test_the_name_of_gpus_says_how_many_and_how_large(name, count, gigabytes):
   )
 
 
-@pytest.mark.parametrize("name", ["gpu", "gpu:24", "0xgpu:24GB", "gpu:0GB"])
+@pytest.mark.parametrize(("name", "count"), [("h200", 1), ("8xh200", 8)])
+def test_a_gpu_that_xla_can_be_told_about_has_a_description(
+  name, count, monkeypatch
+):
+  assert gpus.is_named(name)
+  found = gpus.parse(name)
+  assert (found.count, found.kind) == (count, "h200")
+  description = gpus.description(found.kind)
+  assert f'name: "{gpus.KINDS[found.kind].kind}"' in description
+  whole = int(re.search(r"device_memory_size: (\d+)", description)[1])
+  assert found.memory_bytes == whole * 3 // 4
+
+  def not_installed(*arguments, **settings):
+    raise NotImplementedError("topology not implemented for cuda")
+
+  monkeypatch.setattr(topologies, "get_topology_desc", not_installed)
+  with pytest.raises(sections.ConfigError, match="--extra cuda13"):
+    topology.devices(name)
+
+
+@pytest.mark.parametrize(
+  "name", ["gpu", "gpu:24", "0xgpu:24GB", "gpu:0GB", "0xh200"]
+)
 def test_other_names_of_gpus_are_refused(name):
   assert gpus.is_named(name)
   with pytest.raises(sections.ConfigError, match="^topology: .*8xgpu:80GB"):

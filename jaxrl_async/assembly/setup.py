@@ -58,8 +58,8 @@ class Setup:
       empty until `checks` has read them.
     device_bytes: the memory of each device, where the devices only stand in for
       others. None asks the devices.
-    attention: of the trainer's packed rows, if another process of the trainer
-      has chosen it. "" is to choose it.
+    attention: of the trainer's packed rows, if it has been chosen already, here
+      or by the first process of the trainer. "" is to choose it.
   """
 
   config: sections.Config

@@ -1,7 +1,8 @@
-"""Devices of TPU slices that this machine does not have.
+"""Devices of TPU slices and GPUs that this machine does not have.
 
-libtpu can compile for a slice given only its name. The devices it describes can
-be compiled for, but no array can be placed on them.
+libtpu can compile for a slice given only its name, and JAX's CUDA plugin for a
+GPU given its description. The devices can be compiled for, but no array can be
+placed on them.
 """
 
 import importlib
@@ -13,6 +14,7 @@ import jax
 from jax.experimental import topologies
 
 from jaxrl_async.config import sections
+from jaxrl_async.devices import gpus
 from jaxrl_async.devices import tpu_chips
 
 # Only one process of a machine can use libtpu at a time.
@@ -20,8 +22,9 @@ _IS_TAKEN = "libtpu multi-process lockfile"
 
 
 def chip_of(device: Any) -> tpu_chips.Chip | None:
-  """Return the chip of a device, or None if `tpu_chips.CHIPS` has none."""
-  kinds = {chip.kind: chip for chip in tpu_chips.CHIPS.values()}
+  """Return the chip of a device; None if neither table of chips has it."""
+  chips = tpu_chips.CHIPS | gpus.KINDS
+  kinds = {chip.kind: chip for chip in chips.values()}
   return kinds.get(device.device_kind)
 
 
@@ -39,20 +42,22 @@ def memory_bytes(device: Any) -> int | float | None:
 
 
 def devices(name: str, *, max_wait_s: float = 3_600.0) -> list[Any]:
-  """Return the devices of one slice, such as v5p:4x4x4, or of several.
+  """Return the devices of one slice, such as v5p:4x4x4, of several, or GPUs.
 
   The devices of further slices repeat those of the first: a program is compiled
   for one slice, and the result is the same for each. The call waits while
   another process compiles with libtpu.
 
   Args:
-    name: in the format of `tpu_chips.parse`.
+    name: in the format of `tpu_chips.parse`, or of `gpus.parse` with a kind.
     max_wait_s: longest time to wait for other processes.
 
   Raises:
-    ConfigError: there is no such slice, libtpu is not installed, or the wait
-      took too long.
+    ConfigError: there is no such slice, what compiles for it is not installed,
+      or the wait took too long.
   """
+  if gpus.is_named(name):
+    return _gpus(gpus.parse(name))
   count, chip, shape = tpu_chips.parse(name)
   try:
     importlib.import_module("libtpu")
@@ -80,3 +85,23 @@ def devices(name: str, *, max_wait_s: float = 3_600.0) -> list[Any]:
       logging.warning("waiting for another process that uses libtpu")
     is_waiting = True
     time.sleep(0.5)
+
+
+def _gpus(named: gpus.Gpus) -> list[Any]:
+  # Else the plugin looks for GPUs, and is not there for lack of one.
+  jax.config.update("jax_platforms", "cpu")
+  try:
+    found = topologies.get_topology_desc(
+      named.kind,
+      "cuda",
+      target_config=gpus.description(named.kind),
+      topology=f"1x1x{named.count}",
+    )
+  except (RuntimeError, NotImplementedError, ValueError) as error:
+    reason = str(error).splitlines()[0]
+    raise sections.ConfigError(
+      f"topology: the plugin that compiles for {named.kind} does not work"
+      f" ({reason}); add the extra, with uv run --extra cuda13 or"
+      " pip install -e '.[cuda13]'"
+    ) from error
+  return list(found.devices)

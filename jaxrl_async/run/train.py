@@ -12,6 +12,7 @@ the thread that failed.
 """
 
 from collections.abc import Sequence
+import dataclasses
 import pathlib
 import time
 
@@ -242,7 +243,10 @@ def _build(
   if is_new:
     start_s = busy["train"].now()
     base_record = first_stage.warm_start(
-      setup, session, trainer, given.initial_params
+      dataclasses.replace(setup, attention=trainer.forward.attention),
+      session,
+      trainer,
+      given.initial_params,
     )
     with side_outputs.attempt("tokenizer/"):
       setup.tokenizer.save(workdir / "tokenizer")
