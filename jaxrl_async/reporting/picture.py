@@ -173,7 +173,7 @@ def _add_legend(
 
   patches = [Patch(color=color, label=name) for name, color in colors.items()]
   if record.pauses:
-    patches.append(Patch(color=_PAUSE, label="evaluation"))
+    patches.append(Patch(color=_PAUSE, label="pause"))
   axes.legend(
     handles=patches,
     frameon=False,

@@ -56,7 +56,12 @@ class WeightTransferError(RuntimeError):
 
 
 class UnreadableVersionError(WeightTransferError, supervisor_lib.RunError):
-  """A version differs from what was published, or is from another run."""
+  """A version differs from what was published, or is from another run.
+
+  A new process publishes its own version.
+  """
+
+  status = supervisor_lib.START_AGAIN
 
 
 class WeightChannel(abc.ABC):
