@@ -113,6 +113,8 @@ def _devices() -> Sequence[Any]:
 
   if not _TOPOLOGY.value:
     return jax.devices()
+  if gpus.is_named(_TOPOLOGY.value):
+    jax.config.update("jax_platforms", "cpu")
   return topology.devices(_TOPOLOGY.value)
 
 

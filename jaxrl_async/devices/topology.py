@@ -50,6 +50,8 @@ def devices(name: str, *, max_wait_s: float = 3_600.0) -> list[Any]:
 
   Args:
     name: in the format of `tpu_chips.parse`, or of `gpus.parse` with a kind.
+      For GPUs, JAX's platforms have to be set to the CPU: else the plugin looks
+      for GPUs, and refuses to work without one.
     max_wait_s: longest time to wait for other processes.
 
   Raises:
@@ -88,8 +90,6 @@ def devices(name: str, *, max_wait_s: float = 3_600.0) -> list[Any]:
 
 
 def _gpus(named: gpus.Gpus) -> list[Any]:
-  # Else the plugin looks for GPUs, and is not there for lack of one.
-  jax.config.update("jax_platforms", "cpu")
   try:
     found = topologies.get_topology_desc(
       named.kind,
