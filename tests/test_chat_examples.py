@@ -138,7 +138,7 @@ def test_a_column_of_answered_chats_gives_examples_and_prompts(tmp_path):
     assert seen in ("It is 5.1\n81\n", "It is 5.2\n82\n")
   source, made = examples(tmp_path, "field:reply", values, system="unused")
   for example in made:
-    assert texts(example, example.loss_mask) in ("81", "82")
+    assert texts(example, example.loss_mask) in ("81\n", "82\n")
     assert texts(example, ~example.loss_mask).endswith("\n<|assistant|>")
   item = next(iter([source.items.open("train", 0, num_workers=1).next()]))
   assert item["answer"] == item["reply"]

@@ -15,7 +15,6 @@ import numpy as np
 
 from jaxrl_async import types
 from jaxrl_async.config import sections
-from jaxrl_async.data import columns as columns_lib
 from jaxrl_async.data import rendering
 from jaxrl_async.data import rests as rests_lib
 from jaxrl_async.data import source as source_lib
@@ -94,15 +93,13 @@ class PromptSource:
       prompt_id=prompt_id, tokens=tokens, item={"source": source, **item}
     )
 
-  def answered_chat(self, item: dict[str, Any]) -> list[dict[str, str]] | None:
-    """Return the chat of an item with its last answer, or None without one."""
-    reply = item.get(columns_lib.REPLY)
-    if reply is None:
-      return None
+  def chat(self, item: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the messages of an item's prompt, or None if it is no chat."""
     source, _ = self.named("", item)
     style = rendering.style_of(self.task, source)
-    messages = rendering.messages_of(style, item, source)
-    return [*messages, {"role": "assistant", "content": reply}]
+    if "messages" not in item and not style.chat:
+      return None
+    return rendering.messages_of(style, item, source)
 
   @property
   def shared_tokens(self) -> Int32[np.ndarray, "T"]:

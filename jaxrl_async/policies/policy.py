@@ -164,7 +164,7 @@ class Policy:
       tokens = self.tokenizer.encode_prompt(prompt)
     else:
       messages = [dict(message) for message in prompt]
-      tokens = self.tokenizer.encode(self._chat_template.render(messages))
+      tokens = self._chat_template.tokens(messages, tokenizer=self.tokenizer)
     if not len(tokens):
       raise ValueError("prompts: one of them has no tokens")
     return tokens

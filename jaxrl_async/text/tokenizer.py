@@ -96,8 +96,12 @@ class Tokenizer:
         f"end token {unknown[0]} is not in the vocabulary of"
         f" {self.vocab_size} tokens"
       )
+    self._special = re.compile("|".join(map(re.escape, sorted(special))))
     ordinary = vocabulary.keys() - special
-    is_character_level = all(len(token) == 1 for token in ordinary)
+    # Bytes are written as single characters too, but make up any text.
+    is_character_level = all(
+      len(token) == 1 for token in ordinary
+    ) and not _has_part(tokenizer.decoder, "ByteLevel")
     self._alphabet = frozenset(ordinary) if is_character_level else None
     self._is_shown = np.zeros(self.vocab_size, bool)
     for token in ordinary:
@@ -148,6 +152,11 @@ class Tokenizer:
         [text], add_special_tokens=add_special_tokens
       )
     return np.asarray(encoding.ids, np.int32)
+
+  def special_token_in(self, text: str) -> str | None:
+    """Return the first special token that a text spells, or None."""
+    found = self._special.search(text)
+    return found and found[0]
 
   def decode(self, tokens: Int[np.ndarray, "T"] | Sequence[int]) -> str:
     """Return the text of the tokens, without those that are not shown.
@@ -231,6 +240,7 @@ def load(directory: str | pathlib.Path) -> Tokenizer:
   model_files.read_object(path)
   with _library_errors(f"{path} is not a tokenizer"):
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
+  _add_tokens(tokenizer, directory)
   if _is_llama(tokenizer, directory):
     _mark_spaces(tokenizer, directory)
   named = model_files.special_tokens(directory)
@@ -319,8 +329,33 @@ def _library_errors(what: str) -> Iterator[None]:
 
 
 def _has_byte_fallback(tokenizer: tokenizers.Tokenizer) -> bool:
-  decoder = tokenizer.decoder
-  return decoder is not None and b"ByteFallback" in decoder.__getstate__()
+  return _has_part(tokenizer.decoder, "ByteFallback")
+
+
+def _has_part(step: Any, name: str) -> bool:
+  """Return whether a step of a tokenizer, or a part of it, is of that kind."""
+  return step is not None and name.encode() in step.__getstate__()
+
+
+def _add_tokens(
+  tokenizer: tokenizers.Tokenizer, directory: pathlib.Path
+) -> None:
+  """Add the tokens that the files beside tokenizer.json name.
+
+  Raises:
+    ValueError: a file is damaged, or gives a token another id.
+  """
+  for token_id, settings in model_files.added_tokens(directory).items():
+    token = tokenizers.AddedToken(**settings)
+    tokenizer.add_tokens([token])
+    if tokenizer.token_to_id(token.content) != token_id:
+      raise ValueError(
+        f"{directory}: {sections.shown(token.content)} is the token {token_id}"
+        f" of its files, but {tokenizer.token_to_id(token.content)} of"
+        f" {model_files.TOKENIZER}"
+      )
+  for content in model_files.unnamed_special_tokens(directory):
+    tokenizer.add_special_tokens([content])
 
 
 def _token_id(tokenizer: tokenizers.Tokenizer, token: str) -> int:
