@@ -189,7 +189,10 @@ def chat(value: Any) -> list[dict[str, Any]]:
 def text_of(message: Mapping[str, Any]) -> str:
   """Return the content of a message, and its calls in JSON."""
   calls = message.get("tool_calls")
-  parts = [message.get("content"), calls and json.dumps(calls)]
+  parts = [
+    message.get("content"),
+    calls and json.dumps(calls, ensure_ascii=False),
+  ]
   return "\n".join(filter(None, parts))
 
 

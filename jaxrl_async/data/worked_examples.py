@@ -231,7 +231,6 @@ def chat_example(
   parts: list[tuple[np.ndarray, bool]] = []
   written, is_open = "", False
   try:
-    template.check(messages, tools, tokenizer=tokenizer)
     for i in ends[-1:] if is_last_alone else ends:
       prompt = template.render(messages[:i], tools)
       whole = template.render(messages[: i + 1], tools, is_prompt=False)
@@ -257,6 +256,7 @@ def chat_example(
       length = len(turn) if is_open else int(at_end[0]) + 1
       parts += [(turn[:length], True), (turn[length:], False)]
       written = whole
+    template.check(messages, tools, tokenizer=tokenizer)
     parts.pop()  # nothing follows the last turn
     if is_open:
       end = _end_where_next_begins(
@@ -271,9 +271,9 @@ def chat_example(
 def _end_of_turn(
   prompt: types.Prompt, source: prompts.PromptSource
 ) -> Int32[np.ndarray, "_"]:
-  """Return what ends a completion of a prompt: a turn's end, if it is a chat.
+  """Return the token that ends a completion of a prompt.
 
-  The template is asked by an answer that it writes.
+  In a chat it is the one that ends a turn of the template.
   """
   tokenizer, template = source.tokenizer, source.chat_template
   messages = source.chat(prompt.item)
@@ -284,9 +284,10 @@ def _end_of_turn(
       written = template.render(chat, tools, is_prompt=False)
       end = tokenizer.encode(written.rpartition(_ASKED)[2])
       length = _length_to_end(end, tokenizer)
-      if length:
-        return end[:length]
-      return _end_where_next_begins(chat, tools, written, template, tokenizer)
+      if not length:
+        end = _end_where_next_begins(chat, tools, written, template, tokenizer)
+        length = len(end)
+      return end[length - 1 : length]
   return np.array([tokenizer.eos_id], np.int32)
 
 
