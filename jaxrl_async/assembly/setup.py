@@ -335,12 +335,19 @@ def _model_config(
   """Return the architecture of the policy, with its adapters.
 
   Raises:
-    ConfigError: there is no model of that name, or its files cannot be used.
+    ConfigError: there is no model of that name, its files cannot be used, or
+      sequences may become longer than it was made for.
   """
-  return dataclasses.replace(
-    _base_config(config, pretrained, vocab_size),
-    lora=lora_lib.of_section(config.model.lora),
+  model = _base_config(config, pretrained, vocab_size)
+  longest, most = config.rollout.cache_tokens, model.max_positions
+  sections.require(
+    most is None or longest <= most,
+    "rollout.cache_tokens",
+    f"{longest}, but {sections.shown(config.model.name)} was made for"
+    f" {most} tokens (max_position_embeddings); use {most} or fewer, or allow"
+    f" more by model.max_positions={longest}",
   )
+  return dataclasses.replace(model, lora=lora_lib.of_section(config.model.lora))
 
 
 def _teacher_config(
@@ -409,6 +416,8 @@ def _base_config(
     hf_config.check_vocabulary(pretrained, model, vocab_size)
   except (FileNotFoundError, ValueError) as error:
     raise sections.ConfigError(f"model.name: {error}") from error
+  if config.model.max_positions:
+    model = dataclasses.replace(model, max_positions=config.model.max_positions)
   return model
 
 

@@ -188,8 +188,17 @@ class Policy:
     """Return a scheduler of an engine for sequences of so many tokens.
 
     An engine that is too small is replaced by one of at least twice its length.
+
+    Raises:
+      ValueError: the model was made for fewer.
     """
-    rollout = self._setup.config.rollout
+    rollout, most = self._setup.config.rollout, self._setup.model.max_positions
+    if most is not None and num_tokens > most:
+      raise ValueError(
+        f"max_tokens: a prompt and its completion may have {num_tokens} tokens,"
+        f" but the model was made for {most}; use fewer, or set"
+        " model.max_positions"
+      )
     if self._engine is None or num_tokens > rollout.cache_tokens:
       if num_tokens > rollout.cache_tokens:
         size = 1 << (num_tokens - 1).bit_length()
