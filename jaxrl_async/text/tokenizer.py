@@ -26,6 +26,12 @@ PAD_TOKEN = "⟨pad⟩"
 EOS_TOKEN = "⟨eos⟩"
 ALPHABET = "\n" + "".join(chr(code) for code in range(32, 127))
 _MAX_VOCABULARY = 2**24
+# GPT-2's alphabet: bytes that print stand for themselves, and the others are
+# counted from 256 on.
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTED}
+_BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -108,6 +114,8 @@ class Tokenizer:
       self._is_shown[vocabulary[token]] = True
     for token_id in self.end_tokens:
       self._is_shown[token_id] = False
+    self._has_bytes = _has_part(tokenizer.decoder, "ByteLevel")
+    self._added = added | special
     has_byte_tokens = _has_byte_fallback(tokenizer)
     self.byte_tokens = {
       vocabulary[token]: int(token[3:5], 16)
@@ -169,6 +177,19 @@ class Tokenizer:
     return self._tokenizer.decode(
       ids[self._is_shown[ids]].tolist(), skip_special_tokens=True
     )
+
+  def name_of(self, token: int) -> str:
+    """Return how the vocabulary writes a token; "" if only the model has it."""
+    return self._tokenizer.id_to_token(token) or ""
+
+  def bytes_of(self, token: int) -> bytes | None:
+    """Return the bytes that a token stands for, or None if it is a text."""
+    if token in self.byte_tokens:
+      return bytes([self.byte_tokens[token]])
+    name = self.name_of(token)
+    if not self._has_bytes or name in self._added:
+      return None
+    return bytes(_BYTE_OF[character] for character in name)
 
   def is_shown(self, token: int) -> bool:
     """Return whether a token can add to a text."""
