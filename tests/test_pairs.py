@@ -188,3 +188,19 @@ def test_a_message_with_a_call_is_no_completion_of_a_plain_prompt(tmp_path):
   rows = [row | {"chosen": [call]} for row in texts()]
   with pytest.raises(sections.ConfigError, match="calls or thoughts needs"):
     list(pairs_of(tmp_path, rows))
+
+
+def test_an_example_longer_than_the_model_was_made_for_is_refused(tmp_path):
+  pairs = pairs_of(tmp_path, texts())
+  lengths = [max(len(p.chosen), len(p.rejected)) for p in pairs]
+  assert max(map(len, pairs)) > 2 * max(lengths) - 3
+  for most, is_refused in ((max(lengths), False), (max(lengths) - 1, True)):
+    pairs = pairs_of(tmp_path, texts())
+    pairs.source = dataclasses.replace(pairs.source, max_positions=most)
+    if not is_refused:
+      assert len(list(pairs)) == 30
+      continue
+    with pytest.raises(
+      sections.ConfigError, match=f"^train.tokens_per_row: .* made for {most} "
+    ):
+      list(pairs)

@@ -94,6 +94,10 @@ class Pairs(example_stream.ExampleStream[Pair]):
         ) from error
     return Pair(**made)
 
+  def longest(self, example: Pair) -> int:
+    """Return the tokens of the longer one of the two."""
+    return max(len(example.chosen), len(example.rejected))
+
   def _completion(
     self, side: str, prompt: types.Prompt, place: int
   ) -> worked_examples_lib.Solution:

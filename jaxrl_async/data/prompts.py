@@ -47,6 +47,7 @@ class PromptSource:
     max_prompt_tokens: longest prompt that fits. Longer ones are skipped.
     chat_template: of the tokenizer, if the prompts are chats.
     evaluated: questions that every split but the held-out one passes over.
+    max_positions: longest sequence that the model was made for, if it is known.
   """
 
   items: source_lib.Source
@@ -56,6 +57,7 @@ class PromptSource:
   max_prompt_tokens: int
   chat_template: chat_template_lib.ChatTemplate | None = None
   evaluated: frozenset[str] = frozenset()
+  max_positions: int | None = None
 
   def named(self, split: str, item: dict[str, Any]) -> tuple[str, str]:
     """Return the source of an item and the id of its prompt."""
