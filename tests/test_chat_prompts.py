@@ -282,3 +282,15 @@ def test_a_run_checks_its_chats_and_its_questions_by_row(tmp_path):
       continue
     with pytest.raises(sections.ConfigError, match="a.jsonl:4: .*im_start"):
       source.check()
+
+
+def test_a_reply_that_only_calls_is_no_answer(tmp_path):
+  path = test_rows.write(tmp_path / "a.jsonl", [{"chat": called(1)[:2]}] * 2)
+  fields = {"messages": "chat"}
+  rows = rows_lib.Rows(
+    dataset=f"jsonl:{path}", eval_dataset=f"jsonl:{path}", fields=fields
+  )
+  item = rows.open("eval", 0, num_workers=1).next()
+  assert "answer" not in item and "weather" in item["reply"]
+  assert item["turn"]["tool_calls"] == [chat_templates.CALL]
+  assert [message["role"] for message in item["messages"]] == ["user"]

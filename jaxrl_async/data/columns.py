@@ -110,7 +110,8 @@ class Columns:
       if messages[-1]["role"] == "assistant":
         entries[TURN] = messages.pop()
         entries[REPLY] = text_of(entries[TURN])
-        entries.setdefault(_ANSWER, entries[TURN].get("content") or "")
+        if (entries[TURN].get("content") or "").strip():
+          entries.setdefault(_ANSWER, entries[TURN]["content"])
       text = "\n".join(map(text_of, messages))
       entries.setdefault(_QUESTION, text)
     question = entries.get(_QUESTION)
