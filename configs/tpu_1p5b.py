@@ -68,7 +68,11 @@ def make(
   slots = max(1, slots_per_replica * TOKENS["8k"] // tokens)
   prompt = tokens // 8
   return sections.Config(
-    model=sections.ModelSection(name=model, compute_dtype="bfloat16"),
+    # A directory of a base such as Qwen2.5-Math was made for 4,096 tokens. The
+    # run teaches it to go on.
+    model=sections.ModelSection(
+      name=model, compute_dtype="bfloat16", max_positions=tokens
+    ),
     mesh=mesh,
     task=sections.TaskSection(
       params=config_dict.ConfigDict(

@@ -1,7 +1,10 @@
 """Prompts that are chats, by the tokenizer's own chat template."""
 
 import dataclasses
+import functools
+import json
 
+import chat_templates
 import jax
 from ml_collections import config_dict
 import pytest
@@ -11,6 +14,7 @@ import test_rows
 from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
 from jaxrl_async.data import prompts
+from jaxrl_async.data import rendering
 from jaxrl_async.data import rows as rows_lib
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.text import chat_template as chat_template_lib
@@ -96,6 +100,11 @@ def test_a_column_of_messages_is_the_prompt(tmp_path):
     ("hello", "'hello', not a list of messages"),
     ([], "not a list of messages"),
     ([{"role": "user"}], "not a list of messages"),
+    ([{"role": "user", "content": None}], "not a list of messages"),
+    (
+      [{"role": "user", "content": None, "tool_calls": []}],
+      "not a list of messages",
+    ),
     ([{"role": "user", "content": ["a"]}], "not a list of messages"),
     (
       [{"role": "assistant", "content": "b"}],
@@ -146,3 +155,142 @@ def test_a_tokenizer_without_a_template_is_refused(tmp_path):
       match=f"^{field}: the tokenizer of 'quickstart' has no chat template",
     ):
       setup_lib.resolve(config, jax.devices())
+
+
+def called(i, **call):
+  """A chat with a call, as files have it, and as the template takes it."""
+  user, assistant, tool = chat_templates.CALLED
+  user = {**user, "content": f"{user['content']} {i}"}
+  call = {**chat_templates.CALL, **call}
+  return [user, {**assistant, "tool_calls": [call]}, tool]
+
+
+def with_arguments(arguments):
+  return {"function": {"name": "weather", "arguments": arguments}}
+
+
+ARGUMENTS = chat_templates.CALL["function"]["arguments"]
+# What a row has, besides the chat of `called`, and the tools that come of it.
+COLUMNS = {
+  "as it is": ({}, {}, None),
+  "tools": ({}, {"tools": chat_templates.TOOLS}, chat_templates.TOOLS),
+  "tools in JSON": (
+    {},
+    {"tools": json.dumps(chat_templates.TOOLS)},
+    chat_templates.TOOLS,
+  ),
+  "no tools": ({}, {"tools": []}, None),
+  "null tools": ({}, {"tools": None}, None),
+  "arguments in JSON": (with_arguments(json.dumps(ARGUMENTS)), {}, None),
+  "nulls of a column": (
+    {**with_arguments({**ARGUMENTS, "unit": None}), "id": None},
+    {},
+    None,
+  ),
+}
+
+
+def chat_source(tmp_path, template, values, *, skips=False):
+  """The source of a run whose rows are checked."""
+  tokenizer, chat_template = chat_templates.load(template)
+  path = test_rows.write(tmp_path / "a.jsonl", values)
+  task = sections.TaskSection(dataset=f"jsonl:{path}")
+  check = functools.partial(
+    rendering.check_chat, tokenizer=tokenizer, chat_template=chat_template
+  )
+  items = rows_lib.Rows(
+    dataset=task.dataset,
+    eval_percent=50,
+    fields={"messages": "chat"},
+    skips_bad_rows=skips,
+    check_item=lambda item: check(rendering.style_of(task, ""), item, "a"),
+  )
+  return prompts.PromptSource(
+    items=items,
+    task=task,
+    tokenizer=tokenizer,
+    seed=0,
+    max_prompt_tokens=2_000,
+    chat_template=chat_template,
+  )
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_calls_and_tools_of_columns_are_in_the_prompt(tmp_path, name, kind):
+  call, columns, tools = COLUMNS[name]
+  values = [{"chat": called(i, **call), **columns} for i in range(20)]
+  source = chat_source(tmp_path, chat_templates.QWEN, values)
+  if kind == "parquet":
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    # Which gives every message the entries of all of them.
+    parquet.write_table(pyarrow.Table.from_pylist(values), tmp_path / "a")
+    items = dataclasses.replace(
+      source.items, dataset=f"parquet:{tmp_path / 'a'}"
+    )
+    source = dataclasses.replace(source, items=items)
+  source.items.check()
+  prompt = prompts.PromptStream(source, TRAIN).next()
+  number = prompt.item["question"].split("?")[1].split()[0]
+  messages = called(number)
+  _, template = chat_templates.load(chat_templates.QWEN)
+  wanted = template.render(messages, tools)
+  assert '{"name": "weather", "arguments": {"city": "Zürich"}}' in wanted
+  backend = source.tokenizer._tokenizer
+  text = backend.decode(prompt.tokens.tolist(), skip_special_tokens=False)
+  if kind == "jsonl" or tools is None:
+    assert text == wanted
+  else:  # the order of the entries is that of the file's schema
+    assert sorted(text) == sorted(wanted)
+  assert "Zürich" in prompt.item["question"].split("?")[1]
+  assert "tools" not in prompt.item["metadata"]
+
+
+def test_a_row_that_the_template_does_not_write_is_named_or_left_out(tmp_path):
+  values = [
+    {"chat": [{"role": "user", "content": f"a{i}"}], "answer": "1"}
+    for i in range(20)
+  ]
+  values[3]["chat"].insert(0, {"role": "developer", "content": "Be brief."})
+  values[5]["chat"][0]["content"] = "a<|im_end|>"
+  source = chat_source(tmp_path, chat_templates.QWEN, values)
+  with pytest.raises(sections.ConfigError) as refused:
+    source.items.check()
+  message = str(refused.value)
+  assert "2 of 20 rows" in message and "\n" not in message
+  assert "a.jsonl:4: the chat template does not write the content" in message
+  assert "a.jsonl:6: a message has the special token '<|im_end|>'" in message
+  source = chat_source(tmp_path, chat_templates.QWEN, values, skips=True)
+  source.items.check()
+  assert source.items.num_bad() == 2
+
+
+def test_a_run_checks_its_chats_and_its_questions_by_row(tmp_path):
+  chat_templates.save(tmp_path / "tokenizer", chat_templates.QWEN)
+  values = test_rows.sums(range(20))
+  values[3]["question"] = "1<|im_start|>"
+  path = test_rows.write(tmp_path / "a.jsonl", values)
+  config = sections.Config()
+  config.model.tokenizer = str(tmp_path / "tokenizer")
+  for is_chat in (False, True):
+    config.task = sections.TaskSection(dataset=f"jsonl:{path}", chat=is_chat)
+    source = setup_lib.source_of(config)
+    if not is_chat:
+      source.check()
+      continue
+    with pytest.raises(sections.ConfigError, match="a.jsonl:4: .*im_start"):
+      source.check()
+
+
+def test_a_reply_that_only_calls_is_no_answer(tmp_path):
+  path = test_rows.write(tmp_path / "a.jsonl", [{"chat": called(1)[:2]}] * 2)
+  fields = {"messages": "chat"}
+  rows = rows_lib.Rows(
+    dataset=f"jsonl:{path}", eval_dataset=f"jsonl:{path}", fields=fields
+  )
+  item = rows.open("eval", 0, num_workers=1).next()
+  assert "answer" not in item and "weather" in item["reply"]
+  assert item["turn"]["tool_calls"] == [chat_templates.CALL]
+  assert [message["role"] for message in item["messages"]] == ["user"]

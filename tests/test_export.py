@@ -11,10 +11,13 @@ import pytest
 import stored_run
 import tiny
 
+from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
+from jaxrl_async.models import hf_config
 from jaxrl_async.models import hf_weights
 from jaxrl_async.policies import export
 from jaxrl_async.policies import policy as policy_lib
+from jaxrl_async.policies import serve
 from jaxrl_async.policies import stored_policy
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.text import tokenizer as tokenizer_lib
@@ -105,6 +108,46 @@ def pretrained(directory):
   # The end token is that of the tokenizer alone.
   path.write_text(json.dumps({"temperature": 0.6, "top_k": 20}))
   return directory
+
+
+def test_no_sequence_is_longer_than_the_model_was_made_for(tmp_path):
+  source = pretrained(tmp_path / "model")
+  assert hf_config.model_config(source).max_positions == 512
+  config = stored_run.get_config()
+  config.model.name = str(source)
+  sizes = {"num_slots": 2, "cache_tokens": 513}
+  for resolved in (
+    lambda: setup_lib.resolve(config, jax.devices()),
+    lambda: setup_lib.on_all_devices(
+      config, jax.devices(), tokenizer=tokenizer_lib.load(source)
+    ),
+    lambda: serve.load_checkpoint(source, **sizes),
+  ):
+    config.rollout.cache_tokens = 513
+    with pytest.raises(
+      sections.ConfigError, match="^rollout.cache_tokens: 513, .* for 512 tok"
+    ):
+      resolved()
+  config.model.max_positions = 513
+  assert setup_lib.resolve(config, jax.devices()).model.max_positions == 513
+  # What says nothing of its length gets the one that it was made for.
+  policy = serve.load_checkpoint(source, num_slots=2, cache_tokens=0)
+  assert policy.setup.config.rollout.cache_tokens == 512
+  written = policy_lib.load(stored_policy.find(source), jax.devices()[:1])
+  assert written.generate("1", max_tokens=4, temperature=0.0)
+  with pytest.raises(ValueError, match="^max_tokens: .* 513 .* made for 512"):
+    written.generate("1", max_tokens=512)
+
+
+def test_a_model_of_unknown_length_has_no_bound(tmp_path):
+  source = pretrained(tmp_path / "model")
+  path = source / "config.json"
+  settings = json.loads(path.read_text())
+  del settings["max_position_embeddings"]
+  path.write_text(json.dumps(settings))
+  assert hf_config.max_positions(source) is None
+  policy = serve.load_checkpoint(source, num_slots=2, cache_tokens=0)
+  assert policy.setup.config.rollout.cache_tokens == 1_024
 
 
 def test_what_a_pretrained_model_brought_is_exported_with_it(tmp_path):

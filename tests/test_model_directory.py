@@ -50,6 +50,7 @@ FIELDS = {
   "num_attention_heads": NOT_INTS,
   "num_key_value_heads": (*NOT_INTS, 3, 4),
   "head_dim": (*NOT_INTS, 3),
+  "max_position_embeddings": NOT_INTS,
   "hidden_act": (3, True, ["silu"], {}, "gelu"),
   "rms_norm_eps": NOT_FLOATS,
   "rope_theta": NOT_FLOATS,

@@ -41,7 +41,7 @@ def test_a_completion_is_what_a_scheduler_alone_writes(client, seed):
     assert choice.finish_reason == serving_world.finish_of(trajectory)
     assert choice.logprobs.token_logprobs == logprobs
     assert choice.logprobs.tokens == [
-      serving_world.TOKENIZER.decode([t]) for t in tokens
+      serving_world.TOKENIZER.name_of(t) for t in tokens
     ]
     assert choice.logprobs.text_offset == list(range(len(tokens)))
     assert choice.policy_versions == [0] * len(tokens)

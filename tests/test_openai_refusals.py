@@ -1,9 +1,12 @@
 """What the HTTP interface refuses, and with which words."""
 
+import chat_templates
 import httpx
 import openai
 import pytest
 import serving_world
+
+from jaxrl_async.text import chat_template as chat_template_lib
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +46,37 @@ def test_the_clients_own_errors_are_raised(serving, client):
   with openai.OpenAI(base_url=f"{serving.url}/v1", api_key="wrong") as other:
     with pytest.raises(openai.AuthenticationError, match="API key"):
       complete(other)
+
+
+@pytest.mark.parametrize(
+  ("template", "role", "content", "words"),
+  [
+    (chat_templates.ROLES, "developer", "Be brief.", ""),
+    (
+      chat_templates.QWEN,
+      "developer",
+      "Be brief.",
+      "messages: the chat template does not write the content of message 1,"
+      " which is of the role 'developer'",
+    ),
+    (chat_templates.QWEN, "system", "Be brief.", ""),
+    (chat_templates.QWEN, "system", "⟨eos⟩", "the special token '⟨eos⟩'"),
+  ],
+)
+def test_a_message_that_does_not_reach_the_policy_is_refused(
+  serving, client, monkeypatch, template, role, content, words
+):
+  made = chat_template_lib.ChatTemplate(template)
+  monkeypatch.setattr(serving.service, "chat_template", made)
+  messages = [
+    {"role": role, "content": content},
+    {"role": "user", "content": "a"},
+  ]
+  with pytest.raises(openai.BadRequestError) as refused:
+    client.chat.completions.create(model="tiny", messages=messages)
+  # The tiny cache has no room for what is written.
+  assert (words or "tokens and up to") in str(refused.value)
+  assert refused.value.param == ("messages" if words else "prompt")
 
 
 BAD_COMPLETIONS = [

@@ -1,5 +1,9 @@
 """Pairs from columns of data and from solvers: which, and what is refused."""
 
+import dataclasses
+
+import chat_templates
+import numpy as np
 import pytest
 import test_prompts
 import test_rows
@@ -131,3 +135,72 @@ def test_data_without_pairs_is_named_with_both_fields(tmp_path):
   message = str(refused.value)
   assert message.startswith("preference.chosen: ") and "\n" not in message
   assert "'chosen'" in message and "preference.rejected" in message
+
+
+def test_a_pair_of_messages_is_learned_as_the_template_writes_it(tmp_path):
+  tokenizer, template = chat_templates.load(chat_templates.QWEN)
+  call = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [chat_templates.CALL],
+  }
+  rows = [
+    {
+      "chat": [*chat(f"{i}?", "x")[:1], call],
+      "rejected": [{"role": "assistant", "content": "No.", "name": None}],
+      "tools": chat_templates.TOOLS,
+    }
+    for i in range(40)
+  ]
+  pairs = pairs_of(
+    tmp_path,
+    rows,
+    fields={"messages": "chat", "answer": ""},
+    chosen="field:reply",
+  )
+  pairs.source = dataclasses.replace(
+    pairs.source,
+    tokenizer=tokenizer,
+    chat_template=template,
+    max_prompt_tokens=999,
+  )
+  pairs._max_tokens = 2_000
+  backend = tokenizer._tokenizer
+  for pair in pairs:
+    prompt, chosen, same, rejected = (
+      backend.decode(x.tokens[x.loss_mask == part], skip_special_tokens=False)
+      for x in (pair.chosen, pair.rejected)
+      for part in (False, True)
+    )
+    assert prompt == same and '"name": "weather"' in prompt
+    assert chosen.startswith("<tool_call>") and "Zürich" in chosen
+    assert chosen.endswith("</tool_call><|im_end|>")
+    assert rejected == "No.<|im_end|>"
+    assert np.isin(pair.chosen.tokens, tokenizer.eos_id).sum() == 3
+
+
+def test_a_message_with_a_call_is_no_completion_of_a_plain_prompt(tmp_path):
+  call = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [chat_templates.CALL],
+  }
+  rows = [row | {"chosen": [call]} for row in texts()]
+  with pytest.raises(sections.ConfigError, match="calls or thoughts needs"):
+    list(pairs_of(tmp_path, rows))
+
+
+def test_an_example_longer_than_the_model_was_made_for_is_refused(tmp_path):
+  pairs = pairs_of(tmp_path, texts())
+  lengths = [max(len(p.chosen), len(p.rejected)) for p in pairs]
+  assert max(map(len, pairs)) > 2 * max(lengths) - 3
+  for most, is_refused in ((max(lengths), False), (max(lengths) - 1, True)):
+    pairs = pairs_of(tmp_path, texts())
+    pairs.source = dataclasses.replace(pairs.source, max_positions=most)
+    if not is_refused:
+      assert len(list(pairs)) == 30
+      continue
+    with pytest.raises(
+      sections.ConfigError, match=f"^train.tokens_per_row: .* made for {most} "
+    ):
+      list(pairs)

@@ -96,6 +96,85 @@ def test_questions_of_the_evaluation_file_are_not_trained_on(tmp_path):
   assert source.is_held_out("16 + 16 = ") and not source.is_held_out("no")
 
 
+# An answer as a file has it, and the text of it, or what is wrong with it.
+ANSWERS = [
+  ('" 5 "', " 5 "),
+  ("5", "5"),
+  ("-7", "-7"),
+  ("42.0", "42"),
+  ("1e-05", "0.00001"),
+  ("0.1", "0.1"),
+  ("1e22", "10000000000000000000000"),
+  ("123456789012345678901", "123456789012345678901"),
+  ("-0.0", "0"),
+  ("NaN", ValueError("nan, neither a text nor a number")),
+  ("Infinity", ValueError("inf, neither a text nor a number")),
+  ("true", ValueError("True, neither a text nor a number")),
+  ('["5"]', ValueError("['5'], neither a text nor a number")),
+  ('{"value": "5"}', ValueError("neither a text nor a number; name a column")),
+  ("[]", ValueError("[], neither a text nor a number")),
+]
+
+
+@pytest.mark.parametrize(("stored", "wanted"), ANSWERS)
+def test_an_answer_is_a_text(tmp_path, stored, wanted):
+  rows = [f'{{"question": "{i}", "answer": {stored}}}' for i in range(30)]
+  source = rows_lib.Rows(dataset=f"jsonl:{write(tmp_path / 'a.jsonl', rows)}")
+  if isinstance(wanted, str):
+    source.check()
+    assert {item["answer"] for item in take(source, TRAIN, 9)} == {wanted}
+    return
+  with pytest.raises(sections.ConfigError, match="30 of 30 rows") as refused:
+    source.check()
+  assert f"a.jsonl:1: the column 'answer' is {wanted}"[-40:] in str(
+    refused.value
+  )
+
+
+def test_a_column_of_integers_with_a_null_has_answers_without_a_point(tmp_path):
+  pyarrow = pytest.importorskip("pyarrow")
+  from pyarrow import parquet
+
+  columns = {
+    "question": [str(i) for i in range(30)],
+    "answer": [None, *map(float, range(1, 30))],  # as pandas writes it
+  }
+  parquet.write_table(pyarrow.table(columns), tmp_path / "a")
+  source = rows_lib.Rows(
+    dataset=f"parquet:{tmp_path / 'a'}", skips_bad_rows=True
+  )
+  source.check()
+  assert source.num_bad() == 1
+  for item in take(source, TRAIN, 20):
+    assert item["answer"] == item["question"]
+
+
+def test_a_column_may_be_named_in_a_column(tmp_path):
+  rows = [
+    {
+      "question": f"q{i}",
+      "a.b": "0",
+      "reward_model": {"ground_truth": i, "style": {"name": "rule"}},
+    }
+    for i in range(30)
+  ]
+  path = write(tmp_path / "a.jsonl", rows)
+
+  def of(name):
+    return rows_lib.Rows(dataset=f"jsonl:{path}", fields={"answer": name})
+
+  for item in take(of("reward_model.ground_truth"), TRAIN, 9):
+    assert item["question"] == f"q{item['answer']}"
+    assert item["metadata"]["reward_model"]["style"] == {"name": "rule"}
+  assert take(of("reward_model.style.name"), TRAIN, 1)[0]["answer"] == "rule"
+  assert take(of("a.b"), TRAIN, 1)[0]["answer"] == "0"
+  for name in ("reward_model.truth", "question.truth", "reward_model.style.a"):
+    with pytest.raises(sections.ConfigError, match=f"no column '{name}' for"):
+      of(name).check()
+  with pytest.raises(sections.ConfigError, match="'reward_model' is {'ground"):
+    of("reward_model").check()
+
+
 def test_columns_may_have_other_names(tmp_path):
   path = write(
     tmp_path / "a.jsonl", [{"problem": f"p{i}", "gold": i} for i in range(30)]

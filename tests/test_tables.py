@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import pathlib
+import subprocess
 import sys
 import time
 
@@ -319,3 +320,99 @@ def test_gsm8k_is_the_same_in_every_format(tmp_path, write):
   source.check()
   assert source.num_questions("train") == 7_473
   assert source.num_questions("eval") == 1_319
+
+
+class _Broken(list):
+  """Rows of which one cannot be turned into values of Python."""
+
+  def __init__(self, rows, error):
+    super().__init__(rows)
+    self.error = error
+
+  def __getitem__(self, row):
+    if row == 3:
+      raise self.error
+    return super().__getitem__(row)
+
+
+@pytest.mark.parametrize(
+  "error",
+  [
+    OverflowError("date value out of range"),
+    ValueError("Nanosecond resolution temporal type"),
+    UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+    ModuleNotFoundError("No module named 'PIL'"),
+    RuntimeError("Decoding"),
+    TypeError("unhashable"),
+    KeyError("bytes"),
+    OSError(2, "No such file or directory"),
+  ],
+)
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_a_value_that_cannot_be_read_is_an_error_of_its_row(error, is_joined):
+  part = table_lib.Table(
+    _Broken([{"a": i} for i in range(5)], error),
+    table_lib.plain,
+    "digest",
+    lambda row: f"file: row {row}",
+  )
+  table = table_lib.joined([part, part]) if is_joined else part
+  assert table[2] == {"a": 2}
+  with pytest.raises(table_lib.RowError, match="^file: row 3: cannot be re"):
+    table[3]
+
+
+# Times that Python has no value for, or only with pandas.
+TIMES = {
+  "beyond the year 9999": ("timestamp[s]", 2**40),
+  "before the year 1": ("timestamp[s]", -(2**40)),
+  "a day beyond the year 9999": ("date32", 2**30),
+  "an interval of many years": ("duration[s]", 2**60),
+}
+
+
+@pytest.mark.parametrize("name", TIMES)
+def test_a_time_without_a_value_is_an_error_of_its_row(tmp_path, name):
+  pyarrow = pytest.importorskip("pyarrow")
+  from pyarrow import parquet
+
+  kind, value = TIMES[name]
+  count = 30
+  numbers = pyarrow.array([value, *range(count - 1)], "int64")
+  if kind == "date32":
+    numbers = numbers.cast("int32")
+  columns = {
+    "question": [f"{i}" for i in range(count)],
+    "answer": ["1"] * count,
+    "when": numbers.view(kind),
+  }
+  path = tmp_path / "a"
+  parquet.write_table(pyarrow.table(columns), path)
+  with pytest.raises(sections.ConfigError, match="1 of 30.*a: row 0: cannot"):
+    rows_lib.Rows(dataset=f"parquet:{path}").check()
+  source = rows_lib.Rows(dataset=f"parquet:{path}", skips_bad_rows=True)
+  source.check()
+  assert source.num_bad() == 1
+
+
+def test_nanoseconds_without_pandas_are_errors_of_their_rows(tmp_path):
+  pyarrow = pytest.importorskip("pyarrow")
+  from pyarrow import parquet
+
+  columns = {
+    "question": [f"{i}" for i in range(30)],
+    "answer": ["1"] * 30,
+    "when": pyarrow.array(range(30), "int64").view("timestamp[ns]"),
+  }
+  path = tmp_path / "a"
+  parquet.write_table(pyarrow.table(columns), path)
+  code = (
+    "import sys; sys.modules['pandas'] = None\n"
+    "from jaxrl_async.data import rows\n"
+    f"rows.Rows(dataset='parquet:{path}').check()"
+  )
+  found = subprocess.run(
+    [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+  )
+  assert "29 of 30 rows cannot be used" in found.stderr
+  assert "a: row 1: cannot be read: Nanosecond" in found.stderr

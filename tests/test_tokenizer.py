@@ -3,6 +3,7 @@
 import json
 
 import byte_level
+import chat_templates
 import llama_tokenizer
 import numpy as np
 import pytest
@@ -207,3 +208,141 @@ def test_ids_that_only_the_model_has_add_no_text():
   a = tokenizer.encode("a").tolist()
   assert tokenizer.decode([*a, 98, 150_000, *a]) == "aa"
   assert not tokenizer.is_shown(98)
+
+
+def bytes_alone(directory, *, added=None, special_map=None, **settings):
+  """256 bytes without merges, an end of sequence, and what files add."""
+  chat_templates.save(
+    directory,
+    "",
+    **{
+      "added_tokens_decoder": {},
+      "eos_token": "<|endoftext|>",
+      "pad_token": None,
+      **settings,
+    },
+  )
+  path = directory / "tokenizer_config.json"
+  values = json.loads(path.read_text())
+  if values["added_tokens_decoder"] == {}:
+    del values["added_tokens_decoder"]
+  path.write_text(json.dumps(values))
+  if added is not None:
+    (directory / "added_tokens.json").write_text(json.dumps(added))
+  if special_map is not None:
+    path = directory / "special_tokens_map.json"
+    path.write_text(json.dumps(special_map))
+  return directory
+
+
+def an_added_token(content, *, special=True, **flags):
+  return {"content": content, "special": special, **flags}
+
+
+# The files, the tokens of a text with tags, and what is shown of it.
+TAGS = "x <|a|>é <|b|> y"
+FILES = {
+  "nothing added": ({}, 17, TAGS),
+  "in tokenizer_config.json": (
+    {
+      "added_tokens_decoder": {
+        "257": an_added_token("<|a|>"),
+        "258": an_added_token("<|b|>", special=False),
+      }
+    },
+    9,
+    "x é <|b|> y",
+  ),
+  "with spaces": (
+    {
+      "added_tokens_decoder": {
+        "257": an_added_token("<|a|>", lstrip=True),
+        "258": an_added_token("<|b|>", special=False, rstrip=True),
+      }
+    },
+    7,
+    "xé <|b|>y",
+  ),
+  "in added_tokens.json": ({"added": {"<|b|>": 258, "<|a|>": 257}}, 9, TAGS),
+  "in added_tokens.json, and special": (
+    {
+      "added": {"<|b|>": 258, "<|a|>": 257},
+      "extra_special_tokens": ["<|a|>"],
+    },
+    9,
+    "x é <|b|> y",
+  ),
+  "special without a name": (
+    {"additional_special_tokens": ["<|a|>", "<|b|>"]},
+    9,
+    "x é  y",
+  ),
+  "special in the map": (
+    {"special_map": {"additional_special_tokens": ["<|b|>"]}},
+    13,
+    "x <|a|>é  y",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_tokens_of_all_files_are_one_token_and_hidden_if_special(
+  tmp_path, name
+):
+  files, count, shown = FILES[name]
+  loaded = tokenizer_lib.load(bytes_alone(tmp_path / "a", **files))
+  tokens = loaded.encode(TAGS)
+  assert len(tokens) == count
+  assert loaded.decode(tokens) == shown
+  assert loaded.vocab_size <= 259
+  loaded.save(tmp_path / "b")
+  again = tokenizer_lib.load(tmp_path / "b")
+  assert again.encode(TAGS).tolist() == tokens.tolist()
+  assert again.decode(tokens) == shown and again.digest() == loaded.digest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_expected_of_files_is_what_transformers_does(tmp_path, name):
+  transformers = pytest.importorskip("transformers")
+  files, count, shown = FILES[name]
+  reference = transformers.AutoTokenizer.from_pretrained(
+    bytes_alone(tmp_path, **files)
+  )
+  tokens = reference(TAGS).input_ids
+  assert tokens == tokenizer_lib.load(tmp_path).encode_prompt(TAGS).tolist()
+  assert len(tokens) == count
+  assert reference.decode(tokens, skip_special_tokens=True) == shown
+
+
+@pytest.mark.parametrize(
+  ("files", "words"),
+  [
+    (
+      {"added_tokens_decoder": {"300": an_added_token("<|a|>")}},
+      "'<|a|>' is the token 300 of its files, but 257",
+    ),
+    ({"added": {"<|a|>": "x"}}, "added_tokens.json: its added tokens are not"),
+    ({"added_tokens_decoder": {"257": "<|a|>"}}, "its added tokens are not"),
+    ({"added_tokens_decoder": [1]}, "its added tokens are not"),
+    ({"added_tokens_decoder": {"257": {}}}, "its added tokens are not"),
+    (
+      {"added_tokens_decoder": {"257": an_added_token("a", lstrip=1)}},
+      "its added tokens are not",
+    ),
+    ({"extra_special_tokens": [3]}, "extra_special_tokens has 3"),
+  ],
+)
+def test_wrong_added_tokens_are_named(tmp_path, files, words):
+  with pytest.raises(ValueError, match=f"^{tmp_path}") as refused:
+    tokenizer_lib.load(bytes_alone(tmp_path, **files))
+  assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_bytes_without_merges_make_up_any_text(tmp_path):
+  loaded = tokenizer_lib.load(bytes_alone(tmp_path))
+  text = "a é\t界 😀\n"
+  tokens = loaded.encode(text)
+  assert len(tokens) == len(text.encode())
+  assert loaded.decode(tokens) == text
+  assert b"".join(loaded.bytes_of(t) for t in tokens.tolist()) == text.encode()

@@ -215,6 +215,7 @@ def prompt_source(setup: setup_lib.Setup) -> prompts.PromptSource:
     max_prompt_tokens=config.rollout.max_prompt_tokens,
     chat_template=setup.chat_template,
     evaluated=setup.evaluated,
+    max_positions=setup.model.max_positions,
   )
 
 

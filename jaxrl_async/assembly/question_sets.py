@@ -183,7 +183,7 @@ def _prompt_source(
   max_prompt_tokens: int,
 ) -> prompts.PromptSource:
   return prompts.PromptSource(
-    items=setup_lib.source_of(config),
+    items=setup_lib.source_of(config, tokenizer),
     task=config.task,
     tokenizer=tokenizer,
     seed=config.seed,

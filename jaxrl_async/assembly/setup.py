@@ -4,8 +4,9 @@ Training, serving, the warm start alone and a dry run all begin with `resolve`.
 Parts that only some of them need are built in `assembly`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 import os
 import pathlib
 from typing import Any
@@ -193,7 +194,7 @@ def resolve(
     pretrained=pretrained,
     train_mesh=train_mesh,
     rollout_mesh=rollout_mesh,
-    source=source_of(config) if source is None else source,
+    source=source_of(config, tokenizer) if source is None else source,
     chat_template=chat_template_of(config),
     teacher=_teacher_config(config, model, tokenizer),
     device_bytes=device_bytes,
@@ -242,14 +243,32 @@ def on_all_devices(
       devices, MeshShape(data=count // parts, fsdp=parts)
     ),
     rollout_mesh=mesh_lib.make_mesh(devices, rollout_shape),
-    source=source_of(config) if source is None else source,
+    source=source_of(config, tokenizer) if source is None else source,
     chat_template=chat_template_of(config),
   )
 
 
-def source_of(config: sections.Config) -> source_lib.Source:
-  """Return the source that a config names."""
-  return of_task(config.task, config.seed)
+def source_of(
+  config: sections.Config, tokenizer: tokenizer_lib.Tokenizer | None = None
+) -> source_lib.Source:
+  """Return the source that a config names.
+
+  Args:
+    config: a validated config.
+    tokenizer: of the policy; None reads the one that the config names.
+
+  Raises:
+    ConfigError: one line that names the field.
+  """
+  template = chat_template_of(config)
+  if template is None:
+    return of_task(config.task, config.seed)
+  if tokenizer is None:
+    tokenizer = _load_tokenizer(config.model, _pretrained(config))
+  check = functools.partial(
+    rendering.check_chat, tokenizer=tokenizer, chat_template=template
+  )
+  return of_task(config.task, config.seed, check)
 
 
 def chat_template_of(
@@ -316,12 +335,19 @@ def _model_config(
   """Return the architecture of the policy, with its adapters.
 
   Raises:
-    ConfigError: there is no model of that name, or its files cannot be used.
+    ConfigError: there is no model of that name, its files cannot be used, or
+      sequences may become longer than it was made for.
   """
-  return dataclasses.replace(
-    _base_config(config, pretrained, vocab_size),
-    lora=lora_lib.of_section(config.model.lora),
+  model = _base_config(config, pretrained, vocab_size)
+  longest, most = config.rollout.cache_tokens, model.max_positions
+  sections.require(
+    most is None or longest <= most,
+    "rollout.cache_tokens",
+    f"{longest}, but {sections.shown(config.model.name)} was made for"
+    f" {most} tokens (max_position_embeddings); use {most} or fewer, or allow"
+    f" more by model.max_positions={longest}",
   )
+  return dataclasses.replace(model, lora=lora_lib.of_section(config.model.lora))
 
 
 def _teacher_config(
@@ -390,6 +416,8 @@ def _base_config(
     hf_config.check_vocabulary(pretrained, model, vocab_size)
   except (FileNotFoundError, ValueError) as error:
     raise sections.ConfigError(f"model.name: {error}") from error
+  if config.model.max_positions:
+    model = dataclasses.replace(model, max_positions=config.model.max_positions)
   return model
 
 
@@ -427,29 +455,38 @@ def _cut_devices(
   return meshes
 
 
-def of_task(task: sections.TaskSection, seed: int) -> source_lib.Source:
+def of_task(
+  task: sections.TaskSection,
+  seed: int,
+  check: Callable[..., None] = lambda style, item, source: None,
+) -> source_lib.Source:
   """Return the source of a task.
 
   Args:
     task: the section, which `task_sources.check` has passed.
     seed: of the run.
+    check: of the rows of files, as `rendering.check_chat`.
 
   Raises:
     ConfigError: a dataset cannot be used as it is named.
   """
   members = task_sources.members_of(task)
   if not members:
-    return _of_dataset(task, seed)
+    return _of_dataset(task, seed, check)
   return mixture_lib.Mixture(
     members={
-      name: _of_dataset(member, seed, name) for name, member in members.items()
+      name: _of_dataset(member, seed, check, name)
+      for name, member in members.items()
     },
     weights={name: task_sources.weight_of(task, name) for name in members},
   )
 
 
 def _of_dataset(
-  task: sections.TaskSection, seed: int, label: str = ""
+  task: sections.TaskSection,
+  seed: int,
+  check: Callable[..., None],
+  label: str = "",
 ) -> rows_lib.Rows | gym.ReasoningGym:
   setting = f"task.sources.{label}" if label else "task"
   uri = uri_lib.parse(f"{setting}.dataset", task.dataset)
@@ -457,6 +494,7 @@ def _of_dataset(
     return gym.ReasoningGym(
       name=uri.place, params=task.params.to_dict(), seed=seed
     )
+  style = rendering.style_of(task, "")
   return rows_lib.Rows(
     dataset=task.dataset,
     eval_dataset=task.eval_dataset,
@@ -469,4 +507,5 @@ def _of_dataset(
     seed=seed,
     label=label,
     setting=setting,
+    check_item=lambda item: check(style, item, label or uri.label),
   )

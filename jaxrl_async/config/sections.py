@@ -138,6 +138,14 @@ class ModelSection:
   )
   """Directory of a tokenizer in Hugging Face format, for a model of `MODELS`;
   "" makes each character a token."""
+  max_positions: int = setting(
+    0,
+    low=0,
+    high=setting_lib.MAX_INT,
+    free="a bound on lengths; no weight depends on it",
+  )
+  """Longest sequence that the model may get; 0 is max_position_embeddings of
+  its config.json, beyond which it was not trained."""
   compute_dtype: str = setting(
     "float32",
     choices=setting_lib.DTYPES,

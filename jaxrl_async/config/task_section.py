@@ -42,8 +42,9 @@ class DatasetSection:
   """Share of the questions that a hash of their text holds out."""
   fields: config_dict.ConfigDict = setting(config_dict.ConfigDict, **_QUESTION)
   """Names the columns of a file that are the question and the answer, if they
-  are not called so: {"question": "problem"}. "messages" names a column of chat
-  messages, which are then the prompt. The other columns become the item's
+  are not called so: {"question": "problem"}; "a.b" is in a column of objects.
+  "messages" names a column of chat messages, which are then the prompt, and
+  "tools" those that they may call. The other columns become the item's
   metadata."""
   on_bad_row: OnBadRow = setting(OnBadRow.ERROR, **_QUESTION)
   """Whether a row that cannot be used ends the start with an error or is left

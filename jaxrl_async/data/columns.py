@@ -1,14 +1,19 @@
 """From the columns of a row to an item of a source."""
 
 from collections.abc import Container, Mapping, Sequence
+import contextlib
 import dataclasses
+import json
+import math
 from typing import Any
 
 from jaxrl_async.config import sections
 from jaxrl_async.data.tables import table as table_lib
 
 _QUESTION, _ANSWER, _MESSAGES = "question", "answer", "messages"
-REPLY = "reply"  # the last message of a chat, if it is the assistant's
+TOOLS = "tools"  # that the assistant of a chat may call
+# The last message of a chat, if it is the assistant's, and its text.
+TURN, REPLY = "turn", "reply"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,14 +21,17 @@ class Columns:
   """Which columns of a table are which entries of an item.
 
   Attributes:
-    fields: column by entry. Without an entry for the question or the answer it
-      is the column of that name; "" means that there is none. `messages` names
-      a column of chat messages, which are the prompt as they are. Then the
-      question is their text, unless a column is named for it. Columns that are
-      no entry become the item's metadata.
-      A chat may end with the assistant's answer. This is the entry `reply`
-      then, and the answer unless a column is named for it. The prompt is what
-      comes before it.
+    fields: column by entry, or a path in a column of objects ("a.b"). Without
+      an entry for the question or the answer it is the column of that name; ""
+      means that there is none. Columns that are no entry become the item's
+      metadata.
+      `messages` names a column of chat messages, which are the prompt as they
+      are. Then the question is their text, unless a column is named for it.
+      `tools`, or the column of that name, are those that the assistant may
+      call; a row may have none.
+      A chat may end with the assistant's message. This is the entry `turn`
+      then, its text the entry `reply`, and its content the answer unless a
+      column is named for it. The prompt is what comes before it.
     in_template: names that the template uses. Each is the question or a column
       of the metadata.
   """
@@ -69,25 +77,42 @@ class Columns:
     Raises:
       RowError: a column is missing or empty, or not of the right type.
     """
-    columns, where, named = table[row], table.where(row), self.by_entry
+    columns, where = table[row], table.where(row)
+    named = self.by_entry
+    if _MESSAGES in named and TOOLS not in self.fields and TOOLS in columns:
+      named[TOOLS] = TOOLS
     entries = {}
     for entry, column in named.items():
-      if column not in columns:
+      try:
+        value = _at(columns, column)
+      except LookupError:
         have = ", ".join(map(repr, columns)) or "no column"
         raise table_lib.RowError(
           f"{where}: no column {column!r} for the {entry}; it has {have:.200}"
-        )
-      value = columns[column]
-      if value is None or (isinstance(value, str) and not value.strip()):
+        ) from None
+      is_empty = value is None or (isinstance(value, str) and not value.strip())
+      if entry == TOOLS and (is_empty or value == []):
+        continue
+      if is_empty:
         raise table_lib.RowError(f"{where}: the column {column!r} is empty")
-      entries[entry] = value
-    if _MESSAGES in entries:
-      messages = _checked(entries[_MESSAGES], named[_MESSAGES], where)
+      try:
+        entries[entry] = _READ[entry](value) if entry in _READ else value
+      except ValueError as error:
+        raise table_lib.RowError(
+          f"{where}: the column {column!r} is {error}"
+        ) from error
+    if messages := entries.get(_MESSAGES):
+      if all(message["role"] == "assistant" for message in messages):
+        raise table_lib.RowError(
+          f"{where}: the column {named[_MESSAGES]!r} has messages of the"
+          " assistant alone; there is nothing to answer"
+        )
       if messages[-1]["role"] == "assistant":
-        entries[REPLY] = messages.pop()["content"]
-        entries.setdefault(_ANSWER, entries[REPLY])
-      entries[_MESSAGES] = messages
-      text = "\n".join(message["content"] for message in messages)
+        entries[TURN] = messages.pop()
+        entries[REPLY] = text_of(entries[TURN])
+        if (entries[TURN].get("content") or "").strip():
+          entries.setdefault(_ANSWER, entries[TURN]["content"])
+      text = "\n".join(map(text_of, messages))
       entries.setdefault(_QUESTION, text)
     question = entries.get(_QUESTION)
     if not isinstance(question, str):
@@ -110,26 +135,124 @@ class Columns:
     return {"index": row, **entries, "metadata": metadata}
 
 
-def _checked(messages: Any, column: str, where: str) -> list[dict[str, str]]:
-  """Return the messages of a chat with role and content alone.
+def _at(columns: Mapping[str, Any], name: str) -> Any:
+  """Return a column, or what is at a path in one, such as "a.b".
 
   Raises:
-    RowError: they are no messages, or nothing is to be answered.
+    LookupError: there is none.
   """
-  is_chat = isinstance(messages, list) and all(
-    isinstance(message, dict)
-    and isinstance(message.get("role"), str)
-    and isinstance(message.get("content"), str)
-    for message in messages
+  if name in columns:
+    return columns[name]
+  value: Any = columns
+  for part in name.split("."):
+    if not isinstance(value, Mapping):
+      raise LookupError(name)
+    value = value[part]
+  return value
+
+
+def _answer(value: Any) -> str:
+  """Return an answer as a text, with which texts can be compared.
+
+  Raises:
+    ValueError: it is neither a text nor a number.
+  """
+  is_number = isinstance(value, int | float) and not isinstance(value, bool)
+  if isinstance(value, str):
+    return value
+  if is_number and math.isfinite(value):
+    return table_lib.number_text(value)
+  raise ValueError(
+    f"{value!r:.60}, neither a text nor a number; name a column in it, as a.b,"
+    " or none"
   )
-  if not (is_chat and messages):
-    raise table_lib.RowError(
-      f"{where}: the column {column!r} is {messages!r:.60}, not a list of"
-      " messages, each with a text as role and as content"
+
+
+def chat(value: Any) -> list[dict[str, Any]]:
+  """Return the messages of a chat as a template takes them.
+
+  They keep all of their entries. Those that are null are left out, because the
+  columns of a file fill in what a message does not have. Arguments of calls in
+  JSON become objects, as templates want them.
+
+  Raises:
+    ValueError: they are no messages.
+  """
+  is_chat = isinstance(value, list) and all(map(_is_message, value))
+  if not (is_chat and value):
+    raise ValueError(
+      f"{value!r:.60}, not a list of messages, each with a text as role and as"
+      " content"
     )
-  if all(message["role"] == "assistant" for message in messages):
-    raise table_lib.RowError(
-      f"{where}: the column {column!r} has messages of the assistant alone;"
-      " there is nothing to answer"
-    )
-  return [{"role": m["role"], "content": m["content"]} for m in messages]
+  return [_message(message) for message in value]
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+  """Return the content of a message, and its calls in JSON."""
+  calls = message.get("tool_calls")
+  parts = [
+    message.get("content"),
+    calls and json.dumps(calls, ensure_ascii=False),
+  ]
+  return "\n".join(filter(None, parts))
+
+
+def _is_message(value: Any) -> bool:
+  if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+    return False
+  content, calls = value.get("content"), value.get("tool_calls")
+  return isinstance(content, str) or (
+    content is None and bool(calls) and _are_objects(calls)
+  )
+
+
+def _are_objects(value: Any) -> bool:
+  return isinstance(value, list) and all(isinstance(x, dict) for x in value)
+
+
+def _message(given: dict[str, Any]) -> dict[str, Any]:
+  """Return a message without what is empty or null, apart from its content."""
+  content = {"content": given["content"]} if "content" in given else {}
+  message = content | _without_nulls(given)
+  if not message.get("tool_calls", True):
+    del message["tool_calls"]
+  for call in message.get("tool_calls", ()):
+    function = call.get("function", call)
+    if isinstance(function, dict):
+      arguments = function.get("arguments")
+      function["arguments"] = _parsed(arguments, dict)
+  return message
+
+
+def _without_nulls(value: Any) -> Any:
+  """Return a value without the entries of objects that are null."""
+  if isinstance(value, dict):
+    return {k: _without_nulls(x) for k, x in value.items() if x is not None}
+  if isinstance(value, list):
+    return [_without_nulls(x) for x in value]
+  return value
+
+
+def _parsed(value: Any, kind: type) -> Any:
+  """Return what a text in JSON describes, if it is of that kind."""
+  if isinstance(value, str):
+    with contextlib.suppress(ValueError, RecursionError):
+      parsed = json.loads(value)
+      return parsed if isinstance(parsed, kind) else value
+  return value
+
+
+def _tools(value: Any) -> list[dict[str, Any]]:
+  """Return tools as a template takes them.
+
+  Raises:
+    ValueError: they are none.
+  """
+  tools = _parsed(value, list)
+  if not _are_objects(tools):
+    raise ValueError(f"{value!r:.60}, not a list of tools")
+  return _without_nulls(tools)
+
+
+# What is made of the value of an entry.
+_READ = {_ANSWER: _answer, _MESSAGES: chat, TOOLS: _tools}

@@ -95,6 +95,20 @@ class ExampleStream(Generic[Example]):
       if count
     ]
 
+  def longest(self, example: Any) -> int:
+    """Return the tokens of the longest sequence of an example."""
+    return len(example)
+
+  def _check_length(self, example: Example, name: str) -> None:
+    length, most = self.longest(example), self.source.max_positions
+    sections.require(
+      most is None or length <= most,
+      "train.tokens_per_row",
+      f"{name} has {length} tokens, but the model was made for {most}"
+      f" (max_position_embeddings); use {most}, which leaves longer {self.what}"
+      " out, or allow more by model.max_positions",
+    )
+
   def _next(self, stream: prompts.PromptStream) -> Example:
     shortest = None
     for _ in range(self._max_unusable):
@@ -104,6 +118,7 @@ class ExampleStream(Generic[Example]):
         self.num_equal += 1
         continue
       if len(example) <= self._max_tokens:
+        self._check_length(example, prompt.prompt_id)
         return example
       self.num_too_long += 1
       shortest = min(shortest or len(example), len(example))

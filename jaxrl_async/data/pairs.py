@@ -1,6 +1,6 @@
 """Pairs of completions of one prompt, of which one is better, as tokens."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 from typing import Any
@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxrl_async import types
 from jaxrl_async.config import sections
+from jaxrl_async.data import columns as columns_lib
 from jaxrl_async.data import example_stream
 from jaxrl_async.data import prompts
 from jaxrl_async.data import worked_examples as worked_examples_lib
@@ -77,14 +78,14 @@ class Pairs(example_stream.ExampleStream[Pair]):
   def make(self, prompt: types.Prompt, place: int) -> Pair | None:
     """Return the pair of a prompt, or None if both completions are equal."""
     sides = sections.PREFERENCE_SIDES
-    texts = {side: self._text(side, prompt, place) for side in sides}
-    if texts["chosen"] == texts["rejected"]:
+    found = {side: self._completion(side, prompt, place) for side in sides}
+    if found["chosen"] == found["rejected"]:
       return None
     made = {}
-    for side, text in texts.items():
+    for side, completion in found.items():
       try:
-        made[side] = worked_examples_lib.answered(
-          prompt, text, self.source.tokenizer
+        made[side] = worked_examples_lib.completed(
+          prompt, completion, self.source
         )
       except ValueError as error:
         raise sections.ConfigError(
@@ -93,7 +94,13 @@ class Pairs(example_stream.ExampleStream[Pair]):
         ) from error
     return Pair(**made)
 
-  def _text(self, side: str, prompt: types.Prompt, place: int) -> str:
+  def longest(self, example: Pair) -> int:
+    """Return the tokens of the longer one of the two."""
+    return max(len(example.chosen), len(example.rejected))
+
+  def _completion(
+    self, side: str, prompt: types.Prompt, place: int
+  ) -> worked_examples_lib.Solution:
     """Return one completion of a prompt.
 
     Raises:
@@ -101,7 +108,7 @@ class Pairs(example_stream.ExampleStream[Pair]):
     """
     rng = np.random.default_rng((self.source.seed, place))
     try:
-      text = self._solvers[side](prompt.item, rng)
+      completion = self._solvers[side](prompt.item, rng)
     except (LookupError, ValueError, TypeError, AttributeError) as error:
       reason = error.args[0] if isinstance(error, LookupError) else error
       raise sections.ConfigError(
@@ -110,14 +117,18 @@ class Pairs(example_stream.ExampleStream[Pair]):
         " preference.rejected"
       ) from error
     sections.require(
-      isinstance(text, str),
+      isinstance(completion, str | dict),
       f"preference.{side}",
-      f"{sections.shown(text)} is no text, for {prompt.prompt_id}",
+      f"{sections.shown(completion)} is no text, for {prompt.prompt_id}",
     )
-    return text
+    return completion
 
 
-def _solver(setting: str, name: str, frac: float) -> worked_solutions.Solver:
+def _solver(
+  setting: str, name: str, frac: float
+) -> Callable[
+  [Mapping[str, Any], np.random.Generator], worked_examples_lib.Solution
+]:
   place, _, column = name.partition(":")
   if place == worked_solutions.FIELD:
     return functools.partial(_of_column, column)
@@ -126,31 +137,32 @@ def _solver(setting: str, name: str, frac: float) -> worked_solutions.Solver:
 
 def _of_column(
   column: str, item: Mapping[str, Any], rng: np.random.Generator
-) -> str:
-  """Return the text in a column, or the answer that ends a chat there.
+) -> worked_examples_lib.Solution:
+  """Return the text in a column, or the message that ends a chat there.
 
-  The messages before the answer may be left out. If they are there, they have
-  to be those of the prompt, apart from a message of the system.
+  The messages before it may be left out. If they are there, they have to be
+  those of the prompt, apart from a message of the system.
 
   Raises:
     LookupError: there is no such text.
   """
   value = item.get("metadata", {}).get(column, item.get(column))
+  if column == columns_lib.REPLY and columns_lib.TURN in item:
+    return item[columns_lib.TURN]
   if not isinstance(value, list):
     return worked_solutions.of_field(column, item, rng)
   try:
-    found = [(m["role"], m["content"]) for m in value]
-  except (TypeError, KeyError) as error:
-    raise LookupError(f"{column!r} has no messages of a chat") from error
-  if not found or found[-1][0] != "assistant":
+    found = columns_lib.chat(value)
+  except ValueError as error:
+    raise LookupError(f"{column!r} is {error}") from error
+  if found[-1]["role"] != "assistant":
     raise LookupError(f"the chat in {column!r} ends without an answer")
   asked = item.get("messages") or [
     {"role": "user", "content": item["question"]}
   ]
-  before = [x for x in found[:-1] if x[0] != "system"]
-  wanted = [(m["role"], m["content"]) for m in asked if m["role"] != "system"]
-  if before and before != wanted:
+  before = [x for x in found[:-1] if x["role"] != "system"]
+  if before and before != [m for m in asked if m["role"] != "system"]:
     raise LookupError(
       f"the chat in {column!r} does not ask what the prompt asks"
     )
-  return found[-1][1]
+  return found[-1]

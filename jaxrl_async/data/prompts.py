@@ -15,7 +15,6 @@ import numpy as np
 
 from jaxrl_async import types
 from jaxrl_async.config import sections
-from jaxrl_async.data import columns as columns_lib
 from jaxrl_async.data import rendering
 from jaxrl_async.data import rests as rests_lib
 from jaxrl_async.data import source as source_lib
@@ -48,6 +47,7 @@ class PromptSource:
     max_prompt_tokens: longest prompt that fits. Longer ones are skipped.
     chat_template: of the tokenizer, if the prompts are chats.
     evaluated: questions that every split but the held-out one passes over.
+    max_positions: longest sequence that the model was made for, if it is known.
   """
 
   items: source_lib.Source
@@ -57,6 +57,7 @@ class PromptSource:
   max_prompt_tokens: int
   chat_template: chat_template_lib.ChatTemplate | None = None
   evaluated: frozenset[str] = frozenset()
+  max_positions: int | None = None
 
   def named(self, split: str, item: dict[str, Any]) -> tuple[str, str]:
     """Return the source of an item and the id of its prompt."""
@@ -94,15 +95,13 @@ class PromptSource:
       prompt_id=prompt_id, tokens=tokens, item={"source": source, **item}
     )
 
-  def answered_chat(self, item: dict[str, Any]) -> list[dict[str, str]] | None:
-    """Return the chat of an item with its last answer, or None without one."""
-    reply = item.get(columns_lib.REPLY)
-    if reply is None:
-      return None
+  def chat(self, item: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the messages of an item's prompt, or None if it is no chat."""
     source, _ = self.named("", item)
     style = rendering.style_of(self.task, source)
-    messages = rendering.messages_of(style, item, source)
-    return [*messages, {"role": "assistant", "content": reply}]
+    if "messages" not in item and not style.chat:
+      return None
+    return rendering.messages_of(style, item, source)
 
   @property
   def shared_tokens(self) -> Int32[np.ndarray, "T"]:

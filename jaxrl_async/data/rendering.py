@@ -9,6 +9,7 @@ from jaxtyping import Int32
 import numpy as np
 
 from jaxrl_async.config import sections
+from jaxrl_async.data import columns as columns_lib
 from jaxrl_async.text import chat_template as chat_template_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
@@ -40,8 +41,7 @@ def tokens(
 ) -> Int32[np.ndarray, "T"]:
   """Return the prompt of an item, without checking its length.
 
-  Messages of the item are rendered by the chat template as they are. They are
-  encoded without further special tokens, since the template writes these.
+  Messages of the item are rendered by the chat template as they are.
 
   Args:
     style: of the item's source.
@@ -62,14 +62,43 @@ def tokens(
     )
   try:
     messages = messages_of(style, item, source)
-    return tokenizer.encode(chat_template.render(messages))
+    tools = item.get(columns_lib.TOOLS)
+    return chat_template.tokens(messages, tools, tokenizer=tokenizer)
   except chat_template_lib.ChatTemplateError as error:
     raise sections.ConfigError(f"task.chat: {source}: {error}") from error
 
 
+def check_chat(
+  style: Style,
+  item: Mapping[str, Any],
+  source: str,
+  *,
+  tokenizer: tokenizer_lib.Tokenizer,
+  chat_template: chat_template_lib.ChatTemplate,
+) -> None:
+  """Check that the template writes the whole chat of an item, if it is one.
+
+  Args:
+    style: of the item's source.
+    item: see `source`.
+    source: name of the source, for messages.
+    tokenizer: of the policy.
+    chat_template: of the tokenizer.
+
+  Raises:
+    ValueError: it does not.
+  """
+  if "messages" in item or style.chat:
+    messages = messages_of(style, item, source)
+    if columns_lib.TURN in item:
+      messages.append(item[columns_lib.TURN])
+    tools = item.get(columns_lib.TOOLS)
+    chat_template.check(messages, tools, tokenizer=tokenizer)
+
+
 def messages_of(
   style: Style, item: Mapping[str, Any], source: str
-) -> list[dict[str, str]]:
+) -> list[dict[str, Any]]:
   """Return the messages of an item's chat, up to the answer.
 
   Args:

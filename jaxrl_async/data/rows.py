@@ -5,7 +5,7 @@ seed and the place alone. So a run goes on at any item, and what it goes on with
 does not depend on how it was stopped.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import contextlib
 import dataclasses
 import functools
@@ -66,6 +66,7 @@ class Rows:
     seed: of the order of the training rows.
     label: name of the source; "" derives it from the URI.
     setting: the section of the config, for messages.
+    check_item: raises a ValueError for an item that cannot be used.
   """
 
   dataset: str
@@ -77,6 +78,7 @@ class Rows:
   seed: int = 0
   label: str = ""
   setting: str = "task"
+  check_item: Callable[[dict[str, Any]], None] = lambda item: None
 
   @property
   def name(self) -> str:
@@ -248,7 +250,9 @@ class Rows:
     num_bad = 0
     for row in range(len(table)):
       try:
-        questions.append(_hash(self._columns.item(table, row)["question"]))
+        item = self._columns.item(table, row)
+        self._check_item(item, table.where(row))
+        questions.append(_hash(item["question"]))
         good.append(row)
       except table_lib.RowError as error:
         num_bad += 1
@@ -270,6 +274,12 @@ class Rows:
       num_bad=num_bad,
       bad=tuple(bad),
     )
+
+  def _check_item(self, item: dict[str, Any], where: str) -> None:
+    try:
+      self.check_item(item)
+    except ValueError as error:
+      raise table_lib.RowError(f"{where}: {error}") from error
 
   def _check_template(self, table: table_lib.Table) -> None:
     """Name the template if it is wrong, and not each of the rows."""

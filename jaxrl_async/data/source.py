@@ -17,6 +17,8 @@ needs:
                 mixture sets it to the name of its member
     messages    list of chat messages, which are the prompt instead of the
                 filled-in template; optional
+    tools       list of tools that the assistant of a chat may call; optional
+    turn        the assistant's message after them, to be learned; optional
     metadata    dict of further fields for the prompt's template; optional
     answer      the right answer, if it is known; a warm start checks it
 

@@ -12,6 +12,7 @@ import numpy as np
 from jaxrl_async import types
 from jaxrl_async.config import sections
 from jaxrl_async.config import user_code
+from jaxrl_async.data import columns as columns_lib
 from jaxrl_async.data import example_stream
 from jaxrl_async.data import prompts
 from jaxrl_async.data import source as source_lib
@@ -24,6 +25,10 @@ from jaxrl_async.text import tokenizer as tokenizer_lib
 # Items whose solutions are scored, and examples that are made, in a check.
 _NUM_SCORED = 4
 _NUM_CHECKED = 100
+_ASKED = "qz"  # a text of no meaning, by which a template is asked
+
+# A text, or the assistant's message in a chat.
+Solution = str | dict[str, Any]
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -58,16 +63,53 @@ def joined(
 
 
 def answered(
-  prompt: types.Prompt, text: str, tokenizer: tokenizer_lib.Tokenizer
+  prompt: types.Prompt, text: str, source: prompts.PromptSource
 ) -> WorkedExample:
-  """Return a prompt with a completion, which ends as a policy ends one.
+  """Return a prompt with a completion as a policy writes it, and its end.
 
   Raises:
     ValueError: the text cannot be tokenized.
   """
+  tokenizer = source.tokenizer
   tokens = tokenizer.encode(text)
-  completion = np.append(tokens, np.int32(tokenizer.eos_id))
-  return joined([(prompt.tokens, False), (completion, True)])
+  if not np.isin(tokens[-1:], tokenizer.end_tokens).any():
+    tokens = np.append(tokens, _end_of_turn(prompt, source))
+  return joined([(prompt.tokens, False), (tokens, True)])
+
+
+def completed(
+  prompt: types.Prompt, solution: Solution, source: prompts.PromptSource
+) -> WorkedExample:
+  """Return a prompt with what is to be learned after it.
+
+  Args:
+    prompt: of the source.
+    solution: a text, which is learned as it is, or the assistant's message,
+      which is learned as the chat template writes it.
+    source: of the prompt.
+
+  Raises:
+    ValueError: it cannot be tokenized, or is no answer to this prompt.
+  """
+  messages, template = source.chat(prompt.item), source.chat_template
+  if messages is None or template is None:
+    if not isinstance(solution, str):
+      if solution.keys() - {"role", "content"}:
+        raise ValueError("a message with calls or thoughts needs a chat")
+      return answered(prompt, solution["content"], source)
+    return answered(prompt, solution, source)
+  if isinstance(solution, str):
+    if token := source.tokenizer.special_token_in(solution):
+      raise ValueError(f"the special token {token!r} is in its text")
+    return answered(prompt, solution, source)
+  return chat_example(
+    [*messages, solution],
+    template,
+    source.tokenizer,
+    prompt.prompt_id,
+    tools=prompt.item.get(columns_lib.TOOLS),
+    is_last_alone=True,
+  )
 
 
 class WorkedExamples(example_stream.ExampleStream[WorkedExample]):
@@ -127,22 +169,32 @@ class WorkedExamples(example_stream.ExampleStream[WorkedExample]):
       ) from error
 
   def _example(self, prompt: types.Prompt, place: int) -> WorkedExample:
-    source = self.source
-    if self._warm_start.solver == worked_solutions.MESSAGES:
-      messages = source.answered_chat(prompt.item)
+    source, item = self.source, prompt.item
+    solver, turn = self._warm_start.solver, item.get(columns_lib.TURN)
+    if solver == worked_solutions.MESSAGES:
+      messages = source.chat(item)
       sections.require(
-        messages is not None and source.chat_template is not None,
+        bool(messages and turn) and source.chat_template is not None,
         "warm_start.solver",
         f"{prompt.prompt_id} is no chat that the assistant has answered; name"
         " the column of its messages in task.fields",
       )
-      assert messages is not None and source.chat_template is not None
+      assert messages and turn and source.chat_template is not None
       return chat_example(
-        messages, source.chat_template, source.tokenizer, prompt.prompt_id
+        [*messages, turn],
+        source.chat_template,
+        source.tokenizer,
+        prompt.prompt_id,
+        tools=item.get(columns_lib.TOOLS),
       )
+    if (
+      turn is not None
+      and solver == f"{worked_solutions.FIELD}:{columns_lib.REPLY}"
+    ):
+      return completed(prompt, turn, source)
     rng = np.random.default_rng((source.seed, place))
     text = _solution(self._solve, prompt, rng, self._warm_start)
-    return answered(prompt, text, source.tokenizer)
+    return completed(prompt, text, source)
 
 
 def chat_example(
@@ -150,51 +202,134 @@ def chat_example(
   template: chat_template_lib.ChatTemplate,
   tokenizer: tokenizer_lib.Tokenizer,
   name: str,
+  *,
+  tools: Sequence[Any] | None = None,
+  is_last_alone: bool = False,
 ) -> WorkedExample:
   """Return a chat as tokens, of which the assistant's turns are learned.
 
   A turn is what the template writes after the prompt for it, up to the token
   that ends it. The prompt and the turn are encoded separately, as they are when
   the policy generates. What the template writes after that token, often a line
-  break, belongs to the next prompt.
+  break, belongs to the next prompt. Some templates end a turn with the token
+  that begins the next one, which is then learned.
 
   Args:
     messages: of the chat; the last one is the assistant's.
     template: of the tokenizer.
     tokenizer: of the policy.
     name: of the prompt, for messages.
+    tools: that the assistant may call.
+    is_last_alone: learn the last turn, and none before it.
 
   Raises:
-    sections.ConfigError: the template refuses the chat, or changes earlier
-      messages when later ones follow.
+    sections.ConfigError: the template refuses the chat or does not write all of
+      it, or changes earlier messages when later ones follow.
     ValueError: the text cannot be tokenized.
   """
   ends = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
   parts: list[tuple[np.ndarray, bool]] = []
-  written = ""
+  written, is_open = "", False
   try:
-    for i in ends:
-      prompt = template.render(messages[:i])
-      whole = template.render(messages[: i + 1], is_prompt=False)
-      if not (prompt.startswith(written) and whole.startswith(prompt)):
-        raise sections.ConfigError(
-          f"warm_start.solver: the chat template changes earlier messages of"
-          f" {name} when later ones follow; use field:reply, which learns the"
-          " last one alone"
-        )
-      parts.append((tokenizer.encode(prompt[len(written) :]), False))
+    for i in ends[-1:] if is_last_alone else ends:
+      prompt = template.render(messages[:i], tools)
+      whole = template.render(messages[: i + 1], tools, is_prompt=False)
+      sections.require(
+        prompt.startswith(written),
+        "warm_start.solver",
+        f"the chat template changes earlier messages of {name} when later ones"
+        " follow; use field:reply, which learns the last one alone",
+      )
+      sections.require(
+        whole.startswith(prompt),
+        "task.chat",
+        f"the chat template writes an answer of {name} otherwise than after the"
+        " prompt for it, so that it cannot be learned; change its"
+        " add_generation_prompt",
+      )
+      tokens = tokenizer.encode(prompt[len(written) :])
+      length = _length_to_end(tokens, tokenizer) if is_open else 0
+      parts += [(tokens[:length], True), (tokens[length:], False)]
       turn = tokenizer.encode(whole[len(prompt) :])
       at_end = np.flatnonzero(np.isin(turn, tokenizer.end_tokens))
-      length = int(at_end[0]) + 1 if len(at_end) else len(turn)
+      is_open = not len(at_end)
+      length = len(turn) if is_open else int(at_end[0]) + 1
       parts += [(turn[:length], True), (turn[length:], False)]
       written = whole
+    template.check(messages, tools, tokenizer=tokenizer)
+    parts.pop()  # nothing follows the last turn
+    if is_open:
+      end = _end_where_next_begins(
+        messages, tools, written, template, tokenizer
+      )
+      parts.append((end, True))
   except chat_template_lib.ChatTemplateError as error:
     raise sections.ConfigError(f"task.chat: {name}: {error}") from error
-  last = parts.pop()[0]  # nothing follows the last turn
-  if not np.isin(parts[-1][0][-1:], tokenizer.end_tokens).any():
-    end = np.array([tokenizer.eos_id], np.int32)
-    parts += [(last, True), (end, True)]
   return joined(parts)
+
+
+def _end_of_turn(
+  prompt: types.Prompt, source: prompts.PromptSource
+) -> Int32[np.ndarray, "_"]:
+  """Return the token that ends a completion of a prompt.
+
+  In a chat it is the one that ends a turn of the template.
+  """
+  tokenizer, template = source.tokenizer, source.chat_template
+  messages = source.chat(prompt.item)
+  if messages is not None and template is not None:
+    tools = prompt.item.get(columns_lib.TOOLS)
+    chat = [*messages, {"role": "assistant", "content": _ASKED}]
+    with contextlib.suppress(chat_template_lib.ChatTemplateError):
+      written = template.render(chat, tools, is_prompt=False)
+      end = tokenizer.encode(written.rpartition(_ASKED)[2])
+      length = _length_to_end(end, tokenizer)
+      if not length:
+        end = _end_where_next_begins(chat, tools, written, template, tokenizer)
+        length = len(end)
+      return end[length - 1 : length]
+  return np.array([tokenizer.eos_id], np.int32)
+
+
+def _end_where_next_begins(
+  messages: Sequence[dict[str, Any]],
+  tools: Sequence[Any] | None,
+  written: str,
+  template: chat_template_lib.ChatTemplate,
+  tokenizer: tokenizer_lib.Tokenizer,
+) -> Int32[np.ndarray, "_"]:
+  """Return what ends a turn in which the template writes no end.
+
+  It is the end of sequence, or the token with which the user's turn begins.
+
+  Args:
+    messages: of the chat up to this turn.
+    tools: that the assistant may call.
+    written: what the template makes of them.
+    template: of the tokenizer.
+    tokenizer: of the policy.
+  """
+  more = [*messages, {"role": "user", "content": _ASKED}]
+  with contextlib.suppress(chat_template_lib.ChatTemplateError):
+    text = template.render(more, tools, is_prompt=False)
+    if text.startswith(written):
+      tokens = tokenizer.encode(text[len(written) :])
+      if length := _length_to_end(tokens, tokenizer):
+        return tokens[:length]
+  return np.array([tokenizer.eos_id], np.int32)
+
+
+def _length_to_end(
+  tokens: Int32[np.ndarray, "_"], tokenizer: tokenizer_lib.Tokenizer
+) -> int:
+  """Return the length of a beginning that is an end token after spaces.
+
+  It is 0 if there is none.
+  """
+  at_end = np.flatnonzero(np.isin(tokens, tokenizer.end_tokens))
+  if not len(at_end) or tokenizer.decode(tokens[: at_end[0]]).strip():
+    return 0
+  return int(at_end[0]) + 1
 
 
 def _solution(

@@ -25,7 +25,6 @@ from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.rewards import reward_terms
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.storage import config_json
-from jaxrl_async.storage import model_files
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 _COMPLETION_TOKENS = 1_024  # for a pretrained model, unless it can hold fewer
@@ -269,11 +268,9 @@ def _fit(
     rollout.max_prompt_tokens = max(smallest, longest)
   if is_pretrained:
     if is_free("max_completion_tokens"):
-      settings = model_files.read_optional(
-        stored.directory / hf_config.CONFIG_FILE
-      )
-      most = settings.get("max_position_embeddings", 2**31) - longest
-      rollout.max_completion_tokens = max(1, min(_COMPLETION_TOKENS, most))
+      most = hf_config.max_positions(stored.directory) or 2**31
+      most = max(1, min(_COMPLETION_TOKENS, most - longest))
+      rollout.max_completion_tokens = most
     if is_free("num_slots"):
       rollout.num_slots = _SLOTS
     if is_free("dtype") and not is_cpu:

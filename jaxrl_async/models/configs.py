@@ -100,6 +100,9 @@ class ModelConfig:
     lora: adapters beside the kernels, or None.
     sliding_windows: for each layer, how many tokens a token sees, itself
       included; None is all tokens up to itself. Empty if no layer has a window.
+    max_positions: longest sequence that it was made for, which its config.json
+      calls max_position_embeddings; None is not known. It does not change what
+      the decoder computes.
     family: name of the family in Hugging Face's format, as it was read. It does
       not change what the decoder computes, and two configs that differ only
       here are equal. If it is empty, it follows from the other settings.
@@ -121,6 +124,7 @@ class ModelConfig:
   has_scalar_head: bool = False
   lora: Lora | None = None
   sliding_windows: tuple[int | None, ...] = ()
+  max_positions: int | None = dataclasses.field(default=None, compare=False)
   family: str = dataclasses.field(default="", compare=False)
 
   def __post_init__(self):

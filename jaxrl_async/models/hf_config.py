@@ -19,6 +19,7 @@ ARCHITECTURES = {
   "llama": "LlamaForCausalLM",
   "mistral": "MistralForCausalLM",
 }
+_MAX_POSITIONS = "max_position_embeddings"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Far beyond any model. The bounds refuse a file before anything of its size is
 # built or counted.
@@ -50,6 +51,19 @@ def model_config(directory: str | pathlib.Path) -> configs.ModelConfig:
   settings = model_files.read_object(path)
   try:
     return _model_config(settings)
+  except ValueError as error:
+    raise ValueError(f"{path}: {error}") from error
+
+
+def max_positions(directory: str | pathlib.Path) -> int | None:
+  """Return the longest sequence of a directory's model, if it is known.
+
+  Raises:
+    ValueError: config.json is damaged.
+  """
+  path = pathlib.Path(directory) / CONFIG_FILE
+  try:
+    return _max_positions(model_files.read_optional(path))
   except ValueError as error:
     raise ValueError(f"{path}: {error}") from error
 
@@ -120,6 +134,7 @@ def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
     has_qk_norm=family == "qwen3",
     has_tied_head=_flag(settings, "tie_word_embeddings"),
     sliding_windows=_sliding_windows(settings, family, num_layers),
+    max_positions=_max_positions(settings),
     family=family,
   )
   if model.num_params > _MAX_PARAMS:
@@ -128,6 +143,12 @@ def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
       " parameters"
     )
   return model
+
+
+def _max_positions(settings: Mapping[str, Any]) -> int | None:
+  if settings.get(_MAX_POSITIONS) is None:
+    return None
+  return _number(settings, _MAX_POSITIONS, int)
 
 
 def _refuse_the_unknown(settings: Mapping[str, Any], family: str) -> None:
@@ -252,7 +273,7 @@ def _rope(
   try:
     scaling = configs.RopeScaling(
       **factors,
-      original_max_tokens=_number(settings, "max_position_embeddings", int)
+      original_max_tokens=_number(settings, _MAX_POSITIONS, int)
       if source is None
       else _number(source, context, int),
     )

@@ -164,7 +164,7 @@ class Policy:
       tokens = self.tokenizer.encode_prompt(prompt)
     else:
       messages = [dict(message) for message in prompt]
-      tokens = self.tokenizer.encode(self._chat_template.render(messages))
+      tokens = self._chat_template.tokens(messages, tokenizer=self.tokenizer)
     if not len(tokens):
       raise ValueError("prompts: one of them has no tokens")
     return tokens
@@ -188,8 +188,17 @@ class Policy:
     """Return a scheduler of an engine for sequences of so many tokens.
 
     An engine that is too small is replaced by one of at least twice its length.
+
+    Raises:
+      ValueError: the model was made for fewer.
     """
-    rollout = self._setup.config.rollout
+    rollout, most = self._setup.config.rollout, self._setup.model.max_positions
+    if most is not None and num_tokens > most:
+      raise ValueError(
+        f"max_tokens: a prompt and its completion may have {num_tokens} tokens,"
+        f" but the model was made for {most}; use fewer, or set"
+        " model.max_positions"
+      )
     if self._engine is None or num_tokens > rollout.cache_tokens:
       if num_tokens > rollout.cache_tokens:
         size = 1 << (num_tokens - 1).bit_length()

@@ -8,6 +8,7 @@ second signal ends it without waiting.
 """
 
 from collections.abc import Callable, Mapping
+import contextlib
 import dataclasses
 import itertools
 import pathlib
@@ -27,6 +28,7 @@ from jaxrl_async.engine import sampling
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.models import configs
+from jaxrl_async.models import hf_config
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import peft_files
 from jaxrl_async.policies import stored_policy
@@ -92,7 +94,8 @@ def load_checkpoint(
       tokenizer in WORKDIR, or a pretrained model in Hugging Face's format, with
       its tokenizer.
     num_slots: see `load_run`.
-    cache_tokens: see `load_run`. For a pretrained model, 0 means 1024.
+    cache_tokens: see `load_run`. For a pretrained model, 0 means 1024, or as
+      many as it was made for if these are fewer.
 
   Raises:
     ConfigError: the directory holds no such parameters.
@@ -101,7 +104,9 @@ def load_checkpoint(
     raise sections.ConfigError(f"checkpoint: {directory} does not exist")
   stored = stored_policy.of_directory(directory)
   if stored.kind is stored_policy.Kind.PRETRAINED:
-    cache_tokens = cache_tokens or _PRETRAINED_CACHE_TOKENS
+    with contextlib.suppress(ValueError):  # which is named when it is read
+      most = hf_config.max_positions(directory) or _PRETRAINED_CACHE_TOKENS
+      cache_tokens = cache_tokens or min(_PRETRAINED_CACHE_TOKENS, most)
   return _load(stored, num_slots, cache_tokens)
 
 

@@ -4,12 +4,14 @@ Serving, evaluation, export and `jaxrl_async.load` find a policy here. Only its
 parameters are read, never an optimizer's state.
 """
 
+import contextlib
 import dataclasses
 import enum
 import hashlib
 import pathlib
 
 from jaxrl_async.assembly import continued_settings
+from jaxrl_async.assembly import engine_sizes
 from jaxrl_async.assembly import frozen_base
 from jaxrl_async.assembly import initial_params
 from jaxrl_async.assembly import setup as setup_lib
@@ -162,6 +164,10 @@ def of_directory(directory: pathlib.Path) -> StoredPolicy:
     return _of_params(directory)
   config = sections.Config()
   config.model.name = str(directory)
+  with contextlib.suppress(ValueError):  # which is named when it is read
+    most = hf_config.max_positions(directory)
+    if most is not None and most < config.rollout.cache_tokens:
+      engine_sizes.set_cache_tokens(config.rollout, most)
   return StoredPolicy(kind=Kind.PRETRAINED, directory=directory, config=config)
 
 

@@ -151,10 +151,12 @@ class Shape:
       {
         "token": text,
         "logprob": logprob,
-        "bytes": None if "\ufffd" in text else list(text.encode()),
+        "bytes": list(own),
         "top_logprobs": [],
       }
-      for text, logprob in zip(piece.token_texts, logprobs, strict=True)
+      for text, own, logprob in zip(
+        piece.token_texts, piece.token_bytes, logprobs, strict=True
+      )
     ]
     return {"content": content, "refusal": None}
 
@@ -214,7 +216,7 @@ class Answer(responses.Response):
         raise
       for choice in choices:
         if choice.finish_reason is None:
-          choice.text += self._writing.held_back(choice.choice)
+          self._writing.finish(choice)
     whole = self._shape.whole(choices)
     await responses.Response(_dumps(whole), media_type="application/json")(
       scope, receive, send

@@ -207,6 +207,7 @@ class Service:
     self.bounds.check_characters("messages", num_characters)
     messages = [m.model_dump(exclude_none=True) for m in wanted.messages]
     try:
+      self.chat_template.check(messages, tokenizer=self.tokenizer)
       text = self.chat_template.render(messages)
     except chat_template_lib.ChatTemplateError as error:
       raise errors.ApiError(

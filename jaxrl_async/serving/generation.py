@@ -25,8 +25,10 @@ class Piece:
     choice: index among all choices of the answer.
     text: text to show; it may lag behind the tokens.
     tokens, logprobs, policy_versions: one entry per token.
-    token_texts, offsets: the text of each token by itself, and the number of
-      characters before it; empty unless requested.
+    token_texts, token_bytes, offsets: the text that became certain with each
+      token, so that they join to the text of all; the bytes that it stands for;
+      and the number of characters before it. A token that is not shown has its
+      name. They are empty unless requested.
     finish_reason: set in the last piece of the choice.
   """
 
@@ -36,6 +38,7 @@ class Piece:
   logprobs: list[float] = dataclasses.field(default_factory=list)
   policy_versions: list[int] = dataclasses.field(default_factory=list)
   token_texts: list[str] = dataclasses.field(default_factory=list)
+  token_bytes: list[bytes] = dataclasses.field(default_factory=list)
   offsets: list[int] = dataclasses.field(default_factory=list)
   finish_reason: types.FinishReason | None = None
 
@@ -46,6 +49,7 @@ class Piece:
     self.logprobs += more.logprobs
     self.policy_versions += more.policy_versions
     self.token_texts += more.token_texts
+    self.token_bytes += more.token_bytes
     self.offsets += more.offsets
     self.finish_reason = more.finish_reason
 
@@ -81,18 +85,42 @@ class _Choice:
       policy_versions=update.policy_versions.tolist(),
       finish_reason=update.finish_reason,
     )
-    if update.finish_reason is not None:
-      piece.text += self._shown.finish()
     if self._whole is not None:
       for token in tokens:
-        piece.offsets.append(self._num_characters)
-        piece.token_texts.append(self._tokenizer.decode([token]))
-        self._num_characters += len(self._whole.add([token]))
+        self._add_token(self._whole, piece, token)
+    if update.finish_reason is not None:
+      self.finish(piece)
     return piece
 
-  def held_back(self) -> str:
-    """Return the text that was not shown yet; no more tokens will follow."""
-    return self._shown.finish()
+  def finish(self, piece: Piece) -> None:
+    """Add the text that was not shown yet; no more tokens will follow."""
+    piece.text += self._shown.finish()
+    if self._whole is not None and piece.tokens:
+      rest = self._whole.finish()
+      shown = [i for i, t in enumerate(piece.tokens) if self._is_shown(t)]
+      if shown:
+        piece.token_texts[shown[-1]] += rest
+      else:
+        piece.token_texts[0] = rest + piece.token_texts[0]
+
+  def _is_shown(self, token: int) -> bool:
+    return self._tokenizer.is_shown(token)
+
+  def _add_token(
+    self, whole: stop_strings.TokenText, piece: Piece, token: int
+  ) -> None:
+    piece.offsets.append(self._num_characters)
+    undecided = whole.pending()  # the text of bytes before it
+    text = whole.add([token])
+    self._num_characters += len(text)
+    own = self._tokenizer.bytes_of(token)
+    if not self._is_shown(token):
+      text = self._tokenizer.name_of(token)
+      own = text.encode()
+    elif own is None:
+      own = text[len(undecided) :].encode()
+    piece.token_texts.append(text)
+    piece.token_bytes.append(own)
 
 
 class Generation:
@@ -186,12 +214,12 @@ class Generation:
     self._num_unfinished -= piece.finish_reason is not None
     return piece
 
-  def held_back(self, choice: int) -> str:
-    """Return the text of a choice that was not shown yet.
+  def finish(self, piece: Piece) -> None:
+    """Add to a choice the text that was not shown yet.
 
     Call this only when no more tokens of the choice will follow.
     """
-    return self._choices[choice].held_back()
+    self._choices[piece.choice].finish(piece)
 
   def _receive(self, update: client_request.Update) -> None:
     with contextlib.suppress(RuntimeError):  # the server's loop has ended

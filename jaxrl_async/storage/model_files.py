@@ -16,8 +16,10 @@ GENERATION_CONFIG = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+ADDED_TOKENS = "added_tokens.json"
 
 _LFS_POINTER = b"version https://git-lfs"
+_TOKEN_FLAGS = ("special", "lstrip", "rstrip", "normalized", "single_word")
 _SPECIAL_NAMES = (
   "bos_token",
   "eos_token",
@@ -162,23 +164,82 @@ def tokenizer_class(directory: pathlib.Path) -> str:
   return (name or "").removesuffix("Fast")
 
 
-def special_tokens(directory: pathlib.Path) -> dict[str, str]:
-  """Return the special tokens that have a name, such as eos_token.
+def _token_settings(
+  directory: pathlib.Path,
+) -> dict[str, tuple[pathlib.Path, Any]]:
+  """Return the settings of a tokenizer, each with its file.
 
   special_tokens_map.json counts only beside a tokenizer_config.json without
   `added_tokens_decoder`, which is how older versions wrote these files.
+  """
+  path = directory / TOKENIZER_CONFIG
+  found = {name: (path, value) for name, value in read_optional(path).items()}
+  if "added_tokens_decoder" not in found:
+    path = directory / SPECIAL_TOKENS_MAP
+    found |= {
+      name: (path, value) for name, value in read_optional(path).items()
+    }
+  return found
+
+
+def added_tokens(directory: pathlib.Path) -> dict[int, dict[str, Any]]:
+  """Return the tokens of `added_tokens_decoder`, or of added_tokens.json.
+
+  Returns:
+    The arguments of `tokenizers.AddedToken` by id, in order of the ids.
+
+  Raises:
+    ValueError: a file is damaged.
+  """
+  path = directory / TOKENIZER_CONFIG
+  given = read_optional(path).get("added_tokens_decoder")
+  if given is None:
+    path = directory / ADDED_TOKENS
+    given = {
+      index: {"content": token} for token, index in read_optional(path).items()
+    }
+  kinds = {"content": str} | dict.fromkeys(_TOKEN_FLAGS, bool)
+  try:
+    found = {
+      int(index): {k: token[k] for k in kinds if k in token}
+      for index, token in given.items()
+    }
+    is_right = all(
+      "content" in token and all(type(token[k]) is kinds[k] for k in token)
+      for token in found.values()
+    )
+  except (AttributeError, TypeError, ValueError):
+    is_right = False
+  if not is_right:
+    raise ValueError(f"{path}: its added tokens are not tokens with ids")
+  return dict(sorted(found.items()))
+
+
+def unnamed_special_tokens(directory: pathlib.Path) -> list[str]:
+  """Return the special tokens that are listed without a name.
 
   Raises:
     ValueError: one of them is not text.
   """
+  settings, found = _token_settings(directory), []
+  for name in ("additional_special_tokens", "extra_special_tokens"):
+    path, listed = settings.get(name, (directory, None))
+    for token in listed if isinstance(listed, list) else ():
+      text = token.get("content") if isinstance(token, Mapping) else token
+      if not isinstance(text, str):
+        raise ValueError(f"{path}: {name} has {sections.shown(token)}")
+      found.append(text)
+  return found
+
+
+def special_tokens(directory: pathlib.Path) -> dict[str, str]:
+  """Return the special tokens that have a name, such as eos_token.
+
+  Raises:
+    ValueError: one of them is not text.
+  """
+  named = _token_settings(directory)
   path = directory / TOKENIZER_CONFIG
-  settings = read_optional(path)
-  named = {name: (path, value) for name, value in settings.items()}
-  if "added_tokens_decoder" not in settings:
-    path = directory / SPECIAL_TOKENS_MAP
-    named |= {
-      name: (path, value) for name, value in read_optional(path).items()
-    }
   _, extra = named.get("extra_special_tokens", (path, None))
   extra = extra if isinstance(extra, Mapping) else {}
   named |= {name: (path, value) for name, value in extra.items()}

@@ -28,6 +28,7 @@ from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
 from jaxrl_async.data import columns as columns_lib
 from jaxrl_async.data import labelled_steps
+from jaxrl_async.data import prompts
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.data import worked_examples as worked_examples_lib
 from jaxrl_async.data.tables import opening
@@ -281,7 +282,7 @@ def _examples(
   for item in items:
     prompt = source.prompt("score", item)
     try:
-      example = _example(setup, prompt)
+      example = _example(setup, prompt, source)
     except ValueError as error:
       if isinstance(error, sections.ConfigError):
         raise
@@ -307,7 +308,7 @@ def check_length(
 
 
 def _example(
-  setup: setup_lib.Setup, prompt: types.Prompt
+  setup: setup_lib.Setup, prompt: types.Prompt, source: prompts.PromptSource
 ) -> worked_examples_lib.WorkedExample:
   section = setup.config.preference
   if section.reward_loss is sections.RewardLoss.STEPS:
@@ -322,5 +323,5 @@ def _example(
     f"{prompt.prompt_id} has no text in the column {COMPLETION!r}",
   )
   return reward_objectives.scored_at_end(
-    worked_examples_lib.answered(prompt, text, setup.tokenizer)
+    worked_examples_lib.answered(prompt, text, source)
   )

@@ -54,7 +54,6 @@ class _Server(http_server.ThreadingHTTPServer):
   def __init__(self, port: int, scorer: reward_model.Scorer):
     super().__init__((HOST, port), _Handler)
     self._config = scorer.setup.config
-    self._tokenizer = scorer.setup.tokenizer
     self._prompts = assembly.prompt_source(scorer.setup)
     self.waiting: queue.SimpleQueue[tuple[_Examples, futures.Future]] = (
       queue.SimpleQueue()
@@ -90,7 +89,7 @@ class _Server(http_server.ThreadingHTTPServer):
       prompt = self._prompts.prompt("score", item)
       found = [
         reward_objectives.scored_at_end(
-          worked_examples_lib.answered(prompt, text, self._tokenizer)
+          worked_examples_lib.answered(prompt, text, self._prompts)
         )
         for text in texts
       ]

@@ -5,21 +5,29 @@ sandbox. It is code that came with the model, so whoever chooses a model trusts
 its template to end. What clients send is data, whose size the server bounds.
 A policy without a template accepts a single user message, and the prompt is
 that message followed by a newline, which is the format of the small tasks.
+
+Templates pass over what they do not know, such as a role or the calls of tools.
+`ChatTemplate.check` finds that out: it renders the chat with marks in place of
+its texts, and looks for the marks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+import copy
 import datetime
 import json
 import pathlib
 from typing import Any, NoReturn
 
+from jaxtyping import Int32
 import jinja2
 from jinja2 import ext
 from jinja2 import nodes
 from jinja2 import sandbox
+import numpy as np
 
 from jaxrl_async.config import sections
 from jaxrl_async.storage import model_files
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 _CONFIG_FILE = model_files.TOKENIZER_CONFIG
 _FILE = "chat_template.jinja"
@@ -27,6 +35,12 @@ _FOLDER = "additional_chat_templates"
 _PROCESSORS_FILE = "chat_template.json"
 # What a directory may have besides tokenizer_config.json.
 FILES = (_FILE, _FOLDER, _PROCESSORS_FILE)
+# What an assistant thought before it answered. Templates leave the thoughts of
+# earlier turns out on purpose.
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+_MAX_KNOWN = 10_000  # forms of chats that are remembered
+
+Messages = Sequence[Mapping[str, Any]]
 
 
 class ChatTemplateError(ValueError):
@@ -60,6 +74,7 @@ class ChatTemplate:
     """
     self._template = None if source is None else _compiled(source)
     self._special_tokens = dict(special_tokens or {})
+    self._known: set[int] = set()  # forms of chats that are written whole
     self.refusal = refusal
 
   @property
@@ -68,12 +83,17 @@ class ChatTemplate:
     return self._template is not None and not self.refusal
 
   def render(
-    self, messages: Sequence[dict[str, Any]], *, is_prompt: bool = True
+    self,
+    messages: Messages,
+    tools: Sequence[Any] | None = None,
+    *,
+    is_prompt: bool = True,
   ) -> str:
     """Return the prompt after which the assistant's answer is written.
 
     Args:
       messages: of the chat.
+      tools: that the assistant may call, as the template takes them.
       is_prompt: whether the assistant answers next. Otherwise the text ends
         after the last message.
 
@@ -87,7 +107,7 @@ class ChatTemplate:
     try:
       return self._template.render(
         messages=list(messages),
-        tools=None,
+        tools=tools or None,
         documents=None,
         add_generation_prompt=is_prompt,
         **self._special_tokens,
@@ -104,6 +124,129 @@ class ChatTemplate:
     ) as error:
       reason = str(error) or type(error).__name__
       raise ChatTemplateError(f"the chat template refused: {reason}") from error
+
+  def check(
+    self,
+    messages: Messages,
+    tools: Sequence[Any] | None = None,
+    *,
+    tokenizer: tokenizer_lib.Tokenizer,
+  ) -> None:
+    """Check that the whole chat reaches the policy, and as text.
+
+    Only the form of a chat decides what a template writes, so each form is
+    rendered once. A template that refuses the marks reads the texts. What it
+    leaves out is then not found out.
+
+    Args:
+      messages: of the chat.
+      tools: as in `render`.
+      tokenizer: of the policy.
+
+    Raises:
+      ChatTemplateError: the template refuses the messages or passes over a part
+        of them, or a text has a special token, which would end a turn or begin
+        another one.
+    """
+    for text in _texts([*messages, *(tools or ())]):
+      if token := tokenizer.special_token_in(text):
+        raise ChatTemplateError(
+          f"a message has the special token {token!r} in its text"
+        )
+    marked, marked_tools, marks = _marked(messages, tools)
+    form = hash(repr((marked, marked_tools)))
+    if form in self._known:
+      return
+    is_prompt = messages[-1].get("role") != "assistant"
+    try:
+      text = self.render(marked, marked_tools, is_prompt=is_prompt)
+    except ChatTemplateError:
+      self.render(messages, tools, is_prompt=is_prompt)
+      return
+    for mark, what in marks.items():
+      if mark not in text:
+        raise ChatTemplateError(f"the chat template does not write {what}")
+    if len(self._known) >= _MAX_KNOWN:
+      self._known.clear()
+    self._known.add(form)
+
+  def tokens(
+    self,
+    messages: Messages,
+    tools: Sequence[Any] | None = None,
+    *,
+    tokenizer: tokenizer_lib.Tokenizer,
+  ) -> Int32[np.ndarray, "T"]:
+    """Return the tokens of a prompt, all of whose messages are in it.
+
+    No special tokens are added, since the template writes these.
+
+    Raises:
+      ChatTemplateError: as `check`.
+      ValueError: the text cannot be tokenized.
+    """
+    self.check(messages, tools, tokenizer=tokenizer)
+    return tokenizer.encode(self.render(messages, tools))
+
+
+def _texts(value: Any) -> Iterator[str]:
+  """Yield every text in messages or tools."""
+  if isinstance(value, str):
+    yield value
+  elif isinstance(value, Mapping):
+    yield from _texts(list(value.values()))
+  elif isinstance(value, list | tuple):
+    for each in value:
+      yield from _texts(each)
+
+
+def _marked(
+  messages: Messages, tools: Sequence[Any] | None
+) -> tuple[list[dict[str, Any]], list[Any], dict[str, str]]:
+  """Return a chat with marks instead of texts, and what each mark stands for.
+
+  An empty text stays as it is, and so does what no template has to write.
+  """
+  marks: dict[str, str] = {}
+
+  def mark(what: str) -> str:
+    text = f"qz{len(marks)}zq"
+    marks[text] = what
+    return text
+
+  def mark_function(call: Any, what: str) -> Any:
+    call = copy.deepcopy(call)
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if isinstance(function, dict):
+      if function.get("name"):
+        function["name"] = mark(f"the name of {what}")
+      arguments = function.get("arguments")
+      if isinstance(arguments, dict):
+        given = {key: mark(f"the arguments of {what}") for key in arguments}
+        function["arguments"] = given
+    return call
+
+  made = []
+  for number, given in enumerate(messages, 1):
+    where = f"message {number}, which is of the role {given.get('role')!r}"
+    message = dict(given)
+    is_last = number == len(messages) and message.get("role") == "assistant"
+    for name in ("content", *(_THOUGHTS if is_last else ())):
+      text = message.get(name)
+      if isinstance(text, str) and text.strip():
+        message[name] = mark(f"the {name} of {where}")
+    if isinstance(message.get("tool_calls"), list):
+      message["tool_calls"] = [
+        mark_function(call, f"a call in {where}")
+        for call in message["tool_calls"]
+      ]
+    if "function_call" in message:
+      message["function_call"] = mark_function(
+        message["function_call"], f"the function_call in {where}"
+      )
+    made.append(message)
+  made_tools = [mark_function(tool, "a tool (tools)") for tool in tools or ()]
+  return made, made_tools, marks
 
 
 class _Generation(ext.Extension):
@@ -232,7 +375,7 @@ def sources(
   return {name: (path, source) for name, source in named.items()}
 
 
-def _without_template(messages: Sequence[dict[str, Any]]) -> str:
+def _without_template(messages: Messages) -> str:
   if len(messages) != 1 or messages[0]["role"] != "user":
     raise ChatTemplateError(
       "this policy has no chat template; send a single message of the user"

@@ -26,6 +26,12 @@ PAD_TOKEN = "⟨pad⟩"
 EOS_TOKEN = "⟨eos⟩"
 ALPHABET = "\n" + "".join(chr(code) for code in range(32, 127))
 _MAX_VOCABULARY = 2**24
+# GPT-2's alphabet: bytes that print stand for themselves, and the others are
+# counted from 256 on.
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTED}
+_BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -96,14 +102,20 @@ class Tokenizer:
         f"end token {unknown[0]} is not in the vocabulary of"
         f" {self.vocab_size} tokens"
       )
+    self._special = re.compile("|".join(map(re.escape, sorted(special))))
     ordinary = vocabulary.keys() - special
-    is_character_level = all(len(token) == 1 for token in ordinary)
+    # Bytes are written as single characters too, but make up any text.
+    is_character_level = all(
+      len(token) == 1 for token in ordinary
+    ) and not _has_part(tokenizer.decoder, "ByteLevel")
     self._alphabet = frozenset(ordinary) if is_character_level else None
     self._is_shown = np.zeros(self.vocab_size, bool)
     for token in ordinary:
       self._is_shown[vocabulary[token]] = True
     for token_id in self.end_tokens:
       self._is_shown[token_id] = False
+    self._has_bytes = _has_part(tokenizer.decoder, "ByteLevel")
+    self._added = added | special
     has_byte_tokens = _has_byte_fallback(tokenizer)
     self.byte_tokens = {
       vocabulary[token]: int(token[3:5], 16)
@@ -149,6 +161,11 @@ class Tokenizer:
       )
     return np.asarray(encoding.ids, np.int32)
 
+  def special_token_in(self, text: str) -> str | None:
+    """Return the first special token that a text spells, or None."""
+    found = self._special.search(text)
+    return found and found[0]
+
   def decode(self, tokens: Int[np.ndarray, "T"] | Sequence[int]) -> str:
     """Return the text of the tokens, without those that are not shown.
 
@@ -160,6 +177,19 @@ class Tokenizer:
     return self._tokenizer.decode(
       ids[self._is_shown[ids]].tolist(), skip_special_tokens=True
     )
+
+  def name_of(self, token: int) -> str:
+    """Return how the vocabulary writes a token; "" if only the model has it."""
+    return self._tokenizer.id_to_token(token) or ""
+
+  def bytes_of(self, token: int) -> bytes | None:
+    """Return the bytes that a token stands for, or None if it is a text."""
+    if token in self.byte_tokens:
+      return bytes([self.byte_tokens[token]])
+    name = self.name_of(token)
+    if not self._has_bytes or name in self._added:
+      return None
+    return bytes(_BYTE_OF[character] for character in name)
 
   def is_shown(self, token: int) -> bool:
     """Return whether a token can add to a text."""
@@ -231,6 +261,7 @@ def load(directory: str | pathlib.Path) -> Tokenizer:
   model_files.read_object(path)
   with _library_errors(f"{path} is not a tokenizer"):
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
+  _add_tokens(tokenizer, directory)
   if _is_llama(tokenizer, directory):
     _mark_spaces(tokenizer, directory)
   named = model_files.special_tokens(directory)
@@ -319,8 +350,33 @@ def _library_errors(what: str) -> Iterator[None]:
 
 
 def _has_byte_fallback(tokenizer: tokenizers.Tokenizer) -> bool:
-  decoder = tokenizer.decoder
-  return decoder is not None and b"ByteFallback" in decoder.__getstate__()
+  return _has_part(tokenizer.decoder, "ByteFallback")
+
+
+def _has_part(step: Any, name: str) -> bool:
+  """Return whether a step of a tokenizer, or a part of it, is of that kind."""
+  return step is not None and name.encode() in step.__getstate__()
+
+
+def _add_tokens(
+  tokenizer: tokenizers.Tokenizer, directory: pathlib.Path
+) -> None:
+  """Add the tokens that the files beside tokenizer.json name.
+
+  Raises:
+    ValueError: a file is damaged, or gives a token another id.
+  """
+  for token_id, settings in model_files.added_tokens(directory).items():
+    token = tokenizers.AddedToken(**settings)
+    tokenizer.add_tokens([token])
+    if tokenizer.token_to_id(token.content) != token_id:
+      raise ValueError(
+        f"{directory}: {sections.shown(token.content)} is the token {token_id}"
+        f" of its files, but {tokenizer.token_to_id(token.content)} of"
+        f" {model_files.TOKENIZER}"
+      )
+  for content in model_files.unnamed_special_tokens(directory):
+    tokenizer.add_special_tokens([content])
 
 
 def _token_id(tokenizer: tokenizers.Tokenizer, token: str) -> int:

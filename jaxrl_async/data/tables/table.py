@@ -12,6 +12,19 @@ from typing import Any
 
 import numpy as np
 
+# What a format's library raises if it cannot turn a value into one of Python's,
+# such as a time beyond the year 9999.
+_CONVERSION = (
+  ArithmeticError,
+  AttributeError,
+  ImportError,
+  LookupError,
+  OSError,
+  RuntimeError,
+  TypeError,
+  ValueError,
+)
+
 
 class TableError(ValueError):
   """A file cannot be read; the message names it in one line."""
@@ -47,7 +60,13 @@ class Table:
     Raises:
       RowError: the row cannot be read.
     """
-    return self.read(self.stored[row], self.where(row))
+    where = self.where(row)
+    try:
+      return self.read(self.stored[row], where)
+    except RowError:
+      raise
+    except _CONVERSION as error:
+      raise RowError(f"{where}: cannot be read: {reason(error)}") from error
 
 
 def joined(parts: Sequence[Table]) -> Table:
@@ -97,6 +116,17 @@ def checked_object(value: Any, where: str) -> dict[str, Any]:
   if not isinstance(value, dict):
     raise RowError(f"{where}: not a JSON object")
   return value
+
+
+def number_text(value: int | float) -> str:
+  """Return the shortest text of exactly this number, without an exponent.
+
+  42.0 becomes "42", and 1e-05 "0.00001".
+  """
+  text = format(decimal.Decimal(repr(value)), "f")
+  if "." in text:
+    text = text.rstrip("0").rstrip(".")
+  return "0" if text == "-0" else text
 
 
 def plain(value: Any, where: str) -> Any:
